@@ -1,0 +1,61 @@
+// Typed errors. Every error names what was wrong, with which value, and what to do about it.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace switchyard {
+
+enum class ErrorCode {
+  kInvalidArgument,   // a value passed by the caller is out of its domain
+  kInvalidConfig,     // config.json is malformed, inconsistent or of an unknown family
+  kInvalidFile,       // a file is truncated, or its header disagrees with its contents
+  kMissingTensor,     // the checkpoint lacks a tensor that the layer needs
+  kShapeMismatch,     // a tensor exists, but not with the shape the layer needs
+  kDTypeMismatch,     // a tensor exists, but not with a dtype that can be used there
+  kUnsupported,       // understood, but not implemented by this build or on this machine
+  kCapacityExceeded,  // more tokens than the declared maximum, or not enough memory
+  kSpecMismatch,      // the ranks of a world disagree on the layer, the limits or the call
+  kTimeout,           // a wait passed its deadline; see TimeoutError
+  kAborted,           // another rank failed first; see TimeoutError
+  kSystem,            // an operating system call failed
+};
+
+// The name of a code as users see it, e.g. "missing_tensor".
+const char* to_string(ErrorCode code);
+
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
+  ErrorCode code() const { return code_; }
+
+ private:
+  ErrorCode code_;
+};
+
+// What the first waiter whose deadline passed saw. Written to the symmetric heap of every
+// reachable rank, so that all of them can tell which rank was at fault.
+struct WaitFailure {
+  int waiter_rank = -1;        // the rank whose deadline passed
+  int peer_rank = -1;          // the rank it waited for, after following "waits for" links
+  const char* phase = "";      // "counts", "dispatch", "combine", ...
+  std::uint64_t epoch = 0;     // forward passes since the layer was made, starting at 1
+  std::uint64_t slot = 0;      // which counter of that phase (chunk or tile index)
+  std::uint64_t expected = 0;  // the counter value waited for
+  std::uint64_t observed = 0;  // the value last seen
+  double waited_seconds = 0;   // how long
+};
+
+// Thrown with kTimeout on the rank whose deadline passed first, with kAborted on the others.
+class TimeoutError : public Error {
+ public:
+  TimeoutError(ErrorCode code, const std::string& message, const WaitFailure& failure)
+      : Error(code, message), failure_(failure) {}
+  const WaitFailure& failure() const { return failure_; }
+
+ private:
+  WaitFailure failure_;
+};
+
+}  // namespace switchyard

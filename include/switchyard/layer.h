@@ -1,0 +1,129 @@
+// The MoE layer: gate, dispatch, expert FFNs, combine, over the ranks of a world.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "switchyard/error.h"
+#include "switchyard/layer_spec.h"
+#include "switchyard/tensor.h"
+#include "switchyard/weights.h"
+#include "switchyard/world.h"
+
+namespace switchyard {
+
+// A point in the protocol, for step hooks.
+struct ProtocolStep {
+  enum class Kind : std::uint8_t {
+    kGate,           // before a block of tokens is gated
+    kPublishCounts,  // before a counts row is written to `peer`
+    kPlan,           // after all counts rows have arrived
+    kDispatch,       // before a chunk is written to `peer`
+    kArrived,        // before the arrival of a tile's rows is signalled to `peer`
+    kGemm1,
+    kGemm2,
+    kFinished,  // before the completion of a tile is signalled to `peer`
+    kCombine,
+  };
+  Kind kind;
+  int rank;
+  int peer;
+  std::uint64_t epoch;
+};
+
+struct LayerOptions {
+  // Most tokens this rank may pass to one forward(). All ranks must declare the same number. It
+  // bounds address space; memory is committed by what really arrives.
+  int max_tokens = 8192;
+  // Processor threads of this rank, the calling thread included. 0: the hardware threads of this
+  // host divided by the ranks of the world, at least 1.
+  int num_threads = 0;
+  // Arithmetic and wire type: kBF16 or kF32. Empty: kBF16 for bf16 and fp8 checkpoints, kF32 for
+  // fp16 and fp32 ones. Accumulation is always fp32.
+  std::optional<DType> compute;
+  // Longest wait without a sign of progress from any rank. Zero: the world's.
+  std::chrono::milliseconds deadline{0};
+  // Called at every protocol step of this rank, from any of its threads. For fault injection and
+  // tracing; an empty function costs one test per step.
+  std::function<void(const ProtocolStep&)> on_step;
+};
+
+// One rank's share of a batch. T may differ between ranks and calls, and may be 0.
+struct ForwardInput {
+  MatrixView activations;  // [T, H], bf16, fp16 or fp32, rows contiguous (col_stride 1)
+  // Either both empty (the layer's gate routes) or both [T, K]: expert ids, distinct within a
+  // token, kNoExpert for none; and weights, applied as given.
+  std::span<const std::int32_t> topk_ids;
+  std::span<const float> topk_weights;
+  std::span<const std::int32_t> token_ids;  // [T], hash-routed layers only
+};
+
+struct ForwardOutput {
+  void* data = nullptr;         // [T, H]
+  DType dtype = DType::kBF16;   // kBF16, kF16 or kF32
+  std::int64_t row_stride = 0;  // in elements; 0: H
+  // Where to put the routing that was used; each may be empty or [T, K]. Dropped slots have
+  // kNoExpert.
+  std::span<std::int32_t> topk_ids;
+  std::span<float> topk_weights;
+};
+
+struct ForwardStats {
+  std::uint64_t epoch = 0;
+  std::int64_t tokens = 0;                      // of this rank
+  std::vector<std::int64_t> tokens_per_expert;  // [E], over all ranks
+  std::int64_t dropped_slots = 0;               // of this rank
+  std::int64_t nan_logits = 0;                  // of this rank
+  // Bytes this rank wrote into other ranks' heaps.
+  std::uint64_t dispatch_bytes = 0;  // activations and row descriptors
+  std::uint64_t combine_bytes = 0;   // expert outputs
+  std::uint64_t signal_bytes = 0;    // counts rows and flags
+  // What an all-to-all would have sent from this rank, there and back, with every (rank, expert)
+  // buffer padded to the fullest one.
+  std::uint64_t padded_all_to_all_bytes = 0;
+  std::uint64_t heap_bytes_used = 0;       // of this rank's heap, by this pass
+  std::uint64_t heap_bytes_reserved = 0;   // address space at the declared maximum
+  std::uint64_t workspace_bytes_used = 0;  // private: intermediate activations and scratch
+  double gate_seconds = 0;                 // until this rank's counts were published
+  double plan_seconds = 0;  // until every rank's counts were here and the plan was made
+  double total_seconds = 0;
+};
+
+class MoeLayer {
+ public:
+  // Collective over the world. The weights' memory must outlive the layer (MoeWeights::owner is
+  // kept). Throws Error{kInvalidArgument, kMissingTensor, kShapeMismatch, kDTypeMismatch} for a
+  // layer that cannot be built, {kSpecMismatch} naming the rank and the field if the ranks
+  // disagree, {kCapacityExceeded} if the heap cannot be had, TimeoutError if a rank does not come.
+  MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& weights,
+           const LayerOptions& options = {});
+  ~MoeLayer();
+  MoeLayer(MoeLayer&&) noexcept;
+  MoeLayer& operator=(MoeLayer&&) noexcept;
+
+  // One pass; every rank of the world must call it. Returns when `output` is complete. The same
+  // input gives the same bits, on every repetition and however many ranks share the experts.
+  // Throws Error{kInvalidArgument, kCapacityExceeded} before anything is sent if the input is
+  // unusable; TimeoutError{kTimeout} if a rank did not do its part within the deadline,
+  // TimeoutError{kAborted} if another rank noticed first. After either the layer is dead and every
+  // later call throws again; the world lives.
+  void forward(const ForwardInput& input, const ForwardOutput& output);
+
+  // Of the last pass.
+  const ForwardStats& stats() const;
+
+  const LayerSpec& spec() const;
+  DType compute() const;
+  int num_threads() const;
+
+ private:
+  class Engine;
+  std::unique_ptr<Engine> engine_;
+};
+
+}  // namespace switchyard

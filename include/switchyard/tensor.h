@@ -1,0 +1,68 @@
+// Element types and non-owning views. Views never own: whoever hands one out says how long it
+// lives.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace switchyard {
+
+enum class DType : std::uint8_t { kF32, kF16, kBF16, kF8E4M3, kI32, kI64, kU8 };
+
+constexpr std::size_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+    case DType::kI32:
+      return 4;
+    case DType::kF16:
+    case DType::kBF16:
+      return 2;
+    case DType::kI64:
+      return 8;
+    case DType::kF8E4M3:
+    case DType::kU8:
+      return 1;
+  }
+  return 0;
+}
+
+// "f32", "f16", "bf16", "f8_e4m3", "i32", "i64", "u8".
+const char* to_string(DType dtype);
+
+// A matrix of `rows` x `cols` elements; element (r, c) is at index r * row_stride + c * col_stride.
+// Strides are in elements, so that transposed and row-interleaved checkpoints need no repacking.
+//
+// FP8 matrices carry scales: the value of (r, c) is data(r, c) * scale(r / scale_rows, c /
+// scale_cols), with scale(i, j) at scale[i * scale_stride + j]. (DeepSeek-V3's weight_scale_inv has
+// scale_rows = scale_cols = 128; per-channel is scale_rows = 1, scale_cols = cols; per-tensor is
+// scale_rows = rows, scale_cols = cols.)
+struct MatrixView {
+  const void* data = nullptr;
+  DType dtype = DType::kF32;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  std::int64_t row_stride = 0;
+  std::int64_t col_stride = 1;
+  const float* scale = nullptr;
+  std::int64_t scale_rows = 0;
+  std::int64_t scale_cols = 0;
+  std::int64_t scale_stride = 0;
+
+  bool empty() const { return data == nullptr; }
+  const void* row(std::int64_t r) const {
+    return static_cast<const std::byte*>(data) +
+           static_cast<std::size_t>(r * row_stride) * size_of(dtype);
+  }
+};
+
+// A vector of `size` contiguous elements (biases).
+struct VectorView {
+  const void* data = nullptr;
+  DType dtype = DType::kF32;
+  std::int64_t size = 0;
+  std::int64_t stride = 1;  // in elements
+
+  bool empty() const { return data == nullptr; }
+};
+
+}  // namespace switchyard

@@ -1,0 +1,65 @@
+// Checkpoints in Hugging Face format (config.json + safetensors, sharded or not), memory-mapped.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "switchyard/layer_spec.h"
+#include "switchyard/tensor.h"
+
+namespace switchyard {
+
+// One feed-forward network. gate is empty for a plain FFN. gate, up: [I, H]; down: [H, I].
+struct FfnWeights {
+  MatrixView gate, up, down;
+  VectorView gate_bias, up_bias, down_bias;  // [I], [I], [H]; empty where the model has none
+};
+
+// The weights of one MoE layer: views into memory that `owner` keeps alive.
+struct MoeWeights {
+  MatrixView router;                // [E, H]; empty where routing is given from outside
+  VectorView router_bias;           // [E]
+  VectorView correction_bias;       // [E]
+  MatrixView hash_table;            // [vocabulary, K] of i32 or i64: DeepSeek-V4's token-id table
+  std::vector<FfnWeights> experts;  // [E]
+  FfnWeights shared;                // empty() up: none
+  VectorView shared_gate;           // [H]
+  std::shared_ptr<const void> owner;
+};
+
+// Throws Error{kMissingTensor, kShapeMismatch, kDTypeMismatch} if the weights cannot serve the
+// spec.
+void validate(const LayerSpec& spec, const MoeWeights& weights);
+
+// Bytes of expert weight (routed and shared, scales included) that a forward pass touches when
+// exactly the experts with tokens_per_expert[e] > 0 are active.
+std::uint64_t touched_weight_bytes(const MoeWeights& weights,
+                                   const std::vector<std::int64_t>& tokens_per_expert);
+
+// A directory with config.json and *.safetensors. Opening reads headers only; tensors are mapped
+// read-only and shared, and pages are read when touched.
+class Checkpoint {
+ public:
+  // Throws Error{kInvalidConfig, kInvalidFile, kUnsupported, kSystem}.
+  static Checkpoint open(const std::filesystem::path& directory);
+
+  const std::string& model_type() const;  // "olmoe", "mixtral", "deepseek_v3", ...
+  int num_layers() const;
+  std::vector<int> moe_layers() const;  // indices of the layers that are MoE layers
+  DType dtype() const;                  // of the expert weights
+
+  // Throws Error{kInvalidArgument} if `layer` is not an MoE layer.
+  LayerSpec layer_spec(int layer) const;
+  // Throws Error{kMissingTensor, kShapeMismatch, kDTypeMismatch}. The views live as long as
+  // MoeWeights::owner does, also after the Checkpoint is gone.
+  MoeWeights load_layer(int layer) const;
+
+ private:
+  struct State;
+  std::shared_ptr<const State> state_;
+};
+
+}  // namespace switchyard

@@ -1,0 +1,58 @@
+// The ranks that share an MoE layer, and the memory they share.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace switchyard {
+
+class Fabric;
+
+struct WorldOptions {
+  // Longest time any rank waits for another, at start-up and in a forward pass.
+  std::chrono::milliseconds deadline{30'000};
+  // Process worlds only: a string that all ranks of this world share and no other world on this
+  // host uses at the same time. Empty: derived from the launcher's environment and a per-process
+  // count of worlds made.
+  std::string rendezvous;
+};
+
+// A handle; copies refer to the same rank of the same world. Thread-compatible: one thread per
+// rank.
+class World {
+ public:
+  // A world of `size` ranks in this process; element r is to be used by the thread that plays rank
+  // r.
+  static std::vector<World> threads(int size, WorldOptions options = {});
+
+  // A world of one.
+  static World single(WorldOptions options = {});
+
+  // This process as rank `rank` of `size` processes on this host. Collective: returns when all have
+  // arrived. Throws TimeoutError naming the ranks that did not arrive within the deadline.
+  static World processes(int rank, int size, WorldOptions options = {});
+
+  // As above, with rank and size from the environment: RANK / WORLD_SIZE (torchrun,
+  // `switchyard launch`), OMPI_COMM_WORLD_RANK / _SIZE, PMI_RANK / PMI_SIZE, or SLURM_PROCID /
+  // SLURM_NTASKS. A world of one where none is set. Throws Error{kInvalidArgument} for values that
+  // make no sense, Error{kUnsupported} if the ranks are spread over several hosts.
+  static World from_environment(WorldOptions options = {});
+
+  int rank() const;
+  int size() const;
+  std::chrono::milliseconds deadline() const;
+  const char* fabric_name() const;  // "threads", "shared memory"
+
+  // Collective, for start-up and tests; forward passes never use one.
+  void barrier();
+
+  Fabric& fabric() const { return *fabric_; }
+  explicit World(std::shared_ptr<Fabric> fabric) : fabric_(std::move(fabric)) {}
+
+ private:
+  std::shared_ptr<Fabric> fabric_;
+};
+
+}  // namespace switchyard

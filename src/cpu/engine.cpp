@@ -1,0 +1,740 @@
+// MoeLayer on the CPU: one forward pass from gate to combine, as a reader follows a token.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include "cpu/pace.h"
+#include "cpu/processor.h"
+#include "cpu/scheduler.h"
+#include "cpu/worker_pool.h"
+#include "fabric/fabric.h"
+#include "protocol/wait.h"
+#include "routing/route.h"
+#include "switchyard/routing.h"
+
+namespace switchyard {
+
+using cpu::Pass;
+using protocol::Missing;
+using protocol::Phase;
+using Clock = std::chrono::steady_clock;
+
+namespace {
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// What the ranks of a layer must agree on.
+struct Declaration {
+  LayerSpec spec;
+  std::int32_t max_tokens;
+  DType compute;
+};
+static_assert(std::is_trivially_copyable_v<Declaration>);
+
+// The first field in which two declarations differ, as "name: a here, b there"; empty if none.
+std::string difference(const Declaration& here, const Declaration& there) {
+  std::string found;
+  const auto compare = [&found](const char* name, const auto& a, const auto& b) {
+    if (!found.empty() || a == b) return;
+    if constexpr (std::is_enum_v<std::decay_t<decltype(a)>>) {
+      found = fmt::format("{}: {} here, {} there", name, static_cast<int>(a), static_cast<int>(b));
+    } else {
+      found = fmt::format("{}: {} here, {} there", name, a, b);
+    }
+  };
+#define SWITCHYARD_COMPARE(field) compare(#field, here.field, there.field)
+  SWITCHYARD_COMPARE(spec.hidden);
+  SWITCHYARD_COMPARE(spec.intermediate);
+  SWITCHYARD_COMPARE(spec.num_experts);
+  SWITCHYARD_COMPARE(spec.top_k);
+  SWITCHYARD_COMPARE(spec.activation.kind);
+  SWITCHYARD_COMPARE(spec.activation.gated);
+  SWITCHYARD_COMPARE(spec.activation.alpha);
+  SWITCHYARD_COMPARE(spec.activation.limit);
+  SWITCHYARD_COMPARE(spec.activation.up_bias);
+  SWITCHYARD_COMPARE(spec.routing.method);
+  SWITCHYARD_COMPARE(spec.routing.score);
+  SWITCHYARD_COMPARE(spec.routing.top_k_before_score);
+  SWITCHYARD_COMPARE(spec.routing.renormalize);
+  SWITCHYARD_COMPARE(spec.routing.renormalize_epsilon);
+  SWITCHYARD_COMPARE(spec.routing.has_correction_bias);
+  SWITCHYARD_COMPARE(spec.routing.num_groups);
+  SWITCHYARD_COMPARE(spec.routing.top_k_groups);
+  SWITCHYARD_COMPARE(spec.routing.group_score);
+  SWITCHYARD_COMPARE(spec.routing.scale);
+  SWITCHYARD_COMPARE(spec.routing.jitter_eps);
+  SWITCHYARD_COMPARE(spec.router_bias);
+  SWITCHYARD_COMPARE(spec.expert_bias);
+  SWITCHYARD_COMPARE(spec.shared_intermediate);
+  SWITCHYARD_COMPARE(spec.shared_sigmoid_gate);
+  SWITCHYARD_COMPARE(spec.weight_on_input);
+  SWITCHYARD_COMPARE(spec.capacity_factor);
+  SWITCHYARD_COMPARE(max_tokens);
+  SWITCHYARD_COMPARE(compute);
+#undef SWITCHYARD_COMPARE
+  return found;
+}
+
+std::vector<float> to_floats(const VectorView& v) {
+  std::vector<float> out(static_cast<std::size_t>(v.empty() ? 0 : v.size));
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    const auto* element = static_cast<const std::byte*>(v.data) +
+                          i * static_cast<std::size_t>(v.stride) * size_of(v.dtype);
+    cpu::kernels().convert(element, v.dtype, &out[i], DType::kF32, 1, 1);
+  }
+  return out;
+}
+
+// Rows of a weight per task: about a megabyte of it, which streams long enough to hide the cost of
+// taking a task, but never so few that the matrix unit runs dry or so many that the fp32 product of
+// a full token tile leaves the second-level cache.
+int rows_per_task(int cols) {
+  constexpr int kElements = 512 * 1024;
+  return std::clamp(protocol::round_up(kElements / std::max(cols, 1), 64), 128, 512);
+}
+
+cpu::Ffn prepare(const FfnWeights& weights, int hidden, int intermediate) {
+  cpu::Ffn ffn;
+  ffn.weights = &weights;
+  ffn.intermediate = intermediate;
+  ffn.gemm1_rows = rows_per_task(hidden);
+  ffn.gemm2_rows = rows_per_task(intermediate);
+  ffn.gate_bias = to_floats(weights.gate_bias);
+  ffn.up_bias = to_floats(weights.up_bias);
+  ffn.down_bias = to_floats(weights.down_bias);
+  return ffn;
+}
+
+DType default_compute(const MoeWeights& weights) {
+  const DType dtype = weights.experts.empty() ? DType::kBF16 : weights.experts[0].up.dtype;
+  return dtype == DType::kF32 || dtype == DType::kF16 ? DType::kF32 : DType::kBF16;
+}
+
+}  // namespace
+
+class MoeLayer::Engine {
+ public:
+  Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
+         const LayerOptions& options);
+
+  void forward(const ForwardInput& input, const ForwardOutput& output);
+  const ForwardStats& stats() const { return stats_; }
+  const LayerSpec& spec() const { return layer_.spec; }
+  DType compute() const { return layer_.wire; }
+  int num_threads() const { return pool_->size(); }
+
+ private:
+  void agree();
+  void check(const ForwardInput& input, const ForwardOutput& output) const;
+  void begin_pass(const ForwardInput& input, const ForwardOutput& output);
+  void route(const ForwardInput& input);
+  void drop_over_capacity();
+  void publish_counts();
+  void await_counts();
+  void plan();
+  void place_slots();
+  void list_tiles();
+  void run_tasks();
+  void finish(const ForwardOutput& output, Clock::time_point start);
+
+  // Runs body(i) on every thread of the rank; the first exception ends the pass for all ranks.
+  void in_parallel(const std::function<void(int)>& body);
+  [[noreturn]] void fail();
+  bool aborted() const { return protocol::aborted(layer_.heaps); }
+  int rank() const { return layer_.heaps.rank; }
+  int num_ranks() const { return layer_.heaps.size(); }
+
+  World world_;
+  LayerOptions options_;
+  cpu::LayerState layer_;
+  std::vector<float> router_f32_;
+  std::shared_ptr<SymmetricSegment> heap_;
+  cpu::LazyBuffer routed_h_, shared_h_, x_;
+  std::vector<cpu::Processor> processors_;
+  std::unique_ptr<cpu::WorkerPool> pool_;
+
+  Pass pass_;
+  cpu::Scheduler scheduler_{layer_, pass_};
+  std::vector<std::int32_t> hashed_ids_;
+  std::vector<std::uint32_t> counts_row_;  // c(me, e) for all e, then U(me, d) for all d
+  std::mutex exception_mutex_;
+  std::exception_ptr exception_;
+  ForwardStats stats_;
+};
+
+MoeLayer::Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
+                         const LayerOptions& options)
+    : world_(world), options_(options) {
+  validate(spec);
+  validate(spec, weights);
+  if (!weights.router.empty()) routing::check_routable(spec);
+  if (options.max_tokens < 1) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("max_tokens is {}; declare at least 1", options.max_tokens));
+  }
+  if (options.num_threads < 0) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("num_threads is {}; use 0 to choose it automatically, or at least 1",
+                            options.num_threads));
+  }
+  if (spec.top_k > protocol::kMaxTopK || world.size() > protocol::kMaxRanks) {
+    throw Error(
+        ErrorCode::kUnsupported,
+        fmt::format("top_k {} over {} ranks; this build supports top_k up to {} and {} ranks",
+                    spec.top_k, world.size(), protocol::kMaxTopK, protocol::kMaxRanks));
+  }
+  if (options_.deadline.count() <= 0) options_.deadline = world.deadline();
+
+  layer_.spec = spec;
+  layer_.weights = weights;
+  layer_.on_step = options.on_step;
+  layer_.wire = options.compute.value_or(default_compute(weights));
+  if (layer_.wire != DType::kBF16 && layer_.wire != DType::kF32) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("compute type {}; use bf16 or f32", to_string(layer_.wire)));
+  }
+  layer_.gemm = layer_.wire == DType::kBF16 && cpu::has_native_bf16() ? DType::kBF16 : DType::kF32;
+
+  protocol::LayoutParams params;
+  params.num_ranks = world.size();
+  params.num_experts = spec.num_experts;
+  params.top_k = spec.top_k;
+  params.hidden = spec.hidden;
+  params.max_tokens = options.max_tokens;
+  params.cells_per_token = spec.top_k + (spec.shared_intermediate > 0 ? 1 : 0);
+  params.element_bytes = static_cast<int>(size_of(layer_.wire));
+  layer_.heaps.layout = protocol::HeapLayout(params);
+  layer_.heaps.rank = world.rank();
+
+  const protocol::ExpertPartition experts = layer_.layout().experts();
+  for (int e = experts.begin(rank()); e < experts.end(rank()); ++e) {
+    layer_.experts.push_back(prepare(layer_.weights.experts[static_cast<std::size_t>(e)],
+                                     spec.hidden, spec.intermediate));
+  }
+  if (spec.shared_intermediate > 0) {
+    layer_.shared = prepare(layer_.weights.shared, spec.hidden, spec.shared_intermediate);
+    layer_.shared_gate = to_floats(weights.shared_gate);
+  }
+  layer_.router_bias = to_floats(weights.router_bias);
+  layer_.correction_bias = to_floats(weights.correction_bias);
+
+  MatrixView& router = layer_.weights.router;
+  const bool router_as_is =
+      router.dtype == DType::kF32 || (router.dtype == DType::kBF16 && layer_.gemm == DType::kBF16);
+  if (!router.empty() && !router_as_is) {
+    router_f32_.resize(static_cast<std::size_t>(router.rows * router.cols));
+    for (std::int64_t r = 0; r < router.rows; ++r) {
+      for (std::int64_t c = 0; c < router.cols; ++c) {
+        const auto* element =
+            static_cast<const std::byte*>(router.row(r)) +
+            static_cast<std::size_t>(c * router.col_stride) * size_of(router.dtype);
+        cpu::kernels().convert(element, router.dtype,
+                               &router_f32_[static_cast<std::size_t>(r * router.cols + c)],
+                               DType::kF32, 1, 1);
+      }
+    }
+    router = {router_f32_.data(), DType::kF32, router.rows, router.cols, router.cols};
+  }
+
+  agree();
+  heap_ = world.fabric().allocate(layer_.layout().bytes());
+  for (int r = 0; r < num_ranks(); ++r) layer_.heaps.base[r] = heap_->base(r);
+
+  const std::uint64_t granule = static_cast<std::uint64_t>(params.tile.granule);
+  const auto most_h_rows = layer_.layout().max_rows() + granule * layer_.layout().max_tiles();
+  const auto element = static_cast<std::uint64_t>(size_of(layer_.gemm));
+  const auto max_tokens = static_cast<std::uint64_t>(options.max_tokens);
+  routed_h_ =
+      cpu::LazyBuffer(most_h_rows * static_cast<std::uint64_t>(spec.intermediate) * element);
+  if (spec.shared_intermediate > 0) {
+    const auto rows = protocol::round_up(max_tokens, granule) + granule;
+    shared_h_ =
+        cpu::LazyBuffer(rows * static_cast<std::uint64_t>(spec.shared_intermediate) * element);
+  }
+  x_ = cpu::LazyBuffer(max_tokens * layer_.layout().token_bytes());
+
+  const int hardware = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  const int threads =
+      options.num_threads > 0 ? options.num_threads : std::max(1, hardware / world.size());
+  for (int i = 0; i < threads; ++i) processors_.emplace_back(layer_);
+  pool_ = std::make_unique<cpu::WorkerPool>(
+      threads, [] { thread_local const cpu::SingleThreadedLibrary confined; });
+
+  pass_.plan_words.resize(protocol::Plan::words(spec.num_experts, num_ranks()));
+  pass_.plan = protocol::Plan::over(pass_.plan_words.data(), spec.num_experts, num_ranks());
+  pass_.routed_h = routed_h_.data();
+  pass_.shared_h = shared_h_.data();
+  pass_.tokens_for.resize(static_cast<std::size_t>(num_ranks()));
+  pass_.unsent.resize(static_cast<std::size_t>(num_ranks()));
+  pass_.dispatch_chunks.resize(static_cast<std::size_t>(num_ranks()));
+  counts_row_.resize(static_cast<std::size_t>(spec.num_experts + num_ranks()));
+  world.fabric().all_gather({}, {});  // nobody writes into a heap before everybody has mapped it
+}
+
+void MoeLayer::Engine::agree() {
+  const Declaration mine{layer_.spec, options_.max_tokens, layer_.wire};
+  std::vector<Declaration> all(static_cast<std::size_t>(num_ranks()));
+  world_.fabric().all_gather(std::as_bytes(std::span(&mine, 1)),
+                             std::as_writable_bytes(std::span(all)));
+  for (int r = 0; r < num_ranks(); ++r) {
+    const std::string found = difference(mine, all[static_cast<std::size_t>(r)]);
+    if (!found.empty()) {
+      throw Error(ErrorCode::kSpecMismatch,
+                  fmt::format("rank {} and rank {} disagree on {}; give every rank the same layer "
+                              "and limits",
+                              rank(), r, found));
+    }
+  }
+}
+
+void MoeLayer::Engine::check(const ForwardInput& input, const ForwardOutput& output) const {
+  const LayerSpec& spec = layer_.spec;
+  const MatrixView& x = input.activations;
+  const auto reject = [](ErrorCode code, const std::string& message) {
+    throw Error(code, message);
+  };
+  if (x.rows > 0 && x.cols != spec.hidden) {
+    reject(ErrorCode::kShapeMismatch, fmt::format("activations have {} columns; the layer's hidden "
+                                                  "size is {}",
+                                                  x.cols, spec.hidden));
+  }
+  if (x.rows > options_.max_tokens) {
+    reject(ErrorCode::kCapacityExceeded,
+           fmt::format("{} tokens on rank {}; the layer was made for at most {} (LayerOptions::"
+                       "max_tokens)",
+                       x.rows, rank(), options_.max_tokens));
+  }
+  const auto floating = [](DType t) {
+    return t == DType::kF32 || t == DType::kBF16 || t == DType::kF16;
+  };
+  if (!floating(x.dtype) || !floating(output.dtype)) {
+    reject(ErrorCode::kDTypeMismatch,
+           fmt::format("activations are {} and output is {}; use bf16, f16 or f32",
+                       to_string(x.dtype), to_string(output.dtype)));
+  }
+  if (x.rows > 0 && (x.data == nullptr || output.data == nullptr || x.col_stride != 1)) {
+    reject(ErrorCode::kInvalidArgument,
+           "activations and output must be non-null, with contiguous rows (col_stride 1)");
+  }
+  const auto slots = static_cast<std::size_t>(x.rows) * static_cast<std::size_t>(spec.top_k);
+  const auto require_size = [&](const char* name, std::size_t size, std::size_t expected) {
+    if (size != expected) {
+      reject(ErrorCode::kShapeMismatch,
+             fmt::format("{} has {} elements; {} tokens need {}", name, size, x.rows, expected));
+    }
+  };
+  const bool given = !input.topk_ids.empty();
+  if (given || !input.topk_weights.empty()) {
+    require_size("topk_ids", input.topk_ids.size(), slots);
+    require_size("topk_weights", input.topk_weights.size(), slots);
+    for (std::size_t i = 0; i < slots; ++i) {
+      const std::int32_t id = input.topk_ids[i];
+      if (id < kNoExpert || id >= spec.num_experts) {
+        reject(ErrorCode::kInvalidArgument,
+               fmt::format("topk_ids[{}][{}] is {}; expert ids are 0 to {}, or {} for none",
+                           i / static_cast<std::size_t>(spec.top_k),
+                           i % static_cast<std::size_t>(spec.top_k), id, spec.num_experts - 1,
+                           kNoExpert));
+      }
+      for (std::size_t j = i - i % static_cast<std::size_t>(spec.top_k); j < i; ++j) {
+        if (id != kNoExpert && input.topk_ids[j] == id) {
+          reject(ErrorCode::kInvalidArgument,
+                 fmt::format("token {} names expert {} twice; ids must be distinct within a token",
+                             i / static_cast<std::size_t>(spec.top_k), id));
+        }
+      }
+    }
+  } else if (x.rows > 0 && layer_.weights.router.empty()) {
+    reject(ErrorCode::kInvalidArgument,
+           "the layer has no router weights; pass topk_ids and topk_weights");
+  } else if (spec.routing.method == RoutingMethod::kHash) {
+    require_size("token_ids", input.token_ids.size(), static_cast<std::size_t>(x.rows));
+    for (const std::int32_t id : input.token_ids) {
+      if (id < 0 || id >= layer_.weights.hash_table.rows) {
+        reject(ErrorCode::kInvalidArgument,
+               fmt::format("token id {} is outside the routing table's vocabulary of {}", id,
+                           layer_.weights.hash_table.rows));
+      }
+    }
+  }
+  if (!output.topk_ids.empty()) require_size("output topk_ids", output.topk_ids.size(), slots);
+  if (!output.topk_weights.empty()) {
+    require_size("output topk_weights", output.topk_weights.size(), slots);
+  }
+}
+
+void MoeLayer::Engine::in_parallel(const std::function<void(int)>& body) {
+  pool_->run([&](int i) {
+    try {
+      body(i);
+    } catch (...) {
+      const std::lock_guard lock(exception_mutex_);
+      if (exception_) return;
+      exception_ = std::current_exception();
+      // The rank cannot do its part: the others need not wait for their deadlines to learn it.
+      protocol::abort_world(layer_.heaps,
+                            {rank(), rank(), Phase::kExperts, pass_.epoch, 0, 0, 0, 0});
+    }
+  });
+  if (exception_) std::rethrow_exception(exception_);
+}
+
+void MoeLayer::Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
+  check(input, output);
+  if (aborted()) fail();
+  const cpu::SingleThreadedLibrary confined;
+  const Clock::time_point start = Clock::now();
+  begin_pass(input, output);
+  route(input);
+  publish_counts();
+  stats_.gate_seconds = seconds_since(start);
+  await_counts();
+  plan();
+  stats_.plan_seconds = seconds_since(start);
+  run_tasks();
+  finish(output, start);
+}
+
+void MoeLayer::Engine::begin_pass(const ForwardInput& input, const ForwardOutput& output) {
+  const MatrixView& x = input.activations;
+  stats_ = {};
+  ++pass_.epoch;
+  pass_.tokens = x.rows;
+  pass_.output = output;
+  const auto slots = static_cast<std::size_t>(x.rows) * static_cast<std::size_t>(spec().top_k);
+  pass_.ids.resize(slots);
+  pass_.weights.resize(slots);
+  pass_.slots.resize(slots);
+  // Activations of another type are converted once, here, so that a token has the same bits
+  // whether its expert is local or not.
+  if (x.dtype == layer_.wire) {
+    pass_.x = static_cast<const std::byte*>(x.data);
+    pass_.x_row_bytes = x.row_stride * static_cast<std::int64_t>(size_of(x.dtype));
+  } else {
+    pass_.x = x_.data();
+    pass_.x_row_bytes = static_cast<std::int64_t>(layer_.layout().token_bytes());
+  }
+}
+
+void MoeLayer::Engine::route(const ForwardInput& input) {
+  const MatrixView& x = input.activations;
+  const bool given = !input.topk_ids.empty();
+  const std::int32_t* hashed_ids = nullptr;
+  if (!given && spec().routing.method == RoutingMethod::kHash) {
+    const MatrixView& table = layer_.weights.hash_table;
+    hashed_ids_.clear();
+    for (const std::int32_t id : input.token_ids) {
+      for (std::int64_t k = 0; k < spec().top_k; ++k) {
+        const std::int64_t at = k * table.col_stride;
+        hashed_ids_.push_back(
+            table.dtype == DType::kI64
+                ? static_cast<std::int32_t>(static_cast<const std::int64_t*>(table.row(id))[at])
+                : static_cast<const std::int32_t*>(table.row(id))[at]);
+      }
+    }
+    hashed_ids = hashed_ids_.data();
+  }
+  std::atomic<std::int64_t> next_block{0};
+  std::atomic<std::int64_t> nan_logits{0};
+  in_parallel([&](int i) {
+    constexpr std::int64_t kBlock = cpu::Processor::kGateBlock;
+    for (;;) {
+      const std::int64_t begin = next_block.fetch_add(1) * kBlock;
+      if (begin >= x.rows || aborted()) return;
+      const std::int64_t end = std::min(begin + kBlock, x.rows);
+      layer_.step(ProtocolStep::Kind::kGate, rank(), pass_.epoch);
+      if (x.dtype != layer_.wire) {
+        for (std::int64_t t = begin; t < end; ++t) {
+          cpu::kernels().convert(x.row(t), x.dtype,
+                                 x_.data() + static_cast<std::size_t>(t * pass_.x_row_bytes),
+                                 layer_.wire, x.cols, 1);
+        }
+      }
+      if (!given) {
+        nan_logits += processors_[static_cast<std::size_t>(i)].gate(pass_, begin, end, hashed_ids);
+      }
+      protocol::note_progress(layer_.heaps);
+    }
+  });
+  if (given) {
+    std::copy(input.topk_ids.begin(), input.topk_ids.end(), pass_.ids.begin());
+    std::copy(input.topk_weights.begin(), input.topk_weights.end(), pass_.weights.begin());
+  }
+  stats_.nan_logits = nan_logits;
+  drop_over_capacity();
+}
+
+void MoeLayer::Engine::drop_over_capacity() {
+  if (spec().capacity_factor <= 0) return;
+  const auto capacity = static_cast<std::uint32_t>(
+      std::ceil(static_cast<double>(spec().capacity_factor) * spec().top_k *
+                static_cast<double>(pass_.tokens) / spec().num_experts));
+  std::vector<std::uint32_t> kept(static_cast<std::size_t>(spec().num_experts));
+  for (std::size_t i = 0; i < pass_.ids.size(); ++i) {
+    if (pass_.ids[i] < 0) continue;
+    if (kept[static_cast<std::size_t>(pass_.ids[i])]++ < capacity) continue;
+    pass_.ids[i] = kNoExpert;
+    pass_.weights[i] = 0;
+    ++stats_.dropped_slots;
+  }
+}
+
+void MoeLayer::Engine::publish_counts() {
+  const protocol::ExpertPartition experts = layer_.layout().experts();
+  const auto num_experts = static_cast<std::size_t>(spec().num_experts);
+  std::fill(counts_row_.begin(), counts_row_.end(), 0u);
+  for (auto& tokens : pass_.tokens_for) tokens.clear();
+  for (std::int64_t t = 0; t < pass_.tokens; ++t) {
+    std::uint64_t ranks_seen = 0;
+    for (std::int64_t i = t * spec().top_k; i < (t + 1) * spec().top_k; ++i) {
+      const std::int32_t e = pass_.ids[static_cast<std::size_t>(i)];
+      cpu::Slot& slot = pass_.slots[static_cast<std::size_t>(i)];
+      slot.owner = e < 0 ? -1 : experts.owner(e);
+      if (e < 0) continue;
+      ++counts_row_[static_cast<std::size_t>(e)];
+      if (ranks_seen >> slot.owner & 1) continue;
+      ranks_seen |= std::uint64_t{1} << slot.owner;
+      pass_.tokens_for[static_cast<std::size_t>(slot.owner)].push_back(
+          static_cast<std::uint32_t>(t));
+    }
+  }
+  for (int d = 0; d < num_ranks(); ++d) {
+    const auto tokens = pass_.tokens_for[static_cast<std::size_t>(d)].size();
+    counts_row_[num_experts + static_cast<std::size_t>(d)] = static_cast<std::uint32_t>(tokens);
+    pass_.dispatch_chunks[static_cast<std::size_t>(d)] =
+        static_cast<std::uint32_t>(protocol::ceil_div<std::size_t>(tokens, cpu::kDispatchChunk));
+  }
+  const std::size_t row_bytes = counts_row_.size() * sizeof(std::uint32_t);
+  for (int i = 0; i < num_ranks(); ++i) {
+    const int peer = (rank() + i) % num_ranks();
+    layer_.step(ProtocolStep::Kind::kPublishCounts, peer, pass_.epoch);
+    std::byte* heap = layer_.heaps.base[peer];
+    std::memcpy(layer_.layout().counts(heap, pass_.epoch, rank()), counts_row_.data(), row_bytes);
+    // Release: the row is complete when its epoch shows. It is also the credit for the peer to send
+    // (layout.h), so it must follow everything this rank did in the previous pass.
+    protocol::store_release(layer_.layout().counts_epoch(heap, pass_.epoch, rank()), pass_.epoch);
+    if (peer != rank()) stats_.signal_bytes += row_bytes + sizeof(std::uint64_t);
+  }
+  protocol::note_progress(layer_.heaps);
+}
+
+void MoeLayer::Engine::await_counts() {
+  cpu::HostPace pace;
+  const auto deadline =
+      static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
+  for (int s = 0; s < num_ranks(); ++s) {
+    const std::uint64_t* word = layer_.layout().counts_epoch(layer_.heaps.mine(), pass_.epoch, s);
+    const protocol::WaitResult result = protocol::wait_until(
+        layer_.heaps, pass_.epoch, deadline, pace,
+        [&] { return protocol::load_acquire(word) == pass_.epoch; },
+        [&] {
+          return Missing{Phase::kCounts, s, static_cast<std::uint64_t>(s), pass_.epoch,
+                         protocol::load_acquire(word)};
+        });
+    if (result != protocol::WaitResult::kReady) fail();
+  }
+}
+
+void MoeLayer::Engine::plan() {
+  layer_.step(ProtocolStep::Kind::kPlan, rank(), pass_.epoch);
+  protocol::build_plan(protocol::SoloTeam(), layer_.heaps, pass_.epoch, pass_.plan);
+  place_slots();
+  list_tiles();
+  scheduler_.start();
+}
+
+// Gives every slot its row, in token order within each expert, and counts what is to be sent.
+void MoeLayer::Engine::place_slots() {
+  const protocol::Plan& plan = pass_.plan;
+  for (int d = 0; d < num_ranks(); ++d) {
+    pass_.unsent[static_cast<std::size_t>(d)].assign(plan.num_tiles[d], 0);
+  }
+  std::vector<std::uint32_t> next(plan.my_row_begin, plan.my_row_begin + spec().num_experts);
+  for (std::size_t i = 0; i < pass_.slots.size(); ++i) {
+    cpu::Slot& slot = pass_.slots[i];
+    if (slot.owner < 0) continue;
+    const auto e = static_cast<std::size_t>(pass_.ids[i]);
+    const protocol::TokenTiles tiles(plan.rows_of_expert[e], layer_.layout().params().tile);
+    slot.row = next[e]++;
+    slot.tile = plan.tile_begin[e] + (slot.row - plan.row_begin[e]) / tiles.height;
+    ++pass_.unsent[static_cast<std::size_t>(slot.owner)][slot.tile];
+  }
+}
+
+void MoeLayer::Engine::list_tiles() {
+  const protocol::TileShape shape = layer_.layout().params().tile;
+  const auto granule = static_cast<std::uint32_t>(shape.granule);
+  const protocol::ExpertPartition experts = layer_.layout().experts();
+  pass_.tiles.clear();
+  const auto add = [&](const protocol::TokenTiles& tiles, int expert, std::uint32_t first_row,
+                       std::uint64_t& h_row, std::uint32_t flag) {
+    for (std::uint32_t j = 0; j < tiles.count; ++j) {
+      cpu::Tile tile;
+      tile.expert = expert;
+      tile.first_row = first_row + tiles.begin(j);
+      tile.rows = tiles.end(j) - tiles.begin(j);
+      tile.padded = protocol::round_up(tile.rows, granule);
+      tile.h_row = h_row;
+      tile.flag = flag + j;
+      h_row += tile.padded;
+      pass_.tiles.push_back(tile);
+    }
+  };
+  pass_.shared_tiles = protocol::TokenTiles(
+      spec().shared_intermediate > 0 ? static_cast<std::uint32_t>(pass_.tokens) : 0, shape);
+  std::uint64_t shared_rows = 0, routed_rows = 0;
+  add(pass_.shared_tiles, -1, 0, shared_rows, 0);
+  for (int e = experts.begin(rank()); e < experts.end(rank()); ++e) {
+    add(protocol::TokenTiles(pass_.plan.rows_of_expert[e], shape), e, pass_.plan.row_begin[e],
+        routed_rows, pass_.plan.tile_begin[e]);
+  }
+
+  protocol::Workload& work = pass_.work;
+  work.rank = rank();
+  work.num_ranks = num_ranks();
+  work.dispatch_chunks = pass_.dispatch_chunks.data();
+  work.num_shared_tiles = pass_.shared_tiles.count;
+  work.num_routed_tiles = pass_.plan.num_tiles[rank()];
+  work.num_combine_chunks = static_cast<std::uint32_t>(
+      protocol::ceil_div<std::int64_t>(pass_.tokens, cpu::kCombineChunk));
+  if (work.num_shared_tiles > 0) {
+    work.shared_gemm1_blocks = layer_.shared.gemm1_blocks();
+    work.shared_gemm2_blocks = layer_.shared.gemm2_blocks(spec().hidden);
+  }
+  if (!layer_.experts.empty()) {
+    work.routed_gemm1_blocks = layer_.experts[0].gemm1_blocks();
+    work.routed_gemm2_blocks = layer_.experts[0].gemm2_blocks(spec().hidden);
+  }
+  stats_.workspace_bytes_used =
+      (routed_rows * static_cast<std::uint64_t>(spec().intermediate) +
+       shared_rows * static_cast<std::uint64_t>(spec().shared_intermediate)) *
+      size_of(layer_.gemm);
+}
+
+void MoeLayer::Engine::run_tasks() {
+  const auto deadline =
+      static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
+  in_parallel([&](int i) {
+    cpu::HostPace pace;
+    cpu::Processor& processor = processors_[static_cast<std::size_t>(i)];
+    std::optional<protocol::Task> task;
+    for (;;) {
+      const protocol::WaitResult result = protocol::wait_until(
+          layer_.heaps, pass_.epoch, deadline, pace,
+          [&] {
+            task = scheduler_.next();
+            return task.has_value() || scheduler_.all_complete();
+          },
+          [&] { return scheduler_.missing(); });
+      if (result != protocol::WaitResult::kReady || !task.has_value()) return;
+      processor.run(pass_, *task);
+      scheduler_.complete();
+    }
+  });
+  if (aborted()) fail();
+}
+
+void MoeLayer::Engine::finish(const ForwardOutput& output, Clock::time_point start) {
+  const protocol::HeapLayout& layout = layer_.layout();
+  const protocol::Plan& plan = pass_.plan;
+  const auto num_experts = static_cast<std::size_t>(spec().num_experts);
+  std::copy_n(pass_.ids.begin(), output.topk_ids.size(), output.topk_ids.begin());
+  std::copy_n(pass_.weights.begin(), output.topk_weights.size(), output.topk_weights.begin());
+
+  stats_.epoch = pass_.epoch;
+  stats_.tokens = pass_.tokens;
+  stats_.tokens_per_expert.assign(plan.rows_of_expert, plan.rows_of_expert + num_experts);
+  const std::uint32_t own_rows_elsewhere = [&] {
+    std::uint32_t rows = 0;
+    for (std::size_t e = 0; e < num_experts; ++e) {
+      if (layout.experts().owner(static_cast<int>(e)) != rank()) rows += counts_row_[e];
+    }
+    return rows;
+  }();
+  std::uint64_t own_tokens_elsewhere = 0, own_rows_here = 0, fullest = 0;
+  for (int d = 0; d < num_ranks(); ++d) {
+    if (d != rank()) own_tokens_elsewhere += counts_row_[num_experts + static_cast<std::size_t>(d)];
+  }
+  for (int s = 0; s < num_ranks(); ++s) {
+    const std::uint32_t* row = layout.counts(layer_.heaps.mine(), pass_.epoch, s);
+    fullest = std::max<std::uint64_t>(fullest, *std::max_element(row, row + num_experts));
+  }
+  for (int e = layout.experts().begin(rank()); e < layout.experts().end(rank()); ++e) {
+    own_rows_here += counts_row_[static_cast<std::size_t>(e)];
+  }
+  stats_.dispatch_bytes =
+      own_tokens_elsewhere * layout.token_bytes() + own_rows_elsewhere * sizeof(protocol::RowMeta);
+  stats_.combine_bytes = (plan.num_rows[rank()] - own_rows_here) * layout.token_bytes();
+  stats_.padded_all_to_all_bytes =
+      2 * (num_experts - static_cast<std::size_t>(layout.experts().count(rank()))) * fullest *
+      layout.token_bytes();
+  stats_.heap_bytes_used =
+      layout.bytes_used(static_cast<std::uint64_t>(pass_.tokens), plan.num_pool_tokens[rank()],
+                        plan.num_rows[rank()], plan.num_tiles[rank()]);
+  stats_.heap_bytes_reserved = layout.bytes();
+  if (pass_.x == x_.data()) {
+    stats_.workspace_bytes_used += static_cast<std::uint64_t>(pass_.tokens) * layout.token_bytes();
+  }
+  for (const cpu::Processor& processor : processors_) {
+    stats_.workspace_bytes_used += processor.scratch_bytes();
+  }
+  stats_.total_seconds = seconds_since(start);
+}
+
+void MoeLayer::Engine::fail() {
+  // If another rank claimed this rank's record first, it may still be writing it.
+  for (int i = 0; i < 1000 && !aborted(); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  const protocol::FailureRecord& record = layer_.heaps.control(rank())->failure;
+  WaitFailure failure;
+  failure.waiter_rank = record.waiter;
+  failure.peer_rank = record.peer;
+  failure.phase = protocol::phase_name(record.phase);
+  failure.epoch = record.epoch;
+  failure.slot = record.slot;
+  failure.expected = record.expected;
+  failure.observed = record.observed;
+  failure.waited_seconds = static_cast<double>(record.waited_ns) * 1e-9;
+  const bool first = record.waiter == rank();
+  std::string message =
+      record.waited_ns == 0
+          ? fmt::format("rank {} gave up epoch {} because of an error of its own", record.waiter,
+                        record.epoch)
+          : fmt::format(
+                "rank {} did not do its part of {} in epoch {}: rank {} waited {:.3f} s "
+                "without progress of any rank (slot {}: expected {}, saw {})",
+                record.peer, failure.phase, record.epoch, record.waiter, failure.waited_seconds,
+                record.slot, record.expected, record.observed);
+  if (const std::string known = world_.fabric().liveness(record.peer); !known.empty()) {
+    message += "; " + known;
+  }
+  message += "; this layer cannot be used any more, make a new World";
+  throw TimeoutError(first ? ErrorCode::kTimeout : ErrorCode::kAborted, message, failure);
+}
+
+MoeLayer::MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& weights,
+                   const LayerOptions& options)
+    : engine_(std::make_unique<Engine>(world, spec, weights, options)) {}
+MoeLayer::~MoeLayer() = default;
+MoeLayer::MoeLayer(MoeLayer&&) noexcept = default;
+MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;
+
+void MoeLayer::forward(const ForwardInput& input, const ForwardOutput& output) {
+  engine_->forward(input, output);
+}
+const ForwardStats& MoeLayer::stats() const { return engine_->stats(); }
+const LayerSpec& MoeLayer::spec() const { return engine_->spec(); }
+DType MoeLayer::compute() const { return engine_->compute(); }
+int MoeLayer::num_threads() const { return engine_->num_threads(); }
+
+}  // namespace switchyard

@@ -1,0 +1,32 @@
+#include "cpu/kernels.h"
+
+namespace switchyard::cpu {
+
+namespace baseline {
+extern const Kernels table;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const Kernels table;
+}
+namespace avx512 {
+extern const Kernels table;
+}
+#endif
+
+const Kernels& kernels() {
+  static const Kernels& best = []() -> const Kernels& {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+      return avx512::table;
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::table;
+#endif
+    return baseline::table;
+  }();
+  return best;
+}
+
+}  // namespace switchyard::cpu

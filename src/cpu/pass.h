@@ -1,0 +1,117 @@
+// What the actors of one rank share: the layer, which stays, and the pass, which is made anew for
+// every forward.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "cpu/lazy_buffer.h"
+#include "protocol/plan.h"
+#include "protocol/task.h"
+#include "switchyard/layer.h"
+
+namespace switchyard::cpu {
+
+// One expert's network, ready to multiply.
+struct Ffn {
+  const FfnWeights* weights = nullptr;
+  int intermediate = 0;
+  int gemm1_rows = 0;  // rows of gate and of up that one GEMM1 task takes
+  int gemm2_rows = 0;  // rows of down that one GEMM2 task takes
+  std::vector<float> gate_bias, up_bias, down_bias;  // empty where the model has none
+
+  std::uint32_t gemm1_blocks() const { return blocks(intermediate, gemm1_rows); }
+  std::uint32_t gemm2_blocks(int hidden) const { return blocks(hidden, gemm2_rows); }
+
+ private:
+  static std::uint32_t blocks(int rows, int per_block) {
+    return static_cast<std::uint32_t>(protocol::ceil_div(rows, per_block));
+  }
+};
+
+struct LayerState {
+  LayerSpec spec;
+  MoeWeights weights;
+  protocol::Heaps heaps;
+  DType wire = DType::kBF16;  // of activations between ranks and of cells
+  DType gemm = DType::kBF16;  // of the operands of the tile GEMM
+  std::vector<Ffn> experts;   // of this rank
+  Ffn shared;
+  std::vector<float> router_bias, correction_bias, shared_gate;
+  std::function<void(const ProtocolStep&)> on_step;
+
+  const protocol::HeapLayout& layout() const { return heaps.layout; }
+  int first_expert() const { return layout().experts().begin(heaps.rank); }
+  const Ffn& expert(int global_index) const {
+    return experts[static_cast<std::size_t>(global_index - first_expert())];
+  }
+  void step(ProtocolStep::Kind kind, int peer, std::uint64_t epoch) const {
+    if (on_step) on_step({kind, heaps.rank, peer, epoch});
+  }
+};
+
+// A token tile of an expert that this rank computes.
+struct Tile {
+  std::int32_t expert = 0;      // global index; unused for the shared expert
+  std::uint32_t first_row = 0;  // in the rank's rows; the first token for the shared expert
+  std::uint32_t rows = 0;
+  std::uint32_t padded = 0;      // rows rounded up to the matrix unit's width
+  std::uint64_t h_row = 0;       // first row of the intermediate activations
+  std::uint32_t flag = 0;        // the tile's index in `arrived` and `finished`; routed tiles only
+  std::uint32_t gemm1_done = 0;  // blocks completed, counted by processors
+  std::uint32_t gemm2_done = 0;
+  std::uint32_t finished = 0;  // all of GEMM2; read for shared tiles only
+};
+
+// Where a slot's row is on the rank that owns its expert.
+struct Slot {
+  std::uint32_t row = 0;
+  std::uint32_t tile = 0;
+  std::int32_t owner = -1;  // -1: no expert
+};
+
+struct Pass {
+  std::uint64_t epoch = 0;
+  std::int64_t tokens = 0;
+  const std::byte* x = nullptr;  // [tokens, H] of the wire type
+  std::int64_t x_row_bytes = 0;
+  std::byte* routed_h = nullptr;  // intermediate activations of this rank's tiles, [padded rows, I]
+  std::byte* shared_h = nullptr;  // and of the shared expert's
+  ForwardOutput output;
+
+  std::vector<std::int32_t> ids;  // [tokens, K]
+  std::vector<float> weights;     // [tokens, K]
+  std::vector<Slot> slots;        // [tokens, K]
+
+  std::vector<std::uint32_t> plan_words;
+  protocol::Plan plan{};
+
+  std::vector<std::vector<std::uint32_t>> tokens_for;  // [rank]: tokens with an expert there
+  // [rank][tile]: rows of this rank in that tile that are still to be sent.
+  std::vector<std::vector<std::uint32_t>> unsent;
+  std::vector<std::uint32_t> dispatch_chunks;  // [rank]
+
+  protocol::TokenTiles shared_tiles;
+  std::vector<Tile> tiles;  // shared tiles, then this rank's routed tiles in the order of experts
+  protocol::Workload work;
+
+  const std::byte* x_row(std::int64_t token) const { return x + token * x_row_bytes; }
+};
+
+inline constexpr std::uint32_t kDispatchChunk = 64;  // tokens
+inline constexpr std::uint32_t kCombineChunk = 32;   // tokens
+
+// Calls visit(source) for every rank of which the tile has rows.
+template <typename Visit>
+void for_each_source(const LayerState& layer, const Pass& pass, const Tile& tile, Visit&& visit) {
+  const protocol::HeapLayout& layout = layer.layout();
+  std::uint32_t begin = pass.plan.row_begin[tile.expert];
+  for (int s = 0; s < layer.heaps.size(); ++s) {
+    const std::uint32_t end = begin + layout.counts(layer.heaps.mine(), pass.epoch, s)[tile.expert];
+    if (begin < tile.first_row + tile.rows && end > tile.first_row && begin < end) visit(s);
+    begin = end;
+  }
+}
+
+}  // namespace switchyard::cpu

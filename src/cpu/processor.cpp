@@ -1,0 +1,317 @@
+#include "cpu/processor.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "protocol/atomics.h"
+#include "routing/route.h"
+
+namespace switchyard::cpu {
+
+using protocol::RowMeta;
+using protocol::Task;
+using protocol::TaskKind;
+using Step = ProtocolStep::Kind;
+
+namespace {
+
+constexpr int kGranule = 16;
+
+// The gate multiplies in bf16 where both operands are: products of bf16 are exact in fp32.
+DType gate_dtype(const LayerState& layer) {
+  const bool both_bf16 = layer.gemm == DType::kBF16 && layer.weights.router.dtype == DType::kBF16;
+  return both_bf16 ? DType::kBF16 : DType::kF32;
+}
+
+}  // namespace
+
+Processor::Processor(const LayerState& layer)
+    : layer_(layer), kernels_(kernels()), gemm_(layer.gemm), gate_gemm_(gate_dtype(layer)) {}
+
+std::size_t Processor::scratch_bytes() const {
+  return (product_.capacity() + product_up_.capacity()) * sizeof(float) + gathered_.capacity() +
+         converted_.capacity();
+}
+
+std::int64_t Processor::gate(Pass& pass, std::int64_t begin, std::int64_t end,
+                             const std::int32_t* hashed_ids) {
+  const LayerSpec& spec = layer_.spec;
+  const int n = static_cast<int>(end - begin);
+  const int padded = protocol::round_up(n, kGranule);
+  const int experts = spec.num_experts;
+  const DType dtype = gate_gemm_.dtype();
+  const std::int64_t hidden = spec.hidden;
+  const auto row_bytes = static_cast<std::size_t>(hidden) * size_of(dtype);
+
+  gathered_epoch_ = 0;  // the buffer no longer holds a tile
+  gathered_.resize(std::max(gathered_.size(), static_cast<std::size_t>(padded) * row_bytes));
+  for (int j = 0; j < n; ++j) {
+    kernels_.convert(pass.x_row(begin + j), layer_.wire,
+                     gathered_.data() + static_cast<std::size_t>(j) * row_bytes, dtype, hidden, 1);
+  }
+  std::memset(gathered_.data() + static_cast<std::size_t>(n) * row_bytes, 0,
+              static_cast<std::size_t>(padded - n) * row_bytes);
+  product_.resize(std::max(product_.size(), static_cast<std::size_t>(experts) * padded));
+  const MatrixView& router = layer_.weights.router;
+  gate_gemm_.multiply(experts, padded, spec.hidden, router.data, router.row_stride,
+                      router.col_stride, gathered_.data(), hidden, product_.data());
+
+  float logits[routing::kMaxExperts];
+  std::int64_t nan_logits = 0;
+  for (int j = 0; j < n; ++j) {
+    for (int e = 0; e < experts; ++e) {
+      logits[e] = product_[static_cast<std::size_t>(e) * padded + j];
+      if (!layer_.router_bias.empty()) logits[e] += layer_.router_bias[static_cast<std::size_t>(e)];
+    }
+    const std::int64_t slot = (begin + j) * spec.top_k;
+    nan_logits += routing::route_token(spec, logits, layer_.correction_bias.data(),
+                                       hashed_ids == nullptr ? nullptr : hashed_ids + slot,
+                                       pass.ids.data() + slot, pass.weights.data() + slot);
+  }
+  return nan_logits;
+}
+
+void Processor::run(Pass& pass, const Task& task) {
+  switch (task.kind) {
+    case TaskKind::kDispatch:
+      dispatch(pass, task.peer, task.index);
+      return;
+    case TaskKind::kGemm1:
+      gemm1(pass, pass.tiles[task.index], task.index, task.block);
+      return;
+    case TaskKind::kGemm2:
+      gemm2(pass, pass.tiles[task.index], task.block);
+      return;
+    case TaskKind::kCombine:
+      combine(pass, task.index);
+      return;
+  }
+}
+
+void Processor::dispatch(Pass& pass, int peer, std::uint32_t chunk) {
+  const protocol::HeapLayout& layout = layer_.layout();
+  std::byte* target = layer_.heaps.base[peer];
+  const std::vector<std::uint32_t>& tokens = pass.tokens_for[static_cast<std::size_t>(peer)];
+  std::vector<std::uint32_t>& unsent = pass.unsent[static_cast<std::size_t>(peer)];
+  const std::size_t begin = std::size_t{chunk} * kDispatchChunk;
+  const std::size_t end = std::min(begin + kDispatchChunk, tokens.size());
+  const int top_k = layer_.spec.top_k;
+  layer_.step(Step::kDispatch, peer, pass.epoch);
+  for (std::size_t i = begin; i < end; ++i) {
+    const std::uint32_t token = tokens[i];
+    std::uint32_t pool_index = token;  // a rank's own tokens stay where they are
+    if (peer != layer_.heaps.rank) {
+      pool_index = pass.plan.my_pool_begin[peer] + static_cast<std::uint32_t>(i);
+      std::memcpy(layout.pool(target, pool_index), pass.x_row(token), layout.token_bytes());
+    }
+    for (int k = 0; k < top_k; ++k) {
+      const std::size_t s = static_cast<std::size_t>(token) * top_k + k;
+      const Slot& slot = pass.slots[s];
+      if (slot.owner != peer) continue;
+      layout.rows(target)[slot.row] = {pool_index, token,
+                                       static_cast<std::uint16_t>(layer_.heaps.rank),
+                                       static_cast<std::uint16_t>(k), pass.weights[s]};
+    }
+  }
+  for (std::size_t i = begin; i < end; ++i) {
+    for (int k = 0; k < top_k; ++k) {
+      const Slot& slot = pass.slots[static_cast<std::size_t>(tokens[i]) * top_k + k];
+      if (slot.owner != peer) continue;
+      // Whoever sends a tile's last row signals for all who sent the others: the counter is acquire
+      // and release, so their writes happen before this rank's flag.
+      if (protocol::fetch_add(&unsent[slot.tile], ~std::uint32_t{0}) == 1) {
+        layer_.step(Step::kArrived, peer, pass.epoch);
+        protocol::store_release(layout.arrived(target, slot.tile, layer_.heaps.rank), pass.epoch);
+      }
+    }
+  }
+}
+
+bool Processor::is_shared(const Pass& pass, const Tile& tile) const {
+  return &tile < pass.tiles.data() + pass.work.num_shared_tiles;
+}
+
+const Ffn& Processor::ffn(const Pass& pass, const Tile& tile) const {
+  return is_shared(pass, tile) ? layer_.shared : layer_.expert(tile.expert);
+}
+
+void Processor::gather(const Pass& pass, const Tile& tile, std::uint32_t tile_index) {
+  if (gathered_epoch_ == pass.epoch && gathered_tile_ == tile_index) return;
+  const protocol::HeapLayout& layout = layer_.layout();
+  const std::int64_t hidden = layer_.spec.hidden;
+  const auto row_bytes = static_cast<std::size_t>(hidden) * size_of(layer_.gemm);
+  gathered_.resize(std::max(gathered_.size(), tile.padded * row_bytes));
+  std::byte* to = gathered_.data();
+  for (std::uint32_t r = 0; r < tile.rows; ++r, to += row_bytes) {
+    const std::byte* from;
+    float scale = 1;
+    if (is_shared(pass, tile)) {
+      from = pass.x_row(tile.first_row + r);
+    } else {
+      const RowMeta& row = layout.rows(layer_.heaps.mine())[tile.first_row + r];
+      from = row.source == layer_.heaps.rank ? pass.x_row(row.pool_index)
+                                             : layout.pool(layer_.heaps.mine(), row.pool_index);
+      if (layer_.spec.weight_on_input) scale = row.weight;
+    }
+    kernels_.convert(from, layer_.wire, to, layer_.gemm, hidden, scale);
+  }
+  std::memset(to, 0, (tile.padded - tile.rows) * row_bytes);
+  gathered_epoch_ = pass.epoch;
+  gathered_tile_ = tile_index;
+}
+
+Processor::WeightRows Processor::weight_rows(const MatrixView& weight, int first, int m) {
+  const bool direct = weight.dtype == layer_.gemm && weight.scale == nullptr &&
+                      (weight.col_stride == 1 || weight.row_stride == 1);
+  if (direct) return {weight.row(first), weight.row_stride, weight.col_stride};
+
+  const std::int64_t cols = weight.cols;
+  const std::size_t element = size_of(layer_.gemm);
+  converted_.resize(std::max(converted_.size(), static_cast<std::size_t>(m * cols) * element));
+  for (int i = 0; i < m; ++i) {
+    const std::int64_t row = first + i;
+    const void* in = weight.row(row);
+    std::byte* out = converted_.data() + static_cast<std::size_t>(i * cols) * element;
+    if (weight.col_stride != 1) {
+      const std::size_t size = size_of(weight.dtype);
+      column_.resize(static_cast<std::size_t>(cols) * size);
+      for (std::int64_t c = 0; c < cols; ++c) {
+        std::memcpy(column_.data() + static_cast<std::size_t>(c) * size,
+                    static_cast<const std::byte*>(in) +
+                        static_cast<std::size_t>(c * weight.col_stride) * size,
+                    size);
+      }
+      in = column_.data();
+    }
+    if (weight.dtype == DType::kF8E4M3) {
+      static constexpr float kUnscaled = 1;
+      const bool scaled = weight.scale != nullptr;
+      kernels_.dequantize(
+          static_cast<const std::uint8_t*>(in),
+          scaled ? weight.scale + row / weight.scale_rows * weight.scale_stride : &kUnscaled,
+          scaled ? weight.scale_cols : cols, out, layer_.gemm, cols);
+    } else {
+      kernels_.convert(in, weight.dtype, out, layer_.gemm, cols, 1);
+    }
+  }
+  return {converted_.data(), cols, 1};
+}
+
+void Processor::multiply(const MatrixView& weight, int first, int m, int n, const void* x,
+                         std::int64_t x_stride, float* result) {
+  const WeightRows rows = weight_rows(weight, first, m);
+  gemm_.multiply(m, n, static_cast<int>(weight.cols), rows.data, rows.row_stride, rows.col_stride,
+                 x, x_stride, result);
+}
+
+std::byte* Processor::intermediate(const Pass& pass, const Tile& tile) const {
+  const bool shared = is_shared(pass, tile);
+  const auto stride = static_cast<std::uint64_t>(ffn(pass, tile).intermediate);
+  return (shared ? pass.shared_h : pass.routed_h) + tile.h_row * stride * size_of(layer_.gemm);
+}
+
+void Processor::gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block) {
+  layer_.step(Step::kGemm1, layer_.heaps.rank, pass.epoch);
+  const Ffn& f = ffn(pass, tile);
+  const int first = static_cast<int>(block) * f.gemm1_rows;
+  const int m = std::min(f.gemm1_rows, f.intermediate - first);
+  const int n = static_cast<int>(tile.padded);
+  const auto size = static_cast<std::size_t>(m) * static_cast<std::size_t>(n);
+  const bool gated = layer_.spec.activation.gated;
+  gather(pass, tile, tile_index);
+  product_up_.resize(std::max(product_up_.size(), size));
+  multiply(f.weights->up, first, m, n, gathered_.data(), layer_.spec.hidden, product_up_.data());
+  if (gated) {
+    product_.resize(std::max(product_.size(), size));
+    multiply(f.weights->gate, first, m, n, gathered_.data(), layer_.spec.hidden, product_.data());
+  }
+  const auto bias = [first](const std::vector<float>& values) {
+    return values.empty() ? nullptr : values.data() + first;
+  };
+  kernels_.activate(
+      layer_.spec.activation, gated ? product_.data() : nullptr, product_up_.data(),
+      bias(f.gate_bias), bias(f.up_bias), m, n,
+      intermediate(pass, tile) + static_cast<std::size_t>(first) * size_of(layer_.gemm),
+      layer_.gemm, f.intermediate);
+  // Release: the scheduler's acquire of the full count makes the whole tile visible to GEMM2.
+  protocol::fetch_add(&tile.gemm1_done, std::uint32_t{1});
+}
+
+void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t block) {
+  layer_.step(Step::kGemm2, layer_.heaps.rank, pass.epoch);
+  const protocol::HeapLayout& layout = layer_.layout();
+  const Ffn& f = ffn(pass, tile);
+  const bool shared = is_shared(pass, tile);
+  const int hidden = layer_.spec.hidden;
+  const int first = static_cast<int>(block) * f.gemm2_rows;
+  const int m = std::min(f.gemm2_rows, hidden - first);
+  const int n = static_cast<int>(tile.padded);
+  product_.resize(std::max(product_.size(), static_cast<std::size_t>(m) * n));
+  multiply(f.weights->down, first, m, n, intermediate(pass, tile), f.intermediate, product_.data());
+
+  const std::size_t offset = static_cast<std::size_t>(first) * size_of(layer_.wire);
+  row_addresses_.resize(tile.rows);
+  for (std::uint32_t r = 0; r < tile.rows; ++r) {
+    if (shared) {
+      row_addresses_[r] = layout.cell(layer_.heaps.mine(), tile.first_row + r,
+                                      static_cast<std::uint64_t>(layer_.spec.top_k)) +
+                          offset;
+    } else {
+      const RowMeta& row = layout.rows(layer_.heaps.mine())[tile.first_row + r];
+      row_addresses_[r] = layout.cell(layer_.heaps.base[row.source], row.token, row.k) + offset;
+    }
+  }
+  kernels_.scatter(product_.data(), f.down_bias.empty() ? nullptr : f.down_bias.data() + first, m,
+                   n, static_cast<int>(tile.rows), row_addresses_.data(), layer_.wire);
+
+  // As in dispatch: the last block signals for all blocks, after having acquired their writes.
+  if (protocol::fetch_add(&tile.gemm2_done, std::uint32_t{1}) + 1 != f.gemm2_blocks(hidden)) return;
+  if (shared) {
+    protocol::store_release(&tile.finished, std::uint32_t{1});
+    return;
+  }
+  for_each_source(layer_, pass, tile, [&](int source) {
+    layer_.step(Step::kFinished, source, pass.epoch);
+    protocol::store_release(
+        layout.finished(layer_.heaps.base[source], layer_.heaps.rank, tile.flag), pass.epoch);
+  });
+}
+
+void Processor::combine(Pass& pass, std::uint32_t chunk) {
+  layer_.step(Step::kCombine, layer_.heaps.rank, pass.epoch);
+  const protocol::HeapLayout& layout = layer_.layout();
+  const LayerSpec& spec = layer_.spec;
+  const std::int64_t begin = static_cast<std::int64_t>(chunk) * kCombineChunk;
+  const std::int64_t end = std::min<std::int64_t>(begin + kCombineChunk, pass.tokens);
+  const void* cells[protocol::kMaxTopK + 1];
+  float weights[protocol::kMaxTopK + 1];
+  for (std::int64_t token = begin; token < end; ++token) {
+    int count = 0;
+    const auto add = [&](int k, float weight) {
+      cells[count] = layout.cell(layer_.heaps.mine(), static_cast<std::uint64_t>(token),
+                                 static_cast<std::uint64_t>(k));
+      weights[count++] = weight;
+    };
+    for (int k = 0; k < spec.top_k; ++k) {
+      const auto s = static_cast<std::size_t>(token * spec.top_k + k);
+      if (pass.slots[s].owner < 0) continue;
+      add(k, spec.weight_on_input ? 1.0f : pass.weights[s]);
+    }
+    if (spec.shared_intermediate > 0) {
+      float weight = 1;
+      if (!layer_.shared_gate.empty()) {
+        const float logit =
+            kernels_.dot(pass.x_row(token), layer_.wire, layer_.shared_gate.data(), spec.hidden);
+        weight = 1.0f / (1.0f + std::exp(-logit));
+      }
+      add(spec.top_k, weight);
+    }
+    const std::int64_t stride = pass.output.row_stride == 0 ? spec.hidden : pass.output.row_stride;
+    void* out = static_cast<std::byte*>(pass.output.data) +
+                static_cast<std::size_t>(token * stride) * size_of(pass.output.dtype);
+    kernels_.combine(cells, weights, count, layer_.wire, out, pass.output.dtype, spec.hidden);
+  }
+}
+
+}  // namespace switchyard::cpu

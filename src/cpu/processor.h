@@ -1,0 +1,61 @@
+// A Processor of one rank: a thread's scratch memory and what it does with a task.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/pass.h"
+#include "cpu/tile_gemm.h"
+
+namespace switchyard::cpu {
+
+class Processor {
+ public:
+  explicit Processor(const LayerState& layer);
+
+  // Tokens [begin, end): logits, choice, shared-expert gate. `hashed_ids` is [tokens, K] or null.
+  // Returns the number of NaN logits.
+  std::int64_t gate(Pass& pass, std::int64_t begin, std::int64_t end,
+                    const std::int32_t* hashed_ids);
+
+  void run(Pass& pass, const protocol::Task& task);
+
+  static constexpr std::int64_t kGateBlock = 64;  // tokens
+  // The most bytes of scratch that the tasks of a layer need.
+  std::size_t scratch_bytes() const;
+
+ private:
+  void dispatch(Pass& pass, int peer, std::uint32_t chunk);
+  void gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block);
+  void gemm2(Pass& pass, Tile& tile, std::uint32_t block);
+  void combine(Pass& pass, std::uint32_t chunk);
+
+  bool is_shared(const Pass& pass, const Tile& tile) const;
+  const Ffn& ffn(const Pass& pass, const Tile& tile) const;
+  void gather(const Pass& pass, const Tile& tile, std::uint32_t tile_index);
+  // result[m][n] = rows [first, first + m) of the weight times the n rows of x.
+  void multiply(const MatrixView& weight, int first, int m, int n, const void* x,
+                std::int64_t x_stride, float* result);
+  // Those rows in the GEMM's type, converted into scratch unless they already are.
+  struct WeightRows {
+    const void* data;
+    std::int64_t row_stride, col_stride;
+  };
+  WeightRows weight_rows(const MatrixView& weight, int first, int m);
+  std::byte* intermediate(const Pass& pass, const Tile& tile) const;
+
+  const LayerState& layer_;
+  const Kernels& kernels_;
+  TileGemm gemm_;
+  TileGemm gate_gemm_;
+  std::vector<float> product_, product_up_;
+  std::vector<std::byte> gathered_;   // one tile of activations, [padded][H] in the GEMM's type
+  std::vector<std::byte> converted_;  // rows of a weight in the GEMM's type
+  std::vector<std::byte> column_;     // one strided row on its way there
+  std::vector<void*> row_addresses_;
+  std::uint64_t gathered_epoch_ = 0;
+  std::uint32_t gathered_tile_ = 0;
+};
+
+}  // namespace switchyard::cpu

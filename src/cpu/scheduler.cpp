@@ -1,0 +1,127 @@
+#include "cpu/scheduler.h"
+
+namespace switchyard::cpu {
+
+using protocol::Missing;
+using protocol::Phase;
+using protocol::Task;
+using protocol::TaskKind;
+
+std::optional<Missing> Subscriber::missing_rows(const Tile& tile) const {
+  std::optional<Missing> missing;
+  for_each_source(layer_, pass_, tile, [&](int source) {
+    if (missing) return;
+    // Acquire: pairs with the source's release in Processor::dispatch; the rows are read after it.
+    const std::uint64_t epoch =
+        protocol::load_acquire(layer_.layout().arrived(layer_.heaps.mine(), tile.flag, source));
+    if (epoch != pass_.epoch) {
+      missing = {Phase::kDispatch, source, tile.flag, pass_.epoch, epoch};
+    }
+  });
+  return missing;
+}
+
+std::optional<Missing> Subscriber::missing_cells(std::uint32_t combine_chunk) const {
+  const std::int64_t begin = static_cast<std::int64_t>(combine_chunk) * kCombineChunk;
+  const std::int64_t end = std::min<std::int64_t>(begin + kCombineChunk, pass_.tokens);
+  const int top_k = layer_.spec.top_k;
+  for (std::int64_t i = begin * top_k; i < end * top_k; ++i) {
+    const Slot& slot = pass_.slots[static_cast<std::size_t>(i)];
+    if (slot.owner < 0) continue;
+    // Acquire: pairs with the owner's release in Processor::gemm2; the cells are read after it.
+    const std::uint64_t epoch = protocol::load_acquire(
+        layer_.layout().finished(layer_.heaps.mine(), slot.owner, slot.tile));
+    if (epoch != pass_.epoch) {
+      return Missing{Phase::kCombine, slot.owner, slot.tile, pass_.epoch, epoch};
+    }
+  }
+  if (pass_.work.num_shared_tiles > 0) {
+    for (std::int64_t token = begin; token < end; ++token) {
+      const auto tile = static_cast<std::size_t>(token) / pass_.shared_tiles.height;
+      const std::uint32_t finished = protocol::load_acquire(&pass_.tiles[tile].finished);
+      if (finished == 0) return Missing{Phase::kExperts, layer_.heaps.rank, tile, 1, 0};
+    }
+  }
+  return std::nullopt;
+}
+
+void Scheduler::start() {
+  tasks_.clear();
+  protocol::for_each_task(pass_.work, [this](const Task& task) { tasks_.push_back(task); });
+  taken_.assign(tasks_.size(), false);
+  tile_arrived_.assign(pass_.tiles.size(), false);
+  first_open_ = 0;
+  num_taken_ = 0;
+  num_complete_ = 0;
+}
+
+bool Scheduler::ready(const Task& task) {
+  switch (task.kind) {
+    case TaskKind::kDispatch:
+      return true;
+    case TaskKind::kGemm1:
+      if (pass_.work.is_shared(task.index)) return true;
+      if (!tile_arrived_[task.index] && !subscriber_.missing_rows(pass_.tiles[task.index])) {
+        tile_arrived_[task.index] = true;
+      }
+      return tile_arrived_[task.index];
+    case TaskKind::kGemm2:
+      return protocol::load_acquire(&pass_.tiles[task.index].gemm1_done) ==
+             pass_.work.gemm1_blocks(task.index);
+    case TaskKind::kCombine:
+      return !subscriber_.missing_cells(task.index);
+  }
+  return false;
+}
+
+std::optional<Task> Scheduler::next() {
+  const std::lock_guard lock(mutex_);
+  while (first_open_ < tasks_.size() && taken_[first_open_]) ++first_open_;
+  for (std::size_t i = first_open_; i < tasks_.size(); ++i) {
+    if (taken_[i]) continue;
+    const Task& task = tasks_[i];
+    if (ready(task)) {
+      taken_[i] = true;
+      ++num_taken_;
+      return task;
+    }
+    // Chunks of tokens complete nearly in order, so the first incomplete one speaks for the rest.
+    if (task.kind == TaskKind::kCombine) break;
+    // What one block of a tile lacks, all of them lack.
+    while (i + 1 < tasks_.size() && tasks_[i + 1].kind == task.kind &&
+           tasks_[i + 1].index == task.index) {
+      ++i;
+    }
+  }
+  return std::nullopt;
+}
+
+void Scheduler::complete() {
+  protocol::note_progress(layer_.heaps);
+  num_complete_.fetch_add(1, std::memory_order_acq_rel);
+}
+
+bool Scheduler::all_complete() const {
+  return num_complete_.load(std::memory_order_acquire) == tasks_.size();
+}
+
+Missing Scheduler::missing() {
+  const std::lock_guard lock(mutex_);
+  // What another thread of this rank is busy with comes first: as long as it works, the rank is not
+  // waiting for anybody, and if it hangs, the fault is here.
+  const Missing own_work{Phase::kExperts, layer_.heaps.rank, first_open_, tasks_.size(),
+                         num_complete_};
+  if (num_taken_ != num_complete_) return own_work;
+  for (std::size_t i = first_open_; i < tasks_.size(); ++i) {
+    if (taken_[i]) continue;
+    const Task& task = tasks_[i];
+    if (task.kind == TaskKind::kGemm1 && !pass_.work.is_shared(task.index)) {
+      if (const auto rows = subscriber_.missing_rows(pass_.tiles[task.index])) return *rows;
+    } else if (task.kind == TaskKind::kCombine) {
+      if (const auto cells = subscriber_.missing_cells(task.index)) return *cells;
+    }
+  }
+  return own_work;
+}
+
+}  // namespace switchyard::cpu

@@ -1,0 +1,145 @@
+#include "cpu/tile_gemm.h"
+
+#include <fmt/format.h>
+#include <omp.h>
+
+#include <array>
+#include <map>
+#include <oneapi/dnnl/dnnl.hpp>
+#include <unordered_map>
+
+#include "model/convert.h"
+#include "switchyard/error.h"
+
+namespace switchyard::cpu {
+
+namespace {
+
+using Dims = dnnl::memory::dims;
+
+dnnl::memory::data_type to_dnnl(DType dtype) {
+  return dtype == DType::kBF16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
+}
+
+dnnl::matmul::primitive_desc describe_matmul(const dnnl::engine& engine,
+                                             const dnnl::memory::desc& a,
+                                             const dnnl::memory::desc& b,
+                                             const dnnl::memory::desc& c) {
+#if DNNL_VERSION_MAJOR >= 3
+  return {engine, a, b, c};
+#else
+  return {dnnl::matmul::desc(a, b, c), engine};
+#endif
+}
+
+}  // namespace
+
+bool has_native_bf16() {
+  const auto isa = static_cast<unsigned>(dnnl::get_effective_cpu_isa());
+  const auto needed = static_cast<unsigned>(dnnl::cpu_isa::avx512_core_bf16);
+  return (isa & needed) == needed;
+}
+
+const char* gemm_instruction_set() {
+  const auto isa = static_cast<unsigned>(dnnl::get_effective_cpu_isa());
+  const auto has = [isa](dnnl::cpu_isa needed) {
+    return (isa & static_cast<unsigned>(needed)) == static_cast<unsigned>(needed);
+  };
+  if (has(dnnl::cpu_isa::avx512_core_amx)) return "amx_bf16";
+  if (has(dnnl::cpu_isa::avx512_core_bf16)) return "avx512_bf16";
+  if (has(dnnl::cpu_isa::avx512_core)) return "avx512";
+  if (has(dnnl::cpu_isa::avx2)) return "avx2";
+  return "sse4.1";
+}
+
+SingleThreadedLibrary::SingleThreadedLibrary() : threads_before_(omp_get_max_threads()) {
+  omp_set_num_threads(1);
+}
+SingleThreadedLibrary::~SingleThreadedLibrary() { omp_set_num_threads(threads_before_); }
+
+#if defined(SWITCHYARD_TSAN)
+
+// ThreadSanitizer cannot see into generated code, so a run under it multiplies in plain C++: every
+// read of a shared row and every write of a result is then checked.
+struct TileGemm::State {
+  DType dtype;
+};
+
+TileGemm::TileGemm(DType dtype) : state_(std::make_unique<State>(State{dtype})) {}
+
+void TileGemm::multiply(int m, int n, int k, const void* a, std::int64_t a_row_stride,
+                        std::int64_t a_col_stride, const void* x, std::int64_t x_stride, float* c) {
+  const auto load = [this](const void* p, std::int64_t i) {
+    return state_->dtype == DType::kF32 ? static_cast<const float*>(p)[i]
+                                        : bf16_to_f32(static_cast<const std::uint16_t*>(p)[i]);
+  };
+  for (int i = 0; i < m; ++i) {
+    for (int j = 0; j < n; ++j) {
+      float sum = 0;
+      for (int p = 0; p < k; ++p) {
+        sum += load(a, i * a_row_stride + p * a_col_stride) * load(x, j * x_stride + p);
+      }
+      c[static_cast<std::int64_t>(i) * n + j] = sum;
+    }
+  }
+}
+
+#else
+
+struct TileGemm::State {
+  using Shape = std::array<std::int64_t, 6>;
+  struct Generated {
+    dnnl::matmul matmul;
+    dnnl::memory a, x, c;
+    std::unordered_map<int, dnnl::memory> arguments;
+  };
+
+  DType dtype;
+  dnnl::engine engine{dnnl::engine::kind::cpu, 0};
+  dnnl::stream stream{engine};
+  std::map<Shape, Generated> generated;
+
+  Generated& get(const Shape& shape) {
+    if (const auto found = generated.find(shape); found != generated.end()) return found->second;
+    const auto [m, n, k, a_row_stride, a_col_stride, x_stride] = shape;
+    const auto type = to_dnnl(dtype);
+    const dnnl::memory::desc a({m, k}, type, Dims{a_row_stride, a_col_stride});
+    const dnnl::memory::desc x({k, n}, type, Dims{1, x_stride});
+    const dnnl::memory::desc c({m, n}, dnnl::memory::data_type::f32, Dims{n, 1});
+    try {
+      Generated fresh{dnnl::matmul(describe_matmul(engine, a, x, c)),
+                      dnnl::memory(a, engine, nullptr),
+                      dnnl::memory(x, engine, nullptr),
+                      dnnl::memory(c, engine, nullptr),
+                      {}};
+      fresh.arguments = {
+          {DNNL_ARG_SRC, fresh.a}, {DNNL_ARG_WEIGHTS, fresh.x}, {DNNL_ARG_DST, fresh.c}};
+      return generated.emplace(shape, std::move(fresh)).first->second;
+    } catch (const dnnl::error& error) {
+      throw Error(
+          ErrorCode::kUnsupported,
+          fmt::format("oneDNN cannot multiply {} tiles of {} x {} x {} on this processor: {}",
+                      to_string(dtype), m, n, k, error.what()));
+    }
+  }
+};
+
+TileGemm::TileGemm(DType dtype) : state_(std::make_unique<State>()) { state_->dtype = dtype; }
+
+void TileGemm::multiply(int m, int n, int k, const void* a, std::int64_t a_row_stride,
+                        std::int64_t a_col_stride, const void* x, std::int64_t x_stride, float* c) {
+  State::Generated& product = state_->get({m, n, k, a_row_stride, a_col_stride, x_stride});
+  product.a.set_data_handle(const_cast<void*>(a));
+  product.x.set_data_handle(const_cast<void*>(x));
+  product.c.set_data_handle(c);
+  product.matmul.execute(state_->stream, product.arguments);
+}
+
+#endif
+
+DType TileGemm::dtype() const { return state_->dtype; }
+
+TileGemm::~TileGemm() = default;
+TileGemm::TileGemm(TileGemm&&) noexcept = default;
+
+}  // namespace switchyard::cpu

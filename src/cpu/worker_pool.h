@@ -1,0 +1,76 @@
+// The processor threads of one rank. They sleep between parallel regions.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <thread>
+#include <vector>
+
+namespace switchyard::cpu {
+
+class WorkerPool {
+ public:
+  // `num_threads` counts the thread that calls run(). `enter` runs once in every other thread.
+  WorkerPool(int num_threads, std::function<void()> enter) {
+    for (int i = 1; i < num_threads; ++i) {
+      threads_.emplace_back([this, i, enter] {
+        enter();
+        std::uint64_t seen = 0;
+        for (;;) {
+          wait_while(generation_, seen);
+          ++seen;
+          if (stopping_) return;
+          body_(i);
+          if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) running_.notify_one();
+        }
+      });
+    }
+  }
+  ~WorkerPool() {
+    stopping_ = true;
+    release();
+    for (std::thread& thread : threads_) thread.join();
+  }
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  int size() const { return static_cast<int>(threads_.size()) + 1; }
+
+  // Calls body(i) once for every i < size(), each on its own thread, i = 0 on the caller's; returns
+  // when all have returned. body must not throw.
+  void run(const std::function<void(int)>& body) {
+    body_ = body;
+    running_.store(static_cast<int>(threads_.size()), std::memory_order_relaxed);
+    release();
+    body(0);
+    for (int left; (left = running_.load(std::memory_order_acquire)) != 0;) {
+      wait_while(running_, left);
+    }
+  }
+
+ private:
+  void release() {
+    generation_.fetch_add(1, std::memory_order_release);
+    generation_.notify_all();
+  }
+  // A short spin first: regions follow each other within microseconds, and a wake-up costs tens.
+  template <typename T>
+  static void wait_while(const std::atomic<T>& word, T value) {
+    for (int i = 0; i < 2000; ++i) {
+      if (word.load(std::memory_order_acquire) != value) return;
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+    }
+    word.wait(value, std::memory_order_acquire);
+  }
+
+  std::atomic<std::uint64_t> generation_{0};
+  std::atomic<int> running_{0};
+  bool stopping_ = false;
+  std::function<void(int)> body_;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace switchyard::cpu

@@ -1,0 +1,56 @@
+// What a world gives its ranks: symmetric memory, a start-up all-gather, and a hint about the dead.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace switchyard {
+
+// The same number of bytes on every rank, all of them load/store reachable from here. Zero-filled
+// and committed page by page when touched. Unmapped when the last owner on this rank lets go; peers
+// keep their own mapping, so letting go early harms nobody.
+class SymmetricSegment {
+ public:
+  virtual ~SymmetricSegment() = default;
+  std::byte* base(int rank) const { return bases_[static_cast<std::size_t>(rank)]; }
+  std::size_t bytes() const { return bytes_; }
+
+ protected:
+  std::vector<std::byte*> bases_;
+  std::size_t bytes_ = 0;
+};
+
+class Fabric {
+ public:
+  virtual ~Fabric() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual const char* name() const = 0;
+  std::chrono::milliseconds deadline() const { return deadline_; }
+
+  // Collective, start-up only. `all` receives size() blocks of mine.size() bytes, by rank. Throws
+  // TimeoutError (phase "bootstrap") naming a rank that did not call within the deadline, and
+  // Error{kSpecMismatch} if the ranks passed different sizes.
+  virtual void all_gather(std::span<const std::byte> mine, std::span<std::byte> all) = 0;
+
+  // Collective, start-up only. Throws Error{kSpecMismatch} if the ranks ask for different sizes,
+  // Error{kCapacityExceeded} if memory cannot be had.
+  virtual std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes) = 0;
+
+  // For waits on fabrics that move data only when asked to. Load/store fabrics need none.
+  virtual void progress() {}
+
+  // What is known about a peer that does not answer, e.g. "process 4711 has exited"; empty if
+  // nothing is. Never used to decide anything, only to explain a passed deadline.
+  virtual std::string liveness(int rank) const = 0;
+
+ protected:
+  explicit Fabric(std::chrono::milliseconds deadline) : deadline_(deadline) {}
+  std::chrono::milliseconds deadline_;
+};
+
+}  // namespace switchyard

@@ -1,0 +1,72 @@
+// Which rank owns which experts, and how an expert's rows are cut into token tiles. Every rank and
+// every role computes these from the same functions, so that no two can disagree.
+#pragma once
+
+#include <cstdint>
+
+#include "protocol/host_device.h"
+
+namespace switchyard::protocol {
+
+template <typename T>
+SWITCHYARD_HOST_DEVICE constexpr T ceil_div(T a, T b) {
+  return (a + b - 1) / b;
+}
+
+template <typename T>
+SWITCHYARD_HOST_DEVICE constexpr T round_up(T a, T multiple) {
+  return ceil_div(a, multiple) * multiple;
+}
+
+// Experts in contiguous shards that differ by at most one. More ranks than experts leaves some
+// ranks without any.
+struct ExpertPartition {
+  int num_experts = 0;
+  int num_ranks = 1;
+
+  SWITCHYARD_HOST_DEVICE constexpr int begin(int rank) const {
+    return static_cast<int>(static_cast<std::int64_t>(num_experts) * rank / num_ranks);
+  }
+  SWITCHYARD_HOST_DEVICE constexpr int end(int rank) const { return begin(rank + 1); }
+  SWITCHYARD_HOST_DEVICE constexpr int count(int rank) const { return end(rank) - begin(rank); }
+  SWITCHYARD_HOST_DEVICE constexpr int max_count() const {
+    return ceil_div(num_experts, num_ranks);
+  }
+  // The inverse of begin/end: the r with begin(r) <= expert < end(r).
+  SWITCHYARD_HOST_DEVICE constexpr int owner(int expert) const {
+    return static_cast<int>(((static_cast<std::int64_t>(expert) + 1) * num_ranks - 1) /
+                            num_experts);
+  }
+};
+
+// Rows of one expert in equal token tiles: as few tiles as `max_height` allows, and no taller than
+// they need be, in steps of `granule` (the matrix unit's width).
+struct TileShape {
+  int max_height = 128;
+  int granule = 16;
+};
+
+struct TokenTiles {
+  std::uint32_t rows = 0;
+  std::uint32_t height = 0;  // rows per tile, all but the last
+  std::uint32_t count = 0;
+
+  SWITCHYARD_HOST_DEVICE constexpr TokenTiles() = default;
+  SWITCHYARD_HOST_DEVICE constexpr TokenTiles(std::uint32_t num_rows, TileShape shape)
+      : rows(num_rows) {
+    if (num_rows == 0) return;
+    const auto max_height = static_cast<std::uint32_t>(shape.max_height);
+    const std::uint32_t fewest = ceil_div(num_rows, max_height);
+    height = round_up(ceil_div(num_rows, fewest), static_cast<std::uint32_t>(shape.granule));
+    // Rounding the height up can leave the last of many tiles empty.
+    count = ceil_div(num_rows, height);
+  }
+  SWITCHYARD_HOST_DEVICE constexpr std::uint32_t begin(std::uint32_t tile) const {
+    return tile * height;
+  }
+  SWITCHYARD_HOST_DEVICE constexpr std::uint32_t end(std::uint32_t tile) const {
+    return (tile + 1) * height < rows ? (tile + 1) * height : rows;
+  }
+};
+
+}  // namespace switchyard::protocol

@@ -1,0 +1,112 @@
+// The one way to wait. Every spin in both engines goes through wait_until, so every one has a
+// deadline, a name for what it waits for, and an ear for the abort word.
+#pragma once
+
+#include <cstdint>
+
+#include "protocol/atomics.h"
+#include "protocol/layout.h"
+
+namespace switchyard::protocol {
+
+// What is missing, as far as the waiter can tell.
+struct Missing {
+  Phase phase = Phase::kNone;
+  int peer = 0;
+  std::uint64_t slot = 0;      // tile or row index within the phase
+  std::uint64_t expected = 0;  // the counter's value waited for
+  std::uint64_t observed = 0;  // and the one last seen
+};
+
+enum class WaitResult : std::uint8_t { kReady, kAborted };
+
+// The rank at the end of the chain of "waits for" links that starts at `peer`: the one that waits
+// for nobody, or the first one met twice.
+struct Culprit {
+  int rank;
+  Phase phase;  // in which it is awaited
+};
+SWITCHYARD_HOST_DEVICE inline Culprit find_culprit(const Heaps& heaps, int peer, Phase phase) {
+  Culprit culprit{peer, phase};
+  std::uint64_t seen = 0;
+  while (culprit.rank != heaps.rank && !(seen >> culprit.rank & 1)) {
+    seen |= std::uint64_t{1} << culprit.rank;
+    const WaitsFor next = WaitsFor::unpack(load_acquire(&heaps.control(culprit.rank)->waits_for));
+    if (next.phase == Phase::kNone || next.peer == culprit.rank) break;
+    culprit = {next.peer, next.phase};
+  }
+  static_assert(kMaxRanks <= 64, "the set of ranks met is one word");
+  return culprit;
+}
+
+// Leaves `record` in every rank's heap that has none yet, and raises every abort word. The claim
+// comes first so that records of two ranks never mix; the abort word comes last, with release, so
+// that whoever sees it sees a whole record.
+SWITCHYARD_HOST_DEVICE inline void abort_world(const Heaps& heaps, const FailureRecord& record) {
+  for (int i = 0; i < heaps.size(); ++i) {
+    Control* control = heaps.control((heaps.rank + i) % heaps.size());
+    if (!claim(&control->claim, std::uint64_t{0}, static_cast<std::uint64_t>(record.waiter) + 1)) {
+      continue;
+    }
+    control->failure = record;
+    store_release(&control->abort, std::uint64_t{1});
+  }
+}
+
+SWITCHYARD_HOST_DEVICE inline bool aborted(const Heaps& heaps) {
+  return load_acquire(&heaps.control(heaps.rank)->abort) != 0;
+}
+
+SWITCHYARD_HOST_DEVICE inline void note_progress(const Heaps& heaps) {
+  // Several threads of a rank may count at once; only change matters, but it must not be lost.
+  fetch_add(&heaps.control(heaps.rank)->progress, std::uint64_t{1});
+}
+
+SWITCHYARD_HOST_DEVICE inline std::uint64_t total_progress(const Heaps& heaps) {
+  std::uint64_t total = 0;
+  for (int r = 0; r < heaps.size(); ++r) total += load_relaxed(&heaps.control(r)->progress);
+  return total;
+}
+
+// Waits until ready() is true.
+//   missing()  -> Missing, called now and then: what is lacking, with a phase other than kNone
+//   pace       now() in ns; pause(n): called after the n-th failed look, may yield or sleep
+// The deadline counts from the last step that any rank completed: a pass has finitely many steps,
+// so a slow world is waited for, and one in which nothing moves for deadline_ns is not.
+template <typename Ready, typename WhatIsMissing, typename Pace>
+SWITCHYARD_HOST_DEVICE WaitResult wait_until(const Heaps& heaps, std::uint64_t epoch,
+                                             std::uint64_t deadline_ns, Pace& pace, Ready&& ready,
+                                             WhatIsMissing&& missing) {
+  if (ready()) return WaitResult::kReady;
+  constexpr std::uint32_t kLooksPerClockRead = 64;
+  Control* mine = heaps.control(heaps.rank);
+  std::uint64_t start = pace.now();
+  std::uint64_t progress = total_progress(heaps);
+  WaitResult result = WaitResult::kReady;
+  for (std::uint32_t looks = 1;; ++looks) {
+    pace.pause(looks);
+    if (ready()) break;
+    if (aborted(heaps)) {
+      result = WaitResult::kAborted;
+      break;
+    }
+    if (looks % kLooksPerClockRead != 0) continue;
+    const Missing lack = missing();
+    store_release(&mine->waits_for, WaitsFor{lack.phase, lack.peer}.pack());
+    const std::uint64_t now = pace.now();
+    if (const std::uint64_t seen = total_progress(heaps); seen != progress) {
+      progress = seen;
+      start = now;
+    } else if (now - start > deadline_ns) {
+      const Culprit culprit = find_culprit(heaps, lack.peer, lack.phase);
+      abort_world(heaps, {heaps.rank, culprit.rank, culprit.phase, epoch, lack.slot, lack.expected,
+                          lack.observed, now - start});
+      result = WaitResult::kAborted;
+      break;
+    }
+  }
+  store_release(&mine->waits_for, WaitsFor{}.pack());
+  return result;
+}
+
+}  // namespace switchyard::protocol

@@ -1,0 +1,320 @@
+// The CPU engine's output against the fp64 reference, for every model of the table.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+
+#include "reference/reference.h"
+#include "support/layers.h"
+
+namespace switchyard::testing {
+namespace {
+
+constexpr int kVocabulary = 50;
+
+Batch random_batch(const LayerSpec& spec, std::int64_t tokens, DType dtype, std::uint64_t seed) {
+  Batch batch{Matrix::random(tokens, spec.hidden, dtype, seed), {}, {}, {}};
+  if (spec.routing.method == RoutingMethod::kHash) {
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      batch.token_ids.push_back(static_cast<std::int32_t>((t * 7 + 3) % kVocabulary));
+    }
+  }
+  return batch;
+}
+
+// Engine routing against fp64 routing: equal ids wherever fp32 logits can decide, and close
+// weights.
+void expect_same_routing(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
+                         const BatchResult& result) {
+  reference::ReferenceInput input;
+  input.activations = batch.x.view();
+  input.token_ids = batch.token_ids;
+  const auto expected = reference::forward(spec, weights, input);
+  const auto logits = reference::router_logits(spec, weights, batch.x.view());
+  std::vector<float> bias;
+  for (std::int64_t e = 0; e < weights.correction_bias.size; ++e) {
+    bias.push_back(static_cast<const float*>(weights.correction_bias.data)[e]);
+  }
+  const bool hashed = spec.routing.method == RoutingMethod::kHash;
+  const std::vector<double> margins =
+      hashed ? std::vector<double>(static_cast<std::size_t>(batch.x.rows()), 1.0)
+             : reference::routing_margin(spec, logits, bias);
+  std::int64_t undecided = 0;
+  const auto k = static_cast<std::size_t>(spec.top_k);
+  for (std::size_t t = 0; t < margins.size(); ++t) {
+    if (margins[t] < 1e-5) {
+      ++undecided;
+      continue;
+    }
+    for (std::size_t i = t * k; i < (t + 1) * k; ++i) {
+      ASSERT_EQ(result.ids[i], expected.ids[i]) << "token " << t << " margin " << margins[t];
+      ASSERT_NEAR(result.weights[i], expected.weights[i],
+                  1e-5 * std::abs(expected.weights[i]) + 1e-6)
+          << "token " << t;
+    }
+  }
+  EXPECT_LE(undecided, 2 + static_cast<std::int64_t>(margins.size()) / 50);
+}
+
+// The output against fp64, with the routing that the engine used.
+double output_error(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
+                    const BatchResult& result, double* yardstick = nullptr) {
+  reference::ReferenceInput input;
+  input.activations = batch.x.view();
+  input.topk_ids = result.ids;
+  input.topk_weights = result.weights;
+  const auto expected = reference::forward(spec, weights, input);
+  if (yardstick != nullptr) {
+    *yardstick = reference::relative_error(reference::straightforward_bf16(spec, weights, input),
+                                           expected.output);
+  }
+  return reference::relative_error(result.output.floats(), expected.output);
+}
+
+class EveryModel : public ::testing::TestWithParam<ModelEntry> {
+ protected:
+  LayerSpec spec_ = small_spec(GetParam());
+  MoeWeights weights(DType dtype) const {
+    GenerateOptions options;
+    options.vocabulary = kVocabulary;
+    options.num_threads = 1;
+    return generate_weights(spec_, dtype, 11, options);
+  }
+};
+
+TEST_P(EveryModel, Fp32MatchesFp64) {
+  const MoeWeights w = weights(DType::kF32);
+  for (const int tokens : {1, 7, 64, 1000}) {
+    for (const int ranks : {1, 2, 4, 8}) {
+      SCOPED_TRACE(::testing::Message() << tokens << " tokens, " << ranks << " ranks");
+      const Batch batch = random_batch(spec_, tokens, DType::kF32, 100 + tokens);
+      const BatchResult result =
+          run_batch(spec_, w, batch, Shares::even(tokens, ranks), DType::kF32);
+      expect_same_routing(spec_, w, batch, result);
+      EXPECT_LE(output_error(spec_, w, batch, result), 1e-5);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_P(EveryModel, Bf16IsAsGoodAsAStraightforwardProgram) {
+  const MoeWeights w = weights(DType::kBF16);
+  for (const int tokens : {1, 7, 64, 1000}) {
+    for (const int ranks : {1, 4}) {
+      SCOPED_TRACE(::testing::Message() << tokens << " tokens, " << ranks << " ranks");
+      const Batch batch = random_batch(spec_, tokens, DType::kBF16, 200 + tokens);
+      const BatchResult result =
+          run_batch(spec_, w, batch, Shares::even(tokens, ranks), DType::kBF16);
+      expect_same_routing(spec_, w, batch, result);
+      double yardstick = 0;
+      const double error = output_error(spec_, w, batch, result, &yardstick);
+      EXPECT_LE(error, 2 * yardstick);
+      EXPECT_GT(yardstick, 1e-4);  // or the comparison means nothing
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_P(EveryModel, SameBitsOnEveryRepetitionAndRankCount) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    const MoeWeights w = weights(dtype);
+    const Batch batch = random_batch(spec_, 203, dtype, 5);
+    const BatchResult first = run_batch(spec_, w, batch, Shares::even(203, 1), dtype);
+    for (const int ranks : {1, 2, 4}) {
+      for (const int threads : {1, 3}) {
+        LayerOptions options;
+        options.num_threads = threads;
+        const BatchResult again =
+            run_batch(spec_, w, batch, Shares::even(203, ranks), dtype, options);
+        EXPECT_TRUE(again.output == first.output)
+            << ranks << " ranks, " << threads << " threads, " << to_string(dtype);
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModel, ::testing::ValuesIn(model_table()),
+                         [](const auto& model) {
+                           std::string name = model.param.name;
+                           std::replace_if(
+                               name.begin(), name.end(), [](char c) { return !std::isalnum(c); },
+                               '_');
+                           return name;
+                         });
+
+LayerSpec plain_spec(int experts, int top_k) {
+  LayerSpec spec;
+  spec.hidden = 96;
+  spec.intermediate = 64;
+  spec.num_experts = experts;
+  spec.top_k = top_k;
+  return spec;
+}
+
+// Batches with a given routing, checked in fp32 on several rank counts.
+void expect_exact(const LayerSpec& spec, const SyntheticRouting& routing, std::int64_t tokens,
+                  const std::vector<Shares>& shares) {
+  const MoeWeights w = generate_weights(spec, DType::kF32, 3, {});
+  Batch batch{
+      Matrix::random(tokens, spec.hidden, DType::kF32, 17), routing.ids, routing.weights, {}};
+  for (const Shares& s : shares) {
+    const BatchResult result = run_batch(spec, w, batch, s, DType::kF32);
+    EXPECT_EQ(result.ids, routing.ids);
+    EXPECT_LE(output_error(spec, w, batch, result), 1e-5) << s.count.size() << " ranks";
+  }
+}
+
+std::vector<Shares> all_rank_counts(std::int64_t tokens) {
+  return {Shares::even(tokens, 1), Shares::even(tokens, 2), Shares::even(tokens, 4),
+          Shares::even(tokens, 8)};
+}
+
+TEST(Routing, EverySkew) {
+  for (const int top_k : {1, 2, 8, 16}) {
+    const LayerSpec spec = plain_spec(24, top_k);
+    for (const double beta : {1.0, 0.8, 0.5, 0.3, 0.1}) {
+      SCOPED_TRACE(::testing::Message() << "top-" << top_k << " beta " << beta);
+      expect_exact(spec, synthetic_routing(300, 24, top_k, beta, 9), 300, all_rank_counts(300));
+    }
+  }
+}
+
+TEST(Routing, OneHotAndUnpickedExperts) {
+  const LayerSpec spec = plain_spec(24, 1);
+  SyntheticRouting one_hot{std::vector<std::int32_t>(150, 5), std::vector<float>(150, 0.75f)};
+  expect_exact(spec, one_hot, 150, all_rank_counts(150));
+}
+
+TEST(Routing, ExpertsNotDivisibleByRanks) {
+  for (const int experts : {1, 3, 7, 13}) {
+    const LayerSpec spec = plain_spec(experts, 1);
+    expect_exact(spec, synthetic_routing(77, experts, 1, 0.8, 4), 77, all_rank_counts(77));
+  }
+}
+
+TEST(Routing, RanksWithDifferentTokenCounts) {
+  const LayerSpec spec = plain_spec(16, 4);
+  const SyntheticRouting routing = synthetic_routing(101, 16, 4, 0.7, 2);
+  expect_exact(spec, routing, 101,
+               {Shares::of({0, 101}), Shares::of({100, 1}), Shares::of({1, 0, 99, 1}),
+                Shares::of({0, 0, 0, 101, 0, 0, 0, 0})});
+}
+
+TEST(Routing, EmptySlotsContributeNothing) {
+  const LayerSpec spec = plain_spec(16, 4);
+  SyntheticRouting routing = synthetic_routing(90, 16, 4, 1.0, 2);
+  for (std::size_t i = 0; i < routing.ids.size(); i += 3) routing.ids[i] = kNoExpert;
+  for (std::size_t i = 0; i < 8; ++i) routing.ids[i] = kNoExpert;  // two tokens without any expert
+  expect_exact(spec, routing, 90, all_rank_counts(90));
+}
+
+TEST(Routing, NoTokensAtAll) {
+  const LayerSpec spec = plain_spec(16, 4);
+  expect_exact(spec, {}, 0, all_rank_counts(0));
+}
+
+TEST(Capacity, DropsAreCountedAndContributeNothing) {
+  LayerSpec spec = plain_spec(8, 2);
+  spec.capacity_factor = 1.0f;
+  const MoeWeights w = generate_weights(spec, DType::kF32, 3, {});
+  const SyntheticRouting routing = synthetic_routing(128, 8, 2, 0.6, 1);
+  const Batch batch{
+      Matrix::random(128, spec.hidden, DType::kF32, 1), routing.ids, routing.weights, {}};
+  for (const int ranks : {1, 4}) {
+    const Shares shares = Shares::even(128, ranks);
+    const BatchResult result = run_batch(spec, w, batch, shares, DType::kF32);
+    reference::ReferenceInput input;
+    input.activations = batch.x.view();
+    input.topk_ids = routing.ids;
+    input.topk_weights = routing.weights;
+    input.tokens_per_rank = shares.count;
+    const auto expected = reference::forward(spec, w, input);
+    std::int64_t dropped = 0;
+    for (const ForwardStats& stats : result.stats) dropped += stats.dropped_slots;
+    EXPECT_GT(dropped, 0);
+    EXPECT_EQ(dropped, expected.num_dropped);
+    EXPECT_LE(reference::relative_error(result.output.floats(), expected.output), 1e-5);
+  }
+}
+
+TEST(Types, Fp16Fp8AndMixedTypes) {
+  const LayerSpec spec = plain_spec(8, 2);
+  struct Case {
+    DType weights, input, output;
+    double bound;
+  };
+  for (const Case& c : {Case{DType::kF16, DType::kF32, DType::kF32, 1e-5},
+                        Case{DType::kF16, DType::kF16, DType::kF16, 1e-3},
+                        Case{DType::kF8E4M3, DType::kBF16, DType::kBF16, 0},
+                        Case{DType::kF8E4M3, DType::kF32, DType::kF32, 0},
+                        Case{DType::kF32, DType::kBF16, DType::kF32, 1e-5},
+                        Case{DType::kBF16, DType::kF16, DType::kF32, 0}}) {
+    SCOPED_TRACE(::testing::Message() << to_string(c.weights) << " weights, " << to_string(c.input)
+                                      << " in, " << to_string(c.output) << " out");
+    const MoeWeights w = generate_weights(spec, c.weights, 3, {});
+    const Batch batch = random_batch(spec, 130, c.input, 6);
+    for (const int ranks : {1, 2}) {
+      const BatchResult result = run_batch(spec, w, batch, Shares::even(130, ranks), c.output);
+      double yardstick = 0;
+      const double error = output_error(spec, w, batch, result, &yardstick);
+      EXPECT_LE(error, c.bound > 0 ? c.bound : 2 * yardstick);
+    }
+  }
+}
+
+TEST(Types, Fp8InFp32IsExactArithmetic) {
+  const LayerSpec spec = plain_spec(8, 2);
+  const MoeWeights w = generate_weights(spec, DType::kF8E4M3, 3, {});
+  const Batch batch = random_batch(spec, 130, DType::kF32, 6);
+  LayerOptions options;
+  options.compute = DType::kF32;
+  const BatchResult result = run_batch(spec, w, batch, Shares::even(130, 2), DType::kF32, options);
+  EXPECT_LE(output_error(spec, w, batch, result), 1e-5);
+}
+
+TEST(Gate, NanLogitsLoseOnlyTheirExperts) {
+  LayerSpec spec = plain_spec(8, 2);
+  const MoeWeights clean = generate_weights(spec, DType::kF32, 3, {});
+  Batch batch = random_batch(spec, 40, DType::kF32, 6);
+  batch.x.set(7 * spec.hidden + 3, NAN);  // every logit of token 7 becomes NaN
+  const BatchResult result = run_batch(spec, clean, batch, Shares::even(40, 2), DType::kF32);
+  EXPECT_EQ(result.stats[0].nan_logits + result.stats[1].nan_logits, 8);
+  EXPECT_EQ(result.ids[14], kNoExpert);
+  EXPECT_EQ(result.ids[15], kNoExpert);
+  for (std::int64_t i = 0; i < 40 * spec.hidden; ++i) {
+    ASSERT_TRUE(std::isfinite(result.output.get(i))) << i;
+  }
+}
+
+TEST(Stats, BytesEqualTheClosedForm) {
+  const LayerSpec spec = plain_spec(16, 4);
+  const int ranks = 4, tokens = 200;
+  const SyntheticRouting routing = synthetic_routing(tokens, 16, 4, 0.8, 2);
+  const Batch batch{
+      Matrix::random(tokens, spec.hidden, DType::kF32, 1), routing.ids, routing.weights, {}};
+  const MoeWeights w = generate_weights(spec, DType::kF32, 3, {});
+  const Shares shares = Shares::even(tokens, ranks);
+  const BatchResult result = run_batch(spec, w, batch, shares, DType::kF32);
+  const std::uint64_t row = 96 * 4;
+  std::vector<std::uint64_t> sent(ranks), returned(ranks);
+  for (int r = 0; r < ranks; ++r) {
+    for (std::int64_t t = shares.first[r]; t < shares.first[r] + shares.count[r]; ++t) {
+      std::map<int, int> slots_on;
+      for (int k = 0; k < 4; ++k) ++slots_on[routing.ids[static_cast<std::size_t>(t * 4 + k)] / 4];
+      for (const auto& [rank, slots] : slots_on) {
+        if (rank == r) continue;
+        sent[r] += row + 16 * slots;
+        returned[rank] += row * slots;
+      }
+    }
+  }
+  for (int r = 0; r < ranks; ++r) {
+    EXPECT_EQ(result.stats[r].dispatch_bytes, sent[r]);
+    EXPECT_EQ(result.stats[r].combine_bytes, returned[r]);
+    EXPECT_LT(result.stats[r].dispatch_bytes + result.stats[r].combine_bytes,
+              result.stats[r].padded_all_to_all_bytes);
+  }
+}
+
+}  // namespace
+}  // namespace switchyard::testing

@@ -1,0 +1,206 @@
+// Layers, batches and worlds for tests.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "model/config.h"
+#include "model/convert.h"
+#include "model/generate.h"
+#include "model/model_table.h"
+#include "switchyard/layer.h"
+#include "switchyard/routing.h"
+
+namespace switchyard::testing {
+
+// A row-major matrix that owns its elements, in any floating dtype.
+class Matrix {
+ public:
+  Matrix(std::int64_t rows, std::int64_t cols, DType dtype)
+      : rows_(rows),
+        cols_(cols),
+        dtype_(dtype),
+        bytes_(static_cast<std::size_t>(rows * cols) * size_of(dtype), std::byte{0xff}) {}
+
+  static Matrix random(std::int64_t rows, std::int64_t cols, DType dtype, std::uint64_t seed) {
+    Matrix m(rows, cols, dtype);
+    std::mt19937_64 generator(seed);
+    std::normal_distribution<float> normal;
+    for (std::int64_t i = 0; i < rows * cols; ++i) m.set(i, normal(generator));
+    return m;
+  }
+
+  void set(std::int64_t i, float value) {
+    const auto at = static_cast<std::size_t>(i);
+    if (dtype_ == DType::kF32) {
+      std::memcpy(&bytes_[at * 4], &value, 4);
+      return;
+    }
+    const std::uint16_t code = dtype_ == DType::kBF16 ? f32_to_bf16(value) : f32_to_f16(value);
+    std::memcpy(&bytes_[at * 2], &code, 2);
+  }
+  float get(std::int64_t i) const {
+    const auto at = static_cast<std::size_t>(i);
+    if (dtype_ == DType::kF32) {
+      float value;
+      std::memcpy(&value, &bytes_[at * 4], 4);
+      return value;
+    }
+    std::uint16_t code;
+    std::memcpy(&code, &bytes_[at * 2], 2);
+    return dtype_ == DType::kBF16 ? bf16_to_f32(code) : f16_to_f32(code);
+  }
+
+  std::int64_t rows() const { return rows_; }
+  DType dtype() const { return dtype_; }
+  MatrixView view() const { return rows_from(0, rows_); }
+  MatrixView rows_from(std::int64_t first, std::int64_t count) const {
+    return {bytes_.data() + static_cast<std::size_t>(first * cols_) * size_of(dtype_), dtype_,
+            count, cols_, cols_};
+  }
+  void* row(std::int64_t r) {
+    return bytes_.data() + static_cast<std::size_t>(r * cols_) * size_of(dtype_);
+  }
+  std::vector<float> floats() const {
+    std::vector<float> out(static_cast<std::size_t>(rows_ * cols_));
+    for (std::size_t i = 0; i < out.size(); ++i) out[i] = get(static_cast<std::int64_t>(i));
+    return out;
+  }
+  bool operator==(const Matrix& other) const { return bytes_ == other.bytes_; }
+
+ private:
+  std::int64_t rows_, cols_;
+  DType dtype_;
+  std::vector<std::byte> bytes_;
+};
+
+// Runs body(world) on one thread per rank and returns each rank's exception, null where none.
+inline std::vector<std::exception_ptr> run_ranks(const std::vector<World>& worlds,
+                                                 const std::function<void(const World&)>& body) {
+  std::vector<std::exception_ptr> failures(worlds.size());
+  std::vector<std::thread> threads;
+  for (std::size_t r = 0; r < worlds.size(); ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        body(worlds[r]);
+      } catch (...) {
+        failures[r] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return failures;
+}
+
+// As above; the first failure is thrown here.
+inline void run_all_ranks(const std::vector<World>& worlds,
+                          const std::function<void(const World&)>& body) {
+  for (const std::exception_ptr& failure : run_ranks(worlds, body)) {
+    if (failure) std::rethrow_exception(failure);
+  }
+}
+
+// `total` tokens dealt to ranks in contiguous shares.
+struct Shares {
+  std::vector<std::int64_t> first, count;
+
+  static Shares even(std::int64_t total, int ranks) {
+    std::vector<std::int64_t> counts;
+    for (int r = 0; r < ranks; ++r) counts.push_back(total * (r + 1) / ranks - total * r / ranks);
+    return of(counts);
+  }
+  static Shares of(const std::vector<std::int64_t>& counts) {
+    Shares shares;
+    std::int64_t at = 0;
+    for (const std::int64_t count : counts) {
+      shares.first.push_back(at);
+      shares.count.push_back(count);
+      at += count;
+    }
+    return shares;
+  }
+};
+
+// What a batch produced, all ranks' shares side by side.
+struct BatchResult {
+  Matrix output;
+  std::vector<std::int32_t> ids;
+  std::vector<float> weights;
+  std::vector<ForwardStats> stats;
+};
+
+struct Batch {
+  Matrix x;
+  std::vector<std::int32_t> topk_ids;  // both empty: the gate routes
+  std::vector<float> topk_weights;
+  std::vector<std::int32_t> token_ids;
+};
+
+// One forward of `layer` for this rank's share of the batch.
+inline void forward_share(MoeLayer& layer, const Batch& batch, const Shares& shares, int rank,
+                          BatchResult& result) {
+  const auto r = static_cast<std::size_t>(rank);
+  const auto k = static_cast<std::size_t>(layer.spec().top_k);
+  const auto first = static_cast<std::size_t>(shares.first[r]);
+  const auto count = static_cast<std::size_t>(shares.count[r]);
+  ForwardInput input;
+  input.activations = batch.x.rows_from(shares.first[r], shares.count[r]);
+  if (!batch.topk_ids.empty()) {
+    input.topk_ids = std::span(batch.topk_ids).subspan(first * k, count * k);
+    input.topk_weights = std::span(batch.topk_weights).subspan(first * k, count * k);
+  }
+  if (!batch.token_ids.empty()) {
+    input.token_ids = std::span(batch.token_ids).subspan(first, count);
+  }
+  ForwardOutput output;
+  output.data = result.output.row(shares.first[r]);
+  output.dtype = result.output.dtype();
+  output.topk_ids = std::span(result.ids).subspan(first * k, count * k);
+  output.topk_weights = std::span(result.weights).subspan(first * k, count * k);
+  layer.forward(input, output);
+  result.stats[r] = layer.stats();
+}
+
+inline BatchResult empty_result(const LayerSpec& spec, const Batch& batch, int ranks,
+                                DType output_dtype) {
+  const auto slots =
+      static_cast<std::size_t>(batch.x.rows()) * static_cast<std::size_t>(spec.top_k);
+  return {Matrix(batch.x.rows(), spec.hidden, output_dtype), std::vector<std::int32_t>(slots, -7),
+          std::vector<float>(slots, NAN),
+          std::vector<ForwardStats>(static_cast<std::size_t>(ranks))};
+}
+
+// The batch through a fresh world of thread ranks.
+inline BatchResult run_batch(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
+                             const Shares& shares, DType output_dtype, LayerOptions options = {}) {
+  const int ranks = static_cast<int>(shares.count.size());
+  BatchResult result = empty_result(spec, batch, ranks, output_dtype);
+  if (options.num_threads == 0) options.num_threads = 1;
+  run_all_ranks(World::threads(ranks), [&](const World& world) {
+    MoeLayer layer(world, spec, weights, options);
+    forward_share(layer, batch, shares, world.rank(), result);
+  });
+  return result;
+}
+
+// The table's model, its geometry scaled down so that a test takes milliseconds: routing,
+// activation, biases and shared experts stay those of the model.
+inline LayerSpec small_spec(const ModelEntry& entry) {
+  const ModelConfig config = parse_config(entry.config_json, entry.name);
+  LayerSpec spec = *config.layers.at(static_cast<std::size_t>(config.moe_layers().front()));
+  spec.hidden = 64;
+  spec.intermediate = 48;
+  if (spec.shared_intermediate > 0) spec.shared_intermediate = 80;
+  if (spec.routing.num_groups == 1) spec.num_experts = std::min(spec.num_experts, 24);
+  if (spec.routing.num_groups > 1) spec.num_experts = spec.routing.num_groups * 4;
+  spec.top_k = std::min(spec.top_k, spec.num_experts);
+  return spec;
+}
+
+}  // namespace switchyard::testing
