@@ -1,0 +1,116 @@
+#include "reference/decode.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <bit>
+#include <cmath>
+#include <limits>
+
+#include "switchyard/error.h"
+
+namespace switchyard::reference {
+
+double bf16_to_double(std::uint16_t bits) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+}
+
+double f16_to_double(std::uint16_t bits) {
+  const int exponent = (bits >> 10) & 0x1f;
+  const int mantissa = bits & 0x3ff;
+  double magnitude;
+  if (exponent == 0x1f) {
+    magnitude = mantissa == 0 ? std::numeric_limits<double>::infinity()
+                              : std::numeric_limits<double>::quiet_NaN();
+  } else if (exponent == 0) {
+    magnitude = std::ldexp(mantissa, -24);
+  } else {
+    magnitude = std::ldexp(1024 + mantissa, exponent - 25);
+  }
+  return (bits & 0x8000) ? -magnitude : magnitude;
+}
+
+double f8e4m3_to_double(std::uint8_t bits) {
+  const int exponent = (bits >> 3) & 0xf;
+  const int mantissa = bits & 0x7;
+  double magnitude;
+  if (exponent == 0xf && mantissa == 0x7) {
+    magnitude = std::numeric_limits<double>::quiet_NaN();
+  } else if (exponent == 0) {
+    magnitude = std::ldexp(mantissa, -9);
+  } else {
+    magnitude = std::ldexp(8 + mantissa, exponent - 10);
+  }
+  return (bits & 0x80) ? -magnitude : magnitude;
+}
+
+float round_to_bf16(float value) {
+  if (std::isnan(value)) return value;
+  auto bits = std::bit_cast<std::uint32_t>(value);
+  bits += 0x7fff + ((bits >> 16) & 1);
+  return std::bit_cast<float>(bits & 0xffff0000u);
+}
+
+namespace {
+
+template <typename Stored, typename Decode>
+void decode_strided(const void* data, std::int64_t count, std::int64_t stride, double* out,
+                    Decode decode) {
+  const auto* stored = static_cast<const Stored*>(data);
+  if (stride == 1) {  // its own loop, so that it vectorises
+    for (std::int64_t i = 0; i < count; ++i) out[i] = decode(stored[i]);
+  } else {
+    for (std::int64_t i = 0; i < count; ++i) out[i] = decode(stored[i * stride]);
+  }
+}
+
+template <typename Bits, typename Decode>
+std::array<double, std::size_t{1} << (8 * sizeof(Bits))> tabulate(Decode decode) {
+  std::array<double, std::size_t{1} << (8 * sizeof(Bits))> table;
+  for (std::size_t i = 0; i < table.size(); ++i) table[i] = decode(static_cast<Bits>(i));
+  return table;
+}
+
+void decode_elements(const void* data, DType dtype, std::int64_t count, std::int64_t stride,
+                     double* out) {
+  switch (dtype) {
+    case DType::kF32:
+      return decode_strided<float>(data, count, stride, out, [](float v) { return double{v}; });
+    case DType::kBF16:
+      return decode_strided<std::uint16_t>(data, count, stride, out, [](std::uint16_t bits) {
+        return double{std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16)};
+      });
+    case DType::kF16: {
+      static const auto table = tabulate<std::uint16_t>(f16_to_double);
+      return decode_strided<std::uint16_t>(data, count, stride, out,
+                                           [](std::uint16_t bits) { return table[bits]; });
+    }
+    case DType::kF8E4M3: {
+      static const auto table = tabulate<std::uint8_t>(f8e4m3_to_double);
+      return decode_strided<std::uint8_t>(data, count, stride, out,
+                                          [](std::uint8_t bits) { return table[bits]; });
+    }
+    case DType::kI32:
+    case DType::kI64:
+    case DType::kU8:
+      break;
+  }
+  throw Error(ErrorCode::kDTypeMismatch,
+              fmt::format("the reference layer computes with floating-point tensors, not {}",
+                          to_string(dtype)));
+}
+
+}  // namespace
+
+void decode_row(const MatrixView& matrix, std::int64_t r, double* out) {
+  decode_elements(matrix.row(r), matrix.dtype, matrix.cols, matrix.col_stride, out);
+  if (matrix.scale == nullptr) return;
+  const float* scales = matrix.scale + (r / matrix.scale_rows) * matrix.scale_stride;
+  for (std::int64_t c = 0; c < matrix.cols; ++c) out[c] *= double{scales[c / matrix.scale_cols]};
+}
+
+void decode_vector(const VectorView& vector, double* out) {
+  decode_elements(vector.data, vector.dtype, vector.size, vector.stride, out);
+}
+
+}  // namespace switchyard::reference

@@ -1,0 +1,24 @@
+// Stored elements to doubles, one scalar decoder per dtype.
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/tensor.h"
+
+namespace switchyard::reference {
+
+double bf16_to_double(std::uint16_t bits);
+double f16_to_double(std::uint16_t bits);
+double f8e4m3_to_double(
+    std::uint8_t bits);  // the "fn" format: no infinities, 0x7f and 0xff are NaN
+
+// The bf16 nearest to `value`, ties to even.
+float round_to_bf16(float value);
+
+// Row r of a matrix, block scales applied; `out` has matrix.cols elements.
+// Throws Error{kDTypeMismatch} for integer matrices.
+void decode_row(const MatrixView& matrix, std::int64_t r, double* out);
+// A whole vector; `out` has vector.size elements. Throws as above.
+void decode_vector(const VectorView& vector, double* out);
+
+}  // namespace switchyard::reference

@@ -1,0 +1,73 @@
+// The MoE layer once more, plainly and in fp64: what engines are tested against, and what
+// `switchyard run --verify` compares with. Shares no code with the engines or with src/routing.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "switchyard/layer_spec.h"
+#include "switchyard/tensor.h"
+#include "switchyard/weights.h"
+
+namespace switchyard::reference {
+
+struct Routing {
+  std::vector<std::int32_t> ids;  // [T, K], kNoExpert where no expert was left
+  std::vector<double> weights;    // [T, K]
+};
+
+// switchyard::route() in fp64, with its meaning of the arguments and of NaN.
+// Throws Error{kInvalidArgument} if a span's size does not match or a hashed id is out of range.
+Routing route(const LayerSpec& spec, std::span<const double> logits,
+              std::span<const float> correction_bias, std::span<const std::int32_t> hashed_ids);
+
+// For each token, how far its routing is from one with other ids or another order of them: the
+// smallest gap that decides one of the K choices (each against the next best, the K-th against the
+// best expert not chosen; with groups also the last group in against the first out; with the
+// sparsemixer also the distance from the masking threshold). A gap is relative to the largest
+// magnitude among the numbers that entered it; 0 is an exact tie, infinity means that nothing
+// competed. Routings of the same logits in lower precision may differ where this is near that
+// precision.
+std::vector<double> routing_margin(const LayerSpec& spec, std::span<const double> logits,
+                                   std::span<const float> correction_bias);
+
+// x Wr^T (+ router bias), [T, E].
+std::vector<double> router_logits(const LayerSpec& spec, const MoeWeights& weights,
+                                  const MatrixView& activations);
+
+struct ReferenceInput {
+  MatrixView activations;                   // [T, H]
+  std::span<const std::int32_t> token_ids;  // [T]; needed if the gate runs and routes by hash
+  // Routing from outside, [T, K] each: the gate is skipped. kNoExpert skips a slot.
+  std::span<const std::int32_t> topk_ids;
+  std::span<const float> topk_weights;
+  // How many consecutive tokens each rank holds, for the capacity rule; empty: one rank holds all.
+  std::span<const std::int64_t> tokens_per_rank;
+};
+
+struct ReferenceOutput {
+  std::vector<double> output;     // [T, H]
+  std::vector<std::int32_t> ids;  // [T, K], as routed, before drops
+  std::vector<double> weights;    // [T, K]
+  std::int64_t num_dropped = 0;   // slots beyond an expert's capacity
+};
+
+// Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch} for inputs that do not fit
+// together.
+ReferenceOutput forward(const LayerSpec& spec, const MoeWeights& weights,
+                        const ReferenceInput& input);
+
+// The same layer as a plain bf16 program would compute it: activations, weights, h, each expert's
+// and the shared expert's output rounded to bf16, products accumulated in fp32, the weighted sum in
+// fp32, the output rounded to bf16. Where the gate runs, it runs in fp64. Its error against
+// forward() is the yardstick for an engine's.
+std::vector<float> straightforward_bf16(const LayerSpec& spec, const MoeWeights& weights,
+                                        const ReferenceInput& input);
+
+// ||actual - expected|| / ||expected|| in the Frobenius norm; 0 if both are zero, infinity if only
+// `expected` is. Throws Error{kInvalidArgument} if the sizes differ.
+double relative_error(std::span<const float> actual, std::span<const double> expected);
+double relative_error(std::span<const double> actual, std::span<const double> expected);
+
+}  // namespace switchyard::reference

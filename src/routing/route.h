@@ -1,0 +1,29 @@
+// Routing of one token, for engines that route inside their own loops.
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/layer_spec.h"
+
+namespace switchyard::routing {
+
+// The most that route_token's stack arrays hold.
+inline constexpr int kMaxExperts = 1024;
+inline constexpr int kMaxTopK = 32;
+
+// Throws Error{kInvalidArgument} unless route_token can serve the spec: E in [1, kMaxExperts], K in
+// [1, min(E, kMaxTopK)], groups of equal size of which at least one and at most all are chosen.
+void check_routable(const LayerSpec& spec);
+
+// switchyard::route() for one token: see there for the meaning of each argument. The spec must have
+// passed check_routable(). Allocates nothing and may be called by many threads at once.
+//   logits           [E]
+//   correction_bias  [E]; read only if the spec has one
+//   hashed_ids       [K]; read only with RoutingMethod::kHash
+//   ids, weights     [K], out
+// Returns the number of NaN logits. Throws Error{kInvalidArgument} if a hashed id is not in [0, E);
+// nothing else throws.
+int route_token(const LayerSpec& spec, const float* logits, const float* correction_bias,
+                const std::int32_t* hashed_ids, std::int32_t* ids, float* weights);
+
+}  // namespace switchyard::routing

@@ -1,0 +1,75 @@
+#include "protocol/task.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <vector>
+
+namespace switchyard::protocol {
+namespace {
+
+TEST(TaskOrder, EveryTaskOnceAndNoneBeforeWhatItWaitsFor) {
+  for (std::uint32_t shared = 0; shared < 3; ++shared) {
+    for (std::uint32_t routed = 0; routed < 6; ++routed) {
+      for (const std::uint32_t lag : {0u, 1u, 2u, 50u}) {
+        const std::vector<std::uint32_t> chunks = {2, 0, 3};
+        Workload work;
+        work.rank = 1;
+        work.num_ranks = 3;
+        work.dispatch_chunks = chunks.data();
+        work.num_shared_tiles = shared;
+        work.num_routed_tiles = routed;
+        work.shared_gemm1_blocks = 3;
+        work.shared_gemm2_blocks = 2;
+        work.routed_gemm1_blocks = 4;
+        work.routed_gemm2_blocks = 5;
+        work.num_combine_chunks = 4;
+        work.lag = lag;
+        std::map<std::tuple<TaskKind, int, std::uint32_t, std::uint32_t>, int> position;
+        int count = 0;
+        for_each_task(work, [&](const Task& task) {
+          ASSERT_TRUE(
+              position.emplace(std::tuple(task.kind, int{task.peer}, task.index, task.block), count++)
+                  .second);
+        });
+        ASSERT_EQ(count, static_cast<int>(5 + shared * 5 + routed * 9 + 4));
+        int last_dispatch = -1, first_combine = count, last_gemm2 = -1;
+        std::map<std::uint32_t, int> last_gemm1, first_gemm2;
+        for (const auto& [key, at] : position) {
+          const auto [kind, peer, index, block] = key;
+          if (kind == TaskKind::kDispatch) last_dispatch = std::max(last_dispatch, at);
+          if (kind == TaskKind::kCombine) first_combine = std::min(first_combine, at);
+          if (kind == TaskKind::kGemm1) last_gemm1[index] = std::max(last_gemm1[index], at);
+          if (kind == TaskKind::kGemm2) {
+            last_gemm2 = std::max(last_gemm2, at);
+            const auto [where, fresh] = first_gemm2.emplace(index, at);
+            if (!fresh) where->second = std::min(where->second, at);
+          }
+        }
+        for (const auto& [tile, at] : last_gemm1) {
+          ASSERT_GT(at, last_dispatch);
+          ASSERT_GT(first_gemm2.at(tile), at);
+        }
+        ASSERT_GT(first_combine, last_gemm2);
+      }
+    }
+  }
+}
+
+TEST(TaskOrder, DispatchStartsAtHomeAndIsStaggered) {
+  const std::vector<std::uint32_t> chunks = {1, 1, 1, 1};
+  for (int rank = 0; rank < 4; ++rank) {
+    Workload work;
+    work.rank = rank;
+    work.num_ranks = 4;
+    work.dispatch_chunks = chunks.data();
+    std::vector<int> peers;
+    for_each_task(work, [&](const Task& task) { peers.push_back(task.peer); });
+    EXPECT_EQ(peers, (std::vector<int>{rank, (rank + 1) % 4, (rank + 2) % 4, (rank + 3) % 4}));
+  }
+}
+
+}  // namespace
+}  // namespace switchyard::protocol
