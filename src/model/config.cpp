@@ -1,0 +1,713 @@
+#include "model/config.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <initializer_list>
+#include <limits>
+
+#include "model/json_text.h"
+#include "switchyard/error.h"
+
+namespace switchyard {
+namespace {
+
+using nlohmann::json;
+
+constexpr int kMaxLayers = 4096;
+constexpr int kMaxVocabulary = 1 << 26;
+// DeepSeek adds this to the sum that it divides by; so do the families that descend from it.
+constexpr float kDeepseekEpsilon = 1e-20f;
+
+struct FamilyName {
+  const char* model_type;
+  Family family;
+};
+constexpr FamilyName kFamilies[] = {
+    {"olmoe", Family::kOlmoe},
+    {"qwen2_moe", Family::kQwenMoe},
+    {"qwen3_moe", Family::kQwenMoe},
+    {"qwen3_vl_moe", Family::kQwenMoe},
+    {"qwen3_vl_moe_text", Family::kQwenMoe},
+    {"qwen3_next", Family::kQwenMoe},
+    {"qwen3_5_moe", Family::kQwenMoe},
+    {"qwen3_5_moe_text", Family::kQwenMoe},
+    {"mixtral", Family::kMixtral},
+    {"deepseek_v2", Family::kDeepseekV2},
+    {"deepseek_v3", Family::kDeepseekV3},
+    {"deepseek_v32", Family::kDeepseekV3},
+    {"kimi_k2", Family::kDeepseekV3},
+    {"glm4_moe", Family::kDeepseekV3},
+    {"glm4v_moe", Family::kDeepseekV3},
+    {"glm4v_moe_text", Family::kDeepseekV3},
+    {"glm_moe_dsa", Family::kDeepseekV3},
+    {"deepseek_v4", Family::kDeepseekV4},
+    {"llama4", Family::kLlama4},
+    {"llama4_text", Family::kLlama4},
+    {"gpt_oss", Family::kGptOss},
+    {"minimax_m2", Family::kMiniMax},
+    {"minimax_m3", Family::kMiniMax},
+    {"minimax_m3_vl", Family::kMiniMax},
+    {"minimax_m3_vl_text", Family::kMiniMax},
+    {"dbrx", Family::kDbrx},
+    {"phimoe", Family::kPhimoe},
+    {"jamba", Family::kJamba},
+    {"switchyard_ffn", Family::kPlainFfn},
+};
+
+const FamilyName* find_family(const std::string& model_type) {
+  for (const FamilyName& entry : kFamilies)
+    if (model_type == entry.model_type) return &entry;
+  return nullptr;
+}
+
+bool starts_with(const std::string& text, std::string_view prefix) {
+  return std::string_view(text).substr(0, prefix.size()) == prefix;
+}
+
+// Typed access to one JSON object. null counts as absent, as it does for transformers.
+class Keys {
+ public:
+  Keys(const json& object, std::string source, std::string path)
+      : object_(&object), source_(std::move(source)), path_(std::move(path)) {}
+
+  [[noreturn]] void fail(std::string_view key, const std::string& problem) const {
+    throw Error(ErrorCode::kInvalidConfig,
+                fmt::format("{}: '{}{}' {}", source_, path_, key, problem));
+  }
+
+  const json* find(std::string_view key) const {
+    const auto found = object_->find(key);
+    return found == object_->end() || found->is_null() ? nullptr : &*found;
+  }
+  bool has(std::string_view key) const { return find(key) != nullptr; }
+
+  int integer(std::initializer_list<std::string_view> names, int low, int high) const {
+    for (const std::string_view name : names)
+      if (const json* value = find(name)) return to_integer(name, *value, low, high);
+    fail(*names.begin(),
+         fmt::format("is missing{}; it has no default, use the config.json that the model's "
+                     "publisher ships",
+                     names.size() > 1 ? fmt::format(" (also looked for: {})",
+                                                    fmt::join(names.begin() + 1, names.end(), ", "))
+                                      : std::string()));
+  }
+  int integer(std::string_view name, int low, int high) const { return integer({name}, low, high); }
+  int integer_or(std::string_view name, int fallback, int low, int high) const {
+    const json* value = find(name);
+    return value ? to_integer(name, *value, low, high) : fallback;
+  }
+
+  float number_or(std::string_view name, float fallback, float low, float high) const {
+    const json* value = find(name);
+    if (!value) return fallback;
+    if (!value->is_number()) fail(name, fmt::format("is {}; expected a number", excerpt(*value)));
+    const double number = value->get<double>();
+    if (!(number >= low && number <= high))
+      fail(name, fmt::format("is {}; expected a number in [{}, {}]", excerpt(*value), low, high));
+    return static_cast<float>(number);
+  }
+
+  bool boolean_or(std::string_view name, bool fallback) const {
+    const json* value = find(name);
+    if (!value) return fallback;
+    if (!value->is_boolean())
+      fail(name, fmt::format("is {}; expected true or false", excerpt(*value)));
+    return value->get<bool>();
+  }
+
+  std::string text_or(std::string_view name, const char* fallback) const {
+    const json* value = find(name);
+    if (!value) return fallback;
+    if (!value->is_string()) fail(name, fmt::format("is {}; expected a string", excerpt(*value)));
+    return value->get<std::string>();
+  }
+
+  std::string text_in(std::string_view name, const char* fallback,
+                      std::initializer_list<std::string_view> allowed) const {
+    std::string value = text_or(name, fallback);
+    if (std::find(allowed.begin(), allowed.end(), value) == allowed.end())
+      fail(name, fmt::format("is {}; this model family has only: {}", excerpt(json(value)),
+                             fmt::join(allowed, ", ")));
+    return value;
+  }
+
+  // An array of integers in [low, high], or nothing if absent.
+  std::optional<std::vector<int>> integers(std::string_view name, int low, int high) const {
+    const json* value = find(name);
+    if (!value) return std::nullopt;
+    if (!value->is_array())
+      fail(name, fmt::format("is {}; expected an array of integers", excerpt(*value)));
+    std::vector<int> result;
+    for (const json& element : *value) result.push_back(to_integer(name, element, low, high));
+    return result;
+  }
+
+  std::optional<Keys> object(std::string_view name) const {
+    const json* value = find(name);
+    if (!value) return std::nullopt;
+    if (!value->is_object()) fail(name, fmt::format("is {}; expected an object", excerpt(*value)));
+    return Keys(*value, source_, fmt::format("{}{}.", path_, name));
+  }
+
+ private:
+  int to_integer(std::string_view name, const json& value, int low, int high) const {
+    bool fits = false;
+    std::int64_t number = 0;
+    if (value.is_number_unsigned()) {
+      const std::uint64_t magnitude = value.get<std::uint64_t>();
+      fits = magnitude <= static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+      number = fits ? static_cast<std::int64_t>(magnitude) : 0;
+    } else if (value.is_number_integer()) {
+      fits = true;
+      number = value.get<std::int64_t>();
+    }
+    if (!fits || number < low || number > high)
+      fail(name, fmt::format("is {}; expected an integer in [{}, {}], use the config.json that the "
+                             "model's publisher ships",
+                             excerpt(value), low, high));
+    return static_cast<int>(number);
+  }
+
+  const json* object_;
+  std::string source_, path_;
+};
+
+ActivationKind activation_kind(const Keys& keys, std::string_view key, const std::string& name) {
+  struct Entry {
+    std::string_view name;
+    ActivationKind kind;
+  };
+  static constexpr Entry kEntries[] = {
+      {"silu", ActivationKind::kSilu},         {"swish", ActivationKind::kSilu},
+      {"gelu", ActivationKind::kGelu},         {"gelu_pytorch_tanh", ActivationKind::kGeluTanh},
+      {"gelu_new", ActivationKind::kGeluTanh}, {"relu", ActivationKind::kRelu},
+      {"relu2", ActivationKind::kRelu2},       {"linear", ActivationKind::kIdentity},
+  };
+  for (const Entry& entry : kEntries)
+    if (entry.name == name) return entry.kind;
+  keys.fail(key, fmt::format("is {}; supported are silu, swish, gelu, gelu_pytorch_tanh, gelu_new, "
+                             "relu, relu2 and linear",
+                             excerpt(json(name))));
+}
+
+// What parsing one family yields: the spec of its ordinary MoE layers and which layers they are.
+struct Draft {
+  LayerSpec spec;
+  std::vector<bool> is_moe;     // [num_layers]
+  std::vector<bool> is_hashed;  // [num_layers] or empty
+};
+
+// 1 << 20 and friends: validate(LayerSpec) has the same bounds and the final word.
+constexpr int kMaxHidden = 1 << 20;
+constexpr int kMaxIntermediate = 1 << 22;
+constexpr int kMaxExperts = 1 << 16;
+
+LayerSpec common_spec(const Keys& keys, std::initializer_list<std::string_view> intermediate_names,
+                      std::initializer_list<std::string_view> expert_names) {
+  LayerSpec spec;
+  spec.hidden = keys.integer("hidden_size", 1, kMaxHidden);
+  spec.intermediate = keys.integer(intermediate_names, 1, kMaxIntermediate);
+  spec.num_experts = keys.integer(expert_names, 1, kMaxExperts);
+  spec.top_k = keys.integer({"num_experts_per_tok", "num_experts_per_token", "experts_per_token"},
+                            1, spec.num_experts);
+  return spec;
+}
+
+int shared_experts_width(const Keys& keys, int count, int width) {
+  const std::int64_t total = static_cast<std::int64_t>(count) * width;
+  if (total > kMaxIntermediate)
+    keys.fail("n_shared_experts",
+              fmt::format("is {}, which makes a shared expert of {} rows; the limit is {}", count,
+                          total, kMaxIntermediate));
+  return static_cast<int>(total);
+}
+
+std::vector<bool> layers_from_types(const Keys& keys, int num_layers, std::string_view key,
+                                    std::string_view wanted, std::string_view other) {
+  std::vector<bool> result;
+  const json& types = *keys.find(key);
+  if (!types.is_array() || types.size() < static_cast<std::size_t>(num_layers))
+    keys.fail(key, fmt::format("is {}; expected an array with an entry for each of the {} layers",
+                               excerpt(types), num_layers));
+  for (int layer = 0; layer < num_layers; ++layer) {
+    const json& type = types[static_cast<std::size_t>(layer)];
+    if (type != wanted && type != other)
+      keys.fail(key, fmt::format("has {} for layer {}; expected \"{}\" or \"{}\"", excerpt(type),
+                                 layer, wanted, other));
+    result.push_back(type == wanted);
+  }
+  return result;
+}
+
+// first_k_dense_replace and moe_layer_freq, either a period or a 0/1 list per layer.
+std::vector<bool> deepseek_layers(const Keys& keys, int num_layers, int default_first_dense) {
+  const int first_dense =
+      keys.integer_or("first_k_dense_replace", default_first_dense, 0, kMaxLayers);
+  const json* freq = keys.find("moe_layer_freq");
+  std::vector<bool> result(static_cast<std::size_t>(num_layers));
+  if (freq && freq->is_array()) {
+    const std::vector<int> flags = *keys.integers("moe_layer_freq", 0, 1);
+    if (flags.size() < result.size())
+      keys.fail("moe_layer_freq", fmt::format("has {} entries; expected one for each of {} layers",
+                                              flags.size(), num_layers));
+    for (std::size_t layer = 0; layer < result.size(); ++layer) result[layer] = flags[layer] == 1;
+    return result;
+  }
+  const int period = keys.integer_or("moe_layer_freq", 1, 1, kMaxLayers);
+  for (int layer = 0; layer < num_layers; ++layer)
+    result[static_cast<std::size_t>(layer)] = layer >= first_dense && layer % period == 0;
+  return result;
+}
+
+std::vector<bool> all_layers(int num_layers) {
+  return std::vector<bool>(static_cast<std::size_t>(num_layers), true);
+}
+
+Draft parse_olmoe(const Keys& keys, int num_layers) {
+  Draft draft{
+      common_spec(keys, {"intermediate_size"}, {"num_experts"}), all_layers(num_layers), {}};
+  draft.spec.routing.renormalize = keys.boolean_or("norm_topk_prob", false);
+  return draft;
+}
+
+Draft parse_qwen(const Keys& keys, int num_layers, const std::string& model_type) {
+  // Next and 3.5 have a gated shared expert like 1.5 and 2, and renormalise like 3.
+  const bool is_qwen2 = model_type == "qwen2_moe";
+  const bool is_next = starts_with(model_type, "qwen3_next") || starts_with(model_type, "qwen3_5");
+  Draft draft{common_spec(keys, {"moe_intermediate_size"}, {"num_experts"}), {}, {}};
+  draft.spec.routing.renormalize = keys.boolean_or("norm_topk_prob", is_next);
+  if (is_qwen2 || is_next) {
+    draft.spec.shared_intermediate =
+        keys.integer("shared_expert_intermediate_size", 0, kMaxIntermediate);
+    draft.spec.shared_sigmoid_gate = draft.spec.shared_intermediate > 0;
+  }
+  const int step = keys.integer_or("decoder_sparse_step", 1, 1, kMaxLayers);
+  for (int layer = 0; layer < num_layers; ++layer) draft.is_moe.push_back((layer + 1) % step == 0);
+  if (const auto dense = keys.integers("mlp_only_layers", 0, kMaxLayers))
+    for (const int layer : *dense)
+      if (layer < num_layers) draft.is_moe[static_cast<std::size_t>(layer)] = false;
+  return draft;
+}
+
+Draft parse_mixtral(const Keys& keys, int num_layers) {
+  Draft draft{
+      common_spec(keys, {"intermediate_size"}, {"num_local_experts"}), all_layers(num_layers), {}};
+  draft.spec.routing.renormalize = true;
+  return draft;
+}
+
+Draft parse_deepseek_v2(const Keys& keys, int num_layers) {
+  Draft draft{common_spec(keys, {"moe_intermediate_size"}, {"n_routed_experts"}),
+              deepseek_layers(keys, num_layers, 0),
+              {}};
+  LayerSpec& spec = draft.spec;
+  keys.text_in("scoring_func", "softmax", {"softmax"});
+  spec.shared_intermediate = shared_experts_width(
+      keys, keys.integer_or("n_shared_experts", 0, 0, kMaxExperts), spec.intermediate);
+  spec.routing.renormalize = keys.boolean_or("norm_topk_prob", false) && spec.top_k > 1;
+  if (spec.routing.renormalize) {
+    // DeepSeek-V2's gate scales only weights that it has not renormalised.
+    spec.routing.renormalize_epsilon = kDeepseekEpsilon;
+  } else {
+    spec.routing.scale = keys.number_or("routed_scaling_factor", 1.0f, 1e-6f, 1e6f);
+  }
+  if (keys.text_in("topk_method", "greedy", {"greedy", "group_limited_greedy"}) != "greedy") {
+    spec.routing.num_groups = keys.integer("n_group", 1, spec.num_experts);
+    spec.routing.top_k_groups = keys.integer("topk_group", 1, spec.routing.num_groups);
+    spec.routing.group_score = GroupScore::kMax;
+  }
+  return draft;
+}
+
+Draft parse_deepseek_v3(const Keys& keys, int num_layers, const std::string& model_type) {
+  const bool is_glm = starts_with(model_type, "glm");
+  const bool is_glm5 = model_type == "glm_moe_dsa";
+  const bool is_glm4 = is_glm && !is_glm5;
+  Draft draft{common_spec(keys, {"moe_intermediate_size"}, {"n_routed_experts"}), {}, {}};
+  LayerSpec& spec = draft.spec;
+  draft.is_moe = keys.has("mlp_layer_types")
+                     ? layers_from_types(keys, num_layers, "mlp_layer_types", "sparse", "dense")
+                     : deepseek_layers(keys, num_layers, is_glm4 ? 1 : 3);
+  spec.shared_intermediate = shared_experts_width(
+      keys, keys.integer_or("n_shared_experts", 1, 0, kMaxExperts), spec.intermediate);
+  keys.text_in("scoring_func", "sigmoid", {"sigmoid"});
+  keys.text_in("topk_method", "noaux_tc", {"noaux_tc"});
+  spec.routing.score = ScoreFunction::kSigmoid;
+  spec.routing.has_correction_bias = true;
+  spec.routing.renormalize = keys.boolean_or("norm_topk_prob", true);
+  if (spec.routing.renormalize) spec.routing.renormalize_epsilon = kDeepseekEpsilon;
+  spec.routing.scale = keys.number_or("routed_scaling_factor", is_glm4 ? 1.0f : 2.5f, 1e-6f, 1e6f);
+  spec.routing.num_groups = keys.integer_or("n_group", is_glm ? 1 : 8, 1, spec.num_experts);
+  spec.routing.top_k_groups = keys.integer_or("topk_group", is_glm ? 1 : 4, 1, kMaxExperts);
+  if (spec.routing.top_k_groups > spec.routing.num_groups)
+    keys.fail("topk_group", fmt::format("is {}; there are only {} groups (n_group)",
+                                        spec.routing.top_k_groups, spec.routing.num_groups));
+  return draft;
+}
+
+Draft parse_deepseek_v4(const Keys& keys, int num_layers) {
+  Draft draft{common_spec(keys, {"moe_intermediate_size"}, {"n_routed_experts"}),
+              all_layers(num_layers),
+              {}};
+  LayerSpec& spec = draft.spec;
+  spec.shared_intermediate = shared_experts_width(
+      keys, keys.integer_or("n_shared_experts", 1, 0, kMaxExperts), spec.intermediate);
+  const std::string score =
+      keys.text_in("scoring_func", "sqrtsoftplus", {"sqrtsoftplus", "sigmoid", "softmax"});
+  spec.routing.score = score == "softmax"   ? ScoreFunction::kSoftmax
+                       : score == "sigmoid" ? ScoreFunction::kSigmoid
+                                            : ScoreFunction::kSqrtSoftplus;
+  spec.routing.has_correction_bias = true;
+  spec.routing.renormalize = keys.boolean_or("norm_topk_prob", true);
+  if (spec.routing.renormalize) spec.routing.renormalize_epsilon = kDeepseekEpsilon;
+  spec.routing.scale = keys.number_or("routed_scaling_factor", 1.5f, 1e-6f, 1e6f);
+  const float limit = keys.number_or("swiglu_limit", 10.0f, 0.0f, 1e6f);
+  if (limit > 0) spec.activation.limit = limit;  // 0 is DeepSeek's "no clamp"
+  if (keys.has("mlp_layer_types")) {
+    draft.is_hashed = layers_from_types(keys, num_layers, "mlp_layer_types", "hash_moe", "moe");
+  } else {
+    const int num_hashed = keys.integer_or("num_hash_layers", 3, 0, kMaxLayers);
+    for (int layer = 0; layer < num_layers; ++layer) draft.is_hashed.push_back(layer < num_hashed);
+  }
+  return draft;
+}
+
+Draft parse_llama4(const Keys& keys, int num_layers) {
+  Draft draft{common_spec(keys, {"intermediate_size"}, {"num_local_experts"}), {}, {}};
+  LayerSpec& spec = draft.spec;
+  spec.shared_intermediate = spec.intermediate;
+  spec.routing.score = ScoreFunction::kSigmoid;
+  spec.routing.top_k_before_score = true;
+  spec.weight_on_input = true;
+  draft.is_moe.assign(static_cast<std::size_t>(num_layers), false);
+  if (const auto layers = keys.integers("moe_layers", 0, kMaxLayers)) {
+    for (const int layer : *layers)
+      if (layer < num_layers) draft.is_moe[static_cast<std::size_t>(layer)] = true;
+  } else {
+    const int step = keys.integer_or("interleave_moe_layer_step", 1, 1, kMaxLayers);
+    for (int layer = step - 1; layer < num_layers; layer += step)
+      draft.is_moe[static_cast<std::size_t>(layer)] = true;
+  }
+  return draft;
+}
+
+Draft parse_gpt_oss(const Keys& keys, int num_layers) {
+  Draft draft{
+      common_spec(keys, {"intermediate_size"}, {"num_local_experts"}), all_layers(num_layers), {}};
+  LayerSpec& spec = draft.spec;
+  spec.routing.top_k_before_score = true;
+  spec.router_bias = true;
+  spec.expert_bias = true;
+  spec.activation.alpha = 1.702f;  // fixed in transformers' GptOssExperts, like the bias below
+  spec.activation.limit = keys.number_or("swiglu_limit", 7.0f, 1e-6f, 1e6f);
+  spec.activation.up_bias = 1.0f;
+  return draft;
+}
+
+Draft parse_minimax(const Keys& keys, int num_layers, const std::string& model_type) {
+  const bool is_m3 = starts_with(model_type, "minimax_m3");
+  Draft draft{common_spec(keys, {"intermediate_size"}, {"num_local_experts"}),
+              is_m3 ? deepseek_layers(keys, num_layers, 0) : all_layers(num_layers),
+              {}};
+  LayerSpec& spec = draft.spec;
+  keys.text_in("scoring_func", "sigmoid", {"sigmoid"});
+  spec.routing.score = ScoreFunction::kSigmoid;
+  spec.routing.renormalize = true;
+  spec.routing.has_correction_bias = keys.boolean_or("use_routing_bias", true);
+  if (is_m3) {
+    spec.routing.scale = keys.number_or("routed_scaling_factor", 2.0f, 1e-6f, 1e6f);
+    spec.activation.alpha = keys.number_or("swiglu_alpha", 1.702f, 1e-6f, 1e6f);
+    spec.activation.limit = keys.number_or("swiglu_limit", 7.0f, 1e-6f, 1e6f);
+    spec.activation.up_bias = 1.0f;
+    const int count = keys.integer_or("n_shared_experts", 1, 0, kMaxExperts);
+    if (count > 0)
+      spec.shared_intermediate = shared_experts_width(
+          keys, count, keys.integer("shared_intermediate_size", 1, kMaxIntermediate));
+  } else {
+    spec.shared_intermediate = keys.integer_or("shared_intermediate_size", 0, 0, kMaxIntermediate);
+  }
+  return draft;
+}
+
+Draft parse_dbrx(const Keys& keys, int num_layers) {
+  const std::optional<Keys> ffn = keys.object("ffn_config");
+  if (!ffn)
+    keys.fail("ffn_config",
+              "is missing; it holds DBRX's expert sizes, use the config.json that the "
+              "model's publisher ships");
+  Draft draft;
+  LayerSpec& spec = draft.spec;
+  spec.hidden = keys.integer("d_model", 1, kMaxHidden);
+  spec.intermediate = ffn->integer("ffn_hidden_size", 1, kMaxIntermediate);
+  spec.num_experts = ffn->integer("moe_num_experts", 1, kMaxExperts);
+  spec.top_k = ffn->integer("moe_top_k", 1, spec.num_experts);
+  // The order of the norm that the weights are divided by; null for none.
+  if (ffn->number_or("moe_normalize_expert_weights", 1.0f, 1.0f, 1.0f) == 1.0f)
+    spec.routing.renormalize = true;
+  if (const std::optional<Keys> activation = ffn->object("ffn_act_fn"))
+    spec.activation.kind =
+        activation_kind(*activation, "name", activation->text_or("name", "silu"));
+  draft.is_moe = all_layers(num_layers);
+  return draft;
+}
+
+Draft parse_phimoe(const Keys& keys, int num_layers) {
+  Draft draft{
+      common_spec(keys, {"intermediate_size"}, {"num_local_experts"}), all_layers(num_layers), {}};
+  draft.spec.routing.method = RoutingMethod::kSparseMixer;
+  draft.spec.routing.jitter_eps = keys.number_or("router_jitter_noise", 0.01f, 0.0f, 1.0f);
+  if (draft.spec.top_k != 2)
+    keys.fail("num_experts_per_tok",
+              fmt::format("is {}; the sparse mixer is a top-2 rule", draft.spec.top_k));
+  return draft;
+}
+
+Draft parse_jamba(const Keys& keys, int num_layers) {
+  Draft draft{common_spec(keys, {"intermediate_size"}, {"num_experts"}), {}, {}};
+  const int period = keys.integer_or("expert_layer_period", 2, 1, kMaxLayers);
+  const int offset = keys.integer_or("expert_layer_offset", 1, 0, kMaxLayers);
+  for (int layer = 0; layer < num_layers; ++layer) draft.is_moe.push_back(layer % period == offset);
+  return draft;
+}
+
+Draft parse_plain_ffn(const Keys& keys, int num_layers) {
+  Draft draft{
+      common_spec(keys, {"intermediate_size"}, {"num_experts"}), all_layers(num_layers), {}};
+  draft.spec.activation.gated = false;
+  draft.spec.routing.renormalize = keys.boolean_or("norm_topk_prob", true);
+  draft.spec.expert_bias = keys.boolean_or("mlp_bias", true);
+  return draft;
+}
+
+Draft parse_family(Family family, const Keys& keys, int num_layers, const std::string& model_type) {
+  switch (family) {
+    case Family::kOlmoe:
+      return parse_olmoe(keys, num_layers);
+    case Family::kQwenMoe:
+      return parse_qwen(keys, num_layers, model_type);
+    case Family::kMixtral:
+      return parse_mixtral(keys, num_layers);
+    case Family::kDeepseekV2:
+      return parse_deepseek_v2(keys, num_layers);
+    case Family::kDeepseekV3:
+      return parse_deepseek_v3(keys, num_layers, model_type);
+    case Family::kDeepseekV4:
+      return parse_deepseek_v4(keys, num_layers);
+    case Family::kLlama4:
+      return parse_llama4(keys, num_layers);
+    case Family::kGptOss:
+      return parse_gpt_oss(keys, num_layers);
+    case Family::kMiniMax:
+      return parse_minimax(keys, num_layers, model_type);
+    case Family::kDbrx:
+      return parse_dbrx(keys, num_layers);
+    case Family::kPhimoe:
+      return parse_phimoe(keys, num_layers);
+    case Family::kJamba:
+      return parse_jamba(keys, num_layers);
+    case Family::kPlainFfn:
+      return parse_plain_ffn(keys, num_layers);
+  }
+  throw Error(ErrorCode::kInvalidConfig, "a model family without a parser");
+}
+
+// All but DBRX, which names its activation inside ffn_config, and MiniMax-M3, whose "swigluoai" is
+// spelt out by swiglu_alpha and swiglu_limit.
+bool has_hidden_act(Family family, const std::string& model_type) {
+  return family != Family::kDbrx && !starts_with(model_type, "minimax_m3");
+}
+
+DType parse_dtype(const Keys& root, const Keys& text) {
+  for (const Keys* keys : {&text, &root}) {
+    for (const char* key : {"torch_dtype", "dtype"}) {
+      if (!keys->has(key)) continue;
+      std::string name = keys->text_or(key, "");
+      if (starts_with(name, "torch.")) name = name.substr(6);
+      if (name == "bfloat16" || name == "auto") return DType::kBF16;
+      if (name == "float16" || name == "half") return DType::kF16;
+      if (name == "float32" || name == "float") return DType::kF32;
+      if (name == "float8_e4m3fn") return DType::kF8E4M3;
+      keys->fail(key, fmt::format("is {}; expected bfloat16, float16, float32 or float8_e4m3fn",
+                                  excerpt(json(name))));
+    }
+  }
+  return DType::kBF16;
+}
+
+Quantization parse_quantization(const Keys& root, const Keys& text) {
+  Quantization result;
+  std::optional<Keys> keys = root.object("quantization_config");
+  if (!keys) keys = text.object("quantization_config");
+  if (!keys) return result;
+  result.method = keys->text_or("quant_method", "unnamed");
+  if (const auto block = keys->integers("weight_block_size", 1, kMaxHidden)) {
+    if (block->size() != 2)
+      keys->fail("weight_block_size",
+                 fmt::format("has {} entries; expected two, as in [128, 128]", block->size()));
+    result.block_rows = (*block)[0];
+    result.block_cols = (*block)[1];
+  }
+  return result;
+}
+
+// The object with the language model's keys, and the model_type that decides its family.
+struct Located {
+  std::string model_type;
+  Family family;
+  bool nested;  // under text_config
+};
+
+Located locate(const json& document, const std::string& source) {
+  if (!document.is_object())
+    throw Error(ErrorCode::kInvalidConfig,
+                fmt::format("{}: the top level is {}; expected an object with a 'model_type'",
+                            source, excerpt(document)));
+  const Keys root(document, source, "");
+  const std::optional<Keys> text = root.object("text_config");
+  const std::string outer = root.text_or("model_type", "");
+  const std::string inner = text ? text->text_or("model_type", "") : std::string();
+  // The outer name wins: MiniMax-M3 labels its inner config "minimax_m2".
+  for (const std::string& name : {outer, inner})
+    if (const FamilyName* family = find_family(name))
+      return {name, family->family, text.has_value()};
+  std::vector<const char*> known;
+  for (const FamilyName& family : kFamilies) known.push_back(family.model_type);
+  if (outer.empty() && inner.empty())
+    root.fail("model_type", fmt::format("is missing; expected one of: {}", fmt::join(known, ", ")));
+  root.fail("model_type",
+            fmt::format("is {}, an unknown family; known are: {}",
+                        excerpt(json(outer.empty() ? inner : outer)), fmt::join(known, ", ")));
+}
+
+ModelConfig parse_document(const json& document, const std::string& source) {
+  const Located located = locate(document, source);
+  const Keys root(document, source, "");
+  const Keys text = located.nested ? *root.object("text_config") : root;
+
+  ModelConfig config;
+  config.model_type = located.model_type;
+  config.family = located.family;
+  config.num_layers = text.integer(
+      {located.family == Family::kDbrx ? "n_layers" : "num_hidden_layers"}, 1, kMaxLayers);
+  config.vocab_size = text.integer_or("vocab_size", 0, 1, kMaxVocabulary);
+  config.dtype = parse_dtype(root, text);
+  config.quantization = parse_quantization(root, text);
+
+  Draft draft = parse_family(located.family, text, config.num_layers, located.model_type);
+  if (has_hidden_act(located.family, located.model_type))
+    draft.spec.activation.kind =
+        activation_kind(text, "hidden_act", text.text_or("hidden_act", "silu"));
+  try {
+    validate(draft.spec);
+  } catch (const Error& error) {
+    throw Error(ErrorCode::kInvalidConfig,
+                fmt::format("{}: describes a layer that makes no sense: {}", source, error.what()));
+  }
+  for (int layer = 0; layer < config.num_layers; ++layer) {
+    const std::size_t index = static_cast<std::size_t>(layer);
+    std::optional<LayerSpec> spec;
+    if (draft.is_moe[index]) {
+      spec = draft.spec;
+      if (!draft.is_hashed.empty() && draft.is_hashed[index]) {
+        spec->routing.method = RoutingMethod::kHash;
+        spec->routing.has_correction_bias = false;
+      }
+    }
+    config.layers.push_back(spec);
+  }
+  if (config.moe_layers().empty())
+    throw Error(ErrorCode::kInvalidConfig,
+                fmt::format("{}: none of the {} layers is an MoE layer; check the keys that choose "
+                            "them (first_k_dense_replace, mlp_only_layers, decoder_sparse_step, "
+                            "moe_layer_freq, expert_layer_period)",
+                            source, config.num_layers));
+  return config;
+}
+
+void set_if_present(json& object, const char* key, const json& value) {
+  if (object.contains(key)) object[key] = value;
+}
+
+void apply_overrides(json& text, const ModelConfig& config, const ConfigOverrides& overrides) {
+  json& sizes = config.family == Family::kDbrx ? text["ffn_config"] : text;
+  const LayerSpec& spec = *config.layers[static_cast<std::size_t>(config.moe_layers().front())];
+  if (overrides.num_moe_layers > 0) {
+    const std::vector<int> moe = config.moe_layers();
+    if (static_cast<std::size_t>(overrides.num_moe_layers) > moe.size())
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("{} MoE layers were asked for, but {} has {}; ask for fewer",
+                              overrides.num_moe_layers, config.model_type, moe.size()));
+    const int layers = moe[static_cast<std::size_t>(overrides.num_moe_layers - 1)] + 1;
+    text[config.family == Family::kDbrx ? "n_layers" : "num_hidden_layers"] = layers;
+    for (const char* key : {"moe_layer_freq", "mlp_layer_types"})
+      if (text.contains(key) && text[key].is_array())
+        text[key].erase(text[key].begin() + layers, text[key].end());
+  }
+  if (overrides.num_experts > 0)
+    for (const char* key :
+         {"num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"})
+      set_if_present(sizes, key, overrides.num_experts);
+  if (overrides.top_k > 0)
+    for (const char* key : {"num_experts_per_tok", "experts_per_token", "moe_top_k"})
+      set_if_present(sizes, key, overrides.top_k);
+  if (overrides.hidden > 0)
+    for (const char* key : {"hidden_size", "d_model"}) set_if_present(text, key, overrides.hidden);
+  if (overrides.intermediate > 0) {
+    const bool separate = text.contains("moe_intermediate_size");
+    for (const char* key : {"moe_intermediate_size", "ffn_hidden_size"})
+      set_if_present(sizes, key, overrides.intermediate);
+    if (!separate) set_if_present(text, "intermediate_size", overrides.intermediate);
+    for (const char* key : {"shared_expert_intermediate_size", "shared_intermediate_size"}) {
+      if (!text.contains(key) || text[key] == 0) continue;
+      const std::int64_t scaled =
+          text[key].get<std::int64_t>() * overrides.intermediate / spec.intermediate;
+      text[key] = std::max<std::int64_t>(scaled, 1);
+    }
+  }
+  if (overrides.vocab_size > 0) set_if_present(text, "vocab_size", overrides.vocab_size);
+}
+
+}  // namespace
+
+std::vector<int> ModelConfig::moe_layers() const {
+  std::vector<int> result;
+  for (std::size_t layer = 0; layer < layers.size(); ++layer)
+    if (layers[layer]) result.push_back(static_cast<int>(layer));
+  return result;
+}
+
+ModelConfig parse_config(std::string_view json_text, const std::string& source) {
+  return parse_document(parse_json(json_text, ErrorCode::kInvalidConfig, source), source);
+}
+
+std::string rewrite_config(std::string_view json_text, const ConfigOverrides& overrides,
+                           DType dtype) {
+  const std::string source = "config.json";
+  json document = parse_json(json_text, ErrorCode::kInvalidConfig, source);
+  const ModelConfig config = parse_document(document, source);
+  json& text = locate(document, source).nested ? document["text_config"] : document;
+  apply_overrides(text, config, overrides);
+  document.erase("quantization_config");
+  text.erase("quantization_config");
+  document["torch_dtype"] = dtype == DType::kF32   ? "float32"
+                            : dtype == DType::kF16 ? "float16"
+                                                   : "bfloat16";
+  if (dtype == DType::kF8E4M3)
+    document["quantization_config"] = {{"activation_scheme", "dynamic"},
+                                       {"fmt", "e4m3"},
+                                       {"quant_method", "fp8"},
+                                       {"weight_block_size", {128, 128}}};
+  try {
+    parse_document(document, source);
+  } catch (const Error& error) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("the overrides do not fit this model: {}", error.what()));
+  }
+  return document.dump(2) + "\n";
+}
+
+}  // namespace switchyard

@@ -1,0 +1,25 @@
+// The models whose MoE layers the library is built and tested for, by the names of the command
+// line.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "switchyard/tensor.h"
+
+namespace switchyard {
+
+struct ModelEntry {
+  const char* name;         // "olmoe", "deepseek-v3", ...
+  const char* config_json;  // the MoE-related keys of the model's config.json
+  // The usual serving dtype; bf16 where the published experts are mxfp4, which has no DType.
+  DType dtype;
+};
+
+const std::vector<ModelEntry>& model_table();
+
+// Throws Error{kInvalidArgument} naming the nearest known names.
+const ModelEntry& find_model(std::string_view name);
+
+}  // namespace switchyard

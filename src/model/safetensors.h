@@ -1,0 +1,129 @@
+// The safetensors format: 8 bytes of little-endian header length N, N bytes of JSON, tensor data.
+// Reading maps the file; writing streams, so that a tensor never has to fit in memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "switchyard/tensor.h"
+
+namespace switchyard {
+
+struct TensorInfo {
+  std::string name;
+  std::string dtype;                // as the file spells it: "BF16", "F8_E4M3", ...
+  std::vector<std::int64_t> shape;  // [] is a scalar
+  std::uint64_t begin = 0;          // bytes from the start of the data section
+  std::uint64_t end = 0;
+
+  std::uint64_t bytes() const { return end - begin; }
+};
+
+struct SafetensorsHeader {
+  std::vector<TensorInfo> tensors;  // in file order
+  std::map<std::string, std::string> metadata;
+  std::uint64_t data_begin = 0;  // bytes from the start of the file
+};
+
+// The library's type for a dtype name, if it has one.
+std::optional<DType> dtype_from_name(std::string_view name);
+// "F32", "BF16", ...
+const char* safetensors_name(DType dtype);
+
+// `prefix` is the start of a file of `file_size` bytes: at least the header if there is one.
+// Throws Error{kInvalidFile} naming `source`, the tensor and the byte range at fault. Tensors must
+// tile the data section without holes or overlaps, and shape * dtype must equal their byte range; a
+// dtype that is not known is accepted here and refused when the tensor is used.
+SafetensorsHeader parse_safetensors_header(std::span<const std::byte> prefix,
+                                           std::uint64_t file_size, const std::string& source);
+
+// weight_map of model.safetensors.index.json: tensor name -> file name.
+std::map<std::string, std::string> parse_safetensors_index(std::string_view json_text,
+                                                           const std::string& source);
+std::string safetensors_index_json(const std::map<std::string, std::string>& weight_map,
+                                   std::uint64_t total_bytes);
+
+// A file mapped read-only and shared. Immutable, so safe to use from many threads.
+class SafetensorsFile {
+ public:
+  // Throws Error{kSystem, kInvalidFile}.
+  static std::shared_ptr<const SafetensorsFile> open(const std::filesystem::path& path);
+  ~SafetensorsFile();
+  SafetensorsFile(const SafetensorsFile&) = delete;
+  SafetensorsFile& operator=(const SafetensorsFile&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+  const SafetensorsHeader& header() const { return header_; }
+  const TensorInfo* find(std::string_view name) const;  // nullptr if there is none
+  const std::byte* data(const TensorInfo& tensor) const {
+    return mapping_ + header_.data_begin + tensor.begin;
+  }
+  // Asks the kernel to start reading, for tensors that every forward pass needs.
+  void will_need(const TensorInfo& tensor) const;
+
+ private:
+  SafetensorsFile() = default;
+
+  std::filesystem::path path_;
+  const std::byte* mapping_ = nullptr;
+  std::size_t size_ = 0;
+  SafetensorsHeader header_;
+  std::unordered_map<std::string_view, const TensorInfo*> by_name_;
+};
+
+// Writes a file under a temporary name beside `path`; finish() renames it. A writer destroyed
+// before that leaves nothing behind.
+class SafetensorsWriter {
+ public:
+  // `tensors`: name, dtype and shape of each, in the order in which data will be appended (begin
+  // and end are filled in). The data section starts at a multiple of 64 bytes. Throws
+  // Error{kSystem, kInvalidArgument}.
+  SafetensorsWriter(const std::filesystem::path& path, std::vector<TensorInfo> tensors,
+                    const std::map<std::string, std::string>& metadata = {});
+  ~SafetensorsWriter();
+  SafetensorsWriter(const SafetensorsWriter&) = delete;
+  SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
+
+  // The next bytes of the data section; pieces need not end where tensors do.
+  void append(std::span<const std::byte> piece);
+  // Throws Error{kInvalidArgument} if the appended bytes are not exactly those announced.
+  void finish();
+
+ private:
+  void write_all(std::span<const std::byte> bytes);
+
+  std::filesystem::path path_, temporary_;
+  int fd_ = -1;
+  std::uint64_t announced_ = 0;
+  std::uint64_t appended_ = 0;
+};
+
+// Activations and other small files of the command line.
+struct OwnedMatrix {
+  MatrixView view;  // contiguous rows
+  std::shared_ptr<const void> owner;
+};
+struct NamedMatrix {
+  std::string name;
+  MatrixView view;  // any strides, no scales
+};
+
+// The tensor `name` as a matrix (a vector is one row). An empty name means the file's only tensor.
+// Throws Error{kSystem, kInvalidFile, kMissingTensor, kShapeMismatch, kUnsupported}.
+OwnedMatrix read_matrix(const std::filesystem::path& path, const std::string& name);
+void write_matrices(const std::filesystem::path& path, const std::vector<NamedMatrix>& matrices);
+
+// Up to three of `names` that look most like `wanted`, as "; the closest names are: a, b", or "".
+std::string closest_names(std::string_view wanted, const std::vector<std::string_view>& names);
+
+}  // namespace switchyard

@@ -1,0 +1,184 @@
+#include "switchyard/weights.h"
+
+#include <fmt/format.h>
+
+#include "switchyard/error.h"
+
+namespace switchyard {
+namespace {
+
+bool is_float(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
+}
+
+void check_matrix(const std::string& name, const MatrixView& view, std::int64_t rows,
+                  std::int64_t cols) {
+  if (view.empty())
+    throw Error(ErrorCode::kMissingTensor,
+                fmt::format("{} is empty, but the layer needs a [{}, {}] matrix; provide it", name,
+                            rows, cols));
+  if (view.rows != rows || view.cols != cols)
+    throw Error(
+        ErrorCode::kShapeMismatch,
+        fmt::format("{} is [{}, {}], but the layer needs [{}, {}]; use the weights that belong "
+                    "to this spec",
+                    name, view.rows, view.cols, rows, cols));
+  if (view.dtype == DType::kF8E4M3) {
+    if (!view.scale)
+      throw Error(
+          ErrorCode::kMissingTensor,
+          fmt::format("{} is f8_e4m3 without scales; provide them (1.0 per tensor if there are "
+                      "none)",
+                      name));
+    if (view.scale_rows < 1 || view.scale_cols < 1)
+      throw Error(ErrorCode::kShapeMismatch,
+                  fmt::format("{} has scale blocks of {} x {}; both must be at least 1", name,
+                              view.scale_rows, view.scale_cols));
+  } else if (!is_float(view.dtype)) {
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("{} is {}; a weight must be f32, f16, bf16 or f8_e4m3, convert it",
+                            name, to_string(view.dtype)));
+  }
+}
+
+void check_vector(const std::string& name, const VectorView& view, std::int64_t size) {
+  if (view.empty())
+    throw Error(
+        ErrorCode::kMissingTensor,
+        fmt::format("{} is empty, but the layer needs {} values; provide them", name, size));
+  if (view.size != size)
+    throw Error(
+        ErrorCode::kShapeMismatch,
+        fmt::format("{} has {} values, but the layer needs {}; use the weights that belong to "
+                    "this spec",
+                    name, view.size, size));
+  if (!is_float(view.dtype))
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("{} is {}; it must be f32, f16 or bf16, convert it", name,
+                            to_string(view.dtype)));
+}
+
+// Present where the spec has it, absent where it does not: a bias that is silently ignored computes
+// a wrong result.
+void check_optional(const std::string& name, const VectorView& view, bool wanted,
+                    std::int64_t size) {
+  if (wanted) return check_vector(name, view, size);
+  if (!view.empty())
+    throw Error(
+        ErrorCode::kShapeMismatch,
+        fmt::format("{} has {} values, but the spec has no such bias; drop it or correct the "
+                    "spec",
+                    name, view.size));
+}
+
+void check_ffn(const std::string& name, const FfnWeights& ffn, bool gated, bool has_bias,
+               std::int64_t hidden, std::int64_t intermediate) {
+  if (gated) {
+    check_matrix(name + ".gate", ffn.gate, intermediate, hidden);
+  } else if (!ffn.gate.empty()) {
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("{}.gate is [{}, {}], but the spec's FFN is plain; drop it or set "
+                            "activation.gated",
+                            name, ffn.gate.rows, ffn.gate.cols));
+  }
+  check_matrix(name + ".up", ffn.up, intermediate, hidden);
+  check_matrix(name + ".down", ffn.down, hidden, intermediate);
+  check_optional(name + ".gate_bias", ffn.gate_bias, has_bias && gated, intermediate);
+  check_optional(name + ".up_bias", ffn.up_bias, has_bias, intermediate);
+  check_optional(name + ".down_bias", ffn.down_bias, has_bias, hidden);
+}
+
+std::uint64_t matrix_bytes(const MatrixView& view) {
+  if (view.empty()) return 0;
+  std::uint64_t bytes = static_cast<std::uint64_t>(view.rows * view.cols) * size_of(view.dtype);
+  if (view.scale) {
+    const std::int64_t scale_rows = (view.rows + view.scale_rows - 1) / view.scale_rows;
+    const std::int64_t scale_cols = (view.cols + view.scale_cols - 1) / view.scale_cols;
+    bytes += static_cast<std::uint64_t>(scale_rows * scale_cols) * sizeof(float);
+  }
+  return bytes;
+}
+
+std::uint64_t vector_bytes(const VectorView& view) {
+  return view.empty() ? 0 : static_cast<std::uint64_t>(view.size) * size_of(view.dtype);
+}
+
+std::uint64_t ffn_bytes(const FfnWeights& ffn) {
+  return matrix_bytes(ffn.gate) + matrix_bytes(ffn.up) + matrix_bytes(ffn.down) +
+         vector_bytes(ffn.gate_bias) + vector_bytes(ffn.up_bias) + vector_bytes(ffn.down_bias);
+}
+
+}  // namespace
+
+void validate(const LayerSpec& spec, const MoeWeights& weights) {
+  if (!weights.router.empty()) {
+    check_matrix("router", weights.router, spec.num_experts, spec.hidden);
+    check_optional("router_bias", weights.router_bias, spec.router_bias, spec.num_experts);
+    check_optional("correction_bias", weights.correction_bias, spec.routing.has_correction_bias,
+                   spec.num_experts);
+    if (spec.routing.method == RoutingMethod::kHash) {
+      const MatrixView& table = weights.hash_table;
+      if (table.empty())
+        throw Error(ErrorCode::kMissingTensor,
+                    fmt::format("hash_table is empty, but the layer is hash-routed; provide a "
+                                "[vocabulary, {}] table of expert ids",
+                                spec.top_k));
+      if (table.cols != spec.top_k || table.rows < 1)
+        throw Error(
+            ErrorCode::kShapeMismatch,
+            fmt::format("hash_table is [{}, {}], but the layer needs [vocabulary, {}]; use the "
+                        "weights that belong to this spec",
+                        table.rows, table.cols, spec.top_k));
+      if (table.dtype != DType::kI32 && table.dtype != DType::kI64)
+        throw Error(ErrorCode::kDTypeMismatch,
+                    fmt::format("hash_table is {}; it must be i32 or i64, convert it",
+                                to_string(table.dtype)));
+    }
+  }
+  if (weights.experts.size() != static_cast<std::size_t>(spec.num_experts))
+    throw Error(
+        ErrorCode::kShapeMismatch,
+        fmt::format("there are weights for {} experts, but the spec has {}; provide all of them",
+                    weights.experts.size(), spec.num_experts));
+  const DType dtype = weights.experts.front().up.dtype;
+  for (std::size_t e = 0; e < weights.experts.size(); ++e) {
+    const FfnWeights& expert = weights.experts[e];
+    const std::string name = fmt::format("experts[{}]", e);
+    check_ffn(name, expert, spec.activation.gated, spec.expert_bias, spec.hidden,
+              spec.intermediate);
+    for (const MatrixView* view : {&expert.gate, &expert.up, &expert.down})
+      if (!view->empty() && view->dtype != dtype)
+        throw Error(
+            ErrorCode::kDTypeMismatch,
+            fmt::format("{} has a {} matrix where experts[0].up is {}; all routed experts of a "
+                        "layer must share one dtype, convert them",
+                        name, to_string(view->dtype), to_string(dtype)));
+  }
+  if (spec.shared_intermediate > 0) {
+    check_ffn("shared", weights.shared, spec.activation.gated, false, spec.hidden,
+              spec.shared_intermediate);
+    check_optional("shared_gate", weights.shared_gate, spec.shared_sigmoid_gate, spec.hidden);
+  } else if (!weights.shared.up.empty()) {
+    throw Error(
+        ErrorCode::kShapeMismatch,
+        fmt::format("shared.up is [{}, {}], but the spec has no shared expert; drop it or set "
+                    "shared_intermediate",
+                    weights.shared.up.rows, weights.shared.up.cols));
+  }
+}
+
+std::uint64_t touched_weight_bytes(const MoeWeights& weights,
+                                   const std::vector<std::int64_t>& tokens_per_expert) {
+  if (tokens_per_expert.size() != weights.experts.size())
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        fmt::format("tokens_per_expert has {} entries, but there are {} experts; pass one for "
+                    "each",
+                    tokens_per_expert.size(), weights.experts.size()));
+  std::uint64_t bytes = ffn_bytes(weights.shared);
+  for (std::size_t e = 0; e < weights.experts.size(); ++e)
+    if (tokens_per_expert[e] > 0) bytes += ffn_bytes(weights.experts[e]);
+  return bytes;
+}
+
+}  // namespace switchyard

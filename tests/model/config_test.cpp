@@ -1,0 +1,461 @@
+#include "model/config.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <numeric>
+#include <string>
+
+#include "model/errors.h"
+#include "model/model_table.h"
+
+namespace switchyard {
+namespace {
+
+std::vector<int> range(int first, int last) {
+  std::vector<int> result(static_cast<std::size_t>(last - first));
+  std::iota(result.begin(), result.end(), first);
+  return result;
+}
+
+// Parses a model of the table, whose JSON has the keys of the published config.json.
+ModelConfig parse_entry(const char* name) {
+  return parse_config(find_model(name).config_json, name);
+}
+
+LayerSpec spec_of(const ModelConfig& config, int layer) {
+  return config.layers.at(static_cast<std::size_t>(layer)).value();
+}
+
+LayerSpec softmax_spec(int hidden, int intermediate, int experts, int top_k) {
+  LayerSpec spec;
+  spec.hidden = hidden;
+  spec.intermediate = intermediate;
+  spec.num_experts = experts;
+  spec.top_k = top_k;
+  return spec;
+}
+
+LayerSpec deepseek_spec(int hidden, int intermediate, int experts, int top_k, float scale) {
+  LayerSpec spec = softmax_spec(hidden, intermediate, experts, top_k);
+  spec.shared_intermediate = intermediate;
+  spec.routing.score = ScoreFunction::kSigmoid;
+  spec.routing.has_correction_bias = true;
+  spec.routing.renormalize = true;
+  spec.routing.renormalize_epsilon = 1e-20f;
+  spec.routing.scale = scale;
+  return spec;
+}
+
+void expect_same(const LayerSpec& actual, const LayerSpec& expected) {
+  EXPECT_EQ(actual, expected) << "  actual: " << describe(actual)
+                              << "\nexpected: " << describe(expected);
+}
+
+TEST(Config, Olmoe) {
+  const ModelConfig config = parse_entry("olmoe");
+  EXPECT_EQ(config.model_type, "olmoe");
+  EXPECT_EQ(config.moe_layers(), range(0, 16));
+  expect_same(spec_of(config, 0), softmax_spec(2048, 1024, 64, 8));
+  EXPECT_EQ(describe(spec_of(config, 0)), "H 2048, I 1024, 64 experts, top-8, softmax, swiglu");
+}
+
+TEST(Config, Qwen2) {
+  LayerSpec expected = softmax_spec(2048, 1408, 60, 4);
+  expected.shared_intermediate = 5632;
+  expected.shared_sigmoid_gate = true;
+  const ModelConfig config = parse_entry("qwen1.5-moe");
+  EXPECT_EQ(config.moe_layers(), range(0, 24));
+  expect_same(spec_of(config, 23), expected);
+
+  expected = softmax_spec(3584, 2560, 64, 8);
+  expected.shared_intermediate = 20480;
+  expected.shared_sigmoid_gate = true;
+  expect_same(spec_of(parse_entry("qwen2-57b"), 0), expected);
+}
+
+TEST(Config, Qwen3AndQwen35) {
+  LayerSpec expected = softmax_spec(2048, 768, 128, 8);
+  expected.routing.renormalize = true;
+  expect_same(spec_of(parse_entry("qwen3-30b"), 47), expected);
+  EXPECT_EQ(parse_entry("qwen3-235b").moe_layers(), range(0, 94));
+
+  expected = softmax_spec(4096, 1024, 512, 10);
+  expected.routing.renormalize = true;
+  expected.shared_intermediate = 1024;
+  expected.shared_sigmoid_gate = true;
+  const ModelConfig config = parse_entry("qwen3.5-397b");
+  EXPECT_EQ(config.model_type, "qwen3_5_moe");
+  EXPECT_EQ(config.vocab_size, 248320);
+  expect_same(spec_of(config, 0), expected);
+}
+
+TEST(Config, QwenSparseStepAndDenseLayers) {
+  const ModelConfig config = parse_config(R"({"model_type": "qwen3_next", "hidden_size": 64,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 8,
+    "num_experts_per_tok": 2, "num_hidden_layers": 8, "decoder_sparse_step": 2,
+    "mlp_only_layers": [3, 99]})",
+                                          "config.json");
+  EXPECT_EQ(config.moe_layers(), (std::vector<int>{1, 5, 7}));
+  EXPECT_TRUE(spec_of(config, 1).routing.renormalize);
+}
+
+TEST(Config, Mixtral) {
+  LayerSpec expected = softmax_spec(4096, 14336, 8, 2);
+  expected.routing.renormalize = true;
+  expect_same(spec_of(parse_entry("mixtral-8x7b"), 31), expected);
+  expected = softmax_spec(6144, 16384, 8, 2);
+  expected.routing.renormalize = true;
+  expect_same(spec_of(parse_entry("mixtral-8x22b"), 55), expected);
+}
+
+TEST(Config, DeepseekV2) {
+  LayerSpec expected = softmax_spec(5120, 1536, 160, 6);
+  expected.shared_intermediate = 2 * 1536;
+  expected.routing.scale = 16.0f;
+  expected.routing.num_groups = 8;
+  expected.routing.top_k_groups = 3;
+  expected.routing.group_score = GroupScore::kMax;
+  const ModelConfig config = parse_entry("deepseek-v2");
+  EXPECT_EQ(config.moe_layers(), range(1, 60));
+  expect_same(spec_of(config, 1), expected);
+
+  expected = softmax_spec(2048, 1408, 64, 6);
+  expected.shared_intermediate = 2 * 1408;
+  const ModelConfig lite = parse_entry("deepseek-v2-lite");
+  EXPECT_EQ(lite.moe_layers(), range(1, 27));
+  expect_same(spec_of(lite, 26), expected);
+}
+
+TEST(Config, DeepseekV3AndKimi) {
+  LayerSpec expected = deepseek_spec(7168, 2048, 256, 8, 2.5f);
+  expected.routing.num_groups = 8;
+  expected.routing.top_k_groups = 4;
+  expected.routing.group_score = GroupScore::kSumTopTwo;
+  const ModelConfig config = parse_entry("deepseek-v3");
+  EXPECT_EQ(config.moe_layers(), range(3, 61));
+  expect_same(spec_of(config, 3), expected);
+  EXPECT_EQ(
+      describe(spec_of(config, 3)),
+      "H 7168, I 2048, 256 experts, top-8, sigmoid, renormalised, correction bias, groups 8 -> "
+      "4 by top-2 sum, scale 2.5, swiglu, shared 2048");
+
+  const ModelConfig kimi = parse_entry("kimi-k2");
+  EXPECT_EQ(kimi.moe_layers(), range(1, 61));
+  expect_same(spec_of(kimi, 1), deepseek_spec(7168, 2048, 384, 8, 2.827f));
+}
+
+TEST(Config, DeepseekV4) {
+  LayerSpec expected = deepseek_spec(4096, 2048, 256, 6, 1.5f);
+  expected.routing.score = ScoreFunction::kSqrtSoftplus;
+  expected.activation.limit = 10.0f;
+  const ModelConfig config = parse_entry("deepseek-v4-flash");
+  EXPECT_EQ(config.moe_layers(), range(0, 43));
+  expect_same(spec_of(config, 3), expected);
+  expected.routing.method = RoutingMethod::kHash;
+  expected.routing.has_correction_bias = false;
+  expect_same(spec_of(config, 2), expected);
+
+  const ModelConfig pro = parse_entry("deepseek-v4-pro");
+  EXPECT_EQ(spec_of(pro, 60).num_experts, 384);
+  EXPECT_EQ(spec_of(pro, 60).routing.scale, 2.5f);
+}
+
+TEST(Config, DeepseekV4LayerTypes) {
+  const std::string head = R"({"model_type": "deepseek_v4", "hidden_size": 64,
+    "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "num_hidden_layers": 3, "swiglu_limit": 0, "mlp_layer_types": )";
+  const ModelConfig config = parse_config(head + R"(["hash_moe", "moe", "moe"]})", "config.json");
+  EXPECT_EQ(spec_of(config, 0).routing.method, RoutingMethod::kHash);
+  EXPECT_EQ(spec_of(config, 1).routing.method, RoutingMethod::kTopK);
+  EXPECT_EQ(spec_of(config, 1).activation.limit, std::numeric_limits<float>::infinity());
+  EXPECT_ERROR(parse_config(head + R"(["hash_moe", "moe"]})", "config.json"),
+               ErrorCode::kInvalidConfig, "mlp_layer_types", "3 layers");
+  EXPECT_ERROR(parse_config(head + R"(["hash_moe", "moe", 7]})", "config.json"),
+               ErrorCode::kInvalidConfig, "mlp_layer_types", "has 7 for layer 2");
+}
+
+TEST(Config, Glm) {
+  const ModelConfig glm = parse_entry("glm-4.5");
+  EXPECT_EQ(glm.moe_layers(), range(3, 92));
+  expect_same(spec_of(glm, 3), deepseek_spec(5120, 1536, 160, 8, 2.5f));
+  const ModelConfig air = parse_entry("glm-4.5-air");
+  EXPECT_EQ(air.moe_layers(), range(1, 46));
+  expect_same(spec_of(air, 1), deepseek_spec(4096, 1408, 128, 8, 1.0f));
+  const ModelConfig glm5 = parse_entry("glm-5");
+  EXPECT_EQ(glm5.moe_layers(), range(3, 78));
+  expect_same(spec_of(glm5, 3), deepseek_spec(6144, 2048, 256, 8, 2.5f));
+}
+
+TEST(Config, Llama4) {
+  LayerSpec expected = softmax_spec(5120, 8192, 16, 1);
+  expected.shared_intermediate = 8192;
+  expected.routing.score = ScoreFunction::kSigmoid;
+  expected.routing.top_k_before_score = true;
+  expected.weight_on_input = true;
+  const ModelConfig scout = parse_entry("llama-4-scout");
+  EXPECT_EQ(scout.moe_layers(), range(0, 48));
+  expect_same(spec_of(scout, 0), expected);
+
+  const ModelConfig maverick = parse_entry("llama-4-maverick");
+  EXPECT_EQ(maverick.moe_layers().size(), 24u);
+  EXPECT_EQ(maverick.moe_layers().front(), 1);
+  EXPECT_EQ(maverick.moe_layers().back(), 47);
+  expected.num_experts = 128;
+  expect_same(spec_of(maverick, 1), expected);
+
+  const ModelConfig listed = parse_config(R"({"model_type": "llama4_text", "hidden_size": 64,
+    "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 1,
+    "num_hidden_layers": 6, "moe_layers": [1, 4]})",
+                                          "config.json");
+  EXPECT_EQ(listed.moe_layers(), (std::vector<int>{1, 4}));
+}
+
+TEST(Config, GptOss) {
+  LayerSpec expected = softmax_spec(2880, 2880, 128, 4);
+  expected.routing.top_k_before_score = true;
+  expected.router_bias = true;
+  expected.expert_bias = true;
+  expected.activation.alpha = 1.702f;
+  expected.activation.limit = 7.0f;
+  expected.activation.up_bias = 1.0f;
+  expect_same(spec_of(parse_entry("gpt-oss-120b"), 35), expected);
+  expected.num_experts = 32;
+  EXPECT_EQ(parse_entry("gpt-oss-20b").num_layers, 24);
+  expect_same(spec_of(parse_entry("gpt-oss-20b"), 0), expected);
+}
+
+TEST(Config, MiniMax) {
+  LayerSpec expected = softmax_spec(3072, 1536, 256, 8);
+  expected.routing.score = ScoreFunction::kSigmoid;
+  expected.routing.renormalize = true;
+  expected.routing.has_correction_bias = true;
+  expect_same(spec_of(parse_entry("minimax-m2"), 61), expected);
+
+  expected.hidden = 6144;
+  expected.intermediate = 3072;
+  expected.num_experts = 128;
+  expected.top_k = 4;
+  expected.shared_intermediate = 3072;
+  expected.routing.scale = 2.0f;
+  expected.activation.alpha = 1.702f;
+  expected.activation.limit = 7.0f;
+  expected.activation.up_bias = 1.0f;
+  const ModelConfig m3 = parse_entry("minimax-m3");
+  EXPECT_EQ(m3.moe_layers(), range(3, 60));
+  expect_same(spec_of(m3, 3), expected);
+}
+
+TEST(Config, Dbrx) {
+  LayerSpec expected = softmax_spec(6144, 10752, 16, 4);
+  expected.routing.renormalize = true;
+  const ModelConfig config = parse_entry("dbrx");
+  EXPECT_EQ(config.moe_layers(), range(0, 40));
+  expect_same(spec_of(config, 0), expected);
+}
+
+TEST(Config, Phi) {
+  LayerSpec expected = softmax_spec(4096, 6400, 16, 2);
+  expected.routing.method = RoutingMethod::kSparseMixer;
+  expected.routing.jitter_eps = 0.01f;
+  expect_same(spec_of(parse_entry("phi-3.5-moe"), 0), expected);
+}
+
+TEST(Config, Jamba) {
+  const ModelConfig mini = parse_entry("jamba-1.5-mini");
+  EXPECT_EQ(mini.moe_layers().size(), 16u);
+  EXPECT_EQ(mini.moe_layers().front(), 1);
+  expect_same(spec_of(mini, 1), softmax_spec(4096, 14336, 16, 2));
+  EXPECT_EQ(parse_entry("jamba-1.5-large").moe_layers().size(), 36u);
+}
+
+TEST(Config, Thesis) {
+  LayerSpec expected = softmax_spec(1024, 4096, 16, 2);
+  expected.routing.renormalize = true;
+  expected.expert_bias = true;
+  expected.activation.gated = false;
+  expected.activation.kind = ActivationKind::kGelu;
+  expect_same(spec_of(parse_entry("thesis"), 0), expected);
+}
+
+TEST(Config, DtypeAndQuantization) {
+  const std::string head = R"({"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 32,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1, )";
+  EXPECT_EQ(parse_config(head + R"("torch_dtype": "float16"})", "c").dtype, DType::kF16);
+  EXPECT_EQ(parse_config(head + R"("dtype": "float32"})", "c").dtype, DType::kF32);
+  const ModelConfig fp8 = parse_config(
+      head + R"("quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 32]}})",
+      "c");
+  EXPECT_EQ(fp8.quantization.method, "fp8");
+  EXPECT_EQ(fp8.quantization.block_rows, 64);
+  EXPECT_EQ(fp8.quantization.block_cols, 32);
+  EXPECT_ERROR(parse_config(head + R"("torch_dtype": "int7"})", "c"), ErrorCode::kInvalidConfig,
+               "'torch_dtype' is \"int7\"", "bfloat16");
+  EXPECT_ERROR(parse_config(head + R"("quantization_config": {"weight_block_size": [128]}})", "c"),
+               ErrorCode::kInvalidConfig, "quantization_config.weight_block_size", "1 entries");
+  EXPECT_ERROR(parse_config(head + R"("quantization_config": 5})", "c"), ErrorCode::kInvalidConfig,
+               "'quantization_config' is 5");
+}
+
+TEST(Config, BadInputNamesKeyValueAndRemedy) {
+  const auto mixtral = [](const std::string& changed) {
+    return R"({"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 32,
+      "num_local_experts": 4, "num_hidden_layers": 2, )" +
+           changed + "}";
+  };
+  const auto expect_bad = [](const std::string& text, std::initializer_list<const char*> parts) {
+    test::expect_error([&] { parse_config(text, "/m/config.json"); }, ErrorCode::kInvalidConfig,
+                       parts);
+  };
+  expect_bad("", {"/m/config.json", "not valid JSON"});
+  expect_bad("\xff\xfe\x00", {"not valid JSON"});
+  expect_bad("[1, 2]", {"top level is [1,2]", "model_type"});
+  expect_bad("{}", {"'model_type' is missing", "olmoe"});
+  expect_bad(R"({"model_type": "bert"})", {"'model_type' is \"bert\"", "mixtral"});
+  expect_bad(R"({"model_type": 3})", {"'model_type' is 3", "string"});
+  expect_bad(std::string(100000, '['), {"nested deeper"});
+  expect_bad(mixtral(""), {"not valid JSON"});
+  expect_bad(mixtral(R"("x": 1)"), {"'num_experts_per_tok' is missing", "publisher"});
+  expect_bad(mixtral(R"("num_experts_per_tok": -1)"),
+             {"'num_experts_per_tok' is -1", "[1, 4]", "publisher"});
+  expect_bad(mixtral(R"("num_experts_per_tok": 5)"), {"'num_experts_per_tok' is 5", "[1, 4]"});
+  expect_bad(mixtral(R"("num_experts_per_tok": 2.0)"), {"'num_experts_per_tok' is 2.0", "integer"});
+  expect_bad(mixtral(R"("num_experts_per_tok": "2")"), {"'num_experts_per_tok' is \"2\""});
+  expect_bad(mixtral(R"("num_experts_per_tok": 18446744073709551615)"),
+             {"'num_experts_per_tok' is 18446744073709551615"});
+  expect_bad(mixtral(R"("num_experts_per_tok": 1e400)"), {"not"});
+  expect_bad(mixtral(R"("num_experts_per_tok": 2, "hidden_act": "mish")"),
+             {"'hidden_act' is \"mish\"", "silu"});
+  expect_bad(mixtral(R"("num_experts_per_tok": 2, "hidden_act": ["\xc3\x28"])"), {"config.json"});
+  expect_bad(R"({"model_type": "jamba", "hidden_size": 8, "intermediate_size": 8, "num_experts": 4,
+    "num_experts_per_tok": 2, "num_hidden_layers": 2, "expert_layer_offset": 9})",
+             {"none of the 2 layers", "expert_layer_period"});
+  expect_bad(R"({"model_type": "deepseek_v3", "hidden_size": 8, "moe_intermediate_size": 8,
+    "n_routed_experts": 12, "num_experts_per_tok": 2, "num_hidden_layers": 9, "n_group": 8,
+    "topk_group": 4})",
+             {"routing.num_groups is 8", "divide"});
+  expect_bad(R"({"model_type": "deepseek_v3", "hidden_size": 8, "moe_intermediate_size": 8,
+    "n_routed_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 9,
+    "routed_scaling_factor": "big"})",
+             {"'routed_scaling_factor' is \"big\"", "number"});
+  expect_bad(R"({"model_type": "dbrx", "d_model": 64, "n_layers": 1})",
+             {"'ffn_config' is missing"});
+  expect_bad(R"({"model_type": "dbrx", "d_model": 64, "n_layers": 1, "ffn_config": {
+    "ffn_hidden_size": 8, "moe_num_experts": 4, "moe_top_k": 0}})",
+             {"'ffn_config.moe_top_k' is 0"});
+  expect_bad(R"({"model_type": "phimoe", "hidden_size": 8, "intermediate_size": 8,
+    "num_local_experts": 16, "num_experts_per_tok": 3, "num_hidden_layers": 1})",
+             {"'num_experts_per_tok' is 3", "top-2"});
+}
+
+TEST(Config, OverridesRewriteTheModelsOwnKeys) {
+  const ConfigOverrides overrides{.num_moe_layers = 2,
+                                  .num_experts = 16,
+                                  .top_k = 4,
+                                  .hidden = 256,
+                                  .intermediate = 128,
+                                  .vocab_size = 1000};
+  for (const ModelEntry& entry : model_table()) {
+    SCOPED_TRACE(entry.name);
+    ConfigOverrides fitting = overrides;
+    if (std::string(entry.name) == "thesis") fitting.num_moe_layers = 1;
+    if (std::string(entry.name) == "phi-3.5-moe") fitting.top_k = 2;
+    const ModelConfig before = parse_config(entry.config_json, entry.name);
+    const ModelConfig after =
+        parse_config(rewrite_config(entry.config_json, fitting, DType::kF8E4M3), entry.name);
+    EXPECT_EQ(after.moe_layers().size(), static_cast<std::size_t>(fitting.num_moe_layers));
+    EXPECT_EQ(after.vocab_size, 1000);
+    EXPECT_EQ(after.quantization.block_rows, 128);
+    const LayerSpec old_spec = spec_of(before, before.moe_layers().front());
+    LayerSpec expected = old_spec;
+    expected.hidden = 256;
+    expected.intermediate = 128;
+    expected.num_experts = 16;
+    expected.top_k = fitting.top_k;
+    expected.shared_intermediate = old_spec.shared_intermediate * 128 / old_spec.intermediate;
+    expect_same(spec_of(after, after.moe_layers().front()), expected);
+  }
+  EXPECT_ERROR(rewrite_config(find_model("olmoe").config_json, {.num_experts = 4}, DType::kBF16),
+               ErrorCode::kInvalidArgument, "num_experts_per_tok", "is 8");
+  EXPECT_ERROR(
+      rewrite_config(find_model("olmoe").config_json, {.num_moe_layers = 17}, DType::kBF16),
+      ErrorCode::kInvalidArgument, "17 MoE layers", "has 16");
+}
+
+TEST(ModelTable, EveryEntryParsesAndUnknownNamesAreExplained) {
+  for (const ModelEntry& entry : model_table()) {
+    SCOPED_TRACE(entry.name);
+    const ModelConfig config = parse_config(entry.config_json, entry.name);
+    EXPECT_GT(config.vocab_size, 0);
+    EXPECT_EQ(&find_model(entry.name), &find_model(std::string(entry.name)));
+  }
+  EXPECT_EQ(model_table().size(), 29u);
+  EXPECT_ERROR(find_model("deepseek-v5"), ErrorCode::kInvalidArgument,
+               "unknown model 'deepseek-v5'", "deepseek-v2", "deepseek-v3");
+  EXPECT_ERROR(find_model(std::string(1 << 20, 'x')), ErrorCode::kInvalidArgument, "unknown model");
+}
+
+TEST(LayerSpecValidation, NamesFieldValueAndRemedy) {
+  const LayerSpec good = softmax_spec(64, 32, 8, 2);
+  validate(good);
+  const auto expect_bad = [&](auto change, std::initializer_list<const char*> parts) {
+    LayerSpec spec = good;
+    change(spec);
+    test::expect_error([&] { validate(spec); }, ErrorCode::kInvalidArgument, parts);
+  };
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  expect_bad([](LayerSpec& s) { s.hidden = 0; }, {"LayerSpec::hidden is 0", "[1, "});
+  expect_bad([](LayerSpec& s) { s.intermediate = -4; }, {"LayerSpec::intermediate is -4"});
+  expect_bad([](LayerSpec& s) { s.num_experts = 1 << 20; }, {"LayerSpec::num_experts is 1048576"});
+  expect_bad([](LayerSpec& s) { s.top_k = 9; }, {"LayerSpec::top_k is 9", "[1, 8]"});
+  expect_bad([](LayerSpec& s) { s.activation.alpha = kNan; }, {"activation.alpha is nan"});
+  expect_bad([](LayerSpec& s) { s.activation.limit = 0; }, {"activation.limit is 0"});
+  expect_bad(
+      [](LayerSpec& s) {
+        s.activation.kind = ActivationKind::kGelu;
+        s.activation.alpha = 1.702f;
+      },
+      {"activation.alpha is 1.702", "silu"});
+  expect_bad(
+      [](LayerSpec& s) {
+        s.activation.gated = false;
+        s.activation.up_bias = 1;
+      },
+      {"activation.up_bias is 1", "plain"});
+  expect_bad([](LayerSpec& s) { s.activation.kind = static_cast<ActivationKind>(77); },
+             {"activation.kind is 77"});
+  expect_bad([](LayerSpec& s) { s.routing.scale = -1; }, {"routing.scale is -1"});
+  expect_bad([](LayerSpec& s) { s.routing.renormalize_epsilon = -1; },
+             {"routing.renormalize_epsilon is -1"});
+  expect_bad([](LayerSpec& s) { s.routing.num_groups = 3; }, {"routing.num_groups is 3", "divide"});
+  expect_bad(
+      [](LayerSpec& s) {
+        s.routing.num_groups = 4;
+        s.routing.top_k_groups = 5;
+      },
+      {"routing.top_k_groups is 5"});
+  expect_bad(
+      [](LayerSpec& s) {
+        s.routing.num_groups = 4;
+        s.top_k = 3;
+      },
+      {"LayerSpec::top_k is 3", "cannot supply"});
+  expect_bad(
+      [](LayerSpec& s) {
+        s.routing.num_groups = 8;
+        s.routing.top_k_groups = 8;
+      },
+      {"routing.num_groups is 8", "kSumTopTwo"});
+  expect_bad(
+      [](LayerSpec& s) {
+        s.routing.method = RoutingMethod::kSparseMixer;
+        s.top_k = 1;
+      },
+      {"LayerSpec::top_k is 1", "top-2"});
+  expect_bad([](LayerSpec& s) { s.shared_sigmoid_gate = true; }, {"shared_sigmoid_gate is true"});
+  expect_bad([](LayerSpec& s) { s.shared_intermediate = -1; }, {"shared_intermediate is -1"});
+  expect_bad([](LayerSpec& s) { s.capacity_factor = kNan; }, {"capacity_factor is nan"});
+}
+
+}  // namespace
+}  // namespace switchyard
