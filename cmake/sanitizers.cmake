@@ -1,7 +1,6 @@
 if(SWITCHYARD_SANITIZE STREQUAL "thread")
   add_compile_options(-fsanitize=thread -g -fno-omit-frame-pointer)
   add_link_options(-fsanitize=thread)
-  add_compile_definitions(SWITCHYARD_TSAN=1)
 elseif(SWITCHYARD_SANITIZE STREQUAL "address")
   add_compile_options(-fsanitize=address,undefined -fno-sanitize-recover=all -g
                       -fno-omit-frame-pointer)

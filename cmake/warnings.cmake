@@ -1,4 +1,6 @@
+# Designated initialisers leave the other members at their defaults on purpose, hence
+# -Wno-missing-field-initializers.
 add_library(switchyard_warnings INTERFACE)
 target_compile_options(switchyard_warnings INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion
-                            -Wnon-virtual-dtor -Werror>)
+                            -Wnon-virtual-dtor -Wno-missing-field-initializers -Werror>)

@@ -1,14 +1,12 @@
 #include "cpu/tile_gemm.h"
 
 #include <fmt/format.h>
-#include <omp.h>
 
 #include <array>
 #include <map>
 #include <oneapi/dnnl/dnnl.hpp>
 #include <unordered_map>
 
-#include "model/convert.h"
 #include "switchyard/error.h"
 
 namespace switchyard::cpu {
@@ -33,58 +31,6 @@ dnnl::matmul::primitive_desc describe_matmul(const dnnl::engine& engine,
 }
 
 }  // namespace
-
-bool has_native_bf16() {
-  const auto isa = static_cast<unsigned>(dnnl::get_effective_cpu_isa());
-  const auto needed = static_cast<unsigned>(dnnl::cpu_isa::avx512_core_bf16);
-  return (isa & needed) == needed;
-}
-
-const char* gemm_instruction_set() {
-  const auto isa = static_cast<unsigned>(dnnl::get_effective_cpu_isa());
-  const auto has = [isa](dnnl::cpu_isa needed) {
-    return (isa & static_cast<unsigned>(needed)) == static_cast<unsigned>(needed);
-  };
-  if (has(dnnl::cpu_isa::avx512_core_amx)) return "amx_bf16";
-  if (has(dnnl::cpu_isa::avx512_core_bf16)) return "avx512_bf16";
-  if (has(dnnl::cpu_isa::avx512_core)) return "avx512";
-  if (has(dnnl::cpu_isa::avx2)) return "avx2";
-  return "sse4.1";
-}
-
-SingleThreadedLibrary::SingleThreadedLibrary() : threads_before_(omp_get_max_threads()) {
-  omp_set_num_threads(1);
-}
-SingleThreadedLibrary::~SingleThreadedLibrary() { omp_set_num_threads(threads_before_); }
-
-#if defined(SWITCHYARD_TSAN)
-
-// ThreadSanitizer cannot see into generated code, so a run under it multiplies in plain C++: every
-// read of a shared row and every write of a result is then checked.
-struct TileGemm::State {
-  DType dtype;
-};
-
-TileGemm::TileGemm(DType dtype) : state_(std::make_unique<State>(State{dtype})) {}
-
-void TileGemm::multiply(int m, int n, int k, const void* a, std::int64_t a_row_stride,
-                        std::int64_t a_col_stride, const void* x, std::int64_t x_stride, float* c) {
-  const auto load = [this](const void* p, std::int64_t i) {
-    return state_->dtype == DType::kF32 ? static_cast<const float*>(p)[i]
-                                        : bf16_to_f32(static_cast<const std::uint16_t*>(p)[i]);
-  };
-  for (int i = 0; i < m; ++i) {
-    for (int j = 0; j < n; ++j) {
-      float sum = 0;
-      for (int p = 0; p < k; ++p) {
-        sum += load(a, i * a_row_stride + p * a_col_stride) * load(x, j * x_stride + p);
-      }
-      c[static_cast<std::int64_t>(i) * n + j] = sum;
-    }
-  }
-}
-
-#else
 
 struct TileGemm::State {
   using Shape = std::array<std::int64_t, 6>;
@@ -134,8 +80,6 @@ void TileGemm::multiply(int m, int n, int k, const void* a, std::int64_t a_row_s
   product.c.set_data_handle(c);
   product.matmul.execute(state_->stream, product.arguments);
 }
-
-#endif
 
 DType TileGemm::dtype() const { return state_->dtype; }
 

@@ -76,13 +76,14 @@ TEST(HeapLayout, RegionsAreDisjointAndInside) {
             {at(layout.finished(base, 0, 0)),
              at(layout.finished(base, ranks - 1, layout.max_tiles() - 1) + 1)},
             {at(layout.rows(base)), at(layout.rows(base) + layout.max_rows())},
-            {at(layout.pool(base, 0)), at(layout.pool(base, static_cast<std::uint64_t>(ranks) * 33))},
+            {at(layout.pool(base, 0)),
+             at(layout.pool(base, static_cast<std::uint64_t>(ranks) * 33))},
             {at(layout.cell(base, 0, 0)), at(layout.cell(base, 33, 0))}};
         for (std::size_t i = 0; i < regions.size(); ++i) {
           ASSERT_LT(regions[i].first, regions[i].second);
-          const std::ptrdiff_t next =
-              i + 1 < regions.size() ? regions[i + 1].first
-                                     : static_cast<std::ptrdiff_t>(layout.bytes());
+          const std::ptrdiff_t next = i + 1 < regions.size()
+                                          ? regions[i + 1].first
+                                          : static_cast<std::ptrdiff_t>(layout.bytes());
           ASSERT_LE(regions[i].second, next) << "region " << i;
         }
         // Rows of the counts matrix do not overlap either, in both parities.

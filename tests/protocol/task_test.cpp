@@ -31,7 +31,8 @@ TEST(TaskOrder, EveryTaskOnceAndNoneBeforeWhatItWaitsFor) {
         int count = 0;
         for_each_task(work, [&](const Task& task) {
           ASSERT_TRUE(
-              position.emplace(std::tuple(task.kind, int{task.peer}, task.index, task.block), count++)
+              position
+                  .emplace(std::tuple(task.kind, int{task.peer}, task.index, task.block), count++)
                   .second);
         });
         ASSERT_EQ(count, static_cast<int>(5 + shared * 5 + routed * 9 + 4));

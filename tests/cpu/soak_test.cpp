@@ -1,0 +1,125 @@
+// Epochs back to back without a barrier, with random delays at every step of the protocol, compared
+// bit by bit with what one rank computes alone.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "support/layers.h"
+#include "support/ranks.h"
+
+namespace switchyard::testing {
+namespace {
+
+constexpr int kRanks = 4;
+constexpr int kBatches = 64;
+
+std::uint64_t scramble(std::uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// Batches of random sizes, shares (zero tokens included) and skews, and their outputs.
+struct Script {
+  LayerSpec spec;
+  MoeWeights weights;
+  std::vector<Batch> batches;
+  std::vector<Shares> shares;
+  std::vector<Matrix> expected;
+
+  Script() {
+    spec.hidden = 32;
+    spec.intermediate = 16;
+    spec.num_experts = 10;
+    spec.top_k = 3;
+    spec.shared_intermediate = 16;
+    weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+    for (std::uint64_t b = 0; b < kBatches; ++b) {
+      std::vector<std::int64_t> counts;
+      std::int64_t total = 0;
+      for (std::uint64_t r = 0; r < kRanks; ++r) {
+        const std::uint64_t roll = scramble(b * 31 + r);
+        counts.push_back(roll % 4 == 0 ? 0 : static_cast<std::int64_t>(roll / 4 % 40));
+        total += counts.back();
+      }
+      const double beta = 0.2 + 0.1 * static_cast<double>(b % 9);
+      const SyntheticRouting routing =
+          synthetic_routing(static_cast<int>(total), spec.num_experts, spec.top_k, beta, b);
+      batches.push_back(
+          {Matrix::random(total, spec.hidden, DType::kF32, b), routing.ids, routing.weights, {}});
+      shares.push_back(Shares::of(counts));
+      expected.push_back(
+          run_batch(spec, weights, batches.back(), Shares::of({total}), DType::kF32).output);
+    }
+  }
+
+  // Plays `epochs` epochs as `world`'s rank and returns how many outputs differed.
+  int play(const World& world, std::uint64_t epochs) const {
+    LayerOptions options;
+    options.max_tokens = 64;
+    options.num_threads = world.rank() == 0 ? 2 : 1;
+    options.on_step = [](const ProtocolStep& step) {
+      thread_local std::uint64_t state = static_cast<std::uint64_t>(step.rank) * 7919 + 1;
+      state = scramble(state);
+      if (state % 64 == 0) {
+        std::this_thread::sleep_for(std::chrono::microseconds(state / 64 % 100));
+      } else if (state % 16 == 0) {
+        std::this_thread::yield();
+      }
+    };
+    MoeLayer layer(world, spec, weights, options);
+    int different = 0;
+    const auto r = static_cast<std::size_t>(world.rank());
+    for (std::uint64_t epoch = 0; epoch < epochs; ++epoch) {
+      const std::size_t b = scramble(epoch) % kBatches;
+      // Only this rank's rows are written; the others keep the expected values.
+      Matrix output(batches[b].x.rows(), spec.hidden, DType::kF32);
+      ForwardInput in;
+      in.activations = batches[b].x.rows_from(shares[b].first[r], shares[b].count[r]);
+      const auto slots = static_cast<std::size_t>(shares[b].count[r] * spec.top_k);
+      const auto first = static_cast<std::size_t>(shares[b].first[r] * spec.top_k);
+      in.topk_ids = std::span(batches[b].topk_ids).subspan(first, slots);
+      in.topk_weights = std::span(batches[b].topk_weights).subspan(first, slots);
+      ForwardOutput out;
+      out.data = output.row(shares[b].first[r]);
+      out.dtype = DType::kF32;
+      layer.forward(in, out);
+      for (std::int64_t i = shares[b].first[r] * spec.hidden;
+           i < (shares[b].first[r] + shares[b].count[r]) * spec.hidden; ++i) {
+        if (output.get(i) != expected[b].get(i)) {
+          ++different;
+          break;
+        }
+      }
+    }
+    return different;
+  }
+};
+
+std::uint64_t num_epochs() {
+  const char* wanted = std::getenv("SWITCHYARD_SOAK_EPOCHS");
+  return wanted != nullptr ? std::strtoull(wanted, nullptr, 10) : 10'000;
+}
+
+TEST(Soak, ThreadsBackToBackWithJitter) {
+  const Script script;
+  std::atomic<int> different{0};
+  run_all_ranks(World::threads(kRanks),
+                [&](const World& world) { different += script.play(world, num_epochs()); });
+  EXPECT_EQ(different, 0);
+}
+
+TEST(Soak, ProcessesBackToBackWithJitter) {
+  const std::string rendezvous = test::fresh_rendezvous();
+  const std::vector<int> codes = test::run_processes(kRanks, [&](int rank) {
+    const Script script;
+    WorldOptions options;
+    options.rendezvous = rendezvous;
+    EXPECT_EQ(script.play(World::processes(rank, kRanks, options), num_epochs()), 0);
+  });
+  EXPECT_EQ(codes, std::vector<int>(kRanks, 0));
+}
+
+}  // namespace
+}  // namespace switchyard::testing
