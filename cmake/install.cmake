@@ -1,0 +1,19 @@
+include(CMakePackageConfigHelpers)
+include(GNUInstallDirs)
+
+install(TARGETS switchyard EXPORT switchyardTargets
+        ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(DIRECTORY include/switchyard DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+if(TARGET switchyard_cli)
+  install(TARGETS switchyard_cli DESTINATION ${CMAKE_INSTALL_BINDIR})
+endif()
+
+set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/switchyard)
+install(EXPORT switchyardTargets NAMESPACE switchyard:: DESTINATION ${package_dir})
+configure_package_config_file(cmake/switchyardConfig.cmake.in
+  ${CMAKE_CURRENT_BINARY_DIR}/switchyardConfig.cmake INSTALL_DESTINATION ${package_dir})
+write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/switchyardConfigVersion.cmake
+  COMPATIBILITY SameMinorVersion)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/switchyardConfig.cmake
+              ${CMAKE_CURRENT_BINARY_DIR}/switchyardConfigVersion.cmake
+        DESTINATION ${package_dir})

@@ -51,7 +51,7 @@ struct TokenTiles {
   std::uint32_t height = 0;  // rows per tile, all but the last
   std::uint32_t count = 0;
 
-  SWITCHYARD_HOST_DEVICE constexpr TokenTiles() = default;
+  constexpr TokenTiles() = default;
   SWITCHYARD_HOST_DEVICE constexpr TokenTiles(std::uint32_t num_rows, TileShape shape)
       : rows(num_rows) {
     if (num_rows == 0) return;

@@ -1,0 +1,14 @@
+# CUDA where nvcc is present: sm_90a, C++20.
+include(CheckLanguage)
+check_language(CUDA)
+set(SWITCHYARD_HAS_CUDA OFF)
+if(CMAKE_CUDA_COMPILER AND NOT SWITCHYARD_SANITIZE)
+  set(CMAKE_CUDA_ARCHITECTURES 90a)
+  enable_language(CUDA)
+  # CMake 3.25 (Debian 12) does not know that nvcc 12 and later take this flag.
+  if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+  endif()
+  set(SWITCHYARD_HAS_CUDA ON)
+endif()

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Runs the CPU benchmarks and writes results/*.json and results/run.txt; then refreshes the tables.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+scripts/bootstrap.sh build test
+cmake -S . -B build -G Ninja -DSWITCHYARD_BUILD_BENCH=ON >/dev/null
+cmake --build build
+
+machine="$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -1), $(nproc) hardware threads"
+commit="$(git rev-parse --short HEAD)$(git diff --quiet HEAD || echo +)"
+measure() {  # name, arguments...
+  local name=$1
+  shift
+  local command="$name --benchmark_format=json $*"
+  "build/bench/$name" --benchmark_format=json "$@" >"build/$name.json"
+  python3 - "build/$name.json" "results/$name.json" "$machine" "$commit" "$command" <<'PY'
+import json, sys
+source, target, machine, commit, command = sys.argv[1:]
+result = json.load(open(source))
+for key in ("host_name", "executable"):
+    result["context"].pop(key, None)
+result["switchyard"] = {"machine": machine, "commit": commit, "command": command}
+json.dump(result, open(target, "w"), indent=1)
+PY
+}
+mkdir -p results
+measure cpu_bench --benchmark_repetitions=5
+if [ -x build/bench/gemm_libraries ]; then measure gemm_libraries --benchmark_repetitions=3; fi
+./run 2>/dev/null | tee results/run.txt
+scripts/tables.py
