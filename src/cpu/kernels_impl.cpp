@@ -22,9 +22,7 @@ inline Floats load(const void* p, std::int64_t i) {
   } else if constexpr (kDType == DType::kBF16) {
     return load_bf16(static_cast<const std::uint16_t*>(p) + i);
   } else {
-    Floats v{};
-    for (int j = 0; j < kLanes; ++j) v[j] = f16_to_f32(static_cast<const std::uint16_t*>(p)[i + j]);
-    return v;
+    return load_f16(static_cast<const std::uint16_t*>(p) + i);
   }
 }
 
@@ -90,15 +88,14 @@ void dequantize(const std::uint8_t* in, const float* scales, std::int64_t scale_
     for (std::int64_t begin = 0; begin < count; begin += scale_cols) {
       const std::int64_t end = begin + scale_cols < count ? begin + scale_cols : count;
       const float scale = scales[begin / scale_cols];
-      std::int64_t i = begin;
-      for (; i < end; i += kLanes) {
+      for (std::int64_t i = begin; i < end; i += kLanes) {
         const std::int64_t lanes = end - i < kLanes ? end - i : kLanes;
-        Floats v{};
-        for (int j = 0; j < lanes; ++j) v[j] = f8e4m3_to_f32(in[i + j]);
         if (lanes == kLanes) {
-          store<kOut>(out, i, v * scale);
+          store<kOut>(out, i, load_f8e4m3(in + i) * scale);
         } else {
-          store_first<kOut>(out, i, v * scale, lanes);
+          std::uint8_t buffer[kLanes] = {};
+          std::memcpy(buffer, in + i, static_cast<std::size_t>(lanes));
+          store_first<kOut>(out, i, load_f8e4m3(buffer) * scale, lanes);
         }
       }
     }
@@ -110,7 +107,7 @@ inline Floats apply(const Activation& a, Floats v) {
   if constexpr (kKind == ActivationKind::kSilu) {
     return v * sigmoid(v * a.alpha);
   } else if constexpr (kKind == ActivationKind::kGelu) {
-    return 0.5f * v * (1.0f + erf(v * 0.70710678f));
+    return 0.5f * v * erfc(v * -0.70710678f);
   } else if constexpr (kKind == ActivationKind::kGeluTanh) {
     // 0.5 (1 + tanh u) = sigmoid(2 u)
     return v * sigmoid(1.59576912f * (v + 0.044715f * v * v * v));

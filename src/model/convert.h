@@ -6,21 +6,25 @@
 #include <cstddef>
 #include <cstdint>
 
+// Always inlined: this header is compiled for several instruction sets, and a copy out of line, merged
+// by the linker, could be one that the processor at hand does not run.
+#define SWITCHYARD_ALWAYS_INLINE [[gnu::always_inline]] inline
+
 namespace switchyard {
 
 // a if the condition holds, else b. Arithmetic rather than a branch: the compiler must not move
 // floating-point work into one arm of a conditional, which would keep loops scalar.
-constexpr std::uint32_t select(bool condition, std::uint32_t a, std::uint32_t b) {
+SWITCHYARD_ALWAYS_INLINE constexpr std::uint32_t select(bool condition, std::uint32_t a, std::uint32_t b) {
   return b ^ ((a ^ b) & (0u - static_cast<std::uint32_t>(condition)));
 }
 
-inline float bf16_to_f32(std::uint16_t code) {
+SWITCHYARD_ALWAYS_INLINE float bf16_to_f32(std::uint16_t code) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(code) << 16);
 }
 
 // Round to nearest even. A NaN stays a NaN: its quiet bit is set, because rounding could carry a
 // payload of all ones into infinity and truncation could clear a payload in the low half.
-inline std::uint16_t f32_to_bf16(float value) {
+SWITCHYARD_ALWAYS_INLINE std::uint16_t f32_to_bf16(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const std::uint32_t quiet_nan = (bits >> 16) | 0x40u;
@@ -28,7 +32,7 @@ inline std::uint16_t f32_to_bf16(float value) {
   return static_cast<std::uint16_t>(is_nan ? quiet_nan : rounded);
 }
 
-inline float f16_to_f32(std::uint16_t code) {
+SWITCHYARD_ALWAYS_INLINE float f16_to_f32(std::uint16_t code) {
   const std::uint32_t sign = static_cast<std::uint32_t>(code & 0x8000u) << 16;
   const std::uint32_t exponent = (code >> 10) & 0x1fu;
   const std::uint32_t mantissa = code & 0x3ffu;
@@ -42,7 +46,7 @@ inline float f16_to_f32(std::uint16_t code) {
 }
 
 // Round to nearest even; beyond 65520 infinity; subnormals are kept.
-inline std::uint16_t f32_to_f16(float value) {
+SWITCHYARD_ALWAYS_INLINE std::uint16_t f32_to_f16(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
   const std::uint32_t a = bits & 0x7fffffffu;
@@ -58,7 +62,7 @@ inline std::uint16_t f32_to_f16(float value) {
 }
 
 // OCP FP8 E4M3 ("fn": no infinity, one NaN per sign at 0x7f, largest value 448).
-inline float f8e4m3_to_f32(std::uint8_t code) {
+SWITCHYARD_ALWAYS_INLINE float f8e4m3_to_f32(std::uint8_t code) {
   const std::uint32_t sign = static_cast<std::uint32_t>(code & 0x80u) << 24;
   const std::uint32_t exponent = (code >> 3) & 0xfu;
   const std::uint32_t mantissa = code & 0x7u;
@@ -71,7 +75,7 @@ inline float f8e4m3_to_f32(std::uint8_t code) {
 }
 
 // Round to nearest even, saturating: everything beyond 448, infinity included, becomes +-448.
-inline std::uint8_t f32_to_f8e4m3(float value) {
+SWITCHYARD_ALWAYS_INLINE std::uint8_t f32_to_f8e4m3(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t sign = (bits >> 24) & 0x80u;
   const std::uint32_t a = bits & 0x7fffffffu;
@@ -86,30 +90,32 @@ inline std::uint8_t f32_to_f8e4m3(float value) {
 }
 
 // 2^(code - 127), or NaN for 0xff: the exponent-only scales of MX formats and DeepSeek-V4.
-inline float f8e8m0_to_f32(std::uint8_t code) {
+SWITCHYARD_ALWAYS_INLINE float f8e8m0_to_f32(std::uint8_t code) {
   const std::uint32_t normal = static_cast<std::uint32_t>(code) << 23;
   const std::uint32_t bits =
       select(code == 0, 0x00400000u, select(code == 0xffu, 0x7fc00000u, normal));
   return std::bit_cast<float>(bits);
 }
 
-inline void bf16_to_f32(const std::uint16_t* in, float* out, std::size_t n) {
+SWITCHYARD_ALWAYS_INLINE void bf16_to_f32(const std::uint16_t* in, float* out, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) out[i] = bf16_to_f32(in[i]);
 }
-inline void f32_to_bf16(const float* in, std::uint16_t* out, std::size_t n) {
+SWITCHYARD_ALWAYS_INLINE void f32_to_bf16(const float* in, std::uint16_t* out, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) out[i] = f32_to_bf16(in[i]);
 }
-inline void f16_to_f32(const std::uint16_t* in, float* out, std::size_t n) {
+SWITCHYARD_ALWAYS_INLINE void f16_to_f32(const std::uint16_t* in, float* out, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) out[i] = f16_to_f32(in[i]);
 }
-inline void f32_to_f16(const float* in, std::uint16_t* out, std::size_t n) {
+SWITCHYARD_ALWAYS_INLINE void f32_to_f16(const float* in, std::uint16_t* out, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) out[i] = f32_to_f16(in[i]);
 }
-inline void f8e4m3_to_f32(const std::uint8_t* in, float* out, std::size_t n) {
+SWITCHYARD_ALWAYS_INLINE void f8e4m3_to_f32(const std::uint8_t* in, float* out, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) out[i] = f8e4m3_to_f32(in[i]);
 }
-inline void f32_to_f8e4m3(const float* in, std::uint8_t* out, std::size_t n) {
+SWITCHYARD_ALWAYS_INLINE void f32_to_f8e4m3(const float* in, std::uint8_t* out, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) out[i] = f32_to_f8e4m3(in[i]);
 }
 
 }  // namespace switchyard
+
+#undef SWITCHYARD_ALWAYS_INLINE
