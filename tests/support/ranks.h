@@ -48,7 +48,7 @@ inline WorldOptions with_deadline(milliseconds deadline, std::string rendezvous 
 // Unique to this process and call, so that concurrent test runs do not meet.
 inline std::string fresh_rendezvous() {
   static int count = 0;
-  return "fabric_test " + std::to_string(::getpid()) + "." + std::to_string(count++);
+  return "test " + std::to_string(::getpid()) + "." + std::to_string(count++);
 }
 
 // Polls, because what is waited for has no descriptor; false after `limit`.

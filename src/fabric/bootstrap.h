@@ -1,0 +1,114 @@
+// How the processes of a world find each other on one host, and the start-up collectives that carry
+// bytes and file descriptors between them.
+//
+// Rank 0 listens on an abstract Unix socket whose name is a hash of the rendezvous string and the
+// user id; the others connect. The connections form a star through rank 0 and stay open for the
+// life of the world, so that a process's end is seen at once. Abstract names leave nothing in the
+// file system, whatever the processes die of; all ranks must share a network namespace.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "fabric/channel.h"
+#include "fabric/collective.h"
+#include "fabric/posix.h"
+#include "switchyard/error.h"
+
+namespace switchyard {
+
+// The name of the socket that rank 0 listens on, as `ss -xl` lists it after the "@".
+std::string rendezvous_socket_name(std::string_view rendezvous);
+
+class Bootstrap {
+ public:
+  // Collective: returns when all `size` ranks have arrived. Throws
+  //   TimeoutError{kTimeout}    naming the ranks that did not arrive within `deadline`,
+  //   TimeoutError{kAborted}    naming a process that ended meanwhile,
+  //   Error{kInvalidArgument}   for a rank outside [0, size) or claimed by two processes,
+  //   Error{kSpecMismatch}      if two processes disagree on the size, or on the protocol version.
+  Bootstrap(int rank, int size, std::string rendezvous, std::chrono::milliseconds deadline);
+  Bootstrap(const Bootstrap&) = delete;
+  Bootstrap& operator=(const Bootstrap&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  std::chrono::milliseconds deadline() const { return deadline_; }
+
+  // Collective. `all` receives size() blocks of mine.size() bytes, by rank; at most 1 GiB each.
+  // Throws Error{kSpecMismatch} on all ranks if the calls differ, which leaves the world usable;
+  // TimeoutError{kTimeout} if a rank does not call within the deadline and TimeoutError{kAborted}
+  // at once if a rank's process ends, after either of which every call throws kAborted.
+  void all_gather(std::span<const std::byte> mine, std::span<std::byte> all);
+
+  // Collective. Every rank gives one open descriptor, which stays its own, and receives one of each
+  // rank, its own included. Errors as all_gather.
+  std::vector<UniqueFd> exchange_fds(int fd);
+
+  // "process 4711 has exited" or the like; empty if nothing is known.
+  std::string liveness(int rank) const;
+
+ private:
+  struct Death {
+    std::string message;
+    WaitFailure failure;
+  };
+  // A wait ends when the first of the ranks known to wait passes its own deadline.
+  struct Wait {
+    Clock::time_point until;
+    int waiter;
+    int num_arrived = 1;
+  };
+
+  Wait start_wait() const;
+  std::chrono::nanoseconds waited(const Wait& wait) const;
+  WaitFailure failure_record(const Wait& wait, int peer) const;
+  std::string describe(int rank) const;
+
+  UniqueFd listen_as_root(const Wait& wait);
+  void admit_members();
+  void admit(Channel& stranger, const Frame& hello, Wait& wait);
+  void join();
+  // Says hello and waits for the welcome, whose frame it returns; nothing if the root went away
+  // before it noticed us.
+  std::optional<Frame> introduce(Channel& root, Wait& wait);
+
+  std::vector<Frame> exchange(const Call& call, Frame mine);
+  std::vector<Frame> exchange_as_root(const Call& call, Frame mine);
+  std::vector<Frame> exchange_as_member(const Call& call, Frame mine);
+  // Returns when the members' sockets have taken all that is queued.
+  void deliver(const Wait& wait);
+
+  // Sends and receives what is possible now. A failure or the end of the connection is thrown.
+  std::optional<Frame> hear_member(int rank, const Wait& wait, const std::vector<bool>& arrived);
+  // Waits for a frame other than kEntered; nothing if the connection ended before the root entered.
+  std::optional<Frame> hear_root(Channel& root, const Wait& wait, bool& entered);
+
+  // Marks the world dead, tells the peers why, and throws. A timeout reaches those who had
+  // `arrived` as kTimeout: they waited as well.
+  [[noreturn]] void fail(ErrorCode code, const std::string& message, const WaitFailure& failure,
+                         const std::vector<bool>& arrived);
+
+  int rank_;
+  int size_;
+  std::string rendezvous_;
+  std::chrono::milliseconds deadline_;
+  // By rank. The root has a channel to every member, a member one to the root; the rest are closed.
+  std::vector<Channel> channels_;
+  // By rank; 0 where unknown because that process is in another PID namespace.
+  std::vector<pid_t> pids_;
+  std::uint64_t num_collectives_ = 0;
+  const char* activity_ = "making the world";
+  std::string rejections_;  // by the root, of processes that wanted to join
+  std::optional<Death> death_;
+};
+
+}  // namespace switchyard

@@ -1,0 +1,68 @@
+#include "fabric/collective.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace switchyard {
+
+const char* to_string(CallKind kind) {
+  switch (kind) {
+    case CallKind::kAllGather:
+      return "all_gather";
+    case CallKind::kExchangeFds:
+      return "exchange_fds";
+    case CallKind::kAllocate:
+      return "allocate";
+  }
+  return "an unknown collective";
+}
+
+void require_same_call(std::span<const Call> by_rank) {
+  const auto other = std::find_if(by_rank.begin(), by_rank.end(),
+                                  [&](const Call& call) { return call != by_rank.front(); });
+  if (other == by_rank.end()) return;
+  const auto describe = [](const Call& call) {
+    return fmt::format("{} of {} bytes", to_string(call.kind), call.bytes);
+  };
+  throw Error(ErrorCode::kSpecMismatch,
+              fmt::format("the ranks disagree on a collective call: rank 0 called {}, rank {} "
+                          "called {}; all ranks must make the same calls in the same order with "
+                          "the same sizes",
+                          describe(by_rank.front()), other - by_rank.begin(), describe(*other)));
+}
+
+void require_gather_space(std::size_t mine_bytes, std::size_t all_bytes, int size) {
+  if (all_bytes == static_cast<std::size_t>(size) * mine_bytes) return;
+  throw Error(
+      ErrorCode::kInvalidArgument,
+      fmt::format("all_gather of {} bytes from {} ranks into {} bytes; give room for {}",
+                  mine_bytes, size, all_bytes, static_cast<std::size_t>(size) * mine_bytes));
+}
+
+std::string list_ranks(std::span<const int> ranks) {
+  if (ranks.size() == 1) return fmt::format("rank {}", ranks.front());
+  return fmt::format("ranks {} and {}", fmt::join(ranks.first(ranks.size() - 1), ", "),
+                     ranks.back());
+}
+
+WaitFailure bootstrap_failure(int waiter, int peer, std::uint64_t slot, int size, int arrived,
+                              std::chrono::nanoseconds waited) {
+  WaitFailure failure;
+  failure.waiter_rank = waiter;
+  failure.peer_rank = peer;
+  failure.phase = "bootstrap";
+  failure.slot = slot;
+  failure.expected = static_cast<std::uint64_t>(size);
+  failure.observed = static_cast<std::uint64_t>(arrived);
+  failure.waited_seconds = std::chrono::duration<double>(waited).count();
+  return failure;
+}
+
+void throw_world_is_dead(const std::string& message, const WaitFailure& failure) {
+  throw TimeoutError(
+      ErrorCode::kAborted,
+      fmt::format("this world is dead, make a new one; it failed because: {}", message), failure);
+}
+
+}  // namespace switchyard

@@ -1,0 +1,44 @@
+// What the start-up collectives of all fabrics have in common: what a call is, and how the ranks
+// that disagree or are missing are named.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "switchyard/error.h"
+
+namespace switchyard {
+
+enum class CallKind : std::uint32_t { kAllGather, kExchangeFds, kAllocate };
+
+const char* to_string(CallKind kind);
+
+// The part of a collective call that all ranks must agree on.
+struct Call {
+  CallKind kind = CallKind::kAllGather;
+  std::uint64_t bytes = 0;
+  bool operator==(const Call&) const = default;
+};
+
+// Throws Error{kSpecMismatch} naming a rank that differs from rank 0, if there is one.
+void require_same_call(std::span<const Call> by_rank);
+
+// Throws Error{kInvalidArgument} unless all_bytes == size * mine_bytes.
+void require_gather_space(std::size_t mine_bytes, std::size_t all_bytes, int size);
+
+// "rank 3", "ranks 1 and 3", "ranks 0, 1 and 3".
+std::string list_ranks(std::span<const int> ranks);
+
+// The record of a collective given up: `waiter` waited for `peer` in the collective that is number
+// `slot` of its world (0 while the world is made), with `arrived` of `size` ranks there.
+WaitFailure bootstrap_failure(int waiter, int peer, std::uint64_t slot, int size, int arrived,
+                              std::chrono::nanoseconds waited);
+
+// Why a world that has failed once stays failed: a rank may be anywhere in a collective that the
+// others left, so nothing that is exchanged later can be matched up.
+[[noreturn]] void throw_world_is_dead(const std::string& message, const WaitFailure& failure);
+
+}  // namespace switchyard

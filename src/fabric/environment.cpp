@@ -1,0 +1,147 @@
+#include "fabric/environment.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+#include "switchyard/error.h"
+#include "switchyard/world.h"
+
+namespace switchyard {
+namespace {
+
+struct LauncherVariables {
+  const char* rank;
+  const char* size;
+  const char* local_rank;  // null where the launcher has none
+  const char* local_size;
+  const char* num_hosts;
+  bool size_may_stand_alone;
+};
+
+constexpr LauncherVariables kLaunchers[] = {
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", nullptr, false},
+    {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE", nullptr, false},
+    {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", nullptr, false},
+    {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr, "SLURM_STEP_NUM_NODES", true},
+};
+
+constexpr const char* kJobVariables[] = {
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "MASTER_PORT",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "PMI_JOBID",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+};
+
+std::optional<int> parse_number(const EnvironmentLookup& lookup, const char* name, int minimum) {
+  if (name == nullptr) return std::nullopt;
+  const char* const text = lookup(name);
+  if (text == nullptr) return std::nullopt;
+  int value = 0;
+  const char* const end = text + std::strlen(text);
+  const auto [parsed_to, error] = std::from_chars(text, end, value);
+  if (error != std::errc() || parsed_to != end || value < minimum) {
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        fmt::format("{}='{}' in the environment; it must be a decimal number of at least {}", name,
+                    text, minimum));
+  }
+  return value;
+}
+
+void require_below(const char* name, int value, const char* size_name, int size) {
+  if (value < size) return;
+  throw Error(
+      ErrorCode::kInvalidArgument,
+      fmt::format("{}={} in the environment is not below {}={}", name, value, size_name, size));
+}
+
+[[noreturn]] void throw_half_set(const char* set_name, int value, const char* unset_name) {
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("{}={} is set in the environment, but {} is not; set both or neither",
+                          set_name, value, unset_name));
+}
+
+[[noreturn]] void throw_several_hosts(const char* name, int value, const char* size_name,
+                                      int size) {
+  throw Error(ErrorCode::kUnsupported,
+              fmt::format("{}={} with {}={} in the environment: the ranks are spread over several "
+                          "hosts, but this fabric joins processes of one; start them all on one "
+                          "host",
+                          name, value, size_name, size));
+}
+
+}  // namespace
+
+std::optional<LaunchedRank> parse_launched_rank(const EnvironmentLookup& lookup) {
+  for (const LauncherVariables& names : kLaunchers) {
+    const std::optional<int> rank = parse_number(lookup, names.rank, 0);
+    if (!rank && names.size_may_stand_alone) continue;
+    const std::optional<int> size = parse_number(lookup, names.size, 1);
+    if (!rank && !size) continue;
+    if (!rank) throw_half_set(names.size, *size, names.rank);
+    if (!size) throw_half_set(names.rank, *rank, names.size);
+    require_below(names.rank, *rank, names.size, *size);
+
+    const std::optional<int> local_rank = parse_number(lookup, names.local_rank, 0);
+    const std::optional<int> local_size = parse_number(lookup, names.local_size, 1);
+    const std::optional<int> num_hosts = parse_number(lookup, names.num_hosts, 1);
+    if (local_rank) {
+      require_below(names.local_rank, *local_rank, local_size ? names.local_size : names.size,
+                    local_size.value_or(*size));
+    }
+    if (local_size && *local_size > *size) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("{}={} in the environment is more than {}={}", names.local_size,
+                              *local_size, names.size, *size));
+    }
+    if (local_size && *local_size < *size) {
+      throw_several_hosts(names.local_size, *local_size, names.size, *size);
+    }
+    if (num_hosts && *num_hosts > 1) {
+      throw_several_hosts(names.num_hosts, *num_hosts, names.size, *size);
+    }
+    return LaunchedRank{*rank, *size};
+  }
+  return std::nullopt;
+}
+
+std::string job_identity(const EnvironmentLookup& lookup) {
+  if (const char* const given = lookup("SWITCHYARD_RENDEZVOUS"); given != nullptr && *given != 0) {
+    return given;
+  }
+  std::string identity;
+  for (const char* const name : kJobVariables) {
+    if (const char* const value = lookup(name)) {
+      identity += fmt::format("{}{}={}", identity.empty() ? "" : ",", name, value);
+    }
+  }
+  return identity.empty() ? fmt::format("parent={}", ::getppid()) : identity;
+}
+
+std::string next_rendezvous() {
+  static std::atomic<std::uint64_t> num_taken{0};
+  // Relaxed: the count orders nothing but itself.
+  return fmt::format("{}#{}", job_identity([](const char* name) { return std::getenv(name); }),
+                     num_taken.fetch_add(1, std::memory_order_relaxed));
+}
+
+World World::from_environment(WorldOptions options) {
+  const std::optional<LaunchedRank> launched =
+      parse_launched_rank([](const char* name) { return std::getenv(name); });
+  if (!launched) return single(std::move(options));
+  return processes(launched->rank, launched->size, std::move(options));
+}
+
+}  // namespace switchyard

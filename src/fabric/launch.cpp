@@ -1,0 +1,436 @@
+#include "fabric/launch.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/random.h>
+#include <sys/signalfd.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <string_view>
+
+#include "fabric/posix.h"
+#include "switchyard/error.h"
+
+extern char** environ;
+
+namespace switchyard {
+namespace {
+
+constexpr int kExitDeadline = 124;   // as timeout(1)
+constexpr int kExitCannotRun = 127;  // as the shell
+// A rank's end is announced by SIGCHLD; this is for the case that another thread took the signal.
+constexpr std::chrono::milliseconds kReapInterval{100};
+// A rank that is killed closes its connections before it can be waited for, so ranks that fail in
+// consequence may be seen first. A signal seen within this time of another rank's exit code is
+// taken for the cause.
+constexpr std::chrono::milliseconds kSettleTime{100};
+// Longer lines are labelled in pieces.
+constexpr std::size_t kMaxLineBytes = std::size_t{64} << 10;
+
+constexpr int kHandledSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGCHLD};
+
+void print_error(const std::string& message) {
+  fmt::print(stderr, "switchyard launch: {}\n", message);
+  std::fflush(stderr);
+}
+
+// Turns the handled signals into something to poll for, as long as it lives.
+class SignalInbox {
+ public:
+  SignalInbox() {
+    sigset_t handled;
+    sigemptyset(&handled);
+    for (const int number : kHandledSignals) sigaddset(&handled, number);
+    ::pthread_sigmask(SIG_BLOCK, &handled, &previous_mask_);
+    // An ignored SIGCHLD, which exec inherits, would let the kernel reap the ranks unseen.
+    struct sigaction standard {};
+    standard.sa_handler = SIG_DFL;
+    ::sigaction(SIGCHLD, &standard, &previous_action_);
+    fd_ = UniqueFd(::signalfd(-1, &handled, SFD_CLOEXEC | SFD_NONBLOCK));
+    if (!fd_) {
+      restore();
+      throw_errno("cannot make a signalfd");
+    }
+  }
+  SignalInbox(const SignalInbox&) = delete;
+  SignalInbox& operator=(const SignalInbox&) = delete;
+  ~SignalInbox() { restore(); }
+
+  int fd() const { return fd_.get(); }
+  const sigset_t& previous_mask() const { return previous_mask_; }
+
+  // The next signal, or 0.
+  int next() {
+    signalfd_siginfo info{};
+    return ::read(fd_.get(), &info, sizeof info) == sizeof info ? static_cast<int>(info.ssi_signo)
+                                                                : 0;
+  }
+
+ private:
+  void restore() {
+    ::sigaction(SIGCHLD, &previous_action_, nullptr);
+    ::pthread_sigmask(SIG_SETMASK, &previous_mask_, nullptr);
+  }
+
+  sigset_t previous_mask_{};
+  struct sigaction previous_action_ {};
+  UniqueFd fd_;
+};
+
+struct Pipe {
+  UniqueFd read_end;
+  UniqueFd write_end;
+};
+
+Pipe make_pipe() {
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC) != 0) throw_errno("cannot make a pipe");
+  return {UniqueFd(ends[0]), UniqueFd(ends[1])};
+}
+
+// Copies whole lines from a rank to one of our own outputs.
+class LabelledOutput {
+ public:
+  LabelledOutput(int rank, UniqueFd from, FILE* to)
+      : label_(fmt::format("[rank {}] ", rank)), from_(std::move(from)), to_(to) {
+    ::fcntl(from_.get(), F_SETFL, O_NONBLOCK);
+  }
+
+  int fd() const { return from_.get(); }
+
+  // Copies what can be read now.
+  void drain() {
+    std::array<char, 4096> buffer;
+    while (from_) {
+      const ssize_t got = ::read(from_.get(), buffer.data(), buffer.size());
+      if (got > 0) {
+        pending_.append(buffer.data(), static_cast<std::size_t>(got));
+        print_whole_lines();
+      } else if (got == 0 || (errno != EINTR && errno != EAGAIN)) {
+        from_.reset();
+      } else if (errno == EAGAIN) {
+        break;
+      }
+    }
+  }
+
+  // For a last line without an end.
+  void finish() {
+    drain();
+    if (!pending_.empty()) print_line(pending_);
+    pending_.clear();
+  }
+
+ private:
+  void print_whole_lines() {
+    std::string_view left = pending_;
+    for (;;) {
+      const std::size_t end = left.find('\n');
+      if (end == std::string_view::npos && left.size() < kMaxLineBytes) break;
+      const std::size_t length = std::min(end, kMaxLineBytes);
+      print_line(left.substr(0, length));
+      left.remove_prefix(length == end ? length + 1 : length);
+    }
+    pending_.erase(0, pending_.size() - left.size());
+  }
+
+  void print_line(std::string_view line) {
+    fmt::print(to_, "{}{}\n", label_, line);
+    std::fflush(to_);
+  }
+
+  std::string label_;
+  UniqueFd from_;
+  FILE* to_;
+  std::string pending_;
+};
+
+std::string random_token() {
+  std::array<unsigned char, 16> bytes;
+  if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
+    throw_errno("cannot read random bytes for the rendezvous");
+  }
+  return fmt::format("launch-{:02x}", fmt::join(bytes, ""));
+}
+
+std::vector<std::string> rank_environment(const LaunchOptions& options, int rank,
+                                          const std::string& rendezvous) {
+  std::map<std::string, std::string> variables;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string_view text = *entry;
+    const std::size_t equals = text.find('=');
+    if (equals == std::string_view::npos) continue;
+    variables[std::string(text.substr(0, equals))] = text.substr(equals + 1);
+  }
+  // A port of an outer job belongs to that job's store, not to these ranks.
+  variables.erase("MASTER_PORT");
+  variables["MASTER_ADDR"] = "127.0.0.1";
+  variables["RANK"] = variables["LOCAL_RANK"] = std::to_string(rank);
+  variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = std::to_string(options.num_ranks);
+  variables["SWITCHYARD_RENDEZVOUS"] = rendezvous;
+  for (const auto& [name, value] : options.environment) variables[name] = value;
+  std::vector<std::string> entries;
+  for (const auto& [name, value] : variables) entries.push_back(fmt::format("{}={}", name, value));
+  return entries;
+}
+
+std::vector<char*> pointers_to(std::vector<std::string>& strings) {
+  std::vector<char*> pointers;
+  for (std::string& string : strings) pointers.push_back(string.data());
+  pointers.push_back(nullptr);
+  return pointers;
+}
+
+struct ChildSetup {
+  char* const* command;
+  char* const* environment;
+  sigset_t signal_mask;
+  pid_t launcher;
+  int stdin_fd;
+  int stdout_fd;  // -1: the launcher's own
+  int stderr_fd;
+  int error_pipe;  // receives errno if the command cannot be run
+};
+
+// Between fork and exec only async-signal-safe calls are allowed: another thread of the launcher
+// may have held any lock.
+[[noreturn]] void become_rank(const ChildSetup& setup) {
+  ::setpgid(0, 0);
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  // The launcher may have ended before the call above could take effect.
+  if (::getppid() != setup.launcher) ::_exit(kExitCannotRun);
+  struct sigaction standard {};
+  standard.sa_handler = SIG_DFL;
+  for (const int number : kHandledSignals) ::sigaction(number, &standard, nullptr);
+  ::sigaction(SIGPIPE, &standard, nullptr);
+  ::pthread_sigmask(SIG_SETMASK, &setup.signal_mask, nullptr);
+  ::dup2(setup.stdin_fd, STDIN_FILENO);
+  if (setup.stdout_fd >= 0) ::dup2(setup.stdout_fd, STDOUT_FILENO);
+  if (setup.stderr_fd >= 0) ::dup2(setup.stderr_fd, STDERR_FILENO);
+  ::execvpe(setup.command[0], setup.command, setup.environment);
+  const int error_number = errno;
+  // If even this fails, the launcher sees the exit code.
+  [[maybe_unused]] const ssize_t written =
+      ::write(setup.error_pipe, &error_number, sizeof error_number);
+  ::_exit(kExitCannotRun);
+}
+
+class Launch {
+ public:
+  explicit Launch(const LaunchOptions& options) : options_(options) {}
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+  ~Launch() {
+    // Reached with ranks alive only when an error is thrown.
+    signal_ranks(SIGKILL);
+    for (const Rank& rank : ranks_) {
+      if (!rank.ended) ::waitpid(rank.pid, nullptr, 0);
+    }
+  }
+
+  int run() {
+    if (!start()) return kExitCannotRun;
+    const Clock::time_point start_time = Clock::now();
+    if (options_.deadline) deadline_ = start_time + checked_deadline(*options_.deadline);
+
+    for (;;) {
+      for (int number = signals_.next(); number != 0; number = signals_.next()) {
+        if (number != SIGCHLD) forward(number);
+      }
+      for (LabelledOutput& output : outputs_) output.drain();
+      reap();
+      if (std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return r.ended; })) break;
+      const Clock::time_point now = Clock::now();
+      if (now >= report_at_) report_first_failure();
+      if (now >= deadline_) {
+        print_error(fmt::format("the ranks still run after {} ms; ending them",
+                                options_.deadline->count()));
+        deadline_ = Clock::time_point::max();
+        exit_code_ = exit_code_ == 0 ? kExitDeadline : exit_code_;
+        stop_at_ = now;
+      }
+      if (now >= stop_at_) {
+        signal_ranks(SIGTERM);
+        stop_at_ = Clock::time_point::max();
+        kill_at_ = std::min(kill_at_, now + options_.grace);
+      }
+      if (now >= kill_at_) {
+        signal_ranks(SIGKILL);
+        kill_at_ = Clock::time_point::max();
+      }
+      sleep(std::min({now + kReapInterval, deadline_, stop_at_, kill_at_}));
+    }
+    for (LabelledOutput& output : outputs_) output.finish();
+    report_first_failure();
+    return exit_code_;
+  }
+
+ private:
+  struct Rank {
+    pid_t pid = -1;
+    bool ended = false;
+  };
+  struct Failure {
+    std::size_t rank;
+    bool signalled;
+    int status;  // the signal's number or the exit code
+  };
+
+  // False, with the ranks begun so far killed, if the command cannot be run.
+  bool start() {
+    std::vector<std::string> command = options_.command;
+    const std::vector<char*> command_pointers = pointers_to(command);
+    const std::string rendezvous = random_token();
+    // A rank in a background process group that reads the terminal would be stopped.
+    const UniqueFd null_input(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    if (!null_input) throw_errno("cannot open /dev/null");
+
+    for (int rank = 0; rank < options_.num_ranks; ++rank) {
+      std::vector<std::string> environment = rank_environment(options_, rank, rendezvous);
+      const std::vector<char*> environment_pointers = pointers_to(environment);
+      Pipe error_pipe = make_pipe();
+      Pipe out;
+      Pipe err;
+      if (options_.label_output) {
+        out = make_pipe();
+        err = make_pipe();
+      }
+      const ChildSetup setup{command_pointers.data(),  environment_pointers.data(),
+                             signals_.previous_mask(), ::getpid(),
+                             null_input.get(),         out.write_end.get(),
+                             err.write_end.get(),      error_pipe.write_end.get()};
+      const pid_t pid = ::fork();
+      if (pid < 0) throw_errno(fmt::format("cannot fork rank {}", rank));
+      if (pid == 0) become_rank(setup);
+      // Also done by the child; whoever is first, the group exists before anyone signals it.
+      ::setpgid(pid, pid);
+      ranks_.push_back({pid, false});
+      if (options_.label_output) {
+        outputs_.emplace_back(rank, std::move(out.read_end), stdout);
+        outputs_.emplace_back(rank, std::move(err.read_end), stderr);
+      }
+      error_pipe.write_end.reset();
+      // End of file means that exec closed the pipe.
+      int error_number = 0;
+      ssize_t got = 0;
+      do {
+        got = ::read(error_pipe.read_end.get(), &error_number, sizeof error_number);
+      } while (got < 0 && errno == EINTR);
+      if (got == static_cast<ssize_t>(sizeof error_number)) {
+        print_error(
+            fmt::format("cannot run '{}': {}", options_.command.front(), errno_text(error_number)));
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // To every rank's process group: a rank may be a shell whose children do the work. The leader of
+  // a group that has not been waited for keeps its number from being used again.
+  void signal_ranks(int number) {
+    // What ends from here on may end because of us.
+    report_at_ = std::min(report_at_, Clock::now());
+    for (const Rank& rank : ranks_) {
+      if (!rank.ended) ::kill(-rank.pid, number);
+    }
+  }
+
+  void forward(int number) {
+    signal_ranks(forwarded_signal_ == 0 ? number : SIGKILL);
+    if (forwarded_signal_ == 0) kill_at_ = std::min(kill_at_, Clock::now() + options_.grace);
+    forwarded_signal_ = number;
+  }
+
+  void reap() {
+    for (std::size_t r = 0; r < ranks_.size(); ++r) {
+      siginfo_t info{};
+      const id_t pid = static_cast<id_t>(ranks_[r].pid);
+      if (ranks_[r].ended || ::waitid(P_PID, pid, &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
+          info.si_pid == 0) {
+        continue;
+      }
+      const bool failed = info.si_code != CLD_EXITED || info.si_status != 0;
+      // What a failed rank leaves behind in its group would run on for ever.
+      if (failed || exit_code_ != 0) ::kill(-ranks_[r].pid, SIGKILL);
+      ::waitpid(ranks_[r].pid, nullptr, 0);
+      ranks_[r].ended = true;
+      if (failed) record_failure(r, info);
+    }
+  }
+
+  void record_failure(std::size_t rank, const siginfo_t& info) {
+    const Clock::time_point now = Clock::now();
+    const bool signalled = info.si_code != CLD_EXITED;
+    if (exit_code_ == 0) {
+      report_at_ = now + kSettleTime;
+      stop_at_ = std::min(stop_at_, now + options_.grace);
+    } else if (now >= report_at_ || !signalled || !first_failure_ || first_failure_->signalled) {
+      return;
+    }
+    first_failure_ = Failure{rank, signalled, info.si_status};
+    exit_code_ = signalled ? 128 + info.si_status : info.si_status;
+  }
+
+  void report_first_failure() {
+    if (!first_failure_ || reported_) return;
+    reported_ = true;
+    const auto [rank, signalled, status] = *first_failure_;
+    print_error(fmt::format(
+        "rank {} (process {}) {}: {}", rank, ranks_[rank].pid,
+        forwarded_signal_ == 0 ? "failed first" : "was interrupted",
+        signalled ? fmt::format("killed by signal {} ({})", status, ::sigdescr_np(status))
+                  : fmt::format("exit code {}", status)));
+  }
+
+  void sleep(Clock::time_point until) {
+    std::vector<pollfd> fds{{signals_.fd(), POLLIN, 0}};
+    for (const LabelledOutput& output : outputs_) {
+      if (output.fd() >= 0) fds.push_back({output.fd(), POLLIN, 0});
+    }
+    wait_ready(fds, until);
+  }
+
+  const LaunchOptions& options_;
+  SignalInbox signals_;
+  std::vector<Rank> ranks_;
+  std::vector<LabelledOutput> outputs_;
+  int exit_code_ = 0;
+  std::optional<Failure> first_failure_;
+  bool reported_ = false;
+  int forwarded_signal_ = 0;
+  Clock::time_point deadline_ = Clock::time_point::max();
+  Clock::time_point report_at_ = Clock::time_point::max();
+  Clock::time_point stop_at_ = Clock::time_point::max();  // SIGTERM
+  Clock::time_point kill_at_ = Clock::time_point::max();  // SIGKILL
+};
+
+}  // namespace
+
+int launch(const LaunchOptions& options) {
+  if (options.num_ranks < 1) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} ranks were asked for; launch at least 1", options.num_ranks));
+  }
+  if (options.command.empty()) {
+    throw Error(ErrorCode::kInvalidArgument, "no command was given; name the program to launch");
+  }
+  if (options.grace.count() < 0) {
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        fmt::format("the grace period is {} ms; it must not be negative", options.grace.count()));
+  }
+  return Launch(options).run();
+}
+
+}  // namespace switchyard

@@ -1,0 +1,77 @@
+#include "fabric/mapping.h"
+
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <limits>
+#include <utility>
+
+#include "fabric/posix.h"
+#include "switchyard/error.h"
+
+namespace switchyard {
+namespace {
+
+// The size of a huge page on x86-64 and, with 4 KiB base pages, on AArch64.
+constexpr std::size_t kAlignment = std::size_t{2} << 20;
+
+[[noreturn]] void throw_no_memory(std::size_t bytes, int error_number) {
+  throw Error(ErrorCode::kCapacityExceeded,
+              fmt::format("cannot map {} bytes of symmetric memory: {}; declare a smaller maximum "
+                          "number of tokens, or raise `ulimit -v` or vm.overcommit_memory",
+                          bytes, errno_text(error_number)));
+}
+
+}  // namespace
+
+Mapping Mapping::anonymous(std::size_t bytes) {
+  return map(bytes, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+}
+
+Mapping Mapping::of_file(int fd, std::size_t bytes) { return map(bytes, MAP_SHARED, fd); }
+
+Mapping Mapping::map(std::size_t bytes, int flags, int fd) {
+  const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  if (bytes > std::numeric_limits<std::size_t>::max() - kAlignment - page) {
+    throw_no_memory(bytes, ENOMEM);
+  }
+  const std::size_t length = (bytes + page - 1) / page * page;
+
+  // mmap aligns to pages only. Reserve enough to contain an aligned range, place the real mapping
+  // over it, give the rest back.
+  const std::size_t reserved_length = length + kAlignment;
+  void* const reserved = ::mmap(nullptr, reserved_length, PROT_NONE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (reserved == MAP_FAILED) throw_no_memory(bytes, errno);
+  std::byte* const begin = static_cast<std::byte*>(reserved);
+  const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(begin) % kAlignment;
+  const std::size_t head = misaligned == 0 ? 0 : kAlignment - misaligned;
+  std::byte* const data = begin + head;
+  if (::mmap(data, length, PROT_READ | PROT_WRITE, flags | MAP_NORESERVE | MAP_FIXED, fd, 0) ==
+      MAP_FAILED) {
+    const int error_number = errno;
+    ::munmap(reserved, reserved_length);
+    throw_no_memory(bytes, error_number);
+  }
+  if (head != 0) ::munmap(begin, head);
+  ::munmap(data + length, kAlignment - head);
+  return Mapping(data, length);
+}
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+Mapping::~Mapping() {
+  if (data_ != nullptr) ::munmap(data_, bytes_);
+}
+
+}  // namespace switchyard

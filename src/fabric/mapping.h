@@ -1,0 +1,33 @@
+// An owned range of virtual memory.
+#pragma once
+
+#include <cstddef>
+
+namespace switchyard {
+
+// Zero-filled, readable and writable, committed page by page when touched, aligned to 2 MiB so that
+// the kernel may back it with huge pages where the host's policy says so.
+class Mapping {
+ public:
+  // Memory of this process. Throws Error{kCapacityExceeded}.
+  static Mapping anonymous(std::size_t bytes);
+  // The first `bytes` of an open file, shared with whoever else maps it; the descriptor may be
+  // closed afterwards. Throws Error{kCapacityExceeded}.
+  static Mapping of_file(int fd, std::size_t bytes);
+
+  Mapping() = default;
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+  ~Mapping();
+
+  std::byte* data() const { return data_; }
+
+ private:
+  static Mapping map(std::size_t bytes, int flags, int fd);
+  Mapping(std::byte* data, std::size_t bytes) : data_(data), bytes_(bytes) {}
+
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace switchyard

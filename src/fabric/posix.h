@@ -1,0 +1,49 @@
+// Small owners and helpers around POSIX calls, shared by the process fabric and the launcher.
+#pragma once
+
+#include <poll.h>
+
+#include <chrono>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace switchyard {
+
+// CLOCK_MONOTONIC: one clock for all processes of a host, so its time points may travel between
+// them.
+using Clock = std::chrono::steady_clock;
+
+class UniqueFd {
+ public:
+  UniqueFd() = default;
+  explicit UniqueFd(int fd) : fd_(fd) {}
+  UniqueFd(UniqueFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  UniqueFd& operator=(UniqueFd&& other) noexcept;
+  ~UniqueFd() { reset(); }
+
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  void reset();
+
+ private:
+  int fd_ = -1;
+};
+
+// E.g. "No such file or directory (errno 2)".
+std::string errno_text(int error_number);
+
+// Throws Error{kSystem} with `what` and the current errno.
+[[noreturn]] void throw_errno(const std::string& what);
+
+// A second descriptor of the same file, closed on exec.
+UniqueFd duplicate(int fd);
+
+// Sleeps until one of `fds` is ready or `until` has passed, and fills in their revents. May return
+// early with nothing ready.
+void wait_ready(std::vector<pollfd>& fds, Clock::time_point until);
+
+// A deadline that clocks can add without overflow. Throws Error{kInvalidArgument} unless positive.
+std::chrono::milliseconds checked_deadline(std::chrono::milliseconds deadline);
+
+}  // namespace switchyard

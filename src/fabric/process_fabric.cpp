@@ -1,0 +1,144 @@
+// Ranks as processes of one host: they meet through a Bootstrap and map each other's memory.
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <limits>
+#include <string_view>
+#include <utility>
+
+#include "fabric/bootstrap.h"
+#include "fabric/environment.h"
+#include "fabric/fabric.h"
+#include "fabric/mapping.h"
+#include "fabric/posix.h"
+#include "switchyard/error.h"
+#include "switchyard/world.h"
+
+namespace switchyard {
+namespace {
+
+// A nameless file in memory: it goes when the last mapping goes, however its users die, where a
+// shm_open() name would stay in /dev/shm.
+UniqueFd make_memory_file(std::size_t bytes) {
+  const auto refuse = [&](const std::string& reason) {
+    throw Error(ErrorCode::kCapacityExceeded,
+                fmt::format("cannot make {} bytes of shared memory: {}; declare a smaller maximum "
+                            "number of tokens, or raise `ulimit -f` or the memory limit",
+                            bytes, reason));
+  };
+  // Checked here because ftruncate beyond the limit raises SIGXFSZ, which ends the process.
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+      bytes > limit.rlim_cur) {
+    refuse(fmt::format("files are limited to {} bytes", limit.rlim_cur));
+  }
+  if (bytes > static_cast<std::size_t>(std::numeric_limits<off_t>::max())) {
+    refuse(errno_text(EFBIG));
+  }
+  UniqueFd file(::memfd_create("switchyard", MFD_CLOEXEC));
+  if (!file) throw_errno("cannot create a shared memory file");
+  if (::ftruncate(file.get(), static_cast<off_t>(bytes)) != 0) refuse(errno_text(errno));
+  return file;
+}
+
+class ProcessSegment final : public SymmetricSegment {
+ public:
+  ProcessSegment(std::vector<Mapping> mappings, std::size_t bytes)
+      : mappings_(std::move(mappings)) {
+    bytes_ = bytes;
+    for (const Mapping& mapping : mappings_) bases_.push_back(mapping.data());
+  }
+
+ private:
+  std::vector<Mapping> mappings_;
+};
+
+class ProcessFabric final : public Fabric {
+ public:
+  ProcessFabric(int rank, int size, std::string rendezvous, std::chrono::milliseconds deadline)
+      : Fabric(deadline), bootstrap_(rank, size, std::move(rendezvous), deadline) {}
+
+  int rank() const override { return bootstrap_.rank(); }
+  int size() const override { return bootstrap_.size(); }
+  const char* name() const override { return "shared memory"; }
+  std::string liveness(int rank) const override { return bootstrap_.liveness(rank); }
+
+  void all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
+    bootstrap_.all_gather(mine, all);
+  }
+
+  std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes) override {
+    require_same_bytes(bytes);
+    UniqueFd file;
+    attempt([&] { file = make_memory_file(bytes); });
+
+    std::vector<UniqueFd> files = bootstrap_.exchange_fds(file.get());
+    std::vector<Mapping> mappings;
+    attempt([&] {
+      for (const UniqueFd& peer_file : files) {
+        mappings.push_back(Mapping::of_file(peer_file.get(), bytes));
+      }
+    });
+    return std::make_shared<ProcessSegment>(std::move(mappings), bytes);
+  }
+
+ private:
+  void require_same_bytes(std::size_t bytes) {
+    const std::uint64_t mine = bytes;
+    std::vector<std::uint64_t> all(static_cast<std::size_t>(size()));
+    all_gather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+    std::vector<Call> calls;
+    for (const std::uint64_t theirs : all) calls.push_back({CallKind::kAllocate, theirs});
+    require_same_call(calls);
+    if (bytes == 0) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  "a symmetric segment of 0 bytes was asked for; ask for at least 1");
+    }
+  }
+
+  // Collective: does `step`, and throws on all ranks if it failed on any, so that none waits for
+  // one that gave up.
+  template <typename Step>
+  void attempt(const Step& step) {
+    struct Outcome {
+      std::int32_t failed = 0;
+      std::int32_t code = 0;
+      std::array<char, 504> message{};
+    };
+    Outcome mine;
+    try {
+      step();
+    } catch (const Error& error) {
+      mine.failed = 1;
+      mine.code = static_cast<std::int32_t>(error.code());
+      const std::string_view text = error.what();
+      std::copy_n(text.begin(), std::min(text.size(), mine.message.size() - 1),
+                  mine.message.begin());
+    }
+    std::vector<Outcome> all(static_cast<std::size_t>(size()));
+    all_gather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+    for (std::size_t r = 0; r < all.size(); ++r) {
+      if (all[r].failed == 0) continue;
+      throw Error(static_cast<ErrorCode>(all[r].code),
+                  fmt::format("rank {}: {}", r, all[r].message.data()));
+    }
+  }
+
+  Bootstrap bootstrap_;
+};
+
+}  // namespace
+
+World World::processes(int rank, int size, WorldOptions options) {
+  const std::chrono::milliseconds deadline = checked_deadline(options.deadline);
+  std::string rendezvous =
+      options.rendezvous.empty() ? next_rendezvous() : std::move(options.rendezvous);
+  return World(std::make_shared<ProcessFabric>(rank, size, std::move(rendezvous), deadline));
+}
+
+}  // namespace switchyard

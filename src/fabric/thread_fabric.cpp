@@ -1,0 +1,243 @@
+// Ranks as threads of one process: they meet under a mutex at start-up and share the address space.
+#include <fmt/format.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "fabric/collective.h"
+#include "fabric/fabric.h"
+#include "fabric/mapping.h"
+#include "fabric/posix.h"
+#include "switchyard/error.h"
+#include "switchyard/world.h"
+
+namespace switchyard {
+namespace {
+
+// What one rank brings to a collective.
+struct Contribution {
+  Call call;
+  std::vector<std::byte> data;           // all_gather
+  std::shared_ptr<const Mapping> block;  // allocate
+  std::optional<Error> refusal;          // allocate: why there is no block
+};
+
+// One collective. Its contributions are written under the meeting's mutex and never change once
+// all ranks have arrived, so they are read without it afterwards.
+struct Round {
+  explicit Round(int size) : contributions(static_cast<std::size_t>(size)) {}
+
+  std::vector<int> missing() const {
+    std::vector<int> ranks;
+    for (std::size_t r = 0; r < contributions.size(); ++r) {
+      if (!contributions[r]) ranks.push_back(static_cast<int>(r));
+    }
+    return ranks;
+  }
+
+  std::vector<std::optional<Contribution>> contributions;
+  int num_arrived = 0;
+};
+
+// Where the ranks of one world meet.
+class Meeting {
+ public:
+  Meeting(int size, std::chrono::milliseconds deadline)
+      : size_(size),
+        deadline_(deadline),
+        round_(std::make_shared<Round>(size)),
+        departed_(static_cast<std::size_t>(size), false) {}
+
+  int size() const { return size_; }
+
+  // Returns when all ranks have contributed. A round that completed is never failed afterwards:
+  // either all ranks see it complete or none does.
+  std::shared_ptr<const Round> meet(int rank, Contribution mine) {
+    std::unique_lock lock(mutex_);
+    if (death_) throw_world_is_dead(death_->message, death_->failure);
+    const std::shared_ptr<Round> round = round_;
+    std::optional<Contribution>& slot = round->contributions[static_cast<std::size_t>(rank)];
+    if (slot) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("two threads called a collective as rank {} at the same time; use "
+                              "one thread per rank",
+                              rank));
+    }
+    const Call call = mine.call;
+    slot = std::move(mine);
+    if (++round->num_arrived == size_) {
+      round_ = std::make_shared<Round>(size_);
+      ++num_completed_;
+      settled_.notify_all();
+      return round;
+    }
+
+    const Clock::time_point start = Clock::now();
+    const auto settled = [&] { return round->num_arrived == size_ || death_; };
+    give_up_on_departed(rank, call);
+    if (!settled_.wait_until(lock, start + deadline_, settled)) {
+      const std::vector<int> missing = round->missing();
+      die(ErrorCode::kTimeout,
+          fmt::format("{} of {} did not call {} within {} ms; rank {} was waiting",
+                      list_ranks(missing), size_, to_string(call.kind), deadline_.count(), rank),
+          bootstrap_failure(rank, missing.front(), num_completed_, size_, round->num_arrived,
+                            Clock::now() - start));
+    }
+    if (round->num_arrived < size_) {
+      throw TimeoutError(death_->code, death_->message, death_->failure);
+    }
+    return round;
+  }
+
+  void depart(int rank) {
+    const std::lock_guard lock(mutex_);
+    departed_[static_cast<std::size_t>(rank)] = true;
+    for (std::size_t r = 0; r < round_->contributions.size(); ++r) {
+      if (const auto& waiting = round_->contributions[r]) {
+        give_up_on_departed(static_cast<int>(r), waiting->call);
+        return;
+      }
+    }
+  }
+
+  bool has_departed(int rank) const {
+    const std::lock_guard lock(mutex_);
+    return departed_[static_cast<std::size_t>(rank)];
+  }
+
+ private:
+  struct Death {
+    ErrorCode code;
+    std::string message;
+    WaitFailure failure;
+  };
+
+  void die(ErrorCode code, std::string message, const WaitFailure& failure) {
+    death_ = Death{code, std::move(message), failure};
+    settled_.notify_all();
+  }
+
+  // A rank that let go of its world can never come, so waiting for it is over before the deadline.
+  void give_up_on_departed(int waiter, const Call& call) {
+    if (death_) return;
+    for (const int peer : round_->missing()) {
+      if (!departed_[static_cast<std::size_t>(peer)]) continue;
+      die(ErrorCode::kAborted,
+          fmt::format("rank {} of {} destroyed its World while rank {} waited for it in {}", peer,
+                      size_, waiter, to_string(call.kind)),
+          bootstrap_failure(waiter, peer, num_completed_, size_, round_->num_arrived,
+                            std::chrono::nanoseconds(0)));
+      return;
+    }
+  }
+
+  const int size_;
+  const std::chrono::milliseconds deadline_;
+  mutable std::mutex mutex_;
+  std::condition_variable settled_;
+  std::shared_ptr<Round> round_;  // the one that ranks now join
+  std::uint64_t num_completed_ = 0;
+  std::vector<bool> departed_;
+  std::optional<Death> death_;
+};
+
+// Holds every rank's block, so that a block outlives its owner's handle while a peer may write it.
+class ThreadSegment final : public SymmetricSegment {
+ public:
+  ThreadSegment(const Round& round, std::size_t bytes) {
+    bytes_ = bytes;
+    for (const auto& contribution : round.contributions) {
+      blocks_.push_back(contribution->block);
+      bases_.push_back(contribution->block->data());
+    }
+  }
+
+ private:
+  std::vector<std::shared_ptr<const Mapping>> blocks_;
+};
+
+class ThreadFabric final : public Fabric {
+ public:
+  ThreadFabric(std::shared_ptr<Meeting> meeting, int rank, std::chrono::milliseconds deadline)
+      : Fabric(deadline), meeting_(std::move(meeting)), rank_(rank) {}
+  ThreadFabric(const ThreadFabric&) = delete;
+  ThreadFabric& operator=(const ThreadFabric&) = delete;
+  ~ThreadFabric() override { meeting_->depart(rank_); }
+
+  int rank() const override { return rank_; }
+  int size() const override { return meeting_->size(); }
+  const char* name() const override { return "threads"; }
+
+  void all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
+    require_gather_space(mine.size(), all.size(), size());
+    Contribution contribution;
+    contribution.call = {CallKind::kAllGather, mine.size()};
+    contribution.data.assign(mine.begin(), mine.end());
+    const auto round = meet(std::move(contribution));
+    if (mine.empty()) return;
+    for (std::size_t r = 0; r < round->contributions.size(); ++r) {
+      std::memcpy(all.data() + r * mine.size(), round->contributions[r]->data.data(), mine.size());
+    }
+  }
+
+  std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes) override {
+    Contribution contribution;
+    contribution.call = {CallKind::kAllocate, bytes};
+    try {
+      if (bytes == 0) {
+        throw Error(ErrorCode::kInvalidArgument,
+                    "a symmetric segment of 0 bytes was asked for; ask for at least 1");
+      }
+      contribution.block = std::make_shared<const Mapping>(Mapping::anonymous(bytes));
+    } catch (const Error& error) {
+      contribution.refusal = error;
+    }
+    const auto round = meet(std::move(contribution));
+    for (std::size_t r = 0; r < round->contributions.size(); ++r) {
+      if (const auto& refusal = round->contributions[r]->refusal) {
+        throw Error(refusal->code(), fmt::format("rank {}: {}", r, refusal->what()));
+      }
+    }
+    return std::make_shared<ThreadSegment>(*round, bytes);
+  }
+
+  std::string liveness(int rank) const override {
+    return meeting_->has_departed(rank) ? fmt::format("rank {} has destroyed its World", rank) : "";
+  }
+
+ private:
+  std::shared_ptr<const Round> meet(Contribution mine) {
+    auto round = meeting_->meet(rank_, std::move(mine));
+    std::vector<Call> calls;
+    for (const auto& contribution : round->contributions) calls.push_back(contribution->call);
+    require_same_call(calls);
+    return round;
+  }
+
+  std::shared_ptr<Meeting> meeting_;
+  int rank_;
+};
+
+}  // namespace
+
+std::vector<World> World::threads(int size, WorldOptions options) {
+  if (size < 1) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("a world of {} ranks was asked for; ask for at least 1", size));
+  }
+  const std::chrono::milliseconds deadline = checked_deadline(options.deadline);
+  const auto meeting = std::make_shared<Meeting>(size, deadline);
+  std::vector<World> worlds;
+  worlds.reserve(static_cast<std::size_t>(size));
+  for (int rank = 0; rank < size; ++rank) {
+    worlds.emplace_back(std::make_shared<ThreadFabric>(meeting, rank, deadline));
+  }
+  return worlds;
+}
+
+World World::single(WorldOptions options) { return threads(1, std::move(options)).front(); }
+
+}  // namespace switchyard
