@@ -7,7 +7,7 @@
 #include <map>
 #include <string>
 
-#include "ranks.h"
+#include "support/ranks.h"
 
 namespace switchyard::test {
 namespace {

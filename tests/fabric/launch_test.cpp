@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "ranks.h"
+#include "support/ranks.h"
 
 namespace switchyard::test {
 namespace {

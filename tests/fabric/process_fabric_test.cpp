@@ -18,7 +18,7 @@
 
 #include "fabric/bootstrap.h"
 #include "fabric/fabric.h"
-#include "ranks.h"
+#include "support/ranks.h"
 
 namespace switchyard::test {
 namespace {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "fabric/fabric.h"
-#include "ranks.h"
+#include "support/ranks.h"
 
 namespace switchyard::test {
 namespace {
