@@ -590,12 +590,24 @@ class LayerLoader {
     const std::string gate = shared_name(names_->shared_gate);
     const std::string up = shared_name(names_->shared_up);
     const std::string down = shared_name(names_->shared_down);
-    if (spec_.activation.gated)
-      weights.shared.gate = matrix(gate, spec_.shared_intermediate, spec_.hidden);
-    weights.shared.up = matrix(up, spec_.shared_intermediate, spec_.hidden);
-    weights.shared.down = matrix(down, spec_.hidden, spec_.shared_intermediate);
-    for (const std::string& name : {up, down}) prefetch(name);
-    if (spec_.activation.gated) prefetch(gate);
+    const std::int64_t h = spec_.hidden;
+    const std::int64_t i = spec_.shared_intermediate;
+    const std::string gate_up = shared_name(names_->packed_shared_gate_up);
+    if (spec_.activation.gated && !state_.has(up) && state_.has(gate_up)) {
+      const MatrixView both = matrix(gate_up, 2 * i, h);
+      weights.shared.gate = half(both, 0, false, require(gate_up));
+      weights.shared.up = half(both, 1, false, require(gate_up));
+      prefetch(gate_up);
+    } else {
+      if (spec_.activation.gated) {
+        weights.shared.gate = matrix(gate, i, h);
+        prefetch(gate);
+      }
+      weights.shared.up = matrix(up, i, h);
+      prefetch(up);
+    }
+    weights.shared.down = matrix(down, h, i);
+    prefetch(down);
     if (spec_.shared_sigmoid_gate)
       weights.shared_gate = vector(base_ + names_->shared_sigmoid_gate, spec_.hidden);
   }

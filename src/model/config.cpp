@@ -68,7 +68,8 @@ bool starts_with(const std::string& text, std::string_view prefix) {
   return std::string_view(text).substr(0, prefix.size()) == prefix;
 }
 
-// Typed access to one JSON object. null counts as absent, as it does for transformers.
+// Typed access to one JSON object. null counts as absent: it is what transformers writes for a key
+// whose default is None.
 class Keys {
  public:
   Keys(const json& object, std::string source, std::string path)
@@ -84,6 +85,11 @@ class Keys {
     return found == object_->end() || found->is_null() ? nullptr : &*found;
   }
   bool has(std::string_view key) const { return find(key) != nullptr; }
+  // Written out as null, for the rare key whose default is something else.
+  bool is_null(std::string_view key) const {
+    const auto found = object_->find(key);
+    return found != object_->end() && found->is_null();
+  }
 
   int integer(std::initializer_list<std::string_view> names, int low, int high) const {
     for (const std::string_view name : names)
@@ -218,6 +224,11 @@ LayerSpec common_spec(const Keys& keys, std::initializer_list<std::string_view> 
 }
 
 int shared_experts_width(const Keys& keys, int count, int width) {
+  // transformers would give the shared experts biases; no published MoE model has any.
+  if (keys.boolean_or("mlp_bias", false))
+    keys.fail("mlp_bias",
+              "is true; shared experts with biases are not supported, use the "
+              "config.json that the model's publisher ships");
   const std::int64_t total = static_cast<std::int64_t>(count) * width;
   if (total > kMaxIntermediate)
     keys.fail("n_shared_experts",
@@ -243,8 +254,11 @@ std::vector<bool> layers_from_types(const Keys& keys, int num_layers, std::strin
   return result;
 }
 
+// mlp_layer_types, which transformers writes in place of the keys that it read; else
 // first_k_dense_replace and moe_layer_freq, either a period or a 0/1 list per layer.
 std::vector<bool> deepseek_layers(const Keys& keys, int num_layers, int default_first_dense) {
+  if (keys.has("mlp_layer_types"))
+    return layers_from_types(keys, num_layers, "mlp_layer_types", "sparse", "dense");
   const int first_dense =
       keys.integer_or("first_k_dense_replace", default_first_dense, 0, kMaxLayers);
   const json* freq = keys.find("moe_layer_freq");
@@ -278,7 +292,9 @@ Draft parse_qwen(const Keys& keys, int num_layers, const std::string& model_type
   // Next and 3.5 have a gated shared expert like 1.5 and 2, and renormalise like 3.
   const bool is_qwen2 = model_type == "qwen2_moe";
   const bool is_next = starts_with(model_type, "qwen3_next") || starts_with(model_type, "qwen3_5");
-  Draft draft{common_spec(keys, {"moe_intermediate_size"}, {"num_experts"}), {}, {}};
+  // transformers 5 saves Qwen3's num_experts as num_local_experts.
+  Draft draft{
+      common_spec(keys, {"moe_intermediate_size"}, {"num_experts", "num_local_experts"}), {}, {}};
   draft.spec.routing.renormalize = keys.boolean_or("norm_topk_prob", is_next);
   if (is_qwen2 || is_next) {
     draft.spec.shared_intermediate =
@@ -329,9 +345,7 @@ Draft parse_deepseek_v3(const Keys& keys, int num_layers, const std::string& mod
   const bool is_glm4 = is_glm && !is_glm5;
   Draft draft{common_spec(keys, {"moe_intermediate_size"}, {"n_routed_experts"}), {}, {}};
   LayerSpec& spec = draft.spec;
-  draft.is_moe = keys.has("mlp_layer_types")
-                     ? layers_from_types(keys, num_layers, "mlp_layer_types", "sparse", "dense")
-                     : deepseek_layers(keys, num_layers, is_glm4 ? 1 : 3);
+  draft.is_moe = deepseek_layers(keys, num_layers, is_glm4 ? 1 : 3);
   spec.shared_intermediate = shared_experts_width(
       keys, keys.integer_or("n_shared_experts", 1, 0, kMaxExperts), spec.intermediate);
   keys.text_in("scoring_func", "sigmoid", {"sigmoid"});
@@ -402,9 +416,9 @@ Draft parse_gpt_oss(const Keys& keys, int num_layers) {
   spec.routing.top_k_before_score = true;
   spec.router_bias = true;
   spec.expert_bias = true;
-  spec.activation.alpha = 1.702f;  // fixed in transformers' GptOssExperts, like the bias below
+  spec.activation.alpha = keys.number_or("swiglu_alpha", 1.702f, 1e-6f, 1e6f);
   spec.activation.limit = keys.number_or("swiglu_limit", 7.0f, 1e-6f, 1e6f);
-  spec.activation.up_bias = 1.0f;
+  spec.activation.up_bias = 1.0f;  // fixed in transformers' GptOssExperts
   return draft;
 }
 
@@ -445,9 +459,11 @@ Draft parse_dbrx(const Keys& keys, int num_layers) {
   spec.intermediate = ffn->integer("ffn_hidden_size", 1, kMaxIntermediate);
   spec.num_experts = ffn->integer("moe_num_experts", 1, kMaxExperts);
   spec.top_k = ffn->integer("moe_top_k", 1, spec.num_experts);
-  // The order of the norm that the weights are divided by; null for none.
-  if (ffn->number_or("moe_normalize_expert_weights", 1.0f, 1.0f, 1.0f) == 1.0f)
-    spec.routing.renormalize = true;
+  // The order of the norm that the weights are divided by, of which only 1 is in use. Here null is
+  // a value: no division.
+  if (!ffn->is_null("moe_normalize_expert_weights"))
+    spec.routing.renormalize =
+        ffn->number_or("moe_normalize_expert_weights", 1.0f, 1.0f, 1.0f) == 1.0f;
   if (const std::optional<Keys> activation = ffn->object("ffn_act_fn"))
     spec.activation.kind =
         activation_kind(*activation, "name", activation->text_or("name", "silu"));
@@ -470,7 +486,9 @@ Draft parse_jamba(const Keys& keys, int num_layers) {
   Draft draft{common_spec(keys, {"intermediate_size"}, {"num_experts"}), {}, {}};
   const int period = keys.integer_or("expert_layer_period", 2, 1, kMaxLayers);
   const int offset = keys.integer_or("expert_layer_offset", 1, 0, kMaxLayers);
-  for (int layer = 0; layer < num_layers; ++layer) draft.is_moe.push_back(layer % period == offset);
+  // Jamba's models without experts have the same keys and num_experts 1.
+  for (int layer = 0; layer < num_layers; ++layer)
+    draft.is_moe.push_back(draft.spec.num_experts > 1 && layer % period == offset);
   return draft;
 }
 

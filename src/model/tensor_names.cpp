@@ -18,6 +18,7 @@ constexpr TensorNames kMlp = {
     .shared_gate = "shared_experts.gate_proj",
     .shared_up = "shared_experts.up_proj",
     .shared_down = "shared_experts.down_proj",
+    .packed_shared_gate_up = "shared_experts.gate_up_proj",
     .shared_sigmoid_gate = "shared_expert_gate.weight",
     .packing = Packing::kRows,
     .packed_gate_up = "experts.gate_up_proj",

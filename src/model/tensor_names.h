@@ -31,6 +31,7 @@ struct TensorNames {
   const char* shared_gate;  // without ".weight"
   const char* shared_up;
   const char* shared_down;
+  const char* packed_shared_gate_up;  // gate rows, then up rows: transformers' own MiniMax-M3
   const char* shared_sigmoid_gate;
   Packing packing;
   const char* packed_gate_up;  // or gate, for Packing::kSeparateTransposed

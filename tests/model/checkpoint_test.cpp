@@ -406,6 +406,29 @@ TEST_F(DamagedCheckpoint, PackedExpertsUnderAnotherPrefixMisaligned) {
   expect_equal(load(), expected);
 }
 
+// As transformers writes MiniMax-M3 unless it is asked for the published format.
+TEST_F(DamagedCheckpoint, SharedExpertWithGateAndUpInOneTensor) {
+  write("minimax-m3");
+  const Checkpoint original = Checkpoint::open(path_);
+  const int layer = original.moe_layers().front();
+  const MoeWeights expected = original.load_layer(layer);
+  std::vector<std::byte> gate;
+  rewrite([&](TensorInfo& info, std::vector<std::byte>& bytes) {
+    if (info.name.ends_with("shared_experts.gate_proj.weight")) {
+      gate = bytes;
+      return false;
+    }
+    const std::size_t at = info.name.find("shared_experts.up_proj");
+    if (at == std::string::npos) return true;
+    EXPECT_FALSE(gate.empty()) << "gate_proj is written before up_proj";
+    bytes.insert(bytes.begin(), gate.begin(), gate.end());
+    info.shape[0] *= 2;
+    info.name.replace(at, std::string::npos, "shared_experts.gate_up_proj.weight");
+    return true;
+  });
+  expect_equal(Checkpoint::open(path_).load_layer(layer), expected);
+}
+
 TEST(GenerateWeights, HasTheStatisticsOfRealWeights) {
   LayerSpec spec;
   spec.hidden = 512;

@@ -79,6 +79,11 @@ TEST(Config, Qwen3AndQwen35) {
   expected.routing.renormalize = true;
   expect_same(spec_of(parse_entry("qwen3-30b"), 47), expected);
   EXPECT_EQ(parse_entry("qwen3-235b").moe_layers(), range(0, 94));
+  const ModelConfig saved = parse_config(R"({"model_type": "qwen3_moe", "num_hidden_layers": 1,
+      "hidden_size": 2048, "moe_intermediate_size": 768, "num_local_experts": 128,
+      "num_experts_per_tok": 8, "norm_topk_prob": true})",
+                                         "config.json");
+  expect_same(spec_of(saved, 0), expected);
 
   expected = softmax_spec(4096, 1024, 512, 10);
   expected.routing.renormalize = true;
@@ -223,6 +228,14 @@ TEST(Config, GptOss) {
   expected.num_experts = 32;
   EXPECT_EQ(parse_entry("gpt-oss-20b").num_layers, 24);
   expect_same(spec_of(parse_entry("gpt-oss-20b"), 0), expected);
+
+  // transformers 5 made the slope a key.
+  const ModelConfig other = parse_config(R"({"model_type": "gpt_oss", "num_hidden_layers": 1,
+      "hidden_size": 64, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2,
+      "swiglu_alpha": 1.25, "swiglu_limit": 3})",
+                                         "config.json");
+  EXPECT_EQ(spec_of(other, 0).activation.alpha, 1.25f);
+  EXPECT_EQ(spec_of(other, 0).activation.limit, 3.0f);
 }
 
 TEST(Config, MiniMax) {
@@ -244,6 +257,14 @@ TEST(Config, MiniMax) {
   const ModelConfig m3 = parse_entry("minimax-m3");
   EXPECT_EQ(m3.moe_layers(), range(3, 60));
   expect_same(spec_of(m3, 3), expected);
+
+  // transformers saves mlp_layer_types in place of the moe_layer_freq that it read.
+  const ModelConfig saved = parse_config(R"({"model_type": "minimax_m3_vl_text",
+      "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 32, "num_local_experts": 8,
+      "num_experts_per_tok": 2, "shared_intermediate_size": 32,
+      "mlp_layer_types": ["dense", "sparse", "sparse"]})",
+                                         "config.json");
+  EXPECT_EQ(saved.moe_layers(), range(1, 3));
 }
 
 TEST(Config, Dbrx) {
@@ -252,6 +273,12 @@ TEST(Config, Dbrx) {
   const ModelConfig config = parse_entry("dbrx");
   EXPECT_EQ(config.moe_layers(), range(0, 40));
   expect_same(spec_of(config, 0), expected);
+
+  const ModelConfig plain = parse_config(R"({"model_type": "dbrx", "d_model": 64, "n_layers": 1,
+      "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2,
+                     "moe_normalize_expert_weights": null}})",
+                                         "config.json");
+  EXPECT_FALSE(spec_of(plain, 0).routing.renormalize);
 }
 
 TEST(Config, Phi) {
@@ -330,6 +357,9 @@ TEST(Config, BadInputNamesKeyValueAndRemedy) {
   expect_bad(R"({"model_type": "jamba", "hidden_size": 8, "intermediate_size": 8, "num_experts": 4,
     "num_experts_per_tok": 2, "num_hidden_layers": 2, "expert_layer_offset": 9})",
              {"none of the 2 layers", "expert_layer_period"});
+  expect_bad(R"({"model_type": "jamba", "hidden_size": 8, "intermediate_size": 8, "num_experts": 1,
+    "num_experts_per_tok": 1, "num_hidden_layers": 2})",
+             {"none of the 2 layers"});
   expect_bad(R"({"model_type": "deepseek_v3", "hidden_size": 8, "moe_intermediate_size": 8,
     "n_routed_experts": 12, "num_experts_per_tok": 2, "num_hidden_layers": 9, "n_group": 8,
     "topk_group": 4})",
@@ -338,6 +368,9 @@ TEST(Config, BadInputNamesKeyValueAndRemedy) {
     "n_routed_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 9,
     "routed_scaling_factor": "big"})",
              {"'routed_scaling_factor' is \"big\"", "number"});
+  expect_bad(R"({"model_type": "deepseek_v2", "hidden_size": 8, "moe_intermediate_size": 8,
+    "n_routed_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 2, "mlp_bias": true})",
+             {"'mlp_bias' is true", "publisher"});
   expect_bad(R"({"model_type": "dbrx", "d_model": 64, "n_layers": 1})",
              {"'ffn_config' is missing"});
   expect_bad(R"({"model_type": "dbrx", "d_model": 64, "n_layers": 1, "ffn_config": {
