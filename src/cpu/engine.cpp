@@ -256,7 +256,8 @@ MoeLayer::Engine::Engine(const World& world, const LayerSpec& spec, const MoeWei
   routed_h_ =
       cpu::LazyBuffer(most_h_rows * static_cast<std::uint64_t>(spec.intermediate) * element);
   if (spec.shared_intermediate > 0) {
-    const auto rows = protocol::round_up(max_tokens, granule) + granule;
+    const auto rows =
+        protocol::round_up(max_tokens, static_cast<std::uint64_t>(cpu::kOwnTokensShape.granule));
     shared_h_ =
         cpu::LazyBuffer(rows * static_cast<std::uint64_t>(spec.shared_intermediate) * element);
   }
@@ -571,18 +572,17 @@ void MoeLayer::Engine::place_slots() {
 }
 
 void MoeLayer::Engine::list_tiles() {
-  const protocol::TileShape shape = layer_.layout().params().tile;
-  const auto granule = static_cast<std::uint32_t>(shape.granule);
+  const protocol::TileShape routed_shape = layer_.layout().params().tile;
   const protocol::ExpertPartition experts = layer_.layout().experts();
   pass_.tiles.clear();
-  const auto add = [&](const protocol::TokenTiles& tiles, int expert, std::uint32_t first_row,
-                       std::uint64_t& h_row, std::uint32_t flag) {
+  const auto add = [&](const protocol::TokenTiles& tiles, protocol::TileShape shape, int expert,
+                       std::uint32_t first_row, std::uint64_t& h_row, std::uint32_t flag) {
     for (std::uint32_t j = 0; j < tiles.count; ++j) {
       cpu::Tile tile;
       tile.expert = expert;
       tile.first_row = first_row + tiles.begin(j);
       tile.rows = tiles.end(j) - tiles.begin(j);
-      tile.padded = protocol::round_up(tile.rows, granule);
+      tile.padded = protocol::round_up(tile.rows, static_cast<std::uint32_t>(shape.granule));
       tile.h_row = h_row;
       tile.flag = flag + j;
       h_row += tile.padded;
@@ -590,12 +590,13 @@ void MoeLayer::Engine::list_tiles() {
     }
   };
   pass_.shared_tiles = protocol::TokenTiles(
-      spec().shared_intermediate > 0 ? static_cast<std::uint32_t>(pass_.tokens) : 0, shape);
+      spec().shared_intermediate > 0 ? static_cast<std::uint32_t>(pass_.tokens) : 0,
+      cpu::kOwnTokensShape);
   std::uint64_t shared_rows = 0, routed_rows = 0;
-  add(pass_.shared_tiles, -1, 0, shared_rows, 0);
+  add(pass_.shared_tiles, cpu::kOwnTokensShape, -1, 0, shared_rows, 0);
   for (int e = experts.begin(rank()); e < experts.end(rank()); ++e) {
-    add(protocol::TokenTiles(pass_.plan.rows_of_expert[e], shape), e, pass_.plan.row_begin[e],
-        routed_rows, pass_.plan.tile_begin[e]);
+    add(protocol::TokenTiles(pass_.plan.rows_of_expert[e], routed_shape), routed_shape, e,
+        pass_.plan.row_begin[e], routed_rows, pass_.plan.tile_begin[e]);
   }
 
   protocol::Workload& work = pass_.work;

@@ -102,6 +102,12 @@ struct Pass {
 inline constexpr std::uint32_t kDispatchChunk = 64;  // tokens
 inline constexpr std::uint32_t kCombineChunk = 32;   // tokens
 
+// The bits of a product may depend on its shape: the library picks instructions by it. An expert's
+// tiles have the same rows however many ranks share the experts, but the tokens of a rank's gate
+// and shared expert are its own; these always multiply tiles of this one height, padded with zeros,
+// so that a token's result does not depend on how tokens are dealt to ranks.
+inline constexpr protocol::TileShape kOwnTokensShape{32, 32};
+
 // Calls visit(source) for every rank of which the tile has rows.
 template <typename Visit>
 void for_each_source(const LayerState& layer, const Pass& pass, const Tile& tile, Visit&& visit) {

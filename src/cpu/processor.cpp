@@ -16,8 +16,6 @@ using Step = ProtocolStep::Kind;
 
 namespace {
 
-constexpr int kGranule = 16;
-
 // The gate multiplies in bf16 where both operands are: products of bf16 are exact in fp32.
 DType gate_dtype(const LayerState& layer) {
   const bool both_bf16 = layer.gemm == DType::kBF16 && layer.weights.router.dtype == DType::kBF16;
@@ -38,7 +36,7 @@ std::int64_t Processor::gate(Pass& pass, std::int64_t begin, std::int64_t end,
                              const std::int32_t* hashed_ids) {
   const LayerSpec& spec = layer_.spec;
   const int n = static_cast<int>(end - begin);
-  const int padded = protocol::round_up(n, kGranule);
+  constexpr int padded = kOwnTokensShape.max_height;
   const int experts = spec.num_experts;
   const DType dtype = gate_gemm_.dtype();
   const std::int64_t hidden = spec.hidden;

@@ -21,7 +21,7 @@ class Processor {
 
   void run(Pass& pass, const protocol::Task& task);
 
-  static constexpr std::int64_t kGateBlock = 64;  // tokens
+  static constexpr std::int64_t kGateBlock = kOwnTokensShape.max_height;  // tokens
   // The most bytes of scratch that the tasks of a layer need.
   std::size_t scratch_bytes() const;
 

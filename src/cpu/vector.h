@@ -98,8 +98,8 @@ inline Floats exp(Floats x) {
 inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
 
 // erfc(x) = t exp(-x^2 + Q(t)), t = 1 / (1 + x / 2), for x >= 0; 2 - erfc(-x) below. Q is the
-// Chebyshev interpolant of degree 9 of ln(erfc(x) / t) + x^2 on t in [1/6, 1] (x up to 10): relative
-// error 5e-8, in fp32 arithmetic 3e-7 of the larger of erfc(x) and erfc(-x).
+// Chebyshev interpolant of degree 9 of ln(erfc(x) / t) + x^2 on t in [1/6, 1] (x up to 10):
+// relative error 5e-8, in fp32 arithmetic 3e-7 of the larger of erfc(x) and erfc(-x).
 inline Floats erfc(Floats x) {
   const Floats a = (x < 0.0f) ? -x : x;
   const Floats t = 1.0f / (1.0f + 0.5f * a);

@@ -115,9 +115,9 @@ TEST(Kernels, ActivationsTransposeAndAreAccurate) {
           gate[0] = up[0] = -300;  // far into both saturations
           gate.back() = up.back() = 300;
           std::vector<float> out(static_cast<std::size_t>(n * stride), -77.0f);
-          kernels().activate(a, gated ? gate.data() : nullptr, up.data(),
-                             special ? gate_bias.data() : nullptr, special ? up_bias.data() : nullptr,
-                             m, n, out.data(), DType::kF32, stride);
+          kernels().activate(
+              a, gated ? gate.data() : nullptr, up.data(), special ? gate_bias.data() : nullptr,
+              special ? up_bias.data() : nullptr, m, n, out.data(), DType::kF32, stride);
           for (int j = 0; j < n; ++j) {
             for (int i = 0; i < m; ++i) {
               const auto at = static_cast<std::size_t>(i * n + j);
@@ -139,7 +139,8 @@ TEST(Kernels, ActivationsTransposeAndAreAccurate) {
                   << "kind " << kind << " gated " << gated;
             }
             for (int i = m; i < stride; ++i) {
-              ASSERT_EQ(out[static_cast<std::size_t>(j * stride + i)], -77.0f) << "wrote past a row";
+              ASSERT_EQ(out[static_cast<std::size_t>(j * stride + i)], -77.0f)
+                  << "wrote past a row";
             }
           }
         }
@@ -165,9 +166,9 @@ TEST(Kernels, ScatterWritesExactlyItsRows) {
       for (int j = 0; j < n; ++j) {
         for (int i = 0; i < m + 2; ++i) {
           const bool written = j < rows && i < m;
-          const float expected = written ? in[static_cast<std::size_t>(i * n + j)] +
-                                               bias[static_cast<std::size_t>(i)]
-                                         : 9.0f;
+          const float expected =
+              written ? in[static_cast<std::size_t>(i * n + j)] + bias[static_cast<std::size_t>(i)]
+                      : 9.0f;
           ASSERT_EQ(out[static_cast<std::size_t>(j)][static_cast<std::size_t>(i)], expected);
         }
       }

@@ -133,6 +133,29 @@ TEST_P(EveryModel, SameBitsOnEveryRepetitionAndRankCount) {
   }
 }
 
+// Shapes at which the GEMM library changes its instructions with the number of tokens: the gate of
+// few experts and a small shared expert.
+TEST(SameBits, HoweverTokensAreDealt) {
+  for (const DType dtype : {DType::kBF16, DType::kF32}) {
+    LayerSpec spec;
+    spec.hidden = 128;
+    spec.intermediate = 256;
+    spec.num_experts = 8;
+    spec.top_k = 2;
+    spec.shared_intermediate = 40;
+    const MoeWeights w = generate_weights(spec, dtype, 21, {.num_threads = 1});
+    for (const std::int64_t tokens : {5, 61, 130}) {
+      const Batch batch = random_batch(spec, tokens, dtype, 22);
+      const BatchResult alone = run_batch(spec, w, batch, Shares::even(tokens, 1), dtype);
+      for (const int ranks : {2, 3, 4, 8}) {
+        const BatchResult result = run_batch(spec, w, batch, Shares::even(tokens, ranks), dtype);
+        EXPECT_EQ(result.weights, alone.weights) << tokens << " tokens, " << ranks << " ranks";
+        EXPECT_TRUE(result.output == alone.output) << tokens << " tokens, " << ranks << " ranks";
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModel, ::testing::ValuesIn(model_table()),
                          [](const auto& model) {
                            std::string name = model.param.name;

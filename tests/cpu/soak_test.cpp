@@ -114,12 +114,15 @@ TEST(Soak, ThreadsBackToBackWithJitter) {
 
 TEST(Soak, ProcessesBackToBackWithJitter) {
   const std::string rendezvous = test::fresh_rendezvous();
-  const std::vector<int> codes = test::run_processes(kRanks, [&](int rank) {
-    const Script script;
-    WorldOptions options;
-    options.rendezvous = rendezvous;
-    EXPECT_EQ(script.play(World::processes(rank, kRanks, options), num_epochs()), 0);
-  }, kHang);
+  const std::vector<int> codes = test::run_processes(
+      kRanks,
+      [&](int rank) {
+        const Script script;
+        WorldOptions options;
+        options.rendezvous = rendezvous;
+        EXPECT_EQ(script.play(World::processes(rank, kRanks, options), num_epochs()), 0);
+      },
+      kHang);
   EXPECT_EQ(codes, std::vector<int>(kRanks, 0));
 }
 
