@@ -203,7 +203,7 @@ void memory_read(benchmark::State& state) {
 BENCHMARK(memory_read)->UseManualTime()->Unit(benchmark::kMillisecond);
 BENCHMARK(library_tiles)->Arg(2048)->UseManualTime()->Unit(benchmark::kMillisecond);
 BENCHMARK(layer)
-    ->ArgsProduct({{1, 32, 256, 2048}, {1, 4}})
+    ->ArgsProduct({{1, 32, 256, 2048}, {1, 2, 4}})
     ->ArgNames({"tokens", "ranks"})
     ->UseManualTime()
     ->Unit(benchmark::kMillisecond);

@@ -15,6 +15,8 @@
 #include "cpu/scheduler.h"
 #include "cpu/worker_pool.h"
 #include "fabric/fabric.h"
+#include "protocol/agreement.h"
+#include "protocol/call.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
 #include "switchyard/routing.h"
@@ -30,58 +32,6 @@ namespace {
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-// What the ranks of a layer must agree on.
-struct Declaration {
-  LayerSpec spec;
-  std::int32_t max_tokens;
-  DType compute;
-};
-static_assert(std::is_trivially_copyable_v<Declaration>);
-
-// The first field in which two declarations differ, as "name: a here, b there"; empty if none.
-std::string difference(const Declaration& here, const Declaration& there) {
-  std::string found;
-  const auto compare = [&found](const char* name, const auto& a, const auto& b) {
-    if (!found.empty() || a == b) return;
-    if constexpr (std::is_enum_v<std::decay_t<decltype(a)>>) {
-      found = fmt::format("{}: {} here, {} there", name, static_cast<int>(a), static_cast<int>(b));
-    } else {
-      found = fmt::format("{}: {} here, {} there", name, a, b);
-    }
-  };
-#define SWITCHYARD_COMPARE(field) compare(#field, here.field, there.field)
-  SWITCHYARD_COMPARE(spec.hidden);
-  SWITCHYARD_COMPARE(spec.intermediate);
-  SWITCHYARD_COMPARE(spec.num_experts);
-  SWITCHYARD_COMPARE(spec.top_k);
-  SWITCHYARD_COMPARE(spec.activation.kind);
-  SWITCHYARD_COMPARE(spec.activation.gated);
-  SWITCHYARD_COMPARE(spec.activation.alpha);
-  SWITCHYARD_COMPARE(spec.activation.limit);
-  SWITCHYARD_COMPARE(spec.activation.up_bias);
-  SWITCHYARD_COMPARE(spec.routing.method);
-  SWITCHYARD_COMPARE(spec.routing.score);
-  SWITCHYARD_COMPARE(spec.routing.top_k_before_score);
-  SWITCHYARD_COMPARE(spec.routing.renormalize);
-  SWITCHYARD_COMPARE(spec.routing.renormalize_epsilon);
-  SWITCHYARD_COMPARE(spec.routing.has_correction_bias);
-  SWITCHYARD_COMPARE(spec.routing.num_groups);
-  SWITCHYARD_COMPARE(spec.routing.top_k_groups);
-  SWITCHYARD_COMPARE(spec.routing.group_score);
-  SWITCHYARD_COMPARE(spec.routing.scale);
-  SWITCHYARD_COMPARE(spec.routing.jitter_eps);
-  SWITCHYARD_COMPARE(spec.router_bias);
-  SWITCHYARD_COMPARE(spec.expert_bias);
-  SWITCHYARD_COMPARE(spec.shared_intermediate);
-  SWITCHYARD_COMPARE(spec.shared_sigmoid_gate);
-  SWITCHYARD_COMPARE(spec.weight_on_input);
-  SWITCHYARD_COMPARE(spec.capacity_factor);
-  SWITCHYARD_COMPARE(max_tokens);
-  SWITCHYARD_COMPARE(compute);
-#undef SWITCHYARD_COMPARE
-  return found;
 }
 
 std::vector<float> to_floats(const VectorView& v) {
@@ -133,8 +83,6 @@ class MoeLayer::Engine {
   int num_threads() const { return pool_->size(); }
 
  private:
-  void agree();
-  void check(const ForwardInput& input, const ForwardOutput& output) const;
   void begin_pass(const ForwardInput& input, const ForwardOutput& output);
   void route(const ForwardInput& input);
   void drop_over_capacity();
@@ -245,7 +193,7 @@ MoeLayer::Engine::Engine(const World& world, const LayerSpec& spec, const MoeWei
     router = {router_f32_.data(), DType::kF32, router.rows, router.cols, router.cols};
   }
 
-  agree();
+  protocol::agree(world.fabric(), {spec, options.max_tokens, layer_.wire});
   heap_ = world.fabric().allocate(layer_.layout().bytes());
   for (int r = 0; r < num_ranks(); ++r) layer_.heaps.base[r] = heap_->base(r);
 
@@ -281,98 +229,6 @@ MoeLayer::Engine::Engine(const World& world, const LayerSpec& spec, const MoeWei
   world.fabric().all_gather({}, {});  // nobody writes into a heap before everybody has mapped it
 }
 
-void MoeLayer::Engine::agree() {
-  const Declaration mine{layer_.spec, options_.max_tokens, layer_.wire};
-  std::vector<Declaration> all(static_cast<std::size_t>(num_ranks()));
-  world_.fabric().all_gather(std::as_bytes(std::span(&mine, 1)),
-                             std::as_writable_bytes(std::span(all)));
-  for (int r = 0; r < num_ranks(); ++r) {
-    const std::string found = difference(mine, all[static_cast<std::size_t>(r)]);
-    if (!found.empty()) {
-      throw Error(ErrorCode::kSpecMismatch,
-                  fmt::format("rank {} and rank {} disagree on {}; give every rank the same layer "
-                              "and limits",
-                              rank(), r, found));
-    }
-  }
-}
-
-void MoeLayer::Engine::check(const ForwardInput& input, const ForwardOutput& output) const {
-  const LayerSpec& spec = layer_.spec;
-  const MatrixView& x = input.activations;
-  const auto reject = [](ErrorCode code, const std::string& message) {
-    throw Error(code, message);
-  };
-  if (x.rows > 0 && x.cols != spec.hidden) {
-    reject(ErrorCode::kShapeMismatch, fmt::format("activations have {} columns; the layer's hidden "
-                                                  "size is {}",
-                                                  x.cols, spec.hidden));
-  }
-  if (x.rows > options_.max_tokens) {
-    reject(ErrorCode::kCapacityExceeded,
-           fmt::format("{} tokens on rank {}; the layer was made for at most {} (LayerOptions::"
-                       "max_tokens)",
-                       x.rows, rank(), options_.max_tokens));
-  }
-  const auto floating = [](DType t) {
-    return t == DType::kF32 || t == DType::kBF16 || t == DType::kF16;
-  };
-  if (!floating(x.dtype) || !floating(output.dtype)) {
-    reject(ErrorCode::kDTypeMismatch,
-           fmt::format("activations are {} and output is {}; use bf16, f16 or f32",
-                       to_string(x.dtype), to_string(output.dtype)));
-  }
-  if (x.rows > 0 && (x.data == nullptr || output.data == nullptr || x.col_stride != 1)) {
-    reject(ErrorCode::kInvalidArgument,
-           "activations and output must be non-null, with contiguous rows (col_stride 1)");
-  }
-  const auto slots = static_cast<std::size_t>(x.rows) * static_cast<std::size_t>(spec.top_k);
-  const auto require_size = [&](const char* name, std::size_t size, std::size_t expected) {
-    if (size != expected) {
-      reject(ErrorCode::kShapeMismatch,
-             fmt::format("{} has {} elements; {} tokens need {}", name, size, x.rows, expected));
-    }
-  };
-  const bool given = !input.topk_ids.empty();
-  if (given || !input.topk_weights.empty()) {
-    require_size("topk_ids", input.topk_ids.size(), slots);
-    require_size("topk_weights", input.topk_weights.size(), slots);
-    for (std::size_t i = 0; i < slots; ++i) {
-      const std::int32_t id = input.topk_ids[i];
-      if (id < kNoExpert || id >= spec.num_experts) {
-        reject(ErrorCode::kInvalidArgument,
-               fmt::format("topk_ids[{}][{}] is {}; expert ids are 0 to {}, or {} for none",
-                           i / static_cast<std::size_t>(spec.top_k),
-                           i % static_cast<std::size_t>(spec.top_k), id, spec.num_experts - 1,
-                           kNoExpert));
-      }
-      for (std::size_t j = i - i % static_cast<std::size_t>(spec.top_k); j < i; ++j) {
-        if (id != kNoExpert && input.topk_ids[j] == id) {
-          reject(ErrorCode::kInvalidArgument,
-                 fmt::format("token {} names expert {} twice; ids must be distinct within a token",
-                             i / static_cast<std::size_t>(spec.top_k), id));
-        }
-      }
-    }
-  } else if (x.rows > 0 && layer_.weights.router.empty()) {
-    reject(ErrorCode::kInvalidArgument,
-           "the layer has no router weights; pass topk_ids and topk_weights");
-  } else if (spec.routing.method == RoutingMethod::kHash) {
-    require_size("token_ids", input.token_ids.size(), static_cast<std::size_t>(x.rows));
-    for (const std::int32_t id : input.token_ids) {
-      if (id < 0 || id >= layer_.weights.hash_table.rows) {
-        reject(ErrorCode::kInvalidArgument,
-               fmt::format("token id {} is outside the routing table's vocabulary of {}", id,
-                           layer_.weights.hash_table.rows));
-      }
-    }
-  }
-  if (!output.topk_ids.empty()) require_size("output topk_ids", output.topk_ids.size(), slots);
-  if (!output.topk_weights.empty()) {
-    require_size("output topk_weights", output.topk_weights.size(), slots);
-  }
-}
-
 void MoeLayer::Engine::in_parallel(const std::function<void(int)>& body) {
   pool_->run([&](int i) {
     try {
@@ -390,7 +246,7 @@ void MoeLayer::Engine::in_parallel(const std::function<void(int)>& body) {
 }
 
 void MoeLayer::Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
-  check(input, output);
+  protocol::check_call(layer_.spec, layer_.weights, options_.max_tokens, rank(), input, output);
   if (aborted()) fail();
   const cpu::SingleThreadedLibrary confined;
   const Clock::time_point start = Clock::now();

@@ -1,0 +1,78 @@
+#include "protocol/agreement.h"
+
+#include <fmt/format.h>
+
+#include <span>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "switchyard/error.h"
+
+namespace switchyard::protocol {
+
+namespace {
+
+static_assert(std::is_trivially_copyable_v<Declaration>, "it travels as its bytes");
+
+// The first field in which two declarations differ, as "name: a here, b there"; empty if none.
+std::string difference(const Declaration& here, const Declaration& there) {
+  std::string found;
+  const auto compare = [&found](const char* name, const auto& a, const auto& b) {
+    if (!found.empty() || a == b) return;
+    if constexpr (std::is_enum_v<std::decay_t<decltype(a)>>) {
+      found = fmt::format("{}: {} here, {} there", name, static_cast<int>(a), static_cast<int>(b));
+    } else {
+      found = fmt::format("{}: {} here, {} there", name, a, b);
+    }
+  };
+#define SWITCHYARD_COMPARE(field) compare(#field, here.field, there.field)
+  SWITCHYARD_COMPARE(spec.hidden);
+  SWITCHYARD_COMPARE(spec.intermediate);
+  SWITCHYARD_COMPARE(spec.num_experts);
+  SWITCHYARD_COMPARE(spec.top_k);
+  SWITCHYARD_COMPARE(spec.activation.kind);
+  SWITCHYARD_COMPARE(spec.activation.gated);
+  SWITCHYARD_COMPARE(spec.activation.alpha);
+  SWITCHYARD_COMPARE(spec.activation.limit);
+  SWITCHYARD_COMPARE(spec.activation.up_bias);
+  SWITCHYARD_COMPARE(spec.routing.method);
+  SWITCHYARD_COMPARE(spec.routing.score);
+  SWITCHYARD_COMPARE(spec.routing.top_k_before_score);
+  SWITCHYARD_COMPARE(spec.routing.renormalize);
+  SWITCHYARD_COMPARE(spec.routing.renormalize_epsilon);
+  SWITCHYARD_COMPARE(spec.routing.has_correction_bias);
+  SWITCHYARD_COMPARE(spec.routing.num_groups);
+  SWITCHYARD_COMPARE(spec.routing.top_k_groups);
+  SWITCHYARD_COMPARE(spec.routing.group_score);
+  SWITCHYARD_COMPARE(spec.routing.scale);
+  SWITCHYARD_COMPARE(spec.routing.jitter_eps);
+  SWITCHYARD_COMPARE(spec.router_bias);
+  SWITCHYARD_COMPARE(spec.expert_bias);
+  SWITCHYARD_COMPARE(spec.shared_intermediate);
+  SWITCHYARD_COMPARE(spec.shared_sigmoid_gate);
+  SWITCHYARD_COMPARE(spec.weight_on_input);
+  SWITCHYARD_COMPARE(spec.capacity_factor);
+  SWITCHYARD_COMPARE(max_tokens);
+  SWITCHYARD_COMPARE(compute);
+#undef SWITCHYARD_COMPARE
+  return found;
+}
+
+}  // namespace
+
+void agree(Fabric& fabric, const Declaration& mine) {
+  std::vector<Declaration> all(static_cast<std::size_t>(fabric.size()));
+  fabric.all_gather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  for (int r = 0; r < fabric.size(); ++r) {
+    const std::string found = difference(mine, all[static_cast<std::size_t>(r)]);
+    if (!found.empty()) {
+      throw Error(ErrorCode::kSpecMismatch,
+                  fmt::format("rank {} and rank {} disagree on {}; give every rank the same layer "
+                              "and limits",
+                              fabric.rank(), r, found));
+    }
+  }
+}
+
+}  // namespace switchyard::protocol

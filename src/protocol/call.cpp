@@ -1,0 +1,97 @@
+#include "protocol/call.h"
+
+#include <fmt/format.h>
+
+#include "switchyard/routing.h"
+
+namespace switchyard::protocol {
+
+namespace {
+
+void require_size(const char* name, std::size_t size, std::size_t expected, std::int64_t tokens) {
+  if (size == expected) return;
+  throw Error(ErrorCode::kShapeMismatch,
+              fmt::format("{} has {} elements; {} tokens need {}", name, size, tokens, expected));
+}
+
+void check_activations(const LayerSpec& spec, int max_tokens, int rank, const MatrixView& x,
+                       const ForwardOutput& output) {
+  if (x.rows > 0 && x.cols != spec.hidden) {
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("activations have {} columns; the layer's hidden size is {}", x.cols,
+                            spec.hidden));
+  }
+  if (x.rows < 0 || x.rows > max_tokens) {
+    throw Error(ErrorCode::kCapacityExceeded,
+                fmt::format("{} tokens on rank {}; the layer was made for at most {} "
+                            "(LayerOptions::max_tokens)",
+                            x.rows, rank, max_tokens));
+  }
+  const auto floating = [](DType t) {
+    return t == DType::kF32 || t == DType::kBF16 || t == DType::kF16;
+  };
+  if (!floating(x.dtype) || !floating(output.dtype)) {
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("activations are {} and output is {}; use bf16, f16 or f32",
+                            to_string(x.dtype), to_string(output.dtype)));
+  }
+  if (x.rows > 0 && (x.data == nullptr || output.data == nullptr || x.col_stride != 1)) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "activations and output must be non-null, with contiguous rows (col_stride 1)");
+  }
+}
+
+void check_given_routing(const LayerSpec& spec, const ForwardInput& input) {
+  const auto top_k = static_cast<std::size_t>(spec.top_k);
+  for (std::size_t i = 0; i < input.topk_ids.size(); ++i) {
+    const std::int32_t id = input.topk_ids[i];
+    if (id < kNoExpert || id >= spec.num_experts) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("topk_ids[{}][{}] is {}; expert ids are 0 to {}, or {} for none",
+                              i / top_k, i % top_k, id, spec.num_experts - 1, kNoExpert));
+    }
+    for (std::size_t j = i - i % top_k; j < i; ++j) {
+      if (id == kNoExpert || input.topk_ids[j] != id) continue;
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("token {} names expert {} twice; ids must be distinct within a token",
+                              i / top_k, id));
+    }
+  }
+}
+
+void check_hashed_tokens(const MoeWeights& weights, const ForwardInput& input) {
+  for (const std::int32_t id : input.token_ids) {
+    if (id >= 0 && id < weights.hash_table.rows) continue;
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("token id {} is outside the routing table's vocabulary of {}", id,
+                            weights.hash_table.rows));
+  }
+}
+
+}  // namespace
+
+void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens, int rank,
+                const ForwardInput& input, const ForwardOutput& output) {
+  const std::int64_t tokens = input.activations.rows;
+  check_activations(spec, max_tokens, rank, input.activations, output);
+  const auto slots = static_cast<std::size_t>(tokens) * static_cast<std::size_t>(spec.top_k);
+  if (!input.topk_ids.empty() || !input.topk_weights.empty()) {
+    require_size("topk_ids", input.topk_ids.size(), slots, tokens);
+    require_size("topk_weights", input.topk_weights.size(), slots, tokens);
+    check_given_routing(spec, input);
+  } else if (tokens > 0 && weights.router.empty()) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "the layer has no router weights; pass topk_ids and topk_weights");
+  } else if (spec.routing.method == RoutingMethod::kHash) {
+    require_size("token_ids", input.token_ids.size(), static_cast<std::size_t>(tokens), tokens);
+    check_hashed_tokens(weights, input);
+  }
+  if (!output.topk_ids.empty()) {
+    require_size("output topk_ids", output.topk_ids.size(), slots, tokens);
+  }
+  if (!output.topk_weights.empty()) {
+    require_size("output topk_weights", output.topk_weights.size(), slots, tokens);
+  }
+}
+
+}  // namespace switchyard::protocol

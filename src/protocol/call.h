@@ -1,0 +1,13 @@
+// Whether a forward call can be served, decided before anything is sent.
+#pragma once
+
+#include "switchyard/layer.h"
+
+namespace switchyard::protocol {
+
+// Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch, kCapacityExceeded} naming the
+// first value that is wrong and the remedy. `rank` is for the message only.
+void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens, int rank,
+                const ForwardInput& input, const ForwardOutput& output);
+
+}  // namespace switchyard::protocol
