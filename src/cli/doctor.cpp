@@ -1,0 +1,215 @@
+// `switchyard doctor`: what this machine can do, and whether it does it right.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "cli/commands.h"
+#include "cli/machine.h"
+#include "cli/measure.h"
+#include "cli/verify.h"
+#include "cpu/kernels.h"
+#include "cpu/tile_gemm.h"
+#include "fabric/launch.h"
+#include "fabric/mapping.h"
+
+namespace switchyard::cli {
+namespace {
+
+constexpr double kMeasureSeconds = 0.2;
+
+// Something that is so, or something that must be so; a failed check has a remedy.
+struct Finding {
+  std::string name;
+  std::string text;
+  nlohmann::ordered_json value;
+  std::optional<bool> passed;  // empty: not a check
+  std::string remedy;
+};
+
+Finding fact(std::string name, std::string text, nlohmann::ordered_json value) {
+  return {std::move(name), std::move(text), std::move(value), std::nullopt, ""};
+}
+
+Finding check(std::string name, bool passed, std::string text, std::string remedy) {
+  return {std::move(name), text, text, passed, passed ? "" : std::move(remedy)};
+}
+
+double gemm_rate(DType dtype) {
+  constexpr TileProduct kTypical{256, 128, 2048, 128};
+  return measure_gemm_rate({kTypical}, dtype, hardware_threads(), kMeasureSeconds);
+}
+
+double read_rate() {
+  // Larger than the last-level cache of most machines, but never more than memory can spare.
+  const std::uint64_t bytes = std::min(std::uint64_t{1} << 30, memory().available / 4);
+  const Mapping mapping = Mapping::anonymous(bytes);
+  // As generated weights are; where there are none, it does no harm.
+  ::madvise(mapping.data(), bytes, MADV_HUGEPAGE);
+  // Pages that were never written would all be the one page of zeros.
+  constexpr std::size_t kPage = 4096;
+  for (std::size_t at = 0; at < bytes; at += kPage) mapping.data()[at] = std::byte{1};
+  const ByteRange range(mapping.data(), bytes);
+  return measure_read_rate(std::span(&range, 1), hardware_threads(), kMeasureSeconds);
+}
+
+void find_machine(std::vector<Finding>& findings) {
+  const Memory memory_found = memory();
+  const auto bytes = [](std::uint64_t b) { return format_bytes(static_cast<double>(b)); };
+  findings.push_back(fact("cpu", cpu_name(), cpu_name()));
+  findings.push_back(fact("threads", fmt::format("{}", hardware_threads()), hardware_threads()));
+  findings.push_back(fact("gemm_isa", cpu::gemm_instruction_set(), cpu::gemm_instruction_set()));
+  findings.push_back(fact("kernel_isa", cpu::kernels().name, cpu::kernels().name));
+  findings.push_back(fact("native_bf16",
+                          cpu::has_native_bf16() ? "yes" : "no: bf16 layers multiply in fp32",
+                          cpu::has_native_bf16()));
+  findings.push_back(fact(
+      "memory",
+      fmt::format("{} of {} available", bytes(memory_found.available), bytes(memory_found.total)),
+      {{"total_bytes", memory_found.total}, {"available_bytes", memory_found.available}}));
+  const std::string policy = huge_page_policy();
+  findings.push_back(fact("huge_pages",
+                          policy == "never" ? "never; 'madvise' in /sys/kernel/mm/"
+                                              "transparent_hugepage/enabled makes weights faster"
+                                            : policy,
+                          policy));
+  const std::string gpu = nvidia_device();
+  findings.push_back(
+      fact("gpu", gpu.empty() ? "none" : gpu + "; the CUDA engine is not part of this build", gpu));
+}
+
+void find_rates(std::vector<Finding>& findings) {
+  const double bandwidth = read_rate();
+  const double bf16 = gemm_rate(gemm_dtype(DType::kBF16));
+  const double f32 = gemm_rate(DType::kF32);
+  findings.push_back(fact("memory_read", format_quantity(bandwidth, "B/s"), bandwidth));
+  findings.push_back(fact("gemm_bf16", format_quantity(bf16, "FLOP/s"), bf16));
+  findings.push_back(fact("gemm_f32", format_quantity(f32, "FLOP/s"), f32));
+}
+
+constexpr const char* kTinyModel = "olmoe";
+constexpr int kTinyExperts = 8;
+constexpr int kTinySize = 64;
+constexpr int kTinyTokens = 48;
+
+Finding check_threads(DType compute) {
+  const std::string name = fmt::format("thread_ranks_{}", to_string(compute));
+  const char* const remedy = "report this with the output of 'switchyard doctor --json'";
+  try {
+    SourceOptions source_options;
+    source_options.model = kTinyModel;
+    source_options.dtype = compute;
+    source_options.overrides.num_experts = kTinyExperts;
+    source_options.overrides.hidden = kTinySize;
+    source_options.overrides.intermediate = kTinySize;
+    const Source source = load_source(source_options, 1, false);
+    BatchOptions batch_options;
+    batch_options.tokens = kTinyTokens;
+    const Batch batch = make_batch(batch_options, source, compute);
+    RankOptions ranks;
+    ranks.ranks = 2;
+    ranks.compute = compute;
+    ranks.repeat = 1;
+    const RunResult result = run_as_threads(source, batch, ranks);
+    const Verification v = verify(source, batch, result, compute);
+    return check(name, v.ok(),
+                 fmt::format("2 ranks, error {:.1e} with a bound of {:.1e}", v.error, v.bound),
+                 remedy);
+  } catch (const Error& error) {
+    return check(name, false, error.what(), remedy);
+  }
+}
+
+Finding check_sockets() {
+  const std::string problem = abstract_socket_problem();
+  return check("abstract_sockets", problem.empty(), problem.empty() ? "ok" : problem,
+               "allow Unix sockets in this sandbox, or use ranks that are threads (--ranks)");
+}
+
+Finding check_processes() {
+  const char* const remedy =
+      "see the messages above; ranks that are threads (--ranks) do without processes";
+  try {
+    const auto text = [](int number) { return std::to_string(number); };
+    LaunchOptions options;
+    options.num_ranks = 2;
+    options.command = {own_executable(), "run",
+                       "--model",        kTinyModel,
+                       "--experts",      text(kTinyExperts),
+                       "--hidden",       text(kTinySize),
+                       "--intermediate", text(kTinySize),
+                       "--tokens",       text(kTinyTokens),
+                       "--repeat",       "1",
+                       "--verify",       "--quiet"};
+    options.deadline = std::chrono::seconds(60);
+    const int exit_code = launch(options);
+    return check("process_ranks", exit_code == 0,
+                 exit_code == 0 ? "2 ranks, verified"
+                                : fmt::format("2 ranks failed with exit code {}", exit_code),
+                 remedy);
+  } catch (const Error& error) {
+    return check("process_ranks", false, error.what(), remedy);
+  }
+}
+
+bool all_passed(const std::vector<Finding>& findings) {
+  return std::all_of(findings.begin(), findings.end(),
+                     [](const Finding& f) { return f.passed.value_or(true); });
+}
+
+void print_text(const std::vector<Finding>& findings) {
+  const Palette palette = Palette::for_output(STDOUT_FILENO);
+  for (const Finding& f : findings) {
+    std::string name = f.name;
+    std::replace(name.begin(), name.end(), '_', ' ');
+    const std::string mark = !f.passed   ? "      "
+                             : *f.passed ? palette.green("ok    ")
+                                         : palette.red("FAIL  ");
+    fmt::print("{}{}{}\n", mark, palette.dim(fmt::format("{:<20}", name)), f.text);
+    if (!f.remedy.empty()) fmt::print("{:<26}remedy: {}\n", "", f.remedy);
+  }
+}
+
+void print_json(const std::vector<Finding>& findings) {
+  nlohmann::ordered_json json;
+  json["ok"] = all_passed(findings);
+  json["machine"] = nlohmann::ordered_json::object();
+  json["checks"] = nlohmann::ordered_json::array();
+  for (const Finding& f : findings) {
+    if (!f.passed) {
+      json["machine"][f.name] = f.value;
+    } else {
+      json["checks"].push_back(
+          {{"name", f.name}, {"ok", *f.passed}, {"detail", f.text}, {"remedy", f.remedy}});
+    }
+  }
+  fmt::print("{}\n", json.dump(2));
+}
+
+int doctor(bool json) {
+  std::vector<Finding> findings;
+  find_machine(findings);
+  find_rates(findings);
+  findings.push_back(check_threads(DType::kF32));
+  findings.push_back(check_threads(DType::kBF16));
+  findings.push_back(check_sockets());
+  findings.push_back(check_processes());
+  json ? print_json(findings) : print_text(findings);
+  return all_passed(findings) ? kExitOk : kExitVerification;
+}
+
+}  // namespace
+
+Subcommand add_doctor(CLI::App& root) {
+  CLI::App* const app =
+      root.add_subcommand("doctor", "Tell what this machine can do, and check that it does");
+  const auto json = std::make_shared<bool>(false);
+  app->add_flag("--json", *json, "As JSON");
+  app->footer("Exits with 1 if a check fails, and says what to do about it.");
+  return {app, [json] { return doctor(*json); }};
+}
+
+}  // namespace switchyard::cli

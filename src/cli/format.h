@@ -1,0 +1,67 @@
+// Numbers to text and back, for the command line.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace switchyard::cli {
+
+// The width that every report fits.
+inline constexpr int kReportColumns = 100;
+
+// Three significant digits with a decimal prefix: "805 MB", "1.32 TFLOP/s", "0 B".
+std::string format_quantity(double value, std::string_view unit);
+std::string format_bytes(double bytes);
+// "41.2 ms", "3.07 s", "812 us".
+std::string format_seconds(double seconds);
+// 12345 -> "12,345".
+std::string format_count(std::int64_t value);
+// 0.7132 -> "71 %"; small fractions keep two significant digits: "0.42 %".
+std::string format_percent(double fraction);
+
+// The whole text or nothing: no blanks, no sign but '-', no other base, no trailing characters.
+std::optional<std::int64_t> parse_whole(std::string_view text);
+// As above; a decimal number, which is finite.
+std::optional<double> parse_real(std::string_view text);
+// A whole number of bytes, with an optional kB, MB, GB, TB (1000) or KiB, MiB, GiB, TiB (1024).
+std::optional<std::uint64_t> parse_bytes(std::string_view text);
+
+// Columns of a terminal that a UTF-8 text of single-width characters takes.
+int display_width(std::string_view text);
+
+// Breaks at blanks so that lines have at most `width` columns, but neither within a longer word nor
+// between a number and the word after it.
+std::vector<std::string> wrap(std::string_view text, int width);
+
+// One block character per count, eight heights relative to the largest, at most `per_line` to a
+// line. A count of 0 is a middle dot, so that it cannot be taken for a small one.
+std::vector<std::string> bar_chart(std::span<const std::int64_t> counts, int per_line);
+
+// Escape codes where they are wanted, nothing elsewhere.
+class Palette {
+ public:
+  explicit Palette(bool enabled) : enabled_(enabled) {}
+  // For text that goes to `fd`: a terminal, and NO_COLOR is not set (https://no-color.org).
+  static Palette for_output(int fd);
+
+  std::string bold(std::string_view text) const { return paint("1", text); }
+  std::string dim(std::string_view text) const { return paint("2", text); }
+  std::string red(std::string_view text) const { return paint("1;31", text); }
+  std::string green(std::string_view text) const { return paint("32", text); }
+  std::string cyan(std::string_view text) const { return paint("36", text); }
+
+ private:
+  std::string paint(std::string_view code, std::string_view text) const;
+  bool enabled_;
+};
+
+// Rows of cells as aligned columns, two blanks apart; numbers are the caller's to format. Columns
+// whose index is in `right` are right-aligned. Lines have no trailing blanks.
+std::vector<std::string> align_columns(const std::vector<std::vector<std::string>>& rows,
+                                       std::span<const std::size_t> right);
+
+}  // namespace switchyard::cli

@@ -1,0 +1,97 @@
+// The `switchyard` command: parses arguments, runs a subcommand, turns errors into exit codes.
+#include <algorithm>
+#include <cstdio>
+#include <new>
+#include <span>
+
+#include "cli/commands.h"
+
+namespace switchyard::cli {
+namespace {
+
+constexpr const char* kExamples = R"(Examples:
+  switchyard run --model olmoe --tokens 1024 --ranks 4 --verify
+  switchyard make-checkpoint --model olmoe --out /tmp/olmoe
+  switchyard launch -n 4 -- switchyard run --checkpoint /tmp/olmoe
+  switchyard doctor
+
+'switchyard COMMAND --help' tells more.)";
+
+int fail(const char* code, const std::string& message, int exit_code) {
+  std::fflush(stdout);
+  fmt::print(stderr, "switchyard: error ({}): {}\n", code, message);
+  return exit_code;
+}
+
+int exit_code_of(ErrorCode code) {
+  return code == ErrorCode::kTimeout || code == ErrorCode::kAborted ? kExitTimeout : kExitInvalid;
+}
+
+// The arguments of a launched command are not ours to parse: cut off at "--", which the parser
+// would otherwise hand back to the root.
+std::vector<std::string> take_after_dashes(std::vector<std::string>& arguments) {
+  if (arguments.empty() || arguments.front() != "launch") return {};
+  const auto dashes = std::find(arguments.begin(), arguments.end(), "--");
+  if (dashes == arguments.end()) return {};
+  std::vector<std::string> after(dashes + 1, arguments.end());
+  arguments.erase(dashes, arguments.end());
+  return after;
+}
+
+// The parser would say no more than that a subcommand is required.
+void require_known(const std::vector<std::string>& arguments,
+                   std::span<const Subcommand> commands) {
+  if (arguments.empty() || arguments.front().starts_with("-")) return;
+  std::string names;
+  for (const Subcommand& command : commands) {
+    if (command.app->get_name() == arguments.front()) return;
+    names += (names.empty() ? "" : ", ") + command.app->get_name();
+  }
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("unknown command '{}'; the commands are {}", arguments.front(), names));
+}
+
+int parse_and_run(std::vector<std::string> arguments) {
+  CLI::App root("Runs Mixture-of-Experts layers over ranks.", "switchyard");
+  root.set_version_flag("--version", "switchyard " SWITCHYARD_VERSION);
+  root.require_subcommand(1);
+  root.footer(kExamples);
+  root.get_formatter()->column_width(28);
+  std::vector<std::string> after_dashes = take_after_dashes(arguments);
+  const Subcommand commands[] = {add_run(root), add_make_checkpoint(root), add_models(root),
+                                 add_doctor(root), add_launch(root, std::move(after_dashes))};
+  require_known(arguments, commands);
+  try {
+    std::reverse(arguments.begin(), arguments.end());  // as the parser wants them
+    root.parse(arguments);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return root.exit(error);  // --help, --version
+    return fail(
+        "invalid_argument",
+        fmt::format(
+            "{}; see 'switchyard{} --help'", error.what(),
+            root.get_subcommands().empty() ? "" : " " + root.get_subcommands().front()->get_name()),
+        kExitInvalid);
+  }
+  const auto chosen = std::find_if(std::begin(commands), std::end(commands),
+                                   [](const Subcommand& c) { return c.app->parsed(); });
+  return chosen->run();
+}
+
+int run_main(int argc, char** argv) {
+  try {
+    return parse_and_run(std::vector<std::string>(argv + std::min(argc, 1), argv + argc));
+  } catch (const Error& error) {
+    return fail(to_string(error.code()), error.what(), exit_code_of(error.code()));
+  } catch (const std::bad_alloc&) {
+    return fail(to_string(ErrorCode::kCapacityExceeded),
+                "memory ran out; use fewer tokens or a smaller layer", kExitInvalid);
+  } catch (const std::exception& error) {
+    return fail("internal", error.what(), kExitInternal);
+  }
+}
+
+}  // namespace
+}  // namespace switchyard::cli
+
+int main(int argc, char** argv) { return switchyard::cli::run_main(argc, argv); }

@@ -1,0 +1,116 @@
+// `switchyard models`: the models whose layers can be made up by name.
+#include <unistd.h>
+
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "cli/commands.h"
+#include "model/config.h"
+#include "model/generate.h"
+#include "model/model_table.h"
+
+namespace switchyard::cli {
+namespace {
+
+struct ModelRow {
+  const ModelEntry& entry;
+  LayerSpec spec;
+  std::size_t num_moe_layers;
+  std::uint64_t layer_bytes;
+};
+
+// A model's layers differ only in that the first may route by hash; the last is the typical one.
+ModelRow row_of(const ModelEntry& entry) {
+  const ModelConfig config = parse_config(entry.config_json, entry.name);
+  const std::vector<int> layers = config.moe_layers();
+  const LayerSpec spec = *config.layers.at(static_cast<std::size_t>(layers.back()));
+  return {entry, spec, layers.size(), generated_bytes(spec, entry.dtype)};
+}
+
+std::string routing_name(const LayerSpec& spec) {
+  const RoutingSpec& routing = spec.routing;
+  if (routing.method == RoutingMethod::kSparseMixer) return "sparse mixer";
+  if (routing.method == RoutingMethod::kHash) return "hash";
+  std::string name = routing.score == ScoreFunction::kSoftmax   ? "softmax"
+                     : routing.score == ScoreFunction::kSigmoid ? "sigmoid"
+                                                                : "sqrt-softplus";
+  if (routing.num_groups > 1) {
+    name += fmt::format(" {}/{} groups", routing.top_k_groups, routing.num_groups);
+  }
+  return name;
+}
+
+std::string activation_name(const Activation& activation) {
+  const bool gated = activation.gated;
+  switch (activation.kind) {
+    case ActivationKind::kSilu:
+      return gated ? "swiglu" : "silu";
+    case ActivationKind::kGelu:
+    case ActivationKind::kGeluTanh:
+      return gated ? "geglu" : "gelu";
+    case ActivationKind::kRelu:
+      return gated ? "reglu" : "relu";
+    case ActivationKind::kRelu2:
+      return gated ? "gated relu2" : "relu2";
+    case ActivationKind::kIdentity:
+      return gated ? "bilinear" : "linear";
+  }
+  return "unknown";
+}
+
+void print_table(const std::vector<ModelRow>& models) {
+  std::vector<std::vector<std::string>> rows = {{"model", "experts", "top-k", "H", "I", "routing",
+                                                 "activation", "shared", "layers", "dtype",
+                                                 "per layer"}};
+  for (const ModelRow& m : models) {
+    const LayerSpec& s = m.spec;
+    rows.push_back({m.entry.name, fmt::format("{}", s.num_experts), fmt::format("{}", s.top_k),
+                    fmt::format("{}", s.hidden), fmt::format("{}", s.intermediate), routing_name(s),
+                    activation_name(s.activation),
+                    s.shared_intermediate > 0 ? fmt::format("{}", s.shared_intermediate) : "-",
+                    fmt::format("{}", m.num_moe_layers), dtype_argument(m.entry.dtype),
+                    format_bytes(static_cast<double>(m.layer_bytes))});
+  }
+  constexpr std::size_t kRight[] = {1, 2, 3, 4, 7, 8, 10};
+  const Palette palette = Palette::for_output(STDOUT_FILENO);
+  const std::vector<std::string> lines = align_columns(rows, kRight);
+  for (std::size_t i = 0; i < lines.size(); ++i) {
+    fmt::print("{}\n", i == 0 ? palette.bold(lines[i]) : lines[i]);
+  }
+}
+
+void print_json(const std::vector<ModelRow>& models) {
+  nlohmann::ordered_json all = nlohmann::ordered_json::array();
+  for (const ModelRow& m : models) {
+    const LayerSpec& s = m.spec;
+    all.push_back({{"name", m.entry.name},
+                   {"experts", s.num_experts},
+                   {"top_k", s.top_k},
+                   {"hidden", s.hidden},
+                   {"intermediate", s.intermediate},
+                   {"routing", routing_name(s)},
+                   {"activation", activation_name(s.activation)},
+                   {"shared_intermediate", s.shared_intermediate},
+                   {"moe_layers", m.num_moe_layers},
+                   {"dtype", dtype_argument(m.entry.dtype)},
+                   {"layer_bytes", m.layer_bytes},
+                   {"description", describe(s)}});
+  }
+  fmt::print("{}\n", all.dump(2));
+}
+
+}  // namespace
+
+Subcommand add_models(CLI::App& root) {
+  CLI::App* const app = root.add_subcommand("models", "List the models known by name");
+  const auto json = std::make_shared<bool>(false);
+  app->add_flag("--json", *json, "As JSON");
+  return {app, [json] {
+            std::vector<ModelRow> models;
+            for (const ModelEntry& entry : model_table()) models.push_back(row_of(entry));
+            *json ? print_json(models) : print_table(models);
+            return kExitOk;
+          }};
+}
+
+}  // namespace switchyard::cli

@@ -1,0 +1,36 @@
+// A progress bar on a terminal's stderr; nothing anywhere else.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+namespace switchyard::cli {
+
+// "writing  [=====>      ]  42 %  338 MB of 805 MB  ETA 3 s", at most `columns` wide. `elapsed`
+// seconds have passed; the ETA assumes that the rest goes at the same rate.
+std::string progress_line(const std::string& label, std::uint64_t done, std::uint64_t total,
+                          double elapsed, int columns);
+
+// Drawn at most ten times a second, erased at the end of its life. One thread at a time.
+class ProgressBar {
+ public:
+  // Draws only if `wanted` and stderr is a terminal.
+  ProgressBar(std::string label, bool wanted);
+  ~ProgressBar();
+  ProgressBar(const ProgressBar&) = delete;
+  ProgressBar& operator=(const ProgressBar&) = delete;
+
+  void update(std::uint64_t done, std::uint64_t total);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  std::string label_;
+  bool enabled_;
+  bool drawn_ = false;
+  Clock::time_point start_ = Clock::now();
+  Clock::time_point last_draw_;
+};
+
+}  // namespace switchyard::cli

@@ -1,0 +1,252 @@
+#include "cli/ranks.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <span>
+#include <thread>
+#include <type_traits>
+
+#include "cli/machine.h"
+#include "fabric/fabric.h"
+
+namespace switchyard::cli {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// What a rank tells the others at the end. steady_clock is one clock for all processes of a host.
+struct RankRecord {
+  std::int64_t threads;
+  double gate_seconds, plan_seconds;
+  std::int64_t dropped_slots, nan_logits;
+  std::uint64_t dispatch_bytes, combine_bytes, signal_bytes, padded_all_to_all_bytes;
+  std::uint64_t heap_bytes_used, heap_bytes_reserved, workspace_bytes, peak_resident_bytes;
+};
+static_assert(std::is_trivially_copyable_v<RankRecord>);
+
+struct PassTimes {
+  std::int64_t begin = 0;  // nanoseconds of steady_clock
+  std::int64_t end = 0;
+};
+
+std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
+      .count();
+}
+
+// A rank's share of the results, in memory that rank 0 can read whatever the fabric.
+struct ShareLayout {
+  std::size_t row_bytes, slots_per_token, ids_at, weights_at, bytes;
+
+  ShareLayout(const LayerSpec& spec, std::int64_t most_tokens, DType output_dtype)
+      : row_bytes(static_cast<std::size_t>(spec.hidden) * size_of(output_dtype)),
+        slots_per_token(static_cast<std::size_t>(spec.top_k)) {
+    const auto tokens = static_cast<std::size_t>(most_tokens);
+    ids_at = (tokens * row_bytes + 63) / 64 * 64;
+    weights_at = ids_at + tokens * slots_per_token * sizeof(std::int32_t);
+    bytes = weights_at + tokens * slots_per_token * sizeof(float);
+  }
+  std::int32_t* ids(std::byte* base) const {
+    return reinterpret_cast<std::int32_t*>(base + ids_at);
+  }
+  float* weights(std::byte* base) const { return reinterpret_cast<float*>(base + weights_at); }
+};
+
+ForwardInput input_of(const Batch& batch, Share share, std::size_t k) {
+  const auto first = static_cast<std::size_t>(share.first);
+  const auto count = static_cast<std::size_t>(share.count);
+  ForwardInput input;
+  input.activations = batch.activations;
+  input.activations.data = batch.activations.row(share.first);
+  input.activations.rows = share.count;
+  if (!batch.topk_ids.empty()) {
+    input.topk_ids = std::span(batch.topk_ids).subspan(first * k, count * k);
+    input.topk_weights = std::span(batch.topk_weights).subspan(first * k, count * k);
+  }
+  if (!batch.token_ids.empty()) {
+    input.token_ids = std::span(batch.token_ids).subspan(first, count);
+  }
+  return input;
+}
+
+ForwardOutput output_to(std::byte* base, const ShareLayout& layout, Share share, DType dtype) {
+  const std::size_t slots = static_cast<std::size_t>(share.count) * layout.slots_per_token;
+  ForwardOutput output;
+  output.data = base;
+  output.dtype = dtype;
+  output.topk_ids = {layout.ids(base), slots};
+  output.topk_weights = {layout.weights(base), slots};
+  return output;
+}
+
+std::vector<PassTimes> time_passes(World& world, MoeLayer& layer, const ForwardInput& input,
+                                   const ForwardOutput& output, int repeat) {
+  layer.forward(input, output);  // generates kernels and touches pages
+  std::vector<PassTimes> times;
+  for (int i = 0; i < repeat; ++i) {
+    world.barrier();
+    PassTimes pass;
+    pass.begin = now_ns();
+    layer.forward(input, output);
+    pass.end = now_ns();
+    times.push_back(pass);
+  }
+  return times;
+}
+
+RankRecord record_of(const MoeLayer& layer) {
+  const ForwardStats& s = layer.stats();
+  return {layer.num_threads(),  s.gate_seconds,        s.plan_seconds,
+          s.dropped_slots,      s.nan_logits,          s.dispatch_bytes,
+          s.combine_bytes,      s.signal_bytes,        s.padded_all_to_all_bytes,
+          s.heap_bytes_used,    s.heap_bytes_reserved, s.workspace_bytes_used,
+          peak_resident_bytes()};
+}
+
+template <typename T>
+std::vector<T> gather(World& world, std::span<const T> mine) {
+  std::vector<T> all(mine.size() * static_cast<std::size_t>(world.size()));
+  world.fabric().all_gather(std::as_bytes(mine), std::as_writable_bytes(std::span(all)));
+  return all;
+}
+
+void add_record(RunResult& result, const RankRecord& r) {
+  result.threads += static_cast<int>(r.threads);
+  result.gate_seconds = std::max(result.gate_seconds, r.gate_seconds);
+  result.plan_seconds = std::max(result.plan_seconds, r.plan_seconds);
+  result.dropped_slots += r.dropped_slots;
+  result.nan_logits += r.nan_logits;
+  result.dispatch_bytes += r.dispatch_bytes;
+  result.combine_bytes += r.combine_bytes;
+  result.signal_bytes += r.signal_bytes;
+  result.padded_all_to_all_bytes += r.padded_all_to_all_bytes;
+  result.heap_bytes_used += r.heap_bytes_used;
+  result.heap_bytes_reserved += r.heap_bytes_reserved;
+  result.workspace_bytes += r.workspace_bytes;
+  // Ranks that are threads all tell the size of the one process.
+  result.peak_resident_bytes = result.processes
+                                   ? result.peak_resident_bytes + r.peak_resident_bytes
+                                   : std::max(result.peak_resident_bytes, r.peak_resident_bytes);
+}
+
+std::vector<double> seconds_per_pass(const std::vector<PassTimes>& all, int ranks, int repeat) {
+  std::vector<double> seconds;
+  for (int i = 0; i < repeat; ++i) {
+    std::int64_t begin = all[static_cast<std::size_t>(i)].begin;
+    std::int64_t end = all[static_cast<std::size_t>(i)].end;
+    for (int r = 1; r < ranks; ++r) {
+      const PassTimes& pass = all[static_cast<std::size_t>(r * repeat + i)];
+      begin = std::min(begin, pass.begin);
+      end = std::max(end, pass.end);
+    }
+    seconds.push_back(static_cast<double>(end - begin) * 1e-9);
+  }
+  return seconds;
+}
+
+void copy_shares(RunResult& result, const SymmetricSegment& segment, const ShareLayout& layout,
+                 std::int64_t tokens) {
+  for (int r = 0; r < result.ranks; ++r) {
+    const auto count = static_cast<std::size_t>(share_of(tokens, r, result.ranks).count);
+    const std::size_t slots = count * layout.slots_per_token;
+    std::byte* const base = segment.base(r);
+    result.output.insert(result.output.end(), base, base + count * layout.row_bytes);
+    result.topk_ids.insert(result.topk_ids.end(), layout.ids(base), layout.ids(base) + slots);
+    result.topk_weights.insert(result.topk_weights.end(), layout.weights(base),
+                               layout.weights(base) + slots);
+  }
+}
+
+// What every rank does; rank 0 returns the result.
+std::optional<RunResult> run_rank(World world, bool is_process, const Source& source,
+                                  const Batch& batch, const RankOptions& options) {
+  const std::int64_t tokens = batch.tokens();
+  const std::int64_t most_tokens = largest_share(tokens, world.size());
+  LayerOptions layer_options;
+  layer_options.max_tokens = static_cast<int>(most_tokens);
+  layer_options.num_threads = options.threads;
+  layer_options.compute = options.compute;
+  MoeLayer layer(world, source.spec, source.weights, layer_options);
+
+  const DType output_dtype = options.compute;
+  const ShareLayout layout(source.spec, most_tokens, output_dtype);
+  const auto segment = world.fabric().allocate(layout.bytes);
+  const Share share = share_of(tokens, world.rank(), world.size());
+  const std::vector<PassTimes> times = time_passes(
+      world, layer, input_of(batch, share, layout.slots_per_token),
+      output_to(segment->base(world.rank()), layout, share, output_dtype), options.repeat);
+
+  const RankRecord record = record_of(layer);
+  const auto records = gather<RankRecord>(world, std::span(&record, 1));
+  // A gather returns when all have called it, so every rank's share is in the segment after it.
+  const auto all_times = gather<PassTimes>(world, times);
+  if (world.rank() != 0) return std::nullopt;
+
+  RunResult result;
+  result.ranks = world.size();
+  result.fabric = world.fabric_name();
+  result.processes = is_process;
+  result.output_dtype = output_dtype;
+  result.tokens_per_expert = layer.stats().tokens_per_expert;
+  for (const RankRecord& r : records) add_record(result, r);
+  result.pass_seconds = seconds_per_pass(all_times, result.ranks, options.repeat);
+  copy_shares(result, *segment, layout, tokens);
+  return result;
+}
+
+// How near a failure is to the cause: a rank that gave up waiting, and even more one that was told
+// to stop, only tells of another's failure.
+int closeness(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kAborted) return 0;
+    return error.code() == ErrorCode::kTimeout ? 1 : 2;
+  } catch (...) {
+    return 2;
+  }
+}
+
+void throw_cause(const std::vector<std::exception_ptr>& failures) {
+  std::exception_ptr cause;
+  for (const std::exception_ptr& failure : failures) {
+    if (failure && (!cause || closeness(failure) > closeness(cause))) cause = failure;
+  }
+  if (cause) std::rethrow_exception(cause);
+}
+
+}  // namespace
+
+RunResult run_as_threads(const Source& source, const Batch& batch, const RankOptions& options) {
+  WorldOptions world_options;
+  world_options.deadline = options.deadline;
+  std::vector<World> worlds = World::threads(options.ranks, world_options);
+  std::vector<std::exception_ptr> failures(worlds.size());
+  RunResult result;
+  std::vector<std::thread> threads;
+  for (std::size_t r = 0; r < worlds.size(); ++r) {
+    // Each thread owns its World: if it fails, the others see at once that it has left.
+    threads.emplace_back([&, r, world = std::move(worlds[r])]() mutable {
+      try {
+        auto mine = run_rank(std::move(world), false, source, batch, options);
+        if (mine) result = std::move(*mine);
+      } catch (...) {
+        failures[r] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  throw_cause(failures);
+  return result;
+}
+
+std::optional<RunResult> run_as_process(const Source& source, const Batch& batch,
+                                        const RankOptions& options) {
+  WorldOptions world_options;
+  world_options.deadline = options.deadline;
+  return run_rank(World::from_environment(world_options), true, source, batch, options);
+}
+
+}  // namespace switchyard::cli

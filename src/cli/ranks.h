@@ -1,0 +1,66 @@
+// Running a layer over the ranks of a world and gathering what they did on rank 0.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "cli/batch.h"
+#include "cli/source.h"
+#include "switchyard/layer.h"
+#include "switchyard/world.h"
+
+namespace switchyard::cli {
+
+struct RankOptions {
+  int ranks = 1;
+  int threads = 0;  // per rank; 0: the machine's, divided by the ranks
+  DType compute = DType::kBF16;
+  int repeat = 5;  // timed passes, after one that is not
+  std::chrono::milliseconds deadline{30'000};
+};
+
+// What all ranks did. Bytes and counts are sums over the ranks of the last pass.
+struct RunResult {
+  int ranks = 1;
+  const char* fabric = "";
+  bool processes = false;            // each rank is a process
+  int threads = 0;                   // of all ranks
+  std::vector<double> pass_seconds;  // from the first rank's start to the last one's end
+  double gate_seconds = 0;           // the slowest rank's
+  double plan_seconds = 0;
+  std::vector<std::int64_t> tokens_per_expert;
+  std::int64_t dropped_slots = 0;
+  std::int64_t nan_logits = 0;
+  std::uint64_t dispatch_bytes = 0;
+  std::uint64_t combine_bytes = 0;
+  std::uint64_t signal_bytes = 0;
+  std::uint64_t padded_all_to_all_bytes = 0;
+  std::uint64_t heap_bytes_used = 0;
+  std::uint64_t heap_bytes_reserved = 0;
+  std::uint64_t workspace_bytes = 0;
+  std::uint64_t peak_resident_bytes = 0;  // the sum over processes
+  // Of all tokens, in their order.
+  std::vector<std::byte> output;  // [T, H]
+  DType output_dtype = DType::kBF16;
+  std::vector<std::int32_t> topk_ids;  // [T, K]
+  std::vector<float> topk_weights;     // [T, K]
+
+  MatrixView output_view(int hidden) const {
+    const auto row_bytes = static_cast<std::size_t>(hidden) * size_of(output_dtype);
+    return {output.data(), output_dtype, static_cast<std::int64_t>(output.size() / row_bytes),
+            hidden, hidden};
+  }
+};
+
+// options.ranks ranks as threads of this process. Throws what the rank at fault threw.
+RunResult run_as_threads(const Source& source, const Batch& batch, const RankOptions& options);
+
+// This process as one rank of the world that its launcher's environment describes. Nothing on ranks
+// other than 0.
+std::optional<RunResult> run_as_process(const Source& source, const Batch& batch,
+                                        const RankOptions& options);
+
+}  // namespace switchyard::cli

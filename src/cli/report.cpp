@@ -1,0 +1,353 @@
+#include "cli/report.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "cli/measure.h"
+#include "cpu/tile_gemm.h"
+#include "switchyard/routing.h"
+
+namespace switchyard::cli {
+namespace {
+
+constexpr double kGemmSeconds = 0.3;
+constexpr double kReadSeconds = 0.1;
+constexpr int kLabelColumns = 12;
+constexpr int kBarsPerLine = 64;
+
+// Numbers that both forms of the report show.
+struct Derived {
+  double median = 0, fastest = 0, slowest = 0;
+  double flops = 0;  // of one pass
+  double flops_per_second = 0;
+  double gemm_fraction = 0;
+  double weight_bytes = 0;  // touched by one pass
+  double weight_bytes_per_second = 0;
+  double read_fraction = 0;
+  bool weights_dominate = false;
+  std::int64_t slots = 0, fewest = 0, most = 0, unpicked = 0;
+  double mean = 0, beta = 0;
+  double sent_bytes = 0;
+  double token_buffer_bytes = 0;
+};
+
+double median_of(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const std::size_t half = values.size() / 2;
+  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
+}
+
+double ratio(double a, double b) { return b > 0 ? a / b : 0; }
+
+void derive_speed(const Report& report, Derived& d) {
+  const RunResult& r = report.result;
+  const LayerSpec& spec = report.source.spec;
+  d.median = median_of(r.pass_seconds);
+  d.fastest = *std::min_element(r.pass_seconds.begin(), r.pass_seconds.end());
+  d.slowest = *std::max_element(r.pass_seconds.begin(), r.pass_seconds.end());
+  d.flops = useful_flops(
+      layer_products(spec, r.tokens_per_expert, all_share_sizes(report.batch.tokens(), r.ranks)));
+  d.flops_per_second = ratio(d.flops, d.median);
+  d.gemm_fraction = ratio(d.flops_per_second, report.rates.gemm_flops);
+  d.weight_bytes =
+      static_cast<double>(touched_weight_bytes(report.source.weights, r.tokens_per_expert));
+  d.weight_bytes_per_second = ratio(d.weight_bytes, d.median);
+  d.read_fraction = ratio(d.weight_bytes_per_second, report.rates.read_bytes);
+  // Worth telling as soon as reading takes half as long as multiplying at the machine's rates.
+  d.weights_dominate =
+      2 * ratio(d.weight_bytes, report.rates.read_bytes) > ratio(d.flops, report.rates.gemm_flops);
+}
+
+void derive_experts(const std::vector<std::int64_t>& counts, Derived& d) {
+  d.slots = std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
+  d.fewest = *std::min_element(counts.begin(), counts.end());
+  d.most = *std::max_element(counts.begin(), counts.end());
+  d.unpicked = std::count(counts.begin(), counts.end(), 0);
+  d.mean = static_cast<double>(d.slots) / static_cast<double>(counts.size());
+  d.beta = balancedness(counts);
+}
+
+Derived derive(const Report& report) {
+  const RunResult& r = report.result;
+  Derived d;
+  derive_speed(report, d);
+  derive_experts(r.tokens_per_expert, d);
+  d.sent_bytes = static_cast<double>(r.dispatch_bytes + r.combine_bytes + r.signal_bytes);
+  d.token_buffer_bytes = static_cast<double>(report.batch.tokens()) * report.source.spec.hidden *
+                         static_cast<double>(size_of(report.options.compute));
+  return d;
+}
+
+// "label       text", with longer texts continued below.
+class Lines {
+ public:
+  explicit Lines(const Palette& palette) : palette_(palette) {}
+
+  void add(const std::string& label, const std::string& text) {
+    const std::vector<std::string> parts = wrap(text, kReportColumns - kLabelColumns);
+    for (std::size_t i = 0; i < parts.size(); ++i) add_painted(i == 0 ? label : "", parts[i]);
+  }
+  // For text with escape codes, which is the caller's to keep short enough.
+  void add_painted(const std::string& label, const std::string& text) {
+    lines_.push_back(palette_.dim(fmt::format("{:<{}}", label, kLabelColumns)) + text);
+  }
+  void add_blank() { lines_.emplace_back(); }
+  void add_whole(const std::string& line) { lines_.push_back(line); }
+  std::vector<std::string> take() { return std::move(lines_); }
+
+ private:
+  const Palette& palette_;
+  std::vector<std::string> lines_;
+};
+
+std::string plural(std::int64_t count, const char* noun) {
+  return fmt::format("{} {}{}", format_count(count), noun, count == 1 ? "" : "s");
+}
+
+std::string world_text(const RunResult& r) {
+  return fmt::format("{} ({}), {} in all", plural(r.ranks, "rank"),
+                     r.processes ? "processes" : "threads", plural(r.threads, "compute thread"));
+}
+
+void add_setting(const Report& report, Lines& lines, const Palette& palette) {
+  const Source& source = report.source;
+  lines.add_whole(palette.bold(source.name));
+  lines.add("layer", describe(source.spec));
+  lines.add("weights",
+            fmt::format("{}; {}, {} for {} experts", source.origin, to_string(source.dtype),
+                        format_bytes(static_cast<double>(source.bytes)), source.spec.num_experts));
+  lines.add("batch",
+            fmt::format("{}, activations {}, routing: {}", plural(report.batch.tokens(), "token"),
+                        report.batch.origin, report.batch.routing));
+  lines.add("world", fmt::format("{}, computing in {}", world_text(report.result),
+                                 to_string(report.options.compute)));
+}
+
+void add_speed(const Report& report, const Derived& d, Lines& lines, const Palette& palette) {
+  lines.add_painted(
+      "time", fmt::format("{}  median of {} ({} .. {}); gate {}, plan complete at {}",
+                          palette.bold(format_seconds(d.median)), report.result.pass_seconds.size(),
+                          format_seconds(d.fastest), format_seconds(d.slowest),
+                          format_seconds(report.result.gate_seconds),
+                          format_seconds(report.result.plan_seconds)));
+  lines.add("",
+            fmt::format("{} per second",
+                        format_quantity(ratio(static_cast<double>(report.batch.tokens()), d.median),
+                                        "tokens")));
+  lines.add_painted("compute",
+                    fmt::format("{}  {} of the {} that {} small GEMMs reach here ({})",
+                                palette.bold(format_quantity(d.flops_per_second, "FLOP/s")),
+                                format_percent(d.gemm_fraction),
+                                format_quantity(report.rates.gemm_flops, "FLOP/s"),
+                                to_string(report.rates.gemm_dtype), cpu::gemm_instruction_set()));
+  if (!d.weights_dominate) return;
+  lines.add_painted(
+      "streaming",
+      fmt::format("{}  {} of the {} at which the {} of touched weights are read here",
+                  palette.bold(format_quantity(d.weight_bytes_per_second, "B/s")),
+                  format_percent(d.read_fraction), format_quantity(report.rates.read_bytes, "B/s"),
+                  format_bytes(d.weight_bytes)));
+}
+
+void add_experts(const Report& report, const Derived& d, Lines& lines, const Palette& palette) {
+  const auto& counts = report.result.tokens_per_expert;
+  lines.add("experts", fmt::format("tokens per expert: min {}, mean {:.1f}, max {}; {} unpicked; "
+                                   "balancedness {:.3f}",
+                                   format_count(d.fewest), d.mean, format_count(d.most),
+                                   d.unpicked == 0 ? "none" : format_count(d.unpicked), d.beta));
+  const std::vector<std::string> bars = bar_chart(counts, kBarsPerLine);
+  for (std::size_t i = 0; i < bars.size(); ++i) {
+    const std::size_t first = i * kBarsPerLine;
+    const std::size_t last = std::min(first + kBarsPerLine, counts.size()) - 1;
+    lines.add_painted("", palette.dim(fmt::format("{:>3} ", first)) + palette.cyan(bars[i]) +
+                              palette.dim(fmt::format(" {}", last)));
+  }
+}
+
+void add_memory(const Report& report, const Derived& d, Lines& lines) {
+  const RunResult& r = report.result;
+  const auto bytes = [](std::uint64_t value) { return format_bytes(static_cast<double>(value)); };
+  if (r.ranks == 1) {
+    lines.add("crossing", "nothing: one rank");
+  } else {
+    const auto padded = static_cast<double>(r.padded_all_to_all_bytes);
+    lines.add(
+        "crossing",
+        fmt::format("{} between ranks (dispatch {}, combine {}, signals {}), {} of the {} of a "
+                    "padded all-to-all",
+                    format_bytes(d.sent_bytes), bytes(r.dispatch_bytes), bytes(r.combine_bytes),
+                    bytes(r.signal_bytes), format_percent(ratio(d.sent_bytes, padded)),
+                    format_bytes(padded)));
+  }
+  lines.add("heap", fmt::format("{} used, {:.1f} x the tokens' {}; {} of address space reserved",
+                                bytes(r.heap_bytes_used),
+                                ratio(static_cast<double>(r.heap_bytes_used), d.token_buffer_bytes),
+                                format_bytes(d.token_buffer_bytes), bytes(r.heap_bytes_reserved)));
+  lines.add(
+      "memory",
+      fmt::format("{} peak resident{}, of which workspace {}", bytes(r.peak_resident_bytes),
+                  r.processes && r.ranks > 1 ? " (sum of the processes, shared pages in each)" : "",
+                  bytes(r.workspace_bytes)));
+}
+
+void add_exceptions(const Report& report, const Derived& d, Lines& lines, const Palette& palette) {
+  const RunResult& r = report.result;
+  if (report.source.spec.capacity_factor > 0) {
+    const std::int64_t all = r.dropped_slots + d.slots;
+    lines.add("drops", fmt::format("{} of {} slots, beyond an expert's capacity",
+                                   format_count(r.dropped_slots), format_count(all)));
+  }
+  if (r.nan_logits > 0) {
+    lines.add_painted(
+        "NaN", palette.red(fmt::format("{} logits are NaN: check the activations and the router",
+                                       format_count(r.nan_logits))));
+  }
+}
+
+void add_verification(const Verification& v, std::int64_t tokens, Lines& lines,
+                      const Palette& palette) {
+  const auto verdict = [&palette](bool ok) {
+    return ok ? palette.green("ok") : palette.red("FAILED");
+  };
+  const std::string bound =
+      v.yardstick
+          ? fmt::format("bound {:.2e}, twice that of a straightforward bf16 program", v.bound)
+          : fmt::format("bound {:.0e}", v.bound);
+  lines.add_painted("error",
+                    fmt::format("{:.2e} of fp64  {}  ({})", v.error, verdict(v.error_ok()), bound));
+  lines.add_painted(
+      "routing", fmt::format("{} of {} tokens differ from fp64  {}  ({} too near a tie to decide)",
+                             format_count(v.misrouted_tokens), format_count(tokens),
+                             verdict(v.misrouted_tokens == 0), format_count(v.undecided_tokens)));
+}
+
+nlohmann::ordered_json layer_json(const Report& report) {
+  const LayerSpec& spec = report.source.spec;
+  return {{"name", report.source.name},
+          {"description", describe(spec)},
+          {"hidden", spec.hidden},
+          {"intermediate", spec.intermediate},
+          {"experts", spec.num_experts},
+          {"top_k", spec.top_k},
+          {"shared_intermediate", spec.shared_intermediate},
+          {"capacity_factor", spec.capacity_factor}};
+}
+
+nlohmann::ordered_json speed_json(const Report& report, const Derived& d) {
+  const RunResult& r = report.result;
+  return {{"time",
+           {{"median_seconds", d.median},
+            {"min_seconds", d.fastest},
+            {"max_seconds", d.slowest},
+            {"pass_seconds", r.pass_seconds},
+            {"gate_seconds", r.gate_seconds},
+            {"plan_seconds", r.plan_seconds},
+            {"tokens_per_second", ratio(static_cast<double>(report.batch.tokens()), d.median)}}},
+          {"compute",
+           {{"flops", d.flops},
+            {"flops_per_second", d.flops_per_second},
+            {"gemm_flops_per_second", report.rates.gemm_flops},
+            {"gemm_fraction", d.gemm_fraction},
+            {"gemm_dtype", to_string(report.rates.gemm_dtype)},
+            {"instruction_set", cpu::gemm_instruction_set()}}},
+          {"streaming",
+           {{"touched_weight_bytes", d.weight_bytes},
+            {"bytes_per_second", d.weight_bytes_per_second},
+            {"read_bytes_per_second", report.rates.read_bytes},
+            {"read_fraction", d.read_fraction}}}};
+}
+
+nlohmann::ordered_json memory_json(const Report& report, const Derived& d) {
+  const RunResult& r = report.result;
+  return {
+      {"crossing",
+       {{"dispatch_bytes", r.dispatch_bytes},
+        {"combine_bytes", r.combine_bytes},
+        {"signal_bytes", r.signal_bytes},
+        {"total_bytes", r.dispatch_bytes + r.combine_bytes + r.signal_bytes},
+        {"padded_all_to_all_bytes", r.padded_all_to_all_bytes}}},
+      {"heap",
+       {{"used_bytes", r.heap_bytes_used},
+        {"reserved_bytes", r.heap_bytes_reserved},
+        {"token_buffer_bytes", d.token_buffer_bytes}}},
+      {"memory",
+       {{"peak_resident_bytes", r.peak_resident_bytes}, {"workspace_bytes", r.workspace_bytes}}}};
+}
+
+nlohmann::ordered_json verification_json(const Verification& v) {
+  nlohmann::ordered_json json = {{"ok", v.ok()},
+                                 {"error", v.error},
+                                 {"bound", v.bound},
+                                 {"misrouted_tokens", v.misrouted_tokens},
+                                 {"undecided_tokens", v.undecided_tokens},
+                                 {"margin", v.margin}};
+  if (v.yardstick) json["bf16_yardstick"] = *v.yardstick;
+  return json;
+}
+
+}  // namespace
+
+MachineRates measure_rates(const Source& source, const Batch& batch, const RunResult& result,
+                           DType compute) {
+  MachineRates rates;
+  rates.gemm_dtype = gemm_dtype(compute);
+  const auto shares = all_share_sizes(batch.tokens(), result.ranks);
+  rates.gemm_flops =
+      measure_gemm_rate(layer_products(source.spec, result.tokens_per_expert, shares),
+                        rates.gemm_dtype, result.threads, kGemmSeconds);
+  rates.read_bytes = measure_read_rate(touched_weights(source.weights, result.tokens_per_expert),
+                                       result.threads, kReadSeconds);
+  return rates;
+}
+
+std::vector<std::string> to_text(const Report& report, const Palette& palette) {
+  const Derived d = derive(report);
+  Lines lines(palette);
+  add_setting(report, lines, palette);
+  lines.add_blank();
+  add_speed(report, d, lines, palette);
+  lines.add_blank();
+  add_experts(report, d, lines, palette);
+  lines.add_blank();
+  add_memory(report, d, lines);
+  add_exceptions(report, d, lines, palette);
+  if (report.verification) {
+    lines.add_blank();
+    add_verification(*report.verification, report.batch.tokens(), lines, palette);
+  }
+  return lines.take();
+}
+
+nlohmann::ordered_json to_json(const Report& report) {
+  const Derived d = derive(report);
+  const RunResult& r = report.result;
+  nlohmann::ordered_json json;
+  json["layer"] = layer_json(report);
+  json["weights"] = {{"origin", report.source.origin},
+                     {"dtype", to_string(report.source.dtype)},
+                     {"bytes", report.source.bytes}};
+  json["batch"] = {{"tokens", report.batch.tokens()},
+                   {"activations", report.batch.origin},
+                   {"routing", report.batch.routing}};
+  json["world"] = {{"ranks", r.ranks},
+                   {"fabric", r.fabric},
+                   {"processes", r.processes},
+                   {"threads", r.threads},
+                   {"compute", to_string(report.options.compute)}};
+  json.update(speed_json(report, d));
+  json["experts"] = {{"tokens_per_expert", r.tokens_per_expert},
+                     {"min", d.fewest},
+                     {"mean", d.mean},
+                     {"max", d.most},
+                     {"unpicked", d.unpicked},
+                     {"balancedness", d.beta}};
+  json.update(memory_json(report, d));
+  json["dropped_slots"] = r.dropped_slots;
+  json["nan_logits"] = r.nan_logits;
+  if (report.verification) json["verification"] = verification_json(*report.verification);
+  return json;
+}
+
+}  // namespace switchyard::cli

@@ -1,0 +1,40 @@
+// What a run tells: one structure, as text for people and as JSON for programs.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cli/batch.h"
+#include "cli/format.h"
+#include "cli/ranks.h"
+#include "cli/source.h"
+#include "cli/verify.h"
+
+namespace switchyard::cli {
+
+// The machine's rates that a pass is compared with.
+struct MachineRates {
+  DType gemm_dtype = DType::kBF16;
+  double gemm_flops = 0;  // useful FLOP/s of the library on the pass's tiles
+  double read_bytes = 0;  // bytes/s at which the touched weights are read
+};
+
+MachineRates measure_rates(const Source& source, const Batch& batch, const RunResult& result,
+                           DType compute);
+
+struct Report {
+  const Source& source;
+  const Batch& batch;
+  const RankOptions& options;
+  const RunResult& result;
+  MachineRates rates;
+  std::optional<Verification> verification;
+};
+
+// Lines of at most kReportColumns columns, escape codes not counted.
+std::vector<std::string> to_text(const Report& report, const Palette& palette);
+nlohmann::ordered_json to_json(const Report& report);
+
+}  // namespace switchyard::cli

@@ -1,0 +1,134 @@
+#include "cli/source.h"
+
+#include <algorithm>
+
+#include "cli/machine.h"
+#include "cli/progress.h"
+#include "model/generate.h"
+#include "model/model_table.h"
+
+namespace switchyard::cli {
+namespace {
+
+[[noreturn]] void contradiction(const std::string& message) {
+  throw Error(ErrorCode::kInvalidArgument, message);
+}
+
+bool any(const ConfigOverrides& o) {
+  return o.num_experts > 0 || o.top_k > 0 || o.hidden > 0 || o.intermediate > 0;
+}
+
+void require_consistent(const SourceOptions& options) {
+  if (options.checkpoint.empty() == options.model.empty()) {
+    contradiction(
+        options.model.empty()
+            ? "there is no layer to run; give --checkpoint DIR or --model NAME ('switchyard "
+              "models' lists the names)"
+            : "--checkpoint and --model are both given; the weights come from one of them");
+  }
+  if (options.checkpoint.empty()) return;
+  if (any(options.overrides) || options.dtype) {
+    contradiction(
+        "--experts, --top-k, --hidden, --intermediate and --dtype change a --model; a checkpoint "
+        "is "
+        "what it is ('switchyard make-checkpoint' takes them)");
+  }
+}
+
+int choose_layer(int wanted, const std::vector<int>& moe_layers, const std::string& name) {
+  if (moe_layers.empty()) {
+    throw Error(ErrorCode::kInvalidArgument, fmt::format("{} has no MoE layer", name));
+  }
+  if (wanted < 0) return moe_layers.front();
+  if (std::find(moe_layers.begin(), moe_layers.end(), wanted) != moe_layers.end()) return wanted;
+  throw Error(
+      ErrorCode::kInvalidArgument,
+      fmt::format("--layer is {}, which is not an MoE layer of {}; it has {} of them, from {} "
+                  "to {}",
+                  wanted, name, moe_layers.size(), moe_layers.front(), moe_layers.back()));
+}
+
+std::uint64_t expert_bytes(const MoeWeights& weights) {
+  return touched_weight_bytes(weights, std::vector<std::int64_t>(weights.experts.size(), 1));
+}
+
+Source load_checkpoint(const SourceOptions& options) {
+  const Checkpoint checkpoint = Checkpoint::open(options.checkpoint);
+  const int layer = choose_layer(options.layer, checkpoint.moe_layers(), options.checkpoint);
+  Source source;
+  source.name = fmt::format("{}, layer {}", checkpoint.model_type(), layer);
+  source.origin = options.checkpoint;
+  source.spec = checkpoint.layer_spec(layer);
+  source.weights = checkpoint.load_layer(layer);
+  source.dtype = checkpoint.dtype();
+  return source;
+}
+
+void require_memory(const std::string& name, std::uint64_t bytes, int num_processes, DType dtype) {
+  const std::uint64_t needed = bytes * static_cast<std::uint64_t>(num_processes);
+  const std::uint64_t available = memory().available;
+  if (needed <= available) return;
+  const std::string each = num_processes == 1
+                               ? ""
+                               : fmt::format(" for {} processes of {}", num_processes,
+                                             format_bytes(static_cast<double>(bytes)));
+  const char* const share = num_processes == 1
+                                ? ""
+                                : ", or let the processes share a checkpoint ('switchyard "
+                                  "make-checkpoint', then --checkpoint)";
+  throw Error(
+      ErrorCode::kCapacityExceeded,
+      fmt::format("the weights of {} in {} need {}{}, but {} of memory are available; scale "
+                  "the layer down with --experts, --hidden or --intermediate{}{}",
+                  name, dtype_argument(dtype), format_bytes(static_cast<double>(needed)), each,
+                  format_bytes(static_cast<double>(available)),
+                  dtype == DType::kF8E4M3 ? "" : ", store it in --dtype fp8", share));
+}
+
+// The same weights as make-checkpoint writes with the same options.
+Source generate(const SourceOptions& options, int num_processes, bool show_progress) {
+  const ModelEntry& entry = find_model(options.model);
+  const DType dtype = options.dtype.value_or(entry.dtype);
+  const ModelConfig config =
+      parse_config(rewrite_config(entry.config_json, options.overrides, dtype), entry.name);
+  const int layer = choose_layer(options.layer, config.moe_layers(), entry.name);
+  Source source;
+  source.name = fmt::format("{}, layer {}", entry.name, layer);
+  source.origin = fmt::format("generated, seed {}", options.seed);
+  source.spec = *config.layers[static_cast<std::size_t>(layer)];
+  source.dtype = dtype;
+
+  GenerateOptions generation;
+  if (config.vocab_size > 0) generation.vocabulary = config.vocab_size;
+  require_memory(source.name, generated_bytes(source.spec, dtype, generation.vocabulary),
+                 num_processes, dtype);
+  generation.num_threads = std::max(1, hardware_threads() / num_processes);
+  ProgressBar bar("generating weights", show_progress);
+  generation.progress = [&bar](std::uint64_t done, std::uint64_t total) {
+    bar.update(done, total);
+  };
+  source.weights =
+      generate_weights(source.spec, dtype, layer_seed(options.seed, layer), generation);
+  return source;
+}
+
+}  // namespace
+
+void add_override_options(CLI::App& app, ConfigOverrides& overrides) {
+  constexpr std::int64_t kMost = 1 << 20;
+  add_whole(app, "--experts", overrides.num_experts, 1, kMost, "Scale the model to N experts");
+  add_whole(app, "--top-k", overrides.top_k, 1, kMost, "Route every token to N experts");
+  add_whole(app, "--hidden", overrides.hidden, 1, kMost, "Scale the hidden size to N");
+  add_whole(app, "--intermediate", overrides.intermediate, 1, kMost,
+            "Scale the experts' intermediate size to N");
+}
+
+Source load_source(const SourceOptions& options, int num_processes, bool show_progress) {
+  require_consistent(options);
+  Source source = options.model.empty() ? load_checkpoint(options)
+                                        : generate(options, num_processes, show_progress);
+  source.bytes = expert_bytes(source.weights);
+  return source;
+}
+
+}  // namespace switchyard::cli

@@ -1,0 +1,32 @@
+// A run's output and routing against the fp64 reference.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "cli/batch.h"
+#include "cli/ranks.h"
+#include "cli/source.h"
+
+namespace switchyard::cli {
+
+struct Verification {
+  double error = 0;  // ||output - reference|| / ||reference||, for the routing that was used
+  // The same of a straightforward bf16 program; only where the layer computes in bf16.
+  std::optional<double> yardstick;
+  double bound = 0;  // 1e-5, or twice the yardstick
+
+  // Tokens whose ids or weights differ from the fp64 routing although fp32 logits decide it.
+  std::int64_t misrouted_tokens = 0;
+  // Tokens so close to a tie that fp32 logits may decide it either way.
+  std::int64_t undecided_tokens = 0;
+  double margin = 0;  // below which a token is undecided
+
+  bool error_ok() const { return error <= bound; }
+  bool ok() const { return error_ok() && misrouted_tokens == 0; }
+};
+
+Verification verify(const Source& source, const Batch& batch, const RunResult& result,
+                    DType compute);
+
+}  // namespace switchyard::cli

@@ -1,0 +1,102 @@
+// Runs the built `switchyard` as a user would.
+#pragma once
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "model/safetensors.h"
+#include "model/temporary_directory.h"
+
+namespace switchyard::cli {
+
+using test::TemporaryDirectory;
+using Arguments = std::vector<std::string>;
+
+struct Completed {
+  int exit_code = -1;
+  std::string out;
+  std::string err;
+};
+
+inline std::string read_file(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// The environment without what launchers set: the tests may themselves run under one.
+inline std::vector<std::string> clean_environment() {
+  std::vector<std::string> kept;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string_view text = *entry;
+    bool launcher = false;
+    for (const char* prefix : {"RANK=", "WORLD_SIZE=", "LOCAL_", "OMPI_", "PMI", "SLURM_", "MPI_",
+                               "TORCHELASTIC_", "SWITCHYARD_", "NO_COLOR="}) {
+      launcher = launcher || text.starts_with(prefix);
+    }
+    if (!launcher) kept.emplace_back(text);
+  }
+  return kept;
+}
+
+inline std::vector<char*> pointers(std::vector<std::string>& strings) {
+  std::vector<char*> result;
+  for (std::string& s : strings) result.push_back(s.data());
+  result.push_back(nullptr);
+  return result;
+}
+
+inline Completed run_switchyard(const Arguments& arguments,
+                                const std::vector<std::string>& environment = {}) {
+  const TemporaryDirectory directory;
+  const std::string out = (directory / "out").string();
+  const std::string err = (directory / "err").string();
+  std::vector<std::string> words = {SWITCHYARD_COMMAND};
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  std::vector<std::string> variables = clean_environment();
+  variables.insert(variables.end(), environment.begin(), environment.end());
+  const std::vector<char*> argv = pointers(words);
+  const std::vector<char*> envp = pointers(variables);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const int out_fd = ::open(out.c_str(), O_WRONLY | O_CREAT, 0600);
+    const int err_fd = ::open(err.c_str(), O_WRONLY | O_CREAT, 0600);
+    ::dup2(out_fd, STDOUT_FILENO);
+    ::dup2(err_fd, STDERR_FILENO);
+    ::execve(argv[0], argv.data(), envp.data());
+    ::_exit(126);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_file(out),
+          read_file(err)};
+}
+
+inline Arguments join(Arguments a, const Arguments& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+// A layer that takes milliseconds.
+inline const Arguments kTiny = {"--model",  "olmoe", "--experts",      "16",
+                                "--hidden", "64",    "--intermediate", "32"};
+
+// One tensor of a safetensors file, as bytes.
+inline std::string tensor_bytes(const std::filesystem::path& path, const std::string& name) {
+  const OwnedMatrix m = read_matrix(path, name);
+  return {static_cast<const char*>(m.view.data),
+          static_cast<std::size_t>(m.view.rows * m.view.cols) * size_of(m.view.dtype)};
+}
+
+}  // namespace switchyard::cli

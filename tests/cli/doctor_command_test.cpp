@@ -1,0 +1,43 @@
+#include <gmock/gmock.h>
+
+#include <set>
+
+#include "cli/command.h"
+
+namespace switchyard::cli {
+namespace {
+
+using ::testing::HasSubstr;
+
+TEST(Doctor, JsonPassesHere) {
+  const Completed done = run_switchyard({"doctor", "--json"});
+  EXPECT_EQ(done.exit_code, 0) << done.out << done.err;
+  const auto json = nlohmann::json::parse(done.out);
+  EXPECT_TRUE(json["ok"]);
+  std::set<std::string> checks;
+  for (const auto& check : json["checks"]) {
+    EXPECT_TRUE(check["ok"]) << check;
+    checks.insert(check["name"]);
+  }
+  EXPECT_EQ(checks, (std::set<std::string>{"thread_ranks_f32", "thread_ranks_bf16",
+                                           "abstract_sockets", "process_ranks"}));
+  for (const char* rate : {"memory_read", "gemm_bf16", "gemm_f32"}) {
+    EXPECT_GT(json["machine"][rate], 1e6) << rate;
+  }
+  EXPECT_GT(json["machine"]["memory"]["total_bytes"], 1'000'000);
+  for (const char* text : {"cpu", "gemm_isa", "kernel_isa", "huge_pages"}) {
+    EXPECT_FALSE(json["machine"][text].get<std::string>().empty()) << text;
+  }
+}
+
+TEST(Doctor, TextNamesEveryCheck) {
+  const Completed done = run_switchyard({"doctor"});
+  EXPECT_EQ(done.exit_code, 0) << done.out << done.err;
+  for (const char* part : {"native bf16", "memory read", "gemm bf16", "thread ranks f32",
+                           "process ranks", "2 ranks, verified", "gpu"}) {
+    EXPECT_THAT(done.out, HasSubstr(part));
+  }
+}
+
+}  // namespace
+}  // namespace switchyard::cli

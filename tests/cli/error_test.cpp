@@ -1,0 +1,178 @@
+// Every way to go wrong ends with its exit code and one line on stderr that says what to do.
+#include <gmock/gmock.h>
+
+#include "cli/command.h"
+
+namespace switchyard::cli {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+void expect_error(const Arguments& arguments, int exit_code, const std::string& code,
+                  const std::vector<std::string>& parts,
+                  const std::vector<std::string>& environment = {}) {
+  const Completed done = run_switchyard(arguments, environment);
+  SCOPED_TRACE(::testing::PrintToString(arguments));
+  EXPECT_EQ(done.exit_code, exit_code);
+  EXPECT_EQ(done.out, "");
+  EXPECT_THAT(done.err, StartsWith("switchyard: error (" + code + "): "));
+  for (const std::string& part : parts) EXPECT_THAT(done.err, HasSubstr(part));
+}
+
+TEST(Errors, Usage) {
+  expect_error({}, 2, "invalid_argument", {"subcommand is required", "--help"});
+  expect_error({"frobnicate"}, 2, "invalid_argument", {"'frobnicate'", "make-checkpoint"});
+  expect_error(join({"run", "--bogus"}, kTiny), 2, "invalid_argument",
+               {"--bogus", "switchyard run --help"});
+  expect_error({"run"}, 2, "invalid_argument", {"--checkpoint", "--model"});
+  expect_error(join({"run", "--checkpoint", "/tmp"}, kTiny), 2, "invalid_argument",
+               {"--checkpoint and --model"});
+  expect_error({"run", "--checkpoint", "/tmp", "--dtype", "f32"}, 2, "invalid_argument",
+               {"make-checkpoint"});
+  expect_error({"run", "--model", "olmo"}, 2, "invalid_argument", {"'olmo'", "olmoe"});
+  expect_error(join({"run", "--layer", "16"}, kTiny), 2, "invalid_argument",
+               {"--layer is 16", "0 to 15"});
+  expect_error({"make-checkpoint", "--model", "olmoe"}, 2, "invalid_argument", {"--out"});
+}
+
+TEST(Errors, NumbersAreReadStrictly) {
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"--tokens", "12x"},  {"--tokens", "0"},       {"--tokens", "-5"},
+      {"--tokens", "1e3"},  {"--ranks", "0x2"},      {"--ranks", "65"},
+      {"--threads", "-1"},  {"--repeat", "0"},       {"--seed", "1.5"},
+      {"--experts", ""},    {"--balancedness", "2"}, {"--balancedness", "nan"},
+      {"--deadline", "0"},  {"--deadline", "inf"},   {"--capacity-factor", "0"},
+      {"--compute", "fp8"}, {"--dtype", "bfloat"},
+  };
+  for (const auto& [name, value] : cases) {
+    expect_error({"run", "--model", "olmoe", name, value}, 2, "invalid_argument",
+                 {name + " is '" + value + "'"});
+  }
+  expect_error(
+      {"make-checkpoint", "--model", "olmoe", "--out", "/tmp/x", "--max-shard-size", "2gb"}, 2,
+      "invalid_argument", {"--max-shard-size is '2gb'", "1GiB"});
+}
+
+TEST(Errors, Files) {
+  const TemporaryDirectory directory;
+  expect_error({"run", "--checkpoint", (directory / "none").string()}, 2, "system", {"none"});
+  test::write_file(directory / "config.json", "{");
+  expect_error({"run", "--checkpoint", directory.path().string()}, 2, "invalid_config",
+               {"config.json"});
+  test::write_file(directory / "junk", "not a safetensors file");
+  expect_error(join({"run", "--input", (directory / "junk").string()}, kTiny), 2, "invalid_file",
+               {"junk"});
+  expect_error(join({"run", "--input", (directory / "absent").string()}, kTiny), 2, "system",
+               {"absent"});
+  expect_error(join({"run", "--output", (directory / "no").string() + "/y"}, kTiny), 2,
+               "invalid_argument", {"--output", "no directory"});
+}
+
+class InputErrors : public ::testing::Test {
+ protected:
+  std::string path() const { return (directory_ / "x").string(); }
+  void write(const std::vector<NamedMatrix>& matrices) { write_matrices(path(), matrices); }
+  MatrixView x(std::int64_t rows, std::int64_t cols) const {
+    return {values_.data(), DType::kF32, rows, cols, cols};
+  }
+  MatrixView ids(const std::vector<std::int32_t>& v) const {
+    return {v.data(), DType::kI32, static_cast<std::int64_t>(v.size()) / 8, 8, 8};
+  }
+  void expect(const std::string& code, std::vector<std::string> parts, const Arguments& more = {}) {
+    parts.push_back(path());  // not an error of the layer, which knows of no file
+    expect_error(join(join({"run", "--input", path()}, kTiny), more), 2, code, parts);
+  }
+
+  TemporaryDirectory directory_;
+  std::vector<float> values_ = std::vector<float>(1024, 0.5f);
+};
+
+TEST_F(InputErrors, Activations) {
+  write({{"activations", x(2, 63)}});
+  expect("shape_mismatch", {"'activations' is [2, 63]", "[2, 64]"});
+  write({{"activations", x(2, 64)}});
+  expect("shape_mismatch", {"is [2, 64]", "[3, 64]"}, {"--tokens", "3"});
+  write({{"a", x(2, 64)}, {"b", x(2, 64)}});
+  expect("missing_tensor", {"a"});
+  const std::vector<std::int32_t> integers(64);
+  write({{"activations", {integers.data(), DType::kI32, 1, 64, 64}}});
+  expect("dtype_mismatch", {"'activations' is i32"});
+}
+
+TEST_F(InputErrors, Routing) {
+  const std::vector<std::int32_t> good = {0, 1, 2, 3, 4, 5, 6, 7};
+  write({{"activations", x(1, 64)}, {"topk_ids", ids(good)}});
+  expect("missing_tensor", {"'topk_ids' is there without 'topk_weights'"});
+  write({{"activations", x(2, 64)}, {"topk_ids", ids(good)}, {"topk_weights", x(2, 8)}});
+  expect("shape_mismatch", {"'topk_ids' is [1, 8]", "[2, 8]"});
+  const std::vector<std::int32_t> twice = {0, 1, 2, 3, 4, 5, 6, 0};
+  write({{"activations", x(1, 64)}, {"topk_ids", ids(twice)}, {"topk_weights", x(1, 8)}});
+  expect("invalid_argument", {"names expert 0 twice"});
+  const std::vector<std::int32_t> outside = {0, 1, 2, 3, 4, 5, 6, 16};
+  write({{"activations", x(1, 64)}, {"topk_ids", ids(outside)}, {"topk_weights", x(1, 8)}});
+  expect("invalid_argument", {"topk_ids[0][7] is 16", "0 to 15"}, {"--ranks", "2"});
+  write({{"activations", x(1, 64)}, {"topk_ids", x(1, 8)}, {"topk_weights", x(1, 8)}});
+  expect("dtype_mismatch", {"'topk_ids' is f32"});
+  write({{"activations", x(1, 64)}, {"topk_ids", ids(good)}, {"topk_weights", x(1, 8)}});
+  expect("invalid_argument", {"--balancedness"}, {"--balancedness", "0.9"});
+}
+
+TEST(Errors, LayersThatDoNotFit) {
+  expect_error({"run", "--model", "deepseek-v3", "--dtype", "f32", "--experts", "512", "--hidden",
+                "65536", "--intermediate", "65536"},
+               2, "capacity_exceeded", {"TB", "--experts", "--dtype fp8"});
+}
+
+TEST(Errors, ARankThatDoesNotComeIsATimeout) {
+  expect_error(
+      join({"run", "--deadline", "0.3"}, kTiny), 3, "timeout", {"rank"},
+      {"RANK=0", "WORLD_SIZE=2", "SWITCHYARD_RENDEZVOUS=cli-test-" + std::to_string(::getpid())});
+}
+
+TEST(Errors, LauncherEnvironment) {
+  expect_error(join({"run"}, kTiny), 2, "invalid_argument", {"RANK"}, {"RANK=4", "WORLD_SIZE=2"});
+}
+
+TEST(Launch, NeedsRanksAndACommand) {
+  expect_error({"launch"}, 2, "invalid_argument", {"--ranks is required"});
+  expect_error({"launch", "-n", "0", "--", "true"}, 2, "invalid_argument", {"'0'"});
+  expect_error({"launch", "-n", "2"}, 2, "invalid_argument", {"no command"});
+}
+
+TEST(Launch, PassesExitCodesAndArguments) {
+  EXPECT_EQ(run_switchyard({"launch", "-n", "2", "--", "sh", "-c", "exit 7"}).exit_code, 7);
+  EXPECT_EQ(run_switchyard({"launch", "-n", "1", "--", "/no/such/program"}).exit_code, 127);
+  EXPECT_EQ(
+      run_switchyard({"launch", "-n", "1", "--timeout", "0.2", "--", "sleep", "60"}).exit_code,
+      124);
+  const Completed echo = run_switchyard({"launch", "-n", "1", "--", "echo", "-n", "--", "--help"});
+  EXPECT_EQ(echo.out, "-- --help");
+  const Completed label = run_switchyard({"launch", "-n", "1", "--label", "echo", "hello"});
+  EXPECT_EQ(label.out, "[rank 0] hello\n");
+}
+
+TEST(Launch, FailedRunsKeepTheirExitCode) {
+  const Completed done =
+      run_switchyard({"launch", "-n", "2", "--", SWITCHYARD_COMMAND, "run", "--model", "nonesuch"});
+  EXPECT_EQ(done.exit_code, 2);
+  EXPECT_THAT(done.err, HasSubstr("unknown model 'nonesuch'"));
+}
+
+TEST(Help, AndVersion) {
+  const Completed version = run_switchyard({"--version"});
+  EXPECT_EQ(version.exit_code, 0);
+  EXPECT_THAT(version.out, ::testing::MatchesRegex("switchyard [0-9]+\\.[0-9]+\\.[0-9]+\n"));
+  for (const Arguments& command :
+       {Arguments{}, {"run"}, {"make-checkpoint"}, {"models"}, {"doctor"}, {"launch"}}) {
+    const Completed help = run_switchyard(join(command, {"--help"}));
+    EXPECT_EQ(help.exit_code, 0);
+    EXPECT_THAT(help.out, HasSubstr("Usage: switchyard"));
+    std::istringstream lines(help.out);
+    for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;
+  }
+  EXPECT_THAT(run_switchyard({"run", "--help"}).out, HasSubstr("Examples:"));
+}
+
+}  // namespace
+}  // namespace switchyard::cli

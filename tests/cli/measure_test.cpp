@@ -1,0 +1,126 @@
+#include "cli/measure.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "cli/batch.h"
+#include "cli/machine.h"
+#include "model/generate.h"
+
+namespace switchyard::cli {
+namespace {
+
+LayerSpec small_spec() {
+  LayerSpec spec;
+  spec.hidden = 96;
+  spec.intermediate = 700;  // not a multiple of a task's rows
+  spec.num_experts = 4;
+  spec.top_k = 2;
+  return spec;
+}
+
+double ffn_flops(int hidden, int intermediate, double tokens) {
+  return 2.0 * 3 * hidden * intermediate * tokens;
+}
+
+TEST(LayerProducts, CountTheFlopsOfTheLayer) {
+  const LayerSpec spec = small_spec();
+  const std::vector<std::int64_t> counts = {0, 1, 129, 300};
+  const auto products = layer_products(spec, counts, std::vector<std::int64_t>{200, 230});
+  EXPECT_DOUBLE_EQ(useful_flops(products), ffn_flops(96, 700, 430));
+  for (const TileProduct& p : products) {
+    EXPECT_EQ(p.n % 16, 0);
+    EXPECT_LE(p.n, 128);
+    EXPECT_LE(p.rows, p.n);
+    EXPECT_GT(p.rows, 0);
+  }
+}
+
+TEST(LayerProducts, IncludeTheSharedExpertOfEveryRank) {
+  LayerSpec spec = small_spec();
+  spec.shared_intermediate = 64;
+  const auto products =
+      layer_products(spec, std::vector<std::int64_t>{10, 0, 0, 0}, std::vector<std::int64_t>{3, 4});
+  EXPECT_DOUBLE_EQ(useful_flops(products), ffn_flops(96, 700, 10) + ffn_flops(96, 64, 7));
+}
+
+TEST(LayerProducts, PlainFfnsHaveNoGate) {
+  LayerSpec spec = small_spec();
+  spec.activation.gated = false;
+  const auto products =
+      layer_products(spec, std::vector<std::int64_t>{5, 0, 0, 0}, std::vector<std::int64_t>{5});
+  EXPECT_DOUBLE_EQ(useful_flops(products), ffn_flops(96, 700, 5) * 2 / 3);
+}
+
+TEST(TouchedWeights, AreThoseOfThePickedExperts) {
+  const LayerSpec spec = small_spec();
+  const MoeWeights weights = generate_weights(spec, DType::kBF16, 1, {});
+  const std::vector<std::int64_t> counts = {0, 7, 0, 1};
+  std::size_t bytes = 0;
+  for (const ByteRange range : touched_weights(weights, counts)) bytes += range.size();
+  EXPECT_EQ(bytes, touched_weight_bytes(weights, counts));
+}
+
+TEST(TouchedWeights, InterleavedMatricesAreReadOnce) {
+  // Gate and up rows alternate, as in packed checkpoints.
+  std::vector<std::uint16_t> packed(2 * 6 * 8);
+  MoeWeights weights;
+  weights.experts.resize(1);
+  weights.experts[0].gate = {packed.data(), DType::kBF16, 6, 8, 16};
+  weights.experts[0].up = {packed.data() + 8, DType::kBF16, 6, 8, 16};
+  const auto ranges = touched_weights(weights, std::vector<std::int64_t>{1});
+  ASSERT_EQ(ranges.size(), 1u);
+  EXPECT_EQ(ranges[0].size(), packed.size() * 2);
+}
+
+TEST(MeasuredRates, ArePositiveAndSane) {
+  const TileProduct product{64, 16, 64, 16};
+  for (const DType dtype : {gemm_dtype(DType::kBF16), DType::kF32}) {
+    const double rate = measure_gemm_rate({product}, dtype, 2, 0.02);
+    EXPECT_GT(rate, 1e6);
+    EXPECT_LT(rate, 1e16);
+  }
+  EXPECT_EQ(measure_gemm_rate({}, DType::kF32, 1, 0.01), 0);
+
+  const std::vector<std::byte> memory(std::size_t{1} << 22, std::byte{1});
+  const ByteRange range(memory);
+  const double bandwidth = measure_read_rate(std::span(&range, 1), 2, 0.02);
+  EXPECT_GT(bandwidth, 1e6);
+  EXPECT_LT(bandwidth, 1e14);
+  EXPECT_EQ(measure_read_rate({}, 1, 0.01), 0);
+}
+
+TEST(MeasuredGemmRate, CountsOnlyWantedRows) {
+  const double full = measure_gemm_rate({{64, 16, 256, 16}}, DType::kF32, 1, 0.05);
+  const double mostly_padding = measure_gemm_rate({{64, 16, 256, 1}}, DType::kF32, 1, 0.05);
+  EXPECT_LT(mostly_padding, full / 4);
+}
+
+TEST(Shares, CoverAllTokensOnce) {
+  for (const std::int64_t tokens : {1, 5, 64, 1023}) {
+    for (const int ranks : {1, 3, 8}) {
+      std::int64_t next = 0;
+      for (int r = 0; r < ranks; ++r) {
+        const Share share = share_of(tokens, r, ranks);
+        EXPECT_EQ(share.first, next);
+        EXPECT_LE(share.count, largest_share(tokens, ranks));
+        next += share.count;
+      }
+      EXPECT_EQ(next, tokens);
+    }
+  }
+}
+
+TEST(Machine, KnowsItself) {
+  EXPECT_GT(hardware_threads(), 0);
+  EXPECT_GT(memory().total, std::uint64_t{1} << 20);
+  EXPECT_LE(memory().available, memory().total);
+  EXPECT_GT(peak_resident_bytes(), std::uint64_t{1} << 20);
+  const std::set<std::string> policies = {"always", "madvise", "never", "unknown"};
+  EXPECT_EQ(policies.count(huge_page_policy()), 1u);
+  EXPECT_NE(own_executable().find("cli_parts_test"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace switchyard::cli

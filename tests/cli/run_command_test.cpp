@@ -1,0 +1,321 @@
+// `switchyard run`: what it computes and what it tells.
+#include <gmock/gmock.h>
+
+#include <cmath>
+#include <numeric>
+
+#include "cli/command.h"
+#include "cli/format.h"
+#include "model/model_table.h"
+
+namespace switchyard::cli {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+// No number of ranks gets whole tiles of them.
+constexpr const char* kTokens = "37";
+
+nlohmann::json run_json(const Arguments& arguments) {
+  const Completed done = run_switchyard(join({"run", "--json"}, arguments));
+  EXPECT_EQ(done.exit_code, 0) << done.err;
+  return nlohmann::json::parse(done.out);
+}
+
+TEST(Run, SameBytesOnOneAndFourRanks) {
+  const TemporaryDirectory directory;
+  const std::string one = (directory / "one.safetensors").string();
+  const std::string four = (directory / "four.safetensors").string();
+  for (const auto& [ranks, path] : {std::pair{"1", one}, std::pair{"4", four}}) {
+    const Completed done = run_switchyard(join({"run", "--tokens", kTokens, "--ranks", ranks,
+                                                "--threads", "1", "--output", path, "--quiet"},
+                                               kTiny));
+    ASSERT_EQ(done.exit_code, 0) << done.err;
+    EXPECT_EQ(done.out, "");
+  }
+  EXPECT_EQ(read_file(one), read_file(four));
+  const std::string output = tensor_bytes(one, "output");
+  EXPECT_EQ(output.size(), 37u * 64 * 2);
+  EXPECT_NE(output, std::string(output.size(), '\0'));
+}
+
+TEST(Run, AnotherSeedGivesOtherBytes) {
+  const TemporaryDirectory directory;
+  for (const char* seed : {"0", "1"}) {
+    ASSERT_EQ(run_switchyard(join({"run", "--tokens", "16", "--seed", seed, "--quiet", "--output",
+                                   (directory / seed).string()},
+                                  kTiny))
+                  .exit_code,
+              0);
+  }
+  EXPECT_NE(tensor_bytes(directory / "0", "output"), tensor_bytes(directory / "1", "output"));
+}
+
+TEST(Run, LaunchedProcessesGiveTheBytesOfThreads) {
+  const TemporaryDirectory directory;
+  const Arguments layer = join({"run", "--tokens", kTokens, "--threads", "1", "--json"}, kTiny);
+  const Completed threads =
+      run_switchyard(join(layer, {"--ranks", "3", "--output", (directory / "threads").string()}));
+  ASSERT_EQ(threads.exit_code, 0) << threads.err;
+  Arguments launch = {"launch", "-n", "3", "--", SWITCHYARD_COMMAND};
+  launch = join(join(launch, layer), {"--output", (directory / "processes").string(), "--verify"});
+  const Completed processes = run_switchyard(launch);
+  ASSERT_EQ(processes.exit_code, 0) << processes.err;
+  EXPECT_EQ(read_file(directory / "threads"), read_file(directory / "processes"));
+
+  const auto of_threads = nlohmann::json::parse(threads.out);
+  // Only one rank reports, or this would not parse.
+  const auto of_processes = nlohmann::json::parse(processes.out);
+  EXPECT_FALSE(of_threads["world"]["processes"]);
+  EXPECT_TRUE(of_processes["world"]["processes"]);
+  EXPECT_EQ(of_processes["world"]["ranks"], 3);
+  EXPECT_EQ(of_processes["world"]["threads"], 3);
+  for (const char* field : {"dispatch_bytes", "combine_bytes", "signal_bytes"}) {
+    EXPECT_EQ(of_threads["crossing"][field], of_processes["crossing"][field]) << field;
+  }
+}
+
+TEST(Run, LauncherWithoutDashesPassesOptionsOn) {
+  const Completed done = run_switchyard(
+      join({"launch", "-n", "2", SWITCHYARD_COMMAND, "run", "--tokens", "8", "--json"}, kTiny));
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_EQ(nlohmann::json::parse(done.out)["world"]["ranks"], 2);
+}
+
+TEST(Run, RanksGivenUnderALauncherAreThreads) {
+  const Completed done = run_switchyard(
+      join({"run", "--ranks", "2", "--tokens", "8", "--json"}, kTiny), {"RANK=0", "WORLD_SIZE=4"});
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_FALSE(nlohmann::json::parse(done.out)["world"]["processes"]);
+}
+
+TEST(Run, JsonTellsEverything) {
+  const auto json = run_json(join(
+      {"--tokens", "100", "--ranks", "4", "--threads", "1", "--repeat", "3", "--verify"}, kTiny));
+  EXPECT_EQ(json["layer"]["experts"], 16);
+  EXPECT_EQ(json["layer"]["hidden"], 64);
+  EXPECT_EQ(json["weights"]["bytes"], 16 * 3 * 64 * 32 * 2);
+  EXPECT_EQ(json["batch"]["tokens"], 100);
+  EXPECT_EQ(json["world"]["ranks"], 4);
+  EXPECT_EQ(json["world"]["threads"], 4);
+  EXPECT_EQ(json["world"]["compute"], "bf16");
+  EXPECT_EQ(json["time"]["pass_seconds"].size(), 3u);
+  const double median = json["time"]["median_seconds"];
+  EXPECT_LE(json["time"]["min_seconds"], median);
+  EXPECT_GE(json["time"]["max_seconds"], median);
+  EXPECT_GT(median, 0);
+  EXPECT_EQ(json["compute"]["flops"], 100 * 8 * 3 * 2.0 * 64 * 32);
+  for (const char* field : {"flops_per_second", "gemm_flops_per_second", "gemm_fraction"}) {
+    EXPECT_GT(json["compute"][field], 0) << field;
+  }
+  for (const char* field : {"touched_weight_bytes", "bytes_per_second", "read_bytes_per_second"}) {
+    EXPECT_GT(json["streaming"][field], 0) << field;
+  }
+  const std::vector<std::int64_t> counts = json["experts"]["tokens_per_expert"];
+  ASSERT_EQ(counts.size(), 16u);
+  EXPECT_EQ(std::accumulate(counts.begin(), counts.end(), std::int64_t{0}), 800);
+  EXPECT_EQ(json["experts"]["max"], *std::max_element(counts.begin(), counts.end()));
+  EXPECT_EQ(json["experts"]["min"], *std::min_element(counts.begin(), counts.end()));
+  EXPECT_EQ(json["experts"]["mean"], 50);
+  EXPECT_GT(json["experts"]["balancedness"], 0.5);
+  for (const char* field :
+       {"dispatch_bytes", "combine_bytes", "signal_bytes", "padded_all_to_all_bytes"}) {
+    EXPECT_GT(json["crossing"][field], 0) << field;
+  }
+  for (const char* field : {"used_bytes", "reserved_bytes"}) EXPECT_GT(json["heap"][field], 0);
+  EXPECT_EQ(json["heap"]["token_buffer_bytes"], 100 * 64 * 2);
+  EXPECT_GT(json["memory"]["peak_resident_bytes"], 1'000'000);
+  EXPECT_EQ(json["dropped_slots"], 0);
+  EXPECT_EQ(json["nan_logits"], 0);
+  EXPECT_TRUE(json["verification"]["ok"]);
+  EXPECT_GT(json["verification"]["bf16_yardstick"], 0);
+}
+
+TEST(Run, OneRankSendsNothing) {
+  const auto json = run_json(join({"--tokens", "10"}, kTiny));
+  EXPECT_EQ(json["crossing"]["total_bytes"], 0);
+}
+
+TEST(Run, VerifiesEveryModelAndDType) {
+  for (const ModelEntry& entry : model_table()) {
+    for (const char* dtype : {"bf16", "fp8", "f32"}) {
+      const Completed done =
+          run_switchyard({"run", "--model", entry.name, "--experts", "16", "--hidden", "128",
+                          "--intermediate", "64", "--dtype", dtype, "--tokens", "20", "--ranks",
+                          "2", "--repeat", "1", "--verify", "--quiet"});
+      EXPECT_EQ(done.exit_code, 0) << entry.name << " " << dtype << ": " << done.err;
+    }
+  }
+}
+
+TEST(Run, ReportFitsAHundredColumnsWithManyExperts) {
+  const Completed done =
+      run_switchyard({"run", "--model", "qwen3.5-397b", "--hidden", "64", "--intermediate", "32",
+                      "--tokens", "300", "--ranks", "4", "--repeat", "1", "--verify"});
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  std::istringstream lines(done.out);
+  int bars = 0;
+  for (std::string line; std::getline(lines, line);) {
+    EXPECT_LE(display_width(line), kReportColumns) << line;
+    bars += line.find("▁") != std::string::npos || line.find("█") != std::string::npos ? 1 : 0;
+  }
+  EXPECT_EQ(bars, 8);  // 512 experts, 64 to a line
+  for (const char* part : {"512 experts", "median of 1", "GFLOP/s", "balancedness", "crossing",
+                           "padded all-to-all", "heap", "peak resident", "ok"}) {
+    EXPECT_THAT(done.out, HasSubstr(part));
+  }
+}
+
+TEST(Run, BalancednessIsTheOneAskedFor) {
+  for (const double beta : {0.7, 0.95}) {
+    const auto json =
+        run_json({"--model", "olmoe", "--hidden", "64", "--intermediate", "32", "--tokens", "2000",
+                  "--repeat", "1", "--balancedness", std::to_string(beta)});
+    EXPECT_NEAR(json["experts"]["balancedness"], beta, 0.02);
+    EXPECT_THAT(json["batch"]["routing"], HasSubstr("synthetic"));
+  }
+}
+
+TEST(Run, CapacityFactorDropsAndTellsSo) {
+  const Arguments arguments = join({"--tokens", "200", "--ranks", "2", "--balancedness", "0.8",
+                                    "--capacity-factor", "1", "--verify"},
+                                   kTiny);
+  const auto json = run_json(arguments);
+  const std::int64_t dropped = json["dropped_slots"];
+  EXPECT_GT(dropped, 0);
+  const std::vector<std::int64_t> counts = json["experts"]["tokens_per_expert"];
+  EXPECT_EQ(std::accumulate(counts.begin(), counts.end(), dropped), 1600);
+  EXPECT_TRUE(json["verification"]["ok"]);
+  const Completed text = run_switchyard(join({"run"}, arguments));
+  EXPECT_THAT(text.out, HasSubstr("of 1,600 slots"));
+}
+
+// A batch with `seed`, [tokens, 64] in fp32.
+std::vector<float> activations(int tokens, unsigned seed) {
+  std::vector<float> x(static_cast<std::size_t>(tokens) * 64);
+  std::uint32_t state = seed;
+  for (float& v : x) {
+    state = state * 1664525u + 1013904223u;
+    v = static_cast<float>(static_cast<std::int32_t>(state)) * 0x1p-31f;
+  }
+  return x;
+}
+
+MatrixView matrix(const void* data, DType dtype, std::int64_t rows, std::int64_t cols) {
+  return {data, dtype, rows, cols, cols};
+}
+
+TEST(Run, OutputOfOneRunRoutesTheNext) {
+  const TemporaryDirectory directory;
+  const std::vector<float> x = activations(33, 1);
+  const MatrixView view = matrix(x.data(), DType::kF32, 33, 64);
+  const std::string input = (directory / "x").string();
+  const std::string first = (directory / "first").string();
+  write_matrices(input, {{"anything", view}});  // the only tensor needs no name
+  ASSERT_EQ(run_switchyard(join({"run", "--dtype", "f32", "--input", input, "--output", first,
+                                 "--verify", "--quiet"},
+                                kTiny))
+                .exit_code,
+            0);
+
+  const OwnedMatrix ids = read_matrix(first, "topk_ids");
+  const OwnedMatrix weights = read_matrix(first, "topk_weights");
+  std::vector<std::int64_t> wide_ids;
+  for (int i = 0; i < 33 * 8; ++i) {
+    wide_ids.push_back(static_cast<const std::int32_t*>(ids.view.data)[i]);
+  }
+  const std::string routed = (directory / "routed").string();
+  const std::string second = (directory / "second").string();
+  write_matrices(routed, {{"activations", view},
+                          {"topk_ids", matrix(wide_ids.data(), DType::kI64, 33, 8)},
+                          {"topk_weights", weights.view}});
+  const auto json = run_json(
+      join({"--dtype", "f32", "--input", routed, "--output", second, "--ranks", "2", "--verify"},
+           kTiny));
+  EXPECT_EQ(json["batch"]["routing"], "given");
+  EXPECT_TRUE(json["verification"]["ok"]);
+  EXPECT_EQ(read_file(first), read_file(second));
+}
+
+TEST(Run, GivenRoutingIsUsed) {
+  const TemporaryDirectory directory;
+  const std::vector<float> x = activations(4, 2);
+  const std::vector<std::int32_t> ids = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4,  5,  6,  7,
+                                         8, 9, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, -1, -1, -1, -1};
+  const std::vector<float> weights(32, 0.125f);
+  const std::string input = (directory / "x").string();
+  write_matrices(input, {{"activations", matrix(x.data(), DType::kF32, 4, 64)},
+                         {"topk_ids", matrix(ids.data(), DType::kI32, 4, 8)},
+                         {"topk_weights", matrix(weights.data(), DType::kF32, 4, 8)}});
+  const std::string output = (directory / "y").string();
+  const auto json = run_json(join({"--input", input, "--output", output, "--verify"}, kTiny));
+  EXPECT_EQ(json["experts"]["tokens_per_expert"],
+            nlohmann::json({3, 3, 4, 4, 3, 3, 3, 3, 1, 1, 0, 0, 0, 0, 0, 0}));
+  EXPECT_EQ(json["experts"]["unpicked"], 6);
+  EXPECT_TRUE(json["verification"]["ok"]);
+  EXPECT_EQ(tensor_bytes(output, "topk_ids"), tensor_bytes(input, "topk_ids"));
+}
+
+TEST(Run, TokenIdsRouteHashedLayers) {
+  const TemporaryDirectory directory;
+  const std::vector<float> x = activations(6, 3);
+  const Arguments layer = {"--model", "deepseek-v4-flash", "--experts", "16",       "--hidden",
+                           "64",      "--intermediate",    "32",        "--verify", "--repeat",
+                           "1"};
+  const auto counts = [&](const std::vector<std::int32_t>& token_ids) {
+    const std::string input = (directory / "x").string();
+    write_matrices(input, {{"activations", matrix(x.data(), DType::kF32, 6, 64)},
+                           {"token_ids", matrix(token_ids.data(), DType::kI32, 1, 6)}});
+    const auto json = run_json(join({"--input", input}, layer));
+    EXPECT_TRUE(json["verification"]["ok"]);
+    return json["experts"]["tokens_per_expert"].get<std::vector<std::int64_t>>();
+  };
+  const auto same = counts({7, 7, 7, 7, 7, 7});
+  EXPECT_EQ(std::count(same.begin(), same.end(), 6), 6);  // one row of the table: six experts
+  const auto mixed = counts({7, 8, 9, 10, 11, 12});
+  EXPECT_NE(same, mixed);
+}
+
+TEST(Run, NaNIsToldAndFailsVerification) {
+  const TemporaryDirectory directory;
+  std::vector<float> x = activations(4, 2);
+  x[70] = NAN;
+  std::vector<std::int32_t> ids;
+  for (int i = 0; i < 32; ++i) ids.push_back(i % 8);
+  const std::vector<float> weights(32, 0.125f);
+  const MatrixView view = matrix(x.data(), DType::kF32, 4, 64);
+  const std::string gated = (directory / "gated").string();
+  write_matrices(gated, {{"activations", view}});
+  const auto json = run_json(join({"--input", gated}, kTiny));
+  EXPECT_EQ(json["nan_logits"], 16);
+  EXPECT_THAT(run_switchyard(join({"run", "--input", gated}, kTiny)).out,
+              HasSubstr("16 logits are NaN"));
+
+  const std::string routed = (directory / "routed").string();
+  write_matrices(routed, {{"activations", view},
+                          {"topk_ids", matrix(ids.data(), DType::kI32, 4, 8)},
+                          {"topk_weights", matrix(weights.data(), DType::kF32, 4, 8)}});
+  const Completed failed = run_switchyard(join({"run", "--input", routed, "--verify"}, kTiny));
+  EXPECT_EQ(failed.exit_code, 1);
+  EXPECT_THAT(failed.out, HasSubstr("FAILED"));
+  EXPECT_THAT(failed.err, HasSubstr("verification failed"));
+}
+
+TEST(Models, ListsEveryRow) {
+  const Completed text = run_switchyard({"models"});
+  EXPECT_EQ(text.exit_code, 0);
+  const auto json = nlohmann::json::parse(run_switchyard({"models", "--json"}).out);
+  ASSERT_EQ(json.size(), model_table().size());
+  for (std::size_t i = 0; i < json.size(); ++i) {
+    EXPECT_EQ(json[i]["name"], model_table()[i].name);
+    EXPECT_GT(json[i]["layer_bytes"], 1'000'000);
+    EXPECT_GT(json[i]["moe_layers"], 0);
+    EXPECT_THAT(text.out, HasSubstr(std::string("\n") + model_table()[i].name + " "));
+  }
+  EXPECT_EQ(json[0]["experts"], 64);
+  EXPECT_EQ(json[0]["top_k"], 8);
+}
+
+}  // namespace
+}  // namespace switchyard::cli
