@@ -1,7 +1,6 @@
 #include "cli/machine.h"
 
 #include <fmt/format.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -23,8 +22,8 @@ namespace {
 namespace fs = std::filesystem;
 
 // The value of "name: 1234 kB" in bytes; 0 if there is none.
-std::uint64_t meminfo(const std::string& name) {
-  std::ifstream file("/proc/meminfo");
+std::uint64_t kibibytes_in(const char* path, const std::string& name) {
+  std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
     if (!line.starts_with(name + ":")) continue;
     std::uint64_t kibibytes = 0;
@@ -50,7 +49,8 @@ int hardware_threads() {
 }
 
 Memory memory() {
-  Memory found{meminfo("MemTotal"), meminfo("MemAvailable")};
+  Memory found{kibibytes_in("/proc/meminfo", "MemTotal"),
+               kibibytes_in("/proc/meminfo", "MemAvailable")};
   std::uint64_t limit = 0;
   std::uint64_t used = 0;
   // "max" where there is no limit, which leaves the stream failed and the branch untaken.
@@ -101,11 +101,7 @@ std::string nvidia_device() {
   return "";
 }
 
-std::uint64_t peak_resident_bytes() {
-  rusage usage{};
-  ::getrusage(RUSAGE_SELF, &usage);
-  return static_cast<std::uint64_t>(usage.ru_maxrss) * 1024;
-}
+std::uint64_t peak_resident_bytes() { return kibibytes_in("/proc/self/status", "VmHWM"); }
 
 std::string own_executable() {
   std::error_code error;

@@ -192,13 +192,13 @@ void add_memory(const Report& report, const Derived& d, Lines& lines) {
                   bytes(r.workspace_bytes)));
 }
 
-void add_exceptions(const Report& report, const Derived& d, Lines& lines, const Palette& palette) {
+void add_losses(const Report& report, const Derived& d, Lines& lines, const Palette& palette) {
   const RunResult& r = report.result;
-  if (report.source.spec.capacity_factor > 0) {
-    const std::int64_t all = r.dropped_slots + d.slots;
-    lines.add("drops", fmt::format("{} of {} slots, beyond an expert's capacity",
-                                   format_count(r.dropped_slots), format_count(all)));
-  }
+  const std::int64_t all = r.dropped_slots + d.slots;
+  lines.add("drops", report.source.spec.capacity_factor > 0
+                         ? fmt::format("{} of {} slots, beyond an expert's capacity",
+                                       format_count(r.dropped_slots), format_count(all))
+                         : "none: experts take every token");
   if (r.nan_logits > 0) {
     lines.add_painted(
         "NaN", palette.red(fmt::format("{} logits are NaN: check the activations and the router",
@@ -312,7 +312,7 @@ std::vector<std::string> to_text(const Report& report, const Palette& palette) {
   add_experts(report, d, lines, palette);
   lines.add_blank();
   add_memory(report, d, lines);
-  add_exceptions(report, d, lines, palette);
+  add_losses(report, d, lines, palette);
   if (report.verification) {
     lines.add_blank();
     add_verification(*report.verification, report.batch.tokens(), lines, palette);
