@@ -15,6 +15,7 @@
 #include "cpu/tile_gemm.h"
 #include "fabric/launch.h"
 #include "fabric/mapping.h"
+#include "model/host_memory.h"
 
 namespace switchyard::cli {
 namespace {
@@ -45,7 +46,7 @@ double gemm_rate(DType dtype) {
 
 double read_rate() {
   // Larger than the last-level cache of most machines, but never more than memory can spare.
-  const std::uint64_t bytes = std::min(std::uint64_t{1} << 30, memory().available / 4);
+  const std::uint64_t bytes = std::min(std::uint64_t{1} << 30, host_memory().available / 4);
   const Mapping mapping = Mapping::anonymous(bytes);
   // As generated weights are; where there are none, it does no harm.
   ::madvise(mapping.data(), bytes, MADV_HUGEPAGE);
@@ -57,7 +58,7 @@ double read_rate() {
 }
 
 void find_machine(std::vector<Finding>& findings) {
-  const Memory memory_found = memory();
+  const HostMemory memory_found = host_memory();
   const auto bytes = [](std::uint64_t b) { return format_bytes(static_cast<double>(b)); };
   findings.push_back(fact("cpu", cpu_name(), cpu_name()));
   findings.push_back(fact("threads", fmt::format("{}", hardware_threads()), hardware_threads()));

@@ -21,18 +21,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The value of "name: 1234 kB" in bytes; 0 if there is none.
-std::uint64_t kibibytes_in(const char* path, const std::string& name) {
-  std::ifstream file(path);
-  for (std::string line; std::getline(file, line);) {
-    if (!line.starts_with(name + ":")) continue;
-    std::uint64_t kibibytes = 0;
-    std::istringstream(line.substr(name.size() + 1)) >> kibibytes;
-    return kibibytes * 1024;
-  }
-  return 0;
-}
-
 }  // namespace
 
 std::string cpu_name() {
@@ -46,20 +34,6 @@ std::string cpu_name() {
 
 int hardware_threads() {
   return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-}
-
-Memory memory() {
-  Memory found{kibibytes_in("/proc/meminfo", "MemTotal"),
-               kibibytes_in("/proc/meminfo", "MemAvailable")};
-  std::uint64_t limit = 0;
-  std::uint64_t used = 0;
-  // "max" where there is no limit, which leaves the stream failed and the branch untaken.
-  if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit &&
-      std::ifstream("/sys/fs/cgroup/memory.current") >> used) {
-    found.total = std::min(found.total, limit);
-    found.available = std::min(found.available, limit > used ? limit - used : 0);
-  }
-  return found;
 }
 
 std::string huge_page_policy() {
@@ -100,8 +74,6 @@ std::string nvidia_device() {
   }
   return "";
 }
-
-std::uint64_t peak_resident_bytes() { return kibibytes_in("/proc/self/status", "VmHWM"); }
 
 std::string own_executable() {
   std::error_code error;

@@ -44,15 +44,9 @@ void run_threads(int count, const std::function<void(int)>& body) {
   if (failure) std::rethrow_exception(failure);
 }
 
-// As the engine cuts weights: about half a million elements to a task.
-int rows_per_task(int cols) {
-  constexpr int kElements = 512 * 1024;
-  return std::clamp(protocol::round_up(kElements / std::max(cols, 1), 64), 128, 512);
-}
-
 void add_matrix(int weight_rows, int weight_cols, int n, int rows, int copies,
                 std::vector<TileProduct>& products) {
-  const int step = rows_per_task(weight_cols);
+  const int step = cpu::rows_per_task(weight_cols);
   for (int first = 0; first < weight_rows; first += step) {
     const int m = std::min(step, weight_rows - first);
     products.insert(products.end(), static_cast<std::size_t>(copies), {m, n, weight_cols, rows});

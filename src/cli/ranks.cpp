@@ -10,6 +10,7 @@
 
 #include "cli/machine.h"
 #include "fabric/fabric.h"
+#include "model/host_memory.h"
 
 namespace switchyard::cli {
 namespace {

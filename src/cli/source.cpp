@@ -5,6 +5,7 @@
 #include "cli/machine.h"
 #include "cli/progress.h"
 #include "model/generate.h"
+#include "model/host_memory.h"
 #include "model/model_table.h"
 
 namespace switchyard::cli {
@@ -66,7 +67,7 @@ Source load_checkpoint(const SourceOptions& options) {
 
 void require_memory(const std::string& name, std::uint64_t bytes, int num_processes, DType dtype) {
   const std::uint64_t needed = bytes * static_cast<std::uint64_t>(num_processes);
-  const std::uint64_t available = memory().available;
+  const std::uint64_t available = host_memory().available;
   if (needed <= available) return;
   const std::string each = num_processes == 1
                                ? ""

@@ -44,20 +44,12 @@ std::vector<float> to_floats(const VectorView& v) {
   return out;
 }
 
-// Rows of a weight per task: about a megabyte of it, which streams long enough to hide the cost of
-// taking a task, but never so few that the matrix unit runs dry or so many that the fp32 product of
-// a full token tile leaves the second-level cache.
-int rows_per_task(int cols) {
-  constexpr int kElements = 512 * 1024;
-  return std::clamp(protocol::round_up(kElements / std::max(cols, 1), 64), 128, 512);
-}
-
 cpu::Ffn prepare(const FfnWeights& weights, int hidden, int intermediate) {
   cpu::Ffn ffn;
   ffn.weights = &weights;
   ffn.intermediate = intermediate;
-  ffn.gemm1_rows = rows_per_task(hidden);
-  ffn.gemm2_rows = rows_per_task(intermediate);
+  ffn.gemm1_rows = cpu::rows_per_task(hidden);
+  ffn.gemm2_rows = cpu::rows_per_task(intermediate);
   ffn.gate_bias = to_floats(weights.gate_bias);
   ffn.up_bias = to_floats(weights.up_bias);
   ffn.down_bias = to_floats(weights.down_bias);

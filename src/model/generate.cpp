@@ -7,12 +7,12 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 
+#include "model/host_memory.h"
 #include "model/random_tensor.h"
 #include "switchyard/error.h"
 
@@ -36,28 +36,9 @@ std::uint64_t total_bytes(const std::vector<RandomTensor>& tensors) {
   return total;
 }
 
-// MemAvailable, or what the control group still allows if that is less; 0 if neither is known.
-std::uint64_t available_memory() {
-  std::uint64_t available = 0;
-  std::ifstream meminfo("/proc/meminfo");
-  for (std::string word; meminfo >> word;) {
-    if (word != "MemAvailable:") continue;
-    meminfo >> available;
-    available *= 1024;
-    break;
-  }
-  std::uint64_t limit = 0;
-  std::uint64_t used = 0;
-  // "max" where there is no limit, which leaves the stream failed and the branch untaken.
-  if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit &&
-      std::ifstream("/sys/fs/cgroup/memory.current") >> used)
-    available = std::min(available, limit > used ? limit - used : 0);
-  return available;
-}
-
 // Anonymous memory whose pages are committed when first touched.
 std::shared_ptr<std::byte> allocate(std::uint64_t bytes) {
-  const std::uint64_t available = available_memory();
+  const std::uint64_t available = host_memory().available;
   const char* remedy = "choose fewer experts, a smaller dtype or a smaller layer, or free memory";
   if (bytes > available)
     throw Error(ErrorCode::kCapacityExceeded,

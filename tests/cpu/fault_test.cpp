@@ -148,7 +148,13 @@ TEST_P(Stall, EveryOtherRankNamesTheStalledOne) {
 INSTANTIATE_TEST_SUITE_P(EveryStep, Stall,
                          ::testing::Values(Kind::kGate, Kind::kPublishCounts, Kind::kPlan,
                                            Kind::kDispatch, Kind::kArrived, Kind::kGemm1,
-                                           Kind::kGemm2, Kind::kFinished, Kind::kCombine));
+                                           Kind::kGemm2, Kind::kFinished, Kind::kCombine),
+                         [](const auto& step) {
+                           constexpr const char* kNames[] = {
+                               "Gate",  "PublishCounts", "Plan",     "Dispatch", "Arrived",
+                               "Gemm1", "Gemm2",         "Finished", "Combine"};
+                           return std::string(kNames[static_cast<int>(step.param)]);
+                         });
 
 TEST(Fault, ASlowRankIsWaitedFor) {
   // Every step takes a tenth of the deadline, the pass many deadlines.
