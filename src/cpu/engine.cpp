@@ -217,7 +217,8 @@ MoeLayer::Engine::Engine(const World& world, const LayerSpec& spec, const MoeWei
   pass_.tokens_for.resize(static_cast<std::size_t>(num_ranks()));
   pass_.unsent.resize(static_cast<std::size_t>(num_ranks()));
   pass_.dispatch_chunks.resize(static_cast<std::size_t>(num_ranks()));
-  counts_row_.resize(static_cast<std::size_t>(spec.num_experts + num_ranks()));
+  counts_row_.resize(static_cast<std::size_t>(spec.num_experts) +
+                     static_cast<std::size_t>(num_ranks()));
   world.fabric().all_gather({}, {});  // nobody writes into a heap before everybody has mapped it
 }
 
@@ -311,7 +312,6 @@ void MoeLayer::Engine::route(const ForwardInput& input) {
       if (!given) {
         nan_logits += processors_[static_cast<std::size_t>(i)].gate(pass_, begin, end, hashed_ids);
       }
-      protocol::note_progress(layer_.heaps);
     }
   });
   if (given) {
@@ -373,7 +373,6 @@ void MoeLayer::Engine::publish_counts() {
     protocol::store_release(layer_.layout().counts_epoch(heap, pass_.epoch, rank()), pass_.epoch);
     if (peer != rank()) stats_.signal_bytes += row_bytes + sizeof(std::uint64_t);
   }
-  protocol::note_progress(layer_.heaps);
 }
 
 void MoeLayer::Engine::await_counts() {

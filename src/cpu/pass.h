@@ -10,6 +10,7 @@
 #include "cpu/lazy_buffer.h"
 #include "protocol/plan.h"
 #include "protocol/task.h"
+#include "protocol/wait.h"
 #include "switchyard/layer.h"
 
 namespace switchyard::cpu {
@@ -55,7 +56,9 @@ struct LayerState {
   const Ffn& expert(int global_index) const {
     return experts[static_cast<std::size_t>(global_index - first_expert())];
   }
+  // Every step is a sign of life: one task may signal many tiles.
   void step(ProtocolStep::Kind kind, int peer, std::uint64_t epoch) const {
+    protocol::note_progress(heaps);
     if (on_step) on_step({kind, heaps.rank, peer, epoch});
   }
 };
