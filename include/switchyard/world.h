@@ -25,7 +25,7 @@ class World {
  public:
   // A world of `size` ranks in this process; element r is to be used by the thread that plays rank
   // r.
-  static std::vector<World> threads(int size, WorldOptions options = {});
+  static std::vector<World> threads(int size, const WorldOptions& options = {});
 
   // A world of one.
   static World single(WorldOptions options = {});

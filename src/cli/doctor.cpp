@@ -35,7 +35,7 @@ Finding fact(std::string name, std::string text, nlohmann::ordered_json value) {
   return {std::move(name), std::move(text), std::move(value), std::nullopt, ""};
 }
 
-Finding check(std::string name, bool passed, std::string text, std::string remedy) {
+Finding check(std::string name, bool passed, const std::string& text, std::string remedy) {
   return {std::move(name), text, text, passed, passed ? "" : std::move(remedy)};
 }
 

@@ -138,7 +138,8 @@ std::vector<double> seconds_per_pass(const std::vector<PassTimes>& all, int rank
     std::int64_t begin = all[static_cast<std::size_t>(i)].begin;
     std::int64_t end = all[static_cast<std::size_t>(i)].end;
     for (int r = 1; r < ranks; ++r) {
-      const PassTimes& pass = all[static_cast<std::size_t>(r * repeat + i)];
+      const PassTimes& pass = all[static_cast<std::size_t>(r) * static_cast<std::size_t>(repeat) +
+                                  static_cast<std::size_t>(i)];
       begin = std::min(begin, pass.begin);
       end = std::max(end, pass.end);
     }

@@ -223,7 +223,7 @@ class ThreadFabric final : public Fabric {
 
 }  // namespace
 
-std::vector<World> World::threads(int size, WorldOptions options) {
+std::vector<World> World::threads(int size, const WorldOptions& options) {
   if (size < 1) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("a world of {} ranks was asked for; ask for at least 1", size));

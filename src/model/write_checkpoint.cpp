@@ -49,7 +49,7 @@ void scatter_transposed(const Bytes& in, std::int64_t rows, std::int64_t cols, s
 class LayerWriter {
  public:
   LayerWriter(const TensorNames& names, int layer, bool packed, const LayerSpec& spec,
-              std::vector<RandomTensor> tensors)
+              const std::vector<RandomTensor>& tensors)
       : names_(names),
         base_(fmt::format("{}{}{}", names.stack, layer, names.block)),
         packed_(packed),

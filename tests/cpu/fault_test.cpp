@@ -145,16 +145,17 @@ TEST_P(Stall, EveryOtherRankNamesTheStalledOne) {
   });
 }
 
+std::string step_name(const ::testing::TestParamInfo<Kind>& step) {
+  constexpr const char* kNames[] = {"Gate",  "PublishCounts", "Plan",     "Dispatch", "Arrived",
+                                    "Gemm1", "Gemm2",         "Finished", "Combine"};
+  return kNames[static_cast<int>(step.param)];
+}
+
 INSTANTIATE_TEST_SUITE_P(EveryStep, Stall,
                          ::testing::Values(Kind::kGate, Kind::kPublishCounts, Kind::kPlan,
                                            Kind::kDispatch, Kind::kArrived, Kind::kGemm1,
                                            Kind::kGemm2, Kind::kFinished, Kind::kCombine),
-                         [](const auto& step) {
-                           constexpr const char* kNames[] = {
-                               "Gate",  "PublishCounts", "Plan",     "Dispatch", "Arrived",
-                               "Gemm1", "Gemm2",         "Finished", "Combine"};
-                           return std::string(kNames[static_cast<int>(step.param)]);
-                         });
+                         step_name);
 
 TEST(Fault, ASlowRankIsWaitedFor) {
   // Every step takes a tenth of the deadline, the pass many deadlines.
