@@ -54,7 +54,7 @@ class LayerWriter {
         base_(fmt::format("{}{}{}", names.stack, layer, names.block)),
         packed_(packed),
         spec_(spec) {
-    for (RandomTensor& tensor : tensors) by_role_[{tensor.role, tensor.expert}] = tensor;
+    for (const RandomTensor& tensor : tensors) by_role_[{tensor.role, tensor.expert}] = tensor;
   }
 
   std::vector<Planned> plan() {
