@@ -28,7 +28,7 @@ class World {
   static std::vector<World> threads(int size, const WorldOptions& options = {});
 
   // A world of one.
-  static World single(WorldOptions options = {});
+  static World single(const WorldOptions& options = {});
 
   // This process as rank `rank` of `size` processes on this host. Collective: returns when all have
   // arrived. Throws TimeoutError naming the ranks that did not arrive within the deadline.

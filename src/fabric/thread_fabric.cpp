@@ -238,6 +238,6 @@ std::vector<World> World::threads(int size, const WorldOptions& options) {
   return worlds;
 }
 
-World World::single(WorldOptions options) { return threads(1, std::move(options)).front(); }
+World World::single(const WorldOptions& options) { return threads(1, options).front(); }
 
 }  // namespace switchyard
