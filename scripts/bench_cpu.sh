@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 
 scripts/bootstrap.sh build test
 cmake -S . -B build -G Ninja -DSWITCHYARD_BUILD_BENCH=ON >/dev/null
-cmake --build build
+cmake --build build --target bench/all
 
 machine="$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -1), $(nproc) hardware threads"
 commit="$(git rev-parse --short HEAD)$(git diff --quiet HEAD || echo +)"
@@ -27,5 +27,6 @@ PY
 mkdir -p results
 measure cpu_bench --benchmark_repetitions=5
 if [ -x build/bench/gemm_libraries ]; then measure gemm_libraries --benchmark_repetitions=3; fi
-./run 2>/dev/null | tee results/run.txt
+./run >/dev/null  # builds, and makes the checkpoint
+./run >results/run.txt
 scripts/tables.py

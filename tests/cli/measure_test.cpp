@@ -7,6 +7,7 @@
 #include "cli/batch.h"
 #include "cli/machine.h"
 #include "model/generate.h"
+#include "model/host_memory.h"
 
 namespace switchyard::cli {
 namespace {
@@ -114,8 +115,8 @@ TEST(Shares, CoverAllTokensOnce) {
 
 TEST(Machine, KnowsItself) {
   EXPECT_GT(hardware_threads(), 0);
-  EXPECT_GT(memory().total, std::uint64_t{1} << 20);
-  EXPECT_LE(memory().available, memory().total);
+  EXPECT_GT(host_memory().total, std::uint64_t{1} << 20);
+  EXPECT_LE(host_memory().available, host_memory().total);
   EXPECT_GT(peak_resident_bytes(), std::uint64_t{1} << 20);
   const std::set<std::string> policies = {"always", "madvise", "never", "unknown"};
   EXPECT_EQ(policies.count(huge_page_policy()), 1u);
