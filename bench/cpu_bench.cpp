@@ -123,9 +123,8 @@ void layer(benchmark::State& state) {
   using benchmark::Counter;
   state.counters["flops"] =
       Counter(expert_flops(spec, tokens), Counter::kIsIterationInvariantRate, Counter::kIs1000);
-  state.counters["weight_bytes"] =
-      Counter(weight_bytes / static_cast<double>(round - 1), Counter::kIsIterationInvariantRate,
-              Counter::kIs1000);
+  state.counters["weight_bytes"] = Counter(weight_bytes / static_cast<double>(round - 1),
+                                           Counter::kIsIterationInvariantRate, Counter::kIs1000);
 }
 
 // The library's rate on the tiles of a layer pass: the same products in the same order, nothing

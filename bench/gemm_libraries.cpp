@@ -50,8 +50,8 @@ const Operands& operands() {
   return all;
 }
 
-// Every hardware thread calls multiply(weight index) on weights of its own; `make` returns a multiply
-// for one thread. Reports the rate over all threads.
+// Every hardware thread calls multiply(weight index) on weights of its own; `make` returns a
+// multiply for one thread. Reports the rate over all threads.
 template <typename Make>
 void measure(benchmark::State& state, Tile tile, std::size_t element_bytes, Make&& make) {
   const auto threads = std::max(1u, std::thread::hardware_concurrency());
@@ -77,9 +77,9 @@ void measure(benchmark::State& state, Tile tile, std::size_t element_bytes, Make
   };
   pass();
   for (auto _ : state) state.SetIterationTime(pass());
-  state.counters["flops"] =
-      benchmark::Counter(2.0 * tile.m * tile.n * tile.k * kCalls * threads,
-                         benchmark::Counter::kIsIterationInvariantRate, benchmark::Counter::kIs1000);
+  state.counters["flops"] = benchmark::Counter(2.0 * tile.m * tile.n * tile.k * kCalls * threads,
+                                               benchmark::Counter::kIsIterationInvariantRate,
+                                               benchmark::Counter::kIs1000);
 }
 
 Tile tile_of(const benchmark::State& state) {
@@ -103,15 +103,16 @@ void onednn(benchmark::State& state) {
   });
 }
 
-// Column-major: C [n, m] = X [n, k] W^T [k, m], with the bf16 X in pairs of k as the library wants it.
+// Column-major: C [n, m] = X [n, k] W^T [k, m], with the bf16 X in pairs of k as the library wants
+// it.
 template <DType kDType>
 void libxsmm(benchmark::State& state) {
   const Tile tile = tile_of(state);
   const libxsmm_blasint lda = tile.n, ldb = tile.k, ldc = tile.n;
   const float alpha = 1, beta = 0;
   if constexpr (kDType == DType::kF32) {
-    const auto kernel =
-        libxsmm_smmdispatch(tile.n, tile.m, tile.k, &lda, &ldb, &ldc, &alpha, &beta, nullptr, nullptr);
+    const auto kernel = libxsmm_smmdispatch(tile.n, tile.m, tile.k, &lda, &ldb, &ldc, &alpha, &beta,
+                                            nullptr, nullptr);
     if (kernel == nullptr) return state.SkipWithError("libxsmm has no kernel for this shape");
     measure(state, tile, 4, [tile, kernel] {
       return [kernel, c = std::vector<float>(static_cast<std::size_t>(tile.m) * tile.n)](
@@ -121,8 +122,8 @@ void libxsmm(benchmark::State& state) {
     });
   } else {
     const int flags = LIBXSMM_GEMM_FLAG_VNNI_A;
-    const auto kernel =
-        libxsmm_bsmmdispatch(tile.n, tile.m, tile.k, &lda, &ldb, &ldc, &alpha, &beta, &flags, nullptr);
+    const auto kernel = libxsmm_bsmmdispatch(tile.n, tile.m, tile.k, &lda, &ldb, &ldc, &alpha,
+                                             &beta, &flags, nullptr);
     if (kernel == nullptr) return state.SkipWithError("libxsmm has no kernel for this shape");
     measure(state, tile, 2, [tile, kernel] {
       return [kernel, c = std::vector<float>(static_cast<std::size_t>(tile.m) * tile.n)](
@@ -151,7 +152,10 @@ void shapes(benchmark::internal::Benchmark* benchmark) {
     benchmark->Args({256, n, 2048});  // OLMoE gate or up
     benchmark->Args({512, n, 1024});  // OLMoE down
   }
-  benchmark->ArgNames({"m", "n", "k"})->UseManualTime()->Unit(benchmark::kMillisecond)->MinTime(0.2);
+  benchmark->ArgNames({"m", "n", "k"})
+      ->UseManualTime()
+      ->Unit(benchmark::kMillisecond)
+      ->MinTime(0.2);
 }
 
 BENCHMARK_TEMPLATE(onednn, DType::kBF16)->Name("onednn_bf16")->Apply(shapes);

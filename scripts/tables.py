@@ -25,7 +25,7 @@ def medians(result):
     runs = {}
     for row in result["benchmarks"]:
         if row.get("run_type") == "iteration" and not row.get("error_occurred"):
-            runs.setdefault(row["run_name"].removesuffix("/manual_time"), []).append(row)
+            runs.setdefault(row["run_name"].removesuffix("/manual_time").replace("/min_time:0.200", ""), []).append(row)
     table = {}
     for name, rows in runs.items():
         rows.sort(key=lambda row: row["real_time"])
@@ -33,6 +33,11 @@ def medians(result):
         times = [row["real_time"] for row in rows]
         table[name] = (statistics.median(times), max(times) - min(times), middle)
     return table
+
+
+def natural(item):
+    """Sort key of a benchmark name: its numbers as numbers."""
+    return [int(number) for number in re.findall(r"\d+", item[0])]
 
 
 def provenance(result):
@@ -56,7 +61,7 @@ def cpu_table():
         "| share of the read rate |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, (median, spread, row) in rows.items():
+    for name, (median, spread, row) in sorted(rows.items(), key=natural):
         match = re.fullmatch(r"layer/tokens:(\d+)/ranks:(\d+)", name)
         if not match:
             continue
@@ -74,7 +79,7 @@ def library_table():
         return ""
     rows = medians(result)
     names = ["onednn_bf16", "libxsmm_bf16", "onednn_f32", "libxsmm_f32", "openblas_f32"]
-    shapes = list(dict.fromkeys(name.partition("/")[2] for name in rows))
+    shapes = sorted({name.partition("/")[2] for name in rows}, key=lambda s: natural((s,)))
     lines = [
         "**Tile products, GFLOP/s on all cores** (m weight rows, n tokens, depth k).",
         "",

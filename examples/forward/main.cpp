@@ -43,10 +43,11 @@ int main(int argc, char** argv) {
           layer.forward(input, output);
           double norm = 0;
           for (const float v : y) norm += static_cast<double>(v) * v;
-          std::printf("rank %d: |y|^2 = %.6g, %.2f ms, sent %.1f KiB\n", world.rank(), norm,
-                      layer.stats().total_seconds * 1e3,
-                      static_cast<double>(layer.stats().dispatch_bytes +
-                                          layer.stats().combine_bytes) / 1024);
+          std::printf(
+              "rank %d: |y|^2 = %.6g, %.2f ms, sent %.1f KiB\n", world.rank(), norm,
+              layer.stats().total_seconds * 1e3,
+              static_cast<double>(layer.stats().dispatch_bytes + layer.stats().combine_bytes) /
+                  1024);
         } catch (const Error& error) {
           std::fprintf(stderr, "rank %d: %s: %s\n", world.rank(), to_string(error.code()),
                        error.what());

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <thread>
 
+#include "cpu/core_lease.h"
 #include "cpu/pace.h"
 #include "cpu/processor.h"
 #include "cpu/scheduler.h"
@@ -296,6 +297,7 @@ void MoeLayer::Engine::route(const ForwardInput& input) {
   std::atomic<std::int64_t> next_block{0};
   std::atomic<std::int64_t> nan_logits{0};
   in_parallel([&](int i) {
+    const cpu::CoreLease lease(layer_.heaps);
     constexpr std::int64_t kBlock = cpu::Processor::kGateBlock;
     for (;;) {
       const std::int64_t begin = next_block.fetch_add(1) * kBlock;
@@ -474,18 +476,25 @@ void MoeLayer::Engine::run_tasks() {
   in_parallel([&](int i) {
     cpu::HostPace pace;
     cpu::Processor& processor = processors_[static_cast<std::size_t>(i)];
-    std::optional<protocol::Task> task;
+    cpu::CoreLease lease(layer_.heaps);
     for (;;) {
-      const protocol::WaitResult result = protocol::wait_until(
-          layer_.heaps, pass_.epoch, deadline, pace,
-          [&] {
-            task = scheduler_.next();
-            return task.has_value() || scheduler_.all_complete();
-          },
-          [&] { return scheduler_.missing(); });
-      if (result != protocol::WaitResult::kReady || !task.has_value()) return;
+      std::optional<protocol::Task> task = scheduler_.next();
+      if (!task) {
+        lease.give();
+        const protocol::WaitResult result = protocol::wait_until(
+            layer_.heaps, pass_.epoch, deadline, pace,
+            [&] {
+              task = scheduler_.next();
+              return task.has_value() || scheduler_.all_complete();
+            },
+            [&] { return scheduler_.missing(); });
+        if (result != protocol::WaitResult::kReady || !task) return;
+        lease.take();
+      }
       processor.run(pass_, *task);
       scheduler_.complete();
+      lease.offer();
+      if (aborted()) return;
     }
   });
   if (aborted()) fail();

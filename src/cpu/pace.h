@@ -1,6 +1,7 @@
 // How a thread of the CPU engine passes the time in a wait.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <thread>
@@ -14,15 +15,19 @@ struct HostPace {
                                           .count());
   }
   // Ranks may outnumber cores: after a few looks the core is better left to whoever is awaited.
+  // Every wake-up takes it from them for some microseconds, so sleeps grow with the time already
+  // waited; the last one still is a few hundredths of the whole.
   void pause(std::uint32_t looks) const {
+    constexpr std::uint32_t kFirstSleep = 512;
     if (looks < 32) {
 #if defined(__x86_64__)
       __builtin_ia32_pause();
 #endif
-    } else if (looks < 512) {
+    } else if (looks < kFirstSleep) {
       std::this_thread::yield();
     } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      const std::uint32_t microseconds = 50 + 10 * std::min(looks - kFirstSleep, 95u);
+      std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
     }
   }
 };

@@ -1,5 +1,5 @@
-// Compiled, not run: the protocol and the arithmetic of routing as device code, so that a change for
-// one engine cannot make them unusable for the other.
+// Compiled, not run: the protocol and the arithmetic of routing as device code, so that a change
+// for one engine cannot make them unusable for the other.
 #include "protocol/atomics.h"
 #include "protocol/layout.h"
 #include "protocol/partition.h"
@@ -45,13 +45,15 @@ __global__ void walk_protocol(Heaps heaps, std::uint64_t epoch, Plan plan, Workl
   const std::uint64_t* word = heaps.layout.arrived(heaps.mine(), 0, 0);
   const WaitResult result = wait_until(
       heaps, epoch, 1'000'000'000, pace, [&] { return load_acquire(word) == epoch; },
-      [&] { return Missing{Phase::kDispatch, 0, 0, epoch, load_acquire(word)}; });
+      [&] {
+        return Missing{Phase::kDispatch, 0, 0, epoch, load_acquire(word)};
+      });
   *tasks = result == WaitResult::kReady ? count : 0;
 }
 
 __global__ void score_one(const float* logits, float* scores) {
-  scores[threadIdx.x] = routing::sigmoid(logits[threadIdx.x]) +
-                        routing::sqrt_softplus(logits[threadIdx.x]);
+  scores[threadIdx.x] =
+      routing::sigmoid(logits[threadIdx.x]) + routing::sqrt_softplus(logits[threadIdx.x]);
 }
 
 }  // namespace switchyard::protocol
