@@ -99,7 +99,7 @@ class MoeLayer::Engine {
   cpu::LayerState layer_;
   std::vector<float> router_f32_;
   std::shared_ptr<SymmetricSegment> heap_;
-  cpu::LazyBuffer routed_h_, shared_h_, x_;
+  cpu::LazyBuffer intermediate_, x_;
   std::vector<cpu::Processor> processors_;
   std::unique_ptr<cpu::WorkerPool> pool_;
 
@@ -190,18 +190,7 @@ MoeLayer::Engine::Engine(const World& world, const LayerSpec& spec, const MoeWei
   heap_ = world.fabric().allocate(layer_.layout().bytes());
   for (int r = 0; r < num_ranks(); ++r) layer_.heaps.base[r] = heap_->base(r);
 
-  const std::uint64_t granule = static_cast<std::uint64_t>(params.tile.granule);
-  const auto most_h_rows = layer_.layout().max_rows() + granule * layer_.layout().max_tiles();
-  const auto element = static_cast<std::uint64_t>(size_of(layer_.gemm));
   const auto max_tokens = static_cast<std::uint64_t>(options.max_tokens);
-  routed_h_ =
-      cpu::LazyBuffer(most_h_rows * static_cast<std::uint64_t>(spec.intermediate) * element);
-  if (spec.shared_intermediate > 0) {
-    const auto rows =
-        protocol::round_up(max_tokens, static_cast<std::uint64_t>(cpu::kOwnTokensShape.granule));
-    shared_h_ =
-        cpu::LazyBuffer(rows * static_cast<std::uint64_t>(spec.shared_intermediate) * element);
-  }
   x_ = cpu::LazyBuffer(max_tokens * layer_.layout().token_bytes());
 
   const int hardware = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
@@ -213,8 +202,16 @@ MoeLayer::Engine::Engine(const World& world, const LayerSpec& spec, const MoeWei
 
   pass_.plan_words.resize(protocol::Plan::words(spec.num_experts, num_ranks()));
   pass_.plan = protocol::Plan::over(pass_.plan_words.data(), spec.num_experts, num_ranks());
-  pass_.routed_h = routed_h_.data();
-  pass_.shared_h = shared_h_.data();
+  // Each thread may work on a tile of its own and find the next one ready.
+  pass_.num_intermediate_slots = 2 * threads + 2;
+  pass_.intermediate_slot_bytes =
+      size_of(layer_.gemm) * std::max(static_cast<std::size_t>(params.tile.max_height) *
+                                          static_cast<std::size_t>(spec.intermediate),
+                                      static_cast<std::size_t>(cpu::kOwnTokensShape.max_height) *
+                                          static_cast<std::size_t>(spec.shared_intermediate));
+  intermediate_ = cpu::LazyBuffer(static_cast<std::size_t>(pass_.num_intermediate_slots) *
+                                  pass_.intermediate_slot_bytes);
+  pass_.intermediate = intermediate_.data();
   pass_.tokens_for.resize(static_cast<std::size_t>(num_ranks()));
   pass_.unsent.resize(static_cast<std::size_t>(num_ranks()));
   pass_.dispatch_chunks.resize(static_cast<std::size_t>(num_ranks()));
@@ -425,27 +422,24 @@ void MoeLayer::Engine::list_tiles() {
   const protocol::ExpertPartition experts = layer_.layout().experts();
   pass_.tiles.clear();
   const auto add = [&](const protocol::TokenTiles& tiles, protocol::TileShape shape, int expert,
-                       std::uint32_t first_row, std::uint64_t& h_row, std::uint32_t flag) {
+                       std::uint32_t first_row, std::uint32_t flag) {
     for (std::uint32_t j = 0; j < tiles.count; ++j) {
       cpu::Tile tile;
       tile.expert = expert;
       tile.first_row = first_row + tiles.begin(j);
       tile.rows = tiles.end(j) - tiles.begin(j);
       tile.padded = protocol::round_up(tile.rows, static_cast<std::uint32_t>(shape.granule));
-      tile.h_row = h_row;
       tile.flag = flag + j;
-      h_row += tile.padded;
       pass_.tiles.push_back(tile);
     }
   };
   pass_.shared_tiles = protocol::TokenTiles(
       spec().shared_intermediate > 0 ? static_cast<std::uint32_t>(pass_.tokens) : 0,
       cpu::kOwnTokensShape);
-  std::uint64_t shared_rows = 0, routed_rows = 0;
-  add(pass_.shared_tiles, cpu::kOwnTokensShape, -1, 0, shared_rows, 0);
+  add(pass_.shared_tiles, cpu::kOwnTokensShape, -1, 0, 0);
   for (int e = experts.begin(rank()); e < experts.end(rank()); ++e) {
     add(protocol::TokenTiles(pass_.plan.rows_of_expert[e], routed_shape), routed_shape, e,
-        pass_.plan.row_begin[e], routed_rows, pass_.plan.tile_begin[e]);
+        pass_.plan.row_begin[e], pass_.plan.tile_begin[e]);
   }
 
   protocol::Workload& work = pass_.work;
@@ -464,10 +458,6 @@ void MoeLayer::Engine::list_tiles() {
     work.routed_gemm1_blocks = layer_.experts[0].gemm1_blocks();
     work.routed_gemm2_blocks = layer_.experts[0].gemm2_blocks(spec().hidden);
   }
-  stats_.workspace_bytes_used =
-      (routed_rows * static_cast<std::uint64_t>(spec().intermediate) +
-       shared_rows * static_cast<std::uint64_t>(spec().shared_intermediate)) *
-      size_of(layer_.gemm);
 }
 
 void MoeLayer::Engine::run_tasks() {
@@ -492,7 +482,7 @@ void MoeLayer::Engine::run_tasks() {
         lease.take();
       }
       processor.run(pass_, *task);
-      scheduler_.complete();
+      scheduler_.complete(*task);
       lease.offer();
       if (aborted()) return;
     }
@@ -538,6 +528,9 @@ void MoeLayer::Engine::finish(const ForwardOutput& output, Clock::time_point sta
       layout.bytes_used(static_cast<std::uint64_t>(pass_.tokens), plan.num_pool_tokens[rank()],
                         plan.num_rows[rank()], plan.num_tiles[rank()]);
   stats_.heap_bytes_reserved = layout.bytes();
+  stats_.workspace_bytes_used =
+      std::min(static_cast<std::size_t>(pass_.num_intermediate_slots), pass_.tiles.size()) *
+      pass_.intermediate_slot_bytes;
   if (pass_.x == x_.data()) {
     stats_.workspace_bytes_used += static_cast<std::uint64_t>(pass_.tokens) * layout.token_bytes();
   }

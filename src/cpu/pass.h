@@ -68,8 +68,9 @@ struct Tile {
   std::int32_t expert = 0;      // global index; unused for the shared expert
   std::uint32_t first_row = 0;  // in the rank's rows; the first token for the shared expert
   std::uint32_t rows = 0;
-  std::uint32_t padded = 0;      // rows rounded up to the matrix unit's width
-  std::uint64_t h_row = 0;       // first row of the intermediate activations
+  std::uint32_t padded = 0;  // rows rounded up to the matrix unit's width
+  // Where its intermediate activations are, from its first GEMM1 task to its last GEMM2 task.
+  std::int32_t intermediate_slot = -1;
   std::uint32_t flag = 0;        // the tile's index in `arrived` and `finished`; routed tiles only
   std::uint32_t gemm1_done = 0;  // blocks completed, counted by processors
   std::uint32_t gemm2_done = 0;
@@ -88,8 +89,12 @@ struct Pass {
   std::int64_t tokens = 0;
   const std::byte* x = nullptr;  // [tokens, H] of the wire type
   std::int64_t x_row_bytes = 0;
-  std::byte* routed_h = nullptr;  // intermediate activations of this rank's tiles, [padded rows, I]
-  std::byte* shared_h = nullptr;  // and of the shared expert's
+  // Slots of intermediate activations, [padded rows, I] each. As many tiles as have a slot are in
+  // progress; the next starts when one of them is complete, so that they stay in the cache and
+  // their memory does not grow with the batch.
+  std::byte* intermediate = nullptr;
+  std::size_t intermediate_slot_bytes = 0;
+  std::int32_t num_intermediate_slots = 0;
   ForwardOutput output;
 
   std::vector<std::int32_t> ids;  // [tokens, K]

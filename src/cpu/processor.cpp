@@ -203,10 +203,9 @@ void Processor::multiply(const MatrixView& weight, int first, int m, int n, cons
                  x, x_stride, result);
 }
 
-std::byte* Processor::intermediate(const Pass& pass, const Tile& tile) const {
-  const bool shared = is_shared(pass, tile);
-  const auto stride = static_cast<std::uint64_t>(ffn(pass, tile).intermediate);
-  return (shared ? pass.shared_h : pass.routed_h) + tile.h_row * stride * size_of(layer_.gemm);
+std::byte* Processor::intermediate(const Pass& pass, const Tile& tile) {
+  return pass.intermediate +
+         static_cast<std::size_t>(tile.intermediate_slot) * pass.intermediate_slot_bytes;
 }
 
 void Processor::gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block) {

@@ -43,7 +43,7 @@ class Processor {
     std::int64_t row_stride, col_stride;
   };
   WeightRows weight_rows(const MatrixView& weight, int first, int m);
-  std::byte* intermediate(const Pass& pass, const Tile& tile) const;
+  static std::byte* intermediate(const Pass& pass, const Tile& tile);
 
   const LayerState& layer_;
   const Kernels& kernels_;

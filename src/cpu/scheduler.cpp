@@ -50,6 +50,8 @@ void Scheduler::start() {
   protocol::for_each_task(pass_.work, [this](const Task& task) { tasks_.push_back(task); });
   taken_.assign(tasks_.size(), false);
   tile_arrived_.assign(pass_.tiles.size(), false);
+  free_slots_.clear();
+  for (std::int32_t slot = pass_.num_intermediate_slots; slot-- > 0;) free_slots_.push_back(slot);
   first_open_ = 0;
   num_taken_ = 0;
   num_complete_ = 0;
@@ -60,6 +62,7 @@ bool Scheduler::ready(const Task& task) {
     case TaskKind::kDispatch:
       return true;
     case TaskKind::kGemm1:
+      if (pass_.tiles[task.index].intermediate_slot < 0 && free_slots_.empty()) return false;
       if (pass_.work.is_shared(task.index)) return true;
       if (!tile_arrived_[task.index] && !subscriber_.missing_rows(pass_.tiles[task.index])) {
         tile_arrived_[task.index] = true;
@@ -83,6 +86,10 @@ std::optional<Task> Scheduler::next() {
     if (ready(task)) {
       taken_[i] = true;
       ++num_taken_;
+      if (task.kind == TaskKind::kGemm1 && pass_.tiles[task.index].intermediate_slot < 0) {
+        pass_.tiles[task.index].intermediate_slot = free_slots_.back();
+        free_slots_.pop_back();
+      }
       return task;
     }
     // Chunks of tokens complete nearly in order, so the first incomplete one speaks for the rest.
@@ -96,7 +103,17 @@ std::optional<Task> Scheduler::next() {
   return std::nullopt;
 }
 
-void Scheduler::complete() {
+void Scheduler::complete(const Task& task) {
+  if (task.kind == TaskKind::kGemm2) {
+    const std::lock_guard lock(mutex_);
+    Tile& tile = pass_.tiles[task.index];
+    // Two processors may find the count complete; the first takes the slot back.
+    if (tile.intermediate_slot >= 0 &&
+        protocol::load_acquire(&tile.gemm2_done) == pass_.work.gemm2_blocks(task.index)) {
+      free_slots_.push_back(tile.intermediate_slot);
+      tile.intermediate_slot = -1;
+    }
+  }
   protocol::note_progress(layer_.heaps);
   num_complete_.fetch_add(1, std::memory_order_acq_rel);
 }

@@ -32,7 +32,7 @@ class Subscriber {
 
 class Scheduler {
  public:
-  Scheduler(const LayerState& layer, const Pass& pass)
+  Scheduler(const LayerState& layer, Pass& pass)
       : subscriber_(layer, pass), layer_(layer), pass_(pass) {}
 
   // Before any processor calls next(): lists the tasks of pass.work.
@@ -42,8 +42,8 @@ class Scheduler {
   // no processor idles while any task can run. Empty if there is none at present.
   std::optional<protocol::Task> next();
 
-  // The processor that took a task from next() has completed it.
-  void complete();
+  // The processor that took the task from next() has completed it.
+  void complete(const protocol::Task& task);
   bool all_complete() const;
 
   // Why next() has nothing to give.
@@ -54,11 +54,12 @@ class Scheduler {
 
   Subscriber subscriber_;
   const LayerState& layer_;
-  const Pass& pass_;
+  Pass& pass_;
   std::mutex mutex_;
   std::vector<protocol::Task> tasks_;
   std::vector<bool> taken_;
   std::vector<bool> tile_arrived_;
+  std::vector<std::int32_t> free_slots_;
   std::size_t first_open_ = 0;  // every earlier task is taken
   std::uint64_t num_taken_ = 0;
   std::atomic<std::uint64_t> num_complete_{0};
