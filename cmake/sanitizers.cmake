@@ -8,3 +8,7 @@ elseif(SWITCHYARD_SANITIZE STREQUAL "address")
 elseif(SWITCHYARD_SANITIZE)
   message(FATAL_ERROR "SWITCHYARD_SANITIZE is '${SWITCHYARD_SANITIZE}'; use 'thread' or 'address'")
 endif()
+if(SWITCHYARD_SANITIZE)
+  # Half the time to compile, and the tests are no slower.
+  string(REPLACE "-O3" "-O1" CMAKE_CXX_FLAGS_RELEASE "${CMAKE_CXX_FLAGS_RELEASE}")
+endif()
