@@ -253,7 +253,9 @@ double measure_read_rate(std::span<const ByteRange> ranges, int num_threads, dou
     pass_start = Clock::now();
   });
   run_threads(num_threads, [&](int) {
-    for (pass_end.arrive_and_wait(); !done; pass_end.arrive_and_wait()) {
+    for (;;) {
+      pass_end.arrive_and_wait();
+      if (done) return;
       std::uint64_t sum = 0;
       for (std::size_t i; (i = next.fetch_add(1)) < blocks.size();) sum ^= checksum(blocks[i]);
       sums.fetch_xor(sum);
