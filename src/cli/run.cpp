@@ -11,6 +11,7 @@
 #include "cli/report.h"
 #include "fabric/environment.h"
 #include "model/safetensors.h"
+#include "protocol/call.h"
 #include "protocol/layout.h"
 
 namespace switchyard::cli {
@@ -126,10 +127,6 @@ void require_place_for(const std::string& path) {
                           directory.string()));
 }
 
-DType default_compute(DType weights) {
-  return weights == DType::kF32 || weights == DType::kF16 ? DType::kF32 : DType::kBF16;
-}
-
 void print(const Report& report, const RunOptions& options) {
   if (options.json) {
     fmt::print("{}\n", to_json(report).dump(2));
@@ -168,7 +165,7 @@ int run(RunOptions& options) {
   if (options.capacity_factor) {
     source.spec.capacity_factor = static_cast<float>(*options.capacity_factor);
   }
-  options.ranks.compute = options.compute.value_or(default_compute(source.dtype));
+  options.ranks.compute = options.compute.value_or(protocol::default_compute(source.dtype));
   const Batch batch = make_batch(options.batch, source, options.ranks.compute);
 
   std::optional<RunResult> result;

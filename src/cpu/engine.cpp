@@ -57,11 +57,6 @@ cpu::Ffn prepare(const FfnWeights& weights, int hidden, int intermediate) {
   return ffn;
 }
 
-DType default_compute(const MoeWeights& weights) {
-  const DType dtype = weights.experts.empty() ? DType::kBF16 : weights.experts[0].up.dtype;
-  return dtype == DType::kF32 || dtype == DType::kF16 ? DType::kF32 : DType::kBF16;
-}
-
 }  // namespace
 
 class MoeLayer::Engine {
@@ -138,7 +133,7 @@ MoeLayer::Engine::Engine(const World& world, const LayerSpec& spec, const MoeWei
   layer_.spec = spec;
   layer_.weights = weights;
   layer_.on_step = options.on_step;
-  layer_.wire = options.compute.value_or(default_compute(weights));
+  layer_.wire = options.compute.value_or(protocol::default_compute(weights.experts[0].up.dtype));
   if (layer_.wire != DType::kBF16 && layer_.wire != DType::kF32) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("compute type {}; use bf16 or f32", to_string(layer_.wire)));
