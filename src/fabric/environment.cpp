@@ -140,7 +140,7 @@ std::string next_rendezvous() {
 World World::from_environment(WorldOptions options) {
   const std::optional<LaunchedRank> launched =
       parse_launched_rank([](const char* name) { return std::getenv(name); });
-  if (!launched) return single(std::move(options));
+  if (!launched) return single(options);
   return processes(launched->rank, launched->size, std::move(options));
 }
 
