@@ -3,7 +3,8 @@ include(CheckLanguage)
 check_language(CUDA)
 set(SWITCHYARD_HAS_CUDA OFF)
 if(CMAKE_CUDA_COMPILER AND NOT SWITCHYARD_SANITIZE)
-  set(CMAKE_CUDA_ARCHITECTURES 90a)
+  # -real: no PTX, which no other architecture could be compiled from.
+  set(CMAKE_CUDA_ARCHITECTURES 90a-real)
   enable_language(CUDA)
   # CMake 3.25 (Debian 12) does not know that nvcc 12 and later take this flag.
   if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)

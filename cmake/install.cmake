@@ -8,6 +8,10 @@ if(TARGET switchyard_cli)
   install(TARGETS switchyard_cli DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 
+set(SWITCHYARD_CUDA_DEPENDENCY "")
+if(SWITCHYARD_HAS_GPU)
+  set(SWITCHYARD_CUDA_DEPENDENCY "find_dependency(CUDAToolkit)  # the static runtime")
+endif()
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/switchyard)
 install(EXPORT switchyardTargets NAMESPACE switchyard:: DESTINATION ${package_dir})
 configure_package_config_file(cmake/switchyardConfig.cmake.in

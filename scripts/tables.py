@@ -95,13 +95,110 @@ def library_table():
     return "\n".join(lines + ["", provenance(result)])
 
 
+MODEL_NAMES = {
+    "olmoe": "OLMoE",
+    "qwen3-30b": "Qwen3-30B-A3B",
+    "mixtral-8x7b": "Mixtral 8x7B",
+    "deepseek-v3-ep8": "DeepSeek-V3, 32 experts of one rank of EP8",
+    "thesis": "FlashDMoE's layer",
+}
+
+
+def describe_layer(row):
+    name = MODEL_NAMES.get(row["model"], row["model"])
+    sizes = f"H {row['hidden']}, I {row['intermediate']}, {row['experts']} experts, top-{row['top_k']}"
+    return f"{name} ({sizes})"
+
+
+def time_over_floor(row):
+    return row["median_us"] / row["floor_us"] if row.get("floor_us") else None
+
+
+def microseconds(value):
+    return "–" if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def gpu_row_cells(row):
+    over = time_over_floor(row)
+    rival = row.get("rival_us")
+    return [
+        microseconds(row["median_us"]),
+        "–" if over is None else f"{100 / over:.0f} %",
+        microseconds(rival),
+        "–" if rival is None else f"{rival / row['median_us']:.2f}×",
+    ]
+
+
+def gpu_summary(rows):
+    """One sentence per thing that can be said of all rows."""
+    overs = [over for over in map(time_over_floor, rows) if over is not None]
+    rivals = [row for row in rows if row.get("rival_us") is not None]
+    said = []
+    if overs:
+        said.append(
+            f"Time over floor F: geometric mean {statistics.geometric_mean(overs):.2f}, "
+            f"worst {max(overs):.2f} ({len(overs)} points)."
+        )
+    if rivals:
+        gains = [row["rival_us"] / row["median_us"] for row in rivals]
+        said.append(
+            f"Speed-up over PyTorch: geometric mean {statistics.geometric_mean(gains):.2f}×, "
+            f"least {min(gains):.2f}× ({len(gains)} points)."
+        )
+    return " ".join(said)
+
+
+def gpu_provenance(rows):
+    """What differs between rows is listed; a file that was measured at once has one of each."""
+    machines = ", ".join(sorted({row["machine"] for row in rows}))
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    command = max((row["command"] for row in rows), key=[row["command"] for row in rows].count)
+    return f"*{machines}; commit {commits}; `{command}`*"
+
+
+# The constants and their source are in src/cli/bench_rows.h.
+FLOOR = (
+    "F = max(7 µs + touched weights / 4.6 TB/s, FLOPs / 750 TFLOP/s), without the gate, which is in the "
+    "time. β is the balancedness of the routing; where ln K / ln E is more than it, it stands for that."
+)
+
+
+def gpu_table(suite, title):
+    rows = load(f"{suite}.json")
+    rows = [row for row in rows or [] if row.get("routing", "gate") == "gate"]
+    if not rows:
+        return ""
+    betas = sorted({row["beta"] for row in rows}, reverse=True)
+    names = ["share of F", "PyTorch µs", "speed-up"]
+    heads = [head for beta in betas for head in (f"β {beta:g}: time µs", *names)]
+    absent = ["–"] * (1 + len(names))
+    lines = [f"**{title}** {gpu_summary(rows)} {FLOOR}"]
+    layers = {}
+    for row in rows:
+        layers.setdefault(describe_layer(row), {}).setdefault(row["tokens_per_rank"], {})[row["beta"]] = row
+    for layer, by_tokens in layers.items():
+        lines += ["", layer, "", "| tokens | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+        for tokens, by_beta in sorted(by_tokens.items()):
+            cells = []
+            for beta in betas:
+                cells += gpu_row_cells(by_beta[beta]) if beta in by_beta else absent
+            lines.append(f"| {tokens} | " + " | ".join(cells) + " |")
+    return "\n".join(lines + ["", gpu_provenance(rows)])
+
+
 def run_output():
     path = RESULTS / "run.txt"
     return "```\n" + path.read_text().rstrip() + "\n```" if path.exists() else ""
 
 
 def main():
-    parts = {"cpu": cpu_table(), "libraries": library_table(), "run": run_output()}
+    parts = {
+        "cpu": cpu_table(),
+        "libraries": library_table(),
+        "run": run_output(),
+        "one_gpu_bf16": gpu_table("one_gpu_bf16", "One H200, bf16, gate and combine included."),
+        "one_gpu_thesis": gpu_table("one_gpu_thesis", "FlashDMoE's own layer on one H200, bf16."),
+    }
     stale = False
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         before = path.read_text()
@@ -109,7 +206,7 @@ def main():
         for name, text in parts.items():
             after = re.sub(
                 rf"<!-- begin: {name} -->.*?<!-- end: {name} -->",
-                lambda _: f"<!-- begin: {name} -->\n{text}\n<!-- end: {name} -->",
+                lambda _: f"<!-- begin: {name} -->\n{text + chr(10) if text else ''}<!-- end: {name} -->",
                 after,
                 flags=re.S,
             )

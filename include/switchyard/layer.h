@@ -17,6 +17,8 @@
 
 namespace switchyard {
 
+class LayerEngine;
+
 // A point in the protocol, for step hooks.
 struct ProtocolStep {
   enum class Kind : std::uint8_t {
@@ -36,24 +38,41 @@ struct ProtocolStep {
   std::uint64_t epoch;
 };
 
+enum class Backend : std::uint8_t {
+  kCpu,
+  kCuda,  // one kernel launch per pass on an NVIDIA GPU of compute capability 9.0
+};
+
+// "cpu", "cuda".
+const char* to_string(Backend backend);
+
 struct LayerOptions {
+  Backend backend = Backend::kCpu;
   // Most tokens this rank may pass to one forward(). All ranks must declare the same number. It
   // bounds address space; memory is committed by what really arrives.
   int max_tokens = 8192;
-  // Processor threads of this rank, the calling thread included. 0: the hardware threads of this
-  // host divided by the ranks of the world, at least 1.
+  // kCpu only. Processor threads of this rank, the calling thread included. 0: the hardware threads
+  // of this host divided by the ranks of the world, at least 1.
   int num_threads = 0;
+  // kCuda only. -1: the device that is current when the layer is made.
+  int device = -1;
+  // kCuda only. Streaming multiprocessors that the layer leaves to other kernels.
+  int reserved_sms = 0;
   // Arithmetic and wire type: kBF16 or kF32. Empty: kBF16 for bf16 and fp8 checkpoints, kF32 for
-  // fp16 and fp32 ones. Accumulation is always fp32.
+  // fp16 and fp32 ones. Accumulation is always fp32. kCuda has kBF16 only.
   std::optional<DType> compute;
   // Longest wait without a sign of progress from any rank. Zero: the world's.
   std::chrono::milliseconds deadline{0};
   // Called at every protocol step of this rank, from any of its threads. For fault injection and
-  // tracing; an empty function costs one test per step.
+  // tracing; an empty function costs one test per step. kCpu only.
   std::function<void(const ProtocolStep&)> on_step;
 };
 
 // One rank's share of a batch. T may differ between ranks and calls, and may be 0.
+//
+// With kCuda, every address here and in ForwardOutput is one of device memory, of the layer's
+// device; the host never reads through the spans. The memory must stay as it is until the stream
+// has passed this call, or for as long as a graph that captured it may be launched.
 struct ForwardInput {
   MatrixView activations;  // [T, H], bf16, fp16 or fp32, rows contiguous (col_stride 1)
   // Either both empty (the layer's gate routes) or both [T, K]: expert ids, distinct within a
@@ -61,6 +80,7 @@ struct ForwardInput {
   std::span<const std::int32_t> topk_ids;
   std::span<const float> topk_weights;
   std::span<const std::int32_t> token_ids;  // [T], hash-routed layers only
+  void* stream = nullptr;                   // kCuda only: a cudaStream_t; null: the default stream
 };
 
 struct ForwardOutput {
@@ -97,33 +117,47 @@ struct ForwardStats {
 class MoeLayer {
  public:
   // Collective over the world. The weights' memory must outlive the layer (MoeWeights::owner is
-  // kept). Throws Error{kInvalidArgument, kMissingTensor, kShapeMismatch, kDTypeMismatch} for a
-  // layer that cannot be built, {kSpecMismatch} naming the rank and the field if the ranks
-  // disagree, {kCapacityExceeded} if the heap cannot be had, TimeoutError if a rank does not come.
+  // kept); with kCuda they are copied to the device, in bf16. Throws Error{kInvalidArgument,
+  // kMissingTensor, kShapeMismatch, kDTypeMismatch} for a layer that cannot be built,
+  // {kSpecMismatch} naming the rank and the field if the ranks disagree, {kCapacityExceeded} if the
+  // heap cannot be had, {kUnsupported} for what the backend does not do on this machine or in this
+  // build, TimeoutError if a rank does not come.
   MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& weights,
            const LayerOptions& options = {});
   ~MoeLayer();
   MoeLayer(MoeLayer&&) noexcept;
   MoeLayer& operator=(MoeLayer&&) noexcept;
 
-  // One pass; every rank of the world must call it. Returns when `output` is complete. The same
-  // input gives the same bits, on every repetition and however many ranks share the experts.
-  // Throws Error{kInvalidArgument, kCapacityExceeded} before anything is sent if the input is
-  // unusable; TimeoutError{kTimeout} if a rank did not do its part within the deadline,
-  // TimeoutError{kAborted} if another rank noticed first. After either the layer is dead and every
-  // later call throws again; the world lives.
+  // One pass; every rank of the world must call it. With kCpu it returns when `output` is complete.
+  // With kCuda it enqueues one kernel on `input.stream` and returns: it does not allocate, copy or
+  // synchronise, so it can be captured in a CUDA graph, and a graph may be launched again with
+  // other contents in the same memory. Passes of one layer must follow one another: on one stream,
+  // or on streams that wait for each other. The same input gives the same bits, on every repetition
+  // and however many ranks share the experts. Throws Error{kInvalidArgument, kCapacityExceeded}
+  // before anything is sent if the input is unusable; TimeoutError{kTimeout} if a rank did not do
+  // its part within the deadline, TimeoutError{kAborted} if another rank noticed first. After
+  // either the layer is dead and every later call throws again; the world lives.
+  //
+  // With kCuda the ids given for tokens and experts are checked on the device. What is found
+  // there, an id out of range (Error{kInvalidArgument}) or a wait that passed its deadline
+  // (TimeoutError), is thrown by the first forward() or stats() that starts after the pass ended.
+  // The CUDA context stays usable.
   void forward(const ForwardInput& input, const ForwardOutput& output);
 
-  // Of the last pass.
+  // Of the last pass. With kCuda it waits for that pass to end, and so may not be captured; passes
+  // that a graph launched count.
   const ForwardStats& stats() const;
 
   const LayerSpec& spec() const;
+  Backend backend() const;
   DType compute() const;
-  int num_threads() const;
+  int num_threads() const;  // kCuda: 0
+  // Private memory of this rank beside weights and heap: with kCuda what was allocated on the
+  // device when the layer was made, with kCpu address space that is committed as it is used.
+  std::uint64_t workspace_bytes() const;
 
  private:
-  class Engine;
-  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<LayerEngine> engine_;
 };
 
 }  // namespace switchyard

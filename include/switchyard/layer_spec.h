@@ -98,6 +98,11 @@ struct LayerSpec {
 // Throws Error{kInvalidArgument} naming the first field that makes no sense and its value.
 void validate(const LayerSpec& spec);
 
+// "swiglu", "gelu (tanh)", "relu2".
+const char* name_of(const Activation& activation);
+// "softmax", "sigmoid", "sqrt-softplus".
+const char* name_of(ScoreFunction score);
+
 // One line, e.g. "H 2048, I 1024, 64 experts, top-8, softmax, swiglu".
 std::string describe(const LayerSpec& spec);
 

@@ -73,6 +73,17 @@ CLI::Option* add_dtype(CLI::App& app, const std::string& name, std::optional<DTy
   return app.add_option_function<std::string>(name, set, help)->type_name("TYPE");
 }
 
+CLI::Option* add_backend(CLI::App& app, const std::string& name, std::optional<Backend>& target,
+                         const std::string& help) {
+  const auto set = [name, &target](const std::string& text) {
+    for (const Backend known : {Backend::kCpu, Backend::kCuda}) {
+      if (text == to_string(known)) target = known;
+    }
+    if (!target) refuse(name, text, "use cpu or cuda");
+  };
+  return app.add_option_function<std::string>(name, set, help)->type_name("NAME");
+}
+
 const char* dtype_argument(DType dtype) {
   for (const NamedDType& known : kDTypes) {
     if (known.dtype == dtype) return known.name;

@@ -13,6 +13,7 @@
 
 #include "cli/format.h"
 #include "switchyard/error.h"
+#include "switchyard/layer.h"
 #include "switchyard/tensor.h"
 
 namespace switchyard::cli {
@@ -53,6 +54,10 @@ CLI::Option* add_bytes(CLI::App& app, const std::string& name, std::uint64_t& ta
 // bf16, f32, and where `weights` is set f16 and fp8.
 CLI::Option* add_dtype(CLI::App& app, const std::string& name, std::optional<DType>& target,
                        bool weights, const std::string& help);
+
+// cpu or cuda.
+CLI::Option* add_backend(CLI::App& app, const std::string& name, std::optional<Backend>& target,
+                         const std::string& help);
 
 // "bf16", "fp8": as add_dtype reads it.
 const char* dtype_argument(DType dtype);

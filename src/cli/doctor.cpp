@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
+#include "cli/device_run.h"
 #include "cli/machine.h"
 #include "cli/measure.h"
 #include "cli/verify.h"
@@ -15,6 +16,7 @@
 #include "cpu/tile_gemm.h"
 #include "fabric/launch.h"
 #include "fabric/mapping.h"
+#include "gpu/device.h"
 #include "model/host_memory.h"
 
 namespace switchyard::cli {
@@ -77,9 +79,52 @@ void find_machine(std::vector<Finding>& findings) {
                                               "transparent_hugepage/enabled makes weights faster"
                                             : policy,
                           policy));
-  const std::string gpu = nvidia_device();
-  findings.push_back(
-      fact("gpu", gpu.empty() ? "none" : gpu + "; the CUDA engine is not part of this build", gpu));
+}
+
+std::string cuda_version(int version) {
+  return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
+}
+
+Finding describe_gpu(int device) {
+  const gpu::DeviceInfo d = gpu::device_info(device);
+  const auto bytes = [](std::uint64_t b) { return format_bytes(static_cast<double>(b)); };
+  const std::string capability = fmt::format("{}.{}", d.compute_major, d.compute_minor);
+  const std::string fit =
+      d.runs_our_kernels() ? "" : "; not used: the kernels are compiled for capability 9.0";
+  return fact(fmt::format("gpu_{}", device),
+              fmt::format("{}, {} SMs, capability {}, {} of {} free, driver CUDA {}, runtime {}{}",
+                          d.name, d.num_sms, capability, bytes(d.free_bytes), bytes(d.memory_bytes),
+                          cuda_version(d.driver_version), cuda_version(d.runtime_version), fit),
+              {{"name", d.name},
+               {"num_sms", d.num_sms},
+               {"compute_capability", capability},
+               {"memory_bytes", d.memory_bytes},
+               {"free_bytes", d.free_bytes},
+               {"l2_bytes", d.l2_bytes},
+               {"max_shared_bytes_per_block", d.max_shared_bytes},
+               {"driver_version", cuda_version(d.driver_version)},
+               {"runtime_version", cuda_version(d.runtime_version)},
+               {"usable", d.runs_our_kernels()}});
+}
+
+// Why there is nothing to list.
+std::string no_gpu() {
+  const std::string sign = nvidia_device();
+  if (sign.empty()) return "none";
+  return sign + (gpu::built_with_cuda()
+                     ? ", but CUDA finds no device: is the driver running, and new enough?"
+                     : "; the CUDA engine is not part of this build");
+}
+
+void find_gpus(std::vector<Finding>& findings) {
+  const int count = gpu::device_count();
+  if (count == 0) findings.push_back(fact("gpu", no_gpu(), nvidia_device()));
+  for (int device = 0; device < count; ++device) findings.push_back(describe_gpu(device));
+}
+
+// Whether a run takes the GPU if nothing is said.
+bool gpu_is_usable() {
+  return gpu::device_count() > 0 && gpu::device_info(gpu::current_device()).runs_our_kernels();
 }
 
 void find_rates(std::vector<Finding>& findings) {
@@ -96,8 +141,9 @@ constexpr int kTinyExperts = 8;
 constexpr int kTinySize = 64;
 constexpr int kTinyTokens = 48;
 
-Finding check_threads(DType compute) {
-  const std::string name = fmt::format("thread_ranks_{}", to_string(compute));
+// Runs a small layer as `run` does it, and compares with the reference.
+template <typename Run>
+Finding check_layer(const std::string& name, DType compute, int num_ranks, const Run& run) {
   const char* const remedy = "report this with the output of 'switchyard doctor --json'";
   try {
     SourceOptions source_options;
@@ -111,17 +157,23 @@ Finding check_threads(DType compute) {
     batch_options.tokens = kTinyTokens;
     const Batch batch = make_batch(batch_options, source, compute);
     RankOptions ranks;
-    ranks.ranks = 2;
+    ranks.ranks = num_ranks;
     ranks.compute = compute;
     ranks.repeat = 1;
-    const RunResult result = run_as_threads(source, batch, ranks);
+    const RunResult result = run(source, batch, ranks);
     const Verification v = verify(source, batch, result, compute);
     return check(name, v.ok(),
-                 fmt::format("2 ranks, error {:.1e} with a bound of {:.1e}", v.error, v.bound),
+                 fmt::format("{} rank{}, error {:.1e} with a bound of {:.1e}", num_ranks,
+                             num_ranks == 1 ? "" : "s", v.error, v.bound),
                  remedy);
   } catch (const Error& error) {
     return check(name, false, error.what(), remedy);
   }
+}
+
+Finding check_threads(DType compute) {
+  return check_layer(fmt::format("thread_ranks_{}", to_string(compute)), compute, 2,
+                     run_as_threads);
 }
 
 Finding check_sockets() {
@@ -193,9 +245,13 @@ void print_json(const std::vector<Finding>& findings) {
 int doctor(bool json) {
   std::vector<Finding> findings;
   find_machine(findings);
+  find_gpus(findings);
   find_rates(findings);
   findings.push_back(check_threads(DType::kF32));
   findings.push_back(check_threads(DType::kBF16));
+  if (gpu_is_usable()) {
+    findings.push_back(check_layer("cuda_bf16", DType::kBF16, 1, run_on_device));
+  }
   findings.push_back(check_sockets());
   findings.push_back(check_processes());
   json ? print_json(findings) : print_text(findings);

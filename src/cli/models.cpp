@@ -31,31 +31,11 @@ std::string routing_name(const LayerSpec& spec) {
   const RoutingSpec& routing = spec.routing;
   if (routing.method == RoutingMethod::kSparseMixer) return "sparse mixer";
   if (routing.method == RoutingMethod::kHash) return "hash";
-  std::string name = routing.score == ScoreFunction::kSoftmax   ? "softmax"
-                     : routing.score == ScoreFunction::kSigmoid ? "sigmoid"
-                                                                : "sqrt-softplus";
+  std::string name = name_of(routing.score);
   if (routing.num_groups > 1) {
     name += fmt::format(" {}/{} groups", routing.top_k_groups, routing.num_groups);
   }
   return name;
-}
-
-std::string activation_name(const Activation& activation) {
-  const bool gated = activation.gated;
-  switch (activation.kind) {
-    case ActivationKind::kSilu:
-      return gated ? "swiglu" : "silu";
-    case ActivationKind::kGelu:
-    case ActivationKind::kGeluTanh:
-      return gated ? "geglu" : "gelu";
-    case ActivationKind::kRelu:
-      return gated ? "reglu" : "relu";
-    case ActivationKind::kRelu2:
-      return gated ? "gated relu2" : "relu2";
-    case ActivationKind::kIdentity:
-      return gated ? "bilinear" : "linear";
-  }
-  return "unknown";
 }
 
 void print_table(const std::vector<ModelRow>& models) {
@@ -66,7 +46,7 @@ void print_table(const std::vector<ModelRow>& models) {
     const LayerSpec& s = m.spec;
     rows.push_back({m.entry.name, fmt::format("{}", s.num_experts), fmt::format("{}", s.top_k),
                     fmt::format("{}", s.hidden), fmt::format("{}", s.intermediate), routing_name(s),
-                    activation_name(s.activation),
+                    name_of(s.activation),
                     s.shared_intermediate > 0 ? fmt::format("{}", s.shared_intermediate) : "-",
                     fmt::format("{}", m.num_moe_layers), dtype_argument(m.entry.dtype),
                     format_bytes(static_cast<double>(m.layer_bytes))});
@@ -89,7 +69,7 @@ void print_json(const std::vector<ModelRow>& models) {
                    {"hidden", s.hidden},
                    {"intermediate", s.intermediate},
                    {"routing", routing_name(s)},
-                   {"activation", activation_name(s.activation)},
+                   {"activation", name_of(s.activation)},
                    {"shared_intermediate", s.shared_intermediate},
                    {"moe_layers", m.num_moe_layers},
                    {"dtype", dtype_argument(m.entry.dtype)},

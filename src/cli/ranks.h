@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "cli/batch.h"
@@ -15,6 +16,8 @@
 namespace switchyard::cli {
 
 struct RankOptions {
+  Backend backend = Backend::kCpu;
+  int reserved_sms = 0;  // kCuda: SMs left free
   int ranks = 1;
   int threads = 0;  // per rank; 0: the machine's, divided by the ranks
   DType compute = DType::kBF16;
@@ -24,12 +27,15 @@ struct RankOptions {
 
 // What all ranks did. Bytes and counts are sums over the ranks of the last pass.
 struct RunResult {
+  Backend backend = Backend::kCpu;
+  std::string device;  // kCuda: "GPU 0 (NVIDIA H200, 132 of 132 SMs)"
   int ranks = 1;
   const char* fabric = "";
-  bool processes = false;            // each rank is a process
-  int threads = 0;                   // of all ranks
-  std::vector<double> pass_seconds;  // from the first rank's start to the last one's end
-  double gate_seconds = 0;           // the slowest rank's
+  bool processes = false;  // each rank is a process
+  int threads = 0;         // of all ranks; kCuda: none
+  // kCpu: from the first rank's start to the last one's end. kCuda: the device's time.
+  std::vector<double> pass_seconds;
+  double gate_seconds = 0;  // the slowest rank's; not known with kCuda
   double plan_seconds = 0;
   std::vector<std::int64_t> tokens_per_expert;
   std::int64_t dropped_slots = 0;

@@ -41,6 +41,15 @@ double median_of(std::vector<double> values) {
 
 double ratio(double a, double b) { return b > 0 ? a / b : 0; }
 
+// The GPU engine holds its weights in bf16, whatever they are stored in.
+double bf16_weight_bytes(const LayerSpec& spec, const std::vector<std::int64_t>& counts) {
+  const auto active =
+      counts.size() - static_cast<std::size_t>(std::count(counts.begin(), counts.end(), 0));
+  const double rows = static_cast<double>(active) * spec.intermediate + spec.shared_intermediate;
+  return rows * spec.hidden * (spec.activation.gated ? 3 : 2) *
+         static_cast<double>(size_of(DType::kBF16));
+}
+
 void derive_speed(const Report& report, Derived& d) {
   const RunResult& r = report.result;
   const LayerSpec& spec = report.source.spec;
@@ -52,7 +61,9 @@ void derive_speed(const Report& report, Derived& d) {
   d.flops_per_second = ratio(d.flops, d.median);
   d.gemm_fraction = ratio(d.flops_per_second, report.rates.gemm_flops);
   d.weight_bytes =
-      static_cast<double>(touched_weight_bytes(report.source.weights, r.tokens_per_expert));
+      r.backend == Backend::kCuda
+          ? bf16_weight_bytes(spec, r.tokens_per_expert)
+          : static_cast<double>(touched_weight_bytes(report.source.weights, r.tokens_per_expert));
   d.weight_bytes_per_second = ratio(d.weight_bytes, d.median);
   d.read_fraction = ratio(d.weight_bytes_per_second, report.rates.read_bytes);
   // Worth telling as soon as reading takes half as long as multiplying at the machine's rates.
@@ -106,7 +117,10 @@ std::string plural(std::int64_t count, const char* noun) {
   return fmt::format("{} {}{}", format_count(count), noun, count == 1 ? "" : "s");
 }
 
+bool on_gpu(const Report& report) { return report.result.backend == Backend::kCuda; }
+
 std::string world_text(const RunResult& r) {
+  if (r.backend == Backend::kCuda) return r.device;
   return fmt::format("{} ({}), {} in all", plural(r.ranks, "rank"),
                      r.processes ? "processes" : "threads", plural(r.threads, "compute thread"));
 }
@@ -126,16 +140,27 @@ void add_setting(const Report& report, Lines& lines, const Palette& palette) {
 }
 
 void add_speed(const Report& report, const Derived& d, Lines& lines, const Palette& palette) {
+  const std::string phases =
+      on_gpu(report)
+          ? "one launch, L2 cache flushed before each"
+          : fmt::format("gate {}, plan complete at {}", format_seconds(report.result.gate_seconds),
+                        format_seconds(report.result.plan_seconds));
   lines.add_painted(
-      "time", fmt::format("{}  median of {} ({} .. {}); gate {}, plan complete at {}",
-                          palette.bold(format_seconds(d.median)), report.result.pass_seconds.size(),
-                          format_seconds(d.fastest), format_seconds(d.slowest),
-                          format_seconds(report.result.gate_seconds),
-                          format_seconds(report.result.plan_seconds)));
+      "time", fmt::format("{}  median of {} ({} .. {}); {}", palette.bold(format_seconds(d.median)),
+                          report.result.pass_seconds.size(), format_seconds(d.fastest),
+                          format_seconds(d.slowest), phases));
   lines.add("",
             fmt::format("{} per second",
                         format_quantity(ratio(static_cast<double>(report.batch.tokens()), d.median),
                                         "tokens")));
+  if (on_gpu(report)) {
+    lines.add_painted("compute", palette.bold(format_quantity(d.flops_per_second, "FLOP/s")));
+    lines.add_painted("streaming",
+                      fmt::format("{}  of the {} of touched weights",
+                                  palette.bold(format_quantity(d.weight_bytes_per_second, "B/s")),
+                                  format_bytes(d.weight_bytes)));
+    return;
+  }
   lines.add_painted("compute",
                     fmt::format("{}  {} of the {} that {} small GEMMs reach here ({})",
                                 palette.bold(format_quantity(d.flops_per_second, "FLOP/s")),
@@ -169,6 +194,11 @@ void add_experts(const Report& report, const Derived& d, Lines& lines, const Pal
 void add_memory(const Report& report, const Derived& d, Lines& lines) {
   const RunResult& r = report.result;
   const auto bytes = [](std::uint64_t value) { return format_bytes(static_cast<double>(value)); };
+  if (on_gpu(report)) {
+    lines.add("memory", fmt::format("{} of workspace on the GPU; {} peak resident on the host",
+                                    bytes(r.workspace_bytes), bytes(r.peak_resident_bytes)));
+    return;
+  }
   if (r.ranks == 1) {
     lines.add("crossing", "nothing: one rank");
   } else {
@@ -237,26 +267,26 @@ nlohmann::ordered_json layer_json(const Report& report) {
 
 nlohmann::ordered_json speed_json(const Report& report, const Derived& d) {
   const RunResult& r = report.result;
-  return {{"time",
-           {{"median_seconds", d.median},
-            {"min_seconds", d.fastest},
-            {"max_seconds", d.slowest},
-            {"pass_seconds", r.pass_seconds},
-            {"gate_seconds", r.gate_seconds},
-            {"plan_seconds", r.plan_seconds},
-            {"tokens_per_second", ratio(static_cast<double>(report.batch.tokens()), d.median)}}},
-          {"compute",
-           {{"flops", d.flops},
-            {"flops_per_second", d.flops_per_second},
-            {"gemm_flops_per_second", report.rates.gemm_flops},
-            {"gemm_fraction", d.gemm_fraction},
-            {"gemm_dtype", to_string(report.rates.gemm_dtype)},
-            {"instruction_set", cpu::gemm_instruction_set()}}},
-          {"streaming",
-           {{"touched_weight_bytes", d.weight_bytes},
-            {"bytes_per_second", d.weight_bytes_per_second},
-            {"read_bytes_per_second", report.rates.read_bytes},
-            {"read_fraction", d.read_fraction}}}};
+  nlohmann::ordered_json json = {
+      {"time",
+       {{"median_seconds", d.median},
+        {"min_seconds", d.fastest},
+        {"max_seconds", d.slowest},
+        {"pass_seconds", r.pass_seconds},
+        {"tokens_per_second", ratio(static_cast<double>(report.batch.tokens()), d.median)}}},
+      {"compute", {{"flops", d.flops}, {"flops_per_second", d.flops_per_second}}},
+      {"streaming",
+       {{"touched_weight_bytes", d.weight_bytes},
+        {"bytes_per_second", d.weight_bytes_per_second}}}};
+  if (on_gpu(report)) return json;
+  json["time"].update({{"gate_seconds", r.gate_seconds}, {"plan_seconds", r.plan_seconds}});
+  json["compute"].update({{"gemm_flops_per_second", report.rates.gemm_flops},
+                          {"gemm_fraction", d.gemm_fraction},
+                          {"gemm_dtype", to_string(report.rates.gemm_dtype)},
+                          {"instruction_set", cpu::gemm_instruction_set()}});
+  json["streaming"].update(
+      {{"read_bytes_per_second", report.rates.read_bytes}, {"read_fraction", d.read_fraction}});
+  return json;
 }
 
 nlohmann::ordered_json memory_json(const Report& report, const Derived& d) {
@@ -331,11 +361,10 @@ nlohmann::ordered_json to_json(const Report& report) {
   json["batch"] = {{"tokens", report.batch.tokens()},
                    {"activations", report.batch.origin},
                    {"routing", report.batch.routing}};
-  json["world"] = {{"ranks", r.ranks},
-                   {"fabric", r.fabric},
-                   {"processes", r.processes},
-                   {"threads", r.threads},
-                   {"compute", to_string(report.options.compute)}};
+  json["world"] = {{"ranks", r.ranks},     {"backend", to_string(r.backend)},
+                   {"fabric", r.fabric},   {"processes", r.processes},
+                   {"threads", r.threads}, {"compute", to_string(report.options.compute)}};
+  if (on_gpu(report)) json["world"]["device"] = r.device;
   json.update(speed_json(report, d));
   json["experts"] = {{"tokens_per_expert", r.tokens_per_expert},
                      {"min", d.fewest},

@@ -14,7 +14,7 @@
 
 namespace switchyard::cli {
 
-// The machine's rates that a pass is compared with.
+// The machine's rates that a pass on the CPU is compared with.
 struct MachineRates {
   DType gemm_dtype = DType::kBF16;
   double gemm_flops = 0;  // useful FLOP/s of the library on the pass's tiles

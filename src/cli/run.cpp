@@ -8,8 +8,10 @@
 #include <memory>
 
 #include "cli/commands.h"
+#include "cli/device_run.h"
 #include "cli/report.h"
 #include "fabric/environment.h"
+#include "gpu/device.h"
 #include "model/safetensors.h"
 #include "protocol/call.h"
 #include "protocol/layout.h"
@@ -22,6 +24,7 @@ struct RunOptions {
   BatchOptions batch;
   RankOptions ranks;
   bool ranks_given = false;
+  std::optional<Backend> backend;
   std::optional<DType> compute;
   std::optional<double> capacity_factor;
   std::string output;
@@ -35,6 +38,7 @@ constexpr const char* kExamples = R"(Examples:
   switchyard run --model deepseek-v3 --experts 32 --tokens 64 --balancedness 0.7
   switchyard run --checkpoint ~/models/OLMoE-1B-7B --layer 3 --input x.safetensors
                  --output y.safetensors
+  switchyard run --model qwen3-30b --tokens 32 --backend cuda --verify
   switchyard launch -n 4 -- switchyard run --checkpoint ~/models/OLMoE-1B-7B --json
 
 Started by a launcher (switchyard launch, torchrun, mpirun, srun) without --ranks, each process is
@@ -85,11 +89,17 @@ void add_batch_options(CLI::App& app, RunOptions& o) {
 
 void add_execution_options(CLI::App& app, RunOptions& o) {
   const char* const group = "Execution";
+  add_backend(app, "--backend", o.backend,
+              "cpu or cuda (default: cuda for one rank in bf16, with a GPU)")
+      ->group(group);
   add_whole(app, "--ranks", o.ranks.ranks, 1, protocol::kMaxRanks,
             "Ranks, as threads of this process (default 1, or the launcher's)")
       ->group(group);
   add_whole(app, "--threads", o.ranks.threads, 0, 1024,
-            "Compute threads of each rank (default 0: the machine's, shared out)")
+            "Compute threads of each rank (cpu; default 0: the machine's, shared out)")
+      ->group(group);
+  add_whole(app, "--reserved-sms", o.ranks.reserved_sms, 0, 1024,
+            "SMs of the GPU to leave free (cuda; default 0)")
       ->group(group);
   add_dtype(app, "--compute", o.compute, false,
             "Arithmetic and wire type, bf16 or f32 (default: by the weights)")
@@ -141,7 +151,9 @@ int report(const RunOptions& options, const Source& source, const Batch& batch,
            const RunResult& result) {
   Report told{source, batch, options.ranks, result, {}, {}};
   const bool silent = options.quiet && !options.json;
-  if (!silent) told.rates = measure_rates(source, batch, result, options.ranks.compute);
+  if (!silent && result.backend == Backend::kCpu) {
+    told.rates = measure_rates(source, batch, result, options.ranks.compute);
+  }
   if (options.verify) told.verification = verify(source, batch, result, options.ranks.compute);
   if (!silent) print(told, options);
   if (!told.verification || told.verification->ok()) return kExitOk;
@@ -153,12 +165,57 @@ int report(const RunOptions& options, const Source& source, const Batch& batch,
   return kExitVerification;
 }
 
+[[noreturn]] void refuse(const std::string& message) {
+  throw Error(ErrorCode::kInvalidArgument, message);
+}
+
+// What a chosen backend cannot do, told before weights are made up for it.
+void require_consistent(const RunOptions& options, int ranks) {
+  if (options.backend != Backend::kCuda) {
+    if (options.backend && options.ranks.reserved_sms > 0) {
+      refuse("--reserved-sms is for --backend cuda; leave it out");
+    }
+    return;
+  }
+  if (ranks > 1) {
+    refuse(
+        fmt::format("--backend cuda runs one rank, but there are {}; use --ranks 1, or "
+                    "--backend cpu",
+                    ranks));
+  }
+  if (options.ranks.threads > 0) refuse("--threads is for --backend cpu; leave it out");
+  if (gpu::device_count() > 0) return;
+  throw Error(ErrorCode::kUnsupported,
+              gpu::built_with_cuda()
+                  ? "--backend cuda needs a GPU, and there is none that CUDA can use "
+                    "('switchyard doctor' tells more); use --backend cpu"
+                  : "--backend cuda is not part of this build, which found no nvcc or no CUTLASS "
+                    "headers; use --backend cpu");
+}
+
+// The GPU for what it runs well, unless an option only makes sense elsewhere.
+Backend default_backend(const RunOptions& options, int ranks) {
+  const bool suits =
+      ranks == 1 && options.ranks.threads == 0 && options.ranks.compute == DType::kBF16;
+  const bool there =
+      gpu::device_count() > 0 && gpu::device_info(gpu::current_device()).runs_our_kernels();
+  if (suits && there) return Backend::kCuda;
+  if (options.ranks.reserved_sms > 0) {
+    refuse(
+        "--reserved-sms is for --backend cuda, but this would run on the cpu; leave it out, or "
+        "give --backend cuda as well");
+  }
+  return Backend::kCpu;
+}
+
 int run(RunOptions& options) {
   const auto launched = parse_launched_rank([](const char* name) { return std::getenv(name); });
   const bool as_process = launched && launched->size > 1 && !options.ranks_given;
   const bool leads = !as_process || launched->rank == 0;
 
+  const int ranks = as_process ? launched->size : options.ranks.ranks;
   require_place_for(options.output);
+  require_consistent(options, ranks);
   options.batch.seed = options.source.seed;
   Source source =
       load_source(options.source, as_process ? launched->size : 1, leads && !options.quiet);
@@ -166,10 +223,13 @@ int run(RunOptions& options) {
     source.spec.capacity_factor = static_cast<float>(*options.capacity_factor);
   }
   options.ranks.compute = options.compute.value_or(protocol::default_compute(source.dtype));
+  options.ranks.backend = options.backend ? *options.backend : default_backend(options, ranks);
   const Batch batch = make_batch(options.batch, source, options.ranks.compute);
 
   std::optional<RunResult> result;
-  if (as_process) {
+  if (options.ranks.backend == Backend::kCuda) {
+    result = run_on_device(source, batch, options.ranks);
+  } else if (as_process) {
     result = run_as_process(source, batch, options.ranks);
   } else {
     result = run_as_threads(source, batch, options.ranks);

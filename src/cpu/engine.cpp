@@ -1,4 +1,6 @@
 // MoeLayer on the CPU: one forward pass from gate to combine, as a reader follows a token.
+#include "layer/engine.h"
+
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -18,13 +20,13 @@
 #include "fabric/fabric.h"
 #include "protocol/agreement.h"
 #include "protocol/call.h"
+#include "protocol/failure.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
 #include "switchyard/routing.h"
 
-namespace switchyard {
+namespace switchyard::cpu {
 
-using cpu::Pass;
 using protocol::Missing;
 using protocol::Phase;
 using Clock = std::chrono::steady_clock;
@@ -40,35 +42,35 @@ std::vector<float> to_floats(const VectorView& v) {
   for (std::size_t i = 0; i < out.size(); ++i) {
     const auto* element = static_cast<const std::byte*>(v.data) +
                           i * static_cast<std::size_t>(v.stride) * size_of(v.dtype);
-    cpu::kernels().convert(element, v.dtype, &out[i], DType::kF32, 1, 1);
+    kernels().convert(element, v.dtype, &out[i], DType::kF32, 1, 1);
   }
   return out;
 }
 
-cpu::Ffn prepare(const FfnWeights& weights, int hidden, int intermediate) {
-  cpu::Ffn ffn;
+Ffn prepare(const FfnWeights& weights, int hidden, int intermediate) {
+  Ffn ffn;
   ffn.weights = &weights;
   ffn.intermediate = intermediate;
-  ffn.gemm1_rows = cpu::rows_per_task(hidden);
-  ffn.gemm2_rows = cpu::rows_per_task(intermediate);
+  ffn.gemm1_rows = rows_per_task(hidden);
+  ffn.gemm2_rows = rows_per_task(intermediate);
   ffn.gate_bias = to_floats(weights.gate_bias);
   ffn.up_bias = to_floats(weights.up_bias);
   ffn.down_bias = to_floats(weights.down_bias);
   return ffn;
 }
 
-}  // namespace
-
-class MoeLayer::Engine {
+class Engine final : public LayerEngine {
  public:
   Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
          const LayerOptions& options);
 
-  void forward(const ForwardInput& input, const ForwardOutput& output);
-  const ForwardStats& stats() const { return stats_; }
-  const LayerSpec& spec() const { return layer_.spec; }
-  DType compute() const { return layer_.wire; }
-  int num_threads() const { return pool_->size(); }
+  void forward(const ForwardInput& input, const ForwardOutput& output) override;
+  const ForwardStats& stats() override { return stats_; }
+  const LayerSpec& spec() const override { return layer_.spec; }
+  Backend backend() const override { return Backend::kCpu; }
+  DType compute() const override { return layer_.wire; }
+  int num_threads() const override { return pool_->size(); }
+  std::uint64_t workspace_bytes() const override;
 
  private:
   void begin_pass(const ForwardInput& input, const ForwardOutput& output);
@@ -91,15 +93,15 @@ class MoeLayer::Engine {
 
   World world_;
   LayerOptions options_;
-  cpu::LayerState layer_;
+  LayerState layer_;
   std::vector<float> router_f32_;
   std::shared_ptr<SymmetricSegment> heap_;
-  cpu::LazyBuffer intermediate_, x_;
-  std::vector<cpu::Processor> processors_;
-  std::unique_ptr<cpu::WorkerPool> pool_;
+  LazyBuffer intermediate_, x_;
+  std::vector<Processor> processors_;
+  std::unique_ptr<WorkerPool> pool_;
 
   Pass pass_;
-  cpu::Scheduler scheduler_{layer_, pass_};
+  Scheduler scheduler_{layer_, pass_};
   std::vector<std::int32_t> hashed_ids_;
   std::vector<std::uint32_t> counts_row_;  // c(me, e) for all e, then U(me, d) for all d
   std::mutex exception_mutex_;
@@ -107,21 +109,12 @@ class MoeLayer::Engine {
   ForwardStats stats_;
 };
 
-MoeLayer::Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
-                         const LayerOptions& options)
+Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
+               const LayerOptions& options)
     : world_(world), options_(options) {
   validate(spec);
   validate(spec, weights);
   if (!weights.router.empty()) routing::check_routable(spec);
-  if (options.max_tokens < 1) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("max_tokens is {}; declare at least 1", options.max_tokens));
-  }
-  if (options.num_threads < 0) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("num_threads is {}; use 0 to choose it automatically, or at least 1",
-                            options.num_threads));
-  }
   if (spec.top_k > protocol::kMaxTopK || world.size() > protocol::kMaxRanks) {
     throw Error(
         ErrorCode::kUnsupported,
@@ -134,11 +127,7 @@ MoeLayer::Engine::Engine(const World& world, const LayerSpec& spec, const MoeWei
   layer_.weights = weights;
   layer_.on_step = options.on_step;
   layer_.wire = options.compute.value_or(protocol::default_compute(weights.experts[0].up.dtype));
-  if (layer_.wire != DType::kBF16 && layer_.wire != DType::kF32) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("compute type {}; use bf16 or f32", to_string(layer_.wire)));
-  }
-  layer_.gemm = layer_.wire == DType::kBF16 && cpu::has_native_bf16() ? DType::kBF16 : DType::kF32;
+  layer_.gemm = layer_.wire == DType::kBF16 && has_native_bf16() ? DType::kBF16 : DType::kF32;
 
   protocol::LayoutParams params;
   params.num_ranks = world.size();
@@ -173,9 +162,9 @@ MoeLayer::Engine::Engine(const World& world, const LayerSpec& spec, const MoeWei
         const auto* element =
             static_cast<const std::byte*>(router.row(r)) +
             static_cast<std::size_t>(c * router.col_stride) * size_of(router.dtype);
-        cpu::kernels().convert(element, router.dtype,
-                               &router_f32_[static_cast<std::size_t>(r * router.cols + c)],
-                               DType::kF32, 1, 1);
+        kernels().convert(element, router.dtype,
+                          &router_f32_[static_cast<std::size_t>(r * router.cols + c)], DType::kF32,
+                          1, 1);
       }
     }
     router = {router_f32_.data(), DType::kF32, router.rows, router.cols, router.cols};
@@ -186,14 +175,14 @@ MoeLayer::Engine::Engine(const World& world, const LayerSpec& spec, const MoeWei
   for (int r = 0; r < num_ranks(); ++r) layer_.heaps.base[r] = heap_->base(r);
 
   const auto max_tokens = static_cast<std::uint64_t>(options.max_tokens);
-  x_ = cpu::LazyBuffer(max_tokens * layer_.layout().token_bytes());
+  x_ = LazyBuffer(max_tokens * layer_.layout().token_bytes());
 
   const int hardware = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   const int threads =
       options.num_threads > 0 ? options.num_threads : std::max(1, hardware / world.size());
   for (int i = 0; i < threads; ++i) processors_.emplace_back(layer_);
-  pool_ = std::make_unique<cpu::WorkerPool>(
-      threads, [] { thread_local const cpu::SingleThreadedLibrary confined; });
+  pool_ = std::make_unique<WorkerPool>(threads,
+                                       [] { thread_local const SingleThreadedLibrary confined; });
 
   pass_.plan_words.resize(protocol::Plan::words(spec.num_experts, num_ranks()));
   pass_.plan = protocol::Plan::over(pass_.plan_words.data(), spec.num_experts, num_ranks());
@@ -202,10 +191,10 @@ MoeLayer::Engine::Engine(const World& world, const LayerSpec& spec, const MoeWei
   pass_.intermediate_slot_bytes =
       size_of(layer_.gemm) * std::max(static_cast<std::size_t>(params.tile.max_height) *
                                           static_cast<std::size_t>(spec.intermediate),
-                                      static_cast<std::size_t>(cpu::kOwnTokensShape.max_height) *
+                                      static_cast<std::size_t>(kOwnTokensShape.max_height) *
                                           static_cast<std::size_t>(spec.shared_intermediate));
-  intermediate_ = cpu::LazyBuffer(static_cast<std::size_t>(pass_.num_intermediate_slots) *
-                                  pass_.intermediate_slot_bytes);
+  intermediate_ = LazyBuffer(static_cast<std::size_t>(pass_.num_intermediate_slots) *
+                             pass_.intermediate_slot_bytes);
   pass_.intermediate = intermediate_.data();
   pass_.tokens_for.resize(static_cast<std::size_t>(num_ranks()));
   pass_.unsent.resize(static_cast<std::size_t>(num_ranks()));
@@ -215,7 +204,7 @@ MoeLayer::Engine::Engine(const World& world, const LayerSpec& spec, const MoeWei
   world.fabric().all_gather({}, {});  // nobody writes into a heap before everybody has mapped it
 }
 
-void MoeLayer::Engine::in_parallel(const std::function<void(int)>& body) {
+void Engine::in_parallel(const std::function<void(int)>& body) {
   pool_->run([&](int i) {
     try {
       body(i);
@@ -231,10 +220,15 @@ void MoeLayer::Engine::in_parallel(const std::function<void(int)>& body) {
   if (exception_) std::rethrow_exception(exception_);
 }
 
-void MoeLayer::Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
+void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   protocol::check_call(layer_.spec, layer_.weights, options_.max_tokens, rank(), input, output);
+  protocol::check_ids(layer_.spec, layer_.weights, input);
+  if (input.stream != nullptr) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "ForwardInput::stream is set, but the layer's backend is cpu; leave it null");
+  }
   if (aborted()) fail();
-  const cpu::SingleThreadedLibrary confined;
+  const SingleThreadedLibrary confined;
   const Clock::time_point start = Clock::now();
   begin_pass(input, output);
   route(input);
@@ -247,7 +241,13 @@ void MoeLayer::Engine::forward(const ForwardInput& input, const ForwardOutput& o
   finish(output, start);
 }
 
-void MoeLayer::Engine::begin_pass(const ForwardInput& input, const ForwardOutput& output) {
+std::uint64_t Engine::workspace_bytes() const {
+  std::uint64_t bytes = intermediate_.bytes() + x_.bytes();
+  for (const Processor& processor : processors_) bytes += processor.scratch_bytes();
+  return bytes;
+}
+
+void Engine::begin_pass(const ForwardInput& input, const ForwardOutput& output) {
   const MatrixView& x = input.activations;
   stats_ = {};
   ++pass_.epoch;
@@ -268,7 +268,7 @@ void MoeLayer::Engine::begin_pass(const ForwardInput& input, const ForwardOutput
   }
 }
 
-void MoeLayer::Engine::route(const ForwardInput& input) {
+void Engine::route(const ForwardInput& input) {
   const MatrixView& x = input.activations;
   const bool given = !input.topk_ids.empty();
   const std::int32_t* hashed_ids = nullptr;
@@ -289,8 +289,8 @@ void MoeLayer::Engine::route(const ForwardInput& input) {
   std::atomic<std::int64_t> next_block{0};
   std::atomic<std::int64_t> nan_logits{0};
   in_parallel([&](int i) {
-    const cpu::CoreLease lease(layer_.heaps);
-    constexpr std::int64_t kBlock = cpu::Processor::kGateBlock;
+    const CoreLease lease(layer_.heaps);
+    constexpr std::int64_t kBlock = Processor::kGateBlock;
     for (;;) {
       const std::int64_t begin = next_block.fetch_add(1) * kBlock;
       if (begin >= x.rows || aborted()) return;
@@ -298,9 +298,9 @@ void MoeLayer::Engine::route(const ForwardInput& input) {
       layer_.step(ProtocolStep::Kind::kGate, rank(), pass_.epoch);
       if (x.dtype != layer_.wire) {
         for (std::int64_t t = begin; t < end; ++t) {
-          cpu::kernels().convert(x.row(t), x.dtype,
-                                 x_.data() + static_cast<std::size_t>(t * pass_.x_row_bytes),
-                                 layer_.wire, x.cols, 1);
+          kernels().convert(x.row(t), x.dtype,
+                            x_.data() + static_cast<std::size_t>(t * pass_.x_row_bytes),
+                            layer_.wire, x.cols, 1);
         }
       }
       if (!given) {
@@ -316,7 +316,7 @@ void MoeLayer::Engine::route(const ForwardInput& input) {
   drop_over_capacity();
 }
 
-void MoeLayer::Engine::drop_over_capacity() {
+void Engine::drop_over_capacity() {
   if (spec().capacity_factor <= 0) return;
   const auto capacity = static_cast<std::uint32_t>(
       std::ceil(static_cast<double>(spec().capacity_factor) * spec().top_k *
@@ -331,7 +331,7 @@ void MoeLayer::Engine::drop_over_capacity() {
   }
 }
 
-void MoeLayer::Engine::publish_counts() {
+void Engine::publish_counts() {
   const protocol::ExpertPartition experts = layer_.layout().experts();
   const auto num_experts = static_cast<std::size_t>(spec().num_experts);
   std::fill(counts_row_.begin(), counts_row_.end(), 0u);
@@ -340,7 +340,7 @@ void MoeLayer::Engine::publish_counts() {
     std::uint64_t ranks_seen = 0;
     for (std::int64_t i = t * spec().top_k; i < (t + 1) * spec().top_k; ++i) {
       const std::int32_t e = pass_.ids[static_cast<std::size_t>(i)];
-      cpu::Slot& slot = pass_.slots[static_cast<std::size_t>(i)];
+      Slot& slot = pass_.slots[static_cast<std::size_t>(i)];
       slot.owner = e < 0 ? -1 : experts.owner(e);
       if (e < 0) continue;
       ++counts_row_[static_cast<std::size_t>(e)];
@@ -354,7 +354,7 @@ void MoeLayer::Engine::publish_counts() {
     const auto tokens = pass_.tokens_for[static_cast<std::size_t>(d)].size();
     counts_row_[num_experts + static_cast<std::size_t>(d)] = static_cast<std::uint32_t>(tokens);
     pass_.dispatch_chunks[static_cast<std::size_t>(d)] =
-        static_cast<std::uint32_t>(protocol::ceil_div<std::size_t>(tokens, cpu::kDispatchChunk));
+        static_cast<std::uint32_t>(protocol::ceil_div<std::size_t>(tokens, kDispatchChunk));
   }
   const std::size_t row_bytes = counts_row_.size() * sizeof(std::uint32_t);
   for (int i = 0; i < num_ranks(); ++i) {
@@ -369,8 +369,8 @@ void MoeLayer::Engine::publish_counts() {
   }
 }
 
-void MoeLayer::Engine::await_counts() {
-  cpu::HostPace pace;
+void Engine::await_counts() {
+  HostPace pace;
   const auto deadline =
       static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
   for (int s = 0; s < num_ranks(); ++s) {
@@ -386,7 +386,7 @@ void MoeLayer::Engine::await_counts() {
   }
 }
 
-void MoeLayer::Engine::plan() {
+void Engine::plan() {
   layer_.step(ProtocolStep::Kind::kPlan, rank(), pass_.epoch);
   protocol::build_plan(protocol::SoloTeam(), layer_.heaps, pass_.epoch, pass_.plan);
   place_slots();
@@ -395,14 +395,14 @@ void MoeLayer::Engine::plan() {
 }
 
 // Gives every slot its row, in token order within each expert, and counts what is to be sent.
-void MoeLayer::Engine::place_slots() {
+void Engine::place_slots() {
   const protocol::Plan& plan = pass_.plan;
   for (int d = 0; d < num_ranks(); ++d) {
     pass_.unsent[static_cast<std::size_t>(d)].assign(plan.num_tiles[d], 0);
   }
   std::vector<std::uint32_t> next(plan.my_row_begin, plan.my_row_begin + spec().num_experts);
   for (std::size_t i = 0; i < pass_.slots.size(); ++i) {
-    cpu::Slot& slot = pass_.slots[i];
+    Slot& slot = pass_.slots[i];
     if (slot.owner < 0) continue;
     const auto e = static_cast<std::size_t>(pass_.ids[i]);
     const protocol::TokenTiles tiles(plan.rows_of_expert[e], layer_.layout().params().tile);
@@ -412,14 +412,14 @@ void MoeLayer::Engine::place_slots() {
   }
 }
 
-void MoeLayer::Engine::list_tiles() {
+void Engine::list_tiles() {
   const protocol::TileShape routed_shape = layer_.layout().params().tile;
   const protocol::ExpertPartition experts = layer_.layout().experts();
   pass_.tiles.clear();
   const auto add = [&](const protocol::TokenTiles& tiles, protocol::TileShape shape, int expert,
                        std::uint32_t first_row, std::uint32_t flag) {
     for (std::uint32_t j = 0; j < tiles.count; ++j) {
-      cpu::Tile tile;
+      Tile tile;
       tile.expert = expert;
       tile.first_row = first_row + tiles.begin(j);
       tile.rows = tiles.end(j) - tiles.begin(j);
@@ -430,8 +430,8 @@ void MoeLayer::Engine::list_tiles() {
   };
   pass_.shared_tiles = protocol::TokenTiles(
       spec().shared_intermediate > 0 ? static_cast<std::uint32_t>(pass_.tokens) : 0,
-      cpu::kOwnTokensShape);
-  add(pass_.shared_tiles, cpu::kOwnTokensShape, -1, 0, 0);
+      kOwnTokensShape);
+  add(pass_.shared_tiles, kOwnTokensShape, -1, 0, 0);
   for (int e = experts.begin(rank()); e < experts.end(rank()); ++e) {
     add(protocol::TokenTiles(pass_.plan.rows_of_expert[e], routed_shape), routed_shape, e,
         pass_.plan.row_begin[e], pass_.plan.tile_begin[e]);
@@ -443,8 +443,8 @@ void MoeLayer::Engine::list_tiles() {
   work.dispatch_chunks = pass_.dispatch_chunks.data();
   work.num_shared_tiles = pass_.shared_tiles.count;
   work.num_routed_tiles = pass_.plan.num_tiles[rank()];
-  work.num_combine_chunks = static_cast<std::uint32_t>(
-      protocol::ceil_div<std::int64_t>(pass_.tokens, cpu::kCombineChunk));
+  work.num_combine_chunks =
+      static_cast<std::uint32_t>(protocol::ceil_div<std::int64_t>(pass_.tokens, kCombineChunk));
   if (work.num_shared_tiles > 0) {
     work.shared_gemm1_blocks = layer_.shared.gemm1_blocks();
     work.shared_gemm2_blocks = layer_.shared.gemm2_blocks(spec().hidden);
@@ -455,13 +455,13 @@ void MoeLayer::Engine::list_tiles() {
   }
 }
 
-void MoeLayer::Engine::run_tasks() {
+void Engine::run_tasks() {
   const auto deadline =
       static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
   in_parallel([&](int i) {
-    cpu::HostPace pace;
-    cpu::Processor& processor = processors_[static_cast<std::size_t>(i)];
-    cpu::CoreLease lease(layer_.heaps);
+    HostPace pace;
+    Processor& processor = processors_[static_cast<std::size_t>(i)];
+    CoreLease lease(layer_.heaps);
     for (;;) {
       std::optional<protocol::Task> task = scheduler_.next();
       if (!task) {
@@ -485,7 +485,7 @@ void MoeLayer::Engine::run_tasks() {
   if (aborted()) fail();
 }
 
-void MoeLayer::Engine::finish(const ForwardOutput& output, Clock::time_point start) {
+void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
   const protocol::HeapLayout& layout = layer_.layout();
   const protocol::Plan& plan = pass_.plan;
   const auto num_experts = static_cast<std::size_t>(spec().num_experts);
@@ -529,57 +529,26 @@ void MoeLayer::Engine::finish(const ForwardOutput& output, Clock::time_point sta
   if (pass_.x == x_.data()) {
     stats_.workspace_bytes_used += static_cast<std::uint64_t>(pass_.tokens) * layout.token_bytes();
   }
-  for (const cpu::Processor& processor : processors_) {
+  for (const Processor& processor : processors_) {
     stats_.workspace_bytes_used += processor.scratch_bytes();
   }
   stats_.total_seconds = seconds_since(start);
 }
 
-void MoeLayer::Engine::fail() {
+void Engine::fail() {
   // If another rank claimed this rank's record first, it may still be writing it.
   for (int i = 0; i < 1000 && !aborted(); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   const protocol::FailureRecord& record = layer_.heaps.control(rank())->failure;
-  WaitFailure failure;
-  failure.waiter_rank = record.waiter;
-  failure.peer_rank = record.peer;
-  failure.phase = protocol::phase_name(record.phase);
-  failure.epoch = record.epoch;
-  failure.slot = record.slot;
-  failure.expected = record.expected;
-  failure.observed = record.observed;
-  failure.waited_seconds = static_cast<double>(record.waited_ns) * 1e-9;
-  const bool first = record.waiter == rank();
-  std::string message =
-      record.waited_ns == 0
-          ? fmt::format("rank {} gave up epoch {} because of an error of its own", record.waiter,
-                        record.epoch)
-          : fmt::format(
-                "rank {} did not do its part of {} in epoch {}: rank {} waited {:.3f} s "
-                "without progress of any rank (slot {}: expected {}, saw {})",
-                record.peer, failure.phase, record.epoch, record.waiter, failure.waited_seconds,
-                record.slot, record.expected, record.observed);
-  if (const std::string known = world_.fabric().liveness(record.peer); !known.empty()) {
-    message += "; " + known;
-  }
-  message += "; this layer cannot be used any more, make a new World";
-  throw TimeoutError(first ? ErrorCode::kTimeout : ErrorCode::kAborted, message, failure);
+  throw protocol::timeout_error(record, rank(), world_.fabric().liveness(record.peer));
 }
 
-MoeLayer::MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& weights,
-                   const LayerOptions& options)
-    : engine_(std::make_unique<Engine>(world, spec, weights, options)) {}
-MoeLayer::~MoeLayer() = default;
-MoeLayer::MoeLayer(MoeLayer&&) noexcept = default;
-MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;
+}  // namespace
 
-void MoeLayer::forward(const ForwardInput& input, const ForwardOutput& output) {
-  engine_->forward(input, output);
+std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
+                                         const MoeWeights& weights, const LayerOptions& options) {
+  return std::make_unique<Engine>(world, spec, weights, options);
 }
-const ForwardStats& MoeLayer::stats() const { return engine_->stats(); }
-const LayerSpec& MoeLayer::spec() const { return engine_->spec(); }
-DType MoeLayer::compute() const { return engine_->compute(); }
-int MoeLayer::num_threads() const { return engine_->num_threads(); }
 
-}  // namespace switchyard
+}  // namespace switchyard::cpu

@@ -37,6 +37,7 @@ class LazyBuffer {
   }
 
   std::byte* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
 
  private:
   std::byte* data_ = nullptr;

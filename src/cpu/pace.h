@@ -9,6 +9,7 @@
 namespace switchyard::cpu {
 
 struct HostPace {
+  static constexpr std::uint32_t kLooksPerAbortCheck = 1;
   std::uint64_t now() const {
     return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
                                           std::chrono::steady_clock::now().time_since_epoch())

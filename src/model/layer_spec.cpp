@@ -80,8 +80,27 @@ void validate_routing(const LayerSpec& spec) {
   }
 }
 
-const char* name_of(ActivationKind kind, bool gated) {
-  switch (kind) {
+}  // namespace
+
+void validate(const LayerSpec& spec) {
+  require_range("hidden", spec.hidden, 1, kMaxHidden);
+  require_range("intermediate", spec.intermediate, 1, kMaxIntermediate);
+  require_range("num_experts", spec.num_experts, 1, kMaxExperts);
+  require_range("top_k", spec.top_k, 1, spec.num_experts);
+  validate_activation(spec.activation);
+  validate_routing(spec);
+  require_range("shared_intermediate", spec.shared_intermediate, 0, kMaxIntermediate);
+  if (spec.shared_sigmoid_gate && spec.shared_intermediate == 0)
+    reject("shared_sigmoid_gate", true,
+           "there is no shared expert to gate; set shared_intermediate, or this to false");
+  if (!std::isfinite(spec.capacity_factor) || spec.capacity_factor < 0)
+    reject("capacity_factor", spec.capacity_factor,
+           "set it to 0 (nothing is dropped) or to a finite value above 0");
+}
+
+const char* name_of(const Activation& activation) {
+  const bool gated = activation.gated;
+  switch (activation.kind) {
     case ActivationKind::kSilu:
       return gated ? "swiglu" : "silu";
     case ActivationKind::kGelu:
@@ -110,24 +129,6 @@ const char* name_of(ScoreFunction score) {
   return "unknown";
 }
 
-}  // namespace
-
-void validate(const LayerSpec& spec) {
-  require_range("hidden", spec.hidden, 1, kMaxHidden);
-  require_range("intermediate", spec.intermediate, 1, kMaxIntermediate);
-  require_range("num_experts", spec.num_experts, 1, kMaxExperts);
-  require_range("top_k", spec.top_k, 1, spec.num_experts);
-  validate_activation(spec.activation);
-  validate_routing(spec);
-  require_range("shared_intermediate", spec.shared_intermediate, 0, kMaxIntermediate);
-  if (spec.shared_sigmoid_gate && spec.shared_intermediate == 0)
-    reject("shared_sigmoid_gate", true,
-           "there is no shared expert to gate; set shared_intermediate, or this to false");
-  if (!std::isfinite(spec.capacity_factor) || spec.capacity_factor < 0)
-    reject("capacity_factor", spec.capacity_factor,
-           "set it to 0 (nothing is dropped) or to a finite value above 0");
-}
-
 std::string describe(const LayerSpec& spec) {
   const RoutingSpec& routing = spec.routing;
   std::string line = fmt::format("H {}, I {}, {} experts, top-{}, ", spec.hidden, spec.intermediate,
@@ -152,7 +153,7 @@ std::string describe(const LayerSpec& spec) {
   if (routing.scale != 1.0f) line += fmt::format(", scale {}", routing.scale);
   if (spec.router_bias) line += ", router bias";
   if (spec.weight_on_input) line += ", weight on input";
-  line += fmt::format(", {}", name_of(spec.activation.kind, spec.activation.gated));
+  line += fmt::format(", {}", name_of(spec.activation));
   if (spec.activation.alpha != 1.0f) line += fmt::format(", alpha {}", spec.activation.alpha);
   if (std::isfinite(spec.activation.limit))
     line += fmt::format(", clamp {}", spec.activation.limit);

@@ -78,19 +78,25 @@ void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens
   if (!input.topk_ids.empty() || !input.topk_weights.empty()) {
     require_size("topk_ids", input.topk_ids.size(), slots, tokens);
     require_size("topk_weights", input.topk_weights.size(), slots, tokens);
-    check_given_routing(spec, input);
   } else if (tokens > 0 && weights.router.empty()) {
     throw Error(ErrorCode::kInvalidArgument,
                 "the layer has no router weights; pass topk_ids and topk_weights");
   } else if (spec.routing.method == RoutingMethod::kHash) {
     require_size("token_ids", input.token_ids.size(), static_cast<std::size_t>(tokens), tokens);
-    check_hashed_tokens(weights, input);
   }
   if (!output.topk_ids.empty()) {
     require_size("output topk_ids", output.topk_ids.size(), slots, tokens);
   }
   if (!output.topk_weights.empty()) {
     require_size("output topk_weights", output.topk_weights.size(), slots, tokens);
+  }
+}
+
+void check_ids(const LayerSpec& spec, const MoeWeights& weights, const ForwardInput& input) {
+  if (!input.topk_ids.empty()) {
+    check_given_routing(spec, input);
+  } else if (spec.routing.method == RoutingMethod::kHash) {
+    check_hashed_tokens(weights, input);
   }
 }
 

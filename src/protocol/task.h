@@ -44,6 +44,18 @@ struct Workload {
   SWITCHYARD_HOST_DEVICE std::uint32_t gemm2_blocks(std::uint32_t tile) const {
     return is_shared(tile) ? shared_gemm2_blocks : routed_gemm2_blocks;
   }
+  SWITCHYARD_HOST_DEVICE std::uint32_t num_gemm_tasks() const {
+    return num_shared_tiles * (shared_gemm1_blocks + shared_gemm2_blocks) +
+           num_routed_tiles * (routed_gemm1_blocks + routed_gemm2_blocks);
+  }
+
+  // In stage s of the order, GEMM1 of tile s is followed by GEMM2 of tile s - lag.
+  SWITCHYARD_HOST_DEVICE std::uint32_t gemm1_tasks_of_stage(std::uint32_t stage) const {
+    return stage < num_tiles() ? gemm1_blocks(stage) : 0;
+  }
+  SWITCHYARD_HOST_DEVICE std::uint32_t gemm2_tasks_of_stage(std::uint32_t stage) const {
+    return stage >= lag && stage - lag < num_tiles() ? gemm2_blocks(stage - lag) : 0;
+  }
 };
 
 // Calls visit(Task) for every task of the rank in an order in which no task waits for a later one:
@@ -57,24 +69,42 @@ SWITCHYARD_HOST_DEVICE void for_each_task(const Workload& work, Visit&& visit) {
       visit(Task{TaskKind::kDispatch, static_cast<std::uint16_t>(peer), c, 0});
     }
   }
-  const std::uint32_t tiles = work.num_tiles();
-  for (std::uint32_t stage = 0; stage < tiles + work.lag; ++stage) {
-    if (stage < tiles) {
-      for (std::uint32_t b = 0; b < work.gemm1_blocks(stage); ++b) {
-        visit(Task{TaskKind::kGemm1, 0, stage, b});
-      }
+  const std::uint32_t stages = work.num_tiles() + work.lag;
+  for (std::uint32_t stage = 0; stage < stages; ++stage) {
+    for (std::uint32_t b = 0; b < work.gemm1_tasks_of_stage(stage); ++b) {
+      visit(Task{TaskKind::kGemm1, 0, stage, b});
     }
-    if (stage >= work.lag) {
-      const std::uint32_t tile = stage - work.lag;
-      if (tile >= tiles) continue;
-      for (std::uint32_t b = 0; b < work.gemm2_blocks(tile); ++b) {
-        visit(Task{TaskKind::kGemm2, 0, tile, b});
-      }
+    for (std::uint32_t b = 0; b < work.gemm2_tasks_of_stage(stage); ++b) {
+      visit(Task{TaskKind::kGemm2, 0, stage - work.lag, b});
     }
   }
   for (std::uint32_t c = 0; c < work.num_combine_chunks; ++c) {
     visit(Task{TaskKind::kCombine, 0, c, 0});
   }
+}
+
+// The task of that place in the order of for_each_task, the dispatch tasks not counted, found
+// without walking there: for schedulers that hand out numbers. `place` must be less than
+// num_gemm_tasks() + num_combine_chunks.
+SWITCHYARD_HOST_DEVICE inline Task tile_task_at(const Workload& work, std::uint32_t place) {
+  const std::uint32_t tiles = work.num_tiles(), lag = work.lag;
+  // All stages between two of these have the same numbers of tasks.
+  const std::uint32_t bounds[] = {work.num_shared_tiles, lag, work.num_shared_tiles + lag, tiles,
+                                  tiles + lag};
+  for (std::uint32_t begin = 0; begin < tiles + lag;) {
+    std::uint32_t end = tiles + lag;
+    for (const std::uint32_t bound : bounds) end = bound > begin && bound < end ? bound : end;
+    const std::uint32_t gemm1 = work.gemm1_tasks_of_stage(begin);
+    const std::uint32_t per_stage = gemm1 + work.gemm2_tasks_of_stage(begin);
+    if (place < per_stage * (end - begin)) {
+      const std::uint32_t stage = begin + place / per_stage, block = place % per_stage;
+      if (block < gemm1) return {TaskKind::kGemm1, 0, stage, block};
+      return {TaskKind::kGemm2, 0, stage - lag, block - gemm1};
+    }
+    place -= per_stage * (end - begin);
+    begin = end;
+  }
+  return {TaskKind::kCombine, 0, place, 0};
 }
 
 }  // namespace switchyard::protocol

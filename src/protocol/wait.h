@@ -59,7 +59,8 @@ SWITCHYARD_HOST_DEVICE inline bool aborted(const Heaps& heaps) {
 
 SWITCHYARD_HOST_DEVICE inline void note_progress(const Heaps& heaps) {
   // Several threads of a rank may count at once; only change matters, but it must not be lost.
-  fetch_add(&heaps.control(heaps.rank)->progress, std::uint64_t{1});
+  SystemAtomic<std::uint64_t>(heaps.control(heaps.rank)->progress)
+      .fetch_add(1, order::memory_order_relaxed);
 }
 
 SWITCHYARD_HOST_DEVICE inline std::uint64_t total_progress(const Heaps& heaps) {
@@ -70,7 +71,8 @@ SWITCHYARD_HOST_DEVICE inline std::uint64_t total_progress(const Heaps& heaps) {
 
 // Waits until ready() is true.
 //   missing()  -> Missing, called now and then: what is lacking, with a phase other than kNone
-//   pace       now() in ns; pause(n): called after the n-th failed look, may yield or sleep
+//   pace       now() in ns; pause(n): called after the n-th failed look, may yield or sleep;
+//              kLooksPerAbortCheck: a GPU's look at another word doubles the time of a look
 // The deadline counts from the last step that any rank completed: a pass has finitely many steps,
 // so a slow world is waited for, and one in which nothing moves for deadline_ns is not.
 template <typename Ready, typename WhatIsMissing, typename Pace>
@@ -78,15 +80,16 @@ SWITCHYARD_HOST_DEVICE WaitResult wait_until(const Heaps& heaps, std::uint64_t e
                                              std::uint64_t deadline_ns, Pace& pace, Ready&& ready,
                                              WhatIsMissing&& missing) {
   if (ready()) return WaitResult::kReady;
+  // Most waits end within a few looks: the clock and the words of others are left alone until then.
   constexpr std::uint32_t kLooksPerClockRead = 64;
   Control* mine = heaps.control(heaps.rank);
-  std::uint64_t start = pace.now();
-  std::uint64_t progress = total_progress(heaps);
+  bool clock_runs = false;
+  std::uint64_t start = 0, progress = 0;
   WaitResult result = WaitResult::kReady;
   for (std::uint32_t looks = 1;; ++looks) {
     pace.pause(looks);
     if (ready()) break;
-    if (aborted(heaps)) {
+    if (looks % Pace::kLooksPerAbortCheck == 0 && aborted(heaps)) {
       result = WaitResult::kAborted;
       break;
     }
@@ -94,7 +97,8 @@ SWITCHYARD_HOST_DEVICE WaitResult wait_until(const Heaps& heaps, std::uint64_t e
     const Missing lack = missing();
     store_release(&mine->waits_for, WaitsFor{lack.phase, lack.peer}.pack());
     const std::uint64_t now = pace.now();
-    if (const std::uint64_t seen = total_progress(heaps); seen != progress) {
+    if (const std::uint64_t seen = total_progress(heaps); seen != progress || !clock_runs) {
+      clock_runs = true;
       progress = seen;
       start = now;
     } else if (now - start > deadline_ns) {
@@ -105,7 +109,7 @@ SWITCHYARD_HOST_DEVICE WaitResult wait_until(const Heaps& heaps, std::uint64_t e
       break;
     }
   }
-  store_release(&mine->waits_for, WaitsFor{}.pack());
+  if (clock_runs) store_release(&mine->waits_for, WaitsFor{}.pack());
   return result;
 }
 

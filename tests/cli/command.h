@@ -50,32 +50,50 @@ inline std::vector<std::string> clean_environment() {
   return kept;
 }
 
-inline std::vector<char*> pointers(std::vector<std::string>& strings) {
-  std::vector<char*> result;
-  for (std::string& s : strings) result.push_back(s.data());
-  result.push_back(nullptr);
-  return result;
-}
+// The command with its arguments and environment, as a child process runs it.
+class Invocation {
+ public:
+  Invocation(const Arguments& arguments, const std::vector<std::string>& environment)
+      : words_{SWITCHYARD_COMMAND}, variables_(clean_environment()) {
+    words_.insert(words_.end(), arguments.begin(), arguments.end());
+    variables_.insert(variables_.end(), environment.begin(), environment.end());
+    argv_ = pointers(words_);
+    envp_ = pointers(variables_);
+  }
+  Invocation(const Invocation&) = delete;
+  Invocation& operator=(const Invocation&) = delete;
+
+  // Called in the child: allocates nothing.
+  [[noreturn]] void become() const {
+    ::execve(argv_[0], argv_.data(), envp_.data());
+    ::_exit(126);
+  }
+
+ private:
+  static std::vector<char*> pointers(std::vector<std::string>& strings) {
+    std::vector<char*> result;
+    for (std::string& s : strings) result.push_back(s.data());
+    result.push_back(nullptr);
+    return result;
+  }
+
+  std::vector<std::string> words_, variables_;
+  std::vector<char*> argv_, envp_;
+};
 
 inline Completed run_switchyard(const Arguments& arguments,
                                 const std::vector<std::string>& environment = {}) {
   const TemporaryDirectory directory;
   const std::string out = (directory / "out").string();
   const std::string err = (directory / "err").string();
-  std::vector<std::string> words = {SWITCHYARD_COMMAND};
-  words.insert(words.end(), arguments.begin(), arguments.end());
-  std::vector<std::string> variables = clean_environment();
-  variables.insert(variables.end(), environment.begin(), environment.end());
-  const std::vector<char*> argv = pointers(words);
-  const std::vector<char*> envp = pointers(variables);
+  const Invocation invocation(arguments, environment);
   const pid_t child = ::fork();
   if (child == 0) {
     const int out_fd = ::open(out.c_str(), O_WRONLY | O_CREAT, 0600);
     const int err_fd = ::open(err.c_str(), O_WRONLY | O_CREAT, 0600);
     ::dup2(out_fd, STDOUT_FILENO);
     ::dup2(err_fd, STDERR_FILENO);
-    ::execve(argv[0], argv.data(), envp.data());
-    ::_exit(126);
+    invocation.become();
   }
   int status = 0;
   ::waitpid(child, &status, 0);

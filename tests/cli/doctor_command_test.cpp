@@ -3,6 +3,7 @@
 #include <set>
 
 #include "cli/command.h"
+#include "gpu/device.h"
 
 namespace switchyard::cli {
 namespace {
@@ -19,8 +20,15 @@ TEST(Doctor, JsonPassesHere) {
     EXPECT_TRUE(check["ok"]) << check;
     checks.insert(check["name"]);
   }
-  EXPECT_EQ(checks, (std::set<std::string>{"thread_ranks_f32", "thread_ranks_bf16",
-                                           "abstract_sockets", "process_ranks"}));
+  std::set<std::string> expected = {"thread_ranks_f32", "thread_ranks_bf16", "abstract_sockets",
+                                    "process_ranks"};
+  if (gpu::device_count() == 0) {
+    EXPECT_TRUE(json["machine"].contains("gpu"));
+  } else {
+    EXPECT_GT(json["machine"]["gpu_0"]["num_sms"], 0);
+    if (json["machine"]["gpu_0"]["usable"]) expected.insert("cuda_bf16");
+  }
+  EXPECT_EQ(checks, expected);
   for (const char* rate : {"memory_read", "gemm_bf16", "gemm_f32"}) {
     EXPECT_GT(json["machine"][rate], 1e6) << rate;
   }

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 
 #include "cli/command.h"
+#include "gpu/device.h"
 
 namespace switchyard::cli {
 namespace {
@@ -52,6 +53,29 @@ TEST(Errors, NumbersAreReadStrictly) {
   expect_error(
       {"make-checkpoint", "--model", "olmoe", "--out", "/tmp/x", "--max-shard-size", "2gb"}, 2,
       "invalid_argument", {"--max-shard-size is '2gb'", "1GiB"});
+}
+
+TEST(Errors, Backend) {
+  expect_error(join({"run", "--backend", "gpu"}, kTiny), 2, "invalid_argument",
+               {"--backend is 'gpu'", "cpu or cuda"});
+  expect_error(join({"run", "--backend", "cuda", "--ranks", "2"}, kTiny), 2, "invalid_argument",
+               {"one rank", "there are 2", "--backend cpu"});
+  expect_error(join({"run", "--backend", "cuda"}, kTiny), 2, "invalid_argument",
+               {"one rank", "there are 4"}, {"RANK=0", "WORLD_SIZE=4"});
+  expect_error(join({"run", "--backend", "cuda", "--threads", "2"}, kTiny), 2, "invalid_argument",
+               {"--threads", "--backend cpu"});
+  expect_error(join({"run", "--backend", "cpu", "--reserved-sms", "2"}, kTiny), 2,
+               "invalid_argument", {"--reserved-sms", "--backend cuda"});
+  expect_error(join({"run", "--reserved-sms", "2", "--ranks", "2"}, kTiny), 2, "invalid_argument",
+               {"--reserved-sms", "--backend cuda"});
+  expect_error(join({"run", "--reserved-sms", "-1"}, kTiny), 2, "invalid_argument",
+               {"--reserved-sms is '-1'"});
+}
+
+TEST(Errors, CudaWithoutAGpu) {
+  if (gpu::device_count() > 0) GTEST_SKIP() << "there is a GPU";
+  expect_error(join({"run", "--backend", "cuda"}, kTiny), 2, "unsupported",
+               {"--backend cuda", "--backend cpu"});
 }
 
 TEST(Errors, Files) {

@@ -6,6 +6,7 @@
 
 #include "cli/command.h"
 #include "cli/format.h"
+#include "gpu/device.h"
 #include "model/model_table.h"
 
 namespace switchyard::cli {
@@ -130,6 +131,34 @@ TEST(Run, JsonTellsEverything) {
   EXPECT_EQ(json["nan_logits"], 0);
   EXPECT_TRUE(json["verification"]["ok"]);
   EXPECT_GT(json["verification"]["bf16_yardstick"], 0);
+}
+
+TEST(Run, BackendIsToldAndTheCpuWithoutAGpu) {
+  const auto json = run_json(join({"--tokens", "10", "--backend", "cpu"}, kTiny));
+  EXPECT_EQ(json["world"]["backend"], "cpu");
+  EXPECT_FALSE(json["world"].contains("device"));
+  const auto chosen = run_json(join({"--tokens", "10"}, kTiny));
+  EXPECT_EQ(chosen["world"]["backend"], gpu::device_count() > 0 ? "cuda" : "cpu");
+}
+
+TEST(Run, CudaGivesTheOutputOfTheCpu) {
+  if (gpu::device_count() == 0) GTEST_SKIP() << "no GPU";
+  for (const char* tokens : {"1", kTokens, "300"}) {
+    const auto json = run_json(
+        join({"--tokens", tokens, "--backend", "cuda", "--reserved-sms", "4", "--verify"}, kTiny));
+    EXPECT_EQ(json["world"]["backend"], "cuda");
+    EXPECT_THAT(json["world"]["device"], HasSubstr("GPU 0"));
+    EXPECT_GT(json["time"]["median_seconds"], 0);
+    EXPECT_GT(json["streaming"]["bytes_per_second"], 0);
+    EXPECT_GT(json["compute"]["flops_per_second"], 0);
+    EXPECT_GT(json["memory"]["workspace_bytes"], 0);
+    EXPECT_TRUE(json["verification"]["ok"]);
+  }
+  const Completed text = run_switchyard(join({"run", "--tokens", "64"}, kTiny));
+  EXPECT_EQ(text.exit_code, 0) << text.err;
+  for (const char* part : {"GPU 0", "one launch", "touched weights", "workspace on the GPU"}) {
+    EXPECT_THAT(text.out, HasSubstr(part));
+  }
 }
 
 TEST(Run, OneRankSendsNothing) {

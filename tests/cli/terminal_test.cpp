@@ -13,18 +13,10 @@ using ::testing::Not;
 // All that the command writes to a terminal of its own.
 std::string run_on_terminal(const Arguments& arguments,
                             const std::vector<std::string>& environment = {}) {
-  std::vector<std::string> words = {SWITCHYARD_COMMAND};
-  words.insert(words.end(), arguments.begin(), arguments.end());
-  std::vector<std::string> variables = clean_environment();
-  variables.insert(variables.end(), environment.begin(), environment.end());
-  const std::vector<char*> argv = pointers(words);
-  const std::vector<char*> envp = pointers(variables);
+  const Invocation invocation(arguments, environment);
   int terminal = -1;
   const pid_t child = ::forkpty(&terminal, nullptr, nullptr, nullptr);
-  if (child == 0) {
-    ::execve(argv[0], argv.data(), envp.data());
-    ::_exit(126);
-  }
+  if (child == 0) invocation.become();
   std::string text;
   std::array<char, 4096> buffer;
   // The terminal's other end fails with EIO once the child has closed it.

@@ -12,6 +12,7 @@ namespace switchyard::protocol {
 namespace {
 
 struct DevicePace {
+  static constexpr std::uint32_t kLooksPerAbortCheck = 32;
   __device__ std::uint64_t now() const {
     std::uint64_t ns;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));

@@ -36,6 +36,12 @@ TEST(TaskOrder, EveryTaskOnceAndNoneBeforeWhatItWaitsFor) {
                   .second);
         });
         ASSERT_EQ(count, static_cast<int>(5 + shared * 5 + routed * 9 + 4));
+        ASSERT_EQ(work.num_gemm_tasks(), shared * 5 + routed * 9);
+        for (const auto& [key, at] : position) {
+          if (at < 5) continue;  // dispatch
+          const Task task = tile_task_at(work, static_cast<std::uint32_t>(at) - 5);
+          ASSERT_EQ(std::tuple(task.kind, int{task.peer}, task.index, task.block), key) << at;
+        }
         int last_dispatch = -1, first_combine = count, last_gemm2 = -1;
         std::map<std::uint32_t, int> last_gemm1, first_gemm2;
         for (const auto& [key, at] : position) {

@@ -1,0 +1,493 @@
+// `switchyard bench`: how long layers take, beside the floor and a rival.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <string_view>
+#include <utility>
+
+#include "cli/bench_measure.h"
+#include "cli/bench_rows.h"
+#include "cli/bench_skew.h"
+#include "cli/bench_suite.h"
+#include "cli/bench_torch.h"
+#include "cli/commands.h"
+#include "cli/machine.h"
+#include "cli/progress.h"
+#include "cli/source.h"
+#include "gpu/device.h"
+#include "model/generate.h"
+#include "switchyard/routing.h"
+
+namespace switchyard::cli {
+namespace {
+
+struct BenchOptions {
+  std::string suite;
+  std::vector<std::string> models;
+  ConfigOverrides overrides;
+  std::vector<std::int64_t> tokens;
+  std::vector<double> betas;
+  std::uint64_t seed = 0;
+  bool quick = false;
+
+  std::optional<Backend> backend;
+  MeasureOptions measure;
+  bool only_graph = false;
+  bool no_graph = false;
+
+  std::string against;
+  TorchOptions torch;
+
+  std::string json;
+  std::string commit = "unknown";
+  bool keep_rival = false;
+  std::string command;
+};
+
+constexpr const char* kExamples = R"(Examples:
+  switchyard bench --suite one_gpu_bf16 --against torch --json results/one_gpu_bf16.json
+  switchyard bench --suite one_gpu_bf16 --model olmoe,qwen3-30b --tokens 1,8 --verify
+  switchyard bench --model mixtral-8x7b --tokens 64,256 --balancedness 1,0.7
+
+Each point is one layer with random weights, gate included. On a GPU the L2 cache is flushed before
+each pass and the device's clock counts; 'time us' is that of a replayed CUDA graph, 'no graph' that
+of plain calls. F is the floor of an H200: max(7 us + touched weight bytes / 4.6 TB/s, FLOPs / 750
+TFLOP/s). Balancedness is the entropy of the experts' histogram over its maximum; the gate itself
+computes it, from activations and a router made for it. With --suite, --model, --tokens and
+--balancedness choose among the suite's points.
+
+Exit codes: 0 done; 1 a result is wrong or a point failed; 2 unusable arguments or machine.)";
+
+// Comma-separated words; empty ones are refused.
+std::vector<std::string> split(const std::string& name, const std::string& text) {
+  std::vector<std::string> words;
+  std::istringstream stream(text + ',');
+  for (std::string word; std::getline(stream, word, ',');) {
+    if (word.empty()) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("{} is '{}'; separate the values by single commas", name, text));
+    }
+    words.push_back(word);
+  }
+  return words;
+}
+
+CLI::Option* add_names(CLI::App& app, const std::string& name, std::vector<std::string>& target,
+                       const std::string& help) {
+  const auto set = [name, &target](const std::string& text) { target = split(name, text); };
+  return app.add_option_function<std::string>(name, set, help)->type_name("NAME,...");
+}
+
+CLI::Option* add_wholes(CLI::App& app, const std::string& name, std::vector<std::int64_t>& target,
+                        std::int64_t largest, const std::string& help) {
+  const auto set = [name, &target, largest](const std::string& text) {
+    target.clear();
+    for (const std::string& word : split(name, text)) {
+      const std::optional<std::int64_t> value = parse_whole(word);
+      if (!value || *value < 1 || *value > largest) {
+        throw Error(ErrorCode::kInvalidArgument,
+                    fmt::format("{} is '{}'; give whole numbers from 1 to {}, separated by commas",
+                                name, text, largest));
+      }
+      target.push_back(*value);
+    }
+  };
+  return app.add_option_function<std::string>(name, set, help)->type_name("N,...");
+}
+
+CLI::Option* add_fractions(CLI::App& app, const std::string& name, std::vector<double>& target,
+                           const std::string& help) {
+  const auto set = [name, &target](const std::string& text) {
+    target.clear();
+    for (const std::string& word : split(name, text)) {
+      const std::optional<double> value = parse_real(word);
+      if (!value || *value < 0 || *value > 1) {
+        throw Error(
+            ErrorCode::kInvalidArgument,
+            fmt::format("{} is '{}'; give numbers from 0 to 1, separated by commas", name, text));
+      }
+      target.push_back(*value);
+    }
+  };
+  return app.add_option_function<std::string>(name, set, help)->type_name("X,...");
+}
+
+void add_point_options(CLI::App& app, BenchOptions& o) {
+  const std::size_t before = app.get_options().size();
+  app.add_option("--suite", o.suite,
+                 fmt::format("Measure the points of {}", fmt::join(bench_suite_names(), " or ")))
+      ->type_name("NAME");
+  add_names(app, "--model", o.models,
+            fmt::format("Layers of these models ('switchyard models', and {})", kDeepseekRank));
+  add_override_options(app, o.overrides);
+  add_wholes(app, "--tokens", o.tokens, 1 << 20,
+             "Tokens per pass (default 1,8,32,128,512,2048,8192)");
+  add_fractions(app, "--balancedness", o.betas, "Of the routing (default 1)");
+  add_whole(app, "--seed", o.seed, 0, std::numeric_limits<std::int64_t>::max(),
+            "Of weights and activations (default 0)");
+  app.add_flag("--quick", o.quick, "Only 8 and 512 tokens, 20 passes each");
+  for (std::size_t i = before; i < app.get_options().size(); ++i) {
+    app.get_options()[i]->group("Points");
+  }
+}
+
+void add_measure_options(CLI::App& app, BenchOptions& o) {
+  const std::size_t before = app.get_options().size();
+  add_backend(app, "--backend", o.backend, "cpu or cuda (default: cuda where there is a GPU)");
+  add_whole(app, "--reserved-sms", o.measure.reserved_sms, 0, 1024,
+            "SMs of the GPU to leave free (cuda; default 0)");
+  add_whole(app, "--repeat", o.measure.repeat, 1, 1'000'000,
+            "Timed passes (default 50 to 400 on a GPU, 5 to 50 elsewhere)");
+  app.add_flag("--graph", o.only_graph, "Time only the replayed CUDA graph");
+  app.add_flag("--no-graph", o.no_graph, "Time only plain calls");
+  app.add_flag("--given-routing", o.measure.given_routing,
+               "Time passes without the gate, on the ids and weights that it chose");
+  app.add_flag("--verify", o.measure.verify, "Compare some tokens of each point with fp64");
+  for (std::size_t i = before; i < app.get_options().size(); ++i) {
+    app.get_options()[i]->group("Measurement");
+  }
+}
+
+void add_rival_options(CLI::App& app, BenchOptions& o) {
+  const std::size_t before = app.get_options().size();
+  app.add_option("--against", o.against, "Time a rival on the same points: torch")
+      ->type_name("RIVAL");
+  app.add_option("--python", o.torch.python, "The Python with PyTorch (default python3)")
+      ->type_name("PROGRAM");
+  app.add_option("--torch-script", o.torch.script, "Where bench/torch_chain.py is")
+      ->type_name("FILE");
+  app.add_option("--torch-variants", o.torch.variants,
+                 "Of index_add, ordered and compiled (default all)")
+      ->type_name("NAME,...");
+  const auto set_limit = [&o](const std::string& text) {
+    const std::optional<std::int64_t> value = parse_whole(text);
+    if (!value || *value < 1 || *value > 86400) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("--torch-limit is '{}'; give seconds from 1 to 86400", text));
+    }
+    o.torch.limit = std::chrono::seconds(*value);
+  };
+  app.add_option_function<std::string>("--torch-limit", set_limit,
+                                       "Longest time for PyTorch (default 420)")
+      ->type_name("SECONDS");
+  for (std::size_t i = before; i < app.get_options().size(); ++i) {
+    app.get_options()[i]->group("Rival");
+  }
+}
+
+void add_report_options(CLI::App& app, BenchOptions& o) {
+  const std::size_t before = app.get_options().size();
+  app.add_option("--json", o.json, "Add the rows to this file, replacing those of the same points")
+      ->type_name("FILE");
+  app.add_option("--commit", o.commit, "Commit to note in the rows")->type_name("TEXT");
+  app.add_flag("--keep-rival", o.keep_rival,
+               "Keep the rival's times of rows that are replaced without one");
+  for (std::size_t i = before; i < app.get_options().size(); ++i) {
+    app.get_options()[i]->group("Report");
+  }
+}
+
+[[noreturn]] void refuse(const std::string& message) {
+  throw Error(ErrorCode::kInvalidArgument, message);
+}
+
+// As it was typed, but for where the machine has its files.
+std::string command_of(const std::vector<std::string>& arguments) {
+  constexpr std::string_view kOwn[] = {"--json", "--commit", "--torch-script", "--python"};
+  std::string command = "switchyard";
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const std::string_view argument = arguments[i];
+    const std::string_view name = argument.substr(0, argument.find('='));
+    if (std::find(std::begin(kOwn), std::end(kOwn), name) == std::end(kOwn)) {
+      command += ' ' + arguments[i];
+    } else if (name == argument) {
+      ++i;  // the value is the next one
+    }
+  }
+  return command;
+}
+
+bool any(const ConfigOverrides& o) {
+  return o.num_experts > 0 || o.top_k > 0 || o.hidden > 0 || o.intermediate > 0;
+}
+
+template <typename T>
+void keep(std::vector<T>& all, const std::vector<T>& wanted, const std::string& option,
+          const std::string& suite) {
+  if (wanted.empty()) return;
+  for (const T& value : wanted) {
+    if (std::find(all.begin(), all.end(), value) != all.end()) continue;
+    refuse(fmt::format("{} has {}, which is not in the suite {}; it has {}", option, value, suite,
+                       fmt::join(all, ", ")));
+  }
+  all = wanted;
+}
+
+BenchPlan suite_plan(const BenchOptions& o) {
+  if (any(o.overrides)) {
+    refuse(
+        "--experts, --top-k, --hidden and --intermediate change a --model; a suite is what it "
+        "is");
+  }
+  BenchPlan plan = bench_suite(o.suite);
+  std::vector<std::string> models;
+  for (const BenchLayer& layer : plan.layers) {
+    if (std::find(models.begin(), models.end(), layer.model) == models.end()) {
+      models.push_back(layer.model);
+    }
+  }
+  keep(models, o.models, "--model", o.suite);
+  std::erase_if(plan.layers, [&](const BenchLayer& layer) {
+    return std::find(models.begin(), models.end(), layer.model) == models.end();
+  });
+  keep(plan.tokens, o.tokens, "--tokens", o.suite);
+  keep(plan.betas, o.betas, "--balancedness", o.suite);
+  return plan;
+}
+
+BenchPlan model_plan(const BenchOptions& o) {
+  if (o.models.empty()) {
+    refuse(fmt::format("there is nothing to measure; give --suite ({}) or --model",
+                       fmt::join(bench_suite_names(), ", ")));
+  }
+  BenchPlan plan;
+  plan.suite = "custom";
+  for (const std::string& model : o.models) plan.layers.push_back(bench_layer(model, o.overrides));
+  plan.tokens =
+      o.tokens.empty() ? std::vector<std::int64_t>{1, 8, 32, 128, 512, 2048, 8192} : o.tokens;
+  plan.betas = o.betas.empty() ? std::vector<double>{1} : o.betas;
+  return plan;
+}
+
+BenchPlan make_plan(BenchOptions& o) {
+  BenchPlan plan = o.suite.empty() ? model_plan(o) : suite_plan(o);
+  if (!o.quick) return plan;
+  if (o.tokens.empty()) {
+    std::erase_if(plan.tokens, [](std::int64_t t) { return t != 8 && t != 512; });
+    if (plan.tokens.empty()) plan.tokens = bench_suite(plan.suite).tokens;
+    plan.tokens.resize(std::min<std::size_t>(plan.tokens.size(), 2));
+  }
+  if (o.measure.repeat == 0) o.measure.repeat = 20;
+  return plan;
+}
+
+// A suite is about one GPU; that it would run for hours elsewhere must be said explicitly.
+Backend choose_backend(const BenchOptions& o) {
+  const bool there = gpu::device_count() > 0;
+  if (o.backend == Backend::kCpu || (!o.backend && !there && o.suite.empty())) {
+    return Backend::kCpu;
+  }
+  if (there) return Backend::kCuda;
+  throw Error(
+      ErrorCode::kUnsupported,
+      fmt::format("{} needs a GPU, and there is none that CUDA can use ('switchyard doctor' tells "
+                  "more); --backend cpu measures the processor",
+                  o.backend ? "--backend cuda" : "--suite " + o.suite));
+}
+
+// A long measurement should not end with this.
+void require_place_for(const std::string& path) {
+  if (path.empty()) return;
+  const auto directory = std::filesystem::absolute(path).parent_path();
+  if (std::filesystem::is_directory(directory)) return;
+  refuse(fmt::format("--json is '{}', but there is no directory '{}'; make it first", path,
+                     directory.string()));
+}
+
+void require_consistent(const BenchOptions& o, const BenchPlan& plan) {
+  if (o.only_graph && o.no_graph) {
+    refuse("--graph and --no-graph leave nothing to time; both are timed without either");
+  }
+  require_place_for(o.json);
+  if (o.against.empty()) return;
+  if (o.against != "torch") {
+    refuse(fmt::format("--against is '{}'; the rival that there is is torch", o.against));
+  }
+  if (o.measure.given_routing) {
+    refuse("--given-routing leaves out the gate, which the rival has; leave out --against");
+  }
+  find_torch_script(o.torch.script);
+  for (const BenchLayer& layer : plan.layers) {
+    const std::string refusal = torch_refusal(layer.spec);
+    if (refusal.empty()) continue;
+    refuse(fmt::format("--against torch cannot compute {}: {}", layer.model, refusal));
+  }
+}
+
+Source make_source(const BenchLayer& layer, DType dtype, std::uint64_t seed) {
+  Source source;
+  source.name = layer.model;
+  source.spec = layer.spec;
+  source.dtype = dtype;
+  ProgressBar bar(fmt::format("generating {}", layer.model), true);
+  GenerateOptions generation;
+  generation.progress = [&bar](std::uint64_t done, std::uint64_t total) {
+    bar.update(done, total);
+  };
+  source.weights = generate_weights(layer.spec, dtype, layer_seed(seed, 0), generation);
+  return source;
+}
+
+double useful_flops(const LayerSpec& spec, std::span<const std::int64_t> tokens_per_expert,
+                    std::int64_t tokens) {
+  double rows = 0;
+  for (const std::int64_t count : tokens_per_expert) rows += static_cast<double>(count);
+  const double matrices = spec.activation.gated ? 3 : 2;
+  const double per_width = 2 * matrices * spec.hidden;
+  return per_width *
+         (rows * spec.intermediate + static_cast<double>(tokens) * spec.shared_intermediate);
+}
+
+// One run of the command.
+class Bench {
+ public:
+  Bench(BenchOptions options, BenchPlan plan)
+      : options_(std::move(options)),
+        plan_(std::move(plan)),
+        palette_(Palette::for_output(STDOUT_FILENO)) {
+    machine_ = bench_machine(options_.measure.backend);
+  }
+
+  int run() {
+    if (!options_.against.empty()) job_ = std::make_unique<TorchJob>();
+    fmt::print("{}\n\n{}\n", machine_, palette_.bold(row_heading()));
+    std::fflush(stdout);
+    for (const BenchLayer& layer : plan_.layers) {
+      try {
+        measure_layer(layer);
+      } catch (const Error& error) {
+        // A pass that failed leaves a dead layer; the other layers have their own.
+        report_failure(layer.model, fmt::format("{}: {}", to_string(error.code()), error.what()));
+      }
+      save();
+    }
+    if (job_ && !job_->empty()) add_rivals();
+    for (const std::string& line : summary_text(rows_)) fmt::print("{}\n", line);
+    return failed_ ? kExitVerification : kExitOk;
+  }
+
+ private:
+  void report_failure(const std::string& what, const std::string& problem) {
+    failed_ = true;
+    std::fflush(stdout);
+    fmt::print(stderr, "switchyard: {}: {}\n", what, problem);
+  }
+
+  void measure_layer(const BenchLayer& layer) {
+    Source source = make_source(layer, plan_.dtype, options_.seed);
+    const std::int64_t most = *std::max_element(plan_.tokens.begin(), plan_.tokens.end());
+    constexpr DType kCompute = DType::kBF16;
+    SkewedGate gate(source.spec, source.weights, most, kCompute, options_.seed);
+    LayerBench bench(source, kCompute, most, options_.measure);
+    if (job_) job_->add_layer(layer, source.weights, gate.activations(most, 0));
+    for (const double beta : plan_.betas) {
+      for (const std::int64_t tokens : plan_.tokens) {
+        const float skew = gate.skew_for(tokens, beta);
+        const Measured measured = bench.measure(gate.activations(tokens, skew));
+        rows_.push_back(row_of(layer, source, tokens, beta, measured));
+        const BenchRow& row = rows_.back();
+        fmt::print("{}\n", row_text(row));
+        std::fflush(stdout);
+        if (!measured.problem.empty()) {
+          report_failure(fmt::format("{}, {} tokens, beta {}", layer.model, tokens, beta),
+                         measured.problem);
+        }
+        if (job_) {
+          job_->add_point(rows_.size() - 1, tokens, beta, skew,
+                          static_cast<int>(row.times().size()));
+        }
+      }
+    }
+  }
+
+  BenchRow row_of(const BenchLayer& layer, const Source& source, std::int64_t tokens, double beta,
+                  const Measured& measured) const {
+    BenchRow row;
+    row.suite = plan_.suite;
+    row.machine = machine_;
+    row.commit = options_.commit;
+    row.command = options_.command;
+    row.layer = layer;
+    row.dtype = plan_.dtype;
+    row.tokens_per_rank = tokens;
+    row.beta = beta;
+    row.beta_reached = balancedness(measured.tokens_per_expert);
+    row.experts_hit = static_cast<int>(std::count_if(measured.tokens_per_expert.begin(),
+                                                     measured.tokens_per_expert.end(),
+                                                     [](std::int64_t count) { return count > 0; }));
+    row.given_routing = options_.measure.given_routing;
+    row.graph_us = measured.graph_us;
+    row.no_graph_us = measured.no_graph_us;
+    row.touched_bytes = touched_weight_bytes(source.weights, measured.tokens_per_expert);
+    row.flops = useful_flops(layer.spec, measured.tokens_per_expert, tokens);
+    if (options_.measure.backend == Backend::kCuda) {
+      row.floor_us = floor_us(static_cast<double>(row.touched_bytes), row.flops);
+    }
+    row.graph_nodes = measured.graph_nodes;
+    row.error = measured.error;
+    row.error_bound = measured.error_bound;
+    return row;
+  }
+
+  void save() const {
+    if (!options_.json.empty()) merge_rows(options_.json, rows_, options_.keep_rival);
+  }
+
+  void add_rivals() {
+    fmt::print("\n");
+    for (const auto& [index, rival] : job_->run(options_.torch)) {
+      BenchRow& row = rows_.at(index);
+      row.rival = rival;
+      // Same activations, same router: no more than near ties may fall differently.
+      if (std::abs(rival.experts_hit - row.experts_hit) > 1) {
+        report_failure(fmt::format("{}, {} tokens", row.layer.model, row.tokens_per_rank),
+                       fmt::format("the rival's gate hit {} experts, ours {}", rival.experts_hit,
+                                   row.experts_hit));
+      }
+    }
+    save();
+    fmt::print("\n");
+    for (const std::string& line : rival_text(rows_)) fmt::print("{}\n", line);
+    fmt::print("\n");
+  }
+
+  BenchOptions options_;
+  BenchPlan plan_;
+  Palette palette_;
+  std::string machine_;
+  std::unique_ptr<TorchJob> job_;
+  std::vector<BenchRow> rows_;
+  bool failed_ = false;
+};
+
+int run(BenchOptions options) {
+  BenchPlan plan = make_plan(options);
+  require_consistent(options, plan);
+  options.measure.backend = choose_backend(options);
+  options.measure.graph = !options.no_graph;
+  options.measure.no_graph = !options.only_graph;
+  return Bench(std::move(options), std::move(plan)).run();
+}
+
+}  // namespace
+
+Subcommand add_bench(CLI::App& root, const std::vector<std::string>& arguments) {
+  CLI::App* const app =
+      root.add_subcommand("bench", "Time layers, beside the hardware's floor and a rival");
+  const auto options = std::make_shared<BenchOptions>();
+  add_point_options(*app, *options);
+  add_measure_options(*app, *options);
+  add_rival_options(*app, *options);
+  add_report_options(*app, *options);
+  app->footer(kExamples);
+  options->command = command_of(arguments);
+  return {app, [options] { return run(*options); }};
+}
+
+}  // namespace switchyard::cli

@@ -1,0 +1,367 @@
+#include "cli/bench_measure.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <utility>
+
+#include "cli/bench_rows.h"
+#include "cli/machine.h"
+#include "cli/verify.h"
+#include "gpu/device.h"
+#include "model/convert.h"
+
+namespace switchyard::cli {
+
+// Where a layer runs: its memory, and how its passes are timed there.
+class LayerBench::Place {
+ public:
+  virtual ~Place() = default;
+  // Moves a batch there. Empty spans: the gate routes.
+  virtual void set_input(const MatrixView& activations, const std::vector<std::int32_t>& ids,
+                         const std::vector<float>& weights) = 0;
+  virtual void poison_output() = 0;
+  // One pass that also tells its routing.
+  virtual void run_once() = 0;
+  // `repeat` passes, in microseconds.
+  virtual std::vector<double> time(int repeat) = 0;
+  virtual std::vector<double> time_graph(int repeat) = 0;
+  virtual bool has_graphs() const = 0;
+  virtual int graph_nodes() const = 0;
+  virtual const ForwardStats& stats() = 0;
+  // Output and routing of the last passes.
+  virtual RunResult download() = 0;
+};
+
+namespace {
+
+constexpr std::uint8_t kPoison = 0xff;  // NaN in every floating type
+constexpr int kWarmUps = 3;
+constexpr int kPilotRepeats = 5;
+// The fp64 reference takes its time, and a token's output does not depend on the others.
+constexpr std::int64_t kVerifiedTokens = 4;
+
+LayerOptions layer_options(DType compute, std::int64_t max_tokens, const MeasureOptions& options) {
+  LayerOptions o;
+  o.backend = options.backend;
+  o.max_tokens = static_cast<int>(max_tokens);
+  o.compute = compute;
+  if (options.backend == Backend::kCuda) o.reserved_sms = options.reserved_sms;
+  return o;
+}
+
+std::size_t output_bytes(const LayerSpec& spec, std::int64_t tokens, DType dtype) {
+  return static_cast<std::size_t>(tokens) * static_cast<std::size_t>(spec.hidden) * size_of(dtype);
+}
+std::size_t num_slots(const LayerSpec& spec, std::int64_t tokens) {
+  return static_cast<std::size_t>(tokens) * static_cast<std::size_t>(spec.top_k);
+}
+
+class HostPlace : public LayerBench::Place {
+ public:
+  HostPlace(const Source& source, DType compute, std::int64_t max_tokens,
+            const MeasureOptions& options)
+      : layer_(World::single(), source.spec, source.weights,
+               layer_options(compute, max_tokens, options)) {
+    result_.output_dtype = compute;
+  }
+
+  void set_input(const MatrixView& activations, const std::vector<std::int32_t>& ids,
+                 const std::vector<float>& weights) override {
+    const LayerSpec& spec = layer_.spec();
+    given_ids_ = ids;
+    given_weights_ = weights;
+    input_.activations = activations;
+    input_.topk_ids = given_ids_;
+    input_.topk_weights = given_weights_;
+    result_.output.resize(output_bytes(spec, activations.rows, result_.output_dtype));
+    result_.topk_ids.resize(num_slots(spec, activations.rows));
+    result_.topk_weights.resize(num_slots(spec, activations.rows));
+  }
+  void poison_output() override {
+    std::fill(result_.output.begin(), result_.output.end(), std::byte{kPoison});
+  }
+  void run_once() override {
+    ForwardOutput output = plain_output();
+    output.topk_ids = result_.topk_ids;
+    output.topk_weights = result_.topk_weights;
+    layer_.forward(input_, output);
+  }
+  std::vector<double> time(int repeat) override {
+    using Clock = std::chrono::steady_clock;
+    std::vector<double> times;
+    for (int i = 0; i < repeat; ++i) {
+      const Clock::time_point begin = Clock::now();
+      layer_.forward(input_, plain_output());
+      times.push_back(std::chrono::duration<double, std::micro>(Clock::now() - begin).count());
+    }
+    return times;
+  }
+  std::vector<double> time_graph(int) override { return {}; }
+  bool has_graphs() const override { return false; }
+  int graph_nodes() const override { return 0; }
+  const ForwardStats& stats() override { return layer_.stats(); }
+  RunResult download() override { return result_; }
+
+ private:
+  ForwardOutput plain_output() {
+    ForwardOutput output;
+    output.data = result_.output.data();
+    output.dtype = result_.output_dtype;
+    return output;
+  }
+
+  MoeLayer layer_;
+  ForwardInput input_;
+  std::vector<std::int32_t> given_ids_;
+  std::vector<float> given_weights_;
+  RunResult result_;
+};
+
+class GpuPlace : public LayerBench::Place {
+ public:
+  GpuPlace(const Source& source, DType compute, std::int64_t max_tokens,
+           const MeasureOptions& options)
+      : layer_(World::single(), source.spec, source.weights,
+               layer_options(compute, max_tokens, options)),
+        dtype_(compute),
+        activations_(output_bytes(source.spec, max_tokens, compute)),
+        output_(output_bytes(source.spec, max_tokens, compute)),
+        ids_(num_slots(source.spec, max_tokens) * sizeof(std::int32_t)),
+        weights_(num_slots(source.spec, max_tokens) * sizeof(float)),
+        given_ids_(ids_.bytes()),
+        given_weights_(weights_.bytes()) {
+    gpu::flush_l2(stream_);  // the first one allocates
+    stream_.synchronize();
+  }
+
+  void set_input(const MatrixView& activations, const std::vector<std::int32_t>& ids,
+                 const std::vector<float>& weights) override {
+    stream_.synchronize();
+    graph_.reset();
+    tokens_ = activations.rows;
+    activations_.upload(activations.data, output_bytes(layer_.spec(), tokens_, activations.dtype));
+    given_ids_.upload(ids.data(), ids.size() * sizeof(std::int32_t));
+    given_weights_.upload(weights.data(), weights.size() * sizeof(float));
+    input_ = {};
+    input_.activations = activations;
+    input_.activations.data = activations_.data();
+    input_.topk_ids = {reinterpret_cast<std::int32_t*>(given_ids_.data()), ids.size()};
+    input_.topk_weights = {reinterpret_cast<float*>(given_weights_.data()), weights.size()};
+    input_.stream = stream_.handle();
+  }
+  void poison_output() override { output_.fill(kPoison, stream_); }
+  void run_once() override {
+    const std::size_t slots = num_slots(layer_.spec(), tokens_);
+    ForwardOutput output = plain_output();
+    output.topk_ids = {reinterpret_cast<std::int32_t*>(ids_.data()), slots};
+    output.topk_weights = {reinterpret_cast<float*>(weights_.data()), slots};
+    layer_.forward(input_, output);
+    stream_.synchronize();
+  }
+  std::vector<double> time(int repeat) override {
+    return time_passes(repeat, [&] { layer_.forward(input_, plain_output()); });
+  }
+  std::vector<double> time_graph(int repeat) override {
+    if (!graph_) {
+      graph_ = gpu::Graph::capture(stream_, [&] { layer_.forward(input_, plain_output()); });
+    }
+    return time_passes(repeat, [&] { graph_->launch(stream_); });
+  }
+  bool has_graphs() const override { return true; }
+  int graph_nodes() const override { return graph_ ? graph_->num_nodes() : 0; }
+  const ForwardStats& stats() override { return layer_.stats(); }
+  RunResult download() override {
+    stream_.synchronize();
+    const LayerSpec& spec = layer_.spec();
+    RunResult result;
+    result.backend = Backend::kCuda;
+    result.output_dtype = dtype_;
+    result.output.resize(output_bytes(spec, tokens_, dtype_));
+    result.topk_ids.resize(num_slots(spec, tokens_));
+    result.topk_weights.resize(num_slots(spec, tokens_));
+    output_.download(result.output.data(), result.output.size());
+    ids_.download(result.topk_ids.data(), result.topk_ids.size() * sizeof(std::int32_t));
+    weights_.download(result.topk_weights.data(), result.topk_weights.size() * sizeof(float));
+    return result;
+  }
+
+ private:
+  ForwardOutput plain_output() {
+    ForwardOutput output;
+    output.data = output_.data();
+    output.dtype = dtype_;
+    return output;
+  }
+
+  // All passes are enqueued before any is waited for. The flush takes the device longer than the
+  // host needs for the launch behind it, so that the launch is there when the flush ends.
+  std::vector<double> time_passes(int repeat, const std::function<void()>& pass) {
+    std::vector<std::pair<gpu::Event, gpu::Event>> events(static_cast<std::size_t>(repeat));
+    for (auto& [begin, end] : events) {
+      gpu::flush_l2(stream_);
+      begin.record(stream_);
+      pass();
+      end.record(stream_);
+    }
+    stream_.synchronize();
+    std::vector<double> times;
+    for (const auto& [begin, end] : events) times.push_back(gpu::Event::elapsed_us(begin, end));
+    return times;
+  }
+
+  MoeLayer layer_;
+  DType dtype_;
+  gpu::Stream stream_;
+  gpu::DeviceBuffer activations_, output_, ids_, weights_, given_ids_, given_weights_;
+  std::int64_t tokens_ = 0;
+  ForwardInput input_;
+  std::optional<gpu::Graph> graph_;
+};
+
+// At most kVerifiedTokens of a batch, evenly spread.
+struct Sample {
+  Batch batch;
+  RunResult result;
+};
+
+template <typename T>
+void append(std::vector<T>& to, const std::vector<T>& from, std::size_t first, std::size_t count) {
+  const auto begin = from.begin() + static_cast<std::ptrdiff_t>(first);
+  to.insert(to.end(), begin, begin + static_cast<std::ptrdiff_t>(count));
+}
+
+Sample sample_of(const MatrixView& x, const RunResult& all, std::size_t k, bool given_routing) {
+  const std::int64_t count = std::min(x.rows, kVerifiedTokens);
+  const std::size_t x_bytes = static_cast<std::size_t>(x.cols) * size_of(x.dtype);
+  const std::size_t y_bytes = static_cast<std::size_t>(x.cols) * size_of(all.output_dtype);
+  Sample sample;
+  sample.result.output_dtype = all.output_dtype;
+  const auto rows = std::make_shared<std::vector<std::byte>>();
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int64_t token = count == 1 ? 0 : i * (x.rows - 1) / (count - 1);
+    const auto t = static_cast<std::size_t>(token);
+    const auto* row = static_cast<const std::byte*>(x.row(token));
+    rows->insert(rows->end(), row, row + x_bytes);
+    append(sample.result.output, all.output, t * y_bytes, y_bytes);
+    append(sample.result.topk_ids, all.topk_ids, t * k, k);
+    append(sample.result.topk_weights, all.topk_weights, t * k, k);
+  }
+  sample.batch.activations = {rows->data(), x.dtype, count, x.cols, x.cols};
+  sample.batch.owner = rows;
+  if (given_routing) {
+    sample.batch.topk_ids = sample.result.topk_ids;
+    sample.batch.topk_weights = sample.result.topk_weights;
+  }
+  return sample;
+}
+
+bool all_finite(const RunResult& result) {
+  if (result.output_dtype == DType::kF32) {
+    const auto* values = reinterpret_cast<const float*>(result.output.data());
+    return std::all_of(values, values + result.output.size() / sizeof(float),
+                       [](float v) { return std::isfinite(v); });
+  }
+  const auto* codes = reinterpret_cast<const std::uint16_t*>(result.output.data());
+  return std::all_of(codes, codes + result.output.size() / sizeof(std::uint16_t),
+                     [](std::uint16_t code) { return std::isfinite(bf16_to_f32(code)); });
+}
+
+void add_problem(Measured& measured, const std::string& problem) {
+  measured.problem += (measured.problem.empty() ? "" : "; ") + problem;
+}
+
+void add_verification(Measured& measured, const Source& source, const Sample& sample,
+                      DType compute) {
+  const Verification v = verify(source, sample.batch, sample.result, compute);
+  measured.error = v.error;
+  measured.error_bound = v.bound;
+  if (!v.error_ok()) {
+    add_problem(measured,
+                fmt::format("its error is {:.2e}, and the bound {:.2e}", v.error, v.bound));
+  }
+  if (v.misrouted_tokens > 0) {
+    add_problem(measured, fmt::format("{} of {} tokens are routed wrongly", v.misrouted_tokens,
+                                      sample.batch.tokens()));
+  }
+}
+
+}  // namespace
+
+LayerBench::LayerBench(const Source& source, DType compute, std::int64_t max_tokens,
+                       const MeasureOptions& options)
+    : source_(source), compute_(compute), options_(options) {
+  if (options.backend == Backend::kCuda) {
+    place_ = std::make_unique<GpuPlace>(source, compute, max_tokens, options);
+  } else {
+    place_ = std::make_unique<HostPlace>(source, compute, max_tokens, options);
+  }
+}
+LayerBench::~LayerBench() = default;
+
+Measured LayerBench::measure(const MatrixView& activations) {
+  place_->set_input(activations, {}, {});
+  if (options_.given_routing) {
+    place_->run_once();
+    const RunResult gated = place_->download();
+    place_->set_input(activations, gated.topk_ids, gated.topk_weights);
+  }
+  place_->poison_output();
+  for (int i = 0; i < kWarmUps; ++i) place_->run_once();
+
+  Measured measured;
+  measured.tokens_per_expert = place_->stats().tokens_per_expert;
+  const RunResult first = place_->download();
+  if (!all_finite(first)) add_problem(measured, "its output has values that are not finite");
+
+  const double pilot = percentile(place_->time(kPilotRepeats), 0.5);
+  const int repeat =
+      options_.repeat > 0 ? options_.repeat : default_repeats(options_.backend, pilot);
+  if (options_.graph && place_->has_graphs()) {
+    place_->poison_output();
+    place_->time_graph(kWarmUps);
+    measured.graph_us = place_->time_graph(repeat);
+    measured.graph_nodes = place_->graph_nodes();
+    if (place_->download().output != first.output) {
+      add_problem(measured, "its graph's output has other bits than its first");
+    }
+  }
+  if (options_.no_graph || measured.graph_us.empty()) {
+    place_->poison_output();
+    measured.no_graph_us = place_->time(repeat);
+    if (place_->download().output != first.output) {
+      add_problem(measured, "its last output has other bits than its first");
+    }
+  }
+  place_->stats();  // throws what the device found wrong
+  if (options_.verify) {
+    add_verification(measured, source_,
+                     sample_of(activations, first, static_cast<std::size_t>(source_.spec.top_k),
+                               options_.given_routing),
+                     compute_);
+  }
+  return measured;
+}
+
+std::string bench_machine(Backend backend) {
+  if (backend == Backend::kCpu) {
+    return fmt::format("{}, {} hardware threads", cpu_name(), hardware_threads());
+  }
+  const gpu::DeviceInfo info = gpu::device_info(gpu::current_device());
+  return fmt::format("{}, {} SMs, CUDA {}.{}", info.name, info.num_sms, info.driver_version / 1000,
+                     info.driver_version % 1000 / 10);
+}
+
+int default_repeats(Backend backend, double median_us) {
+  // Enough short ones that a percentile means something, few long ones.
+  const bool gpu = backend == Backend::kCuda;
+  const double budget_us = gpu ? 50e3 : 1e6;
+  return static_cast<int>(
+      std::clamp(budget_us / std::max(median_us, 1.0), gpu ? 50.0 : 5.0, gpu ? 400.0 : 50.0));
+}
+
+}  // namespace switchyard::cli

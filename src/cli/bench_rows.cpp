@@ -1,0 +1,246 @@
+#include "cli/bench_rows.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <fstream>
+#include <iterator>
+
+#include "cli/arguments.h"
+#include "switchyard/error.h"
+
+namespace switchyard::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr std::array kKey = {"suite", "model", "experts", "tokens_per_rank",
+                             "beta",  "dtype", "ranks",   "routing"};
+constexpr std::array kRivalFields = {"rival", "rival_us", "rival_p10_us", "rival_p90_us"};
+
+double rounded(double value, int digits) {
+  const double scale = std::pow(10.0, digits);
+  return std::round(value * scale) / scale;
+}
+// Events resolve half a microsecond or worse; more digits only make the files longer.
+double hundredths(double value) { return rounded(value, 2); }
+
+Json microseconds(const std::vector<double>& values) {
+  Json list = Json::array();
+  for (const double value : values) list.push_back(hundredths(value));
+  return list;
+}
+
+template <typename T>
+Json or_null(const std::optional<T>& value) {
+  return value ? Json(*value) : Json(nullptr);
+}
+
+Json key_of(const Json& row) {
+  Json key = Json::array();
+  for (const char* field : kKey) key.push_back(row.contains(field) ? row[field] : Json(nullptr));
+  return key;
+}
+
+[[noreturn]] void not_rows(const std::filesystem::path& path, const std::string& problem) {
+  throw Error(ErrorCode::kInvalidFile,
+              fmt::format("{} {}; give --json a file of rows, or one that does not exist yet",
+                          path.string(), problem));
+}
+
+std::vector<Json> read_rows(const std::filesystem::path& path) {
+  if (!std::filesystem::exists(path)) return {};
+  std::ifstream file(path, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  const Json rows = Json::parse(text, nullptr, false);
+  if (rows.is_discarded()) not_rows(path, "is not JSON");
+  if (!rows.is_array()) not_rows(path, "is not a JSON array");
+  for (const Json& row : rows) {
+    if (!row.is_object()) not_rows(path, "has elements that are not objects");
+  }
+  return {rows.begin(), rows.end()};
+}
+
+// A row to a line: differences between versions of the file then show which points changed.
+void write_rows(const std::filesystem::path& path, const std::vector<Json>& rows) {
+  const std::filesystem::path partial = path.string() + ".partial";
+  {
+    std::ofstream file(partial, std::ios::binary);
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      file << (i == 0 ? "[\n" : ",\n") << rows[i].dump();
+    }
+    file << (rows.empty() ? "[]\n" : "\n]\n");
+    if (!file.flush()) {
+      throw Error(ErrorCode::kSystem,
+                  fmt::format("cannot write {}; check --json and the disk", partial.string()));
+    }
+  }
+  std::filesystem::rename(partial, path);
+}
+
+std::string point_text(const BenchRow& row) {
+  return fmt::format("{:<16} {:>5} {:>6} {:>5.2f}", row.layer.model, row.layer.spec.num_experts,
+                     row.tokens_per_rank, row.beta_reached);
+}
+
+std::string point_name(const BenchRow& row) {
+  return fmt::format("{}, {} experts, {} tokens, beta {:.2g}", row.layer.model,
+                     row.layer.spec.num_experts, row.tokens_per_rank, row.beta);
+}
+
+}  // namespace
+
+double floor_us(double touched_bytes, double flops) {
+  const double stream = H200::kLaunchSeconds + touched_bytes / H200::kReadBytesPerSecond;
+  return std::max(stream, flops / H200::kBf16FlopsPerSecond) * 1e6;
+}
+
+double percentile(std::vector<double> values, double share) {
+  if (values.empty()) {
+    throw Error(ErrorCode::kInvalidArgument, "a percentile of no values; measure at least once");
+  }
+  const auto last = static_cast<double>(values.size() - 1);
+  const auto at = static_cast<std::ptrdiff_t>(std::lround(share * last));
+  std::nth_element(values.begin(), values.begin() + at, values.end());
+  return values[static_cast<std::size_t>(at)];
+}
+
+Json to_json(const BenchRow& row) {
+  const LayerSpec& spec = row.layer.spec;
+  const bool both = !row.graph_us.empty() && !row.no_graph_us.empty();
+  const Json no_graph =
+      row.no_graph_us.empty() ? Json(nullptr) : Json(hundredths(percentile(row.no_graph_us, 0.5)));
+  Json json = {{"suite", row.suite},
+               {"machine", row.machine},
+               {"commit", row.commit},
+               {"command", row.command},
+               {"model", row.layer.model},
+               {"hidden", spec.hidden},
+               {"intermediate", spec.intermediate},
+               {"experts", spec.num_experts},
+               {"top_k", spec.top_k},
+               {"dtype", dtype_argument(row.dtype)},
+               {"ranks", row.ranks},
+               {"tokens_per_rank", row.tokens_per_rank},
+               {"beta", row.beta},
+               {"median_us", hundredths(row.median_us())},
+               {"p10_us", hundredths(percentile(row.times(), 0.1))},
+               {"p90_us", hundredths(percentile(row.times(), 0.9))},
+               {"repeats", row.times().size()},
+               {"touched_bytes", row.touched_bytes},
+               {"flops", static_cast<std::uint64_t>(row.flops)},
+               {"nvlink_bytes", row.nvlink_bytes},
+               {"floor_us", row.floor_us ? Json(hundredths(*row.floor_us)) : Json(nullptr)},
+               {"rival", row.rival ? Json(row.rival->name) : Json(nullptr)},
+               {"rival_us", nullptr},
+               {"rival_p10_us", nullptr},
+               {"rival_p90_us", nullptr},
+               {"median_us_no_graph", no_graph},
+               {"beta_reached", rounded(row.beta_reached, 4)},
+               {"experts_hit", row.experts_hit},
+               {"routing", row.given_routing ? "given" : "gate"},
+               {"graph_nodes", or_null(row.graph_nodes)},
+               {"error", or_null(row.error)},
+               {"error_bound", or_null(row.error_bound)},
+               {"times_us", microseconds(row.times())}};
+  if (both) json["times_us_no_graph"] = microseconds(row.no_graph_us);
+  if (row.rival) {
+    json["rival_us"] = hundredths(row.rival->median_us);
+    json["rival_p10_us"] = hundredths(row.rival->p10_us);
+    json["rival_p90_us"] = hundredths(row.rival->p90_us);
+  }
+  return json;
+}
+
+void merge_rows(const std::filesystem::path& path, std::span<const BenchRow> rows,
+                bool keep_rival) {
+  std::vector<Json> all = read_rows(path);
+  for (const BenchRow& row : rows) {
+    Json json = to_json(row);
+    const auto same = std::find_if(all.begin(), all.end(), [key = key_of(json)](const Json& old) {
+      return key_of(old) == key;
+    });
+    if (same == all.end()) {
+      all.push_back(std::move(json));
+      continue;
+    }
+    if (keep_rival && !row.rival) {
+      for (const char* field : kRivalFields) {
+        if (same->contains(field)) json[field] = (*same)[field];
+      }
+    }
+    *same = std::move(json);
+  }
+  write_rows(path, all);
+}
+
+std::string row_heading() {
+  return fmt::format("{:<16} {:>5} {:>6} {:>5} {:>9} {:>19} {:>8} {:>6} {:>7} {:>5}", "model",
+                     "exp.", "tokens", "beta", "time us", "p10 .. p90 us", "no graph", "time/F",
+                     "TFLOP/s", "GB/s");
+}
+
+std::string row_text(const BenchRow& row) {
+  const double seconds = row.median_us() * 1e-6;
+  const bool both = !row.graph_us.empty() && !row.no_graph_us.empty();
+  const std::string no_graph =
+      both ? fmt::format("{:.1f}", percentile(row.no_graph_us, 0.5)) : std::string("-");
+  const std::string over_floor =
+      row.floor_us ? fmt::format("{:.3f}", *row.time_over_floor()) : std::string("-");
+  return fmt::format("{} {:>9.1f} {:>8.1f} .. {:>7.1f} {:>8} {:>6} {:>7.1f} {:>5.0f}",
+                     point_text(row), row.median_us(), percentile(row.times(), 0.1),
+                     percentile(row.times(), 0.9), no_graph, over_floor,
+                     row.flops / seconds * 1e-12,
+                     static_cast<double>(row.touched_bytes) / seconds * 1e-9);
+}
+
+std::vector<std::string> rival_text(std::span<const BenchRow> rows) {
+  std::vector<std::string> lines;
+  for (const BenchRow& row : rows) {
+    if (!row.rival) continue;
+    if (lines.empty()) {
+      lines.push_back(fmt::format("{:<16} {:>5} {:>6} {:>5} {:>9} {:>9} {:>9}  {}", "model", "exp.",
+                                  "tokens", "beta", "time us", "rival us", "speed-up", "rival"));
+    }
+    lines.push_back(fmt::format("{} {:>9.1f} {:>9.1f} {:>9.2f}  {}", point_text(row),
+                                row.median_us(), row.rival->median_us,
+                                row.rival->median_us / row.median_us(), row.rival->name));
+  }
+  return lines;
+}
+
+std::vector<std::string> summary_text(std::span<const BenchRow> rows) {
+  std::vector<std::string> lines;
+  double log_sum = 0;
+  std::int64_t with_floor = 0, with_rival = 0;
+  const BenchRow* worst = nullptr;
+  std::vector<std::string> slower;
+  for (const BenchRow& row : rows) {
+    if (row.floor_us) {
+      ++with_floor;
+      log_sum += std::log(*row.time_over_floor());
+      if (worst == nullptr || *row.time_over_floor() > *worst->time_over_floor()) worst = &row;
+    }
+    if (!row.rival) continue;
+    ++with_rival;
+    if (row.median_us() < row.rival->median_us) continue;
+    slower.push_back(fmt::format("  {}: {:.1f} us, {} {:.1f} us", point_name(row), row.median_us(),
+                                 row.rival->name, row.rival->median_us));
+  }
+  if (worst != nullptr) {
+    lines.push_back(fmt::format("time / floor: geometric mean {:.3f} over {} points",
+                                std::exp(log_sum / static_cast<double>(with_floor)), with_floor));
+    lines.push_back(
+        fmt::format("worst: {:.3f} ({})", *worst->time_over_floor(), point_name(*worst)));
+  }
+  if (with_rival > 0) {
+    lines.push_back(fmt::format("slower than the rival: {} of {} points{}", slower.size(),
+                                with_rival, slower.empty() ? "" : ":"));
+    lines.insert(lines.end(), slower.begin(), slower.end());
+  }
+  return lines;
+}
+
+}  // namespace switchyard::cli

@@ -1,0 +1,84 @@
+// What a measurement is compared with, and how it is kept: one JSON row per point.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cli/bench_suite.h"
+
+namespace switchyard::cli {
+
+// The floor of one launch on one H200:
+//   F = max(7 us + touched weight bytes / 4.6 TB/s, FLOPs / 750 TFLOP/s).
+// Measured on that chip: the launch and the rate are those of a bulk read of 16 MB to 8 GiB by one
+// kernel; the arithmetic is cuBLAS's bf16 product of 8192^3 (758 TFLOP/s), a little rounded down.
+// The gate is in the time, not in the floor.
+struct H200 {
+  static constexpr double kLaunchSeconds = 7e-6;
+  static constexpr double kReadBytesPerSecond = 4.6e12;
+  static constexpr double kBf16FlopsPerSecond = 750e12;
+};
+double floor_us(double touched_bytes, double flops);
+
+// The value below which `share` of the values lie (nearest rank). Throws Error{kInvalidArgument}
+// for no values.
+double percentile(std::vector<double> values, double share);
+
+struct Rival {
+  std::string name;  // "torch 2.11.0 ordered"
+  double median_us = 0;
+  double p10_us = 0;
+  double p90_us = 0;
+  int experts_hit = 0;  // by its own gate, to be seen that it had the same load
+};
+
+struct BenchRow {
+  std::string suite, machine, commit, command;
+  BenchLayer layer;
+  DType dtype = DType::kBF16;
+  int ranks = 1;
+  std::int64_t tokens_per_rank = 0;
+  double beta = 1;          // as asked for
+  double beta_reached = 1;  // of the experts' histogram
+  int experts_hit = 0;
+  bool given_routing = false;
+  // Of every repetition, in their order. Either may be empty where it was not asked for; the rows'
+  // main numbers are those of the graph if there are any.
+  std::vector<double> graph_us, no_graph_us;
+  std::uint64_t touched_bytes = 0;
+  double flops = 0;
+  std::uint64_t nvlink_bytes = 0;
+  std::optional<double> floor_us;  // none for a machine that the constants are not of
+  std::optional<int> graph_nodes;  // GPU operations of one pass
+  std::optional<Rival> rival;
+  std::optional<double> error, error_bound;  // of --verify
+
+  const std::vector<double>& times() const { return graph_us.empty() ? no_graph_us : graph_us; }
+  double median_us() const { return percentile(times(), 0.5); }
+  std::optional<double> time_over_floor() const {
+    return floor_us ? std::optional(median_us() / *floor_us) : std::nullopt;
+  }
+};
+
+nlohmann::ordered_json to_json(const BenchRow& row);
+
+// Replaces the rows of a file (an array of objects) that are of the same suite, model, experts,
+// tokens, beta, dtype, ranks and source of routing as one of `rows`, and appends the others; the
+// file appears whole or not at all. `keep_rival`: a row without a rival inherits that of the row it
+// replaces. Throws Error{kInvalidFile} for a file that is something else, {kSystem}.
+void merge_rows(const std::filesystem::path& path, std::span<const BenchRow> rows, bool keep_rival);
+
+// One line per row under one line of names, at most kReportColumns columns.
+std::string row_heading();
+std::string row_text(const BenchRow& row);
+// The rows that have a rival, beside it.
+std::vector<std::string> rival_text(std::span<const BenchRow> rows);
+// Geometric mean of time / floor, the worst point, and those slower than their rival.
+std::vector<std::string> summary_text(std::span<const BenchRow> rows);
+
+}  // namespace switchyard::cli

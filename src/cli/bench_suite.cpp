@@ -1,0 +1,87 @@
+#include "cli/bench_suite.h"
+
+#include <fmt/format.h>
+
+#include "model/model_table.h"
+#include "switchyard/error.h"
+
+namespace switchyard::cli {
+namespace {
+
+LayerSpec first_moe_layer(std::string_view model, const ConfigOverrides& overrides) {
+  const ModelEntry& entry = find_model(model);
+  const ModelConfig config =
+      parse_config(rewrite_config(entry.config_json, overrides, DType::kBF16), entry.name);
+  // A model's layers differ only in that the first may route by hash.
+  return *config.layers.at(static_cast<std::size_t>(config.moe_layers().back()));
+}
+
+BenchLayer deepseek_rank(ConfigOverrides overrides) {
+  if (overrides.num_experts == 0) overrides.num_experts = 32;
+  BenchLayer layer{std::string(kDeepseekRank), first_moe_layer("deepseek-v3", overrides)};
+  // Groups are groups of ranks, and the shared expert is not among a rank's share.
+  layer.spec.routing.num_groups = 1;
+  layer.spec.routing.top_k_groups = 1;
+  layer.spec.shared_intermediate = 0;
+  return layer;
+}
+
+BenchPlan one_gpu_bf16() {
+  BenchPlan plan;
+  for (const std::string_view model : {std::string_view("olmoe"), std::string_view("qwen3-30b"),
+                                       std::string_view("mixtral-8x7b"), kDeepseekRank}) {
+    plan.layers.push_back(bench_layer(model));
+  }
+  plan.tokens = {1, 8, 32, 128, 512, 2048, 8192};
+  plan.betas = {1, 0.5};
+  return plan;
+}
+
+// The layer and the ranges of the FlashDMoE thesis, section 6.
+BenchPlan one_gpu_thesis() {
+  BenchPlan plan;
+  for (const int experts : {16, 32, 64, 128}) {
+    ConfigOverrides overrides;
+    overrides.num_experts = experts;
+    plan.layers.push_back(bench_layer("thesis", overrides));
+  }
+  plan.tokens = {1024, 2048, 4096, 8192, 16384};
+  plan.betas = {1};
+  return plan;
+}
+
+}  // namespace
+
+BenchLayer bench_layer(std::string_view model, const ConfigOverrides& overrides) {
+  BenchLayer layer = model == kDeepseekRank
+                         ? deepseek_rank(overrides)
+                         : BenchLayer{std::string(model), first_moe_layer(model, overrides)};
+  if (layer.spec.routing.method == RoutingMethod::kHash) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} routes by token id, so its activations cannot be given a "
+                            "balancedness; choose another model",
+                            model));
+  }
+  return layer;
+}
+
+const std::vector<std::string>& bench_suite_names() {
+  static const std::vector<std::string> names = {"one_gpu_bf16", "one_gpu_thesis"};
+  return names;
+}
+
+BenchPlan bench_suite(std::string_view name) {
+  BenchPlan plan;
+  if (name == "one_gpu_bf16") {
+    plan = one_gpu_bf16();
+  } else if (name == "one_gpu_thesis") {
+    plan = one_gpu_thesis();
+  } else {
+    throw Error(ErrorCode::kInvalidArgument, fmt::format("--suite is '{}'; the suites are {}", name,
+                                                         fmt::join(bench_suite_names(), ", ")));
+  }
+  plan.suite = name;
+  return plan;
+}
+
+}  // namespace switchyard::cli

@@ -1,0 +1,203 @@
+#include "cli/bench_torch.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <limits>
+
+#include "cli/machine.h"
+#include "fabric/launch.h"
+#include "reference/decode.h"
+#include "switchyard/error.h"
+
+namespace switchyard::cli {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
+
+constexpr int kExitNoTorch = 77;
+constexpr int kExitDeadline = 124;  // of launch()
+// Of an H200, times the same factor as gpu::flush_l2.
+constexpr std::int64_t kFlushBytes = 4 * (std::int64_t{60} << 20);
+
+const char* activation_name(ActivationKind kind) {
+  switch (kind) {
+    case ActivationKind::kSilu:
+      return "silu";
+    case ActivationKind::kGelu:
+      return "gelu";
+    case ActivationKind::kGeluTanh:
+      return "gelu_tanh";
+    case ActivationKind::kRelu:
+      return "relu";
+    case ActivationKind::kRelu2:
+      return "relu2";
+    case ActivationKind::kIdentity:
+      return "identity";
+  }
+  return "unknown";
+}
+
+fs::path make_directory() {
+  std::string pattern = (fs::temp_directory_path() / "switchyard-bench-XXXXXX").string();
+  if (::mkdtemp(pattern.data()) == nullptr) {
+    throw Error(ErrorCode::kSystem,
+                fmt::format("cannot make a directory '{}'; set TMPDIR to one that can be written",
+                            pattern));
+  }
+  return pattern;
+}
+
+void write_rows(const fs::path& path, const MatrixView& view) {
+  if (view.dtype != DType::kBF16) {
+    throw Error(ErrorCode::kUnsupported,
+                fmt::format("--against torch needs bf16 activations and routers, not {}",
+                            to_string(view.dtype)));
+  }
+  std::ofstream file(path, std::ios::binary);
+  for (std::int64_t r = 0; r < view.rows; ++r) {
+    file.write(static_cast<const char*>(view.row(r)),
+               static_cast<std::streamsize>(view.cols * static_cast<std::int64_t>(sizeof(short))));
+  }
+  if (!file.flush()) {
+    throw Error(ErrorCode::kSystem,
+                fmt::format("cannot write {}; free some disk or set TMPDIR", path.string()));
+  }
+}
+
+std::map<std::size_t, Rival> read_results(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  const Json results = Json::parse(text, nullptr, false);
+  std::map<std::size_t, Rival> rivals;
+  if (results.is_discarded() || !results.contains("points")) return rivals;
+  for (const Json& result : results["points"]) {
+    if (!result.contains("rival_us")) continue;  // no variant could be timed
+    rivals[result["tag"].get<std::size_t>()] = {
+        result["rival"].get<std::string>(), result["rival_us"].get<double>(),
+        result["rival_p10_us"].get<double>(), result["rival_p90_us"].get<double>(),
+        result["experts_hit"].get<int>()};
+  }
+  return rivals;
+}
+
+}  // namespace
+
+fs::path find_torch_script(const std::string& given) {
+  if (!given.empty()) {
+    if (fs::is_regular_file(given)) return given;
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("--torch-script is '{}', which is not a file", given));
+  }
+  const fs::path name = fs::path("bench") / "torch_chain.py";
+  const fs::path build = fs::path(own_executable()).parent_path();  // build/src/cli
+  for (const fs::path& root : {fs::current_path(), build / "../../.."}) {
+    if (fs::is_regular_file(root / name)) return (root / name).lexically_normal();
+  }
+  throw Error(ErrorCode::kInvalidArgument,
+              "bench/torch_chain.py is neither under the working directory nor beside the build; "
+              "name it with --torch-script");
+}
+
+std::string torch_refusal(const LayerSpec& spec) {
+  if (spec.shared_intermediate > 0) return "it has a shared expert";
+  if (spec.routing.num_groups > 1) return "its routing is limited to groups";
+  if (spec.routing.method != RoutingMethod::kTopK) return "its routing is no plain top-k";
+  if (spec.routing.score == ScoreFunction::kSqrtSoftplus) return "its score is sqrt-softplus";
+  if (spec.routing.top_k_before_score) return "it chooses before it scores";
+  if (spec.router_bias) return "its router has a bias";
+  if (spec.weight_on_input) return "its weights apply to the input";
+  if (spec.capacity_factor > 0) return "it drops tokens";
+  const Activation plain{spec.activation.kind, spec.activation.gated};
+  if (!(spec.activation == plain)) return "its activation is parameterised";
+  return "";
+}
+
+TorchJob::TorchJob() : directory_(make_directory()) {}
+TorchJob::~TorchJob() {
+  std::error_code ignored;
+  fs::remove_all(directory_, ignored);
+}
+
+void TorchJob::add_layer(const BenchLayer& layer, const MoeWeights& weights,
+                         const MatrixView& activations) {
+  const LayerSpec& spec = layer.spec;
+  const fs::path x = directory_ / fmt::format("activations-{}.bf16", layers_.size());
+  const fs::path router = directory_ / fmt::format("router-{}.bf16", layers_.size());
+  write_rows(x, activations);
+  write_rows(router, weights.router);
+  Json json = {
+      {"name", layer.model},
+      {"hidden", spec.hidden},
+      {"intermediate", spec.intermediate},
+      {"experts", spec.num_experts},
+      {"top_k", spec.top_k},
+      {"gated", spec.activation.gated},
+      {"activation", activation_name(spec.activation.kind)},
+      {"bias", spec.expert_bias},
+      {"score", spec.routing.score == ScoreFunction::kSigmoid ? "sigmoid" : "softmax"},
+      {"renormalize", spec.routing.renormalize},
+      {"scale", spec.routing.scale},
+      {"activations", x.string()},
+      {"router", router.string()},
+  };
+  if (!weights.correction_bias.empty()) {
+    std::vector<double> bias(static_cast<std::size_t>(weights.correction_bias.size));
+    reference::decode_vector(weights.correction_bias, bias.data());
+    json["correction_bias"] = bias;
+  }
+  layers_.push_back(std::move(json));
+}
+
+void TorchJob::add_point(std::size_t tag, std::int64_t tokens, double beta, float skew,
+                         int repeats) {
+  points_.push_back({{"tag", tag},
+                     {"layer", layers_.size() - 1},
+                     {"tokens", tokens},
+                     {"beta", beta},
+                     {"skew", skew},
+                     {"repeats", repeats}});
+}
+
+Json TorchJob::to_json() const {
+  return {{"layers", layers_}, {"points", points_}, {"flush_bytes", kFlushBytes}};
+}
+
+std::map<std::size_t, Rival> TorchJob::run(const TorchOptions& options) const {
+  const fs::path job = directory_ / "job.json";
+  const fs::path out = directory_ / "out.json";
+  std::ofstream(job) << to_json().dump(1) << '\n';
+  LaunchOptions launch_options;
+  launch_options.command = {options.python, find_torch_script(options.script).string(),
+                            job.string(), out.string()};
+  if (!options.variants.empty()) {
+    launch_options.command.push_back("--variants=" + options.variants);
+  }
+  launch_options.deadline = options.limit;
+  std::fflush(stdout);
+  const int status = launch(launch_options);
+  std::map<std::size_t, Rival> rivals = read_results(out);
+  if (status == kExitNoTorch && rivals.empty()) {
+    throw Error(ErrorCode::kUnsupported,
+                fmt::format("--against torch, but '{}' has no PyTorch; name one that has with "
+                            "--python",
+                            options.python));
+  }
+  if (status == kExitDeadline) {
+    fmt::print(stderr, "switchyard: PyTorch timed {} of {} points in {} s; --torch-limit is more\n",
+               rivals.size(), points_.size(), options.limit.count());
+  } else if (status != 0 && rivals.empty()) {
+    throw Error(ErrorCode::kSystem,
+                fmt::format("{} ended with exit code {} and no times; see its messages above",
+                            launch_options.command[1], status));
+  }
+  return rivals;
+}
+
+}  // namespace switchyard::cli

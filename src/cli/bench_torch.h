@@ -1,0 +1,59 @@
+// The PyTorch chain of bench/torch_chain.py on the points that were measured: the same activations,
+// the same router, the same skew, so the same gate result, in one run of Python.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cli/bench_rows.h"
+#include "switchyard/weights.h"
+
+namespace switchyard::cli {
+
+struct TorchOptions {
+  std::string python = "python3";
+  std::string script;    // empty: find_torch_script()
+  std::string variants;  // empty: all
+  std::chrono::seconds limit{420};
+};
+
+// bench/torch_chain.py in the working directory or beside the build that this executable is of.
+// Throws Error{kInvalidArgument} saying where it was looked for.
+std::filesystem::path find_torch_script(const std::string& given);
+
+// Why the chain cannot compute a layer; empty if it can.
+std::string torch_refusal(const LayerSpec& spec);
+
+// A job as it grows: layers with their inputs in files, points that refer to them.
+class TorchJob {
+ public:
+  TorchJob();   // makes a directory for its files
+  ~TorchJob();  // removes it
+  TorchJob(const TorchJob&) = delete;
+  TorchJob& operator=(const TorchJob&) = delete;
+
+  // The layer of the points that follow. Activations [most tokens, H] and router in bf16, copied.
+  void add_layer(const BenchLayer& layer, const MoeWeights& weights, const MatrixView& activations);
+  // `tag` is what the result is returned under.
+  void add_point(std::size_t tag, std::int64_t tokens, double beta, float skew, int repeats);
+  bool empty() const { return points_.empty(); }
+
+  // What Python found, by tag; points that it could not time are missing, as are those that it did
+  // not reach within the limit. Its progress goes to stdout.
+  std::map<std::size_t, Rival> run(const TorchOptions& options) const;
+
+  nlohmann::ordered_json to_json() const;
+
+ private:
+  std::filesystem::path directory_;
+  nlohmann::ordered_json layers_ = nlohmann::ordered_json::array();
+  nlohmann::ordered_json points_ = nlohmann::ordered_json::array();
+};
+
+}  // namespace switchyard::cli

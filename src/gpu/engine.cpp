@@ -1,0 +1,360 @@
+// The GPU engine: what is prepared once, and the one launch that is a forward pass.
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <cstring>
+
+#include "fabric/fabric.h"
+#include "gpu/cuda_error.h"
+#include "gpu/weights.h"
+#include "layer/engine.h"
+#include "protocol/call.h"
+#include "protocol/failure.h"
+#include "routing/route.h"
+
+namespace switchyard::gpu {
+namespace {
+
+// Sizes within one allocation.
+class Arena {
+ public:
+  std::size_t place(std::size_t bytes) {
+    constexpr std::size_t kAlignment = 1024;
+    const std::size_t at = size_;
+    size_ += protocol::round_up(bytes, kAlignment);
+    return at;
+  }
+  std::size_t size() const { return size_; }
+
+ private:
+  std::size_t size_ = 0;
+};
+
+// A word of the host's memory that the device writes.
+class HostWord {
+ public:
+  HostWord() {
+    void* memory = nullptr;
+    SWITCHYARD_CUDA(cudaHostAlloc(&memory, sizeof(std::uint32_t), cudaHostAllocMapped));
+    word_ = static_cast<volatile std::uint32_t*>(memory);
+    *word_ = 0;
+  }
+  ~HostWord() { cudaFreeHost(const_cast<std::uint32_t*>(word_)); }
+  HostWord(const HostWord&) = delete;
+  HostWord& operator=(const HostWord&) = delete;
+
+  std::uint32_t value() const { return *word_; }
+  void clear() { *word_ = 0; }
+  std::uint32_t* on_device() const {
+    void* pointer = nullptr;
+    SWITCHYARD_CUDA(cudaHostGetDevicePointer(&pointer, const_cast<std::uint32_t*>(word_), 0));
+    return static_cast<std::uint32_t*>(pointer);
+  }
+
+ private:
+  volatile std::uint32_t* word_;
+};
+
+// Makes a device current for the calling thread while it lives.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device) : before_(current_device()) {
+    if (device != before_) set_device(device);
+    changed_ = device != before_;
+  }
+  ~DeviceScope() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int before_;
+  bool changed_;
+};
+
+[[noreturn]] void unsupported(const std::string& message) {
+  throw Error(ErrorCode::kUnsupported, message);
+}
+
+void require_aligned(const char* what, const void* data, std::int64_t row_stride, DType dtype,
+                     std::int64_t rows) {
+  const std::size_t stride = static_cast<std::size_t>(row_stride) * size_of(dtype);
+  if (rows == 0 || (reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && stride % 16 == 0)) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("{} start at {} with {} bytes from row to row; the GPU engine moves 16 "
+                          "bytes at a time, so both must be multiples of 16",
+                          what, data, stride));
+}
+
+class Engine final : public LayerEngine {
+ public:
+  Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
+         const LayerOptions& options);
+
+  void forward(const ForwardInput& input, const ForwardOutput& output) override;
+  const ForwardStats& stats() override;
+  const LayerSpec& spec() const override { return spec_; }
+  Backend backend() const override { return Backend::kCuda; }
+  DType compute() const override { return DType::kBF16; }
+  int num_threads() const override { return 0; }
+  std::uint64_t workspace_bytes() const override { return workspace_.bytes(); }
+
+ private:
+  void choose_grid();
+  void lay_out_workspace();
+  void throw_if_failed();
+
+  World world_;
+  LayerSpec spec_;
+  MoeWeights weights_;  // for their shapes; owner released
+  LayerOptions options_;
+  int device_;
+  KernelEntry kernel_;
+  unsigned grid_ = 0;
+  DeviceFfn routed_, shared_;
+  DeviceGate gate_;
+  DeviceBuffer workspace_;
+  HostWord failed_;
+  LayerParams params_{};
+  ForwardStats stats_;
+};
+
+Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
+               const LayerOptions& options)
+    : world_(world),
+      spec_(spec),
+      weights_(weights),
+      options_(options),
+      device_(options.device >= 0 ? options.device : current_device()),
+      kernel_(find_kernel(spec.activation)) {
+  validate(spec);
+  validate(spec, weights);
+  if (world.size() != 1) {
+    unsupported(fmt::format("the world has {} ranks; the GPU engine runs on one so far, use "
+                            "Backend::kCpu for more",
+                            world.size()));
+  }
+  if (options.compute.value_or(DType::kBF16) != DType::kBF16) {
+    unsupported(fmt::format("compute type {}; the GPU engine computes in bf16",
+                            to_string(*options.compute)));
+  }
+  if (spec.hidden % 8 != 0) {
+    unsupported(fmt::format("hidden size {}; the GPU engine needs a multiple of 8", spec.hidden));
+  }
+  const int cells = spec.top_k + (spec.shared_intermediate > 0 ? 1 : 0);
+  if (cells > protocol::kMaxTopK) {
+    unsupported(fmt::format("top_k {} with the shared expert; the GPU engine sums up to {} outputs "
+                            "for a token",
+                            spec.top_k, protocol::kMaxTopK));
+  }
+  if (spec.num_experts > kMaxDeviceExperts) {
+    unsupported(fmt::format("{} experts; the GPU engine routes among up to {}", spec.num_experts,
+                            kMaxDeviceExperts));
+  }
+  routing::check_routable(spec);
+  const DeviceScope scope(device_);
+  routed_ = DeviceFfn(weights.experts, spec.hidden, spec.intermediate, spec.activation.gated);
+  if (spec.shared_intermediate > 0) {
+    shared_ = DeviceFfn({&weights.shared, 1}, spec.hidden, spec.shared_intermediate,
+                        spec.activation.gated);
+  }
+  gate_ = DeviceGate(spec, weights);
+  weights_.owner.reset();
+
+  params_.routed = routed_.params();
+  params_.shared = shared_.params();
+  gate_.describe(params_);
+  params_.routing = routing::make_device_routing(spec);
+  const auto deadline = options.deadline.count() > 0 ? options.deadline : world.deadline();
+  params_.deadline_ns = static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(deadline).count());
+  params_.hidden = spec.hidden;
+  params_.num_experts = spec.num_experts;
+  params_.top_k = spec.top_k;
+  params_.cells_per_token = cells;
+  params_.max_tokens = options.max_tokens;
+  params_.weight_on_input = spec.weight_on_input;
+  params_.alpha = spec.activation.alpha;
+  params_.limit = spec.activation.limit;
+  params_.up_bias = spec.activation.up_bias;
+  params_.capacity_factor = spec.capacity_factor;
+  choose_grid();
+  lay_out_workspace();
+}
+
+// One block per multiprocessor, all of them resident at once, or not at all.
+void Engine::choose_grid() {
+  const DeviceInfo info = device_info(device_);
+  if (!info.runs_our_kernels()) {
+    unsupported(fmt::format("device {} is '{}' of compute capability {}.{}; the kernels are "
+                            "compiled for 9.0 (H100, H200)",
+                            device_, info.name, info.compute_major, info.compute_minor));
+  }
+  const auto* const function = reinterpret_cast<const void*>(kernel_.kernel);
+  SWITCHYARD_CUDA(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(kernel_.shape.shared_bytes)));
+  int blocks_per_sm = 0;
+  SWITCHYARD_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+      &blocks_per_sm, function, kernel_.shape.threads, kernel_.shape.shared_bytes));
+  const int free_sms = info.num_sms - options_.reserved_sms;
+  if (blocks_per_sm < 1 || free_sms < 1) {
+    throw Error(ErrorCode::kCapacityExceeded,
+                fmt::format("{} of {} multiprocessors are left with {} reserved, and {} blocks of "
+                            "the kernel fit on one; reserve fewer",
+                            free_sms, info.num_sms, options_.reserved_sms, blocks_per_sm));
+  }
+  grid_ = static_cast<unsigned>(free_sms);
+}
+
+void Engine::lay_out_workspace() {
+  const auto tokens = static_cast<std::size_t>(options_.max_tokens);
+  const auto experts = static_cast<std::size_t>(spec_.num_experts);
+  const std::size_t slots = tokens * static_cast<std::size_t>(spec_.top_k);
+  const auto height = static_cast<std::size_t>(kTileShape.max_height);
+  const bool has_shared = spec_.shared_intermediate > 0;
+  const std::size_t tiles =
+      experts + slots / height + (has_shared ? protocol::ceil_div(tokens, height) : 0);
+  if (tiles >= 1 << 16) {
+    throw Error(ErrorCode::kCapacityExceeded,
+                fmt::format("max_tokens {} with top-{} makes up to {} token tiles; the GPU engine "
+                            "counts {}. Lower LayerOptions::max_tokens",
+                            options_.max_tokens, spec_.top_k, tiles, (1 << 16) - 1));
+  }
+  params_.max_tiles = static_cast<std::uint32_t>(tiles);
+  // GEMM2 of a tile is taken up when its GEMM1 was handed out more than one round of all blocks ago.
+  std::uint32_t fewest = params_.routed.gemm1_blocks;
+  if (has_shared) fewest = std::min(fewest, params_.shared.gemm1_blocks);
+  params_.lag = protocol::ceil_div(grid_ * 5 / 4, fewest) + 1;
+  // A tile's h is needed from its GEMM1 to its GEMM2; twice the lag leaves nobody waiting for it.
+  params_.h_slots = static_cast<std::uint32_t>(
+      std::min<std::size_t>(tiles, std::size_t{2} * params_.lag + 2));
+  params_.h_stride =
+      static_cast<std::uint32_t>(std::max(params_.routed.intermediate, params_.shared.intermediate));
+
+  const std::size_t gate_tokens = protocol::ceil_div<std::size_t>(tokens, 32);
+  const std::size_t gate_units =
+      std::max<std::size_t>(grid_, gate_tokens * static_cast<std::size_t>(params_.gate_columns) / 32);
+  const std::size_t words =
+      PassWords::count(static_cast<std::uint32_t>(experts), params_.max_tiles) * 4;
+  Arena arena;
+  // First what must be zero when the first pass begins.
+  const std::size_t control = arena.place(sizeof(protocol::Control));
+  const std::size_t arrivals = arena.place(sizeof(std::uint64_t));
+  const std::size_t even = arena.place(words), odd = arena.place(words);
+  const std::size_t zeroed = arena.size();
+  const std::size_t stats = arena.place((experts + 32) * 4);
+  const std::size_t logits = arena.place(gate_units * 32 * 32 * 4);
+  const std::size_t ids = arena.place(slots * 4);
+  const std::size_t weights =
+      arena.place(tokens * static_cast<std::size_t>(params_.cells_per_token) * 4);
+  const std::size_t positions = arena.place(slots * 4);
+  const std::size_t lists = arena.place(experts * tokens * 4);
+  const std::size_t converted = arena.place(tokens * static_cast<std::size_t>(spec_.hidden) * 2);
+  const std::size_t h = arena.place(params_.h_slots * height * params_.h_stride * 2);
+  const std::size_t cells =
+      arena.place(tokens * static_cast<std::size_t>(params_.cells_per_token) *
+                  static_cast<std::size_t>(spec_.hidden) * 2);
+  workspace_ = DeviceBuffer(arena.size());
+  SWITCHYARD_CUDA(cudaMemset(workspace_.data(), 0, zeroed));
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+
+  const auto at = [&]<typename T>(std::size_t offset, T*& pointer) {
+    pointer = reinterpret_cast<T*>(workspace_.data() + offset);
+  };
+  params_.heaps.layout = protocol::HeapLayout({.num_ranks = 1, .num_experts = spec_.num_experts});
+  params_.heaps.base[0] = workspace_.data() + control;
+  at(arrivals, params_.arrivals);
+  at(even, params_.pass_words[0].words);
+  at(odd, params_.pass_words[1].words);
+  at(stats, params_.stats);
+  at(logits, params_.partial_logits);
+  at(ids, params_.ids);
+  at(weights, params_.weights);
+  at(positions, params_.positions);
+  at(lists, params_.lists);
+  at(converted, params_.converted);
+  at(h, params_.h);
+  at(cells, params_.cells);
+  params_.failed = failed_.on_device();
+}
+
+void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
+  protocol::check_call(spec_, weights_, options_.max_tokens, 0, input, output);
+  if (failed_.value() != 0) throw_if_failed();
+  const MatrixView& x = input.activations;
+  CallParams call{};
+  call.x = x.data;
+  call.x_stride = x.row_stride;
+  call.x_type = x.dtype;
+  call.tokens = static_cast<std::uint32_t>(x.rows);
+  call.y = output.data;
+  call.y_stride = output.row_stride == 0 ? spec_.hidden : output.row_stride;
+  call.y_type = output.dtype;
+  call.given_ids = input.topk_ids.empty() ? nullptr : input.topk_ids.data();
+  call.given_weights = input.topk_weights.data();
+  call.token_ids = input.token_ids.data();
+  call.out_ids = output.topk_ids.empty() ? nullptr : output.topk_ids.data();
+  call.out_weights = output.topk_weights.empty() ? nullptr : output.topk_weights.data();
+  require_aligned("activations", call.x, call.x_stride, call.x_type, x.rows);
+  require_aligned("outputs", call.y, call.y_stride, call.y_type, x.rows);
+
+  const DeviceScope scope(device_);
+  void* arguments[] = {&params_, &call};
+  SWITCHYARD_CUDA(cudaLaunchCooperativeKernel(
+      reinterpret_cast<const void*>(kernel_.kernel), dim3(grid_),
+      dim3(static_cast<unsigned>(kernel_.shape.threads)), arguments, kernel_.shape.shared_bytes,
+      static_cast<cudaStream_t>(input.stream)));
+  stats_.tokens = x.rows;
+}
+
+void Engine::throw_if_failed() {
+  const DeviceScope scope(device_);
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  switch (static_cast<Failure>(failed_.value())) {
+    case Failure::kNone:
+      return;
+    case Failure::kBadId:
+      failed_.clear();
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("an expert id given was not in -1 to {}, or a token id was outside "
+                              "the routing table's vocabulary of {}; such slots were skipped",
+                              spec_.num_experts - 1, params_.hash_rows));
+    case Failure::kGivenUp:
+      break;
+  }
+  protocol::Control control;
+  SWITCHYARD_CUDA(
+      cudaMemcpy(&control, params_.heaps.base[0], sizeof control, cudaMemcpyDeviceToHost));
+  throw protocol::timeout_error(control.failure, 0, "");
+}
+
+const ForwardStats& Engine::stats() {
+  const DeviceScope scope(device_);
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  throw_if_failed();
+  std::uint64_t arrivals = 0;
+  SWITCHYARD_CUDA(cudaMemcpy(&arrivals, params_.arrivals, sizeof arrivals, cudaMemcpyDeviceToHost));
+  stats_.epoch = arrivals / grid_;
+  const auto experts = static_cast<std::size_t>(spec_.num_experts);
+  std::vector<std::uint32_t> rows(experts), counters(kNumPassCounters);
+  SWITCHYARD_CUDA(cudaMemcpy(rows.data(), params_.stats, experts * 4, cudaMemcpyDeviceToHost));
+  // Passes are numbered from 0 on the device.
+  const PassWords words = params_.pass_words[(stats_.epoch - 1) & 1];
+  SWITCHYARD_CUDA(cudaMemcpy(counters.data(), words.counters(), counters.size() * 4,
+                             cudaMemcpyDeviceToHost));
+  stats_.tokens_per_expert.assign(rows.begin(), rows.end());
+  stats_.nan_logits = counters[kNanLogits];
+  stats_.dropped_slots = counters[kDroppedSlots];
+  stats_.workspace_bytes_used = workspace_.bytes();
+  return stats_;
+}
+
+}  // namespace
+
+std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
+                                         const MoeWeights& weights, const LayerOptions& options) {
+  return std::make_unique<Engine>(world, spec, weights, options);
+}
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,121 @@
+// What happens to a tile's accumulators: bias, activation and rounding, then through shared memory
+// into rows of tokens.
+//
+// A math warpgroup holds D[64 weight rows, N tokens]. Warp w has rows 16 w to 16 w + 15; its lane
+// 4 g + t holds rows g and g + 8 of them, of tokens 8 n + 2 t and the next, in acc[4 n .. 4 n + 3].
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "gpu/storage.cuh"
+
+namespace switchyard::gpu {
+
+// e^x with the hardware's 2^x, good to 2 ulp: the result is rounded to bf16.
+__device__ __forceinline__ float fast_exp(float x) { return __expf(x); }
+
+template <ActivationKind kKind>
+__device__ __forceinline__ float activate(float v, float alpha) {
+  if constexpr (kKind == ActivationKind::kSilu) {
+    // For v far below zero the quotient is v / inf = -0.
+    return __fdividef(v, 1.0f + fast_exp(-alpha * v));
+  } else if constexpr (kKind == ActivationKind::kGelu) {
+    return 0.5f * v * (1.0f + erff(v * 0.70710678f));
+  } else if constexpr (kKind == ActivationKind::kGeluTanh) {
+    return 0.5f * v * (1.0f + tanhf(0.79788456f * (v + 0.044715f * v * v * v)));
+  } else if constexpr (kKind == ActivationKind::kRelu) {
+    return fmaxf(v, 0.0f);
+  } else if constexpr (kKind == ActivationKind::kRelu2) {
+    const float r = fmaxf(v, 0.0f);
+    return r * r;
+  } else {
+    return v;
+  }
+}
+
+__device__ __forceinline__ std::uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const std::uint32_t*>(&pair);
+}
+
+// The staging area of one warpgroup: up to 64 tokens x 64 elements, in rows of 128 bytes whose
+// 16-byte chunks are swizzled, so that eight tokens' chunks of one column lie in different banks.
+struct Staging {
+  static constexpr int kTokens = 64;
+  std::uint32_t base;
+
+  __device__ std::uint32_t chunk(std::uint32_t token, std::uint32_t column) const {
+    return base + token * kSwizzleRowBytes + ((column ^ (token & 7)) << 4);
+  }
+};
+
+// Transposed on the way: the 8 x 8 matrix i, held as rows of weights, lands as rows of tokens.
+__device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint32_t a, std::uint32_t b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
+               "r"(a), "r"(b)
+               : "memory");
+}
+__device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint32_t a, std::uint32_t b,
+                                      std::uint32_t c, std::uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   address),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+__device__ __forceinline__ uint4 load_shared_vector(std::uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+// Biases of the two weight rows a lane holds.
+struct RowBias {
+  float first = 0, second = 0;
+};
+
+// Runs `convert(acc_index, column)` for every 8 tokens, stages and stores them. For a warp's 16
+// weight rows there is one 16-byte chunk per token if kGated (the two rows met), else two.
+//   pair(n)      -> the packed values of tokens 8 n + 2 t and the next: {first rows, second rows}
+//   row(token)   -> where the warpgroup's elements of the token go, null for none
+template <int N, bool kMerged, typename Pair, typename Row>
+__device__ __forceinline__ void store_tile(const Staging& staging, std::uint32_t barrier_id,
+                                  std::uint32_t elements, Pair&& pair, Row&& row) {
+  constexpr std::uint32_t kChunks = kMerged ? 4 : 8;  // 16-byte chunks of a token's row
+  const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
+  const std::uint32_t warp = thread / 32, lane = thread % 32;
+#pragma unroll
+  for (int first = 0; first < N; first += Staging::kTokens) {
+    constexpr int kStep = Staging::kTokens;
+    const int count = N - first < kStep ? N - first : kStep;
+#pragma unroll
+    for (int j = 0; j < kStep; j += 16) {
+      if (j >= count) break;
+      const uint2 low = pair((first + j) / 8), high = pair((first + j) / 8 + 1);
+      if constexpr (kMerged) {
+        const std::uint32_t token = j + lane % 16;
+        store_matrices(staging.chunk(token, warp), low.x, high.x);
+      } else {
+        const std::uint32_t token = j + (lane / 16) * 8 + lane % 8;
+        store_matrices(staging.chunk(token, 2 * warp + lane / 8 % 2), low.x, low.y, high.x, high.y);
+      }
+    }
+    named_barrier<kWarpgroup>(barrier_id);
+#pragma unroll
+    for (std::uint32_t i = 0; i < kStep * kChunks / kWarpgroup; ++i) {
+      const std::uint32_t at = i * kWarpgroup + thread;
+      const std::uint32_t token = at / kChunks, column = at % kChunks;
+      if (token >= static_cast<std::uint32_t>(count)) break;
+      if (8 * column >= elements) continue;
+      if (std::uint16_t* const to = row(first + token); to != nullptr) {
+        *reinterpret_cast<uint4*>(to + 8 * column) =
+            load_shared_vector(staging.chunk(token, column));
+      }
+    }
+    named_barrier<kWarpgroup>(barrier_id);
+  }
+}
+
+}  // namespace switchyard::gpu

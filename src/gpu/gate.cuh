@@ -1,0 +1,141 @@
+// The gate's product: router logits as partial sums over slices of the hidden dimension.
+//
+// A unit is 32 router columns x 32 tokens x one slice; its 16 warps split the slice and are summed
+// in a fixed order, as are the slices when a token is routed. Few tokens make many slices, so that
+// the router's weight is read by as many SMs as there are units.
+#pragma once
+
+#include "gpu/storage.cuh"
+
+namespace switchyard::gpu {
+
+inline constexpr int kGateColumns = 32, kGateTokens = 32;
+inline constexpr int kGateStep = 32;  // of the hidden dimension, by one warp at a time
+inline constexpr int kWarps = kThreads / 32;
+
+struct GateGrid {
+  std::uint32_t column_groups, token_groups, slices, steps;
+
+  __device__ GateGrid(const LayerParams& layer, std::uint32_t tokens, std::uint32_t blocks)
+      : column_groups(static_cast<std::uint32_t>(layer.gate_columns) / kGateColumns),
+        token_groups(protocol::ceil_div(tokens, std::uint32_t{kGateTokens})),
+        steps(static_cast<std::uint32_t>(layer.gate_stride) / kGateStep) {
+    const std::uint32_t units = column_groups * token_groups;
+    // A slice with fewer steps than warps would leave some idle.
+    const std::uint32_t most = min(protocol::ceil_div(steps, std::uint32_t{kWarps}),
+                                   std::uint32_t{kMaxGateSlices});
+    slices = max(1u, min(most, blocks / max(1u, units)));
+  }
+};
+
+// C += A B with A 16 experts x 16, B 16 x 8 tokens, in bf16 with fp32 sums.
+__device__ __forceinline__ void multiply_16x8x16(float (&c)[4], std::uint32_t a0, std::uint32_t a1,
+                                        std::uint32_t a2, std::uint32_t a3, std::uint32_t b0,
+                                        std::uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint4 load_vector(const std::uint16_t* from, bool valid) {
+  return valid ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{0, 0, 0, 0};
+}
+
+// `scratch`: kWarps * kGateTokens * kGateColumns floats of shared memory.
+__device__ __forceinline__ void gate_logits(const LayerParams& layer, const std::uint16_t* x,
+                                   std::int64_t x_stride, std::uint32_t tokens, float* scratch) {
+  const GateGrid grid(layer, tokens, gridDim.x);
+  const std::uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Lane 4 g + t holds columns 8 t to 8 t + 7 of rows g (and g + 8): one 16-byte load, and two
+  // instructions' worth of operands. Which k an operand register means is free, as long as both
+  // operands mean the same.
+  const std::uint32_t g = lane / 4, t = lane % 4;
+  const std::uint32_t units = grid.column_groups * grid.token_groups * grid.slices;
+  for (std::uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const std::uint32_t slice = unit % grid.slices;
+    const std::uint32_t column0 = unit / grid.slices % grid.column_groups * kGateColumns;
+    const std::uint32_t token0 = unit / grid.slices / grid.column_groups * kGateTokens;
+    const std::uint32_t token_tiles = min((tokens - token0 + 7) / 8, 4u);
+    const std::uint32_t step_end = grid.steps * (slice + 1) / grid.slices;
+    float sum[2][4][4] = {};
+    for (std::uint32_t step = grid.steps * slice / grid.slices + warp; step < step_end;
+         step += kWarps) {
+      const std::uint32_t k = step * kGateStep + 8 * t;
+      uint4 b[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const std::uint32_t token = token0 + 8 * n + g;
+        b[n] = load_vector(x + token * x_stride + k,
+                           token < tokens && k < static_cast<std::uint32_t>(layer.hidden));
+      }
+      for (int plane = 0; plane < layer.num_planes; ++plane) {
+        const std::uint16_t* rows =
+            layer.router +
+            (static_cast<std::size_t>(plane) * layer.gate_columns + column0 + g) *
+                layer.gate_stride + k;
+        uint4 a[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          a[m] = load_vector(rows + static_cast<std::size_t>(8 * m) * layer.gate_stride, true);
+        }
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          if (n >= static_cast<int>(token_tiles)) break;
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            const uint4 &top = a[2 * m], &bottom = a[2 * m + 1];
+            multiply_16x8x16(sum[m][n], top.x, bottom.x, top.y, bottom.y, b[n].x, b[n].y);
+            multiply_16x8x16(sum[m][n], top.z, bottom.z, top.w, bottom.w, b[n].z, b[n].w);
+          }
+        }
+      }
+    }
+    // Token-major, so that sums and stores are coalesced over columns.
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const std::uint32_t token = 8 * n + 2 * t + i % 2, column = 16 * m + g + 8 * (i / 2);
+          scratch[(warp * kGateTokens + token) * kGateColumns + column] = sum[m][n][i];
+        }
+      }
+    }
+    __syncthreads();
+    for (std::uint32_t i = threadIdx.x; i < 8 * token_tiles * kGateColumns; i += kThreads) {
+      const std::uint32_t token = token0 + i / kGateColumns;
+      if (token >= tokens) break;
+      float total = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) total += scratch[w * kGateTokens * kGateColumns + i];
+      layer.partial_logits[(static_cast<std::size_t>(slice) * tokens + token) * layer.gate_columns +
+                           column0 + i % kGateColumns] = total;
+    }
+    __syncthreads();
+  }
+}
+
+// logits[j] += column `column + 32 j` of a token's logits, summed over slices, where it is less than
+// `end`. Other blocks wrote the partial sums in this pass: past the L1 cache.
+template <int kPerLane>
+__device__ __forceinline__ void sum_slices(const LayerParams& layer, std::uint32_t slices,
+                                           std::uint32_t tokens, std::uint32_t token,
+                                           std::uint32_t column, std::uint32_t end,
+                                           float (&logits)[kPerLane]) {
+  constexpr int kAtOnce = kPerLane < 16 ? 16 / kPerLane : 1;
+  const float* at =
+      layer.partial_logits + static_cast<std::size_t>(token) * layer.gate_columns + column;
+  const std::size_t stride = static_cast<std::size_t>(tokens) * layer.gate_columns;
+#pragma unroll kAtOnce
+  for (std::uint32_t s = 0; s < slices; ++s, at += stride) {
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      if (column + 32 * j < end) logits[j] += __ldcg(at + 32 * j);
+    }
+  }
+}
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,21 @@
+// The kernels that were compiled.
+#include <fmt/format.h>
+
+#include "gpu/layer_params.h"
+#include "switchyard/error.h"
+
+namespace switchyard::gpu {
+
+KernelEntry find_kernel(const Activation& activation) {
+#define SWITCHYARD_KERNEL(name, is_gated)                                            \
+  if (activation.kind == ActivationKind::name && activation.gated == (is_gated)) { \
+    return kernel_entry<ActivationKind::name, is_gated>();                           \
+  }
+#include "gpu/kernel_list.inc"
+#undef SWITCHYARD_KERNEL
+  throw Error(ErrorCode::kUnsupported,
+              fmt::format("no kernel was compiled for a {} FFN with '{}'; see src/gpu/CMakeLists.txt",
+                          activation.gated ? "gated" : "plain", name_of(activation)));
+}
+
+}  // namespace switchyard::gpu

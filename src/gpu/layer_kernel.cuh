@@ -1,0 +1,202 @@
+// One forward pass of one rank: gate, plan, expert GEMMs and combine in one cooperative launch.
+//
+//   all threads        gate (partial logits) | route, lists | plan: every block makes the same one
+//   then, by warp:
+//     0         weights    tasks -> TMA of 128 weight rows x 64 columns per stage
+//     1         scheduler  tickets -> tasks
+//     2, 3      tokens     gather the tile's token rows x 64 columns per stage by cp.async
+//     4 to 11   math       two warpgroups: WGMMA over the ring; epilogue; combine tasks
+//
+//   barrier      phase completes on                                              waited for by
+//   full[s]      weights: 1 arrival + 16 KiB; tokens: 64 arrivals when copied    math
+//   empty[s]     8 math warps, when the products that read the stage are done    weights, tokens
+//   task_full    scheduler                                                       all other roles
+//   task_empty   weights, 2 tokens warps, 8 math warps, when they have read it   scheduler
+//
+//   between blocks (device memory, cleared by the pass before):
+//   barrier[i]     every block: logits complete; lists complete                  all blocks
+//   gemm1_done[t]  2 per block of weight rows: h of tile t is written            tokens (GEMM2)
+//   gemm2_done[t]  2 per block of weight rows: cells of tile t are written       combine; math that
+//                                                                                reuses t's h
+#pragma once
+
+#include "gpu/roles.cuh"
+
+namespace switchyard::gpu {
+
+static_assert(kFullArrivals == 1 + 64 && kEmptyArrivals == 8 && kTaskFullArrivals == 1 &&
+                  kTaskEmptyArrivals == 1 + 2 + 8,
+              "the table above");
+
+enum GridBarrier : std::uint32_t { kConverted, kLogitsReady, kListsReady };
+
+// Activations of other types as bf16 rows.
+__device__ __forceinline__ void convert_activations(const LayerParams& layer, const CallParams& call) {
+  const auto hidden = static_cast<std::uint32_t>(layer.hidden);
+  const std::size_t count = static_cast<std::size_t>(call.tokens) * (hidden / 2);
+  for (std::size_t i = blockIdx.x * std::size_t{kThreads} + threadIdx.x; i < count;
+       i += std::size_t{gridDim.x} * kThreads) {
+    const std::size_t row = i / (hidden / 2), column = i % (hidden / 2) * 2;
+    const std::size_t at = row * call.x_stride + column;
+    const float2 v = call.x_type == DType::kF32
+                         ? *reinterpret_cast<const float2*>(static_cast<const float*>(call.x) + at)
+                         : __half22float2(*reinterpret_cast<const __half2*>(
+                               static_cast<const __half*>(call.x) + at));
+    reinterpret_cast<std::uint32_t*>(layer.converted)[i] = pack_bf16(v.x, v.y);
+  }
+}
+
+// Lists of a pass that this block routes for itself. The position of a slot among its expert's is
+// the number of earlier slots, so all blocks agree.
+__device__ __forceinline__ void list_own_slots(const LayerParams& layer, BlockStorage& block,
+                                      std::uint32_t slots) {
+  for (std::uint32_t e = threadIdx.x; e < static_cast<std::uint32_t>(layer.num_experts);
+       e += kThreads) {
+    std::uint32_t rows = 0;
+    for (std::uint32_t s = 0; s < slots; ++s) {
+      if (block.own.ids[s] == static_cast<std::int32_t>(e)) {
+        block.own.positions[s] = static_cast<std::uint16_t>(rows++);
+      }
+    }
+    block.expert_rows[e] = rows;
+  }
+}
+
+// Lists of a pass whose tokens are shared out over the blocks.
+__device__ __forceinline__ void list_shared_slots(const LayerParams& layer, BlockStorage& block,
+                                         const PassWords& words, std::uint32_t begin,
+                                         std::uint32_t end) {
+  std::uint32_t* const base = block.tile_begin;  // not yet in use
+  for (std::uint32_t e = threadIdx.x; e < static_cast<std::uint32_t>(layer.num_experts);
+       e += kThreads) {
+    const std::uint32_t rows = block.expert_rows[e];
+    base[e] = rows != 0 ? atomicAdd(words.expert_rows() + e, rows) : 0;
+  }
+  __syncthreads();
+  const auto top_k = static_cast<std::uint32_t>(layer.top_k);
+  for (std::uint32_t slot = begin * top_k + threadIdx.x; slot < end * top_k; slot += kThreads) {
+    const std::int32_t id = layer.ids[slot];
+    if (id < 0) continue;
+    const std::uint32_t position = layer.positions[slot] + base[id];
+    layer.positions[slot] = position;
+    layer.lists[static_cast<std::size_t>(id) * layer.max_tokens + position] =
+        RowEntry::pack(slot / top_k, slot % top_k);
+  }
+}
+
+template <bool kGated>
+__device__ __forceinline__ void loading_group(const Pass& pass) {
+  const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (warp == kWeightsWarp) {
+    if (threadIdx.x % 32 == 0) weights_role<kGated>(pass);
+  } else if (warp == kSchedulerWarp) {
+    if (threadIdx.x % 32 == 0) scheduler_role(pass);
+  } else {
+    tokens_role(pass);
+  }
+}
+
+template <ActivationKind kKind, bool kGated>
+__global__ void __launch_bounds__(kThreads, 1)
+    layer_kernel(const __grid_constant__ LayerParams layer,
+                 const __grid_constant__ CallParams call) {
+  extern __shared__ std::byte shared_memory[];
+  BlockStorage& block = *reinterpret_cast<BlockStorage*>(
+      shared_memory + (-shared_address(shared_memory) & 1023u));
+  if (threadIdx.x == 0) {
+    for (std::uint32_t s = 0; s < kMaxStages; ++s) {
+      init_barrier(shared_address(&block.full[s]), kFullArrivals);
+      init_barrier(shared_address(&block.empty[s]), kEmptyArrivals);
+    }
+    for (std::uint32_t s = 0; s < kTaskSlots; ++s) {
+      init_barrier(shared_address(&block.task_full[s]), kTaskFullArrivals);
+      init_barrier(shared_address(&block.task_empty[s]), kTaskEmptyArrivals);
+    }
+    block.pass.max_height = kTileShape.granule;
+    block.pass.going = Going::kOn;
+    // Every block of a pass adds one, so the quotient is the pass's number.
+    block.pass.epoch =
+        atomicAdd(reinterpret_cast<unsigned long long*>(layer.arrivals), 1ull) / gridDim.x;
+  }
+  for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) block.expert_rows[e] = 0;
+  __syncthreads();
+  const Pass pass{layer, call, block};
+  const Waiter waiter = pass.waiter();
+  const PassWords words = layer.pass_words[waiter.epoch & 1];
+
+  const auto* x = static_cast<const std::uint16_t*>(call.x);
+  std::int64_t x_stride = call.x_stride;
+  if (call.x_type != DType::kBF16) {
+    convert_activations(layer, call);
+    x = layer.converted;
+    x_stride = layer.hidden;
+    if (!grid_barrier(waiter, words.barrier(kConverted))) return;
+  }
+  if ((layer.has_router && call.given_ids == nullptr) || layer.shared_sigmoid) {
+    gate_logits(layer, x, x_stride, call.tokens, reinterpret_cast<float*>(block.ring));
+    if (!grid_barrier(waiter, words.barrier(kLogitsReady))) return;
+  }
+
+  const bool alone = routes_alone(layer, call.tokens);
+  const RoutingTables tables = tables_of(layer, block, alone);
+  if (alone) {
+    route_tokens(layer, call, tables, words, 0, call.tokens, nullptr, blockIdx.x == 0);
+    __syncthreads();
+    list_own_slots(layer, block, call.tokens * layer.top_k);
+  } else {
+    const auto share = [&](std::uint32_t i) {
+      return static_cast<std::uint32_t>(std::uint64_t{call.tokens} * i / gridDim.x);
+    };
+    const std::uint32_t begin = share(blockIdx.x), end = share(blockIdx.x + 1);
+    route_tokens(layer, call, tables, words, begin, end, block.expert_rows, true);
+    __syncthreads();
+    list_shared_slots(layer, block, words, begin, end);
+    if (!grid_barrier(waiter, words.barrier(kListsReady))) return;
+    for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) {
+      block.expert_rows[e] = __ldcg(words.expert_rows() + e);
+    }
+  }
+  __syncthreads();
+  const bool has_shared = layer.cells_per_token > layer.top_k;
+  const protocol::TokenTiles shared_tiles(has_shared ? call.tokens : 0, kTileShape);
+  place_tiles(layer, block, alone, shared_tiles);
+  if (alone) {
+    const std::uint32_t slots = call.tokens * layer.top_k;
+    for (std::uint32_t s = threadIdx.x; s < slots; s += kThreads) {
+      const std::int32_t id = block.own.ids[s];
+      if (id < 0) continue;
+      block.own.lists[block.list_begin[id] + block.own.positions[s]] =
+          RowEntry::pack(s / layer.top_k, s % layer.top_k);
+    }
+  }
+  if (blockIdx.x == 0) {
+    for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) {
+      layer.stats[e] = block.expert_rows[e];
+    }
+  }
+  if (threadIdx.x == 0) {
+    PassState& state = block.pass;
+    state.words = words;
+    state.x = x;
+    state.x_stride = x_stride;
+    state.tables = tables;
+    state.shared_tiles = shared_tiles;
+    const std::uint32_t stage_bytes = kWeightStageBytes + state.max_height * kStageRowBytes;
+    state.ring = {shared_address(block.ring), shared_address(block.full),
+                  shared_address(block.empty), min(kMaxStages, kRingBytes / stage_bytes),
+                  stage_bytes};
+  }
+  // The gate used the ring's memory; from here on it belongs to the async proxy too.
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
+
+  if (__shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<kLoadingRegisters>();
+    loading_group<kGated>(pass);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<kMathRegisters>();
+    math_role<kKind, kGated>(pass);
+  }
+}
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,145 @@
+// What the host hands to the layer kernel: where everything is, fixed for the life of the layer, and
+// what changes with each call. Trivially copyable; pointers are device pointers.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "protocol/layout.h"
+#include "protocol/partition.h"
+#include "routing/route_warp.cuh"
+#include "switchyard/layer_spec.h"
+#include "switchyard/tensor.h"
+
+namespace switchyard::gpu {
+
+// One kind of expert, routed or shared: E networks of the same shape behind one pair of maps.
+struct FfnParams {
+  // Over [E, gate/up, I/8, 8, H] and [E, 1, H/8, 8, I]: the box of a task is 128 rows, for a gated
+  // first GEMM 8 of gate, 8 of up, and so on, so that both meet in one thread's registers.
+  CUtensorMap gemm1_map, gemm2_map;
+  const float* gate_bias = nullptr;  // [E, I]; null where the model has none
+  const float* up_bias = nullptr;    // [E, I]
+  const float* down_bias = nullptr;  // [E, H]
+  int intermediate = 0;              // I, rounded up to a multiple of 8
+  std::uint32_t gemm1_blocks = 0;    // of output rows, per token tile
+  std::uint32_t gemm2_blocks = 0;
+};
+
+// Words that blocks count in. There are two, for even and odd passes: a pass counts in one and
+// clears the other for its successor, so nobody resets what somebody still reads.
+struct PassWords {
+  std::uint32_t* words;
+
+  // Layout: the next task, grid barriers, NaN logits, bad ids, dropped slots, then arrays.
+  static constexpr std::uint32_t kBarriers = 4;
+  SWITCHYARD_HOST_DEVICE std::uint32_t* next_task() const { return words; }
+  // On a line of its own each: all blocks poll it.
+  SWITCHYARD_HOST_DEVICE std::uint32_t* barrier(std::uint32_t i) const {
+    return words + 32 * (1 + i);
+  }
+  SWITCHYARD_HOST_DEVICE std::uint32_t* counters() const { return words + 32 * (1 + kBarriers); }
+  SWITCHYARD_HOST_DEVICE std::uint32_t* expert_rows() const { return counters() + 32; }
+  SWITCHYARD_HOST_DEVICE std::uint32_t* gemm1_done(std::uint32_t num_experts) const {
+    return expert_rows() + num_experts;
+  }
+  SWITCHYARD_HOST_DEVICE std::uint32_t* gemm2_done(std::uint32_t num_experts,
+                                                   std::uint32_t max_tiles) const {
+    return gemm1_done(num_experts) + max_tiles;
+  }
+  SWITCHYARD_HOST_DEVICE static constexpr std::uint32_t count(std::uint32_t num_experts,
+                                                              std::uint32_t max_tiles) {
+    return protocol::round_up(32 * (2 + kBarriers) + num_experts + 2 * max_tiles, 32u);
+  }
+};
+enum PassCounter : std::uint32_t { kNanLogits, kDroppedSlots, kNumPassCounters };
+
+// What a pass leaves in a word of the host's memory if it could not do what was asked.
+enum class Failure : std::uint32_t { kNone, kBadId, kGivenUp };
+
+struct LayerParams {
+  FfnParams routed, shared;
+  protocol::Heaps heaps;
+  routing::DeviceRouting routing;
+  std::uint64_t deadline_ns;
+
+  int hidden;
+  int num_experts;
+  int top_k;
+  int cells_per_token;  // top_k, + 1 with a shared expert
+  int max_tokens;
+  bool weight_on_input;
+  float alpha, limit, up_bias;  // of the activation
+  float capacity_factor;
+
+  // Gate: [num_planes, gate_columns, gate_stride] bf16, whose sum over planes is the router's weight
+  // to fp32 precision; with a sigmoid-gated shared expert its gate is column num_experts.
+  const std::uint16_t* router;
+  int num_planes;
+  int gate_columns;   // padded to a multiple of 32
+  int gate_stride;    // H padded to a multiple of 32
+  bool has_router;
+  bool shared_sigmoid;
+  const float* router_bias;      // [E] or null
+  const float* correction_bias;  // [E] or null
+  const std::int32_t* hash_table;  // [hash_rows, K]
+  int hash_rows;
+
+  // Workspace.
+  std::uint64_t* arrivals;   // blocks that ever began a pass; never reset
+  PassWords pass_words[2];
+  float* partial_logits;     // [slices, T, gate_columns]
+  std::int32_t* ids;         // [T, K]
+  float* weights;            // [T, cells_per_token]
+  std::uint32_t* positions;  // [T, K]: of the slot in its expert's list
+  std::uint32_t* lists;      // [E, max_tokens]: RowEntry of each row of the expert
+  std::uint16_t* converted;  // [T, H] bf16, for activations of other types
+  std::uint16_t* h;          // [h_slots, kMaxTokens of a tile, h_stride] bf16
+  std::uint16_t* cells;      // [T, cells_per_token, H] bf16
+  std::uint32_t h_slots;
+  std::uint32_t h_stride;
+  std::uint32_t max_tiles;
+  std::uint32_t lag;
+  std::uint32_t* stats;      // [E] rows per expert of the last pass
+  volatile std::uint32_t* failed;  // a Failure, in the host's memory
+};
+
+struct CallParams {
+  const void* x;          // [T, H] of x_type
+  std::int64_t x_stride;  // in elements
+  DType x_type;
+  std::uint32_t tokens;
+  void* y;  // [T, H] of y_type
+  std::int64_t y_stride;
+  DType y_type;
+  const std::int32_t* given_ids;  // [T, K] or null
+  const float* given_weights;
+  const std::int32_t* token_ids;  // [T], hash routing
+  std::int32_t* out_ids;          // [T, K] or null
+  float* out_weights;
+};
+
+// Everything about a launch that the host must know.
+struct KernelShape {
+  int threads;
+  std::uint32_t shared_bytes;
+};
+
+using LayerKernel = void (*)(LayerParams, CallParams);
+struct KernelEntry {
+  LayerKernel kernel;
+  KernelShape shape;
+};
+template <ActivationKind kKind, bool kGated>
+KernelEntry kernel_entry();  // in the object that was compiled for it
+// The kernel for an activation. Throws Error{kUnsupported} for one that was not compiled.
+KernelEntry find_kernel(const Activation& activation);
+
+inline constexpr protocol::TileShape kTileShape{256, 16};
+inline constexpr int kTileRows = 128;   // weight rows of a task
+inline constexpr int kMaxGateSlices = 16;
+inline constexpr int kMaxDeviceExperts = 512;
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,58 @@
+// The GPU room of a build without CUDA: no devices, and a reason.
+#include <memory>
+
+#include "gpu/device.h"
+#include "layer/engine.h"
+#include "switchyard/error.h"
+
+namespace switchyard::gpu {
+namespace {
+
+[[noreturn]] void unsupported() {
+  throw Error(ErrorCode::kUnsupported,
+              "this build has no CUDA; configure it where nvcc and the CUTLASS headers are found, "
+              "or use the CPU");
+}
+
+}  // namespace
+
+bool built_with_cuda() { return false; }
+int device_count() { return 0; }
+DeviceInfo device_info(int) { unsupported(); }
+int current_device() { unsupported(); }
+void set_device(int) { unsupported(); }
+void synchronize_device() { unsupported(); }
+bool is_device_pointer(const void*) { return false; }
+
+// There is never anything to give back.
+namespace detail {
+void DestroyStream::operator()(void*) const {}
+void DestroyEvent::operator()(void*) const {}
+void DestroyGraph::operator()(void*) const {}
+void FreeMemory::operator()(std::byte*) const {}
+}  // namespace detail
+
+Stream::Stream() { unsupported(); }
+void Stream::synchronize() const { unsupported(); }
+
+DeviceBuffer::DeviceBuffer(std::size_t) { unsupported(); }
+void DeviceBuffer::upload(const void*, std::size_t, std::size_t) { unsupported(); }
+void DeviceBuffer::download(void*, std::size_t, std::size_t) const { unsupported(); }
+void DeviceBuffer::fill(std::uint8_t, const Stream&) { unsupported(); }
+
+Event::Event() { unsupported(); }
+void Event::record(const Stream&) { unsupported(); }
+void Event::synchronize() const { unsupported(); }
+double Event::elapsed_us(const Event&, const Event&) { unsupported(); }
+
+Graph Graph::capture(const Stream&, const std::function<void()>&) { unsupported(); }
+void Graph::launch(const Stream&) { unsupported(); }
+
+void flush_l2(const Stream&) { unsupported(); }
+
+std::unique_ptr<LayerEngine> make_engine(const World&, const LayerSpec&, const MoeWeights&,
+                                         const LayerOptions&) {
+  unsupported();
+}
+
+}  // namespace switchyard::gpu

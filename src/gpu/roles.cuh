@@ -1,0 +1,548 @@
+// The roles of a block once the pass is planned: scheduler, weights, tokens, math. Each walks the
+// tasks of the block in the order in which the scheduler hands them out.
+#pragma once
+
+#include "gpu/combine.cuh"
+#include "gpu/epilogue.cuh"
+#include "gpu/plan.cuh"
+
+namespace switchyard::gpu {
+
+// What every role of a block knows.
+struct Pass {
+  const LayerParams& layer;
+  const CallParams& call;
+  BlockStorage& block;
+
+  __device__ const PassState& state() const { return block.pass; }
+  __device__ Waiter waiter() const {
+    return {&layer.heaps, layer.failed, &block.pass.going, block.pass.epoch, layer.deadline_ns};
+  }
+  __device__ const FfnParams& ffn(bool shared) const { return shared ? layer.shared : layer.routed; }
+  __device__ std::uint32_t* gemm1_done(std::uint32_t tile) const {
+    return state().words.gemm1_done(layer.num_experts) + tile;
+  }
+  __device__ std::uint32_t* gemm2_done(std::uint32_t tile) const {
+    return state().words.gemm2_done(layer.num_experts, layer.max_tiles) + tile;
+  }
+  __device__ bool is_shared(std::uint32_t tile) const { return tile < state().shared_tiles.count; }
+  // Every math warpgroup counts for itself.
+  __device__ bool gemm1_complete(std::uint32_t tile) const {
+    return load_acquire_gpu(gemm1_done(tile)) >= kMathGroups * ffn(is_shared(tile)).gemm1_blocks;
+  }
+  __device__ bool gemm2_complete(std::uint32_t tile) const {
+    return load_acquire_gpu(gemm2_done(tile)) >= kMathGroups * ffn(is_shared(tile)).gemm2_blocks;
+  }
+  __device__ std::uint16_t* h_row(std::uint32_t tile, std::uint32_t row) const {
+    const std::size_t slot = tile % layer.h_slots;
+    return layer.h + (slot * kTileShape.max_height + row) * layer.h_stride;
+  }
+};
+
+// The queue of tasks as one of its readers sees it.
+class TaskReader {
+ public:
+  __device__ TaskReader(const Pass& pass) : pass_(pass) {}
+
+  // Waits for the next task. One lane of the warp must call release() when all have read it.
+  __device__ TaskDescriptor next() {
+    const std::uint32_t full = shared_address(&pass_.block.task_full[place_.stage]);
+    TaskDescriptor task;
+    task.work = Work::kStop;
+    if (wait_ring(pass_.waiter(), full, place_.parity)) task = pass_.block.tasks[place_.stage];
+    slot_ = place_.stage;
+    place_.advance(kTaskSlots);
+    return task;
+  }
+  __device__ void release() const { arrive(shared_address(&pass_.block.task_empty[slot_])); }
+
+ private:
+  const Pass& pass_;
+  RingPlace place_;
+  std::uint32_t slot_ = 0;
+};
+
+// --- Scheduler: one thread. Takes tickets from the counter all blocks share and hands out tasks.
+
+__device__ __forceinline__ std::uint32_t expert_of_tile(const BlockStorage& block, std::uint32_t num_experts,
+                                               std::uint32_t tile) {
+  std::uint32_t low = 0, high = num_experts;  // tile_begin[low] <= tile < tile_begin[high]
+  while (high - low > 1) {
+    const std::uint32_t middle = (low + high) / 2;
+    if (block.tile_begin[middle] <= tile) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+__device__ __forceinline__ TaskDescriptor describe(const Pass& pass, const protocol::Task& task) {
+  const LayerParams& layer = pass.layer;
+  TaskDescriptor d{};
+  d.tile = task.index;
+  d.block = task.block;
+  if (task.kind == protocol::TaskKind::kCombine) {
+    d.work = Work::kCombine;
+    return d;
+  }
+  d.shared = pass.is_shared(task.index) ? 1 : 0;
+  protocol::TokenTiles tiles = pass.state().shared_tiles;
+  std::uint32_t tile_of_expert = task.index;
+  if (d.shared == 0) {
+    d.expert = expert_of_tile(pass.block, layer.num_experts, task.index);
+    tiles = protocol::TokenTiles(pass.block.expert_rows[d.expert], kTileShape);
+    tile_of_expert -= pass.block.tile_begin[d.expert];
+  }
+  d.first_row = tiles.begin(tile_of_expert);
+  d.rows = tiles.end(tile_of_expert) - d.first_row;
+  d.units = protocol::ceil_div(d.rows, static_cast<std::uint32_t>(kTileShape.granule));
+  d.one_tile = tiles.count == 1 ? 1 : 0;
+  if (d.shared == 0) {
+    d.list = (pass.state().tables.alone ? pass.block.own.lists + pass.block.list_begin[d.expert]
+                         : layer.lists + static_cast<std::size_t>(d.expert) * layer.max_tokens) +
+             d.first_row;
+  }
+  const bool first = task.kind == protocol::TaskKind::kGemm1;
+  d.work = first ? Work::kGemm1 : Work::kGemm2;
+  const int depth = first ? layer.hidden : pass.ffn(d.shared != 0).intermediate;
+  d.k_blocks = static_cast<std::uint32_t>(protocol::ceil_div(depth, kStageRowBytes / 2));
+  return d;
+}
+
+__device__ __forceinline__ void scheduler_role(const Pass& pass) {
+  const LayerParams& layer = pass.layer;
+  protocol::Workload work;
+  work.num_shared_tiles = pass.state().shared_tiles.count;
+  work.num_routed_tiles = pass.block.tile_begin[layer.num_experts] - pass.state().shared_tiles.count;
+  work.shared_gemm1_blocks = layer.shared.gemm1_blocks;
+  work.shared_gemm2_blocks = layer.shared.gemm2_blocks;
+  work.routed_gemm1_blocks = layer.routed.gemm1_blocks;
+  work.routed_gemm2_blocks = layer.routed.gemm2_blocks;
+  work.num_combine_chunks =
+      protocol::ceil_div(pass.call.tokens, combine_chunk(pass.call.tokens, gridDim.x));
+  work.lag = layer.lag;
+  const std::uint32_t num_tasks = work.num_gemm_tasks() + work.num_combine_chunks;
+  RingPlace place;
+  const auto slot_empty = [&] { return shared_address(&pass.block.task_empty[place.stage]); };
+  for (std::uint32_t ticket = blockIdx.x;;) {
+    const bool last = ticket >= num_tasks;
+    TaskDescriptor task{};
+    task.work = Work::kStop;
+    if (!last) task = describe(pass, protocol::tile_task_at(work, ticket));
+    if (!wait_ring(pass.waiter(), slot_empty(), place.parity ^ 1)) return;
+    pass.block.tasks[place.stage] = task;
+    arrive(shared_address(&pass.block.task_full[place.stage]));
+    place.advance(kTaskSlots);
+    if (last) return;
+    // Not before a slot is free: a ticket taken is a task that no other block can do.
+    if (!wait_ring(pass.waiter(), slot_empty(), place.parity ^ 1)) return;
+    ticket = gridDim.x + atomicAdd(pass.state().words.next_task(), 1u);
+  }
+}
+
+// --- Weights: one thread. Streams the tasks' weight rows; they wait for nothing but a free stage.
+
+__device__ __forceinline__ void load_weights(const CUtensorMap& map, std::uint32_t to, std::uint32_t barrier,
+                                    int k, int row_group, int expert, std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(k), "r"(0), "r"(row_group), "r"(expert), "l"(policy)
+      : "memory");
+}
+
+template <bool kGated>
+__device__ __forceinline__ void weights_role(const Pass& pass) {
+  // As createpolicy.fractional makes them: weights read once need not stay in the L2 cache.
+  constexpr std::uint64_t kEvictFirst = 0x12f0000000000000, kEvictLast = 0x14f0000000000000;
+  constexpr int kRowsPerGroup = 8;
+  const Ring ring = pass.state().ring;
+  TaskReader reader(pass);
+  RingPlace place;
+  for (;;) {
+    const TaskDescriptor task = reader.next();
+    reader.release();
+    if (task.work == Work::kStop) return;
+    if (task.work == Work::kCombine) continue;
+    const bool first = task.work == Work::kGemm1;
+    const FfnParams& ffn = pass.ffn(task.shared != 0);
+    const CUtensorMap& map = first ? ffn.gemm1_map : ffn.gemm2_map;
+    // Of a gated first GEMM, half of the box's rows are gate's and half up's.
+    const int groups = kTileRows / kRowsPerGroup / (first && kGated ? 2 : 1);
+    const std::uint64_t policy = task.one_tile != 0 ? kEvictFirst : kEvictLast;
+    for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
+      if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
+      const std::uint32_t full = ring.full_barrier(place.stage);
+      arrive_expect_bytes(full, kWeightStageBytes);
+      load_weights(map, ring.weights(place.stage), full,
+                   static_cast<int>(kb * (kStageRowBytes / 2)),
+                   static_cast<int>(task.block) * groups, static_cast<int>(task.expert), policy);
+      place.advance(ring.stages);
+    }
+  }
+}
+
+// --- Tokens: two warps. Gather the rows of the tile, 16 bytes per thread at a time.
+
+__device__ __forceinline__ void copy_async(std::uint32_t to, const std::byte* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Copies if `valid`, else writes zeros.
+__device__ __forceinline__ void copy_async(std::uint32_t to, const std::byte* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void tokens_role(const Pass& pass) {
+  constexpr std::uint32_t kRowsAtOnce = kTokensThreads / 8;  // eight threads take a row's 128 bytes
+  constexpr std::uint32_t kMostRounds = kTileShape.max_height / kRowsAtOnce;
+  constexpr std::uint32_t kRoundBytes = kRowsAtOnce * kStageRowBytes;
+  static_assert(kRowsAtOnce % 8 == 0, "a thread keeps its place in the swizzle");
+  const std::uint32_t thread = threadIdx.x - 32 * kFirstTokensWarp;
+  const std::uint32_t my_row = thread / 8, my_chunk = thread % 8;
+  const std::uint32_t my_place =
+      my_row * kStageRowBytes + ((my_chunk ^ (my_row & 7)) << 4);
+  const Ring ring = pass.state().ring;
+  TaskReader reader(pass);
+  RingPlace place;
+  for (;;) {
+    const TaskDescriptor task = reader.next();
+    __syncwarp();
+    if (thread % 32 == 0) reader.release();
+    if (task.work == Work::kStop) return;
+    if (task.work == Work::kCombine) continue;
+    const bool first = task.work == Work::kGemm1;
+    if (!first) {
+      // Given up or not, the block goes on: its other roles wait for these stages.
+      pass.waiter().wait(protocol::Phase::kExperts, task.tile,
+                         [&] { return pass.gemm1_complete(task.tile); });
+    }
+    const std::byte* from = reinterpret_cast<const std::byte*>(
+        first ? pass.state().x : pass.h_row(task.tile, 0));
+    const auto stride =
+        static_cast<std::uint32_t>(first ? pass.state().x_stride : pass.layer.h_stride) / 8;
+    const auto offset_of = [&](std::uint32_t row) {  // of this thread's chunk, in 16 bytes
+      const std::uint32_t source = !first                 ? row
+                                   : task.list == nullptr ? task.first_row + row
+                                                          : RowEntry::token(task.list[row]);
+      return source * stride + my_chunk;
+    };
+    // All but the last few rows in whole rounds, which need no test of each.
+    const std::uint32_t rounds = task.rows / kRowsAtOnce;
+    const bool one_more = rounds * kRowsAtOnce + my_row < task.rows;
+    const std::uint32_t last_offset = one_more ? offset_of(rounds * kRowsAtOnce + my_row) : 0;
+    std::uint32_t offsets[kMostRounds];
+#pragma unroll
+    for (std::uint32_t i = 0; i < kMostRounds; ++i) {
+      offsets[i] = i < rounds ? offset_of(i * kRowsAtOnce + my_row) : 0;
+    }
+    const auto copy_rows = [&](auto copy) {
+      const std::uint32_t to = ring.tokens(place.stage) + my_place;
+#pragma unroll
+      for (std::uint32_t i = 0; i < kMostRounds; ++i) {
+        if (i >= rounds) break;
+        copy(to + i * kRoundBytes, from + std::size_t{offsets[i]} * 16);
+      }
+      if (one_more) copy(to + rounds * kRoundBytes, from + std::size_t{last_offset} * 16);
+      arrive_after_copies(ring.full_barrier(place.stage));
+      place.advance(ring.stages);
+      from += kStageRowBytes;
+    };
+    const auto depth = static_cast<std::uint32_t>(
+        first ? pass.layer.hidden : pass.ffn(task.shared != 0).intermediate);
+    const std::uint32_t whole_blocks = depth / (kStageRowBytes / 2);
+    for (std::uint32_t kb = 0; kb < whole_blocks; ++kb) {
+      if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
+      copy_rows([](std::uint32_t to, const std::byte* source) { copy_async(to, source); });
+    }
+    if (whole_blocks < task.k_blocks) {
+      if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
+      const bool inside = whole_blocks * (kStageRowBytes / 2) + 8 * my_chunk < depth;
+      copy_rows([inside](std::uint32_t to, const std::byte* source) {
+        copy_async(to, source, inside);
+      });
+    }
+  }
+}
+
+// --- Math: two warpgroups, each with half of the tile's weight rows.
+
+// Its waits are not asked how they ended, here and in the epilogue: wgmma must not be in code that
+// some threads may have left. A tile that was given up is finished with wrong numbers.
+template <int N>
+__device__ __forceinline__ void multiply_tile(const Pass& pass, std::uint32_t k_blocks, RingPlace& place,
+                                     std::uint32_t group, float (&acc)[N / 2]) {
+  constexpr int kStepBytes = BF16Policy::kInstructionK * BF16Policy::kElementBytes;
+  const Ring ring = pass.state().ring;
+  const bool speaks = threadIdx.x % 32 == 0;
+  const auto issue = [&](bool accumulate) {
+    wait_ring(pass.waiter(), ring.full_barrier(place.stage), place.parity);
+    // The tokens' copies are ordinary writes; the matrix unit reads through the async proxy.
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    const std::uint32_t a = ring.weights(place.stage) + group * 64 * kStageRowBytes;
+    const std::uint32_t b = ring.tokens(place.stage);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < kStageRowBytes / kStepBytes; ++k) {
+      multiply<BF16Policy, N>(swizzled_descriptor(a + k * kStepBytes),
+                              swizzled_descriptor(b + k * kStepBytes), acc, accumulate || k != 0);
+    }
+    cute::warpgroup_commit_batch();
+  };
+  issue(false);
+  for (std::uint32_t kb = 1; kb < k_blocks; ++kb) {
+    const std::uint32_t previous = place.stage;
+    place.advance(ring.stages);
+    issue(true);
+    // All but the newest products are done, and with them the stage before.
+    cute::warpgroup_wait<1>();
+    if (speaks) arrive(ring.empty_barrier(previous));
+  }
+  cute::warpgroup_wait<0>();
+  if (speaks) arrive(ring.empty_barrier(place.stage));
+  place.advance(ring.stages);
+}
+
+__device__ __forceinline__ float bias_at(const float* bias, std::size_t at, bool valid) {
+  return bias != nullptr && valid ? __ldg(bias + at) : 0.0f;
+}
+
+template <int N, ActivationKind kKind, bool kGated>
+__device__ __forceinline__ void finish_gemm1(const Pass& pass, const TaskDescriptor& task,
+                                    std::uint32_t group, float (&acc)[N / 2]) {
+  const LayerParams& layer = pass.layer;
+  const FfnParams& ffn = pass.ffn(task.shared != 0);
+  const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
+  const std::uint32_t warp = thread / 32, lane = thread % 32;
+  const std::uint32_t barrier_id = 1 + group;
+  // The tile that had this slot of h before.
+  if (task.tile >= layer.h_slots) {
+    const std::uint32_t before = task.tile - layer.h_slots;
+    if (thread == 0) {
+      pass.waiter().wait(protocol::Phase::kExperts, before,
+                       [&] { return pass.gemm2_complete(before); });
+    }
+    named_barrier<kWarpgroup>(barrier_id);
+  }
+  const auto intermediate = static_cast<std::uint32_t>(ffn.intermediate);
+  constexpr std::uint32_t kColumns = kGated ? 32 : 64;  // of h, from this warpgroup
+  const std::uint32_t column0 = task.block * kColumns * kMathGroups + group * kColumns;
+  const std::uint32_t row = column0 + warp * (kColumns / 4) + lane / 4;
+  const std::size_t bias0 = static_cast<std::size_t>(task.expert) * intermediate;
+  RowBias bias;
+  if constexpr (kGated) {
+    bias = {bias_at(ffn.gate_bias, bias0 + row, row < intermediate),
+            bias_at(ffn.up_bias, bias0 + row, row < intermediate)};
+  } else {
+    bias = {bias_at(ffn.up_bias, bias0 + row, row < intermediate),
+            bias_at(ffn.up_bias, bias0 + row + 8, row + 8 < intermediate)};
+  }
+  const bool weigh = layer.weight_on_input && task.list != nullptr;
+  const auto value = [&](float first, float second) {
+    if constexpr (kGated) {
+      const float limit = layer.limit;
+      const float gate = first > limit ? limit : first;
+      float up = second > limit ? limit : second;
+      up = up < -limit ? -limit : up;
+      return activate<kKind>(gate, layer.alpha) * (up + layer.up_bias);
+    } else {
+      return activate<kKind>(first, layer.alpha);
+    }
+  };
+  const auto pair = [&](int n) {
+    float first[2], second[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float scale = 1;
+      if (weigh) {
+        const std::uint32_t token = 8 * n + 2 * (lane % 4) + i;
+        if (token < task.rows) {
+          const std::uint32_t entry = task.list[token];
+          scale = pass.state().tables.weights[RowEntry::token(entry) * pass.state().tables.cells_per_token +
+                                      RowEntry::k(entry)];
+        }
+      }
+      first[i] = acc[4 * n + i] * scale + bias.first;
+      second[i] = acc[4 * n + 2 + i] * scale + bias.second;
+    }
+    if constexpr (kGated) {
+      return uint2{pack_bf16(value(first[0], second[0]), value(first[1], second[1])), 0};
+    } else {
+      return uint2{pack_bf16(value(first[0], 0), value(first[1], 0)),
+                   pack_bf16(value(second[0], 0), value(second[1], 0))};
+    }
+  };
+  const std::uint32_t elements = column0 < intermediate ? intermediate - column0 : 0;
+  store_tile<N, kGated>(Staging{shared_address(pass.block.staging[group])}, barrier_id, elements,
+                        pair, [&](std::uint32_t token) {
+                          return token < task.rows ? pass.h_row(task.tile, token) + column0
+                                                   : nullptr;
+                        });
+  if (thread == 0) add_release_gpu(pass.gemm1_done(task.tile), 1);
+}
+
+template <int N>
+__device__ __forceinline__ void finish_gemm2(const Pass& pass, const TaskDescriptor& task,
+                                    std::uint32_t group, float (&acc)[N / 2]) {
+  const LayerParams& layer = pass.layer;
+  const FfnParams& ffn = pass.ffn(task.shared != 0);
+  const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
+  const std::uint32_t warp = thread / 32, lane = thread % 32;
+  const auto hidden = static_cast<std::uint32_t>(layer.hidden);
+  const std::uint32_t column0 = task.block * kTileRows + group * 64;
+  const std::uint32_t row = column0 + warp * 16 + lane / 4;
+  const std::size_t bias0 = static_cast<std::size_t>(task.expert) * hidden;
+  const RowBias bias = {bias_at(ffn.down_bias, bias0 + row, row < hidden),
+                        bias_at(ffn.down_bias, bias0 + row + 8, row + 8 < hidden)};
+  const auto pair = [&](int n) {
+    return uint2{pack_bf16(acc[4 * n] + bias.first, acc[4 * n + 1] + bias.first),
+                 pack_bf16(acc[4 * n + 2] + bias.second, acc[4 * n + 3] + bias.second)};
+  };
+  const auto cells = static_cast<std::size_t>(layer.cells_per_token);
+  store_tile<N, false>(
+      Staging{shared_address(pass.block.staging[group])}, 1 + group,
+      column0 < hidden ? hidden - column0 : 0, pair, [&](std::uint32_t token) -> std::uint16_t* {
+        if (token >= task.rows) return nullptr;
+        std::size_t cell = (task.first_row + token) * cells + layer.top_k;
+        if (task.list != nullptr) {
+          const std::uint32_t entry = task.list[token];
+          cell = RowEntry::token(entry) * cells + RowEntry::k(entry);
+        }
+        return layer.cells + cell * hidden + column0;
+      });
+  if (thread == 0) add_release_gpu(pass.gemm2_done(task.tile), 1);
+}
+
+template <int N, ActivationKind kKind, bool kGated>
+__device__ __forceinline__ void gemm_task(const Pass& pass, const TaskDescriptor& task,
+                                          std::uint32_t k_blocks, bool first, RingPlace& place,
+                                          std::uint32_t group, const TaskReader& reader) {
+  float acc[N / 2];
+  multiply_tile<N>(pass, k_blocks, place, group, acc);
+  // From here on the scheduler may look for another task.
+  if (threadIdx.x % 32 == 0) reader.release();
+  if (first) {
+    finish_gemm1<N, kKind, kGated>(pass, task, group, acc);
+  } else {
+    finish_gemm2<N>(pass, task, group, acc);
+  }
+}
+
+__device__ __forceinline__ void combine_task(const Pass& pass, const TaskDescriptor& task) {
+  constexpr std::uint32_t kColumns = 256;
+  const LayerParams& layer = pass.layer;
+  const std::uint32_t warp = threadIdx.x / 32 - kWarpgroup / 32, lane = threadIdx.x % 32;
+  const std::uint32_t chunk = combine_chunk(pass.call.tokens, gridDim.x);
+  const std::uint32_t token0 = task.tile * chunk;
+  const std::uint32_t tokens = min(chunk, pass.call.tokens - token0);
+  const std::uint32_t parts =
+      protocol::ceil_div(static_cast<std::uint32_t>(layer.hidden), kColumns);
+  const RoutingTables& tables = pass.state().tables;
+  std::uint32_t token = ~0u, present = 0;
+  float weight = 0;
+  for (std::uint32_t item = warp; item < tokens * parts; item += kMathWarps) {
+    if (token0 + item / parts != token) {
+      token = token0 + item / parts;
+      std::uint32_t tile = ~0u;
+      weight = 0;
+      if (lane < tables.top_k) {
+        const std::size_t slot = static_cast<std::size_t>(token) * tables.top_k + lane;
+        const std::int32_t id = tables.ids[slot];
+        if (id >= 0) {
+          const std::uint32_t position =
+              pass.state().tables.alone ? pass.block.own.positions[slot] : __ldcg(layer.positions + slot);
+          const protocol::TokenTiles cut(pass.block.expert_rows[id], kTileShape);
+          tile = pass.block.tile_begin[id] + position / cut.height;
+        }
+      } else if (lane < tables.cells_per_token) {
+        tile = token / pass.state().shared_tiles.height;
+      }
+      if (tile != ~0u) {
+        weight = layer.weight_on_input && lane < tables.top_k
+                     ? 1.0f
+                     : tables.weights[static_cast<std::size_t>(token) * tables.cells_per_token +
+                                      lane];
+      }
+      present = __ballot_sync(~0u, tile != ~0u);
+      pass.waiter().wait(protocol::Phase::kCombine, token, [&] {
+        return __all_sync(~0u, tile == ~0u || pass.gemm2_complete(tile)) != 0;
+      });
+    }
+    combine_columns(layer, pass.call, token, item % parts * kColumns + 8 * lane, weight, present);
+  }
+}
+
+// The words of the pass after this one, which were those of the pass before. Done while the first
+// weights are on their way.
+__device__ __forceinline__ void clear_next_words(const Pass& pass) {
+  constexpr std::uint32_t kMathThreads = kMathGroups * kWarpgroup;
+  const PassWords next = pass.layer.pass_words[~pass.waiter().epoch & 1];
+  const std::uint32_t count = PassWords::count(pass.layer.num_experts, pass.layer.max_tiles);
+  for (std::uint32_t i = blockIdx.x * kMathThreads + threadIdx.x - kWarpgroup; i < count;
+       i += gridDim.x * kMathThreads) {
+    next.words[i] = 0;
+  }
+}
+
+__device__ __forceinline__ void report_stuck_ring(const Pass& pass) {
+  if (threadIdx.x != kWarpgroup || *pass.waiter().going != Going::kRingStuck) return;
+  const int rank = pass.layer.heaps.rank;
+  protocol::abort_world(pass.layer.heaps, {rank, rank, protocol::Phase::kExperts, pass.waiter().epoch,
+                                           blockIdx.x, 0, 0, 2 * pass.waiter().deadline_ns});
+  *pass.layer.failed = static_cast<std::uint32_t>(Failure::kGivenUp);
+}
+
+template <ActivationKind kKind, bool kGated>
+__device__ __forceinline__ void math_role(const Pass& pass) {
+  const std::uint32_t group = threadIdx.x / kWarpgroup - 1;
+  const bool speaks = threadIdx.x % 32 == 0;
+  clear_next_words(pass);
+  TaskReader reader(pass);
+  RingPlace place;
+  for (;;) {
+    const TaskDescriptor task = reader.next();
+    // Told to be the same in all lanes, the compiler keeps the warp together.
+    const auto work = static_cast<Work>(__shfl_sync(~0u, static_cast<std::uint32_t>(task.work), 0));
+    const std::uint32_t k_blocks = __shfl_sync(~0u, task.k_blocks, 0);
+    const bool gemm = work == Work::kGemm1 || work == Work::kGemm2;
+    switch (gemm ? __shfl_sync(~0u, task.units, 0) : 0) {
+#define SWITCHYARD_HEIGHT(units)                                                                   \
+  case units:                                                                                      \
+    gemm_task<16 * units, kKind, kGated>(pass, task, k_blocks, work == Work::kGemm1, place, group, \
+                                         reader);                                                  \
+    break;
+      SWITCHYARD_HEIGHT(1)
+      SWITCHYARD_HEIGHT(2)
+      SWITCHYARD_HEIGHT(4)
+      SWITCHYARD_HEIGHT(8)
+      SWITCHYARD_HEIGHT(16)
+#ifndef SWITCHYARD_FEW_HEIGHTS
+      SWITCHYARD_HEIGHT(3)
+      SWITCHYARD_HEIGHT(5)
+      SWITCHYARD_HEIGHT(6)
+      SWITCHYARD_HEIGHT(7)
+      SWITCHYARD_HEIGHT(9)
+      SWITCHYARD_HEIGHT(10)
+      SWITCHYARD_HEIGHT(11)
+      SWITCHYARD_HEIGHT(12)
+      SWITCHYARD_HEIGHT(13)
+      SWITCHYARD_HEIGHT(14)
+      SWITCHYARD_HEIGHT(15)
+#endif
+#undef SWITCHYARD_HEIGHT
+      default:
+        if (speaks) reader.release();
+        if (work != Work::kCombine) {
+          report_stuck_ring(pass);
+          return;
+        }
+        combine_task(pass, task);
+    }
+    if (threadIdx.x == kWarpgroup) protocol::note_progress(*pass.waiter().heaps);
+  }
+}
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,134 @@
+// The shared memory of a block, the ring in it, and who arrives on which barrier.
+#pragma once
+
+#include "gpu/layer_params.h"
+#include "gpu/sync.cuh"
+#include "gpu/wgmma.cuh"
+
+namespace switchyard::gpu {
+
+// A block is a loading warpgroup, whose warps have roles of their own, and the math warpgroups. (More
+// threads would leave the kernel fewer registers at entry than the widest matrix instruction has
+// operands, and ptxas asks for those whatever setmaxnreg says later.)
+inline constexpr int kWarpgroup = 128;
+inline constexpr int kMathGroups = 2;
+inline constexpr int kMathWarps = 4 * kMathGroups;
+inline constexpr int kThreads = kWarpgroup * (1 + kMathGroups);
+enum LoadingWarp : int { kWeightsWarp, kSchedulerWarp, kFirstTokensWarp };
+inline constexpr int kTokensWarps = 4 - kFirstTokensWarp;
+inline constexpr int kTokensThreads = 32 * kTokensWarps;
+static_assert(kTileRows == 64 * kMathGroups, "a math warpgroup takes 64 weight rows");
+
+// Registers per thread once the roles part. They share what the block got at launch, equal parts in
+// steps of 8: asking for more, setmaxnreg would wait for ever.
+inline constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+inline constexpr int kLoadingRegisters = 88;
+inline constexpr int kMathRegisters = 208;
+static_assert(kLoadingRegisters + kMathGroups * kMathRegisters <=
+              (1 + kMathGroups) * kLaunchRegisters);
+
+// A stage holds kStageDepth bytes of each of 128 weight rows and of the tile's tokens.
+inline constexpr int kStageRowBytes = kSwizzleRowBytes;
+inline constexpr std::uint32_t kWeightStageBytes = kTileRows * kStageRowBytes;
+inline constexpr std::uint32_t kRingBytes =
+    4 * (kWeightStageBytes + static_cast<std::uint32_t>(kTileShape.max_height) * kStageRowBytes);
+inline constexpr std::uint32_t kMaxStages = 12;
+inline constexpr std::uint32_t kTaskSlots = 2;
+
+// Arrivals that complete one phase of each barrier.
+inline constexpr int kFullArrivals = 1 + kTokensThreads;  // the weights' bytes; every tokens thread
+inline constexpr int kEmptyArrivals = kMathWarps;
+inline constexpr int kTaskFullArrivals = 1;                   // the scheduler
+inline constexpr int kTaskEmptyArrivals = 1 + kTokensWarps + kMathWarps;  // weights, tokens, math warps
+
+// A row of an expert's list: which slot (token, k) it is.
+struct RowEntry {
+  static constexpr int kBits = 5;
+  static_assert(protocol::kMaxTopK <= 1 << kBits);
+  __device__ static std::uint32_t pack(std::uint32_t token, std::uint32_t k) {
+    return token << kBits | k;
+  }
+  __device__ static std::uint32_t token(std::uint32_t entry) { return entry >> kBits; }
+  __device__ static std::uint32_t k(std::uint32_t entry) { return entry & ((1u << kBits) - 1); }
+};
+
+enum class Work : std::uint32_t { kGemm1, kGemm2, kCombine, kStop };
+
+// A task as the scheduler hands it to the other roles.
+struct TaskDescriptor {
+  Work work;
+  std::uint32_t shared;  // 1: of the shared expert
+  std::uint32_t expert;
+  std::uint32_t tile;
+  std::uint32_t block;      // of output rows; the chunk of a combine task
+  std::uint32_t rows;       // of the tile
+  std::uint32_t first_row;  // of the tile, in its expert
+  std::uint32_t units;      // height of the tile in steps of kTileShape.granule
+  std::uint32_t k_blocks;   // stages of the K loop
+  std::uint32_t one_tile;   // 1: no other tile reads these weights
+  const std::uint32_t* list;  // of the tile's rows; null: the tokens themselves, in order
+};
+
+// Passes of so few slots are routed by every block for itself, which saves a grid barrier.
+inline constexpr std::uint32_t kMaxOwnSlots = 512;
+inline constexpr std::uint32_t kMaxOwnTokens = 32;
+
+struct OwnRouting {
+  std::int32_t ids[kMaxOwnSlots];
+  float weights[kMaxOwnSlots + kMaxOwnTokens];  // [T, cells_per_token]
+  std::uint16_t positions[kMaxOwnSlots];
+  std::uint32_t lists[kMaxOwnSlots];
+};
+
+struct Ring {
+  std::uint32_t base, full, empty, stages, stage_bytes;
+
+  __device__ std::uint32_t weights(std::uint32_t stage) const { return base + stage * stage_bytes; }
+  __device__ std::uint32_t tokens(std::uint32_t stage) const {
+    return weights(stage) + kWeightStageBytes;
+  }
+  __device__ std::uint32_t full_barrier(std::uint32_t stage) const { return full + 8 * stage; }
+  __device__ std::uint32_t empty_barrier(std::uint32_t stage) const { return empty + 8 * stage; }
+};
+
+// Where the routing of a pass is. Small passes keep it in every block's shared memory, large ones
+// share it in device memory.
+struct RoutingTables {
+  std::int32_t* ids;  // [T, K]
+  float* weights;     // [T, cells_per_token]
+  std::uint32_t top_k;
+  std::uint32_t cells_per_token;
+  bool alone;  // in shared memory
+};
+
+// What the block found out about the pass. In shared memory, because the math warps have no
+// registers to keep it in.
+struct PassState {
+  std::uint64_t epoch;
+  PassWords words;
+  const std::uint16_t* x;  // [T, H] bf16
+  std::int64_t x_stride;   // in elements
+  RoutingTables tables;
+  Ring ring;
+  protocol::TokenTiles shared_tiles;
+  std::uint32_t max_height;  // of all tiles
+  Going going;
+};
+
+struct BlockStorage {
+  alignas(1024) std::byte ring[kRingBytes];
+  alignas(1024) std::byte staging[kMathGroups][64 * kStageRowBytes];
+  alignas(16) TaskDescriptor tasks[kTaskSlots];
+  alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
+  alignas(8) std::uint64_t task_full[kTaskSlots], task_empty[kTaskSlots];
+  std::uint32_t expert_rows[kMaxDeviceExperts];
+  // [E + 1] first tile of each expert, counted after the shared tiles; [E] first row in own.lists.
+  std::uint32_t tile_begin[kMaxDeviceExperts + 1];
+  std::uint16_t list_begin[kMaxDeviceExperts];
+  OwnRouting own;
+  std::uint32_t scan[kThreads / 32];
+  PassState pass;
+};
+static_assert(sizeof(BlockStorage) + 1024 <= 227 * 1024, "the block's shared memory is full");
+
+}  // namespace switchyard::gpu

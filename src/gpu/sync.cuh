@@ -1,0 +1,160 @@
+// How threads of the layer kernel wait for and signal each other: mbarriers within a block, words
+// in device memory between blocks. Every wait has a deadline.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include <cuda/atomic>
+#include <cuda/ptx>
+
+#include "gpu/layer_params.h"
+#include "protocol/wait.h"
+
+namespace switchyard::gpu {
+
+struct DevicePace {
+  // A look costs a round trip to the L2 cache, and so does the look at the abort word.
+  static constexpr std::uint32_t kLooksPerAbortCheck = 32;
+  __device__ std::uint64_t now() const {
+    std::uint64_t ns;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+    return ns;
+  }
+  __device__ void pause(std::uint32_t looks) const {
+    if (looks > 1024) __nanosleep(256);  // nobody is about to signal: leave the L2 cache alone
+  }
+};
+
+// Whether the block goes on: a word in its shared memory.
+enum class Going : std::uint32_t { kOn, kGivenUp, kRingStuck };
+
+// What all waits of a pass have in common.
+struct Waiter {
+  const protocol::Heaps* heaps;
+  volatile std::uint32_t* failed;  // in the host's memory
+  volatile Going* going;
+  std::uint64_t epoch;
+  std::uint64_t deadline_ns;
+
+  // For what other blocks do.
+  template <typename Ready>
+  __device__ __forceinline__ bool wait(protocol::Phase phase, std::uint64_t slot,
+                                       Ready&& ready) const {
+    DevicePace pace;
+    const auto missing = [&] { return protocol::Missing{phase, heaps->rank, slot, 1, 0}; };
+    if (protocol::wait_until(*heaps, epoch, deadline_ns, pace, ready, missing) ==
+        protocol::WaitResult::kReady) {
+      return true;
+    }
+    *failed = static_cast<std::uint32_t>(Failure::kGivenUp);
+    *going = Going::kGivenUp;
+    return false;
+  }
+};
+
+// Words shared by the blocks of one GPU. Gpu scope: other GPUs never look at these.
+__device__ __forceinline__ std::uint32_t load_acquire_gpu(const std::uint32_t* word) {
+  return cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device>(
+             *const_cast<std::uint32_t*>(word))
+      .load(cuda::memory_order_acquire);
+}
+// Orders what this thread wrote, and what it saw its block write before a block barrier, before the
+// addition.
+__device__ __forceinline__ void add_release_gpu(std::uint32_t* word, std::uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+// All blocks of the grid; false if the pass was given up. Called by all threads of the block.
+__device__ __forceinline__ bool grid_barrier(const Waiter& waiter, std::uint32_t* word) {
+  __syncthreads();
+  bool arrived = true;
+  if (threadIdx.x == 0) {
+    add_release_gpu(word, 1);
+    arrived = waiter.wait(protocol::Phase::kGate, blockIdx.x,
+                          [&] { return load_acquire_gpu(word) >= gridDim.x; });
+  }
+  return __syncthreads_and(arrived);
+}
+
+// An mbarrier in shared memory and the two things done with it.
+__device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+}
+__device__ __forceinline__ bool try_wait(std::uint32_t barrier, std::uint32_t parity) {
+  std::uint32_t done;
+  asm volatile(
+      "{\n .reg .pred p;\n"
+      " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      " selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+__device__ __forceinline__ void arrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void arrive_expect_bytes(std::uint32_t barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+// Arrives when all earlier cp.async of this thread have landed; counted like an ordinary arrival.
+__device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void init_barrier(std::uint32_t barrier, std::uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// A place in a ring of stages, each with a `full` and an `empty` barrier: the index of the stage and
+// the parity of its current use.
+struct RingPlace {
+  std::uint32_t stage = 0;
+  std::uint32_t parity = 0;
+
+  __device__ void advance(std::uint32_t stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Waits for the phase of that parity; false if the pass was given up. Within a block, and in loops
+// whose registers all hold accumulators, so it does not do all that protocol::wait_until does: it
+// listens to the block's word in place of the world's, and past the deadline it only raises that
+// word. The block's last role to leave reports for it. It waits longer than waits between blocks, of
+// which its own is a consequence.
+__device__ __forceinline__ bool wait_ring(const Waiter& waiter, std::uint32_t barrier,
+                                          std::uint32_t parity) {
+  constexpr std::uint32_t kLooksPerClockRead = 64;
+  std::uint64_t start = 0;
+  for (std::uint32_t looks = 1; !try_wait(barrier, parity); ++looks) {
+    if (looks % kLooksPerClockRead != 0) continue;
+    if (*waiter.going != Going::kOn) return false;
+    const std::uint64_t now = DevicePace().now();
+    if (start == 0) start = now;
+    if (now - start <= 2 * waiter.deadline_ns) continue;
+    *waiter.going = Going::kRingStuck;
+    return false;
+  }
+  return true;
+}
+
+// threadIdx.x % kModulus, asked of the hardware anew. What is computed from threadIdx.x itself the
+// compiler takes out of the loop over tasks and keeps: dozens of addresses that the math warps have
+// no registers for.
+template <std::uint32_t kModulus>
+__device__ __forceinline__ std::uint32_t fresh_thread_index() {
+  std::uint32_t index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index % kModulus;
+}
+
+// `Threads` threads that all name barrier `id`.
+template <int Threads>
+__device__ __forceinline__ void named_barrier(std::uint32_t id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
+}
+
+}  // namespace switchyard::gpu

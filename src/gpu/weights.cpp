@@ -1,0 +1,279 @@
+#include "gpu/weights.h"
+
+#include <cudaTypedefs.h>
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "gpu/cuda_error.h"
+#include "model/convert.h"
+#include "switchyard/error.h"
+
+namespace switchyard::gpu {
+namespace {
+
+constexpr int kGroup = 8;  // rows of gate, then rows of up: see FfnParams
+
+// Any element of a matrix in host memory.
+float element(const MatrixView& m, std::int64_t r, std::int64_t c) {
+  const std::byte* const at = static_cast<const std::byte*>(m.row(r)) +
+                              static_cast<std::size_t>(c * m.col_stride) * size_of(m.dtype);
+  std::uint16_t code = 0;
+  switch (m.dtype) {
+    case DType::kF32: {
+      float value = 0;
+      std::memcpy(&value, at, sizeof value);
+      return value;
+    }
+    case DType::kBF16:
+      std::memcpy(&code, at, sizeof code);
+      return bf16_to_f32(code);
+    case DType::kF16:
+      std::memcpy(&code, at, sizeof code);
+      return f16_to_f32(code);
+    case DType::kF8E4M3: {
+      const float value = f8e4m3_to_f32(static_cast<std::uint8_t>(*at));
+      if (m.scale == nullptr) return value;
+      return value * m.scale[r / m.scale_rows * m.scale_stride + c / m.scale_cols];
+    }
+    default:
+      throw Error(ErrorCode::kDTypeMismatch,
+                  fmt::format("weights are {}; the GPU engine takes bf16, f16, f32 and f8_e4m3",
+                              to_string(m.dtype)));
+  }
+}
+
+// Copies a matrix into rows of `stride` bf16 elements on the device.
+void upload_matrix(const MatrixView& m, std::uint16_t* to, std::int64_t stride) {
+  const auto width = static_cast<std::size_t>(m.cols) * sizeof(std::uint16_t);
+  const auto pitch = static_cast<std::size_t>(stride) * sizeof(std::uint16_t);
+  const void* from = m.data;
+  auto from_pitch = static_cast<std::size_t>(m.row_stride) * sizeof(std::uint16_t);
+  std::vector<std::uint16_t> rows;
+  if (m.dtype != DType::kBF16 || m.col_stride != 1) {
+    if (is_device_pointer(m.data)) {
+      throw Error(ErrorCode::kUnsupported,
+                  fmt::format("weights in device memory are {} with a column stride of {}; the GPU "
+                              "engine takes bf16 with contiguous rows there",
+                              to_string(m.dtype), m.col_stride));
+    }
+    rows.resize(static_cast<std::size_t>(m.rows * m.cols));
+    for (std::int64_t r = 0; r < m.rows; ++r) {
+      for (std::int64_t c = 0; c < m.cols; ++c) {
+        rows[static_cast<std::size_t>(r * m.cols + c)] = f32_to_bf16(element(m, r, c));
+      }
+    }
+    from = rows.data();
+    from_pitch = width;
+  }
+  SWITCHYARD_CUDA(cudaMemcpy2D(to, pitch, from, from_pitch, width, static_cast<std::size_t>(m.rows),
+                               cudaMemcpyDefault));
+}
+
+// Vectors and the router are small: whatever memory they are in, they pass through the host.
+std::vector<std::byte> on_host(const void* data, std::size_t bytes) {
+  std::vector<std::byte> copy(bytes);
+  SWITCHYARD_CUDA(cudaMemcpy(copy.data(), data, bytes, cudaMemcpyDefault));
+  return copy;
+}
+
+std::vector<float> to_floats(const VectorView& v) {
+  if (v.empty()) return {};
+  const std::size_t bytes =
+      (static_cast<std::size_t>((v.size - 1) * v.stride) + 1) * size_of(v.dtype);
+  const std::vector<std::byte> copy = on_host(v.data, bytes);
+  const MatrixView row = {copy.data(), v.dtype, 1, v.size, v.size, v.stride};
+  std::vector<float> out;
+  for (std::int64_t i = 0; i < v.size; ++i) out.push_back(element(row, 0, i));
+  return out;
+}
+
+DeviceBuffer to_device(const void* data, std::size_t bytes) {
+  DeviceBuffer buffer(bytes);
+  if (bytes != 0) buffer.upload(data, bytes);
+  return buffer;
+}
+DeviceBuffer to_device(const std::vector<float>& values) {
+  return to_device(values.data(), values.size() * sizeof(float));
+}
+
+DeviceBuffer zeros(std::size_t bytes) {
+  DeviceBuffer buffer(bytes);
+  SWITCHYARD_CUDA(cudaMemset(buffer.data(), 0, bytes));
+  return buffer;
+}
+
+// [E, width] of one bias of all experts; empty where they have none.
+DeviceBuffer biases(std::span<const FfnWeights> experts, const VectorView FfnWeights::*which,
+                    std::size_t width) {
+  if (experts.empty() || (experts[0].*which).empty()) return {};
+  std::vector<float> all(experts.size() * width);
+  for (std::size_t e = 0; e < experts.size(); ++e) {
+    std::ranges::copy(to_floats(experts[e].*which), all.begin() + static_cast<std::ptrdiff_t>(e * width));
+  }
+  return to_device(all);
+}
+
+PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  SWITCHYARD_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
+                                                   cudaEnableDefault, &found));
+  if (found != cudaDriverEntryPointSuccess) {
+    throw Error(ErrorCode::kUnsupported,
+                "the NVIDIA driver has no cuTensorMapEncodeTiled; it must be 525 or newer");
+  }
+  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
+}
+
+// Over [E, halves, rows, columns] bf16 such that a box is kTileRows rows: groups of 8 rows, taken
+// from all halves in turn.
+CUtensorMap weights_map(const std::byte* data, std::int64_t num_experts, int halves, int rows,
+                        int columns) {
+  const auto u = [](auto value) { return static_cast<cuuint64_t>(value); };
+  const cuuint64_t row_bytes = u(columns) * sizeof(std::uint16_t);
+  const cuuint64_t sizes[] = {u(columns), kGroup, u(halves), u(rows / kGroup), u(num_experts)};
+  const cuuint64_t strides[] = {row_bytes, u(rows) * row_bytes, kGroup * row_bytes,
+                                u(halves) * u(rows) * row_bytes};
+  const cuuint32_t box[] = {64, kGroup, static_cast<cuuint32_t>(halves),
+                            static_cast<cuuint32_t>(kTileRows / kGroup / halves), 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = tensor_map_encoder()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<std::byte*>(data), sizes, strides, box,
+      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw Error(ErrorCode::kSystem,
+                fmt::format("cuTensorMapEncodeTiled failed with {} for {} experts of {} x {} x {}",
+                            static_cast<int>(result), num_experts, halves, rows, columns));
+  }
+  return map;
+}
+
+}  // namespace
+
+DeviceFfn::DeviceFfn(std::span<const FfnWeights> experts, int hidden, int intermediate, bool gated)
+    : hidden_(hidden),
+      intermediate_(protocol::round_up(intermediate, kGroup)),
+      num_experts_(static_cast<std::int64_t>(experts.size())),
+      gated_(gated) {
+  const auto half = static_cast<std::size_t>(intermediate_) * static_cast<std::size_t>(hidden);
+  const std::size_t halves = gated ? 2 : 1;
+  const std::size_t bytes = experts.size() * half * sizeof(std::uint16_t);
+  // Where I is not a multiple of 8, the rows and columns added must be zero.
+  const bool exact = intermediate_ == intermediate;
+  gemm1_ = exact ? DeviceBuffer(halves * bytes) : zeros(halves * bytes);
+  gemm2_ = exact ? DeviceBuffer(bytes) : zeros(bytes);
+  auto* const gemm1 = reinterpret_cast<std::uint16_t*>(gemm1_.data());
+  auto* const gemm2 = reinterpret_cast<std::uint16_t*>(gemm2_.data());
+  for (std::size_t e = 0; e < experts.size(); ++e) {
+    if (gated) upload_matrix(experts[e].gate, gemm1 + e * halves * half, hidden);
+    upload_matrix(experts[e].up, gemm1 + (e * halves + halves - 1) * half, hidden);
+    upload_matrix(experts[e].down, gemm2 + e * half, intermediate_);
+  }
+  gate_bias_ = biases(experts, &FfnWeights::gate_bias, static_cast<std::size_t>(intermediate_));
+  up_bias_ = biases(experts, &FfnWeights::up_bias, static_cast<std::size_t>(intermediate_));
+  down_bias_ = biases(experts, &FfnWeights::down_bias, static_cast<std::size_t>(hidden));
+}
+
+FfnParams DeviceFfn::params() const {
+  FfnParams params{};
+  if (num_experts_ == 0) return params;
+  const int halves = gated_ ? 2 : 1;
+  params.gemm1_map = weights_map(gemm1_.data(), num_experts_, halves, intermediate_, hidden_);
+  params.gemm2_map = weights_map(gemm2_.data(), num_experts_, 1, hidden_, intermediate_);
+  params.gate_bias = reinterpret_cast<const float*>(gate_bias_.data());
+  params.up_bias = reinterpret_cast<const float*>(up_bias_.data());
+  params.down_bias = reinterpret_cast<const float*>(down_bias_.data());
+  params.intermediate = intermediate_;
+  params.gemm1_blocks =
+      static_cast<std::uint32_t>(protocol::ceil_div(halves * intermediate_, kTileRows));
+  params.gemm2_blocks = static_cast<std::uint32_t>(protocol::ceil_div(hidden_, kTileRows));
+  return params;
+}
+
+std::uint64_t DeviceFfn::bytes() const {
+  return gemm1_.bytes() + gemm2_.bytes() + gate_bias_.bytes() + up_bias_.bytes() +
+         down_bias_.bytes();
+}
+
+DeviceGate::DeviceGate(const LayerSpec& spec, const MoeWeights& weights)
+    : has_router_(!weights.router.empty()), shared_sigmoid_(spec.shared_sigmoid_gate) {
+  constexpr int kMultiple = 32;  // the kernel's unit: see gate.cuh
+  const std::int64_t rows = (has_router_ ? spec.num_experts : 0) + 0;
+  columns_ = protocol::round_up(spec.num_experts + (shared_sigmoid_ ? 1 : 0), kMultiple);
+  stride_ = protocol::round_up(spec.hidden, kMultiple);
+  const auto columns = static_cast<std::size_t>(columns_), stride = static_cast<std::size_t>(stride_);
+  if (has_router_ || shared_sigmoid_) {
+    std::vector<float> values(columns * stride);
+    if (has_router_) {
+      const MatrixView& router = weights.router;
+      const auto last = static_cast<std::size_t>((router.rows - 1) * router.row_stride +
+                                                 (router.cols - 1) * router.col_stride);
+      const std::vector<std::byte> copy = on_host(router.data, (last + 1) * size_of(router.dtype));
+      MatrixView view = router;
+      view.data = copy.data();
+      for (std::int64_t r = 0; r < rows; ++r) {
+        for (std::int64_t c = 0; c < spec.hidden; ++c) {
+          values[static_cast<std::size_t>(r) * stride + static_cast<std::size_t>(c)] =
+              element(view, r, c);
+        }
+      }
+    }
+    if (shared_sigmoid_) {
+      std::ranges::copy(to_floats(weights.shared_gate),
+                        values.begin() + static_cast<std::ptrdiff_t>(
+                                             static_cast<std::size_t>(spec.num_experts) * stride));
+    }
+    // Three bf16 numbers hold the 24 bits of an fp32 mantissa; a bf16 router needs only the first.
+    std::vector<std::uint16_t> planes;
+    bool rest = true;
+    for (num_planes_ = 0; rest && num_planes_ < 3; ++num_planes_) {
+      rest = false;
+      for (float& value : values) {
+        const std::uint16_t code = f32_to_bf16(value);
+        planes.push_back(code);
+        value -= bf16_to_f32(code);
+        rest |= value != 0;
+      }
+    }
+    planes_ = to_device(planes.data(), planes.size() * sizeof(std::uint16_t));
+  }
+  router_bias_ = to_device(to_floats(weights.router_bias));
+  correction_bias_ = to_device(to_floats(weights.correction_bias));
+  if (spec.routing.method == RoutingMethod::kHash) {
+    const MatrixView& table = weights.hash_table;
+    hash_rows_ = static_cast<int>(table.rows);
+    std::vector<std::int32_t> ids;
+    for (std::int64_t r = 0; r < table.rows; ++r) {
+      for (std::int64_t k = 0; k < spec.top_k; ++k) {
+        const std::int64_t at = k * table.col_stride;
+        ids.push_back(table.dtype == DType::kI64
+                          ? static_cast<std::int32_t>(
+                                static_cast<const std::int64_t*>(table.row(r))[at])
+                          : static_cast<const std::int32_t*>(table.row(r))[at]);
+      }
+    }
+    hash_table_ = to_device(ids.data(), ids.size() * sizeof(std::int32_t));
+  }
+}
+
+void DeviceGate::describe(LayerParams& params) const {
+  params.router = reinterpret_cast<const std::uint16_t*>(planes_.data());
+  params.num_planes = num_planes_;
+  params.gate_columns = columns_;
+  params.gate_stride = stride_;
+  params.has_router = has_router_;
+  params.shared_sigmoid = shared_sigmoid_;
+  params.router_bias = reinterpret_cast<const float*>(router_bias_.data());
+  params.correction_bias = reinterpret_cast<const float*>(correction_bias_.data());
+  params.hash_table = reinterpret_cast<const std::int32_t*>(hash_table_.data());
+  params.hash_rows = hash_rows_;
+}
+
+}  // namespace switchyard::gpu

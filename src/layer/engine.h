@@ -1,0 +1,40 @@
+// What MoeLayer asks of an engine. Each engine is made by its own make_engine(); neither knows the
+// other.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "switchyard/layer.h"
+
+namespace switchyard {
+
+class LayerEngine {
+ public:
+  virtual ~LayerEngine() = default;
+
+  // See MoeLayer.
+  virtual void forward(const ForwardInput& input, const ForwardOutput& output) = 0;
+  virtual const ForwardStats& stats() = 0;
+  virtual const LayerSpec& spec() const = 0;
+  virtual Backend backend() const = 0;
+  virtual DType compute() const = 0;
+  virtual int num_threads() const = 0;
+  virtual std::uint64_t workspace_bytes() const = 0;
+};
+
+// MoeLayer has checked the options by themselves and against the machine; spec and weights, and the
+// options against them, are the engine's to check.
+namespace cpu {
+std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
+                                         const MoeWeights& weights, const LayerOptions& options);
+}
+
+namespace gpu {
+// `options.device` is a device, not -1; it need not be the current one. Throws Error{kUnsupported}
+// in a build without CUDA.
+std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
+                                         const MoeWeights& weights, const LayerOptions& options);
+}  // namespace gpu
+
+}  // namespace switchyard

@@ -1,0 +1,125 @@
+// MoeLayer: which engine, and whether the options make sense for it.
+#include "switchyard/layer.h"
+
+#include <fmt/format.h>
+
+#include "gpu/device.h"
+#include "layer/engine.h"
+
+namespace switchyard {
+namespace {
+
+[[noreturn]] void refuse(const std::string& message) {
+  throw Error(ErrorCode::kInvalidArgument, message);
+}
+
+void check_options(const LayerOptions& options) {
+  if (options.max_tokens < 1) {
+    refuse(fmt::format("max_tokens is {}; declare at least 1", options.max_tokens));
+  }
+  if (options.num_threads < 0) {
+    refuse(fmt::format("num_threads is {}; use 0 to choose it automatically, or at least 1",
+                       options.num_threads));
+  }
+  if (options.device < -1) {
+    refuse(fmt::format("device is {}; use the number of a GPU, or -1 for the current one",
+                       options.device));
+  }
+  if (options.reserved_sms < 0) {
+    refuse(fmt::format("reserved_sms is {}; use 0 to leave none, or at least 1",
+                       options.reserved_sms));
+  }
+  if (options.compute && options.compute != DType::kBF16 && options.compute != DType::kF32) {
+    refuse(fmt::format("compute type {}; use bf16 or f32", to_string(*options.compute)));
+  }
+}
+
+void check_cpu_options(const LayerOptions& options) {
+  if (options.device != -1) {
+    refuse(
+        fmt::format("device is {}, but the backend is cpu; use Backend::kCuda, or leave it at "
+                    "-1",
+                    options.device));
+  }
+  if (options.reserved_sms != 0) {
+    refuse(
+        fmt::format("reserved_sms is {}, but the backend is cpu; use Backend::kCuda, or leave "
+                    "it at 0",
+                    options.reserved_sms));
+  }
+}
+
+// Returns the device that runs the layer.
+int check_cuda_options(const LayerOptions& options) {
+  if (options.num_threads != 0) {
+    refuse(fmt::format("num_threads is {}, but the backend is cuda, which has none; leave it at 0",
+                       options.num_threads));
+  }
+  if (options.on_step) {
+    refuse(
+        "on_step is set, but the backend is cuda, whose steps are on the device; leave it empty");
+  }
+  const int device = options.device >= 0 ? options.device : gpu::current_device();
+  const gpu::DeviceInfo info = gpu::device_info(device);
+  if (!info.runs_our_kernels()) {
+    throw Error(ErrorCode::kUnsupported,
+                fmt::format("device {} is an {} of compute capability {}.{}; the kernels are "
+                            "compiled for 9.0 (H100, H200)",
+                            device, info.name, info.compute_major, info.compute_minor));
+  }
+  if (options.reserved_sms >= info.num_sms) {
+    refuse(
+        fmt::format("reserved_sms is {}, but device {} has {} SMs; leave at least 1 to the "
+                    "layer",
+                    options.reserved_sms, device, info.num_sms));
+  }
+  return device;
+}
+
+std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
+                                         const MoeWeights& weights, const LayerOptions& options) {
+  check_options(options);
+  switch (options.backend) {
+    case Backend::kCpu:
+      check_cpu_options(options);
+      return cpu::make_engine(world, spec, weights, options);
+    case Backend::kCuda: {
+      LayerOptions with_device = options;
+      with_device.device = check_cuda_options(options);
+      return gpu::make_engine(world, spec, weights, with_device);
+    }
+  }
+  refuse(fmt::format("backend is {}; use Backend::kCpu or Backend::kCuda",
+                     static_cast<int>(options.backend)));
+}
+
+}  // namespace
+
+const char* to_string(Backend backend) {
+  switch (backend) {
+    case Backend::kCpu:
+      return "cpu";
+    case Backend::kCuda:
+      return "cuda";
+  }
+  return "unknown";
+}
+
+MoeLayer::MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& weights,
+                   const LayerOptions& options)
+    : engine_(make_engine(world, spec, weights, options)) {}
+MoeLayer::~MoeLayer() = default;
+MoeLayer::MoeLayer(MoeLayer&&) noexcept = default;
+MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;
+
+void MoeLayer::forward(const ForwardInput& input, const ForwardOutput& output) {
+  engine_->forward(input, output);
+}
+const ForwardStats& MoeLayer::stats() const { return engine_->stats(); }
+const LayerSpec& MoeLayer::spec() const { return engine_->spec(); }
+Backend MoeLayer::backend() const { return engine_->backend(); }
+DType MoeLayer::compute() const { return engine_->compute(); }
+int MoeLayer::num_threads() const { return engine_->num_threads(); }
+std::uint64_t MoeLayer::workspace_bytes() const { return engine_->workspace_bytes(); }
+
+}  // namespace switchyard

@@ -1,0 +1,32 @@
+#include "protocol/failure.h"
+
+#include <fmt/format.h>
+
+namespace switchyard::protocol {
+
+TimeoutError timeout_error(const FailureRecord& record, int rank, const std::string& liveness) {
+  WaitFailure failure;
+  failure.waiter_rank = record.waiter;
+  failure.peer_rank = record.peer;
+  failure.phase = phase_name(record.phase);
+  failure.epoch = record.epoch;
+  failure.slot = record.slot;
+  failure.expected = record.expected;
+  failure.observed = record.observed;
+  failure.waited_seconds = static_cast<double>(record.waited_ns) * 1e-9;
+  std::string message =
+      record.waited_ns == 0
+          ? fmt::format("rank {} gave up epoch {} because of an error of its own", record.waiter,
+                        record.epoch)
+          : fmt::format(
+                "rank {} did not do its part of {} in epoch {}: rank {} waited {:.3f} s "
+                "without progress of any rank (slot {}: expected {}, saw {})",
+                record.peer, failure.phase, record.epoch, record.waiter, failure.waited_seconds,
+                record.slot, record.expected, record.observed);
+  if (!liveness.empty()) message += "; " + liveness;
+  message += "; this layer cannot be used any more, make a new World";
+  const bool first = record.waiter == rank;
+  return {first ? ErrorCode::kTimeout : ErrorCode::kAborted, message, failure};
+}
+
+}  // namespace switchyard::protocol

@@ -1,0 +1,362 @@
+// `switchyard bench`, as far as it goes without a GPU: what it measures, what it compares with, and
+// what it keeps.
+#include <gmock/gmock.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "cli/bench_rows.h"
+#include "cli/bench_skew.h"
+#include "cli/bench_suite.h"
+#include "cli/bench_torch.h"
+#include "cli/command.h"
+#include "gpu/device.h"
+#include "model/generate.h"
+#include "reference/reference.h"
+#include "switchyard/error.h"
+#include "switchyard/routing.h"
+
+namespace switchyard::cli {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+constexpr double kSkewTolerance = 0.02;
+
+nlohmann::json rows_of(const std::filesystem::path& path) {
+  return nlohmann::json::parse(read_file(path));
+}
+
+TEST(BenchSuite, GridsOfTheirIssue) {
+  const BenchPlan bf16 = bench_suite("one_gpu_bf16");
+  ASSERT_EQ(bf16.layers.size(), 4u);
+  EXPECT_THAT(bf16.tokens, ElementsAre(1, 8, 32, 128, 512, 2048, 8192));
+  EXPECT_THAT(bf16.betas, ElementsAre(1, 0.5));
+  const LayerSpec& deepseek = bf16.layers[3].spec;
+  EXPECT_EQ(bf16.layers[3].model, kDeepseekRank);
+  EXPECT_EQ(deepseek.hidden, 7168);
+  EXPECT_EQ(deepseek.intermediate, 2048);
+  EXPECT_EQ(deepseek.num_experts, 32);
+  EXPECT_EQ(deepseek.top_k, 8);
+  EXPECT_EQ(deepseek.shared_intermediate, 0);
+  EXPECT_EQ(deepseek.routing.num_groups, 1);
+
+  const BenchPlan thesis = bench_suite("one_gpu_thesis");
+  std::vector<int> experts;
+  for (const BenchLayer& layer : thesis.layers) {
+    experts.push_back(layer.spec.num_experts);
+    EXPECT_EQ(layer.spec.hidden, 1024);
+    EXPECT_EQ(layer.spec.intermediate, 4096);
+    EXPECT_FALSE(layer.spec.activation.gated);
+    EXPECT_TRUE(layer.spec.expert_bias);
+  }
+  EXPECT_THAT(experts, ElementsAre(16, 32, 64, 128));
+
+  for (const std::string& name : bench_suite_names()) {
+    for (const BenchLayer& layer : bench_suite(name).layers) {
+      EXPECT_NO_THROW(validate(layer.spec));
+      EXPECT_EQ(torch_refusal(layer.spec), "") << layer.model;
+    }
+  }
+}
+
+// The geometry of a layer's routing; the experts themselves do not matter here.
+LayerSpec routing_of(const BenchLayer& layer) {
+  LayerSpec spec = layer.spec;
+  spec.hidden = 512;
+  spec.intermediate = 16;
+  return spec;
+}
+
+TEST(BenchSkew, GateReachesTheBalancednessAskedFor) {
+  for (const BenchLayer& layer : bench_suite("one_gpu_bf16").layers) {
+    const LayerSpec spec = routing_of(layer);
+    MoeWeights weights = generate_weights(spec, DType::kBF16, 1);
+    const SkewedGate gate(spec, weights, 1024, DType::kBF16, 1);
+    const double lowest = lowest_balancedness(spec.num_experts, spec.top_k);
+    for (const double beta : {0.9, 0.7, 0.5}) {
+      const double reached = balancedness(gate.histogram(1024, gate.skew_for(1024, beta)));
+      EXPECT_NEAR(reached, std::max(beta, lowest), kSkewTolerance) << layer.model;
+    }
+    EXPECT_EQ(gate.skew_for(1024, 1), 0) << layer.model;
+    EXPECT_GT(balancedness(gate.histogram(1024, 0)), 0.98) << layer.model;
+  }
+}
+
+TEST(BenchSkew, FewTokensAreAsBalancedAsTheyCanBe) {
+  const BenchLayer layer = bench_layer("qwen3-30b");
+  const LayerSpec spec = routing_of(layer);
+  MoeWeights weights = generate_weights(spec, DType::kBF16, 1);
+  const SkewedGate gate(spec, weights, 64, DType::kBF16, 1);
+  // One token chooses top_k experts, whatever is asked for.
+  EXPECT_EQ(gate.skew_for(1, 0.5), 0);
+  const std::vector<std::int64_t> one = gate.histogram(1, 0);
+  EXPECT_EQ(std::accumulate(one.begin(), one.end(), std::int64_t{0}), spec.top_k);
+  EXPECT_NEAR(balancedness(gate.histogram(8, gate.skew_for(8, 0.5))), 0.5, 0.05);
+}
+
+// What the layer's own arithmetic makes of the activations and the router, not only the
+// histogram's.
+TEST(BenchSkew, HistogramIsThatOfTheRealGate) {
+  const LayerSpec spec = routing_of(bench_layer("olmoe"));
+  MoeWeights weights = generate_weights(spec, DType::kBF16, 3);
+  SkewedGate gate(spec, weights, 256, DType::kBF16, 3);
+  const float skew = gate.skew_for(256, 0.8);
+  const MatrixView x = gate.activations(256, skew);
+  const std::vector<double> logits = reference::router_logits(spec, weights, x);
+  const reference::Routing routing = reference::route(spec, logits, {}, {});
+  std::vector<std::int64_t> counts(static_cast<std::size_t>(spec.num_experts));
+  for (const std::int32_t id : routing.ids) ++counts[static_cast<std::size_t>(id)];
+  EXPECT_NEAR(balancedness(counts), 0.8, kSkewTolerance);
+  const std::vector<std::int64_t> told = gate.histogram(256, skew);
+  std::int64_t different = 0;
+  for (std::size_t e = 0; e < counts.size(); ++e) different += std::abs(counts[e] - told[e]);
+  EXPECT_LE(different, 4);  // near ties
+}
+
+TEST(BenchSkew, ActivationsBeyondTheDrawnAreRefused) {
+  const LayerSpec spec = routing_of(bench_layer("olmoe"));
+  MoeWeights weights = generate_weights(spec, DType::kBF16, 3);
+  SkewedGate gate(spec, weights, 4, DType::kBF16, 3);
+  EXPECT_THROW(gate.activations(5, 0), Error);
+}
+
+TEST(BenchRows, FloorIsTheLargerOfStreamingAndArithmetic) {
+  EXPECT_NEAR(floor_us(0, 0), 7, 1e-9);
+  EXPECT_NEAR(floor_us(4.6e9, 0), 1007, 1e-6);
+  EXPECT_NEAR(floor_us(4.6e6, 750e9), 1000, 1e-6);
+}
+
+TEST(BenchRows, Percentiles) {
+  EXPECT_EQ(percentile({3}, 0.9), 3);
+  EXPECT_EQ(percentile({5, 1, 4, 2, 3}, 0.5), 3);
+  EXPECT_EQ(percentile({5, 1, 4, 2, 3}, 0.9), 5);
+  EXPECT_EQ(percentile({5, 1, 4, 2, 3}, 0), 1);
+  EXPECT_THROW(percentile({}, 0.5), Error);
+}
+
+BenchRow example_row(std::int64_t tokens, double microseconds) {
+  BenchRow row;
+  row.suite = "one_gpu_bf16";
+  row.machine = "a machine";
+  row.commit = "abc1234";
+  row.command = "switchyard bench";
+  row.layer = bench_layer("olmoe");
+  row.tokens_per_rank = tokens;
+  row.graph_us = {microseconds, microseconds + 1, microseconds + 2};
+  row.no_graph_us = {microseconds + 10};
+  row.touched_bytes = 1000;
+  row.flops = 2000;
+  row.floor_us = 8;
+  return row;
+}
+
+TEST(BenchRows, HaveTheFieldsOfTheirFormat) {
+  BenchRow row = example_row(8, 10);
+  nlohmann::ordered_json json = to_json(row);
+  for (const char* field :
+       {"suite",        "machine",      "commit",   "command", "model",   "hidden",
+        "intermediate", "experts",      "top_k",    "dtype",   "ranks",   "tokens_per_rank",
+        "beta",         "median_us",    "p10_us",   "p90_us",  "repeats", "touched_bytes",
+        "flops",        "nvlink_bytes", "floor_us", "rival",   "rival_us"}) {
+    EXPECT_TRUE(json.contains(field)) << field;
+  }
+  EXPECT_TRUE(json["rival"].is_null());
+  EXPECT_TRUE(json["rival_us"].is_null());
+  EXPECT_EQ(json["median_us"], 11);
+  EXPECT_EQ(json["median_us_no_graph"], 20);
+  EXPECT_EQ(json["dtype"], "bf16");
+  EXPECT_EQ(json["repeats"], 3);
+  row.rival = Rival{"torch 1", 100, 99, 101, 8};
+  json = to_json(row);
+  EXPECT_EQ(json["rival"], "torch 1");
+  EXPECT_EQ(json["rival_us"], 100);
+}
+
+TEST(BenchRows, MergeReplacesTheSamePointOnly) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "rows.json";
+  BenchRow first = example_row(8, 10);
+  first.rival = Rival{"torch 1", 100, 99, 101, 8};
+  merge_rows(path, std::vector{first, example_row(32, 20)}, false);
+  BenchRow skewed = example_row(8, 30);
+  skewed.beta = 0.5;
+  BenchRow given = example_row(8, 40);
+  given.given_routing = true;
+  merge_rows(path, std::vector{example_row(8, 9), skewed, given}, true);
+
+  nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 4u);
+  EXPECT_EQ(rows[0]["median_us"], 10);
+  EXPECT_EQ(rows[0]["rival_us"], 100);  // kept
+  EXPECT_EQ(rows[1]["median_us"], 21);
+  EXPECT_EQ(rows[2]["beta"], 0.5);
+  EXPECT_TRUE(rows[2]["rival_us"].is_null());
+  EXPECT_EQ(rows[3]["routing"], "given");
+
+  merge_rows(path, std::vector{example_row(8, 8)}, false);
+  rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 4u);
+  EXPECT_TRUE(rows[0]["rival_us"].is_null());
+}
+
+TEST(BenchRows, MergeRefusesOtherFiles) {
+  const TemporaryDirectory directory;
+  for (const char* text : {"{}", "[1]", "not JSON", ""}) {
+    test::write_file(directory / "rows.json", text);
+    EXPECT_THROW(merge_rows(directory / "rows.json", std::vector{example_row(8, 10)}, false), Error)
+        << text;
+    EXPECT_EQ(read_file(directory / "rows.json"), text);
+  }
+}
+
+TEST(BenchRows, TextFitsAndSumsUp) {
+  std::vector<BenchRow> rows = {example_row(8, 9), example_row(8192, 31)};
+  rows[0].rival = Rival{"torch 1", 9.5, 9, 10, 8};
+  rows[1].rival = Rival{"torch 1", 100, 99, 101, 8};
+  EXPECT_LE(row_heading().size(), 100u);
+  for (const BenchRow& row : rows) EXPECT_LE(row_text(row).size(), 100u);
+  const std::vector<std::string> summary = summary_text(rows);
+  // (10 / 8 * 32 / 8) ^ (1 / 2)
+  EXPECT_THAT(summary[0], HasSubstr("geometric mean 2.236 over 2 points"));
+  EXPECT_THAT(summary[1], HasSubstr("worst: 4.000 (olmoe, 64 experts, 8192 tokens"));
+  EXPECT_THAT(summary[2], HasSubstr("slower than the rival: 1 of 2 points"));
+  EXPECT_THAT(summary[3], HasSubstr("8 tokens"));
+}
+
+// Measures on the processor, where there need be no GPU.
+const Arguments kBench = join(
+    {"bench", "--backend", "cpu", "--tokens", "1,64", "--balancedness", "1,0.8", "--repeat", "3"},
+    kTiny);
+
+TEST(Bench, MeasuresVerifiesAndKeepsRows) {
+  const TemporaryDirectory directory;
+  const std::string path = (directory / "rows.json").string();
+  const Completed done =
+      run_switchyard(join(kBench, {"--verify", "--json", path, "--commit", "abc1234"}));
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr("olmoe"));
+  const nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 4u);
+  for (const nlohmann::json& row : rows) {
+    EXPECT_EQ(row["suite"], "custom");
+    EXPECT_EQ(row["commit"], "abc1234");
+    EXPECT_EQ(row["experts"], 16);
+    EXPECT_EQ(row["repeats"], 3);
+    EXPECT_EQ(row["times_us"].size(), 3u);
+    EXPECT_GT(row["median_us"], 0);
+    EXPECT_TRUE(row["floor_us"].is_null());  // of another machine
+    EXPECT_LE(row["error"], row["error_bound"]);
+    EXPECT_THAT(row["command"].get<std::string>(), StartsWith("switchyard bench --backend cpu"));
+    EXPECT_THAT(row["command"].get<std::string>(), Not(HasSubstr("--commit")));
+    EXPECT_THAT(row["command"].get<std::string>(), Not(HasSubstr(path)));
+    EXPECT_EQ(row["flops"], row["tokens_per_rank"].get<int>() * 8 * 2 * 3 * 64 * 32);
+  }
+  EXPECT_NEAR(rows[1]["beta_reached"], 1, 0.02);
+  EXPECT_NEAR(rows[3]["beta_reached"], 0.8, 0.02);
+  EXPECT_LT(rows[3]["touched_bytes"], rows[1]["touched_bytes"]);
+}
+
+TEST(Bench, GivenRoutingIsAPointOfItsOwn) {
+  const TemporaryDirectory directory;
+  const std::string path = (directory / "rows.json").string();
+  ASSERT_EQ(run_switchyard(join(kBench, {"--json", path})).exit_code, 0);
+  const Completed done =
+      run_switchyard(join(kBench, {"--json", path, "--given-routing", "--verify"}));
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  const nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 8u);
+  for (std::size_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(rows[i]["beta_reached"], rows[i + 4]["beta_reached"]);
+    EXPECT_EQ(rows[i + 4]["routing"], "given");
+  }
+}
+
+void expect_refused(const Arguments& arguments, const std::string& code,
+                    const std::vector<std::string>& parts) {
+  SCOPED_TRACE(::testing::PrintToString(arguments));
+  const Completed done = run_switchyard(join({"bench"}, arguments));
+  EXPECT_EQ(done.exit_code, 2);
+  EXPECT_EQ(done.out, "");
+  EXPECT_THAT(done.err, StartsWith("switchyard: error (" + code + "): "));
+  for (const std::string& part : parts) EXPECT_THAT(done.err, HasSubstr(part));
+}
+
+TEST(Bench, RefusesWhatMakesNoSense) {
+  const std::string invalid = "invalid_argument";
+  expect_refused({}, invalid, {"--suite", "--model"});
+  expect_refused({"--suite", "two_gpus"}, invalid, {"'two_gpus'", "one_gpu_bf16"});
+  expect_refused({"--suite", "one_gpu_bf16", "--tokens", "7"}, invalid, {"has 7", "8192"});
+  expect_refused({"--suite", "one_gpu_bf16", "--model", "dbrx"}, invalid, {"dbrx", "olmoe"});
+  expect_refused({"--suite", "one_gpu_bf16", "--experts", "4"}, invalid, {"a suite is what it is"});
+  expect_refused({"--model", "nonesuch"}, invalid, {"nonesuch"});
+  expect_refused({"--model", "olmoe,"}, invalid, {"'olmoe,'", "single commas"});
+  expect_refused({"--model", "olmoe", "--tokens", "8,x"}, invalid, {"--tokens is '8,x'"});
+  expect_refused({"--model", "olmoe", "--tokens", "0"}, invalid, {"--tokens is '0'"});
+  expect_refused({"--model", "olmoe", "--balancedness", "2"}, invalid, {"--balancedness is '2'"});
+  expect_refused({"--model", "olmoe", "--repeat", "0"}, invalid, {"--repeat is '0'"});
+  expect_refused({"--model", "olmoe", "--graph", "--no-graph"}, invalid, {"--graph", "--no-graph"});
+  expect_refused({"--model", "olmoe", "--against", "tea"}, invalid, {"'tea'", "torch"});
+  expect_refused({"--model", "olmoe", "--against", "torch", "--torch-script", "/none"}, invalid,
+                 {"/none"});
+  expect_refused({"--model", "olmoe", "--against", "torch", "--given-routing"}, invalid,
+                 {"--given-routing", "--against"});
+  expect_refused({"--model", "olmoe", "--torch-limit", "0"}, invalid, {"--torch-limit is '0'"});
+  expect_refused({"--model", "olmoe", "--json", "/no/such/place.json"}, invalid, {"/no/such"});
+}
+
+TEST(Bench, RivalRefusesLayersThatItCannotCompute) {
+  expect_refused({"--model", "deepseek-v3", "--against", "torch", "--torch-script", __FILE__},
+                 "invalid_argument", {"deepseek-v3", "shared expert"});
+}
+
+TEST(Bench, NeedsAGpuForSuites) {
+  if (gpu::device_count() > 0) GTEST_SKIP() << "there is a GPU";
+  expect_refused({"--suite", "one_gpu_bf16"}, "unsupported",
+                 {"--suite one_gpu_bf16 needs a GPU", "--backend cpu"});
+  expect_refused({"--model", "olmoe", "--backend", "cuda"}, "unsupported",
+                 {"--backend cuda needs a GPU"});
+}
+
+TEST(Bench, HelpFits) {
+  const Completed help = run_switchyard({"bench", "--help"});
+  EXPECT_EQ(help.exit_code, 0);
+  EXPECT_THAT(help.out, HasSubstr("--against"));
+  std::istringstream lines(help.out);
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;
+}
+
+// The job that Python gets, without Python.
+TEST(BenchTorch, JobDescribesThePoints) {
+  const BenchLayer layer =
+      bench_layer("mixtral-8x7b", ConfigOverrides{.hidden = 64, .intermediate = 32});
+  MoeWeights weights = generate_weights(layer.spec, DType::kBF16, 1);
+  SkewedGate gate(layer.spec, weights, 4, DType::kBF16, 1);
+  std::string x_path;
+  {
+    TorchJob job;
+    EXPECT_TRUE(job.empty());
+    job.add_layer(layer, weights, gate.activations(4, 0));
+    job.add_point(5, 4, 0.5, 1.5f, 20);
+    const auto json = job.to_json();
+    const auto& about = json["layers"][0];
+    EXPECT_EQ(about["experts"], 8);
+    EXPECT_EQ(about["renormalize"], true);
+    EXPECT_EQ(about["activation"], "silu");
+    x_path = about["activations"];
+    EXPECT_EQ(read_file(x_path).size(), 4u * 64 * 2);
+    const std::string router = read_file(about["router"].get<std::string>());
+    ASSERT_EQ(router.size(), 8u * 64 * 2);
+    EXPECT_EQ(std::memcmp(router.data(), weights.router.data, router.size()), 0);
+    EXPECT_EQ(json["points"][0]["tag"], 5);
+    EXPECT_EQ(json["points"][0]["skew"], 1.5);
+  }
+  EXPECT_FALSE(std::filesystem::exists(x_path));
+}
+
+}  // namespace
+}  // namespace switchyard::cli

@@ -1,0 +1,292 @@
+// The GPU engine's output against the fp64 reference: the CPU engine's matrix, and what only a GPU
+// has.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+#include <random>
+
+#include "gpu/device.h"
+#include "layer/engine.h"
+#include "reference/reference.h"
+#include "support/device_batch.h"
+#include "support/layers.h"
+
+namespace switchyard::testing {
+namespace {
+
+constexpr int kVocabulary = 50;
+
+class GpuTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (gpu::device_count() == 0) GTEST_SKIP() << "this machine has no GPU";
+  }
+};
+
+Batch random_batch(const LayerSpec& spec, std::int64_t tokens, DType dtype, std::uint64_t seed) {
+  Batch batch{Matrix::random(tokens, spec.hidden, dtype, seed), {}, {}, {}};
+  if (spec.routing.method == RoutingMethod::kHash) {
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      batch.token_ids.push_back(static_cast<std::int32_t>((t * 7 + 3) % kVocabulary));
+    }
+  }
+  return batch;
+}
+
+MoeWeights make_weights(const LayerSpec& spec, DType dtype, std::uint64_t seed) {
+  GenerateOptions options;
+  options.vocabulary = kVocabulary;
+  return generate_weights(spec, dtype, seed, options);
+}
+
+// ids equal wherever fp32 logits can decide, weights close.
+void expect_same_routing(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
+                         const BatchResult& result) {
+  reference::ReferenceInput input;
+  input.activations = batch.x.view();
+  input.token_ids = batch.token_ids;
+  const auto expected = reference::forward(spec, weights, input);
+  const auto logits = reference::router_logits(spec, weights, batch.x.view());
+  std::vector<float> bias;
+  for (std::int64_t e = 0; e < weights.correction_bias.size; ++e) {
+    bias.push_back(static_cast<const float*>(weights.correction_bias.data)[e]);
+  }
+  const bool hashed = spec.routing.method == RoutingMethod::kHash;
+  const std::vector<double> margins =
+      hashed ? std::vector<double>(static_cast<std::size_t>(batch.x.rows()), 1.0)
+             : reference::routing_margin(spec, logits, bias);
+  std::int64_t undecided = 0;
+  const auto k = static_cast<std::size_t>(spec.top_k);
+  for (std::size_t t = 0; t < margins.size(); ++t) {
+    if (margins[t] < 1e-5) {
+      ++undecided;
+      continue;
+    }
+    for (std::size_t i = t * k; i < (t + 1) * k; ++i) {
+      ASSERT_EQ(result.ids[i], expected.ids[i]) << "token " << t << " margin " << margins[t];
+      ASSERT_NEAR(result.weights[i], expected.weights[i],
+                  1e-5 * std::abs(expected.weights[i]) + 1e-6)
+          << "token " << t;
+    }
+  }
+  EXPECT_LE(undecided, 2 + static_cast<std::int64_t>(margins.size()) / 50);
+}
+
+// The output's error against fp64 must be below twice a plain bf16 program's, with the routing that
+// the engine used.
+void expect_accurate(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
+                     const BatchResult& result) {
+  reference::ReferenceInput input;
+  input.activations = batch.x.view();
+  input.topk_ids = result.ids;
+  input.topk_weights = result.weights;
+  const auto expected = reference::forward(spec, weights, input);
+  const double yardstick = reference::relative_error(
+      reference::straightforward_bf16(spec, weights, input), expected.output);
+  const double error = reference::relative_error(result.output.floats(), expected.output);
+  EXPECT_LE(error, 2 * yardstick);
+  EXPECT_GT(yardstick, 1e-4);  // or the comparison means nothing
+}
+
+class EveryModelOnGpu : public ::testing::TestWithParam<ModelEntry> {
+ protected:
+  void SetUp() override {
+    if (gpu::device_count() == 0) GTEST_SKIP() << "this machine has no GPU";
+  }
+};
+
+TEST_P(EveryModelOnGpu, IsAsGoodAsAStraightforwardProgram) {
+  const LayerSpec spec = small_spec(GetParam());
+  const MoeWeights w = make_weights(spec, DType::kBF16, 11);
+  DeviceLayer layer(spec, w, 1000);
+  for (const int tokens : {1, 7, 33, 64, 1000}) {
+    SCOPED_TRACE(::testing::Message() << tokens << " tokens");
+    const Batch batch = random_batch(spec, tokens, DType::kBF16, 200 + tokens);
+    const BatchResult result = layer.run(batch, DType::kBF16);
+    expect_same_routing(spec, w, batch, result);
+    expect_accurate(spec, w, batch, result);
+    EXPECT_TRUE(layer.run(batch, DType::kBF16).output == result.output) << "repeated";
+    if (HasFatalFailure() || HasNonfatalFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelOnGpu, ::testing::ValuesIn(model_table()),
+                         [](const auto& model) {
+                           std::string name = model.param.name;
+                           std::replace_if(
+                               name.begin(), name.end(), [](char c) { return !std::isalnum(c); },
+                               '_');
+                           return name;
+                         });
+
+// Larger than a tile in every direction, ragged in every direction.
+LayerSpec wide_spec(int experts, int top_k) {
+  LayerSpec spec;
+  spec.hidden = 584;
+  spec.intermediate = 360;
+  spec.num_experts = experts;
+  spec.top_k = top_k;
+  return spec;
+}
+
+void expect_accurate_with_given(const LayerSpec& spec, const SyntheticRouting& routing,
+                                std::int64_t tokens) {
+  const MoeWeights w = make_weights(spec, DType::kBF16, 3);
+  const Batch batch{
+      Matrix::random(tokens, spec.hidden, DType::kBF16, 17), routing.ids, routing.weights, {}};
+  DeviceLayer layer(spec, w, static_cast<int>(tokens));
+  const BatchResult result = layer.run(batch, DType::kBF16);
+  EXPECT_EQ(result.ids, routing.ids);
+  expect_accurate(spec, w, batch, result);
+}
+
+using GpuRouting = GpuTest;
+
+TEST_F(GpuRouting, EverySkewAndTileHeight) {
+  for (const int top_k : {1, 2, 8, 16}) {
+    for (const double beta : {1.0, 0.8, 0.5, 0.1}) {
+      for (const int tokens : {5, 300, 1500}) {
+        SCOPED_TRACE(::testing::Message() << "top-" << top_k << " beta " << beta << " T " << tokens);
+        const LayerSpec spec = wide_spec(24, top_k);
+        expect_accurate_with_given(spec, synthetic_routing(tokens, 24, top_k, beta, 9), tokens);
+      }
+    }
+  }
+}
+
+TEST_F(GpuRouting, EveryRowCountOfOneExpert) {
+  const LayerSpec spec = wide_spec(3, 1);
+  for (int tokens = 1; tokens <= 600; tokens += tokens < 40 ? 1 : 13) {
+    SCOPED_TRACE(tokens);
+    const auto n = static_cast<std::size_t>(tokens);
+    expect_accurate_with_given(spec, {std::vector<std::int32_t>(n, 1), std::vector<float>(n, 0.75f)},
+                               tokens);
+  }
+}
+
+TEST_F(GpuRouting, EmptySlotsContributeNothing) {
+  const LayerSpec spec = wide_spec(16, 4);
+  for (const int tokens : {20, 290}) {
+    SyntheticRouting routing = synthetic_routing(tokens, 16, 4, 1.0, 2);
+    for (std::size_t i = 0; i < routing.ids.size(); i += 3) routing.ids[i] = kNoExpert;
+    for (std::size_t i = 0; i < 8; ++i) routing.ids[i] = kNoExpert;  // tokens without any expert
+    expect_accurate_with_given(spec, routing, tokens);
+  }
+}
+
+TEST_F(GpuRouting, NoTokensAtAll) {
+  const LayerSpec spec = wide_spec(16, 4);
+  DeviceLayer layer(spec, make_weights(spec, DType::kBF16, 3), 8);
+  const BatchResult result = layer.run({Matrix(0, spec.hidden, DType::kBF16), {}, {}, {}},
+                                       DType::kBF16);
+  EXPECT_EQ(std::accumulate(result.stats[0].tokens_per_expert.begin(),
+                            result.stats[0].tokens_per_expert.end(), std::int64_t{0}),
+            0);
+}
+
+TEST_F(GpuRouting, ABadIdIsAnErrorAndTheLayerLives) {
+  const LayerSpec spec = wide_spec(16, 4);
+  DeviceLayer layer(spec, make_weights(spec, DType::kBF16, 3), 64);
+  SyntheticRouting routing = synthetic_routing(64, 16, 4, 1.0, 2);
+  const Batch good{Matrix::random(64, spec.hidden, DType::kBF16, 1), routing.ids, routing.weights, {}};
+  Batch bad = good;
+  bad.topk_ids[77] = 16;
+  EXPECT_THROW(layer.run(bad, DType::kBF16), Error);
+  const BatchResult result = layer.run(good, DType::kBF16);
+  EXPECT_EQ(result.ids, good.topk_ids);
+}
+
+using GpuTypes = GpuTest;
+
+TEST_F(GpuTypes, ActivationsAndOutputsOfEveryType) {
+  const LayerSpec spec = wide_spec(16, 4);
+  const MoeWeights w = make_weights(spec, DType::kBF16, 3);
+  for (const DType in : {DType::kBF16, DType::kF16, DType::kF32}) {
+    for (const DType out : {DType::kBF16, DType::kF16, DType::kF32}) {
+      for (const int tokens : {3, 130}) {
+        SCOPED_TRACE(::testing::Message() << to_string(in) << " to " << to_string(out));
+        DeviceLayer layer(spec, w, tokens);
+        const Batch batch = random_batch(spec, tokens, in, 4);
+        expect_accurate(spec, w, batch, layer.run(batch, out));
+      }
+    }
+  }
+}
+
+TEST_F(GpuTypes, WeightsOfEveryType) {
+  const LayerSpec spec = wide_spec(16, 4);
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kF8E4M3}) {
+    const MoeWeights w = make_weights(spec, dtype, 3);
+    DeviceLayer layer(spec, w, 130);
+    const Batch batch = random_batch(spec, 130, DType::kBF16, 4);
+    expect_accurate(spec, w, batch, layer.run(batch, DType::kBF16));
+  }
+}
+
+using GpuGraph = GpuTest;
+
+TEST_F(GpuGraph, IsOneKernelAndReplaysWithOtherRouting) {
+  const LayerSpec spec = wide_spec(16, 4);
+  const MoeWeights w = make_weights(spec, DType::kBF16, 3);
+  DeviceLayer layer(spec, w, 200);
+  const Batch first = random_batch(spec, 200, DType::kBF16, 4);
+  const Batch second = random_batch(spec, 200, DType::kBF16, 5);
+  const BatchResult expected = layer.run(second, DType::kBF16);
+  layer.load(first, DType::kBF16);
+  gpu::Graph graph =
+      gpu::Graph::capture(layer.stream(), [&] { layer.enqueue(); });
+  EXPECT_EQ(graph.num_nodes(), 1);
+  EXPECT_EQ(graph.num_kernel_nodes(), 1);
+  layer.replace_activations(second);
+  for (int i = 0; i < 3; ++i) {
+    layer.poison();
+    graph.launch(layer.stream());
+    const BatchResult result = layer.fetch();
+    EXPECT_TRUE(result.output == expected.output);
+    EXPECT_EQ(result.ids, expected.ids);
+  }
+}
+
+using GpuSoak = GpuTest;
+
+// Fresh routing and sizes; each batch's output must be the same bits whenever it comes again.
+TEST_F(GpuSoak, ManyForwardsOfRandomSizes) {
+  const char* const wanted = std::getenv("SWITCHYARD_SOAK_FORWARDS");
+  const int forwards = wanted != nullptr ? std::atoi(wanted) : 2000;
+  LayerSpec spec = wide_spec(32, 4);
+  spec.shared_intermediate = 136;
+  spec.shared_sigmoid_gate = true;
+  const MoeWeights w = make_weights(spec, DType::kBF16, 3);
+  constexpr int kMaxTokens = 700;
+  constexpr int kBatches = 64;
+  DeviceLayer layer(spec, w, kMaxTokens);
+  std::mt19937 random(1);
+  std::vector<Batch> batches;
+  for (int i = 0; i < kBatches; ++i) {
+    const int tokens = i == 0 ? 0 : static_cast<int>(random() % (i % 2 ? 40 : kMaxTokens)) + 1;
+    batches.push_back(random_batch(spec, tokens, DType::kBF16, random()));
+    if (i % 3 != 0 || tokens == 0) continue;
+    const SyntheticRouting routing =
+        synthetic_routing(tokens, spec.num_experts, spec.top_k, 0.5 + 0.1 * (i % 5), random());
+    batches.back().topk_ids = routing.ids;
+    batches.back().topk_weights = routing.weights;
+  }
+  std::vector<DeviceBatch> device;
+  for (const Batch& batch : batches) device.emplace_back(spec, batch, DType::kBF16);
+  std::vector<std::optional<std::size_t>> checksums(device.size());
+  for (int i = 0; i < forwards; ++i) {
+    const std::size_t which = random() % device.size();
+    device[which].poison(layer.stream());
+    device[which].enqueue(layer.layer(), layer.stream());
+    layer.stream().synchronize();
+    const std::size_t checksum = device[which].checksum();
+    if (!checksums[which]) checksums[which] = checksum;
+    ASSERT_EQ(checksum, *checksums[which]) << "forward " << i << ", batch " << which;
+  }
+  EXPECT_EQ(layer.layer().stats().epoch, static_cast<std::uint64_t>(forwards));
+}
+
+}  // namespace
+}  // namespace switchyard::testing

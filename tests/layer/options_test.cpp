@@ -1,0 +1,90 @@
+// What MoeLayer refuses whatever the engine, and how the backends share it.
+#include <gtest/gtest.h>
+
+#include "gpu/device.h"
+#include "model/errors.h"
+#include "model/generate.h"
+#include "switchyard/layer.h"
+
+namespace switchyard {
+namespace {
+
+class LayerOptionsTest : public ::testing::Test {
+ protected:
+  LayerOptionsTest() {
+    spec_.hidden = 64;
+    spec_.intermediate = 32;
+    spec_.num_experts = 4;
+    spec_.top_k = 2;
+    weights_ = generate_weights(spec_, DType::kBF16, 1, {.num_threads = 1});
+  }
+  MoeLayer make(const LayerOptions& options) const {
+    return {World::single(), spec_, weights_, options};
+  }
+
+  LayerSpec spec_;
+  MoeWeights weights_;
+};
+
+constexpr Backend kCpu = Backend::kCpu;
+constexpr Backend kCuda = Backend::kCuda;
+
+TEST_F(LayerOptionsTest, ValuesOutOfRange) {
+  for (const Backend backend : {kCpu, kCuda}) {
+    const auto refused = [&](LayerOptions options, const char* part) {
+      options.backend = backend;
+      EXPECT_ERROR(make(options), ErrorCode::kInvalidArgument, part);
+    };
+    refused({.max_tokens = 0}, "max_tokens is 0");
+    refused({.num_threads = -1}, "num_threads is -1");
+    refused({.device = -2}, "device is -2");
+    refused({.reserved_sms = -1}, "reserved_sms is -1");
+    refused({.compute = DType::kF16}, "compute type f16");
+  }
+  EXPECT_ERROR(make({.backend = static_cast<Backend>(7)}), ErrorCode::kInvalidArgument,
+               "backend is 7");
+}
+
+TEST_F(LayerOptionsTest, OptionsOfTheOtherBackend) {
+  EXPECT_ERROR(make({.device = 0}), ErrorCode::kInvalidArgument, "device is 0", "cpu");
+  EXPECT_ERROR(make({.reserved_sms = 2}), ErrorCode::kInvalidArgument, "reserved_sms is 2", "cpu");
+  EXPECT_ERROR(make({.backend = kCuda, .num_threads = 2}), ErrorCode::kInvalidArgument,
+               "num_threads is 2", "cuda");
+  EXPECT_ERROR(make({.backend = kCuda, .on_step = [](const ProtocolStep&) {}}),
+               ErrorCode::kInvalidArgument, "on_step", "cuda");
+}
+
+TEST_F(LayerOptionsTest, CudaWithoutAGpuIsUnsupported) {
+  if (gpu::device_count() > 0) GTEST_SKIP() << "there is a GPU";
+  EXPECT_ERROR(make({.backend = kCuda}), ErrorCode::kUnsupported, "CPU");
+  EXPECT_ERROR(make({.backend = kCuda, .device = 3}), ErrorCode::kUnsupported, "CPU");
+  EXPECT_ERROR(gpu::Stream(), gpu::built_with_cuda() ? ErrorCode::kSystem : ErrorCode::kUnsupported,
+               "");
+  EXPECT_FALSE(gpu::is_device_pointer(&spec_));
+}
+
+TEST_F(LayerOptionsTest, CudaDevicesAndSmsThatAreNotThere) {
+  if (gpu::device_count() == 0) GTEST_SKIP() << "no GPU";
+  EXPECT_ERROR(make({.backend = kCuda, .device = 99}), ErrorCode::kInvalidArgument, "device 99");
+  const int sms = gpu::device_info(0).num_sms;
+  EXPECT_ERROR(make({.backend = kCuda, .device = 0, .reserved_sms = sms}),
+               ErrorCode::kInvalidArgument, "reserved_sms", "leave at least 1");
+  EXPECT_ERROR(make({.backend = kCuda, .compute = DType::kF32}), ErrorCode::kUnsupported, "f32");
+}
+
+TEST_F(LayerOptionsTest, TheCpuHasNoStreamsAndTellsItsWorkspace) {
+  MoeLayer layer = make({.max_tokens = 8, .num_threads = 1});
+  EXPECT_EQ(layer.backend(), kCpu);
+  EXPECT_STREQ(to_string(layer.backend()), "cpu");
+  std::vector<float> x(64, 0.5f);
+  std::vector<float> y(64);
+  ForwardInput input{.activations = {x.data(), DType::kF32, 1, 64, 64}};
+  const ForwardOutput output{.data = y.data(), .dtype = DType::kF32};
+  layer.forward(input, output);
+  EXPECT_GE(layer.workspace_bytes(), layer.stats().workspace_bytes_used);
+  input.stream = y.data();
+  EXPECT_ERROR(layer.forward(input, output), ErrorCode::kInvalidArgument, "stream", "cpu");
+}
+
+}  // namespace
+}  // namespace switchyard

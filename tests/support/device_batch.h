@@ -1,0 +1,135 @@
+// Batches through the GPU engine, with everything it writes poisoned beforehand.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string_view>
+
+#include "gpu/device.h"
+#include "support/layers.h"
+
+namespace switchyard::testing {
+
+// One batch in device memory, with room for its results.
+class DeviceBatch {
+ public:
+  DeviceBatch(const LayerSpec& spec, const Batch& batch, DType output_dtype)
+      : spec_(spec), batch_(batch), dtype_(output_dtype) {
+    const auto tokens = static_cast<std::size_t>(batch.x.rows());
+    const std::size_t slots = tokens * static_cast<std::size_t>(spec.top_k);
+    const auto hidden = static_cast<std::size_t>(spec.hidden);
+    x_ = upload(batch.x.view().data, tokens * hidden * size_of(batch.x.dtype()));
+    token_ids_ = upload(batch.token_ids.data(), batch.token_ids.size() * 4);
+    given_ids_ = upload(batch.topk_ids.data(), batch.topk_ids.size() * 4);
+    given_weights_ = upload(batch.topk_weights.data(), batch.topk_weights.size() * 4);
+    y_ = gpu::DeviceBuffer(tokens * hidden * size_of(output_dtype));
+    ids_ = gpu::DeviceBuffer(slots * 4);
+    weights_ = gpu::DeviceBuffer(slots * 4);
+  }
+
+  // Other activations of the same shape, in the same memory.
+  void replace_activations(const Batch& batch) {
+    x_.upload(batch.x.view().data, x_.bytes());
+  }
+
+  void poison(const gpu::Stream& stream) {
+    for (gpu::DeviceBuffer* buffer : {&y_, &ids_, &weights_}) {
+      if (buffer->bytes() != 0) buffer->fill(0xff, stream);
+    }
+  }
+
+  void enqueue(MoeLayer& layer, const gpu::Stream& stream) {
+    const auto words = [](const gpu::DeviceBuffer& b) { return b.bytes() / 4; };
+    ForwardInput input;
+    input.activations = {x_.data(), batch_.x.dtype(), batch_.x.rows(), spec_.hidden, spec_.hidden};
+    input.topk_ids = {reinterpret_cast<const std::int32_t*>(given_ids_.data()), words(given_ids_)};
+    input.topk_weights = {reinterpret_cast<const float*>(given_weights_.data()),
+                          words(given_weights_)};
+    input.token_ids = {reinterpret_cast<const std::int32_t*>(token_ids_.data()), words(token_ids_)};
+    input.stream = stream.handle();
+    ForwardOutput output;
+    output.data = y_.data();
+    output.dtype = dtype_;
+    output.topk_ids = {reinterpret_cast<std::int32_t*>(ids_.data()), words(ids_)};
+    output.topk_weights = {reinterpret_cast<float*>(weights_.data()), words(weights_)};
+    layer.forward(input, output);
+  }
+
+  // After the stream has passed it.
+  BatchResult fetch() const {
+    BatchResult result = empty_result(spec_, batch_, 1, dtype_);
+    if (y_.bytes() != 0) {
+      y_.download(result.output.row(0), y_.bytes());
+      ids_.download(result.ids.data(), ids_.bytes());
+      weights_.download(result.weights.data(), weights_.bytes());
+    }
+    return result;
+  }
+
+  // As above, reduced to one number.
+  std::size_t checksum() const {
+    std::string bytes(y_.bytes(), '\0');
+    if (!bytes.empty()) y_.download(bytes.data(), bytes.size());
+    return std::hash<std::string_view>()(bytes);
+  }
+
+ private:
+  static gpu::DeviceBuffer upload(const void* data, std::size_t bytes) {
+    gpu::DeviceBuffer buffer(bytes);
+    if (bytes != 0) buffer.upload(data, bytes);
+    return buffer;
+  }
+
+  LayerSpec spec_;
+  Batch batch_;
+  DType dtype_;
+  gpu::DeviceBuffer x_, token_ids_, given_ids_, given_weights_, y_, ids_, weights_;
+};
+
+// A layer on the current GPU.
+class DeviceLayer {
+ public:
+  DeviceLayer(const LayerSpec& spec, const MoeWeights& weights, int max_tokens,
+              LayerOptions options = {})
+      : spec_(spec) {
+    options.backend = Backend::kCuda;
+    options.max_tokens = max_tokens;
+    if (options.deadline.count() == 0) options.deadline = std::chrono::seconds(5);
+    layer_ = std::make_unique<MoeLayer>(World::single(), spec, weights, options);
+  }
+
+  MoeLayer& layer() { return *layer_; }
+  const LayerSpec& spec() const { return spec_; }
+  const gpu::Stream& stream() const { return stream_; }
+
+  void load(const Batch& batch, DType output_dtype) {
+    batch_ = std::make_unique<DeviceBatch>(spec_, batch, output_dtype);
+  }
+  void replace_activations(const Batch& batch) { batch_->replace_activations(batch); }
+  void poison() { batch_->poison(stream_); }
+  void enqueue() { batch_->enqueue(*layer_, stream_); }
+  BatchResult fetch() {
+    stream_.synchronize();
+    BatchResult result = batch_->fetch();
+    result.stats[0] = layer_->stats();
+    return result;
+  }
+
+  BatchResult run(const Batch& batch, DType output_dtype) {
+    load(batch, output_dtype);
+    poison();
+    enqueue();
+    return fetch();
+  }
+
+ private:
+  LayerSpec spec_;
+  gpu::Stream stream_;
+  std::unique_ptr<MoeLayer> layer_;
+  std::unique_ptr<DeviceBatch> batch_;
+};
+
+}  // namespace switchyard::testing
