@@ -6,6 +6,7 @@
 
 #include "fabric/fabric.h"
 #include "gpu/cuda_error.h"
+#include "gpu/tensor_map.h"
 #include "gpu/weights.h"
 #include "layer/engine.h"
 #include "protocol/call.h"
@@ -251,6 +252,9 @@ void Engine::lay_out_workspace() {
   const std::size_t positions = arena.place(slots * 4);
   const std::size_t lists = arena.place(experts * tokens * 4);
   const std::size_t converted = arena.place(tokens * static_cast<std::size_t>(spec_.hidden) * 2);
+  params_.packed_slots = params_.h_slots;
+  const std::size_t packed = arena.place(params_.packed_slots * height *
+                                         static_cast<std::size_t>(spec_.hidden) * 2);
   const std::size_t h = arena.place(params_.h_slots * height * params_.h_stride * 2);
   const std::size_t cells =
       arena.place(tokens * static_cast<std::size_t>(params_.cells_per_token) *
@@ -274,9 +278,18 @@ void Engine::lay_out_workspace() {
   at(positions, params_.positions);
   at(lists, params_.lists);
   at(converted, params_.converted);
+  at(packed, params_.packed);
   at(h, params_.h);
   at(cells, params_.cells);
   params_.failed = failed_.on_device();
+  const auto rows_of = [&](std::uint32_t n) { return std::int64_t{n} * kTileShape.max_height; };
+  params_.x_maps =
+      token_maps(params_.packed, rows_of(params_.packed_slots), spec_.hidden, spec_.hidden);
+  for (FfnParams* ffn : {&params_.routed, &params_.shared}) {
+    if (ffn->intermediate == 0) continue;
+    ffn->h_maps =
+        token_maps(params_.h, rows_of(params_.h_slots), ffn->intermediate, params_.h_stride);
+  }
 }
 
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {

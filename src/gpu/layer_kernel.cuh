@@ -4,18 +4,23 @@
 //   then, by warp:
 //     0         weights    tasks -> TMA of 128 weight rows x 64 columns per stage
 //     1         scheduler  tickets -> tasks
-//     2, 3      tokens     gather the tile's token rows x 64 columns per stage by cp.async
+//     2         tokens     tasks -> TMA of the tile's packed rows x 64 columns per stage
+//     3         pack       copies token rows into tiles, ahead of the tasks (math helps at first)
+//     2, 3      gather     in small passes in place of the two: rows straight from where they are
 //     4 to 11   math       two warpgroups: WGMMA over the ring; epilogue; combine tasks
 //
 //   barrier      phase completes on                                              waited for by
-//   full[s]      weights: 1 arrival + 16 KiB; tokens: 64 arrivals when copied    math
+//   full[s]      weights: 1 arrival + 16 KiB; tokens: 1 arrival + bytes, or in   math
+//                small passes 64 arrivals when copied
 //   empty[s]     8 math warps, when the products that read the stage are done    weights, tokens
 //   task_full    scheduler                                                       all other roles
-//   task_empty   weights, 2 tokens warps, 8 math warps, when they have read it   scheduler
+//   task_empty   1 weights, 1 tokens or 2 gather, 8 math warps, having read it   scheduler
 //
 //   between blocks (device memory, cleared by the pass before):
 //   barrier[i]     every block: logits complete; lists complete                  all blocks
-//   gemm1_done[t]  2 per block of weight rows: h of tile t is written            tokens (GEMM2)
+//   packed[t]      1 per row: tokens of tile t are packed                          tokens (GEMM1)
+//   gemm1_done[t]  2 per block of weight rows: h of tile t is written            tokens (GEMM2);
+//                                                                                  pack reusing t
 //   gemm2_done[t]  2 per block of weight rows: cells of tile t are written       combine; math that
 //                                                                                reuses t's h
 #pragma once
@@ -24,8 +29,8 @@
 
 namespace switchyard::gpu {
 
-static_assert(kFullArrivals == 1 + 64 && kEmptyArrivals == 8 && kTaskFullArrivals == 1 &&
-                  kTaskEmptyArrivals == 1 + 2 + 8,
+static_assert(kFullArrivals == 1 + 1 && kFullArrivalsGather == 1 + 64 && kEmptyArrivals == 8 && kTaskFullArrivals == 1 &&
+                  kTaskEmptyArrivals == 1 + 1 + 8 && kTaskEmptyArrivalsGather == 1 + 2 + 8,
               "the table above");
 
 enum GridBarrier : std::uint32_t { kConverted, kLogitsReady, kListsReady };
@@ -91,8 +96,12 @@ __device__ __forceinline__ void loading_group(const Pass& pass) {
     if (threadIdx.x % 32 == 0) weights_role<kGated>(pass);
   } else if (warp == kSchedulerWarp) {
     if (threadIdx.x % 32 == 0) scheduler_role(pass);
+  } else if (pass.state().tables.alone) {
+    gather_role(pass);
+  } else if (warp == kTokensWarp) {
+    if (threadIdx.x % 32 == 0) tokens_role(pass);
   } else {
-    tokens_role(pass);
+    pack_role(pass);
   }
 }
 
@@ -103,14 +112,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ std::byte shared_memory[];
   BlockStorage& block = *reinterpret_cast<BlockStorage*>(
       shared_memory + (-shared_address(shared_memory) & 1023u));
+  const bool alone = routes_alone(layer, call.tokens);
   if (threadIdx.x == 0) {
     for (std::uint32_t s = 0; s < kMaxStages; ++s) {
-      init_barrier(shared_address(&block.full[s]), kFullArrivals);
+      init_barrier(shared_address(&block.full[s]), alone ? kFullArrivalsGather : kFullArrivals);
       init_barrier(shared_address(&block.empty[s]), kEmptyArrivals);
     }
     for (std::uint32_t s = 0; s < kTaskSlots; ++s) {
       init_barrier(shared_address(&block.task_full[s]), kTaskFullArrivals);
-      init_barrier(shared_address(&block.task_empty[s]), kTaskEmptyArrivals);
+      init_barrier(shared_address(&block.task_empty[s]),
+                   alone ? kTaskEmptyArrivalsGather : kTaskEmptyArrivals);
     }
     block.pass.max_height = kTileShape.granule;
     block.pass.going = Going::kOn;
@@ -137,7 +148,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (!grid_barrier(waiter, words.barrier(kLogitsReady))) return;
   }
 
-  const bool alone = routes_alone(layer, call.tokens);
   const RoutingTables tables = tables_of(layer, block, alone);
   if (alone) {
     route_tokens(layer, call, tables, words, 0, call.tokens, nullptr, blockIdx.x == 0);
@@ -159,13 +169,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const bool has_shared = layer.cells_per_token > layer.top_k;
   const protocol::TokenTiles shared_tiles(has_shared ? call.tokens : 0, kTileShape);
-  place_tiles(layer, block, alone, shared_tiles);
+  place_tiles(layer, block, shared_tiles);
   if (alone) {
     const std::uint32_t slots = call.tokens * layer.top_k;
     for (std::uint32_t s = threadIdx.x; s < slots; s += kThreads) {
       const std::int32_t id = block.own.ids[s];
       if (id < 0) continue;
-      block.own.lists[block.list_begin[id] + block.own.positions[s]] =
+      block.own.lists[block.row_begin[id] - shared_tiles.rows + block.own.positions[s]] =
           RowEntry::pack(s / layer.top_k, s % layer.top_k);
     }
   }

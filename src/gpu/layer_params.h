@@ -15,11 +15,18 @@
 
 namespace switchyard::gpu {
 
+// Maps over rows of tokens in tiles: boxes of 64 columns of many or few rows.
+struct TokenMaps {
+  static constexpr int kManyRows = 64, kFewRows = 16;
+  CUtensorMap many, few;
+};
+
 // One kind of expert, routed or shared: E networks of the same shape behind one pair of maps.
 struct FfnParams {
   // Over [E, gate/up, I/8, 8, H] and [E, 1, H/8, 8, I]: the box of a task is 128 rows, for a gated
   // first GEMM 8 of gate, 8 of up, and so on, so that both meet in one thread's registers.
   CUtensorMap gemm1_map, gemm2_map;
+  TokenMaps h_maps;  // over h, as wide as I
   const float* gate_bias = nullptr;  // [E, I]; null where the model has none
   const float* up_bias = nullptr;    // [E, I]
   const float* down_bias = nullptr;  // [E, H]
@@ -49,9 +56,13 @@ struct PassWords {
                                                    std::uint32_t max_tiles) const {
     return gemm1_done(num_experts) + max_tiles;
   }
+  SWITCHYARD_HOST_DEVICE std::uint32_t* packed(std::uint32_t num_experts,
+                                               std::uint32_t max_tiles) const {
+    return gemm1_done(num_experts) + 2 * max_tiles;
+  }
   SWITCHYARD_HOST_DEVICE static constexpr std::uint32_t count(std::uint32_t num_experts,
                                                               std::uint32_t max_tiles) {
-    return protocol::round_up(32 * (2 + kBarriers) + num_experts + 2 * max_tiles, 32u);
+    return protocol::round_up(32 * (2 + kBarriers) + num_experts + 3 * max_tiles, 32u);
   }
 };
 enum PassCounter : std::uint32_t { kNanLogits, kDroppedSlots, kNumPassCounters };
@@ -96,6 +107,9 @@ struct LayerParams {
   std::uint32_t* positions;  // [T, K]: of the slot in its expert's list
   std::uint32_t* lists;      // [E, max_tokens]: RowEntry of each row of the expert
   std::uint16_t* converted;  // [T, H] bf16, for activations of other types
+  TokenMaps x_maps;          // over packed
+  std::uint16_t* packed;     // [packed_slots, kMaxTokens of a tile, H] bf16
+  std::uint32_t packed_slots;
   std::uint16_t* h;          // [h_slots, kMaxTokens of a tile, h_stride] bf16
   std::uint16_t* cells;      // [T, cells_per_token, H] bf16
   std::uint32_t h_slots;

@@ -128,51 +128,73 @@ __device__ __forceinline__ void route_tokens(const LayerParams& layer, const Cal
 }
 
 // The exclusive prefix sum over all threads of the block.
-__device__ __forceinline__ std::uint32_t block_exclusive_sum(std::uint32_t value, std::uint32_t* scan) {
+__device__ __forceinline__ std::uint64_t block_exclusive_sum(std::uint64_t value,
+                                                             std::uint64_t* scan) {
   const std::uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  std::uint32_t sum = value;
+  std::uint64_t sum = value;
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
-    const std::uint32_t other = __shfl_up_sync(~0u, sum, offset);
+    const std::uint64_t other = __shfl_up_sync(~0u, sum, offset);
     if (lane >= static_cast<std::uint32_t>(offset)) sum += other;
   }
   if (lane == 31) scan[warp] = sum;
   __syncthreads();
-  std::uint32_t before = lane < warp ? scan[lane] : 0;
+  std::uint64_t before = lane < warp ? scan[lane] : 0;
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) before += __shfl_xor_sync(~0u, before, offset);
   return before + sum - value;
 }
 
-// From block.expert_rows to block.tile_begin, list_begin and max_units. Called by all threads.
-__device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStorage& block, bool alone,
-                                   const protocol::TokenTiles& shared_tiles) {
+// From block.expert_rows to block.tile_begin, row_begin and max_height. Called by all threads.
+__device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStorage& block,
+                                            const protocol::TokenTiles& shared_tiles) {
   constexpr std::uint32_t kPerThread = (kMaxDeviceExperts + kThreads - 1) / kThreads;
   const auto num_experts = static_cast<std::uint32_t>(layer.num_experts);
-  // Tiles in the high half, and in the low half rows, which lists in shared memory have few of.
-  std::uint32_t sizes[kPerThread], height = shared_tiles.height, total = 0;
+  const auto pair = [](std::uint32_t tiles, std::uint32_t rows) {
+    return std::uint64_t{tiles} << 32 | rows;
+  };
+  std::uint64_t sizes[kPerThread], total = 0;
+  std::uint32_t height = shared_tiles.height;
 #pragma unroll
   for (std::uint32_t i = 0; i < kPerThread; ++i) {
     const std::uint32_t e = threadIdx.x * kPerThread + i;
-    const std::uint32_t rows = e < num_experts ? block.expert_rows[e] : 0;
-    const protocol::TokenTiles cut(rows, kTileShape);
-    sizes[i] = cut.count << 16 | (alone ? rows : 0);
+    const protocol::TokenTiles cut(e < num_experts ? block.expert_rows[e] : 0, kTileShape);
+    sizes[i] = pair(cut.count, cut.rows);
     height = max(height, cut.height);
     total += sizes[i];
   }
-  std::uint32_t before = block_exclusive_sum(total, block.scan);
+  std::uint64_t before = block_exclusive_sum(total, block.scan) +
+                         pair(shared_tiles.count, shared_tiles.rows);
+  const auto write = [&](std::uint32_t e) {
+    block.tile_begin[e] = static_cast<std::uint32_t>(before >> 32);
+    block.row_begin[e] = static_cast<std::uint32_t>(before);
+  };
 #pragma unroll
   for (std::uint32_t i = 0; i < kPerThread; ++i) {
     const std::uint32_t e = threadIdx.x * kPerThread + i;
     if (e >= num_experts) break;
-    block.tile_begin[e] = shared_tiles.count + (before >> 16);
-    block.list_begin[e] = static_cast<std::uint16_t>(before & 0xffffu);
+    write(e);
     before += sizes[i];
-    if (e == num_experts - 1) block.tile_begin[num_experts] = shared_tiles.count + (before >> 16);
+    if (e == num_experts - 1) write(num_experts);
   }
   height = __reduce_max_sync(~0u, height);
   if (threadIdx.x % 32 == 0) atomicMax(&block.pass.max_height, height);
   __syncthreads();
+}
+
+// The e with begin[e] <= i < begin[e + 1].
+__device__ __forceinline__ std::uint32_t find_expert(const std::uint32_t* begin,
+                                                     std::uint32_t num_experts, std::uint32_t i) {
+  std::uint32_t low = 0, high = num_experts;
+  while (high - low > 1) {
+    const std::uint32_t middle = (low + high) / 2;
+    if (begin[middle] <= i) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
 }
 
 }  // namespace switchyard::gpu

@@ -25,6 +25,9 @@ struct Pass {
   __device__ std::uint32_t* gemm2_done(std::uint32_t tile) const {
     return state().words.gemm2_done(layer.num_experts, layer.max_tiles) + tile;
   }
+  __device__ std::uint32_t* packed(std::uint32_t tile) const {
+    return state().words.packed(layer.num_experts, layer.max_tiles) + tile;
+  }
   __device__ bool is_shared(std::uint32_t tile) const { return tile < state().shared_tiles.count; }
   // Every math warpgroup counts for itself.
   __device__ bool gemm1_complete(std::uint32_t tile) const {
@@ -32,6 +35,9 @@ struct Pass {
   }
   __device__ bool gemm2_complete(std::uint32_t tile) const {
     return load_acquire_gpu(gemm2_done(tile)) >= kMathGroups * ffn(is_shared(tile)).gemm2_blocks;
+  }
+  __device__ std::uint32_t packed_row(std::uint32_t tile, std::uint32_t row) const {
+    return tile % layer.packed_slots * kTileShape.max_height + row;
   }
   __device__ std::uint16_t* h_row(std::uint32_t tile, std::uint32_t row) const {
     const std::size_t slot = tile % layer.h_slots;
@@ -64,20 +70,6 @@ class TaskReader {
 
 // --- Scheduler: one thread. Takes tickets from the counter all blocks share and hands out tasks.
 
-__device__ __forceinline__ std::uint32_t expert_of_tile(const BlockStorage& block, std::uint32_t num_experts,
-                                               std::uint32_t tile) {
-  std::uint32_t low = 0, high = num_experts;  // tile_begin[low] <= tile < tile_begin[high]
-  while (high - low > 1) {
-    const std::uint32_t middle = (low + high) / 2;
-    if (block.tile_begin[middle] <= tile) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
 __device__ __forceinline__ TaskDescriptor describe(const Pass& pass, const protocol::Task& task) {
   const LayerParams& layer = pass.layer;
   TaskDescriptor d{};
@@ -91,7 +83,7 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass& pass, const proto
   protocol::TokenTiles tiles = pass.state().shared_tiles;
   std::uint32_t tile_of_expert = task.index;
   if (d.shared == 0) {
-    d.expert = expert_of_tile(pass.block, layer.num_experts, task.index);
+    d.expert = find_expert(pass.block.tile_begin, layer.num_experts, task.index);
     tiles = protocol::TokenTiles(pass.block.expert_rows[d.expert], kTileShape);
     tile_of_expert -= pass.block.tile_begin[d.expert];
   }
@@ -100,7 +92,7 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass& pass, const proto
   d.units = protocol::ceil_div(d.rows, static_cast<std::uint32_t>(kTileShape.granule));
   d.one_tile = tiles.count == 1 ? 1 : 0;
   if (d.shared == 0) {
-    d.list = (pass.state().tables.alone ? pass.block.own.lists + pass.block.list_begin[d.expert]
+    d.list = (pass.state().tables.alone ? pass.block.own.lists + pass.block.row_begin[d.expert] - pass.state().shared_tiles.rows
                          : layer.lists + static_cast<std::size_t>(d.expert) * layer.max_tokens) +
              d.first_row;
   }
@@ -184,7 +176,9 @@ __device__ __forceinline__ void weights_role(const Pass& pass) {
   }
 }
 
-// --- Tokens: two warps. Gather the rows of the tile, 16 bytes per thread at a time.
+// --- Gather: two warps, in small passes. They take the rows of the tile from where they are,
+// 16 bytes per thread at a time. (For large tiles a TMA of packed rows is three times as fast: the
+// compiler puts three empty shared-memory loads before each cp.async.)
 
 __device__ __forceinline__ void copy_async(std::uint32_t to, const std::byte* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -196,12 +190,12 @@ __device__ __forceinline__ void copy_async(std::uint32_t to, const std::byte* fr
                : "memory");
 }
 
-__device__ __forceinline__ void tokens_role(const Pass& pass) {
-  constexpr std::uint32_t kRowsAtOnce = kTokensThreads / 8;  // eight threads take a row's 128 bytes
+__device__ __forceinline__ void gather_role(const Pass& pass) {
+  constexpr std::uint32_t kRowsAtOnce = kGatherThreads / 8;  // eight threads take a row's 128 bytes
   constexpr std::uint32_t kMostRounds = kTileShape.max_height / kRowsAtOnce;
   constexpr std::uint32_t kRoundBytes = kRowsAtOnce * kStageRowBytes;
   static_assert(kRowsAtOnce % 8 == 0, "a thread keeps its place in the swizzle");
-  const std::uint32_t thread = threadIdx.x - 32 * kFirstTokensWarp;
+  const std::uint32_t thread = threadIdx.x - 32 * kTokensWarp;
   const std::uint32_t my_row = thread / 8, my_chunk = thread % 8;
   const std::uint32_t my_place =
       my_row * kStageRowBytes + ((my_chunk ^ (my_row & 7)) << 4);
@@ -266,6 +260,160 @@ __device__ __forceinline__ void tokens_role(const Pass& pass) {
       });
     }
   }
+}
+
+// --- Tokens: one thread. Loads the packed rows of the tile.
+
+// What others wrote with ordinary stores and this thread acquired, the copy engine must see too.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void load_tokens(const CUtensorMap& map, std::uint32_t to,
+                                            std::uint32_t barrier, int k, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(k), "r"(row)
+      : "memory");
+}
+
+__device__ __forceinline__ void tokens_role(const Pass& pass) {
+  constexpr std::uint32_t kUnitBytes = kTileShape.granule * kStageRowBytes;
+  constexpr std::uint32_t kUnitsOfMany = TokenMaps::kManyRows / kTileShape.granule;
+  static_assert(TokenMaps::kFewRows == kTileShape.granule);
+  const Ring ring = pass.state().ring;
+  TaskReader reader(pass);
+  RingPlace place;
+  for (;;) {
+    const TaskDescriptor task = reader.next();
+    reader.release();
+    if (task.work == Work::kStop) return;
+    if (task.work == Work::kCombine) continue;
+    const bool first = task.work == Work::kGemm1;
+    // Given up or not, the block goes on: its other roles wait for these stages.
+    pass.waiter().wait(first ? protocol::Phase::kDispatch : protocol::Phase::kExperts, task.tile,
+                       [&] {
+                         return first ? load_acquire_gpu(pass.packed(task.tile)) >= task.rows
+                                      : pass.gemm1_complete(task.tile);
+                       });
+    fence_async_proxy();
+    const TokenMaps& maps = first ? pass.layer.x_maps : pass.ffn(task.shared != 0).h_maps;
+    const std::uint32_t slots = first ? pass.layer.packed_slots : pass.layer.h_slots;
+    const auto row0 = static_cast<int>(task.tile % slots * kTileShape.max_height);
+    for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
+      if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
+      const std::uint32_t full = ring.full_barrier(place.stage);
+      arrive_expect_bytes(full, task.units * kUnitBytes);
+      std::uint32_t to = ring.tokens(place.stage);
+      const auto k = static_cast<int>(kb * (kStageRowBytes / 2));
+      int row = row0;
+      for (std::uint32_t i = 0; i < task.units / kUnitsOfMany; ++i) {
+        load_tokens(maps.many, to, full, k, row);
+        to += kUnitsOfMany * kUnitBytes;
+        row += TokenMaps::kManyRows;
+      }
+      for (std::uint32_t i = 0; i < task.units % kUnitsOfMany; ++i) {
+        load_tokens(maps.few, to, full, k, row);
+        to += kUnitBytes;
+        row += TokenMaps::kFewRows;
+      }
+      place.advance(ring.stages);
+    }
+  }
+}
+
+// --- Pack: warps that copy token rows into the tiles' slots, in the order of tiles.
+
+// Rows [begin, end), counted over the shared expert's and then all experts' rows, of which this warp
+// takes every num_workers-th group. Keeps 4 * kVectors vectors in flight per lane.
+template <std::uint32_t kVectors>
+__device__ __forceinline__ void pack_rows(const Pass& pass, std::uint32_t begin, std::uint32_t end,
+                                          std::uint32_t worker, std::uint32_t num_workers) {
+  constexpr std::uint32_t kRowsAtOnce = 4;
+  const LayerParams& layer = pass.layer;
+  const BlockStorage& block = pass.block;
+  const std::uint32_t lane = threadIdx.x % 32;
+  const auto hidden = static_cast<std::uint32_t>(layer.hidden);
+  for (std::uint32_t row0 = begin + worker * kRowsAtOnce; row0 < end;
+       row0 += num_workers * kRowsAtOnce) {
+    // Lane i < kRowsAtOnce finds row i's place.
+    const std::uint32_t row = row0 + lane;
+    const bool mine = lane < kRowsAtOnce && row < end;
+    std::uint32_t tile = 0, from = 0, to = 0;
+    if (mine) {
+      protocol::TokenTiles cut = pass.state().shared_tiles;
+      std::uint32_t position = row, first_tile = 0;
+      from = row;
+      if (row >= cut.rows) {
+        const std::uint32_t e = find_expert(block.row_begin, layer.num_experts, row);
+        position = row - block.row_begin[e];
+        first_tile = block.tile_begin[e];
+        cut = protocol::TokenTiles(block.expert_rows[e], kTileShape);
+        from = RowEntry::token(
+            __ldcg(layer.lists + static_cast<std::size_t>(e) * layer.max_tokens + position));
+      }
+      tile = first_tile + position / cut.height;
+      to = pass.packed_row(tile, position % cut.height);
+    }
+    // The tile that had the slot before is no longer needed once its GEMM1 is complete.
+    pass.waiter().wait(protocol::Phase::kDispatch, row0, [&] {
+      return __all_sync(~0u, !mine || tile < layer.packed_slots ||
+                                 pass.gemm1_complete(tile - layer.packed_slots)) != 0;
+    });
+    const std::uint16_t* sources[kRowsAtOnce];
+    std::uint16_t* targets[kRowsAtOnce];
+#pragma unroll
+    for (std::uint32_t i = 0; i < kRowsAtOnce; ++i) {
+      // Past the end, the first row once more: the same bytes to the same place.
+      const int lane_of = row0 + i < end ? static_cast<int>(i) : 0;
+      sources[i] = pass.state().x + __shfl_sync(~0u, from, lane_of) * pass.state().x_stride;
+      targets[i] = layer.packed + std::size_t{__shfl_sync(~0u, to, lane_of)} * hidden;
+    }
+    constexpr std::uint32_t kStep = 8 * 32;
+    for (std::uint32_t column0 = 8 * lane; column0 < hidden; column0 += kVectors * kStep) {
+      uint4 values[kVectors][kRowsAtOnce];
+#pragma unroll
+      for (std::uint32_t v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (std::uint32_t i = 0; i < kRowsAtOnce; ++i) {
+          const std::uint32_t column = column0 + v * kStep;
+          if (column < hidden) values[v][i] = *reinterpret_cast<const uint4*>(sources[i] + column);
+        }
+      }
+#pragma unroll
+      for (std::uint32_t v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (std::uint32_t i = 0; i < kRowsAtOnce; ++i) {
+          const std::uint32_t column = column0 + v * kStep;
+          if (column < hidden) *reinterpret_cast<uint4*>(targets[i] + column) = values[v][i];
+        }
+      }
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (mine) add_release_gpu(pass.packed(tile), 1);
+  }
+}
+
+// Rows of the tiles whose first tasks all blocks take up at once. The math warps, which have nothing
+// else to do then, pack these.
+__device__ __forceinline__ std::uint32_t first_rows(const Pass& pass) {
+  const LayerParams& layer = pass.layer;
+  const std::uint32_t total = pass.block.row_begin[layer.num_experts];
+  std::uint32_t blocks = layer.routed.gemm1_blocks;
+  if (pass.state().shared_tiles.count != 0) blocks = min(blocks, layer.shared.gemm1_blocks);
+  const std::uint32_t tile = protocol::ceil_div(gridDim.x, blocks) + 1;
+  if (tile >= pass.block.tile_begin[layer.num_experts]) return total;
+  if (pass.is_shared(tile)) return pass.state().shared_tiles.begin(tile);
+  const std::uint32_t e = find_expert(pass.block.tile_begin, layer.num_experts, tile);
+  const protocol::TokenTiles cut(pass.block.expert_rows[e], kTileShape);
+  return pass.block.row_begin[e] + cut.begin(tile - pass.block.tile_begin[e]);
+}
+
+__device__ __forceinline__ void pack_role(const Pass& pass) {
+  const std::uint32_t total = pass.block.row_begin[pass.layer.num_experts];
+  pack_rows<1>(pass, first_rows(pass), total, blockIdx.x, gridDim.x);
 }
 
 // --- Math: two warpgroups, each with half of the tile's weight rows.
@@ -500,6 +648,10 @@ __device__ __forceinline__ void math_role(const Pass& pass) {
   const std::uint32_t group = threadIdx.x / kWarpgroup - 1;
   const bool speaks = threadIdx.x % 32 == 0;
   clear_next_words(pass);
+  if (!pass.state().tables.alone) {
+    pack_rows<4>(pass, 0, first_rows(pass), blockIdx.x * kMathWarps + threadIdx.x / 32 - 4,
+              gridDim.x * kMathWarps);
+  }
   TaskReader reader(pass);
   RingPlace place;
   for (;;) {

@@ -14,16 +14,18 @@ inline constexpr int kWarpgroup = 128;
 inline constexpr int kMathGroups = 2;
 inline constexpr int kMathWarps = 4 * kMathGroups;
 inline constexpr int kThreads = kWarpgroup * (1 + kMathGroups);
-enum LoadingWarp : int { kWeightsWarp, kSchedulerWarp, kFirstTokensWarp };
-inline constexpr int kTokensWarps = 4 - kFirstTokensWarp;
-inline constexpr int kTokensThreads = 32 * kTokensWarps;
+// Small passes have two warps that gather tokens, large ones one that loads packed tiles of them and one
+// that packs tiles.
+enum LoadingWarp : int { kWeightsWarp, kSchedulerWarp, kTokensWarp, kPackWarp };
+inline constexpr int kGatherWarps = 4 - kTokensWarp;
+inline constexpr int kGatherThreads = 32 * kGatherWarps;
 static_assert(kTileRows == 64 * kMathGroups, "a math warpgroup takes 64 weight rows");
 
 // Registers per thread once the roles part. They share what the block got at launch, equal parts in
 // steps of 8: asking for more, setmaxnreg would wait for ever.
 inline constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-inline constexpr int kLoadingRegisters = 88;
-inline constexpr int kMathRegisters = 208;
+inline constexpr int kLoadingRegisters = 104;
+inline constexpr int kMathRegisters = 200;
 static_assert(kLoadingRegisters + kMathGroups * kMathRegisters <=
               (1 + kMathGroups) * kLaunchRegisters);
 
@@ -36,10 +38,12 @@ inline constexpr std::uint32_t kMaxStages = 12;
 inline constexpr std::uint32_t kTaskSlots = 2;
 
 // Arrivals that complete one phase of each barrier.
-inline constexpr int kFullArrivals = 1 + kTokensThreads;  // the weights' bytes; every tokens thread
+inline constexpr int kFullArrivals = 1 + 1;                     // weights and tokens, with bytes
+inline constexpr int kFullArrivalsGather = 1 + kGatherThreads;  // weights with bytes; each thread
 inline constexpr int kEmptyArrivals = kMathWarps;
 inline constexpr int kTaskFullArrivals = 1;                   // the scheduler
-inline constexpr int kTaskEmptyArrivals = 1 + kTokensWarps + kMathWarps;  // weights, tokens, math warps
+inline constexpr int kTaskEmptyArrivals = 1 + 1 + kMathWarps;  // weights, tokens, math: by warp
+inline constexpr int kTaskEmptyArrivalsGather = 1 + kGatherWarps + kMathWarps;
 
 // A row of an expert's list: which slot (token, k) it is.
 struct RowEntry {
@@ -122,11 +126,11 @@ struct BlockStorage {
   alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
   alignas(8) std::uint64_t task_full[kTaskSlots], task_empty[kTaskSlots];
   std::uint32_t expert_rows[kMaxDeviceExperts];
-  // [E + 1] first tile of each expert, counted after the shared tiles; [E] first row in own.lists.
+  // [E + 1] first tile and first row of each expert, counted after the shared expert's.
   std::uint32_t tile_begin[kMaxDeviceExperts + 1];
-  std::uint16_t list_begin[kMaxDeviceExperts];
+  std::uint32_t row_begin[kMaxDeviceExperts + 1];
   OwnRouting own;
-  std::uint32_t scan[kThreads / 32];
+  std::uint64_t scan[kThreads / 32];
   PassState pass;
 };
 static_assert(sizeof(BlockStorage) + 1024 <= 227 * 1024, "the block's shared memory is full");

@@ -1,6 +1,5 @@
 #include "gpu/weights.h"
 
-#include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
@@ -10,13 +9,12 @@
 #include <vector>
 
 #include "gpu/cuda_error.h"
+#include "gpu/tensor_map.h"
 #include "model/convert.h"
 #include "switchyard/error.h"
 
 namespace switchyard::gpu {
 namespace {
-
-constexpr int kGroup = 8;  // rows of gate, then rows of up: see FfnParams
 
 // Any element of a matrix in host memory.
 float element(const MatrixView& m, std::int64_t r, std::int64_t c) {
@@ -118,48 +116,11 @@ DeviceBuffer biases(std::span<const FfnWeights> experts, const VectorView FfnWei
   return to_device(all);
 }
 
-PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  SWITCHYARD_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
-                                                   cudaEnableDefault, &found));
-  if (found != cudaDriverEntryPointSuccess) {
-    throw Error(ErrorCode::kUnsupported,
-                "the NVIDIA driver has no cuTensorMapEncodeTiled; it must be 525 or newer");
-  }
-  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
-}
-
-// Over [E, halves, rows, columns] bf16 such that a box is kTileRows rows: groups of 8 rows, taken
-// from all halves in turn.
-CUtensorMap weights_map(const std::byte* data, std::int64_t num_experts, int halves, int rows,
-                        int columns) {
-  const auto u = [](auto value) { return static_cast<cuuint64_t>(value); };
-  const cuuint64_t row_bytes = u(columns) * sizeof(std::uint16_t);
-  const cuuint64_t sizes[] = {u(columns), kGroup, u(halves), u(rows / kGroup), u(num_experts)};
-  const cuuint64_t strides[] = {row_bytes, u(rows) * row_bytes, kGroup * row_bytes,
-                                u(halves) * u(rows) * row_bytes};
-  const cuuint32_t box[] = {64, kGroup, static_cast<cuuint32_t>(halves),
-                            static_cast<cuuint32_t>(kTileRows / kGroup / halves), 1};
-  const cuuint32_t steps[] = {1, 1, 1, 1, 1};
-  CUtensorMap map;
-  const CUresult result = tensor_map_encoder()(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<std::byte*>(data), sizes, strides, box,
-      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    throw Error(ErrorCode::kSystem,
-                fmt::format("cuTensorMapEncodeTiled failed with {} for {} experts of {} x {} x {}",
-                            static_cast<int>(result), num_experts, halves, rows, columns));
-  }
-  return map;
-}
-
 }  // namespace
 
 DeviceFfn::DeviceFfn(std::span<const FfnWeights> experts, int hidden, int intermediate, bool gated)
     : hidden_(hidden),
-      intermediate_(protocol::round_up(intermediate, kGroup)),
+      intermediate_(protocol::round_up(intermediate, kRowGroup)),
       num_experts_(static_cast<std::int64_t>(experts.size())),
       gated_(gated) {
   const auto half = static_cast<std::size_t>(intermediate_) * static_cast<std::size_t>(hidden);

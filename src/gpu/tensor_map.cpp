@@ -1,0 +1,75 @@
+#include "gpu/tensor_map.h"
+
+#include <cudaTypedefs.h>
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <span>
+
+#include "gpu/cuda_error.h"
+#include "switchyard/error.h"
+
+namespace switchyard::gpu {
+namespace {
+
+constexpr cuuint32_t kBoxColumns = 64;  // 128 bytes: the swizzle's row
+
+template <typename T>
+cuuint64_t u(T value) {
+  return static_cast<cuuint64_t>(value);
+}
+
+PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  SWITCHYARD_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
+                                                   cudaEnableDefault, &found));
+  if (found != cudaDriverEntryPointSuccess) {
+    throw Error(ErrorCode::kUnsupported,
+                "the NVIDIA driver has no cuTensorMapEncodeTiled; it must be 525 or newer");
+  }
+  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
+}
+
+// sizes and box: innermost first; strides in bytes, from the second dimension on.
+CUtensorMap encode(const void* data, std::span<const cuuint64_t> sizes,
+                   std::span<const cuuint64_t> strides, std::span<const cuuint32_t> box) {
+  constexpr cuuint32_t kSteps[] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = find_encoder()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, static_cast<cuuint32_t>(sizes.size()),
+      const_cast<void*>(data), sizes.data(), strides.data(), box.data(), kSteps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw Error(ErrorCode::kSystem,
+                fmt::format("cuTensorMapEncodeTiled failed with {} for an array of {} columns",
+                            static_cast<int>(result), sizes[0]));
+  }
+  return map;
+}
+
+}  // namespace
+
+CUtensorMap weights_map(const std::byte* data, std::int64_t num_experts, int halves, int rows,
+                        int columns) {
+  const cuuint64_t row_bytes = u(columns) * sizeof(std::uint16_t);
+  const cuuint64_t sizes[] = {u(columns), kRowGroup, u(halves), u(rows / kRowGroup),
+                              u(num_experts)};
+  const cuuint64_t strides[] = {row_bytes, u(rows) * row_bytes, kRowGroup * row_bytes,
+                                u(halves) * u(rows) * row_bytes};
+  const cuuint32_t box[] = {kBoxColumns, kRowGroup, static_cast<cuuint32_t>(halves),
+                            static_cast<cuuint32_t>(kTileRows / kRowGroup / halves), 1};
+  return encode(data, sizes, strides, box);
+}
+
+TokenMaps token_maps(const std::uint16_t* data, std::int64_t rows, int columns,
+                     std::int64_t stride) {
+  const cuuint64_t sizes[] = {u(columns), u(rows)};
+  const cuuint64_t strides[] = {u(stride) * sizeof(std::uint16_t)};
+  const cuuint32_t many[] = {kBoxColumns, TokenMaps::kManyRows};
+  const cuuint32_t few[] = {kBoxColumns, TokenMaps::kFewRows};
+  return {encode(data, sizes, strides, many), encode(data, sizes, strides, few)};
+}
+
+}  // namespace switchyard::gpu
