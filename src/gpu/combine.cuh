@@ -8,9 +8,9 @@
 
 namespace switchyard::gpu {
 
-// Tokens of one combine task: many enough to be worth a ticket, few enough to leave no block idle.
+// Tokens of one combine task: one for each math warp, unless that would leave blocks idle.
 __device__ __forceinline__ std::uint32_t combine_chunk(std::uint32_t tokens, std::uint32_t blocks) {
-  return tokens > 16 * blocks ? 8 : tokens > 4 * blocks ? 4 : 1;
+  return tokens >= kMathWarps * blocks ? kMathWarps : 1;
 }
 
 __device__ __forceinline__ void store_output(const CallParams& call, std::uint32_t token,

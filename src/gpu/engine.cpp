@@ -223,10 +223,11 @@ void Engine::lay_out_workspace() {
                             options_.max_tokens, spec_.top_k, tiles, (1 << 16) - 1));
   }
   params_.max_tiles = static_cast<std::uint32_t>(tiles);
-  // GEMM2 of a tile is taken up when its GEMM1 was handed out more than one round of all blocks ago.
+  // GEMM2 of a tile is taken up when its GEMM1 was handed out two rounds of all blocks ago: measured
+  // against 0.6, 1, 1.25 and 3 rounds; see docs/decisions.
   std::uint32_t fewest = params_.routed.gemm1_blocks;
   if (has_shared) fewest = std::min(fewest, params_.shared.gemm1_blocks);
-  params_.lag = protocol::ceil_div(grid_ * 5 / 4, fewest) + 1;
+  params_.lag = protocol::ceil_div(2 * grid_, fewest) + 1;
   // A tile's h is needed from its GEMM1 to its GEMM2; twice the lag leaves nobody waiting for it.
   params_.h_slots = static_cast<std::uint32_t>(
       std::min<std::size_t>(tiles, std::size_t{2} * params_.lag + 2));

@@ -458,6 +458,26 @@ __device__ __forceinline__ float bias_at(const float* bias, std::size_t at, bool
   return bias != nullptr && valid ? __ldg(bias + at) : 0.0f;
 }
 
+// Copies the tile's list to where the epilogue finds it at once, while the products are under way.
+__device__ __forceinline__ void fetch_entries(const Pass& pass, const TaskDescriptor& task,
+                                              std::uint32_t group) {
+  if (task.list == nullptr) return;
+  for (std::uint32_t row = threadIdx.x % kWarpgroup; row < task.rows; row += kWarpgroup) {
+    std::uint32_t* const to = &pass.block.entries[group][row];
+    if (pass.state().tables.alone) {
+      *to = task.list[row];
+    } else {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)),
+                   "l"(task.list + row)
+                   : "memory");
+    }
+  }
+}
+__device__ __forceinline__ void await_entries(std::uint32_t barrier_id) {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  named_barrier<kWarpgroup>(barrier_id);
+}
+
 template <int N, ActivationKind kKind, bool kGated>
 __device__ __forceinline__ void finish_gemm1(const Pass& pass, const TaskDescriptor& task,
                                     std::uint32_t group, float (&acc)[N / 2]) {
@@ -488,46 +508,41 @@ __device__ __forceinline__ void finish_gemm1(const Pass& pass, const TaskDescrip
     bias = {bias_at(ffn.up_bias, bias0 + row, row < intermediate),
             bias_at(ffn.up_bias, bias0 + row + 8, row + 8 < intermediate)};
   }
-  const bool weigh = layer.weight_on_input && task.list != nullptr;
+  if (layer.weight_on_input && task.list != nullptr) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const std::uint32_t token = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+      const std::uint32_t entry = pass.block.entries[group][token < task.rows ? token : 0];
+      acc[i] *= pass.state().tables.weights[RowEntry::token(entry) * layer.cells_per_token +
+                                            RowEntry::k(entry)];
+    }
+  }
+  const float slope = -1.44269504f * layer.alpha;
+  const float limit = layer.limit, up_offset = layer.up_bias;
   const auto value = [&](float first, float second) {
     if constexpr (kGated) {
-      const float limit = layer.limit;
-      const float gate = first > limit ? limit : first;
-      float up = second > limit ? limit : second;
-      up = up < -limit ? -limit : up;
-      return activate<kKind>(gate, layer.alpha) * (up + layer.up_bias);
+      const float gate = at_most(first + bias.first, limit);
+      const float up = at_least(at_most(second + bias.second, limit), -limit);
+      return activate<kKind>(gate, slope) * (up + up_offset);
     } else {
-      return activate<kKind>(first, layer.alpha);
+      return activate<kKind>(first, slope);
     }
   };
   const auto pair = [&](int n) {
-    float first[2], second[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float scale = 1;
-      if (weigh) {
-        const std::uint32_t token = 8 * n + 2 * (lane % 4) + i;
-        if (token < task.rows) {
-          const std::uint32_t entry = task.list[token];
-          scale = pass.state().tables.weights[RowEntry::token(entry) * pass.state().tables.cells_per_token +
-                                      RowEntry::k(entry)];
-        }
-      }
-      first[i] = acc[4 * n + i] * scale + bias.first;
-      second[i] = acc[4 * n + 2 + i] * scale + bias.second;
-    }
+    const float *first = acc + 4 * n, *second = first + 2;
     if constexpr (kGated) {
       return uint2{pack_bf16(value(first[0], second[0]), value(first[1], second[1])), 0};
     } else {
-      return uint2{pack_bf16(value(first[0], 0), value(first[1], 0)),
-                   pack_bf16(value(second[0], 0), value(second[1], 0))};
+      return uint2{pack_bf16(value(first[0] + bias.first, 0), value(first[1] + bias.first, 0)),
+                   pack_bf16(value(second[0] + bias.second, 0), value(second[1] + bias.second, 0))};
     }
   };
   const std::uint32_t elements = column0 < intermediate ? intermediate - column0 : 0;
+  std::uint16_t* const to = pass.h_row(task.tile, 0) + column0;
+  const std::uint32_t stride = layer.h_stride;
   store_tile<N, kGated>(Staging{shared_address(pass.block.staging[group])}, barrier_id, elements,
                         pair, [&](std::uint32_t token) {
-                          return token < task.rows ? pass.h_row(task.tile, token) + column0
-                                                   : nullptr;
+                          return token < task.rows ? to + std::size_t{token} * stride : nullptr;
                         });
   if (thread == 0) add_release_gpu(pass.gemm1_done(task.tile), 1);
 }
@@ -549,17 +564,18 @@ __device__ __forceinline__ void finish_gemm2(const Pass& pass, const TaskDescrip
     return uint2{pack_bf16(acc[4 * n] + bias.first, acc[4 * n + 1] + bias.first),
                  pack_bf16(acc[4 * n + 2] + bias.second, acc[4 * n + 3] + bias.second)};
   };
-  const auto cells = static_cast<std::size_t>(layer.cells_per_token);
+  const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
+  std::uint16_t* const to = layer.cells + column0;
   store_tile<N, false>(
       Staging{shared_address(pass.block.staging[group])}, 1 + group,
       column0 < hidden ? hidden - column0 : 0, pair, [&](std::uint32_t token) -> std::uint16_t* {
         if (token >= task.rows) return nullptr;
-        std::size_t cell = (task.first_row + token) * cells + layer.top_k;
+        std::uint32_t cell = (task.first_row + token) * cells + layer.top_k;
         if (task.list != nullptr) {
-          const std::uint32_t entry = task.list[token];
+          const std::uint32_t entry = pass.block.entries[group][token];
           cell = RowEntry::token(entry) * cells + RowEntry::k(entry);
         }
-        return layer.cells + cell * hidden + column0;
+        return to + std::size_t{cell} * hidden;
       });
   if (thread == 0) add_release_gpu(pass.gemm2_done(task.tile), 1);
 }
@@ -569,9 +585,12 @@ __device__ __forceinline__ void gemm_task(const Pass& pass, const TaskDescriptor
                                           std::uint32_t k_blocks, bool first, RingPlace& place,
                                           std::uint32_t group, const TaskReader& reader) {
   float acc[N / 2];
+  const bool needs_entries = !first || pass.layer.weight_on_input;
+  if (needs_entries) fetch_entries(pass, task, group);
   multiply_tile<N>(pass, k_blocks, place, group, acc);
   // From here on the scheduler may look for another task.
   if (threadIdx.x % 32 == 0) reader.release();
+  if (needs_entries) await_entries(1 + group);
   if (first) {
     finish_gemm1<N, kKind, kGated>(pass, task, group, acc);
   } else {
@@ -580,46 +599,39 @@ __device__ __forceinline__ void gemm_task(const Pass& pass, const TaskDescriptor
 }
 
 __device__ __forceinline__ void combine_task(const Pass& pass, const TaskDescriptor& task) {
-  constexpr std::uint32_t kColumns = 256;
+  constexpr std::uint32_t kColumns = 256;  // of a warp at a time
   const LayerParams& layer = pass.layer;
   const std::uint32_t warp = threadIdx.x / 32 - kWarpgroup / 32, lane = threadIdx.x % 32;
   const std::uint32_t chunk = combine_chunk(pass.call.tokens, gridDim.x);
-  const std::uint32_t token0 = task.tile * chunk;
-  const std::uint32_t tokens = min(chunk, pass.call.tokens - token0);
-  const std::uint32_t parts =
-      protocol::ceil_div(static_cast<std::uint32_t>(layer.hidden), kColumns);
+  // A warp to a token, or, where there are few tokens, all warps to one.
+  const std::uint32_t warps_per_token = kMathWarps / chunk;
+  const std::uint32_t token = task.tile * chunk + warp / warps_per_token;
+  if (token >= pass.call.tokens) return;
   const RoutingTables& tables = pass.state().tables;
-  std::uint32_t token = ~0u, present = 0;
+  const std::size_t slot = static_cast<std::size_t>(token) * tables.top_k + lane;
+  const std::size_t cell = static_cast<std::size_t>(token) * tables.cells_per_token + lane;
+  std::uint32_t tile = ~0u;
   float weight = 0;
-  for (std::uint32_t item = warp; item < tokens * parts; item += kMathWarps) {
-    if (token0 + item / parts != token) {
-      token = token0 + item / parts;
-      std::uint32_t tile = ~0u;
-      weight = 0;
-      if (lane < tables.top_k) {
-        const std::size_t slot = static_cast<std::size_t>(token) * tables.top_k + lane;
-        const std::int32_t id = tables.ids[slot];
-        if (id >= 0) {
-          const std::uint32_t position =
-              pass.state().tables.alone ? pass.block.own.positions[slot] : __ldcg(layer.positions + slot);
-          const protocol::TokenTiles cut(pass.block.expert_rows[id], kTileShape);
-          tile = pass.block.tile_begin[id] + position / cut.height;
-        }
-      } else if (lane < tables.cells_per_token) {
-        tile = token / pass.state().shared_tiles.height;
-      }
-      if (tile != ~0u) {
-        weight = layer.weight_on_input && lane < tables.top_k
-                     ? 1.0f
-                     : tables.weights[static_cast<std::size_t>(token) * tables.cells_per_token +
-                                      lane];
-      }
-      present = __ballot_sync(~0u, tile != ~0u);
-      pass.waiter().wait(protocol::Phase::kCombine, token, [&] {
-        return __all_sync(~0u, tile == ~0u || pass.gemm2_complete(tile)) != 0;
-      });
+  if (lane < tables.top_k) {
+    const std::int32_t id = tables.ids[slot];
+    const std::uint32_t position =
+        tables.alone ? pass.block.own.positions[slot] : __ldcg(layer.positions + slot);
+    weight = layer.weight_on_input ? 1.0f : tables.weights[cell];
+    if (id >= 0) {
+      const protocol::TokenTiles cut(pass.block.expert_rows[id], kTileShape);
+      tile = pass.block.tile_begin[id] + position / cut.height;
     }
-    combine_columns(layer, pass.call, token, item % parts * kColumns + 8 * lane, weight, present);
+  } else if (lane < tables.cells_per_token) {
+    weight = tables.weights[cell];
+    tile = token / pass.state().shared_tiles.height;
+  }
+  const std::uint32_t present = __ballot_sync(~0u, tile != ~0u);
+  pass.waiter().wait(protocol::Phase::kCombine, token, [&] {
+    return __all_sync(~0u, tile == ~0u || pass.gemm2_complete(tile)) != 0;
+  });
+  for (std::uint32_t column = warp % warps_per_token * kColumns;
+       column < static_cast<std::uint32_t>(layer.hidden); column += warps_per_token * kColumns) {
+    combine_columns(layer, pass.call, token, column + 8 * lane, weight, present);
   }
 }
 

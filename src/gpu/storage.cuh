@@ -130,6 +130,8 @@ struct BlockStorage {
   std::uint32_t tile_begin[kMaxDeviceExperts + 1];
   std::uint32_t row_begin[kMaxDeviceExperts + 1];
   OwnRouting own;
+  // The rows' entries of the tile in work, for the epilogue of each math warpgroup.
+  std::uint32_t entries[kMathGroups][kTileShape.max_height];
   std::uint64_t scan[kThreads / 32];
   PassState pass;
 };
