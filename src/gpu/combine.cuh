@@ -14,7 +14,7 @@ __device__ __forceinline__ std::uint32_t combine_chunk(std::uint32_t tokens, std
 }
 
 __device__ __forceinline__ void store_output(const CallParams& call, std::uint32_t token,
-                                    std::uint32_t column, const float (&v)[8]) {
+                                             std::uint32_t column, const float (&v)[8]) {
   const std::int64_t at = token * call.y_stride + column;
   if (call.y_type == DType::kF32) {
     auto* const to = reinterpret_cast<float4*>(static_cast<float*>(call.y) + at);
@@ -49,8 +49,8 @@ __device__ __forceinline__ void add_weighted(float (&sum)[8], const uint4& cell,
 // One warp, 256 columns of one token. Lane c < cells_per_token holds slot c's weight, 0 for a slot
 // without an expert, whose cell nobody wrote.
 __device__ __forceinline__ void combine_columns(const LayerParams& layer, const CallParams& call,
-                                       std::uint32_t token, std::uint32_t column, float weight,
-                                       std::uint32_t present) {
+                                                std::uint32_t token, std::uint32_t column,
+                                                float weight, std::uint32_t present) {
   constexpr std::uint32_t kAtOnce = 8;  // loads in flight per lane
   const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
   const auto hidden = static_cast<std::uint32_t>(layer.hidden);

@@ -1,4 +1,6 @@
 // The GPU engine: what is prepared once, and the one launch that is a forward pass.
+#include "layer/engine.h"
+
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
@@ -8,7 +10,6 @@
 #include "gpu/cuda_error.h"
 #include "gpu/tensor_map.h"
 #include "gpu/weights.h"
-#include "layer/engine.h"
 #include "protocol/call.h"
 #include "protocol/failure.h"
 #include "routing/route.h"
@@ -132,9 +133,10 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   validate(spec);
   validate(spec, weights);
   if (world.size() != 1) {
-    unsupported(fmt::format("the world has {} ranks; the GPU engine runs on one so far, use "
-                            "Backend::kCpu for more",
-                            world.size()));
+    unsupported(
+        fmt::format("the world has {} ranks; the GPU engine runs on one so far, use "
+                    "Backend::kCpu for more",
+                    world.size()));
   }
   if (options.compute.value_or(DType::kBF16) != DType::kBF16) {
     unsupported(fmt::format("compute type {}; the GPU engine computes in bf16",
@@ -143,11 +145,16 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   if (spec.hidden % 8 != 0) {
     unsupported(fmt::format("hidden size {}; the GPU engine needs a multiple of 8", spec.hidden));
   }
+  if (spec.capacity_factor > 0) {
+    unsupported(fmt::format("capacity factor {}; the GPU engine drops nothing, use 0",
+                            spec.capacity_factor));
+  }
   const int cells = spec.top_k + (spec.shared_intermediate > 0 ? 1 : 0);
   if (cells > protocol::kMaxTopK) {
-    unsupported(fmt::format("top_k {} with the shared expert; the GPU engine sums up to {} outputs "
-                            "for a token",
-                            spec.top_k, protocol::kMaxTopK));
+    unsupported(
+        fmt::format("top_k {} with the shared expert; the GPU engine sums up to {} outputs "
+                    "for a token",
+                    spec.top_k, protocol::kMaxTopK));
   }
   if (spec.num_experts > kMaxDeviceExperts) {
     unsupported(fmt::format("{} experts; the GPU engine routes among up to {}", spec.num_experts,
@@ -179,7 +186,6 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   params_.alpha = spec.activation.alpha;
   params_.limit = spec.activation.limit;
   params_.up_bias = spec.activation.up_bias;
-  params_.capacity_factor = spec.capacity_factor;
   choose_grid();
   lay_out_workspace();
 }
@@ -188,9 +194,10 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
 void Engine::choose_grid() {
   const DeviceInfo info = device_info(device_);
   if (!info.runs_our_kernels()) {
-    unsupported(fmt::format("device {} is '{}' of compute capability {}.{}; the kernels are "
-                            "compiled for 9.0 (H100, H200)",
-                            device_, info.name, info.compute_major, info.compute_minor));
+    unsupported(
+        fmt::format("device {} is '{}' of compute capability {}.{}; the kernels are "
+                    "compiled for 9.0 (H100, H200)",
+                    device_, info.name, info.compute_major, info.compute_minor));
   }
   const auto* const function = reinterpret_cast<const void*>(kernel_.kernel);
   SWITCHYARD_CUDA(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -214,29 +221,24 @@ void Engine::lay_out_workspace() {
   const std::size_t slots = tokens * static_cast<std::size_t>(spec_.top_k);
   const auto height = static_cast<std::size_t>(kTileShape.max_height);
   const bool has_shared = spec_.shared_intermediate > 0;
+  constexpr auto kFewestRows = static_cast<std::size_t>(kLeastMaxHeight);
   const std::size_t tiles =
-      experts + slots / height + (has_shared ? protocol::ceil_div(tokens, height) : 0);
-  if (tiles >= 1 << 16) {
-    throw Error(ErrorCode::kCapacityExceeded,
-                fmt::format("max_tokens {} with top-{} makes up to {} token tiles; the GPU engine "
-                            "counts {}. Lower LayerOptions::max_tokens",
-                            options_.max_tokens, spec_.top_k, tiles, (1 << 16) - 1));
-  }
+      experts + slots / kFewestRows + (has_shared ? protocol::ceil_div(tokens, kFewestRows) : 0);
   params_.max_tiles = static_cast<std::uint32_t>(tiles);
-  // GEMM2 of a tile is taken up when its GEMM1 was handed out two rounds of all blocks ago: measured
-  // against 0.6, 1, 1.25 and 3 rounds; see docs/decisions.
+  // GEMM2 of a tile is taken up when its GEMM1 was handed out two rounds of all blocks ago:
+  // measured against 0.6, 1, 1.25 and 3 rounds; see docs/decisions.
   std::uint32_t fewest = params_.routed.gemm1_blocks;
   if (has_shared) fewest = std::min(fewest, params_.shared.gemm1_blocks);
   params_.lag = protocol::ceil_div(2 * grid_, fewest) + 1;
   // A tile's h is needed from its GEMM1 to its GEMM2; twice the lag leaves nobody waiting for it.
-  params_.h_slots = static_cast<std::uint32_t>(
-      std::min<std::size_t>(tiles, std::size_t{2} * params_.lag + 2));
-  params_.h_stride =
-      static_cast<std::uint32_t>(std::max(params_.routed.intermediate, params_.shared.intermediate));
+  params_.h_slots =
+      static_cast<std::uint32_t>(std::min<std::size_t>(tiles, std::size_t{2} * params_.lag + 2));
+  params_.h_stride = static_cast<std::uint32_t>(
+      std::max(params_.routed.intermediate, params_.shared.intermediate));
 
   const std::size_t gate_tokens = protocol::ceil_div<std::size_t>(tokens, 32);
-  const std::size_t gate_units =
-      std::max<std::size_t>(grid_, gate_tokens * static_cast<std::size_t>(params_.gate_columns) / 32);
+  const std::size_t gate_units = std::max<std::size_t>(
+      grid_, gate_tokens * static_cast<std::size_t>(params_.gate_columns) / 32);
   const std::size_t words =
       PassWords::count(static_cast<std::uint32_t>(experts), params_.max_tiles) * 4;
   Arena arena;
@@ -254,12 +256,11 @@ void Engine::lay_out_workspace() {
   const std::size_t lists = arena.place(experts * tokens * 4);
   const std::size_t converted = arena.place(tokens * static_cast<std::size_t>(spec_.hidden) * 2);
   params_.packed_slots = params_.h_slots;
-  const std::size_t packed = arena.place(params_.packed_slots * height *
-                                         static_cast<std::size_t>(spec_.hidden) * 2);
+  const std::size_t packed =
+      arena.place(params_.packed_slots * height * static_cast<std::size_t>(spec_.hidden) * 2);
   const std::size_t h = arena.place(params_.h_slots * height * params_.h_stride * 2);
-  const std::size_t cells =
-      arena.place(tokens * static_cast<std::size_t>(params_.cells_per_token) *
-                  static_cast<std::size_t>(spec_.hidden) * 2);
+  const std::size_t cells = arena.place(tokens * static_cast<std::size_t>(params_.cells_per_token) *
+                                        static_cast<std::size_t>(spec_.hidden) * 2);
   workspace_ = DeviceBuffer(arena.size());
   SWITCHYARD_CUDA(cudaMemset(workspace_.data(), 0, zeroed));
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
@@ -355,11 +356,10 @@ const ForwardStats& Engine::stats() {
   SWITCHYARD_CUDA(cudaMemcpy(rows.data(), params_.stats, experts * 4, cudaMemcpyDeviceToHost));
   // Passes are numbered from 0 on the device.
   const PassWords words = params_.pass_words[(stats_.epoch - 1) & 1];
-  SWITCHYARD_CUDA(cudaMemcpy(counters.data(), words.counters(), counters.size() * 4,
-                             cudaMemcpyDeviceToHost));
+  SWITCHYARD_CUDA(
+      cudaMemcpy(counters.data(), words.counters(), counters.size() * 4, cudaMemcpyDeviceToHost));
   stats_.tokens_per_expert.assign(rows.begin(), rows.end());
   stats_.nan_logits = counters[kNanLogits];
-  stats_.dropped_slots = counters[kDroppedSlots];
   stats_.workspace_bytes_used = workspace_.bytes();
   return stats_;
 }

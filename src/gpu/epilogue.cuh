@@ -36,13 +36,25 @@ __device__ __forceinline__ float at_least(float x, float limit) {
   return y;
 }
 
+// erfc(x) / 2 for x >= 0, to 0.75e-7: Abramowitz and Stegun, 7.1.26.
+__device__ __forceinline__ float half_erfc(float x) {
+  const float t = fast_reciprocal(1.0f + 0.3275911f * x);
+  float p = 0.5f * 1.061405429f;
+  p = p * t - 0.5f * 1.453152027f;
+  p = p * t + 0.5f * 1.421413741f;
+  p = p * t - 0.5f * 0.284496736f;
+  p = p * t + 0.5f * 0.254829592f;
+  return p * t * fast_exp2(-1.44269504f * x * x);
+}
+
 // `slope` is -alpha log2(e).
 template <ActivationKind kKind>
 __device__ __forceinline__ float activate(float v, float slope) {
   if constexpr (kKind == ActivationKind::kSilu) {
     return v * fast_reciprocal(1.0f + fast_exp2(slope * v));
   } else if constexpr (kKind == ActivationKind::kGelu) {
-    return 0.5f * v * (1.0f + erff(v * 0.70710678f));
+    const float q = half_erfc(fabsf(v) * 0.70710678f);
+    return v > 0.0f ? v - v * q : v * q;
   } else if constexpr (kKind == ActivationKind::kGeluTanh) {
     // 0.5 (1 + tanh(u)) = 1 / (1 + e^(-2u)), here with e^(-2u) = 2^(-2 log2(e) u).
     const float u = 0.79788456f * (v + 0.044715f * v * v * v);
@@ -74,17 +86,18 @@ struct Staging {
 };
 
 // Transposed on the way: the 8 x 8 matrix i, held as rows of weights, lands as rows of tokens.
-__device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint32_t a, std::uint32_t b) {
+__device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint32_t a,
+                                               std::uint32_t b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
                "r"(a), "r"(b)
                : "memory");
 }
-__device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint32_t a, std::uint32_t b,
-                                      std::uint32_t c, std::uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   address),
-               "r"(a), "r"(b), "r"(c), "r"(d)
-               : "memory");
+__device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint32_t a,
+                                               std::uint32_t b, std::uint32_t c, std::uint32_t d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
 }
 __device__ __forceinline__ uint4 load_shared_vector(std::uint32_t address) {
   uint4 v;
@@ -106,7 +119,7 @@ struct RowBias {
 //   row(token)   -> where the warpgroup's elements of the token go, null for none
 template <int N, bool kMerged, typename Pair, typename Row>
 __device__ __forceinline__ void store_tile(const Staging& staging, std::uint32_t barrier_id,
-                                  std::uint32_t elements, Pair&& pair, Row&& row) {
+                                           std::uint32_t elements, Pair&& pair, Row&& row) {
   constexpr std::uint32_t kChunks = kMerged ? 4 : 8;  // 16-byte chunks of a token's row
   const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
   const std::uint32_t warp = thread / 32, lane = thread % 32;

@@ -20,18 +20,19 @@ struct GateGrid {
       : column_groups(static_cast<std::uint32_t>(layer.gate_columns) / kGateColumns),
         token_groups(protocol::ceil_div(tokens, std::uint32_t{kGateTokens})),
         steps(static_cast<std::uint32_t>(layer.gate_stride) / kGateStep) {
-    const std::uint32_t units = column_groups * token_groups;
+    const std::uint32_t tiles = column_groups * token_groups;
     // A slice with fewer steps than warps would leave some idle.
-    const std::uint32_t most = min(protocol::ceil_div(steps, std::uint32_t{kWarps}),
-                                   std::uint32_t{kMaxGateSlices});
-    slices = max(1u, min(most, blocks / max(1u, units)));
+    const std::uint32_t most =
+        min(protocol::ceil_div(steps, std::uint32_t{kWarps}), std::uint32_t{kMaxGateSlices});
+    slices = max(1u, min(most, blocks / max(1u, tiles)));
   }
+  __device__ std::uint32_t units() const { return column_groups * token_groups * slices; }
 };
 
 // C += A B with A 16 experts x 16, B 16 x 8 tokens, in bf16 with fp32 sums.
 __device__ __forceinline__ void multiply_16x8x16(float (&c)[4], std::uint32_t a0, std::uint32_t a1,
-                                        std::uint32_t a2, std::uint32_t a3, std::uint32_t b0,
-                                        std::uint32_t b1) {
+                                                 std::uint32_t a2, std::uint32_t a3,
+                                                 std::uint32_t b0, std::uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
@@ -45,14 +46,15 @@ __device__ __forceinline__ uint4 load_vector(const std::uint16_t* from, bool val
 
 // `scratch`: kWarps * kGateTokens * kGateColumns floats of shared memory.
 __device__ __forceinline__ void gate_logits(const LayerParams& layer, const std::uint16_t* x,
-                                   std::int64_t x_stride, std::uint32_t tokens, float* scratch) {
+                                            std::int64_t x_stride, std::uint32_t tokens,
+                                            float* scratch) {
   const GateGrid grid(layer, tokens, gridDim.x);
   const std::uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // Lane 4 g + t holds columns 8 t to 8 t + 7 of rows g (and g + 8): one 16-byte load, and two
   // instructions' worth of operands. Which k an operand register means is free, as long as both
   // operands mean the same.
   const std::uint32_t g = lane / 4, t = lane % 4;
-  const std::uint32_t units = grid.column_groups * grid.token_groups * grid.slices;
+  const std::uint32_t units = grid.units();
   for (std::uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const std::uint32_t slice = unit % grid.slices;
     const std::uint32_t column0 = unit / grid.slices % grid.column_groups * kGateColumns;
@@ -74,7 +76,8 @@ __device__ __forceinline__ void gate_logits(const LayerParams& layer, const std:
         const std::uint16_t* rows =
             layer.router +
             (static_cast<std::size_t>(plane) * layer.gate_columns + column0 + g) *
-                layer.gate_stride + k;
+                layer.gate_stride +
+            k;
         uint4 a[4];
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
@@ -118,8 +121,8 @@ __device__ __forceinline__ void gate_logits(const LayerParams& layer, const std:
   }
 }
 
-// logits[j] += column `column + 32 j` of a token's logits, summed over slices, where it is less than
-// `end`. Other blocks wrote the partial sums in this pass: past the L1 cache.
+// logits[j] += column `column + 32 j` of a token's logits, summed over slices, where it is less
+// than `end`. Other blocks wrote the partial sums in this pass: past the L1 cache.
 template <int kPerLane>
 __device__ __forceinline__ void sum_slices(const LayerParams& layer, std::uint32_t slices,
                                            std::uint32_t tokens, std::uint32_t token,
@@ -129,11 +132,21 @@ __device__ __forceinline__ void sum_slices(const LayerParams& layer, std::uint32
   const float* at =
       layer.partial_logits + static_cast<std::size_t>(token) * layer.gate_columns + column;
   const std::size_t stride = static_cast<std::size_t>(tokens) * layer.gate_columns;
-#pragma unroll kAtOnce
-  for (std::uint32_t s = 0; s < slices; ++s, at += stride) {
+  for (std::uint32_t first = 0; first < slices; first += kAtOnce, at += kAtOnce * stride) {
+    // All loads before the first sum, for each is a trip to the L2 cache.
+    float values[kAtOnce][kPerLane];
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      if (column + 32 * j < end) logits[j] += __ldcg(at + 32 * j);
+    for (int s = 0; s < kAtOnce; ++s) {
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) {
+        const bool exists = first + s < slices && column + 32 * j < end;
+        values[s][j] = exists ? __ldcg(at + s * stride + 32 * j) : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kAtOnce; ++s) {
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) logits[j] += values[s][j];
     }
   }
 }

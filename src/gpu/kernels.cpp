@@ -7,15 +7,16 @@
 namespace switchyard::gpu {
 
 KernelEntry find_kernel(const Activation& activation) {
-#define SWITCHYARD_KERNEL(name, is_gated)                                            \
+#define SWITCHYARD_KERNEL(name, is_gated)                                          \
   if (activation.kind == ActivationKind::name && activation.gated == (is_gated)) { \
-    return kernel_entry<ActivationKind::name, is_gated>();                           \
+    return kernel_entry<ActivationKind::name, is_gated>();                         \
   }
 #include "gpu/kernel_list.inc"
 #undef SWITCHYARD_KERNEL
-  throw Error(ErrorCode::kUnsupported,
-              fmt::format("no kernel was compiled for a {} FFN with '{}'; see src/gpu/CMakeLists.txt",
-                          activation.gated ? "gated" : "plain", name_of(activation)));
+  throw Error(
+      ErrorCode::kUnsupported,
+      fmt::format("no kernel was compiled for a {} FFN with '{}'; see src/gpu/CMakeLists.txt",
+                  activation.gated ? "gated" : "plain", name_of(activation)));
 }
 
 }  // namespace switchyard::gpu

@@ -29,14 +29,16 @@
 
 namespace switchyard::gpu {
 
-static_assert(kFullArrivals == 1 + 1 && kFullArrivalsGather == 1 + 64 && kEmptyArrivals == 8 && kTaskFullArrivals == 1 &&
-                  kTaskEmptyArrivals == 1 + 1 + 8 && kTaskEmptyArrivalsGather == 1 + 2 + 8,
+static_assert(kFullArrivals == 1 + 1 && kFullArrivalsGather == 1 + 64 && kEmptyArrivals == 8 &&
+                  kTaskFullArrivals == 1 && kTaskEmptyArrivals == 1 + 1 + 8 &&
+                  kTaskEmptyArrivalsGather == 1 + 2 + 8,
               "the table above");
 
 enum GridBarrier : std::uint32_t { kConverted, kLogitsReady, kListsReady };
 
 // Activations of other types as bf16 rows.
-__device__ __forceinline__ void convert_activations(const LayerParams& layer, const CallParams& call) {
+__device__ __forceinline__ void convert_activations(const LayerParams& layer,
+                                                    const CallParams& call) {
   const auto hidden = static_cast<std::uint32_t>(layer.hidden);
   const std::size_t count = static_cast<std::size_t>(call.tokens) * (hidden / 2);
   for (std::size_t i = blockIdx.x * std::size_t{kThreads} + threadIdx.x; i < count;
@@ -52,25 +54,63 @@ __device__ __forceinline__ void convert_activations(const LayerParams& layer, co
 }
 
 // Lists of a pass that this block routes for itself. The position of a slot among its expert's is
-// the number of earlier slots, so all blocks agree.
+// the number of earlier slots, so all blocks agree. `scratch`: [warps of slots, E] bytes.
 __device__ __forceinline__ void list_own_slots(const LayerParams& layer, BlockStorage& block,
-                                      std::uint32_t slots) {
-  for (std::uint32_t e = threadIdx.x; e < static_cast<std::uint32_t>(layer.num_experts);
-       e += kThreads) {
+                                               std::uint32_t slots, std::uint8_t* scratch) {
+  const auto num_experts = static_cast<std::uint32_t>(layer.num_experts);
+  const std::uint32_t rounds = protocol::ceil_div(slots, 32u), lane = threadIdx.x % 32;
+  for (std::uint32_t i = threadIdx.x; i < rounds * num_experts; i += kThreads) scratch[i] = 0;
+  __syncthreads();
+  // Among the 32 slots of a warp at first, then among those of the warps before it.
+  for (std::uint32_t round = threadIdx.x / 32; round < rounds; round += kWarps) {
+    const std::uint32_t slot = 32 * round + lane;
+    const std::int32_t id = slot < slots ? block.own.ids[slot] : -1;
+    const std::uint32_t same = __match_any_sync(~0u, id);
+    const std::uint32_t before = __popc(same & ((1u << lane) - 1));
+    if (id < 0) continue;
+    block.own.positions[slot] = static_cast<std::uint16_t>(before);
+    if (before == 0) {
+      scratch[round * num_experts + id] = static_cast<std::uint8_t>(__popc(same));
+    }
+  }
+  __syncthreads();
+  for (std::uint32_t e = threadIdx.x; e < num_experts; e += kThreads) {
     std::uint32_t rows = 0;
-    for (std::uint32_t s = 0; s < slots; ++s) {
-      if (block.own.ids[s] == static_cast<std::int32_t>(e)) {
-        block.own.positions[s] = static_cast<std::uint16_t>(rows++);
-      }
+    for (std::uint32_t round = 0; round < rounds; ++round) {
+      // At most one slot per token, and so no more than a byte holds.
+      static_assert(kMaxOwnTokens <= 255);
+      std::uint8_t& count = scratch[round * num_experts + e];
+      const std::uint32_t here = count;
+      count = static_cast<std::uint8_t>(rows);
+      rows += here;
     }
     block.expert_rows[e] = rows;
+  }
+  __syncthreads();
+  for (std::uint32_t slot = threadIdx.x; slot < slots; slot += kThreads) {
+    const std::int32_t id = block.own.ids[slot];
+    if (id < 0) continue;
+    block.own.positions[slot] = static_cast<std::uint16_t>(block.own.positions[slot] +
+                                                           scratch[slot / 32 * num_experts + id]);
+  }
+}
+
+// Where each slot is in its expert's list, once the experts' rows have places.
+__device__ __forceinline__ void fill_own_lists(const LayerParams& layer, BlockStorage& block,
+                                               std::uint32_t slots) {
+  const std::uint32_t first = block.row_begin[0];  // after the shared expert's rows
+  for (std::uint32_t s = threadIdx.x; s < slots; s += kThreads) {
+    const std::int32_t id = block.own.ids[s];
+    if (id < 0) continue;
+    block.own.lists[block.row_begin[id] - first + block.own.positions[s]] =
+        RowEntry::pack(s / layer.top_k, s % layer.top_k);
   }
 }
 
 // Lists of a pass whose tokens are shared out over the blocks.
 __device__ __forceinline__ void list_shared_slots(const LayerParams& layer, BlockStorage& block,
-                                         const PassWords& words, std::uint32_t begin,
-                                         std::uint32_t end) {
+                                                  const PassWords& words, std::uint32_t begin,
+                                                  std::uint32_t end) {
   std::uint32_t* const base = block.tile_begin;  // not yet in use
   for (std::uint32_t e = threadIdx.x; e < static_cast<std::uint32_t>(layer.num_experts);
        e += kThreads) {
@@ -110,8 +150,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     layer_kernel(const __grid_constant__ LayerParams layer,
                  const __grid_constant__ CallParams call) {
   extern __shared__ std::byte shared_memory[];
-  BlockStorage& block = *reinterpret_cast<BlockStorage*>(
-      shared_memory + (-shared_address(shared_memory) & 1023u));
+  BlockStorage& block =
+      *reinterpret_cast<BlockStorage*>(shared_memory + (-shared_address(shared_memory) & 1023u));
   const bool alone = routes_alone(layer, call.tokens);
   if (threadIdx.x == 0) {
     for (std::uint32_t s = 0; s < kMaxStages; ++s) {
@@ -123,7 +163,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       init_barrier(shared_address(&block.task_empty[s]),
                    alone ? kTaskEmptyArrivalsGather : kTaskEmptyArrivals);
     }
-    block.pass.max_height = kTileShape.granule;
     block.pass.going = Going::kOn;
     // Every block of a pass adds one, so the quotient is the pass's number.
     block.pass.epoch =
@@ -141,19 +180,38 @@ __global__ void __launch_bounds__(kThreads, 1)
     convert_activations(layer, call);
     x = layer.converted;
     x_stride = layer.hidden;
-    if (!grid_barrier(waiter, words.barrier(kConverted))) return;
+    grid_arrive(words.barrier(kConverted));
+    if (!grid_await(waiter, words.barrier(kConverted))) return;
   }
-  if ((layer.has_router && call.given_ids == nullptr) || layer.shared_sigmoid) {
-    gate_logits(layer, x, x_stride, call.tokens, reinterpret_cast<float*>(block.ring));
-    if (!grid_barrier(waiter, words.barrier(kLogitsReady))) return;
-  }
-
+  const bool gated = (layer.has_router && call.given_ids == nullptr) || layer.shared_sigmoid;
   const RoutingTables tables = tables_of(layer, block, alone);
+  const bool has_shared = layer.cells_per_token > layer.top_k;
+  const std::uint32_t shared_rows = has_shared ? call.tokens : 0;
+  auto* const scratch = block.ring;
+  if (gated) {
+    gate_logits(layer, x, x_stride, call.tokens, reinterpret_cast<float*>(scratch));
+    grid_arrive(words.barrier(kLogitsReady));
+  }
   if (alone) {
-    route_tokens(layer, call, tables, words, 0, call.tokens, nullptr, blockIdx.x == 0);
-    __syncthreads();
-    list_own_slots(layer, block, call.tokens * layer.top_k);
+    // A block that has no part in the gate rehearses on whatever numbers the last pass left: the
+    // code of all this is then in its caches when the logits come, and is fetched from memory while
+    // others read the router's weight.
+    const bool rehearses = gated && blockIdx.x >= GateGrid(layer, call.tokens, gridDim.x).units();
+#pragma unroll 1
+    for (int run = rehearses ? 0 : 1; run < 2; ++run) {
+      if (run == 1 && gated && !grid_await(waiter, words.barrier(kLogitsReady))) return;
+      route_tokens(layer, call, tables, words, 0, call.tokens, nullptr,
+                   run == 1 && blockIdx.x == 0);
+      __syncthreads();
+      const std::uint32_t slots = call.tokens * layer.top_k;
+      list_own_slots(layer, block, slots, reinterpret_cast<std::uint8_t*>(scratch));
+      __syncthreads();
+      place_tiles(layer, block, shared_rows, kTileShape);
+      fill_own_lists(layer, block, slots);
+      __syncthreads();
+    }
   } else {
+    if (gated && !grid_await(waiter, words.barrier(kLogitsReady))) return;
     const auto share = [&](std::uint32_t i) {
       return static_cast<std::uint32_t>(std::uint64_t{call.tokens} * i / gridDim.x);
     };
@@ -161,23 +219,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     route_tokens(layer, call, tables, words, begin, end, block.expert_rows, true);
     __syncthreads();
     list_shared_slots(layer, block, words, begin, end);
-    if (!grid_barrier(waiter, words.barrier(kListsReady))) return;
+    grid_arrive(words.barrier(kListsReady));
+    if (!grid_await(waiter, words.barrier(kListsReady))) return;
     for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) {
       block.expert_rows[e] = __ldcg(words.expert_rows() + e);
     }
-  }
-  __syncthreads();
-  const bool has_shared = layer.cells_per_token > layer.top_k;
-  const protocol::TokenTiles shared_tiles(has_shared ? call.tokens : 0, kTileShape);
-  place_tiles(layer, block, shared_tiles);
-  if (alone) {
-    const std::uint32_t slots = call.tokens * layer.top_k;
-    for (std::uint32_t s = threadIdx.x; s < slots; s += kThreads) {
-      const std::int32_t id = block.own.ids[s];
-      if (id < 0) continue;
-      block.own.lists[block.row_begin[id] - shared_tiles.rows + block.own.positions[s]] =
-          RowEntry::pack(s / layer.top_k, s % layer.top_k);
-    }
+    __syncthreads();
+    place_tiles(layer, block, shared_rows, choose_tile_shape(layer, block, shared_rows));
   }
   if (blockIdx.x == 0) {
     for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) {
@@ -190,7 +238,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     state.x = x;
     state.x_stride = x_stride;
     state.tables = tables;
-    state.shared_tiles = shared_tiles;
     const std::uint32_t stage_bytes = kWeightStageBytes + state.max_height * kStageRowBytes;
     state.ring = {shared_address(block.ring), shared_address(block.full),
                   shared_address(block.empty), min(kMaxStages, kRingBytes / stage_bytes),

@@ -1,5 +1,5 @@
-// What the host hands to the layer kernel: where everything is, fixed for the life of the layer, and
-// what changes with each call. Trivially copyable; pointers are device pointers.
+// What the host hands to the layer kernel: where everything is, fixed for the life of the layer,
+// and what changes with each call. Trivially copyable; pointers are device pointers.
 #pragma once
 
 #include <cuda.h>
@@ -26,7 +26,7 @@ struct FfnParams {
   // Over [E, gate/up, I/8, 8, H] and [E, 1, H/8, 8, I]: the box of a task is 128 rows, for a gated
   // first GEMM 8 of gate, 8 of up, and so on, so that both meet in one thread's registers.
   CUtensorMap gemm1_map, gemm2_map;
-  TokenMaps h_maps;  // over h, as wide as I
+  TokenMaps h_maps;                  // over h, as wide as I
   const float* gate_bias = nullptr;  // [E, I]; null where the model has none
   const float* up_bias = nullptr;    // [E, I]
   const float* down_bias = nullptr;  // [E, H]
@@ -40,7 +40,7 @@ struct FfnParams {
 struct PassWords {
   std::uint32_t* words;
 
-  // Layout: the next task, grid barriers, NaN logits, bad ids, dropped slots, then arrays.
+  // Layout: the next task, grid barriers, NaN logits, then arrays.
   static constexpr std::uint32_t kBarriers = 4;
   SWITCHYARD_HOST_DEVICE std::uint32_t* next_task() const { return words; }
   // On a line of its own each: all blocks poll it.
@@ -65,7 +65,7 @@ struct PassWords {
     return protocol::round_up(32 * (2 + kBarriers) + num_experts + 3 * max_tiles, 32u);
   }
 };
-enum PassCounter : std::uint32_t { kNanLogits, kDroppedSlots, kNumPassCounters };
+enum PassCounter : std::uint32_t { kNanLogits, kNumPassCounters };
 
 // What a pass leaves in a word of the host's memory if it could not do what was asked.
 enum class Failure : std::uint32_t { kNone, kBadId, kGivenUp };
@@ -83,23 +83,22 @@ struct LayerParams {
   int max_tokens;
   bool weight_on_input;
   float alpha, limit, up_bias;  // of the activation
-  float capacity_factor;
 
-  // Gate: [num_planes, gate_columns, gate_stride] bf16, whose sum over planes is the router's weight
-  // to fp32 precision; with a sigmoid-gated shared expert its gate is column num_experts.
+  // Gate: [num_planes, gate_columns, gate_stride] bf16, whose sum over planes is the router's
+  // weight to fp32 precision; with a sigmoid-gated shared expert its gate is column num_experts.
   const std::uint16_t* router;
   int num_planes;
-  int gate_columns;   // padded to a multiple of 32
-  int gate_stride;    // H padded to a multiple of 32
+  int gate_columns;  // padded to a multiple of 32
+  int gate_stride;   // H padded to a multiple of 32
   bool has_router;
   bool shared_sigmoid;
-  const float* router_bias;      // [E] or null
-  const float* correction_bias;  // [E] or null
+  const float* router_bias;        // [E] or null
+  const float* correction_bias;    // [E] or null
   const std::int32_t* hash_table;  // [hash_rows, K]
   int hash_rows;
 
   // Workspace.
-  std::uint64_t* arrivals;   // blocks that ever began a pass; never reset
+  std::uint64_t* arrivals;  // blocks that ever began a pass; never reset
   PassWords pass_words[2];
   float* partial_logits;     // [slices, T, gate_columns]
   std::int32_t* ids;         // [T, K]
@@ -110,13 +109,13 @@ struct LayerParams {
   TokenMaps x_maps;          // over packed
   std::uint16_t* packed;     // [packed_slots, kMaxTokens of a tile, H] bf16
   std::uint32_t packed_slots;
-  std::uint16_t* h;          // [h_slots, kMaxTokens of a tile, h_stride] bf16
-  std::uint16_t* cells;      // [T, cells_per_token, H] bf16
+  std::uint16_t* h;      // [h_slots, kMaxTokens of a tile, h_stride] bf16
+  std::uint16_t* cells;  // [T, cells_per_token, H] bf16
   std::uint32_t h_slots;
   std::uint32_t h_stride;
   std::uint32_t max_tiles;
   std::uint32_t lag;
-  std::uint32_t* stats;      // [E] rows per expert of the last pass
+  std::uint32_t* stats;            // [E] rows per expert of the last pass
   volatile std::uint32_t* failed;  // a Failure, in the host's memory
 };
 
@@ -152,7 +151,9 @@ KernelEntry kernel_entry();  // in the object that was compiled for it
 KernelEntry find_kernel(const Activation& activation);
 
 inline constexpr protocol::TileShape kTileShape{256, 16};
-inline constexpr int kTileRows = 128;   // weight rows of a task
+// A large pass chooses how tall its tiles may be, from the tallest in equal steps.
+inline constexpr int kShapeCandidates = 5, kLeastMaxHeight = 64;
+inline constexpr int kTileRows = 128;  // weight rows of a task
 inline constexpr int kMaxGateSlices = 16;
 inline constexpr int kMaxDeviceExperts = 512;
 

@@ -7,8 +7,7 @@
 namespace switchyard::gpu {
 
 __device__ __forceinline__ bool routes_alone(const LayerParams& layer, std::uint32_t tokens) {
-  return tokens <= kMaxOwnTokens && tokens * layer.top_k <= kMaxOwnSlots &&
-         layer.capacity_factor <= 0;
+  return tokens <= kMaxOwnTokens && tokens * layer.top_k <= kMaxOwnSlots;
 }
 
 __device__ __forceinline__ RoutingTables tables_of(const LayerParams& layer, BlockStorage& block,
@@ -28,7 +27,7 @@ struct GateOutcome {
 // Lane k's slot of the token, from the gate.
 template <int kPerLane>
 __device__ __forceinline__ GateOutcome gate_token(const LayerParams& layer, const GateGrid& grid,
-                                         const CallParams& call, std::uint32_t token) {
+                                                  const CallParams& call, std::uint32_t token) {
   const std::uint32_t lane = threadIdx.x % 32;
   const auto num_experts = static_cast<std::uint32_t>(layer.num_experts);
   float logits[kPerLane];
@@ -64,7 +63,7 @@ __device__ __forceinline__ GateOutcome gate_token(const LayerParams& layer, cons
 }
 
 __device__ __forceinline__ GateOutcome given_token(const LayerParams& layer, const CallParams& call,
-                                          std::uint32_t token) {
+                                                   std::uint32_t token) {
   const std::uint32_t lane = threadIdx.x % 32;
   GateOutcome outcome;
   if (lane < static_cast<std::uint32_t>(layer.top_k)) {
@@ -80,9 +79,9 @@ __device__ __forceinline__ GateOutcome given_token(const LayerParams& layer, con
 // Routes tokens [begin, end), one per warp at a time, into `tables`; `local` counts the slots of
 // each expert if it is not null, and each slot's place among them goes to layer.positions.
 __device__ __forceinline__ void route_tokens(const LayerParams& layer, const CallParams& call,
-                                    const RoutingTables& tables, const PassWords& words,
-                                    std::uint32_t begin, std::uint32_t end, std::uint32_t* local,
-                                    bool report) {
+                                             const RoutingTables& tables, const PassWords& words,
+                                             std::uint32_t begin, std::uint32_t end,
+                                             std::uint32_t* local, bool report) {
   const GateGrid grid(layer, call.tokens, gridDim.x);
   const std::uint32_t lane = threadIdx.x % 32;
   // Told to be the same in all lanes: a third less code.
@@ -118,8 +117,8 @@ __device__ __forceinline__ void route_tokens(const LayerParams& layer, const Cal
       float weight = 1;
       if (layer.shared_sigmoid) {
         float logit[1] = {0};
-        sum_slices(layer, grid.slices, call.tokens, token, layer.num_experts,
-                   layer.num_experts + 1, logit);
+        sum_slices(layer, grid.slices, call.tokens, token, layer.num_experts, layer.num_experts + 1,
+                   logit);
         weight = routing::sigmoid(logit[0]);
       }
       tables.weights[cell] = weight;
@@ -145,26 +144,87 @@ __device__ __forceinline__ std::uint64_t block_exclusive_sum(std::uint64_t value
   return before + sum - value;
 }
 
-// From block.expert_rows to block.tile_begin, row_begin and max_height. Called by all threads.
+// How tall tiles may be. Tall ones read weights less often; short ones fill the last wave of blocks
+// better, which counts when there are few waves. The candidate with the least estimated time is
+// taken. Called by all threads, which all return the same, as all blocks do.
+__device__ __forceinline__ protocol::TileShape choose_tile_shape(const LayerParams& layer,
+                                                                 BlockStorage& block,
+                                                                 std::uint32_t shared_rows) {
+  const auto height_of = [](int i) { return kTileShape.max_height - 48 * i; };
+  static_assert(kTileShape.max_height - 48 * (kShapeCandidates - 1) == kLeastMaxHeight);
+  auto* const sums = reinterpret_cast<std::uint32_t*>(block.scan);  // tiles, then their heights
+  static_assert(2 * kShapeCandidates * sizeof(std::uint32_t) <= sizeof block.scan);
+  if (threadIdx.x < 2 * kShapeCandidates) sums[threadIdx.x] = 0;
+  __syncthreads();
+  for (int first = 0; first <= layer.num_experts; first += kThreads) {
+    const int e = first + static_cast<int>(threadIdx.x);
+    const std::uint32_t rows = e < layer.num_experts    ? block.expert_rows[e]
+                               : e == layer.num_experts ? shared_rows
+                                                        : 0;
+#pragma unroll
+    for (int i = 0; i < kShapeCandidates; ++i) {
+      const protocol::TokenTiles cut(rows, {height_of(i), kTileShape.granule});
+      const std::uint32_t tiles = __reduce_add_sync(~0u, cut.count);
+      const std::uint32_t heights = __reduce_add_sync(~0u, cut.count * cut.height);
+      if (threadIdx.x % 32 == 0) {
+        atomicAdd(sums + i, tiles);
+        atomicAdd(sums + kShapeCandidates + i, heights);
+      }
+    }
+  }
+  __syncthreads();
+  const auto waves = [](std::uint32_t tasks) { return protocol::ceil_div(tasks, gridDim.x); };
+  const auto stages = [](int depth) {
+    return static_cast<float>(protocol::ceil_div(depth, kStageRowBytes / 2));
+  };
+  int best = 0;
+  float least = INFINITY;
+#pragma unroll
+  for (int i = 0; i < kShapeCandidates; ++i) {
+    const std::uint32_t tiles = max(1u, sums[i]);
+    const float height = static_cast<float>(sums[kShapeCandidates + i]) / static_cast<float>(tiles);
+    // Cycles, fitted to an H200: at full height the matrix units are busy three quarters of them.
+    const float stage = 500 + 3.5f * height, epilogue = 700 + 8 * height;
+    const float cycles = static_cast<float>(waves(tiles * layer.routed.gemm1_blocks)) *
+                             (stages(layer.hidden) * stage + epilogue) +
+                         static_cast<float>(waves(tiles * layer.routed.gemm2_blocks)) *
+                             (stages(layer.routed.intermediate) * stage + epilogue);
+    if (cycles < least) {
+      least = cycles;
+      best = i;
+    }
+  }
+  __syncthreads();  // before the sums' memory is used again
+  return {height_of(best), kTileShape.granule};
+}
+
+// From block.expert_rows to tiles: tile_begin, row_begin, and what the pass's state says of them.
+// Called by all threads.
 __device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStorage& block,
-                                            const protocol::TokenTiles& shared_tiles) {
+                                            std::uint32_t shared_rows, protocol::TileShape shape) {
   constexpr std::uint32_t kPerThread = (kMaxDeviceExperts + kThreads - 1) / kThreads;
   const auto num_experts = static_cast<std::uint32_t>(layer.num_experts);
   const auto pair = [](std::uint32_t tiles, std::uint32_t rows) {
     return std::uint64_t{tiles} << 32 | rows;
   };
+  const protocol::TokenTiles shared_tiles(shared_rows, shape);
+  if (threadIdx.x == 0) {
+    block.pass.shape = shape;
+    block.pass.shared_tiles = shared_tiles;
+    block.pass.max_height = kTileShape.granule;
+  }
   std::uint64_t sizes[kPerThread], total = 0;
   std::uint32_t height = shared_tiles.height;
 #pragma unroll
   for (std::uint32_t i = 0; i < kPerThread; ++i) {
     const std::uint32_t e = threadIdx.x * kPerThread + i;
-    const protocol::TokenTiles cut(e < num_experts ? block.expert_rows[e] : 0, kTileShape);
+    const protocol::TokenTiles cut(e < num_experts ? block.expert_rows[e] : 0, shape);
     sizes[i] = pair(cut.count, cut.rows);
     height = max(height, cut.height);
     total += sizes[i];
   }
-  std::uint64_t before = block_exclusive_sum(total, block.scan) +
-                         pair(shared_tiles.count, shared_tiles.rows);
+  std::uint64_t before =
+      block_exclusive_sum(total, block.scan) + pair(shared_tiles.count, shared_tiles.rows);
   const auto write = [&](std::uint32_t e) {
     block.tile_begin[e] = static_cast<std::uint32_t>(before >> 32);
     block.row_begin[e] = static_cast<std::uint32_t>(before);

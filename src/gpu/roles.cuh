@@ -18,7 +18,9 @@ struct Pass {
   __device__ Waiter waiter() const {
     return {&layer.heaps, layer.failed, &block.pass.going, block.pass.epoch, layer.deadline_ns};
   }
-  __device__ const FfnParams& ffn(bool shared) const { return shared ? layer.shared : layer.routed; }
+  __device__ const FfnParams& ffn(bool shared) const {
+    return shared ? layer.shared : layer.routed;
+  }
   __device__ std::uint32_t* gemm1_done(std::uint32_t tile) const {
     return state().words.gemm1_done(layer.num_experts) + tile;
   }
@@ -84,7 +86,7 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass& pass, const proto
   std::uint32_t tile_of_expert = task.index;
   if (d.shared == 0) {
     d.expert = find_expert(pass.block.tile_begin, layer.num_experts, task.index);
-    tiles = protocol::TokenTiles(pass.block.expert_rows[d.expert], kTileShape);
+    tiles = protocol::TokenTiles(pass.block.expert_rows[d.expert], pass.state().shape);
     tile_of_expert -= pass.block.tile_begin[d.expert];
   }
   d.first_row = tiles.begin(tile_of_expert);
@@ -92,8 +94,10 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass& pass, const proto
   d.units = protocol::ceil_div(d.rows, static_cast<std::uint32_t>(kTileShape.granule));
   d.one_tile = tiles.count == 1 ? 1 : 0;
   if (d.shared == 0) {
-    d.list = (pass.state().tables.alone ? pass.block.own.lists + pass.block.row_begin[d.expert] - pass.state().shared_tiles.rows
-                         : layer.lists + static_cast<std::size_t>(d.expert) * layer.max_tokens) +
+    d.list = (pass.state().tables.alone
+                  ? pass.block.own.lists + pass.block.row_begin[d.expert] -
+                        pass.state().shared_tiles.rows
+                  : layer.lists + static_cast<std::size_t>(d.expert) * layer.max_tokens) +
              d.first_row;
   }
   const bool first = task.kind == protocol::TaskKind::kGemm1;
@@ -107,7 +111,8 @@ __device__ __forceinline__ void scheduler_role(const Pass& pass) {
   const LayerParams& layer = pass.layer;
   protocol::Workload work;
   work.num_shared_tiles = pass.state().shared_tiles.count;
-  work.num_routed_tiles = pass.block.tile_begin[layer.num_experts] - pass.state().shared_tiles.count;
+  work.num_routed_tiles =
+      pass.block.tile_begin[layer.num_experts] - pass.state().shared_tiles.count;
   work.shared_gemm1_blocks = layer.shared.gemm1_blocks;
   work.shared_gemm2_blocks = layer.shared.gemm2_blocks;
   work.routed_gemm1_blocks = layer.routed.gemm1_blocks;
@@ -136,8 +141,9 @@ __device__ __forceinline__ void scheduler_role(const Pass& pass) {
 
 // --- Weights: one thread. Streams the tasks' weight rows; they wait for nothing but a free stage.
 
-__device__ __forceinline__ void load_weights(const CUtensorMap& map, std::uint32_t to, std::uint32_t barrier,
-                                    int k, int row_group, int expert, std::uint64_t policy) {
+__device__ __forceinline__ void load_weights(const CUtensorMap& map, std::uint32_t to,
+                                             std::uint32_t barrier, int k, int row_group,
+                                             int expert, std::uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;" ::"r"(to),
@@ -197,8 +203,7 @@ __device__ __forceinline__ void gather_role(const Pass& pass) {
   static_assert(kRowsAtOnce % 8 == 0, "a thread keeps its place in the swizzle");
   const std::uint32_t thread = threadIdx.x - 32 * kTokensWarp;
   const std::uint32_t my_row = thread / 8, my_chunk = thread % 8;
-  const std::uint32_t my_place =
-      my_row * kStageRowBytes + ((my_chunk ^ (my_row & 7)) << 4);
+  const std::uint32_t my_place = my_row * kStageRowBytes + ((my_chunk ^ (my_row & 7)) << 4);
   const Ring ring = pass.state().ring;
   TaskReader reader(pass);
   RingPlace place;
@@ -214,8 +219,8 @@ __device__ __forceinline__ void gather_role(const Pass& pass) {
       pass.waiter().wait(protocol::Phase::kExperts, task.tile,
                          [&] { return pass.gemm1_complete(task.tile); });
     }
-    const std::byte* from = reinterpret_cast<const std::byte*>(
-        first ? pass.state().x : pass.h_row(task.tile, 0));
+    const std::byte* from =
+        reinterpret_cast<const std::byte*>(first ? pass.state().x : pass.h_row(task.tile, 0));
     const auto stride =
         static_cast<std::uint32_t>(first ? pass.state().x_stride : pass.layer.h_stride) / 8;
     const auto offset_of = [&](std::uint32_t row) {  // of this thread's chunk, in 16 bytes
@@ -245,8 +250,8 @@ __device__ __forceinline__ void gather_role(const Pass& pass) {
       place.advance(ring.stages);
       from += kStageRowBytes;
     };
-    const auto depth = static_cast<std::uint32_t>(
-        first ? pass.layer.hidden : pass.ffn(task.shared != 0).intermediate);
+    const auto depth = static_cast<std::uint32_t>(first ? pass.layer.hidden
+                                                        : pass.ffn(task.shared != 0).intermediate);
     const std::uint32_t whole_blocks = depth / (kStageRowBytes / 2);
     for (std::uint32_t kb = 0; kb < whole_blocks; ++kb) {
       if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
@@ -255,9 +260,8 @@ __device__ __forceinline__ void gather_role(const Pass& pass) {
     if (whole_blocks < task.k_blocks) {
       if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
       const bool inside = whole_blocks * (kStageRowBytes / 2) + 8 * my_chunk < depth;
-      copy_rows([inside](std::uint32_t to, const std::byte* source) {
-        copy_async(to, source, inside);
-      });
+      copy_rows(
+          [inside](std::uint32_t to, const std::byte* source) { copy_async(to, source, inside); });
     }
   }
 }
@@ -325,8 +329,8 @@ __device__ __forceinline__ void tokens_role(const Pass& pass) {
 
 // --- Pack: warps that copy token rows into the tiles' slots, in the order of tiles.
 
-// Rows [begin, end), counted over the shared expert's and then all experts' rows, of which this warp
-// takes every num_workers-th group. Keeps 4 * kVectors vectors in flight per lane.
+// Rows [begin, end), counted over the shared expert's and then all experts' rows, of which this
+// warp takes every num_workers-th group. Keeps 4 * kVectors vectors in flight per lane.
 template <std::uint32_t kVectors>
 __device__ __forceinline__ void pack_rows(const Pass& pass, std::uint32_t begin, std::uint32_t end,
                                           std::uint32_t worker, std::uint32_t num_workers) {
@@ -349,7 +353,7 @@ __device__ __forceinline__ void pack_rows(const Pass& pass, std::uint32_t begin,
         const std::uint32_t e = find_expert(block.row_begin, layer.num_experts, row);
         position = row - block.row_begin[e];
         first_tile = block.tile_begin[e];
-        cut = protocol::TokenTiles(block.expert_rows[e], kTileShape);
+        cut = protocol::TokenTiles(block.expert_rows[e], pass.state().shape);
         from = RowEntry::token(
             __ldcg(layer.lists + static_cast<std::size_t>(e) * layer.max_tokens + position));
       }
@@ -396,8 +400,8 @@ __device__ __forceinline__ void pack_rows(const Pass& pass, std::uint32_t begin,
   }
 }
 
-// Rows of the tiles whose first tasks all blocks take up at once. The math warps, which have nothing
-// else to do then, pack these.
+// Rows of the tiles whose first tasks all blocks take up at once. The math warps, which have
+// nothing else to do then, pack these.
 __device__ __forceinline__ std::uint32_t first_rows(const Pass& pass) {
   const LayerParams& layer = pass.layer;
   const std::uint32_t total = pass.block.row_begin[layer.num_experts];
@@ -407,7 +411,7 @@ __device__ __forceinline__ std::uint32_t first_rows(const Pass& pass) {
   if (tile >= pass.block.tile_begin[layer.num_experts]) return total;
   if (pass.is_shared(tile)) return pass.state().shared_tiles.begin(tile);
   const std::uint32_t e = find_expert(pass.block.tile_begin, layer.num_experts, tile);
-  const protocol::TokenTiles cut(pass.block.expert_rows[e], kTileShape);
+  const protocol::TokenTiles cut(pass.block.expert_rows[e], pass.state().shape);
   return pass.block.row_begin[e] + cut.begin(tile - pass.block.tile_begin[e]);
 }
 
@@ -421,8 +425,9 @@ __device__ __forceinline__ void pack_role(const Pass& pass) {
 // Its waits are not asked how they ended, here and in the epilogue: wgmma must not be in code that
 // some threads may have left. A tile that was given up is finished with wrong numbers.
 template <int N>
-__device__ __forceinline__ void multiply_tile(const Pass& pass, std::uint32_t k_blocks, RingPlace& place,
-                                     std::uint32_t group, float (&acc)[N / 2]) {
+__device__ __forceinline__ void multiply_tile(const Pass& pass, std::uint32_t k_blocks,
+                                              RingPlace& place, std::uint32_t group,
+                                              float (&acc)[N / 2]) {
   constexpr int kStepBytes = BF16Policy::kInstructionK * BF16Policy::kElementBytes;
   const Ring ring = pass.state().ring;
   const bool speaks = threadIdx.x % 32 == 0;
@@ -480,7 +485,7 @@ __device__ __forceinline__ void await_entries(std::uint32_t barrier_id) {
 
 template <int N, ActivationKind kKind, bool kGated>
 __device__ __forceinline__ void finish_gemm1(const Pass& pass, const TaskDescriptor& task,
-                                    std::uint32_t group, float (&acc)[N / 2]) {
+                                             std::uint32_t group, float (&acc)[N / 2]) {
   const LayerParams& layer = pass.layer;
   const FfnParams& ffn = pass.ffn(task.shared != 0);
   const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
@@ -491,7 +496,7 @@ __device__ __forceinline__ void finish_gemm1(const Pass& pass, const TaskDescrip
     const std::uint32_t before = task.tile - layer.h_slots;
     if (thread == 0) {
       pass.waiter().wait(protocol::Phase::kExperts, before,
-                       [&] { return pass.gemm2_complete(before); });
+                         [&] { return pass.gemm2_complete(before); });
     }
     named_barrier<kWarpgroup>(barrier_id);
   }
@@ -513,8 +518,9 @@ __device__ __forceinline__ void finish_gemm1(const Pass& pass, const TaskDescrip
     for (int i = 0; i < N / 2; ++i) {
       const std::uint32_t token = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
       const std::uint32_t entry = pass.block.entries[group][token < task.rows ? token : 0];
-      acc[i] *= pass.state().tables.weights[RowEntry::token(entry) * layer.cells_per_token +
-                                            RowEntry::k(entry)];
+      acc[i] *=
+          pass.state()
+              .tables.weights[RowEntry::token(entry) * layer.cells_per_token + RowEntry::k(entry)];
     }
   }
   const float slope = -1.44269504f * layer.alpha;
@@ -549,7 +555,7 @@ __device__ __forceinline__ void finish_gemm1(const Pass& pass, const TaskDescrip
 
 template <int N>
 __device__ __forceinline__ void finish_gemm2(const Pass& pass, const TaskDescriptor& task,
-                                    std::uint32_t group, float (&acc)[N / 2]) {
+                                             std::uint32_t group, float (&acc)[N / 2]) {
   const LayerParams& layer = pass.layer;
   const FfnParams& ffn = pass.ffn(task.shared != 0);
   const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
@@ -566,17 +572,17 @@ __device__ __forceinline__ void finish_gemm2(const Pass& pass, const TaskDescrip
   };
   const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
   std::uint16_t* const to = layer.cells + column0;
-  store_tile<N, false>(
-      Staging{shared_address(pass.block.staging[group])}, 1 + group,
-      column0 < hidden ? hidden - column0 : 0, pair, [&](std::uint32_t token) -> std::uint16_t* {
-        if (token >= task.rows) return nullptr;
-        std::uint32_t cell = (task.first_row + token) * cells + layer.top_k;
-        if (task.list != nullptr) {
-          const std::uint32_t entry = pass.block.entries[group][token];
-          cell = RowEntry::token(entry) * cells + RowEntry::k(entry);
-        }
-        return to + std::size_t{cell} * hidden;
-      });
+  store_tile<N, false>(Staging{shared_address(pass.block.staging[group])}, 1 + group,
+                       column0 < hidden ? hidden - column0 : 0, pair,
+                       [&](std::uint32_t token) -> std::uint16_t* {
+                         if (token >= task.rows) return nullptr;
+                         std::uint32_t cell = (task.first_row + token) * cells + layer.top_k;
+                         if (task.list != nullptr) {
+                           const std::uint32_t entry = pass.block.entries[group][token];
+                           cell = RowEntry::token(entry) * cells + RowEntry::k(entry);
+                         }
+                         return to + std::size_t{cell} * hidden;
+                       });
   if (thread == 0) add_release_gpu(pass.gemm2_done(task.tile), 1);
 }
 
@@ -618,7 +624,7 @@ __device__ __forceinline__ void combine_task(const Pass& pass, const TaskDescrip
         tables.alone ? pass.block.own.positions[slot] : __ldcg(layer.positions + slot);
     weight = layer.weight_on_input ? 1.0f : tables.weights[cell];
     if (id >= 0) {
-      const protocol::TokenTiles cut(pass.block.expert_rows[id], kTileShape);
+      const protocol::TokenTiles cut(pass.block.expert_rows[id], pass.state().shape);
       tile = pass.block.tile_begin[id] + position / cut.height;
     }
   } else if (lane < tables.cells_per_token) {
@@ -650,8 +656,9 @@ __device__ __forceinline__ void clear_next_words(const Pass& pass) {
 __device__ __forceinline__ void report_stuck_ring(const Pass& pass) {
   if (threadIdx.x != kWarpgroup || *pass.waiter().going != Going::kRingStuck) return;
   const int rank = pass.layer.heaps.rank;
-  protocol::abort_world(pass.layer.heaps, {rank, rank, protocol::Phase::kExperts, pass.waiter().epoch,
-                                           blockIdx.x, 0, 0, 2 * pass.waiter().deadline_ns});
+  protocol::abort_world(pass.layer.heaps,
+                        {rank, rank, protocol::Phase::kExperts, pass.waiter().epoch, blockIdx.x, 0,
+                         0, 2 * pass.waiter().deadline_ns});
   *pass.layer.failed = static_cast<std::uint32_t>(Failure::kGivenUp);
 }
 
@@ -662,7 +669,7 @@ __device__ __forceinline__ void math_role(const Pass& pass) {
   clear_next_words(pass);
   if (!pass.state().tables.alone) {
     pack_rows<4>(pass, 0, first_rows(pass), blockIdx.x * kMathWarps + threadIdx.x / 32 - 4,
-              gridDim.x * kMathWarps);
+                 gridDim.x * kMathWarps);
   }
   TaskReader reader(pass);
   RingPlace place;

@@ -7,15 +7,15 @@
 
 namespace switchyard::gpu {
 
-// A block is a loading warpgroup, whose warps have roles of their own, and the math warpgroups. (More
-// threads would leave the kernel fewer registers at entry than the widest matrix instruction has
-// operands, and ptxas asks for those whatever setmaxnreg says later.)
+// A block is a loading warpgroup, whose warps have roles of their own, and the math warpgroups.
+// (More threads would leave the kernel fewer registers at entry than the widest matrix instruction
+// has operands, and ptxas asks for those whatever setmaxnreg says later.)
 inline constexpr int kWarpgroup = 128;
 inline constexpr int kMathGroups = 2;
 inline constexpr int kMathWarps = 4 * kMathGroups;
 inline constexpr int kThreads = kWarpgroup * (1 + kMathGroups);
-// Small passes have two warps that gather tokens, large ones one that loads packed tiles of them and one
-// that packs tiles.
+// Small passes have two warps that gather tokens, large ones one that loads packed tiles of them
+// and one that packs tiles.
 enum LoadingWarp : int { kWeightsWarp, kSchedulerWarp, kTokensWarp, kPackWarp };
 inline constexpr int kGatherWarps = 4 - kTokensWarp;
 inline constexpr int kGatherThreads = 32 * kGatherWarps;
@@ -41,7 +41,7 @@ inline constexpr std::uint32_t kTaskSlots = 2;
 inline constexpr int kFullArrivals = 1 + 1;                     // weights and tokens, with bytes
 inline constexpr int kFullArrivalsGather = 1 + kGatherThreads;  // weights with bytes; each thread
 inline constexpr int kEmptyArrivals = kMathWarps;
-inline constexpr int kTaskFullArrivals = 1;                   // the scheduler
+inline constexpr int kTaskFullArrivals = 1;                    // the scheduler
 inline constexpr int kTaskEmptyArrivals = 1 + 1 + kMathWarps;  // weights, tokens, math: by warp
 inline constexpr int kTaskEmptyArrivalsGather = 1 + kGatherWarps + kMathWarps;
 
@@ -64,12 +64,12 @@ struct TaskDescriptor {
   std::uint32_t shared;  // 1: of the shared expert
   std::uint32_t expert;
   std::uint32_t tile;
-  std::uint32_t block;      // of output rows; the chunk of a combine task
-  std::uint32_t rows;       // of the tile
-  std::uint32_t first_row;  // of the tile, in its expert
-  std::uint32_t units;      // height of the tile in steps of kTileShape.granule
-  std::uint32_t k_blocks;   // stages of the K loop
-  std::uint32_t one_tile;   // 1: no other tile reads these weights
+  std::uint32_t block;        // of output rows; the chunk of a combine task
+  std::uint32_t rows;         // of the tile
+  std::uint32_t first_row;    // of the tile, in its expert
+  std::uint32_t units;        // height of the tile in steps of kTileShape.granule
+  std::uint32_t k_blocks;     // stages of the K loop
+  std::uint32_t one_tile;     // 1: no other tile reads these weights
   const std::uint32_t* list;  // of the tile's rows; null: the tokens themselves, in order
 };
 
@@ -114,6 +114,7 @@ struct PassState {
   std::int64_t x_stride;   // in elements
   RoutingTables tables;
   Ring ring;
+  protocol::TileShape shape;
   protocol::TokenTiles shared_tiles;
   std::uint32_t max_height;  // of all tiles
   Going going;

@@ -64,12 +64,15 @@ __device__ __forceinline__ void add_release_gpu(std::uint32_t* word, std::uint32
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// All blocks of the grid; false if the pass was given up. Called by all threads of the block.
-__device__ __forceinline__ bool grid_barrier(const Waiter& waiter, std::uint32_t* word) {
+// A barrier of all blocks, in two halves. Both are called by all threads of the block.
+__device__ __forceinline__ void grid_arrive(std::uint32_t* word) {
   __syncthreads();
+  if (threadIdx.x == 0) add_release_gpu(word, 1);
+}
+// False if the pass was given up.
+__device__ __forceinline__ bool grid_await(const Waiter& waiter, std::uint32_t* word) {
   bool arrived = true;
   if (threadIdx.x == 0) {
-    add_release_gpu(word, 1);
     arrived = waiter.wait(protocol::Phase::kGate, blockIdx.x,
                           [&] { return load_acquire_gpu(word) >= gridDim.x; });
   }
@@ -106,8 +109,8 @@ __device__ __forceinline__ void init_barrier(std::uint32_t barrier, std::uint32_
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// A place in a ring of stages, each with a `full` and an `empty` barrier: the index of the stage and
-// the parity of its current use.
+// A place in a ring of stages, each with a `full` and an `empty` barrier: the index of the stage
+// and the parity of its current use.
 struct RingPlace {
   std::uint32_t stage = 0;
   std::uint32_t parity = 0;
@@ -123,8 +126,8 @@ struct RingPlace {
 // Waits for the phase of that parity; false if the pass was given up. Within a block, and in loops
 // whose registers all hold accumulators, so it does not do all that protocol::wait_until does: it
 // listens to the block's word in place of the world's, and past the deadline it only raises that
-// word. The block's last role to leave reports for it. It waits longer than waits between blocks, of
-// which its own is a consequence.
+// word. The block's last role to leave reports for it. It waits longer than waits between blocks,
+// of which its own is a consequence.
 __device__ __forceinline__ bool wait_ring(const Waiter& waiter, std::uint32_t barrier,
                                           std::uint32_t parity) {
   constexpr std::uint32_t kLooksPerClockRead = 64;

@@ -36,11 +36,11 @@ CUtensorMap encode(const void* data, std::span<const cuuint64_t> sizes,
                    std::span<const cuuint64_t> strides, std::span<const cuuint32_t> box) {
   constexpr cuuint32_t kSteps[] = {1, 1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result = find_encoder()(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, static_cast<cuuint32_t>(sizes.size()),
-      const_cast<void*>(data), sizes.data(), strides.data(), box.data(), kSteps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      find_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, static_cast<cuuint32_t>(sizes.size()),
+                     const_cast<void*>(data), sizes.data(), strides.data(), box.data(), kSteps,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw Error(ErrorCode::kSystem,
                 fmt::format("cuTensorMapEncodeTiled failed with {} for an array of {} columns",

@@ -111,7 +111,8 @@ DeviceBuffer biases(std::span<const FfnWeights> experts, const VectorView FfnWei
   if (experts.empty() || (experts[0].*which).empty()) return {};
   std::vector<float> all(experts.size() * width);
   for (std::size_t e = 0; e < experts.size(); ++e) {
-    std::ranges::copy(to_floats(experts[e].*which), all.begin() + static_cast<std::ptrdiff_t>(e * width));
+    std::ranges::copy(to_floats(experts[e].*which),
+                      all.begin() + static_cast<std::ptrdiff_t>(e * width));
   }
   return to_device(all);
 }
@@ -169,7 +170,8 @@ DeviceGate::DeviceGate(const LayerSpec& spec, const MoeWeights& weights)
   const std::int64_t rows = (has_router_ ? spec.num_experts : 0) + 0;
   columns_ = protocol::round_up(spec.num_experts + (shared_sigmoid_ ? 1 : 0), kMultiple);
   stride_ = protocol::round_up(spec.hidden, kMultiple);
-  const auto columns = static_cast<std::size_t>(columns_), stride = static_cast<std::size_t>(stride_);
+  const auto columns = static_cast<std::size_t>(columns_),
+             stride = static_cast<std::size_t>(stride_);
   if (has_router_ || shared_sigmoid_) {
     std::vector<float> values(columns * stride);
     if (has_router_) {
@@ -214,10 +216,10 @@ DeviceGate::DeviceGate(const LayerSpec& spec, const MoeWeights& weights)
     for (std::int64_t r = 0; r < table.rows; ++r) {
       for (std::int64_t k = 0; k < spec.top_k; ++k) {
         const std::int64_t at = k * table.col_stride;
-        ids.push_back(table.dtype == DType::kI64
-                          ? static_cast<std::int32_t>(
-                                static_cast<const std::int64_t*>(table.row(r))[at])
-                          : static_cast<const std::int32_t*>(table.row(r))[at]);
+        ids.push_back(
+            table.dtype == DType::kI64
+                ? static_cast<std::int32_t>(static_cast<const std::int64_t*>(table.row(r))[at])
+                : static_cast<const std::int32_t*>(table.row(r))[at]);
       }
     }
     hash_table_ = to_device(ids.data(), ids.size() * sizeof(std::int32_t));

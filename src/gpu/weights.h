@@ -10,8 +10,8 @@ namespace switchyard::gpu {
 // One kind of expert: all networks' matrices side by side, bf16, and their biases, fp32.
 class DeviceFfn {
  public:
-  // Packs `experts`, which all have the shape [intermediate, hidden], into device memory. Weights may
-  // be in host memory, in any dtype, or in device memory, in bf16 with contiguous rows.
+  // Packs `experts`, which all have the shape [intermediate, hidden], into device memory. Weights
+  // may be in host memory, in any dtype, or in device memory, in bf16 with contiguous rows.
   DeviceFfn() = default;
   DeviceFfn(std::span<const FfnWeights> experts, int hidden, int intermediate, bool gated);
 

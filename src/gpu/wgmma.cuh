@@ -3,11 +3,11 @@
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
-#include <cute/arch/mma_sm90_desc.hpp>
-#include <cute/arch/mma_sm90_gmma.hpp>
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <cstdint>
+#include <cute/arch/mma_sm90_desc.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
 #include <utility>
 
 namespace switchyard::gpu {
@@ -36,9 +36,9 @@ struct BF16Policy {
   struct Instruction;
 };
 
-#define SWITCHYARD_BF16_INSTRUCTION(n)                                                \
-  template <>                                                                         \
-  struct BF16Policy::Instruction<n>                                                   \
+#define SWITCHYARD_BF16_INSTRUCTION(n)                                               \
+  template <>                                                                        \
+  struct BF16Policy::Instruction<n>                                                  \
       : cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K, \
                                                          cute::SM90::GMMA::Major::K> {}
 SWITCHYARD_BF16_INSTRUCTION(16);
@@ -61,8 +61,8 @@ SWITCHYARD_BF16_INSTRUCTION(256);
 
 namespace detail {
 template <typename Instruction, int... I>
-__device__ __forceinline__ void multiply(std::uint64_t a, std::uint64_t b, float* acc, bool accumulate,
-                                std::integer_sequence<int, I...>) {
+__device__ __forceinline__ void multiply(std::uint64_t a, std::uint64_t b, float* acc,
+                                         bool accumulate, std::integer_sequence<int, I...>) {
   Instruction::fma(a, b, acc[I]...,
                    accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
@@ -71,7 +71,7 @@ __device__ __forceinline__ void multiply(std::uint64_t a, std::uint64_t b, float
 // Issues D (+)= A B^T; the result is there after the warpgroup has waited for its commit group.
 template <typename Policy, int N>
 __device__ __forceinline__ void multiply(std::uint64_t a, std::uint64_t b, float (&acc)[N / 2],
-                                bool accumulate) {
+                                         bool accumulate) {
   detail::multiply<typename Policy::template Instruction<N>>(
       a, b, acc, accumulate, std::make_integer_sequence<int, N / 2>());
 }

@@ -148,7 +148,8 @@ TEST_F(GpuRouting, EverySkewAndTileHeight) {
   for (const int top_k : {1, 2, 8, 16}) {
     for (const double beta : {1.0, 0.8, 0.5, 0.1}) {
       for (const int tokens : {5, 300, 1500}) {
-        SCOPED_TRACE(::testing::Message() << "top-" << top_k << " beta " << beta << " T " << tokens);
+        SCOPED_TRACE(::testing::Message()
+                     << "top-" << top_k << " beta " << beta << " T " << tokens);
         const LayerSpec spec = wide_spec(24, top_k);
         expect_accurate_with_given(spec, synthetic_routing(tokens, 24, top_k, beta, 9), tokens);
       }
@@ -161,8 +162,8 @@ TEST_F(GpuRouting, EveryRowCountOfOneExpert) {
   for (int tokens = 1; tokens <= 600; tokens += tokens < 40 ? 1 : 13) {
     SCOPED_TRACE(tokens);
     const auto n = static_cast<std::size_t>(tokens);
-    expect_accurate_with_given(spec, {std::vector<std::int32_t>(n, 1), std::vector<float>(n, 0.75f)},
-                               tokens);
+    expect_accurate_with_given(
+        spec, {std::vector<std::int32_t>(n, 1), std::vector<float>(n, 0.75f)}, tokens);
   }
 }
 
@@ -179,8 +180,8 @@ TEST_F(GpuRouting, EmptySlotsContributeNothing) {
 TEST_F(GpuRouting, NoTokensAtAll) {
   const LayerSpec spec = wide_spec(16, 4);
   DeviceLayer layer(spec, make_weights(spec, DType::kBF16, 3), 8);
-  const BatchResult result = layer.run({Matrix(0, spec.hidden, DType::kBF16), {}, {}, {}},
-                                       DType::kBF16);
+  const BatchResult result =
+      layer.run({Matrix(0, spec.hidden, DType::kBF16), {}, {}, {}}, DType::kBF16);
   EXPECT_EQ(std::accumulate(result.stats[0].tokens_per_expert.begin(),
                             result.stats[0].tokens_per_expert.end(), std::int64_t{0}),
             0);
@@ -190,7 +191,8 @@ TEST_F(GpuRouting, ABadIdIsAnErrorAndTheLayerLives) {
   const LayerSpec spec = wide_spec(16, 4);
   DeviceLayer layer(spec, make_weights(spec, DType::kBF16, 3), 64);
   SyntheticRouting routing = synthetic_routing(64, 16, 4, 1.0, 2);
-  const Batch good{Matrix::random(64, spec.hidden, DType::kBF16, 1), routing.ids, routing.weights, {}};
+  const Batch good{
+      Matrix::random(64, spec.hidden, DType::kBF16, 1), routing.ids, routing.weights, {}};
   Batch bad = good;
   bad.topk_ids[77] = 16;
   EXPECT_THROW(layer.run(bad, DType::kBF16), Error);
@@ -235,8 +237,7 @@ TEST_F(GpuGraph, IsOneKernelAndReplaysWithOtherRouting) {
   const Batch second = random_batch(spec, 200, DType::kBF16, 5);
   const BatchResult expected = layer.run(second, DType::kBF16);
   layer.load(first, DType::kBF16);
-  gpu::Graph graph =
-      gpu::Graph::capture(layer.stream(), [&] { layer.enqueue(); });
+  gpu::Graph graph = gpu::Graph::capture(layer.stream(), [&] { layer.enqueue(); });
   EXPECT_EQ(graph.num_nodes(), 1);
   EXPECT_EQ(graph.num_kernel_nodes(), 1);
   layer.replace_activations(second);

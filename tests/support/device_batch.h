@@ -31,9 +31,7 @@ class DeviceBatch {
   }
 
   // Other activations of the same shape, in the same memory.
-  void replace_activations(const Batch& batch) {
-    x_.upload(batch.x.view().data, x_.bytes());
-  }
+  void replace_activations(const Batch& batch) { x_.upload(batch.x.view().data, x_.bytes()); }
 
   void poison(const gpu::Stream& stream) {
     for (gpu::DeviceBuffer* buffer : {&y_, &ids_, &weights_}) {
