@@ -5,33 +5,42 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# Headers only: the wheel of NVIDIA's kernel generator has them. cmake/cutlass.cmake looks here.
+# From PyPI, unpacked where CMake looks: the CUTLASS headers (the wheel of NVIDIA's kernel generator has
+# them; nothing of it runs), and the disassembler that some toolkits leave out.
 cutlass_version=4.2.0.0
 cutlass_sha256=f9599ada45c7bcb6bf53f7d3f0a7d154183e53451c01bfa59eecd37dd4a693f6
 cutlass_directory=.cache/cutlass/$cutlass_version
+cuobjdump_version=13.2.51
+cuobjdump_sha256=95c69d3ddf0c2c1f535ec44c3433a66aeee19f588d9d22f73356e20b25f12b50
+cuobjdump_directory=.cache/cuobjdump/$cuobjdump_version
 
-fetch_cutlass() {
+# fetch_wheel NAME VERSION SHA256 DIRECTORY
+fetch_wheel() {
   local python=${PYTHON:-python3} work
-  [ ! -e "$cutlass_directory/cutlass_library/source/include/cutlass/version.h" ] || return 0
+  [ ! -d "$4" ] || return 0
   if ! "$python" -m pip --version >/dev/null 2>&1; then
-    echo "Fetching the CUTLASS headers needs Python with pip (apt-get install python3-pip)." >&2
+    echo "Fetching $1 needs Python with pip (apt-get install python3-pip)." >&2
     return 1
   fi
-  echo "Fetching the headers of CUTLASS $cutlass_version ..." >&2
-  mkdir -p .cache/cutlass
-  work=$(mktemp -d .cache/cutlass/XXXXXX)
+  echo "Fetching $1 $2 ..." >&2
+  mkdir -p "$(dirname "$4")"
+  work=$(mktemp -d "$4.XXXXXX")
   # pip refuses a file with another hash. The directory gets its name when it is complete.
-  echo "nvidia-cutlass==$cutlass_version --hash=sha256:$cutlass_sha256" >"$work/requirements.txt"
+  echo "$1==$2 --hash=sha256:$3" >"$work/requirements.txt"
   if "$python" -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes \
       --only-binary :all: -r "$work/requirements.txt" -d "$work" >&2 &&
-    "$python" -m zipfile -e "$work"/nvidia_cutlass-*.whl "$work/unpacked"; then
-    rm -rf "$cutlass_directory"
-    mv "$work/unpacked" "$cutlass_directory"
+    "$python" -m zipfile -e "$work"/*.whl "$work/unpacked" && mv "$work/unpacked" "$4"; then
     rm -rf "$work"
   else
     rm -rf "$work"
     return 1
   fi
+}
+fetch_cutlass() { fetch_wheel nvidia-cutlass $cutlass_version $cutlass_sha256 $cutlass_directory; }
+fetch_cuobjdump() {
+  ! command -v cuobjdump >/dev/null || return 0
+  fetch_wheel nvidia-cuda-cuobjdump $cuobjdump_version $cuobjdump_sha256 $cuobjdump_directory &&
+    chmod +x $cuobjdump_directory/nvidia/cu13/bin/cuobjdump
 }
 
 build=(g++ cmake ninja-build libdnnl-dev nlohmann-json3-dev libfmt-dev libcli11-dev)
@@ -58,6 +67,8 @@ if [ $cuda != no ] && ! fetch_cutlass; then
   echo "GPU engine." >&2
   [ $cuda = present ] || exit 1
 fi
+# Only reports need it.
+if [ $cuda != no ]; then fetch_cuobjdump || true; fi
 [ ${#wanted[@]} -gt 0 ] || exit 0
 if ! command -v dpkg-query >/dev/null; then
   echo "This is not a Debian-like system, so nothing was installed. Switchyard needs: a C++20" >&2

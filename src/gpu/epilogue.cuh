@@ -54,7 +54,7 @@ __device__ __forceinline__ float activate(float v, float slope) {
     return v * fast_reciprocal(1.0f + fast_exp2(slope * v));
   } else if constexpr (kKind == ActivationKind::kGelu) {
     const float q = half_erfc(fabsf(v) * 0.70710678f);
-    return v > 0.0f ? v - v * q : v * q;
+    return v > 0.0f ? v * (1.0f - q) : v * q;
   } else if constexpr (kKind == ActivationKind::kGeluTanh) {
     // 0.5 (1 + tanh(u)) = 1 / (1 + e^(-2u)), here with e^(-2u) = 2^(-2 log2(e) u).
     const float u = 0.79788456f * (v + 0.044715f * v * v * v);
