@@ -221,9 +221,8 @@ void Engine::lay_out_workspace() {
   const std::size_t slots = tokens * static_cast<std::size_t>(spec_.top_k);
   const auto height = static_cast<std::size_t>(kTileShape.max_height);
   const bool has_shared = spec_.shared_intermediate > 0;
-  constexpr auto kFewestRows = static_cast<std::size_t>(kLeastMaxHeight);
   const std::size_t tiles =
-      experts + slots / kFewestRows + (has_shared ? protocol::ceil_div(tokens, kFewestRows) : 0);
+      experts + slots / height + (has_shared ? protocol::ceil_div(tokens, height) : 0);
   params_.max_tiles = static_cast<std::uint32_t>(tiles);
   // GEMM2 of a tile is taken up when its GEMM1 was handed out two rounds of all blocks ago:
   // measured against 0.6, 1, 1.25 and 3 rounds; see docs/decisions.

@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const std::uint32_t slots = call.tokens * layer.top_k;
       list_own_slots(layer, block, slots, reinterpret_cast<std::uint8_t*>(scratch));
       __syncthreads();
-      place_tiles(layer, block, shared_rows, kTileShape);
+      place_tiles(layer, block, shared_rows);
       fill_own_lists(layer, block, slots);
       __syncthreads();
     }
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       block.expert_rows[e] = __ldcg(words.expert_rows() + e);
     }
     __syncthreads();
-    place_tiles(layer, block, shared_rows, choose_tile_shape(layer, block, shared_rows));
+    place_tiles(layer, block, shared_rows);
   }
   if (blockIdx.x == 0) {
     for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) {

@@ -151,8 +151,6 @@ KernelEntry kernel_entry();  // in the object that was compiled for it
 KernelEntry find_kernel(const Activation& activation);
 
 inline constexpr protocol::TileShape kTileShape{256, 16};
-// A large pass chooses how tall its tiles may be, from the tallest in equal steps.
-inline constexpr int kShapeCandidates = 5, kLeastMaxHeight = 64;
 inline constexpr int kTileRows = 128;  // weight rows of a task
 inline constexpr int kMaxGateSlices = 16;
 inline constexpr int kMaxDeviceExperts = 512;

@@ -144,72 +144,17 @@ __device__ __forceinline__ std::uint64_t block_exclusive_sum(std::uint64_t value
   return before + sum - value;
 }
 
-// How tall tiles may be. Tall ones read weights less often; short ones fill the last wave of blocks
-// better, which counts when there are few waves. The candidate with the least estimated time is
-// taken. Called by all threads, which all return the same, as all blocks do.
-__device__ __forceinline__ protocol::TileShape choose_tile_shape(const LayerParams& layer,
-                                                                 BlockStorage& block,
-                                                                 std::uint32_t shared_rows) {
-  const auto height_of = [](int i) { return kTileShape.max_height - 48 * i; };
-  static_assert(kTileShape.max_height - 48 * (kShapeCandidates - 1) == kLeastMaxHeight);
-  auto* const sums = reinterpret_cast<std::uint32_t*>(block.scan);  // tiles, then their heights
-  static_assert(2 * kShapeCandidates * sizeof(std::uint32_t) <= sizeof block.scan);
-  if (threadIdx.x < 2 * kShapeCandidates) sums[threadIdx.x] = 0;
-  __syncthreads();
-  for (int first = 0; first <= layer.num_experts; first += kThreads) {
-    const int e = first + static_cast<int>(threadIdx.x);
-    const std::uint32_t rows = e < layer.num_experts    ? block.expert_rows[e]
-                               : e == layer.num_experts ? shared_rows
-                                                        : 0;
-#pragma unroll
-    for (int i = 0; i < kShapeCandidates; ++i) {
-      const protocol::TokenTiles cut(rows, {height_of(i), kTileShape.granule});
-      const std::uint32_t tiles = __reduce_add_sync(~0u, cut.count);
-      const std::uint32_t heights = __reduce_add_sync(~0u, cut.count * cut.height);
-      if (threadIdx.x % 32 == 0) {
-        atomicAdd(sums + i, tiles);
-        atomicAdd(sums + kShapeCandidates + i, heights);
-      }
-    }
-  }
-  __syncthreads();
-  const auto waves = [](std::uint32_t tasks) { return protocol::ceil_div(tasks, gridDim.x); };
-  const auto stages = [](int depth) {
-    return static_cast<float>(protocol::ceil_div(depth, kStageRowBytes / 2));
-  };
-  int best = 0;
-  float least = INFINITY;
-#pragma unroll
-  for (int i = 0; i < kShapeCandidates; ++i) {
-    const std::uint32_t tiles = max(1u, sums[i]);
-    const float height = static_cast<float>(sums[kShapeCandidates + i]) / static_cast<float>(tiles);
-    // Cycles, fitted to an H200: at full height the matrix units are busy three quarters of them.
-    const float stage = 500 + 3.5f * height, epilogue = 700 + 8 * height;
-    const float cycles = static_cast<float>(waves(tiles * layer.routed.gemm1_blocks)) *
-                             (stages(layer.hidden) * stage + epilogue) +
-                         static_cast<float>(waves(tiles * layer.routed.gemm2_blocks)) *
-                             (stages(layer.routed.intermediate) * stage + epilogue);
-    if (cycles < least) {
-      least = cycles;
-      best = i;
-    }
-  }
-  __syncthreads();  // before the sums' memory is used again
-  return {height_of(best), kTileShape.granule};
-}
-
 // From block.expert_rows to tiles: tile_begin, row_begin, and what the pass's state says of them.
 // Called by all threads.
 __device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStorage& block,
-                                            std::uint32_t shared_rows, protocol::TileShape shape) {
+                                            std::uint32_t shared_rows) {
   constexpr std::uint32_t kPerThread = (kMaxDeviceExperts + kThreads - 1) / kThreads;
   const auto num_experts = static_cast<std::uint32_t>(layer.num_experts);
   const auto pair = [](std::uint32_t tiles, std::uint32_t rows) {
     return std::uint64_t{tiles} << 32 | rows;
   };
-  const protocol::TokenTiles shared_tiles(shared_rows, shape);
+  const protocol::TokenTiles shared_tiles(shared_rows, kTileShape);
   if (threadIdx.x == 0) {
-    block.pass.shape = shape;
     block.pass.shared_tiles = shared_tiles;
     block.pass.max_height = kTileShape.granule;
   }
@@ -218,7 +163,7 @@ __device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStora
 #pragma unroll
   for (std::uint32_t i = 0; i < kPerThread; ++i) {
     const std::uint32_t e = threadIdx.x * kPerThread + i;
-    const protocol::TokenTiles cut(e < num_experts ? block.expert_rows[e] : 0, shape);
+    const protocol::TokenTiles cut(e < num_experts ? block.expert_rows[e] : 0, kTileShape);
     sizes[i] = pair(cut.count, cut.rows);
     height = max(height, cut.height);
     total += sizes[i];

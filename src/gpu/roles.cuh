@@ -86,7 +86,7 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass& pass, const proto
   std::uint32_t tile_of_expert = task.index;
   if (d.shared == 0) {
     d.expert = find_expert(pass.block.tile_begin, layer.num_experts, task.index);
-    tiles = protocol::TokenTiles(pass.block.expert_rows[d.expert], pass.state().shape);
+    tiles = protocol::TokenTiles(pass.block.expert_rows[d.expert], kTileShape);
     tile_of_expert -= pass.block.tile_begin[d.expert];
   }
   d.first_row = tiles.begin(tile_of_expert);
@@ -353,7 +353,7 @@ __device__ __forceinline__ void pack_rows(const Pass& pass, std::uint32_t begin,
         const std::uint32_t e = find_expert(block.row_begin, layer.num_experts, row);
         position = row - block.row_begin[e];
         first_tile = block.tile_begin[e];
-        cut = protocol::TokenTiles(block.expert_rows[e], pass.state().shape);
+        cut = protocol::TokenTiles(block.expert_rows[e], kTileShape);
         from = RowEntry::token(
             __ldcg(layer.lists + static_cast<std::size_t>(e) * layer.max_tokens + position));
       }
@@ -411,7 +411,7 @@ __device__ __forceinline__ std::uint32_t first_rows(const Pass& pass) {
   if (tile >= pass.block.tile_begin[layer.num_experts]) return total;
   if (pass.is_shared(tile)) return pass.state().shared_tiles.begin(tile);
   const std::uint32_t e = find_expert(pass.block.tile_begin, layer.num_experts, tile);
-  const protocol::TokenTiles cut(pass.block.expert_rows[e], pass.state().shape);
+  const protocol::TokenTiles cut(pass.block.expert_rows[e], kTileShape);
   return pass.block.row_begin[e] + cut.begin(tile - pass.block.tile_begin[e]);
 }
 
@@ -624,7 +624,7 @@ __device__ __forceinline__ void combine_task(const Pass& pass, const TaskDescrip
         tables.alone ? pass.block.own.positions[slot] : __ldcg(layer.positions + slot);
     weight = layer.weight_on_input ? 1.0f : tables.weights[cell];
     if (id >= 0) {
-      const protocol::TokenTiles cut(pass.block.expert_rows[id], pass.state().shape);
+      const protocol::TokenTiles cut(pass.block.expert_rows[id], kTileShape);
       tile = pass.block.tile_begin[id] + position / cut.height;
     }
   } else if (lane < tables.cells_per_token) {
@@ -675,6 +675,7 @@ __device__ __forceinline__ void math_role(const Pass& pass) {
   RingPlace place;
   for (;;) {
     const TaskDescriptor task = reader.next();
+    __syncwarp();
     // Told to be the same in all lanes, the compiler keeps the warp together.
     const auto work = static_cast<Work>(__shfl_sync(~0u, static_cast<std::uint32_t>(task.work), 0));
     const std::uint32_t k_blocks = __shfl_sync(~0u, task.k_blocks, 0);

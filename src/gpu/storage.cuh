@@ -114,7 +114,6 @@ struct PassState {
   std::int64_t x_stride;   // in elements
   RoutingTables tables;
   Ring ring;
-  protocol::TileShape shape;
   protocol::TokenTiles shared_tiles;
   std::uint32_t max_height;  // of all tiles
   Going going;
