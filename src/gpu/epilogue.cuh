@@ -53,8 +53,9 @@ __device__ __forceinline__ float activate(float v, float slope) {
   if constexpr (kKind == ActivationKind::kSilu) {
     return v * fast_reciprocal(1.0f + fast_exp2(slope * v));
   } else if constexpr (kKind == ActivationKind::kGelu) {
-    const float q = half_erfc(fabsf(v) * 0.70710678f);
-    return v > 0.0f ? v * (1.0f - q) : v * q;
+    // v (1 - erfc(|v| / sqrt 2) / 2) or its mirror image; from 64 on the correction is zero.
+    const float magnitude = at_most(fabsf(v), 64.0f);
+    return at_least(v, 0.0f) - magnitude * half_erfc(magnitude * 0.70710678f);
   } else if constexpr (kKind == ActivationKind::kGeluTanh) {
     // 0.5 (1 + tanh(u)) = 1 / (1 + e^(-2u)), here with e^(-2u) = 2^(-2 log2(e) u).
     const float u = 0.79788456f * (v + 0.044715f * v * v * v);

@@ -238,6 +238,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     state.x = x;
     state.x_stride = x_stride;
     state.tables = tables;
+    state.combine_chunk = combine_chunk(call.tokens, gridDim.x);
     const std::uint32_t stage_bytes = kWeightStageBytes + state.max_height * kStageRowBytes;
     state.ring = {shared_address(block.ring), shared_address(block.full),
                   shared_address(block.empty), min(kMaxStages, kRingBytes / stage_bytes),

@@ -54,20 +54,23 @@ class TaskReader {
 
   // Waits for the next task. One lane of the warp must call release() when all have read it.
   __device__ TaskDescriptor next() {
-    const std::uint32_t full = shared_address(&pass_.block.task_full[place_.stage]);
+    const std::uint32_t slot = count_ % kTaskSlots, parity = count_ / kTaskSlots % 2;
+    ++count_;
     TaskDescriptor task;
     task.work = Work::kStop;
-    if (wait_ring(pass_.waiter(), full, place_.parity)) task = pass_.block.tasks[place_.stage];
-    slot_ = place_.stage;
-    place_.advance(kTaskSlots);
+    if (wait_ring(pass_.waiter(), shared_address(&pass_.block.task_full[slot]), parity)) {
+      task = pass_.block.tasks[slot];
+    }
     return task;
   }
-  __device__ void release() const { arrive(shared_address(&pass_.block.task_empty[slot_])); }
+  __device__ void release() const {
+    arrive(shared_address(&pass_.block.task_empty[(count_ - 1) % kTaskSlots]));
+  }
 
  private:
   const Pass& pass_;
-  RingPlace place_;
-  std::uint32_t slot_ = 0;
+  // Of tasks read. One word tells slot and parity: the math warps have no registers to spare.
+  std::uint32_t count_ = 0;
 };
 
 // --- Scheduler: one thread. Takes tickets from the counter all blocks share and hands out tasks.
@@ -117,8 +120,7 @@ __device__ __forceinline__ void scheduler_role(const Pass& pass) {
   work.shared_gemm2_blocks = layer.shared.gemm2_blocks;
   work.routed_gemm1_blocks = layer.routed.gemm1_blocks;
   work.routed_gemm2_blocks = layer.routed.gemm2_blocks;
-  work.num_combine_chunks =
-      protocol::ceil_div(pass.call.tokens, combine_chunk(pass.call.tokens, gridDim.x));
+  work.num_combine_chunks = protocol::ceil_div(pass.call.tokens, pass.state().combine_chunk);
   work.lag = layer.lag;
   const std::uint32_t num_tasks = work.num_gemm_tasks() + work.num_combine_chunks;
   RingPlace place;
@@ -198,7 +200,8 @@ __device__ __forceinline__ void copy_async(std::uint32_t to, const std::byte* fr
 
 __device__ __forceinline__ void gather_role(const Pass& pass) {
   constexpr std::uint32_t kRowsAtOnce = kGatherThreads / 8;  // eight threads take a row's 128 bytes
-  constexpr std::uint32_t kMostRounds = kTileShape.max_height / kRowsAtOnce;
+  constexpr std::uint32_t kMostRounds =
+      kMaxOwnTokens / kRowsAtOnce;  // of an expert of a small pass
   constexpr std::uint32_t kRoundBytes = kRowsAtOnce * kStageRowBytes;
   static_assert(kRowsAtOnce % 8 == 0, "a thread keeps its place in the swizzle");
   const std::uint32_t thread = threadIdx.x - 32 * kTokensWarp;
@@ -466,10 +469,11 @@ __device__ __forceinline__ float bias_at(const float* bias, std::size_t at, bool
 // Copies the tile's list to where the epilogue finds it at once, while the products are under way.
 __device__ __forceinline__ void fetch_entries(const Pass& pass, const TaskDescriptor& task,
                                               std::uint32_t group) {
-  if (task.list == nullptr) return;
   for (std::uint32_t row = threadIdx.x % kWarpgroup; row < task.rows; row += kWarpgroup) {
     std::uint32_t* const to = &pass.block.entries[group][row];
-    if (pass.state().tables.alone) {
+    if (task.list == nullptr) {
+      *to = RowEntry::pack(task.first_row + row, pass.layer.top_k);
+    } else if (pass.state().tables.alone) {
       *to = task.list[row];
     } else {
       asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)),
@@ -513,7 +517,7 @@ __device__ __forceinline__ void finish_gemm1(const Pass& pass, const TaskDescrip
     bias = {bias_at(ffn.up_bias, bias0 + row, row < intermediate),
             bias_at(ffn.up_bias, bias0 + row + 8, row + 8 < intermediate)};
   }
-  if (layer.weight_on_input && task.list != nullptr) {
+  if (layer.weight_on_input && task.shared == 0) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       const std::uint32_t token = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
@@ -572,24 +576,22 @@ __device__ __forceinline__ void finish_gemm2(const Pass& pass, const TaskDescrip
   };
   const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
   std::uint16_t* const to = layer.cells + column0;
-  store_tile<N, false>(Staging{shared_address(pass.block.staging[group])}, 1 + group,
-                       column0 < hidden ? hidden - column0 : 0, pair,
-                       [&](std::uint32_t token) -> std::uint16_t* {
-                         if (token >= task.rows) return nullptr;
-                         std::uint32_t cell = (task.first_row + token) * cells + layer.top_k;
-                         if (task.list != nullptr) {
-                           const std::uint32_t entry = pass.block.entries[group][token];
-                           cell = RowEntry::token(entry) * cells + RowEntry::k(entry);
-                         }
-                         return to + std::size_t{cell} * hidden;
-                       });
+  store_tile<N, false>(
+      Staging{shared_address(pass.block.staging[group])}, 1 + group,
+      column0 < hidden ? hidden - column0 : 0, pair, [&](std::uint32_t token) -> std::uint16_t* {
+        if (token >= task.rows) return nullptr;
+        const std::uint32_t entry = pass.block.entries[group][token];
+        const std::uint32_t cell = RowEntry::token(entry) * cells + RowEntry::k(entry);
+        return to + std::size_t{cell} * hidden;
+      });
   if (thread == 0) add_release_gpu(pass.gemm2_done(task.tile), 1);
 }
 
 template <int N, ActivationKind kKind, bool kGated>
 __device__ __forceinline__ void gemm_task(const Pass& pass, const TaskDescriptor& task,
                                           std::uint32_t k_blocks, bool first, RingPlace& place,
-                                          std::uint32_t group, const TaskReader& reader) {
+                                          const TaskReader& reader) {
+  const std::uint32_t group = fresh_thread_index<kThreads>() / kWarpgroup - 1;
   float acc[N / 2];
   const bool needs_entries = !first || pass.layer.weight_on_input;
   if (needs_entries) fetch_entries(pass, task, group);
@@ -607,8 +609,9 @@ __device__ __forceinline__ void gemm_task(const Pass& pass, const TaskDescriptor
 __device__ __forceinline__ void combine_task(const Pass& pass, const TaskDescriptor& task) {
   constexpr std::uint32_t kColumns = 256;  // of a warp at a time
   const LayerParams& layer = pass.layer;
-  const std::uint32_t warp = threadIdx.x / 32 - kWarpgroup / 32, lane = threadIdx.x % 32;
-  const std::uint32_t chunk = combine_chunk(pass.call.tokens, gridDim.x);
+  const std::uint32_t thread = fresh_thread_index<kThreads>();
+  const std::uint32_t warp = thread / 32 - kWarpgroup / 32, lane = thread % 32;
+  const std::uint32_t chunk = pass.state().combine_chunk;
   // A warp to a token, or, where there are few tokens, all warps to one.
   const std::uint32_t warps_per_token = kMathWarps / chunk;
   const std::uint32_t token = task.tile * chunk + warp / warps_per_token;
@@ -664,8 +667,6 @@ __device__ __forceinline__ void report_stuck_ring(const Pass& pass) {
 
 template <ActivationKind kKind, bool kGated>
 __device__ __forceinline__ void math_role(const Pass& pass) {
-  const std::uint32_t group = threadIdx.x / kWarpgroup - 1;
-  const bool speaks = threadIdx.x % 32 == 0;
   clear_next_words(pass);
   if (!pass.state().tables.alone) {
     pack_rows<4>(pass, 0, first_rows(pass), blockIdx.x * kMathWarps + threadIdx.x / 32 - 4,
@@ -676,15 +677,18 @@ __device__ __forceinline__ void math_role(const Pass& pass) {
   for (;;) {
     const TaskDescriptor task = reader.next();
     __syncwarp();
-    // Told to be the same in all lanes, the compiler keeps the warp together.
-    const auto work = static_cast<Work>(__shfl_sync(~0u, static_cast<std::uint32_t>(task.work), 0));
-    const std::uint32_t k_blocks = __shfl_sync(~0u, task.k_blocks, 0);
+    // Told to be the same in all lanes, the compiler keeps the warp together; all of it in one
+    // word.
+    const std::uint32_t head = __shfl_sync(
+        ~0u, task.k_blocks << 8 | task.units << 2 | static_cast<std::uint32_t>(task.work), 0);
+    const auto work = static_cast<Work>(head & 3);
+    const std::uint32_t k_blocks = head >> 8;
     const bool gemm = work == Work::kGemm1 || work == Work::kGemm2;
-    switch (gemm ? __shfl_sync(~0u, task.units, 0) : 0) {
-#define SWITCHYARD_HEIGHT(units)                                                                   \
-  case units:                                                                                      \
-    gemm_task<16 * units, kKind, kGated>(pass, task, k_blocks, work == Work::kGemm1, place, group, \
-                                         reader);                                                  \
+    switch (gemm ? head >> 2 & 63 : 0) {
+#define SWITCHYARD_HEIGHT(units)                                                            \
+  case units:                                                                               \
+    gemm_task<16 * units, kKind, kGated>(pass, task, k_blocks, work == Work::kGemm1, place, \
+                                         reader);                                           \
     break;
       SWITCHYARD_HEIGHT(1)
       SWITCHYARD_HEIGHT(2)
@@ -706,7 +710,7 @@ __device__ __forceinline__ void math_role(const Pass& pass) {
 #endif
 #undef SWITCHYARD_HEIGHT
       default:
-        if (speaks) reader.release();
+        if (threadIdx.x % 32 == 0) reader.release();
         if (work != Work::kCombine) {
           report_stuck_ring(pass);
           return;

@@ -24,8 +24,8 @@ static_assert(kTileRows == 64 * kMathGroups, "a math warpgroup takes 64 weight r
 // Registers per thread once the roles part. They share what the block got at launch, equal parts in
 // steps of 8: asking for more, setmaxnreg would wait for ever.
 inline constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-inline constexpr int kLoadingRegisters = 104;
-inline constexpr int kMathRegisters = 200;
+inline constexpr int kLoadingRegisters = 56;
+inline constexpr int kMathRegisters = 224;
 static_assert(kLoadingRegisters + kMathGroups * kMathRegisters <=
               (1 + kMathGroups) * kLaunchRegisters);
 
@@ -61,14 +61,14 @@ enum class Work : std::uint32_t { kGemm1, kGemm2, kCombine, kStop };
 // A task as the scheduler hands it to the other roles.
 struct TaskDescriptor {
   Work work;
-  std::uint32_t shared;  // 1: of the shared expert
-  std::uint32_t expert;
+  std::uint32_t units;     // height of the tile in steps of kTileShape.granule
+  std::uint32_t k_blocks;  // stages of the K loop
   std::uint32_t tile;
-  std::uint32_t block;        // of output rows; the chunk of a combine task
-  std::uint32_t rows;         // of the tile
-  std::uint32_t first_row;    // of the tile, in its expert
-  std::uint32_t units;        // height of the tile in steps of kTileShape.granule
-  std::uint32_t k_blocks;     // stages of the K loop
+  std::uint32_t block;      // of output rows; the chunk of a combine task
+  std::uint32_t rows;       // of the tile
+  std::uint32_t first_row;  // of the tile, in its expert
+  std::uint32_t expert;
+  std::uint32_t shared;       // 1: of the shared expert
   std::uint32_t one_tile;     // 1: no other tile reads these weights
   const std::uint32_t* list;  // of the tile's rows; null: the tokens themselves, in order
 };
@@ -115,7 +115,8 @@ struct PassState {
   RoutingTables tables;
   Ring ring;
   protocol::TokenTiles shared_tiles;
-  std::uint32_t max_height;  // of all tiles
+  std::uint32_t max_height;     // of all tiles
+  std::uint32_t combine_chunk;  // tokens of a combine task
   Going going;
 };
 

@@ -227,6 +227,73 @@ TEST_F(GpuTypes, WeightsOfEveryType) {
   }
 }
 
+using GpuOptions = GpuTest;
+
+TEST_F(GpuOptions, TheSameBitsOnFewerMultiprocessors) {
+  LayerSpec spec = wide_spec(16, 4);
+  spec.shared_intermediate = 200;
+  const MoeWeights w = make_weights(spec, DType::kBF16, 3);
+  for (const int tokens : {3, 200}) {
+    const Batch batch = random_batch(spec, tokens, DType::kBF16, 4);
+    DeviceLayer all(spec, w, tokens);
+    const BatchResult expected = all.run(batch, DType::kBF16);
+    const int num_sms = gpu::device_info(gpu::current_device()).num_sms;
+    for (const int reserved : {1, 17, num_sms - 1}) {
+      LayerOptions options;
+      options.reserved_sms = reserved;
+      DeviceLayer fewer(spec, w, tokens, options);
+      EXPECT_TRUE(fewer.run(batch, DType::kBF16).output == expected.output) << reserved;
+    }
+  }
+}
+
+ErrorCode code_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error.code();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return ErrorCode::kSystem;
+}
+
+TEST_F(GpuOptions, WhatItDoesNotDoIsRefused) {
+  const auto build = [](const LayerSpec& spec, LayerOptions options = {}) {
+    return code_of([&] { DeviceLayer(spec, make_weights(spec, DType::kBF16, 3), 8, options); });
+  };
+  LayerSpec spec = wide_spec(16, 4);
+  spec.hidden = 36;
+  EXPECT_EQ(build(spec), ErrorCode::kUnsupported);
+  spec = wide_spec(16, 4);
+  spec.capacity_factor = 1;
+  EXPECT_EQ(build(spec), ErrorCode::kUnsupported);
+  spec = wide_spec(513, 1);
+  spec.hidden = spec.intermediate = 8;
+  EXPECT_EQ(build(spec), ErrorCode::kUnsupported);
+  spec = wide_spec(16, 4);
+  spec.activation.kind = ActivationKind::kIdentity;
+  EXPECT_EQ(build(spec), ErrorCode::kUnsupported);
+  LayerOptions options;
+  options.compute = DType::kF32;
+  EXPECT_EQ(build(wide_spec(16, 4), options), ErrorCode::kUnsupported);
+  options = {};
+  options.reserved_sms = gpu::device_info(gpu::current_device()).num_sms;
+  EXPECT_NE(build(wide_spec(16, 4), options), ErrorCode::kSystem);
+}
+
+TEST_F(GpuOptions, RowsThatAreNotAlignedAreRefused) {
+  const LayerSpec spec = wide_spec(16, 4);
+  DeviceLayer layer(spec, make_weights(spec, DType::kBF16, 3), 8);
+  const gpu::DeviceBuffer memory(1 << 16);
+  ForwardInput input;
+  input.activations = {memory.data() + 2, DType::kBF16, 4, spec.hidden, spec.hidden};
+  ForwardOutput output;
+  output.data = memory.data() + (1 << 15);
+  EXPECT_EQ(code_of([&] { layer.layer().forward(input, output); }), ErrorCode::kInvalidArgument);
+  input.activations = {memory.data(), DType::kBF16, 4, spec.hidden, spec.hidden + 1};
+  EXPECT_EQ(code_of([&] { layer.layer().forward(input, output); }), ErrorCode::kInvalidArgument);
+}
+
 using GpuGraph = GpuTest;
 
 TEST_F(GpuGraph, IsOneKernelAndReplaysWithOtherRouting) {
