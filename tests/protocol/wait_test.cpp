@@ -15,7 +15,7 @@ namespace {
 class Wait : public ::testing::Test {
  protected:
   struct FakePace {
-  static constexpr std::uint32_t kLooksPerAbortCheck = 1;
+    static constexpr std::uint32_t kLooksPerAbortCheck = 1;
     std::uint64_t time = 0;
     std::function<void(std::uint32_t)> on_pause = [](std::uint32_t) {};
     std::uint64_t now() const { return time; }
