@@ -1,8 +1,11 @@
 # CUDA where nvcc is present: sm_90a, C++20.
-include(CheckLanguage)
-check_language(CUDA)
+option(SWITCHYARD_CUDA "Build the GPU engine where nvcc is present" ON)
 set(SWITCHYARD_HAS_CUDA OFF)
-if(CMAKE_CUDA_COMPILER AND NOT SWITCHYARD_SANITIZE)
+if(SWITCHYARD_CUDA)
+  include(CheckLanguage)
+  check_language(CUDA)
+endif()
+if(SWITCHYARD_CUDA AND CMAKE_CUDA_COMPILER AND NOT SWITCHYARD_SANITIZE)
   # -real: no PTX, which no other architecture could be compiled from.
   set(CMAKE_CUDA_ARCHITECTURES 90a-real)
   enable_language(CUDA)

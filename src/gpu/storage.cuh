@@ -29,7 +29,7 @@ inline constexpr int kMathRegisters = 224;
 static_assert(kLoadingRegisters + kMathGroups * kMathRegisters <=
               (1 + kMathGroups) * kLaunchRegisters);
 
-// A stage holds kStageDepth bytes of each of 128 weight rows and of the tile's tokens.
+// A stage holds kStageRowBytes of each of 128 weight rows and of the tile's tokens.
 inline constexpr int kStageRowBytes = kSwizzleRowBytes;
 inline constexpr std::uint32_t kWeightStageBytes = kTileRows * kStageRowBytes;
 inline constexpr std::uint32_t kRingBytes =
