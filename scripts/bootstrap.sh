@@ -13,6 +13,8 @@ cutlass_directory=.cache/cutlass/$cutlass_version
 cuobjdump_version=13.2.51
 cuobjdump_sha256=95c69d3ddf0c2c1f535ec44c3433a66aeee19f588d9d22f73356e20b25f12b50
 cuobjdump_directory=.cache/cuobjdump/$cuobjdump_version
+nvdisasm_sha256=5a7acf77c55d6d2911ed6155d4d5bc156ffadf9df7a68a89b0c1155f4b13688c
+nvdisasm_directory=.cache/nvdisasm/$cuobjdump_version
 
 # fetch_wheel NAME VERSION SHA256 DIRECTORY
 fetch_wheel() {
@@ -37,10 +39,14 @@ fetch_wheel() {
   fi
 }
 fetch_cutlass() { fetch_wheel nvidia-cutlass $cutlass_version $cutlass_sha256 $cutlass_directory; }
+# cuobjdump runs nvdisasm, which scripts/cuda_report.py puts on its path.
 fetch_cuobjdump() {
+  local bin=nvidia/cu13/bin
   ! command -v cuobjdump >/dev/null || return 0
   fetch_wheel nvidia-cuda-cuobjdump $cuobjdump_version $cuobjdump_sha256 $cuobjdump_directory &&
-    chmod +x $cuobjdump_directory/nvidia/cu13/bin/cuobjdump
+    fetch_wheel nvidia-cuda-nvdisasm $cuobjdump_version $nvdisasm_sha256 $nvdisasm_directory &&
+    cp $nvdisasm_directory/$bin/nvdisasm $cuobjdump_directory/$bin/ &&
+    chmod +x $cuobjdump_directory/$bin/cuobjdump $cuobjdump_directory/$bin/nvdisasm
 }
 
 build=(g++ cmake ninja-build libdnnl-dev nlohmann-json3-dev libfmt-dev libcli11-dev)

@@ -21,8 +21,11 @@ INSTRUCTION_BYTES = 16  # of every architecture since Volta
 
 
 def run(command):
+    # cuobjdump looks for nvdisasm on the path.
+    path = os.pathsep.join([os.path.dirname(command[0]), os.environ.get("PATH", "")])
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(command, check=True, capture_output=True, text=True,
+                              env={**os.environ, "PATH": path}).stdout
     except FileNotFoundError:
         sys.exit(f"cuda_report: {command[0]} was not found; it comes with the CUDA toolkit "
                  "(cuda-cuobjdump), name it with --cuobjdump")
