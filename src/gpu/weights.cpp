@@ -159,15 +159,9 @@ FfnParams DeviceFfn::params() const {
   return params;
 }
 
-std::uint64_t DeviceFfn::bytes() const {
-  return gemm1_.bytes() + gemm2_.bytes() + gate_bias_.bytes() + up_bias_.bytes() +
-         down_bias_.bytes();
-}
-
 DeviceGate::DeviceGate(const LayerSpec& spec, const MoeWeights& weights)
     : has_router_(!weights.router.empty()), shared_sigmoid_(spec.shared_sigmoid_gate) {
   constexpr int kMultiple = 32;  // the kernel's unit: see gate.cuh
-  const std::int64_t rows = (has_router_ ? spec.num_experts : 0) + 0;
   columns_ = protocol::round_up(spec.num_experts + (shared_sigmoid_ ? 1 : 0), kMultiple);
   stride_ = protocol::round_up(spec.hidden, kMultiple);
   const auto columns = static_cast<std::size_t>(columns_),
@@ -181,7 +175,7 @@ DeviceGate::DeviceGate(const LayerSpec& spec, const MoeWeights& weights)
       const std::vector<std::byte> copy = on_host(router.data, (last + 1) * size_of(router.dtype));
       MatrixView view = router;
       view.data = copy.data();
-      for (std::int64_t r = 0; r < rows; ++r) {
+      for (std::int64_t r = 0; r < spec.num_experts; ++r) {
         for (std::int64_t c = 0; c < spec.hidden; ++c) {
           values[static_cast<std::size_t>(r) * stride + static_cast<std::size_t>(c)] =
               element(view, r, c);

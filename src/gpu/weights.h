@@ -16,7 +16,6 @@ class DeviceFfn {
   DeviceFfn(std::span<const FfnWeights> experts, int hidden, int intermediate, bool gated);
 
   FfnParams params() const;
-  std::uint64_t bytes() const;
 
  private:
   int hidden_ = 0, intermediate_ = 0;  // the second rounded up to a multiple of 8

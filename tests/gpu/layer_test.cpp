@@ -9,14 +9,12 @@
 
 #include "gpu/device.h"
 #include "layer/engine.h"
-#include "reference/reference.h"
+#include "support/accuracy.h"
 #include "support/device_batch.h"
 #include "support/layers.h"
 
 namespace switchyard::testing {
 namespace {
-
-constexpr int kVocabulary = 50;
 
 class GpuTest : public ::testing::Test {
  protected:
@@ -25,67 +23,18 @@ class GpuTest : public ::testing::Test {
   }
 };
 
-Batch random_batch(const LayerSpec& spec, std::int64_t tokens, DType dtype, std::uint64_t seed) {
-  Batch batch{Matrix::random(tokens, spec.hidden, dtype, seed), {}, {}, {}};
-  if (spec.routing.method == RoutingMethod::kHash) {
-    for (std::int64_t t = 0; t < tokens; ++t) {
-      batch.token_ids.push_back(static_cast<std::int32_t>((t * 7 + 3) % kVocabulary));
-    }
-  }
-  return batch;
-}
-
 MoeWeights make_weights(const LayerSpec& spec, DType dtype, std::uint64_t seed) {
   GenerateOptions options;
   options.vocabulary = kVocabulary;
   return generate_weights(spec, dtype, seed, options);
 }
 
-// ids equal wherever fp32 logits can decide, weights close.
-void expect_same_routing(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
-                         const BatchResult& result) {
-  reference::ReferenceInput input;
-  input.activations = batch.x.view();
-  input.token_ids = batch.token_ids;
-  const auto expected = reference::forward(spec, weights, input);
-  const auto logits = reference::router_logits(spec, weights, batch.x.view());
-  std::vector<float> bias;
-  for (std::int64_t e = 0; e < weights.correction_bias.size; ++e) {
-    bias.push_back(static_cast<const float*>(weights.correction_bias.data)[e]);
-  }
-  const bool hashed = spec.routing.method == RoutingMethod::kHash;
-  const std::vector<double> margins =
-      hashed ? std::vector<double>(static_cast<std::size_t>(batch.x.rows()), 1.0)
-             : reference::routing_margin(spec, logits, bias);
-  std::int64_t undecided = 0;
-  const auto k = static_cast<std::size_t>(spec.top_k);
-  for (std::size_t t = 0; t < margins.size(); ++t) {
-    if (margins[t] < 1e-5) {
-      ++undecided;
-      continue;
-    }
-    for (std::size_t i = t * k; i < (t + 1) * k; ++i) {
-      ASSERT_EQ(result.ids[i], expected.ids[i]) << "token " << t << " margin " << margins[t];
-      ASSERT_NEAR(result.weights[i], expected.weights[i],
-                  1e-5 * std::abs(expected.weights[i]) + 1e-6)
-          << "token " << t;
-    }
-  }
-  EXPECT_LE(undecided, 2 + static_cast<std::int64_t>(margins.size()) / 50);
-}
-
 // The output's error against fp64 must be below twice a plain bf16 program's, with the routing that
 // the engine used.
 void expect_accurate(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                      const BatchResult& result) {
-  reference::ReferenceInput input;
-  input.activations = batch.x.view();
-  input.topk_ids = result.ids;
-  input.topk_weights = result.weights;
-  const auto expected = reference::forward(spec, weights, input);
-  const double yardstick = reference::relative_error(
-      reference::straightforward_bf16(spec, weights, input), expected.output);
-  const double error = reference::relative_error(result.output.floats(), expected.output);
+  double yardstick = 0;
+  const double error = output_error(spec, weights, batch, result, &yardstick);
   EXPECT_LE(error, 2 * yardstick);
   EXPECT_GT(yardstick, 1e-4);  // or the comparison means nothing
 }
