@@ -114,8 +114,8 @@ struct RowBias {
   float first = 0, second = 0;
 };
 
-// Runs `convert(acc_index, column)` for every 8 tokens, stages and stores them. For a warp's 16
-// weight rows there is one 16-byte chunk per token if kGated (the two rows met), else two.
+// Stages and stores the tile, 64 tokens at a time. A warp's 16 weight rows make one 16-byte chunk
+// of a token's row if kMerged (gate and up have met), else two.
 //   pair(n)      -> the packed values of tokens 8 n + 2 t and the next: {first rows, second rows}
 //   row(token)   -> where the warpgroup's elements of the token go, null for none
 template <int N, bool kMerged, typename Pair, typename Row>

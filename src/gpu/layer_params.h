@@ -41,7 +41,7 @@ struct PassWords {
   std::uint32_t* words;
 
   // Layout: the next task, grid barriers, NaN logits, then arrays.
-  static constexpr std::uint32_t kBarriers = 4;
+  static constexpr std::uint32_t kBarriers = 3;
   SWITCHYARD_HOST_DEVICE std::uint32_t* next_task() const { return words; }
   // On a line of its own each: all blocks poll it.
   SWITCHYARD_HOST_DEVICE std::uint32_t* barrier(std::uint32_t i) const {
@@ -152,6 +152,7 @@ KernelEntry find_kernel(const Activation& activation);
 
 inline constexpr protocol::TileShape kTileShape{256, 16};
 inline constexpr int kTileRows = 128;  // weight rows of a task
+inline constexpr int kRowGroup = 8;    // rows of gate, then rows of up: see FfnParams
 inline constexpr int kMaxGateSlices = 16;
 inline constexpr int kMaxDeviceExperts = 512;
 

@@ -63,6 +63,14 @@ class TaskReader {
     }
     return task;
   }
+  // For a role of one thread: the next task that is a GEMM; false when there are no more.
+  __device__ bool next_gemm(TaskDescriptor& task) {
+    do {
+      task = next();
+      release();
+    } while (task.work == Work::kCombine);
+    return task.work != Work::kStop;
+  }
   __device__ void release() const {
     arrive(shared_address(&pass_.block.task_empty[(count_ - 1) % kTaskSlots]));
   }
@@ -157,20 +165,15 @@ template <bool kGated>
 __device__ __forceinline__ void weights_role(const Pass& pass) {
   // As createpolicy.fractional makes them: weights read once need not stay in the L2 cache.
   constexpr std::uint64_t kEvictFirst = 0x12f0000000000000, kEvictLast = 0x14f0000000000000;
-  constexpr int kRowsPerGroup = 8;
   const Ring ring = pass.state().ring;
   TaskReader reader(pass);
   RingPlace place;
-  for (;;) {
-    const TaskDescriptor task = reader.next();
-    reader.release();
-    if (task.work == Work::kStop) return;
-    if (task.work == Work::kCombine) continue;
+  for (TaskDescriptor task; reader.next_gemm(task);) {
     const bool first = task.work == Work::kGemm1;
     const FfnParams& ffn = pass.ffn(task.shared != 0);
     const CUtensorMap& map = first ? ffn.gemm1_map : ffn.gemm2_map;
     // Of a gated first GEMM, half of the box's rows are gate's and half up's.
-    const int groups = kTileRows / kRowsPerGroup / (first && kGated ? 2 : 1);
+    const int groups = kTileRows / kRowGroup / (first && kGated ? 2 : 1);
     const std::uint64_t policy = task.one_tile != 0 ? kEvictFirst : kEvictLast;
     for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
       if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
@@ -292,11 +295,7 @@ __device__ __forceinline__ void tokens_role(const Pass& pass) {
   const Ring ring = pass.state().ring;
   TaskReader reader(pass);
   RingPlace place;
-  for (;;) {
-    const TaskDescriptor task = reader.next();
-    reader.release();
-    if (task.work == Work::kStop) return;
-    if (task.work == Work::kCombine) continue;
+  for (TaskDescriptor task; reader.next_gemm(task);) {
     const bool first = task.work == Work::kGemm1;
     // Given up or not, the block goes on: its other roles wait for these stages.
     pass.waiter().wait(first ? protocol::Phase::kDispatch : protocol::Phase::kExperts, task.tile,
@@ -695,7 +694,6 @@ __device__ __forceinline__ void math_role(const Pass& pass) {
       SWITCHYARD_HEIGHT(4)
       SWITCHYARD_HEIGHT(8)
       SWITCHYARD_HEIGHT(16)
-#ifndef SWITCHYARD_FEW_HEIGHTS
       SWITCHYARD_HEIGHT(3)
       SWITCHYARD_HEIGHT(5)
       SWITCHYARD_HEIGHT(6)
@@ -707,7 +705,6 @@ __device__ __forceinline__ void math_role(const Pass& pass) {
       SWITCHYARD_HEIGHT(13)
       SWITCHYARD_HEIGHT(14)
       SWITCHYARD_HEIGHT(15)
-#endif
 #undef SWITCHYARD_HEIGHT
       default:
         if (threadIdx.x % 32 == 0) reader.release();

@@ -2,10 +2,7 @@
 // in device memory between blocks. Every wait has a deadline.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include <cuda/atomic>
-#include <cuda/ptx>
 
 #include "gpu/layer_params.h"
 #include "protocol/wait.h"

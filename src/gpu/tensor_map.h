@@ -8,8 +8,6 @@
 
 namespace switchyard::gpu {
 
-inline constexpr int kRowGroup = 8;  // rows of gate, then rows of up: see FfnParams
-
 // Over [E, halves, rows, columns] bf16 such that a box is kTileRows rows: groups of 8 rows, taken
 // from all halves in turn. `rows` and `columns` must be multiples of 8.
 CUtensorMap weights_map(const std::byte* data, std::int64_t num_experts, int halves, int rows,
