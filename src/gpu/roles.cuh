@@ -624,8 +624,8 @@ __device__ __forceinline__ void combine_task(const Pass& pass, const TaskDescrip
     const std::int32_t id = tables.ids[slot];
     const std::uint32_t position =
         tables.alone ? pass.block.own.positions[slot] : __ldcg(layer.positions + slot);
-    weight = layer.weight_on_input ? 1.0f : tables.weights[cell];
     if (id >= 0) {
+      weight = layer.weight_on_input ? 1.0f : tables.weights[cell];
       const protocol::TokenTiles cut(pass.block.expert_rows[id], kTileShape);
       tile = pass.block.tile_begin[id] + position / cut.height;
     }

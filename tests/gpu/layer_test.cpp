@@ -126,6 +126,25 @@ TEST_F(GpuRouting, EmptySlotsContributeNothing) {
   }
 }
 
+// Whatever weight it is given.
+TEST_F(GpuRouting, AnEmptySlotsWeightIsNotRead) {
+  const LayerSpec spec = wide_spec(16, 4);
+  const MoeWeights w = make_weights(spec, DType::kBF16, 3);
+  for (const int tokens : {20, 290}) {
+    SyntheticRouting routing = synthetic_routing(tokens, 16, 4, 1.0, 2);
+    for (std::size_t i = 0; i < routing.ids.size(); i += 3) {
+      routing.ids[i] = kNoExpert;
+      routing.weights[i] = 0;
+    }
+    Batch batch{
+        Matrix::random(tokens, spec.hidden, DType::kBF16, 17), routing.ids, routing.weights, {}};
+    DeviceLayer layer(spec, w, tokens);
+    const BatchResult expected = layer.run(batch, DType::kBF16);
+    for (std::size_t i = 0; i < batch.topk_ids.size(); i += 3) batch.topk_weights[i] = NAN;
+    EXPECT_TRUE(layer.run(batch, DType::kBF16).output == expected.output) << tokens;
+  }
+}
+
 TEST_F(GpuRouting, NoTokensAtAll) {
   const LayerSpec spec = wide_spec(16, 4);
   DeviceLayer layer(spec, make_weights(spec, DType::kBF16, 3), 8);
