@@ -14,6 +14,7 @@ Exit codes: 0 done; 1 a variant is wrong, or not one could be timed; 77 there is
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import json
 import pathlib
@@ -65,6 +66,11 @@ class Layer:
         if spec.bias:
             self.up_bias = self.random((spec.experts, width), 0.05, dtype)
             self.down_bias = self.random((spec.experts, spec.hidden), 0.05, dtype)
+
+    def copy(self):
+        other = copy.copy(self)
+        other.router, other.up, other.down = self.router.clone(), self.up.clone(), self.down.clone()
+        return other
 
     @staticmethod
     def random(shape, deviation, dtype):
@@ -227,7 +233,8 @@ def relative_error(actual, expected):
 
 
 class Clock:
-    """Times one call at a time, behind a flush of the cache, which is not timed."""
+    """Times one call at a time. Before the first, or with every_time before each, it flushes the
+    cache, which is not timed."""
 
     def __init__(self, flush_bytes):
         self.flush_bytes = flush_bytes
@@ -240,10 +247,11 @@ class Clock:
         self.buffer.zero_()
         torch.amax(self.buffer, dim=0, out=self.sink)
 
-    def on_device(self, call, repeats):
+    def on_device(self, call, repeats, every_time):
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        for begin, end in events:
-            self.flush()
+        for index, (begin, end) in enumerate(events):
+            if index == 0 or every_time:
+                self.flush()
             begin.record()
             call()
             end.record()
@@ -258,30 +266,31 @@ class Clock:
             times.append((time.perf_counter() - begin) * 1e6)
         return times
 
-    def time(self, call, repeats):
+    def time(self, call, repeats, every_time):
         """Microseconds of each repetition."""
-        return self.on_device(call, repeats) if CUDA else self.on_host(call, repeats)
+        return self.on_device(call, repeats, every_time) if CUDA else self.on_host(call, repeats)
 
 
-def captured(chain, layer, x):
-    """The chain as a callable without host work: a graph's replay where there are graphs."""
+def captured(chain, layers, x, passes):
+    """`passes` calls of the chain, on the layers in turn, as a callable without host work: a graph's
+    replay where there are graphs."""
+    def run():
+        for index in range(passes):
+            output = chain(layers[index % len(layers)], x)
+        return output
+
     if not CUDA:
-        return lambda: chain(layer, x)
+        return run
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):  # compiles, tunes and allocates outside the graph
-            chain(layer, x)
+            chain(layers[0], x)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = chain(layer, x)
-
-    def replay():
-        graph.replay()
-        return output
-
-    return replay
+        run()
+    return graph.replay
 
 
 def percentile(values, share):
@@ -289,25 +298,28 @@ def percentile(values, share):
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def measure(layer, x, variants, repeats, clock):
-    """Every variant's times; those that fail are told and left out."""
+def measure(layers, x, variants, repeats, passes, clock):
+    """Every variant's times for a pass, of `passes` in a row on the layers in turn; variants that fail
+    are told and left out."""
     times = {}
     for name, chain in variants.items():
         try:
             with torch.no_grad():
-                call = captured(chain, layer, x)
+                call = captured(chain, layers, x, passes)
                 call()
-                times[name] = clock.time(call, repeats)
+                times[name] = [t / passes for t in clock.time(call, repeats, every_time=passes == 1)]
+                del call
         except Exception as problem:  # whatever a compiler or a kernel cannot do here
-            print(f"torch_chain: {layer.spec.name}, {x.shape[0]} tokens, {name}: {problem}", file=sys.stderr)
+            print(f"torch_chain: {layers[0].spec.name}, {x.shape[0]} tokens, {name}: {problem}", file=sys.stderr)
             if CUDA:
                 with contextlib.suppress(RuntimeError):
                     torch.cuda.synchronize()
     return times
 
 
-def point_result(layer, x, point, variants, clock):
-    times = measure(layer, x, variants, point["repeats"], clock)
+def point_result(layers, x, point, variants, clock):
+    layer = layers[0]
+    times = measure(layers[: point["copies"]], x, variants, point["repeats"], point["passes"], clock)
     result = {"tag": point["tag"], "tokens": point["tokens"], "beta": point["beta"]}
     with torch.no_grad():
         _, ids = gate(layer, x)
@@ -358,10 +370,11 @@ def run_job(job_path, out_path, names):
         most = max(point["tokens"] for point in points)
         activations = read_bf16(about["activations"], most, layer.spec.hidden).to(DEVICE)
         variants = make_variants(names)
+        layers = [layer] + [layer.copy() for _ in range(1, max(point["copies"] for point in points))]
         for point in points:
             x = activations[: point["tokens"]].clone()
             x[:, 0] = point["skew"]
-            result = point_result(layer, x, point, variants, clock)
+            result = point_result(layers, x, point, variants, clock)
             out["points"].append(result)
             write_json(out_path, out)
             print(
@@ -369,7 +382,7 @@ def run_job(job_path, out_path, names):
                 f"{result.get('rival_us', float('nan')):10.1f} us  {result.get('rival', 'failed')}",
                 flush=True,
             )
-        del layer, activations
+        del layer, layers, activations
         if CUDA:
             torch.cuda.empty_cache()
     return 0 if any("rival_us" in point for point in out["points"]) else 1

@@ -55,9 +55,11 @@ constexpr const char* kExamples = R"(Examples:
   switchyard bench --suite one_gpu_bf16 --model olmoe,qwen3-30b --tokens 1,8 --verify
   switchyard bench --model mixtral-8x7b --tokens 64,256 --balancedness 1,0.7
 
-Each point is one layer with random weights, gate included. On a GPU the L2 cache is flushed before
-each pass and the device's clock counts; 'time us' is that of a replayed CUDA graph, 'no graph' that
-of plain calls. F is the floor of an H200: max(7 us + touched weight bytes / 4.6 TB/s, FLOPs / 750
+Each point is one layer with random weights, gate included. On a GPU its device's clock counts, for
+8 or more passes in a row, on copies of the layer in turn, so that no weight is read from the cache,
+as in a model of many layers; with --cold, for one pass at a time behind a flush of the L2 cache,
+which takes the kernel's own code out of it, too. 'time us' is that of a replayed CUDA graph, 'no
+graph' that of plain calls. F is the floor of an H200: max(7 us + touched weight bytes / 4.6 TB/s, FLOPs / 750
 TFLOP/s). Balancedness is the entropy of the experts' histogram over its maximum; the gate itself
 computes it, from activations and a router made for it. With --suite, --model, --tokens and
 --balancedness choose among the suite's points.
@@ -146,6 +148,8 @@ void add_measure_options(CLI::App& app, BenchOptions& o) {
             "Timed passes (default 50 to 400 on a GPU, 5 to 50 elsewhere)");
   app.add_flag("--graph", o.only_graph, "Time only the replayed CUDA graph");
   app.add_flag("--no-graph", o.no_graph, "Time only plain calls");
+  app.add_flag("--cold", o.measure.cold,
+               "Time each pass by itself, behind a flush of the L2 cache (cuda)");
   app.add_flag("--given-routing", o.measure.given_routing,
                "Time passes without the gate, on the ids and weights that it chose");
   app.add_flag("--verify", o.measure.verify, "Compare some tokens of each point with fp64");
@@ -400,7 +404,7 @@ class Bench {
         }
         if (job_) {
           job_->add_point(rows_.size() - 1, tokens, beta, skew,
-                          static_cast<int>(row.times().size()));
+                          static_cast<int>(row.times().size()), measured.rotation);
         }
       }
     }
@@ -424,6 +428,8 @@ class Bench {
     row.given_routing = options_.measure.given_routing;
     row.graph_us = measured.graph_us;
     row.no_graph_us = measured.no_graph_us;
+    row.rotation_copies = measured.rotation.copies;
+    row.rotation_passes = measured.rotation.passes;
     row.touched_bytes = touched_weight_bytes(source.weights, measured.tokens_per_expert);
     row.flops = useful_flops(layer.spec, measured.tokens_per_expert, tokens);
     if (options_.measure.backend == Backend::kCuda) {

@@ -27,7 +27,9 @@ class LayerBench::Place {
   virtual void poison_output() = 0;
   // One pass that also tells its routing.
   virtual void run_once() = 0;
-  // `repeat` passes, in microseconds.
+  // Of the passes timed from now on.
+  virtual void set_rotation(const Rotation& rotation) = 0;
+  // `repeat` times, in microseconds per pass.
   virtual std::vector<double> time(int repeat) = 0;
   virtual std::vector<double> time_graph(int repeat) = 0;
   virtual bool has_graphs() const = 0;
@@ -91,6 +93,7 @@ class HostPlace : public LayerBench::Place {
     output.topk_weights = result_.topk_weights;
     layer_.forward(input_, output);
   }
+  void set_rotation(const Rotation&) override {}
   std::vector<double> time(int repeat) override {
     using Clock = std::chrono::steady_clock;
     std::vector<double> times;
@@ -126,8 +129,8 @@ class GpuPlace : public LayerBench::Place {
  public:
   GpuPlace(const Source& source, DType compute, std::int64_t max_tokens,
            const MeasureOptions& options)
-      : layer_(World::single(), source.spec, source.weights,
-               layer_options(compute, max_tokens, options)),
+      : source_(source),
+        layer_options_(layer_options(compute, max_tokens, options)),
         dtype_(compute),
         activations_(output_bytes(source.spec, max_tokens, compute)),
         output_(output_bytes(source.spec, max_tokens, compute)),
@@ -135,6 +138,7 @@ class GpuPlace : public LayerBench::Place {
         weights_(num_slots(source.spec, max_tokens) * sizeof(float)),
         given_ids_(ids_.bytes()),
         given_weights_(weights_.bytes()) {
+    add_copies(1);
     gpu::flush_l2(stream_);  // the first one allocates
     stream_.synchronize();
   }
@@ -144,7 +148,7 @@ class GpuPlace : public LayerBench::Place {
     stream_.synchronize();
     graph_.reset();
     tokens_ = activations.rows;
-    activations_.upload(activations.data, output_bytes(layer_.spec(), tokens_, activations.dtype));
+    activations_.upload(activations.data, output_bytes(source_.spec, tokens_, activations.dtype));
     given_ids_.upload(ids.data(), ids.size() * sizeof(std::int32_t));
     given_weights_.upload(weights.data(), weights.size() * sizeof(float));
     input_ = {};
@@ -156,28 +160,34 @@ class GpuPlace : public LayerBench::Place {
   }
   void poison_output() override { output_.fill(kPoison, stream_); }
   void run_once() override {
-    const std::size_t slots = num_slots(layer_.spec(), tokens_);
+    const std::size_t slots = num_slots(source_.spec, tokens_);
     ForwardOutput output = plain_output();
     output.topk_ids = {reinterpret_cast<std::int32_t*>(ids_.data()), slots};
     output.topk_weights = {reinterpret_cast<float*>(weights_.data()), slots};
-    layer_.forward(input_, output);
+    layers_.front()->forward(input_, output);
     stream_.synchronize();
   }
+  void set_rotation(const Rotation& rotation) override {
+    graph_.reset();
+    rotation_ = rotation;
+    add_copies(static_cast<std::size_t>(rotation.copies));
+  }
   std::vector<double> time(int repeat) override {
-    return time_passes(repeat, [&] { layer_.forward(input_, plain_output()); });
+    return time_passes(repeat, [&] { run_passes(); });
   }
   std::vector<double> time_graph(int repeat) override {
-    if (!graph_) {
-      graph_ = gpu::Graph::capture(stream_, [&] { layer_.forward(input_, plain_output()); });
-    }
+    if (!graph_) graph_ = gpu::Graph::capture(stream_, [&] { run_passes(); });
     return time_passes(repeat, [&] { graph_->launch(stream_); });
   }
   bool has_graphs() const override { return true; }
-  int graph_nodes() const override { return graph_ ? graph_->num_nodes() : 0; }
-  const ForwardStats& stats() override { return layer_.stats(); }
+  int graph_nodes() const override { return graph_ ? graph_->num_nodes() / rotation_.passes : 0; }
+  const ForwardStats& stats() override {
+    for (const auto& layer : layers_) layer->stats();  // throws what the device found wrong
+    return layers_.front()->stats();
+  }
   RunResult download() override {
     stream_.synchronize();
-    const LayerSpec& spec = layer_.spec();
+    const LayerSpec& spec = source_.spec;
     RunResult result;
     result.backend = Backend::kCuda;
     result.output_dtype = dtype_;
@@ -198,30 +208,58 @@ class GpuPlace : public LayerBench::Place {
     return output;
   }
 
-  // All passes are enqueued before any is waited for. The flush takes the device longer than the
-  // host needs for the launch behind it, so that the launch is there when the flush ends.
-  std::vector<double> time_passes(int repeat, const std::function<void()>& pass) {
+  void add_copies(std::size_t count) {
+    while (layers_.size() < count) {
+      layers_.push_back(std::make_unique<MoeLayer>(World::single(), source_.spec, source_.weights,
+                                                   layer_options_));
+    }
+  }
+  void run_passes() {
+    for (int i = 0; i < rotation_.passes; ++i) {
+      layers_[static_cast<std::size_t>(i % rotation_.copies)]->forward(input_, plain_output());
+    }
+  }
+
+  // Everything is enqueued before anything is waited for. The flush takes the device longer than
+  // the host needs for the launch behind it, so that the launch is there when the flush ends.
+  std::vector<double> time_passes(int repeat, const std::function<void()>& passes) {
     std::vector<std::pair<gpu::Event, gpu::Event>> events(static_cast<std::size_t>(repeat));
-    for (auto& [begin, end] : events) {
-      gpu::flush_l2(stream_);
-      begin.record(stream_);
-      pass();
-      end.record(stream_);
+    for (std::size_t i = 0; i < events.size(); ++i) {
+      if (i == 0 || rotation_.passes == 1) gpu::flush_l2(stream_);
+      events[i].first.record(stream_);
+      passes();
+      events[i].second.record(stream_);
     }
     stream_.synchronize();
     std::vector<double> times;
-    for (const auto& [begin, end] : events) times.push_back(gpu::Event::elapsed_us(begin, end));
+    for (const auto& [begin, end] : events) {
+      times.push_back(gpu::Event::elapsed_us(begin, end) / rotation_.passes);
+    }
     return times;
   }
 
-  MoeLayer layer_;
+  const Source& source_;
+  LayerOptions layer_options_;
+  std::vector<std::unique_ptr<MoeLayer>> layers_;
   DType dtype_;
   gpu::Stream stream_;
   gpu::DeviceBuffer activations_, output_, ids_, weights_, given_ids_, given_weights_;
   std::int64_t tokens_ = 0;
+  Rotation rotation_;
   ForwardInput input_;
   std::optional<gpu::Graph> graph_;
 };
+
+// Weights of a pass that are read again only after eight times what the L2 cache holds.
+Rotation choose_rotation(std::uint64_t touched_bytes) {
+  constexpr std::uint64_t kTimesCache = 8, kMostCopies = 16, kLeastPasses = 8;
+  const std::uint64_t cache = gpu::device_info(gpu::current_device()).l2_bytes;
+  const std::uint64_t touched = std::max<std::uint64_t>(touched_bytes, 1);
+  const std::uint64_t copies =
+      std::clamp<std::uint64_t>((kTimesCache * cache + touched - 1) / touched, 2, kMostCopies);
+  const std::uint64_t passes = (kLeastPasses + copies - 1) / copies * copies;
+  return {static_cast<int>(copies), static_cast<int>(passes)};
+}
 
 // At most kVerifiedTokens of a batch, evenly spread.
 struct Sample {
@@ -318,9 +356,15 @@ Measured LayerBench::measure(const MatrixView& activations) {
   const RunResult first = place_->download();
   if (!all_finite(first)) add_problem(measured, "its output has values that are not finite");
 
+  if (options_.backend == Backend::kCuda && !options_.cold) {
+    measured.rotation =
+        choose_rotation(touched_weight_bytes(source_.weights, measured.tokens_per_expert));
+  }
+  place_->set_rotation(measured.rotation);
   const double pilot = percentile(place_->time(kPilotRepeats), 0.5);
-  const int repeat =
-      options_.repeat > 0 ? options_.repeat : default_repeats(options_.backend, pilot);
+  const int repeat = options_.repeat > 0
+                         ? options_.repeat
+                         : default_repeats(options_.backend, pilot * measured.rotation.passes);
   if (options_.graph && place_->has_graphs()) {
     place_->poison_output();
     place_->time_graph(kWarmUps);
@@ -356,12 +400,12 @@ std::string bench_machine(Backend backend) {
                      info.driver_version % 1000 / 10);
 }
 
-int default_repeats(Backend backend, double median_us) {
+int default_repeats(Backend backend, double duration_us) {
   // Enough short ones that a percentile means something, few long ones.
   const bool gpu = backend == Backend::kCuda;
-  const double budget_us = gpu ? 50e3 : 1e6;
+  const double budget_us = gpu ? 100e3 : 1e6;
   return static_cast<int>(
-      std::clamp(budget_us / std::max(median_us, 1.0), gpu ? 50.0 : 5.0, gpu ? 400.0 : 50.0));
+      std::clamp(budget_us / std::max(duration_us, 1.0), gpu ? 12.0 : 5.0, gpu ? 200.0 : 50.0));
 }
 
 }  // namespace switchyard::cli

@@ -20,15 +20,25 @@ struct MeasureOptions {
   int repeat = 0;        // timed passes; 0: by their duration
   bool graph = true;     // kCuda: replay a graph
   bool no_graph = true;  // one call after the other
+  bool cold = false;     // kCuda: each pass by itself, behind a flush of the L2 cache
   bool given_routing = false;
   bool verify = false;
 };
 
+// How passes follow each other when they are timed; {1, 1}: by themselves.
+struct Rotation {
+  int copies = 1;  // of the layer's weights
+  int passes = 1;  // between two looks at the clock
+};
+
 struct Measured {
-  // Microseconds of each pass. kCuda: the device's time from the stream being free of earlier work
-  // to the end of the pass, with the L2 cache flushed before each and the flush not timed. kCpu:
-  // wall time, caches as the pass before left them.
+  // Microseconds of a pass, as often as it was repeated. kCuda: the device's time for `passes` of
+  // them in a row, divided by their number. They take turns on copies of the layer, as many as it
+  // takes for weights to have left the L2 cache when their turn comes again. With `cold`, of one
+  // pass from the stream being free of earlier work to its end; the flush before it is not timed.
+  // kCpu: wall time, caches as the pass before left them.
   std::vector<double> graph_us, no_graph_us;
+  Rotation rotation;
   std::vector<std::int64_t> tokens_per_expert;
   std::optional<int> graph_nodes;
   std::optional<double> error, error_bound;
@@ -58,7 +68,7 @@ class LayerBench {
 // "NVIDIA H200, 132 SMs, CUDA 13.0", or the processor's name and its threads.
 std::string bench_machine(Backend backend);
 
-// How often to time passes of `median_us`, if no number was asked for.
-int default_repeats(Backend backend, double median_us);
+// How often to time what takes `duration_us`, if no number was asked for.
+int default_repeats(Backend backend, double duration_us);
 
 }  // namespace switchyard::cli

@@ -141,6 +141,8 @@ Json to_json(const BenchRow& row) {
                {"beta_reached", rounded(row.beta_reached, 4)},
                {"experts_hit", row.experts_hit},
                {"routing", row.given_routing ? "given" : "gate"},
+               {"rotation_copies", row.rotation_copies},
+               {"rotation_passes", row.rotation_passes},
                {"graph_nodes", or_null(row.graph_nodes)},
                {"error", or_null(row.error)},
                {"error_bound", or_null(row.error_bound)},

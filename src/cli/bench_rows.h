@@ -50,6 +50,7 @@ struct BenchRow {
   // Of every repetition, in their order. Either may be empty where it was not asked for; the rows'
   // main numbers are those of the graph if there are any.
   std::vector<double> graph_us, no_graph_us;
+  int rotation_copies = 1, rotation_passes = 1;  // 1, 1: each behind a flush of the cache
   std::uint64_t touched_bytes = 0;
   double flops = 0;
   std::uint64_t nvlink_bytes = 0;

@@ -155,14 +155,16 @@ void TorchJob::add_layer(const BenchLayer& layer, const MoeWeights& weights,
   layers_.push_back(std::move(json));
 }
 
-void TorchJob::add_point(std::size_t tag, std::int64_t tokens, double beta, float skew,
-                         int repeats) {
+void TorchJob::add_point(std::size_t tag, std::int64_t tokens, double beta, float skew, int repeats,
+                         const Rotation& rotation) {
   points_.push_back({{"tag", tag},
                      {"layer", layers_.size() - 1},
                      {"tokens", tokens},
                      {"beta", beta},
                      {"skew", skew},
-                     {"repeats", repeats}});
+                     {"repeats", repeats},
+                     {"copies", rotation.copies},
+                     {"passes", rotation.passes}});
 }
 
 Json TorchJob::to_json() const {

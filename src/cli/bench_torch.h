@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/bench_measure.h"
 #include "cli/bench_rows.h"
 #include "switchyard/weights.h"
 
@@ -41,7 +42,8 @@ class TorchJob {
   // The layer of the points that follow. Activations [most tokens, H] and router in bf16, copied.
   void add_layer(const BenchLayer& layer, const MoeWeights& weights, const MatrixView& activations);
   // `tag` is what the result is returned under.
-  void add_point(std::size_t tag, std::int64_t tokens, double beta, float skew, int repeats);
+  void add_point(std::size_t tag, std::int64_t tokens, double beta, float skew, int repeats,
+                 const Rotation& rotation);
   bool empty() const { return points_.empty(); }
 
   // What Python found, by tag; points that it could not time are missing, as are those that it did

@@ -341,7 +341,7 @@ TEST(BenchTorch, JobDescribesThePoints) {
     TorchJob job;
     EXPECT_TRUE(job.empty());
     job.add_layer(layer, weights, gate.activations(4, 0));
-    job.add_point(5, 4, 0.5, 1.5f, 20);
+    job.add_point(5, 4, 0.5, 1.5f, 20, {2, 8});
     const auto json = job.to_json();
     const auto& about = json["layers"][0];
     EXPECT_EQ(about["experts"], 8);
