@@ -59,10 +59,10 @@ Each point is one layer with random weights, gate included. On a GPU its device'
 8 or more passes in a row, on copies of the layer in turn, so that no weight is read from the cache,
 as in a model of many layers; with --cold, for one pass at a time behind a flush of the L2 cache,
 which takes the kernel's own code out of it, too. 'time us' is that of a replayed CUDA graph, 'no
-graph' that of plain calls. F is the floor of an H200: max(7 us + touched weight bytes / 4.6 TB/s, FLOPs / 750
-TFLOP/s). Balancedness is the entropy of the experts' histogram over its maximum; the gate itself
-computes it, from activations and a router made for it. With --suite, --model, --tokens and
---balancedness choose among the suite's points.
+graph' that of plain calls. F is the floor of an H200: max(7 us + touched weight bytes / 4.6 TB/s,
+FLOPs / 750 TFLOP/s). Balancedness is the entropy of the experts' histogram over its maximum; the
+gate itself computes it, from activations and a router made for it. With --suite, --model, --tokens
+and --balancedness choose among the suite's points.
 
 Exit codes: 0 done; 1 a result is wrong or a point failed; 2 unusable arguments or machine.)";
 
