@@ -8,9 +8,12 @@
 
 namespace switchyard::gpu {
 
-// Tokens of one combine task: one for each math warp, unless that would leave blocks idle.
+// Tokens of one combine task, a power of two: as many as give every block one, but no more than one
+// for each math warp.
 __device__ __forceinline__ std::uint32_t combine_chunk(std::uint32_t tokens, std::uint32_t blocks) {
-  return tokens >= kMathWarps * blocks ? kMathWarps : 1;
+  std::uint32_t chunk = 1;
+  while (chunk < kMathWarps && chunk * blocks < tokens) chunk *= 2;
+  return chunk;
 }
 
 __device__ __forceinline__ void store_output(const CallParams& call, std::uint32_t token,
@@ -46,33 +49,46 @@ __device__ __forceinline__ void add_weighted(float (&sum)[8], const uint4& cell,
   }
 }
 
-// One warp, 256 columns of one token. Lane c < cells_per_token holds slot c's weight, 0 for a slot
-// without an expert, whose cell nobody wrote.
+// One warp, kCombinedColumns columns of one token: lane l has 8 from column 8 l on (`column`), and
+// 8 from 256 further on. Lane c < cells_per_token holds slot c's weight, 0 for a slot without an
+// expert, whose cell nobody wrote.
+inline constexpr std::uint32_t kCombinedColumns = 512;
 __device__ __forceinline__ void combine_columns(const LayerParams& layer, const CallParams& call,
                                                 std::uint32_t token, std::uint32_t column,
                                                 float weight, std::uint32_t present) {
-  constexpr std::uint32_t kAtOnce = 8;  // loads in flight per lane
+  constexpr std::uint32_t kAtOnce = 8;  // cells whose loads are in flight together
+  constexpr std::uint32_t kGroups = 2, kGroup = kCombinedColumns / kGroups;
   const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
   const auto hidden = static_cast<std::uint32_t>(layer.hidden);
   const std::uint16_t* from =
       layer.cells + static_cast<std::size_t>(token) * cells * hidden + column;
-  float sum[8] = {};
+  float sum[kGroups][8] = {};
+#pragma unroll 1
   for (std::uint32_t first = 0; first < cells; first += kAtOnce) {
-    uint4 values[kAtOnce];
+    uint4 values[kAtOnce][kGroups];
 #pragma unroll
     for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-      values[i] = uint4{0, 0, 0, 0};
-      if (first + i < cells && (present >> (first + i) & 1) != 0 && column < hidden) {
-        values[i] = __ldcg(
-            reinterpret_cast<const uint4*>(from + static_cast<std::size_t>(first + i) * hidden));
+      const bool there = first + i < cells && (present >> (first + i) & 1) != 0;
+#pragma unroll
+      for (std::uint32_t g = 0; g < kGroups; ++g) {
+        values[i][g] = uint4{0, 0, 0, 0};
+        if (there && column + g * kGroup < hidden) {
+          values[i][g] = __ldcg(reinterpret_cast<const uint4*>(
+              from + static_cast<std::size_t>(first + i) * hidden + g * kGroup));
+        }
       }
     }
 #pragma unroll
     for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-      add_weighted(sum, values[i], __shfl_sync(~0u, weight, (first + i) % 32));
+      const float factor = __shfl_sync(~0u, weight, (first + i) % 32);
+#pragma unroll
+      for (std::uint32_t g = 0; g < kGroups; ++g) add_weighted(sum[g], values[i][g], factor);
     }
   }
-  if (column < hidden) store_output(call, token, column, sum);
+#pragma unroll
+  for (std::uint32_t g = 0; g < kGroups; ++g) {
+    if (column + g * kGroup < hidden) store_output(call, token, column + g * kGroup, sum[g]);
+  }
 }
 
 }  // namespace switchyard::gpu

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
+#include <cmath>
 #include <cstring>
 
 #include "fabric/fabric.h"
@@ -186,6 +187,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   params_.alpha = spec.activation.alpha;
   params_.limit = spec.activation.limit;
   params_.up_bias = spec.activation.up_bias;
+  params_.clamps = std::isfinite(params_.limit) || params_.up_bias != 0;
   choose_grid();
   lay_out_workspace();
 }
@@ -237,13 +239,14 @@ void Engine::lay_out_workspace() {
 
   const std::size_t gate_tokens = protocol::ceil_div<std::size_t>(tokens, 32);
   const std::size_t gate_units = std::max<std::size_t>(
-      grid_, gate_tokens * static_cast<std::size_t>(params_.gate_columns) / 32);
+      kNominalBlocks, gate_tokens * static_cast<std::size_t>(params_.gate_columns) / 32);
   const std::size_t words =
       PassWords::count(static_cast<std::uint32_t>(experts), params_.max_tiles) * 4;
   Arena arena;
   // First what must be zero when the first pass begins.
   const std::size_t control = arena.place(sizeof(protocol::Control));
-  const std::size_t arrivals = arena.place(sizeof(std::uint64_t));
+  const std::size_t epoch = arena.place(sizeof(std::uint64_t));
+  const std::size_t readers = arena.place(sizeof(std::uint32_t));
   const std::size_t even = arena.place(words), odd = arena.place(words);
   const std::size_t zeroed = arena.size();
   const std::size_t stats = arena.place((experts + 32) * 4);
@@ -269,7 +272,8 @@ void Engine::lay_out_workspace() {
   };
   params_.heaps.layout = protocol::HeapLayout({.num_ranks = 1, .num_experts = spec_.num_experts});
   params_.heaps.base[0] = workspace_.data() + control;
-  at(arrivals, params_.arrivals);
+  at(epoch, params_.epoch);
+  at(readers, params_.readers);
   at(even, params_.pass_words[0].words);
   at(odd, params_.pass_words[1].words);
   at(stats, params_.stats);
@@ -347,9 +351,8 @@ const ForwardStats& Engine::stats() {
   const DeviceScope scope(device_);
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
   throw_if_failed();
-  std::uint64_t arrivals = 0;
-  SWITCHYARD_CUDA(cudaMemcpy(&arrivals, params_.arrivals, sizeof arrivals, cudaMemcpyDeviceToHost));
-  stats_.epoch = arrivals / grid_;
+  SWITCHYARD_CUDA(
+      cudaMemcpy(&stats_.epoch, params_.epoch, sizeof stats_.epoch, cudaMemcpyDeviceToHost));
   const auto experts = static_cast<std::size_t>(spec_.num_experts);
   std::vector<std::uint32_t> rows(experts), counters(kNumPassCounters);
   SWITCHYARD_CUDA(cudaMemcpy(rows.data(), params_.stats, experts * 4, cudaMemcpyDeviceToHost));

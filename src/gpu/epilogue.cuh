@@ -75,24 +75,7 @@ __device__ __forceinline__ std::uint32_t pack_bf16(float low, float high) {
   return *reinterpret_cast<const std::uint32_t*>(&pair);
 }
 
-// The staging area of one warpgroup: up to 64 tokens x 64 elements, in rows of 128 bytes whose
-// 16-byte chunks are swizzled, so that eight tokens' chunks of one column lie in different banks.
-struct Staging {
-  static constexpr int kTokens = 64;
-  std::uint32_t base;
-
-  __device__ std::uint32_t chunk(std::uint32_t token, std::uint32_t column) const {
-    return base + token * kSwizzleRowBytes + ((column ^ (token & 7)) << 4);
-  }
-};
-
 // Transposed on the way: the 8 x 8 matrix i, held as rows of weights, lands as rows of tokens.
-__device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint32_t a,
-                                               std::uint32_t b) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
-               "r"(a), "r"(b)
-               : "memory");
-}
 __device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint32_t a,
                                                std::uint32_t b, std::uint32_t c, std::uint32_t d) {
   asm volatile(
@@ -109,50 +92,50 @@ __device__ __forceinline__ uint4 load_shared_vector(std::uint32_t address) {
   return v;
 }
 
-// Biases of the two weight rows a lane holds.
-struct RowBias {
-  float first = 0, second = 0;
-};
-
-// Stages and stores the tile, 64 tokens at a time. A warp's 16 weight rows make one 16-byte chunk
-// of a token's row if kMerged (gate and up have met), else two.
+// A warpgroup stages and stores its part of the tile's `rows` tokens, kStagedTokens at a time, in
+// two buffers in turn, so that one is stored while the other is filled. Nobody may be in here with
+// the tile before. A warp's 16 weight rows make one 16-byte vector of a token's row if kMerged
+// (gate and up have met), else two.
+//   elements     of a token's row that exist, from the warpgroup's first on
 //   pair(n)      -> the packed values of tokens 8 n + 2 t and the next: {first rows, second rows}
-//   row(token)   -> where the warpgroup's elements of the token go, null for none
+//   row(token)   -> where the warpgroup's elements of the token go
 template <int N, bool kMerged, typename Pair, typename Row>
-__device__ __forceinline__ void store_tile(const Staging& staging, std::uint32_t barrier_id,
-                                           std::uint32_t elements, Pair&& pair, Row&& row) {
-  constexpr std::uint32_t kChunks = kMerged ? 4 : 8;  // 16-byte chunks of a token's row
+__device__ __forceinline__ void store_tile(std::uint32_t staging, std::uint32_t barrier_id,
+                                           std::uint32_t rows, std::uint32_t elements, Pair&& pair,
+                                           Row&& row) {
+  constexpr std::uint32_t kVectors = kMerged ? 4 : 8;  // of a token's row
   const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
   const std::uint32_t warp = thread / 32, lane = thread % 32;
+  // In rows of 128 bytes whose vectors are swizzled, so that eight tokens' vectors of one column
+  // lie in different banks.
+  const auto place = [&](std::uint32_t buffer, std::uint32_t token, std::uint32_t vector) {
+    return staging + buffer * kStagedTokens * kSwizzleRowBytes + token * kSwizzleRowBytes +
+           ((vector ^ (token & 7)) << 4);
+  };
 #pragma unroll
-  for (int first = 0; first < N; first += Staging::kTokens) {
-    constexpr int kStep = Staging::kTokens;
-    const int count = N - first < kStep ? N - first : kStep;
+  for (int first = 0; first < N; first += kStagedTokens) {
+    if (static_cast<std::uint32_t>(first) >= rows) break;
+    const std::uint32_t buffer = first / kStagedTokens % 2;
+    if constexpr (kMerged) {
+      const auto merged = [&](int i) { return first + 8 * i < N ? pair(first / 8 + i).x : 0u; };
+      store_matrices(place(buffer, lane, warp), merged(0), merged(1), merged(2), merged(3));
+    } else {
 #pragma unroll
-    for (int j = 0; j < kStep; j += 16) {
-      if (j >= count) break;
-      const uint2 low = pair((first + j) / 8), high = pair((first + j) / 8 + 1);
-      if constexpr (kMerged) {
-        const std::uint32_t token = j + lane % 16;
-        store_matrices(staging.chunk(token, warp), low.x, high.x);
-      } else {
-        const std::uint32_t token = j + (lane / 16) * 8 + lane % 8;
-        store_matrices(staging.chunk(token, 2 * warp + lane / 8 % 2), low.x, low.y, high.x, high.y);
+      for (int j = 0; j < kStagedTokens && first + j < N; j += 16) {
+        const uint2 low = pair((first + j) / 8), high = pair((first + j) / 8 + 1);
+        store_matrices(place(buffer, j + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2), low.x,
+                       low.y, high.x, high.y);
       }
     }
     named_barrier<kWarpgroup>(barrier_id);
 #pragma unroll
-    for (std::uint32_t i = 0; i < kStep * kChunks / kWarpgroup; ++i) {
+    for (std::uint32_t i = 0; i < kStagedTokens * kVectors / kWarpgroup; ++i) {
       const std::uint32_t at = i * kWarpgroup + thread;
-      const std::uint32_t token = at / kChunks, column = at % kChunks;
-      if (token >= static_cast<std::uint32_t>(count)) break;
-      if (8 * column >= elements) continue;
-      if (std::uint16_t* const to = row(first + token); to != nullptr) {
-        *reinterpret_cast<uint4*>(to + 8 * column) =
-            load_shared_vector(staging.chunk(token, column));
-      }
+      const std::uint32_t token = at / kVectors, vector = at % kVectors;
+      if (first + token >= rows || 8 * vector >= elements) continue;
+      *reinterpret_cast<uint4*>(row(first + token) + 8 * vector) =
+          load_shared_vector(place(buffer, token, vector));
     }
-    named_barrier<kWarpgroup>(barrier_id);
   }
 }
 

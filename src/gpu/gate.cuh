@@ -1,8 +1,9 @@
 // The gate's product: router logits as partial sums over slices of the hidden dimension.
 //
-// A unit is 32 router columns x 32 tokens x one slice; its 16 warps split the slice and are summed
-// in a fixed order, as are the slices when a token is routed. Few tokens make many slices, so that
-// the router's weight is read by as many SMs as there are units.
+// A unit is 32 tokens x 32 router columns, or 64 where there are units enough, x one slice; its
+// warps split the slice and are summed in a fixed order, as are the slices when a token is routed.
+// Few tokens make many slices, so that the router's weight is read by as many SMs as there are
+// units.
 #pragma once
 
 #include "gpu/storage.cuh"
@@ -10,21 +11,24 @@
 namespace switchyard::gpu {
 
 inline constexpr int kGateColumns = 32, kGateTokens = 32;
-inline constexpr int kGateStep = 32;  // of the hidden dimension, by one warp at a time
+inline constexpr int kGateStep = 32;        // of the hidden dimension
+inline constexpr int kGateStepsAtOnce = 2;  // by one warp: loads in flight are what counts
 inline constexpr int kWarps = kThreads / 32;
+inline constexpr int kGateWarps = kMathWarps;  // the others rehearse what comes after it
+inline constexpr int kGateThreads = 32 * kGateWarps;
 
 struct GateGrid {
   std::uint32_t column_groups, token_groups, slices, steps;
 
-  __device__ GateGrid(const LayerParams& layer, std::uint32_t tokens, std::uint32_t blocks)
+  __device__ GateGrid(const LayerParams& layer, std::uint32_t tokens)
       : column_groups(static_cast<std::uint32_t>(layer.gate_columns) / kGateColumns),
         token_groups(protocol::ceil_div(tokens, std::uint32_t{kGateTokens})),
         steps(static_cast<std::uint32_t>(layer.gate_stride) / kGateStep) {
     const std::uint32_t tiles = column_groups * token_groups;
     // A slice with fewer steps than warps would leave some idle.
     const std::uint32_t most =
-        min(protocol::ceil_div(steps, std::uint32_t{kWarps}), std::uint32_t{kMaxGateSlices});
-    slices = max(1u, min(most, blocks / max(1u, tiles)));
+        min(protocol::ceil_div(steps, std::uint32_t{kGateWarps}), std::uint32_t{kMaxGateSlices});
+    slices = max(1u, min(most, kNominalBlocks / max(1u, tiles)));
   }
   __device__ std::uint32_t units() const { return column_groups * token_groups * slices; }
 };
@@ -44,17 +48,24 @@ __device__ __forceinline__ uint4 load_vector(const std::uint16_t* from, bool val
   return valid ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{0, 0, 0, 0};
 }
 
-// `scratch`: kWarps * kGateTokens * kGateColumns floats of shared memory.
-__device__ __forceinline__ void gate_logits(const LayerParams& layer, const std::uint16_t* x,
-                                            std::int64_t x_stride, std::uint32_t tokens,
-                                            float* scratch) {
-  const GateGrid grid(layer, tokens, gridDim.x);
-  const std::uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// Called by the math warps; the ring is theirs so far.
+// floats of shared memory.
+__device__ __forceinline__ void gate_logits(const Pass& pass) {
+  constexpr int kAtOnce = kGateStepsAtOnce;
+  const LayerParams& layer = pass.layer;
+  const std::uint32_t tokens = pass.call.tokens;
+  const std::uint16_t* const x = pass.state().x;
+  const std::int64_t x_stride = pass.state().x_stride;
+  auto* const scratch = reinterpret_cast<float*>(pass.block.ring);  // [kGateWarps, tokens, columns]
+  const GateGrid grid(layer, tokens);
+  const std::uint32_t thread = fresh_thread_index<kThreads>() - (kThreads - kGateThreads);
+  const std::uint32_t warp = thread / 32, lane = thread % 32;
   // Lane 4 g + t holds columns 8 t to 8 t + 7 of rows g (and g + 8): one 16-byte load, and two
   // instructions' worth of operands. Which k an operand register means is free, as long as both
   // operands mean the same.
   const std::uint32_t g = lane / 4, t = lane % 4;
   const std::uint32_t units = grid.units();
+#pragma unroll 1
   for (std::uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const std::uint32_t slice = unit % grid.slices;
     const std::uint32_t column0 = unit / grid.slices % grid.column_groups * kGateColumns;
@@ -62,35 +73,46 @@ __device__ __forceinline__ void gate_logits(const LayerParams& layer, const std:
     const std::uint32_t token_tiles = min((tokens - token0 + 7) / 8, 4u);
     const std::uint32_t step_end = grid.steps * (slice + 1) / grid.slices;
     float sum[2][4][4] = {};
-    for (std::uint32_t step = grid.steps * slice / grid.slices + warp; step < step_end;
-         step += kWarps) {
-      const std::uint32_t k = step * kGateStep + 8 * t;
-      uint4 b[4];
+#pragma unroll 1
+    for (std::uint32_t step0 = grid.steps * slice / grid.slices + warp; step0 < step_end;
+         step0 += kAtOnce * kGateWarps) {
+      uint4 b[kAtOnce][4];
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const std::uint32_t token = token0 + 8 * n + g;
-        b[n] = load_vector(x + token * x_stride + k,
-                           token < tokens && k < static_cast<std::uint32_t>(layer.hidden));
-      }
-      for (int plane = 0; plane < layer.num_planes; ++plane) {
-        const std::uint16_t* rows =
-            layer.router +
-            (static_cast<std::size_t>(plane) * layer.gate_columns + column0 + g) *
-                layer.gate_stride +
-            k;
-        uint4 a[4];
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          a[m] = load_vector(rows + static_cast<std::size_t>(8 * m) * layer.gate_stride, true);
-        }
+      for (int s = 0; s < kAtOnce; ++s) {
+        const std::uint32_t step = step0 + s * kGateWarps, k = step * kGateStep + 8 * t;
+        const bool inside = step < step_end && k < static_cast<std::uint32_t>(layer.hidden);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-          if (n >= static_cast<int>(token_tiles)) break;
+          const std::uint32_t token = token0 + 8 * n + g;
+          b[s][n] = load_vector(x + token * x_stride + k, token < tokens && inside);
+        }
+      }
+#pragma unroll 1
+      for (int plane = 0; plane < layer.num_planes; ++plane) {
+        const std::uint16_t* const rows =
+            layer.router + (static_cast<std::size_t>(plane) * layer.gate_columns + column0 + g) *
+                               layer.gate_stride;
+        uint4 a[kAtOnce][4];
 #pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            const uint4 &top = a[2 * m], &bottom = a[2 * m + 1];
-            multiply_16x8x16(sum[m][n], top.x, bottom.x, top.y, bottom.y, b[n].x, b[n].y);
-            multiply_16x8x16(sum[m][n], top.z, bottom.z, top.w, bottom.w, b[n].z, b[n].w);
+        for (int s = 0; s < kAtOnce; ++s) {
+          const std::uint32_t step = step0 + s * kGateWarps, k = step * kGateStep + 8 * t;
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            a[s][m] = load_vector(rows + static_cast<std::size_t>(8 * m) * layer.gate_stride + k,
+                                  step < step_end);
+          }
+        }
+#pragma unroll
+        for (int s = 0; s < kAtOnce; ++s) {
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {
+            if (n >= static_cast<int>(token_tiles)) break;
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+              const uint4 &top = a[s][2 * m], &bottom = a[s][2 * m + 1], &x_part = b[s][n];
+              multiply_16x8x16(sum[m][n], top.x, bottom.x, top.y, bottom.y, x_part.x, x_part.y);
+              multiply_16x8x16(sum[m][n], top.z, bottom.z, top.w, bottom.w, x_part.z, x_part.w);
+            }
           }
         }
       }
@@ -107,17 +129,17 @@ __device__ __forceinline__ void gate_logits(const LayerParams& layer, const std:
         }
       }
     }
-    __syncthreads();
-    for (std::uint32_t i = threadIdx.x; i < 8 * token_tiles * kGateColumns; i += kThreads) {
+    named_barrier<kGateThreads>(1);
+    for (std::uint32_t i = thread; i < 8 * token_tiles * kGateColumns; i += kGateThreads) {
       const std::uint32_t token = token0 + i / kGateColumns;
       if (token >= tokens) break;
       float total = 0;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) total += scratch[w * kGateTokens * kGateColumns + i];
+      for (int w = 0; w < kGateWarps; ++w) total += scratch[w * kGateTokens * kGateColumns + i];
       layer.partial_logits[(static_cast<std::size_t>(slice) * tokens + token) * layer.gate_columns +
                            column0 + i % kGateColumns] = total;
     }
-    __syncthreads();
+    named_barrier<kGateThreads>(1);
   }
 }
 

@@ -14,6 +14,8 @@
 //                small passes 64 arrivals when copied
 //   empty[s]     8 math warps, when the products that read the stage are done    weights, tokens
 //   task_full    scheduler                                                       all other roles
+//   demand       weights, a few stages before the end of a GEMM; math, when what   scheduler
+//                a combine task needs is there
 //   task_empty   1 weights, 1 tokens or 2 gather, 8 math warps, having read it   scheduler
 //
 //   between blocks (device memory, cleared by the pass before):
@@ -30,11 +32,9 @@
 namespace switchyard::gpu {
 
 static_assert(kFullArrivals == 1 + 1 && kFullArrivalsGather == 1 + 64 && kEmptyArrivals == 8 &&
-                  kTaskFullArrivals == 1 && kTaskEmptyArrivals == 1 + 1 + 8 &&
-                  kTaskEmptyArrivalsGather == 1 + 2 + 8,
+                  kTaskFullArrivals == 1 && kDemandArrivals == 1 &&
+                  kTaskEmptyArrivals == 1 + 1 + 8 && kTaskEmptyArrivalsGather == 1 + 2 + 8,
               "the table above");
-
-enum GridBarrier : std::uint32_t { kConverted, kLogitsReady, kListsReady };
 
 // Activations of other types as bf16 rows.
 __device__ __forceinline__ void convert_activations(const LayerParams& layer,
@@ -135,7 +135,7 @@ __device__ __forceinline__ void loading_group(const Pass& pass) {
   if (warp == kWeightsWarp) {
     if (threadIdx.x % 32 == 0) weights_role<kGated>(pass);
   } else if (warp == kSchedulerWarp) {
-    if (threadIdx.x % 32 == 0) scheduler_role(pass);
+    scheduler_role(pass);
   } else if (pass.state().tables.alone) {
     gather_role(pass);
   } else if (warp == kTokensWarp) {
@@ -163,70 +163,75 @@ __global__ void __launch_bounds__(kThreads, 1)
       init_barrier(shared_address(&block.task_empty[s]),
                    alone ? kTaskEmptyArrivalsGather : kTaskEmptyArrivals);
     }
-    block.pass.going = Going::kOn;
-    // Every block of a pass adds one, so the quotient is the pass's number.
-    block.pass.epoch =
-        atomicAdd(reinterpret_cast<unsigned long long*>(layer.arrivals), 1ull) / gridDim.x;
+    init_barrier(shared_address(&block.demand), kDemandArrivals);
+    PassState& state = block.pass;
+    state.going = Going::kOn;
+    state.epoch = *layer.epoch;
+    state.words = layer.pass_words[state.epoch & 1];
+    const bool converts = call.x_type != DType::kBF16;
+    state.x = converts ? layer.converted : static_cast<const std::uint16_t*>(call.x);
+    state.x_stride = converts ? layer.hidden : call.x_stride;
+    state.tables = tables_of(layer, block, alone);
+    state.gate_slices = GateGrid(layer, call.tokens).slices;
   }
   for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) block.expert_rows[e] = 0;
   __syncthreads();
   const Pass pass{layer, call, block};
-  const Waiter waiter = pass.waiter();
-  const PassWords words = layer.pass_words[waiter.epoch & 1];
-
-  const auto* x = static_cast<const std::uint16_t*>(call.x);
-  std::int64_t x_stride = call.x_stride;
   if (call.x_type != DType::kBF16) {
     convert_activations(layer, call);
-    x = layer.converted;
-    x_stride = layer.hidden;
-    grid_arrive(words.barrier(kConverted));
-    if (!grid_await(waiter, words.barrier(kConverted))) return;
+    grid_arrive(pass.barrier(kConverted));
+    if (!grid_await(pass.waiter(), pass.barrier(kConverted))) return;
   }
   const bool gated = (layer.has_router && call.given_ids == nullptr) || layer.shared_sigmoid;
-  const RoutingTables tables = tables_of(layer, block, alone);
-  const bool has_shared = layer.cells_per_token > layer.top_k;
-  const std::uint32_t shared_rows = has_shared ? call.tokens : 0;
-  auto* const scratch = block.ring;
-  if (gated) {
-    gate_logits(layer, x, x_stride, call.tokens, reinterpret_cast<float*>(scratch));
-    grid_arrive(words.barrier(kLogitsReady));
-  }
-  if (alone) {
-    // A block that has no part in the gate rehearses on whatever numbers the last pass left: the
-    // code of all this is then in its caches when the logits come, and is fetched from memory while
-    // others read the router's weight.
-    const bool rehearses = gated && blockIdx.x >= GateGrid(layer, call.tokens, gridDim.x).units();
+  // Told to be the same in all lanes: a third less code.
+  const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  // Who has no part in the gate rehearses what comes after it, on one token and whatever numbers
+  // the last pass left, so that its code is in the caches when the logits come. In small passes
+  // that are whole blocks, in others the loading warps, as far as they can without the math warps.
+  const bool gates = gated && (!alone || blockIdx.x < GateGrid(layer, call.tokens).units());
 #pragma unroll 1
-    for (int run = rehearses ? 0 : 1; run < 2; ++run) {
-      if (run == 1 && gated && !grid_await(waiter, words.barrier(kLogitsReady))) return;
-      route_tokens(layer, call, tables, words, 0, call.tokens, nullptr,
-                   run == 1 && blockIdx.x == 0);
-      __syncthreads();
-      const std::uint32_t slots = call.tokens * layer.top_k;
-      list_own_slots(layer, block, slots, reinterpret_cast<std::uint8_t*>(scratch));
-      __syncthreads();
-      place_tiles(layer, block, shared_rows);
-      fill_own_lists(layer, block, slots);
-      __syncthreads();
+  for (int run = gated ? 0 : 1; run < 2; ++run) {
+    const bool rehearsal = run == 0;
+    if (rehearsal) {
+      const bool math = warp >= kWarpgroup / 32;
+      if (math && gates) gate_logits(pass);
+      if (threadIdx.x == kWarpgroup) add_release_gpu(pass.barrier(kLogitsReady), 1);
+      if (alone ? gates : math) continue;
+    } else if (gated && !grid_await(pass.waiter(), pass.barrier(kLogitsReady))) {
+      return;
     }
-  } else {
-    if (gated && !grid_await(waiter, words.barrier(kLogitsReady))) return;
     const auto share = [&](std::uint32_t i) {
       return static_cast<std::uint32_t>(std::uint64_t{call.tokens} * i / gridDim.x);
     };
-    const std::uint32_t begin = share(blockIdx.x), end = share(blockIdx.x + 1);
-    route_tokens(layer, call, tables, words, begin, end, block.expert_rows, true);
-    __syncthreads();
-    list_shared_slots(layer, block, words, begin, end);
-    grid_arrive(words.barrier(kListsReady));
-    if (!grid_await(waiter, words.barrier(kListsReady))) return;
-    for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) {
-      block.expert_rows[e] = __ldcg(words.expert_rows() + e);
+    const std::uint32_t begin = rehearsal || alone ? 0 : share(blockIdx.x);
+    const std::uint32_t end = rehearsal ? min(call.tokens, 1u)
+                              : alone   ? call.tokens
+                                        : share(blockIdx.x + 1);
+    route_tokens(pass, begin, end, rehearsal);
+    if (alone) {
+      __syncthreads();
+      list_own_slots(layer, block, end * layer.top_k, reinterpret_cast<std::uint8_t*>(block.ring));
+      __syncthreads();
+    } else if (!rehearsal) {
+      __syncthreads();
+      list_shared_slots(layer, block, pass.state().words, begin, end);
+      grid_arrive(pass.barrier(kListsReady));
+      if (!grid_await(pass.waiter(), pass.barrier(kListsReady))) return;
+      for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) {
+        block.expert_rows[e] = __ldcg(pass.state().words.expert_rows() + e);
+      }
+      __syncthreads();
     }
-    __syncthreads();
-    place_tiles(layer, block, shared_rows);
+    if (warp == kSchedulerWarp) {
+      const bool has_shared = layer.cells_per_token > layer.top_k;
+      place_tiles(layer, block, has_shared ? call.tokens : 0);
+    }
+    if (alone) {
+      __syncthreads();
+      fill_own_lists(layer, block, end * layer.top_k);
+    }
   }
+  __syncthreads();
   if (blockIdx.x == 0) {
     for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) {
       layer.stats[e] = block.expert_rows[e];
@@ -234,10 +239,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (threadIdx.x == 0) {
     PassState& state = block.pass;
-    state.words = words;
-    state.x = x;
-    state.x_stride = x_stride;
-    state.tables = tables;
     state.combine_chunk = combine_chunk(call.tokens, gridDim.x);
     const std::uint32_t stage_bytes = kWeightStageBytes + state.max_height * kStageRowBytes;
     state.ring = {shared_address(block.ring), shared_address(block.full),

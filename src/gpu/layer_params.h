@@ -83,6 +83,7 @@ struct LayerParams {
   int max_tokens;
   bool weight_on_input;
   float alpha, limit, up_bias;  // of the activation
+  bool clamps;                  // limit or up_bias have an effect
 
   // Gate: [num_planes, gate_columns, gate_stride] bf16, whose sum over planes is the router's
   // weight to fp32 precision; with a sigmoid-gated shared expert its gate is column num_experts.
@@ -98,7 +99,8 @@ struct LayerParams {
   int hash_rows;
 
   // Workspace.
-  std::uint64_t* arrivals;  // blocks that ever began a pass; never reset
+  std::uint64_t* epoch;    // of the next pass: its number, from 0
+  std::uint32_t* readers;  // blocks of this pass that know its epoch
   PassWords pass_words[2];
   float* partial_logits;     // [slices, T, gate_columns]
   std::int32_t* ids;         // [T, K]
@@ -150,10 +152,12 @@ KernelEntry kernel_entry();  // in the object that was compiled for it
 // The kernel for an activation. Throws Error{kUnsupported} for one that was not compiled.
 KernelEntry find_kernel(const Activation& activation);
 
-inline constexpr protocol::TileShape kTileShape{256, 16};
+inline constexpr protocol::TileShape kTileShape{256, 32, 16};
 inline constexpr int kTileRows = 128;  // weight rows of a task
 inline constexpr int kRowGroup = 8;    // rows of gate, then rows of up: see FfnParams
 inline constexpr int kMaxGateSlices = 16;
+// What the gate is cut up for, whatever the number of blocks: so that the bits do not depend on it.
+inline constexpr std::uint32_t kNominalBlocks = 128;
 inline constexpr int kMaxDeviceExperts = 512;
 
 }  // namespace switchyard::gpu

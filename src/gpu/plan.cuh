@@ -26,14 +26,14 @@ struct GateOutcome {
 
 // Lane k's slot of the token, from the gate.
 template <int kPerLane>
-__device__ __forceinline__ GateOutcome gate_token(const LayerParams& layer, const GateGrid& grid,
+__device__ __forceinline__ GateOutcome gate_token(const LayerParams& layer, std::uint32_t slices,
                                                   const CallParams& call, std::uint32_t token) {
   const std::uint32_t lane = threadIdx.x % 32;
   const auto num_experts = static_cast<std::uint32_t>(layer.num_experts);
   float logits[kPerLane];
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) logits[j] = 0;
-  sum_slices(layer, grid.slices, call.tokens, token, lane, num_experts, logits);
+  sum_slices(layer, slices, call.tokens, token, lane, num_experts, logits);
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) {
     const std::uint32_t e = lane + 32 * j;
@@ -76,40 +76,45 @@ __device__ __forceinline__ GateOutcome given_token(const LayerParams& layer, con
   return outcome;
 }
 
-// Routes tokens [begin, end), one per warp at a time, into `tables`; `local` counts the slots of
-// each expert if it is not null, and each slot's place among them goes to layer.positions.
-__device__ __forceinline__ void route_tokens(const LayerParams& layer, const CallParams& call,
-                                             const RoutingTables& tables, const PassWords& words,
-                                             std::uint32_t begin, std::uint32_t end,
-                                             std::uint32_t* local, bool report) {
-  const GateGrid grid(layer, call.tokens, gridDim.x);
-  const std::uint32_t lane = threadIdx.x % 32;
-  // Told to be the same in all lanes: a third less code.
-  const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  for (std::uint32_t token = begin + warp; token < end; token += kWarps) {
+// Routes tokens [begin, end), one per warp at a time. Their slots per expert are counted in
+// block.expert_rows, and each slot's place among them goes to layer.positions, unless every block
+// routes for itself. A rehearsal leaves nothing but garbage in block.own.
+__device__ __forceinline__ void route_tokens(const Pass& pass, std::uint32_t begin,
+                                             std::uint32_t end, bool rehearsal) {
+  const LayerParams& layer = pass.layer;
+  const CallParams& call = pass.call;
+  const RoutingTables tables = rehearsal ? tables_of(layer, pass.block, true) : pass.state().tables;
+  const bool counts = !tables.alone;
+  const bool report = !rehearsal && (counts || blockIdx.x == 0);
+  const std::uint32_t slices = pass.state().gate_slices, lane = threadIdx.x % 32;
+  begin += threadIdx.x / 32;
+#pragma unroll 1
+  for (std::uint32_t token = __shfl_sync(~0u, begin, 0); token < end; token += kWarps) {
     GateOutcome mine;
     if (call.given_ids != nullptr) {
       mine = given_token(layer, call, token);
     } else {
       // The variants for up to kMaxDeviceExperts, and no more of the kernel's code than that.
       const int per_lane = protocol::ceil_div(layer.num_experts, 32);
-      mine = per_lane <= 2   ? gate_token<2>(layer, grid, call, token)
-             : per_lane <= 4 ? gate_token<4>(layer, grid, call, token)
-             : per_lane <= 8 ? gate_token<8>(layer, grid, call, token)
-                             : gate_token<16>(layer, grid, call, token);
+      mine = per_lane <= 2   ? gate_token<2>(layer, slices, call, token)
+             : per_lane <= 4 ? gate_token<4>(layer, slices, call, token)
+             : per_lane <= 8 ? gate_token<8>(layer, slices, call, token)
+                             : gate_token<16>(layer, slices, call, token);
     }
     const bool bad = __any_sync(~0u, mine.bad_id);
     if (report && lane == 0) {
-      if (mine.num_nan != 0) atomicAdd(words.counters() + kNanLogits, mine.num_nan);
-      if (bad) *layer.failed = static_cast<std::uint32_t>(Failure::kBadId);
+      if (mine.num_nan != 0) atomicAdd(pass.state().words.counters() + kNanLogits, mine.num_nan);
+      if (bad && *layer.failed == static_cast<std::uint32_t>(Failure::kNone)) {
+        *layer.failed = static_cast<std::uint32_t>(Failure::kBadId);
+      }
     }
     const std::size_t slot = static_cast<std::size_t>(token) * tables.top_k + lane;
     const std::size_t cell = static_cast<std::size_t>(token) * tables.cells_per_token + lane;
     if (lane < tables.top_k) {
       tables.ids[slot] = mine.id;
       tables.weights[cell] = mine.weight;
-      if (local != nullptr && mine.id >= 0) {
-        layer.positions[slot] = atomicAdd(local + mine.id, 1u);
+      if (counts && mine.id >= 0) {
+        layer.positions[slot] = atomicAdd(pass.block.expert_rows + mine.id, 1u);
       }
       if (report && call.out_ids != nullptr) call.out_ids[slot] = mine.id;
       if (report && call.out_weights != nullptr) call.out_weights[slot] = mine.weight;
@@ -117,7 +122,7 @@ __device__ __forceinline__ void route_tokens(const LayerParams& layer, const Cal
       float weight = 1;
       if (layer.shared_sigmoid) {
         float logit[1] = {0};
-        sum_slices(layer, grid.slices, call.tokens, token, layer.num_experts, layer.num_experts + 1,
+        sum_slices(layer, slices, call.tokens, token, layer.num_experts, layer.num_experts + 1,
                    logit);
         weight = routing::sigmoid(logit[0]);
       }
@@ -126,65 +131,54 @@ __device__ __forceinline__ void route_tokens(const LayerParams& layer, const Cal
   }
 }
 
-// The exclusive prefix sum over all threads of the block.
-__device__ __forceinline__ std::uint64_t block_exclusive_sum(std::uint64_t value,
-                                                             std::uint64_t* scan) {
-  const std::uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  std::uint64_t sum = value;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const std::uint64_t other = __shfl_up_sync(~0u, sum, offset);
-    if (lane >= static_cast<std::uint32_t>(offset)) sum += other;
-  }
-  if (lane == 31) scan[warp] = sum;
-  __syncthreads();
-  std::uint64_t before = lane < warp ? scan[lane] : 0;
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) before += __shfl_xor_sync(~0u, before, offset);
-  return before + sum - value;
-}
-
 // From block.expert_rows to tiles: tile_begin, row_begin, and what the pass's state says of them.
-// Called by all threads.
+// Called by one warp. Loops are not unrolled: the code runs once in a pass, and fetching it is what
+// takes the time.
 __device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStorage& block,
                                             std::uint32_t shared_rows) {
-  constexpr std::uint32_t kPerThread = (kMaxDeviceExperts + kThreads - 1) / kThreads;
+  const std::uint32_t lane = threadIdx.x % 32;
   const auto num_experts = static_cast<std::uint32_t>(layer.num_experts);
-  const auto pair = [](std::uint32_t tiles, std::uint32_t rows) {
-    return std::uint64_t{tiles} << 32 | rows;
-  };
+  const std::uint32_t per_lane = protocol::ceil_div(num_experts, 32u);
+  const std::uint32_t begin = min(lane * per_lane, num_experts);
+  const std::uint32_t end = min(begin + per_lane, num_experts);
   const protocol::TokenTiles shared_tiles(shared_rows, kTileShape);
-  if (threadIdx.x == 0) {
-    block.pass.shared_tiles = shared_tiles;
-    block.pass.max_height = kTileShape.granule;
-  }
-  std::uint64_t sizes[kPerThread], total = 0;
-  std::uint32_t height = shared_tiles.height;
-#pragma unroll
-  for (std::uint32_t i = 0; i < kPerThread; ++i) {
-    const std::uint32_t e = threadIdx.x * kPerThread + i;
-    const protocol::TokenTiles cut(e < num_experts ? block.expert_rows[e] : 0, kTileShape);
-    sizes[i] = pair(cut.count, cut.rows);
+  std::uint32_t tiles = 0, rows = 0, height = max(shared_tiles.height, kTileShape.least);
+#pragma unroll 1
+  for (std::uint32_t e = begin; e < end; ++e) {
+    const protocol::TokenTiles cut(block.expert_rows[e], kTileShape);
+    tiles += cut.count;
+    rows += cut.rows;
     height = max(height, cut.height);
-    total += sizes[i];
+    // For the loop below, which must not divide again.
+    block.tile_begin[e] = cut.count;
   }
-  std::uint64_t before =
-      block_exclusive_sum(total, block.scan) + pair(shared_tiles.count, shared_tiles.rows);
-  const auto write = [&](std::uint32_t e) {
-    block.tile_begin[e] = static_cast<std::uint32_t>(before >> 32);
-    block.row_begin[e] = static_cast<std::uint32_t>(before);
-  };
-#pragma unroll
-  for (std::uint32_t i = 0; i < kPerThread; ++i) {
-    const std::uint32_t e = threadIdx.x * kPerThread + i;
-    if (e >= num_experts) break;
-    write(e);
-    before += sizes[i];
-    if (e == num_experts - 1) write(num_experts);
+  std::uint32_t tiles_to = tiles, rows_to = rows;  // up to this lane's last expert
+#pragma unroll 1
+  for (std::uint32_t offset = 1; offset < 32; offset *= 2) {
+    const std::uint32_t other_tiles = __shfl_up_sync(~0u, tiles_to, offset);
+    const std::uint32_t other_rows = __shfl_up_sync(~0u, rows_to, offset);
+    if (lane >= offset) {
+      tiles_to += other_tiles;
+      rows_to += other_rows;
+    }
+  }
+  std::uint32_t tile = shared_tiles.count + tiles_to - tiles;
+  std::uint32_t row = shared_tiles.rows + rows_to - rows;
+#pragma unroll 1
+  for (std::uint32_t e = begin; e < end; ++e) {
+    const std::uint32_t count = block.tile_begin[e];
+    block.tile_begin[e] = tile;
+    block.row_begin[e] = row;
+    tile += count;
+    row += block.expert_rows[e];
   }
   height = __reduce_max_sync(~0u, height);
-  if (threadIdx.x % 32 == 0) atomicMax(&block.pass.max_height, height);
-  __syncthreads();
+  if (lane == 31) {
+    block.tile_begin[num_experts] = tile;
+    block.row_begin[num_experts] = row;
+    block.pass.shared_tiles = shared_tiles;
+    block.pass.max_height = height;
+  }
 }
 
 // The e with begin[e] <= i < begin[e + 1].
@@ -200,6 +194,19 @@ __device__ __forceinline__ std::uint32_t find_expert(const std::uint32_t* begin,
     }
   }
   return low;
+}
+
+// The same for a whole warp, in two steps.
+__device__ __forceinline__ std::uint32_t find_expert_together(const std::uint32_t* begin,
+                                                              std::uint32_t num_experts,
+                                                              std::uint32_t i) {
+  constexpr std::uint32_t kStep = kMaxDeviceExperts / 32;
+  const std::uint32_t lane = threadIdx.x % 32;
+  const auto last_not_after = [&](std::uint32_t e) {
+    return __popc(__ballot_sync(~0u, e < num_experts && begin[e] <= i)) - 1;
+  };
+  const std::uint32_t first = kStep * last_not_after(kStep * lane);
+  return first + last_not_after(lane < kStep ? first + lane : num_experts);
 }
 
 }  // namespace switchyard::gpu

@@ -8,50 +8,16 @@
 
 namespace switchyard::gpu {
 
-// What every role of a block knows.
-struct Pass {
-  const LayerParams& layer;
-  const CallParams& call;
-  BlockStorage& block;
-
-  __device__ const PassState& state() const { return block.pass; }
-  __device__ Waiter waiter() const {
-    return {&layer.heaps, layer.failed, &block.pass.going, block.pass.epoch, layer.deadline_ns};
-  }
-  __device__ const FfnParams& ffn(bool shared) const {
-    return shared ? layer.shared : layer.routed;
-  }
-  __device__ std::uint32_t* gemm1_done(std::uint32_t tile) const {
-    return state().words.gemm1_done(layer.num_experts) + tile;
-  }
-  __device__ std::uint32_t* gemm2_done(std::uint32_t tile) const {
-    return state().words.gemm2_done(layer.num_experts, layer.max_tiles) + tile;
-  }
-  __device__ std::uint32_t* packed(std::uint32_t tile) const {
-    return state().words.packed(layer.num_experts, layer.max_tiles) + tile;
-  }
-  __device__ bool is_shared(std::uint32_t tile) const { return tile < state().shared_tiles.count; }
-  // Every math warpgroup counts for itself.
-  __device__ bool gemm1_complete(std::uint32_t tile) const {
-    return load_acquire_gpu(gemm1_done(tile)) >= kMathGroups * ffn(is_shared(tile)).gemm1_blocks;
-  }
-  __device__ bool gemm2_complete(std::uint32_t tile) const {
-    return load_acquire_gpu(gemm2_done(tile)) >= kMathGroups * ffn(is_shared(tile)).gemm2_blocks;
-  }
-  __device__ std::uint32_t packed_row(std::uint32_t tile, std::uint32_t row) const {
-    return tile % layer.packed_slots * kTileShape.max_height + row;
-  }
-  __device__ std::uint16_t* h_row(std::uint32_t tile, std::uint32_t row) const {
-    const std::size_t slot = tile % layer.h_slots;
-    return layer.h + (slot * kTileShape.max_height + row) * layer.h_stride;
-  }
-};
-
 // The queue of tasks as one of its readers sees it.
 class TaskReader {
  public:
   __device__ TaskReader(const Pass& pass) : pass_(pass) {}
 
+  // Whether next() will not wait.
+  __device__ bool ready() const {
+    return test_wait(shared_address(&pass_.block.task_full[count_ % kTaskSlots]),
+                     count_ / kTaskSlots % 2);
+  }
   // Waits for the next task. One lane of the warp must call release() when all have read it.
   __device__ TaskDescriptor next() {
     const std::uint32_t slot = count_ % kTaskSlots, parity = count_ / kTaskSlots % 2;
@@ -81,7 +47,7 @@ class TaskReader {
   std::uint32_t count_ = 0;
 };
 
-// --- Scheduler: one thread. Takes tickets from the counter all blocks share and hands out tasks.
+// --- Scheduler: one warp. Takes tickets from the counter all blocks share and hands out tasks.
 
 __device__ __forceinline__ TaskDescriptor describe(const Pass& pass, const protocol::Task& task) {
   const LayerParams& layer = pass.layer;
@@ -96,13 +62,13 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass& pass, const proto
   protocol::TokenTiles tiles = pass.state().shared_tiles;
   std::uint32_t tile_of_expert = task.index;
   if (d.shared == 0) {
-    d.expert = find_expert(pass.block.tile_begin, layer.num_experts, task.index);
+    d.expert = find_expert_together(pass.block.tile_begin, layer.num_experts, task.index);
     tiles = protocol::TokenTiles(pass.block.expert_rows[d.expert], kTileShape);
     tile_of_expert -= pass.block.tile_begin[d.expert];
   }
   d.first_row = tiles.begin(tile_of_expert);
   d.rows = tiles.end(tile_of_expert) - d.first_row;
-  d.units = protocol::ceil_div(d.rows, static_cast<std::uint32_t>(kTileShape.granule));
+  d.units = protocol::ceil_div(d.rows, kUnitRows);
   d.one_tile = tiles.count == 1 ? 1 : 0;
   if (d.shared == 0) {
     d.list = (pass.state().tables.alone
@@ -131,6 +97,8 @@ __device__ __forceinline__ void scheduler_role(const Pass& pass) {
   work.num_combine_chunks = protocol::ceil_div(pass.call.tokens, pass.state().combine_chunk);
   work.lag = layer.lag;
   const std::uint32_t num_tasks = work.num_gemm_tasks() + work.num_combine_chunks;
+  const bool speaks = threadIdx.x % 32 == 0;
+  std::uint32_t demands = 0;  // parity of those heard
   RingPlace place;
   const auto slot_empty = [&] { return shared_address(&pass.block.task_empty[place.stage]); };
   for (std::uint32_t ticket = blockIdx.x;;) {
@@ -139,13 +107,17 @@ __device__ __forceinline__ void scheduler_role(const Pass& pass) {
     task.work = Work::kStop;
     if (!last) task = describe(pass, protocol::tile_task_at(work, ticket));
     if (!wait_ring(pass.waiter(), slot_empty(), place.parity ^ 1)) return;
-    pass.block.tasks[place.stage] = task;
-    arrive(shared_address(&pass.block.task_full[place.stage]));
+    if (speaks) {
+      pass.block.tasks[place.stage] = task;
+      arrive(shared_address(&pass.block.task_full[place.stage]));
+    }
     place.advance(kTaskSlots);
     if (last) return;
-    // Not before a slot is free: a ticket taken is a task that no other block can do.
-    if (!wait_ring(pass.waiter(), slot_empty(), place.parity ^ 1)) return;
-    ticket = gridDim.x + atomicAdd(pass.state().words.next_task(), 1u);
+    // No sooner than need be: a ticket taken is a task that no other block can do.
+    if (!wait_ring(pass.waiter(), shared_address(&pass.block.demand), demands)) return;
+    demands ^= 1;
+    if (speaks) ticket = gridDim.x + atomicAdd(pass.state().words.next_task(), 1u);
+    ticket = __shfl_sync(~0u, ticket, 0);
   }
 }
 
@@ -163,6 +135,9 @@ __device__ __forceinline__ void load_weights(const CUtensorMap& map, std::uint32
 
 template <bool kGated>
 __device__ __forceinline__ void weights_role(const Pass& pass) {
+  // To load before the next task must be known, lest the ring run dry. A ticket taken early is a
+  // task that nobody else can do, which matters where there are no more tasks than blocks.
+  const std::uint32_t stages_ahead = pass.state().tables.alone ? 4 : 12;
   // As createpolicy.fractional makes them: weights read once need not stay in the L2 cache.
   constexpr std::uint64_t kEvictFirst = 0x12f0000000000000, kEvictLast = 0x14f0000000000000;
   const Ring ring = pass.state().ring;
@@ -175,8 +150,11 @@ __device__ __forceinline__ void weights_role(const Pass& pass) {
     // Of a gated first GEMM, half of the box's rows are gate's and half up's.
     const int groups = kTileRows / kRowGroup / (first && kGated ? 2 : 1);
     const std::uint64_t policy = task.one_tile != 0 ? kEvictFirst : kEvictLast;
+    const std::uint32_t last_but_few =
+        task.k_blocks > stages_ahead ? task.k_blocks - stages_ahead : 0;
     for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
       if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
+      if (kb == last_but_few) arrive(shared_address(&pass.block.demand));
       const std::uint32_t full = ring.full_barrier(place.stage);
       arrive_expect_bytes(full, kWeightStageBytes);
       load_weights(map, ring.weights(place.stage), full,
@@ -187,9 +165,80 @@ __device__ __forceinline__ void weights_role(const Pass& pass) {
   }
 }
 
-// --- Gather: two warps, in small passes. They take the rows of the tile from where they are,
-// 16 bytes per thread at a time. (For large tiles a TMA of packed rows is three times as fast: the
-// compiler puts three empty shared-memory loads before each cp.async.)
+// --- Tokens: one thread. Loads the packed rows of the tile.
+
+// What others wrote with ordinary stores and this thread acquired, the copy engine must see too.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void load_tokens(const CUtensorMap& map, std::uint32_t to,
+                                            std::uint32_t barrier, int k, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(k), "r"(row)
+      : "memory");
+}
+
+// All stages of a task's tokens, packed or of h. Of several threads that each arrive, the first
+// loads. False if the pass was given up.
+__device__ __forceinline__ bool load_tile(const Pass& pass, const TaskDescriptor& task,
+                                          RingPlace& place, std::uint32_t thread) {
+  constexpr std::uint32_t kUnitBytes = kUnitRows * kStageRowBytes;
+  constexpr std::uint32_t kUnitsOfMany = TokenMaps::kManyRows / kUnitRows;
+  static_assert(TokenMaps::kFewRows == kUnitRows);
+  const Ring ring = pass.state().ring;
+  const bool first = task.work == Work::kGemm1;
+  const TokenMaps& maps = first ? pass.layer.x_maps : pass.ffn(task.shared != 0).h_maps;
+  const std::uint32_t slots = first ? pass.layer.packed_slots : pass.layer.h_slots;
+  const auto row0 = static_cast<int>(task.tile % slots * kTileShape.max_height);
+  for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
+    if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return false;
+    const std::uint32_t full = ring.full_barrier(place.stage);
+    if (thread != 0) {
+      arrive(full);
+      place.advance(ring.stages);
+      continue;
+    }
+    arrive_expect_bytes(full, task.units * kUnitBytes);
+    std::uint32_t to = ring.tokens(place.stage);
+    const auto k = static_cast<int>(kb * (kStageRowBytes / 2));
+    int row = row0;
+    for (std::uint32_t i = 0; i < task.units / kUnitsOfMany; ++i) {
+      load_tokens(maps.many, to, full, k, row);
+      to += kUnitsOfMany * kUnitBytes;
+      row += TokenMaps::kManyRows;
+    }
+    for (std::uint32_t i = 0; i < task.units % kUnitsOfMany; ++i) {
+      load_tokens(maps.few, to, full, k, row);
+      to += kUnitBytes;
+      row += TokenMaps::kFewRows;
+    }
+    place.advance(ring.stages);
+  }
+  return true;
+}
+
+__device__ __forceinline__ void tokens_role(const Pass& pass) {
+  TaskReader reader(pass);
+  RingPlace place;
+  for (TaskDescriptor task; reader.next_gemm(task);) {
+    const bool first = task.work == Work::kGemm1;
+    // Given up or not, the block goes on: its other roles wait for these stages.
+    pass.waiter().wait(first ? protocol::Phase::kDispatch : protocol::Phase::kExperts, task.tile,
+                       [&] {
+                         return first ? load_acquire_gpu(pass.packed(task.tile)) >= task.rows
+                                      : pass.gemm1_complete(task.tile);
+                       });
+    fence_async_proxy();
+    if (!load_tile(pass, task, place, 0)) return;
+  }
+}
+
+// --- Gather: two warps, in small passes. They take the rows of the first GEMM from where they are,
+// 16 bytes per thread at a time. (A TMA of packed rows is three times as fast: the compiler puts
+// three empty shared-memory loads before each cp.async.)
 
 __device__ __forceinline__ void copy_async(std::uint32_t to, const std::byte* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -219,20 +268,19 @@ __device__ __forceinline__ void gather_role(const Pass& pass) {
     if (thread % 32 == 0) reader.release();
     if (task.work == Work::kStop) return;
     if (task.work == Work::kCombine) continue;
-    const bool first = task.work == Work::kGemm1;
-    if (!first) {
+    if (task.work == Work::kGemm2) {
       // Given up or not, the block goes on: its other roles wait for these stages.
       pass.waiter().wait(protocol::Phase::kExperts, task.tile,
                          [&] { return pass.gemm1_complete(task.tile); });
+      fence_async_proxy();
+      if (!load_tile(pass, task, place, thread)) return;
+      continue;
     }
-    const std::byte* from =
-        reinterpret_cast<const std::byte*>(first ? pass.state().x : pass.h_row(task.tile, 0));
-    const auto stride =
-        static_cast<std::uint32_t>(first ? pass.state().x_stride : pass.layer.h_stride) / 8;
+    const std::byte* from = reinterpret_cast<const std::byte*>(pass.state().x);
+    const auto stride = static_cast<std::uint32_t>(pass.state().x_stride) / 8;
     const auto offset_of = [&](std::uint32_t row) {  // of this thread's chunk, in 16 bytes
-      const std::uint32_t source = !first                 ? row
-                                   : task.list == nullptr ? task.first_row + row
-                                                          : RowEntry::token(task.list[row]);
+      const std::uint32_t source =
+          task.list == nullptr ? task.first_row + row : RowEntry::token(task.list[row]);
       return source * stride + my_chunk;
     };
     // All but the last few rows in whole rounds, which need no test of each.
@@ -256,8 +304,7 @@ __device__ __forceinline__ void gather_role(const Pass& pass) {
       place.advance(ring.stages);
       from += kStageRowBytes;
     };
-    const auto depth = static_cast<std::uint32_t>(first ? pass.layer.hidden
-                                                        : pass.ffn(task.shared != 0).intermediate);
+    const auto depth = static_cast<std::uint32_t>(pass.layer.hidden);
     const std::uint32_t whole_blocks = depth / (kStageRowBytes / 2);
     for (std::uint32_t kb = 0; kb < whole_blocks; ++kb) {
       if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
@@ -272,80 +319,21 @@ __device__ __forceinline__ void gather_role(const Pass& pass) {
   }
 }
 
-// --- Tokens: one thread. Loads the packed rows of the tile.
-
-// What others wrote with ordinary stores and this thread acquired, the copy engine must see too.
-__device__ __forceinline__ void fence_async_proxy() {
-  asm volatile("fence.proxy.async;" ::: "memory");
-}
-
-__device__ __forceinline__ void load_tokens(const CUtensorMap& map, std::uint32_t to,
-                                            std::uint32_t barrier, int k, int row) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(k), "r"(row)
-      : "memory");
-}
-
-__device__ __forceinline__ void tokens_role(const Pass& pass) {
-  constexpr std::uint32_t kUnitBytes = kTileShape.granule * kStageRowBytes;
-  constexpr std::uint32_t kUnitsOfMany = TokenMaps::kManyRows / kTileShape.granule;
-  static_assert(TokenMaps::kFewRows == kTileShape.granule);
-  const Ring ring = pass.state().ring;
-  TaskReader reader(pass);
-  RingPlace place;
-  for (TaskDescriptor task; reader.next_gemm(task);) {
-    const bool first = task.work == Work::kGemm1;
-    // Given up or not, the block goes on: its other roles wait for these stages.
-    pass.waiter().wait(first ? protocol::Phase::kDispatch : protocol::Phase::kExperts, task.tile,
-                       [&] {
-                         return first ? load_acquire_gpu(pass.packed(task.tile)) >= task.rows
-                                      : pass.gemm1_complete(task.tile);
-                       });
-    fence_async_proxy();
-    const TokenMaps& maps = first ? pass.layer.x_maps : pass.ffn(task.shared != 0).h_maps;
-    const std::uint32_t slots = first ? pass.layer.packed_slots : pass.layer.h_slots;
-    const auto row0 = static_cast<int>(task.tile % slots * kTileShape.max_height);
-    for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
-      if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
-      const std::uint32_t full = ring.full_barrier(place.stage);
-      arrive_expect_bytes(full, task.units * kUnitBytes);
-      std::uint32_t to = ring.tokens(place.stage);
-      const auto k = static_cast<int>(kb * (kStageRowBytes / 2));
-      int row = row0;
-      for (std::uint32_t i = 0; i < task.units / kUnitsOfMany; ++i) {
-        load_tokens(maps.many, to, full, k, row);
-        to += kUnitsOfMany * kUnitBytes;
-        row += TokenMaps::kManyRows;
-      }
-      for (std::uint32_t i = 0; i < task.units % kUnitsOfMany; ++i) {
-        load_tokens(maps.few, to, full, k, row);
-        to += kUnitBytes;
-        row += TokenMaps::kFewRows;
-      }
-      place.advance(ring.stages);
-    }
-  }
-}
-
 // --- Pack: warps that copy token rows into the tiles' slots, in the order of tiles.
 
 // Rows [begin, end), counted over the shared expert's and then all experts' rows, of which this
-// warp takes every num_workers-th group. Keeps 4 * kVectors vectors in flight per lane.
-template <std::uint32_t kVectors>
+// warp takes every num_workers-th group of kRows, and tells of a group at a time.
+template <std::uint32_t kRows>
 __device__ __forceinline__ void pack_rows(const Pass& pass, std::uint32_t begin, std::uint32_t end,
                                           std::uint32_t worker, std::uint32_t num_workers) {
-  constexpr std::uint32_t kRowsAtOnce = 4;
   const LayerParams& layer = pass.layer;
   const BlockStorage& block = pass.block;
   const std::uint32_t lane = threadIdx.x % 32;
   const auto hidden = static_cast<std::uint32_t>(layer.hidden);
-  for (std::uint32_t row0 = begin + worker * kRowsAtOnce; row0 < end;
-       row0 += num_workers * kRowsAtOnce) {
-    // Lane i < kRowsAtOnce finds row i's place.
+  for (std::uint32_t row0 = begin + worker * kRows; row0 < end; row0 += num_workers * kRows) {
+    // Lane i < kRows finds row i's place.
     const std::uint32_t row = row0 + lane;
-    const bool mine = lane < kRowsAtOnce && row < end;
+    const bool mine = lane < kRows && row < end;
     std::uint32_t tile = 0, from = 0, to = 0;
     if (mine) {
       protocol::TokenTiles cut = pass.state().shared_tiles;
@@ -367,32 +355,25 @@ __device__ __forceinline__ void pack_rows(const Pass& pass, std::uint32_t begin,
       return __all_sync(~0u, !mine || tile < layer.packed_slots ||
                                  pass.gemm1_complete(tile - layer.packed_slots)) != 0;
     });
-    const std::uint16_t* sources[kRowsAtOnce];
-    std::uint16_t* targets[kRowsAtOnce];
+    const std::uint32_t rows = min(kRows, end - row0);
+#pragma unroll 1
+    for (std::uint32_t i = 0; i < rows; ++i) {
+      const std::uint16_t* const source =
+          pass.state().x + __shfl_sync(~0u, from, i) * pass.state().x_stride;
+      std::uint16_t* const target = layer.packed + std::size_t{__shfl_sync(~0u, to, i)} * hidden;
+      constexpr std::uint32_t kVectors = kRows == 1 ? 8 : 4, kStep = 8 * 32;
+#pragma unroll 1
+      for (std::uint32_t column0 = 8 * lane; column0 < hidden; column0 += kVectors * kStep) {
+        uint4 values[kVectors];
 #pragma unroll
-    for (std::uint32_t i = 0; i < kRowsAtOnce; ++i) {
-      // Past the end, the first row once more: the same bytes to the same place.
-      const int lane_of = row0 + i < end ? static_cast<int>(i) : 0;
-      sources[i] = pass.state().x + __shfl_sync(~0u, from, lane_of) * pass.state().x_stride;
-      targets[i] = layer.packed + std::size_t{__shfl_sync(~0u, to, lane_of)} * hidden;
-    }
-    constexpr std::uint32_t kStep = 8 * 32;
-    for (std::uint32_t column0 = 8 * lane; column0 < hidden; column0 += kVectors * kStep) {
-      uint4 values[kVectors][kRowsAtOnce];
-#pragma unroll
-      for (std::uint32_t v = 0; v < kVectors; ++v) {
-#pragma unroll
-        for (std::uint32_t i = 0; i < kRowsAtOnce; ++i) {
+        for (std::uint32_t v = 0; v < kVectors; ++v) {
           const std::uint32_t column = column0 + v * kStep;
-          if (column < hidden) values[v][i] = *reinterpret_cast<const uint4*>(sources[i] + column);
+          if (column < hidden) values[v] = *reinterpret_cast<const uint4*>(source + column);
         }
-      }
 #pragma unroll
-      for (std::uint32_t v = 0; v < kVectors; ++v) {
-#pragma unroll
-        for (std::uint32_t i = 0; i < kRowsAtOnce; ++i) {
+        for (std::uint32_t v = 0; v < kVectors; ++v) {
           const std::uint32_t column = column0 + v * kStep;
-          if (column < hidden) *reinterpret_cast<uint4*>(targets[i] + column) = values[v][i];
+          if (column < hidden) *reinterpret_cast<uint4*>(target + column) = values[v];
         }
       }
     }
@@ -419,22 +400,59 @@ __device__ __forceinline__ std::uint32_t first_rows(const Pass& pass) {
 
 __device__ __forceinline__ void pack_role(const Pass& pass) {
   const std::uint32_t total = pass.block.row_begin[pass.layer.num_experts];
-  pack_rows<1>(pass, first_rows(pass), total, blockIdx.x, gridDim.x);
+  pack_rows<4>(pass, first_rows(pass), total, blockIdx.x, gridDim.x);
 }
 
 // --- Math: two warpgroups, each with half of the tile's weight rows.
+
+// What a math warpgroup has stored but its first thread not yet told others. Telling means to wait
+// until all stores have reached the L2 cache, so it is put off until the next tile's products are
+// under way, but never beyond a wait: what is waited for may depend on it.
+class Signals {
+ public:
+  __device__ explicit Signals(BlockStorage& block) : block_(block) {}
+
+  // The warpgroup stores, and has stored once all of it is past barrier_id, its part of what `word`
+  // counts.
+  __device__ void put_off(std::uint32_t* word, std::uint32_t barrier_id) {
+    send();
+    named_barrier<kWarpgroup>(barrier_id);
+    if (fresh_thread_index<kWarpgroup>() == 0) mine() = word;
+    any_ = true;
+  }
+  __device__ void send() {
+    if (!any_) return;
+    any_ = false;
+    if (fresh_thread_index<kWarpgroup>() == 0) add_release_gpu(mine(), 1);
+  }
+
+ private:
+  __device__ std::uint32_t*& mine() const {
+    return block_.unsignalled[fresh_thread_index<kThreads>() / kWarpgroup - 1];
+  }
+
+  BlockStorage& block_;
+  bool any_ = false;
+};
 
 // Its waits are not asked how they ended, here and in the epilogue: wgmma must not be in code that
 // some threads may have left. A tile that was given up is finished with wrong numbers.
 template <int N>
 __device__ __forceinline__ void multiply_tile(const Pass& pass, std::uint32_t k_blocks,
                                               RingPlace& place, std::uint32_t group,
-                                              float (&acc)[N / 2]) {
+                                              Signals& signals, float (&acc)[N / 2]) {
   constexpr int kStepBytes = BF16Policy::kInstructionK * BF16Policy::kElementBytes;
+  // Of the K loop: by then the last tile's stores have arrived. (Knowing it, the compiler would
+  // make copies of the loop's body.)
+  std::uint32_t blocks_before_signals;
+  asm volatile("mov.u32 %0, 2;" : "=r"(blocks_before_signals));
   const Ring ring = pass.state().ring;
   const bool speaks = threadIdx.x % 32 == 0;
   const auto issue = [&](bool accumulate) {
-    wait_ring(pass.waiter(), ring.full_barrier(place.stage), place.parity);
+    if (!test_wait(ring.full_barrier(place.stage), place.parity)) {
+      signals.send();
+      wait_ring(pass.waiter(), ring.full_barrier(place.stage), place.parity);
+    }
     // The tokens' copies are ordinary writes; the matrix unit reads through the async proxy.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     const std::uint32_t a = ring.weights(place.stage) + group * 64 * kStageRowBytes;
@@ -448,10 +466,12 @@ __device__ __forceinline__ void multiply_tile(const Pass& pass, std::uint32_t k_
     cute::warpgroup_commit_batch();
   };
   issue(false);
+#pragma unroll 1
   for (std::uint32_t kb = 1; kb < k_blocks; ++kb) {
     const std::uint32_t previous = place.stage;
     place.advance(ring.stages);
     issue(true);
+    if (kb == blocks_before_signals) signals.send();
     // All but the newest products are done, and with them the stage before.
     cute::warpgroup_wait<1>();
     if (speaks) arrive(ring.empty_barrier(previous));
@@ -461,14 +481,23 @@ __device__ __forceinline__ void multiply_tile(const Pass& pass, std::uint32_t k_
   place.advance(ring.stages);
 }
 
-__device__ __forceinline__ float bias_at(const float* bias, std::size_t at, bool valid) {
-  return bias != nullptr && valid ? __ldg(bias + at) : 0.0f;
+// Adds the biases of this thread's two weight rows, where the model has any. What few models have
+// is in passes of their own: the usual epilogue then has half as many instructions, to be executed,
+// and to be fetched.
+template <int N>
+__device__ __forceinline__ void add_bias(const float* first, const float* second, bool first_exists,
+                                         bool second_exists, float (&acc)[N / 2]) {
+  if (first == nullptr) return;
+  const float biases[2] = {first_exists ? __ldg(first) : 0.0f,
+                           second_exists ? __ldg(second) : 0.0f};
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) acc[i] += biases[i / 2 % 2];
 }
 
 // Copies the tile's list to where the epilogue finds it at once, while the products are under way.
 __device__ __forceinline__ void fetch_entries(const Pass& pass, const TaskDescriptor& task,
                                               std::uint32_t group) {
-  for (std::uint32_t row = threadIdx.x % kWarpgroup; row < task.rows; row += kWarpgroup) {
+  for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
     std::uint32_t* const to = &pass.block.entries[group][row];
     if (task.list == nullptr) {
       *to = RowEntry::pack(task.first_row + row, pass.layer.top_k);
@@ -486,79 +515,86 @@ __device__ __forceinline__ void await_entries(std::uint32_t barrier_id) {
   named_barrier<kWarpgroup>(barrier_id);
 }
 
+// Where weights apply to the input: the rows' entries become their weights, and these multiply what
+// is linear in the input.
+template <int N>
+__device__ __forceinline__ void weigh_input(const Pass& pass, const TaskDescriptor& task,
+                                            std::uint32_t group, float (&acc)[N / 2]) {
+  std::uint32_t* const entries = pass.block.entries[group];
+  for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
+    const std::uint32_t entry = entries[row];
+    const float weight =
+        pass.state().tables.weights[RowEntry::token(entry) * pass.layer.cells_per_token +
+                                    RowEntry::k(entry)];
+    entries[row] = __float_as_uint(weight);
+  }
+  named_barrier<kWarpgroup>(1 + group);
+  const std::uint32_t first = 2 * fresh_thread_index<4>();
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n) {
+    // Of rows past the end, something; they are not stored.
+    const uint2 weights = *reinterpret_cast<const uint2*>(entries + 8 * n + first);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[4 * n + i] *= __uint_as_float(i % 2 ? weights.y : weights.x);
+  }
+}
+
+// The parameterised SwiGLU: gate at most `limit`, up within it and moved by up_bias.
+template <int N>
+__device__ __forceinline__ void clamp_gate_and_up(float limit, float up_bias, float (&acc)[N / 2]) {
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    acc[i] = at_most(acc[i], limit);
+    if (i / 2 % 2 == 1) acc[i] = at_least(acc[i], -limit) + up_bias;
+  }
+}
+
 template <int N, ActivationKind kKind, bool kGated>
 __device__ __forceinline__ void finish_gemm1(const Pass& pass, const TaskDescriptor& task,
-                                             std::uint32_t group, float (&acc)[N / 2]) {
+                                             std::uint32_t group, Signals& signals,
+                                             float (&acc)[N / 2]) {
   const LayerParams& layer = pass.layer;
   const FfnParams& ffn = pass.ffn(task.shared != 0);
   const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
   const std::uint32_t warp = thread / 32, lane = thread % 32;
-  const std::uint32_t barrier_id = 1 + group;
-  // The tile that had this slot of h before.
-  if (task.tile >= layer.h_slots) {
-    const std::uint32_t before = task.tile - layer.h_slots;
-    if (thread == 0) {
-      pass.waiter().wait(protocol::Phase::kExperts, before,
-                         [&] { return pass.gemm2_complete(before); });
-    }
-    named_barrier<kWarpgroup>(barrier_id);
-  }
+  if (layer.weight_on_input && task.shared == 0) weigh_input<N>(pass, task, group, acc);
   const auto intermediate = static_cast<std::uint32_t>(ffn.intermediate);
   constexpr std::uint32_t kColumns = kGated ? 32 : 64;  // of h, from this warpgroup
-  const std::uint32_t column0 = task.block * kColumns * kMathGroups + group * kColumns;
+  const std::uint32_t column0 = (task.block * kMathGroups + group) * kColumns;
   const std::uint32_t row = column0 + warp * (kColumns / 4) + lane / 4;
-  const std::size_t bias0 = static_cast<std::size_t>(task.expert) * intermediate;
-  RowBias bias;
+  const std::size_t bias0 = static_cast<std::size_t>(task.expert) * intermediate + row;
   if constexpr (kGated) {
-    bias = {bias_at(ffn.gate_bias, bias0 + row, row < intermediate),
-            bias_at(ffn.up_bias, bias0 + row, row < intermediate)};
+    add_bias<N>(ffn.gate_bias == nullptr ? nullptr : ffn.gate_bias + bias0, ffn.up_bias + bias0,
+                row < intermediate, row < intermediate, acc);
+    if (layer.clamps) clamp_gate_and_up<N>(layer.limit, layer.up_bias, acc);
   } else {
-    bias = {bias_at(ffn.up_bias, bias0 + row, row < intermediate),
-            bias_at(ffn.up_bias, bias0 + row + 8, row + 8 < intermediate)};
-  }
-  if (layer.weight_on_input && task.shared == 0) {
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      const std::uint32_t token = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-      const std::uint32_t entry = pass.block.entries[group][token < task.rows ? token : 0];
-      acc[i] *=
-          pass.state()
-              .tables.weights[RowEntry::token(entry) * layer.cells_per_token + RowEntry::k(entry)];
-    }
+    add_bias<N>(ffn.up_bias == nullptr ? nullptr : ffn.up_bias + bias0, ffn.up_bias + bias0 + 8,
+                row < intermediate, row + 8 < intermediate, acc);
   }
   const float slope = -1.44269504f * layer.alpha;
-  const float limit = layer.limit, up_offset = layer.up_bias;
-  const auto value = [&](float first, float second) {
-    if constexpr (kGated) {
-      const float gate = at_most(first + bias.first, limit);
-      const float up = at_least(at_most(second + bias.second, limit), -limit);
-      return activate<kKind>(gate, slope) * (up + up_offset);
-    } else {
-      return activate<kKind>(first, slope);
-    }
-  };
   const auto pair = [&](int n) {
     const float *first = acc + 4 * n, *second = first + 2;
+    const auto value = [slope](float v) { return activate<kKind>(v, slope); };
     if constexpr (kGated) {
-      return uint2{pack_bf16(value(first[0], second[0]), value(first[1], second[1])), 0};
+      return uint2{pack_bf16(value(first[0]) * second[0], value(first[1]) * second[1]), 0};
     } else {
-      return uint2{pack_bf16(value(first[0] + bias.first, 0), value(first[1] + bias.first, 0)),
-                   pack_bf16(value(second[0] + bias.second, 0), value(second[1] + bias.second, 0))};
+      return uint2{pack_bf16(value(first[0]), value(first[1])),
+                   pack_bf16(value(second[0]), value(second[1]))};
     }
   };
-  const std::uint32_t elements = column0 < intermediate ? intermediate - column0 : 0;
   std::uint16_t* const to = pass.h_row(task.tile, 0) + column0;
   const std::uint32_t stride = layer.h_stride;
-  store_tile<N, kGated>(Staging{shared_address(pass.block.staging[group])}, barrier_id, elements,
-                        pair, [&](std::uint32_t token) {
-                          return token < task.rows ? to + std::size_t{token} * stride : nullptr;
-                        });
-  if (thread == 0) add_release_gpu(pass.gemm1_done(task.tile), 1);
+  store_tile<N, kGated>(shared_address(pass.block.staging[group]), 1 + group, task.rows,
+                        column0 < intermediate ? intermediate - column0 : 0, pair,
+                        [&](std::uint32_t token) { return to + std::size_t{token} * stride; });
+  signals.put_off(pass.gemm1_done(task.tile), 1 + group);
+  if (pass.state().tables.alone) signals.send();
 }
 
 template <int N>
 __device__ __forceinline__ void finish_gemm2(const Pass& pass, const TaskDescriptor& task,
-                                             std::uint32_t group, float (&acc)[N / 2]) {
+                                             std::uint32_t group, Signals& signals,
+                                             float (&acc)[N / 2]) {
   const LayerParams& layer = pass.layer;
   const FfnParams& ffn = pass.ffn(task.shared != 0);
   const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
@@ -566,47 +602,45 @@ __device__ __forceinline__ void finish_gemm2(const Pass& pass, const TaskDescrip
   const auto hidden = static_cast<std::uint32_t>(layer.hidden);
   const std::uint32_t column0 = task.block * kTileRows + group * 64;
   const std::uint32_t row = column0 + warp * 16 + lane / 4;
-  const std::size_t bias0 = static_cast<std::size_t>(task.expert) * hidden;
-  const RowBias bias = {bias_at(ffn.down_bias, bias0 + row, row < hidden),
-                        bias_at(ffn.down_bias, bias0 + row + 8, row + 8 < hidden)};
+  const std::size_t bias0 = static_cast<std::size_t>(task.expert) * hidden + row;
+  add_bias<N>(ffn.down_bias == nullptr ? nullptr : ffn.down_bias + bias0, ffn.down_bias + bias0 + 8,
+              row < hidden, row + 8 < hidden, acc);
   const auto pair = [&](int n) {
-    return uint2{pack_bf16(acc[4 * n] + bias.first, acc[4 * n + 1] + bias.first),
-                 pack_bf16(acc[4 * n + 2] + bias.second, acc[4 * n + 3] + bias.second)};
+    return uint2{pack_bf16(acc[4 * n], acc[4 * n + 1]), pack_bf16(acc[4 * n + 2], acc[4 * n + 3])};
   };
   const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
   std::uint16_t* const to = layer.cells + column0;
-  store_tile<N, false>(
-      Staging{shared_address(pass.block.staging[group])}, 1 + group,
-      column0 < hidden ? hidden - column0 : 0, pair, [&](std::uint32_t token) -> std::uint16_t* {
-        if (token >= task.rows) return nullptr;
-        const std::uint32_t entry = pass.block.entries[group][token];
-        const std::uint32_t cell = RowEntry::token(entry) * cells + RowEntry::k(entry);
-        return to + std::size_t{cell} * hidden;
-      });
-  if (thread == 0) add_release_gpu(pass.gemm2_done(task.tile), 1);
+  store_tile<N, false>(shared_address(pass.block.staging[group]), 1 + group, task.rows,
+                       column0 < hidden ? hidden - column0 : 0, pair, [&](std::uint32_t token) {
+                         const std::uint32_t entry = pass.block.entries[group][token];
+                         const std::uint32_t cell =
+                             RowEntry::token(entry) * cells + RowEntry::k(entry);
+                         return to + std::size_t{cell} * hidden;
+                       });
+  signals.put_off(pass.gemm2_done(task.tile), 1 + group);
+  if (pass.state().tables.alone) signals.send();
 }
 
 template <int N, ActivationKind kKind, bool kGated>
 __device__ __forceinline__ void gemm_task(const Pass& pass, const TaskDescriptor& task,
                                           std::uint32_t k_blocks, bool first, RingPlace& place,
-                                          const TaskReader& reader) {
+                                          const TaskReader& reader, Signals& signals) {
   const std::uint32_t group = fresh_thread_index<kThreads>() / kWarpgroup - 1;
   float acc[N / 2];
   const bool needs_entries = !first || pass.layer.weight_on_input;
   if (needs_entries) fetch_entries(pass, task, group);
-  multiply_tile<N>(pass, k_blocks, place, group, acc);
+  multiply_tile<N>(pass, k_blocks, place, group, signals, acc);
   // From here on the scheduler may look for another task.
-  if (threadIdx.x % 32 == 0) reader.release();
+  if (fresh_thread_index<32>() == 0) reader.release();
   if (needs_entries) await_entries(1 + group);
   if (first) {
-    finish_gemm1<N, kKind, kGated>(pass, task, group, acc);
+    finish_gemm1<N, kKind, kGated>(pass, task, group, signals, acc);
   } else {
-    finish_gemm2<N>(pass, task, group, acc);
+    finish_gemm2<N>(pass, task, group, signals, acc);
   }
 }
 
 __device__ __forceinline__ void combine_task(const Pass& pass, const TaskDescriptor& task) {
-  constexpr std::uint32_t kColumns = 256;  // of a warp at a time
   const LayerParams& layer = pass.layer;
   const std::uint32_t thread = fresh_thread_index<kThreads>();
   const std::uint32_t warp = thread / 32 - kWarpgroup / 32, lane = thread % 32;
@@ -614,7 +648,10 @@ __device__ __forceinline__ void combine_task(const Pass& pass, const TaskDescrip
   // A warp to a token, or, where there are few tokens, all warps to one.
   const std::uint32_t warps_per_token = kMathWarps / chunk;
   const std::uint32_t token = task.tile * chunk + warp / warps_per_token;
-  if (token >= pass.call.tokens) return;
+  const auto demand = [&] {
+    if (thread == kWarpgroup) arrive(shared_address(&pass.block.demand));
+  };
+  if (token >= pass.call.tokens) return demand();
   const RoutingTables& tables = pass.state().tables;
   const std::size_t slot = static_cast<std::size_t>(token) * tables.top_k + lane;
   const std::size_t cell = static_cast<std::size_t>(token) * tables.cells_per_token + lane;
@@ -637,8 +674,10 @@ __device__ __forceinline__ void combine_task(const Pass& pass, const TaskDescrip
   pass.waiter().wait(protocol::Phase::kCombine, token, [&] {
     return __all_sync(~0u, tile == ~0u || pass.gemm2_complete(tile)) != 0;
   });
-  for (std::uint32_t column = warp % warps_per_token * kColumns;
-       column < static_cast<std::uint32_t>(layer.hidden); column += warps_per_token * kColumns) {
+  demand();
+  for (std::uint32_t column = warp % warps_per_token * kCombinedColumns;
+       column < static_cast<std::uint32_t>(layer.hidden);
+       column += warps_per_token * kCombinedColumns) {
     combine_columns(layer, pass.call, token, column + 8 * lane, weight, present);
   }
 }
@@ -653,6 +692,10 @@ __device__ __forceinline__ void clear_next_words(const Pass& pass) {
        i += gridDim.x * kMathThreads) {
     next.words[i] = 0;
   }
+  // All blocks know this pass's epoch: the next may have another.
+  if (threadIdx.x == kWarpgroup && atomicInc(pass.layer.readers, gridDim.x - 1) == gridDim.x - 1) {
+    *pass.layer.epoch = pass.waiter().epoch + 1;
+  }
 }
 
 __device__ __forceinline__ void report_stuck_ring(const Pass& pass) {
@@ -664,16 +707,31 @@ __device__ __forceinline__ void report_stuck_ring(const Pass& pass) {
   *pass.layer.failed = static_cast<std::uint32_t>(Failure::kGivenUp);
 }
 
+// A first GEMM may not store before the tile that had its slot of h is no longer needed.
+__device__ __forceinline__ void await_slot(const Pass& pass, std::uint32_t tile, Signals& signals) {
+  if (tile < pass.layer.h_slots) return;
+  const std::uint32_t before = tile - pass.layer.h_slots, group = threadIdx.x / kWarpgroup - 1;
+  signals.send();
+  if (threadIdx.x % kWarpgroup == 0) {
+    pass.waiter().wait(protocol::Phase::kExperts, before,
+                       [&] { return pass.gemm2_complete(before); });
+  }
+  named_barrier<kWarpgroup>(1 + group);
+}
+
 template <ActivationKind kKind, bool kGated>
 __device__ __forceinline__ void math_role(const Pass& pass) {
   clear_next_words(pass);
   if (!pass.state().tables.alone) {
-    pack_rows<4>(pass, 0, first_rows(pass), blockIdx.x * kMathWarps + threadIdx.x / 32 - 4,
+    // A row to a warp, as far as they go, and neighbours to different blocks.
+    pack_rows<1>(pass, 0, first_rows(pass), (threadIdx.x / 32 - 4) * gridDim.x + blockIdx.x,
                  gridDim.x * kMathWarps);
   }
   TaskReader reader(pass);
+  Signals signals(pass.block);
   RingPlace place;
   for (;;) {
+    if (!reader.ready()) signals.send();
     const TaskDescriptor task = reader.next();
     __syncwarp();
     // Told to be the same in all lanes, the compiler keeps the warp together; all of it in one
@@ -681,32 +739,34 @@ __device__ __forceinline__ void math_role(const Pass& pass) {
     const std::uint32_t head = __shfl_sync(
         ~0u, task.k_blocks << 8 | task.units << 2 | static_cast<std::uint32_t>(task.work), 0);
     const auto work = static_cast<Work>(head & 3);
-    const std::uint32_t k_blocks = head >> 8;
     const bool gemm = work == Work::kGemm1 || work == Work::kGemm2;
+    const std::uint32_t k_blocks = head >> 8;
+    const bool first = work == Work::kGemm1;
+    if (first) await_slot(pass, task.tile, signals);
     switch (gemm ? head >> 2 & 63 : 0) {
-#define SWITCHYARD_HEIGHT(units)                                                            \
-  case units:                                                                               \
-    gemm_task<16 * units, kKind, kGated>(pass, task, k_blocks, work == Work::kGemm1, place, \
-                                         reader);                                           \
+#define SWITCHYARD_HEIGHT(height)                                                          \
+  case (height) / 16:                                                                      \
+    gemm_task<height, kKind, kGated>(pass, task, k_blocks, first, place, reader, signals); \
     break;
-      SWITCHYARD_HEIGHT(1)
-      SWITCHYARD_HEIGHT(2)
-      SWITCHYARD_HEIGHT(4)
-      SWITCHYARD_HEIGHT(8)
       SWITCHYARD_HEIGHT(16)
-      SWITCHYARD_HEIGHT(3)
-      SWITCHYARD_HEIGHT(5)
-      SWITCHYARD_HEIGHT(6)
-      SWITCHYARD_HEIGHT(7)
-      SWITCHYARD_HEIGHT(9)
-      SWITCHYARD_HEIGHT(10)
-      SWITCHYARD_HEIGHT(11)
-      SWITCHYARD_HEIGHT(12)
-      SWITCHYARD_HEIGHT(13)
-      SWITCHYARD_HEIGHT(14)
-      SWITCHYARD_HEIGHT(15)
+      SWITCHYARD_HEIGHT(32)
+      case 3:
+        SWITCHYARD_HEIGHT(64)
+      case 5:
+        SWITCHYARD_HEIGHT(96)
+      case 7:
+        SWITCHYARD_HEIGHT(128)
+      case 9:
+        SWITCHYARD_HEIGHT(160)
+      case 11:
+        SWITCHYARD_HEIGHT(192)
+      case 13:
+        SWITCHYARD_HEIGHT(224)
+      case 15:
+        SWITCHYARD_HEIGHT(256)
 #undef SWITCHYARD_HEIGHT
       default:
+        signals.send();
         if (threadIdx.x % 32 == 0) reader.release();
         if (work != Work::kCombine) {
           report_stuck_ring(pass);

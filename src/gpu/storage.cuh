@@ -36,14 +36,21 @@ inline constexpr std::uint32_t kRingBytes =
     4 * (kWeightStageBytes + static_cast<std::uint32_t>(kTileShape.max_height) * kStageRowBytes);
 inline constexpr std::uint32_t kMaxStages = 12;
 inline constexpr std::uint32_t kTaskSlots = 2;
+// Where a math warpgroup turns its 64 rows of weights into rows of tokens: two buffers of so many.
+inline constexpr int kStagedTokens = 32;
+inline constexpr int kStagingBytes = 2 * kStagedTokens * kSwizzleRowBytes;
 
 // Arrivals that complete one phase of each barrier.
 inline constexpr int kFullArrivals = 1 + 1;                     // weights and tokens, with bytes
 inline constexpr int kFullArrivalsGather = 1 + kGatherThreads;  // weights with bytes; each thread
 inline constexpr int kEmptyArrivals = kMathWarps;
+inline constexpr int kDemandArrivals = 1;                      // weights or math
 inline constexpr int kTaskFullArrivals = 1;                    // the scheduler
 inline constexpr int kTaskEmptyArrivals = 1 + 1 + kMathWarps;  // weights, tokens, math: by warp
 inline constexpr int kTaskEmptyArrivalsGather = 1 + kGatherWarps + kMathWarps;
+
+// Tokens come into the ring in units of so many rows.
+inline constexpr std::uint32_t kUnitRows = 16;
 
 // A row of an expert's list: which slot (token, k) it is.
 struct RowEntry {
@@ -61,7 +68,7 @@ enum class Work : std::uint32_t { kGemm1, kGemm2, kCombine, kStop };
 // A task as the scheduler hands it to the other roles.
 struct TaskDescriptor {
   Work work;
-  std::uint32_t units;     // height of the tile in steps of kTileShape.granule
+  std::uint32_t units;     // height of the tile in steps of kUnitRows
   std::uint32_t k_blocks;  // stages of the K loop
   std::uint32_t tile;
   std::uint32_t block;      // of output rows; the chunk of a combine task
@@ -115,6 +122,7 @@ struct PassState {
   RoutingTables tables;
   Ring ring;
   protocol::TokenTiles shared_tiles;
+  std::uint32_t gate_slices;    // that logits are sums of
   std::uint32_t max_height;     // of all tiles
   std::uint32_t combine_chunk;  // tokens of a combine task
   Going going;
@@ -122,10 +130,10 @@ struct PassState {
 
 struct BlockStorage {
   alignas(1024) std::byte ring[kRingBytes];
-  alignas(1024) std::byte staging[kMathGroups][64 * kStageRowBytes];
+  alignas(1024) std::byte staging[kMathGroups][kStagingBytes];
   alignas(16) TaskDescriptor tasks[kTaskSlots];
   alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
-  alignas(8) std::uint64_t task_full[kTaskSlots], task_empty[kTaskSlots];
+  alignas(8) std::uint64_t task_full[kTaskSlots], task_empty[kTaskSlots], demand;
   std::uint32_t expert_rows[kMaxDeviceExperts];
   // [E + 1] first tile and first row of each expert, counted after the shared expert's.
   std::uint32_t tile_begin[kMaxDeviceExperts + 1];
@@ -133,9 +141,54 @@ struct BlockStorage {
   OwnRouting own;
   // The rows' entries of the tile in work, for the epilogue of each math warpgroup.
   std::uint32_t entries[kMathGroups][kTileShape.max_height];
-  std::uint64_t scan[kThreads / 32];
+  std::uint32_t* unsignalled[kMathGroups];  // see Signals
   PassState pass;
 };
 static_assert(sizeof(BlockStorage) + 1024 <= 227 * 1024, "the block's shared memory is full");
+
+// Barriers of all blocks, in the order in which a pass comes to them.
+enum GridBarrier : std::uint32_t { kConverted, kLogitsReady, kListsReady };
+
+// What every role of a block knows.
+struct Pass {
+  const LayerParams& layer;
+  const CallParams& call;
+  BlockStorage& block;
+
+  __device__ const PassState& state() const { return block.pass; }
+  __device__ Waiter waiter() const {
+    return {&layer.heaps, layer.failed, &block.pass.going, block.pass.epoch, layer.deadline_ns};
+  }
+  __device__ const FfnParams& ffn(bool shared) const {
+    return shared ? layer.shared : layer.routed;
+  }
+  __device__ std::uint32_t* barrier(GridBarrier which) const {
+    return state().words.barrier(which);
+  }
+  __device__ std::uint32_t* gemm1_done(std::uint32_t tile) const {
+    return state().words.gemm1_done(layer.num_experts) + tile;
+  }
+  __device__ std::uint32_t* gemm2_done(std::uint32_t tile) const {
+    return state().words.gemm2_done(layer.num_experts, layer.max_tiles) + tile;
+  }
+  __device__ std::uint32_t* packed(std::uint32_t tile) const {
+    return state().words.packed(layer.num_experts, layer.max_tiles) + tile;
+  }
+  __device__ bool is_shared(std::uint32_t tile) const { return tile < state().shared_tiles.count; }
+  // Every math warpgroup counts for itself.
+  __device__ bool gemm1_complete(std::uint32_t tile) const {
+    return load_acquire_gpu(gemm1_done(tile)) >= kMathGroups * ffn(is_shared(tile)).gemm1_blocks;
+  }
+  __device__ bool gemm2_complete(std::uint32_t tile) const {
+    return load_acquire_gpu(gemm2_done(tile)) >= kMathGroups * ffn(is_shared(tile)).gemm2_blocks;
+  }
+  __device__ std::uint32_t packed_row(std::uint32_t tile, std::uint32_t row) const {
+    return tile % layer.packed_slots * kTileShape.max_height + row;
+  }
+  __device__ std::uint16_t* h_row(std::uint32_t tile, std::uint32_t row) const {
+    const std::size_t slot = tile % layer.h_slots;
+    return layer.h + (slot * kTileShape.max_height + row) * layer.h_stride;
+  }
+};
 
 }  // namespace switchyard::gpu

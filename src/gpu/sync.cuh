@@ -91,6 +91,18 @@ __device__ __forceinline__ bool try_wait(std::uint32_t barrier, std::uint32_t pa
       : "memory");
   return done != 0;
 }
+// Unlike try_wait(), which the hardware may hold up for microseconds, does not wait.
+__device__ __forceinline__ bool test_wait(std::uint32_t barrier, std::uint32_t parity) {
+  std::uint32_t done;
+  asm volatile(
+      "{\n .reg .pred p;\n"
+      " mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      " selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
 __device__ __forceinline__ void arrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -129,6 +141,7 @@ __device__ __forceinline__ bool wait_ring(const Waiter& waiter, std::uint32_t ba
                                           std::uint32_t parity) {
   constexpr std::uint32_t kLooksPerClockRead = 64;
   std::uint64_t start = 0;
+  SWITCHYARD_ROLLED
   for (std::uint32_t looks = 1; !try_wait(barrier, parity); ++looks) {
     if (looks % kLooksPerClockRead != 0) continue;
     if (*waiter.going != Going::kOn) return false;

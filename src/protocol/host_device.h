@@ -6,3 +6,11 @@
 #else
 #define SWITCHYARD_HOST_DEVICE
 #endif
+
+// Before a loop: device code is to keep one copy of its body, because fetching instructions that
+// are executed once takes longer than executing them.
+#if defined(__CUDACC__)
+#define SWITCHYARD_ROLLED _Pragma("unroll 1")
+#else
+#define SWITCHYARD_ROLLED
+#endif

@@ -40,10 +40,11 @@ struct ExpertPartition {
 };
 
 // Rows of one expert in equal token tiles: as few tiles as `max_height` allows, and no taller than
-// they need be, in steps of `granule` (the matrix unit's width).
+// they need be, in steps of `granule` (the matrix unit's width, or what is compiled for it).
 struct TileShape {
   int max_height = 128;
   int granule = 16;
+  int least = 0;  // no more rows than these make a tile of this height
 };
 
 struct TokenTiles {
@@ -56,8 +57,13 @@ struct TokenTiles {
       : rows(num_rows) {
     if (num_rows == 0) return;
     const auto max_height = static_cast<std::uint32_t>(shape.max_height);
+    const auto granule = static_cast<std::uint32_t>(shape.granule);
+    const auto least = static_cast<std::uint32_t>(shape.least);
+    height = num_rows <= least ? least : round_up(num_rows, granule);
+    count = 1;
+    if (num_rows <= max_height) return;
     const std::uint32_t fewest = ceil_div(num_rows, max_height);
-    height = round_up(ceil_div(num_rows, fewest), static_cast<std::uint32_t>(shape.granule));
+    height = round_up(ceil_div(num_rows, fewest), granule);
     // Rounding the height up can leave the last of many tiles empty.
     count = ceil_div(num_rows, height);
   }

@@ -43,6 +43,7 @@ SWITCHYARD_HOST_DEVICE inline Culprit find_culprit(const Heaps& heaps, int peer,
 // comes first so that records of two ranks never mix; the abort word comes last, with release, so
 // that whoever sees it sees a whole record.
 SWITCHYARD_HOST_DEVICE inline void abort_world(const Heaps& heaps, const FailureRecord& record) {
+  SWITCHYARD_ROLLED
   for (int i = 0; i < heaps.size(); ++i) {
     Control* control = heaps.control((heaps.rank + i) % heaps.size());
     if (!claim(&control->claim, std::uint64_t{0}, static_cast<std::uint64_t>(record.waiter) + 1)) {
@@ -65,6 +66,7 @@ SWITCHYARD_HOST_DEVICE inline void note_progress(const Heaps& heaps) {
 
 SWITCHYARD_HOST_DEVICE inline std::uint64_t total_progress(const Heaps& heaps) {
   std::uint64_t total = 0;
+  SWITCHYARD_ROLLED
   for (int r = 0; r < heaps.size(); ++r) total += load_relaxed(&heaps.control(r)->progress);
   return total;
 }
@@ -79,13 +81,16 @@ template <typename Ready, typename WhatIsMissing, typename Pace>
 SWITCHYARD_HOST_DEVICE WaitResult wait_until(const Heaps& heaps, std::uint64_t epoch,
                                              std::uint64_t deadline_ns, Pace& pace, Ready&& ready,
                                              WhatIsMissing&& missing) {
-  if (ready()) return WaitResult::kReady;
+  if (ready()) [[likely]] {
+    return WaitResult::kReady;
+  }
   // Most waits end within a few looks: the clock and the words of others are left alone until then.
   constexpr std::uint32_t kLooksPerClockRead = 64;
   Control* mine = heaps.control(heaps.rank);
   bool clock_runs = false;
   std::uint64_t start = 0, progress = 0;
   WaitResult result = WaitResult::kReady;
+  SWITCHYARD_ROLLED
   for (std::uint32_t looks = 1;; ++looks) {
     pace.pause(looks);
     if (ready()) break;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <numeric>
 #include <optional>
 #include <random>
@@ -197,20 +198,23 @@ TEST_F(GpuTypes, WeightsOfEveryType) {
 
 using GpuOptions = GpuTest;
 
-// Not to the bit: the gate's sums are cut into as many slices as there are blocks to add them.
-TEST_F(GpuOptions, FewerMultiprocessors) {
+TEST_F(GpuOptions, FewerMultiprocessorsGiveTheSameBits) {
   LayerSpec spec = wide_spec(16, 4);
   spec.shared_intermediate = 200;
   const MoeWeights w = make_weights(spec, DType::kBF16, 3);
   const int num_sms = gpu::device_info(gpu::current_device()).num_sms;
   for (const int tokens : {3, 200}) {
+    const Batch batch = random_batch(spec, tokens, DType::kBF16, 4);
+    const BatchResult all = DeviceLayer(spec, w, tokens).run(batch, DType::kBF16);
+    expect_accurate(spec, w, batch, all);
     for (const int reserved : {1, 17, num_sms - 1}) {
       SCOPED_TRACE(::testing::Message() << tokens << " tokens, " << reserved << " reserved");
       LayerOptions options;
       options.reserved_sms = reserved;
-      const Batch batch = random_batch(spec, tokens, DType::kBF16, 4);
-      DeviceLayer layer(spec, w, tokens, options);
-      expect_accurate(spec, w, batch, layer.run(batch, DType::kBF16));
+      const BatchResult fewer = DeviceLayer(spec, w, tokens, options).run(batch, DType::kBF16);
+      EXPECT_EQ(fewer.ids, all.ids);
+      EXPECT_TRUE(fewer.weights == all.weights);
+      EXPECT_TRUE(fewer.output == all.output);
     }
   }
 }
@@ -238,15 +242,56 @@ TEST_F(GpuOptions, WhatItDoesNotDoIsRefused) {
   spec = wide_spec(513, 1);
   spec.hidden = spec.intermediate = 8;
   EXPECT_EQ(build(spec), ErrorCode::kUnsupported);
-  spec = wide_spec(16, 4);
-  spec.activation.kind = ActivationKind::kIdentity;
-  EXPECT_EQ(build(spec), ErrorCode::kUnsupported);
   LayerOptions options;
   options.compute = DType::kF32;
   EXPECT_EQ(build(wide_spec(16, 4), options), ErrorCode::kUnsupported);
   options = {};
   options.reserved_sms = gpu::device_info(gpu::current_device()).num_sms;
   EXPECT_NE(build(wide_spec(16, 4), options), ErrorCode::kSystem);
+}
+
+TEST_F(GpuOptions, EveryActivation) {
+  for (const ActivationKind kind :
+       {ActivationKind::kSilu, ActivationKind::kGelu, ActivationKind::kGeluTanh,
+        ActivationKind::kRelu, ActivationKind::kRelu2, ActivationKind::kIdentity}) {
+    for (const bool gated : {true, false}) {
+      for (const int tokens : {5, 290}) {
+        LayerSpec spec = wide_spec(16, 4);
+        spec.activation = {.kind = kind, .gated = gated};
+        spec.expert_bias = tokens == 5;
+        SCOPED_TRACE(::testing::Message() << name_of(spec.activation) << (gated ? " gated" : "")
+                                          << ", " << tokens << " tokens");
+        const MoeWeights w = make_weights(spec, DType::kBF16, 3);
+        const Batch batch = random_batch(spec, tokens, DType::kBF16, 4);
+        expect_accurate(spec, w, batch, DeviceLayer(spec, w, tokens).run(batch, DType::kBF16));
+      }
+    }
+  }
+}
+
+// The second GEMM of this layer is one task of several milliseconds, in which nothing else moves:
+// those that wait for it give up, the pass drains, and the process lives.
+TEST_F(GpuOptions, AWaitPastItsDeadlineIsATypedError) {
+  LayerSpec slow = wide_spec(1, 1);
+  slow.hidden = 16;
+  slow.intermediate = 1 << 20;
+  LayerOptions options;
+  options.deadline = std::chrono::milliseconds(1);
+  {
+    DeviceLayer layer(slow, make_weights(slow, DType::kBF16, 3), 8, options);
+    const Batch batch{Matrix::random(8, slow.hidden, DType::kBF16, 17),
+                      std::vector<std::int32_t>(8, 0),
+                      std::vector<float>(8, 1.0f),
+                      {}};
+    layer.load(batch, DType::kBF16);
+    layer.enqueue();
+    EXPECT_EQ(code_of([&] { layer.layer().stats(); }), ErrorCode::kTimeout);
+    EXPECT_EQ(code_of([&] { layer.enqueue(); }), ErrorCode::kTimeout) << "the layer is dead";
+  }
+  const LayerSpec spec = wide_spec(16, 4);
+  const MoeWeights w = make_weights(spec, DType::kBF16, 3);
+  const Batch batch = random_batch(spec, 40, DType::kBF16, 4);
+  expect_accurate(spec, w, batch, DeviceLayer(spec, w, 40).run(batch, DType::kBF16));
 }
 
 TEST_F(GpuOptions, RowsThatAreNotAlignedAreRefused) {
