@@ -163,6 +163,13 @@ FLOOR = (
 )
 
 
+def gpu_method(rows):
+    flushed = all(row.get("rotation_passes", 1) == 1 for row in rows)
+    if flushed:
+        return "Each pass by itself, behind a flush of the L2 cache, in a CUDA graph."
+    return "Passes in a row in a CUDA graph, on copies of the layer in turn; ours and PyTorch's alike."
+
+
 def gpu_table(suite, title):
     rows = load(f"{suite}.json")
     rows = [row for row in rows or [] if row.get("routing", "gate") == "gate"]
@@ -172,7 +179,7 @@ def gpu_table(suite, title):
     names = ["share of F", "PyTorch µs", "speed-up"]
     heads = [head for beta in betas for head in (f"β {beta:g}: time µs", *names)]
     absent = ["–"] * (1 + len(names))
-    lines = [f"**{title}** {gpu_summary(rows)} {FLOOR}"]
+    lines = [f"**{title}** {gpu_summary(rows)} {gpu_method(rows)} {FLOOR}"]
     layers = {}
     for row in rows:
         layers.setdefault(describe_layer(row), {}).setdefault(row["tokens_per_rank"], {})[row["beta"]] = row
