@@ -265,6 +265,8 @@ void Engine::lay_out_workspace() {
                                         static_cast<std::size_t>(spec_.hidden) * 2);
   workspace_ = DeviceBuffer(arena.size());
   SWITCHYARD_CUDA(cudaMemset(workspace_.data(), 0, zeroed));
+  // NaN everywhere else, so that no pass can get away with reading what it did not write.
+  SWITCHYARD_CUDA(cudaMemset(workspace_.data() + zeroed, 0xff, arena.size() - zeroed));
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
 
   const auto at = [&]<typename T>(std::size_t offset, T*& pointer) {

@@ -6,12 +6,12 @@
 //     1         scheduler  tickets -> tasks
 //     2         tokens     tasks -> TMA of the tile's packed rows x 64 columns per stage
 //     3         pack       copies token rows into tiles, ahead of the tasks (math helps at first)
-//     2, 3      gather     in small passes in place of the two: rows straight from where they are
+//     2, 3      gather     in small passes in place of the two: rows of x from where they are, h
 //     4 to 11   math       two warpgroups: WGMMA over the ring; epilogue; combine tasks
 //
 //   barrier      phase completes on                                              waited for by
 //   full[s]      weights: 1 arrival + 16 KiB; tokens: 1 arrival + bytes, or in   math
-//                small passes 64 arrivals when copied
+//                small passes 64 arrivals: copies of x, or one with h's bytes
 //   empty[s]     8 math warps, when the products that read the stage are done    weights, tokens
 //   task_full    scheduler                                                       all other roles
 //   demand       weights, a few stages before the end of a GEMM; math, when what   scheduler
