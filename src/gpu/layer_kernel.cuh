@@ -1,6 +1,7 @@
 // One forward pass of one rank: gate, plan, expert GEMMs and combine in one cooperative launch.
 //
-//   all threads        gate (partial logits) | route, lists | plan: every block makes the same one
+//   math warps         gate (partial logits); who has no part in it rehearses what follows
+//   all threads        route, lists | plan: every block makes the same one
 //   then, by warp:
 //     0         weights    tasks -> TMA of 128 weight rows x 64 columns per stage
 //     1         scheduler  tickets -> tasks
