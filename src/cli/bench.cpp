@@ -428,8 +428,7 @@ class Bench {
     row.given_routing = options_.measure.given_routing;
     row.graph_us = measured.graph_us;
     row.no_graph_us = measured.no_graph_us;
-    row.rotation_copies = measured.rotation.copies;
-    row.rotation_passes = measured.rotation.passes;
+    row.rotation = measured.rotation;
     row.touched_bytes = touched_weight_bytes(source.weights, measured.tokens_per_expert);
     row.flops = useful_flops(layer.spec, measured.tokens_per_expert, tokens);
     if (options_.measure.backend == Backend::kCuda) {

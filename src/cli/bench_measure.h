@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/bench_rows.h"
 #include "cli/ranks.h"
 #include "cli/source.h"
 #include "switchyard/layer.h"
@@ -23,12 +24,6 @@ struct MeasureOptions {
   bool cold = false;     // kCuda: each pass by itself, behind a flush of the L2 cache
   bool given_routing = false;
   bool verify = false;
-};
-
-// How passes follow each other when they are timed; {1, 1}: by themselves.
-struct Rotation {
-  int copies = 1;  // of the layer's weights
-  int passes = 1;  // between two looks at the clock
 };
 
 struct Measured {

@@ -29,6 +29,12 @@ double floor_us(double touched_bytes, double flops);
 // for no values.
 double percentile(std::vector<double> values, double share);
 
+// How passes follow each other when they are timed; {1, 1}: by themselves.
+struct Rotation {
+  int copies = 1;  // of the layer's weights
+  int passes = 1;  // between two looks at the clock
+};
+
 struct Rival {
   std::string name;  // "torch 2.11.0 ordered"
   double median_us = 0;
@@ -50,7 +56,7 @@ struct BenchRow {
   // Of every repetition, in their order. Either may be empty where it was not asked for; the rows'
   // main numbers are those of the graph if there are any.
   std::vector<double> graph_us, no_graph_us;
-  int rotation_copies = 1, rotation_passes = 1;  // 1, 1: each behind a flush of the cache
+  Rotation rotation;
   std::uint64_t touched_bytes = 0;
   double flops = 0;
   std::uint64_t nvlink_bytes = 0;

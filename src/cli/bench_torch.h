@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "cli/bench_measure.h"
 #include "cli/bench_rows.h"
 #include "switchyard/weights.h"
 
