@@ -551,8 +551,7 @@ __device__ __forceinline__ void clamp_gate_and_up(float limit, float up_bias, fl
 
 template <int N, ActivationKind kKind, bool kGated>
 __device__ __forceinline__ void finish_gemm1(const Pass& pass, const TaskDescriptor& task,
-                                             std::uint32_t group, Signals& signals,
-                                             float (&acc)[N / 2]) {
+                                             std::uint32_t group, float (&acc)[N / 2]) {
   const LayerParams& layer = pass.layer;
   const FfnParams& ffn = pass.ffn(task.shared != 0);
   const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
@@ -587,14 +586,11 @@ __device__ __forceinline__ void finish_gemm1(const Pass& pass, const TaskDescrip
   store_tile<N, kGated>(shared_address(pass.block.staging[group]), 1 + group, task.rows,
                         column0 < intermediate ? intermediate - column0 : 0, pair,
                         [&](std::uint32_t token) { return to + std::size_t{token} * stride; });
-  signals.put_off(pass.gemm1_done(task.tile), 1 + group);
-  if (pass.state().tables.alone) signals.send();
 }
 
 template <int N>
 __device__ __forceinline__ void finish_gemm2(const Pass& pass, const TaskDescriptor& task,
-                                             std::uint32_t group, Signals& signals,
-                                             float (&acc)[N / 2]) {
+                                             std::uint32_t group, float (&acc)[N / 2]) {
   const LayerParams& layer = pass.layer;
   const FfnParams& ffn = pass.ffn(task.shared != 0);
   const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
@@ -617,8 +613,6 @@ __device__ __forceinline__ void finish_gemm2(const Pass& pass, const TaskDescrip
                              RowEntry::token(entry) * cells + RowEntry::k(entry);
                          return to + std::size_t{cell} * hidden;
                        });
-  signals.put_off(pass.gemm2_done(task.tile), 1 + group);
-  if (pass.state().tables.alone) signals.send();
 }
 
 template <int N, ActivationKind kKind, bool kGated>
@@ -634,10 +628,12 @@ __device__ __forceinline__ void gemm_task(const Pass& pass, const TaskDescriptor
   if (fresh_thread_index<32>() == 0) reader.release();
   if (needs_entries) await_entries(1 + group);
   if (first) {
-    finish_gemm1<N, kKind, kGated>(pass, task, group, signals, acc);
+    finish_gemm1<N, kKind, kGated>(pass, task, group, acc);
   } else {
-    finish_gemm2<N>(pass, task, group, signals, acc);
+    finish_gemm2<N>(pass, task, group, acc);
   }
+  signals.put_off(first ? pass.gemm1_done(task.tile) : pass.gemm2_done(task.tile), 1 + group);
+  if (pass.state().tables.alone) signals.send();
 }
 
 __device__ __forceinline__ void combine_task(const Pass& pass, const TaskDescriptor& task) {

@@ -80,29 +80,21 @@ __device__ __forceinline__ bool grid_await(const Waiter& waiter, std::uint32_t* 
 __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
-__device__ __forceinline__ bool try_wait(std::uint32_t barrier, std::uint32_t parity) {
-  std::uint32_t done;
-  asm volatile(
-      "{\n .reg .pred p;\n"
-      " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      " selp.u32 %0, 1, 0, p;\n}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-// Unlike try_wait(), which the hardware may hold up for microseconds, does not wait.
-__device__ __forceinline__ bool test_wait(std::uint32_t barrier, std::uint32_t parity) {
-  std::uint32_t done;
-  asm volatile(
-      "{\n .reg .pred p;\n"
-      " mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      " selp.u32 %0, 1, 0, p;\n}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
+// Whether the phase of that parity is complete. The hardware may hold try_wait() up for
+// microseconds before it says no; test_wait() does not wait.
+#define SWITCHYARD_MBARRIER_QUESTION(name)                                            \
+  __device__ __forceinline__ bool name(std::uint32_t barrier, std::uint32_t parity) { \
+    std::uint32_t done;                                                               \
+    asm volatile("{\n .reg .pred p;\n mbarrier." #name                                \
+                 ".parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"    \
+                 : "=r"(done)                                                         \
+                 : "r"(barrier), "r"(parity)                                          \
+                 : "memory");                                                         \
+    return done != 0;                                                                 \
+  }
+SWITCHYARD_MBARRIER_QUESTION(try_wait)
+SWITCHYARD_MBARRIER_QUESTION(test_wait)
+#undef SWITCHYARD_MBARRIER_QUESTION
 __device__ __forceinline__ void arrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
