@@ -8,12 +8,13 @@
 
 namespace switchyard::gpu {
 
-// Tokens of one combine task, a power of two: as many as give every block one, but no more than one
-// for each math warp.
-__device__ __forceinline__ std::uint32_t combine_chunk(std::uint32_t tokens, std::uint32_t blocks) {
-  std::uint32_t chunk = 1;
-  while (chunk < kMathWarps && chunk * blocks < tokens) chunk *= 2;
-  return chunk;
+// Of the tokens of one combine task: as many as give every block one, but no more than one for each
+// math warp.
+__device__ __forceinline__ std::uint32_t log2_combine_chunk(std::uint32_t tokens,
+                                                            std::uint32_t blocks) {
+  std::uint32_t log2 = 0;
+  while (1 << log2 < kMathWarps && blocks << log2 < tokens) ++log2;
+  return log2;
 }
 
 __device__ __forceinline__ void store_output(const CallParams& call, std::uint32_t token,

@@ -105,6 +105,10 @@ class Engine final : public LayerEngine {
 
  private:
   void choose_grid();
+  // Of single blocks or of pairs; fills `attributes`, to which it points.
+  static constexpr unsigned kMaxAttributes = 2;
+  cudaLaunchConfig_t launch_config(bool paired, cudaLaunchAttribute* attributes,
+                                   cudaStream_t stream) const;
   void lay_out_workspace();
   void throw_if_failed();
 
@@ -115,6 +119,7 @@ class Engine final : public LayerEngine {
   int device_;
   KernelEntry kernel_;
   unsigned grid_ = 0;
+  unsigned paired_grid_ = 0;
   DeviceFfn routed_, shared_;
   DeviceGate gate_;
   DeviceBuffer workspace_;
@@ -215,6 +220,12 @@ void Engine::choose_grid() {
                             free_sms, info.num_sms, options_.reserved_sms, blocks_per_sm));
   }
   grid_ = static_cast<unsigned>(free_sms);
+  // A cluster takes neighbouring multiprocessors, so fewer of them may fit.
+  cudaLaunchAttribute attributes[kMaxAttributes]{};
+  const cudaLaunchConfig_t config = launch_config(true, attributes, nullptr);
+  int clusters = 0;
+  SWITCHYARD_CUDA(cudaOccupancyMaxActiveClusters(&clusters, function, &config));
+  paired_grid_ = std::min(grid_ / kPair, static_cast<unsigned>(clusters)) * kPair;
 }
 
 void Engine::lay_out_workspace() {
@@ -231,9 +242,15 @@ void Engine::lay_out_workspace() {
   std::uint32_t fewest = params_.routed.gemm1_blocks;
   if (has_shared) fewest = std::min(fewest, params_.shared.gemm1_blocks);
   params_.lag = protocol::ceil_div(2 * grid_, fewest) + 1;
-  // A tile's h is needed from its GEMM1 to its GEMM2; twice the lag leaves nobody waiting for it.
-  params_.h_slots =
-      static_cast<std::uint32_t>(std::min<std::size_t>(tiles, std::size_t{2} * params_.lag + 2));
+  // Where a tile is work for many blocks, so many tiles of an expert share the weights they read.
+  constexpr std::uint32_t kBand = 8;
+  params_.band = fewest >= 4 * kBand ? kBand : 1;
+  params_.banded_lag =
+      params_.band == 1 ? params_.lag : protocol::ceil_div(2 * grid_, kBand * fewest);
+  // A tile's h is needed from its GEMM1 to its GEMM2. Nobody waits for it with slots for twice the
+  // lag, or for one band more than those between.
+  params_.h_slots = static_cast<std::uint32_t>(std::min<std::size_t>(
+      tiles, std::max(2 * params_.lag + 2, (params_.banded_lag + 2) * params_.band)));
   params_.h_stride = static_cast<std::uint32_t>(
       std::max(params_.routed.intermediate, params_.shared.intermediate));
 
@@ -320,12 +337,35 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   require_aligned("outputs", call.y, call.y_stride, call.y_type, x.rows);
 
   const DeviceScope scope(device_);
+  // Two blocks that share the tokens of a tile read a third less from the L2 cache. Below about so
+  // many rows per expert, that does not make up for what a launch of clusters costs: 2 us.
+  constexpr std::int64_t kLeastRows = 96;
+  const bool pairs =
+      paired_grid_ >= kPair && x.rows * spec_.top_k >= kLeastRows * spec_.num_experts;
+  call.paired = pairs ? 1 : 0;
   void* arguments[] = {&params_, &call};
-  SWITCHYARD_CUDA(cudaLaunchCooperativeKernel(
-      reinterpret_cast<const void*>(kernel_.kernel), dim3(grid_),
-      dim3(static_cast<unsigned>(kernel_.shape.threads)), arguments, kernel_.shape.shared_bytes,
-      static_cast<cudaStream_t>(input.stream)));
+  cudaLaunchAttribute attributes[kMaxAttributes]{};
+  const cudaLaunchConfig_t config =
+      launch_config(pairs, attributes, static_cast<cudaStream_t>(input.stream));
+  SWITCHYARD_CUDA(
+      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel_.kernel), arguments));
   stats_.tokens = x.rows;
+}
+
+cudaLaunchConfig_t Engine::launch_config(bool paired, cudaLaunchAttribute* attributes,
+                                         cudaStream_t stream) const {
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {paired ? kPair : 1, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(paired ? std::max(paired_grid_, kPair) : grid_);
+  config.blockDim = dim3(static_cast<unsigned>(kernel_.shape.threads));
+  config.dynamicSmemBytes = kernel_.shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = paired ? kMaxAttributes : 1;
+  return config;
 }
 
 void Engine::throw_if_failed() {

@@ -32,9 +32,9 @@
 
 namespace switchyard::gpu {
 
-static_assert(kFullArrivals == 1 + 1 && kFullArrivalsGather == 1 + 64 && kEmptyArrivals == 8 &&
-                  kTaskFullArrivals == 1 && kDemandArrivals == 1 &&
-                  kTaskEmptyArrivals == 1 + 1 + 8 && kTaskEmptyArrivalsGather == 1 + 2 + 8,
+static_assert(kFullArrivals == 1 + 1 && kFullArrivalsAlone == 1 + 64 && kEmptyArrivals == 8 &&
+                  kTaskFullArrivals == 1 && kDemandArrivals == 1 && kTicketArrivals == 1 &&
+                  kTaskEmptyArrivals == 1 + 1 + 8 && kTaskEmptyArrivalsAlone == 1 + 2 + 8,
               "the table above");
 
 // Activations of other types as bf16 rows.
@@ -146,42 +146,15 @@ __device__ __forceinline__ void loading_group(const Pass& pass) {
   }
 }
 
-template <ActivationKind kKind, bool kGated>
-__global__ void __launch_bounds__(kThreads, 1)
-    layer_kernel(const __grid_constant__ LayerParams layer,
-                 const __grid_constant__ CallParams call) {
-  extern __shared__ std::byte shared_memory[];
-  BlockStorage& block =
-      *reinterpret_cast<BlockStorage*>(shared_memory + (-shared_address(shared_memory) & 1023u));
-  const bool alone = routes_alone(layer, call.tokens);
-  if (threadIdx.x == 0) {
-    for (std::uint32_t s = 0; s < kMaxStages; ++s) {
-      init_barrier(shared_address(&block.full[s]), alone ? kFullArrivalsGather : kFullArrivals);
-      init_barrier(shared_address(&block.empty[s]), kEmptyArrivals);
-    }
-    for (std::uint32_t s = 0; s < kTaskSlots; ++s) {
-      init_barrier(shared_address(&block.task_full[s]), kTaskFullArrivals);
-      init_barrier(shared_address(&block.task_empty[s]),
-                   alone ? kTaskEmptyArrivalsGather : kTaskEmptyArrivals);
-    }
-    init_barrier(shared_address(&block.demand), kDemandArrivals);
-    PassState& state = block.pass;
-    state.going = Going::kOn;
-    state.epoch = *layer.epoch;
-    state.words = layer.pass_words[state.epoch & 1];
-    const bool converts = call.x_type != DType::kBF16;
-    state.x = converts ? layer.converted : static_cast<const std::uint16_t*>(call.x);
-    state.x_stride = converts ? layer.hidden : call.x_stride;
-    state.tables = tables_of(layer, block, alone);
-    state.gate_slices = GateGrid(layer, call.tokens).slices;
-  }
-  for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) block.expert_rows[e] = 0;
-  __syncthreads();
-  const Pass pass{layer, call, block};
+// From activations to what every role needs to know. False if the pass was given up.
+__device__ __forceinline__ bool plan_pass(const Pass& pass, bool alone) {
+  const LayerParams& layer = pass.layer;
+  const CallParams& call = pass.call;
+  BlockStorage& block = pass.block;
   if (call.x_type != DType::kBF16) {
     convert_activations(layer, call);
     grid_arrive(pass.barrier(kConverted));
-    if (!grid_await(pass.waiter(), pass.barrier(kConverted))) return;
+    if (!grid_await(pass.waiter(), pass.barrier(kConverted))) return false;
   }
   const bool gated = (layer.has_router && call.given_ids == nullptr) || layer.shared_sigmoid;
   // Told to be the same in all lanes: a third less code.
@@ -199,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (threadIdx.x == kWarpgroup) add_release_gpu(pass.barrier(kLogitsReady), 1);
       if (alone ? gates : math) continue;
     } else if (gated && !grid_await(pass.waiter(), pass.barrier(kLogitsReady))) {
-      return;
+      return false;
     }
     const auto share = [&](std::uint32_t i) {
       return static_cast<std::uint32_t>(std::uint64_t{call.tokens} * i / gridDim.x);
@@ -217,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       __syncthreads();
       list_shared_slots(layer, block, pass.state().words, begin, end);
       grid_arrive(pass.barrier(kListsReady));
-      if (!grid_await(pass.waiter(), pass.barrier(kListsReady))) return;
+      if (!grid_await(pass.waiter(), pass.barrier(kListsReady))) return false;
       for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) {
         block.expert_rows[e] = __ldcg(pass.state().words.expert_rows() + e);
       }
@@ -240,23 +213,80 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (threadIdx.x == 0) {
     PassState& state = block.pass;
-    state.combine_chunk = combine_chunk(call.tokens, gridDim.x);
+    state.log2_combine_chunk = log2_combine_chunk(call.tokens, gridDim.x);
     const std::uint32_t stage_bytes = kWeightStageBytes + state.max_height * kStageRowBytes;
     state.ring = {shared_address(block.ring), shared_address(block.full),
                   shared_address(block.empty), min(kMaxStages, kRingBytes / stage_bytes),
                   stage_bytes};
   }
+  return true;
+}
+
+// Tells the other block of the pair, too, that the pass was given up.
+__device__ __forceinline__ void give_up_pair(const Pass& pass) {
+  if (threadIdx.x != 0) return;
+  const std::uint32_t going = shared_address(&pass.block.pass.going);
+  for (std::uint32_t rank = 0; rank < kPair; ++rank) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_pair(going, rank)),
+                 "r"(static_cast<std::uint32_t>(Going::kGivenUp))
+                 : "memory");
+  }
+}
+
+template <ActivationKind kKind, bool kGated>
+__global__ void __launch_bounds__(kThreads, 1)
+    layer_kernel(const __grid_constant__ LayerParams layer,
+                 const __grid_constant__ CallParams call) {
+  extern __shared__ std::byte shared_memory[];
+  BlockStorage& block =
+      *reinterpret_cast<BlockStorage*>(shared_memory + (-shared_address(shared_memory) & 1023u));
+  const bool alone = routes_alone(layer, call.tokens);
+  if (threadIdx.x == 0) {
+    for (std::uint32_t s = 0; s < kMaxStages; ++s) {
+      init_barrier(shared_address(&block.full[s]), alone ? kFullArrivalsAlone : kFullArrivals);
+      init_barrier(shared_address(&block.empty[s]), kEmptyArrivals << call.paired);
+    }
+    for (std::uint32_t s = 0; s < kTaskSlots; ++s) {
+      init_barrier(shared_address(&block.task_full[s]), kTaskFullArrivals);
+      init_barrier(shared_address(&block.task_empty[s]),
+                   alone ? kTaskEmptyArrivalsAlone : kTaskEmptyArrivals);
+    }
+    init_barrier(shared_address(&block.demand), kDemandArrivals << call.paired);
+    init_barrier(shared_address(&block.ticket_full), kTicketArrivals);
+    PassState& state = block.pass;
+    state.going = Going::kOn;
+    state.epoch = *layer.epoch;
+    state.words = layer.pass_words[state.epoch & 1];
+    const bool converts = call.x_type != DType::kBF16;
+    state.x = converts ? layer.converted : static_cast<const std::uint16_t*>(call.x);
+    state.x_stride = converts ? layer.hidden : call.x_stride;
+    state.tables = tables_of(layer, block, alone);
+    state.gate_slices = GateGrid(layer, call.tokens).slices;
+  }
+  for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) block.expert_rows[e] = 0;
+  __syncthreads();
+  const Pass pass{layer, call, block};
+  bool going = plan_pass(pass, alone);
   // The gate used the ring's memory; from here on it belongs to the async proxy too.
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
-
-  if (__shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<kLoadingRegisters>();
-    loading_group<kGated>(pass);
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<kMathRegisters>();
-    math_role<kKind, kGated>(pass);
+  if (call.paired != 0) {
+    // From here on the blocks of a pair write into each other's memory; both, or neither.
+    if (!going) give_up_pair(pass);
+    pair_sync();
+    going = pass.state().going == Going::kOn;
   }
+  if (going) {
+    if (__shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) == 0) {
+      cutlass::arch::warpgroup_reg_dealloc<kLoadingRegisters>();
+      loading_group<kGated>(pass);
+    } else {
+      cutlass::arch::warpgroup_reg_alloc<kMathRegisters>();
+      math_role<kKind, kGated>(pass);
+    }
+  }
+  // Nor may a block leave while the other still does.
+  if (call.paired != 0) pair_sync();
 }
 
 }  // namespace switchyard::gpu

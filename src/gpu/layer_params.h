@@ -116,7 +116,9 @@ struct LayerParams {
   std::uint32_t h_slots;
   std::uint32_t h_stride;
   std::uint32_t max_tiles;
-  std::uint32_t lag;
+  std::uint32_t band;              // tiles taken up together where experts have several
+  std::uint32_t banded_lag;        // then; see protocol::Workload
+  std::uint32_t lag;               // where no expert has more than one
   std::uint32_t* stats;            // [E] rows per expert of the last pass
   volatile std::uint32_t* failed;  // a Failure, in the host's memory
 };
@@ -126,7 +128,8 @@ struct CallParams {
   std::int64_t x_stride;  // in elements
   DType x_type;
   std::uint32_t tokens;
-  void* y;  // [T, H] of y_type
+  std::uint32_t paired;  // 1: launched in pairs of blocks, which do each task together; 0: not
+  void* y;               // [T, H] of y_type
   std::int64_t y_stride;
   DType y_type;
   const std::int32_t* given_ids;  // [T, K] or null
@@ -154,7 +157,8 @@ KernelEntry find_kernel(const Activation& activation);
 
 inline constexpr protocol::TileShape kTileShape{256, 32, 16};
 inline constexpr int kTileRows = 128;  // weight rows of a task
-inline constexpr int kRowGroup = 8;    // rows of gate, then rows of up: see FfnParams
+inline constexpr std::uint32_t kPair = 2;
+inline constexpr int kRowGroup = 8;  // rows of gate, then rows of up: see FfnParams
 inline constexpr int kMaxGateSlices = 16;
 // What the gate is cut up for, whatever the number of blocks: so that the bits do not depend on it.
 inline constexpr std::uint32_t kNominalBlocks = 128;

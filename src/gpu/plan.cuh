@@ -142,13 +142,15 @@ __device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStora
   const std::uint32_t begin = min(lane * per_lane, num_experts);
   const std::uint32_t end = min(begin + per_lane, num_experts);
   const protocol::TokenTiles shared_tiles(shared_rows, kTileShape);
-  std::uint32_t tiles = 0, rows = 0, height = max(shared_tiles.height, kTileShape.least);
+  std::uint32_t tiles = 0, rows = 0, most = shared_tiles.count;
+  std::uint32_t height = max(shared_tiles.height, kTileShape.least);
 #pragma unroll 1
   for (std::uint32_t e = begin; e < end; ++e) {
     const protocol::TokenTiles cut(block.expert_rows[e], kTileShape);
     tiles += cut.count;
     rows += cut.rows;
     height = max(height, cut.height);
+    most = max(most, cut.count);
     // For the loop below, which must not divide again.
     block.tile_begin[e] = cut.count;
   }
@@ -173,11 +175,13 @@ __device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStora
     row += block.expert_rows[e];
   }
   height = __reduce_max_sync(~0u, height);
+  most = __reduce_max_sync(~0u, most);
   if (lane == 31) {
     block.tile_begin[num_experts] = tile;
     block.row_begin[num_experts] = row;
     block.pass.shared_tiles = shared_tiles;
     block.pass.max_height = height;
+    block.pass.band = most > 1 ? layer.band : 1;
   }
 }
 

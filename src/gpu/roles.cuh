@@ -49,13 +49,16 @@ class TaskReader {
 
 // --- Scheduler: one warp. Takes tickets from the counter all blocks share and hands out tasks.
 
-__device__ __forceinline__ TaskDescriptor describe(const Pass& pass, const protocol::Task& task) {
+// The task of a pair, or of a block by itself, as this block has to do it.
+__device__ __forceinline__ TaskDescriptor describe(const Pass& pass, const protocol::Task& task,
+                                                   std::uint32_t share) {
   const LayerParams& layer = pass.layer;
   TaskDescriptor d{};
   d.tile = task.index;
-  d.block = task.block;
+  d.block = (task.block << pass.call.paired) + share;
   if (task.kind == protocol::TaskKind::kCombine) {
     d.work = Work::kCombine;
+    d.tile = (task.index << pass.call.paired) + share;
     return d;
   }
   d.shared = pass.is_shared(task.index) ? 1 : 0;
@@ -84,28 +87,47 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass& pass, const proto
   return d;
 }
 
+// The second block has read the ticket before: only then did it demand this one.
+__device__ __forceinline__ void send_ticket(BlockStorage& block, std::uint32_t ticket) {
+  asm volatile(
+      "st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_pair(shared_address(&block.ticket), 1)),
+      "r"(ticket)
+      : "memory");
+  asm volatile("fence.acq_rel.cluster;" ::: "memory");
+  arrive_in_pair(shared_address(&block.ticket_full), 1);
+}
+__device__ __forceinline__ std::uint32_t load_ticket(const BlockStorage& block) {
+  asm volatile("fence.acq_rel.cluster;" ::: "memory");
+  return *static_cast<const volatile std::uint32_t*>(&block.ticket);
+}
+
 __device__ __forceinline__ void scheduler_role(const Pass& pass) {
   const LayerParams& layer = pass.layer;
+  // The two blocks of a pair do each task together, the first taking the tickets; in small passes
+  // every block is for itself.
+  const std::uint32_t paired = pass.call.paired, share = paired == 0 ? 0 : rank_in_pair();
   protocol::Workload work;
   work.num_shared_tiles = pass.state().shared_tiles.count;
   work.num_routed_tiles =
       pass.block.tile_begin[layer.num_experts] - pass.state().shared_tiles.count;
-  work.shared_gemm1_blocks = layer.shared.gemm1_blocks;
-  work.shared_gemm2_blocks = layer.shared.gemm2_blocks;
-  work.routed_gemm1_blocks = layer.routed.gemm1_blocks;
-  work.routed_gemm2_blocks = layer.routed.gemm2_blocks;
-  work.num_combine_chunks = protocol::ceil_div(pass.call.tokens, pass.state().combine_chunk);
-  work.lag = layer.lag;
+  work.shared_gemm1_blocks = layer.shared.gemm1_blocks >> paired;
+  work.shared_gemm2_blocks = layer.shared.gemm2_blocks >> paired;
+  work.routed_gemm1_blocks = layer.routed.gemm1_blocks >> paired;
+  work.routed_gemm2_blocks = layer.routed.gemm2_blocks >> paired;
+  const std::uint32_t log2_chunk = pass.state().log2_combine_chunk + paired;
+  work.num_combine_chunks = (pass.call.tokens + (1u << log2_chunk) - 1) >> log2_chunk;
+  work.band = pass.state().band;
+  work.lag = work.band == 1 ? layer.lag : layer.banded_lag;
   const std::uint32_t num_tasks = work.num_gemm_tasks() + work.num_combine_chunks;
   const bool speaks = threadIdx.x % 32 == 0;
-  std::uint32_t demands = 0;  // parity of those heard
+  std::uint32_t heard = 0;  // parity of demands, or of tickets from the first block
   RingPlace place;
   const auto slot_empty = [&] { return shared_address(&pass.block.task_empty[place.stage]); };
-  for (std::uint32_t ticket = blockIdx.x;;) {
+  for (std::uint32_t ticket = blockIdx.x >> paired;;) {
     const bool last = ticket >= num_tasks;
     TaskDescriptor task{};
     task.work = Work::kStop;
-    if (!last) task = describe(pass, protocol::tile_task_at(work, ticket));
+    if (!last) task = describe(pass, protocol::tile_task_at(work, ticket), share);
     if (!wait_ring(pass.waiter(), slot_empty(), place.parity ^ 1)) return;
     if (speaks) {
       pass.block.tasks[place.stage] = task;
@@ -113,11 +135,29 @@ __device__ __forceinline__ void scheduler_role(const Pass& pass) {
     }
     place.advance(kTaskSlots);
     if (last) return;
-    // No sooner than need be: a ticket taken is a task that no other block can do.
-    if (!wait_ring(pass.waiter(), shared_address(&pass.block.demand), demands)) return;
-    demands ^= 1;
-    if (speaks) ticket = gridDim.x + atomicAdd(pass.state().words.next_task(), 1u);
-    ticket = __shfl_sync(~0u, ticket, 0);
+    if (share == 0) {
+      // No sooner than need be: a ticket taken is a task that no other block can do.
+      if (!wait_ring(pass.waiter(), shared_address(&pass.block.demand), heard)) return;
+      if (speaks) {
+        ticket = (gridDim.x >> paired) + atomicAdd(pass.state().words.next_task(), 1u);
+        if (paired != 0) send_ticket(pass.block, ticket);
+      }
+      ticket = __shfl_sync(~0u, ticket, 0);
+    } else {
+      if (!wait_ring(pass.waiter(), shared_address(&pass.block.ticket_full), heard)) return;
+      ticket = load_ticket(pass.block);
+    }
+    heard ^= 1;
+  }
+}
+
+// A warp, or a math thread, could do with another task soon.
+__device__ __forceinline__ void demand(const Pass& pass) {
+  const std::uint32_t barrier = shared_address(&pass.block.demand);
+  if (pass.call.paired == 0) {
+    arrive(barrier);
+  } else {
+    arrive_in_pair(barrier, 0);
   }
 }
 
@@ -154,7 +194,7 @@ __device__ __forceinline__ void weights_role(const Pass& pass) {
         task.k_blocks > stages_ahead ? task.k_blocks - stages_ahead : 0;
     for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
       if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
-      if (kb == last_but_few) arrive(shared_address(&pass.block.demand));
+      if (kb == last_but_few) demand(pass);
       const std::uint32_t full = ring.full_barrier(place.stage);
       arrive_expect_bytes(full, kWeightStageBytes);
       load_weights(map, ring.weights(place.stage), full,
@@ -172,17 +212,27 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
+// Into this block's ring or, `paired`, into that of both blocks of the pair.
 __device__ __forceinline__ void load_tokens(const CUtensorMap& map, std::uint32_t to,
-                                            std::uint32_t barrier, int k, int row) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(k), "r"(row)
-      : "memory");
+                                            std::uint32_t barrier, int k, int row, bool paired) {
+  if (paired) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(k), "r"(row), "h"(static_cast<std::uint16_t>((1 << kPair) - 1))
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(k), "r"(row)
+        : "memory");
+  }
 }
 
 // All stages of a task's tokens, packed or of h. Of several threads that each arrive, the first
-// loads. False if the pass was given up.
+// loads. Each block of a pair loads half of them, for both. False if the pass was given up.
+template <std::uint32_t kShares>
 __device__ __forceinline__ bool load_tile(const Pass& pass, const TaskDescriptor& task,
                                           RingPlace& place, std::uint32_t thread) {
   constexpr std::uint32_t kUnitBytes = kUnitRows * kStageRowBytes;
@@ -192,7 +242,10 @@ __device__ __forceinline__ bool load_tile(const Pass& pass, const TaskDescriptor
   const bool first = task.work == Work::kGemm1;
   const TokenMaps& maps = first ? pass.layer.x_maps : pass.ffn(task.shared != 0).h_maps;
   const std::uint32_t slots = first ? pass.layer.packed_slots : pass.layer.h_slots;
-  const auto row0 = static_cast<int>(task.tile % slots * kTileShape.max_height);
+  const std::uint32_t share = kShares == 1 ? 0 : rank_in_pair();
+  const std::uint32_t begin = task.units * share / kShares;
+  const std::uint32_t end = task.units * (share + 1) / kShares;
+  const auto row0 = static_cast<int>(task.tile % slots * kTileShape.max_height + begin * kUnitRows);
   for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
     if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return false;
     const std::uint32_t full = ring.full_barrier(place.stage);
@@ -202,16 +255,16 @@ __device__ __forceinline__ bool load_tile(const Pass& pass, const TaskDescriptor
       continue;
     }
     arrive_expect_bytes(full, task.units * kUnitBytes);
-    std::uint32_t to = ring.tokens(place.stage);
+    std::uint32_t to = ring.tokens(place.stage) + begin * kUnitBytes;
     const auto k = static_cast<int>(kb * (kStageRowBytes / 2));
     int row = row0;
-    for (std::uint32_t i = 0; i < task.units / kUnitsOfMany; ++i) {
-      load_tokens(maps.many, to, full, k, row);
+    for (std::uint32_t i = 0; i < (end - begin) / kUnitsOfMany; ++i) {
+      load_tokens(maps.many, to, full, k, row, kShares != 1);
       to += kUnitsOfMany * kUnitBytes;
       row += TokenMaps::kManyRows;
     }
-    for (std::uint32_t i = 0; i < task.units % kUnitsOfMany; ++i) {
-      load_tokens(maps.few, to, full, k, row);
+    for (std::uint32_t i = 0; i < (end - begin) % kUnitsOfMany; ++i) {
+      load_tokens(maps.few, to, full, k, row, kShares != 1);
       to += kUnitBytes;
       row += TokenMaps::kFewRows;
     }
@@ -232,7 +285,9 @@ __device__ __forceinline__ void tokens_role(const Pass& pass) {
                                       : pass.gemm1_complete(task.tile);
                        });
     fence_async_proxy();
-    if (!load_tile(pass, task, place, 0)) return;
+    const bool loaded = pass.call.paired == 0 ? load_tile<1>(pass, task, place, 0)
+                                              : load_tile<kPair>(pass, task, place, 0);
+    if (!loaded) return;
   }
 }
 
@@ -273,7 +328,7 @@ __device__ __forceinline__ void gather_role(const Pass& pass) {
       pass.waiter().wait(protocol::Phase::kExperts, task.tile,
                          [&] { return pass.gemm1_complete(task.tile); });
       fence_async_proxy();
-      if (!load_tile(pass, task, place, thread)) return;
+      if (!load_tile<1>(pass, task, place, thread)) return;
       continue;
     }
     const std::byte* from = reinterpret_cast<const std::byte*>(pass.state().x);
@@ -390,7 +445,7 @@ __device__ __forceinline__ std::uint32_t first_rows(const Pass& pass) {
   const std::uint32_t total = pass.block.row_begin[layer.num_experts];
   std::uint32_t blocks = layer.routed.gemm1_blocks;
   if (pass.state().shared_tiles.count != 0) blocks = min(blocks, layer.shared.gemm1_blocks);
-  const std::uint32_t tile = protocol::ceil_div(gridDim.x, blocks) + 1;
+  const std::uint32_t tile = max(pass.state().band, protocol::ceil_div(gridDim.x, blocks) + 1);
   if (tile >= pass.block.tile_begin[layer.num_experts]) return total;
   if (pass.is_shared(tile)) return pass.state().shared_tiles.begin(tile);
   const std::uint32_t e = find_expert(pass.block.tile_begin, layer.num_experts, tile);
@@ -447,7 +502,17 @@ __device__ __forceinline__ void multiply_tile(const Pass& pass, std::uint32_t k_
   std::uint32_t blocks_before_signals;
   asm volatile("mov.u32 %0, 2;" : "=r"(blocks_before_signals));
   const Ring ring = pass.state().ring;
-  const bool speaks = threadIdx.x % 32 == 0;
+  const std::uint32_t lane = fresh_thread_index<32>();
+  const bool paired = pass.call.paired != 0;
+  // To all who load into the stage.
+  const auto release = [&](std::uint32_t stage) {
+    const std::uint32_t barrier = ring.empty_barrier(stage);
+    if (paired) {
+      if (lane < kPair) arrive_in_pair(barrier, lane);
+    } else if (lane == 0) {
+      arrive(barrier);
+    }
+  };
   const auto issue = [&](bool accumulate) {
     if (!test_wait(ring.full_barrier(place.stage), place.parity)) {
       signals.send();
@@ -474,10 +539,10 @@ __device__ __forceinline__ void multiply_tile(const Pass& pass, std::uint32_t k_
     if (kb == blocks_before_signals) signals.send();
     // All but the newest products are done, and with them the stage before.
     cute::warpgroup_wait<1>();
-    if (speaks) arrive(ring.empty_barrier(previous));
+    release(previous);
   }
   cute::warpgroup_wait<0>();
-  if (speaks) arrive(ring.empty_barrier(place.stage));
+  release(place.stage);
   place.advance(ring.stages);
 }
 
@@ -640,14 +705,14 @@ __device__ __forceinline__ void combine_task(const Pass& pass, const TaskDescrip
   const LayerParams& layer = pass.layer;
   const std::uint32_t thread = fresh_thread_index<kThreads>();
   const std::uint32_t warp = thread / 32 - kWarpgroup / 32, lane = thread % 32;
-  const std::uint32_t chunk = pass.state().combine_chunk;
+  const std::uint32_t log2_chunk = pass.state().log2_combine_chunk;
   // A warp to a token, or, where there are few tokens, all warps to one.
-  const std::uint32_t warps_per_token = kMathWarps / chunk;
-  const std::uint32_t token = task.tile * chunk + warp / warps_per_token;
-  const auto demand = [&] {
-    if (thread == kWarpgroup) arrive(shared_address(&pass.block.demand));
+  const std::uint32_t warps_per_token = kMathWarps >> log2_chunk;
+  const std::uint32_t token = (task.tile << log2_chunk) + (warp << log2_chunk) / kMathWarps;
+  const auto demand_next = [&] {
+    if (thread == kWarpgroup) demand(pass);
   };
-  if (token >= pass.call.tokens) return demand();
+  if (token >= pass.call.tokens) return demand_next();
   const RoutingTables& tables = pass.state().tables;
   const std::size_t slot = static_cast<std::size_t>(token) * tables.top_k + lane;
   const std::size_t cell = static_cast<std::size_t>(token) * tables.cells_per_token + lane;
@@ -670,8 +735,8 @@ __device__ __forceinline__ void combine_task(const Pass& pass, const TaskDescrip
   pass.waiter().wait(protocol::Phase::kCombine, token, [&] {
     return __all_sync(~0u, tile == ~0u || pass.gemm2_complete(tile)) != 0;
   });
-  demand();
-  for (std::uint32_t column = warp % warps_per_token * kCombinedColumns;
+  demand_next();
+  for (std::uint32_t column = (warp & (warps_per_token - 1)) * kCombinedColumns;
        column < static_cast<std::uint32_t>(layer.hidden);
        column += warps_per_token * kCombinedColumns) {
     combine_columns(layer, pass.call, token, column + 8 * lane, weight, present);

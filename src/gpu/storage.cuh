@@ -41,13 +41,14 @@ inline constexpr int kStagedTokens = 32;
 inline constexpr int kStagingBytes = 2 * kStagedTokens * kSwizzleRowBytes;
 
 // Arrivals that complete one phase of each barrier.
-inline constexpr int kFullArrivals = 1 + 1;                     // weights and tokens, with bytes
-inline constexpr int kFullArrivalsGather = 1 + kGatherThreads;  // weights with bytes; each thread
-inline constexpr int kEmptyArrivals = kMathWarps;
-inline constexpr int kDemandArrivals = 1;                      // weights or math
-inline constexpr int kTaskFullArrivals = 1;                    // the scheduler
+inline constexpr int kFullArrivals = 1 + 1;                    // weights and tokens, with bytes
+inline constexpr int kFullArrivalsAlone = 1 + kGatherThreads;  // weights with bytes; each thread
+inline constexpr int kEmptyArrivals = kMathWarps;  // of each block that loads into the stage
+inline constexpr int kDemandArrivals = 1;          // weights or math, of each block of a pair
+inline constexpr int kTicketArrivals = 1;          // the scheduler of the other block
+inline constexpr int kTaskFullArrivals = 1;        // the scheduler
 inline constexpr int kTaskEmptyArrivals = 1 + 1 + kMathWarps;  // weights, tokens, math: by warp
-inline constexpr int kTaskEmptyArrivalsGather = 1 + kGatherWarps + kMathWarps;
+inline constexpr int kTaskEmptyArrivalsAlone = 1 + kGatherWarps + kMathWarps;
 
 // Tokens come into the ring in units of so many rows.
 inline constexpr std::uint32_t kUnitRows = 16;
@@ -122,9 +123,10 @@ struct PassState {
   RoutingTables tables;
   Ring ring;
   protocol::TokenTiles shared_tiles;
-  std::uint32_t gate_slices;    // that logits are sums of
-  std::uint32_t max_height;     // of all tiles
-  std::uint32_t combine_chunk;  // tokens of a combine task
+  std::uint32_t gate_slices;         // that logits are sums of
+  std::uint32_t max_height;          // of all tiles
+  std::uint32_t band;                // tiles taken up together
+  std::uint32_t log2_combine_chunk;  // of the tokens of a combine task
   Going going;
 };
 
@@ -133,14 +135,15 @@ struct BlockStorage {
   alignas(1024) std::byte staging[kMathGroups][kStagingBytes];
   alignas(16) TaskDescriptor tasks[kTaskSlots];
   alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
-  alignas(8) std::uint64_t task_full[kTaskSlots], task_empty[kTaskSlots], demand;
+  alignas(8) std::uint64_t task_full[kTaskSlots], task_empty[kTaskSlots], demand, ticket_full;
+  std::uint32_t ticket;  // from the scheduler of the pair's first block to that of the second
   std::uint32_t expert_rows[kMaxDeviceExperts];
   // [E + 1] first tile and first row of each expert, counted after the shared expert's.
   std::uint32_t tile_begin[kMaxDeviceExperts + 1];
   std::uint32_t row_begin[kMaxDeviceExperts + 1];
   OwnRouting own;
   // The rows' entries of the tile in work, for the epilogue of each math warpgroup.
-  std::uint32_t entries[kMathGroups][kTileShape.max_height];
+  alignas(8) std::uint32_t entries[kMathGroups][kTileShape.max_height];
   std::uint32_t* unsignalled[kMathGroups];  // see Signals
   PassState pass;
 };

@@ -110,6 +110,31 @@ __device__ __forceinline__ void init_barrier(std::uint32_t barrier, std::uint32_
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+// Large passes are launched in pairs (clusters of kPair blocks), 2 c and 2 c + 1 being pair c. The
+// two see each other's shared memory.
+__device__ __forceinline__ std::uint32_t rank_in_pair() { return blockIdx.x % kPair; }
+// The place in the shared memory of the pair's block `rank` that is at `address` in this block's.
+__device__ __forceinline__ std::uint32_t address_in_pair(std::uint32_t address,
+                                                         std::uint32_t rank) {
+  std::uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// Orders nothing that this thread wrote: a release for the other block to see would wait for all
+// stores under way.
+__device__ __forceinline__ void arrive_in_pair(std::uint32_t barrier, std::uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_pair(barrier, rank))
+               : "memory");
+}
+// All threads of both blocks that have not left. It has no deadline of its own: what comes before
+// it has.
+__device__ __forceinline__ void pair_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release;\n"
+      "barrier.cluster.wait.acquire;" ::
+          : "memory");
+}
+
 // A place in a ring of stages, each with a `full` and an `empty` barrier: the index of the stage
 // and the parity of its current use.
 struct RingPlace {

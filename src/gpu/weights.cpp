@@ -153,9 +153,12 @@ FfnParams DeviceFfn::params() const {
   params.up_bias = reinterpret_cast<const float*>(up_bias_.data());
   params.down_bias = reinterpret_cast<const float*>(down_bias_.data());
   params.intermediate = intermediate_;
-  params.gemm1_blocks =
-      static_cast<std::uint32_t>(protocol::ceil_div(halves * intermediate_, kTileRows));
-  params.gemm2_blocks = static_cast<std::uint32_t>(protocol::ceil_div(hidden_, kTileRows));
+  // As many as a pair of blocks can halve; the last may have no rows.
+  const auto blocks = [](int rows) {
+    return static_cast<std::uint32_t>(protocol::round_up(protocol::ceil_div(rows, kTileRows), 2));
+  };
+  params.gemm1_blocks = blocks(halves * intermediate_);
+  params.gemm2_blocks = blocks(hidden_);
   return params;
 }
 

@@ -28,7 +28,10 @@ struct Workload {
   std::uint32_t shared_gemm1_blocks = 0, shared_gemm2_blocks = 0;  // per tile
   std::uint32_t routed_gemm1_blocks = 0, routed_gemm2_blocks = 0;
   std::uint32_t num_combine_chunks = 0;
-  // GEMM2 of a tile follows GEMM1 of the tile `lag` places later, so that the first finds its input
+  // Tiles are taken up in bands of so many. Within a band all tiles' tasks for one block of weight
+  // rows stand together: an expert's weights, which no cache holds, are read once for its tiles.
+  std::uint32_t band = 1;
+  // GEMM2 of a band follows GEMM1 of the band `lag` places later, so that the first finds its input
   // complete while the weights of the second are on their way.
   std::uint32_t lag = 1;
 
@@ -49,12 +52,43 @@ struct Workload {
            num_routed_tiles * (routed_gemm1_blocks + routed_gemm2_blocks);
   }
 
-  // In stage s of the order, GEMM1 of tile s is followed by GEMM2 of tile s - lag.
-  SWITCHYARD_HOST_DEVICE std::uint32_t gemm1_tasks_of_stage(std::uint32_t stage) const {
-    return stage < num_tiles() ? gemm1_blocks(stage) : 0;
+  // No band has both kinds of tiles.
+  SWITCHYARD_HOST_DEVICE std::uint32_t num_bands() const {
+    return ceil_div(num_shared_tiles, band) + ceil_div(num_routed_tiles, band);
   }
-  SWITCHYARD_HOST_DEVICE std::uint32_t gemm2_tasks_of_stage(std::uint32_t stage) const {
-    return stage >= lag && stage - lag < num_tiles() ? gemm2_blocks(stage - lag) : 0;
+  SWITCHYARD_HOST_DEVICE std::uint32_t first_tile(std::uint32_t of_band) const {
+    const std::uint32_t shared = ceil_div(num_shared_tiles, band);
+    const std::uint32_t tile = of_band <= shared ? least(of_band * band, num_shared_tiles)
+                                                 : num_shared_tiles + (of_band - shared) * band;
+    return least(tile, num_tiles());
+  }
+  // The order is one of stages: in stage s GEMM1 of band s, then GEMM2 of band s - lag.
+  SWITCHYARD_HOST_DEVICE std::uint32_t num_stages() const { return num_bands() + lag; }
+  // Tasks of earlier stages.
+  SWITCHYARD_HOST_DEVICE std::uint32_t tasks_before(std::uint32_t stage) const {
+    const std::uint32_t tiles1 = first_tile(stage);
+    const std::uint32_t tiles2 = stage <= lag ? 0 : first_tile(stage - lag);
+    const std::uint32_t shared1 = least(tiles1, num_shared_tiles);
+    const std::uint32_t shared2 = least(tiles2, num_shared_tiles);
+    return shared1 * shared_gemm1_blocks + (tiles1 - shared1) * routed_gemm1_blocks +
+           shared2 * shared_gemm2_blocks + (tiles2 - shared2) * routed_gemm2_blocks;
+  }
+  SWITCHYARD_HOST_DEVICE Task task_of_stage(std::uint32_t stage, std::uint32_t place) const {
+    std::uint32_t tile = first_tile(stage), width = first_tile(stage + 1) - tile;
+    const std::uint32_t gemm1 = width == 0 ? 0 : width * gemm1_blocks(tile);
+    const bool first = place < gemm1;
+    if (!first) {
+      place -= gemm1;
+      tile = first_tile(stage - lag);
+      width = first_tile(stage - lag + 1) - tile;
+    }
+    return {first ? TaskKind::kGemm1 : TaskKind::kGemm2, 0, tile + place % width, place / width};
+  }
+
+ private:
+  // (std::min is not for device code.)
+  SWITCHYARD_HOST_DEVICE static std::uint32_t least(std::uint32_t a, std::uint32_t b) {
+    return a < b ? a : b;
   }
 };
 
@@ -69,14 +103,9 @@ SWITCHYARD_HOST_DEVICE void for_each_task(const Workload& work, Visit&& visit) {
       visit(Task{TaskKind::kDispatch, static_cast<std::uint16_t>(peer), c, 0});
     }
   }
-  const std::uint32_t stages = work.num_tiles() + work.lag;
-  for (std::uint32_t stage = 0; stage < stages; ++stage) {
-    for (std::uint32_t b = 0; b < work.gemm1_tasks_of_stage(stage); ++b) {
-      visit(Task{TaskKind::kGemm1, 0, stage, b});
-    }
-    for (std::uint32_t b = 0; b < work.gemm2_tasks_of_stage(stage); ++b) {
-      visit(Task{TaskKind::kGemm2, 0, stage - work.lag, b});
-    }
+  for (std::uint32_t stage = 0; stage < work.num_stages(); ++stage) {
+    const std::uint32_t tasks = work.tasks_before(stage + 1) - work.tasks_before(stage);
+    for (std::uint32_t i = 0; i < tasks; ++i) visit(work.task_of_stage(stage, i));
   }
   for (std::uint32_t c = 0; c < work.num_combine_chunks; ++c) {
     visit(Task{TaskKind::kCombine, 0, c, 0});
@@ -87,24 +116,14 @@ SWITCHYARD_HOST_DEVICE void for_each_task(const Workload& work, Visit&& visit) {
 // without walking there: for schedulers that hand out numbers. `place` must be less than
 // num_gemm_tasks() + num_combine_chunks.
 SWITCHYARD_HOST_DEVICE inline Task tile_task_at(const Workload& work, std::uint32_t place) {
-  const std::uint32_t tiles = work.num_tiles(), lag = work.lag;
-  // All stages between two of these have the same numbers of tasks.
-  const std::uint32_t bounds[] = {work.num_shared_tiles, lag, work.num_shared_tiles + lag, tiles,
-                                  tiles + lag};
-  for (std::uint32_t begin = 0; begin < tiles + lag;) {
-    std::uint32_t end = tiles + lag;
-    for (const std::uint32_t bound : bounds) end = bound > begin && bound < end ? bound : end;
-    const std::uint32_t gemm1 = work.gemm1_tasks_of_stage(begin);
-    const std::uint32_t per_stage = gemm1 + work.gemm2_tasks_of_stage(begin);
-    if (place < per_stage * (end - begin)) {
-      const std::uint32_t stage = begin + place / per_stage, block = place % per_stage;
-      if (block < gemm1) return {TaskKind::kGemm1, 0, stage, block};
-      return {TaskKind::kGemm2, 0, stage - lag, block - gemm1};
-    }
-    place -= per_stage * (end - begin);
-    begin = end;
+  const std::uint32_t gemm_tasks = work.num_gemm_tasks();
+  if (place >= gemm_tasks) return {TaskKind::kCombine, 0, place - gemm_tasks, 0};
+  std::uint32_t low = 0, high = work.num_stages();
+  while (high - low > 1) {
+    const std::uint32_t middle = (low + high) / 2;
+    (work.tasks_before(middle) <= place ? low : high) = middle;
   }
-  return {TaskKind::kCombine, 0, place, 0};
+  return work.task_of_stage(low, place - work.tasks_before(low));
 }
 
 }  // namespace switchyard::protocol

@@ -117,9 +117,25 @@ TEST_F(GpuRouting, EveryRowCountOfOneExpert) {
   }
 }
 
+// Experts whose weights no cache holds, with several tiles each.
+TEST_F(GpuRouting, TilesInBands) {
+  LayerSpec spec;
+  spec.hidden = 72;
+  spec.intermediate = 2056;
+  spec.num_experts = 3;
+  spec.top_k = 1;
+  for (const int shared : {0, 2100}) {
+    spec.shared_intermediate = shared;
+    for (const int tokens : {600, 2900}) {
+      SCOPED_TRACE(::testing::Message() << "shared " << shared << " T " << tokens);
+      expect_accurate_with_given(spec, synthetic_routing(tokens, 3, 1, 0.8, 9), tokens);
+    }
+  }
+}
+
 TEST_F(GpuRouting, EmptySlotsContributeNothing) {
   const LayerSpec spec = wide_spec(16, 4);
-  for (const int tokens : {20, 290}) {
+  for (const int tokens : {20, 290, 500}) {
     SyntheticRouting routing = synthetic_routing(tokens, 16, 4, 1.0, 2);
     for (std::size_t i = 0; i < routing.ids.size(); i += 3) routing.ids[i] = kNoExpert;
     for (std::size_t i = 0; i < 8; ++i) routing.ids[i] = kNoExpert;  // tokens without any expert
@@ -203,7 +219,7 @@ TEST_F(GpuOptions, FewerMultiprocessorsGiveTheSameBits) {
   spec.shared_intermediate = 200;
   const MoeWeights w = make_weights(spec, DType::kBF16, 3);
   const int num_sms = gpu::device_info(gpu::current_device()).num_sms;
-  for (const int tokens : {3, 200}) {
+  for (const int tokens : {3, 200, 450}) {
     const Batch batch = random_batch(spec, tokens, DType::kBF16, 4);
     const BatchResult all = DeviceLayer(spec, w, tokens).run(batch, DType::kBF16);
     expect_accurate(spec, w, batch, all);
@@ -340,7 +356,7 @@ TEST_F(GpuSoak, ManyForwardsOfRandomSizes) {
   spec.shared_intermediate = 136;
   spec.shared_sigmoid_gate = true;
   const MoeWeights w = make_weights(spec, DType::kBF16, 3);
-  constexpr int kMaxTokens = 700;
+  constexpr int kMaxTokens = 1500;
   constexpr int kBatches = 64;
   DeviceLayer layer(spec, w, kMaxTokens);
   std::mt19937 random(1);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace switchyard::protocol {
@@ -13,7 +14,15 @@ namespace {
 TEST(TaskOrder, EveryTaskOnceAndNoneBeforeWhatItWaitsFor) {
   for (std::uint32_t shared = 0; shared < 3; ++shared) {
     for (std::uint32_t routed = 0; routed < 6; ++routed) {
-      for (const std::uint32_t lag : {0u, 1u, 2u, 50u}) {
+      for (const auto& [lag, band] : {std::pair(0u, 1u),
+                                      {1u, 1u},
+                                      {2u, 1u},
+                                      {50u, 1u},
+                                      {0u, 2u},
+                                      {1u, 2u},
+                                      {2u, 2u},
+                                      {1u, 4u},
+                                      {3u, 8u}}) {
         const std::vector<std::uint32_t> chunks = {2, 0, 3};
         Workload work;
         work.rank = 1;
@@ -27,6 +36,7 @@ TEST(TaskOrder, EveryTaskOnceAndNoneBeforeWhatItWaitsFor) {
         work.routed_gemm2_blocks = 5;
         work.num_combine_chunks = 4;
         work.lag = lag;
+        work.band = band;
         std::map<std::tuple<TaskKind, int, std::uint32_t, std::uint32_t>, int> position;
         int count = 0;
         for_each_task(work, [&](const Task& task) {
@@ -63,6 +73,23 @@ TEST(TaskOrder, EveryTaskOnceAndNoneBeforeWhatItWaitsFor) {
       }
     }
   }
+}
+
+TEST(TaskOrder, TilesOfABandShareWeightRows) {
+  Workload work;
+  work.num_shared_tiles = 3;
+  work.num_routed_tiles = 5;
+  work.shared_gemm1_blocks = work.routed_gemm1_blocks = 2;
+  work.shared_gemm2_blocks = work.routed_gemm2_blocks = 1;
+  work.band = 2;
+  const std::vector<std::pair<std::uint32_t, std::uint32_t>> tiles_and_blocks = {
+      {0, 0}, {1, 0}, {0, 1}, {1, 1}, {2, 0}, {2, 1}, {3, 0}, {4, 0},
+      {3, 1}, {4, 1}, {5, 0}, {6, 0}, {5, 1}, {6, 1}, {7, 0}, {7, 1}};
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> seen;
+  for_each_task(work, [&](const Task& task) {
+    if (task.kind == TaskKind::kGemm1) seen.emplace_back(task.index, task.block);
+  });
+  EXPECT_EQ(seen, tiles_and_blocks);
 }
 
 TEST(TaskOrder, DispatchStartsAtHomeAndIsStaggered) {
