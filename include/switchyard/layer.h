@@ -117,11 +117,13 @@ struct ForwardStats {
 class MoeLayer {
  public:
   // Collective over the world. The weights' memory must outlive the layer (MoeWeights::owner is
-  // kept); with kCuda they are copied to the device, in bf16. Throws Error{kInvalidArgument,
-  // kMissingTensor, kShapeMismatch, kDTypeMismatch} for a layer that cannot be built,
-  // {kSpecMismatch} naming the rank and the field if the ranks disagree, {kCapacityExceeded} if the
-  // heap cannot be had, {kUnsupported} for what the backend does not do on this machine or in this
-  // build, TimeoutError if a rank does not come.
+  // kept). With kCuda they are copied to the device, in bf16, unless they are there already: bf16
+  // matrices that form one array [E, I, H], [E, 2, I, H] (gate, up) or [E, H, I], or parts of a
+  // larger one, are used where they are. Throws Error{kInvalidArgument, kMissingTensor,
+  // kShapeMismatch, kDTypeMismatch} for a layer that cannot be built, {kSpecMismatch} naming the
+  // rank and the field if the ranks disagree, {kCapacityExceeded} if the heap cannot be had,
+  // {kUnsupported} for what the backend does not do on this machine or in this build, TimeoutError
+  // if a rank does not come.
   MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& weights,
            const LayerOptions& options = {});
   ~MoeLayer();

@@ -52,14 +52,15 @@ __device__ __forceinline__ void add_weighted(float (&sum)[8], const uint4& cell,
 
 // One warp, kCombinedColumns columns of one token: lane l has 8 from column 8 l on (`column`), and
 // 8 from 256 further on. Lane c < cells_per_token holds slot c's weight, 0 for a slot without an
-// expert, whose cell nobody wrote.
+// expert, whose cells nobody wrote. A slot has a cell for each part of GEMM2's K.
 inline constexpr std::uint32_t kCombinedColumns = 512;
 __device__ __forceinline__ void combine_columns(const LayerParams& layer, const CallParams& call,
                                                 std::uint32_t token, std::uint32_t column,
-                                                float weight, std::uint32_t present) {
+                                                float weight, std::uint32_t present,
+                                                std::uint32_t log2_splits) {
   constexpr std::uint32_t kAtOnce = 8;  // cells whose loads are in flight together
   constexpr std::uint32_t kGroups = 2, kGroup = kCombinedColumns / kGroups;
-  const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
+  const std::uint32_t cells = static_cast<std::uint32_t>(layer.cells_per_token) << log2_splits;
   const auto hidden = static_cast<std::uint32_t>(layer.hidden);
   const std::uint16_t* from =
       layer.cells + static_cast<std::size_t>(token) * cells * hidden + column;
@@ -69,7 +70,7 @@ __device__ __forceinline__ void combine_columns(const LayerParams& layer, const 
     uint4 values[kAtOnce][kGroups];
 #pragma unroll
     for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-      const bool there = first + i < cells && (present >> (first + i) & 1) != 0;
+      const bool there = first + i < cells && (present >> (first + i >> log2_splits) & 1) != 0;
 #pragma unroll
       for (std::uint32_t g = 0; g < kGroups; ++g) {
         values[i][g] = uint4{0, 0, 0, 0};
@@ -81,7 +82,7 @@ __device__ __forceinline__ void combine_columns(const LayerParams& layer, const 
     }
 #pragma unroll
     for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-      const float factor = __shfl_sync(~0u, weight, (first + i) % 32);
+      const float factor = __shfl_sync(~0u, weight, (first + i >> log2_splits) % 32);
 #pragma unroll
       for (std::uint32_t g = 0; g < kGroups; ++g) add_weighted(sum[g], values[i][g], factor);
     }

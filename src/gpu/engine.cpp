@@ -114,7 +114,7 @@ class Engine final : public LayerEngine {
 
   World world_;
   LayerSpec spec_;
-  MoeWeights weights_;  // for their shapes; owner released
+  MoeWeights weights_;  // for their shapes; owner released if all were copied
   LayerOptions options_;
   int device_;
   KernelEntry kernel_;
@@ -174,7 +174,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
                         spec.activation.gated);
   }
   gate_ = DeviceGate(spec, weights);
-  weights_.owner.reset();
+  if (!routed_.borrows() && !shared_.borrows()) weights_.owner.reset();
 
   params_.routed = routed_.params();
   params_.shared = shared_.params();
@@ -278,8 +278,12 @@ void Engine::lay_out_workspace() {
   const std::size_t packed =
       arena.place(params_.packed_slots * height * static_cast<std::size_t>(spec_.hidden) * 2);
   const std::size_t h = arena.place(params_.h_slots * height * params_.h_stride * 2);
-  const std::size_t cells = arena.place(tokens * static_cast<std::size_t>(params_.cells_per_token) *
-                                        static_cast<std::size_t>(spec_.hidden) * 2);
+  // Small passes may have several cells for a slot.
+  const std::size_t cell_tokens =
+      std::max(tokens, std::min(tokens, std::size_t{kMaxOwnTokens}) << kMaxLog2Splits);
+  const std::size_t cells =
+      arena.place(cell_tokens * static_cast<std::size_t>(params_.cells_per_token) *
+                  static_cast<std::size_t>(spec_.hidden) * 2);
   workspace_ = DeviceBuffer(arena.size());
   SWITCHYARD_CUDA(cudaMemset(workspace_.data(), 0, zeroed));
   // NaN everywhere else, so that no pass can get away with reading what it did not write.

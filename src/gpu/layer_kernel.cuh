@@ -213,6 +213,9 @@ __device__ __forceinline__ bool plan_pass(const Pass& pass, bool alone) {
   }
   if (threadIdx.x == 0) {
     PassState& state = block.pass;
+    state.log2_splits =
+        alone ? log2_splits(layer, block.tile_begin[layer.num_experts], state.shared_tiles.count)
+              : 0;
     state.log2_combine_chunk = log2_combine_chunk(call.tokens, gridDim.x);
     const std::uint32_t stage_bytes = kWeightStageBytes + state.max_height * kStageRowBytes;
     state.ring = {shared_address(block.ring), shared_address(block.full),

@@ -163,5 +163,10 @@ inline constexpr int kMaxGateSlices = 16;
 // What the gate is cut up for, whatever the number of blocks: so that the bits do not depend on it.
 inline constexpr std::uint32_t kNominalBlocks = 128;
 inline constexpr int kMaxDeviceExperts = 512;
+// Passes of so few slots are routed by every block for itself, which saves a grid barrier.
+inline constexpr std::uint32_t kMaxOwnSlots = 512;
+inline constexpr std::uint32_t kMaxOwnTokens = 32;
+// Small passes may split GEMM2 over K into so many parts; see log2_splits in plan.cuh.
+inline constexpr int kMaxLog2Splits = 2;
 
 }  // namespace switchyard::gpu

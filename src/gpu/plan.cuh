@@ -185,6 +185,23 @@ __device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStora
   }
 }
 
+// Of the parts of GEMM2's K. Where there are fewer of its tasks than blocks, in a small pass, it is
+// split into as many as give every block one, none shorter than a few stages.
+__device__ __forceinline__ std::uint32_t log2_splits(const LayerParams& layer, std::uint32_t tiles,
+                                                     std::uint32_t shared_tiles) {
+  constexpr int kFewest = 8 * kStageRowBytes / 2;  // columns
+  const std::uint32_t tasks =
+      shared_tiles * layer.shared.gemm2_blocks + (tiles - shared_tiles) * layer.routed.gemm2_blocks;
+  int depth = layer.routed.intermediate;
+  if (shared_tiles != 0) depth = min(depth, layer.shared.intermediate);
+  std::uint32_t log2 = 0;
+  while (log2 < kMaxLog2Splits && tasks << (log2 + 1) <= kNominalBlocks &&
+         depth >> (log2 + 1) >= kFewest) {
+    ++log2;
+  }
+  return log2;
+}
+
 // The e with begin[e] <= i < begin[e + 1].
 __device__ __forceinline__ std::uint32_t find_expert(const std::uint32_t* begin,
                                                      std::uint32_t num_experts, std::uint32_t i) {

@@ -84,6 +84,12 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass& pass, const proto
   d.work = first ? Work::kGemm1 : Work::kGemm2;
   const int depth = first ? layer.hidden : pass.ffn(d.shared != 0).intermediate;
   d.k_blocks = static_cast<std::uint32_t>(protocol::ceil_div(depth, kStageRowBytes / 2));
+  if (const std::uint32_t log2 = first ? 0 : pass.state().log2_splits; log2 != 0) {
+    d.split = d.block & ((1u << log2) - 1);
+    d.block >>= log2;
+    d.first_k_block = d.k_blocks * d.split >> log2;
+    d.k_blocks = (d.k_blocks * (d.split + 1) >> log2) - d.first_k_block;
+  }
   return d;
 }
 
@@ -94,7 +100,7 @@ __device__ __forceinline__ void send_ticket(BlockStorage& block, std::uint32_t t
       "r"(ticket)
       : "memory");
   asm volatile("fence.acq_rel.cluster;" ::: "memory");
-  arrive_in_pair(shared_address(&block.ticket_full), 1);
+  arrive_in_pair(address_in_pair(shared_address(&block.ticket_full), 1));
 }
 __device__ __forceinline__ std::uint32_t load_ticket(const BlockStorage& block) {
   asm volatile("fence.acq_rel.cluster;" ::: "memory");
@@ -106,14 +112,15 @@ __device__ __forceinline__ void scheduler_role(const Pass& pass) {
   // The two blocks of a pair do each task together, the first taking the tickets; in small passes
   // every block is for itself.
   const std::uint32_t paired = pass.call.paired, share = paired == 0 ? 0 : rank_in_pair();
+  const std::uint32_t log2_splits = pass.state().log2_splits;
   protocol::Workload work;
   work.num_shared_tiles = pass.state().shared_tiles.count;
   work.num_routed_tiles =
       pass.block.tile_begin[layer.num_experts] - pass.state().shared_tiles.count;
   work.shared_gemm1_blocks = layer.shared.gemm1_blocks >> paired;
-  work.shared_gemm2_blocks = layer.shared.gemm2_blocks >> paired;
+  work.shared_gemm2_blocks = layer.shared.gemm2_blocks << log2_splits >> paired;
   work.routed_gemm1_blocks = layer.routed.gemm1_blocks >> paired;
-  work.routed_gemm2_blocks = layer.routed.gemm2_blocks >> paired;
+  work.routed_gemm2_blocks = layer.routed.gemm2_blocks << log2_splits >> paired;
   const std::uint32_t log2_chunk = pass.state().log2_combine_chunk + paired;
   work.num_combine_chunks = (pass.call.tokens + (1u << log2_chunk) - 1) >> log2_chunk;
   work.band = pass.state().band;
@@ -154,11 +161,7 @@ __device__ __forceinline__ void scheduler_role(const Pass& pass) {
 // A warp, or a math thread, could do with another task soon.
 __device__ __forceinline__ void demand(const Pass& pass) {
   const std::uint32_t barrier = shared_address(&pass.block.demand);
-  if (pass.call.paired == 0) {
-    arrive(barrier);
-  } else {
-    arrive_in_pair(barrier, 0);
-  }
+  arrive_in_pair(pass.call.paired == 0 ? barrier : address_in_pair(barrier, 0));
 }
 
 // --- Weights: one thread. Streams the tasks' weight rows; they wait for nothing but a free stage.
@@ -198,7 +201,7 @@ __device__ __forceinline__ void weights_role(const Pass& pass) {
       const std::uint32_t full = ring.full_barrier(place.stage);
       arrive_expect_bytes(full, kWeightStageBytes);
       load_weights(map, ring.weights(place.stage), full,
-                   static_cast<int>(kb * (kStageRowBytes / 2)),
+                   static_cast<int>((task.first_k_block + kb) * (kStageRowBytes / 2)),
                    static_cast<int>(task.block) * groups, static_cast<int>(task.expert), policy);
       place.advance(ring.stages);
     }
@@ -256,7 +259,7 @@ __device__ __forceinline__ bool load_tile(const Pass& pass, const TaskDescriptor
     }
     arrive_expect_bytes(full, task.units * kUnitBytes);
     std::uint32_t to = ring.tokens(place.stage) + begin * kUnitBytes;
-    const auto k = static_cast<int>(kb * (kStageRowBytes / 2));
+    const auto k = static_cast<int>((task.first_k_block + kb) * (kStageRowBytes / 2));
     int row = row0;
     for (std::uint32_t i = 0; i < (end - begin) / kUnitsOfMany; ++i) {
       load_tokens(maps.many, to, full, k, row, kShares != 1);
@@ -503,16 +506,10 @@ __device__ __forceinline__ void multiply_tile(const Pass& pass, std::uint32_t k_
   asm volatile("mov.u32 %0, 2;" : "=r"(blocks_before_signals));
   const Ring ring = pass.state().ring;
   const std::uint32_t lane = fresh_thread_index<32>();
-  const bool paired = pass.call.paired != 0;
-  // To all who load into the stage.
-  const auto release = [&](std::uint32_t stage) {
-    const std::uint32_t barrier = ring.empty_barrier(stage);
-    if (paired) {
-      if (lane < kPair) arrive_in_pair(barrier, lane);
-    } else if (lane == 0) {
-      arrive(barrier);
-    }
-  };
+  // Of a pair, a lane tells each block that a stage is free.
+  const bool speaks = lane <= pass.call.paired;
+  const std::uint32_t empty =
+      speaks && pass.call.paired != 0 ? address_in_pair(ring.empty, lane) : ring.empty;
   const auto issue = [&](bool accumulate) {
     if (!test_wait(ring.full_barrier(place.stage), place.parity)) {
       signals.send();
@@ -539,10 +536,10 @@ __device__ __forceinline__ void multiply_tile(const Pass& pass, std::uint32_t k_
     if (kb == blocks_before_signals) signals.send();
     // All but the newest products are done, and with them the stage before.
     cute::warpgroup_wait<1>();
-    release(previous);
+    if (speaks) arrive_in_pair(empty + 8 * previous);
   }
   cute::warpgroup_wait<0>();
-  release(place.stage);
+  if (speaks) arrive_in_pair(empty + 8 * place.stage);
   place.advance(ring.stages);
 }
 
@@ -664,19 +661,20 @@ __device__ __forceinline__ void finish_gemm2(const Pass& pass, const TaskDescrip
   const std::uint32_t column0 = task.block * kTileRows + group * 64;
   const std::uint32_t row = column0 + warp * 16 + lane / 4;
   const std::size_t bias0 = static_cast<std::size_t>(task.expert) * hidden + row;
-  add_bias<N>(ffn.down_bias == nullptr ? nullptr : ffn.down_bias + bias0, ffn.down_bias + bias0 + 8,
-              row < hidden, row + 8 < hidden, acc);
+  add_bias<N>(ffn.down_bias == nullptr || task.split != 0 ? nullptr : ffn.down_bias + bias0,
+              ffn.down_bias + bias0 + 8, row < hidden, row + 8 < hidden, acc);
   const auto pair = [&](int n) {
     return uint2{pack_bf16(acc[4 * n], acc[4 * n + 1]), pack_bf16(acc[4 * n + 2], acc[4 * n + 3])};
   };
   const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
-  std::uint16_t* const to = layer.cells + column0;
+  const std::uint32_t log2_splits = pass.state().log2_splits;
+  std::uint16_t* const to = layer.cells + std::size_t{task.split} * hidden + column0;
   store_tile<N, false>(shared_address(pass.block.staging[group]), 1 + group, task.rows,
                        column0 < hidden ? hidden - column0 : 0, pair, [&](std::uint32_t token) {
                          const std::uint32_t entry = pass.block.entries[group][token];
                          const std::uint32_t cell =
                              RowEntry::token(entry) * cells + RowEntry::k(entry);
-                         return to + std::size_t{cell} * hidden;
+                         return to + (std::size_t{cell} << log2_splits) * hidden;
                        });
 }
 
@@ -739,7 +737,8 @@ __device__ __forceinline__ void combine_task(const Pass& pass, const TaskDescrip
   for (std::uint32_t column = (warp & (warps_per_token - 1)) * kCombinedColumns;
        column < static_cast<std::uint32_t>(layer.hidden);
        column += warps_per_token * kCombinedColumns) {
-    combine_columns(layer, pass.call, token, column + 8 * lane, weight, present);
+    combine_columns(layer, pass.call, token, column + 8 * lane, weight, present,
+                    pass.state().log2_splits);
   }
 }
 

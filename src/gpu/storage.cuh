@@ -71,6 +71,8 @@ struct TaskDescriptor {
   Work work;
   std::uint32_t units;     // height of the tile in steps of kUnitRows
   std::uint32_t k_blocks;  // stages of the K loop
+  std::uint32_t first_k_block;
+  std::uint32_t split;  // which part of K, where GEMM2 is split
   std::uint32_t tile;
   std::uint32_t block;      // of output rows; the chunk of a combine task
   std::uint32_t rows;       // of the tile
@@ -80,10 +82,6 @@ struct TaskDescriptor {
   std::uint32_t one_tile;     // 1: no other tile reads these weights
   const std::uint32_t* list;  // of the tile's rows; null: the tokens themselves, in order
 };
-
-// Passes of so few slots are routed by every block for itself, which saves a grid barrier.
-inline constexpr std::uint32_t kMaxOwnSlots = 512;
-inline constexpr std::uint32_t kMaxOwnTokens = 32;
 
 struct OwnRouting {
   std::int32_t ids[kMaxOwnSlots];
@@ -126,6 +124,7 @@ struct PassState {
   std::uint32_t gate_slices;         // that logits are sums of
   std::uint32_t max_height;          // of all tiles
   std::uint32_t band;                // tiles taken up together
+  std::uint32_t log2_splits;         // of the parts of GEMM2's K, with cells of their own
   std::uint32_t log2_combine_chunk;  // of the tokens of a combine task
   Going going;
 };
@@ -183,7 +182,8 @@ struct Pass {
     return load_acquire_gpu(gemm1_done(tile)) >= kMathGroups * ffn(is_shared(tile)).gemm1_blocks;
   }
   __device__ bool gemm2_complete(std::uint32_t tile) const {
-    return load_acquire_gpu(gemm2_done(tile)) >= kMathGroups * ffn(is_shared(tile)).gemm2_blocks;
+    return load_acquire_gpu(gemm2_done(tile)) >= (kMathGroups * ffn(is_shared(tile)).gemm2_blocks)
+                                                     << state().log2_splits;
   }
   __device__ std::uint32_t packed_row(std::uint32_t tile, std::uint32_t row) const {
     return tile % layer.packed_slots * kTileShape.max_height + row;

@@ -120,11 +120,10 @@ __device__ __forceinline__ std::uint32_t address_in_pair(std::uint32_t address,
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
-// Orders nothing that this thread wrote: a release for the other block to see would wait for all
-// stores under way.
-__device__ __forceinline__ void arrive_in_pair(std::uint32_t barrier, std::uint32_t rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_pair(barrier, rank))
-               : "memory");
+// At a barrier of either block. Orders nothing that this thread wrote: a release for the other
+// block to see would wait for all stores under way.
+__device__ __forceinline__ void arrive_in_pair(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // All threads of both blocks that have not left. It has no deadline of its own: what comes before
 // it has.

@@ -51,16 +51,14 @@ CUtensorMap encode(const void* data, std::span<const cuuint64_t> sizes,
 
 }  // namespace
 
-CUtensorMap weights_map(const std::byte* data, std::int64_t num_experts, int halves, int rows,
-                        int columns) {
-  const cuuint64_t row_bytes = u(columns) * sizeof(std::uint16_t);
-  const cuuint64_t sizes[] = {u(columns), kRowGroup, u(halves), u(rows / kRowGroup),
-                              u(num_experts)};
-  const cuuint64_t strides[] = {row_bytes, u(rows) * row_bytes, kRowGroup * row_bytes,
-                                u(halves) * u(rows) * row_bytes};
-  const cuuint32_t box[] = {kBoxColumns, kRowGroup, static_cast<cuuint32_t>(halves),
-                            static_cast<cuuint32_t>(kTileRows / kRowGroup / halves), 1};
-  return encode(data, sizes, strides, box);
+CUtensorMap weights_map(const WeightArray& weights) {
+  const cuuint64_t sizes[] = {u(weights.columns), kRowGroup, u(weights.halves),
+                              u(weights.rows / kRowGroup), u(weights.num_experts)};
+  const cuuint64_t strides[] = {u(weights.row_stride), u(weights.half_stride),
+                                kRowGroup * u(weights.row_stride), u(weights.expert_stride)};
+  const cuuint32_t box[] = {kBoxColumns, kRowGroup, static_cast<cuuint32_t>(weights.halves),
+                            static_cast<cuuint32_t>(kTileRows / kRowGroup / weights.halves), 1};
+  return encode(weights.data, sizes, strides, box);
 }
 
 TokenMaps token_maps(const std::uint16_t* data, std::int64_t rows, int columns,

@@ -8,10 +8,18 @@
 
 namespace switchyard::gpu {
 
-// Over [E, halves, rows, columns] bf16 such that a box is kTileRows rows: groups of 8 rows, taken
-// from all halves in turn. `rows` and `columns` must be multiples of 8.
-CUtensorMap weights_map(const std::byte* data, std::int64_t num_experts, int halves, int rows,
-                        int columns);
+// [E, halves, rows, columns] bf16: gate and up are the halves of a gated first GEMM.
+struct WeightArray {
+  const std::byte* data = nullptr;
+  std::int64_t num_experts = 0;
+  int halves = 1;
+  int rows = 0, columns = 0;  // multiples of 8
+  // Bytes from one to the next, multiples of 16.
+  std::int64_t row_stride = 0, half_stride = 0, expert_stride = 0;
+};
+
+// With boxes of kTileRows rows: groups of 8 rows, taken from all halves in turn.
+CUtensorMap weights_map(const WeightArray& weights);
 
 // Over [rows, columns] bf16, `stride` elements from row to row; zeros beyond the last column.
 TokenMaps token_maps(const std::uint16_t* data, std::int64_t rows, int columns,

@@ -5,11 +5,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "gpu/cuda_error.h"
-#include "gpu/tensor_map.h"
 #include "model/convert.h"
 #include "switchyard/error.h"
 
@@ -105,6 +105,74 @@ DeviceBuffer zeros(std::size_t bytes) {
   return buffer;
 }
 
+using Matrices = const MatrixView FfnWeights::*;
+
+// The array that all experts' matrices `halves` are, if they are one that the copy engine can read.
+std::optional<WeightArray> in_place(std::span<const FfnWeights> experts,
+                                    std::span<const Matrices> halves) {
+  if (experts.empty()) return std::nullopt;
+  const auto at = [&](std::size_t e, std::size_t half) -> const MatrixView& {
+    return experts[e].*halves[half];
+  };
+  const auto distance = [](const MatrixView& from, const MatrixView& to) {
+    return static_cast<const std::byte*>(to.data) - static_cast<const std::byte*>(from.data);
+  };
+  const MatrixView& m = at(0, 0);
+  WeightArray array{static_cast<const std::byte*>(m.data),
+                    static_cast<std::int64_t>(experts.size()),
+                    static_cast<int>(halves.size()),
+                    static_cast<int>(m.rows),
+                    static_cast<int>(m.cols),
+                    m.row_stride * static_cast<std::int64_t>(sizeof(std::uint16_t))};
+  // Of what there is only one, any distance to the next will do.
+  array.half_stride = halves.size() > 1 ? distance(m, at(0, 1)) : array.row_stride;
+  array.expert_stride = experts.size() > 1 ? distance(m, at(1, 0)) : array.row_stride;
+  const auto usable = [](std::int64_t stride) { return stride > 0 && stride % 16 == 0; };
+  if (array.rows % kRowGroup != 0 || array.columns % kRowGroup != 0 ||
+      reinterpret_cast<std::uintptr_t>(m.data) % 16 != 0 || !usable(array.row_stride) ||
+      !usable(array.half_stride) || !usable(array.expert_stride)) {
+    return std::nullopt;
+  }
+  for (std::size_t e = 0; e < experts.size(); ++e) {
+    for (std::size_t half = 0; half < halves.size(); ++half) {
+      const MatrixView& other = at(e, half);
+      const std::int64_t expected = static_cast<std::int64_t>(e) * array.expert_stride +
+                                    static_cast<std::int64_t>(half) * array.half_stride;
+      if (other.dtype != DType::kBF16 || other.col_stride != 1 ||
+          other.row_stride != m.row_stride || distance(m, other) != expected ||
+          !is_device_pointer(other.data)) {
+        return std::nullopt;
+      }
+    }
+  }
+  return array;
+}
+
+// The same, without memory yet and nothing between the matrices.
+WeightArray dense(std::size_t num_experts, std::size_t halves, int rows, int columns) {
+  WeightArray array{nullptr, static_cast<std::int64_t>(num_experts), static_cast<int>(halves), rows,
+                    columns};
+  array.row_stride = columns * static_cast<std::int64_t>(sizeof(std::uint16_t));
+  array.half_stride = rows * array.row_stride;
+  array.expert_stride = array.halves * array.half_stride;
+  return array;
+}
+
+// Copies the matrices into memory that it gives the array.
+DeviceBuffer upload(std::span<const FfnWeights> experts, std::span<const Matrices> halves,
+                    WeightArray& array) {
+  DeviceBuffer memory = zeros(experts.size() * static_cast<std::size_t>(array.expert_stride));
+  array.data = memory.data();
+  for (std::size_t e = 0; e < experts.size(); ++e) {
+    for (std::size_t half = 0; half < halves.size(); ++half) {
+      std::byte* const to = memory.data() + e * static_cast<std::size_t>(array.expert_stride) +
+                            half * static_cast<std::size_t>(array.half_stride);
+      upload_matrix(experts[e].*halves[half], reinterpret_cast<std::uint16_t*>(to), array.columns);
+    }
+  }
+  return memory;
+}
+
 // [E, width] of one bias of all experts; empty where they have none.
 DeviceBuffer biases(std::span<const FfnWeights> experts, const VectorView FfnWeights::*which,
                     std::size_t width) {
@@ -120,45 +188,42 @@ DeviceBuffer biases(std::span<const FfnWeights> experts, const VectorView FfnWei
 }  // namespace
 
 DeviceFfn::DeviceFfn(std::span<const FfnWeights> experts, int hidden, int intermediate, bool gated)
-    : hidden_(hidden),
-      intermediate_(protocol::round_up(intermediate, kRowGroup)),
-      num_experts_(static_cast<std::int64_t>(experts.size())),
-      gated_(gated) {
-  const auto half = static_cast<std::size_t>(intermediate_) * static_cast<std::size_t>(hidden);
-  const std::size_t halves = gated ? 2 : 1;
-  const std::size_t bytes = experts.size() * half * sizeof(std::uint16_t);
-  // Where I is not a multiple of 8, the rows and columns added must be zero.
-  const bool exact = intermediate_ == intermediate;
-  gemm1_ = exact ? DeviceBuffer(halves * bytes) : zeros(halves * bytes);
-  gemm2_ = exact ? DeviceBuffer(bytes) : zeros(bytes);
-  auto* const gemm1 = reinterpret_cast<std::uint16_t*>(gemm1_.data());
-  auto* const gemm2 = reinterpret_cast<std::uint16_t*>(gemm2_.data());
-  for (std::size_t e = 0; e < experts.size(); ++e) {
-    if (gated) upload_matrix(experts[e].gate, gemm1 + e * halves * half, hidden);
-    upload_matrix(experts[e].up, gemm1 + (e * halves + halves - 1) * half, hidden);
-    upload_matrix(experts[e].down, gemm2 + e * half, intermediate_);
-  }
-  gate_bias_ = biases(experts, &FfnWeights::gate_bias, static_cast<std::size_t>(intermediate_));
-  up_bias_ = biases(experts, &FfnWeights::up_bias, static_cast<std::size_t>(intermediate_));
-  down_bias_ = biases(experts, &FfnWeights::down_bias, static_cast<std::size_t>(hidden));
+    : num_experts_(static_cast<std::int64_t>(experts.size())) {
+  const Matrices gate = &FfnWeights::gate, up = &FfnWeights::up, down = &FfnWeights::down;
+  // Where I is not a multiple of 8, it is rounded up with zeros.
+  const int width = protocol::round_up(intermediate, kRowGroup);
+  const Matrices first[] = {gate, up};
+  const std::span<const Matrices> halves = std::span(first).last(gated ? 2 : 1);
+  gemm1_ = in_place(experts, halves).value_or(dense(experts.size(), halves.size(), width, hidden));
+  gemm2_ = in_place(experts, {&down, 1}).value_or(dense(experts.size(), 1, hidden, width));
+  if (gemm1_.data == nullptr) own1_ = upload(experts, halves, gemm1_);
+  if (gemm2_.data == nullptr) own2_ = upload(experts, {&down, 1}, gemm2_);
+  const auto i = static_cast<std::size_t>(width), h = static_cast<std::size_t>(hidden);
+  gate_bias_ = biases(experts, &FfnWeights::gate_bias, i);
+  up_bias_ = biases(experts, &FfnWeights::up_bias, i);
+  down_bias_ = biases(experts, &FfnWeights::down_bias, h);
+}
+
+bool DeviceFfn::borrows() const {
+  return num_experts_ != 0 && (own1_.data() == nullptr || own2_.data() == nullptr);
 }
 
 FfnParams DeviceFfn::params() const {
   FfnParams params{};
   if (num_experts_ == 0) return params;
-  const int halves = gated_ ? 2 : 1;
-  params.gemm1_map = weights_map(gemm1_.data(), num_experts_, halves, intermediate_, hidden_);
-  params.gemm2_map = weights_map(gemm2_.data(), num_experts_, 1, hidden_, intermediate_);
+  params.gemm1_map = weights_map(gemm1_);
+  params.gemm2_map = weights_map(gemm2_);
   params.gate_bias = reinterpret_cast<const float*>(gate_bias_.data());
   params.up_bias = reinterpret_cast<const float*>(up_bias_.data());
   params.down_bias = reinterpret_cast<const float*>(down_bias_.data());
-  params.intermediate = intermediate_;
+  params.intermediate = gemm1_.rows;
   // As many as a pair of blocks can halve; the last may have no rows.
-  const auto blocks = [](int rows) {
-    return static_cast<std::uint32_t>(protocol::round_up(protocol::ceil_div(rows, kTileRows), 2));
+  const auto blocks = [](const WeightArray& weights) {
+    return static_cast<std::uint32_t>(
+        protocol::round_up(protocol::ceil_div(weights.halves * weights.rows, kTileRows), 2));
   };
-  params.gemm1_blocks = blocks(halves * intermediate_);
-  params.gemm2_blocks = blocks(hidden_);
+  params.gemm1_blocks = blocks(gemm1_);
+  params.gemm2_blocks = blocks(gemm2_);
   return params;
 }
 

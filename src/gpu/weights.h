@@ -3,25 +3,29 @@
 
 #include "gpu/device.h"
 #include "gpu/layer_params.h"
+#include "gpu/tensor_map.h"
 #include "switchyard/weights.h"
 
 namespace switchyard::gpu {
 
-// One kind of expert: all networks' matrices side by side, bf16, and their biases, fp32.
+// One kind of expert: all networks' matrices, bf16, and their biases, fp32.
 class DeviceFfn {
  public:
-  // Packs `experts`, which all have the shape [intermediate, hidden], into device memory. Weights
-  // may be in host memory, in any dtype, or in device memory, in bf16 with contiguous rows.
+  // `experts` all have the shape [intermediate, hidden]. Matrices of bf16 in device memory that lie
+  // there as one array, at one distance from expert to expert and from gate to up, are used where
+  // they are and must stay there. Others are copied, from host memory in any dtype, from device
+  // memory in bf16 with contiguous rows.
   DeviceFfn() = default;
   DeviceFfn(std::span<const FfnWeights> experts, int hidden, int intermediate, bool gated);
 
   FfnParams params() const;
+  // Whether any matrix is used where it is.
+  bool borrows() const;
 
  private:
-  int hidden_ = 0, intermediate_ = 0;  // the second rounded up to a multiple of 8
   std::int64_t num_experts_ = 0;
-  bool gated_ = false;
-  DeviceBuffer gemm1_, gemm2_;  // [E, gate/up, I, H], [E, H, I]
+  WeightArray gemm1_, gemm2_;
+  DeviceBuffer own1_, own2_;  // what was copied
   DeviceBuffer gate_bias_, up_bias_, down_bias_;
 };
 

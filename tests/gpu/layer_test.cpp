@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <numeric>
 #include <optional>
 #include <random>
+#include <vector>
 
 #include "gpu/device.h"
 #include "layer/engine.h"
@@ -117,16 +119,17 @@ TEST_F(GpuRouting, EveryRowCountOfOneExpert) {
   }
 }
 
-// Experts whose weights no cache holds, with several tiles each.
-TEST_F(GpuRouting, TilesInBands) {
+// With many tokens, tiles in bands; with few, the second GEMM split over K.
+TEST_F(GpuRouting, DeepExperts) {
   LayerSpec spec;
   spec.hidden = 72;
   spec.intermediate = 2056;
+  spec.expert_bias = true;
   spec.num_experts = 3;
   spec.top_k = 1;
   for (const int shared : {0, 2100}) {
     spec.shared_intermediate = shared;
-    for (const int tokens : {600, 2900}) {
+    for (const int tokens : {1, 7, 31, 600, 2900}) {
       SCOPED_TRACE(::testing::Message() << "shared " << shared << " T " << tokens);
       expect_accurate_with_given(spec, synthetic_routing(tokens, 3, 1, 0.8, 9), tokens);
     }
@@ -183,6 +186,55 @@ TEST_F(GpuRouting, ABadIdIsAnErrorAndTheLayerLives) {
   EXPECT_THROW(layer.run(bad, DType::kBF16), Error);
   const BatchResult result = layer.run(good, DType::kBF16);
   EXPECT_EQ(result.ids, good.topk_ids);
+}
+
+using GpuWeights = GpuTest;
+
+// The experts' matrices as two arrays in device memory, and views of them. `reversed` puts the last
+// expert first.
+struct WeightsOnDevice {
+  WeightsOnDevice(const LayerSpec& spec, const MoeWeights& host, bool reversed) : views(host) {
+    const auto bytes = static_cast<std::size_t>(spec.hidden) *
+                       static_cast<std::size_t>(spec.intermediate) * sizeof(std::uint16_t);
+    const std::size_t num_experts = host.experts.size();
+    std::vector<std::byte> array(3 * num_experts * bytes);
+    memory = gpu::DeviceBuffer(array.size());
+    const auto move = [&](MatrixView& view, std::size_t place) {
+      std::memcpy(array.data() + place * bytes, view.data, bytes);
+      view.data = memory.data() + place * bytes;
+    };
+    for (std::size_t e = 0; e < num_experts; ++e) {
+      const std::size_t place = reversed ? num_experts - 1 - e : e;
+      move(views.experts[e].gate, 2 * place);
+      move(views.experts[e].up, 2 * place + 1);
+      move(views.experts[e].down, 2 * num_experts + place);
+    }
+    memory.upload(array.data(), array.size());
+  }
+
+  gpu::DeviceBuffer memory;
+  MoeWeights views;
+};
+
+TEST_F(GpuWeights, OneArrayOnTheDeviceIsUsedWhereItIs) {
+  const LayerSpec spec = wide_spec(16, 4);
+  const MoeWeights host = make_weights(spec, DType::kBF16, 3);
+  const Batch batch = random_batch(spec, 40, DType::kBF16, 4);
+  const BatchResult expected = DeviceLayer(spec, host, 40).run(batch, DType::kBF16);
+  for (const bool reversed : {false, true}) {
+    SCOPED_TRACE(reversed ? "copied: experts in another order" : "used in place");
+    WeightsOnDevice device(spec, host, reversed);
+    DeviceLayer layer(spec, device.views, 40);
+    EXPECT_TRUE(layer.run(batch, DType::kBF16).output == expected.output);
+    device.memory.fill(0, layer.stream());
+    const BatchResult after = layer.run(batch, DType::kBF16);
+    if (reversed) {
+      EXPECT_TRUE(after.output == expected.output);
+    } else {
+      const auto* const y = static_cast<const std::uint16_t*>(after.output.view().data);
+      EXPECT_TRUE(std::all_of(y, y + 40 * spec.hidden, [](auto code) { return code << 1 == 0; }));
+    }
+  }
 }
 
 using GpuTypes = GpuTest;
@@ -288,16 +340,17 @@ TEST_F(GpuOptions, EveryActivation) {
 // The second GEMM of this layer is one task of several milliseconds, in which nothing else moves:
 // those that wait for it give up, the pass drains, and the process lives.
 TEST_F(GpuOptions, AWaitPastItsDeadlineIsATypedError) {
+  constexpr int kTokens = 40;  // of fewer it would split the task
   LayerSpec slow = wide_spec(1, 1);
   slow.hidden = 16;
   slow.intermediate = 1 << 20;
   LayerOptions options;
   options.deadline = std::chrono::milliseconds(1);
   {
-    DeviceLayer layer(slow, make_weights(slow, DType::kBF16, 3), 8, options);
-    const Batch batch{Matrix::random(8, slow.hidden, DType::kBF16, 17),
-                      std::vector<std::int32_t>(8, 0),
-                      std::vector<float>(8, 1.0f),
+    DeviceLayer layer(slow, make_weights(slow, DType::kBF16, 3), kTokens, options);
+    const Batch batch{Matrix::random(kTokens, slow.hidden, DType::kBF16, 17),
+                      std::vector<std::int32_t>(kTokens, 0),
+                      std::vector<float>(kTokens, 1.0f),
                       {}};
     layer.load(batch, DType::kBF16);
     layer.enqueue();
