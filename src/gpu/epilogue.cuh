@@ -47,21 +47,19 @@ __device__ __forceinline__ float half_erfc(float x) {
   return p * t * fast_exp2(-1.44269504f * x * x);
 }
 
-// v / (1 + 2^u), of two at once: the special function unit is what epilogues wait for, so one
-// reciprocal serves both. Beyond 2^60 the quotient is zero in any output type.
-__device__ __forceinline__ float2 divide_by_one_plus_exp2(float2 v, float2 u) {
-  constexpr float kMost = 60;
-  const float a = 1.0f + fast_exp2(at_most(u.x, kMost)), b = 1.0f + fast_exp2(at_most(u.y, kMost));
-  const float reciprocal = fast_reciprocal(a * b);
-  return {v.x * (reciprocal * b), v.y * (reciprocal * a)};
-}
-
+// `slope` is -alpha log2(e).
 template <ActivationKind kKind>
-__device__ __forceinline__ float activate_one(float v) {
-  if constexpr (kKind == ActivationKind::kGelu) {
+__device__ __forceinline__ float activate(float v, float slope) {
+  if constexpr (kKind == ActivationKind::kSilu) {
+    return v * fast_reciprocal(1.0f + fast_exp2(slope * v));
+  } else if constexpr (kKind == ActivationKind::kGelu) {
     // v (1 - erfc(|v| / sqrt 2) / 2) or its mirror image; from 64 on the correction is zero.
     const float magnitude = at_most(fabsf(v), 64.0f);
     return at_least(v, 0.0f) - magnitude * half_erfc(magnitude * 0.70710678f);
+  } else if constexpr (kKind == ActivationKind::kGeluTanh) {
+    // 0.5 (1 + tanh(u)) = 1 / (1 + e^(-2u)), here with e^(-2u) = 2^(-2 log2(e) u).
+    const float u = 0.79788456f * (v + 0.044715f * v * v * v);
+    return v * fast_reciprocal(1.0f + fast_exp2(-2.88539008f * u));
   } else if constexpr (kKind == ActivationKind::kRelu) {
     return at_least(v, 0.0f);
   } else if constexpr (kKind == ActivationKind::kRelu2) {
@@ -69,22 +67,6 @@ __device__ __forceinline__ float activate_one(float v) {
     return r * r;
   } else {
     return v;
-  }
-}
-
-// Of two values; `slope` is -alpha log2(e).
-template <ActivationKind kKind>
-__device__ __forceinline__ float2 activate(float2 v, float slope) {
-  if constexpr (kKind == ActivationKind::kSilu) {
-    return divide_by_one_plus_exp2(v, {slope * v.x, slope * v.y});
-  } else if constexpr (kKind == ActivationKind::kGeluTanh) {
-    // 0.5 (1 + tanh(u)) = 1 / (1 + e^(-2u)), here with e^(-2u) = 2^(-2 log2(e) u).
-    const auto exponent = [](float x) {
-      return -2.88539008f * 0.79788456f * (x + 0.044715f * x * x * x);
-    };
-    return divide_by_one_plus_exp2(v, {exponent(v.x), exponent(v.y)});
-  } else {
-    return {activate_one<kKind>(v.x), activate_one<kKind>(v.y)};
   }
 }
 

@@ -155,7 +155,7 @@ KernelEntry kernel_entry();  // in the object that was compiled for it
 // The kernel for an activation. Throws Error{kUnsupported} for one that was not compiled.
 KernelEntry find_kernel(const Activation& activation);
 
-inline constexpr protocol::TileShape kTileShape{256, 32, 16, 128};
+inline constexpr protocol::TileShape kTileShape{256, 32, 16};
 inline constexpr int kTileRows = 128;  // weight rows of a task
 inline constexpr std::uint32_t kPair = 2;
 inline constexpr int kRowGroup = 8;  // rows of gate, then rows of up: see FfnParams

@@ -635,12 +635,12 @@ __device__ __forceinline__ void finish_gemm1(const Pass& pass, const TaskDescrip
   const float slope = -1.44269504f * layer.alpha;
   const auto pair = [&](int n) {
     const float *first = acc + 4 * n, *second = first + 2;
-    const float2 a = activate<kKind>({first[0], first[1]}, slope);
+    const auto value = [slope](float v) { return activate<kKind>(v, slope); };
     if constexpr (kGated) {
-      return uint2{pack_bf16(a.x * second[0], a.y * second[1]), 0};
+      return uint2{pack_bf16(value(first[0]) * second[0], value(first[1]) * second[1]), 0};
     } else {
-      const float2 b = activate<kKind>({second[0], second[1]}, slope);
-      return uint2{pack_bf16(a.x, a.y), pack_bf16(b.x, b.y)};
+      return uint2{pack_bf16(value(first[0]), value(first[1])),
+                   pack_bf16(value(second[0]), value(second[1]))};
     }
   };
   std::uint16_t* const to = pass.h_row(task.tile, 0) + column0;
@@ -816,13 +816,13 @@ __device__ __forceinline__ void math_role(const Pass& pass) {
         SWITCHYARD_HEIGHT(96)
       case 7:
         SWITCHYARD_HEIGHT(128)
-        SWITCHYARD_HEIGHT(144)
+      case 9:
         SWITCHYARD_HEIGHT(160)
-        SWITCHYARD_HEIGHT(176)
+      case 11:
         SWITCHYARD_HEIGHT(192)
-        SWITCHYARD_HEIGHT(208)
+      case 13:
         SWITCHYARD_HEIGHT(224)
-        SWITCHYARD_HEIGHT(240)
+      case 15:
         SWITCHYARD_HEIGHT(256)
 #undef SWITCHYARD_HEIGHT
       default:

@@ -44,14 +44,7 @@ struct ExpertPartition {
 struct TileShape {
   int max_height = 128;
   int granule = 16;
-  int least = 0;         // no more rows than these make a tile of this height
-  int fine_above = 256;  // in steps of half a granule beyond this height
-
-  SWITCHYARD_HOST_DEVICE constexpr std::uint32_t height_for(std::uint32_t rows) const {
-    if (rows <= static_cast<std::uint32_t>(least)) return static_cast<std::uint32_t>(least);
-    const int step = rows <= static_cast<std::uint32_t>(fine_above) ? granule : granule / 2;
-    return round_up(rows, static_cast<std::uint32_t>(step));
-  }
+  int least = 0;  // no more rows than these make a tile of this height
 };
 
 struct TokenTiles {
@@ -64,10 +57,13 @@ struct TokenTiles {
       : rows(num_rows) {
     if (num_rows == 0) return;
     const auto max_height = static_cast<std::uint32_t>(shape.max_height);
-    height = shape.height_for(num_rows);
+    const auto granule = static_cast<std::uint32_t>(shape.granule);
+    const auto least = static_cast<std::uint32_t>(shape.least);
+    height = num_rows <= least ? least : round_up(num_rows, granule);
     count = 1;
     if (num_rows <= max_height) return;
-    height = shape.height_for(ceil_div(num_rows, ceil_div(num_rows, max_height)));
+    const std::uint32_t fewest = ceil_div(num_rows, max_height);
+    height = round_up(ceil_div(num_rows, fewest), granule);
     // Rounding the height up can leave the last of many tiles empty.
     count = ceil_div(num_rows, height);
   }
