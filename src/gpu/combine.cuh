@@ -38,7 +38,7 @@ __device__ __forceinline__ void store_output(const CallParams& call, std::uint32
       words[i] = *reinterpret_cast<const std::uint32_t*>(&pair);
     }
   }
-  *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(call.y) + at) = packed;
+  store_vector(static_cast<std::uint16_t*>(call.y) + at, packed);
 }
 
 __device__ __forceinline__ void add_weighted(float (&sum)[8], const uint4& cell, float weight) {

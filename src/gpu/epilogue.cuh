@@ -133,8 +133,8 @@ __device__ __forceinline__ void store_tile(std::uint32_t staging, std::uint32_t 
       const std::uint32_t at = i * kWarpgroup + thread;
       const std::uint32_t token = at / kVectors, vector = at % kVectors;
       if (first + token >= rows || 8 * vector >= elements) continue;
-      *reinterpret_cast<uint4*>(row(first + token) + 8 * vector) =
-          load_shared_vector(place(buffer, token, vector));
+      store_vector(row(first + token) + 8 * vector,
+                   load_shared_vector(place(buffer, token, vector)));
     }
   }
 }

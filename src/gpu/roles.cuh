@@ -419,7 +419,7 @@ __device__ __forceinline__ void pack_rows(const Pass& pass, std::uint32_t begin,
       const std::uint16_t* const source =
           pass.state().x + __shfl_sync(~0u, from, i) * pass.state().x_stride;
       std::uint16_t* const target = layer.packed + std::size_t{__shfl_sync(~0u, to, i)} * hidden;
-      constexpr std::uint32_t kVectors = kRows == 1 ? 8 : 4, kStep = 8 * 32;
+      constexpr std::uint32_t kVectors = 8, kStep = 8 * 32;
 #pragma unroll 1
       for (std::uint32_t column0 = 8 * lane; column0 < hidden; column0 += kVectors * kStep) {
         uint4 values[kVectors];
@@ -431,7 +431,7 @@ __device__ __forceinline__ void pack_rows(const Pass& pass, std::uint32_t begin,
 #pragma unroll
         for (std::uint32_t v = 0; v < kVectors; ++v) {
           const std::uint32_t column = column0 + v * kStep;
-          if (column < hidden) *reinterpret_cast<uint4*>(target + column) = values[v];
+          if (column < hidden) store_vector(target + column, values[v]);
         }
       }
     }
@@ -539,6 +539,10 @@ __device__ __forceinline__ void multiply_tile(const Pass& pass, std::uint32_t k_
     if (speaks) arrive_in_pair(empty + 8 * previous);
   }
   cute::warpgroup_wait<0>();
+  // The compiler does not know that this wait is for the accumulators: without a fence for each it
+  // may compute with them before.
+#pragma unroll
+  for (float& sum : acc) cute::warpgroup_fence_operand(sum);
   if (speaks) arrive_in_pair(empty + 8 * place.stage);
   place.advance(ring.stages);
 }

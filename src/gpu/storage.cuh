@@ -24,8 +24,8 @@ static_assert(kTileRows == 64 * kMathGroups, "a math warpgroup takes 64 weight r
 // Registers per thread once the roles part. They share what the block got at launch, equal parts in
 // steps of 8: asking for more, setmaxnreg would wait for ever.
 inline constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-inline constexpr int kLoadingRegisters = 56;
-inline constexpr int kMathRegisters = 224;
+inline constexpr int kLoadingRegisters = 88;
+inline constexpr int kMathRegisters = 208;
 static_assert(kLoadingRegisters + kMathGroups * kMathRegisters <=
               (1 + kMathGroups) * kLaunchRegisters);
 

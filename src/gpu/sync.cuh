@@ -76,6 +76,14 @@ __device__ __forceinline__ bool grid_await(const Waiter& waiter, std::uint32_t* 
   return __syncthreads_and(arrived);
 }
 
+// 16 bytes at once, which has to be said: the compiler makes four stores of an assignment whose
+// value comes out of inline assembly.
+__device__ __forceinline__ void store_vector(void* to, const uint4& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
 // An mbarrier in shared memory and the two things done with it.
 __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
