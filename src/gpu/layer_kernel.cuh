@@ -10,13 +10,19 @@
 //     2, 3      gather     in small passes in place of the two: rows of x from where they are, h
 //     4 to 11   math       two warpgroups: WGMMA over the ring; epilogue; combine tasks
 //
+//   Large passes are launched in pairs of blocks. A pair does each task together, with twice the
+//   weight rows: the first block's scheduler takes the ticket for both, each block loads its own
+//   weights and half of the tokens, and these go to both rings.
+//
 //   barrier      phase completes on                                              waited for by
 //   full[s]      weights: 1 arrival + 16 KiB; tokens: 1 arrival + bytes, or in   math
 //                small passes 64 arrivals: copies of x, or one with h's bytes
-//   empty[s]     8 math warps, when the products that read the stage are done    weights, tokens
+//   empty[s]     8 math warps, of both blocks of a pair, when the products that  weights, tokens
+//                read the stage are done
 //   task_full    scheduler                                                       all other roles
 //   demand       weights, a few stages before the end of a GEMM; math, when what   scheduler
-//                a combine task needs is there
+//                a combine task needs is there; of both blocks of a pair
+//   ticket_full  scheduler of the pair's first block                             its second's
 //   task_empty   1 weights, 1 tokens or 2 gather, 8 math warps, having read it   scheduler
 //
 //   between blocks (device memory, cleared by the pass before):
