@@ -58,6 +58,11 @@ struct LayerOptions {
   int device = -1;
   // kCuda only. Streaming multiprocessors that the layer leaves to other kernels.
   int reserved_sms = 0;
+  // kCuda only. Cooperative launches: all blocks of the kernel start at once, or none yet. Without,
+  // that is so only while no other kernel runs on the device, or blocks wait for each other up to
+  // the deadline. For profilers, which may not replay such launches of clusters: ncu 2025.3 reports
+  // an illegal instruction.
+  bool cooperative_launch = true;
   // Arithmetic and wire type: kBF16 or kF32. Empty: kBF16 for bf16 and fp8 checkpoints, kF32 for
   // fp16 and fp32 ones. Accumulation is always fp32. kCuda has kBF16 only.
   std::optional<DType> compute;

@@ -52,7 +52,10 @@ LayerOptions layer_options(DType compute, std::int64_t max_tokens, const Measure
   o.backend = options.backend;
   o.max_tokens = static_cast<int>(max_tokens);
   o.compute = compute;
-  if (options.backend == Backend::kCuda) o.reserved_sms = options.reserved_sms;
+  if (options.backend == Backend::kCuda) {
+    o.reserved_sms = options.reserved_sms;
+    o.cooperative_launch = options.cooperative;
+  }
   return o;
 }
 

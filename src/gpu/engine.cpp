@@ -358,17 +358,22 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
 
 cudaLaunchConfig_t Engine::launch_config(bool paired, cudaLaunchAttribute* attributes,
                                          cudaStream_t stream) const {
-  attributes[0].id = cudaLaunchAttributeCooperative;
-  attributes[0].val.cooperative = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {paired ? kPair : 1, 1, 1};
+  unsigned count = 0;
+  if (paired) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {kPair, 1, 1};
+  }
+  if (options_.cooperative_launch) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(paired ? std::max(paired_grid_, kPair) : grid_);
   config.blockDim = dim3(static_cast<unsigned>(kernel_.shape.threads));
   config.dynamicSmemBytes = kernel_.shape.shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = paired ? kMaxAttributes : 1;
+  config.numAttrs = count;
   return config;
 }
 

@@ -47,6 +47,11 @@ void check_cpu_options(const LayerOptions& options) {
                     "it at 0",
                     options.reserved_sms));
   }
+  if (!options.cooperative_launch) {
+    refuse(
+        "cooperative_launch is false, but the backend is cpu; use Backend::kCuda, or leave it "
+        "true");
+  }
 }
 
 // Returns the device that runs the layer.

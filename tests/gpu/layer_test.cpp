@@ -279,6 +279,7 @@ TEST_F(GpuOptions, FewerMultiprocessorsGiveTheSameBits) {
       SCOPED_TRACE(::testing::Message() << tokens << " tokens, " << reserved << " reserved");
       LayerOptions options;
       options.reserved_sms = reserved;
+      options.cooperative_launch = reserved != 17;
       const BatchResult fewer = DeviceLayer(spec, w, tokens, options).run(batch, DType::kBF16);
       EXPECT_EQ(fewer.ids, all.ids);
       EXPECT_TRUE(fewer.weights == all.weights);

@@ -48,6 +48,8 @@ TEST_F(LayerOptionsTest, ValuesOutOfRange) {
 TEST_F(LayerOptionsTest, OptionsOfTheOtherBackend) {
   EXPECT_ERROR(make({.device = 0}), ErrorCode::kInvalidArgument, "device is 0", "cpu");
   EXPECT_ERROR(make({.reserved_sms = 2}), ErrorCode::kInvalidArgument, "reserved_sms is 2", "cpu");
+  EXPECT_ERROR(make({.cooperative_launch = false}), ErrorCode::kInvalidArgument,
+               "cooperative_launch is false", "cpu");
   EXPECT_ERROR(make({.backend = kCuda, .num_threads = 2}), ErrorCode::kInvalidArgument,
                "num_threads is 2", "cuda");
   EXPECT_ERROR(make({.backend = kCuda, .on_step = [](const ProtocolStep&) {}}),
