@@ -144,8 +144,8 @@ void add_measure_options(CLI::App& app, BenchOptions& o) {
   add_backend(app, "--backend", o.backend, "cpu or cuda (default: cuda where there is a GPU)");
   add_whole(app, "--reserved-sms", o.measure.reserved_sms, 0, 1024,
             "SMs of the GPU to leave free (cuda; default 0)");
-  app.add_flag("!--no-cooperative", o.measure.cooperative,
-               "Do not ask for all blocks to start at once, which ncu cannot replay (cuda)");
+  app.add_flag("--uncooperative", o.measure.uncooperative,
+               "Launch without asking for all blocks at once: for ncu (cuda)");
   add_whole(app, "--repeat", o.measure.repeat, 1, 1'000'000,
             "Timed passes (default 50 to 400 on a GPU, 5 to 50 elsewhere)");
   app.add_flag("--graph", o.only_graph, "Time only the replayed CUDA graph");

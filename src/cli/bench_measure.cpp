@@ -54,7 +54,7 @@ LayerOptions layer_options(DType compute, std::int64_t max_tokens, const Measure
   o.compute = compute;
   if (options.backend == Backend::kCuda) {
     o.reserved_sms = options.reserved_sms;
-    o.cooperative_launch = options.cooperative;
+    o.cooperative_launch = !options.uncooperative;
   }
   return o;
 }

@@ -17,12 +17,12 @@ namespace switchyard::cli {
 
 struct MeasureOptions {
   Backend backend = Backend::kCpu;
-  int reserved_sms = 0;     // kCuda
-  bool cooperative = true;  // kCuda
-  int repeat = 0;           // timed passes; 0: by their duration
-  bool graph = true;        // kCuda: replay a graph
-  bool no_graph = true;     // one call after the other
-  bool cold = false;        // kCuda: each pass by itself, behind a flush of the L2 cache
+  int reserved_sms = 0;        // kCuda
+  bool uncooperative = false;  // kCuda
+  int repeat = 0;              // timed passes; 0: by their duration
+  bool graph = true;           // kCuda: replay a graph
+  bool no_graph = true;        // one call after the other
+  bool cold = false;           // kCuda: each pass by itself, behind a flush of the L2 cache
   bool given_routing = false;
   bool verify = false;
 };

@@ -281,9 +281,17 @@ void Engine::lay_out_workspace() {
   // Small passes may have several cells for a slot.
   const std::size_t cell_tokens =
       std::max(tokens, std::min(tokens, std::size_t{kMaxOwnTokens}) << kMaxLog2Splits);
-  const std::size_t cells =
-      arena.place(cell_tokens * static_cast<std::size_t>(params_.cells_per_token) *
-                  static_cast<std::size_t>(spec_.hidden) * 2);
+  const std::size_t cell_bytes = cell_tokens * static_cast<std::size_t>(params_.cells_per_token) *
+                                 static_cast<std::size_t>(spec_.hidden) * 2;
+  // The kernel counts them in 16 bytes, with 32 bits.
+  if (cell_bytes >> 36 != 0) {
+    throw Error(
+        ErrorCode::kCapacityExceeded,
+        fmt::format("{} tokens need {} GiB for the experts' outputs, and the GPU engine has "
+                    "room for 64; declare fewer max_tokens",
+                    tokens, cell_bytes >> 30));
+  }
+  const std::size_t cells = arena.place(cell_bytes);
   workspace_ = DeviceBuffer(arena.size());
   SWITCHYARD_CUDA(cudaMemset(workspace_.data(), 0, zeroed));
   // NaN everywhere else, so that no pass can get away with reading what it did not write.

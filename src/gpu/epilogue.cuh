@@ -98,11 +98,12 @@ __device__ __forceinline__ uint4 load_shared_vector(std::uint32_t address) {
 // (gate and up have met), else two.
 //   elements     of a token's row that exist, from the warpgroup's first on
 //   pair(n)      -> the packed values of tokens 8 n + 2 t and the next: {first rows, second rows}
-//   row(token)   -> where the warpgroup's elements of the token go
+//   base, row(token)   where the warpgroup's elements of the token go: row is in vectors of 16
+//   bytes
 template <int N, bool kMerged, typename Pair, typename Row>
 __device__ __forceinline__ void store_tile(std::uint32_t staging, std::uint32_t barrier_id,
                                            std::uint32_t rows, std::uint32_t elements, Pair&& pair,
-                                           Row&& row) {
+                                           std::uint16_t* base, Row&& row) {
   constexpr std::uint32_t kVectors = kMerged ? 4 : 8;  // of a token's row
   const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
   const std::uint32_t warp = thread / 32, lane = thread % 32;
@@ -133,7 +134,7 @@ __device__ __forceinline__ void store_tile(std::uint32_t staging, std::uint32_t 
       const std::uint32_t at = i * kWarpgroup + thread;
       const std::uint32_t token = at / kVectors, vector = at % kVectors;
       if (first + token >= rows || 8 * vector >= elements) continue;
-      store_vector(row(first + token) + 8 * vector,
+      store_vector(base + std::size_t{row(first + token) + vector} * 8,
                    load_shared_vector(place(buffer, token, vector)));
     }
   }

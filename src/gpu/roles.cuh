@@ -581,6 +581,19 @@ __device__ __forceinline__ void await_entries(std::uint32_t barrier_id) {
   named_barrier<kWarpgroup>(barrier_id);
 }
 
+// For the second GEMM, the rows' entries become the places of their cells, in vectors of 16 bytes.
+__device__ __forceinline__ void place_cells(const Pass& pass, const TaskDescriptor& task,
+                                            std::uint32_t group) {
+  const auto cells = static_cast<std::uint32_t>(pass.layer.cells_per_token);
+  const std::uint32_t vectors = static_cast<std::uint32_t>(pass.layer.hidden) / 8;
+  for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
+    std::uint32_t& entry = pass.block.entries[group][row];
+    const std::uint32_t cell = RowEntry::token(entry) * cells + RowEntry::k(entry);
+    entry = ((cell << pass.state().log2_splits) + task.split) * vectors;
+  }
+  named_barrier<kWarpgroup>(1 + group);
+}
+
 // Where weights apply to the input: the rows' entries become their weights, and these multiply what
 // is linear in the input.
 template <int N>
@@ -647,11 +660,11 @@ __device__ __forceinline__ void finish_gemm1(const Pass& pass, const TaskDescrip
                    pack_bf16(value(second[0]), value(second[1]))};
     }
   };
-  std::uint16_t* const to = pass.h_row(task.tile, 0) + column0;
-  const std::uint32_t stride = layer.h_stride;
+  const std::uint32_t stride = layer.h_stride / 8;
+  const std::uint32_t to = task.tile % layer.h_slots * kTileShape.max_height * stride + column0 / 8;
   store_tile<N, kGated>(shared_address(pass.block.staging[group]), 1 + group, task.rows,
-                        column0 < intermediate ? intermediate - column0 : 0, pair,
-                        [&](std::uint32_t token) { return to + std::size_t{token} * stride; });
+                        column0 < intermediate ? intermediate - column0 : 0, pair, layer.h,
+                        [&](std::uint32_t token) { return to + token * stride; });
 }
 
 template <int N>
@@ -670,16 +683,10 @@ __device__ __forceinline__ void finish_gemm2(const Pass& pass, const TaskDescrip
   const auto pair = [&](int n) {
     return uint2{pack_bf16(acc[4 * n], acc[4 * n + 1]), pack_bf16(acc[4 * n + 2], acc[4 * n + 3])};
   };
-  const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
-  const std::uint32_t log2_splits = pass.state().log2_splits;
-  std::uint16_t* const to = layer.cells + std::size_t{task.split} * hidden + column0;
-  store_tile<N, false>(shared_address(pass.block.staging[group]), 1 + group, task.rows,
-                       column0 < hidden ? hidden - column0 : 0, pair, [&](std::uint32_t token) {
-                         const std::uint32_t entry = pass.block.entries[group][token];
-                         const std::uint32_t cell =
-                             RowEntry::token(entry) * cells + RowEntry::k(entry);
-                         return to + (std::size_t{cell} << log2_splits) * hidden;
-                       });
+  store_tile<N, false>(
+      shared_address(pass.block.staging[group]), 1 + group, task.rows,
+      column0 < hidden ? hidden - column0 : 0, pair, layer.cells,
+      [&](std::uint32_t token) { return pass.block.entries[group][token] + column0 / 8; });
 }
 
 template <int N, ActivationKind kKind, bool kGated>
@@ -697,6 +704,7 @@ __device__ __forceinline__ void gemm_task(const Pass& pass, const TaskDescriptor
   if (first) {
     finish_gemm1<N, kKind, kGated>(pass, task, group, acc);
   } else {
+    place_cells(pass, task, group);
     finish_gemm2<N>(pass, task, group, acc);
   }
   signals.put_off(first ? pass.gemm1_done(task.tile) : pass.gemm2_done(task.tile), 1 + group);

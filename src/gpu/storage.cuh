@@ -188,10 +188,6 @@ struct Pass {
   __device__ std::uint32_t packed_row(std::uint32_t tile, std::uint32_t row) const {
     return tile % layer.packed_slots * kTileShape.max_height + row;
   }
-  __device__ std::uint16_t* h_row(std::uint32_t tile, std::uint32_t row) const {
-    const std::size_t slot = tile % layer.h_slots;
-    return layer.h + (slot * kTileShape.max_height + row) * layer.h_stride;
-  }
 };
 
 }  // namespace switchyard::gpu

@@ -317,6 +317,9 @@ TEST_F(GpuOptions, WhatItDoesNotDoIsRefused) {
   options = {};
   options.reserved_sms = gpu::device_info(gpu::current_device()).num_sms;
   EXPECT_NE(build(wide_spec(16, 4), options), ErrorCode::kSystem);
+  spec = wide_spec(16, 16);
+  EXPECT_EQ(code_of([&] { DeviceLayer(spec, make_weights(spec, DType::kBF16, 3), 1 << 22); }),
+            ErrorCode::kCapacityExceeded);
 }
 
 TEST_F(GpuOptions, EveryActivation) {

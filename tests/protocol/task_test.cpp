@@ -76,7 +76,9 @@ TEST(TaskOrder, EveryTaskOnceAndNoneBeforeWhatItWaitsFor) {
 }
 
 TEST(TaskOrder, TilesOfABandShareWeightRows) {
+  const std::uint32_t no_chunks = 0;
   Workload work;
+  work.dispatch_chunks = &no_chunks;
   work.num_shared_tiles = 3;
   work.num_routed_tiles = 5;
   work.shared_gemm1_blocks = work.routed_gemm1_blocks = 2;
