@@ -28,7 +28,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 prebuilt='' pack='' build=build out=${OUT:-} commit=''
-filter='*' sanitize_filter='*Sanitize*:GpuTypes.*:GpuRouting.EmptySlots*:GpuRouting.NoTokens*:RouteWarp.HashedIds*' tools='memcheck synccheck'
+filter='*' sanitize_filter='GpuTypes.*:GpuWeights.*:GpuRouting.EmptySlots*:GpuRouting.NoTokens*:GpuRouting.DeepExperts:*Sanitize*:RouteWarp.HashedIds*' tools='memcheck synccheck'
 suites='one_gpu_bf16 one_gpu_thesis' bench_args='--against torch' limit=''
 stages=()
 usage() { sed -n '2,/^set /p' "$0" | sed '$d; s/^# \{0,1\}//'; }
