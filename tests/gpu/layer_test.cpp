@@ -344,17 +344,20 @@ TEST_F(GpuOptions, EveryActivation) {
 // The second GEMM of this layer is one task of several milliseconds, in which nothing else moves:
 // those that wait for it give up, the pass drains, and the process lives.
 TEST_F(GpuOptions, AWaitPastItsDeadlineIsATypedError) {
-  constexpr int kTokens = 40;  // of fewer it would split the task
   LayerSpec slow = wide_spec(1, 1);
   slow.hidden = 16;
   slow.intermediate = 1 << 20;
+  const MoeWeights slow_weights = make_weights(slow, DType::kBF16, 3);
   LayerOptions options;
   options.deadline = std::chrono::milliseconds(1);
-  {
-    DeviceLayer layer(slow, make_weights(slow, DType::kBF16, 3), kTokens, options);
-    const Batch batch{Matrix::random(kTokens, slow.hidden, DType::kBF16, 17),
-                      std::vector<std::int32_t>(kTokens, 0),
-                      std::vector<float>(kTokens, 1.0f),
+  // Fewer would split the task; the second number is done by pairs of blocks.
+  for (const int tokens : {40, 200}) {
+    SCOPED_TRACE(::testing::Message() << tokens << " tokens");
+    const auto slots = static_cast<std::size_t>(tokens);
+    DeviceLayer layer(slow, slow_weights, tokens, options);
+    const Batch batch{Matrix::random(tokens, slow.hidden, DType::kBF16, 17),
+                      std::vector<std::int32_t>(slots, 0),
+                      std::vector<float>(slots, 1.0f),
                       {}};
     layer.load(batch, DType::kBF16);
     layer.enqueue();
