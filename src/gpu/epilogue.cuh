@@ -98,8 +98,7 @@ __device__ __forceinline__ uint4 load_shared_vector(std::uint32_t address) {
 // (gate and up have met), else two.
 //   elements     of a token's row that exist, from the warpgroup's first on
 //   pair(n)      -> the packed values of tokens 8 n + 2 t and the next: {first rows, second rows}
-//   base, row(token)   where the warpgroup's elements of the token go: row is in vectors of 16
-//   bytes
+//   row(token)   -> where the warpgroup's elements of the token go: vectors of 16 bytes from base
 template <int N, bool kMerged, typename Pair, typename Row>
 __device__ __forceinline__ void store_tile(std::uint32_t staging, std::uint32_t barrier_id,
                                            std::uint32_t rows, std::uint32_t elements, Pair&& pair,

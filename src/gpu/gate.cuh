@@ -1,9 +1,8 @@
 // The gate's product: router logits as partial sums over slices of the hidden dimension.
 //
-// A unit is 32 tokens x 32 router columns, or 64 where there are units enough, x one slice; its
-// warps split the slice and are summed in a fixed order, as are the slices when a token is routed.
-// Few tokens make many slices, so that the router's weight is read by as many SMs as there are
-// units.
+// A unit is 32 tokens x 32 router columns x one slice; its warps split the slice and are summed in
+// a fixed order, as are the slices when a token is routed. Few tokens make many slices, so that the
+// router's weight is read by as many SMs as there are units.
 #pragma once
 
 #include "gpu/storage.cuh"
@@ -49,7 +48,6 @@ __device__ __forceinline__ uint4 load_vector(const std::uint16_t* from, bool val
 }
 
 // Called by the math warps; the ring is theirs so far.
-// floats of shared memory.
 __device__ __forceinline__ void gate_logits(const Pass& pass) {
   constexpr int kAtOnce = kGateStepsAtOnce;
   const LayerParams& layer = pass.layer;

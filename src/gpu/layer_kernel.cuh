@@ -231,15 +231,13 @@ __device__ __forceinline__ bool plan_pass(const Pass& pass, bool alone) {
   return true;
 }
 
-// Tells the other block of the pair, too, that the pass was given up.
+// Tells the other block of the pair what this one's wait found: the pass was given up.
 __device__ __forceinline__ void give_up_pair(const Pass& pass) {
   if (threadIdx.x != 0) return;
   const std::uint32_t going = shared_address(&pass.block.pass.going);
-  for (std::uint32_t rank = 0; rank < kPair; ++rank) {
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_pair(going, rank)),
-                 "r"(static_cast<std::uint32_t>(Going::kGivenUp))
-                 : "memory");
-  }
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_pair(going, rank_in_pair() ^ 1)),
+               "r"(static_cast<std::uint32_t>(Going::kGivenUp))
+               : "memory");
 }
 
 template <ActivationKind kKind, bool kGated>

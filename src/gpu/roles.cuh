@@ -576,10 +576,9 @@ __device__ __forceinline__ void fetch_entries(const Pass& pass, const TaskDescri
     }
   }
 }
-__device__ __forceinline__ void await_entries(std::uint32_t barrier_id) {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  named_barrier<kWarpgroup>(barrier_id);
-}
+// A thread has the entries that it fetched itself; what it makes of them it shares behind a
+// barrier.
+__device__ __forceinline__ void await_entries() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // For the second GEMM, the rows' entries become the places of their cells, in vectors of 16 bytes.
 __device__ __forceinline__ void place_cells(const Pass& pass, const TaskDescriptor& task,
@@ -588,8 +587,7 @@ __device__ __forceinline__ void place_cells(const Pass& pass, const TaskDescript
   const std::uint32_t vectors = static_cast<std::uint32_t>(pass.layer.hidden) / 8;
   for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
     std::uint32_t& entry = pass.block.entries[group][row];
-    const std::uint32_t cell = RowEntry::token(entry) * cells + RowEntry::k(entry);
-    entry = ((cell << pass.state().log2_splits) + task.split) * vectors;
+    entry = ((RowEntry::cell(entry, cells) << pass.state().log2_splits) + task.split) * vectors;
   }
   named_barrier<kWarpgroup>(1 + group);
 }
@@ -600,11 +598,9 @@ template <int N>
 __device__ __forceinline__ void weigh_input(const Pass& pass, const TaskDescriptor& task,
                                             std::uint32_t group, float (&acc)[N / 2]) {
   std::uint32_t* const entries = pass.block.entries[group];
+  const auto cells = static_cast<std::uint32_t>(pass.layer.cells_per_token);
   for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
-    const std::uint32_t entry = entries[row];
-    const float weight =
-        pass.state().tables.weights[RowEntry::token(entry) * pass.layer.cells_per_token +
-                                    RowEntry::k(entry)];
+    const float weight = pass.state().tables.weights[RowEntry::cell(entries[row], cells)];
     entries[row] = __float_as_uint(weight);
   }
   named_barrier<kWarpgroup>(1 + group);
@@ -700,7 +696,7 @@ __device__ __forceinline__ void gemm_task(const Pass& pass, const TaskDescriptor
   multiply_tile<N>(pass, k_blocks, place, group, signals, acc);
   // From here on the scheduler may look for another task.
   if (fresh_thread_index<32>() == 0) reader.release();
-  if (needs_entries) await_entries(1 + group);
+  if (needs_entries) await_entries();
   if (first) {
     finish_gemm1<N, kKind, kGated>(pass, task, group, acc);
   } else {

@@ -62,6 +62,10 @@ struct RowEntry {
   }
   __device__ static std::uint32_t token(std::uint32_t entry) { return entry >> kBits; }
   __device__ static std::uint32_t k(std::uint32_t entry) { return entry & ((1u << kBits) - 1); }
+  // The slot's place among all tokens' cells, weights too.
+  __device__ static std::uint32_t cell(std::uint32_t entry, std::uint32_t cells_per_token) {
+    return token(entry) * cells_per_token + k(entry);
+  }
 };
 
 enum class Work : std::uint32_t { kGemm1, kGemm2, kCombine, kStop };

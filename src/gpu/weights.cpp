@@ -110,7 +110,6 @@ using Matrices = const MatrixView FfnWeights::*;
 // The array that all experts' matrices `halves` are, if they are one that the copy engine can read.
 std::optional<WeightArray> in_place(std::span<const FfnWeights> experts,
                                     std::span<const Matrices> halves) {
-  if (experts.empty()) return std::nullopt;
   const auto at = [&](std::size_t e, std::size_t half) -> const MatrixView& {
     return experts[e].*halves[half];
   };
@@ -148,29 +147,29 @@ std::optional<WeightArray> in_place(std::span<const FfnWeights> experts,
   return array;
 }
 
-// The same, without memory yet and nothing between the matrices.
-WeightArray dense(std::size_t num_experts, std::size_t halves, int rows, int columns) {
-  WeightArray array{nullptr, static_cast<std::int64_t>(num_experts), static_cast<int>(halves), rows,
-                    columns};
+// The experts' matrices as one array of `rows` x `columns`: where they are, or else copied to
+// `own`.
+WeightArray place(std::span<const FfnWeights> experts, std::span<const Matrices> halves, int rows,
+                  int columns, DeviceBuffer& own) {
+  if (const auto array = in_place(experts, halves)) return *array;
+  WeightArray array{nullptr, static_cast<std::int64_t>(experts.size()),
+                    static_cast<int>(halves.size()), rows, columns};
   array.row_stride = columns * static_cast<std::int64_t>(sizeof(std::uint16_t));
   array.half_stride = rows * array.row_stride;
   array.expert_stride = array.halves * array.half_stride;
-  return array;
-}
-
-// Copies the matrices into memory that it gives the array.
-DeviceBuffer upload(std::span<const FfnWeights> experts, std::span<const Matrices> halves,
-                    WeightArray& array) {
-  DeviceBuffer memory = zeros(experts.size() * static_cast<std::size_t>(array.expert_stride));
-  array.data = memory.data();
+  const std::size_t bytes = experts.size() * static_cast<std::size_t>(array.expert_stride);
+  const MatrixView& m = experts[0].*halves[0];
+  // Rows and columns that were added must be zero.
+  own = m.rows == rows && m.cols == columns ? DeviceBuffer(bytes) : zeros(bytes);
+  array.data = own.data();
   for (std::size_t e = 0; e < experts.size(); ++e) {
     for (std::size_t half = 0; half < halves.size(); ++half) {
-      std::byte* const to = memory.data() + e * static_cast<std::size_t>(array.expert_stride) +
+      std::byte* const to = own.data() + e * static_cast<std::size_t>(array.expert_stride) +
                             half * static_cast<std::size_t>(array.half_stride);
-      upload_matrix(experts[e].*halves[half], reinterpret_cast<std::uint16_t*>(to), array.columns);
+      upload_matrix(experts[e].*halves[half], reinterpret_cast<std::uint16_t*>(to), columns);
     }
   }
-  return memory;
+  return array;
 }
 
 // [E, width] of one bias of all experts; empty where they have none.
@@ -187,17 +186,13 @@ DeviceBuffer biases(std::span<const FfnWeights> experts, const VectorView FfnWei
 
 }  // namespace
 
-DeviceFfn::DeviceFfn(std::span<const FfnWeights> experts, int hidden, int intermediate, bool gated)
-    : num_experts_(static_cast<std::int64_t>(experts.size())) {
-  const Matrices gate = &FfnWeights::gate, up = &FfnWeights::up, down = &FfnWeights::down;
-  // Where I is not a multiple of 8, it is rounded up with zeros.
+DeviceFfn::DeviceFfn(std::span<const FfnWeights> experts, int hidden, int intermediate,
+                     bool gated) {
+  const Matrices first[] = {&FfnWeights::gate, &FfnWeights::up}, down = &FfnWeights::down;
+  // Where I is not a multiple of 8, it is rounded up.
   const int width = protocol::round_up(intermediate, kRowGroup);
-  const Matrices first[] = {gate, up};
-  const std::span<const Matrices> halves = std::span(first).last(gated ? 2 : 1);
-  gemm1_ = in_place(experts, halves).value_or(dense(experts.size(), halves.size(), width, hidden));
-  gemm2_ = in_place(experts, {&down, 1}).value_or(dense(experts.size(), 1, hidden, width));
-  if (gemm1_.data == nullptr) own1_ = upload(experts, halves, gemm1_);
-  if (gemm2_.data == nullptr) own2_ = upload(experts, {&down, 1}, gemm2_);
+  gemm1_ = place(experts, std::span(first).last(gated ? 2 : 1), width, hidden, own1_);
+  gemm2_ = place(experts, {&down, 1}, hidden, width, own2_);
   const auto i = static_cast<std::size_t>(width), h = static_cast<std::size_t>(hidden);
   gate_bias_ = biases(experts, &FfnWeights::gate_bias, i);
   up_bias_ = biases(experts, &FfnWeights::up_bias, i);
@@ -205,12 +200,12 @@ DeviceFfn::DeviceFfn(std::span<const FfnWeights> experts, int hidden, int interm
 }
 
 bool DeviceFfn::borrows() const {
-  return num_experts_ != 0 && (own1_.data() == nullptr || own2_.data() == nullptr);
+  return gemm1_.data != own1_.data() || gemm2_.data != own2_.data();
 }
 
 FfnParams DeviceFfn::params() const {
   FfnParams params{};
-  if (num_experts_ == 0) return params;
+  if (gemm1_.num_experts == 0) return params;
   params.gemm1_map = weights_map(gemm1_);
   params.gemm2_map = weights_map(gemm2_);
   params.gate_bias = reinterpret_cast<const float*>(gate_bias_.data());

@@ -23,7 +23,6 @@ class DeviceFfn {
   bool borrows() const;
 
  private:
-  std::int64_t num_experts_ = 0;
   WeightArray gemm1_, gemm2_;
   DeviceBuffer own1_, own2_;  // what was copied
   DeviceBuffer gate_bias_, up_bias_, down_bias_;
