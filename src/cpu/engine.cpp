@@ -121,6 +121,9 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
         fmt::format("top_k {} over {} ranks; this build supports top_k up to {} and {} ranks",
                     spec.top_k, world.size(), protocol::kMaxTopK, protocol::kMaxRanks));
   }
+  if (options.compute == DType::kF8E4M3) {
+    throw Error(ErrorCode::kUnsupported, "compute type f8_e4m3; the CPU engine has bf16 and f32");
+  }
   if (options_.deadline.count() <= 0) options_.deadline = world.deadline();
 
   layer_.spec = spec;

@@ -29,8 +29,9 @@ void check_options(const LayerOptions& options) {
     refuse(fmt::format("reserved_sms is {}; use 0 to leave none, or at least 1",
                        options.reserved_sms));
   }
-  if (options.compute && options.compute != DType::kBF16 && options.compute != DType::kF32) {
-    refuse(fmt::format("compute type {}; use bf16 or f32", to_string(*options.compute)));
+  if (options.compute && options.compute != DType::kBF16 && options.compute != DType::kF32 &&
+      options.compute != DType::kF8E4M3) {
+    refuse(fmt::format("compute type {}; use bf16, f32 or f8_e4m3", to_string(*options.compute)));
   }
 }
 

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "model/quantize.h"
+#include "protocol/partition.h"
 #include "switchyard/routing.h"
 
 namespace switchyard::protocol {
@@ -14,8 +16,43 @@ void require_size(const char* name, std::size_t size, std::size_t expected, std:
               fmt::format("{} has {} elements; {} tokens need {}", name, size, tokens, expected));
 }
 
-void check_activations(const LayerSpec& spec, int max_tokens, int rank, const MatrixView& x,
-                       const ForwardOutput& output) {
+// Activations that arrive quantised: nothing can be made of them but the experts' operands.
+void check_quantised(const LayerSpec& spec, const ForwardInput& input, DType compute) {
+  const MatrixView& x = input.activations;
+  const auto refuse = [](const std::string& message) {
+    throw Error(ErrorCode::kInvalidArgument, "activations are f8_e4m3, but " + message);
+  };
+  if (compute != DType::kF8E4M3) {
+    refuse(
+        fmt::format("the layer computes in {}; pass bf16, f16 or f32, or make the layer with "
+                    "LayerOptions::compute = kF8E4M3",
+                    to_string(compute)));
+  }
+  if (spec.shared_sigmoid_gate) {
+    refuse("the shared expert's gate needs them unquantised; pass bf16, f16 or f32");
+  }
+  if (x.rows == 0) return;
+  if (input.topk_ids.empty()) {
+    refuse(
+        "the gate needs them unquantised; pass topk_ids and topk_weights, or activations in bf16, "
+        "f16 or f32");
+  }
+  const std::int64_t groups = ceil_div<std::int64_t>(x.cols, kQuantGroup);
+  if (x.scale == nullptr) {
+    refuse(fmt::format("their scale is null; pass [{}, {}] scales, one for {} columns of a token",
+                       x.rows, groups, kQuantGroup));
+  }
+  if (x.scale_rows != 1 || x.scale_cols != kQuantGroup || x.scale_stride < groups) {
+    refuse(
+        fmt::format("they have a scale per {} x {}, with stride {}; use scale_rows 1, scale_cols "
+                    "{} and a scale_stride of at least {}",
+                    x.scale_rows, x.scale_cols, x.scale_stride, kQuantGroup, groups));
+  }
+}
+
+void check_activations(const LayerSpec& spec, int max_tokens, int rank, const ForwardInput& input,
+                       const ForwardOutput& output, DType compute) {
+  const MatrixView& x = input.activations;
   if (x.rows > 0 && x.cols != spec.hidden) {
     throw Error(ErrorCode::kShapeMismatch,
                 fmt::format("activations have {} columns; the layer's hidden size is {}", x.cols,
@@ -30,7 +67,8 @@ void check_activations(const LayerSpec& spec, int max_tokens, int rank, const Ma
   const auto floating = [](DType t) {
     return t == DType::kF32 || t == DType::kBF16 || t == DType::kF16;
   };
-  if (!floating(x.dtype) || !floating(output.dtype)) {
+  const bool quantised = x.dtype == DType::kF8E4M3;
+  if ((!floating(x.dtype) && !quantised) || !floating(output.dtype)) {
     throw Error(ErrorCode::kDTypeMismatch,
                 fmt::format("activations are {} and output is {}; use bf16, f16 or f32",
                             to_string(x.dtype), to_string(output.dtype)));
@@ -39,6 +77,7 @@ void check_activations(const LayerSpec& spec, int max_tokens, int rank, const Ma
     throw Error(ErrorCode::kInvalidArgument,
                 "activations and output must be non-null, with contiguous rows (col_stride 1)");
   }
+  if (quantised) check_quantised(spec, input, compute);
 }
 
 void check_given_routing(const LayerSpec& spec, const ForwardInput& input) {
@@ -71,9 +110,9 @@ void check_hashed_tokens(const MoeWeights& weights, const ForwardInput& input) {
 }  // namespace
 
 void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens, int rank,
-                const ForwardInput& input, const ForwardOutput& output) {
+                const ForwardInput& input, const ForwardOutput& output, DType compute) {
   const std::int64_t tokens = input.activations.rows;
-  check_activations(spec, max_tokens, rank, input.activations, output);
+  check_activations(spec, max_tokens, rank, input, output, compute);
   const auto slots = static_cast<std::size_t>(tokens) * static_cast<std::size_t>(spec.top_k);
   if (!input.topk_ids.empty() || !input.topk_weights.empty()) {
     require_size("topk_ids", input.topk_ids.size(), slots, tokens);

@@ -10,11 +10,12 @@ inline DType default_compute(DType weights) {
   return weights == DType::kF32 || weights == DType::kF16 ? DType::kF32 : DType::kBF16;
 }
 
-// What can be told without reading through an address. Throws Error{kInvalidArgument,
-// kShapeMismatch, kDTypeMismatch, kCapacityExceeded} naming the first value that is wrong and the
-// remedy. `rank` is for the message only.
+// What can be told without reading through an address. `compute` is what the layer computes in.
+// Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch, kCapacityExceeded} naming the
+// first value that is wrong and the remedy. `rank` is for the message only.
 void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens, int rank,
-                const ForwardInput& input, const ForwardOutput& output);
+                const ForwardInput& input, const ForwardOutput& output,
+                DType compute = DType::kBF16);
 
 // The expert ids or token ids themselves, for a call that passed check_call() and whose memory the
 // host can read. Throws Error{kInvalidArgument} naming the first that is wrong.

@@ -1,0 +1,83 @@
+#include "layer/compute.h"
+
+#include <fmt/format.h>
+
+#include <string>
+
+#include "model/quantize.h"
+#include "switchyard/error.h"
+
+namespace switchyard {
+namespace {
+
+bool spans_groups(std::int64_t block, std::int64_t size) {
+  return block % kQuantGroup == 0 || block >= size;
+}
+
+// Why a matrix does not take part in FP8 arithmetic, if it does not.
+struct Obstacle {
+  std::string name;
+  const MatrixView* matrix = nullptr;
+};
+
+Obstacle find_obstacle(const std::string& name, const FfnWeights& ffn) {
+  for (const auto& [part, matrix] :
+       {std::pair{"gate", &ffn.gate}, {"up", &ffn.up}, {"down", &ffn.down}}) {
+    if (matrix->empty() || is_block_form(*matrix) || is_row_form(*matrix)) continue;
+    return {name + "." + part, matrix};
+  }
+  return {};
+}
+
+Obstacle find_obstacle(const MoeWeights& weights) {
+  for (std::size_t e = 0; e < weights.experts.size(); ++e) {
+    Obstacle found = find_obstacle(fmt::format("experts[{}]", e), weights.experts[e]);
+    if (found.matrix != nullptr) return found;
+  }
+  return find_obstacle("shared", weights.shared);
+}
+
+void require_fp8(const MoeWeights& weights) {
+  const Obstacle obstacle = find_obstacle(weights);
+  if (obstacle.matrix == nullptr) return;
+  const MatrixView& m = *obstacle.matrix;
+  constexpr const char* kRemedy = "use LayerOptions::compute = kBF16";
+  if (m.dtype != DType::kF8E4M3) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("compute type f8_e4m3, but {} is {}; {}, or leave it empty",
+                            obstacle.name, to_string(m.dtype), kRemedy));
+  }
+  throw Error(
+      ErrorCode::kUnsupported,
+      fmt::format("compute type f8_e4m3, but {}, [{}, {}], has a scale per {} x {}; FP8 "
+                  "arithmetic takes blocks of multiples of {}, or whole rows; {}",
+                  obstacle.name, m.rows, m.cols, m.scale_rows, m.scale_cols, kQuantGroup, kRemedy));
+}
+
+}  // namespace
+
+bool is_block_form(const MatrixView& m) {
+  return m.dtype == DType::kF8E4M3 && m.scale != nullptr && spans_groups(m.scale_rows, m.rows) &&
+         spans_groups(m.scale_cols, m.cols);
+}
+
+bool is_row_form(const MatrixView& m) {
+  return m.dtype == DType::kF8E4M3 && m.scale != nullptr && m.scale_cols >= m.cols &&
+         !is_block_form(m);
+}
+
+DType resolve_compute(const MoeWeights& weights, std::optional<DType> asked) {
+  if (!asked) {
+    if (find_obstacle(weights).matrix == nullptr) return DType::kF8E4M3;
+    const DType dtype = weights.experts[0].up.dtype;
+    return dtype == DType::kF32 || dtype == DType::kF16 ? DType::kF32 : DType::kBF16;
+  }
+  if (*asked == DType::kF8E4M3) require_fp8(weights);
+  if (*asked != DType::kF8E4M3 && *asked != DType::kBF16 && *asked != DType::kF32) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("compute type {}; use bf16, f32 or f8_e4m3", to_string(*asked)));
+  }
+  return *asked;
+}
+
+}  // namespace switchyard

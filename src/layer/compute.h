@@ -1,0 +1,26 @@
+// The type that a layer computes in: what its weights offer and what its options ask for.
+#pragma once
+
+#include <optional>
+
+#include "switchyard/tensor.h"
+#include "switchyard/weights.h"
+
+namespace switchyard {
+
+// FP8 matrices that FP8 arithmetic takes as they are. Both may hold: of one scale for all, say.
+//
+// Block form: a scale never changes within 128 rows or columns that start at a multiple of 128, so
+// that it multiplies the sums of whole groups of products (128 x 128, per tensor).
+bool is_block_form(const MatrixView& matrix);
+// Row form, and not block form: one scale for all columns of a row, so that it multiplies results
+// (per channel).
+bool is_row_form(const MatrixView& matrix);
+
+// LayerOptions::compute, or what it is when empty: kF8E4M3 if every expert's matrices, the shared
+// expert's included, are of block or row form; else kF32 for f32 and f16 weights, else kBF16. The
+// weights have passed validate(). Throws Error{kInvalidArgument} if kF8E4M3 is asked for and a
+// matrix is not FP8, or for other types; {kUnsupported} if an FP8 matrix has neither form.
+DType resolve_compute(const MoeWeights& weights, std::optional<DType> asked);
+
+}  // namespace switchyard
