@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
@@ -42,6 +43,30 @@ double f8e4m3_to_double(std::uint8_t bits) {
     magnitude = std::ldexp(8 + mantissa, exponent - 10);
   }
   return (bits & 0x80) ? -magnitude : magnitude;
+}
+
+std::uint8_t nearest_f8e4m3(double value) {
+  constexpr int kLargest = 0x7e;  // 448; codes are in the order of their magnitudes
+  static const auto magnitudes = [] {
+    std::array<double, kLargest + 1> table;
+    for (int code = 0; code <= kLargest; ++code) {
+      table[static_cast<std::size_t>(code)] = f8e4m3_to_double(static_cast<std::uint8_t>(code));
+    }
+    return table;
+  }();
+  const int sign = std::signbit(value) ? 0x80 : 0;
+  if (std::isnan(value)) return static_cast<std::uint8_t>(sign | 0x7f);
+  const double magnitude = std::abs(value);
+  const auto above = std::lower_bound(magnitudes.begin(), magnitudes.end(), magnitude);
+  int code = static_cast<int>(above - magnitudes.begin());
+  if (code > kLargest) {
+    code = kLargest;
+  } else if (code > 0) {
+    const double up = *above - magnitude;
+    const double down = magnitude - *(above - 1);
+    if (down < up || (down == up && code % 2 != 0)) --code;
+  }
+  return static_cast<std::uint8_t>(sign | code);
 }
 
 float round_to_bf16(float value) {

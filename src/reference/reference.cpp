@@ -20,16 +20,52 @@
 namespace switchyard::reference {
 namespace {
 
+// What is rounded, and to what: operands of the first product and weights, h, experts' outputs.
 struct ExactPrecision {
   using Real = double;
-  static Real round(double value) { return value; }
+  static Real operand(double value) { return value; }
+  static Real h(double value) { return value; }
+  static Real result(double value) { return value; }
 };
 
 // Inputs of every product are rounded to bf16; sums are fp32.
 struct Bf16Precision {
   using Real = float;
-  static Real round(double value) { return round_to_bf16(static_cast<float>(value)); }
+  static Real operand(double value) { return round_to_bf16(static_cast<float>(value)); }
+  static Real h(double value) { return operand(value); }
+  static Real result(double value) { return operand(value); }
 };
+
+// As above, but operands are codes times scales, which fp32 takes as they are.
+struct Fp8Precision {
+  using Real = float;
+  static Real operand(double value) { return static_cast<float>(value); }
+  static Real h(double value) { return Bf16Precision::h(value); }
+  static Real result(double value) { return Bf16Precision::result(value); }
+};
+
+// Replaces values by their quantised form, in the arithmetic of Real.
+template <typename Real>
+void quantise_row(Real* values, std::int64_t count) {
+  constexpr std::int64_t kGroup = 128;
+  constexpr Real kLargest = 448;
+  for (std::int64_t begin = 0; begin < count; begin += kGroup) {
+    const std::int64_t end = std::min(begin + kGroup, count);
+    Real amax = 0;
+    for (std::int64_t i = begin; i < end; ++i) {
+      const Real magnitude = std::abs(values[i]);
+      if (magnitude > amax || std::isnan(magnitude)) amax = magnitude;
+      if (std::isnan(amax)) break;
+    }
+    if (amax < Real{0x1p-100f}) amax = Real{0x1p-100f};
+    const Real scale = amax * (1 / kLargest);
+    const Real inverse = kLargest / amax;
+    for (std::int64_t i = begin; i < end; ++i) {
+      const double code = f8e4m3_to_double(nearest_f8e4m3(double{values[i] * inverse}));
+      values[i] = static_cast<Real>(code) * scale;
+    }
+  }
+}
 
 bool is_floating(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16 ||
@@ -102,8 +138,10 @@ Real activate(const Activation& activation, Real v) {
     }
     case ActivationKind::kRelu:
       return std::max(v, Real{0});
-    case ActivationKind::kRelu2:
-      return v > 0 ? v * v : 0;
+    case ActivationKind::kRelu2: {
+      const Real positive = std::max(v, Real{0});  // NaN where v is
+      return positive * positive;
+    }
     case ActivationKind::kIdentity:
       return v;
   }
@@ -130,10 +168,49 @@ struct Job {
 
 struct Plan {
   std::int64_t num_tokens = 0;
-  std::vector<double> activations;  // [T, H]
+  bool quantised = false;
+  std::vector<double> activations;  // [T, H], as the gates see them
+  std::vector<double> operands;     // [T, H], as the experts do; empty: the same
   ReferenceOutput routed;           // without output
   std::vector<Job> jobs;
 };
+
+std::vector<double> logits_of(const LayerSpec& spec, const MoeWeights& weights,
+                              const std::vector<double>& x) {
+  check_matrix("router", weights.router, spec.num_experts, spec.hidden);
+  const std::vector<double> router = decoded(weights.router);
+  const auto num_tokens = static_cast<std::int64_t>(x.size()) / spec.hidden;
+  std::vector<double> logits(static_cast<std::size_t>(num_tokens) * spec.num_experts);
+  multiply(x.data(), num_tokens, router.data(), spec.num_experts, spec.hidden, logits.data(),
+           spec.num_experts);
+  if (spec.router_bias) {
+    check_vector("router_bias", weights.router_bias, spec.num_experts);
+    const std::vector<double> bias = decoded(weights.router_bias);
+    for (std::size_t i = 0; i < logits.size(); ++i) logits[i] += bias[i % bias.size()];
+  }
+  return logits;
+}
+
+// Activations as gates and experts of an FP8 layer see them.
+void quantise_activations(const LayerSpec& spec, const ReferenceInput& input, Plan& plan) {
+  if (input.activations.dtype == DType::kF8E4M3) {
+    if (plan.num_tokens > 0 && (input.topk_ids.empty() || spec.shared_sigmoid_gate)) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  "the activations are f8_e4m3, of which no gate can be computed; give topk_ids "
+                  "and topk_weights, and no sigmoid-gated shared expert");
+    }
+    return;
+  }
+  std::vector<float> rows(plan.activations.size());
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    rows[i] = round_to_bf16(static_cast<float>(plan.activations[i]));
+  }
+  plan.activations.assign(rows.begin(), rows.end());
+  for (std::int64_t t = 0; t < plan.num_tokens; ++t) {
+    quantise_row(&rows[static_cast<std::size_t>(t * spec.hidden)], spec.hidden);
+  }
+  plan.operands.assign(rows.begin(), rows.end());
+}
 
 std::vector<std::int32_t> hash_table_rows(const LayerSpec& spec, const MatrixView& table,
                                           std::span<const std::int32_t> token_ids) {
@@ -186,7 +263,7 @@ void route_into(const LayerSpec& spec, const MoeWeights& weights, const Referenc
       }
     }
     Routing routing =
-        route(spec, router_logits(spec, weights, input.activations), correction_bias, hashed_ids);
+        route(spec, logits_of(spec, weights, plan.activations), correction_bias, hashed_ids);
     plan.routed.ids = std::move(routing.ids);
     plan.routed.weights = std::move(routing.weights);
   }
@@ -257,6 +334,8 @@ Plan make_plan(const LayerSpec& spec, const MoeWeights& weights, const Reference
   plan.num_tokens = input.activations.rows;
   check_matrix("activations", input.activations, plan.num_tokens, spec.hidden);
   plan.activations = decoded(input.activations);
+  plan.quantised = input.quantised;
+  if (input.quantised) quantise_activations(spec, input, plan);
   check_size("weights.experts", weights.experts.size(), static_cast<std::size_t>(spec.num_experts));
   for (int e = 0; e < spec.num_experts; ++e) {
     plan.jobs.push_back({fmt::format("expert {}", e),
@@ -356,18 +435,29 @@ class Runner {
         phase_end_.arrive_and_wait();
         up_projection(job, biases_[j], rows, share_of(job.intermediate, thread_idx), scratch);
         phase_end_.arrive_and_wait();
+        if (plan_.quantised) {
+          quantise_h(job, share_of(rows.end - rows.begin, thread_idx));
+          phase_end_.arrive_and_wait();
+        }
         down_projection(job, biases_[j], rows, share_of(spec_.hidden, thread_idx), scratch);
         phase_end_.arrive_and_wait();
       }
     }
   }
 
-  void gather(const Job& job, Range rows, Range share) {
+  void quantise_h(const Job& job, Range share) {
     for (std::int64_t row = share.begin; row < share.end; ++row) {
-      const double* source = &plan_.activations[job.tokens[rows.begin + row] * spec_.hidden];
+      quantise_row(&h_[static_cast<std::size_t>(row * job.intermediate)], job.intermediate);
+    }
+  }
+
+  void gather(const Job& job, Range rows, Range share) {
+    const std::vector<double>& x = plan_.operands.empty() ? plan_.activations : plan_.operands;
+    for (std::int64_t row = share.begin; row < share.end; ++row) {
+      const double* source = &x[job.tokens[rows.begin + row] * spec_.hidden];
       const double factor = job.weight_on_input ? job.token_weights[rows.begin + row] : 1.0;
       for (std::int64_t c = 0; c < spec_.hidden; ++c) {
-        x_[row * spec_.hidden + c] = Precision::round(Precision::round(source[c]) * factor);
+        x_[row * spec_.hidden + c] = Precision::operand(Precision::operand(source[c]) * factor);
       }
     }
   }
@@ -378,7 +468,7 @@ class Runner {
     for (std::int64_t r = rows.begin; r < rows.end; ++r) {
       decode_row(matrix, r, scratch.decoded_row.data());
       std::transform(scratch.decoded_row.begin(), scratch.decoded_row.end(),
-                     out.begin() + (r - rows.begin) * matrix.cols, Precision::round);
+                     out.begin() + (r - rows.begin) * matrix.cols, Precision::operand);
     }
   }
 
@@ -406,7 +496,7 @@ class Runner {
               gated ? scratch.gate_out[from] + static_cast<Real>(biases.gate[i + c]) : Real{0};
           const Real up = scratch.up_out[from] + static_cast<Real>(biases.up[i + c]);
           h_[row * job.intermediate + i + c] =
-              Precision::round(hidden_value(spec_.activation, gate, up));
+              Precision::h(hidden_value(spec_.activation, gate, up));
         }
       }
     }
@@ -427,8 +517,8 @@ class Runner {
         const auto factor =
             static_cast<Real>(job.weight_on_input ? 1.0 : job.token_weights[rows.begin + row]);
         for (std::int64_t c = 0; c < width; ++c) {
-          const Real y = Precision::round(scratch.up_out[row * kWeightRows + c] +
-                                          static_cast<Real>(biases.down[i + c]));
+          const Real y = Precision::result(scratch.up_out[row * kWeightRows + c] +
+                                           static_cast<Real>(biases.down[i + c]));
           output_[token * spec_.hidden + i + c] += factor * y;
         }
       }
@@ -461,18 +551,7 @@ double frobenius_error(std::span<const Actual> actual, std::span<const double> e
 std::vector<double> router_logits(const LayerSpec& spec, const MoeWeights& weights,
                                   const MatrixView& activations) {
   check_matrix("activations", activations, activations.rows, spec.hidden);
-  check_matrix("router", weights.router, spec.num_experts, spec.hidden);
-  const std::vector<double> x = decoded(activations);
-  const std::vector<double> router = decoded(weights.router);
-  std::vector<double> logits(static_cast<std::size_t>(activations.rows) * spec.num_experts);
-  multiply(x.data(), activations.rows, router.data(), spec.num_experts, spec.hidden, logits.data(),
-           spec.num_experts);
-  if (spec.router_bias) {
-    check_vector("router_bias", weights.router_bias, spec.num_experts);
-    const std::vector<double> bias = decoded(weights.router_bias);
-    for (std::size_t i = 0; i < logits.size(); ++i) logits[i] += bias[i % bias.size()];
-  }
-  return logits;
+  return logits_of(spec, weights, decoded(activations));
 }
 
 ReferenceOutput forward(const LayerSpec& spec, const MoeWeights& weights,
@@ -487,6 +566,16 @@ std::vector<float> straightforward_bf16(const LayerSpec& spec, const MoeWeights&
                                         const ReferenceInput& input) {
   const Plan plan = make_plan(spec, weights, input);
   std::vector<float> output = Runner<Bf16Precision>(spec, plan).run();
+  for (float& value : output) value = round_to_bf16(value);
+  return output;
+}
+
+std::vector<float> straightforward_fp8(const LayerSpec& spec, const MoeWeights& weights,
+                                       const ReferenceInput& input) {
+  ReferenceInput quantised = input;
+  quantised.quantised = true;
+  const Plan plan = make_plan(spec, weights, quantised);
+  std::vector<float> output = Runner<Fp8Precision>(spec, plan).run();
   for (float& value : output) value = round_to_bf16(value);
   return output;
 }

@@ -42,6 +42,12 @@ struct ReferenceInput {
   // Routing from outside, [T, K] each: the gate is skipped. kNoExpert skips a slot.
   std::span<const std::int32_t> topk_ids;
   std::span<const float> topk_weights;
+  // An FP8 layer's problem: what its experts multiply is quantised, activations (rounded to bf16)
+  // and h alike, in groups of 128 columns of a token:
+  //   scale = max(amax, 2^-100) / 448,  value = scale * f8_e4m3(x * 448 / max(amax, 2^-100))
+  // The gates see the activations rounded to bf16. Activations that are f8_e4m3 already, with
+  // scales, are taken as they are, and no gate may run.
+  bool quantised = false;
   // How many consecutive tokens each rank holds, for the capacity rule; empty: one rank holds all.
   std::span<const std::int64_t> tokens_per_rank;
 };
@@ -53,7 +59,8 @@ struct ReferenceOutput {
   std::int64_t num_dropped = 0;   // slots beyond an expert's capacity
 };
 
-// Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch} for inputs that do not fit
+// With h in fp64 also where it is quantised: its scales and codes are those of the unrounded
+// values. Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch} for inputs that do not fit
 // together.
 ReferenceOutput forward(const LayerSpec& spec, const MoeWeights& weights,
                         const ReferenceInput& input);
@@ -64,6 +71,14 @@ ReferenceOutput forward(const LayerSpec& spec, const MoeWeights& weights,
 // forward() is the yardstick for an engine's.
 std::vector<float> straightforward_bf16(const LayerSpec& spec, const MoeWeights& weights,
                                         const ReferenceInput& input);
+
+// The quantised problem as a plain FP8 program would compute it: quantised values, and weights as
+// they are, multiplied and accumulated in fp32; h rounded to bf16 before it is quantised; each
+// expert's and the shared expert's output rounded to bf16, the weighted sum in fp32, the output
+// rounded to bf16. `input.quantised` is taken to be set. Its error against forward() of the
+// quantised problem is the yardstick for an engine's.
+std::vector<float> straightforward_fp8(const LayerSpec& spec, const MoeWeights& weights,
+                                       const ReferenceInput& input);
 
 // ||actual - expected|| / ||expected|| in the Frobenius norm; 0 if both are zero, infinity if only
 // `expected` is. Throws Error{kInvalidArgument} if the sizes differ.

@@ -84,6 +84,23 @@ TEST(Decode, RoundsToTheNearestBf16TiesToEven) {
   EXPECT_TRUE(std::isnan(round_to_bf16(std::numeric_limits<float>::quiet_NaN())));
 }
 
+TEST(Decode, NearestF8E4M3InvertsDecodingAndRoundsTiesToEven) {
+  for (int code = 0; code < 256; ++code) {
+    const auto bits = static_cast<std::uint8_t>(code);
+    EXPECT_EQ(nearest_f8e4m3(f8e4m3_to_double(bits)), bits);
+    if ((code & 0x7f) >= 0x7e) continue;
+    const double here = f8e4m3_to_double(bits);
+    const double next = f8e4m3_to_double(static_cast<std::uint8_t>(code + 1));
+    const double middle = (here + next) / 2;
+    const int even = code % 2 == 0 ? code : code + 1;
+    EXPECT_EQ(nearest_f8e4m3(middle), even) << code;
+    EXPECT_EQ(nearest_f8e4m3(std::nextafter(middle, here)), code);
+    EXPECT_EQ(nearest_f8e4m3(std::nextafter(middle, next)), code + 1);
+  }
+  EXPECT_EQ(nearest_f8e4m3(449), 0x7e);
+  EXPECT_EQ(nearest_f8e4m3(-kInfinity), 0xfe);
+}
+
 TEST(Decode, BlockScalesStridesAndTransposes) {
   const std::uint8_t fp8[] = {0x38, 0x40, 0x44, 0x48, 0x38, 0x40};  // 1 2 3 / 4 1 2
   const float scales[] = {10, 100, 1000, 10000};
@@ -419,6 +436,79 @@ TEST_F(RandomLayer, Bf16ErrorIsOfTheSizeOfBf16Rounding) {
   const double error = relative_error(rounded, exact);
   EXPECT_GT(error, 0x1p-11);
   EXPECT_LT(error, 3 * 0x1p-9);
+}
+
+// Values of one group as they are after quantisation, by trying all codes. Of bf16 values one in
+// two hundred is in the middle of two codes (3/4 of the largest, say), so it matters in what
+// precision they are scaled: activations in fp32, h in fp64.
+template <typename Real>
+std::vector<double> naive_quantised(const std::vector<double>& values) {
+  double amax = 0;
+  for (double value : values) amax = std::max(amax, std::abs(value));
+  const Real inverse = 448 / static_cast<Real>(amax);
+  std::vector<double> result;
+  for (double value : values) {
+    const double scaled = static_cast<Real>(value) * inverse;
+    double nearest = kInfinity;
+    for (int code = 0; code < 256; ++code) {
+      const double candidate = f8e4m3_to_double(static_cast<std::uint8_t>(code));
+      const double gain = std::abs(nearest - scaled) - std::abs(candidate - scaled);
+      if (gain > 0 || (gain == 0 && code % 2 == 0)) nearest = candidate;
+    }
+    result.push_back(nearest * amax / 448);
+  }
+  return result;
+}
+
+// One group of activations and one of h: both are quantised, and nothing else is.
+TEST_F(RandomLayer, QuantisedAgreesWithTheNaiveLoops) {
+  spec.shared_intermediate = 0;
+  input.quantised = true;
+  const ReferenceOutput result = forward(spec, weights, input);
+  std::vector<double> expected(result.output.size(), 0.0);
+  for (int t = 0; t < kTokens; ++t) {
+    std::vector<double> x(96);
+    for (int c = 0; c < 96; ++c) x[c] = element(input.activations, t, c);
+    x = naive_quantised<float>(x);
+    for (int k = 0; k < spec.top_k; ++k) {
+      const FfnWeights& ffn = weights.experts[result.ids[t * 3 + k]];
+      std::vector<double> h(40);
+      for (int i = 0; i < 40; ++i) {
+        double gate = 0, up = 0;
+        for (int c = 0; c < 96; ++c) {
+          gate += element(ffn.gate, i, c) * x[c];
+          up += element(ffn.up, i, c) * x[c];
+        }
+        h[i] = silu(gate) * up;
+      }
+      h = naive_quantised<double>(h);
+      for (int r = 0; r < 96; ++r) {
+        for (int i = 0; i < 40; ++i) {
+          expected[t * 96 + r] += result.weights[t * 3 + k] * element(ffn.down, r, i) * h[i];
+        }
+      }
+    }
+  }
+  EXPECT_LT(relative_error(result.output, expected), 1e-6);
+
+  // Routed as without: the gate sees what the experts do not.
+  input.quantised = false;
+  const ReferenceOutput plain = forward(spec, weights, input);
+  EXPECT_EQ(result.ids, plain.ids);
+  const double loss = relative_error(result.output, plain.output);
+  EXPECT_GT(loss, 0.01);
+  EXPECT_LT(loss, 0.06);
+}
+
+TEST_F(RandomLayer, Fp8ErrorIsThatOfRoundingAndWhatItTurnsOver) {
+  input.quantised = true;
+  const std::vector<double> exact = forward(spec, weights, input).output;
+  const std::vector<float> rounded = straightforward_fp8(spec, weights, input);
+  for (float value : rounded) ASSERT_EQ(value, round_to_bf16(value));
+  // Where h is near the middle of two codes, rounding it to bf16 decides for the wrong one.
+  const double error = relative_error(rounded, exact);
+  EXPECT_GT(error, 0x1p-10);
+  EXPECT_LT(error, 0x1p-6);
 }
 
 TEST_F(RandomLayer, IsDeterministic) {
