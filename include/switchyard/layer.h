@@ -63,8 +63,16 @@ struct LayerOptions {
   // the deadline. For profilers, which may not replay such launches of clusters: ncu 2025.3 reports
   // an illegal instruction.
   bool cooperative_launch = true;
-  // Arithmetic and wire type: kBF16 or kF32. Empty: kBF16 for bf16 and fp8 checkpoints, kF32 for
-  // fp16 and fp32 ones. Accumulation is always fp32. kCuda has kBF16 only.
+  // Arithmetic and wire type: kBF16, kF32 or kF8E4M3. Empty: kF8E4M3 if the matrices of all experts
+  // are FP8 and their scales are of blocks of multiples of 128 rows and columns (or of all of them)
+  // or of whole rows; kBF16 for bf16 and other FP8 checkpoints, kF32 for fp16 and fp32 ones.
+  // Accumulation is always fp32.
+  //
+  // kF8E4M3 multiplies such weights as they are with activations, and with h, that are rounded to
+  // bf16 and then quantised: for every 128 columns of a token, the last few included,
+  //   scale = amax / 448,  code = f8_e4m3(x * 448 / amax),  with amax = max(2^-100, max |x|)
+  // Experts' outputs are rounded to bf16. The gates see bf16. A NaN or an infinity in a group makes
+  // the token's output NaN, and no other's. kBF16 and kF32 dequantise FP8 weights instead.
   std::optional<DType> compute;
   // Longest wait without a sign of progress from any rank. Zero: the world's.
   std::chrono::milliseconds deadline{0};
@@ -79,7 +87,10 @@ struct LayerOptions {
 // device; the host never reads through the spans. The memory must stay as it is until the stream
 // has passed this call, or for as long as a graph that captured it may be launched.
 struct ForwardInput {
-  MatrixView activations;  // [T, H], bf16, fp16 or fp32, rows contiguous (col_stride 1)
+  // [T, H], bf16, fp16 or fp32, rows contiguous (col_stride 1). Or, where LayerOptions::compute is
+  // kF8E4M3, f8_e4m3 with a scale for every 128 columns of a token (scale_rows 1, scale_cols 128),
+  // which are used as they are; then topk_ids must be given, and the shared expert have no gate.
+  MatrixView activations;
   // Either both empty (the layer's gate routes) or both [T, K]: expert ids, distinct within a
   // token, kNoExpert for none; and weights, applied as given.
   std::span<const std::int32_t> topk_ids;
@@ -127,8 +138,8 @@ class MoeLayer {
   // larger one, are used where they are. Throws Error{kInvalidArgument, kMissingTensor,
   // kShapeMismatch, kDTypeMismatch} for a layer that cannot be built, {kSpecMismatch} naming the
   // rank and the field if the ranks disagree, {kCapacityExceeded} if the heap cannot be had,
-  // {kUnsupported} for what the backend does not do on this machine or in this build, TimeoutError
-  // if a rank does not come.
+  // {kUnsupported} for what the backend does not do on this machine or in this build, or for FP8
+  // weights with scales that FP8 arithmetic does not take, TimeoutError if a rank does not come.
   MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& weights,
            const LayerOptions& options = {});
   ~MoeLayer();
@@ -140,10 +151,11 @@ class MoeLayer {
   // synchronise, so it can be captured in a CUDA graph, and a graph may be launched again with
   // other contents in the same memory. Passes of one layer must follow one another: on one stream,
   // or on streams that wait for each other. The same input gives the same bits, on every repetition
-  // and however many ranks share the experts. Throws Error{kInvalidArgument, kCapacityExceeded}
-  // before anything is sent if the input is unusable; TimeoutError{kTimeout} if a rank did not do
-  // its part within the deadline, TimeoutError{kAborted} if another rank noticed first. After
-  // either the layer is dead and every later call throws again; the world lives.
+  // and however many ranks share the experts; in FP8, activations and what quantising them as above
+  // makes of them give the same bits, too. Throws Error{kInvalidArgument, kCapacityExceeded} before
+  // anything is sent if the input is unusable; TimeoutError{kTimeout} if a rank did not do its part
+  // within the deadline, TimeoutError{kAborted} if another rank noticed first. After either the
+  // layer is dead and every later call throws again; the world lives.
   //
   // With kCuda the ids given for tokens and experts are checked on the device. What is found
   // there, an id out of range (Error{kInvalidArgument}) or a wait that passed its deadline

@@ -18,6 +18,8 @@
 #include "cpu/scheduler.h"
 #include "cpu/worker_pool.h"
 #include "fabric/fabric.h"
+#include "layer/compute.h"
+#include "model/quantize.h"
 #include "protocol/agreement.h"
 #include "protocol/call.h"
 #include "protocol/failure.h"
@@ -47,11 +49,13 @@ std::vector<float> to_floats(const VectorView& v) {
   return out;
 }
 
-Ffn prepare(const FfnWeights& weights, int hidden, int intermediate) {
+Ffn prepare(const FfnWeights& weights, int hidden, int intermediate, bool quantised) {
   Ffn ffn;
   ffn.weights = &weights;
   ffn.intermediate = intermediate;
   ffn.gemm1_rows = rows_per_task(hidden);
+  // Whole groups of h, so that a task can quantise what it made.
+  if (quantised) ffn.gemm1_rows = protocol::round_up(ffn.gemm1_rows, kQuantGroup);
   ffn.gemm2_rows = rows_per_task(intermediate);
   ffn.gate_bias = to_floats(weights.gate_bias);
   ffn.up_bias = to_floats(weights.up_bias);
@@ -68,13 +72,14 @@ class Engine final : public LayerEngine {
   const ForwardStats& stats() override { return stats_; }
   const LayerSpec& spec() const override { return layer_.spec; }
   Backend backend() const override { return Backend::kCpu; }
-  DType compute() const override { return layer_.wire; }
+  DType compute() const override { return layer_.compute; }
   int num_threads() const override { return pool_->size(); }
   std::uint64_t workspace_bytes() const override;
 
  private:
   void begin_pass(const ForwardInput& input, const ForwardOutput& output);
   void route(const ForwardInput& input);
+  void prepare_token(const MatrixView& x, std::int64_t token);
   void drop_over_capacity();
   void publish_counts();
   void await_counts();
@@ -96,7 +101,7 @@ class Engine final : public LayerEngine {
   LayerState layer_;
   std::vector<float> router_f32_;
   std::shared_ptr<SymmetricSegment> heap_;
-  LazyBuffer intermediate_, x_;
+  LazyBuffer intermediate_, x_, quantised_;
   std::vector<Processor> processors_;
   std::unique_ptr<WorkerPool> pool_;
 
@@ -121,16 +126,15 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
         fmt::format("top_k {} over {} ranks; this build supports top_k up to {} and {} ranks",
                     spec.top_k, world.size(), protocol::kMaxTopK, protocol::kMaxRanks));
   }
-  if (options.compute == DType::kF8E4M3) {
-    throw Error(ErrorCode::kUnsupported, "compute type f8_e4m3; the CPU engine has bf16 and f32");
-  }
   if (options_.deadline.count() <= 0) options_.deadline = world.deadline();
 
   layer_.spec = spec;
   layer_.weights = weights;
   layer_.on_step = options.on_step;
-  layer_.wire = options.compute.value_or(protocol::default_compute(weights.experts[0].up.dtype));
-  layer_.gemm = layer_.wire == DType::kBF16 && has_native_bf16() ? DType::kBF16 : DType::kF32;
+  layer_.compute = resolve_compute(weights, options.compute);
+  layer_.value = value_type(layer_.compute);
+  // bf16 has no room for a code times its scale.
+  layer_.gemm = layer_.compute == DType::kBF16 && has_native_bf16() ? DType::kBF16 : DType::kF32;
 
   protocol::LayoutParams params;
   params.num_ranks = world.size();
@@ -139,17 +143,19 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   params.hidden = spec.hidden;
   params.max_tokens = options.max_tokens;
   params.cells_per_token = spec.top_k + (spec.shared_intermediate > 0 ? 1 : 0);
-  params.element_bytes = static_cast<int>(size_of(layer_.wire));
+  params.element_bytes = static_cast<int>(size_of(layer_.value));
+  params.quantised = layer_.quantised();
   layer_.heaps.layout = protocol::HeapLayout(params);
   layer_.heaps.rank = world.rank();
 
   const protocol::ExpertPartition experts = layer_.layout().experts();
   for (int e = experts.begin(rank()); e < experts.end(rank()); ++e) {
     layer_.experts.push_back(prepare(layer_.weights.experts[static_cast<std::size_t>(e)],
-                                     spec.hidden, spec.intermediate));
+                                     spec.hidden, spec.intermediate, layer_.quantised()));
   }
   if (spec.shared_intermediate > 0) {
-    layer_.shared = prepare(layer_.weights.shared, spec.hidden, spec.shared_intermediate);
+    layer_.shared =
+        prepare(layer_.weights.shared, spec.hidden, spec.shared_intermediate, layer_.quantised());
     layer_.shared_gate = to_floats(weights.shared_gate);
   }
   layer_.router_bias = to_floats(weights.router_bias);
@@ -173,12 +179,13 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
     router = {router_f32_.data(), DType::kF32, router.rows, router.cols, router.cols};
   }
 
-  protocol::agree(world.fabric(), {spec, options.max_tokens, layer_.wire});
+  protocol::agree(world.fabric(), {spec, options.max_tokens, layer_.compute});
   heap_ = world.fabric().allocate(layer_.layout().bytes());
   for (int r = 0; r < num_ranks(); ++r) layer_.heaps.base[r] = heap_->base(r);
 
   const auto max_tokens = static_cast<std::uint64_t>(options.max_tokens);
-  x_ = LazyBuffer(max_tokens * layer_.layout().token_bytes());
+  x_ = LazyBuffer(max_tokens * layer_.layout().cell_bytes());
+  if (layer_.quantised()) quantised_ = LazyBuffer(max_tokens * layer_.layout().token_bytes());
 
   const int hardware = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   const int threads =
@@ -224,7 +231,8 @@ void Engine::in_parallel(const std::function<void(int)>& body) {
 }
 
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
-  protocol::check_call(layer_.spec, layer_.weights, options_.max_tokens, rank(), input, output);
+  protocol::check_call(layer_.spec, layer_.weights, options_.max_tokens, rank(), input, output,
+                       layer_.compute);
   protocol::check_ids(layer_.spec, layer_.weights, input);
   if (input.stream != nullptr) {
     throw Error(ErrorCode::kInvalidArgument,
@@ -245,7 +253,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
 }
 
 std::uint64_t Engine::workspace_bytes() const {
-  std::uint64_t bytes = intermediate_.bytes() + x_.bytes();
+  std::uint64_t bytes = intermediate_.bytes() + x_.bytes() + quantised_.bytes();
   for (const Processor& processor : processors_) bytes += processor.scratch_bytes();
   return bytes;
 }
@@ -262,13 +270,17 @@ void Engine::begin_pass(const ForwardInput& input, const ForwardOutput& output) 
   pass_.slots.resize(slots);
   // Activations of another type are converted once, here, so that a token has the same bits
   // whether its expert is local or not.
-  if (x.dtype == layer_.wire) {
+  if (x.dtype == layer_.value) {
     pass_.x = static_cast<const std::byte*>(x.data);
     pass_.x_row_bytes = x.row_stride * static_cast<std::int64_t>(size_of(x.dtype));
   } else {
-    pass_.x = x_.data();
-    pass_.x_row_bytes = static_cast<std::int64_t>(layer_.layout().token_bytes());
+    pass_.x = x.dtype == DType::kF8E4M3 ? nullptr : x_.data();
+    pass_.x_row_bytes = static_cast<std::int64_t>(layer_.layout().cell_bytes());
   }
+  pass_.wire = layer_.quantised() ? quantised_.data() : pass_.x;
+  pass_.wire_row_bytes = layer_.quantised()
+                             ? static_cast<std::int64_t>(layer_.layout().token_bytes())
+                             : pass_.x_row_bytes;
 }
 
 void Engine::route(const ForwardInput& input) {
@@ -299,13 +311,7 @@ void Engine::route(const ForwardInput& input) {
       if (begin >= x.rows || aborted()) return;
       const std::int64_t end = std::min(begin + kBlock, x.rows);
       layer_.step(ProtocolStep::Kind::kGate, rank(), pass_.epoch);
-      if (x.dtype != layer_.wire) {
-        for (std::int64_t t = begin; t < end; ++t) {
-          kernels().convert(x.row(t), x.dtype,
-                            x_.data() + static_cast<std::size_t>(t * pass_.x_row_bytes),
-                            layer_.wire, x.cols, 1);
-        }
-      }
+      for (std::int64_t t = begin; t < end; ++t) prepare_token(x, t);
       if (!given) {
         nan_logits += processors_[static_cast<std::size_t>(i)].gate(pass_, begin, end, hashed_ids);
       }
@@ -317,6 +323,27 @@ void Engine::route(const ForwardInput& input) {
   }
   stats_.nan_logits = nan_logits;
   drop_over_capacity();
+}
+
+// Whatever the experts and gates will read of a token, unless it is there already.
+void Engine::prepare_token(const MatrixView& x, std::int64_t token) {
+  if (pass_.x == x_.data()) {
+    kernels().convert(x.row(token), x.dtype,
+                      x_.data() + static_cast<std::size_t>(token * pass_.x_row_bytes), layer_.value,
+                      x.cols, 1);
+  }
+  if (!layer_.quantised()) return;
+  std::byte* const row = quantised_.data() + static_cast<std::size_t>(token * pass_.wire_row_bytes);
+  auto* const codes = reinterpret_cast<std::uint8_t*>(row);
+  auto* const scales = reinterpret_cast<float*>(row + layer_.layout().scale_offset());
+  if (x.dtype == DType::kF8E4M3) {
+    std::memcpy(codes, x.row(token), static_cast<std::size_t>(x.cols));
+    std::copy_n(x.scale + token * x.scale_stride,
+                protocol::ceil_div<std::int64_t>(x.cols, kQuantGroup), scales);
+  } else {
+    kernels().quantize(reinterpret_cast<const std::uint16_t*>(pass_.x_row(token)), codes, scales,
+                       x.cols);
+  }
 }
 
 void Engine::drop_over_capacity() {
@@ -518,10 +545,10 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
   }
   stats_.dispatch_bytes =
       own_tokens_elsewhere * layout.token_bytes() + own_rows_elsewhere * sizeof(protocol::RowMeta);
-  stats_.combine_bytes = (plan.num_rows[rank()] - own_rows_here) * layout.token_bytes();
+  stats_.combine_bytes = (plan.num_rows[rank()] - own_rows_here) * layout.cell_bytes();
   stats_.padded_all_to_all_bytes =
-      2 * (num_experts - static_cast<std::size_t>(layout.experts().count(rank()))) * fullest *
-      layout.token_bytes();
+      (num_experts - static_cast<std::size_t>(layout.experts().count(rank()))) * fullest *
+      (layout.token_bytes() + layout.cell_bytes());
   stats_.heap_bytes_used =
       layout.bytes_used(static_cast<std::uint64_t>(pass_.tokens), plan.num_pool_tokens[rank()],
                         plan.num_rows[rank()], plan.num_tiles[rank()]);
@@ -530,6 +557,9 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
       std::min(static_cast<std::size_t>(pass_.num_intermediate_slots), pass_.tiles.size()) *
       pass_.intermediate_slot_bytes;
   if (pass_.x == x_.data()) {
+    stats_.workspace_bytes_used += static_cast<std::uint64_t>(pass_.tokens) * layout.cell_bytes();
+  }
+  if (layer_.quantised()) {
     stats_.workspace_bytes_used += static_cast<std::uint64_t>(pass_.tokens) * layout.token_bytes();
   }
   for (const Processor& processor : processors_) {

@@ -24,6 +24,11 @@ struct Kernels {
   void (*dequantize)(const std::uint8_t* in, const float* scales, std::int64_t scale_cols,
                      void* out, DType out_dtype, std::int64_t count);
 
+  // One row in groups of kQuantGroup, the last of which may be shorter: a scale for each, and for
+  // each value its FP8 code.
+  void (*quantize)(const std::uint16_t* in_bf16, std::uint8_t* codes, float* scales,
+                   std::int64_t count);
+
   // out[j][i] = activation(gate[i][j] + gate_bias[i], up[i][j] + up_bias[i]) for i < m, j < n.
   // gate is null for a plain FFN; biases may be null. n is a multiple of 16.
   void (*activate)(const Activation& activation, const float* gate, const float* up,

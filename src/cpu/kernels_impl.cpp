@@ -5,6 +5,7 @@
 
 #include "cpu/kernels.h"
 #include "model/convert.h"
+#include "model/quantize.h"
 
 #define SWITCHYARD_STRINGIZE(x) #x
 #define SWITCHYARD_NAME_OF(x) SWITCHYARD_STRINGIZE(x)
@@ -100,6 +101,23 @@ void dequantize(const std::uint8_t* in, const float* scales, std::int64_t scale_
       }
     }
   });
+}
+
+void quantize(const std::uint16_t* in, std::uint8_t* codes, float* scales, std::int64_t count) {
+  for (std::int64_t begin = 0; begin < count; begin += kQuantGroup) {
+    const std::int64_t end = begin + kQuantGroup < count ? begin + kQuantGroup : count;
+    // As integers, magnitudes of floats are in order, with infinity and then NaN above all others.
+    int largest = 0;
+    for (std::int64_t i = begin; i < end; ++i) {
+      const int magnitude = in[i] & 0x7fff;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    const GroupScale s = group_scale(bf16_to_f32(static_cast<std::uint16_t>(largest)));
+    for (std::int64_t i = begin; i < end; ++i) {
+      codes[i] = f32_to_f8e4m3(bf16_to_f32(in[i]) * s.inverse);
+    }
+    scales[begin / kQuantGroup] = s.scale;
+  }
 }
 
 template <ActivationKind kKind>
@@ -247,8 +265,14 @@ float dot(const void* a, DType a_dtype, const float* b, std::int64_t size) {
 }  // namespace
 
 extern const Kernels table;
-const Kernels table = {
-    SWITCHYARD_NAME_OF(SWITCHYARD_ISA), convert, dequantize, activate, scatter, combine, dot};
+const Kernels table = {SWITCHYARD_NAME_OF(SWITCHYARD_ISA),
+                       convert,
+                       dequantize,
+                       quantize,
+                       activate,
+                       scatter,
+                       combine,
+                       dot};
 
 }  // namespace SWITCHYARD_ISA
 }  // namespace switchyard::cpu

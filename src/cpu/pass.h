@@ -44,13 +44,15 @@ struct LayerState {
   LayerSpec spec;
   MoeWeights weights;
   protocol::Heaps heaps;
-  DType wire = DType::kBF16;  // of activations between ranks and of cells
-  DType gemm = DType::kBF16;  // of the operands of the tile GEMM
-  std::vector<Ffn> experts;   // of this rank
+  DType compute = DType::kBF16;  // of operands; kF8E4M3: activations travel as codes and scales
+  DType value = DType::kBF16;    // of cells, and of activations where they are not quantised
+  DType gemm = DType::kBF16;     // of the operands of the tile GEMM
+  std::vector<Ffn> experts;      // of this rank
   Ffn shared;
   std::vector<float> router_bias, correction_bias, shared_gate;
   std::function<void(const ProtocolStep&)> on_step;
 
+  bool quantised() const { return compute == DType::kF8E4M3; }
   const protocol::HeapLayout& layout() const { return heaps.layout; }
   int first_expert() const { return layout().experts().begin(heaps.rank); }
   const Ffn& expert(int global_index) const {
@@ -87,8 +89,12 @@ struct Slot {
 struct Pass {
   std::uint64_t epoch = 0;
   std::int64_t tokens = 0;
-  const std::byte* x = nullptr;  // [tokens, H] of the wire type
+  // [tokens, H] of LayerState::value; null if they came quantised.
+  const std::byte* x = nullptr;
   std::int64_t x_row_bytes = 0;
+  // The same as the experts get them: HeapLayout::token_bytes() of each, which may be those of x.
+  const std::byte* wire = nullptr;
+  std::int64_t wire_row_bytes = 0;
   // Slots of intermediate activations, [padded rows, I] each. As many tiles as have a slot are in
   // progress; the next starts when one of them is complete, so that they stay in the cache and
   // their memory does not grow with the batch.
@@ -114,6 +120,7 @@ struct Pass {
   protocol::Workload work;
 
   const std::byte* x_row(std::int64_t token) const { return x + token * x_row_bytes; }
+  const std::byte* wire_row(std::int64_t token) const { return wire + token * wire_row_bytes; }
 };
 
 inline constexpr std::uint32_t kDispatchChunk = 64;  // tokens

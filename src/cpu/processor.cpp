@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "model/quantize.h"
 #include "protocol/atomics.h"
 #include "routing/route.h"
 
@@ -28,8 +29,9 @@ Processor::Processor(const LayerState& layer)
     : layer_(layer), kernels_(kernels()), gemm_(layer.gemm), gate_gemm_(gate_dtype(layer)) {}
 
 std::size_t Processor::scratch_bytes() const {
-  return (product_.capacity() + product_up_.capacity()) * sizeof(float) + gathered_.capacity() +
-         converted_.capacity();
+  return (product_.capacity() + product_up_.capacity() + scales_.capacity()) * sizeof(float) +
+         gathered_.capacity() + converted_.capacity() + h_.capacity() * sizeof(std::uint16_t) +
+         codes_.capacity();
 }
 
 std::int64_t Processor::gate(Pass& pass, std::int64_t begin, std::int64_t end,
@@ -45,7 +47,7 @@ std::int64_t Processor::gate(Pass& pass, std::int64_t begin, std::int64_t end,
   gathered_epoch_ = 0;  // the buffer no longer holds a tile
   gathered_.resize(std::max(gathered_.size(), static_cast<std::size_t>(padded) * row_bytes));
   for (int j = 0; j < n; ++j) {
-    kernels_.convert(pass.x_row(begin + j), layer_.wire,
+    kernels_.convert(pass.x_row(begin + j), layer_.value,
                      gathered_.data() + static_cast<std::size_t>(j) * row_bytes, dtype, hidden, 1);
   }
   std::memset(gathered_.data() + static_cast<std::size_t>(n) * row_bytes, 0,
@@ -101,7 +103,7 @@ void Processor::dispatch(Pass& pass, int peer, std::uint32_t chunk) {
     std::uint32_t pool_index = token;  // a rank's own tokens stay where they are
     if (peer != layer_.heaps.rank) {
       pool_index = pass.plan.my_pool_begin[peer] + static_cast<std::uint32_t>(i);
-      std::memcpy(layout.pool(target, pool_index), pass.x_row(token), layout.token_bytes());
+      std::memcpy(layout.pool(target, pool_index), pass.wire_row(token), layout.token_bytes());
     }
     for (int k = 0; k < top_k; ++k) {
       const std::size_t s = static_cast<std::size_t>(token) * top_k + k;
@@ -145,18 +147,42 @@ void Processor::gather(const Pass& pass, const Tile& tile, std::uint32_t tile_in
     const std::byte* from;
     float scale = 1;
     if (is_shared(pass, tile)) {
-      from = pass.x_row(tile.first_row + r);
+      from = pass.wire_row(tile.first_row + r);
     } else {
       const RowMeta& row = layout.rows(layer_.heaps.mine())[tile.first_row + r];
-      from = row.source == layer_.heaps.rank ? pass.x_row(row.pool_index)
+      from = row.source == layer_.heaps.rank ? pass.wire_row(row.pool_index)
                                              : layout.pool(layer_.heaps.mine(), row.pool_index);
       if (layer_.spec.weight_on_input) scale = row.weight;
     }
-    kernels_.convert(from, layer_.wire, to, layer_.gemm, hidden, scale);
+    unpack(from, scale, to);
   }
   std::memset(to, 0, (tile.padded - tile.rows) * row_bytes);
   gathered_epoch_ = pass.epoch;
   gathered_tile_ = tile_index;
+}
+
+void Processor::unpack(const std::byte* from, float scale, std::byte* to) {
+  const std::int64_t hidden = layer_.spec.hidden;
+  if (!layer_.quantised()) {
+    kernels_.convert(from, layer_.value, to, layer_.gemm, hidden, scale);
+    return;
+  }
+  kernels_.dequantize(reinterpret_cast<const std::uint8_t*>(from),
+                      reinterpret_cast<const float*>(from + layer_.layout().scale_offset()),
+                      kQuantGroup, to, layer_.gemm, hidden);
+  if (scale != 1) kernels_.convert(to, layer_.gemm, to, layer_.gemm, hidden, scale);
+}
+
+void Processor::requantize(const std::uint16_t* rows, int m, int n, float* to,
+                           std::int64_t stride) {
+  codes_.resize(std::max(codes_.size(), static_cast<std::size_t>(m)));
+  scales_.resize(
+      std::max(scales_.size(), static_cast<std::size_t>(protocol::ceil_div(m, kQuantGroup))));
+  for (int j = 0; j < n; ++j) {
+    kernels_.quantize(rows + std::int64_t{j} * m, codes_.data(), scales_.data(), m);
+    kernels_.dequantize(codes_.data(), scales_.data(), kQuantGroup, to + j * stride, DType::kF32,
+                        m);
+  }
 }
 
 Processor::WeightRows Processor::weight_rows(const MatrixView& weight, int first, int m) {
@@ -226,11 +252,19 @@ void Processor::gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
   const auto bias = [first](const std::vector<float>& values) {
     return values.empty() ? nullptr : values.data() + first;
   };
-  kernels_.activate(
-      layer_.spec.activation, gated ? product_.data() : nullptr, product_up_.data(),
-      bias(f.gate_bias), bias(f.up_bias), m, n,
-      intermediate(pass, tile) + static_cast<std::size_t>(first) * size_of(layer_.gemm),
-      layer_.gemm, f.intermediate);
+  std::byte* const h =
+      intermediate(pass, tile) + static_cast<std::size_t>(first) * size_of(layer_.gemm);
+  const auto activate = [&](void* out, DType dtype, std::int64_t stride) {
+    kernels_.activate(layer_.spec.activation, gated ? product_.data() : nullptr, product_up_.data(),
+                      bias(f.gate_bias), bias(f.up_bias), m, n, out, dtype, stride);
+  };
+  if (layer_.quantised()) {
+    h_.resize(std::max(h_.size(), size));
+    activate(h_.data(), DType::kBF16, m);
+    requantize(h_.data(), m, n, reinterpret_cast<float*>(h), f.intermediate);
+  } else {
+    activate(h, layer_.gemm, f.intermediate);
+  }
   // Release: the scheduler's acquire of the full count makes the whole tile visible to GEMM2.
   protocol::fetch_add(&tile.gemm1_done, std::uint32_t{1});
 }
@@ -247,7 +281,7 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t block) {
   product_.resize(std::max(product_.size(), static_cast<std::size_t>(m) * n));
   multiply(f.weights->down, first, m, n, intermediate(pass, tile), f.intermediate, product_.data());
 
-  const std::size_t offset = static_cast<std::size_t>(first) * size_of(layer_.wire);
+  const std::size_t offset = static_cast<std::size_t>(first) * size_of(layer_.value);
   row_addresses_.resize(tile.rows);
   for (std::uint32_t r = 0; r < tile.rows; ++r) {
     if (shared) {
@@ -260,7 +294,7 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t block) {
     }
   }
   kernels_.scatter(product_.data(), f.down_bias.empty() ? nullptr : f.down_bias.data() + first, m,
-                   n, static_cast<int>(tile.rows), row_addresses_.data(), layer_.wire);
+                   n, static_cast<int>(tile.rows), row_addresses_.data(), layer_.value);
 
   // As in dispatch: the last block signals for all blocks, after having acquired their writes.
   if (protocol::fetch_add(&tile.gemm2_done, std::uint32_t{1}) + 1 != f.gemm2_blocks(hidden)) return;
@@ -299,7 +333,7 @@ void Processor::combine(Pass& pass, std::uint32_t chunk) {
       float weight = 1;
       if (!layer_.shared_gate.empty()) {
         const float logit =
-            kernels_.dot(pass.x_row(token), layer_.wire, layer_.shared_gate.data(), spec.hidden);
+            kernels_.dot(pass.x_row(token), layer_.value, layer_.shared_gate.data(), spec.hidden);
         weight = 1.0f / (1.0f + std::exp(-logit));
       }
       add(spec.top_k, weight);
@@ -307,7 +341,7 @@ void Processor::combine(Pass& pass, std::uint32_t chunk) {
     const std::int64_t stride = pass.output.row_stride == 0 ? spec.hidden : pass.output.row_stride;
     void* out = static_cast<std::byte*>(pass.output.data) +
                 static_cast<std::size_t>(token * stride) * size_of(pass.output.dtype);
-    kernels_.combine(cells, weights, count, layer_.wire, out, pass.output.dtype, spec.hidden);
+    kernels_.combine(cells, weights, count, layer_.value, out, pass.output.dtype, spec.hidden);
   }
 }
 

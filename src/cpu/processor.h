@@ -34,6 +34,11 @@ class Processor {
   bool is_shared(const Pass& pass, const Tile& tile) const;
   const Ffn& ffn(const Pass& pass, const Tile& tile) const;
   void gather(const Pass& pass, const Tile& tile, std::uint32_t tile_index);
+  // A token's row of the wire, times `scale`, in the GEMM's type.
+  void unpack(const std::byte* from, float scale, std::byte* to);
+  // The quantised form of n rows of m values each, as values again; rows of `to` are `stride`
+  // apart.
+  void requantize(const std::uint16_t* rows, int m, int n, float* to, std::int64_t stride);
   // result[m][n] = rows [first, first + m) of the weight times the n rows of x.
   void multiply(const MatrixView& weight, int first, int m, int n, const void* x,
                 std::int64_t x_stride, float* result);
@@ -53,6 +58,9 @@ class Processor {
   std::vector<std::byte> gathered_;   // one tile of activations, [padded][H] in the GEMM's type
   std::vector<std::byte> converted_;  // rows of a weight in the GEMM's type
   std::vector<std::byte> column_;     // one strided row on its way there
+  std::vector<std::uint16_t> h_;      // a block of h that is to be quantised
+  std::vector<std::uint8_t> codes_;   // one of its rows
+  std::vector<float> scales_;
   std::vector<void*> row_addresses_;
   std::uint64_t gathered_epoch_ = 0;
   std::uint32_t gathered_tile_ = 0;

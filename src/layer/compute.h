@@ -23,4 +23,10 @@ bool is_row_form(const MatrixView& matrix);
 // matrix is not FP8, or for other types; {kUnsupported} if an FP8 matrix has neither form.
 DType resolve_compute(const MoeWeights& weights, std::optional<DType> asked);
 
+// Of what is never quantised in a layer that computes in `compute`: the gates' activations,
+// experts' outputs, and what a caller has by default.
+constexpr DType value_type(DType compute) {
+  return compute == DType::kF8E4M3 ? DType::kBF16 : compute;
+}
+
 }  // namespace switchyard

@@ -17,7 +17,8 @@ struct GroupScale {
 
 // Of a group whose largest magnitude is `amax`: NaN if any value is. The scale is then NaN too, and
 // for infinity infinite, so that neither is lost in codes that cannot express it.
-SWITCHYARD_HOST_DEVICE inline GroupScale group_scale(float amax) {
+// Always inlined for the reason given in model/convert.h.
+SWITCHYARD_HOST_DEVICE __attribute__((always_inline)) inline GroupScale group_scale(float amax) {
   const float largest = amax < kLeastAmax ? kLeastAmax : amax;
   return {largest * (1.0f / kLargestE4M3), kLargestE4M3 / largest};
 }

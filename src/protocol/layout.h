@@ -25,6 +25,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "model/quantize.h"
 #include "protocol/partition.h"
 
 namespace switchyard::protocol {
@@ -104,7 +105,8 @@ struct LayoutParams {
   int hidden = 0;
   int max_tokens = 0;       // per rank and call
   int cells_per_token = 0;  // top_k, + 1 with a shared expert
-  int element_bytes = 0;    // of activations on the wire and of cells
+  int element_bytes = 0;    // of cells, and of activations on the wire unless they are quantised
+  bool quantised = false;   // activations travel as FP8 codes and their scales
   TileShape tile;
 };
 
@@ -135,7 +137,7 @@ class HeapLayout {
     finished_ = place(ranks * max_tiles_ * sizeof(std::uint64_t));
     rows_ = place(max_rows_ * sizeof(RowMeta));
     pool_ = place(ranks * tokens * token_bytes());
-    cells_ = place(tokens * u(p_.cells_per_token) * token_bytes());
+    cells_ = place(tokens * u(p_.cells_per_token) * cell_bytes());
     bytes_ = round_up<std::uint64_t>(at, 4096);
   }
 
@@ -143,7 +145,18 @@ class HeapLayout {
   SWITCHYARD_HOST_DEVICE constexpr ExpertPartition experts() const {
     return {p_.num_experts, p_.num_ranks};
   }
+  // A token on its way to the experts: its values, or its codes and from scale_offset() on a float
+  // for every kQuantGroup of them.
   SWITCHYARD_HOST_DEVICE constexpr std::uint64_t token_bytes() const {
+    if (!p_.quantised) return cell_bytes();
+    const std::uint64_t scales = u(ceil_div(p_.hidden, kQuantGroup)) * sizeof(float);
+    return round_up(scale_offset() + scales, kVectorBytes);
+  }
+  SWITCHYARD_HOST_DEVICE constexpr std::uint64_t scale_offset() const {
+    return round_up(u(p_.hidden), kVectorBytes);
+  }
+  // An expert's output for a token.
+  SWITCHYARD_HOST_DEVICE constexpr std::uint64_t cell_bytes() const {
     return u(p_.hidden) * u(p_.element_bytes);
   }
   SWITCHYARD_HOST_DEVICE constexpr std::uint64_t max_rows() const { return max_rows_; }
@@ -159,7 +172,7 @@ class HeapLayout {
     const std::uint64_t ranks = u(p_.num_ranks);
     return sizeof(Control) + 2 * ranks * counts_row_bytes_ +
            2 * tiles * ranks * sizeof(std::uint64_t) + rows * sizeof(RowMeta) +
-           (pool_tokens + tokens * u(p_.cells_per_token)) * token_bytes();
+           pool_tokens * token_bytes() + tokens * u(p_.cells_per_token) * cell_bytes();
   }
 
   // Regions of a heap that starts at `base`.
@@ -193,10 +206,11 @@ class HeapLayout {
   }
   SWITCHYARD_HOST_DEVICE std::byte* cell(std::byte* base, std::uint64_t token,
                                          std::uint64_t k) const {
-    return base + cells_ + (token * u(p_.cells_per_token) + k) * token_bytes();
+    return base + cells_ + (token * u(p_.cells_per_token) + k) * cell_bytes();
   }
 
  private:
+  static constexpr std::uint64_t kVectorBytes = 16;  // what is moved at a time
   SWITCHYARD_HOST_DEVICE static constexpr std::uint64_t u(int value) {
     return static_cast<std::uint64_t>(value);
   }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "model/convert.h"
+#include "reference/decode.h"
 
 namespace switchyard::cpu {
 namespace {
@@ -30,6 +31,55 @@ TEST(Kernels, EveryFp8CodeWithBlockScales) {
       EXPECT_EQ(out[i], expected) << i;
     }
   }
+}
+
+// Against the fp64 arithmetic of the reference, of which the quotients below need no rounding.
+TEST(Kernels, GroupsAreQuantisedAsDefined) {
+  std::mt19937 generator(5);
+  std::normal_distribution<float> normal;
+  for (const std::int64_t count : {1, 16, 127, 128, 129, 300}) {
+    for (const float size : {1.0f, 0x1p-70f, 0x1p-130f, 0x1p100f}) {
+      std::vector<std::uint16_t> x(static_cast<std::size_t>(count));
+      for (auto& v : x) v = f32_to_bf16(normal(generator) * size);
+      std::vector<std::uint8_t> codes(x.size() + 1, 0xaa);
+      std::vector<float> scales(x.size() / 128 + 2, -1);
+      kernels().quantize(x.data(), codes.data(), scales.data(), count);
+      for (std::int64_t begin = 0; begin < count; begin += 128) {
+        const std::int64_t end = std::min(begin + 128, count);
+        float amax = 0x1p-100f;
+        for (std::int64_t i = begin; i < end; ++i) {
+          amax = std::max(amax, std::abs(bf16_to_f32(x[static_cast<std::size_t>(i)])));
+        }
+        EXPECT_EQ(scales[static_cast<std::size_t>(begin / 128)], amax * (1.0f / 448));
+        for (std::int64_t i = begin; i < end; ++i) {
+          const auto at = static_cast<std::size_t>(i);
+          ASSERT_EQ(codes[at], reference::nearest_f8e4m3(bf16_to_f32(x[at]) * (448 / amax))) << i;
+        }
+      }
+      EXPECT_EQ(codes.back(), 0xaa);
+      EXPECT_EQ(scales[static_cast<std::size_t>((count + 127) / 128)], -1);
+    }
+  }
+}
+
+TEST(Kernels, QuantisedGroupsKeepNanAndInfinity) {
+  for (const float bad : {NAN, -NAN, INFINITY, -INFINITY}) {
+    std::vector<std::uint16_t> x(200, f32_to_bf16(3));
+    x[140] = f32_to_bf16(bad);
+    std::vector<std::uint8_t> codes(x.size());
+    std::vector<float> scales(2), values(x.size());
+    kernels().quantize(x.data(), codes.data(), scales.data(), 200);
+    kernels().dequantize(codes.data(), scales.data(), 128, values.data(), DType::kF32, 200);
+    for (std::size_t i = 0; i < 200; ++i) EXPECT_EQ(std::isnan(values[i]), i >= 128) << i;
+    EXPECT_FLOAT_EQ(values[0], 3);
+  }
+  // All zeros: zeros, of either sign.
+  std::vector<std::uint16_t> x = {0, 0x8000, 0};
+  std::vector<std::uint8_t> codes(3);
+  float scale = 0;
+  kernels().quantize(x.data(), codes.data(), &scale, 3);
+  EXPECT_EQ(codes, (std::vector<std::uint8_t>{0, 0x80, 0}));
+  EXPECT_TRUE(std::isfinite(scale));
 }
 
 TEST(Kernels, EverySixteenBitCodeConverts) {

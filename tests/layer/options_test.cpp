@@ -40,6 +40,7 @@ TEST_F(LayerOptionsTest, ValuesOutOfRange) {
     refused({.device = -2}, "device is -2");
     refused({.reserved_sms = -1}, "reserved_sms is -1");
     refused({.compute = DType::kF16}, "compute type f16");
+    refused({.compute = DType::kU8}, "bf16, f32 or f8_e4m3");
   }
   EXPECT_ERROR(make({.backend = static_cast<Backend>(7)}), ErrorCode::kInvalidArgument,
                "backend is 7");

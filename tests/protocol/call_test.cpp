@@ -35,8 +35,9 @@ struct Call {
     output.topk_ids = {unreadable<std::int32_t>(), 6};
     output.topk_weights = {unreadable<float>(), 6};
   }
-  void check(const LayerSpec& s, const MoeWeights& weights = {}) const {
-    check_call(s, weights, 4, 0, input, output);
+  void check(const LayerSpec& s, const MoeWeights& weights = {},
+             DType compute = DType::kBF16) const {
+    check_call(s, weights, 4, 0, input, output, compute);
   }
 };
 
@@ -70,6 +71,52 @@ TEST(Call, SizesAreChecked) {
   call.input.topk_ids = {};
   call.input.topk_weights = {};
   EXPECT_ERROR(call.check(spec()), ErrorCode::kInvalidArgument, "no router weights");
+}
+
+TEST(Call, QuantisedActivationsNeedAnFp8LayerAndNoGate) {
+  const auto refused = [](const Call& call, const LayerSpec& s, const char* what,
+                          const char* remedy, DType compute = DType::kF8E4M3) {
+    MoeWeights weights;
+    weights.router = {unreadable<void>(), DType::kBF16, 4, 8, 8};
+    EXPECT_ERROR(call.check(s, weights, compute), ErrorCode::kInvalidArgument, what, remedy);
+  };
+  Call good;
+  MatrixView& x = good.input.activations;
+  x = {unreadable<void>(), DType::kF8E4M3, 3, 8, 8, 1, unreadable<float>(), 1, 128, 1};
+  good.check(spec(), {}, DType::kF8E4M3);
+  refused(good, spec(), "computes in bf16", "kF8E4M3", DType::kBF16);
+  refused(good, spec(), "computes in f32", "kF8E4M3", DType::kF32);
+
+  LayerSpec gated = spec();
+  gated.shared_intermediate = 8;
+  gated.shared_sigmoid_gate = true;
+  refused(good, gated, "the shared expert's gate", "bf16");
+  Call routed = good;
+  routed.input.topk_ids = {};
+  routed.input.topk_weights = {};
+  refused(routed, spec(), "the gate", "pass topk_ids");
+
+  const auto with = [&good](auto&& change) {
+    Call call = good;
+    change(call.input.activations);
+    return call;
+  };
+  refused(with([](MatrixView& v) { v.scale = nullptr; }), spec(), "scale is null", "[3, 1] scales");
+  refused(with([](MatrixView& v) { v.scale_rows = 128; }), spec(), "128 x 128", "scale_rows 1");
+  refused(with([](MatrixView& v) { v.scale_cols = 8; }), spec(), "1 x 8", "scale_cols 128");
+  refused(with([](MatrixView& v) { v.scale_stride = 0; }), spec(), "stride 0", "at least 1");
+
+  // A rank without tokens has nothing to route and nothing to scale.
+  Call none = good;
+  none.input = {};
+  none.input.activations.dtype = DType::kF8E4M3;
+  none.output.topk_ids = {};
+  none.output.topk_weights = {};
+  none.check(spec(), {}, DType::kF8E4M3);
+  Call narrow_output = good;
+  narrow_output.output.dtype = DType::kF8E4M3;
+  EXPECT_ERROR(narrow_output.check(spec(), {}, DType::kF8E4M3), ErrorCode::kDTypeMismatch,
+               "output is f8_e4m3");
 }
 
 TEST(Call, IdsAreCheckedWhereTheHostCanReadThem) {

@@ -61,7 +61,9 @@ TEST(HeapLayout, RegionsAreDisjointAndInside) {
   for (const int ranks : {1, 2, 5, 8}) {
     for (const int experts : {1, 8, 60}) {
       for (const int top_k : {1, 8}) {
-        const HeapLayout layout(params(ranks, experts, top_k));
+        LayoutParams limits = params(ranks, experts, top_k);
+        limits.quantised = top_k == 8;
+        const HeapLayout layout(limits);
         std::vector<std::byte> heap(layout.bytes());
         std::byte* base = heap.data();
         const auto at = [base](const void* p) { return static_cast<const std::byte*>(p) - base; };
@@ -95,8 +97,31 @@ TEST(HeapLayout, RegionsAreDisjointAndInside) {
 }
 
 TEST(HeapLayout, UsedBytesNeverExceedTheReservation) {
-  const HeapLayout layout(params(4, 16, 4));
-  EXPECT_LE(layout.bytes_used(33, 3 * 33, layout.max_rows(), layout.max_tiles()), layout.bytes());
+  for (const bool quantised : {false, true}) {
+    LayoutParams p = params(4, 16, 4);
+    p.quantised = quantised;
+    const HeapLayout layout(p);
+    EXPECT_LE(layout.bytes_used(33, 3 * 33, layout.max_rows(), layout.max_tiles()), layout.bytes());
+  }
+}
+
+TEST(HeapLayout, QuantisedTokensAreCodesThenScales) {
+  for (const int hidden : {8, 40, 128, 136, 7168}) {
+    LayoutParams p = params(2, 8, 2);
+    p.hidden = hidden;
+    const HeapLayout plain(p);
+    EXPECT_EQ(plain.token_bytes(), plain.cell_bytes());
+    p.quantised = true;
+    const HeapLayout layout(p);
+    const auto columns = static_cast<std::uint64_t>(hidden);
+    EXPECT_EQ(layout.cell_bytes(), columns * 2);
+    EXPECT_EQ(layout.token_bytes() % 16, 0u);
+    EXPECT_EQ(layout.scale_offset() % 16, 0u);
+    EXPECT_GE(layout.scale_offset(), columns);
+    EXPECT_GE(layout.token_bytes(),
+              layout.scale_offset() + ceil_div<std::uint64_t>(columns, 128) * 4);
+    EXPECT_LT(layout.token_bytes(), columns + columns / 32 + 40);
+  }
 }
 
 }  // namespace

@@ -60,19 +60,38 @@ inline void expect_same_routing(const LayerSpec& spec, const MoeWeights& weights
   EXPECT_LE(undecided, 2 + static_cast<std::int64_t>(margins.size()) / 50);
 }
 
-// The output against fp64, with the routing that the engine used.
+// The output against fp64, with the routing that the engine used. The yardstick is the error of a
+// straightforward program. `quantised`: the layer computes in FP8, the problem is the quantised
+// one, and so is what the program solves; else the program computes in bf16.
 inline double output_error(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
-                           const BatchResult& result, double* yardstick = nullptr) {
+                           const BatchResult& result, double* yardstick = nullptr,
+                           bool quantised = false) {
   reference::ReferenceInput input;
+  input.quantised = quantised;
   input.activations = batch.x.view();
   input.topk_ids = result.ids;
   input.topk_weights = result.weights;
   const auto expected = reference::forward(spec, weights, input);
   if (yardstick != nullptr) {
-    *yardstick = reference::relative_error(reference::straightforward_bf16(spec, weights, input),
-                                           expected.output);
+    const auto straightforward =
+        quantised ? reference::straightforward_fp8 : reference::straightforward_bf16;
+    *yardstick = reference::relative_error(straightforward(spec, weights, input), expected.output);
   }
   return reference::relative_error(result.output.floats(), expected.output);
+}
+
+// How far an FP8 layer's output is from that of the straightforward program: bits in the last
+// place, where both round the same values. A bound of half the yardstick notices what twice the
+// yardstick cannot, a layer that does not quantise h: it is three times as far or more.
+inline double distance_to_fp8_program(const LayerSpec& spec, const MoeWeights& weights,
+                                      const Batch& batch, const BatchResult& result) {
+  reference::ReferenceInput input;
+  input.activations = batch.x.view();
+  input.topk_ids = result.ids;
+  input.topk_weights = result.weights;
+  const std::vector<float> program = reference::straightforward_fp8(spec, weights, input);
+  return reference::relative_error(result.output.floats(),
+                                   std::vector<double>(program.begin(), program.end()));
 }
 
 }  // namespace switchyard::testing

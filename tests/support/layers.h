@@ -1,6 +1,7 @@
 // Layers, batches and worlds for tests.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <exception>
@@ -14,25 +15,50 @@
 #include "model/convert.h"
 #include "model/generate.h"
 #include "model/model_table.h"
+#include "model/quantize.h"
 #include "switchyard/layer.h"
 #include "switchyard/routing.h"
 
 namespace switchyard::testing {
 
-// A row-major matrix that owns its elements, in any floating dtype.
+// A row-major matrix that owns its elements, in any floating dtype. FP8 ones have a scale for every
+// kQuantGroup columns of a row, as activations have.
 class Matrix {
  public:
   Matrix(std::int64_t rows, std::int64_t cols, DType dtype)
       : rows_(rows),
         cols_(cols),
         dtype_(dtype),
-        bytes_(static_cast<std::size_t>(rows * cols) * size_of(dtype), std::byte{0xff}) {}
+        bytes_(static_cast<std::size_t>(rows * cols) * size_of(dtype), std::byte{0xff}),
+        scales_(static_cast<std::size_t>(dtype == DType::kF8E4M3 ? rows * groups() : 0), NAN) {}
 
   static Matrix random(std::int64_t rows, std::int64_t cols, DType dtype, std::uint64_t seed) {
     Matrix m(rows, cols, dtype);
     std::mt19937_64 generator(seed);
     std::normal_distribution<float> normal;
     for (std::int64_t i = 0; i < rows * cols; ++i) m.set(i, normal(generator));
+    return m;
+  }
+
+  // What an FP8 layer makes of bf16 activations.
+  static Matrix quantised(const Matrix& x) {
+    Matrix m(x.rows_, x.cols_, DType::kF8E4M3);
+    for (std::int64_t r = 0; r < x.rows_; ++r) {
+      for (std::int64_t g = 0; g < m.groups(); ++g) {
+        const std::int64_t begin = r * x.cols_ + g * kQuantGroup;
+        const std::int64_t end = std::min(begin + kQuantGroup, (r + 1) * x.cols_);
+        float amax = 0;
+        for (std::int64_t i = begin; i < end; ++i) {
+          // A NaN stays: nothing compares with it.
+          if (!(std::abs(x.get(i)) <= amax) && !std::isnan(amax)) amax = std::abs(x.get(i));
+        }
+        const GroupScale s = group_scale(amax);
+        for (std::int64_t i = begin; i < end; ++i) {
+          m.bytes_[static_cast<std::size_t>(i)] = std::byte{f32_to_f8e4m3(x.get(i) * s.inverse)};
+        }
+        m.scales_[static_cast<std::size_t>(r * m.groups() + g)] = s.scale;
+      }
+    }
     return m;
   }
 
@@ -61,8 +87,15 @@ class Matrix {
   DType dtype() const { return dtype_; }
   MatrixView view() const { return rows_from(0, rows_); }
   MatrixView rows_from(std::int64_t first, std::int64_t count) const {
-    return {bytes_.data() + static_cast<std::size_t>(first * cols_) * size_of(dtype_), dtype_,
-            count, cols_, cols_};
+    MatrixView view{bytes_.data() + static_cast<std::size_t>(first * cols_) * size_of(dtype_),
+                    dtype_, count, cols_, cols_};
+    if (!scales_.empty()) {
+      view.scale = scales_.data() + first * groups();
+      view.scale_rows = 1;
+      view.scale_cols = kQuantGroup;
+      view.scale_stride = groups();
+    }
+    return view;
   }
   void* row(std::int64_t r) {
     return bytes_.data() + static_cast<std::size_t>(r * cols_) * size_of(dtype_);
@@ -75,9 +108,12 @@ class Matrix {
   bool operator==(const Matrix& other) const { return bytes_ == other.bytes_; }
 
  private:
+  std::int64_t groups() const { return (cols_ + kQuantGroup - 1) / kQuantGroup; }
+
   std::int64_t rows_, cols_;
   DType dtype_;
   std::vector<std::byte> bytes_;
+  std::vector<float> scales_;
 };
 
 // Runs body(world) on one thread per rank and returns each rank's exception, null where none.

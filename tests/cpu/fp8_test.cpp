@@ -1,0 +1,372 @@
+// The CPU engine in FP8 against the fp64 reference of the quantised problem.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <deque>
+#include <functional>
+#include <random>
+
+#include "model/errors.h"
+#include "reference/reference.h"
+#include "support/accuracy.h"
+#include "support/layers.h"
+
+namespace switchyard::testing {
+namespace {
+
+constexpr DType kFp8 = DType::kF8E4M3;
+
+// Two groups of 128 columns and a shorter one, everywhere.
+LayerSpec grouped(LayerSpec spec) {
+  spec.hidden = 320;
+  spec.intermediate = 272;
+  if (spec.shared_intermediate > 0) spec.shared_intermediate = 200;
+  return spec;
+}
+
+LayerSpec plain_spec() {
+  LayerSpec spec;
+  spec.num_experts = 8;
+  spec.top_k = 2;
+  return grouped(spec);
+}
+
+MoeWeights fp8_weights(const LayerSpec& spec, std::uint64_t seed = 11) {
+  GenerateOptions options;
+  options.vocabulary = kVocabulary;
+  options.num_threads = 1;
+  return generate_weights(spec, kFp8, seed, options);
+}
+
+Batch routed_batch(const LayerSpec& spec, std::int64_t tokens, DType dtype) {
+  Batch batch = random_batch(spec, tokens, dtype, 6);
+  SyntheticRouting routing =
+      synthetic_routing(static_cast<int>(tokens), spec.num_experts, spec.top_k, 0.9, 4);
+  batch.topk_ids = std::move(routing.ids);
+  batch.topk_weights = std::move(routing.weights);
+  return batch;
+}
+
+// As good as a straightforward FP8 program, and rounding where it does.
+void expect_accurate(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
+                     const BatchResult& result) {
+  double yardstick = 0;
+  const double error = output_error(spec, weights, batch, result, &yardstick, true);
+  EXPECT_LE(error, 2 * yardstick);
+  EXPECT_GT(yardstick, 1e-4);  // or the comparison means nothing
+  EXPECT_LT(yardstick, 0.1);
+  const double distance = distance_to_fp8_program(spec, weights, batch, result);
+  EXPECT_LE(distance, 0.5 * yardstick);
+  ::testing::Test::RecordProperty(
+      "error_and_yardstick",
+      std::to_string(error) + ", " + std::to_string(yardstick) + ", " + std::to_string(distance));
+}
+
+class EveryModelInFp8 : public ::testing::TestWithParam<ModelEntry> {
+ protected:
+  LayerSpec spec_ = grouped(small_spec(GetParam()));
+  MoeWeights weights_ = fp8_weights(spec_);
+};
+
+TEST_P(EveryModelInFp8, IsAsGoodAsAStraightforwardProgram) {
+  for (const int tokens : {1, 7, 64, 300}) {
+    SCOPED_TRACE(::testing::Message() << tokens << " tokens");
+    const Batch batch = random_batch(spec_, tokens, DType::kBF16, 200 + tokens);
+    const BatchResult result =
+        run_batch(spec_, weights_, batch, Shares::even(tokens, 2), DType::kBF16);
+    expect_same_routing(spec_, weights_, batch, result);
+    expect_accurate(spec_, weights_, batch, result);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// What is lost by computing in FP8 rather than in bf16, from the same weights.
+TEST_P(EveryModelInFp8, CostsSomePercentOfTheBf16Layer) {
+  const Batch batch = random_batch(spec_, 300, DType::kBF16, 500);
+  const auto run = [&](DType compute) {
+    LayerOptions options;
+    options.compute = compute;
+    return run_batch(spec_, weights_, batch, Shares::even(300, 1), DType::kF32, options);
+  };
+  const std::vector<float> wide = run(DType::kBF16).output.floats();
+  const double loss = reference::relative_error(run(kFp8).output.floats(),
+                                                std::vector<double>(wide.begin(), wide.end()));
+  RecordProperty("loss", std::to_string(loss));
+  // E4M3 has 3 bits of mantissa: an error of up to 2^-4 of a value, in x and in h.
+  EXPECT_GT(loss, 0.01);
+  EXPECT_LT(loss, 0.06);
+}
+
+TEST_P(EveryModelInFp8, SameBitsOnEveryRepetitionAndRankCount) {
+  const Batch batch = random_batch(spec_, 103, DType::kBF16, 5);
+  const BatchResult first = run_batch(spec_, weights_, batch, Shares::even(103, 1), DType::kBF16);
+  for (const int ranks : {1, 2, 3}) {
+    for (const int threads : {1, 3}) {
+      LayerOptions options;
+      options.num_threads = threads;
+      const BatchResult again =
+          run_batch(spec_, weights_, batch, Shares::even(103, ranks), DType::kBF16, options);
+      EXPECT_TRUE(again.output == first.output) << ranks << " ranks, " << threads << " threads";
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelInFp8, ::testing::ValuesIn(model_table()),
+                         [](const auto& model) {
+                           std::string name = model.param.name;
+                           std::replace_if(
+                               name.begin(), name.end(), [](char c) { return !std::isalnum(c); },
+                               '_');
+                           return name;
+                         });
+
+void for_each_matrix(MoeWeights& weights, const std::function<void(MatrixView&)>& visit) {
+  const auto all_of = [&](FfnWeights& ffn) {
+    for (MatrixView* matrix : {&ffn.gate, &ffn.up, &ffn.down}) {
+      if (!matrix->empty()) visit(*matrix);
+    }
+  };
+  for (FfnWeights& expert : weights.experts) all_of(expert);
+  all_of(weights.shared);
+}
+
+// Other scales for the same codes: one per scale_rows x scale_cols (0: all), each the mean of those
+// of the matrix times 2^e with e drawn from [-spread, spread].
+class Rescaled {
+ public:
+  Rescaled(MoeWeights weights, std::int64_t scale_rows, std::int64_t scale_cols, int spread)
+      : weights_(std::move(weights)) {
+    std::mt19937_64 random(8);
+    std::uniform_int_distribution<int> exponent(-spread, spread);
+    for_each_matrix(weights_, [&](MatrixView& m) {
+      const float typical = m.scale[0];
+      m.scale_rows = scale_rows == 0 ? m.rows : scale_rows;
+      m.scale_cols = scale_cols == 0 ? m.cols : scale_cols;
+      m.scale_stride = (m.cols + m.scale_cols - 1) / m.scale_cols;
+      std::vector<float>& scales = scales_.emplace_back();
+      for (std::int64_t i = 0; i < (m.rows + m.scale_rows - 1) / m.scale_rows * m.scale_stride;
+           ++i) {
+        scales.push_back(std::ldexp(typical, exponent(random)));
+      }
+      m.scale = scales.data();
+    });
+  }
+  const MoeWeights& get() const { return weights_; }
+
+ private:
+  MoeWeights weights_;
+  std::deque<std::vector<float>> scales_;
+};
+
+TEST(Fp8Scales, OfEveryForm) {
+  LayerSpec spec = plain_spec();
+  spec.shared_intermediate = 200;
+  struct Form {
+    const char* name;
+    std::int64_t rows, cols;
+  };
+  for (const Form& form :
+       {Form{"per tensor", 0, 0}, Form{"128 x 128", 128, 128}, Form{"256 x 128", 256, 128},
+        Form{"128 x all", 128, 0}, Form{"per channel", 1, 0}, Form{"three rows", 3, 0}}) {
+    for (const int spread : {1, 20}) {
+      SCOPED_TRACE(::testing::Message() << form.name << ", 2^+-" << spread);
+      const Rescaled weights(fp8_weights(spec), form.rows, form.cols, spread);
+      const Batch batch = routed_batch(spec, 70, DType::kBF16);
+      const BatchResult alone =
+          run_batch(spec, weights.get(), batch, Shares::even(70, 1), DType::kF32);
+      expect_accurate(spec, weights.get(), batch, alone);
+      EXPECT_TRUE(run_batch(spec, weights.get(), batch, Shares::even(70, 3), DType::kF32).output ==
+                  alone.output);
+    }
+  }
+}
+
+TEST(Fp8Scales, OtherBlocksComputeInBf16OrNotAtAll) {
+  const LayerSpec spec = plain_spec();
+  const Rescaled weights(fp8_weights(spec), 64, 32, 0);
+  LayerOptions options;
+  options.max_tokens = 4;
+  options.num_threads = 1;
+  EXPECT_EQ(MoeLayer(World::single(), spec, weights.get(), options).compute(), DType::kBF16);
+  options.compute = kFp8;
+  EXPECT_ERROR(MoeLayer(World::single(), spec, weights.get(), options), ErrorCode::kUnsupported,
+               "experts[0].gate", "64 x 32", "kBF16");
+}
+
+// The experts' outputs must all be seen, so none may be a shared one that hides them.
+TEST(Fp8Values, BlocksOfZeros) {
+  const LayerSpec spec = plain_spec();
+  MoeWeights weights = fp8_weights(spec);
+  std::deque<std::vector<std::uint8_t>> copies;
+  for_each_matrix(weights, [&](MatrixView& m) {
+    const auto* codes = static_cast<const std::uint8_t*>(m.data);
+    std::vector<std::uint8_t>& copy = copies.emplace_back(codes, codes + m.rows * m.cols);
+    for (std::int64_t r = 128; r < 256; ++r) {
+      for (std::int64_t c = 128; c < 256; ++c) copy[static_cast<std::size_t>(r * m.cols + c)] = 0;
+    }
+    m.data = copy.data();
+  });
+  Batch batch = routed_batch(spec, 64, DType::kBF16);
+  const auto zero = [&](std::int64_t token, std::int64_t begin, std::int64_t end) {
+    for (std::int64_t c = begin; c < end; ++c) batch.x.set(token * spec.hidden + c, 0);
+  };
+  for (std::int64_t t = 0; t < 20; ++t) zero(t, 0, 128);
+  zero(20, 256, 320);
+  zero(21, 0, 320);
+  const BatchResult result = run_batch(spec, weights, batch, Shares::even(64, 2), DType::kF32);
+  expect_accurate(spec, weights, batch, result);
+  for (std::int64_t c = 0; c < spec.hidden; ++c) {
+    ASSERT_EQ(result.output.get(21 * spec.hidden + c), 0);
+  }
+}
+
+TEST(Fp8Values, FarFromOne) {
+  const LayerSpec spec = plain_spec();
+  const MoeWeights weights = fp8_weights(spec);
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+    SCOPED_TRACE(to_string(dtype));
+    Batch batch = routed_batch(spec, 64, dtype);
+    for (std::int64_t t = 0; t < 64; ++t) {
+      // From one group to the next, too; and single values that dwarf their group.
+      for (std::int64_t c = 0; c < spec.hidden; ++c) {
+        const std::int64_t i = t * spec.hidden + c;
+        batch.x.set(i, std::ldexp(batch.x.get(i), static_cast<int>((t + c / 128) % 24) - 12));
+      }
+      if (t % 3 == 0) batch.x.set(t * spec.hidden + 77, 60000);
+    }
+    expect_accurate(spec, weights, batch,
+                    run_batch(spec, weights, batch, Shares::even(64, 2), DType::kF32));
+  }
+}
+
+TEST(Fp8Values, NanAndInfinityStayWithTheirTokens) {
+  for (int kind = 0; kind <= static_cast<int>(ActivationKind::kIdentity); ++kind) {
+    for (const bool gated : {true, false}) {
+      LayerSpec spec = plain_spec();
+      spec.activation.kind = static_cast<ActivationKind>(kind);
+      spec.activation.gated = gated;
+      const MoeWeights weights = fp8_weights(spec);
+      Batch batch = routed_batch(spec, 40, DType::kBF16);
+      const BatchResult clean = run_batch(spec, weights, batch, Shares::even(40, 2), DType::kBF16);
+      batch.x.set(5 * spec.hidden + 3, NAN);
+      batch.x.set(17 * spec.hidden + 130, INFINITY);
+      batch.x.set(39 * spec.hidden + 319, -INFINITY);
+      const BatchResult result = run_batch(spec, weights, batch, Shares::even(40, 2), DType::kBF16);
+      for (std::int64_t i = 0; i < 40 * spec.hidden; ++i) {
+        const std::int64_t token = i / spec.hidden;
+        if (token == 5 || token == 17 || token == 39) {
+          ASSERT_TRUE(std::isnan(result.output.get(i))) << i << " kind " << kind;
+        } else {
+          ASSERT_EQ(result.output.get(i), clean.output.get(i)) << i << " kind " << kind;
+        }
+      }
+    }
+  }
+}
+
+TEST(Fp8Activations, QuantisedBeforehandGiveTheSameBits) {
+  LayerSpec spec = plain_spec();
+  spec.shared_intermediate = 200;
+  for (const bool weight_on_input : {false, true}) {
+    spec.weight_on_input = weight_on_input;
+    const MoeWeights weights = fp8_weights(spec);
+    Batch batch = routed_batch(spec, 131, DType::kBF16);
+    batch.x.set(9 * spec.hidden + 7, INFINITY);
+    const BatchResult wide = run_batch(spec, weights, batch, Shares::even(131, 1), DType::kBF16);
+    Batch narrow = batch;
+    narrow.x = Matrix::quantised(batch.x);
+    for (const int ranks : {1, 2, 3}) {
+      const BatchResult result =
+          run_batch(spec, weights, narrow, Shares::even(131, ranks), DType::kBF16);
+      EXPECT_TRUE(result.output == wide.output) << ranks << " ranks";
+    }
+  }
+}
+
+// Scales that no quantisation would have chosen are used as they are.
+TEST(Fp8Activations, ScalesOfTheCaller) {
+  const LayerSpec spec = plain_spec();
+  const MoeWeights weights = fp8_weights(spec);
+  const Batch batch = routed_batch(spec, 20, DType::kBF16);
+  const Matrix quantised = Matrix::quantised(batch.x);
+  // Rows and scales further apart than they need be.
+  constexpr std::int64_t kStride = 400, kScales = 5;
+  std::vector<std::uint8_t> codes(20 * kStride, 0x7f);
+  std::vector<float> scales(20 * kScales, NAN);
+  for (std::int64_t t = 0; t < 20; ++t) {
+    std::memcpy(&codes[static_cast<std::size_t>(t * kStride)], quantised.view().row(t), 320);
+    for (std::int64_t g = 0; g < 3; ++g) {
+      scales[static_cast<std::size_t>(t * kScales + g)] =
+          quantised.view().scale[t * 3 + g] * static_cast<float>(t + g + 1);
+    }
+  }
+  ForwardInput input;
+  input.activations = {codes.data(), kFp8, 20, 320, kStride, 1, scales.data(), 1, 128, kScales};
+  input.topk_ids = batch.topk_ids;
+  input.topk_weights = batch.topk_weights;
+  BatchResult result = empty_result(spec, batch, 1, DType::kF32);
+  result.ids = batch.topk_ids;
+  result.weights = batch.topk_weights;
+  ForwardOutput output;
+  output.data = result.output.row(0);
+  output.dtype = DType::kF32;
+  LayerOptions options;
+  options.max_tokens = 20;
+  MoeLayer(World::single(), spec, weights, options).forward(input, output);
+
+  reference::ReferenceInput problem;
+  problem.activations = input.activations;
+  problem.topk_ids = batch.topk_ids;
+  problem.topk_weights = batch.topk_weights;
+  problem.quantised = true;
+  const auto expected = reference::forward(spec, weights, problem);
+  const double yardstick = reference::relative_error(
+      reference::straightforward_fp8(spec, weights, problem), expected.output);
+  EXPECT_LE(reference::relative_error(result.output.floats(), expected.output), 2 * yardstick);
+  EXPECT_LT(yardstick, 0.1);
+}
+
+TEST(Fp8Activations, AreRefusedWhereAGateNeedsMore) {
+  LayerSpec spec = plain_spec();
+  const Batch batch = routed_batch(spec, 8, DType::kBF16);
+  Batch narrow = batch;
+  narrow.x = Matrix::quantised(batch.x);
+  Batch gated = narrow;
+  gated.topk_ids.clear();
+  gated.topk_weights.clear();
+  const auto run = [&](const Batch& b, LayerOptions options = {}) {
+    run_batch(spec, fp8_weights(spec), b, Shares::even(8, 1), DType::kBF16, options);
+  };
+  EXPECT_ERROR(run(gated), ErrorCode::kInvalidArgument, "gate", "topk_ids");
+  LayerOptions in_bf16;
+  in_bf16.compute = DType::kBF16;
+  EXPECT_ERROR(run(narrow, in_bf16), ErrorCode::kInvalidArgument, "computes in bf16", "kF8E4M3");
+  spec.shared_intermediate = 64;
+  spec.shared_sigmoid_gate = true;
+  EXPECT_ERROR(run(narrow), ErrorCode::kInvalidArgument, "shared expert's gate");
+}
+
+TEST(Fp8Stats, TokensTravelAsCodesAndScales) {
+  const LayerSpec spec = plain_spec();
+  const Batch batch = routed_batch(spec, 100, DType::kBF16);
+  const BatchResult result =
+      run_batch(spec, fp8_weights(spec), batch, Shares::even(100, 2), DType::kBF16);
+  const std::uint64_t token = 320 + 16;  // three scales, padded
+  for (int r = 0; r < 2; ++r) {
+    std::uint64_t sent = 0, returned = 0;
+    for (std::int64_t t = 0; t < 100; ++t) {
+      const bool own = t / 50 == r;
+      std::uint64_t elsewhere = 0;
+      for (std::size_t k = 0; k < 2; ++k) {
+        elsewhere += batch.topk_ids[static_cast<std::size_t>(t) * 2 + k] / 4 != t / 50 ? 1 : 0;
+      }
+      if (own && elsewhere > 0) sent += token + 16 * elsewhere;
+      if (!own) returned += elsewhere * 320 * 2;
+    }
+    EXPECT_EQ(result.stats[static_cast<std::size_t>(r)].dispatch_bytes, sent);
+    EXPECT_EQ(result.stats[static_cast<std::size_t>(r)].combine_bytes, returned);
+  }
+}
+
+}  // namespace
+}  // namespace switchyard::testing

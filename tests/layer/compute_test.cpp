@@ -1,0 +1,104 @@
+// What a layer computes in, from its weights and its options.
+#include "layer/compute.h"
+
+#include <gtest/gtest.h>
+
+#include "model/errors.h"
+#include "model/generate.h"
+#include "switchyard/layer.h"
+
+namespace switchyard {
+namespace {
+
+constexpr DType kFp8 = DType::kF8E4M3;
+
+LayerSpec spec(int shared_intermediate = 0) {
+  LayerSpec s;
+  s.hidden = 256;
+  s.intermediate = 192;
+  s.num_experts = 2;
+  s.top_k = 1;
+  s.shared_intermediate = shared_intermediate;
+  return s;
+}
+
+MoeWeights weights(DType dtype, int shared_intermediate = 0) {
+  return generate_weights(spec(shared_intermediate), dtype, 1, {.num_threads = 1});
+}
+
+MatrixView scaled(std::int64_t scale_rows, std::int64_t scale_cols) {
+  static const float scale = 1;
+  MatrixView view{&scale, kFp8, 192, 256, 256};
+  view.scale = &scale;
+  view.scale_rows = scale_rows;
+  view.scale_cols = scale_cols;
+  view.scale_stride = 1;
+  return view;
+}
+
+TEST(Compute, FormsOfScales) {
+  struct Case {
+    std::int64_t rows, cols;
+    bool block, row;
+  };
+  for (const Case& c :
+       {Case{128, 128, true, false}, Case{256, 128, true, false}, Case{192, 256, true, false},
+        Case{192, 128, true, false}, Case{128, 1000, true, false}, Case{1000, 1000, true, false},
+        Case{1, 256, false, true}, Case{64, 256, false, true}, Case{7, 300, false, true},
+        Case{1, 128, false, false}, Case{128, 64, false, false}, Case{64, 64, false, false},
+        Case{128, 192, false, false}}) {
+    EXPECT_EQ(is_block_form(scaled(c.rows, c.cols)), c.block) << c.rows << " x " << c.cols;
+    EXPECT_EQ(is_row_form(scaled(c.rows, c.cols)), c.row) << c.rows << " x " << c.cols;
+  }
+  MatrixView wide = scaled(128, 128);
+  wide.dtype = DType::kBF16;
+  EXPECT_FALSE(is_block_form(wide) || is_row_form(wide));
+}
+
+TEST(Compute, ByTheWeightsUnlessAskedFor) {
+  EXPECT_EQ(resolve_compute(weights(kFp8), {}), kFp8);
+  EXPECT_EQ(resolve_compute(weights(kFp8, 100), {}), kFp8);
+  EXPECT_EQ(resolve_compute(weights(DType::kBF16), {}), DType::kBF16);
+  EXPECT_EQ(resolve_compute(weights(DType::kF16), {}), DType::kF32);
+  EXPECT_EQ(resolve_compute(weights(DType::kF32), {}), DType::kF32);
+  for (const DType dtype : {kFp8, DType::kBF16, DType::kF16, DType::kF32}) {
+    EXPECT_EQ(resolve_compute(weights(dtype), DType::kBF16), DType::kBF16);
+    EXPECT_EQ(resolve_compute(weights(dtype), DType::kF32), DType::kF32);
+  }
+  EXPECT_EQ(resolve_compute(weights(kFp8), kFp8), kFp8);
+  EXPECT_ERROR(resolve_compute(weights(kFp8), DType::kF16), ErrorCode::kInvalidArgument,
+               "compute type f16");
+}
+
+TEST(Compute, EveryMatrixCounts) {
+  MoeWeights odd = weights(kFp8, 100);
+  odd.experts[1].down.scale_cols = 64;
+  EXPECT_EQ(resolve_compute(odd, {}), DType::kBF16);
+  EXPECT_ERROR(resolve_compute(odd, kFp8), ErrorCode::kUnsupported, "experts[1].down", "128 x 64",
+               "[256, 192]", "kBF16");
+
+  MoeWeights mixed = weights(kFp8, 100);
+  const MoeWeights wide = weights(DType::kBF16, 100);
+  mixed.shared = wide.shared;
+  EXPECT_EQ(resolve_compute(mixed, {}), DType::kBF16);
+  EXPECT_ERROR(resolve_compute(mixed, kFp8), ErrorCode::kInvalidArgument, "shared.gate is bf16",
+               "kBF16");
+  EXPECT_ERROR(resolve_compute(weights(DType::kF32), kFp8), ErrorCode::kInvalidArgument,
+               "experts[0].gate is f32");
+}
+
+TEST(Compute, TheLayerTells) {
+  const auto compute_of = [](const MoeWeights& w, std::optional<DType> asked) {
+    LayerOptions options;
+    options.max_tokens = 4;
+    options.num_threads = 1;
+    options.compute = asked;
+    return MoeLayer(World::single(), spec(), w, options).compute();
+  };
+  EXPECT_EQ(compute_of(weights(kFp8), {}), kFp8);
+  EXPECT_EQ(compute_of(weights(kFp8), DType::kF32), DType::kF32);
+  EXPECT_ERROR(compute_of(weights(DType::kBF16), kFp8), ErrorCode::kInvalidArgument, "is bf16");
+}
+
+}  // namespace
+}  // namespace switchyard
