@@ -15,7 +15,7 @@ struct NamedDType {
 constexpr NamedDType kDTypes[] = {{"bf16", DType::kBF16, true},
                                   {"f32", DType::kF32, true},
                                   {"f16", DType::kF16, false},
-                                  {"fp8", DType::kF8E4M3, false}};
+                                  {"fp8", DType::kF8E4M3, true}};
 
 [[noreturn]] void refuse(const std::string& name, const std::string& text,
                          const std::string& remedy) {
@@ -68,7 +68,7 @@ CLI::Option* add_dtype(CLI::App& app, const std::string& name, std::optional<DTy
       target = known.dtype;
       return;
     }
-    refuse(name, text, weights ? "use bf16, f32, f16 or fp8" : "use bf16 or f32");
+    refuse(name, text, weights ? "use bf16, f32, f16 or fp8" : "use bf16, f32 or fp8");
   };
   return app.add_option_function<std::string>(name, set, help)->type_name("TYPE");
 }

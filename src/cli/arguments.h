@@ -51,7 +51,7 @@ CLI::Option* add_seconds(CLI::App& app, const std::string& name, std::chrono::mi
                          const std::string& help);
 CLI::Option* add_bytes(CLI::App& app, const std::string& name, std::uint64_t& target,
                        const std::string& help);
-// bf16, f32, and where `weights` is set f16 and fp8.
+// bf16, f32, fp8, and where `weights` is set f16.
 CLI::Option* add_dtype(CLI::App& app, const std::string& name, std::optional<DType>& target,
                        bool weights, const std::string& help);
 

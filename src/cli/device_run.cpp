@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "gpu/device.h"
+#include "layer/compute.h"
 #include "model/host_memory.h"
 
 namespace switchyard::cli {
@@ -127,7 +128,7 @@ RunResult run_on_device(const Source& source, const Batch& batch, const RankOpti
   result.device = fmt::format("GPU {} ({}, {} of {} SMs)", device, info.name,
                               info.num_sms - options.reserved_sms, info.num_sms);
   result.fabric = world.fabric_name();
-  result.output_dtype = options.compute;
+  result.output_dtype = value_type(options.compute);
 
   const gpu::Stream stream;
   const DeviceInput input(batch);

@@ -10,6 +10,7 @@
 
 #include "cli/machine.h"
 #include "fabric/fabric.h"
+#include "layer/compute.h"
 #include "model/host_memory.h"
 
 namespace switchyard::cli {
@@ -172,7 +173,7 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   layer_options.compute = options.compute;
   MoeLayer layer(world, source.spec, source.weights, layer_options);
 
-  const DType output_dtype = options.compute;
+  const DType output_dtype = value_type(options.compute);
   const ShareLayout layout(source.spec, most_tokens, output_dtype);
   const auto segment = world.fabric().allocate(layout.bytes);
   const Share share = share_of(tokens, world.rank(), world.size());

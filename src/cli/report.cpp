@@ -7,6 +7,7 @@
 
 #include "cli/measure.h"
 #include "cpu/tile_gemm.h"
+#include "layer/compute.h"
 #include "switchyard/routing.h"
 
 namespace switchyard::cli {
@@ -87,7 +88,7 @@ Derived derive(const Report& report) {
   derive_experts(r.tokens_per_expert, d);
   d.sent_bytes = static_cast<double>(r.dispatch_bytes + r.combine_bytes + r.signal_bytes);
   d.token_buffer_bytes = static_cast<double>(report.batch.tokens()) * report.source.spec.hidden *
-                         static_cast<double>(size_of(report.options.compute));
+                         static_cast<double>(size_of(value_type(report.options.compute)));
   return d;
 }
 
@@ -242,9 +243,9 @@ void add_verification(const Verification& v, std::int64_t tokens, Lines& lines,
     return ok ? palette.green("ok") : palette.red("FAILED");
   };
   const std::string bound =
-      v.yardstick
-          ? fmt::format("bound {:.2e}, twice that of a straightforward bf16 program", v.bound)
-          : fmt::format("bound {:.0e}", v.bound);
+      v.yardstick ? fmt::format("bound {:.2e}, twice that of a straightforward {} program", v.bound,
+                                dtype_argument(v.compute))
+                  : fmt::format("bound {:.0e}", v.bound);
   lines.add_painted("error",
                     fmt::format("{:.2e} of fp64  {}  ({})", v.error, verdict(v.error_ok()), bound));
   lines.add_painted(
@@ -313,7 +314,7 @@ nlohmann::ordered_json verification_json(const Verification& v) {
                                  {"misrouted_tokens", v.misrouted_tokens},
                                  {"undecided_tokens", v.undecided_tokens},
                                  {"margin", v.margin}};
-  if (v.yardstick) json["bf16_yardstick"] = *v.yardstick;
+  if (v.yardstick) json[fmt::format("{}_yardstick", dtype_argument(v.compute))] = *v.yardstick;
   return json;
 }
 

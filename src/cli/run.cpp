@@ -12,8 +12,8 @@
 #include "cli/report.h"
 #include "fabric/environment.h"
 #include "gpu/device.h"
+#include "layer/compute.h"
 #include "model/safetensors.h"
-#include "protocol/call.h"
 #include "protocol/layout.h"
 
 namespace switchyard::cli {
@@ -102,7 +102,7 @@ void add_execution_options(CLI::App& app, RunOptions& o) {
             "SMs of the GPU to leave free (cuda; default 0)")
       ->group(group);
   add_dtype(app, "--compute", o.compute, false,
-            "Arithmetic and wire type, bf16 or f32 (default: by the weights)")
+            "Arithmetic and wire type: bf16, f32 or fp8 (default: by the weights)")
       ->group(group);
   add_whole(app, "--repeat", o.ranks.repeat, 1, 1'000'000,
             "Timed passes after a warm-up (default 5)")
@@ -222,9 +222,9 @@ int run(RunOptions& options) {
   if (options.capacity_factor) {
     source.spec.capacity_factor = static_cast<float>(*options.capacity_factor);
   }
-  options.ranks.compute = options.compute.value_or(protocol::default_compute(source.dtype));
+  options.ranks.compute = resolve_compute(source.weights, options.compute);
   options.ranks.backend = options.backend ? *options.backend : default_backend(options, ranks);
-  const Batch batch = make_batch(options.batch, source, options.ranks.compute);
+  const Batch batch = make_batch(options.batch, source, value_type(options.ranks.compute));
 
   std::optional<RunResult> result;
   if (options.ranks.backend == Backend::kCuda) {

@@ -4,6 +4,7 @@
 #include <limits>
 #include <vector>
 
+#include "layer/compute.h"
 #include "reference/decode.h"
 #include "reference/reference.h"
 #include "switchyard/routing.h"
@@ -52,7 +53,7 @@ std::vector<std::int32_t> hashed_ids(const Source& source, const Batch& batch) {
 // The activations as the layer's gate sees them: converted to the type that the layer computes in.
 // `values` is the memory of a conversion.
 MatrixView seen_by_gate(const MatrixView& x, DType compute, std::vector<float>& values) {
-  if (compute != DType::kBF16 || x.dtype == DType::kBF16) return x;
+  if (value_type(compute) != DType::kBF16 || x.dtype == DType::kBF16) return x;
   for (const double value : decoded(x))
     values.push_back(reference::round_to_bf16(static_cast<float>(value)));
   return {values.data(), DType::kF32, x.rows, x.cols, x.cols};
@@ -153,6 +154,7 @@ void check_routing(const Source& source, const Batch& batch, const RunResult& re
 Verification verify(const Source& source, const Batch& batch, const RunResult& result,
                     DType compute) {
   Verification verification;
+  verification.compute = compute;
   check_routing(source, batch, result, compute, verification);
 
   // The routing that was used, drops included: a token on the verge of a tie is not an error of the
@@ -161,15 +163,18 @@ Verification verify(const Source& source, const Batch& batch, const RunResult& r
   input.activations = batch.activations;
   input.topk_ids = result.topk_ids;
   input.topk_weights = result.topk_weights;
+  input.quantised = compute == DType::kF8E4M3;
   LayerSpec spec = source.spec;
   spec.capacity_factor = 0;
   const auto expected = reference::forward(spec, source.weights, input);
   const std::vector<double> actual = decoded(result.output_view(spec.hidden));
   verification.error = reference::relative_error(actual, expected.output);
   verification.bound = kF32Bound;
-  if (compute == DType::kBF16) {
-    verification.yardstick = reference::relative_error(
-        reference::straightforward_bf16(spec, source.weights, input), expected.output);
+  if (compute != DType::kF32) {
+    const auto straightforward =
+        input.quantised ? reference::straightforward_fp8 : reference::straightforward_bf16;
+    verification.yardstick =
+        reference::relative_error(straightforward(spec, source.weights, input), expected.output);
     verification.bound = 2 * *verification.yardstick;
   }
   return verification;

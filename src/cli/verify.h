@@ -11,8 +11,10 @@
 namespace switchyard::cli {
 
 struct Verification {
+  DType compute =
+      DType::kBF16;  // what the layer computes in; fp8: the problem is the quantised one
   double error = 0;  // ||output - reference|| / ||reference||, for the routing that was used
-  // The same of a straightforward bf16 program; only where the layer computes in bf16.
+  // The same of a straightforward program in that type; not for fp32.
   std::optional<double> yardstick;
   double bound = 0;  // 1e-5, or twice the yardstick
 

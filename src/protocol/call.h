@@ -5,11 +5,6 @@
 
 namespace switchyard::protocol {
 
-// The arithmetic and wire type of a layer whose options name none (LayerOptions::compute).
-inline DType default_compute(DType weights) {
-  return weights == DType::kF32 || weights == DType::kF16 ? DType::kF32 : DType::kBF16;
-}
-
 // What can be told without reading through an address. `compute` is what the layer computes in.
 // Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch, kCapacityExceeded} naming the
 // first value that is wrong and the remedy. `rank` is for the message only.

@@ -133,6 +133,24 @@ TEST(Run, JsonTellsEverything) {
   EXPECT_GT(json["verification"]["bf16_yardstick"], 0);
 }
 
+TEST(Run, Fp8WeightsComputeInFp8UnlessToldOtherwise) {
+  const Arguments fp8 =
+      join({"--dtype", "fp8", "--backend", "cpu", "--ranks", "2", "--verify"}, kTiny);
+  const auto json = run_json(fp8);
+  EXPECT_EQ(json["world"]["compute"], "f8_e4m3");
+  EXPECT_TRUE(json["verification"]["ok"]);
+  EXPECT_GT(json["verification"]["fp8_yardstick"], 0);
+  const auto wide = run_json(join({"--compute", "bf16"}, fp8));
+  EXPECT_EQ(wide["world"]["compute"], "bf16");
+  EXPECT_TRUE(wide["verification"]["ok"]);
+  EXPECT_LT(json["crossing"]["dispatch_bytes"], wide["crossing"]["dispatch_bytes"]);
+  EXPECT_EQ(json["crossing"]["combine_bytes"], wide["crossing"]["combine_bytes"]);
+
+  const Completed refused = run_switchyard(join({"run", "--compute", "fp8"}, kTiny));
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("is bf16"));
+}
+
 TEST(Run, BackendIsToldAndTheCpuWithoutAGpu) {
   const auto json = run_json(join({"--tokens", "10", "--backend", "cpu"}, kTiny));
   EXPECT_EQ(json["world"]["backend"], "cpu");

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "layer/compute.h"
 #include "switchyard/routing.h"
 
 namespace switchyard::cli {
@@ -31,7 +32,7 @@ FinishedRun run_small(DType compute, float capacity_factor = 0, std::optional<do
   BatchOptions batch;
   batch.tokens = 61;
   batch.balancedness = beta;
-  s.batch = make_batch(batch, s.source, compute);
+  s.batch = make_batch(batch, s.source, value_type(compute));
   s.ranks.ranks = 3;
   s.ranks.threads = 1;
   s.ranks.compute = compute;
@@ -45,12 +46,12 @@ Verification verify(const FinishedRun& s) {
 }
 
 TEST(Verify, AcceptsWhatTheEngineComputes) {
-  for (const DType compute : {DType::kF32, DType::kBF16}) {
+  for (const DType compute : {DType::kF32, DType::kBF16, DType::kF8E4M3}) {
     const FinishedRun s = run_small(compute);
     const Verification v = verify(s);
     EXPECT_TRUE(v.ok()) << v.error << " > " << v.bound;
     EXPECT_GT(v.error, 0);
-    EXPECT_EQ(v.yardstick.has_value(), compute == DType::kBF16);
+    EXPECT_EQ(v.yardstick.has_value(), compute != DType::kF32);
     EXPECT_LT(v.undecided_tokens, 5);
   }
 }
@@ -68,12 +69,14 @@ TEST(Verify, NoticesNaN) {
   EXPECT_FALSE(verify(s).ok());
 }
 
-TEST(Verify, NoticesSwappedTokensInBf16) {
-  FinishedRun s = run_small(DType::kBF16);
-  constexpr std::size_t kRow = 64 * 2;
-  std::swap_ranges(s.result.output.begin(), s.result.output.begin() + kRow,
-                   s.result.output.begin() + kRow);
-  EXPECT_FALSE(verify(s).error_ok());
+TEST(Verify, NoticesSwappedTokensInBf16AndFp8) {
+  for (const DType compute : {DType::kBF16, DType::kF8E4M3}) {
+    FinishedRun s = run_small(compute);
+    constexpr std::size_t kRow = 64 * 2;
+    std::swap_ranges(s.result.output.begin(), s.result.output.begin() + kRow,
+                     s.result.output.begin() + kRow);
+    EXPECT_FALSE(verify(s).error_ok());
+  }
 }
 
 TEST(Verify, NoticesAWrongExpert) {
