@@ -172,7 +172,7 @@ stage_sanitize() {
 }
 
 stage_rival() {
-  step "PyTorch chain" 120 "$scratch/python3" bench/torch_chain.py --check
+  step "PyTorch chain" 240 "$scratch/python3" bench/torch_chain.py --check
 }
 
 stage_bench() {
