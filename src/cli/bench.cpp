@@ -23,7 +23,6 @@
 #include "cli/source.h"
 #include "gpu/device.h"
 #include "model/generate.h"
-#include "protocol/call.h"
 #include "switchyard/routing.h"
 
 namespace switchyard::cli {
@@ -286,10 +285,8 @@ BenchPlan suite_plan(const BenchOptions& o) {
   return plan;
 }
 
-// As the layer chooses.
-DType default_compute(DType weights) {
-  return weights == DType::kF8E4M3 ? DType::kF8E4M3 : protocol::default_compute(weights);
-}
+// As the layer chooses when LayerOptions::compute is empty.
+DType default_compute(DType weights) { return weights == DType::kF16 ? DType::kF32 : weights; }
 
 void choose_types(const BenchOptions& o, BenchPlan& plan) {
   plan.dtype = o.dtype.value_or(DType::kBF16);
