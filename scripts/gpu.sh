@@ -21,7 +21,8 @@
 #   --sanitize-filter PAT   likewise for sanitize (default: some tests of small shapes)
 #   --tools "A B"           sanitizer tools (default "memcheck synccheck"; racecheck does not follow the
 #                           kernel's task queue, see docs/decisions/0008)
-#   --suites "A B"          suites to measure (default "one_gpu_bf16 one_gpu_thesis")
+#   --suites "A B"          suites to measure (default "one_gpu_bf16 one_gpu_thesis one_gpu_fp8
+#                           one_gpu_fp8_more")
 #   --bench-args "..."      further arguments of switchyard bench (default "--against torch")
 #   --limit SECONDS         for each step (default 240; bench 480)
 set -uo pipefail
@@ -29,7 +30,7 @@ cd "$(dirname "$0")/.."
 
 prebuilt='' pack='' build=build out=${OUT:-} commit=''
 filter='*' sanitize_filter='GpuTypes.*:GpuWeights.*:GpuRouting.EmptySlots*:GpuRouting.NoTokens*:GpuRouting.DeepExperts:*Sanitize*:RouteWarp.HashedIds*' tools='memcheck synccheck'
-suites='one_gpu_bf16 one_gpu_thesis' bench_args='--against torch' limit=''
+suites='one_gpu_bf16 one_gpu_thesis one_gpu_fp8 one_gpu_fp8_more' bench_args='--against torch' limit=''
 stages=()
 usage() { sed -n '2,/^set /p' "$0" | sed '$d; s/^# \{0,1\}//'; }
 while [ $# -gt 0 ]; do
@@ -171,7 +172,7 @@ stage_sanitize() {
 }
 
 stage_rival() {
-  step "PyTorch chain" 120 "$scratch/python3" bench/torch_chain.py --check
+  step "PyTorch chain" 240 "$scratch/python3" bench/torch_chain.py --check
 }
 
 stage_bench() {

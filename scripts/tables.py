@@ -100,6 +100,10 @@ MODEL_NAMES = {
     "qwen3-30b": "Qwen3-30B-A3B",
     "mixtral-8x7b": "Mixtral 8x7B",
     "deepseek-v3-ep8": "DeepSeek-V3, 32 experts of one rank of EP8",
+    "mixtral-8x22b": "Mixtral 8x22B",
+    "phi-3.5-moe": "Phi-3.5-MoE",
+    "jamba-1.5-mini": "Jamba-1.5-mini",
+    "dbrx": "DBRX",
     "thesis": "FlashDMoE's layer",
 }
 
@@ -157,10 +161,16 @@ def gpu_provenance(rows):
 
 
 # The constants and their source are in src/cli/bench_rows.h.
-FLOOR = (
-    "F = max(7 µs + touched weights / 4.6 TB/s, FLOPs / 750 TFLOP/s), without the gate, which is in the "
-    "time. β is the balancedness of the routing; where ln K / ln E is more than it, it stands for that."
-)
+TFLOPS = {"bf16": 750, "fp8": 1300}
+
+
+def gpu_floor(rows):
+    # Rows that do not tell what they were computed in are older than FP8.
+    rate = TFLOPS[rows[0].get("compute", "bf16")]
+    return (
+        f"F = max(7 µs + touched weights / 4.6 TB/s, FLOPs / {rate} TFLOP/s), without the gate, which is in the "
+        "time. β is the balancedness of the routing; where ln K / ln E is more than it, it stands for that."
+    )
 
 
 def gpu_method(rows):
@@ -170,7 +180,7 @@ def gpu_method(rows):
     return "Passes in a row in a CUDA graph, on copies of the layer in turn; ours and PyTorch's alike."
 
 
-def gpu_table(suite, title):
+def gpu_table(suite, title, note=""):
     rows = load(f"{suite}.json")
     rows = [row for row in rows or [] if row.get("routing", "gate") == "gate"]
     if not rows:
@@ -179,7 +189,8 @@ def gpu_table(suite, title):
     names = ["share of F", "PyTorch µs", "speed-up"]
     heads = [head for beta in betas for head in (f"β {beta:g}: time µs", *names)]
     absent = ["–"] * (1 + len(names))
-    lines = [f"**{title}** {gpu_summary(rows)} {gpu_method(rows)} {FLOOR}"]
+    said = [f"**{title}**", gpu_summary(rows), gpu_method(rows), gpu_floor(rows), note]
+    lines = [" ".join(text for text in said if text)]
     layers = {}
     for row in rows:
         layers.setdefault(describe_layer(row), {}).setdefault(row["tokens_per_rank"], {})[row["beta"]] = row
@@ -193,6 +204,12 @@ def gpu_table(suite, title):
     return "\n".join(lines + ["", gpu_provenance(rows)])
 
 
+FP8_SCALES = (
+    "Weights have a scale per 128 × 128, activations are bf16 and quantised in the layer; PyTorch's chain "
+    "quantises likewise, with a scale per row, which is what its grouped product takes."
+)
+
+
 def run_output():
     path = RESULTS / "run.txt"
     return "```\n" + path.read_text().rstrip() + "\n```" if path.exists() else ""
@@ -204,6 +221,10 @@ def main():
         "libraries": library_table(),
         "run": run_output(),
         "one_gpu_bf16": gpu_table("one_gpu_bf16", "One H200, bf16, gate and combine included."),
+        "one_gpu_fp8": gpu_table(
+            "one_gpu_fp8", "One H200, FP8, gate, quantisation and combine included.", FP8_SCALES
+        ),
+        "one_gpu_fp8_more": gpu_table("one_gpu_fp8_more", "Fewer, larger experts on one H200, FP8."),
         "one_gpu_thesis": gpu_table("one_gpu_thesis", "FlashDMoE's own layer on one H200, bf16."),
     }
     stale = False

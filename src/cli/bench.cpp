@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <iterator>
 #include <limits>
+#include <map>
 #include <memory>
 #include <sstream>
 #include <string_view>
@@ -33,6 +34,7 @@ struct BenchOptions {
   ConfigOverrides overrides;
   std::vector<std::int64_t> tokens;
   std::vector<double> betas;
+  std::optional<DType> dtype, compute;
   std::uint64_t seed = 0;
   bool quick = false;
 
@@ -53,16 +55,18 @@ struct BenchOptions {
 constexpr const char* kExamples = R"(Examples:
   switchyard bench --suite one_gpu_bf16 --against torch --json results/one_gpu_bf16.json
   switchyard bench --suite one_gpu_bf16 --model olmoe,qwen3-30b --tokens 1,8 --verify
-  switchyard bench --model mixtral-8x7b --tokens 64,256 --balancedness 1,0.7
+  switchyard bench --model mixtral-8x7b --tokens 64,256 --balancedness 1,0.7 --dtype fp8
 
 Each point is one layer with random weights, gate included. On a GPU its device's clock counts, for
 8 or more passes in a row, on copies of the layer in turn, so that no weight is read from the cache,
 as in a model of many layers; with --cold, for one pass at a time behind a flush of the L2 cache,
 which takes the kernel's own code out of it, too. 'time us' is that of a replayed CUDA graph, 'no
 graph' that of plain calls. F is the floor of an H200: max(7 us + touched weight bytes / 4.6 TB/s,
-FLOPs / 750 TFLOP/s). Balancedness is the entropy of the experts' histogram over its maximum; the
-gate itself computes it, from activations and a router made for it. With --suite, --model, --tokens
-and --balancedness choose among the suite's points.
+FLOPs / 750 TFLOP/s), or 1300 TFLOP/s where the layer computes in FP8. FP8 weights have a scale per
+128 x 128; activations are bf16, which a layer that computes in FP8 quantises itself. Balancedness
+is the entropy of the experts' histogram over its maximum; the gate itself computes it, from
+activations and a router made for it. With --suite, --model, --tokens and --balancedness choose
+among the suite's points.
 
 Exit codes: 0 done; 1 a result is wrong or a point failed; 2 unusable arguments or machine.)";
 
@@ -120,14 +124,29 @@ CLI::Option* add_fractions(CLI::App& app, const std::string& name, std::vector<d
   return app.add_option_function<std::string>(name, set, help)->type_name("X,...");
 }
 
+// Two names to a line: help is at most 100 columns wide.
+std::string suites_help() {
+  std::string text = "Measure the points of";
+  const std::vector<std::string>& names = bench_suite_names();
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (i > 0) text += i + 1 == names.size() ? " or" : ",";
+    text += (i > 0 && i % 2 == 0 ? '\n' : ' ') + names[i];
+  }
+  return text;
+}
+
 void add_point_options(CLI::App& app, BenchOptions& o) {
   const std::size_t before = app.get_options().size();
-  app.add_option("--suite", o.suite,
-                 fmt::format("Measure the points of {}", fmt::join(bench_suite_names(), " or ")))
-      ->type_name("NAME");
+  app.add_option("--suite", o.suite, suites_help())->type_name("NAME");
   add_names(app, "--model", o.models,
             fmt::format("Layers of these models ('switchyard models', and {})", kDeepseekRank));
   add_override_options(app, o.overrides);
+  add_dtype(app, "--dtype", o.dtype, true,
+            "Expert weights in bf16, f32, f16 or fp8 (default bf16, or the suite's)");
+  // As a type of weights, because add_dtype() has no fp8 among those to compute in; f16 is refused
+  // with the plan.
+  add_dtype(app, "--compute", o.compute, true,
+            "Arithmetic in bf16, f32 or fp8 (default: by the weights)");
   add_wholes(app, "--tokens", o.tokens, 1 << 20,
              "Tokens per pass (default 1,8,32,128,512,2048,8192)");
   add_fractions(app, "--balancedness", o.betas, "Of the routing (default 1)");
@@ -169,7 +188,7 @@ void add_rival_options(CLI::App& app, BenchOptions& o) {
   app.add_option("--torch-script", o.torch.script, "Where bench/torch_chain.py is")
       ->type_name("FILE");
   app.add_option("--torch-variants", o.torch.variants,
-                 "Of index_add, ordered and compiled (default all)")
+                 "Of index_add, ordered, compiled, with fp8 compiled_rows (default all)")
       ->type_name("NAME,...");
   const auto set_limit = [&o](const std::string& text) {
     const std::optional<std::int64_t> value = parse_whole(text);
@@ -235,6 +254,13 @@ void keep(std::vector<T>& all, const std::vector<T>& wanted, const std::string& 
   all = wanted;
 }
 
+void require_same(const char* option, const std::optional<DType>& given, DType suites,
+                  const std::string& suite) {
+  if (!given || *given == suites) return;
+  refuse(fmt::format("{} is {}, but the suite {} is measured in {}; leave it out, or give --model",
+                     option, dtype_argument(*given), suite, dtype_argument(suites)));
+}
+
 BenchPlan suite_plan(const BenchOptions& o) {
   if (any(o.overrides)) {
     refuse(
@@ -242,6 +268,8 @@ BenchPlan suite_plan(const BenchOptions& o) {
         "is");
   }
   BenchPlan plan = bench_suite(o.suite);
+  require_same("--dtype", o.dtype, plan.dtype, o.suite);
+  require_same("--compute", o.compute, plan.compute, o.suite);
   std::vector<std::string> models;
   for (const BenchLayer& layer : plan.layers) {
     if (std::find(models.begin(), models.end(), layer.model) == models.end()) {
@@ -257,6 +285,21 @@ BenchPlan suite_plan(const BenchOptions& o) {
   return plan;
 }
 
+// As the layer chooses when LayerOptions::compute is empty.
+DType default_compute(DType weights) { return weights == DType::kF16 ? DType::kF32 : weights; }
+
+void choose_types(const BenchOptions& o, BenchPlan& plan) {
+  plan.dtype = o.dtype.value_or(DType::kBF16);
+  plan.compute = o.compute.value_or(default_compute(plan.dtype));
+  if (plan.compute == DType::kF16) refuse("--compute is f16; use bf16, f32 or fp8");
+  if (plan.compute == DType::kF8E4M3 && plan.dtype != DType::kF8E4M3) {
+    refuse(
+        fmt::format("--compute fp8 needs expert weights in fp8, but they are {}; give --dtype "
+                    "fp8, or --compute bf16",
+                    dtype_argument(plan.dtype)));
+  }
+}
+
 BenchPlan model_plan(const BenchOptions& o) {
   if (o.models.empty()) {
     refuse(fmt::format("there is nothing to measure; give --suite ({}) or --model",
@@ -264,6 +307,7 @@ BenchPlan model_plan(const BenchOptions& o) {
   }
   BenchPlan plan;
   plan.suite = "custom";
+  choose_types(o, plan);
   for (const std::string& model : o.models) plan.layers.push_back(bench_layer(model, o.overrides));
   plan.tokens =
       o.tokens.empty() ? std::vector<std::int64_t>{1, 8, 32, 128, 512, 2048, 8192} : o.tokens;
@@ -318,9 +362,13 @@ void require_consistent(const BenchOptions& o, const BenchPlan& plan) {
   if (o.measure.given_routing) {
     refuse("--given-routing leaves out the gate, which the rival has; leave out --against");
   }
+  if (plan.dtype != DType::kBF16 && plan.dtype != DType::kF8E4M3) {
+    refuse(fmt::format("--against torch needs a router in bf16, but --dtype is {}; use bf16 or fp8",
+                       dtype_argument(plan.dtype)));
+  }
   find_torch_script(o.torch.script);
   for (const BenchLayer& layer : plan.layers) {
-    const std::string refusal = torch_refusal(layer.spec);
+    const std::string refusal = torch_refusal(layer.spec, plan.compute);
     if (refusal.empty()) continue;
     refuse(fmt::format("--against torch cannot compute {}: {}", layer.model, refusal));
   }
@@ -362,7 +410,8 @@ class Bench {
 
   int run() {
     if (!options_.against.empty()) job_ = std::make_unique<TorchJob>();
-    fmt::print("{}\n\n{}\n", machine_, palette_.bold(row_heading()));
+    fmt::print("{}; weights in {}, arithmetic in {}\n\n{}\n", machine_, dtype_argument(plan_.dtype),
+               dtype_argument(plan_.compute), palette_.bold(row_heading()));
     std::fflush(stdout);
     for (const BenchLayer& layer : plan_.layers) {
       try {
@@ -388,10 +437,10 @@ class Bench {
   void measure_layer(const BenchLayer& layer) {
     Source source = make_source(layer, plan_.dtype, options_.seed);
     const std::int64_t most = *std::max_element(plan_.tokens.begin(), plan_.tokens.end());
-    constexpr DType kCompute = DType::kBF16;
-    SkewedGate gate(source.spec, source.weights, most, kCompute, options_.seed);
-    LayerBench bench(source, kCompute, most, options_.measure);
-    if (job_) job_->add_layer(layer, source.weights, gate.activations(most, 0));
+    SkewedGate gate(source.spec, source.weights, most, activation_dtype(plan_.compute),
+                    options_.seed);
+    LayerBench bench(source, plan_.compute, most, options_.measure);
+    if (job_) job_->add_layer(layer, source.weights, gate.activations(most, 0), plan_.compute);
     for (const double beta : plan_.betas) {
       for (const std::int64_t tokens : plan_.tokens) {
         const float skew = gate.skew_for(tokens, beta);
@@ -421,6 +470,7 @@ class Bench {
     row.command = options_.command;
     row.layer = layer;
     row.dtype = plan_.dtype;
+    row.compute = plan_.compute;
     row.tokens_per_rank = tokens;
     row.beta = beta;
     row.beta_reached = balancedness(measured.tokens_per_expert);
@@ -434,7 +484,7 @@ class Bench {
     row.touched_bytes = touched_weight_bytes(source.weights, measured.tokens_per_expert);
     row.flops = useful_flops(layer.spec, measured.tokens_per_expert, tokens);
     if (options_.measure.backend == Backend::kCuda) {
-      row.floor_us = floor_us(static_cast<double>(row.touched_bytes), row.flops);
+      row.floor_us = floor_us(static_cast<double>(row.touched_bytes), row.flops, plan_.compute);
     }
     row.graph_nodes = measured.graph_nodes;
     row.error = measured.error;
@@ -446,9 +496,24 @@ class Bench {
     if (!options_.json.empty()) merge_rows(options_.json, rows_, options_.keep_rival);
   }
 
+  // What was measured is kept and summed up whatever becomes of the rival.
+  std::map<std::size_t, Rival> run_rival() {
+    try {
+      return job_->run(options_.torch);
+    } catch (const Error& error) {
+      report_failure("the rival", error.what());
+      return {};
+    }
+  }
+
   void add_rivals() {
     fmt::print("\n");
-    for (const auto& [index, rival] : job_->run(options_.torch)) {
+    const std::map<std::size_t, Rival> rivals = run_rival();
+    if (rivals.size() < rows_.size()) {
+      fmt::print(stderr, "switchyard: {} of {} points have no time of the rival\n",
+                 rows_.size() - rivals.size(), rows_.size());
+    }
+    for (const auto& [index, rival] : rivals) {
       BenchRow& row = rows_.at(index);
       row.rival = rival;
       // Same activations, same router: no more than near ties may fall differently.

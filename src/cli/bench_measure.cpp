@@ -72,7 +72,7 @@ class HostPlace : public LayerBench::Place {
             const MeasureOptions& options)
       : layer_(World::single(), source.spec, source.weights,
                layer_options(compute, max_tokens, options)) {
-    result_.output_dtype = compute;
+    result_.output_dtype = activation_dtype(compute);
   }
 
   void set_input(const MatrixView& activations, const std::vector<std::int32_t>& ids,
@@ -134,9 +134,9 @@ class GpuPlace : public LayerBench::Place {
            const MeasureOptions& options)
       : source_(source),
         layer_options_(layer_options(compute, max_tokens, options)),
-        dtype_(compute),
-        activations_(output_bytes(source.spec, max_tokens, compute)),
-        output_(output_bytes(source.spec, max_tokens, compute)),
+        dtype_(activation_dtype(compute)),
+        activations_(output_bytes(source.spec, max_tokens, dtype_)),
+        output_(output_bytes(source.spec, max_tokens, dtype_)),
         ids_(num_slots(source.spec, max_tokens) * sizeof(std::int32_t)),
         weights_(num_slots(source.spec, max_tokens) * sizeof(float)),
         given_ids_(ids_.bytes()),
@@ -393,6 +393,8 @@ Measured LayerBench::measure(const MatrixView& activations) {
   }
   return measured;
 }
+
+DType activation_dtype(DType compute) { return compute == DType::kF8E4M3 ? DType::kBF16 : compute; }
 
 std::string bench_machine(Backend backend) {
   if (backend == Backend::kCpu) {

@@ -44,6 +44,7 @@ struct Measured {
 
 class LayerBench {
  public:
+  // `compute`: LayerOptions::compute; measure() takes activation_dtype(compute).
   // Throws Error{kUnsupported} where there is no such backend, and whatever MoeLayer throws.
   LayerBench(const Source& source, DType compute, std::int64_t max_tokens,
              const MeasureOptions& options);
@@ -60,6 +61,10 @@ class LayerBench {
   MeasureOptions options_;
   std::unique_ptr<Place> place_;
 };
+
+// The type of activations and outputs of a layer that computes in `compute`: an FP8 layer quantises
+// bf16 itself.
+DType activation_dtype(DType compute);
 
 // "NVIDIA H200, 132 SMs, CUDA 13.0", or the processor's name and its threads.
 std::string bench_machine(Backend backend);

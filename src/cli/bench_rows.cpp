@@ -7,6 +7,7 @@
 #include <cmath>
 #include <fstream>
 #include <iterator>
+#include <string_view>
 
 #include "cli/arguments.h"
 #include "switchyard/error.h"
@@ -16,8 +17,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr std::array kKey = {"suite", "model", "experts", "tokens_per_rank",
-                             "beta",  "dtype", "ranks",   "routing"};
+constexpr std::array kKey = {"suite", "model",   "experts", "tokens_per_rank", "beta",
+                             "dtype", "compute", "ranks",   "routing"};
 constexpr std::array kRivalFields = {"rival", "rival_us", "rival_p10_us", "rival_p90_us"};
 
 double rounded(double value, int digits) {
@@ -38,9 +39,15 @@ Json or_null(const std::optional<T>& value) {
   return value ? Json(*value) : Json(nullptr);
 }
 
+// What a row has where it lacks a field of its key.
+Json absent(std::string_view field) {
+  // Rows were all computed in bf16 before they told it.
+  return field == "compute" ? Json(dtype_argument(DType::kBF16)) : Json(nullptr);
+}
+
 Json key_of(const Json& row) {
   Json key = Json::array();
-  for (const char* field : kKey) key.push_back(row.contains(field) ? row[field] : Json(nullptr));
+  for (const char* field : kKey) key.push_back(row.contains(field) ? row[field] : absent(field));
   return key;
 }
 
@@ -92,9 +99,11 @@ std::string point_name(const BenchRow& row) {
 
 }  // namespace
 
-double floor_us(double touched_bytes, double flops) {
+double floor_us(double touched_bytes, double flops, DType compute) {
   const double stream = H200::kLaunchSeconds + touched_bytes / H200::kReadBytesPerSecond;
-  return std::max(stream, flops / H200::kBf16FlopsPerSecond) * 1e6;
+  const double rate =
+      compute == DType::kF8E4M3 ? H200::kFp8FlopsPerSecond : H200::kBf16FlopsPerSecond;
+  return std::max(stream, flops / rate) * 1e6;
 }
 
 double percentile(std::vector<double> values, double share) {
@@ -122,6 +131,7 @@ Json to_json(const BenchRow& row) {
                {"experts", spec.num_experts},
                {"top_k", spec.top_k},
                {"dtype", dtype_argument(row.dtype)},
+               {"compute", dtype_argument(row.compute)},
                {"ranks", row.ranks},
                {"tokens_per_rank", row.tokens_per_rank},
                {"beta", row.beta},

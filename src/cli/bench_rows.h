@@ -14,16 +14,19 @@
 namespace switchyard::cli {
 
 // The floor of one launch on one H200:
-//   F = max(7 us + touched weight bytes / 4.6 TB/s, FLOPs / 750 TFLOP/s).
+//   F = max(7 us + touched weight bytes / 4.6 TB/s, FLOPs / 750 TFLOP/s),
+// with 1300 TFLOP/s for a layer that computes in FP8. Weights are as stored, scales included.
 // Measured on that chip: the launch and the rate are those of a bulk read of 16 MB to 8 GiB by one
-// kernel; the arithmetic is cuBLAS's bf16 product of 8192^3 (758 TFLOP/s), a little rounded down.
-// The gate is in the time, not in the floor.
+// kernel; the arithmetic is cuBLAS's bf16 product of 8192^3 (758 TFLOP/s), a little rounded down,
+// and cuBLASLt's FP8 product of 8192^3 with one scale per tensor (1272 TFLOP/s), a little rounded
+// up. The gate is in the time, not in the floor.
 struct H200 {
   static constexpr double kLaunchSeconds = 7e-6;
   static constexpr double kReadBytesPerSecond = 4.6e12;
   static constexpr double kBf16FlopsPerSecond = 750e12;
+  static constexpr double kFp8FlopsPerSecond = 1300e12;
 };
-double floor_us(double touched_bytes, double flops);
+double floor_us(double touched_bytes, double flops, DType compute);
 
 // The value below which `share` of the values lie (nearest rank). Throws Error{kInvalidArgument}
 // for no values.
@@ -46,7 +49,8 @@ struct Rival {
 struct BenchRow {
   std::string suite, machine, commit, command;
   BenchLayer layer;
-  DType dtype = DType::kBF16;
+  DType dtype = DType::kBF16;  // of the expert weights
+  DType compute = DType::kBF16;
   int ranks = 1;
   std::int64_t tokens_per_rank = 0;
   double beta = 1;          // as asked for
@@ -75,9 +79,9 @@ struct BenchRow {
 nlohmann::ordered_json to_json(const BenchRow& row);
 
 // Replaces the rows of a file (an array of objects) that are of the same suite, model, experts,
-// tokens, beta, dtype, ranks and source of routing as one of `rows`, and appends the others; the
-// file appears whole or not at all. `keep_rival`: a row without a rival inherits that of the row it
-// replaces. Throws Error{kInvalidFile} for a file that is something else, {kSystem}.
+// tokens, beta, dtype, compute, ranks and source of routing as one of `rows`, and appends the
+// others; the file appears whole or not at all. `keep_rival`: a row without a rival inherits that
+// of the row it replaces. Throws Error{kInvalidFile} for a file that is something else, {kSystem}.
 void merge_rows(const std::filesystem::path& path, std::span<const BenchRow> rows, bool keep_rival);
 
 // One line per row under one line of names, at most kReportColumns columns.

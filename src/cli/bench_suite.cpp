@@ -26,8 +26,16 @@ BenchLayer deepseek_rank(ConfigOverrides overrides) {
   return layer;
 }
 
-BenchPlan one_gpu_bf16() {
+// The types of all suites: arithmetic in the type of the weights.
+BenchPlan plan_in(DType dtype) {
   BenchPlan plan;
+  plan.dtype = dtype;
+  plan.compute = dtype;
+  return plan;
+}
+
+BenchPlan one_gpu(DType dtype) {
+  BenchPlan plan = plan_in(dtype);
   for (const std::string_view model : {std::string_view("olmoe"), std::string_view("qwen3-30b"),
                                        std::string_view("mixtral-8x7b"), kDeepseekRank}) {
     plan.layers.push_back(bench_layer(model));
@@ -37,9 +45,20 @@ BenchPlan one_gpu_bf16() {
   return plan;
 }
 
+// Few and large experts, at the ends and in the middle of the other suite's range of tokens.
+BenchPlan one_gpu_fp8_more() {
+  BenchPlan plan = plan_in(DType::kF8E4M3);
+  for (const char* model : {"mixtral-8x22b", "phi-3.5-moe", "jamba-1.5-mini", "dbrx"}) {
+    plan.layers.push_back(bench_layer(model));
+  }
+  plan.tokens = {1, 32, 512, 8192};
+  plan.betas = {1};
+  return plan;
+}
+
 // The layer and the ranges of the FlashDMoE thesis, section 6.
 BenchPlan one_gpu_thesis() {
-  BenchPlan plan;
+  BenchPlan plan = plan_in(DType::kBF16);
   for (const int experts : {16, 32, 64, 128}) {
     ConfigOverrides overrides;
     overrides.num_experts = experts;
@@ -66,16 +85,21 @@ BenchLayer bench_layer(std::string_view model, const ConfigOverrides& overrides)
 }
 
 const std::vector<std::string>& bench_suite_names() {
-  static const std::vector<std::string> names = {"one_gpu_bf16", "one_gpu_thesis"};
+  static const std::vector<std::string> names = {"one_gpu_bf16", "one_gpu_thesis", "one_gpu_fp8",
+                                                 "one_gpu_fp8_more"};
   return names;
 }
 
 BenchPlan bench_suite(std::string_view name) {
   BenchPlan plan;
   if (name == "one_gpu_bf16") {
-    plan = one_gpu_bf16();
+    plan = one_gpu(DType::kBF16);
   } else if (name == "one_gpu_thesis") {
     plan = one_gpu_thesis();
+  } else if (name == "one_gpu_fp8") {
+    plan = one_gpu(DType::kF8E4M3);
+  } else if (name == "one_gpu_fp8_more") {
+    plan = one_gpu_fp8_more();
   } else {
     throw Error(ErrorCode::kInvalidArgument, fmt::format("--suite is '{}'; the suites are {}", name,
                                                          fmt::join(bench_suite_names(), ", ")));

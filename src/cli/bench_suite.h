@@ -21,6 +21,7 @@ struct BenchLayer {
 struct BenchPlan {
   std::string suite;
   DType dtype = DType::kBF16;  // of the expert weights
+  DType compute = DType::kBF16;
   std::vector<BenchLayer> layers;
   std::vector<std::int64_t> tokens;
   std::vector<double> betas;

@@ -10,6 +10,7 @@
 #include <iterator>
 #include <limits>
 
+#include "cli/arguments.h"
 #include "cli/machine.h"
 #include "fabric/launch.h"
 #include "reference/decode.h"
@@ -21,6 +22,7 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
+constexpr int kScaledMultiple = 16;  // of torch._scaled_grouped_mm
 constexpr int kExitNoTorch = 77;
 constexpr int kExitDeadline = 124;  // of launch()
 // Of an H200, times the same factor as gpu::flush_l2.
@@ -42,6 +44,11 @@ const char* activation_name(ActivationKind kind) {
       return "identity";
   }
   return "unknown";
+}
+
+const char* score_name(const RoutingSpec& routing) {
+  if (routing.method == RoutingMethod::kSparseMixer) return "sparse_mixer";
+  return routing.score == ScoreFunction::kSigmoid ? "sigmoid" : "softmax";
 }
 
 fs::path make_directory() {
@@ -105,10 +112,18 @@ fs::path find_torch_script(const std::string& given) {
               "name it with --torch-script");
 }
 
-std::string torch_refusal(const LayerSpec& spec) {
+std::string torch_refusal(const LayerSpec& spec, DType compute) {
+  if (compute != DType::kBF16 && compute != DType::kF8E4M3) {
+    return fmt::format("the chain has no arithmetic in {}", dtype_argument(compute));
+  }
+  if (compute == DType::kF8E4M3 &&
+      (spec.hidden % kScaledMultiple != 0 || spec.intermediate % kScaledMultiple != 0)) {
+    return fmt::format("FP8 products of PyTorch need multiples of {}, but H is {} and I is {}",
+                       kScaledMultiple, spec.hidden, spec.intermediate);
+  }
   if (spec.shared_intermediate > 0) return "it has a shared expert";
   if (spec.routing.num_groups > 1) return "its routing is limited to groups";
-  if (spec.routing.method != RoutingMethod::kTopK) return "its routing is no plain top-k";
+  if (spec.routing.method == RoutingMethod::kHash) return "it routes by token id";
   if (spec.routing.score == ScoreFunction::kSqrtSoftplus) return "its score is sqrt-softplus";
   if (spec.routing.top_k_before_score) return "it chooses before it scores";
   if (spec.router_bias) return "its router has a bias";
@@ -126,7 +141,7 @@ TorchJob::~TorchJob() {
 }
 
 void TorchJob::add_layer(const BenchLayer& layer, const MoeWeights& weights,
-                         const MatrixView& activations) {
+                         const MatrixView& activations, DType compute) {
   const LayerSpec& spec = layer.spec;
   const fs::path x = directory_ / fmt::format("activations-{}.bf16", layers_.size());
   const fs::path router = directory_ / fmt::format("router-{}.bf16", layers_.size());
@@ -134,6 +149,7 @@ void TorchJob::add_layer(const BenchLayer& layer, const MoeWeights& weights,
   write_rows(router, weights.router);
   Json json = {
       {"name", layer.model},
+      {"compute", dtype_argument(compute)},
       {"hidden", spec.hidden},
       {"intermediate", spec.intermediate},
       {"experts", spec.num_experts},
@@ -141,7 +157,8 @@ void TorchJob::add_layer(const BenchLayer& layer, const MoeWeights& weights,
       {"gated", spec.activation.gated},
       {"activation", activation_name(spec.activation.kind)},
       {"bias", spec.expert_bias},
-      {"score", spec.routing.score == ScoreFunction::kSigmoid ? "sigmoid" : "softmax"},
+      {"score", score_name(spec.routing)},
+      {"jitter", spec.routing.jitter_eps},
       {"renormalize", spec.routing.renormalize},
       {"scale", spec.routing.scale},
       {"activations", x.string()},

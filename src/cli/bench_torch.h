@@ -27,8 +27,8 @@ struct TorchOptions {
 // Throws Error{kInvalidArgument} saying where it was looked for.
 std::filesystem::path find_torch_script(const std::string& given);
 
-// Why the chain cannot compute a layer; empty if it can.
-std::string torch_refusal(const LayerSpec& spec);
+// Why the chain cannot compute a layer in this type; empty if it can.
+std::string torch_refusal(const LayerSpec& spec, DType compute);
 
 // A job as it grows: layers with their inputs in files, points that refer to them.
 class TorchJob {
@@ -38,8 +38,10 @@ class TorchJob {
   TorchJob(const TorchJob&) = delete;
   TorchJob& operator=(const TorchJob&) = delete;
 
-  // The layer of the points that follow. Activations [most tokens, H] and router in bf16, copied.
-  void add_layer(const BenchLayer& layer, const MoeWeights& weights, const MatrixView& activations);
+  // The layer of the points that follow, in bf16 or FP8 arithmetic. Activations [most tokens, H]
+  // and router in bf16, copied.
+  void add_layer(const BenchLayer& layer, const MoeWeights& weights, const MatrixView& activations,
+                 DType compute);
   // `tag` is what the result is returned under.
   void add_point(std::size_t tag, std::int64_t tokens, double beta, float skew, int repeats,
                  const Rotation& rotation);

@@ -57,11 +57,49 @@ TEST(BenchSuite, GridsOfTheirIssue) {
   EXPECT_THAT(experts, ElementsAre(16, 32, 64, 128));
 
   for (const std::string& name : bench_suite_names()) {
-    for (const BenchLayer& layer : bench_suite(name).layers) {
+    const BenchPlan plan = bench_suite(name);
+    EXPECT_EQ(plan.suite, name);
+    for (const BenchLayer& layer : plan.layers) {
       EXPECT_NO_THROW(validate(layer.spec));
-      EXPECT_EQ(torch_refusal(layer.spec), "") << layer.model;
+      EXPECT_EQ(torch_refusal(layer.spec, plan.compute), "") << layer.model;
     }
   }
+}
+
+std::vector<std::string> models_of(const BenchPlan& plan) {
+  std::vector<std::string> models;
+  for (const BenchLayer& layer : plan.layers) models.push_back(layer.model);
+  return models;
+}
+
+TEST(BenchSuite, Fp8IsTheGridOfBf16) {
+  const BenchPlan bf16 = bench_suite("one_gpu_bf16");
+  const BenchPlan fp8 = bench_suite("one_gpu_fp8");
+  EXPECT_EQ(bf16.dtype, DType::kBF16);
+  EXPECT_EQ(bf16.compute, DType::kBF16);
+  EXPECT_EQ(fp8.dtype, DType::kF8E4M3);
+  EXPECT_EQ(fp8.compute, DType::kF8E4M3);
+  EXPECT_EQ(models_of(fp8), models_of(bf16));
+  EXPECT_EQ(fp8.tokens, bf16.tokens);
+  EXPECT_EQ(fp8.betas, bf16.betas);
+}
+
+TEST(BenchSuite, MoreOfFp8) {
+  const BenchPlan plan = bench_suite("one_gpu_fp8_more");
+  EXPECT_EQ(plan.dtype, DType::kF8E4M3);
+  EXPECT_EQ(plan.compute, DType::kF8E4M3);
+  EXPECT_THAT(models_of(plan),
+              ElementsAre("mixtral-8x22b", "phi-3.5-moe", "jamba-1.5-mini", "dbrx"));
+  EXPECT_THAT(plan.tokens, ElementsAre(1, 32, 512, 8192));
+  EXPECT_THAT(plan.betas, ElementsAre(1));
+}
+
+TEST(BenchSuite, RivalsArithmetic) {
+  const LayerSpec olmoe = bench_layer("olmoe").spec;
+  EXPECT_THAT(torch_refusal(olmoe, DType::kF32), HasSubstr("f32"));
+  const LayerSpec odd = bench_layer("olmoe", ConfigOverrides{.intermediate = 24}).spec;
+  EXPECT_EQ(torch_refusal(odd, DType::kBF16), "");
+  EXPECT_THAT(torch_refusal(odd, DType::kF8E4M3), HasSubstr("multiples of 16"));
 }
 
 // The geometry of a layer's routing; the experts themselves do not matter here.
@@ -126,9 +164,12 @@ TEST(BenchSkew, ActivationsBeyondTheDrawnAreRefused) {
 }
 
 TEST(BenchRows, FloorIsTheLargerOfStreamingAndArithmetic) {
-  EXPECT_NEAR(floor_us(0, 0), 7, 1e-9);
-  EXPECT_NEAR(floor_us(4.6e9, 0), 1007, 1e-6);
-  EXPECT_NEAR(floor_us(4.6e6, 750e9), 1000, 1e-6);
+  for (const DType compute : {DType::kBF16, DType::kF8E4M3}) {
+    EXPECT_NEAR(floor_us(0, 0, compute), 7, 1e-9);
+    EXPECT_NEAR(floor_us(4.6e9, 0, compute), 1007, 1e-6);
+  }
+  EXPECT_NEAR(floor_us(4.6e6, 750e9, DType::kBF16), 1000, 1e-6);
+  EXPECT_NEAR(floor_us(4.6e6, 1300e9, DType::kF8E4M3), 1000, 1e-6);
 }
 
 TEST(BenchRows, Percentiles) {
@@ -204,6 +245,30 @@ TEST(BenchRows, MergeReplacesTheSamePointOnly) {
   EXPECT_TRUE(rows[0]["rival_us"].is_null());
 }
 
+TEST(BenchRows, MergeKeepsTypesApart) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "rows.json";
+  // As rows were before they told what they were computed in.
+  nlohmann::ordered_json old = to_json(example_row(8, 10));
+  old.erase("compute");
+  test::write_file(path, nlohmann::ordered_json::array({old}).dump());
+  BenchRow fp8 = example_row(8, 20);
+  fp8.dtype = DType::kF8E4M3;
+  fp8.compute = DType::kF8E4M3;
+  BenchRow expanded = fp8;
+  expanded.compute = DType::kBF16;
+  merge_rows(path, std::vector{example_row(8, 9), fp8, expanded}, false);
+
+  const nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 3u);
+  EXPECT_EQ(rows[0]["median_us"], 10);
+  EXPECT_EQ(rows[0]["compute"], "bf16");
+  EXPECT_EQ(rows[1]["dtype"], "fp8");
+  EXPECT_EQ(rows[1]["compute"], "fp8");
+  EXPECT_EQ(rows[2]["dtype"], "fp8");
+  EXPECT_EQ(rows[2]["compute"], "bf16");
+}
+
 TEST(BenchRows, MergeRefusesOtherFiles) {
   const TemporaryDirectory directory;
   for (const char* text : {"{}", "[1]", "not JSON", ""}) {
@@ -276,6 +341,41 @@ TEST(Bench, GivenRoutingIsAPointOfItsOwn) {
   }
 }
 
+TEST(Bench, Fp8WeightsInBf16Arithmetic) {
+  const TemporaryDirectory directory;
+  const std::string path = (directory / "rows.json").string();
+  const Arguments fp8 = {"--dtype", "fp8", "--compute", "bf16"};
+  const Completed done = run_switchyard(join(join(kBench, fp8), {"--verify", "--json", path}));
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr("weights in fp8, arithmetic in bf16"));
+  // Gate, up and down of an expert, each with one scale: no dimension is beyond 128.
+  constexpr int kExpertBytes = 3 * (64 * 32 + 4);
+  for (const nlohmann::json& row : rows_of(path)) {
+    EXPECT_EQ(row["dtype"], "fp8");
+    EXPECT_EQ(row["compute"], "bf16");
+    EXPECT_EQ(row["touched_bytes"], row["experts_hit"].get<int>() * kExpertBytes);
+    EXPECT_LE(row["error"], row["error_bound"]);
+  }
+}
+
+TEST(Bench, ARivalThatFailsLeavesTheRows) {
+  const TemporaryDirectory directory;
+  const std::string path = (directory / "rows.json").string();
+  const Completed done =
+      run_switchyard(join(kBench, {"--json", path, "--against", "torch", "--torch-script", __FILE__,
+                                   "--python", "/bin/false"}));
+  EXPECT_EQ(done.exit_code, 1);
+  EXPECT_THAT(done.err, HasSubstr("the rival: "));
+  EXPECT_THAT(done.err, HasSubstr("4 of 4 points have no time of the rival"));
+  const nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 4u);
+  for (const nlohmann::json& row : rows) {
+    for (const char* field : {"rival", "rival_us", "rival_p10_us", "rival_p90_us"}) {
+      EXPECT_TRUE(row[field].is_null()) << field;
+    }
+  }
+}
+
 void expect_refused(const Arguments& arguments, const std::string& code,
                     const std::vector<std::string>& parts) {
   SCOPED_TRACE(::testing::PrintToString(arguments));
@@ -293,6 +393,18 @@ TEST(Bench, RefusesWhatMakesNoSense) {
   expect_refused({"--suite", "one_gpu_bf16", "--tokens", "7"}, invalid, {"has 7", "8192"});
   expect_refused({"--suite", "one_gpu_bf16", "--model", "dbrx"}, invalid, {"dbrx", "olmoe"});
   expect_refused({"--suite", "one_gpu_bf16", "--experts", "4"}, invalid, {"a suite is what it is"});
+  expect_refused({"--suite", "one_gpu_bf16", "--dtype", "fp8"}, invalid,
+                 {"--dtype is fp8", "one_gpu_bf16 is measured in bf16"});
+  expect_refused({"--suite", "one_gpu_fp8", "--dtype", "bf16"}, invalid,
+                 {"--dtype is bf16", "one_gpu_fp8 is measured in fp8"});
+  expect_refused({"--suite", "one_gpu_fp8_more", "--compute", "bf16"}, invalid,
+                 {"--compute is bf16", "one_gpu_fp8_more is measured in fp8"});
+  expect_refused({"--model", "olmoe", "--dtype", "int8"}, invalid, {"--dtype is 'int8'", "fp8"});
+  expect_refused({"--model", "olmoe", "--compute", "f16"}, invalid, {"--compute is f16", "fp8"});
+  expect_refused({"--model", "olmoe", "--compute", "fp8"}, invalid,
+                 {"they are bf16", "--dtype fp8", "--compute bf16"});
+  expect_refused({"--model", "olmoe", "--dtype", "f32", "--against", "torch"}, invalid,
+                 {"--dtype is f32", "bf16 or fp8"});
   expect_refused({"--model", "nonesuch"}, invalid, {"nonesuch"});
   expect_refused({"--model", "olmoe,"}, invalid, {"'olmoe,'", "single commas"});
   expect_refused({"--model", "olmoe", "--tokens", "8,x"}, invalid, {"--tokens is '8,x'"});
@@ -318,6 +430,8 @@ TEST(Bench, NeedsAGpuForSuites) {
   if (gpu::device_count() > 0) GTEST_SKIP() << "there is a GPU";
   expect_refused({"--suite", "one_gpu_bf16"}, "unsupported",
                  {"--suite one_gpu_bf16 needs a GPU", "--backend cpu"});
+  expect_refused({"--suite", "one_gpu_fp8", "--dtype", "fp8", "--compute", "fp8"}, "unsupported",
+                 {"--suite one_gpu_fp8 needs a GPU"});
   expect_refused({"--model", "olmoe", "--backend", "cuda"}, "unsupported",
                  {"--backend cuda needs a GPU"});
 }
@@ -340,13 +454,15 @@ TEST(BenchTorch, JobDescribesThePoints) {
   {
     TorchJob job;
     EXPECT_TRUE(job.empty());
-    job.add_layer(layer, weights, gate.activations(4, 0));
+    job.add_layer(layer, weights, gate.activations(4, 0), DType::kBF16);
     job.add_point(5, 4, 0.5, 1.5f, 20, {2, 8});
     const auto json = job.to_json();
     const auto& about = json["layers"][0];
     EXPECT_EQ(about["experts"], 8);
     EXPECT_EQ(about["renormalize"], true);
     EXPECT_EQ(about["activation"], "silu");
+    EXPECT_EQ(about["compute"], "bf16");
+    EXPECT_EQ(about["score"], "softmax");
     x_path = about["activations"];
     EXPECT_EQ(read_file(x_path).size(), 4u * 64 * 2);
     const std::string router = read_file(about["router"].get<std::string>());
@@ -356,6 +472,22 @@ TEST(BenchTorch, JobDescribesThePoints) {
     EXPECT_EQ(json["points"][0]["skew"], 1.5);
   }
   EXPECT_FALSE(std::filesystem::exists(x_path));
+}
+
+// The router and the activations stay bf16 beside FP8 experts.
+TEST(BenchTorch, JobOfAnFp8Layer) {
+  const BenchLayer layer =
+      bench_layer("phi-3.5-moe", ConfigOverrides{.hidden = 64, .intermediate = 32});
+  MoeWeights weights = generate_weights(layer.spec, DType::kF8E4M3, 1);
+  SkewedGate gate(layer.spec, weights, 4, DType::kBF16, 1);
+  TorchJob job;
+  job.add_layer(layer, weights, gate.activations(4, 0), DType::kF8E4M3);
+  const auto json = job.to_json();
+  const auto& about = json["layers"][0];
+  EXPECT_EQ(about["compute"], "fp8");
+  EXPECT_EQ(about["score"], "sparse_mixer");
+  EXPECT_NEAR(about["jitter"].get<double>(), 0.01, 1e-6);
+  EXPECT_EQ(read_file(about["router"].get<std::string>()).size(), 16u * 64 * 2);
 }
 
 }  // namespace
