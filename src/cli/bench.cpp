@@ -143,9 +143,7 @@ void add_point_options(CLI::App& app, BenchOptions& o) {
   add_override_options(app, o.overrides);
   add_dtype(app, "--dtype", o.dtype, true,
             "Expert weights in bf16, f32, f16 or fp8 (default bf16, or the suite's)");
-  // As a type of weights, because add_dtype() has no fp8 among those to compute in; f16 is refused
-  // with the plan.
-  add_dtype(app, "--compute", o.compute, true,
+  add_dtype(app, "--compute", o.compute, false,
             "Arithmetic in bf16, f32 or fp8 (default: by the weights)");
   add_wholes(app, "--tokens", o.tokens, 1 << 20,
              "Tokens per pass (default 1,8,32,128,512,2048,8192)");
@@ -291,7 +289,6 @@ DType default_compute(DType weights) { return weights == DType::kF16 ? DType::kF
 void choose_types(const BenchOptions& o, BenchPlan& plan) {
   plan.dtype = o.dtype.value_or(DType::kBF16);
   plan.compute = o.compute.value_or(default_compute(plan.dtype));
-  if (plan.compute == DType::kF16) refuse("--compute is f16; use bf16, f32 or fp8");
   if (plan.compute == DType::kF8E4M3 && plan.dtype != DType::kF8E4M3) {
     refuse(
         fmt::format("--compute fp8 needs expert weights in fp8, but they are {}; give --dtype "

@@ -196,7 +196,7 @@ void require_consistent(const RunOptions& options, int ranks) {
 // The GPU for what it runs well, unless an option only makes sense elsewhere.
 Backend default_backend(const RunOptions& options, int ranks) {
   const bool suits =
-      ranks == 1 && options.ranks.threads == 0 && options.ranks.compute == DType::kBF16;
+      ranks == 1 && options.ranks.threads == 0 && options.ranks.compute != DType::kF32;
   const bool there =
       gpu::device_count() > 0 && gpu::device_info(gpu::current_device()).runs_our_kernels();
   if (suits && there) return Backend::kCuda;

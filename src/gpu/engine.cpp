@@ -11,6 +11,8 @@
 #include "gpu/cuda_error.h"
 #include "gpu/tensor_map.h"
 #include "gpu/weights.h"
+#include "layer/compute.h"
+#include "model/quantize.h"
 #include "protocol/call.h"
 #include "protocol/failure.h"
 #include "routing/route.h"
@@ -90,6 +92,16 @@ void require_aligned(const char* what, const void* data, std::int64_t row_stride
                           what, data, stride));
 }
 
+KernelEntry choose_kernel(const LayerSpec& spec, const MoeWeights& weights,
+                          const LayerOptions& options) {
+  validate(spec);
+  validate(spec, weights);
+  const DType compute = resolve_compute(weights, options.compute);
+  // What needs fp32 of itself gets it only if that was asked for, and then is refused.
+  const bool rounds = compute == DType::kF32 && !options.compute;
+  return find_kernel(spec.activation, rounds ? DType::kBF16 : compute);
+}
+
 class Engine final : public LayerEngine {
  public:
   Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
@@ -99,11 +111,12 @@ class Engine final : public LayerEngine {
   const ForwardStats& stats() override;
   const LayerSpec& spec() const override { return spec_; }
   Backend backend() const override { return Backend::kCuda; }
-  DType compute() const override { return DType::kBF16; }
+  DType compute() const override { return policy().compute; }
   int num_threads() const override { return 0; }
   std::uint64_t workspace_bytes() const override { return workspace_.bytes(); }
 
  private:
+  const PolicyFacts& policy() const { return kernel_.policy; }
   void choose_grid();
   // Of single blocks or of pairs; fills `attributes`, to which it points.
   static constexpr unsigned kMaxAttributes = 2;
@@ -135,21 +148,16 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
       weights_(weights),
       options_(options),
       device_(options.device >= 0 ? options.device : current_device()),
-      kernel_(find_kernel(spec.activation)) {
-  validate(spec);
-  validate(spec, weights);
+      kernel_(choose_kernel(spec, weights, options)) {
   if (world.size() != 1) {
     unsupported(
         fmt::format("the world has {} ranks; the GPU engine runs on one so far, use "
                     "Backend::kCpu for more",
                     world.size()));
   }
-  if (options.compute.value_or(DType::kBF16) != DType::kBF16) {
-    unsupported(fmt::format("compute type {}; the GPU engine computes in bf16",
-                            to_string(*options.compute)));
-  }
-  if (spec.hidden % 8 != 0) {
-    unsupported(fmt::format("hidden size {}; the GPU engine needs a multiple of 8", spec.hidden));
+  if (spec.hidden % policy().alignment() != 0) {
+    unsupported(fmt::format("hidden size {}; in {} the GPU engine needs a multiple of {}",
+                            spec.hidden, to_string(policy().compute), policy().alignment()));
   }
   if (spec.capacity_factor > 0) {
     unsupported(fmt::format("capacity factor {}; the GPU engine drops nothing, use 0",
@@ -168,9 +176,10 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   }
   routing::check_routable(spec);
   const DeviceScope scope(device_);
-  routed_ = DeviceFfn(weights.experts, spec.hidden, spec.intermediate, spec.activation.gated);
+  routed_ =
+      DeviceFfn(policy(), weights.experts, spec.hidden, spec.intermediate, spec.activation.gated);
   if (spec.shared_intermediate > 0) {
-    shared_ = DeviceFfn({&weights.shared, 1}, spec.hidden, spec.shared_intermediate,
+    shared_ = DeviceFfn(policy(), {&weights.shared, 1}, spec.hidden, spec.shared_intermediate,
                         spec.activation.gated);
   }
   gate_ = DeviceGate(spec, weights);
@@ -206,12 +215,16 @@ void Engine::choose_grid() {
                     "compiled for 9.0 (H100, H200)",
                     device_, info.name, info.compute_major, info.compute_minor));
   }
-  const auto* const function = reinterpret_cast<const void*>(kernel_.kernel);
-  SWITCHYARD_CUDA(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       static_cast<int>(kernel_.shape.shared_bytes)));
-  int blocks_per_sm = 0;
-  SWITCHYARD_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-      &blocks_per_sm, function, kernel_.shape.threads, kernel_.shape.shared_bytes));
+  int blocks_per_sm = 1;
+  for (const LayerKernel kernel : {kernel_.small, kernel_.large}) {
+    const auto* const function = reinterpret_cast<const void*>(kernel);
+    SWITCHYARD_CUDA(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(kernel_.shape.shared_bytes)));
+    int blocks = 0;
+    SWITCHYARD_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &blocks, function, kernel_.shape.threads, kernel_.shape.shared_bytes));
+    blocks_per_sm = std::min(blocks_per_sm, blocks);
+  }
   const int free_sms = info.num_sms - options_.reserved_sms;
   if (blocks_per_sm < 1 || free_sms < 1) {
     throw Error(ErrorCode::kCapacityExceeded,
@@ -224,7 +237,8 @@ void Engine::choose_grid() {
   cudaLaunchAttribute attributes[kMaxAttributes]{};
   const cudaLaunchConfig_t config = launch_config(true, attributes, nullptr);
   int clusters = 0;
-  SWITCHYARD_CUDA(cudaOccupancyMaxActiveClusters(&clusters, function, &config));
+  SWITCHYARD_CUDA(cudaOccupancyMaxActiveClusters(
+      &clusters, reinterpret_cast<const void*>(kernel_.large), &config));
   paired_grid_ = std::min(grid_ / kPair, static_cast<unsigned>(clusters)) * kPair;
 }
 
@@ -232,15 +246,17 @@ void Engine::lay_out_workspace() {
   const auto tokens = static_cast<std::size_t>(options_.max_tokens);
   const auto experts = static_cast<std::size_t>(spec_.num_experts);
   const std::size_t slots = tokens * static_cast<std::size_t>(spec_.top_k);
-  const auto height = static_cast<std::size_t>(kTileShape.max_height);
+  const auto height = static_cast<std::size_t>(policy().tile.max_height);
   const bool has_shared = spec_.shared_intermediate > 0;
   const std::size_t tiles =
       experts + slots / height + (has_shared ? protocol::ceil_div(tokens, height) : 0);
   params_.max_tiles = static_cast<std::uint32_t>(tiles);
   // GEMM2 of a tile is taken up when its GEMM1 was handed out two rounds of all blocks ago:
   // measured against 0.6, 1, 1.25 and 3 rounds; see docs/decisions.
-  std::uint32_t fewest = params_.routed.gemm1_blocks;
-  if (has_shared) fewest = std::min(fewest, params_.shared.gemm1_blocks);
+  std::uint32_t rows = params_.routed.gemm1_rows;
+  if (has_shared) rows = std::min(rows, params_.shared.gemm1_rows);
+  const std::uint32_t fewest =
+      protocol::ceil_div(rows, static_cast<std::uint32_t>(policy().large_rows));
   params_.lag = protocol::ceil_div(2 * grid_, fewest) + 1;
   // Where a tile is work for many blocks, so many tiles of an expert share the weights they read.
   constexpr std::uint32_t kBand = 8;
@@ -275,9 +291,24 @@ void Engine::lay_out_workspace() {
   const std::size_t lists = arena.place(experts * tokens * 4);
   const std::size_t converted = arena.place(tokens * static_cast<std::size_t>(spec_.hidden) * 2);
   params_.packed_slots = params_.h_slots;
+  const auto element = static_cast<std::size_t>(policy().element_bytes);
   const std::size_t packed =
-      arena.place(params_.packed_slots * height * static_cast<std::size_t>(spec_.hidden) * 2);
-  const std::size_t h = arena.place(params_.h_slots * height * params_.h_stride * 2);
+      arena.place(params_.packed_slots * height * static_cast<std::size_t>(spec_.hidden) * element);
+  const std::size_t h = arena.place(params_.h_slots * height * params_.h_stride * element);
+  const auto groups = [&](std::int64_t columns) {
+    return policy().scaled
+               ? static_cast<std::uint32_t>(protocol::ceil_div<std::int64_t>(columns, kQuantGroup))
+               : 0;
+  };
+  params_.x_groups = groups(spec_.hidden);
+  params_.h_groups = groups(params_.h_stride);
+  const std::size_t packed_scales =
+      arena.place(params_.packed_slots * params_.x_groups * height * sizeof(float));
+  const std::size_t h_scales =
+      arena.place(params_.h_slots * params_.h_groups * height * sizeof(float));
+  const std::size_t quantized =
+      arena.place(policy().scaled ? tokens * static_cast<std::size_t>(spec_.hidden) : 0);
+  const std::size_t quantized_scales = arena.place(tokens * params_.x_groups * sizeof(float));
   // Small passes may have several cells for a slot.
   const std::size_t cell_tokens =
       std::max(tokens, std::min(tokens, std::size_t{kMaxOwnTokens}) << kMaxLog2Splits);
@@ -315,27 +346,33 @@ void Engine::lay_out_workspace() {
   at(lists, params_.lists);
   at(converted, params_.converted);
   at(packed, params_.packed);
+  at(packed_scales, params_.packed_scales);
   at(h, params_.h);
+  at(h_scales, params_.h_scales);
+  at(quantized, params_.quantized);
+  at(quantized_scales, params_.quantized_scales);
   at(cells, params_.cells);
   params_.failed = failed_.on_device();
-  const auto rows_of = [&](std::uint32_t n) { return std::int64_t{n} * kTileShape.max_height; };
-  params_.x_maps =
-      token_maps(params_.packed, rows_of(params_.packed_slots), spec_.hidden, spec_.hidden);
+  const auto rows_of = [&](std::uint32_t n) { return std::int64_t{n} * policy().tile.max_height; };
+  params_.x_maps = token_maps(params_.packed, policy().element_bytes, rows_of(params_.packed_slots),
+                              spec_.hidden, spec_.hidden);
   for (FfnParams* ffn : {&params_.routed, &params_.shared}) {
     if (ffn->intermediate == 0) continue;
-    ffn->h_maps =
-        token_maps(params_.h, rows_of(params_.h_slots), ffn->intermediate, params_.h_stride);
+    ffn->h_maps = token_maps(params_.h, policy().element_bytes, rows_of(params_.h_slots),
+                             ffn->intermediate, params_.h_stride);
   }
 }
 
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
-  protocol::check_call(spec_, weights_, options_.max_tokens, 0, input, output);
+  protocol::check_call(spec_, weights_, options_.max_tokens, 0, input, output, policy().compute);
   if (failed_.value() != 0) throw_if_failed();
   const MatrixView& x = input.activations;
   CallParams call{};
   call.x = x.data;
   call.x_stride = x.row_stride;
   call.x_type = x.dtype;
+  call.x_scales = x.scale;
+  call.x_scale_stride = x.scale_stride;
   call.tokens = static_cast<std::uint32_t>(x.rows);
   call.y = output.data;
   call.y_stride = output.row_stride == 0 ? spec_.hidden : output.row_stride;
@@ -349,18 +386,19 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   require_aligned("outputs", call.y, call.y_stride, call.y_type, x.rows);
 
   const DeviceScope scope(device_);
+  const bool small = x.rows <= kMaxOwnTokens && x.rows * spec_.top_k <= kMaxOwnSlots;
   // Two blocks that share the tokens of a tile read a third less from the L2 cache. Below about so
   // many rows per expert, that does not make up for what a launch of clusters costs: 2 us.
   constexpr std::int64_t kLeastRows = 96;
   const bool pairs =
-      paired_grid_ >= kPair && x.rows * spec_.top_k >= kLeastRows * spec_.num_experts;
+      !small && paired_grid_ >= kPair && x.rows * spec_.top_k >= kLeastRows * spec_.num_experts;
   call.paired = pairs ? 1 : 0;
   void* arguments[] = {&params_, &call};
   cudaLaunchAttribute attributes[kMaxAttributes]{};
   const cudaLaunchConfig_t config =
       launch_config(pairs, attributes, static_cast<cudaStream_t>(input.stream));
-  SWITCHYARD_CUDA(
-      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel_.kernel), arguments));
+  SWITCHYARD_CUDA(cudaLaunchKernelExC(
+      &config, reinterpret_cast<const void*>(small ? kernel_.small : kernel_.large), arguments));
   stats_.tokens = x.rows;
 }
 

@@ -48,7 +48,8 @@ __device__ __forceinline__ uint4 load_vector(const std::uint16_t* from, bool val
 }
 
 // Called by the math warps; the ring is theirs so far.
-__device__ __forceinline__ void gate_logits(const Pass& pass) {
+template <typename P>
+__device__ __forceinline__ void gate_logits(const Pass<P>& pass) {
   constexpr int kAtOnce = kGateStepsAtOnce;
   const LayerParams& layer = pass.layer;
   const std::uint32_t tokens = pass.call.tokens;

@@ -1,13 +1,19 @@
-// The layer kernel, compiled for one activation at a time: SWITCHYARD_KIND is an ActivationKind
-// and SWITCHYARD_GATED true or false.
+// The layer kernel, compiled for one policy and one activation at a time: SWITCHYARD_POLICY,
+// SWITCHYARD_KIND, which is an ActivationKind, and SWITCHYARD_GATED, true or false.
 #include "gpu/layer_kernel.cuh"
 
 namespace switchyard::gpu {
 
 template <>
-KernelEntry kernel_entry<ActivationKind::SWITCHYARD_KIND, SWITCHYARD_GATED>() {
-  return {layer_kernel<ActivationKind::SWITCHYARD_KIND, SWITCHYARD_GATED>,
-          {kThreads, static_cast<std::uint32_t>(sizeof(BlockStorage) + 1024)}};
+KernelEntry kernel_entry<SWITCHYARD_POLICY, ActivationKind::SWITCHYARD_KIND, SWITCHYARD_GATED>() {
+  using Large = SWITCHYARD_POLICY;
+  using Small = SmallPass<Large>;
+  return {
+      layer_kernel<Small, ActivationKind::SWITCHYARD_KIND, SWITCHYARD_GATED>,
+      layer_kernel<Large, ActivationKind::SWITCHYARD_KIND, SWITCHYARD_GATED>,
+      {kThreads, static_cast<std::uint32_t>(
+                     std::max(sizeof(BlockStorage<Small>), sizeof(BlockStorage<Large>)) + 1024)},
+      facts_of<Large>()};
 }
 
 }  // namespace switchyard::gpu

@@ -34,7 +34,7 @@
 //                                                                                reuses t's h
 #pragma once
 
-#include "gpu/roles.cuh"
+#include "gpu/math.cuh"
 
 namespace switchyard::gpu {
 
@@ -43,6 +43,9 @@ static_assert(kFullArrivals == 1 + 1 && kFullArrivalsAlone == 1 + 64 && kEmptyAr
                   kTaskEmptyArrivals == 1 + 1 + 8 && kTaskEmptyArrivalsAlone == 1 + 2 + 8,
               "the table above");
 
+__device__ __forceinline__ bool converts(const CallParams& call) {
+  return call.x_type == DType::kF32 || call.x_type == DType::kF16;
+}
 // Activations of other types as bf16 rows.
 __device__ __forceinline__ void convert_activations(const LayerParams& layer,
                                                     const CallParams& call) {
@@ -62,7 +65,8 @@ __device__ __forceinline__ void convert_activations(const LayerParams& layer,
 
 // Lists of a pass that this block routes for itself. The position of a slot among its expert's is
 // the number of earlier slots, so all blocks agree. `scratch`: [warps of slots, E] bytes.
-__device__ __forceinline__ void list_own_slots(const LayerParams& layer, BlockStorage& block,
+template <typename P>
+__device__ __forceinline__ void list_own_slots(const LayerParams& layer, BlockStorage<P>& block,
                                                std::uint32_t slots, std::uint8_t* scratch) {
   const auto num_experts = static_cast<std::uint32_t>(layer.num_experts);
   const std::uint32_t rounds = protocol::ceil_div(slots, 32u), lane = threadIdx.x % 32;
@@ -103,7 +107,8 @@ __device__ __forceinline__ void list_own_slots(const LayerParams& layer, BlockSt
 }
 
 // Where each slot is in its expert's list, once the experts' rows have places.
-__device__ __forceinline__ void fill_own_lists(const LayerParams& layer, BlockStorage& block,
+template <typename P>
+__device__ __forceinline__ void fill_own_lists(const LayerParams& layer, BlockStorage<P>& block,
                                                std::uint32_t slots) {
   const std::uint32_t first = block.row_begin[0];  // after the shared expert's rows
   for (std::uint32_t s = threadIdx.x; s < slots; s += kThreads) {
@@ -115,7 +120,8 @@ __device__ __forceinline__ void fill_own_lists(const LayerParams& layer, BlockSt
 }
 
 // Lists of a pass whose tokens are shared out over the blocks.
-__device__ __forceinline__ void list_shared_slots(const LayerParams& layer, BlockStorage& block,
+template <typename P>
+__device__ __forceinline__ void list_shared_slots(const LayerParams& layer, BlockStorage<P>& block,
                                                   const PassWords& words, std::uint32_t begin,
                                                   std::uint32_t end) {
   std::uint32_t* const base = block.tile_begin;  // not yet in use
@@ -136,14 +142,14 @@ __device__ __forceinline__ void list_shared_slots(const LayerParams& layer, Bloc
   }
 }
 
-template <bool kGated>
-__device__ __forceinline__ void loading_group(const Pass& pass) {
+template <bool kGated, typename P>
+__device__ __forceinline__ void loading_group(const Pass<P>& pass) {
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp == kWeightsWarp) {
     if (threadIdx.x % 32 == 0) weights_role<kGated>(pass);
   } else if (warp == kSchedulerWarp) {
     scheduler_role(pass);
-  } else if (pass.state().tables.alone) {
+  } else if constexpr (P::kAlone) {
     gather_role(pass);
   } else if (warp == kTokensWarp) {
     if (threadIdx.x % 32 == 0) tokens_role(pass);
@@ -153,11 +159,12 @@ __device__ __forceinline__ void loading_group(const Pass& pass) {
 }
 
 // From activations to what every role needs to know. False if the pass was given up.
-__device__ __forceinline__ bool plan_pass(const Pass& pass, bool alone) {
+template <typename P>
+__device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
   const LayerParams& layer = pass.layer;
   const CallParams& call = pass.call;
-  BlockStorage& block = pass.block;
-  if (call.x_type != DType::kBF16) {
+  BlockStorage<P>& block = pass.block;
+  if (converts(call)) {
     convert_activations(layer, call);
     grid_arrive(pass.barrier(kConverted));
     if (!grid_await(pass.waiter(), pass.barrier(kConverted))) return false;
@@ -168,16 +175,26 @@ __device__ __forceinline__ bool plan_pass(const Pass& pass, bool alone) {
   // Who has no part in the gate rehearses what comes after it, on one token and whatever numbers
   // the last pass left, so that its code is in the caches when the logits come. In small passes
   // that are whole blocks, in others the loading warps, as far as they can without the math warps.
+  constexpr bool alone = P::kAlone;
   const bool gates = gated && (!alone || blockIdx.x < GateGrid(layer, call.tokens).units());
+  // All blocks read what they quantize together.
+  const bool quantizes = P::kScaled && call.x_type != DType::kF8E4M3;
+  const bool shares = gated || quantizes;
 #pragma unroll 1
-  for (int run = gated ? 0 : 1; run < 2; ++run) {
+  for (int run = shares ? 0 : 1; run < 2; ++run) {
     const bool rehearsal = run == 0;
     if (rehearsal) {
       const bool math = warp >= kWarpgroup / 32;
+      if constexpr (P::kScaled) {
+        if (math && quantizes) {
+          quantize_activations(pass);
+          named_barrier<kGateThreads>(1);
+        }
+      }
       if (math && gates) gate_logits(pass);
       if (threadIdx.x == kWarpgroup) add_release_gpu(pass.barrier(kLogitsReady), 1);
       if (alone ? gates : math) continue;
-    } else if (gated && !grid_await(pass.waiter(), pass.barrier(kLogitsReady))) {
+    } else if (shares && !grid_await(pass.waiter(), pass.barrier(kLogitsReady))) {
       return false;
     }
     const auto share = [&](std::uint32_t i) {
@@ -220,19 +237,27 @@ __device__ __forceinline__ bool plan_pass(const Pass& pass, bool alone) {
   if (threadIdx.x == 0) {
     PassState& state = block.pass;
     state.log2_splits =
-        alone ? log2_splits(layer, block.tile_begin[layer.num_experts], state.shared_tiles.count)
+        alone ? log2_splits<P>(layer, block.tile_begin[layer.num_experts], state.shared_tiles.count)
               : 0;
     state.log2_combine_chunk = log2_combine_chunk(call.tokens, gridDim.x);
-    const std::uint32_t stage_bytes = kWeightStageBytes + state.max_height * kStageRowBytes;
-    state.ring = {shared_address(block.ring), shared_address(block.full),
-                  shared_address(block.empty), min(kMaxStages, kRingBytes / stage_bytes),
-                  stage_bytes};
+    Ring& ring = state.ring;
+    ring.base = shared_address(block.ring);
+    ring.full = shared_address(block.full);
+    ring.empty = shared_address(block.empty);
+    ring.weight_bytes = P::kHalves * kBoxBytes;
+    ring.stage_bytes = stage_bytes<P>(state.max_height);
+    ring.stages = num_stages<P>(state.max_height);
+    if constexpr (P::kScaled) {
+      ring.scales = shared_address(block.quantized.scales);
+      ring.scale_bytes = scale_bytes(state.max_height);
+    }
   }
   return true;
 }
 
 // Tells the other block of the pair what this one's wait found: the pass was given up.
-__device__ __forceinline__ void give_up_pair(const Pass& pass) {
+template <typename P>
+__device__ __forceinline__ void give_up_pair(const Pass<P>& pass) {
   if (threadIdx.x != 0) return;
   const std::uint32_t going = shared_address(&pass.block.pass.going);
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_pair(going, rank_in_pair() ^ 1)),
@@ -240,23 +265,22 @@ __device__ __forceinline__ void give_up_pair(const Pass& pass) {
                : "memory");
 }
 
-template <ActivationKind kKind, bool kGated>
+template <typename P, ActivationKind kKind, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1)
     layer_kernel(const __grid_constant__ LayerParams layer,
                  const __grid_constant__ CallParams call) {
   extern __shared__ std::byte shared_memory[];
-  BlockStorage& block =
-      *reinterpret_cast<BlockStorage*>(shared_memory + (-shared_address(shared_memory) & 1023u));
-  const bool alone = routes_alone(layer, call.tokens);
+  auto& block =
+      *reinterpret_cast<BlockStorage<P>*>(shared_memory + (-shared_address(shared_memory) & 1023u));
   if (threadIdx.x == 0) {
     for (std::uint32_t s = 0; s < kMaxStages; ++s) {
-      init_barrier(shared_address(&block.full[s]), alone ? kFullArrivalsAlone : kFullArrivals);
+      init_barrier(shared_address(&block.full[s]), P::kAlone ? kFullArrivalsAlone : kFullArrivals);
       init_barrier(shared_address(&block.empty[s]), kEmptyArrivals << call.paired);
     }
     for (std::uint32_t s = 0; s < kTaskSlots; ++s) {
       init_barrier(shared_address(&block.task_full[s]), kTaskFullArrivals);
       init_barrier(shared_address(&block.task_empty[s]),
-                   alone ? kTaskEmptyArrivalsAlone : kTaskEmptyArrivals);
+                   P::kAlone ? kTaskEmptyArrivalsAlone : kTaskEmptyArrivals);
     }
     init_barrier(shared_address(&block.demand), kDemandArrivals << call.paired);
     init_barrier(shared_address(&block.ticket_full), kTicketArrivals);
@@ -264,16 +288,32 @@ __global__ void __launch_bounds__(kThreads, 1)
     state.going = Going::kOn;
     state.epoch = *layer.epoch;
     state.words = layer.pass_words[state.epoch & 1];
-    const bool converts = call.x_type != DType::kBF16;
-    state.x = converts ? layer.converted : static_cast<const std::uint16_t*>(call.x);
-    state.x_stride = converts ? layer.hidden : call.x_stride;
-    state.tables = tables_of(layer, block, alone);
+    state.x = converts(call) ? layer.converted : static_cast<const std::uint16_t*>(call.x);
+    state.x_stride = converts(call) ? layer.hidden : call.x_stride;
+    if (P::kScaled && call.x_type == DType::kF8E4M3) {
+      state.rows = static_cast<const std::byte*>(call.x);
+      state.row_bytes = call.x_stride;
+      state.row_scales = call.x_scales;
+      state.row_scale_stride = call.x_scale_stride;
+    } else if (P::kScaled) {
+      state.rows = layer.quantized;
+      state.row_bytes = layer.hidden;
+      state.row_scales = layer.quantized_scales;
+      state.row_scale_stride = layer.x_groups;
+    } else {
+      state.rows = reinterpret_cast<const std::byte*>(state.x);
+      state.row_bytes = state.x_stride * static_cast<std::int64_t>(sizeof(std::uint16_t));
+    }
+    constexpr std::uint32_t kLog2TileRows = 7, kLog2Halves = P::kHalves / 2;
+    static_assert(kTileRows == 1 << kLog2TileRows && P::kHalves == 1 << kLog2Halves);
+    state.log2_rows = kLog2TileRows + kLog2Halves + call.paired;
+    state.tables = tables_of(layer, block, P::kAlone);
     state.gate_slices = GateGrid(layer, call.tokens).slices;
   }
   for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) block.expert_rows[e] = 0;
   __syncthreads();
-  const Pass pass{layer, call, block};
-  bool going = plan_pass(pass, alone);
+  const Pass<P> pass{layer, call, block};
+  bool going = plan_pass(pass);
   // The gate used the ring's memory; from here on it belongs to the async proxy too.
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
@@ -285,10 +325,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (going) {
     if (__shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) == 0) {
-      cutlass::arch::warpgroup_reg_dealloc<kLoadingRegisters>();
+      cutlass::arch::warpgroup_reg_dealloc<P::kLoadingRegisters>();
       loading_group<kGated>(pass);
     } else {
-      cutlass::arch::warpgroup_reg_alloc<kMathRegisters>();
+      cutlass::arch::warpgroup_reg_alloc<P::kMathRegisters>();
       math_role<kKind, kGated>(pass);
     }
   }

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "gpu/policy.h"
 #include "protocol/layout.h"
 #include "protocol/partition.h"
 #include "routing/route_warp.cuh"
@@ -21,18 +22,29 @@ struct TokenMaps {
   CUtensorMap many, few;
 };
 
-// One kind of expert, routed or shared: E networks of the same shape behind one pair of maps.
+// One kind of expert, routed or shared: E networks of the same shape behind a few maps.
 struct FfnParams {
-  // Over [E, gate/up, I/8, 8, H] and [E, 1, H/8, 8, I]: the box of a task is 128 rows, for a gated
-  // first GEMM 8 of gate, 8 of up, and so on, so that both meet in one thread's registers.
+  // Over [E, gate/up, I/8, 8, H] and [E, 1, H/8, 8, I]: a box is 128 rows, for a gated first GEMM 8
+  // of gate, 8 of up, and so on, so that both meet in one thread's registers.
   CUtensorMap gemm1_map, gemm2_map;
-  TokenMaps h_maps;                  // over h, as wide as I
-  const float* gate_bias = nullptr;  // [E, I]; null where the model has none
-  const float* up_bias = nullptr;    // [E, I]
-  const float* down_bias = nullptr;  // [E, H]
-  int intermediate = 0;              // I, rounded up to a multiple of 8
-  std::uint32_t gemm1_blocks = 0;    // of output rows, per token tile
-  std::uint32_t gemm2_blocks = 0;
+  // Over [E, gate/up, I/8, 8, H]: a box is 64 rows of gate and the same 64 of up, where one
+  // instruction takes all of the first and the next all of the second.
+  CUtensorMap gemm1_halves_map;
+  TokenMaps h_maps;  // over h, as wide as I
+  // [E, pairs of boxes, K/128, 2, 2]: the scales of a box's first and second rows, which is gate's
+  // and up's for a gated first GEMM; for 128 columns.
+  const float* gemm1_scales = nullptr;
+  const float* gemm2_scales = nullptr;
+  // What products are multiplied by where weights have a scale for every row; else null.
+  const float* gate_scale = nullptr;  // [E, I]
+  const float* up_scale = nullptr;    // [E, I]
+  const float* down_scale = nullptr;  // [E, H]
+  const float* gate_bias = nullptr;   // [E, I]; null where the model has none
+  const float* up_bias = nullptr;     // [E, I]
+  const float* down_bias = nullptr;   // [E, H]
+  int intermediate = 0;               // I, rounded up to a multiple of 8 or 16
+  std::uint32_t gemm1_rows = 0;       // of weights: I, twice if gated
+  std::uint32_t gemm2_rows = 0;       // H
 };
 
 // Words that blocks count in. There are two, for even and odd passes: a pass counts in one and
@@ -108,13 +120,22 @@ struct LayerParams {
   std::uint32_t* positions;  // [T, K]: of the slot in its expert's list
   std::uint32_t* lists;      // [E, max_tokens]: RowEntry of each row of the expert
   std::uint16_t* converted;  // [T, H] bf16, for activations of other types
-  TokenMaps x_maps;          // over packed
-  std::uint16_t* packed;     // [packed_slots, kMaxTokens of a tile, H] bf16
+  // [T, H] and [T, x_groups]: the activations as FP8, and the scales of their groups of 128
+  // columns.
+  std::byte* quantized;
+  float* quantized_scales;
+  // From here on elements are those of the policy. A slot has room for a tile of most tokens.
+  TokenMaps x_maps;      // over packed
+  std::byte* packed;     // [packed_slots, tokens, H]
+  float* packed_scales;  // [packed_slots, x_groups, tokens]
   std::uint32_t packed_slots;
-  std::uint16_t* h;      // [h_slots, kMaxTokens of a tile, h_stride] bf16
+  std::uint32_t x_groups;
+  std::byte* h;          // [h_slots, tokens, h_stride]; small passes keep it in bf16
+  float* h_scales;       // [h_slots, h_groups, tokens]
   std::uint16_t* cells;  // [T, cells_per_token, H] bf16
   std::uint32_t h_slots;
-  std::uint32_t h_stride;
+  std::uint32_t h_stride;  // elements
+  std::uint32_t h_groups;
   std::uint32_t max_tiles;
   std::uint32_t band;              // tiles taken up together where experts have several
   std::uint32_t banded_lag;        // then; see protocol::Workload
@@ -127,6 +148,8 @@ struct CallParams {
   const void* x;          // [T, H] of x_type
   std::int64_t x_stride;  // in elements
   DType x_type;
+  const float* x_scales;  // of FP8 activations: [T, ceil(H / 128)]
+  std::int64_t x_scale_stride;
   std::uint32_t tokens;
   std::uint32_t paired;  // 1: launched in pairs of blocks, which do each task together; 0: not
   void* y;               // [T, H] of y_type
@@ -139,7 +162,7 @@ struct CallParams {
   float* out_weights;
 };
 
-// Everything about a launch that the host must know.
+// Everything about launches that the host must know.
 struct KernelShape {
   int threads;
   std::uint32_t shared_bytes;
@@ -147,25 +170,22 @@ struct KernelShape {
 
 using LayerKernel = void (*)(LayerParams, CallParams);
 struct KernelEntry {
-  LayerKernel kernel;
-  KernelShape shape;
+  LayerKernel small, large;  // passes
+  KernelShape shape;         // of both
+  PolicyFacts policy;        // of large passes
 };
-template <ActivationKind kKind, bool kGated>
+template <typename P, ActivationKind kKind, bool kGated>
 KernelEntry kernel_entry();  // in the object that was compiled for it
-// The kernel for an activation. Throws Error{kUnsupported} for one that was not compiled.
-KernelEntry find_kernel(const Activation& activation);
+// The kernel for an activation and a compute type. Throws Error{kUnsupported} for one that was not
+// compiled.
+KernelEntry find_kernel(const Activation& activation, DType compute);
 
-inline constexpr protocol::TileShape kTileShape{256, 32, 16};
-inline constexpr int kTileRows = 128;  // weight rows of a task
 inline constexpr std::uint32_t kPair = 2;
 inline constexpr int kRowGroup = 8;  // rows of gate, then rows of up: see FfnParams
 inline constexpr int kMaxGateSlices = 16;
 // What the gate is cut up for, whatever the number of blocks: so that the bits do not depend on it.
 inline constexpr std::uint32_t kNominalBlocks = 128;
 inline constexpr int kMaxDeviceExperts = 512;
-// Passes of so few slots are routed by every block for itself, which saves a grid barrier.
-inline constexpr std::uint32_t kMaxOwnSlots = 512;
-inline constexpr std::uint32_t kMaxOwnTokens = 32;
 // Small passes may split GEMM2 over K into so many parts; see log2_splits in plan.cuh.
 inline constexpr int kMaxLog2Splits = 2;
 

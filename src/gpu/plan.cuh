@@ -6,11 +6,8 @@
 
 namespace switchyard::gpu {
 
-__device__ __forceinline__ bool routes_alone(const LayerParams& layer, std::uint32_t tokens) {
-  return tokens <= kMaxOwnTokens && tokens * layer.top_k <= kMaxOwnSlots;
-}
-
-__device__ __forceinline__ RoutingTables tables_of(const LayerParams& layer, BlockStorage& block,
+template <typename P>
+__device__ __forceinline__ RoutingTables tables_of(const LayerParams& layer, BlockStorage<P>& block,
                                                    bool alone) {
   return {alone ? block.own.ids : layer.ids, alone ? block.own.weights : layer.weights,
           static_cast<std::uint32_t>(layer.top_k),
@@ -79,7 +76,8 @@ __device__ __forceinline__ GateOutcome given_token(const LayerParams& layer, con
 // Routes tokens [begin, end), one per warp at a time. Their slots per expert are counted in
 // block.expert_rows, and each slot's place among them goes to layer.positions, unless every block
 // routes for itself. A rehearsal leaves nothing but garbage in block.own.
-__device__ __forceinline__ void route_tokens(const Pass& pass, std::uint32_t begin,
+template <typename P>
+__device__ __forceinline__ void route_tokens(const Pass<P>& pass, std::uint32_t begin,
                                              std::uint32_t end, bool rehearsal) {
   const LayerParams& layer = pass.layer;
   const CallParams& call = pass.call;
@@ -134,19 +132,20 @@ __device__ __forceinline__ void route_tokens(const Pass& pass, std::uint32_t beg
 // From block.expert_rows to tiles: tile_begin, row_begin, and what the pass's state says of them.
 // Called by one warp. Loops are not unrolled: the code runs once in a pass, and fetching it is what
 // takes the time.
-__device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStorage& block,
+template <typename P>
+__device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStorage<P>& block,
                                             std::uint32_t shared_rows) {
   const std::uint32_t lane = threadIdx.x % 32;
   const auto num_experts = static_cast<std::uint32_t>(layer.num_experts);
   const std::uint32_t per_lane = protocol::ceil_div(num_experts, 32u);
   const std::uint32_t begin = min(lane * per_lane, num_experts);
   const std::uint32_t end = min(begin + per_lane, num_experts);
-  const protocol::TokenTiles shared_tiles(shared_rows, kTileShape);
+  const protocol::TokenTiles shared_tiles(shared_rows, P::kTileShape);
   std::uint32_t tiles = 0, rows = 0, most = shared_tiles.count;
-  std::uint32_t height = max(shared_tiles.height, kTileShape.least);
+  std::uint32_t height = max(shared_tiles.height, P::kTileShape.least);
 #pragma unroll 1
   for (std::uint32_t e = begin; e < end; ++e) {
-    const protocol::TokenTiles cut(block.expert_rows[e], kTileShape);
+    const protocol::TokenTiles cut(block.expert_rows[e], P::kTileShape);
     tiles += cut.count;
     rows += cut.rows;
     height = max(height, cut.height);
@@ -187,11 +186,11 @@ __device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStora
 
 // Of the parts of GEMM2's K. Where there are fewer of its tasks than blocks, in a small pass, it is
 // split into as many as give every block one, none shorter than a few stages.
+template <typename P>
 __device__ __forceinline__ std::uint32_t log2_splits(const LayerParams& layer, std::uint32_t tiles,
                                                      std::uint32_t shared_tiles) {
-  constexpr int kFewest = 8 * kStageRowBytes / 2;  // columns
-  const std::uint32_t tasks =
-      shared_tiles * layer.shared.gemm2_blocks + (tiles - shared_tiles) * layer.routed.gemm2_blocks;
+  constexpr int kFewest = 8 * kStageRowBytes / P::kElementBytes;  // columns
+  const std::uint32_t tasks = tiles * protocol::ceil_div(layer.hidden, kTileRows);
   int depth = layer.routed.intermediate;
   if (shared_tiles != 0) depth = min(depth, layer.shared.intermediate);
   std::uint32_t log2 = 0;

@@ -10,8 +10,6 @@ namespace switchyard::gpu {
 // A block is a loading warpgroup, whose warps have roles of their own, and the math warpgroups.
 // (More threads would leave the kernel fewer registers at entry than the widest matrix instruction
 // has operands, and ptxas asks for those whatever setmaxnreg says later.)
-inline constexpr int kWarpgroup = 128;
-inline constexpr int kMathGroups = 2;
 inline constexpr int kMathWarps = 4 * kMathGroups;
 inline constexpr int kThreads = kWarpgroup * (1 + kMathGroups);
 // Small passes have two warps that gather tokens, large ones one that loads packed tiles of them
@@ -19,22 +17,41 @@ inline constexpr int kThreads = kWarpgroup * (1 + kMathGroups);
 enum LoadingWarp : int { kWeightsWarp, kSchedulerWarp, kTokensWarp, kPackWarp };
 inline constexpr int kGatherWarps = 4 - kTokensWarp;
 inline constexpr int kGatherThreads = 32 * kGatherWarps;
-static_assert(kTileRows == 64 * kMathGroups, "a math warpgroup takes 64 weight rows");
-
-// Registers per thread once the roles part. They share what the block got at launch, equal parts in
-// steps of 8: asking for more, setmaxnreg would wait for ever.
+// Of the launch, in steps of 8; the policy shares them out again.
 inline constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-inline constexpr int kLoadingRegisters = 88;
-inline constexpr int kMathRegisters = 208;
-static_assert(kLoadingRegisters + kMathGroups * kMathRegisters <=
-              (1 + kMathGroups) * kLaunchRegisters);
 
-// A stage holds kStageRowBytes of each of 128 weight rows and of the tile's tokens.
-inline constexpr int kStageRowBytes = kSwizzleRowBytes;
-inline constexpr std::uint32_t kWeightStageBytes = kTileRows * kStageRowBytes;
-inline constexpr std::uint32_t kRingBytes =
-    4 * (kWeightStageBytes + static_cast<std::uint32_t>(kTileShape.max_height) * kStageRowBytes);
-inline constexpr std::uint32_t kMaxStages = 12;
+// A stage holds kStageRowBytes of each of the task's weight rows, which are 128 or a multiple, and
+// of the tile's tokens.
+static_assert(kStageRowBytes == kSwizzleRowBytes);
+inline constexpr std::uint32_t kBoxBytes = kTileRows * kStageRowBytes;
+inline constexpr std::uint32_t kRingBytes = 192 * 1024, kMaxStages = 12;
+template <typename P>
+inline constexpr std::uint32_t kMaxHeight = static_cast<std::uint32_t>(P::kTileShape.max_height);
+// Stages for tiles of at most that height.
+template <typename P>
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t stage_bytes(std::uint32_t height) {
+  return P::kHalves * kBoxBytes + height * kStageRowBytes;
+}
+template <typename P>
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t num_stages(std::uint32_t height) {
+  const std::uint32_t fit = kRingBytes / stage_bytes<P>(height);
+  return fit < kMaxStages ? fit : kMaxStages;
+}
+// A stage's scales: those of its weights (FfnParams::gemm1_scales), then one for each token.
+inline constexpr std::uint32_t kWeightScaleBytes = 4 * sizeof(float);
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t scale_bytes(std::uint32_t height) {
+  return kWeightScaleBytes + height * static_cast<std::uint32_t>(sizeof(float));
+}
+template <typename P>
+constexpr std::uint32_t most_scale_bytes() {
+  std::uint32_t most = 0;
+  for (int height = P::kTileShape.least; height <= P::kTileShape.max_height; height += 16) {
+    const auto h = static_cast<std::uint32_t>(height);
+    const std::uint32_t bytes = num_stages<P>(h) * scale_bytes(h);
+    most = bytes > most ? bytes : most;
+  }
+  return most;
+}
 inline constexpr std::uint32_t kTaskSlots = 2;
 // Where a math warpgroup turns its 64 rows of weights into rows of tokens: two buffers of so many.
 inline constexpr int kStagedTokens = 32;
@@ -95,11 +112,18 @@ struct OwnRouting {
 };
 
 struct Ring {
-  std::uint32_t base, full, empty, stages, stage_bytes;
+  std::uint32_t base, full, empty, stages, stage_bytes, weight_bytes;
+  std::uint32_t scales, scale_bytes;
 
   __device__ std::uint32_t weights(std::uint32_t stage) const { return base + stage * stage_bytes; }
   __device__ std::uint32_t tokens(std::uint32_t stage) const {
-    return weights(stage) + kWeightStageBytes;
+    return weights(stage) + weight_bytes;
+  }
+  __device__ std::uint32_t weight_scales(std::uint32_t stage) const {
+    return scales + stage * scale_bytes;
+  }
+  __device__ std::uint32_t token_scales(std::uint32_t stage) const {
+    return weight_scales(stage) + kWeightScaleBytes;
   }
   __device__ std::uint32_t full_barrier(std::uint32_t stage) const { return full + 8 * stage; }
   __device__ std::uint32_t empty_barrier(std::uint32_t stage) const { return empty + 8 * stage; }
@@ -115,16 +139,32 @@ struct RoutingTables {
   bool alone;  // in shared memory
 };
 
+// What a policy with scales needs beside: the ring's, and what each math warpgroup multiplies its
+// tokens' columns of h by.
+template <typename P, bool kScaled = P::kScaled>
+struct QuantizedTile {};
+template <typename P>
+struct QuantizedTile<P, true> {
+  alignas(16) std::byte scales[most_scale_bytes<P>()];
+  float inverse[kMathGroups][kMaxHeight<P>];
+};
+
 // What the block found out about the pass. In shared memory, because the math warps have no
 // registers to keep it in.
 struct PassState {
   std::uint64_t epoch;
   PassWords words;
-  const std::uint16_t* x;  // [T, H] bf16
+  const std::uint16_t* x;  // [T, H] bf16, for the gate
   std::int64_t x_stride;   // in elements
+  // [T, H] of the policy's elements, for the experts, and [T, x_groups] scales.
+  const std::byte* rows;
+  std::int64_t row_bytes;
+  const float* row_scales;
+  std::int64_t row_scale_stride;
   RoutingTables tables;
   Ring ring;
   protocol::TokenTiles shared_tiles;
+  std::uint32_t log2_rows;           // of the weight rows of a task, of a pair's if there are pairs
   std::uint32_t gate_slices;         // that logits are sums of
   std::uint32_t max_height;          // of all tiles
   std::uint32_t band;                // tiles taken up together
@@ -133,6 +173,7 @@ struct PassState {
   Going going;
 };
 
+template <typename P>
 struct BlockStorage {
   alignas(1024) std::byte ring[kRingBytes];
   alignas(1024) std::byte staging[kMathGroups][kStagingBytes];
@@ -146,20 +187,24 @@ struct BlockStorage {
   std::uint32_t row_begin[kMaxDeviceExperts + 1];
   OwnRouting own;
   // The rows' entries of the tile in work, for the epilogue of each math warpgroup.
-  alignas(8) std::uint32_t entries[kMathGroups][kTileShape.max_height];
+  alignas(8) std::uint32_t entries[kMathGroups][kMaxHeight<P>];
+  QuantizedTile<P> quantized;
   std::uint32_t* unsignalled[kMathGroups];  // see Signals
   PassState pass;
 };
-static_assert(sizeof(BlockStorage) + 1024 <= 227 * 1024, "the block's shared memory is full");
+static_assert(sizeof(BlockStorage<BF16Policy>) + 1024 <= 227 * 1024 &&
+                  sizeof(BlockStorage<FP8Policy>) + 1024 <= 227 * 1024,
+              "the block's shared memory is full");
 
 // Barriers of all blocks, in the order in which a pass comes to them.
 enum GridBarrier : std::uint32_t { kConverted, kLogitsReady, kListsReady };
 
 // What every role of a block knows.
+template <typename P>
 struct Pass {
   const LayerParams& layer;
   const CallParams& call;
-  BlockStorage& block;
+  BlockStorage<P>& block;
 
   __device__ const PassState& state() const { return block.pass; }
   __device__ Waiter waiter() const {
@@ -181,16 +226,22 @@ struct Pass {
     return state().words.packed(layer.num_experts, layer.max_tiles) + tile;
   }
   __device__ bool is_shared(std::uint32_t tile) const { return tile < state().shared_tiles.count; }
+  // Tasks that `rows` of weights make for one token tile, of a pair where blocks come in pairs.
+  __device__ std::uint32_t tasks(std::uint32_t rows) const {
+    return (rows + (1u << state().log2_rows) - 1) >> state().log2_rows;
+  }
   // Every math warpgroup counts for itself.
   __device__ bool gemm1_complete(std::uint32_t tile) const {
-    return load_acquire_gpu(gemm1_done(tile)) >= kMathGroups * ffn(is_shared(tile)).gemm1_blocks;
+    return load_acquire_gpu(gemm1_done(tile)) >=
+           (kMathGroups * tasks(ffn(is_shared(tile)).gemm1_rows)) << call.paired;
   }
   __device__ bool gemm2_complete(std::uint32_t tile) const {
-    return load_acquire_gpu(gemm2_done(tile)) >= (kMathGroups * ffn(is_shared(tile)).gemm2_blocks)
-                                                     << state().log2_splits;
+    return load_acquire_gpu(gemm2_done(tile)) >=
+           (kMathGroups * tasks(ffn(is_shared(tile)).gemm2_rows))
+               << call.paired << state().log2_splits;
   }
   __device__ std::uint32_t packed_row(std::uint32_t tile, std::uint32_t row) const {
-    return tile % layer.packed_slots * kTileShape.max_height + row;
+    return tile % layer.packed_slots * kMaxHeight<P> + row;
   }
 };
 

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <span>
+#include <utility>
 
 #include "gpu/cuda_error.h"
 #include "switchyard/error.h"
@@ -12,7 +13,10 @@
 namespace switchyard::gpu {
 namespace {
 
-constexpr cuuint32_t kBoxColumns = 64;  // 128 bytes: the swizzle's row
+// Columns of a box: 128 bytes, the swizzle's row.
+cuuint32_t box_columns(int element_bytes) {
+  return static_cast<cuuint32_t>(kStageRowBytes / element_bytes);
+}
 
 template <typename T>
 cuuint64_t u(T value) {
@@ -32,15 +36,16 @@ PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
 }
 
 // sizes and box: innermost first; strides in bytes, from the second dimension on.
-CUtensorMap encode(const void* data, std::span<const cuuint64_t> sizes,
+CUtensorMap encode(const void* data, int element_bytes, std::span<const cuuint64_t> sizes,
                    std::span<const cuuint64_t> strides, std::span<const cuuint32_t> box) {
   constexpr cuuint32_t kSteps[] = {1, 1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result =
-      find_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, static_cast<cuuint32_t>(sizes.size()),
-                     const_cast<void*>(data), sizes.data(), strides.data(), box.data(), kSteps,
-                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUtensorMapDataType type =
+      element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const CUresult result = find_encoder()(
+      &map, type, static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(data), sizes.data(),
+      strides.data(), box.data(), kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw Error(ErrorCode::kSystem,
                 fmt::format("cuTensorMapEncodeTiled failed with {} for an array of {} columns",
@@ -51,23 +56,30 @@ CUtensorMap encode(const void* data, std::span<const cuuint64_t> sizes,
 
 }  // namespace
 
-CUtensorMap weights_map(const WeightArray& weights) {
-  const cuuint64_t sizes[] = {u(weights.columns), kRowGroup, u(weights.halves),
-                              u(weights.rows / kRowGroup), u(weights.num_experts)};
-  const cuuint64_t strides[] = {u(weights.row_stride), u(weights.half_stride),
-                                kRowGroup * u(weights.row_stride), u(weights.expert_stride)};
-  const cuuint32_t box[] = {kBoxColumns, kRowGroup, static_cast<cuuint32_t>(weights.halves),
-                            static_cast<cuuint32_t>(kTileRows / kRowGroup / weights.halves), 1};
-  return encode(weights.data, sizes, strides, box);
+CUtensorMap weights_map(const WeightArray& weights, BoxOrder order) {
+  cuuint64_t sizes[] = {u(weights.columns), kRowGroup, u(weights.halves),
+                        u(weights.rows / kRowGroup), u(weights.num_experts)};
+  cuuint64_t strides[] = {u(weights.row_stride), u(weights.half_stride),
+                          kRowGroup * u(weights.row_stride), u(weights.expert_stride)};
+  cuuint32_t box[] = {box_columns(weights.element_bytes), kRowGroup,
+                      static_cast<cuuint32_t>(weights.halves),
+                      static_cast<cuuint32_t>(kTileRows / kRowGroup / weights.halves), 1};
+  if (order == BoxOrder::kHalvesInTurn) {
+    std::swap(sizes[2], sizes[3]);
+    std::swap(strides[1], strides[2]);
+    std::swap(box[2], box[3]);
+  }
+  return encode(weights.data, weights.element_bytes, sizes, strides, box);
 }
 
-TokenMaps token_maps(const std::uint16_t* data, std::int64_t rows, int columns,
+TokenMaps token_maps(const std::byte* data, int element_bytes, std::int64_t rows, int columns,
                      std::int64_t stride) {
   const cuuint64_t sizes[] = {u(columns), u(rows)};
-  const cuuint64_t strides[] = {u(stride) * sizeof(std::uint16_t)};
-  const cuuint32_t many[] = {kBoxColumns, TokenMaps::kManyRows};
-  const cuuint32_t few[] = {kBoxColumns, TokenMaps::kFewRows};
-  return {encode(data, sizes, strides, many), encode(data, sizes, strides, few)};
+  const cuuint64_t strides[] = {u(stride * element_bytes)};
+  const cuuint32_t many[] = {box_columns(element_bytes), TokenMaps::kManyRows};
+  const cuuint32_t few[] = {box_columns(element_bytes), TokenMaps::kFewRows};
+  return {encode(data, element_bytes, sizes, strides, many),
+          encode(data, element_bytes, sizes, strides, few)};
 }
 
 }  // namespace switchyard::gpu

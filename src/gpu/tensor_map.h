@@ -8,21 +8,24 @@
 
 namespace switchyard::gpu {
 
-// [E, halves, rows, columns] bf16: gate and up are the halves of a gated first GEMM.
+// [E, halves, rows, columns]: gate and up are the halves of a gated first GEMM.
 struct WeightArray {
   const std::byte* data = nullptr;
   std::int64_t num_experts = 0;
   int halves = 1;
-  int rows = 0, columns = 0;  // multiples of 8
+  int rows = 0, columns = 0;  // whole groups of rows, columns of whole 16 bytes
+  int element_bytes = 2;      // bf16, or 1: E4M3
   // Bytes from one to the next, multiples of 16.
   std::int64_t row_stride = 0, half_stride = 0, expert_stride = 0;
 };
 
-// With boxes of kTileRows rows: groups of 8 rows, taken from all halves in turn.
-CUtensorMap weights_map(const WeightArray& weights);
+// With boxes of kTileRows rows: groups of 8 rows, taken from all halves in turn, or as many from
+// each half, one half after the other.
+enum class BoxOrder : std::uint8_t { kGroupsInTurn, kHalvesInTurn };
+CUtensorMap weights_map(const WeightArray& weights, BoxOrder order);
 
-// Over [rows, columns] bf16, `stride` elements from row to row; zeros beyond the last column.
-TokenMaps token_maps(const std::uint16_t* data, std::int64_t rows, int columns,
+// Over [rows, columns], `stride` elements from row to row; zeros beyond the last column.
+TokenMaps token_maps(const std::byte* data, int element_bytes, std::int64_t rows, int columns,
                      std::int64_t stride);
 
 }  // namespace switchyard::gpu

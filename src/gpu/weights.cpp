@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "gpu/cuda_error.h"
+#include "layer/compute.h"
 #include "model/convert.h"
+#include "model/quantize.h"
 #include "switchyard/error.h"
 
 namespace switchyard::gpu {
@@ -45,24 +47,31 @@ float element(const MatrixView& m, std::int64_t r, std::int64_t c) {
   }
 }
 
-// Copies a matrix into rows of `stride` bf16 elements on the device.
-void upload_matrix(const MatrixView& m, std::uint16_t* to, std::int64_t stride) {
-  const auto width = static_cast<std::size_t>(m.cols) * sizeof(std::uint16_t);
-  const auto pitch = static_cast<std::size_t>(stride) * sizeof(std::uint16_t);
+// Copies a matrix into rows of `pitch` bytes on the device, as bf16 or, `element_bytes` being 1, as
+// the FP8 codes that it has.
+void upload_matrix(const MatrixView& m, std::byte* to, int element_bytes, std::size_t pitch) {
+  const bool fp8 = element_bytes == 1;
+  const auto width = static_cast<std::size_t>(m.cols * element_bytes);
   const void* from = m.data;
-  auto from_pitch = static_cast<std::size_t>(m.row_stride) * sizeof(std::uint16_t);
-  std::vector<std::uint16_t> rows;
-  if (m.dtype != DType::kBF16 || m.col_stride != 1) {
+  auto from_pitch = static_cast<std::size_t>(m.row_stride * element_bytes);
+  std::vector<std::byte> rows;
+  if (m.dtype != (fp8 ? DType::kF8E4M3 : DType::kBF16) || m.col_stride != 1) {
     if (is_device_pointer(m.data)) {
       throw Error(ErrorCode::kUnsupported,
                   fmt::format("weights in device memory are {} with a column stride of {}; the GPU "
-                              "engine takes bf16 with contiguous rows there",
-                              to_string(m.dtype), m.col_stride));
+                              "engine takes {} with contiguous rows there",
+                              to_string(m.dtype), m.col_stride, fp8 ? "f8_e4m3" : "bf16"));
     }
-    rows.resize(static_cast<std::size_t>(m.rows * m.cols));
+    rows.resize(static_cast<std::size_t>(m.rows) * width);
+    std::byte* next = rows.data();
     for (std::int64_t r = 0; r < m.rows; ++r) {
-      for (std::int64_t c = 0; c < m.cols; ++c) {
-        rows[static_cast<std::size_t>(r * m.cols + c)] = f32_to_bf16(element(m, r, c));
+      for (std::int64_t c = 0; c < m.cols; ++c, next += element_bytes) {
+        if (fp8) {
+          *next = static_cast<const std::byte*>(m.row(r))[c * m.col_stride];
+        } else {
+          const std::uint16_t code = f32_to_bf16(element(m, r, c));
+          std::memcpy(next, &code, sizeof code);
+        }
       }
     }
     from = rows.data();
@@ -108,7 +117,7 @@ DeviceBuffer zeros(std::size_t bytes) {
 using Matrices = const MatrixView FfnWeights::*;
 
 // The array that all experts' matrices `halves` are, if they are one that the copy engine can read.
-std::optional<WeightArray> in_place(std::span<const FfnWeights> experts,
+std::optional<WeightArray> in_place(const PolicyFacts& policy, std::span<const FfnWeights> experts,
                                     std::span<const Matrices> halves) {
   const auto at = [&](std::size_t e, std::size_t half) -> const MatrixView& {
     return experts[e].*halves[half];
@@ -122,12 +131,14 @@ std::optional<WeightArray> in_place(std::span<const FfnWeights> experts,
                     static_cast<int>(halves.size()),
                     static_cast<int>(m.rows),
                     static_cast<int>(m.cols),
-                    m.row_stride * static_cast<std::int64_t>(sizeof(std::uint16_t))};
+                    policy.element_bytes,
+                    m.row_stride * policy.element_bytes};
   // Of what there is only one, any distance to the next will do.
   array.half_stride = halves.size() > 1 ? distance(m, at(0, 1)) : array.row_stride;
   array.expert_stride = experts.size() > 1 ? distance(m, at(1, 0)) : array.row_stride;
   const auto usable = [](std::int64_t stride) { return stride > 0 && stride % 16 == 0; };
-  if (array.rows % kRowGroup != 0 || array.columns % kRowGroup != 0 ||
+  // Rows of one matrix are columns of the other.
+  if (array.rows % policy.alignment() != 0 || array.columns % policy.alignment() != 0 ||
       reinterpret_cast<std::uintptr_t>(m.data) % 16 != 0 || !usable(array.row_stride) ||
       !usable(array.half_stride) || !usable(array.expert_stride)) {
     return std::nullopt;
@@ -137,7 +148,7 @@ std::optional<WeightArray> in_place(std::span<const FfnWeights> experts,
       const MatrixView& other = at(e, half);
       const std::int64_t expected = static_cast<std::int64_t>(e) * array.expert_stride +
                                     static_cast<std::int64_t>(half) * array.half_stride;
-      if (other.dtype != DType::kBF16 || other.col_stride != 1 ||
+      if (other.dtype != policy.compute || other.col_stride != 1 ||
           other.row_stride != m.row_stride || distance(m, other) != expected ||
           !is_device_pointer(other.data)) {
         return std::nullopt;
@@ -149,12 +160,16 @@ std::optional<WeightArray> in_place(std::span<const FfnWeights> experts,
 
 // The experts' matrices as one array of `rows` x `columns`: where they are, or else copied to
 // `own`.
-WeightArray place(std::span<const FfnWeights> experts, std::span<const Matrices> halves, int rows,
-                  int columns, DeviceBuffer& own) {
-  if (const auto array = in_place(experts, halves)) return *array;
-  WeightArray array{nullptr, static_cast<std::int64_t>(experts.size()),
-                    static_cast<int>(halves.size()), rows, columns};
-  array.row_stride = columns * static_cast<std::int64_t>(sizeof(std::uint16_t));
+WeightArray place(const PolicyFacts& policy, std::span<const FfnWeights> experts,
+                  std::span<const Matrices> halves, int rows, int columns, DeviceBuffer& own) {
+  if (const auto array = in_place(policy, experts, halves)) return *array;
+  WeightArray array{nullptr,
+                    static_cast<std::int64_t>(experts.size()),
+                    static_cast<int>(halves.size()),
+                    rows,
+                    columns,
+                    policy.element_bytes};
+  array.row_stride = std::int64_t{columns} * policy.element_bytes;
   array.half_stride = rows * array.row_stride;
   array.expert_stride = array.halves * array.half_stride;
   const std::size_t bytes = experts.size() * static_cast<std::size_t>(array.expert_stride);
@@ -164,12 +179,81 @@ WeightArray place(std::span<const FfnWeights> experts, std::span<const Matrices>
   array.data = own.data();
   for (std::size_t e = 0; e < experts.size(); ++e) {
     for (std::size_t half = 0; half < halves.size(); ++half) {
-      std::byte* const to = own.data() + e * static_cast<std::size_t>(array.expert_stride) +
-                            half * static_cast<std::size_t>(array.half_stride);
-      upload_matrix(experts[e].*halves[half], reinterpret_cast<std::uint16_t*>(to), columns);
+      upload_matrix(experts[e].*halves[half],
+                    own.data() + e * static_cast<std::size_t>(array.expert_stride) +
+                        half * static_cast<std::size_t>(array.half_stride),
+                    policy.element_bytes, static_cast<std::size_t>(array.row_stride));
     }
   }
   return array;
+}
+
+// A matrix's scales in host memory.
+class Scales {
+ public:
+  explicit Scales(const MatrixView& m) : m_(m), rows_(is_row_form(m)) {
+    const std::int64_t last =
+        (m.rows - 1) / m.scale_rows * m.scale_stride + (m.cols - 1) / m.scale_cols;
+    const auto bytes = static_cast<std::size_t>(last + 1) * sizeof(float);
+    values_.resize(static_cast<std::size_t>(last + 1));
+    std::ranges::copy(on_host(m.scale, bytes), reinterpret_cast<std::byte*>(values_.data()));
+  }
+  bool by_row() const { return rows_; }
+  // Of the products with columns from `column` on, 128 at most.
+  float of_block(std::int64_t row, std::int64_t column) const {
+    return rows_ || row >= m_.rows ? 1.0f : at(row, column);
+  }
+  // Of what all columns' products sum up to.
+  float of_row(std::int64_t row) const { return rows_ && row < m_.rows ? at(row, 0) : 1.0f; }
+
+ private:
+  float at(std::int64_t row, std::int64_t column) const {
+    return values_[static_cast<std::size_t>(row / m_.scale_rows * m_.scale_stride +
+                                            column / m_.scale_cols)];
+  }
+
+  const MatrixView& m_;
+  bool rows_;
+  std::vector<float> values_;
+};
+
+// [E, pairs of boxes, K/128, 2, 2]: see FfnParams::gemm1_scales.
+DeviceBuffer block_scales(std::span<const FfnWeights> experts, std::span<const Matrices> halves,
+                          const WeightArray& array) {
+  const int boxes = protocol::round_up(protocol::ceil_div(array.halves * array.rows, kTileRows), 2);
+  const int groups = protocol::ceil_div(array.columns, kQuantGroup);
+  std::vector<float> all;
+  for (const FfnWeights& expert : experts) {
+    std::vector<Scales> of_half;
+    for (const Matrices half : halves) of_half.emplace_back(expert.*half);
+    for (int pair = 0; pair < boxes / 2; ++pair) {
+      for (int group = 0; group < groups; ++group) {
+        for (int box = 2 * pair; box < 2 * pair + 2; ++box) {
+          for (int part = 0; part < 2; ++part) {
+            const Scales& scales = of_half[array.halves == 2 ? static_cast<std::size_t>(part) : 0];
+            all.push_back(scales.of_block(std::int64_t{box} * kTileRows / array.halves,
+                                          std::int64_t{group} * kQuantGroup));
+          }
+        }
+      }
+    }
+  }
+  return to_device(all);
+}
+
+// [E, rows] of one matrix of all experts; empty where no half has a scale for every row.
+DeviceBuffer row_scales(std::span<const FfnWeights> experts, std::span<const Matrices> halves,
+                        Matrices which, int rows) {
+  const auto by_row = [&](const FfnWeights& expert) {
+    return std::ranges::any_of(halves, [&](Matrices m) { return is_row_form(expert.*m); });
+  };
+  if (std::ranges::none_of(experts, by_row)) return {};
+  std::vector<float> all;
+  for (const FfnWeights& expert : experts) {
+    const Scales scales(expert.*which);
+    for (int row = 0; row < rows; ++row) all.push_back(scales.of_row(row));
+  }
+  return to_device(all);
 }
 
 // [E, width] of one bias of all experts; empty where they have none.
@@ -186,13 +270,20 @@ DeviceBuffer biases(std::span<const FfnWeights> experts, const VectorView FfnWei
 
 }  // namespace
 
-DeviceFfn::DeviceFfn(std::span<const FfnWeights> experts, int hidden, int intermediate,
-                     bool gated) {
-  const Matrices first[] = {&FfnWeights::gate, &FfnWeights::up}, down = &FfnWeights::down;
-  // Where I is not a multiple of 8, it is rounded up.
-  const int width = protocol::round_up(intermediate, kRowGroup);
-  gemm1_ = place(experts, std::span(first).last(gated ? 2 : 1), width, hidden, own1_);
-  gemm2_ = place(experts, {&down, 1}, hidden, width, own2_);
+DeviceFfn::DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> experts, int hidden,
+                     int intermediate, bool gated) {
+  const Matrices both[] = {&FfnWeights::gate, &FfnWeights::up}, down = &FfnWeights::down;
+  const std::span<const Matrices> first = std::span(both).last(gated ? 2 : 1), second{&down, 1};
+  const int width = protocol::round_up(intermediate, policy.alignment());
+  gemm1_ = place(policy, experts, first, width, hidden, own1_);
+  gemm2_ = place(policy, experts, second, hidden, width, own2_);
+  if (policy.scaled) {
+    gemm1_scales_ = block_scales(experts, first, gemm1_);
+    gemm2_scales_ = block_scales(experts, second, gemm2_);
+    if (gated) gate_row_scales_ = row_scales(experts, first, &FfnWeights::gate, width);
+    up_row_scales_ = row_scales(experts, first, &FfnWeights::up, width);
+    down_row_scales_ = row_scales(experts, second, &FfnWeights::down, hidden);
+  }
   const auto i = static_cast<std::size_t>(width), h = static_cast<std::size_t>(hidden);
   gate_bias_ = biases(experts, &FfnWeights::gate_bias, i);
   up_bias_ = biases(experts, &FfnWeights::up_bias, i);
@@ -206,19 +297,23 @@ bool DeviceFfn::borrows() const {
 FfnParams DeviceFfn::params() const {
   FfnParams params{};
   if (gemm1_.num_experts == 0) return params;
-  params.gemm1_map = weights_map(gemm1_);
-  params.gemm2_map = weights_map(gemm2_);
-  params.gate_bias = reinterpret_cast<const float*>(gate_bias_.data());
-  params.up_bias = reinterpret_cast<const float*>(up_bias_.data());
-  params.down_bias = reinterpret_cast<const float*>(down_bias_.data());
-  params.intermediate = gemm1_.rows;
-  // As many as a pair of blocks can halve; the last may have no rows.
-  const auto blocks = [](const WeightArray& weights) {
-    return static_cast<std::uint32_t>(
-        protocol::round_up(protocol::ceil_div(weights.halves * weights.rows, kTileRows), 2));
+  params.gemm1_map = weights_map(gemm1_, BoxOrder::kGroupsInTurn);
+  params.gemm1_halves_map = weights_map(gemm1_, BoxOrder::kHalvesInTurn);
+  params.gemm2_map = weights_map(gemm2_, BoxOrder::kGroupsInTurn);
+  const auto floats = [](const DeviceBuffer& buffer) {
+    return reinterpret_cast<const float*>(buffer.data());
   };
-  params.gemm1_blocks = blocks(gemm1_);
-  params.gemm2_blocks = blocks(gemm2_);
+  params.gemm1_scales = floats(gemm1_scales_);
+  params.gemm2_scales = floats(gemm2_scales_);
+  params.gate_scale = floats(gate_row_scales_);
+  params.up_scale = floats(up_row_scales_);
+  params.down_scale = floats(down_row_scales_);
+  params.gate_bias = floats(gate_bias_);
+  params.up_bias = floats(up_bias_);
+  params.down_bias = floats(down_bias_);
+  params.intermediate = gemm1_.rows;
+  params.gemm1_rows = static_cast<std::uint32_t>(gemm1_.halves * gemm1_.rows);
+  params.gemm2_rows = static_cast<std::uint32_t>(gemm2_.rows);
   return params;
 }
 

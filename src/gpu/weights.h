@@ -8,15 +8,17 @@
 
 namespace switchyard::gpu {
 
-// One kind of expert: all networks' matrices, bf16, and their biases, fp32.
+// One kind of expert: all networks' matrices, in the policy's type, their scales and biases, fp32.
 class DeviceFfn {
  public:
-  // `experts` all have the shape [intermediate, hidden]. Matrices of bf16 in device memory that lie
-  // there as one array, at one distance from expert to expert and from gate to up, are used where
-  // they are and must stay there. Others are copied, from host memory in any dtype, from device
-  // memory in bf16 with contiguous rows.
+  // `experts` all have the shape [intermediate, hidden]. Matrices of the policy's type in device
+  // memory that lie there as one array, at one distance from expert to expert and from gate to up,
+  // are used where they are and must stay there. Others are copied, from device memory in that type
+  // with contiguous rows, from host memory for bf16 in any type, for FP8 in FP8 of block or row
+  // form. Scales may be in either memory.
   DeviceFfn() = default;
-  DeviceFfn(std::span<const FfnWeights> experts, int hidden, int intermediate, bool gated);
+  DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> experts, int hidden,
+            int intermediate, bool gated);
 
   FfnParams params() const;
   // Whether any matrix is used where it is.
@@ -24,7 +26,9 @@ class DeviceFfn {
 
  private:
   WeightArray gemm1_, gemm2_;
-  DeviceBuffer own1_, own2_;  // what was copied
+  DeviceBuffer own1_, own2_;                  // what was copied
+  DeviceBuffer gemm1_scales_, gemm2_scales_;  // see FfnParams
+  DeviceBuffer gate_row_scales_, up_row_scales_, down_row_scales_;
   DeviceBuffer gate_bias_, up_bias_, down_bias_;
 };
 

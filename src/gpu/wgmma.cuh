@@ -1,5 +1,5 @@
-// The warpgroup matrix instruction: D[64, N] += A[64, 16] B[N, 16]^T, operands in shared memory in
-// rows of 128 bytes with the 128-byte swizzle, D in registers.
+// The warpgroup matrix instruction: D[64, N] += A[64, k] B[N, k]^T for 32 bytes of k, operands in
+// shared memory in rows of 128 bytes with the 128-byte swizzle, D in registers.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -9,6 +9,8 @@
 #include <cute/arch/mma_sm90_desc.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <utility>
+
+#include "gpu/policy.h"
 
 namespace switchyard::gpu {
 
@@ -26,31 +28,26 @@ __device__ __forceinline__ std::uint64_t swizzled_descriptor(std::uint32_t addre
   return descriptor;
 }
 
-// What a layer's arithmetic fixes about the tile core; another type is another policy.
-struct BF16Policy {
-  using Element = std::uint16_t;
-  static constexpr int kElementBytes = 2;
-  static constexpr int kInstructionK = 16;
-
-  template <int N>
-  struct Instruction;
-};
-
-#define SWITCHYARD_BF16_INSTRUCTION(n)                                               \
-  template <>                                                                        \
-  struct BF16Policy::Instruction<n>                                                  \
-      : cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K, \
-                                                         cute::SM90::GMMA::Major::K> {}
-SWITCHYARD_BF16_INSTRUCTION(16);
-SWITCHYARD_BF16_INSTRUCTION(32);
-SWITCHYARD_BF16_INSTRUCTION(64);
-SWITCHYARD_BF16_INSTRUCTION(96);
-SWITCHYARD_BF16_INSTRUCTION(128);
-SWITCHYARD_BF16_INSTRUCTION(160);
-SWITCHYARD_BF16_INSTRUCTION(192);
-SWITCHYARD_BF16_INSTRUCTION(224);
-SWITCHYARD_BF16_INSTRUCTION(256);
-#undef SWITCHYARD_BF16_INSTRUCTION
+// D[64, N] += A[64, kInstructionK] B[N, kInstructionK]^T.
+template <DType kType, int N>
+struct Instruction;
+#define SWITCHYARD_INSTRUCTIONS(n)                                                       \
+  template <>                                                                            \
+  struct Instruction<DType::kBF16, n>                                                    \
+      : cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K,     \
+                                                         cute::SM90::GMMA::Major::K> {}; \
+  template <>                                                                            \
+  struct Instruction<DType::kF8E4M3, n> : cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E4M3_SS_TN<> {}
+SWITCHYARD_INSTRUCTIONS(16);
+SWITCHYARD_INSTRUCTIONS(32);
+SWITCHYARD_INSTRUCTIONS(64);
+SWITCHYARD_INSTRUCTIONS(96);
+SWITCHYARD_INSTRUCTIONS(128);
+SWITCHYARD_INSTRUCTIONS(160);
+SWITCHYARD_INSTRUCTIONS(192);
+SWITCHYARD_INSTRUCTIONS(224);
+SWITCHYARD_INSTRUCTIONS(256);
+#undef SWITCHYARD_INSTRUCTIONS
 
 namespace detail {
 template <typename Instruction, int... I>
@@ -62,11 +59,11 @@ __device__ __forceinline__ void multiply(std::uint64_t a, std::uint64_t b, float
 }  // namespace detail
 
 // Issues D (+)= A B^T; the result is there after the warpgroup has waited for its commit group.
-template <typename Policy, int N>
+template <typename P, int N>
 __device__ __forceinline__ void multiply(std::uint64_t a, std::uint64_t b, float (&acc)[N / 2],
                                          bool accumulate) {
-  detail::multiply<typename Policy::template Instruction<N>>(
-      a, b, acc, accumulate, std::make_integer_sequence<int, N / 2>());
+  detail::multiply<Instruction<P::kCompute, N>>(a, b, acc, accumulate,
+                                                std::make_integer_sequence<int, N / 2>());
 }
 
 }  // namespace switchyard::gpu

@@ -358,6 +358,20 @@ TEST(Bench, Fp8WeightsInBf16Arithmetic) {
   }
 }
 
+TEST(Bench, Fp8Arithmetic) {
+  const TemporaryDirectory directory;
+  const std::string path = (directory / "rows.json").string();
+  const Completed done =
+      run_switchyard(join(kBench, {"--dtype", "fp8", "--verify", "--json", path}));
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  for (const nlohmann::json& row : rows_of(path)) {
+    EXPECT_EQ(row["dtype"], "fp8");
+    EXPECT_EQ(row["compute"], "fp8");
+    EXPECT_GT(row["error"], 0);
+    EXPECT_LE(row["error"], row["error_bound"]);
+  }
+}
+
 TEST(Bench, ARivalThatFailsLeavesTheRows) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "rows.json").string();
@@ -400,7 +414,7 @@ TEST(Bench, RefusesWhatMakesNoSense) {
   expect_refused({"--suite", "one_gpu_fp8_more", "--compute", "bf16"}, invalid,
                  {"--compute is bf16", "one_gpu_fp8_more is measured in fp8"});
   expect_refused({"--model", "olmoe", "--dtype", "int8"}, invalid, {"--dtype is 'int8'", "fp8"});
-  expect_refused({"--model", "olmoe", "--compute", "f16"}, invalid, {"--compute is f16", "fp8"});
+  expect_refused({"--model", "olmoe", "--compute", "f16"}, invalid, {"--compute is 'f16'", "fp8"});
   expect_refused({"--model", "olmoe", "--compute", "fp8"}, invalid,
                  {"they are bf16", "--dtype fp8", "--compute bf16"});
   expect_refused({"--model", "olmoe", "--dtype", "f32", "--against", "torch"}, invalid,

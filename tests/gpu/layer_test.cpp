@@ -258,7 +258,9 @@ TEST_F(GpuTypes, WeightsOfEveryType) {
   const LayerSpec spec = wide_spec(16, 4);
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kF8E4M3}) {
     const MoeWeights w = make_weights(spec, dtype, 3);
-    DeviceLayer layer(spec, w, 130);
+    LayerOptions options;
+    options.compute = DType::kBF16;
+    DeviceLayer layer(spec, w, 130, options);
     const Batch batch = random_batch(spec, 130, DType::kBF16, 4);
     expect_accurate(spec, w, batch, layer.run(batch, DType::kBF16));
   }

@@ -22,6 +22,10 @@ class DeviceBatch {
     const std::size_t slots = tokens * static_cast<std::size_t>(spec.top_k);
     const auto hidden = static_cast<std::size_t>(spec.hidden);
     x_ = upload(batch.x.view().data, tokens * hidden * size_of(batch.x.dtype()));
+    const MatrixView x = batch.x.view();
+    if (x.scale != nullptr) {
+      x_scales_ = upload(x.scale, tokens * static_cast<std::size_t>(x.scale_stride) * 4);
+    }
     token_ids_ = upload(batch.token_ids.data(), batch.token_ids.size() * 4);
     given_ids_ = upload(batch.topk_ids.data(), batch.topk_ids.size() * 4);
     given_weights_ = upload(batch.topk_weights.data(), batch.topk_weights.size() * 4);
@@ -42,7 +46,11 @@ class DeviceBatch {
   void enqueue(MoeLayer& layer, const gpu::Stream& stream) {
     const auto words = [](const gpu::DeviceBuffer& b) { return b.bytes() / 4; };
     ForwardInput input;
-    input.activations = {x_.data(), batch_.x.dtype(), batch_.x.rows(), spec_.hidden, spec_.hidden};
+    input.activations = batch_.x.view();
+    input.activations.data = x_.data();
+    if (input.activations.scale != nullptr) {
+      input.activations.scale = reinterpret_cast<const float*>(x_scales_.data());
+    }
     input.topk_ids = {reinterpret_cast<const std::int32_t*>(given_ids_.data()), words(given_ids_)};
     input.topk_weights = {reinterpret_cast<const float*>(given_weights_.data()),
                           words(given_weights_)};
@@ -84,7 +92,7 @@ class DeviceBatch {
   LayerSpec spec_;
   Batch batch_;
   DType dtype_;
-  gpu::DeviceBuffer x_, token_ids_, given_ids_, given_weights_, y_, ids_, weights_;
+  gpu::DeviceBuffer x_, x_scales_, token_ids_, given_ids_, given_weights_, y_, ids_, weights_;
 };
 
 // A layer on the current GPU.

@@ -1,0 +1,460 @@
+// The loading warps: weights, tokens, gather and pack. They fill the ring.
+#pragma once
+
+#include "gpu/quantize.cuh"
+#include "gpu/scheduler.cuh"
+
+namespace switchyard::gpu {
+
+// --- Weights: one thread. Streams the tasks' weight rows; they wait for nothing but a free stage.
+
+// A box of kTileRows rows. Which coordinate counts groups of rows depends on the map.
+__device__ __forceinline__ void load_box(const CUtensorMap& map, std::uint32_t to,
+                                         std::uint32_t barrier, int k, int second, int third,
+                                         int expert, std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(k), "r"(0), "r"(second), "r"(third), "r"(expert), "l"(policy)
+      : "memory");
+}
+// Contiguous bytes, in multiples of 16.
+__device__ __forceinline__ void load_bytes(std::uint32_t to, const void* from, std::uint32_t bytes,
+                                           std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+template <bool kGated, typename P>
+__device__ __forceinline__ void weights_role(const Pass<P>& pass) {
+  // To load before the next task must be known, lest the ring run dry. A ticket taken early is a
+  // task that nobody else can do, which matters where there are no more tasks than blocks.
+  constexpr std::uint32_t stages_ahead = P::kAlone ? 4 : 12 / P::kHalves;
+  // As createpolicy.fractional makes them: weights read once need not stay in the L2 cache.
+  constexpr std::uint64_t kEvictFirst = 0x12f0000000000000, kEvictLast = 0x14f0000000000000;
+  constexpr int kStageColumns = kStageRowBytes / P::kElementBytes;
+  const Ring ring = pass.state().ring;
+  constexpr int boxes = P::kHalves;
+  TaskReader reader(pass);
+  RingPlace place;
+  for (TaskDescriptor task; reader.next_gemm(task);) {
+    const bool first = task.work == Work::kGemm1;
+    const FfnParams& ffn = pass.ffn(task.shared != 0);
+    const bool halves = first && kGated && boxes != 1;
+    const CUtensorMap& map = !first ? ffn.gemm2_map : halves ? ffn.gemm1_halves_map : ffn.gemm1_map;
+    // Of a gated first GEMM, half of a box's rows are gate's and half up's.
+    const int groups = kTileRows / kRowGroup / (first && kGated ? 2 : 1);
+    const std::uint64_t policy = task.one_tile != 0 ? kEvictFirst : kEvictLast;
+    const std::uint32_t last_but_few =
+        task.k_blocks > stages_ahead ? task.k_blocks - stages_ahead : 0;
+    const float* scales = nullptr;
+    if constexpr (P::kScaled) {
+      // Of two boxes: a block's in large passes, in small ones that of two blocks.
+      const std::uint32_t rows = first ? ffn.gemm1_rows : ffn.gemm2_rows;
+      const std::uint32_t pairs = protocol::ceil_div(rows, 2u * kTileRows);
+      const std::uint32_t pair = boxes == 1 ? task.block / 2 : task.block;
+      const auto depth = static_cast<std::uint32_t>(first ? pass.layer.hidden : ffn.intermediate);
+      const std::uint32_t stages = protocol::ceil_div(depth, std::uint32_t{kStageColumns});
+      // A block past the last row has no scales, and multiplies zeros.
+      const std::size_t at = std::size_t{task.expert} * pairs + min(pair, pairs - 1);
+      scales =
+          (first ? ffn.gemm1_scales : ffn.gemm2_scales) + (at * stages + task.first_k_block) * 4;
+    }
+    for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
+      if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
+      if (kb == last_but_few) demand(pass);
+      const std::uint32_t full = ring.full_barrier(place.stage);
+      arrive_expect_bytes(full, ring.weight_bytes + (P::kScaled ? kWeightScaleBytes : 0));
+      const int k = static_cast<int>(task.first_k_block + kb) * kStageColumns;
+#pragma unroll
+      for (int i = 0; i < boxes; ++i) {
+        const int group = (static_cast<int>(task.block) * boxes + i) * groups;
+        load_box(map, ring.weights(place.stage) + i * kBoxBytes, full, k, halves ? group : 0,
+                 halves ? 0 : group, static_cast<int>(task.expert), policy);
+      }
+      if constexpr (P::kScaled) {
+        load_bytes(ring.weight_scales(place.stage), scales, kWeightScaleBytes, full);
+        scales += 4;
+      }
+      place.advance(ring.stages);
+    }
+  }
+}
+
+// --- Tokens: one thread. Loads the packed rows of the tile.
+
+// What others wrote with ordinary stores and this thread acquired, the copy engine must see too.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// Into this block's ring or, `paired`, into that of both blocks of the pair.
+__device__ __forceinline__ void load_tokens(const CUtensorMap& map, std::uint32_t to,
+                                            std::uint32_t barrier, int k, int row, bool paired) {
+  if (paired) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(k), "r"(row), "h"(static_cast<std::uint16_t>((1 << kPair) - 1))
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(k), "r"(row)
+        : "memory");
+  }
+}
+
+// All stages of a task's tokens, packed or of h. Of several threads that each arrive, the first
+// loads. Each block of a pair loads half of them, for both. False if the pass was given up.
+template <std::uint32_t kShares, typename P>
+__device__ __forceinline__ bool load_tile(const Pass<P>& pass, const TaskDescriptor& task,
+                                          RingPlace& place, std::uint32_t thread) {
+  constexpr std::uint32_t kUnitBytes = kUnitRows * kStageRowBytes;
+  constexpr std::uint32_t kUnitsOfMany = TokenMaps::kManyRows / kUnitRows;
+  static_assert(TokenMaps::kFewRows == kUnitRows);
+  const Ring ring = pass.state().ring;
+  const bool first = task.work == Work::kGemm1;
+  const TokenMaps& maps = first ? pass.layer.x_maps : pass.ffn(task.shared != 0).h_maps;
+  const std::uint32_t slots = first ? pass.layer.packed_slots : pass.layer.h_slots;
+  const std::uint32_t share = kShares == 1 ? 0 : rank_in_pair();
+  const std::uint32_t begin = task.units * share / kShares;
+  const std::uint32_t end = task.units * (share + 1) / kShares;
+  const std::uint32_t slot = task.tile % slots;
+  const auto row0 = static_cast<int>(slot * kMaxHeight<P> + begin * kUnitRows);
+  const float* scales = nullptr;
+  // Each block of a pair loads all of them for itself.
+  const std::uint32_t scale_bytes =
+      P::kScaled ? task.units * kUnitRows * static_cast<std::uint32_t>(sizeof(float)) : 0;
+  if constexpr (P::kScaled) {
+    const std::uint32_t groups = first ? pass.layer.x_groups : pass.layer.h_groups;
+    scales = (first ? pass.layer.packed_scales : pass.layer.h_scales) +
+             (std::size_t{slot} * groups + task.first_k_block) * kMaxHeight<P>;
+  }
+  for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
+    if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return false;
+    const std::uint32_t full = ring.full_barrier(place.stage);
+    if (thread != 0) {
+      arrive(full);
+      place.advance(ring.stages);
+      continue;
+    }
+    arrive_expect_bytes(full, task.units * kUnitBytes + scale_bytes);
+    if constexpr (P::kScaled) {
+      load_bytes(ring.token_scales(place.stage), scales, scale_bytes, full);
+      scales += kMaxHeight<P>;
+    }
+    std::uint32_t to = ring.tokens(place.stage) + begin * kUnitBytes;
+    const auto k =
+        static_cast<int>((task.first_k_block + kb) * (kStageRowBytes / P::kElementBytes));
+    int row = row0;
+    for (std::uint32_t i = 0; i < (end - begin) / kUnitsOfMany; ++i) {
+      load_tokens(maps.many, to, full, k, row, kShares != 1);
+      to += kUnitsOfMany * kUnitBytes;
+      row += TokenMaps::kManyRows;
+    }
+    for (std::uint32_t i = 0; i < (end - begin) % kUnitsOfMany; ++i) {
+      load_tokens(maps.few, to, full, k, row, kShares != 1);
+      to += kUnitBytes;
+      row += TokenMaps::kFewRows;
+    }
+    place.advance(ring.stages);
+  }
+  return true;
+}
+
+template <typename P>
+__device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
+  TaskReader reader(pass);
+  RingPlace place;
+  for (TaskDescriptor task; reader.next_gemm(task);) {
+    const bool first = task.work == Work::kGemm1;
+    // Given up or not, the block goes on: its other roles wait for these stages.
+    pass.waiter().wait(first ? protocol::Phase::kDispatch : protocol::Phase::kExperts, task.tile,
+                       [&] {
+                         return first ? load_acquire_gpu(pass.packed(task.tile)) >= task.rows
+                                      : pass.gemm1_complete(task.tile);
+                       });
+    fence_async_proxy();
+    const bool loaded = pass.call.paired == 0 ? load_tile<1>(pass, task, place, 0)
+                                              : load_tile<kPair>(pass, task, place, 0);
+    if (!loaded) return;
+  }
+}
+
+// --- Gather: two warps, in small passes. They take the rows of the first GEMM from where they are,
+// 16 bytes per thread at a time. (A TMA of packed rows is three times as fast: the compiler puts
+// three empty shared-memory loads before each cp.async.)
+
+__device__ __forceinline__ void copy_async(std::uint32_t to, const std::byte* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Copies if `valid`, else writes zeros.
+__device__ __forceinline__ void copy_async(std::uint32_t to, const std::byte* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_word_async(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Eight threads of the gather warps take the 128 bytes of a row's stage. A thread keeps its place
+// in the swizzle from one round of rows to the next.
+inline constexpr std::uint32_t kRowsAtOnce = kGatherThreads / 8;
+inline constexpr std::uint32_t kMostRounds = kMaxOwnTokens / kRowsAtOnce;  // of an expert's rows
+inline constexpr std::uint32_t kRoundBytes = kRowsAtOnce * kStageRowBytes;
+static_assert(kRowsAtOnce % 8 == 0);
+__device__ __forceinline__ std::uint32_t swizzled_place(std::uint32_t row, std::uint32_t chunk) {
+  return row * kStageRowBytes + ((chunk ^ (row & 7)) << 4);
+}
+
+// All stages of a tile of h, from bf16. False if the pass was given up.
+template <typename P>
+__device__ __forceinline__ bool quantize_tile(const Pass<P>& pass, const TaskDescriptor& task,
+                                              RingPlace& place, std::uint32_t thread) {
+  static_assert(kStageRowBytes / P::kElementBytes == kQuantGroup && kGroupLanes == 8);
+  const LayerParams& layer = pass.layer;
+  const Ring& ring = pass.state().ring;
+  const std::uint32_t my_row = thread / kGroupLanes, my_chunk = thread % kGroupLanes;
+  const auto depth = static_cast<std::uint32_t>(pass.ffn(task.shared != 0).intermediate);
+  const std::uint32_t column0 = task.first_k_block * kQuantGroup + my_chunk * kLaneColumns;
+  const auto* const from =
+      reinterpret_cast<const std::uint16_t*>(layer.h) +
+      (std::size_t{task.tile % layer.h_slots} * kMaxHeight<P> + my_row) * layer.h_stride + column0;
+  // Pieces are rounds of stages; so many are in flight together.
+  constexpr std::uint32_t kAtOnce = 2;
+  const std::uint32_t rounds = protocol::ceil_div(task.rows, kRowsAtOnce);
+  const auto next = [&](std::uint32_t& kb, std::uint32_t& round) {
+    if (++round == rounds) {
+      round = 0;
+      ++kb;
+    }
+  };
+  std::uint32_t kb = 0, round = 0;
+#pragma unroll 1
+  while (kb < task.k_blocks) {
+    uint4 values[kAtOnce][2];
+    std::uint32_t to_kb = kb, to_round = round;
+#pragma unroll
+    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
+      values[i][0] = values[i][1] = uint4{0, 0, 0, 0};
+      if (to_kb < task.k_blocks && to_round * kRowsAtOnce + my_row < task.rows &&
+          column0 + to_kb * kQuantGroup < depth) {
+        // Past the L1 cache, which may remember another tile of the slot.
+        const auto* const vectors = reinterpret_cast<const uint4*>(
+            from + to_round * kRowsAtOnce * layer.h_stride + to_kb * kQuantGroup);
+        values[i][0] = __ldcg(vectors);
+        values[i][1] = __ldcg(vectors + 1);
+      }
+      next(to_kb, to_round);
+    }
+#pragma unroll
+    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
+      if (kb >= task.k_blocks) break;
+      if (round == 0 &&
+          !wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) {
+        return false;
+      }
+      __syncwarp();
+      float scale = 0;
+      const uint4 codes = quantize_together(values[i][0], values[i][1], scale);
+      const std::uint32_t row = round * kRowsAtOnce + my_row;
+      store_shared_vector(ring.tokens(place.stage) + swizzled_place(row, my_chunk), codes);
+      if (my_chunk == 0) store_shared_float(ring.token_scales(place.stage) + 4 * row, scale);
+      if (round + 1 == rounds) {
+        arrive(ring.full_barrier(place.stage));
+        place.advance(ring.stages);
+      }
+      next(kb, round);
+    }
+  }
+  return true;
+}
+
+template <typename P>
+__device__ __forceinline__ void gather_role(const Pass<P>& pass) {
+  const std::uint32_t thread = threadIdx.x - 32 * kTokensWarp;
+  const std::uint32_t my_row = thread / 8, my_chunk = thread % 8;
+  const std::uint32_t my_place = swizzled_place(my_row, my_chunk);
+  const Ring ring = pass.state().ring;
+  TaskReader reader(pass);
+  RingPlace place;
+  for (;;) {
+    const TaskDescriptor task = reader.next();
+    __syncwarp();
+    if (thread % 32 == 0) reader.release();
+    if (task.work == Work::kStop) return;
+    if (task.work == Work::kCombine) continue;
+    if (task.work == Work::kGemm2) {
+      // Given up or not, the block goes on: its other roles wait for these stages.
+      pass.waiter().wait(protocol::Phase::kExperts, task.tile,
+                         [&] { return pass.gemm1_complete(task.tile); });
+      if constexpr (P::kScaled) {
+        if (!quantize_tile(pass, task, place, thread)) return;
+      } else {
+        fence_async_proxy();
+        if (!load_tile<1>(pass, task, place, thread)) return;
+      }
+      continue;
+    }
+    const std::byte* from = pass.state().rows;
+    const auto stride = static_cast<std::uint32_t>(pass.state().row_bytes / 16);
+    const auto offset_of = [&](std::uint32_t row) {  // of this thread's chunk, in 16 bytes
+      const std::uint32_t source =
+          task.list == nullptr ? task.first_row + row : RowEntry::token(task.list[row]);
+      return source * stride + my_chunk;
+    };
+    // All but the last few rows in whole rounds, which need no test of each.
+    const std::uint32_t rounds = task.rows / kRowsAtOnce;
+    const bool one_more = rounds * kRowsAtOnce + my_row < task.rows;
+    const std::uint32_t last_offset = one_more ? offset_of(rounds * kRowsAtOnce + my_row) : 0;
+    std::uint32_t offsets[kMostRounds];
+#pragma unroll
+    for (std::uint32_t i = 0; i < kMostRounds; ++i) {
+      offsets[i] = i < rounds ? offset_of(i * kRowsAtOnce + my_row) : 0;
+    }
+    // Thread i has the scale of row i.
+    const float* scale = nullptr;
+    if constexpr (P::kScaled) {
+      static_assert(kMaxOwnTokens <= kGatherThreads);
+      if (thread < task.rows) {
+        const std::uint32_t source =
+            task.list == nullptr ? task.first_row + thread : RowEntry::token(task.list[thread]);
+        scale = pass.state().row_scales + source * pass.state().row_scale_stride;
+      }
+    }
+    const auto copy_rows = [&](auto copy) {
+      const std::uint32_t to = ring.tokens(place.stage) + my_place;
+#pragma unroll
+      for (std::uint32_t i = 0; i < kMostRounds; ++i) {
+        if (i >= rounds) break;
+        copy(to + i * kRoundBytes, from + std::size_t{offsets[i]} * 16);
+      }
+      if (one_more) copy(to + rounds * kRoundBytes, from + std::size_t{last_offset} * 16);
+      if (P::kScaled && scale != nullptr) {
+        copy_word_async(ring.token_scales(place.stage) + 4 * thread, scale++);
+      }
+      arrive_after_copies(ring.full_barrier(place.stage));
+      place.advance(ring.stages);
+      from += kStageRowBytes;
+    };
+    const auto depth = static_cast<std::uint32_t>(pass.layer.hidden * P::kElementBytes);
+    const std::uint32_t whole_blocks = depth / kStageRowBytes;
+    for (std::uint32_t kb = 0; kb < whole_blocks; ++kb) {
+      if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
+      copy_rows([](std::uint32_t to, const std::byte* source) { copy_async(to, source); });
+    }
+    if (whole_blocks < task.k_blocks) {
+      if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
+      const bool inside = whole_blocks * kStageRowBytes + 16 * my_chunk < depth;
+      copy_rows(
+          [inside](std::uint32_t to, const std::byte* source) { copy_async(to, source, inside); });
+    }
+  }
+}
+
+// --- Pack: warps that copy token rows into the tiles' slots, in the order of tiles.
+
+// Rows [begin, end), counted over the shared expert's and then all experts' rows, of which this
+// warp takes every num_workers-th group of kRows, and tells of a group at a time.
+template <std::uint32_t kRows, typename P>
+__device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t begin,
+                                          std::uint32_t end, std::uint32_t worker,
+                                          std::uint32_t num_workers) {
+  const LayerParams& layer = pass.layer;
+  const BlockStorage<P>& block = pass.block;
+  const std::uint32_t lane = threadIdx.x % 32;
+  const auto row_bytes = static_cast<std::uint32_t>(layer.hidden * P::kElementBytes);
+  for (std::uint32_t row0 = begin + worker * kRows; row0 < end; row0 += num_workers * kRows) {
+    // Lane i < kRows finds row i's place.
+    const std::uint32_t row = row0 + lane;
+    const bool mine = lane < kRows && row < end;
+    std::uint32_t tile = 0, from = 0, to = 0;
+    if (mine) {
+      protocol::TokenTiles cut = pass.state().shared_tiles;
+      std::uint32_t position = row, first_tile = 0;
+      from = row;
+      if (row >= cut.rows) {
+        const std::uint32_t e = find_expert(block.row_begin, layer.num_experts, row);
+        position = row - block.row_begin[e];
+        first_tile = block.tile_begin[e];
+        cut = protocol::TokenTiles(block.expert_rows[e], P::kTileShape);
+        from = RowEntry::token(
+            __ldcg(layer.lists + static_cast<std::size_t>(e) * layer.max_tokens + position));
+      }
+      tile = first_tile + position / cut.height;
+      to = pass.packed_row(tile, position % cut.height);
+    }
+    // The tile that had the slot before is no longer needed once its GEMM1 is complete.
+    pass.waiter().wait(protocol::Phase::kDispatch, row0, [&] {
+      return __all_sync(~0u, !mine || tile < layer.packed_slots ||
+                                 pass.gemm1_complete(tile - layer.packed_slots)) != 0;
+    });
+    const std::uint32_t rows = min(kRows, end - row0);
+#pragma unroll 1
+    for (std::uint32_t i = 0; i < rows; ++i) {
+      const std::uint32_t token = __shfl_sync(~0u, from, i), place = __shfl_sync(~0u, to, i);
+      const std::byte* const source = pass.state().rows + token * pass.state().row_bytes;
+      std::byte* const target = layer.packed + std::size_t{place} * row_bytes;
+      constexpr std::uint32_t kVectors = 8 / P::kHalves, kStep = 16 * 32;
+#pragma unroll 1
+      for (std::uint32_t byte0 = 16 * lane; byte0 < row_bytes; byte0 += kVectors * kStep) {
+        uint4 values[kVectors];
+#pragma unroll
+        for (std::uint32_t v = 0; v < kVectors; ++v) {
+          const std::uint32_t byte = byte0 + v * kStep;
+          if (byte < row_bytes) values[v] = *reinterpret_cast<const uint4*>(source + byte);
+        }
+#pragma unroll
+        for (std::uint32_t v = 0; v < kVectors; ++v) {
+          const std::uint32_t byte = byte0 + v * kStep;
+          if (byte < row_bytes) store_vector(target + byte, values[v]);
+        }
+      }
+      if constexpr (P::kScaled) {
+        const float* const scales = pass.state().row_scales + token * pass.state().row_scale_stride;
+        float* const to_scales =
+            layer.packed_scales +
+            std::size_t{place / kMaxHeight<P>} * layer.x_groups * kMaxHeight<P> +
+            place % kMaxHeight<P>;
+        for (std::uint32_t group = lane; group < layer.x_groups; group += 32) {
+          to_scales[group * kMaxHeight<P>] = scales[group];
+        }
+      }
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (mine) add_release_gpu(pass.packed(tile), 1);
+  }
+}
+
+// Rows of the tiles whose first tasks all blocks take up at once. The math warps, which have
+// nothing else to do then, pack these.
+template <typename P>
+__device__ __forceinline__ std::uint32_t first_rows(const Pass<P>& pass) {
+  const LayerParams& layer = pass.layer;
+  const std::uint32_t total = pass.block.row_begin[layer.num_experts];
+  std::uint32_t rows = layer.routed.gemm1_rows;
+  if (pass.state().shared_tiles.count != 0) rows = min(rows, layer.shared.gemm1_rows);
+  const std::uint32_t tile = max(
+      pass.state().band, protocol::ceil_div(gridDim.x, pass.tasks(rows) << pass.call.paired) + 1);
+  if (tile >= pass.block.tile_begin[layer.num_experts]) return total;
+  if (pass.is_shared(tile)) return pass.state().shared_tiles.begin(tile);
+  const std::uint32_t e = find_expert(pass.block.tile_begin, layer.num_experts, tile);
+  const protocol::TokenTiles cut(pass.block.expert_rows[e], P::kTileShape);
+  return pass.block.row_begin[e] + cut.begin(tile - pass.block.tile_begin[e]);
+}
+
+template <typename P>
+__device__ __forceinline__ void pack_role(const Pass<P>& pass) {
+  const std::uint32_t total = pass.block.row_begin[pass.layer.num_experts];
+  pack_rows<4>(pass, first_rows(pass), total, blockIdx.x, gridDim.x);
+}
+
+}  // namespace switchyard::gpu

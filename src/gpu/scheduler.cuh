@@ -1,0 +1,171 @@
+// The scheduler, and the queue through which it hands the tasks of the block to its other roles, in
+// the order in which each of them walks them.
+#pragma once
+
+#include "gpu/plan.cuh"
+
+namespace switchyard::gpu {
+
+// The queue of tasks as one of its readers sees it.
+template <typename P>
+class TaskReader {
+ public:
+  __device__ TaskReader(const Pass<P>& pass) : pass_(pass) {}
+
+  // Whether next() will not wait.
+  __device__ bool ready() const {
+    return test_wait(shared_address(&pass_.block.task_full[count_ % kTaskSlots]),
+                     count_ / kTaskSlots % 2);
+  }
+  // Waits for the next task. One lane of the warp must call release() when all have read it.
+  __device__ TaskDescriptor next() {
+    const std::uint32_t slot = count_ % kTaskSlots, parity = count_ / kTaskSlots % 2;
+    ++count_;
+    TaskDescriptor task;
+    task.work = Work::kStop;
+    if (wait_ring(pass_.waiter(), shared_address(&pass_.block.task_full[slot]), parity)) {
+      task = pass_.block.tasks[slot];
+    }
+    return task;
+  }
+  // For a role of one thread: the next task that is a GEMM; false when there are no more.
+  __device__ bool next_gemm(TaskDescriptor& task) {
+    do {
+      task = next();
+      release();
+    } while (task.work == Work::kCombine);
+    return task.work != Work::kStop;
+  }
+  __device__ void release() const {
+    arrive(shared_address(&pass_.block.task_empty[(count_ - 1) % kTaskSlots]));
+  }
+
+ private:
+  const Pass<P>& pass_;
+  // Of tasks read. One word tells slot and parity: the math warps have no registers to spare.
+  std::uint32_t count_ = 0;
+};
+
+// --- Scheduler: one warp. Takes tickets from the counter all blocks share and hands out tasks.
+
+// The task of a pair, or of a block by itself, as this block has to do it.
+template <typename P>
+__device__ __forceinline__ TaskDescriptor describe(const Pass<P>& pass, const protocol::Task& task,
+                                                   std::uint32_t share) {
+  const LayerParams& layer = pass.layer;
+  TaskDescriptor d{};
+  d.tile = task.index;
+  d.block = (task.block << pass.call.paired) + share;
+  if (task.kind == protocol::TaskKind::kCombine) {
+    d.work = Work::kCombine;
+    d.tile = (task.index << pass.call.paired) + share;
+    return d;
+  }
+  d.shared = pass.is_shared(task.index) ? 1 : 0;
+  protocol::TokenTiles tiles = pass.state().shared_tiles;
+  std::uint32_t tile_of_expert = task.index;
+  if (d.shared == 0) {
+    d.expert = find_expert_together(pass.block.tile_begin, layer.num_experts, task.index);
+    tiles = protocol::TokenTiles(pass.block.expert_rows[d.expert], P::kTileShape);
+    tile_of_expert -= pass.block.tile_begin[d.expert];
+  }
+  d.first_row = tiles.begin(tile_of_expert);
+  d.rows = tiles.end(tile_of_expert) - d.first_row;
+  d.units = protocol::ceil_div(d.rows, kUnitRows);
+  d.one_tile = tiles.count == 1 ? 1 : 0;
+  if (d.shared == 0) {
+    d.list = (P::kAlone ? pass.block.own.lists + pass.block.row_begin[d.expert] -
+                              pass.state().shared_tiles.rows
+                        : layer.lists + static_cast<std::size_t>(d.expert) * layer.max_tokens) +
+             d.first_row;
+  }
+  const bool first = task.kind == protocol::TaskKind::kGemm1;
+  d.work = first ? Work::kGemm1 : Work::kGemm2;
+  const int depth = first ? layer.hidden : pass.ffn(d.shared != 0).intermediate;
+  d.k_blocks =
+      static_cast<std::uint32_t>(protocol::ceil_div(depth * P::kElementBytes, kStageRowBytes));
+  if (const std::uint32_t log2 = first ? 0 : pass.state().log2_splits; log2 != 0) {
+    d.split = d.block & ((1u << log2) - 1);
+    d.block >>= log2;
+    d.first_k_block = d.k_blocks * d.split >> log2;
+    d.k_blocks = (d.k_blocks * (d.split + 1) >> log2) - d.first_k_block;
+  }
+  return d;
+}
+
+// The second block has read the ticket before: only then did it demand this one.
+template <typename P>
+__device__ __forceinline__ void send_ticket(BlockStorage<P>& block, std::uint32_t ticket) {
+  asm volatile(
+      "st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_pair(shared_address(&block.ticket), 1)),
+      "r"(ticket)
+      : "memory");
+  asm volatile("fence.acq_rel.cluster;" ::: "memory");
+  arrive_in_pair(address_in_pair(shared_address(&block.ticket_full), 1));
+}
+template <typename P>
+__device__ __forceinline__ std::uint32_t load_ticket(const BlockStorage<P>& block) {
+  asm volatile("fence.acq_rel.cluster;" ::: "memory");
+  return *static_cast<const volatile std::uint32_t*>(&block.ticket);
+}
+
+template <typename P>
+__device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
+  const LayerParams& layer = pass.layer;
+  // The two blocks of a pair do each task together, the first taking the tickets; in small passes
+  // every block is for itself.
+  const std::uint32_t paired = pass.call.paired, share = paired == 0 ? 0 : rank_in_pair();
+  const std::uint32_t log2_splits = pass.state().log2_splits;
+  protocol::Workload work;
+  work.num_shared_tiles = pass.state().shared_tiles.count;
+  work.num_routed_tiles =
+      pass.block.tile_begin[layer.num_experts] - pass.state().shared_tiles.count;
+  work.shared_gemm1_blocks = pass.tasks(layer.shared.gemm1_rows);
+  work.shared_gemm2_blocks = pass.tasks(layer.shared.gemm2_rows) << log2_splits;
+  work.routed_gemm1_blocks = pass.tasks(layer.routed.gemm1_rows);
+  work.routed_gemm2_blocks = pass.tasks(layer.routed.gemm2_rows) << log2_splits;
+  const std::uint32_t log2_chunk = pass.state().log2_combine_chunk + paired;
+  work.num_combine_chunks = (pass.call.tokens + (1u << log2_chunk) - 1) >> log2_chunk;
+  work.band = pass.state().band;
+  work.lag = work.band == 1 ? layer.lag : layer.banded_lag;
+  const std::uint32_t num_tasks = work.num_gemm_tasks() + work.num_combine_chunks;
+  const bool speaks = threadIdx.x % 32 == 0;
+  std::uint32_t heard = 0;  // parity of demands, or of tickets from the first block
+  RingPlace place;
+  const auto slot_empty = [&] { return shared_address(&pass.block.task_empty[place.stage]); };
+  for (std::uint32_t ticket = blockIdx.x >> paired;;) {
+    const bool last = ticket >= num_tasks;
+    TaskDescriptor task{};
+    task.work = Work::kStop;
+    if (!last) task = describe(pass, protocol::tile_task_at(work, ticket), share);
+    if (!wait_ring(pass.waiter(), slot_empty(), place.parity ^ 1)) return;
+    if (speaks) {
+      pass.block.tasks[place.stage] = task;
+      arrive(shared_address(&pass.block.task_full[place.stage]));
+    }
+    place.advance(kTaskSlots);
+    if (last) return;
+    if (share == 0) {
+      // No sooner than need be: a ticket taken is a task that no other block can do.
+      if (!wait_ring(pass.waiter(), shared_address(&pass.block.demand), heard)) return;
+      if (speaks) {
+        ticket = (gridDim.x >> paired) + atomicAdd(pass.state().words.next_task(), 1u);
+        if (paired != 0) send_ticket(pass.block, ticket);
+      }
+      ticket = __shfl_sync(~0u, ticket, 0);
+    } else {
+      if (!wait_ring(pass.waiter(), shared_address(&pass.block.ticket_full), heard)) return;
+      ticket = load_ticket(pass.block);
+    }
+    heard ^= 1;
+  }
+}
+
+// A warp, or a math thread, could do with another task soon.
+template <typename P>
+__device__ __forceinline__ void demand(const Pass<P>& pass) {
+  const std::uint32_t barrier = shared_address(&pass.block.demand);
+  arrive_in_pair(pass.call.paired == 0 ? barrier : address_in_pair(barrier, 0));
+}
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,277 @@
+// The GPU engine in FP8 against the fp64 reference of the quantised problem.
+#include "support/fp8.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "gpu/device.h"
+#include "support/device_batch.h"
+#include "support/layers.h"
+
+namespace switchyard::testing {
+namespace {
+
+class GpuFp8 : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (gpu::device_count() == 0) GTEST_SKIP() << "this machine has no GPU";
+  }
+};
+
+BatchResult run_on_gpu(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
+                       DType output, LayerOptions options = {}) {
+  const int tokens = static_cast<int>(std::max<std::int64_t>(1, batch.x.rows()));
+  return DeviceLayer(spec, weights, tokens, options).run(batch, output);
+}
+
+// Of sums of 32 products the tensor cores keep 13 bits below the largest, so that one value of h in
+// some hundreds is rounded to another code; without quantization of h it would be 1.5.
+void expect_accurate_on_gpu(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
+                            const BatchResult& result) {
+  expect_accurate_fp8(spec, weights, batch, result, 0.8);
+}
+
+class EveryModelInFp8OnGpu : public ::testing::TestWithParam<ModelEntry> {
+ protected:
+  void SetUp() override {
+    if (gpu::device_count() == 0) GTEST_SKIP() << "this machine has no GPU";
+  }
+};
+
+TEST_P(EveryModelInFp8OnGpu, IsAsGoodAsAStraightforwardProgram) {
+  const LayerSpec spec = grouped(small_spec(GetParam()));
+  const MoeWeights w = fp8_weights(spec);
+  DeviceLayer layer(spec, w, 1000);
+  EXPECT_EQ(layer.layer().compute(), kFp8);
+  for (const int tokens : {1, 7, 33, 64, 1000}) {
+    SCOPED_TRACE(::testing::Message() << tokens << " tokens");
+    const Batch batch = random_batch(spec, tokens, DType::kBF16, 200 + tokens);
+    const BatchResult result = layer.run(batch, DType::kBF16);
+    expect_same_routing(spec, w, batch, result);
+    expect_accurate_on_gpu(spec, w, batch, result);
+    EXPECT_TRUE(layer.run(batch, DType::kBF16).output == result.output) << "repeated";
+    if (HasFatalFailure() || HasNonfatalFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelInFp8OnGpu, ::testing::ValuesIn(model_table()),
+                         [](const auto& model) {
+                           std::string name = model.param.name;
+                           std::replace_if(
+                               name.begin(), name.end(), [](char c) { return !std::isalnum(c); },
+                               '_');
+                           return name;
+                         });
+
+// Larger than a tile in every direction, ragged in every direction.
+LayerSpec wide_spec(int experts, int top_k) {
+  LayerSpec spec;
+  spec.hidden = 592;
+  spec.intermediate = 360;
+  spec.num_experts = experts;
+  spec.top_k = top_k;
+  return spec;
+}
+
+Batch batch_of(const LayerSpec& spec, std::int64_t tokens, SyntheticRouting routing) {
+  return {Matrix::random(tokens, spec.hidden, DType::kBF16, 17),
+          std::move(routing.ids),
+          std::move(routing.weights),
+          {}};
+}
+
+TEST_F(GpuFp8, EverySkewAndTileHeight) {
+  for (const int top_k : {1, 4, 16}) {
+    for (const bool gated : {true, false}) {
+      LayerSpec spec = wide_spec(24, top_k);
+      spec.activation.gated = gated;
+      const MoeWeights w = fp8_weights(spec);
+      for (const double beta : {1.0, 0.5, 0.1}) {
+        for (const int tokens : {5, 300, 1500}) {
+          SCOPED_TRACE(::testing::Message() << "top-" << top_k << " gated " << gated << " beta "
+                                            << beta << " T " << tokens);
+          const Batch batch = batch_of(spec, tokens, synthetic_routing(tokens, 24, top_k, beta, 9));
+          expect_accurate_on_gpu(spec, w, batch, run_on_gpu(spec, w, batch, DType::kBF16));
+        }
+      }
+    }
+  }
+}
+
+TEST_F(GpuFp8, EveryRowCountOfOneExpert) {
+  const LayerSpec spec = wide_spec(3, 1);
+  const MoeWeights w = fp8_weights(spec);
+  for (int tokens = 1; tokens <= 400; tokens += tokens < 40 ? 1 : 13) {
+    SCOPED_TRACE(tokens);
+    const auto n = static_cast<std::size_t>(tokens);
+    const Batch batch =
+        batch_of(spec, tokens, {std::vector<std::int32_t>(n, 1), std::vector<float>(n, 0.75f)});
+    expect_accurate_on_gpu(spec, w, batch, run_on_gpu(spec, w, batch, DType::kBF16));
+  }
+}
+
+// Tiles in bands, pairs of blocks, and the second GEMM split over K.
+TEST_F(GpuFp8, DeepExperts) {
+  LayerSpec spec;
+  spec.hidden = 80;
+  spec.intermediate = 4112;
+  spec.expert_bias = true;
+  spec.num_experts = 3;
+  spec.top_k = 1;
+  for (const int shared : {0, 4200}) {
+    spec.shared_intermediate = shared;
+    const MoeWeights w = fp8_weights(spec);
+    for (const int tokens : {1, 7, 31, 600, 2900}) {
+      SCOPED_TRACE(::testing::Message() << "shared " << shared << " T " << tokens);
+      const Batch batch = batch_of(spec, tokens, synthetic_routing(tokens, 3, 1, 0.8, 9));
+      expect_accurate_on_gpu(spec, w, batch, run_on_gpu(spec, w, batch, DType::kBF16));
+    }
+  }
+}
+
+TEST_F(GpuFp8, WeightOnInputBiasesAndClamps) {
+  LayerSpec spec = wide_spec(16, 4);
+  spec.shared_intermediate = 200;
+  spec.weight_on_input = true;
+  spec.expert_bias = true;
+  for (const bool gated : {true, false}) {
+    spec.activation.gated = gated;
+    spec.activation.limit = gated ? 0.5f : INFINITY;
+    spec.activation.up_bias = gated ? 1.0f : 0.0f;
+    const MoeWeights w = fp8_weights(spec);
+    for (const int tokens : {9, 500}) {
+      const Batch batch = routed_batch(spec, tokens, DType::kBF16);
+      expect_accurate_on_gpu(spec, w, batch, run_on_gpu(spec, w, batch, DType::kBF16));
+    }
+  }
+}
+
+TEST_F(GpuFp8, ScalesOfEveryForm) {
+  LayerSpec spec = plain_spec();
+  spec.shared_intermediate = 200;
+  struct Form {
+    const char* name;
+    std::int64_t rows, cols;
+  };
+  for (const Form& form :
+       {Form{"per tensor", 0, 0}, Form{"128 x 128", 128, 128}, Form{"256 x 128", 256, 128},
+        Form{"128 x all", 128, 0}, Form{"per channel", 1, 0}, Form{"three rows", 3, 0}}) {
+    for (const bool gated : {true, false}) {
+      for (const int spread : {1, 20}) {
+        spec.activation.gated = gated;
+        SCOPED_TRACE(::testing::Message() << form.name << ", 2^+-" << spread);
+        const Rescaled weights(fp8_weights(spec), form.rows, form.cols, spread);
+        for (const int tokens : {20, 300}) {
+          const Batch batch = routed_batch(spec, tokens, DType::kBF16);
+          expect_accurate_on_gpu(spec, weights.get(), batch,
+                                 run_on_gpu(spec, weights.get(), batch, DType::kF32));
+        }
+      }
+    }
+  }
+}
+
+TEST_F(GpuFp8, FarFromOne) {
+  const LayerSpec spec = plain_spec();
+  const MoeWeights weights = fp8_weights(spec);
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+    for (const int tokens : {20, 200}) {
+      Batch batch = routed_batch(spec, tokens, dtype);
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        for (std::int64_t c = 0; c < spec.hidden; ++c) {
+          const std::int64_t i = t * spec.hidden + c;
+          batch.x.set(i, std::ldexp(batch.x.get(i), static_cast<int>((t + c / 128) % 24) - 12));
+        }
+        if (t % 3 == 0) batch.x.set(t * spec.hidden + 77, 60000);
+        if (t % 5 == 0) {
+          for (std::int64_t c = 128; c < 256; ++c) batch.x.set(t * spec.hidden + c, 0);
+        }
+      }
+      expect_accurate_on_gpu(spec, weights, batch, run_on_gpu(spec, weights, batch, DType::kF32));
+    }
+  }
+}
+
+TEST_F(GpuFp8, NanAndInfinityStayWithTheirTokens) {
+  for (int kind = 0; kind <= static_cast<int>(ActivationKind::kIdentity); ++kind) {
+    for (const bool gated : {true, false}) {
+      LayerSpec spec = plain_spec();
+      spec.activation.kind = static_cast<ActivationKind>(kind);
+      spec.activation.gated = gated;
+      const MoeWeights weights = fp8_weights(spec);
+      for (const int tokens : {30, 40}) {
+        Batch batch = routed_batch(spec, tokens, DType::kBF16);
+        const BatchResult clean = run_on_gpu(spec, weights, batch, DType::kBF16);
+        batch.x.set(5 * spec.hidden + 3, NAN);
+        batch.x.set(17 * spec.hidden + 130, INFINITY);
+        batch.x.set(29 * spec.hidden + 319, -INFINITY);
+        const BatchResult result = run_on_gpu(spec, weights, batch, DType::kBF16);
+        for (std::int64_t i = 0; i < tokens * spec.hidden; ++i) {
+          const std::int64_t token = i / spec.hidden;
+          if (token == 5 || token == 17 || token == 29) {
+            ASSERT_TRUE(std::isnan(result.output.get(i))) << i << " kind " << kind;
+          } else {
+            ASSERT_EQ(result.output.get(i), clean.output.get(i)) << i << " kind " << kind;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(GpuFp8, QuantisedBeforehandGiveTheSameBits) {
+  LayerSpec spec = plain_spec();
+  spec.shared_intermediate = 200;
+  for (const int tokens : {21, 131}) {
+    for (const bool weight_on_input : {false, true}) {
+      spec.weight_on_input = weight_on_input;
+      const MoeWeights weights = fp8_weights(spec);
+      Batch batch = routed_batch(spec, tokens, DType::kBF16);
+      batch.x.set(9 * spec.hidden + 7, INFINITY);
+      const BatchResult wide = run_on_gpu(spec, weights, batch, DType::kBF16);
+      Batch narrow = batch;
+      narrow.x = Matrix::quantised(batch.x);
+      EXPECT_TRUE(run_on_gpu(spec, weights, narrow, DType::kBF16).output == wide.output);
+    }
+  }
+}
+
+// Both engines round the same values, but to bf16 in other orders of summation.
+TEST_F(GpuFp8, AgreesWithTheCpuEngine) {
+  LayerSpec spec = plain_spec();
+  spec.shared_intermediate = 200;
+  const MoeWeights weights = fp8_weights(spec);
+  for (const int tokens : {21, 300}) {
+    const Batch batch = routed_batch(spec, tokens, DType::kBF16);
+    const std::vector<float> cpu =
+        run_batch(spec, weights, batch, Shares::even(tokens, 1), DType::kF32).output.floats();
+    const double distance =
+        reference::relative_error(run_on_gpu(spec, weights, batch, DType::kF32).output.floats(),
+                                  std::vector<double>(cpu.begin(), cpu.end()));
+    EXPECT_LT(distance, 0.005);
+    RecordProperty("distance", std::to_string(distance));
+  }
+}
+
+TEST_F(GpuFp8, CostsSomePercentOfTheBf16Layer) {
+  const LayerSpec spec = plain_spec();
+  const MoeWeights weights = fp8_weights(spec);
+  const Batch batch = routed_batch(spec, 300, DType::kBF16);
+  const auto run = [&](DType compute) {
+    LayerOptions options;
+    options.compute = compute;
+    return run_on_gpu(spec, weights, batch, DType::kF32, options).output.floats();
+  };
+  const std::vector<float> wide = run(DType::kBF16);
+  const double loss =
+      reference::relative_error(run(kFp8), std::vector<double>(wide.begin(), wide.end()));
+  EXPECT_GT(loss, 0.01);
+  EXPECT_LT(loss, 0.06);
+  RecordProperty("loss", std::to_string(loss));
+}
+
+}  // namespace
+}  // namespace switchyard::testing

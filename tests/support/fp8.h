@@ -1,0 +1,107 @@
+// Layers in FP8 for the tests of both engines, and what their outputs are held to.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <deque>
+#include <functional>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "support/accuracy.h"
+#include "support/layers.h"
+
+namespace switchyard::testing {
+
+inline constexpr DType kFp8 = DType::kF8E4M3;
+
+// Two groups of 128 columns and a shorter one, everywhere.
+inline LayerSpec grouped(LayerSpec spec) {
+  spec.hidden = 320;
+  spec.intermediate = 272;
+  if (spec.shared_intermediate > 0) spec.shared_intermediate = 200;
+  return spec;
+}
+
+inline LayerSpec plain_spec() {
+  LayerSpec spec;
+  spec.num_experts = 8;
+  spec.top_k = 2;
+  return grouped(spec);
+}
+
+inline MoeWeights fp8_weights(const LayerSpec& spec, std::uint64_t seed = 11) {
+  GenerateOptions options;
+  options.vocabulary = kVocabulary;
+  options.num_threads = 1;
+  return generate_weights(spec, kFp8, seed, options);
+}
+
+inline Batch routed_batch(const LayerSpec& spec, std::int64_t tokens, DType dtype) {
+  Batch batch = random_batch(spec, tokens, dtype, 6);
+  SyntheticRouting routing =
+      synthetic_routing(static_cast<int>(tokens), spec.num_experts, spec.top_k, 0.9, 4);
+  batch.topk_ids = std::move(routing.ids);
+  batch.topk_weights = std::move(routing.weights);
+  return batch;
+}
+
+// As good as a straightforward FP8 program, and rounding where it does: almost always, for sums
+// that are exact to fp32, and somewhat less often where the matrix unit keeps fewer bits.
+inline void expect_accurate_fp8(const LayerSpec& spec, const MoeWeights& weights,
+                                const Batch& batch, const BatchResult& result,
+                                double closeness = 0.5) {
+  double yardstick = 0;
+  const double error = output_error(spec, weights, batch, result, &yardstick, true);
+  EXPECT_LE(error, 2 * yardstick);
+  EXPECT_GT(yardstick, 1e-4);  // or the comparison means nothing
+  EXPECT_LT(yardstick, 0.1);
+  const double distance = distance_to_fp8_program(spec, weights, batch, result);
+  EXPECT_LE(distance, closeness * yardstick);
+  ::testing::Test::RecordProperty(
+      "error_and_yardstick",
+      std::to_string(error) + ", " + std::to_string(yardstick) + ", " + std::to_string(distance));
+}
+
+inline void for_each_matrix(MoeWeights& weights, const std::function<void(MatrixView&)>& visit) {
+  const auto all_of = [&](FfnWeights& ffn) {
+    for (MatrixView* matrix : {&ffn.gate, &ffn.up, &ffn.down}) {
+      if (!matrix->empty()) visit(*matrix);
+    }
+  };
+  for (FfnWeights& expert : weights.experts) all_of(expert);
+  all_of(weights.shared);
+}
+
+// Other scales for the same codes: one per scale_rows x scale_cols (0: all), each the mean of those
+// of the matrix times 2^e with e drawn from [-spread, spread].
+class Rescaled {
+ public:
+  Rescaled(MoeWeights weights, std::int64_t scale_rows, std::int64_t scale_cols, int spread)
+      : weights_(std::move(weights)) {
+    std::mt19937_64 random(8);
+    std::uniform_int_distribution<int> exponent(-spread, spread);
+    for_each_matrix(weights_, [&](MatrixView& m) {
+      const float typical = m.scale[0];
+      m.scale_rows = scale_rows == 0 ? m.rows : scale_rows;
+      m.scale_cols = scale_cols == 0 ? m.cols : scale_cols;
+      m.scale_stride = (m.cols + m.scale_cols - 1) / m.scale_cols;
+      std::vector<float>& scales = scales_.emplace_back();
+      for (std::int64_t i = 0; i < (m.rows + m.scale_rows - 1) / m.scale_rows * m.scale_stride;
+           ++i) {
+        scales.push_back(std::ldexp(typical, exponent(random)));
+      }
+      m.scale = scales.data();
+    });
+  }
+  const MoeWeights& get() const { return weights_; }
+
+ private:
+  MoeWeights weights_;
+  std::deque<std::vector<float>> scales_;
+};
+
+}  // namespace switchyard::testing
