@@ -227,8 +227,8 @@ __device__ __forceinline__ bool quantize_tile(const Pass<P>& pass, const TaskDes
   const auto* const from =
       reinterpret_cast<const std::uint16_t*>(layer.h) +
       (std::size_t{task.tile % layer.h_slots} * kMaxHeight<P> + my_row) * layer.h_stride + column0;
-  // Pieces are rounds of stages; so many are in flight together.
-  constexpr std::uint32_t kAtOnce = 2;
+  // Pieces are rounds of stages; so many are in flight together: two stages of most rows.
+  constexpr std::uint32_t kAtOnce = 8;
   const std::uint32_t rounds = protocol::ceil_div(task.rows, kRowsAtOnce);
   const auto next = [&](std::uint32_t& kb, std::uint32_t& round) {
     if (++round == rounds) {

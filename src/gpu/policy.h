@@ -62,8 +62,8 @@ struct SmallPass : P {
   static constexpr protocol::TileShape kTileShape{kMaxOwnTokens, P::kTileShape.granule,
                                                   P::kTileShape.least};
   static constexpr int kHalves = 1;
-  static constexpr int kLoadingRegisters = 88;
-  static constexpr int kMathRegisters = 208;
+  static constexpr int kLoadingRegisters = 152;
+  static constexpr int kMathRegisters = 176;
 };
 
 // The same, to be asked at run time.
