@@ -133,8 +133,8 @@ struct ForwardStats {
 class MoeLayer {
  public:
   // Collective over the world. The weights' memory must outlive the layer (MoeWeights::owner is
-  // kept). With kCuda they are copied to the device, in bf16, unless they are there already: bf16
-  // matrices that form one array [E, I, H], [E, 2, I, H] (gate, up) or [E, H, I], or parts of a
+  // kept). With kCuda they are copied to the device, in the compute type, unless they are there:
+  // its matrices that form one array [E, I, H], [E, 2, I, H] (gate, up) or [E, H, I], or parts of a
   // larger one, are used where they are. Throws Error{kInvalidArgument, kMissingTensor,
   // kShapeMismatch, kDTypeMismatch} for a layer that cannot be built, {kSpecMismatch} naming the
   // rank and the field if the ranks disagree, {kCapacityExceeded} if the heap cannot be had,

@@ -3,11 +3,12 @@
 //   math warps         gate (partial logits); who has no part in it rehearses what follows
 //   all threads        route, lists | plan: every block makes the same one
 //   then, by warp:
-//     0         weights    tasks -> TMA of 128 weight rows x 64 columns per stage
+//     0         weights    tasks -> TMA of 128 or 256 weight rows x 128 bytes per stage
 //     1         scheduler  tickets -> tasks
-//     2         tokens     tasks -> TMA of the tile's packed rows x 64 columns per stage
+//     2         tokens     tasks -> TMA of the tile's packed rows x 128 bytes per stage
 //     3         pack       copies token rows into tiles, ahead of the tasks (math helps at first)
 //     2, 3      gather     in small passes in place of the two: rows of x from where they are, h
+//                          (small passes have a kernel of their own: SmallPass of a policy)
 //     4 to 11   math       two warpgroups: WGMMA over the ring; epilogue; combine tasks
 //
 //   Large passes are launched in pairs of blocks. A pair does each task together, with twice the
@@ -15,7 +16,7 @@
 //   weights and half of the tokens, and these go to both rings.
 //
 //   barrier      phase completes on                                              waited for by
-//   full[s]      weights: 1 arrival + 16 KiB; tokens: 1 arrival + bytes, or in   math
+//   full[s]      weights: 1 arrival + bytes; tokens:  1 arrival + bytes, or in   math
 //                small passes 64 arrivals: copies of x, or one with h's bytes
 //   empty[s]     8 math warps, of both blocks of a pair, when the products that  weights, tokens
 //                read the stage are done

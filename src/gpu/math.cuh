@@ -71,15 +71,14 @@ __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, const TaskDes
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   };
   const auto issue = [&](int half, float(&sums)[N / 2], bool accumulate) {
-    const std::uint64_t a = swizzled_descriptor(ring.weights(place.stage) +
-                                                (group * kHalves + half) * kHalfBytes);
+    const std::uint64_t a =
+        swizzled_descriptor(ring.weights(place.stage) + (group * kHalves + half) * kHalfBytes);
     const std::uint64_t b = swizzled_descriptor(ring.tokens(place.stage));
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kStageRowBytes / kStepBytes; ++k) {
       // The address is the descriptor's lowest field, in units of 16 bytes.
-      multiply<P, N>(a + k * kStepBytes / 16, b + k * kStepBytes / 16, sums,
-                     accumulate || k != 0);
+      multiply<P, N>(a + k * kStepBytes / 16, b + k * kStepBytes / 16, sums, accumulate || k != 0);
     }
     cute::warpgroup_commit_batch();
   };
