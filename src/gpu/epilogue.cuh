@@ -76,12 +76,19 @@ __device__ __forceinline__ std::uint32_t pack_bf16(float low, float high) {
 }
 
 // Transposed on the way: the 8 x 8 matrix i, held as rows of weights, lands as rows of tokens.
+template <bool kTransposed = true>
 __device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint32_t a,
                                                std::uint32_t b, std::uint32_t c, std::uint32_t d) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-      "r"(a), "r"(b), "r"(c), "r"(d)
-      : "memory");
+  if constexpr (kTransposed) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+        "r"(a), "r"(b), "r"(c), "r"(d)
+        : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+  }
 }
 // Where a warpgroup turns its tile, kStagedTokens at a time, in two buffers in turn, so that one is
 // stored while the other is filled: rows of 128 bytes whose vectors are swizzled, so that eight

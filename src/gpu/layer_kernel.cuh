@@ -153,7 +153,7 @@ __device__ __forceinline__ void loading_group(const Pass<P>& pass) {
   } else if constexpr (P::kAlone) {
     gather_role(pass);
   } else if (warp == kTokensWarp) {
-    if (threadIdx.x % 32 == 0) tokens_role(pass);
+    tokens_role(pass);
   } else {
     pack_role(pass);
   }
@@ -236,21 +236,13 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
     }
   }
   if (threadIdx.x == 0) {
-    PassState& state = block.pass;
+    auto& state = block.pass;
     state.log2_splits =
         alone ? log2_splits<P>(layer, block.tile_begin[layer.num_experts], state.shared_tiles.count)
               : 0;
     state.log2_combine_chunk = log2_combine_chunk(call.tokens, gridDim.x);
-    Ring& ring = state.ring;
-    ring.base = shared_address(block.ring);
-    ring.full = shared_address(block.full);
-    ring.empty = shared_address(block.empty);
-    ring.weight_bytes = P::kHalves * kBoxBytes;
-    ring.stage_bytes = stage_bytes<P>(state.max_height);
-    ring.stages = num_stages<P>(state.max_height);
-    if constexpr (P::kScaled) {
-      ring.scales = shared_address(block.quantized.scales);
-      ring.scale_bytes = scale_bytes(state.max_height);
+    if constexpr (!kJoinedScales<P>) {
+      state.stage_shape = {num_stages<P>(state.max_height), stage_bytes<P>(state.max_height)};
     }
   }
   return true;
@@ -285,7 +277,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     init_barrier(shared_address(&block.demand), kDemandArrivals << call.paired);
     init_barrier(shared_address(&block.ticket_full), kTicketArrivals);
-    PassState& state = block.pass;
+    auto& state = block.pass;
     state.going = Going::kOn;
     state.epoch = *layer.epoch;
     state.words = layer.pass_words[state.epoch & 1];

@@ -28,6 +28,24 @@ __device__ __forceinline__ void load_bytes(std::uint32_t to, const void* from, s
       : "memory");
 }
 
+// The scales of the weights of the task's first stage; kWeightScales for each stage.
+template <typename P>
+__device__ __forceinline__ const float* weight_scales(const Pass<P>& pass,
+                                                      const TaskDescriptor& task) {
+  constexpr std::uint32_t kStageColumns = kStageRowBytes / P::kElementBytes;
+  const FfnParams& ffn = pass.ffn(task.shared != 0);
+  const bool first = task.work == Work::kGemm1;
+  // Of two boxes: a block's in large passes, in small ones that of two blocks.
+  const std::uint32_t pairs =
+      protocol::ceil_div(first ? ffn.gemm1_rows : ffn.gemm2_rows, 2u * kTileRows);
+  const std::uint32_t pair = P::kHalves == 1 ? task.block / 2 : task.block;
+  const auto depth = static_cast<std::uint32_t>(first ? pass.layer.hidden : ffn.intermediate);
+  // A block past the last row has no scales, and multiplies zeros.
+  const std::size_t at = std::size_t{task.expert} * pairs + min(pair, pairs - 1);
+  return (first ? ffn.gemm1_scales : ffn.gemm2_scales) +
+         (at * protocol::ceil_div(depth, kStageColumns) + task.first_k_block) * kWeightScales;
+}
+
 template <bool kGated, typename P>
 __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
   // To load before the next task must be known, lest the ring run dry. A ticket taken early is a
@@ -36,11 +54,12 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
   // As createpolicy.fractional makes them: weights read once need not stay in the L2 cache.
   constexpr std::uint64_t kEvictFirst = 0x12f0000000000000, kEvictLast = 0x14f0000000000000;
   constexpr int kStageColumns = kStageRowBytes / P::kElementBytes;
-  const Ring ring = pass.state().ring;
+  constexpr std::uint32_t kWeightScaleBytes = kWeightScales * sizeof(float);
+  const Ring<P> ring = pass.ring();
   constexpr int boxes = P::kHalves;
   TaskReader reader(pass);
   RingPlace place;
-  for (TaskDescriptor task; reader.next_gemm(task);) {
+  for (TaskDescriptor task; reader.template next_gemm<false>(task);) {
     const bool first = task.work == Work::kGemm1;
     const FfnParams& ffn = pass.ffn(task.shared != 0);
     const bool halves = first && kGated && boxes != 1;
@@ -51,23 +70,13 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
     const std::uint32_t last_but_few =
         task.k_blocks > stages_ahead ? task.k_blocks - stages_ahead : 0;
     const float* scales = nullptr;
-    if constexpr (P::kScaled) {
-      // Of two boxes: a block's in large passes, in small ones that of two blocks.
-      const std::uint32_t rows = first ? ffn.gemm1_rows : ffn.gemm2_rows;
-      const std::uint32_t pairs = protocol::ceil_div(rows, 2u * kTileRows);
-      const std::uint32_t pair = boxes == 1 ? task.block / 2 : task.block;
-      const auto depth = static_cast<std::uint32_t>(first ? pass.layer.hidden : ffn.intermediate);
-      const std::uint32_t stages = protocol::ceil_div(depth, std::uint32_t{kStageColumns});
-      // A block past the last row has no scales, and multiplies zeros.
-      const std::size_t at = std::size_t{task.expert} * pairs + min(pair, pairs - 1);
-      scales =
-          (first ? ffn.gemm1_scales : ffn.gemm2_scales) + (at * stages + task.first_k_block) * 4;
-    }
+    constexpr bool kWithScales = P::kScaled && !kJoinedScales<P>;
+    if constexpr (kWithScales) scales = weight_scales(pass, task);
     for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
       if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
       if (kb == last_but_few) demand(pass);
       const std::uint32_t full = ring.full_barrier(place.stage);
-      arrive_expect_bytes(full, ring.weight_bytes + (P::kScaled ? kWeightScaleBytes : 0));
+      arrive_expect_bytes(full, boxes * kBoxBytes + (kWithScales ? kWeightScaleBytes : 0));
       const int k = static_cast<int>(task.first_k_block + kb) * kStageColumns;
 #pragma unroll
       for (int i = 0; i < boxes; ++i) {
@@ -75,16 +84,16 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
         load_box(map, ring.weights(place.stage) + i * kBoxBytes, full, k, halves ? group : 0,
                  halves ? 0 : group, static_cast<int>(task.expert), policy);
       }
-      if constexpr (P::kScaled) {
+      if constexpr (kWithScales) {
         load_bytes(ring.weight_scales(place.stage), scales, kWeightScaleBytes, full);
-        scales += 4;
+        scales += kWeightScales;
       }
       place.advance(ring.stages);
     }
   }
 }
 
-// --- Tokens: one thread. Loads the packed rows of the tile.
+// --- Tokens: a warp, of which one thread loads the packed rows of the tile.
 
 // What others wrote with ordinary stores and this thread acquired, the copy engine must see too.
 __device__ __forceinline__ void fence_async_proxy() {
@@ -109,69 +118,124 @@ __device__ __forceinline__ void load_tokens(const CUtensorMap& map, std::uint32_
   }
 }
 
-// All stages of a task's tokens, packed or of h. Of several threads that each arrive, the first
-// loads. Each block of a pair loads half of them, for both. False if the pass was given up.
-template <std::uint32_t kShares, typename P>
+// A task's tokens, packed or of h, or this block's share of them: each block of a pair loads half,
+// for both.
+template <typename P>
+class TileRows {
+ public:
+  __device__ TileRows(const Pass<P>& pass, const TaskDescriptor& task)
+      : first_(task.work == Work::kGemm1),
+        slot_(task.tile % (first_ ? pass.layer.packed_slots : pass.layer.h_slots)),
+        maps_(first_ ? pass.layer.x_maps : pass.ffn(task.shared != 0).h_maps),
+        paired_(!P::kAlone && pass.call.paired != 0) {
+    const std::uint32_t share = paired_ ? rank_in_pair() : 0, shares = paired_ ? kPair : 1;
+    begin_ = task.units * share / shares;
+    units_ = task.units * (share + 1) / shares - begin_;
+  }
+  // A stage of columns from k on, of which `to` and `full` are the tokens and the barrier.
+  __device__ void load(std::uint32_t to, std::uint32_t full, std::uint32_t k) const {
+    constexpr std::uint32_t kUnitsOfMany = TokenMaps::kManyRows / kUnitRows;
+    static_assert(TokenMaps::kFewRows == kUnitRows);
+    auto row = static_cast<int>(slot_ * kMaxHeight<P> + begin_ * kUnitRows);
+    to += begin_ * kUnitBytes;
+    for (std::uint32_t i = 0; i < units_ / kUnitsOfMany; ++i) {
+      load_tokens(maps_.many, to, full, static_cast<int>(k), row, paired_);
+      to += kUnitsOfMany * kUnitBytes;
+      row += TokenMaps::kManyRows;
+    }
+    for (std::uint32_t i = 0; i < units_ % kUnitsOfMany; ++i) {
+      load_tokens(maps_.few, to, full, static_cast<int>(k), row, paired_);
+      to += kUnitBytes;
+      row += TokenMaps::kFewRows;
+    }
+  }
+  // The first group's scales of the slot's tokens, kMaxHeight for each group of columns.
+  __device__ const float* scales(const LayerParams& layer) const {
+    return (first_ ? layer.packed_scales : layer.h_scales) +
+           std::size_t{slot_} * (first_ ? layer.x_groups : layer.h_groups) * kMaxHeight<P>;
+  }
+  static constexpr std::uint32_t kUnitBytes = kUnitRows * kStageRowBytes;
+
+ private:
+  bool first_;
+  std::uint32_t slot_;
+  const TokenMaps& maps_;
+  bool paired_;
+  std::uint32_t begin_, units_;
+};
+
+// All stages of a task's tokens. Of several threads that each arrive, the first loads. False if the
+// pass was given up.
+template <typename P>
 __device__ __forceinline__ bool load_tile(const Pass<P>& pass, const TaskDescriptor& task,
                                           RingPlace& place, std::uint32_t thread) {
-  constexpr std::uint32_t kUnitBytes = kUnitRows * kStageRowBytes;
-  constexpr std::uint32_t kUnitsOfMany = TokenMaps::kManyRows / kUnitRows;
-  static_assert(TokenMaps::kFewRows == kUnitRows);
-  const Ring ring = pass.state().ring;
-  const bool first = task.work == Work::kGemm1;
-  const TokenMaps& maps = first ? pass.layer.x_maps : pass.ffn(task.shared != 0).h_maps;
-  const std::uint32_t slots = first ? pass.layer.packed_slots : pass.layer.h_slots;
-  const std::uint32_t share = kShares == 1 ? 0 : rank_in_pair();
-  const std::uint32_t begin = task.units * share / kShares;
-  const std::uint32_t end = task.units * (share + 1) / kShares;
-  const std::uint32_t slot = task.tile % slots;
-  const auto row0 = static_cast<int>(slot * kMaxHeight<P> + begin * kUnitRows);
-  const float* scales = nullptr;
-  // Each block of a pair loads all of them for itself.
-  const std::uint32_t scale_bytes =
-      P::kScaled ? task.units * kUnitRows * static_cast<std::uint32_t>(sizeof(float)) : 0;
-  if constexpr (P::kScaled) {
-    const std::uint32_t groups = first ? pass.layer.x_groups : pass.layer.h_groups;
-    scales = (first ? pass.layer.packed_scales : pass.layer.h_scales) +
-             (std::size_t{slot} * groups + task.first_k_block) * kMaxHeight<P>;
-  }
+  const Ring<P> ring = pass.ring();
+  const TileRows<P> rows(pass, task);
   for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
     if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return false;
     const std::uint32_t full = ring.full_barrier(place.stage);
     if (thread != 0) {
       arrive(full);
-      place.advance(ring.stages);
-      continue;
-    }
-    arrive_expect_bytes(full, task.units * kUnitBytes + scale_bytes);
-    if constexpr (P::kScaled) {
-      load_bytes(ring.token_scales(place.stage), scales, scale_bytes, full);
-      scales += kMaxHeight<P>;
-    }
-    std::uint32_t to = ring.tokens(place.stage) + begin * kUnitBytes;
-    const auto k =
-        static_cast<int>((task.first_k_block + kb) * (kStageRowBytes / P::kElementBytes));
-    int row = row0;
-    for (std::uint32_t i = 0; i < (end - begin) / kUnitsOfMany; ++i) {
-      load_tokens(maps.many, to, full, k, row, kShares != 1);
-      to += kUnitsOfMany * kUnitBytes;
-      row += TokenMaps::kManyRows;
-    }
-    for (std::uint32_t i = 0; i < (end - begin) % kUnitsOfMany; ++i) {
-      load_tokens(maps.few, to, full, k, row, kShares != 1);
-      to += kUnitBytes;
-      row += TokenMaps::kFewRows;
+    } else {
+      arrive_expect_bytes(full, task.units * TileRows<P>::kUnitBytes);
+      rows.load(ring.tokens(place.stage), full,
+                (task.first_k_block + kb) * (kStageRowBytes / P::kElementBytes));
     }
     place.advance(ring.stages);
   }
   return true;
 }
 
+// The same by a whole warp, with the tokens' scales multiplied by the weights'. A lane has those of
+// four neighbouring tokens. A math thread t of four has tokens 8 n + 2 t and the next: it finds
+// those of n = 2 i and 2 i + 1 in one vector.
+template <typename P>
+__device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const TaskDescriptor& task,
+                                                 RingPlace& place) {
+  constexpr std::uint32_t kStageColumns = kStageRowBytes / P::kElementBytes;
+  static_assert(kMaxHeight<P> == 4 * 32 && kStageColumns == kQuantGroup);
+  const Ring<P> ring = pass.ring();
+  const TileRows<P> rows(pass, task);
+  const std::uint32_t lane = threadIdx.x % 32;
+  const float* of_tokens = rows.scales(pass.layer) + task.first_k_block * kMaxHeight<P> + 4 * lane;
+  const float* of_weights = weight_scales(pass, task);
+  // Past the L1 cache, which may remember another tile of the slot.
+  const auto fetch = [&] { return __ldcg(reinterpret_cast<const float4*>(of_tokens)); };
+  float4 tokens = fetch();
+  float weights[kScaleSets] = {__ldg(of_weights), __ldg(of_weights + kWeightScales - 1)};
+  const std::uint32_t place_of_lane = lane / 4 * 64 + lane % 2 * 32 + lane % 4 / 2 * 8;
+  for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
+    if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return false;
+    const std::uint32_t full = ring.full_barrier(place.stage);
+    if (lane == 0) {
+      rows.load(ring.tokens(place.stage), full, (task.first_k_block + kb) * kStageColumns);
+    }
+#pragma unroll
+    for (std::uint32_t set = 0; set < kScaleSets; ++set) {
+      const std::uint32_t to = ring.joined_scales(place.stage, set) + place_of_lane;
+      store_shared_floats(to, tokens.x * weights[set], tokens.y * weights[set]);
+      store_shared_floats(to + 16, tokens.z * weights[set], tokens.w * weights[set]);
+    }
+    __syncwarp();
+    if (lane == 0) arrive_expect_bytes(full, task.units * TileRows<P>::kUnitBytes);
+    place.advance(ring.stages);
+    if (kb + 1 < task.k_blocks) {
+      of_tokens += kMaxHeight<P>;
+      of_weights += kWeightScales;
+      tokens = fetch();
+      weights[0] = __ldg(of_weights);
+      weights[1] = __ldg(of_weights + kWeightScales - 1);
+    }
+  }
+  return true;
+}
+
 template <typename P>
 __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
+  if (!kJoinedScales<P> && threadIdx.x % 32 != 0) return;
   TaskReader reader(pass);
   RingPlace place;
-  for (TaskDescriptor task; reader.next_gemm(task);) {
+  for (TaskDescriptor task; reader.template next_gemm<kJoinedScales<P>>(task);) {
     const bool first = task.work == Work::kGemm1;
     // Given up or not, the block goes on: its other roles wait for these stages.
     pass.waiter().wait(first ? protocol::Phase::kDispatch : protocol::Phase::kExperts, task.tile,
@@ -179,10 +243,13 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
                          return first ? load_acquire_gpu(pass.packed(task.tile)) >= task.rows
                                       : pass.gemm1_complete(task.tile);
                        });
+    __syncwarp(kJoinedScales<P> ? ~0u : 1u);
     fence_async_proxy();
-    const bool loaded = pass.call.paired == 0 ? load_tile<1>(pass, task, place, 0)
-                                              : load_tile<kPair>(pass, task, place, 0);
-    if (!loaded) return;
+    if constexpr (kJoinedScales<P>) {
+      if (!load_scaled_tile(pass, task, place)) return;
+    } else {
+      if (!load_tile(pass, task, place, 0)) return;
+    }
   }
 }
 
@@ -220,7 +287,7 @@ __device__ __forceinline__ bool quantize_tile(const Pass<P>& pass, const TaskDes
                                               RingPlace& place, std::uint32_t thread) {
   static_assert(kStageRowBytes / P::kElementBytes == kQuantGroup && kGroupLanes == 8);
   const LayerParams& layer = pass.layer;
-  const Ring& ring = pass.state().ring;
+  const Ring<P> ring = pass.ring();
   const std::uint32_t my_row = thread / kGroupLanes, my_chunk = thread % kGroupLanes;
   const auto depth = static_cast<std::uint32_t>(pass.ffn(task.shared != 0).intermediate);
   const std::uint32_t column0 = task.first_k_block * kQuantGroup + my_chunk * kLaneColumns;
@@ -282,7 +349,7 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
   const std::uint32_t thread = threadIdx.x - 32 * kTokensWarp;
   const std::uint32_t my_row = thread / 8, my_chunk = thread % 8;
   const std::uint32_t my_place = swizzled_place(my_row, my_chunk);
-  const Ring ring = pass.state().ring;
+  const Ring<P> ring = pass.ring();
   TaskReader reader(pass);
   RingPlace place;
   for (;;) {
@@ -299,7 +366,7 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
         if (!quantize_tile(pass, task, place, thread)) return;
       } else {
         fence_async_proxy();
-        if (!load_tile<1>(pass, task, place, thread)) return;
+        if (!load_tile(pass, task, place, thread)) return;
       }
       continue;
     }

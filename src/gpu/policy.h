@@ -48,7 +48,7 @@ struct FP8Policy {
   static constexpr DType kCompute = DType::kF8E4M3;
   static constexpr int kElementBytes = 1;
   static constexpr int kInstructionK = 32;
-  static constexpr protocol::TileShape kTileShape{128, 32, 16};
+  static constexpr protocol::TileShape kTileShape{128, 128, 16};
   static constexpr int kHalves = 2;
   static constexpr bool kScaled = true;
   static constexpr int kLoadingRegisters = 56;
@@ -59,7 +59,7 @@ struct FP8Policy {
 template <typename P>
 struct SmallPass : P {
   static constexpr bool kAlone = true;
-  static constexpr protocol::TileShape kTileShape{kMaxOwnTokens, P::kTileShape.granule,
+  static constexpr protocol::TileShape kTileShape{kMaxOwnTokens, kMaxOwnTokens,
                                                   P::kTileShape.least};
   static constexpr int kHalves = 1;
   static constexpr int kLoadingRegisters = 152;

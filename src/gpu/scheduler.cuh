@@ -17,22 +17,30 @@ class TaskReader {
     return test_wait(shared_address(&pass_.block.task_full[count_ % kTaskSlots]),
                      count_ / kTaskSlots % 2);
   }
-  // Waits for the next task. One lane of the warp must call release() when all have read it.
-  __device__ TaskDescriptor next() {
+  // Waits for the next task; null if the pass was given up. It is there until one lane of the warp
+  // has called release(), when all have read it.
+  __device__ const TaskDescriptor* await() {
     const std::uint32_t slot = count_ % kTaskSlots, parity = count_ / kTaskSlots % 2;
     ++count_;
+    return wait_ring(pass_.waiter(), shared_address(&pass_.block.task_full[slot]), parity)
+               ? &pass_.block.tasks[slot]
+               : nullptr;
+  }
+  // The same, but the task's copy.
+  __device__ TaskDescriptor next() {
     TaskDescriptor task;
     task.work = Work::kStop;
-    if (wait_ring(pass_.waiter(), shared_address(&pass_.block.task_full[slot]), parity)) {
-      task = pass_.block.tasks[slot];
-    }
+    if (const TaskDescriptor* const next = await(); next != nullptr) task = *next;
     return task;
   }
-  // For a role of one thread: the next task that is a GEMM; false when there are no more.
+  // The next task that is a GEMM; false when there are no more. For a role of one thread, or,
+  // kWarp, of a whole warp.
+  template <bool kWarp>
   __device__ bool next_gemm(TaskDescriptor& task) {
     do {
       task = next();
-      release();
+      if (kWarp) __syncwarp();
+      if (!kWarp || threadIdx.x % 32 == 0) release();
     } while (task.work == Work::kCombine);
     return task.work != Work::kStop;
   }

@@ -27,32 +27,31 @@ inline constexpr std::uint32_t kBoxBytes = kTileRows * kStageRowBytes;
 inline constexpr std::uint32_t kRingBytes = 192 * 1024, kMaxStages = 12;
 template <typename P>
 inline constexpr std::uint32_t kMaxHeight = static_cast<std::uint32_t>(P::kTileShape.max_height);
-// Stages for tiles of at most that height.
+// Large passes with scales have, with each stage, the products of its tokens' scales with those of
+// its weights, which are two: of gate and up, or of the first 128 rows and the next. Small passes
+// have both kinds of scales as they are.
+template <typename P>
+inline constexpr bool kJoinedScales = P::kScaled && !P::kAlone;
+// A stage has room for tiles of at most `height` tokens; where math warps are short of registers,
+// for all, so that they know its size when they are compiled.
 template <typename P>
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t stage_bytes(std::uint32_t height) {
-  return P::kHalves * kBoxBytes + height * kStageRowBytes;
+  return P::kHalves * kBoxBytes + (kJoinedScales<P> ? kMaxHeight<P> : height) * kStageRowBytes;
 }
 template <typename P>
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t num_stages(std::uint32_t height) {
   const std::uint32_t fit = kRingBytes / stage_bytes<P>(height);
   return fit < kMaxStages ? fit : kMaxStages;
 }
-// A stage's scales: those of its weights (FfnParams::gemm1_scales), then one for each token.
-inline constexpr std::uint32_t kWeightScaleBytes = 4 * sizeof(float);
-SWITCHYARD_HOST_DEVICE constexpr std::uint32_t scale_bytes(std::uint32_t height) {
-  return kWeightScaleBytes + height * static_cast<std::uint32_t>(sizeof(float));
-}
+// Of a stage, in floats: the weights' four (FfnParams::gemm1_scales) and one for each token; or two
+// for each.
+inline constexpr std::uint32_t kWeightScales = 4, kScaleSets = 2;
 template <typename P>
-constexpr std::uint32_t most_scale_bytes() {
-  std::uint32_t most = 0;
-  for (int height = P::kTileShape.least; height <= P::kTileShape.max_height; height += 16) {
-    const auto h = static_cast<std::uint32_t>(height);
-    const std::uint32_t bytes = num_stages<P>(h) * scale_bytes(h);
-    most = bytes > most ? bytes : most;
-  }
-  return most;
-}
-inline constexpr std::uint32_t kTaskSlots = 2;
+inline constexpr std::uint32_t kScaleBytes =
+    static_cast<std::uint32_t>(sizeof(float) * (kJoinedScales<P> ? kScaleSets * kMaxHeight<P>
+                                                                 : kWeightScales + kMaxHeight<P>));
+// The task in work, of which the math warps read again what they need, and those after it.
+inline constexpr std::uint32_t kTaskSlots = 4;
 // Where a math warpgroup turns its 64 rows of weights into rows of tokens: two buffers of so many.
 inline constexpr int kStagedTokens = 32;
 inline constexpr int kStagingBytes = 2 * kStagedTokens * kSwizzleRowBytes;
@@ -104,26 +103,44 @@ struct TaskDescriptor {
   const std::uint32_t* list;  // of the tile's rows; null: the tokens themselves, in order
 };
 
+// In large passes, of the one token that is rehearsed.
+template <bool kAlone>
 struct OwnRouting {
-  std::int32_t ids[kMaxOwnSlots];
-  float weights[kMaxOwnSlots + kMaxOwnTokens];  // [T, cells_per_token]
-  std::uint16_t positions[kMaxOwnSlots];
-  std::uint32_t lists[kMaxOwnSlots];
+  static constexpr std::uint32_t kTokens = kAlone ? kMaxOwnTokens : 1;
+  static constexpr std::uint32_t kSlots = kAlone ? kMaxOwnSlots : protocol::kMaxTopK;
+  std::int32_t ids[kSlots];
+  float weights[kSlots + kTokens];  // [T, cells_per_token]
+  std::uint16_t positions[kSlots];
+  std::uint32_t lists[kSlots];
 };
 
-struct Ring {
-  std::uint32_t base, full, empty, stages, stage_bytes, weight_bytes;
-  std::uint32_t scales, scale_bytes;
+// The ring, at addresses in shared memory.
+template <typename P, bool kFixed = kJoinedScales<P>>
+struct StageShape {
+  std::uint32_t stages, stage_bytes;
+};
+template <typename P>
+struct StageShape<P, true> {
+  static constexpr std::uint32_t stages = num_stages<P>(0), stage_bytes = gpu::stage_bytes<P>(0);
+};
+template <typename P>
+struct Ring : StageShape<P> {
+  std::uint32_t base, full, empty, scales;
 
-  __device__ std::uint32_t weights(std::uint32_t stage) const { return base + stage * stage_bytes; }
+  __device__ std::uint32_t weights(std::uint32_t stage) const {
+    return base + stage * this->stage_bytes;
+  }
   __device__ std::uint32_t tokens(std::uint32_t stage) const {
-    return weights(stage) + weight_bytes;
+    return weights(stage) + P::kHalves * kBoxBytes;
   }
   __device__ std::uint32_t weight_scales(std::uint32_t stage) const {
-    return scales + stage * scale_bytes;
+    return scales + stage * kScaleBytes<P>;
   }
   __device__ std::uint32_t token_scales(std::uint32_t stage) const {
-    return weight_scales(stage) + kWeightScaleBytes;
+    return weight_scales(stage) + kWeightScales * sizeof(float);
+  }
+  __device__ std::uint32_t joined_scales(std::uint32_t stage, std::uint32_t set) const {
+    return scales + stage * kScaleBytes<P> + set * kMaxHeight<P> * sizeof(float);
   }
   __device__ std::uint32_t full_barrier(std::uint32_t stage) const { return full + 8 * stage; }
   __device__ std::uint32_t empty_barrier(std::uint32_t stage) const { return empty + 8 * stage; }
@@ -145,12 +162,13 @@ template <typename P, bool kScaled = P::kScaled>
 struct QuantizedTile {};
 template <typename P>
 struct QuantizedTile<P, true> {
-  alignas(16) std::byte scales[most_scale_bytes<P>()];
+  alignas(16) std::byte scales[num_stages<P>(P::kTileShape.least) * kScaleBytes<P>];
   float inverse[kMathGroups][kMaxHeight<P>];
 };
 
 // What the block found out about the pass. In shared memory, because the math warps have no
 // registers to keep it in.
+template <typename P>
 struct PassState {
   std::uint64_t epoch;
   PassWords words;
@@ -162,7 +180,7 @@ struct PassState {
   const float* row_scales;
   std::int64_t row_scale_stride;
   RoutingTables tables;
-  Ring ring;
+  StageShape<P> stage_shape;
   protocol::TokenTiles shared_tiles;
   std::uint32_t log2_rows;           // of the weight rows of a task, of a pair's if there are pairs
   std::uint32_t gate_slices;         // that logits are sums of
@@ -185,15 +203,18 @@ struct BlockStorage {
   // [E + 1] first tile and first row of each expert, counted after the shared expert's.
   std::uint32_t tile_begin[kMaxDeviceExperts + 1];
   std::uint32_t row_begin[kMaxDeviceExperts + 1];
-  OwnRouting own;
+  OwnRouting<P::kAlone> own;
   // The rows' entries of the tile in work, for the epilogue of each math warpgroup.
   alignas(8) std::uint32_t entries[kMathGroups][kMaxHeight<P>];
   QuantizedTile<P> quantized;
   std::uint32_t* unsignalled[kMathGroups];  // see Signals
-  PassState pass;
+  PassState<P> pass;
 };
-static_assert(sizeof(BlockStorage<BF16Policy>) + 1024 <= 227 * 1024 &&
-                  sizeof(BlockStorage<FP8Policy>) + 1024 <= 227 * 1024,
+template <typename P>
+inline constexpr std::size_t kSharedBytes = sizeof(BlockStorage<P>) + 1024;  // to align it
+template <typename... P>
+constexpr bool fit = ((kSharedBytes<P> <= std::size_t{227} * 1024) && ...);
+static_assert(fit<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>>,
               "the block's shared memory is full");
 
 // Barriers of all blocks, in the order in which a pass comes to them.
@@ -206,7 +227,13 @@ struct Pass {
   const CallParams& call;
   BlockStorage<P>& block;
 
-  __device__ const PassState& state() const { return block.pass; }
+  __device__ const PassState<P>& state() const { return block.pass; }
+  __device__ Ring<P> ring() const {
+    Ring<P> ring{state().stage_shape, shared_address(block.ring), shared_address(block.full),
+                 shared_address(block.empty), 0};
+    if constexpr (P::kScaled) ring.scales = shared_address(block.quantized.scales);
+    return ring;
+  }
   __device__ Waiter waiter() const {
     return {&layer.heaps, layer.failed, &block.pass.going, block.pass.epoch, layer.deadline_ns};
   }

@@ -199,9 +199,10 @@ class Scales {
     std::ranges::copy(on_host(m.scale, bytes), reinterpret_cast<std::byte*>(values_.data()));
   }
   bool by_row() const { return rows_; }
-  // Of the products with columns from `column` on, 128 at most.
+  // Of the products with columns from `column` on, 128 at most. Rows past the last, which are
+  // multiplied with the others of their tile, share the last one's.
   float of_block(std::int64_t row, std::int64_t column) const {
-    return rows_ || row >= m_.rows ? 1.0f : at(row, column);
+    return rows_ ? 1.0f : at(std::min(row, m_.rows - 1), column);
   }
   // Of what all columns' products sum up to.
   float of_row(std::int64_t row) const { return rows_ && row < m_.rows ? at(row, 0) : 1.0f; }

@@ -18,14 +18,17 @@ inline constexpr int kSwizzleRowBytes = 128;
 inline constexpr int kSwizzleAtomBytes = 8 * kSwizzleRowBytes;
 
 // Of a K-major operand whose first element is at `address` (a multiple of 1024 bytes, plus the
-// offset of a K step within the row).
-__device__ __forceinline__ std::uint64_t swizzled_descriptor(std::uint32_t address) {
+// offset of a K step within the row). Here in two words, of which only the lower depends on the
+// address: the compiler would add 64-bit numbers.
+__device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t address) {
+  constexpr std::uint32_t kLeadingByteOffset = 1 << 16;  // not used with this swizzle
+  return (address >> 4) | kLeadingByteOffset;
+}
+__device__ __forceinline__ std::uint64_t swizzled_descriptor(std::uint32_t matrix_address) {
   cute::GmmaDescriptor descriptor;
-  descriptor.bitfield.start_address_ = static_cast<std::uint16_t>(address >> 4);
-  descriptor.bitfield.leading_byte_offset_ = 1;  // not used with this swizzle
   descriptor.bitfield.stride_byte_offset_ = kSwizzleAtomBytes >> 4;
   descriptor.bitfield.layout_type_ = static_cast<std::uint8_t>(cute::SM90::GMMA::LayoutType::B128);
-  return descriptor;
+  return std::uint64_t{descriptor.reg32_[1]} << 32 | matrix_address;
 }
 
 // D[64, N] += A[64, kInstructionK] B[N, kInstructionK]^T.

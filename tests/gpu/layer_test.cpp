@@ -408,44 +408,5 @@ TEST_F(GpuGraph, IsOneKernelAndReplaysWithOtherRouting) {
   }
 }
 
-using GpuSoak = GpuTest;
-
-// Fresh routing and sizes; each batch's output must be the same bits whenever it comes again.
-TEST_F(GpuSoak, ManyForwardsOfRandomSizes) {
-  const char* const wanted = std::getenv("SWITCHYARD_SOAK_FORWARDS");
-  const int forwards = wanted != nullptr ? std::atoi(wanted) : 2000;
-  LayerSpec spec = wide_spec(32, 4);
-  spec.shared_intermediate = 136;
-  spec.shared_sigmoid_gate = true;
-  const MoeWeights w = make_weights(spec, DType::kBF16, 3);
-  constexpr int kMaxTokens = 1500;
-  constexpr int kBatches = 64;
-  DeviceLayer layer(spec, w, kMaxTokens);
-  std::mt19937 random(1);
-  std::vector<Batch> batches;
-  for (int i = 0; i < kBatches; ++i) {
-    const int tokens = i == 0 ? 0 : static_cast<int>(random() % (i % 2 ? 40 : kMaxTokens)) + 1;
-    batches.push_back(random_batch(spec, tokens, DType::kBF16, random()));
-    if (i % 3 != 0 || tokens == 0) continue;
-    const SyntheticRouting routing =
-        synthetic_routing(tokens, spec.num_experts, spec.top_k, 0.5 + 0.1 * (i % 5), random());
-    batches.back().topk_ids = routing.ids;
-    batches.back().topk_weights = routing.weights;
-  }
-  std::vector<DeviceBatch> device;
-  for (const Batch& batch : batches) device.emplace_back(spec, batch, DType::kBF16);
-  std::vector<std::optional<std::size_t>> checksums(device.size());
-  for (int i = 0; i < forwards; ++i) {
-    const std::size_t which = random() % device.size();
-    device[which].poison(layer.stream());
-    device[which].enqueue(layer.layer(), layer.stream());
-    layer.stream().synchronize();
-    const std::size_t checksum = device[which].checksum();
-    if (!checksums[which]) checksums[which] = checksum;
-    ASSERT_EQ(checksum, *checksums[which]) << "forward " << i << ", batch " << which;
-  }
-  EXPECT_EQ(layer.layer().stats().epoch, static_cast<std::uint64_t>(forwards));
-}
-
 }  // namespace
 }  // namespace switchyard::testing

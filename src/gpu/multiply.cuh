@@ -1,0 +1,252 @@
+// What the math warpgroups do with the stages of the ring: the K loops of tasks.
+#pragma once
+
+#include "gpu/loading.cuh"
+
+namespace switchyard::gpu {
+
+// What a math warpgroup has stored but its first thread not yet told others. Telling means to wait
+// until all stores have reached the L2 cache, so it is put off until the next tile's products are
+// under way, but never beyond a wait: what is waited for may depend on it.
+template <typename P>
+class Signals {
+ public:
+  __device__ explicit Signals(BlockStorage<P>& block) : block_(block) {}
+
+  // The warpgroup stores, and has stored once all of it is past barrier_id, its part of what `word`
+  // counts.
+  __device__ void put_off(std::uint32_t* word, std::uint32_t barrier_id) {
+    send();
+    named_barrier<kWarpgroup>(barrier_id);
+    if (fresh_thread_index<kWarpgroup>() == 0) mine() = word;
+    any_ = true;
+  }
+  __device__ void send() {
+    if (!any_) return;
+    any_ = false;
+    if (fresh_thread_index<kWarpgroup>() == 0) add_release_gpu(mine(), 1);
+  }
+
+ private:
+  __device__ std::uint32_t*& mine() const {
+    return block_.unsignalled[fresh_thread_index<kThreads>() / kWarpgroup - 1];
+  }
+
+  BlockStorage<P>& block_;
+  bool any_ = false;
+};
+
+// One stage of the ring: D[64, N] of weight rows and tokens or, kTall, of tokens and weight rows.
+template <int N, bool kTall, typename P>
+class Multiplier {
+ public:
+  __device__ Multiplier(const Pass<P>& pass, RingPlace& place, std::uint32_t group,
+                        Signals<P>& signals)
+      : pass_(pass),
+        ring_(pass.ring()),
+        place_(place),
+        group_(__reduce_max_sync(~0u, group)),
+        signals_(signals) {
+    // Of a pair, a lane tells each block that a stage is free.
+    const std::uint32_t lane = fresh_thread_index<32>();
+    speaks_ = lane <= pass.call.paired;
+    empty_ = speaks_ && pass.call.paired != 0 ? address_in_pair(ring_.empty, lane) : ring_.empty;
+  }
+
+  // Asked a little earlier, the answer does not keep anybody waiting.
+  __device__ __forceinline__ bool ready() const {
+    return test_wait(ring_.full_barrier(place_.stage), place_.parity);
+  }
+  // Its wait is not asked how it ended, here and in the epilogue: wgmma must not be in code that
+  // some threads may have left. A tile that was given up is finished with wrong numbers.
+  __device__ __forceinline__ void await_stage(bool ready) const {
+    if (__builtin_expect(!ready, 0)) {
+      signals_.send();
+      wait_ring(pass_.waiter(), ring_.full_barrier(place_.stage), place_.parity);
+    }
+    // In small passes the tokens' copies are ordinary writes; the matrix unit reads through the
+    // async proxy.
+    if (P::kAlone) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  // Where the stage's rows are. Reduced, a number is the same in all lanes for the compiler, too,
+  // which then keeps the descriptors in uniform registers, where the instructions want them.
+  struct Operands {
+    std::uint32_t weights, tokens;
+  };
+  __device__ __forceinline__ Operands operands() const {
+    // The warpgroup has a part of the weights and all tokens or, kTall, the other way round.
+    constexpr std::uint32_t kPart = (kTall ? 1 : P::kHalves) * kHalfBytes;
+    const std::uint32_t weights = ring_.weights(place_.stage), tokens = ring_.tokens(place_.stage);
+    return {__reduce_max_sync(~0u, matrix_address(weights + (kTall ? 0 : group_ * kPart))),
+            __reduce_max_sync(~0u, matrix_address(tokens + (kTall ? group_ * kPart : 0)))};
+  }
+  // The products with the first or second half of the warpgroup's weight rows.
+  __device__ __forceinline__ void issue(const Operands& operands, int half, float (&sums)[N / 2],
+                                        bool accumulate) const {
+    constexpr int kStepBytes = P::kInstructionK * P::kElementBytes;
+    const std::uint32_t weights = operands.weights + half * ((kTall ? kBoxBytes : kHalfBytes) >> 4);
+    const std::uint32_t a = kTall ? operands.tokens : weights,
+                        b = kTall ? weights : operands.tokens;
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < kStageRowBytes / kStepBytes; ++k) {
+      multiply<P, N>(swizzled_descriptor(a + k * kStepBytes / 16),
+                     swizzled_descriptor(b + k * kStepBytes / 16), sums, accumulate || k != 0);
+    }
+    cute::warpgroup_commit_batch();
+  }
+  // The compiler does not know that a wait is for accumulators: without a fence for each it may
+  // compute with them before.
+  __device__ __forceinline__ void await_products(float (&sums)[N / 2]) const {
+    cute::warpgroup_wait<0>();
+#pragma unroll
+    for (float& sum : sums) cute::warpgroup_fence_operand(sum);
+  }
+  // The K loop. After some stages the last tile's stores have arrived, and others are told.
+  template <typename Body>
+  __device__ __forceinline__ void repeat(std::uint32_t stages, Body&& body) const {
+    // (Knowing the number, the compiler would make copies of the body.)
+    std::uint32_t before_signals;
+    asm volatile("mov.u32 %0, 2;" : "=r"(before_signals));
+    std::uint32_t now = min(stages, before_signals);
+    SWITCHYARD_ROLLED
+    while (stages != 0) {
+      stages -= now;
+      SWITCHYARD_ROLLED
+      do body();
+      while (--now != 0);
+      signals_.send();
+      now = stages;
+    }
+  }
+  // All that was read of the stage has arrived.
+  __device__ __forceinline__ void release(std::uint32_t stage) const {
+    if (speaks_) arrive_in_pair(empty_ + 8 * stage);
+  }
+  // The stage's scales may still be on their way to registers, where the arrival would overtake
+  // them: it is put off until the next stage's products are issued, which overwrite what the scales
+  // were multiplied with, or until the tile ends.
+  __device__ __forceinline__ void put_off_release(std::uint32_t stage) {
+    if (pending_ != 0) arrive_in_pair(pending_);
+    pending_ = speaks_ ? empty_ + 8 * stage : 0;
+  }
+  __device__ __forceinline__ void release_last() {
+    asm volatile("fence.acq_rel.cta;" ::: "memory");
+    if (pending_ != 0) arrive_in_pair(pending_);
+  }
+  __device__ __forceinline__ void advance() const { place_.advance(ring_.stages); }
+
+ private:
+  static constexpr std::uint32_t kHalfBytes = kInstructionRows * kStageRowBytes;
+
+  const Pass<P>& pass_;
+  const Ring<P> ring_;
+  RingPlace& place_;
+  std::uint32_t group_;
+  Signals<P>& signals_;
+  bool speaks_;
+  std::uint32_t empty_;
+  std::uint32_t pending_ = 0;  // the barrier of a stage to be released
+};
+
+// The K loop of a task. `box`: of a pair of boxes, the one that has the scales of the warpgroup's
+// rows, or kBothBoxes if its halves have one each.
+inline constexpr std::uint32_t kBothBoxes = 2;
+template <int kHalves, int N, typename P>
+__device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t k_blocks,
+                                              RingPlace& place, std::uint32_t group,
+                                              std::uint32_t box, Signals<P>& signals,
+                                              float (&acc)[kHalves][N / 2]) {
+  Multiplier<N, false, P> stage(pass, place, group, signals);
+  const Ring<P> ring = pass.ring();
+  if constexpr (P::kScaled) {
+    // Products of one stage, which are scaled and summed here while the other warpgroup's are under
+    // way.
+    float part[N / 2];
+    bool ready = stage.ready();
+#pragma unroll
+    for (auto& half : acc) {
+#pragma unroll
+      for (float& sum : half) sum = 0;
+    }
+    stage.repeat(k_blocks, [&] {
+      const auto operands = stage.operands();
+      const std::uint32_t current = place.stage;
+      stage.await_stage(ready);
+      if constexpr (kJoinedScales<P>) {
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+          stage.issue(operands, half, part, false);
+          if (half == 0) stage.put_off_release(current);
+          const std::uint32_t scales =
+              ring.joined_scales(place.stage, box == kBothBoxes ? half : box) +
+              16 * fresh_thread_index<4>();
+          // Some are read ahead, while the products are under way.
+          constexpr int kVectors = N / 16, kAhead = kVectors < 2 ? kVectors : 2;
+          float4 tokens[kAhead];
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) tokens[i] = load_shared_float4(scales + 64 * i);
+          stage.await_products(part);
+          if (half + 1 == kHalves) {
+            stage.advance();
+            ready = stage.ready();
+          }
+#pragma unroll
+          for (int i = 0; i < kVectors; ++i) {
+            const float4 of = tokens[i % kAhead];
+            if (i + kAhead < kVectors) {
+              tokens[i % kAhead] = load_shared_float4(scales + 64 * (i + kAhead));
+            }
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+              const int at = 8 * i + 2 * row;
+              acc[half][at] += part[at] * of.x;
+              acc[half][at + 1] += part[at + 1] * of.y;
+              acc[half][at + 4] += part[at + 4] * of.z;
+              acc[half][at + 5] += part[at + 5] * of.w;
+            }
+          }
+        }
+      } else {
+        static_assert(kHalves == 1);
+        stage.issue(operands, 0, part, false);
+        stage.put_off_release(current);
+        const std::uint32_t scales = ring.token_scales(place.stage) + 8 * fresh_thread_index<4>();
+        // Of this thread's first and second weight row.
+        const float2 weights = load_shared_floats(ring.weight_scales(place.stage) + 8 * box);
+        stage.await_products(part);
+        stage.advance();
+        ready = stage.ready();
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n) {
+          const float2 tokens = load_shared_floats(scales + 32 * n);
+          acc[0][4 * n] += part[4 * n] * (tokens.x * weights.x);
+          acc[0][4 * n + 1] += part[4 * n + 1] * (tokens.y * weights.x);
+          acc[0][4 * n + 2] += part[4 * n + 2] * (tokens.x * weights.y);
+          acc[0][4 * n + 3] += part[4 * n + 3] * (tokens.y * weights.y);
+        }
+      }
+    });
+    stage.release_last();
+  } else {
+    static_assert(kHalves == 1);
+    stage.await_stage(stage.ready());
+    stage.issue(stage.operands(), 0, acc[0], false);
+    stage.repeat(k_blocks - 1, [&] {
+      const std::uint32_t previous = place.stage;
+      stage.advance();
+      const bool ready = stage.ready();
+      const auto operands = stage.operands();
+      stage.await_stage(ready);
+      stage.issue(operands, 0, acc[0], true);
+      // All but the newest products are done, and with them the stage before.
+      cute::warpgroup_wait<1>();
+      stage.release(previous);
+    });
+    stage.await_products(acc[0]);
+    stage.release(place.stage);
+    stage.advance();
+  }
+}
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,297 @@
+// Tall tiles, of more than half a tile's tokens in FP8: tokens take the 64 rows of the matrix
+// instruction, and weights its columns.
+//
+// Such tiles are limited by what goes through shared memory: operands, and scales for the sums that
+// every thread makes of the stages' products. With weights on the rows a thread needs the scales of
+// all the tile's tokens it has, a quarter; with tokens there, of two.
+//
+// A math warpgroup holds D[64 tokens, 128 weight rows] twice, for both boxes of the task. Warp w
+// has tokens 16 w to 16 w + 15; its lane 4 g + t holds tokens g and g + 8 of them, of weight rows
+// 8 n + 2 t and the next, in acc[box][4 n .. 4 n + 3]. So a warp has all columns of its tokens, and
+// finishes them by itself.
+#pragma once
+
+#include "gpu/epilogue.cuh"
+#include "gpu/multiply.cuh"
+
+namespace switchyard::gpu {
+
+template <typename P>
+inline constexpr bool kHasTallTiles = kJoinedScales<P>;
+inline constexpr std::uint32_t kTallUnits = kInstructionRows / kUnitRows;  // more than these
+inline constexpr int kTallColumns = kTileRows;                             // of an instruction
+using TallSums = float[kScaleSets][kTallColumns / 2];
+
+// What a lane has of its warp's 16 tokens: rows row and row + 8, columns 8 n + column and the next.
+struct TallLane {
+  std::uint32_t row, column;
+  __device__ TallLane() : row(fresh_thread_index<32>() / 4), column(2 * fresh_thread_index<4>()) {}
+};
+// The tile's first token of this warp.
+__device__ __forceinline__ std::uint32_t tall_warp_row() {
+  return (fresh_thread_index<kThreads>() / 32 - kWarpgroup / 32) * 16;
+}
+
+// `meet`: each box has rows of gate and then as many of up, with the scales of the first and the
+// second set; else all of a box has those of its own set.
+template <typename P>
+__device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t k_blocks,
+                                              RingPlace& place, std::uint32_t group, bool meet,
+                                              Signals<P>& signals, TallSums& acc) {
+  constexpr int N = kTallColumns;
+  constexpr std::uint32_t kSetBytes = kMaxHeight<P> * sizeof(float);
+  Multiplier<N, true, P> stage(pass, place, group, signals);
+  const Ring<P> ring = pass.ring();
+  float part[N / 2];
+  bool ready = stage.ready();
+#pragma unroll
+  for (auto& box : acc) {
+#pragma unroll
+    for (float& sum : box) sum = 0;
+  }
+  // Of the sets, for the second half of the first box and the first half of the second.
+  const std::uint32_t first_up = meet ? kSetBytes : 0, second_gate = kSetBytes - first_up;
+  // See load_scaled_tile for the order of tokens.
+  const std::uint32_t row = fresh_thread_index<32>() / 4;
+  const std::uint32_t scales0 =
+      ring.joined_scales(0, 0) + 4 * (tall_warp_row() + row / 2 * 4 + row % 2);
+  stage.repeat(k_blocks, [&] {
+    const auto operands = stage.operands();
+    const std::uint32_t current = place.stage;
+    const std::uint32_t scales = scales0 + current * kScaleBytes<P>;
+    stage.await_stage(ready);
+#pragma unroll
+    for (int box = 0; box < static_cast<int>(kScaleSets); ++box) {
+      stage.issue(operands, box, part, false);
+      if (box == 0) stage.put_off_release(current);
+      const std::uint32_t sets[2] = {scales + (box == 0 ? 0 : second_gate),
+                                     scales + (box == 0 ? first_up : kSetBytes)};
+      float of[2][2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) of[i / 2][i % 2] = load_shared_float(sets[i / 2] + i % 2 * 8);
+      stage.await_products(part);
+      if (box + 1 == kScaleSets) {
+        stage.advance();
+        ready = stage.ready();
+      }
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) acc[box][i] += part[i] * of[i / (N / 4)][i / 2 % 2];
+    }
+  });
+  stage.release_last();
+}
+
+// What the model has for each of its weight rows, of which this thread has acc's: `op` of each sum
+// and its row's number. gate(i), up(i): where gate's and up's numbers of acc[box] begin.
+template <typename Op>
+__device__ __forceinline__ void apply_columns(const float* vector, std::uint32_t column0,
+                                              std::uint32_t columns, float* acc, int num_octets,
+                                              Op&& op) {
+#pragma unroll
+  for (int n = 0; n < num_octets; ++n) {
+    const std::uint32_t column = column0 + 8 * n;
+    const float2 of =
+        column < columns ? __ldg(reinterpret_cast<const float2*>(vector + column)) : float2{0, 0};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[4 * n + i] = op(acc[4 * n + i], i % 2 == 0 ? of.x : of.y);
+  }
+}
+
+// Products of a first GEMM, before the activation.
+template <bool kGated, typename P>
+__device__ __forceinline__ void finish_tall_products(const Pass<P>& pass,
+                                                     const TaskDescriptor& task,
+                                                     std::uint32_t group, TallSums& acc) {
+  const LayerParams& layer = pass.layer;
+  const FfnParams& ffn = pass.ffn(task.shared != 0);
+  const TallLane lane;
+  if (layer.weight_on_input && task.shared == 0) {
+    named_barrier<kWarpgroup>(1 + group);  // entries are there
+    float weights[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const std::uint32_t row = tall_warp_row() + lane.row + 8 * r;
+      const std::uint32_t entry = row < task.rows ? pass.block.entries[group][row] : 0;
+      weights[r] = pass.state().tables.weights[RowEntry::cell(
+          entry, static_cast<std::uint32_t>(layer.cells_per_token))];
+    }
+#pragma unroll
+    for (int i = 0; i < kTallColumns; ++i) {
+      acc[i / (kTallColumns / 2)][i % (kTallColumns / 2)] *= weights[i / 2 % 2];
+    }
+  }
+  const auto intermediate = static_cast<std::uint32_t>(ffn.intermediate);
+  const std::size_t row0 = static_cast<std::size_t>(task.expert) * intermediate;
+  const auto for_columns = [&](const float* gate, const float* up, auto op) {
+    if (up == nullptr) return;
+#pragma unroll
+    for (int box = 0; box < 2; ++box) {
+      constexpr std::uint32_t kOfBox = kGated ? kInstructionRows : kTileRows;  // columns of h
+      const std::uint32_t column = (task.block * 2 + box) * kOfBox + lane.column;
+      if constexpr (kGated) {
+        apply_columns(gate + row0, column, intermediate, acc[box], 8, op);
+        apply_columns(up + row0, column, intermediate, acc[box] + 32, 8, op);
+      } else {
+        apply_columns(up + row0, column, intermediate, acc[box], 16, op);
+      }
+    }
+  };
+  for_columns(ffn.gate_scale, ffn.up_scale, [](float v, float scale) { return v * scale; });
+  for_columns(ffn.gate_bias, ffn.up_bias, [](float v, float bias) { return v + bias; });
+  if (kGated && layer.clamps) {
+#pragma unroll
+    for (auto& box : acc) {
+#pragma unroll
+      for (int i = 0; i < kTallColumns / 2; ++i) {
+        box[i] = at_most(box[i], layer.limit);
+        if (i >= kTallColumns / 4) box[i] = at_least(box[i], -layer.limit) + layer.up_bias;
+      }
+    }
+  }
+}
+
+// Where a warp stages its 16 tokens, 128 bytes of each at a time.
+inline constexpr std::uint32_t kTallStagedTokens = 16;
+static_assert(kTallStagedTokens * kSwizzleRowBytes * 4 <= kStagingBytes);
+struct TallStaging {
+  std::uint32_t base;
+  template <typename P>
+  __device__ TallStaging(const Pass<P>& pass, std::uint32_t group)
+      : base(shared_address(pass.block.staging[group]) +
+             fresh_thread_index<kWarpgroup>() / 32 * kTallStagedTokens * kSwizzleRowBytes) {}
+  __device__ std::uint32_t place(std::uint32_t token, std::uint32_t vector) const {
+    return base + token * kSwizzleRowBytes + ((vector ^ (token & 7)) << 4);
+  }
+  // Stores what is staged: vectors of 16 bytes for which keep(token, vector) holds, to
+  // to(token, vector).
+  template <typename Keep, typename To>
+  __device__ void drain(Keep&& keep, To&& to) const {
+    __syncwarp();
+#pragma unroll
+    for (std::uint32_t i = 0; i < kTallStagedTokens / 4; ++i) {
+      const std::uint32_t token = 4 * i + fresh_thread_index<32>() / 8;
+      const std::uint32_t vector = fresh_thread_index<8>();
+      if (keep(token, vector))
+        store_vector(to(token, vector), load_shared_vector(place(token, vector)));
+    }
+    __syncwarp();
+  }
+};
+
+// A group of 128 columns of h, from bf16 to codes and scales. values[n][r]: columns 8 n + 2 t and
+// the next of the lane's first and second token.
+template <typename P>
+__device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const TaskDescriptor& task,
+                                                 std::uint32_t group, std::uint32_t column0,
+                                                 const std::uint32_t (&values)[16][2]) {
+  const LayerParams& layer = pass.layer;
+  const auto intermediate = static_cast<std::uint32_t>(pass.ffn(task.shared != 0).intermediate);
+  const std::uint32_t row0 = tall_warp_row(), slot = task.tile % layer.h_slots;
+  const std::uint32_t t = fresh_thread_index<4>();
+  const TallStaging staging(pass, group);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    std::uint32_t most = 0;
+#pragma unroll
+    for (int n = 0; n < 16; ++n) most = larger_magnitudes(most, values[n][r]);
+    most = larger_magnitudes(most, __shfl_xor_sync(~0u, most, 1));
+    most = larger_magnitudes(most, __shfl_xor_sync(~0u, most, 2));
+    most = larger_magnitudes(most, most >> 16);
+    const GroupScale scale = group_scale(low_half(most));
+    const std::uint32_t row = fresh_thread_index<32>() / 4 + 8 * r;
+    if (t == 0 && row0 + row < task.rows && column0 < intermediate) {
+      layer.h_scales[(std::size_t{slot} * layer.h_groups + column0 / kQuantGroup) * kMaxHeight<P> +
+                     row0 + row] = scale.scale;
+    }
+#pragma unroll
+    for (int p = 0; p < 8; ++p) {
+      // Columns 2 t and 2 t + 1, and the same plus 8, of 16. Four lanes exchange them: four
+      // neighbouring columns for each.
+      const std::uint32_t codes = quantize(values[2 * p][r], values[2 * p + 1][r], scale.inverse);
+      const std::uint32_t from = fresh_thread_index<32>() / 4 * 4 + t % 2 * 2;
+      const std::uint32_t low = __shfl_sync(~0u, codes, from);
+      const std::uint32_t high = __shfl_sync(~0u, codes, from + 1);
+      store_shared_word(staging.place(row, p) + 4 * t,
+                        __byte_perm(low, high, t < 2 ? 0x5410 : 0x7632));
+    }
+  }
+  const std::size_t to = std::size_t{slot} * kMaxHeight<P> * layer.h_stride + column0;
+  staging.drain(
+      [&](std::uint32_t token, std::uint32_t vector) {
+        return row0 + token < task.rows && column0 + 16 * vector < intermediate;
+      },
+      [&](std::uint32_t token, std::uint32_t vector) {
+        return layer.h + to + std::size_t{row0 + token} * layer.h_stride + 16 * vector;
+      });
+}
+
+template <ActivationKind kKind, bool kGated, typename P>
+__device__ __forceinline__ void finish_tall_gemm1(const Pass<P>& pass, const TaskDescriptor& task,
+                                                  std::uint32_t group, TallSums& acc) {
+  finish_tall_products<kGated>(pass, task, group, acc);
+  const float slope = -1.44269504f * pass.layer.alpha;
+  const auto value = [slope](float v) { return activate<kKind>(v, slope); };
+  std::uint32_t values[16][2];
+#pragma unroll
+  for (int i = 0; i < (kGated ? 1 : 2); ++i) {
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if constexpr (kGated) {
+          const float *gate = acc[n / 8] + 4 * (n % 8) + 2 * r, *up = gate + kTallColumns / 4;
+          values[n][r] = pack_bf16(value(gate[0]) * up[0], value(gate[1]) * up[1]);
+        } else {
+          const float* const up = acc[i] + 4 * n + 2 * r;
+          values[n][r] = pack_bf16(value(up[0]), value(up[1]));
+        }
+      }
+    }
+    store_tall_group(pass, task, group, (task.block * (kGated ? 1 : 2) + i) * kQuantGroup, values);
+  }
+}
+
+template <typename P>
+__device__ __forceinline__ void finish_tall_gemm2(const Pass<P>& pass, const TaskDescriptor& task,
+                                                  std::uint32_t group, TallSums& acc) {
+  const LayerParams& layer = pass.layer;
+  const FfnParams& ffn = pass.ffn(task.shared != 0);
+  const auto hidden = static_cast<std::uint32_t>(layer.hidden);
+  const std::uint32_t column0 = task.block * kScaleSets * kTallColumns, row0 = tall_warp_row();
+  const auto for_columns = [&](const float* vector, auto op) {
+    if (vector == nullptr) return;
+#pragma unroll
+    for (int box = 0; box < 2; ++box) {
+      apply_columns(vector + static_cast<std::size_t>(task.expert) * hidden,
+                    column0 + box * kTallColumns + 2 * fresh_thread_index<4>(), hidden, acc[box],
+                    16, op);
+    }
+  };
+  for_columns(ffn.down_scale, [](float v, float scale) { return v * scale; });
+  for_columns(ffn.down_bias, [](float v, float bias) { return v + bias; });
+  const TallStaging staging(pass, group);
+  // 64 columns at a time.
+#pragma unroll
+  for (int part = 0; part < 4; ++part) {
+    const float* const sums = acc[part / 2] + part % 2 * 32;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float* const four = sums + 8 * j;
+      const std::uint32_t lane = fresh_thread_index<32>();
+      store_matrices<false>(staging.place(lane % 16, 2 * j + lane / 16),
+                            pack_bf16(four[0], four[1]), pack_bf16(four[2], four[3]),
+                            pack_bf16(four[4], four[5]), pack_bf16(four[6], four[7]));
+    }
+    const std::uint32_t column = column0 + 64 * part;
+    staging.drain(
+        [&](std::uint32_t token, std::uint32_t vector) {
+          return row0 + token < task.rows && column + 8 * vector < hidden;
+        },
+        [&](std::uint32_t token, std::uint32_t vector) {
+          return layer.cells +
+                 std::size_t{pass.block.entries[group][row0 + token] + column / 8 + vector} * 8;
+        });
+  }
+}
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,88 @@
+// Many forwards on one GPU: nothing hangs, and each batch's output has the same bits whenever it
+// comes again.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <optional>
+#include <random>
+#include <vector>
+
+#include "gpu/device.h"
+#include "support/device_batch.h"
+#include "support/fp8.h"
+#include "support/layers.h"
+
+namespace switchyard::testing {
+namespace {
+
+struct SoakCase {
+  const char* name;
+  DType weights;
+  int hidden, intermediate, experts, top_k;
+  bool shared;
+  int max_tokens, batches;
+  int forwards;  // SWITCHYARD_SOAK_FORWARDS times this over 2000, where that is set
+};
+constexpr SoakCase kCases[] = {
+    {"Bf16", DType::kBF16, 592, 360, 32, 4, true, 1500, 64, 2000},
+    {"Fp8", DType::kF8E4M3, 592, 360, 32, 4, true, 1500, 64, 2000},
+    // So many stages that warps meet in the ring in every order.
+    {"DeepBf16", DType::kBF16, 2048, 4096, 16, 4, false, 40, 16, 400},
+    {"DeepFp8", DType::kF8E4M3, 6144, 10752, 8, 2, false, 40, 16, 400},
+};
+
+class GpuSoak : public ::testing::TestWithParam<SoakCase> {
+ protected:
+  void SetUp() override {
+    if (gpu::device_count() == 0) GTEST_SKIP() << "this machine has no GPU";
+  }
+};
+
+TEST_P(GpuSoak, ManyForwardsOfRandomSizes) {
+  const SoakCase& c = GetParam();
+  const char* const wanted = std::getenv("SWITCHYARD_SOAK_FORWARDS");
+  const int forwards = static_cast<int>(
+      static_cast<std::int64_t>(wanted != nullptr ? std::atoi(wanted) : 2000) * c.forwards / 2000);
+  LayerSpec spec;
+  spec.hidden = c.hidden;
+  spec.intermediate = c.intermediate;
+  spec.num_experts = c.experts;
+  spec.top_k = c.top_k;
+  if (c.shared) {
+    spec.shared_intermediate = 136;
+    spec.shared_sigmoid_gate = true;
+  }
+  const MoeWeights w = generate_weights(spec, c.weights, 3, {});
+  DeviceLayer layer(spec, w, c.max_tokens);
+  std::mt19937 random(1);
+  std::vector<Batch> batches;
+  for (int i = 0; i < c.batches; ++i) {
+    const int most = i % 2 != 0 ? 40 : c.max_tokens;
+    const int tokens = i == 0 ? 0 : static_cast<int>(random() % static_cast<unsigned>(most)) + 1;
+    batches.push_back(random_batch(spec, tokens, DType::kBF16, random()));
+    if (i % 3 != 0 || tokens == 0) continue;
+    const SyntheticRouting routing =
+        synthetic_routing(tokens, spec.num_experts, spec.top_k, 0.5 + 0.1 * (i % 5), random());
+    batches.back().topk_ids = routing.ids;
+    batches.back().topk_weights = routing.weights;
+  }
+  std::vector<DeviceBatch> device;
+  for (const Batch& batch : batches) device.emplace_back(spec, batch, DType::kBF16);
+  std::vector<std::optional<std::size_t>> checksums(device.size());
+  for (int i = 0; i < forwards; ++i) {
+    const std::size_t which = random() % device.size();
+    device[which].poison(layer.stream());
+    device[which].enqueue(layer.layer(), layer.stream());
+    layer.stream().synchronize();
+    const std::size_t checksum = device[which].checksum();
+    if (!checksums[which]) checksums[which] = checksum;
+    ASSERT_EQ(checksum, *checksums[which]) << "forward " << i << ", batch " << which;
+  }
+  EXPECT_EQ(layer.layer().stats().epoch, static_cast<std::uint64_t>(forwards));
+}
+
+INSTANTIATE_TEST_SUITE_P(Layers, GpuSoak, ::testing::ValuesIn(kCases),
+                         [](const auto& soak) { return std::string(soak.param.name); });
+
+}  // namespace
+}  // namespace switchyard::testing
