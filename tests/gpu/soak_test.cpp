@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <optional>
+#include <ostream>
 #include <random>
 #include <vector>
 
@@ -23,6 +24,7 @@ struct SoakCase {
   int max_tokens, batches;
   int forwards;  // SWITCHYARD_SOAK_FORWARDS times this over 2000, where that is set
 };
+void PrintTo(const SoakCase& soak, std::ostream* out) { *out << soak.name; }
 constexpr SoakCase kCases[] = {
     {"Bf16", DType::kBF16, 592, 360, 32, 4, true, 1500, 64, 2000},
     {"Fp8", DType::kF8E4M3, 592, 360, 32, 4, true, 1500, 64, 2000},
