@@ -310,8 +310,8 @@ void Engine::lay_out_workspace() {
       arena.place(policy().scaled ? tokens * static_cast<std::size_t>(spec_.hidden) : 0);
   const std::size_t quantized_scales = arena.place(tokens * params_.x_groups * sizeof(float));
   // Small passes may have several cells for a slot.
-  const std::size_t cell_tokens =
-      std::max(tokens, std::min(tokens, std::size_t{kMaxOwnTokens}) << kMaxLog2Splits);
+  const std::size_t cell_tokens = std::max(
+      tokens, std::min(tokens, static_cast<std::size_t>(policy().small_tokens)) << kMaxLog2Splits);
   const std::size_t cell_bytes = cell_tokens * static_cast<std::size_t>(params_.cells_per_token) *
                                  static_cast<std::size_t>(spec_.hidden) * 2;
   // The kernel counts them in 16 bytes, with 32 bits.
@@ -386,7 +386,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   require_aligned("outputs", call.y, call.y_stride, call.y_type, x.rows);
 
   const DeviceScope scope(device_);
-  const bool small = x.rows <= kMaxOwnTokens && x.rows * spec_.top_k <= kMaxOwnSlots;
+  const bool small = x.rows <= policy().small_tokens && x.rows * spec_.top_k <= kMaxOwnSlots;
   // Two blocks that share the tokens of a tile read a third less from the L2 cache. Below about so
   // many rows per expert, that does not make up for what a launch of clusters costs: 2 us.
   constexpr std::int64_t kLeastRows = 96;

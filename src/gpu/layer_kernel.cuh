@@ -90,7 +90,7 @@ __device__ __forceinline__ void list_own_slots(const LayerParams& layer, BlockSt
     std::uint32_t rows = 0;
     for (std::uint32_t round = 0; round < rounds; ++round) {
       // At most one slot per token, and so no more than a byte holds.
-      static_assert(kMaxOwnTokens <= 255);
+      static_assert(P::kSmallTokens <= 255);
       std::uint8_t& count = scratch[round * num_experts + e];
       const std::uint32_t here = count;
       count = static_cast<std::uint8_t>(rows);

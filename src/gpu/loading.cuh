@@ -274,7 +274,8 @@ __device__ __forceinline__ void copy_word_async(std::uint32_t to, const void* fr
 // Eight threads of the gather warps take the 128 bytes of a row's stage. A thread keeps its place
 // in the swizzle from one round of rows to the next.
 inline constexpr std::uint32_t kRowsAtOnce = kGatherThreads / 8;
-inline constexpr std::uint32_t kMostRounds = kMaxOwnTokens / kRowsAtOnce;  // of an expert's rows
+template <typename P>  // of an expert's rows
+inline constexpr std::uint32_t kMostRounds = P::kSmallTokens / kRowsAtOnce;
 inline constexpr std::uint32_t kRoundBytes = kRowsAtOnce * kStageRowBytes;
 static_assert(kRowsAtOnce % 8 == 0);
 __device__ __forceinline__ std::uint32_t swizzled_place(std::uint32_t row, std::uint32_t chunk) {
@@ -381,15 +382,15 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
     const std::uint32_t rounds = task.rows / kRowsAtOnce;
     const bool one_more = rounds * kRowsAtOnce + my_row < task.rows;
     const std::uint32_t last_offset = one_more ? offset_of(rounds * kRowsAtOnce + my_row) : 0;
-    std::uint32_t offsets[kMostRounds];
+    std::uint32_t offsets[kMostRounds<P>];
 #pragma unroll
-    for (std::uint32_t i = 0; i < kMostRounds; ++i) {
+    for (std::uint32_t i = 0; i < kMostRounds<P>; ++i) {
       offsets[i] = i < rounds ? offset_of(i * kRowsAtOnce + my_row) : 0;
     }
     // Thread i has the scale of row i.
     const float* scale = nullptr;
     if constexpr (P::kScaled) {
-      static_assert(kMaxOwnTokens <= kGatherThreads);
+      static_assert(P::kSmallTokens <= kGatherThreads);
       if (thread < task.rows) {
         const std::uint32_t source =
             task.list == nullptr ? task.first_row + thread : RowEntry::token(task.list[thread]);
@@ -399,7 +400,7 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
     const auto copy_rows = [&](auto copy) {
       const std::uint32_t to = ring.tokens(place.stage) + my_place;
 #pragma unroll
-      for (std::uint32_t i = 0; i < kMostRounds; ++i) {
+      for (std::uint32_t i = 0; i < kMostRounds<P>; ++i) {
         if (i >= rounds) break;
         copy(to + i * kRoundBytes, from + std::size_t{offsets[i]} * 16);
       }

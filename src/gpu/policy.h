@@ -2,6 +2,7 @@
 // each, for the host and for the kernel.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "protocol/partition.h"
@@ -18,10 +19,9 @@ inline constexpr int kTileRows = kInstructionRows * kMathGroups;
 // Of the tiles' tokens and weight rows, a stage holds so many bytes each.
 inline constexpr int kStageRowBytes = 128;
 
-// Small passes are routed by every block for itself, which saves a grid barrier, and have kernels
-// of their own.
+// Small passes, of a policy's kSmallTokens at most, are routed by every block for itself, which
+// saves a grid barrier, and have kernels of their own.
 inline constexpr std::uint32_t kMaxOwnSlots = 512;
-inline constexpr std::uint32_t kMaxOwnTokens = 32;
 
 struct BF16Policy {
   static constexpr bool kAlone = false;  // each block routes for itself
@@ -33,6 +33,7 @@ struct BF16Policy {
   static constexpr int kHalves = 1;
   // Whether stages carry scales, by which their products are multiplied.
   static constexpr bool kScaled = false;
+  static constexpr int kSmallTokens = 32;
   // Registers per thread once the roles part. They share what the block got at launch, equal parts
   // in steps of 8: asking for more, setmaxnreg would wait for ever.
   static constexpr int kLoadingRegisters = 88;
@@ -51,6 +52,8 @@ struct FP8Policy {
   static constexpr protocol::TileShape kTileShape{128, 128, 16};
   static constexpr int kHalves = 2;
   static constexpr bool kScaled = true;
+  // Of more, quantizing h anew for every task takes longer than the grid barrier.
+  static constexpr int kSmallTokens = 8;
   static constexpr int kLoadingRegisters = 56;
   static constexpr int kMathRegisters = 224;
 };
@@ -59,8 +62,8 @@ struct FP8Policy {
 template <typename P>
 struct SmallPass : P {
   static constexpr bool kAlone = true;
-  static constexpr protocol::TileShape kTileShape{kMaxOwnTokens, kMaxOwnTokens,
-                                                  P::kTileShape.least};
+  static constexpr protocol::TileShape kTileShape{std::max(P::kSmallTokens, P::kTileShape.least),
+                                                  P::kSmallTokens, P::kTileShape.least};
   static constexpr int kHalves = 1;
   static constexpr int kLoadingRegisters = 152;
   static constexpr int kMathRegisters = 176;
@@ -73,6 +76,7 @@ struct PolicyFacts {
   protocol::TileShape tile;
   int large_rows;  // weight rows of a block's task in a large pass
   bool scaled;
+  int small_tokens;  // of a small pass, at most
 
   int stage_columns() const { return kStageRowBytes / element_bytes; }
   // Columns and rows that a matrix is filled up to, for the copy engine.
@@ -80,7 +84,8 @@ struct PolicyFacts {
 };
 template <typename P>
 constexpr PolicyFacts facts_of() {
-  return {P::kCompute, P::kElementBytes, P::kTileShape, kTileRows * P::kHalves, P::kScaled};
+  return {P::kCompute, P::kElementBytes, P::kTileShape, kTileRows * P::kHalves,
+          P::kScaled,  P::kSmallTokens};
 }
 
 }  // namespace switchyard::gpu

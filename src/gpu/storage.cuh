@@ -104,10 +104,10 @@ struct TaskDescriptor {
 };
 
 // In large passes, of the one token that is rehearsed.
-template <bool kAlone>
+template <typename P>
 struct OwnRouting {
-  static constexpr std::uint32_t kTokens = kAlone ? kMaxOwnTokens : 1;
-  static constexpr std::uint32_t kSlots = kAlone ? kMaxOwnSlots : protocol::kMaxTopK;
+  static constexpr std::uint32_t kTokens = P::kAlone ? P::kSmallTokens : 1;
+  static constexpr std::uint32_t kSlots = P::kAlone ? kMaxOwnSlots : protocol::kMaxTopK;
   std::int32_t ids[kSlots];
   float weights[kSlots + kTokens];  // [T, cells_per_token]
   std::uint16_t positions[kSlots];
@@ -203,7 +203,7 @@ struct BlockStorage {
   // [E + 1] first tile and first row of each expert, counted after the shared expert's.
   std::uint32_t tile_begin[kMaxDeviceExperts + 1];
   std::uint32_t row_begin[kMaxDeviceExperts + 1];
-  OwnRouting<P::kAlone> own;
+  OwnRouting<P> own;
   // The rows' entries of the tile in work, for the epilogue of each math warpgroup.
   alignas(8) std::uint32_t entries[kMathGroups][kMaxHeight<P>];
   QuantizedTile<P> quantized;
