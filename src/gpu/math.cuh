@@ -9,8 +9,8 @@ namespace switchyard::gpu {
 
 // --- Math: two warpgroups, each with half of the tile's weight rows or, of tall tiles, tokens.
 
-// N: of the tile's tokens, at most so many, or kTall.
-inline constexpr int kTall = 0;
+// N: of the tile's tokens on the instruction's columns, at most so many; or minus the boxes that a
+// warpgroup has where tokens are on its rows.
 template <int kHalves, int N, ActivationKind kKind, bool kGated, typename P>
 __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescriptor& task,
                                           std::uint32_t k_blocks, bool first, RingPlace& place,
@@ -18,15 +18,15 @@ __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescrip
   const std::uint32_t group = fresh_thread_index<kThreads>() / kWarpgroup - 1;
   const bool needs_entries = !first || pass.layer.weight_on_input;
   if (needs_entries) fetch_entries(pass, task, group);
-  if constexpr (N == kTall) {
-    TallSums acc;
-    multiply_tall(pass, k_blocks, place, group, kGated && first, signals, acc);
+  if constexpr (N < 0) {
+    TallSums<-N> acc;
+    multiply_tall<-N>(pass, k_blocks, place, group, kGated && first, signals, acc);
     if (needs_entries) await_entries();
     if (first) {
-      finish_tall_gemm1<kKind, kGated>(pass, task, group, acc);
+      finish_tall_gemm1<-N, kKind, kGated>(pass, task, group, acc);
     } else {
       place_cells(pass, task, group);
-      finish_tall_gemm2(pass, task, group, acc);
+      finish_tall_gemm2<-N>(pass, task, group, acc);
     }
   } else {
     float acc[kHalves][N / 2];
@@ -53,11 +53,16 @@ __device__ __forceinline__ void gemm_task_of(std::uint32_t units, const Pass<P>&
                                              bool first, RingPlace& place,
                                              const TaskReader<P>& reader, Signals<P>& signals) {
   constexpr int kMost =
-      kHasTallTiles<P> ? static_cast<int>(kTallUnits * kUnitRows) : P::kTileShape.max_height;
-  if (kHasTallTiles<P> && units > kTallUnits) {
-    gemm_task<P::kHalves, kTall, kKind, kGated>(pass, task, k_blocks, first, place, reader,
-                                                signals);
-    return;
+      kHasTallTiles<P> ? static_cast<int>(kTokenRowUnits * kUnitRows) : P::kTileShape.max_height;
+  if constexpr (kHasTallTiles<P>) {
+    if (units > kTallUnits) {
+      return gemm_task<P::kHalves, -2, kKind, kGated>(pass, task, k_blocks, first, place, reader,
+                                                      signals);
+    }
+    if (units > kTokenRowUnits) {
+      return gemm_task<P::kHalves, -1, kKind, kGated>(pass, task, k_blocks, first, place, reader,
+                                                      signals);
+    }
   }
   switch (units) {
 #define SWITCHYARD_HEIGHT(height)                                                              \

@@ -36,8 +36,13 @@ class Signals {
   bool any_ = false;
 };
 
-// One stage of the ring: D[64, N] of weight rows and tokens or, kTall, of tokens and weight rows.
-template <int N, bool kTall, typename P>
+// What each math warpgroup has of a tile, beside all of the rest: a part of the weight rows, which
+// take the rows of the instruction; or tokens take them, and it has half of these, or one of the
+// task's two boxes of weights.
+enum class Share { kWeightRows, kTokens, kBox };
+
+// One stage of the ring: D[64, N].
+template <int N, Share kShare, typename P>
 class Multiplier {
  public:
   __device__ Multiplier(const Pass<P>& pass, RingPlace& place, std::uint32_t group,
@@ -74,19 +79,23 @@ class Multiplier {
     std::uint32_t weights, tokens;
   };
   __device__ __forceinline__ Operands operands() const {
-    // The warpgroup has a part of the weights and all tokens or, kTall, the other way round.
-    constexpr std::uint32_t kPart = (kTall ? 1 : P::kHalves) * kHalfBytes;
-    const std::uint32_t weights = ring_.weights(place_.stage), tokens = ring_.tokens(place_.stage);
-    return {__reduce_max_sync(~0u, matrix_address(weights + (kTall ? 0 : group_ * kPart))),
-            __reduce_max_sync(~0u, matrix_address(tokens + (kTall ? group_ * kPart : 0)))};
+    constexpr std::uint32_t kOfWeights = kShare == Share::kWeightRows ? P::kHalves * kHalfBytes
+                                         : kShare == Share::kBox      ? kBoxBytes
+                                                                      : 0;
+    constexpr std::uint32_t kOfTokens = kShare == Share::kTokens ? kHalfBytes : 0;
+    return {
+        __reduce_max_sync(~0u, matrix_address(ring_.weights(place_.stage) + group_ * kOfWeights)),
+        __reduce_max_sync(~0u, matrix_address(ring_.tokens(place_.stage) + group_ * kOfTokens))};
   }
   // The products with the first or second half of the warpgroup's weight rows.
   __device__ __forceinline__ void issue(const Operands& operands, int half, float (&sums)[N / 2],
                                         bool accumulate) const {
     constexpr int kStepBytes = P::kInstructionK * P::kElementBytes;
-    const std::uint32_t weights = operands.weights + half * ((kTall ? kBoxBytes : kHalfBytes) >> 4);
-    const std::uint32_t a = kTall ? operands.tokens : weights,
-                        b = kTall ? weights : operands.tokens;
+    constexpr bool kTokenRows = kShare != Share::kWeightRows;
+    const std::uint32_t weights =
+        operands.weights + half * ((kTokenRows ? kBoxBytes : kHalfBytes) >> 4);
+    const std::uint32_t a = kTokenRows ? operands.tokens : weights;
+    const std::uint32_t b = kTokenRows ? weights : operands.tokens;
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kStageRowBytes / kStepBytes; ++k) {
@@ -157,7 +166,7 @@ __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t
                                               RingPlace& place, std::uint32_t group,
                                               std::uint32_t box, Signals<P>& signals,
                                               float (&acc)[kHalves][N / 2]) {
-  Multiplier<N, false, P> stage(pass, place, group, signals);
+  Multiplier<N, Share::kWeightRows, P> stage(pass, place, group, signals);
   const Ring<P> ring = pass.ring();
   if constexpr (P::kScaled) {
     // Products of one stage, which are scaled and summed here while the other warpgroup's are under

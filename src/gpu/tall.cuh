@@ -1,13 +1,14 @@
-// Tall tiles, of more than half a tile's tokens in FP8: tokens take the 64 rows of the matrix
-// instruction, and weights its columns.
+// FP8 tiles of more than a few tokens: tokens take the 64 rows of the matrix instruction, and
+// weights its columns.
 //
 // Such tiles are limited by what goes through shared memory: operands, and scales for the sums that
 // every thread makes of the stages' products. With weights on the rows a thread needs the scales of
 // all the tile's tokens it has, a quarter; with tokens there, of two.
 //
-// A math warpgroup holds D[64 tokens, 128 weight rows] twice, for both boxes of the task. Warp w
-// has tokens 16 w to 16 w + 15; its lane 4 g + t holds tokens g and g + 8 of them, of weight rows
-// 8 n + 2 t and the next, in acc[box][4 n .. 4 n + 3]. So a warp has all columns of its tokens, and
+// A math warpgroup holds D[64 tokens, 128 weight rows]: of tall tiles, of more than 64 tokens,
+// twice, for its half of the tokens and both boxes of the task; of others for its box. A warp has
+// 16 tokens; its lane 4 g + t holds tokens g and g + 8 of them, of weight rows 8 n + 2 t and the
+// next, in acc[box][4 n .. 4 n + 3]. So a warp has all columns of its tokens, or half of them, and
 // finishes them by itself.
 #pragma once
 
@@ -18,29 +19,34 @@ namespace switchyard::gpu {
 
 template <typename P>
 inline constexpr bool kHasTallTiles = kJoinedScales<P>;
-inline constexpr std::uint32_t kTallUnits = kInstructionRows / kUnitRows;  // more than these
-inline constexpr int kTallColumns = kTileRows;                             // of an instruction
-using TallSums = float[kScaleSets][kTallColumns / 2];
+// Of more units than these, tokens take the rows; of more than those, the tile is tall.
+inline constexpr std::uint32_t kTokenRowUnits = 1;
+inline constexpr std::uint32_t kTallUnits = kInstructionRows / kUnitRows;
+inline constexpr int kTallColumns = kTileRows;  // of an instruction
+template <int kBoxes>
+using TallSums = float[kBoxes][kTallColumns / 2];
 
-// What a lane has of its warp's 16 tokens: rows row and row + 8, columns 8 n + column and the next.
-struct TallLane {
-  std::uint32_t row, column;
-  __device__ TallLane() : row(fresh_thread_index<32>() / 4), column(2 * fresh_thread_index<4>()) {}
-};
 // The tile's first token of this warp.
+template <int kBoxes>
 __device__ __forceinline__ std::uint32_t tall_warp_row() {
-  return (fresh_thread_index<kThreads>() / 32 - kWarpgroup / 32) * 16;
+  const std::uint32_t warp = fresh_thread_index<kThreads>() / 32 - kWarpgroup / 32;
+  return (kBoxes == 2 ? warp : warp % 4) * 16;
+}
+// The task's box that acc[i] is of.
+template <int kBoxes>
+__device__ __forceinline__ std::uint32_t tall_box(int i, std::uint32_t group) {
+  return kBoxes == 2 ? static_cast<std::uint32_t>(i) : group;
 }
 
 // `meet`: each box has rows of gate and then as many of up, with the scales of the first and the
 // second set; else all of a box has those of its own set.
-template <typename P>
+template <int kBoxes, typename P>
 __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t k_blocks,
                                               RingPlace& place, std::uint32_t group, bool meet,
-                                              Signals<P>& signals, TallSums& acc) {
+                                              Signals<P>& signals, TallSums<kBoxes>& acc) {
   constexpr int N = kTallColumns;
   constexpr std::uint32_t kSetBytes = kMaxHeight<P> * sizeof(float);
-  Multiplier<N, true, P> stage(pass, place, group, signals);
+  Multiplier<N, kBoxes == 2 ? Share::kTokens : Share::kBox, P> stage(pass, place, group, signals);
   const Ring<P> ring = pass.ring();
   float part[N / 2];
   bool ready = stage.ready();
@@ -49,28 +55,28 @@ __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t
 #pragma unroll
     for (float& sum : box) sum = 0;
   }
-  // Of the sets, for the second half of the first box and the first half of the second.
-  const std::uint32_t first_up = meet ? kSetBytes : 0, second_gate = kSetBytes - first_up;
+  // The sets of a box's first and second 64 rows, where each box has its own and where not.
+  const std::uint32_t gate_step = meet ? 0 : kSetBytes, up = meet ? kSetBytes : 0;
   // See load_scaled_tile for the order of tokens.
   const std::uint32_t row = fresh_thread_index<32>() / 4;
   const std::uint32_t scales0 =
-      ring.joined_scales(0, 0) + 4 * (tall_warp_row() + row / 2 * 4 + row % 2);
+      ring.joined_scales(0, 0) + 4 * (tall_warp_row<kBoxes>() + row / 2 * 4 + row % 2);
   stage.repeat(k_blocks, [&] {
     const auto operands = stage.operands();
     const std::uint32_t current = place.stage;
     const std::uint32_t scales = scales0 + current * kScaleBytes<P>;
     stage.await_stage(ready);
 #pragma unroll
-    for (int box = 0; box < static_cast<int>(kScaleSets); ++box) {
+    for (int box = 0; box < kBoxes; ++box) {
       stage.issue(operands, box, part, false);
       if (box == 0) stage.put_off_release(current);
-      const std::uint32_t sets[2] = {scales + (box == 0 ? 0 : second_gate),
-                                     scales + (box == 0 ? first_up : kSetBytes)};
+      const std::uint32_t gate = scales + tall_box<kBoxes>(box, group) * gate_step;
+      const std::uint32_t sets[2] = {gate, gate + up};
       float of[2][2];
 #pragma unroll
       for (int i = 0; i < 4; ++i) of[i / 2][i % 2] = load_shared_float(sets[i / 2] + i % 2 * 8);
       stage.await_products(part);
-      if (box + 1 == kScaleSets) {
+      if (box + 1 == kBoxes) {
         stage.advance();
         ready = stage.ready();
       }
@@ -82,7 +88,7 @@ __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t
 }
 
 // What the model has for each of its weight rows, of which this thread has acc's: `op` of each sum
-// and its row's number. gate(i), up(i): where gate's and up's numbers of acc[box] begin.
+// and its row's number.
 template <typename Op>
 __device__ __forceinline__ void apply_columns(const float* vector, std::uint32_t column0,
                                               std::uint32_t columns, float* acc, int num_octets,
@@ -98,25 +104,24 @@ __device__ __forceinline__ void apply_columns(const float* vector, std::uint32_t
 }
 
 // Products of a first GEMM, before the activation.
-template <bool kGated, typename P>
+template <int kBoxes, bool kGated, typename P>
 __device__ __forceinline__ void finish_tall_products(const Pass<P>& pass,
                                                      const TaskDescriptor& task,
-                                                     std::uint32_t group, TallSums& acc) {
+                                                     std::uint32_t group, TallSums<kBoxes>& acc) {
   const LayerParams& layer = pass.layer;
   const FfnParams& ffn = pass.ffn(task.shared != 0);
-  const TallLane lane;
   if (layer.weight_on_input && task.shared == 0) {
     named_barrier<kWarpgroup>(1 + group);  // entries are there
     float weights[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const std::uint32_t row = tall_warp_row() + lane.row + 8 * r;
+      const std::uint32_t row = tall_warp_row<kBoxes>() + fresh_thread_index<32>() / 4 + 8 * r;
       const std::uint32_t entry = row < task.rows ? pass.block.entries[group][row] : 0;
       weights[r] = pass.state().tables.weights[RowEntry::cell(
           entry, static_cast<std::uint32_t>(layer.cells_per_token))];
     }
 #pragma unroll
-    for (int i = 0; i < kTallColumns; ++i) {
+    for (int i = 0; i < kBoxes * kTallColumns / 2; ++i) {
       acc[i / (kTallColumns / 2)][i % (kTallColumns / 2)] *= weights[i / 2 % 2];
     }
   }
@@ -125,9 +130,10 @@ __device__ __forceinline__ void finish_tall_products(const Pass<P>& pass,
   const auto for_columns = [&](const float* gate, const float* up, auto op) {
     if (up == nullptr) return;
 #pragma unroll
-    for (int box = 0; box < 2; ++box) {
+    for (int box = 0; box < kBoxes; ++box) {
       constexpr std::uint32_t kOfBox = kGated ? kInstructionRows : kTileRows;  // columns of h
-      const std::uint32_t column = (task.block * 2 + box) * kOfBox + lane.column;
+      const std::uint32_t column =
+          (task.block * 2 + tall_box<kBoxes>(box, group)) * kOfBox + 2 * fresh_thread_index<4>();
       if constexpr (kGated) {
         apply_columns(gate + row0, column, intermediate, acc[box], 8, op);
         apply_columns(up + row0, column, intermediate, acc[box] + 32, 8, op);
@@ -178,33 +184,51 @@ struct TallStaging {
   }
 };
 
-// A group of 128 columns of h, from bf16 to codes and scales. values[n][r]: columns 8 n + 2 t and
-// the next of the lane's first and second token.
-template <typename P>
+// A group of 128 columns of h, or the warpgroup's half of it, from bf16 to codes and scales.
+// values[n][r]: columns 8 n + 2 t and the next of the lane's first and second token, from column0.
+template <int kBoxes, int kOctets, typename P>
 __device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const TaskDescriptor& task,
                                                  std::uint32_t group, std::uint32_t column0,
-                                                 const std::uint32_t (&values)[16][2]) {
+                                                 const std::uint32_t (&values)[kOctets][2]) {
+  constexpr bool kHalf = kOctets * 8 != kQuantGroup;
+  constexpr std::uint32_t kVectors = kOctets / 2;  // of a token's codes
+  constexpr std::uint32_t kBothGroups = 3;         // a named barrier
   const LayerParams& layer = pass.layer;
   const auto intermediate = static_cast<std::uint32_t>(pass.ffn(task.shared != 0).intermediate);
-  const std::uint32_t row0 = tall_warp_row(), slot = task.tile % layer.h_slots;
+  const std::uint32_t row0 = tall_warp_row<kBoxes>(), slot = task.tile % layer.h_slots;
   const std::uint32_t t = fresh_thread_index<4>();
   const TallStaging staging(pass, group);
+  float most[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    std::uint32_t most = 0;
+    std::uint32_t pair = 0;
 #pragma unroll
-    for (int n = 0; n < 16; ++n) most = larger_magnitudes(most, values[n][r]);
-    most = larger_magnitudes(most, __shfl_xor_sync(~0u, most, 1));
-    most = larger_magnitudes(most, __shfl_xor_sync(~0u, most, 2));
-    most = larger_magnitudes(most, most >> 16);
-    const GroupScale scale = group_scale(low_half(most));
+    for (int n = 0; n < kOctets; ++n) pair = larger_magnitudes(pair, values[n][r]);
+    pair = larger_magnitudes(pair, __shfl_xor_sync(~0u, pair, 1));
+    pair = larger_magnitudes(pair, __shfl_xor_sync(~0u, pair, 2));
+    most[r] = low_half(larger_magnitudes(pair, pair >> 16));
+  }
+  if constexpr (kHalf) {
+    // The other half is the other warpgroup's.
+    auto& shared = pass.block.quantized.inverse;
+    const std::uint32_t row = row0 + fresh_thread_index<32>() / 4;
+    if (t < 2) shared[group][row + 8 * t] = t == 0 ? most[0] : most[1];
+    named_barrier<kMathGroups * kWarpgroup>(kBothGroups);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) most[r] = at_least(most[r], shared[group ^ 1][row + 8 * r]);
+    // Only then may the next tile's be written.
+    named_barrier<kMathGroups * kWarpgroup>(kBothGroups);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const GroupScale scale = group_scale(most[r]);
     const std::uint32_t row = fresh_thread_index<32>() / 4 + 8 * r;
-    if (t == 0 && row0 + row < task.rows && column0 < intermediate) {
+    if (t == 0 && row0 + row < task.rows && column0 < intermediate && (!kHalf || group == 0)) {
       layer.h_scales[(std::size_t{slot} * layer.h_groups + column0 / kQuantGroup) * kMaxHeight<P> +
                      row0 + row] = scale.scale;
     }
 #pragma unroll
-    for (int p = 0; p < 8; ++p) {
+    for (int p = 0; p < static_cast<int>(kVectors); ++p) {
       // Columns 2 t and 2 t + 1, and the same plus 8, of 16. Four lanes exchange them: four
       // neighbouring columns for each.
       const std::uint32_t codes = quantize(values[2 * p][r], values[2 * p + 1][r], scale.inverse);
@@ -218,50 +242,63 @@ __device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const Task
   const std::size_t to = std::size_t{slot} * kMaxHeight<P> * layer.h_stride + column0;
   staging.drain(
       [&](std::uint32_t token, std::uint32_t vector) {
-        return row0 + token < task.rows && column0 + 16 * vector < intermediate;
+        return vector < kVectors && row0 + token < task.rows &&
+               column0 + 16 * vector < intermediate;
       },
       [&](std::uint32_t token, std::uint32_t vector) {
         return layer.h + to + std::size_t{row0 + token} * layer.h_stride + 16 * vector;
       });
 }
 
-template <ActivationKind kKind, bool kGated, typename P>
+template <int kBoxes, ActivationKind kKind, bool kGated, typename P>
 __device__ __forceinline__ void finish_tall_gemm1(const Pass<P>& pass, const TaskDescriptor& task,
-                                                  std::uint32_t group, TallSums& acc) {
-  finish_tall_products<kGated>(pass, task, group, acc);
+                                                  std::uint32_t group, TallSums<kBoxes>& acc) {
+  finish_tall_products<kBoxes, kGated>(pass, task, group, acc);
   const float slope = -1.44269504f * pass.layer.alpha;
   const auto value = [slope](float v) { return activate<kKind>(v, slope); };
-  std::uint32_t values[16][2];
+  if constexpr (kGated) {
+    // Each box has 64 columns.
+    std::uint32_t values[8 * kBoxes][2];
 #pragma unroll
-  for (int i = 0; i < (kGated ? 1 : 2); ++i) {
-#pragma unroll
-    for (int n = 0; n < 16; ++n) {
+    for (int n = 0; n < 8 * kBoxes; ++n) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if constexpr (kGated) {
-          const float *gate = acc[n / 8] + 4 * (n % 8) + 2 * r, *up = gate + kTallColumns / 4;
-          values[n][r] = pack_bf16(value(gate[0]) * up[0], value(gate[1]) * up[1]);
-        } else {
+        const float *gate = acc[n / 8] + 4 * (n % 8) + 2 * r, *up = gate + kTallColumns / 4;
+        values[n][r] = pack_bf16(value(gate[0]) * up[0], value(gate[1]) * up[1]);
+      }
+    }
+    store_tall_group<kBoxes>(pass, task, group,
+                             task.block * kQuantGroup + (kBoxes == 1 ? group * 64 : 0), values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      std::uint32_t values[16][2];
+#pragma unroll
+      for (int n = 0; n < 16; ++n) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
           const float* const up = acc[i] + 4 * n + 2 * r;
           values[n][r] = pack_bf16(value(up[0]), value(up[1]));
         }
       }
+      store_tall_group<kBoxes>(pass, task, group,
+                               (task.block * 2 + tall_box<kBoxes>(i, group)) * kQuantGroup, values);
     }
-    store_tall_group(pass, task, group, (task.block * (kGated ? 1 : 2) + i) * kQuantGroup, values);
   }
 }
 
-template <typename P>
+template <int kBoxes, typename P>
 __device__ __forceinline__ void finish_tall_gemm2(const Pass<P>& pass, const TaskDescriptor& task,
-                                                  std::uint32_t group, TallSums& acc) {
+                                                  std::uint32_t group, TallSums<kBoxes>& acc) {
   const LayerParams& layer = pass.layer;
   const FfnParams& ffn = pass.ffn(task.shared != 0);
   const auto hidden = static_cast<std::uint32_t>(layer.hidden);
-  const std::uint32_t column0 = task.block * kScaleSets * kTallColumns, row0 = tall_warp_row();
+  const std::uint32_t column0 = (task.block * 2 + tall_box<kBoxes>(0, group)) * kTallColumns;
+  const std::uint32_t row0 = tall_warp_row<kBoxes>();
   const auto for_columns = [&](const float* vector, auto op) {
     if (vector == nullptr) return;
 #pragma unroll
-    for (int box = 0; box < 2; ++box) {
+    for (int box = 0; box < kBoxes; ++box) {
       apply_columns(vector + static_cast<std::size_t>(task.expert) * hidden,
                     column0 + box * kTallColumns + 2 * fresh_thread_index<4>(), hidden, acc[box],
                     16, op);
@@ -272,7 +309,7 @@ __device__ __forceinline__ void finish_tall_gemm2(const Pass<P>& pass, const Tas
   const TallStaging staging(pass, group);
   // 64 columns at a time.
 #pragma unroll
-  for (int part = 0; part < 4; ++part) {
+  for (int part = 0; part < 2 * kBoxes; ++part) {
     const float* const sums = acc[part / 2] + part % 2 * 32;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
