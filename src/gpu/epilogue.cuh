@@ -100,28 +100,15 @@ struct Staging {
     return base + (buffer * kStagedTokens + token) * kSwizzleRowBytes +
            ((vector ^ (token & 7)) << 4);
   }
-  // 64 columns of tokens from `first` on. pair(n): as for store_tile.
-  template <int N, typename Pair>
-  __device__ void fill(std::uint32_t buffer, int first, Pair&& pair) const {
-    const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
-    const std::uint32_t warp = thread / 32, lane = thread % 32;
-#pragma unroll
-    for (int j = 0; j < kStagedTokens && first + j < N; j += 16) {
-      const uint2 low = pair((first + j) / 8), high = pair((first + j) / 8 + 1);
-      store_matrices(place(buffer, j + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2), low.x,
-                     low.y, high.x, high.y);
-    }
-  }
 };
 
 // A warpgroup stages and stores its part of the tile's `rows` tokens. Nobody may be in here with
 // the tile before. A warp's 16 weight rows make one 16-byte vector of a token's row if kMerged
-// (gate and up have met), else two; kHalves times.
-//   elements        of a token's row that exist, from the warpgroup's first on
-//   pair(half, n)   -> the packed values of tokens 8 n + 2 t and the next: {first rows, second
-//   rows} row(token)      -> where the warpgroup's elements of the token go: vectors of 16 bytes
-//   from base
-template <int N, int kHalves, bool kMerged, typename Pair, typename Row>
+// (gate and up have met), else two.
+//   elements     of a token's row that exist, from the warpgroup's first on
+//   pair(n)   -> the packed values of tokens 8 n + 2 t and the next: {first rows, second rows}
+//   row(token) -> where the warpgroup's elements of the token go: vectors of 16 bytes from base
+template <int N, bool kMerged, typename Pair, typename Row>
 __device__ __forceinline__ void store_tile(std::uint32_t staging_base, std::uint32_t barrier_id,
                                            std::uint32_t rows, std::uint32_t elements, Pair&& pair,
                                            std::uint16_t* base, Row&& row) {
@@ -132,59 +119,26 @@ __device__ __forceinline__ void store_tile(std::uint32_t staging_base, std::uint
 #pragma unroll
   for (int first = 0; first < N; first += kStagedTokens) {
     if (static_cast<std::uint32_t>(first) >= rows) break;
+    const std::uint32_t buffer = first / kStagedTokens % 2;
+    if constexpr (kMerged) {
+      const auto merged = [&](int i) { return first + 8 * i < N ? pair(first / 8 + i).x : 0u; };
+      store_matrices(staging.place(buffer, lane, warp), merged(0), merged(1), merged(2), merged(3));
+    } else {
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      const std::uint32_t buffer = (first / kStagedTokens * kHalves + half) % 2;
-      if constexpr (kMerged) {
-        const auto merged = [&](int i) {
-          return first + 8 * i < N ? pair(half, first / 8 + i).x : 0u;
-        };
-        store_matrices(staging.place(buffer, lane, warp), merged(0), merged(1), merged(2),
-                       merged(3));
-      } else {
-        staging.fill<N>(buffer, first, [&](int n) { return pair(half, n); });
-      }
-      named_barrier<kWarpgroup>(barrier_id);
-#pragma unroll
-      for (std::uint32_t i = 0; i < kStagedTokens * kVectors / kWarpgroup; ++i) {
-        const std::uint32_t at = i * kWarpgroup + thread;
-        const std::uint32_t token = at / kVectors, vector = at % kVectors;
-        if (first + token >= rows || 8 * (half * kVectors + vector) >= elements) continue;
-        store_vector(base + std::size_t{row(first + token) + half * kVectors + vector} * 8,
-                     load_shared_vector(staging.place(buffer, token, vector)));
+      for (int j = 0; j < kStagedTokens && first + j < N; j += 16) {
+        const uint2 low = pair((first + j) / 8), high = pair((first + j) / 8 + 1);
+        store_matrices(staging.place(buffer, j + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2),
+                       low.x, low.y, high.x, high.y);
       }
     }
-  }
-}
-
-// The same, kParts times 64 columns, as codes.
-//   values    [kParts][2 n], [2 n + 1]: tokens 8 n + 2 t and the next of the thread's rows, bf16
-//   inverse   of each token's scale
-template <int N, int kParts, typename Row>
-__device__ __forceinline__ void store_codes(std::uint32_t staging_base, std::uint32_t barrier_id,
-                                            std::uint32_t rows, std::uint32_t elements,
-                                            const std::uint32_t (&values)[kParts][N / 4],
-                                            const float* inverse, std::byte* base, Row&& row) {
-  constexpr std::uint32_t kPieces = kInstructionRows / kLaneColumns;  // of a token's 64 columns
-  static_assert(kStagedTokens * kPieces == kWarpgroup);
-  const Staging staging{staging_base};
-  const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
-  const std::uint32_t token = thread / kPieces, piece = thread % kPieces;
+    named_barrier<kWarpgroup>(barrier_id);
 #pragma unroll
-  for (int first = 0; first < N; first += kStagedTokens) {
-    if (static_cast<std::uint32_t>(first) >= rows) break;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const std::uint32_t buffer = (first / kStagedTokens * kParts + part) % 2;
-      staging.fill<N>(buffer, first, [&](int n) {
-        return uint2{values[part][2 * n], values[part][2 * n + 1]};
-      });
-      named_barrier<kWarpgroup>(barrier_id);
-      if (first + token >= rows || kLaneColumns * (part * kPieces + piece) >= elements) continue;
-      store_vector(base + std::size_t{row(first + token) + part * kPieces + piece} * kLaneColumns,
-                   quantize(load_shared_vector(staging.place(buffer, token, 2 * piece)),
-                            load_shared_vector(staging.place(buffer, token, 2 * piece + 1)),
-                            inverse[first + token]));
+    for (std::uint32_t i = 0; i < kStagedTokens * kVectors / kWarpgroup; ++i) {
+      const std::uint32_t at = i * kWarpgroup + thread;
+      const std::uint32_t token = at / kVectors, vector = at % kVectors;
+      if (first + token >= rows || 8 * vector >= elements) continue;
+      store_vector(base + std::size_t{row(first + token) + vector} * 8,
+                   load_shared_vector(staging.place(buffer, token, vector)));
     }
   }
 }

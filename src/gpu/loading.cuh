@@ -187,8 +187,7 @@ __device__ __forceinline__ bool load_tile(const Pass<P>& pass, const TaskDescrip
 }
 
 // The same by a whole warp, with the tokens' scales multiplied by the weights'. A lane has those of
-// four neighbouring tokens. A math thread t of four has tokens 8 n + 2 t and the next: it finds
-// those of n = 2 i and 2 i + 1 in one vector.
+// four neighbouring tokens.
 template <typename P>
 __device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const TaskDescriptor& task,
                                                  RingPlace& place) {
@@ -203,7 +202,6 @@ __device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const Task
   const auto fetch = [&] { return __ldcg(reinterpret_cast<const float4*>(of_tokens)); };
   float4 tokens = fetch();
   float weights[kScaleSets] = {__ldg(of_weights), __ldg(of_weights + kWeightScales - 1)};
-  const std::uint32_t place_of_lane = lane / 4 * 64 + lane % 2 * 32 + lane % 4 / 2 * 8;
   for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
     if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return false;
     const std::uint32_t full = ring.full_barrier(place.stage);
@@ -212,9 +210,10 @@ __device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const Task
     }
 #pragma unroll
     for (std::uint32_t set = 0; set < kScaleSets; ++set) {
-      const std::uint32_t to = ring.joined_scales(place.stage, set) + place_of_lane;
-      store_shared_floats(to, tokens.x * weights[set], tokens.y * weights[set]);
-      store_shared_floats(to + 16, tokens.z * weights[set], tokens.w * weights[set]);
+      const float weight = weights[set];
+      store_shared_vector(ring.joined_scales(place.stage, set) + 16 * lane,
+                          {__float_as_uint(tokens.x * weight), __float_as_uint(tokens.y * weight),
+                           __float_as_uint(tokens.z * weight), __float_as_uint(tokens.w * weight)});
     }
     __syncwarp();
     if (lane == 0) arrive_expect_bytes(full, task.units * TileRows<P>::kUnitBytes);

@@ -9,35 +9,34 @@ namespace switchyard::gpu {
 
 // --- Math: two warpgroups, each with half of the tile's weight rows or, of tall tiles, tokens.
 
-// N: of the tile's tokens on the instruction's columns, at most so many; or minus the boxes that a
-// warpgroup has where tokens are on its rows.
-template <int kHalves, int N, ActivationKind kKind, bool kGated, typename P>
+// Multiplies and finishes a tile, with kBoxes of the task's boxes of weights to a warpgroup and
+// tokens on the instruction's rows, or, of 0, with N tokens at most on its columns.
+template <int kBoxes, int N, ActivationKind kKind, bool kGated, typename P>
 __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescriptor& task,
                                           std::uint32_t k_blocks, bool first, RingPlace& place,
                                           const TaskReader<P>& reader, Signals<P>& signals) {
   const std::uint32_t group = fresh_thread_index<kThreads>() / kWarpgroup - 1;
   const bool needs_entries = !first || pass.layer.weight_on_input;
   if (needs_entries) fetch_entries(pass, task, group);
-  if constexpr (N < 0) {
-    TallSums<-N> acc;
-    multiply_tall<-N>(pass, k_blocks, place, group, kGated && first, signals, acc);
+  if constexpr (kBoxes != 0) {
+    TallSums<kBoxes> acc;
+    multiply_tall<kBoxes>(pass, k_blocks, place, group, kGated && first, signals, acc);
     if (needs_entries) await_entries();
     if (first) {
-      finish_tall_gemm1<-N, kKind, kGated>(pass, task, group, acc);
+      finish_tall_gemm1<kBoxes, kKind, kGated>(pass, task, group, acc);
     } else {
       place_cells(pass, task, group);
-      finish_tall_gemm2<-N>(pass, task, group, acc);
+      finish_tall_gemm2<kBoxes>(pass, task, group, acc);
     }
   } else {
-    float acc[kHalves][N / 2];
-    const std::uint32_t box = kHalves == 1 ? task.block % 2 : kGated && first ? kBothBoxes : group;
-    multiply_tile<kHalves, N>(pass, k_blocks, place, group, box, signals, acc);
+    float acc[N / 2];
+    multiply_tile<N>(pass, k_blocks, place, group, task.block % 2, signals, acc);
     if (needs_entries) await_entries();
     if (first) {
       finish_gemm1<N, kKind, kGated>(pass, task, group, acc);
     } else {
       place_cells(pass, task, group);
-      finish_gemm2<kHalves, N>(pass, task, group, acc);
+      finish_gemm2<N>(pass, task, group, acc);
     }
   }
   signals.put_off(first ? pass.gemm1_done(task.tile) : pass.gemm2_done(task.tile), 1 + group);
@@ -52,45 +51,40 @@ __device__ __forceinline__ void gemm_task_of(std::uint32_t units, const Pass<P>&
                                              const TaskDescriptor& task, std::uint32_t k_blocks,
                                              bool first, RingPlace& place,
                                              const TaskReader<P>& reader, Signals<P>& signals) {
-  constexpr int kMost =
-      kHasTallTiles<P> ? static_cast<int>(kTokenRowUnits * kUnitRows) : P::kTileShape.max_height;
-  if constexpr (kHasTallTiles<P>) {
-    if (units > kTallUnits) {
-      return gemm_task<P::kHalves, -2, kKind, kGated>(pass, task, k_blocks, first, place, reader,
-                                                      signals);
+  if constexpr (P::kHalves == 2) {
+    if (units > kInstructionRows / kUnitRows) {
+      gemm_task<2, 0, kKind, kGated>(pass, task, k_blocks, first, place, reader, signals);
+    } else {
+      gemm_task<1, 0, kKind, kGated>(pass, task, k_blocks, first, place, reader, signals);
     }
-    if (units > kTokenRowUnits) {
-      return gemm_task<P::kHalves, -1, kKind, kGated>(pass, task, k_blocks, first, place, reader,
-                                                      signals);
-    }
-  }
-  switch (units) {
-#define SWITCHYARD_HEIGHT(height)                                                              \
-  case (height) / kUnitRows:                                                                   \
-    if constexpr ((height) <= kMost) {                                                         \
-      gemm_task<P::kHalves, height, kKind, kGated>(pass, task, k_blocks, first, place, reader, \
-                                                   signals);                                   \
-    }                                                                                          \
+  } else {
+    switch (units) {
+#define SWITCHYARD_HEIGHT(height)                                                               \
+  case (height) / kUnitRows:                                                                    \
+    if constexpr ((height) <= P::kTileShape.max_height) {                                       \
+      gemm_task<0, height, kKind, kGated>(pass, task, k_blocks, first, place, reader, signals); \
+    }                                                                                           \
     break;
-    SWITCHYARD_HEIGHT(16)
-    SWITCHYARD_HEIGHT(32)
-    case 3:
-      SWITCHYARD_HEIGHT(64)
-    case 5:
-      SWITCHYARD_HEIGHT(96)
-    case 7:
-      SWITCHYARD_HEIGHT(128)
-    case 9:
-      SWITCHYARD_HEIGHT(160)
-    case 11:
-      SWITCHYARD_HEIGHT(192)
-    case 13:
-      SWITCHYARD_HEIGHT(224)
-    case 15:
-      SWITCHYARD_HEIGHT(256)
+      SWITCHYARD_HEIGHT(16)
+      SWITCHYARD_HEIGHT(32)
+      case 3:
+        SWITCHYARD_HEIGHT(64)
+      case 5:
+        SWITCHYARD_HEIGHT(96)
+      case 7:
+        SWITCHYARD_HEIGHT(128)
+      case 9:
+        SWITCHYARD_HEIGHT(160)
+      case 11:
+        SWITCHYARD_HEIGHT(192)
+      case 13:
+        SWITCHYARD_HEIGHT(224)
+      case 15:
+        SWITCHYARD_HEIGHT(256)
 #undef SWITCHYARD_HEIGHT
-    default:
-      break;
+      default:
+        break;
+    }
   }
 }
 

@@ -79,21 +79,20 @@ class Multiplier {
     std::uint32_t weights, tokens;
   };
   __device__ __forceinline__ Operands operands() const {
-    constexpr std::uint32_t kOfWeights = kShare == Share::kWeightRows ? P::kHalves * kHalfBytes
+    constexpr std::uint32_t kOfWeights = kShare == Share::kWeightRows ? kOperandBytes
                                          : kShare == Share::kBox      ? kBoxBytes
                                                                       : 0;
-    constexpr std::uint32_t kOfTokens = kShare == Share::kTokens ? kHalfBytes : 0;
+    constexpr std::uint32_t kOfTokens = kShare == Share::kTokens ? kOperandBytes : 0;
     return {
         __reduce_max_sync(~0u, matrix_address(ring_.weights(place_.stage) + group_ * kOfWeights)),
         __reduce_max_sync(~0u, matrix_address(ring_.tokens(place_.stage) + group_ * kOfTokens))};
   }
-  // The products with the first or second half of the warpgroup's weight rows.
-  __device__ __forceinline__ void issue(const Operands& operands, int half, float (&sums)[N / 2],
+  // The products with the first or second of the warpgroup's boxes.
+  __device__ __forceinline__ void issue(const Operands& operands, int box, float (&sums)[N / 2],
                                         bool accumulate) const {
     constexpr int kStepBytes = P::kInstructionK * P::kElementBytes;
     constexpr bool kTokenRows = kShare != Share::kWeightRows;
-    const std::uint32_t weights =
-        operands.weights + half * ((kTokenRows ? kBoxBytes : kHalfBytes) >> 4);
+    const std::uint32_t weights = operands.weights + box * (kBoxBytes >> 4);
     const std::uint32_t a = kTokenRows ? operands.tokens : weights;
     const std::uint32_t b = kTokenRows ? weights : operands.tokens;
     cute::warpgroup_arrive();
@@ -144,9 +143,11 @@ class Multiplier {
     if (pending_ != 0) arrive_in_pair(pending_);
   }
   __device__ __forceinline__ void advance() const { place_.advance(ring_.stages); }
+  __device__ const Ring<P>& ring() const { return ring_; }
 
  private:
-  static constexpr std::uint32_t kHalfBytes = kInstructionRows * kStageRowBytes;
+  // Of the instruction's rows.
+  static constexpr std::uint32_t kOperandBytes = kInstructionRows * kStageRowBytes;
 
   const Pass<P>& pass_;
   const Ring<P> ring_;
@@ -158,101 +159,58 @@ class Multiplier {
   std::uint32_t pending_ = 0;  // the barrier of a stage to be released
 };
 
-// The K loop of a task. `box`: of a pair of boxes, the one that has the scales of the warpgroup's
-// rows, or kBothBoxes if its halves have one each.
-inline constexpr std::uint32_t kBothBoxes = 2;
-template <int kHalves, int N, typename P>
+// The K loop of a task, weights on the instruction's rows. `box`: of a pair of boxes, the one that
+// has the scales of the task's rows.
+template <int N, typename P>
 __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t k_blocks,
                                               RingPlace& place, std::uint32_t group,
                                               std::uint32_t box, Signals<P>& signals,
-                                              float (&acc)[kHalves][N / 2]) {
+                                              float (&acc)[N / 2]) {
   Multiplier<N, Share::kWeightRows, P> stage(pass, place, group, signals);
-  const Ring<P> ring = pass.ring();
   if constexpr (P::kScaled) {
     // Products of one stage, which are scaled and summed here while the other warpgroup's are under
     // way.
     float part[N / 2];
     bool ready = stage.ready();
 #pragma unroll
-    for (auto& half : acc) {
-#pragma unroll
-      for (float& sum : half) sum = 0;
-    }
+    for (float& sum : acc) sum = 0;
     stage.repeat(k_blocks, [&] {
       const auto operands = stage.operands();
       const std::uint32_t current = place.stage;
       stage.await_stage(ready);
-      if constexpr (kJoinedScales<P>) {
+      stage.issue(operands, 0, part, false);
+      stage.put_off_release(current);
+      const std::uint32_t scales = stage.ring().token_scales(current) + 8 * fresh_thread_index<4>();
+      // Of this thread's first and second weight row.
+      const float2 weights = load_shared_floats(stage.ring().weight_scales(current) + 8 * box);
+      stage.await_products(part);
+      stage.advance();
+      ready = stage.ready();
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
-          stage.issue(operands, half, part, false);
-          if (half == 0) stage.put_off_release(current);
-          const std::uint32_t scales =
-              ring.joined_scales(place.stage, box == kBothBoxes ? half : box) +
-              16 * fresh_thread_index<4>();
-          // Some are read ahead, while the products are under way.
-          constexpr int kVectors = N / 16, kAhead = kVectors < 2 ? kVectors : 2;
-          float4 tokens[kAhead];
-#pragma unroll
-          for (int i = 0; i < kAhead; ++i) tokens[i] = load_shared_float4(scales + 64 * i);
-          stage.await_products(part);
-          if (half + 1 == kHalves) {
-            stage.advance();
-            ready = stage.ready();
-          }
-#pragma unroll
-          for (int i = 0; i < kVectors; ++i) {
-            const float4 of = tokens[i % kAhead];
-            if (i + kAhead < kVectors) {
-              tokens[i % kAhead] = load_shared_float4(scales + 64 * (i + kAhead));
-            }
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              const int at = 8 * i + 2 * row;
-              acc[half][at] += part[at] * of.x;
-              acc[half][at + 1] += part[at + 1] * of.y;
-              acc[half][at + 4] += part[at + 4] * of.z;
-              acc[half][at + 5] += part[at + 5] * of.w;
-            }
-          }
-        }
-      } else {
-        static_assert(kHalves == 1);
-        stage.issue(operands, 0, part, false);
-        stage.put_off_release(current);
-        const std::uint32_t scales = ring.token_scales(place.stage) + 8 * fresh_thread_index<4>();
-        // Of this thread's first and second weight row.
-        const float2 weights = load_shared_floats(ring.weight_scales(place.stage) + 8 * box);
-        stage.await_products(part);
-        stage.advance();
-        ready = stage.ready();
-#pragma unroll
-        for (int n = 0; n < N / 8; ++n) {
-          const float2 tokens = load_shared_floats(scales + 32 * n);
-          acc[0][4 * n] += part[4 * n] * (tokens.x * weights.x);
-          acc[0][4 * n + 1] += part[4 * n + 1] * (tokens.y * weights.x);
-          acc[0][4 * n + 2] += part[4 * n + 2] * (tokens.x * weights.y);
-          acc[0][4 * n + 3] += part[4 * n + 3] * (tokens.y * weights.y);
-        }
+      for (int n = 0; n < N / 8; ++n) {
+        const float2 tokens = load_shared_floats(scales + 32 * n);
+        acc[4 * n] += part[4 * n] * (tokens.x * weights.x);
+        acc[4 * n + 1] += part[4 * n + 1] * (tokens.y * weights.x);
+        acc[4 * n + 2] += part[4 * n + 2] * (tokens.x * weights.y);
+        acc[4 * n + 3] += part[4 * n + 3] * (tokens.y * weights.y);
       }
     });
     stage.release_last();
   } else {
-    static_assert(kHalves == 1);
     stage.await_stage(stage.ready());
-    stage.issue(stage.operands(), 0, acc[0], false);
+    stage.issue(stage.operands(), 0, acc, false);
     stage.repeat(k_blocks - 1, [&] {
       const std::uint32_t previous = place.stage;
       stage.advance();
       const bool ready = stage.ready();
       const auto operands = stage.operands();
       stage.await_stage(ready);
-      stage.issue(operands, 0, acc[0], true);
+      stage.issue(operands, 0, acc, true);
       // All but the newest products are done, and with them the stage before.
       cute::warpgroup_wait<1>();
       stage.release(previous);
     });
-    stage.await_products(acc[0]);
+    stage.await_products(acc);
     stage.release(place.stage);
     stage.advance();
   }

@@ -156,14 +156,14 @@ struct RoutingTables {
   bool alone;  // in shared memory
 };
 
-// What a policy with scales needs beside: the ring's, and what each math warpgroup multiplies its
-// tokens' columns of h by.
+// What a policy with scales needs beside: the ring's, and the largest magnitude that each math
+// warpgroup found in its columns of h of every token.
 template <typename P, bool kScaled = P::kScaled>
 struct QuantizedTile {};
 template <typename P>
 struct QuantizedTile<P, true> {
   alignas(16) std::byte scales[num_stages<P>(P::kTileShape.least) * kScaleBytes<P>];
-  float inverse[kMathGroups][kMaxHeight<P>];
+  float most[kMathGroups][kMaxHeight<P>];
 };
 
 // What the block found out about the pass. In shared memory, because the math warps have no

@@ -106,10 +106,6 @@ __device__ __forceinline__ float2 load_shared_floats(std::uint32_t address) {
   return v;
 }
 
-__device__ __forceinline__ float4 load_shared_float4(std::uint32_t address) {
-  const uint4 v = load_shared_vector(address);
-  return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
-}
 __device__ __forceinline__ float load_shared_float(std::uint32_t address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
@@ -117,9 +113,6 @@ __device__ __forceinline__ float load_shared_float(std::uint32_t address) {
 }
 __device__ __forceinline__ void store_shared_word(std::uint32_t address, std::uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
-}
-__device__ __forceinline__ void store_shared_floats(std::uint32_t address, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
 // An mbarrier in shared memory and the two things done with it.

@@ -1,4 +1,4 @@
-// FP8 tiles of more than a few tokens: tokens take the 64 rows of the matrix instruction, and
+// Tiles of large passes in FP8: tokens take the 64 rows of the matrix instruction, and
 // weights its columns.
 //
 // Such tiles are limited by what goes through shared memory: operands, and scales for the sums that
@@ -17,11 +17,6 @@
 
 namespace switchyard::gpu {
 
-template <typename P>
-inline constexpr bool kHasTallTiles = kJoinedScales<P>;
-// Of more units than these, tokens take the rows; of more than those, the tile is tall.
-inline constexpr std::uint32_t kTokenRowUnits = 1;
-inline constexpr std::uint32_t kTallUnits = kInstructionRows / kUnitRows;
 inline constexpr int kTallColumns = kTileRows;  // of an instruction
 template <int kBoxes>
 using TallSums = float[kBoxes][kTallColumns / 2];
@@ -57,10 +52,8 @@ __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t
   }
   // The sets of a box's first and second 64 rows, where each box has its own and where not.
   const std::uint32_t gate_step = meet ? 0 : kSetBytes, up = meet ? kSetBytes : 0;
-  // See load_scaled_tile for the order of tokens.
-  const std::uint32_t row = fresh_thread_index<32>() / 4;
   const std::uint32_t scales0 =
-      ring.joined_scales(0, 0) + 4 * (tall_warp_row<kBoxes>() + row / 2 * 4 + row % 2);
+      ring.joined_scales(0, 0) + 4 * (tall_warp_row<kBoxes>() + fresh_thread_index<32>() / 4);
   stage.repeat(k_blocks, [&] {
     const auto operands = stage.operands();
     const std::uint32_t current = place.stage;
@@ -74,7 +67,7 @@ __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t
       const std::uint32_t sets[2] = {gate, gate + up};
       float of[2][2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) of[i / 2][i % 2] = load_shared_float(sets[i / 2] + i % 2 * 8);
+      for (int i = 0; i < 4; ++i) of[i / 2][i % 2] = load_shared_float(sets[i / 2] + i % 2 * 32);
       stage.await_products(part);
       if (box + 1 == kBoxes) {
         stage.advance();
@@ -210,7 +203,7 @@ __device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const Task
   }
   if constexpr (kHalf) {
     // The other half is the other warpgroup's.
-    auto& shared = pass.block.quantized.inverse;
+    auto& shared = pass.block.quantized.most;
     const std::uint32_t row = row0 + fresh_thread_index<32>() / 4;
     if (t < 2) shared[group][row + 8 * t] = t == 0 ? most[0] : most[1];
     named_barrier<kMathGroups * kWarpgroup>(kBothGroups);
