@@ -11,8 +11,7 @@ KernelEntry kernel_entry<SWITCHYARD_POLICY, ActivationKind::SWITCHYARD_KIND, SWI
   return {
       layer_kernel<Small, ActivationKind::SWITCHYARD_KIND, SWITCHYARD_GATED>,
       layer_kernel<Large, ActivationKind::SWITCHYARD_KIND, SWITCHYARD_GATED>,
-      {kThreads, static_cast<std::uint32_t>(
-                     std::max(kSharedBytes<Small>, kSharedBytes<Large>))},
+      {kThreads, static_cast<std::uint32_t>(std::max(kSharedBytes<Small>, kSharedBytes<Large>))},
       facts_of<Large>()};
 }
 
