@@ -1,4 +1,4 @@
-// From the products of a tile to h, and to the tokens' cells. (Of tall tiles: tall.cuh.)
+// From the products of a tile to h, and to the tokens' cells. (Of large passes in FP8: tall.cuh.)
 #pragma once
 
 #include "gpu/epilogue.cuh"

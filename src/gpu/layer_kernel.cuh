@@ -5,11 +5,14 @@
 //   then, by warp:
 //     0         weights    tasks -> TMA of 128 or 256 weight rows x 128 bytes per stage
 //     1         scheduler  tickets -> tasks
-//     2         tokens     tasks -> TMA of the tile's packed rows x 128 bytes per stage
+//     2         tokens     tasks -> TMA of the tile's packed rows x 128 bytes per stage; in FP8
+//                          their scales, multiplied by the weights'
 //     3         pack       copies token rows into tiles, ahead of the tasks (math helps at first)
 //     2, 3      gather     in small passes in place of the two: rows of x from where they are, h
 //                          (small passes have a kernel of their own: SmallPass of a policy)
-//     4 to 11   math       two warpgroups: WGMMA over the ring; epilogue; combine tasks
+//     4 to 11   math       two warpgroups: WGMMA over the ring (multiply.cuh); epilogue
+//     (finish.cuh,
+//                          of large passes in FP8 tall.cuh); combine tasks
 //
 //   Large passes are launched in pairs of blocks. A pair does each task together, with twice the
 //   weight rows: the first block's scheduler takes the ticket for both, each block loads its own

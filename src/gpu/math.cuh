@@ -7,7 +7,7 @@
 
 namespace switchyard::gpu {
 
-// --- Math: two warpgroups, each with half of the tile's weight rows or, of tall tiles, tokens.
+// --- Math: two warpgroups, each with its share of every tile (see Share).
 
 // Multiplies and finishes a tile, with kBoxes of the task's boxes of weights to a warpgroup and
 // tokens on the instruction's rows, or, of 0, with N tokens at most on its columns.
