@@ -10,9 +10,8 @@
 //     3         pack       copies token rows into tiles, ahead of the tasks (math helps at first)
 //     2, 3      gather     in small passes in place of the two: rows of x from where they are, h
 //                          (small passes have a kernel of their own: SmallPass of a policy)
-//     4 to 11   math       two warpgroups: WGMMA over the ring (multiply.cuh); epilogue
-//     (finish.cuh,
-//                          of large passes in FP8 tall.cuh); combine tasks
+//     4 to 11   math       two warpgroups: WGMMA over the ring (multiply.cuh); epilogue (finish.cuh
+//                          or, of large passes in FP8, tall.cuh); combine tasks
 //
 //   Large passes are launched in pairs of blocks. A pair does each task together, with twice the
 //   weight rows: the first block's scheduler takes the ticket for both, each block loads its own
