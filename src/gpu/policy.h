@@ -78,7 +78,6 @@ struct PolicyFacts {
   bool scaled;
   int small_tokens;  // of a small pass, at most
 
-  int stage_columns() const { return kStageRowBytes / element_bytes; }
   // Columns and rows that a matrix is filled up to, for the copy engine.
   int alignment() const { return 16 / element_bytes; }
 };

@@ -198,7 +198,6 @@ class Scales {
     values_.resize(static_cast<std::size_t>(last + 1));
     std::ranges::copy(on_host(m.scale, bytes), reinterpret_cast<std::byte*>(values_.data()));
   }
-  bool by_row() const { return rows_; }
   // Of the products with columns from `column` on, 128 at most. Rows past the last, which are
   // multiplied with the others of their tile, share the last one's.
   float of_block(std::int64_t row, std::int64_t column) const {

@@ -65,13 +65,7 @@ TEST_P(EveryModelInFp8, SameBitsOnEveryRepetitionAndRankCount) {
 }
 
 INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelInFp8, ::testing::ValuesIn(model_table()),
-                         [](const auto& model) {
-                           std::string name = model.param.name;
-                           std::replace_if(
-                               name.begin(), name.end(), [](char c) { return !std::isalnum(c); },
-                               '_');
-                           return name;
-                         });
+                         name_of_model);
 
 TEST(Fp8Scales, OfEveryForm) {
   LayerSpec spec = plain_spec();
@@ -155,28 +149,10 @@ TEST(Fp8Values, FarFromOne) {
 }
 
 TEST(Fp8Values, NanAndInfinityStayWithTheirTokens) {
-  for (int kind = 0; kind <= static_cast<int>(ActivationKind::kIdentity); ++kind) {
-    for (const bool gated : {true, false}) {
-      LayerSpec spec = plain_spec();
-      spec.activation.kind = static_cast<ActivationKind>(kind);
-      spec.activation.gated = gated;
-      const MoeWeights weights = fp8_weights(spec);
-      Batch batch = routed_batch(spec, 40, DType::kBF16);
-      const BatchResult clean = run_batch(spec, weights, batch, Shares::even(40, 2), DType::kBF16);
-      batch.x.set(5 * spec.hidden + 3, NAN);
-      batch.x.set(17 * spec.hidden + 130, INFINITY);
-      batch.x.set(39 * spec.hidden + 319, -INFINITY);
-      const BatchResult result = run_batch(spec, weights, batch, Shares::even(40, 2), DType::kBF16);
-      for (std::int64_t i = 0; i < 40 * spec.hidden; ++i) {
-        const std::int64_t token = i / spec.hidden;
-        if (token == 5 || token == 17 || token == 39) {
-          ASSERT_TRUE(std::isnan(result.output.get(i))) << i << " kind " << kind;
-        } else {
-          ASSERT_EQ(result.output.get(i), clean.output.get(i)) << i << " kind " << kind;
-        }
-      }
-    }
-  }
+  expect_poison_stays(40, 39,
+                      [](const LayerSpec& spec, const MoeWeights& weights, const Batch& batch) {
+                        return run_batch(spec, weights, batch, Shares::even(40, 2), DType::kBF16);
+                      });
 }
 
 TEST(Fp8Activations, QuantisedBeforehandGiveTheSameBits) {

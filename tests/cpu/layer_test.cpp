@@ -96,14 +96,7 @@ TEST(SameBits, HoweverTokensAreDealt) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModel, ::testing::ValuesIn(model_table()),
-                         [](const auto& model) {
-                           std::string name = model.param.name;
-                           std::replace_if(
-                               name.begin(), name.end(), [](char c) { return !std::isalnum(c); },
-                               '_');
-                           return name;
-                         });
+INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModel, ::testing::ValuesIn(model_table()), name_of_model);
 
 LayerSpec plain_spec(int experts, int top_k) {
   LayerSpec spec;

@@ -14,12 +14,7 @@
 namespace switchyard::testing {
 namespace {
 
-class GpuFp8 : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (gpu::device_count() == 0) GTEST_SKIP() << "this machine has no GPU";
-  }
-};
+using GpuFp8 = OnGpu<::testing::Test>;
 
 BatchResult run_on_gpu(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                        DType output, LayerOptions options = {}) {
@@ -34,12 +29,7 @@ void expect_accurate_on_gpu(const LayerSpec& spec, const MoeWeights& weights, co
   expect_accurate_fp8(spec, weights, batch, result, 0.8);
 }
 
-class EveryModelInFp8OnGpu : public ::testing::TestWithParam<ModelEntry> {
- protected:
-  void SetUp() override {
-    if (gpu::device_count() == 0) GTEST_SKIP() << "this machine has no GPU";
-  }
-};
+using EveryModelInFp8OnGpu = OnGpu<::testing::TestWithParam<ModelEntry>>;
 
 TEST_P(EveryModelInFp8OnGpu, IsAsGoodAsAStraightforwardProgram) {
   const LayerSpec spec = grouped(small_spec(GetParam()));
@@ -58,13 +48,7 @@ TEST_P(EveryModelInFp8OnGpu, IsAsGoodAsAStraightforwardProgram) {
 }
 
 INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelInFp8OnGpu, ::testing::ValuesIn(model_table()),
-                         [](const auto& model) {
-                           std::string name = model.param.name;
-                           std::replace_if(
-                               name.begin(), name.end(), [](char c) { return !std::isalnum(c); },
-                               '_');
-                           return name;
-                         });
+                         name_of_model);
 
 // Larger than a tile in every direction, ragged in every direction.
 LayerSpec wide_spec(int experts, int top_k) {
@@ -196,29 +180,11 @@ TEST_F(GpuFp8, FarFromOne) {
 }
 
 TEST_F(GpuFp8, NanAndInfinityStayWithTheirTokens) {
-  for (int kind = 0; kind <= static_cast<int>(ActivationKind::kIdentity); ++kind) {
-    for (const bool gated : {true, false}) {
-      LayerSpec spec = plain_spec();
-      spec.activation.kind = static_cast<ActivationKind>(kind);
-      spec.activation.gated = gated;
-      const MoeWeights weights = fp8_weights(spec);
-      for (const int tokens : {30, 40}) {
-        Batch batch = routed_batch(spec, tokens, DType::kBF16);
-        const BatchResult clean = run_on_gpu(spec, weights, batch, DType::kBF16);
-        batch.x.set(5 * spec.hidden + 3, NAN);
-        batch.x.set(17 * spec.hidden + 130, INFINITY);
-        batch.x.set(29 * spec.hidden + 319, -INFINITY);
-        const BatchResult result = run_on_gpu(spec, weights, batch, DType::kBF16);
-        for (std::int64_t i = 0; i < tokens * spec.hidden; ++i) {
-          const std::int64_t token = i / spec.hidden;
-          if (token == 5 || token == 17 || token == 29) {
-            ASSERT_TRUE(std::isnan(result.output.get(i))) << i << " kind " << kind;
-          } else {
-            ASSERT_EQ(result.output.get(i), clean.output.get(i)) << i << " kind " << kind;
-          }
-        }
-      }
-    }
+  for (const int tokens : {30, 40}) {
+    expect_poison_stays(tokens, 29,
+                        [](const LayerSpec& spec, const MoeWeights& weights, const Batch& batch) {
+                          return run_on_gpu(spec, weights, batch, DType::kBF16);
+                        });
   }
 }
 

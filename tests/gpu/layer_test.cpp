@@ -19,12 +19,7 @@
 namespace switchyard::testing {
 namespace {
 
-class GpuTest : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (gpu::device_count() == 0) GTEST_SKIP() << "this machine has no GPU";
-  }
-};
+using GpuTest = OnGpu<::testing::Test>;
 
 MoeWeights make_weights(const LayerSpec& spec, DType dtype, std::uint64_t seed) {
   GenerateOptions options;
@@ -42,12 +37,7 @@ void expect_accurate(const LayerSpec& spec, const MoeWeights& weights, const Bat
   EXPECT_GT(yardstick, 1e-4);  // or the comparison means nothing
 }
 
-class EveryModelOnGpu : public ::testing::TestWithParam<ModelEntry> {
- protected:
-  void SetUp() override {
-    if (gpu::device_count() == 0) GTEST_SKIP() << "this machine has no GPU";
-  }
-};
+using EveryModelOnGpu = OnGpu<::testing::TestWithParam<ModelEntry>>;
 
 TEST_P(EveryModelOnGpu, IsAsGoodAsAStraightforwardProgram) {
   const LayerSpec spec = small_spec(GetParam());
@@ -65,13 +55,7 @@ TEST_P(EveryModelOnGpu, IsAsGoodAsAStraightforwardProgram) {
 }
 
 INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelOnGpu, ::testing::ValuesIn(model_table()),
-                         [](const auto& model) {
-                           std::string name = model.param.name;
-                           std::replace_if(
-                               name.begin(), name.end(), [](char c) { return !std::isalnum(c); },
-                               '_');
-                           return name;
-                         });
+                         name_of_model);
 
 // Larger than a tile in every direction, ragged in every direction.
 LayerSpec wide_spec(int experts, int top_k) {

@@ -33,12 +33,7 @@ constexpr SoakCase kCases[] = {
     {"DeepFp8", DType::kF8E4M3, 6144, 10752, 8, 2, false, 40, 16, 400},
 };
 
-class GpuSoak : public ::testing::TestWithParam<SoakCase> {
- protected:
-  void SetUp() override {
-    if (gpu::device_count() == 0) GTEST_SKIP() << "this machine has no GPU";
-  }
-};
+using GpuSoak = OnGpu<::testing::TestWithParam<SoakCase>>;
 
 TEST_P(GpuSoak, ManyForwardsOfRandomSizes) {
   const SoakCase& c = GetParam();

@@ -13,6 +13,15 @@
 
 namespace switchyard::testing {
 
+// A fixture whose tests need a GPU.
+template <typename Fixture>
+class OnGpu : public Fixture {
+ protected:
+  void SetUp() override {
+    if (gpu::device_count() == 0) GTEST_SKIP() << "this machine has no GPU";
+  }
+};
+
 // One batch in device memory, with room for its results.
 class DeviceBatch {
  public:

@@ -49,6 +49,34 @@ inline Batch routed_batch(const LayerSpec& spec, std::int64_t tokens, DType dtyp
   return batch;
 }
 
+// Numbers that are not finite, in one token each, make all of these tokens NaN and no other.
+// run(spec, weights, batch) -> the layer's result.
+template <typename Run>
+void expect_poison_stays(int tokens, std::int64_t last, Run&& run) {
+  for (int kind = 0; kind <= static_cast<int>(ActivationKind::kIdentity); ++kind) {
+    for (const bool gated : {true, false}) {
+      LayerSpec spec = plain_spec();
+      spec.activation.kind = static_cast<ActivationKind>(kind);
+      spec.activation.gated = gated;
+      const MoeWeights weights = fp8_weights(spec);
+      Batch batch = routed_batch(spec, tokens, DType::kBF16);
+      const BatchResult clean = run(spec, weights, batch);
+      batch.x.set(5 * spec.hidden + 3, NAN);
+      batch.x.set(17 * spec.hidden + 130, INFINITY);
+      batch.x.set(last * spec.hidden + 319, -INFINITY);
+      const BatchResult result = run(spec, weights, batch);
+      for (std::int64_t i = 0; i < tokens * spec.hidden; ++i) {
+        const std::int64_t token = i / spec.hidden;
+        if (token == 5 || token == 17 || token == last) {
+          ASSERT_TRUE(std::isnan(result.output.get(i))) << i << " kind " << kind;
+        } else {
+          ASSERT_EQ(result.output.get(i), clean.output.get(i)) << i << " kind " << kind;
+        }
+      }
+    }
+  }
+}
+
 // As good as a straightforward FP8 program, and rounding where it does: almost always, for sums
 // that are exact to fp32, and somewhat less often where the matrix unit keeps fewer bits.
 inline void expect_accurate_fp8(const LayerSpec& spec, const MoeWeights& weights,

@@ -1,7 +1,10 @@
 // Layers, batches and worlds for tests.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <cstring>
 #include <exception>
@@ -223,6 +226,14 @@ inline BatchResult run_batch(const LayerSpec& spec, const MoeWeights& weights, c
     forward_share(layer, batch, shares, world.rank(), result);
   });
   return result;
+}
+
+// What gtest calls the test of a model.
+inline std::string name_of_model(const ::testing::TestParamInfo<ModelEntry>& model) {
+  std::string name = model.param.name;
+  std::replace_if(
+      name.begin(), name.end(), [](char c) { return !std::isalnum(c); }, '_');
+  return name;
 }
 
 // The table's model, its geometry scaled down so that a test takes milliseconds: routing,
