@@ -1,20 +1,15 @@
 #include "cli/device_run.h"
 
-#include <fmt/format.h>
-
 #include <span>
-#include <vector>
 
 #include "gpu/device.h"
-#include "layer/compute.h"
-#include "model/host_memory.h"
 
 namespace switchyard::cli {
 namespace {
 
 template <typename T>
-gpu::DeviceBuffer uploaded(const std::vector<T>& values) {
-  gpu::DeviceBuffer buffer(values.size() * sizeof(T));
+gpu::DeviceBuffer uploaded(std::span<const T> values) {
+  gpu::DeviceBuffer buffer(values.size_bytes());
   buffer.upload(values.data(), buffer.bytes());
   return buffer;
 }
@@ -25,21 +20,14 @@ std::span<T> span_of(const gpu::DeviceBuffer& buffer) {
   return {reinterpret_cast<T*>(buffer.data()), buffer.bytes() / sizeof(T)};
 }
 
-template <typename T>
-std::vector<T> downloaded(const gpu::DeviceBuffer& buffer) {
-  std::vector<T> values(buffer.bytes() / sizeof(T));
-  buffer.download(values.data(), buffer.bytes());
-  return values;
-}
-
-// The batch in device memory.
+// A call's input in device memory.
 class DeviceInput {
  public:
-  explicit DeviceInput(const Batch& batch)
-      : ids_(uploaded(batch.topk_ids)),
-        weights_(uploaded(batch.topk_weights)),
-        token_ids_(uploaded(batch.token_ids)) {
-    const MatrixView& x = batch.activations;
+  DeviceInput(const ForwardInput& host, const gpu::Stream& stream)
+      : ids_(uploaded(host.topk_ids)),
+        weights_(uploaded(host.topk_weights)),
+        token_ids_(uploaded(host.token_ids)) {
+    const MatrixView& x = host.activations;
     const std::size_t row_bytes = static_cast<std::size_t>(x.cols) * size_of(x.dtype);
     activations_ = gpu::DeviceBuffer(static_cast<std::size_t>(x.rows) * row_bytes);
     for (std::int64_t t = 0; x.row_stride != x.cols && t < x.rows; ++t) {
@@ -50,39 +38,37 @@ class DeviceInput {
     input_.topk_ids = span_of<std::int32_t>(ids_);
     input_.topk_weights = span_of<float>(weights_);
     input_.token_ids = span_of<std::int32_t>(token_ids_);
+    input_.stream = stream.handle();
   }
-  ForwardInput on(const gpu::Stream& stream) const {
-    ForwardInput input = input_;
-    input.stream = stream.handle();
-    return input;
-  }
+  const ForwardInput& get() const { return input_; }
 
  private:
   gpu::DeviceBuffer activations_, ids_, weights_, token_ids_;
   ForwardInput input_;
 };
 
-// Where the results go, in device memory.
+// Where its results go, in device memory.
 class DeviceOutput {
  public:
-  DeviceOutput(std::int64_t tokens, const LayerSpec& spec, DType dtype, const gpu::Stream& stream)
-      : values_(static_cast<std::size_t>(tokens * spec.hidden) * size_of(dtype)),
-        ids_(static_cast<std::size_t>(tokens * spec.top_k) * sizeof(std::int32_t)),
-        weights_(static_cast<std::size_t>(tokens * spec.top_k) * sizeof(float)) {
+  DeviceOutput(const ForwardOutput& host, std::int64_t tokens, int hidden,
+               const gpu::Stream& stream)
+      : values_(static_cast<std::size_t>(tokens * hidden) * size_of(host.dtype)),
+        ids_(host.topk_ids.size_bytes()),
+        weights_(host.topk_weights.size_bytes()) {
     // NaNs and ids of no expert: what a pass leaves unwritten, --verify finds.
     constexpr std::uint8_t kPoison = 0xff;
     for (gpu::DeviceBuffer* buffer : {&values_, &ids_, &weights_}) buffer->fill(kPoison, stream);
     output_.data = values_.data();
-    output_.dtype = dtype;
+    output_.dtype = host.dtype;
     output_.topk_ids = span_of<std::int32_t>(ids_);
     output_.topk_weights = span_of<float>(weights_);
   }
   const ForwardOutput& get() const { return output_; }
 
-  void download_to(RunResult& result) const {
-    result.output = downloaded<std::byte>(values_);
-    result.topk_ids = downloaded<std::int32_t>(ids_);
-    result.topk_weights = downloaded<float>(weights_);
+  void download_to(const ForwardOutput& host) const {
+    values_.download(host.data, values_.bytes());
+    ids_.download(host.topk_ids.data(), ids_.bytes());
+    weights_.download(host.topk_weights.data(), weights_.bytes());
   }
 
  private:
@@ -90,58 +76,36 @@ class DeviceOutput {
   ForwardOutput output_;
 };
 
-std::vector<double> time_passes(MoeLayer& layer, const ForwardInput& input,
-                                const ForwardOutput& output, const gpu::Stream& stream,
-                                int repeat) {
-  layer.forward(input, output);
-  std::vector<double> seconds;
+}  // namespace
+
+std::vector<double> time_passes_on_device(World& world, MoeLayer& layer, const ForwardInput& input,
+                                          const ForwardOutput& output, int repeat) {
+  const gpu::Stream stream;
+  const DeviceInput from(input, stream);
+  const DeviceOutput to(output, input.activations.rows, layer.spec().hidden, stream);
   gpu::Event start;
   gpu::Event end;
+  gpu::flush_l2(stream);  // the first one allocates
+  stream.synchronize();
+  std::vector<double> times;
   for (int i = 0; i < repeat; ++i) {
+    // Between the barriers every rank enqueues, and none waits for its device or allocates: a
+    // kernel there may be waiting for one that another rank is about to launch.
+    world.barrier();
+    // Ranks end a pass together, however far apart their hosts began it, so that none is timed
+    // while it waits for another's host. It also touches what a first pass has to load.
+    layer.forward(from.get(), to.get());
     // The flush also keeps the stream busy until the launch has come, so that it is not timed.
     gpu::flush_l2(stream);
     start.record(stream);
-    layer.forward(input, output);
+    layer.forward(from.get(), to.get());
     end.record(stream);
-    seconds.push_back(gpu::Event::elapsed_us(start, end) * 1e-6);
+    world.barrier();
+    times.push_back(gpu::Event::elapsed_us(start, end));
   }
-  return seconds;
-}
-
-}  // namespace
-
-RunResult run_on_device(const Source& source, const Batch& batch, const RankOptions& options) {
-  const int device = gpu::current_device();
-  const gpu::DeviceInfo info = gpu::device_info(device);
-  WorldOptions world_options;
-  world_options.deadline = options.deadline;
-  LayerOptions layer_options;
-  layer_options.backend = Backend::kCuda;
-  layer_options.max_tokens = static_cast<int>(batch.tokens());
-  layer_options.reserved_sms = options.reserved_sms;
-  layer_options.compute = options.compute;
-  const World world = World::single(world_options);
-  MoeLayer layer(world, source.spec, source.weights, layer_options);
-
-  RunResult result;
-  result.backend = Backend::kCuda;
-  result.device = fmt::format("GPU {} ({}, {} of {} SMs)", device, info.name,
-                              info.num_sms - options.reserved_sms, info.num_sms);
-  result.fabric = world.fabric_name();
-  result.output_dtype = value_type(options.compute);
-
-  const gpu::Stream stream;
-  const DeviceInput input(batch);
-  const DeviceOutput output(batch.tokens(), source.spec, result.output_dtype, stream);
-  result.pass_seconds = time_passes(layer, input.on(stream), output.get(), stream, options.repeat);
-  const ForwardStats& stats = layer.stats();  // waits for the last pass, and throws what it found
-  output.download_to(result);
-  result.tokens_per_expert = stats.tokens_per_expert;
-  result.dropped_slots = stats.dropped_slots;
-  result.nan_logits = stats.nan_logits;
-  result.workspace_bytes = layer.workspace_bytes();
-  result.peak_resident_bytes = peak_resident_bytes();
-  return result;
+  to.download_to(output);
+  world.barrier();  // freeing waits for the device
+  return times;
 }
 
 }  // namespace switchyard::cli

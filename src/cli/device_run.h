@@ -1,15 +1,18 @@
-// Running a layer on a GPU.
+// A rank's passes on a GPU.
 #pragma once
 
-#include "cli/batch.h"
-#include "cli/ranks.h"
-#include "cli/source.h"
+#include <vector>
+
+#include "switchyard/layer.h"
+#include "switchyard/world.h"
 
 namespace switchyard::cli {
 
-// One rank on the current device: the batch is copied there, the passes are timed by the device
-// with the L2 cache flushed before each, and the results are copied back. Throws
-// Error{kUnsupported} where there is no GPU, and whatever MoeLayer throws.
-RunResult run_on_device(const Source& source, const Batch& batch, const RankOptions& options);
+// Collective over the world, for a layer on the current device. `input` and `output` are in host
+// memory: the one is copied to the device, the results of the last pass to the other. Returns the
+// microseconds of `repeat` passes by the device's clock, the L2 cache flushed before each, another
+// pass before that. Throws Error{kUnsupported} where there is no GPU, and whatever MoeLayer throws.
+std::vector<double> time_passes_on_device(World& world, MoeLayer& layer, const ForwardInput& input,
+                                          const ForwardOutput& output, int repeat);
 
 }  // namespace switchyard::cli

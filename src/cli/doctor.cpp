@@ -8,7 +8,6 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
-#include "cli/device_run.h"
 #include "cli/machine.h"
 #include "cli/measure.h"
 #include "cli/verify.h"
@@ -142,8 +141,7 @@ constexpr int kTinySize = 64;
 constexpr int kTinyTokens = 48;
 
 // Runs a small layer as `run` does it, and compares with the reference.
-template <typename Run>
-Finding check_layer(const std::string& name, DType compute, int num_ranks, const Run& run) {
+Finding check_layer(const std::string& name, Backend backend, DType compute, int num_ranks) {
   const char* const remedy = "report this with the output of 'switchyard doctor --json'";
   try {
     SourceOptions source_options;
@@ -157,10 +155,11 @@ Finding check_layer(const std::string& name, DType compute, int num_ranks, const
     batch_options.tokens = kTinyTokens;
     const Batch batch = make_batch(batch_options, source, compute);
     RankOptions ranks;
+    ranks.backend = backend;
     ranks.ranks = num_ranks;
     ranks.compute = compute;
     ranks.repeat = 1;
-    const RunResult result = run(source, batch, ranks);
+    const RunResult result = run_as_threads(source, batch, ranks);
     const Verification v = verify(source, batch, result, compute);
     return check(name, v.ok(),
                  fmt::format("{} rank{}, error {:.1e} with a bound of {:.1e}", num_ranks,
@@ -172,8 +171,7 @@ Finding check_layer(const std::string& name, DType compute, int num_ranks, const
 }
 
 Finding check_threads(DType compute) {
-  return check_layer(fmt::format("thread_ranks_{}", to_string(compute)), compute, 2,
-                     run_as_threads);
+  return check_layer(fmt::format("thread_ranks_{}", to_string(compute)), Backend::kCpu, compute, 2);
 }
 
 Finding check_sockets() {
@@ -196,7 +194,8 @@ Finding check_processes() {
                        "--intermediate", text(kTinySize),
                        "--tokens",       text(kTinyTokens),
                        "--repeat",       "1",
-                       "--verify",       "--quiet"};
+                       "--verify",       "--quiet",
+                       "--backend",      "cpu"};
     options.deadline = std::chrono::seconds(60);
     const int exit_code = launch(options);
     return check("process_ranks", exit_code == 0,
@@ -250,7 +249,10 @@ int doctor(bool json) {
   findings.push_back(check_threads(DType::kF32));
   findings.push_back(check_threads(DType::kBF16));
   if (gpu_is_usable()) {
-    findings.push_back(check_layer("cuda_bf16", DType::kBF16, 1, run_on_device));
+    findings.push_back(check_layer("cuda_bf16", Backend::kCuda, DType::kBF16, 1));
+  }
+  if (gpu_is_usable() && gpu::device_count() > 1) {
+    findings.push_back(check_layer("cuda_ranks_bf16", Backend::kCuda, DType::kBF16, 2));
   }
   findings.push_back(check_sockets());
   findings.push_back(check_processes());

@@ -1,6 +1,8 @@
 #include "cli/ranks.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -8,8 +10,11 @@
 #include <thread>
 #include <type_traits>
 
+#include "cli/device_run.h"
+#include "cli/devices.h"
 #include "cli/machine.h"
 #include "fabric/fabric.h"
+#include "gpu/device.h"
 #include "layer/compute.h"
 #include "model/host_memory.h"
 
@@ -28,8 +33,10 @@ struct RankRecord {
 };
 static_assert(std::is_trivially_copyable_v<RankRecord>);
 
+// Nanoseconds of steady_clock. kCuda: as if all had begun at 0, for the clocks of two devices have
+// nothing in common.
 struct PassTimes {
-  std::int64_t begin = 0;  // nanoseconds of steady_clock
+  std::int64_t begin = 0;
   std::int64_t end = 0;
 };
 
@@ -85,8 +92,14 @@ ForwardOutput output_to(std::byte* base, const ShareLayout& layout, Share share,
 
 std::vector<PassTimes> time_passes(World& world, MoeLayer& layer, const ForwardInput& input,
                                    const ForwardOutput& output, int repeat) {
-  layer.forward(input, output);  // generates kernels and touches pages
   std::vector<PassTimes> times;
+  if (layer.backend() == Backend::kCuda) {
+    for (const double us : time_passes_on_device(world, layer, input, output, repeat)) {
+      times.push_back({0, std::llround(us * 1e3)});
+    }
+    return times;
+  }
+  layer.forward(input, output);  // generates kernels and touches pages
   for (int i = 0; i < repeat; ++i) {
     world.barrier();
     PassTimes pass;
@@ -168,9 +181,18 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   const std::int64_t tokens = batch.tokens();
   const std::int64_t most_tokens = largest_share(tokens, world.size());
   LayerOptions layer_options;
+  layer_options.backend = options.backend;
   layer_options.max_tokens = static_cast<int>(most_tokens);
   layer_options.num_threads = options.threads;
   layer_options.compute = options.compute;
+  std::optional<RankDevice> device;
+  if (options.backend == Backend::kCuda) {
+    device = rank_device(is_process ? local_rank(std::getenv, world.rank()) : world.rank(),
+                         world.size(), options.reserved_sms);
+    gpu::set_device(device->device);
+    layer_options.device = device->device;
+    layer_options.reserved_sms = device->reserved_sms;
+  }
   MoeLayer layer(world, source.spec, source.weights, layer_options);
 
   const DType output_dtype = value_type(options.compute);
@@ -188,6 +210,8 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   if (world.rank() != 0) return std::nullopt;
 
   RunResult result;
+  result.backend = options.backend;
+  if (device) result.device = describe_devices(*device, world.size());
   result.ranks = world.size();
   result.fabric = world.fabric_name();
   result.processes = is_process;
@@ -199,8 +223,7 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   return result;
 }
 
-// How near a failure is to the cause: a rank that gave up waiting, and even more one that was told
-// to stop, only tells of another's failure.
+// How near a failure is to the cause.
 int closeness(const std::exception_ptr& failure) {
   try {
     std::rethrow_exception(failure);
@@ -222,26 +245,33 @@ void throw_cause(const std::vector<std::exception_ptr>& failures) {
 
 }  // namespace
 
-RunResult run_as_threads(const Source& source, const Batch& batch, const RankOptions& options) {
-  WorldOptions world_options;
-  world_options.deadline = options.deadline;
-  std::vector<World> worlds = World::threads(options.ranks, world_options);
-  std::vector<std::exception_ptr> failures(worlds.size());
-  RunResult result;
+void on_every_rank(int num_ranks, const std::function<void(int)>& rank) {
+  std::vector<std::exception_ptr> failures(static_cast<std::size_t>(num_ranks));
   std::vector<std::thread> threads;
-  for (std::size_t r = 0; r < worlds.size(); ++r) {
-    // Each thread owns its World: if it fails, the others see at once that it has left.
-    threads.emplace_back([&, r, world = std::move(worlds[r])]() mutable {
+  for (int r = 0; r < num_ranks; ++r) {
+    threads.emplace_back([&rank, &failure = failures[static_cast<std::size_t>(r)], r] {
       try {
-        auto mine = run_rank(std::move(world), false, source, batch, options);
-        if (mine) result = std::move(*mine);
+        rank(r);
       } catch (...) {
-        failures[r] = std::current_exception();
+        failure = std::current_exception();
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
   throw_cause(failures);
+}
+
+RunResult run_as_threads(const Source& source, const Batch& batch, const RankOptions& options) {
+  WorldOptions world_options;
+  world_options.deadline = options.deadline;
+  std::vector<World> worlds = World::threads(options.ranks, world_options);
+  RunResult result;
+  on_every_rank(options.ranks, [&](int r) {
+    // Each thread owns its World: if it fails, the others see at once that it has left.
+    auto mine =
+        run_rank(std::move(worlds[static_cast<std::size_t>(r)]), false, source, batch, options);
+    if (mine) result = std::move(*mine);
+  });
   return result;
 }
 

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -17,23 +18,24 @@ namespace switchyard::cli {
 
 struct RankOptions {
   Backend backend = Backend::kCpu;
-  int reserved_sms = 0;  // kCuda: SMs left free
+  // kCuda: SMs left free; empty: those of the other ranks on the GPU.
+  std::optional<int> reserved_sms;
   int ranks = 1;
   int threads = 0;  // per rank; 0: the machine's, divided by the ranks
   DType compute = DType::kBF16;
-  int repeat = 5;  // timed passes, after one that is not
+  int repeat = 5;  // timed passes, after at least one that is not
   std::chrono::milliseconds deadline{30'000};
 };
 
 // What all ranks did. Bytes and counts are sums over the ranks of the last pass.
 struct RunResult {
   Backend backend = Backend::kCpu;
-  std::string device;  // kCuda: "GPU 0 (NVIDIA H200, 132 of 132 SMs)"
+  std::string device;  // kCuda: see describe_devices()
   int ranks = 1;
   const char* fabric = "";
   bool processes = false;  // each rank is a process
   int threads = 0;         // of all ranks; kCuda: none
-  // kCpu: from the first rank's start to the last one's end. kCuda: the device's time.
+  // kCpu: from the first rank's start to the last one's end. kCuda: the slowest device's time.
   std::vector<double> pass_seconds;
   double gate_seconds = 0;  // the slowest rank's; not known with kCuda
   double plan_seconds = 0;
@@ -60,6 +62,11 @@ struct RunResult {
             hidden, hidden};
   }
 };
+
+// Calls `rank` with every number below `num_ranks`, each in a thread of its own. Throws what the
+// rank at fault threw: one that gave up waiting, or was told to stop, only tells of another's
+// failure.
+void on_every_rank(int num_ranks, const std::function<void(int)>& rank);
 
 // options.ranks ranks as threads of this process. Throws what the rank at fault threw.
 RunResult run_as_threads(const Source& source, const Batch& batch, const RankOptions& options);

@@ -121,9 +121,12 @@ std::string plural(std::int64_t count, const char* noun) {
 bool on_gpu(const Report& report) { return report.result.backend == Backend::kCuda; }
 
 std::string world_text(const RunResult& r) {
-  if (r.backend == Backend::kCuda) return r.device;
-  return fmt::format("{} ({}), {} in all", plural(r.ranks, "rank"),
-                     r.processes ? "processes" : "threads", plural(r.threads, "compute thread"));
+  if (r.backend == Backend::kCuda && r.ranks == 1) return r.device;
+  const std::string ranks =
+      fmt::format("{} ({})", plural(r.ranks, "rank"), r.processes ? "processes" : "threads");
+  return r.backend == Backend::kCuda
+             ? fmt::format("{} on {}", ranks, r.device)
+             : fmt::format("{}, {} in all", ranks, plural(r.threads, "compute thread"));
 }
 
 void add_setting(const Report& report, Lines& lines, const Palette& palette) {
@@ -141,11 +144,12 @@ void add_setting(const Report& report, Lines& lines, const Palette& palette) {
 }
 
 void add_speed(const Report& report, const Derived& d, Lines& lines, const Palette& palette) {
-  const std::string phases =
-      on_gpu(report)
-          ? "one launch, L2 cache flushed before each"
-          : fmt::format("gate {}, plan complete at {}", format_seconds(report.result.gate_seconds),
-                        format_seconds(report.result.plan_seconds));
+  std::string phases = report.result.ranks > 1 ? "one launch per rank, L2 cache flushed before"
+                                               : "one launch, L2 cache flushed before each";
+  if (!on_gpu(report)) {
+    phases = fmt::format("gate {}, plan complete at {}", format_seconds(report.result.gate_seconds),
+                         format_seconds(report.result.plan_seconds));
+  }
   lines.add_painted(
       "time", fmt::format("{}  median of {} ({} .. {}); {}", palette.bold(format_seconds(d.median)),
                           report.result.pass_seconds.size(), format_seconds(d.fastest),
@@ -195,22 +199,25 @@ void add_experts(const Report& report, const Derived& d, Lines& lines, const Pal
 void add_memory(const Report& report, const Derived& d, Lines& lines) {
   const RunResult& r = report.result;
   const auto bytes = [](std::uint64_t value) { return format_bytes(static_cast<double>(value)); };
-  if (on_gpu(report)) {
-    lines.add("memory", fmt::format("{} of workspace on the GPU; {} peak resident on the host",
-                                    bytes(r.workspace_bytes), bytes(r.peak_resident_bytes)));
-    return;
-  }
-  if (r.ranks == 1) {
+  if (r.ranks > 1) {
+    std::string text = fmt::format("{} between ranks (dispatch {}, combine {}, signals {})",
+                                   format_bytes(d.sent_bytes), bytes(r.dispatch_bytes),
+                                   bytes(r.combine_bytes), bytes(r.signal_bytes));
+    if (const auto padded = static_cast<double>(r.padded_all_to_all_bytes); padded > 0) {
+      text += fmt::format(", {} of the {} of a padded all-to-all",
+                          format_percent(ratio(d.sent_bytes, padded)), format_bytes(padded));
+    }
+    lines.add("crossing", text);
+  } else if (!on_gpu(report)) {
     lines.add("crossing", "nothing: one rank");
-  } else {
-    const auto padded = static_cast<double>(r.padded_all_to_all_bytes);
-    lines.add(
-        "crossing",
-        fmt::format("{} between ranks (dispatch {}, combine {}, signals {}), {} of the {} of a "
-                    "padded all-to-all",
-                    format_bytes(d.sent_bytes), bytes(r.dispatch_bytes), bytes(r.combine_bytes),
-                    bytes(r.signal_bytes), format_percent(ratio(d.sent_bytes, padded)),
-                    format_bytes(padded)));
+  }
+  if (on_gpu(report)) {
+    const std::string heap =
+        r.ranks > 1 ? fmt::format(" and {} of heap", bytes(r.heap_bytes_reserved)) : "";
+    lines.add("memory", fmt::format("{} of workspace{} on the GPU{}; {} peak resident on the host",
+                                    bytes(r.workspace_bytes), heap, r.ranks > 1 ? "s" : "",
+                                    bytes(r.peak_resident_bytes)));
+    return;
   }
   lines.add("heap", fmt::format("{} used, {:.1f} x the tokens' {}; {} of address space reserved",
                                 bytes(r.heap_bytes_used),

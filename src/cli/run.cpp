@@ -8,7 +8,6 @@
 #include <memory>
 
 #include "cli/commands.h"
-#include "cli/device_run.h"
 #include "cli/report.h"
 #include "fabric/environment.h"
 #include "gpu/device.h"
@@ -38,12 +37,13 @@ constexpr const char* kExamples = R"(Examples:
   switchyard run --model deepseek-v3 --experts 32 --tokens 64 --balancedness 0.7
   switchyard run --checkpoint ~/models/OLMoE-1B-7B --layer 3 --input x.safetensors
                  --output y.safetensors
-  switchyard run --model qwen3-30b --tokens 32 --backend cuda --verify
+  switchyard run --model qwen3-30b --tokens 32 --backend cuda --ranks 2 --verify
   switchyard launch -n 4 -- switchyard run --checkpoint ~/models/OLMoE-1B-7B --json
 
 Started by a launcher (switchyard launch, torchrun, mpirun, srun) without --ranks, each process is
-one rank, and rank 0 reports. --input holds `activations` [T, H] in bf16, f16 or f32, and may hold
-`topk_ids` i32/i64 [T, K] with `topk_weights` f32 [T, K], and `token_ids` i32/i64 [T].
+one rank, and rank 0 reports. With --backend cuda, ranks are dealt to the machine's GPUs in turn.
+--input holds `activations` [T, H] in bf16, f16 or f32, and may hold `topk_ids` i32/i64 [T, K] with
+`topk_weights` f32 [T, K], and `token_ids` i32/i64 [T].
 
 Exit codes: 0 done; 1 --verify failed; 2 unusable arguments or files; 3 a rank did not do its part.)";
 
@@ -90,7 +90,7 @@ void add_batch_options(CLI::App& app, RunOptions& o) {
 void add_execution_options(CLI::App& app, RunOptions& o) {
   const char* const group = "Execution";
   add_backend(app, "--backend", o.backend,
-              "cpu or cuda (default: cuda for one rank in bf16, with a GPU)")
+              "cpu or cuda (default: cuda where it suits and ranks have a GPU each)")
       ->group(group);
   add_whole(app, "--ranks", o.ranks.ranks, 1, protocol::kMaxRanks,
             "Ranks, as threads of this process (default 1, or the launcher's)")
@@ -99,7 +99,7 @@ void add_execution_options(CLI::App& app, RunOptions& o) {
             "Compute threads of each rank (cpu; default 0: the machine's, shared out)")
       ->group(group);
   add_whole(app, "--reserved-sms", o.ranks.reserved_sms, 0, 1024,
-            "SMs of the GPU to leave free (cuda; default 0)")
+            "SMs of the GPU to leave free (cuda; default: those of other ranks on it)")
       ->group(group);
   add_dtype(app, "--compute", o.compute, false,
             "Arithmetic and wire type: bf16, f32 or fp8 (default: by the weights)")
@@ -170,18 +170,12 @@ int report(const RunOptions& options, const Source& source, const Batch& batch,
 }
 
 // What a chosen backend cannot do, told before weights are made up for it.
-void require_consistent(const RunOptions& options, int ranks) {
+void require_consistent(const RunOptions& options) {
   if (options.backend != Backend::kCuda) {
-    if (options.backend && options.ranks.reserved_sms > 0) {
+    if (options.backend && options.ranks.reserved_sms) {
       refuse("--reserved-sms is for --backend cuda; leave it out");
     }
     return;
-  }
-  if (ranks > 1) {
-    refuse(
-        fmt::format("--backend cuda runs one rank, but there are {}; use --ranks 1, or "
-                    "--backend cpu",
-                    ranks));
   }
   if (options.ranks.threads > 0) refuse("--threads is for --backend cpu; leave it out");
   if (gpu::device_count() > 0) return;
@@ -193,14 +187,15 @@ void require_consistent(const RunOptions& options, int ranks) {
                     "headers; use --backend cpu");
 }
 
-// The GPU for what it runs well, unless an option only makes sense elsewhere.
-Backend default_backend(const RunOptions& options, int ranks) {
-  const bool suits =
-      ranks == 1 && options.ranks.threads == 0 && options.ranks.compute != DType::kF32;
-  const bool there =
-      gpu::device_count() > 0 && gpu::device_info(gpu::current_device()).runs_our_kernels();
-  if (suits && there) return Backend::kCuda;
-  if (options.ranks.reserved_sms > 0) {
+// GPUs for what they run well, unless an option only makes sense elsewhere.
+Backend default_backend(const RunOptions& options, int ranks, int rank) {
+  const bool suits = options.ranks.threads == 0 && options.ranks.compute != DType::kF32 &&
+                     !options.capacity_factor;
+  const int num_devices = gpu::device_count();
+  if (suits && ranks <= num_devices && gpu::device_info(rank % num_devices).runs_our_kernels()) {
+    return Backend::kCuda;
+  }
+  if (options.ranks.reserved_sms) {
     refuse(
         "--reserved-sms is for --backend cuda, but this would run on the cpu; leave it out, or "
         "give --backend cuda as well");
@@ -215,7 +210,7 @@ int run(RunOptions& options) {
 
   const int ranks = as_process ? launched->size : options.ranks.ranks;
   require_place_for(options.output);
-  require_consistent(options, ranks);
+  require_consistent(options);
   options.batch.seed = options.source.seed;
   Source source =
       load_source(options.source, as_process ? launched->size : 1, leads && !options.quiet);
@@ -223,17 +218,13 @@ int run(RunOptions& options) {
     source.spec.capacity_factor = static_cast<float>(*options.capacity_factor);
   }
   options.ranks.compute = resolve_compute(source.weights, options.compute);
-  options.ranks.backend = options.backend ? *options.backend : default_backend(options, ranks);
+  options.ranks.backend = options.backend
+                              ? *options.backend
+                              : default_backend(options, ranks, as_process ? launched->rank : 0);
   const Batch batch = make_batch(options.batch, source, value_type(options.ranks.compute));
 
-  std::optional<RunResult> result;
-  if (options.ranks.backend == Backend::kCuda) {
-    result = run_on_device(source, batch, options.ranks);
-  } else if (as_process) {
-    result = run_as_process(source, batch, options.ranks);
-  } else {
-    result = run_as_threads(source, batch, options.ranks);
-  }
+  std::optional<RunResult> result = as_process ? run_as_process(source, batch, options.ranks)
+                                               : run_as_threads(source, batch, options.ranks);
   if (!result) return kExitOk;
   if (!options.output.empty()) write_output(options.output, source.spec, *result);
   return report(options, source, batch, *result);

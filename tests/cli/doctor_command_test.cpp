@@ -26,7 +26,10 @@ TEST(Doctor, JsonPassesHere) {
     EXPECT_TRUE(json["machine"].contains("gpu"));
   } else {
     EXPECT_GT(json["machine"]["gpu_0"]["num_sms"], 0);
-    if (json["machine"]["gpu_0"]["usable"]) expected.insert("cuda_bf16");
+    if (json["machine"]["gpu_0"]["usable"]) {
+      expected.insert("cuda_bf16");
+      if (gpu::device_count() > 1) expected.insert("cuda_ranks_bf16");
+    }
   }
   EXPECT_EQ(checks, expected);
   for (const char* rate : {"memory_read", "gemm_bf16", "gemm_f32"}) {

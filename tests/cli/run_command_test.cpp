@@ -179,6 +179,31 @@ TEST(Run, CudaGivesTheOutputOfTheCpu) {
   }
 }
 
+TEST(Run, CudaRanksGiveTheBytesOfOne) {
+  if (gpu::device_count() == 0) GTEST_SKIP() << "no GPU";
+  const TemporaryDirectory directory;
+  // More ranks than most machines have GPUs, so that some share one; one rank has no token.
+  for (const char* ranks : {"1", "2", "4"}) {
+    const auto json = run_json(join({"--tokens", "3", "--backend", "cuda", "--ranks", ranks,
+                                     "--verify", "--output", (directory / ranks).string()},
+                                    kTiny));
+    EXPECT_EQ(json["world"]["ranks"], std::atoi(ranks));
+    EXPECT_TRUE(json["verification"]["ok"]);
+    EXPECT_EQ(json["crossing"]["total_bytes"] > 0, std::string(ranks) != "1");
+  }
+  EXPECT_EQ(read_file(directory / "1"), read_file(directory / "2"));
+  EXPECT_EQ(read_file(directory / "1"), read_file(directory / "4"));
+
+  const Completed launched =
+      run_switchyard(join({"launch", "-n", "2", "--", SWITCHYARD_COMMAND, "run", "--tokens", "3",
+                           "--backend", "cuda", "--verify", "--json"},
+                          kTiny));
+  ASSERT_EQ(launched.exit_code, 0) << launched.err;
+  const auto json = nlohmann::json::parse(launched.out);
+  EXPECT_TRUE(json["world"]["processes"]);
+  EXPECT_TRUE(json["verification"]["ok"]);
+}
+
 TEST(Run, OneRankSendsNothing) {
   const auto json = run_json(join({"--tokens", "10"}, kTiny));
   EXPECT_EQ(json["crossing"]["total_bytes"], 0);
@@ -197,9 +222,9 @@ TEST(Run, VerifiesEveryModelAndDType) {
 }
 
 TEST(Run, ReportFitsAHundredColumnsWithManyExperts) {
-  const Completed done =
-      run_switchyard({"run", "--model", "qwen3.5-397b", "--hidden", "64", "--intermediate", "32",
-                      "--tokens", "300", "--ranks", "4", "--repeat", "1", "--verify"});
+  const Completed done = run_switchyard({"run", "--model", "qwen3.5-397b", "--hidden", "64",
+                                         "--intermediate", "32", "--tokens", "300", "--ranks", "4",
+                                         "--repeat", "1", "--verify", "--backend", "cpu"});
   ASSERT_EQ(done.exit_code, 0) << done.err;
   std::istringstream lines(done.out);
   int bars = 0;
