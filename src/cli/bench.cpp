@@ -23,6 +23,7 @@
 #include "cli/source.h"
 #include "gpu/device.h"
 #include "model/generate.h"
+#include "protocol/layout.h"
 #include "switchyard/routing.h"
 
 namespace switchyard::cli {
@@ -39,7 +40,9 @@ struct BenchOptions {
   bool quick = false;
 
   std::optional<Backend> backend;
+  std::optional<int> ranks;
   MeasureOptions measure;
+  bool gated = false;
   bool only_graph = false;
   bool no_graph = false;
 
@@ -56,6 +59,7 @@ constexpr const char* kExamples = R"(Examples:
   switchyard bench --suite one_gpu_bf16 --against torch --json results/one_gpu_bf16.json
   switchyard bench --suite one_gpu_bf16 --model olmoe,qwen3-30b --tokens 1,8 --verify
   switchyard bench --model mixtral-8x7b --tokens 64,256 --balancedness 1,0.7 --dtype fp8
+  switchyard bench --suite ep_fp8 --model v3-routed --tokens 8,512,4096 --ranks 2 --json ep.json
 
 Each point is one layer with random weights, gate included. On a GPU its device's clock counts, for
 8 or more passes in a row, on copies of the layer in turn, so that no weight is read from the cache,
@@ -67,6 +71,10 @@ FLOPs / 750 TFLOP/s), or 1300 TFLOP/s where the layer computes in FP8. FP8 weigh
 is the entropy of the experts' histogram over its maximum; the gate itself computes it, from
 activations and a router made for it. With --suite, --model, --tokens and --balancedness choose
 among the suite's points.
+
+With --ranks, each rank has tokens of its own and its share of the experts, and the slowest rank's
+time counts. F is that of the most loaded GPU, with 10 us for 7, and not below its time to send at
+330 GB/s. There is none where ranks share a GPU.
 
 Exit codes: 0 done; 1 a result is wrong or a point failed; 2 unusable arguments or machine.)";
 
@@ -124,29 +132,39 @@ CLI::Option* add_fractions(CLI::App& app, const std::string& name, std::vector<d
   return app.add_option_function<std::string>(name, set, help)->type_name("X,...");
 }
 
-// Two names to a line: help is at most 100 columns wide.
-std::string suites_help() {
-  std::string text = "Measure the points of";
-  const std::vector<std::string>& names = bench_suite_names();
+// Help is at most 100 columns wide: a line has as many names as fit beside the option.
+std::string list_help(std::string text, const std::vector<std::string>& names, const char* last) {
+  constexpr std::size_t kColumns = 68;
+  std::size_t line_begin = 0;
   for (std::size_t i = 0; i < names.size(); ++i) {
-    if (i > 0) text += i + 1 == names.size() ? " or" : ",";
-    text += (i > 0 && i % 2 == 0 ? '\n' : ' ') + names[i];
+    const std::string word = (i + 1 == names.size() ? last + (' ' + names[i]) : names[i] + ',');
+    const bool fits = text.size() - line_begin + 1 + word.size() <= kColumns;
+    if (!fits) line_begin = text.size() + 1;
+    text += (fits ? ' ' : '\n') + word;
   }
   return text;
 }
 
+std::vector<std::string> layers_beside_the_table() {
+  std::vector<std::string> names{std::string(kDeepseekRank)};
+  for (const RoutedAlone& layer : kRoutedAlone) names.emplace_back(layer.name);
+  return names;
+}
+
 void add_point_options(CLI::App& app, BenchOptions& o) {
   const std::size_t before = app.get_options().size();
-  app.add_option("--suite", o.suite, suites_help())->type_name("NAME");
+  app.add_option("--suite", o.suite, list_help("Measure the points of", bench_suite_names(), "or"))
+      ->type_name("NAME");
   add_names(app, "--model", o.models,
-            fmt::format("Layers of these models ('switchyard models', and {})", kDeepseekRank));
+            list_help("Layers of these models: those of 'switchyard models',",
+                      layers_beside_the_table(), "and"));
   add_override_options(app, o.overrides);
   add_dtype(app, "--dtype", o.dtype, true,
             "Expert weights in bf16, f32, f16 or fp8 (default bf16, or the suite's)");
   add_dtype(app, "--compute", o.compute, false,
             "Arithmetic in bf16, f32 or fp8 (default: by the weights)");
   add_wholes(app, "--tokens", o.tokens, 1 << 20,
-             "Tokens per pass (default 1,8,32,128,512,2048,8192)");
+             "Tokens per pass and rank (default 1,8,32,128,512,2048,8192)");
   add_fractions(app, "--balancedness", o.betas, "Of the routing (default 1)");
   add_whole(app, "--seed", o.seed, 0, std::numeric_limits<std::int64_t>::max(),
             "Of weights and activations (default 0)");
@@ -159,8 +177,10 @@ void add_point_options(CLI::App& app, BenchOptions& o) {
 void add_measure_options(CLI::App& app, BenchOptions& o) {
   const std::size_t before = app.get_options().size();
   add_backend(app, "--backend", o.backend, "cpu or cuda (default: cuda where there is a GPU)");
+  add_whole(app, "--ranks", o.ranks, 1, protocol::kMaxRanks,
+            "Ranks, dealt to the GPUs in turn (cuda; default 1, or for suites ep_*\none per GPU)");
   add_whole(app, "--reserved-sms", o.measure.reserved_sms, 0, 1024,
-            "SMs of the GPU to leave free (cuda; default 0)");
+            "SMs of the GPU to leave free (cuda; default: those of other ranks on it)");
   app.add_flag("--uncooperative", o.measure.uncooperative,
                "Launch without asking for all blocks at once: for ncu (cuda)");
   add_whole(app, "--repeat", o.measure.repeat, 1, 1'000'000,
@@ -170,7 +190,9 @@ void add_measure_options(CLI::App& app, BenchOptions& o) {
   app.add_flag("--cold", o.measure.cold,
                "Time each pass by itself, behind a flush of the L2 cache (cuda)");
   app.add_flag("--given-routing", o.measure.given_routing,
-               "Time passes without the gate, on the ids and weights that it chose");
+               "Time passes without the gate, on the ids and weights that it chose\n(what suites "
+               "ep_* do)");
+  app.add_flag("--gated", o.gated, "Time passes with the gate in suites ep_*, too");
   app.add_flag("--verify", o.measure.verify, "Compare some tokens of each point with fp64");
   for (std::size_t i = before; i < app.get_options().size(); ++i) {
     app.get_options()[i]->group("Measurement");
@@ -324,18 +346,60 @@ BenchPlan make_plan(BenchOptions& o) {
   return plan;
 }
 
-// A suite is about one GPU; that it would run for hours elsewhere must be said explicitly.
-Backend choose_backend(const BenchOptions& o) {
-  const bool there = gpu::device_count() > 0;
-  if (o.backend == Backend::kCpu || (!o.backend && !there && o.suite.empty())) {
-    return Backend::kCpu;
+// What was asked for, or for a suite over ranks one to a GPU.
+int choose_ranks(const BenchOptions& o, const BenchPlan& plan) {
+  if (plan.over_ranks) {
+    if (o.backend == Backend::kCpu) {
+      refuse(
+          fmt::format("the suite {} is measured over ranks on GPUs, but --backend is cpu; leave "
+                      "it out",
+                      plan.suite));
+    }
+    const int ranks = o.ranks.value_or(gpu::device_count());
+    if (ranks >= 2) return ranks;
+    if (o.ranks) {
+      refuse(fmt::format("--ranks is {}, but the suite {} is measured over 2 or more", ranks,
+                         plan.suite));
+    }
+    throw Error(ErrorCode::kUnsupported,
+                fmt::format("--suite {} needs 2 or more GPUs, a rank to each, and CUDA can use {} "
+                            "('switchyard doctor' tells more); with --ranks, ranks may share one",
+                            plan.suite, ranks));
   }
+  const int ranks = o.ranks.value_or(1);
+  if (ranks == 1) return ranks;
+  if (!o.suite.empty()) {
+    refuse(
+        fmt::format("--ranks is {}, but the suite {} is measured on one rank; leave it out, or "
+                    "give --model without --suite",
+                    ranks, plan.suite));
+  }
+  if (o.backend == Backend::kCpu) {
+    refuse(
+        fmt::format("--ranks is {}, but the processor is measured as one rank; leave it out, or "
+                    "use --backend cuda",
+                    ranks));
+  }
+  if (!o.against.empty()) {
+    refuse(fmt::format("--ranks is {}, but the rival runs on one GPU; leave out --against", ranks));
+  }
+  return ranks;
+}
+
+// A suite is about GPUs; that it would run for hours elsewhere must be said explicitly.
+Backend choose_backend(const BenchOptions& o, int ranks) {
+  const bool there = gpu::device_count() > 0;
+  const bool asked = o.backend == Backend::kCuda || !o.suite.empty() || ranks > 1;
+  if (o.backend == Backend::kCpu || (!there && !asked)) return Backend::kCpu;
   if (there) return Backend::kCuda;
   throw Error(
       ErrorCode::kUnsupported,
       fmt::format("{} needs a GPU, and there is none that CUDA can use ('switchyard doctor' tells "
-                  "more); --backend cpu measures the processor",
-                  o.backend ? "--backend cuda" : "--suite " + o.suite));
+                  "more){}",
+                  ranks > 1   ? fmt::format("--ranks {}", ranks)
+                  : o.backend ? "--backend cuda"
+                              : "--suite " + o.suite,
+                  ranks > 1 ? "" : "; --backend cpu measures the processor"));
 }
 
 // A long measurement should not end with this.
@@ -351,10 +415,17 @@ void require_consistent(const BenchOptions& o, const BenchPlan& plan) {
   if (o.only_graph && o.no_graph) {
     refuse("--graph and --no-graph leave nothing to time; both are timed without either");
   }
+  if (o.measure.given_routing && o.gated) {
+    refuse("--given-routing leaves out the gate, and --gated does not; give one of them");
+  }
   require_place_for(o.json);
   if (o.against.empty()) return;
   if (o.against != "torch") {
     refuse(fmt::format("--against is '{}'; the rival that there is is torch", o.against));
+  }
+  if (plan.over_ranks) {
+    refuse(fmt::format("--against torch runs on one GPU, and the suite {} on several; leave it out",
+                       plan.suite));
   }
   if (o.measure.given_routing) {
     refuse("--given-routing leaves out the gate, which the rival has; leave out --against");
@@ -385,16 +456,6 @@ Source make_source(const BenchLayer& layer, DType dtype, std::uint64_t seed) {
   return source;
 }
 
-double useful_flops(const LayerSpec& spec, std::span<const std::int64_t> tokens_per_expert,
-                    std::int64_t tokens) {
-  double rows = 0;
-  for (const std::int64_t count : tokens_per_expert) rows += static_cast<double>(count);
-  const double matrices = spec.activation.gated ? 3 : 2;
-  const double per_width = 2 * matrices * spec.hidden;
-  return per_width *
-         (rows * spec.intermediate + static_cast<double>(tokens) * spec.shared_intermediate);
-}
-
 // One run of the command.
 class Bench {
  public:
@@ -402,13 +463,15 @@ class Bench {
       : options_(std::move(options)),
         plan_(std::move(plan)),
         palette_(Palette::for_output(STDOUT_FILENO)) {
-    machine_ = bench_machine(options_.measure.backend);
+    machine_ = bench_machine(options_.measure.backend, options_.measure.ranks);
   }
 
   int run() {
     if (!options_.against.empty()) job_ = std::make_unique<TorchJob>();
-    fmt::print("{}; weights in {}, arithmetic in {}\n\n{}\n", machine_, dtype_argument(plan_.dtype),
-               dtype_argument(plan_.compute), palette_.bold(row_heading()));
+    fmt::print("{}; weights in {}, arithmetic in {}{}\n\n{}\n", machine_,
+               dtype_argument(plan_.dtype), dtype_argument(plan_.compute),
+               options_.measure.given_routing ? ", gate not timed" : "",
+               palette_.bold(row_heading()));
     std::fflush(stdout);
     for (const BenchLayer& layer : plan_.layers) {
       try {
@@ -434,15 +497,17 @@ class Bench {
   void measure_layer(const BenchLayer& layer) {
     Source source = make_source(layer, plan_.dtype, options_.seed);
     const std::int64_t most = *std::max_element(plan_.tokens.begin(), plan_.tokens.end());
-    SkewedGate gate(source.spec, source.weights, most, activation_dtype(plan_.compute),
+    const int ranks = options_.measure.ranks;
+    // Of all ranks' tokens, each rank's own.
+    SkewedGate gate(source.spec, source.weights, most * ranks, activation_dtype(plan_.compute),
                     options_.seed);
     LayerBench bench(source, plan_.compute, most, options_.measure);
     if (job_) job_->add_layer(layer, source.weights, gate.activations(most, 0), plan_.compute);
     for (const double beta : plan_.betas) {
       for (const std::int64_t tokens : plan_.tokens) {
-        const float skew = gate.skew_for(tokens, beta);
-        const Measured measured = bench.measure(gate.activations(tokens, skew));
-        rows_.push_back(row_of(layer, source, tokens, beta, measured));
+        const float skew = gate.skew_for(tokens * ranks, beta);
+        const Measured measured = bench.measure(gate.activations(tokens * ranks, skew));
+        rows_.push_back(row_of(layer, tokens, beta, measured));
         const BenchRow& row = rows_.back();
         fmt::print("{}\n", row_text(row));
         std::fflush(stdout);
@@ -458,7 +523,7 @@ class Bench {
     }
   }
 
-  BenchRow row_of(const BenchLayer& layer, const Source& source, std::int64_t tokens, double beta,
+  BenchRow row_of(const BenchLayer& layer, std::int64_t tokens, double beta,
                   const Measured& measured) const {
     BenchRow row;
     row.suite = plan_.suite;
@@ -468,6 +533,7 @@ class Bench {
     row.layer = layer;
     row.dtype = plan_.dtype;
     row.compute = plan_.compute;
+    row.ranks = options_.measure.ranks;
     row.tokens_per_rank = tokens;
     row.beta = beta;
     row.beta_reached = balancedness(measured.tokens_per_expert);
@@ -478,10 +544,10 @@ class Bench {
     row.graph_us = measured.graph_us;
     row.no_graph_us = measured.no_graph_us;
     row.rotation = measured.rotation;
-    row.touched_bytes = touched_weight_bytes(source.weights, measured.tokens_per_expert);
-    row.flops = useful_flops(layer.spec, measured.tokens_per_expert, tokens);
-    if (options_.measure.backend == Backend::kCuda) {
-      row.floor_us = floor_us(static_cast<double>(row.touched_bytes), row.flops, plan_.compute);
+    row.load = measured.load;
+    // A floor is a GPU's, not that of a part of one.
+    if (options_.measure.backend == Backend::kCuda && row.ranks <= gpu::device_count()) {
+      row.floor_us = floor_us(row.load, plan_.compute, row.ranks);
     }
     row.graph_nodes = measured.graph_nodes;
     row.error = measured.error;
@@ -538,7 +604,10 @@ class Bench {
 int run(BenchOptions options) {
   BenchPlan plan = make_plan(options);
   require_consistent(options, plan);
-  options.measure.backend = choose_backend(options);
+  options.measure.ranks = choose_ranks(options, plan);
+  options.measure.backend = choose_backend(options, options.measure.ranks);
+  options.measure.given_routing =
+      options.measure.given_routing || (plan.given_routing && !options.gated);
   options.measure.graph = !options.no_graph;
   options.measure.no_graph = !options.only_graph;
   return Bench(std::move(options), std::move(plan)).run();

@@ -7,9 +7,12 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <mutex>
+#include <span>
 #include <utility>
 
 #include "cli/bench_rows.h"
+#include "cli/devices.h"
 #include "cli/machine.h"
 #include "cli/verify.h"
 #include "gpu/device.h"
@@ -17,9 +20,15 @@
 
 namespace switchyard::cli {
 
-// Where a layer runs: its memory, and how its passes are timed there.
+// Where a layer runs: its memory, and how its passes are timed there. Batches and results are those
+// of all ranks, in their order.
 class LayerBench::Place {
  public:
+  struct Stats {
+    std::vector<std::int64_t> tokens_per_expert;  // over all ranks
+    std::uint64_t most_sent = 0;  // bytes that one rank wrote to others, the largest of the ranks'
+  };
+
   virtual ~Place() = default;
   // Moves a batch there. Empty spans: the gate routes.
   virtual void set_input(const MatrixView& activations, const std::vector<std::int32_t>& ids,
@@ -34,7 +43,8 @@ class LayerBench::Place {
   virtual std::vector<double> time_graph(int repeat) = 0;
   virtual bool has_graphs() const = 0;
   virtual int graph_nodes() const = 0;
-  virtual const ForwardStats& stats() = 0;
+  // Throws what was found wrong with the passes.
+  virtual Stats stats() = 0;
   // Output and routing of the last passes.
   virtual RunResult download() = 0;
 };
@@ -44,18 +54,29 @@ namespace {
 constexpr std::uint8_t kPoison = 0xff;  // NaN in every floating type
 constexpr int kWarmUps = 3;
 constexpr int kPilotRepeats = 5;
-// The fp64 reference takes its time, and a token's output does not depend on the others.
+// Of few ranks, one of more. The fp64 reference takes its time, and a token's output does not
+// depend on the others.
 constexpr std::int64_t kVerifiedTokens = 4;
 
-LayerOptions layer_options(DType compute, std::int64_t max_tokens, const MeasureOptions& options) {
+// Most launches that a rank enqueues before its device is waited for. A full queue makes the host
+// wait inside the launch, where it may keep another rank's host from the launch that would empty
+// it; 1024 fill one.
+constexpr std::size_t kLaunchesInFlight = 256;
+
+LayerOptions layer_options(DType compute, std::int64_t max_tokens) {
   LayerOptions o;
-  o.backend = options.backend;
   o.max_tokens = static_cast<int>(max_tokens);
   o.compute = compute;
-  if (options.backend == Backend::kCuda) {
-    o.reserved_sms = options.reserved_sms;
-    o.cooperative_launch = !options.uncooperative;
-  }
+  return o;
+}
+
+LayerOptions layer_options(DType compute, std::int64_t max_tokens, const MeasureOptions& options,
+                           const RankDevice& place) {
+  LayerOptions o = layer_options(compute, max_tokens);
+  o.backend = Backend::kCuda;
+  o.device = place.device;
+  o.reserved_sms = place.reserved_sms;
+  o.cooperative_launch = !options.uncooperative;
   return o;
 }
 
@@ -68,10 +89,8 @@ std::size_t num_slots(const LayerSpec& spec, std::int64_t tokens) {
 
 class HostPlace : public LayerBench::Place {
  public:
-  HostPlace(const Source& source, DType compute, std::int64_t max_tokens,
-            const MeasureOptions& options)
-      : layer_(World::single(), source.spec, source.weights,
-               layer_options(compute, max_tokens, options)) {
+  HostPlace(const Source& source, DType compute, std::int64_t max_tokens)
+      : layer_(World::single(), source.spec, source.weights, layer_options(compute, max_tokens)) {
     result_.output_dtype = activation_dtype(compute);
   }
 
@@ -110,7 +129,7 @@ class HostPlace : public LayerBench::Place {
   std::vector<double> time_graph(int) override { return {}; }
   bool has_graphs() const override { return false; }
   int graph_nodes() const override { return 0; }
-  const ForwardStats& stats() override { return layer_.stats(); }
+  Stats stats() override { return {layer_.stats().tokens_per_expert, 0}; }
   RunResult download() override { return result_; }
 
  private:
@@ -128,12 +147,20 @@ class HostPlace : public LayerBench::Place {
   RunResult result_;
 };
 
-class GpuPlace : public LayerBench::Place {
+template <typename T>
+void append(std::vector<T>& to, const std::vector<T>& from, std::size_t first, std::size_t count) {
+  const auto begin = from.begin() + static_cast<std::ptrdiff_t>(first);
+  to.insert(to.end(), begin, begin + static_cast<std::ptrdiff_t>(count));
+}
+
+// One rank on the current device. Every function is to be called by all ranks at the same time.
+class GpuRank {
  public:
-  GpuPlace(const Source& source, DType compute, std::int64_t max_tokens,
-           const MeasureOptions& options)
-      : source_(source),
-        layer_options_(layer_options(compute, max_tokens, options)),
+  GpuRank(World world, const RankDevice& place, const Source& source, DType compute,
+          std::int64_t max_tokens, const MeasureOptions& options)
+      : world_(std::move(world)),
+        source_(source),
+        layer_options_(layer_options(compute, max_tokens, options, place)),
         dtype_(activation_dtype(compute)),
         activations_(output_bytes(source.spec, max_tokens, dtype_)),
         output_(output_bytes(source.spec, max_tokens, dtype_)),
@@ -146,14 +173,15 @@ class GpuPlace : public LayerBench::Place {
     stream_.synchronize();
   }
 
-  void set_input(const MatrixView& activations, const std::vector<std::int32_t>& ids,
-                 const std::vector<float>& weights) override {
+  int device() const { return layer_options_.device; }
+  void set_input(const MatrixView& activations, std::span<const std::int32_t> ids,
+                 std::span<const float> weights) {
     stream_.synchronize();
     graph_.reset();
     tokens_ = activations.rows;
     activations_.upload(activations.data, output_bytes(source_.spec, tokens_, activations.dtype));
-    given_ids_.upload(ids.data(), ids.size() * sizeof(std::int32_t));
-    given_weights_.upload(weights.data(), weights.size() * sizeof(float));
+    given_ids_.upload(ids.data(), ids.size_bytes());
+    given_weights_.upload(weights.data(), weights.size_bytes());
     input_ = {};
     input_.activations = activations;
     input_.activations.data = activations_.data();
@@ -161,34 +189,34 @@ class GpuPlace : public LayerBench::Place {
     input_.topk_weights = {reinterpret_cast<float*>(given_weights_.data()), weights.size()};
     input_.stream = stream_.handle();
   }
-  void poison_output() override { output_.fill(kPoison, stream_); }
-  void run_once() override {
+  void poison_output() { output_.fill(kPoison, stream_); }
+  void run_once() {
     const std::size_t slots = num_slots(source_.spec, tokens_);
     ForwardOutput output = plain_output();
     output.topk_ids = {reinterpret_cast<std::int32_t*>(ids_.data()), slots};
     output.topk_weights = {reinterpret_cast<float*>(weights_.data()), slots};
     layers_.front()->forward(input_, output);
+    world_.barrier();  // see time_passes()
     stream_.synchronize();
   }
-  void set_rotation(const Rotation& rotation) override {
+  void set_rotation(const Rotation& rotation) {
     graph_.reset();
     rotation_ = rotation;
     add_copies(static_cast<std::size_t>(rotation.copies));
   }
-  std::vector<double> time(int repeat) override {
+  std::vector<double> time(int repeat) {
     return time_passes(repeat, [&] { run_passes(); });
   }
-  std::vector<double> time_graph(int repeat) override {
+  std::vector<double> time_graph(int repeat) {
     if (!graph_) graph_ = gpu::Graph::capture(stream_, [&] { run_passes(); });
     return time_passes(repeat, [&] { graph_->launch(stream_); });
   }
-  bool has_graphs() const override { return true; }
-  int graph_nodes() const override { return graph_ ? graph_->num_nodes() / rotation_.passes : 0; }
-  const ForwardStats& stats() override {
-    for (const auto& layer : layers_) layer->stats();  // throws what the device found wrong
+  int graph_nodes() const { return graph_ ? graph_->num_nodes() / rotation_.passes : 0; }
+  const ForwardStats& stats() {
+    for (const auto& layer : layers_) layer->stats();
     return layers_.front()->stats();
   }
-  RunResult download() override {
+  RunResult download() {
     stream_.synchronize();
     const LayerSpec& spec = source_.spec;
     RunResult result;
@@ -213,8 +241,8 @@ class GpuPlace : public LayerBench::Place {
 
   void add_copies(std::size_t count) {
     while (layers_.size() < count) {
-      layers_.push_back(std::make_unique<MoeLayer>(World::single(), source_.spec, source_.weights,
-                                                   layer_options_));
+      layers_.push_back(
+          std::make_unique<MoeLayer>(world_, source_.spec, source_.weights, layer_options_));
     }
   }
   void run_passes() {
@@ -225,15 +253,28 @@ class GpuPlace : public LayerBench::Place {
 
   // Everything is enqueued before anything is waited for. The flush takes the device longer than
   // the host needs for the launch behind it, so that the launch is there when the flush ends.
+  //
+  // With several ranks that holds for all of them: a kernel waits for those that other ranks
+  // launch, so between the barriers no rank waits for its device. What is timed begins when all
+  // devices have ended passes that are not: a pass ends everywhere at about the same time, however
+  // far apart the hosts were when they launched it.
   std::vector<double> time_passes(int repeat, const std::function<void()>& passes) {
     std::vector<std::pair<gpu::Event, gpu::Event>> events(static_cast<std::size_t>(repeat));
-    for (std::size_t i = 0; i < events.size(); ++i) {
-      if (i == 0 || rotation_.passes == 1) gpu::flush_l2(stream_);
-      events[i].first.record(stream_);
-      passes();
-      events[i].second.record(stream_);
+    const auto launches = static_cast<std::size_t>(rotation_.passes);
+    const std::size_t in_a_row =
+        world_.size() == 1 ? events.size() : std::max<std::size_t>(kLaunchesInFlight / launches, 1);
+    for (std::size_t first = 0; first < events.size(); first += in_a_row) {
+      world_.barrier();
+      if (world_.size() > 1) passes();
+      for (std::size_t i = first; i < std::min(first + in_a_row, events.size()); ++i) {
+        if (i == first || rotation_.passes == 1) gpu::flush_l2(stream_);
+        events[i].first.record(stream_);
+        passes();
+        events[i].second.record(stream_);
+      }
+      world_.barrier();
+      stream_.synchronize();
     }
-    stream_.synchronize();
     std::vector<double> times;
     for (const auto& [begin, end] : events) {
       times.push_back(gpu::Event::elapsed_us(begin, end) / rotation_.passes);
@@ -241,6 +282,7 @@ class GpuPlace : public LayerBench::Place {
     return times;
   }
 
+  World world_;
   const Source& source_;
   LayerOptions layer_options_;
   std::vector<std::unique_ptr<MoeLayer>> layers_;
@@ -251,6 +293,119 @@ class GpuPlace : public LayerBench::Place {
   Rotation rotation_;
   ForwardInput input_;
   std::optional<gpu::Graph> graph_;
+};
+
+// Ranks as threads, each with its device: one, or several that share the layer's experts.
+class GpuPlace : public LayerBench::Place {
+ public:
+  GpuPlace(const Source& source, DType compute, std::int64_t max_tokens,
+           const MeasureOptions& options)
+      : ranks_(static_cast<std::size_t>(options.ranks)) {
+    std::vector<World> worlds = World::threads(options.ranks);
+    on_every_rank(options.ranks, [&](int r) {
+      const auto i = static_cast<std::size_t>(r);
+      World world = std::move(worlds[i]);
+      const RankDevice place = rank_device(r, options.ranks, options.reserved_sms);
+      gpu::set_device(place.device);
+      ranks_[i] =
+          std::make_unique<GpuRank>(std::move(world), place, source, compute, max_tokens, options);
+    });
+  }
+  ~GpuPlace() override {
+    // All at once, as everything else about a layer of several ranks.
+    try {
+      on_all([this](GpuRank&, int r) { ranks_[static_cast<std::size_t>(r)].reset(); });
+    } catch (...) {
+      // Nothing that is still to be measured depends on it.
+    }
+  }
+  GpuPlace(const GpuPlace&) = delete;
+  GpuPlace& operator=(const GpuPlace&) = delete;
+
+  void set_input(const MatrixView& activations, const std::vector<std::int32_t>& ids,
+                 const std::vector<float>& weights) override {
+    const std::size_t k = ids.empty() ? 0 : ids.size() / static_cast<std::size_t>(activations.rows);
+    on_all([&](GpuRank& rank, int r) {
+      const Share share = share_of(activations.rows, r, num_ranks());
+      const auto first = static_cast<std::size_t>(share.first) * k;
+      const auto count = static_cast<std::size_t>(share.count) * k;
+      MatrixView mine = activations;
+      mine.data = activations.row(share.first);
+      mine.rows = share.count;
+      rank.set_input(mine, std::span(ids).subspan(first, count),
+                     std::span(weights).subspan(first, count));
+    });
+  }
+  void poison_output() override {
+    on_all([](GpuRank& rank, int) { rank.poison_output(); });
+  }
+  void run_once() override {
+    on_all([](GpuRank& rank, int) { rank.run_once(); });
+  }
+  void set_rotation(const Rotation& rotation) override {
+    on_all([&](GpuRank& rank, int) { rank.set_rotation(rotation); });
+  }
+  std::vector<double> time(int repeat) override {
+    return slowest(repeat, [&](GpuRank& rank) { return rank.time(repeat); });
+  }
+  std::vector<double> time_graph(int repeat) override {
+    return slowest(repeat, [&](GpuRank& rank) { return rank.time_graph(repeat); });
+  }
+  bool has_graphs() const override { return true; }
+  int graph_nodes() const override { return ranks_.front()->graph_nodes(); }
+  Stats stats() override {
+    std::vector<ForwardStats> all(ranks_.size());
+    on_all([&](GpuRank& rank, int r) { all[static_cast<std::size_t>(r)] = rank.stats(); });
+    Stats stats{all.front().tokens_per_expert, 0};
+    for (const ForwardStats& of_rank : all) {
+      stats.most_sent = std::max(
+          stats.most_sent, of_rank.dispatch_bytes + of_rank.combine_bytes + of_rank.signal_bytes);
+    }
+    return stats;
+  }
+  RunResult download() override {
+    std::vector<RunResult> all(ranks_.size());
+    on_all([&](GpuRank& rank, int r) { all[static_cast<std::size_t>(r)] = rank.download(); });
+    RunResult result = std::move(all.front());
+    for (std::size_t r = 1; r < all.size(); ++r) {
+      append(result.output, all[r].output, 0, all[r].output.size());
+      append(result.topk_ids, all[r].topk_ids, 0, all[r].topk_ids.size());
+      append(result.topk_weights, all[r].topk_weights, 0, all[r].topk_weights.size());
+    }
+    return result;
+  }
+
+ private:
+  int num_ranks() const { return static_cast<int>(ranks_.size()); }
+
+  void on_all(const std::function<void(GpuRank&, int)>& body) {
+    on_every_rank(num_ranks(), [&](int r) {
+      std::unique_ptr<GpuRank>& rank = ranks_[static_cast<std::size_t>(r)];
+      if (rank == nullptr) return;  // it failed before
+      gpu::set_device(rank->device());
+      try {
+        body(*rank, r);
+      } catch (...) {
+        rank.reset();  // it leaves its world, so that the others need not wait for it
+        throw;
+      }
+    });
+  }
+
+  // Of each repetition.
+  std::vector<double> slowest(int repeat,
+                              const std::function<std::vector<double>(GpuRank&)>& time) {
+    std::vector<double> times(static_cast<std::size_t>(repeat));
+    std::mutex mutex;
+    on_all([&](GpuRank& rank, int) {
+      const std::vector<double> mine = time(rank);
+      const std::lock_guard lock(mutex);
+      for (std::size_t i = 0; i < times.size(); ++i) times[i] = std::max(times[i], mine[i]);
+    });
+    return times;
+  }
+
+  std::vector<std::unique_ptr<GpuRank>> ranks_;
 };
 
 // Weights of a pass that are read again only after eight times what the L2 cache holds.
@@ -264,20 +419,15 @@ Rotation choose_rotation(std::uint64_t touched_bytes) {
   return {static_cast<int>(copies), static_cast<int>(passes)};
 }
 
-// At most kVerifiedTokens of a batch, evenly spread.
+// Some tokens of a batch, evenly spread.
 struct Sample {
   Batch batch;
   RunResult result;
 };
 
-template <typename T>
-void append(std::vector<T>& to, const std::vector<T>& from, std::size_t first, std::size_t count) {
-  const auto begin = from.begin() + static_cast<std::ptrdiff_t>(first);
-  to.insert(to.end(), begin, begin + static_cast<std::ptrdiff_t>(count));
-}
-
-Sample sample_of(const MatrixView& x, const RunResult& all, std::size_t k, bool given_routing) {
-  const std::int64_t count = std::min(x.rows, kVerifiedTokens);
+Sample sample_of(const MatrixView& x, const RunResult& all, std::size_t k, bool given_routing,
+                 std::int64_t most) {
+  const std::int64_t count = std::min(x.rows, most);
   const std::size_t x_bytes = static_cast<std::size_t>(x.cols) * size_of(x.dtype);
   const std::size_t y_bytes = static_cast<std::size_t>(x.cols) * size_of(all.output_dtype);
   Sample sample;
@@ -339,7 +489,7 @@ LayerBench::LayerBench(const Source& source, DType compute, std::int64_t max_tok
   if (options.backend == Backend::kCuda) {
     place_ = std::make_unique<GpuPlace>(source, compute, max_tokens, options);
   } else {
-    place_ = std::make_unique<HostPlace>(source, compute, max_tokens, options);
+    place_ = std::make_unique<HostPlace>(source, compute, max_tokens);
   }
 }
 LayerBench::~LayerBench() = default;
@@ -355,13 +505,16 @@ Measured LayerBench::measure(const MatrixView& activations) {
   for (int i = 0; i < kWarmUps; ++i) place_->run_once();
 
   Measured measured;
-  measured.tokens_per_expert = place_->stats().tokens_per_expert;
+  const Place::Stats stats = place_->stats();
+  measured.tokens_per_expert = stats.tokens_per_expert;
+  measured.load = heaviest_load(source_.spec, source_.weights, stats.tokens_per_expert,
+                                activations.rows / options_.ranks, options_.ranks);
+  measured.load.nvlink_bytes = stats.most_sent;
   const RunResult first = place_->download();
   if (!all_finite(first)) add_problem(measured, "its output has values that are not finite");
 
   if (options_.backend == Backend::kCuda && !options_.cold) {
-    measured.rotation =
-        choose_rotation(touched_weight_bytes(source_.weights, measured.tokens_per_expert));
+    measured.rotation = choose_rotation(measured.load.touched_bytes);
   }
   place_->set_rotation(measured.rotation);
   const double pilot = percentile(place_->time(kPilotRepeats), 0.5);
@@ -386,22 +539,25 @@ Measured LayerBench::measure(const MatrixView& activations) {
   }
   place_->stats();  // throws what the device found wrong
   if (options_.verify) {
-    add_verification(measured, source_,
-                     sample_of(activations, first, static_cast<std::size_t>(source_.spec.top_k),
-                               options_.given_routing),
-                     compute_);
+    add_verification(
+        measured, source_,
+        sample_of(activations, first, static_cast<std::size_t>(source_.spec.top_k),
+                  options_.given_routing, std::max<std::int64_t>(kVerifiedTokens, options_.ranks)),
+        compute_);
   }
   return measured;
 }
 
 DType activation_dtype(DType compute) { return compute == DType::kF8E4M3 ? DType::kBF16 : compute; }
 
-std::string bench_machine(Backend backend) {
+std::string bench_machine(Backend backend, int ranks) {
   if (backend == Backend::kCpu) {
     return fmt::format("{}, {} hardware threads", cpu_name(), hardware_threads());
   }
   const gpu::DeviceInfo info = gpu::device_info(gpu::current_device());
-  return fmt::format("{}, {} SMs, CUDA {}.{}", info.name, info.num_sms, info.driver_version / 1000,
+  const int used = std::min(ranks, gpu::device_count());
+  return fmt::format("{}{}, {} SMs, CUDA {}.{}", used == 1 ? "" : fmt::format("{} x ", used),
+                     info.name, info.num_sms, info.driver_version / 1000,
                      info.driver_version % 1000 / 10);
 }
 

@@ -17,7 +17,9 @@ namespace switchyard::cli {
 
 struct MeasureOptions {
   Backend backend = Backend::kCpu;
-  int reserved_sms = 0;        // kCuda
+  int ranks = 1;  // kCuda: threads of this process, dealt to the GPUs in turn
+  // kCuda: SMs left free; empty: those of the other ranks on the GPU.
+  std::optional<int> reserved_sms;
   bool uncooperative = false;  // kCuda
   int repeat = 0;              // timed passes; 0: by their duration
   bool graph = true;           // kCuda: replay a graph
@@ -29,13 +31,15 @@ struct MeasureOptions {
 
 struct Measured {
   // Microseconds of a pass, as often as it was repeated. kCuda: the device's time for `passes` of
-  // them in a row, divided by their number. They take turns on copies of the layer, as many as it
-  // takes for weights to have left the L2 cache when their turn comes again. With `cold`, of one
-  // pass from the stream being free of earlier work to its end; the flush before it is not timed.
-  // kCpu: wall time, caches as the pass before left them.
+  // them in a row, divided by their number; of several ranks, the slowest's device's. They take
+  // turns on copies of the layer, as many as it takes for weights to have left the L2 cache when
+  // their turn comes again. With `cold`, of one pass from the stream being free of earlier work to
+  // its end; the flush before it is not timed. kCpu: wall time, caches as the pass before left
+  // them.
   std::vector<double> graph_us, no_graph_us;
   Rotation rotation;
-  std::vector<std::int64_t> tokens_per_expert;
+  std::vector<std::int64_t> tokens_per_expert;  // over all ranks
+  Load load;                                    // of the most loaded rank
   std::optional<int> graph_nodes;
   std::optional<double> error, error_bound;
   // What is wrong with the results; empty if nothing was found.
@@ -44,13 +48,15 @@ struct Measured {
 
 class LayerBench {
  public:
-  // `compute`: LayerOptions::compute; measure() takes activation_dtype(compute).
+  // `compute`: LayerOptions::compute; measure() takes activation_dtype(compute). `max_tokens`: of
+  // each rank.
   // Throws Error{kUnsupported} where there is no such backend, and whatever MoeLayer throws.
   LayerBench(const Source& source, DType compute, std::int64_t max_tokens,
              const MeasureOptions& options);
   ~LayerBench();
 
-  // Host activations of at most max_tokens tokens.
+  // Host activations, the same number of tokens for each rank, at most max_tokens: the first are
+  // rank 0's.
   Measured measure(const MatrixView& activations);
 
   class Place;
@@ -66,8 +72,9 @@ class LayerBench {
 // bf16 itself.
 DType activation_dtype(DType compute);
 
-// "NVIDIA H200, 132 SMs, CUDA 13.0", or the processor's name and its threads.
-std::string bench_machine(Backend backend);
+// "2 x NVIDIA H200, 132 SMs, CUDA 13.0", of the GPUs that the ranks use; or the processor's name
+// and its threads.
+std::string bench_machine(Backend backend, int ranks);
 
 // How often to time what takes `duration_us`, if no number was asked for.
 int default_repeats(Backend backend, double duration_us);

@@ -7,9 +7,11 @@
 #include <cmath>
 #include <fstream>
 #include <iterator>
+#include <numeric>
 #include <string_view>
 
 #include "cli/arguments.h"
+#include "protocol/partition.h"
 #include "switchyard/error.h"
 
 namespace switchyard::cli {
@@ -87,23 +89,48 @@ void write_rows(const std::filesystem::path& path, const std::vector<Json>& rows
   std::filesystem::rename(partial, path);
 }
 
+std::string point_heading() {
+  return fmt::format("{:<16} {:>4} {:>5} {:>6} {:>5}", "model", "exp.", "ranks", "tokens", "beta");
+}
 std::string point_text(const BenchRow& row) {
-  return fmt::format("{:<16} {:>5} {:>6} {:>5.2f}", row.layer.model, row.layer.spec.num_experts,
-                     row.tokens_per_rank, row.beta_reached);
+  return fmt::format("{:<16} {:>4} {:>5} {:>6} {:>5.2f}", row.layer.model,
+                     row.layer.spec.num_experts, row.ranks, row.tokens_per_rank, row.beta_reached);
 }
 
 std::string point_name(const BenchRow& row) {
-  return fmt::format("{}, {} experts, {} tokens, beta {:.2g}", row.layer.model,
-                     row.layer.spec.num_experts, row.tokens_per_rank, row.beta);
+  return fmt::format("{}, {} experts, {} tokens{}, beta {:.2g}", row.layer.model,
+                     row.layer.spec.num_experts, row.tokens_per_rank,
+                     row.ranks == 1 ? "" : fmt::format(" on each of {} ranks", row.ranks),
+                     row.beta);
 }
 
 }  // namespace
 
-double floor_us(double touched_bytes, double flops, DType compute) {
-  const double stream = H200::kLaunchSeconds + touched_bytes / H200::kReadBytesPerSecond;
+Load heaviest_load(const LayerSpec& spec, const MoeWeights& weights,
+                   const std::vector<std::int64_t>& tokens_per_expert, std::int64_t tokens_per_rank,
+                   int ranks) {
+  const protocol::ExpertPartition experts{spec.num_experts, ranks};
+  const double flops_per_width = 2.0 * (spec.activation.gated ? 3 : 2) * spec.hidden;
+  Load most;
+  for (int rank = 0; rank < ranks; ++rank) {
+    std::vector<std::int64_t> own(tokens_per_expert.size());
+    const auto first = tokens_per_expert.begin() + experts.begin(rank);
+    std::copy(first, first + experts.count(rank), own.begin() + experts.begin(rank));
+    const auto rows = static_cast<double>(std::accumulate(own.begin(), own.end(), std::int64_t{0}));
+    const double shared = static_cast<double>(tokens_per_rank) * spec.shared_intermediate;
+    most.flops = std::max(most.flops, flops_per_width * (rows * spec.intermediate + shared));
+    most.touched_bytes = std::max(most.touched_bytes, touched_weight_bytes(weights, own));
+  }
+  return most;
+}
+
+double floor_us(const Load& load, DType compute, int ranks) {
+  const double launch = ranks == 1 ? H200::kLaunchSeconds : H200::kRanksLaunchSeconds;
   const double rate =
       compute == DType::kF8E4M3 ? H200::kFp8FlopsPerSecond : H200::kBf16FlopsPerSecond;
-  return std::max(stream, flops / rate) * 1e6;
+  const double read = static_cast<double>(load.touched_bytes) / H200::kReadBytesPerSecond;
+  const double sent = static_cast<double>(load.nvlink_bytes) / H200::kNvlinkBytesPerSecond;
+  return std::max({launch + read, load.flops / rate, sent}) * 1e6;
 }
 
 double percentile(std::vector<double> values, double share) {
@@ -139,9 +166,9 @@ Json to_json(const BenchRow& row) {
                {"p10_us", hundredths(percentile(row.times(), 0.1))},
                {"p90_us", hundredths(percentile(row.times(), 0.9))},
                {"repeats", row.times().size()},
-               {"touched_bytes", row.touched_bytes},
-               {"flops", static_cast<std::uint64_t>(row.flops)},
-               {"nvlink_bytes", row.nvlink_bytes},
+               {"touched_bytes", row.load.touched_bytes},
+               {"flops", static_cast<std::uint64_t>(row.load.flops)},
+               {"nvlink_bytes", row.load.nvlink_bytes},
                {"floor_us", row.floor_us ? Json(hundredths(*row.floor_us)) : Json(nullptr)},
                {"rival", row.rival ? Json(row.rival->name) : Json(nullptr)},
                {"rival_us", nullptr},
@@ -189,9 +216,8 @@ void merge_rows(const std::filesystem::path& path, std::span<const BenchRow> row
 }
 
 std::string row_heading() {
-  return fmt::format("{:<16} {:>5} {:>6} {:>5} {:>9} {:>19} {:>8} {:>6} {:>7} {:>5}", "model",
-                     "exp.", "tokens", "beta", "time us", "p10 .. p90 us", "no graph", "time/F",
-                     "TFLOP/s", "GB/s");
+  return fmt::format("{} {:>9} {:>19} {:>8} {:>6} {:>7} {:>5}", point_heading(), "time us",
+                     "p10 .. p90 us", "no graph", "time/F", "TFLOP/s", "GB/s");
 }
 
 std::string row_text(const BenchRow& row) {
@@ -204,8 +230,8 @@ std::string row_text(const BenchRow& row) {
   return fmt::format("{} {:>9.1f} {:>8.1f} .. {:>7.1f} {:>8} {:>6} {:>7.1f} {:>5.0f}",
                      point_text(row), row.median_us(), percentile(row.times(), 0.1),
                      percentile(row.times(), 0.9), no_graph, over_floor,
-                     row.flops / seconds * 1e-12,
-                     static_cast<double>(row.touched_bytes) / seconds * 1e-9);
+                     row.load.flops / seconds * 1e-12,
+                     static_cast<double>(row.load.touched_bytes) / seconds * 1e-9);
 }
 
 std::vector<std::string> rival_text(std::span<const BenchRow> rows) {
@@ -213,8 +239,8 @@ std::vector<std::string> rival_text(std::span<const BenchRow> rows) {
   for (const BenchRow& row : rows) {
     if (!row.rival) continue;
     if (lines.empty()) {
-      lines.push_back(fmt::format("{:<16} {:>5} {:>6} {:>5} {:>9} {:>9} {:>9}  {}", "model", "exp.",
-                                  "tokens", "beta", "time us", "rival us", "speed-up", "rival"));
+      lines.push_back(fmt::format("{} {:>9} {:>9} {:>9}  {}", point_heading(), "time us",
+                                  "rival us", "speed-up", "rival"));
     }
     lines.push_back(fmt::format("{} {:>9.1f} {:>9.1f} {:>9.2f}  {}", point_text(row),
                                 row.median_us(), row.rival->median_us,

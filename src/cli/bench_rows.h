@@ -10,23 +10,44 @@
 #include <vector>
 
 #include "cli/bench_suite.h"
+#include "switchyard/weights.h"
 
 namespace switchyard::cli {
 
-// The floor of one launch on one H200:
+// What one GPU has to do in a pass. Weights are as stored, scales included.
+struct Load {
+  std::uint64_t touched_bytes = 0;  // of expert weights
+  double flops = 0;
+  std::uint64_t nvlink_bytes = 0;  // sent to other ranks
+};
+
+// The most that any of `ranks` ranks has to do, in each respect by itself, when tokens_per_expert
+// [E] counts the tokens of all of them: the experts that are the rank's, and the shared expert for
+// its tokens_per_rank tokens. The bytes it sends are for the layer to tell.
+Load heaviest_load(const LayerSpec& spec, const MoeWeights& weights,
+                   const std::vector<std::int64_t>& tokens_per_expert, std::int64_t tokens_per_rank,
+                   int ranks);
+
+// The floor of one launch on an H200:
 //   F = max(7 us + touched weight bytes / 4.6 TB/s, FLOPs / 750 TFLOP/s),
-// with 1300 TFLOP/s for a layer that computes in FP8. Weights are as stored, scales included.
+// with 1300 TFLOP/s for a layer that computes in FP8, and with several ranks, a GPU each,
+//   F = max(10 us + touched weight bytes / 4.6 TB/s, FLOPs / 750 TFLOP/s, NVLink bytes / 330 GB/s).
 // Measured on that chip: the launch and the rate are those of a bulk read of 16 MB to 8 GiB by one
 // kernel; the arithmetic is cuBLAS's bf16 product of 8192^3 (758 TFLOP/s), a little rounded down,
 // and cuBLASLt's FP8 product of 8192^3 with one scale per tensor (1272 TFLOP/s), a little rounded
-// up. The gate is in the time, not in the floor.
+// up. Ranks add two crossings of NVLink, to the experts and back, of 1.4 us each from the store of
+// a flag until its reader sees it; 330 GB/s is what every one of eight GPUs gets out while it
+// writes to the seven others (329 to 344), of the 450 of its links. The gate, where it is timed, is
+// in the time, not in the floor.
 struct H200 {
   static constexpr double kLaunchSeconds = 7e-6;
+  static constexpr double kRanksLaunchSeconds = 10e-6;
   static constexpr double kReadBytesPerSecond = 4.6e12;
+  static constexpr double kNvlinkBytesPerSecond = 330e9;
   static constexpr double kBf16FlopsPerSecond = 750e12;
   static constexpr double kFp8FlopsPerSecond = 1300e12;
 };
-double floor_us(double touched_bytes, double flops, DType compute);
+double floor_us(const Load& load, DType compute, int ranks);
 
 // The value below which `share` of the values lie (nearest rank). Throws Error{kInvalidArgument}
 // for no values.
@@ -61,9 +82,7 @@ struct BenchRow {
   // main numbers are those of the graph if there are any.
   std::vector<double> graph_us, no_graph_us;
   Rotation rotation;
-  std::uint64_t touched_bytes = 0;
-  double flops = 0;
-  std::uint64_t nvlink_bytes = 0;
+  Load load;                       // of the most loaded rank
   std::optional<double> floor_us;  // none for a machine that the constants are not of
   std::optional<int> graph_nodes;  // GPU operations of one pass
   std::optional<Rival> rival;

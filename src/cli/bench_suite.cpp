@@ -16,14 +16,28 @@ LayerSpec first_moe_layer(std::string_view model, const ConfigOverrides& overrid
   return *config.layers.at(static_cast<std::size_t>(config.moe_layers().back()));
 }
 
-BenchLayer deepseek_rank(ConfigOverrides overrides) {
-  if (overrides.num_experts == 0) overrides.num_experts = 32;
-  BenchLayer layer{std::string(kDeepseekRank), first_moe_layer("deepseek-v3", overrides)};
-  // Groups are groups of ranks, and the shared expert is not among a rank's share.
+// Groups are groups of ranks, and the shared expert is every rank's own.
+BenchLayer routed_alone(std::string_view name, std::string_view model,
+                        const ConfigOverrides& overrides) {
+  BenchLayer layer{std::string(name), first_moe_layer(model, overrides)};
   layer.spec.routing.num_groups = 1;
   layer.spec.routing.top_k_groups = 1;
   layer.spec.shared_intermediate = 0;
+  layer.spec.shared_sigmoid_gate = false;
   return layer;
+}
+
+BenchLayer deepseek_rank(ConfigOverrides overrides) {
+  if (overrides.num_experts == 0) overrides.num_experts = 32;
+  return routed_alone(kDeepseekRank, "deepseek-v3", overrides);
+}
+
+BenchLayer layer_named(std::string_view name, const ConfigOverrides& overrides) {
+  if (name == kDeepseekRank) return deepseek_rank(overrides);
+  for (const RoutedAlone& known : kRoutedAlone) {
+    if (name == known.name) return routed_alone(name, known.model, overrides);
+  }
+  return {std::string(name), first_moe_layer(name, overrides)};
 }
 
 // The types of all suites: arithmetic in the type of the weights.
@@ -57,24 +71,57 @@ BenchPlan one_gpu_fp8_more() {
 }
 
 // The layer and the ranges of the FlashDMoE thesis, section 6.
-BenchPlan one_gpu_thesis() {
+BenchPlan thesis() {
   BenchPlan plan = plan_in(DType::kBF16);
   for (const int experts : {16, 32, 64, 128}) {
     ConfigOverrides overrides;
     overrides.num_experts = experts;
     plan.layers.push_back(bench_layer("thesis", overrides));
   }
-  plan.tokens = {1024, 2048, 4096, 8192, 16384};
+  plan.tokens = {1024, 2048, 4096, 8192};
   plan.betas = {1};
   return plan;
 }
 
+BenchPlan one_gpu_thesis() {
+  BenchPlan plan = thesis();
+  plan.tokens.push_back(16384);
+  return plan;
+}
+
+// Over ranks the rivals are kernels that take the routing as given.
+BenchPlan over_ranks(BenchPlan plan) {
+  plan.over_ranks = true;
+  plan.given_routing = true;
+  return plan;
+}
+
+BenchPlan ep(DType dtype) {
+  BenchPlan plan = over_ranks(plan_in(dtype));
+  for (const RoutedAlone& layer : kRoutedAlone) plan.layers.push_back(bench_layer(layer.name));
+  plan.tokens = {1, 8, 64, 256, 512, 1024, 2048, 4096, 8192};
+  plan.betas = {1};
+  return plan;
+}
+
+struct Suite {
+  const char* name;
+  BenchPlan (*plan)();
+};
+constexpr Suite kSuites[] = {
+    {"one_gpu_bf16", [] { return one_gpu(DType::kBF16); }},
+    {"one_gpu_thesis", one_gpu_thesis},
+    {"one_gpu_fp8", [] { return one_gpu(DType::kF8E4M3); }},
+    {"one_gpu_fp8_more", one_gpu_fp8_more},
+    {"ep_fp8", [] { return ep(DType::kF8E4M3); }},
+    {"ep_bf16", [] { return ep(DType::kBF16); }},
+    {"ep_thesis", [] { return over_ranks(thesis()); }},
+};
+
 }  // namespace
 
 BenchLayer bench_layer(std::string_view model, const ConfigOverrides& overrides) {
-  BenchLayer layer = model == kDeepseekRank
-                         ? deepseek_rank(overrides)
-                         : BenchLayer{std::string(model), first_moe_layer(model, overrides)};
+  BenchLayer layer = layer_named(model, overrides);
   if (layer.spec.routing.method == RoutingMethod::kHash) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("{} routes by token id, so its activations cannot be given a "
@@ -85,27 +132,23 @@ BenchLayer bench_layer(std::string_view model, const ConfigOverrides& overrides)
 }
 
 const std::vector<std::string>& bench_suite_names() {
-  static const std::vector<std::string> names = {"one_gpu_bf16", "one_gpu_thesis", "one_gpu_fp8",
-                                                 "one_gpu_fp8_more"};
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> all;
+    for (const Suite& suite : kSuites) all.emplace_back(suite.name);
+    return all;
+  }();
   return names;
 }
 
 BenchPlan bench_suite(std::string_view name) {
-  BenchPlan plan;
-  if (name == "one_gpu_bf16") {
-    plan = one_gpu(DType::kBF16);
-  } else if (name == "one_gpu_thesis") {
-    plan = one_gpu_thesis();
-  } else if (name == "one_gpu_fp8") {
-    plan = one_gpu(DType::kF8E4M3);
-  } else if (name == "one_gpu_fp8_more") {
-    plan = one_gpu_fp8_more();
-  } else {
-    throw Error(ErrorCode::kInvalidArgument, fmt::format("--suite is '{}'; the suites are {}", name,
-                                                         fmt::join(bench_suite_names(), ", ")));
+  for (const Suite& suite : kSuites) {
+    if (name != suite.name) continue;
+    BenchPlan plan = suite.plan();
+    plan.suite = name;
+    return plan;
   }
-  plan.suite = name;
-  return plan;
+  throw Error(ErrorCode::kInvalidArgument, fmt::format("--suite is '{}'; the suites are {}", name,
+                                                       fmt::join(bench_suite_names(), ", ")));
 }
 
 }  // namespace switchyard::cli

@@ -17,9 +17,11 @@ struct BenchLayer {
   LayerSpec spec;
 };
 
-// Every layer with every number of tokens and every balancedness.
+// Every layer with every number of tokens (of each rank) and every balancedness.
 struct BenchPlan {
   std::string suite;
+  bool over_ranks = false;     // of two or more ranks, a GPU each
+  bool given_routing = false;  // the gate is not timed
   DType dtype = DType::kBF16;  // of the expert weights
   DType compute = DType::kBF16;
   std::vector<BenchLayer> layers;
@@ -31,8 +33,18 @@ struct BenchPlan {
 // T tokens bring the rows that T tokens on each of the eight ranks would.
 inline constexpr std::string_view kDeepseekRank = "deepseek-v3-ep8";
 
-// A layer of the model table, or kDeepseekRank. Throws Error{kInvalidArgument} for unknown names
-// and for layers whose experts do not come from the activations (hash routing).
+// Layers of the model table as kernels over several ranks are compared on: the routed experts
+// alone, chosen among all of them.
+struct RoutedAlone {
+  std::string_view name, model;
+};
+inline constexpr RoutedAlone kRoutedAlone[] = {{"v4-flash-routed", "deepseek-v4-flash"},
+                                               {"v4-pro-routed", "deepseek-v4-pro"},
+                                               {"v3-routed", "deepseek-v3"},
+                                               {"glm-5-routed", "glm-5"}};
+
+// A layer of the model table, kDeepseekRank, or one of kRoutedAlone. Throws Error{kInvalidArgument}
+// for unknown names and for layers whose experts do not come from the activations (hash routing).
 BenchLayer bench_layer(std::string_view model, const ConfigOverrides& overrides = {});
 
 const std::vector<std::string>& bench_suite_names();

@@ -3,7 +3,9 @@
 #include <gmock/gmock.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <map>
 #include <numeric>
 
 #include "cli/bench_rows.h"
@@ -61,6 +63,7 @@ TEST(BenchSuite, GridsOfTheirIssue) {
     EXPECT_EQ(plan.suite, name);
     for (const BenchLayer& layer : plan.layers) {
       EXPECT_NO_THROW(validate(layer.spec));
+      if (plan.over_ranks) continue;
       EXPECT_EQ(torch_refusal(layer.spec, plan.compute), "") << layer.model;
     }
   }
@@ -92,6 +95,41 @@ TEST(BenchSuite, MoreOfFp8) {
               ElementsAre("mixtral-8x22b", "phi-3.5-moe", "jamba-1.5-mini", "dbrx"));
   EXPECT_THAT(plan.tokens, ElementsAre(1, 32, 512, 8192));
   EXPECT_THAT(plan.betas, ElementsAre(1));
+}
+
+TEST(BenchSuite, OverRanksAreTheRoutedExpertsAlone) {
+  const BenchPlan fp8 = bench_suite("ep_fp8");
+  const BenchPlan bf16 = bench_suite("ep_bf16");
+  EXPECT_EQ(fp8.compute, DType::kF8E4M3);
+  EXPECT_EQ(bf16.compute, DType::kBF16);
+  EXPECT_EQ(models_of(fp8), models_of(bf16));
+  using Shape = std::array<int, 4>;  // hidden, intermediate, experts, top_k
+  const std::map<std::string, Shape> shapes = {{"v4-flash-routed", {4096, 2048, 256, 6}},
+                                               {"v4-pro-routed", {7168, 3072, 384, 6}},
+                                               {"v3-routed", {7168, 2048, 256, 8}},
+                                               {"glm-5-routed", {6144, 2048, 256, 8}}};
+  for (const BenchPlan& plan : {fp8, bf16}) {
+    EXPECT_TRUE(plan.over_ranks);
+    EXPECT_TRUE(plan.given_routing);
+    EXPECT_EQ(plan.layers.size(), shapes.size());
+    EXPECT_THAT(plan.tokens, ElementsAre(1, 8, 64, 256, 512, 1024, 2048, 4096, 8192));
+    EXPECT_THAT(plan.betas, ElementsAre(1));
+    for (const auto& [model, spec] : plan.layers) {
+      EXPECT_EQ((Shape{spec.hidden, spec.intermediate, spec.num_experts, spec.top_k}),
+                shapes.at(model));
+      EXPECT_EQ(spec.shared_intermediate, 0) << model;
+      EXPECT_EQ(spec.routing.num_groups, 1) << model;
+      EXPECT_EQ(spec.routing.method, RoutingMethod::kTopK) << model;
+      EXPECT_TRUE(spec.activation.gated) << model;
+    }
+  }
+
+  const BenchPlan thesis = bench_suite("ep_thesis");
+  EXPECT_TRUE(thesis.over_ranks);
+  EXPECT_THAT(thesis.tokens, ElementsAre(1024, 2048, 4096, 8192));
+  EXPECT_EQ(thesis.layers.size(), 4u);
+  EXPECT_FALSE(bench_suite("one_gpu_thesis").over_ranks);
+  EXPECT_FALSE(bench_suite("one_gpu_thesis").given_routing);
 }
 
 TEST(BenchSuite, RivalsArithmetic) {
@@ -165,11 +203,46 @@ TEST(BenchSkew, ActivationsBeyondTheDrawnAreRefused) {
 
 TEST(BenchRows, FloorIsTheLargerOfStreamingAndArithmetic) {
   for (const DType compute : {DType::kBF16, DType::kF8E4M3}) {
-    EXPECT_NEAR(floor_us(0, 0, compute), 7, 1e-9);
-    EXPECT_NEAR(floor_us(4.6e9, 0, compute), 1007, 1e-6);
+    EXPECT_NEAR(floor_us({0, 0, 0}, compute, 1), 7, 1e-9);
+    EXPECT_NEAR(floor_us({4'600'000'000, 0, 0}, compute, 1), 1007, 1e-6);
   }
-  EXPECT_NEAR(floor_us(4.6e6, 750e9, DType::kBF16), 1000, 1e-6);
-  EXPECT_NEAR(floor_us(4.6e6, 1300e9, DType::kF8E4M3), 1000, 1e-6);
+  EXPECT_NEAR(floor_us({4'600'000, 750e9, 0}, DType::kBF16, 1), 1000, 1e-6);
+  EXPECT_NEAR(floor_us({4'600'000, 1300e9, 0}, DType::kF8E4M3, 1), 1000, 1e-6);
+}
+
+TEST(BenchRows, FloorOfRanksHasNvlink) {
+  for (const DType compute : {DType::kBF16, DType::kF8E4M3}) {
+    EXPECT_NEAR(floor_us({0, 0, 0}, compute, 2), 10, 1e-9);
+    EXPECT_NEAR(floor_us({4'600'000'000, 0, 330'000'000}, compute, 2), 1010, 1e-6);
+    EXPECT_NEAR(floor_us({4'600'000'000, 0, 660'000'000}, compute, 2), 2000, 1e-6);
+  }
+  EXPECT_NEAR(floor_us({0, 1500e9, 330'000'000}, DType::kBF16, 8), 2000, 1e-6);
+}
+
+TEST(BenchRows, LoadIsThatOfTheMostLoadedRank) {
+  // Ranks of three have 2, 3 and 3 of eight experts.
+  const BenchLayer layer =
+      bench_layer("mixtral-8x7b", ConfigOverrides{.hidden = 64, .intermediate = 32});
+  const MoeWeights weights = generate_weights(layer.spec, DType::kBF16, 1);
+  constexpr double kRowFlops = 2.0 * 3 * 64 * 32;
+  constexpr std::uint64_t kExpertBytes = 2 * 3 * 64 * 32;
+  const std::vector<std::int64_t> counts = {9, 0, 1, 1, 1, 5, 0, 0};
+  const Load all = heaviest_load(layer.spec, weights, counts, 17, 1);
+  EXPECT_EQ(all.flops, 17 * kRowFlops);
+  EXPECT_EQ(all.touched_bytes, 5 * kExpertBytes);
+  EXPECT_EQ(all.nvlink_bytes, 0u);
+  // The first has the most rows, the second the most experts that were hit.
+  const Load shared_out = heaviest_load(layer.spec, weights, counts, 6, 3);
+  EXPECT_EQ(shared_out.flops, 9 * kRowFlops);
+  EXPECT_EQ(shared_out.touched_bytes, 3 * kExpertBytes);
+
+  // Every rank has the shared expert and its own tokens there.
+  LayerSpec with_shared = layer.spec;
+  with_shared.shared_intermediate = 64;
+  const MoeWeights more = generate_weights(with_shared, DType::kBF16, 1);
+  const Load load = heaviest_load(with_shared, more, counts, 6, 3);
+  EXPECT_EQ(load.flops, (9 + 2 * 6) * kRowFlops);
+  EXPECT_EQ(load.touched_bytes, (3 + 2) * kExpertBytes);
 }
 
 TEST(BenchRows, Percentiles) {
@@ -190,8 +263,7 @@ BenchRow example_row(std::int64_t tokens, double microseconds) {
   row.tokens_per_rank = tokens;
   row.graph_us = {microseconds, microseconds + 1, microseconds + 2};
   row.no_graph_us = {microseconds + 10};
-  row.touched_bytes = 1000;
-  row.flops = 2000;
+  row.load = {1000, 2000, 0};
   row.floor_us = 8;
   return row;
 }
@@ -269,6 +341,25 @@ TEST(BenchRows, MergeKeepsTypesApart) {
   EXPECT_EQ(rows[2]["compute"], "bf16");
 }
 
+TEST(BenchRows, MergeKeepsRanksApart) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "rows.json";
+  BenchRow two = example_row(8, 20);
+  two.ranks = 2;
+  two.load.nvlink_bytes = 4096;
+  merge_rows(path, std::vector{example_row(8, 10), two}, false);
+  two.graph_us = {7};
+  merge_rows(path, std::vector{two}, false);
+
+  const nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_EQ(rows[0]["ranks"], 1);
+  EXPECT_EQ(rows[0]["median_us"], 11);
+  EXPECT_EQ(rows[1]["ranks"], 2);
+  EXPECT_EQ(rows[1]["median_us"], 7);
+  EXPECT_EQ(rows[1]["nvlink_bytes"], 4096);
+}
+
 TEST(BenchRows, MergeRefusesOtherFiles) {
   const TemporaryDirectory directory;
   for (const char* text : {"{}", "[1]", "not JSON", ""}) {
@@ -284,13 +375,20 @@ TEST(BenchRows, TextFitsAndSumsUp) {
   rows[0].rival = Rival{"torch 1", 9.5, 9, 10, 8};
   rows[1].rival = Rival{"torch 1", 100, 99, 101, 8};
   EXPECT_LE(row_heading().size(), 100u);
-  for (const BenchRow& row : rows) EXPECT_LE(row_text(row).size(), 100u);
+  for (const BenchRow& row : rows) {
+    EXPECT_LE(row_text(row).size(), 100u);
+    EXPECT_EQ(row_text(row).size(), row_heading().size());
+  }
   const std::vector<std::string> summary = summary_text(rows);
   // (10 / 8 * 32 / 8) ^ (1 / 2)
   EXPECT_THAT(summary[0], HasSubstr("geometric mean 2.236 over 2 points"));
   EXPECT_THAT(summary[1], HasSubstr("worst: 4.000 (olmoe, 64 experts, 8192 tokens"));
   EXPECT_THAT(summary[2], HasSubstr("slower than the rival: 1 of 2 points"));
-  EXPECT_THAT(summary[3], HasSubstr("8 tokens"));
+  EXPECT_THAT(summary[3], HasSubstr("8 tokens, beta"));
+  for (BenchRow& row : rows) row.ranks = 64;
+  EXPECT_LE(row_text(rows[1]).size(), 100u);
+  EXPECT_THAT(row_text(rows[1]), HasSubstr(" 64   8192 "));
+  EXPECT_THAT(summary_text(rows)[1], HasSubstr("8192 tokens on each of 64 ranks, beta"));
 }
 
 // Measures on the processor, where there need be no GPU.
@@ -432,12 +530,62 @@ TEST(Bench, RefusesWhatMakesNoSense) {
   expect_refused({"--model", "olmoe", "--against", "torch", "--given-routing"}, invalid,
                  {"--given-routing", "--against"});
   expect_refused({"--model", "olmoe", "--torch-limit", "0"}, invalid, {"--torch-limit is '0'"});
+  expect_refused({"--model", "olmoe", "--given-routing", "--gated"}, invalid,
+                 {"--given-routing", "--gated"});
   expect_refused({"--model", "olmoe", "--json", "/no/such/place.json"}, invalid, {"/no/such"});
 }
 
 TEST(Bench, RivalRefusesLayersThatItCannotCompute) {
   expect_refused({"--model", "deepseek-v3", "--against", "torch", "--torch-script", __FILE__},
                  "invalid_argument", {"deepseek-v3", "shared expert"});
+}
+
+TEST(Bench, RefusesRanksThatMakeNoSense) {
+  const std::string invalid = "invalid_argument";
+  expect_refused({"--model", "olmoe", "--ranks", "0"}, invalid, {"--ranks is '0'", "1 to 64"});
+  expect_refused({"--model", "olmoe", "--ranks", "2", "--backend", "cpu"}, invalid,
+                 {"--ranks is 2", "one rank", "--backend cuda"});
+  expect_refused({"--suite", "one_gpu_bf16", "--ranks", "2"}, invalid,
+                 {"--ranks is 2", "one_gpu_bf16 is measured on one rank"});
+  expect_refused({"--suite", "ep_fp8", "--ranks", "1"}, invalid,
+                 {"--ranks is 1", "ep_fp8 is measured over 2 or more"});
+  expect_refused({"--suite", "ep_bf16", "--backend", "cpu"}, invalid,
+                 {"ep_bf16 is measured over ranks", "--backend is cpu"});
+  expect_refused({"--suite", "ep_thesis", "--tokens", "8"}, invalid, {"has 8", "1024"});
+  expect_refused({"--suite", "ep_thesis", "--against", "torch"}, invalid,
+                 {"--against", "ep_thesis"});
+  expect_refused(
+      {"--model", "olmoe", "--ranks", "2", "--against", "torch", "--torch-script", __FILE__},
+      invalid, {"--ranks is 2", "--against"});
+}
+
+TEST(Bench, SuitesOverRanksNeedTwoGpus) {
+  if (gpu::device_count() > 1) GTEST_SKIP() << "there are GPUs enough";
+  expect_refused({"--suite", "ep_fp8"}, "unsupported",
+                 {"--suite ep_fp8 needs 2 or more GPUs", "switchyard doctor", "--ranks"});
+}
+
+TEST(Bench, MeasuresOverRanks) {
+  if (gpu::device_count() == 0) GTEST_SKIP() << "no GPU";
+  const TemporaryDirectory directory;
+  const std::string path = (directory / "rows.json").string();
+  // As many as most machines have GPUs, or twice as many on one.
+  const Completed done =
+      run_switchyard(join({"bench", "--ranks", "2", "--tokens", "1,64", "--repeat", "3", "--verify",
+                           "--json", path, "--given-routing"},
+                          kTiny));
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  const nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 2u);
+  for (const nlohmann::json& row : rows) {
+    EXPECT_EQ(row["ranks"], 2);
+    EXPECT_EQ(row["routing"], "given");
+    EXPECT_GT(row["nvlink_bytes"], 0);
+    EXPECT_EQ(row["floor_us"].is_null(), gpu::device_count() < 2);
+    EXPECT_LE(row["error"], row["error_bound"]);
+  }
+  EXPECT_LT(rows[1]["flops"], 2 * 64 * 8 * 2 * 3 * 64 * 32);
+  EXPECT_GE(rows[1]["flops"], 64 * 8 * 2 * 3 * 64 * 32);
 }
 
 TEST(Bench, NeedsAGpuForSuites) {
@@ -448,6 +596,8 @@ TEST(Bench, NeedsAGpuForSuites) {
                  {"--suite one_gpu_fp8 needs a GPU"});
   expect_refused({"--model", "olmoe", "--backend", "cuda"}, "unsupported",
                  {"--backend cuda needs a GPU"});
+  expect_refused({"--model", "olmoe", "--ranks", "2"}, "unsupported", {"--ranks 2 needs a GPU"});
+  expect_refused({"--suite", "ep_fp8", "--ranks", "2"}, "unsupported", {"--ranks 2 needs a GPU"});
 }
 
 TEST(Bench, HelpFits) {
