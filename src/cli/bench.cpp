@@ -442,6 +442,8 @@ void require_consistent(const BenchOptions& o, const BenchPlan& plan) {
   }
 }
 
+// All experts, each with values of its own, drawn once by all processors: ranks copy theirs from
+// it.
 Source make_source(const BenchLayer& layer, DType dtype, std::uint64_t seed) {
   Source source;
   source.name = layer.model;

@@ -42,7 +42,7 @@ double median_of(std::vector<double> values) {
 
 double ratio(double a, double b) { return b > 0 ? a / b : 0; }
 
-// The GPU engine holds its weights in bf16, whatever they are stored in.
+// Unless it computes in FP8, the GPU engine holds its weights in bf16, whatever they are stored in.
 double bf16_weight_bytes(const LayerSpec& spec, const std::vector<std::int64_t>& counts) {
   const auto active =
       counts.size() - static_cast<std::size_t>(std::count(counts.begin(), counts.end(), 0));
@@ -62,7 +62,7 @@ void derive_speed(const Report& report, Derived& d) {
   d.flops_per_second = ratio(d.flops, d.median);
   d.gemm_fraction = ratio(d.flops_per_second, report.rates.gemm_flops);
   d.weight_bytes =
-      r.backend == Backend::kCuda
+      r.backend == Backend::kCuda && report.options.compute != DType::kF8E4M3
           ? bf16_weight_bytes(spec, r.tokens_per_expert)
           : static_cast<double>(touched_weight_bytes(report.source.weights, r.tokens_per_expert));
   d.weight_bytes_per_second = ratio(d.weight_bytes, d.median);

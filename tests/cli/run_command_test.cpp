@@ -213,9 +213,10 @@ TEST(Run, VerifiesEveryModelAndDType) {
   for (const ModelEntry& entry : model_table()) {
     for (const char* dtype : {"bf16", "fp8", "f32"}) {
       const Completed done =
-          run_switchyard({"run", "--model", entry.name, "--experts", "16", "--hidden", "128",
-                          "--intermediate", "64", "--dtype", dtype, "--tokens", "20", "--ranks",
-                          "2", "--repeat", "1", "--verify", "--quiet"});
+          run_switchyard({"run", "--model",        entry.name, "--experts", "16",  "--hidden",
+                          "128", "--intermediate", "64",       "--dtype",   dtype, "--tokens",
+                          "20",  "--ranks",        "2",        "--backend", "cpu", "--repeat",
+                          "1",   "--verify",       "--quiet"});
       EXPECT_EQ(done.exit_code, 0) << entry.name << " " << dtype << ": " << done.err;
     }
   }

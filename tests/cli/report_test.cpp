@@ -1,0 +1,75 @@
+// What a run on GPUs tells: results of the CPU are dressed up as theirs.
+#include "cli/report.h"
+
+#include <gmock/gmock.h>
+
+namespace switchyard::cli {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+struct Told {
+  std::string text;
+  nlohmann::ordered_json json;
+};
+
+Told told_as_if_on_gpus(int ranks, DType weights) {
+  SourceOptions source_options;
+  source_options.model = "olmoe";
+  source_options.dtype = weights;
+  source_options.overrides.num_experts = 16;
+  source_options.overrides.hidden = 64;
+  source_options.overrides.intermediate = 32;
+  const Source source = load_source(source_options, 1, false);
+  const Batch batch = make_batch({.tokens = 37}, source, DType::kBF16);
+  RankOptions options;
+  options.ranks = ranks;
+  options.threads = 1;
+  options.compute = weights;
+  options.repeat = 2;
+  RunResult result = run_as_threads(source, batch, options);
+  result.backend = Backend::kCuda;
+  result.device = ranks == 1 ? "GPU 0 (NVIDIA H200, 132 of 132 SMs)"
+                             : "GPUs 0 to 7 (NVIDIA H200, 132 of 132 SMs for each rank)";
+  result.padded_all_to_all_bytes = 0;  // not known there
+  // As wide as they come.
+  result.pass_seconds = {123e-6, 0.456};
+
+  const Report report{source, batch, options, result, {}, {}};
+  Told told{"", to_json(report)};
+  for (const std::string& line : to_text(report, Palette(false))) {
+    EXPECT_LE(display_width(line), kReportColumns) << line;
+    told.text += line + "\n";
+  }
+  return told;
+}
+
+TEST(Report, OfOneGpu) {
+  const Told told = told_as_if_on_gpus(1, DType::kBF16);
+  EXPECT_THAT(told.text, HasSubstr("world       GPU 0 (NVIDIA H200, 132 of 132 SMs), computing"));
+  EXPECT_THAT(told.text, HasSubstr("one launch, L2 cache flushed before each"));
+  EXPECT_THAT(told.text, HasSubstr("of workspace on the GPU;"));
+  EXPECT_THAT(told.text, Not(HasSubstr("crossing")));
+  EXPECT_EQ(told.json["streaming"]["touched_weight_bytes"], 16 * 3 * 64 * 32 * 2);
+}
+
+TEST(Report, OfSeveralGpus) {
+  const Told told = told_as_if_on_gpus(3, DType::kBF16);
+  for (const char* part : {"3 ranks (threads) on GPUs 0 to 7 (NVIDIA H200", "one launch per rank",
+                           "between ranks (dispatch", "of heap on the GPUs"}) {
+    EXPECT_THAT(told.text, HasSubstr(part));
+  }
+  EXPECT_THAT(told.text, Not(HasSubstr("padded all-to-all")));
+  EXPECT_EQ(told.json["world"]["ranks"], 3);
+  EXPECT_GT(told.json["crossing"]["total_bytes"], 0);
+}
+
+// Gate, up and down of an expert, each with one scale.
+TEST(Report, Fp8WeightsAreReadAsTheyAre) {
+  EXPECT_EQ(told_as_if_on_gpus(2, DType::kF8E4M3).json["streaming"]["touched_weight_bytes"],
+            16 * 3 * (64 * 32 + 4));
+}
+
+}  // namespace
+}  // namespace switchyard::cli
