@@ -22,15 +22,16 @@
 #   --tools "A B"           sanitizer tools (default "memcheck synccheck"; racecheck does not follow the
 #                           kernel's task queue, see docs/decisions/0008)
 #   --suites "A B"          suites to measure (default "one_gpu_bf16 one_gpu_thesis one_gpu_fp8
-#                           one_gpu_fp8_more")
-#   --bench-args "..."      further arguments of switchyard bench (default "--against torch")
+#                           one_gpu_fp8_more" or, with several GPUs, "ep_thesis ep_bf16 ep_fp8")
+#   --bench-args "..."      further arguments of switchyard bench (default "--against torch" or, of
+#                           suites for several GPUs, none)
 #   --limit SECONDS         for each step (default 240; bench 480)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 prebuilt='' pack='' build=build out=${OUT:-} commit=''
-filter='*' sanitize_filter='GpuTypes.*:GpuWeights.*:GpuRouting.EmptySlots*:GpuRouting.NoTokens*:GpuRouting.DeepExperts:*Sanitize*:RouteWarp.HashedIds*' tools='memcheck synccheck'
-suites='one_gpu_bf16 one_gpu_thesis one_gpu_fp8 one_gpu_fp8_more' bench_args='--against torch' limit=''
+filter='*' sanitize_filter='GpuTypes.*:GpuWeights.*:GpuRouting.EmptySlots*:GpuRouting.NoTokens*:GpuRouting.DeepExperts:RanksTest.EmptySlots*:*Sanitize*:RouteWarp.HashedIds*' tools='memcheck synccheck'
+suites='' bench_args=default limit=''
 stages=()
 usage() { sed -n '2,/^set /p' "$0" | sed '$d; s/^# \{0,1\}//'; }
 while [ $# -gt 0 ]; do
@@ -176,15 +177,23 @@ stage_rival() {
 }
 
 stage_bench() {
-  local json
+  local json arguments
+  if [ -z "$suites" ]; then
+    suites='one_gpu_bf16 one_gpu_thesis one_gpu_fp8 one_gpu_fp8_more'
+    if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ]; then suites='ep_thesis ep_bf16 ep_fp8'; fi
+  fi
   for suite in $suites; do
     json=$json_dir/$suite.json
     # Points that are not measured now keep their rows.
     if [ ! -e "$json" ] && [ -e "results/$suite.json" ]; then cp "results/$suite.json" "$json"; fi
+    arguments=$bench_args
+    if [ "$arguments" = default ]; then
+      case $suite in ep_*) arguments='' ;; *) arguments='--against torch' ;; esac
+    fi
     # shellcheck disable=SC2086
     step "bench $suite" 480 "$switchyard" bench --suite "$suite" --json "$json" \
       --commit "${commit:-unknown}" --python "$scratch/python3" \
-      --torch-script bench/torch_chain.py $bench_args
+      --torch-script bench/torch_chain.py $arguments
   done
 }
 

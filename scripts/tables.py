@@ -105,6 +105,10 @@ MODEL_NAMES = {
     "jamba-1.5-mini": "Jamba-1.5-mini",
     "dbrx": "DBRX",
     "thesis": "FlashDMoE's layer",
+    "v4-flash-routed": "DeepSeek-V4-Flash, routed experts",
+    "v4-pro-routed": "DeepSeek-V4-Pro, routed experts",
+    "v3-routed": "DeepSeek-V3, routed experts",
+    "glm-5-routed": "GLM-5, routed experts",
 }
 
 
@@ -204,6 +208,55 @@ def gpu_table(suite, title, note=""):
     return "\n".join(lines + ["", gpu_provenance(rows)])
 
 
+# FlashDMoE's latencies in ms by GPUs, tokens per GPU and experts: its thesis, tables 6.3 to 6.5.
+FLASHDMOE = {
+    **{(8, tokens, 32): ms for tokens, ms in {1024: 2.07, 2048: 1.90, 4096: 2.19, 8192: 2.33}.items()},
+    **{(8, 8192, experts): ms for experts, ms in {16: 1.20, 64: 4.20, 128: 8.20}.items()},
+    (2, 8192, 32): 6.00,
+    (4, 8192, 32): 1.98,
+}
+
+
+def ranks_row_cells(row):
+    over = time_over_floor(row)
+    seconds = row["median_us"] * 1e-6
+    cells = [
+        microseconds(row["median_us"]),
+        "–" if over is None else f"{100 / over:.0f} %",
+        f"{row['flops'] / seconds / 1e12:.0f}",
+        f"{row['touched_bytes'] / seconds / 1e12:.2f}",
+        f"{row['nvlink_bytes'] / 1e6:.2f}",
+    ]
+    if row["model"] == "thesis":
+        theirs = FLASHDMOE.get((row["ranks"], row["tokens_per_rank"], row["experts"]))
+        cells += ["–", "–"] if theirs is None else [f"{theirs * 1e3:.0f}", f"{theirs * 1e6 * 1e-3 / row['median_us']:.1f}×"]
+    return cells
+
+
+def ranks_table(suite, title):
+    """Expert parallelism: a table for every layer and number of ranks."""
+    rows = load(f"{suite}.json")
+    if not rows:
+        return ""
+    heads = ["time µs", "share of F", "TFLOP/s per GPU", "weights TB/s", "sent MB per GPU"]
+    rate = TFLOPS[rows[0].get("compute", "bf16")]
+    floor = (
+        f"F = max(10 µs + touched weights / 4.6 TB/s, FLOPs / {rate} TFLOP/s, sent bytes / 330 GB/s) of the most "
+        "loaded rank. Time of the slowest rank, routing given, β 1."
+    )
+    lines = [" ".join(text for text in [f"**{title}**", gpu_summary(rows), floor] if text)]
+    layers = {}
+    for row in rows:
+        layers.setdefault((describe_layer(row), row["ranks"]), []).append(row)
+    for (layer, ranks), of_layer in layers.items():
+        columns = heads + (["FlashDMoE µs", "speed-up"] if of_layer[0]["model"] == "thesis" else [])
+        lines += ["", f"{layer}, {ranks} GPUs", "", "| tokens per GPU | " + " | ".join(columns) + " |"]
+        lines.append("|---" * (len(columns) + 1) + "|")
+        for row in sorted(of_layer, key=lambda row: row["tokens_per_rank"]):
+            lines.append(f"| {row['tokens_per_rank']} | " + " | ".join(ranks_row_cells(row)) + " |")
+    return "\n".join(lines + ["", gpu_provenance(rows)])
+
+
 FP8_SCALES = (
     "Weights have a scale per 128 × 128, activations are bf16 and quantised in the layer; PyTorch's chain "
     "quantises likewise, with a scale per row, which is what its grouped product takes."
@@ -225,6 +278,9 @@ def main():
             "one_gpu_fp8", "One H200, FP8, gate, quantisation and combine included.", FP8_SCALES
         ),
         "one_gpu_fp8_more": gpu_table("one_gpu_fp8_more", "Fewer, larger experts on one H200, FP8."),
+        "ep_fp8": ranks_table("ep_fp8", "Expert parallelism in FP8, dispatch and combine inside the kernel."),
+        "ep_bf16": ranks_table("ep_bf16", "Expert parallelism in bf16."),
+        "ep_thesis": ranks_table("ep_thesis", "FlashDMoE's own layer over several H200, bf16."),
         "one_gpu_thesis": gpu_table("one_gpu_thesis", "FlashDMoE's own layer on one H200, bf16."),
     }
     stale = False

@@ -48,13 +48,15 @@ const char* to_string(Backend backend);
 
 struct LayerOptions {
   Backend backend = Backend::kCpu;
-  // Most tokens this rank may pass to one forward(). All ranks must declare the same number. It
-  // bounds address space; memory is committed by what really arrives.
+  // Most tokens this rank may pass to one forward(). All ranks must declare the same number. With
+  // kCpu it bounds address space, and memory is committed by what really arrives; with kCuda device
+  // memory is allocated for what may arrive.
   int max_tokens = 8192;
   // kCpu only. Processor threads of this rank, the calling thread included. 0: the hardware threads
   // of this host divided by the ranks of the world, at least 1.
   int num_threads = 0;
-  // kCuda only. -1: the device that is current when the layer is made.
+  // kCuda only. -1: the device that is current when the layer is made. Kernels of a world's ranks
+  // wait for each other, so ranks on the same device must leave SMs to the others, and a few more.
   int device = -1;
   // kCuda only. Streaming multiprocessors that the layer leaves to other kernels.
   int reserved_sms = 0;
@@ -151,20 +153,23 @@ class MoeLayer {
   // synchronise, so it can be captured in a CUDA graph, and a graph may be launched again with
   // other contents in the same memory. Passes of one layer must follow one another: on one stream,
   // or on streams that wait for each other. The same input gives the same bits, on every repetition
-  // and however many ranks share the experts; in FP8, activations and what quantising them as above
-  // makes of them give the same bits, too. Throws Error{kInvalidArgument, kCapacityExceeded} before
-  // anything is sent if the input is unusable; TimeoutError{kTimeout} if a rank did not do its part
-  // within the deadline, TimeoutError{kAborted} if another rank noticed first. After either the
-  // layer is dead and every later call throws again; the world lives.
+  // and however many ranks share the experts (with kCuda, where routing is given: what its gate
+  // sums up in parts depends on how many tokens a rank has); in FP8, activations and what
+  // quantising them as above makes of them give the same bits, too. Throws Error{kInvalidArgument,
+  // kCapacityExceeded} before anything is sent if the input is unusable; TimeoutError{kTimeout} if
+  // a rank did not do its part within the deadline, TimeoutError{kAborted} if another rank noticed
+  // first. After either the layer is dead and every later call throws again; the world lives.
   //
   // With kCuda the ids given for tokens and experts are checked on the device. What is found
   // there, an id out of range (Error{kInvalidArgument}) or a wait that passed its deadline
   // (TimeoutError), is thrown by the first forward() or stats() that starts after the pass ended.
-  // The CUDA context stays usable.
+  // The CUDA context stays usable. A pass of one rank ends when all ranks have enqueued theirs: a
+  // thread that plays several ranks, or two threads with ranks on one device, must not call what
+  // waits for the device (cudaFree, say) in between.
   void forward(const ForwardInput& input, const ForwardOutput& output);
 
   // Of the last pass. With kCuda it waits for that pass to end, and so may not be captured; passes
-  // that a graph launched count.
+  // that a graph launched count, and times and used heap bytes are not known.
   const ForwardStats& stats() const;
 
   const LayerSpec& spec() const;

@@ -16,6 +16,7 @@
 #include "fabric/launch.h"
 #include "fabric/mapping.h"
 #include "gpu/device.h"
+#include "gpu/peer_link.h"
 #include "model/host_memory.h"
 
 namespace switchyard::cli {
@@ -106,6 +107,21 @@ Finding describe_gpu(int device) {
                {"usable", d.runs_our_kernels()}});
 }
 
+// Ranks on two GPUs write into each other's memory.
+Finding describe_link(int from, int to) {
+  const gpu::PeerLink link = gpu::peer_link(from, to);
+  const double rate = link.reachable ? gpu::peer_write_rate(from, to) : 0;
+  return fact(fmt::format("gpu_{}_to_{}", from, to),
+              link.reachable
+                  ? fmt::format("{}, written at {}/s{}", link.kind, format_bytes(rate),
+                                link.atomics ? "" : ", without atomics")
+                  : fmt::format("{}, no peer access: ranks cannot share them", link.kind),
+              {{"kind", link.kind},
+               {"peer_access", link.reachable},
+               {"native_atomics", link.atomics},
+               {"write_bytes_per_second", rate}});
+}
+
 // Why there is nothing to list.
 std::string no_gpu() {
   const std::string sign = nvidia_device();
@@ -119,6 +135,11 @@ void find_gpus(std::vector<Finding>& findings) {
   const int count = gpu::device_count();
   if (count == 0) findings.push_back(fact("gpu", no_gpu(), nvidia_device()));
   for (int device = 0; device < count; ++device) findings.push_back(describe_gpu(device));
+  for (int from = 0; from < count; ++from) {
+    for (int to = 0; to < count; ++to) {
+      if (from != to) findings.push_back(describe_link(from, to));
+    }
+  }
 }
 
 // Whether a run takes the GPU if nothing is said.

@@ -3,6 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
+#include <string_view>
+
+#include "fabric/fabric.h"
 
 namespace switchyard {
 
@@ -38,6 +42,29 @@ void require_gather_space(std::size_t mine_bytes, std::size_t all_bytes, int siz
       ErrorCode::kInvalidArgument,
       fmt::format("all_gather of {} bytes from {} ranks into {} bytes; give room for {}",
                   mine_bytes, size, all_bytes, static_cast<std::size_t>(size) * mine_bytes));
+}
+
+void share_outcome(Fabric& fabric, const std::optional<Error>& mine) {
+  struct Outcome {
+    std::int32_t failed = 0;
+    std::int32_t code = 0;
+    std::array<char, 504> message{};
+  };
+  Outcome outcome;
+  if (mine) {
+    outcome.failed = 1;
+    outcome.code = static_cast<std::int32_t>(mine->code());
+    const std::string_view text = mine->what();
+    std::copy_n(text.begin(), std::min(text.size(), outcome.message.size() - 1),
+                outcome.message.begin());
+  }
+  std::vector<Outcome> all(static_cast<std::size_t>(fabric.size()));
+  fabric.all_gather(std::as_bytes(std::span(&outcome, 1)), std::as_writable_bytes(std::span(all)));
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].failed == 0) continue;
+    throw Error(static_cast<ErrorCode>(all[r].code),
+                fmt::format("rank {}: {}", r, all[r].message.data()));
+  }
 }
 
 std::string list_ranks(std::span<const int> ranks) {

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -11,6 +12,8 @@
 #include "switchyard/error.h"
 
 namespace switchyard {
+
+class Fabric;
 
 enum class CallKind : std::uint32_t { kAllGather, kExchangeFds, kAllocate };
 
@@ -28,6 +31,22 @@ void require_same_call(std::span<const Call> by_rank);
 
 // Throws Error{kInvalidArgument} unless all_bytes == size * mine_bytes.
 void require_gather_space(std::size_t mine_bytes, std::size_t all_bytes, int size);
+
+// Collective: throws on all ranks the first rank's error, if any rank has one, so that none waits
+// for one that gave up.
+void share_outcome(Fabric& fabric, const std::optional<Error>& mine);
+
+// Collective: does `step` and shares how it ended.
+template <typename Step>
+void attempt_together(Fabric& fabric, const Step& step) {
+  std::optional<Error> failure;
+  try {
+    step();
+  } catch (const Error& error) {
+    failure = error;
+  }
+  share_outcome(fabric, failure);
+}
 
 // "rank 3", "ranks 1 and 3", "ranks 0, 1 and 3".
 std::string list_ranks(std::span<const int> ranks);

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "fabric/posix.h"
+
 namespace switchyard {
 
 // The same number of bytes on every rank, all of them load/store reachable from here. Zero-filled
@@ -40,6 +42,10 @@ class Fabric {
   // Collective, start-up only. Throws Error{kSpecMismatch} if the ranks ask for different sizes,
   // Error{kCapacityExceeded} if memory cannot be had.
   virtual std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes) = 0;
+
+  // Collective, start-up only. Every rank gives one open descriptor, which stays its own, and
+  // receives one of each rank, by rank, its own included.
+  virtual std::vector<UniqueFd> exchange_fds(int fd) = 0;
 
   // For waits on fabrics that move data only when asked to. Load/store fabrics need none.
   virtual void progress() {}

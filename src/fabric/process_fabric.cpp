@@ -4,14 +4,12 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <array>
 #include <cerrno>
 #include <limits>
-#include <string_view>
 #include <utility>
 
 #include "fabric/bootstrap.h"
+#include "fabric/collective.h"
 #include "fabric/environment.h"
 #include "fabric/fabric.h"
 #include "fabric/mapping.h"
@@ -72,14 +70,16 @@ class ProcessFabric final : public Fabric {
     bootstrap_.all_gather(mine, all);
   }
 
+  std::vector<UniqueFd> exchange_fds(int fd) override { return bootstrap_.exchange_fds(fd); }
+
   std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes) override {
     require_same_bytes(bytes);
     UniqueFd file;
-    attempt([&] { file = make_memory_file(bytes); });
+    attempt_together(*this, [&] { file = make_memory_file(bytes); });
 
     std::vector<UniqueFd> files = bootstrap_.exchange_fds(file.get());
     std::vector<Mapping> mappings;
-    attempt([&] {
+    attempt_together(*this, [&] {
       for (const UniqueFd& peer_file : files) {
         mappings.push_back(Mapping::of_file(peer_file.get(), bytes));
       }
@@ -98,34 +98,6 @@ class ProcessFabric final : public Fabric {
     if (bytes == 0) {
       throw Error(ErrorCode::kInvalidArgument,
                   "a symmetric segment of 0 bytes was asked for; ask for at least 1");
-    }
-  }
-
-  // Collective: does `step`, and throws on all ranks if it failed on any, so that none waits for
-  // one that gave up.
-  template <typename Step>
-  void attempt(const Step& step) {
-    struct Outcome {
-      std::int32_t failed = 0;
-      std::int32_t code = 0;
-      std::array<char, 504> message{};
-    };
-    Outcome mine;
-    try {
-      step();
-    } catch (const Error& error) {
-      mine.failed = 1;
-      mine.code = static_cast<std::int32_t>(error.code());
-      const std::string_view text = error.what();
-      std::copy_n(text.begin(), std::min(text.size(), mine.message.size() - 1),
-                  mine.message.begin());
-    }
-    std::vector<Outcome> all(static_cast<std::size_t>(size()));
-    all_gather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
-    for (std::size_t r = 0; r < all.size(); ++r) {
-      if (all[r].failed == 0) continue;
-      throw Error(static_cast<ErrorCode>(all[r].code),
-                  fmt::format("rank {}: {}", r, all[r].message.data()));
     }
   }
 

@@ -23,6 +23,7 @@ struct Contribution {
   std::vector<std::byte> data;           // all_gather
   std::shared_ptr<const Mapping> block;  // allocate
   std::optional<Error> refusal;          // allocate: why there is no block
+  std::shared_ptr<const UniqueFd> file;  // exchange_fds
 };
 
 // One collective. Its contributions are written under the meeting's mutex and never change once
@@ -202,6 +203,16 @@ class ThreadFabric final : public Fabric {
       }
     }
     return std::make_shared<ThreadSegment>(*round, bytes);
+  }
+
+  std::vector<UniqueFd> exchange_fds(int fd) override {
+    Contribution contribution;
+    contribution.call = {CallKind::kExchangeFds, 0};
+    contribution.file = std::make_shared<const UniqueFd>(duplicate(fd));
+    const auto round = meet(std::move(contribution));
+    std::vector<UniqueFd> fds;
+    for (const auto& theirs : round->contributions) fds.push_back(duplicate(theirs->file->get()));
+    return fds;
   }
 
   std::string liveness(int rank) const override {

@@ -121,6 +121,11 @@ void set_device(int device) {
 
 void synchronize_device() { SWITCHYARD_CUDA(cudaDeviceSynchronize()); }
 
+void copy_memory(void* to, const void* from, std::size_t bytes) {
+  SWITCHYARD_CUDA(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
+  SWITCHYARD_CUDA(cudaStreamSynchronize(cudaStreamLegacy));
+}
+
 bool is_device_pointer(const void* pointer) {
   cudaPointerAttributes attributes;
   if (pointer == nullptr) return false;
@@ -227,6 +232,10 @@ Graph Graph::capture(const Stream& stream, const std::function<void()>& enqueue)
   cudaGraphExec_t executable = nullptr;
   SWITCHYARD_CUDA(cudaGraphInstantiate(&executable, captured, 0));
   graph.handle_.reset(executable);
+  // Or the first launch would do it, and wait for what runs on the device: another rank's kernel,
+  // which may wait for that launch.
+  SWITCHYARD_CUDA(cudaGraphUpload(executable, native(stream)));
+  SWITCHYARD_CUDA(cudaStreamSynchronize(native(stream)));
   return graph;
 }
 

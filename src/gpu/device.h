@@ -42,6 +42,9 @@ int current_device();         // of this thread
 void set_device(int device);  // of this thread
 void synchronize_device();    // waits for everything on the current device
 
+// Between any two of host and device memory; done when it returns.
+void copy_memory(void* to, const void* from, std::size_t bytes);
+
 // Whether a kernel can read it: device or managed memory. Never throws.
 bool is_device_pointer(const void* pointer);
 

@@ -9,10 +9,12 @@
 
 #include "fabric/fabric.h"
 #include "gpu/cuda_error.h"
+#include "gpu/symmetric_memory.h"
 #include "gpu/tensor_map.h"
 #include "gpu/weights.h"
 #include "layer/compute.h"
 #include "model/quantize.h"
+#include "protocol/agreement.h"
 #include "protocol/call.h"
 #include "protocol/failure.h"
 #include "routing/route.h"
@@ -118,12 +120,16 @@ class Engine final : public LayerEngine {
  private:
   const PolicyFacts& policy() const { return kernel_.policy; }
   void choose_grid();
+  bool distributed() const { return world_.size() > 1; }
   // Of single blocks or of pairs; fills `attributes`, to which it points.
   static constexpr unsigned kMaxAttributes = 2;
   cudaLaunchConfig_t launch_config(bool paired, cudaLaunchAttribute* attributes,
                                    cudaStream_t stream) const;
+  std::uint32_t most_tiles(int experts, int ranks, int slots_per_token) const;
+  void lay_out_heap();
   void lay_out_workspace();
   void throw_if_failed();
+  void count_traffic(const std::uint32_t* counters);
 
   World world_;
   LayerSpec spec_;
@@ -135,6 +141,7 @@ class Engine final : public LayerEngine {
   unsigned paired_grid_ = 0;
   DeviceFfn routed_, shared_;
   DeviceGate gate_;
+  SymmetricMemory heap_;
   DeviceBuffer workspace_;
   HostWord failed_;
   LayerParams params_{};
@@ -149,11 +156,9 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
       options_(options),
       device_(options.device >= 0 ? options.device : current_device()),
       kernel_(choose_kernel(spec, weights, options)) {
-  if (world.size() != 1) {
-    unsupported(
-        fmt::format("the world has {} ranks; the GPU engine runs on one so far, use "
-                    "Backend::kCpu for more",
-                    world.size()));
+  if (world.size() > kMaxDeviceRanks) {
+    unsupported(fmt::format("the world has {} ranks; the GPU engine runs on up to {}", world.size(),
+                            kMaxDeviceRanks));
   }
   if (spec.hidden % policy().alignment() != 0) {
     unsupported(fmt::format("hidden size {}; in {} the GPU engine needs a multiple of {}",
@@ -175,9 +180,18 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
                             kMaxDeviceExperts));
   }
   routing::check_routable(spec);
+  if (distributed()) protocol::agree(world.fabric(), {spec, options.max_tokens, policy().compute});
+  const protocol::ExpertPartition experts{spec.num_experts, world.size()};
+  params_.first_expert = experts.begin(world.rank());
+  params_.local_experts = experts.count(world.rank());
+  params_.levels = distributed() ? static_cast<std::uint32_t>(experts.max_count()) : 1;
+  for (int r = 0; r <= world.size(); ++r) params_.rank_begin[r] = experts.begin(r);
   const DeviceScope scope(device_);
-  routed_ =
-      DeviceFfn(policy(), weights.experts, spec.hidden, spec.intermediate, spec.activation.gated);
+  routed_ = DeviceFfn(policy(),
+                      std::span(weights.experts)
+                          .subspan(static_cast<std::size_t>(params_.first_expert),
+                                   static_cast<std::size_t>(params_.local_experts)),
+                      spec.hidden, spec.intermediate, spec.activation.gated);
   if (spec.shared_intermediate > 0) {
     shared_ = DeviceFfn(policy(), {&weights.shared, 1}, spec.hidden, spec.shared_intermediate,
                         spec.activation.gated);
@@ -203,7 +217,10 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   params_.up_bias = spec.activation.up_bias;
   params_.clamps = std::isfinite(params_.limit) || params_.up_bias != 0;
   choose_grid();
+  lay_out_heap();
   lay_out_workspace();
+  // Nobody writes into a heap before its flags are zero.
+  if (distributed()) world_.barrier();
 }
 
 // One block per multiprocessor, all of them resident at once, or not at all.
@@ -242,21 +259,64 @@ void Engine::choose_grid() {
   paired_grid_ = std::min(grid_ / kPair, static_cast<unsigned>(clusters)) * kPair;
 }
 
+void Engine::lay_out_heap() {
+  const auto tokens = static_cast<std::size_t>(options_.max_tokens);
+  // Small passes may have several cells for a slot.
+  const std::size_t cell_tokens =
+      distributed()
+          ? tokens
+          : std::max(tokens, std::min(tokens, static_cast<std::size_t>(policy().small_tokens))
+                                 << kMaxLog2Splits);
+  Heap::Shape shape;
+  shape.num_ranks = world_.size();
+  shape.num_experts = spec_.num_experts;
+  shape.hidden = spec_.hidden;
+  shape.max_tokens = options_.max_tokens;
+  shape.element_bytes = policy().element_bytes;
+  shape.scaled = policy().scaled;
+  shape.weighs_input = spec_.weight_on_input;
+  shape.max_tiles = most_tiles(spec_.num_experts, world_.size(), spec_.top_k);
+  shape.cell_bytes = cell_tokens * static_cast<std::size_t>(params_.cells_per_token) *
+                     static_cast<std::size_t>(spec_.hidden) * 2;
+  params_.heap = Heap(shape);
+  heap_ = SymmetricMemory(world_.fabric(), params_.heap.bytes());
+  params_.heaps.layout =
+      protocol::HeapLayout({.num_ranks = world_.size(), .num_experts = spec_.num_experts});
+  params_.heaps.rank = world_.rank();
+  for (int r = 0; r < world_.size(); ++r) params_.heaps.base[r] = heap_.base(r);
+  std::byte* const mine = heap_.base(world_.rank());
+  params_.mine = mine;
+  params_.cells = params_.heap.cells(mine);
+  // NaN in all that is not a flag, so that no pass can get away with reading what nobody wrote.
+  const std::size_t flags = params_.heap.flag_bytes();
+  SWITCHYARD_CUDA(cudaMemset(mine, 0, flags));
+  SWITCHYARD_CUDA(cudaMemset(mine + flags, 0xff, params_.heap.bytes() - flags));
+}
+
+// Of tokens of so many ranks with so many slots each, over so many experts.
+std::uint32_t Engine::most_tiles(int experts, int ranks, int slots_per_token) const {
+  const std::int64_t rows = std::int64_t{options_.max_tokens} * ranks * slots_per_token;
+  return static_cast<std::uint32_t>(experts + rows / policy().tile.max_height);
+}
+
 void Engine::lay_out_workspace() {
   const auto tokens = static_cast<std::size_t>(options_.max_tokens);
   const auto experts = static_cast<std::size_t>(spec_.num_experts);
   const std::size_t slots = tokens * static_cast<std::size_t>(spec_.top_k);
   const auto height = static_cast<std::size_t>(policy().tile.max_height);
   const bool has_shared = spec_.shared_intermediate > 0;
-  const std::size_t tiles =
-      experts + slots / height + (has_shared ? protocol::ceil_div(tokens, height) : 0);
+  const std::size_t tiles = most_tiles(std::max(1, params_.local_experts), world_.size(),
+                                       std::min(spec_.top_k, params_.local_experts)) +
+                            (has_shared ? protocol::ceil_div(tokens, height) : 0);
   params_.max_tiles = static_cast<std::uint32_t>(tiles);
   // GEMM2 of a tile is taken up when its GEMM1 was handed out two rounds of all blocks ago:
   // measured against 0.6, 1, 1.25 and 3 rounds; see docs/decisions.
   std::uint32_t rows = params_.routed.gemm1_rows;
-  if (has_shared) rows = std::min(rows, params_.shared.gemm1_rows);
+  if (has_shared && (rows == 0 || params_.shared.gemm1_rows < rows)) {
+    rows = params_.shared.gemm1_rows;
+  }
   const std::uint32_t fewest =
-      protocol::ceil_div(rows, static_cast<std::uint32_t>(policy().large_rows));
+      std::max(1u, protocol::ceil_div(rows, static_cast<std::uint32_t>(policy().large_rows)));
   params_.lag = protocol::ceil_div(2 * grid_, fewest) + 1;
   // Where a tile is work for many blocks, so many tiles of an expert share the weights they read.
   constexpr std::uint32_t kBand = 8;
@@ -277,7 +337,6 @@ void Engine::lay_out_workspace() {
       PassWords::count(static_cast<std::uint32_t>(experts), params_.max_tiles) * 4;
   Arena arena;
   // First what must be zero when the first pass begins.
-  const std::size_t control = arena.place(sizeof(protocol::Control));
   const std::size_t epoch = arena.place(sizeof(std::uint64_t));
   const std::size_t readers = arena.place(sizeof(std::uint32_t));
   const std::size_t even = arena.place(words), odd = arena.place(words);
@@ -309,20 +368,6 @@ void Engine::lay_out_workspace() {
   const std::size_t quantized =
       arena.place(policy().scaled ? tokens * static_cast<std::size_t>(spec_.hidden) : 0);
   const std::size_t quantized_scales = arena.place(tokens * params_.x_groups * sizeof(float));
-  // Small passes may have several cells for a slot.
-  const std::size_t cell_tokens = std::max(
-      tokens, std::min(tokens, static_cast<std::size_t>(policy().small_tokens)) << kMaxLog2Splits);
-  const std::size_t cell_bytes = cell_tokens * static_cast<std::size_t>(params_.cells_per_token) *
-                                 static_cast<std::size_t>(spec_.hidden) * 2;
-  // The kernel counts them in 16 bytes, with 32 bits.
-  if (cell_bytes >> 36 != 0) {
-    throw Error(
-        ErrorCode::kCapacityExceeded,
-        fmt::format("{} tokens need {} GiB for the experts' outputs, and the GPU engine has "
-                    "room for 64; declare fewer max_tokens",
-                    tokens, cell_bytes >> 30));
-  }
-  const std::size_t cells = arena.place(cell_bytes);
   workspace_ = DeviceBuffer(arena.size());
   SWITCHYARD_CUDA(cudaMemset(workspace_.data(), 0, zeroed));
   // NaN everywhere else, so that no pass can get away with reading what it did not write.
@@ -332,8 +377,6 @@ void Engine::lay_out_workspace() {
   const auto at = [&]<typename T>(std::size_t offset, T*& pointer) {
     pointer = reinterpret_cast<T*>(workspace_.data() + offset);
   };
-  params_.heaps.layout = protocol::HeapLayout({.num_ranks = 1, .num_experts = spec_.num_experts});
-  params_.heaps.base[0] = workspace_.data() + control;
   at(epoch, params_.epoch);
   at(readers, params_.readers);
   at(even, params_.pass_words[0].words);
@@ -351,7 +394,6 @@ void Engine::lay_out_workspace() {
   at(h_scales, params_.h_scales);
   at(quantized, params_.quantized);
   at(quantized_scales, params_.quantized_scales);
-  at(cells, params_.cells);
   params_.failed = failed_.on_device();
   const auto rows_of = [&](std::uint32_t n) { return std::int64_t{n} * policy().tile.max_height; };
   params_.x_maps = token_maps(params_.packed, policy().element_bytes, rows_of(params_.packed_slots),
@@ -364,7 +406,8 @@ void Engine::lay_out_workspace() {
 }
 
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
-  protocol::check_call(spec_, weights_, options_.max_tokens, 0, input, output, policy().compute);
+  protocol::check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output,
+                       policy().compute);
   if (failed_.value() != 0) throw_if_failed();
   const MatrixView& x = input.activations;
   CallParams call{};
@@ -386,12 +429,15 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   require_aligned("outputs", call.y, call.y_stride, call.y_type, x.rows);
 
   const DeviceScope scope(device_);
-  const bool small = x.rows <= policy().small_tokens && x.rows * spec_.top_k <= kMaxOwnSlots;
+  // What is small here may be large on another rank, and all must cut the same tiles.
+  const bool small =
+      !distributed() && x.rows <= policy().small_tokens && x.rows * spec_.top_k <= kMaxOwnSlots;
   // Two blocks that share the tokens of a tile read a third less from the L2 cache. Below about so
   // many rows per expert, that does not make up for what a launch of clusters costs: 2 us.
   constexpr std::int64_t kLeastRows = 96;
-  const bool pairs =
-      !small && paired_grid_ >= kPair && x.rows * spec_.top_k >= kLeastRows * spec_.num_experts;
+  // (Of other ranks' tokens the host knows nothing, and takes them to be as many.)
+  const bool pairs = !small && paired_grid_ >= kPair &&
+                     x.rows * world_.size() * spec_.top_k >= kLeastRows * spec_.num_experts;
   call.paired = pairs ? 1 : 0;
   void* arguments[] = {&params_, &call};
   cudaLaunchAttribute attributes[kMaxAttributes]{};
@@ -440,8 +486,9 @@ void Engine::throw_if_failed() {
   }
   protocol::Control control;
   SWITCHYARD_CUDA(
-      cudaMemcpy(&control, params_.heaps.base[0], sizeof control, cudaMemcpyDeviceToHost));
-  throw protocol::timeout_error(control.failure, 0, "");
+      cudaMemcpy(&control, params_.heaps.mine(), sizeof control, cudaMemcpyDeviceToHost));
+  throw protocol::timeout_error(control.failure, world_.rank(),
+                                world_.fabric().liveness(control.failure.peer));
 }
 
 const ForwardStats& Engine::stats() {
@@ -459,8 +506,21 @@ const ForwardStats& Engine::stats() {
       cudaMemcpy(counters.data(), words.counters(), counters.size() * 4, cudaMemcpyDeviceToHost));
   stats_.tokens_per_expert.assign(rows.begin(), rows.end());
   stats_.nan_logits = counters[kNanLogits];
+  if (distributed()) count_traffic(counters.data());
+  stats_.heap_bytes_reserved = heap_.bytes();
   stats_.workspace_bytes_used = workspace_.bytes();
   return stats_;
+}
+
+void Engine::count_traffic(const std::uint32_t* counters) {
+  const auto others = static_cast<std::uint64_t>(world_.size() - 1);
+  const std::uint64_t entry_bytes = spec_.weight_on_input ? 8 : 4;
+  const std::uint64_t row_bytes = static_cast<std::uint64_t>(spec_.hidden) * 2;
+  stats_.dispatch_bytes =
+      counters[kSentTokens] * params_.heap.token_bytes() + counters[kSentRows] * entry_bytes;
+  stats_.combine_bytes = counters[kReturnedRows] * row_bytes;
+  stats_.signal_bytes =
+      others * (4 + 4 * static_cast<std::uint64_t>(spec_.num_experts)) + 4 * counters[kRaisedFlags];
 }
 
 }  // namespace

@@ -107,11 +107,11 @@ struct Staging {
 // (gate and up have met), else two.
 //   elements     of a token's row that exist, from the warpgroup's first on
 //   pair(n)   -> the packed values of tokens 8 n + 2 t and the next: {first rows, second rows}
-//   row(token) -> where the warpgroup's elements of the token go: vectors of 16 bytes from base
+//   row(token) -> where the warpgroup's elements of the token go
 template <int N, bool kMerged, typename Pair, typename Row>
 __device__ __forceinline__ void store_tile(std::uint32_t staging_base, std::uint32_t barrier_id,
                                            std::uint32_t rows, std::uint32_t elements, Pair&& pair,
-                                           std::uint16_t* base, Row&& row) {
+                                           Row&& row) {
   constexpr std::uint32_t kVectors = kMerged ? 4 : 8;  // of a token's row
   const Staging staging{staging_base};
   const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
@@ -137,7 +137,7 @@ __device__ __forceinline__ void store_tile(std::uint32_t staging_base, std::uint
       const std::uint32_t at = i * kWarpgroup + thread;
       const std::uint32_t token = at / kVectors, vector = at % kVectors;
       if (first + token >= rows || 8 * vector >= elements) continue;
-      store_vector(base + std::size_t{row(first + token) + vector} * 8,
+      store_vector(row(first + token) + 8 * vector,
                    load_shared_vector(staging.place(buffer, token, vector)));
     }
   }

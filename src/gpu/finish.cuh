@@ -18,19 +18,30 @@ __device__ __forceinline__ void apply_rows(const float* first, const float* seco
   for (int i = 0; i < N / 2; ++i) acc[i] = op(acc[i], rows[i / 2 % 2]);
 }
 
-// Copies the tile's list to where the epilogue finds it at once, while the products are under way.
+// Where the epilogue finds a row's entry, and what becomes of it.
+template <typename P>
+__device__ __forceinline__ std::uint32_t& row_word(const Pass<P>& pass, std::uint32_t group,
+                                                   std::uint32_t row) {
+  return *reinterpret_cast<std::uint32_t*>(&pass.block.rows[group][row]);
+}
+
+// Copies the entries of the tile's rows, which have come, to where the epilogue finds them at once,
+// while the products are under way.
 template <typename P>
 __device__ __forceinline__ void fetch_entries(const Pass<P>& pass, const TaskDescriptor& task,
                                               std::uint32_t group) {
   for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
-    std::uint32_t* const to = &pass.block.entries[group][row];
+    std::uint32_t& to = row_word(pass, group, row);
     if (task.list == nullptr) {
-      *to = RowEntry::pack(task.first_row + row, pass.layer.top_k);
+      to = RowEntry::pack(task.first_row + row, pass.layer.top_k);
     } else if (P::kAlone) {
-      *to = task.list[row];
+      to = task.list[row];
     } else {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)),
-                   "l"(task.list + row)
+      const std::uint32_t* from = task.list + row;
+      if (pass.distributed()) {
+        from = entry_of(pass, task.expert, find_source(pass, task.expert, task.first_row + row));
+      }
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&to)), "l"(from)
                    : "memory");
     }
   }
@@ -39,38 +50,64 @@ __device__ __forceinline__ void fetch_entries(const Pass<P>& pass, const TaskDes
 // barrier.
 __device__ __forceinline__ void await_entries() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// For the second GEMM, the rows' entries become the places of their cells, in vectors of 16 bytes.
+// For the second GEMM, the rows' entries become the addresses of their cells, which are in the heap
+// of the rank that the row came from.
 template <typename P>
 __device__ __forceinline__ void place_cells(const Pass<P>& pass, const TaskDescriptor& task,
                                             std::uint32_t group) {
-  const auto cells = static_cast<std::uint32_t>(pass.layer.cells_per_token);
-  const std::uint32_t vectors = static_cast<std::uint32_t>(pass.layer.hidden) / 8;
+  const LayerParams& layer = pass.layer;
+  const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
   for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
-    std::uint32_t& entry = pass.block.entries[group][row];
-    entry = ((RowEntry::cell(entry, cells) << pass.state().log2_splits) + task.split) * vectors;
+    const std::uint32_t cell =
+        (RowEntry::cell(row_word(pass, group, row), cells) << pass.state().log2_splits) +
+        task.split;
+    std::uint16_t* base = layer.cells;
+    if (pass.distributed() && task.shared == 0) {
+      const SourceRow source = find_source(pass, task.expert, task.first_row + row);
+      base = layer.heap.cells(layer.heaps.base[pass.rank_at(source.distance)]);
+    }
+    pass.block.rows[group][row] =
+        reinterpret_cast<std::uint64_t>(base + std::size_t{cell} * layer.hidden);
+  }
+  named_barrier<kWarpgroup>(1 + group);
+}
+template <typename P>
+__device__ __forceinline__ std::uint16_t* placed_cell(const Pass<P>& pass, std::uint32_t group,
+                                                      std::uint32_t row) {
+  return reinterpret_cast<std::uint16_t*>(pass.block.rows[group][row]);
+}
+
+// Where weights apply to the input, the rows' entries become their weights.
+template <typename P>
+__device__ __forceinline__ void fetch_weights(const Pass<P>& pass, const TaskDescriptor& task,
+                                              std::uint32_t group) {
+  const LayerParams& layer = pass.layer;
+  const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
+  for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
+    std::uint32_t& word = row_word(pass, group, row);
+    const float* from = pass.state().tables.weights + RowEntry::cell(word, cells);
+    if (const SourceRow source = find_source(pass, task.expert, task.first_row + row);
+        pass.distributed() && source.distance != 0) {
+      from = layer.heap.weights(layer.mine, task.expert, source.distance) + source.position;
+    }
+    word = __float_as_uint(P::kAlone ? *from : __ldcg(from));
   }
   named_barrier<kWarpgroup>(1 + group);
 }
 
-// Where weights apply to the input: the rows' entries become their weights, and these multiply what
-// is linear in the input.
+// ... and multiply what is linear in the input.
 template <int N, typename P>
 __device__ __forceinline__ void weigh_input(const Pass<P>& pass, const TaskDescriptor& task,
                                             std::uint32_t group, float (&acc)[N / 2]) {
-  std::uint32_t* const entries = pass.block.entries[group];
-  const auto cells = static_cast<std::uint32_t>(pass.layer.cells_per_token);
-  for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
-    const float weight = pass.state().tables.weights[RowEntry::cell(entries[row], cells)];
-    entries[row] = __float_as_uint(weight);
-  }
-  named_barrier<kWarpgroup>(1 + group);
+  fetch_weights(pass, task, group);
   const std::uint32_t first = 2 * fresh_thread_index<4>();
 #pragma unroll
   for (int n = 0; n < N / 8; ++n) {
     // Of rows past the end, something; they are not stored.
-    const uint2 weights = *reinterpret_cast<const uint2*>(entries + 8 * n + first);
+    const float weights[] = {__uint_as_float(row_word(pass, group, 8 * n + first)),
+                             __uint_as_float(row_word(pass, group, 8 * n + first + 1))};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) acc[4 * n + i] *= __uint_as_float(i % 2 ? weights.y : weights.x);
+    for (int i = 0; i < 4; ++i) acc[4 * n + i] *= weights[i % 2];
   }
 }
 
@@ -130,10 +167,11 @@ __device__ __forceinline__ void finish_gemm1(const Pass<P>& pass, const TaskDesc
   };
   const std::uint32_t stride = layer.h_stride / 8;
   const std::uint32_t to = task.tile % layer.h_slots * kMaxHeight<P> * stride + column0 / 8;
-  store_tile<N, kGated>(shared_address(pass.block.staging[group]), 1 + group, task.rows,
-                        column0 < intermediate ? intermediate - column0 : 0, pair,
-                        reinterpret_cast<std::uint16_t*>(layer.h),
-                        [&](std::uint32_t token) { return to + token * stride; });
+  store_tile<N, kGated>(
+      shared_address(pass.block.staging[group]), 1 + group, task.rows,
+      column0 < intermediate ? intermediate - column0 : 0, pair, [&](std::uint32_t token) {
+        return reinterpret_cast<std::uint16_t*>(layer.h) + std::size_t{to + token * stride} * 8;
+      });
 }
 
 template <int N, typename P>
@@ -160,10 +198,10 @@ __device__ __forceinline__ void finish_gemm2(const Pass<P>& pass, const TaskDesc
     const float* const sums = acc + 4 * n;
     return uint2{pack_bf16(sums[0], sums[1]), pack_bf16(sums[2], sums[3])};
   };
-  store_tile<N, false>(
-      shared_address(pass.block.staging[group]), 1 + group, task.rows,
-      column0 < hidden ? hidden - column0 : 0, pair, layer.cells,
-      [&](std::uint32_t token) { return pass.block.entries[group][token] + column0 / 8; });
+  store_tile<N, false>(shared_address(pass.block.staging[group]), 1 + group, task.rows,
+                       column0 < hidden ? hidden - column0 : 0, pair, [&](std::uint32_t token) {
+                         return placed_cell(pass, group, token) + column0;
+                       });
 }
 
 }  // namespace switchyard::gpu

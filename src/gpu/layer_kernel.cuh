@@ -1,13 +1,17 @@
-// One forward pass of one rank: gate, plan, expert GEMMs and combine in one cooperative launch.
+// One forward pass of one rank: gate, plan, dispatch, expert GEMMs and combine in one cooperative
+// launch. What ranks tell each other is in heap.h and ranks.cuh.
 //
 //   math warps         gate (partial logits); who has no part in it rehearses what follows
-//   all threads        route, lists | plan: every block makes the same one
+//   all threads        route, lists | counts to and from all ranks | plan: every block makes the
+//                      same one
 //   then, by warp:
 //     0         weights    tasks -> TMA of 128 or 256 weight rows x 128 bytes per stage
 //     1         scheduler  tickets -> tasks
 //     2         tokens     tasks -> TMA of the tile's packed rows x 128 bytes per stage; in FP8
 //                          their scales, multiplied by the weights'
-//     3         pack       copies token rows into tiles, ahead of the tasks (math helps at first)
+//     3         pack       sends tokens to other ranks, and copies rows, its own and those sent to
+//                          it, into tiles, ahead of the tasks (math helps at first); at last tells
+//                          the rows' ranks of finished tiles
 //     2, 3      gather     in small passes in place of the two: rows of x from where they are, h
 //                          (small passes have a kernel of their own: SmallPass of a policy)
 //     4 to 11   math       two warpgroups: WGMMA over the ring (multiply.cuh); epilogue (finish.cuh
@@ -30,11 +34,17 @@
 //
 //   between blocks (device memory, cleared by the pass before):
 //   barrier[i]     every block: logits complete; lists complete                  all blocks
-//   packed[t]      1 per row: tokens of tile t are packed                          tokens (GEMM1)
+//   packed[t]      8 per row: tokens of tile t are packed                          tokens (GEMM1)
 //   gemm1_done[t]  2 per block of weight rows: h of tile t is written            tokens (GEMM2);
 //                                                                                  pack reusing t
 //   gemm2_done[t]  2 per block of weight rows: cells of tile t are written       combine; math that
-//                                                                                reuses t's h
+//                                                                                reuses t's h; pack
+//   sent[e]        8 per row of another rank's expert: all of it is sent         who sends the last
+//
+//   between ranks (their heaps, raised to the epoch):
+//   counts[s]      source s has counted its rows per expert                      all blocks
+//   arrived[e][s]  all rows of s for expert e are here                           pack, math packing
+//   finished[t]    another rank has stored tile t's cells                        combine
 #pragma once
 
 #include "gpu/math.cuh"
@@ -215,16 +225,25 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
     } else if (!rehearsal) {
       __syncthreads();
       list_shared_slots(layer, block, pass.state().words, begin, end);
-      grid_arrive(pass.barrier(kListsReady));
-      if (!grid_await(pass.waiter(), pass.barrier(kListsReady))) return false;
-      for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) {
-        block.expert_rows[e] = __ldcg(pass.state().words.expert_rows() + e);
+      if (!pass.distributed()) {
+        grid_arrive(pass.barrier(kListsReady));
+        if (!grid_await(pass.waiter(), pass.barrier(kListsReady))) return false;
+        for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) {
+          block.expert_rows[e] = __ldcg(pass.state().words.expert_rows() + e);
+        }
+      } else if constexpr (!alone) {
+        if (grid_arrive_last(pass.barrier(kListsReady))) publish_counts(pass);
+        if (!await_counts(pass)) return false;
+        read_counts(pass);
       }
       __syncthreads();
     }
     if (warp == kSchedulerWarp) {
       const bool has_shared = layer.cells_per_token > layer.top_k;
       place_tiles(layer, block, has_shared ? call.tokens : 0);
+    }
+    if constexpr (!alone) {
+      if (warp == kPackWarp && !rehearsal && pass.distributed()) place_sends(pass);
     }
     if (alone) {
       __syncthreads();
@@ -240,9 +259,15 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
   if (threadIdx.x == 0) {
     auto& state = block.pass;
     state.log2_splits =
-        alone ? log2_splits<P>(layer, block.tile_begin[layer.num_experts], state.shared_tiles.count)
-              : 0;
+        alone ? log2_splits<P>(layer, pass.num_tiles(), state.shared_tiles.count) : 0;
     state.log2_combine_chunk = log2_combine_chunk(call.tokens, gridDim.x);
+    if constexpr (!alone) {
+      state.first_rows = first_rows(pass);
+      state.first_sends = pass.distributed() ? first_sends(pass) : 0;
+      if (pass.distributed() && blockIdx.x == 0) {
+        state.words.counters()[kSentRows] = pass.num_sends();
+      }
+    }
     if constexpr (!kJoinedScales<P>) {
       state.stage_shape = {num_stages<P>(state.max_height), stage_bytes<P>(state.max_height)};
     }
@@ -264,9 +289,8 @@ template <typename P, ActivationKind kKind, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1)
     layer_kernel(const __grid_constant__ LayerParams layer,
                  const __grid_constant__ CallParams call) {
-  extern __shared__ std::byte shared_memory[];
-  auto& block =
-      *reinterpret_cast<BlockStorage<P>*>(shared_memory + (-shared_address(shared_memory) & 1023u));
+  extern __shared__ __align__(1024) std::byte shared_memory[];
+  auto& block = *reinterpret_cast<BlockStorage<P>*>(shared_memory);
   if (threadIdx.x == 0) {
     for (std::uint32_t s = 0; s < kMaxStages; ++s) {
       init_barrier(shared_address(&block.full[s]), P::kAlone ? kFullArrivalsAlone : kFullArrivals);

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "gpu/heap.h"
 #include "gpu/policy.h"
 #include "protocol/layout.h"
 #include "protocol/partition.h"
@@ -72,12 +73,25 @@ struct PassWords {
                                                std::uint32_t max_tiles) const {
     return gemm1_done(num_experts) + 2 * max_tiles;
   }
+  // Of each expert of another rank, the rows of which it has been sent all there is to know.
+  SWITCHYARD_HOST_DEVICE std::uint32_t* sent(std::uint32_t num_experts,
+                                             std::uint32_t max_tiles) const {
+    return gemm1_done(num_experts) + 3 * max_tiles;
+  }
   SWITCHYARD_HOST_DEVICE static constexpr std::uint32_t count(std::uint32_t num_experts,
                                                               std::uint32_t max_tiles) {
-    return protocol::round_up(32 * (2 + kBarriers) + num_experts + 3 * max_tiles, 32u);
+    return protocol::round_up(32 * (2 + kBarriers) + 2 * num_experts + 3 * max_tiles, 32u);
   }
 };
-enum PassCounter : std::uint32_t { kNanLogits, kNumPassCounters };
+// What a pass counts for its statistics. All but the first is of what went to other ranks.
+enum PassCounter : std::uint32_t {
+  kNanLogits,
+  kSentTokens,
+  kSentRows,
+  kReturnedRows,
+  kRaisedFlags,
+  kNumPassCounters
+};
 
 // What a pass leaves in a word of the host's memory if it could not do what was asked.
 enum class Failure : std::uint32_t { kNone, kBadId, kGivenUp };
@@ -85,6 +99,8 @@ enum class Failure : std::uint32_t { kNone, kBadId, kGivenUp };
 struct LayerParams {
   FfnParams routed, shared;
   protocol::Heaps heaps;
+  Heap heap;
+  std::byte* mine;  // this rank's heap
   routing::DeviceRouting routing;
   std::uint64_t deadline_ns;
 
@@ -93,6 +109,10 @@ struct LayerParams {
   int top_k;
   int cells_per_token;  // top_k, + 1 with a shared expert
   int max_tokens;
+  // Of this rank: its experts, which are numbered from 0 in weights and tasks.
+  int first_expert, local_experts;
+  int rank_begin[kMaxDeviceRanks + 1];  // each rank's first expert
+  std::uint32_t levels;                 // the most experts that a rank has; 1 for one rank
   bool weight_on_input;
   float alpha, limit, up_bias;  // of the activation
   bool clamps;                  // limit or up_bias have an effect
@@ -132,7 +152,7 @@ struct LayerParams {
   std::uint32_t x_groups;
   std::byte* h;          // [h_slots, tokens, h_stride]; small passes keep it in bf16
   float* h_scales;       // [h_slots, h_groups, tokens]
-  std::uint16_t* cells;  // [T, cells_per_token, H] bf16
+  std::uint16_t* cells;  // [T, cells_per_token, H] bf16, in this rank's heap
   std::uint32_t h_slots;
   std::uint32_t h_stride;  // elements
   std::uint32_t h_groups;
@@ -140,7 +160,7 @@ struct LayerParams {
   std::uint32_t band;              // tiles taken up together where experts have several
   std::uint32_t banded_lag;        // then; see protocol::Workload
   std::uint32_t lag;               // where no expert has more than one
-  std::uint32_t* stats;            // [E] rows per expert of the last pass
+  std::uint32_t* stats;            // [E] rows per expert of the last pass, of all ranks
   volatile std::uint32_t* failed;  // a Failure, in the host's memory
 };
 

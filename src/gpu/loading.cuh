@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gpu/quantize.cuh"
+#include "gpu/ranks.cuh"
 #include "gpu/scheduler.cuh"
 
 namespace switchyard::gpu {
@@ -237,11 +238,11 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
   for (TaskDescriptor task; reader.template next_gemm<kJoinedScales<P>>(task);) {
     const bool first = task.work == Work::kGemm1;
     // Given up or not, the block goes on: its other roles wait for these stages.
-    pass.waiter().wait(first ? protocol::Phase::kDispatch : protocol::Phase::kExperts, task.tile,
-                       [&] {
-                         return first ? load_acquire_gpu(pass.packed(task.tile)) >= task.rows
-                                      : pass.gemm1_complete(task.tile);
-                       });
+    pass.waiter().wait(
+        first ? protocol::Phase::kDispatch : protocol::Phase::kExperts, task.tile, [&] {
+          return first ? load_acquire_gpu(pass.packed(task.tile)) >= RowPart::kUnits * task.rows
+                       : pass.gemm1_complete(task.tile);
+        });
     __syncwarp(kJoinedScales<P> ? ~0u : 1u);
     fence_async_proxy();
     if constexpr (kJoinedScales<P>) {
@@ -428,77 +429,87 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
 
 // --- Pack: warps that copy token rows into the tiles' slots, in the order of tiles.
 
-// Rows [begin, end), counted over the shared expert's and then all experts' rows, of which this
-// warp takes every num_workers-th group of kRows, and tells of a group at a time.
+// Rows counted over the shared expert's and then all experts' rows: kRows from row0 on, those up to
+// `begin` and from `end` on left out. Called by one warp.
 template <std::uint32_t kRows, typename P>
-__device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t begin,
-                                          std::uint32_t end, std::uint32_t worker,
-                                          std::uint32_t num_workers) {
+__device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row0,
+                                          std::uint32_t begin, std::uint32_t end,
+                                          const RowPart& part = {}) {
   const LayerParams& layer = pass.layer;
   const BlockStorage<P>& block = pass.block;
+  const PassState<P>& state = pass.state();
   const std::uint32_t lane = threadIdx.x % 32;
   const auto row_bytes = static_cast<std::uint32_t>(layer.hidden * P::kElementBytes);
-  for (std::uint32_t row0 = begin + worker * kRows; row0 < end; row0 += num_workers * kRows) {
-    // Lane i < kRows finds row i's place.
-    const std::uint32_t row = row0 + lane;
-    const bool mine = lane < kRows && row < end;
-    std::uint32_t tile = 0, from = 0, to = 0;
-    if (mine) {
-      protocol::TokenTiles cut = pass.state().shared_tiles;
-      std::uint32_t position = row, first_tile = 0;
-      from = row;
-      if (row >= cut.rows) {
-        const std::uint32_t e = find_expert(block.row_begin, layer.num_experts, row);
-        position = row - block.row_begin[e];
-        first_tile = block.tile_begin[e];
-        cut = protocol::TokenTiles(block.expert_rows[e], P::kTileShape);
-        from = RowEntry::token(
-            __ldcg(layer.lists + static_cast<std::size_t>(e) * layer.max_tokens + position));
-      }
-      tile = first_tile + position / cut.height;
-      to = pass.packed_row(tile, position % cut.height);
+  // Lane i < kRows finds row i's place.
+  const std::uint32_t row = row0 + lane;
+  const bool mine = lane < kRows && row >= begin && row < end;
+  std::uint32_t tile = 0, to = 0, expert = 0;
+  SourceRow source{0, row};
+  std::uint32_t token = row;
+  const auto token_of = [&] { return RowEntry::token(__ldcg(entry_of(pass, expert, source))); };
+  if (mine) {
+    protocol::TokenTiles cut = state.shared_tiles;
+    std::uint32_t position = row, first_tile = 0;
+    if (row >= cut.rows) {
+      const std::uint32_t* const row_begin = block.row_begin + pass.first_expert();
+      expert = find_expert(row_begin, pass.local_experts(), row);
+      position = row - row_begin[expert];
+      first_tile = block.tile_begin[pass.first_expert() + expert];
+      cut = protocol::TokenTiles(block.expert_rows[pass.first_expert() + expert], P::kTileShape);
+      source = find_source(pass, expert, position);
+      if (source.distance == 0) token = token_of();
     }
-    // The tile that had the slot before is no longer needed once its GEMM1 is complete.
-    pass.waiter().wait(protocol::Phase::kDispatch, row0, [&] {
-      return __all_sync(~0u, !mine || tile < layer.packed_slots ||
-                                 pass.gemm1_complete(tile - layer.packed_slots)) != 0;
-    });
-    const std::uint32_t rows = min(kRows, end - row0);
-#pragma unroll 1
-    for (std::uint32_t i = 0; i < rows; ++i) {
-      const std::uint32_t token = __shfl_sync(~0u, from, i), place = __shfl_sync(~0u, to, i);
-      const std::byte* const source = pass.state().rows + token * pass.state().row_bytes;
-      std::byte* const target = layer.packed + std::size_t{place} * row_bytes;
-      constexpr std::uint32_t kVectors = 8 / P::kHalves, kStep = 16 * 32;
-#pragma unroll 1
-      for (std::uint32_t byte0 = 16 * lane; byte0 < row_bytes; byte0 += kVectors * kStep) {
-        uint4 values[kVectors];
-#pragma unroll
-        for (std::uint32_t v = 0; v < kVectors; ++v) {
-          const std::uint32_t byte = byte0 + v * kStep;
-          if (byte < row_bytes) values[v] = *reinterpret_cast<const uint4*>(source + byte);
-        }
-#pragma unroll
-        for (std::uint32_t v = 0; v < kVectors; ++v) {
-          const std::uint32_t byte = byte0 + v * kStep;
-          if (byte < row_bytes) store_vector(target + byte, values[v]);
-        }
-      }
-      if constexpr (P::kScaled) {
-        const float* const scales = pass.state().row_scales + token * pass.state().row_scale_stride;
-        float* const to_scales =
-            layer.packed_scales +
-            std::size_t{place / kMaxHeight<P>} * layer.x_groups * kMaxHeight<P> +
-            place % kMaxHeight<P>;
-        for (std::uint32_t group = lane; group < layer.x_groups; group += 32) {
-          to_scales[group * kMaxHeight<P>] = scales[group];
-        }
-      }
-    }
-    fence_async_proxy();
-    __syncwarp();
-    if (mine) add_release_gpu(pass.packed(tile), 1);
+    tile = first_tile + position / cut.height;
+    to = pass.packed_row(tile, position % cut.height);
   }
+  // The tile that had the slot before is no longer needed once its GEMM1 is complete. What others
+  // send must have come.
+  const auto is_there = [&] { return !mine || has_arrived(pass, expert, source.distance); };
+  pass.waiter().wait_for(
+      [&] {
+        return __all_sync(~0u, is_there() && (!mine || tile < layer.packed_slots ||
+                                              pass.gemm1_complete(tile - layer.packed_slots))) != 0;
+      },
+      [&] {
+        // The first row that has not come, if that is what is missing.
+        const std::uint32_t absent = __ballot_sync(~0u, !is_there());
+        const int which = absent == 0 ? 0 : __ffs(absent) - 1;
+        const std::uint32_t distance = __shfl_sync(~0u, source.distance, which);
+        return protocol::Missing{protocol::Phase::kDispatch,
+                                 pass.rank_at(absent == 0 ? 0 : distance), tile, pass.flag(), 0};
+      });
+  __syncwarp();
+  if (source.distance != 0) token = token_of();
+  // In one word each, for there are few registers.
+  constexpr std::uint32_t kNone = ~0u;
+  const std::uint32_t from = RowEntry::pack(token, source.distance);
+  if (!mine) to = kNone;
+#pragma unroll 1
+  for (std::uint32_t i = 0; i < kRows; ++i) {
+    const std::uint32_t place = __shfl_sync(~0u, to, i);
+    if (place == kNone) continue;
+    const std::uint32_t distance = RowEntry::k(__shfl_sync(~0u, from, i));
+    const std::uint32_t from_token = RowEntry::token(__shfl_sync(~0u, from, i));
+    const std::byte* const sent =
+        distance == 0 ? nullptr : layer.heap.pool(layer.mine, distance, from_token);
+    copy_row<kCopyVectors<P>>(layer.packed + std::size_t{place} * row_bytes,
+                              distance == 0 ? state.rows + from_token * state.row_bytes : sent,
+                              row_bytes, part);
+    if constexpr (P::kScaled) {
+      const auto* const scales =
+          distance == 0 ? state.row_scales + from_token * state.row_scale_stride
+                        : reinterpret_cast<const float*>(sent + layer.heap.scale_offset());
+      float* const to_scales = layer.packed_scales +
+                               std::size_t{place / kMaxHeight<P>} * layer.x_groups * kMaxHeight<P> +
+                               place % kMaxHeight<P>;
+      for (std::uint32_t group = lane; part.index == 0 && group < layer.x_groups; group += 32) {
+        to_scales[group * kMaxHeight<P>] = __ldcg(scales + group);
+      }
+    }
+  }
+  fence_async_proxy();
+  __syncwarp();
+  if (to != kNone) add_release_gpu(pass.packed(tile), part.units());
 }
 
 // Rows of the tiles whose first tasks all blocks take up at once. The math warps, which have
@@ -506,22 +517,84 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t beg
 template <typename P>
 __device__ __forceinline__ std::uint32_t first_rows(const Pass<P>& pass) {
   const LayerParams& layer = pass.layer;
-  const std::uint32_t total = pass.block.row_begin[layer.num_experts];
   std::uint32_t rows = layer.routed.gemm1_rows;
   if (pass.state().shared_tiles.count != 0) rows = min(rows, layer.shared.gemm1_rows);
   const std::uint32_t tile = max(
       pass.state().band, protocol::ceil_div(gridDim.x, pass.tasks(rows) << pass.call.paired) + 1);
-  if (tile >= pass.block.tile_begin[layer.num_experts]) return total;
+  if (tile >= pass.num_tiles()) return pass.num_rows();
   if (pass.is_shared(tile)) return pass.state().shared_tiles.begin(tile);
-  const std::uint32_t e = find_expert(pass.block.tile_begin, layer.num_experts, tile);
+  const std::uint32_t e =
+      pass.first_expert() +
+      find_expert(pass.block.tile_begin + pass.first_expert(), pass.local_experts(), tile);
   const protocol::TokenTiles cut(pass.block.expert_rows[e], P::kTileShape);
   return pass.block.row_begin[e] + cut.begin(tile - pass.block.tile_begin[e]);
 }
 
+// The math warps' part of sending and packing: a row to a warp, or to several as far as they go,
+// and neighbours to different blocks.
+template <typename P>
+__device__ __forceinline__ void pack_first_rows(const Pass<P>& pass) {
+  const std::uint32_t warp = (threadIdx.x / 32 - 4) * gridDim.x + blockIdx.x;
+  const std::uint32_t warps = gridDim.x * kMathWarps;
+  const auto row_bytes = static_cast<std::uint32_t>(pass.layer.hidden * P::kElementBytes);
+  // do_part(row, part) for this warp's parts of all rows.
+  const auto share_out = [&](std::uint32_t rows, auto&& do_part) {
+    const std::uint32_t log2 = RowPart::log2_of(rows, warps, row_bytes);
+#pragma unroll 1
+    for (std::uint32_t i = warp; i >> log2 < rows; i += warps) {
+      do_part(i >> log2, RowPart{i & ((1u << log2) - 1), log2});
+    }
+  };
+  if (pass.distributed()) {
+    const std::uint32_t slots = pass.state().first_sends;
+    share_out(slots, [&](std::uint32_t slot, const RowPart& part) {
+      send_slots<1>(pass, slot, 0, slots, part);
+    });
+  }
+  const std::uint32_t rows = pass.state().first_rows;
+  share_out(rows, [&](std::uint32_t row, const RowPart& part) {
+    pack_rows<1>(pass, row, 0, rows, part);
+  });
+}
+
+// Level by level, of which the n-th is the n-th expert of every rank. Rows of a level are packed
+// when those of the next levels have been sent: no rank waits for what another sends later than
+// what that one waits for. (The level is kept in memory, and bounds are looked up again and again,
+// for there are few registers.)
 template <typename P>
 __device__ __forceinline__ void pack_role(const Pass<P>& pass) {
-  const std::uint32_t total = pass.block.row_begin[pass.layer.num_experts];
-  pack_rows<4>(pass, first_rows(pass), total, blockIdx.x, gridDim.x);
+  constexpr std::uint32_t kRows = 4, kLead = 2;
+  const LayerParams& layer = pass.layer;
+  // Where the rows of level n begin, and where its slots.
+  const auto row_begin = [&](std::uint32_t n) {
+    if (n == 0) return std::uint32_t{0};
+    return n < layer.levels && n < pass.local_experts()
+               ? pass.block.row_begin[pass.first_expert() + n]
+               : pass.num_rows();
+  };
+  const auto slot_begin = [&](std::uint32_t n) {
+    return pass.block.ranks.send_begin[n * static_cast<std::uint32_t>(layer.heaps.size() - 1)];
+  };
+  volatile std::uint32_t& level = pass.block.pack_level;
+#pragma unroll 1
+  for (level = 0; level < layer.levels + kLead; level = level + 1) {
+    if (pass.distributed() && level < layer.levels) {
+      std::uint32_t slot =
+          first_group<kRows>(max(slot_begin(level), pass.state().first_sends / kRows * kRows));
+#pragma unroll 1
+      for (; slot < slot_begin(level + 1); slot += kRows * gridDim.x) {
+        send_slots<kRows>(pass, slot, pass.state().first_sends, pass.num_sends());
+      }
+    }
+    if (level < kLead) continue;
+    std::uint32_t row =
+        first_group<kRows>(max(row_begin(level - kLead), pass.state().first_rows / kRows * kRows));
+#pragma unroll 1
+    for (; row < row_begin(level - kLead + 1); row += kRows * gridDim.x) {
+      pack_rows<kRows>(pass, row, pass.state().first_rows, pass.num_rows());
+    }
+  }
+  if (pass.distributed()) raise_finished(pass);
 }
 
 }  // namespace switchyard::gpu

@@ -15,31 +15,35 @@ template <int kBoxes, int N, ActivationKind kKind, bool kGated, typename P>
 __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescriptor& task,
                                           std::uint32_t k_blocks, bool first, RingPlace& place,
                                           const TaskReader<P>& reader, Signals<P>& signals) {
-  const std::uint32_t group = fresh_thread_index<kThreads>() / kWarpgroup - 1;
+  // (Asked anew wherever it is needed: the sums leave no register to keep it in.)
+  const auto group = [] { return fresh_thread_index<kThreads>() / kWarpgroup - 1; };
   const bool needs_entries = !first || pass.layer.weight_on_input;
-  if (needs_entries) fetch_entries(pass, task, group);
+  // Not before the tile's tokens have come: entries from other ranks come with them.
+  const auto started = [&] {
+    if (needs_entries) fetch_entries(pass, task, group());
+  };
   if constexpr (kBoxes != 0) {
     TallSums<kBoxes> acc;
-    multiply_tall<kBoxes>(pass, k_blocks, place, group, kGated && first, signals, acc);
+    multiply_tall<kBoxes>(pass, k_blocks, place, group(), kGated && first, signals, started, acc);
     if (needs_entries) await_entries();
     if (first) {
-      finish_tall_gemm1<kBoxes, kKind, kGated>(pass, task, group, acc);
+      finish_tall_gemm1<kBoxes, kKind, kGated>(pass, task, group(), acc);
     } else {
-      place_cells(pass, task, group);
-      finish_tall_gemm2<kBoxes>(pass, task, group, acc);
+      place_cells(pass, task, group());
+      finish_tall_gemm2<kBoxes>(pass, task, group(), acc);
     }
   } else {
     float acc[N / 2];
-    multiply_tile<N>(pass, k_blocks, place, group, task.block % 2, signals, acc);
+    multiply_tile<N>(pass, k_blocks, place, group(), task.block % 2, signals, started, acc);
     if (needs_entries) await_entries();
     if (first) {
-      finish_gemm1<N, kKind, kGated>(pass, task, group, acc);
+      finish_gemm1<N, kKind, kGated>(pass, task, group(), acc);
     } else {
-      place_cells(pass, task, group);
-      finish_gemm2<N>(pass, task, group, acc);
+      place_cells(pass, task, group());
+      finish_gemm2<N>(pass, task, group(), acc);
     }
   }
-  signals.put_off(first ? pass.gemm1_done(task.tile) : pass.gemm2_done(task.tile), 1 + group);
+  signals.put_off(first ? pass.gemm1_done(task.tile) : pass.gemm2_done(task.tile), 1 + group());
   // From here on the scheduler may look for another task.
   if (fresh_thread_index<32>() == 0) reader.release();
   if (P::kAlone) signals.send();
@@ -104,25 +108,47 @@ __device__ __forceinline__ void combine_task(const Pass<P>& pass, std::uint32_t 
   const RoutingTables& tables = pass.state().tables;
   const std::size_t slot = static_cast<std::size_t>(token) * tables.top_k + lane;
   const std::size_t cell = static_cast<std::size_t>(token) * tables.cells_per_token + lane;
-  std::uint32_t tile = ~0u;
+  bool exists = false;
+  std::uint32_t tile = 0;
+  const std::uint32_t* finished = nullptr;  // the flag of another rank's tile
   float weight = 0;
+  std::int32_t id = -1;
   if (lane < tables.top_k) {
-    const std::int32_t id = tables.ids[slot];
-    const std::uint32_t position =
+    id = tables.ids[slot];
+    std::uint32_t position =
         P::kAlone ? pass.block.own.positions[slot] : __ldcg(layer.positions + slot);
-    if (id >= 0) {
+    exists = id >= 0;
+    if (exists) {
       weight = layer.weight_on_input ? 1.0f : tables.weights[cell];
       const protocol::TokenTiles cut(pass.block.expert_rows[id], P::kTileShape);
+      const bool elsewhere =
+          pass.distributed() && static_cast<std::uint32_t>(id - layer.first_expert) >=
+                                    static_cast<std::uint32_t>(layer.local_experts);
+      if (elsewhere) position += pass.block.row_begin[id];
       tile = pass.block.tile_begin[id] + position / cut.height;
+      if (elsewhere) {
+        finished = layer.heap.finished(layer.mine, tile + pass.state().tile_offset);
+      }
     }
   } else if (lane < tables.cells_per_token) {
+    exists = true;
     weight = tables.weights[cell];
     tile = token / pass.state().shared_tiles.height;
   }
-  const std::uint32_t present = __ballot_sync(~0u, tile != ~0u);
-  pass.waiter().wait(protocol::Phase::kCombine, token, [&] {
-    return __all_sync(~0u, tile == ~0u || pass.gemm2_complete(tile)) != 0;
-  });
+  const std::uint32_t present = __ballot_sync(~0u, exists);
+  const auto done = [&] {
+    return !exists || (finished != nullptr ? protocol::load_acquire(finished) == pass.flag()
+                                           : pass.gemm2_complete(tile));
+  };
+  pass.waiter().wait_for(
+      [&] { return __all_sync(~0u, done()) != 0; },
+      [&] {
+        // The first that has not come from another rank, if that is what is missing.
+        const std::uint32_t absent = __ballot_sync(~0u, finished != nullptr && !done());
+        const std::int32_t of = __shfl_sync(~0u, id, absent == 0 ? 0 : __ffs(absent) - 1);
+        const int peer = absent == 0 ? layer.heaps.rank : layer.heaps.layout.experts().owner(of);
+        return protocol::Missing{protocol::Phase::kCombine, peer, token, pass.flag(), 0};
+      });
   demand_next();
   for (std::uint32_t column = (warp & (warps_per_token - 1)) * kCombinedColumns;
        column < static_cast<std::uint32_t>(layer.hidden);
@@ -176,11 +202,7 @@ __device__ __forceinline__ void await_slot(const Pass<P>& pass, std::uint32_t ti
 template <ActivationKind kKind, bool kGated, typename P>
 __device__ __forceinline__ void math_role(const Pass<P>& pass) {
   clear_next_words(pass);
-  if constexpr (!P::kAlone) {
-    // A row to a warp, as far as they go, and neighbours to different blocks.
-    pack_rows<1>(pass, 0, first_rows(pass), (threadIdx.x / 32 - 4) * gridDim.x + blockIdx.x,
-                 gridDim.x * kMathWarps);
-  }
+  if constexpr (!P::kAlone) pack_first_rows(pass);
   TaskReader reader(pass);
   Signals signals(pass.block);
   RingPlace place;

@@ -110,13 +110,16 @@ class Multiplier {
 #pragma unroll
     for (float& sum : sums) cute::warpgroup_fence_operand(sum);
   }
-  // The K loop. After some stages the last tile's stores have arrived, and others are told.
-  template <typename Body>
-  __device__ __forceinline__ void repeat(std::uint32_t stages, Body&& body) const {
+  // The K loop. After some stages the last tile's stores have arrived, and others are told; then,
+  // once, started() is called.
+  template <typename Body, typename Started>
+  __device__ __forceinline__ void repeat(std::uint32_t stages, Body&& body,
+                                         Started&& started) const {
     // (Knowing the number, the compiler would make copies of the body.)
     std::uint32_t before_signals;
     asm volatile("mov.u32 %0, 2;" : "=r"(before_signals));
     std::uint32_t now = min(stages, before_signals);
+    bool fresh = true;
     SWITCHYARD_ROLLED
     while (stages != 0) {
       stages -= now;
@@ -124,6 +127,8 @@ class Multiplier {
       do body();
       while (--now != 0);
       signals_.send();
+      if (fresh) started();
+      fresh = false;
       now = stages;
     }
   }
@@ -160,12 +165,12 @@ class Multiplier {
 };
 
 // The K loop of a task, weights on the instruction's rows. `box`: of a pair of boxes, the one that
-// has the scales of the task's rows.
-template <int N, typename P>
+// has the scales of the task's rows. started() is called when the tile's tokens have come.
+template <int N, typename P, typename Started>
 __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t k_blocks,
                                               RingPlace& place, std::uint32_t group,
                                               std::uint32_t box, Signals<P>& signals,
-                                              float (&acc)[N / 2]) {
+                                              Started&& started, float (&acc)[N / 2]) {
   Multiplier<N, Share::kWeightRows, P> stage(pass, place, group, signals);
   if constexpr (P::kScaled) {
     // Products of one stage, which are scaled and summed here while the other warpgroup's are under
@@ -174,42 +179,50 @@ __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t
     bool ready = stage.ready();
 #pragma unroll
     for (float& sum : acc) sum = 0;
-    stage.repeat(k_blocks, [&] {
-      const auto operands = stage.operands();
-      const std::uint32_t current = place.stage;
-      stage.await_stage(ready);
-      stage.issue(operands, 0, part, false);
-      stage.put_off_release(current);
-      const std::uint32_t scales = stage.ring().token_scales(current) + 8 * fresh_thread_index<4>();
-      // Of this thread's first and second weight row.
-      const float2 weights = load_shared_floats(stage.ring().weight_scales(current) + 8 * box);
-      stage.await_products(part);
-      stage.advance();
-      ready = stage.ready();
+    stage.repeat(
+        k_blocks,
+        [&] {
+          const auto operands = stage.operands();
+          const std::uint32_t current = place.stage;
+          stage.await_stage(ready);
+          stage.issue(operands, 0, part, false);
+          stage.put_off_release(current);
+          const std::uint32_t scales =
+              stage.ring().token_scales(current) + 8 * fresh_thread_index<4>();
+          // Of this thread's first and second weight row.
+          const float2 weights = load_shared_floats(stage.ring().weight_scales(current) + 8 * box);
+          stage.await_products(part);
+          stage.advance();
+          ready = stage.ready();
 #pragma unroll
-      for (int n = 0; n < N / 8; ++n) {
-        const float2 tokens = load_shared_floats(scales + 32 * n);
-        acc[4 * n] += part[4 * n] * (tokens.x * weights.x);
-        acc[4 * n + 1] += part[4 * n + 1] * (tokens.y * weights.x);
-        acc[4 * n + 2] += part[4 * n + 2] * (tokens.x * weights.y);
-        acc[4 * n + 3] += part[4 * n + 3] * (tokens.y * weights.y);
-      }
-    });
+          for (int n = 0; n < N / 8; ++n) {
+            const float2 tokens = load_shared_floats(scales + 32 * n);
+            acc[4 * n] += part[4 * n] * (tokens.x * weights.x);
+            acc[4 * n + 1] += part[4 * n + 1] * (tokens.y * weights.x);
+            acc[4 * n + 2] += part[4 * n + 2] * (tokens.x * weights.y);
+            acc[4 * n + 3] += part[4 * n + 3] * (tokens.y * weights.y);
+          }
+        },
+        started);
     stage.release_last();
   } else {
     stage.await_stage(stage.ready());
     stage.issue(stage.operands(), 0, acc, false);
-    stage.repeat(k_blocks - 1, [&] {
-      const std::uint32_t previous = place.stage;
-      stage.advance();
-      const bool ready = stage.ready();
-      const auto operands = stage.operands();
-      stage.await_stage(ready);
-      stage.issue(operands, 0, acc, true);
-      // All but the newest products are done, and with them the stage before.
-      cute::warpgroup_wait<1>();
-      stage.release(previous);
-    });
+    started();
+    stage.repeat(
+        k_blocks - 1,
+        [&] {
+          const std::uint32_t previous = place.stage;
+          stage.advance();
+          const bool ready = stage.ready();
+          const auto operands = stage.operands();
+          stage.await_stage(ready);
+          stage.issue(operands, 0, acc, true);
+          // All but the newest products are done, and with them the stage before.
+          cute::warpgroup_wait<1>();
+          stage.release(previous);
+        },
+        [] {});
     stage.await_products(acc);
     stage.release(place.stage);
     stage.advance();

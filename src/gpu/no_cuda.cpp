@@ -2,6 +2,7 @@
 #include <memory>
 
 #include "gpu/device.h"
+#include "gpu/peer_link.h"
 #include "layer/engine.h"
 #include "switchyard/error.h"
 
@@ -22,6 +23,7 @@ DeviceInfo device_info(int) { unsupported(); }
 int current_device() { unsupported(); }
 void set_device(int) { unsupported(); }
 void synchronize_device() { unsupported(); }
+void copy_memory(void*, const void*, std::size_t) { unsupported(); }
 bool is_device_pointer(const void*) { return false; }
 
 // There is never anything to give back.
@@ -49,6 +51,9 @@ Graph Graph::capture(const Stream&, const std::function<void()>&) { unsupported(
 void Graph::launch(const Stream&) { unsupported(); }
 
 void flush_l2(const Stream&) { unsupported(); }
+
+PeerLink peer_link(int, int) { unsupported(); }
+double peer_write_rate(int, int) { unsupported(); }
 
 std::unique_ptr<LayerEngine> make_engine(const World&, const LayerSpec&, const MoeWeights&,
                                          const LayerOptions&) {

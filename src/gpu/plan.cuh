@@ -129,6 +129,12 @@ __device__ __forceinline__ void route_tokens(const Pass<P>& pass, std::uint32_t 
   }
 }
 
+// This rank's slots with one of its own experts.
+__device__ __forceinline__ const std::uint32_t* own_list(const LayerParams& layer,
+                                                         std::uint32_t expert) {
+  return layer.lists + static_cast<std::size_t>(layer.first_expert + expert) * layer.max_tokens;
+}
+
 // From block.expert_rows to tiles: tile_begin, row_begin, and what the pass's state says of them.
 // Called by one warp. Loops are not unrolled: the code runs once in a pass, and fetching it is what
 // takes the time.
@@ -141,15 +147,23 @@ __device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStora
   const std::uint32_t begin = min(lane * per_lane, num_experts);
   const std::uint32_t end = min(begin + per_lane, num_experts);
   const protocol::TokenTiles shared_tiles(shared_rows, P::kTileShape);
+  const auto own_begin = static_cast<std::uint32_t>(layer.first_expert);
+  const auto own_end = own_begin + static_cast<std::uint32_t>(layer.local_experts);
+  // Of the ranks before this one.
+  std::uint32_t tiles_before = 0;
   std::uint32_t tiles = 0, rows = 0, most = shared_tiles.count;
   std::uint32_t height = max(shared_tiles.height, P::kTileShape.least);
 #pragma unroll 1
   for (std::uint32_t e = begin; e < end; ++e) {
     const protocol::TokenTiles cut(block.expert_rows[e], P::kTileShape);
     tiles += cut.count;
-    rows += cut.rows;
-    height = max(height, cut.height);
-    most = max(most, cut.count);
+    if (P::kAlone || (e >= own_begin && e < own_end)) {
+      rows += cut.rows;
+      height = max(height, cut.height);
+      most = max(most, cut.count);
+    } else if (e < own_begin) {
+      tiles_before += cut.count;
+    }
     // For the loop below, which must not divide again.
     block.tile_begin[e] = cut.count;
   }
@@ -163,23 +177,27 @@ __device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStora
       rows_to += other_rows;
     }
   }
-  std::uint32_t tile = shared_tiles.count + tiles_to - tiles;
+  if constexpr (!P::kAlone) tiles_before = __reduce_add_sync(~0u, tiles_before);
+  std::uint32_t tile = shared_tiles.count - tiles_before + tiles_to - tiles;
   std::uint32_t row = shared_tiles.rows + rows_to - rows;
 #pragma unroll 1
   for (std::uint32_t e = begin; e < end; ++e) {
     const std::uint32_t count = block.tile_begin[e];
     block.tile_begin[e] = tile;
-    block.row_begin[e] = row;
     tile += count;
-    row += block.expert_rows[e];
+    if (P::kAlone || (e >= own_begin && e < own_end)) {
+      block.row_begin[e] = row;
+      row += block.expert_rows[e];
+    }
   }
   height = __reduce_max_sync(~0u, height);
   most = __reduce_max_sync(~0u, most);
   if (lane == 31) {
     block.tile_begin[num_experts] = tile;
-    block.row_begin[num_experts] = row;
+    block.pass.num_rows = row;
     block.pass.shared_tiles = shared_tiles;
     block.pass.max_height = height;
+    block.pass.tile_offset = tiles_before - shared_tiles.count;
     block.pass.band = most > 1 ? layer.band : 1;
   }
 }

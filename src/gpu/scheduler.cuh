@@ -73,9 +73,11 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass<P>& pass, const pr
   protocol::TokenTiles tiles = pass.state().shared_tiles;
   std::uint32_t tile_of_expert = task.index;
   if (d.shared == 0) {
-    d.expert = find_expert_together(pass.block.tile_begin, layer.num_experts, task.index);
-    tiles = protocol::TokenTiles(pass.block.expert_rows[d.expert], P::kTileShape);
-    tile_of_expert -= pass.block.tile_begin[d.expert];
+    const std::uint32_t* const tile_begin = pass.block.tile_begin + pass.first_expert();
+    d.expert = find_expert_together(tile_begin, pass.local_experts(), task.index);
+    tiles =
+        protocol::TokenTiles(pass.block.expert_rows[pass.first_expert() + d.expert], P::kTileShape);
+    tile_of_expert -= tile_begin[d.expert];
   }
   d.first_row = tiles.begin(tile_of_expert);
   d.rows = tiles.end(tile_of_expert) - d.first_row;
@@ -84,7 +86,7 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass<P>& pass, const pr
   if (d.shared == 0) {
     d.list = (P::kAlone ? pass.block.own.lists + pass.block.row_begin[d.expert] -
                               pass.state().shared_tiles.rows
-                        : layer.lists + static_cast<std::size_t>(d.expert) * layer.max_tokens) +
+                        : own_list(layer, d.expert)) +
              d.first_row;
   }
   const bool first = task.kind == protocol::TaskKind::kGemm1;
@@ -126,8 +128,7 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
   const std::uint32_t log2_splits = pass.state().log2_splits;
   protocol::Workload work;
   work.num_shared_tiles = pass.state().shared_tiles.count;
-  work.num_routed_tiles =
-      pass.block.tile_begin[layer.num_experts] - pass.state().shared_tiles.count;
+  work.num_routed_tiles = pass.num_tiles() - pass.state().shared_tiles.count;
   work.shared_gemm1_blocks = pass.tasks(layer.shared.gemm1_rows);
   work.shared_gemm2_blocks = pass.tasks(layer.shared.gemm2_rows) << log2_splits;
   work.routed_gemm1_blocks = pass.tasks(layer.routed.gemm1_rows);

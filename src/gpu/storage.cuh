@@ -97,10 +97,11 @@ struct TaskDescriptor {
   std::uint32_t block;      // of output rows; the chunk of a combine task
   std::uint32_t rows;       // of the tile
   std::uint32_t first_row;  // of the tile, in its expert
-  std::uint32_t expert;
-  std::uint32_t shared;       // 1: of the shared expert
-  std::uint32_t one_tile;     // 1: no other tile reads these weights
-  const std::uint32_t* list;  // of the tile's rows; null: the tokens themselves, in order
+  std::uint32_t expert;     // of this rank
+  std::uint32_t shared;     // 1: of the shared expert
+  std::uint32_t one_tile;   // 1: no other tile reads these weights
+  // Of the tile's rows, where there is one rank; null: the tokens themselves, in order.
+  const std::uint32_t* list;
 };
 
 // In large passes, of the one token that is rehearsed.
@@ -166,6 +167,20 @@ struct QuantizedTile<P, true> {
   float most[kMathGroups][kMaxHeight<P>];
 };
 
+// Where rows come from and go to, where there are several ranks. Sources are told by their distance
+// from the owner of the expert.
+template <typename P, bool kAlone = P::kAlone>
+struct RankTables {};
+template <typename P>
+struct RankTables<P, false> {
+  static constexpr int kMost = kMaxDeviceExperts + kMaxDeviceRanks;
+  // [own experts, ranks]: of each source's rows in the expert's, the first.
+  std::uint32_t source_begin[kMost];
+  // [level, distance of the owner] of this rank's slots with experts of others, counted in the
+  // order in which they are sent: the first experts of all ranks, then the second. And the end.
+  std::uint32_t send_begin[kMost + 1];
+};
+
 // What the block found out about the pass. In shared memory, because the math warps have no
 // registers to keep it in.
 template <typename P>
@@ -188,6 +203,10 @@ struct PassState {
   std::uint32_t band;                // tiles taken up together
   std::uint32_t log2_splits;         // of the parts of GEMM2's K, with cells of their own
   std::uint32_t log2_combine_chunk;  // of the tokens of a combine task
+  std::uint32_t num_rows;            // of this rank's tiles
+  // What the math warps send and pack, having nothing else to do at first.
+  std::uint32_t first_sends, first_rows;
+  std::uint32_t tile_offset;  // from the number of a tile to that among all ranks' tiles
   Going going;
 };
 
@@ -198,20 +217,26 @@ struct BlockStorage {
   alignas(16) TaskDescriptor tasks[kTaskSlots];
   alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
   alignas(8) std::uint64_t task_full[kTaskSlots], task_empty[kTaskSlots], demand, ticket_full;
-  std::uint32_t ticket;  // from the scheduler of the pair's first block to that of the second
+  std::uint32_t pack_level;  // of the pack warp
+  std::uint32_t ticket;      // from the scheduler of the pair's first block to that of the second
   std::uint32_t expert_rows[kMaxDeviceExperts];
-  // [E + 1] first tile and first row of each expert, counted after the shared expert's.
+  // [E + 1] first tile of each expert, numbered so that those of this rank come after the shared
+  // expert's; those of other ranks go on in both directions.
   std::uint32_t tile_begin[kMaxDeviceExperts + 1];
+  // [E + 1] of this rank's experts, the first row, after the shared expert's rows. Of others, where
+  // in the expert's rows this rank's begin.
   std::uint32_t row_begin[kMaxDeviceExperts + 1];
   OwnRouting<P> own;
-  // The rows' entries of the tile in work, for the epilogue of each math warpgroup.
-  alignas(8) std::uint32_t entries[kMathGroups][kMaxHeight<P>];
+  RankTables<P> ranks;
+  // Of the rows of the tile in work, for the epilogue of each math warpgroup: their entries or
+  // weights, in the low words, or the addresses of their cells.
+  alignas(16) std::uint64_t rows[kMathGroups][kMaxHeight<P>];
   QuantizedTile<P> quantized;
   std::uint32_t* unsignalled[kMathGroups];  // see Signals
   PassState<P> pass;
 };
 template <typename P>
-inline constexpr std::size_t kSharedBytes = sizeof(BlockStorage<P>) + 1024;  // to align it
+inline constexpr std::size_t kSharedBytes = sizeof(BlockStorage<P>);
 template <typename... P>
 constexpr bool fit = ((kSharedBytes<P> <= std::size_t{227} * 1024) && ...);
 static_assert(fit<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>>,
@@ -249,6 +274,7 @@ struct Pass {
   __device__ std::uint32_t* gemm2_done(std::uint32_t tile) const {
     return state().words.gemm2_done(layer.num_experts, layer.max_tiles) + tile;
   }
+  // In units of RowPart.
   __device__ std::uint32_t* packed(std::uint32_t tile) const {
     return state().words.packed(layer.num_experts, layer.max_tiles) + tile;
   }
@@ -267,6 +293,30 @@ struct Pass {
            (kMathGroups * tasks(ffn(is_shared(tile)).gemm2_rows))
                << call.paired << state().log2_splits;
   }
+  // Several ranks, or one that has all experts.
+  __device__ bool distributed() const { return !P::kAlone && layer.heaps.size() > 1; }
+  __device__ int rank_at(std::uint32_t distance) const {
+    const int rank = layer.heaps.rank + static_cast<int>(distance), size = layer.heaps.size();
+    return rank < size ? rank : rank - size;
+  }
+  // This rank's experts, and its tiles and rows, the shared expert's first.
+  __device__ std::uint32_t first_expert() const {
+    return P::kAlone ? 0 : static_cast<std::uint32_t>(layer.first_expert);
+  }
+  __device__ std::uint32_t local_experts() const {
+    return static_cast<std::uint32_t>(P::kAlone ? layer.num_experts : layer.local_experts);
+  }
+  __device__ std::uint32_t num_tiles() const {
+    return block.tile_begin[first_expert() + local_experts()];
+  }
+  __device__ std::uint32_t num_rows() const { return state().num_rows; }
+  // Of this rank's slots, those with experts of others.
+  __device__ std::uint32_t num_sends() const {
+    return block.ranks
+        .send_begin[layer.levels * static_cast<std::uint32_t>(layer.heaps.size() - 1)];
+  }
+  // What flags of the pass are raised to.
+  __device__ std::uint32_t flag() const { return static_cast<std::uint32_t>(state().epoch) + 1; }
   __device__ std::uint32_t packed_row(std::uint32_t tile, std::uint32_t row) const {
     return tile % layer.packed_slots * kMaxHeight<P> + row;
   }

@@ -37,8 +37,12 @@ struct Waiter {
   template <typename Ready>
   __device__ __forceinline__ bool wait(protocol::Phase phase, std::uint64_t slot,
                                        Ready&& ready) const {
+    return wait_for(ready, [&] { return protocol::Missing{phase, heaps->rank, slot, 1, 0}; });
+  }
+  // For what other ranks do, perhaps; see protocol::wait_until.
+  template <typename Ready, typename WhatIsMissing>
+  __device__ __forceinline__ bool wait_for(Ready&& ready, WhatIsMissing&& missing) const {
     DevicePace pace;
-    const auto missing = [&] { return protocol::Missing{phase, heaps->rank, slot, 1, 0}; };
     if (protocol::wait_until(*heaps, epoch, deadline_ns, pace, ready, missing) ==
         protocol::WaitResult::kReady) {
       return true;
@@ -65,6 +69,16 @@ __device__ __forceinline__ void add_release_gpu(std::uint32_t* word, std::uint32
 __device__ __forceinline__ void grid_arrive(std::uint32_t* word) {
   __syncthreads();
   if (threadIdx.x == 0) add_release_gpu(word, 1);
+}
+// The first half alone: true in the last block to come, which sees what all others wrote.
+__device__ __forceinline__ bool grid_arrive_last(std::uint32_t* word) {
+  __syncthreads();
+  bool last = false;
+  if (threadIdx.x == 0) {
+    last = cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device>(*word).fetch_add(
+               1, cuda::memory_order_acq_rel) == gridDim.x - 1;
+  }
+  return __syncthreads_or(last);
 }
 // False if the pass was given up.
 __device__ __forceinline__ bool grid_await(const Waiter& waiter, std::uint32_t* word) {

@@ -34,11 +34,13 @@ __device__ __forceinline__ std::uint32_t tall_box(int i, std::uint32_t group) {
 }
 
 // `meet`: each box has rows of gate and then as many of up, with the scales of the first and the
-// second set; else all of a box has those of its own set.
-template <int kBoxes, typename P>
+// second set; else all of a box has those of its own set. started() is called when the tile's
+// tokens have come.
+template <int kBoxes, typename P, typename Started>
 __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t k_blocks,
                                               RingPlace& place, std::uint32_t group, bool meet,
-                                              Signals<P>& signals, TallSums<kBoxes>& acc) {
+                                              Signals<P>& signals, Started&& started,
+                                              TallSums<kBoxes>& acc) {
   constexpr int N = kTallColumns;
   constexpr std::uint32_t kSetBytes = kMaxHeight<P> * sizeof(float);
   Multiplier<N, kBoxes == 2 ? Share::kTokens : Share::kBox, P> stage(pass, place, group, signals);
@@ -54,29 +56,33 @@ __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t
   const std::uint32_t gate_step = meet ? 0 : kSetBytes, up = meet ? kSetBytes : 0;
   const std::uint32_t scales0 =
       ring.joined_scales(0, 0) + 4 * (tall_warp_row<kBoxes>() + fresh_thread_index<32>() / 4);
-  stage.repeat(k_blocks, [&] {
-    const auto operands = stage.operands();
-    const std::uint32_t current = place.stage;
-    const std::uint32_t scales = scales0 + current * kScaleBytes<P>;
-    stage.await_stage(ready);
+  stage.repeat(
+      k_blocks,
+      [&] {
+        const auto operands = stage.operands();
+        const std::uint32_t current = place.stage;
+        const std::uint32_t scales = scales0 + current * kScaleBytes<P>;
+        stage.await_stage(ready);
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
-      stage.issue(operands, box, part, false);
-      if (box == 0) stage.put_off_release(current);
-      const std::uint32_t gate = scales + tall_box<kBoxes>(box, group) * gate_step;
-      const std::uint32_t sets[2] = {gate, gate + up};
-      float of[2][2];
+        for (int box = 0; box < kBoxes; ++box) {
+          stage.issue(operands, box, part, false);
+          if (box == 0) stage.put_off_release(current);
+          const std::uint32_t gate = scales + tall_box<kBoxes>(box, group) * gate_step;
+          const std::uint32_t sets[2] = {gate, gate + up};
+          float of[2][2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) of[i / 2][i % 2] = load_shared_float(sets[i / 2] + i % 2 * 32);
-      stage.await_products(part);
-      if (box + 1 == kBoxes) {
-        stage.advance();
-        ready = stage.ready();
-      }
+          for (int i = 0; i < 4; ++i)
+            of[i / 2][i % 2] = load_shared_float(sets[i / 2] + i % 2 * 32);
+          stage.await_products(part);
+          if (box + 1 == kBoxes) {
+            stage.advance();
+            ready = stage.ready();
+          }
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) acc[box][i] += part[i] * of[i / (N / 4)][i / 2 % 2];
-    }
-  });
+          for (int i = 0; i < N / 2; ++i) acc[box][i] += part[i] * of[i / (N / 4)][i / 2 % 2];
+        }
+      },
+      started);
   stage.release_last();
 }
 
@@ -104,14 +110,13 @@ __device__ __forceinline__ void finish_tall_products(const Pass<P>& pass,
   const LayerParams& layer = pass.layer;
   const FfnParams& ffn = pass.ffn(task.shared != 0);
   if (layer.weight_on_input && task.shared == 0) {
-    named_barrier<kWarpgroup>(1 + group);  // entries are there
+    fetch_weights(pass, task, group);
     float weights[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const std::uint32_t row = tall_warp_row<kBoxes>() + fresh_thread_index<32>() / 4 + 8 * r;
-      const std::uint32_t entry = row < task.rows ? pass.block.entries[group][row] : 0;
-      weights[r] = pass.state().tables.weights[RowEntry::cell(
-          entry, static_cast<std::uint32_t>(layer.cells_per_token))];
+      // Of rows past the end, something; they are not stored.
+      weights[r] = __uint_as_float(
+          row_word(pass, group, tall_warp_row<kBoxes>() + fresh_thread_index<32>() / 4 + 8 * r));
     }
 #pragma unroll
     for (int i = 0; i < kBoxes * kTallColumns / 2; ++i) {
@@ -318,8 +323,7 @@ __device__ __forceinline__ void finish_tall_gemm2(const Pass<P>& pass, const Tas
           return row0 + token < task.rows && column + 8 * vector < hidden;
         },
         [&](std::uint32_t token, std::uint32_t vector) {
-          return layer.cells +
-                 std::size_t{pass.block.entries[group][row0 + token] + column / 8 + vector} * 8;
+          return placed_cell(pass, group, row0 + token) + column + 8 * vector;
         });
   }
 }

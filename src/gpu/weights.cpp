@@ -272,6 +272,7 @@ DeviceBuffer biases(std::span<const FfnWeights> experts, const VectorView FfnWei
 
 DeviceFfn::DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> experts, int hidden,
                      int intermediate, bool gated) {
+  if (experts.empty()) return;
   const Matrices both[] = {&FfnWeights::gate, &FfnWeights::up}, down = &FfnWeights::down;
   const std::span<const Matrices> first = std::span(both).last(gated ? 2 : 1), second{&down, 1};
   const int width = protocol::round_up(intermediate, policy.alignment());

@@ -19,13 +19,14 @@ SWITCHYARD_HOST_DEVICE constexpr T round_up(T a, T multiple) {
 }
 
 // Experts in contiguous shards that differ by at most one. More ranks than experts leaves some
-// ranks without any.
+// ranks without any. The product of the two numbers is less than 2^31, and not computed in 64 bits
+// because kernels divide it.
 struct ExpertPartition {
   int num_experts = 0;
   int num_ranks = 1;
 
   SWITCHYARD_HOST_DEVICE constexpr int begin(int rank) const {
-    return static_cast<int>(static_cast<std::int64_t>(num_experts) * rank / num_ranks);
+    return num_experts * rank / num_ranks;
   }
   SWITCHYARD_HOST_DEVICE constexpr int end(int rank) const { return begin(rank + 1); }
   SWITCHYARD_HOST_DEVICE constexpr int count(int rank) const { return end(rank) - begin(rank); }
@@ -34,8 +35,7 @@ struct ExpertPartition {
   }
   // The inverse of begin/end: the r with begin(r) <= expert < end(r).
   SWITCHYARD_HOST_DEVICE constexpr int owner(int expert) const {
-    return static_cast<int>(((static_cast<std::int64_t>(expert) + 1) * num_ranks - 1) /
-                            num_experts);
+    return ((expert + 1) * num_ranks - 1) / num_experts;
   }
 };
 

@@ -26,6 +26,9 @@ TEST(Doctor, JsonPassesHere) {
     EXPECT_TRUE(json["machine"].contains("gpu"));
   } else {
     EXPECT_GT(json["machine"]["gpu_0"]["num_sms"], 0);
+    if (gpu::device_count() > 1) {
+      EXPECT_GT(json["machine"]["gpu_0_to_1"]["write_bytes_per_second"], 1e9);
+    }
     if (json["machine"]["gpu_0"]["usable"]) {
       expected.insert("cuda_bf16");
       if (gpu::device_count() > 1) expected.insert("cuda_ranks_bf16");

@@ -304,7 +304,7 @@ TEST_F(GpuOptions, WhatItDoesNotDoIsRefused) {
   options.reserved_sms = gpu::device_info(gpu::current_device()).num_sms;
   EXPECT_NE(build(wide_spec(16, 4), options), ErrorCode::kSystem);
   spec = wide_spec(16, 16);
-  EXPECT_EQ(code_of([&] { DeviceLayer(spec, make_weights(spec, DType::kBF16, 3), 1 << 22); }),
+  EXPECT_EQ(code_of([&] { DeviceLayer(spec, make_weights(spec, DType::kBF16, 3), 1 << 23); }),
             ErrorCode::kCapacityExceeded);
 }
 

@@ -1,0 +1,143 @@
+// The symmetric heap of a layer on several GPUs: where everything is, and who may write it.
+//
+// Every region is cut by source rank, so that a source needs to know nothing of the others to write
+// its part: no counts, no offsets. Let a write be (s, d, i): rank s writes index i of a region of
+// rank d's heap. In one epoch no two distinct ranks write the same (d, i):
+//
+//   region     index                        written by s
+//   counts     [epoch parity][s][expert]    its row of the counts matrix, behind the epoch
+//   arrived    [expert of d][s]             the epoch, when all these rows' entries and tokens came
+//   finished   [tile]                       the epoch, when s has stored the tile's cells of d;
+//   tiles
+//                                           are numbered over all ranks, and s computes this one
+//   entries    [expert of d][s][position]   which slot (token, k) of s the row is of
+//   weights    [expert of d][s][position]   its routing weight, where that applies to the input
+//   pool       [s][token]                   tokens of s that have an expert of d, each once
+//   cells      [token][k]                   outputs, by the owner of the expert of slot (token, k)
+//   control    own words only; `claim` and `abort` through compare-exchange
+//
+// Only counts are doubled. A pass of rank s begins when its last one has ended, and that ended when
+// all its cells had arrived: whoever computed them is done with what s had sent. So s may send for
+// epoch n + 1 while others are still at work on epoch n. It cannot end epoch n + 1 before it has
+// everybody's counts of that, and then everybody has ended epoch n: no rank is lapped, there is no
+// exit barrier, and the counts are the only credit. Flags are compared for equality: nobody waits
+// any more for a flag of epoch n when that of epoch n + 1 comes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "model/quantize.h"
+#include "protocol/layout.h"
+
+namespace switchyard::gpu {
+
+inline constexpr int kMaxDeviceRanks = 32;  // a distance has RowEntry::kBits bits
+
+// Trivially copyable, for kernels. Sources other than the owner are told by their distance from it:
+// (source - owner) modulo the number of ranks.
+class Heap {
+ public:
+  struct Shape {
+    int num_ranks = 1;
+    int num_experts = 0;
+    int hidden = 0;
+    int max_tokens = 0;
+    int element_bytes = 0;  // of tokens
+    bool scaled = false;    // tokens have a scale for every kQuantGroup columns
+    bool weighs_input = false;
+    std::uint32_t max_tiles = 0;  // over all ranks
+    std::uint64_t cell_bytes = 0;
+  };
+
+  Heap() = default;
+  explicit Heap(const Shape& shape)
+      : others_(u(shape.num_ranks - 1)),
+        num_experts_(u(shape.num_experts)),
+        max_tokens_(u(shape.max_tokens)),
+        scale_offset_(protocol::round_up<std::uint64_t>(u(shape.hidden * shape.element_bytes), 16)),
+        token_bytes_(scale_offset_) {
+    if (shape.scaled) {
+      const std::uint64_t scales = u(protocol::ceil_div(shape.hidden, kQuantGroup));
+      token_bytes_ = protocol::round_up<std::uint64_t>(scale_offset_ + 4 * scales, 16);
+    }
+    const std::uint64_t ranks = others_ == 0 ? 0 : others_ + 1;
+    const protocol::ExpertPartition experts{shape.num_experts, shape.num_ranks};
+    const std::uint64_t lists = others_ * u(experts.max_count());
+    std::uint64_t at = sizeof(protocol::Control);
+    const auto place = [&at](std::uint64_t bytes) {
+      const std::uint64_t offset = protocol::round_up<std::uint64_t>(at, 1024);
+      at = offset + bytes;
+      return offset;
+    };
+    counts_ = place(2 * ranks * counts_row_bytes());
+    arrived_ = place(4 * lists);
+    finished_ = place(ranks == 0 ? 0 : 4 * std::uint64_t{shape.max_tiles});
+    entries_ = place(4 * lists * max_tokens_);
+    weights_ = place(shape.weighs_input ? 4 * lists * max_tokens_ : 0);
+    pool_ = place(others_ * max_tokens_ * token_bytes_);
+    cells_ = place(shape.cell_bytes);
+    bytes_ = at;
+  }
+
+  std::uint64_t bytes() const { return bytes_; }
+  // What must be zero when the first pass begins; the rest may be anything.
+  std::uint64_t flag_bytes() const { return entries_; }
+  // What one rank tells another in counts and their epoch.
+  SWITCHYARD_HOST_DEVICE std::uint64_t counts_row_bytes() const {
+    return protocol::round_up<std::uint64_t>(kCountsOffset + 4 * num_experts_, 128);
+  }
+  SWITCHYARD_HOST_DEVICE std::uint64_t token_bytes() const { return token_bytes_; }
+  SWITCHYARD_HOST_DEVICE std::uint64_t scale_offset() const { return scale_offset_; }
+
+  // Regions of the heap at `base`. A row of counts: its epoch, then c(source, e) for all experts.
+  SWITCHYARD_HOST_DEVICE std::uint32_t* counts_epoch(std::byte* base, std::uint64_t epoch,
+                                                     int source) const {
+    const std::uint64_t row = (epoch & 1) * (others_ + 1) + u(source);
+    return reinterpret_cast<std::uint32_t*>(base + counts_ + row * counts_row_bytes());
+  }
+  SWITCHYARD_HOST_DEVICE std::uint32_t* counts(std::byte* base, std::uint64_t epoch,
+                                               int source) const {
+    return counts_epoch(base, epoch, source) + kCountsOffset / 4;
+  }
+  SWITCHYARD_HOST_DEVICE std::uint32_t* arrived(std::byte* base, std::uint32_t expert_of_owner,
+                                                std::uint32_t distance) const {
+    return reinterpret_cast<std::uint32_t*>(base + arrived_) + list(expert_of_owner, distance);
+  }
+  SWITCHYARD_HOST_DEVICE std::uint32_t* finished(std::byte* base, std::uint32_t tile) const {
+    return reinterpret_cast<std::uint32_t*>(base + finished_) + tile;
+  }
+  SWITCHYARD_HOST_DEVICE std::uint32_t* entries(std::byte* base, std::uint32_t expert_of_owner,
+                                                std::uint32_t distance) const {
+    return reinterpret_cast<std::uint32_t*>(base + entries_) +
+           list(expert_of_owner, distance) * max_tokens_;
+  }
+  SWITCHYARD_HOST_DEVICE float* weights(std::byte* base, std::uint32_t expert_of_owner,
+                                        std::uint32_t distance) const {
+    return reinterpret_cast<float*>(base + weights_) +
+           list(expert_of_owner, distance) * max_tokens_;
+  }
+  SWITCHYARD_HOST_DEVICE std::byte* pool(std::byte* base, std::uint32_t distance,
+                                         std::uint32_t token) const {
+    return base + pool_ + ((distance - 1) * max_tokens_ + token) * token_bytes_;
+  }
+  SWITCHYARD_HOST_DEVICE std::uint16_t* cells(std::byte* base) const {
+    return reinterpret_cast<std::uint16_t*>(base + cells_);
+  }
+
+ private:
+  static constexpr std::uint64_t kCountsOffset = 16;
+  SWITCHYARD_HOST_DEVICE static constexpr std::uint64_t u(int value) {
+    return static_cast<std::uint64_t>(value);
+  }
+  SWITCHYARD_HOST_DEVICE std::uint64_t list(std::uint32_t expert_of_owner,
+                                            std::uint32_t distance) const {
+    return expert_of_owner * others_ + distance - 1;
+  }
+
+  std::uint64_t others_ = 0, num_experts_ = 0, max_tokens_ = 0, scale_offset_ = 0, token_bytes_ = 0,
+                counts_ = 0, arrived_ = 0, finished_ = 0, entries_ = 0, weights_ = 0, pool_ = 0,
+                cells_ = 0, bytes_ = 0;
+};
+
+}  // namespace switchyard::gpu

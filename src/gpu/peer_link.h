@@ -1,0 +1,20 @@
+// What joins two GPUs of this machine, for `switchyard doctor`.
+#pragma once
+
+#include <string>
+
+namespace switchyard::gpu {
+
+struct PeerLink {
+  bool reachable = false;  // kernels of one can read and write memory of the other
+  bool atomics = false;    // and add to it
+  std::string kind;  // "NVLink", "PCIe" or, without the driver's management library, "unknown"
+};
+// Two different devices; see device.h for what is thrown.
+PeerLink peer_link(int from, int to);
+
+// Bytes per second that a kernel on all multiprocessors of `from` stores into memory of `to`, 16
+// bytes at a time, as the layer kernel does. The two must be reachable.
+double peer_write_rate(int from, int to);
+
+}  // namespace switchyard::gpu

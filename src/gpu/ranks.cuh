@@ -1,0 +1,360 @@
+// What the ranks of a pass tell and send each other; see heap.h. All of it is stores into the other
+// rank's heap and flags behind them: nobody reads another's memory.
+#pragma once
+
+#include "gpu/plan.cuh"
+
+namespace switchyard::gpu {
+
+// Of what this thread wrote or saw, all that it raises flags for after this comes before them.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// --- Counts.
+
+// This rank's row of the counts matrix, to all. Called by all threads of the block that completed
+// it.
+template <typename P>
+__device__ __forceinline__ void publish_counts(const Pass<P>& pass) {
+  const LayerParams& layer = pass.layer;
+  const protocol::Heaps& heaps = layer.heaps;
+  const std::uint64_t epoch = pass.state().epoch;
+  const auto num_experts = static_cast<std::uint32_t>(layer.num_experts);
+  for (std::uint32_t e = threadIdx.x; e < num_experts; e += kThreads) {
+    const std::uint32_t rows = __ldcg(pass.state().words.expert_rows() + e);
+#pragma unroll 1
+    for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(heaps.size()); ++i) {
+      layer.heap.counts(heaps.base[pass.rank_at(i)], epoch, heaps.rank)[e] = rows;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < static_cast<std::uint32_t>(heaps.size())) {
+    std::byte* const base = heaps.base[pass.rank_at(threadIdx.x)];
+    protocol::store_release(layer.heap.counts_epoch(base, epoch, heaps.rank), pass.flag());
+  }
+}
+
+// False if the pass was given up. Called by all threads.
+template <typename P>
+__device__ __forceinline__ bool await_counts(const Pass<P>& pass) {
+  const LayerParams& layer = pass.layer;
+  bool arrived = true;
+  if (const auto source = static_cast<int>(threadIdx.x); source < layer.heaps.size()) {
+    const std::uint32_t* const word =
+        layer.heap.counts_epoch(layer.mine, pass.state().epoch, source);
+    arrived = pass.waiter().wait_for([&] { return protocol::load_acquire(word) == pass.flag(); },
+                                     [&] {
+                                       return protocol::Missing{protocol::Phase::kCounts, source,
+                                                                threadIdx.x, pass.flag(),
+                                                                protocol::load_acquire(word)};
+                                     });
+  }
+  return __syncthreads_and(arrived);
+}
+
+// From the counts matrix to rows per expert, and where each source's are among them: those of the
+// expert's owner first, which need not travel, then by distance. Called by all threads.
+template <typename P>
+__device__ __forceinline__ void read_counts(const Pass<P>& pass) {
+  const LayerParams& layer = pass.layer;
+  const protocol::Heaps& heaps = layer.heaps;
+  const protocol::ExpertPartition experts = heaps.layout.experts();
+  RankTables<P>& tables = pass.block.ranks;
+  const auto counts = [&](int source) {
+    return layer.heap.counts(layer.mine, pass.state().epoch, source);
+  };
+  const auto size = static_cast<std::uint32_t>(heaps.size());
+  for (int e = static_cast<int>(threadIdx.x); e < layer.num_experts; e += kThreads) {
+    const int owner = experts.owner(e);
+    const bool mine = owner == heaps.rank;
+    std::uint32_t rows = 0, source = static_cast<std::uint32_t>(owner);
+#pragma unroll 1
+    for (std::uint32_t distance = 0; distance < size; ++distance) {
+      if (source == static_cast<std::uint32_t>(heaps.rank) && !mine) {
+        pass.block.row_begin[e] = rows;
+      }
+      if (mine) tables.source_begin[(e - layer.first_expert) * size + distance] = rows;
+      rows += __ldcg(counts(static_cast<int>(source)) + e);
+      if (++source == size) source = 0;
+    }
+    pass.block.expert_rows[e] = rows;
+  }
+  // What is to be sent, not yet summed.
+  const std::uint32_t others = size - 1;
+  for (std::uint32_t i = threadIdx.x; i < layer.levels * others; i += kThreads) {
+    const int owner = pass.rank_at(i % others + 1), e = static_cast<int>(i / others);
+    tables.send_begin[i] = e < layer.rank_begin[owner + 1] - layer.rank_begin[owner]
+                               ? __ldcg(counts(heaps.rank) + layer.rank_begin[owner] + e)
+                               : 0;
+  }
+}
+
+// Called by one warp.
+template <typename P>
+__device__ __forceinline__ void place_sends(const Pass<P>& pass) {
+  std::uint32_t* const begin = pass.block.ranks.send_begin;
+  const std::uint32_t count =
+      pass.layer.levels * static_cast<std::uint32_t>(pass.layer.heaps.size() - 1);
+  const std::uint32_t lane = threadIdx.x % 32;
+  std::uint32_t before = 0;
+#pragma unroll 1
+  for (std::uint32_t first = 0; first < count; first += 32) {
+    const std::uint32_t i = first + lane;
+    const std::uint32_t slots = i < count ? begin[i] : 0;
+    std::uint32_t up_to = slots;
+#pragma unroll 1
+    for (std::uint32_t offset = 1; offset < 32; offset *= 2) {
+      const std::uint32_t other = __shfl_up_sync(~0u, up_to, offset);
+      if (lane >= offset) up_to += other;
+    }
+    if (i < count) begin[i] = before + up_to - slots;
+    before += __shfl_sync(~0u, up_to, 31);
+  }
+  if (lane == 0) begin[count] = before;
+}
+
+// --- Rows of an expert of this rank.
+
+struct SourceRow {
+  std::uint32_t distance;  // of the source; 0: this rank itself
+  std::uint32_t position;  // in the source's list of its slots with the expert
+};
+template <typename P>
+__device__ __forceinline__ SourceRow find_source(const Pass<P>& pass, std::uint32_t expert,
+                                                 std::uint32_t row) {
+  if constexpr (!P::kAlone) {
+    const auto size = static_cast<std::uint32_t>(pass.layer.heaps.size());
+    if (size > 1) {
+      const std::uint32_t* const begin = pass.block.ranks.source_begin + expert * size;
+      std::uint32_t distance = size - 1;
+      while (begin[distance] > row) --distance;
+      return {distance, row - begin[distance]};
+    }
+  }
+  return {0, row};
+}
+template <typename P>
+__device__ __forceinline__ const std::uint32_t* entry_of(const Pass<P>& pass, std::uint32_t expert,
+                                                         const SourceRow& row) {
+  const LayerParams& layer = pass.layer;
+  return (row.distance == 0 ? own_list(layer, expert)
+                            : layer.heap.entries(layer.mine, expert, row.distance)) +
+         row.position;
+}
+
+// Whether all rows that the source has for the expert have come.
+template <typename P>
+__device__ __forceinline__ bool has_arrived(const Pass<P>& pass, std::uint32_t expert,
+                                            std::uint32_t distance) {
+  const LayerParams& layer = pass.layer;
+  return distance == 0 ||
+         protocol::load_acquire(layer.heap.arrived(layer.mine, expert, distance)) == pass.flag();
+}
+
+// --- Dispatch.
+
+// So many loads of a lane are in flight together; in FP8, loading warps have few registers.
+template <typename P>
+inline constexpr std::uint32_t kCopyVectors = P::kHalves == 1 ? 8 : 4;
+// A row that several warps copy: 1 << log2 of them, this being one.
+struct RowPart {
+  std::uint32_t index = 0, log2 = 0;
+
+  // What is counted when this part is there: all parts of a row make kUnits.
+  static constexpr std::uint32_t kLog2Most = 3, kUnits = 1 << kLog2Most;
+  __device__ std::uint32_t units() const { return kUnits >> log2; }
+  // As many parts as there are warps for `rows` rows, but at least 512 bytes to each.
+  __device__ static std::uint32_t log2_of(std::uint32_t rows, std::uint32_t warps,
+                                          std::uint32_t row_bytes) {
+    std::uint32_t log2 = 0;
+    while (log2 < kLog2Most && rows << (log2 + 1) <= warps && row_bytes >> (log2 + 1) >= 512) {
+      ++log2;
+    }
+    return log2;
+  }
+};
+
+// One warp; `bytes` in multiples of 16. Past the L1 cache, which may remember what was there in an
+// earlier pass.
+template <std::uint32_t kVectors>
+__device__ __forceinline__ void copy_row(std::byte* to, const std::byte* from, std::uint32_t bytes,
+                                         const RowPart& part) {
+  constexpr std::uint32_t kStep = 16 * 32;
+  const std::uint32_t chunk = (bytes / 16 + (1u << part.log2) - 1 >> part.log2) * 16;
+  const std::uint32_t first = part.index * chunk;
+  bytes = min(bytes, first + chunk);
+#pragma unroll 1
+  for (std::uint32_t byte0 = first + 16 * (threadIdx.x % 32); byte0 < bytes;
+       byte0 += kVectors * kStep) {
+    uint4 values[kVectors];
+#pragma unroll
+    for (std::uint32_t v = 0; v < kVectors; ++v) {
+      const std::uint32_t byte = byte0 + v * kStep;
+      if (byte < bytes) values[v] = __ldcg(reinterpret_cast<const uint4*>(from + byte));
+    }
+#pragma unroll
+    for (std::uint32_t v = 0; v < kVectors; ++v) {
+      const std::uint32_t byte = byte0 + v * kStep;
+      if (byte < bytes) store_vector(to + byte, values[v]);
+    }
+  }
+}
+
+// Of the groups of kSize that begin at multiples of that, which the pack warps of all blocks take
+// in turn, this block's first from `begin` on.
+template <std::uint32_t kSize>
+__device__ __forceinline__ std::uint32_t first_group(std::uint32_t begin) {
+  const std::uint32_t mine = kSize * blockIdx.x, step = kSize * gridDim.x;
+  return begin <= mine ? mine : mine + protocol::ceil_div(begin - mine, step) * step;
+}
+
+// This rank's slots with experts of others, kSlots from slot0 on, those up to `begin` and from
+// `end` on left out. A token goes to a rank once, with the first of its experts there, and with the
+// entries of all of them. Sending waits for nothing. Called by one warp.
+template <std::uint32_t kSlots, typename P>
+__device__ __forceinline__ void send_slots(const Pass<P>& pass, std::uint32_t slot0,
+                                           std::uint32_t begin, std::uint32_t end,
+                                           const RowPart& part = {}) {
+  const LayerParams& layer = pass.layer;
+  const protocol::Heaps& heaps = layer.heaps;
+  const RankTables<P>& tables = pass.block.ranks;
+  const auto size = static_cast<std::uint32_t>(heaps.size());
+  const std::uint32_t others = size - 1, lane = threadIdx.x % 32;
+  const auto top_k = static_cast<std::uint32_t>(layer.top_k);
+  // Lane i < kSlots finds slot i.
+  std::uint32_t my_token = ~0u, my_distance = 0;
+  std::int32_t my_expert = 0;
+  if (const std::uint32_t slot = slot0 + lane; lane < kSlots && slot >= begin && slot < end) {
+    const std::uint32_t list = find_expert(tables.send_begin, layer.levels * others, slot);
+    my_distance = list % others + 1;
+    my_expert = layer.rank_begin[pass.rank_at(my_distance)] + static_cast<int>(list / others);
+    my_token = RowEntry::token(__ldcg(layer.lists +
+                                      static_cast<std::size_t>(my_expert) * layer.max_tokens +
+                                      (slot - tables.send_begin[list])));
+  }
+  const auto expert_of = [&](std::uint32_t token, int owner) {  // lane k's, if that is there
+    const std::int32_t id =
+        lane < top_k ? __ldcg(layer.ids + static_cast<std::size_t>(token) * top_k + lane) : -1;
+    return id >= layer.rank_begin[owner] && id < layer.rank_begin[owner + 1] ? id : -1;
+  };
+  std::uint32_t sent = 0;
+#pragma unroll 1
+  for (std::uint32_t i = 0; i < kSlots; ++i) {
+    const std::uint32_t token = __shfl_sync(~0u, my_token, i);
+    if (token == ~0u) continue;
+    const std::uint32_t distance = __shfl_sync(~0u, my_distance, i);
+    const std::int32_t expert = __shfl_sync(~0u, my_expert, i);
+    const int owner = pass.rank_at(distance);
+    std::byte* const target = heaps.base[owner];
+    // This rank's distance from the owner is what is left of the circle.
+    const std::uint32_t back = size - distance;
+    const std::int32_t id = expert_of(token, owner);
+    if (__any_sync(~0u, id >= 0 && id < expert)) continue;
+    sent |= 1u << i;
+    if (id >= 0 && part.index == 0) {
+      const auto of_owner = static_cast<std::uint32_t>(id - layer.rank_begin[owner]);
+      const std::uint32_t position =
+          __ldcg(layer.positions + static_cast<std::size_t>(token) * top_k + lane);
+      layer.heap.entries(target, of_owner, back)[position] = RowEntry::pack(token, lane);
+      if (layer.weight_on_input) {
+        layer.heap.weights(target, of_owner, back)[position] =
+            __ldcg(layer.weights + static_cast<std::size_t>(token) * layer.cells_per_token + lane);
+      }
+    }
+    std::byte* const to = layer.heap.pool(target, back, token);
+    copy_row<kCopyVectors<P>>(to, pass.state().rows + token * pass.state().row_bytes,
+                              static_cast<std::uint32_t>(layer.hidden * P::kElementBytes), part);
+    if constexpr (P::kScaled) {
+      const float* const scales = pass.state().row_scales + token * pass.state().row_scale_stride;
+      auto* const to_scales = reinterpret_cast<float*>(to + layer.heap.scale_offset());
+      for (std::uint32_t group = lane; part.index == 0 && group < layer.x_groups; group += 32) {
+        to_scales[group] = __ldcg(scales + group);
+      }
+    }
+  }
+  if (sent != 0 && lane == 0 && part.index == 0) {
+    atomicAdd(pass.state().words.counters() + kSentTokens,
+              static_cast<std::uint32_t>(__popc(sent)));
+  }
+  __syncwarp();
+#pragma unroll 1
+  for (; sent != 0; sent &= sent - 1) {
+    const int i = __ffs(static_cast<int>(sent)) - 1;
+    const std::uint32_t distance = __shfl_sync(~0u, my_distance, i);
+    const int owner = pass.rank_at(distance);
+    const std::int32_t id = expert_of(__shfl_sync(~0u, my_token, i), owner);
+    if (id < 0) continue;
+    // Whoever sends the last of an expert's rows raises the flag for all who sent the others: the
+    // counter is acquire and release, so that their stores come before the flag.
+    std::uint32_t* const counter = pass.state().words.sent(layer.num_experts, layer.max_tiles) + id;
+    const std::uint32_t units = protocol::fetch_add(counter, part.units()) + part.units();
+    if (units != RowPart::kUnits * __ldcg(pass.state().words.expert_rows() + id)) continue;
+    const auto of_owner = static_cast<std::uint32_t>(id - layer.rank_begin[owner]);
+    protocol::store_release(layer.heap.arrived(heaps.base[owner], of_owner, size - distance),
+                            pass.flag());
+    atomicAdd(pass.state().words.counters() + kRaisedFlags, 1u);
+  }
+}
+
+// So many slots are sent by the math warps before they have anything else to do; the pack warps
+// send the others.
+template <typename P>
+__device__ __forceinline__ std::uint32_t first_sends(const Pass<P>& pass) {
+  constexpr std::uint32_t kOfEachWarp = 2;
+  return min(pass.num_sends(), kOfEachWarp * gridDim.x * kMathWarps);
+}
+
+// --- Combine.
+
+// Tells the sources of this rank's tiles that they are finished, as they come to be. A lane takes
+// every so many. Called by one warp of each block, with nothing else to do any more.
+template <typename P>
+__device__ __forceinline__ void raise_finished(const Pass<P>& pass) {
+  const LayerParams& layer = pass.layer;
+  const protocol::Heaps& heaps = layer.heaps;
+  const RankTables<P>& tables = pass.block.ranks;
+  const auto size = static_cast<std::uint32_t>(heaps.size());
+  const std::uint32_t tiles = pass.num_tiles(), first = pass.state().shared_tiles.count;
+  std::uint32_t returned = 0, flags = 0;
+#pragma unroll 1
+  for (std::uint32_t tile0 = first + blockIdx.x; tile0 < tiles; tile0 += 32 * gridDim.x) {
+    const std::uint32_t tile = tile0 + gridDim.x * (threadIdx.x % 32);
+    bool pending = tile < tiles;
+    while (__any_sync(~0u, pending)) {
+      bool done = false;
+      if (!pass.waiter().wait(protocol::Phase::kExperts, tile0, [&] {
+            done = pending && pass.gemm2_complete(tile);
+            return __any_sync(~0u, done);
+          })) {
+        return;
+      }
+      if (!done) continue;
+      pending = false;
+      const std::uint32_t expert =
+          find_expert(pass.block.tile_begin + layer.first_expert, layer.local_experts, tile);
+      const protocol::TokenTiles cut(pass.block.expert_rows[layer.first_expert + expert],
+                                     P::kTileShape);
+      const std::uint32_t of_expert = tile - pass.block.tile_begin[layer.first_expert + expert];
+      const std::uint32_t* const source_begin = tables.source_begin + expert * size;
+      fence_system();
+#pragma unroll 1
+      for (std::uint32_t distance = 1; distance < size; ++distance) {
+        const std::uint32_t begin = max(cut.begin(of_expert), source_begin[distance]);
+        const std::uint32_t end =
+            min(cut.end(of_expert), distance + 1 < size ? source_begin[distance + 1] : cut.rows);
+        if (begin >= end) continue;
+        std::byte* const source = heaps.base[pass.rank_at(distance)];
+        protocol::store_relaxed(layer.heap.finished(source, tile + pass.state().tile_offset),
+                                pass.flag());
+        returned += end - begin;
+        ++flags;
+      }
+    }
+  }
+  returned = __reduce_add_sync(~0u, returned);
+  flags = __reduce_add_sync(~0u, flags);
+  if (threadIdx.x % 32 != 0 || flags == 0) return;
+  atomicAdd(pass.state().words.counters() + kReturnedRows, returned);
+  atomicAdd(pass.state().words.counters() + kRaisedFlags, flags);
+}
+
+}  // namespace switchyard::gpu

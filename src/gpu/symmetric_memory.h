@@ -1,0 +1,43 @@
+// Device memory of the same size on the GPUs of all ranks, which every rank's kernels can read and
+// write.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "fabric/fabric.h"
+
+namespace switchyard::gpu {
+
+// How ranks get at each other's memory.
+enum class Sharing {
+  kFileDescriptors,  // physical memory exported as POSIX file descriptors
+  kIpc,              // CUDA IPC handles, for where file descriptors fail
+};
+
+class SymmetricMemory {
+ public:
+  SymmetricMemory() = default;
+  // Collective over the ranks of `fabric`, each with the current device of its thread; several may
+  // have the same. Contents are undefined. Throws the same on all ranks: Error{kUnsupported} naming
+  // the devices if one cannot reach another's memory, {kCapacityExceeded} if memory is short.
+  SymmetricMemory(Fabric& fabric, std::size_t bytes, Sharing sharing = Sharing::kFileDescriptors);
+
+  std::byte* base(int rank) const { return part(rank)->data; }
+  std::size_t bytes() const { return bytes_; }
+
+  // One rank's memory as this rank maps it.
+  struct Part {
+    virtual ~Part() = default;
+    std::byte* data = nullptr;
+  };
+
+ private:
+  Part* part(int rank) const { return parts_[static_cast<std::size_t>(rank)].get(); }
+
+  std::vector<std::shared_ptr<Part>> parts_;
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace switchyard::gpu

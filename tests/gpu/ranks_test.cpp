@@ -1,0 +1,394 @@
+// Expert parallelism on GPUs: several ranks, each with a kernel of its own, against the fp64
+// reference. Where there are fewer GPUs than ranks, ranks share them.
+#include "support/ranks.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <numeric>
+#include <optional>
+#include <ostream>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "gpu/symmetric_memory.h"
+#include "support/accuracy.h"
+#include "support/device_ranks.h"
+#include "support/fp8.h"
+#include "support/layers.h"
+
+namespace switchyard::testing {
+namespace {
+
+using RanksTest = OnGpu<::testing::Test>;
+
+MoeWeights make_weights(const LayerSpec& spec, DType dtype) {
+  GenerateOptions options;
+  options.vocabulary = kVocabulary;
+  return generate_weights(spec, dtype, 3, options);
+}
+
+void expect_accurate(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
+                     const BatchResult& result, bool fp8) {
+  if (fp8) return expect_accurate_fp8(spec, weights, batch, result, 1.0);
+  double yardstick = 0;
+  const double error = output_error(spec, weights, batch, result, &yardstick);
+  EXPECT_LE(error, 2 * yardstick);
+  EXPECT_GT(yardstick, 1e-4);  // or the comparison means nothing
+}
+
+using EveryModelOnRanks = OnGpu<::testing::TestWithParam<ModelEntry>>;
+
+TEST_P(EveryModelOnRanks, IsAsGoodAsAStraightforwardProgram) {
+  const LayerSpec spec = small_spec(GetParam());
+  const MoeWeights w = make_weights(spec, DType::kBF16);
+  // One rank has nothing of its own, another much more than the others.
+  for (const Shares& shares : {Shares::of({3, 0, 1}), Shares::of({40, 300, 5, 0})}) {
+    const std::int64_t tokens =
+        std::accumulate(shares.count.begin(), shares.count.end(), std::int64_t{0});
+    SCOPED_TRACE(::testing::Message() << shares.count.size() << " ranks, " << tokens << " tokens");
+    const Batch batch = random_batch(spec, tokens, DType::kBF16, 5);
+    const BatchResult result = run_on_gpus(spec, w, batch, shares, DType::kBF16);
+    expect_same_routing(spec, w, batch, result);
+    expect_accurate(spec, w, batch, result, false);
+    if (HasFatalFailure() || HasNonfatalFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelOnRanks, ::testing::ValuesIn(model_table()),
+                         name_of_model);
+
+LayerSpec ragged_spec(int experts, int top_k, bool fp8) {
+  LayerSpec spec;
+  spec.hidden = fp8 ? 592 : 584;
+  spec.intermediate = 360;
+  spec.num_experts = experts;
+  spec.top_k = top_k;
+  return spec;
+}
+
+Batch routed(const LayerSpec& spec, std::int64_t tokens, double beta) {
+  SyntheticRouting routing =
+      synthetic_routing(static_cast<int>(tokens), spec.num_experts, spec.top_k, beta, 9);
+  return {Matrix::random(tokens, spec.hidden, DType::kBF16, 17),
+          std::move(routing.ids),
+          std::move(routing.weights),
+          {}};
+}
+
+TEST_F(RanksTest, EverySkew) {
+  for (const bool fp8 : {false, true}) {
+    for (const int top_k : {1, 8}) {
+      const LayerSpec spec = ragged_spec(27, top_k, fp8);
+      const MoeWeights w = make_weights(spec, fp8 ? kFp8 : DType::kBF16);
+      for (const int ranks : {2, 4, 8}) {
+        for (const double beta : {1.0, 0.5, 0.1}) {
+          for (const int tokens : {8, 1500}) {
+            SCOPED_TRACE(::testing::Message()
+                         << (fp8 ? "fp8" : "bf16") << " top-" << top_k << " on " << ranks
+                         << " ranks, beta " << beta << ", " << tokens << " tokens");
+            const Batch batch = routed(spec, tokens, beta);
+            expect_accurate(spec, w, batch,
+                            run_on_gpus(spec, w, batch, Shares::even(tokens, ranks), DType::kBF16),
+                            fp8);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Also of ranks without an expert, or without a token. With routing given: the gates' sums depend
+// on how many tokens a rank has.
+TEST_F(RanksTest, TheSameBitsHoweverManyRanks) {
+  for (const bool fp8 : {false, true}) {
+    for (const int experts : {6, 64}) {
+      LayerSpec spec = ragged_spec(experts, 4, fp8);
+      spec.shared_intermediate = 200;
+      const MoeWeights w = make_weights(spec, fp8 ? kFp8 : DType::kBF16);
+      const Batch batch = routed(spec, 900, 0.9);
+      const BatchResult one = run_on_gpus(spec, w, batch, Shares::even(900, 1), DType::kBF16);
+      expect_accurate(spec, w, batch, one, fp8);
+      for (const Shares& shares : {Shares::even(900, 2), Shares::even(900, 5), Shares::even(900, 8),
+                                   Shares::of({0, 900}), Shares::of({700, 0, 0, 200})}) {
+        SCOPED_TRACE(::testing::Message() << (fp8 ? "fp8, " : "bf16, ") << experts << " experts on "
+                                          << shares.count.size() << " ranks");
+        const BatchResult many = run_on_gpus(spec, w, batch, shares, DType::kBF16);
+        EXPECT_EQ(many.ids, one.ids);
+        EXPECT_TRUE(many.output == one.output);
+      }
+    }
+  }
+}
+
+TEST_F(RanksTest, WeightsOnInputBiasesAndClamps) {
+  for (const bool fp8 : {false, true}) {
+    for (const bool gated : {true, false}) {
+      LayerSpec spec = ragged_spec(16, 4, fp8);
+      spec.weight_on_input = true;
+      spec.expert_bias = true;
+      spec.activation.gated = gated;
+      spec.activation.limit = gated ? 0.5f : INFINITY;
+      spec.activation.up_bias = gated ? 1.0f : 0.0f;
+      const MoeWeights w = make_weights(spec, fp8 ? kFp8 : DType::kBF16);
+      const Batch batch = routed(spec, 700, 0.8);
+      expect_accurate(spec, w, batch,
+                      run_on_gpus(spec, w, batch, Shares::of({400, 99, 201}), DType::kBF16), fp8);
+    }
+  }
+}
+
+TEST_F(RanksTest, EmptySlotsAndTokensWithoutExperts) {
+  const LayerSpec spec = ragged_spec(16, 4, false);
+  const MoeWeights w = make_weights(spec, DType::kBF16);
+  Batch batch = routed(spec, 400, 1.0);
+  for (std::size_t i = 0; i < batch.topk_ids.size(); i += 3) batch.topk_ids[i] = kNoExpert;
+  for (std::size_t i = 0; i < 600; ++i) batch.topk_ids[i] = kNoExpert;  // all of one rank's
+  expect_accurate(spec, w, batch,
+                  run_on_gpus(spec, w, batch, Shares::of({150, 150, 100}), DType::kBF16), false);
+}
+
+// Tiles in bands, in pairs of blocks, many per expert.
+TEST_F(RanksTest, DeepExperts) {
+  for (const bool fp8 : {false, true}) {
+    LayerSpec spec;
+    spec.hidden = 80;
+    spec.intermediate = 4112;
+    spec.num_experts = 3;
+    spec.top_k = 1;
+    const MoeWeights w = make_weights(spec, fp8 ? kFp8 : DType::kBF16);
+    const Batch batch = routed(spec, 2900, 0.8);
+    expect_accurate(spec, w, batch,
+                    run_on_gpus(spec, w, batch, Shares::even(2900, 2), DType::kBF16), fp8);
+  }
+}
+
+// What the kernels counted is what the routing asks for: no padding, a token once per rank.
+TEST_F(RanksTest, TrafficIsTheClosedForm) {
+  constexpr int kRanks = 4;
+  for (const bool fp8 : {false, true}) {
+    const LayerSpec spec = ragged_spec(30, 6, fp8);
+    const MoeWeights w = make_weights(spec, fp8 ? kFp8 : DType::kBF16);
+    const Shares shares = Shares::of({100, 700, 0, 33});
+    const Batch batch = routed(spec, 833, 0.7);
+    const BatchResult result = run_on_gpus(spec, w, batch, shares, DType::kBF16);
+    const auto owner = [&](std::int32_t e) {
+      int rank = 0;
+      while (e >= spec.num_experts * (rank + 1) / kRanks) ++rank;
+      return rank;
+    };
+    std::vector<std::uint64_t> tokens(kRanks), entries(kRanks), returned(kRanks);
+    std::vector<std::int64_t> rows(static_cast<std::size_t>(spec.num_experts));
+    for (std::size_t r = 0; r < kRanks; ++r) {
+      for (std::int64_t t = shares.first[r]; t < shares.first[r] + shares.count[r]; ++t) {
+        std::set<int> ranks;
+        for (std::int64_t i = t * spec.top_k; i < (t + 1) * spec.top_k; ++i) {
+          const std::int32_t e = result.ids[static_cast<std::size_t>(i)];
+          ++rows[static_cast<std::size_t>(e)];
+          if (owner(e) == static_cast<int>(r)) continue;
+          ranks.insert(owner(e));
+          ++entries[r];
+          ++returned[static_cast<std::size_t>(owner(e))];
+        }
+        tokens[r] += ranks.size();
+      }
+    }
+    const std::uint64_t token_bytes = fp8 ? 592 + 32 : 584 * 2;
+    for (std::size_t r = 0; r < kRanks; ++r) {
+      EXPECT_EQ(result.stats[r].dispatch_bytes, tokens[r] * token_bytes + entries[r] * 4) << r;
+      EXPECT_EQ(result.stats[r].combine_bytes,
+                returned[r] * static_cast<std::uint64_t>(spec.hidden) * 2)
+          << r;
+      EXPECT_EQ(result.stats[r].tokens_per_expert, rows) << r;
+      EXPECT_GE(result.stats[r].heap_bytes_reserved, (kRanks - 1) * 700 * token_bytes);
+    }
+  }
+}
+
+TEST_F(RanksTest, OneKernelPerRankInAGraph) {
+  const LayerSpec spec = ragged_spec(16, 4, false);
+  const MoeWeights w = make_weights(spec, DType::kBF16);
+  const Shares shares = Shares::of({200, 120});
+  const Batch batch = random_batch(spec, 320, DType::kBF16, 4);
+  const BatchResult expected = run_on_gpus(spec, w, batch, shares, DType::kBF16);
+  run_all_ranks(World::threads(2), [&](const World& world) {
+    DeviceRank rank(world, spec, w, 200);
+    DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k), DType::kBF16);
+    gpu::Graph graph =
+        gpu::Graph::capture(rank.stream(), [&] { share.enqueue(rank.layer(), rank.stream()); });
+    EXPECT_EQ(graph.num_nodes(), 1);
+    EXPECT_EQ(graph.num_kernel_nodes(), 1);
+    share.poison(rank.stream());
+    rank.world().barrier();
+    // One after the other, with nothing between: a rank may be a pass ahead of another.
+    for (int i = 0; i < 20; ++i) graph.launch(rank.stream());
+    rank.stream().synchronize();
+    rank.world().barrier();
+    const BatchResult mine = share.fetch();
+    const auto r = static_cast<std::size_t>(world.rank());
+    EXPECT_EQ(std::memcmp(mine.output.view().data,
+                          expected.output.rows_from(shares.first[r], shares.count[r]).data,
+                          static_cast<std::size_t>(shares.count[r] * spec.hidden) * 2),
+              0);
+    EXPECT_EQ(rank.layer().stats().epoch, 20u);
+    rank.world().barrier();
+  });
+}
+
+// A rank that does not call is named, on all ranks that do; the process lives.
+TEST_F(RanksTest, ARankThatSkipsACallIsNamed) {
+  const LayerSpec spec = ragged_spec(16, 4, false);
+  const MoeWeights w = make_weights(spec, DType::kBF16);
+  const Batch batch = random_batch(spec, 300, DType::kBF16, 4);
+  const Shares shares = Shares::even(300, 3);
+  LayerOptions options;
+  options.deadline = std::chrono::milliseconds(200);
+  for (const int absent : {0, 2}) {
+    SCOPED_TRACE(::testing::Message() << "rank " << absent << " is absent");
+    run_all_ranks(World::threads(3), [&](const World& world) {
+      DeviceRank rank(world, spec, w, 100, options);
+      DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k),
+                        DType::kBF16);
+      rank.forward(share);
+      if (world.rank() != absent) share.enqueue(rank.layer(), rank.stream());
+      rank.stream().synchronize();
+      rank.world().barrier();
+      if (world.rank() == absent) {
+        rank.world().barrier();
+        return;
+      }
+      try {
+        rank.layer().stats();
+        ADD_FAILURE() << "nothing was thrown";
+      } catch (const TimeoutError& error) {
+        EXPECT_EQ(error.failure().peer_rank, absent) << error.what();
+        EXPECT_STREQ(error.failure().phase, "counts") << error.what();
+        EXPECT_TRUE(error.code() == ErrorCode::kTimeout || error.code() == ErrorCode::kAborted);
+      }
+      EXPECT_THROW(share.enqueue(rank.layer(), rank.stream()), TimeoutError);
+      rank.world().barrier();
+    });
+  }
+  expect_accurate(spec, w, batch, run_on_gpus(spec, w, batch, shares, DType::kBF16), false);
+}
+
+TEST_F(RanksTest, RanksThatDisagreeAreTold) {
+  const LayerSpec spec = ragged_spec(16, 4, false);
+  const MoeWeights w = make_weights(spec, DType::kBF16);
+  for (const std::exception_ptr& failure : run_ranks(World::threads(2), [&](const World& world) {
+         DeviceRank(world, spec, w, world.rank() == 0 ? 64 : 65);
+       })) {
+    ASSERT_TRUE(failure);
+    try {
+      std::rethrow_exception(failure);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kSpecMismatch) << error.what();
+      EXPECT_NE(std::string(error.what()).find("max_tokens"), std::string::npos) << error.what();
+    }
+  }
+}
+
+TEST_F(RanksTest, MemoryIsSharedEitherWay) {
+  constexpr std::size_t kBytes = 3 << 20;
+  for (const gpu::Sharing sharing : {gpu::Sharing::kFileDescriptors, gpu::Sharing::kIpc}) {
+    run_all_ranks(World::threads(3), [&](const World& world) {
+      gpu::set_device(world.rank() % gpu::device_count());
+      World mine = world;
+      const gpu::SymmetricMemory memory(world.fabric(), kBytes, sharing);
+      ASSERT_GE(memory.bytes(), kBytes);
+      // Each rank writes its part of everybody's memory.
+      std::vector<std::uint32_t> words(1000, 0x5eed + static_cast<std::uint32_t>(world.rank()));
+      for (int r = 0; r < 3; ++r) {
+        gpu::copy_memory(memory.base(r) + static_cast<std::size_t>(world.rank()) * (1 << 20),
+                         words.data(), words.size() * 4);
+      }
+      gpu::synchronize_device();
+      mine.barrier();
+      for (int r = 0; r < 3; ++r) {
+        std::vector<std::uint32_t> read(1000);
+        gpu::copy_memory(read.data(),
+                         memory.base(world.rank()) + static_cast<std::size_t>(r) * (1 << 20),
+                         read.size() * 4);
+        EXPECT_EQ(read, std::vector<std::uint32_t>(1000, 0x5eed + static_cast<std::uint32_t>(r)));
+      }
+      mine.barrier();
+    });
+  }
+}
+
+struct RanksSoakCase {
+  const char* name;
+  DType weights;
+  int ranks;
+};
+void PrintTo(const RanksSoakCase& soak, std::ostream* out) { *out << soak.name; }
+
+using RanksSoak = OnGpu<::testing::TestWithParam<RanksSoakCase>>;
+
+// Random numbers of tokens, none included, and random skew; ranks start when they come. A batch's
+// output has the same bits whenever it comes again.
+TEST_P(RanksSoak, ManyForwardsOfRandomSizes) {
+  constexpr int kBatches = 24, kMaxTokens = 600;
+  const char* const wanted = std::getenv("SWITCHYARD_SOAK_FORWARDS");
+  const int forwards = wanted != nullptr ? std::atoi(wanted) : 500;
+  const int ranks = GetParam().ranks;
+  LayerSpec spec = ragged_spec(32, 4, true);
+  spec.shared_intermediate = 136;
+  const MoeWeights w = make_weights(spec, GetParam().weights);
+  std::mt19937 random(1);
+  std::vector<Batch> batches;
+  std::vector<Shares> shares;
+  for (int i = 0; i < kBatches; ++i) {
+    std::vector<std::int64_t> counts;
+    for (int r = 0; r < ranks; ++r) {
+      const int most = i % 2 != 0 ? 12 : kMaxTokens;
+      counts.push_back(random() % 4 == 0
+                           ? 0
+                           : static_cast<std::int64_t>(random() % static_cast<unsigned>(most)) + 1);
+    }
+    shares.push_back(Shares::of(counts));
+    const std::int64_t tokens = std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
+    batches.push_back(i % 3 != 0 || tokens == 0 ? random_batch(spec, tokens, DType::kBF16, random())
+                                                : routed(spec, tokens, 0.3 + 0.1 * (i % 7)));
+  }
+  run_all_ranks(World::threads(ranks), [&](const World& world) {
+    DeviceRank rank(world, spec, w, kMaxTokens);
+    std::vector<DeviceBatch> device;
+    for (int i = 0; i < kBatches; ++i) {
+      device.emplace_back(
+          spec,
+          share_of_batch(batches[static_cast<std::size_t>(i)], shares[static_cast<std::size_t>(i)],
+                         world.rank(), spec.top_k),
+          DType::kBF16);
+    }
+    std::vector<std::optional<std::size_t>> checksums(kBatches);
+    std::mt19937 order(7);  // the same on all ranks
+    rank.world().barrier();
+    for (int i = 0; i < forwards; ++i) {
+      const std::size_t which = order() % kBatches;
+      device[which].poison(rank.stream());
+      device[which].enqueue(rank.layer(), rank.stream());
+      rank.stream().synchronize();
+      const std::size_t checksum = device[which].checksum();
+      if (!checksums[which]) checksums[which] = checksum;
+      if (checksum != *checksums[which]) {
+        ADD_FAILURE() << "rank " << world.rank() << ", forward " << i << ", batch " << which;
+        break;
+      }
+    }
+    rank.world().barrier();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Layers, RanksSoak,
+                         ::testing::Values(RanksSoakCase{"Bf16On2", DType::kBF16, 2},
+                                           RanksSoakCase{"Fp8On2", kFp8, 2},
+                                           RanksSoakCase{"Bf16On4", DType::kBF16, 4},
+                                           RanksSoakCase{"Fp8On8", kFp8, 8}),
+                         [](const auto& soak) { return std::string(soak.param.name); });
+
+}  // namespace
+}  // namespace switchyard::testing

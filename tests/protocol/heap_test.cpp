@@ -1,0 +1,124 @@
+// The symmetric heap of layers on GPUs: no two ranks write the same bytes of a third one's.
+#include "gpu/heap.h"
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <vector>
+
+namespace switchyard::gpu {
+namespace {
+
+Heap::Shape small_shape(int ranks, int experts, int max_tokens, bool scaled) {
+  Heap::Shape shape;
+  shape.num_ranks = ranks;
+  shape.num_experts = experts;
+  shape.hidden = 272;
+  shape.max_tokens = max_tokens;
+  shape.element_bytes = scaled ? 1 : 2;
+  shape.scaled = scaled;
+  shape.weighs_input = !scaled;
+  shape.max_tiles = static_cast<std::uint32_t>(experts + ranks);
+  shape.cell_bytes = static_cast<std::uint64_t>(max_tokens) * 2 * 272 * 2;
+  return shape;
+}
+
+// Bytes that were claimed, and by whom.
+class Claims {
+ public:
+  explicit Claims(std::uint64_t size) : memory_(size) {}
+
+  std::byte* base() { return memory_.data(); }
+
+  void claim(const void* begin, std::uint64_t bytes, int writer) {
+    const auto from =
+        static_cast<std::uint64_t>(static_cast<const std::byte*>(begin) - memory_.data());
+    ASSERT_LE(from + bytes, memory_.size());
+    const auto after = ends_.upper_bound(from);
+    if (after != ends_.end()) ASSERT_LE(from + bytes, after->second.begin) << "by " << writer;
+    ASSERT_TRUE(ends_.emplace(from + bytes, Claim{from, writer}).second);
+  }
+
+ private:
+  struct Claim {
+    std::uint64_t begin;
+    int writer;
+  };
+  std::map<std::uint64_t, Claim> ends_;  // by where they end
+  std::vector<std::byte> memory_;
+};
+
+TEST(DeviceHeap, EveryByteHasOneWriter) {
+  for (const bool scaled : {false, true}) {
+    for (const int ranks : {2, 3, 8}) {
+      for (const int experts : {2, 7, 24}) {
+        const Heap::Shape shape = small_shape(ranks, experts, 5, scaled);
+        const Heap heap(shape);
+        const protocol::ExpertPartition partition{experts, ranks};
+        const auto of_owner = static_cast<std::uint32_t>(partition.max_count());
+        Claims claims(heap.bytes());
+        std::byte* const base = claims.base();
+        claims.claim(base, sizeof(protocol::Control), 0);
+        for (int source = 0; source < ranks; ++source) {
+          for (const std::uint64_t epoch : {4, 5}) {
+            claims.claim(heap.counts_epoch(base, epoch, source), 4, source);
+            claims.claim(heap.counts(base, epoch, source), 4 * static_cast<std::uint64_t>(experts),
+                         source);
+          }
+        }
+        for (std::uint32_t distance = 1; distance < static_cast<std::uint32_t>(ranks); ++distance) {
+          const int source = static_cast<int>(distance);
+          for (std::uint32_t e = 0; e < of_owner; ++e) {
+            claims.claim(heap.arrived(base, e, distance), 4, source);
+            claims.claim(heap.entries(base, e, distance), 4 * 5, source);
+            if (shape.weighs_input) claims.claim(heap.weights(base, e, distance), 4 * 5, source);
+          }
+          for (std::uint32_t token = 0; token < 5; ++token) {
+            claims.claim(heap.pool(base, distance, token), heap.token_bytes(), source);
+          }
+        }
+        for (std::uint32_t tile = 0; tile < shape.max_tiles; ++tile) {
+          claims.claim(heap.finished(base, tile), 4, 0);
+        }
+        claims.claim(heap.cells(base), shape.cell_bytes, 0);
+      }
+    }
+  }
+}
+
+TEST(DeviceHeap, FlagsComeFirst) {
+  const Heap heap(small_shape(4, 10, 8, true));
+  std::vector<std::byte> memory(heap.bytes());
+  std::byte* const base = memory.data();
+  const auto offset = [&](const void* p) {
+    return static_cast<std::uint64_t>(static_cast<const std::byte*>(p) - base);
+  };
+  EXPECT_LT(offset(heap.counts(base, 1, 3) + 9), heap.flag_bytes());
+  EXPECT_LT(offset(heap.arrived(base, 2, 3)), heap.flag_bytes());
+  EXPECT_LT(offset(heap.finished(base, 13)), heap.flag_bytes());
+  EXPECT_GE(offset(heap.entries(base, 0, 1)), heap.flag_bytes());
+}
+
+// DeepSeek-V4-Flash's geometry on 8 ranks with 8192 tokens each, in FP8: less than the 700 MiB that
+// the smallest of the fused rivals takes.
+TEST(DeviceHeap, IsAsLargeAsWhatMayArrive) {
+  Heap::Shape shape;
+  shape.num_ranks = 8;
+  shape.num_experts = 256;
+  shape.hidden = 4096;
+  shape.max_tokens = 8192;
+  shape.element_bytes = 1;
+  shape.scaled = true;
+  shape.max_tiles = 256 + 8 * 8192 * 6 / 128;
+  shape.cell_bytes = std::uint64_t{8192} * 6 * 4096 * 2;
+  constexpr std::uint64_t kMiB = 1 << 20;
+  EXPECT_EQ(Heap(shape).bytes() / kMiB, 622u);
+  // A world of one needs nothing but cells.
+  shape.num_ranks = 1;
+  EXPECT_LT(Heap(shape).bytes() - shape.cell_bytes, 8192u);
+}
+
+}  // namespace
+}  // namespace switchyard::gpu

@@ -1,0 +1,138 @@
+// Worlds of ranks on the GPUs that there are, which several ranks share if they must.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "gpu/device.h"
+#include "support/device_batch.h"
+#include "support/layers.h"
+#include "switchyard/world.h"
+
+namespace switchyard::testing {
+
+// Makes `options` those of one of `ranks` ranks, rank r on GPU r modulo their number. All blocks of
+// ranks on the same GPU must run at once: each rank gets its part of the multiprocessors, and a few
+// less, because pairs of blocks do not fit everywhere.
+inline LayerOptions options_of_rank(int rank, int ranks, LayerOptions options) {
+  constexpr int kSpare = 8;
+  const int devices = gpu::device_count();
+  options.backend = Backend::kCuda;
+  options.device = rank % devices;
+  const int neighbours = (ranks + devices - 1) / devices;
+  const int sms = gpu::device_info(options.device).num_sms;
+  if (neighbours > 1) options.reserved_sms = sms - std::max(2, sms / neighbours - kSpare);
+  if (options.deadline.count() == 0) options.deadline = std::chrono::seconds(10);
+  return options;
+}
+
+inline Batch share_of_batch(const Batch& batch, const Shares& shares, int rank, int top_k) {
+  const auto first = static_cast<std::size_t>(shares.first[static_cast<std::size_t>(rank)]);
+  const auto count = static_cast<std::size_t>(shares.count[static_cast<std::size_t>(rank)]);
+  const MatrixView x = batch.x.view();
+  Batch share{Matrix(static_cast<std::int64_t>(count), x.cols, x.dtype), {}, {}, {}};
+  if (count != 0) {
+    std::memcpy(share.x.row(0), batch.x.rows_from(static_cast<std::int64_t>(first), 1).data,
+                count * static_cast<std::size_t>(x.cols) * size_of(x.dtype));
+  }
+  const auto cut = [&](const auto& from, auto& to, std::size_t k) {
+    if (from.empty()) return;
+    const auto begin = from.begin() + static_cast<std::ptrdiff_t>(first * k);
+    to.assign(begin, begin + static_cast<std::ptrdiff_t>(count * k));
+  };
+  cut(batch.topk_ids, share.topk_ids, static_cast<std::size_t>(top_k));
+  cut(batch.topk_weights, share.topk_weights, static_cast<std::size_t>(top_k));
+  cut(batch.token_ids, share.token_ids, 1);
+  return share;
+}
+
+// One rank's layer on its GPU, for the thread that plays the rank. Nothing may be allocated or
+// freed while a pass is under way: that may wait for the other ranks on the GPU, which wait for
+// this one.
+class DeviceRank {
+ public:
+  DeviceRank(World world, const LayerSpec& spec, const MoeWeights& weights, int max_tokens,
+             LayerOptions options = {})
+      : world_(std::move(world)), spec_(spec) {
+    options = options_of_rank(world_.rank(), world_.size(), options);
+    options.max_tokens = max_tokens;
+    gpu::set_device(options.device);
+    stream_ = std::make_unique<gpu::Stream>();
+    layer_ = std::make_unique<MoeLayer>(world_, spec, weights, options);
+  }
+  ~DeviceRank() {
+    try {
+      world_.barrier();
+    } catch (const Error&) {
+      // Of a world that died there is nobody to wait for.
+    }
+  }
+  DeviceRank(const DeviceRank&) = delete;
+  DeviceRank& operator=(const DeviceRank&) = delete;
+
+  World& world() { return world_; }
+  MoeLayer& layer() { return *layer_; }
+  const gpu::Stream& stream() const { return *stream_; }
+
+  // Collective: a pass of a batch that is on the device.
+  void forward(DeviceBatch& batch) {
+    batch.poison(*stream_);
+    world_.barrier();
+    batch.enqueue(*layer_, *stream_);
+    stream_->synchronize();
+    world_.barrier();
+  }
+  // Collective: this rank's share of the batch, into its place in `result`.
+  void run(const Batch& batch, const Shares& shares, BatchResult& result) {
+    const int rank = world_.rank();
+    const auto r = static_cast<std::size_t>(rank);
+    DeviceBatch share(spec_, share_of_batch(batch, shares, rank, spec_.top_k),
+                      result.output.dtype());
+    forward(share);
+    BatchResult mine = share.fetch();
+    const std::size_t slots = mine.ids.size();
+    if (slots != 0) {
+      const auto first = static_cast<std::size_t>(shares.first[r] * spec_.top_k);
+      std::memcpy(result.output.row(shares.first[r]), mine.output.row(0),
+                  static_cast<std::size_t>(shares.count[r] * spec_.hidden) *
+                      size_of(result.output.dtype()));
+      std::copy_n(mine.ids.begin(), slots, result.ids.begin() + static_cast<std::ptrdiff_t>(first));
+      std::copy_n(mine.weights.begin(), slots,
+                  result.weights.begin() + static_cast<std::ptrdiff_t>(first));
+    }
+    result.stats[r] = layer_->stats();
+    world_.barrier();
+  }
+
+ private:
+  World world_;
+  LayerSpec spec_;
+  std::unique_ptr<gpu::Stream> stream_;
+  std::unique_ptr<MoeLayer> layer_;
+};
+
+// The batch through a fresh world of ranks on GPUs, `passes` times, which must all be the same.
+inline BatchResult run_on_gpus(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
+                               const Shares& shares, DType output_dtype, int passes = 2,
+                               LayerOptions options = {}) {
+  const int ranks = static_cast<int>(shares.count.size());
+  const auto max_tokens =
+      static_cast<int>(std::max<std::int64_t>(1, *std::ranges::max_element(shares.count)));
+  std::vector<BatchResult> results(static_cast<std::size_t>(passes),
+                                   empty_result(spec, batch, ranks, output_dtype));
+  run_all_ranks(World::threads(ranks), [&](const World& world) {
+    DeviceRank rank(world, spec, weights, max_tokens, options);
+    for (BatchResult& result : results) rank.run(batch, shares, result);
+  });
+  for (const BatchResult& result : results) {
+    EXPECT_TRUE(result.output == results[0].output) << "repeated";
+    EXPECT_EQ(result.ids, results[0].ids) << "repeated";
+  }
+  return std::move(results[0]);
+}
+
+}  // namespace switchyard::testing
