@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "gpu/cuda_error.h"
 #include "gpu/symmetric_memory.h"
@@ -216,11 +217,10 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   params_.limit = spec.activation.limit;
   params_.up_bias = spec.activation.up_bias;
   params_.clamps = std::isfinite(params_.limit) || params_.up_bias != 0;
-  choose_grid();
+  attempt_together(world_.fabric(), [&] { choose_grid(); });
   lay_out_heap();
-  lay_out_workspace();
-  // Nobody writes into a heap before its flags are zero.
-  if (distributed()) world_.barrier();
+  // Nobody writes into a heap before its owner has come past here, with its flags zero.
+  attempt_together(world_.fabric(), [&] { lay_out_workspace(); });
 }
 
 // One block per multiprocessor, all of them resident at once, or not at all.

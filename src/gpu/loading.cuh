@@ -563,7 +563,7 @@ __device__ __forceinline__ void pack_first_rows(const Pass<P>& pass) {
 // for there are few registers.)
 template <typename P>
 __device__ __forceinline__ void pack_role(const Pass<P>& pass) {
-  constexpr std::uint32_t kRows = 4, kLead = 2;
+  constexpr std::uint32_t kRows = 16, kSlots = 8, kLead = 2;
   const LayerParams& layer = pass.layer;
   // Where the rows of level n begin, and where its slots.
   const auto row_begin = [&](std::uint32_t n) {
@@ -575,24 +575,35 @@ __device__ __forceinline__ void pack_role(const Pass<P>& pass) {
   const auto slot_begin = [&](std::uint32_t n) {
     return pass.block.ranks.send_begin[n * static_cast<std::uint32_t>(layer.heaps.size() - 1)];
   };
-  volatile std::uint32_t& level = pass.block.pack_level;
+  volatile std::uint32_t &level = pass.block.pack_level, &next = pass.block.pack_next;
+  // By all lanes, none of which may read the one value while another writes the other.
+  const auto set = [](volatile std::uint32_t& word, std::uint32_t value) {
+    __syncwarp();
+    word = value;
+    __syncwarp();
+  };
+  set(level, 0);
 #pragma unroll 1
-  for (level = 0; level < layer.levels + kLead; level = level + 1) {
+  while (level < layer.levels + kLead) {
     if (pass.distributed() && level < layer.levels) {
-      std::uint32_t slot =
-          first_group<kRows>(max(slot_begin(level), pass.state().first_sends / kRows * kRows));
+      set(next,
+          first_group<kSlots>(max(slot_begin(level), pass.state().first_sends / kSlots * kSlots)));
 #pragma unroll 1
-      for (; slot < slot_begin(level + 1); slot += kRows * gridDim.x) {
-        send_slots<kRows>(pass, slot, pass.state().first_sends, pass.num_sends());
+      while (next < slot_begin(level + 1)) {
+        send_slots<kSlots>(pass, next, pass.state().first_sends, pass.num_sends());
+        set(next, next + kSlots * gridDim.x);
       }
     }
-    if (level < kLead) continue;
-    std::uint32_t row =
-        first_group<kRows>(max(row_begin(level - kLead), pass.state().first_rows / kRows * kRows));
+    if (level >= kLead) {
+      set(next, first_group<kRows>(
+                    max(row_begin(level - kLead), pass.state().first_rows / kRows * kRows)));
 #pragma unroll 1
-    for (; row < row_begin(level - kLead + 1); row += kRows * gridDim.x) {
-      pack_rows<kRows>(pass, row, pass.state().first_rows, pass.num_rows());
+      while (next < row_begin(level - kLead + 1)) {
+        pack_rows<kRows>(pass, next, pass.state().first_rows, pass.num_rows());
+        set(next, next + kRows * gridDim.x);
+      }
     }
+    set(level, level + 1);
   }
   if (pass.distributed()) raise_finished(pass);
 }

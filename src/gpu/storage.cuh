@@ -217,8 +217,8 @@ struct BlockStorage {
   alignas(16) TaskDescriptor tasks[kTaskSlots];
   alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
   alignas(8) std::uint64_t task_full[kTaskSlots], task_empty[kTaskSlots], demand, ticket_full;
-  std::uint32_t pack_level;  // of the pack warp
-  std::uint32_t ticket;      // from the scheduler of the pair's first block to that of the second
+  std::uint32_t pack_level, pack_next;  // of the pack warp
+  std::uint32_t ticket;  // from the scheduler of the pair's first block to that of the second
   std::uint32_t expert_rows[kMaxDeviceExperts];
   // [E + 1] first tile of each expert, numbered so that those of this rank come after the shared
   // expert's; those of other ranks go on in both directions.

@@ -37,7 +37,9 @@ class Claims {
         static_cast<std::uint64_t>(static_cast<const std::byte*>(begin) - memory_.data());
     ASSERT_LE(from + bytes, memory_.size());
     const auto after = ends_.upper_bound(from);
-    if (after != ends_.end()) ASSERT_LE(from + bytes, after->second.begin) << "by " << writer;
+    if (after != ends_.end()) {
+      ASSERT_LE(from + bytes, after->second.begin) << "by " << writer;
+    }
     ASSERT_TRUE(ends_.emplace(from + bytes, Claim{from, writer}).second);
   }
 
