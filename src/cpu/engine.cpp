@@ -569,11 +569,13 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
 }
 
 void Engine::fail() {
-  // If another rank claimed this rank's record first, it may still be writing it.
+  // Another thread of this rank may be about to raise the word.
   for (int i = 0; i < 1000 && !aborted(); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  const protocol::FailureRecord& record = layer_.heaps.control(rank())->failure;
+  const protocol::Heaps& heaps = layer_.heaps;
+  const protocol::FailureRecord& record =
+      heaps.control(heaps.control(rank())->failed_rank(rank()))->failure;
   throw protocol::timeout_error(record, rank(), world_.fabric().liveness(record.peer));
 }
 

@@ -484,11 +484,15 @@ void Engine::throw_if_failed() {
     case Failure::kGivenUp:
       break;
   }
-  protocol::Control control;
-  SWITCHYARD_CUDA(
-      cudaMemcpy(&control, params_.heaps.mine(), sizeof control, cudaMemcpyDeviceToHost));
-  throw protocol::timeout_error(control.failure, world_.rank(),
-                                world_.fabric().liveness(control.failure.peer));
+  const auto control_of = [this](int rank) {
+    protocol::Control control;
+    SWITCHYARD_CUDA(
+        cudaMemcpy(&control, params_.heaps.control(rank), sizeof control, cudaMemcpyDeviceToHost));
+    return control;
+  };
+  const int failed = control_of(world_.rank()).failed_rank(world_.rank());
+  const protocol::FailureRecord record = control_of(failed).failure;
+  throw protocol::timeout_error(record, world_.rank(), world_.fabric().liveness(record.peer));
 }
 
 const ForwardStats& Engine::stats() {

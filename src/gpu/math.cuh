@@ -180,8 +180,8 @@ __device__ __forceinline__ void report_stuck_ring(const Pass<P>& pass) {
   if (threadIdx.x != kWarpgroup || *pass.waiter().going != Going::kRingStuck) return;
   const int rank = pass.layer.heaps.rank;
   protocol::abort_world(pass.layer.heaps,
-                        {rank, rank, protocol::Phase::kExperts, pass.waiter().epoch, blockIdx.x, 0,
-                         0, 2 * pass.waiter().deadline_ns});
+                        {rank, rank, protocol::Phase::kExperts, pass.waiter().epoch,
+                         fresh_block_index(), 0, 0, 2 * pass.waiter().deadline_ns});
   *pass.layer.failed = static_cast<std::uint32_t>(Failure::kGivenUp);
 }
 

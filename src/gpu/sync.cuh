@@ -232,6 +232,12 @@ __device__ __forceinline__ std::uint32_t fresh_thread_index() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index % kModulus;
 }
+// Likewise blockIdx.x.
+__device__ __forceinline__ std::uint32_t fresh_block_index() {
+  std::uint32_t index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
 
 // `Threads` threads that all name barrier `id`.
 template <int Threads>

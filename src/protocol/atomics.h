@@ -53,11 +53,11 @@ SWITCHYARD_HOST_DEVICE T fetch_add(T* word, T value) {
   return SystemAtomic<T>(*word).fetch_add(value, order::memory_order_acq_rel);
 }
 
-// Returns whether `word` was `expected` and is now `desired`.
+// Makes `word` `desired` if it is `expected`; returns what it was.
 template <typename T>
-SWITCHYARD_HOST_DEVICE bool claim(T* word, T expected, T desired) {
-  return SystemAtomic<T>(*word).compare_exchange_strong(expected, desired,
-                                                        order::memory_order_acq_rel);
+SWITCHYARD_HOST_DEVICE T compare_exchange(T* word, T expected, T desired) {
+  SystemAtomic<T>(*word).compare_exchange_strong(expected, desired, order::memory_order_acq_rel);
+  return expected;
 }
 
 }  // namespace switchyard::protocol

@@ -53,7 +53,7 @@ SWITCHYARD_HOST_DEVICE constexpr const char* phase_name(Phase phase) {
   return "?";
 }
 
-// What the first waiter whose deadline passed saw.
+// What a waiter whose deadline passed saw.
 struct FailureRecord {
   std::int32_t waiter;
   std::int32_t peer;
@@ -67,11 +67,14 @@ struct FailureRecord {
 
 // Every rank's own words, on cache lines of their own because peers poll them.
 struct Control {
-  alignas(64) std::uint64_t abort;  // 0, or 1 once `failure` is complete
-  std::uint64_t claim;              // 0, or 1 + the rank that writes `failure`
-  FailureRecord failure;
+  alignas(64) std::uint64_t abort;      // 0, or 1 + the rank whose `failure` ended the world
+  std::uint64_t verdict;                // rank 0's: what every rank's `abort` will be
+  std::uint64_t claim;                  // 0, or 1 once a thread of the owner writes `failure`
+  FailureRecord failure;                // what ended the owner's own patience
   alignas(64) std::uint64_t waits_for;  // WaitsFor::pack of what the owner waits for; 0: it works
   alignas(64) std::uint64_t progress;   // steps the owner has completed since the layer was made
+
+  int failed_rank(int owner) const { return abort == 0 ? owner : static_cast<int>(abort) - 1; }
 };
 
 // "I wait for `peer` in `phase`", in one word so that it is read whole.

@@ -39,19 +39,20 @@ SWITCHYARD_HOST_DEVICE inline Culprit find_culprit(const Heaps& heaps, int peer,
   return culprit;
 }
 
-// Leaves `record` in every rank's heap that has none yet, and raises every abort word. The claim
-// comes first so that records of two ranks never mix; the abort word comes last, with release, so
-// that whoever sees it sees a whole record.
+// Raises every rank's abort word. Deadlines of several ranks may pass at once, and all are to tell
+// the same story: each writes a record of its own, rank 0's verdict word takes the first, and
+// whoever comes later spreads that verdict too, so that nobody waits for anybody and a rank that
+// dies in here is not missed. A record is whole before its rank can become the verdict.
 SWITCHYARD_HOST_DEVICE inline void abort_world(const Heaps& heaps, const FailureRecord& record) {
+  constexpr std::uint64_t kNone = 0;
+  Control* mine = heaps.control(heaps.rank);
+  if (compare_exchange(&mine->claim, kNone, std::uint64_t{1}) != kNone) return;  // another thread
+  mine->failure = record;
+  const std::uint64_t own = static_cast<std::uint64_t>(heaps.rank) + 1;
+  std::uint64_t first = compare_exchange(&heaps.control(0)->verdict, kNone, own);
+  if (first == kNone) first = own;
   SWITCHYARD_ROLLED
-  for (int i = 0; i < heaps.size(); ++i) {
-    Control* control = heaps.control((heaps.rank + i) % heaps.size());
-    if (!claim(&control->claim, std::uint64_t{0}, static_cast<std::uint64_t>(record.waiter) + 1)) {
-      continue;
-    }
-    control->failure = record;
-    store_release(&control->abort, std::uint64_t{1});
-  }
+  for (int r = 0; r < heaps.size(); ++r) store_release(&heaps.control(r)->abort, first);
 }
 
 SWITCHYARD_HOST_DEVICE inline bool aborted(const Heaps& heaps) {

@@ -2,16 +2,19 @@
 
 #include <gtest/gtest.h>
 
+#include <barrier>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <thread>
 #include <vector>
 
 namespace switchyard::protocol {
 namespace {
 
-// Four ranks' heaps, seen by rank 0, and a clock that moves by one microsecond per look.
+// Four ranks' heaps, seen by rank 0 unless another is asked for, and a clock that moves by one
+// microsecond per look.
 class Wait : public ::testing::Test {
  protected:
   struct FakePace {
@@ -48,6 +51,16 @@ class Wait : public ::testing::Test {
     });
   }
 
+  Heaps heaps_of(int rank) const {
+    Heaps heaps = heaps_;
+    heaps.rank = rank;
+    return heaps;
+  }
+  // What `rank` would tell its caller.
+  const FailureRecord& failure_told_by(int rank) const {
+    return heaps_.control(heaps_.control(rank)->failed_rank(rank))->failure;
+  }
+
   Heaps heaps_;
   FakePace pace_;
   std::vector<std::unique_ptr<void, decltype(&std::free)>> memory_;
@@ -78,17 +91,17 @@ TEST_F(Wait, DeadlineNamesTheRankAtTheEndOfTheChain) {
   heaps_.control(1)->waits_for = WaitsFor{Phase::kCounts, 3}.pack();  // 0 waits for 1 waits for 3
   EXPECT_EQ(wait_for(1, 2'000'000, [] { return false; }), WaitResult::kAborted);
   for (int r = 0; r < 4; ++r) {
-    const Control* control = heaps_.control(r);
-    ASSERT_EQ(control->abort, 1u) << "rank " << r;
-    EXPECT_EQ(control->failure.waiter, 0);
-    EXPECT_EQ(control->failure.peer, 3);
-    EXPECT_EQ(control->failure.phase, Phase::kCounts);
-    EXPECT_EQ(control->failure.epoch, 9u);
-    EXPECT_EQ(control->failure.slot, 5u);
-    EXPECT_EQ(control->failure.expected, 9u);
-    EXPECT_EQ(control->failure.observed, 8u);
-    EXPECT_GE(control->failure.waited_ns, 2'000'000u);
-    EXPECT_LT(control->failure.waited_ns, 2'200'000u);
+    ASSERT_EQ(heaps_.control(r)->abort, 1u) << "rank " << r;
+    const FailureRecord& failure = failure_told_by(r);
+    EXPECT_EQ(failure.waiter, 0);
+    EXPECT_EQ(failure.peer, 3);
+    EXPECT_EQ(failure.phase, Phase::kCounts);
+    EXPECT_EQ(failure.epoch, 9u);
+    EXPECT_EQ(failure.slot, 5u);
+    EXPECT_EQ(failure.expected, 9u);
+    EXPECT_EQ(failure.observed, 8u);
+    EXPECT_GE(failure.waited_ns, 2'000'000u);
+    EXPECT_LT(failure.waited_ns, 2'200'000u);
   }
 }
 
@@ -112,16 +125,48 @@ TEST_F(Wait, ProgressOfAnyRankExtendsTheDeadline) {
 
 TEST_F(Wait, SeesAnotherRanksAbort) {
   pace_.on_pause = [&](std::uint32_t looks) {
-    if (looks == 10) abort_world(heaps_, {2, 3, Phase::kCombine, 4, 0, 0, 0, 1});
+    if (looks == 10) abort_world(heaps_of(2), {2, 3, Phase::kCombine, 4, 0, 0, 0, 1});
   };
   EXPECT_EQ(wait_for(1, 1'000'000'000, [] { return false; }), WaitResult::kAborted);
-  EXPECT_EQ(heaps_.control(0)->failure.waiter, 2);
+  EXPECT_EQ(failure_told_by(0).waiter, 2);
 }
 
 TEST_F(Wait, TheFirstRecordStays) {
-  abort_world(heaps_, {2, 3, Phase::kCombine, 4, 0, 0, 0, 1});
-  abort_world(heaps_, {1, 0, Phase::kCounts, 5, 0, 0, 0, 1});
-  for (int r = 0; r < 4; ++r) EXPECT_EQ(heaps_.control(r)->failure.waiter, 2);
+  abort_world(heaps_of(2), {2, 3, Phase::kCombine, 4, 0, 0, 0, 1});
+  abort_world(heaps_of(2), {2, 0, Phase::kCounts, 4, 0, 0, 0, 2});
+  abort_world(heaps_of(1), {1, 0, Phase::kCounts, 5, 0, 0, 0, 1});
+  for (int r = 0; r < 4; ++r) {
+    EXPECT_EQ(failure_told_by(r).waiter, 2);
+    EXPECT_EQ(failure_told_by(r).phase, Phase::kCombine);
+  }
+}
+
+TEST_F(Wait, DeadlinesThatPassAtOnceTellOneStory) {
+  for (int repeat = 0; repeat < 500; ++repeat) {
+    for (int r = 0; r < 4; ++r) *heaps_.control(r) = Control{};
+    std::barrier at_once(4);
+    std::vector<std::thread> ranks;
+    for (int r = 0; r < 4; ++r) {
+      ranks.emplace_back([&, r] {
+        at_once.arrive_and_wait();
+        abort_world(heaps_of(r), {r, 3 - r, Phase::kCombine, 4, 0, 0, 0, 1});
+        // As soon as the rank's own word is raised, not only in the end.
+        const FailureRecord told = failure_told_by(r);
+        EXPECT_EQ(told.peer, 3 - told.waiter);
+        EXPECT_EQ(told.waiter, heaps_.control(0)->verdict - 1);
+      });
+    }
+    for (std::thread& rank : ranks) rank.join();
+    for (int r = 0; r < 4; ++r) EXPECT_EQ(failure_told_by(r).waiter, failure_told_by(0).waiter);
+  }
+}
+
+// A rank that dies between its verdict and the words it was to raise.
+TEST_F(Wait, AnothersVerdictIsSpread) {
+  heaps_.control(2)->failure = {2, 3, Phase::kCombine, 4, 0, 0, 0, 1};
+  heaps_.control(0)->verdict = 3;
+  abort_world(heaps_of(1), {1, 0, Phase::kCounts, 4, 0, 0, 0, 1});
+  for (int r = 0; r < 4; ++r) EXPECT_EQ(failure_told_by(r).waiter, 2);
 }
 
 }  // namespace
