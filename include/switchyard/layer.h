@@ -12,6 +12,7 @@
 #include "switchyard/error.h"
 #include "switchyard/layer_spec.h"
 #include "switchyard/tensor.h"
+#include "switchyard/trace.h"
 #include "switchyard/weights.h"
 #include "switchyard/world.h"
 
@@ -78,6 +79,9 @@ struct LayerOptions {
   std::optional<DType> compute;
   // Longest wait without a sign of progress from any rank. Zero: the world's.
   std::chrono::milliseconds deadline{0};
+  // Record what every role does in each pass, for MoeLayer::trace(). With kCuda a second variant of
+  // the kernel does so, which is compiled for some activations only; the other has no trace of it.
+  bool trace = false;
   // Called at every protocol step of this rank, from any of its threads. For fault injection and
   // tracing; an empty function costs one test per step. kCpu only.
   std::function<void(const ProtocolStep&)> on_step;
@@ -171,6 +175,11 @@ class MoeLayer {
   // Of the last pass. With kCuda it waits for that pass to end, and so may not be captured; passes
   // that a graph launched count, and times and used heap bytes are not known.
   const ForwardStats& stats() const;
+
+  // What this rank did in the last pass. Collective over the world, because GPUs' clocks are
+  // compared with each other's. Waits for the pass to end. Throws Error{kInvalidArgument} without
+  // LayerOptions::trace, and what forward() throws of a pass that failed.
+  PassTrace trace() const;
 
   const LayerSpec& spec() const;
   Backend backend() const;

@@ -70,6 +70,8 @@ class Engine final : public LayerEngine {
 
   void forward(const ForwardInput& input, const ForwardOutput& output) override;
   const ForwardStats& stats() override { return stats_; }
+  PassTrace trace() override { return {}; }
+  bool traces() const override { return options_.trace; }
   const LayerSpec& spec() const override { return layer_.spec; }
   Backend backend() const override { return Backend::kCpu; }
   DType compute() const override { return layer_.compute; }

@@ -122,6 +122,12 @@ void MoeLayer::forward(const ForwardInput& input, const ForwardOutput& output) {
   engine_->forward(input, output);
 }
 const ForwardStats& MoeLayer::stats() const { return engine_->stats(); }
+PassTrace MoeLayer::trace() const {
+  if (!engine_->traces()) {
+    refuse("the layer records no trace; make it with LayerOptions::trace set");
+  }
+  return engine_->trace();
+}
 const LayerSpec& MoeLayer::spec() const { return engine_->spec(); }
 Backend MoeLayer::backend() const { return engine_->backend(); }
 DType MoeLayer::compute() const { return engine_->compute(); }

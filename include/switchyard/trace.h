@@ -1,0 +1,77 @@
+// What every role of a rank did in one forward pass, and when.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace switchyard {
+
+// Who did it. On the CPU every thread plays all roles.
+enum class TraceRole : std::uint8_t {
+  kPass,       // what a whole block, or rank, does in turn: gate, routing, counts, plan
+  kScheduler,  // takes tasks
+  kWeights,    // streams a task's weights
+  kTokens,     // streams a task's tokens
+  kSend,       // writes rows to other ranks
+  kPack,       // copies rows into token tiles
+  kMath,       // GEMMs, their epilogues, combine
+};
+
+enum class TraceKind : std::uint8_t {
+  kGate,     // activations prepared, partial logits
+  kRoute,    // experts chosen, slots listed
+  kCounts,   // counts told to every rank, and awaited from every rank
+  kPlan,     // tiles and offsets
+  kSend,     // rows written to other ranks
+  kPack,     // rows copied into tiles
+  kTask,     // a task taken and handed out
+  kGemm1,    // of one tile and block of weight rows
+  kGemm2,
+  kCombine,  // a chunk of tokens summed
+  kSignal,   // completed tiles told to other ranks
+};
+
+// What the role waited for between ready_ns and begin_ns.
+enum class TraceWait : std::uint8_t {
+  kNothing,
+  kTask,      // another task
+  kSlot,      // room in a ring or in a buffer of tiles
+  kInput,     // this rank's own: packed rows, a first GEMM's output, weights
+  kCounts,    // other ranks' counts
+  kDispatch,  // other ranks' rows
+  kCombine,   // other ranks' results
+};
+
+struct TraceEvent {
+  TraceKind kind;
+  TraceRole role;
+  TraceWait wait = TraceWait::kNothing;
+  std::int32_t unit = 0;  // the block (CUDA, one per SM) or the thread (CPU)
+  // Nanoseconds on the host's steady clock, on all ranks of one host. The role was free at
+  // ready_ns, had what it waited for at begin_ns, and was done at end_ns.
+  std::int64_t ready_ns = 0;
+  std::int64_t begin_ns = 0;
+  std::int64_t end_ns = 0;
+  // -1 where there is none. Tiles are numbered within the rank, the shared expert's first.
+  std::int32_t tile = -1;    // kCombine: the chunk of tokens
+  std::int32_t block = -1;   // of weight rows, within the tile's
+  std::int32_t expert = -1;  // of all ranks' experts; -1: the shared one
+  std::int32_t rows = 0;     // of tokens
+  std::int32_t peer = -1;    // the rank written to, read from or waited for
+};
+
+// One rank's. Events of one unit and role do not overlap and are in order.
+struct PassTrace {
+  int rank = 0;
+  int num_ranks = 1;
+  std::uint64_t epoch = 0;
+  std::int64_t dropped = 0;  // events for which there was no room
+  std::vector<TraceEvent> events;
+};
+
+// "pass", "scheduler", ...; "gate", "route", ...; "nothing", "task", ...
+const char* to_string(TraceRole role);
+const char* to_string(TraceKind kind);
+const char* to_string(TraceWait wait);
+
+}  // namespace switchyard
