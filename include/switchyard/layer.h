@@ -82,6 +82,8 @@ struct LayerOptions {
   // Record what every role does in each pass, for MoeLayer::trace(). With kCuda a second variant of
   // the kernel does so, which is compiled for some activations only; the other has no trace of it.
   bool trace = false;
+  // kCuda only, and only with `trace`: fault injection.
+  std::optional<SlowRole> slow_role;
   // Called at every protocol step of this rank, from any of its threads. For fault injection and
   // tracing; an empty function costs one test per step. kCpu only.
   std::function<void(const ProtocolStep&)> on_step;
@@ -176,8 +178,7 @@ class MoeLayer {
   // that a graph launched count, and times and used heap bytes are not known.
   const ForwardStats& stats() const;
 
-  // What this rank did in the last pass. Collective over the world, because GPUs' clocks are
-  // compared with each other's. Waits for the pass to end. Throws Error{kInvalidArgument} without
+  // What this rank did in the last pass, which it waits for. Throws Error{kInvalidArgument} without
   // LayerOptions::trace, and what forward() throws of a pass that failed.
   PassTrace trace() const;
 

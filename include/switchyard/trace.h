@@ -17,15 +17,22 @@ enum class TraceRole : std::uint8_t {
   kMath,       // GEMMs, their epilogues, combine
 };
 
+// For tests of what waits for what: a role that dawdles after one in kOneIn of its tasks, or rows,
+// or turns.
+struct SlowRole {
+  static constexpr std::uint32_t kOneIn = 16;
+  TraceRole role = TraceRole::kPass;
+  std::uint32_t nanoseconds = 0;
+};
+
 enum class TraceKind : std::uint8_t {
-  kGate,     // activations prepared, partial logits
-  kRoute,    // experts chosen, slots listed
-  kCounts,   // counts told to every rank, and awaited from every rank
-  kPlan,     // tiles and offsets
-  kSend,     // rows written to other ranks
-  kPack,     // rows copied into tiles
-  kTask,     // a task taken and handed out
-  kGemm1,    // of one tile and block of weight rows
+  kGate,    // activations prepared, partial logits
+  kRoute,   // experts chosen, slots listed
+  kCounts,  // counts told to every rank, and awaited from every rank
+  kPlan,    // tiles and offsets
+  kSend,    // rows written to other ranks
+  kPack,    // rows copied into tiles
+  kGemm1,   // of one tile and block of weight rows; of loading roles and the scheduler, their part
   kGemm2,
   kCombine,  // a chunk of tokens summed
   kSignal,   // completed tiles told to other ranks
@@ -51,10 +58,11 @@ struct TraceEvent {
   // ready_ns, had what it waited for at begin_ns, and was done at end_ns.
   std::int64_t ready_ns = 0;
   std::int64_t begin_ns = 0;
+  std::int64_t products_ns = 0;  // of a GEMM on a GPU: its sums were complete; else 0
   std::int64_t end_ns = 0;
   // -1 where there is none. Tiles are numbered within the rank, the shared expert's first.
   std::int32_t tile = -1;    // kCombine: the chunk of tokens
-  std::int32_t block = -1;   // of weight rows, within the tile's
+  std::int32_t block = -1;   // of weight rows, and part of K if split, within the tile
   std::int32_t expert = -1;  // of all ranks' experts; -1: the shared one
   std::int32_t rows = 0;     // of tokens
   std::int32_t peer = -1;    // the rank written to, read from or waited for

@@ -183,6 +183,8 @@ void add_measure_options(CLI::App& app, BenchOptions& o) {
             "SMs of the GPU to leave free (cuda; default: those of other ranks on it)");
   app.add_flag("--uncooperative", o.measure.uncooperative,
                "Launch without asking for all blocks at once: for ncu (cuda)");
+  app.add_flag("--traced", o.measure.traced,
+               "Time the kernels that trace, to see what that costs (cuda)");
   add_whole(app, "--repeat", o.measure.repeat, 1, 1'000'000,
             "Timed passes (default 50 to 400 on a GPU, 5 to 50 elsewhere)");
   app.add_flag("--graph", o.only_graph, "Time only the replayed CUDA graph");

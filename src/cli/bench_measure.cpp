@@ -77,6 +77,7 @@ LayerOptions layer_options(DType compute, std::int64_t max_tokens, const Measure
   o.device = place.device;
   o.reserved_sms = place.reserved_sms;
   o.cooperative_launch = !options.uncooperative;
+  o.trace = options.traced;
   return o;
 }
 

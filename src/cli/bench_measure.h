@@ -21,6 +21,7 @@ struct MeasureOptions {
   // kCuda: SMs left free; empty: those of the other ranks on the GPU.
   std::optional<int> reserved_sms;
   bool uncooperative = false;  // kCuda
+  bool traced = false;         // kCuda
   int repeat = 0;              // timed passes; 0: by their duration
   bool graph = true;           // kCuda: replay a graph
   bool no_graph = true;        // one call after the other

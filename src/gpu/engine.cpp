@@ -12,6 +12,7 @@
 #include "gpu/cuda_error.h"
 #include "gpu/symmetric_memory.h"
 #include "gpu/tensor_map.h"
+#include "gpu/trace.h"
 #include "gpu/weights.h"
 #include "layer/compute.h"
 #include "model/quantize.h"
@@ -102,7 +103,7 @@ KernelEntry choose_kernel(const LayerSpec& spec, const MoeWeights& weights,
   const DType compute = resolve_compute(weights, options.compute);
   // What needs fp32 of itself gets it only if that was asked for, and then is refused.
   const bool rounds = compute == DType::kF32 && !options.compute;
-  return find_kernel(spec.activation, rounds ? DType::kBF16 : compute);
+  return find_kernel(spec.activation, rounds ? DType::kBF16 : compute, options.trace);
 }
 
 class Engine final : public LayerEngine {
@@ -112,11 +113,15 @@ class Engine final : public LayerEngine {
 
   void forward(const ForwardInput& input, const ForwardOutput& output) override;
   const ForwardStats& stats() override;
+  PassTrace trace() override;
+  bool traces() const override { return trace_.has_value(); }
   const LayerSpec& spec() const override { return spec_; }
   Backend backend() const override { return Backend::kCuda; }
   DType compute() const override { return policy().compute; }
   int num_threads() const override { return 0; }
-  std::uint64_t workspace_bytes() const override { return workspace_.bytes(); }
+  std::uint64_t workspace_bytes() const override {
+    return workspace_.bytes() + (trace_ ? trace_->bytes() : 0);
+  }
 
  private:
   const PolicyFacts& policy() const { return kernel_.policy; }
@@ -144,6 +149,7 @@ class Engine final : public LayerEngine {
   DeviceGate gate_;
   SymmetricMemory heap_;
   DeviceBuffer workspace_;
+  std::optional<DeviceTrace> trace_;
   HostWord failed_;
   LayerParams params_{};
   ForwardStats stats_;
@@ -220,7 +226,10 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   attempt_together(world_.fabric(), [&] { choose_grid(); });
   lay_out_heap();
   // Nobody writes into a heap before its owner has come past here, with its flags zero.
-  attempt_together(world_.fabric(), [&] { lay_out_workspace(); });
+  attempt_together(world_.fabric(), [&] {
+    lay_out_workspace();
+    if (options_.trace) trace_.emplace(grid_);
+  });
 }
 
 // One block per multiprocessor, all of them resident at once, or not at all.
@@ -425,6 +434,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   call.token_ids = input.token_ids.data();
   call.out_ids = output.topk_ids.empty() ? nullptr : output.topk_ids.data();
   call.out_weights = output.topk_weights.empty() ? nullptr : output.topk_weights.data();
+  if (trace_) call.trace = trace_->buffer(options_.slow_role);
   require_aligned("activations", call.x, call.x_stride, call.x_type, x.rows);
   require_aligned("outputs", call.y, call.y_stride, call.y_type, x.rows);
 
@@ -514,6 +524,16 @@ const ForwardStats& Engine::stats() {
   stats_.heap_bytes_reserved = heap_.bytes();
   stats_.workspace_bytes_used = workspace_.bytes();
   return stats_;
+}
+
+PassTrace Engine::trace() {
+  PassTrace trace;
+  trace.rank = world_.rank();
+  trace.num_ranks = world_.size();
+  trace.epoch = stats().epoch;
+  const DeviceScope scope(device_);
+  trace_->read(trace.epoch, trace);
+  return trace;
 }
 
 void Engine::count_traffic(const std::uint32_t* counters) {

@@ -6,18 +6,19 @@
 
 namespace switchyard::gpu {
 
-KernelEntry find_kernel(const Activation& activation, DType compute) {
-#define SWITCHYARD_KERNEL(policy, name, is_gated)                               \
-  if (compute == policy::kCompute && activation.kind == ActivationKind::name && \
-      activation.gated == (is_gated)) {                                         \
-    return kernel_entry<policy, ActivationKind::name, is_gated>();              \
+KernelEntry find_kernel(const Activation& activation, DType compute, bool traced) {
+#define SWITCHYARD_KERNEL(policy, name, is_gated)                                  \
+  if (compute == policy::kCompute && traced == policy::kTraced &&                  \
+      activation.kind == ActivationKind::name && activation.gated == (is_gated)) { \
+    return kernel_entry<policy, ActivationKind::name, is_gated>();                 \
   }
 #include "gpu/kernel_list.inc"
 #undef SWITCHYARD_KERNEL
   throw Error(
       ErrorCode::kUnsupported,
-      fmt::format("no kernel was compiled for a {} {} FFN with '{}'; see src/gpu/CMakeLists.txt",
-                  to_string(compute), activation.gated ? "gated" : "plain", name_of(activation)));
+      fmt::format("no {}kernel was compiled for a {} {} FFN with '{}'; see src/gpu/CMakeLists.txt",
+                  traced ? "traced " : "", to_string(compute), activation.gated ? "gated" : "plain",
+                  name_of(activation)));
 }
 
 }  // namespace switchyard::gpu

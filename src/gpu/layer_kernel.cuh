@@ -177,6 +177,7 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
   const LayerParams& layer = pass.layer;
   const CallParams& call = pass.call;
   BlockStorage<P>& block = pass.block;
+  trace_pass(pass, kRouteRecord, &TraceRecord::ready);
   if (converts(call)) {
     convert_activations(layer, call);
     grid_arrive(pass.barrier(kConverted));
@@ -198,6 +199,7 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
     const bool rehearsal = run == 0;
     if (rehearsal) {
       const bool math = warp >= kWarpgroup / 32;
+      trace_math(pass, kGateRecord, &TraceRecord::begin);
       if constexpr (P::kScaled) {
         if (math && quantizes) {
           quantize_activations(pass);
@@ -205,11 +207,16 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
         }
       }
       if (math && gates) gate_logits(pass);
+      if (P::kTraced && threadIdx.x == kWarpgroup) {
+        trace_subject(pass, TraceRole::kMath, kGateRecord, {TraceKind::kGate});
+        trace_math(pass, kGateRecord, &TraceRecord::end);
+      }
       if (threadIdx.x == kWarpgroup) add_release_gpu(pass.barrier(kLogitsReady), 1);
       if (alone ? gates : math) continue;
     } else if (shares && !grid_await(pass.waiter(), pass.barrier(kLogitsReady))) {
       return false;
     }
+    trace_pass(pass, kRouteRecord, &TraceRecord::begin);
     const auto share = [&](std::uint32_t i) {
       return static_cast<std::uint32_t>(std::uint64_t{call.tokens} * i / gridDim.x);
     };
@@ -225,18 +232,22 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
     } else if (!rehearsal) {
       __syncthreads();
       list_shared_slots(layer, block, pass.state().words, begin, end);
+      trace_turn(pass, kRouteRecord, TraceKind::kRoute, kCountsRecord);
       if (!pass.distributed()) {
         grid_arrive(pass.barrier(kListsReady));
         if (!grid_await(pass.waiter(), pass.barrier(kListsReady))) return false;
+        trace_pass(pass, kCountsRecord, &TraceRecord::begin);
         for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) {
           block.expert_rows[e] = __ldcg(pass.state().words.expert_rows() + e);
         }
       } else if constexpr (!alone) {
         if (grid_arrive_last(pass.barrier(kListsReady))) publish_counts(pass);
         if (!await_counts(pass)) return false;
+        trace_pass(pass, kCountsRecord, &TraceRecord::begin);
         read_counts(pass);
       }
       __syncthreads();
+      trace_turn(pass, kCountsRecord, TraceKind::kCounts, kPlanRecord);
     }
     if (warp == kSchedulerWarp) {
       const bool has_shared = layer.cells_per_token > layer.top_k;
@@ -272,6 +283,8 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
       state.stage_shape = {num_stages<P>(state.max_height), stage_bytes<P>(state.max_height)};
     }
   }
+  trace_turn(pass, alone ? kRouteRecord : kPlanRecord, alone ? TraceKind::kRoute : TraceKind::kPlan,
+             kTraceRecords);
   return true;
 }
 

@@ -9,6 +9,7 @@
 
 #include "gpu/heap.h"
 #include "gpu/policy.h"
+#include "gpu/trace_record.h"
 #include "protocol/layout.h"
 #include "protocol/partition.h"
 #include "routing/route_warp.cuh"
@@ -180,6 +181,7 @@ struct CallParams {
   const std::int32_t* token_ids;  // [T], hash routing
   std::int32_t* out_ids;          // [T, K] or null
   float* out_weights;
+  TraceBuffer trace;  // of traced kernels
 };
 
 // Everything about launches that the host must know.
@@ -198,7 +200,7 @@ template <typename P, ActivationKind kKind, bool kGated>
 KernelEntry kernel_entry();  // in the object that was compiled for it
 // The kernel for an activation and a compute type. Throws Error{kUnsupported} for one that was not
 // compiled.
-KernelEntry find_kernel(const Activation& activation, DType compute);
+KernelEntry find_kernel(const Activation& activation, DType compute, bool traced);
 
 inline constexpr std::uint32_t kPair = 2;
 inline constexpr int kRowGroup = 8;  // rows of gate, then rows of up: see FfnParams

@@ -60,7 +60,7 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
   constexpr int boxes = P::kHalves;
   TaskReader reader(pass);
   RingPlace place;
-  for (TaskDescriptor task; reader.template next_gemm<false>(task);) {
+  for (TaskDescriptor task; reader.template next_gemm<TraceRole::kWeights, false>(task);) {
     const bool first = task.work == Work::kGemm1;
     const FfnParams& ffn = pass.ffn(task.shared != 0);
     const bool halves = first && kGated && boxes != 1;
@@ -75,6 +75,7 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
     if constexpr (kWithScales) scales = weight_scales(pass, task);
     for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
       if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
+      if (kb == 0) trace_stamp(pass, TraceRole::kWeights, reader.index(), &TraceRecord::begin);
       if (kb == last_but_few) demand(pass);
       const std::uint32_t full = ring.full_barrier(place.stage);
       arrive_expect_bytes(full, boxes * kBoxBytes + (kWithScales ? kWeightScaleBytes : 0));
@@ -91,6 +92,7 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
       }
       place.advance(ring.stages);
     }
+    trace_stamp(pass, TraceRole::kWeights, reader.index(), &TraceRecord::end);
   }
 }
 
@@ -235,7 +237,11 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
   if (!kJoinedScales<P> && threadIdx.x % 32 != 0) return;
   TaskReader reader(pass);
   RingPlace place;
-  for (TaskDescriptor task; reader.template next_gemm<kJoinedScales<P>>(task);) {
+  const auto stamp = [&](TraceStamp which) {
+    if (threadIdx.x % 32 == 0) trace_stamp(pass, TraceRole::kTokens, reader.index(), which);
+  };
+  for (TaskDescriptor task;
+       reader.template next_gemm<TraceRole::kTokens, kJoinedScales<P>>(task);) {
     const bool first = task.work == Work::kGemm1;
     // Given up or not, the block goes on: its other roles wait for these stages.
     pass.waiter().wait(
@@ -245,11 +251,13 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
         });
     __syncwarp(kJoinedScales<P> ? ~0u : 1u);
     fence_async_proxy();
+    stamp(&TraceRecord::begin);
     if constexpr (kJoinedScales<P>) {
       if (!load_scaled_tile(pass, task, place)) return;
     } else {
       if (!load_tile(pass, task, place, 0)) return;
     }
+    stamp(&TraceRecord::end);
   }
 }
 
@@ -353,16 +361,24 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
   const Ring<P> ring = pass.ring();
   TaskReader reader(pass);
   RingPlace place;
+  const auto stamp = [&](std::uint32_t index, TraceStamp which) {
+    if (thread == 0) trace_stamp(pass, TraceRole::kTokens, index, which);
+  };
   for (;;) {
+    if (P::kTraced && reader.index() != ~0u) stamp(reader.index(), &TraceRecord::end);
+    stamp(reader.index() + 1, &TraceRecord::ready);
     const TaskDescriptor task = reader.next();
     __syncwarp();
     if (thread % 32 == 0) reader.release();
     if (task.work == Work::kStop) return;
     if (task.work == Work::kCombine) continue;
+    if (thread == 0) trace_task(pass, TraceRole::kTokens, reader.index(), task);
+    if (task.work == Work::kGemm1) stamp(reader.index(), &TraceRecord::begin);
     if (task.work == Work::kGemm2) {
       // Given up or not, the block goes on: its other roles wait for these stages.
       pass.waiter().wait(protocol::Phase::kExperts, task.tile,
                          [&] { return pass.gemm1_complete(task.tile); });
+      stamp(reader.index(), &TraceRecord::begin);
       if constexpr (P::kScaled) {
         if (!quantize_tile(pass, task, place, thread)) return;
       } else {
@@ -440,6 +456,9 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
   const PassState<P>& state = pass.state();
   const std::uint32_t lane = threadIdx.x % 32;
   const auto row_bytes = static_cast<std::uint32_t>(layer.hidden * P::kElementBytes);
+  if (kRows > 1 && lane == 0) {
+    trace_stamp(pass, TraceRole::kPack, row0 / (kRows * gridDim.x), &TraceRecord::ready);
+  }
   // Lane i < kRows finds row i's place.
   const std::uint32_t row = row0 + lane;
   const bool mine = lane < kRows && row >= begin && row < end;
@@ -479,6 +498,18 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
                                  pass.rank_at(absent == 0 ? 0 : distance), tile, pass.flag(), 0};
       });
   __syncwarp();
+  const std::uint32_t of_warp = row0 / (kRows * gridDim.x);
+  if constexpr (P::kTraced && kRows > 1) {
+    const std::uint32_t rows = __ballot_sync(~0u, mine);
+    if (rows != 0 && lane == __ffs(static_cast<int>(rows)) - 1u) {
+      const int first_expert = static_cast<int>(pass.first_expert());
+      trace_subject(pass, TraceRole::kPack, of_warp,
+                    {TraceKind::kPack, static_cast<std::int32_t>(tile), -1,
+                     row < state.shared_tiles.rows ? -1 : first_expert + static_cast<int>(expert),
+                     __popc(rows), source.distance == 0 ? -1 : pass.rank_at(source.distance)});
+      trace_stamp(pass, TraceRole::kPack, of_warp, &TraceRecord::begin);
+    }
+  }
   if (source.distance != 0) token = token_of();
   // In one word each, for there are few registers.
   constexpr std::uint32_t kNone = ~0u;
@@ -510,6 +541,7 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
   fence_async_proxy();
   __syncwarp();
   if (to != kNone) add_release_gpu(pass.packed(tile), part.units());
+  if (kRows > 1 && lane == 0) trace_stamp(pass, TraceRole::kPack, of_warp, &TraceRecord::end);
 }
 
 // Rows of the tiles whose first tasks all blocks take up at once. The math warps, which have
@@ -537,6 +569,14 @@ __device__ __forceinline__ void pack_first_rows(const Pass<P>& pass) {
   const std::uint32_t warp = (threadIdx.x / 32 - 4) * gridDim.x + blockIdx.x;
   const std::uint32_t warps = gridDim.x * kMathWarps;
   const auto row_bytes = static_cast<std::uint32_t>(pass.layer.hidden * P::kElementBytes);
+  const auto trace_first = [&](std::uint32_t record, TraceKind kind, std::uint32_t count) {
+    if (P::kTraced && threadIdx.x == kWarpgroup) {
+      TraceSubject subject{kind};
+      subject.rows = static_cast<std::int32_t>(count / gridDim.x);
+      trace_subject(pass, TraceRole::kMath, record, subject);
+      trace_math(pass, record, &TraceRecord::end);
+    }
+  };
   // do_part(row, part) for this warp's parts of all rows.
   const auto share_out = [&](std::uint32_t rows, auto&& do_part) {
     const std::uint32_t log2 = RowPart::log2_of(rows, warps, row_bytes);
@@ -546,15 +586,19 @@ __device__ __forceinline__ void pack_first_rows(const Pass<P>& pass) {
     }
   };
   if (pass.distributed()) {
+    trace_math(pass, kFirstSendsRecord, &TraceRecord::begin);
     const std::uint32_t slots = pass.state().first_sends;
     share_out(slots, [&](std::uint32_t slot, const RowPart& part) {
       send_slots<1>(pass, slot, 0, slots, part);
     });
+    trace_first(kFirstSendsRecord, TraceKind::kSend, slots);
   }
+  trace_math(pass, kFirstRowsRecord, &TraceRecord::begin);
   const std::uint32_t rows = pass.state().first_rows;
   share_out(rows, [&](std::uint32_t row, const RowPart& part) {
     pack_rows<1>(pass, row, 0, rows, part);
   });
+  trace_first(kFirstRowsRecord, TraceKind::kPack, rows);
 }
 
 // Level by level, of which the n-th is the n-th expert of every rank. Rows of a level are packed

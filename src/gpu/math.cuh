@@ -20,11 +20,13 @@ __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescrip
   const bool needs_entries = !first || pass.layer.weight_on_input;
   // Not before the tile's tokens have come: entries from other ranks come with them.
   const auto started = [&] {
+    trace_math(pass, kFirstTaskRecord + reader.index(), &TraceRecord::begin);
     if (needs_entries) fetch_entries(pass, task, group());
   };
   if constexpr (kBoxes != 0) {
     TallSums<kBoxes> acc;
     multiply_tall<kBoxes>(pass, k_blocks, place, group(), kGated && first, signals, started, acc);
+    trace_math(pass, kFirstTaskRecord + reader.index(), &TraceRecord::products);
     if (needs_entries) await_entries();
     if (first) {
       finish_tall_gemm1<kBoxes, kKind, kGated>(pass, task, group(), acc);
@@ -35,6 +37,7 @@ __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescrip
   } else {
     float acc[N / 2];
     multiply_tile<N>(pass, k_blocks, place, group(), task.block % 2, signals, started, acc);
+    trace_math(pass, kFirstTaskRecord + reader.index(), &TraceRecord::products);
     if (needs_entries) await_entries();
     if (first) {
       finish_gemm1<N, kKind, kGated>(pass, task, group(), acc);
@@ -93,7 +96,8 @@ __device__ __forceinline__ void gemm_task_of(std::uint32_t units, const Pass<P>&
 }
 
 template <typename P>
-__device__ __forceinline__ void combine_task(const Pass<P>& pass, std::uint32_t chunk) {
+__device__ __forceinline__ void combine_task(const Pass<P>& pass, std::uint32_t chunk,
+                                             std::uint32_t index) {
   const LayerParams& layer = pass.layer;
   const std::uint32_t thread = fresh_thread_index<kThreads>();
   const std::uint32_t warp = thread / 32 - kWarpgroup / 32, lane = thread % 32;
@@ -104,7 +108,11 @@ __device__ __forceinline__ void combine_task(const Pass<P>& pass, std::uint32_t 
   const auto demand_next = [&] {
     if (thread == kWarpgroup) demand(pass);
   };
-  if (token >= pass.call.tokens) return demand_next();
+  const auto began = [&] { trace_math(pass, kFirstTaskRecord + index, &TraceRecord::begin); };
+  if (token >= pass.call.tokens) {
+    began();
+    return demand_next();
+  }
   const RoutingTables& tables = pass.state().tables;
   const std::size_t slot = static_cast<std::size_t>(token) * tables.top_k + lane;
   const std::size_t cell = static_cast<std::size_t>(token) * tables.cells_per_token + lane;
@@ -150,6 +158,7 @@ __device__ __forceinline__ void combine_task(const Pass<P>& pass, std::uint32_t 
         return protocol::Missing{protocol::Phase::kCombine, peer, token, pass.flag(), 0};
       });
   demand_next();
+  began();
   for (std::uint32_t column = (warp & (warps_per_token - 1)) * kCombinedColumns;
        column < static_cast<std::uint32_t>(layer.hidden);
        column += warps_per_token * kCombinedColumns) {
@@ -207,6 +216,7 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
   Signals signals(pass.block);
   RingPlace place;
   for (;;) {
+    trace_math(pass, kFirstTaskRecord + reader.index() + 1, &TraceRecord::ready);
     if (!reader.ready()) signals.send();
     const TaskDescriptor* const task = reader.await();
     // Told to be the same in all lanes, the compiler keeps the warp together; all of it in one
@@ -223,9 +233,12 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
       report_stuck_ring(pass);
       return;
     }
+    if (P::kTraced && threadIdx.x == kWarpgroup) {
+      trace_task(pass, TraceRole::kMath, kFirstTaskRecord + reader.index(), *task);
+    }
     if (work == Work::kCombine) {
       signals.send();
-      combine_task(pass, task->tile);
+      combine_task(pass, task->tile, reader.index());
       __syncwarp();
       if (threadIdx.x % 32 == 0) reader.release();
     } else {
@@ -234,6 +247,7 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
       gemm_task_of<kKind, kGated>(head >> 2 & 63, pass, *task, head >> 8, first, place, reader,
                                   signals);
     }
+    trace_math(pass, kFirstTaskRecord + reader.index(), &TraceRecord::end);
     if (threadIdx.x == kWarpgroup) protocol::note_progress(*pass.waiter().heaps);
   }
 }

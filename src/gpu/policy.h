@@ -24,6 +24,7 @@ inline constexpr int kStageRowBytes = 128;
 inline constexpr std::uint32_t kMaxOwnSlots = 512;
 
 struct BF16Policy {
+  static constexpr bool kTraced = false;
   static constexpr bool kAlone = false;  // each block routes for itself
   static constexpr DType kCompute = DType::kBF16;
   static constexpr int kElementBytes = 2;
@@ -45,6 +46,7 @@ struct BF16Policy {
 // That takes a second set of accumulators, so tiles have half as many tokens; they have twice as
 // many weight rows, which for a gated FFN make 128 columns of h: what shares a scale.
 struct FP8Policy {
+  static constexpr bool kTraced = false;
   static constexpr bool kAlone = false;
   static constexpr DType kCompute = DType::kF8E4M3;
   static constexpr int kElementBytes = 1;
@@ -67,6 +69,12 @@ struct SmallPass : P {
   static constexpr int kHalves = 1;
   static constexpr int kLoadingRegisters = 152;
   static constexpr int kMathRegisters = 176;
+};
+
+// Of kernels that write down when their roles did what.
+template <typename P>
+struct Traced : P {
+  static constexpr bool kTraced = true;
 };
 
 // The same, to be asked at run time.

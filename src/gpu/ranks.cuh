@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gpu/plan.cuh"
+#include "gpu/trace.cuh"
 
 namespace switchyard::gpu {
 
@@ -219,6 +220,10 @@ __device__ __forceinline__ void send_slots(const Pass<P>& pass, std::uint32_t sl
   const RankTables<P>& tables = pass.block.ranks;
   const auto size = static_cast<std::uint32_t>(heaps.size());
   const std::uint32_t others = size - 1, lane = threadIdx.x % 32;
+  const std::uint32_t of_warp = slot0 / (kSlots * gridDim.x);
+  if (kSlots > 1 && lane == 0) {
+    trace_stamp(pass, TraceRole::kSend, of_warp, &TraceRecord::begin);
+  }
   const auto top_k = static_cast<std::uint32_t>(layer.top_k);
   // Lane i < kSlots finds slot i.
   std::uint32_t my_token = ~0u, my_distance = 0;
@@ -276,6 +281,14 @@ __device__ __forceinline__ void send_slots(const Pass<P>& pass, std::uint32_t sl
               static_cast<std::uint32_t>(__popc(sent)));
   }
   __syncwarp();
+  if constexpr (P::kTraced && kSlots > 1) {
+    const std::uint32_t slots = __ballot_sync(~0u, my_token != ~0u);
+    if (slots != 0 && lane == __ffs(static_cast<int>(slots)) - 1u) {
+      trace_subject(pass, TraceRole::kSend, of_warp,
+                    {TraceKind::kSend, -1, -1, my_expert, __popc(sent), pass.rank_at(my_distance)});
+      trace_stamp(pass, TraceRole::kSend, of_warp, &TraceRecord::end);
+    }
+  }
 #pragma unroll 1
   for (; sent != 0; sent &= sent - 1) {
     const int i = __ffs(static_cast<int>(sent)) - 1;
@@ -315,6 +328,10 @@ __device__ __forceinline__ void raise_finished(const Pass<P>& pass) {
   const auto size = static_cast<std::uint32_t>(heaps.size());
   const std::uint32_t tiles = pass.num_tiles(), first = pass.state().shared_tiles.count;
   std::uint32_t returned = 0, flags = 0;
+  const auto stamp = [&](TraceStamp which) {
+    if (threadIdx.x % 32 == 0) trace_stamp(pass, TraceRole::kSend, kSignalRecord, which);
+  };
+  stamp(&TraceRecord::ready);
 #pragma unroll 1
   for (std::uint32_t tile0 = first + blockIdx.x; tile0 < tiles; tile0 += 32 * gridDim.x) {
     const std::uint32_t tile = tile0 + gridDim.x * (threadIdx.x % 32);
@@ -327,6 +344,7 @@ __device__ __forceinline__ void raise_finished(const Pass<P>& pass) {
           })) {
         return;
       }
+      stamp(&TraceRecord::begin);
       if (!done) continue;
       pending = false;
       const std::uint32_t expert =
@@ -353,6 +371,9 @@ __device__ __forceinline__ void raise_finished(const Pass<P>& pass) {
   returned = __reduce_add_sync(~0u, returned);
   flags = __reduce_add_sync(~0u, flags);
   if (threadIdx.x % 32 != 0 || flags == 0) return;
+  trace_subject(pass, TraceRole::kSend, kSignalRecord,
+                {TraceKind::kSignal, -1, -1, -1, static_cast<std::int32_t>(returned)});
+  stamp(&TraceRecord::end);
   atomicAdd(pass.state().words.counters() + kReturnedRows, returned);
   atomicAdd(pass.state().words.counters() + kRaisedFlags, flags);
 }

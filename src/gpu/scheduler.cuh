@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gpu/plan.cuh"
+#include "gpu/trace.cuh"
 
 namespace switchyard::gpu {
 
@@ -35,15 +36,21 @@ class TaskReader {
   }
   // The next task that is a GEMM; false when there are no more. For a role of one thread, or,
   // kWarp, of a whole warp.
-  template <bool kWarp>
+  template <TraceRole kRole, bool kWarp>
   __device__ bool next_gemm(TaskDescriptor& task) {
+    const bool speaks = !kWarp || threadIdx.x % 32 == 0;
     do {
+      if (speaks) trace_stamp(pass_, kRole, count_, &TraceRecord::ready);
       task = next();
       if (kWarp) __syncwarp();
-      if (!kWarp || threadIdx.x % 32 == 0) release();
+      if (speaks) release();
     } while (task.work == Work::kCombine);
-    return task.work != Work::kStop;
+    if (task.work == Work::kStop) return false;
+    if (speaks) trace_task(pass_, kRole, index(), task);
+    return true;
   }
+  // Of tasks read, the last one's number.
+  __device__ std::uint32_t index() const { return count_ - 1; }
   __device__ void release() const {
     arrive(shared_address(&pass_.block.task_empty[(count_ - 1) % kTaskSlots]));
   }
@@ -141,6 +148,12 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
   const bool speaks = threadIdx.x % 32 == 0;
   std::uint32_t heard = 0;  // parity of demands, or of tickets from the first block
   RingPlace place;
+  std::uint32_t index = 0;  // of traces
+  const auto stamp = [&](TraceStamp which) {
+    if (speaks) trace_stamp(pass, TraceRole::kScheduler, index, which);
+  };
+  stamp(&TraceRecord::ready);
+  stamp(&TraceRecord::begin);
   const auto slot_empty = [&] { return shared_address(&pass.block.task_empty[place.stage]); };
   for (std::uint32_t ticket = blockIdx.x >> paired;;) {
     const bool last = ticket >= num_tasks;
@@ -152,8 +165,14 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
       pass.block.tasks[place.stage] = task;
       arrive(shared_address(&pass.block.task_full[place.stage]));
     }
+    if (speaks && !last) {
+      trace_task(pass, TraceRole::kScheduler, index, task);
+    }
+    stamp(&TraceRecord::end);
     place.advance(kTaskSlots);
     if (last) return;
+    ++index;
+    stamp(&TraceRecord::ready);
     if (share == 0) {
       // No sooner than need be: a ticket taken is a task that no other block can do.
       if (!wait_ring(pass.waiter(), shared_address(&pass.block.demand), heard)) return;
@@ -167,6 +186,7 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
       ticket = load_ticket(pass.block);
     }
     heard ^= 1;
+    stamp(&TraceRecord::begin);
   }
 }
 

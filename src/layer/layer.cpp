@@ -36,6 +36,9 @@ void check_options(const LayerOptions& options) {
 }
 
 void check_cpu_options(const LayerOptions& options) {
+  if (options.slow_role) {
+    refuse("slow_role is set, but the backend is cpu; use on_step, or Backend::kCuda");
+  }
   if (options.device != -1) {
     refuse(
         fmt::format("device is {}, but the backend is cpu; use Backend::kCuda, or leave it at "
@@ -64,6 +67,9 @@ int check_cuda_options(const LayerOptions& options) {
   if (options.on_step) {
     refuse(
         "on_step is set, but the backend is cuda, whose steps are on the device; leave it empty");
+  }
+  if (options.slow_role && !options.trace) {
+    refuse("slow_role is set, but only kernels that trace are slow when told to; set trace, too");
   }
   const int device = options.device >= 0 ? options.device : gpu::current_device();
   const gpu::DeviceInfo info = gpu::device_info(device);

@@ -36,8 +36,6 @@ const char* to_string(TraceKind kind) {
       return "send";
     case TraceKind::kPack:
       return "pack";
-    case TraceKind::kTask:
-      return "task";
     case TraceKind::kGemm1:
       return "gemm1";
     case TraceKind::kGemm2:

@@ -1,0 +1,260 @@
+// What traced kernels say they did: all of it, once, in an order that can be, and the same bits.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "gpu/device.h"
+#include "support/accuracy.h"
+#include "support/device_ranks.h"
+#include "support/fp8.h"
+
+namespace switchyard::testing {
+namespace {
+
+using TraceTest = OnGpu<::testing::Test>;
+
+std::int64_t host_now() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+LayerSpec traced_spec(int experts, bool shared) {
+  LayerSpec spec;
+  spec.hidden = 1024;
+  spec.intermediate = 768;
+  spec.num_experts = experts;
+  spec.top_k = 4;
+  if (shared) spec.shared_intermediate = 384;
+  return spec;
+}
+
+// [tile, block of weight rows] of a role's tasks of a kind.
+std::multiset<std::pair<int, int>> tasks_of(const PassTrace& trace, TraceRole role,
+                                            TraceKind kind) {
+  std::multiset<std::pair<int, int>> tasks;
+  for (const TraceEvent& event : trace.events) {
+    if (event.role == role && event.kind == kind) tasks.insert({event.tile, event.block});
+  }
+  return tasks;
+}
+
+// Of one rank's trace, by itself.
+void expect_consistent(const PassTrace& trace, std::int64_t not_before, std::int64_t not_after) {
+  EXPECT_EQ(trace.dropped, 0);
+  ASSERT_FALSE(trace.events.empty());
+  // Of the host's clock beside the device's; see device_clock.h.
+  constexpr std::int64_t kTolerance = 5'000;
+  std::map<std::pair<int, TraceRole>, std::int64_t> busy_until;
+  std::map<int, std::int64_t> first_done, second_done, packed;  // of a tile, the last
+  for (const TraceEvent& event : trace.events) {
+    EXPECT_LE(event.ready_ns, event.begin_ns);
+    EXPECT_LE(event.begin_ns, event.end_ns);
+    EXPECT_GE(event.ready_ns, not_before - kTolerance);
+    EXPECT_LE(event.end_ns, not_after + kTolerance);
+    const auto [at, fresh] = busy_until.insert({{event.unit, event.role}, event.end_ns});
+    if (!fresh) {
+      EXPECT_GE(event.ready_ns, at->second)
+          << "block " << event.unit << ", " << to_string(event.role) << ": "
+          << to_string(event.kind);
+      at->second = event.end_ns;
+    }
+    if (event.kind == TraceKind::kPack && event.tile >= 0) {
+      packed[event.tile] = std::max(packed[event.tile], event.begin_ns);
+    }
+    if (event.role != TraceRole::kMath) continue;
+    const bool first = event.kind == TraceKind::kGemm1;
+    if (!first && event.kind != TraceKind::kGemm2) continue;
+    EXPECT_GE(event.products_ns, event.begin_ns);
+    EXPECT_LE(event.products_ns, event.end_ns);
+    std::int64_t& done = (first ? first_done : second_done)[event.tile];
+    done = std::max(done, event.products_ns);
+  }
+  for (const TraceEvent& event : trace.events) {
+    if (event.role != TraceRole::kMath) continue;
+    if (event.kind == TraceKind::kGemm1 && packed.contains(event.tile)) {
+      EXPECT_GE(event.begin_ns, packed.at(event.tile)) << "tile " << event.tile;
+    }
+    if (event.kind == TraceKind::kGemm2) {
+      ASSERT_TRUE(first_done.contains(event.tile)) << "tile " << event.tile;
+      EXPECT_GE(event.begin_ns, first_done.at(event.tile)) << "tile " << event.tile;
+    }
+  }
+}
+
+// Every role went through the same tasks, none of them twice; `rows` of the routed experts' tiles.
+void expect_complete(const PassTrace& trace, std::int64_t rows) {
+  std::map<int, int> rows_of;  // tiles of routed experts
+  for (const TraceKind kind : {TraceKind::kGemm1, TraceKind::kGemm2}) {
+    SCOPED_TRACE(to_string(kind));
+    const auto done = tasks_of(trace, TraceRole::kMath, kind);
+    EXPECT_EQ(std::set(done.begin(), done.end()).size(), done.size()) << "a task was done twice";
+    for (const TraceRole role : {TraceRole::kScheduler, TraceRole::kWeights, TraceRole::kTokens}) {
+      EXPECT_EQ(tasks_of(trace, role, kind), done) << to_string(role);
+    }
+  }
+  EXPECT_EQ(tasks_of(trace, TraceRole::kScheduler, TraceKind::kCombine),
+            tasks_of(trace, TraceRole::kMath, TraceKind::kCombine));
+  for (const TraceEvent& event : trace.events) {
+    if (event.role == TraceRole::kMath && event.kind == TraceKind::kGemm2 && event.expert >= 0) {
+      rows_of[event.tile] = event.rows;
+    }
+  }
+  std::int64_t sum = 0;
+  for (const auto& [tile, count] : rows_of) sum += count;
+  EXPECT_EQ(sum, rows);
+}
+
+TEST_F(TraceTest, EveryTaskOnceInOrderAndTheSameBits) {
+  for (const bool fp8 : {false, true}) {
+    for (const bool shared : {false, true}) {
+      const LayerSpec spec = traced_spec(16, shared);
+      const MoeWeights w = generate_weights(spec, fp8 ? kFp8 : DType::kBF16, 3, {});
+      for (const int tokens : {1, 20, 900}) {
+        SCOPED_TRACE(::testing::Message() << (fp8 ? "fp8" : "bf16") << (shared ? ", shared" : "")
+                                          << ", " << tokens << " tokens");
+        const Batch batch = random_batch(spec, tokens, DType::kBF16, 5);
+        const Shares all = Shares::even(tokens, 1);
+        const BatchResult plain = run_on_gpus(spec, w, batch, all, DType::kBF16, 1);
+        BatchResult traced = empty_result(spec, batch, 1, DType::kBF16);
+        run_all_ranks(World::threads(1), [&](const World& world) {
+          LayerOptions options;
+          options.trace = true;
+          DeviceRank rank(world, spec, w, 1000, options);
+          for (std::uint64_t pass = 1; pass <= 3; ++pass) {
+            const std::int64_t before = host_now();
+            rank.run(batch, all, traced);
+            const std::int64_t after = host_now();
+            EXPECT_TRUE(traced.output == plain.output);
+            const PassTrace trace = rank.layer().trace();
+            EXPECT_EQ(trace.epoch, pass);
+            EXPECT_EQ(trace.rank, 0);
+            expect_consistent(trace, before, after);
+            expect_complete(trace, std::int64_t{tokens} * spec.top_k);
+          }
+        });
+      }
+    }
+  }
+}
+
+// What one rank sends another packs, and not before; on every rank's own clock.
+TEST_F(TraceTest, RowsArePackedAfterTheyAreSent) {
+  constexpr int kTokens = 3000;
+  for (const int ranks : {2, 4}) {
+    SCOPED_TRACE(::testing::Message() << ranks << " ranks");
+    const LayerSpec spec = traced_spec(16, false);
+    const MoeWeights w = generate_weights(spec, DType::kBF16, 3, {});
+    const Batch batch = random_batch(spec, kTokens, DType::kBF16, 6);
+    const Shares shares = Shares::even(kTokens, ranks);
+    std::vector<PassTrace> traces(static_cast<std::size_t>(ranks));
+    BatchResult result = empty_result(spec, batch, ranks, DType::kBF16);
+    run_all_ranks(World::threads(ranks), [&](const World& world) {
+      LayerOptions options;
+      options.trace = true;
+      DeviceRank rank(world, spec, w, kTokens, options);
+      rank.run(batch, shares, result);
+      const std::int64_t before = host_now();
+      rank.run(batch, shares, result);
+      const std::int64_t after = host_now();
+      PassTrace& trace = traces[static_cast<std::size_t>(world.rank())];
+      trace = rank.layer().trace();
+      expect_consistent(trace, before, after);
+      std::int64_t rows = 0;
+      const auto& per_expert = rank.layer().stats().tokens_per_expert;
+      const int own = spec.num_experts / ranks;
+      for (int e = own * world.rank(); e < own * (world.rank() + 1); ++e) {
+        rows += per_expert[static_cast<std::size_t>(e)];
+      }
+      expect_complete(trace, rows);
+    });
+    // [source, expert]: the first rows sent, the first packed.
+    std::map<std::pair<int, int>, std::int64_t> sent, packed;
+    const auto earliest = [](auto& map, std::pair<int, int> key, std::int64_t time) {
+      const auto [at, fresh] = map.insert({key, time});
+      if (!fresh) at->second = std::min(at->second, time);
+    };
+    for (const PassTrace& trace : traces) {
+      for (const TraceEvent& event : trace.events) {
+        if (event.peer < 0) continue;
+        if (event.kind == TraceKind::kSend) {
+          EXPECT_NE(event.peer, trace.rank);
+          earliest(sent, {trace.rank, event.peer}, event.begin_ns);
+        } else if (event.kind == TraceKind::kPack) {
+          earliest(packed, {event.peer, trace.rank}, event.begin_ns);
+        }
+      }
+    }
+    EXPECT_FALSE(packed.empty());
+    for (const auto& [ends, time] : packed) {
+      SCOPED_TRACE(::testing::Message() << ends.first << " to " << ends.second);
+      // (The math warps send the first rows, without saying to whom.)
+      if (sent.contains(ends)) {
+        EXPECT_LT(sent.at(ends), time);
+      }
+    }
+    EXPECT_FALSE(sent.empty());
+  }
+}
+
+// Whichever role is slow, on whichever rank: the same bits.
+TEST_F(TraceTest, SlowRolesChangeNothing) {
+  constexpr TraceRole kRoles[] = {TraceRole::kPass,   TraceRole::kScheduler, TraceRole::kWeights,
+                                  TraceRole::kTokens, TraceRole::kSend,      TraceRole::kPack,
+                                  TraceRole::kMath};
+  constexpr int kRanks = 4, kTokens = 700;
+  for (const bool fp8 : {false, true}) {
+    const LayerSpec spec = traced_spec(16, true);
+    const MoeWeights w = generate_weights(spec, fp8 ? kFp8 : DType::kBF16, 3, {});
+    const Batch batch = random_batch(spec, kTokens, DType::kBF16, 7);
+    const Shares shares = Shares::of({400, 0, 1, 299});
+    const BatchResult plain = run_on_gpus(spec, w, batch, shares, DType::kBF16, 1);
+    for (const TraceRole role : kRoles) {
+      for (int slow = 0; slow < kRanks; ++slow) {
+        SCOPED_TRACE(::testing::Message() << (fp8 ? "fp8, " : "bf16, ") << to_string(role)
+                                          << " is slow on rank " << slow);
+        BatchResult result = empty_result(spec, batch, kRanks, DType::kBF16);
+        run_all_ranks(World::threads(kRanks), [&](const World& world) {
+          LayerOptions options;
+          options.trace = true;
+          if (world.rank() == slow) options.slow_role = SlowRole{role, 200'000};
+          DeviceRank rank(world, spec, w, kTokens, options);
+          for (int pass = 0; pass < 5; ++pass) rank.run(batch, shares, result);
+        });
+        EXPECT_TRUE(result.output == plain.output);
+      }
+    }
+  }
+}
+
+TEST_F(TraceTest, OnlyWhatWasAskedForAndCompiled) {
+  LayerSpec spec = traced_spec(8, false);
+  MoeWeights w = generate_weights(spec, DType::kBF16, 3, {});
+  run_all_ranks(World::threads(1), [&](const World& world) {
+    const DeviceRank rank(world, spec, w, 10);
+    try {
+      const_cast<DeviceRank&>(rank).layer().trace();
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument) << error.what();
+    }
+  });
+  spec.activation.kind = ActivationKind::kRelu2;
+  w = generate_weights(spec, DType::kBF16, 3, {});
+  LayerOptions options;
+  options.backend = Backend::kCuda;
+  options.trace = true;
+  try {
+    const MoeLayer layer(World::threads(1)[0], spec, w, options);
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUnsupported) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace switchyard::testing
