@@ -11,6 +11,7 @@
 
 namespace switchyard::report {
 
+// A rank is a process of the file, by its number there: 'switchyard trace' counts them from 1.
 // Times are nanoseconds after the earliest slice's start.
 struct Slice {
   std::int64_t start_ns = 0;

@@ -89,7 +89,7 @@ function timePanel(rows, yRange) {
   const tokens = ascending(rows.map((row) => row.tokens));
   // A single number of tokens is in the middle.
   const xRange = tokens.length > 1 ? [tokens[0], tokens.at(-1)] : [tokens[0] / 2, tokens[0] * 2];
-  const x = logScale(...xRange, margin.left + 14, width - margin.right - 14);
+  const x = logScale(...xRange, margin.left + 10, width - margin.right - 10);
   const y = logScale(...yRange, height - margin.bottom, margin.top);
   const chart = frame(width, height, margin,
     { scale: x, ticks: tokens, format: String, name: 'tokens per rank' },

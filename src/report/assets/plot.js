@@ -76,7 +76,7 @@ function linearTicks(low, high, most) {
   return ticks;
 }
 
-const kLabelCharacter = 6.4;  // px of a digit at the charts' 11 px
+const kLabelCharacter = 7;  // px of a digit at the charts' 11 px, in a wide font
 
 // Those of `values` whose labels have room, the largest first.
 function roomy(values, scale, format) {
@@ -84,7 +84,7 @@ function roomy(values, scale, format) {
   let left = Infinity;
   for (const value of [...values].sort((a, b) => b - a)) {
     const half = format(value).length * kLabelCharacter / 2;
-    if (scale(value) + half + 5 > left) continue;
+    if (scale(value) + half + 4 > left) continue;
     kept.push(value);
     left = scale(value) - half;
   }
@@ -165,6 +165,9 @@ function explain(chart, points) {
       if (distance < least) [nearest, least] = [index, distance];
     });
     if (nearest < 0) hide(); else show(nearest, [event.clientX, event.clientY]);
+  });
+  chart.addEventListener('focus', () => {
+    if (points.length > 0 && chart.matches(':focus-visible')) show(0);
   });
   chart.addEventListener('pointerleave', hide);
   chart.addEventListener('blur', hide);

@@ -51,7 +51,7 @@ class Timeline {
       canvas, orders: { role: tracks, unit: inOrder }, left: Math.min(190, longest * 6.2 + 12), tracks: this.byRole ? tracks : inOrder, first: 0, last: tracks.length,
       height: Math.min(Math.max(tracks.length * 15, 45), 560), drag: null,
     };
-    view.title = name || `rank ${rank}`;
+    view.title = name || `process ${rank}`;
     view.totals = this.data.totals.filter((total) => total.rank === rank);
     this.listen(view);
     return view;
