@@ -213,6 +213,10 @@ std::string read_file(const std::filesystem::path& path) {
 }
 
 std::vector<Row> parse_rows(std::string_view text, const std::string& source) {
+  if (const auto at = too_deep_at(text)) {
+    refuse_file(source, fmt::format("is not rows: it nests too deep at byte {}", *at),
+                "give files that 'switchyard bench --json' wrote");
+  }
   Json file;
   try {
     file = Json::parse(text);

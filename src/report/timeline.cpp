@@ -26,6 +26,9 @@ class TimelineReader {
 
   // An event is dropped once it is read: traces have millions.
   void parse(std::string_view text) {
+    if (const auto at = too_deep_at(text)) {
+      not_a_trace(fmt::format("is not a trace: it nests too deep at byte {}", *at));
+    }
     bool in_events = false;
     const auto filter = [&](int depth, Json::parse_event_t event, Json& parsed) {
       if (depth == 0) {
@@ -52,8 +55,9 @@ class TimelineReader {
     };
     try {
       const Json rest = Json::parse(text, filter);
-      if (event_depth_ == 0)
+      if (event_depth_ == 0) {
         not_a_trace(fmt::format("is not a list of events, but {}", excerpt(rest)));
+      }
       const Json::json_pointer dropped("/otherData/dropped_events");
       if (rest.contains(dropped) && rest[dropped].is_number_integer()) {
         timeline_.num_dropped = rest[dropped].get<std::int64_t>();

@@ -69,6 +69,7 @@ TEST(ReportRows, WhatIsNoListOfRowsIsRefused) {
   refused("", {"not JSON", "switchyard bench --json"});
   refused("[{\"suite\": ", {"not JSON"});
   refused("[1e999]", {"not JSON"});
+  refused(std::string(1'000'000, '[') + std::string(1'000'000, ']'), {"nests too deep at byte 64"});
   refused("{}", {"is not a list of rows, but {}", "switchyard bench --json"});
   refused("3", {"is not a list of rows, but 3", "switchyard bench --json"});
   refused("[]", {"empty list", "switchyard bench --json"});

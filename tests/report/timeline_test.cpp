@@ -122,6 +122,7 @@ TEST(ReportTimeline, WhatIsNoTraceIsRefused) {
   };
   refused("", {"t.json is not JSON", "--trace"});
   refused("[{", {"t.json is not JSON"});
+  refused(std::string(1'000'000, '['), {"nests too deep at byte 64"});
   refused("7", {"t.json is not a list of events, but 7"});
   refused("{}", {"t.json has no 'traceEvents'", "switchyard trace"});
   refused(R"({"traceEvents": 3})", {"t.json has no slices"});
