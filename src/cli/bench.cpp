@@ -544,6 +544,7 @@ class Bench {
     row.experts_hit = static_cast<int>(std::count_if(measured.tokens_per_expert.begin(),
                                                      measured.tokens_per_expert.end(),
                                                      [](std::int64_t count) { return count > 0; }));
+    row.expert_load = load_quantiles(measured.tokens_per_expert);
     row.given_routing = options_.measure.given_routing;
     row.graph_us = measured.graph_us;
     row.no_graph_us = measured.no_graph_us;

@@ -133,6 +133,22 @@ double floor_us(const Load& load, DType compute, int ranks) {
   return std::max({launch + read, load.flops / rate, sent}) * 1e6;
 }
 
+std::vector<double> load_quantiles(std::vector<std::int64_t> tokens_per_expert) {
+  constexpr std::size_t kMost = 64;
+  const auto sum = std::accumulate(tokens_per_expert.begin(), tokens_per_expert.end(), 0.0);
+  if (sum == 0) return {};
+  std::sort(tokens_per_expert.begin(), tokens_per_expert.end());
+  const double mean = sum / static_cast<double>(tokens_per_expert.size());
+  const std::size_t last = tokens_per_expert.size() - 1;
+  const std::size_t count = std::min(tokens_per_expert.size(), kMost);
+  std::vector<double> quantiles;
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::size_t at = count == 1 ? last : (i * last + (count - 1) / 2) / (count - 1);
+    quantiles.push_back(static_cast<double>(tokens_per_expert[at]) / mean);
+  }
+  return quantiles;
+}
+
 double percentile(std::vector<double> values, double share) {
   if (values.empty()) {
     throw Error(ErrorCode::kInvalidArgument, "a percentile of no values; measure at least once");
@@ -148,6 +164,8 @@ Json to_json(const BenchRow& row) {
   const bool both = !row.graph_us.empty() && !row.no_graph_us.empty();
   const Json no_graph =
       row.no_graph_us.empty() ? Json(nullptr) : Json(hundredths(percentile(row.no_graph_us, 0.5)));
+  Json expert_load = Json::array();
+  for (const double load : row.expert_load) expert_load.push_back(rounded(load, 3));
   Json json = {{"suite", row.suite},
                {"machine", row.machine},
                {"commit", row.commit},
@@ -177,6 +195,7 @@ Json to_json(const BenchRow& row) {
                {"median_us_no_graph", no_graph},
                {"beta_reached", rounded(row.beta_reached, 4)},
                {"experts_hit", row.experts_hit},
+               {"expert_load", expert_load.empty() ? Json(nullptr) : expert_load},
                {"routing", row.given_routing ? "given" : "gate"},
                {"rotation_copies", row.rotation.copies},
                {"rotation_passes", row.rotation.passes},

@@ -49,6 +49,11 @@ struct H200 {
 };
 double floor_us(const Load& load, DType compute, int ranks);
 
+// The load of experts that got `tokens_per_expert` tokens, sorted, as multiples of their mean: of
+// each expert, or of more than 64 the quantiles from the least to the most (nearest rank). Empty
+// where no token came.
+std::vector<double> load_quantiles(std::vector<std::int64_t> tokens_per_expert);
+
 // The value below which `share` of the values lie (nearest rank). Throws Error{kInvalidArgument}
 // for no values.
 double percentile(std::vector<double> values, double share);
@@ -82,9 +87,10 @@ struct BenchRow {
   // main numbers are those of the graph if there are any.
   std::vector<double> graph_us, no_graph_us;
   Rotation rotation;
-  Load load;                       // of the most loaded rank
-  std::optional<double> floor_us;  // none for a machine that the constants are not of
-  std::optional<int> graph_nodes;  // GPU operations of one pass
+  Load load;                        // of the most loaded rank
+  std::vector<double> expert_load;  // load_quantiles(), over all ranks
+  std::optional<double> floor_us;   // none for a machine that the constants are not of
+  std::optional<int> graph_nodes;   // GPU operations of one pass
   std::optional<Rival> rival;
   std::optional<double> error, error_bound;  // of --verify
 

@@ -8,7 +8,7 @@
 #include <memory>
 
 #include "cli/commands.h"
-#include "cli/report.h"
+#include "cli/run_report.h"
 #include "fabric/environment.h"
 #include "gpu/device.h"
 #include "layer/compute.h"

@@ -7,8 +7,17 @@ namespace {
 
 constexpr int kMaxDepth = 64;
 
-// Looked for before parsing, so that a megabyte of '[' costs no allocation per level.
 void require_shallow(std::string_view text, ErrorCode code, const std::string& source) {
+  const std::optional<std::size_t> at = too_deep_at(text);
+  if (!at) return;
+  throw Error(code, fmt::format("{}: nested deeper than {} levels at byte {}; this is not a file "
+                                "that any model publisher writes, download it again",
+                                source, kMaxDepth, *at));
+}
+
+}  // namespace
+
+std::optional<std::size_t> too_deep_at(std::string_view text) {
   int depth = 0;
   bool in_string = false;
   for (std::size_t i = 0; i < text.size(); ++i) {
@@ -22,17 +31,13 @@ void require_shallow(std::string_view text, ErrorCode code, const std::string& s
     } else if (c == '"') {
       in_string = true;
     } else if (c == '[' || c == '{') {
-      if (++depth > kMaxDepth)
-        throw Error(code, fmt::format("{}: nested deeper than {} levels at byte {}; this is not a "
-                                      "file that any model publisher writes, download it again",
-                                      source, kMaxDepth, i));
+      if (++depth > kMaxDepth) return i;
     } else if (c == ']' || c == '}') {
       --depth;
     }
   }
+  return std::nullopt;
 }
-
-}  // namespace
 
 nlohmann::json parse_json(std::string_view text, ErrorCode code, const std::string& source) {
   require_shallow(text, code, source);

@@ -253,6 +253,19 @@ TEST(BenchRows, Percentiles) {
   EXPECT_THROW(percentile({}, 0.5), Error);
 }
 
+TEST(BenchRows, LoadQuantilesAreOfTheMean) {
+  EXPECT_THAT(load_quantiles({6, 0, 2}), ElementsAre(0, 0.75, 2.25));
+  EXPECT_THAT(load_quantiles({5}), ElementsAre(1));
+  EXPECT_TRUE(load_quantiles({0, 0}).empty());
+  std::vector<std::int64_t> counts(256);
+  std::iota(counts.rbegin(), counts.rend(), 0);
+  const std::vector<double> quantiles = load_quantiles(counts);
+  ASSERT_EQ(quantiles.size(), 64u);
+  EXPECT_TRUE(std::is_sorted(quantiles.begin(), quantiles.end()));
+  EXPECT_EQ(quantiles.front(), 0);
+  EXPECT_EQ(quantiles.back(), 255 / 127.5);
+}
+
 BenchRow example_row(std::int64_t tokens, double microseconds) {
   BenchRow row;
   row.suite = "one_gpu_bf16";
@@ -286,6 +299,10 @@ TEST(BenchRows, HaveTheFieldsOfTheirFormat) {
   EXPECT_EQ(json["repeats"], 3);
   row.rival = Rival{"torch 1", 100, 99, 101, 8};
   json = to_json(row);
+  EXPECT_TRUE(json["expert_load"].is_null());
+  row.expert_load = {0.12345, 1.87655};
+  json = to_json(row);
+  EXPECT_EQ(json["expert_load"], nlohmann::json({0.123, 1.877}));
   EXPECT_EQ(json["rival"], "torch 1");
   EXPECT_EQ(json["rival_us"], 100);
 }

@@ -188,8 +188,13 @@ TEST(Help, AndVersion) {
   const Completed version = run_switchyard({"--version"});
   EXPECT_EQ(version.exit_code, 0);
   EXPECT_THAT(version.out, ::testing::MatchesRegex("switchyard [0-9]+\\.[0-9]+\\.[0-9]+\n"));
-  for (const Arguments& command :
-       {Arguments{}, {"run"}, {"make-checkpoint"}, {"models"}, {"doctor"}, {"launch"}}) {
+  for (const Arguments& command : {Arguments{},
+                                   {"run"},
+                                   {"make-checkpoint"},
+                                   {"models"},
+                                   {"doctor"},
+                                   {"report"},
+                                   {"launch"}}) {
     const Completed help = run_switchyard(join(command, {"--help"}));
     EXPECT_EQ(help.exit_code, 0);
     EXPECT_THAT(help.out, HasSubstr("Usage: switchyard"));

@@ -1,5 +1,5 @@
 // What a run on GPUs tells: results of the CPU are dressed up as theirs.
-#include "cli/report.h"
+#include "cli/run_report.h"
 
 #include <gmock/gmock.h>
 

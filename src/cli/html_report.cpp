@@ -1,0 +1,109 @@
+// `switchyard report`: one HTML page of what `switchyard bench` and `switchyard trace` wrote.
+#include <algorithm>
+#include <fstream>
+#include <memory>
+#include <vector>
+
+#include "cli/bench_rows.h"
+#include "cli/commands.h"
+#include "report/page.h"
+
+namespace switchyard::cli {
+namespace {
+
+constexpr const char* kExamples = R"(Examples:
+  switchyard report results/one_gpu_bf16.json results/one_gpu_fp8.json
+  switchyard report ep.json -o ep.html --trace trace.json
+
+The page holds its data, style and program: it opens without a network, also from a mail, and
+prints. It shows time against the floor and the rival over tokens, the roofline, a heat map of time
+over floor, the load of the experts where rows tell it, and with --trace the timeline of a pass. The
+numbers of every chart are in a table below it.
+
+Exit codes: 0 done; 2 unusable files or arguments.)";
+
+struct HtmlReportOptions {
+  std::vector<std::string> files;
+  std::string output = "report.html";
+  std::string trace;
+};
+
+void require_output(const HtmlReportOptions& o) {
+  const std::filesystem::path output = std::filesystem::absolute(o.output);
+  if (!std::filesystem::is_directory(output.parent_path())) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("-o is '{}', but there is no directory '{}'; make it first", o.output,
+                            output.parent_path().string()));
+  }
+  if (std::filesystem::is_directory(output)) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("-o is '{}', which is a directory; name a file in it", o.output));
+  }
+  std::vector<std::string> inputs = o.files;
+  if (!o.trace.empty()) inputs.push_back(o.trace);
+  for (const std::string& input : inputs) {
+    std::error_code absent;  // the file's reader says so
+    if (!std::filesystem::equivalent(input, output, absent)) continue;
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("-o is '{}', which is also read; name another file", o.output));
+  }
+}
+
+// The page appears whole or not at all.
+void write_page(const std::filesystem::path& path, const std::string& page) {
+  const std::filesystem::path partial = path.string() + ".partial";
+  std::ofstream file(partial, std::ios::binary);
+  file << page;
+  file.close();
+  std::error_code failed;
+  if (file) std::filesystem::rename(partial, path, failed);
+  if (file && !failed) return;
+  std::error_code ignored;
+  std::filesystem::remove(partial, ignored);
+  throw Error(ErrorCode::kSystem,
+              fmt::format("cannot write {}; check -o and the disk", path.string()));
+}
+
+int run(const HtmlReportOptions& o) {
+  require_output(o);
+  const std::vector<std::filesystem::path> paths(o.files.begin(), o.files.end());
+  const std::vector<report::Row> rows = report::read_rows(paths);
+  report::PageInput input{.rows = rows,
+                          .roofs = {.read_bytes_per_second = H200::kReadBytesPerSecond,
+                                    .bf16_flops_per_second = H200::kBf16FlopsPerSecond,
+                                    .fp8_flops_per_second = H200::kFp8FlopsPerSecond}};
+  // Where a machine has its files is nobody's business.
+  for (const std::filesystem::path& path : paths) input.files.push_back(path.filename().string());
+  std::string traced;
+  if (!o.trace.empty()) {
+    input.timeline = report::read_timeline(o.trace);
+    input.trace_file = std::filesystem::path(o.trace).filename().string();
+    traced = fmt::format("; {} slices of {} ranks", format_count(input.timeline->num_slices),
+                         input.timeline->ranks.size());
+  }
+  const std::string page = report::make_page(input);
+  write_page(o.output, page);
+  fmt::print("{}: {}; {} points of {} files{}\n", o.output,
+             format_bytes(static_cast<double>(page.size())),
+             format_count(static_cast<std::int64_t>(rows.size())), paths.size(), traced);
+  return kExitOk;
+}
+
+}  // namespace
+
+Subcommand add_report(CLI::App& root) {
+  CLI::App* const app = root.add_subcommand("report", "Make an HTML page of benchmark results");
+  const auto options = std::make_shared<HtmlReportOptions>();
+  app->add_option("files", options->files, "What 'switchyard bench --json' wrote")
+      ->type_name("FILE")
+      ->required();
+  app->add_option("-o,--output", options->output, "The page (default report.html)")
+      ->type_name("FILE");
+  app->add_option("--trace", options->trace,
+                  "Timeline of one pass: a trace in Chrome's format, as of 'switchyard\ntrace'")
+      ->type_name("FILE");
+  app->footer(kExamples);
+  return {app, [options] { return run(*options); }};
+}
+
+}  // namespace switchyard::cli

@@ -1,0 +1,15 @@
+// The files of assets/, which embed_assets.cmake makes a source of.
+#pragma once
+
+#include <string_view>
+
+namespace switchyard::report::assets {
+
+extern const std::string_view kPage;  // with {{placeholders}}
+extern const std::string_view kStyle;
+extern const std::string_view kPlot;      // scales, axes, tables: what all charts use
+extern const std::string_view kCharts;    // of rows
+extern const std::string_view kTimeline;  // of a trace
+extern const std::string_view kMain;
+
+}  // namespace switchyard::report::assets

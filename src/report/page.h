@@ -1,0 +1,38 @@
+// One HTML page that needs nothing else: data, style and program are in it.
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "report/rows.h"
+#include "report/timeline.h"
+
+namespace switchyard::report {
+
+// The rates that the floors of the rows are made of.
+struct Roofs {
+  double read_bytes_per_second = 0;
+  double bf16_flops_per_second = 0;
+  double fp8_flops_per_second = 0;
+};
+
+struct PageInput {
+  std::span<const Row> rows;
+  std::vector<std::string> files;  // as they are to be named
+  Roofs roofs;
+  std::optional<Timeline> timeline;
+  std::string trace_file;
+};
+
+std::string make_page(const PageInput& input);
+
+// Text for between tags and in quoted attributes.
+std::string escape_html(std::string_view text);
+// JSON for within a <script>: no "</script>" and no "<!--" can occur in it.
+std::string script_json(const nlohmann::ordered_json& value);
+
+}  // namespace switchyard::report

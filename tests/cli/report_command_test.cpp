@@ -1,0 +1,107 @@
+// `switchyard report`: from what bench writes to a page, and every way not to get one.
+#include <gmock/gmock.h>
+
+#include "cli/command.h"
+
+namespace switchyard::cli {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+// Files that a test makes, and what is left of them.
+class ReportCommand : public ::testing::Test {
+ protected:
+  std::string path(const std::string& name) const { return (directory_ / name).string(); }
+  std::string file(const std::string& name, const std::string& text) const {
+    test::write_file(directory_ / name, text);
+    return path(name);
+  }
+  std::string measured_rows() const {
+    const std::string rows = path("rows.json");
+    const Completed done = run_switchyard(join(
+        {"bench", "--backend", "cpu", "--tokens", "1,4", "--repeat", "2", "--json", rows}, kTiny));
+    EXPECT_EQ(done.exit_code, 0) << done.err;
+    return rows;
+  }
+  // The command fails with `code` and says all of `parts`; no page appears.
+  void expect_refused(const Arguments& arguments, const std::string& code,
+                      const std::vector<std::string>& parts) const {
+    const std::string page = path("page.html");
+    const Completed done = run_switchyard(join(join({"report"}, arguments), {"-o", page}));
+    SCOPED_TRACE(::testing::PrintToString(arguments));
+    EXPECT_EQ(done.exit_code, 2);
+    EXPECT_EQ(done.out, "");
+    EXPECT_THAT(done.err, StartsWith("switchyard: error (" + code + "): "));
+    for (const std::string& part : parts) EXPECT_THAT(done.err, HasSubstr(part));
+    EXPECT_FALSE(std::filesystem::exists(page));
+    EXPECT_FALSE(std::filesystem::exists(page + ".partial"));
+  }
+
+ private:
+  TemporaryDirectory directory_;
+};
+
+constexpr const char* kTrace =
+    R"([{"ph": "X", "name": "gate", "pid": 0, "tid": 0, "ts": 1, "dur": 2}])";
+
+TEST_F(ReportCommand, MakesAPageOfWhatBenchWrites) {
+  const std::string rows = measured_rows();
+  const std::string page = path("page.html");
+  const Completed done =
+      run_switchyard({"report", rows, "-o", page, "--trace", file("trace.json", kTrace)});
+  EXPECT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_EQ(done.err, "");
+  EXPECT_THAT(done.out, HasSubstr("2 points of 1 files; 1 slices of 1 ranks"));
+  const std::string text = read_file(page);
+  EXPECT_THAT(text, StartsWith("<!doctype html>"));
+  EXPECT_THAT(text, HasSubstr("<code>rows.json</code>"));
+  EXPECT_THAT(text, Not(HasSubstr(path(""))));  // where this machine has its files
+  EXPECT_THAT(text, HasSubstr("\"expert_load\":["));
+  EXPECT_FALSE(std::filesystem::exists(page + ".partial"));
+  // Again, over the old one, the same.
+  EXPECT_EQ(run_switchyard({"report", rows, "-o", page, "--trace", path("trace.json")}).exit_code,
+            0);
+  EXPECT_EQ(read_file(page), text);
+}
+
+TEST_F(ReportCommand, RefusesFilesThatAreNotRows) {
+  const std::string trace = file("trace.json", kTrace);
+  expect_refused({path("none.json")}, "invalid_file", {"none.json", "check its name"});
+  expect_refused({file("text.json", "olmoe")}, "invalid_file", {"text.json", "not JSON", "bench"});
+  expect_refused({file("empty.json", "[]")}, "invalid_file", {"empty.json", "empty", "bench"});
+  expect_refused({file("row.json", R"([{"suite": "a"}])")}, "invalid_file",
+                 {"row.json row 1", "'machine'", "bench"});
+  expect_refused({trace}, "invalid_file", {"trace.json", "--trace"});
+  const std::string rows = measured_rows();
+  expect_refused({rows, rows}, "invalid_file", {"rows.json row 1", "same point", "only one"});
+  expect_refused({rows, "--trace", rows}, "invalid_file",
+                 {"rows.json event 1", "'ph'", "switchyard trace"});
+  expect_refused({rows, "--trace", path("none.json")}, "invalid_file", {"none.json"});
+}
+
+TEST_F(ReportCommand, RefusesPlacesThatAreNoFile) {
+  const std::string rows = file("rows.json", "[]");
+  const auto refused = [&](const Arguments& arguments, const std::string& part) {
+    const Completed done = run_switchyard(join({"report"}, arguments));
+    EXPECT_EQ(done.exit_code, 2);
+    EXPECT_THAT(done.err, StartsWith("switchyard: error (invalid_argument): "));
+    EXPECT_THAT(done.err, HasSubstr(part));
+  };
+  refused({}, "switchyard report --help");
+  refused({rows, "-o", path("none/page.html")}, "make it first");
+  refused({rows, "-o", path("")}, "is a directory");
+  refused({rows, "-o", rows}, "also read");
+  refused({path("other.json"), "--trace", rows, "-o", rows}, "also read");
+  EXPECT_EQ(read_file(rows), "[]");
+}
+
+TEST_F(ReportCommand, AFailureLeavesTheOldPage) {
+  const std::string page = file("page.html", "old");
+  EXPECT_EQ(run_switchyard({"report", file("rows.json", "[]"), "-o", page}).exit_code, 2);
+  EXPECT_EQ(read_file(page), "old");
+}
+
+}  // namespace
+}  // namespace switchyard::cli
