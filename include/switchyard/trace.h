@@ -22,7 +22,7 @@ enum class TraceKind : std::uint8_t {
   kRoute,    // experts chosen, slots listed
   kCounts,   // counts told to every rank, and awaited from every rank
   kPlan,     // tiles and offsets
-  kSend,     // rows written to other ranks
+  kSend,     // rows written to other ranks; none: what is there of an expert's, told to one
   kPack,     // rows copied into tiles
   kTask,     // a task taken and handed out
   kGemm1,    // of one tile and block of weight rows
@@ -40,6 +40,7 @@ enum class TraceWait : std::uint8_t {
   kCounts,    // other ranks' counts
   kDispatch,  // other ranks' rows
   kCombine,   // other ranks' results
+  kCore,      // a processor core that another rank's thread had; CPU only
 };
 
 struct TraceEvent {
