@@ -107,19 +107,23 @@ TEST(ChromeTrace, ArrowsLeadFromCauseToEffect) {
 
 TEST(ChromeTrace, PackedTilesHaveTheirArrowsThere) {
   using K = TraceKind;
-  const auto pack = [](std::int64_t begin, std::int64_t end) {
-    return Made(K::kPack, 0, begin, begin, end).by(TraceRole::kPack).of_tile(4, 9, 16);
+  const auto pack = [](std::int32_t tile, std::int64_t begin, std::int64_t end) {
+    return Made(K::kPack, 0, begin, begin, end).by(TraceRole::kPack).of_tile(tile, 9, 16);
   };
+  // Another tile is packed later, and what brings a task's weights is not the task.
   const std::vector<PassTrace> traces = {
       trace_of(0, 2, {send(0, 0, 100, 1, 10, 8), send(0, 100, 200, 1, 10, 9)}),
       trace_of(1, 2,
-               {pack(250, 300), pack(300, 350), Made(K::kGemm1, 0, 0, 400, 500).of_tile(4, 9, 32),
-                Made(K::kGemm1, 0, 0, 100, 450).by(TraceRole::kWeights).of_tile(4, 9, 32)})};
+               {pack(4, 250, 300), pack(4, 300, 350), pack(5, 350, 380),
+                Made(K::kGemm1, 0, 0, 400, 500).of_tile(4, 9, 32),
+                Made(K::kGemm1, 0, 0, 100, 550).by(TraceRole::kWeights).of_tile(4, 9, 32),
+                Made(K::kGemm2, 0, 500, 600, 700).of_tile(4, 9, 32)})};
   std::vector<std::string> arrows;
   for (const Json& e : entries_of(file_of(traces), "s")) {
     arrows.push_back(e["name"].get<std::string>() + " " + std::to_string(ns(e["ts"])));
   }
-  EXPECT_THAT(arrows, ElementsAre("dispatch 199", "tile 349"));
+  // Both tiles' first packs come after the send of expert 9.
+  EXPECT_THAT(arrows, ElementsAre("dispatch 199", "dispatch 199", "tile 349", "tile 499"));
 }
 
 TEST(ChromeTrace, Counters) {

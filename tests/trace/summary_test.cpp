@@ -113,10 +113,12 @@ TEST(Summary, OfSlotsTasksAndCores) {
                 Made(K::kGemm1, 1, 0, 0, 140).of_tile(1, 1, 1),
                 Made(K::kGemm1, 0, 100, 120, 200).of_tile(2, 2, 1).waiting(TraceWait::kSlot),
                 Made(K::kCombine, 1, 140, 300, 310).of_tile(0, -1, 1).waiting(TraceWait::kTask),
-                Made(K::kCombine, 1, 310, 350, 360).of_tile(1, -1, 1).waiting(TraceWait::kCore)})};
+                Made(K::kCombine, 1, 310, 350, 360).of_tile(1, -1, 1).waiting(TraceWait::kCore),
+                Made(K::kCombine, 2, 300, 300, 310).of_tile(2, -1, 1)})};
   const Summary s = summarize(traces);
   ASSERT_EQ(s.path.size(), 4u);
-  EXPECT_FALSE(s.path[0].awaited);  // who had the core is not known
+  EXPECT_FALSE(s.path[0].awaited);            // who had the core is not known
+  EXPECT_EQ(s.path[1].event.event->unit, 1);  // not another that ended then, too
   EXPECT_TRUE(s.path[1].awaited);
   EXPECT_EQ(s.path[2].event.event->tile, 2);
   EXPECT_TRUE(s.path[2].awaited);
