@@ -64,7 +64,7 @@ double run_threads(int count, Body&& body) {
 
 // Range 0: tokens in all; 1: ranks, as threads sharing the machine's cores. Passes take turns at
 // several batches, so that a small one does not find its few experts' weights in the cache.
-void layer(benchmark::State& state) {
+void time_layer(benchmark::State& state, bool trace) {
   const LayerSpec spec = olmoe();
   const MoeWeights& weights = olmoe_weights();
   const std::int64_t tokens = state.range(0);
@@ -84,6 +84,7 @@ void layer(benchmark::State& state) {
     threads.emplace_back([&, world] {
       LayerOptions options;
       options.max_tokens = static_cast<int>(tokens);
+      options.trace = trace;
       MoeLayer moe(world, spec, weights, options);
       const std::int64_t begin = tokens * world.rank() / ranks;
       const std::int64_t end = tokens * (world.rank() + 1) / ranks;
@@ -126,6 +127,9 @@ void layer(benchmark::State& state) {
   state.counters["weight_bytes"] = Counter(weight_bytes / static_cast<double>(round - 1),
                                            Counter::kIsIterationInvariantRate, Counter::kIs1000);
 }
+
+void layer(benchmark::State& state) { time_layer(state, false); }
+void traced_layer(benchmark::State& state) { time_layer(state, true); }
 
 // The library's rate on the tiles of a layer pass: the same products in the same order, nothing
 // else.
@@ -209,6 +213,11 @@ BENCHMARK(memory_read)->UseManualTime()->Unit(benchmark::kMillisecond);
 BENCHMARK(library_tiles)->Arg(2048)->UseManualTime()->Unit(benchmark::kMillisecond);
 BENCHMARK(layer)
     ->ArgsProduct({{1, 32, 256, 2048}, {1, 4}})
+    ->ArgNames({"tokens", "ranks"})
+    ->UseManualTime()
+    ->Unit(benchmark::kMillisecond);
+BENCHMARK(traced_layer)
+    ->ArgsProduct({{1, 256, 2048}, {1, 4}})
     ->ArgNames({"tokens", "ranks"})
     ->UseManualTime()
     ->Unit(benchmark::kMillisecond);

@@ -30,7 +30,7 @@ enum class TraceKind : std::uint8_t {
   kRoute,   // experts chosen, slots listed
   kCounts,  // counts told to every rank, and awaited from every rank
   kPlan,    // tiles and offsets
-  kSend,    // rows written to other ranks
+  kSend,    // rows written to other ranks; none: what is there of an expert's, told to one
   kPack,    // rows copied into tiles
   kGemm1,   // of one tile and block of weight rows; of loading roles and the scheduler, their part
   kGemm2,
@@ -47,6 +47,7 @@ enum class TraceWait : std::uint8_t {
   kCounts,    // other ranks' counts
   kDispatch,  // other ranks' rows
   kCombine,   // other ranks' results
+  kCore,      // a processor core that another rank's thread had; CPU only
 };
 
 struct TraceEvent {

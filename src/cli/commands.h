@@ -9,6 +9,7 @@
 namespace switchyard::cli {
 
 Subcommand add_run(CLI::App& root);
+Subcommand add_trace(CLI::App& root);
 Subcommand add_make_checkpoint(CLI::App& root);
 Subcommand add_models(CLI::App& root);
 Subcommand add_doctor(CLI::App& root);

@@ -69,6 +69,10 @@ std::string format_count(std::int64_t value) {
   return digits;
 }
 
+std::string plural(std::int64_t count, const char* noun) {
+  return fmt::format("{} {}{}", format_count(count), noun, count == 1 ? "" : "s");
+}
+
 std::string format_percent(double fraction) {
   const double percent = 100 * fraction;
   const int decimals = percent >= 9.95 || percent == 0 ? 0 : percent >= 0.995 ? 1 : 2;

@@ -20,6 +20,8 @@ std::string format_bytes(double bytes);
 std::string format_seconds(double seconds);
 // 12345 -> "12,345".
 std::string format_count(std::int64_t value);
+// "1 rank", "12,345 tokens".
+std::string plural(std::int64_t count, const char* noun);
 // 0.7132 -> "71 %"; small fractions keep two significant digits: "0.42 %".
 std::string format_percent(double fraction);
 

@@ -11,6 +11,7 @@ namespace {
 
 constexpr const char* kExamples = R"(Examples:
   switchyard run --model olmoe --tokens 1024 --ranks 4 --verify
+  switchyard trace --model olmoe --tokens 1024 --ranks 4 -o trace.json
   switchyard make-checkpoint --model olmoe --out /tmp/olmoe
   switchyard launch -n 4 -- switchyard run --checkpoint /tmp/olmoe
   switchyard report results/one_gpu_bf16.json -o report.html
@@ -60,6 +61,7 @@ int parse_and_run(std::vector<std::string> arguments) {
   root.get_formatter()->column_width(28);
   std::vector<std::string> after_dashes = take_after_dashes(arguments);
   const Subcommand commands[] = {add_run(root),
+                                 add_trace(root),
                                  add_bench(root, arguments),
                                  add_report(root),
                                  add_make_checkpoint(root),

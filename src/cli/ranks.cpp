@@ -127,6 +127,30 @@ std::vector<T> gather(World& world, std::span<const T> mine) {
   return all;
 }
 
+// On rank 0 all ranks' traces, elsewhere none.
+std::vector<PassTrace> gather_traces(World& world, const PassTrace& mine) {
+  struct Header {
+    std::int64_t events, dropped;
+    std::uint64_t epoch;
+  };
+  static_assert(std::is_trivially_copyable_v<TraceEvent>);
+  const Header header{static_cast<std::int64_t>(mine.events.size()), mine.dropped, mine.epoch};
+  const auto headers = gather<Header>(world, std::span(&header, 1));
+  std::int64_t most = 1;
+  for (const Header& h : headers) most = std::max(most, h.events);
+  const auto segment = world.fabric().allocate(static_cast<std::size_t>(most) * sizeof(TraceEvent));
+  std::copy(mine.events.begin(), mine.events.end(),
+            reinterpret_cast<TraceEvent*>(segment->base(world.rank())));
+  world.barrier();
+  std::vector<PassTrace> traces;
+  for (int r = 0; world.rank() == 0 && r < world.size(); ++r) {
+    const Header& h = headers[static_cast<std::size_t>(r)];
+    const auto* const events = reinterpret_cast<const TraceEvent*>(segment->base(r));
+    traces.push_back({r, world.size(), h.epoch, h.dropped, {events, events + h.events}});
+  }
+  return traces;
+}
+
 void add_record(RunResult& result, const RankRecord& r) {
   result.threads += static_cast<int>(r.threads);
   result.gate_seconds = std::max(result.gate_seconds, r.gate_seconds);
@@ -185,6 +209,7 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   layer_options.max_tokens = static_cast<int>(most_tokens);
   layer_options.num_threads = options.threads;
   layer_options.compute = options.compute;
+  layer_options.trace = options.trace;
   std::optional<RankDevice> device;
   if (options.backend == Backend::kCuda) {
     device = rank_device(is_process ? local_rank(std::getenv, world.rank()) : world.rank(),
@@ -207,6 +232,8 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   const auto records = gather<RankRecord>(world, std::span(&record, 1));
   // A gather returns when all have called it, so every rank's share is in the segment after it.
   const auto all_times = gather<PassTimes>(world, times);
+  std::vector<PassTrace> traces;
+  if (options.trace) traces = gather_traces(world, layer.trace());
   if (world.rank() != 0) return std::nullopt;
 
   RunResult result;
@@ -220,6 +247,7 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   for (const RankRecord& r : records) add_record(result, r);
   result.pass_seconds = seconds_per_pass(all_times, result.ranks, options.repeat);
   copy_shares(result, *segment, layout, tokens);
+  result.traces = std::move(traces);
   return result;
 }
 

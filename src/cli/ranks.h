@@ -25,6 +25,7 @@ struct RankOptions {
   DType compute = DType::kBF16;
   int repeat = 5;  // timed passes, after at least one that is not
   std::chrono::milliseconds deadline{30'000};
+  bool trace = false;  // RunResult::traces
 };
 
 // What all ranks did. Bytes and counts are sums over the ranks of the last pass.
@@ -55,6 +56,7 @@ struct RunResult {
   DType output_dtype = DType::kBF16;
   std::vector<std::int32_t> topk_ids;  // [T, K]
   std::vector<float> topk_weights;     // [T, K]
+  std::vector<PassTrace> traces;       // of the last pass, by rank; empty if not asked for
 
   MatrixView output_view(int hidden) const {
     const auto row_bytes = static_cast<std::size_t>(hidden) * size_of(output_dtype);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "cli/lines.h"
 #include "cli/measure.h"
 #include "cpu/tile_gemm.h"
 #include "layer/compute.h"
@@ -15,7 +16,6 @@ namespace {
 
 constexpr double kGemmSeconds = 0.3;
 constexpr double kReadSeconds = 0.1;
-constexpr int kLabelColumns = 12;
 constexpr int kBarsPerLine = 64;
 
 // Numbers that both forms of the report show.
@@ -92,32 +92,6 @@ Derived derive(const Report& report) {
   return d;
 }
 
-// "label       text", with longer texts continued below.
-class Lines {
- public:
-  explicit Lines(const Palette& palette) : palette_(palette) {}
-
-  void add(const std::string& label, const std::string& text) {
-    const std::vector<std::string> parts = wrap(text, kReportColumns - kLabelColumns);
-    for (std::size_t i = 0; i < parts.size(); ++i) add_painted(i == 0 ? label : "", parts[i]);
-  }
-  // For text with escape codes, which is the caller's to keep short enough.
-  void add_painted(const std::string& label, const std::string& text) {
-    lines_.push_back(palette_.dim(fmt::format("{:<{}}", label, kLabelColumns)) + text);
-  }
-  void add_blank() { lines_.emplace_back(); }
-  void add_whole(const std::string& line) { lines_.push_back(line); }
-  std::vector<std::string> take() { return std::move(lines_); }
-
- private:
-  const Palette& palette_;
-  std::vector<std::string> lines_;
-};
-
-std::string plural(std::int64_t count, const char* noun) {
-  return fmt::format("{} {}{}", format_count(count), noun, count == 1 ? "" : "s");
-}
-
 bool on_gpu(const Report& report) { return report.result.backend == Backend::kCuda; }
 
 std::string world_text(const RunResult& r) {
@@ -129,19 +103,22 @@ std::string world_text(const RunResult& r) {
              : fmt::format("{}, {} in all", ranks, plural(r.threads, "compute thread"));
 }
 
-void add_setting(const Report& report, Lines& lines, const Palette& palette) {
-  const Source& source = report.source;
+}  // namespace
+
+void add_setting(const Source& source, const Batch& batch, const RankOptions& options,
+                 const RunResult& result, Lines& lines, const Palette& palette) {
   lines.add_whole(palette.bold(source.name));
   lines.add("layer", describe(source.spec));
   lines.add("weights",
             fmt::format("{}; {}, {} for {} experts", source.origin, to_string(source.dtype),
                         format_bytes(static_cast<double>(source.bytes)), source.spec.num_experts));
-  lines.add("batch",
-            fmt::format("{}, activations {}, routing: {}", plural(report.batch.tokens(), "token"),
-                        report.batch.origin, report.batch.routing));
-  lines.add("world", fmt::format("{}, computing in {}", world_text(report.result),
-                                 to_string(report.options.compute)));
+  lines.add("batch", fmt::format("{}, activations {}, routing: {}", plural(batch.tokens(), "token"),
+                                 batch.origin, batch.routing));
+  lines.add("world",
+            fmt::format("{}, computing in {}", world_text(result), to_string(options.compute)));
 }
+
+namespace {
 
 void add_speed(const Report& report, const Derived& d, Lines& lines, const Palette& palette) {
   std::string phases = report.result.ranks > 1 ? "one launch per rank, L2 cache flushed before"
@@ -343,7 +320,7 @@ MachineRates measure_rates(const Source& source, const Batch& batch, const RunRe
 std::vector<std::string> to_text(const Report& report, const Palette& palette) {
   const Derived d = derive(report);
   Lines lines(palette);
-  add_setting(report, lines, palette);
+  add_setting(report.source, report.batch, report.options, report.result, lines, palette);
   lines.add_blank();
   add_speed(report, d, lines, palette);
   lines.add_blank();

@@ -8,6 +8,7 @@
 
 #include "cli/batch.h"
 #include "cli/format.h"
+#include "cli/lines.h"
 #include "cli/ranks.h"
 #include "cli/source.h"
 #include "cli/verify.h"
@@ -32,6 +33,10 @@ struct Report {
   MachineRates rates;
   std::optional<Verification> verification;
 };
+
+// Layer, weights, batch and world.
+void add_setting(const Source& source, const Batch& batch, const RankOptions& options,
+                 const RunResult& result, Lines& lines, const Palette& palette);
 
 // Lines of at most kReportColumns columns, escape codes not counted.
 std::vector<std::string> to_text(const Report& report, const Palette& palette);

@@ -63,15 +63,16 @@ class CoreLease {
     next->granted_signal.notify_one();
   }
 
-  // Between tasks: passes the core on if the turn is over and somebody waits.
-  void offer() {
-    if (!held_ || Clock::now() - taken_at_ < kTurn) return;
+  // Between tasks: passes the core on if the turn is over and somebody waits. True if it did.
+  bool offer() {
+    if (!held_ || Clock::now() - taken_at_ < kTurn) return false;
     {
       const std::lock_guard lock(Cores::all().mutex);
-      if (Cores::all().waiters.empty()) return;
+      if (Cores::all().waiters.empty()) return false;
     }
     give();
     take();
+    return true;
   }
 
  private:

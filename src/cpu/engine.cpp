@@ -16,6 +16,7 @@
 #include "cpu/pace.h"
 #include "cpu/processor.h"
 #include "cpu/scheduler.h"
+#include "cpu/thread_trace.h"
 #include "cpu/worker_pool.h"
 #include "fabric/fabric.h"
 #include "layer/compute.h"
@@ -63,6 +64,59 @@ Ffn prepare(const FfnWeights& weights, int hidden, int intermediate, bool quanti
   return ffn;
 }
 
+// Room for so many events of each thread and pass: 3.5 MiB, of which a pass commits what it fills.
+// A rank with 8192 tokens of OLMoE has some 5,000 tasks.
+constexpr std::size_t kMostTraceEvents = 1 << 16;
+
+TraceWait to_wait(Phase phase) {
+  switch (phase) {
+    case Phase::kNone:
+      return TraceWait::kNothing;
+    case Phase::kGate:
+    case Phase::kExperts:
+      return TraceWait::kTask;
+    case Phase::kCounts:
+      return TraceWait::kCounts;
+    case Phase::kDispatch:
+      return TraceWait::kDispatch;
+    case Phase::kCombine:
+      return TraceWait::kCombine;
+  }
+  return TraceWait::kNothing;
+}
+
+// The last that a thread lacked before it had a task.
+struct Waited {
+  TraceWait wait = TraceWait::kNothing;
+  std::int32_t peer = -1;
+
+  static Waited of(const Missing& missing) {
+    const TraceWait wait = to_wait(missing.phase);
+    return {wait, wait == TraceWait::kTask ? -1 : missing.peer};
+  }
+};
+
+// What the whole rank does in turn, on the thread that called forward(). It ends with the scope.
+class Stage {
+ public:
+  Stage(ThreadTrace* trace, TraceKind kind, std::int64_t rows, const Waited& waited = {})
+      : trace_(trace) {
+    if (trace_ == nullptr) return;
+    TraceEvent event{kind, TraceRole::kPass, waited.wait};
+    event.rows = static_cast<std::int32_t>(rows);
+    event.peer = waited.peer;
+    trace_->begin(event);
+  }
+  ~Stage() {
+    if (trace_ != nullptr) trace_->end();
+  }
+  Stage(const Stage&) = delete;
+  Stage& operator=(const Stage&) = delete;
+
+ private:
+  ThreadTrace* trace_;
+};
+
 class Engine final : public LayerEngine {
  public:
   Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
@@ -70,7 +124,7 @@ class Engine final : public LayerEngine {
 
   void forward(const ForwardInput& input, const ForwardOutput& output) override;
   const ForwardStats& stats() override { return stats_; }
-  PassTrace trace() override { return {}; }
+  PassTrace trace() override;
   bool traces() const override { return options_.trace; }
   const LayerSpec& spec() const override { return layer_.spec; }
   Backend backend() const override { return Backend::kCpu; }
@@ -83,12 +137,16 @@ class Engine final : public LayerEngine {
   void route(const ForwardInput& input);
   void prepare_token(const MatrixView& x, std::int64_t token);
   void drop_over_capacity();
+  void list_slots();
   void publish_counts();
-  void await_counts();
-  void plan();
+  Waited await_counts();
+  void plan(const Waited& waited);
   void place_slots();
   void list_tiles();
   void run_tasks();
+  std::optional<protocol::Task> await_task(CoreLease& lease, const ThreadTrace* trace,
+                                           Waited& waited);
+  TraceEvent event_of(const protocol::Task& task, const Waited& waited) const;
   void finish(const ForwardOutput& output, Clock::time_point start);
 
   // Runs body(i) on every thread of the rank; the first exception ends the pass for all ranks.
@@ -97,6 +155,10 @@ class Engine final : public LayerEngine {
   bool aborted() const { return protocol::aborted(layer_.heaps); }
   int rank() const { return layer_.heaps.rank; }
   int num_ranks() const { return layer_.heaps.size(); }
+  // Null where nothing is recorded.
+  ThreadTrace* trace_of(int thread) {
+    return traces_.empty() ? nullptr : &traces_[static_cast<std::size_t>(thread)];
+  }
 
   World world_;
   LayerOptions options_;
@@ -104,6 +166,7 @@ class Engine final : public LayerEngine {
   std::vector<float> router_f32_;
   std::shared_ptr<SymmetricSegment> heap_;
   LazyBuffer intermediate_, x_, quantised_;
+  std::vector<ThreadTrace> traces_;  // of every thread, or empty
   std::vector<Processor> processors_;
   std::unique_ptr<WorkerPool> pool_;
 
@@ -192,7 +255,11 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   const int hardware = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   const int threads =
       options.num_threads > 0 ? options.num_threads : std::max(1, hardware / world.size());
-  for (int i = 0; i < threads; ++i) processors_.emplace_back(layer_);
+  if (options.trace) traces_.reserve(static_cast<std::size_t>(threads));
+  for (int i = 0; i < threads; ++i) {
+    if (options.trace) traces_.emplace_back(i, kMostTraceEvents);
+    processors_.emplace_back(layer_, trace_of(i));
+  }
   pool_ = std::make_unique<WorkerPool>(threads,
                                        [] { thread_local const SingleThreadedLibrary confined; });
 
@@ -245,10 +312,14 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const Clock::time_point start = Clock::now();
   begin_pass(input, output);
   route(input);
+  {
+    const Stage stage(trace_of(0), TraceKind::kRoute, pass_.tokens);
+    drop_over_capacity();
+    list_slots();
+  }
   publish_counts();
   stats_.gate_seconds = seconds_since(start);
-  await_counts();
-  plan();
+  plan(await_counts());
   stats_.plan_seconds = seconds_since(start);
   run_tasks();
   finish(output, start);
@@ -264,6 +335,10 @@ void Engine::begin_pass(const ForwardInput& input, const ForwardOutput& output) 
   const MatrixView& x = input.activations;
   stats_ = {};
   ++pass_.epoch;
+  for (ThreadTrace& trace : traces_) {
+    trace.clear();
+    trace.set_free();
+  }
   pass_.tokens = x.rows;
   pass_.output = output;
   const auto slots = static_cast<std::size_t>(x.rows) * static_cast<std::size_t>(spec().top_k);
@@ -308,23 +383,27 @@ void Engine::route(const ForwardInput& input) {
   in_parallel([&](int i) {
     const CoreLease lease(layer_.heaps);
     constexpr std::int64_t kBlock = Processor::kGateBlock;
+    ThreadTrace* const trace = trace_of(i);
+    if (trace != nullptr) trace->begin({TraceKind::kGate, TraceRole::kPass, TraceWait::kCore});
+    std::int64_t rows = 0;
     for (;;) {
       const std::int64_t begin = next_block.fetch_add(1) * kBlock;
-      if (begin >= x.rows || aborted()) return;
+      if (begin >= x.rows || aborted()) break;
       const std::int64_t end = std::min(begin + kBlock, x.rows);
+      rows += end - begin;
       layer_.step(ProtocolStep::Kind::kGate, rank(), pass_.epoch);
       for (std::int64_t t = begin; t < end; ++t) prepare_token(x, t);
       if (!given) {
         nan_logits += processors_[static_cast<std::size_t>(i)].gate(pass_, begin, end, hashed_ids);
       }
     }
+    if (trace != nullptr) trace->end(static_cast<std::int32_t>(rows));
   });
   if (given) {
     std::copy(input.topk_ids.begin(), input.topk_ids.end(), pass_.ids.begin());
     std::copy(input.topk_weights.begin(), input.topk_weights.end(), pass_.weights.begin());
   }
   stats_.nan_logits = nan_logits;
-  drop_over_capacity();
 }
 
 // Whatever the experts and gates will read of a token, unless it is there already.
@@ -363,7 +442,8 @@ void Engine::drop_over_capacity() {
   }
 }
 
-void Engine::publish_counts() {
+// What this rank has for each expert and each rank.
+void Engine::list_slots() {
   const protocol::ExpertPartition experts = layer_.layout().experts();
   const auto num_experts = static_cast<std::size_t>(spec().num_experts);
   std::fill(counts_row_.begin(), counts_row_.end(), 0u);
@@ -388,6 +468,10 @@ void Engine::publish_counts() {
     pass_.dispatch_chunks[static_cast<std::size_t>(d)] =
         static_cast<std::uint32_t>(protocol::ceil_div<std::size_t>(tokens, kDispatchChunk));
   }
+}
+
+void Engine::publish_counts() {
+  const Stage stage(trace_of(0), TraceKind::kCounts, pass_.tokens);
   const std::size_t row_bytes = counts_row_.size() * sizeof(std::uint32_t);
   for (int i = 0; i < num_ranks(); ++i) {
     const int peer = (rank() + i) % num_ranks();
@@ -401,24 +485,31 @@ void Engine::publish_counts() {
   }
 }
 
-void Engine::await_counts() {
+Waited Engine::await_counts() {
   HostPace pace;
   const auto deadline =
       static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
+  Waited waited;
   for (int s = 0; s < num_ranks(); ++s) {
     const std::uint64_t* word = layer_.layout().counts_epoch(layer_.heaps.mine(), pass_.epoch, s);
     const protocol::WaitResult result = protocol::wait_until(
         layer_.heaps, pass_.epoch, deadline, pace,
-        [&] { return protocol::load_acquire(word) == pass_.epoch; },
+        [&] {
+          if (protocol::load_acquire(word) == pass_.epoch) return true;
+          waited = {TraceWait::kCounts, s};
+          return false;
+        },
         [&] {
           return Missing{Phase::kCounts, s, static_cast<std::uint64_t>(s), pass_.epoch,
                          protocol::load_acquire(word)};
         });
     if (result != protocol::WaitResult::kReady) fail();
   }
+  return waited;
 }
 
-void Engine::plan() {
+void Engine::plan(const Waited& waited) {
+  const Stage stage(trace_of(0), TraceKind::kPlan, pass_.tokens, waited);
   layer_.step(ProtocolStep::Kind::kPlan, rank(), pass_.epoch);
   protocol::build_plan(protocol::SoloTeam(), layer_.heaps, pass_.epoch, pass_.plan);
   place_slots();
@@ -488,33 +579,109 @@ void Engine::list_tiles() {
 }
 
 void Engine::run_tasks() {
-  const auto deadline =
-      static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
   in_parallel([&](int i) {
-    HostPace pace;
     Processor& processor = processors_[static_cast<std::size_t>(i)];
+    ThreadTrace* const trace = trace_of(i);
+    if (trace != nullptr) trace->set_free();
     CoreLease lease(layer_.heaps);
+    Waited waited{TraceWait::kCore, -1};
     for (;;) {
       std::optional<protocol::Task> task = scheduler_.next();
-      if (!task) {
-        lease.give();
-        const protocol::WaitResult result = protocol::wait_until(
-            layer_.heaps, pass_.epoch, deadline, pace,
-            [&] {
-              task = scheduler_.next();
-              return task.has_value() || scheduler_.all_complete();
-            },
-            [&] { return scheduler_.missing(); });
-        if (result != protocol::WaitResult::kReady || !task) return;
-        lease.take();
+      if (!task) task = await_task(lease, trace, waited);
+      if (!task) return;
+      if (trace == nullptr) {
+        processor.run(pass_, *task);
+      } else {
+        trace->begin(event_of(*task, waited));
+        processor.run(pass_, *task);
+        trace->end();
       }
-      processor.run(pass_, *task);
       scheduler_.complete(*task);
-      lease.offer();
+      waited = {lease.offer() ? TraceWait::kCore : TraceWait::kNothing, -1};
       if (aborted()) return;
     }
   });
   if (aborted()) fail();
+}
+
+// Empty once all tasks are complete, or where the pass has failed. With a trace, `waited` becomes
+// what was lacking at the last look.
+std::optional<protocol::Task> Engine::await_task(CoreLease& lease, const ThreadTrace* trace,
+                                                 Waited& waited) {
+  const auto deadline =
+      static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
+  HostPace pace;
+  std::optional<protocol::Task> task;
+  lease.give();
+  if (trace != nullptr) waited = Waited::of(scheduler_.missing());
+  const protocol::WaitResult result = protocol::wait_until(
+      layer_.heaps, pass_.epoch, deadline, pace,
+      [&] {
+        task = scheduler_.next();
+        if (task.has_value() || scheduler_.all_complete()) return true;
+        if (trace != nullptr) waited = Waited::of(scheduler_.missing());
+        return false;
+      },
+      [&] { return scheduler_.missing(); });
+  if (result != protocol::WaitResult::kReady || !task) return std::nullopt;
+  if (trace == nullptr) {
+    lease.take();
+    return task;
+  }
+  const std::int64_t given = ThreadTrace::now_ns();
+  lease.take();
+  // An event has one reason: the longer wait's.
+  if (ThreadTrace::now_ns() - given > given - trace->free_since_ns()) {
+    waited = {TraceWait::kCore, -1};
+  }
+  return task;
+}
+
+TraceEvent Engine::event_of(const protocol::Task& task, const Waited& waited) const {
+  TraceEvent event{TraceKind::kSend, TraceRole::kMath, waited.wait};
+  event.peer = waited.peer;
+  const auto index = static_cast<std::int32_t>(task.index);
+  switch (task.kind) {
+    case protocol::TaskKind::kDispatch: {
+      event.role = TraceRole::kSend;
+      event.peer = task.peer;
+      const auto tokens = static_cast<std::int32_t>(pass_.tokens_for[task.peer].size());
+      const auto chunk = static_cast<std::int32_t>(kDispatchChunk);
+      event.rows = std::min(chunk, tokens - index * chunk);
+      return event;
+    }
+    case protocol::TaskKind::kGemm1:
+    case protocol::TaskKind::kGemm2: {
+      const Tile& tile = pass_.tiles[task.index];
+      event.kind = task.kind == protocol::TaskKind::kGemm1 ? TraceKind::kGemm1 : TraceKind::kGemm2;
+      event.block = static_cast<std::int32_t>(task.block);
+      event.expert = tile.expert;
+      event.rows = static_cast<std::int32_t>(tile.rows);
+      break;
+    }
+    case protocol::TaskKind::kCombine: {
+      event.kind = TraceKind::kCombine;
+      const std::int64_t first = std::int64_t{index} * kCombineChunk;
+      event.rows =
+          static_cast<std::int32_t>(std::min<std::int64_t>(kCombineChunk, pass_.tokens - first));
+      break;
+    }
+  }
+  event.tile = index;
+  return event;
+}
+
+PassTrace Engine::trace() {
+  if (aborted()) fail();
+  PassTrace trace;
+  trace.rank = rank();
+  trace.num_ranks = num_ranks();
+  trace.epoch = pass_.epoch;
+  for (const ThreadTrace& thread : traces_) {
+    trace.dropped += thread.dropped();
+    trace.events.insert(trace.events.end(), thread.events().begin(), thread.events().end());
+  }
+  return trace;
 }
 
 void Engine::finish(const ForwardOutput& output, Clock::time_point start) {

@@ -25,8 +25,12 @@ DType gate_dtype(const LayerState& layer) {
 
 }  // namespace
 
-Processor::Processor(const LayerState& layer)
-    : layer_(layer), kernels_(kernels()), gemm_(layer.gemm), gate_gemm_(gate_dtype(layer)) {}
+Processor::Processor(const LayerState& layer, ThreadTrace* trace)
+    : layer_(layer),
+      trace_(trace),
+      kernels_(kernels()),
+      gemm_(layer.gemm),
+      gate_gemm_(gate_dtype(layer)) {}
 
 std::size_t Processor::scratch_bytes() const {
   return (product_.capacity() + product_up_.capacity() + scales_.capacity()) * sizeof(float) +
@@ -81,7 +85,7 @@ void Processor::run(Pass& pass, const Task& task) {
       gemm1(pass, pass.tiles[task.index], task.index, task.block);
       return;
     case TaskKind::kGemm2:
-      gemm2(pass, pass.tiles[task.index], task.block);
+      gemm2(pass, pass.tiles[task.index], task.index, task.block);
       return;
     case TaskKind::kCombine:
       combine(pass, task.index);
@@ -116,12 +120,17 @@ void Processor::dispatch(Pass& pass, int peer, std::uint32_t chunk) {
   }
   for (std::size_t i = begin; i < end; ++i) {
     for (int k = 0; k < top_k; ++k) {
-      const Slot& slot = pass.slots[static_cast<std::size_t>(tokens[i]) * top_k + k];
+      const std::size_t s = static_cast<std::size_t>(tokens[i]) * top_k + k;
+      const Slot& slot = pass.slots[s];
       if (slot.owner != peer) continue;
       // Whoever sends a tile's last row signals for all who sent the others: the counter is acquire
       // and release, so their writes happen before this rank's flag.
       if (protocol::fetch_add(&unsent[slot.tile], ~std::uint32_t{0}) == 1) {
         layer_.step(Step::kArrived, peer, pass.epoch);
+        // Before the flag, so that nothing it causes is older than it.
+        if (trace_ != nullptr && peer != layer_.heaps.rank) {
+          trace_->tell(TraceKind::kSend, peer, -1, pass.ids[s], 0);
+        }
         protocol::store_release(layout.arrived(target, slot.tile, layer_.heaps.rank), pass.epoch);
       }
     }
@@ -269,7 +278,7 @@ void Processor::gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
   protocol::fetch_add(&tile.gemm1_done, std::uint32_t{1});
 }
 
-void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t block) {
+void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block) {
   layer_.step(Step::kGemm2, layer_.heaps.rank, pass.epoch);
   const protocol::HeapLayout& layout = layer_.layout();
   const Ffn& f = ffn(pass, tile);
@@ -304,6 +313,10 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t block) {
   }
   for_each_source(layer_, pass, tile, [&](int source) {
     layer_.step(Step::kFinished, source, pass.epoch);
+    if (trace_ != nullptr && source != layer_.heaps.rank) {
+      trace_->tell(TraceKind::kSignal, source, static_cast<std::int32_t>(tile_index), tile.expert,
+                   static_cast<std::int32_t>(tile.rows));
+    }
     protocol::store_release(
         layout.finished(layer_.heaps.base[source], layer_.heaps.rank, tile.flag), pass.epoch);
   });

@@ -6,13 +6,15 @@
 
 #include "cpu/kernels.h"
 #include "cpu/pass.h"
+#include "cpu/thread_trace.h"
 #include "cpu/tile_gemm.h"
 
 namespace switchyard::cpu {
 
 class Processor {
  public:
-  explicit Processor(const LayerState& layer);
+  // `trace` is told of the flags that tasks raise for other ranks; it may be null.
+  Processor(const LayerState& layer, ThreadTrace* trace);
 
   // Tokens [begin, end): logits, choice, shared-expert gate. `hashed_ids` is [tokens, K] or null.
   // Returns the number of NaN logits.
@@ -28,7 +30,7 @@ class Processor {
  private:
   void dispatch(Pass& pass, int peer, std::uint32_t chunk);
   void gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block);
-  void gemm2(Pass& pass, Tile& tile, std::uint32_t block);
+  void gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block);
   void combine(Pass& pass, std::uint32_t chunk);
 
   bool is_shared(const Pass& pass, const Tile& tile) const;
@@ -51,6 +53,7 @@ class Processor {
   static std::byte* intermediate(const Pass& pass, const Tile& tile);
 
   const LayerState& layer_;
+  ThreadTrace* trace_;
   const Kernels& kernels_;
   TileGemm gemm_;
   TileGemm gate_gemm_;

@@ -64,6 +64,8 @@ const char* to_string(TraceWait wait) {
       return "dispatch";
     case TraceWait::kCombine:
       return "combine";
+    case TraceWait::kCore:
+      return "core";
   }
   return "unknown";
 }

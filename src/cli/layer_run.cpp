@@ -1,0 +1,146 @@
+#include "cli/layer_run.h"
+
+#include <cstdlib>
+#include <filesystem>
+#include <limits>
+#include <utility>
+
+#include "fabric/environment.h"
+#include "gpu/device.h"
+#include "layer/compute.h"
+#include "protocol/layout.h"
+
+namespace switchyard::cli {
+namespace {
+
+[[noreturn]] void refuse(const std::string& message) {
+  throw Error(ErrorCode::kInvalidArgument, message);
+}
+
+// What a chosen backend cannot do, told before weights are made up for it.
+void require_consistent(const LayerRunOptions& options) {
+  if (options.backend != Backend::kCuda) {
+    if (options.backend && options.ranks.reserved_sms) {
+      refuse("--reserved-sms is for --backend cuda; leave it out");
+    }
+    return;
+  }
+  if (options.ranks.threads > 0) refuse("--threads is for --backend cpu; leave it out");
+  if (gpu::device_count() > 0) return;
+  throw Error(ErrorCode::kUnsupported,
+              gpu::built_with_cuda()
+                  ? "--backend cuda needs a GPU, and there is none that CUDA can use "
+                    "('switchyard doctor' tells more); use --backend cpu"
+                  : "--backend cuda is not part of this build, which found no nvcc or no CUTLASS "
+                    "headers; use --backend cpu");
+}
+
+// GPUs for what they run well, unless an option only makes sense elsewhere.
+Backend default_backend(const LayerRunOptions& options, int ranks, int rank) {
+  const bool suits = options.ranks.threads == 0 && options.ranks.compute != DType::kF32 &&
+                     !options.capacity_factor;
+  const int num_devices = gpu::device_count();
+  if (suits && ranks <= num_devices && gpu::device_info(rank % num_devices).runs_our_kernels()) {
+    return Backend::kCuda;
+  }
+  if (options.ranks.reserved_sms) {
+    refuse(
+        "--reserved-sms is for --backend cuda, but this would run on the cpu; leave it out, or "
+        "give --backend cuda as well");
+  }
+  return Backend::kCpu;
+}
+
+}  // namespace
+
+void add_source_options(CLI::App& app, LayerRunOptions& o) {
+  const char* const group = "Layer";
+  app.add_option("--checkpoint", o.source.checkpoint, "Hugging Face directory to take it from")
+      ->type_name("DIR")
+      ->group(group);
+  app.add_option("--model", o.source.model, "Model whose layer to make up ('switchyard models')")
+      ->type_name("NAME")
+      ->group(group);
+  add_whole(app, "--layer", o.source.layer, 0, 1 << 20,
+            "Which layer (default: the first with experts)")
+      ->group(group);
+  const std::size_t before = app.get_options().size();
+  add_override_options(app, o.source.overrides);
+  add_dtype(app, "--dtype", o.source.dtype, true,
+            "Made-up weights in bf16, f32, f16 or fp8 (default: the model's)");
+  add_whole(app, "--seed", o.source.seed, 0, std::numeric_limits<std::int64_t>::max(),
+            "Of made-up weights, activations and routing (default 0)");
+  add_real(app, "--capacity-factor", o.capacity_factor, 1e-6, 1e6,
+           "Drop slots beyond this multiple of an even share (default: never)");
+  for (std::size_t i = before; i < app.get_options().size(); ++i) {
+    app.get_options()[i]->group(group);
+  }
+}
+
+void add_batch_options(CLI::App& app, LayerRunOptions& o) {
+  const char* const group = "Batch";
+  add_whole(app, "--tokens", o.batch.tokens, 1, 1 << 24,
+            "Tokens over all ranks, dealt evenly (default 1024)")
+      ->group(group);
+  app.add_option("--input", o.batch.input, "Safetensors file with activations, see below")
+      ->type_name("FILE")
+      ->group(group);
+  add_real(app, "--balancedness", o.batch.balancedness, 0, 1,
+           "Route at random, with this relative entropy, instead of by gate")
+      ->group(group);
+}
+
+void add_execution_options(CLI::App& app, LayerRunOptions& o) {
+  const char* const group = "Execution";
+  add_backend(app, "--backend", o.backend,
+              "cpu or cuda (default: cuda where it suits and ranks have a GPU each)")
+      ->group(group);
+  add_whole(app, "--ranks", o.ranks.ranks, 1, protocol::kMaxRanks,
+            "Ranks, as threads of this process (default 1, or the launcher's)")
+      ->group(group);
+  add_whole(app, "--threads", o.ranks.threads, 0, 1024,
+            "Compute threads of each rank (cpu; default 0: the machine's, shared out)")
+      ->group(group);
+  add_whole(app, "--reserved-sms", o.ranks.reserved_sms, 0, 1024,
+            "SMs of the GPU to leave free (cuda; default: those of other ranks on it)")
+      ->group(group);
+  add_dtype(app, "--compute", o.compute, false,
+            "Arithmetic and wire type: bf16, f32 or fp8 (default: by the weights)")
+      ->group(group);
+  add_seconds(app, "--deadline", o.ranks.deadline, "Longest wait for another rank (default 30)")
+      ->group(group);
+}
+
+void require_place_for(const char* option, const std::string& path) {
+  if (path.empty()) return;
+  const auto directory = std::filesystem::absolute(path).parent_path();
+  if (std::filesystem::is_directory(directory)) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("{} is '{}', but there is no directory '{}'; make it first", option, path,
+                          directory.string()));
+}
+
+LayerRun run_layer(LayerRunOptions& options, bool show_progress) {
+  const auto launched = parse_launched_rank([](const char* name) { return std::getenv(name); });
+  const bool as_process = launched && launched->size > 1 && !options.ranks_given;
+  const bool leads = !as_process || launched->rank == 0;
+
+  const int ranks = as_process ? launched->size : options.ranks.ranks;
+  require_consistent(options);
+  options.batch.seed = options.source.seed;
+  LayerRun run;
+  run.source = load_source(options.source, as_process ? ranks : 1, leads && show_progress);
+  if (options.capacity_factor) {
+    run.source.spec.capacity_factor = static_cast<float>(*options.capacity_factor);
+  }
+  options.ranks.compute = resolve_compute(run.source.weights, options.compute);
+  options.ranks.backend = options.backend
+                              ? *options.backend
+                              : default_backend(options, ranks, as_process ? launched->rank : 0);
+  run.batch = make_batch(options.batch, run.source, value_type(options.ranks.compute));
+  run.result = as_process ? run_as_process(run.source, run.batch, options.ranks)
+                          : run_as_threads(run.source, run.batch, options.ranks);
+  return run;
+}
+
+}  // namespace switchyard::cli

@@ -1,0 +1,45 @@
+// What the commands that run a layer over ranks have in common: their options, and what comes of
+// them.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "cli/arguments.h"
+#include "cli/batch.h"
+#include "cli/ranks.h"
+#include "cli/source.h"
+
+namespace switchyard::cli {
+
+struct LayerRunOptions {
+  SourceOptions source;
+  BatchOptions batch;
+  RankOptions ranks;
+  bool ranks_given = false;
+  std::optional<Backend> backend;
+  std::optional<DType> compute;
+  std::optional<double> capacity_factor;
+};
+
+// --checkpoint, --model and what else makes a layer.
+void add_source_options(CLI::App& app, LayerRunOptions& options);
+// --tokens, --input, --balancedness.
+void add_batch_options(CLI::App& app, LayerRunOptions& options);
+// --backend, --ranks and what else tells where it runs.
+void add_execution_options(CLI::App& app, LayerRunOptions& options);
+
+// Of an option that names a file to be written; empty: none. A long run should not end with this.
+void require_place_for(const char* option, const std::string& path);
+
+struct LayerRun {
+  Source source;
+  Batch batch;
+  std::optional<RunResult> result;  // none on ranks other than 0, if they are processes
+};
+
+// As many passes as options.ranks says. Chooses options.ranks.backend and compute where they are
+// not given. Throws Error for what cannot be, before weights are made up for it where possible.
+LayerRun run_layer(LayerRunOptions& options, bool show_progress);
+
+}  // namespace switchyard::cli

@@ -1,0 +1,111 @@
+// `switchyard trace`: what every role of every rank did in one pass, and when.
+#include <unistd.h>
+
+#include <cstdio>
+#include <fstream>
+#include <memory>
+
+#include "cli/commands.h"
+#include "cli/layer_run.h"
+#include "cli/run_report.h"
+#include "cli/trace_report.h"
+#include "model/quantize.h"
+#include "trace/chrome_trace.h"
+
+namespace switchyard::cli {
+namespace {
+
+struct TraceOptions : LayerRunOptions {
+  std::string out = "trace.json";
+  bool json = false;
+};
+
+constexpr const char* kExamples = R"(Examples:
+  switchyard trace --model olmoe --tokens 1024 --ranks 4
+  switchyard trace --model deepseek-v3 --experts 32 --tokens 64 --balancedness 0.7 -o v3.json
+  switchyard trace --model qwen3-30b --tokens 4096 --ranks 2 --backend cuda
+
+The file opens in https://ui.perfetto.dev, and in chrome://tracing.
+
+Exit codes: 0 done; 2 unusable arguments or files; 3 a rank did not do its part.)";
+
+void add_trace_options(CLI::App& app, TraceOptions& o) {
+  add_whole(app, "--passes", o.ranks.repeat, 1, 1'000'000,
+            "Passes after a warm-up, the last of which is told (default 5)")
+      ->group("Execution");
+  const char* const group = "Report";
+  app.add_option("-o,--out", o.out, "Where to write the trace (default trace.json)")
+      ->type_name("FILE")
+      ->group(group);
+  app.add_flag("--json", o.json, "Summary as JSON")->group(group);
+}
+
+// Of a token on its way to another rank.
+std::uint64_t row_bytes(const LayerSpec& spec, DType compute) {
+  const auto hidden = static_cast<std::uint64_t>(spec.hidden);
+  if (compute != DType::kF8E4M3) return hidden * size_of(compute);
+  return hidden + (hidden + kQuantGroup - 1) / kQuantGroup * sizeof(float);
+}
+
+void write_trace(const TraceOptions& options, const LayerRun& run, const char* unit) {
+  trace::ChromeTraceOptions chrome;
+  chrome.title = run.source.name;
+  chrome.unit = unit;
+  if (run.result->ranks > 1) chrome.row_bytes = row_bytes(run.source.spec, options.ranks.compute);
+  std::ofstream file(options.out, std::ios::binary);
+  trace::write_chrome_trace(file, run.result->traces, chrome);
+  file.close();
+  if (file.good()) return;
+  throw Error(ErrorCode::kSystem,
+              fmt::format("cannot write --out '{}'; choose a place with room that may be written",
+                          options.out));
+}
+
+void print_text(const TraceOptions& options, const LayerRun& run, const trace::Summary& summary,
+                const char* unit) {
+  const Palette palette = Palette::for_output(STDOUT_FILENO);
+  Lines lines(palette);
+  add_setting(run.source, run.batch, options.ranks, *run.result, lines, palette);
+  lines.add_blank();
+  for (const std::string& line : to_text(summary, unit, palette)) lines.add_whole(line);
+  lines.add_blank();
+  lines.add("file", fmt::format("{}, for ui.perfetto.dev", options.out));
+  for (const std::string& line : lines.take()) fmt::print("{}\n", line);
+}
+
+int run(TraceOptions& options) {
+  require_place_for("--out", options.out);
+  options.ranks.trace = true;
+  const LayerRun run = run_layer(options, true);
+  if (!run.result) return kExitOk;
+  const char* const unit = run.result->backend == Backend::kCuda ? "SM" : "thread";
+  write_trace(options, run, unit);
+  const trace::Summary summary = trace::summarize(run.result->traces);
+  if (options.json) {
+    nlohmann::ordered_json json = to_json(summary, unit);
+    json["file"] = options.out;
+    fmt::print("{}\n", json.dump(2));
+  } else {
+    print_text(options, run, summary, unit);
+  }
+  return kExitOk;
+}
+
+}  // namespace
+
+Subcommand add_trace(CLI::App& root) {
+  CLI::App* const app =
+      root.add_subcommand("trace", "Run one MoE layer and write a timeline of a pass");
+  const auto options = std::make_shared<TraceOptions>();
+  add_source_options(*app, *options);
+  add_batch_options(*app, *options);
+  add_execution_options(*app, *options);
+  add_trace_options(*app, *options);
+  app->footer(kExamples);
+  return {app, [app, options] {
+            options->ranks_given = app->count("--ranks") > 0;
+            return run(*options);
+          }};
+}
+
+}  // namespace switchyard::cli

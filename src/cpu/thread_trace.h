@@ -1,0 +1,103 @@
+// What one thread of a rank did in a pass, for MoeLayer::trace(). Only that thread writes it.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "switchyard/trace.h"
+
+namespace switchyard::cpu {
+
+// On lines of its own: threads record at the same time.
+class alignas(64) ThreadTrace {
+ public:
+  ThreadTrace(std::int32_t unit, std::size_t most_events) : unit_(unit), most_events_(most_events) {
+    events_.reserve(most_events);  // address space until it is written
+  }
+
+  static std::int64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(
+               std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+  }
+
+  void clear() {
+    events_.clear();
+    dropped_ = 0;
+    open_ = false;
+  }
+
+  // The thread has nothing to do from now on.
+  void set_free() { free_since_ns_ = now_ns(); }
+  std::int64_t free_since_ns() const { return free_since_ns_; }
+
+  // It begins what `event` tells, for which it has waited since it was free.
+  void begin(const TraceEvent& event) {
+    current_ = event;
+    current_.unit = unit_;
+    current_.ready_ns = free_since_ns_;
+    current_.begin_ns = now_ns();
+    open_ = true;
+  }
+  // The thread is free again.
+  void end() { end(current_.rows); }
+  void end(std::int32_t rows) {
+    free_since_ns_ = now_ns();
+    current_.end_ns = free_since_ns_;
+    close(rows);
+  }
+
+  // Within a task: `peer` is about to be told of what is complete. The first time, the event of the
+  // task ends here. What the task does after the last of them is in no event.
+  void tell(TraceKind kind, std::int32_t peer, std::int32_t tile, std::int32_t expert,
+            std::int32_t rows) {
+    const std::int64_t now = now_ns();
+    if (open_) {
+      told_ns_ = now;
+      current_.end_ns = now;
+      close(current_.rows);
+    }
+    TraceEvent event = current_;
+    event.kind = kind;
+    event.wait = TraceWait::kNothing;
+    event.ready_ns = event.begin_ns = told_ns_;
+    event.end_ns = told_ns_ = now;
+    event.tile = tile;
+    event.block = -1;
+    event.expert = expert;
+    event.rows = rows;
+    event.peer = peer;
+    add(event);
+  }
+
+  const std::vector<TraceEvent>& events() const { return events_; }
+  std::int64_t dropped() const { return dropped_; }
+
+ private:
+  void close(std::int32_t rows) {
+    if (!open_) return;
+    open_ = false;
+    current_.rows = rows;
+    add(current_);
+  }
+  void add(const TraceEvent& event) {
+    if (events_.size() == most_events_) {
+      ++dropped_;
+    } else {
+      events_.push_back(event);
+    }
+  }
+
+  std::int32_t unit_;
+  std::size_t most_events_;
+  std::vector<TraceEvent> events_;
+  std::int64_t dropped_ = 0;
+  std::int64_t free_since_ns_ = 0;
+  std::int64_t told_ns_ = 0;
+  TraceEvent current_{};
+  bool open_ = false;
+};
+
+}  // namespace switchyard::cpu
