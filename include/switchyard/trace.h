@@ -18,14 +18,14 @@ enum class TraceRole : std::uint8_t {
 };
 
 enum class TraceKind : std::uint8_t {
-  kGate,     // activations prepared, partial logits
-  kRoute,    // experts chosen, slots listed
-  kCounts,   // counts told to every rank, and awaited from every rank
-  kPlan,     // tiles and offsets
-  kSend,     // rows written to other ranks; none: what is there of an expert's, told to one
-  kPack,     // rows copied into tiles
-  kTask,     // a task taken and handed out
-  kGemm1,    // of one tile and block of weight rows
+  kGate,    // activations prepared, partial logits
+  kRoute,   // experts chosen, slots listed
+  kCounts,  // counts told to every rank, and awaited from every rank
+  kPlan,    // tiles and offsets
+  kSend,    // rows written to other ranks; none: what is there of an expert's, told to one
+  kPack,    // rows copied into tiles
+  kTask,    // a task taken and handed out
+  kGemm1,   // of one tile and block of weight rows
   kGemm2,
   kCombine,  // a chunk of tokens summed
   kSignal,   // completed tiles told to other ranks
