@@ -326,7 +326,8 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
 }
 
 std::uint64_t Engine::workspace_bytes() const {
-  std::uint64_t bytes = intermediate_.bytes() + x_.bytes() + quantised_.bytes();
+  std::uint64_t bytes = intermediate_.bytes() + x_.bytes() + quantised_.bytes() +
+                        traces_.size() * kMostTraceEvents * sizeof(TraceEvent);
   for (const Processor& processor : processors_) bytes += processor.scratch_bytes();
   return bytes;
 }

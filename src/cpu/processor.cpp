@@ -118,6 +118,7 @@ void Processor::dispatch(Pass& pass, int peer, std::uint32_t chunk) {
                                        static_cast<std::uint16_t>(k), pass.weights[s]};
     }
   }
+  if (trace_ != nullptr) trace_->complete();
   for (std::size_t i = begin; i < end; ++i) {
     for (int k = 0; k < top_k; ++k) {
       const std::size_t s = static_cast<std::size_t>(tokens[i]) * top_k + k;
@@ -127,7 +128,6 @@ void Processor::dispatch(Pass& pass, int peer, std::uint32_t chunk) {
       // and release, so their writes happen before this rank's flag.
       if (protocol::fetch_add(&unsent[slot.tile], ~std::uint32_t{0}) == 1) {
         layer_.step(Step::kArrived, peer, pass.epoch);
-        // Before the flag, so that nothing it causes is older than it.
         if (trace_ != nullptr && peer != layer_.heaps.rank) {
           trace_->tell(TraceKind::kSend, peer, -1, pass.ids[s], 0);
         }
@@ -274,6 +274,7 @@ void Processor::gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
   } else {
     activate(h, layer_.gemm, f.intermediate);
   }
+  if (trace_ != nullptr) trace_->complete();
   // Release: the scheduler's acquire of the full count makes the whole tile visible to GEMM2.
   protocol::fetch_add(&tile.gemm1_done, std::uint32_t{1});
 }
@@ -305,6 +306,7 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
   kernels_.scatter(product_.data(), f.down_bias.empty() ? nullptr : f.down_bias.data() + first, m,
                    n, static_cast<int>(tile.rows), row_addresses_.data(), layer_.value);
 
+  if (trace_ != nullptr) trace_->complete();
   // As in dispatch: the last block signals for all blocks, after having acquired their writes.
   if (protocol::fetch_add(&tile.gemm2_done, std::uint32_t{1}) + 1 != f.gemm2_blocks(hidden)) return;
   if (shared) {

@@ -45,25 +45,26 @@ class alignas(64) ThreadTrace {
   void end() { end(current_.rows); }
   void end(std::int32_t rows) {
     free_since_ns_ = now_ns();
-    current_.end_ns = free_since_ns_;
-    close(rows);
+    if (!open_) return;
+    current_.rows = rows;
+    close(free_since_ns_);
   }
 
-  // Within a task: `peer` is about to be told of what is complete. The first time, the event of the
-  // task ends here. What the task does after the last of them is in no event.
+  // Within a task, which goes on: what others wait for is complete, and about to be told. The event
+  // ends here, so that nothing it causes has begun before that.
+  void complete() {
+    told_ns_ = now_ns();
+    close(told_ns_);
+  }
+  // After that: `peer` is about to be told. What the task does after the last of them is in no
+  // event.
   void tell(TraceKind kind, std::int32_t peer, std::int32_t tile, std::int32_t expert,
             std::int32_t rows) {
-    const std::int64_t now = now_ns();
-    if (open_) {
-      told_ns_ = now;
-      current_.end_ns = now;
-      close(current_.rows);
-    }
     TraceEvent event = current_;
     event.kind = kind;
     event.wait = TraceWait::kNothing;
     event.ready_ns = event.begin_ns = told_ns_;
-    event.end_ns = told_ns_ = now;
+    event.end_ns = told_ns_ = now_ns();
     event.tile = tile;
     event.block = -1;
     event.expert = expert;
@@ -76,10 +77,9 @@ class alignas(64) ThreadTrace {
   std::int64_t dropped() const { return dropped_; }
 
  private:
-  void close(std::int32_t rows) {
-    if (!open_) return;
+  void close(std::int64_t time_ns) {
     open_ = false;
-    current_.rows = rows;
+    current_.end_ns = time_ns;
     add(current_);
   }
   void add(const TraceEvent& event) {

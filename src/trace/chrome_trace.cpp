@@ -141,7 +141,9 @@ class Writer {
         draw("combine", find_result(index_, trace.rank, e), {trace.rank, &e});
       }
     }
-    for (const auto& [number, tile] : tiles) {
+    for (const auto& entry : tiles) {
+      const std::int32_t number = entry.first;
+      const Tile& tile = entry.second;
       const TraceEvent* const first =
           tile.first_pack != nullptr ? tile.first_pack : tile.first_gemm1;
       for (int source = 0; first != nullptr && first->expert >= 0 && source < index_.num_ranks();

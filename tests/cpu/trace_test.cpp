@@ -87,6 +87,18 @@ class EveryWorld : public ::testing::TestWithParam<WorldShape> {
     return tokens;
   }
 
+  // Experts on `target` that tokens of `source` have.
+  std::set<std::int32_t> experts_for(int source, int target) const {
+    const Shares shares = Shares::even(kTokens, ranks());
+    const std::int64_t first = shares.first[static_cast<std::size_t>(source)] * spec_.top_k;
+    std::set<std::int32_t> found;
+    for (std::int64_t i = first; i < first + tokens_of(source) * spec_.top_k; ++i) {
+      const std::int32_t e = traced_.ids[static_cast<std::size_t>(i)];
+      if (experts().owner(e) == target) found.insert(e);
+    }
+    return found;
+  }
+
   LayerSpec spec_ = spec_with_shared_expert();
   Traced traced_ = run_traced(spec_, GetParam().ranks, GetParam().threads);
 };
@@ -177,6 +189,29 @@ TEST_P(EveryWorld, SendsAreTheRowsOfTheRouting) {
       }
     }
     for (int d = 0; d < ranks(); ++d) EXPECT_EQ(rows[d], tokens_for(r, d)) << r << " to " << d;
+  }
+}
+
+TEST_P(EveryWorld, OthersAreToldOnceOfWhatIsTheirs) {
+  for (int r = 0; r < ranks(); ++r) {
+    const PassTrace& trace = traced_.traces[static_cast<std::size_t>(r)];
+    std::map<std::int32_t, std::set<std::int32_t>> sent, finished;  // experts, by rank
+    std::set<std::pair<std::int32_t, std::int32_t>> words;
+    for (const TraceEvent& e : of_kind(trace, TraceKind::kSend)) {
+      if (e.rows == 0) sent[e.peer].insert(e.expert);
+    }
+    for (const TraceEvent& e : of_kind(trace, TraceKind::kSignal)) {
+      EXPECT_EQ(e.role, TraceRole::kMath);
+      EXPECT_TRUE(words.emplace(e.peer, e.tile).second) << "twice of tile " << e.tile;
+      finished[e.peer].insert(e.expert);
+    }
+    EXPECT_FALSE(sent.contains(r));
+    EXPECT_FALSE(finished.contains(r));
+    for (int other = 0; other < ranks(); ++other) {
+      if (other == r) continue;
+      EXPECT_EQ(sent[other], experts_for(r, other)) << r << " to " << other;
+      EXPECT_EQ(finished[other], experts_for(other, r)) << r << " to " << other;
+    }
   }
 }
 
@@ -309,6 +344,7 @@ TEST(CpuTrace, WordsEndTheEventOfTheirTask) {
   gemm2.rows = 70;
   trace.set_free();
   trace.begin(gemm2);
+  trace.complete();
   trace.tell(TraceKind::kSignal, 1, 3, 9, 70);
   trace.tell(TraceKind::kSignal, 2, 3, 9, 70);
   trace.end();
