@@ -74,7 +74,8 @@ struct PassTrace {
   int rank = 0;
   int num_ranks = 1;
   std::uint64_t epoch = 0;
-  std::int64_t dropped = 0;  // events for which there was no room
+  // Events for which there was no room; with kCuda stamps, since the trace before.
+  std::int64_t dropped = 0;
   std::vector<TraceEvent> events;
 };
 

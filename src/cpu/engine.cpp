@@ -744,8 +744,9 @@ void Engine::fail() {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   const protocol::Heaps& heaps = layer_.heaps;
+  const std::uint64_t abort = protocol::load_acquire(&heaps.control(rank())->abort);
   const protocol::FailureRecord& record =
-      heaps.control(heaps.control(rank())->failed_rank(rank()))->failure;
+      heaps.control(protocol::failed_rank(abort, rank()))->failure;
   throw protocol::timeout_error(record, rank(), world_.fabric().liveness(record.peer));
 }
 

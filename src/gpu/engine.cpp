@@ -19,6 +19,7 @@
 #include "protocol/agreement.h"
 #include "protocol/call.h"
 #include "protocol/failure.h"
+#include "protocol/wait.h"
 #include "routing/route.h"
 
 namespace switchyard::gpu {
@@ -500,7 +501,7 @@ void Engine::throw_if_failed() {
         cudaMemcpy(&control, params_.heaps.control(rank), sizeof control, cudaMemcpyDeviceToHost));
     return control;
   };
-  const int failed = control_of(world_.rank()).failed_rank(world_.rank());
+  const int failed = protocol::failed_rank(control_of(world_.rank()).abort, world_.rank());
   const protocol::FailureRecord record = control_of(failed).failure;
   throw protocol::timeout_error(record, world_.rank(), world_.fabric().liveness(record.peer));
 }

@@ -87,12 +87,13 @@ TraceBuffer DeviceTrace::buffer(const std::optional<SlowRole>& slow) const {
   return buffer;
 }
 
-void DeviceTrace::read(std::uint64_t epoch, PassTrace& trace) const {
+void DeviceTrace::read(std::uint64_t epoch, PassTrace& trace) {
   std::vector<TraceRecord> records(records_.bytes() / sizeof(TraceRecord));
   SWITCHYARD_CUDA(
       cudaMemcpy(records.data(), records_.data(), records_.bytes(), cudaMemcpyDeviceToHost));
   std::uint32_t dropped = 0;
   SWITCHYARD_CUDA(cudaMemcpy(&dropped, dropped_.data(), sizeof dropped, cudaMemcpyDeviceToHost));
+  SWITCHYARD_CUDA(cudaMemset(dropped_.data(), 0, dropped_.bytes()));
   const std::int64_t host_minus_device = host_minus_device_ns();
   trace.dropped = dropped;
   trace.events.clear();

@@ -17,8 +17,8 @@ class DeviceTrace {
   TraceBuffer buffer(const std::optional<SlowRole>& slow) const;
   std::size_t bytes() const { return records_.bytes() + dropped_.bytes(); }
   // The events of pass `epoch`, counted from 1, which has ended, into `trace`. Asks the device for
-  // its time.
-  void read(std::uint64_t epoch, PassTrace& trace) const;
+  // its time. What was dropped is counted anew from here on.
+  void read(std::uint64_t epoch, PassTrace& trace);
 
  private:
   unsigned blocks_;

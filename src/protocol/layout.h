@@ -73,8 +73,6 @@ struct Control {
   FailureRecord failure;                // what ended the owner's own patience
   alignas(64) std::uint64_t waits_for;  // WaitsFor::pack of what the owner waits for; 0: it works
   alignas(64) std::uint64_t progress;   // steps the owner has completed since the layer was made
-
-  int failed_rank(int owner) const { return abort == 0 ? owner : static_cast<int>(abort) - 1; }
 };
 
 // "I wait for `peer` in `phase`", in one word so that it is read whole.

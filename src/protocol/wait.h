@@ -55,6 +55,11 @@ SWITCHYARD_HOST_DEVICE inline void abort_world(const Heaps& heaps, const Failure
   for (int r = 0; r < heaps.size(); ++r) store_release(&heaps.control(r)->abort, first);
 }
 
+// Whose `failure` says why, of what a rank's abort word was: its own if nobody has raised it yet.
+inline int failed_rank(std::uint64_t abort, int owner) {
+  return abort == 0 ? owner : static_cast<int>(abort) - 1;
+}
+
 SWITCHYARD_HOST_DEVICE inline bool aborted(const Heaps& heaps) {
   return load_acquire(&heaps.control(heaps.rank)->abort) != 0;
 }

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -199,6 +200,63 @@ TEST_F(TraceTest, RowsArePackedAfterTheyAreSent) {
     }
     EXPECT_FALSE(sent.empty());
   }
+}
+
+// A rank that starts late delays the others by as much, and by nothing more.
+TEST_F(TraceTest, AStragglerCostsOnlyWhatItIsLate) {
+  if (gpu::device_count() < 2) GTEST_SKIP() << "needs two GPUs: ranks on one delay each other";
+  constexpr int kRanks = 2, kTokens = 1024;
+  constexpr std::chrono::microseconds kLate{400};
+  LayerSpec spec = traced_spec(32, false);
+  spec.hidden = spec.intermediate = 2048;
+  const MoeWeights w = generate_weights(spec, DType::kBF16, 3, {});
+  const Batch batch = random_batch(spec, kTokens, DType::kBF16, 8);
+  const Shares shares = Shares::even(kTokens, kRanks);
+  // [repeat][late or not][rank]
+  constexpr int kRepeats = 5;
+  std::array<std::array<std::array<PassTrace, kRanks>, 2>, kRepeats> traces;
+  run_all_ranks(World::threads(kRanks), [&](const World& world) {
+    LayerOptions options;
+    options.trace = true;
+    DeviceRank rank(world, spec, w, kTokens, options);
+    DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k), DType::kBF16);
+    rank.forward(share);
+    for (auto& repeat : traces) {
+      for (const bool late : {false, true}) {
+        rank.world().barrier();
+        const auto start = std::chrono::steady_clock::now() +
+                           (late && world.rank() == 1 ? kLate : std::chrono::microseconds(0));
+        while (std::chrono::steady_clock::now() < start) {
+        }
+        share.enqueue(rank.layer(), rank.stream());
+        rank.stream().synchronize();
+        repeat[late ? 1 : 0][static_cast<std::size_t>(world.rank())] = rank.layer().trace();
+      }
+    }
+  });
+  const auto begin_of = [](const PassTrace& trace) {
+    return std::ranges::min(trace.events, {}, &TraceEvent::ready_ns).ready_ns;
+  };
+  const auto end_of = [](const PassTrace& trace) {
+    return std::ranges::max(trace.events, {}, &TraceEvent::end_ns).end_ns;
+  };
+  // From when the last rank has started to when the first is done.
+  std::vector<std::int64_t> prompt, behind;
+  for (const auto& repeat : traces) {
+    for (const bool late : {false, true}) {
+      const std::array<PassTrace, kRanks>& ranks = repeat[late ? 1 : 0];
+      const std::int64_t started = std::max(begin_of(ranks[0]), begin_of(ranks[1]));
+      (late ? behind : prompt).push_back(end_of(ranks[0]) - started);
+      if (late) {
+        EXPECT_GT(begin_of(ranks[1]) - begin_of(ranks[0]), 200'000);
+      }
+    }
+  }
+  std::ranges::sort(prompt);
+  std::ranges::sort(behind);
+  EXPECT_LT(behind[kRepeats / 2], prompt[kRepeats / 2] * 115 / 100 + 10'000);
+  RecordProperty("prompt_ns", std::to_string(prompt[kRepeats / 2]));
+  RecordProperty("behind_ns", std::to_string(behind[kRepeats / 2]));
 }
 
 // Whichever role is slow, on whichever rank: the same bits.

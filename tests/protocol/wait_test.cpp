@@ -58,7 +58,7 @@ class Wait : public ::testing::Test {
   }
   // What `rank` would tell its caller.
   const FailureRecord& failure_told_by(int rank) const {
-    return heaps_.control(heaps_.control(rank)->failed_rank(rank))->failure;
+    return heaps_.control(failed_rank(load_acquire(&heaps_.control(rank)->abort), rank))->failure;
   }
 
   Heaps heaps_;
@@ -153,7 +153,7 @@ TEST_F(Wait, DeadlinesThatPassAtOnceTellOneStory) {
         // As soon as the rank's own word is raised, not only in the end.
         const FailureRecord told = failure_told_by(r);
         EXPECT_EQ(told.peer, 3 - told.waiter);
-        EXPECT_EQ(told.waiter, heaps_.control(0)->verdict - 1);
+        EXPECT_EQ(told.waiter, load_acquire(&heaps_.control(0)->verdict) - 1);
       });
     }
     for (std::thread& rank : ranks) rank.join();
