@@ -275,6 +275,7 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
     if constexpr (!alone) {
       state.first_rows = first_rows(pass);
       state.first_sends = pass.distributed() ? first_sends(pass) : 0;
+      state.send_lead = pass.distributed() ? send_lead(pass) : 0;
       if (pass.distributed() && blockIdx.x == 0) {
         state.words.counters()[kSentRows] = pass.num_sends();
       }

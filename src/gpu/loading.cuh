@@ -607,7 +607,7 @@ __device__ __forceinline__ void pack_first_rows(const Pass<P>& pass) {
 // for there are few registers.)
 template <typename P>
 __device__ __forceinline__ void pack_role(const Pass<P>& pass) {
-  constexpr std::uint32_t kRows = 16, kSlots = 8, kLead = 2;
+  constexpr std::uint32_t kRows = 16, kSlots = 8;
   const LayerParams& layer = pass.layer;
   // Where the rows of level n begin, and where its slots.
   const auto row_begin = [&](std::uint32_t n) {
@@ -628,7 +628,7 @@ __device__ __forceinline__ void pack_role(const Pass<P>& pass) {
   };
   set(level, 0);
 #pragma unroll 1
-  while (level < layer.levels + kLead) {
+  while (level < layer.levels + pass.state().send_lead) {
     if (pass.distributed() && level < layer.levels) {
       set(next,
           first_group<kSlots>(max(slot_begin(level), pass.state().first_sends / kSlots * kSlots)));
@@ -638,11 +638,11 @@ __device__ __forceinline__ void pack_role(const Pass<P>& pass) {
         set(next, next + kSlots * gridDim.x);
       }
     }
-    if (level >= kLead) {
-      set(next, first_group<kRows>(
-                    max(row_begin(level - kLead), pass.state().first_rows / kRows * kRows)));
+    if (level >= pass.state().send_lead) {
+      set(next, first_group<kRows>(max(row_begin(level - pass.state().send_lead),
+                                       pass.state().first_rows / kRows * kRows)));
 #pragma unroll 1
-      while (next < row_begin(level - kLead + 1)) {
+      while (next < row_begin(level - pass.state().send_lead + 1)) {
         pack_rows<kRows>(pass, next, pass.state().first_rows, pass.num_rows());
         set(next, next + kRows * gridDim.x);
       }

@@ -316,6 +316,17 @@ __device__ __forceinline__ std::uint32_t first_sends(const Pass<P>& pass) {
   return min(pass.num_sends(), kOfEachWarp * gridDim.x * kMathWarps);
 }
 
+// Levels that the pack warps send before they pack one: as many as have so many slots for every
+// block. With less in flight ranks wait for each other at every level; with more, the first tiles
+// come late. See docs/decisions/0017.
+template <typename P>
+__device__ __forceinline__ std::uint32_t send_lead(const Pass<P>& pass) {
+  constexpr std::uint32_t kSlotsAhead = 12, kLeast = 2, kMost = 16;
+  const std::uint32_t levels =
+      kSlotsAhead * gridDim.x * pass.layer.levels / max(pass.num_sends(), 1u);
+  return min(max(levels, kLeast), kMost);
+}
+
 // --- Combine.
 
 // Tells the sources of this rank's tiles that they are finished, as they come to be. A lane takes

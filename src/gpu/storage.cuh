@@ -206,6 +206,7 @@ struct PassState {
   std::uint32_t num_rows;            // of this rank's tiles
   // What the math warps send and pack, having nothing else to do at first.
   std::uint32_t first_sends, first_rows;
+  std::uint32_t send_lead;    // levels that sending is ahead of packing, at most
   std::uint32_t tile_offset;  // from the number of a tile to that among all ranks' tiles
   Going going;
 };
