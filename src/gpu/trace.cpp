@@ -70,8 +70,7 @@ TraceEvent event_of(const TraceRecord& record, TraceRole role, unsigned block,
 }  // namespace
 
 DeviceTrace::DeviceTrace(unsigned blocks)
-    : blocks_(blocks),
-      records_(std::size_t{blocks} * kTraceRoles * kTraceRecords * sizeof(TraceRecord)),
+    : records_(std::size_t{blocks} * kTraceRoles * kTraceRecords * sizeof(TraceRecord)),
       dropped_(sizeof(std::uint32_t)) {
   SWITCHYARD_CUDA(cudaMemset(records_.data(), 0, records_.bytes()));
   SWITCHYARD_CUDA(cudaMemset(dropped_.data(), 0, dropped_.bytes()));

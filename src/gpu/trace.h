@@ -21,7 +21,6 @@ class DeviceTrace {
   void read(std::uint64_t epoch, PassTrace& trace);
 
  private:
-  unsigned blocks_;
   DeviceBuffer records_, dropped_;
 };
 
