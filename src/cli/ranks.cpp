@@ -17,11 +17,10 @@
 #include "gpu/device.h"
 #include "layer/compute.h"
 #include "model/host_memory.h"
+#include "trace/clock.h"
 
 namespace switchyard::cli {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // What a rank tells the others at the end. steady_clock is one clock for all processes of a host.
 struct RankRecord {
@@ -39,11 +38,6 @@ struct PassTimes {
   std::int64_t begin = 0;
   std::int64_t end = 0;
 };
-
-std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
-      .count();
-}
 
 // A rank's share of the results, in memory that rank 0 can read whatever the fabric.
 struct ShareLayout {
@@ -103,9 +97,9 @@ std::vector<PassTimes> time_passes(World& world, MoeLayer& layer, const ForwardI
   for (int i = 0; i < repeat; ++i) {
     world.barrier();
     PassTimes pass;
-    pass.begin = now_ns();
+    pass.begin = trace::now_ns();
     layer.forward(input, output);
-    pass.end = now_ns();
+    pass.end = trace::now_ns();
     times.push_back(pass);
   }
   return times;

@@ -629,10 +629,10 @@ std::optional<protocol::Task> Engine::await_task(CoreLease& lease, const ThreadT
     lease.take();
     return task;
   }
-  const std::int64_t given = ThreadTrace::now_ns();
+  const std::int64_t given = trace::now_ns();
   lease.take();
   // An event has one reason: the longer wait's.
-  if (ThreadTrace::now_ns() - given > given - trace->free_since_ns()) {
+  if (trace::now_ns() - given > given - trace->free_since_ns()) {
     waited = {TraceWait::kCore, -1};
   }
   return task;

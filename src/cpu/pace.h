@@ -6,15 +6,13 @@
 #include <cstdint>
 #include <thread>
 
+#include "trace/clock.h"
+
 namespace switchyard::cpu {
 
 struct HostPace {
   static constexpr std::uint32_t kLooksPerAbortCheck = 1;
-  std::uint64_t now() const {
-    return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
-                                          std::chrono::steady_clock::now().time_since_epoch())
-                                          .count());
-  }
+  std::uint64_t now() const { return static_cast<std::uint64_t>(trace::now_ns()); }
   // Ranks may outnumber cores: after a few looks the core is better left to whoever is awaited.
   // Every wake-up takes it from them for some microseconds, so sleeps grow with the time already
   // waited; the last one still is a few hundredths of the whole.

@@ -1,12 +1,12 @@
 // What one thread of a rank did in a pass, for MoeLayer::trace(). Only that thread writes it.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "switchyard/trace.h"
+#include "trace/clock.h"
 
 namespace switchyard::cpu {
 
@@ -17,12 +17,6 @@ class alignas(64) ThreadTrace {
     events_.reserve(most_events);  // address space until it is written
   }
 
-  static std::int64_t now_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(
-               std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-  }
-
   void clear() {
     events_.clear();
     dropped_ = 0;
@@ -30,7 +24,7 @@ class alignas(64) ThreadTrace {
   }
 
   // The thread has nothing to do from now on.
-  void set_free() { free_since_ns_ = now_ns(); }
+  void set_free() { free_since_ns_ = trace::now_ns(); }
   std::int64_t free_since_ns() const { return free_since_ns_; }
 
   // It begins what `event` tells, for which it has waited since it was free.
@@ -38,13 +32,13 @@ class alignas(64) ThreadTrace {
     current_ = event;
     current_.unit = unit_;
     current_.ready_ns = free_since_ns_;
-    current_.begin_ns = now_ns();
+    current_.begin_ns = trace::now_ns();
     open_ = true;
   }
   // The thread is free again.
   void end() { end(current_.rows); }
   void end(std::int32_t rows) {
-    free_since_ns_ = now_ns();
+    free_since_ns_ = trace::now_ns();
     if (!open_) return;
     current_.rows = rows;
     close(free_since_ns_);
@@ -53,7 +47,7 @@ class alignas(64) ThreadTrace {
   // Within a task, which goes on: what others wait for is complete, and about to be told. The event
   // ends here, so that nothing it causes has begun before that.
   void complete() {
-    told_ns_ = now_ns();
+    told_ns_ = trace::now_ns();
     close(told_ns_);
   }
   // After that: `peer` is about to be told. What the task does after the last of them is in no
@@ -64,7 +58,7 @@ class alignas(64) ThreadTrace {
     event.kind = kind;
     event.wait = TraceWait::kNothing;
     event.ready_ns = event.begin_ns = told_ns_;
-    event.end_ns = told_ns_ = now_ns();
+    event.end_ns = told_ns_ = trace::now_ns();
     event.tile = tile;
     event.block = -1;
     event.expert = expert;

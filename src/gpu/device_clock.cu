@@ -1,9 +1,11 @@
-#include <chrono>
+#include <cstdint>
 #include <limits>
 
 #include "gpu/cuda_error.h"
 #include "gpu/device_clock.h"
+#include "gpu/mapped_memory.h"
 #include "switchyard/error.h"
+#include "trace/clock.h"
 
 namespace switchyard::gpu {
 namespace {
@@ -12,7 +14,7 @@ constexpr std::uint64_t kQuestions = 200, kPatienceNs = 1'000'000'000;
 
 // Words of the host's memory that both see. The answer is a time and so never 0.
 struct Mail {
-  volatile std::uint64_t question, answer;
+  std::uint64_t question, answer;
 };
 
 __device__ std::uint64_t device_now() {
@@ -21,7 +23,7 @@ __device__ std::uint64_t device_now() {
   return ns;
 }
 
-__global__ void answer_questions(Mail* mail) {
+__global__ void answer_questions(volatile Mail* mail) {
   for (std::uint64_t i = 1; i <= kQuestions; ++i) {
     const std::uint64_t start = device_now();
     while (mail->question != i) {
@@ -32,48 +34,22 @@ __global__ void answer_questions(Mail* mail) {
   }
 }
 
-std::int64_t host_now() {
-  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-class SharedMail {
- public:
-  SharedMail() {
-    SWITCHYARD_CUDA(cudaHostAlloc(&memory_, sizeof(Mail), cudaHostAllocMapped));
-    *host() = {};
-  }
-  ~SharedMail() { cudaFreeHost(memory_); }
-  SharedMail(const SharedMail&) = delete;
-  SharedMail& operator=(const SharedMail&) = delete;
-
-  Mail* host() const { return static_cast<Mail*>(memory_); }
-  Mail* device() const {
-    void* pointer = nullptr;
-    SWITCHYARD_CUDA(cudaHostGetDevicePointer(&pointer, memory_, 0));
-    return static_cast<Mail*>(pointer);
-  }
-
- private:
-  void* memory_ = nullptr;
-};
-
 }  // namespace
 
 std::int64_t host_minus_device_ns() {
-  const SharedMail shared;
-  Mail* const mail = shared.host();
-  answer_questions<<<1, 1>>>(shared.device());
+  const MappedMemory<Mail> mail;
+  answer_questions<<<1, 1>>>(mail.on_device());
   SWITCHYARD_CUDA(cudaGetLastError());
   std::int64_t shortest = std::numeric_limits<std::int64_t>::max(), difference = 0;
   bool answered = true;
   for (std::uint64_t i = 1; i <= kQuestions && answered; ++i) {
     const std::uint64_t before = mail->answer;
-    const std::int64_t asked = host_now();
+    const std::int64_t asked = trace::now_ns();
     mail->question = i;
     std::int64_t heard = asked;
     // (Two answers never are the same time: the timer goes on while a word crosses the bus.)
     while (mail->answer == before && heard - asked < static_cast<std::int64_t>(kPatienceNs)) {
-      heard = host_now();
+      heard = trace::now_ns();
     }
     answered = mail->answer != before;
     if (answered && heard - asked < shortest) {

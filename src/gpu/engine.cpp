@@ -10,6 +10,7 @@
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "gpu/cuda_error.h"
+#include "gpu/mapped_memory.h"
 #include "gpu/symmetric_memory.h"
 #include "gpu/tensor_map.h"
 #include "gpu/trace.h"
@@ -38,31 +39,6 @@ class Arena {
 
  private:
   std::size_t size_ = 0;
-};
-
-// A word of the host's memory that the device writes.
-class HostWord {
- public:
-  HostWord() {
-    void* memory = nullptr;
-    SWITCHYARD_CUDA(cudaHostAlloc(&memory, sizeof(std::uint32_t), cudaHostAllocMapped));
-    word_ = static_cast<volatile std::uint32_t*>(memory);
-    *word_ = 0;
-  }
-  ~HostWord() { cudaFreeHost(const_cast<std::uint32_t*>(word_)); }
-  HostWord(const HostWord&) = delete;
-  HostWord& operator=(const HostWord&) = delete;
-
-  std::uint32_t value() const { return *word_; }
-  void clear() { *word_ = 0; }
-  std::uint32_t* on_device() const {
-    void* pointer = nullptr;
-    SWITCHYARD_CUDA(cudaHostGetDevicePointer(&pointer, const_cast<std::uint32_t*>(word_), 0));
-    return static_cast<std::uint32_t*>(pointer);
-  }
-
- private:
-  volatile std::uint32_t* word_;
 };
 
 // Makes a device current for the calling thread while it lives.
@@ -151,7 +127,7 @@ class Engine final : public LayerEngine {
   SymmetricMemory heap_;
   DeviceBuffer workspace_;
   std::optional<DeviceTrace> trace_;
-  HostWord failed_;
+  MappedMemory<std::uint32_t> failed_;  // a Failure
   LayerParams params_{};
   ForwardStats stats_;
 };
@@ -418,7 +394,7 @@ void Engine::lay_out_workspace() {
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   protocol::check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output,
                        policy().compute);
-  if (failed_.value() != 0) throw_if_failed();
+  if (*failed_ != 0) throw_if_failed();
   const MatrixView& x = input.activations;
   CallParams call{};
   call.x = x.data;
@@ -483,11 +459,11 @@ cudaLaunchConfig_t Engine::launch_config(bool paired, cudaLaunchAttribute* attri
 void Engine::throw_if_failed() {
   const DeviceScope scope(device_);
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
-  switch (static_cast<Failure>(failed_.value())) {
+  switch (static_cast<Failure>(*failed_)) {
     case Failure::kNone:
       return;
     case Failure::kBadId:
-      failed_.clear();
+      *failed_ = 0;
       throw Error(ErrorCode::kInvalidArgument,
                   fmt::format("an expert id given was not in -1 to {}, or a token id was outside "
                               "the routing table's vocabulary of {}; such slots were skipped",

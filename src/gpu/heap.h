@@ -7,14 +7,13 @@
 //   region     index                        written by s
 //   counts     [epoch parity][s][expert]    its row of the counts matrix, behind the epoch
 //   arrived    [expert of d][s]             the epoch, when all these rows' entries and tokens came
-//   finished   [tile]                       the epoch, when s has stored the tile's cells of d;
-//   tiles
-//                                           are numbered over all ranks, and s computes this one
+//   finished   [tile]                       the epoch, when s has stored the tile's cells of d
+//                                           (numbered over all ranks; s computes this one)
 //   entries    [expert of d][s][position]   which slot (token, k) of s the row is of
 //   weights    [expert of d][s][position]   its routing weight, where that applies to the input
 //   pool       [s][token]                   tokens of s that have an expert of d, each once
 //   cells      [token][k]                   outputs, by the owner of the expert of slot (token, k)
-//   control    own words only; `claim` and `abort` through compare-exchange
+//   control    own words only; but see protocol::abort_world
 //
 // Only counts are doubled. A pass of rank s begins when its last one has ended, and that ended when
 // all its cells had arrived: whoever computed them is done with what s had sent. So s may send for

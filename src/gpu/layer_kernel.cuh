@@ -207,10 +207,7 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
         }
       }
       if (math && gates) gate_logits(pass);
-      if (P::kTraced && threadIdx.x == kWarpgroup) {
-        trace_subject(pass, TraceRole::kMath, kGateRecord, {TraceKind::kGate});
-        trace_math(pass, kGateRecord, &TraceRecord::end);
-      }
+      trace_math_end(pass, kGateRecord, {TraceKind::kGate});
       if (threadIdx.x == kWarpgroup) add_release_gpu(pass.barrier(kLogitsReady), 1);
       if (alone ? gates : math) continue;
     } else if (shares && !grid_await(pass.waiter(), pass.barrier(kLogitsReady))) {

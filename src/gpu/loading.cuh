@@ -456,9 +456,8 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
   const PassState<P>& state = pass.state();
   const std::uint32_t lane = threadIdx.x % 32;
   const auto row_bytes = static_cast<std::uint32_t>(layer.hidden * P::kElementBytes);
-  if (kRows > 1 && lane == 0) {
-    trace_stamp(pass, TraceRole::kPack, row0 / (kRows * gridDim.x), &TraceRecord::ready);
-  }
+  const std::uint32_t of_warp = row0 / (kRows * gridDim.x);
+  if (kRows > 1 && lane == 0) trace_stamp(pass, TraceRole::kPack, of_warp, &TraceRecord::ready);
   // Lane i < kRows finds row i's place.
   const std::uint32_t row = row0 + lane;
   const bool mine = lane < kRows && row >= begin && row < end;
@@ -498,7 +497,6 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
                                  pass.rank_at(absent == 0 ? 0 : distance), tile, pass.flag(), 0};
       });
   __syncwarp();
-  const std::uint32_t of_warp = row0 / (kRows * gridDim.x);
   if constexpr (P::kTraced && kRows > 1) {
     const std::uint32_t rows = __ballot_sync(~0u, mine);
     if (rows != 0 && lane == __ffs(static_cast<int>(rows)) - 1u) {
@@ -570,12 +568,7 @@ __device__ __forceinline__ void pack_first_rows(const Pass<P>& pass) {
   const std::uint32_t warps = gridDim.x * kMathWarps;
   const auto row_bytes = static_cast<std::uint32_t>(pass.layer.hidden * P::kElementBytes);
   const auto trace_first = [&](std::uint32_t record, TraceKind kind, std::uint32_t count) {
-    if (P::kTraced && threadIdx.x == kWarpgroup) {
-      TraceSubject subject{kind};
-      subject.rows = static_cast<std::int32_t>(count / gridDim.x);
-      trace_subject(pass, TraceRole::kMath, record, subject);
-      trace_math(pass, record, &TraceRecord::end);
-    }
+    trace_math_end(pass, record, {kind, -1, -1, -1, static_cast<std::int32_t>(count / gridDim.x)});
   };
   // do_part(row, part) for this warp's parts of all rows.
   const auto share_out = [&](std::uint32_t rows, auto&& do_part) {

@@ -88,10 +88,9 @@ TraceBuffer DeviceTrace::buffer(const std::optional<SlowRole>& slow) const {
 
 void DeviceTrace::read(std::uint64_t epoch, PassTrace& trace) {
   std::vector<TraceRecord> records(records_.bytes() / sizeof(TraceRecord));
-  SWITCHYARD_CUDA(
-      cudaMemcpy(records.data(), records_.data(), records_.bytes(), cudaMemcpyDeviceToHost));
+  records_.download(records.data(), records_.bytes());
   std::uint32_t dropped = 0;
-  SWITCHYARD_CUDA(cudaMemcpy(&dropped, dropped_.data(), sizeof dropped, cudaMemcpyDeviceToHost));
+  dropped_.download(&dropped, sizeof dropped);
   SWITCHYARD_CUDA(cudaMemset(dropped_.data(), 0, dropped_.bytes()));
   const std::int64_t host_minus_device = host_minus_device_ns();
   trace.dropped = dropped;

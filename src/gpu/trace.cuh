@@ -93,6 +93,17 @@ __device__ __forceinline__ void trace_math(const Pass<P>& pass, std::uint32_t in
   }
 }
 
+// What they have done, now.
+template <typename P>
+__device__ __forceinline__ void trace_math_end(const Pass<P>& pass, std::uint32_t index,
+                                               const TraceSubject& subject) {
+  if constexpr (P::kTraced) {
+    if (fresh_thread_index<kThreads>() != kWarpgroup) return;
+    trace_subject(pass, TraceRole::kMath, index, subject);
+    trace_stamp(pass, TraceRole::kMath, index, &TraceRecord::end);
+  }
+}
+
 // Of what all warps do in turn, by the block's first thread.
 template <typename P>
 __device__ __forceinline__ void trace_pass(const Pass<P>& pass, std::uint32_t index,

@@ -4,13 +4,15 @@
 // write be (s, d, i): rank s writes index i of a region of rank d's heap. In one epoch no two
 // distinct ranks write the same (d, i):
 //
-//   region     index written by s                                            so distinct s differ
-//   in counts     [epoch parity][s]                                             the row pool
-//   [P(s,d), P(s,d) + U(s,d))   P: prefix sum of U over sources   the interval rows       [B(e) +
-//   S(s,e), ... + c(s,e)) for e owned by d                the interval arrived    [tile][s] the
-//   column finished   [s][tile]                                                     the row cells
-//   [token][k], only by the owner of the expert of slot (token, k) of d control    own words only;
-//   `claim` and `abort` through compare-exchange
+//   region     index written by s                                     so distinct s differ in
+//   counts     [epoch parity][s]                                      the row
+//   pool       [P(s,d), P(s,d) + U(s,d))                              the interval
+//              P: prefix sum of U over sources
+//   rows       [B(e) + S(s,e), ... + c(s,e)) for e owned by d         the interval
+//   arrived    [tile][s]                                              the column
+//   finished   [s][tile]                                              the row
+//   cells      [token][k], by the owner of the expert of (token, k) of d
+//   control    own words only; but see abort_world
 //
 // where c(s,e) are the counts, U(s,d) the number of distinct tokens of s with an expert on d, S the
 // prefix sum of c over sources and B that over d's experts. All follow from the counts matrix,

@@ -14,12 +14,7 @@ namespace {
 class EveryModel : public ::testing::TestWithParam<ModelEntry> {
  protected:
   LayerSpec spec_ = small_spec(GetParam());
-  MoeWeights weights(DType dtype) const {
-    GenerateOptions options;
-    options.vocabulary = kVocabulary;
-    options.num_threads = 1;
-    return generate_weights(spec_, dtype, 11, options);
-  }
+  MoeWeights weights(DType dtype) const { return make_weights(spec_, dtype, 11, 1); }
 };
 
 TEST_P(EveryModel, Fp32MatchesFp64) {
@@ -46,10 +41,7 @@ TEST_P(EveryModel, Bf16IsAsGoodAsAStraightforwardProgram) {
       const BatchResult result =
           run_batch(spec_, w, batch, Shares::even(tokens, ranks), DType::kBF16);
       expect_same_routing(spec_, w, batch, result);
-      double yardstick = 0;
-      const double error = output_error(spec_, w, batch, result, &yardstick);
-      EXPECT_LE(error, 2 * yardstick);
-      EXPECT_GT(yardstick, 1e-4);  // or the comparison means nothing
+      expect_accurate(spec_, w, batch, result);
       if (HasFatalFailure()) return;
     }
   }

@@ -21,22 +21,6 @@ namespace {
 
 using GpuTest = OnGpu<::testing::Test>;
 
-MoeWeights make_weights(const LayerSpec& spec, DType dtype, std::uint64_t seed) {
-  GenerateOptions options;
-  options.vocabulary = kVocabulary;
-  return generate_weights(spec, dtype, seed, options);
-}
-
-// The output's error against fp64 must be below twice a plain bf16 program's, with the routing that
-// the engine used.
-void expect_accurate(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
-                     const BatchResult& result) {
-  double yardstick = 0;
-  const double error = output_error(spec, weights, batch, result, &yardstick);
-  EXPECT_LE(error, 2 * yardstick);
-  EXPECT_GT(yardstick, 1e-4);  // or the comparison means nothing
-}
-
 using EveryModelOnGpu = OnGpu<::testing::TestWithParam<ModelEntry>>;
 
 TEST_P(EveryModelOnGpu, IsAsGoodAsAStraightforwardProgram) {

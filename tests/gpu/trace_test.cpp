@@ -14,15 +14,12 @@
 #include "support/accuracy.h"
 #include "support/device_ranks.h"
 #include "support/fp8.h"
+#include "trace/clock.h"
 
 namespace switchyard::testing {
 namespace {
 
 using TraceTest = OnGpu<::testing::Test>;
-
-std::int64_t host_now() {
-  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 LayerSpec traced_spec(int experts, bool shared) {
   LayerSpec spec;
@@ -127,9 +124,9 @@ TEST_F(TraceTest, EveryTaskOnceInOrderAndTheSameBits) {
           options.trace = true;
           DeviceRank rank(world, spec, w, 1000, options);
           for (std::uint64_t pass = 1; pass <= 3; ++pass) {
-            const std::int64_t before = host_now();
+            const std::int64_t before = trace::now_ns();
             rank.run(batch, all, traced);
-            const std::int64_t after = host_now();
+            const std::int64_t after = trace::now_ns();
             EXPECT_TRUE(traced.output == plain.output);
             const PassTrace trace = rank.layer().trace();
             EXPECT_EQ(trace.epoch, pass);
@@ -159,9 +156,9 @@ TEST_F(TraceTest, RowsArePackedAfterTheyAreSent) {
       options.trace = true;
       DeviceRank rank(world, spec, w, kTokens, options);
       rank.run(batch, shares, result);
-      const std::int64_t before = host_now();
+      const std::int64_t before = trace::now_ns();
       rank.run(batch, shares, result);
-      const std::int64_t after = host_now();
+      const std::int64_t after = trace::now_ns();
       PassTrace& trace = traces[static_cast<std::size_t>(world.rank())];
       trace = rank.layer().trace();
       expect_consistent(trace, before, after);

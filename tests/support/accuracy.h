@@ -26,6 +26,14 @@ inline Batch random_batch(const LayerSpec& spec, std::int64_t tokens, DType dtyp
   return batch;
 }
 
+inline MoeWeights make_weights(const LayerSpec& spec, DType dtype, std::uint64_t seed = 3,
+                               int num_threads = 0) {
+  GenerateOptions options;
+  options.vocabulary = kVocabulary;
+  options.num_threads = num_threads;
+  return generate_weights(spec, dtype, seed, options);
+}
+
 // Engine routing against fp64 routing: equal ids wherever fp32 logits can decide, and close
 // weights.
 inline void expect_same_routing(const LayerSpec& spec, const MoeWeights& weights,
@@ -78,6 +86,16 @@ inline double output_error(const LayerSpec& spec, const MoeWeights& weights, con
     *yardstick = reference::relative_error(straightforward(spec, weights, input), expected.output);
   }
   return reference::relative_error(result.output.floats(), expected.output);
+}
+
+// The output's error against fp64 must be below twice a plain bf16 program's, with the routing that
+// the engine used.
+inline void expect_accurate(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
+                            const BatchResult& result) {
+  double yardstick = 0;
+  const double error = output_error(spec, weights, batch, result, &yardstick);
+  EXPECT_LE(error, 2 * yardstick);
+  EXPECT_GT(yardstick, 1e-4);  // or the comparison means nothing
 }
 
 // How far an FP8 layer's output is from that of the straightforward program: bits in the last

@@ -34,10 +34,7 @@ inline LayerSpec plain_spec() {
 }
 
 inline MoeWeights fp8_weights(const LayerSpec& spec, std::uint64_t seed = 11) {
-  GenerateOptions options;
-  options.vocabulary = kVocabulary;
-  options.num_threads = 1;
-  return generate_weights(spec, kFp8, seed, options);
+  return make_weights(spec, kFp8, seed, 1);
 }
 
 inline Batch routed_batch(const LayerSpec& spec, std::int64_t tokens, DType dtype) {
