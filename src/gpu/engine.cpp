@@ -304,11 +304,12 @@ void Engine::lay_out_workspace() {
   const std::uint32_t fewest =
       std::max(1u, protocol::ceil_div(rows, static_cast<std::uint32_t>(policy().large_rows)));
   params_.lag = protocol::ceil_div(2 * grid_, fewest) + 1;
-  // Where a tile is work for many blocks, so many tiles of an expert share the weights they read.
-  constexpr std::uint32_t kBand = 8;
-  params_.band = fewest >= 4 * kBand ? kBand : 1;
+  // Where a tile is work for many blocks, the tiles of so many rows of an expert share the weights
+  // that they read.
+  constexpr std::uint32_t kBandRows = 2048, kFewestBandedRows = 32 * kTileRows;
+  params_.band = rows < kFewestBandedRows ? 1 : kBandRows / static_cast<std::uint32_t>(height);
   params_.banded_lag =
-      params_.band == 1 ? params_.lag : protocol::ceil_div(2 * grid_, kBand * fewest);
+      params_.band == 1 ? params_.lag : protocol::ceil_div(2 * grid_, params_.band * fewest);
   // A tile's h is needed from its GEMM1 to its GEMM2. Nobody waits for it with slots for twice the
   // lag, or for one band more than those between.
   params_.h_slots = static_cast<std::uint32_t>(std::min<std::size_t>(

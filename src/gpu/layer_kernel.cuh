@@ -159,7 +159,7 @@ template <bool kGated, typename P>
 __device__ __forceinline__ void loading_group(const Pass<P>& pass) {
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp == kWeightsWarp) {
-    if (threadIdx.x % 32 == 0) weights_role<kGated>(pass);
+    if (elect()) weights_role<kGated>(pass);
   } else if (warp == kSchedulerWarp) {
     scheduler_role(pass);
   } else if constexpr (P::kAlone) {

@@ -9,15 +9,35 @@ namespace switchyard::gpu {
 
 // --- Weights: one thread. Streams the tasks' weight rows; they wait for nothing but a free stage.
 
-// A box of kTileRows rows. Which coordinate counts groups of rows depends on the map.
+// Whether the blocks of the pair have a tile each, and the same weights.
+template <typename P>
+__device__ __forceinline__ bool with_two_tiles(const TaskDescriptor& task) {
+  return P::kHalves == 2 && task.two_tiles != 0;
+}
+
+// Both blocks of a pair, for what is loaded into the same place of either's ring.
+inline constexpr std::uint16_t kBothOfPair = (1 << kPair) - 1;
+
+// A box of kTileRows rows, into this block's ring or, `paired`, into that of both blocks of the
+// pair. Which coordinate counts groups of rows depends on the map.
 __device__ __forceinline__ void load_box(const CUtensorMap& map, std::uint32_t to,
                                          std::uint32_t barrier, int k, int second, int third,
-                                         int expert, std::uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(k), "r"(0), "r"(second), "r"(third), "r"(expert), "l"(policy)
-      : "memory");
+                                         int expert, std::uint64_t policy, bool paired) {
+  if (paired) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8, %9;" ::"r"(
+            to),
+        "l"(&map), "r"(barrier), "r"(k), "r"(0), "r"(second), "r"(third), "r"(expert),
+        "h"(kBothOfPair), "l"(policy)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(k), "r"(0), "r"(second), "r"(third), "r"(expert), "l"(policy)
+        : "memory");
+  }
 }
 // Contiguous bytes, in multiples of 16.
 __device__ __forceinline__ void load_bytes(std::uint32_t to, const void* from, std::uint32_t bytes,
@@ -82,9 +102,12 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
       const int k = static_cast<int>(task.first_k_block + kb) * kStageColumns;
 #pragma unroll
       for (int i = 0; i < boxes; ++i) {
+        // What both blocks of a pair multiply with, each loads half of.
+        const bool both = with_two_tiles<P>(task);
+        if (both && i != static_cast<int>(rank_in_pair())) continue;
         const int group = (static_cast<int>(task.block) * boxes + i) * groups;
         load_box(map, ring.weights(place.stage) + i * kBoxBytes, full, k, halves ? group : 0,
-                 halves ? 0 : group, static_cast<int>(task.expert), policy);
+                 halves ? 0 : group, static_cast<int>(task.expert), policy, both);
       }
       if constexpr (kWithScales) {
         load_bytes(ring.weight_scales(place.stage), scales, kWeightScaleBytes, full);
@@ -110,7 +133,7 @@ __device__ __forceinline__ void load_tokens(const CUtensorMap& map, std::uint32_
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
         ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(k), "r"(row), "h"(static_cast<std::uint16_t>((1 << kPair) - 1))
+        "l"(&map), "r"(barrier), "r"(k), "r"(row), "h"(kBothOfPair)
         : "memory");
   } else {
     asm volatile(
@@ -130,7 +153,7 @@ class TileRows {
       : first_(task.work == Work::kGemm1),
         slot_(task.tile % (first_ ? pass.layer.packed_slots : pass.layer.h_slots)),
         maps_(first_ ? pass.layer.x_maps : pass.ffn(task.shared != 0).h_maps),
-        paired_(!P::kAlone && pass.call.paired != 0) {
+        paired_(!P::kAlone && pass.call.paired != 0 && !with_two_tiles<P>(task)) {
     const std::uint32_t share = paired_ ? rank_in_pair() : 0, shares = paired_ ? kPair : 1;
     begin_ = task.units * share / shares;
     units_ = task.units * (share + 1) / shares - begin_;
@@ -141,11 +164,13 @@ class TileRows {
     static_assert(TokenMaps::kFewRows == kUnitRows);
     auto row = static_cast<int>(slot_ * kMaxHeight<P> + begin_ * kUnitRows);
     to += begin_ * kUnitBytes;
+#pragma unroll 1
     for (std::uint32_t i = 0; i < units_ / kUnitsOfMany; ++i) {
       load_tokens(maps_.many, to, full, static_cast<int>(k), row, paired_);
       to += kUnitsOfMany * kUnitBytes;
       row += TokenMaps::kManyRows;
     }
+#pragma unroll 1
     for (std::uint32_t i = 0; i < units_ % kUnitsOfMany; ++i) {
       load_tokens(maps_.few, to, full, static_cast<int>(k), row, paired_);
       to += kUnitBytes;
@@ -167,8 +192,8 @@ class TileRows {
   std::uint32_t begin_, units_;
 };
 
-// All stages of a task's tokens. Of several threads that each arrive, the first loads. False if the
-// pass was given up.
+// All stages of a task's tokens, by one thread or, in small passes, by the gather threads, of which
+// each arrives and one of the first warp loads. False if the pass was given up.
 template <typename P>
 __device__ __forceinline__ bool load_tile(const Pass<P>& pass, const TaskDescriptor& task,
                                           RingPlace& place, std::uint32_t thread) {
@@ -177,12 +202,12 @@ __device__ __forceinline__ bool load_tile(const Pass<P>& pass, const TaskDescrip
   for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
     if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return false;
     const std::uint32_t full = ring.full_barrier(place.stage);
-    if (thread != 0) {
-      arrive(full);
-    } else {
+    if (!P::kAlone || (thread < 32 && elect())) {
       arrive_expect_bytes(full, task.units * TileRows<P>::kUnitBytes);
       rows.load(ring.tokens(place.stage), full,
                 (task.first_k_block + kb) * (kStageRowBytes / P::kElementBytes));
+    } else {
+      arrive(full);
     }
     place.advance(ring.stages);
   }
@@ -208,7 +233,7 @@ __device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const Task
   for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
     if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return false;
     const std::uint32_t full = ring.full_barrier(place.stage);
-    if (lane == 0) {
+    if (elect()) {
       rows.load(ring.tokens(place.stage), full, (task.first_k_block + kb) * kStageColumns);
     }
 #pragma unroll
@@ -234,11 +259,13 @@ __device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const Task
 
 template <typename P>
 __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
-  if (!kJoinedScales<P> && threadIdx.x % 32 != 0) return;
+  if (!kJoinedScales<P> && !elect()) return;
   TaskReader reader(pass);
   RingPlace place;
   const auto stamp = [&](TraceStamp which) {
-    if (threadIdx.x % 32 == 0) trace_stamp(pass, TraceRole::kTokens, reader.index(), which);
+    if (!kJoinedScales<P> || threadIdx.x % 32 == 0) {
+      trace_stamp(pass, TraceRole::kTokens, reader.index(), which);
+    }
   };
   for (TaskDescriptor task;
        reader.template next_gemm<TraceRole::kTokens, kJoinedScales<P>>(task);) {
@@ -249,7 +276,7 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
           return first ? load_acquire_gpu(pass.packed(task.tile)) >= RowPart::kUnits * task.rows
                        : pass.gemm1_complete(task.tile);
         });
-    __syncwarp(kJoinedScales<P> ? ~0u : 1u);
+    if (kJoinedScales<P>) __syncwarp();
     fence_async_proxy();
     stamp(&TraceRecord::begin);
     if constexpr (kJoinedScales<P>) {

@@ -110,28 +110,35 @@ class Multiplier {
 #pragma unroll
     for (float& sum : sums) cute::warpgroup_fence_operand(sum);
   }
-  // The K loop. After some stages the last tile's stores have arrived, and others are told; then,
-  // once, started() is called.
+  // The K loop. body(more), with more stages to come or not, multiplies one; false if it has found
+  // out that the next is not there, which it need not do. After some stages the last tile's stores
+  // have arrived, and others are told; then, once, started() is called.
   template <typename Body, typename Started>
   __device__ __forceinline__ void repeat(std::uint32_t stages, Body&& body,
                                          Started&& started) const {
     // (Knowing the number, the compiler would make copies of the body.)
     std::uint32_t before_signals;
     asm volatile("mov.u32 %0, 2;" : "=r"(before_signals));
-    std::uint32_t now = min(stages, before_signals);
+    std::uint32_t pause = stages > before_signals ? stages - before_signals : 0;
     bool fresh = true;
-    SWITCHYARD_ROLLED
-    while (stages != 0) {
-      stages -= now;
+    for (;;) {
+      bool ready;
       SWITCHYARD_ROLLED
-      do body();
-      while (--now != 0);
+      do {
+        --stages;
+        ready = body(stages != 0);
+      } while (ready && stages != pause);
       signals_.send();
-      if (fresh) started();
-      fresh = false;
-      now = stages;
+      if (stages == pause) {
+        if (fresh) started();
+        fresh = false;
+        pause = 0;
+      }
+      if (stages == 0) break;
+      if (!ready) await_stage(false);
     }
   }
+  __device__ __forceinline__ void advance() const { place_.advance(ring_.stages); }
   // All that was read of the stage has arrived.
   __device__ __forceinline__ void release(std::uint32_t stage) const {
     if (speaks_) arrive_in_pair(empty_ + 8 * stage);
@@ -147,7 +154,6 @@ class Multiplier {
     asm volatile("fence.acq_rel.cta;" ::: "memory");
     if (pending_ != 0) arrive_in_pair(pending_);
   }
-  __device__ __forceinline__ void advance() const { place_.advance(ring_.stages); }
   __device__ const Ring<P>& ring() const { return ring_; }
 
  private:
@@ -181,7 +187,7 @@ __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t
     for (float& sum : acc) sum = 0;
     stage.repeat(
         k_blocks,
-        [&] {
+        [&](bool) {
           const auto operands = stage.operands();
           const std::uint32_t current = place.stage;
           stage.await_stage(ready);
@@ -202,6 +208,7 @@ __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t
             acc[4 * n + 2] += part[4 * n + 2] * (tokens.x * weights.y);
             acc[4 * n + 3] += part[4 * n + 3] * (tokens.y * weights.y);
           }
+          return true;
         },
         started);
     stage.release_last();
@@ -211,7 +218,7 @@ __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t
     started();
     stage.repeat(
         k_blocks - 1,
-        [&] {
+        [&](bool) {
           const std::uint32_t previous = place.stage;
           stage.advance();
           const bool ready = stage.ready();
@@ -221,6 +228,7 @@ __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t
           // All but the newest products are done, and with them the stage before.
           cute::warpgroup_wait<1>();
           stage.release(previous);
+          return true;
         },
         [] {});
     stage.await_products(acc);

@@ -86,6 +86,20 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass<P>& pass, const pr
         protocol::TokenTiles(pass.block.expert_rows[pass.first_expert() + d.expert], P::kTileShape);
     tile_of_expert -= tile_begin[d.expert];
   }
+  if constexpr (P::kHalves == 2) {
+    const std::uint32_t band = pass.state().band;
+    const std::uint32_t of_kind = task.index - (d.shared != 0 ? 0 : pass.state().shared_tiles.count);
+    const protocol::TilePair pair(tiles, tile_of_expert, of_kind & (band - 1), band,
+                                  kInstructionRows + 1);
+    // 64 KB a stage for the pair, in place of 80 KB for one tile and twice the weight rows.
+    if (pass.call.paired != 0 && pair.two) {
+      // The two tiles' tasks of this block of weight rows become both tiles' for half of them.
+      d.two_tiles = 1;
+      d.block = (task.block << 1) + tile_of_expert - pair.first;
+      d.tile += pair.first + share - tile_of_expert;
+      tile_of_expert = pair.first + share;
+    }
+  }
   d.first_row = tiles.begin(tile_of_expert);
   d.rows = tiles.end(tile_of_expert) - d.first_row;
   d.units = protocol::ceil_div(d.rows, kUnitRows);

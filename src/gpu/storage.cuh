@@ -100,6 +100,9 @@ struct TaskDescriptor {
   std::uint32_t expert;     // of this rank
   std::uint32_t shared;     // 1: of the shared expert
   std::uint32_t one_tile;   // 1: no other tile reads these weights
+  // 1: of a pair's blocks each has a tile of its own and both the same weight rows; 0: they have
+  // the same tile.
+  std::uint32_t two_tiles;
   // Of the tile's rows, where there is one rank; null: the tokens themselves, in order.
   const std::uint32_t* list;
 };

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda/atomic>
+#include <cute/arch/cluster_sm90.hpp>
 
 #include "gpu/layer_params.h"
 #include "protocol/wait.h"
@@ -238,6 +239,12 @@ __device__ __forceinline__ std::uint32_t fresh_block_index() {
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
   return index;
 }
+
+// True in one thread of a warp that is together, and the compiler knows that it is one: what it
+// computes stays in uniform registers, where the copy engine's instructions want it. Of a thread
+// chosen by its number the compiler makes every such instruction a loop over the lanes that there
+// might be, of a dozen instructions a turn.
+__device__ __forceinline__ bool elect() { return cute::elect_one_sync() != 0; }
 
 // `Threads` threads that all name barrier `id`.
 template <int Threads>

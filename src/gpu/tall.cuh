@@ -46,7 +46,6 @@ __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t
   Multiplier<N, kBoxes == 2 ? Share::kTokens : Share::kBox, P> stage(pass, place, group, signals);
   const Ring<P> ring = pass.ring();
   float part[N / 2];
-  bool ready = stage.ready();
 #pragma unroll
   for (auto& box : acc) {
 #pragma unroll
@@ -56,13 +55,14 @@ __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t
   const std::uint32_t gate_step = meet ? 0 : kSetBytes, up = meet ? kSetBytes : 0;
   const std::uint32_t scales0 =
       ring.joined_scales(0, 0) + 4 * (tall_warp_row<kBoxes>() + fresh_thread_index<32>() / 4);
+  stage.await_stage(stage.ready());
   stage.repeat(
       k_blocks,
-      [&] {
+      [&](bool more) {
         const auto operands = stage.operands();
         const std::uint32_t current = place.stage;
         const std::uint32_t scales = scales0 + current * kScaleBytes<P>;
-        stage.await_stage(ready);
+        bool ready;
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box) {
           stage.issue(operands, box, part, false);
@@ -76,11 +76,12 @@ __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t
           stage.await_products(part);
           if (box + 1 == kBoxes) {
             stage.advance();
-            ready = stage.ready();
+            ready = !more || stage.ready();
           }
 #pragma unroll
           for (int i = 0; i < N / 2; ++i) acc[box][i] += part[i] * of[i / (N / 4)][i / 2 % 2];
         }
+        return ready;
       },
       started);
   stage.release_last();

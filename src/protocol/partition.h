@@ -75,4 +75,24 @@ struct TokenTiles {
   }
 };
 
+// Two neighbouring tiles of an expert that can be multiplied together, each weight being loaded once
+// for both: of at least `least_rows` rows each, and in one band (see Workload), whose tasks stand
+// together, so that neither waits for what comes later than the other.
+struct TilePair {
+  std::uint32_t first = 0;  // the number in the expert; the other is the next
+  bool two = false;         // or there is no other
+
+  // `tile`: one of them; `place`: its number in the band of `band` tiles.
+  SWITCHYARD_HOST_DEVICE constexpr TilePair(const TokenTiles& tiles, std::uint32_t tile,
+                                            std::uint32_t place, std::uint32_t band,
+                                            std::uint32_t least_rows) {
+    // Of the expert's tiles in the band, the first and second go together, and so on.
+    const std::uint32_t odd = (place < tile ? place : tile) & 1;
+    first = tile - odd;
+    const std::uint32_t second = first + 1;
+    two = place - odd + 1 < band && second < tiles.count &&
+          tiles.end(second) - tiles.begin(second) >= least_rows;
+  }
+};
+
 }  // namespace switchyard::protocol
