@@ -494,6 +494,7 @@ class Bench {
  private:
   void report_failure(const std::string& what, const std::string& problem) {
     failed_ = true;
+    progress_.clear();
     std::fflush(stdout);
     fmt::print(stderr, "switchyard: {}: {}\n", what, problem);
   }
@@ -507,12 +508,15 @@ class Bench {
                     options_.seed);
     LayerBench bench(source, plan_.compute, most, options_.measure);
     if (job_) job_->add_layer(layer, source.weights, gate.activations(most, 0), plan_.compute);
+    const std::uint64_t points = plan_.layers.size() * plan_.betas.size() * plan_.tokens.size();
     for (const double beta : plan_.betas) {
       for (const std::int64_t tokens : plan_.tokens) {
+        progress_.update(rows_.size(), points);
         const float skew = gate.skew_for(tokens * ranks, beta);
         const Measured measured = bench.measure(gate.activations(tokens * ranks, skew));
         rows_.push_back(row_of(layer, tokens, beta, measured));
         const BenchRow& row = rows_.back();
+        progress_.clear();
         fmt::print("{}\n", row_text(row));
         std::fflush(stdout);
         if (!measured.problem.empty()) {
@@ -603,6 +607,7 @@ class Bench {
   std::string machine_;
   std::unique_ptr<TorchJob> job_;
   std::vector<BenchRow> rows_;
+  ProgressBar progress_{"measuring", true, Counted::kPoints};
   bool failed_ = false;
 };
 

@@ -35,12 +35,14 @@ std::string bar(double fraction, int width) {
 }  // namespace
 
 std::string progress_line(const std::string& label, std::uint64_t done, std::uint64_t total,
-                          double elapsed, int columns) {
+                          double elapsed, int columns, Counted counted) {
+  const auto amount = [&](std::uint64_t n) {
+    return counted == Counted::kBytes ? format_bytes(static_cast<double>(n)) : fmt::to_string(n);
+  };
   const double fraction =
       total == 0 ? 1.0 : std::min(1.0, static_cast<double>(done) / static_cast<double>(total));
-  std::string tail = fmt::format("{:3.0f} %  {} of {}", std::floor(100 * fraction),
-                                 format_bytes(static_cast<double>(done)),
-                                 format_bytes(static_cast<double>(total)));
+  std::string tail = fmt::format("{:3.0f} %  {} of {}{}", std::floor(100 * fraction), amount(done),
+                                 amount(total), counted == Counted::kPoints ? " points" : "");
   if (fraction > 0 && fraction < 1) {
     tail += fmt::format("  ETA {:.0f} s", std::ceil(elapsed * (1 - fraction) / fraction));
   }
@@ -51,11 +53,17 @@ std::string progress_line(const std::string& label, std::uint64_t done, std::uin
   return line.substr(0, static_cast<std::size_t>(std::max(columns, 0)));
 }
 
-ProgressBar::ProgressBar(std::string label, bool wanted)
-    : label_(std::move(label)), enabled_(wanted && ::isatty(STDERR_FILENO) == 1) {}
+ProgressBar::ProgressBar(std::string label, bool wanted, Counted counted)
+    : label_(std::move(label)),
+      enabled_(wanted && ::isatty(STDERR_FILENO) == 1),
+      counted_(counted) {}
 
-ProgressBar::~ProgressBar() {
+ProgressBar::~ProgressBar() { clear(); }
+
+void ProgressBar::clear() {
   if (!drawn_) return;
+  drawn_ = false;
+  last_draw_ = {};
   fmt::print(stderr, "\r\x1b[K");
   std::fflush(stderr);
 }
@@ -68,7 +76,7 @@ void ProgressBar::update(std::uint64_t done, std::uint64_t total) {
   // One column short: a full line would make some terminals wrap.
   const std::string line =
       progress_line(label_, done, total, std::chrono::duration<double>(now - start_).count(),
-                    terminal_columns() - 1);
+                    terminal_columns() - 1, counted_);
   fmt::print(stderr, "\r{}\x1b[K", line);
   std::fflush(stderr);
 }

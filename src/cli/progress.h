@@ -7,27 +7,32 @@
 
 namespace switchyard::cli {
 
+enum class Counted { kBytes, kPoints };
+
 // "writing  [=====>      ]  42 %  338 MB of 805 MB  ETA 3 s", at most `columns` wide. `elapsed`
 // seconds have passed; the ETA assumes that the rest goes at the same rate.
 std::string progress_line(const std::string& label, std::uint64_t done, std::uint64_t total,
-                          double elapsed, int columns);
+                          double elapsed, int columns, Counted counted = Counted::kBytes);
 
 // Drawn at most ten times a second, erased at the end of its life. One thread at a time.
 class ProgressBar {
  public:
   // Draws only if `wanted` and stderr is a terminal.
-  ProgressBar(std::string label, bool wanted);
+  ProgressBar(std::string label, bool wanted, Counted counted = Counted::kBytes);
   ~ProgressBar();
   ProgressBar(const ProgressBar&) = delete;
   ProgressBar& operator=(const ProgressBar&) = delete;
 
   void update(std::uint64_t done, std::uint64_t total);
+  // Makes room for other output, until the next update.
+  void clear();
 
  private:
   using Clock = std::chrono::steady_clock;
 
   std::string label_;
   bool enabled_;
+  Counted counted_;
   bool drawn_ = false;
   Clock::time_point start_ = Clock::now();
   Clock::time_point last_draw_;

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <nvtx3/nvtx3.hpp>
 
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
@@ -25,6 +26,12 @@
 
 namespace switchyard::gpu {
 namespace {
+
+// What profilers show of the host's calls, in a domain of their own.
+struct NvtxDomain {
+  static constexpr const char* name = "switchyard";
+};
+using HostRange = nvtx3::scoped_range_in<NvtxDomain>;
 
 // Sizes within one allocation.
 class Arena {
@@ -393,6 +400,7 @@ void Engine::lay_out_workspace() {
 }
 
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
+  const HostRange range{"forward", nvtx3::payload{input.activations.rows}};
   protocol::check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output,
                        policy().compute);
   if (*failed_ != 0) throw_if_failed();
@@ -505,6 +513,7 @@ const ForwardStats& Engine::stats() {
 }
 
 PassTrace Engine::trace() {
+  const HostRange range{"read trace"};
   PassTrace trace;
   trace.rank = world_.rank();
   trace.num_ranks = world_.size();
@@ -529,6 +538,7 @@ void Engine::count_traffic(const std::uint32_t* counters) {
 
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
                                          const MoeWeights& weights, const LayerOptions& options) {
+  const HostRange range{"make layer"};
   return std::make_unique<Engine>(world, spec, weights, options);
 }
 

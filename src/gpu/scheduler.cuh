@@ -87,8 +87,9 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass<P>& pass, const pr
     tile_of_expert -= tile_begin[d.expert];
   }
   if constexpr (P::kHalves == 2) {
-    const std::uint32_t band = pass.state().band;
-    const std::uint32_t of_kind = task.index - (d.shared != 0 ? 0 : pass.state().shared_tiles.count);
+    const std::uint32_t band = pass.state().band;  // a power of two
+    const std::uint32_t of_kind =
+        task.index - (d.shared != 0 ? 0 : pass.state().shared_tiles.count);
     const protocol::TilePair pair(tiles, tile_of_expert, of_kind & (band - 1), band,
                                   kInstructionRows + 1);
     // 64 KB a stage for the pair, in place of 80 KB for one tile and twice the weight rows.

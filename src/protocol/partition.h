@@ -75,9 +75,9 @@ struct TokenTiles {
   }
 };
 
-// Two neighbouring tiles of an expert that can be multiplied together, each weight being loaded once
-// for both: of at least `least_rows` rows each, and in one band (see Workload), whose tasks stand
-// together, so that neither waits for what comes later than the other.
+// Two neighbouring tiles of an expert that can be multiplied together, each weight being loaded
+// once for both: of at least `least_rows` rows each, and in one band (see Workload), whose tasks
+// stand together, so that neither waits for what comes later than the other.
 struct TilePair {
   std::uint32_t first = 0;  // the number in the expert; the other is the next
   bool two = false;         // or there is no other

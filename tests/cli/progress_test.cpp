@@ -22,6 +22,11 @@ TEST(ProgressLine, TellsShareBytesAndTimeLeft) {
   EXPECT_THAT(line, HasSubstr("[======"));
 }
 
+TEST(ProgressLine, CountsPoints) {
+  const std::string line = progress_line("measuring", 14, 56, 30.0, 80, Counted::kPoints);
+  EXPECT_THAT(line, HasSubstr(" 25 %  14 of 56 points  ETA 90 s"));
+}
+
 TEST(ProgressLine, HasNoEstimateAtEitherEnd) {
   EXPECT_THAT(progress_line("x", 0, 100, 1, 80), Not(HasSubstr("ETA")));
   const std::string done = progress_line("x", 100, 100, 1, 80);

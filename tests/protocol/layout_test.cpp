@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <random>
 #include <vector>
 
 namespace switchyard::protocol {
@@ -43,6 +44,44 @@ TEST(TokenTiles, CoverTheRowsWithFewEvenTiles) {
       ASSERT_EQ(tiles.height % static_cast<std::uint32_t>(shape.granule), 0u);
     }
   }
+}
+
+// Experts one after another in bands: both of a pair name each other, are tall and in one band, and
+// a tile is alone only where it must be.
+TEST(TilePair, JoinsNeighboursOfABand) {
+  const TileShape shape{128, 128, 16};
+  const std::uint32_t least = 65;
+  std::mt19937 random(11);
+  std::uint32_t pairs = 0;
+  for (const std::uint32_t band : {1u, 2u, 8u, 16u}) {
+    std::uint32_t before = 0;  // tiles of earlier experts
+    for (int expert = 0; expert < 2000; ++expert) {
+      const TokenTiles tiles(random() % 3000, shape);
+      const auto place_of = [&](std::uint32_t t) { return (before + t) % band; };
+      const auto pair_of = [&](std::uint32_t t) {
+        return TilePair(tiles, t, place_of(t), band, least);
+      };
+      const auto rows_of = [&](std::uint32_t t) { return tiles.end(t) - tiles.begin(t); };
+      for (std::uint32_t t = 0; t < tiles.count; ++t) {
+        const TilePair pair = pair_of(t);
+        if (pair.two) {
+          ++pairs;
+          ASSERT_TRUE(t == pair.first || t == pair.first + 1);
+          const std::uint32_t other = t == pair.first ? t + 1 : t - 1;
+          ASSERT_LT(other, tiles.count);
+          ASSERT_TRUE(pair_of(other).two);
+          ASSERT_EQ(pair_of(other).first, pair.first);
+          ASSERT_EQ((before + t) / band, (before + other) / band);
+          ASSERT_GE(rows_of(t), least);
+          ASSERT_GE(rows_of(other), least);
+        } else if (t + 1 < tiles.count && !pair_of(t + 1).two) {
+          ASSERT_TRUE(place_of(t + 1) == 0 || rows_of(t + 1) < least) << "two that could be joined";
+        }
+      }
+      before += tiles.count;
+    }
+  }
+  EXPECT_GT(pairs, 30000u);
 }
 
 LayoutParams params(int ranks, int experts, int top_k) {
