@@ -56,7 +56,7 @@ TEST(TilePair, JoinsNeighboursOfABand) {
   for (const std::uint32_t band : {1u, 2u, 8u, 16u}) {
     std::uint32_t before = 0;  // tiles of earlier experts
     for (int expert = 0; expert < 2000; ++expert) {
-      const TokenTiles tiles(random() % 3000, shape);
+      const TokenTiles tiles(static_cast<std::uint32_t>(random() % 3000), shape);
       const auto place_of = [&](std::uint32_t t) { return (before + t) % band; };
       const auto pair_of = [&](std::uint32_t t) {
         return TilePair(tiles, t, place_of(t), band, least);
