@@ -110,9 +110,9 @@ class Multiplier {
 #pragma unroll
     for (float& sum : sums) cute::warpgroup_fence_operand(sum);
   }
-  // The K loop. body(more), with more stages to come or not, multiplies one; false if it has found
-  // out that the next is not there, which it need not do. After some stages the last tile's stores
-  // have arrived, and others are told; then, once, started() is called.
+  // The K loop, of at least one stage. body(more), with more to come or not, multiplies one; false
+  // if it has found out that the next is not there, which it need not do. After some stages the
+  // last tile's stores have arrived, and others are told; then, once, started() is called.
   template <typename Body, typename Started>
   __device__ __forceinline__ void repeat(std::uint32_t stages, Body&& body,
                                          Started&& started) const {
@@ -216,21 +216,23 @@ __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t
     stage.await_stage(stage.ready());
     stage.issue(stage.operands(), 0, acc, false);
     started();
-    stage.repeat(
-        k_blocks - 1,
-        [&](bool) {
-          const std::uint32_t previous = place.stage;
-          stage.advance();
-          const bool ready = stage.ready();
-          const auto operands = stage.operands();
-          stage.await_stage(ready);
-          stage.issue(operands, 0, acc, true);
-          // All but the newest products are done, and with them the stage before.
-          cute::warpgroup_wait<1>();
-          stage.release(previous);
-          return true;
-        },
-        [] {});
+    if (k_blocks > 1) {
+      stage.repeat(
+          k_blocks - 1,
+          [&](bool) {
+            const std::uint32_t previous = place.stage;
+            stage.advance();
+            const bool ready = stage.ready();
+            const auto operands = stage.operands();
+            stage.await_stage(ready);
+            stage.issue(operands, 0, acc, true);
+            // All but the newest products are done, and with them the stage before.
+            cute::warpgroup_wait<1>();
+            stage.release(previous);
+            return true;
+          },
+          [] {});
+    }
     stage.await_products(acc);
     stage.release(place.stage);
     stage.advance();

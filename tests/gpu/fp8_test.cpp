@@ -116,6 +116,21 @@ TEST_F(GpuFp8, DeepExperts) {
   }
 }
 
+TEST_F(GpuFp8, ShallowExperts) {
+  for (const auto& [hidden, intermediate] : {std::pair{16, 48}, {16, 400}, {400, 48}}) {
+    LayerSpec spec = wide_spec(16, 4);
+    spec.hidden = hidden;
+    spec.intermediate = intermediate;
+    const MoeWeights w = fp8_weights(spec);
+    for (const int tokens : {3, 40, 900}) {
+      SCOPED_TRACE(::testing::Message()
+                   << "H " << hidden << " I " << intermediate << " T " << tokens);
+      const Batch batch = batch_of(spec, tokens, synthetic_routing(tokens, 16, 4, 0.8, 9));
+      expect_accurate_on_gpu(spec, w, batch, run_on_gpu(spec, w, batch, DType::kBF16));
+    }
+  }
+}
+
 TEST_F(GpuFp8, WeightOnInputBiasesAndClamps) {
   LayerSpec spec = wide_spec(16, 4);
   spec.shared_intermediate = 200;

@@ -104,6 +104,22 @@ TEST_F(GpuRouting, DeepExperts) {
   }
 }
 
+// One stage for either GEMM, and for one of them.
+TEST_F(GpuRouting, ShallowExperts) {
+  for (const auto& [hidden, intermediate] : {std::pair{16, 24}, {16, 200}, {200, 24}}) {
+    LayerSpec spec = wide_spec(16, 4);
+    spec.hidden = hidden;
+    spec.intermediate = intermediate;
+    for (const int tokens : {3, 40, 900}) {
+      SCOPED_TRACE(::testing::Message()
+                   << "H " << hidden << " I " << intermediate << " T " << tokens);
+      const MoeWeights w = make_weights(spec, DType::kBF16);
+      const Batch batch = random_batch(spec, tokens, DType::kBF16, 4);
+      expect_accurate(spec, w, batch, DeviceLayer(spec, w, tokens).run(batch, DType::kBF16));
+    }
+  }
+}
+
 TEST_F(GpuRouting, EmptySlotsContributeNothing) {
   const LayerSpec spec = wide_spec(16, 4);
   for (const int tokens : {20, 290, 500}) {
