@@ -116,8 +116,9 @@ TEST_F(GpuFp8, DeepExperts) {
   }
 }
 
+// One stage for either GEMM, and for one of them.
 TEST_F(GpuFp8, ShallowExperts) {
-  for (const auto& [hidden, intermediate] : {std::pair{16, 48}, {16, 400}, {400, 48}}) {
+  for (const auto& [hidden, intermediate] : {std::pair{112, 48}, {112, 400}, {400, 48}}) {
     LayerSpec spec = wide_spec(16, 4);
     spec.hidden = hidden;
     spec.intermediate = intermediate;
