@@ -161,7 +161,9 @@ def gpu_provenance(rows):
     machines = ", ".join(sorted({row["machine"] for row in rows}))
     commits = ", ".join(sorted({row["commit"] for row in rows}))
     command = max((row["command"] for row in rows), key=[row["command"] for row in rows].count)
-    return f"*{machines}; commit {commits}; `{command}`*"
+    kept = any("--keep-rival" in row["command"] and row.get("rival_us") for row in rows)
+    of_rival = "; PyTorch's times are those of an earlier run" if kept else ""
+    return f"*{machines}; commit {commits}; `{command}`{of_rival}*"
 
 
 # The constants and their source are in src/cli/bench_rows.h.
