@@ -19,7 +19,8 @@
 //
 //   Large passes are launched in pairs of blocks. A pair does each task together, with twice the
 //   weight rows: the first block's scheduler takes the ticket for both, each block loads its own
-//   weights and half of the tokens, and these go to both rings.
+//   weights and half of the tokens, and these go to both rings. In FP8, where an expert has two
+//   tall tiles, with both tiles instead: each block loads its own tokens and half of the weights.
 //
 //   barrier      phase completes on                                              waited for by
 //   full[s]      weights: 1 arrival + bytes; tokens:  1 arrival + bytes, or in   math

@@ -16,14 +16,7 @@ namespace {
 using std::chrono::milliseconds;
 using Kind = ProtocolStep::Kind;
 
-LayerSpec spec_of_16_experts() {
-  LayerSpec spec;
-  spec.hidden = 64;
-  spec.intermediate = 32;
-  spec.num_experts = 16;
-  spec.top_k = 4;
-  return spec;
-}
+LayerSpec spec_of_16_experts() { return spec_of(64, 32, 16, 4); }
 
 const MoeWeights& weights_of_16_experts() {
   static const MoeWeights weights =

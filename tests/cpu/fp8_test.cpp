@@ -70,13 +70,7 @@ INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelInFp8, ::testing::ValuesIn(model_
 TEST(Fp8Scales, OfEveryForm) {
   LayerSpec spec = plain_spec();
   spec.shared_intermediate = 200;
-  struct Form {
-    const char* name;
-    std::int64_t rows, cols;
-  };
-  for (const Form& form :
-       {Form{"per tensor", 0, 0}, Form{"128 x 128", 128, 128}, Form{"256 x 128", 256, 128},
-        Form{"128 x all", 128, 0}, Form{"per channel", 1, 0}, Form{"three rows", 3, 0}}) {
+  for (const ScaleForm& form : kScaleForms) {
     for (const int spread : {1, 20}) {
       SCOPED_TRACE(::testing::Message() << form.name << ", 2^+-" << spread);
       const Rescaled weights(fp8_weights(spec), form.rows, form.cols, spread);

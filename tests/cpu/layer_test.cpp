@@ -69,11 +69,7 @@ TEST_P(EveryModel, SameBitsOnEveryRepetitionAndRankCount) {
 // few experts and a small shared expert.
 TEST(SameBits, HoweverTokensAreDealt) {
   for (const DType dtype : {DType::kBF16, DType::kF32}) {
-    LayerSpec spec;
-    spec.hidden = 128;
-    spec.intermediate = 256;
-    spec.num_experts = 8;
-    spec.top_k = 2;
+    LayerSpec spec = spec_of(128, 256, 8, 2);
     spec.shared_intermediate = 40;
     const MoeWeights w = generate_weights(spec, dtype, 21, {.num_threads = 1});
     for (const std::int64_t tokens : {5, 61, 130}) {
@@ -90,14 +86,7 @@ TEST(SameBits, HoweverTokensAreDealt) {
 
 INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModel, ::testing::ValuesIn(model_table()), name_of_model);
 
-LayerSpec plain_spec(int experts, int top_k) {
-  LayerSpec spec;
-  spec.hidden = 96;
-  spec.intermediate = 64;
-  spec.num_experts = experts;
-  spec.top_k = top_k;
-  return spec;
-}
+LayerSpec plain_spec(int experts, int top_k) { return spec_of(96, 64, experts, top_k); }
 
 // Batches with a given routing, checked in fp32 on several rank counts.
 void expect_exact(const LayerSpec& spec, const SyntheticRouting& routing, std::int64_t tokens,

@@ -31,10 +31,7 @@ struct Script {
   std::vector<Matrix> expected;
 
   Script() {
-    spec.hidden = 32;
-    spec.intermediate = 16;
-    spec.num_experts = 10;
-    spec.top_k = 3;
+    spec = spec_of(32, 16, 10, 3);
     spec.shared_intermediate = 16;
     weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
     for (std::uint64_t b = 0; b < kBatches; ++b) {

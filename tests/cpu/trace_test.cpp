@@ -18,11 +18,7 @@ namespace {
 constexpr int kTokens = 523;
 
 LayerSpec spec_with_shared_expert() {
-  LayerSpec spec;
-  spec.hidden = 96;
-  spec.intermediate = 600;  // more than one block of weight rows
-  spec.num_experts = 12;
-  spec.top_k = 3;
+  LayerSpec spec = spec_of(96, 600, 12, 3);  // more than one block of weight rows
   spec.shared_intermediate = 80;
   return spec;
 }

@@ -51,14 +51,7 @@ INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelInFp8OnGpu, ::testing::ValuesIn(m
                          name_of_model);
 
 // Larger than a tile in every direction, ragged in every direction.
-LayerSpec wide_spec(int experts, int top_k) {
-  LayerSpec spec;
-  spec.hidden = 592;
-  spec.intermediate = 360;
-  spec.num_experts = experts;
-  spec.top_k = top_k;
-  return spec;
-}
+LayerSpec wide_spec(int experts, int top_k) { return spec_of(592, 360, experts, top_k); }
 
 Batch batch_of(const LayerSpec& spec, std::int64_t tokens, SyntheticRouting routing) {
   return {Matrix::random(tokens, spec.hidden, DType::kBF16, 17),
@@ -99,12 +92,8 @@ TEST_F(GpuFp8, EveryRowCountOfOneExpert) {
 
 // Tiles in bands, pairs of blocks, and the second GEMM split over K.
 TEST_F(GpuFp8, DeepExperts) {
-  LayerSpec spec;
-  spec.hidden = 80;
-  spec.intermediate = 4112;
+  LayerSpec spec = spec_of(80, 4112, 3, 1);
   spec.expert_bias = true;
-  spec.num_experts = 3;
-  spec.top_k = 1;
   for (const int shared : {0, 4200}) {
     spec.shared_intermediate = shared;
     const MoeWeights w = fp8_weights(spec);
@@ -119,9 +108,7 @@ TEST_F(GpuFp8, DeepExperts) {
 // One stage for either GEMM, and for one of them.
 TEST_F(GpuFp8, ShallowExperts) {
   for (const auto& [hidden, intermediate] : {std::pair{112, 48}, {112, 400}, {400, 48}}) {
-    LayerSpec spec = wide_spec(16, 4);
-    spec.hidden = hidden;
-    spec.intermediate = intermediate;
+    const LayerSpec spec = spec_of(hidden, intermediate, 16, 4);
     const MoeWeights w = fp8_weights(spec);
     for (const int tokens : {3, 40, 900}) {
       SCOPED_TRACE(::testing::Message()
@@ -152,13 +139,7 @@ TEST_F(GpuFp8, WeightOnInputBiasesAndClamps) {
 TEST_F(GpuFp8, ScalesOfEveryForm) {
   LayerSpec spec = plain_spec();
   spec.shared_intermediate = 200;
-  struct Form {
-    const char* name;
-    std::int64_t rows, cols;
-  };
-  for (const Form& form :
-       {Form{"per tensor", 0, 0}, Form{"128 x 128", 128, 128}, Form{"256 x 128", 256, 128},
-        Form{"128 x all", 128, 0}, Form{"per channel", 1, 0}, Form{"three rows", 3, 0}}) {
+  for (const ScaleForm& form : kScaleForms) {
     for (const bool gated : {true, false}) {
       for (const int spread : {1, 20}) {
         spec.activation.gated = gated;

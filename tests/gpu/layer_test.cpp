@@ -42,14 +42,7 @@ INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelOnGpu, ::testing::ValuesIn(model_
                          name_of_model);
 
 // Larger than a tile in every direction, ragged in every direction.
-LayerSpec wide_spec(int experts, int top_k) {
-  LayerSpec spec;
-  spec.hidden = 584;
-  spec.intermediate = 360;
-  spec.num_experts = experts;
-  spec.top_k = top_k;
-  return spec;
-}
+LayerSpec wide_spec(int experts, int top_k) { return spec_of(584, 360, experts, top_k); }
 
 void expect_accurate_with_given(const LayerSpec& spec, const SyntheticRouting& routing,
                                 std::int64_t tokens) {
@@ -89,12 +82,8 @@ TEST_F(GpuRouting, EveryRowCountOfOneExpert) {
 
 // With many tokens, tiles in bands; with few, the second GEMM split over K.
 TEST_F(GpuRouting, DeepExperts) {
-  LayerSpec spec;
-  spec.hidden = 72;
-  spec.intermediate = 2056;
+  LayerSpec spec = spec_of(72, 2056, 3, 1);
   spec.expert_bias = true;
-  spec.num_experts = 3;
-  spec.top_k = 1;
   for (const int shared : {0, 2100}) {
     spec.shared_intermediate = shared;
     for (const int tokens : {1, 7, 31, 600, 2900}) {
@@ -107,9 +96,7 @@ TEST_F(GpuRouting, DeepExperts) {
 // One stage for either GEMM, and for one of them.
 TEST_F(GpuRouting, ShallowExperts) {
   for (const auto& [hidden, intermediate] : {std::pair{16, 24}, {16, 200}, {200, 24}}) {
-    LayerSpec spec = wide_spec(16, 4);
-    spec.hidden = hidden;
-    spec.intermediate = intermediate;
+    const LayerSpec spec = spec_of(hidden, intermediate, 16, 4);
     for (const int tokens : {3, 40, 900}) {
       SCOPED_TRACE(::testing::Message()
                    << "H " << hidden << " I " << intermediate << " T " << tokens);

@@ -53,12 +53,7 @@ INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelOnRanks, ::testing::ValuesIn(mode
                          name_of_model);
 
 LayerSpec ragged_spec(int experts, int top_k, bool fp8) {
-  LayerSpec spec;
-  spec.hidden = fp8 ? 592 : 584;
-  spec.intermediate = 360;
-  spec.num_experts = experts;
-  spec.top_k = top_k;
-  return spec;
+  return spec_of(fp8 ? 592 : 584, 360, experts, top_k);
 }
 
 Batch routed(const LayerSpec& spec, std::int64_t tokens, double beta) {
@@ -145,11 +140,7 @@ TEST_F(RanksTest, EmptySlotsAndTokensWithoutExperts) {
 // Tiles in bands, in pairs of blocks, many per expert.
 TEST_F(RanksTest, DeepExperts) {
   for (const bool fp8 : {false, true}) {
-    LayerSpec spec;
-    spec.hidden = 80;
-    spec.intermediate = 4112;
-    spec.num_experts = 3;
-    spec.top_k = 1;
+    const LayerSpec spec = spec_of(80, 4112, 3, 1);
     const MoeWeights w = make_weights(spec, fp8 ? kFp8 : DType::kBF16);
     const Batch batch = routed(spec, 2900, 0.8);
     expect_accurate(spec, w, batch,

@@ -42,11 +42,7 @@ TEST_P(GpuSoak, ManyForwardsOfRandomSizes) {
   const char* const wanted = std::getenv("SWITCHYARD_SOAK_FORWARDS");
   const int forwards = static_cast<int>(
       static_cast<std::int64_t>(wanted != nullptr ? std::atoi(wanted) : 2000) * c.forwards / 2000);
-  LayerSpec spec;
-  spec.hidden = c.hidden;
-  spec.intermediate = c.intermediate;
-  spec.num_experts = c.experts;
-  spec.top_k = c.top_k;
+  LayerSpec spec = spec_of(c.hidden, c.intermediate, c.experts, c.top_k);
   if (c.shared) {
     spec.shared_intermediate = 136;
     spec.shared_sigmoid_gate = true;

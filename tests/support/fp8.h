@@ -18,6 +18,16 @@ namespace switchyard::testing {
 
 inline constexpr DType kFp8 = DType::kF8E4M3;
 
+// Rows and columns of weights that share a scale; 0: all.
+struct ScaleForm {
+  const char* name;
+  std::int64_t rows, cols;
+};
+inline constexpr ScaleForm kScaleForms[] = {
+    {"per tensor", 0, 0},  {"128 x 128", 128, 128}, {"256 x 128", 256, 128},
+    {"128 x all", 128, 0}, {"per channel", 1, 0},   {"three rows", 3, 0},
+};
+
 // Two groups of 128 columns and a shorter one, everywhere.
 inline LayerSpec grouped(LayerSpec spec) {
   spec.hidden = 320;
