@@ -8,18 +8,13 @@
 #include "cli/machine.h"
 #include "model/generate.h"
 #include "model/host_memory.h"
+#include "support/specs.h"
 
 namespace switchyard::cli {
 namespace {
 
-LayerSpec small_spec() {
-  LayerSpec spec;
-  spec.hidden = 96;
-  spec.intermediate = 700;  // not a multiple of a task's rows
-  spec.num_experts = 4;
-  spec.top_k = 2;
-  return spec;
-}
+// The columns of h are not a multiple of a task's rows.
+LayerSpec small_spec() { return testing::spec_of(96, 700, 4, 2); }
 
 double ffn_flops(int hidden, int intermediate, double tokens) {
   return 2.0 * 3 * hidden * intermediate * tokens;

@@ -97,10 +97,10 @@ TEST_F(GpuRouting, DeepExperts) {
 TEST_F(GpuRouting, ShallowExperts) {
   for (const auto& [hidden, intermediate] : {std::pair{16, 24}, {16, 200}, {200, 24}}) {
     const LayerSpec spec = spec_of(hidden, intermediate, 16, 4);
+    const MoeWeights w = make_weights(spec, DType::kBF16);
     for (const int tokens : {3, 40, 900}) {
       SCOPED_TRACE(::testing::Message()
                    << "H " << hidden << " I " << intermediate << " T " << tokens);
-      const MoeWeights w = make_weights(spec, DType::kBF16);
       const Batch batch = random_batch(spec, tokens, DType::kBF16, 4);
       expect_accurate(spec, w, batch, DeviceLayer(spec, w, tokens).run(batch, DType::kBF16));
     }

@@ -22,11 +22,7 @@ namespace {
 using TraceTest = OnGpu<::testing::Test>;
 
 LayerSpec traced_spec(int experts, bool shared) {
-  LayerSpec spec;
-  spec.hidden = 1024;
-  spec.intermediate = 768;
-  spec.num_experts = experts;
-  spec.top_k = 4;
+  LayerSpec spec = spec_of(1024, 768, experts, 4);
   if (shared) spec.shared_intermediate = 384;
   return spec;
 }

@@ -13,6 +13,7 @@
 #include "model/random_tensor.h"
 #include "model/safetensors.h"
 #include "model/temporary_directory.h"
+#include "support/specs.h"
 
 namespace switchyard {
 namespace {
@@ -430,11 +431,7 @@ TEST_F(DamagedCheckpoint, SharedExpertWithGateAndUpInOneTensor) {
 }
 
 TEST(GenerateWeights, HasTheStatisticsOfRealWeights) {
-  LayerSpec spec;
-  spec.hidden = 512;
-  spec.intermediate = 384;
-  spec.num_experts = 4;
-  spec.top_k = 2;
+  const LayerSpec spec = testing::spec_of(512, 384, 4, 2);
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3}) {
     SCOPED_TRACE(to_string(dtype));
     const MoeWeights weights = generate_weights(spec, dtype, 5);
@@ -471,11 +468,7 @@ TEST(GenerateWeights, HasTheStatisticsOfRealWeights) {
 }
 
 TEST(GenerateWeights, HashTableRowsAreDistinctExperts) {
-  LayerSpec spec;
-  spec.hidden = 16;
-  spec.intermediate = 8;
-  spec.num_experts = 12;
-  spec.top_k = 12;
+  LayerSpec spec = testing::spec_of(16, 8, 12, 12);
   spec.routing.method = RoutingMethod::kHash;
   const MoeWeights weights = generate_weights(spec, DType::kBF16, 1, {.vocabulary = 1000});
   for (std::int64_t r = 0; r < 1000; ++r) {
@@ -488,11 +481,7 @@ TEST(GenerateWeights, HashTableRowsAreDistinctExperts) {
 }
 
 TEST(GenerateWeights, RefusesWhatDoesNotFit) {
-  LayerSpec spec;
-  spec.hidden = 1 << 16;
-  spec.intermediate = 1 << 16;
-  spec.num_experts = 4096;
-  spec.top_k = 2;
+  LayerSpec spec = testing::spec_of(1 << 16, 1 << 16, 4096, 2);
   EXPECT_ERROR(generate_weights(spec, DType::kF32, 0), ErrorCode::kCapacityExceeded, "need ",
                "are available", "fewer experts");
   EXPECT_ERROR(generate_weights(spec, DType::kI32, 0), ErrorCode::kInvalidArgument, "i32", "bf16");
@@ -522,11 +511,7 @@ TEST(WriteCheckpoint, RefusesToOverwriteAndLeavesNothingBehind) {
 }
 
 TEST(ValidateWeights, NamesWhatDoesNotServeTheSpec) {
-  LayerSpec spec;
-  spec.hidden = 16;
-  spec.intermediate = 8;
-  spec.num_experts = 2;
-  spec.top_k = 1;
+  LayerSpec spec = testing::spec_of(16, 8, 2, 1);
   spec.shared_intermediate = 8;
   const MoeWeights good = generate_weights(spec, DType::kBF16, 0);
   validate(spec, good);
@@ -565,11 +550,7 @@ TEST(ValidateWeights, NamesWhatDoesNotServeTheSpec) {
 }
 
 TEST(TouchedWeightBytes, CountsScalesAndBiases) {
-  LayerSpec spec;
-  spec.hidden = 256;
-  spec.intermediate = 130;
-  spec.num_experts = 1;
-  spec.top_k = 1;
+  LayerSpec spec = testing::spec_of(256, 130, 1, 1);
   EXPECT_EQ(touched_weight_bytes(generate_weights(spec, DType::kF8E4M3, 0), {1}),
             3u * (256 * 130 + 4 * 4));
   spec.expert_bias = true;

@@ -8,6 +8,7 @@
 
 #include "model/errors.h"
 #include "model/model_table.h"
+#include "support/specs.h"
 
 namespace switchyard {
 namespace {
@@ -27,17 +28,8 @@ LayerSpec spec_of(const ModelConfig& config, int layer) {
   return config.layers.at(static_cast<std::size_t>(layer)).value();
 }
 
-LayerSpec softmax_spec(int hidden, int intermediate, int experts, int top_k) {
-  LayerSpec spec;
-  spec.hidden = hidden;
-  spec.intermediate = intermediate;
-  spec.num_experts = experts;
-  spec.top_k = top_k;
-  return spec;
-}
-
 LayerSpec deepseek_spec(int hidden, int intermediate, int experts, int top_k, float scale) {
-  LayerSpec spec = softmax_spec(hidden, intermediate, experts, top_k);
+  LayerSpec spec = testing::spec_of(hidden, intermediate, experts, top_k);
   spec.shared_intermediate = intermediate;
   spec.routing.score = ScoreFunction::kSigmoid;
   spec.routing.has_correction_bias = true;
@@ -56,26 +48,26 @@ TEST(Config, Olmoe) {
   const ModelConfig config = parse_entry("olmoe");
   EXPECT_EQ(config.model_type, "olmoe");
   EXPECT_EQ(config.moe_layers(), range(0, 16));
-  expect_same(spec_of(config, 0), softmax_spec(2048, 1024, 64, 8));
+  expect_same(spec_of(config, 0), testing::spec_of(2048, 1024, 64, 8));
   EXPECT_EQ(describe(spec_of(config, 0)), "H 2048, I 1024, 64 experts, top-8, softmax, swiglu");
 }
 
 TEST(Config, Qwen2) {
-  LayerSpec expected = softmax_spec(2048, 1408, 60, 4);
+  LayerSpec expected = testing::spec_of(2048, 1408, 60, 4);
   expected.shared_intermediate = 5632;
   expected.shared_sigmoid_gate = true;
   const ModelConfig config = parse_entry("qwen1.5-moe");
   EXPECT_EQ(config.moe_layers(), range(0, 24));
   expect_same(spec_of(config, 23), expected);
 
-  expected = softmax_spec(3584, 2560, 64, 8);
+  expected = testing::spec_of(3584, 2560, 64, 8);
   expected.shared_intermediate = 20480;
   expected.shared_sigmoid_gate = true;
   expect_same(spec_of(parse_entry("qwen2-57b"), 0), expected);
 }
 
 TEST(Config, Qwen3AndQwen35) {
-  LayerSpec expected = softmax_spec(2048, 768, 128, 8);
+  LayerSpec expected = testing::spec_of(2048, 768, 128, 8);
   expected.routing.renormalize = true;
   expect_same(spec_of(parse_entry("qwen3-30b"), 47), expected);
   EXPECT_EQ(parse_entry("qwen3-235b").moe_layers(), range(0, 94));
@@ -85,7 +77,7 @@ TEST(Config, Qwen3AndQwen35) {
                                          "config.json");
   expect_same(spec_of(saved, 0), expected);
 
-  expected = softmax_spec(4096, 1024, 512, 10);
+  expected = testing::spec_of(4096, 1024, 512, 10);
   expected.routing.renormalize = true;
   expected.shared_intermediate = 1024;
   expected.shared_sigmoid_gate = true;
@@ -106,16 +98,16 @@ TEST(Config, QwenSparseStepAndDenseLayers) {
 }
 
 TEST(Config, Mixtral) {
-  LayerSpec expected = softmax_spec(4096, 14336, 8, 2);
+  LayerSpec expected = testing::spec_of(4096, 14336, 8, 2);
   expected.routing.renormalize = true;
   expect_same(spec_of(parse_entry("mixtral-8x7b"), 31), expected);
-  expected = softmax_spec(6144, 16384, 8, 2);
+  expected = testing::spec_of(6144, 16384, 8, 2);
   expected.routing.renormalize = true;
   expect_same(spec_of(parse_entry("mixtral-8x22b"), 55), expected);
 }
 
 TEST(Config, DeepseekV2) {
-  LayerSpec expected = softmax_spec(5120, 1536, 160, 6);
+  LayerSpec expected = testing::spec_of(5120, 1536, 160, 6);
   expected.shared_intermediate = 2 * 1536;
   expected.routing.scale = 16.0f;
   expected.routing.num_groups = 8;
@@ -125,7 +117,7 @@ TEST(Config, DeepseekV2) {
   EXPECT_EQ(config.moe_layers(), range(1, 60));
   expect_same(spec_of(config, 1), expected);
 
-  expected = softmax_spec(2048, 1408, 64, 6);
+  expected = testing::spec_of(2048, 1408, 64, 6);
   expected.shared_intermediate = 2 * 1408;
   const ModelConfig lite = parse_entry("deepseek-v2-lite");
   EXPECT_EQ(lite.moe_layers(), range(1, 27));
@@ -193,7 +185,7 @@ TEST(Config, Glm) {
 }
 
 TEST(Config, Llama4) {
-  LayerSpec expected = softmax_spec(5120, 8192, 16, 1);
+  LayerSpec expected = testing::spec_of(5120, 8192, 16, 1);
   expected.shared_intermediate = 8192;
   expected.routing.score = ScoreFunction::kSigmoid;
   expected.routing.top_k_before_score = true;
@@ -217,7 +209,7 @@ TEST(Config, Llama4) {
 }
 
 TEST(Config, GptOss) {
-  LayerSpec expected = softmax_spec(2880, 2880, 128, 4);
+  LayerSpec expected = testing::spec_of(2880, 2880, 128, 4);
   expected.routing.top_k_before_score = true;
   expected.router_bias = true;
   expected.expert_bias = true;
@@ -239,7 +231,7 @@ TEST(Config, GptOss) {
 }
 
 TEST(Config, MiniMax) {
-  LayerSpec expected = softmax_spec(3072, 1536, 256, 8);
+  LayerSpec expected = testing::spec_of(3072, 1536, 256, 8);
   expected.routing.score = ScoreFunction::kSigmoid;
   expected.routing.renormalize = true;
   expected.routing.has_correction_bias = true;
@@ -268,7 +260,7 @@ TEST(Config, MiniMax) {
 }
 
 TEST(Config, Dbrx) {
-  LayerSpec expected = softmax_spec(6144, 10752, 16, 4);
+  LayerSpec expected = testing::spec_of(6144, 10752, 16, 4);
   expected.routing.renormalize = true;
   const ModelConfig config = parse_entry("dbrx");
   EXPECT_EQ(config.moe_layers(), range(0, 40));
@@ -282,7 +274,7 @@ TEST(Config, Dbrx) {
 }
 
 TEST(Config, Phi) {
-  LayerSpec expected = softmax_spec(4096, 6400, 16, 2);
+  LayerSpec expected = testing::spec_of(4096, 6400, 16, 2);
   expected.routing.method = RoutingMethod::kSparseMixer;
   expected.routing.jitter_eps = 0.01f;
   expect_same(spec_of(parse_entry("phi-3.5-moe"), 0), expected);
@@ -292,12 +284,12 @@ TEST(Config, Jamba) {
   const ModelConfig mini = parse_entry("jamba-1.5-mini");
   EXPECT_EQ(mini.moe_layers().size(), 16u);
   EXPECT_EQ(mini.moe_layers().front(), 1);
-  expect_same(spec_of(mini, 1), softmax_spec(4096, 14336, 16, 2));
+  expect_same(spec_of(mini, 1), testing::spec_of(4096, 14336, 16, 2));
   EXPECT_EQ(parse_entry("jamba-1.5-large").moe_layers().size(), 36u);
 }
 
 TEST(Config, Thesis) {
-  LayerSpec expected = softmax_spec(1024, 4096, 16, 2);
+  LayerSpec expected = testing::spec_of(1024, 4096, 16, 2);
   expected.routing.renormalize = true;
   expected.expert_bias = true;
   expected.activation.gated = false;
@@ -429,7 +421,7 @@ TEST(ModelTable, EveryEntryParsesAndUnknownNamesAreExplained) {
 }
 
 TEST(LayerSpecValidation, NamesFieldValueAndRemedy) {
-  const LayerSpec good = softmax_spec(64, 32, 8, 2);
+  const LayerSpec good = testing::spec_of(64, 32, 8, 2);
   validate(good);
   const auto expect_bad = [&](auto change, std::initializer_list<const char*> parts) {
     LayerSpec spec = good;

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "switchyard/layer_spec.h"
+#include "support/specs.h"
 
 namespace switchyard::test {
 
@@ -14,11 +14,7 @@ struct Family {
 };
 
 inline LayerSpec routing_layer(int num_experts, int top_k, const RoutingSpec& routing) {
-  LayerSpec spec;
-  spec.hidden = 64;
-  spec.intermediate = 64;
-  spec.num_experts = num_experts;
-  spec.top_k = top_k;
+  LayerSpec spec = testing::spec_of(64, 64, num_experts, top_k);
   spec.routing = routing;
   return spec;
 }

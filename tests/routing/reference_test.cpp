@@ -12,6 +12,7 @@
 
 #include "reference/decode.h"
 #include "reference/multiply.h"
+#include "support/specs.h"
 #include "switchyard/error.h"
 #include "switchyard/routing.h"
 
@@ -41,15 +42,6 @@ class Store {
  private:
   std::deque<std::vector<float>> values_;
 };
-
-LayerSpec small_spec(int hidden, int intermediate, int num_experts, int top_k) {
-  LayerSpec spec;
-  spec.hidden = hidden;
-  spec.intermediate = intermediate;
-  spec.num_experts = num_experts;
-  spec.top_k = top_k;
-  return spec;
-}
 
 void expect_values(const std::vector<double>& actual, const std::vector<double>& expected) {
   ASSERT_EQ(actual.size(), expected.size());
@@ -152,7 +144,7 @@ TEST(Multiply, EveryRemainderOfTheBlocking) {
 
 double one_by_one(const Activation& activation, double gate, double up) {
   Store store;
-  LayerSpec spec = small_spec(1, 1, 1, 1);
+  LayerSpec spec = testing::spec_of(1, 1, 1, 1);
   spec.activation = activation;
   MoeWeights weights;
   weights.experts.resize(1);
@@ -217,7 +209,7 @@ TEST(Activations, ClampedSwiGlu) {
 class TwoExperts : public ::testing::Test {
  protected:
   TwoExperts() {
-    spec = small_spec(2, 1, 2, 2);
+    spec = testing::spec_of(2, 1, 2, 2);
     spec.activation.kind = ActivationKind::kIdentity;
     spec.activation.gated = false;
     weights.experts.resize(2);
@@ -364,7 +356,7 @@ class RandomLayer : public ::testing::Test {
   static constexpr int kTokens = 70;
 
   RandomLayer() {
-    spec = small_spec(96, 40, 6, 3);
+    spec = testing::spec_of(96, 40, 6, 3);
     spec.shared_intermediate = 56;
     std::mt19937 random(11);
     const auto draw = [&](std::int64_t rows, std::int64_t cols) {
@@ -517,7 +509,7 @@ TEST_F(RandomLayer, IsDeterministic) {
 }
 
 TEST(RoutingMargin, IsTheSmallestDecidingGap) {
-  LayerSpec spec = small_spec(1, 1, 4, 2);
+  LayerSpec spec = testing::spec_of(1, 1, 4, 2);
   spec.routing.top_k_before_score = true;
   const auto margin = [&](std::vector<double> logits, std::vector<float> bias = {}) {
     return routing_margin(spec, logits, bias).at(0);

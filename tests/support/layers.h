@@ -19,20 +19,11 @@
 #include "model/generate.h"
 #include "model/model_table.h"
 #include "model/quantize.h"
+#include "support/specs.h"
 #include "switchyard/layer.h"
 #include "switchyard/routing.h"
 
 namespace switchyard::testing {
-
-// A layer of gated experts, with nothing beside.
-inline LayerSpec spec_of(int hidden, int intermediate, int experts, int top_k) {
-  LayerSpec spec;
-  spec.hidden = hidden;
-  spec.intermediate = intermediate;
-  spec.num_experts = experts;
-  spec.top_k = top_k;
-  return spec;
-}
 
 // A row-major matrix that owns its elements, in any floating dtype. FP8 ones have a scale for every
 // kQuantGroup columns of a row, as activations have.
