@@ -52,12 +52,13 @@ __device__ __forceinline__ void add_weighted(float (&sum)[8], const uint4& cell,
 
 // One warp, kCombinedColumns columns of one token: lane l has 8 from column 8 l on (`column`), and
 // 8 from 256 further on. Lane c < cells_per_token holds slot c's weight, 0 for a slot without an
-// expert, whose cells nobody wrote. A slot has a cell for each part of GEMM2's K.
+// expert, whose cells nobody wrote. A slot has a cell for each part of GEMM2's K. `rehearsal`:
+// nothing is loaded or stored.
 inline constexpr std::uint32_t kCombinedColumns = 512;
 __device__ __forceinline__ void combine_columns(const LayerParams& layer, const CallParams& call,
                                                 std::uint32_t token, std::uint32_t column,
                                                 float weight, std::uint32_t present,
-                                                std::uint32_t log2_splits) {
+                                                std::uint32_t log2_splits, bool rehearsal) {
   constexpr std::uint32_t kAtOnce = 8;  // cells whose loads are in flight together
   constexpr std::uint32_t kGroups = 2, kGroup = kCombinedColumns / kGroups;
   const std::uint32_t cells = static_cast<std::uint32_t>(layer.cells_per_token) << log2_splits;
@@ -89,7 +90,9 @@ __device__ __forceinline__ void combine_columns(const LayerParams& layer, const 
   }
 #pragma unroll
   for (std::uint32_t g = 0; g < kGroups; ++g) {
-    if (column + g * kGroup < hidden) store_output(call, token, column + g * kGroup, sum[g]);
+    if (column + g * kGroup < hidden && !rehearsal) {
+      store_output(call, token, column + g * kGroup, sum[g]);
+    }
   }
 }
 

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <nvtx3/nvtx3.hpp>
@@ -314,13 +315,14 @@ void Engine::lay_out_workspace() {
   // Where a tile is work for many blocks, the tiles of so many rows of an expert share the weights
   // that they read.
   constexpr std::uint32_t kBandRows = 2048, kFewestBandedRows = 32 * kTileRows;
-  params_.band = rows < kFewestBandedRows ? 1 : kBandRows / static_cast<std::uint32_t>(height);
-  params_.banded_lag =
-      params_.band == 1 ? params_.lag : protocol::ceil_div(2 * grid_, params_.band * fewest);
+  const std::uint32_t band =
+      rows < kFewestBandedRows ? 1 : kBandRows / static_cast<std::uint32_t>(height);
+  params_.log2_band = static_cast<std::uint32_t>(std::countr_zero(band));
+  params_.banded_lag = band == 1 ? params_.lag : protocol::ceil_div(2 * grid_, band * fewest);
   // A tile's h is needed from its GEMM1 to its GEMM2. Nobody waits for it with slots for twice the
   // lag, or for one band more than those between.
-  params_.h_slots = static_cast<std::uint32_t>(std::min<std::size_t>(
-      tiles, std::max(2 * params_.lag + 2, (params_.banded_lag + 2) * params_.band)));
+  params_.h_slots = static_cast<std::uint32_t>(
+      std::min<std::size_t>(tiles, std::max(2 * params_.lag + 2, (params_.banded_lag + 2) * band)));
   params_.h_stride = static_cast<std::uint32_t>(
       std::max(params_.routed.intermediate, params_.shared.intermediate));
 

@@ -28,8 +28,9 @@
 //   empty[s]     8 math warps, of both blocks of a pair, when the products that  weights, tokens
 //                read the stage are done
 //   task_full    scheduler                                                       all other roles
-//   demand       weights, a few stages before the end of a GEMM; math, when what   scheduler
-//                a combine task needs is there; of both blocks of a pair
+//   demand       weights, a few stages before the end of a GEMM, and tokens or     scheduler
+//                gather, when its rows are there; or twice math, when what a
+//                combine task needs is there; of both blocks of a pair
 //   ticket_full  scheduler of the pair's first block                             its second's
 //   task_empty   1 weights, 1 tokens or 2 gather, 8 math warps, having read it   scheduler
 //
@@ -53,7 +54,7 @@
 namespace switchyard::gpu {
 
 static_assert(kFullArrivals == 1 + 1 && kFullArrivalsAlone == 1 + 64 && kEmptyArrivals == 8 &&
-                  kTaskFullArrivals == 1 && kDemandArrivals == 1 && kTicketArrivals == 1 &&
+                  kTaskFullArrivals == 1 && kDemandArrivals == 1 + 1 && kTicketArrivals == 1 &&
                   kTaskEmptyArrivals == 1 + 1 + 8 && kTaskEmptyArrivalsAlone == 1 + 2 + 8,
               "the table above");
 
@@ -172,6 +173,29 @@ __device__ __forceinline__ void loading_group(const Pass<P>& pass) {
   }
 }
 
+// Of routing, what each of the loading warps rehearses. The scheduler's rehearses to place tiles
+// and to describe a task.
+__device__ __forceinline__ std::uint32_t rehearsed_parts(std::uint32_t warp) {
+  switch (warp) {
+    case kWeightsWarp:
+      return routing::kScorePart;
+    case kTokensWarp:
+      return routing::kChoicePart;
+    case kPackWarp:
+      return routing::kWeightPart;
+    default:
+      return 0;
+  }
+}
+
+// By one warp, which sees the words afterwards.
+__device__ __forceinline__ void fill_together(std::uint32_t* words, int count,
+                                              std::uint32_t value) {
+  __syncwarp();
+  for (int i = static_cast<int>(threadIdx.x % 32); i < count; i += 32) words[i] = value;
+  __syncwarp();
+}
+
 // From activations to what every role needs to know. False if the pass was given up.
 template <typename P>
 __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
@@ -187,11 +211,13 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
   const bool gated = (layer.has_router && call.given_ids == nullptr) || layer.shared_sigmoid;
   // Told to be the same in all lanes: a third less code.
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  // Who has no part in the gate rehearses what comes after it, on one token and whatever numbers
-  // the last pass left, so that its code is in the caches when the logits come. In small passes
-  // that are whole blocks, in others the loading warps, as far as they can without the math warps.
+  // The loading warps, which have no part in the gate, rehearse what comes after it, each a part of
+  // it, on one token and whatever numbers the last pass left, so that its code is in the caches
+  // when the logits come. Where few blocks have a part in the gate, theirs do not: all wait for
+  // these.
   constexpr bool alone = P::kAlone;
-  const bool gates = gated && (!alone || blockIdx.x < GateGrid(layer, call.tokens).units());
+  const std::uint32_t gate_units = gated ? GateGrid(layer, call.tokens).units() : 0;
+  const bool rehearses = blockIdx.x >= gate_units || gate_units > gridDim.x / 2;
   // All blocks read what they quantize together.
   const bool quantizes = P::kScaled && call.x_type != DType::kF8E4M3;
   const bool shares = gated || quantizes;
@@ -207,10 +233,10 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
           named_barrier<kGateThreads>(1);
         }
       }
-      if (math && gates) gate_logits(pass);
+      if (math && gated) gate_logits(pass);
       trace_math_end(pass, kGateRecord, {TraceKind::kGate});
       if (threadIdx.x == kWarpgroup) add_release_gpu(pass.barrier(kLogitsReady), 1);
-      if (alone ? gates : math) continue;
+      if (math || !rehearses) continue;
     } else if (shares && !grid_await(pass.waiter(), pass.barrier(kLogitsReady))) {
       return false;
     }
@@ -222,13 +248,15 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
     const std::uint32_t end = rehearsal ? min(call.tokens, 1u)
                               : alone   ? call.tokens
                                         : share(blockIdx.x + 1);
-    route_tokens(pass, begin, end, rehearsal);
-    if (alone) {
-      __syncthreads();
+    const std::uint32_t parts = rehearsal ? rehearsed_parts(warp) : routing::kAllRouteParts;
+    if (parts != 0) route_tokens(pass, rehearsal ? 0 : begin + warp, end, parts);
+    if (!rehearsal) __syncthreads();
+    if (rehearsal) {
+      // Lists are short, and need all threads.
+    } else if (alone) {
       list_own_slots(layer, block, end * layer.top_k, reinterpret_cast<std::uint8_t*>(block.ring));
       __syncthreads();
-    } else if (!rehearsal) {
-      __syncthreads();
+    } else {
       list_shared_slots(layer, block, pass.state().words, begin, end);
       trace_turn(pass, kRouteRecord, TraceKind::kRoute, kCountsRecord);
       if (!pass.distributed()) {
@@ -249,12 +277,25 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
     }
     if (warp == kSchedulerWarp) {
       const bool has_shared = layer.cells_per_token > layer.top_k;
+      if (rehearsal) fill_together(block.expert_rows, layer.num_experts, 1);
       place_tiles(layer, block, has_shared ? call.tokens : 0);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        auto& state = block.pass;
+        state.log2_splits =
+            alone ? log2_splits<P>(layer, pass.num_tiles(), state.shared_tiles.count) : 0;
+        if constexpr (!kJoinedScales<P>) {
+          state.stage_shape = {num_stages<P>(state.max_height), stage_bytes<P>(state.max_height)};
+        }
+      }
+      __syncwarp();
+      describe_first(pass);
+      if (rehearsal) fill_together(block.expert_rows, layer.num_experts, 0);
     }
     if constexpr (!alone) {
       if (warp == kPackWarp && !rehearsal && pass.distributed()) place_sends(pass);
     }
-    if (alone) {
+    if (alone && !rehearsal) {
       __syncthreads();
       fill_own_lists(layer, block, end * layer.top_k);
     }
@@ -265,21 +306,16 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
       layer.stats[e] = block.expert_rows[e];
     }
   }
-  if (threadIdx.x == 0) {
+  if constexpr (!alone) {
     auto& state = block.pass;
-    state.log2_splits =
-        alone ? log2_splits<P>(layer, pass.num_tiles(), state.shared_tiles.count) : 0;
-    state.log2_combine_chunk = log2_combine_chunk(call.tokens, gridDim.x);
-    if constexpr (!alone) {
-      state.first_rows = first_rows(pass);
+    // Each by another warp: it is code that runs once, and has to be fetched.
+    if (threadIdx.x == 32 * kPackWarp) state.first_rows = first_rows(pass);
+    if (threadIdx.x == 32 * kTokensWarp) {
       state.first_sends = pass.distributed() ? first_sends(pass) : 0;
       state.send_lead = pass.distributed() ? send_lead(pass) : 0;
       if (pass.distributed() && blockIdx.x == 0) {
         state.words.counters()[kSentRows] = pass.num_sends();
       }
-    }
-    if constexpr (!kJoinedScales<P>) {
-      state.stage_shape = {num_stages<P>(state.max_height), stage_bytes<P>(state.max_height)};
     }
   }
   trace_turn(pass, alone ? kRouteRecord : kPlanRecord, alone ? TraceKind::kRoute : TraceKind::kPlan,
@@ -340,6 +376,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     state.log2_rows = kLog2TileRows + kLog2Halves + call.paired;
     state.tables = tables_of(layer, block, P::kAlone);
     state.gate_slices = GateGrid(layer, call.tokens).slices;
+    state.log2_combine_chunk = log2_combine_chunk(call.tokens, gridDim.x);
   }
   for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) block.expert_rows[e] = 0;
   __syncthreads();

@@ -158,7 +158,7 @@ struct LayerParams {
   std::uint32_t h_stride;  // elements
   std::uint32_t h_groups;
   std::uint32_t max_tiles;
-  std::uint32_t band;              // tiles taken up together where experts have several
+  std::uint32_t log2_band;         // of tiles taken up together where experts have several
   std::uint32_t banded_lag;        // then; see protocol::Workload
   std::uint32_t lag;               // where no expert has more than one
   std::uint32_t* stats;            // [E] rows per expert of the last pass, of all ranks

@@ -277,6 +277,7 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
                        : pass.gemm1_complete(task.tile);
         });
     if (kJoinedScales<P>) __syncwarp();
+    if (!kJoinedScales<P> || elect()) demand(pass);
     fence_async_proxy();
     stamp(&TraceRecord::begin);
     if constexpr (kJoinedScales<P>) {
@@ -357,16 +358,22 @@ __device__ __forceinline__ bool quantize_tile(const Pass<P>& pass, const TaskDes
       }
       next(to_kb, to_round);
     }
-#pragma unroll
-    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-      if (kb >= task.k_blocks) break;
+    // The array is turned instead of the index: eight copies of this code would each be fetched
+    // anew, which takes longer than to execute one.
+#pragma unroll 1
+    for (std::uint32_t i = 0; i < kAtOnce && kb < task.k_blocks; ++i) {
       if (round == 0 &&
           !wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) {
         return false;
       }
       __syncwarp();
       float scale = 0;
-      const uint4 codes = quantize_together(values[i][0], values[i][1], scale);
+      const uint4 codes = quantize_together(values[0][0], values[0][1], scale);
+#pragma unroll
+      for (std::uint32_t j = 1; j < kAtOnce; ++j) {
+        values[j - 1][0] = values[j][0];
+        values[j - 1][1] = values[j][1];
+      }
       const std::uint32_t row = round * kRowsAtOnce + my_row;
       store_shared_vector(ring.tokens(place.stage) + swizzled_place(row, my_chunk), codes);
       if (my_chunk == 0) store_shared_float(ring.token_scales(place.stage) + 4 * row, scale);
@@ -400,12 +407,14 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
     if (task.work == Work::kStop) return;
     if (task.work == Work::kCombine) continue;
     if (thread == 0) trace_task(pass, TraceRole::kTokens, reader.index(), task);
-    if (task.work == Work::kGemm1) stamp(reader.index(), &TraceRecord::begin);
     if (task.work == Work::kGemm2) {
       // Given up or not, the block goes on: its other roles wait for these stages.
       pass.waiter().wait(protocol::Phase::kExperts, task.tile,
                          [&] { return pass.gemm1_complete(task.tile); });
-      stamp(reader.index(), &TraceRecord::begin);
+    }
+    if (thread == 0) demand(pass);
+    stamp(reader.index(), &TraceRecord::begin);
+    if (task.work == Work::kGemm2) {
       if constexpr (P::kScaled) {
         if (!quantize_tile(pass, task, place, thread)) return;
       } else {
@@ -548,19 +557,29 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
     const std::uint32_t from_token = RowEntry::token(__shfl_sync(~0u, from, i));
     const std::byte* const sent =
         distance == 0 ? nullptr : layer.heap.pool(layer.mine, distance, from_token);
-    copy_row<kCopyVectors<P>>(layer.packed + std::size_t{place} * row_bytes,
-                              distance == 0 ? state.rows + from_token * state.row_bytes : sent,
-                              row_bytes, part);
+    const auto copy_values = [&] {
+      copy_row<kCopyVectors<P>>(layer.packed + std::size_t{place} * row_bytes,
+                                distance == 0 ? state.rows + from_token * state.row_bytes : sent,
+                                row_bytes, part);
+    };
     if constexpr (P::kScaled) {
+      // The first scales are under way together with the values, not after them. (For more of them
+      // there are no registers.)
       const auto* const scales =
           distance == 0 ? state.row_scales + from_token * state.row_scale_stride
                         : reinterpret_cast<const float*>(sent + layer.heap.scale_offset());
+      const std::uint32_t groups = part.index == 0 ? layer.x_groups : 0;
+      const float first = lane < groups ? __ldcg(scales + lane) : 0;
+      copy_values();
       float* const to_scales = layer.packed_scales +
                                std::size_t{place / kMaxHeight<P>} * layer.x_groups * kMaxHeight<P> +
                                place % kMaxHeight<P>;
-      for (std::uint32_t group = lane; part.index == 0 && group < layer.x_groups; group += 32) {
+      if (lane < groups) to_scales[lane * kMaxHeight<P>] = first;
+      for (std::uint32_t group = lane + 32; group < groups; group += 32) {
         to_scales[group * kMaxHeight<P>] = __ldcg(scales + group);
       }
+    } else {
+      copy_values();
     }
   }
   fence_async_proxy();
@@ -576,8 +595,9 @@ __device__ __forceinline__ std::uint32_t first_rows(const Pass<P>& pass) {
   const LayerParams& layer = pass.layer;
   std::uint32_t rows = layer.routed.gemm1_rows;
   if (pass.state().shared_tiles.count != 0) rows = min(rows, layer.shared.gemm1_rows);
-  const std::uint32_t tile = max(
-      pass.state().band, protocol::ceil_div(gridDim.x, pass.tasks(rows) << pass.call.paired) + 1);
+  const std::uint32_t tile =
+      max(1u << pass.state().log2_band,
+          protocol::ceil_div(gridDim.x, pass.tasks(rows) << pass.call.paired) + 1);
   if (tile >= pass.num_tiles()) return pass.num_rows();
   if (pass.is_shared(tile)) return pass.state().shared_tiles.begin(tile);
   const std::uint32_t e =

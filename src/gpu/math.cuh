@@ -106,7 +106,8 @@ __device__ __forceinline__ void combine_task(const Pass<P>& pass, std::uint32_t 
   const std::uint32_t warps_per_token = kMathWarps >> log2_chunk;
   const std::uint32_t token = (chunk << log2_chunk) + (warp << log2_chunk) / kMathWarps;
   const auto demand_next = [&] {
-    if (thread == kWarpgroup) demand(pass);
+    if (thread != kWarpgroup) return;
+    for (int i = 0; i < kDemandArrivals; ++i) demand(pass);
   };
   const auto began = [&] { trace_math(pass, kFirstTaskRecord + index, &TraceRecord::begin); };
   if (token >= pass.call.tokens) {
@@ -148,22 +149,29 @@ __device__ __forceinline__ void combine_task(const Pass<P>& pass, std::uint32_t 
     return !exists || (finished != nullptr ? protocol::load_acquire(finished) == pass.flag()
                                            : pass.gemm2_complete(tile));
   };
-  pass.waiter().wait_for(
-      [&] { return __all_sync(~0u, done()) != 0; },
-      [&] {
+  const auto all_done = [&] { return __all_sync(~0u, done()) != 0; };
+  // Who has to wait rehearses meanwhile: the instructions come one cache line after another.
+#pragma unroll 1
+  for (bool rehearsal = !all_done();; rehearsal = false) {
+    if (!rehearsal) {
+      pass.waiter().wait_for(all_done, [&] {
         // The first that has not come from another rank, if that is what is missing.
         const std::uint32_t absent = __ballot_sync(~0u, finished != nullptr && !done());
         const std::int32_t of = __shfl_sync(~0u, id, absent == 0 ? 0 : __ffs(absent) - 1);
         const int peer = absent == 0 ? layer.heaps.rank : layer.heaps.layout.experts().owner(of);
         return protocol::Missing{protocol::Phase::kCombine, peer, token, pass.flag(), 0};
       });
-  demand_next();
-  began();
-  for (std::uint32_t column = (warp & (warps_per_token - 1)) * kCombinedColumns;
-       column < static_cast<std::uint32_t>(layer.hidden);
-       column += warps_per_token * kCombinedColumns) {
-    combine_columns(layer, pass.call, token, column + 8 * lane, weight, present,
-                    pass.state().log2_splits);
+      demand_next();
+      began();
+    }
+    for (std::uint32_t column = (warp & (warps_per_token - 1)) * kCombinedColumns;
+         column < static_cast<std::uint32_t>(layer.hidden);
+         column += warps_per_token * kCombinedColumns) {
+      combine_columns(layer, pass.call, token, column + 8 * lane, weight, rehearsal ? 0 : present,
+                      pass.state().log2_splits, rehearsal);
+      if (rehearsal) break;
+    }
+    if (!rehearsal) return;
   }
 }
 

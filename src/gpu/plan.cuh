@@ -24,20 +24,23 @@ struct GateOutcome {
 // Lane k's slot of the token, from the gate.
 template <int kPerLane>
 __device__ __forceinline__ GateOutcome gate_token(const LayerParams& layer, std::uint32_t slices,
-                                                  const CallParams& call, std::uint32_t token) {
+                                                  const CallParams& call, std::uint32_t token,
+                                                  std::uint32_t parts) {
   const std::uint32_t lane = threadIdx.x % 32;
   const auto num_experts = static_cast<std::uint32_t>(layer.num_experts);
   float logits[kPerLane];
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) logits[j] = 0;
-  sum_slices(layer, slices, call.tokens, token, lane, num_experts, logits);
+  if ((parts & routing::kScorePart) != 0) {
+    sum_slices(layer, slices, call.tokens, token, lane, num_experts, logits);
 #pragma unroll
-  for (int j = 0; j < kPerLane; ++j) {
-    const std::uint32_t e = lane + 32 * j;
-    if (e >= num_experts) {
-      logits[j] = __int_as_float(0x7fffffff);  // NaN: never chosen
-    } else if (layer.router_bias != nullptr) {
-      logits[j] += layer.router_bias[e];
+    for (int j = 0; j < kPerLane; ++j) {
+      const std::uint32_t e = lane + 32 * j;
+      if (e >= num_experts) {
+        logits[j] = __int_as_float(0x7fffffff);  // NaN: never chosen
+      } else if (layer.router_bias != nullptr) {
+        logits[j] += layer.router_bias[e];
+      }
     }
   }
   GateOutcome outcome;
@@ -47,9 +50,9 @@ __device__ __forceinline__ GateOutcome gate_token(const LayerParams& layer, std:
     outcome.bad_id = row < 0 || row >= layer.hash_rows;
     if (!outcome.bad_id) hashed += static_cast<std::size_t>(row) * layer.top_k;
   }
-  routing::Choice mine;
+  routing::Choice mine{};
   const routing::RouteStatus status =
-      routing::route_warp(layer.routing, logits, layer.correction_bias, hashed, mine);
+      routing::route_warp(layer.routing, logits, layer.correction_bias, hashed, mine, parts);
   outcome.num_nan = static_cast<std::uint32_t>(status.num_nan);
   if (!outcome.bad_id) {
     outcome.id = mine.id;
@@ -73,19 +76,20 @@ __device__ __forceinline__ GateOutcome given_token(const LayerParams& layer, con
   return outcome;
 }
 
-// Routes tokens [begin, end), one per warp at a time. Their slots per expert are counted in
-// block.expert_rows, and each slot's place among them goes to layer.positions, unless every block
-// routes for itself. A rehearsal leaves nothing but garbage in block.own.
+// Routes tokens [begin, end), one per warp at a time: this one begins with `begin`. Their slots per
+// expert are counted in block.expert_rows, and each slot's place among them goes to
+// layer.positions, unless every block routes for itself. With some of the parts only it is a
+// rehearsal, which leaves nothing but garbage in block.own.
 template <typename P>
 __device__ __forceinline__ void route_tokens(const Pass<P>& pass, std::uint32_t begin,
-                                             std::uint32_t end, bool rehearsal) {
+                                             std::uint32_t end, std::uint32_t parts) {
   const LayerParams& layer = pass.layer;
   const CallParams& call = pass.call;
+  const bool rehearsal = parts != routing::kAllRouteParts;
   const RoutingTables tables = rehearsal ? tables_of(layer, pass.block, true) : pass.state().tables;
   const bool counts = !tables.alone;
   const bool report = !rehearsal && (counts || blockIdx.x == 0);
   const std::uint32_t slices = pass.state().gate_slices, lane = threadIdx.x % 32;
-  begin += threadIdx.x / 32;
 #pragma unroll 1
   for (std::uint32_t token = __shfl_sync(~0u, begin, 0); token < end; token += kWarps) {
     GateOutcome mine;
@@ -94,10 +98,10 @@ __device__ __forceinline__ void route_tokens(const Pass<P>& pass, std::uint32_t 
     } else {
       // The variants for up to kMaxDeviceExperts, and no more of the kernel's code than that.
       const int per_lane = protocol::ceil_div(layer.num_experts, 32);
-      mine = per_lane <= 2   ? gate_token<2>(layer, slices, call, token)
-             : per_lane <= 4 ? gate_token<4>(layer, slices, call, token)
-             : per_lane <= 8 ? gate_token<8>(layer, slices, call, token)
-                             : gate_token<16>(layer, slices, call, token);
+      mine = per_lane <= 2   ? gate_token<2>(layer, slices, call, token, parts)
+             : per_lane <= 4 ? gate_token<4>(layer, slices, call, token, parts)
+             : per_lane <= 8 ? gate_token<8>(layer, slices, call, token, parts)
+                             : gate_token<16>(layer, slices, call, token, parts);
     }
     const bool bad = __any_sync(~0u, mine.bad_id);
     if (report && lane == 0) {
@@ -198,7 +202,7 @@ __device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStora
     block.pass.shared_tiles = shared_tiles;
     block.pass.max_height = height;
     block.pass.tile_offset = tiles_before - shared_tiles.count;
-    block.pass.band = most > 1 ? layer.band : 1;
+    block.pass.log2_band = most > 1 ? layer.log2_band : 0;
   }
 }
 

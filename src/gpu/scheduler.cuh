@@ -63,12 +63,36 @@ class TaskReader {
 
 // --- Scheduler: one warp. Takes tickets from the counter all blocks share and hands out tasks.
 
-// The task of a pair, or of a block by itself, as this block has to do it.
+// Everything this rank has to do.
 template <typename P>
-__device__ __forceinline__ TaskDescriptor describe(const Pass<P>& pass, const protocol::Task& task,
-                                                   std::uint32_t share) {
+__device__ __forceinline__ protocol::Workload workload_of(const Pass<P>& pass) {
+  const LayerParams& layer = pass.layer;
+  const PassState<P>& state = pass.state();
+  protocol::Workload work;
+  work.num_shared_tiles = state.shared_tiles.count;
+  work.num_routed_tiles = pass.num_tiles() - state.shared_tiles.count;
+  work.shared_gemm1_blocks = pass.tasks(layer.shared.gemm1_rows);
+  work.shared_gemm2_blocks = pass.tasks(layer.shared.gemm2_rows) << state.log2_splits;
+  work.routed_gemm1_blocks = pass.tasks(layer.routed.gemm1_rows);
+  work.routed_gemm2_blocks = pass.tasks(layer.routed.gemm2_rows) << state.log2_splits;
+  const std::uint32_t log2_chunk = state.log2_combine_chunk + pass.call.paired;
+  work.num_combine_chunks = (pass.call.tokens + (1u << log2_chunk) - 1) >> log2_chunk;
+  work.log2_band = state.log2_band;
+  work.lag = work.log2_band == 0 ? layer.lag : layer.banded_lag;
+  return work;
+}
+
+// The task of a pair, or of a block by itself, as this block has to do it: the first block of a
+// pair has share 0, the other 1. kStop past the last.
+template <typename P>
+__device__ __forceinline__ TaskDescriptor describe(const Pass<P>& pass,
+                                                   const protocol::Workload& work,
+                                                   std::uint32_t ticket, std::uint32_t share) {
   const LayerParams& layer = pass.layer;
   TaskDescriptor d{};
+  d.work = Work::kStop;
+  if (ticket >= work.num_gemm_tasks() + work.num_combine_chunks) return d;
+  const protocol::Task task = protocol::tile_task_at(work, ticket);
   d.tile = task.index;
   d.block = (task.block << pass.call.paired) + share;
   if (task.kind == protocol::TaskKind::kCombine) {
@@ -87,7 +111,7 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass<P>& pass, const pr
     tile_of_expert -= tile_begin[d.expert];
   }
   if constexpr (P::kHalves == 2) {
-    const std::uint32_t band = pass.state().band;  // a power of two
+    const std::uint32_t band = 1u << pass.state().log2_band;
     const std::uint32_t of_kind =
         task.index - (d.shared != 0 ? 0 : pass.state().shared_tiles.count);
     const protocol::TilePair pair(tiles, tile_of_expert, of_kind & (band - 1), band,
@@ -141,25 +165,21 @@ __device__ __forceinline__ std::uint32_t load_ticket(const BlockStorage<P>& bloc
   return *static_cast<const volatile std::uint32_t*>(&block.ticket);
 }
 
+// The first task of this block, into its slot. By the scheduler's warp, when tiles are placed: the
+// pass knows it earlier, and in code that it has rehearsed.
+template <typename P>
+__device__ __forceinline__ void describe_first(const Pass<P>& pass) {
+  const std::uint32_t paired = pass.call.paired;
+  const TaskDescriptor task =
+      describe(pass, workload_of(pass), blockIdx.x >> paired, paired == 0 ? 0 : rank_in_pair());
+  if (threadIdx.x % 32 == 0) pass.block.tasks[0] = task;
+}
+
 template <typename P>
 __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
-  const LayerParams& layer = pass.layer;
   // The two blocks of a pair do each task together, the first taking the tickets; in small passes
   // every block is for itself.
   const std::uint32_t paired = pass.call.paired, share = paired == 0 ? 0 : rank_in_pair();
-  const std::uint32_t log2_splits = pass.state().log2_splits;
-  protocol::Workload work;
-  work.num_shared_tiles = pass.state().shared_tiles.count;
-  work.num_routed_tiles = pass.num_tiles() - pass.state().shared_tiles.count;
-  work.shared_gemm1_blocks = pass.tasks(layer.shared.gemm1_rows);
-  work.shared_gemm2_blocks = pass.tasks(layer.shared.gemm2_rows) << log2_splits;
-  work.routed_gemm1_blocks = pass.tasks(layer.routed.gemm1_rows);
-  work.routed_gemm2_blocks = pass.tasks(layer.routed.gemm2_rows) << log2_splits;
-  const std::uint32_t log2_chunk = pass.state().log2_combine_chunk + paired;
-  work.num_combine_chunks = (pass.call.tokens + (1u << log2_chunk) - 1) >> log2_chunk;
-  work.band = pass.state().band;
-  work.lag = work.band == 1 ? layer.lag : layer.banded_lag;
-  const std::uint32_t num_tasks = work.num_gemm_tasks() + work.num_combine_chunks;
   const bool speaks = threadIdx.x % 32 == 0;
   std::uint32_t heard = 0;  // parity of demands, or of tickets from the first block
   RingPlace place;
@@ -169,43 +189,53 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
   };
   stamp(&TraceRecord::ready);
   stamp(&TraceRecord::begin);
-  const auto slot_empty = [&] { return shared_address(&pass.block.task_empty[place.stage]); };
-  for (std::uint32_t ticket = blockIdx.x >> paired;;) {
-    const bool last = ticket >= num_tasks;
-    TaskDescriptor task{};
-    task.work = Work::kStop;
-    if (!last) task = describe(pass, protocol::tile_task_at(work, ticket), share);
-    if (!wait_ring(pass.waiter(), slot_empty(), place.parity ^ 1)) return;
+  // The task that is in the slot.
+  const auto hand_out = [&] {
+    const TaskDescriptor& task = pass.block.tasks[place.stage];
     if (speaks) {
-      pass.block.tasks[place.stage] = task;
       arrive(shared_address(&pass.block.task_full[place.stage]));
-    }
-    if (speaks && !last) {
-      trace_task(pass, TraceRole::kScheduler, index, task);
+      if (task.work != Work::kStop) trace_task(pass, TraceRole::kScheduler, index, task);
     }
     stamp(&TraceRecord::end);
     place.advance(kTaskSlots);
-    if (last) return;
     ++index;
     stamp(&TraceRecord::ready);
-    if (share == 0) {
-      // No sooner than need be: a ticket taken is a task that no other block can do.
-      if (!wait_ring(pass.waiter(), shared_address(&pass.block.demand), heard)) return;
-      if (speaks) {
-        ticket = (gridDim.x >> paired) + atomicAdd(pass.state().words.next_task(), 1u);
-        if (paired != 0) send_ticket(pass.block, ticket);
+    return task.work != Work::kStop;
+  };
+  if (!hand_out()) return;
+  const protocol::Workload work = workload_of(pass);
+  std::uint32_t ticket = blockIdx.x >> paired;
+  // The first time around is a rehearsal, as in plan_pass(), while nobody asks for a task. (Were it
+  // told so, the compiler would make two copies of the loop.)
+  std::uint32_t rehearsal;
+  asm volatile("mov.u32 %0, 1;" : "=r"(rehearsal));
+  for (;; rehearsal = 0) {
+    if (rehearsal == 0) {
+      if (share == 0) {
+        // No sooner than need be: a ticket taken is a task that no other block can do.
+        if (!wait_ring(pass.waiter(), shared_address(&pass.block.demand), heard)) return;
+        if (speaks) {
+          ticket = (gridDim.x >> paired) + atomicAdd(pass.state().words.next_task(), 1u);
+          if (paired != 0) send_ticket(pass.block, ticket);
+        }
+        ticket = __shfl_sync(~0u, ticket, 0);
+      } else {
+        if (!wait_ring(pass.waiter(), shared_address(&pass.block.ticket_full), heard)) return;
+        ticket = load_ticket(pass.block);
       }
-      ticket = __shfl_sync(~0u, ticket, 0);
-    } else {
-      if (!wait_ring(pass.waiter(), shared_address(&pass.block.ticket_full), heard)) return;
-      ticket = load_ticket(pass.block);
+      heard ^= 1;
+      stamp(&TraceRecord::begin);
     }
-    heard ^= 1;
-    stamp(&TraceRecord::begin);
+    const TaskDescriptor task = describe(pass, work, ticket, share);
+    const std::uint32_t slot_empty = shared_address(&pass.block.task_empty[place.stage]);
+    if (!wait_ring(pass.waiter(), slot_empty, place.parity ^ 1)) return;
+    if (speaks) pass.block.tasks[place.stage] = task;
+    __syncwarp();
+    if (rehearsal == 0 && !hand_out()) return;
   }
 }
 
-// A warp, or a math thread, could do with another task soon.
+// One of the kDemandArrivals after which the block, or the pair, gets another task. By one thread.
 template <typename P>
 __device__ __forceinline__ void demand(const Pass<P>& pass) {
   const std::uint32_t barrier = shared_address(&pass.block.demand);

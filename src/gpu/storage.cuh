@@ -60,9 +60,9 @@ inline constexpr int kStagingBytes = 2 * kStagedTokens * kSwizzleRowBytes;
 inline constexpr int kFullArrivals = 1 + 1;                    // weights and tokens, with bytes
 inline constexpr int kFullArrivalsAlone = 1 + kGatherThreads;  // weights with bytes; each thread
 inline constexpr int kEmptyArrivals = kMathWarps;  // of each block that loads into the stage
-inline constexpr int kDemandArrivals = 1;          // weights or math, of each block of a pair
-inline constexpr int kTicketArrivals = 1;          // the scheduler of the other block
-inline constexpr int kTaskFullArrivals = 1;        // the scheduler
+inline constexpr int kDemandArrivals = 2;    // weights and tokens, or math; of each block of a pair
+inline constexpr int kTicketArrivals = 1;    // the scheduler of the other block
+inline constexpr int kTaskFullArrivals = 1;  // the scheduler
 inline constexpr int kTaskEmptyArrivals = 1 + 1 + kMathWarps;  // weights, tokens, math: by warp
 inline constexpr int kTaskEmptyArrivalsAlone = 1 + kGatherWarps + kMathWarps;
 
@@ -203,7 +203,7 @@ struct PassState {
   std::uint32_t log2_rows;           // of the weight rows of a task, of a pair's if there are pairs
   std::uint32_t gate_slices;         // that logits are sums of
   std::uint32_t max_height;          // of all tiles
-  std::uint32_t band;                // tiles taken up together
+  std::uint32_t log2_band;           // of tiles taken up together
   std::uint32_t log2_splits;         // of the parts of GEMM2's K, with cells of their own
   std::uint32_t log2_combine_chunk;  // of the tokens of a combine task
   std::uint32_t num_rows;            // of this rank's tiles

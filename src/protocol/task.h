@@ -28,9 +28,10 @@ struct Workload {
   std::uint32_t shared_gemm1_blocks = 0, shared_gemm2_blocks = 0;  // per tile
   std::uint32_t routed_gemm1_blocks = 0, routed_gemm2_blocks = 0;
   std::uint32_t num_combine_chunks = 0;
-  // Tiles are taken up in bands of so many. Within a band all tiles' tasks for one block of weight
-  // rows stand together: an expert's weights, which no cache holds, are read once for its tiles.
-  std::uint32_t band = 1;
+  // Tiles are taken up in bands of 1 << log2_band. Within a band all tiles' tasks for one block of
+  // weight rows stand together: an expert's weights, which no cache holds, are read once for its
+  // tiles.
+  std::uint32_t log2_band = 0;
   // GEMM2 of a band follows GEMM1 of the band `lag` places later, so that the first finds its input
   // complete while the weights of the second are on their way.
   std::uint32_t lag = 1;
@@ -54,12 +55,13 @@ struct Workload {
 
   // No band has both kinds of tiles.
   SWITCHYARD_HOST_DEVICE std::uint32_t num_bands() const {
-    return ceil_div(num_shared_tiles, band) + ceil_div(num_routed_tiles, band);
+    return bands_of(num_shared_tiles) + bands_of(num_routed_tiles);
   }
   SWITCHYARD_HOST_DEVICE std::uint32_t first_tile(std::uint32_t of_band) const {
-    const std::uint32_t shared = ceil_div(num_shared_tiles, band);
-    const std::uint32_t tile = of_band <= shared ? least(of_band * band, num_shared_tiles)
-                                                 : num_shared_tiles + (of_band - shared) * band;
+    const std::uint32_t shared = bands_of(num_shared_tiles);
+    const std::uint32_t tile = of_band <= shared
+                                   ? least(of_band << log2_band, num_shared_tiles)
+                                   : num_shared_tiles + ((of_band - shared) << log2_band);
     return least(tile, num_tiles());
   }
   // The order is one of stages: in stage s GEMM1 of band s, then GEMM2 of band s - lag.
@@ -86,6 +88,9 @@ struct Workload {
   }
 
  private:
+  SWITCHYARD_HOST_DEVICE std::uint32_t bands_of(std::uint32_t tiles) const {
+    return (tiles + (1u << log2_band) - 1) >> log2_band;
+  }
   // (std::min is not for device code.)
   SWITCHYARD_HOST_DEVICE static std::uint32_t least(std::uint32_t a, std::uint32_t b) {
     return a < b ? a : b;

@@ -8,6 +8,8 @@
 //   look-up    all slots at once: which expert had that key
 //   weights    lane k computes slot k's; sums over slots or experts are all-to-all shuffles
 //
+// Warps that only want the instructions in the cache share these out among them: see RoutePart.
+//
 // Ids equal route_token()'s for equal logits, because keys are equal to the bit (see score.h) and
 // ties go the same way. Sums are taken in route_token()'s order, so weights agree to the bit too.
 //
@@ -71,6 +73,14 @@ SWITCHYARD_HOST_DEVICE auto with_per_lane(int num_experts, Function&& f) {
 struct Choice {
   std::int32_t id;
   float weight;
+};
+
+// What route_warp() does; without one of these its outcome means nothing.
+enum RoutePart : std::uint32_t {
+  kScorePart = 1,
+  kChoicePart = 2,  // with groups and look-up
+  kWeightPart = 4,
+  kAllRouteParts = kScorePart | kChoicePart | kWeightPart
 };
 
 // The same in all lanes.
@@ -552,31 +562,37 @@ __device__ __forceinline__ void load_logits(const float* row, int num_experts,
 //   correction_bias  [E], global memory; read only if the spec has one
 //   hashed_ids       [K]; read only with RoutingMethod::kHash
 //   mine             out: slot `lane`
+//   parts            kAllRouteParts, or some when all that is wanted is their code in the cache
 template <int kPerLane>
 __device__ __forceinline__ RouteStatus route_warp(const DeviceRouting& routing,
                                                   float (&logits)[kPerLane],
                                                   const float* correction_bias,
-                                                  const std::int32_t* hashed_ids, Choice& mine) {
+                                                  const std::int32_t* hashed_ids, Choice& mine,
+                                                  std::uint32_t parts = kAllRouteParts) {
   using namespace warp;
   const int lane = lane_idx();
   const RoutingSpec& spec = routing.spec;
 
-  RouteStatus status{};
-#pragma unroll
-  for (int j = 0; j < kPerLane; ++j) status.num_nan += is_nan(logits[j]) ? 1 : 0;
-  status.num_nan = __reduce_add_sync(kAllLanes, status.num_nan);
-  status.num_nan -= kPerLane * kLanes - routing.num_experts;
-
   const bool top_k_method = spec.method == RoutingMethod::kTopK;
   const bool by_score = top_k_method && routing.chooses_by_score;
+  RouteStatus status{};
   Softmax softmax{};
-  if (spec.score == ScoreFunction::kSoftmax && spec.method != RoutingMethod::kSparseMixer &&
-      (by_score || !softmax_is_over_chosen(spec))) {
-    softmax = softmax_over_experts(lane, logits);
+  if ((parts & kScorePart) != 0) {
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) status.num_nan += is_nan(logits[j]) ? 1 : 0;
+    status.num_nan = __reduce_add_sync(kAllLanes, status.num_nan);
+    status.num_nan -= kPerLane * kLanes - routing.num_experts;
+    if (spec.score == ScoreFunction::kSoftmax && spec.method != RoutingMethod::kSparseMixer &&
+        (by_score || !softmax_is_over_chosen(spec))) {
+      softmax = softmax_over_experts(lane, logits);
+    }
+    if (by_score) score_all(spec.score, softmax, logits);
   }
 
-  Chosen chosen;
-  if (spec.method == RoutingMethod::kHash) {
+  Chosen chosen{};
+  if ((parts & kChoicePart) == 0) {
+    // Slot `lane`'s expert is 0.
+  } else if (spec.method == RoutingMethod::kHash) {
     chosen.id = lane < routing.top_k ? hashed_ids[lane] : kNoExpert;
     const bool exists = 0 <= chosen.id && chosen.id < routing.num_experts;
     status.bad_hashed_id_mask = __ballot_sync(kAllLanes, lane < routing.top_k && !exists);
@@ -584,7 +600,6 @@ __device__ __forceinline__ RouteStatus route_warp(const DeviceRouting& routing,
     chosen.value = value_of_expert(logits, chosen.id);
     if (is_nan(chosen.value)) chosen.id = kNoExpert;
   } else {
-    if (by_score) score_all(spec.score, softmax, logits);
     // The bias is read again where it is needed again, which costs fewer registers than keeping it.
     const int num_biased = top_k_method && spec.has_correction_bias ? routing.num_experts : 0;
     std::uint32_t allowed = kAllLanes;
@@ -599,6 +614,7 @@ __device__ __forceinline__ RouteStatus route_warp(const DeviceRouting& routing,
     chosen = take_best(lane, logits, routing.top_k, candidate);
   }
 
+  if ((parts & kWeightPart) == 0) return status;
   float weight;
   if (spec.method == RoutingMethod::kSparseMixer) {
     weight = weigh_by_sparse_mixer(routing, lane, logits, chosen);

@@ -14,15 +14,15 @@ namespace {
 TEST(TaskOrder, EveryTaskOnceAndNoneBeforeWhatItWaitsFor) {
   for (std::uint32_t shared = 0; shared < 3; ++shared) {
     for (std::uint32_t routed = 0; routed < 6; ++routed) {
-      for (const auto& [lag, band] : {std::pair(0u, 1u),
-                                      {1u, 1u},
-                                      {2u, 1u},
-                                      {50u, 1u},
-                                      {0u, 2u},
-                                      {1u, 2u},
-                                      {2u, 2u},
-                                      {1u, 4u},
-                                      {3u, 8u}}) {
+      for (const auto& [lag, log2_band] : {std::pair(0u, 0u),
+                                           {1u, 0u},
+                                           {2u, 0u},
+                                           {50u, 0u},
+                                           {0u, 1u},
+                                           {1u, 1u},
+                                           {2u, 1u},
+                                           {1u, 2u},
+                                           {3u, 3u}}) {
         const std::vector<std::uint32_t> chunks = {2, 0, 3};
         Workload work;
         work.rank = 1;
@@ -36,7 +36,7 @@ TEST(TaskOrder, EveryTaskOnceAndNoneBeforeWhatItWaitsFor) {
         work.routed_gemm2_blocks = 5;
         work.num_combine_chunks = 4;
         work.lag = lag;
-        work.band = band;
+        work.log2_band = log2_band;
         std::map<std::tuple<TaskKind, int, std::uint32_t, std::uint32_t>, int> position;
         int count = 0;
         for_each_task(work, [&](const Task& task) {
@@ -83,7 +83,7 @@ TEST(TaskOrder, TilesOfABandShareWeightRows) {
   work.num_routed_tiles = 5;
   work.shared_gemm1_blocks = work.routed_gemm1_blocks = 2;
   work.shared_gemm2_blocks = work.routed_gemm2_blocks = 1;
-  work.band = 2;
+  work.log2_band = 1;
   const std::vector<std::pair<std::uint32_t, std::uint32_t>> tiles_and_blocks = {
       {0, 0}, {1, 0}, {0, 1}, {1, 1}, {2, 0}, {2, 1}, {3, 0}, {4, 0},
       {3, 1}, {4, 1}, {5, 0}, {6, 0}, {5, 1}, {6, 1}, {7, 0}, {7, 1}};
