@@ -288,34 +288,34 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
           state.stage_shape = {num_stages<P>(state.max_height), stage_bytes<P>(state.max_height)};
         }
       }
+    }
+    if constexpr (!alone) {
+      if (warp == kPackWarp && !rehearsal && pass.distributed()) place_sends(pass);
+    }
+    if (!rehearsal) {
+      __syncthreads();
+      if (alone) fill_own_lists(layer, block, end * layer.top_k);
+    }
+    if (warp == kSchedulerWarp) {
       __syncwarp();
       describe_first(pass);
       if (rehearsal) fill_together(block.expert_rows, layer.num_experts, 0);
     }
     if constexpr (!alone) {
-      if (warp == kPackWarp && !rehearsal && pass.distributed()) place_sends(pass);
-    }
-    if (alone && !rehearsal) {
-      __syncthreads();
-      fill_own_lists(layer, block, end * layer.top_k);
+      auto& state = block.pass;
+      if (threadIdx.x == 32 * kPackWarp) state.first_rows = first_rows(pass);
+      if (threadIdx.x == 32 * kTokensWarp && pass.distributed()) {
+        state.first_sends = first_sends(pass);
+        state.send_lead = send_lead(pass);
+        if (blockIdx.x == 0 && !rehearsal) {
+          state.words.counters()[kSentRows] = pass.num_sends();
+        }
+      }
     }
   }
-  __syncthreads();
   if (blockIdx.x == 0) {
     for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) {
       layer.stats[e] = block.expert_rows[e];
-    }
-  }
-  if constexpr (!alone) {
-    auto& state = block.pass;
-    // Each by another warp: it is code that runs once, and has to be fetched.
-    if (threadIdx.x == 32 * kPackWarp) state.first_rows = first_rows(pass);
-    if (threadIdx.x == 32 * kTokensWarp) {
-      state.first_sends = pass.distributed() ? first_sends(pass) : 0;
-      state.send_lead = pass.distributed() ? send_lead(pass) : 0;
-      if (pass.distributed() && blockIdx.x == 0) {
-        state.words.counters()[kSentRows] = pass.num_sends();
-      }
     }
   }
   trace_turn(pass, alone ? kRouteRecord : kPlanRecord, alone ? TraceKind::kRoute : TraceKind::kPlan,
@@ -352,6 +352,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     init_barrier(shared_address(&block.demand), kDemandArrivals << call.paired);
     init_barrier(shared_address(&block.ticket_full), kTicketArrivals);
     auto& state = block.pass;
+    state.first_sends = state.send_lead = 0;
     state.going = Going::kOn;
     state.epoch = *layer.epoch;
     state.words = layer.pass_words[state.epoch & 1];
