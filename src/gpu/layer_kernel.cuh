@@ -157,6 +157,25 @@ __device__ __forceinline__ void list_shared_slots(const LayerParams& layer, Bloc
   }
 }
 
+// Rows per expert of all blocks', and all ranks', slots. False if the pass was given up.
+template <typename P>
+__device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
+  if (pass.distributed()) {
+    if (grid_arrive_last(pass.barrier(kListsReady))) publish_counts(pass);
+    if (!await_counts(pass)) return false;
+    trace_pass(pass, kCountsRecord, &TraceRecord::begin);
+    read_counts(pass);
+    return true;
+  }
+  grid_arrive(pass.barrier(kListsReady));
+  if (!grid_await(pass.waiter(), pass.barrier(kListsReady))) return false;
+  trace_pass(pass, kCountsRecord, &TraceRecord::begin);
+  for (int e = threadIdx.x; e < pass.layer.num_experts; e += kThreads) {
+    pass.block.expert_rows[e] = __ldcg(pass.state().words.expert_rows() + e);
+  }
+  return true;
+}
+
 template <bool kGated, typename P>
 __device__ __forceinline__ void loading_group(const Pass<P>& pass) {
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -250,30 +269,18 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
                                         : share(blockIdx.x + 1);
     const std::uint32_t parts = rehearsal ? rehearsed_parts(warp) : routing::kAllRouteParts;
     if (parts != 0) route_tokens(pass, rehearsal ? 0 : begin + warp, end, parts);
-    if (!rehearsal) __syncthreads();
-    if (rehearsal) {
-      // Lists are short, and need all threads.
-    } else if (alone) {
-      list_own_slots(layer, block, end * layer.top_k, reinterpret_cast<std::uint8_t*>(block.ring));
+    if (!rehearsal) {
       __syncthreads();
-    } else {
-      list_shared_slots(layer, block, pass.state().words, begin, end);
-      trace_turn(pass, kRouteRecord, TraceKind::kRoute, kCountsRecord);
-      if (!pass.distributed()) {
-        grid_arrive(pass.barrier(kListsReady));
-        if (!grid_await(pass.waiter(), pass.barrier(kListsReady))) return false;
-        trace_pass(pass, kCountsRecord, &TraceRecord::begin);
-        for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) {
-          block.expert_rows[e] = __ldcg(pass.state().words.expert_rows() + e);
-        }
-      } else if constexpr (!alone) {
-        if (grid_arrive_last(pass.barrier(kListsReady))) publish_counts(pass);
-        if (!await_counts(pass)) return false;
-        trace_pass(pass, kCountsRecord, &TraceRecord::begin);
-        read_counts(pass);
+      if constexpr (alone) {
+        auto* const scratch = reinterpret_cast<std::uint8_t*>(block.ring);
+        list_own_slots(layer, block, end * layer.top_k, scratch);
+      } else {
+        list_shared_slots(layer, block, pass.state().words, begin, end);
+        trace_turn(pass, kRouteRecord, TraceKind::kRoute, kCountsRecord);
+        if (!count_all_rows(pass)) return false;
       }
       __syncthreads();
-      trace_turn(pass, kCountsRecord, TraceKind::kCounts, kPlanRecord);
+      if (!alone) trace_turn(pass, kCountsRecord, TraceKind::kCounts, kPlanRecord);
     }
     if (warp == kSchedulerWarp) {
       const bool has_shared = layer.cells_per_token > layer.top_k;

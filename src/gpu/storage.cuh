@@ -160,14 +160,14 @@ struct RoutingTables {
   bool alone;  // in shared memory
 };
 
-// What a policy with scales needs beside: the ring's, and the largest magnitude that each math
-// warpgroup found in its columns of h of every token.
+// What a policy with scales needs beside: the ring's, and, of low tiles, the largest magnitude that
+// each math warpgroup found in its columns of h of every token.
 template <typename P, bool kScaled = P::kScaled>
 struct QuantizedTile {};
 template <typename P>
 struct QuantizedTile<P, true> {
   alignas(16) std::byte scales[num_stages<P>(P::kTileShape.least) * kScaleBytes<P>];
-  float most[kMathGroups][kMaxHeight<P>];
+  float most[kMathGroups][kInstructionRows];
 };
 
 // Where rows come from and go to, where there are several ranks. Sources are told by their distance
