@@ -61,6 +61,7 @@ __device__ __forceinline__ void combine_columns(const LayerParams& layer, const 
                                                 std::uint32_t log2_splits, bool rehearsal) {
   constexpr std::uint32_t kAtOnce = 8;  // cells whose loads are in flight together
   constexpr std::uint32_t kGroups = 2, kGroup = kCombinedColumns / kGroups;
+  if (rehearsal) present = 0;
   const std::uint32_t cells = static_cast<std::uint32_t>(layer.cells_per_token) << log2_splits;
   const auto hidden = static_cast<std::uint32_t>(layer.hidden);
   const std::uint16_t* from =

@@ -167,7 +167,7 @@ __device__ __forceinline__ void combine_task(const Pass<P>& pass, std::uint32_t 
     for (std::uint32_t column = (warp & (warps_per_token - 1)) * kCombinedColumns;
          column < static_cast<std::uint32_t>(layer.hidden);
          column += warps_per_token * kCombinedColumns) {
-      combine_columns(layer, pass.call, token, column + 8 * lane, weight, rehearsal ? 0 : present,
+      combine_columns(layer, pass.call, token, column + 8 * lane, weight, present,
                       pass.state().log2_splits, rehearsal);
       if (rehearsal) break;
     }

@@ -116,9 +116,7 @@ class Multiplier {
   template <typename Body, typename Started>
   __device__ __forceinline__ void repeat(std::uint32_t stages, Body&& body,
                                          Started&& started) const {
-    // (Knowing the number, the compiler would make copies of the body.)
-    std::uint32_t before_signals;
-    asm volatile("mov.u32 %0, 2;" : "=r"(before_signals));
+    const std::uint32_t before_signals = untold<2>();
     std::uint32_t pause = stages > before_signals ? stages - before_signals : 0;
     bool fresh = true;
     for (;;) {

@@ -205,11 +205,8 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
   if (!hand_out()) return;
   const protocol::Workload work = workload_of(pass);
   std::uint32_t ticket = blockIdx.x >> paired;
-  // The first time around is a rehearsal, as in plan_pass(), while nobody asks for a task. (Were it
-  // told so, the compiler would make two copies of the loop.)
-  std::uint32_t rehearsal;
-  asm volatile("mov.u32 %0, 1;" : "=r"(rehearsal));
-  for (;; rehearsal = 0) {
+  // The first time around is a rehearsal, as in plan_pass(), while nobody asks for a task.
+  for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
     if (rehearsal == 0) {
       if (share == 0) {
         // No sooner than need be: a ticket taken is a task that no other block can do.

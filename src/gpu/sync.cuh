@@ -240,6 +240,15 @@ __device__ __forceinline__ std::uint32_t fresh_block_index() {
   return index;
 }
 
+// The value, which the compiler does not learn. Of a loop that it knows to turn out differently the
+// first time it would make two copies, and both would have to be fetched.
+template <std::uint32_t kValue>
+__device__ __forceinline__ std::uint32_t untold() {
+  std::uint32_t value;
+  asm volatile("mov.u32 %0, %1;" : "=r"(value) : "n"(kValue));
+  return value;
+}
+
 // True in one thread of a warp that is together, and the compiler knows that it is one: what it
 // computes stays in uniform registers, where the copy engine's instructions want it. Of a thread
 // chosen by its number the compiler makes every such instruction a loop over the lanes that there
