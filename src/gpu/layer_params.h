@@ -24,15 +24,22 @@ struct TokenMaps {
   CUtensorMap many, few;
 };
 
+// Maps over the same weights: for those that one task reads, 128 bytes of a row at a time, and for
+// those that several tiles' tasks read, with the next 128 brought into the L2 cache, too. Read
+// once, these are often gone before they are wanted: a third more comes from memory and from the
+// other half of the cache.
+struct WeightMaps {
+  CUtensorMap once, again;
+};
+
 // One kind of expert, routed or shared: E networks of the same shape behind a few maps.
 struct FfnParams {
   // Over [E, gate/up, I/8, 8, H] and [E, 1, H/8, 8, I]: a box is 128 rows, for a gated first GEMM 8
-  // of gate, 8 of up, and so on, so that both meet in one thread's registers.
-  CUtensorMap gemm1_map, gemm2_map;
-  // Over [E, gate/up, I/8, 8, H]: a box is 64 rows of gate and the same 64 of up, where one
-  // instruction takes all of the first and the next all of the second.
-  CUtensorMap gemm1_halves_map;
-  TokenMaps h_maps;  // over h, as wide as I
+  // of gate, 8 of up, and so on, so that both meet in one thread's registers. In FP8's large passes
+  // it is 64 rows of gate and the same 64 of up: one instruction takes all of them.
+  WeightMaps gemm1_maps, gemm2_maps;
+  CUtensorMap small_gemm1_map;  // of small passes
+  TokenMaps h_maps;             // over h, as wide as I
   // [E, pairs of boxes, K/128, 2, 2]: the scales of a box's first and second rows, which is gate's
   // and up's for a gated first GEMM; for 128 columns.
   const float* gemm1_scales = nullptr;

@@ -84,7 +84,10 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
     const bool first = task.work == Work::kGemm1;
     const FfnParams& ffn = pass.ffn(task.shared != 0);
     const bool halves = first && kGated && boxes != 1;
-    const CUtensorMap& map = !first ? ffn.gemm2_map : halves ? ffn.gemm1_halves_map : ffn.gemm1_map;
+    const WeightMaps& maps = first ? ffn.gemm1_maps : ffn.gemm2_maps;
+    const CUtensorMap& map = P::kAlone && first                ? ffn.small_gemm1_map
+                             : P::kAlone || task.one_tile != 0 ? maps.once
+                                                               : maps.again;
     // Of a gated first GEMM, half of a box's rows are gate's and half up's.
     const int groups = kTileRows / kRowGroup / (first && kGated ? 2 : 1);
     const std::uint64_t policy = task.one_tile != 0 ? kEvictFirst : kEvictLast;

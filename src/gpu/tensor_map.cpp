@@ -37,7 +37,8 @@ PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
 
 // sizes and box: innermost first; strides in bytes, from the second dimension on.
 CUtensorMap encode(const void* data, int element_bytes, std::span<const cuuint64_t> sizes,
-                   std::span<const cuuint64_t> strides, std::span<const cuuint32_t> box) {
+                   std::span<const cuuint64_t> strides, std::span<const cuuint32_t> box,
+                   CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
   constexpr cuuint32_t kSteps[] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   const CUtensorMapDataType type =
@@ -45,7 +46,7 @@ CUtensorMap encode(const void* data, int element_bytes, std::span<const cuuint64
   const CUresult result = find_encoder()(
       &map, type, static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(data), sizes.data(),
       strides.data(), box.data(), kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw Error(ErrorCode::kSystem,
                 fmt::format("cuTensorMapEncodeTiled failed with {} for an array of {} columns",
@@ -56,7 +57,7 @@ CUtensorMap encode(const void* data, int element_bytes, std::span<const cuuint64
 
 }  // namespace
 
-CUtensorMap weights_map(const WeightArray& weights, BoxOrder order) {
+WeightMaps weight_maps(const WeightArray& weights, BoxOrder order) {
   cuuint64_t sizes[] = {u(weights.columns), kRowGroup, u(weights.halves),
                         u(weights.rows / kRowGroup), u(weights.num_experts)};
   cuuint64_t strides[] = {u(weights.row_stride), u(weights.half_stride),
@@ -69,7 +70,9 @@ CUtensorMap weights_map(const WeightArray& weights, BoxOrder order) {
     std::swap(strides[1], strides[2]);
     std::swap(box[2], box[3]);
   }
-  return encode(weights.data, weights.element_bytes, sizes, strides, box);
+  return {encode(weights.data, weights.element_bytes, sizes, strides, box),
+          encode(weights.data, weights.element_bytes, sizes, strides, box,
+                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B)};
 }
 
 TokenMaps token_maps(const std::byte* data, int element_bytes, std::int64_t rows, int columns,

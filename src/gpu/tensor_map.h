@@ -22,7 +22,7 @@ struct WeightArray {
 // With boxes of kTileRows rows: groups of 8 rows, taken from all halves in turn, or as many from
 // each half, one half after the other.
 enum class BoxOrder : std::uint8_t { kGroupsInTurn, kHalvesInTurn };
-CUtensorMap weights_map(const WeightArray& weights, BoxOrder order);
+WeightMaps weight_maps(const WeightArray& weights, BoxOrder order);
 
 // Over [rows, columns], `stride` elements from row to row; zeros beyond the last column.
 TokenMaps token_maps(const std::byte* data, int element_bytes, std::int64_t rows, int columns,

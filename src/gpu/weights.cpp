@@ -298,9 +298,11 @@ bool DeviceFfn::borrows() const {
 FfnParams DeviceFfn::params() const {
   FfnParams params{};
   if (gemm1_.num_experts == 0) return params;
-  params.gemm1_map = weights_map(gemm1_, BoxOrder::kGroupsInTurn);
-  params.gemm1_halves_map = weights_map(gemm1_, BoxOrder::kHalvesInTurn);
-  params.gemm2_map = weights_map(gemm2_, BoxOrder::kGroupsInTurn);
+  const bool halves = gemm1_.halves == 2 && gemm1_.element_bytes == 1;
+  params.gemm1_maps =
+      weight_maps(gemm1_, halves ? BoxOrder::kHalvesInTurn : BoxOrder::kGroupsInTurn);
+  params.small_gemm1_map = weight_maps(gemm1_, BoxOrder::kGroupsInTurn).once;
+  params.gemm2_maps = weight_maps(gemm2_, BoxOrder::kGroupsInTurn);
   const auto floats = [](const DeviceBuffer& buffer) {
     return reinterpret_cast<const float*>(buffer.data());
   };
