@@ -329,8 +329,18 @@ void Engine::lay_out_workspace() {
   const std::size_t gate_tokens = protocol::ceil_div<std::size_t>(tokens, 32);
   const std::size_t gate_units = std::max<std::size_t>(
       kNominalBlocks, gate_tokens * static_cast<std::size_t>(params_.gate_columns) / 32);
-  const std::size_t words =
-      PassWords::count(static_cast<std::uint32_t>(experts), params_.max_tiles) * 4;
+  const auto groups = [&](std::int64_t columns) {
+    return policy().scaled
+               ? static_cast<std::uint32_t>(protocol::ceil_div<std::int64_t>(columns, kQuantGroup))
+               : 0;
+  };
+  params_.x_groups = groups(spec_.hidden);
+  params_.h_groups = groups(params_.h_stride);
+  params_.group_words =
+      distributed() ? 0 : protocol::ceil_div(params_.h_groups, PassWords::kGroupsOfWord);
+  const std::size_t words = PassWords::count(static_cast<std::uint32_t>(experts), params_.max_tiles,
+                                             params_.group_words) *
+                            4;
   Arena arena;
   // First what must be zero when the first pass begins.
   const std::size_t epoch = arena.place(sizeof(std::uint64_t));
@@ -350,13 +360,6 @@ void Engine::lay_out_workspace() {
   const std::size_t packed =
       arena.place(params_.packed_slots * height * static_cast<std::size_t>(spec_.hidden) * element);
   const std::size_t h = arena.place(params_.h_slots * height * params_.h_stride * element);
-  const auto groups = [&](std::int64_t columns) {
-    return policy().scaled
-               ? static_cast<std::uint32_t>(protocol::ceil_div<std::int64_t>(columns, kQuantGroup))
-               : 0;
-  };
-  params_.x_groups = groups(spec_.hidden);
-  params_.h_groups = groups(params_.h_stride);
   const std::size_t packed_scales =
       arena.place(params_.packed_slots * params_.x_groups * height * sizeof(float));
   const std::size_t h_scales =
@@ -428,8 +431,9 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
 
   const DeviceScope scope(device_);
   // What is small here may be large on another rank, and all must cut the same tiles.
-  const bool small =
-      !distributed() && x.rows <= policy().small_tokens && x.rows * spec_.top_k <= kMaxOwnSlots;
+  const bool small = !distributed() && x.rows <= policy().small_tokens &&
+                     x.rows * spec_.num_experts <= policy().small_logits &&
+                     x.rows * spec_.top_k <= kMaxOwnSlots;
   // Two blocks that share the tokens of a tile read a third less from the L2 cache. Below about so
   // many rows per expert, that does not make up for what a launch of clusters costs: 2 us.
   constexpr std::int64_t kLeastRows = 96;

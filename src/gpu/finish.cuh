@@ -166,13 +166,96 @@ __device__ __forceinline__ void finish_gemm1(const Pass<P>& pass, const TaskDesc
     }
   };
   const std::uint32_t stride = layer.h_stride / 8;
-  const std::uint32_t to = task.tile % layer.h_slots * kMaxHeight<P> * stride + column0 / 8;
+  const std::uint32_t to =
+      first_row_of_h(pass, task.tile) * (stride * P::kElementBytes / 2) + column0 / 8;
   store_tile<N, kGated>(
       shared_address(pass.block.staging[group]), 1 + group, task.rows,
       column0 < intermediate ? intermediate - column0 : 0, pair, [&](std::uint32_t token) {
         return reinterpret_cast<std::uint16_t*>(layer.h) + std::size_t{to + token * stride} * 8;
       });
 }
+
+// Small passes in FP8, if they do not quantize late: the part of a group of 128 columns of h that a
+// math warpgroup has stored in bf16. Two blocks' warpgroups have a group where gate and up make it,
+// else one's; the last of them makes codes and scales of all of it and tells of all. To find out
+// who that is takes a trip to the L2 cache, so it is put off until the next tile's products are
+// under way, if that is a first GEMM's: these wait for nothing that depends on it.
+template <bool kGated, typename P>
+class StoredPart {
+ public:
+  static constexpr bool kExists = P::kAlone && P::kScaled;
+  __device__ explicit StoredPart(const Pass<P>& pass) : pass_(pass) {}
+
+  // The warpgroup has issued its stores.
+  __device__ void put_off(const TaskDescriptor& task) {
+    if constexpr (kExists) {
+      tile_ = task.tile;
+      group_ = task.block / kBlocks;
+      rows_ = task.rows;
+      shared_ = task.shared != 0;
+      named_barrier<kWarpgroup>(1 + math_group());
+      if (fresh_thread_index<kWarpgroup>() != 0) return;
+      before_ = fetch_add_released_gpu(pass_.parts_stored(tile_, group_), 1u << shift());
+    }
+  }
+  // By all of the warpgroup.
+  __device__ void finish() {
+    if constexpr (kExists) {
+      if (rows_ == 0) return;
+      const FfnParams& ffn = pass_.ffn(shared_);
+      const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
+      const std::uint32_t parts =
+          kMathGroups * min(kBlocks, pass_.tasks(ffn.gemm1_rows) - group_ * kBlocks);
+      const bool last = thread == 0 && (before_ >> shift() & 15) + 1 == parts;
+      if (last) fence_gpu();
+      if (named_barrier_any<kWarpgroup>(1 + math_group(), last)) {
+        quantize(static_cast<std::uint32_t>(ffn.intermediate), thread);
+        named_barrier<kWarpgroup>(1 + math_group());
+        if (thread == 0) add_release_gpu(pass_.gemm1_done(tile_), parts);
+      }
+      rows_ = 0;
+    }
+  }
+
+ private:
+  static constexpr std::uint32_t kBlocks = kGated ? 2 : 1;  // that make a group
+  __device__ std::uint32_t shift() const { return 4 * (group_ % PassWords::kGroupsOfWord); }
+  __device__ static std::uint32_t math_group() {
+    return fresh_thread_index<kThreads>() / kWarpgroup - 1;
+  }
+  __device__ void quantize(std::uint32_t intermediate, std::uint32_t thread) const {
+    constexpr std::uint32_t kRows = kWarpgroup / kGroupLanes;
+    const LayerParams& layer = pass_.layer;
+    const std::uint32_t column = group_ * kQuantGroup + thread % kGroupLanes * kLaneColumns;
+    const std::size_t slot = tile_ % layer.h_slots;
+    std::byte* const to = layer.h + slot * kSlotRows<P> * layer.h_stride;
+    const std::uint16_t* const from = rows_of_h(pass_, tile_);
+    float* const scales = layer.h_scales + (slot * layer.h_groups + group_) * kSlotRows<P>;
+#pragma unroll 1
+    for (std::uint32_t row0 = 0; row0 < rows_; row0 += kRows) {
+      const std::uint32_t row = row0 + thread / kGroupLanes;
+      const std::size_t at = std::size_t{row} * layer.h_stride + column;
+      const bool exists = row < rows_ && column < intermediate;
+      uint4 first{}, second{};
+      if (exists) {
+        // Past the L1 cache, which may remember another tile of the slot.
+        const auto* const vectors = reinterpret_cast<const uint4*>(from + at);
+        first = __ldcg(vectors);
+        second = __ldcg(vectors + 1);
+      }
+      float scale = 0;
+      const uint4 codes = quantize_together(first, second, scale);
+      if (exists) store_vector(to + at, codes);
+      if (row < rows_ && thread % kGroupLanes == 0) scales[row] = scale;
+    }
+  }
+
+  const Pass<P>& pass_;
+  // Of the task that is put off; no rows if there is none.
+  std::uint32_t tile_ = 0, group_ = 0, rows_ = 0;
+  bool shared_ = false;
+  std::uint32_t before_ = 0;  // in the first thread: what the word was without this part
+};
 
 template <int N, typename P>
 __device__ __forceinline__ void finish_gemm2(const Pass<P>& pass, const TaskDescriptor& task,

@@ -39,6 +39,8 @@
 //   packed[t]      8 per row: tokens of tile t are packed                          tokens (GEMM1)
 //   gemm1_done[t]  2 per block of weight rows: h of tile t is written            tokens (GEMM2);
 //                                                                                  pack reusing t
+//   parts_stored   small passes in FP8: 1 per part of a group of columns of h      nobody: the last
+//                  that is written in bf16; of the group, gemm1_done counts then   quantizes it
 //   gemm2_done[t]  2 per block of weight rows: cells of tile t are written       combine; math that
 //                                                                                reuses t's h; pack
 //   sent[e]        8 per row of another rank's expert: all of it is sent         who sends the last

@@ -86,9 +86,17 @@ struct PassWords {
                                              std::uint32_t max_tiles) const {
     return gemm1_done(num_experts) + 3 * max_tiles;
   }
+  // Of each tile, words with four bits for every group of columns of h.
+  static constexpr std::uint32_t kGroupsOfWord = 8;
+  SWITCHYARD_HOST_DEVICE std::uint32_t* parts_stored(std::uint32_t num_experts,
+                                                     std::uint32_t max_tiles) const {
+    return sent(num_experts, max_tiles) + num_experts;
+  }
   SWITCHYARD_HOST_DEVICE static constexpr std::uint32_t count(std::uint32_t num_experts,
-                                                              std::uint32_t max_tiles) {
-    return protocol::round_up(32 * (2 + kBarriers) + 2 * num_experts + 3 * max_tiles, 32u);
+                                                              std::uint32_t max_tiles,
+                                                              std::uint32_t group_words) {
+    return protocol::round_up(
+        32 * (2 + kBarriers) + 2 * num_experts + (3 + group_words) * max_tiles, 32u);
   }
 };
 // What a pass counts for its statistics. All but the first is of what went to other ranks.
@@ -158,12 +166,13 @@ struct LayerParams {
   float* packed_scales;  // [packed_slots, x_groups, tokens]
   std::uint32_t packed_slots;
   std::uint32_t x_groups;
-  std::byte* h;          // [h_slots, tokens, h_stride]; small passes keep it in bf16
+  std::byte* h;          // [h_slots, tokens, h_stride]
   float* h_scales;       // [h_slots, h_groups, tokens]
   std::uint16_t* cells;  // [T, cells_per_token, H] bf16, in this rank's heap
   std::uint32_t h_slots;
   std::uint32_t h_stride;  // elements
   std::uint32_t h_groups;
+  std::uint32_t group_words;  // of a tile, see PassWords::parts_stored; 0 if no pass is small
   std::uint32_t max_tiles;
   std::uint32_t log2_band;         // of tiles taken up together where experts have several
   std::uint32_t banded_lag;        // then; see protocol::Workload

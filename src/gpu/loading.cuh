@@ -165,7 +165,7 @@ class TileRows {
   __device__ void load(std::uint32_t to, std::uint32_t full, std::uint32_t k) const {
     constexpr std::uint32_t kUnitsOfMany = TokenMaps::kManyRows / kUnitRows;
     static_assert(TokenMaps::kFewRows == kUnitRows);
-    auto row = static_cast<int>(slot_ * kMaxHeight<P> + begin_ * kUnitRows);
+    auto row = static_cast<int>(slot_ * kSlotRows<P> + begin_ * kUnitRows);
     to += begin_ * kUnitBytes;
 #pragma unroll 1
     for (std::uint32_t i = 0; i < units_ / kUnitsOfMany; ++i) {
@@ -180,10 +180,10 @@ class TileRows {
       row += TokenMaps::kFewRows;
     }
   }
-  // The first group's scales of the slot's tokens, kMaxHeight for each group of columns.
+  // The first group's scales of the slot's tokens, kSlotRows for each group of columns.
   __device__ const float* scales(const LayerParams& layer) const {
     return (first_ ? layer.packed_scales : layer.h_scales) +
-           std::size_t{slot_} * (first_ ? layer.x_groups : layer.h_groups) * kMaxHeight<P>;
+           std::size_t{slot_} * (first_ ? layer.x_groups : layer.h_groups) * kSlotRows<P>;
   }
   static constexpr std::uint32_t kUnitBytes = kUnitRows * kStageRowBytes;
 
@@ -206,9 +206,15 @@ __device__ __forceinline__ bool load_tile(const Pass<P>& pass, const TaskDescrip
     if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return false;
     const std::uint32_t full = ring.full_barrier(place.stage);
     if (!P::kAlone || (thread < 32 && elect())) {
-      arrive_expect_bytes(full, task.units * TileRows<P>::kUnitBytes);
-      rows.load(ring.tokens(place.stage), full,
-                (task.first_k_block + kb) * (kStageRowBytes / P::kElementBytes));
+      const std::uint32_t block = task.first_k_block + kb;
+      const std::uint32_t scale_bytes =
+          P::kScaled ? task.units * kUnitRows * static_cast<std::uint32_t>(sizeof(float)) : 0;
+      arrive_expect_bytes(full, task.units * TileRows<P>::kUnitBytes + scale_bytes);
+      rows.load(ring.tokens(place.stage), full, block * (kStageRowBytes / P::kElementBytes));
+      if constexpr (P::kScaled) {
+        load_bytes(ring.token_scales(place.stage), rows.scales(pass.layer) + block * kSlotRows<P>,
+                   scale_bytes, full);
+      }
     } else {
       arrive(full);
     }
@@ -321,71 +327,45 @@ __device__ __forceinline__ std::uint32_t swizzled_place(std::uint32_t row, std::
   return row * kStageRowBytes + ((chunk ^ (row & 7)) << 4);
 }
 
-// All stages of a tile of h, from bf16. False if the pass was given up.
+// All stages of a tile of h, from bf16: a row to eight threads. False if the pass was given up.
 template <typename P>
 __device__ __forceinline__ bool quantize_tile(const Pass<P>& pass, const TaskDescriptor& task,
                                               RingPlace& place, std::uint32_t thread) {
-  static_assert(kStageRowBytes / P::kElementBytes == kQuantGroup && kGroupLanes == 8);
+  static_assert(kLateRows == kRowsAtOnce && kGroupLanes == 8);
   const LayerParams& layer = pass.layer;
   const Ring<P> ring = pass.ring();
-  const std::uint32_t my_row = thread / kGroupLanes, my_chunk = thread % kGroupLanes;
+  const std::uint32_t row = thread / kGroupLanes, chunk = thread % kGroupLanes;
   const auto depth = static_cast<std::uint32_t>(pass.ffn(task.shared != 0).intermediate);
-  const std::uint32_t column0 = task.first_k_block * kQuantGroup + my_chunk * kLaneColumns;
-  const auto* const from =
-      reinterpret_cast<const std::uint16_t*>(layer.h) +
-      (std::size_t{task.tile % layer.h_slots} * kMaxHeight<P> + my_row) * layer.h_stride + column0;
-  // Pieces are rounds of stages; so many are in flight together: two stages of most rows.
-  constexpr std::uint32_t kAtOnce = 8;
-  const std::uint32_t rounds = protocol::ceil_div(task.rows, kRowsAtOnce);
-  const auto next = [&](std::uint32_t& kb, std::uint32_t& round) {
-    if (++round == rounds) {
-      round = 0;
-      ++kb;
-    }
-  };
-  std::uint32_t kb = 0, round = 0;
-#pragma unroll 1
-  while (kb < task.k_blocks) {
-    uint4 values[kAtOnce][2];
-    std::uint32_t to_kb = kb, to_round = round;
+  const std::uint32_t column0 = task.first_k_block * kQuantGroup + chunk * kLaneColumns;
+  const std::uint16_t* const from = rows_of_h(pass, task.tile) + row * layer.h_stride + column0;
+  uint4 values[kLateStages][2];
 #pragma unroll
-    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-      values[i][0] = values[i][1] = uint4{0, 0, 0, 0};
-      if (to_kb < task.k_blocks && to_round * kRowsAtOnce + my_row < task.rows &&
-          column0 + to_kb * kQuantGroup < depth) {
-        // Past the L1 cache, which may remember another tile of the slot.
-        const auto* const vectors = reinterpret_cast<const uint4*>(
-            from + to_round * kRowsAtOnce * layer.h_stride + to_kb * kQuantGroup);
-        values[i][0] = __ldcg(vectors);
-        values[i][1] = __ldcg(vectors + 1);
-      }
-      next(to_kb, to_round);
+  for (std::uint32_t i = 0; i < kLateStages; ++i) {
+    values[i][0] = values[i][1] = uint4{0, 0, 0, 0};
+    if (i < task.k_blocks && row < task.rows && column0 + i * kQuantGroup < depth) {
+      // Past the L1 cache, which may remember another tile of the slot.
+      const auto* const vectors = reinterpret_cast<const uint4*>(from + i * kQuantGroup);
+      values[i][0] = __ldcg(vectors);
+      values[i][1] = __ldcg(vectors + 1);
     }
-    // The array is turned instead of the index: eight copies of this code would each be fetched
-    // anew, which takes longer than to execute one.
+  }
+  // The array is turned instead of the index: eight copies of this code would each be fetched anew,
+  // which takes longer than to execute one.
 #pragma unroll 1
-    for (std::uint32_t i = 0; i < kAtOnce && kb < task.k_blocks; ++i) {
-      if (round == 0 &&
-          !wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) {
-        return false;
-      }
-      __syncwarp();
-      float scale = 0;
-      const uint4 codes = quantize_together(values[0][0], values[0][1], scale);
+  for (std::uint32_t i = 0; i < task.k_blocks; ++i) {
+    if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return false;
+    __syncwarp();
+    float scale = 0;
+    const uint4 codes = quantize_together(values[0][0], values[0][1], scale);
 #pragma unroll
-      for (std::uint32_t j = 1; j < kAtOnce; ++j) {
-        values[j - 1][0] = values[j][0];
-        values[j - 1][1] = values[j][1];
-      }
-      const std::uint32_t row = round * kRowsAtOnce + my_row;
-      store_shared_vector(ring.tokens(place.stage) + swizzled_place(row, my_chunk), codes);
-      if (my_chunk == 0) store_shared_float(ring.token_scales(place.stage) + 4 * row, scale);
-      if (round + 1 == rounds) {
-        arrive(ring.full_barrier(place.stage));
-        place.advance(ring.stages);
-      }
-      next(kb, round);
+    for (std::uint32_t j = 1; j < kLateStages; ++j) {
+      values[j - 1][0] = values[j][0];
+      values[j - 1][1] = values[j][1];
     }
+    store_shared_vector(ring.tokens(place.stage) + swizzled_place(row, chunk), codes);
+    if (chunk == 0) store_shared_float(ring.token_scales(place.stage) + 4 * row, scale);
+    arrive(ring.full_barrier(place.stage));
+    place.advance(ring.stages);
   }
   return true;
 }
@@ -419,11 +399,13 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
     stamp(reader.index(), &TraceRecord::begin);
     if (task.work == Work::kGemm2) {
       if constexpr (P::kScaled) {
-        if (!quantize_tile(pass, task, place, thread)) return;
-      } else {
-        fence_async_proxy();
-        if (!load_tile(pass, task, place, thread)) return;
+        if (pass.quantizes_late()) {
+          if (!quantize_tile(pass, task, place, thread)) return;
+          continue;
+        }
       }
+      fence_async_proxy();
+      if (!load_tile(pass, task, place, thread)) return;
       continue;
     }
     const std::byte* from = pass.state().rows;

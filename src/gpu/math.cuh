@@ -14,7 +14,8 @@ namespace switchyard::gpu {
 template <int kBoxes, int N, ActivationKind kKind, bool kGated, typename P>
 __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescriptor& task,
                                           std::uint32_t k_blocks, bool first, RingPlace& place,
-                                          const TaskReader<P>& reader, Signals<P>& signals) {
+                                          const TaskReader<P>& reader, Signals<P>& signals,
+                                          StoredPart<kGated, P>& stored) {
   // (Asked anew wherever it is needed: the sums leave no register to keep it in.)
   const auto group = [] { return fresh_thread_index<kThreads>() / kWarpgroup - 1; };
   const bool needs_entries = !first || pass.layer.weight_on_input;
@@ -22,6 +23,7 @@ __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescrip
   const auto started = [&] {
     trace_math(pass, kFirstTaskRecord + reader.index(), &TraceRecord::begin);
     if (needs_entries) fetch_entries(pass, task, group());
+    stored.finish();
   };
   if constexpr (kBoxes != 0) {
     TallSums<kBoxes> acc;
@@ -46,7 +48,11 @@ __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescrip
       finish_gemm2<N>(pass, task, group(), acc);
     }
   }
-  signals.put_off(first ? pass.gemm1_done(task.tile) : pass.gemm2_done(task.tile), 1 + group());
+  if (StoredPart<kGated, P>::kExists && first && !pass.quantizes_late()) {
+    stored.put_off(task);
+  } else {
+    signals.put_off(first ? pass.gemm1_done(task.tile) : pass.gemm2_done(task.tile), 1 + group());
+  }
   // From here on the scheduler may look for another task.
   if (fresh_thread_index<32>() == 0) reader.release();
   if (P::kAlone) signals.send();
@@ -57,20 +63,22 @@ template <ActivationKind kKind, bool kGated, typename P>
 __device__ __forceinline__ void gemm_task_of(std::uint32_t units, const Pass<P>& pass,
                                              const TaskDescriptor& task, std::uint32_t k_blocks,
                                              bool first, RingPlace& place,
-                                             const TaskReader<P>& reader, Signals<P>& signals) {
+                                             const TaskReader<P>& reader, Signals<P>& signals,
+                                             StoredPart<kGated, P>& stored) {
   if constexpr (P::kHalves == 2) {
     if (units > kInstructionRows / kUnitRows) {
-      gemm_task<2, 0, kKind, kGated>(pass, task, k_blocks, first, place, reader, signals);
+      gemm_task<2, 0, kKind, kGated>(pass, task, k_blocks, first, place, reader, signals, stored);
     } else {
-      gemm_task<1, 0, kKind, kGated>(pass, task, k_blocks, first, place, reader, signals);
+      gemm_task<1, 0, kKind, kGated>(pass, task, k_blocks, first, place, reader, signals, stored);
     }
   } else {
     switch (units) {
-#define SWITCHYARD_HEIGHT(height)                                                               \
-  case (height) / kUnitRows:                                                                    \
-    if constexpr ((height) <= P::kTileShape.max_height) {                                       \
-      gemm_task<0, height, kKind, kGated>(pass, task, k_blocks, first, place, reader, signals); \
-    }                                                                                           \
+#define SWITCHYARD_HEIGHT(height)                                                              \
+  case (height) / kUnitRows:                                                                   \
+    if constexpr ((height) <= P::kTileShape.max_height) {                                      \
+      gemm_task<0, height, kKind, kGated>(pass, task, k_blocks, first, place, reader, signals, \
+                                          stored);                                             \
+    }                                                                                          \
     break;
       SWITCHYARD_HEIGHT(16)
       SWITCHYARD_HEIGHT(32)
@@ -181,7 +189,8 @@ template <typename P>
 __device__ __forceinline__ void clear_next_words(const Pass<P>& pass) {
   constexpr std::uint32_t kMathThreads = kMathGroups * kWarpgroup;
   const PassWords next = pass.layer.pass_words[~pass.waiter().epoch & 1];
-  const std::uint32_t count = PassWords::count(pass.layer.num_experts, pass.layer.max_tiles);
+  const std::uint32_t count =
+      PassWords::count(pass.layer.num_experts, pass.layer.max_tiles, pass.layer.group_words);
   for (std::uint32_t i = blockIdx.x * kMathThreads + threadIdx.x - kWarpgroup; i < count;
        i += gridDim.x * kMathThreads) {
     next.words[i] = 0;
@@ -203,12 +212,13 @@ __device__ __forceinline__ void report_stuck_ring(const Pass<P>& pass) {
 }
 
 // A first GEMM may not store before the tile that had its slot of h is no longer needed.
-template <typename P>
+template <bool kGated, typename P>
 __device__ __forceinline__ void await_slot(const Pass<P>& pass, std::uint32_t tile,
-                                           Signals<P>& signals) {
+                                           Signals<P>& signals, StoredPart<kGated, P>& stored) {
   if (tile < pass.layer.h_slots) return;
   const std::uint32_t before = tile - pass.layer.h_slots, group = threadIdx.x / kWarpgroup - 1;
   signals.send();
+  stored.finish();
   if (threadIdx.x % kWarpgroup == 0) {
     pass.waiter().wait(protocol::Phase::kExperts, before,
                        [&] { return pass.gemm2_complete(before); });
@@ -222,6 +232,7 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
   if constexpr (!P::kAlone) pack_first_rows(pass);
   TaskReader reader(pass);
   Signals signals(pass.block);
+  StoredPart<kGated, P> stored(pass);
   RingPlace place;
   for (;;) {
     trace_math(pass, kFirstTaskRecord + reader.index() + 1, &TraceRecord::ready);
@@ -236,6 +247,7 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
                                           static_cast<std::uint32_t>(task->work),
                     0);
     const auto work = static_cast<Work>(head & 3);
+    if (work != Work::kGemm1) stored.finish();
     if (work == Work::kStop) {
       signals.send();
       report_stuck_ring(pass);
@@ -251,9 +263,9 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
       if (threadIdx.x % 32 == 0) reader.release();
     } else {
       const bool first = work == Work::kGemm1;
-      if (first) await_slot(pass, task->tile, signals);
+      if (first) await_slot(pass, task->tile, signals, stored);
       gemm_task_of<kKind, kGated>(head >> 2 & 63, pass, *task, head >> 8, first, place, reader,
-                                  signals);
+                                  signals, stored);
     }
     trace_math(pass, kFirstTaskRecord + reader.index(), &TraceRecord::end);
     if (threadIdx.x == kWarpgroup) protocol::note_progress(*pass.waiter().heaps);

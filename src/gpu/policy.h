@@ -19,8 +19,8 @@ inline constexpr int kTileRows = kInstructionRows * kMathGroups;
 // Of the tiles' tokens and weight rows, a stage holds so many bytes each.
 inline constexpr int kStageRowBytes = 128;
 
-// Small passes, of a policy's kSmallTokens at most, are routed by every block for itself, which
-// saves a grid barrier, and have kernels of their own.
+// Small passes, of a policy's kSmallTokens and kSmallLogits at most, are routed by every block for
+// itself, which saves a grid barrier, and have kernels of their own.
 inline constexpr std::uint32_t kMaxOwnSlots = 512;
 
 struct BF16Policy {
@@ -30,11 +30,13 @@ struct BF16Policy {
   static constexpr int kElementBytes = 2;
   static constexpr int kInstructionK = 16;
   static constexpr protocol::TileShape kTileShape{256, 32, 16};
+  // Of a slot for tiles of h, in small passes too.
+  static constexpr int kSlotRows = kTileShape.max_height;
   // Instructions, one below the other, that a math warpgroup's part of a large pass's task takes.
   static constexpr int kHalves = 1;
   // Whether stages carry scales, by which their products are multiplied.
   static constexpr bool kScaled = false;
-  static constexpr int kSmallTokens = 32;
+  static constexpr int kSmallTokens = 32, kSmallLogits = 6144;
   // Registers per thread once the roles part. They share what the block got at launch, equal parts
   // in steps of 8: asking for more, setmaxnreg would wait for ever.
   static constexpr int kLoadingRegisters = 88;
@@ -52,10 +54,10 @@ struct FP8Policy {
   static constexpr int kElementBytes = 1;
   static constexpr int kInstructionK = 32;
   static constexpr protocol::TileShape kTileShape{128, 128, 16};
+  static constexpr int kSlotRows = kTileShape.max_height;
   static constexpr int kHalves = 2;
   static constexpr bool kScaled = true;
-  // Of more, quantizing h anew for every task takes longer than the grid barrier.
-  static constexpr int kSmallTokens = 8;
+  static constexpr int kSmallTokens = 32, kSmallLogits = 3072;
   static constexpr int kLoadingRegisters = 56;
   static constexpr int kMathRegisters = 224;
 };
@@ -84,15 +86,15 @@ struct PolicyFacts {
   protocol::TileShape tile;
   int large_rows;  // weight rows of a block's task in a large pass
   bool scaled;
-  int small_tokens;  // of a small pass, at most
+  int small_tokens, small_logits;  // of a small pass, at most
 
   // Columns and rows that a matrix is filled up to, for the copy engine.
   int alignment() const { return 16 / element_bytes; }
 };
 template <typename P>
 constexpr PolicyFacts facts_of() {
-  return {P::kCompute, P::kElementBytes, P::kTileShape, kTileRows * P::kHalves,
-          P::kScaled,  P::kSmallTokens};
+  return {P::kCompute, P::kElementBytes, P::kTileShape,  kTileRows * P::kHalves,
+          P::kScaled,  P::kSmallTokens,  P::kSmallLogits};
 }
 
 }  // namespace switchyard::gpu

@@ -58,6 +58,21 @@ __device__ __forceinline__ uint4 quantize_together(const uint4& first, const uin
   return quantize(first, second, group.inverse);
 }
 
+// Where a tile has h in bf16, in slots whose rows are of the policy's elements: in FP8, where small
+// passes have it so, behind the rows for its codes.
+template <typename P>
+__device__ __forceinline__ std::uint32_t first_row_of_h(const Pass<P>& pass, std::uint32_t tile) {
+  constexpr std::uint32_t kFirst = P::kScaled ? kMaxHeight<P> : 0;
+  static_assert(!P::kScaled || !P::kAlone || 3 * kMaxHeight<P> <= kSlotRows<P>);
+  return tile % pass.layer.h_slots * kSlotRows<P> + kFirst;
+}
+template <typename P>
+__device__ __forceinline__ std::uint16_t* rows_of_h(const Pass<P>& pass, std::uint32_t tile) {
+  return reinterpret_cast<std::uint16_t*>(pass.layer.h + std::size_t{first_row_of_h(pass, tile)} *
+                                                             pass.layer.h_stride *
+                                                             P::kElementBytes);
+}
+
 // The pass's activations, [T, H] bf16, by the math warps of all blocks.
 template <typename P>
 __device__ __forceinline__ void quantize_activations(const Pass<P>& pass) {

@@ -27,6 +27,8 @@ inline constexpr std::uint32_t kBoxBytes = kTileRows * kStageRowBytes;
 inline constexpr std::uint32_t kRingBytes = 192 * 1024, kMaxStages = 12;
 template <typename P>
 inline constexpr std::uint32_t kMaxHeight = static_cast<std::uint32_t>(P::kTileShape.max_height);
+template <typename P>
+inline constexpr std::uint32_t kSlotRows = static_cast<std::uint32_t>(P::kSlotRows);
 // Large passes with scales have, with each stage, the products of its tokens' scales with those of
 // its weights, which are two: of gate and up, or of the first 128 rows and the next. Small passes
 // have both kinds of scales as they are.
@@ -66,6 +68,8 @@ inline constexpr int kTaskFullArrivals = 1;  // the scheduler
 inline constexpr int kTaskEmptyArrivals = 1 + 1 + kMathWarps;  // weights, tokens, math: by warp
 inline constexpr int kTaskEmptyArrivalsAlone = 1 + kGatherWarps + kMathWarps;
 
+// See Pass::quantizes_late.
+inline constexpr std::uint32_t kLateRows = 8, kLateStages = 8;
 // Tokens come into the ring in units of so many rows.
 inline constexpr std::uint32_t kUnitRows = 16;
 
@@ -281,6 +285,18 @@ struct Pass {
   // In units of RowPart.
   __device__ std::uint32_t* packed(std::uint32_t tile) const {
     return state().words.packed(layer.num_experts, layer.max_tiles) + tile;
+  }
+  // Small passes in FP8 of so few rows and columns of h that each task of GEMM2 makes its codes for
+  // itself, at once: that is done before anybody has found out who has stored last.
+  __device__ bool quantizes_late() const {
+    return P::kAlone && P::kScaled &&
+           protocol::ceil_div(call.tokens, kLateRows) * layer.h_groups <= kLateStages;
+  }
+  // In small passes, of a group of 128 columns of the tile's h: four bits of the word, which count
+  // who has stored a part of it.
+  __device__ std::uint32_t* parts_stored(std::uint32_t tile, std::uint32_t group) const {
+    return state().words.parts_stored(layer.num_experts, layer.max_tiles) +
+           tile * layer.group_words + group / PassWords::kGroupsOfWord;
   }
   __device__ bool is_shared(std::uint32_t tile) const { return tile < state().shared_tiles.count; }
   // Tasks that `rows` of weights make for one token tile, of a pair where blocks come in pairs.

@@ -66,6 +66,20 @@ __device__ __forceinline__ void add_release_gpu(std::uint32_t* word, std::uint32
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// The same, and what the word was before. Nobody waits for that who does not use it; who does and
+// wants to see what others released with their additions needs a fence then.
+__device__ __forceinline__ std::uint32_t fetch_add_released_gpu(std::uint32_t* word,
+                                                                std::uint32_t value) {
+  std::uint32_t before;
+  fence_gpu();
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(word), "r"(value)
+               : "memory");
+  return before;
+}
+
 // A barrier of all blocks, in two halves. Both are called by all threads of the block.
 __device__ __forceinline__ void grid_arrive(std::uint32_t* word) {
   __syncthreads();
@@ -259,6 +273,18 @@ __device__ __forceinline__ bool elect() { return cute::elect_one_sync() != 0; }
 template <int Threads>
 __device__ __forceinline__ void named_barrier(std::uint32_t id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
+}
+// And learn whether any of them says so.
+template <int Threads>
+__device__ __forceinline__ bool named_barrier_any(std::uint32_t id, bool says) {
+  std::uint32_t any;
+  asm volatile(
+      "{\n .reg .pred p, q;\n setp.ne.u32 p, %1, 0;\n bar.red.or.pred q, %2, %3, p;\n"
+      " selp.u32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(says ? 1u : 0u), "r"(id), "n"(Threads)
+      : "memory");
+  return any != 0;
 }
 
 }  // namespace switchyard::gpu

@@ -105,6 +105,24 @@ TEST_F(GpuFp8, DeepExperts) {
   }
 }
 
+// Of h, groups of 128 columns that one or two blocks' warpgroups have a part in, whole or not, and
+// that are quantized by the last of these or, there being few, by everybody for himself.
+TEST_F(GpuFp8, EveryEndOfTheLastGroup) {
+  for (const bool gated : {true, false}) {
+    for (const int intermediate : {16, 80, 144, 208, 1040, 1168}) {
+      LayerSpec spec = spec_of(96, intermediate, 5, 2);
+      spec.activation.gated = gated;
+      const MoeWeights w = fp8_weights(spec);
+      for (const int tokens : {2, 9, 32}) {
+        SCOPED_TRACE(::testing::Message()
+                     << "gated " << gated << " I " << intermediate << " T " << tokens);
+        const Batch batch = batch_of(spec, tokens, synthetic_routing(tokens, 5, 2, 0.7, 3));
+        expect_accurate_on_gpu(spec, w, batch, run_on_gpu(spec, w, batch, DType::kBF16));
+      }
+    }
+  }
+}
+
 // One stage for either GEMM, and for one of them.
 TEST_F(GpuFp8, ShallowExperts) {
   for (const auto& [hidden, intermediate] : {std::pair{112, 48}, {112, 400}, {400, 48}}) {

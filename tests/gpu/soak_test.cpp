@@ -31,6 +31,8 @@ constexpr SoakCase kCases[] = {
     // So many stages that warps meet in the ring in every order.
     {"DeepBf16", DType::kBF16, 2048, 4096, 16, 4, false, 40, 16, 400},
     {"DeepFp8", DType::kF8E4M3, 6144, 10752, 8, 2, false, 40, 16, 400},
+    // More tiles of small passes than slots for their h.
+    {"ManyFp8", DType::kF8E4M3, 256, 1536, 96, 8, false, 40, 16, 400},
     // Bands, in which pairs of blocks take one tile or two.
     {"BandsFp8", DType::kF8E4M3, 768, 2304, 8, 2, true, 1500, 32, 1000},
 };
