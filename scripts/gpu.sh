@@ -30,7 +30,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 prebuilt='' pack='' build=build out=${OUT:-} commit=''
-filter='*' sanitize_filter='GpuTypes.*:GpuWeights.*:GpuRouting.EmptySlots*:GpuRouting.NoTokens*:GpuRouting.DeepExperts:RanksTest.EmptySlots*:*Sanitize*:RouteWarp.HashedIds*' tools='memcheck synccheck'
+filter='*' sanitize_filter='GpuTypes.*:GpuWeights.*:GpuRouting.EmptySlots*:GpuRouting.NoTokens*:GpuRouting.DeepExperts:GpuFp8.EveryEndOfTheLastGroup:RanksTest.EmptySlots*:*Sanitize*:RouteWarp.HashedIds*' tools='memcheck synccheck'
 suites='' bench_args=default limit=''
 stages=()
 usage() { sed -n '2,/^set /p' "$0" | sed '$d; s/^# \{0,1\}//'; }

@@ -289,8 +289,7 @@ struct Pass {
   // Small passes in FP8 of so few rows and columns of h that each task of GEMM2 makes its codes for
   // itself, at once: that is done before anybody has found out who has stored last.
   __device__ bool quantizes_late() const {
-    return P::kAlone && P::kScaled &&
-           protocol::ceil_div(call.tokens, kLateRows) * layer.h_groups <= kLateStages;
+    return P::kAlone && P::kScaled && call.tokens <= kLateRows && layer.h_groups <= kLateStages;
   }
   // In small passes, of a group of 128 columns of the tile's h: four bits of the word, which count
   // who has stored a part of it.
