@@ -26,8 +26,8 @@ struct TokenMaps {
 
 // Maps over the same weights: for those that one task reads, 128 bytes of a row at a time, and for
 // those that several tiles' tasks read, with the next 128 brought into the L2 cache, too. Read
-// once, these are often gone before they are wanted: a third more comes from memory and from the
-// other half of the cache.
+// once, these are often gone before they are wanted, and come again: a third more from the other
+// half of the cache, and some from memory.
 struct WeightMaps {
   CUtensorMap once, again;
 };
@@ -166,7 +166,9 @@ struct LayerParams {
   float* packed_scales;  // [packed_slots, x_groups, tokens]
   std::uint32_t packed_slots;
   std::uint32_t x_groups;
-  std::byte* h;          // [h_slots, tokens, h_stride]
+  // [h_slots, tokens, h_stride]. Small passes in FP8 have it in bf16, too, behind the codes: see
+  // first_row_of_h.
+  std::byte* h;
   float* h_scales;       // [h_slots, h_groups, tokens]
   std::uint16_t* cells;  // [T, cells_per_token, H] bf16, in this rank's heap
   std::uint32_t h_slots;

@@ -20,7 +20,8 @@ inline constexpr int kTileRows = kInstructionRows * kMathGroups;
 inline constexpr int kStageRowBytes = 128;
 
 // Small passes, of a policy's kSmallTokens and kSmallLogits at most, are routed by every block for
-// itself, which saves a grid barrier, and have kernels of their own.
+// itself, which saves a grid barrier, and have kernels of their own. Of more logits the routing
+// takes longer than the barrier; how many that are is measured, see docs/decisions/0020.
 inline constexpr std::uint32_t kMaxOwnSlots = 512;
 
 struct BF16Policy {

@@ -60,13 +60,12 @@ __device__ __forceinline__ std::uint32_t load_acquire_gpu(const std::uint32_t* w
              *const_cast<std::uint32_t*>(word))
       .load(cuda::memory_order_acquire);
 }
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 // Orders what this thread wrote, and what it saw its block write before a block barrier, before the
 // addition.
 __device__ __forceinline__ void add_release_gpu(std::uint32_t* word, std::uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
-
-__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 // The same, and what the word was before. Nobody waits for that who does not use it; who does and
 // wants to see what others released with their additions needs a fence then.
 __device__ __forceinline__ std::uint32_t fetch_add_released_gpu(std::uint32_t* word,
