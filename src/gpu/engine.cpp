@@ -208,6 +208,11 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   params_.limit = spec.activation.limit;
   params_.up_bias = spec.activation.up_bias;
   params_.clamps = std::isfinite(params_.limit) || params_.up_bias != 0;
+  for (FfnParams* ffn : {&params_.routed, &params_.shared}) {
+    ffn->more_of_first = (spec.weight_on_input && ffn == &params_.routed) || params_.clamps ||
+                         ffn->up_scale != nullptr || ffn->up_bias != nullptr;
+    ffn->more_of_second = ffn->down_scale != nullptr || ffn->down_bias != nullptr;
+  }
   attempt_together(world_.fabric(), [&] { choose_grid(); });
   lay_out_heap();
   // Nobody writes into a heap before its owner has come past here, with its flags zero.

@@ -119,6 +119,7 @@ __device__ __forceinline__ void finish_products(const Pass<P>& pass, const TaskD
                                                 float (&acc)[N / 2]) {
   const LayerParams& layer = pass.layer;
   const FfnParams& ffn = pass.ffn(task.shared != 0);
+  if (!ffn.more_of_first) return;
   if (layer.weight_on_input && task.shared == 0) weigh_input<N>(pass, task, group, acc);
   const auto intermediate = static_cast<std::uint32_t>(ffn.intermediate);
   const std::size_t row0 = static_cast<std::size_t>(task.expert) * intermediate;
@@ -175,25 +176,24 @@ __device__ __forceinline__ void finish_gemm1(const Pass<P>& pass, const TaskDesc
       });
 }
 
-// Small passes in FP8, if they do not quantize late: the part of a group of 128 columns of h that a
-// math warpgroup has stored in bf16. Two blocks' warpgroups have a group where gate and up make it,
-// else one's; the last of them makes codes and scales of all of it and tells of all. To find out
-// who that is takes a trip to the L2 cache, so it is put off until the next tile's products are
-// under way, if that is a first GEMM's: these wait for nothing that depends on it.
+// Of passes that quantize together: the part of a group of 128 columns of h that a math warpgroup
+// has stored in bf16. Two blocks' warpgroups have a group where gate and up make it, else one's;
+// the last of them makes codes and scales of all of it and tells of all. To find out who that is
+// takes a trip to the L2 cache, so it is put off until the next tile's products are under way, if
+// that is a first GEMM's: these wait for nothing that depends on it.
 template <bool kGated, typename P>
 class StoredPart {
  public:
   static constexpr bool kExists = P::kAlone && P::kScaled;
   __device__ explicit StoredPart(const Pass<P>& pass) : pass_(pass) {}
 
-  // The warpgroup has issued its stores.
+  // The warpgroup has issued its stores, and a barrier has been since.
   __device__ void put_off(const TaskDescriptor& task) {
     if constexpr (kExists) {
       tile_ = task.tile;
       group_ = task.block / kBlocks;
       rows_ = task.rows;
       shared_ = task.shared != 0;
-      named_barrier<kWarpgroup>(1 + math_group());
       if (fresh_thread_index<kWarpgroup>() != 0) return;
       before_ = fetch_add_released_gpu(pass_.parts_stored(tile_, group_), 1u << shift());
     }
@@ -272,11 +272,14 @@ __device__ __forceinline__ void finish_gemm2(const Pass<P>& pass, const TaskDesc
     const float* const at = vector + static_cast<std::size_t>(task.expert) * hidden + row;
     apply_rows<N>(at, at + 8, row < hidden, row + 8 < hidden, acc, op);
   };
-  if constexpr (P::kScaled) {
-    for_rows(ffn.down_scale, [](float v, float scale) { return v * scale; });
+  if (ffn.more_of_second) {
+    if constexpr (P::kScaled) {
+      for_rows(ffn.down_scale, [](float v, float scale) { return v * scale; });
+    }
+    // Of a split GEMM, one part.
+    for_rows(task.split != 0 ? nullptr : ffn.down_bias,
+             [](float v, float bias) { return v + bias; });
   }
-  // Of a split GEMM, one part.
-  for_rows(task.split != 0 ? nullptr : ffn.down_bias, [](float v, float bias) { return v + bias; });
   const auto pair = [&](int n) {
     const float* const sums = acc + 4 * n;
     return uint2{pack_bf16(sums[0], sums[1]), pack_bf16(sums[2], sums[3])};

@@ -6,7 +6,7 @@
 //                      same one
 //   then, by warp:
 //     0         weights    tasks -> TMA of 128 or 256 weight rows x 128 bytes per stage
-//     1         scheduler  tickets -> tasks
+//     1         scheduler  tickets -> tasks; tells other blocks of tiles that are stored
 //     2         tokens     tasks -> TMA of the tile's packed rows x 128 bytes per stage; in FP8
 //                          their scales, multiplied by the weights'
 //     3         pack       sends tokens to other ranks, and copies rows, its own and those sent to
@@ -32,17 +32,20 @@
 //                gather, when its rows are there; or twice math, when what a
 //                combine task needs is there; of both blocks of a pair
 //   ticket_full  scheduler of the pair's first block                             its second's
-//   task_empty   1 weights, 1 tokens or 2 gather, 8 math warps, having read it   scheduler
+//   task_empty   1 weights, 1 tokens or 2 gather, having read it, and 8 math     scheduler: tells
+//                warps, having stored the tile                                   of it (large
+//                passes)
 //
 //   between blocks (device memory, cleared by the pass before):
 //   barrier[i]     every block: logits complete; lists complete                  all blocks
 //   packed[t]      8 per row: tokens of tile t are packed                          tokens (GEMM1)
-//   gemm1_done[t]  2 per block of weight rows: h of tile t is written            tokens (GEMM2);
-//                                                                                  pack reusing t
+//   gemm1_done[t]  1 per block of weight rows, from its scheduler (small passes:   tokens (GEMM2);
+//                  2, from its math warpgroups): h of tile t is written           pack reusing t
 //   parts_stored   small passes in FP8: 1 per part of a group of columns of h      nobody: the last
 //                  that is written in bf16; of the group, gemm1_done counts then   quantizes it
-//   gemm2_done[t]  2 per block of weight rows: cells of tile t are written       combine; math that
-//                                                                                reuses t's h; pack
+//   gemm2_done[t]  the same: cells of tile t are written                         combine; tokens
+//                                                                                that reuse t's h;
+//                                                                                pack
 //   sent[e]        8 per row of another rank's expert: all of it is sent         who sends the last
 //
 //   between ranks (their heaps, raised to the epoch):
@@ -57,7 +60,8 @@ namespace switchyard::gpu {
 
 static_assert(kFullArrivals == 1 + 1 && kFullArrivalsAlone == 1 + 64 && kEmptyArrivals == 8 &&
                   kTaskFullArrivals == 1 && kDemandArrivals == 1 + 1 && kTicketArrivals == 1 &&
-                  kTaskEmptyArrivals == 1 + 1 + 8 && kTaskEmptyArrivalsAlone == 1 + 2 + 8,
+                  kTaskEmptyArrivals == 1 + 1 + 8 && kTaskEmptyArrivalsAlone == 1 + 2 + 8 &&
+                  kTellers<BF16Policy> == 1 && kTellers<SmallPass<BF16Policy>> == 2,
               "the table above");
 
 __device__ __forceinline__ bool converts(const CallParams& call) {

@@ -54,6 +54,9 @@ struct FfnParams {
   int intermediate = 0;               // I, rounded up to a multiple of 8 or 16
   std::uint32_t gemm1_rows = 0;       // of weights: I, twice if gated
   std::uint32_t gemm2_rows = 0;       // H
+  // Whether the products of the first or second GEMM take more than the activation: scales of rows,
+  // biases, clamps, weights on the input. Few models have any, and who has none asks once.
+  bool more_of_first = false, more_of_second = false;
 };
 
 // Words that blocks count in. There are two, for even and odd passes: a pass counts in one and

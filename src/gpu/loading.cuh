@@ -282,7 +282,8 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
     // Given up or not, the block goes on: its other roles wait for these stages.
     pass.waiter().wait(
         first ? protocol::Phase::kDispatch : protocol::Phase::kExperts, task.tile, [&] {
-          return first ? load_acquire_gpu(pass.packed(task.tile)) >= RowPart::kUnits * task.rows
+          return first ? load_acquire_gpu(pass.packed(task.tile)) >= RowPart::kUnits * task.rows &&
+                             pass.h_slot_free(task.tile)
                        : pass.gemm1_complete(task.tile);
         });
     if (kJoinedScales<P>) __syncwarp();
@@ -390,11 +391,11 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
     if (task.work == Work::kStop) return;
     if (task.work == Work::kCombine) continue;
     if (thread == 0) trace_task(pass, TraceRole::kTokens, reader.index(), task);
-    if (task.work == Work::kGemm2) {
-      // Given up or not, the block goes on: its other roles wait for these stages.
-      pass.waiter().wait(protocol::Phase::kExperts, task.tile,
-                         [&] { return pass.gemm1_complete(task.tile); });
-    }
+    // Given up or not, the block goes on: its other roles wait for these stages.
+    pass.waiter().wait(protocol::Phase::kExperts, task.tile, [&] {
+      return task.work == Work::kGemm1 ? pass.h_slot_free(task.tile)
+                                       : pass.gemm1_complete(task.tile);
+    });
     if (thread == 0) demand(pass);
     stamp(reader.index(), &TraceRecord::begin);
     if (task.work == Work::kGemm2) {

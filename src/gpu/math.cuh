@@ -14,7 +14,7 @@ namespace switchyard::gpu {
 template <int kBoxes, int N, ActivationKind kKind, bool kGated, typename P>
 __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescriptor& task,
                                           std::uint32_t k_blocks, bool first, RingPlace& place,
-                                          const TaskReader<P>& reader, Signals<P>& signals,
+                                          const TaskReader<P>& reader,
                                           StoredPart<kGated, P>& stored) {
   // (Asked anew wherever it is needed: the sums leave no register to keep it in.)
   const auto group = [] { return fresh_thread_index<kThreads>() / kWarpgroup - 1; };
@@ -27,7 +27,7 @@ __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescrip
   };
   if constexpr (kBoxes != 0) {
     TallSums<kBoxes> acc;
-    multiply_tall<kBoxes>(pass, k_blocks, place, group(), kGated && first, signals, started, acc);
+    multiply_tall<kBoxes>(pass, k_blocks, place, group(), kGated && first, started, acc);
     trace_math(pass, kFirstTaskRecord + reader.index(), &TraceRecord::products);
     if (needs_entries) await_entries();
     if (first) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescrip
     }
   } else {
     float acc[N / 2];
-    multiply_tile<N>(pass, k_blocks, place, group(), task.block % 2, signals, started, acc);
+    multiply_tile<N>(pass, k_blocks, place, group(), task.block % 2, started, acc);
     trace_math(pass, kFirstTaskRecord + reader.index(), &TraceRecord::products);
     if (needs_entries) await_entries();
     if (first) {
@@ -48,14 +48,15 @@ __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescrip
       finish_gemm2<N>(pass, task, group(), acc);
     }
   }
-  if (StoredPart<kGated, P>::kExists && first && !pass.quantizes_late()) {
+  // Now all of the warpgroup has stored. What the tile had of the block's memory the next may have.
+  named_barrier<kWarpgroup>(1 + group());
+  if (pass.quantizes_together() && first) {
     stored.put_off(task);
-  } else {
-    signals.put_off(first ? pass.gemm1_done(task.tile) : pass.gemm2_done(task.tile), 1 + group());
+  } else if (P::kAlone && fresh_thread_index<kWarpgroup>() == 0) {
+    tell_stored(pass, task);
   }
-  // From here on the scheduler may look for another task.
+  // In large passes the scheduler tells of the tile, when all math warps have released its task.
   if (fresh_thread_index<32>() == 0) reader.release();
-  if (P::kAlone) signals.send();
 }
 
 // A GEMM on a tile of so many units of rows.
@@ -63,21 +64,20 @@ template <ActivationKind kKind, bool kGated, typename P>
 __device__ __forceinline__ void gemm_task_of(std::uint32_t units, const Pass<P>& pass,
                                              const TaskDescriptor& task, std::uint32_t k_blocks,
                                              bool first, RingPlace& place,
-                                             const TaskReader<P>& reader, Signals<P>& signals,
+                                             const TaskReader<P>& reader,
                                              StoredPart<kGated, P>& stored) {
   if constexpr (P::kHalves == 2) {
     if (units > kInstructionRows / kUnitRows) {
-      gemm_task<2, 0, kKind, kGated>(pass, task, k_blocks, first, place, reader, signals, stored);
+      gemm_task<2, 0, kKind, kGated>(pass, task, k_blocks, first, place, reader, stored);
     } else {
-      gemm_task<1, 0, kKind, kGated>(pass, task, k_blocks, first, place, reader, signals, stored);
+      gemm_task<1, 0, kKind, kGated>(pass, task, k_blocks, first, place, reader, stored);
     }
   } else {
     switch (units) {
 #define SWITCHYARD_HEIGHT(height)                                                              \
   case (height) / kUnitRows:                                                                   \
     if constexpr ((height) <= P::kTileShape.max_height) {                                      \
-      gemm_task<0, height, kKind, kGated>(pass, task, k_blocks, first, place, reader, signals, \
-                                          stored);                                             \
+      gemm_task<0, height, kKind, kGated>(pass, task, k_blocks, first, place, reader, stored); \
     }                                                                                          \
     break;
       SWITCHYARD_HEIGHT(16)
@@ -211,32 +211,15 @@ __device__ __forceinline__ void report_stuck_ring(const Pass<P>& pass) {
   *pass.layer.failed = static_cast<std::uint32_t>(Failure::kGivenUp);
 }
 
-// A first GEMM may not store before the tile that had its slot of h is no longer needed.
-template <bool kGated, typename P>
-__device__ __forceinline__ void await_slot(const Pass<P>& pass, std::uint32_t tile,
-                                           Signals<P>& signals, StoredPart<kGated, P>& stored) {
-  if (tile < pass.layer.h_slots) return;
-  const std::uint32_t before = tile - pass.layer.h_slots, group = threadIdx.x / kWarpgroup - 1;
-  signals.send();
-  stored.finish();
-  if (threadIdx.x % kWarpgroup == 0) {
-    pass.waiter().wait(protocol::Phase::kExperts, before,
-                       [&] { return pass.gemm2_complete(before); });
-  }
-  named_barrier<kWarpgroup>(1 + group);
-}
-
 template <ActivationKind kKind, bool kGated, typename P>
 __device__ __forceinline__ void math_role(const Pass<P>& pass) {
   clear_next_words(pass);
   if constexpr (!P::kAlone) pack_first_rows(pass);
   TaskReader reader(pass);
-  Signals signals(pass.block);
   StoredPart<kGated, P> stored(pass);
   RingPlace place;
   for (;;) {
     trace_math(pass, kFirstTaskRecord + reader.index() + 1, &TraceRecord::ready);
-    if (!reader.ready()) signals.send();
     const TaskDescriptor* const task = reader.await();
     // Told to be the same in all lanes, the compiler keeps the warp together; all of it in one
     // word.
@@ -249,7 +232,6 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
     const auto work = static_cast<Work>(head & 3);
     if (work != Work::kGemm1) stored.finish();
     if (work == Work::kStop) {
-      signals.send();
       report_stuck_ring(pass);
       return;
     }
@@ -257,15 +239,15 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
       trace_task(pass, TraceRole::kMath, kFirstTaskRecord + reader.index(), *task);
     }
     if (work == Work::kCombine) {
-      signals.send();
       combine_task(pass, task->tile, reader.index());
       __syncwarp();
       if (threadIdx.x % 32 == 0) reader.release();
     } else {
       const bool first = work == Work::kGemm1;
-      if (first) await_slot(pass, task->tile, signals, stored);
+      // For the slot of a tile that depends, perhaps, on what is put off.
+      if (P::kAlone && task->tile >= pass.layer.h_slots) stored.finish();
       gemm_task_of<kKind, kGated>(head >> 2 & 63, pass, *task, head >> 8, first, place, reader,
-                                  signals, stored);
+                                  stored);
     }
     trace_math(pass, kFirstTaskRecord + reader.index(), &TraceRecord::end);
     if (threadIdx.x == kWarpgroup) protocol::note_progress(*pass.waiter().heaps);

@@ -5,37 +5,6 @@
 
 namespace switchyard::gpu {
 
-// What a math warpgroup has stored but its first thread not yet told others. Telling means to wait
-// until all stores have reached the L2 cache, so it is put off until the next tile's products are
-// under way, but never beyond a wait: what is waited for may depend on it.
-template <typename P>
-class Signals {
- public:
-  __device__ explicit Signals(BlockStorage<P>& block) : block_(block) {}
-
-  // The warpgroup stores, and has stored once all of it is past barrier_id, its part of what `word`
-  // counts.
-  __device__ void put_off(std::uint32_t* word, std::uint32_t barrier_id) {
-    send();
-    named_barrier<kWarpgroup>(barrier_id);
-    if (fresh_thread_index<kWarpgroup>() == 0) mine() = word;
-    any_ = true;
-  }
-  __device__ void send() {
-    if (!any_) return;
-    any_ = false;
-    if (fresh_thread_index<kWarpgroup>() == 0) add_release_gpu(mine(), 1);
-  }
-
- private:
-  __device__ std::uint32_t*& mine() const {
-    return block_.unsignalled[fresh_thread_index<kThreads>() / kWarpgroup - 1];
-  }
-
-  BlockStorage<P>& block_;
-  bool any_ = false;
-};
-
 // What each math warpgroup has of a tile, beside all of the rest: a part of the weight rows, which
 // take the rows of the instruction; or tokens take them, and it has half of these, or one of the
 // task's two boxes of weights.
@@ -45,13 +14,8 @@ enum class Share { kWeightRows, kTokens, kBox };
 template <int N, Share kShare, typename P>
 class Multiplier {
  public:
-  __device__ Multiplier(const Pass<P>& pass, RingPlace& place, std::uint32_t group,
-                        Signals<P>& signals)
-      : pass_(pass),
-        ring_(pass.ring()),
-        place_(place),
-        group_(__reduce_max_sync(~0u, group)),
-        signals_(signals) {
+  __device__ Multiplier(const Pass<P>& pass, RingPlace& place, std::uint32_t group)
+      : pass_(pass), ring_(pass.ring()), place_(place), group_(__reduce_max_sync(~0u, group)) {
     // Of a pair, a lane tells each block that a stage is free.
     const std::uint32_t lane = fresh_thread_index<32>();
     speaks_ = lane <= pass.call.paired;
@@ -66,7 +30,6 @@ class Multiplier {
   // some threads may have left. A tile that was given up is finished with wrong numbers.
   __device__ __forceinline__ void await_stage(bool ready) const {
     if (__builtin_expect(!ready, 0)) {
-      signals_.send();
       wait_ring(pass_.waiter(), ring_.full_barrier(place_.stage), place_.parity);
     }
     // In small passes the tokens' copies are ordinary writes; the matrix unit reads through the
@@ -111,13 +74,12 @@ class Multiplier {
     for (float& sum : sums) cute::warpgroup_fence_operand(sum);
   }
   // The K loop, of at least one stage. body(more), with more to come or not, multiplies one; false
-  // if it has found out that the next is not there, which it need not do. After some stages the
-  // last tile's stores have arrived, and others are told; then, once, started() is called.
+  // if it has found out that the next is not there, which it need not do. started() is called after
+  // the first.
   template <typename Body, typename Started>
   __device__ __forceinline__ void repeat(std::uint32_t stages, Body&& body,
                                          Started&& started) const {
-    const std::uint32_t before_signals = untold<2>();
-    std::uint32_t pause = stages > before_signals ? stages - before_signals : 0;
+    std::uint32_t pause = stages - untold<1>();
     bool fresh = true;
     for (;;) {
       bool ready;
@@ -126,12 +88,9 @@ class Multiplier {
         --stages;
         ready = body(stages != 0);
       } while (ready && stages != pause);
-      signals_.send();
-      if (stages == pause) {
-        if (fresh) started();
-        fresh = false;
-        pause = 0;
-      }
+      if (fresh) started();
+      fresh = false;
+      pause = 0;
       if (stages == 0) break;
       if (!ready) await_stage(false);
     }
@@ -162,7 +121,6 @@ class Multiplier {
   const Ring<P> ring_;
   RingPlace& place_;
   std::uint32_t group_;
-  Signals<P>& signals_;
   bool speaks_;
   std::uint32_t empty_;
   std::uint32_t pending_ = 0;  // the barrier of a stage to be released
@@ -173,9 +131,9 @@ class Multiplier {
 template <int N, typename P, typename Started>
 __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t k_blocks,
                                               RingPlace& place, std::uint32_t group,
-                                              std::uint32_t box, Signals<P>& signals,
-                                              Started&& started, float (&acc)[N / 2]) {
-  Multiplier<N, Share::kWeightRows, P> stage(pass, place, group, signals);
+                                              std::uint32_t box, Started&& started,
+                                              float (&acc)[N / 2]) {
+  Multiplier<N, Share::kWeightRows, P> stage(pass, place, group);
   if constexpr (P::kScaled) {
     // Products of one stage, which are scaled and summed here while the other warpgroup's are under
     // way.
@@ -214,22 +172,17 @@ __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t
     stage.await_stage(stage.ready());
     stage.issue(stage.operands(), 0, acc, false);
     started();
-    if (k_blocks > 1) {
-      stage.repeat(
-          k_blocks - 1,
-          [&](bool) {
-            const std::uint32_t previous = place.stage;
-            stage.advance();
-            const bool ready = stage.ready();
-            const auto operands = stage.operands();
-            stage.await_stage(ready);
-            stage.issue(operands, 0, acc, true);
-            // All but the newest products are done, and with them the stage before.
-            cute::warpgroup_wait<1>();
-            stage.release(previous);
-            return true;
-          },
-          [] {});
+    SWITCHYARD_ROLLED
+    for (std::uint32_t left = k_blocks; --left != 0;) {
+      const std::uint32_t previous = place.stage;
+      stage.advance();
+      const bool ready = stage.ready();
+      const auto operands = stage.operands();
+      stage.await_stage(ready);
+      stage.issue(operands, 0, acc, true);
+      // All but the newest products are done, and with them the stage before.
+      cute::warpgroup_wait<1>();
+      stage.release(previous);
     }
     stage.await_products(acc);
     stage.release(place.stage);

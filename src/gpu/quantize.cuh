@@ -9,10 +9,10 @@
 
 namespace switchyard::gpu {
 
-// Of two pairs of bf16 numbers, the larger magnitude of each place; NaN if one is.
+// Of two pairs of bf16 numbers, the larger magnitude of each place, with some sign; NaN if one is.
 __device__ __forceinline__ std::uint32_t larger_magnitudes(std::uint32_t a, std::uint32_t b) {
   std::uint32_t larger;
-  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a & 0x7fff7fffu), "r"(b & 0x7fff7fffu));
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
   return larger;
 }
 __device__ __forceinline__ float low_half(std::uint32_t pair) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ uint4 quantize_together(const uint4& first, const uin
     most = larger_magnitudes(most, __shfl_xor_sync(~0u, most, lanes));
   }
   most = larger_magnitudes(most, most >> 16);
-  const GroupScale group = group_scale(low_half(most));
+  const GroupScale group = group_scale(fabsf(low_half(most)));
   scale = group.scale;
   return quantize(first, second, group.inverse);
 }

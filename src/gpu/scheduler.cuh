@@ -13,11 +13,6 @@ class TaskReader {
  public:
   __device__ TaskReader(const Pass<P>& pass) : pass_(pass) {}
 
-  // Whether next() will not wait.
-  __device__ bool ready() const {
-    return test_wait(shared_address(&pass_.block.task_full[count_ % kTaskSlots]),
-                     count_ / kTaskSlots % 2);
-  }
   // Waits for the next task; null if the pass was given up. It is there until one lane of the warp
   // has called release(), when all have read it.
   __device__ const TaskDescriptor* await() {
@@ -175,6 +170,14 @@ __device__ __forceinline__ void describe_first(const Pass<P>& pass) {
   if (threadIdx.x % 32 == 0) pass.block.tasks[0] = task;
 }
 
+// Tells other blocks that this one, or one of its math warpgroups, has stored its part of a tile:
+// see kTellers. By a thread that all the stores happened before.
+template <typename P>
+__device__ __forceinline__ void tell_stored(const Pass<P>& pass, const TaskDescriptor& task) {
+  add_release_gpu(
+      task.work == Work::kGemm1 ? pass.gemm1_done(task.tile) : pass.gemm2_done(task.tile), 1);
+}
+
 template <typename P>
 __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
   // The two blocks of a pair do each task together, the first taking the tickets; in small passes
@@ -182,8 +185,8 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
   const std::uint32_t paired = pass.call.paired, share = paired == 0 ? 0 : rank_in_pair();
   const bool speaks = threadIdx.x % 32 == 0;
   std::uint32_t heard = 0;  // parity of demands, or of tickets from the first block
-  RingPlace place;
-  std::uint32_t index = 0;  // of traces
+  std::uint32_t index = 0;  // of tasks handed out
+  std::uint32_t told = 0;   // of those finished, and told of
   const auto stamp = [&](TraceStamp which) {
     if (speaks) trace_stamp(pass, TraceRole::kScheduler, index, which);
   };
@@ -191,16 +194,34 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
   stamp(&TraceRecord::begin);
   // The task that is in the slot.
   const auto hand_out = [&] {
-    const TaskDescriptor& task = pass.block.tasks[place.stage];
+    const std::uint32_t slot = index % kTaskSlots;
+    const TaskDescriptor& task = pass.block.tasks[slot];
     if (speaks) {
-      arrive(shared_address(&pass.block.task_full[place.stage]));
+      arrive(shared_address(&pass.block.task_full[slot]));
       if (task.work != Work::kStop) trace_task(pass, TraceRole::kScheduler, index, task);
     }
     stamp(&TraceRecord::end);
-    place.advance(kTaskSlots);
+    if (task.work == Work::kStop) return false;
     ++index;
     stamp(&TraceRecord::ready);
-    return task.work != Work::kStop;
+    return true;
+  };
+  // Waits, and meanwhile tells of what is finished: what is waited for may depend on it.
+  const auto await = [&](auto&& ready) {
+    return wait_in_block(pass.waiter(), [&] {
+      const std::uint32_t slot = told % kTaskSlots;
+      if (__all_sync(~0u, test_wait(shared_address(&pass.block.task_empty[slot]),
+                                    told / kTaskSlots % 2))) {
+        const TaskDescriptor& task = pass.block.tasks[slot];
+        if (!P::kAlone && speaks && task.work != Work::kCombine) tell_stored(pass, task);
+        __syncwarp();
+        ++told;
+      }
+      if (__all_sync(~0u, ready())) return true;
+      // The math warps can do with the instructions.
+      if (!P::kAlone) __nanosleep(32);
+      return false;
+    });
   };
   if (!hand_out()) return;
   const protocol::Workload work = workload_of(pass);
@@ -210,26 +231,28 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
     if (rehearsal == 0) {
       if (share == 0) {
         // No sooner than need be: a ticket taken is a task that no other block can do.
-        if (!wait_ring(pass.waiter(), shared_address(&pass.block.demand), heard)) return;
+        if (!await([&] { return test_wait(shared_address(&pass.block.demand), heard); })) return;
         if (speaks) {
           ticket = (gridDim.x >> paired) + atomicAdd(pass.state().words.next_task(), 1u);
           if (paired != 0) send_ticket(pass.block, ticket);
         }
         ticket = __shfl_sync(~0u, ticket, 0);
       } else {
-        if (!wait_ring(pass.waiter(), shared_address(&pass.block.ticket_full), heard)) return;
+        if (!await([&] { return test_wait(shared_address(&pass.block.ticket_full), heard); })) {
+          return;
+        }
         ticket = load_ticket(pass.block);
       }
       heard ^= 1;
       stamp(&TraceRecord::begin);
     }
     const TaskDescriptor task = describe(pass, work, ticket, share);
-    const std::uint32_t slot_empty = shared_address(&pass.block.task_empty[place.stage]);
-    if (!wait_ring(pass.waiter(), slot_empty, place.parity ^ 1)) return;
-    if (speaks) pass.block.tasks[place.stage] = task;
+    if (!await([&] { return index - told < kTaskSlots; })) return;
+    if (speaks) pass.block.tasks[index % kTaskSlots] = task;
     __syncwarp();
-    if (rehearsal == 0 && !hand_out()) return;
+    if (rehearsal == 0 && !hand_out()) break;
   }
+  await([&] { return told == index; });
 }
 
 // One of the kDemandArrivals after which the block, or the pair, gets another task. By one thread.

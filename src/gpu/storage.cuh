@@ -52,6 +52,11 @@ template <typename P>
 inline constexpr std::uint32_t kScaleBytes =
     static_cast<std::uint32_t>(sizeof(float) * (kJoinedScales<P> ? kScaleSets * kMaxHeight<P>
                                                                  : kWeightScales + kMaxHeight<P>));
+// Who tells other blocks that the block has stored its part of a tile. To tell means to wait until
+// all of it has reached the L2 cache, 1 us: the scheduler does that while the math warps are at the
+// next tile. In small passes somebody waits for it, and each math warpgroup tells for itself.
+template <typename P>
+inline constexpr std::uint32_t kTellers = P::kAlone ? kMathGroups : 1;
 // The task in work, of which the math warps read again what they need, and those after it.
 inline constexpr std::uint32_t kTaskSlots = 4;
 // Where a math warpgroup turns its 64 rows of weights into rows of tokens: two buffers of so many.
@@ -240,7 +245,6 @@ struct BlockStorage {
   // weights, in the low words, or the addresses of their cells.
   alignas(16) std::uint64_t rows[kMathGroups][kMaxHeight<P>];
   QuantizedTile<P> quantized;
-  std::uint32_t* unsignalled[kMathGroups];  // see Signals
   PassState<P> pass;
 };
 template <typename P>
@@ -291,6 +295,10 @@ struct Pass {
   __device__ bool quantizes_late() const {
     return P::kAlone && P::kScaled && call.tokens <= kLateRows && layer.h_groups <= kLateStages;
   }
+  // The others: the last warpgroup that has stored a part of a group makes its codes, and tells.
+  __device__ bool quantizes_together() const {
+    return P::kAlone && P::kScaled && !quantizes_late();
+  }
   // In small passes, of a group of 128 columns of the tile's h: four bits of the word, which count
   // who has stored a part of it.
   __device__ std::uint32_t* parts_stored(std::uint32_t tile, std::uint32_t group) const {
@@ -302,15 +310,18 @@ struct Pass {
   __device__ std::uint32_t tasks(std::uint32_t rows) const {
     return (rows + (1u << state().log2_rows) - 1) >> state().log2_rows;
   }
-  // Every math warpgroup counts for itself.
   __device__ bool gemm1_complete(std::uint32_t tile) const {
     return load_acquire_gpu(gemm1_done(tile)) >=
-           (kMathGroups * tasks(ffn(is_shared(tile)).gemm1_rows)) << call.paired;
+           (kTellers<P> * tasks(ffn(is_shared(tile)).gemm1_rows)) << call.paired;
   }
   __device__ bool gemm2_complete(std::uint32_t tile) const {
     return load_acquire_gpu(gemm2_done(tile)) >=
-           (kMathGroups * tasks(ffn(is_shared(tile)).gemm2_rows))
+           (kTellers<P> * tasks(ffn(is_shared(tile)).gemm2_rows))
                << call.paired << state().log2_splits;
+  }
+  // Whether the tile's h may be written: that of the tile that had its slot is no longer needed.
+  __device__ bool h_slot_free(std::uint32_t tile) const {
+    return tile < layer.h_slots || gemm2_complete(tile - layer.h_slots);
   }
   // Several ranks, or one that has all experts.
   __device__ bool distributed() const { return !P::kAlone && layer.heaps.size() > 1; }

@@ -215,17 +215,17 @@ struct RingPlace {
   }
 };
 
-// Waits for the phase of that parity; false if the pass was given up. Within a block, and in loops
-// whose registers all hold accumulators, so it does not do all that protocol::wait_until does: it
+// Waits until ready() holds; false if the pass was given up. Within a block, and in loops whose
+// registers all hold accumulators, so it does not do all that protocol::wait_until does: it
 // listens to the block's word in place of the world's, and past the deadline it only raises that
 // word. The block's last role to leave reports for it. It waits longer than waits between blocks,
 // of which its own is a consequence.
-__device__ __forceinline__ bool wait_ring(const Waiter& waiter, std::uint32_t barrier,
-                                          std::uint32_t parity) {
+template <typename Ready>
+__device__ __forceinline__ bool wait_in_block(const Waiter& waiter, Ready&& ready) {
   constexpr std::uint32_t kLooksPerClockRead = 64;
   std::uint64_t start = 0;
   SWITCHYARD_ROLLED
-  for (std::uint32_t looks = 1; !try_wait(barrier, parity); ++looks) {
+  for (std::uint32_t looks = 1; !ready(); ++looks) {
     if (looks % kLooksPerClockRead != 0) continue;
     if (*waiter.going != Going::kOn) return false;
     const std::uint64_t now = DevicePace().now();
@@ -235,6 +235,11 @@ __device__ __forceinline__ bool wait_ring(const Waiter& waiter, std::uint32_t ba
     return false;
   }
   return true;
+}
+// For the phase of that parity.
+__device__ __forceinline__ bool wait_ring(const Waiter& waiter, std::uint32_t barrier,
+                                          std::uint32_t parity) {
+  return wait_in_block(waiter, [&] { return try_wait(barrier, parity); });
 }
 
 // threadIdx.x % kModulus, asked of the hardware anew. What is computed from threadIdx.x itself the

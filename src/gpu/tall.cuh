@@ -39,11 +39,10 @@ __device__ __forceinline__ std::uint32_t tall_box(int i, std::uint32_t group) {
 template <int kBoxes, typename P, typename Started>
 __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t k_blocks,
                                               RingPlace& place, std::uint32_t group, bool meet,
-                                              Signals<P>& signals, Started&& started,
-                                              TallSums<kBoxes>& acc) {
+                                              Started&& started, TallSums<kBoxes>& acc) {
   constexpr int N = kTallColumns;
   constexpr std::uint32_t kSetBytes = kMaxHeight<P> * sizeof(float);
-  Multiplier<N, kBoxes == 2 ? Share::kTokens : Share::kBox, P> stage(pass, place, group, signals);
+  Multiplier<N, kBoxes == 2 ? Share::kTokens : Share::kBox, P> stage(pass, place, group);
   const Ring<P> ring = pass.ring();
   float part[N / 2];
 #pragma unroll
@@ -110,6 +109,7 @@ __device__ __forceinline__ void finish_tall_products(const Pass<P>& pass,
                                                      std::uint32_t group, TallSums<kBoxes>& acc) {
   const LayerParams& layer = pass.layer;
   const FfnParams& ffn = pass.ffn(task.shared != 0);
+  if (!ffn.more_of_first) return;
   if (layer.weight_on_input && task.shared == 0) {
     fetch_weights(pass, task, group);
     float weights[2];
@@ -188,7 +188,7 @@ struct TallStaging {
 template <int kBoxes, int kOctets, typename P>
 __device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const TaskDescriptor& task,
                                                  std::uint32_t group, std::uint32_t column0,
-                                                 const std::uint32_t (&values)[kOctets][2]) {
+                                                 std::uint32_t (&values)[kOctets][2]) {
   constexpr bool kHalf = kOctets * 8 != kQuantGroup;
   constexpr std::uint32_t kVectors = kOctets / 2;  // of a token's codes
   constexpr std::uint32_t kBothGroups = 3;         // a named barrier
@@ -200,12 +200,16 @@ __device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const Task
   float most[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    std::uint32_t pair = 0;
+    // In two rows, of which neither waits for the other.
+    std::uint32_t pairs[2] = {values[0][r], values[1][r]};
 #pragma unroll
-    for (int n = 0; n < kOctets; ++n) pair = larger_magnitudes(pair, values[n][r]);
+    for (int n = 2; n < kOctets; ++n) {
+      pairs[n % 2] = larger_magnitudes(pairs[n % 2], values[n][r]);
+    }
+    std::uint32_t pair = larger_magnitudes(pairs[0], pairs[1]);
     pair = larger_magnitudes(pair, __shfl_xor_sync(~0u, pair, 1));
     pair = larger_magnitudes(pair, __shfl_xor_sync(~0u, pair, 2));
-    most[r] = low_half(larger_magnitudes(pair, pair >> 16));
+    most[r] = fabsf(low_half(larger_magnitudes(pair, pair >> 16)));
   }
   if constexpr (kHalf) {
     // The other half is the other warpgroup's.
@@ -218,10 +222,10 @@ __device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const Task
     // Only then may the next tile's be written.
     named_barrier<kMathGroups * kWarpgroup>(kBothGroups);
   }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const GroupScale scale = group_scale(most[r]);
-    const std::uint32_t row = fresh_thread_index<32>() / 4 + 8 * r;
+  // The second token's values take the place of the first's: half of the code.
+#pragma unroll 1
+  for (std::uint32_t left = untold<2>(), row = fresh_thread_index<32>() / 4;;) {
+    const GroupScale scale = group_scale(most[0]);
     if (t == 0 && row0 + row < task.rows && column0 < intermediate && (!kHalf || group == 0)) {
       layer.h_scales[(std::size_t{slot} * layer.h_groups + column0 / kQuantGroup) * kMaxHeight<P> +
                      row0 + row] = scale.scale;
@@ -230,13 +234,18 @@ __device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const Task
     for (int p = 0; p < static_cast<int>(kVectors); ++p) {
       // Columns 2 t and 2 t + 1, and the same plus 8, of 16. Four lanes exchange them: four
       // neighbouring columns for each.
-      const std::uint32_t codes = quantize(values[2 * p][r], values[2 * p + 1][r], scale.inverse);
+      const std::uint32_t codes = quantize(values[2 * p][0], values[2 * p + 1][0], scale.inverse);
       const std::uint32_t from = fresh_thread_index<32>() / 4 * 4 + t % 2 * 2;
       const std::uint32_t low = __shfl_sync(~0u, codes, from);
       const std::uint32_t high = __shfl_sync(~0u, codes, from + 1);
       store_shared_word(staging.place(row, p) + 4 * t,
                         __byte_perm(low, high, t < 2 ? 0x5410 : 0x7632));
     }
+    if (--left == 0) break;
+    row += 8;
+    most[0] = most[1];
+#pragma unroll
+    for (auto& of_both : values) of_both[0] = of_both[1];
   }
   const std::size_t to = std::size_t{slot} * kMaxHeight<P> * layer.h_stride + column0;
   staging.drain(
@@ -303,29 +312,39 @@ __device__ __forceinline__ void finish_tall_gemm2(const Pass<P>& pass, const Tas
                     16, op);
     }
   };
-  for_columns(ffn.down_scale, [](float v, float scale) { return v * scale; });
-  for_columns(ffn.down_bias, [](float v, float bias) { return v + bias; });
+  if (ffn.more_of_second) {
+    for_columns(ffn.down_scale, [](float v, float scale) { return v * scale; });
+    for_columns(ffn.down_bias, [](float v, float bias) { return v + bias; });
+  }
   const TallStaging staging(pass, group);
-  // 64 columns at a time.
+  // 64 columns at a time; the second box's sums take the place of the first's, which costs less
+  // than to fetch the same code again.
+  std::uint32_t column = column0;
+#pragma unroll 1
+  for (std::uint32_t left = untold<kBoxes>();;) {
 #pragma unroll
-  for (int part = 0; part < 2 * kBoxes; ++part) {
-    const float* const sums = acc[part / 2] + part % 2 * 32;
+    for (int part = 0; part < 2; ++part) {
+      const float* const sums = acc[0] + part * 32;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float* const four = sums + 8 * j;
-      const std::uint32_t lane = fresh_thread_index<32>();
-      store_matrices<false>(staging.place(lane % 16, 2 * j + lane / 16),
-                            pack_bf16(four[0], four[1]), pack_bf16(four[2], four[3]),
-                            pack_bf16(four[4], four[5]), pack_bf16(four[6], four[7]));
+      for (int j = 0; j < 4; ++j) {
+        const float* const four = sums + 8 * j;
+        const std::uint32_t lane = fresh_thread_index<32>();
+        store_matrices<false>(staging.place(lane % 16, 2 * j + lane / 16),
+                              pack_bf16(four[0], four[1]), pack_bf16(four[2], four[3]),
+                              pack_bf16(four[4], four[5]), pack_bf16(four[6], four[7]));
+      }
+      staging.drain(
+          [&](std::uint32_t token, std::uint32_t vector) {
+            return row0 + token < task.rows && column + 8 * vector < hidden;
+          },
+          [&](std::uint32_t token, std::uint32_t vector) {
+            return placed_cell(pass, group, row0 + token) + column + 8 * vector;
+          });
+      column += 64;
     }
-    const std::uint32_t column = column0 + 64 * part;
-    staging.drain(
-        [&](std::uint32_t token, std::uint32_t vector) {
-          return row0 + token < task.rows && column + 8 * vector < hidden;
-        },
-        [&](std::uint32_t token, std::uint32_t vector) {
-          return placed_cell(pass, group, row0 + token) + column + 8 * vector;
-        });
+    if (--left == 0) break;
+#pragma unroll
+    for (int i = 0; i < kTallColumns / 2; ++i) acc[0][i] = acc[kBoxes - 1][i];
   }
 }
 
