@@ -127,12 +127,12 @@ __device__ __forceinline__ void list_own_slots(const LayerParams& layer, BlockSt
   }
 }
 
-// Where each slot is in its expert's list, once the experts' rows have places.
+// Where each slot is in its expert's list, once the experts' rows have places. By one warp.
 template <typename P>
 __device__ __forceinline__ void fill_own_lists(const LayerParams& layer, BlockStorage<P>& block,
                                                std::uint32_t slots) {
   const std::uint32_t first = block.row_begin[0];  // after the shared expert's rows
-  for (std::uint32_t s = threadIdx.x; s < slots; s += kThreads) {
+  for (std::uint32_t s = threadIdx.x % 32; s < slots; s += 32) {
     const std::int32_t id = block.own.ids[s];
     if (id < 0) continue;
     block.own.lists[block.row_begin[id] - first + block.own.positions[s]] =
@@ -221,7 +221,22 @@ __device__ __forceinline__ void fill_together(std::uint32_t* words, int count,
   __syncwarp();
 }
 
-// From activations to what every role needs to know. False if the pass was given up.
+template <typename P>
+__device__ __forceinline__ void store_stats(const Pass<P>& pass) {
+  if (blockIdx.x != 0) return;
+  for (int e = threadIdx.x; e < pass.layer.num_experts; e += kThreads) {
+    pass.layer.stats[e] = pass.block.expert_rows[e];
+  }
+}
+
+// The gate and lists used the ring's memory; behind the next barrier it belongs to the async proxy,
+// too.
+__device__ __forceinline__ void release_ring() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// From activations to what every role needs to know. In small passes all but the scheduler's warp
+// leave before it knows that, and hear of it with their first task. False if the pass was given up.
 template <typename P>
 __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
   const LayerParams& layer = pass.layer;
@@ -280,13 +295,21 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
       if constexpr (alone) {
         auto* const scratch = reinterpret_cast<std::uint8_t*>(block.ring);
         list_own_slots(layer, block, end * layer.top_k, scratch);
+        release_ring();
       } else {
         list_shared_slots(layer, block, pass.state().words, begin, end);
         trace_turn(pass, kRouteRecord, TraceKind::kRoute, kCountsRecord);
         if (!count_all_rows(pass)) return false;
       }
       __syncthreads();
-      if (!alone) trace_turn(pass, kCountsRecord, TraceKind::kCounts, kPlanRecord);
+      store_stats(pass);
+      if constexpr (alone) {
+        trace_turn(pass, kRouteRecord, TraceKind::kRoute, kTraceRecords);
+        // The rest is one warp's; the others are on their way to what they wait for next.
+        if (warp != kSchedulerWarp) return true;
+      } else {
+        trace_turn(pass, kCountsRecord, TraceKind::kCounts, kPlanRecord);
+      }
     }
     if (warp == kSchedulerWarp) {
       const bool has_shared = layer.cells_per_token > layer.top_k;
@@ -305,12 +328,12 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
     if constexpr (!alone) {
       if (warp == kPackWarp && !rehearsal && pass.distributed()) place_sends(pass);
     }
-    if (!rehearsal) {
-      __syncthreads();
-      if (alone) fill_own_lists(layer, block, end * layer.top_k);
+    if constexpr (!alone) {
+      if (!rehearsal) __syncthreads();
     }
     if (warp == kSchedulerWarp) {
       __syncwarp();
+      if (alone && !rehearsal) fill_own_lists(layer, block, end * layer.top_k);
       describe_first(pass);
       if (rehearsal) fill_together(block.expert_rows, layer.num_experts, 0);
     }
@@ -326,13 +349,11 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
       }
     }
   }
-  if (blockIdx.x == 0) {
-    for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) {
-      layer.stats[e] = block.expert_rows[e];
-    }
+  if constexpr (!alone) {
+    trace_turn(pass, kPlanRecord, TraceKind::kPlan, kTraceRecords);
+    release_ring();
+    __syncthreads();
   }
-  trace_turn(pass, alone ? kRouteRecord : kPlanRecord, alone ? TraceKind::kRoute : TraceKind::kPlan,
-             kTraceRecords);
   return true;
 }
 
@@ -396,9 +417,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const Pass<P> pass{layer, call, block};
   bool going = plan_pass(pass);
-  // The gate used the ring's memory; from here on it belongs to the async proxy too.
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  __syncthreads();
   if (call.paired != 0) {
     // From here on the blocks of a pair write into each other's memory; both, or neither.
     if (!going) give_up_pair(pass);

@@ -76,11 +76,11 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
   constexpr std::uint64_t kEvictFirst = 0x12f0000000000000, kEvictLast = 0x14f0000000000000;
   constexpr int kStageColumns = kStageRowBytes / P::kElementBytes;
   constexpr std::uint32_t kWeightScaleBytes = kWeightScales * sizeof(float);
-  const Ring<P> ring = pass.ring();
   constexpr int boxes = P::kHalves;
   TaskReader reader(pass);
   RingPlace place;
   for (TaskDescriptor task; reader.template next_gemm<TraceRole::kWeights, false>(task);) {
+    const Ring<P> ring = pass.ring();
     const bool first = task.work == Work::kGemm1;
     const FfnParams& ffn = pass.ffn(task.shared != 0);
     const bool halves = first && kGated && boxes != 1;
@@ -376,28 +376,36 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
   const std::uint32_t thread = threadIdx.x - 32 * kTokensWarp;
   const std::uint32_t my_row = thread / 8, my_chunk = thread % 8;
   const std::uint32_t my_place = swizzled_place(my_row, my_chunk);
-  const Ring<P> ring = pass.ring();
   TaskReader reader(pass);
   RingPlace place;
   const auto stamp = [&](std::uint32_t index, TraceStamp which) {
     if (thread == 0) trace_stamp(pass, TraceRole::kTokens, index, which);
   };
-  for (;;) {
-    if (P::kTraced && reader.index() != ~0u) stamp(reader.index(), &TraceRecord::end);
-    stamp(reader.index() + 1, &TraceRecord::ready);
-    const TaskDescriptor task = reader.next();
-    __syncwarp();
-    if (thread % 32 == 0) reader.release();
-    if (task.work == Work::kStop) return;
-    if (task.work == Work::kCombine) continue;
-    if (thread == 0) trace_task(pass, TraceRole::kTokens, reader.index(), task);
+  // The first time around is a rehearsal, on a tile without rows, while the first task is
+  // described. Code that is fetched when weights have begun to stream comes behind them,
+  // microseconds later.
+  for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
+    TaskDescriptor task{};
+    task.k_blocks = 1;
+    if (rehearsal == 0) {
+      if (P::kTraced && reader.index() != ~0u) stamp(reader.index(), &TraceRecord::end);
+      stamp(reader.index() + 1, &TraceRecord::ready);
+      task = reader.next();
+      __syncwarp();
+      if (thread % 32 == 0) reader.release();
+      if (task.work == Work::kStop) return;
+      if (task.work == Work::kCombine) continue;
+      if (thread == 0) trace_task(pass, TraceRole::kTokens, reader.index(), task);
+    }
     // Given up or not, the block goes on: its other roles wait for these stages.
     pass.waiter().wait(protocol::Phase::kExperts, task.tile, [&] {
       return task.work == Work::kGemm1 ? pass.h_slot_free(task.tile)
                                        : pass.gemm1_complete(task.tile);
     });
-    if (thread == 0) demand(pass);
-    stamp(reader.index(), &TraceRecord::begin);
+    if (thread == 0 && rehearsal == 0) {
+      demand(pass);
+      stamp(reader.index(), &TraceRecord::begin);
+    }
     if (task.work == Work::kGemm2) {
       if constexpr (P::kScaled) {
         if (pass.quantizes_late()) {
@@ -409,6 +417,7 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
       if (!load_tile(pass, task, place, thread)) return;
       continue;
     }
+    const Ring<P> ring = pass.ring();
     const std::byte* from = pass.state().rows;
     const auto stride = static_cast<std::uint32_t>(pass.state().row_bytes / 16);
     const auto offset_of = [&](std::uint32_t row) {  // of this thread's chunk, in 16 bytes
@@ -446,12 +455,14 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
       if (P::kScaled && scale != nullptr) {
         copy_word_async(ring.token_scales(place.stage) + 4 * thread, scale++);
       }
-      arrive_after_copies(ring.full_barrier(place.stage));
+      // (Nobody waits for tickets in a small pass.)
+      arrive_after_copies(rehearsal == 0 ? ring.full_barrier(place.stage)
+                                         : shared_address(&pass.block.ticket_full));
       place.advance(ring.stages);
       from += kStageRowBytes;
     };
     const auto depth = static_cast<std::uint32_t>(pass.layer.hidden * P::kElementBytes);
-    const std::uint32_t whole_blocks = depth / kStageRowBytes;
+    const std::uint32_t whole_blocks = rehearsal == 0 ? depth / kStageRowBytes : 1;
     for (std::uint32_t kb = 0; kb < whole_blocks; ++kb) {
       if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
       copy_rows([](std::uint32_t to, const std::byte* source) { copy_async(to, source); });
@@ -462,6 +473,7 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
       copy_rows(
           [inside](std::uint32_t to, const std::byte* source) { copy_async(to, source, inside); });
     }
+    if (rehearsal != 0) place = {};
   }
 }
 
