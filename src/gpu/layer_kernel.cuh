@@ -31,7 +31,8 @@
 //   demand       weights, a few stages before the end of a GEMM, and tokens or     scheduler
 //                gather, when its rows are there; or twice math, when what a
 //                combine task needs is there; of both blocks of a pair
-//   ticket_full  scheduler of the pair's first block                             its second's
+//   ticket_full  scheduler of the pair's first block; in small passes, which     its second's
+//                have no pairs, each thread that rehearses to gather
 //   task_empty   1 weights, 1 tokens or 2 gather, having read it, and 8 math     scheduler: tells
 //                warps, having stored the tile                                   of it (large
 //                passes)
@@ -60,8 +61,9 @@ namespace switchyard::gpu {
 
 static_assert(kFullArrivals == 1 + 1 && kFullArrivalsAlone == 1 + 64 && kEmptyArrivals == 8 &&
                   kTaskFullArrivals == 1 && kDemandArrivals == 1 + 1 && kTicketArrivals == 1 &&
-                  kTaskEmptyArrivals == 1 + 1 + 8 && kTaskEmptyArrivalsAlone == 1 + 2 + 8 &&
-                  kTellers<BF16Policy> == 1 && kTellers<SmallPass<BF16Policy>> == 2,
+                  kTicketArrivalsAlone == 64 && kTaskEmptyArrivals == 1 + 1 + 8 &&
+                  kTaskEmptyArrivalsAlone == 1 + 2 + 8 && kTellers<BF16Policy> == 1 &&
+                  kTellers<SmallPass<BF16Policy>> == 2,
               "the table above");
 
 __device__ __forceinline__ bool converts(const CallParams& call) {
@@ -384,7 +386,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                    P::kAlone ? kTaskEmptyArrivalsAlone : kTaskEmptyArrivals);
     }
     init_barrier(shared_address(&block.demand), kDemandArrivals << call.paired);
-    init_barrier(shared_address(&block.ticket_full), kTicketArrivals);
+    init_barrier(shared_address(&block.ticket_full),
+                 P::kAlone ? kTicketArrivalsAlone : kTicketArrivals);
     auto& state = block.pass;
     state.first_sends = state.send_lead = 0;
     state.going = Going::kOn;

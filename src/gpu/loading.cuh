@@ -455,7 +455,7 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
       if (P::kScaled && scale != nullptr) {
         copy_word_async(ring.token_scales(place.stage) + 4 * thread, scale++);
       }
-      // (Nobody waits for tickets in a small pass.)
+      // (Nobody waits for tickets in a small pass: see kTicketArrivalsAlone.)
       arrive_after_copies(rehearsal == 0 ? ring.full_barrier(place.stage)
                                          : shared_address(&pass.block.ticket_full));
       place.advance(ring.stages);

@@ -67,9 +67,10 @@ inline constexpr int kStagingBytes = 2 * kStagedTokens * kSwizzleRowBytes;
 inline constexpr int kFullArrivals = 1 + 1;                    // weights and tokens, with bytes
 inline constexpr int kFullArrivalsAlone = 1 + kGatherThreads;  // weights with bytes; each thread
 inline constexpr int kEmptyArrivals = kMathWarps;  // of each block that loads into the stage
-inline constexpr int kDemandArrivals = 2;    // weights and tokens, or math; of each block of a pair
-inline constexpr int kTicketArrivals = 1;    // the scheduler of the other block
-inline constexpr int kTaskFullArrivals = 1;  // the scheduler
+inline constexpr int kDemandArrivals = 2;  // weights and tokens, or math; of each block of a pair
+inline constexpr int kTicketArrivals = 1;  // the scheduler of the other block
+inline constexpr int kTicketArrivalsAlone = kGatherThreads;    // once, in gather's rehearsal
+inline constexpr int kTaskFullArrivals = 1;                    // the scheduler
 inline constexpr int kTaskEmptyArrivals = 1 + 1 + kMathWarps;  // weights, tokens, math: by warp
 inline constexpr int kTaskEmptyArrivalsAlone = 1 + kGatherWarps + kMathWarps;
 
