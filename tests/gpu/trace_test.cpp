@@ -199,7 +199,7 @@ TEST_F(TraceTest, RowsArePackedAfterTheyAreSent) {
 TEST_F(TraceTest, AStragglerCostsOnlyWhatItIsLate) {
   if (gpu::device_count() < 2) GTEST_SKIP() << "needs two GPUs: ranks on one delay each other";
   constexpr int kRanks = 2, kTokens = 1024;
-  constexpr std::chrono::microseconds kLate{2000};
+  constexpr std::chrono::microseconds kLate{400};
   LayerSpec spec = traced_spec(32, false);
   spec.hidden = spec.intermediate = 2048;
   const MoeWeights w = generate_weights(spec, DType::kBF16, 3, {});
@@ -216,6 +216,9 @@ TEST_F(TraceTest, AStragglerCostsOnlyWhatItIsLate) {
     rank.forward(share);
     for (auto& repeat : traces) {
       for (const bool late : {false, true}) {
+        // Behind another pass: GPUs or links that have been idle for milliseconds, as while traces
+        // are read, take 0.2 ms longer, and so might one of the two.
+        rank.forward(share);
         rank.world().barrier();
         const auto start = std::chrono::steady_clock::now() +
                            (late && world.rank() == 1 ? kLate : std::chrono::microseconds(0));
@@ -241,7 +244,7 @@ TEST_F(TraceTest, AStragglerCostsOnlyWhatItIsLate) {
       const std::int64_t started = std::max(begin_of(ranks[0]), begin_of(ranks[1]));
       (late ? behind : prompt).push_back(end_of(ranks[0]) - started);
       if (late) {
-        EXPECT_GT(begin_of(ranks[1]) - begin_of(ranks[0]), 1'000'000);
+        EXPECT_GT(begin_of(ranks[1]) - begin_of(ranks[0]), 200'000);
       }
     }
   }
