@@ -14,7 +14,7 @@ class TaskReader {
   __device__ TaskReader(const Pass<P>& pass) : pass_(pass) {}
 
   // Waits for the next task; null if the pass was given up. It is there until one lane of the warp
-  // has called release(), when all have read it.
+  // has called release(), when all have read it; or, of the math warps, have stored their tile.
   __device__ const TaskDescriptor* await() {
     const std::uint32_t slot = count_ % kTaskSlots, parity = count_ / kTaskSlots % 2;
     ++count_;
@@ -218,7 +218,7 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
         ++told;
       }
       if (__all_sync(~0u, ready())) return true;
-      // The math warps can do with the instructions.
+      // Who asks all the time takes turns at the instruction units from the math warps.
       if (!P::kAlone) __nanosleep(32);
       return false;
     });

@@ -184,7 +184,8 @@ struct TallStaging {
 };
 
 // A group of 128 columns of h, or the warpgroup's half of it, from bf16 to codes and scales.
-// values[n][r]: columns 8 n + 2 t and the next of the lane's first and second token, from column0.
+// values[n][r]: columns 8 n + 2 t and the next of the lane's first and second token, from column0;
+// overwritten.
 template <int kBoxes, int kOctets, typename P>
 __device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const TaskDescriptor& task,
                                                  std::uint32_t group, std::uint32_t column0,
