@@ -220,9 +220,6 @@ class StoredPart {
  private:
   static constexpr std::uint32_t kBlocks = kGated ? 2 : 1;  // that make a group
   __device__ std::uint32_t shift() const { return 4 * (group_ % PassWords::kGroupsOfWord); }
-  __device__ static std::uint32_t math_group() {
-    return fresh_thread_index<kThreads>() / kWarpgroup - 1;
-  }
   __device__ void quantize(std::uint32_t intermediate, std::uint32_t thread) const {
     constexpr std::uint32_t kRows = kWarpgroup / kGroupLanes;
     const LayerParams& layer = pass_.layer;

@@ -329,8 +329,6 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
     }
     if constexpr (!alone) {
       if (warp == kPackWarp && !rehearsal && pass.distributed()) place_sends(pass);
-    }
-    if constexpr (!alone) {
       if (!rehearsal) __syncthreads();
     }
     if (warp == kSchedulerWarp) {

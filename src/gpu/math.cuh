@@ -16,40 +16,38 @@ __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescrip
                                           std::uint32_t k_blocks, bool first, RingPlace& place,
                                           const TaskReader<P>& reader,
                                           StoredPart<kGated, P>& stored) {
-  // (Asked anew wherever it is needed: the sums leave no register to keep it in.)
-  const auto group = [] { return fresh_thread_index<kThreads>() / kWarpgroup - 1; };
   const bool needs_entries = !first || pass.layer.weight_on_input;
   // Not before the tile's tokens have come: entries from other ranks come with them.
   const auto started = [&] {
     trace_math(pass, kFirstTaskRecord + reader.index(), &TraceRecord::begin);
-    if (needs_entries) fetch_entries(pass, task, group());
+    if (needs_entries) fetch_entries(pass, task, math_group());
     stored.finish();
   };
   if constexpr (kBoxes != 0) {
     TallSums<kBoxes> acc;
-    multiply_tall<kBoxes>(pass, k_blocks, place, group(), kGated && first, started, acc);
+    multiply_tall<kBoxes>(pass, k_blocks, place, math_group(), kGated && first, started, acc);
     trace_math(pass, kFirstTaskRecord + reader.index(), &TraceRecord::products);
     if (needs_entries) await_entries();
     if (first) {
-      finish_tall_gemm1<kBoxes, kKind, kGated>(pass, task, group(), acc);
+      finish_tall_gemm1<kBoxes, kKind, kGated>(pass, task, math_group(), acc);
     } else {
-      place_cells(pass, task, group());
-      finish_tall_gemm2<kBoxes>(pass, task, group(), acc);
+      place_cells(pass, task, math_group());
+      finish_tall_gemm2<kBoxes>(pass, task, math_group(), acc);
     }
   } else {
     float acc[N / 2];
-    multiply_tile<N>(pass, k_blocks, place, group(), task.block % 2, started, acc);
+    multiply_tile<N>(pass, k_blocks, place, math_group(), task.block % 2, started, acc);
     trace_math(pass, kFirstTaskRecord + reader.index(), &TraceRecord::products);
     if (needs_entries) await_entries();
     if (first) {
-      finish_gemm1<N, kKind, kGated>(pass, task, group(), acc);
+      finish_gemm1<N, kKind, kGated>(pass, task, math_group(), acc);
     } else {
-      place_cells(pass, task, group());
-      finish_gemm2<N>(pass, task, group(), acc);
+      place_cells(pass, task, math_group());
+      finish_gemm2<N>(pass, task, math_group(), acc);
     }
   }
   // Now all of the warpgroup has stored. What the tile had of the block's memory the next may have.
-  named_barrier<kWarpgroup>(1 + group());
+  named_barrier<kWarpgroup>(1 + math_group());
   if (pass.quantizes_together() && first) {
     stored.put_off(task);
   } else if (P::kAlone && fresh_thread_index<kWarpgroup>() == 0) {

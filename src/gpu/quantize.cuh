@@ -18,6 +18,10 @@ __device__ __forceinline__ std::uint32_t larger_magnitudes(std::uint32_t a, std:
 __device__ __forceinline__ float low_half(std::uint32_t pair) {
   return __uint_as_float(pair << 16);
 }
+// Of both places.
+__device__ __forceinline__ float largest_magnitude(std::uint32_t pair) {
+  return fabsf(low_half(larger_magnitudes(pair, pair >> 16)));
+}
 __device__ __forceinline__ float high_half(std::uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
@@ -52,8 +56,7 @@ __device__ __forceinline__ uint4 quantize_together(const uint4& first, const uin
   for (std::uint32_t lanes = 1; lanes < kGroupLanes; lanes *= 2) {
     most = larger_magnitudes(most, __shfl_xor_sync(~0u, most, lanes));
   }
-  most = larger_magnitudes(most, most >> 16);
-  const GroupScale group = group_scale(fabsf(low_half(most)));
+  const GroupScale group = group_scale(largest_magnitude(most));
   scale = group.scale;
   return quantize(first, second, group.inverse);
 }

@@ -255,6 +255,12 @@ constexpr bool fit = ((kSharedBytes<P> <= std::size_t{227} * 1024) && ...);
 static_assert(fit<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>>,
               "the block's shared memory is full");
 
+// Which math warpgroup the thread is in, asked anew wherever it is needed: the sums leave no
+// register to keep it in.
+__device__ __forceinline__ std::uint32_t math_group() {
+  return fresh_thread_index<kThreads>() / kWarpgroup - 1;
+}
+
 // Barriers of all blocks, in the order in which a pass comes to them.
 enum GridBarrier : std::uint32_t { kConverted, kLogitsReady, kListsReady };
 

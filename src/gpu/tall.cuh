@@ -210,7 +210,7 @@ __device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const Task
     std::uint32_t pair = larger_magnitudes(pairs[0], pairs[1]);
     pair = larger_magnitudes(pair, __shfl_xor_sync(~0u, pair, 1));
     pair = larger_magnitudes(pair, __shfl_xor_sync(~0u, pair, 2));
-    most[r] = fabsf(low_half(larger_magnitudes(pair, pair >> 16)));
+    most[r] = largest_magnitude(pair);
   }
   if constexpr (kHalf) {
     // The other half is the other warpgroup's.

@@ -199,7 +199,7 @@ TEST_F(TraceTest, RowsArePackedAfterTheyAreSent) {
 TEST_F(TraceTest, AStragglerCostsOnlyWhatItIsLate) {
   if (gpu::device_count() < 2) GTEST_SKIP() << "needs two GPUs: ranks on one delay each other";
   constexpr int kRanks = 2, kTokens = 1024;
-  constexpr std::chrono::microseconds kLate{400};
+  constexpr std::chrono::microseconds kLate{2000};
   LayerSpec spec = traced_spec(32, false);
   spec.hidden = spec.intermediate = 2048;
   const MoeWeights w = generate_weights(spec, DType::kBF16, 3, {});
@@ -244,7 +244,7 @@ TEST_F(TraceTest, AStragglerCostsOnlyWhatItIsLate) {
       const std::int64_t started = std::max(begin_of(ranks[0]), begin_of(ranks[1]));
       (late ? behind : prompt).push_back(end_of(ranks[0]) - started);
       if (late) {
-        EXPECT_GT(begin_of(ranks[1]) - begin_of(ranks[0]), 200'000);
+        EXPECT_GT(begin_of(ranks[1]) - begin_of(ranks[0]), 1'000'000);
       }
     }
   }
