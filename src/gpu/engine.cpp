@@ -331,9 +331,11 @@ void Engine::lay_out_workspace() {
   params_.h_stride = static_cast<std::uint32_t>(
       std::max(params_.routed.intermediate, params_.shared.intermediate));
 
-  const std::size_t gate_tokens = protocol::ceil_div<std::size_t>(tokens, 32);
-  const std::size_t gate_units = std::max<std::size_t>(
-      kNominalBlocks, gate_tokens * static_cast<std::size_t>(params_.gate_columns) / 32);
+  // Of kNominalBlocks slices of tiles at most, or of one slice; see gate.cuh.
+  const std::size_t logits_columns = static_cast<std::size_t>(params_.gate_columns);
+  const std::size_t logits_tokens = std::max(
+      tokens,
+      std::min<std::size_t>(tokens * kMaxGateSlices, std::size_t{kNominalBlocks} * kGateBoxRows));
   const auto groups = [&](std::int64_t columns) {
     return policy().scaled
                ? static_cast<std::uint32_t>(protocol::ceil_div<std::int64_t>(columns, kQuantGroup))
@@ -353,7 +355,7 @@ void Engine::lay_out_workspace() {
   const std::size_t even = arena.place(words), odd = arena.place(words);
   const std::size_t zeroed = arena.size();
   const std::size_t stats = arena.place((experts + 32) * 4);
-  const std::size_t logits = arena.place(gate_units * 32 * 32 * 4);
+  const std::size_t logits = arena.place(logits_tokens * logits_columns * sizeof(float));
   const std::size_t ids = arena.place(slots * 4);
   const std::size_t weights =
       arena.place(tokens * static_cast<std::size_t>(params_.cells_per_token) * 4);
@@ -446,6 +448,13 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const bool pairs = !small && paired_grid_ >= kPair &&
                      x.rows * world_.size() * spec_.top_k >= kLeastRows * spec_.num_experts;
   call.paired = pairs ? 1 : 0;
+  const bool gated = spec_.shared_sigmoid_gate || call.given_ids == nullptr;
+  if (gated && !small && x.rows != 0) {
+    // As the kernel converts other types.
+    const bool converts = x.dtype != DType::kBF16;
+    call.x_map = rows_map(converts ? params_.converted : x.data, sizeof(std::uint16_t), x.rows,
+                          spec_.hidden, converts ? spec_.hidden : x.row_stride, kGateBoxRows);
+  }
   void* arguments[] = {&params_, &call};
   cudaLaunchAttribute attributes[kMaxAttributes]{};
   const cudaLaunchConfig_t config =

@@ -1,36 +1,49 @@
-// The gate's product: router logits as partial sums over slices of the hidden dimension.
-//
-// A unit is 32 tokens x 32 router columns x one slice; its warps split the slice and are summed in
-// a fixed order, as are the slices when a token is routed. Few tokens make many slices, so that the
-// router's weight is read by as many SMs as there are units.
+// The gate's product: router logits as partial sums over slices of the hidden dimension, which are
+// summed in a fixed order when a token is routed. Few tokens make many slices, so that the router's
+// weight is read by as many SMs as there are units: tiles of tokens x router columns x one slice.
 #pragma once
 
 #include "gpu/storage.cuh"
 
 namespace switchyard::gpu {
 
-inline constexpr int kGateColumns = 32, kGateTokens = 32;
-inline constexpr int kGateStep = 32;        // of the hidden dimension
-inline constexpr int kGateStepsAtOnce = 2;  // by one warp: loads in flight are what counts
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kGateWarps = kMathWarps;  // the others rehearse what comes after it
 inline constexpr int kGateThreads = 32 * kGateWarps;
 
+// Of tokens, router columns and the hidden dimension, what a unit and a step of its loop take, and
+// the fewest steps of a slice. In small passes the warps take steps in turn, so that fewer would
+// leave some idle.
+template <typename P, bool kAlone = P::kAlone>
+struct GateUnit {
+  static constexpr int kTokens = 32, kColumns = 32, kDepth = 32, kFewestSteps = kGateWarps;
+};
+template <typename P>
+struct GateUnit<P, false> {
+  static constexpr int kTokens = kGateBoxRows, kColumns = kMathGroups * kGateBoxRows,
+                       kDepth = kStageRowBytes / 2, kFewestSteps = 4;
+};
+
+template <typename P>
 struct GateGrid {
   std::uint32_t column_groups, token_groups, slices, steps;
 
-  __device__ GateGrid(const LayerParams& layer, std::uint32_t tokens)
-      : column_groups(static_cast<std::uint32_t>(layer.gate_columns) / kGateColumns),
-        token_groups(protocol::ceil_div(tokens, std::uint32_t{kGateTokens})),
-        steps(static_cast<std::uint32_t>(layer.gate_stride) / kGateStep) {
+  __device__ GateGrid(const LayerParams& layer, std::uint32_t tokens) {
+    using Unit = GateUnit<P>;
+    column_groups = protocol::ceil_div(layer.gate_columns, Unit::kColumns);
+    token_groups = protocol::ceil_div(tokens, std::uint32_t{Unit::kTokens});
+    steps = protocol::ceil_div(layer.gate_stride, Unit::kDepth);
     const std::uint32_t tiles = column_groups * token_groups;
-    // A slice with fewer steps than warps would leave some idle.
-    const std::uint32_t most =
-        min(protocol::ceil_div(steps, std::uint32_t{kGateWarps}), std::uint32_t{kMaxGateSlices});
+    const std::uint32_t most = min(protocol::ceil_div(steps, std::uint32_t{Unit::kFewestSteps}),
+                                   std::uint32_t{kMaxGateSlices});
     slices = max(1u, min(most, kNominalBlocks / max(1u, tiles)));
   }
   __device__ std::uint32_t units() const { return column_groups * token_groups * slices; }
 };
+
+// --- Small passes: every warp takes what it multiplies from the caches.
+
+inline constexpr int kGateStepsAtOnce = 2;  // by one warp: loads in flight are what counts
 
 // C += A B with A 16 experts x 16, B 16 x 8 tokens, in bf16 with fp32 sums.
 __device__ __forceinline__ void multiply_16x8x16(float (&c)[4], std::uint32_t a0, std::uint32_t a1,
@@ -49,14 +62,15 @@ __device__ __forceinline__ uint4 load_vector(const std::uint16_t* from, bool val
 
 // Called by the math warps; the ring is theirs so far.
 template <typename P>
-__device__ __forceinline__ void gate_logits(const Pass<P>& pass) {
+__device__ __forceinline__ void few_logits(const Pass<P>& pass) {
+  using Unit = GateUnit<P>;
   constexpr int kAtOnce = kGateStepsAtOnce;
   const LayerParams& layer = pass.layer;
   const std::uint32_t tokens = pass.call.tokens;
   const std::uint16_t* const x = pass.state().x;
   const std::int64_t x_stride = pass.state().x_stride;
   auto* const scratch = reinterpret_cast<float*>(pass.block.ring);  // [kGateWarps, tokens, columns]
-  const GateGrid grid(layer, tokens);
+  const GateGrid<P> grid(layer, tokens);
   const std::uint32_t thread = fresh_thread_index<kThreads>() - (kThreads - kGateThreads);
   const std::uint32_t warp = thread / 32, lane = thread % 32;
   // Lane 4 g + t holds columns 8 t to 8 t + 7 of rows g (and g + 8): one 16-byte load, and two
@@ -67,8 +81,8 @@ __device__ __forceinline__ void gate_logits(const Pass<P>& pass) {
 #pragma unroll 1
   for (std::uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const std::uint32_t slice = unit % grid.slices;
-    const std::uint32_t column0 = unit / grid.slices % grid.column_groups * kGateColumns;
-    const std::uint32_t token0 = unit / grid.slices / grid.column_groups * kGateTokens;
+    const std::uint32_t column0 = unit / grid.slices % grid.column_groups * Unit::kColumns;
+    const std::uint32_t token0 = unit / grid.slices / grid.column_groups * Unit::kTokens;
     const std::uint32_t token_tiles = min((tokens - token0 + 7) / 8, 4u);
     const std::uint32_t step_end = grid.steps * (slice + 1) / grid.slices;
     float sum[2][4][4] = {};
@@ -78,7 +92,7 @@ __device__ __forceinline__ void gate_logits(const Pass<P>& pass) {
       uint4 b[kAtOnce][4];
 #pragma unroll
       for (int s = 0; s < kAtOnce; ++s) {
-        const std::uint32_t step = step0 + s * kGateWarps, k = step * kGateStep + 8 * t;
+        const std::uint32_t step = step0 + s * kGateWarps, k = step * Unit::kDepth + 8 * t;
         const bool inside = step < step_end && k < static_cast<std::uint32_t>(layer.hidden);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
@@ -94,7 +108,7 @@ __device__ __forceinline__ void gate_logits(const Pass<P>& pass) {
         uint4 a[kAtOnce][4];
 #pragma unroll
         for (int s = 0; s < kAtOnce; ++s) {
-          const std::uint32_t step = step0 + s * kGateWarps, k = step * kGateStep + 8 * t;
+          const std::uint32_t step = step0 + s * kGateWarps, k = step * Unit::kDepth + 8 * t;
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
             a[s][m] = load_vector(rows + static_cast<std::size_t>(8 * m) * layer.gate_stride + k,
@@ -124,21 +138,128 @@ __device__ __forceinline__ void gate_logits(const Pass<P>& pass) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const std::uint32_t token = 8 * n + 2 * t + i % 2, column = 16 * m + g + 8 * (i / 2);
-          scratch[(warp * kGateTokens + token) * kGateColumns + column] = sum[m][n][i];
+          scratch[(warp * Unit::kTokens + token) * Unit::kColumns + column] = sum[m][n][i];
         }
       }
     }
-    named_barrier<kGateThreads>(1);
-    for (std::uint32_t i = thread; i < 8 * token_tiles * kGateColumns; i += kGateThreads) {
-      const std::uint32_t token = token0 + i / kGateColumns;
+    named_barrier<kGateThreads>(kOfMath);
+    for (std::uint32_t i = thread; i < 8 * token_tiles * Unit::kColumns; i += kGateThreads) {
+      const std::uint32_t token = token0 + i / Unit::kColumns;
       if (token >= tokens) break;
       float total = 0;
 #pragma unroll
-      for (int w = 0; w < kGateWarps; ++w) total += scratch[w * kGateTokens * kGateColumns + i];
+      for (int w = 0; w < kGateWarps; ++w) total += scratch[w * Unit::kTokens * Unit::kColumns + i];
       layer.partial_logits[(static_cast<std::size_t>(slice) * tokens + token) * layer.gate_columns +
-                           column0 + i % kGateColumns] = total;
+                           column0 + i % Unit::kColumns] = total;
     }
-    named_barrier<kGateThreads>(1);
+    named_barrier<kGateThreads>(kOfMath);
+  }
+}
+
+// --- Large passes: the copy engine brings both operands, the tensor cores multiply.
+
+inline constexpr std::uint32_t kGateBoxBytes = kGateBoxRows * kStageRowBytes;
+
+// Called by the math warps; the ring is theirs so far. Its stages hold a box of tokens, and one of
+// router columns for each warpgroup.
+template <typename P>
+__device__ __forceinline__ void many_logits(const Pass<P>& pass) {
+  using Unit = GateUnit<P>;
+  constexpr std::uint32_t kStages = kGateStages, kStageBytes = (1 + kMathGroups) * kGateBoxBytes;
+  static_assert(kStages * kStageBytes <= kRingBytes);
+  const LayerParams& layer = pass.layer;
+  const std::uint32_t tokens = pass.call.tokens;
+  const auto columns = static_cast<std::uint32_t>(layer.gate_columns);
+  const GateGrid<P> grid(layer, tokens);
+  const std::uint32_t units = grid.units(), group = __reduce_max_sync(~0u, math_group());
+  const std::uint32_t ring = shared_address(pass.block.ring);
+  const std::uint32_t full = shared_address(pass.block.gate_full);
+  const bool loads = fresh_thread_index<kThreads>() / 32 == kWarpgroup / 32;
+  if (loads && converts(pass.call)) fence_async_proxy();
+  RingPlace place;
+#pragma unroll 1
+  for (std::uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const std::uint32_t slice = unit % grid.slices;
+    const std::uint32_t column0 = unit / grid.slices % grid.column_groups * Unit::kColumns;
+    const std::uint32_t token0 = unit / grid.slices / grid.column_groups * Unit::kTokens;
+    const std::uint32_t first = grid.steps * slice / grid.slices;
+    const std::uint32_t depth = grid.steps * (slice + 1) / grid.slices - first;
+    const std::uint32_t steps = depth * static_cast<std::uint32_t>(layer.num_planes);
+    const std::uint32_t boxes =
+        min(protocol::ceil_div(columns - column0, std::uint32_t{kGateBoxRows}),
+            std::uint32_t{kMathGroups});
+    // A plane's steps, then the next plane's. (Beyond the columns is the next plane, or zeros:
+    // products that nobody stores.)
+    const auto load = [&](std::uint32_t step, std::uint32_t stage) {
+      if (!loads || !elect()) return;
+      const std::uint32_t to = ring + stage * kStageBytes, barrier = full + 8 * stage;
+      const auto k = static_cast<int>((first + step % depth) * Unit::kDepth);
+      arrive_expect_bytes(barrier, (1 + boxes) * kGateBoxBytes);
+      load_rows(pass.call.x_map, to, barrier, k, static_cast<int>(token0));
+      for (std::uint32_t i = 0; i < boxes; ++i) {
+        load_rows(layer.router_map, to + (1 + i) * kGateBoxBytes, barrier, k,
+                  static_cast<int>(step / depth * columns + column0 + i * kGateBoxRows));
+      }
+    };
+    std::uint32_t loaded = 0;
+    for (RingPlace next = place; loaded < min(steps, kStages); ++loaded, next.advance(kStages)) {
+      load(loaded, next.stage);
+    }
+    float sums[kGateBoxRows / 2];
+#pragma unroll 1
+    for (std::uint32_t step = 0; step < steps; ++step) {
+      wait_ring(pass.waiter(), full + 8 * place.stage, place.parity);
+      if (group < boxes) {
+        const std::uint32_t stage = ring + place.stage * kStageBytes;
+        const std::uint32_t a = __reduce_max_sync(~0u, matrix_address(stage));
+        const std::uint32_t b =
+            __reduce_max_sync(~0u, matrix_address(stage + (1 + group) * kGateBoxBytes));
+        constexpr std::uint32_t kStepBytes = 32;  // an instruction's
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (std::uint32_t k = 0; k < kStageRowBytes / kStepBytes; ++k) {
+          multiply<BF16Policy, kGateBoxRows>(swizzled_descriptor(a + k * kStepBytes / 16),
+                                             swizzled_descriptor(b + k * kStepBytes / 16), sums,
+                                             step != 0 || k != 0);
+        }
+        cute::warpgroup_commit_batch();
+        cute::warpgroup_wait<0>();
+      }
+      named_barrier<kGateThreads>(kOfMath);
+      if (loaded < steps) load(loaded++, place.stage);
+      place.advance(kStages);
+    }
+    if (group >= boxes) continue;
+#pragma unroll
+    for (float& sum : sums) cute::warpgroup_fence_operand(sum);
+    // Of row `lane / 4` of the warp's 16 and the eighth after it, columns 2 (lane % 4) and the next
+    // of every 8.
+    const std::uint32_t lane = fresh_thread_index<32>();
+    const std::uint32_t token = token0 + fresh_thread_index<kWarpgroup>() / 32 * 16 + lane / 4;
+    const std::uint32_t column = column0 + group * kGateBoxRows + lane % 4 * 2;
+#pragma unroll
+    for (std::uint32_t half = 0; half < 2; ++half) {
+      const std::uint32_t row = token + 8 * half;
+      if (row >= tokens) break;
+      float* const to =
+          layer.partial_logits + (std::size_t{slice} * tokens + row) * columns + column;
+#pragma unroll
+      for (std::uint32_t n = 0; n < kGateBoxRows / 8; ++n) {
+        if (column + 8 * n >= columns) break;
+        *reinterpret_cast<float2*>(to + 8 * n) = {sums[4 * n + 2 * half],
+                                                  sums[4 * n + 2 * half + 1]};
+      }
+    }
+  }
+  named_barrier<kGateThreads>(kOfMath);
+}
+
+template <typename P>
+__device__ __forceinline__ void gate_logits(const Pass<P>& pass) {
+  if constexpr (P::kAlone) {
+    few_logits(pass);
+  } else {
+    many_logits(pass);
   }
 }
 

@@ -1,17 +1,21 @@
 // One forward pass of one rank: gate, plan, dispatch, expert GEMMs and combine in one cooperative
 // launch. What ranks tell each other is in heap.h and ranks.cuh.
 //
-//   math warps         gate (partial logits); who has no part in it rehearses what follows
-//   all threads        route, lists | counts to and from all ranks | plan: every block makes the
-//                      same one
+//   math warps         gate (partial logits), quantize; the loading warps rehearse what follows
+//   all warps          route, lists; the scheduler's of a large pass rehearses on
+//   loading warps      counts to and from all ranks | plan: every block makes the same one. (Of
+//                      several ranks, and in small passes, all warps.) Whoever is done goes on to
+//                      its role, rehearses it, and hears of the plan with its first task; of a
+//                      large pass of one rank, the math warps pack rows of the block's tokens as
+//                      soon as tiles are placed
 //   then, by warp:
 //     0         weights    tasks -> TMA of 128 or 256 weight rows x 128 bytes per stage
 //     1         scheduler  tickets -> tasks; tells other blocks of tiles that are stored
 //     2         tokens     tasks -> TMA of the tile's packed rows x 128 bytes per stage; in FP8
 //                          their scales, multiplied by the weights'
 //     3         pack       sends tokens to other ranks, and copies rows, its own and those sent to
-//                          it, into tiles, ahead of the tasks (math helps at first); at last tells
-//                          the rows' ranks of finished tiles
+//                          it, into tiles, ahead of the tasks (the first ones are the math warps');
+//                          at last tells the rows' ranks of finished tiles
 //     2, 3      gather     in small passes in place of the two: rows of x from where they are, h
 //                          (small passes have a kernel of their own: SmallPass of a policy)
 //     4 to 11   math       two warpgroups: WGMMA over the ring (multiply.cuh); epilogue (finish.cuh
@@ -31,6 +35,7 @@
 //   demand       weights, a few stages before the end of a GEMM, and tokens or     scheduler
 //                gather, when its rows are there; or twice math, when what a
 //                combine task needs is there; of both blocks of a pair
+//   gate_full[s] large passes: 1 arrival + bytes, of x and the router's weight     math, its gate
 //   ticket_full  scheduler of the pair's first block; in small passes, which     its second's
 //                have no pairs, each thread that rehearses to gather
 //   task_empty   1 weights, 1 tokens or 2 gather, having read it, and 8 math     scheduler: tells
@@ -66,9 +71,6 @@ static_assert(kFullArrivals == 1 + 1 && kFullArrivalsAlone == 1 + 64 && kEmptyAr
                   kTellers<SmallPass<BF16Policy>> == 2,
               "the table above");
 
-__device__ __forceinline__ bool converts(const CallParams& call) {
-  return call.x_type == DType::kF32 || call.x_type == DType::kF16;
-}
 // Activations of other types as bf16 rows.
 __device__ __forceinline__ void convert_activations(const LayerParams& layer,
                                                     const CallParams& call) {
@@ -150,7 +152,7 @@ __device__ __forceinline__ void list_shared_slots(const LayerParams& layer, Bloc
   std::uint32_t* const base = block.tile_begin;  // not yet in use
   for (std::uint32_t e = threadIdx.x; e < static_cast<std::uint32_t>(layer.num_experts);
        e += kThreads) {
-    const std::uint32_t rows = block.expert_rows[e];
+    const std::uint32_t rows = block.ranks.routed[e];
     base[e] = rows != 0 ? atomicAdd(words.expert_rows() + e, rows) : 0;
   }
   __syncthreads();
@@ -165,7 +167,8 @@ __device__ __forceinline__ void list_shared_slots(const LayerParams& layer, Bloc
   }
 }
 
-// Rows per expert of all blocks', and all ranks', slots. False if the pass was given up.
+// Rows per expert of all blocks', and all ranks', slots. False if the pass was given up. By all
+// threads or, of one rank, by the loading warps, behind the blocks' arrivals.
 template <typename P>
 __device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
   if (pass.distributed()) {
@@ -173,29 +176,36 @@ __device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
     if (!await_counts(pass)) return false;
     trace_pass(pass, kCountsRecord, &TraceRecord::begin);
     read_counts(pass);
+    __syncthreads();
     return true;
   }
-  grid_arrive(pass.barrier(kListsReady));
-  if (!grid_await(pass.waiter(), pass.barrier(kListsReady))) return false;
+  const std::uint32_t* const word = pass.barrier(kListsReady);
+  const bool arrived =
+      threadIdx.x != 0 || pass.waiter().wait(protocol::Phase::kGate, blockIdx.x,
+                                             [&] { return load_acquire_gpu(word) >= gridDim.x; });
+  if (named_barrier_any<kWarpgroup>(kOfLoading, !arrived)) return false;
   trace_pass(pass, kCountsRecord, &TraceRecord::begin);
-  for (int e = threadIdx.x; e < pass.layer.num_experts; e += kThreads) {
+  for (int e = threadIdx.x; e < pass.layer.num_experts; e += kWarpgroup) {
     pass.block.expert_rows[e] = __ldcg(pass.state().words.expert_rows() + e);
   }
+  named_barrier<kWarpgroup>(kOfLoading);
   return true;
 }
 
 template <bool kGated, typename P>
 __device__ __forceinline__ void loading_group(const Pass<P>& pass) {
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  if (warp == kWeightsWarp) {
-    if (elect()) weights_role<kGated>(pass);
-  } else if (warp == kSchedulerWarp) {
+  // Roles of one thread, and of warps that rehearse before they wait for others.
+  if (warp == kWeightsWarp && elect()) return weights_role<kGated>(pass);
+  if constexpr (!P::kAlone) {
+    if (warp == kTokensWarp && (kJoinedScales<P> || elect())) return tokens_role(pass);
+  }
+  if (!pass.goes_on()) return;
+  if (warp == kSchedulerWarp) {
     scheduler_role(pass);
   } else if constexpr (P::kAlone) {
-    gather_role(pass);
-  } else if (warp == kTokensWarp) {
-    tokens_role(pass);
-  } else {
+    if (warp >= kTokensWarp) gather_role(pass);
+  } else if (warp == kPackWarp) {
     pack_role(pass);
   }
 }
@@ -225,8 +235,8 @@ __device__ __forceinline__ void fill_together(std::uint32_t* words, int count,
 
 template <typename P>
 __device__ __forceinline__ void store_stats(const Pass<P>& pass) {
-  if (blockIdx.x != 0) return;
-  for (int e = threadIdx.x; e < pass.layer.num_experts; e += kThreads) {
+  if (blockIdx.x != 0 || threadIdx.x >= kWarpgroup) return;
+  for (int e = threadIdx.x; e < pass.layer.num_experts; e += kWarpgroup) {
     pass.layer.stats[e] = pass.block.expert_rows[e];
   }
 }
@@ -237,10 +247,11 @@ __device__ __forceinline__ void release_ring() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// From activations to what every role needs to know. In small passes all but the scheduler's warp
-// leave before it knows that, and hear of it with their first task. False if the pass was given up.
+// From activations to what every role needs to know. Of a small pass all but the scheduler's warp
+// leave before it knows that, of a large one of one rank all but the scheduler's and the pack
+// warp. If the pass was given up, state.going says so.
 template <typename P>
-__device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
+__device__ __forceinline__ void plan_pass(const Pass<P>& pass) {
   const LayerParams& layer = pass.layer;
   const CallParams& call = pass.call;
   BlockStorage<P>& block = pass.block;
@@ -248,69 +259,106 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
   if (converts(call)) {
     convert_activations(layer, call);
     grid_arrive(pass.barrier(kConverted));
-    if (!grid_await(pass.waiter(), pass.barrier(kConverted))) return false;
+    if (!grid_await(pass.waiter(), pass.barrier(kConverted))) return;
   }
   const bool gated = (layer.has_router && call.given_ids == nullptr) || layer.shared_sigmoid;
   // Told to be the same in all lanes: a third less code.
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   // The loading warps, which have no part in the gate, rehearse what comes after it, each a part of
   // it, on one token and whatever numbers the last pass left, so that its code is in the caches
-  // when the logits come. Where few blocks have a part in the gate, theirs do not: all wait for
-  // these.
+  // when the logits come. Where few blocks of a small pass have a part in the gate, theirs do not:
+  // all wait for these. (In large passes the copy engine has the gate's loads under way.)
   constexpr bool alone = P::kAlone;
-  const std::uint32_t gate_units = gated ? GateGrid(layer, call.tokens).units() : 0;
-  const bool rehearses = blockIdx.x >= gate_units || gate_units > gridDim.x / 2;
-  // All blocks read what they quantize together.
+  const std::uint32_t gate_units = gated ? GateGrid<P>(layer, call.tokens).units() : 0;
+  const bool rehearses = !alone || blockIdx.x >= gate_units || gate_units > gridDim.x / 2;
   const bool quantizes = P::kScaled && call.x_type != DType::kF8E4M3;
-  const bool shares = gated || quantizes;
+  // Small passes read what all blocks quantize when they are past the logits, large ones when they
+  // are past the lists.
+  const bool shares = gated || (alone && quantizes);
+  const auto quantize_all = [&] {
+    if constexpr (P::kScaled) {
+      if (quantizes) quantize_activations(pass);
+    }
+  };
+  const bool math = warp >= kWarpgroup / 32;
+  // The math warps of a large pass route first; the loading warps, if there are tokens left, when
+  // they have rehearsed; but for the scheduler's, which rehearses until tiles are to be placed.
+  constexpr std::uint32_t kRouters = alone ? kWarps : kWarps - 1;
+  const std::uint32_t router = alone                   ? warp
+                               : math                  ? warp - kWarpgroup / 32
+                               : warp < kSchedulerWarp ? kMathWarps + warp
+                                                       : kMathWarps + warp - 1;
+  const bool routes = alone || warp != kSchedulerWarp;
+  bool given_up = false;
 #pragma unroll 1
-  for (int run = shares ? 0 : 1; run < 2; ++run) {
+  for (int run = gated || quantizes ? 0 : 1; run < 2; ++run) {
     const bool rehearsal = run == 0;
     if (rehearsal) {
-      const bool math = warp >= kWarpgroup / 32;
       trace_math(pass, kGateRecord, &TraceRecord::begin);
-      if constexpr (P::kScaled) {
-        if (math && quantizes) {
-          quantize_activations(pass);
-          named_barrier<kGateThreads>(1);
-        }
+      if (math && alone && quantizes) {
+        quantize_all();
+        named_barrier<kGateThreads>(kOfMath);
       }
       if (math && gated) gate_logits(pass);
+      if (shares && threadIdx.x == kWarpgroup) add_release_gpu(pass.barrier(kLogitsReady), 1);
+      if (math && !alone) quantize_all();
       trace_math_end(pass, kGateRecord, {TraceKind::kGate});
-      if (threadIdx.x == kWarpgroup) add_release_gpu(pass.barrier(kLogitsReady), 1);
       if (math || !rehearses) continue;
-    } else if (shares && !grid_await(pass.waiter(), pass.barrier(kLogitsReady))) {
-      return false;
     }
-    trace_pass(pass, kRouteRecord, &TraceRecord::begin);
-    const auto share = [&](std::uint32_t i) {
-      return static_cast<std::uint32_t>(std::uint64_t{call.tokens} * i / gridDim.x);
-    };
-    const std::uint32_t begin = rehearsal || alone ? 0 : share(blockIdx.x);
+    const std::uint32_t begin = rehearsal || alone ? 0 : pass.first_token(blockIdx.x);
     const std::uint32_t end = rehearsal ? min(call.tokens, 1u)
                               : alone   ? call.tokens
-                                        : share(blockIdx.x + 1);
-    const std::uint32_t parts = rehearsal ? rehearsed_parts(warp) : routing::kAllRouteParts;
-    if (parts != 0) route_tokens(pass, rehearsal ? 0 : begin + warp, end, parts);
+                                        : pass.first_token(blockIdx.x + 1);
+    if (!rehearsal && shares && routes && (alone || math || begin + router < end)) {
+      // Warps that begin together ask together.
+      const bool asks = alone  ? threadIdx.x == 0
+                        : math ? threadIdx.x == kWarpgroup
+                               : threadIdx.x % 32 == 0;
+      const std::uint32_t* const word = pass.barrier(kLogitsReady);
+      const bool arrived = !asks || pass.waiter().wait(protocol::Phase::kGate, blockIdx.x, [&] {
+        return load_acquire_gpu(word) >= gridDim.x;
+      });
+      given_up = alone  ? __syncthreads_or(!arrived) != 0
+                 : math ? named_barrier_any<kGateThreads>(kOfMath, !arrived)
+                        : __any_sync(~0u, !arrived) != 0;
+    }
     if (!rehearsal) {
-      __syncthreads();
+      trace_pass(pass, kRouteRecord, &TraceRecord::begin, alone ? 0 : kWarpgroup);
+    }
+    const std::uint32_t parts = rehearsal ? rehearsed_parts(warp) : routing::kAllRouteParts;
+    if (parts != 0 && !given_up && (rehearsal || routes)) {
+      route_tokens<kRouters>(pass, rehearsal ? 0 : begin + router, end, parts);
+    }
+    if (!rehearsal) {
+      if (__syncthreads_or(given_up)) return;
       if constexpr (alone) {
         auto* const scratch = reinterpret_cast<std::uint8_t*>(block.ring);
         list_own_slots(layer, block, end * layer.top_k, scratch);
         release_ring();
+        __syncthreads();
       } else {
         list_shared_slots(layer, block, pass.state().words, begin, end);
         trace_turn(pass, kRouteRecord, TraceKind::kRoute, kCountsRecord);
-        if (!count_all_rows(pass)) return false;
+        if (!pass.distributed()) {
+          grid_arrive(pass.barrier(kListsReady));
+          if (math) return;
+        }
+        if (!count_all_rows(pass)) {
+          if (!pass.distributed() && (warp == kSchedulerWarp || warp == kPackWarp)) {
+            named_barrier<kPackers>(kTilesPlaced);
+          }
+          return;
+        }
       }
-      __syncthreads();
       store_stats(pass);
       if constexpr (alone) {
         trace_turn(pass, kRouteRecord, TraceKind::kRoute, kTraceRecords);
         // The rest is one warp's; the others are on their way to what they wait for next.
-        if (warp != kSchedulerWarp) return true;
+        if (warp != kSchedulerWarp) return;
       } else {
         trace_turn(pass, kCountsRecord, TraceKind::kCounts, kPlanRecord);
+        // Of one rank these two wait for nothing but their first task.
+        if (!pass.distributed() && (warp == kWeightsWarp || warp == kTokensWarp)) return;
       }
     }
     if (warp == kSchedulerWarp) {
@@ -329,13 +377,16 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
     }
     if constexpr (!alone) {
       if (warp == kPackWarp && !rehearsal && pass.distributed()) place_sends(pass);
-      if (!rehearsal) __syncthreads();
+      if (!rehearsal && pass.distributed()) {
+        __syncthreads();
+      } else if (!rehearsal) {
+        named_barrier<kPackers>(kTilesPlaced);
+      }
     }
     if (warp == kSchedulerWarp) {
       __syncwarp();
       if (alone && !rehearsal) fill_own_lists(layer, block, end * layer.top_k);
-      describe_first(pass);
-      if (rehearsal) fill_together(block.expert_rows, layer.num_experts, 0);
+      describe_first(pass, rehearsal);
     }
     if constexpr (!alone) {
       auto& state = block.pass;
@@ -350,11 +401,9 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
     }
   }
   if constexpr (!alone) {
-    trace_turn(pass, kPlanRecord, TraceKind::kPlan, kTraceRecords);
-    release_ring();
-    __syncthreads();
+    trace_turn(pass, kPlanRecord, TraceKind::kPlan, kTraceRecords, 32 * kSchedulerWarp);
+    if (pass.distributed()) __syncthreads();
   }
-  return true;
 }
 
 // Tells the other block of the pair what this one's wait found: the pass was given up.
@@ -382,6 +431,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       init_barrier(shared_address(&block.task_full[s]), kTaskFullArrivals);
       init_barrier(shared_address(&block.task_empty[s]),
                    P::kAlone ? kTaskEmptyArrivalsAlone : kTaskEmptyArrivals);
+    }
+    for (std::uint32_t s = 0; s < kGateStages; ++s) {
+      init_barrier(shared_address(&block.gate_full[s]), 1);
     }
     init_barrier(shared_address(&block.demand), kDemandArrivals << call.paired);
     init_barrier(shared_address(&block.ticket_full),
@@ -411,30 +463,38 @@ __global__ void __launch_bounds__(kThreads, 1)
     static_assert(kTileRows == 1 << kLog2TileRows && P::kHalves == 1 << kLog2Halves);
     state.log2_rows = kLog2TileRows + kLog2Halves + call.paired;
     state.tables = tables_of(layer, block, P::kAlone);
-    state.gate_slices = GateGrid(layer, call.tokens).slices;
+    state.gate_slices = GateGrid<P>(layer, call.tokens).slices;
     state.log2_combine_chunk = log2_combine_chunk(call.tokens, gridDim.x);
   }
-  for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) block.expert_rows[e] = 0;
+  if constexpr (!P::kAlone) {
+    for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) block.ranks.routed[e] = 0;
+  }
   __syncthreads();
   const Pass<P> pass{layer, call, block};
-  bool going = plan_pass(pass);
+  plan_pass(pass);
+  const bool math = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) != 0;
   if (call.paired != 0) {
-    // From here on the blocks of a pair write into each other's memory; both, or neither.
-    if (!going) give_up_pair(pass);
-    pair_sync();
-    going = pass.state().going == Going::kOn;
+    if (pass.state().going != Going::kOn) give_up_pair(pass);
+    pair_arrive();
   }
-  if (going) {
-    if (__shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) == 0) {
-      cutlass::arch::warpgroup_reg_dealloc<P::kLoadingRegisters>();
-      loading_group<kGated>(pass);
-    } else {
+  if (!math) {
+    cutlass::arch::warpgroup_reg_dealloc<P::kLoadingRegisters>();
+    loading_group<kGated>(pass);
+  } else {
+    if (pass.state().going == Going::kOn) {
+      clear_next_words(pass);
+      if constexpr (!P::kAlone) pack_first_rows(pass);
+    }
+    if (pass.goes_on()) {
       cutlass::arch::warpgroup_reg_alloc<P::kMathRegisters>();
       math_role<kKind, kGated>(pass);
     }
   }
   // Nor may a block leave while the other still does.
-  if (call.paired != 0) pair_sync();
+  if (call.paired != 0) {
+    pair_arrive();
+    pair_wait();
+  }
 }
 
 }  // namespace switchyard::gpu

@@ -142,6 +142,8 @@ struct LayerParams {
   int num_planes;
   int gate_columns;  // padded to a multiple of 32
   int gate_stride;   // H padded to a multiple of 32
+  // Over all planes' rows, and, with each call, over x in bf16: boxes of kGateBoxRows rows.
+  CUtensorMap router_map;
   bool has_router;
   bool shared_sigmoid;
   const float* router_bias;        // [E] or null
@@ -190,6 +192,7 @@ struct CallParams {
   const void* x;          // [T, H] of x_type
   std::int64_t x_stride;  // in elements
   DType x_type;
+  CUtensorMap x_map;      // where there is a gate, of large passes
   const float* x_scales;  // of FP8 activations: [T, ceil(H / 128)]
   std::int64_t x_scale_stride;
   std::uint32_t tokens;
@@ -226,6 +229,7 @@ KernelEntry find_kernel(const Activation& activation, DType compute, bool traced
 inline constexpr std::uint32_t kPair = 2;
 inline constexpr int kRowGroup = 8;  // rows of gate, then rows of up: see FfnParams
 inline constexpr int kMaxGateSlices = 16;
+inline constexpr int kGateBoxRows = 64;
 // What the gate is cut up for, whatever the number of blocks: so that the bits do not depend on it.
 inline constexpr std::uint32_t kNominalBlocks = 128;
 inline constexpr int kMaxDeviceExperts = 512;

@@ -7,6 +7,12 @@
 
 namespace switchyard::gpu {
 
+// Of the roles that wait for their first task. Several ranks have all planned before.
+template <typename P>
+__device__ __forceinline__ std::uint32_t rehearsals(const Pass<P>& pass) {
+  return pass.distributed() ? 0 : untold<1>();
+}
+
 // --- Weights: one thread. Streams the tasks' weight rows; they wait for nothing but a free stage.
 
 // Whether the blocks of the pair have a tile each, and the same weights.
@@ -79,7 +85,14 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
   constexpr int boxes = P::kHalves;
   TaskReader reader(pass);
   RingPlace place;
-  for (TaskDescriptor task; reader.template next_gemm<TraceRole::kWeights, false>(task);) {
+  // The first time around is a rehearsal, while the first task is being found.
+  for (std::uint32_t rehearsal = rehearsals(pass);; rehearsal = 0) {
+    TaskDescriptor task{};
+    task.k_blocks = 1;
+    if (rehearsal == 0) {
+      if (reader.index() == ~0u && !pass.goes_on()) return;
+      if (!reader.template next_gemm<TraceRole::kWeights, false>(task)) return;
+    }
     const Ring<P> ring = pass.ring();
     const bool first = task.work == Work::kGemm1;
     const FfnParams& ffn = pass.ffn(task.shared != 0);
@@ -98,6 +111,7 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
     if constexpr (kWithScales) scales = weight_scales(pass, task);
     for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
       if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
+      if (rehearsal != 0) break;
       if (kb == 0) trace_stamp(pass, TraceRole::kWeights, reader.index(), &TraceRecord::begin);
       if (kb == last_but_few) demand(pass);
       const std::uint32_t full = ring.full_barrier(place.stage);
@@ -118,16 +132,11 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
       }
       place.advance(ring.stages);
     }
-    trace_stamp(pass, TraceRole::kWeights, reader.index(), &TraceRecord::end);
+    if (rehearsal == 0) trace_stamp(pass, TraceRole::kWeights, reader.index(), &TraceRecord::end);
   }
 }
 
 // --- Tokens: a warp, of which one thread loads the packed rows of the tile.
-
-// What others wrote with ordinary stores and this thread acquired, the copy engine must see too.
-__device__ __forceinline__ void fence_async_proxy() {
-  asm volatile("fence.proxy.async;" ::: "memory");
-}
 
 // Into this block's ring or, `paired`, into that of both blocks of the pair.
 __device__ __forceinline__ void load_tokens(const CUtensorMap& map, std::uint32_t to,
@@ -139,11 +148,7 @@ __device__ __forceinline__ void load_tokens(const CUtensorMap& map, std::uint32_
         "l"(&map), "r"(barrier), "r"(k), "r"(row), "h"(kBothOfPair)
         : "memory");
   } else {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(k), "r"(row)
-        : "memory");
+    load_rows(map, to, barrier, k, row);
   }
 }
 
@@ -227,7 +232,7 @@ __device__ __forceinline__ bool load_tile(const Pass<P>& pass, const TaskDescrip
 // four neighbouring tokens.
 template <typename P>
 __device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const TaskDescriptor& task,
-                                                 RingPlace& place) {
+                                                 RingPlace& place, bool rehearsal) {
   constexpr std::uint32_t kStageColumns = kStageRowBytes / P::kElementBytes;
   static_assert(kMaxHeight<P> == 4 * 32 && kStageColumns == kQuantGroup);
   const Ring<P> ring = pass.ring();
@@ -253,6 +258,7 @@ __device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const Task
                            __float_as_uint(tokens.z * weight), __float_as_uint(tokens.w * weight)});
     }
     __syncwarp();
+    if (rehearsal) return true;
     if (lane == 0) arrive_expect_bytes(full, task.units * TileRows<P>::kUnitBytes);
     place.advance(ring.stages);
     if (kb + 1 < task.k_blocks) {
@@ -268,7 +274,6 @@ __device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const Task
 
 template <typename P>
 __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
-  if (!kJoinedScales<P> && !elect()) return;
   TaskReader reader(pass);
   RingPlace place;
   const auto stamp = [&](TraceStamp which) {
@@ -276,26 +281,33 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
       trace_stamp(pass, TraceRole::kTokens, reader.index(), which);
     }
   };
-  for (TaskDescriptor task;
-       reader.template next_gemm<TraceRole::kTokens, kJoinedScales<P>>(task);) {
-    const bool first = task.work == Work::kGemm1;
-    // Given up or not, the block goes on: its other roles wait for these stages.
-    pass.waiter().wait(
-        first ? protocol::Phase::kDispatch : protocol::Phase::kExperts, task.tile, [&] {
-          return first ? load_acquire_gpu(pass.packed(task.tile)) >= RowPart::kUnits * task.rows &&
+  // The first time around is a rehearsal, on a tile without rows.
+  for (std::uint32_t rehearsal = rehearsals(pass);; rehearsal = 0) {
+    TaskDescriptor task{};
+    task.k_blocks = 1;
+    if (rehearsal == 0) {
+      if (reader.index() == ~0u && !pass.goes_on()) return;
+      if (!reader.template next_gemm<TraceRole::kTokens, kJoinedScales<P>>(task)) return;
+      const bool first = task.work == Work::kGemm1;
+      // Given up or not, the block goes on: its other roles wait for these stages.
+      pass.waiter().wait(
+          first ? protocol::Phase::kDispatch : protocol::Phase::kExperts, task.tile, [&] {
+            return first
+                       ? load_acquire_gpu(pass.packed(task.tile)) >= RowPart::kUnits * task.rows &&
                              pass.h_slot_free(task.tile)
                        : pass.gemm1_complete(task.tile);
-        });
-    if (kJoinedScales<P>) __syncwarp();
-    if (!kJoinedScales<P> || elect()) demand(pass);
-    fence_async_proxy();
-    stamp(&TraceRecord::begin);
+          });
+      if (kJoinedScales<P>) __syncwarp();
+      if (!kJoinedScales<P> || elect()) demand(pass);
+      fence_async_proxy();
+      stamp(&TraceRecord::begin);
+    }
     if constexpr (kJoinedScales<P>) {
-      if (!load_scaled_tile(pass, task, place)) return;
-    } else {
+      if (!load_scaled_tile(pass, task, place, rehearsal != 0)) return;
+    } else if (rehearsal == 0) {
       if (!load_tile(pass, task, place, 0)) return;
     }
-    stamp(&TraceRecord::end);
+    if (rehearsal == 0) stamp(&TraceRecord::end);
   }
 }
 
@@ -479,6 +491,14 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
 
 // --- Pack: warps that copy token rows into the tiles' slots, in the order of tiles.
 
+// Of a packed row, the scale of the first group; that of the next is kMaxHeight behind it.
+template <typename P>
+__device__ __forceinline__ float* scales_of_row(const Pass<P>& pass, std::uint32_t row) {
+  return pass.layer.packed_scales +
+         std::size_t{row / kMaxHeight<P>} * pass.layer.x_groups * kMaxHeight<P> +
+         row % kMaxHeight<P>;
+}
+
 // Rows counted over the shared expert's and then all experts' rows: kRows from row0 on, those up to
 // `begin` and from `end` on left out. Called by one warp.
 template <std::uint32_t kRows, typename P>
@@ -488,18 +508,25 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
   const LayerParams& layer = pass.layer;
   const BlockStorage<P>& block = pass.block;
   const PassState<P>& state = pass.state();
-  const std::uint32_t lane = threadIdx.x % 32;
+  // Asked anew where it is needed, as is `mine`: there are few registers.
+  const auto lane = [] { return fresh_thread_index<32>(); };
   const auto row_bytes = static_cast<std::uint32_t>(layer.hidden * P::kElementBytes);
   const std::uint32_t of_warp = row0 / (kRows * gridDim.x);
-  if (kRows > 1 && lane == 0) trace_stamp(pass, TraceRole::kPack, of_warp, &TraceRecord::ready);
+  if (kRows > 1 && lane() == 0) trace_stamp(pass, TraceRole::kPack, of_warp, &TraceRecord::ready);
   // Lane i < kRows finds row i's place.
-  const std::uint32_t row = row0 + lane;
-  const bool mine = lane < kRows && row >= begin && row < end;
-  std::uint32_t tile = 0, to = 0, expert = 0;
+  const std::uint32_t row = row0 + lane();
+  // Tile and row of it, in one word, for there are few registers.
+  constexpr std::uint32_t kNone = ~0u;
+  std::uint32_t place = kNone, expert = 0;
+  const auto mine = [&] {
+    asm volatile("" : "+r"(place));
+    return place != kNone;
+  };
+  const auto tile_of = [&] { return place / kMaxHeight<P>; };
+  // Of own rows, the token takes the place of the position as soon as it is known.
   SourceRow source{0, row};
-  std::uint32_t token = row;
   const auto token_of = [&] { return RowEntry::token(__ldcg(entry_of(pass, expert, source))); };
-  if (mine) {
+  if (row < row0 + kRows && row >= begin && row < end) {
     protocol::TokenTiles cut = state.shared_tiles;
     std::uint32_t position = row, first_tile = 0;
     if (row >= cut.rows) {
@@ -509,18 +536,18 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
       first_tile = block.tile_begin[pass.first_expert() + expert];
       cut = protocol::TokenTiles(block.expert_rows[pass.first_expert() + expert], P::kTileShape);
       source = find_source(pass, expert, position);
-      if (source.distance == 0) token = token_of();
+      if (source.distance == 0) source.position = token_of();
     }
-    tile = first_tile + position / cut.height;
-    to = pass.packed_row(tile, position % cut.height);
+    place = (first_tile + position / cut.height) * kMaxHeight<P> + position % cut.height;
   }
   // The tile that had the slot before is no longer needed once its GEMM1 is complete. What others
   // send must have come.
-  const auto is_there = [&] { return !mine || has_arrived(pass, expert, source.distance); };
+  const auto is_there = [&] { return !mine() || has_arrived(pass, expert, source.distance); };
   pass.waiter().wait_for(
       [&] {
-        return __all_sync(~0u, is_there() && (!mine || tile < layer.packed_slots ||
-                                              pass.gemm1_complete(tile - layer.packed_slots))) != 0;
+        return __all_sync(~0u,
+                          is_there() && (!mine() || tile_of() < layer.packed_slots ||
+                                         pass.gemm1_complete(tile_of() - layer.packed_slots))) != 0;
       },
       [&] {
         // The first row that has not come, if that is what is missing.
@@ -528,35 +555,36 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
         const int which = absent == 0 ? 0 : __ffs(absent) - 1;
         const std::uint32_t distance = __shfl_sync(~0u, source.distance, which);
         return protocol::Missing{protocol::Phase::kDispatch,
-                                 pass.rank_at(absent == 0 ? 0 : distance), tile, pass.flag(), 0};
+                                 pass.rank_at(absent == 0 ? 0 : distance), tile_of(), pass.flag(),
+                                 0};
       });
   __syncwarp();
   if constexpr (P::kTraced && kRows > 1) {
-    const std::uint32_t rows = __ballot_sync(~0u, mine);
-    if (rows != 0 && lane == __ffs(static_cast<int>(rows)) - 1u) {
+    const std::uint32_t rows = __ballot_sync(~0u, mine());
+    if (rows != 0 && lane() == __ffs(static_cast<int>(rows)) - 1u) {
       const int first_expert = static_cast<int>(pass.first_expert());
       trace_subject(pass, TraceRole::kPack, of_warp,
-                    {TraceKind::kPack, static_cast<std::int32_t>(tile), -1,
-                     row < state.shared_tiles.rows ? -1 : first_expert + static_cast<int>(expert),
+                    {TraceKind::kPack, static_cast<std::int32_t>(tile_of()), -1,
+                     pass.is_shared(tile_of()) ? -1 : first_expert + static_cast<int>(expert),
                      __popc(rows), source.distance == 0 ? -1 : pass.rank_at(source.distance)});
       trace_stamp(pass, TraceRole::kPack, of_warp, &TraceRecord::begin);
     }
   }
-  if (source.distance != 0) token = token_of();
-  // In one word each, for there are few registers.
-  constexpr std::uint32_t kNone = ~0u;
-  const std::uint32_t from = RowEntry::pack(token, source.distance);
-  if (!mine) to = kNone;
+  if (source.distance != 0) source.position = token_of();
+  // In one word, too.
+  const std::uint32_t column = lane();
+  const std::uint32_t from = RowEntry::pack(source.position, source.distance);
+  const std::uint32_t my_row = mine() ? pass.packed_row(place) : kNone;
 #pragma unroll 1
   for (std::uint32_t i = 0; i < kRows; ++i) {
-    const std::uint32_t place = __shfl_sync(~0u, to, i);
-    if (place == kNone) continue;
+    const std::uint32_t to = __shfl_sync(~0u, my_row, i);
+    if (to == kNone) continue;
     const std::uint32_t distance = RowEntry::k(__shfl_sync(~0u, from, i));
     const std::uint32_t from_token = RowEntry::token(__shfl_sync(~0u, from, i));
     const std::byte* const sent =
         distance == 0 ? nullptr : layer.heap.pool(layer.mine, distance, from_token);
     const auto copy_values = [&] {
-      copy_row<kCopyVectors<P>>(layer.packed + std::size_t{place} * row_bytes,
+      copy_row<kCopyVectors<P>>(layer.packed + std::size_t{to} * row_bytes,
                                 distance == 0 ? state.rows + from_token * state.row_bytes : sent,
                                 row_bytes, part);
     };
@@ -567,13 +595,11 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
           distance == 0 ? state.row_scales + from_token * state.row_scale_stride
                         : reinterpret_cast<const float*>(sent + layer.heap.scale_offset());
       const std::uint32_t groups = part.index == 0 ? layer.x_groups : 0;
-      const float first = lane < groups ? __ldcg(scales + lane) : 0;
+      const float first = column < groups ? __ldcg(scales + column) : 0;
       copy_values();
-      float* const to_scales = layer.packed_scales +
-                               std::size_t{place / kMaxHeight<P>} * layer.x_groups * kMaxHeight<P> +
-                               place % kMaxHeight<P>;
-      if (lane < groups) to_scales[lane * kMaxHeight<P>] = first;
-      for (std::uint32_t group = lane + 32; group < groups; group += 32) {
+      float* const to_scales = scales_of_row(pass, to);
+      if (column < groups) to_scales[column * kMaxHeight<P>] = first;
+      for (std::uint32_t group = column + 32; group < groups; group += 32) {
         to_scales[group * kMaxHeight<P>] = __ldcg(scales + group);
       }
     } else {
@@ -582,20 +608,13 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
   }
   fence_async_proxy();
   __syncwarp();
-  if (to != kNone) add_release_gpu(pass.packed(tile), part.units());
-  if (kRows > 1 && lane == 0) trace_stamp(pass, TraceRole::kPack, of_warp, &TraceRecord::end);
+  if (mine()) add_release_gpu(pass.packed(tile_of()), part.units());
+  if (kRows > 1 && lane() == 0) trace_stamp(pass, TraceRole::kPack, of_warp, &TraceRecord::end);
 }
 
-// Rows of the tiles whose first tasks all blocks take up at once. The math warps, which have
-// nothing else to do then, pack these.
+// The first row of a tile of this rank's, or the number of rows if there are fewer tiles.
 template <typename P>
-__device__ __forceinline__ std::uint32_t first_rows(const Pass<P>& pass) {
-  const LayerParams& layer = pass.layer;
-  std::uint32_t rows = layer.routed.gemm1_rows;
-  if (pass.state().shared_tiles.count != 0) rows = min(rows, layer.shared.gemm1_rows);
-  const std::uint32_t tile =
-      max(1u << pass.state().log2_band,
-          protocol::ceil_div(gridDim.x, pass.tasks(rows) << pass.call.paired) + 1);
+__device__ __forceinline__ std::uint32_t first_row_of(const Pass<P>& pass, std::uint32_t tile) {
   if (tile >= pass.num_tiles()) return pass.num_rows();
   if (pass.is_shared(tile)) return pass.state().shared_tiles.begin(tile);
   const std::uint32_t e =
@@ -605,15 +624,161 @@ __device__ __forceinline__ std::uint32_t first_rows(const Pass<P>& pass) {
   return pass.block.row_begin[e] + cut.begin(tile - pass.block.tile_begin[e]);
 }
 
-// The math warps' part of sending and packing: a row to a warp, or to several as far as they go,
-// and neighbours to different blocks.
+// Of the rows that the math warps pack, which have nothing else to do at first: the tiles whose
+// first tasks all blocks take up at once.
+template <typename P>
+__device__ __forceinline__ std::uint32_t first_tiles(const Pass<P>& pass) {
+  const LayerParams& layer = pass.layer;
+  std::uint32_t rows = layer.routed.gemm1_rows;
+  if (pass.state().shared_tiles.count != 0) rows = min(rows, layer.shared.gemm1_rows);
+  return max(1u << pass.state().log2_band,
+             protocol::ceil_div(gridDim.x, pass.tasks(rows) << pass.call.paired) + 1);
+}
+// And, of one rank, a few for each warp.
+template <typename P>
+__device__ __forceinline__ std::uint32_t first_rows_at_least(const Pass<P>& pass) {
+  constexpr std::uint32_t kBytesOfWarp = 8192;
+  const auto row_bytes = static_cast<std::uint32_t>(pass.layer.hidden * P::kElementBytes);
+  return pass.distributed() ? 0 : kBytesOfWarp / row_bytes * gridDim.x * kMathWarps;
+}
+// Of the tiles whose slots nobody had before: nobody may wait for one who is to make it free.
+template <typename P>
+__device__ __forceinline__ std::uint32_t first_rows(const Pass<P>& pass) {
+  return min(max(first_row_of(pass, first_tiles(pass)), first_rows_at_least(pass)),
+             first_row_of(pass, pass.layer.packed_slots));
+}
+
+// A slot of this block's tokens. Of an expert, or of none; -1 is the shared expert.
+struct OwnSlot {
+  static constexpr std::int32_t kShared = -1, kNone = -2;
+  std::uint32_t token = 0, position = 0;  // in the expert's list
+  std::int32_t expert = kNone;
+};
+template <typename P>
+__device__ __forceinline__ OwnSlot own_slot(const Pass<P>& pass, std::uint32_t token,
+                                            std::uint32_t k) {
+  const LayerParams& layer = pass.layer;
+  if (k == static_cast<std::uint32_t>(layer.top_k)) return {token, token, OwnSlot::kShared};
+  const std::size_t at = std::size_t{token} * layer.top_k + k;
+  const std::int32_t expert = layer.ids[at];
+  return {token, layer.positions[at], expert < 0 ? OwnSlot::kNone : expert};
+}
+
+// Those of the tokens that this block has routed, which nobody need look for: rows are read once
+// for all their places. Of one rank, by the math warps, from before tiles are placed: until then
+// they rehearse, on rows of no bytes, for what is fetched when weights have begun to stream comes
+// behind them. Returns how many rows this warp has packed.
+template <typename P>
+__device__ __forceinline__ std::uint32_t pack_own_tokens(const Pass<P>& pass) {
+  constexpr std::uint32_t kVectors = 8, kStep = 16 * 32;
+  const LayerParams& layer = pass.layer;
+  const BlockStorage<P>& block = pass.block;
+  const PassState<P>& state = pass.state();
+  const std::uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 - kWarpgroup / 32;
+  const auto row_bytes = static_cast<std::uint32_t>(layer.hidden * P::kElementBytes);
+  const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
+  const std::uint32_t token0 = pass.first_token(blockIdx.x);
+  const std::uint32_t slots = (pass.first_token(blockIdx.x + 1) - token0) * cells;
+  const std::uint32_t at_once = min(protocol::ceil_div(slots, std::uint32_t{kMathWarps}), 32u);
+  std::uint32_t slot0 = warp * at_once, packed = 0;
+  // Lane i < at_once has slot i.
+  const auto find_slot = [&]() -> OwnSlot {
+    const std::uint32_t slot = slot0 + lane;
+    if (lane >= at_once || slot >= slots) return {};
+    return own_slot(pass, token0 + slot / cells, slot % cells);
+  };
+  touch_own_rows(pass);
+  OwnSlot own = find_slot();
+#pragma unroll 1
+  for (std::uint32_t rehearsal = untold<1>();;) {
+    // As first_rows() says, which these warps do not wait for.
+    const std::uint32_t tiles = first_tiles(pass), rows = first_rows_at_least(pass);
+    const std::uint32_t bytes = rehearsal != 0 ? 0 : row_bytes;
+    const std::uint32_t groups = rehearsal != 0 ? 0 : layer.x_groups;
+    std::uint32_t place = 0;
+    bool mine = own.expert != OwnSlot::kNone;
+    if (mine) {
+      protocol::TokenTiles cut = state.shared_tiles;
+      std::uint32_t first_row = 0, first_tile = 0;
+      if (own.expert != OwnSlot::kShared) {
+        cut = protocol::TokenTiles(block.expert_rows[own.expert], P::kTileShape);
+        first_tile = block.tile_begin[own.expert];
+        first_row = block.row_begin[own.expert];
+      }
+      const std::uint32_t tile = first_tile + own.position / cut.height;
+      place = tile * kMaxHeight<P> + own.position % cut.height;
+      mine = rehearsal == 0 && tile < layer.packed_slots &&
+             (tile < tiles || first_row + own.position < rows);
+    }
+    const std::uint32_t my_row = pass.packed_row(place);
+    std::uint32_t left = __ballot_sync(~0u, mine);
+    packed += __popc(left);
+    left |= rehearsal;
+#pragma unroll 1
+    while (left != 0) {
+      const std::uint32_t token = __shfl_sync(~0u, own.token, __ffs(static_cast<int>(left)) - 1);
+      const std::uint32_t places = __ballot_sync(~0u, mine && own.token == token) | rehearsal;
+      left &= ~places;
+      const std::byte* const from = state.rows + token * state.row_bytes;
+      const float* const scales = state.row_scales + token * state.row_scale_stride;
+      const float first_scale = P::kScaled && lane < groups ? scales[lane] : 0;
+      std::uint32_t chunk = 0;
+#pragma unroll 1
+      do {
+        const std::uint32_t byte0 = chunk + 16 * lane;
+        uint4 values[kVectors];
+#pragma unroll
+        for (std::uint32_t v = 0; v < kVectors; ++v) {
+          const std::uint32_t byte = byte0 + v * kStep;
+          if (byte < bytes) values[v] = *reinterpret_cast<const uint4*>(from + byte);
+        }
+#pragma unroll 1
+        for (std::uint32_t rest = places; rest != 0; rest &= rest - 1) {
+          const std::uint32_t to = __shfl_sync(~0u, my_row, __ffs(static_cast<int>(rest)) - 1);
+          std::byte* const to_row = layer.packed + std::size_t{to} * row_bytes;
+#pragma unroll
+          for (std::uint32_t v = 0; v < kVectors; ++v) {
+            const std::uint32_t byte = byte0 + v * kStep;
+            if (byte < bytes) store_vector(to_row + byte, values[v]);
+          }
+        }
+      } while ((chunk += kVectors * kStep) < bytes);
+      if constexpr (P::kScaled) {
+#pragma unroll 1
+        for (std::uint32_t rest = places; rest != 0; rest &= rest - 1) {
+          const std::uint32_t to = __shfl_sync(~0u, my_row, __ffs(static_cast<int>(rest)) - 1);
+          float* const to_scales = scales_of_row(pass, to);
+          if (lane < groups) to_scales[lane * kMaxHeight<P>] = first_scale;
+          for (std::uint32_t group = lane + 32; group < groups; group += 32) {
+            to_scales[group * kMaxHeight<P>] = scales[group];
+          }
+        }
+      }
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (mine) add_release_gpu(pass.packed(place / kMaxHeight<P>), RowPart::kUnits);
+    if (rehearsal == 0) {
+      slot0 += kMathWarps * at_once;
+      if (slot0 >= slots) return packed;
+      own = find_slot();
+    } else {
+      rehearsal = 0;
+      named_barrier<kPackers>(kTilesPlaced);
+      if (state.going != Going::kOn) return packed;
+    }
+  }
+}
+
+// The math warps' part of sending and packing. Where there are several ranks: a row to a warp, or
+// to several as far as they go, and neighbours to different blocks.
 template <typename P>
 __device__ __forceinline__ void pack_first_rows(const Pass<P>& pass) {
   const std::uint32_t warp = (threadIdx.x / 32 - 4) * gridDim.x + blockIdx.x;
   const std::uint32_t warps = gridDim.x * kMathWarps;
   const auto row_bytes = static_cast<std::uint32_t>(pass.layer.hidden * P::kElementBytes);
   const auto trace_first = [&](std::uint32_t record, TraceKind kind, std::uint32_t count) {
-    trace_math_end(pass, record, {kind, -1, -1, -1, static_cast<std::int32_t>(count / gridDim.x)});
+    trace_math_end(pass, record, {kind, -1, -1, -1, static_cast<std::int32_t>(count)});
   };
   // do_part(row, part) for this warp's parts of all rows.
   const auto share_out = [&](std::uint32_t rows, auto&& do_part) {
@@ -624,19 +789,22 @@ __device__ __forceinline__ void pack_first_rows(const Pass<P>& pass) {
     }
   };
   if (pass.distributed()) {
+    const std::uint32_t rows = pass.state().first_rows;
     trace_math(pass, kFirstSendsRecord, &TraceRecord::begin);
     const std::uint32_t slots = pass.state().first_sends;
     share_out(slots, [&](std::uint32_t slot, const RowPart& part) {
       send_slots<1>(pass, slot, 0, slots, part);
     });
-    trace_first(kFirstSendsRecord, TraceKind::kSend, slots);
+    trace_first(kFirstSendsRecord, TraceKind::kSend, slots / gridDim.x);
+    trace_math(pass, kFirstRowsRecord, &TraceRecord::begin);
+    share_out(rows, [&](std::uint32_t row, const RowPart& part) {
+      pack_rows<1>(pass, row, 0, rows, part);
+    });
+    trace_first(kFirstRowsRecord, TraceKind::kPack, rows / gridDim.x);
+  } else {
+    trace_math(pass, kFirstRowsRecord, &TraceRecord::begin);
+    trace_first(kFirstRowsRecord, TraceKind::kPack, pack_own_tokens(pass));
   }
-  trace_math(pass, kFirstRowsRecord, &TraceRecord::begin);
-  const std::uint32_t rows = pass.state().first_rows;
-  share_out(rows, [&](std::uint32_t row, const RowPart& part) {
-    pack_rows<1>(pass, row, 0, rows, part);
-  });
-  trace_first(kFirstRowsRecord, TraceKind::kPack, rows);
 }
 
 // Level by level, of which the n-th is the n-th expert of every rank. Rows of a level are packed

@@ -211,8 +211,6 @@ __device__ __forceinline__ void report_stuck_ring(const Pass<P>& pass) {
 
 template <ActivationKind kKind, bool kGated, typename P>
 __device__ __forceinline__ void math_role(const Pass<P>& pass) {
-  clear_next_words(pass);
-  if constexpr (!P::kAlone) pack_first_rows(pass);
   TaskReader reader(pass);
   StoredPart<kGated, P> stored(pass);
   RingPlace place;

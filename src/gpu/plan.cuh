@@ -76,11 +76,11 @@ __device__ __forceinline__ GateOutcome given_token(const LayerParams& layer, con
   return outcome;
 }
 
-// Routes tokens [begin, end), one per warp at a time: this one begins with `begin`. Their slots per
-// expert are counted in block.expert_rows, and each slot's place among them goes to
-// layer.positions, unless every block routes for itself. With some of the parts only it is a
-// rehearsal, which leaves nothing but garbage in block.own.
-template <typename P>
+// Routes tokens [begin, end), one for each of kRouters warps at a time: this one begins with
+// `begin`. Their slots per expert are counted in block.ranks.routed, and each slot's place among
+// them goes to layer.positions, unless every block routes for itself. With some of the parts only
+// it is a rehearsal, which leaves nothing but garbage in block.own.
+template <std::uint32_t kRouters, typename P>
 __device__ __forceinline__ void route_tokens(const Pass<P>& pass, std::uint32_t begin,
                                              std::uint32_t end, std::uint32_t parts) {
   const LayerParams& layer = pass.layer;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void route_tokens(const Pass<P>& pass, std::uint32_t 
   const bool report = !rehearsal && (counts || blockIdx.x == 0);
   const std::uint32_t slices = pass.state().gate_slices, lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (std::uint32_t token = __shfl_sync(~0u, begin, 0); token < end; token += kWarps) {
+  for (std::uint32_t token = __shfl_sync(~0u, begin, 0); token < end; token += kRouters) {
     GateOutcome mine;
     if (call.given_ids != nullptr) {
       mine = given_token(layer, call, token);
@@ -115,8 +115,10 @@ __device__ __forceinline__ void route_tokens(const Pass<P>& pass, std::uint32_t 
     if (lane < tables.top_k) {
       tables.ids[slot] = mine.id;
       tables.weights[cell] = mine.weight;
-      if (counts && mine.id >= 0) {
-        layer.positions[slot] = atomicAdd(pass.block.expert_rows + mine.id, 1u);
+      if constexpr (!P::kAlone) {
+        if (counts && mine.id >= 0) {
+          layer.positions[slot] = atomicAdd(pass.block.ranks.routed + mine.id, 1u);
+        }
       }
       if (report && call.out_ids != nullptr) call.out_ids[slot] = mine.id;
       if (report && call.out_weights != nullptr) call.out_weights[slot] = mine.weight;
@@ -131,6 +133,23 @@ __device__ __forceinline__ void route_tokens(const Pass<P>& pass, std::uint32_t 
       tables.weights[cell] = weight;
     }
   }
+}
+
+// The rows of the tokens that this block routes, into the L1 cache, as far as it goes. By the math
+// warps.
+template <typename P>
+__device__ __forceinline__ void touch_own_rows(const Pass<P>& pass) {
+  constexpr std::uint32_t kMostBytes = 16 * 1024, kLine = 128;
+  const std::uint32_t first = pass.first_token(blockIdx.x);
+  const std::uint32_t tokens = pass.first_token(blockIdx.x + 1) - first;
+  if (tokens == 0) return;
+  const std::byte* const rows = pass.state().rows + first * pass.state().row_bytes;
+  const std::size_t bytes =
+      (tokens - 1) * pass.state().row_bytes + std::size_t{P::kElementBytes} * pass.layer.hidden;
+  const std::uint32_t at = (threadIdx.x - kWarpgroup) * kLine;
+  if (at >= min(bytes, std::size_t{kMostBytes})) return;
+  std::uint32_t word;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(rows + at) : "memory");
 }
 
 // This rank's slots with one of its own experts.

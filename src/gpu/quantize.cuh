@@ -76,7 +76,7 @@ __device__ __forceinline__ std::uint16_t* rows_of_h(const Pass<P>& pass, std::ui
                                                              P::kElementBytes);
 }
 
-// The pass's activations, [T, H] bf16, by the math warps of all blocks.
+// The block's share of the pass's activations, [T, H] bf16, by its math warps.
 template <typename P>
 __device__ __forceinline__ void quantize_activations(const Pass<P>& pass) {
   constexpr std::uint32_t kWarpColumns = 32 * kLaneColumns;
@@ -84,10 +84,10 @@ __device__ __forceinline__ void quantize_activations(const Pass<P>& pass) {
   const LayerParams& layer = pass.layer;
   const auto hidden = static_cast<std::uint32_t>(layer.hidden);
   const std::uint32_t pieces = protocol::ceil_div(hidden, kWarpColumns);
-  const std::uint32_t units = pass.call.tokens * pieces, lane = threadIdx.x % 32;
-  const std::uint32_t step = gridDim.x * kMathWarps;
-  // Neighbours to different blocks.
-  const std::uint32_t first = (threadIdx.x / 32 - kWarpgroup / 32) * gridDim.x + blockIdx.x;
+  const std::uint32_t units = pass.first_token(blockIdx.x + 1) * pieces, lane = threadIdx.x % 32;
+  constexpr std::uint32_t step = kMathWarps;
+  const std::uint32_t first =
+      pass.first_token(blockIdx.x) * pieces + threadIdx.x / 32 - kWarpgroup / 32;
 #pragma unroll 1
   for (std::uint32_t unit0 = first; unit0 < units; unit0 += kAtOnce * step) {
     uint4 values[kAtOnce][2];

@@ -160,14 +160,17 @@ __device__ __forceinline__ std::uint32_t load_ticket(const BlockStorage<P>& bloc
   return *static_cast<const volatile std::uint32_t*>(&block.ticket);
 }
 
-// The first task of this block, into its slot. By the scheduler's warp, when tiles are placed: the
-// pass knows it earlier, and in code that it has rehearsed.
+// The first task of this block, into its slot, and handed out unless it is a rehearsal. By the
+// scheduler's warp, when tiles are placed: the pass knows it earlier, and in code that it has
+// rehearsed.
 template <typename P>
-__device__ __forceinline__ void describe_first(const Pass<P>& pass) {
+__device__ __forceinline__ void describe_first(const Pass<P>& pass, bool rehearsal) {
   const std::uint32_t paired = pass.call.paired;
   const TaskDescriptor task =
       describe(pass, workload_of(pass), blockIdx.x >> paired, paired == 0 ? 0 : rank_in_pair());
-  if (threadIdx.x % 32 == 0) pass.block.tasks[0] = task;
+  if (threadIdx.x % 32 != 0) return;
+  pass.block.tasks[0] = task;
+  if (!rehearsal) arrive(shared_address(&pass.block.task_full[0]));
 }
 
 // Tells other blocks that this one, or one of its math warpgroups, has stored its part of a tile:
@@ -192,14 +195,10 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
   };
   stamp(&TraceRecord::ready);
   stamp(&TraceRecord::begin);
-  // The task that is in the slot.
-  const auto hand_out = [&] {
-    const std::uint32_t slot = index % kTaskSlots;
-    const TaskDescriptor& task = pass.block.tasks[slot];
-    if (speaks) {
-      arrive(shared_address(&pass.block.task_full[slot]));
-      if (task.work != Work::kStop) trace_task(pass, TraceRole::kScheduler, index, task);
-    }
+  // Of the task that is in the slot, and handed out: false if it is the last.
+  const auto goes_on = [&] {
+    const TaskDescriptor& task = pass.block.tasks[index % kTaskSlots];
+    if (speaks && task.work != Work::kStop) trace_task(pass, TraceRole::kScheduler, index, task);
     stamp(&TraceRecord::end);
     if (task.work == Work::kStop) return false;
     ++index;
@@ -223,7 +222,7 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
       return false;
     });
   };
-  if (!hand_out()) return;
+  if (!goes_on()) return;
   const protocol::Workload work = workload_of(pass);
   std::uint32_t ticket = blockIdx.x >> paired;
   // The first time around is a rehearsal, as in plan_pass(), while nobody asks for a task.
@@ -250,7 +249,9 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
     if (!await([&] { return index - told < kTaskSlots; })) return;
     if (speaks) pass.block.tasks[index % kTaskSlots] = task;
     __syncwarp();
-    if (rehearsal == 0 && !hand_out()) break;
+    if (rehearsal != 0) continue;
+    if (speaks) arrive(shared_address(&pass.block.task_full[index % kTaskSlots]));
+    if (!goes_on()) break;
   }
   await([&] { return told == index; });
 }

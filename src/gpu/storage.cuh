@@ -24,7 +24,7 @@ inline constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 // of the tile's tokens.
 static_assert(kStageRowBytes == kSwizzleRowBytes);
 inline constexpr std::uint32_t kBoxBytes = kTileRows * kStageRowBytes;
-inline constexpr std::uint32_t kRingBytes = 192 * 1024, kMaxStages = 12;
+inline constexpr std::uint32_t kRingBytes = 192 * 1024, kMaxStages = 12, kGateStages = 8;
 template <typename P>
 inline constexpr std::uint32_t kMaxHeight = static_cast<std::uint32_t>(P::kTileShape.max_height);
 template <typename P>
@@ -187,8 +187,12 @@ struct RankTables {};
 template <typename P>
 struct RankTables<P, false> {
   static constexpr int kMost = kMaxDeviceExperts + kMaxDeviceRanks;
-  // [own experts, ranks]: of each source's rows in the expert's, the first.
-  std::uint32_t source_begin[kMost];
+  union {
+    // [own experts, ranks]: of each source's rows in the expert's, the first.
+    std::uint32_t source_begin[kMost];
+    // Before that, [E]: rows of the tokens that this block has routed.
+    std::uint32_t routed[kMaxDeviceExperts];
+  };
   // [level, distance of the owner] of this rank's slots with experts of others, counted in the
   // order in which they are sent: the first experts of all ranks, then the second. And the end.
   std::uint32_t send_begin[kMost + 1];
@@ -231,7 +235,8 @@ struct BlockStorage {
   alignas(16) TaskDescriptor tasks[kTaskSlots];
   alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
   alignas(8) std::uint64_t task_full[kTaskSlots], task_empty[kTaskSlots], demand, ticket_full;
-  std::uint32_t pack_level, pack_next;  // of the pack warp
+  alignas(8) std::uint64_t gate_full[kGateStages];  // large passes
+  std::uint32_t pack_level, pack_next;              // of the pack warp
   std::uint32_t ticket;  // from the scheduler of the pair's first block to that of the second
   std::uint32_t expert_rows[kMaxDeviceExperts];
   // [E + 1] first tile of each expert, numbered so that those of this rank come after the shared
@@ -255,12 +260,20 @@ constexpr bool fit = ((kSharedBytes<P> <= std::size_t{227} * 1024) && ...);
 static_assert(fit<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>>,
               "the block's shared memory is full");
 
+// Named barriers beside that of __syncthreads(): the math warps', one for each of their warpgroups,
+// and, of large passes, the loading warps' and that of all who wait for tiles to be placed.
+enum NamedBarrier : std::uint32_t { kOfMath = 1, kOfLoading = 3, kTilesPlaced = 4 };
+inline constexpr int kPackers = 32 * (2 + kMathWarps);  // scheduler, pack, math
+
 // Which math warpgroup the thread is in, asked anew wherever it is needed: the sums leave no
 // register to keep it in.
 __device__ __forceinline__ std::uint32_t math_group() {
   return fresh_thread_index<kThreads>() / kWarpgroup - 1;
 }
 
+__device__ __forceinline__ bool converts(const CallParams& call) {
+  return call.x_type == DType::kF32 || call.x_type == DType::kF16;
+}
 // Barriers of all blocks, in the order in which a pass comes to them.
 enum GridBarrier : std::uint32_t { kConverted, kLogitsReady, kListsReady };
 
@@ -330,6 +343,16 @@ struct Pass {
   __device__ bool h_slot_free(std::uint32_t tile) const {
     return tile < layer.h_slots || gemm2_complete(tile - layer.h_slots);
   }
+  // Of this rank's tokens, the first that a block routes where it does not route for itself.
+  __device__ std::uint32_t first_token(std::uint32_t of_block) const {
+    return static_cast<std::uint32_t>(std::uint64_t{call.tokens} * of_block / gridDim.x);
+  }
+  // Whether the block goes on, or both of a pair, which do not write into each other's memory
+  // before. By all threads, once.
+  __device__ bool goes_on() const {
+    if (call.paired != 0) pair_wait();
+    return state().going == Going::kOn;
+  }
   // Several ranks, or one that has all experts.
   __device__ bool distributed() const { return !P::kAlone && layer.heaps.size() > 1; }
   __device__ int rank_at(std::uint32_t distance) const {
@@ -354,8 +377,9 @@ struct Pass {
   }
   // What flags of the pass are raised to.
   __device__ std::uint32_t flag() const { return static_cast<std::uint32_t>(state().epoch) + 1; }
-  __device__ std::uint32_t packed_row(std::uint32_t tile, std::uint32_t row) const {
-    return tile % layer.packed_slots * kMaxHeight<P> + row;
+  // Where a row of a tile is packed; `place` is counted over whole tiles of most rows.
+  __device__ std::uint32_t packed_row(std::uint32_t place) const {
+    return place / kMaxHeight<P> % layer.packed_slots * kMaxHeight<P> + place % kMaxHeight<P>;
   }
 };
 

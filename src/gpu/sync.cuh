@@ -79,6 +79,11 @@ __device__ __forceinline__ std::uint32_t fetch_add_released_gpu(std::uint32_t* w
   return before;
 }
 
+// What others wrote with ordinary stores and this thread acquired, the copy engine must see too.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
 // A barrier of all blocks, in two halves. Both are called by all threads of the block.
 __device__ __forceinline__ void grid_arrive(std::uint32_t* word) {
   __syncthreads();
@@ -177,6 +182,16 @@ __device__ __forceinline__ void init_barrier(std::uint32_t barrier, std::uint32_
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+// A box of a matrix, from column k and `row` on, by the copy engine.
+__device__ __forceinline__ void load_rows(const CUtensorMap& map, std::uint32_t to,
+                                          std::uint32_t barrier, int k, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(k), "r"(row)
+      : "memory");
+}
+
 // Large passes are launched in pairs (clusters of kPair blocks), 2 c and 2 c + 1 being pair c. The
 // two see each other's shared memory.
 __device__ __forceinline__ std::uint32_t rank_in_pair() { return blockIdx.x % kPair; }
@@ -194,11 +209,11 @@ __device__ __forceinline__ void arrive_in_pair(std::uint32_t barrier) {
 }
 // All threads of both blocks that have not left. It has no deadline of its own: what comes before
 // it has.
-__device__ __forceinline__ void pair_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release;\n"
-      "barrier.cluster.wait.acquire;" ::
-          : "memory");
+__device__ __forceinline__ void pair_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void pair_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // A place in a ring of stages, each with a `full` and an `empty` barrier: the index of the stage

@@ -43,10 +43,11 @@ CUtensorMap encode(const void* data, int element_bytes, std::span<const cuuint64
   CUtensorMap map;
   const CUtensorMapDataType type =
       element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUresult result = find_encoder()(
-      &map, type, static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(data), sizes.data(),
-      strides.data(), box.data(), kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  static const PFN_cuTensorMapEncodeTiled_v12000 encoder = find_encoder();
+  const CUresult result =
+      encoder(&map, type, static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(data),
+              sizes.data(), strides.data(), box.data(), kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+              CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw Error(ErrorCode::kSystem,
                 fmt::format("cuTensorMapEncodeTiled failed with {} for an array of {} columns",
@@ -75,14 +76,18 @@ WeightMaps weight_maps(const WeightArray& weights, BoxOrder order) {
                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B)};
 }
 
-TokenMaps token_maps(const std::byte* data, int element_bytes, std::int64_t rows, int columns,
-                     std::int64_t stride) {
+CUtensorMap rows_map(const void* data, int element_bytes, std::int64_t rows, int columns,
+                     std::int64_t stride, int box_rows) {
   const cuuint64_t sizes[] = {u(columns), u(rows)};
   const cuuint64_t strides[] = {u(stride * element_bytes)};
-  const cuuint32_t many[] = {box_columns(element_bytes), TokenMaps::kManyRows};
-  const cuuint32_t few[] = {box_columns(element_bytes), TokenMaps::kFewRows};
-  return {encode(data, element_bytes, sizes, strides, many),
-          encode(data, element_bytes, sizes, strides, few)};
+  const cuuint32_t box[] = {box_columns(element_bytes), static_cast<cuuint32_t>(box_rows)};
+  return encode(data, element_bytes, sizes, strides, box);
+}
+
+TokenMaps token_maps(const std::byte* data, int element_bytes, std::int64_t rows, int columns,
+                     std::int64_t stride) {
+  return {rows_map(data, element_bytes, rows, columns, stride, TokenMaps::kManyRows),
+          rows_map(data, element_bytes, rows, columns, stride, TokenMaps::kFewRows)};
 }
 
 }  // namespace switchyard::gpu

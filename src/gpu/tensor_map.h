@@ -24,7 +24,10 @@ struct WeightArray {
 enum class BoxOrder : std::uint8_t { kGroupsInTurn, kHalvesInTurn };
 WeightMaps weight_maps(const WeightArray& weights, BoxOrder order);
 
-// Over [rows, columns], `stride` elements from row to row; zeros beyond the last column.
+// Over [rows, columns], `stride` elements from row to row, with boxes of `box_rows`; zeros beyond
+// the last row and column.
+CUtensorMap rows_map(const void* data, int element_bytes, std::int64_t rows, int columns,
+                     std::int64_t stride, int box_rows);
 TokenMaps token_maps(const std::byte* data, int element_bytes, std::int64_t rows, int columns,
                      std::int64_t stride);
 

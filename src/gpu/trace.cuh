@@ -104,20 +104,20 @@ __device__ __forceinline__ void trace_math_end(const Pass<P>& pass, std::uint32_
   }
 }
 
-// Of what all warps do in turn, by the block's first thread.
+// Of what all warps do in turn, by the block's first thread or another.
 template <typename P>
 __device__ __forceinline__ void trace_pass(const Pass<P>& pass, std::uint32_t index,
-                                           TraceStamp stamp) {
+                                           TraceStamp stamp, std::uint32_t thread = 0) {
   if constexpr (P::kTraced) {
-    if (fresh_thread_index<kThreads>() == 0) trace_stamp(pass, TraceRole::kPass, index, stamp);
+    if (fresh_thread_index<kThreads>() == thread) trace_stamp(pass, TraceRole::kPass, index, stamp);
   }
 }
 // One turn ends, and the next, if there is one, begins.
 template <typename P>
 __device__ __forceinline__ void trace_turn(const Pass<P>& pass, std::uint32_t index, TraceKind kind,
-                                           std::uint32_t next) {
+                                           std::uint32_t next, std::uint32_t thread = 0) {
   if constexpr (P::kTraced) {
-    if (fresh_thread_index<kThreads>() != 0) return;
+    if (fresh_thread_index<kThreads>() != thread) return;
     trace_subject(pass, TraceRole::kPass, index, {kind});
     trace_stamp(pass, TraceRole::kPass, index, &TraceRecord::end);
     if (next == kTraceRecords) return;

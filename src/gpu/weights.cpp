@@ -386,6 +386,11 @@ void DeviceGate::describe(LayerParams& params) const {
   params.num_planes = num_planes_;
   params.gate_columns = columns_;
   params.gate_stride = stride_;
+  if (num_planes_ != 0) {
+    params.router_map =
+        rows_map(params.router, sizeof(std::uint16_t), std::int64_t{num_planes_} * columns_,
+                 stride_, stride_, kGateBoxRows);
+  }
   params.has_router = has_router_;
   params.shared_sigmoid = shared_sigmoid_;
   params.router_bias = reinterpret_cast<const float*>(router_bias_.data());
