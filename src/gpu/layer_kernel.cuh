@@ -194,18 +194,17 @@ __device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
 
 template <bool kGated, typename P>
 __device__ __forceinline__ void loading_group(const Pass<P>& pass) {
-  const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  // Roles of one thread, and of warps that rehearse before they wait for others.
-  if (warp == kWeightsWarp && elect()) return weights_role<kGated>(pass);
-  if constexpr (!P::kAlone) {
-    if (warp == kTokensWarp && (kJoinedScales<P> || elect())) return tokens_role(pass);
-  }
   if (!pass.goes_on()) return;
-  if (warp == kSchedulerWarp) {
+  const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (warp == kWeightsWarp) {
+    if (elect()) weights_role<kGated>(pass);
+  } else if (warp == kSchedulerWarp) {
     scheduler_role(pass);
   } else if constexpr (P::kAlone) {
-    if (warp >= kTokensWarp) gather_role(pass);
-  } else if (warp == kPackWarp) {
+    gather_role(pass);
+  } else if (warp == kTokensWarp) {
+    tokens_role(pass);
+  } else {
     pack_role(pass);
   }
 }
@@ -345,7 +344,7 @@ __device__ __forceinline__ void plan_pass(const Pass<P>& pass) {
         }
         if (!count_all_rows(pass)) {
           if (!pass.distributed() && (warp == kSchedulerWarp || warp == kPackWarp)) {
-            named_barrier<kPackers>(kTilesPlaced);
+            named_barrier_anywhere<kPackers>(kTilesPlaced);
           }
           return;
         }
@@ -380,7 +379,7 @@ __device__ __forceinline__ void plan_pass(const Pass<P>& pass) {
       if (!rehearsal && pass.distributed()) {
         __syncthreads();
       } else if (!rehearsal) {
-        named_barrier<kPackers>(kTilesPlaced);
+        named_barrier_anywhere<kPackers>(kTilesPlaced);
       }
     }
     if (warp == kSchedulerWarp) {

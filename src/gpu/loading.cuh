@@ -7,10 +7,11 @@
 
 namespace switchyard::gpu {
 
-// Of the roles that wait for their first task. Several ranks have all planned before.
+// Of the roles that wait for their first task. Where there are several ranks, or pairs of blocks,
+// all of a block's warps have planned by now.
 template <typename P>
 __device__ __forceinline__ std::uint32_t rehearsals(const Pass<P>& pass) {
-  return pass.distributed() ? 0 : untold<1>();
+  return pass.distributed() || pass.call.paired != 0 ? 0 : untold<1>();
 }
 
 // --- Weights: one thread. Streams the tasks' weight rows; they wait for nothing but a free stage.
@@ -90,7 +91,6 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
     TaskDescriptor task{};
     task.k_blocks = 1;
     if (rehearsal == 0) {
-      if (reader.index() == ~0u && !pass.goes_on()) return;
       if (!reader.template next_gemm<TraceRole::kWeights, false>(task)) return;
     }
     const Ring<P> ring = pass.ring();
@@ -274,6 +274,7 @@ __device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const Task
 
 template <typename P>
 __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
+  if (!kJoinedScales<P> && !elect()) return;
   TaskReader reader(pass);
   RingPlace place;
   const auto stamp = [&](TraceStamp which) {
@@ -286,7 +287,6 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
     TaskDescriptor task{};
     task.k_blocks = 1;
     if (rehearsal == 0) {
-      if (reader.index() == ~0u && !pass.goes_on()) return;
       if (!reader.template next_gemm<TraceRole::kTokens, kJoinedScales<P>>(task)) return;
       const bool first = task.work == Work::kGemm1;
       // Given up or not, the block goes on: its other roles wait for these stages.
@@ -764,7 +764,7 @@ __device__ __forceinline__ std::uint32_t pack_own_tokens(const Pass<P>& pass) {
       own = find_slot();
     } else {
       rehearsal = 0;
-      named_barrier<kPackers>(kTilesPlaced);
+      named_barrier_anywhere<kPackers>(kTilesPlaced);
       if (state.going != Going::kOn) return packed;
     }
   }

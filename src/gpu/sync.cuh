@@ -207,8 +207,8 @@ __device__ __forceinline__ std::uint32_t address_in_pair(std::uint32_t address,
 __device__ __forceinline__ void arrive_in_pair(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// All threads of both blocks that have not left. It has no deadline of its own: what comes before
-// it has.
+// All threads of both blocks that have not left, each warp together. It has no deadline of its own:
+// what comes before it has.
 __device__ __forceinline__ void pair_arrive() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
@@ -292,6 +292,11 @@ __device__ __forceinline__ bool elect() { return cute::elect_one_sync() != 0; }
 template <int Threads>
 __device__ __forceinline__ void named_barrier(std::uint32_t id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
+}
+// The same where warps come from different places in the code: bar.sync is for all at one.
+template <int Threads>
+__device__ __forceinline__ void named_barrier_anywhere(std::uint32_t id) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
 }
 // And learn whether any of them says so.
 template <int Threads>
