@@ -448,12 +448,14 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const bool pairs = !small && paired_grid_ >= kPair &&
                      x.rows * world_.size() * spec_.top_k >= kLeastRows * spec_.num_experts;
   call.paired = pairs ? 1 : 0;
+  const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;
+  call.converts = x.dtype == DType::kF32 || x.dtype == DType::kF16 ||
+                  (!small && overlaps && x.dtype == DType::kBF16);
   const bool gated = spec_.shared_sigmoid_gate || call.given_ids == nullptr;
   if (gated && !small && x.rows != 0) {
-    // As the kernel converts other types.
-    const bool converts = x.dtype != DType::kBF16;
-    call.x_map = rows_map(converts ? params_.converted : x.data, sizeof(std::uint16_t), x.rows,
-                          spec_.hidden, converts ? spec_.hidden : x.row_stride, kGateBoxRows);
+    const bool dense = call.converts || x.rows == 1;
+    call.x_map = rows_map(call.converts ? params_.converted : x.data, sizeof(std::uint16_t), x.rows,
+                          spec_.hidden, dense ? spec_.hidden : x.row_stride, kGateBoxRows);
   }
   void* arguments[] = {&params_, &call};
   cudaLaunchAttribute attributes[kMaxAttributes]{};

@@ -175,7 +175,7 @@ __device__ __forceinline__ void many_logits(const Pass<P>& pass) {
   const std::uint32_t ring = shared_address(pass.block.ring);
   const std::uint32_t full = shared_address(pass.block.gate_full);
   const bool loads = fresh_thread_index<kThreads>() / 32 == kWarpgroup / 32;
-  if (loads && converts(pass.call)) fence_async_proxy();
+  if (loads && pass.call.converts) fence_async_proxy();
   RingPlace place;
 #pragma unroll 1
   for (std::uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {

@@ -71,7 +71,7 @@ static_assert(kFullArrivals == 1 + 1 && kFullArrivalsAlone == 1 + 64 && kEmptyAr
                   kTellers<SmallPass<BF16Policy>> == 2,
               "the table above");
 
-// Activations of other types as bf16 rows.
+// Activations as bf16 rows, one after the other.
 __device__ __forceinline__ void convert_activations(const LayerParams& layer,
                                                     const CallParams& call) {
   const auto hidden = static_cast<std::uint32_t>(layer.hidden);
@@ -80,11 +80,19 @@ __device__ __forceinline__ void convert_activations(const LayerParams& layer,
        i += std::size_t{gridDim.x} * kThreads) {
     const std::size_t row = i / (hidden / 2), column = i % (hidden / 2) * 2;
     const std::size_t at = row * call.x_stride + column;
-    const float2 v = call.x_type == DType::kF32
-                         ? *reinterpret_cast<const float2*>(static_cast<const float*>(call.x) + at)
-                         : __half22float2(*reinterpret_cast<const __half2*>(
-                               static_cast<const __half*>(call.x) + at));
-    reinterpret_cast<std::uint32_t*>(layer.converted)[i] = pack_bf16(v.x, v.y);
+    std::uint32_t pair;
+    if (call.x_type == DType::kF32) {
+      const float2 v = *reinterpret_cast<const float2*>(static_cast<const float*>(call.x) + at);
+      pair = pack_bf16(v.x, v.y);
+    } else if (call.x_type == DType::kF16) {
+      const float2 v = __half22float2(
+          *reinterpret_cast<const __half2*>(static_cast<const __half*>(call.x) + at));
+      pair = pack_bf16(v.x, v.y);
+    } else {
+      pair =
+          *reinterpret_cast<const std::uint32_t*>(static_cast<const std::uint16_t*>(call.x) + at);
+    }
+    reinterpret_cast<std::uint32_t*>(layer.converted)[i] = pair;
   }
 }
 
@@ -193,8 +201,8 @@ __device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
 }
 
 template <bool kGated, typename P>
-__device__ __forceinline__ void loading_group(const Pass<P>& pass) {
-  if (!pass.goes_on()) return;
+__device__ __forceinline__ void loading_group(const Pass<P>& pass, bool planned) {
+  if (!pass.goes_on(planned)) return;
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp == kWeightsWarp) {
     if (elect()) weights_role<kGated>(pass);
@@ -248,17 +256,18 @@ __device__ __forceinline__ void release_ring() {
 
 // From activations to what every role needs to know. Of a small pass all but the scheduler's warp
 // leave before it knows that, of a large one of one rank all but the scheduler's and the pack
-// warp. If the pass was given up, state.going says so.
+// warp. False if the pass was given up: in all warps or, of one rank, when the math warps have
+// left, in the loading warps; the math warps then find state.plan_failed.
 template <typename P>
-__device__ __forceinline__ void plan_pass(const Pass<P>& pass) {
+__device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
   const LayerParams& layer = pass.layer;
   const CallParams& call = pass.call;
   BlockStorage<P>& block = pass.block;
   trace_pass(pass, kRouteRecord, &TraceRecord::ready);
-  if (converts(call)) {
+  if (call.converts) {
     convert_activations(layer, call);
     grid_arrive(pass.barrier(kConverted));
-    if (!grid_await(pass.waiter(), pass.barrier(kConverted))) return;
+    if (!grid_await(pass.waiter(), pass.barrier(kConverted))) return false;
   }
   const bool gated = (layer.has_router && call.given_ids == nullptr) || layer.shared_sigmoid;
   // Told to be the same in all lanes: a third less code.
@@ -329,7 +338,7 @@ __device__ __forceinline__ void plan_pass(const Pass<P>& pass) {
       route_tokens<kRouters>(pass, rehearsal ? 0 : begin + router, end, parts);
     }
     if (!rehearsal) {
-      if (__syncthreads_or(given_up)) return;
+      if (__syncthreads_or(given_up)) return false;
       if constexpr (alone) {
         auto* const scratch = reinterpret_cast<std::uint8_t*>(block.ring);
         list_own_slots(layer, block, end * layer.top_k, scratch);
@@ -340,24 +349,25 @@ __device__ __forceinline__ void plan_pass(const Pass<P>& pass) {
         trace_turn(pass, kRouteRecord, TraceKind::kRoute, kCountsRecord);
         if (!pass.distributed()) {
           grid_arrive(pass.barrier(kListsReady));
-          if (math) return;
+          if (math) return true;
         }
         if (!count_all_rows(pass)) {
           if (!pass.distributed() && (warp == kSchedulerWarp || warp == kPackWarp)) {
+            block.pass.plan_failed = true;
             named_barrier_anywhere<kPackers>(kTilesPlaced);
           }
-          return;
+          return false;
         }
       }
       store_stats(pass);
       if constexpr (alone) {
         trace_turn(pass, kRouteRecord, TraceKind::kRoute, kTraceRecords);
         // The rest is one warp's; the others are on their way to what they wait for next.
-        if (warp != kSchedulerWarp) return;
+        if (warp != kSchedulerWarp) return true;
       } else {
         trace_turn(pass, kCountsRecord, TraceKind::kCounts, kPlanRecord);
         // Of one rank these two wait for nothing but their first task.
-        if (!pass.distributed() && (warp == kWeightsWarp || warp == kTokensWarp)) return;
+        if (!pass.distributed() && (warp == kWeightsWarp || warp == kTokensWarp)) return true;
       }
     }
     if (warp == kSchedulerWarp) {
@@ -403,15 +413,16 @@ __device__ __forceinline__ void plan_pass(const Pass<P>& pass) {
     trace_turn(pass, kPlanRecord, TraceKind::kPlan, kTraceRecords, 32 * kSchedulerWarp);
     if (pass.distributed()) __syncthreads();
   }
+  return true;
 }
 
-// Tells the other block of the pair what this one's wait found: the pass was given up.
+// Tells the other block of the pair what this one's plan found: the pass was given up.
 template <typename P>
 __device__ __forceinline__ void give_up_pair(const Pass<P>& pass) {
   if (threadIdx.x != 0) return;
-  const std::uint32_t going = shared_address(&pass.block.pass.going);
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_pair(going, rank_in_pair() ^ 1)),
-               "r"(static_cast<std::uint32_t>(Going::kGivenUp))
+  const std::uint32_t word = shared_address(&pass.block.pass.pair_failed);
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_pair(word, rank_in_pair() ^ 1)),
+               "r"(1)
                : "memory");
 }
 
@@ -437,13 +448,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     init_barrier(shared_address(&block.demand), kDemandArrivals << call.paired);
     init_barrier(shared_address(&block.ticket_full),
                  P::kAlone ? kTicketArrivalsAlone : kTicketArrivals);
+    fence_new_barriers();
     auto& state = block.pass;
     state.first_sends = state.send_lead = 0;
     state.going = Going::kOn;
+    state.plan_failed = false;
+    state.pair_failed = 0;
     state.epoch = *layer.epoch;
     state.words = layer.pass_words[state.epoch & 1];
-    state.x = converts(call) ? layer.converted : static_cast<const std::uint16_t*>(call.x);
-    state.x_stride = converts(call) ? layer.hidden : call.x_stride;
+    state.x = call.converts ? layer.converted : static_cast<const std::uint16_t*>(call.x);
+    state.x_stride = call.converts ? layer.hidden : call.x_stride;
     if (P::kScaled && call.x_type == DType::kF8E4M3) {
       state.rows = static_cast<const std::byte*>(call.x);
       state.row_bytes = call.x_stride;
@@ -470,21 +484,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   const Pass<P> pass{layer, call, block};
-  plan_pass(pass);
+  const bool planned = plan_pass(pass);
   const bool math = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) != 0;
   if (call.paired != 0) {
-    if (pass.state().going != Going::kOn) give_up_pair(pass);
+    if (!planned) give_up_pair(pass);
     pair_arrive();
   }
   if (!math) {
     cutlass::arch::warpgroup_reg_dealloc<P::kLoadingRegisters>();
-    loading_group<kGated>(pass);
+    loading_group<kGated>(pass, planned);
   } else {
-    if (pass.state().going == Going::kOn) {
+    if (planned) {
       clear_next_words(pass);
       if constexpr (!P::kAlone) pack_first_rows(pass);
     }
-    if (pass.goes_on()) {
+    if (pass.goes_on(planned)) {
       cutlass::arch::warpgroup_reg_alloc<P::kMathRegisters>();
       math_role<kKind, kGated>(pass);
     }

@@ -192,6 +192,8 @@ struct CallParams {
   const void* x;          // [T, H] of x_type
   std::int64_t x_stride;  // in elements
   DType x_type;
+  // Not bf16 or, in large passes, rows that overlap: the kernel makes rows of its own.
+  bool converts;
   CUtensorMap x_map;      // where there is a gate, of large passes
   const float* x_scales;  // of FP8 activations: [T, ceil(H / 128)]
   std::int64_t x_scale_stride;

@@ -765,7 +765,7 @@ __device__ __forceinline__ std::uint32_t pack_own_tokens(const Pass<P>& pass) {
     } else {
       rehearsal = 0;
       named_barrier_anywhere<kPackers>(kTilesPlaced);
-      if (state.going != Going::kOn) return packed;
+      if (state.plan_failed) return packed;
     }
   }
 }

@@ -144,10 +144,11 @@ __device__ __forceinline__ void touch_own_rows(const Pass<P>& pass) {
   const std::uint32_t tokens = pass.first_token(blockIdx.x + 1) - first;
   if (tokens == 0) return;
   const std::byte* const rows = pass.state().rows + first * pass.state().row_bytes;
-  const std::size_t bytes =
-      (tokens - 1) * pass.state().row_bytes + std::size_t{P::kElementBytes} * pass.layer.hidden;
-  const std::uint32_t at = (threadIdx.x - kWarpgroup) * kLine;
-  if (at >= min(bytes, std::size_t{kMostBytes})) return;
+  // (FP8 codes that are given may lie in any order.)
+  const std::int64_t bytes = std::int64_t{tokens - 1} * pass.state().row_bytes +
+                             std::int64_t{P::kElementBytes} * pass.layer.hidden;
+  const std::int64_t at = (threadIdx.x - kWarpgroup) * std::int64_t{kLine};
+  if (at >= min(bytes, std::int64_t{kMostBytes})) return;
   std::uint32_t word;
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(rows + at) : "memory");
 }

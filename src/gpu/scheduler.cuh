@@ -168,6 +168,8 @@ __device__ __forceinline__ void describe_first(const Pass<P>& pass, bool rehears
   const std::uint32_t paired = pass.call.paired;
   const TaskDescriptor task =
       describe(pass, workload_of(pass), blockIdx.x >> paired, paired == 0 ? 0 : rank_in_pair());
+  // What the other lanes have written for it comes before it, too.
+  __syncwarp();
   if (threadIdx.x % 32 != 0) return;
   pass.block.tasks[0] = task;
   if (!rehearsal) arrive(shared_address(&pass.block.task_full[0]));

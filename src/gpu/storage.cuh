@@ -226,6 +226,10 @@ struct PassState {
   std::uint32_t send_lead;    // levels that sending is ahead of packing, at most
   std::uint32_t tile_offset;  // from the number of a tile to that among all ranks' tiles
   Going going;
+  // Of the plan, of this block or of the pair's other: written before roles begin, so that all
+  // warps find the same. (`going` is every wait's.)
+  bool plan_failed;
+  std::uint32_t pair_failed;
 };
 
 template <typename P>
@@ -260,9 +264,10 @@ constexpr bool fit = ((kSharedBytes<P> <= std::size_t{227} * 1024) && ...);
 static_assert(fit<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>>,
               "the block's shared memory is full");
 
-// Named barriers beside that of __syncthreads(): the math warps', one for each of their warpgroups,
-// and, of large passes, the loading warps' and that of all who wait for tiles to be placed.
-enum NamedBarrier : std::uint32_t { kOfMath = 1, kOfLoading = 3, kTilesPlaced = 4 };
+// Named barriers beside that of __syncthreads(): the math warps' before their role; in it, 1 and 2,
+// one for each warpgroup, and one for both; and, of large passes, the loading warps' and that of
+// all who wait for tiles to be placed.
+enum NamedBarrier : std::uint32_t { kOfMath = 1, kBothGroups = 3, kOfLoading, kTilesPlaced };
 inline constexpr int kPackers = 32 * (2 + kMathWarps);  // scheduler, pack, math
 
 // Which math warpgroup the thread is in, asked anew wherever it is needed: the sums leave no
@@ -271,9 +276,6 @@ __device__ __forceinline__ std::uint32_t math_group() {
   return fresh_thread_index<kThreads>() / kWarpgroup - 1;
 }
 
-__device__ __forceinline__ bool converts(const CallParams& call) {
-  return call.x_type == DType::kF32 || call.x_type == DType::kF16;
-}
 // Barriers of all blocks, in the order in which a pass comes to them.
 enum GridBarrier : std::uint32_t { kConverted, kLogitsReady, kListsReady };
 
@@ -349,9 +351,9 @@ struct Pass {
   }
   // Whether the block goes on, or both of a pair, which do not write into each other's memory
   // before. By all threads, once.
-  __device__ bool goes_on() const {
+  __device__ bool goes_on(bool planned) const {
     if (call.paired != 0) pair_wait();
-    return state().going == Going::kOn;
+    return planned && !state().plan_failed && state().pair_failed == 0;
   }
   // Several ranks, or one that has all experts.
   __device__ bool distributed() const { return !P::kAlone && layer.heaps.size() > 1; }

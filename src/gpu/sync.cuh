@@ -192,6 +192,11 @@ __device__ __forceinline__ void load_rows(const CUtensorMap& map, std::uint32_t 
       : "memory");
 }
 
+// Of barriers that were just made, before other threads, blocks and the copy engine use them.
+__device__ __forceinline__ void fence_new_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // Large passes are launched in pairs (clusters of kPair blocks), 2 c and 2 c + 1 being pair c. The
 // two see each other's shared memory.
 __device__ __forceinline__ std::uint32_t rank_in_pair() { return blockIdx.x % kPair; }

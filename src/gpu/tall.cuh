@@ -192,7 +192,6 @@ __device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const Task
                                                  std::uint32_t (&values)[kOctets][2]) {
   constexpr bool kHalf = kOctets * 8 != kQuantGroup;
   constexpr std::uint32_t kVectors = kOctets / 2;  // of a token's codes
-  constexpr std::uint32_t kBothGroups = 3;         // a named barrier
   const LayerParams& layer = pass.layer;
   const auto intermediate = static_cast<std::uint32_t>(pass.ffn(task.shared != 0).intermediate);
   const std::uint32_t row0 = tall_warp_row<kBoxes>(), slot = task.tile % layer.h_slots;
