@@ -225,6 +225,24 @@ TEST_F(GpuTypes, ActivationsAndOutputsOfEveryType) {
   }
 }
 
+// As of one row that is expanded to many, without and with a tensor map over them.
+TEST_F(GpuTypes, RowsMayOverlap) {
+  const LayerSpec spec = wide_spec(16, 4);
+  const MoeWeights w = make_weights(spec, DType::kBF16, 3);
+  for (const int tokens : {3, 130, 500}) {
+    Batch batch = random_batch(spec, tokens, DType::kBF16, 4);
+    const std::size_t row_bytes = static_cast<std::size_t>(spec.hidden) * 2;
+    for (int t = 1; t < tokens; ++t) std::memcpy(batch.x.row(t), batch.x.row(0), row_bytes);
+    DeviceLayer layer(spec, w, tokens);
+    const BatchResult expected = layer.run(batch, DType::kBF16);
+    layer.load(batch, DType::kBF16);
+    layer.set_row_stride(0);
+    layer.poison();
+    layer.enqueue();
+    EXPECT_TRUE(layer.fetch().output == expected.output) << tokens;
+  }
+}
+
 TEST_F(GpuTypes, WeightsOfEveryType) {
   const LayerSpec spec = wide_spec(16, 4);
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kF8E4M3}) {

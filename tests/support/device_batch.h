@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string_view>
 
@@ -45,6 +46,8 @@ class DeviceBatch {
 
   // Other activations of the same shape, in the same memory.
   void replace_activations(const Batch& batch) { x_.upload(batch.x.view().data, x_.bytes()); }
+  // Elements from one row of activations to the next, in place of the hidden size.
+  void set_row_stride(std::int64_t stride) { row_stride_ = stride; }
 
   void poison(const gpu::Stream& stream) {
     for (gpu::DeviceBuffer* buffer : {&y_, &ids_, &weights_}) {
@@ -57,6 +60,7 @@ class DeviceBatch {
     ForwardInput input;
     input.activations = batch_.x.view();
     input.activations.data = x_.data();
+    if (row_stride_) input.activations.row_stride = *row_stride_;
     if (input.activations.scale != nullptr) {
       input.activations.scale = reinterpret_cast<const float*>(x_scales_.data());
     }
@@ -101,6 +105,7 @@ class DeviceBatch {
   LayerSpec spec_;
   Batch batch_;
   DType dtype_;
+  std::optional<std::int64_t> row_stride_;
   gpu::DeviceBuffer x_, x_scales_, token_ids_, given_ids_, given_weights_, y_, ids_, weights_;
 };
 
@@ -124,6 +129,7 @@ class DeviceLayer {
     batch_ = std::make_unique<DeviceBatch>(spec_, batch, output_dtype);
   }
   void replace_activations(const Batch& batch) { batch_->replace_activations(batch); }
+  void set_row_stride(std::int64_t stride) { batch_->set_row_stride(stride); }
   void poison() { batch_->poison(stream_); }
   void enqueue() { batch_->enqueue(*layer_, stream_); }
   BatchResult fetch() {
