@@ -144,7 +144,7 @@ __device__ __forceinline__ void touch_own_rows(const Pass<P>& pass) {
   const std::uint32_t tokens = pass.first_token(blockIdx.x + 1) - first;
   if (tokens == 0) return;
   const std::byte* const rows = pass.state().rows + first * pass.state().row_bytes;
-  // (FP8 codes that are given may lie in any order.)
+  // (Rows of FP8 codes that are given may overlap.)
   const std::int64_t bytes = std::int64_t{tokens - 1} * pass.state().row_bytes +
                              std::int64_t{P::kElementBytes} * pass.layer.hidden;
   const std::int64_t at = (threadIdx.x - kWarpgroup) * std::int64_t{kLine};

@@ -240,6 +240,8 @@ TEST_F(GpuTypes, RowsMayOverlap) {
     layer.poison();
     layer.enqueue();
     EXPECT_TRUE(layer.fetch().output == expected.output) << tokens;
+    layer.set_row_stride(-spec.hidden);
+    EXPECT_THROW(layer.enqueue(), Error) << tokens;
   }
 }
 
