@@ -201,8 +201,7 @@ __device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
 }
 
 template <bool kGated, typename P>
-__device__ __forceinline__ void loading_group(const Pass<P>& pass, bool planned) {
-  if (!pass.goes_on(planned)) return;
+__device__ __forceinline__ void loading_group(const Pass<P>& pass) {
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp == kWeightsWarp) {
     if (elect()) weights_role<kGated>(pass);
@@ -416,13 +415,14 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
   return true;
 }
 
-// Tells the other block of the pair what this one's plan found: the pass was given up.
+// Tells the other block of the pair, which may be further, what this one's plan found: the pass was
+// given up. Its roles wait no longer.
 template <typename P>
 __device__ __forceinline__ void give_up_pair(const Pass<P>& pass) {
   if (threadIdx.x != 0) return;
-  const std::uint32_t word = shared_address(&pass.block.pass.pair_failed);
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_pair(word, rank_in_pair() ^ 1)),
-               "r"(1)
+  const std::uint32_t going = shared_address(&pass.block.pass.going);
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_pair(going, rank_in_pair() ^ 1)),
+               "r"(static_cast<std::uint32_t>(Going::kGivenUp))
                : "memory");
 }
 
@@ -449,11 +449,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     init_barrier(shared_address(&block.ticket_full),
                  P::kAlone ? kTicketArrivalsAlone : kTicketArrivals);
     fence_new_barriers();
+    block.handed_out = 1;  // see describe_first
     auto& state = block.pass;
     state.first_sends = state.send_lead = 0;
     state.going = Going::kOn;
     state.plan_failed = false;
-    state.pair_failed = 0;
     state.epoch = *layer.epoch;
     state.words = layer.pass_words[state.epoch & 1];
     state.x = call.converts ? layer.converted : static_cast<const std::uint16_t*>(call.x);
@@ -486,27 +486,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Pass<P> pass{layer, call, block};
   const bool planned = plan_pass(pass);
   const bool math = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) != 0;
-  if (call.paired != 0) {
-    if (!planned) give_up_pair(pass);
-    pair_arrive();
-  }
-  if (!math) {
-    cutlass::arch::warpgroup_reg_dealloc<P::kLoadingRegisters>();
-    loading_group<kGated>(pass, planned);
-  } else {
-    if (planned) {
+  if (planned) {
+    // From here on the blocks of a pair write into each other's memory. Each knows that the other
+    // has made its barriers and left its ring to the tasks: it has seen all blocks arrive, with
+    // their lists.
+    if (!math) {
+      cutlass::arch::warpgroup_reg_dealloc<P::kLoadingRegisters>();
+      loading_group<kGated>(pass);
+    } else {
       clear_next_words(pass);
       if constexpr (!P::kAlone) pack_first_rows(pass);
-    }
-    if (pass.goes_on(planned)) {
-      cutlass::arch::warpgroup_reg_alloc<P::kMathRegisters>();
-      math_role<kKind, kGated>(pass);
+      if (!block.pass.plan_failed) {
+        cutlass::arch::warpgroup_reg_alloc<P::kMathRegisters>();
+        math_role<kKind, kGated>(pass);
+      }
     }
   }
-  // Nor may a block leave while the other still does.
   if (call.paired != 0) {
-    pair_arrive();
-    pair_wait();
+    if (!planned) give_up_pair(pass);
+    // Nor may a block leave while the other still does.
+    pair_sync();
   }
 }
 

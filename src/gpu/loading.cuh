@@ -7,11 +7,11 @@
 
 namespace switchyard::gpu {
 
-// Of the roles that wait for their first task. Where there are several ranks, or pairs of blocks,
-// all of a block's warps have planned by now.
+// Of the roles that wait for their first task. Where there are several ranks, all of a block's
+// warps have planned by now.
 template <typename P>
 __device__ __forceinline__ std::uint32_t rehearsals(const Pass<P>& pass) {
-  return pass.distributed() || pass.call.paired != 0 ? 0 : untold<1>();
+  return pass.distributed() ? 0 : untold<1>();
 }
 
 // --- Weights: one thread. Streams the tasks' weight rows; they wait for nothing but a free stage.

@@ -15,18 +15,21 @@ class TaskReader {
 
   // Waits for the next task; null if the pass was given up. It is there until one lane of the warp
   // has called release(), when all have read it; or, of the math warps, have stored their tile.
+  // For these: they all find the same, for in a task they meet at barriers without deadlines.
   __device__ const TaskDescriptor* await() {
-    const std::uint32_t slot = count_ % kTaskSlots, parity = count_ / kTaskSlots % 2;
-    ++count_;
-    return wait_ring(pass_.waiter(), shared_address(&pass_.block.task_full[slot]), parity)
-               ? &pass_.block.tasks[slot]
-               : nullptr;
+    const TaskDescriptor* task = await_alone(count_++);
+    if (task == nullptr && (atomicOr(&pass_.block.handed_out, kNoMore) & ~kNoMore) >= count_) {
+      do {
+        task = await_alone(count_ - 1);
+      } while (task == nullptr);  // the scheduler is about to arrive
+    }
+    return task;
   }
-  // The same, but the task's copy.
+  // The task's copy, for the others.
   __device__ TaskDescriptor next() {
     TaskDescriptor task;
     task.work = Work::kStop;
-    if (const TaskDescriptor* const next = await(); next != nullptr) task = *next;
+    if (const TaskDescriptor* const next = await_alone(count_++); next != nullptr) task = *next;
     return task;
   }
   // The next task that is a GEMM; false when there are no more. For a role of one thread, or,
@@ -51,6 +54,13 @@ class TaskReader {
   }
 
  private:
+  __device__ const TaskDescriptor* await_alone(std::uint32_t index) const {
+    const std::uint32_t slot = index % kTaskSlots, parity = index / kTaskSlots % 2;
+    return wait_ring(pass_.waiter(), shared_address(&pass_.block.task_full[slot]), parity)
+               ? &pass_.block.tasks[slot]
+               : nullptr;
+  }
+
   const Pass<P>& pass_;
   // Of tasks read. One word tells slot and parity: the math warps have no registers to spare.
   std::uint32_t count_ = 0;
@@ -252,7 +262,9 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
     if (speaks) pass.block.tasks[index % kTaskSlots] = task;
     __syncwarp();
     if (rehearsal != 0) continue;
-    if (speaks) arrive(shared_address(&pass.block.task_full[index % kTaskSlots]));
+    if (speaks && atomicCAS(&pass.block.handed_out, index, index + 1) == index) {
+      arrive(shared_address(&pass.block.task_full[index % kTaskSlots]));
+    }
     if (!goes_on()) break;
   }
   await([&] { return told == index; });

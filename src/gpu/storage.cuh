@@ -96,6 +96,8 @@ struct RowEntry {
 
 enum class Work : std::uint32_t { kGemm1, kGemm2, kCombine, kStop };
 
+inline constexpr std::uint32_t kNoMore = 1u << 31;
+
 // A task as the scheduler hands it to the other roles.
 struct TaskDescriptor {
   Work work;
@@ -226,10 +228,8 @@ struct PassState {
   std::uint32_t send_lead;    // levels that sending is ahead of packing, at most
   std::uint32_t tile_offset;  // from the number of a tile to that among all ranks' tiles
   Going going;
-  // Of the plan, of this block or of the pair's other: written before roles begin, so that all
-  // warps find the same. (`going` is every wait's.)
+  // Written before roles begin, so that all warps find the same. (`going` is every wait's.)
   bool plan_failed;
-  std::uint32_t pair_failed;
 };
 
 template <typename P>
@@ -242,6 +242,8 @@ struct BlockStorage {
   alignas(8) std::uint64_t gate_full[kGateStages];  // large passes
   std::uint32_t pack_level, pack_next;              // of the pack warp
   std::uint32_t ticket;  // from the scheduler of the pair's first block to that of the second
+  // Tasks of the block; and kNoMore, when a math warp has given up waiting for another.
+  std::uint32_t handed_out;
   std::uint32_t expert_rows[kMaxDeviceExperts];
   // [E + 1] first tile of each expert, numbered so that those of this rank come after the shared
   // expert's; those of other ranks go on in both directions.
@@ -348,12 +350,6 @@ struct Pass {
   // Of this rank's tokens, the first that a block routes where it does not route for itself.
   __device__ std::uint32_t first_token(std::uint32_t of_block) const {
     return static_cast<std::uint32_t>(std::uint64_t{call.tokens} * of_block / gridDim.x);
-  }
-  // Whether the block goes on, or both of a pair, which do not write into each other's memory
-  // before. By all threads, once.
-  __device__ bool goes_on(bool planned) const {
-    if (call.paired != 0) pair_wait();
-    return planned && !state().plan_failed && state().pair_failed == 0;
   }
   // Several ranks, or one that has all experts.
   __device__ bool distributed() const { return !P::kAlone && layer.heaps.size() > 1; }

@@ -212,13 +212,14 @@ __device__ __forceinline__ std::uint32_t address_in_pair(std::uint32_t address,
 __device__ __forceinline__ void arrive_in_pair(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// All threads of both blocks that have not left, each warp together. It has no deadline of its own:
-// what comes before it has.
-__device__ __forceinline__ void pair_arrive() {
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-}
-__device__ __forceinline__ void pair_wait() {
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+// All threads of both blocks that have not left. It has no deadline of its own: what comes before
+// it has. (Its halves stay together: the sanitizers' versions of a kernel hang if a warp does
+// anything between them.)
+__device__ __forceinline__ void pair_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release;\n"
+      "barrier.cluster.wait.acquire;" ::
+          : "memory");
 }
 
 // A place in a ring of stages, each with a `full` and an `empty` barrier: the index of the stage
