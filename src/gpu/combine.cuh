@@ -59,7 +59,7 @@ __device__ __forceinline__ void combine_columns(const LayerParams& layer, const 
                                                 std::uint32_t token, std::uint32_t column,
                                                 float weight, std::uint32_t present,
                                                 std::uint32_t log2_splits, bool rehearsal) {
-  constexpr std::uint32_t kAtOnce = 8;  // cells whose loads are in flight together
+  constexpr std::uint32_t kAtOnce = 9;  // cells whose loads are in flight together: 8 and a shared
   constexpr std::uint32_t kGroups = 2, kGroup = kCombinedColumns / kGroups;
   if (rehearsal) present = 0;
   const std::uint32_t cells = static_cast<std::uint32_t>(layer.cells_per_token) << log2_splits;

@@ -457,8 +457,8 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;
   call.converts = x.dtype == DType::kF32 || x.dtype == DType::kF16 ||
                   (!small && overlaps && x.dtype == DType::kBF16);
-  const bool gated = spec_.shared_sigmoid_gate || call.given_ids == nullptr;
-  if (gated && !small && x.rows != 0) {
+  call.gated = (gate_.has_router() && call.given_ids == nullptr) || spec_.shared_sigmoid_gate;
+  if (call.gated && !small && x.rows != 0) {
     const bool dense = call.converts || x.rows == 1;
     call.x_map = rows_map(call.converts ? params_.converted : x.data, sizeof(std::uint16_t), x.rows,
                           spec_.hidden, dense ? spec_.hidden : x.row_stride, kGateBoxRows);

@@ -187,10 +187,7 @@ __device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
     __syncthreads();
     return true;
   }
-  const std::uint32_t* const word = pass.barrier(kListsReady);
-  const bool arrived =
-      threadIdx.x != 0 || pass.waiter().wait(protocol::Phase::kGate, blockIdx.x,
-                                             [&] { return load_acquire_gpu(word) >= gridDim.x; });
+  const bool arrived = threadIdx.x != 0 || all_arrived(pass.waiter(), pass.barrier(kListsReady));
   if (named_barrier_any<kWarpgroup>(kOfLoading, !arrived)) return false;
   trace_pass(pass, kCountsRecord, &TraceRecord::begin);
   for (int e = threadIdx.x; e < pass.layer.num_experts; e += kWarpgroup) {
@@ -253,6 +250,39 @@ __device__ __forceinline__ void release_ring() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// The block's part of the gate and of the quantization, by the math warps. Others wait for it if it
+// is shared: the logits, and in small passes what all blocks quantize, which they read when they
+// are past the logits. (Large ones read it when they are past the lists.)
+template <typename P>
+__device__ __forceinline__ void gate_and_quantize(const Pass<P>& pass, bool math, bool quantizes,
+                                                  bool shares) {
+  const auto quantize = [&] {
+    if constexpr (P::kScaled) {
+      if (quantizes) quantize_activations(pass);
+    }
+  };
+  trace_math(pass, kGateRecord, &TraceRecord::begin);
+  if (math && P::kAlone && quantizes) {
+    quantize();
+    named_barrier<kGateThreads>(kOfMath);
+  }
+  if (math && pass.call.gated) gate_logits(pass);
+  if (shares && threadIdx.x == kWarpgroup) add_release_gpu(pass.barrier(kLogitsReady), 1);
+  if (math && !P::kAlone) quantize();
+  trace_math_end(pass, kGateRecord, {TraceKind::kGate});
+}
+
+// Waits for all blocks' parts of it; false if the pass was given up. By the warps that route: those
+// that begin together ask together.
+template <typename P>
+__device__ __forceinline__ bool await_gate(const Pass<P>& pass, bool math) {
+  const std::uint32_t asks = P::kAlone ? 0 : math ? kWarpgroup : threadIdx.x & ~31u;
+  const bool arrived =
+      threadIdx.x != asks || all_arrived(pass.waiter(), pass.barrier(kLogitsReady));
+  if constexpr (P::kAlone) return __syncthreads_and(arrived);
+  return math ? !named_barrier_any<kGateThreads>(kOfMath, !arrived) : __all_sync(~0u, arrived) != 0;
+}
+
 // From activations to what every role needs to know. Of a small pass all but the scheduler's warp
 // leave before it knows that, of a large one of one rank all but the scheduler's and the pack
 // warp. False if the pass was given up: in all warps or, of one rank, when the math warps have
@@ -268,7 +298,6 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
     grid_arrive(pass.barrier(kConverted));
     if (!grid_await(pass.waiter(), pass.barrier(kConverted))) return false;
   }
-  const bool gated = (layer.has_router && call.given_ids == nullptr) || layer.shared_sigmoid;
   // Told to be the same in all lanes: a third less code.
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   // The loading warps, which have no part in the gate, rehearse what comes after it, each a part of
@@ -276,17 +305,10 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
   // when the logits come. Where few blocks of a small pass have a part in the gate, theirs do not:
   // all wait for these. (In large passes the copy engine has the gate's loads under way.)
   constexpr bool alone = P::kAlone;
-  const std::uint32_t gate_units = gated ? GateGrid<P>(layer, call.tokens).units() : 0;
+  const std::uint32_t gate_units = call.gated ? GateGrid<P>(layer, call.tokens).units() : 0;
   const bool rehearses = !alone || blockIdx.x >= gate_units || gate_units > gridDim.x / 2;
   const bool quantizes = P::kScaled && call.x_type != DType::kF8E4M3;
-  // Small passes read what all blocks quantize when they are past the logits, large ones when they
-  // are past the lists.
-  const bool shares = gated || (alone && quantizes);
-  const auto quantize_all = [&] {
-    if constexpr (P::kScaled) {
-      if (quantizes) quantize_activations(pass);
-    }
-  };
+  const bool shares = call.gated || (alone && quantizes);
   const bool math = warp >= kWarpgroup / 32;
   // The math warps of a large pass route first; the loading warps, if there are tokens left, when
   // they have rehearsed; but for the scheduler's, which rehearses until tiles are to be placed.
@@ -298,18 +320,10 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
   const bool routes = alone || warp != kSchedulerWarp;
   bool given_up = false;
 #pragma unroll 1
-  for (int run = gated || quantizes ? 0 : 1; run < 2; ++run) {
+  for (int run = call.gated || quantizes ? 0 : 1; run < 2; ++run) {
     const bool rehearsal = run == 0;
     if (rehearsal) {
-      trace_math(pass, kGateRecord, &TraceRecord::begin);
-      if (math && alone && quantizes) {
-        quantize_all();
-        named_barrier<kGateThreads>(kOfMath);
-      }
-      if (math && gated) gate_logits(pass);
-      if (shares && threadIdx.x == kWarpgroup) add_release_gpu(pass.barrier(kLogitsReady), 1);
-      if (math && !alone) quantize_all();
-      trace_math_end(pass, kGateRecord, {TraceKind::kGate});
+      gate_and_quantize(pass, math, quantizes, shares);
       if (math || !rehearses) continue;
     }
     const std::uint32_t begin = rehearsal || alone ? 0 : pass.first_token(blockIdx.x);
@@ -317,17 +331,7 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
                               : alone   ? call.tokens
                                         : pass.first_token(blockIdx.x + 1);
     if (!rehearsal && shares && routes && (alone || math || begin + router < end)) {
-      // Warps that begin together ask together.
-      const bool asks = alone  ? threadIdx.x == 0
-                        : math ? threadIdx.x == kWarpgroup
-                               : threadIdx.x % 32 == 0;
-      const std::uint32_t* const word = pass.barrier(kLogitsReady);
-      const bool arrived = !asks || pass.waiter().wait(protocol::Phase::kGate, blockIdx.x, [&] {
-        return load_acquire_gpu(word) >= gridDim.x;
-      });
-      given_up = alone  ? __syncthreads_or(!arrived) != 0
-                 : math ? named_barrier_any<kGateThreads>(kOfMath, !arrived)
-                        : __any_sync(~0u, !arrived) != 0;
+      given_up = !await_gate(pass, math);
     }
     if (!rehearsal) {
       trace_pass(pass, kRouteRecord, &TraceRecord::begin, alone ? 0 : kWarpgroup);
@@ -442,8 +446,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       init_barrier(shared_address(&block.task_empty[s]),
                    P::kAlone ? kTaskEmptyArrivalsAlone : kTaskEmptyArrivals);
     }
-    for (std::uint32_t s = 0; s < kGateStages; ++s) {
-      init_barrier(shared_address(&block.gate_full[s]), 1);
+    if constexpr (!P::kAlone) {
+      for (std::uint32_t s = 0; s < kGateStages; ++s) {
+        init_barrier(shared_address(&block.gate_full[s]), 1);
+      }
     }
     init_barrier(shared_address(&block.demand), kDemandArrivals << call.paired);
     init_barrier(shared_address(&block.ticket_full),

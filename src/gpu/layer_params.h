@@ -144,7 +144,6 @@ struct LayerParams {
   int gate_stride;   // H padded to a multiple of 32
   // Over all planes' rows, and, with each call, over x in bf16: boxes of kGateBoxRows rows.
   CUtensorMap router_map;
-  bool has_router;
   bool shared_sigmoid;
   const float* router_bias;        // [E] or null
   const float* correction_bias;    // [E] or null
@@ -194,6 +193,7 @@ struct CallParams {
   DType x_type;
   // Not bf16 or, in large passes, rows that overlap: the kernel makes rows of its own.
   bool converts;
+  bool gated;             // experts are chosen here, or the shared one is weighed
   CUtensorMap x_map;      // where there is a gate, of large passes
   const float* x_scales;  // of FP8 activations: [T, ceil(H / 128)]
   std::int64_t x_scale_stride;

@@ -538,7 +538,7 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
       source = find_source(pass, expert, position);
       if (source.distance == 0) source.position = token_of();
     }
-    place = (first_tile + position / cut.height) * kMaxHeight<P> + position % cut.height;
+    place = pass.place_of(cut, first_tile, position);
   }
   // The tile that had the slot before is no longer needed once its GEMM1 is complete. What others
   // send must have come.
@@ -664,6 +664,24 @@ __device__ __forceinline__ OwnSlot own_slot(const Pass<P>& pass, std::uint32_t t
   return {token, layer.positions[at], expert < 0 ? OwnSlot::kNone : expert};
 }
 
+// The rows of the tokens that this block routes, into the L1 cache, as far as it goes. By the math
+// warps.
+template <typename P>
+__device__ __forceinline__ void touch_own_rows(const Pass<P>& pass) {
+  constexpr std::uint32_t kMostBytes = 16 * 1024, kLine = 128;
+  const std::uint32_t first = pass.first_token(blockIdx.x);
+  const std::uint32_t tokens = pass.first_token(blockIdx.x + 1) - first;
+  if (tokens == 0) return;
+  const std::byte* const rows = pass.state().rows + first * pass.state().row_bytes;
+  // (Rows of FP8 codes that are given may overlap.)
+  const std::int64_t bytes = std::int64_t{tokens - 1} * pass.state().row_bytes +
+                             std::int64_t{P::kElementBytes} * pass.layer.hidden;
+  const std::int64_t at = (threadIdx.x - kWarpgroup) * std::int64_t{kLine};
+  if (at >= min(bytes, std::int64_t{kMostBytes})) return;
+  std::uint32_t word;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(rows + at) : "memory");
+}
+
 // Those of the tokens that this block has routed, which nobody need look for: rows are read once
 // for all their places. Of one rank, by the math warps, from before tiles are placed: until then
 // they rehearse, on rows of no bytes, for what is fetched when weights have begun to stream comes
@@ -705,8 +723,8 @@ __device__ __forceinline__ std::uint32_t pack_own_tokens(const Pass<P>& pass) {
         first_tile = block.tile_begin[own.expert];
         first_row = block.row_begin[own.expert];
       }
-      const std::uint32_t tile = first_tile + own.position / cut.height;
-      place = tile * kMaxHeight<P> + own.position % cut.height;
+      place = pass.place_of(cut, first_tile, own.position);
+      const std::uint32_t tile = place / kMaxHeight<P>;
       mine = rehearsal == 0 && tile < layer.packed_slots &&
              (tile < tiles || first_row + own.position < rows);
     }

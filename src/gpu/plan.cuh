@@ -135,24 +135,6 @@ __device__ __forceinline__ void route_tokens(const Pass<P>& pass, std::uint32_t 
   }
 }
 
-// The rows of the tokens that this block routes, into the L1 cache, as far as it goes. By the math
-// warps.
-template <typename P>
-__device__ __forceinline__ void touch_own_rows(const Pass<P>& pass) {
-  constexpr std::uint32_t kMostBytes = 16 * 1024, kLine = 128;
-  const std::uint32_t first = pass.first_token(blockIdx.x);
-  const std::uint32_t tokens = pass.first_token(blockIdx.x + 1) - first;
-  if (tokens == 0) return;
-  const std::byte* const rows = pass.state().rows + first * pass.state().row_bytes;
-  // (Rows of FP8 codes that are given may overlap.)
-  const std::int64_t bytes = std::int64_t{tokens - 1} * pass.state().row_bytes +
-                             std::int64_t{P::kElementBytes} * pass.layer.hidden;
-  const std::int64_t at = (threadIdx.x - kWarpgroup) * std::int64_t{kLine};
-  if (at >= min(bytes, std::int64_t{kMostBytes})) return;
-  std::uint32_t word;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(rows + at) : "memory");
-}
-
 // This rank's slots with one of its own experts.
 __device__ __forceinline__ const std::uint32_t* own_list(const LayerParams& layer,
                                                          std::uint32_t expert) {

@@ -199,7 +199,10 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
   // every block is for itself.
   const std::uint32_t paired = pass.call.paired, share = paired == 0 ? 0 : rank_in_pair();
   const bool speaks = threadIdx.x % 32 == 0;
-  std::uint32_t heard = 0;  // parity of demands, or of tickets from the first block
+  // Demand or, of a pair's second block, a ticket from the first; and the parity of the next.
+  const std::uint32_t asked =
+      shared_address(share == 0 ? &pass.block.demand : &pass.block.ticket_full);
+  std::uint32_t heard = 0;
   std::uint32_t index = 0;  // of tasks handed out
   std::uint32_t told = 0;   // of those finished, and told of
   const auto stamp = [&](TraceStamp which) {
@@ -240,20 +243,15 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
   // The first time around is a rehearsal, as in plan_pass(), while nobody asks for a task.
   for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
     if (rehearsal == 0) {
-      if (share == 0) {
-        // No sooner than need be: a ticket taken is a task that no other block can do.
-        if (!await([&] { return test_wait(shared_address(&pass.block.demand), heard); })) return;
-        if (speaks) {
-          ticket = (gridDim.x >> paired) + atomicAdd(pass.state().words.next_task(), 1u);
-          if (paired != 0) send_ticket(pass.block, ticket);
-        }
-        ticket = __shfl_sync(~0u, ticket, 0);
-      } else {
-        if (!await([&] { return test_wait(shared_address(&pass.block.ticket_full), heard); })) {
-          return;
-        }
+      // No sooner than need be: a ticket taken is a task that no other block can do.
+      if (!await([&] { return test_wait(asked, heard); })) return;
+      if (share != 0) {
         ticket = load_ticket(pass.block);
+      } else if (speaks) {
+        ticket = (gridDim.x >> paired) + atomicAdd(pass.state().words.next_task(), 1u);
+        if (paired != 0) send_ticket(pass.block, ticket);
       }
+      ticket = __shfl_sync(~0u, ticket, 0);
       heard ^= 1;
       stamp(&TraceRecord::begin);
     }

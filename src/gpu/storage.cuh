@@ -375,7 +375,12 @@ struct Pass {
   }
   // What flags of the pass are raised to.
   __device__ std::uint32_t flag() const { return static_cast<std::uint32_t>(state().epoch) + 1; }
-  // Where a row of a tile is packed; `place` is counted over whole tiles of most rows.
+  // The place of an expert's row at `position`, counted over whole tiles of most rows.
+  __device__ static std::uint32_t place_of(const protocol::TokenTiles& cut,
+                                           std::uint32_t first_tile, std::uint32_t position) {
+    return (first_tile + position / cut.height) * kMaxHeight<P> + position % cut.height;
+  }
+  // Where that row is packed.
   __device__ std::uint32_t packed_row(std::uint32_t place) const {
     return place / kMaxHeight<P> % layer.packed_slots * kMaxHeight<P> + place % kMaxHeight<P>;
   }

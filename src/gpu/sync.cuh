@@ -99,14 +99,13 @@ __device__ __forceinline__ bool grid_arrive_last(std::uint32_t* word) {
   }
   return __syncthreads_or(last);
 }
-// False if the pass was given up.
-__device__ __forceinline__ bool grid_await(const Waiter& waiter, std::uint32_t* word) {
-  bool arrived = true;
-  if (threadIdx.x == 0) {
-    arrived = waiter.wait(protocol::Phase::kGate, blockIdx.x,
-                          [&] { return load_acquire_gpu(word) >= gridDim.x; });
-  }
-  return __syncthreads_and(arrived);
+// Waits until all blocks have arrived; false if the pass was given up. By one thread.
+__device__ __forceinline__ bool all_arrived(const Waiter& waiter, const std::uint32_t* word) {
+  return waiter.wait(protocol::Phase::kGate, blockIdx.x,
+                     [&] { return load_acquire_gpu(word) >= gridDim.x; });
+}
+__device__ __forceinline__ bool grid_await(const Waiter& waiter, const std::uint32_t* word) {
+  return __syncthreads_and(threadIdx.x != 0 || all_arrived(waiter, word));
 }
 
 // 16 bytes at once, which has to be said: the compiler makes four stores of an assignment whose

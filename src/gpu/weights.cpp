@@ -391,7 +391,6 @@ void DeviceGate::describe(LayerParams& params) const {
         rows_map(params.router, sizeof(std::uint16_t), std::int64_t{num_planes_} * columns_,
                  stride_, stride_, kGateBoxRows);
   }
-  params.has_router = has_router_;
   params.shared_sigmoid = shared_sigmoid_;
   params.router_bias = reinterpret_cast<const float*>(router_bias_.data());
   params.correction_bias = reinterpret_cast<const float*>(correction_bias_.data());

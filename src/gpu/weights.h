@@ -39,6 +39,7 @@ class DeviceGate {
   DeviceGate(const LayerSpec& spec, const MoeWeights& weights);
 
   void describe(LayerParams& params) const;
+  bool has_router() const { return has_router_; }
 
  private:
   int num_planes_ = 0, columns_ = 0, stride_ = 0, hash_rows_ = 0;
