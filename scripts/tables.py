@@ -210,13 +210,14 @@ def gpu_table(suite, title, note=""):
     return "\n".join(lines + ["", gpu_provenance(rows)])
 
 
-# FlashDMoE's latencies in ms by GPUs, tokens per GPU and experts: its thesis, tables 6.3 to 6.5.
-FLASHDMOE = {
-    **{(8, tokens, 32): ms for tokens, ms in {1024: 2.07, 2048: 1.90, 4096: 2.19, 8192: 2.33}.items()},
-    **{(8, 8192, experts): ms for experts, ms in {16: 1.20, 64: 4.20, 128: 8.20}.items()},
-    (2, 8192, 32): 6.00,
-    (4, 8192, 32): 1.98,
-}
+def published(row, ranks):
+    """{rival: us} of what others publish of the row's layer and tokens on so many GPUs."""
+    found = {}
+    for series in load("published.json"):
+        beside = all(series[key] == row[key] for key in ["model", "experts", "compute"] if key in series)
+        if beside and series["ranks"] == ranks and str(row["tokens_per_rank"]) in series["time_us"]:
+            found[series["rival"]] = series["time_us"][str(row["tokens_per_rank"])]
+    return found
 
 
 def ranks_row_cells(row):
@@ -230,8 +231,11 @@ def ranks_row_cells(row):
         f"{row['nvlink_bytes'] / 1e6:.2f}",
     ]
     if row["model"] == "thesis":
-        theirs = FLASHDMOE.get((row["ranks"], row["tokens_per_rank"], row["experts"]))
-        cells += ["–", "–"] if theirs is None else [f"{theirs * 1e3:.0f}", f"{theirs * 1e6 * 1e-3 / row['median_us']:.1f}×"]
+        theirs = published(row, row["ranks"]).get("FlashDMoE")
+        cells += ["–", "–"] if theirs is None else [f"{theirs:.0f}", f"{theirs / row['median_us']:.1f}×"]
+    elif row["compute"] == "fp8":
+        best = min(published(row, 8).items(), key=lambda item: item[1], default=None)
+        cells.append("–" if best is None else f"{best[1]:.0f} ({best[0]})")
     return cells
 
 
@@ -246,12 +250,21 @@ def ranks_table(suite, title):
         f"F = max(10 µs + touched weights / 4.6 TB/s, FLOPs / {rate} TFLOP/s, sent bytes / 330 GB/s) of the most "
         "loaded rank. Time of the slowest rank, routing given, β 1."
     )
+    if rate == TFLOPS["fp8"]:
+        floor += (
+            " Others' times are published ones or measured (`results/published.json`), on 8 GPUs, of which each has the weights "
+            "of fewer experts to read and as much to compute: they compare where arithmetic is the floor."
+        )
     lines = [" ".join(text for text in [f"**{title}**", gpu_summary(rows), floor] if text)]
     layers = {}
     for row in rows:
         layers.setdefault((describe_layer(row), row["ranks"]), []).append(row)
     for (layer, ranks), of_layer in layers.items():
-        columns = heads + (["FlashDMoE µs", "speed-up"] if of_layer[0]["model"] == "thesis" else [])
+        columns = list(heads)
+        if of_layer[0]["model"] == "thesis":
+            columns += ["FlashDMoE µs", "speed-up"]
+        elif rate == TFLOPS["fp8"]:
+            columns.append("best of others on 8 GPUs, µs")
         lines += ["", f"{layer}, {ranks} GPUs", "", "| tokens per GPU | " + " | ".join(columns) + " |"]
         lines.append("|---" * (len(columns) + 1) + "|")
         for row in sorted(of_layer, key=lambda row: row["tokens_per_rank"]):

@@ -13,19 +13,20 @@ namespace {
 
 constexpr const char* kExamples = R"(Examples:
   switchyard report results/one_gpu_bf16.json results/one_gpu_fp8.json
-  switchyard report ep.json -o ep.html --trace trace.json
+  switchyard report ep.json -o ep.html --published results/published.json --trace trace.json
 
 The page holds its data, style and program: it opens without a network, also from a mail, and
-prints. It shows time against the floor and the rival over tokens, the roofline, a heat map of time
-over floor, the load of the experts where rows tell it, and with --trace the timeline of a pass. The
-numbers of every chart are in a table below it.
+prints. It shows time against the floor and the rival over tokens, with --published what others
+publish of the same layers, the roofline, a heat map of time over floor, the load of the experts where
+rows tell it, and with --trace the timeline of a pass. The numbers of every chart are in a table below
+it.
 
 Exit codes: 0 done; 2 unusable files or arguments.)";
 
 struct HtmlReportOptions {
   std::vector<std::string> files;
   std::string output = "report.html";
-  std::string trace;
+  std::string published, trace;
 };
 
 void require_output(const HtmlReportOptions& o) {
@@ -40,7 +41,9 @@ void require_output(const HtmlReportOptions& o) {
                 fmt::format("-o is '{}', which is a directory; name a file in it", o.output));
   }
   std::vector<std::string> inputs = o.files;
-  if (!o.trace.empty()) inputs.push_back(o.trace);
+  for (const std::string& other : {o.published, o.trace}) {
+    if (!other.empty()) inputs.push_back(other);
+  }
   for (const std::string& input : inputs) {
     std::error_code absent;  // the file's reader says so
     if (!std::filesystem::equivalent(input, output, absent)) continue;
@@ -74,6 +77,9 @@ int run(const HtmlReportOptions& o) {
                                     .fp8_flops_per_second = H200::kFp8FlopsPerSecond}};
   // Where a machine has its files is nobody's business.
   for (const std::filesystem::path& path : paths) input.files.push_back(path.filename().string());
+  if (!o.published.empty()) {
+    input.published = report::parse_published(report::read_file(o.published), o.published);
+  }
   std::string traced;
   if (!o.trace.empty()) {
     input.timeline = report::read_timeline(o.trace);
@@ -98,6 +104,10 @@ Subcommand add_report(CLI::App& root) {
       ->type_name("FILE")
       ->required();
   app->add_option("-o,--output", options->output, "The page (default report.html)")
+      ->type_name("FILE");
+  app->add_option("--published", options->published,
+                  "Times that others publish, to stand beside rows of the same layers:\n"
+                  "a list like results/published.json")
       ->type_name("FILE");
   app->add_option("--trace", options->trace,
                   "Timeline of one pass: a trace in Chrome's format, as of 'switchyard\ntrace'")

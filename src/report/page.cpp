@@ -51,6 +51,16 @@ Json to_json(const Row& row) {
   return json;
 }
 
+Json to_json(const Published& series) {
+  return {{"rival", series.rival},
+          {"source", series.source},
+          {"model", series.model},
+          {"compute", series.compute.empty() ? Json(nullptr) : Json(series.compute)},
+          {"experts", series.experts},
+          {"ranks", series.ranks},
+          {"time_us", series.time_us}};
+}
+
 // A slice is ten numbers in a row, starts as differences: objects would be five times as long.
 Json to_json(const Track& track) {
   Json numbers = Json::array();
@@ -98,6 +108,8 @@ Json data_of(const PageInput& input, std::span<const Suite> suites) {
     for (const Row* row : suite.rows) rows.push_back(to_json(*row));
     json_suites.push_back({{"name", suite.name}, {"rows", rows}});
   }
+  Json published = Json::array();
+  for (const Published& series : input.published) published.push_back(to_json(series));
   return {
       {"roofs",
        {{"read_bytes_per_second", input.roofs.read_bytes_per_second},
@@ -105,6 +117,7 @@ Json data_of(const PageInput& input, std::span<const Suite> suites) {
          {{"bf16", input.roofs.bf16_flops_per_second},
           {"fp8", input.roofs.fp8_flops_per_second}}}}},
       {"suites", json_suites},
+      {"published", published},
       {"timeline", input.timeline ? to_json(*input.timeline, input.trace_file) : Json(nullptr)}};
 }
 

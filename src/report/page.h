@@ -24,6 +24,7 @@ struct PageInput {
   std::span<const Row> rows;
   std::vector<std::string> files;  // as they are to be named
   Roofs roofs;
+  std::vector<Published> published;
   std::optional<Timeline> timeline;
   std::string trace_file;
 };

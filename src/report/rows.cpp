@@ -2,11 +2,14 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <fstream>
 #include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <system_error>
 #include <utility>
 
 #include "model/json_text.h"
@@ -25,17 +28,21 @@ constexpr std::size_t kMostQuantiles = 64;
   throw Error(ErrorCode::kInvalidFile, fmt::format("{} {}; {}", source, problem, remedy));
 }
 
+constexpr const char* kRowsRemedy = "give files that 'switchyard bench --json' wrote";
+constexpr const char* kPublishedRemedy =
+    "write it like results/published.json: a list of series with rival, source, model, experts, "
+    "ranks and time_us";
+
 // What is given by mistake for a file of rows is most likely one of these.
 void require_rows(const Json& file, const std::string& source) {
-  constexpr const char* kRemedy = "give files that 'switchyard bench --json' wrote";
   if (file.is_object() && file.contains("traceEvents")) {
     refuse_file(source, "is a trace", "give it with --trace, beside files of rows");
   }
   if (file.is_object() && file.contains("benchmarks")) {
-    refuse_file(source, "is a result of Google Benchmark, which has other rows", kRemedy);
+    refuse_file(source, "is a result of Google Benchmark, which has other rows", kRowsRemedy);
   }
   if (!file.is_array()) {
-    refuse_file(source, fmt::format("is not a list of rows, but {}", excerpt(file)), kRemedy);
+    refuse_file(source, fmt::format("is not a list of rows, but {}", excerpt(file)), kRowsRemedy);
   }
   if (file.empty()) {
     refuse_file(source, "is an empty list", "measure something with 'switchyard bench --json'");
@@ -48,11 +55,13 @@ void require_rows(const Json& file, const std::string& source) {
 // One element of a file's list. Every getter refuses what is absent or out of its domain.
 class RowReader {
  public:
-  RowReader(const Json& row, const std::string& source, std::size_t number)
-      : row_(row), source_(source), number_(number) {
+  // With `remedy`, of something else than bench's rows.
+  RowReader(const Json& row, const std::string& source, std::size_t number,
+            const char* remedy = nullptr)
+      : row_(row), source_(source), number_(number), remedy_(remedy) {
     if (row.is_object()) return;
     refuse_file(source, fmt::format("row {}: is not an object, but {}", number, excerpt(row)),
-                "give files that 'switchyard bench --json' wrote");
+                remedy != nullptr ? remedy : kRowsRemedy);
   }
 
   std::string text(const char* field) const {
@@ -121,21 +130,25 @@ class RowReader {
   bool present(const char* field) const { return row_.contains(field) && !row_[field].is_null(); }
 
   [[noreturn]] void refuse(const char* field, const Json& value, const std::string& wanted) const {
-    refuse_file(source_,
-                fmt::format("row {}: '{}' is {}, not {}", number_, field, excerpt(value), wanted),
-                "measure the point again with 'switchyard bench --json'");
+    refuse_file(
+        source_, fmt::format("row {}: '{}' is {}, not {}", number_, field, excerpt(value), wanted),
+        remedy_ != nullptr ? remedy_ : "measure the point again with 'switchyard bench --json'");
+  }
+
+  const Json& required(const char* field) const {
+    if (row_.contains(field)) return row_[field];
+    refuse_file(
+        source_, fmt::format("row {}: has no '{}'", number_, field),
+        remedy_ != nullptr
+            ? remedy_
+            : "give files that 'switchyard bench --json' wrote, or measure the point again");
   }
 
  private:
-  const Json& required(const char* field) const {
-    if (row_.contains(field)) return row_[field];
-    refuse_file(source_, fmt::format("row {}: has no '{}'", number_, field),
-                "give files that 'switchyard bench --json' wrote, or measure the point again");
-  }
-
   const Json& row_;
   const std::string& source_;
   std::size_t number_;
+  const char* remedy_;
 };
 
 std::optional<Rival> rival_of(const RowReader& read) {
@@ -195,7 +208,56 @@ std::string point_of(const Row& row) {
       row.compute, row.ranks, row.routing, row.tokens_per_rank, row.beta);
 }
 
+Json parse(std::string_view text, const std::string& source, const char* remedy) {
+  if (const auto at = too_deep_at(text)) {
+    refuse_file(source, fmt::format("nests too deep at byte {}", *at), remedy);
+  }
+  try {
+    return Json::parse(text);
+  } catch (const Json::exception& error) {
+    refuse_file(source, fmt::format("is not JSON ({})", error.what()), remedy);
+  }
+}
+
+Published published_of(const Json& json, const std::string& source, std::size_t number) {
+  const RowReader read(json, source, number, kPublishedRemedy);
+  Published series;
+  series.rival = read.text("rival");
+  series.source = read.text("source");
+  series.model = read.text("model");
+  series.compute = read.text_or("compute", "");
+  series.experts = read.count("experts");
+  series.ranks = read.count("ranks");
+  const Json& times = read.required("time_us");
+  if (!times.is_object() || times.empty()) {
+    read.refuse("time_us", times, "an object of microseconds by tokens per rank");
+  }
+  for (const auto& [key, value] : times.items()) {
+    std::int64_t tokens = 0;
+    const auto [end, failed] = std::from_chars(key.data(), key.data() + key.size(), tokens);
+    const double time = value.is_number() ? value.get<double>() : 0;
+    if (failed != std::errc() || end != key.data() + key.size() || tokens < 1 || !(time > 0) ||
+        !std::isfinite(time)) {
+      read.refuse("time_us", times, "an object of microseconds, above 0, by tokens per rank");
+    }
+    series.time_us.emplace_back(tokens, time);
+  }
+  std::sort(series.time_us.begin(), series.time_us.end());
+  return series;
+}
+
 }  // namespace
+
+std::vector<Published> parse_published(std::string_view text, const std::string& source) {
+  const Json file = parse(text, source, kPublishedRemedy);
+  if (!file.is_array() || file.empty()) {
+    refuse_file(source, fmt::format("is not a list of series, but {}", excerpt(file)),
+                kPublishedRemedy);
+  }
+  std::vector<Published> all;
+  for (const Json& element : file) all.push_back(published_of(element, source, all.size() + 1));
+  return all;
+}
 
 std::string read_file(const std::filesystem::path& path) {
   std::error_code ignored;
@@ -213,17 +275,7 @@ std::string read_file(const std::filesystem::path& path) {
 }
 
 std::vector<Row> parse_rows(std::string_view text, const std::string& source) {
-  if (const auto at = too_deep_at(text)) {
-    refuse_file(source, fmt::format("is not rows: it nests too deep at byte {}", *at),
-                "give files that 'switchyard bench --json' wrote");
-  }
-  Json file;
-  try {
-    file = Json::parse(text);
-  } catch (const Json::exception& error) {
-    refuse_file(source, fmt::format("is not JSON ({})", error.what()),
-                "give files that 'switchyard bench --json' wrote");
-  }
+  const Json file = parse(text, source, kRowsRemedy);
   require_rows(file, source);
   std::vector<Row> rows;
   for (const Json& element : file) rows.push_back(row_of(element, source, rows.size() + 1));

@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "switchyard/error.h"
@@ -47,6 +48,14 @@ struct Row {
   }
 };
 
+// What others publish of a layer, to stand beside rows of it. Times are of the slowest rank.
+struct Published {
+  std::string rival, source, model;
+  std::string compute;  // of the rows that it stands beside; empty: of all
+  std::int64_t experts = 0, ranks = 0;
+  std::vector<std::pair<std::int64_t, double>> time_us;  // by tokens per rank, ascending
+};
+
 // All of a file, or Error{code} that says why not.
 std::string read_file(const std::filesystem::path& path);
 
@@ -55,5 +64,8 @@ std::vector<Row> parse_rows(std::string_view text, const std::string& source);
 
 // The rows of all files in order. Also throws where two rows are of the same point.
 std::vector<Row> read_rows(std::span<const std::filesystem::path> paths);
+
+// A list of series, as in results/published.json. Throws Error{kInvalidFile} as parse_rows() does.
+std::vector<Published> parse_published(std::string_view text, const std::string& source);
 
 }  // namespace switchyard::report

@@ -64,6 +64,7 @@ PROBE = """
     const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
     seen.colours = new Set(new Uint32Array(pixels.buffer)).size;
   }
+  seen.published = document.querySelectorAll('.panels .published').length;
   seen.background = getComputedStyle(document.body).backgroundColor;
   seen.sideways = document.documentElement.scrollWidth - document.documentElement.clientWidth;
   seen.figures = document.querySelectorAll('figure').length;
@@ -162,15 +163,16 @@ def main():
         directory.mkdir(parents=True, exist_ok=True)
         directory = directory.resolve()
         # The others there are of Google Benchmark.
+        published = arguments.results / "published.json"
         files = [path for path in sorted(arguments.results.glob("*.json"))
-                 if isinstance(json.loads(path.read_text()), list)]
+                 if path != published and isinstance(json.loads(path.read_text()), list)]
         require(files, f"there are no rows in {arguments.results}")
         with_loads(files[0], directory / "loads.json")
         files.append(directory / "loads.json")
         write_trace(directory / "trace.json")
         page = directory / "report.html"
-        subprocess.run([arguments.switchyard, "report", *files, "-o", page, "--trace", directory / "trace.json"],
-                       check=True)
+        subprocess.run([arguments.switchyard, "report", *files, "-o", page, "--published", published,
+                        "--trace", directory / "trace.json"], check=True)
 
         rows = [row for path in files for row in json.loads(path.read_text())]
         suites = {row["suite"] for row in rows}
@@ -183,6 +185,7 @@ def main():
         check(light, "at 1280 px", figures)
         require(light["zoomed"] and light["restored"], "the timeline does not zoom by keys")
         require(light["colours"] > 5, "the timeline is blank")
+        require(light["published"] > 0, "nothing of what others publish is drawn")
         check(browser.probe(page, 500), "at 500 px", figures)
         dark = browser.probe(page, 1280, dark=True)
         check(dark, "dark", figures)

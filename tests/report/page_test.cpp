@@ -74,6 +74,23 @@ TEST(ReportPage, HoldsTheRows) {
             page_of(nlohmann::json::array({good_row(), good_row_with("tokens_per_rank", 8)})));
 }
 
+TEST(ReportPage, HoldsWhatOthersPublish) {
+  const std::vector<Row> rows = parse_rows(nlohmann::json::array({good_row()}).dump(), "a.json");
+  PageInput input{.rows = rows, .files = {"a.json"}, .roofs = kRoofs};
+  input.published = {{.rival = "another",
+                      .source = "a </script> paper",
+                      .model = "olmoe",
+                      .compute = "",
+                      .experts = 64,
+                      .ranks = 8,
+                      .time_us = {{8, 200.5}, {512, 400}}}};
+  const std::string page = make_page(input);
+  const nlohmann::json series = data_of(page)["published"][0];
+  EXPECT_EQ(series["source"], "a </script> paper");
+  EXPECT_EQ(series["compute"], nullptr);
+  EXPECT_EQ(series["time_us"], nlohmann::json({{8, 200.5}, {512, 400.0}}));
+}
+
 TEST(ReportPage, NeedsNothingElse) {
   const std::string page = page_of(nlohmann::json::array({good_row()}));
   EXPECT_THAT(page, HasSubstr("default-src 'none'"));

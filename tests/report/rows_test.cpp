@@ -13,6 +13,7 @@ namespace {
 using nlohmann::json;
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
+using ::testing::Pair;
 
 Row parsed(const json& row) { return parse_rows(json::array({row}).dump(), "rows.json").at(0); }
 
@@ -156,6 +157,38 @@ TEST(ReportRows, APointIsThereOnce) {
                    json::array({good_row_with("beta", 1), good_row_with("median_us", 121)}).dump());
   EXPECT_ERROR(read_rows(paths), ErrorCode::kInvalidFile, "b.json row 2", "a.json row 1", "olmoe",
                "512 tokens", "only one");
+}
+
+TEST(ReportRows, WhatOthersPublish) {
+  const json good = {{"rival", "another"}, {"source", "a paper"},
+                     {"model", "olmoe"},   {"experts", 64},
+                     {"ranks", 8},         {"time_us", {{"64", 30}, {"8", 20.5}}}};
+  const std::vector<Published> all = parse_published(json::array({good}).dump(), "p.json");
+  ASSERT_EQ(all.size(), 1u);
+  EXPECT_EQ(all[0].compute, "");
+  EXPECT_THAT(all[0].time_us, ElementsAre(Pair(8, 20.5), Pair(64, 30)));
+
+  const auto with = [&](const char* field, const json& value) {
+    json series = good;
+    series[field] = value;
+    return json::array({series}).dump();
+  };
+  EXPECT_EQ(parse_published(with("compute", "fp8"), "p.json")[0].compute, "fp8");
+  for (const json& wrong : {json(7), json::object(), json{{"8", 0}}, json{{"0", 5}},
+                            json{{"8 tokens", 5}}, json{{"8", "5"}}, json{{"", 5}}}) {
+    EXPECT_ERROR(parse_published(with("time_us", wrong), "p.json"), ErrorCode::kInvalidFile,
+                 "p.json row 1", "'time_us'", "tokens per rank");
+  }
+  for (const char* field : {"rival", "source", "model", "experts", "ranks", "time_us"}) {
+    json series = good;
+    series.erase(field);
+    EXPECT_ERROR(parse_published(json::array({series}).dump(), "p.json"), ErrorCode::kInvalidFile,
+                 "row 1", field);
+  }
+  for (const char* text : {"{}", "[]", "7", "[", ""}) {
+    EXPECT_ERROR(parse_published(text, "p.json"), ErrorCode::kInvalidFile, "p.json",
+                 "results/published.json");
+  }
 }
 
 TEST(ReportRows, FilesThatAreNotThere) {
