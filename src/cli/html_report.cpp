@@ -17,9 +17,9 @@ constexpr const char* kExamples = R"(Examples:
 
 The page holds its data, style and program: it opens without a network, also from a mail, and
 prints. It shows time against the floor and the rival over tokens, with --published what others
-publish of the same layers, the roofline, a heat map of time over floor, the load of the experts where
-rows tell it, and with --trace the timeline of a pass. The numbers of every chart are in a table below
-it.
+publish of the same layers, the roofline, a heat map of time over floor, the load of the experts
+where rows tell it, and with --trace the timeline of a pass. The numbers of every chart are in a
+table below it.
 
 Exit codes: 0 done; 2 unusable files or arguments.)";
 

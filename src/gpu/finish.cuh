@@ -58,14 +58,16 @@ __device__ __forceinline__ void place_cells(const Pass<P>& pass, const TaskDescr
   const LayerParams& layer = pass.layer;
   const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
   for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
-    const std::uint32_t cell =
-        (RowEntry::cell(row_word(pass, group, row), cells) << pass.state().log2_splits) +
-        task.split;
+    std::uint32_t entry = row_word(pass, group, row);
     std::uint16_t* base = layer.cells;
     if (pass.distributed() && task.shared == 0) {
+      // That of a row that did not come, in a pass that was given up, is no token of anybody's.
+      if (RowEntry::token(entry) >= static_cast<std::uint32_t>(layer.max_tokens)) entry = 0;
       const SourceRow source = find_source(pass, task.expert, task.first_row + row);
       base = layer.heap.cells(layer.heaps.base[pass.rank_at(source.distance)]);
     }
+    const std::uint32_t cell =
+        (RowEntry::cell(entry, cells) << pass.state().log2_splits) + task.split;
     pass.block.rows[group][row] =
         reinterpret_cast<std::uint64_t>(base + std::size_t{cell} * layer.hidden);
   }

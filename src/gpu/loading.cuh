@@ -570,7 +570,11 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
       trace_stamp(pass, TraceRole::kPack, of_warp, &TraceRecord::begin);
     }
   }
-  if (source.distance != 0) source.position = token_of();
+  if (source.distance != 0) {
+    // The entry of a row that did not come, in a pass that was given up, may be no token of
+    // anybody's.
+    source.position = min(token_of(), static_cast<std::uint32_t>(layer.max_tokens) - 1);
+  }
   // In one word, too.
   const std::uint32_t column = lane();
   const std::uint32_t from = RowEntry::pack(source.position, source.distance);

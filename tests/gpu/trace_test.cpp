@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -281,6 +282,49 @@ TEST_F(TraceTest, SlowRolesChangeNothing) {
         });
         EXPECT_TRUE(result.output == plain.output);
       }
+    }
+  }
+}
+
+// Whichever role stalls for longer than the deadline: who waits for it gives up, nobody waits for
+// ever, and the process lives. (Nobody may have waited so long for the role that was late.)
+TEST_F(TraceTest, AStalledRoleIsAnErrorAndTheProcessLives) {
+  constexpr TraceRole kRoles[] = {TraceRole::kPass,   TraceRole::kScheduler, TraceRole::kWeights,
+                                  TraceRole::kTokens, TraceRole::kPack,      TraceRole::kMath};
+  for (const bool fp8 : {false, true}) {
+    const LayerSpec spec = traced_spec(4, true);
+    const MoeWeights w = generate_weights(spec, fp8 ? kFp8 : DType::kBF16, 3, {});
+    // Small, large, and large in pairs of blocks; on a rank and on two.
+    for (const auto& [tokens, ranks] : {std::pair{24, 1}, {60, 1}, {1500, 1}, {60, 2}, {1500, 2}}) {
+      const Batch batch = random_batch(spec, tokens, DType::kBF16, 7);
+      const Shares shares = Shares::even(tokens, ranks);
+      const BatchResult plain = run_on_gpus(spec, w, batch, shares, DType::kBF16, 1);
+      std::atomic<int> errors = 0;
+      for (const TraceRole role : kRoles) {
+        SCOPED_TRACE(::testing::Message() << (fp8 ? "fp8, " : "bf16, ") << tokens << " tokens on "
+                                          << ranks << " ranks, " << to_string(role));
+        run_all_ranks(World::threads(ranks), [&](const World& world) {
+          LayerOptions options;
+          options.trace = true;
+          options.deadline = std::chrono::milliseconds(4);
+          if (world.rank() == 0) options.slow_role = SlowRole{role, 30'000'000};
+          DeviceRank rank(world, spec, w, tokens, options);
+          DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k),
+                            DType::kBF16);
+          try {
+            for (int pass = 0; pass < 3; ++pass) {
+              share.enqueue(rank.layer(), rank.stream());
+              rank.stream().synchronize();
+              rank.layer().stats();
+            }
+          } catch (const TimeoutError& error) {
+            EXPECT_TRUE(error.code() == ErrorCode::kTimeout || error.code() == ErrorCode::kAborted);
+            ++errors;
+          }
+        });
+      }
+      EXPECT_GT(errors, 0) << tokens << " tokens on " << ranks << " ranks";
+      EXPECT_TRUE(run_on_gpus(spec, w, batch, shares, DType::kBF16, 1).output == plain.output);
     }
   }
 }
