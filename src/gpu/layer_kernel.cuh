@@ -485,12 +485,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     state.gate_slices = GateGrid<P>(layer, call.tokens).slices;
     state.log2_combine_chunk = log2_combine_chunk(call.tokens, gridDim.x);
   }
+  // Behind a pass that was given up, words are not as a pass must find them. (Asked by a thread
+  // that has nothing else to do.)
+  if (threadIdx.x == kThreads - 1) {
+    const bool aborted = protocol::load_relaxed(&layer.heaps.control(layer.heaps.rank)->abort) != 0;
+    block.pass.aborted = aborted;
+    if (aborted) *layer.failed = static_cast<std::uint32_t>(Failure::kGivenUp);
+  }
   if constexpr (!P::kAlone) {
     for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) block.ranks.routed[e] = 0;
   }
   __syncthreads();
   const Pass<P> pass{layer, call, block};
-  const bool planned = plan_pass(pass);
+  const bool planned = !block.pass.aborted && plan_pass(pass);
   const bool math = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) != 0;
   if (planned) {
     // From here on the blocks of a pair write into each other's memory. Each knows that the other
@@ -509,7 +516,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   if (call.paired != 0) {
-    if (!planned) give_up_pair(pass);
+    // (Aborted before it began: the other block has perhaps not started.)
+    if (!planned && !block.pass.aborted) give_up_pair(pass);
     // Nor may a block leave while the other still does.
     pair_sync();
   }

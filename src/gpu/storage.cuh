@@ -228,8 +228,9 @@ struct PassState {
   std::uint32_t send_lead;    // levels that sending is ahead of packing, at most
   std::uint32_t tile_offset;  // from the number of a tile to that among all ranks' tiles
   Going going;
-  // Written before roles begin, so that all warps find the same. (`going` is every wait's.)
-  bool plan_failed;
+  // Of the world, before the pass began; of the plan. Written before roles begin, so that all warps
+  // find the same. (`going` is every wait's.)
+  bool aborted, plan_failed;
 };
 
 template <typename P>
