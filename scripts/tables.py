@@ -5,6 +5,7 @@
     scripts/tables.py --check    exit 1 if anything would change
 """
 
+import functools
 import json
 import pathlib
 import re
@@ -15,6 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 
 
+@functools.cache
 def load(name):
     path = RESULTS / name
     return json.loads(path.read_text()) if path.exists() else None
@@ -220,6 +222,18 @@ def published(row, ranks):
     return found
 
 
+def others_cells(row):
+    """{column: cell} of what others publish beside the row."""
+    if row["model"] == "thesis":
+        theirs = published(row, row["ranks"]).get("FlashDMoE")
+        cells = ["–", "–"] if theirs is None else [f"{theirs:.0f}", f"{theirs / row['median_us']:.1f}×"]
+        return dict(zip(["FlashDMoE µs", "speed-up"], cells))
+    if row["compute"] == "fp8":
+        best = min(published(row, 8).items(), key=lambda item: item[1], default=None)
+        return {"best of others on 8 GPUs, µs": "–" if best is None else f"{best[1]:.0f} ({best[0]})"}
+    return {}
+
+
 def ranks_row_cells(row):
     over = time_over_floor(row)
     seconds = row["median_us"] * 1e-6
@@ -230,13 +244,7 @@ def ranks_row_cells(row):
         f"{row['touched_bytes'] / seconds / 1e12:.2f}",
         f"{row['nvlink_bytes'] / 1e6:.2f}",
     ]
-    if row["model"] == "thesis":
-        theirs = published(row, row["ranks"]).get("FlashDMoE")
-        cells += ["–", "–"] if theirs is None else [f"{theirs:.0f}", f"{theirs / row['median_us']:.1f}×"]
-    elif row["compute"] == "fp8":
-        best = min(published(row, 8).items(), key=lambda item: item[1], default=None)
-        cells.append("–" if best is None else f"{best[1]:.0f} ({best[0]})")
-    return cells
+    return cells + list(others_cells(row).values())
 
 
 def ranks_table(suite, title):
@@ -260,11 +268,7 @@ def ranks_table(suite, title):
     for row in rows:
         layers.setdefault((describe_layer(row), row["ranks"]), []).append(row)
     for (layer, ranks), of_layer in layers.items():
-        columns = list(heads)
-        if of_layer[0]["model"] == "thesis":
-            columns += ["FlashDMoE µs", "speed-up"]
-        elif rate == TFLOPS["fp8"]:
-            columns.append("best of others on 8 GPUs, µs")
+        columns = [*heads, *others_cells(of_layer[0])]
         lines += ["", f"{layer}, {ranks} GPUs", "", "| tokens per GPU | " + " | ".join(columns) + " |"]
         lines.append("|---" * (len(columns) + 1) + "|")
         for row in sorted(of_layer, key=lambda row: row["tokens_per_rank"]):

@@ -33,6 +33,15 @@ constexpr const char* kPublishedRemedy =
     "write it like results/published.json: a list of series with rival, source, model, experts, "
     "ranks and time_us";
 
+// Of what is no object, of a field that is absent, of one out of its domain.
+struct Remedies {
+  const char *other, *absent, *wrong;
+};
+constexpr Remedies kOfRows = {
+    kRowsRemedy, "give files that 'switchyard bench --json' wrote, or measure the point again",
+    "measure the point again with 'switchyard bench --json'"};
+constexpr Remedies kOfPublished = {kPublishedRemedy, kPublishedRemedy, kPublishedRemedy};
+
 // What is given by mistake for a file of rows is most likely one of these.
 void require_rows(const Json& file, const std::string& source) {
   if (file.is_object() && file.contains("traceEvents")) {
@@ -55,13 +64,12 @@ void require_rows(const Json& file, const std::string& source) {
 // One element of a file's list. Every getter refuses what is absent or out of its domain.
 class RowReader {
  public:
-  // With `remedy`, of something else than bench's rows.
   RowReader(const Json& row, const std::string& source, std::size_t number,
-            const char* remedy = nullptr)
-      : row_(row), source_(source), number_(number), remedy_(remedy) {
+            const Remedies& remedies)
+      : row_(row), source_(source), number_(number), remedies_(remedies) {
     if (row.is_object()) return;
     refuse_file(source, fmt::format("row {}: is not an object, but {}", number, excerpt(row)),
-                remedy != nullptr ? remedy : kRowsRemedy);
+                remedies.other);
   }
 
   std::string text(const char* field) const {
@@ -130,25 +138,21 @@ class RowReader {
   bool present(const char* field) const { return row_.contains(field) && !row_[field].is_null(); }
 
   [[noreturn]] void refuse(const char* field, const Json& value, const std::string& wanted) const {
-    refuse_file(
-        source_, fmt::format("row {}: '{}' is {}, not {}", number_, field, excerpt(value), wanted),
-        remedy_ != nullptr ? remedy_ : "measure the point again with 'switchyard bench --json'");
+    refuse_file(source_,
+                fmt::format("row {}: '{}' is {}, not {}", number_, field, excerpt(value), wanted),
+                remedies_.wrong);
   }
 
   const Json& required(const char* field) const {
     if (row_.contains(field)) return row_[field];
-    refuse_file(
-        source_, fmt::format("row {}: has no '{}'", number_, field),
-        remedy_ != nullptr
-            ? remedy_
-            : "give files that 'switchyard bench --json' wrote, or measure the point again");
+    refuse_file(source_, fmt::format("row {}: has no '{}'", number_, field), remedies_.absent);
   }
 
  private:
   const Json& row_;
   const std::string& source_;
   std::size_t number_;
-  const char* remedy_;
+  const Remedies& remedies_;
 };
 
 std::optional<Rival> rival_of(const RowReader& read) {
@@ -160,7 +164,7 @@ std::optional<Rival> rival_of(const RowReader& read) {
 }
 
 Row row_of(const Json& json, const std::string& source, std::size_t number) {
-  const RowReader read(json, source, number);
+  const RowReader read(json, source, number, kOfRows);
   Row row;
   row.suite = read.text("suite");
   row.machine = read.text("machine");
@@ -220,7 +224,7 @@ Json parse(std::string_view text, const std::string& source, const char* remedy)
 }
 
 Published published_of(const Json& json, const std::string& source, std::size_t number) {
-  const RowReader read(json, source, number, kPublishedRemedy);
+  const RowReader read(json, source, number, kOfPublished);
   Published series;
   series.rival = read.text("rival");
   series.source = read.text("source");

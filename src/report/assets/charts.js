@@ -35,13 +35,23 @@ function nameRows(rows) {
   }
 }
 
-// What others publish of the row's layer, on whatever number of ranks.
-const publishedOf = (row) => data.published.filter((series) => series.model === row.model &&
-  series.experts === row.experts && (series.compute === null || series.compute === row.compute));
-const publishedTime = (series, row) =>
-  series.time_us.find(([tokens]) => tokens === row.tokens)?.[1] ?? null;
-const publishedName = (series) => `${series.rival}, ${ranksText(series.ranks)}`;
-const publishedDash = (index) => ['2 2', '6 2 2 2', '9 3'][index % 3];
+// What others publish of the row's layer and tokens, on whatever number of ranks.
+const publishedBeside = (row) => data.published
+  .filter((series) => series.model === row.model && series.experts === row.experts &&
+    (series.compute === null || series.compute === row.compute))
+  .map(({ rival, ranks, source, time_us }) => ({
+    name: `${rival}, ${ranksText(ranks)}`, source,
+    time: time_us.find(([tokens]) => tokens === row.tokens)?.[1],
+  })).filter(({ time }) => time);
+const publishedNames = (rows) => distinct(rows.flatMap(publishedBeside).map(({ name }) => name));
+const publishedTime = (name, row) => publishedBeside(row).find((one) => one.name === name)?.time ?? null;
+
+function publishedLine(points, index) {
+  const line = polyline('published', points);
+  line.setAttribute('stroke-dasharray', ['2 2', '6 2 2 2', '9 3'][index % 3]);
+  return line;
+}
+const publishedMark = (cx, cy) => svg('circle', { class: 'published-mark', cx, cy, r: 1.8 });
 
 function rowText(row) {
   const lines = [
@@ -54,9 +64,8 @@ function rowText(row) {
   if (row.rival) {
     lines.push(`${row.rival.name} ${microseconds(row.rival.median_us)} µs, speed-up ${ratio(row.rival.median_us / row.median_us)}×`);
   }
-  for (const series of publishedOf(row)) {
-    const time = publishedTime(series, row);
-    if (time !== null) lines.push(`${publishedName(series)}: ${microseconds(time)} µs (${series.source})`);
+  for (const { name, source, time } of publishedBeside(row)) {
+    lines.push(`${name}: ${microseconds(time)} µs (${source})`);
   }
   if (onRoofline(row)) {
     lines.push(`${significant(teraflops(row))} TFLOP/s at ${significant(flopPerByte(row))} FLOP per byte`);
@@ -78,7 +87,7 @@ const kPanel = { width: 300, height: 232, margin: { left: 62, right: 10, top: 8,
 function extent(rows) {
   const values = rows.flatMap((row) => [
     row.p10_us, row.p90_us, row.floor_us, row.rival?.median_us, row.rival?.p10_us, row.rival?.p90_us,
-    ...publishedOf(row).map((series) => publishedTime(series, row)),
+    ...publishedBeside(row).map(({ time }) => time),
   ]).filter((value) => value);
   return [Math.min(...values) / 1.25, Math.max(...values) * 1.25];
 }
@@ -110,13 +119,11 @@ function timePanel(rows, yRange) {
   const sorted = [...rows].sort((a, b) => a.tokens - b.tokens);
   const floors = sorted.filter((row) => row.floor_us !== null);
   const rivals = sorted.filter((row) => row.rival);
-  const published = publishedOf(rows[0]).filter((series) => rows.some((row) => publishedTime(series, row)));
-  published.forEach((series, i) => {
-    const points = sorted.filter((row) => publishedTime(series, row))
-      .map((row) => [x(row.tokens), y(publishedTime(series, row))]);
-    const line = polyline('published', points);
-    line.setAttribute('stroke-dasharray', publishedDash(i));
-    chart.append(line, ...points.map(([cx, cy]) => svg('circle', { class: 'published-mark', cx, cy, r: 1.8 })));
+  const published = publishedNames(rows);
+  published.forEach((name, i) => {
+    const points = sorted.filter((row) => publishedTime(name, row))
+      .map((row) => [x(row.tokens), y(publishedTime(name, row))]);
+    chart.append(publishedLine(points, i), ...points.map((at) => publishedMark(...at)));
   });
   chart.append(
     polyline('floor', floors.map((row) => [x(row.tokens), y(row.floor_us)])),
@@ -148,8 +155,8 @@ function timePanel(rows, yRange) {
       ['rival p90 µs', (row) => orDash(row.rival?.p90_us, microseconds)],
       ['speed-up', (row) => orDash(row.rival, (rival) => `${ratio(rival.median_us / row.median_us)}×`)]);
   }
-  for (const series of published) {
-    columns.push([`${publishedName(series)}, µs`, (row) => orDash(publishedTime(series, row), microseconds)]);
+  for (const name of published) {
+    columns.push([`${name}, µs`, (row) => orDash(publishedTime(name, row), microseconds)]);
   }
   const first = rows[0];
   const note = [sizes(first), types(first), ...(first.ranks > 1 && !first.variant ? [ranksText(first.ranks)] : [])].join(', ');
@@ -170,12 +177,9 @@ function timeLegend(rows) {
     entries.push([sample(polyline('rival', [[0, 7], [34, 7]]), square(17, 7, 2.6)),
       `rival: ${names.join(', ')}`]);
   }
-  const published = distinct(rows.flatMap((row) =>
-    publishedOf(row).filter((series) => publishedTime(series, row)).map(publishedName)));
+  const published = publishedNames(rows);
   if (published.length > 0) {
-    const line = polyline('published', [[0, 7], [34, 7]]);
-    line.setAttribute('stroke-dasharray', publishedDash(0));
-    entries.push([sample(line, svg('circle', { class: 'published-mark', cx: 17, cy: 7, r: 1.8 })),
+    entries.push([sample(publishedLine([[0, 7], [34, 7]], 0), publishedMark(17, 7)),
       `published: ${published.join('; ')}`]);
   }
   return legend(entries);
