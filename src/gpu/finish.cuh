@@ -61,8 +61,7 @@ __device__ __forceinline__ void place_cells(const Pass<P>& pass, const TaskDescr
     std::uint32_t entry = row_word(pass, group, row);
     std::uint16_t* base = layer.cells;
     if (pass.distributed() && task.shared == 0) {
-      // That of a row that did not come, in a pass that was given up, is no token of anybody's.
-      if (RowEntry::token(entry) >= static_cast<std::uint32_t>(layer.max_tokens)) entry = 0;
+      entry = RowEntry::sent(entry, layer);
       const SourceRow source = find_source(pass, task.expert, task.first_row + row);
       base = layer.heap.cells(layer.heaps.base[pass.rank_at(source.distance)]);
     }

@@ -208,7 +208,9 @@ __device__ __forceinline__ bool load_tile(const Pass<P>& pass, const TaskDescrip
   const Ring<P> ring = pass.ring();
   const TileRows<P> rows(pass, task);
   for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
-    if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return false;
+    if (!wait_ring<P::kAlone>(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) {
+      return false;
+    }
     const std::uint32_t full = ring.full_barrier(place.stage);
     if (!P::kAlone || (thread < 32 && elect())) {
       const std::uint32_t block = task.first_k_block + kb;
@@ -245,7 +247,9 @@ __device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const Task
   float4 tokens = fetch();
   float weights[kScaleSets] = {__ldg(of_weights), __ldg(of_weights + kWeightScales - 1)};
   for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
-    if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return false;
+    if (!wait_ring<true>(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) {
+      return false;
+    }
     const std::uint32_t full = ring.full_barrier(place.stage);
     if (elect()) {
       rows.load(ring.tokens(place.stage), full, (task.first_k_block + kb) * kStageColumns);
@@ -366,8 +370,9 @@ __device__ __forceinline__ bool quantize_tile(const Pass<P>& pass, const TaskDes
   // which takes longer than to execute one.
 #pragma unroll 1
   for (std::uint32_t i = 0; i < task.k_blocks; ++i) {
-    if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return false;
-    __syncwarp();
+    if (!wait_ring<true>(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) {
+      return false;
+    }
     float scale = 0;
     const uint4 codes = quantize_together(values[0][0], values[0][1], scale);
 #pragma unroll
@@ -402,9 +407,7 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
     if (rehearsal == 0) {
       if (P::kTraced && reader.index() != ~0u) stamp(reader.index(), &TraceRecord::end);
       stamp(reader.index() + 1, &TraceRecord::ready);
-      task = reader.next();
-      __syncwarp();
-      if (thread % 32 == 0) reader.release();
+      task = reader.template next<true>();
       if (task.work == Work::kStop) return;
       if (task.work == Work::kCombine) continue;
       if (thread == 0) trace_task(pass, TraceRole::kTokens, reader.index(), task);
@@ -476,11 +479,15 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
     const auto depth = static_cast<std::uint32_t>(pass.layer.hidden * P::kElementBytes);
     const std::uint32_t whole_blocks = rehearsal == 0 ? depth / kStageRowBytes : 1;
     for (std::uint32_t kb = 0; kb < whole_blocks; ++kb) {
-      if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
+      if (!wait_ring<true>(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) {
+        return;
+      }
       copy_rows([](std::uint32_t to, const std::byte* source) { copy_async(to, source); });
     }
     if (whole_blocks < task.k_blocks) {
-      if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
+      if (!wait_ring<true>(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) {
+        return;
+      }
       const bool inside = whole_blocks * kStageRowBytes + 16 * my_chunk < depth;
       copy_rows(
           [inside](std::uint32_t to, const std::byte* source) { copy_async(to, source, inside); });
@@ -525,7 +532,7 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
   const auto tile_of = [&] { return place / kMaxHeight<P>; };
   // Of own rows, the token takes the place of the position as soon as it is known.
   SourceRow source{0, row};
-  const auto token_of = [&] { return RowEntry::token(__ldcg(entry_of(pass, expert, source))); };
+  const auto entry = [&] { return __ldcg(entry_of(pass, expert, source)); };
   if (row < row0 + kRows && row >= begin && row < end) {
     protocol::TokenTiles cut = state.shared_tiles;
     std::uint32_t position = row, first_tile = 0;
@@ -536,7 +543,7 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
       first_tile = block.tile_begin[pass.first_expert() + expert];
       cut = protocol::TokenTiles(block.expert_rows[pass.first_expert() + expert], P::kTileShape);
       source = find_source(pass, expert, position);
-      if (source.distance == 0) source.position = token_of();
+      if (source.distance == 0) source.position = RowEntry::token(entry());
     }
     place = pass.place_of(cut, first_tile, position);
   }
@@ -570,11 +577,7 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
       trace_stamp(pass, TraceRole::kPack, of_warp, &TraceRecord::begin);
     }
   }
-  if (source.distance != 0) {
-    // The entry of a row that did not come, in a pass that was given up, may be no token of
-    // anybody's.
-    source.position = min(token_of(), static_cast<std::uint32_t>(layer.max_tokens) - 1);
-  }
+  if (source.distance != 0) source.position = RowEntry::token(RowEntry::sent(entry(), layer));
   // In one word, too.
   const std::uint32_t column = lane();
   const std::uint32_t from = RowEntry::pack(source.position, source.distance);

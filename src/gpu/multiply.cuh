@@ -18,19 +18,20 @@ class Multiplier {
       : pass_(pass), ring_(pass.ring()), place_(place), group_(__reduce_max_sync(~0u, group)) {
     // Of a pair, a lane tells each block that a stage is free.
     const std::uint32_t lane = fresh_thread_index<32>();
-    speaks_ = lane <= pass.call.paired;
-    empty_ = speaks_ && pass.call.paired != 0 ? address_in_pair(ring_.empty, lane) : ring_.empty;
+    if (lane > pass.call.paired || !pass.goes_on()) return;
+    empty_ = pass.call.paired != 0 ? address_in_pair(ring_.empty, lane) : ring_.empty;
   }
 
   // Asked a little earlier, the answer does not keep anybody waiting.
   __device__ __forceinline__ bool ready() const {
     return test_wait(ring_.full_barrier(place_.stage), place_.parity);
   }
-  // Its wait is not asked how it ended, here and in the epilogue: wgmma must not be in code that
-  // some threads may have left. A tile that was given up is finished with wrong numbers.
-  __device__ __forceinline__ void await_stage(bool ready) const {
+  // A tile that was given up is finished, with wrong numbers: wgmma must not be in code that some
+  // threads may have left. Its stages are not released, nor any after: bytes of them may yet come,
+  // or never, and a stage takes no arrivals for its next use before all of this one's.
+  __device__ __forceinline__ void await_stage(bool ready) {
     if (__builtin_expect(!ready, 0)) {
-      wait_ring(pass_.waiter(), ring_.full_barrier(place_.stage), place_.parity);
+      if (!wait_ring(pass_.waiter(), ring_.full_barrier(place_.stage), place_.parity)) empty_ = 0;
     }
     // In small passes the tokens' copies are ordinary writes; the matrix unit reads through the
     // async proxy.
@@ -77,8 +78,7 @@ class Multiplier {
   // if it has found out that the next is not there, which it need not do. started() is called after
   // the first.
   template <typename Body, typename Started>
-  __device__ __forceinline__ void repeat(std::uint32_t stages, Body&& body,
-                                         Started&& started) const {
+  __device__ __forceinline__ void repeat(std::uint32_t stages, Body&& body, Started&& started) {
     std::uint32_t pause = stages - untold<1>();
     bool fresh = true;
     for (;;) {
@@ -98,14 +98,14 @@ class Multiplier {
   __device__ __forceinline__ void advance() const { place_.advance(ring_.stages); }
   // All that was read of the stage has arrived.
   __device__ __forceinline__ void release(std::uint32_t stage) const {
-    if (speaks_) arrive_in_pair(empty_ + 8 * stage);
+    if (empty_ != 0) arrive_in_pair(empty_ + 8 * stage);
   }
   // The stage's scales may still be on their way to registers, where the arrival would overtake
   // them: it is put off until the next stage's products are issued, which overwrite what the scales
   // were multiplied with, or until the tile ends.
   __device__ __forceinline__ void put_off_release(std::uint32_t stage) {
     if (pending_ != 0) arrive_in_pair(pending_);
-    pending_ = speaks_ ? empty_ + 8 * stage : 0;
+    pending_ = empty_ != 0 ? empty_ + 8 * stage : 0;
   }
   __device__ __forceinline__ void release_last() {
     asm volatile("fence.acq_rel.cta;" ::: "memory");
@@ -121,8 +121,8 @@ class Multiplier {
   const Ring<P> ring_;
   RingPlace& place_;
   std::uint32_t group_;
-  bool speaks_;
-  std::uint32_t empty_;
+  // The stages' barriers, in the threads that release them; else 0.
+  std::uint32_t empty_ = 0;
   std::uint32_t pending_ = 0;  // the barrier of a stage to be released
 };
 

@@ -25,23 +25,24 @@ class TaskReader {
     }
     return task;
   }
-  // The task's copy, for the others.
+  // The task's copy, for the others: a thread or, kWarp, a whole warp, all of which finds the same.
+  template <bool kWarp>
   __device__ TaskDescriptor next() {
     TaskDescriptor task;
     task.work = Work::kStop;
-    if (const TaskDescriptor* const next = await_alone(count_++); next != nullptr) task = *next;
+    const TaskDescriptor* const next = await_alone(count_++);
+    if (kWarp ? __all_sync(~0u, next != nullptr) : next != nullptr) task = *next;
+    if (kWarp) __syncwarp();
+    if (!kWarp || threadIdx.x % 32 == 0) release();
     return task;
   }
-  // The next task that is a GEMM; false when there are no more. For a role of one thread, or,
-  // kWarp, of a whole warp.
+  // The next that is a GEMM; false when there are no more.
   template <TraceRole kRole, bool kWarp>
   __device__ bool next_gemm(TaskDescriptor& task) {
     const bool speaks = !kWarp || threadIdx.x % 32 == 0;
     do {
       if (speaks) trace_stamp(pass_, kRole, count_, &TraceRecord::ready);
-      task = next();
-      if (kWarp) __syncwarp();
-      if (speaks) release();
+      task = next<kWarp>();
     } while (task.work == Work::kCombine);
     if (task.work == Work::kStop) return false;
     if (speaks) trace_task(pass_, kRole, index(), task);

@@ -88,6 +88,14 @@ struct RowEntry {
   }
   __device__ static std::uint32_t token(std::uint32_t entry) { return entry >> kBits; }
   __device__ static std::uint32_t k(std::uint32_t entry) { return entry & ((1u << kBits) - 1); }
+  // One that another rank was to send. In a pass that was given up it may not have come, and be no
+  // slot of anybody's; then it is made some slot's.
+  __device__ static std::uint32_t sent(std::uint32_t entry, const LayerParams& layer) {
+    return token(entry) < static_cast<std::uint32_t>(layer.max_tokens) &&
+                   k(entry) < static_cast<std::uint32_t>(layer.top_k)
+               ? entry
+               : 0;
+  }
   // The slot's place among all tokens' cells, weights too.
   __device__ static std::uint32_t cell(std::uint32_t entry, std::uint32_t cells_per_token) {
     return token(entry) * cells_per_token + k(entry);
@@ -299,6 +307,7 @@ struct Pass {
   __device__ Waiter waiter() const {
     return {&layer.heaps, layer.failed, &block.pass.going, block.pass.epoch, layer.deadline_ns};
   }
+  __device__ bool goes_on() const { return *waiter().going == Going::kOn; }
   __device__ const FfnParams& ffn(bool shared) const {
     return shared ? layer.shared : layer.routed;
   }

@@ -256,10 +256,13 @@ __device__ __forceinline__ bool wait_in_block(const Waiter& waiter, Ready&& read
   }
   return true;
 }
-// For the phase of that parity.
+// For the phase of that parity. By a whole warp, kWarp, all find the same: where they meet again
+// nobody may be missing.
+template <bool kWarp = false>
 __device__ __forceinline__ bool wait_ring(const Waiter& waiter, std::uint32_t barrier,
                                           std::uint32_t parity) {
-  return wait_in_block(waiter, [&] { return try_wait(barrier, parity); });
+  const bool done = wait_in_block(waiter, [&] { return try_wait(barrier, parity); });
+  return kWarp ? __all_sync(~0u, done) != 0 : done;
 }
 
 // threadIdx.x % kModulus, asked of the hardware anew. What is computed from threadIdx.x itself the

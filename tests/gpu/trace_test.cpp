@@ -5,8 +5,12 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
+#include <random>
 #include <set>
 #include <tuple>
 #include <vector>
@@ -286,11 +290,47 @@ TEST_F(TraceTest, SlowRolesChangeNothing) {
   }
 }
 
+constexpr TraceRole kStallingRoles[] = {
+    TraceRole::kPass, TraceRole::kScheduler, TraceRole::kWeights, TraceRole::kTokens,
+    TraceRole::kSend, TraceRole::kPack,      TraceRole::kMath};
+
+// Of a world in whose rank 0 a role stalls, how many ranks hear of an error. Three passes stand one
+// behind the other: none may begin on what a lost one left. Who hears of none has `right`.
+int failed_ranks(const LayerSpec& spec, const MoeWeights& w, const Batch& batch,
+                 const Shares& shares, const BatchResult& right, SlowRole slow,
+                 std::chrono::milliseconds deadline) {
+  const auto most = static_cast<int>(*std::ranges::max_element(shares.count));
+  std::atomic<int> errors = 0;
+  run_all_ranks(World::threads(static_cast<int>(shares.count.size())), [&](const World& world) {
+    const int r = world.rank();
+    LayerOptions options;
+    options.trace = true;
+    options.deadline = deadline;
+    if (r == 0) options.slow_role = slow;
+    DeviceRank rank(world, spec, w, most, options);
+    DeviceBatch share(spec, share_of_batch(batch, shares, r, spec.top_k), DType::kBF16);
+    try {
+      for (int pass = 0; pass < 3; ++pass) share.enqueue(rank.layer(), rank.stream());
+      rank.stream().synchronize();
+      rank.layer().stats();
+      const BatchResult mine = share.fetch();
+      const auto first = static_cast<std::size_t>(shares.first[static_cast<std::size_t>(r)]);
+      const std::size_t row_bytes = static_cast<std::size_t>(spec.hidden) * size_of(DType::kBF16);
+      const auto* const rows = static_cast<const std::byte*>(right.output.view().data);
+      EXPECT_EQ(std::memcmp(mine.output.view().data, rows + first * row_bytes,
+                            static_cast<std::size_t>(mine.output.rows()) * row_bytes),
+                0);
+    } catch (const TimeoutError& error) {
+      EXPECT_TRUE(error.code() == ErrorCode::kTimeout || error.code() == ErrorCode::kAborted);
+      ++errors;
+    }
+  });
+  return errors;
+}
+
 // Whichever role stalls for longer than the deadline: who waits for it gives up, nobody waits for
 // ever, and the process lives. (Nobody may have waited so long for the role that was late.)
 TEST_F(TraceTest, AStalledRoleIsAnErrorAndTheProcessLives) {
-  constexpr TraceRole kRoles[] = {TraceRole::kPass,   TraceRole::kScheduler, TraceRole::kWeights,
-                                  TraceRole::kTokens, TraceRole::kPack,      TraceRole::kMath};
   for (const bool fp8 : {false, true}) {
     const LayerSpec spec = traced_spec(4, true);
     const MoeWeights w = generate_weights(spec, fp8 ? kFp8 : DType::kBF16, 3, {});
@@ -299,32 +339,50 @@ TEST_F(TraceTest, AStalledRoleIsAnErrorAndTheProcessLives) {
       const Batch batch = random_batch(spec, tokens, DType::kBF16, 7);
       const Shares shares = Shares::even(tokens, ranks);
       const BatchResult plain = run_on_gpus(spec, w, batch, shares, DType::kBF16, 1);
-      std::atomic<int> errors = 0;
-      for (const TraceRole role : kRoles) {
+      int errors = 0;
+      for (const TraceRole role : kStallingRoles) {
         SCOPED_TRACE(::testing::Message() << (fp8 ? "fp8, " : "bf16, ") << tokens << " tokens on "
                                           << ranks << " ranks, " << to_string(role));
-        run_all_ranks(World::threads(ranks), [&](const World& world) {
-          LayerOptions options;
-          options.trace = true;
-          options.deadline = std::chrono::milliseconds(4);
-          if (world.rank() == 0) options.slow_role = SlowRole{role, 30'000'000};
-          DeviceRank rank(world, spec, w, tokens, options);
-          DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k),
-                            DType::kBF16);
-          try {
-            // One behind the other: the next must not begin on what a lost one left.
-            for (int pass = 0; pass < 3; ++pass) share.enqueue(rank.layer(), rank.stream());
-            rank.stream().synchronize();
-            rank.layer().stats();
-          } catch (const TimeoutError& error) {
-            EXPECT_TRUE(error.code() == ErrorCode::kTimeout || error.code() == ErrorCode::kAborted);
-            ++errors;
-          }
-        });
+        errors += failed_ranks(spec, w, batch, shares, plain, {role, 30'000'000},
+                               std::chrono::milliseconds(4));
       }
       EXPECT_GT(errors, 0) << tokens << " tokens on " << ranks << " ranks";
       EXPECT_TRUE(run_on_gpus(spec, w, batch, shares, DType::kBF16, 1).output == plain.output);
     }
+  }
+}
+
+// Stalls shorter and longer than the deadline, so that roles come back while others are giving up:
+// a right result or an error. SWITCHYARD_SOAK_STALLS says how many.
+TEST_F(TraceTest, StallsOfAnyLength) {
+  const char* const wanted = std::getenv("SWITCHYARD_SOAK_STALLS");
+  const int stalls = wanted != nullptr ? std::atoi(wanted) : 60;
+  const LayerSpec spec = traced_spec(4, true);
+  const MoeWeights weights[] = {generate_weights(spec, DType::kBF16, 3, {}),
+                                generate_weights(spec, kFp8, 3, {})};
+  std::mt19937 random(1);
+  int failed = 0, fine = 0;
+  for (int i = 0; i < stalls; ++i) {
+    const bool fp8 = random() % 2 != 0;
+    const int ranks = static_cast<int>(random() % 2) + 1;
+    const int tokens = (2 << random() % 10) + static_cast<int>(random() % 100);
+    const TraceRole role = kStallingRoles[random() % std::size(kStallingRoles)];
+    const std::uint32_t stall = 300'000u << random() % 6;
+    const std::chrono::milliseconds deadline(1 << random() % 4);
+    SCOPED_TRACE(::testing::Message()
+                 << "stall " << i << ": " << (fp8 ? "fp8, " : "bf16, ") << tokens << " tokens on "
+                 << ranks << " ranks, " << to_string(role) << " late by " << stall
+                 << " ns, deadline " << deadline.count() << " ms");
+    const Batch batch = random_batch(spec, tokens, DType::kBF16, random());
+    const Shares shares = Shares::even(tokens, ranks);
+    const BatchResult plain = run_on_gpus(spec, weights[fp8], batch, shares, DType::kBF16, 1);
+    const int errors =
+        failed_ranks(spec, weights[fp8], batch, shares, plain, {role, stall}, deadline);
+    ++(errors != 0 ? failed : fine);
+  }
+  if (stalls >= 20) {
+    EXPECT_GT(failed, 0);
+    EXPECT_GT(fine, 0);
   }
 }
 
