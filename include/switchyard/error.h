@@ -47,7 +47,8 @@ struct WaitFailure {
   double waited_seconds = 0;   // how long
 };
 
-// Thrown with kTimeout on the rank whose deadline passed first, with kAborted on the others.
+// Thrown with kTimeout on the rank whose deadline passed first, with kAborted on the others; with
+// kTimeout on every rank that waited in vain for one that does not come to a collective call.
 class TimeoutError : public Error {
  public:
   TimeoutError(ErrorCode code, const std::string& message, const WaitFailure& failure)

@@ -68,8 +68,8 @@ struct LayerOptions {
   bool cooperative_launch = true;
   // Arithmetic and wire type: kBF16, kF32 or kF8E4M3. Empty: kF8E4M3 if the matrices of all experts
   // are FP8 and their scales are of blocks of multiples of 128 rows and columns (or of all of them)
-  // or of whole rows; kBF16 for bf16 and other FP8 checkpoints, kF32 for fp16 and fp32 ones.
-  // Accumulation is always fp32.
+  // or of whole rows; kBF16 for bf16 and other FP8 checkpoints, kF32 for fp16 and fp32 ones, or,
+  // with kCuda, kBF16 for these, too. Accumulation is always fp32.
   //
   // kF8E4M3 multiplies such weights as they are with activations, and with h, that are rounded to
   // bf16 and then quantised: for every 128 columns of a token, the last few included,
@@ -77,7 +77,7 @@ struct LayerOptions {
   // Experts' outputs are rounded to bf16. The gates see bf16. A NaN or an infinity in a group makes
   // the token's output NaN, and no other's. kBF16 and kF32 dequantise FP8 weights instead.
   std::optional<DType> compute;
-  // Longest wait without a sign of progress from any rank. Zero: the world's.
+  // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's.
   std::chrono::milliseconds deadline{0};
   // Record what every role does in each pass, for MoeLayer::trace(). With kCuda a second variant of
   // the kernel does so, which is compiled for some activations only; the other has no trace of it.
@@ -93,7 +93,8 @@ struct LayerOptions {
 //
 // With kCuda, every address here and in ForwardOutput is one of device memory, of the layer's
 // device; the host never reads through the spans. The memory must stay as it is until the stream
-// has passed this call, or for as long as a graph that captured it may be launched.
+// has passed this call, or for as long as a graph that captured it may be launched. Activations and
+// outputs start at multiples of 16 bytes, and so do their rows, which do not stand in reverse.
 struct ForwardInput {
   // [T, H], bf16, fp16 or fp32, rows contiguous (col_stride 1). Or, where LayerOptions::compute is
   // kF8E4M3, f8_e4m3 with a scale for every 128 columns of a token (scale_rows 1, scale_cols 128),
@@ -104,7 +105,9 @@ struct ForwardInput {
   std::span<const std::int32_t> topk_ids;
   std::span<const float> topk_weights;
   std::span<const std::int32_t> token_ids;  // [T], hash-routed layers only
-  void* stream = nullptr;                   // kCuda only: a cudaStream_t; null: the default stream
+  // kCuda only: a cudaStream_t; null: the default stream. Ranks on one device need streams that do
+  // not wait for each other, which the default stream does.
+  void* stream = nullptr;
 };
 
 struct ForwardOutput {
@@ -128,7 +131,7 @@ struct ForwardStats {
   std::uint64_t combine_bytes = 0;   // expert outputs
   std::uint64_t signal_bytes = 0;    // counts rows and flags
   // What an all-to-all would have sent from this rank, there and back, with every (rank, expert)
-  // buffer padded to the fullest one.
+  // buffer padded to the fullest one. kCpu only.
   std::uint64_t padded_all_to_all_bytes = 0;
   std::uint64_t heap_bytes_used = 0;       // of this rank's heap, by this pass
   std::uint64_t heap_bytes_reserved = 0;   // address space at the declared maximum
@@ -162,24 +165,29 @@ class MoeLayer {
   // and however many ranks share the experts (with kCuda, where routing is given: what its gate
   // sums up in parts depends on how many tokens a rank has); in FP8, activations and what
   // quantising them as above makes of them give the same bits, too. Throws Error{kInvalidArgument,
-  // kCapacityExceeded} before anything is sent if the input is unusable; TimeoutError{kTimeout} if
-  // a rank did not do its part within the deadline, TimeoutError{kAborted} if another rank noticed
-  // first. After either the layer is dead and every later call throws again; the world lives.
+  // kShapeMismatch, kDTypeMismatch, kCapacityExceeded} before anything is sent if the input is
+  // unusable; TimeoutError{kTimeout} if a rank did not do its part within the deadline,
+  // TimeoutError{kAborted} if another rank noticed first. After either the layer is dead and every
+  // later call throws again; the world lives, and can make another.
   //
   // With kCuda the ids given for tokens and experts are checked on the device. What is found
-  // there, an id out of range (Error{kInvalidArgument}) or a wait that passed its deadline
-  // (TimeoutError), is thrown by the first forward() or stats() that starts after the pass ended.
+  // there, an id out of range or an expert named twice for a token (Error{kInvalidArgument}; such
+  // slots are skipped) or a wait that passed its deadline (TimeoutError), is thrown by the first
+  // forward() or stats() that starts after the pass ended.
   // The CUDA context stays usable. A pass of one rank ends when all ranks have enqueued theirs: a
   // thread that plays several ranks, or two threads with ranks on one device, must not call what
   // waits for the device (cudaFree, say) in between.
   void forward(const ForwardInput& input, const ForwardOutput& output);
 
-  // Of the last pass. With kCuda it waits for that pass to end, and so may not be captured; passes
-  // that a graph launched count, and times and used heap bytes are not known.
+  // Of the last pass; zeros before the first. With kCuda it waits for all that the device has been
+  // given, and so may not be captured, nor be called while another rank on the device waits for
+  // this one's next pass; passes that a graph launched count, and times and used heap bytes are not
+  // known.
   const ForwardStats& stats() const;
 
-  // What this rank did in the last pass, which it waits for. Throws Error{kInvalidArgument} without
-  // LayerOptions::trace, and what forward() throws of a pass that failed.
+  // What this rank did in the last pass, for which it waits like stats(). Throws
+  // Error{kInvalidArgument} without LayerOptions::trace, and what forward() throws of a pass that
+  // failed.
   PassTrace trace() const;
 
   const LayerSpec& spec() const;

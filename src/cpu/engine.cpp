@@ -191,7 +191,6 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
         fmt::format("top_k {} over {} ranks; this build supports top_k up to {} and {} ranks",
                     spec.top_k, world.size(), protocol::kMaxTopK, protocol::kMaxRanks));
   }
-  if (options_.deadline.count() <= 0) options_.deadline = world.deadline();
 
   layer_.spec = spec;
   layer_.weights = weights;
@@ -366,16 +365,9 @@ void Engine::route(const ForwardInput& input) {
   const bool given = !input.topk_ids.empty();
   const std::int32_t* hashed_ids = nullptr;
   if (!given && spec().routing.method == RoutingMethod::kHash) {
-    const MatrixView& table = layer_.weights.hash_table;
     hashed_ids_.clear();
     for (const std::int32_t id : input.token_ids) {
-      for (std::int64_t k = 0; k < spec().top_k; ++k) {
-        const std::int64_t at = k * table.col_stride;
-        hashed_ids_.push_back(
-            table.dtype == DType::kI64
-                ? static_cast<std::int32_t>(static_cast<const std::int64_t*>(table.row(id))[at])
-                : static_cast<const std::int32_t*>(table.row(id))[at]);
-      }
+      routing::append_hashed_ids(layer_.weights.hash_table, id, hashed_ids_);
     }
     hashed_ids = hashed_ids_.data();
   }

@@ -126,14 +126,16 @@ void copy_memory(void* to, const void* from, std::size_t bytes) {
   SWITCHYARD_CUDA(cudaStreamSynchronize(cudaStreamLegacy));
 }
 
-bool is_device_pointer(const void* pointer) {
+Residence residence_of(const void* pointer) {
   cudaPointerAttributes attributes;
-  if (pointer == nullptr) return false;
+  if (pointer == nullptr) return Residence::kHost;
   if (cudaPointerGetAttributes(&attributes, pointer) != cudaSuccess) {
     (void)cudaGetLastError();
-    return false;
+    return Residence::kHost;
   }
-  return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
+  if (attributes.type == cudaMemoryTypeManaged) return Residence::kHere;
+  if (attributes.type != cudaMemoryTypeDevice) return Residence::kHost;
+  return attributes.device == current_device() ? Residence::kHere : Residence::kElsewhere;
 }
 
 namespace detail {

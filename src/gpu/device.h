@@ -45,8 +45,9 @@ void synchronize_device();    // waits for everything on the current device
 // Between any two of host and device memory; done when it returns.
 void copy_memory(void* to, const void* from, std::size_t bytes);
 
-// Whether a kernel can read it: device or managed memory. Never throws.
-bool is_device_pointer(const void* pointer);
+// Where memory is, for kernels on the current device. Managed memory is kHere. Never throws.
+enum class Residence { kHost, kHere, kElsewhere };
+Residence residence_of(const void* pointer);
 
 namespace detail {
 // They do not look at results: the runtime may be gone by the time a static object goes.

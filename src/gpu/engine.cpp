@@ -141,7 +141,7 @@ class Engine final : public LayerEngine {
   SymmetricMemory heap_;
   DeviceBuffer workspace_;
   std::optional<DeviceTrace> trace_;
-  MappedMemory<std::uint32_t> failed_;  // a Failure
+  MappedMemory<Failures> failures_;
   LayerParams params_{};
   ForwardStats stats_;
 };
@@ -185,25 +185,26 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   params_.levels = distributed() ? static_cast<std::uint32_t>(experts.max_count()) : 1;
   for (int r = 0; r <= world.size(); ++r) params_.rank_begin[r] = experts.begin(r);
   const DeviceScope scope(device_);
-  routed_ = DeviceFfn(policy(),
-                      std::span(weights.experts)
-                          .subspan(static_cast<std::size_t>(params_.first_expert),
-                                   static_cast<std::size_t>(params_.local_experts)),
-                      spec.hidden, spec.intermediate, spec.activation.gated);
-  if (spec.shared_intermediate > 0) {
-    shared_ = DeviceFfn(policy(), {&weights.shared, 1}, spec.hidden, spec.shared_intermediate,
-                        spec.activation.gated);
-  }
-  gate_ = DeviceGate(spec, weights);
+  attempt_together(world_.fabric(), [&] {
+    routed_ = DeviceFfn(policy(),
+                        std::span(weights.experts)
+                            .subspan(static_cast<std::size_t>(params_.first_expert),
+                                     static_cast<std::size_t>(params_.local_experts)),
+                        spec.hidden, spec.intermediate, spec.activation.gated);
+    if (spec.shared_intermediate > 0) {
+      shared_ = DeviceFfn(policy(), {&weights.shared, 1}, spec.hidden, spec.shared_intermediate,
+                          spec.activation.gated);
+    }
+    gate_ = DeviceGate(spec, weights);
+  });
   if (!routed_.borrows() && !shared_.borrows()) weights_.owner.reset();
 
   params_.routed = routed_.params();
   params_.shared = shared_.params();
   gate_.describe(params_);
   params_.routing = routing::make_device_routing(spec);
-  const auto deadline = options.deadline.count() > 0 ? options.deadline : world.deadline();
   params_.deadline_ns = static_cast<std::uint64_t>(
-      std::chrono::duration_cast<std::chrono::nanoseconds>(deadline).count());
+      std::chrono::duration_cast<std::chrono::nanoseconds>(options.deadline).count());
   params_.hidden = spec.hidden;
   params_.num_experts = spec.num_experts;
   params_.top_k = spec.top_k;
@@ -223,8 +224,8 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   lay_out_heap();
   // Nobody writes into a heap before its owner has come past here, with its flags zero.
   attempt_together(world_.fabric(), [&] {
-    lay_out_workspace();
     if (options_.trace) trace_.emplace(grid_);
+    lay_out_workspace();  // and waits until the device has cleared all
   });
 }
 
@@ -359,8 +360,8 @@ void Engine::lay_out_workspace() {
   const std::size_t epoch = arena.place(sizeof(std::uint64_t));
   const std::size_t readers = arena.place(sizeof(std::uint32_t));
   const std::size_t even = arena.place(words), odd = arena.place(words);
-  const std::size_t zeroed = arena.size();
   const std::size_t stats = arena.place((experts + 32) * 4);
+  const std::size_t zeroed = arena.size();
   const std::size_t logits = arena.place(logits_tokens * logits_columns * sizeof(float));
   const std::size_t ids = arena.place(slots * 4);
   const std::size_t weights =
@@ -368,7 +369,9 @@ void Engine::lay_out_workspace() {
   const std::size_t positions = arena.place(slots * 4);
   const std::size_t lists = arena.place(experts * tokens * 4);
   const std::size_t converted = arena.place(tokens * static_cast<std::size_t>(spec_.hidden) * 2);
-  params_.packed_slots = params_.h_slots;
+  // Rows that are packed together wait together: none for another's tile to leave its slot.
+  params_.packed_slots = static_cast<std::uint32_t>(
+      std::max<std::size_t>(params_.h_slots, std::min<std::size_t>(tiles, kPackedTogether)));
   const auto element = static_cast<std::size_t>(policy().element_bytes);
   const std::size_t packed =
       arena.place(params_.packed_slots * height * static_cast<std::size_t>(spec_.hidden) * element);
@@ -406,7 +409,7 @@ void Engine::lay_out_workspace() {
   at(h_scales, params_.h_scales);
   at(quantized, params_.quantized);
   at(quantized_scales, params_.quantized_scales);
-  params_.failed = failed_.on_device();
+  params_.failures = failures_.on_device();
   const auto rows_of = [&](std::uint32_t n) { return std::int64_t{n} * policy().tile.max_height; };
   params_.x_maps = token_maps(params_.packed, policy().element_bytes, rows_of(params_.packed_slots),
                               spec_.hidden, spec_.hidden);
@@ -421,7 +424,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const HostRange range{"forward", nvtx3::payload{input.activations.rows}};
   protocol::check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output,
                        policy().compute);
-  if (*failed_ != 0) throw_if_failed();
+  throw_if_failed();
   const MatrixView& x = input.activations;
   CallParams call{};
   call.x = x.data;
@@ -494,20 +497,18 @@ cudaLaunchConfig_t Engine::launch_config(bool paired, cudaLaunchAttribute* attri
 }
 
 void Engine::throw_if_failed() {
+  if (failures_->given_up == 0) {
+    if (failures_->bad_id == 0) return;
+    // Waits for nothing: on a device with other ranks, their passes may wait for this one's next.
+    failures_->bad_id = 0;
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("an expert id given was not in -1 to {} or named twice for a token, or "
+                            "a token id was outside the routing table's vocabulary of {}; such "
+                            "slots were skipped",
+                            spec_.num_experts - 1, params_.hash_rows));
+  }
   const DeviceScope scope(device_);
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
-  switch (static_cast<Failure>(*failed_)) {
-    case Failure::kNone:
-      return;
-    case Failure::kBadId:
-      *failed_ = 0;
-      throw Error(ErrorCode::kInvalidArgument,
-                  fmt::format("an expert id given was not in -1 to {}, or a token id was outside "
-                              "the routing table's vocabulary of {}; such slots were skipped",
-                              spec_.num_experts - 1, params_.hash_rows));
-    case Failure::kGivenUp:
-      break;
-  }
   const auto control_of = [this](int rank) {
     protocol::Control control;
     SWITCHYARD_CUDA(

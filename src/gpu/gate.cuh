@@ -174,7 +174,7 @@ __device__ __forceinline__ void many_logits(const Pass<P>& pass) {
   const std::uint32_t units = grid.units(), group = __reduce_max_sync(~0u, math_group());
   const std::uint32_t ring = shared_address(pass.block.ring);
   const std::uint32_t full = shared_address(pass.block.gate_full);
-  const bool loads = fresh_thread_index<kThreads>() / 32 == kWarpgroup / 32;
+  bool loads = fresh_thread_index<kThreads>() / 32 == kWarpgroup / 32;
   if (loads && pass.call.converts) fence_async_proxy();
   RingPlace place;
 #pragma unroll 1
@@ -208,7 +208,8 @@ __device__ __forceinline__ void many_logits(const Pass<P>& pass) {
     float sums[kGateBoxRows / 2];
 #pragma unroll 1
     for (std::uint32_t step = 0; step < steps; ++step) {
-      wait_ring(pass.waiter(), full + 8 * place.stage, place.parity);
+      // Of a stage that has not come, in a pass that was given up, no other use may be announced.
+      loads &= wait_ring<true>(pass.waiter(), full + 8 * place.stage, place.parity);
       if (group < boxes) {
         const std::uint32_t stage = ring + place.stage * kStageBytes;
         const std::uint32_t a = __reduce_max_sync(~0u, matrix_address(stage));

@@ -487,7 +487,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // that has nothing else to do.)
   if (threadIdx.x == kThreads - 1) {
     block.pass.aborted = protocol::aborted(layer.heaps);
-    if (block.pass.aborted) *layer.failed = static_cast<std::uint32_t>(Failure::kGivenUp);
+    if (block.pass.aborted) layer.failures->given_up = 1;
   }
   if constexpr (!P::kAlone) {
     for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) block.ranks.routed[e] = 0;
@@ -514,7 +514,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   // What was asked of the copy engine before the pass was given up comes within microseconds, and
   // not when others have this memory.
-  if (!pass.goes_on()) __nanosleep(100'000);
+  if (!pass.goes_on()) {
+    constexpr std::uint64_t kEnough = 100'000;  // ns
+    for (const std::uint64_t start = DevicePace().now(); DevicePace().now() - start < kEnough;) {
+      __nanosleep(1000);
+    }
+  }
   if (call.paired != 0) {
     // (Aborted before it began: the other block has perhaps not started.)
     if (!planned && !block.pass.aborted) give_up_pair(pass);

@@ -112,8 +112,10 @@ enum PassCounter : std::uint32_t {
   kNumPassCounters
 };
 
-// What a pass leaves in a word of the host's memory if it could not do what was asked.
-enum class Failure : std::uint32_t { kNone, kBadId, kGivenUp };
+// What became of passes, in the host's memory. Kernels raise these words, the host clears them.
+struct Failures {
+  std::uint32_t given_up, bad_id;
+};
 
 struct LayerParams {
   FfnParams routed, shared;
@@ -180,11 +182,11 @@ struct LayerParams {
   std::uint32_t h_groups;
   std::uint32_t group_words;  // of a tile, see PassWords::parts_stored; 0 if no pass is small
   std::uint32_t max_tiles;
-  std::uint32_t log2_band;         // of tiles taken up together where experts have several
-  std::uint32_t banded_lag;        // then; see protocol::Workload
-  std::uint32_t lag;               // where no expert has more than one
-  std::uint32_t* stats;            // [E] rows per expert of the last pass, of all ranks
-  volatile std::uint32_t* failed;  // a Failure, in the host's memory
+  std::uint32_t log2_band;   // of tiles taken up together where experts have several
+  std::uint32_t banded_lag;  // then; see protocol::Workload
+  std::uint32_t lag;         // where no expert has more than one
+  std::uint32_t* stats;      // [E] rows per expert of the last pass, of all ranks
+  volatile Failures* failures;
 };
 
 struct CallParams {
@@ -232,6 +234,8 @@ inline constexpr std::uint32_t kPair = 2;
 inline constexpr int kRowGroup = 8;  // rows of gate, then rows of up: see FfnParams
 inline constexpr int kMaxGateSlices = 16;
 inline constexpr int kGateBoxRows = 64;
+// Rows that a pack warp waits for, and packs, together.
+inline constexpr std::uint32_t kPackedTogether = 16;
 // What the gate is cut up for, whatever the number of blocks: so that the bits do not depend on it.
 inline constexpr std::uint32_t kNominalBlocks = 128;
 inline constexpr int kMaxDeviceExperts = 512;

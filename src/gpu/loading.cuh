@@ -293,15 +293,15 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
     if (rehearsal == 0) {
       if (!reader.template next_gemm<TraceRole::kTokens, kJoinedScales<P>>(task)) return;
       const bool first = task.work == Work::kGemm1;
-      // Given up or not, the block goes on: its other roles wait for these stages.
-      pass.waiter().wait(
+      const bool there = pass.waiter().wait(
           first ? protocol::Phase::kDispatch : protocol::Phase::kExperts, task.tile, [&] {
             return first
                        ? load_acquire_gpu(pass.packed(task.tile)) >= RowPart::kUnits * task.rows &&
                              pass.h_slot_free(task.tile)
                        : pass.gemm1_complete(task.tile);
           });
-      if (kJoinedScales<P>) __syncwarp();
+      // In a pair, rows that are not there would come into the other block's ring, too.
+      if (kJoinedScales<P> ? !__all_sync(~0u, there) : !there) return;
       if (!kJoinedScales<P> || elect()) demand(pass);
       fence_async_proxy();
       stamp(&TraceRecord::begin);
@@ -615,7 +615,7 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
   }
   fence_async_proxy();
   __syncwarp();
-  if (mine()) add_release_gpu(pass.packed(tile_of()), part.units());
+  if (mine() && pass.goes_on()) add_release_gpu(pass.packed(tile_of()), part.units());
   if (kRows > 1 && lane() == 0) trace_stamp(pass, TraceRole::kPack, of_warp, &TraceRecord::end);
 }
 
@@ -838,13 +838,14 @@ __device__ __forceinline__ void pack_first_rows(const Pass<P>& pass) {
 // for there are few registers.)
 template <typename P>
 __device__ __forceinline__ void pack_role(const Pass<P>& pass) {
-  constexpr std::uint32_t kRows = 16, kSlots = 8;
+  constexpr std::uint32_t kRows = kPackedTogether, kSlots = 8;
   const LayerParams& layer = pass.layer;
-  // Where the rows of level n begin, and where its slots.
+  // Where the rows of level n begin, and where its slots. Rows that wait together are of the level
+  // of the last of them, which waits for what is sent last.
   const auto row_begin = [&](std::uint32_t n) {
     if (n == 0) return std::uint32_t{0};
     return n < layer.levels && n < pass.local_experts()
-               ? pass.block.row_begin[pass.first_expert() + n]
+               ? pass.block.row_begin[pass.first_expert() + n] / kRows * kRows
                : pass.num_rows();
   };
   const auto slot_begin = [&](std::uint32_t n) {

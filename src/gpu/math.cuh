@@ -167,6 +167,7 @@ __device__ __forceinline__ void combine_task(const Pass<P>& pass, std::uint32_t 
         const int peer = absent == 0 ? layer.heaps.rank : layer.heaps.layout.experts().owner(of);
         return protocol::Missing{protocol::Phase::kCombine, peer, token, pass.flag(), 0};
       });
+      __syncwarp();  // what one lane has acquired is there for all
       demand_next();
       began();
     }
@@ -206,7 +207,7 @@ __device__ __forceinline__ void report_stuck_ring(const Pass<P>& pass) {
   protocol::abort_world(pass.layer.heaps,
                         {rank, rank, protocol::Phase::kExperts, pass.waiter().epoch,
                          fresh_block_index(), 0, 0, 2 * pass.waiter().deadline_ns});
-  *pass.layer.failed = static_cast<std::uint32_t>(Failure::kGivenUp);
+  pass.layer.failures->given_up = 1;
 }
 
 template <ActivationKind kKind, bool kGated, typename P>

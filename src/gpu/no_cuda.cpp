@@ -24,7 +24,7 @@ int current_device() { unsupported(); }
 void set_device(int) { unsupported(); }
 void synchronize_device() { unsupported(); }
 void copy_memory(void*, const void*, std::size_t) { unsupported(); }
-bool is_device_pointer(const void*) { return false; }
+Residence residence_of(const void*) { return Residence::kHost; }
 
 // There is never anything to give back.
 namespace detail {

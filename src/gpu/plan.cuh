@@ -71,8 +71,11 @@ __device__ __forceinline__ GateOutcome given_token(const LayerParams& layer, con
     outcome.id = call.given_ids[slot];
     outcome.weight = call.given_weights[slot];
     outcome.bad_id = outcome.id < -1 || outcome.id >= layer.num_experts;
-    if (outcome.bad_id) outcome.id = -1;
   }
+  // An expert has as many rows as tokens at most: named twice, it would have more.
+  const std::uint32_t same = __match_any_sync(~0u, outcome.id);
+  outcome.bad_id |= outcome.id >= 0 && (same & ((1u << lane) - 1)) != 0;
+  if (outcome.bad_id) outcome.id = -1;
   return outcome;
 }
 
@@ -106,9 +109,7 @@ __device__ __forceinline__ void route_tokens(const Pass<P>& pass, std::uint32_t 
     const bool bad = __any_sync(~0u, mine.bad_id);
     if (report && lane == 0) {
       if (mine.num_nan != 0) atomicAdd(pass.state().words.counters() + kNanLogits, mine.num_nan);
-      if (bad && *layer.failed == static_cast<std::uint32_t>(Failure::kNone)) {
-        *layer.failed = static_cast<std::uint32_t>(Failure::kBadId);
-      }
+      if (bad) layer.failures->bad_id = 1;
     }
     const std::size_t slot = static_cast<std::size_t>(token) * tables.top_k + lane;
     const std::size_t cell = static_cast<std::size_t>(token) * tables.cells_per_token + lane;

@@ -31,7 +31,8 @@ class TaskReader {
     TaskDescriptor task;
     task.work = Work::kStop;
     const TaskDescriptor* const next = await_alone(count_++);
-    if (kWarp ? __all_sync(~0u, next != nullptr) : next != nullptr) task = *next;
+    if (kWarp ? !__all_sync(~0u, next != nullptr) : next == nullptr) return task;
+    task = *next;
     if (kWarp) __syncwarp();
     if (!kWarp || threadIdx.x % 32 == 0) release();
     return task;
@@ -83,7 +84,7 @@ __device__ __forceinline__ protocol::Workload workload_of(const Pass<P>& pass) {
   work.routed_gemm2_blocks = pass.tasks(layer.routed.gemm2_rows) << state.log2_splits;
   const std::uint32_t log2_chunk = state.log2_combine_chunk + pass.call.paired;
   work.num_combine_chunks = (pass.call.tokens + (1u << log2_chunk) - 1) >> log2_chunk;
-  work.log2_band = state.log2_band;
+  work.log2_band = P::kAlone ? 0 : state.log2_band;  // as place_tiles() finds it
   work.lag = work.log2_band == 0 ? layer.lag : layer.banded_lag;
   return work;
 }
@@ -228,7 +229,10 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
       if (__all_sync(~0u, test_wait(shared_address(&pass.block.task_empty[slot]),
                                     told / kTaskSlots % 2))) {
         const TaskDescriptor& task = pass.block.tasks[slot];
-        if (!P::kAlone && speaks && task.work != Work::kCombine) tell_stored(pass, task);
+        // Of a block that has given up, who knows what it has stored.
+        if (!P::kAlone && speaks && task.work != Work::kCombine && pass.goes_on()) {
+          tell_stored(pass, task);
+        }
         __syncwarp();
         ++told;
       }

@@ -305,7 +305,8 @@ struct Pass {
     return ring;
   }
   __device__ Waiter waiter() const {
-    return {&layer.heaps, layer.failed, &block.pass.going, block.pass.epoch, layer.deadline_ns};
+    return {&layer.heaps, &layer.failures->given_up, &block.pass.going, block.pass.epoch,
+            layer.deadline_ns};
   }
   __device__ bool goes_on() const { return *waiter().going == Going::kOn; }
   __device__ const FfnParams& ffn(bool shared) const {

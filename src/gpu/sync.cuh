@@ -29,7 +29,7 @@ enum class Going : std::uint32_t { kOn, kGivenUp, kRingStuck };
 // What all waits of a pass have in common.
 struct Waiter {
   const protocol::Heaps* heaps;
-  volatile std::uint32_t* failed;  // in the host's memory
+  volatile std::uint32_t* given_up;  // in the host's memory
   volatile Going* going;
   std::uint64_t epoch;
   std::uint64_t deadline_ns;
@@ -48,7 +48,7 @@ struct Waiter {
         protocol::WaitResult::kReady) {
       return true;
     }
-    *failed = static_cast<std::uint32_t>(Failure::kGivenUp);
+    *given_up = 1;
     *going = Going::kGivenUp;
     return false;
   }

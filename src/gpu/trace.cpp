@@ -97,7 +97,8 @@ void DeviceTrace::read(std::uint64_t epoch, PassTrace& trace) {
   trace.events.clear();
   for (std::size_t i = 0; i < records.size(); ++i) {
     const TraceRecord& record = records[i];
-    if (record.epoch != static_cast<std::uint32_t>(epoch)) continue;
+    // (Before the first pass, none.)
+    if (record.epoch == 0 || record.epoch != static_cast<std::uint32_t>(epoch)) continue;
     const auto role = static_cast<TraceRole>(i / kTraceRecords % kTraceRoles);
     const auto block = static_cast<unsigned>(i / kTraceRecords / kTraceRoles);
     trace.events.push_back(event_of(record, role, block, host_minus_device));

@@ -13,6 +13,7 @@
 #include "layer/compute.h"
 #include "model/convert.h"
 #include "model/quantize.h"
+#include "routing/route.h"
 #include "switchyard/error.h"
 
 namespace switchyard::gpu {
@@ -55,12 +56,14 @@ void upload_matrix(const MatrixView& m, std::byte* to, int element_bytes, std::s
   const void* from = m.data;
   auto from_pitch = static_cast<std::size_t>(m.row_stride * element_bytes);
   std::vector<std::byte> rows;
-  if (m.dtype != (fp8 ? DType::kF8E4M3 : DType::kBF16) || m.col_stride != 1) {
-    if (is_device_pointer(m.data)) {
-      throw Error(ErrorCode::kUnsupported,
-                  fmt::format("weights in device memory are {} with a column stride of {}; the GPU "
-                              "engine takes {} with contiguous rows there",
-                              to_string(m.dtype), m.col_stride, fp8 ? "f8_e4m3" : "bf16"));
+  if (m.dtype != (fp8 ? DType::kF8E4M3 : DType::kBF16) || m.col_stride != 1 ||
+      m.row_stride < m.cols) {
+    if (residence_of(m.data) != Residence::kHost) {
+      throw Error(
+          ErrorCode::kUnsupported,
+          fmt::format("weights in device memory are {} with strides of {} and {}; the GPU engine "
+                      "takes {} with contiguous rows that do not overlap there",
+                      to_string(m.dtype), m.row_stride, m.col_stride, fp8 ? "f8_e4m3" : "bf16"));
     }
     rows.resize(static_cast<std::size_t>(m.rows) * width);
     std::byte* next = rows.data();
@@ -86,6 +89,12 @@ std::vector<std::byte> on_host(const void* data, std::size_t bytes) {
   std::vector<std::byte> copy(bytes);
   SWITCHYARD_CUDA(cudaMemcpy(copy.data(), data, bytes, cudaMemcpyDefault));
   return copy;
+}
+
+std::vector<std::byte> on_host(const MatrixView& m) {
+  if (m.rows == 0 || m.cols == 0) return {};
+  const std::int64_t last = (m.rows - 1) * m.row_stride + (m.cols - 1) * m.col_stride;
+  return on_host(m.data, (static_cast<std::size_t>(last) + 1) * size_of(m.dtype));
 }
 
 std::vector<float> to_floats(const VectorView& v) {
@@ -150,7 +159,7 @@ std::optional<WeightArray> in_place(const PolicyFacts& policy, std::span<const F
                                     static_cast<std::int64_t>(half) * array.half_stride;
       if (other.dtype != policy.compute || other.col_stride != 1 ||
           other.row_stride != m.row_stride || distance(m, other) != expected ||
-          !is_device_pointer(other.data)) {
+          residence_of(other.data) != Residence::kHere) {
         return std::nullopt;
       }
     }
@@ -331,9 +340,7 @@ DeviceGate::DeviceGate(const LayerSpec& spec, const MoeWeights& weights)
     std::vector<float> values(columns * stride);
     if (has_router_) {
       const MatrixView& router = weights.router;
-      const auto last = static_cast<std::size_t>((router.rows - 1) * router.row_stride +
-                                                 (router.cols - 1) * router.col_stride);
-      const std::vector<std::byte> copy = on_host(router.data, (last + 1) * size_of(router.dtype));
+      const std::vector<std::byte> copy = on_host(router);
       MatrixView view = router;
       view.data = copy.data();
       for (std::int64_t r = 0; r < spec.num_experts; ++r) {
@@ -364,19 +371,13 @@ DeviceGate::DeviceGate(const LayerSpec& spec, const MoeWeights& weights)
   }
   router_bias_ = to_device(to_floats(weights.router_bias));
   correction_bias_ = to_device(to_floats(weights.correction_bias));
-  if (spec.routing.method == RoutingMethod::kHash) {
-    const MatrixView& table = weights.hash_table;
+  if (has_router_ && spec.routing.method == RoutingMethod::kHash) {
+    MatrixView table = weights.hash_table;
+    const std::vector<std::byte> copy = on_host(table);
+    table.data = copy.data();
     hash_rows_ = static_cast<int>(table.rows);
     std::vector<std::int32_t> ids;
-    for (std::int64_t r = 0; r < table.rows; ++r) {
-      for (std::int64_t k = 0; k < spec.top_k; ++k) {
-        const std::int64_t at = k * table.col_stride;
-        ids.push_back(
-            table.dtype == DType::kI64
-                ? static_cast<std::int32_t>(static_cast<const std::int64_t*>(table.row(r))[at])
-                : static_cast<const std::int32_t*>(table.row(r))[at]);
-      }
-    }
+    for (std::int64_t r = 0; r < table.rows; ++r) routing::append_hashed_ids(table, r, ids);
     hash_table_ = to_device(ids.data(), ids.size() * sizeof(std::int32_t));
   }
 }

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include "fabric/posix.h"
 #include "gpu/device.h"
 #include "layer/engine.h"
 
@@ -28,6 +29,10 @@ void check_options(const LayerOptions& options) {
   if (options.reserved_sms < 0) {
     refuse(fmt::format("reserved_sms is {}; use 0 to leave none, or at least 1",
                        options.reserved_sms));
+  }
+  if (options.deadline.count() < 0) {
+    refuse(fmt::format("the deadline is {} ms; give a positive one, or 0 for the world's",
+                       options.deadline.count()));
   }
   if (options.compute && options.compute != DType::kBF16 && options.compute != DType::kF32 &&
       options.compute != DType::kF8E4M3) {
@@ -89,17 +94,17 @@ int check_cuda_options(const LayerOptions& options) {
 }
 
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
-                                         const MoeWeights& weights, const LayerOptions& options) {
+                                         const MoeWeights& weights, LayerOptions options) {
   check_options(options);
+  options.deadline =
+      options.deadline.count() == 0 ? world.deadline() : checked_deadline(options.deadline);
   switch (options.backend) {
     case Backend::kCpu:
       check_cpu_options(options);
       return cpu::make_engine(world, spec, weights, options);
-    case Backend::kCuda: {
-      LayerOptions with_device = options;
-      with_device.device = check_cuda_options(options);
-      return gpu::make_engine(world, spec, weights, with_device);
-    }
+    case Backend::kCuda:
+      options.device = check_cuda_options(options);
+      return gpu::make_engine(world, spec, weights, options);
   }
   refuse(fmt::format("backend is {}; use Backend::kCpu or Backend::kCuda",
                      static_cast<int>(options.backend)));

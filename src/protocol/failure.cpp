@@ -24,7 +24,7 @@ TimeoutError timeout_error(const FailureRecord& record, int rank, const std::str
                 record.peer, failure.phase, record.epoch, record.waiter, failure.waited_seconds,
                 record.slot, record.expected, record.observed);
   if (!liveness.empty()) message += "; " + liveness;
-  message += "; this layer cannot be used any more, make a new World";
+  message += "; this layer cannot be used any more, make a new one on every rank";
   const bool first = record.waiter == rank;
   return {first ? ErrorCode::kTimeout : ErrorCode::kAborted, message, failure};
 }

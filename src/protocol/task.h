@@ -84,7 +84,9 @@ struct Workload {
       tile = first_tile(stage - lag);
       width = first_tile(stage - lag + 1) - tile;
     }
-    return {first ? TaskKind::kGemm1 : TaskKind::kGemm2, 0, tile + place % width, place / width};
+    const TaskKind kind = first ? TaskKind::kGemm1 : TaskKind::kGemm2;
+    if (log2_band == 0) return {kind, 0, tile, place};
+    return {kind, 0, tile + place % width, place / width};
   }
 
  private:
@@ -123,6 +125,18 @@ SWITCHYARD_HOST_DEVICE void for_each_task(const Workload& work, Visit&& visit) {
 SWITCHYARD_HOST_DEVICE inline Task tile_task_at(const Workload& work, std::uint32_t place) {
   const std::uint32_t gemm_tasks = work.num_gemm_tasks();
   if (place >= gemm_tasks) return {TaskKind::kCombine, 0, place - gemm_tasks, 0};
+  if (work.log2_band == 0) {
+    // Until second GEMMs have their turn, a division says it. (A pass waits for its first task.)
+    const std::uint32_t of_shared = work.num_shared_tiles * work.shared_gemm1_blocks;
+    const bool shared = place < of_shared;
+    const std::uint32_t blocks = shared ? work.shared_gemm1_blocks : work.routed_gemm1_blocks;
+    const std::uint32_t of_kind = shared ? place : place - of_shared;
+    const std::uint32_t tile =
+        (shared ? 0 : work.num_shared_tiles) + (blocks == 0 ? 0 : of_kind / blocks);
+    if (tile < work.lag && tile < work.num_tiles()) {
+      return {TaskKind::kGemm1, 0, tile, of_kind % blocks};
+    }
+  }
   std::uint32_t low = 0, high = work.num_stages();
   while (high - low > 1) {
     const std::uint32_t middle = (low + high) / 2;

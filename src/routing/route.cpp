@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "routing/score.h"
 #include "switchyard/error.h"
@@ -309,6 +310,27 @@ int route_token(const LayerSpec& spec, const float* logits, const float* correct
   }
   renormalize_and_scale(routing, spec.top_k, weights);
   return num_nan;
+}
+
+void append_hashed_ids(const MatrixView& table, std::int64_t token_id,
+                       std::vector<std::int32_t>& ids) {
+  const auto first = static_cast<std::ptrdiff_t>(ids.size());
+  for (std::int64_t k = 0; k < table.cols; ++k) {
+    const void* const row = table.row(token_id);
+    const std::int64_t at = k * table.col_stride;
+    const std::int64_t wide = table.dtype == DType::kI64
+                                  ? static_cast<const std::int64_t*>(row)[at]
+                                  : static_cast<const std::int32_t*>(row)[at];
+    const std::int32_t id =
+        std::in_range<std::int32_t>(wide) ? static_cast<std::int32_t>(wide) : kNoExpert;
+    if (id >= 0 && std::find(ids.begin() + first, ids.end(), id) != ids.end()) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("hash_table names expert {} twice for token id {}; a token's experts "
+                              "must be distinct",
+                              id, token_id));
+    }
+    ids.push_back(id);
+  }
 }
 
 }  // namespace routing

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "switchyard/layer_spec.h"
+#include "switchyard/tensor.h"
 
 namespace switchyard::routing {
 
@@ -25,5 +27,11 @@ void check_routable(const LayerSpec& spec);
 // nothing else throws.
 int route_token(const LayerSpec& spec, const float* logits, const float* correction_bias,
                 const std::int32_t* hashed_ids, std::int32_t* ids, float* weights);
+
+// Appends a token's experts to `ids`: row `token_id` of `table`, [vocabulary, K] of i32 or i64 in
+// host memory. A number that no i32 is becomes kNoExpert, which route_token() refuses. Throws
+// Error{kInvalidArgument} if an expert is named twice.
+void append_hashed_ids(const MatrixView& table, std::int64_t token_id,
+                       std::vector<std::int32_t>& ids);
 
 }  // namespace switchyard::routing

@@ -1,5 +1,6 @@
 // The GPU engine's output against the fp64 reference: the CPU engine's matrix, and what only a GPU
 // has.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 
 #include "gpu/device.h"
 #include "layer/engine.h"
+#include "model/errors.h"
 #include "support/accuracy.h"
 #include "support/device_batch.h"
 #include "support/layers.h"
@@ -159,7 +161,61 @@ TEST_F(GpuRouting, ABadIdIsAnErrorAndTheLayerLives) {
   EXPECT_EQ(result.ids, good.topk_ids);
 }
 
+// As often as there are tokens, so that it would have more rows than an expert can.
+TEST_F(GpuRouting, AnExpertNamedTwiceIsAnErrorAndHasTheTokenOnce) {
+  const LayerSpec spec = wide_spec(16, 4);
+  const MoeWeights w = make_weights(spec, DType::kBF16, 3);
+  for (const int tokens : {24, 300}) {
+    SyntheticRouting routing = synthetic_routing(tokens, 16, 4, 1.0, 2);
+    const Batch once_each{
+        Matrix::random(tokens, spec.hidden, DType::kBF16, 1), routing.ids, routing.weights, {}};
+    Batch twice = once_each, once = once_each;
+    for (std::size_t i = 0; i < routing.ids.size(); ++i) {
+      twice.topk_ids[i] = 15;
+      once.topk_ids[i] = i % 4 == 0 ? 15 : kNoExpert;
+    }
+    DeviceLayer layer(spec, w, tokens);
+    const BatchResult expected = layer.run(once, DType::kBF16);
+    layer.load(twice, DType::kBF16);
+    layer.poison();
+    layer.enqueue();
+    layer.stream().synchronize();
+    EXPECT_ERROR(layer.layer().stats(), ErrorCode::kInvalidArgument, "twice");
+    const BatchResult result = layer.fetch();
+    EXPECT_EQ(result.ids, expected.ids) << tokens;
+    EXPECT_TRUE(result.output == expected.output) << tokens;
+  }
+}
+
+TEST_F(GpuRouting, BeforeTheFirstPassThereIsNothing) {
+  LayerOptions options;
+  options.trace = true;
+  const LayerSpec spec = wide_spec(16, 4);
+  DeviceLayer layer(spec, make_weights(spec, DType::kBF16, 3), 8, options);
+  EXPECT_EQ(layer.layer().stats().epoch, 0u);
+  EXPECT_THAT(layer.layer().stats().tokens_per_expert, ::testing::Each(0));
+  EXPECT_TRUE(layer.layer().trace().events.empty());
+}
+
 using GpuWeights = GpuTest;
+
+TEST_F(GpuWeights, ATableOfTokenIdsMayBeOnTheDevice) {
+  LayerSpec spec = wide_spec(16, 4);
+  spec.routing.method = RoutingMethod::kHash;
+  MoeWeights w = make_weights(spec, DType::kBF16, 3);
+  const Batch batch = random_batch(spec, 40, DType::kBF16, 4);
+  const BatchResult expected = DeviceLayer(spec, w, 40).run(batch, DType::kBF16);
+  const auto* const host = static_cast<const std::int64_t*>(w.hash_table.data);
+  const auto entries = static_cast<std::size_t>(w.hash_table.rows * w.hash_table.cols);
+  std::vector<std::int64_t> table(host, host + entries);
+  gpu::DeviceBuffer memory(entries * sizeof(std::int64_t));
+  memory.upload(table.data(), memory.bytes());
+  w.hash_table.data = memory.data();
+  EXPECT_TRUE(DeviceLayer(spec, w, 40).run(batch, DType::kBF16).output == expected.output);
+  table[4 * 7 + 2] = table[4 * 7];
+  w.hash_table.data = table.data();
+  EXPECT_ERROR(DeviceLayer(spec, w, 40), ErrorCode::kInvalidArgument, "twice for token id 7");
+}
 
 // The experts' matrices as two arrays in device memory, and views of them. `reversed` puts the last
 // expert first.
@@ -289,6 +345,20 @@ ErrorCode code_of(const std::function<void()>& body) {
   }
   ADD_FAILURE() << "nothing was thrown";
   return ErrorCode::kSystem;
+}
+
+// Of 64 tiles, and slots for a few, to which a warp's rows all go.
+TEST_F(GpuOptions, OneMultiprocessorPacksMoreTilesThanItHasSlots) {
+  const LayerSpec spec = wide_spec(64, 1);
+  const MoeWeights w = make_weights(spec, DType::kBF16, 3);
+  Batch batch = random_batch(spec, 64, DType::kBF16, 4);
+  for (int t = 0; t < 64; ++t) batch.topk_ids.push_back(t);
+  batch.topk_weights.assign(64, 0.5f);
+  const BatchResult expected = DeviceLayer(spec, w, 64).run(batch, DType::kBF16);
+  LayerOptions options;
+  options.reserved_sms = gpu::device_info(gpu::current_device()).num_sms - 1;
+  DeviceLayer layer(spec, w, 64, options);
+  EXPECT_TRUE(layer.run(batch, DType::kBF16).output == expected.output);
 }
 
 TEST_F(GpuOptions, WhatItDoesNotDoIsRefused) {

@@ -110,6 +110,29 @@ TEST_F(RanksTest, TheSameBitsHoweverManyRanks) {
   }
 }
 
+// Rows that are packed together end where others' wait for rows that this rank sends after them:
+// each rank has a busy expert and then seven with one row of either.
+TEST_F(RanksTest, RowsOfManyLevelsPackedTogether) {
+  constexpr int kTokens = 9652;
+  LayerSpec spec = spec_of(256, 256, 16, 1);
+  const MoeWeights w = make_weights(spec, DType::kBF16);
+  Batch batch = random_batch(spec, 2 * kTokens, DType::kBF16, 7);
+  for (const int other : {0, 8}) {
+    batch.topk_ids.insert(batch.topk_ids.end(), 4824, other);
+    batch.topk_ids.insert(batch.topk_ids.end(), 4814, 8 - other);
+    for (int e = 0; e < 16; ++e) {
+      if (e % 8 != 0) batch.topk_ids.push_back(e);
+    }
+  }
+  batch.topk_weights.assign(batch.topk_ids.size(), 1.0f);
+  LayerOptions options;
+  options.deadline = std::chrono::seconds(3);
+  const BatchResult one = run_on_gpus(spec, w, batch, Shares::of({2 * kTokens}), DType::kBF16, 1);
+  const BatchResult two =
+      run_on_gpus(spec, w, batch, Shares::even(2 * kTokens, 2), DType::kBF16, 2, options);
+  EXPECT_TRUE(two.output == one.output);
+}
+
 TEST_F(RanksTest, WeightsOnInputBiasesAndClamps) {
   for (const bool fp8 : {false, true}) {
     for (const bool gated : {true, false}) {

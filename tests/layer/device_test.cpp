@@ -36,8 +36,8 @@ TEST_F(Device, BuffersHoldWhatIsPutThere) {
   std::vector<int> values(1000);
   std::iota(values.begin(), values.end(), 0);
   DeviceBuffer buffer(4000);
-  EXPECT_TRUE(is_device_pointer(buffer.data()));
-  EXPECT_FALSE(is_device_pointer(values.data()));
+  EXPECT_EQ(residence_of(buffer.data()), Residence::kHere);
+  EXPECT_EQ(residence_of(values.data()), Residence::kHost);
   buffer.upload(values.data(), 4000);
   std::vector<int> back(1000);
   buffer.download(back.data(), 4000);

@@ -1,6 +1,9 @@
 // What MoeLayer refuses whatever the engine, and how the backends share it.
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <vector>
+
 #include "gpu/device.h"
 #include "model/errors.h"
 #include "model/generate.h"
@@ -39,11 +42,21 @@ TEST_F(LayerOptionsTest, ValuesOutOfRange) {
     refused({.num_threads = -1}, "num_threads is -1");
     refused({.device = -2}, "device is -2");
     refused({.reserved_sms = -1}, "reserved_sms is -1");
+    refused({.deadline = std::chrono::milliseconds(-1)}, "deadline is -1 ms");
     refused({.compute = DType::kF16}, "compute type f16");
     refused({.compute = DType::kU8}, "bf16, f32 or f8_e4m3");
   }
   EXPECT_ERROR(make({.backend = static_cast<Backend>(7)}), ErrorCode::kInvalidArgument,
                "backend is 7");
+}
+
+TEST_F(LayerOptionsTest, ADeadlineMayBeForEver) {
+  MoeLayer layer = make({.deadline = std::chrono::milliseconds::max()});
+  const std::vector<float> x(64);
+  std::vector<float> y(64, 1);
+  layer.forward({.activations = {x.data(), DType::kF32, 1, 64, 64}},
+                {.data = y.data(), .dtype = DType::kF32});
+  EXPECT_EQ(y, x);
 }
 
 TEST_F(LayerOptionsTest, OptionsOfTheOtherBackend) {
@@ -63,7 +76,7 @@ TEST_F(LayerOptionsTest, CudaWithoutAGpuIsUnsupported) {
   EXPECT_ERROR(make({.backend = kCuda, .device = 3}), ErrorCode::kUnsupported, "CPU");
   EXPECT_ERROR(gpu::Stream(), gpu::built_with_cuda() ? ErrorCode::kSystem : ErrorCode::kUnsupported,
                "");
-  EXPECT_FALSE(gpu::is_device_pointer(&spec_));
+  EXPECT_EQ(gpu::residence_of(&spec_), gpu::Residence::kHost);
 }
 
 TEST_F(LayerOptionsTest, CudaDevicesAndSmsThatAreNotThere) {

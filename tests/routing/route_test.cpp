@@ -446,6 +446,20 @@ TEST(Errors, NameTheHashedIdOutOfRange) {
               HasSubstr("expert -1 in slot 0"));
 }
 
+TEST(HashedIds, AreRowsOfEitherTypeWithStrides) {
+  std::vector<std::int64_t> wide = {3, 9, 1, 9, 0, 9, std::int64_t{1} << 32, 9, -5, 9, 2, 9};
+  const MatrixView table{wide.data(), DType::kI64, 2, 3, 6, 2};
+  std::vector<std::int32_t> ids = {7};
+  routing::append_hashed_ids(table, 0, ids);
+  routing::append_hashed_ids(table, 1, ids);
+  EXPECT_EQ(ids, (std::vector<std::int32_t>{7, 3, 1, 0, kNoExpert, -5, 2}));
+  const std::vector<std::int32_t> narrow = {4, 4, 5, 6};
+  EXPECT_THAT(message_of([&] {
+                routing::append_hashed_ids({narrow.data(), DType::kI32, 2, 2, 2}, 0, ids);
+              }),
+              HasSubstr("names expert 4 twice for token id 0"));
+}
+
 TEST(Errors, NameTheFieldThatCannotBeRouted) {
   EXPECT_THAT(message_of([] { run(routing_layer(1025, 2, {}), std::vector<float>(1025)); }),
               HasSubstr("num_experts is 1025"));
