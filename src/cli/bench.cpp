@@ -203,15 +203,18 @@ void add_measure_options(CLI::App& app, BenchOptions& o) {
 
 void add_rival_options(CLI::App& app, BenchOptions& o) {
   const std::size_t before = app.get_options().size();
-  app.add_option("--against", o.against, "Time a rival on the same points: torch")
-      ->type_name("RIVAL");
+  CLI::Option* const against =
+      app.add_option("--against", o.against, "Time a rival on the same points: torch")
+          ->type_name("RIVAL");
+  // Where Python and the script are may be told without a rival: it changes nothing.
   app.add_option("--python", o.torch.python, "The Python with PyTorch (default python3)")
       ->type_name("PROGRAM");
   app.add_option("--torch-script", o.torch.script, "Where bench/torch_chain.py is")
       ->type_name("FILE");
   app.add_option("--torch-variants", o.torch.variants,
                  "Of index_add, ordered, compiled, with fp8 compiled_rows (default all)")
-      ->type_name("NAME,...");
+      ->type_name("NAME,...")
+      ->needs(against);
   const auto set_limit = [&o](const std::string& text) {
     const std::optional<std::int64_t> value = parse_whole(text);
     if (!value || *value < 1 || *value > 86400) {
@@ -222,7 +225,8 @@ void add_rival_options(CLI::App& app, BenchOptions& o) {
   };
   app.add_option_function<std::string>("--torch-limit", set_limit,
                                        "Longest time for PyTorch (default 420)")
-      ->type_name("SECONDS");
+      ->type_name("SECONDS")
+      ->needs(against);
   for (std::size_t i = before; i < app.get_options().size(); ++i) {
     app.get_options()[i]->group("Rival");
   }
@@ -230,11 +234,14 @@ void add_rival_options(CLI::App& app, BenchOptions& o) {
 
 void add_report_options(CLI::App& app, BenchOptions& o) {
   const std::size_t before = app.get_options().size();
-  app.add_option("--json", o.json, "Add the rows to this file, replacing those of the same points")
-      ->type_name("FILE");
+  CLI::Option* const json =
+      app.add_option("--json", o.json,
+                     "Add the rows to this file, replacing those of the same points")
+          ->type_name("FILE");
   app.add_option("--commit", o.commit, "Commit to note in the rows")->type_name("TEXT");
   app.add_flag("--keep-rival", o.keep_rival,
-               "Keep the rival's times of rows that are replaced without one");
+               "Keep the rival's times of rows that are replaced without one")
+      ->needs(json);
   for (std::size_t i = before; i < app.get_options().size(); ++i) {
     app.get_options()[i]->group("Report");
   }
@@ -404,13 +411,20 @@ Backend choose_backend(const BenchOptions& o, int ranks) {
                   ranks > 1 ? "" : "; --backend cpu measures the processor"));
 }
 
-// A long measurement should not end with this.
-void require_place_for(const std::string& path) {
-  if (path.empty()) return;
-  const auto directory = std::filesystem::absolute(path).parent_path();
-  if (std::filesystem::is_directory(directory)) return;
-  refuse(fmt::format("--json is '{}', but there is no directory '{}'; make it first", path,
-                     directory.string()));
+// What would leave no trace but in the row's command.
+void require_backend(const BenchOptions& o) {
+  if (o.measure.backend == Backend::kCuda) return;
+  const std::pair<const char*, bool> cuda_options[] = {
+      {"--reserved-sms", o.measure.reserved_sms.has_value()},
+      {"--uncooperative", o.measure.uncooperative},
+      {"--traced", o.measure.traced},
+      {"--graph", o.only_graph},
+      {"--cold", o.measure.cold}};
+  for (const auto& [name, given] : cuda_options) {
+    if (!given) continue;
+    refuse(fmt::format("{} is for --backend cuda{}; leave it out", name,
+                       o.backend ? "" : ", but this would run on the cpu"));
+  }
 }
 
 void require_consistent(const BenchOptions& o, const BenchPlan& plan) {
@@ -420,7 +434,10 @@ void require_consistent(const BenchOptions& o, const BenchPlan& plan) {
   if (o.measure.given_routing && o.gated) {
     refuse("--given-routing leaves out the gate, and --gated does not; give one of them");
   }
-  require_place_for(o.json);
+  if (o.gated && !plan.given_routing) {
+    refuse("--gated is for suites ep_*, which otherwise leave out the gate; leave it out");
+  }
+  if (!o.json.empty()) require_rows_file(o.json);
   if (o.against.empty()) return;
   if (o.against != "torch") {
     refuse(fmt::format("--against is '{}'; the rival that there is is torch", o.against));
@@ -496,7 +513,7 @@ class Bench {
     failed_ = true;
     progress_.clear();
     std::fflush(stdout);
-    fmt::print(stderr, "switchyard: {}: {}\n", what, problem);
+    std::fprintf(stderr, "switchyard: %s: %s\n", what.c_str(), problem.c_str());
   }
 
   void measure_layer(const BenchLayer& layer) {
@@ -582,8 +599,8 @@ class Bench {
     fmt::print("\n");
     const std::map<std::size_t, Rival> rivals = run_rival();
     if (rivals.size() < rows_.size()) {
-      fmt::print(stderr, "switchyard: {} of {} points have no time of the rival\n",
-                 rows_.size() - rivals.size(), rows_.size());
+      std::fprintf(stderr, "switchyard: %zu of %zu points have no time of the rival\n",
+                   rows_.size() - rivals.size(), rows_.size());
     }
     for (const auto& [index, rival] : rivals) {
       BenchRow& row = rows_.at(index);
@@ -618,6 +635,7 @@ int run(BenchOptions options) {
   options.measure.backend = choose_backend(options, options.measure.ranks);
   options.measure.given_routing =
       options.measure.given_routing || (plan.given_routing && !options.gated);
+  require_backend(options);
   options.measure.graph = !options.no_graph;
   options.measure.no_graph = !options.only_graph;
   return Bench(std::move(options), std::move(plan)).run();

@@ -1,26 +1,34 @@
 #include "cli/bench_rows.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cmath>
-#include <fstream>
-#include <iterator>
 #include <numeric>
-#include <string_view>
+#include <system_error>
 
 #include "cli/arguments.h"
+#include "cli/output_file.h"
+#include "fabric/posix.h"
+#include "model/json_text.h"
 #include "protocol/partition.h"
+#include "report/rows.h"
 #include "switchyard/error.h"
 
 namespace switchyard::cli {
 namespace {
 
+namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
-constexpr std::array kKey = {"suite", "model",   "experts", "tokens_per_rank", "beta",
-                             "dtype", "compute", "ranks",   "routing"};
+// As in src/report/rows.cpp: the sizes, too, which may be overridden.
+constexpr std::array kKey = {"suite",   "model",   "hidden", "intermediate",
+                             "experts", "top_k",   "dtype",  "compute",
+                             "ranks",   "routing", "beta",   "tokens_per_rank"};
 constexpr std::array kRivalFields = {"rival", "rival_us", "rival_p10_us", "rival_p90_us"};
 
 double rounded(double value, int digits) {
@@ -53,16 +61,19 @@ Json key_of(const Json& row) {
   return key;
 }
 
-[[noreturn]] void not_rows(const std::filesystem::path& path, const std::string& problem) {
+[[noreturn]] void not_rows(const fs::path& path, const std::string& problem) {
   throw Error(ErrorCode::kInvalidFile,
               fmt::format("{} {}; give --json a file of rows, or one that does not exist yet",
                           path.string(), problem));
 }
 
-std::vector<Json> read_rows(const std::filesystem::path& path) {
-  if (!std::filesystem::exists(path)) return {};
-  std::ifstream file(path, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
+std::vector<Json> read_rows(const fs::path& path) {
+  std::error_code ignored;
+  if (fs::status(path, ignored).type() == fs::file_type::not_found) return {};
+  const std::string text = report::read_file(path);
+  if (const auto at = too_deep_at(text)) {
+    not_rows(path, fmt::format("nests too deep at byte {}", *at));
+  }
   const Json rows = Json::parse(text, nullptr, false);
   if (rows.is_discarded()) not_rows(path, "is not JSON");
   if (!rows.is_array()) not_rows(path, "is not a JSON array");
@@ -73,21 +84,29 @@ std::vector<Json> read_rows(const std::filesystem::path& path) {
 }
 
 // A row to a line: differences between versions of the file then show which points changed.
-void write_rows(const std::filesystem::path& path, const std::vector<Json>& rows) {
-  const std::filesystem::path partial = path.string() + ".partial";
-  {
-    std::ofstream file(partial, std::ios::binary);
-    for (std::size_t i = 0; i < rows.size(); ++i) {
-      file << (i == 0 ? "[\n" : ",\n") << rows[i].dump();
-    }
-    file << (rows.empty() ? "[]\n" : "\n]\n");
-    if (!file.flush()) {
-      throw Error(ErrorCode::kSystem,
-                  fmt::format("cannot write {}; check --json and the disk", partial.string()));
+std::string text_of(const std::vector<Json>& rows) {
+  std::string text;
+  for (const Json& row : rows) {
+    text += text.empty() ? "[\n" : ",\n";
+    // A command line need not be UTF-8, as JSON is.
+    text += row.dump(-1, ' ', false, Json::error_handler_t::replace);
+  }
+  return text.empty() ? "[]\n" : text + "\n]\n";
+}
+
+// Held by one process at a time, as long as it lives. Of the directory: a file of rows is replaced,
+// and a lock file would stay. Where the file system has no locks, nothing is lost but the lock.
+class DirectoryLock {
+ public:
+  explicit DirectoryLock(const fs::path& directory)
+      : fd_(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
+    while (fd_ && ::flock(fd_.get(), LOCK_EX) != 0 && errno == EINTR) {
     }
   }
-  std::filesystem::rename(partial, path);
-}
+
+ private:
+  UniqueFd fd_;
+};
 
 std::string point_heading() {
   return fmt::format("{:<16} {:>4} {:>5} {:>6} {:>5}", "model", "exp.", "ranks", "tokens", "beta");
@@ -212,9 +231,12 @@ Json to_json(const BenchRow& row) {
   return json;
 }
 
-void merge_rows(const std::filesystem::path& path, std::span<const BenchRow> rows,
-                bool keep_rival) {
-  std::vector<Json> all = read_rows(path);
+void require_rows_file(const std::string& path) { read_rows(output_file("--json", path)); }
+
+void merge_rows(const fs::path& path, std::span<const BenchRow> rows, bool keep_rival) {
+  const fs::path file = output_file("--json", path);
+  const DirectoryLock lock(file.parent_path());
+  std::vector<Json> all = read_rows(file);
   for (const BenchRow& row : rows) {
     Json json = to_json(row);
     const auto same = std::find_if(all.begin(), all.end(), [key = key_of(json)](const Json& old) {
@@ -231,7 +253,7 @@ void merge_rows(const std::filesystem::path& path, std::span<const BenchRow> row
     }
     *same = std::move(json);
   }
-  write_rows(path, all);
+  write_whole("--json", file, text_of(all));
 }
 
 std::string row_heading() {

@@ -103,10 +103,15 @@ struct BenchRow {
 
 nlohmann::ordered_json to_json(const BenchRow& row);
 
-// Replaces the rows of a file (an array of objects) that are of the same suite, model, experts,
+// Throws what merge_rows() would throw for this file, before there are rows to lose.
+void require_rows_file(const std::string& path);
+
+// Replaces the rows of a file (an array of objects) that are of the same suite, model, sizes,
 // tokens, beta, dtype, compute, ranks and source of routing as one of `rows`, and appends the
-// others; the file appears whole or not at all. `keep_rival`: a row without a rival inherits that
-// of the row it replaces. Throws Error{kInvalidFile} for a file that is something else, {kSystem}.
+// others; the file appears whole or not at all, and processes that do it at once wait for each
+// other. `keep_rival`: a row without a rival inherits that of the row it replaces. Throws
+// Error{kInvalidFile} for a file that is something else, and what output_file() and write_whole()
+// throw.
 void merge_rows(const std::filesystem::path& path, std::span<const BenchRow> rows, bool keep_rival);
 
 // One line per row under one line of names, at most kReportColumns columns.

@@ -209,8 +209,9 @@ std::map<std::size_t, Rival> TorchJob::run(const TorchOptions& options) const {
                             options.python));
   }
   if (status == kExitDeadline) {
-    fmt::print(stderr, "switchyard: PyTorch timed {} of {} points in {} s; --torch-limit is more\n",
-               rivals.size(), points_.size(), options.limit.count());
+    std::fprintf(stderr,
+                 "switchyard: PyTorch timed %zu of %zu points in %lld s; --torch-limit is more\n",
+                 rivals.size(), points_.size(), static_cast<long long>(options.limit.count()));
   } else if (status != 0 && rivals.empty()) {
     throw Error(ErrorCode::kSystem,
                 fmt::format("{} ended with exit code {} and no times; see its messages above",

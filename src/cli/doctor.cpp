@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <exception>
 #include <memory>
 #include <nlohmann/json.hpp>
 
@@ -156,6 +157,16 @@ void find_rates(std::vector<Finding>& findings) {
   findings.push_back(fact("gemm_f32", format_quantity(f32, "FLOP/s"), f32));
 }
 
+// What cannot be found out is a finding, too: the others are told beside it.
+void attempt(void (*find)(std::vector<Finding>&), const char* name, const char* remedy,
+             std::vector<Finding>& findings) {
+  try {
+    find(findings);
+  } catch (const std::exception& error) {
+    findings.push_back(check(name, false, error.what(), remedy));
+  }
+}
+
 constexpr const char* kTinyModel = "olmoe";
 constexpr int kTinyExperts = 8;
 constexpr int kTinySize = 64;
@@ -186,7 +197,7 @@ Finding check_layer(const std::string& name, Backend backend, DType compute, int
                  fmt::format("{} rank{}, error {:.1e} with a bound of {:.1e}", num_ranks,
                              num_ranks == 1 ? "" : "s", v.error, v.bound),
                  remedy);
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     return check(name, false, error.what(), remedy);
   }
 }
@@ -223,7 +234,7 @@ Finding check_processes() {
                  exit_code == 0 ? "2 ranks, verified"
                                 : fmt::format("2 ranks failed with exit code {}", exit_code),
                  remedy);
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     return check("process_ranks", false, error.what(), remedy);
   }
 }
@@ -265,8 +276,8 @@ void print_json(const std::vector<Finding>& findings) {
 int doctor(bool json) {
   std::vector<Finding> findings;
   find_machine(findings);
-  find_gpus(findings);
-  find_rates(findings);
+  attempt(find_gpus, "gpus", "see that the driver runs: does nvidia-smi list them?", findings);
+  attempt(find_rates, "rates", "free some memory, or allow more of it (ulimit -v)", findings);
   findings.push_back(check_threads(DType::kF32));
   findings.push_back(check_threads(DType::kBF16));
   if (gpu_is_usable()) {

@@ -1,11 +1,11 @@
 // `switchyard report`: one HTML page of what `switchyard bench` and `switchyard trace` wrote.
 #include <algorithm>
-#include <fstream>
 #include <memory>
 #include <vector>
 
 #include "cli/bench_rows.h"
 #include "cli/commands.h"
+#include "cli/output_file.h"
 #include "report/page.h"
 
 namespace switchyard::cli {
@@ -29,46 +29,17 @@ struct HtmlReportOptions {
   std::string published, trace;
 };
 
-void require_output(const HtmlReportOptions& o) {
-  const std::filesystem::path output = std::filesystem::absolute(o.output);
-  if (!std::filesystem::is_directory(output.parent_path())) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("-o is '{}', but there is no directory '{}'; make it first", o.output,
-                            output.parent_path().string()));
-  }
-  if (std::filesystem::is_directory(output)) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("-o is '{}', which is a directory; name a file in it", o.output));
-  }
+int run(const HtmlReportOptions& o) {
   std::vector<std::string> inputs = o.files;
   for (const std::string& other : {o.published, o.trace}) {
     if (!other.empty()) inputs.push_back(other);
   }
-  for (const std::string& input : inputs) {
-    std::error_code absent;  // the file's reader says so
-    if (!std::filesystem::equivalent(input, output, absent)) continue;
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("-o is '{}', which is also read; name another file", o.output));
-  }
-}
-
-// The page appears whole or not at all.
-void write_page(const std::filesystem::path& path, const std::string& page) {
-  const std::filesystem::path partial = path.string() + ".partial";
-  std::ofstream file(partial, std::ios::binary);
-  file << page;
-  file.close();
-  std::error_code failed;
-  if (file) std::filesystem::rename(partial, path, failed);
-  if (file && !failed) return;
-  std::error_code ignored;
-  std::filesystem::remove(partial, ignored);
-  throw Error(ErrorCode::kSystem,
-              fmt::format("cannot write {}; check -o and the disk", path.string()));
-}
-
-int run(const HtmlReportOptions& o) {
-  require_output(o);
+  // (Of a directory its reader says that it is no file.)
+  std::erase_if(inputs, [](const std::string& input) {
+    std::error_code absent;
+    return std::filesystem::is_directory(input, absent);
+  });
+  const std::filesystem::path output = output_file("-o", o.output, inputs);
   const std::vector<std::filesystem::path> paths(o.files.begin(), o.files.end());
   const std::vector<report::Row> rows = report::read_rows(paths);
   report::PageInput input{.rows = rows,
@@ -88,7 +59,7 @@ int run(const HtmlReportOptions& o) {
                          input.timeline->ranks.size());
   }
   const std::string page = report::make_page(input);
-  write_page(o.output, page);
+  write_whole("-o", output, page);
   fmt::print("{}: {}; {} points of {} files{}\n", o.output,
              format_bytes(static_cast<double>(page.size())),
              format_count(static_cast<std::int64_t>(rows.size())), paths.size(), traced);

@@ -4,7 +4,9 @@
 #include <filesystem>
 #include <limits>
 #include <utility>
+#include <vector>
 
+#include "cli/output_file.h"
 #include "fabric/environment.h"
 #include "gpu/device.h"
 #include "layer/compute.h"
@@ -82,7 +84,8 @@ void add_batch_options(CLI::App& app, LayerRunOptions& o) {
   add_whole(app, "--tokens", o.batch.tokens, 1, 1 << 24,
             "Tokens over all ranks, dealt evenly (default 1024)")
       ->group(group);
-  app.add_option("--input", o.batch.input, "Safetensors file with activations, see below")
+  app.add_option("--input", o.batch.input,
+                 "Safetensors file with activations (see `switchyard run --help`)")
       ->type_name("FILE")
       ->group(group);
   add_real(app, "--balancedness", o.batch.balancedness, 0, 1,
@@ -111,13 +114,14 @@ void add_execution_options(CLI::App& app, LayerRunOptions& o) {
       ->group(group);
 }
 
-void require_place_for(const char* option, const std::string& path) {
-  if (path.empty()) return;
-  const auto directory = std::filesystem::absolute(path).parent_path();
-  if (std::filesystem::is_directory(directory)) return;
-  throw Error(ErrorCode::kInvalidArgument,
-              fmt::format("{} is '{}', but there is no directory '{}'; make it first", option, path,
-                          directory.string()));
+std::filesystem::path place_for(const char* option, const std::string& path,
+                                const LayerRunOptions& options) {
+  if (path.empty()) return {};
+  std::vector<std::string> inputs;
+  for (const std::string& input : {options.batch.input, options.source.checkpoint}) {
+    if (!input.empty()) inputs.push_back(input);
+  }
+  return output_file(option, path, inputs);
 }
 
 LayerRun run_layer(LayerRunOptions& options, bool show_progress) {

@@ -2,6 +2,7 @@
 // them.
 #pragma once
 
+#include <filesystem>
 #include <optional>
 #include <string>
 
@@ -29,8 +30,9 @@ void add_batch_options(CLI::App& app, LayerRunOptions& options);
 // --backend, --ranks and what else tells where it runs.
 void add_execution_options(CLI::App& app, LayerRunOptions& options);
 
-// Of an option that names a file to be written; empty: none. A long run should not end with this.
-void require_place_for(const char* option, const std::string& path);
+// output_file() of an option, empty if there is none. A long run should not end with this.
+std::filesystem::path place_for(const char* option, const std::string& path,
+                                const LayerRunOptions& options);
 
 struct LayerRun {
   Source source;

@@ -1,10 +1,16 @@
 // The `switchyard` command: parses arguments, runs a subcommand, turns errors into exit codes.
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <new>
 #include <span>
+#include <system_error>
 
 #include "cli/commands.h"
+#include "fabric/posix.h"
 
 namespace switchyard::cli {
 namespace {
@@ -19,10 +25,37 @@ constexpr const char* kExamples = R"(Examples:
 
 'switchyard COMMAND --help' tells more.)";
 
-int fail(const char* code, const std::string& message, int exit_code) {
+// What is printed would otherwise go to the file that is opened first and takes the number of a
+// closed output. Opened the wrong way round: reading and writing still fail.
+void fill_closed_outputs() {
+  for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (::fcntl(fd, F_GETFD) >= 0) continue;
+    // The lowest free number is this one.
+    if (::open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY) < 0) return;
+  }
+}
+
+// Throws nothing: where stderr is full or closed, the exit code still tells.
+int fail(const char* code, const char* message, int exit_code) {
   std::fflush(stdout);
-  fmt::print(stderr, "switchyard: error ({}): {}\n", code, message);
+  std::fprintf(stderr, "switchyard: error (%s): %s\n", code, message);
   return exit_code;
+}
+
+int fail_output(int error_number) {
+  return fail(to_string(ErrorCode::kSystem),
+              fmt::format("cannot write to stdout: {}; send it to a place with room",
+                          error_number == 0 ? "an earlier write failed" : errno_text(error_number))
+                  .c_str(),
+              kExitInvalid);
+}
+
+// `exit_code`, unless a success was not told.
+int finish_output(int exit_code) {
+  if (exit_code != kExitOk) return exit_code;
+  errno = 0;
+  const bool flushed = std::fflush(stdout) == 0;
+  return flushed && std::ferror(stdout) == 0 ? kExitOk : fail_output(errno);
 }
 
 int exit_code_of(ErrorCode code) {
@@ -38,6 +71,19 @@ std::vector<std::string> take_after_dashes(std::vector<std::string>& arguments) 
   std::vector<std::string> after(dashes + 1, arguments.end());
   arguments.erase(dashes, arguments.end());
   return after;
+}
+
+// An empty value mostly is a script's unset variable, and must not pass for an option left out.
+void refuse_empty_values(CLI::App& app) {
+  for (CLI::Option* const option : app.get_options()) {
+    if (option->get_items_expected_max() == 0) continue;  // a flag
+    const auto refuse = [option](const std::string& text) -> std::string {
+      if (!text.empty()) return "";
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("{} is ''; give it a value, or leave it out", option->get_name()));
+    };
+    option->check(refuse);
+  }
 }
 
 // The parser would say no more than that a subcommand is required.
@@ -69,6 +115,7 @@ int parse_and_run(std::vector<std::string> arguments) {
                                  add_doctor(root),
                                  add_launch(root, std::move(after_dashes))};
   require_known(arguments, commands);
+  for (const Subcommand& command : commands) refuse_empty_values(*command.app);
   try {
     std::reverse(arguments.begin(), arguments.end());  // as the parser wants them
     root.parse(arguments);
@@ -78,7 +125,8 @@ int parse_and_run(std::vector<std::string> arguments) {
         "invalid_argument",
         fmt::format(
             "{}; see 'switchyard{} --help'", error.what(),
-            root.get_subcommands().empty() ? "" : " " + root.get_subcommands().front()->get_name()),
+            root.get_subcommands().empty() ? "" : " " + root.get_subcommands().front()->get_name())
+            .c_str(),
         kExitInvalid);
   }
   const auto chosen = std::find_if(std::begin(commands), std::end(commands),
@@ -88,12 +136,16 @@ int parse_and_run(std::vector<std::string> arguments) {
 
 int run_main(int argc, char** argv) {
   try {
-    return parse_and_run(std::vector<std::string>(argv + std::min(argc, 1), argv + argc));
+    return finish_output(
+        parse_and_run(std::vector<std::string>(argv + std::min(argc, 1), argv + argc)));
   } catch (const Error& error) {
     return fail(to_string(error.code()), error.what(), exit_code_of(error.code()));
   } catch (const std::bad_alloc&) {
     return fail(to_string(ErrorCode::kCapacityExceeded),
                 "memory ran out; use fewer tokens or a smaller layer", kExitInvalid);
+  } catch (const std::system_error& error) {
+    if (std::ferror(stdout) != 0) return fail_output(error.code().value());
+    return fail("internal", error.what(), kExitInternal);
   } catch (const std::exception& error) {
     return fail("internal", error.what(), kExitInternal);
   }
@@ -102,4 +154,7 @@ int run_main(int argc, char** argv) {
 }  // namespace
 }  // namespace switchyard::cli
 
-int main(int argc, char** argv) { return switchyard::cli::run_main(argc, argv); }
+int main(int argc, char** argv) {
+  switchyard::cli::fill_closed_outputs();
+  return switchyard::cli::run_main(argc, argv);
+}

@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 
 #include "cli/commands.h"
@@ -48,7 +49,7 @@ void add_run_options(CLI::App& app, RunOptions& o) {
   app.add_flag("--quiet", o.quiet, "Report only errors")->group(group);
 }
 
-void write_output(const std::string& path, const LayerSpec& spec, RunResult& result) {
+void write_output(const std::filesystem::path& path, const LayerSpec& spec, RunResult& result) {
   const MatrixView output = result.output_view(spec.hidden);
   const MatrixView ids = {result.topk_ids.data(), DType::kI32, output.rows, spec.top_k, spec.top_k};
   const MatrixView weights = {result.topk_weights.data(), DType::kF32, output.rows, spec.top_k,
@@ -77,18 +78,20 @@ int report(const RunOptions& options, const Source& source, const Batch& batch,
   if (!silent) print(told, options);
   if (!told.verification || told.verification->ok()) return kExitOk;
   const Verification& v = *told.verification;
-  fmt::print(stderr,
-             "switchyard: verification failed: error {:.3e} with a bound of {:.3e}, {} misrouted "
-             "tokens\n",
-             v.error, v.bound, v.misrouted_tokens);
+  // (Not by what throws if nobody can be told.)
+  std::fputs(fmt::format("switchyard: verification failed: error {:.3e} with a bound of {:.3e}, {} "
+                         "misrouted tokens\n",
+                         v.error, v.bound, v.misrouted_tokens)
+                 .c_str(),
+             stderr);
   return kExitVerification;
 }
 
 int run(RunOptions& options) {
-  require_place_for("--output", options.output);
+  const std::filesystem::path output = place_for("--output", options.output, options);
   LayerRun run = run_layer(options, !options.quiet);
   if (!run.result) return kExitOk;
-  if (!options.output.empty()) write_output(options.output, run.source.spec, *run.result);
+  if (!output.empty()) write_output(output, run.source.spec, *run.result);
   return report(options, run.source, run.batch, *run.result);
 }
 

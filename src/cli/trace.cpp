@@ -2,11 +2,13 @@
 #include <unistd.h>
 
 #include <cstdio>
-#include <fstream>
+#include <filesystem>
 #include <memory>
+#include <sstream>
 
 #include "cli/commands.h"
 #include "cli/layer_run.h"
+#include "cli/output_file.h"
 #include "cli/run_report.h"
 #include "cli/trace_report.h"
 #include "model/quantize.h"
@@ -47,18 +49,15 @@ std::uint64_t row_bytes(const LayerSpec& spec, DType compute) {
   return hidden + (hidden + kQuantGroup - 1) / kQuantGroup * sizeof(float);
 }
 
-void write_trace(const TraceOptions& options, const LayerRun& run, const char* unit) {
+void write_trace(const TraceOptions& options, const std::filesystem::path& path,
+                 const LayerRun& run, const char* unit) {
   trace::ChromeTraceOptions chrome;
   chrome.title = run.source.name;
   chrome.unit = unit;
   if (run.result->ranks > 1) chrome.row_bytes = row_bytes(run.source.spec, options.ranks.compute);
-  std::ofstream file(options.out, std::ios::binary);
-  trace::write_chrome_trace(file, run.result->traces, chrome);
-  file.close();
-  if (file.good()) return;
-  throw Error(ErrorCode::kSystem,
-              fmt::format("cannot write --out '{}'; choose a place with room that may be written",
-                          options.out));
+  std::ostringstream text;
+  trace::write_chrome_trace(text, run.result->traces, chrome);
+  write_whole("--out", path, text.view());
 }
 
 void print_text(const TraceOptions& options, const LayerRun& run, const trace::Summary& summary,
@@ -74,12 +73,12 @@ void print_text(const TraceOptions& options, const LayerRun& run, const trace::S
 }
 
 int run(TraceOptions& options) {
-  require_place_for("--out", options.out);
+  const std::filesystem::path out = place_for("--out", options.out, options);
   options.ranks.trace = true;
   const LayerRun run = run_layer(options, true);
   if (!run.result) return kExitOk;
   const char* const unit = run.result->backend == Backend::kCuda ? "SM" : "thread";
-  write_trace(options, run, unit);
+  write_trace(options, out, run, unit);
   const trace::Summary summary = trace::summarize(run.result->traces);
   if (options.json) {
     nlohmann::ordered_json json = to_json(summary, unit);

@@ -10,6 +10,7 @@
 #include <system_error>
 #include <utility>
 
+#include "protocol/layout.h"
 #include "switchyard/error.h"
 #include "switchyard/world.h"
 
@@ -111,6 +112,13 @@ std::optional<LaunchedRank> parse_launched_rank(const EnvironmentLookup& lookup)
     }
     if (num_hosts && *num_hosts > 1) {
       throw_several_hosts(names.num_hosts, *num_hosts, names.size, *size);
+    }
+    // Told by every rank by itself, not after a wait for so many others.
+    if (*size > protocol::kMaxRanks) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("{}={} in the environment is more than the {} ranks that a world can "
+                              "have; start fewer",
+                              names.size, *size, protocol::kMaxRanks));
     }
     return LaunchedRank{*rank, *size};
   }

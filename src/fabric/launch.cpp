@@ -41,8 +41,8 @@ constexpr std::size_t kMaxLineBytes = std::size_t{64} << 10;
 constexpr int kHandledSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGCHLD};
 
 void print_error(const std::string& message) {
-  fmt::print(stderr, "switchyard launch: {}\n", message);
-  std::fflush(stderr);
+  // Throws nothing where stderr is full or closed: the exit code is to be that of the ranks.
+  std::fprintf(stderr, "switchyard launch: %s\n", message.c_str());
 }
 
 // Turns the handled signals into something to poll for, as long as it lives.
@@ -146,7 +146,9 @@ class LabelledOutput {
   }
 
   void print_line(std::string_view line) {
-    fmt::print(to_, "{}{}\n", label_, line);
+    const std::string text = fmt::format("{}{}\n", label_, line);
+    // A full or closed output is no reason to leave the ranks alone; the stream remembers it.
+    std::fwrite(text.data(), 1, text.size(), to_);
     std::fflush(to_);
   }
 

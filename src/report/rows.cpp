@@ -265,9 +265,17 @@ std::vector<Published> parse_published(std::string_view text, const std::string&
 
 std::string read_file(const std::filesystem::path& path) {
   std::error_code ignored;
-  if (!std::filesystem::is_regular_file(path, ignored)) {
+  const std::filesystem::file_status status = std::filesystem::status(path, ignored);
+  if (status.type() == std::filesystem::file_type::not_found) {
     throw Error(ErrorCode::kInvalidFile,
                 fmt::format("there is no file {}; check its name", path.string()));
+  }
+  if (std::filesystem::is_directory(status)) {
+    refuse_file(path.string(), "is no file, but a directory", "name a file in it");
+  }
+  if (std::filesystem::is_other(status)) {
+    refuse_file(path.string(), "is no file, but a pipe, a socket or a device",
+                "save it as a file first");
   }
   std::ifstream file(path, std::ios::binary);
   std::string text{std::istreambuf_iterator<char>(file), {}};

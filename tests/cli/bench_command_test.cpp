@@ -1,6 +1,9 @@
 // `switchyard bench`, as far as it goes without a GPU: what it measures, what it compares with, and
 // what it keeps.
 #include <gmock/gmock.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <array>
@@ -13,6 +16,7 @@
 #include "cli/bench_suite.h"
 #include "cli/bench_torch.h"
 #include "cli/command.h"
+#include "cli/output_file.h"
 #include "gpu/device.h"
 #include "model/generate.h"
 #include "reference/reference.h"
@@ -26,6 +30,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
+using ::testing::UnorderedElementsAre;
 
 constexpr double kSkewTolerance = 0.02;
 
@@ -377,9 +382,95 @@ TEST(BenchRows, MergeKeepsRanksApart) {
   EXPECT_EQ(rows[1]["nvlink_bytes"], 4096);
 }
 
+TEST(BenchRows, MergeKeepsSizesApart) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "rows.json";
+  std::vector<BenchRow> rows(4, example_row(8, 10));
+  rows[1].layer.spec.hidden /= 2;
+  rows[2].layer.spec.intermediate /= 2;
+  rows[3].layer.spec.top_k /= 2;
+  for (const BenchRow& row : rows) merge_rows(path, std::vector{row}, false);
+  EXPECT_EQ(rows_of(path).size(), 4u);
+  merge_rows(path, rows, false);
+  EXPECT_EQ(rows_of(path).size(), 4u);
+}
+
+TEST(BenchRows, MergesAtOnceLoseNothing) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "rows.json";
+  constexpr int kProcesses = 4, kMerges = 25;
+  std::vector<pid_t> children;
+  for (int p = 0; p < kProcesses; ++p) {
+    children.push_back(::fork());
+    if (children.back() != 0) continue;
+    try {
+      for (int i = 0; i < kMerges; ++i) {
+        merge_rows(path, std::vector{example_row(1 + p * kMerges + i, 10)}, false);
+      }
+    } catch (...) {
+      ::_exit(1);
+    }
+    ::_exit(0);
+  }
+  for (const pid_t child : children) {
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+  EXPECT_EQ(rows_of(path).size(), std::size_t{kProcesses * kMerges});
+  EXPECT_THAT(names_in(directory.path()), ElementsAre("rows.json"));
+}
+
+TEST(BenchRows, MergeWritesWhereALinkLeads) {
+  const TemporaryDirectory directory;
+  std::filesystem::create_symlink("rows.json", directory / "link");
+  for (const int tokens : {8, 32}) {
+    merge_rows(directory / "link", std::vector{example_row(tokens, 10)}, false);
+  }
+  EXPECT_TRUE(std::filesystem::is_symlink(directory / "link"));
+  EXPECT_EQ(rows_of(directory / "rows.json").size(), 2u);
+}
+
+TEST(BenchRows, WritingThatFailsLeavesTheOldFile) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "page";
+  test::write_file(path, "old");
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::signal(SIGXFSZ, SIG_IGN);
+    const rlimit small{16, 16};
+    ::setrlimit(RLIMIT_FSIZE, &small);
+    try {
+      write_whole("-o", path, std::string(1000, 'x'));
+    } catch (const Error& error) {
+      ::_exit(error.code() == ErrorCode::kSystem ? 7 : 1);
+    }
+    ::_exit(0);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(WEXITSTATUS(status), 7);
+  EXPECT_EQ(read_file(path), "old");
+  EXPECT_THAT(names_in(directory.path()), ElementsAre("page"));
+}
+
+TEST(BenchRows, TextThatIsNotUtf8IsKept) {
+  const TemporaryDirectory directory;
+  BenchRow row = example_row(8, 10);
+  row.commit = "a\xff";
+  merge_rows(directory / "rows.json", std::vector{row}, false);
+  EXPECT_EQ(rows_of(directory / "rows.json")[0]["commit"], "a\ufffd");
+}
+
+// Deeper than a parser's stack.
+std::string deep_json() {
+  return R"([{"x":)" + std::string(200'000, '[') + std::string(200'000, ']') + "}]";
+}
+
 TEST(BenchRows, MergeRefusesOtherFiles) {
   const TemporaryDirectory directory;
-  for (const char* text : {"{}", "[1]", "not JSON", ""}) {
+  for (const std::string& text : {std::string("{}"), std::string("[1]"), std::string("not JSON"),
+                                  std::string(), deep_json()}) {
     test::write_file(directory / "rows.json", text);
     EXPECT_THROW(merge_rows(directory / "rows.json", std::vector{example_row(8, 10)}, false), Error)
         << text;
@@ -550,6 +641,56 @@ TEST(Bench, RefusesWhatMakesNoSense) {
   expect_refused({"--model", "olmoe", "--given-routing", "--gated"}, invalid,
                  {"--given-routing", "--gated"});
   expect_refused({"--model", "olmoe", "--json", "/no/such/place.json"}, invalid, {"/no/such"});
+}
+
+TEST(Bench, RefusesOptionsThatWouldDoNothing) {
+  const std::string invalid = "invalid_argument";
+  for (const Arguments& option : {Arguments{"--graph"}, Arguments{"--cold"}, Arguments{"--traced"},
+                                  Arguments{"--reserved-sms", "2"}, Arguments{"--uncooperative"}}) {
+    expect_refused(join({"--model", "olmoe", "--backend", "cpu"}, option), invalid,
+                   {option[0] + " is for --backend cuda; leave it out"});
+    if (gpu::device_count() > 0) continue;
+    expect_refused(join({"--model", "olmoe"}, option), invalid, {option[0], "on the cpu"});
+  }
+  expect_refused({"--model", "olmoe", "--gated"}, invalid, {"--gated", "ep_*"});
+  expect_refused({"--model", "olmoe", "--keep-rival"}, invalid, {"--keep-rival requires --json"});
+  expect_refused({"--model", "olmoe", "--torch-limit", "9"}, invalid,
+                 {"--torch-limit requires --against"});
+  expect_refused({"--model", "olmoe", "--torch-variants", "ordered"}, invalid,
+                 {"--torch-variants requires --against"});
+}
+
+// Nothing is printed before: not even the heading.
+TEST(Bench, RefusesFilesOfRowsBeforeItMeasures) {
+  const TemporaryDirectory directory;
+  const auto refused = [&](const std::string& name, const std::string& code,
+                           const std::string& part) {
+    expect_refused(join({"--backend", "cpu", "--json", (directory / name).string()}, kTiny), code,
+                   {name, part});
+  };
+  test::write_file(directory / "truncated", R"([{"suite": "custom")");
+  test::write_file(directory / "binary", std::string("\0\xff\x7f", 3));
+  test::write_file(directory / "object", "{}");
+  test::write_file(directory / "empty", "");
+  test::write_file(directory / "deep", deep_json());
+  for (const char* name : {"truncated", "binary", "empty"}) {
+    refused(name, "invalid_file", "is not JSON");
+  }
+  refused("object", "invalid_file", "is not a JSON array");
+  refused("deep", "invalid_file", "nests too deep at byte");
+
+  std::filesystem::create_directory(directory / "directory");
+  ASSERT_EQ(::mkfifo((directory / "fifo").c_str(), 0600), 0);
+  refused("directory", "invalid_argument", "is a directory");
+  refused("fifo", "invalid_argument", "is a pipe, a socket or a device");
+  refused(std::string(250, 'n'), "invalid_argument", "no file can be made there");
+  std::filesystem::permissions(directory / "directory", std::filesystem::perms::owner_read);
+  if (::geteuid() != 0) {
+    refused("directory/rows.json", "invalid_argument", "no file can be made there");
+  }
+  EXPECT_THAT(
+      names_in(directory.path()),
+      UnorderedElementsAre("truncated", "binary", "object", "empty", "deep", "directory", "fifo"));
 }
 
 TEST(Bench, RivalRefusesLayersThatItCannotCompute) {

@@ -81,24 +81,39 @@ class Invocation {
   std::vector<char*> argv_, envp_;
 };
 
+// Its exit code, or 128 and the signal. Outputs go to these files; null: closed.
+inline int run_switchyard_into(const char* out, const char* err, const Arguments& arguments,
+                               const std::vector<std::string>& environment = {}) {
+  const Invocation invocation(arguments, environment);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    constexpr int kFlags = O_WRONLY | O_CREAT | O_CLOEXEC;
+    const int out_fd = out != nullptr ? ::open(out, kFlags, 0600) : -1;
+    const int err_fd = err != nullptr ? ::open(err, kFlags, 0600) : -1;
+    out != nullptr ? ::dup2(out_fd, STDOUT_FILENO) : ::close(STDOUT_FILENO);
+    err != nullptr ? ::dup2(err_fd, STDERR_FILENO) : ::close(STDERR_FILENO);
+    invocation.become();
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
 inline Completed run_switchyard(const Arguments& arguments,
                                 const std::vector<std::string>& environment = {}) {
   const TemporaryDirectory directory;
   const std::string out = (directory / "out").string();
   const std::string err = (directory / "err").string();
-  const Invocation invocation(arguments, environment);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    const int out_fd = ::open(out.c_str(), O_WRONLY | O_CREAT, 0600);
-    const int err_fd = ::open(err.c_str(), O_WRONLY | O_CREAT, 0600);
-    ::dup2(out_fd, STDOUT_FILENO);
-    ::dup2(err_fd, STDERR_FILENO);
-    invocation.become();
+  const int exit_code = run_switchyard_into(out.c_str(), err.c_str(), arguments, environment);
+  return {exit_code, read_file(out), read_file(err)};
+}
+
+inline std::vector<std::string> names_in(const std::filesystem::path& directory) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+    names.push_back(entry.path().filename().string());
   }
-  int status = 0;
-  ::waitpid(child, &status, 0);
-  return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_file(out),
-          read_file(err)};
+  return names;
 }
 
 inline Arguments join(Arguments a, const Arguments& b) {

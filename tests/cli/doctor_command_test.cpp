@@ -53,5 +53,18 @@ TEST(Doctor, TextNamesEveryCheck) {
   }
 }
 
+TEST(Doctor, AMachineShortOfMemoryIsDescribed) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a sanitizer maps more than the limit";
+#endif
+  if (gpu::device_count() > 0) GTEST_SKIP() << "CUDA maps more than the limit";
+  const Completed done = run_switchyard({"launch", "-n", "1", "--", "sh", "-c",
+                                         "ulimit -v 400000; exec " SWITCHYARD_COMMAND " doctor"});
+  EXPECT_EQ(done.exit_code, 1);
+  EXPECT_THAT(done.out, HasSubstr("FAIL  rates"));
+  EXPECT_THAT(done.out, HasSubstr("remedy: free some memory"));
+  EXPECT_THAT(done.out, HasSubstr("ok    abstract sockets"));
+}
+
 }  // namespace
 }  // namespace switchyard::cli

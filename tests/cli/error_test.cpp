@@ -37,6 +37,25 @@ TEST(Errors, Usage) {
   expect_error({"make-checkpoint", "--model", "olmoe"}, 2, "invalid_argument", {"--out"});
 }
 
+TEST(Errors, EmptyValuesAreNotLeftOut) {
+  const std::pair<Arguments, std::string> cases[] = {
+      {{"run", "--model", ""}, "--model"},
+      {join({"run", "--output", ""}, kTiny), "--output"},
+      {join({"trace", "-o", ""}, kTiny), "--out"},
+      {{"make-checkpoint", "--model", "olmoe", "--out", ""}, "--out"},
+      {{"bench", "--suite", ""}, "--suite"},
+      {join({"bench", "--json", ""}, kTiny), "--json"},
+      {join({"bench", "--against", ""}, kTiny), "--against"},
+      {{"report", ""}, "files"},
+      {{"report", "rows.json", "-o", ""}, "--output"},
+      {{"report", "rows.json", "--published", ""}, "--published"},
+      {{"report", "rows.json", "--trace", ""}, "--trace"},
+  };
+  for (const auto& [arguments, name] : cases) {
+    expect_error(arguments, 2, "invalid_argument", {name + " is ''; give it a value"});
+  }
+}
+
 TEST(Errors, NumbersAreReadStrictly) {
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"--tokens", "12x"},  {"--tokens", "0"},       {"--tokens", "-5"},
@@ -156,7 +175,46 @@ TEST(Errors, ARankThatDoesNotComeIsATimeout) {
 }
 
 TEST(Errors, LauncherEnvironment) {
+  expect_error(join({"run"}, kTiny), 2, "invalid_argument", {"WORLD_SIZE=65", "64"},
+               {"RANK=0", "WORLD_SIZE=65"});
   expect_error(join({"run"}, kTiny), 2, "invalid_argument", {"RANK"}, {"RANK=4", "WORLD_SIZE=2"});
+}
+
+constexpr const char* kFull = "/dev/full";
+
+TEST(Errors, StderrThatCannotBeWrittenKeepsTheExitCode) {
+  const Arguments label = {"launch", "-n", "1", "--label", "--"};
+  for (const char* err : {kFull, static_cast<const char*>(nullptr)}) {
+    const auto exit_code = [err](const Arguments& arguments) {
+      return run_switchyard_into("/dev/null", err, arguments);
+    };
+    EXPECT_EQ(exit_code({"run", "--bogus"}), 2);
+    EXPECT_EQ(exit_code({"run", "--model", "nonesuch"}), 2);
+    EXPECT_EQ(exit_code({"launch", "-n", "2", "--", "sh", "-c", "exit 7"}), 7);
+    EXPECT_EQ(exit_code(join(label, {"sh", "-c", "echo no >&2; exit 7"})), 7);
+    EXPECT_EQ(exit_code({"launch", "-n", "1", "--", "/no/such/program"}), 127);
+  }
+}
+
+TEST(Errors, StdoutThatCannotBeWrittenIsNoSuccess) {
+  const TemporaryDirectory directory;
+  const std::string err = (directory / "err").string();
+  for (const char* out : {kFull, static_cast<const char*>(nullptr)}) {
+    const auto exit_code = [&](const Arguments& arguments) {
+      std::filesystem::remove(err);
+      return run_switchyard_into(out, err.c_str(), arguments);
+    };
+    for (const Arguments& arguments :
+         {Arguments{"models"}, Arguments{"models", "--json"}, Arguments{"--version"},
+          Arguments{"run", "--help"}, join({"run", "--tokens", "8"}, kTiny),
+          Arguments{"launch", "-n", "1", "--label", "echo", "hello"}}) {
+      SCOPED_TRACE(::testing::PrintToString(arguments));
+      EXPECT_EQ(exit_code(arguments), 2);
+      EXPECT_THAT(read_file(err), StartsWith("switchyard: error (system): cannot write to stdout"));
+    }
+    EXPECT_EQ(exit_code({"launch", "-n", "1", "--label", "sh", "-c", "echo no; exit 7"}), 7);
+    EXPECT_EQ(exit_code(join({"run", "--tokens", "8", "--quiet"}, kTiny)), 0);
+  }
 }
 
 TEST(Launch, NeedsRanksAndACommand) {

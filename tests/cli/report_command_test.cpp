@@ -1,5 +1,6 @@
 // `switchyard report`: from what bench writes to a page, and every way not to get one.
 #include <gmock/gmock.h>
+#include <sys/stat.h>
 
 #include "cli/command.h"
 
@@ -9,6 +10,7 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
+using ::testing::UnorderedElementsAre;
 
 // Files that a test makes, and what is left of them.
 class ReportCommand : public ::testing::Test {
@@ -35,8 +37,7 @@ class ReportCommand : public ::testing::Test {
     EXPECT_EQ(done.out, "");
     EXPECT_THAT(done.err, StartsWith("switchyard: error (" + code + "): "));
     for (const std::string& part : parts) EXPECT_THAT(done.err, HasSubstr(part));
-    EXPECT_FALSE(std::filesystem::exists(page));
-    EXPECT_FALSE(std::filesystem::exists(page + ".partial"));
+    for (const std::string& name : names_in(path(""))) EXPECT_THAT(name, Not(HasSubstr("page")));
   }
 
  private:
@@ -59,7 +60,7 @@ TEST_F(ReportCommand, MakesAPageOfWhatBenchWrites) {
   EXPECT_THAT(text, HasSubstr("<code>rows.json</code>"));
   EXPECT_THAT(text, Not(HasSubstr(path(""))));  // where this machine has its files
   EXPECT_THAT(text, HasSubstr("\"expert_load\":["));
-  EXPECT_FALSE(std::filesystem::exists(page + ".partial"));
+  EXPECT_THAT(names_in(path("")), UnorderedElementsAre("rows.json", "trace.json", "page.html"));
   // Again, over the old one, the same.
   EXPECT_EQ(run_switchyard({"report", rows, "-o", page, "--trace", path("trace.json")}).exit_code,
             0);
@@ -69,6 +70,10 @@ TEST_F(ReportCommand, MakesAPageOfWhatBenchWrites) {
 TEST_F(ReportCommand, RefusesFilesThatAreNotRows) {
   const std::string trace = file("trace.json", kTrace);
   expect_refused({path("none.json")}, "invalid_file", {"none.json", "check its name"});
+  expect_refused({path("")}, "invalid_file", {"but a directory", "name a file in it"});
+  ASSERT_EQ(::mkfifo(path("fifo").c_str(), 0600), 0);
+  expect_refused({path("fifo")}, "invalid_file",
+                 {"fifo is no file, but a pipe", "save it as a file"});
   expect_refused({file("text.json", "olmoe")}, "invalid_file", {"text.json", "not JSON", "bench"});
   expect_refused({file("empty.json", "[]")}, "invalid_file", {"empty.json", "empty", "bench"});
   expect_refused({file("row.json", R"([{"suite": "a"}])")}, "invalid_file",
@@ -95,6 +100,27 @@ TEST_F(ReportCommand, RefusesPlacesThatAreNoFile) {
   refused({rows, "-o", rows}, "also read");
   refused({path("other.json"), "--trace", rows, "-o", rows}, "also read");
   EXPECT_EQ(read_file(rows), "[]");
+  ASSERT_EQ(::mkfifo(path("fifo").c_str(), 0600), 0);
+  std::filesystem::create_symlink("fifo", path("link"));
+  std::filesystem::create_symlink("circle", path("circle"));
+  refused({rows, "-o", path("fifo")}, "is a pipe");
+  refused({rows, "-o", path("link")}, "is a pipe");
+  refused({rows, "-o", path("circle")}, "ends nowhere");
+  EXPECT_TRUE(std::filesystem::is_fifo(path("fifo")));
+  EXPECT_TRUE(std::filesystem::is_symlink(path("link")));
+}
+
+TEST_F(ReportCommand, WritesWhereALinkLeads) {
+  const std::string rows = measured_rows();
+  std::filesystem::create_directory(path("pages"));
+  std::filesystem::create_symlink("pages/page.html", path("link"));
+  for (int i = 0; i < 2; ++i) {  // made, replaced
+    const Completed done = run_switchyard({"report", rows, "-o", path("link")});
+    EXPECT_EQ(done.exit_code, 0) << done.err;
+    EXPECT_TRUE(std::filesystem::is_symlink(path("link")));
+    EXPECT_THAT(read_file(path("pages/page.html")), StartsWith("<!doctype html>"));
+  }
+  EXPECT_THAT(names_in(path("pages")), UnorderedElementsAre("page.html"));
 }
 
 TEST_F(ReportCommand, AFailureLeavesTheOldPage) {

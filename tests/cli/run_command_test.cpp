@@ -1,8 +1,13 @@
 // `switchyard run`: what it computes and what it tells.
 #include <gmock/gmock.h>
+#include <sys/stat.h>
 
 #include <cmath>
+#include <filesystem>
+#include <fstream>
 #include <numeric>
+#include <string>
+#include <utility>
 
 #include "cli/command.h"
 #include "cli/format.h"
@@ -89,6 +94,29 @@ TEST(Run, RanksGivenUnderALauncherAreThreads) {
       join({"run", "--ranks", "2", "--tokens", "8", "--json"}, kTiny), {"RANK=0", "WORLD_SIZE=4"});
   ASSERT_EQ(done.exit_code, 0) << done.err;
   EXPECT_FALSE(nlohmann::json::parse(done.out)["world"]["processes"]);
+}
+
+// Before anything is run, and of the trace, too.
+TEST(Run, DoesNotWriteWhatItReadsNorIntoAPipe) {
+  const TemporaryDirectory directory;
+  const std::string input = (directory / "x.safetensors").string();
+  const std::string pipe = (directory / "pipe").string();
+  std::ofstream(input) << "activations";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  const auto refused = [](const Arguments& arguments, const char* part) {
+    const Completed done = run_switchyard(arguments);
+    EXPECT_EQ(done.exit_code, 2);
+    EXPECT_THAT(done.err, HasSubstr(part));
+  };
+  for (const auto& [command, option] : {std::pair{"run", "--output"}, {"trace", "--out"}}) {
+    refused(join({command, "--input", input, option, input}, kTiny), "which is also read");
+    refused({command, "--checkpoint", std::filesystem::path(input).parent_path().string(), option,
+             input},
+            "which is also read");
+    refused(join({command, option, pipe}, kTiny), "which is a pipe");
+  }
+  EXPECT_EQ(std::filesystem::file_size(input), 11u);
+  EXPECT_TRUE(std::filesystem::is_fifo(pipe));
 }
 
 TEST(Run, JsonTellsEverything) {

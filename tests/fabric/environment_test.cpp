@@ -38,6 +38,7 @@ TEST(Environment, FindsRankAndSize) {
        2},
       {{{"PMI_RANK", "6"}, {"PMI_SIZE", "8"}}, 6, 8},
       {{{"SLURM_PROCID", "2"}, {"SLURM_NTASKS", "3"}, {"SLURM_STEP_NUM_NODES", "1"}}, 2, 3},
+      {{{"RANK", "63"}, {"WORLD_SIZE", "64"}}, 63, 64},
       // torchrun under srun: the innermost launcher counts.
       {{{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "1"}}, 1, 2},
   };
@@ -77,6 +78,8 @@ TEST(Environment, NamesTheVariableAndItsValue) {
       {{{"RANK", "0"}, {"WORLD_SIZE", "0"}}, invalid, "WORLD_SIZE='0'"},
       {{{"RANK", "4"}, {"WORLD_SIZE", "4"}}, invalid, "RANK=4"},
       {{{"PMI_RANK", "9"}, {"PMI_SIZE", "2"}}, invalid, "PMI_RANK=9"},
+      {{{"RANK", "0"}, {"WORLD_SIZE", "65"}}, invalid, "WORLD_SIZE=65"},
+      {{{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2147483647"}}, invalid, "more than the 64 ranks"},
       {{{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "3"}},
        invalid,
        "LOCAL_WORLD_SIZE=3"},
