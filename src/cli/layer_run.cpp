@@ -85,7 +85,7 @@ void add_batch_options(CLI::App& app, LayerRunOptions& o) {
             "Tokens over all ranks, dealt evenly (default 1024)")
       ->group(group);
   app.add_option("--input", o.batch.input,
-                 "Safetensors file with activations (see `switchyard run --help`)")
+                 "Safetensors file with activations and, perhaps, their routing")
       ->type_name("FILE")
       ->group(group);
   add_real(app, "--balancedness", o.batch.balancedness, 0, 1,

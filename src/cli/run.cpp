@@ -78,12 +78,10 @@ int report(const RunOptions& options, const Source& source, const Batch& batch,
   if (!silent) print(told, options);
   if (!told.verification || told.verification->ok()) return kExitOk;
   const Verification& v = *told.verification;
-  // (Not by what throws if nobody can be told.)
-  std::fputs(fmt::format("switchyard: verification failed: error {:.3e} with a bound of {:.3e}, {} "
-                         "misrouted tokens\n",
-                         v.error, v.bound, v.misrouted_tokens)
-                 .c_str(),
-             stderr);
+  std::fprintf(stderr,
+               "switchyard: verification failed: error %.3e with a bound of %.3e, %lld misrouted "
+               "tokens\n",
+               v.error, v.bound, static_cast<long long>(v.misrouted_tokens));
   return kExitVerification;
 }
 

@@ -90,7 +90,6 @@ std::vector<std::byte> on_host(const void* data, std::size_t bytes) {
   SWITCHYARD_CUDA(cudaMemcpy(copy.data(), data, bytes, cudaMemcpyDefault));
   return copy;
 }
-
 std::vector<std::byte> on_host(const MatrixView& m) {
   if (m.rows == 0 || m.cols == 0) return {};
   const std::int64_t last = (m.rows - 1) * m.row_stride + (m.cols - 1) * m.col_stride;
@@ -99,10 +98,9 @@ std::vector<std::byte> on_host(const MatrixView& m) {
 
 std::vector<float> to_floats(const VectorView& v) {
   if (v.empty()) return {};
-  const std::size_t bytes =
-      (static_cast<std::size_t>((v.size - 1) * v.stride) + 1) * size_of(v.dtype);
-  const std::vector<std::byte> copy = on_host(v.data, bytes);
-  const MatrixView row = {copy.data(), v.dtype, 1, v.size, v.size, v.stride};
+  MatrixView row = {v.data, v.dtype, 1, v.size, v.size, v.stride};
+  const std::vector<std::byte> copy = on_host(row);
+  row.data = copy.data();
   std::vector<float> out;
   for (std::int64_t i = 0; i < v.size; ++i) out.push_back(element(row, 0, i));
   return out;

@@ -30,10 +30,6 @@ void check_options(const LayerOptions& options) {
     refuse(fmt::format("reserved_sms is {}; use 0 to leave none, or at least 1",
                        options.reserved_sms));
   }
-  if (options.deadline.count() < 0) {
-    refuse(fmt::format("the deadline is {} ms; give a positive one, or 0 for the world's",
-                       options.deadline.count()));
-  }
   if (options.compute && options.compute != DType::kBF16 && options.compute != DType::kF32 &&
       options.compute != DType::kF8E4M3) {
     refuse(fmt::format("compute type {}; use bf16, f32 or f8_e4m3", to_string(*options.compute)));
