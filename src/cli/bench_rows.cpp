@@ -253,7 +253,7 @@ void merge_rows(const fs::path& path, std::span<const BenchRow> rows, bool keep_
     }
     *same = std::move(json);
   }
-  write_whole("--json", file, text_of(all));
+  write_whole(file, text_of(all));
 }
 
 std::string row_heading() {

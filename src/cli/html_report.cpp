@@ -59,7 +59,7 @@ int run(const HtmlReportOptions& o) {
                          input.timeline->ranks.size());
   }
   const std::string page = report::make_page(input);
-  write_whole("-o", output, page);
+  write_whole(output, page);
   fmt::print("{}: {}; {} points of {} files{}\n", o.output,
              format_bytes(static_cast<double>(page.size())),
              format_count(static_cast<std::int64_t>(rows.size())), paths.size(), traced);

@@ -1,14 +1,10 @@
 #include "cli/output_file.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <unistd.h>
 
-#include <cerrno>
-#include <cstdio>
 #include <system_error>
 
-#include "fabric/posix.h"
+#include "model/whole_file.h"
 #include "switchyard/error.h"
 
 namespace switchyard::cli {
@@ -20,11 +16,6 @@ namespace fs = std::filesystem;
                                 const std::string& problem) {
   throw Error(ErrorCode::kInvalidArgument,
               fmt::format("{} is '{}', {}", option, path.string(), problem));
-}
-
-// Of this process alone: another may be writing the same file.
-fs::path partial_of(const fs::path& path) {
-  return path.string() + fmt::format(".partial-{}", ::getpid());
 }
 
 }  // namespace
@@ -57,27 +48,18 @@ fs::path output_file(const char* option, const fs::path& path,
       refuse_output(option, path, "which is also read; name another file");
     }
   }
-  const fs::path partial = partial_of(target);
-  if (!UniqueFd(::open(partial.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666))) {
-    refuse_output(
-        option, path,
-        fmt::format("but no file can be made there: {}; choose another place", errno_text(errno)));
+  try {
+    (void)WholeFile(target);
+  } catch (const Error& e) {
+    refuse_output(option, path, fmt::format("but no file can be made there: {}", e.what()));
   }
-  fs::remove(partial, ignored);
   return target;
 }
 
-void write_whole(const char* option, const fs::path& path, std::string_view text) {
-  const fs::path partial = partial_of(path);
-  std::FILE* const file = std::fopen(partial.c_str(), "we");
-  bool written = file != nullptr && std::fwrite(text.data(), 1, text.size(), file) == text.size();
-  if (file != nullptr) written = std::fclose(file) == 0 && written;
-  if (written && std::rename(partial.c_str(), path.c_str()) == 0) return;
-  const int error_number = errno;
-  std::error_code ignored;
-  fs::remove(partial, ignored);
-  throw Error(ErrorCode::kSystem, fmt::format("cannot write {}: {}; check {} and the disk",
-                                              path.string(), errno_text(error_number), option));
+void write_whole(const fs::path& path, std::string_view text) {
+  WholeFile file(path);
+  file.write(std::as_bytes(std::span(text)));
+  file.finish();
 }
 
 }  // namespace switchyard::cli

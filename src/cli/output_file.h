@@ -15,6 +15,6 @@ std::filesystem::path output_file(const char* option, const std::filesystem::pat
                                   std::span<const std::string> inputs = {});
 
 // Makes or replaces the file, which appears whole or not at all. Throws Error{kSystem}.
-void write_whole(const char* option, const std::filesystem::path& path, std::string_view text);
+void write_whole(const std::filesystem::path& path, std::string_view text);
 
 }  // namespace switchyard::cli

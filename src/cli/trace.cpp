@@ -57,7 +57,7 @@ void write_trace(const TraceOptions& options, const std::filesystem::path& path,
   if (run.result->ranks > 1) chrome.row_bytes = row_bytes(run.source.spec, options.ranks.compute);
   std::ostringstream text;
   trace::write_chrome_trace(text, run.result->traces, chrome);
-  write_whole("--out", path, text.view());
+  write_whole(path, text.view());
 }
 
 void print_text(const TraceOptions& options, const LayerRun& run, const trace::Summary& summary,

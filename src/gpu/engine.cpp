@@ -559,8 +559,9 @@ void Engine::count_traffic(const std::uint32_t* counters) {
   stats_.dispatch_bytes =
       counters[kSentTokens] * params_.heap.token_bytes() + counters[kSentRows] * entry_bytes;
   stats_.combine_bytes = counters[kReturnedRows] * row_bytes;
-  stats_.signal_bytes =
-      others * (4 + 4 * static_cast<std::uint64_t>(spec_.num_experts)) + 4 * counters[kRaisedFlags];
+  // Counts go two at a time, in words with the epoch.
+  const auto pairs = static_cast<std::uint64_t>(protocol::ceil_div(spec_.num_experts, 2));
+  stats_.signal_bytes = others * pairs * 2 * sizeof(std::uint64_t) + 4 * counters[kRaisedFlags];
 }
 
 }  // namespace

@@ -156,7 +156,7 @@ __device__ __forceinline__ void finish_gemm1(const Pass<P>& pass, const TaskDesc
   constexpr std::uint32_t kColumns = kGated ? 32 : 64;  // of h, from this warpgroup
   const std::uint32_t column0 = (task.block * kMathGroups + group) * kColumns;
   finish_products<N, kGated>(pass, task, group, column0 + warp * (kColumns / 4) + lane / 4, acc);
-  const float slope = -1.44269504f * layer.alpha;
+  const float slope = 0.5f * layer.alpha;
   const auto pair = [&](int n) {
     const float *first = acc + 4 * n, *second = first + 2;
     const auto value = [slope](float v) { return activate<kKind>(v, slope); };

@@ -5,7 +5,7 @@
 // rank d's heap. In one epoch no two distinct ranks write the same (d, i):
 //
 //   region     index                        written by s
-//   counts     [epoch parity][s][expert]    its row of the counts matrix, behind the epoch
+//   counts     [epoch parity][s][expert]    its row of the counts matrix, the epoch in every word
 //   arrived    [expert of d][s]             the epoch, when all these rows' entries and tokens came
 //   finished   [tile]                       the epoch, when s has stored the tile's cells of d
 //                                           (numbered over all ranks; s computes this one)
@@ -82,22 +82,20 @@ class Heap {
   std::uint64_t bytes() const { return bytes_; }
   // What must be zero when the first pass begins; the rest may be anything.
   std::uint64_t flag_bytes() const { return entries_; }
-  // What one rank tells another in counts and their epoch.
+  // What one rank tells another in counts, each with the epoch.
   SWITCHYARD_HOST_DEVICE std::uint64_t counts_row_bytes() const {
-    return protocol::round_up<std::uint64_t>(kCountsOffset + 4 * num_experts_, 128);
+    return protocol::round_up<std::uint64_t>(sizeof(std::uint64_t) * num_experts_, 128);
   }
   SWITCHYARD_HOST_DEVICE std::uint64_t token_bytes() const { return token_bytes_; }
   SWITCHYARD_HOST_DEVICE std::uint64_t scale_offset() const { return scale_offset_; }
 
-  // Regions of the heap at `base`. A row of counts: its epoch, then c(source, e) for all experts.
-  SWITCHYARD_HOST_DEVICE std::uint32_t* counts_epoch(std::byte* base, std::uint64_t epoch,
-                                                     int source) const {
-    const std::uint64_t row = (epoch & 1) * (others_ + 1) + u(source);
-    return reinterpret_cast<std::uint32_t*>(base + counts_ + row * counts_row_bytes());
-  }
-  SWITCHYARD_HOST_DEVICE std::uint32_t* counts(std::byte* base, std::uint64_t epoch,
+  // Regions of the heap at `base`. A row of counts: c(source, e) for all experts, and above each,
+  // in the same word, what flags of the epoch are raised to. So a count tells by itself that it is
+  // there, and nothing need be sent behind it.
+  SWITCHYARD_HOST_DEVICE std::uint64_t* counts(std::byte* base, std::uint64_t epoch,
                                                int source) const {
-    return counts_epoch(base, epoch, source) + kCountsOffset / 4;
+    const std::uint64_t row = (epoch & 1) * (others_ + 1) + u(source);
+    return reinterpret_cast<std::uint64_t*>(base + counts_ + row * counts_row_bytes());
   }
   SWITCHYARD_HOST_DEVICE std::uint32_t* arrived(std::byte* base, std::uint32_t expert_of_owner,
                                                 std::uint32_t distance) const {
@@ -125,7 +123,6 @@ class Heap {
   }
 
  private:
-  static constexpr std::uint64_t kCountsOffset = 16;
   SWITCHYARD_HOST_DEVICE static constexpr std::uint64_t u(int value) {
     return static_cast<std::uint64_t>(value);
   }

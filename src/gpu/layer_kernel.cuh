@@ -3,11 +3,11 @@
 //
 //   math warps         gate (partial logits), quantize; the loading warps rehearse what follows
 //   all warps          route, lists; the scheduler's of a large pass rehearses on
-//   loading warps      counts to and from all ranks | plan: every block makes the same one. (Of
-//                      several ranks, and in small passes, all warps.) Whoever is done goes on to
-//                      its role, rehearses it, and hears of the plan with its first task; of a
-//                      large pass of one rank, the math warps pack rows of the block's tokens as
-//                      soon as tiles are placed
+//   loading warps      counts to and from all ranks | plan: every block makes the same one. (In
+//                      small passes, all warps.) Whoever is done goes on to its role, rehearses it,
+//                      and hears of the plan with its first task; of a large pass, the math warps
+//                      send tokens to other ranks meanwhile, and pack rows (of one rank, those of
+//                      the block's tokens) as soon as tiles are placed
 //   then, by warp:
 //     0         weights    tasks -> TMA of 128 or 256 weight rows x 128 bytes per stage
 //     1         scheduler  tickets -> tasks; tells other blocks of tiles that are stored
@@ -55,7 +55,7 @@
 //   sent[e]        8 per row of another rank's expert: all of it is sent         who sends the last
 //
 //   between ranks (their heaps, raised to the epoch):
-//   counts[s]      source s has counted its rows per expert                      all blocks
+//   counts[s][e]   source s has counted its rows for expert e                    all blocks
 //   arrived[e][s]  all rows of s for expert e are here                           pack, math packing
 //   finished[t]    another rank has stored tile t's cells                        combine
 #pragma once
@@ -173,16 +173,20 @@ __device__ __forceinline__ void list_shared_slots(const LayerParams& layer, Bloc
   }
 }
 
-// Rows per expert of all blocks', and all ranks', slots. False if the pass was given up. By all
-// threads or, of one rank, by the loading warps, behind the blocks' arrivals.
+// Rows per expert of all blocks', and all ranks', slots. False if the pass was given up. By the
+// loading warps, behind the blocks' arrivals.
 template <typename P>
 __device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
   if (pass.distributed()) {
-    if (grid_arrive_last(pass.barrier(kListsReady))) publish_counts(pass);
-    if (!await_counts(pass)) return false;
-    trace_pass(pass, kCountsRecord, &TraceRecord::begin);
-    read_counts(pass);
-    __syncthreads();
+    // Counts take longer to come than to be read: they are read twice, at first as a rehearsal.
+#pragma unroll 1
+    for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
+      read_counts(pass);
+      if (rehearsal == 0) break;
+      if (!await_counts(pass)) return false;
+      trace_pass(pass, kCountsRecord, &TraceRecord::begin);
+    }
+    named_barrier<kWarpgroup>(kOfLoading);
     return true;
   }
   const bool arrived = threadIdx.x != 0 || all_arrived(pass.waiter(), pass.barrier(kListsReady));
@@ -206,7 +210,7 @@ __device__ __forceinline__ void loading_group(const Pass<P>& pass) {
     gather_role(pass);
   } else if (warp == kTokensWarp) {
     tokens_role(pass);
-  } else {
+  } else if (!pass.state().plan_failed) {
     pack_role(pass);
   }
 }
@@ -232,6 +236,17 @@ __device__ __forceinline__ void fill_together(std::uint32_t* words, int count,
   __syncwarp();
   for (int i = static_cast<int>(threadIdx.x % 32); i < count; i += 32) words[i] = value;
   __syncwarp();
+}
+
+// That tiles are placed, or will not be, the scheduler's warp tells; the pack warp waits for it,
+// and for the math warps.
+__device__ __forceinline__ void tell_placed(std::uint32_t warp) {
+  if (warp == kSchedulerWarp) {
+    named_barrier_arrive<kMathAndScheduler>(kTilesPlaced);
+    named_barrier_arrive<kMathSchedulerAndPack>(kAllPlaced);
+  } else if (warp == kPackWarp) {
+    named_barrier_anywhere<kMathSchedulerAndPack>(kAllPlaced);
+  }
 }
 
 template <typename P>
@@ -282,9 +297,10 @@ __device__ __forceinline__ bool await_gate(const Pass<P>& pass, bool math) {
 }
 
 // From activations to what every role needs to know. Of a small pass all but the scheduler's warp
-// leave before it knows that, of a large one of one rank all but the scheduler's and the pack
-// warp. False if the pass was given up: in all warps or, of one rank, when the math warps have
-// left, in the loading warps; the math warps then find state.plan_failed.
+// leave before it knows that, of a large one all but the scheduler's and the pack warp. False if
+// the pass was given up: in all warps or, when the math warps of a large pass have left, in the
+// loading warps; the math warps then find state.plan_failed. (These may fail alone, before they
+// send; they and the pack warp find that.)
 template <typename P>
 __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
   const LayerParams& layer = pass.layer;
@@ -350,13 +366,13 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
         trace_turn(pass, kRouteRecord, TraceKind::kRoute, kCountsRecord);
         if (!pass.distributed()) {
           grid_arrive(pass.barrier(kListsReady));
-          if (math) return true;
+        } else if (grid_arrive_last(pass.barrier(kListsReady))) {
+          publish_counts(pass);
         }
+        if (math) return true;
         if (!count_all_rows(pass)) {
-          if (!pass.distributed() && (warp == kSchedulerWarp || warp == kPackWarp)) {
-            block.pass.plan_failed = true;
-            named_barrier_anywhere<kPackers>(kTilesPlaced);
-          }
+          if (warp == kSchedulerWarp) block.pass.plan_failed = true;
+          tell_placed(warp);
           return false;
         }
       }
@@ -367,8 +383,8 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
         if (warp != kSchedulerWarp) return true;
       } else {
         trace_turn(pass, kCountsRecord, TraceKind::kCounts, kPlanRecord);
-        // Of one rank these two wait for nothing but their first task.
-        if (!pass.distributed() && (warp == kWeightsWarp || warp == kTokensWarp)) return true;
+        // These two wait for nothing but their first task.
+        if (warp == kWeightsWarp || warp == kTokensWarp) return true;
       }
     }
     if (warp == kSchedulerWarp) {
@@ -385,47 +401,17 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
         }
       }
     }
-    if constexpr (!alone) {
-      if (warp == kPackWarp && !rehearsal && pass.distributed()) place_sends(pass);
-      if (!rehearsal && pass.distributed()) {
-        __syncthreads();
-      } else if (!rehearsal) {
-        named_barrier_anywhere<kPackers>(kTilesPlaced);
-      }
-    }
+    if (!alone && !rehearsal) tell_placed(warp);
     if (warp == kSchedulerWarp) {
       __syncwarp();
       if (alone && !rehearsal) fill_own_lists(layer, block, end * layer.top_k);
       describe_first(pass, rehearsal);
     }
-    if constexpr (!alone) {
-      auto& state = block.pass;
-      if (threadIdx.x == 32 * kPackWarp) state.first_rows = first_rows(pass);
-      if (threadIdx.x == 32 * kTokensWarp && pass.distributed()) {
-        state.first_sends = first_sends(pass);
-        state.send_lead = send_lead(pass);
-        if (blockIdx.x == 0 && !rehearsal) {
-          state.words.counters()[kSentRows] = pass.num_sends();
-        }
-      }
-    }
   }
   if constexpr (!alone) {
     trace_turn(pass, kPlanRecord, TraceKind::kPlan, kTraceRecords, 32 * kSchedulerWarp);
-    if (pass.distributed()) __syncthreads();
   }
   return true;
-}
-
-// Tells the other block of the pair, which may be further, what this one's plan found: the pass was
-// given up. Its roles wait no longer.
-template <typename P>
-__device__ __forceinline__ void give_up_pair(const Pass<P>& pass) {
-  if (threadIdx.x != 0) return;
-  const std::uint32_t going = shared_address(&pass.block.pass.going);
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_pair(going, rank_in_pair() ^ 1)),
-               "r"(static_cast<std::uint32_t>(Going::kGivenUp))
-               : "memory");
 }
 
 template <typename P, ActivationKind kKind, bool kGated>
@@ -504,6 +490,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       cutlass::arch::warpgroup_reg_dealloc<P::kLoadingRegisters>();
       loading_group<kGated>(pass);
     } else {
+      if constexpr (!P::kAlone) {
+        if (pass.distributed()) send_first_slots(pass);
+      }
       clear_next_words(pass);
       if constexpr (!P::kAlone) pack_first_rows(pass);
       if (!block.pass.plan_failed) {
@@ -522,7 +511,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (call.paired != 0) {
     // (Aborted before it began: the other block has perhaps not started.)
-    if (!planned && !block.pass.aborted) give_up_pair(pass);
+    if (!planned && !block.pass.aborted && threadIdx.x == 0) give_up_pair(pass);
     // Nor may a block leave while the other still does.
     pair_sync();
   }

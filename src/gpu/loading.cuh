@@ -7,13 +7,6 @@
 
 namespace switchyard::gpu {
 
-// Of the roles that wait for their first task. Where there are several ranks, all of a block's
-// warps have planned by now.
-template <typename P>
-__device__ __forceinline__ std::uint32_t rehearsals(const Pass<P>& pass) {
-  return pass.distributed() ? 0 : untold<1>();
-}
-
 // --- Weights: one thread. Streams the tasks' weight rows; they wait for nothing but a free stage.
 
 // Whether the blocks of the pair have a tile each, and the same weights.
@@ -87,7 +80,7 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
   TaskReader reader(pass);
   RingPlace place;
   // The first time around is a rehearsal, while the first task is being found.
-  for (std::uint32_t rehearsal = rehearsals(pass);; rehearsal = 0) {
+  for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
     TaskDescriptor task{};
     task.k_blocks = 1;
     if (rehearsal == 0) {
@@ -110,7 +103,7 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
     constexpr bool kWithScales = P::kScaled && !kJoinedScales<P>;
     if constexpr (kWithScales) scales = weight_scales(pass, task);
     for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
-      if (!wait_ring(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) return;
+      if (!ring.await_free(pass.waiter(), place)) return;
       if (rehearsal != 0) break;
       if (kb == 0) trace_stamp(pass, TraceRole::kWeights, reader.index(), &TraceRecord::begin);
       if (kb == last_but_few) demand(pass);
@@ -208,9 +201,7 @@ __device__ __forceinline__ bool load_tile(const Pass<P>& pass, const TaskDescrip
   const Ring<P> ring = pass.ring();
   const TileRows<P> rows(pass, task);
   for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
-    if (!wait_ring<P::kAlone>(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) {
-      return false;
-    }
+    if (!ring.template await_free<P::kAlone>(pass.waiter(), place)) return false;
     const std::uint32_t full = ring.full_barrier(place.stage);
     if (!P::kAlone || (thread < 32 && elect())) {
       const std::uint32_t block = task.first_k_block + kb;
@@ -247,9 +238,7 @@ __device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const Task
   float4 tokens = fetch();
   float weights[kScaleSets] = {__ldg(of_weights), __ldg(of_weights + kWeightScales - 1)};
   for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
-    if (!wait_ring<true>(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) {
-      return false;
-    }
+    if (!ring.template await_free<true>(pass.waiter(), place)) return false;
     const std::uint32_t full = ring.full_barrier(place.stage);
     if (elect()) {
       rows.load(ring.tokens(place.stage), full, (task.first_k_block + kb) * kStageColumns);
@@ -287,7 +276,7 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
     }
   };
   // The first time around is a rehearsal, on a tile without rows.
-  for (std::uint32_t rehearsal = rehearsals(pass);; rehearsal = 0) {
+  for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
     TaskDescriptor task{};
     task.k_blocks = 1;
     if (rehearsal == 0) {
@@ -370,9 +359,7 @@ __device__ __forceinline__ bool quantize_tile(const Pass<P>& pass, const TaskDes
   // which takes longer than to execute one.
 #pragma unroll 1
   for (std::uint32_t i = 0; i < task.k_blocks; ++i) {
-    if (!wait_ring<true>(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) {
-      return false;
-    }
+    if (!ring.template await_free<true>(pass.waiter(), place)) return false;
     float scale = 0;
     const uint4 codes = quantize_together(values[0][0], values[0][1], scale);
 #pragma unroll
@@ -479,15 +466,11 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
     const auto depth = static_cast<std::uint32_t>(pass.layer.hidden * P::kElementBytes);
     const std::uint32_t whole_blocks = rehearsal == 0 ? depth / kStageRowBytes : 1;
     for (std::uint32_t kb = 0; kb < whole_blocks; ++kb) {
-      if (!wait_ring<true>(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) {
-        return;
-      }
+      if (!ring.template await_free<true>(pass.waiter(), place)) return;
       copy_rows([](std::uint32_t to, const std::byte* source) { copy_async(to, source); });
     }
     if (whole_blocks < task.k_blocks) {
-      if (!wait_ring<true>(pass.waiter(), ring.empty_barrier(place.stage), place.parity ^ 1)) {
-        return;
-      }
+      if (!ring.template await_free<true>(pass.waiter(), place)) return;
       const bool inside = whole_blocks * kStageRowBytes + 16 * my_chunk < depth;
       copy_rows(
           [inside](std::uint32_t to, const std::byte* source) { copy_async(to, source, inside); });
@@ -518,38 +501,46 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
   // Asked anew where it is needed, as is `mine`: there are few registers.
   const auto lane = [] { return fresh_thread_index<32>(); };
   const auto row_bytes = static_cast<std::uint32_t>(layer.hidden * P::kElementBytes);
-  const std::uint32_t of_warp = row0 / (kRows * gridDim.x);
-  if (kRows > 1 && lane() == 0) trace_stamp(pass, TraceRole::kPack, of_warp, &TraceRecord::ready);
+  const auto of_warp = [&] {  // of the pack warp's groups
+    return *static_cast<const volatile std::uint32_t*>(&block.pack_row) / (kRows * gridDim.x);
+  };
+  if (kRows > 1 && lane() == 0) trace_stamp(pass, TraceRole::kPack, of_warp(), &TraceRecord::ready);
   // Lane i < kRows finds row i's place.
   const std::uint32_t row = row0 + lane();
-  // Tile and row of it, in one word, for there are few registers.
+  // Tile and row of it, in one word, for there are few registers; likewise the expert and the
+  // distance of the source.
   constexpr std::uint32_t kNone = ~0u;
-  std::uint32_t place = kNone, expert = 0;
-  const auto mine = [&] {
-    asm volatile("" : "+r"(place));
-    return place != kNone;
+  std::uint32_t place = kNone, list = 0;
+  const auto told_anew = [](std::uint32_t& word) {
+    asm volatile("" : "+r"(word));
+    return word;
   };
+  const auto mine = [&] { return told_anew(place) != kNone; };
   const auto tile_of = [&] { return place / kMaxHeight<P>; };
-  // Of own rows, the token takes the place of the position as soon as it is known.
-  SourceRow source{0, row};
-  const auto entry = [&] { return __ldcg(entry_of(pass, expert, source)); };
+  const auto expert = [&] { return RowEntry::token(told_anew(list)); };
+  const auto distance = [&] { return RowEntry::k(told_anew(list)); };
+  // In the source's list; of own rows, as soon as it is known, the token.
+  std::uint32_t position = row;
+  const auto entry = [&] { return __ldcg(entry_of(pass, expert(), {distance(), position})); };
   if (row < row0 + kRows && row >= begin && row < end) {
     protocol::TokenTiles cut = state.shared_tiles;
-    std::uint32_t position = row, first_tile = 0;
+    std::uint32_t of_expert = row, first_tile = 0;
     if (row >= cut.rows) {
       const std::uint32_t* const row_begin = block.row_begin + pass.first_expert();
-      expert = find_expert(row_begin, pass.local_experts(), row);
-      position = row - row_begin[expert];
-      first_tile = block.tile_begin[pass.first_expert() + expert];
-      cut = protocol::TokenTiles(block.expert_rows[pass.first_expert() + expert], P::kTileShape);
-      source = find_source(pass, expert, position);
-      if (source.distance == 0) source.position = RowEntry::token(entry());
+      const std::uint32_t e = find_expert(row_begin, pass.local_experts(), row);
+      of_expert = row - row_begin[e];
+      first_tile = block.tile_begin[pass.first_expert() + e];
+      cut = protocol::TokenTiles(block.expert_rows[pass.first_expert() + e], P::kTileShape);
+      const SourceRow source = find_source(pass, e, of_expert);
+      list = RowEntry::pack(e, source.distance);
+      position = source.position;
+      if (source.distance == 0) position = RowEntry::token(entry());
     }
-    place = pass.place_of(cut, first_tile, position);
+    place = pass.place_of(cut, first_tile, of_expert);
   }
   // The tile that had the slot before is no longer needed once its GEMM1 is complete. What others
   // send must have come.
-  const auto is_there = [&] { return !mine() || has_arrived(pass, expert, source.distance); };
+  const auto is_there = [&] { return !mine() || has_arrived(pass, expert(), distance()); };
   pass.waiter().wait_for(
       [&] {
         return __all_sync(~0u,
@@ -560,47 +551,44 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
         // The first row that has not come, if that is what is missing.
         const std::uint32_t absent = __ballot_sync(~0u, !is_there());
         const int which = absent == 0 ? 0 : __ffs(absent) - 1;
-        const std::uint32_t distance = __shfl_sync(~0u, source.distance, which);
-        return protocol::Missing{protocol::Phase::kDispatch,
-                                 pass.rank_at(absent == 0 ? 0 : distance), tile_of(), pass.flag(),
-                                 0};
+        const std::uint32_t from = __shfl_sync(~0u, distance(), which);
+        return protocol::Missing{protocol::Phase::kDispatch, pass.rank_at(absent == 0 ? 0 : from),
+                                 tile_of(), pass.flag(), 0};
       });
   __syncwarp();
   if constexpr (P::kTraced && kRows > 1) {
     const std::uint32_t rows = __ballot_sync(~0u, mine());
     if (rows != 0 && lane() == __ffs(static_cast<int>(rows)) - 1u) {
       const int first_expert = static_cast<int>(pass.first_expert());
-      trace_subject(pass, TraceRole::kPack, of_warp,
+      trace_subject(pass, TraceRole::kPack, of_warp(),
                     {TraceKind::kPack, static_cast<std::int32_t>(tile_of()), -1,
-                     pass.is_shared(tile_of()) ? -1 : first_expert + static_cast<int>(expert),
-                     __popc(rows), source.distance == 0 ? -1 : pass.rank_at(source.distance)});
-      trace_stamp(pass, TraceRole::kPack, of_warp, &TraceRecord::begin);
+                     pass.is_shared(tile_of()) ? -1 : first_expert + static_cast<int>(expert()),
+                     __popc(rows), distance() == 0 ? -1 : pass.rank_at(distance())});
+      trace_stamp(pass, TraceRole::kPack, of_warp(), &TraceRecord::begin);
     }
   }
-  if (source.distance != 0) source.position = RowEntry::token(RowEntry::sent(entry(), layer));
-  // In one word, too.
+  if (distance() != 0) position = RowEntry::token(RowEntry::sent(entry(), layer));
   const std::uint32_t column = lane();
-  const std::uint32_t from = RowEntry::pack(source.position, source.distance);
+  const std::uint32_t from = RowEntry::pack(position, distance());
   const std::uint32_t my_row = mine() ? pass.packed_row(place) : kNone;
 #pragma unroll 1
   for (std::uint32_t i = 0; i < kRows; ++i) {
     const std::uint32_t to = __shfl_sync(~0u, my_row, i);
     if (to == kNone) continue;
-    const std::uint32_t distance = RowEntry::k(__shfl_sync(~0u, from, i));
+    const std::uint32_t at = RowEntry::k(__shfl_sync(~0u, from, i));
     const std::uint32_t from_token = RowEntry::token(__shfl_sync(~0u, from, i));
-    const std::byte* const sent =
-        distance == 0 ? nullptr : layer.heap.pool(layer.mine, distance, from_token);
+    const std::byte* const sent = at == 0 ? nullptr : layer.heap.pool(layer.mine, at, from_token);
     const auto copy_values = [&] {
       copy_row<kCopyVectors<P>>(layer.packed + std::size_t{to} * row_bytes,
-                                distance == 0 ? state.rows + from_token * state.row_bytes : sent,
+                                at == 0 ? state.rows + from_token * state.row_bytes : sent,
                                 row_bytes, part);
     };
     if constexpr (P::kScaled) {
       // The first scales are under way together with the values, not after them. (For more of them
       // there are no registers.)
       const auto* const scales =
-          distance == 0 ? state.row_scales + from_token * state.row_scale_stride
-                        : reinterpret_cast<const float*>(sent + layer.heap.scale_offset());
+          at == 0 ? state.row_scales + from_token * state.row_scale_stride
+                  : reinterpret_cast<const float*>(sent + layer.heap.scale_offset());
       const std::uint32_t groups = part.index == 0 ? layer.x_groups : 0;
       const float first = column < groups ? __ldcg(scales + column) : 0;
       copy_values();
@@ -616,7 +604,7 @@ __device__ __forceinline__ void pack_rows(const Pass<P>& pass, std::uint32_t row
   fence_async_proxy();
   __syncwarp();
   if (mine() && pass.goes_on()) add_release_gpu(pass.packed(tile_of()), part.units());
-  if (kRows > 1 && lane() == 0) trace_stamp(pass, TraceRole::kPack, of_warp, &TraceRecord::end);
+  if (kRows > 1 && lane() == 0) trace_stamp(pass, TraceRole::kPack, of_warp(), &TraceRecord::end);
 }
 
 // The first row of a tile of this rank's, or the number of rows if there are fewer tiles.
@@ -789,97 +777,110 @@ __device__ __forceinline__ std::uint32_t pack_own_tokens(const Pass<P>& pass) {
       own = find_slot();
     } else {
       rehearsal = 0;
-      named_barrier_anywhere<kPackers>(kTilesPlaced);
+      named_barrier_anywhere<kMathAndScheduler>(kTilesPlaced);
       if (state.plan_failed) return packed;
     }
   }
 }
 
-// The math warps' part of sending and packing. Where there are several ranks: a row to a warp, or
-// to several as far as they go, and neighbours to different blocks.
-template <typename P>
-__device__ __forceinline__ void pack_first_rows(const Pass<P>& pass) {
-  const std::uint32_t warp = (threadIdx.x / 32 - 4) * gridDim.x + blockIdx.x;
+// do_part(row, part) for this math warp's parts of `rows` rows: a row to a warp, or to several as
+// far as they go, and neighbours to different blocks.
+template <typename P, typename DoPart>
+__device__ __forceinline__ void share_out(const Pass<P>& pass, std::uint32_t rows,
+                                          DoPart&& do_part) {
   const std::uint32_t warps = gridDim.x * kMathWarps;
   const auto row_bytes = static_cast<std::uint32_t>(pass.layer.hidden * P::kElementBytes);
-  const auto trace_first = [&](std::uint32_t record, TraceKind kind, std::uint32_t count) {
-    trace_math_end(pass, record, {kind, -1, -1, -1, static_cast<std::int32_t>(count)});
-  };
-  // do_part(row, part) for this warp's parts of all rows.
-  const auto share_out = [&](std::uint32_t rows, auto&& do_part) {
-    const std::uint32_t log2 = RowPart::log2_of(rows, warps, row_bytes);
+  const std::uint32_t log2 = RowPart::log2_of(rows, warps, row_bytes);
 #pragma unroll 1
-    for (std::uint32_t i = warp; i >> log2 < rows; i += warps) {
-      do_part(i >> log2, RowPart{i & ((1u << log2) - 1), log2});
-    }
-  };
-  if (pass.distributed()) {
-    const std::uint32_t rows = pass.state().first_rows;
-    trace_math(pass, kFirstSendsRecord, &TraceRecord::begin);
-    const std::uint32_t slots = pass.state().first_sends;
-    share_out(slots, [&](std::uint32_t slot, const RowPart& part) {
-      send_slots<1>(pass, slot, 0, slots, part);
-    });
-    trace_first(kFirstSendsRecord, TraceKind::kSend, slots / gridDim.x);
-    trace_math(pass, kFirstRowsRecord, &TraceRecord::begin);
-    share_out(rows, [&](std::uint32_t row, const RowPart& part) {
-      pack_rows<1>(pass, row, 0, rows, part);
-    });
-    trace_first(kFirstRowsRecord, TraceKind::kPack, rows / gridDim.x);
-  } else {
-    trace_math(pass, kFirstRowsRecord, &TraceRecord::begin);
-    trace_first(kFirstRowsRecord, TraceKind::kPack, pack_own_tokens(pass));
+  for (std::uint32_t i = (threadIdx.x / 32 - 4) * gridDim.x + blockIdx.x; i >> log2 < rows;
+       i += warps) {
+    do_part(i >> log2, RowPart{i & ((1u << log2) - 1), log2});
   }
 }
 
-// Level by level, of which the n-th is the n-th expert of every rank. Rows of a level are packed
-// when those of the next levels have been sent: no rank waits for what another sends later than
-// what that one waits for. (The level is kept in memory, and bounds are looked up again and again,
-// for there are few registers.)
+// The math warps' part of sending, while others wait for all ranks' counts.
+template <typename P>
+__device__ __forceinline__ void send_first_slots(const Pass<P>& pass) {
+  if (!place_sends(pass)) {
+    pass.block.pass.plan_failed = true;
+    if (pass.call.paired != 0 && threadIdx.x == kWarpgroup) give_up_pair(pass);
+  }
+  named_barrier_arrive<kMathSchedulerAndPack>(kAllPlaced);
+  const std::uint32_t slots = pass.state().first_sends;  // none if the pass was given up
+  trace_math(pass, kFirstSendsRecord, &TraceRecord::begin);
+  share_out(pass, slots, [&](std::uint32_t slot, const RowPart& part) {
+    send_slots<1>(pass, slot, 0, slots, part);
+  });
+  trace_math_end(pass, kFirstSendsRecord,
+                 {TraceKind::kSend, -1, -1, -1, static_cast<std::int32_t>(slots / gridDim.x)});
+}
+
+// And of packing.
+template <typename P>
+__device__ __forceinline__ void pack_first_rows(const Pass<P>& pass) {
+  std::uint32_t packed = 0;
+  if (pass.distributed()) {
+    named_barrier_anywhere<kMathAndScheduler>(kTilesPlaced);
+    if (pass.state().plan_failed) return;
+    trace_math(pass, kFirstRowsRecord, &TraceRecord::begin);
+    const std::uint32_t rows = first_rows(pass);
+    share_out(pass, rows, [&](std::uint32_t row, const RowPart& part) {
+      pack_rows<1>(pass, row, 0, rows, part);
+    });
+    packed = rows / gridDim.x;
+  } else {
+    trace_math(pass, kFirstRowsRecord, &TraceRecord::begin);
+    named_barrier_arrive<kMathSchedulerAndPack>(kAllPlaced);
+    packed = pack_own_tokens(pass);
+  }
+  trace_math_end(pass, kFirstRowsRecord,
+                 {TraceKind::kPack, -1, -1, -1, static_cast<std::int32_t>(packed)});
+}
+
+// In order of levels, of which the n-th is the n-th expert of every rank. Rows of a level are
+// packed when those of the next levels have been sent: no rank waits for what another sends later
+// than what that one waits for. (Places are kept in memory, and bounds are looked up again and
+// again, for there are few registers.)
 template <typename P>
 __device__ __forceinline__ void pack_role(const Pass<P>& pass) {
   constexpr std::uint32_t kRows = kPackedTogether, kSlots = 8;
   const LayerParams& layer = pass.layer;
-  // Where the rows of level n begin, and where its slots. Rows that wait together are of the level
-  // of the last of them, which waits for what is sent last.
-  const auto row_begin = [&](std::uint32_t n) {
-    if (n == 0) return std::uint32_t{0};
-    return n < layer.levels && n < pass.local_experts()
-               ? pass.block.row_begin[pass.first_expert() + n] / kRows * kRows
-               : pass.num_rows();
-  };
-  const auto slot_begin = [&](std::uint32_t n) {
-    return pass.block.ranks.send_begin[n * static_cast<std::uint32_t>(layer.heaps.size() - 1)];
-  };
-  volatile std::uint32_t &level = pass.block.pack_level, &next = pass.block.pack_next;
+  volatile std::uint32_t &slot = pass.block.pack_slot, &row = pass.block.pack_row,
+                         &slots_end = pass.block.pack_slots_end;
   // By all lanes, none of which may read the one value while another writes the other.
   const auto set = [](volatile std::uint32_t& word, std::uint32_t value) {
     __syncwarp();
     word = value;
     __syncwarp();
   };
-  set(level, 0);
+  // Where the slots end that are sent before the group of rows at `row` is packed. Rows that wait
+  // together are of the level of the last of them, which waits for what is sent last.
+  const auto slots_before_row = [&] {
+    if (row >= pass.num_rows()) return pass.num_sends();
+    const std::uint32_t level =
+        find_expert(pass.block.row_begin + pass.first_expert(), pass.local_experts(),
+                    min(row + kRows, pass.num_rows()) - 1);
+    return pass.block.ranks.send_begin[min(level + 1 + pass.state().send_lead, layer.levels) *
+                                       static_cast<std::uint32_t>(layer.heaps.size() - 1)];
+  };
+  set(pass.block.pass.first_rows, first_rows(pass));
+  set(slot, first_group<kSlots>(pass.state().first_sends / kSlots * kSlots));
+  set(row, first_group<kRows>(pass.state().first_rows / kRows * kRows));
+  const auto sends = [&] { return pass.distributed() && slot < pass.num_sends(); };
 #pragma unroll 1
-  while (level < layer.levels + pass.state().send_lead) {
-    if (pass.distributed() && level < layer.levels) {
-      set(next,
-          first_group<kSlots>(max(slot_begin(level), pass.state().first_sends / kSlots * kSlots)));
+  while (sends() || row < pass.num_rows()) {
+    if (sends()) {
+      set(slots_end, slots_before_row());
 #pragma unroll 1
-      while (next < slot_begin(level + 1)) {
-        send_slots<kSlots>(pass, next, pass.state().first_sends, pass.num_sends());
-        set(next, next + kSlots * gridDim.x);
+      while (slot < slots_end) {
+        send_slots<kSlots>(pass, slot, pass.state().first_sends, pass.num_sends());
+        set(slot, slot + kSlots * gridDim.x);
       }
     }
-    if (level >= pass.state().send_lead) {
-      set(next, first_group<kRows>(max(row_begin(level - pass.state().send_lead),
-                                       pass.state().first_rows / kRows * kRows)));
-#pragma unroll 1
-      while (next < row_begin(level - pass.state().send_lead + 1)) {
-        pack_rows<kRows>(pass, next, pass.state().first_rows, pass.num_rows());
-        set(next, next + kRows * gridDim.x);
-      }
+    if (row < pass.num_rows()) {
+      pack_rows<kRows>(pass, row, pass.state().first_rows, pass.num_rows());
+      set(row, row + kRows * gridDim.x);
     }
-    set(level, level + 1);
   }
   if (pass.distributed()) raise_finished(pass);
 }

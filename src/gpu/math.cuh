@@ -151,18 +151,22 @@ __device__ __forceinline__ void combine_task(const Pass<P>& pass, std::uint32_t 
     tile = token / pass.state().shared_tiles.height;
   }
   const std::uint32_t present = __ballot_sync(~0u, exists);
-  const auto done = [&] {
-    return !exists || (finished != nullptr ? protocol::load_acquire(finished) == pass.flag()
-                                           : pass.gemm2_complete(tile));
+  // Looked at again only while it is missing: own tiles and others' are two trips to memory.
+  bool missing = exists;
+  const auto all_done = [&] {
+    if (missing) {
+      missing = finished != nullptr ? protocol::load_acquire(finished) != pass.flag()
+                                    : !pass.gemm2_complete(tile);
+    }
+    return !__any_sync(~0u, missing);
   };
-  const auto all_done = [&] { return __all_sync(~0u, done()) != 0; };
   // Who has to wait rehearses meanwhile: the instructions come one cache line after another.
 #pragma unroll 1
   for (bool rehearsal = !all_done();; rehearsal = false) {
     if (!rehearsal) {
       pass.waiter().wait_for(all_done, [&] {
         // The first that has not come from another rank, if that is what is missing.
-        const std::uint32_t absent = __ballot_sync(~0u, finished != nullptr && !done());
+        const std::uint32_t absent = __ballot_sync(~0u, finished != nullptr && missing);
         const std::int32_t of = __shfl_sync(~0u, id, absent == 0 ? 0 : __ffs(absent) - 1);
         const int peer = absent == 0 ? layer.heaps.rank : layer.heaps.layout.experts().owner(of);
         return protocol::Missing{protocol::Phase::kCombine, peer, token, pass.flag(), 0};

@@ -1,5 +1,5 @@
 // What the ranks of a pass tell and send each other; see heap.h. All of it is stores into the other
-// rank's heap and flags behind them: nobody reads another's memory.
+// rank's heap, with flags in them (counts) or behind them: nobody reads another's memory.
 #pragma once
 
 #include "gpu/plan.cuh"
@@ -18,80 +18,116 @@ template <typename P>
 __device__ __forceinline__ void publish_counts(const Pass<P>& pass) {
   const LayerParams& layer = pass.layer;
   const protocol::Heaps& heaps = layer.heaps;
-  const std::uint64_t epoch = pass.state().epoch;
+  const std::uint64_t flag = std::uint64_t{pass.flag()} << 32;
   const auto num_experts = static_cast<std::uint32_t>(layer.num_experts);
-  for (std::uint32_t e = threadIdx.x; e < num_experts; e += kThreads) {
-    const std::uint32_t rows = __ldcg(pass.state().words.expert_rows() + e);
+  const std::uint32_t* const rows = pass.state().words.expert_rows();
+  for (std::uint32_t e = 2 * threadIdx.x; e < num_experts; e += 2 * kThreads) {
+    const WordPair words{flag | __ldcg(rows + e),
+                         flag | (e + 1 < num_experts ? __ldcg(rows + e + 1) : 0)};
 #pragma unroll 1
     for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(heaps.size()); ++i) {
-      layer.heap.counts(heaps.base[pass.rank_at(i)], epoch, heaps.rank)[e] = rows;
+      store_words(
+          layer.heap.counts(heaps.base[pass.rank_at(i)], pass.state().epoch, heaps.rank) + e,
+          words);
     }
-  }
-  __syncthreads();
-  if (threadIdx.x < static_cast<std::uint32_t>(heaps.size())) {
-    std::byte* const base = heaps.base[pass.rank_at(threadIdx.x)];
-    protocol::store_release(layer.heap.counts_epoch(base, epoch, heaps.rank), pass.flag());
   }
 }
 
-// False if the pass was given up. Called by all threads.
+// Waits until this thread's counts, those that read_counts() takes, have come from all ranks. False
+// if the pass was given up. Called by the loading warps.
 template <typename P>
 __device__ __forceinline__ bool await_counts(const Pass<P>& pass) {
   const LayerParams& layer = pass.layer;
-  bool arrived = true;
-  if (const auto source = static_cast<int>(threadIdx.x); source < layer.heaps.size()) {
-    const std::uint32_t* const word =
-        layer.heap.counts_epoch(layer.mine, pass.state().epoch, source);
-    arrived = pass.waiter().wait_for([&] { return protocol::load_acquire(word) == pass.flag(); },
+  const int size = layer.heaps.size();
+  // This rank's counts say that its blocks have listed their tokens, but not that these lists are
+  // to be seen.
+  bool arrived = threadIdx.x != 0 || all_arrived(pass.waiter(), pass.barrier(kListsReady));
+#pragma unroll 1
+  for (int e = 2 * static_cast<int>(threadIdx.x); arrived && e < layer.num_experts;
+       e += 2 * kWarpgroup) {
+    std::uint64_t seen = 0;
+    const auto first_missing = [&] {  // of the ranks; their number if none is
+      int missing = size;
+#pragma unroll 2
+      for (int source = size; source-- > 0;) {
+        const WordPair words =
+            load_words(layer.heap.counts(layer.mine, pass.state().epoch, source) + e);
+        const std::uint64_t flag = pass.flag();
+        if (words.first >> 32 == flag && words.second >> 32 == flag) continue;
+        missing = source;
+        seen = (words.first >> 32 != flag ? words.first : words.second) >> 32;
+      }
+      return missing;
+    };
+    arrived = pass.waiter().wait_for([&] { return first_missing() == size; },
                                      [&] {
-                                       return protocol::Missing{protocol::Phase::kCounts, source,
-                                                                threadIdx.x, pass.flag(),
-                                                                protocol::load_acquire(word)};
+                                       const int source = first_missing();
+                                       return protocol::Missing{
+                                           protocol::Phase::kCounts,
+                                           source == size ? layer.heaps.rank : source,
+                                           static_cast<std::uint64_t>(e), pass.flag(), seen};
                                      });
   }
-  return __syncthreads_and(arrived);
+  return !named_barrier_any<kWarpgroup>(kOfLoading, !arrived);
 }
 
 // From the counts matrix to rows per expert, and where each source's are among them: those of the
-// expert's owner first, which need not travel, then by distance. Called by all threads.
+// expert's owner first, which need not travel, then by distance. Called by the loading warps.
 template <typename P>
 __device__ __forceinline__ void read_counts(const Pass<P>& pass) {
   const LayerParams& layer = pass.layer;
-  const protocol::Heaps& heaps = layer.heaps;
-  const protocol::ExpertPartition experts = heaps.layout.experts();
-  RankTables<P>& tables = pass.block.ranks;
-  const auto counts = [&](int source) {
-    return layer.heap.counts(layer.mine, pass.state().epoch, source);
-  };
-  const auto size = static_cast<std::uint32_t>(heaps.size());
-  for (int e = static_cast<int>(threadIdx.x); e < layer.num_experts; e += kThreads) {
-    const int owner = experts.owner(e);
-    const bool mine = owner == heaps.rank;
-    std::uint32_t rows = 0, source = static_cast<std::uint32_t>(owner);
+  const int size = layer.heaps.size(), rank = layer.heaps.rank;
+  const protocol::ExpertPartition experts = layer.heaps.layout.experts();
 #pragma unroll 1
-    for (std::uint32_t distance = 0; distance < size; ++distance) {
-      if (source == static_cast<std::uint32_t>(heaps.rank) && !mine) {
-        pass.block.row_begin[e] = rows;
+  for (int e0 = 2 * static_cast<int>(threadIdx.x); e0 < layer.num_experts; e0 += 2 * kWarpgroup) {
+    // Two experts: of each, rows of ranks 0 to `source`, and what that is at its owner and here.
+    std::uint32_t rows[2] = {}, at_owner[2] = {}, here[2] = {};
+    std::uint32_t* begin[2] = {};  // of this rank's experts: [distance]
+    const int owner[2] = {experts.owner(e0), experts.owner(min(e0 + 1, layer.num_experts - 1))};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (owner[i] == rank && e0 + i < layer.num_experts) {
+        begin[i] = pass.block.ranks.source_begin + (e0 + i - layer.first_expert) * size;
       }
-      if (mine) tables.source_begin[(e - layer.first_expert) * size + distance] = rows;
-      rows += __ldcg(counts(static_cast<int>(source)) + e);
-      if (++source == size) source = 0;
     }
-    pass.block.expert_rows[e] = rows;
-  }
-  // What is to be sent, not yet summed.
-  const std::uint32_t others = size - 1;
-  for (std::uint32_t i = threadIdx.x; i < layer.levels * others; i += kThreads) {
-    const int owner = pass.rank_at(i % others + 1), e = static_cast<int>(i / others);
-    tables.send_begin[i] = e < layer.rank_begin[owner + 1] - layer.rank_begin[owner]
-                               ? __ldcg(counts(heaps.rank) + layer.rank_begin[owner] + e)
-                               : 0;
+#pragma unroll 2
+    for (int source = 0; source < size; ++source) {
+      const WordPair words =
+          load_words(layer.heap.counts(layer.mine, pass.state().epoch, source) + e0);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (source == owner[i]) at_owner[i] = rows[i];
+        if (source == rank) here[i] = rows[i];
+        if (begin[i] != nullptr) {
+          begin[i][source < rank ? source - rank + size : source - rank] = rows[i];
+        }
+        rows[i] += static_cast<std::uint32_t>(i == 0 ? words.first : words.second);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int e = e0 + i;
+      if (e >= layer.num_experts) break;
+      pass.block.expert_rows[e] = rows[i];
+      // Counted from the owner's on, around the circle of ranks.
+      const auto from_owner = [&](std::uint32_t at, bool before) {
+        return at - at_owner[i] + (before ? rows[i] : 0);
+      };
+      if (begin[i] == nullptr) {
+        pass.block.row_begin[e] = from_owner(here[i], rank < owner[i]);
+        continue;
+      }
+#pragma unroll 1
+      for (int distance = 0; distance < size; ++distance) {
+        begin[i][distance] = from_owner(begin[i][distance], rank + distance >= size);
+      }
+    }
   }
 }
 
-// Called by one warp.
+// From the numbers of slots in send_begin to where they begin. Called by one warp.
 template <typename P>
-__device__ __forceinline__ void place_sends(const Pass<P>& pass) {
+__device__ __forceinline__ void sum_sends(const Pass<P>& pass) {
   std::uint32_t* const begin = pass.block.ranks.send_begin;
   const std::uint32_t count =
       pass.layer.levels * static_cast<std::uint32_t>(pass.layer.heaps.size() - 1);
@@ -327,6 +363,36 @@ __device__ __forceinline__ std::uint32_t send_lead(const Pass<P>& pass) {
   return min(max(levels, kLeast), kMost);
 }
 
+// Places what this rank sends, as soon as all its blocks have completed its lists: that depends on
+// nobody's counts. False if the pass was given up. Called by the math warps.
+template <typename P>
+__device__ __forceinline__ bool place_sends(const Pass<P>& pass) {
+  const LayerParams& layer = pass.layer;
+  const std::uint32_t thread = threadIdx.x - kWarpgroup;
+  const bool arrived = thread != 0 || all_arrived(pass.waiter(), pass.barrier(kListsReady));
+  if (named_barrier_any<kGateThreads>(kOfMath, !arrived)) return false;
+  const auto others = static_cast<std::uint32_t>(layer.heaps.size() - 1);
+  for (std::uint32_t i = thread; i < layer.levels * others; i += kGateThreads) {
+    const int owner = pass.rank_at(i % others + 1);
+    const int e = layer.rank_begin[owner] + static_cast<int>(i / others);
+    pass.block.ranks.send_begin[i] =
+        e < layer.rank_begin[owner + 1] ? __ldcg(pass.state().words.expert_rows() + e) : 0;
+  }
+  named_barrier<kGateThreads>(kOfMath);
+  if (thread < 32) {
+    sum_sends(pass);
+    __syncwarp();
+  }
+  if (thread == 0) {
+    auto& state = pass.block.pass;
+    state.first_sends = first_sends(pass);
+    state.send_lead = send_lead(pass);
+    if (blockIdx.x == 0) state.words.counters()[kSentRows] = pass.num_sends();
+  }
+  named_barrier<kGateThreads>(kOfMath);
+  return true;
+}
+
 // --- Combine.
 
 // Tells the sources of this rank's tiles that they are finished, as they come to be. A lane takes
@@ -335,7 +401,6 @@ template <typename P>
 __device__ __forceinline__ void raise_finished(const Pass<P>& pass) {
   const LayerParams& layer = pass.layer;
   const protocol::Heaps& heaps = layer.heaps;
-  const RankTables<P>& tables = pass.block.ranks;
   const auto size = static_cast<std::uint32_t>(heaps.size());
   const std::uint32_t tiles = pass.num_tiles(), first = pass.state().shared_tiles.count;
   std::uint32_t returned = 0, flags = 0;
@@ -347,6 +412,26 @@ __device__ __forceinline__ void raise_finished(const Pass<P>& pass) {
   for (std::uint32_t tile0 = first + blockIdx.x; tile0 < tiles; tile0 += 32 * gridDim.x) {
     const std::uint32_t tile = tile0 + gridDim.x * (threadIdx.x % 32);
     bool pending = tile < tiles;
+    // Whom to tell, found out before it is time to.
+    std::uint32_t distances = 0;
+    if (pending) {
+      const std::uint32_t expert =
+          find_expert(pass.block.tile_begin + layer.first_expert, layer.local_experts, tile);
+      const protocol::TokenTiles cut(pass.block.expert_rows[layer.first_expert + expert],
+                                     P::kTileShape);
+      const std::uint32_t of_expert = tile - pass.block.tile_begin[layer.first_expert + expert];
+      const std::uint32_t* const source_begin = pass.block.ranks.source_begin + expert * size;
+#pragma unroll 1
+      for (std::uint32_t distance = 1; distance < size; ++distance) {
+        const std::uint32_t begin = max(cut.begin(of_expert), source_begin[distance]);
+        const std::uint32_t end =
+            min(cut.end(of_expert), distance + 1 < size ? source_begin[distance + 1] : cut.rows);
+        if (begin >= end) continue;
+        distances |= 1u << distance;
+        returned += end - begin;
+      }
+      flags += __popc(distances);
+    }
     while (__any_sync(~0u, pending)) {
       bool done = false;
       if (!pass.waiter().wait(protocol::Phase::kExperts, tile0, [&] {
@@ -358,24 +443,13 @@ __device__ __forceinline__ void raise_finished(const Pass<P>& pass) {
       stamp(&TraceRecord::begin);
       if (!done) continue;
       pending = false;
-      const std::uint32_t expert =
-          find_expert(pass.block.tile_begin + layer.first_expert, layer.local_experts, tile);
-      const protocol::TokenTiles cut(pass.block.expert_rows[layer.first_expert + expert],
-                                     P::kTileShape);
-      const std::uint32_t of_expert = tile - pass.block.tile_begin[layer.first_expert + expert];
-      const std::uint32_t* const source_begin = tables.source_begin + expert * size;
       fence_system();
 #pragma unroll 1
-      for (std::uint32_t distance = 1; distance < size; ++distance) {
-        const std::uint32_t begin = max(cut.begin(of_expert), source_begin[distance]);
-        const std::uint32_t end =
-            min(cut.end(of_expert), distance + 1 < size ? source_begin[distance + 1] : cut.rows);
-        if (begin >= end) continue;
+      for (; distances != 0; distances &= distances - 1) {
+        const auto distance = static_cast<std::uint32_t>(__ffs(static_cast<int>(distances)) - 1);
         std::byte* const source = heaps.base[pass.rank_at(distance)];
         protocol::store_relaxed(layer.heap.finished(source, tile + pass.state().tile_offset),
                                 pass.flag());
-        returned += end - begin;
-        ++flags;
       }
     }
   }

@@ -172,6 +172,16 @@ __device__ __forceinline__ std::uint32_t load_ticket(const BlockStorage<P>& bloc
   return *static_cast<const volatile std::uint32_t*>(&block.ticket);
 }
 
+// Tells the other block of the pair, which may be further, what this one's plan found: the pass was
+// given up. Its roles wait no longer. By one thread.
+template <typename P>
+__device__ __forceinline__ void give_up_pair(const Pass<P>& pass) {
+  const std::uint32_t going = shared_address(&pass.block.pass.going);
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_pair(going, rank_in_pair() ^ 1)),
+               "r"(static_cast<std::uint32_t>(Going::kGivenUp))
+               : "memory");
+}
+
 // The first task of this block, into its slot, and handed out unless it is a rehearsal. By the
 // scheduler's warp, when tiles are placed: the pass knows it earlier, and in code that it has
 // rehearsed.

@@ -168,6 +168,12 @@ struct Ring : StageShape<P> {
   }
   __device__ std::uint32_t full_barrier(std::uint32_t stage) const { return full + 8 * stage; }
   __device__ std::uint32_t empty_barrier(std::uint32_t stage) const { return empty + 8 * stage; }
+
+  // Waits until what the stage held before is used up; see wait_ring().
+  template <bool kWarp = false>
+  __device__ bool await_free(const Waiter& waiter, const RingPlace& place) const {
+    return wait_ring<kWarp>(waiter, empty_barrier(place.stage), place.parity ^ 1);
+  }
 };
 
 // Where the routing of a pass is. Small passes keep it in every block's shared memory, large ones
@@ -231,13 +237,13 @@ struct PassState {
   std::uint32_t log2_splits;         // of the parts of GEMM2's K, with cells of their own
   std::uint32_t log2_combine_chunk;  // of the tokens of a combine task
   std::uint32_t num_rows;            // of this rank's tiles
-  // What the math warps send and pack, having nothing else to do at first.
+  // What the math warps send and, of several ranks, pack, having nothing else to do at first.
   std::uint32_t first_sends, first_rows;
   std::uint32_t send_lead;    // levels that sending is ahead of packing, at most
   std::uint32_t tile_offset;  // from the number of a tile to that among all ranks' tiles
   Going going;
-  // Of the world, before the pass began; of the plan. Written before roles begin, so that all warps
-  // find the same. (`going` is every wait's.)
+  // Of the world, before the pass began; of the plan. Written before those who read them begin
+  // their roles, so that all warps find the same. (`going` is every wait's.)
   bool aborted, plan_failed;
 };
 
@@ -248,8 +254,8 @@ struct BlockStorage {
   alignas(16) TaskDescriptor tasks[kTaskSlots];
   alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
   alignas(8) std::uint64_t task_full[kTaskSlots], task_empty[kTaskSlots], demand, ticket_full;
-  alignas(8) std::uint64_t gate_full[kGateStages];  // large passes
-  std::uint32_t pack_level, pack_next;              // of the pack warp
+  alignas(8) std::uint64_t gate_full[kGateStages];    // large passes
+  std::uint32_t pack_slot, pack_slots_end, pack_row;  // of the pack warp
   std::uint32_t ticket;  // from the scheduler of the pair's first block to that of the second
   // Tasks of the block; and kNoMore, when a math warp has given up waiting for another.
   std::uint32_t handed_out;
@@ -276,10 +282,18 @@ static_assert(fit<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Pol
               "the block's shared memory is full");
 
 // Named barriers beside that of __syncthreads(): the math warps' before their role; in it, 1 and 2,
-// one for each warpgroup, and one for both; and, of large passes, the loading warps' and that of
-// all who wait for tiles to be placed.
-enum NamedBarrier : std::uint32_t { kOfMath = 1, kBothGroups = 3, kOfLoading, kTilesPlaced };
-inline constexpr int kPackers = 32 * (2 + kMathWarps);  // scheduler, pack, math
+// one for each warpgroup, and one for both; and, of large passes, the loading warps'; that of the
+// math warps, which wait for the scheduler's to place tiles; and that of the pack warp, which waits
+// for these and for the math warps to place what is to be sent.
+enum NamedBarrier : std::uint32_t {
+  kOfMath = 1,
+  kBothGroups = 3,
+  kOfLoading,
+  kTilesPlaced,
+  kAllPlaced
+};
+inline constexpr int kMathAndScheduler = 32 * (kMathWarps + 1);
+inline constexpr int kMathSchedulerAndPack = 32 * (kMathWarps + 2);
 
 // Which math warpgroup the thread is in, asked anew wherever it is needed: the sums leave no
 // register to keep it in.

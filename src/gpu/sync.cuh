@@ -116,6 +116,24 @@ __device__ __forceinline__ void store_vector(void* to, const uint4& v) {
                : "memory");
 }
 
+// Two words that ranks tell each other, at an even place: each is whole, and that is all.
+struct WordPair {
+  std::uint64_t first, second;
+};
+__device__ __forceinline__ void store_words(std::uint64_t* to, const WordPair& words) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(words.first),
+               "l"(words.second)
+               : "memory");
+}
+__device__ __forceinline__ WordPair load_words(const std::uint64_t* from) {
+  WordPair words;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(words.first), "=l"(words.second)
+               : "l"(from)
+               : "memory");
+  return words;
+}
+
 __device__ __forceinline__ void store_shared_vector(std::uint32_t address, const uint4& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w)
@@ -305,6 +323,11 @@ __device__ __forceinline__ void named_barrier(std::uint32_t id) {
 template <int Threads>
 __device__ __forceinline__ void named_barrier_anywhere(std::uint32_t id) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
+}
+// Counted as there without waiting for the others: what this thread wrote is for them.
+template <int Threads>
+__device__ __forceinline__ void named_barrier_arrive(std::uint32_t id) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "n"(Threads) : "memory");
 }
 // And learn whether any of them says so.
 template <int Threads>

@@ -262,7 +262,7 @@ template <int kBoxes, ActivationKind kKind, bool kGated, typename P>
 __device__ __forceinline__ void finish_tall_gemm1(const Pass<P>& pass, const TaskDescriptor& task,
                                                   std::uint32_t group, TallSums<kBoxes>& acc) {
   finish_tall_products<kBoxes, kGated>(pass, task, group, acc);
-  const float slope = -1.44269504f * pass.layer.alpha;
+  const float slope = 0.5f * pass.layer.alpha;
   const auto value = [slope](float v) { return activate<kKind>(v, slope); };
   if constexpr (kGated) {
     // Each box has 64 columns.

@@ -54,17 +54,6 @@ const DTypeName* find_dtype(std::string_view name) {
   throw Error(ErrorCode::kInvalidFile, fmt::format("{}: {}", source, problem));
 }
 
-[[noreturn]] void system_error(const std::filesystem::path& path, const char* call) {
-  const int code = errno;
-  const char* remedy = code == ENOENT   ? "check the path"
-                       : code == EACCES ? "check the permissions"
-                       : code == ENOSPC ? "free some disk space"
-                       : code == EMFILE ? "raise the limit on open files (ulimit -n)"
-                                        : "check the file system";
-  throw Error(ErrorCode::kSystem, fmt::format("{}: {} failed: {}; {}", path.string(), call,
-                                              std::strerror(code), remedy));
-}
-
 std::optional<std::uint64_t> unsigned_value(const json& value) {
   if (value.is_number_unsigned()) return value.get<std::uint64_t>();
   return std::nullopt;
@@ -252,7 +241,7 @@ std::string safetensors_index_json(const std::map<std::string, std::string>& wei
 
 std::shared_ptr<const SafetensorsFile> SafetensorsFile::open(const std::filesystem::path& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) system_error(path, "open");
+  if (fd < 0) throw_file_error(path, "open");
   struct stat status = {};
   if (::fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
     ::close(fd);
@@ -267,7 +256,7 @@ std::shared_ptr<const SafetensorsFile> SafetensorsFile::open(const std::filesyst
     if (mapping == MAP_FAILED) {
       ::close(fd);
       file->size_ = 0;
-      system_error(path, "mmap");
+      throw_file_error(path, "mmap");
     }
     file->mapping_ = static_cast<const std::byte*>(mapping);
   }
@@ -299,7 +288,7 @@ void SafetensorsFile::will_need(const TensorInfo& tensor) const {
 SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path,
                                      std::vector<TensorInfo> tensors,
                                      const std::map<std::string, std::string>& metadata)
-    : path_(path), temporary_(path.string() + fmt::format(".partial-{}", ::getpid())) {
+    : file_(path) {
   std::string header = "{";
   const char* separator = "";
   if (!metadata.empty()) {
@@ -331,37 +320,11 @@ SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path,
   header += "}";
   while ((kLengthBytes + header.size()) % kDataAlignment != 0) header += ' ';
 
-  fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  if (fd_ < 0) system_error(temporary_, "open");
   const std::uint64_t length = header.size();
   std::array<std::byte, kLengthBytes> length_bytes;
   std::memcpy(length_bytes.data(), &length, kLengthBytes);
-  write_all(length_bytes);
-  write_all(std::as_bytes(std::span(header)));
-}
-
-SafetensorsWriter::~SafetensorsWriter() {
-  if (fd_ < 0) return;
-  ::close(fd_);
-  ::unlink(temporary_.c_str());
-}
-
-void SafetensorsWriter::write_all(std::span<const std::byte> bytes) {
-  while (!bytes.empty()) {
-    // Linux writes at most 2 GiB per call.
-    const ssize_t written =
-        ::write(fd_, bytes.data(), std::min<std::size_t>(bytes.size(), 1u << 30));
-    if (written < 0) {
-      if (errno == EINTR) continue;
-      const int code = errno;
-      ::close(fd_);
-      fd_ = -1;
-      ::unlink(temporary_.c_str());
-      errno = code;
-      system_error(temporary_, "write");
-    }
-    bytes = bytes.subspan(static_cast<std::size_t>(written));
-  }
+  file_.write(length_bytes);
+  file_.write(std::as_bytes(std::span(header)));
 }
 
 void SafetensorsWriter::append(std::span<const std::byte> piece) {
@@ -369,8 +332,8 @@ void SafetensorsWriter::append(std::span<const std::byte> piece) {
     throw Error(
         ErrorCode::kInvalidArgument,
         fmt::format("{}: {} bytes appended to a file announced as {}; announce every tensor",
-                    path_.string(), appended_ + piece.size(), announced_));
-  write_all(piece);
+                    file_.path().string(), appended_ + piece.size(), announced_));
+  file_.write(piece);
   appended_ += piece.size();
 }
 
@@ -378,17 +341,8 @@ void SafetensorsWriter::finish() {
   if (appended_ != announced_)
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("{}: finished after {} of {} announced bytes; append the rest",
-                            path_.string(), appended_, announced_));
-  const int fd = fd_;
-  fd_ = -1;
-  if (::close(fd) != 0) {
-    ::unlink(temporary_.c_str());
-    system_error(temporary_, "close");
-  }
-  if (::rename(temporary_.c_str(), path_.c_str()) != 0) {
-    ::unlink(temporary_.c_str());
-    system_error(path_, "rename");
-  }
+                            file_.path().string(), appended_, announced_));
+  file_.finish();
 }
 
 OwnedMatrix read_matrix(const std::filesystem::path& path, const std::string& name) {

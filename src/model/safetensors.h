@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "model/whole_file.h"
 #include "switchyard/tensor.h"
 
 namespace switchyard {
@@ -90,9 +91,6 @@ class SafetensorsWriter {
   // Error{kSystem, kInvalidArgument}.
   SafetensorsWriter(const std::filesystem::path& path, std::vector<TensorInfo> tensors,
                     const std::map<std::string, std::string>& metadata = {});
-  ~SafetensorsWriter();
-  SafetensorsWriter(const SafetensorsWriter&) = delete;
-  SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
 
   // The next bytes of the data section; pieces need not end where tensors do.
   void append(std::span<const std::byte> piece);
@@ -100,10 +98,7 @@ class SafetensorsWriter {
   void finish();
 
  private:
-  void write_all(std::span<const std::byte> bytes);
-
-  std::filesystem::path path_, temporary_;
-  int fd_ = -1;
+  WholeFile file_;
   std::uint64_t announced_ = 0;
   std::uint64_t appended_ = 0;
 };

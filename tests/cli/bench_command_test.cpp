@@ -441,7 +441,7 @@ TEST(BenchRows, WritingThatFailsLeavesTheOldFile) {
     const rlimit small{16, 16};
     ::setrlimit(RLIMIT_FSIZE, &small);
     try {
-      write_whole("-o", path, std::string(1000, 'x'));
+      write_whole(path, std::string(1000, 'x'));
     } catch (const Error& error) {
       ::_exit(error.code() == ErrorCode::kSystem ? 7 : 1);
     }

@@ -264,6 +264,21 @@ TEST_F(GpuWeights, OneArrayOnTheDeviceIsUsedWhereItIs) {
   }
 }
 
+TEST_F(GpuWeights, OfAnotherDeviceAreCopied) {
+  if (gpu::device_count() < 2) GTEST_SKIP() << "needs two GPUs";
+  const LayerSpec spec = wide_spec(16, 4);
+  const MoeWeights host = make_weights(spec, DType::kBF16, 3);
+  const Batch batch = random_batch(spec, 40, DType::kBF16, 4);
+  const int here = gpu::current_device();
+  gpu::set_device(here == 0 ? 1 : 0);
+  std::optional<WeightsOnDevice> elsewhere(std::in_place, spec, host, false);
+  gpu::set_device(here);
+  const BatchResult expected = DeviceLayer(spec, host, 40).run(batch, DType::kBF16);
+  DeviceLayer layer(spec, elsewhere->views, 40);
+  elsewhere.reset();
+  EXPECT_TRUE(layer.run(batch, DType::kBF16).output == expected.output);
+}
+
 using GpuTypes = GpuTest;
 
 TEST_F(GpuTypes, ActivationsAndOutputsOfEveryType) {

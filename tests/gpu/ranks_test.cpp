@@ -110,6 +110,23 @@ TEST_F(RanksTest, TheSameBitsHoweverManyRanks) {
   }
 }
 
+// Counts are read by 128 threads, two experts at a time.
+TEST_F(RanksTest, MoreExpertsThanAreCountedAtOnce) {
+  const LayerSpec spec = spec_of(256, 128, 301, 4);
+  const MoeWeights w = make_weights(spec, DType::kBF16);
+  for (const int tokens : {5, 900}) {
+    SCOPED_TRACE(::testing::Message() << tokens << " tokens");
+    const Batch batch = routed(spec, tokens, 0.9);
+    const BatchResult one = run_on_gpus(spec, w, batch, Shares::even(tokens, 1), DType::kBF16);
+    expect_accurate(spec, w, batch, one, false);
+    for (const int ranks : {3, 8}) {
+      const BatchResult many =
+          run_on_gpus(spec, w, batch, Shares::even(tokens, ranks), DType::kBF16);
+      EXPECT_TRUE(many.output == one.output) << ranks << " ranks";
+    }
+  }
+}
+
 // Rows that are packed together end where others' wait for rows that this rank sends after them:
 // each rank has a busy expert and then seven with one row of either.
 TEST_F(RanksTest, RowsOfManyLevelsPackedTogether) {

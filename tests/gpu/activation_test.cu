@@ -1,0 +1,83 @@
+// activate() on the device against fp64.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "gpu/device.h"
+#include "gpu/epilogue.cuh"
+#include "support/device_batch.h"
+
+namespace switchyard::testing {
+namespace {
+
+using ActivationTest = OnGpu<::testing::Test>;
+
+template <ActivationKind kKind>
+__global__ void evaluate(const float* v, float* result, std::size_t count, float slope) {
+  const std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x;
+  if (i < count) result[i] = gpu::activate<kKind>(v[i], slope);
+}
+
+template <ActivationKind kKind>
+std::vector<float> on_device(const std::vector<float>& values, double alpha) {
+  constexpr unsigned kBlock = 256;
+  const std::size_t bytes = values.size() * sizeof(float);
+  gpu::DeviceBuffer from(bytes), to(bytes);
+  from.upload(values.data(), bytes);
+  const auto blocks = static_cast<unsigned>((values.size() + kBlock - 1) / kBlock);
+  evaluate<kKind><<<blocks, kBlock>>>(reinterpret_cast<const float*>(from.data()),
+                                      reinterpret_cast<float*>(to.data()), values.size(),
+                                      static_cast<float>(0.5 * alpha));
+  gpu::synchronize_device();
+  std::vector<float> results(values.size());
+  to.download(results.data(), bytes);
+  return results;
+}
+
+// A hundredth of the rounding of values near 1 to bf16, 2^-9. Beyond, rounding grows with them.
+constexpr double kBound = 4e-5;
+
+template <ActivationKind kKind, typename Exact>
+void expect_close(double alpha, Exact&& exact) {
+  std::vector<float> values;
+  for (int i = -400'000; i <= 400'000; ++i) values.push_back(static_cast<float>(i) * 1e-4f);
+  for (float v = 50; v < 1e37f; v *= 7) {
+    values.push_back(v);
+    values.push_back(-v);
+  }
+  const std::vector<float> results = on_device<kKind>(values, alpha);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const double v = values[i], expected = exact(v);
+    ASSERT_NEAR(results[i], expected, kBound + 1e-6 * std::abs(expected)) << "of " << v;
+  }
+  const auto special =
+      on_device<kKind>({std::nanf(""), std::numeric_limits<float>::infinity(), 0.0f}, alpha);
+  EXPECT_TRUE(std::isnan(special[0]));
+  EXPECT_EQ(special[1], std::numeric_limits<float>::infinity());
+  EXPECT_EQ(special[2], 0.0f);
+}
+
+TEST_F(ActivationTest, SiluIsCloseToFp64) {
+  for (const double alpha : {1.0, 1.702}) {
+    SCOPED_TRACE(alpha);
+    expect_close<ActivationKind::kSilu>(alpha,
+                                        [=](double v) { return v / (1 + std::exp(-alpha * v)); });
+  }
+}
+
+TEST_F(ActivationTest, GeluIsCloseToFp64) {
+  expect_close<ActivationKind::kGelu>(
+      1.0, [](double v) { return 0.5 * v * std::erfc(-v / std::sqrt(2.0)); });
+}
+
+TEST_F(ActivationTest, GeluByTanhIsCloseToFp64) {
+  expect_close<ActivationKind::kGeluTanh>(1.0, [](double v) {
+    const double u = std::sqrt(2 / 3.14159265358979324) * (v + 0.044715 * v * v * v);
+    return 0.5 * v * (1 + std::tanh(u));
+  });
+}
+
+}  // namespace
+}  // namespace switchyard::testing
