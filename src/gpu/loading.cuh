@@ -275,8 +275,9 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
       trace_stamp(pass, TraceRole::kTokens, reader.index(), which);
     }
   };
-  // The first time around is a rehearsal, on a tile without rows.
-  for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
+  // The first time around is a rehearsal, on a tile without rows: of the first expert, if this rank
+  // has one.
+  for (std::uint32_t rehearsal = pass.local_experts() != 0 ? untold<1>() : 0;; rehearsal = 0) {
     TaskDescriptor task{};
     task.k_blocks = 1;
     if (rehearsal == 0) {
