@@ -1,10 +1,13 @@
 // `switchyard launch`: a command as the ranks of a world of processes on this host.
 #include "fabric/launch.h"
 
+#include <fmt/format.h>
+
 #include <memory>
 
 #include "cli/commands.h"
 #include "protocol/layout.h"
+#include "switchyard/error.h"
 
 namespace switchyard::cli {
 namespace {
@@ -30,6 +33,12 @@ Subcommand add_launch(CLI::App& root, std::vector<std::string> after_dashes) {
   app->footer(kExamples);
   return {app, [app, options, timeout, after_dashes = std::move(after_dashes)] {
             options->command = app->remaining();
+            if (!options->command.empty() && options->command.front().starts_with('-')) {
+              throw Error(ErrorCode::kInvalidArgument,
+                          fmt::format("launch has no option '{}'; see 'switchyard launch --help', "
+                                      "or write '--' before a command that begins so",
+                                      options->command.front()));
+            }
             options->command.insert(options->command.end(), after_dashes.begin(),
                                     after_dashes.end());
             if (timeout->count() > 0) options->deadline = *timeout;

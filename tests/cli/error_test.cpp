@@ -221,6 +221,8 @@ TEST(Launch, NeedsRanksAndACommand) {
   expect_error({"launch"}, 2, "invalid_argument", {"--ranks is required"});
   expect_error({"launch", "-n", "0", "--", "true"}, 2, "invalid_argument", {"'0'"});
   expect_error({"launch", "-n", "2"}, 2, "invalid_argument", {"no command"});
+  expect_error({"launch", "-n", "2", "--lable", "--", "true"}, 2, "invalid_argument",
+               {"no option '--lable'"});
 }
 
 TEST(Launch, PassesExitCodesAndArguments) {
