@@ -1,4 +1,6 @@
 // `switchyard make-checkpoint`: a Hugging Face directory of random weights with a model's geometry.
+#include <array>
+#include <csignal>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -58,14 +60,52 @@ void print_summary(const MakeOptions& options) {
   }
 }
 
+// While it lives, what asks the process to end is put off until somebody looks, who can take away
+// what is half written. Asked a second time, it ends at once.
+class DelayedSignals {
+ public:
+  DelayedSignals() {
+    seen_ = 0;
+    struct sigaction remember {};
+    remember.sa_handler = [](int number) { seen_ = number; };
+    remember.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
+    for (std::size_t i = 0; i < kSignals.size(); ++i) {
+      ::sigaction(kSignals[i], nullptr, &before_[i]);
+      if (before_[i].sa_handler != SIG_IGN) ::sigaction(kSignals[i], &remember, nullptr);
+    }
+  }
+  ~DelayedSignals() {
+    for (std::size_t i = 0; i < kSignals.size(); ++i) {
+      ::sigaction(kSignals[i], &before_[i], nullptr);
+    }
+  }
+  DelayedSignals(const DelayedSignals&) = delete;
+  DelayedSignals& operator=(const DelayedSignals&) = delete;
+
+  // The one that came, or 0.
+  static int seen() { return seen_; }
+
+ private:
+  static constexpr std::array kSignals = {SIGINT, SIGTERM, SIGHUP};
+  inline static volatile std::sig_atomic_t seen_ = 0;
+  std::array<struct sigaction, kSignals.size()> before_{};
+};
+
+struct Interrupted {};
+
 int make_checkpoint(MakeOptions& options) {
   const ModelEntry& entry = find_model(options.model);
-  {
+  try {
+    const DelayedSignals signals;
     ProgressBar bar("writing", !options.quiet);
     options.write.progress = [&bar](std::uint64_t done, std::uint64_t total) {
+      if (DelayedSignals::seen() != 0) throw Interrupted{};
       bar.update(done, total);
     };
     write_checkpoint(entry, options.directory, options.write);
+  } catch (const Interrupted&) {
+    ::raise(DelayedSignals::seen());
+    return kExitInternal;  // where the signal does not end the process
   }
   if (!options.quiet) print_summary(options);
   return kExitOk;

@@ -1,5 +1,11 @@
 // `switchyard make-checkpoint`, and running what it wrote.
 #include <gmock/gmock.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <filesystem>
+#include <string>
 
 #include "cli/command.h"
 #include "switchyard/weights.h"
@@ -26,6 +32,29 @@ TEST(MakeCheckpoint, WritesShardsAndTellsSo) {
   }
   EXPECT_GT(shards, 2);
   EXPECT_THAT(done.out, HasSubstr(std::to_string(shards) + " safetensors files"));
+}
+
+// Of 3 GB, which nothing is left of after some milliseconds.
+TEST(MakeCheckpoint, InterruptedItLeavesNothing) {
+  const TemporaryDirectory directory;
+  const std::string path = (directory / "model").string();
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    ::execl(SWITCHYARD_COMMAND, SWITCHYARD_COMMAND, "make-checkpoint", "--model", "olmoe",
+            "--layers", "4", "--quiet", "--out", path.c_str(), nullptr);
+    ::_exit(126);
+  }
+  const auto writing = [&] {
+    return std::filesystem::exists(path + ".partial-" + std::to_string(child) + "/config.json");
+  };
+  int status = 0;
+  while (!writing() && ::waitpid(child, &status, WNOHANG) == 0) ::usleep(1000);
+  EXPECT_TRUE(writing());
+  ::kill(child, SIGINT);
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGINT) << status;
+  EXPECT_THAT(names_in(directory.path()), ::testing::IsEmpty());
 }
 
 TEST(MakeCheckpoint, RunsLikeTheGeneratedModel) {
