@@ -70,7 +70,11 @@ struct TileGemm::State {
   }
 };
 
-TileGemm::TileGemm(DType dtype) : state_(std::make_unique<State>()) { state_->dtype = dtype; }
+TileGemm::TileGemm(DType dtype) {
+  prepare_gemm_library();
+  state_ = std::make_unique<State>();
+  state_->dtype = dtype;
+}
 
 void TileGemm::multiply(int m, int n, int k, const void* a, std::int64_t a_row_stride,
                         std::int64_t a_col_stride, const void* x, std::int64_t x_stride, float* c) {

@@ -9,6 +9,10 @@
 
 namespace switchyard::cpu {
 
+// Keeps the library from instructions that this processor shows but does not have. Before any use
+// of the library; done once, and by everything here.
+void prepare_gemm_library();
+
 // Whether this processor multiplies bf16 natively (AMX or AVX-512-BF16). Otherwise bf16 layers
 // convert tiles to fp32.
 bool has_native_bf16();
