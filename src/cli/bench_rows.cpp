@@ -15,6 +15,7 @@
 #include "cli/output_file.h"
 #include "fabric/posix.h"
 #include "model/json_text.h"
+#include "model/whole_file.h"
 #include "protocol/partition.h"
 #include "report/rows.h"
 #include "switchyard/error.h"

@@ -1,11 +1,11 @@
 // `switchyard report`: one HTML page of what `switchyard bench` and `switchyard trace` wrote.
-#include <algorithm>
 #include <memory>
 #include <vector>
 
 #include "cli/bench_rows.h"
 #include "cli/commands.h"
 #include "cli/output_file.h"
+#include "model/whole_file.h"
 #include "report/page.h"
 
 namespace switchyard::cli {
@@ -31,14 +31,7 @@ struct HtmlReportOptions {
 
 int run(const HtmlReportOptions& o) {
   std::vector<std::string> inputs = o.files;
-  for (const std::string& other : {o.published, o.trace}) {
-    if (!other.empty()) inputs.push_back(other);
-  }
-  // (Of a directory its reader says that it is no file.)
-  std::erase_if(inputs, [](const std::string& input) {
-    std::error_code absent;
-    return std::filesystem::is_directory(input, absent);
-  });
+  inputs.insert(inputs.end(), {o.published, o.trace});
   const std::filesystem::path output = output_file("-o", o.output, inputs);
   const std::vector<std::filesystem::path> paths(o.files.begin(), o.files.end());
   const std::vector<report::Row> rows = report::read_rows(paths);

@@ -4,7 +4,6 @@
 #include <filesystem>
 #include <limits>
 #include <utility>
-#include <vector>
 
 #include "cli/output_file.h"
 #include "fabric/environment.h"
@@ -117,11 +116,7 @@ void add_execution_options(CLI::App& app, LayerRunOptions& o) {
 std::filesystem::path place_for(const char* option, const std::string& path,
                                 const LayerRunOptions& options) {
   if (path.empty()) return {};
-  std::vector<std::string> inputs;
-  for (const std::string& input : {options.batch.input, options.source.checkpoint}) {
-    if (!input.empty()) inputs.push_back(input);
-  }
-  return output_file(option, path, inputs);
+  return output_file(option, path, {&options.batch.input, 1}, options.source.checkpoint);
 }
 
 LayerRun run_layer(LayerRunOptions& options, bool show_progress) {

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <system_error>
 
 #include "model/whole_file.h"
@@ -20,8 +21,8 @@ namespace fs = std::filesystem;
 
 }  // namespace
 
-fs::path output_file(const char* option, const fs::path& path,
-                     std::span<const std::string> inputs) {
+fs::path output_file(const char* option, const fs::path& path, std::span<const std::string> inputs,
+                     const std::string& read_directory) {
   std::error_code ignored;
   const fs::file_status status = fs::status(path, ignored);
   if (fs::is_directory(status)) {
@@ -41,12 +42,14 @@ fs::path output_file(const char* option, const fs::path& path,
                   fmt::format("but there is no directory '{}'; make it first",
                               target.parent_path().string()));
   }
-  for (const std::string& input : inputs) {
-    std::error_code absent;  // the input's reader says so
-    if (fs::equivalent(input, target, absent) ||
-        fs::equivalent(input, target.parent_path(), absent)) {
-      refuse_output(option, path, "which is also read; name another file");
-    }
+  // False of what is absent: its reader says so.
+  const auto same = [&ignored](const fs::path& a, const fs::path& b) {
+    return fs::equivalent(a, b, ignored);
+  };
+  if (same(read_directory, target.parent_path()) ||
+      std::any_of(inputs.begin(), inputs.end(),
+                  [&](const std::string& input) { return same(input, target); })) {
+    refuse_output(option, path, "which is also read; name another file");
   }
   try {
     (void)WholeFile(target);
@@ -54,12 +57,6 @@ fs::path output_file(const char* option, const fs::path& path,
     refuse_output(option, path, fmt::format("but no file can be made there: {}", e.what()));
   }
   return target;
-}
-
-void write_whole(const fs::path& path, std::string_view text) {
-  WholeFile file(path);
-  file.write(std::as_bytes(std::span(text)));
-  file.finish();
 }
 
 }  // namespace switchyard::cli

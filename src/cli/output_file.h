@@ -4,17 +4,14 @@
 #include <filesystem>
 #include <span>
 #include <string>
-#include <string_view>
 
 namespace switchyard::cli {
 
 // Where the file that `option` names is to be written: where symbolic links lead. Throws
 // Error{kInvalidArgument} where something else than a file is, or no file can be made, or where it
-// is one of `inputs`, or in one that is a directory.
+// is one of the files `inputs`, or in a directory that is read. Either may be "": there is none.
 std::filesystem::path output_file(const char* option, const std::filesystem::path& path,
-                                  std::span<const std::string> inputs = {});
-
-// Makes or replaces the file, which appears whole or not at all. Throws Error{kSystem}.
-void write_whole(const std::filesystem::path& path, std::string_view text);
+                                  std::span<const std::string> inputs = {},
+                                  const std::string& read_directory = "");
 
 }  // namespace switchyard::cli

@@ -8,10 +8,10 @@
 
 #include "cli/commands.h"
 #include "cli/layer_run.h"
-#include "cli/output_file.h"
 #include "cli/run_report.h"
 #include "cli/trace_report.h"
 #include "model/quantize.h"
+#include "model/whole_file.h"
 #include "trace/chrome_trace.h"
 
 namespace switchyard::cli {

@@ -66,4 +66,10 @@ void WholeFile::discard() {
   partial_.clear();
 }
 
+void write_whole(const std::filesystem::path& path, std::string_view text) {
+  WholeFile file(path);
+  file.write(std::as_bytes(std::span(text)));
+  file.finish();
+}
+
 }  // namespace switchyard

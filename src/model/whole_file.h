@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <filesystem>
 #include <span>
+#include <string_view>
 
 namespace switchyard {
 
@@ -31,5 +32,8 @@ class WholeFile {
   std::filesystem::path path_, partial_;
   int fd_ = -1;
 };
+
+// One of this text.
+void write_whole(const std::filesystem::path& path, std::string_view text);
 
 }  // namespace switchyard

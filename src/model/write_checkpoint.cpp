@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <utility>
 
@@ -11,6 +10,7 @@
 #include "model/random_tensor.h"
 #include "model/safetensors.h"
 #include "model/tensor_names.h"
+#include "model/whole_file.h"
 #include "switchyard/error.h"
 
 namespace switchyard {
@@ -277,16 +277,6 @@ std::vector<std::vector<Planned>> split(std::vector<Planned> planned, std::uint6
   return shards;
 }
 
-void write_text(const std::filesystem::path& path, const std::string& text) {
-  std::ofstream stream(path, std::ios::binary);
-  stream << text;
-  stream.close();
-  if (!stream)
-    throw Error(ErrorCode::kSystem,
-                fmt::format("{}: cannot be written; check the permissions and the free disk space",
-                            path.string()));
-}
-
 // A directory that becomes `target` on commit() and vanishes otherwise.
 class TemporaryDirectory {
  public:
@@ -368,7 +358,7 @@ void write_checkpoint(const ModelEntry& entry, const std::filesystem::path& dire
 
   TemporaryDirectory temporary(target);
   require_space(temporary.path(), total);
-  write_text(temporary.path() / "config.json", config_json);
+  write_whole(temporary.path() / "config.json", config_json);
 
   const std::vector<std::vector<Planned>> shards =
       split(std::move(planned), options.max_shard_bytes);
@@ -390,8 +380,8 @@ void write_checkpoint(const ModelEntry& entry, const std::filesystem::path& dire
     writer.finish();
   }
   if (shards.size() > 1)
-    write_text(temporary.path() / "model.safetensors.index.json",
-               safetensors_index_json(weight_map, total));
+    write_whole(temporary.path() / "model.safetensors.index.json",
+                safetensors_index_json(weight_map, total));
   temporary.commit();
 }
 
