@@ -100,9 +100,16 @@ class Multiplier {
   __device__ __forceinline__ void release(std::uint32_t stage) const {
     if (empty_ != 0) arrive_in_pair(empty_ + 8 * stage);
   }
-  // The stage's scales may still be on their way to registers, where the arrival would overtake
-  // them: it is put off until the next stage's products are issued, which overwrite what the scales
-  // were multiplied with, or until the tile ends.
+  // The same where scales were loaded from the stage, which an arrival would overtake on their way
+  // to registers: its address depends on them.
+  __device__ __forceinline__ void release_read(std::uint32_t stage,
+                                               const float (&scales)[2][2]) const {
+    const std::uint32_t bits = __float_as_uint(scales[0][0]) | __float_as_uint(scales[0][1]) |
+                               __float_as_uint(scales[1][0]) | __float_as_uint(scales[1][1]);
+    if (empty_ != 0) arrive_in_pair(empty_ + 8 * stage + (bits & zero_));
+  }
+  // And where there are too many of them: the arrival is put off until the next stage's products
+  // are issued, which overwrite what the scales were multiplied with, or until the tile ends.
   __device__ __forceinline__ void put_off_release(std::uint32_t stage) {
     if (pending_ != 0) arrive_in_pair(pending_);
     pending_ = empty_ != 0 ? empty_ + 8 * stage : 0;
@@ -124,6 +131,8 @@ class Multiplier {
   // The stages' barriers, in the threads that release them; else 0.
   std::uint32_t empty_ = 0;
   std::uint32_t pending_ = 0;  // the barrier of a stage to be released
+  // Of which the compiler does not know that it is zero.
+  const std::uint32_t zero_ = pass_.call.paired >> 1;
 };
 
 // The K loop of a task, weights on the instruction's rows. `box`: of a pair of boxes, the one that

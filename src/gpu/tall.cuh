@@ -54,36 +54,54 @@ __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t
   const std::uint32_t gate_step = meet ? 0 : kSetBytes, up = meet ? kSetBytes : 0;
   const std::uint32_t scales0 =
       ring.joined_scales(0, 0) + 4 * (tall_warp_row<kBoxes>() + fresh_thread_index<32>() / 4);
-  stage.await_stage(stage.ready());
-  stage.repeat(
-      k_blocks,
-      [&](bool more) {
-        const auto operands = stage.operands();
-        const std::uint32_t current = place.stage;
-        const std::uint32_t scales = scales0 + current * kScaleBytes<P>;
-        bool ready;
+  float of[kBoxes][2][2];
+  const auto sum = [&](int box) {
 #pragma unroll
-        for (int box = 0; box < kBoxes; ++box) {
-          stage.issue(operands, box, part, false);
-          if (box == 0) stage.put_off_release(current);
-          const std::uint32_t gate = scales + tall_box<kBoxes>(box, group) * gate_step;
-          const std::uint32_t sets[2] = {gate, gate + up};
-          float of[2][2];
+    for (int i = 0; i < N / 2; ++i) acc[box][i] += part[i] * of[box][i / (N / 4)][i / 2 % 2];
+  };
+  // Multiplies the stage at `place`, up to the products with its last box, which stay under way.
+  const auto begin = [&](const auto& operands) {
+    stage.issue(operands, 0, part, false);
+    const std::uint32_t scales = scales0 + place.stage * kScaleBytes<P>;
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            of[i / 2][i % 2] = load_shared_float(sets[i / 2] + i % 2 * 32);
-          stage.await_products(part);
-          if (box + 1 == kBoxes) {
-            stage.advance();
-            ready = !more || stage.ready();
-          }
+    for (int box = kBoxes - 1; box >= 0; --box) {
+      const std::uint32_t gate = scales + tall_box<kBoxes>(box, group) * gate_step;
+      const std::uint32_t sets[2] = {gate, gate + up};
 #pragma unroll
-          for (int i = 0; i < N / 2; ++i) acc[box][i] += part[i] * of[i / (N / 4)][i / 2 % 2];
-        }
-        return ready;
-      },
-      started);
-  stage.release_last();
+      for (int i = 0; i < 4; ++i) {
+        of[box][i / 2][i % 2] = load_shared_float(sets[i / 2] + i % 2 * 32);
+      }
+    }
+    if constexpr (kBoxes == 2) {
+      stage.await_products(part);
+      sum(0);
+      stage.issue(operands, 1, part, false);
+    }
+  };
+  // A warpgroup's own chain of products and sums is what takes the time, so nothing else is in it:
+  // what the next stage needs is found while the last products of this one are under way, and the
+  // loop turns there, where nobody waits for it.
+  std::uint32_t left = k_blocks, pause = k_blocks - untold<1>();
+  for (bool fresh = true, ready = stage.ready();; fresh = false) {
+    stage.await_stage(ready);
+    begin(stage.operands());
+    SWITCHYARD_ROLLED
+    for (;;) {
+      const std::uint32_t current = place.stage;
+      --left;
+      stage.advance();
+      const auto next = stage.operands();
+      stage.await_products(part);
+      stage.release_read(current, of[kBoxes - 1]);
+      ready = left == 0 || stage.ready();
+      sum(kBoxes - 1);
+      if (!ready || left == pause) break;
+      begin(next);
+    }
+    if (fresh) started();
+    if (left == 0) break;
+    pause = 0;
+  }
 }
 
 // What the model has for each of its weight rows, of which this thread has acc's: `op` of each sum
