@@ -660,24 +660,6 @@ __device__ __forceinline__ OwnSlot own_slot(const Pass<P>& pass, std::uint32_t t
   return {token, layer.positions[at], expert < 0 ? OwnSlot::kNone : expert};
 }
 
-// The rows of the tokens that this block routes, into the L1 cache, as far as it goes. By the math
-// warps.
-template <typename P>
-__device__ __forceinline__ void touch_own_rows(const Pass<P>& pass) {
-  constexpr std::uint32_t kMostBytes = 16 * 1024, kLine = 128;
-  const std::uint32_t first = pass.first_token(blockIdx.x);
-  const std::uint32_t tokens = pass.first_token(blockIdx.x + 1) - first;
-  if (tokens == 0) return;
-  const std::byte* const rows = pass.state().rows + first * pass.state().row_bytes;
-  // (Rows of FP8 codes that are given may overlap.)
-  const std::int64_t bytes = std::int64_t{tokens - 1} * pass.state().row_bytes +
-                             std::int64_t{P::kElementBytes} * pass.layer.hidden;
-  const std::int64_t at = (threadIdx.x - kWarpgroup) * std::int64_t{kLine};
-  if (at >= min(bytes, std::int64_t{kMostBytes})) return;
-  std::uint32_t word;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(rows + at) : "memory");
-}
-
 // Those of the tokens that this block has routed, which nobody need look for: rows are read once
 // for all their places. Of one rank, by the math warps, from before tiles are placed: until then
 // they rehearse, on rows of no bytes, for what is fetched when weights have begun to stream comes
@@ -701,7 +683,6 @@ __device__ __forceinline__ std::uint32_t pack_own_tokens(const Pass<P>& pass) {
     if (lane >= at_once || slot >= slots) return {};
     return own_slot(pass, token0 + slot / cells, slot % cells);
   };
-  touch_own_rows(pass);
   OwnSlot own = find_slot();
 #pragma unroll 1
   for (std::uint32_t rehearsal = untold<1>();;) {
