@@ -233,36 +233,49 @@ __device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const Task
   const std::uint32_t lane = threadIdx.x % 32;
   const float* of_tokens = rows.scales(pass.layer) + task.first_k_block * kMaxHeight<P> + 4 * lane;
   const float* of_weights = weight_scales(pass, task);
-  // Past the L1 cache, which may remember another tile of the slot.
-  const auto fetch = [&] { return __ldcg(reinterpret_cast<const float4*>(of_tokens)); };
-  float4 tokens = fetch();
-  float weights[kScaleSets] = {__ldg(of_weights), __ldg(of_weights + kWeightScales - 1)};
-  for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
-    if (!ring.template await_free<true>(pass.waiter(), place)) return false;
-    const std::uint32_t full = ring.full_barrier(place.stage);
-    if (elect()) {
-      rows.load(ring.tokens(place.stage), full, (task.first_k_block + kb) * kStageColumns);
-    }
+  // Of two stages under way: the trip of one takes as long as a stage is multiplied. Tokens' past
+  // the L1 cache, which may remember another tile of the slot.
+  struct Scales {
+    float4 tokens;
+    float weights[kScaleSets];
+  } scales[2];
+  const auto fetch = [&](Scales& next) {
+    next.tokens = __ldcg(reinterpret_cast<const float4*>(of_tokens));
 #pragma unroll
     for (std::uint32_t set = 0; set < kScaleSets; ++set) {
-      const float weight = weights[set];
-      store_shared_vector(ring.joined_scales(place.stage, set) + 16 * lane,
-                          {__float_as_uint(tokens.x * weight), __float_as_uint(tokens.y * weight),
-                           __float_as_uint(tokens.z * weight), __float_as_uint(tokens.w * weight)});
+      next.weights[set] = __ldg(of_weights + set * (kWeightScales - 1));
     }
-    __syncwarp();
-    if (rehearsal) return true;
-    if (lane == 0) arrive_expect_bytes(full, task.units * TileRows<P>::kUnitBytes);
-    place.advance(ring.stages);
-    if (kb + 1 < task.k_blocks) {
-      of_tokens += kMaxHeight<P>;
-      of_weights += kWeightScales;
-      tokens = fetch();
-      weights[0] = __ldg(of_weights);
-      weights[1] = __ldg(of_weights + kWeightScales - 1);
+    of_tokens += kMaxHeight<P>;
+    of_weights += kWeightScales;
+  };
+  std::uint32_t block = task.first_k_block;
+  const std::uint32_t end = block + task.k_blocks;
+  fetch(scales[0]);
+  if (block + 1 < end) fetch(scales[1]);
+  for (;;) {
+#pragma unroll
+    for (Scales& of : scales) {
+      if (block == end) return true;
+      if (!ring.template await_free<true>(pass.waiter(), place)) return false;
+      const std::uint32_t full = ring.full_barrier(place.stage);
+      if (elect()) {
+        rows.load(ring.tokens(place.stage), full, block * kStageColumns);
+      }
+#pragma unroll
+      for (std::uint32_t set = 0; set < kScaleSets; ++set) {
+        const float weight = of.weights[set];
+        store_shared_vector(
+            ring.joined_scales(place.stage, set) + 16 * lane,
+            {__float_as_uint(of.tokens.x * weight), __float_as_uint(of.tokens.y * weight),
+             __float_as_uint(of.tokens.z * weight), __float_as_uint(of.tokens.w * weight)});
+      }
+      __syncwarp();
+      if (rehearsal) return true;
+      if (lane == 0) arrive_expect_bytes(full, task.units * TileRows<P>::kUnitBytes);
+      place.advance(ring.stages);
+      if (++block + 1 < end) fetch(of);
     }
   }
-  return true;
 }
 
 template <typename P>

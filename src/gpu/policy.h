@@ -59,8 +59,8 @@ struct FP8Policy {
   static constexpr int kHalves = 2;
   static constexpr bool kScaled = true;
   static constexpr int kSmallTokens = 32, kSmallLogits = 3072;
-  static constexpr int kLoadingRegisters = 56;
-  static constexpr int kMathRegisters = 224;
+  static constexpr int kLoadingRegisters = 72;
+  static constexpr int kMathRegisters = 216;
 };
 
 // Of small passes, with their few tokens and smallest tasks.

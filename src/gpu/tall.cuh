@@ -54,25 +54,23 @@ __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t
   const std::uint32_t gate_step = meet ? 0 : kSetBytes, up = meet ? kSetBytes : 0;
   const std::uint32_t scales0 =
       ring.joined_scales(0, 0) + 4 * (tall_warp_row<kBoxes>() + fresh_thread_index<32>() / 4);
-  float of[kBoxes][2][2];
+  float of[2][2];  // of a box, while its products are under way
+  const auto load_scales = [&](int box) {
+    const std::uint32_t gate =
+        scales0 + place.stage * kScaleBytes<P> + tall_box<kBoxes>(box, group) * gate_step;
+    const std::uint32_t sets[2] = {gate, gate + up};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) of[i / 2][i % 2] = load_shared_float(sets[i / 2] + i % 2 * 32);
+  };
   const auto sum = [&](int box) {
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) acc[box][i] += part[i] * of[box][i / (N / 4)][i / 2 % 2];
+    for (int i = 0; i < N / 2; ++i) acc[box][i] += part[i] * of[i / (N / 4)][i / 2 % 2];
   };
   // Multiplies the stage at `place`, up to the products with its last box, which stay under way.
   const auto begin = [&](const auto& operands) {
     stage.issue(operands, 0, part, false);
-    const std::uint32_t scales = scales0 + place.stage * kScaleBytes<P>;
-#pragma unroll
-    for (int box = kBoxes - 1; box >= 0; --box) {
-      const std::uint32_t gate = scales + tall_box<kBoxes>(box, group) * gate_step;
-      const std::uint32_t sets[2] = {gate, gate + up};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        of[box][i / 2][i % 2] = load_shared_float(sets[i / 2] + i % 2 * 32);
-      }
-    }
     if constexpr (kBoxes == 2) {
+      load_scales(0);
       stage.await_products(part);
       sum(0);
       stage.issue(operands, 1, part, false);
@@ -87,12 +85,13 @@ __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t
     begin(stage.operands());
     SWITCHYARD_ROLLED
     for (;;) {
+      load_scales(kBoxes - 1);
       const std::uint32_t current = place.stage;
       --left;
       stage.advance();
       const auto next = stage.operands();
       stage.await_products(part);
-      stage.release_read(current, of[kBoxes - 1]);
+      stage.release_read(current, of);
       ready = left == 0 || stage.ready();
       sum(kBoxes - 1);
       if (!ready || left == pause) break;
