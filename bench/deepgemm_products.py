@@ -20,8 +20,11 @@ import pathlib
 import statistics
 import sys
 
+from torch_chain import Clock, relative_error, write_json  # which ends with 77 without PyTorch
+
+import torch
+
 try:
-    import torch
     import deep_gemm
     from deep_gemm.utils.math import per_block_cast_to_fp8, per_token_cast_to_fp8
 except ImportError as missing:
@@ -94,7 +97,7 @@ class Product:
         if self.x_scales is not None:
             x = x * self.x_scales[row].double().repeat_interleave(BLOCK)[: len(x)]
         exact = self.weights.exact(int(self.layout[row])) @ x
-        error = ((self.y[row].double() - exact).norm() / exact.norm()).item()
+        error = relative_error(self.y[row], exact)
         if not error < 4e-3:  # bf16 results have 1.7e-3
             raise Wrong(f"the error against fp64 is {error:.1e}")
 
@@ -109,19 +112,7 @@ def timed(call, passes):
     return events[0].elapsed_time(events[1]) * 1e3 / passes
 
 
-def cold_times(call, passes, buffer, sink):
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(passes)]
-    for begin, end in events:
-        buffer.zero_()
-        torch.amax(buffer, dim=0, out=sink)
-        begin.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) * 1e3 for begin, end in events]
-
-
-def measure(row, buffer, sink):
+def measure(row, clock):
     fp8 = row["compute"] == "fp8"
     mean = row["tokens_per_rank"] * row["top_k"] / row["experts"]
     alignment = deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout()
@@ -143,7 +134,7 @@ def measure(row, buffer, sink):
     passes = max(10, int(SECONDS * 1e6 / timed(both, 3)))
     timed(both, passes)
     in_a_row = [timed(both, passes // 5) for _ in range(5)]
-    cold = cold_times(both, 30, buffer, sink)
+    cold = clock.time(both, 30, every_time=True)
     kept = ("machine", "model", "hidden", "intermediate", "experts", "top_k", "compute", "tokens_per_rank", "flops")
     return {name: row[name] for name in kept} | {
         "padded_rows": sum(rows),
@@ -161,12 +152,11 @@ def main():
     parser.add_argument("rows", type=pathlib.Path)
     parser.add_argument("out", type=pathlib.Path)
     arguments = parser.parse_args()
-    buffer = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    sink = torch.empty((), dtype=torch.int32, device="cuda")
+    clock = Clock(FLUSH_BYTES)
     results = []
     for row in json.loads(arguments.rows.read_text()):
         try:
-            result = measure(row, buffer, sink)
+            result = measure(row, clock)
         except Wrong as problem:
             print(f"deepgemm_products: {row['model']}, {row['tokens_per_rank']} tokens: {problem}", file=sys.stderr)
             return 1
@@ -174,7 +164,7 @@ def main():
         results.append(result)
         print(f"{row['compute']} {row['tokens_per_rank']:6} tokens: {result['in_a_row_us']:8.1f} us in a row, "
               f"{result['cold_us']:8.1f} us cold", flush=True)
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+        write_json(arguments.out, results)
     return 0
 
 

@@ -234,8 +234,7 @@ def products_table():
         times = [ours[point]["median_us"], theirs[point]["in_a_row_us"], cold[point]["median_us"], theirs[point]["cold_us"]]
         cells = [cell for us in times for cell in (microseconds(us), f"{ours[point]['flops'] / us / 1e6:.0f}")]
         lines.append(f"| {'FP8' if point[0] == 'fp8' else point[0]} | {point[1]} | " + " | ".join(cells) + " |")
-    machine = f"*{first['machine']}; commit {ours[points[0]]['commit']}; `{ours[points[0]]['command']}`*"
-    return "\n".join(lines + ["", machine])
+    return "\n".join(lines + ["", gpu_provenance(ours.values())])
 
 
 def published(row, ranks):
