@@ -76,15 +76,19 @@ __device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint3
                  : "memory");
   }
 }
-// Where a warpgroup turns its tile, kStagedTokens at a time, in two buffers in turn, so that one is
-// stored while the other is filled: rows of 128 bytes whose vectors are swizzled, so that eight
-// tokens' vectors of one column lie in different banks.
+// Where a warpgroup turns its tile, kTokens at a time, in two buffers in turn, so that one is
+// stored while the other is filled: 4 or 8 vectors of each token, in rows of 128 bytes whose
+// vectors are swizzled, so that eight tokens' vectors of one column lie in different banks.
+template <std::uint32_t kTokens, std::uint32_t kVectors>
 struct Staging {
   std::uint32_t base;
   __device__ std::uint32_t place(std::uint32_t buffer, std::uint32_t token,
                                  std::uint32_t vector) const {
-    return base + (buffer * kStagedTokens + token) * kSwizzleRowBytes +
-           ((vector ^ (token & 7)) << 4);
+    constexpr std::uint32_t kOfRow = 8 / kVectors;  // tokens
+    const std::uint32_t row = token / kOfRow;
+    vector += token % kOfRow * kVectors;
+    return base + (buffer * (kTokens / kOfRow) + row) * kSwizzleRowBytes +
+           ((vector ^ (row & 7)) << 4);
   }
 };
 
@@ -94,24 +98,26 @@ struct Staging {
 //   elements     of a token's row that exist, from the warpgroup's first on
 //   pair(n)   -> the packed values of tokens 8 n + 2 t and the next: {first rows, second rows}
 //   row(token) -> where the warpgroup's elements of the token go
-template <int N, bool kMerged, typename Pair, typename Row>
+template <typename P, int N, bool kMerged, typename Pair, typename Row>
 __device__ __forceinline__ void store_tile(std::uint32_t staging_base, std::uint32_t barrier_id,
                                            std::uint32_t rows, std::uint32_t elements, Pair&& pair,
                                            Row&& row) {
   constexpr std::uint32_t kVectors = kMerged ? 4 : 8;  // of a token's row
-  const Staging staging{staging_base};
+  constexpr int kTokens = kMerged ? 32 : kStagedTokens<P>;
+  static_assert(2 * kTokens * kVectors * 16 <= kStagingBytes<P>);
+  const Staging<kTokens, kVectors> staging{staging_base};
   const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
   const std::uint32_t warp = thread / 32, lane = thread % 32;
 #pragma unroll
-  for (int first = 0; first < N; first += kStagedTokens) {
+  for (int first = 0; first < N; first += kTokens) {
     if (static_cast<std::uint32_t>(first) >= rows) break;
-    const std::uint32_t buffer = first / kStagedTokens % 2;
+    const std::uint32_t buffer = first / kTokens % 2;
     if constexpr (kMerged) {
       const auto merged = [&](int i) { return first + 8 * i < N ? pair(first / 8 + i).x : 0u; };
       store_matrices(staging.place(buffer, lane, warp), merged(0), merged(1), merged(2), merged(3));
     } else {
 #pragma unroll
-      for (int j = 0; j < kStagedTokens && first + j < N; j += 16) {
+      for (int j = 0; j < kTokens && first + j < N; j += 16) {
         const uint2 low = pair((first + j) / 8), high = pair((first + j) / 8 + 1);
         store_matrices(staging.place(buffer, j + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2),
                        low.x, low.y, high.x, high.y);
@@ -119,7 +125,7 @@ __device__ __forceinline__ void store_tile(std::uint32_t staging_base, std::uint
     }
     named_barrier<kWarpgroup>(barrier_id);
 #pragma unroll
-    for (std::uint32_t i = 0; i < kStagedTokens * kVectors / kWarpgroup; ++i) {
+    for (std::uint32_t i = 0; i < kTokens * kVectors / kWarpgroup; ++i) {
       const std::uint32_t at = i * kWarpgroup + thread;
       const std::uint32_t token = at / kVectors, vector = at % kVectors;
       if (first + token >= rows || 8 * vector >= elements) continue;

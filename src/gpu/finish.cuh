@@ -170,7 +170,7 @@ __device__ __forceinline__ void finish_gemm1(const Pass<P>& pass, const TaskDesc
   const std::uint32_t stride = layer.h_stride / 8;
   const std::uint32_t to =
       first_row_of_h(pass, task.tile) * (stride * P::kElementBytes / 2) + column0 / 8;
-  store_tile<N, kGated>(
+  store_tile<P, N, kGated>(
       shared_address(pass.block.staging[group]), 1 + group, task.rows,
       column0 < intermediate ? intermediate - column0 : 0, pair, [&](std::uint32_t token) {
         return reinterpret_cast<std::uint16_t*>(layer.h) + std::size_t{to + token * stride} * 8;
@@ -282,10 +282,10 @@ __device__ __forceinline__ void finish_gemm2(const Pass<P>& pass, const TaskDesc
     const float* const sums = acc + 4 * n;
     return uint2{pack_bf16(sums[0], sums[1]), pack_bf16(sums[2], sums[3])};
   };
-  store_tile<N, false>(shared_address(pass.block.staging[group]), 1 + group, task.rows,
-                       column0 < hidden ? hidden - column0 : 0, pair, [&](std::uint32_t token) {
-                         return placed_cell(pass, group, token) + column0;
-                       });
+  store_tile<P, N, false>(shared_address(pass.block.staging[group]), 1 + group, task.rows,
+                          column0 < hidden ? hidden - column0 : 0, pair, [&](std::uint32_t token) {
+                            return placed_cell(pass, group, token) + column0;
+                          });
 }
 
 }  // namespace switchyard::gpu

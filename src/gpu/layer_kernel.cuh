@@ -15,7 +15,7 @@
 //                          their scales, multiplied by the weights'
 //     3         pack       sends tokens to other ranks, and copies rows, its own and those sent to
 //                          it, into tiles, ahead of the tasks (the first ones are the math warps');
-//                          at last tells the rows' ranks of finished tiles
+//                          at last tells the rows' ranks of finished tiles (pack.cuh)
 //     2, 3      gather     in small passes in place of the two: rows of x from where they are, h
 //                          (small passes have a kernel of their own: SmallPass of a policy)
 //     4 to 11   math       two warpgroups: WGMMA over the ring (multiply.cuh); epilogue (finish.cuh
@@ -38,6 +38,7 @@
 //   gate_full[s] large passes: 1 arrival + bytes, of x and the router's weight     math, its gate
 //   ticket_full  scheduler of the pair's first block; in small passes, which     its second's
 //                have no pairs, each thread that rehearses to gather
+//   packing[i]   pack: 1 arrival + bytes, of pieces of rows                        pack
 //   task_empty   1 weights, 1 tokens or 2 gather, having read it, and 8 math     scheduler: tells
 //                warps, having stored the tile                                   of it (large
 //                passes)
@@ -61,14 +62,15 @@
 #pragma once
 
 #include "gpu/math.cuh"
+#include "gpu/pack.cuh"
 
 namespace switchyard::gpu {
 
 static_assert(kFullArrivals == 1 + 1 && kFullArrivalsAlone == 1 + 64 && kEmptyArrivals == 8 &&
                   kTaskFullArrivals == 1 && kDemandArrivals == 1 + 1 && kTicketArrivals == 1 &&
-                  kTicketArrivalsAlone == 64 && kTaskEmptyArrivals == 1 + 1 + 8 &&
-                  kTaskEmptyArrivalsAlone == 1 + 2 + 8 && kTellers<BF16Policy> == 1 &&
-                  kTellers<SmallPass<BF16Policy>> == 2,
+                  kTicketArrivalsAlone == 64 && kPackArrivals == 1 &&
+                  kTaskEmptyArrivals == 1 + 1 + 8 && kTaskEmptyArrivalsAlone == 1 + 2 + 8 &&
+                  kTellers<BF16Policy> == 1 && kTellers<SmallPass<BF16Policy>> == 2,
               "the table above");
 
 // Activations as bf16 rows, one after the other.
@@ -255,6 +257,7 @@ __device__ __forceinline__ void store_stats(const Pass<P>& pass) {
   for (int e = threadIdx.x; e < pass.layer.num_experts; e += kWarpgroup) {
     pass.layer.stats[e] = pass.block.expert_rows[e];
   }
+  if (threadIdx.x == 0) pass.layer.stats[pass.layer.num_experts] = pass.call.tokens;
 }
 
 // The gate and lists used the ring's memory; behind the next barrier it belongs to the async proxy,
@@ -434,6 +437,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (std::uint32_t s = 0; s < kGateStages; ++s) {
         init_barrier(shared_address(&block.gate_full[s]), 1);
       }
+      for (std::uint64_t& full : block.packing.full)
+        init_barrier(shared_address(&full), kPackArrivals);
     }
     init_barrier(shared_address(&block.demand), kDemandArrivals << call.paired);
     init_barrier(shared_address(&block.ticket_full),

@@ -74,27 +74,6 @@ class Multiplier {
 #pragma unroll
     for (float& sum : sums) cute::warpgroup_fence_operand(sum);
   }
-  // The K loop, of at least one stage. body(more), with more to come or not, multiplies one; false
-  // if it has found out that the next is not there, which it need not do. started() is called after
-  // the first.
-  template <typename Body, typename Started>
-  __device__ __forceinline__ void repeat(std::uint32_t stages, Body&& body, Started&& started) {
-    std::uint32_t pause = stages - untold<1>();
-    bool fresh = true;
-    for (;;) {
-      bool ready;
-      SWITCHYARD_ROLLED
-      do {
-        --stages;
-        ready = body(stages != 0);
-      } while (ready && stages != pause);
-      if (fresh) started();
-      fresh = false;
-      pause = 0;
-      if (stages == 0) break;
-      if (!ready) await_stage(false);
-    }
-  }
   __device__ __forceinline__ void advance() const { place_.advance(ring_.stages); }
   // All that was read of the stage has arrived.
   __device__ __forceinline__ void release(std::uint32_t stage) const {
@@ -150,32 +129,34 @@ __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t
     bool ready = stage.ready();
 #pragma unroll
     for (float& sum : acc) sum = 0;
-    stage.repeat(
-        k_blocks,
-        [&](bool) {
-          const auto operands = stage.operands();
-          const std::uint32_t current = place.stage;
-          stage.await_stage(ready);
-          stage.issue(operands, 0, part, false);
-          stage.put_off_release(current);
-          const std::uint32_t scales =
-              stage.ring().token_scales(current) + 8 * fresh_thread_index<4>();
-          // Of this thread's first and second weight row.
-          const float2 weights = load_shared_floats(stage.ring().weight_scales(current) + 8 * box);
-          stage.await_products(part);
-          stage.advance();
-          ready = stage.ready();
+    bool fresh = true;
+    SWITCHYARD_ROLLED
+    for (std::uint32_t left = k_blocks, pause = k_blocks - untold<1>();;) {
+      const auto operands = stage.operands();
+      const std::uint32_t current = place.stage;
+      stage.await_stage(ready);
+      stage.issue(operands, 0, part, false);
+      stage.put_off_release(current);
+      const std::uint32_t scales = stage.ring().token_scales(current) + 8 * fresh_thread_index<4>();
+      // Of this thread's first and second weight row.
+      const float2 weights = load_shared_floats(stage.ring().weight_scales(current) + 8 * box);
+      stage.await_products(part);
+      stage.advance();
+      ready = stage.ready();
 #pragma unroll
-          for (int n = 0; n < N / 8; ++n) {
-            const float2 tokens = load_shared_floats(scales + 32 * n);
-            acc[4 * n] += part[4 * n] * (tokens.x * weights.x);
-            acc[4 * n + 1] += part[4 * n + 1] * (tokens.y * weights.x);
-            acc[4 * n + 2] += part[4 * n + 2] * (tokens.x * weights.y);
-            acc[4 * n + 3] += part[4 * n + 3] * (tokens.y * weights.y);
-          }
-          return true;
-        },
-        started);
+      for (int n = 0; n < N / 8; ++n) {
+        const float2 tokens = load_shared_floats(scales + 32 * n);
+        acc[4 * n] += part[4 * n] * (tokens.x * weights.x);
+        acc[4 * n + 1] += part[4 * n + 1] * (tokens.y * weights.x);
+        acc[4 * n + 2] += part[4 * n + 2] * (tokens.x * weights.y);
+        acc[4 * n + 3] += part[4 * n + 3] * (tokens.y * weights.y);
+      }
+      if (--left != pause) continue;
+      if (fresh) started();
+      if (left == 0) break;
+      fresh = false;
+      pause = 0;
+    }
     stage.release_last();
   } else {
     stage.await_stage(stage.ready());

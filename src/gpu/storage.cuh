@@ -60,8 +60,10 @@ inline constexpr std::uint32_t kTellers = P::kAlone ? kMathGroups : 1;
 // The task in work, of which the math warps read again what they need, and those after it.
 inline constexpr std::uint32_t kTaskSlots = 4;
 // Where a math warpgroup turns its 64 rows of weights into rows of tokens: two buffers of so many.
-inline constexpr int kStagedTokens = 32;
-inline constexpr int kStagingBytes = 2 * kStagedTokens * kSwizzleRowBytes;
+template <typename P>
+inline constexpr int kStagedTokens = P::kAlone ? 32 : 16;
+template <typename P>
+inline constexpr int kStagingBytes = 2 * kStagedTokens<P>* kSwizzleRowBytes;
 
 // Arrivals that complete one phase of each barrier.
 inline constexpr int kFullArrivals = 1 + 1;                    // weights and tokens, with bytes
@@ -73,6 +75,7 @@ inline constexpr int kTicketArrivalsAlone = kGatherThreads;    // once, in gathe
 inline constexpr int kTaskFullArrivals = 1;                    // the scheduler
 inline constexpr int kTaskEmptyArrivals = 1 + 1 + kMathWarps;  // weights, tokens, math: by warp
 inline constexpr int kTaskEmptyArrivalsAlone = 1 + kGatherWarps + kMathWarps;
+inline constexpr int kPackArrivals = 1;  // the pack warp, with bytes
 
 // See Pass::quantizes_late.
 inline constexpr std::uint32_t kLateRows = 8, kLateStages = 8;
@@ -214,6 +217,21 @@ struct RankTables<P, false> {
   std::uint32_t send_begin[kMost + 1];
 };
 
+// What the pack warp copies goes through here, in pieces of several rows: enough under way that it
+// does not wait for each trip to memory. Of a row's scales it has so many under way.
+inline constexpr std::uint32_t kPackBuffers = 4, kPackPieces = 2, kPackPieceBytes = 1024;
+inline constexpr std::uint32_t kScalesAtOnce = 4;
+// Of a group of rows each buffer is filled an even number of times, so that its barrier has the
+// same parity at the next.
+static_assert(kPackedTogether / kPackPieces % (2 * kPackBuffers) == 0);
+template <typename P, bool kAlone = P::kAlone>
+struct PackStorage {};
+template <typename P>
+struct PackStorage<P, false> {
+  alignas(128) std::byte pieces[kPackBuffers][kPackPieces][kPackPieceBytes];
+  alignas(8) std::uint64_t full[kPackBuffers];
+};
+
 // What the block found out about the pass. In shared memory, because the math warps have no
 // registers to keep it in.
 template <typename P>
@@ -250,7 +268,7 @@ struct PassState {
 template <typename P>
 struct BlockStorage {
   alignas(1024) std::byte ring[kRingBytes];
-  alignas(1024) std::byte staging[kMathGroups][kStagingBytes];
+  alignas(1024) std::byte staging[kMathGroups][kStagingBytes<P>];
   alignas(16) TaskDescriptor tasks[kTaskSlots];
   alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
   alignas(8) std::uint64_t task_full[kTaskSlots], task_empty[kTaskSlots], demand, ticket_full;
@@ -272,6 +290,7 @@ struct BlockStorage {
   // weights, in the low words, or the addresses of their cells.
   alignas(16) std::uint64_t rows[kMathGroups][kMaxHeight<P>];
   QuantizedTile<P> quantized;
+  PackStorage<P> packing;
   PassState<P> pass;
 };
 template <typename P>

@@ -209,6 +209,30 @@ __device__ __forceinline__ void load_rows(const CUtensorMap& map, std::uint32_t 
       : "memory");
 }
 
+// Contiguous bytes, in multiples of 16, to and from memory.
+__device__ __forceinline__ void load_bytes(std::uint32_t to, const void* from, std::uint32_t bytes,
+                                           std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void store_bytes(void* to, std::uint32_t from, std::uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
+// This thread's stores until here are a group; and waiting for all groups but the newest to be
+// there, for this thread to see. (Without a deadline: it is this GPU's memory that it waits for.)
+__device__ __forceinline__ void commit_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+template <int kNewest>
+__device__ __forceinline__ void await_all_stores_but() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kNewest) : "memory");
+}
+
 // Of barriers that were just made, before other threads, blocks and the copy engine use them.
 __device__ __forceinline__ void fence_new_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");

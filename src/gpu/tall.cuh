@@ -78,28 +78,30 @@ __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t
   };
   // A warpgroup's own chain of products and sums is what takes the time, so nothing else is in it:
   // what the next stage needs is found while the last products of this one are under way, and the
-  // loop turns there, where nobody waits for it.
-  std::uint32_t left = k_blocks, pause = k_blocks - untold<1>();
-  for (bool fresh = true, ready = stage.ready();; fresh = false) {
-    stage.await_stage(ready);
-    begin(stage.operands());
-    SWITCHYARD_ROLLED
-    for (;;) {
-      load_scales(kBoxes - 1);
-      const std::uint32_t current = place.stage;
-      --left;
-      stage.advance();
-      const auto next = stage.operands();
-      stage.await_products(part);
-      stage.release_read(current, of);
-      ready = left == 0 || stage.ready();
-      sum(kBoxes - 1);
-      if (!ready || left == pause) break;
-      begin(next);
+  // loop turns there, where nobody waits for it. All warps of the warpgroup come to the same
+  // instructions, whether they find a stage there or wait for it.
+  stage.await_stage(stage.ready());
+  begin(stage.operands());
+  bool fresh = true;
+  SWITCHYARD_ROLLED
+  for (std::uint32_t left = k_blocks, pause = k_blocks - untold<1>();;) {
+    load_scales(kBoxes - 1);
+    const std::uint32_t current = place.stage;
+    --left;
+    stage.advance();
+    const auto next = stage.operands();
+    stage.await_products(part);
+    stage.release_read(current, of);
+    const bool ready = left == 0 || stage.ready();
+    sum(kBoxes - 1);
+    if (__builtin_expect(!ready || left == pause, 0)) {
+      if (fresh) started();
+      if (left == 0) break;
+      fresh = false;
+      pause = 0;
+      if (!ready) stage.await_stage(false);
     }
-    if (fresh) started();
-    if (left == 0) break;
-    pause = 0;
+    begin(next);
   }
 }
 
@@ -172,15 +174,17 @@ __device__ __forceinline__ void finish_tall_products(const Pass<P>& pass,
   }
 }
 
-// Where a warp stages its 16 tokens, 128 bytes of each at a time.
-inline constexpr std::uint32_t kTallStagedTokens = 16;
-static_assert(kTallStagedTokens * kSwizzleRowBytes * 4 <= kStagingBytes);
+// Where a warp stages half of its 16 tokens, the lanes' first or second, 128 bytes of each at a
+// time.
+inline constexpr std::uint32_t kTallStagedTokens = 8;
 struct TallStaging {
   std::uint32_t base;
   template <typename P>
   __device__ TallStaging(const Pass<P>& pass, std::uint32_t group)
       : base(shared_address(pass.block.staging[group]) +
-             fresh_thread_index<kWarpgroup>() / 32 * kTallStagedTokens * kSwizzleRowBytes) {}
+             fresh_thread_index<kWarpgroup>() / 32 * kTallStagedTokens * kSwizzleRowBytes) {
+    static_assert(kTallStagedTokens * kSwizzleRowBytes * 4 <= kStagingBytes<P>);
+  }
   __device__ std::uint32_t place(std::uint32_t token, std::uint32_t vector) const {
     return base + token * kSwizzleRowBytes + ((vector ^ (token & 7)) << 4);
   }
@@ -239,13 +243,15 @@ __device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const Task
     // Only then may the next tile's be written.
     named_barrier<kMathGroups * kWarpgroup>(kBothGroups);
   }
+  const std::uint32_t staged = fresh_thread_index<32>() / 4;
+  const std::size_t to = std::size_t{slot} * kMaxHeight<P> * layer.h_stride + column0;
   // The second token's values take the place of the first's: half of the code.
 #pragma unroll 1
-  for (std::uint32_t left = untold<2>(), row = fresh_thread_index<32>() / 4;;) {
+  for (std::uint32_t left = untold<2>(), row = row0;;) {
     const GroupScale scale = group_scale(most[0]);
-    if (t == 0 && row0 + row < task.rows && column0 < intermediate && (!kHalf || group == 0)) {
+    if (t == 0 && row + staged < task.rows && column0 < intermediate && (!kHalf || group == 0)) {
       layer.h_scales[(std::size_t{slot} * layer.h_groups + column0 / kQuantGroup) * kMaxHeight<P> +
-                     row0 + row] = scale.scale;
+                     row + staged] = scale.scale;
     }
 #pragma unroll
     for (int p = 0; p < static_cast<int>(kVectors); ++p) {
@@ -255,24 +261,23 @@ __device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const Task
       const std::uint32_t from = fresh_thread_index<32>() / 4 * 4 + t % 2 * 2;
       const std::uint32_t low = __shfl_sync(~0u, codes, from);
       const std::uint32_t high = __shfl_sync(~0u, codes, from + 1);
-      store_shared_word(staging.place(row, p) + 4 * t,
+      store_shared_word(staging.place(staged, p) + 4 * t,
                         __byte_perm(low, high, t < 2 ? 0x5410 : 0x7632));
     }
+    staging.drain(
+        [&](std::uint32_t token, std::uint32_t vector) {
+          return vector < kVectors && row + token < task.rows &&
+                 column0 + 16 * vector < intermediate;
+        },
+        [&](std::uint32_t token, std::uint32_t vector) {
+          return layer.h + to + std::size_t{row + token} * layer.h_stride + 16 * vector;
+        });
     if (--left == 0) break;
-    row += 8;
+    row += kTallStagedTokens;
     most[0] = most[1];
 #pragma unroll
     for (auto& of_both : values) of_both[0] = of_both[1];
   }
-  const std::size_t to = std::size_t{slot} * kMaxHeight<P> * layer.h_stride + column0;
-  staging.drain(
-      [&](std::uint32_t token, std::uint32_t vector) {
-        return vector < kVectors && row0 + token < task.rows &&
-               column0 + 16 * vector < intermediate;
-      },
-      [&](std::uint32_t token, std::uint32_t vector) {
-        return layer.h + to + std::size_t{row0 + token} * layer.h_stride + 16 * vector;
-      });
 }
 
 template <int kBoxes, ActivationKind kKind, bool kGated, typename P>
@@ -340,24 +345,26 @@ __device__ __forceinline__ void finish_tall_gemm2(const Pass<P>& pass, const Tas
 #pragma unroll 1
   for (std::uint32_t left = untold<kBoxes>();;) {
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      const float* const sums = acc[0] + part * 32;
+    for (int part = 0; part < 4; ++part) {
+      const std::uint32_t row = row0 + part % 2 * kTallStagedTokens;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float* const four = sums + 8 * j;
+      for (int j = 0; j < 2; ++j) {
+        const auto octet = [&](int n) {
+          const float* const sums = acc[0] + 4 * (part / 2 * 8 + 4 * j + n) + part % 2 * 2;
+          return pack_bf16(sums[0], sums[1]);
+        };
         const std::uint32_t lane = fresh_thread_index<32>();
-        store_matrices<false>(staging.place(lane % 16, 2 * j + lane / 16),
-                              pack_bf16(four[0], four[1]), pack_bf16(four[2], four[3]),
-                              pack_bf16(four[4], four[5]), pack_bf16(four[6], four[7]));
+        store_matrices<false>(staging.place(lane % 8, 4 * j + lane / 8), octet(0), octet(1),
+                              octet(2), octet(3));
       }
       staging.drain(
           [&](std::uint32_t token, std::uint32_t vector) {
-            return row0 + token < task.rows && column + 8 * vector < hidden;
+            return row + token < task.rows && column + 8 * vector < hidden;
           },
           [&](std::uint32_t token, std::uint32_t vector) {
-            return placed_cell(pass, group, row0 + token) + column + 8 * vector;
+            return placed_cell(pass, group, row + token) + column + 8 * vector;
           });
-      column += 64;
+      if (part % 2 == 1) column += 64;
     }
     if (--left == 0) break;
 #pragma unroll
