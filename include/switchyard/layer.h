@@ -56,8 +56,9 @@ struct LayerOptions {
   // kCpu only. Processor threads of this rank, the calling thread included. 0: the hardware threads
   // of this host divided by the ranks of the world, at least 1.
   int num_threads = 0;
-  // kCuda only. -1: the device that is current when the layer is made. Kernels of a world's ranks
-  // wait for each other, so ranks on the same device must leave SMs to the others, and a few more.
+  // kCuda only. -1: the device that is current when the layer is made. Each rank that is a process
+  // chooses its own, by the launcher's LOCAL_RANK, say. Kernels of a world's ranks wait for each
+  // other, so ranks on the same device must leave SMs to the others (reserved_sms), and a few more.
   int device = -1;
   // kCuda only. Streaming multiprocessors that the layer leaves to other kernels.
   int reserved_sms = 0;
@@ -111,7 +112,7 @@ struct ForwardInput {
 };
 
 struct ForwardOutput {
-  void* data = nullptr;         // [T, H]
+  void* data = nullptr;         // [T, H]; may not overlap what is read
   DType dtype = DType::kBF16;   // kBF16, kF16 or kF32
   std::int64_t row_stride = 0;  // in elements; 0: H
   // Where to put the routing that was used; each may be empty or [T, K]. Dropped slots have
@@ -143,16 +144,21 @@ struct ForwardStats {
 
 class MoeLayer {
  public:
-  // Collective over the world. The weights' memory must outlive the layer (MoeWeights::owner is
-  // kept). With kCuda they are copied to the device, in the compute type, unless they are there:
-  // its matrices that form one array [E, I, H], [E, 2, I, H] (gate, up) or [E, H, I], or parts of a
-  // larger one, are used where they are. Throws Error{kInvalidArgument, kMissingTensor,
-  // kShapeMismatch, kDTypeMismatch} for a layer that cannot be built, {kSpecMismatch} naming the
-  // rank and the field if the ranks disagree, {kCapacityExceeded} if the heap cannot be had,
-  // {kUnsupported} for what the backend does not do on this machine or in this build, or for FP8
-  // weights with scales that FP8 arithmetic does not take, TimeoutError if a rank does not come.
+  // Collective over the world. A rank need be given no more experts' weights than its own
+  // (own_experts()). Their memory must outlive the layer (MoeWeights::owner is kept). With kCuda
+  // they are copied to the device, in the compute type, unless they are there in that type: its
+  // matrices that form one array [E, I, H], [E, 2, I, H] (gate, up) or [E, H, I], or parts of a
+  // larger one, with rows of multiples of 16 bytes, are used where they are. Scales, biases, the
+  // router and its tables are always copied: who changes them makes the layer anew. Throws
+  // Error{kInvalidArgument, kMissingTensor, kShapeMismatch, kDTypeMismatch} for a layer that cannot
+  // be built, {kSpecMismatch} naming the rank and the field if the ranks disagree,
+  // {kCapacityExceeded} if the heap cannot be had, {kUnsupported} for what the backend does not do
+  // on this machine or in this build, or for FP8 weights with scales that FP8 arithmetic does not
+  // take, TimeoutError if a rank does not come.
   MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& weights,
            const LayerOptions& options = {});
+  // Waits, with kCuda, until the device has done all that it was given. Not while another rank on
+  // the device waits for this one's next pass, nor while graphs of this layer may be launched.
   ~MoeLayer();
   MoeLayer(MoeLayer&&) noexcept;
   MoeLayer& operator=(MoeLayer&&) noexcept;
@@ -178,6 +184,12 @@ class MoeLayer {
   // thread that plays several ranks, or two threads with ranks on one device, must not call what
   // waits for the device (cudaFree, say) in between.
   void forward(const ForwardInput& input, const ForwardOutput& output);
+
+  // Throws what forward() would throw of passes that have ended, and waits for nothing if there is
+  // nothing to throw: for who launches graphs in which forward() was captured, and does not call it
+  // any more. The output of a pass that was given up is not to be used, nor are those of passes
+  // enqueued behind it.
+  void check();
 
   // Of the last pass; zeros before the first. With kCuda it waits for all that the device has been
   // given, and so may not be captured, nor be called while another rank on the device waits for

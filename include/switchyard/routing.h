@@ -15,10 +15,11 @@ inline constexpr std::int32_t kNoExpert = -1;
 // Chooses K experts and their weights for each of T tokens.
 //   logits           [T, E] fp32, router bias already added
 //   correction_bias  [E] fp32, or empty if the spec has none
-//   hashed_ids       [T, K], RoutingMethod::kHash only: the table's rows for these tokens; else
-//   empty ids, weights     [T, K], out: in descending order of the quantity chosen by; ties go to
-//   the lower
-//                    expert index
+//   hashed_ids       [T, K], RoutingMethod::kHash only: the table's rows for these tokens;
+//                    else empty
+//   ids, weights     [T, K], out: in descending order of the quantity chosen by; ties go to
+//                    the lower expert index
+//
 // A NaN logit ranks below every number and its expert is never chosen: a slot for which no expert
 // is left gets kNoExpert and weight 0. A NaN never spreads to the token's other experts. Returns
 // the number of NaN logits seen. Throws Error{kInvalidArgument} if a span's size does not match, or

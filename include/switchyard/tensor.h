@@ -30,7 +30,8 @@ constexpr std::size_t size_of(DType dtype) {
 const char* to_string(DType dtype);
 
 // A matrix of `rows` x `cols` elements; element (r, c) is at index r * row_stride + c * col_stride.
-// Strides are in elements, so that transposed and row-interleaved checkpoints need no repacking.
+// Strides are in elements, so that transposed and row-interleaved checkpoints need no repacking. A
+// row_stride of 0 makes all rows the same one, as of an expanded tensor.
 //
 // FP8 matrices carry scales: the value of (r, c) is data(r, c) * scale(r / scale_rows, c /
 // scale_cols), with scale(i, j) at scale[i * scale_stride + j]. (DeepSeek-V3's weight_scale_inv has
@@ -55,7 +56,7 @@ struct MatrixView {
   }
 };
 
-// A vector of `size` contiguous elements (biases).
+// A vector of `size` elements (biases).
 struct VectorView {
   const void* data = nullptr;
   DType dtype = DType::kF32;

@@ -24,15 +24,24 @@ struct MoeWeights {
   VectorView router_bias;           // [E]
   VectorView correction_bias;       // [E]
   MatrixView hash_table;            // [vocabulary, K] of i32 or i64: DeepSeek-V4's token-id table
-  std::vector<FfnWeights> experts;  // [E]
+  std::vector<FfnWeights> experts;  // [E]; a rank's own are enough, see own_experts()
   FfnWeights shared;                // empty() up: none
   VectorView shared_gate;           // [H]
   std::shared_ptr<const void> owner;
 };
 
+// Experts [begin, end).
+struct ExpertRange {
+  int begin = 0, end = 0;
+};
+// Those that rank `rank` of `num_ranks` has, and whose weights it must be given: contiguous shards
+// that differ by at most one. Throws Error{kInvalidArgument} for numbers that make no sense.
+ExpertRange own_experts(int num_experts, int rank, int num_ranks);
+
 // Throws Error{kMissingTensor, kShapeMismatch, kDTypeMismatch} if the weights cannot serve the
-// spec.
-void validate(const LayerSpec& spec, const MoeWeights& weights);
+// spec. Experts that are not among `own` may be empty.
+void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own);
+void validate(const LayerSpec& spec, const MoeWeights& weights);  // all experts
 
 // Bytes of expert weight (routed and shared, scales included) that a forward pass touches when
 // exactly the experts with tokens_per_expert[e] > 0 are active.

@@ -129,10 +129,10 @@ std::vector<float> logits_without_skew(const std::vector<float>& x,
     }
   };
   const auto num_threads = static_cast<std::size_t>(hardware_threads());
-  std::vector<std::thread> threads;
+  std::vector<std::jthread> threads;
   for (std::size_t i = 1; i < num_threads; ++i) threads.emplace_back(work, i, num_threads);
   work(0, num_threads);
-  for (std::thread& thread : threads) thread.join();
+  for (std::jthread& thread : threads) thread.join();
   return logits;
 }
 

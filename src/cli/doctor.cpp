@@ -8,6 +8,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "cli/arguments.h"
 #include "cli/commands.h"
 #include "cli/machine.h"
 #include "cli/measure.h"
@@ -18,6 +19,7 @@
 #include "fabric/mapping.h"
 #include "gpu/device.h"
 #include "gpu/peer_link.h"
+#include "layer/compute.h"
 #include "model/host_memory.h"
 
 namespace switchyard::cli {
@@ -185,7 +187,7 @@ Finding check_layer(const std::string& name, Backend backend, DType compute, int
     const Source source = load_source(source_options, 1, false);
     BatchOptions batch_options;
     batch_options.tokens = kTinyTokens;
-    const Batch batch = make_batch(batch_options, source, compute);
+    const Batch batch = make_batch(batch_options, source, value_type(compute));
     RankOptions ranks;
     ranks.backend = backend;
     ranks.ranks = num_ranks;
@@ -203,7 +205,18 @@ Finding check_layer(const std::string& name, Backend backend, DType compute, int
 }
 
 Finding check_threads(DType compute) {
-  return check_layer(fmt::format("thread_ranks_{}", to_string(compute)), Backend::kCpu, compute, 2);
+  return check_layer(fmt::format("thread_ranks_{}", dtype_argument(compute)), Backend::kCpu,
+                     compute, 2);
+}
+
+void check_gpus(std::vector<Finding>& findings) {
+  if (!gpu_is_usable()) return;
+  for (const DType compute : {DType::kBF16, DType::kF8E4M3}) {
+    const char* const name = dtype_argument(compute);
+    findings.push_back(check_layer(fmt::format("cuda_{}", name), Backend::kCuda, compute, 1));
+    if (gpu::device_count() < 2) continue;
+    findings.push_back(check_layer(fmt::format("cuda_ranks_{}", name), Backend::kCuda, compute, 2));
+  }
 }
 
 Finding check_sockets() {
@@ -280,12 +293,8 @@ int doctor(bool json) {
   attempt(find_rates, "rates", "free some memory, or allow more of it (ulimit -v)", findings);
   findings.push_back(check_threads(DType::kF32));
   findings.push_back(check_threads(DType::kBF16));
-  if (gpu_is_usable()) {
-    findings.push_back(check_layer("cuda_bf16", Backend::kCuda, DType::kBF16, 1));
-  }
-  if (gpu_is_usable() && gpu::device_count() > 1) {
-    findings.push_back(check_layer("cuda_ranks_bf16", Backend::kCuda, DType::kBF16, 2));
-  }
+  findings.push_back(check_threads(DType::kF8E4M3));
+  check_gpus(findings);
   findings.push_back(check_sockets());
   findings.push_back(check_processes());
   json ? print_json(findings) : print_text(findings);

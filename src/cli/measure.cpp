@@ -37,10 +37,10 @@ void run_threads(int count, const std::function<void(int)>& body) {
       failure = std::current_exception();
     }
   };
-  std::vector<std::thread> threads;
+  std::vector<std::jthread> threads;
   for (int i = 1; i < count; ++i) threads.emplace_back(guarded, i);
   guarded(0);
-  for (std::thread& thread : threads) thread.join();
+  for (std::jthread& thread : threads) thread.join();
   if (failure) std::rethrow_exception(failure);
 }
 

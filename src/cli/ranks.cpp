@@ -114,13 +114,6 @@ RankRecord record_of(const MoeLayer& layer) {
           peak_resident_bytes()};
 }
 
-template <typename T>
-std::vector<T> gather(World& world, std::span<const T> mine) {
-  std::vector<T> all(mine.size() * static_cast<std::size_t>(world.size()));
-  world.fabric().all_gather(std::as_bytes(mine), std::as_writable_bytes(std::span(all)));
-  return all;
-}
-
 // On rank 0 all ranks' traces, elsewhere none.
 std::vector<PassTrace> gather_traces(World& world, const PassTrace& mine) {
   struct Header {
@@ -129,7 +122,7 @@ std::vector<PassTrace> gather_traces(World& world, const PassTrace& mine) {
   };
   static_assert(std::is_trivially_copyable_v<TraceEvent>);
   const Header header{static_cast<std::int64_t>(mine.events.size()), mine.dropped, mine.epoch};
-  const auto headers = gather<Header>(world, std::span(&header, 1));
+  const auto headers = gather(world.fabric(), header);
   std::int64_t most = 1;
   for (const Header& h : headers) most = std::max(most, h.events);
   const auto segment = world.fabric().allocate(static_cast<std::size_t>(most) * sizeof(TraceEvent));
@@ -223,9 +216,9 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
       output_to(segment->base(world.rank()), layout, share, output_dtype), options.repeat);
 
   const RankRecord record = record_of(layer);
-  const auto records = gather<RankRecord>(world, std::span(&record, 1));
+  const auto records = gather(world.fabric(), record);
   // A gather returns when all have called it, so every rank's share is in the segment after it.
-  const auto all_times = gather<PassTimes>(world, times);
+  const auto all_times = gather_all<PassTimes>(world.fabric(), times);
   std::vector<PassTrace> traces;
   if (options.trace) traces = gather_traces(world, layer.trace());
   if (world.rank() != 0) return std::nullopt;
@@ -269,7 +262,7 @@ void throw_cause(const std::vector<std::exception_ptr>& failures) {
 
 void on_every_rank(int num_ranks, const std::function<void(int)>& rank) {
   std::vector<std::exception_ptr> failures(static_cast<std::size_t>(num_ranks));
-  std::vector<std::thread> threads;
+  std::vector<std::jthread> threads;
   for (int r = 0; r < num_ranks; ++r) {
     threads.emplace_back([&rank, &failure = failures[static_cast<std::size_t>(r)], r] {
       try {
@@ -279,7 +272,7 @@ void on_every_rank(int num_ranks, const std::function<void(int)>& rank) {
       }
     });
   }
-  for (std::thread& thread : threads) thread.join();
+  for (std::jthread& thread : threads) thread.join();
   throw_cause(failures);
 }
 

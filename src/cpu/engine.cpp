@@ -123,6 +123,9 @@ class Engine final : public LayerEngine {
          const LayerOptions& options);
 
   void forward(const ForwardInput& input, const ForwardOutput& output) override;
+  void check() override {
+    if (aborted()) fail();
+  }
   const ForwardStats& stats() override { return stats_; }
   PassTrace trace() override;
   bool traces() const override { return options_.trace; }
@@ -183,7 +186,8 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
                const LayerOptions& options)
     : world_(world), options_(options) {
   validate(spec);
-  validate(spec, weights);
+  const ExpertRange own = own_experts(spec.num_experts, world.rank(), world.size());
+  validate(spec, weights, own);
   if (!weights.router.empty()) routing::check_routable(spec);
   if (spec.top_k > protocol::kMaxTopK || world.size() > protocol::kMaxRanks) {
     throw Error(
@@ -212,8 +216,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   layer_.heaps.layout = protocol::HeapLayout(params);
   layer_.heaps.rank = world.rank();
 
-  const protocol::ExpertPartition experts = layer_.layout().experts();
-  for (int e = experts.begin(rank()); e < experts.end(rank()); ++e) {
+  for (int e = own.begin; e < own.end; ++e) {
     layer_.experts.push_back(prepare(layer_.weights.experts[static_cast<std::size_t>(e)],
                                      spec.hidden, spec.intermediate, layer_.quantised()));
   }
@@ -306,7 +309,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
     throw Error(ErrorCode::kInvalidArgument,
                 "ForwardInput::stream is set, but the layer's backend is cpu; leave it null");
   }
-  if (aborted()) fail();
+  check();
   const SingleThreadedLibrary confined;
   const Clock::time_point start = Clock::now();
   begin_pass(input, output);

@@ -1,37 +1,38 @@
 // The processor threads of one rank. They sleep between parallel regions.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <system_error>
 #include <thread>
 #include <vector>
+
+#include "switchyard/error.h"
 
 namespace switchyard::cpu {
 
 class WorkerPool {
  public:
   // `num_threads` counts the thread that calls run(). `enter` runs once in every other thread.
+  // Throws Error{kSystem} if there cannot be so many.
   WorkerPool(int num_threads, std::function<void()> enter) {
-    for (int i = 1; i < num_threads; ++i) {
-      threads_.emplace_back([this, i, enter] {
-        enter();
-        std::uint64_t seen = 0;
-        for (;;) {
-          wait_while(generation_, seen);
-          ++seen;
-          if (stopping_) return;
-          body_(i);
-          if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) running_.notify_one();
-        }
-      });
+    try {
+      for (int i = 1; i < num_threads; ++i)
+        threads_.emplace_back([this, i, enter] { serve(i, enter); });
+    } catch (const std::system_error& error) {
+      const std::size_t started = threads_.size();
+      stop();
+      throw Error(
+          ErrorCode::kSystem,
+          fmt::format("only {} of {} threads could be started ({}); use fewer (num_threads), "
+                      "or raise this process's limits of threads and memory",
+                      started + 1, num_threads, error.what()));
     }
   }
-  ~WorkerPool() {
-    stopping_ = true;
-    release();
-    for (std::thread& thread : threads_) thread.join();
-  }
+  ~WorkerPool() { stop(); }
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
@@ -50,6 +51,23 @@ class WorkerPool {
   }
 
  private:
+  void serve(int i, const std::function<void()>& enter) {
+    enter();
+    std::uint64_t seen = 0;
+    for (;;) {
+      wait_while(generation_, seen);
+      ++seen;
+      if (stopping_) return;
+      body_(i);
+      if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) running_.notify_one();
+    }
+  }
+  void stop() {
+    stopping_ = true;
+    release();
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+  }
   void release() {
     generation_.fetch_add(1, std::memory_order_release);
     generation_.notify_all();

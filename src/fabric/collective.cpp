@@ -62,8 +62,7 @@ void share_outcome(Fabric& fabric, const std::optional<Error>& mine) {
     std::copy_n(text.begin(), std::min(text.size(), outcome.message.size() - 1),
                 outcome.message.begin());
   }
-  std::vector<Outcome> all(static_cast<std::size_t>(fabric.size()));
-  fabric.all_gather(std::as_bytes(std::span(&outcome, 1)), std::as_writable_bytes(std::span(all)));
+  const std::vector<Outcome> all = gather(fabric, outcome);
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (all[r].failed == 0) continue;
     throw Error(static_cast<ErrorCode>(all[r].code),

@@ -59,4 +59,16 @@ class Fabric {
   std::chrono::milliseconds deadline_;
 };
 
+// Collective: what every rank has, by rank; as many on each.
+template <typename T>
+std::vector<T> gather_all(Fabric& fabric, std::span<const T> mine) {
+  std::vector<T> all(mine.size() * static_cast<std::size_t>(fabric.size()));
+  fabric.all_gather(std::as_bytes(mine), std::as_writable_bytes(std::span(all)));
+  return all;
+}
+template <typename T>
+std::vector<T> gather(Fabric& fabric, const T& mine) {
+  return gather_all(fabric, std::span<const T>(&mine, 1));
+}
+
 }  // namespace switchyard

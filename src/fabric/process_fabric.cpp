@@ -89,11 +89,9 @@ class ProcessFabric final : public Fabric {
 
  private:
   void require_same_bytes(std::size_t bytes) {
-    const std::uint64_t mine = bytes;
-    std::vector<std::uint64_t> all(static_cast<std::size_t>(size()));
-    all_gather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
     std::vector<Call> calls;
-    for (const std::uint64_t theirs : all) calls.push_back({CallKind::kAllocate, theirs});
+    for (const std::uint64_t theirs : gather<std::uint64_t>(*this, bytes))
+      calls.push_back({CallKind::kAllocate, theirs});
     require_same_call(calls);
     if (bytes == 0) {
       throw Error(ErrorCode::kInvalidArgument,

@@ -87,10 +87,10 @@ void require_aligned(const char* what, const void* data, std::int64_t row_stride
                           what, data, stride));
 }
 
-KernelEntry choose_kernel(const LayerSpec& spec, const MoeWeights& weights,
+KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWeights& weights,
                           const LayerOptions& options) {
   validate(spec);
-  validate(spec, weights);
+  validate(spec, weights, own_experts(spec.num_experts, world.rank(), world.size()));
   const DType compute = resolve_compute(weights, options.compute);
   // What needs fp32 of itself gets it only if that was asked for, and then is refused.
   const bool rounds = compute == DType::kF32 && !options.compute;
@@ -103,6 +103,7 @@ class Engine final : public LayerEngine {
          const LayerOptions& options);
 
   void forward(const ForwardInput& input, const ForwardOutput& output) override;
+  void check() override;
   const ForwardStats& stats() override;
   PassTrace trace() override;
   bool traces() const override { return trace_.has_value(); }
@@ -117,6 +118,7 @@ class Engine final : public LayerEngine {
  private:
   const PolicyFacts& policy() const { return kernel_.policy; }
   void choose_grid();
+  void require_room();
   bool distributed() const { return world_.size() > 1; }
   // Of single blocks or of pairs; fills `attributes`, to which it points.
   static constexpr unsigned kMaxAttributes = 2;
@@ -125,8 +127,8 @@ class Engine final : public LayerEngine {
   std::uint32_t most_tiles(int experts, int ranks, int slots_per_token) const;
   void lay_out_heap();
   void lay_out_workspace();
-  void throw_if_failed();
   void count_traffic(const std::uint32_t* counters);
+  std::string describe(const BadId& bad) const;
 
   World world_;
   LayerSpec spec_;
@@ -152,8 +154,8 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
       spec_(spec),
       weights_(weights),
       options_(options),
-      device_(options.device >= 0 ? options.device : current_device()),
-      kernel_(choose_kernel(spec, weights, options)) {
+      device_(options.device),
+      kernel_(choose_kernel(world, spec, weights, options)) {
   if (world.size() > kMaxDeviceRanks) {
     unsupported(fmt::format("the world has {} ranks; the GPU engine runs on up to {}", world.size(),
                             kMaxDeviceRanks));
@@ -221,6 +223,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
     ffn->more_of_second = ffn->down_scale != nullptr || ffn->down_bias != nullptr;
   }
   attempt_together(world_.fabric(), [&] { choose_grid(); });
+  if (distributed()) require_room();
   lay_out_heap();
   // Nobody writes into a heap before its owner has come past here, with its flags zero.
   attempt_together(world_.fabric(), [&] {
@@ -232,12 +235,6 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
 // One block per multiprocessor, all of them resident at once, or not at all.
 void Engine::choose_grid() {
   const DeviceInfo info = device_info(device_);
-  if (!info.runs_our_kernels()) {
-    unsupported(
-        fmt::format("device {} is '{}' of compute capability {}.{}; the kernels are "
-                    "compiled for 9.0 (H100, H200)",
-                    device_, info.name, info.compute_major, info.compute_minor));
-  }
   int blocks_per_sm = 1;
   for (const LayerKernel kernel : {kernel_.small, kernel_.large}) {
     const auto* const function = reinterpret_cast<const void*>(kernel);
@@ -248,14 +245,13 @@ void Engine::choose_grid() {
         &blocks, function, kernel_.shape.threads, kernel_.shape.shared_bytes));
     blocks_per_sm = std::min(blocks_per_sm, blocks);
   }
-  const int free_sms = info.num_sms - options_.reserved_sms;
-  if (blocks_per_sm < 1 || free_sms < 1) {
-    throw Error(ErrorCode::kCapacityExceeded,
-                fmt::format("{} of {} multiprocessors are left with {} reserved, and {} blocks of "
-                            "the kernel fit on one; reserve fewer",
-                            free_sms, info.num_sms, options_.reserved_sms, blocks_per_sm));
+  if (blocks_per_sm < 1) {
+    unsupported(
+        fmt::format("device {} ({}) has no room for a block of {} threads and {} bytes of shared "
+                    "memory; leave it without other contexts' limits",
+                    device_, info.name, kernel_.shape.threads, kernel_.shape.shared_bytes));
   }
-  grid_ = static_cast<unsigned>(free_sms);
+  grid_ = static_cast<unsigned>(info.num_sms - options_.reserved_sms);
   // A cluster takes neighbouring multiprocessors, so fewer of them may fit.
   cudaLaunchAttribute attributes[kMaxAttributes]{};
   const cudaLaunchConfig_t config = launch_config(true, attributes, nullptr);
@@ -263,6 +259,35 @@ void Engine::choose_grid() {
   SWITCHYARD_CUDA(cudaOccupancyMaxActiveClusters(
       &clusters, reinterpret_cast<const void*>(kernel_.large), &config));
   paired_grid_ = std::min(grid_ / kPair, static_cast<unsigned>(clusters)) * kPair;
+}
+
+// Ranks on one device wait for each other, so all of their blocks must find room on it.
+void Engine::require_room() {
+  struct Share {
+    char bus_id[24];
+    unsigned blocks;
+  };
+  Share mine{{}, grid_};
+  attempt_together(world_.fabric(), [&] {
+    SWITCHYARD_CUDA(cudaDeviceGetPCIBusId(mine.bus_id, sizeof mine.bus_id, device_));
+  });
+  const std::vector<Share> all = gather(world_.fabric(), mine);
+  attempt_together(world_.fabric(), [&] {
+    std::vector<int> sharing;
+    unsigned blocks = 0;
+    for (int r = 0; r < world_.size(); ++r) {
+      const Share& theirs = all[static_cast<std::size_t>(r)];
+      if (std::strcmp(theirs.bus_id, mine.bus_id) != 0) continue;
+      sharing.push_back(r);
+      blocks += theirs.blocks;
+    }
+    const int sms = device_info(device_).num_sms;
+    if (blocks <= static_cast<unsigned>(sms)) return;
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} share the GPU {} and want {} of its {} SMs; give each rank a GPU "
+                            "of its own (device), or leave SMs to the others (reserved_sms)",
+                            list_ranks(sharing), mine.bus_id, blocks, sms));
+  });
 }
 
 void Engine::lay_out_heap() {
@@ -360,7 +385,7 @@ void Engine::lay_out_workspace() {
   const std::size_t epoch = arena.place(sizeof(std::uint64_t));
   const std::size_t readers = arena.place(sizeof(std::uint32_t));
   const std::size_t even = arena.place(words), odd = arena.place(words);
-  const std::size_t stats = arena.place((experts + 32) * 4);
+  const std::size_t stats = arena.place((experts + 1) * 4);
   const std::size_t zeroed = arena.size();
   const std::size_t logits = arena.place(logits_tokens * logits_columns * sizeof(float));
   const std::size_t ids = arena.place(slots * 4);
@@ -424,7 +449,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const HostRange range{"forward", nvtx3::payload{input.activations.rows}};
   protocol::check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output,
                        policy().compute);
-  throw_if_failed();
+  check();
   const MatrixView& x = input.activations;
   CallParams call{};
   call.x = x.data;
@@ -472,7 +497,6 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
       launch_config(pairs, attributes, static_cast<cudaStream_t>(input.stream));
   SWITCHYARD_CUDA(cudaLaunchKernelExC(
       &config, reinterpret_cast<const void*>(small ? kernel_.small : kernel_.large), arguments));
-  stats_.tokens = x.rows;
 }
 
 cudaLaunchConfig_t Engine::launch_config(bool paired, cudaLaunchAttribute* attributes,
@@ -496,16 +520,35 @@ cudaLaunchConfig_t Engine::launch_config(bool paired, cudaLaunchAttribute* attri
   return config;
 }
 
-void Engine::throw_if_failed() {
+std::string Engine::describe(const BadId& bad) const {
+  const auto what = [&] {
+    switch (bad.kind) {
+      case BadId::Kind::kTwice:
+        return fmt::format("token {} names expert {} twice; ids must be distinct within a token",
+                           bad.token, bad.id);
+      case BadId::Kind::kToken:
+        return fmt::format(
+            "token id {} of token {} is outside the routing table's vocabulary of {}", bad.id,
+            bad.token, params_.hash_rows);
+      case BadId::Kind::kTable:
+        return fmt::format("the routing table has expert {} for token {}; expert ids are 0 to {}",
+                           bad.id, bad.token, spec_.num_experts - 1);
+      case BadId::Kind::kExpert:
+        break;
+    }
+    return fmt::format("token {} has expert id {}; expert ids are 0 to {}, or {} for none",
+                       bad.token, bad.id, spec_.num_experts - 1, kNoExpert);
+  };
+  return what() + " (in a pass that has ended; such slots were skipped)";
+}
+
+void Engine::check() {
   if (failures_->given_up == 0) {
-    if (failures_->bad_id == 0) return;
     // Waits for nothing: on a device with other ranks, their passes may wait for this one's next.
+    const std::uint64_t bad = failures_->bad_id;
+    if (bad == 0) return;
     failures_->bad_id = 0;
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("an expert id given was not in -1 to {} or named twice for a token, or "
-                            "a token id was outside the routing table's vocabulary of {}; such "
-                            "slots were skipped",
-                            spec_.num_experts - 1, params_.hash_rows));
+    throw Error(ErrorCode::kInvalidArgument, describe(BadId::unpack(bad)));
   }
   const DeviceScope scope(device_);
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
@@ -523,12 +566,14 @@ void Engine::throw_if_failed() {
 const ForwardStats& Engine::stats() {
   const DeviceScope scope(device_);
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
-  throw_if_failed();
+  check();
   SWITCHYARD_CUDA(
       cudaMemcpy(&stats_.epoch, params_.epoch, sizeof stats_.epoch, cudaMemcpyDeviceToHost));
   const auto experts = static_cast<std::size_t>(spec_.num_experts);
-  std::vector<std::uint32_t> rows(experts), counters(kNumPassCounters);
-  SWITCHYARD_CUDA(cudaMemcpy(rows.data(), params_.stats, experts * 4, cudaMemcpyDeviceToHost));
+  std::vector<std::uint32_t> rows(experts + 1), counters(kNumPassCounters);
+  SWITCHYARD_CUDA(cudaMemcpy(rows.data(), params_.stats, rows.size() * 4, cudaMemcpyDeviceToHost));
+  stats_.tokens = rows.back();
+  rows.pop_back();
   // Passes are numbered from 0 on the device.
   const PassWords words = params_.pass_words[(stats_.epoch - 1) & 1];
   SWITCHYARD_CUDA(

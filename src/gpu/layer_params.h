@@ -112,9 +112,33 @@ enum PassCounter : std::uint32_t {
   kNumPassCounters
 };
 
-// What became of passes, in the host's memory. Kernels raise these words, the host clears them.
+// An id that no token may have, and what is wrong with it.
+struct BadId {
+  enum class Kind : std::uint32_t {
+    kExpert = 1,  // no expert's
+    kTwice,       // that of an expert named before
+    kToken,       // not in the hash table
+    kTable        // from the hash table, and no expert's
+  };
+  Kind kind;
+  std::uint32_t token;  // its number in the pass
+  std::int32_t id;
+
+  // In one word, which is never 0 and is stored at once.
+  SWITCHYARD_HOST_DEVICE std::uint64_t pack() const {
+    return std::uint64_t{static_cast<std::uint32_t>(id)} << 32 | token << 3 |
+           static_cast<std::uint32_t>(kind);
+  }
+  static BadId unpack(std::uint64_t word) {
+    const auto low = static_cast<std::uint32_t>(word);
+    return {static_cast<Kind>(low & 7), low >> 3, static_cast<std::int32_t>(word >> 32)};
+  }
+};
+
+// What became of passes, in the host's memory. Kernels write these words, the host clears them.
 struct Failures {
-  std::uint32_t given_up, bad_id;
+  std::uint64_t bad_id;  // a BadId; 0: none
+  std::uint32_t given_up;
 };
 
 struct LayerParams {
@@ -185,7 +209,7 @@ struct LayerParams {
   std::uint32_t log2_band;   // of tiles taken up together where experts have several
   std::uint32_t banded_lag;  // then; see protocol::Workload
   std::uint32_t lag;         // where no expert has more than one
-  std::uint32_t* stats;      // [E] rows per expert of the last pass, of all ranks
+  std::uint32_t* stats;      // [E] rows per expert of the last pass, of all ranks; and its tokens
   volatile Failures* failures;
 };
 

@@ -18,7 +18,8 @@ struct GateOutcome {
   std::int32_t id = -1;
   float weight = 0;
   std::uint32_t num_nan = 0;
-  bool bad_id = false;
+  // Of this lane's slot, or of the token: an id that was not to be, as BadId has it; 0: none.
+  std::uint64_t bad_id = 0;
 };
 
 // Lane k's slot of the token, from the gate.
@@ -47,18 +48,22 @@ __device__ __forceinline__ GateOutcome gate_token(const LayerParams& layer, std:
   const std::int32_t* hashed = layer.hash_table;
   if (layer.routing.spec.method == RoutingMethod::kHash) {
     const std::int32_t row = call.token_ids[token];
-    outcome.bad_id = row < 0 || row >= layer.hash_rows;
-    if (!outcome.bad_id) hashed += static_cast<std::size_t>(row) * layer.top_k;
+    if (row < 0 || row >= layer.hash_rows) {
+      outcome.bad_id = BadId{BadId::Kind::kToken, token, row}.pack();
+    } else {
+      hashed += static_cast<std::size_t>(row) * layer.top_k;
+    }
   }
   routing::Choice mine{};
   const routing::RouteStatus status =
       routing::route_warp(layer.routing, logits, layer.correction_bias, hashed, mine, parts);
   outcome.num_nan = static_cast<std::uint32_t>(status.num_nan);
-  if (!outcome.bad_id) {
-    outcome.id = mine.id;
-    outcome.weight = mine.weight;
+  if (outcome.bad_id != 0) return outcome;
+  outcome.id = mine.id;
+  outcome.weight = mine.weight;
+  if ((status.bad_hashed_id_mask >> lane & 1) != 0) {
+    outcome.bad_id = BadId{BadId::Kind::kTable, token, hashed[lane]}.pack();
   }
-  outcome.bad_id |= status.bad_hashed_id_mask != 0;
   return outcome;
 }
 
@@ -70,12 +75,15 @@ __device__ __forceinline__ GateOutcome given_token(const LayerParams& layer, con
     const std::size_t slot = static_cast<std::size_t>(token) * layer.top_k + lane;
     outcome.id = call.given_ids[slot];
     outcome.weight = call.given_weights[slot];
-    outcome.bad_id = outcome.id < -1 || outcome.id >= layer.num_experts;
   }
+  const bool outside = outcome.id < -1 || outcome.id >= layer.num_experts;
   // An expert has as many rows as tokens at most: named twice, it would have more.
   const std::uint32_t same = __match_any_sync(~0u, outcome.id);
-  outcome.bad_id |= outcome.id >= 0 && (same & ((1u << lane) - 1)) != 0;
-  if (outcome.bad_id) outcome.id = -1;
+  if (outside || (outcome.id >= 0 && (same & ((1u << lane) - 1)) != 0)) {
+    outcome.bad_id =
+        BadId{outside ? BadId::Kind::kExpert : BadId::Kind::kTwice, token, outcome.id}.pack();
+    outcome.id = -1;
+  }
   return outcome;
 }
 
@@ -106,11 +114,11 @@ __device__ __forceinline__ void route_tokens(const Pass<P>& pass, std::uint32_t 
              : per_lane <= 8 ? gate_token<8>(layer, slices, call, token, parts)
                              : gate_token<16>(layer, slices, call, token, parts);
     }
-    const bool bad = __any_sync(~0u, mine.bad_id);
-    if (report && lane == 0) {
-      if (mine.num_nan != 0) atomicAdd(pass.state().words.counters() + kNanLogits, mine.num_nan);
-      if (bad) layer.failures->bad_id = 1;
+    if (report && lane == 0 && mine.num_nan != 0) {
+      atomicAdd(pass.state().words.counters() + kNanLogits, mine.num_nan);
     }
+    // One of them, whichever is stored last.
+    if (report && mine.bad_id != 0) layer.failures->bad_id = mine.bad_id;
     const std::size_t slot = static_cast<std::size_t>(token) * tables.top_k + lane;
     const std::size_t cell = static_cast<std::size_t>(token) * tables.cells_per_token + lane;
     if (lane < tables.top_k) {

@@ -165,13 +165,6 @@ struct OpenedPart final : SymmetricMemory::Part {
   OpenedPart& operator=(const OpenedPart&) = delete;
 };
 
-template <typename T>
-std::vector<T> gather(Fabric& fabric, const T& mine) {
-  std::vector<T> all(static_cast<std::size_t>(fabric.size()));
-  fabric.all_gather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
-  return all;
-}
-
 // Where a rank's memory is.
 struct Whereabouts {
   std::int64_t process;

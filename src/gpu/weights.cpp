@@ -48,6 +48,25 @@ float element(const MatrixView& m, std::int64_t r, std::int64_t c) {
   }
 }
 
+// What is small, or of another type, passes through the host, whatever memory it is in.
+std::vector<std::byte> on_host(const void* data, std::size_t bytes) {
+  std::vector<std::byte> copy(bytes);
+  SWITCHYARD_CUDA(cudaMemcpy(copy.data(), data, bytes, cudaMemcpyDefault));
+  return copy;
+}
+std::vector<std::byte> on_host(const MatrixView& m) {
+  if (m.rows == 0 || m.cols == 0) return {};
+  const std::int64_t last = (m.rows - 1) * m.row_stride + (m.cols - 1) * m.col_stride;
+  return on_host(m.data, (static_cast<std::size_t>(last) + 1) * size_of(m.dtype));
+}
+
+std::vector<std::byte> scales_on_host(const MatrixView& m) {
+  if (m.scale == nullptr) return {};
+  const std::int64_t last =
+      (m.rows - 1) / m.scale_rows * m.scale_stride + (m.cols - 1) / m.scale_cols;
+  return on_host(m.scale, static_cast<std::size_t>(last + 1) * sizeof(float));
+}
+
 // Copies a matrix into rows of `pitch` bytes on the device, as bf16 or, `element_bytes` being 1, as
 // the FP8 codes that it has.
 void upload_matrix(const MatrixView& m, std::byte* to, int element_bytes, std::size_t pitch) {
@@ -59,11 +78,19 @@ void upload_matrix(const MatrixView& m, std::byte* to, int element_bytes, std::s
   if (m.dtype != (fp8 ? DType::kF8E4M3 : DType::kBF16) || m.col_stride != 1 ||
       m.row_stride < m.cols) {
     if (residence_of(m.data) != Residence::kHost) {
-      throw Error(
-          ErrorCode::kUnsupported,
-          fmt::format("weights in device memory are {} with strides of {} and {}; the GPU engine "
-                      "takes {} with contiguous rows that do not overlap there",
-                      to_string(m.dtype), m.row_stride, m.col_stride, fp8 ? "f8_e4m3" : "bf16"));
+      if (m.row_stride < 0 || m.col_stride < 0) {
+        throw Error(
+            ErrorCode::kUnsupported,
+            fmt::format("weights in device memory have strides of {} and {}; the GPU engine takes "
+                        "none below 0 there: pass a copy in the order of its addresses",
+                        m.row_stride, m.col_stride));
+      }
+      const std::vector<std::byte> values = on_host(m), scales = scales_on_host(m);
+      MatrixView readable = m;
+      readable.data = values.data();
+      if (m.scale != nullptr) readable.scale = reinterpret_cast<const float*>(scales.data());
+      upload_matrix(readable, to, element_bytes, pitch);
+      return;
     }
     rows.resize(static_cast<std::size_t>(m.rows) * width);
     std::byte* next = rows.data();
@@ -82,18 +109,6 @@ void upload_matrix(const MatrixView& m, std::byte* to, int element_bytes, std::s
   }
   SWITCHYARD_CUDA(cudaMemcpy2D(to, pitch, from, from_pitch, width, static_cast<std::size_t>(m.rows),
                                cudaMemcpyDefault));
-}
-
-// Vectors and the router are small: whatever memory they are in, they pass through the host.
-std::vector<std::byte> on_host(const void* data, std::size_t bytes) {
-  std::vector<std::byte> copy(bytes);
-  SWITCHYARD_CUDA(cudaMemcpy(copy.data(), data, bytes, cudaMemcpyDefault));
-  return copy;
-}
-std::vector<std::byte> on_host(const MatrixView& m) {
-  if (m.rows == 0 || m.cols == 0) return {};
-  const std::int64_t last = (m.rows - 1) * m.row_stride + (m.cols - 1) * m.col_stride;
-  return on_host(m.data, (static_cast<std::size_t>(last) + 1) * size_of(m.dtype));
 }
 
 std::vector<float> to_floats(const VectorView& v) {
@@ -199,11 +214,9 @@ WeightArray place(const PolicyFacts& policy, std::span<const FfnWeights> experts
 class Scales {
  public:
   explicit Scales(const MatrixView& m) : m_(m), rows_(is_row_form(m)) {
-    const std::int64_t last =
-        (m.rows - 1) / m.scale_rows * m.scale_stride + (m.cols - 1) / m.scale_cols;
-    const auto bytes = static_cast<std::size_t>(last + 1) * sizeof(float);
-    values_.resize(static_cast<std::size_t>(last + 1));
-    std::ranges::copy(on_host(m.scale, bytes), reinterpret_cast<std::byte*>(values_.data()));
+    const std::vector<std::byte> bytes = scales_on_host(m);
+    values_.resize(bytes.size() / sizeof(float));
+    std::ranges::copy(bytes, reinterpret_cast<std::byte*>(values_.data()));
   }
   // Of the products with columns from `column` on, 128 at most. Rows past the last, which are
   // multiplied with the others of their tile, share the last one's.

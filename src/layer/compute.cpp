@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <string>
 
 #include "model/quantize.h"
@@ -41,11 +42,12 @@ void require_fp8(const MoeWeights& weights) {
   const Obstacle obstacle = find_obstacle(weights);
   if (obstacle.matrix == nullptr) return;
   const MatrixView& m = *obstacle.matrix;
-  constexpr const char* kRemedy = "use LayerOptions::compute = kBF16";
+  constexpr const char* kRemedy = "compute in bf16";
   if (m.dtype != DType::kF8E4M3) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("compute type f8_e4m3, but {} is {}; {}, or leave it empty",
-                            obstacle.name, to_string(m.dtype), kRemedy));
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        fmt::format("compute type f8_e4m3, but {} is {}; {}, or leave the type to be chosen",
+                    obstacle.name, to_string(m.dtype), kRemedy));
   }
   throw Error(
       ErrorCode::kUnsupported,
@@ -68,8 +70,15 @@ bool is_row_form(const MatrixView& m) {
 
 DType resolve_compute(const MoeWeights& weights, std::optional<DType> asked) {
   if (!asked) {
+    const auto given = std::ranges::find_if(
+        weights.experts, [](const FfnWeights& expert) { return !expert.up.empty(); });
+    if (given == weights.experts.end()) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  "this rank was given no expert's weights, whose type would say what to compute "
+                  "in; say it (compute type bf16, f32 or f8_e4m3)");
+    }
     if (find_obstacle(weights).matrix == nullptr) return DType::kF8E4M3;
-    const DType dtype = weights.experts[0].up.dtype;
+    const DType dtype = given->up.dtype;
     return dtype == DType::kF32 || dtype == DType::kF16 ? DType::kF32 : DType::kBF16;
   }
   if (*asked == DType::kF8E4M3) require_fp8(weights);

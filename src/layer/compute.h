@@ -19,8 +19,9 @@ bool is_row_form(const MatrixView& matrix);
 
 // LayerOptions::compute, or what it is when empty: kF8E4M3 if every expert's matrices, the shared
 // expert's included, are of block or row form; else kF32 for f32 and f16 weights, else kBF16. The
-// weights have passed validate(). Throws Error{kInvalidArgument} if kF8E4M3 is asked for and a
-// matrix is not FP8, or for other types; {kUnsupported} if an FP8 matrix has neither form.
+// weights have passed validate(), and may be of some experts only. Throws Error{kInvalidArgument}
+// if kF8E4M3 is asked for and a matrix is not FP8, or for other types; {kUnsupported} if an FP8
+// matrix has neither form; {kInvalidArgument} if there is nothing to tell it by.
 DType resolve_compute(const MoeWeights& weights, std::optional<DType> asked);
 
 // Of what is never quantised in a layer that computes in `compute`: the gates' activations,

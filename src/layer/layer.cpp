@@ -128,10 +128,11 @@ MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;
 void MoeLayer::forward(const ForwardInput& input, const ForwardOutput& output) {
   engine_->forward(input, output);
 }
+void MoeLayer::check() { engine_->check(); }
 const ForwardStats& MoeLayer::stats() const { return engine_->stats(); }
 PassTrace MoeLayer::trace() const {
   if (!engine_->traces()) {
-    refuse("the layer records no trace; make it with LayerOptions::trace set");
+    refuse("the layer records no trace; make it with the option trace set");
   }
   return engine_->trace();
 }

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "protocol/partition.h"
 #include "switchyard/error.h"
 
 namespace switchyard {
@@ -108,9 +109,28 @@ std::uint64_t ffn_bytes(const FfnWeights& ffn) {
          vector_bytes(ffn.gate_bias) + vector_bytes(ffn.up_bias) + vector_bytes(ffn.down_bias);
 }
 
+bool is_empty(const FfnWeights& ffn) {
+  return ffn.gate.empty() && ffn.up.empty() && ffn.down.empty() && ffn.gate_bias.empty() &&
+         ffn.up_bias.empty() && ffn.down_bias.empty();
+}
+
 }  // namespace
 
+ExpertRange own_experts(int num_experts, int rank, int num_ranks) {
+  if (num_experts < 1 || num_ranks < 1 || rank < 0 || rank >= num_ranks)
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} experts, rank {} of {}; there must be at least one of each, and "
+                            "ranks are numbered from 0",
+                            num_experts, rank, num_ranks));
+  const protocol::ExpertPartition experts{num_experts, num_ranks};
+  return {experts.begin(rank), experts.end(rank)};
+}
+
 void validate(const LayerSpec& spec, const MoeWeights& weights) {
+  validate(spec, weights, {0, spec.num_experts});
+}
+
+void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own) {
   if (!weights.router.empty()) {
     check_matrix("router", weights.router, spec.num_experts, spec.hidden);
     check_optional("router_bias", weights.router_bias, spec.router_bias, spec.num_experts);
@@ -138,21 +158,25 @@ void validate(const LayerSpec& spec, const MoeWeights& weights) {
   if (weights.experts.size() != static_cast<std::size_t>(spec.num_experts))
     throw Error(
         ErrorCode::kShapeMismatch,
-        fmt::format("there are weights for {} experts, but the spec has {}; provide all of them",
+        fmt::format("there are weights for {} experts, but the spec has {}; provide an entry for "
+                    "each, which may be empty for the experts of other ranks",
                     weights.experts.size(), spec.num_experts));
-  const DType dtype = weights.experts.front().up.dtype;
-  for (std::size_t e = 0; e < weights.experts.size(); ++e) {
-    const FfnWeights& expert = weights.experts[e];
+  int first = -1;  // expert that is there
+  for (int e = 0; e < spec.num_experts; ++e) {
+    const FfnWeights& expert = weights.experts[static_cast<std::size_t>(e)];
+    if ((e < own.begin || e >= own.end) && is_empty(expert)) continue;
     const std::string name = fmt::format("experts[{}]", e);
     check_ffn(name, expert, spec.activation.gated, spec.expert_bias, spec.hidden,
               spec.intermediate);
+    if (first < 0) first = e;
+    const DType dtype = weights.experts[static_cast<std::size_t>(first)].up.dtype;
     for (const MatrixView* view : {&expert.gate, &expert.up, &expert.down})
       if (!view->empty() && view->dtype != dtype)
         throw Error(
             ErrorCode::kDTypeMismatch,
-            fmt::format("{} has a {} matrix where experts[0].up is {}; all routed experts of a "
+            fmt::format("{} has a {} matrix where experts[{}].up is {}; all routed experts of a "
                         "layer must share one dtype, convert them",
-                        name, to_string(view->dtype), to_string(dtype)));
+                        name, to_string(view->dtype), first, to_string(dtype)));
   }
   if (spec.shared_intermediate > 0) {
     check_ffn("shared", weights.shared, spec.activation.gated, false, spec.hidden,

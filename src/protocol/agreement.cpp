@@ -62,8 +62,7 @@ std::string difference(const Declaration& here, const Declaration& there) {
 }  // namespace
 
 void agree(Fabric& fabric, const Declaration& mine) {
-  std::vector<Declaration> all(static_cast<std::size_t>(fabric.size()));
-  fabric.all_gather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  const std::vector<Declaration> all = gather(fabric, mine);
   for (int r = 0; r < fabric.size(); ++r) {
     const std::string found = difference(mine, all[static_cast<std::size_t>(r)]);
     if (!found.empty()) {

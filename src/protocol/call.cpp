@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <cstdlib>
+
 #include "model/quantize.h"
 #include "protocol/partition.h"
 #include "switchyard/routing.h"
@@ -24,8 +26,8 @@ void check_quantised(const LayerSpec& spec, const ForwardInput& input, DType com
   };
   if (compute != DType::kF8E4M3) {
     refuse(
-        fmt::format("the layer computes in {}; pass bf16, f16 or f32, or make the layer with "
-                    "LayerOptions::compute = kF8E4M3",
+        fmt::format("the layer computes in {}; pass bf16, f16 or f32, or make a layer that "
+                    "computes in f8_e4m3",
                     to_string(compute)));
   }
   if (spec.shared_sigmoid_gate) {
@@ -61,7 +63,7 @@ void check_activations(const LayerSpec& spec, int max_tokens, int rank, const Fo
   if (x.rows < 0 || x.rows > max_tokens) {
     throw Error(ErrorCode::kCapacityExceeded,
                 fmt::format("{} tokens on rank {}; the layer was made for at most {} "
-                            "(LayerOptions::max_tokens)",
+                            "(max_tokens): make it for more, or pass fewer",
                             x.rows, rank, max_tokens));
   }
   const auto floating = [](DType t) {
@@ -76,6 +78,13 @@ void check_activations(const LayerSpec& spec, int max_tokens, int rank, const Fo
   if (x.rows > 0 && (x.data == nullptr || output.data == nullptr || x.col_stride != 1)) {
     throw Error(ErrorCode::kInvalidArgument,
                 "activations and output must be non-null, with contiguous rows (col_stride 1)");
+  }
+  if (x.rows > 1 && output.row_stride != 0 && std::abs(output.row_stride) < spec.hidden) {
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        fmt::format("output rows are {} elements apart, but have {}; use a row_stride of at "
+                    "least that, or 0 for rows one behind the other",
+                    output.row_stride, spec.hidden));
   }
   if (quantised) check_quantised(spec, input, compute);
 }

@@ -384,10 +384,10 @@ class Runner {
   }
 
   std::vector<Real> run() {
-    std::vector<std::thread> threads;
+    std::vector<std::jthread> threads;
     for (int i = 1; i < num_threads_; ++i) threads.emplace_back([this, i] { work(i); });
     work(0);
-    for (std::thread& thread : threads) thread.join();
+    for (std::jthread& thread : threads) thread.join();
     return std::move(output_);
   }
 

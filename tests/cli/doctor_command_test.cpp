@@ -20,8 +20,8 @@ TEST(Doctor, JsonPassesHere) {
     EXPECT_TRUE(check["ok"]) << check;
     checks.insert(check["name"]);
   }
-  std::set<std::string> expected = {"thread_ranks_f32", "thread_ranks_bf16", "abstract_sockets",
-                                    "process_ranks"};
+  std::set<std::string> expected = {"thread_ranks_f32", "thread_ranks_bf16", "thread_ranks_fp8",
+                                    "abstract_sockets", "process_ranks"};
   if (gpu::device_count() == 0) {
     EXPECT_TRUE(json["machine"].contains("gpu"));
   } else {
@@ -30,8 +30,8 @@ TEST(Doctor, JsonPassesHere) {
       EXPECT_GT(json["machine"]["gpu_0_to_1"]["write_bytes_per_second"], 1e9);
     }
     if (json["machine"]["gpu_0"]["usable"]) {
-      expected.insert("cuda_bf16");
-      if (gpu::device_count() > 1) expected.insert("cuda_ranks_bf16");
+      expected.insert({"cuda_bf16", "cuda_fp8"});
+      if (gpu::device_count() > 1) expected.insert({"cuda_ranks_bf16", "cuda_ranks_fp8"});
     }
   }
   EXPECT_EQ(checks, expected);

@@ -93,7 +93,7 @@ TEST(Fp8Scales, OtherBlocksComputeInBf16OrNotAtAll) {
   EXPECT_EQ(MoeLayer(World::single(), spec, weights.get(), options).compute(), DType::kBF16);
   options.compute = kFp8;
   EXPECT_ERROR(MoeLayer(World::single(), spec, weights.get(), options), ErrorCode::kUnsupported,
-               "experts[0].gate", "64 x 32", "kBF16");
+               "experts[0].gate", "64 x 32", "compute in bf16");
 }
 
 // The experts' outputs must all be seen, so none may be a shared one that hides them.
@@ -225,7 +225,8 @@ TEST(Fp8Activations, AreRefusedWhereAGateNeedsMore) {
   EXPECT_ERROR(run(gated), ErrorCode::kInvalidArgument, "gate", "topk_ids");
   LayerOptions in_bf16;
   in_bf16.compute = DType::kBF16;
-  EXPECT_ERROR(run(narrow, in_bf16), ErrorCode::kInvalidArgument, "computes in bf16", "kF8E4M3");
+  EXPECT_ERROR(run(narrow, in_bf16), ErrorCode::kInvalidArgument, "computes in bf16",
+               "make a layer that computes in f8_e4m3");
   spec.shared_intermediate = 64;
   spec.shared_sigmoid_gate = true;
   EXPECT_ERROR(run(narrow), ErrorCode::kInvalidArgument, "shared expert's gate");

@@ -156,9 +156,20 @@ TEST_F(GpuRouting, ABadIdIsAnErrorAndTheLayerLives) {
       Matrix::random(64, spec.hidden, DType::kBF16, 1), routing.ids, routing.weights, {}};
   Batch bad = good;
   bad.topk_ids[77] = 16;
-  EXPECT_THROW(layer.run(bad, DType::kBF16), Error);
+  EXPECT_ERROR(layer.run(bad, DType::kBF16), ErrorCode::kInvalidArgument,
+               "token 19 has expert id 16; expert ids are 0 to 15, or -1 for none");
   const BatchResult result = layer.run(good, DType::kBF16);
   EXPECT_EQ(result.ids, good.topk_ids);
+}
+
+TEST_F(GpuRouting, ATokenIdOutsideTheTableIsAnError) {
+  LayerSpec spec = wide_spec(16, 4);
+  spec.routing.method = RoutingMethod::kHash;
+  DeviceLayer layer(spec, make_weights(spec, DType::kBF16, 3), 40);
+  Batch batch = random_batch(spec, 40, DType::kBF16, 4);
+  batch.token_ids[7] = -5;
+  EXPECT_ERROR(layer.run(batch, DType::kBF16), ErrorCode::kInvalidArgument,
+               "token id -5 of token 7 is outside the routing table's vocabulary of ");
 }
 
 // As often as there are tokens, so that it would have more rows than an expert can.
@@ -180,7 +191,8 @@ TEST_F(GpuRouting, AnExpertNamedTwiceIsAnErrorAndHasTheTokenOnce) {
     layer.poison();
     layer.enqueue();
     layer.stream().synchronize();
-    EXPECT_ERROR(layer.layer().stats(), ErrorCode::kInvalidArgument, "twice");
+    EXPECT_ERROR(layer.layer().check(), ErrorCode::kInvalidArgument, "names expert 15 twice");
+    layer.layer().check();  // said once
     const BatchResult result = layer.fetch();
     EXPECT_EQ(result.ids, expected.ids) << tokens;
     EXPECT_TRUE(result.output == expected.output) << tokens;
@@ -262,6 +274,20 @@ TEST_F(GpuWeights, OneArrayOnTheDeviceIsUsedWhereItIs) {
       EXPECT_TRUE(std::all_of(y, y + 40 * spec.hidden, [](auto code) { return code << 1 == 0; }));
     }
   }
+}
+
+TEST_F(GpuWeights, OfAnotherTypeOnTheDeviceAreConverted) {
+  const LayerSpec spec = wide_spec(16, 4);
+  const MoeWeights host = make_weights(spec, DType::kF16, 3);
+  const Batch batch = random_batch(spec, 40, DType::kBF16, 4);
+  const BatchResult expected = DeviceLayer(spec, host, 40).run(batch, DType::kBF16);
+  WeightsOnDevice device(spec, host, false);
+  DeviceLayer layer(spec, device.views, 40);
+  EXPECT_TRUE(layer.run(batch, DType::kBF16).output == expected.output);
+  MatrixView& up = device.views.experts[3].up;
+  up.data = up.row(up.rows - 1);
+  up.row_stride = -up.row_stride;
+  EXPECT_ERROR(DeviceLayer(spec, device.views, 40), ErrorCode::kUnsupported, "strides of -");
 }
 
 TEST_F(GpuWeights, OfAnotherDeviceAreCopied) {
@@ -481,6 +507,33 @@ TEST_F(GpuGraph, IsOneKernelAndReplaysWithOtherRouting) {
     const BatchResult result = layer.fetch();
     EXPECT_TRUE(result.output == expected.output);
     EXPECT_EQ(result.ids, expected.ids);
+  }
+}
+
+// Of the pass that the graph launched, not of the last call.
+TEST_F(GpuGraph, StatsAndErrorsAreOfThePassesItLaunches) {
+  const LayerSpec spec = wide_spec(16, 4);
+  const MoeWeights w = make_weights(spec, DType::kBF16, 3);
+  for (const int tokens : {24, 200}) {
+    DeviceLayer layer(spec, w, 300);
+    SyntheticRouting routing = synthetic_routing(tokens, 16, 4, 1.0, 2);
+    routing.ids[5] = 99;
+    const Batch bad{
+        Matrix::random(tokens, spec.hidden, DType::kBF16, 1), routing.ids, routing.weights, {}};
+    layer.load(bad, DType::kBF16);
+    gpu::Graph graph = gpu::Graph::capture(layer.stream(), [&] { layer.enqueue(); });
+    layer.layer().check();
+    graph.launch(layer.stream());
+    layer.stream().synchronize();
+    EXPECT_ERROR(layer.layer().check(), ErrorCode::kInvalidArgument, "token 1 has expert id 99");
+    DeviceBatch other(spec, random_batch(spec, 300, DType::kBF16, 4), DType::kBF16);
+    other.enqueue(layer.layer(), layer.stream());
+    layer.stream().synchronize();
+    EXPECT_EQ(layer.layer().stats().tokens, 300);
+    graph.launch(layer.stream());
+    layer.stream().synchronize();
+    EXPECT_THROW(layer.layer().check(), Error);
+    EXPECT_EQ(layer.layer().stats().tokens, tokens);
   }
 }
 

@@ -313,6 +313,25 @@ TEST_F(RanksTest, RanksThatDisagreeAreTold) {
   }
 }
 
+TEST_F(RanksTest, RanksThatDoNotFitOnTheirGpuAreTold) {
+  const LayerSpec spec = ragged_spec(16, 4, false);
+  const MoeWeights w = make_weights(spec, DType::kBF16);
+  for (const std::exception_ptr& failure : run_ranks(World::threads(2), [&](const World& world) {
+         gpu::set_device(0);
+         const LayerOptions options{.backend = Backend::kCuda, .device = 0, .reserved_sms = 10};
+         MoeLayer(world, spec, w, options);
+       })) {
+    ASSERT_TRUE(failure);
+    try {
+      std::rethrow_exception(failure);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument) << error.what();
+      EXPECT_NE(std::string(error.what()).find("ranks 0 and 1 share the GPU"), std::string::npos)
+          << error.what();
+    }
+  }
+}
+
 TEST_F(RanksTest, MemoryIsSharedEitherWay) {
   constexpr std::size_t kBytes = 3 << 20;
   for (const gpu::Sharing sharing : {gpu::Sharing::kFileDescriptors, gpu::Sharing::kIpc}) {

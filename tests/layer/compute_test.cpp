@@ -75,14 +75,14 @@ TEST(Compute, EveryMatrixCounts) {
   odd.experts[1].down.scale_cols = 64;
   EXPECT_EQ(resolve_compute(odd, {}), DType::kBF16);
   EXPECT_ERROR(resolve_compute(odd, kFp8), ErrorCode::kUnsupported, "experts[1].down", "128 x 64",
-               "[256, 192]", "kBF16");
+               "[256, 192]", "compute in bf16");
 
   MoeWeights mixed = weights(kFp8, 100);
   const MoeWeights wide = weights(DType::kBF16, 100);
   mixed.shared = wide.shared;
   EXPECT_EQ(resolve_compute(mixed, {}), DType::kBF16);
   EXPECT_ERROR(resolve_compute(mixed, kFp8), ErrorCode::kInvalidArgument, "shared.gate is bf16",
-               "kBF16");
+               "compute in bf16");
   EXPECT_ERROR(resolve_compute(weights(DType::kF32), kFp8), ErrorCode::kInvalidArgument,
                "experts[0].gate is f32");
 }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "gpu/device.h"
+#include "layer/compute.h"
 #include "model/errors.h"
 #include "model/generate.h"
 #include "switchyard/layer.h"
@@ -48,6 +49,25 @@ TEST_F(LayerOptionsTest, ValuesOutOfRange) {
   }
   EXPECT_ERROR(make({.backend = static_cast<Backend>(7)}), ErrorCode::kInvalidArgument,
                "backend is 7");
+}
+
+TEST_F(LayerOptionsTest, WeightsOfARanksOwnExpertsMustBeThere) {
+  weights_.experts[2] = {};
+  for (const Backend backend : {kCpu, kCuda}) {
+    if (backend == kCuda && gpu::device_count() == 0) continue;
+    EXPECT_ERROR(make({.backend = backend}), ErrorCode::kMissingTensor, "experts[2].gate is empty");
+  }
+  EXPECT_EQ(own_experts(5, 1, 2).begin, 2);
+  EXPECT_EQ(own_experts(5, 1, 2).end, 5);
+  EXPECT_EQ(own_experts(2, 1, 4).begin, own_experts(2, 1, 4).end - 1);
+  EXPECT_ERROR(own_experts(5, 2, 2), ErrorCode::kInvalidArgument, "rank 2 of 2");
+  validate(spec_, weights_, {0, 2});
+  weights_.experts[3].down = {};
+  EXPECT_ERROR(validate(spec_, weights_, {0, 2}), ErrorCode::kMissingTensor,
+               "experts[3].down is empty");
+  for (FfnWeights& expert : weights_.experts) expert = {};
+  EXPECT_ERROR(resolve_compute(weights_, {}), ErrorCode::kInvalidArgument,
+               "given no expert's weights");
 }
 
 TEST_F(LayerOptionsTest, ADeadlineMayBeForEver) {

@@ -84,8 +84,8 @@ TEST(Call, QuantisedActivationsNeedAnFp8LayerAndNoGate) {
   MatrixView& x = good.input.activations;
   x = {unreadable<void>(), DType::kF8E4M3, 3, 8, 8, 1, unreadable<float>(), 1, 128, 1};
   good.check(spec(), {}, DType::kF8E4M3);
-  refused(good, spec(), "computes in bf16", "kF8E4M3", DType::kBF16);
-  refused(good, spec(), "computes in f32", "kF8E4M3", DType::kF32);
+  refused(good, spec(), "computes in bf16", "make a layer that computes in f8_e4m3", DType::kBF16);
+  refused(good, spec(), "computes in f32", "make a layer that computes in f8_e4m3", DType::kF32);
 
   LayerSpec gated = spec();
   gated.shared_intermediate = 8;

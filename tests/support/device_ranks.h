@@ -62,7 +62,8 @@ class DeviceRank {
     options.max_tokens = max_tokens;
     gpu::set_device(options.device);
     stream_ = std::make_unique<gpu::Stream>();
-    layer_ = std::make_unique<MoeLayer>(world_, spec, weights, options);
+    layer_ = std::make_unique<MoeLayer>(
+        world_, spec, weights_of_rank(weights, world_.rank(), world_.size()), options);
   }
   ~DeviceRank() {
     try {

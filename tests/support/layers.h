@@ -217,13 +217,24 @@ inline BatchResult empty_result(const LayerSpec& spec, const Batch& batch, int r
 }
 
 // The batch through a fresh world of thread ranks.
+// What a rank need be given of the weights: its own experts'. (Without any, all of them, by which
+// it is told what to compute in.)
+inline MoeWeights weights_of_rank(MoeWeights weights, int rank, int num_ranks) {
+  const auto num_experts = static_cast<int>(weights.experts.size());
+  const ExpertRange own = own_experts(num_experts, rank, num_ranks);
+  for (int e = 0; e < num_experts && own.begin != own.end; ++e) {
+    if (e < own.begin || e >= own.end) weights.experts[static_cast<std::size_t>(e)] = {};
+  }
+  return weights;
+}
+
 inline BatchResult run_batch(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                              const Shares& shares, DType output_dtype, LayerOptions options = {}) {
   const int ranks = static_cast<int>(shares.count.size());
   BatchResult result = empty_result(spec, batch, ranks, output_dtype);
   if (options.num_threads == 0) options.num_threads = 1;
   run_all_ranks(World::threads(ranks), [&](const World& world) {
-    MoeLayer layer(world, spec, weights, options);
+    MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), ranks), options);
     forward_share(layer, batch, shares, world.rank(), result);
   });
   return result;
