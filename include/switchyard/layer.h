@@ -19,6 +19,7 @@
 namespace switchyard {
 
 class LayerEngine;
+class MoeLayer;
 
 // A point in the protocol, for step hooks.
 struct ProtocolStep {
@@ -67,6 +68,12 @@ struct LayerOptions {
   // the deadline. For profilers, which may not replay such launches of clusters: ncu 2025.3 reports
   // an illegal instruction.
   bool cooperative_launch = true;
+  // kCuda only. The layer works in this one's memory, heap and workspace, instead of its own: for
+  // the layers of a model, whose passes follow one another (on one stream, or on streams that wait
+  // for each other, on all ranks in the same order). It must be of the same world, sizes, types and
+  // options, and may be gone when this one is used. stats() are then of the last pass of any of
+  // them, and a pass that was given up is the end of all.
+  const MoeLayer* share_memory_with = nullptr;
   // Arithmetic and wire type: kBF16, kF32 or kF8E4M3. Empty: kF8E4M3 if the matrices of all experts
   // are FP8 and their scales are of blocks of multiples of 128 rows and columns (or of all of them)
   // or of whole rows; kBF16 for bf16 and other FP8 checkpoints, kF32 for fp16 and fp32 ones, or,
@@ -207,7 +214,8 @@ class MoeLayer {
   DType compute() const;
   int num_threads() const;  // kCuda: 0
   // Private memory of this rank beside weights and heap: with kCuda what was allocated on the
-  // device when the layer was made, with kCpu address space that is committed as it is used.
+  // device when the layer was made, or what it shares (LayerOptions::share_memory_with), with kCpu
+  // address space that is committed as it is used.
   std::uint64_t workspace_bytes() const;
 
  private:

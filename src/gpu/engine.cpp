@@ -4,8 +4,10 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
+#include <atomic>
 #include <bit>
 #include <cmath>
+#include <concepts>
 #include <cstring>
 #include <nvtx3/nvtx3.hpp>
 
@@ -67,6 +69,8 @@ class DeviceScope {
   bool changed_;
 };
 
+std::uint64_t u(std::integral auto number) { return static_cast<std::uint64_t>(number); }
+
 [[noreturn]] void unsupported(const std::string& message) {
   throw Error(ErrorCode::kUnsupported, message);
 }
@@ -100,7 +104,7 @@ KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWe
 class Engine final : public LayerEngine {
  public:
   Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
-         const LayerOptions& options);
+         const LayerOptions& options, const Engine* sharing);
 
   void forward(const ForwardInput& input, const ForwardOutput& output) override;
   void check() override;
@@ -112,7 +116,7 @@ class Engine final : public LayerEngine {
   DType compute() const override { return policy().compute; }
   int num_threads() const override { return 0; }
   std::uint64_t workspace_bytes() const override {
-    return workspace_.bytes() + (trace_ ? trace_->bytes() : 0);
+    return memory_->workspace.bytes() + (trace_ ? trace_->bytes() : 0);
   }
 
  private:
@@ -125,6 +129,7 @@ class Engine final : public LayerEngine {
   cudaLaunchConfig_t launch_config(bool paired, cudaLaunchAttribute* attributes,
                                    cudaStream_t stream) const;
   std::uint32_t most_tiles(int experts, int ranks, int slots_per_token) const;
+  void share(const Engine* other);
   void lay_out_heap();
   void lay_out_workspace();
   void count_traffic(const std::uint32_t* counters);
@@ -140,8 +145,18 @@ class Engine final : public LayerEngine {
   unsigned paired_grid_ = 0;
   DeviceFfn routed_, shared_;
   DeviceGate gate_;
-  SymmetricMemory heap_;
-  DeviceBuffer workspace_;
+  // What passes work in, of one layer or of several that share it.
+  struct Memory {
+    World world;
+    std::uint64_t id;  // the same on all ranks, and no other's of theirs
+    // What its layout follows from: to be the same for all who share it.
+    std::vector<std::uint64_t> shape;
+    SymmetricMemory heap;
+    DeviceBuffer workspace;
+  };
+  std::shared_ptr<Memory> memory_;
+  bool shares_ = false;                  // it was there before
+  std::vector<std::uint64_t> my_shape_;  // of what this layer needs
   std::optional<DeviceTrace> trace_;
   MappedMemory<Failures> failures_;
   LayerParams params_{};
@@ -149,7 +164,7 @@ class Engine final : public LayerEngine {
 };
 
 Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
-               const LayerOptions& options)
+               const LayerOptions& options, const Engine* sharing)
     : world_(world),
       spec_(spec),
       weights_(weights),
@@ -224,6 +239,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   }
   attempt_together(world_.fabric(), [&] { choose_grid(); });
   if (distributed()) require_room();
+  share(sharing);
   lay_out_heap();
   // Nobody writes into a heap before its owner has come past here, with its flags zero.
   attempt_together(world_.fabric(), [&] {
@@ -290,6 +306,28 @@ void Engine::require_room() {
   });
 }
 
+// All ranks share the memory of the same layer, or none does.
+void Engine::share(const Engine* other) {
+  if (other != nullptr) memory_ = other->memory_;
+  shares_ = memory_ != nullptr;
+  static std::atomic<std::uint64_t> count{0};
+  const std::vector<std::uint64_t> ids =
+      gather(world_.fabric(), shares_ ? memory_->id << 1 | 1 : ++count << 1);
+  for (std::size_t r = 1; r < ids.size(); ++r) {
+    if ((ids[0] & 1) == (ids[r] & 1) && (ids[0] == ids[r] || (ids[0] & 1) == 0)) continue;
+    throw Error(ErrorCode::kSpecMismatch,
+                fmt::format("rank 0 and rank {} do not share the memory of the same layer; give "
+                            "share_memory_with the same layer on all ranks, or on none",
+                            r));
+  }
+  if (shares_) {
+    if (&memory_->world.fabric() == &world_.fabric()) return;
+    throw Error(ErrorCode::kInvalidArgument,
+                "share_memory_with is a layer of another world; make both with the same one");
+  }
+  memory_ = std::make_shared<Memory>(Memory{world_, ids[0] >> 1, {}, {}, {}});
+}
+
 void Engine::lay_out_heap() {
   const auto tokens = static_cast<std::size_t>(options_.max_tokens);
   // Small passes may have several cells for a slot.
@@ -310,14 +348,28 @@ void Engine::lay_out_heap() {
   shape.cell_bytes = cell_tokens * static_cast<std::size_t>(params_.cells_per_token) *
                      static_cast<std::size_t>(spec_.hidden) * 2;
   params_.heap = Heap(shape);
-  heap_ = SymmetricMemory(world_.fabric(), params_.heap.bytes());
+  my_shape_ = {u(device_),
+               u(grid_),
+               u(shape.num_ranks),
+               u(shape.num_experts),
+               u(shape.hidden),
+               u(shape.max_tokens),
+               u(shape.element_bytes),
+               u(shape.scaled),
+               u(shape.weighs_input),
+               u(shape.max_tiles),
+               u(shape.cell_bytes),
+               u(params_.cells_per_token)};
+  if (!shares_) memory_->heap = SymmetricMemory(world_.fabric(), params_.heap.bytes());
+  const SymmetricMemory& heap = memory_->heap;
   params_.heaps.layout =
       protocol::HeapLayout({.num_ranks = world_.size(), .num_experts = spec_.num_experts});
   params_.heaps.rank = world_.rank();
-  for (int r = 0; r < world_.size(); ++r) params_.heaps.base[r] = heap_.base(r);
-  std::byte* const mine = heap_.base(world_.rank());
+  for (int r = 0; r < world_.size(); ++r) params_.heaps.base[r] = heap.base(r);
+  std::byte* const mine = heap.base(world_.rank());
   params_.mine = mine;
   params_.cells = params_.heap.cells(mine);
+  if (shares_) return;
   // NaN in all that is not a flag, so that no pass can get away with reading what nobody wrote.
   const std::size_t flags = params_.heap.flag_bytes();
   SWITCHYARD_CUDA(cudaMemset(mine, 0, flags));
@@ -408,14 +460,29 @@ void Engine::lay_out_workspace() {
   const std::size_t quantized =
       arena.place(policy().scaled ? tokens * static_cast<std::size_t>(spec_.hidden) : 0);
   const std::size_t quantized_scales = arena.place(tokens * params_.x_groups * sizeof(float));
-  workspace_ = DeviceBuffer(arena.size());
-  SWITCHYARD_CUDA(cudaMemset(workspace_.data(), 0, zeroed));
-  // NaN everywhere else, so that no pass can get away with reading what it did not write.
-  SWITCHYARD_CUDA(cudaMemset(workspace_.data() + zeroed, 0xff, arena.size() - zeroed));
-  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  DeviceBuffer& workspace = memory_->workspace;
+  for (const std::uint64_t number :
+       {u(spec_.top_k), u(spec_.intermediate), u(spec_.shared_intermediate),
+        u(params_.gate_columns), u(params_.max_tiles), u(params_.h_slots), u(params_.h_stride),
+        u(params_.packed_slots), u(params_.group_words), u(arena.size())}) {
+    my_shape_.push_back(number);
+  }
+  if (!shares_) {
+    memory_->shape = my_shape_;
+    workspace = DeviceBuffer(arena.size());
+    SWITCHYARD_CUDA(cudaMemset(workspace.data(), 0, zeroed));
+    // NaN everywhere else, so that no pass can get away with reading what it did not write.
+    SWITCHYARD_CUDA(cudaMemset(workspace.data() + zeroed, 0xff, arena.size() - zeroed));
+    SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  } else if (memory_->shape != my_shape_) {
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        "share_memory_with is a layer of other sizes, types or options; share with one that "
+        "is like this one, or leave it null");
+  }
 
   const auto at = [&]<typename T>(std::size_t offset, T*& pointer) {
-    pointer = reinterpret_cast<T*>(workspace_.data() + offset);
+    pointer = reinterpret_cast<T*>(workspace.data() + offset);
   };
   at(epoch, params_.epoch);
   at(readers, params_.readers);
@@ -581,8 +648,8 @@ const ForwardStats& Engine::stats() {
   stats_.tokens_per_expert.assign(rows.begin(), rows.end());
   stats_.nan_logits = counters[kNanLogits];
   if (distributed()) count_traffic(counters.data());
-  stats_.heap_bytes_reserved = heap_.bytes();
-  stats_.workspace_bytes_used = workspace_.bytes();
+  stats_.heap_bytes_reserved = memory_->heap.bytes();
+  stats_.workspace_bytes_used = memory_->workspace.bytes();
   return stats_;
 }
 
@@ -612,9 +679,15 @@ void Engine::count_traffic(const std::uint32_t* counters) {
 }  // namespace
 
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
-                                         const MoeWeights& weights, const LayerOptions& options) {
+                                         const MoeWeights& weights, const LayerOptions& options,
+                                         const LayerEngine* sharing) {
   const HostRange range{"make layer"};
-  return std::make_unique<Engine>(world, spec, weights, options);
+  const auto* const other = dynamic_cast<const Engine*>(sharing);
+  if (sharing != nullptr && other == nullptr) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "share_memory_with is a layer of the cpu backend; share with one of the GPU's");
+  }
+  return std::make_unique<Engine>(world, spec, weights, options, other);
 }
 
 }  // namespace switchyard::gpu

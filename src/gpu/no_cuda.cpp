@@ -56,7 +56,7 @@ PeerLink peer_link(int, int) { unsupported(); }
 double peer_write_rate(int, int) { unsupported(); }
 
 std::unique_ptr<LayerEngine> make_engine(const World&, const LayerSpec&, const MoeWeights&,
-                                         const LayerOptions&) {
+                                         const LayerOptions&, const LayerEngine*) {
   unsupported();
 }
 

@@ -35,9 +35,10 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
 
 namespace gpu {
 // `options.device` is a device, not -1; it need not be the current one. Throws Error{kUnsupported}
-// in a build without CUDA.
+// in a build without CUDA. `sharing`: the engine of LayerOptions::share_memory_with, or null.
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
-                                         const MoeWeights& weights, const LayerOptions& options);
+                                         const MoeWeights& weights, const LayerOptions& options,
+                                         const LayerEngine* sharing);
 }  // namespace gpu
 
 }  // namespace switchyard

@@ -52,6 +52,11 @@ void check_cpu_options(const LayerOptions& options) {
                     "it at 0",
                     options.reserved_sms));
   }
+  if (options.share_memory_with != nullptr) {
+    refuse(
+        "share_memory_with is set, but the backend is cpu, which commits memory as it is used; use "
+        "Backend::kCuda, or leave it null");
+  }
   if (!options.cooperative_launch) {
     refuse(
         "cooperative_launch is false, but the backend is cpu; use Backend::kCuda, or leave it "
@@ -89,8 +94,10 @@ int check_cuda_options(const LayerOptions& options) {
   return device;
 }
 
+// `sharing`: the engine of LayerOptions::share_memory_with.
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
-                                         const MoeWeights& weights, LayerOptions options) {
+                                         const MoeWeights& weights, LayerOptions options,
+                                         const LayerEngine* sharing) {
   check_options(options);
   options.deadline =
       options.deadline.count() == 0 ? world.deadline() : checked_deadline(options.deadline);
@@ -100,7 +107,7 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
       return cpu::make_engine(world, spec, weights, options);
     case Backend::kCuda:
       options.device = check_cuda_options(options);
-      return gpu::make_engine(world, spec, weights, options);
+      return gpu::make_engine(world, spec, weights, options, sharing);
   }
   refuse(fmt::format("backend is {}; use Backend::kCpu or Backend::kCuda",
                      static_cast<int>(options.backend)));
@@ -120,7 +127,10 @@ const char* to_string(Backend backend) {
 
 MoeLayer::MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& weights,
                    const LayerOptions& options)
-    : engine_(make_engine(world, spec, weights, options)) {}
+    : engine_(make_engine(world, spec, weights, options,
+                          options.share_memory_with == nullptr
+                              ? nullptr
+                              : options.share_memory_with->engine_.get())) {}
 MoeLayer::~MoeLayer() = default;
 MoeLayer::MoeLayer(MoeLayer&&) noexcept = default;
 MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;

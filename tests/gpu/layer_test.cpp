@@ -305,6 +305,56 @@ TEST_F(GpuWeights, OfAnotherDeviceAreCopied) {
   EXPECT_TRUE(layer.run(batch, DType::kBF16).output == expected.output);
 }
 
+using GpuMemory = GpuTest;
+
+// The passes of two layers take turns in the same memory, in a graph and without.
+TEST_F(GpuMemory, LayersOfAModelShareIt) {
+  const LayerSpec spec = wide_spec(16, 4);
+  const MoeWeights w[] = {make_weights(spec, DType::kBF16, 3), make_weights(spec, DType::kBF16, 4)};
+  for (const int tokens : {3, 40, 290}) {
+    SCOPED_TRACE(tokens);
+    const Batch batch = random_batch(spec, tokens, DType::kBF16, 4);
+    const BatchResult expected[] = {DeviceLayer(spec, w[0], 300).run(batch, DType::kBF16),
+                                    DeviceLayer(spec, w[1], 300).run(batch, DType::kBF16)};
+    std::optional<DeviceLayer> first(std::in_place, spec, w[0], 300);
+    DeviceLayer second(spec, w[1], 300, {.share_memory_with = &first->layer()});
+    EXPECT_EQ(second.layer().workspace_bytes(), first->layer().workspace_bytes());
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_TRUE(first->run(batch, DType::kBF16).output == expected[0].output);
+      EXPECT_TRUE(second.run(batch, DType::kBF16).output == expected[1].output);
+    }
+    gpu::Graph graph = gpu::Graph::capture(first->stream(), [&] { first->enqueue(); });
+    for (int i = 0; i < 3; ++i) {
+      graph.launch(first->stream());
+      EXPECT_TRUE(first->fetch().output == expected[0].output);
+      EXPECT_TRUE(second.run(batch, DType::kBF16).output == expected[1].output);
+    }
+    EXPECT_EQ(second.layer().stats().epoch, 12u);
+    first.reset();
+    EXPECT_TRUE(second.run(batch, DType::kBF16).output == expected[1].output);
+  }
+}
+
+TEST_F(GpuMemory, OnlyLayersThatAreAlikeShareIt) {
+  const LayerSpec spec = wide_spec(16, 4);
+  const MoeWeights w = make_weights(spec, DType::kBF16, 3);
+  DeviceLayer layer(spec, w, 300);
+  const LayerOptions shared{.share_memory_with = &layer.layer()};
+  EXPECT_ERROR(DeviceLayer(spec, w, 299, shared), ErrorCode::kInvalidArgument, "other sizes");
+  LayerSpec fewer = spec;
+  fewer.top_k = 3;
+  EXPECT_ERROR(DeviceLayer(fewer, make_weights(fewer, DType::kBF16, 3), 300, shared),
+               ErrorCode::kInvalidArgument, "other sizes");
+  LayerOptions other_world = shared;
+  other_world.backend = Backend::kCuda;
+  other_world.max_tokens = 300;
+  EXPECT_ERROR(MoeLayer(World::single(), spec, w, other_world), ErrorCode::kInvalidArgument,
+               "another world");
+  const MoeLayer on_cpu(World::single(), spec, w, {.num_threads = 1});
+  EXPECT_ERROR(DeviceLayer(spec, w, 300, {.share_memory_with = &on_cpu}),
+               ErrorCode::kInvalidArgument, "the cpu backend");
+}
+
 using GpuTypes = GpuTest;
 
 TEST_F(GpuTypes, ActivationsAndOutputsOfEveryType) {

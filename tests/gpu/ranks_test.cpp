@@ -313,6 +313,45 @@ TEST_F(RanksTest, RanksThatDisagreeAreTold) {
   }
 }
 
+TEST_F(RanksTest, LayersOfAModelShareTheirMemory) {
+  const LayerSpec spec = ragged_spec(16, 4, false);
+  const MoeWeights w[] = {make_weights(spec, DType::kBF16, 3), make_weights(spec, DType::kBF16, 4)};
+  const Batch batch = random_batch(spec, 300, DType::kBF16, 4);
+  const Shares shares = Shares::even(300, 2);
+  const BatchResult expected[] = {run_on_gpus(spec, w[0], batch, shares, DType::kBF16),
+                                  run_on_gpus(spec, w[1], batch, shares, DType::kBF16)};
+  run_all_ranks(World::threads(2), [&](const World& world) {
+    const auto r = static_cast<std::size_t>(world.rank());
+    DeviceRank first(world, spec, w[0], 150);
+    DeviceRank second(world, spec, w[1], 150, {.share_memory_with = &first.layer()});
+    DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k), DType::kBF16);
+    for (int i = 0; i < 6; ++i) {
+      // Behind each other, on two streams.
+      (i % 2 == 0 ? first : second).forward(share);
+      const BatchResult result = share.fetch();
+      EXPECT_EQ(std::memcmp(result.output.view().data,
+                            expected[i % 2].output.rows_from(shares.first[r], shares.count[r]).data,
+                            static_cast<std::size_t>(shares.count[r] * spec.hidden) * 2),
+                0)
+          << i;
+    }
+    first.world().barrier();
+  });
+  for (const std::exception_ptr& failure : run_ranks(World::threads(2), [&](const World& world) {
+         DeviceRank first(world, spec, w[0], 150);
+         LayerOptions options;
+         if (world.rank() == 1) options.share_memory_with = &first.layer();
+         DeviceRank second(world, spec, w[1], 150, options);
+       })) {
+    ASSERT_TRUE(failure);
+    try {
+      std::rethrow_exception(failure);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kSpecMismatch) << error.what();
+    }
+  }
+}
+
 TEST_F(RanksTest, RanksThatDoNotFitOnTheirGpuAreTold) {
   const LayerSpec spec = ragged_spec(16, 4, false);
   const MoeWeights w = make_weights(spec, DType::kBF16);

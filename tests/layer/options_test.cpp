@@ -51,6 +51,12 @@ TEST_F(LayerOptionsTest, ValuesOutOfRange) {
                "backend is 7");
 }
 
+TEST_F(LayerOptionsTest, MemoryIsSharedOnGpusOnly) {
+  const MoeLayer layer = make({});
+  EXPECT_ERROR(make({.share_memory_with = &layer}), ErrorCode::kInvalidArgument,
+               "share_memory_with is set, but the backend is cpu");
+}
+
 TEST_F(LayerOptionsTest, WeightsOfARanksOwnExpertsMustBeThere) {
   weights_.experts[2] = {};
   for (const Backend backend : {kCpu, kCuda}) {

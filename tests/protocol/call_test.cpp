@@ -57,6 +57,19 @@ TEST(Call, IsCheckedWithoutReadingThroughItsAddresses) {
   EXPECT_ERROR(hashed.check(by_table, weights), ErrorCode::kShapeMismatch, "token_ids has 2");
 }
 
+TEST(Call, OutputRowsMayNotOverlap) {
+  for (const std::int64_t stride : {1, 7, -7}) {
+    Call call;
+    call.output.row_stride = stride;
+    EXPECT_ERROR(call.check(spec()), ErrorCode::kInvalidArgument, "elements apart, but have 8");
+  }
+  for (const std::int64_t stride : {0, 8, 9, -8}) {
+    Call call;
+    call.output.row_stride = stride;
+    call.check(spec());
+  }
+}
+
 TEST(Call, SizesAreChecked) {
   Call call;
   call.input.topk_ids = call.input.topk_ids.first(5);

@@ -118,7 +118,8 @@ class DeviceLayer {
     options.backend = Backend::kCuda;
     options.max_tokens = max_tokens;
     if (options.deadline.count() == 0) options.deadline = std::chrono::seconds(5);
-    layer_ = std::make_unique<MoeLayer>(World::single(), spec, weights, options);
+    static const World world = World::single();
+    layer_ = std::make_unique<MoeLayer>(world, spec, weights, options);
   }
 
   MoeLayer& layer() { return *layer_; }
