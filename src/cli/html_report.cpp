@@ -67,7 +67,7 @@ Subcommand add_report(CLI::App& root) {
   app->add_option("files", options->files, "What 'switchyard bench --json' wrote")
       ->type_name("FILE")
       ->required();
-  app->add_option("-o,--output", options->output, "The page (default report.html)")
+  app->add_option("-o,--output,--out", options->output, "The page (default report.html)")
       ->type_name("FILE");
   app->add_option("--published", options->published,
                   "Times that others publish, to stand beside rows of the same layers:\n"

@@ -36,7 +36,7 @@ one rank, and rank 0 reports. With --backend cuda, ranks are dealt to the machin
 Exit codes: 0 done; 1 --verify failed; 2 unusable arguments or files; 3 a rank did not do its part.)";
 
 void add_run_options(CLI::App& app, RunOptions& o) {
-  app.add_option("--output", o.output, "Write output, topk_ids and topk_weights there")
+  app.add_option("-o,--output,--out", o.output, "Write output, topk_ids and topk_weights there")
       ->type_name("FILE")
       ->group("Batch");
   add_whole(app, "--repeat", o.ranks.repeat, 1, 1'000'000,

@@ -36,7 +36,7 @@ void add_trace_options(CLI::App& app, TraceOptions& o) {
             "Passes after a warm-up, the last of which is told (default 5)")
       ->group("Execution");
   const char* const group = "Report";
-  app.add_option("-o,--out", o.out, "Where to write the trace (default trace.json)")
+  app.add_option("-o,--output,--out", o.out, "Where to write the trace (default trace.json)")
       ->type_name("FILE")
       ->group(group);
   app.add_flag("--json", o.json, "Summary as JSON")->group(group);
@@ -73,7 +73,7 @@ void print_text(const TraceOptions& options, const LayerRun& run, const trace::S
 }
 
 int run(TraceOptions& options) {
-  const std::filesystem::path out = place_for("--out", options.out, options);
+  const std::filesystem::path out = place_for("--output", options.out, options);
   options.ranks.trace = true;
   const LayerRun run = run_layer(options, true);
   if (!run.result) return kExitOk;

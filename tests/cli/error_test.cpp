@@ -34,15 +34,15 @@ TEST(Errors, Usage) {
   expect_error({"run", "--model", "olmo"}, 2, "invalid_argument", {"'olmo'", "olmoe"});
   expect_error(join({"run", "--layer", "16"}, kTiny), 2, "invalid_argument",
                {"--layer is 16", "0 to 15"});
-  expect_error({"make-checkpoint", "--model", "olmoe"}, 2, "invalid_argument", {"--out"});
+  expect_error({"make-checkpoint", "--model", "olmoe"}, 2, "invalid_argument", {"--output"});
 }
 
 TEST(Errors, EmptyValuesAreNotLeftOut) {
   const std::pair<Arguments, std::string> cases[] = {
       {{"run", "--model", ""}, "--model"},
       {join({"run", "--output", ""}, kTiny), "--output"},
-      {join({"trace", "-o", ""}, kTiny), "--out"},
-      {{"make-checkpoint", "--model", "olmoe", "--out", ""}, "--out"},
+      {join({"trace", "-o", ""}, kTiny), "--output"},
+      {{"make-checkpoint", "--model", "olmoe", "--out", ""}, "--output"},
       {{"bench", "--suite", ""}, "--suite"},
       {join({"bench", "--json", ""}, kTiny), "--json"},
       {join({"bench", "--against", ""}, kTiny), "--against"},

@@ -133,11 +133,11 @@ TEST(Trace, LaunchedProcessesShareAFile) {
 TEST(Trace, WhatCannotBeWrittenIsToldBeforeTheRun) {
   const Completed done = run_switchyard(join({"trace", "-o", "/nowhere/at/all/trace.json"}, kTiny));
   EXPECT_EQ(done.exit_code, 2);
-  EXPECT_THAT(done.err, HasSubstr("--out is '/nowhere/at/all/trace.json'"));
+  EXPECT_THAT(done.err, HasSubstr("--output is '/nowhere/at/all/trace.json'"));
   const Completed full = run_switchyard(
       join({"trace", "--tokens", "8", "--backend", "cpu", "-o", "/dev/full"}, kTiny));
   EXPECT_EQ(full.exit_code, 2);
-  EXPECT_THAT(full.err, HasSubstr("--out is '/dev/full', which is a pipe, a socket or a device"));
+  EXPECT_THAT(full.err, HasSubstr("--output is '/dev/full', which is a pipe, a socket or a device"));
   EXPECT_EQ(run_switchyard(join({"trace", "--passes", "0"}, kTiny)).exit_code, 2);
 }
 
