@@ -264,7 +264,7 @@ void Engine::choose_grid() {
   if (blocks_per_sm < 1) {
     unsupported(
         fmt::format("device {} ({}) has no room for a block of {} threads and {} bytes of shared "
-                    "memory; leave it without other contexts' limits",
+                    "memory; use an H100 or H200",
                     device_, info.name, kernel_.shape.threads, kernel_.shape.shared_bytes));
   }
   grid_ = static_cast<unsigned>(info.num_sms - options_.reserved_sms);
@@ -320,11 +320,12 @@ void Engine::share(const Engine* other) {
                             "share_memory_with the same layer on all ranks, or on none",
                             r));
   }
-  if (shares_) {
-    if (&memory_->world.fabric() == &world_.fabric()) return;
+  attempt_together(world_.fabric(), [&] {
+    if (!shares_ || &memory_->world.fabric() == &world_.fabric()) return;
     throw Error(ErrorCode::kInvalidArgument,
                 "share_memory_with is a layer of another world; make both with the same one");
-  }
+  });
+  if (shares_) return;
   memory_ = std::make_shared<Memory>(Memory{world_, ids[0] >> 1, {}, {}, {}});
 }
 
