@@ -121,7 +121,8 @@ Subcommand add_make_checkpoint(CLI::App& root) {
   app->add_option("--model", options->model, "Model to imitate ('switchyard models')")
       ->type_name("NAME")
       ->required();
-  app->add_option("-o,--output,--out", options->directory, "Directory to make; it must not hold anything yet")
+  app->add_option("-o,--output,--out", options->directory,
+                  "Directory to make; it must not hold anything yet")
       ->type_name("DIR")
       ->required();
   add_whole(*app, "--layers", options->write.overrides.num_moe_layers, 1, 1 << 20,

@@ -137,7 +137,8 @@ TEST(Trace, WhatCannotBeWrittenIsToldBeforeTheRun) {
   const Completed full = run_switchyard(
       join({"trace", "--tokens", "8", "--backend", "cpu", "-o", "/dev/full"}, kTiny));
   EXPECT_EQ(full.exit_code, 2);
-  EXPECT_THAT(full.err, HasSubstr("--output is '/dev/full', which is a pipe, a socket or a device"));
+  EXPECT_THAT(full.err,
+              HasSubstr("--output is '/dev/full', which is a pipe, a socket or a device"));
   EXPECT_EQ(run_switchyard(join({"trace", "--passes", "0"}, kTiny)).exit_code, 2);
 }
 
