@@ -69,8 +69,6 @@ class DeviceScope {
   bool changed_;
 };
 
-std::uint64_t u(std::integral auto number) { return static_cast<std::uint64_t>(number); }
-
 [[noreturn]] void unsupported(const std::string& message) {
   throw Error(ErrorCode::kUnsupported, message);
 }
@@ -129,6 +127,7 @@ class Engine final : public LayerEngine {
   cudaLaunchConfig_t launch_config(bool paired, cudaLaunchAttribute* attributes,
                                    cudaStream_t stream) const;
   std::uint32_t most_tiles(int experts, int ranks, int slots_per_token) const;
+  std::vector<std::uint64_t> memory_shape() const;
   void share(const Engine* other);
   void lay_out_heap();
   void lay_out_workspace();
@@ -147,16 +146,11 @@ class Engine final : public LayerEngine {
   DeviceGate gate_;
   // What passes work in, of one layer or of several that share it.
   struct Memory {
-    World world;
     std::uint64_t id;  // the same on all ranks, and no other's of theirs
-    // What its layout follows from: to be the same for all who share it.
-    std::vector<std::uint64_t> shape;
     SymmetricMemory heap;
     DeviceBuffer workspace;
   };
   std::shared_ptr<Memory> memory_;
-  bool shares_ = false;                  // it was there before
-  std::vector<std::uint64_t> my_shape_;  // of what this layer needs
   std::optional<DeviceTrace> trace_;
   MappedMemory<Failures> failures_;
   LayerParams params_{};
@@ -306,13 +300,30 @@ void Engine::require_room() {
   });
 }
 
-// All ranks share the memory of the same layer, or none does.
+// What the layouts of heap and workspace follow from.
+std::vector<std::uint64_t> Engine::memory_shape() const {
+  const auto u = [](std::integral auto number) { return static_cast<std::uint64_t>(number); };
+  return {u(device_),
+          u(grid_),
+          u(options_.max_tokens),
+          u(policy().element_bytes),
+          u(spec_.hidden),
+          u(spec_.num_experts),
+          u(spec_.top_k),
+          u(spec_.weight_on_input),
+          u(params_.cells_per_token),
+          u(params_.gate_columns),
+          u(spec_.intermediate),
+          u(params_.routed.gemm1_rows),
+          u(spec_.shared_intermediate),
+          u(params_.shared.gemm1_rows)};
+}
+
+// All ranks share the memory of the same layer, or none does, and it has yet to be allocated.
 void Engine::share(const Engine* other) {
-  if (other != nullptr) memory_ = other->memory_;
-  shares_ = memory_ != nullptr;
   static std::atomic<std::uint64_t> count{0};
   const std::vector<std::uint64_t> ids =
-      gather(world_.fabric(), shares_ ? memory_->id << 1 | 1 : ++count << 1);
+      gather(world_.fabric(), other != nullptr ? other->memory_->id << 1 | 1 : ++count << 1);
   for (std::size_t r = 1; r < ids.size(); ++r) {
     if ((ids[0] & 1) == (ids[r] & 1) && (ids[0] == ids[r] || (ids[0] & 1) == 0)) continue;
     throw Error(ErrorCode::kSpecMismatch,
@@ -321,12 +332,19 @@ void Engine::share(const Engine* other) {
                             r));
   }
   attempt_together(world_.fabric(), [&] {
-    if (!shares_ || &memory_->world.fabric() == &world_.fabric()) return;
-    throw Error(ErrorCode::kInvalidArgument,
-                "share_memory_with is a layer of another world; make both with the same one");
+    if (other == nullptr) return;
+    if (&other->world_.fabric() != &world_.fabric()) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  "share_memory_with is a layer of another world; make both with the same one");
+    }
+    if (other->memory_shape() != memory_shape()) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  "share_memory_with is a layer of other sizes, types or options; share with one "
+                  "that is like this one, or leave it null");
+    }
   });
-  if (shares_) return;
-  memory_ = std::make_shared<Memory>(Memory{world_, ids[0] >> 1, {}, {}, {}});
+  memory_ =
+      other != nullptr ? other->memory_ : std::make_shared<Memory>(Memory{ids[0] >> 1, {}, {}});
 }
 
 void Engine::lay_out_heap() {
@@ -349,19 +367,8 @@ void Engine::lay_out_heap() {
   shape.cell_bytes = cell_tokens * static_cast<std::size_t>(params_.cells_per_token) *
                      static_cast<std::size_t>(spec_.hidden) * 2;
   params_.heap = Heap(shape);
-  my_shape_ = {u(device_),
-               u(grid_),
-               u(shape.num_ranks),
-               u(shape.num_experts),
-               u(shape.hidden),
-               u(shape.max_tokens),
-               u(shape.element_bytes),
-               u(shape.scaled),
-               u(shape.weighs_input),
-               u(shape.max_tiles),
-               u(shape.cell_bytes),
-               u(params_.cells_per_token)};
-  if (!shares_) memory_->heap = SymmetricMemory(world_.fabric(), params_.heap.bytes());
+  const bool shares = memory_->heap.bytes() != 0;
+  if (!shares) memory_->heap = SymmetricMemory(world_.fabric(), params_.heap.bytes());
   const SymmetricMemory& heap = memory_->heap;
   params_.heaps.layout =
       protocol::HeapLayout({.num_ranks = world_.size(), .num_experts = spec_.num_experts});
@@ -370,7 +377,7 @@ void Engine::lay_out_heap() {
   std::byte* const mine = heap.base(world_.rank());
   params_.mine = mine;
   params_.cells = params_.heap.cells(mine);
-  if (shares_) return;
+  if (shares) return;
   // NaN in all that is not a flag, so that no pass can get away with reading what nobody wrote.
   const std::size_t flags = params_.heap.flag_bytes();
   SWITCHYARD_CUDA(cudaMemset(mine, 0, flags));
@@ -462,24 +469,12 @@ void Engine::lay_out_workspace() {
       arena.place(policy().scaled ? tokens * static_cast<std::size_t>(spec_.hidden) : 0);
   const std::size_t quantized_scales = arena.place(tokens * params_.x_groups * sizeof(float));
   DeviceBuffer& workspace = memory_->workspace;
-  for (const std::uint64_t number :
-       {u(spec_.top_k), u(spec_.intermediate), u(spec_.shared_intermediate),
-        u(params_.gate_columns), u(params_.max_tiles), u(params_.h_slots), u(params_.h_stride),
-        u(params_.packed_slots), u(params_.group_words), u(arena.size())}) {
-    my_shape_.push_back(number);
-  }
-  if (!shares_) {
-    memory_->shape = my_shape_;
+  if (workspace.bytes() == 0) {  // not shared
     workspace = DeviceBuffer(arena.size());
     SWITCHYARD_CUDA(cudaMemset(workspace.data(), 0, zeroed));
     // NaN everywhere else, so that no pass can get away with reading what it did not write.
     SWITCHYARD_CUDA(cudaMemset(workspace.data() + zeroed, 0xff, arena.size() - zeroed));
     SWITCHYARD_CUDA(cudaDeviceSynchronize());
-  } else if (memory_->shape != my_shape_) {
-    throw Error(
-        ErrorCode::kInvalidArgument,
-        "share_memory_with is a layer of other sizes, types or options; share with one that "
-        "is like this one, or leave it null");
   }
 
   const auto at = [&]<typename T>(std::size_t offset, T*& pointer) {
