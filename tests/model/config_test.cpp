@@ -401,7 +401,10 @@ TEST(Config, OverridesRewriteTheModelsOwnKeys) {
     expect_same(spec_of(after, after.moe_layers().front()), expected);
   }
   EXPECT_ERROR(rewrite_config(find_model("olmoe").config_json, {.num_experts = 4}, DType::kBF16),
-               ErrorCode::kInvalidArgument, "num_experts_per_tok", "is 8");
+               ErrorCode::kInvalidArgument, "LayerSpec::top_k is 8", "[1, 4]");
+  EXPECT_ERROR(
+      rewrite_config(find_model("deepseek-v3").config_json, {.num_experts = 100}, DType::kBF16),
+      ErrorCode::kInvalidArgument, "num_groups is 8", "num_experts = 100");
   EXPECT_ERROR(
       rewrite_config(find_model("olmoe").config_json, {.num_moe_layers = 17}, DType::kBF16),
       ErrorCode::kInvalidArgument, "17 MoE layers", "has 16");
