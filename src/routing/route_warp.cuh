@@ -89,7 +89,8 @@ struct RouteStatus {
   std::uint32_t bad_hashed_id_mask;  // bit k: slot k's hashed id is not in [0, E), and was skipped
 };
 
-#if defined(__CUDACC__)
+// Also compiled where a test emulates a warp: see tests/routing/emulated_warp.h.
+#if defined(__CUDACC__) || defined(SWITCHYARD_EMULATED_WARP)
 
 namespace warp {
 
@@ -99,9 +100,13 @@ inline constexpr std::uint32_t kAllLanes = 0xffffffffu;
 // Volatile, so that what follows from the lane is computed anew for each token: hoisted out of the
 // caller's loop over tokens it would occupy dozens of registers.
 __device__ __forceinline__ int lane_idx() {
+#if defined(SWITCHYARD_EMULATED_WARP)
+  return emulated_lane();
+#else
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
+#endif
 }
 
 __device__ __forceinline__ std::uint32_t lanes_below(int lane) { return (1u << lane) - 1; }
@@ -627,6 +632,6 @@ __device__ __forceinline__ RouteStatus route_warp(const DeviceRouting& routing,
   return status;
 }
 
-#endif  // defined(__CUDACC__)
+#endif
 
 }  // namespace switchyard::routing

@@ -4,21 +4,15 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cctype>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <limits>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "model/config.h"
-#include "model/model_table.h"
-#include "routing/families.h"
-#include "routing/route_warp.cuh"
-#include "switchyard/routing.h"
+#include "routing/route_cases.h"
 
 namespace switchyard {
 namespace {
@@ -26,11 +20,15 @@ namespace {
 using routing::Choice;
 using routing::DeviceRouting;
 using routing::RouteStatus;
+using test::draw;
+using test::draw_tokens;
+using test::expect_as_on_host;
 using test::Family;
+using test::identifier;
+using test::Kind;
+using test::Routed;
 using test::routing_layer;
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+using test::Tokens;
 
 void check(cudaError_t result, const char* what) {
   if (result != cudaSuccess) {
@@ -64,22 +62,6 @@ class DeviceArray {
  private:
   T* data_ = nullptr;
   std::size_t size_;
-};
-
-// What is routed, as the spans of route().
-struct Tokens {
-  LayerSpec spec;
-  std::vector<float> logits;         // [T, E]
-  std::vector<float> bias;           // [E] or empty
-  std::vector<std::int32_t> hashed;  // [T, K] or empty
-
-  int count() const { return static_cast<int>(logits.size()) / spec.num_experts; }
-};
-
-struct Routed {
-  std::vector<std::int32_t> ids;  // [T, K]
-  std::vector<float> weights;     // [T, K]
-  std::vector<RouteStatus> status;
 };
 
 // As large as the kernels that route_warp() is written for.
@@ -131,124 +113,7 @@ Routed route_on_device(const Tokens& tokens) {
   });
 }
 
-// The device sums in the host's order, so that weights agree to the bit as things are; the bound is
-// what a different order would keep to.
-bool same_weight(float actual, float expected) {
-  if (std::isnan(expected)) return std::isnan(actual);
-  return actual == expected || std::fabs(actual - expected) <= 1e-6f * std::fabs(expected) + 1e-7f;
-}
-
-std::string row_of(const std::vector<std::int32_t>& ids, const std::vector<float>& weights,
-                   std::size_t first, int count) {
-  std::string row;
-  for (std::size_t i = first; i < first + static_cast<std::size_t>(count); ++i) {
-    row += " " + std::to_string(ids[i]) + ":" + std::to_string(weights[i]);
-  }
-  return row;
-}
-
-void expect_as_on_host(const Tokens& tokens, const Routed& actual, const std::string& name) {
-  const LayerSpec& spec = tokens.spec;
-  for (int t = 0; t < tokens.count(); ++t) {
-    const std::size_t first = static_cast<std::size_t>(t) * spec.top_k;
-    std::vector<std::int32_t> ids(static_cast<std::size_t>(spec.top_k));
-    std::vector<float> weights(ids.size());
-    const std::span<const std::int32_t> hashed(tokens.hashed);
-    const std::int64_t num_nan = route(
-        spec,
-        std::span(tokens.logits)
-            .subspan(static_cast<std::size_t>(t) * spec.num_experts, spec.num_experts),
-        tokens.bias, hashed.empty() ? hashed : hashed.subspan(first, ids.size()), ids, weights);
-    bool same = actual.status[t].num_nan == num_nan && actual.status[t].bad_hashed_id_mask == 0;
-    for (int k = 0; k < spec.top_k; ++k) {
-      same = same && actual.ids[first + k] == ids[k] &&
-             same_weight(actual.weights[first + k], weights[k]);
-    }
-    ASSERT_TRUE(same) << name << ", token " << t << ": " << describe(spec)
-                      << "\n  device:" << row_of(actual.ids, actual.weights, first, spec.top_k)
-                      << ", " << actual.status[t].num_nan << " NaN, bad ids "
-                      << actual.status[t].bad_hashed_id_mask
-                      << "\n  host:  " << row_of(ids, weights, 0, spec.top_k) << ", " << num_nan
-                      << " NaN";
-  }
-}
-
-// Logits of one token each, in turn: ordinary ones, and what goes wrong in practice.
-enum class Kind {
-  kNormal,
-  kWide,      // scores of which many round to 0 or 1
-  kManyTies,  // multiples of 1/2
-  kAllEqual,
-  kZeros,  // of either sign
-  kSomeNaN,
-  kMostlyNaN,
-  kAllNaN,
-  kAllMinusInfinity,
-  kExtremes,  // NaN, infinities, zeros, the largest numbers
-  kTiny,      // subnormal ones among them
-  kHuge,
-  kCount,
-};
-
-float draw(Kind kind, std::mt19937& random) {
-  std::normal_distribution<float> normal(0.0f, 2.0f);
-  const float value = normal(random);
-  const std::uint32_t die = random();
-  switch (kind) {
-    case Kind::kWide:
-      return 20.0f * value;
-    case Kind::kManyTies:
-      return 0.5f * std::round(value);
-    case Kind::kAllEqual:
-      return 0.25f;
-    case Kind::kZeros:
-      return die % 2 ? 0.0f : -0.0f;
-    case Kind::kSomeNaN:
-      return die % 20 ? value : kNaN;
-    case Kind::kMostlyNaN:
-      return die % 50 ? kNaN : value;
-    case Kind::kAllNaN:
-      return kNaN;
-    case Kind::kAllMinusInfinity:
-      return -kInfinity;
-    case Kind::kExtremes: {
-      const float values[] = {kNaN, kInfinity, -kInfinity, 0.0f, -0.0f, 3e38f, -3e38f, value};
-      return values[die % 8];
-    }
-    case Kind::kTiny:
-      return 1e-38f * value;
-    case Kind::kHuge:
-      return die % 4 ? -100.0f * std::fabs(value) : 1e30f * value;
-    default:
-      return value;
-  }
-}
-
-Tokens draw_tokens(const LayerSpec& spec, int num_tokens, Kind bias_kind, std::mt19937& random) {
-  Tokens tokens{.spec = spec};
-  for (int t = 0; t < num_tokens; ++t) {
-    const auto kind = static_cast<Kind>(t % static_cast<int>(Kind::kCount));
-    for (int e = 0; e < spec.num_experts; ++e) tokens.logits.push_back(draw(kind, random));
-    if (spec.routing.method != RoutingMethod::kHash) continue;
-    for (int k = 0; k < spec.top_k; ++k) {
-      tokens.hashed.push_back(static_cast<std::int32_t>(random() % spec.num_experts));
-    }
-  }
-  if (spec.routing.has_correction_bias) {
-    for (int e = 0; e < spec.num_experts; ++e)
-      tokens.bias.push_back(0.1f * draw(bias_kind, random));
-  }
-  return tokens;
-}
-
-void test_layer(const LayerSpec& spec, int num_tokens, std::mt19937& random,
-                const std::string& name) {
-  for (Kind bias_kind : {Kind::kNormal, Kind::kManyTies, Kind::kExtremes}) {
-    const Tokens tokens = draw_tokens(spec, num_tokens, bias_kind, random);
-    expect_as_on_host(tokens, route_on_device(tokens), name);
-    if (::testing::Test::HasFatalFailure() || !spec.routing.has_correction_bias) return;
-  }
-}
+constexpr auto on_device = [](const Tokens& tokens) { return route_on_device(tokens); };
 
 void skip_without_gpu() {
   int count = 0;
@@ -270,27 +135,11 @@ class RouteWarpOver : public ::testing::TestWithParam<Parameter> {
   void SetUp() override { skip_without_gpu(); }
 };
 
-std::string identifier(const std::string& text) {
-  std::string name;
-  for (const char c : text) name += std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
-  return name;
-}
-
 // ---- Every model and every family ----
 
 class RouteWarpOverModels : public RouteWarpOver<ModelEntry> {};
 
-TEST_P(RouteWarpOverModels, RoutesAsTheHost) {
-  const ModelEntry& model = GetParam();
-  std::mt19937 random(1);
-  std::vector<LayerSpec> seen;
-  for (const auto& layer : parse_config(model.config_json, model.name).layers) {
-    if (!layer || std::find(seen.begin(), seen.end(), *layer) != seen.end()) continue;
-    seen.push_back(*layer);
-    ASSERT_NO_FATAL_FAILURE(test_layer(*layer, 2048, random, model.name));
-  }
-  EXPECT_FALSE(seen.empty());
-}
+TEST_P(RouteWarpOverModels, RoutesAsTheHost) { test::test_model(GetParam(), 2048, on_device); }
 
 INSTANTIATE_TEST_SUITE_P(Models, RouteWarpOverModels, ::testing::ValuesIn(model_table()),
                          [](const auto& param_info) { return identifier(param_info.param.name); });
@@ -299,7 +148,7 @@ class RouteWarpOverFamilies : public RouteWarpOver<Family> {};
 
 TEST_P(RouteWarpOverFamilies, RoutesAsTheHost) {
   std::mt19937 random(2);
-  test_layer(GetParam().spec, 1024, random, GetParam().name);
+  test::test_layer(GetParam().spec, 1024, random, GetParam().name, on_device);
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, RouteWarpOverFamilies, ::testing::ValuesIn(test::families()),
@@ -309,52 +158,8 @@ INSTANTIATE_TEST_SUITE_P(Families, RouteWarpOverFamilies, ::testing::ValuesIn(te
 
 class RouteWarpOverSizes : public RouteWarpOver<int> {};
 
-// num_groups of 1, and at most four other divisors of num_experts.
-std::vector<int> draw_group_counts(int num_experts, std::mt19937& random) {
-  std::vector<int> counts;
-  for (int g = 2; g <= num_experts; ++g) {
-    if (num_experts % g == 0) counts.push_back(g);
-  }
-  std::shuffle(counts.begin(), counts.end(), random);
-  counts.resize(std::min<std::size_t>(counts.size(), 4));
-  counts.push_back(1);
-  return counts;
-}
-
 TEST_P(RouteWarpOverSizes, EveryCombinationRoutesAsTheHost) {
-  const int num_experts = GetParam();
-  std::mt19937 random(static_cast<std::uint32_t>(num_experts));
-  const auto draw_in = [&](int low, int high) {
-    return low + static_cast<int>(random() % static_cast<std::uint32_t>(high - low + 1));
-  };
-  constexpr int kTokens = 48;
-  for (RoutingMethod method :
-       {RoutingMethod::kTopK, RoutingMethod::kSparseMixer, RoutingMethod::kHash}) {
-    for (ScoreFunction score :
-         {ScoreFunction::kSoftmax, ScoreFunction::kSigmoid, ScoreFunction::kSqrtSoftplus}) {
-      for (int flags = 0; flags < 4; ++flags) {
-        for (int num_groups : draw_group_counts(num_experts, random)) {
-          for (GroupScore group_score : {GroupScore::kMax, GroupScore::kSumTopTwo}) {
-            RoutingSpec routing;
-            routing.method = method;
-            routing.score = score;
-            routing.top_k_before_score = (flags & 1) != 0;
-            routing.has_correction_bias = (flags & 2) != 0;
-            routing.num_groups = num_groups;
-            routing.top_k_groups = draw_in(1, num_groups);
-            routing.group_score = group_score;
-            routing.renormalize = draw_in(0, 1) == 1;
-            routing.renormalize_epsilon = draw_in(0, 1) == 1 ? 0.25f : 0.0f;
-            routing.scale = draw_in(0, 1) == 1 ? 2.5f : 1.0f;
-            routing.jitter_eps = draw_in(0, 1) == 1 ? 0.4f : 0.01f;
-            const int top_k = draw_in(1, std::min(num_experts, draw_in(0, 1) == 1 ? 8 : 32));
-            ASSERT_NO_FATAL_FAILURE(test_layer(routing_layer(num_experts, top_k, routing), kTokens,
-                                               random, "combination"));
-          }
-        }
-      }
-    }
-  }
+  test::test_combinations(GetParam(), 48, on_device);
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, RouteWarpOverSizes,
