@@ -650,24 +650,17 @@ void set_if_present(json& object, const char* key, const json& value) {
   if (object.contains(key)) object[key] = value;
 }
 
-// Before any key is changed: what is wrong then is what was asked for, not what the text says.
-void check_overrides(const ConfigOverrides& overrides, LayerSpec spec) {
+LayerSpec with_overrides(LayerSpec spec, const ConfigOverrides& overrides) {
   if (overrides.num_experts > 0) spec.num_experts = overrides.num_experts;
   if (overrides.top_k > 0) spec.top_k = overrides.top_k;
   if (overrides.hidden > 0) spec.hidden = overrides.hidden;
   if (overrides.intermediate > 0) spec.intermediate = overrides.intermediate;
-  try {
-    validate(spec);
-  } catch (const Error& error) {
-    throw Error(error.code(),
-                fmt::format("the model cannot be changed that way: {}", error.what()));
-  }
+  return spec;
 }
 
 void apply_overrides(json& text, const ModelConfig& config, const ConfigOverrides& overrides) {
   json& sizes = config.family == Family::kDbrx ? text["ffn_config"] : text;
   const LayerSpec& spec = *config.layers[static_cast<std::size_t>(config.moe_layers().front())];
-  check_overrides(overrides, spec);
   if (overrides.num_moe_layers > 0) {
     const std::vector<int> moe = config.moe_layers();
     if (static_cast<std::size_t>(overrides.num_moe_layers) > moe.size())
@@ -735,6 +728,9 @@ std::string rewrite_config(std::string_view json_text, const ConfigOverrides& ov
                                        {"quant_method", "fp8"},
                                        {"weight_block_size", {128, 128}}};
   try {
+    // First in the words of what was asked for, not of the text's keys.
+    validate(with_overrides(*config.layers[static_cast<std::size_t>(config.moe_layers().front())],
+                            overrides));
     parse_document(document, source);
   } catch (const Error& error) {
     throw Error(ErrorCode::kInvalidArgument,

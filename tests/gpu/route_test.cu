@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "routing/route_cases.h"
+#include "support/identifier.h"
 
 namespace switchyard {
 namespace {
@@ -24,11 +25,11 @@ using test::draw;
 using test::draw_tokens;
 using test::expect_as_on_host;
 using test::Family;
-using test::identifier;
 using test::Kind;
 using test::Routed;
 using test::routing_layer;
 using test::Tokens;
+using testing::identifier;
 
 void check(cudaError_t result, const char* what) {
   if (result != cudaSuccess) {

@@ -13,6 +13,7 @@
 #include "model/random_tensor.h"
 #include "model/safetensors.h"
 #include "model/temporary_directory.h"
+#include "support/identifier.h"
 #include "support/specs.h"
 
 namespace switchyard {
@@ -175,10 +176,8 @@ std::vector<RoundTrip> round_trips() {
 
 INSTANTIATE_TEST_SUITE_P(Models, EveryModel, ::testing::ValuesIn(round_trips()),
                          [](const ::testing::TestParamInfo<RoundTrip>& param) {
-                           std::string name = param.param.model;
-                           for (char& c : name)
-                             if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
-                           return name + "_" + to_string(param.param.dtype);
+                           return testing::identifier(param.param.model) + "_" +
+                                  to_string(param.param.dtype);
                          });
 
 // A directory with one small Mixtral layer, whose files tests then damage.

@@ -116,11 +116,6 @@ T __shfl_sync(std::uint32_t, T value, int lane) {
   return emulated_read(value, lane & 31, "__shfl_sync");
 }
 template <typename T>
-T __shfl_up_sync(std::uint32_t, T value, int distance) {
-  const int lane = switchyard::test::EmulatedWarp::lane();
-  return emulated_read(value, lane >= distance ? lane - distance : lane, "__shfl_up_sync");
-}
-template <typename T>
 T __shfl_down_sync(std::uint32_t, T value, int distance) {
   const int lane = switchyard::test::EmulatedWarp::lane();
   return emulated_read(value, lane + distance < 32 ? lane + distance : lane, "__shfl_down_sync");

@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cctype>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -224,12 +223,6 @@ void test_combinations(int num_experts, int num_tokens, RouteOn&& route_on) {
       }
     }
   }
-}
-
-inline std::string identifier(const std::string& text) {
-  std::string name;
-  for (const char c : text) name += std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
-  return name;
 }
 
 }  // namespace switchyard::test

@@ -11,6 +11,7 @@
 
 #include "reference/reference.h"
 #include "routing/families.h"
+#include "support/identifier.h"
 #include "switchyard/error.h"
 #include "switchyard/routing.h"
 
@@ -94,9 +95,7 @@ TEST_P(AgainstReference, IdsAndWeightsAgree) {
 
 INSTANTIATE_TEST_SUITE_P(Families, AgainstReference, ::testing::ValuesIn(test::families()),
                          [](const ::testing::TestParamInfo<Family>& param_info) {
-                           std::string name;
-                           for (char c : param_info.param.name) name += std::isalnum(c) ? c : '_';
-                           return name;
+                           return testing::identifier(param_info.param.name);
                          });
 
 // ---- Values worked out by hand (exp, log and sums in double precision outside this program) ----

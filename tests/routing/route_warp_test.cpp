@@ -9,6 +9,7 @@
 #include "routing/emulated_warp.h"
 // After it: code for warps.
 #include "routing/route_cases.h"
+#include "support/identifier.h"
 
 namespace switchyard {
 namespace {
@@ -57,7 +58,7 @@ class EmulatedRouteOfModels : public ::testing::TestWithParam<ModelEntry> {};
 TEST_P(EmulatedRouteOfModels, IsTheHosts) { test::test_model(GetParam(), 2 * kTokens, in_warp); }
 INSTANTIATE_TEST_SUITE_P(Models, EmulatedRouteOfModels, ::testing::ValuesIn(model_table()),
                          [](const auto& param_info) {
-                           return test::identifier(param_info.param.name);
+                           return testing::identifier(param_info.param.name);
                          });
 
 class EmulatedRouteOfFamilies : public ::testing::TestWithParam<test::Family> {};
@@ -67,7 +68,7 @@ TEST_P(EmulatedRouteOfFamilies, IsTheHosts) {
 }
 INSTANTIATE_TEST_SUITE_P(Families, EmulatedRouteOfFamilies, ::testing::ValuesIn(test::families()),
                          [](const auto& param_info) {
-                           return test::identifier(param_info.param.name);
+                           return testing::identifier(param_info.param.name);
                          });
 
 class EmulatedRouteOfSizes : public ::testing::TestWithParam<int> {};

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cctype>
 #include <cmath>
 #include <cstring>
 #include <exception>
@@ -19,6 +18,7 @@
 #include "model/generate.h"
 #include "model/model_table.h"
 #include "model/quantize.h"
+#include "support/identifier.h"
 #include "support/specs.h"
 #include "switchyard/layer.h"
 #include "switchyard/routing.h"
@@ -242,10 +242,7 @@ inline BatchResult run_batch(const LayerSpec& spec, const MoeWeights& weights, c
 
 // What gtest calls the test of a model.
 inline std::string name_of_model(const ::testing::TestParamInfo<ModelEntry>& model) {
-  std::string name = model.param.name;
-  std::replace_if(
-      name.begin(), name.end(), [](char c) { return !std::isalnum(c); }, '_');
-  return name;
+  return identifier(model.param.name);
 }
 
 // The table's model, its geometry scaled down so that a test takes milliseconds: routing,
