@@ -4,6 +4,7 @@
 #include "gpu/cuda_error.h"
 #include "gpu/device_clock.h"
 #include "gpu/mapped_memory.h"
+#include "gpu/ptx/clock.cuh"
 #include "switchyard/error.h"
 #include "trace/clock.h"
 
@@ -17,19 +18,13 @@ struct Mail {
   std::uint64_t question, answer;
 };
 
-__device__ std::uint64_t device_now() {
-  std::uint64_t ns;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  return ns;
-}
-
 __global__ void answer_questions(volatile Mail* mail) {
   for (std::uint64_t i = 1; i <= kQuestions; ++i) {
-    const std::uint64_t start = device_now();
+    const std::uint64_t start = device_now_ns();
     while (mail->question != i) {
-      if (device_now() - start > kPatienceNs) return;
+      if (device_now_ns() - start > kPatienceNs) return;
     }
-    mail->answer = device_now();
+    mail->answer = device_now_ns();
     __threadfence_system();
   }
 }

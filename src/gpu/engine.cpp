@@ -273,30 +273,23 @@ void Engine::choose_grid() {
 
 // Ranks on one device wait for each other, so all of their blocks must find room on it.
 void Engine::require_room() {
-  struct Share {
-    char bus_id[24];
-    unsigned blocks;
-  };
-  Share mine{{}, grid_};
-  attempt_together(world_.fabric(), [&] {
-    SWITCHYARD_CUDA(cudaDeviceGetPCIBusId(mine.bus_id, sizeof mine.bus_id, device_));
-  });
-  const std::vector<Share> all = gather(world_.fabric(), mine);
+  const std::vector<DeviceSite> sites = gather_device_sites(world_.fabric());
+  const std::vector<unsigned> grids = gather(world_.fabric(), grid_);
+  const char* const mine = sites[static_cast<std::size_t>(world_.rank())].bus_id;
   attempt_together(world_.fabric(), [&] {
     std::vector<int> sharing;
     unsigned blocks = 0;
-    for (int r = 0; r < world_.size(); ++r) {
-      const Share& theirs = all[static_cast<std::size_t>(r)];
-      if (std::strcmp(theirs.bus_id, mine.bus_id) != 0) continue;
-      sharing.push_back(r);
-      blocks += theirs.blocks;
+    for (std::size_t r = 0; r < sites.size(); ++r) {
+      if (std::strcmp(sites[r].bus_id, mine) != 0) continue;
+      sharing.push_back(static_cast<int>(r));
+      blocks += grids[r];
     }
     const int sms = device_info(device_).num_sms;
     if (blocks <= static_cast<unsigned>(sms)) return;
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("{} share the GPU {} and want {} of its {} SMs; give each rank a GPU "
                             "of its own (device), or leave SMs to the others (reserved_sms)",
-                            list_ranks(sharing), mine.bus_id, blocks, sms));
+                            list_ranks(sharing), mine, blocks, sms));
   });
 }
 
@@ -622,7 +615,8 @@ void Engine::check() {
     return control;
   };
   const int failed = protocol::failed_rank(control_of(world_.rank()).abort, world_.rank());
-  const protocol::FailureRecord record = control_of(failed).failure;
+  protocol::FailureRecord record = control_of(failed).failure;
+  ++record.epoch;  // kernels number passes from 0, callers from 1
   throw protocol::timeout_error(record, world_.rank(), world_.fabric().liveness(record.peer));
 }
 

@@ -510,7 +510,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // not when others have this memory.
   if (!pass.goes_on()) {
     constexpr std::uint64_t kEnough = 100'000;  // ns
-    for (const std::uint64_t start = DevicePace().now(); DevicePace().now() - start < kEnough;) {
+    for (const std::uint64_t start = device_now_ns(); device_now_ns() - start < kEnough;) {
       __nanosleep(1000);
     }
   }

@@ -114,6 +114,31 @@ class Multiplier {
   const std::uint32_t zero_ = pass_.call.paired >> 1;
 };
 
+// Counts the stages of a K loop down. The loop pauses after its first stage, when the tile's tokens
+// have come, and after its last. Both pauses are one test and one place in the code.
+class StageCount {
+ public:
+  __device__ explicit StageCount(std::uint32_t k_blocks)
+      : left_(k_blocks), pause_(k_blocks - untold<1>()) {}
+  __device__ std::uint32_t left() const { return left_; }
+  __device__ void next() { --left_; }
+  __device__ bool pauses() const { return left_ == pause_; }
+  // Calls started() at the first pause. True when no stage is left.
+  template <typename Started>
+  __device__ __forceinline__ bool ends(Started&& started) const {
+    if (fresh_) started();
+    return left_ == 0;
+  }
+  __device__ void go_on() {
+    fresh_ = false;
+    pause_ = 0;
+  }
+
+ private:
+  std::uint32_t left_, pause_;
+  bool fresh_ = true;
+};
+
 // The K loop of a task, weights on the instruction's rows. `box`: of a pair of boxes, the one that
 // has the scales of the task's rows. started() is called when the tile's tokens have come.
 template <int N, typename P, typename Started>
@@ -129,9 +154,8 @@ __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t
     bool ready = stage.ready();
 #pragma unroll
     for (float& sum : acc) sum = 0;
-    bool fresh = true;
     SWITCHYARD_ROLLED
-    for (std::uint32_t left = k_blocks, pause = k_blocks - untold<1>();;) {
+    for (StageCount count(k_blocks);;) {
       const auto operands = stage.operands();
       const std::uint32_t current = place.stage;
       stage.await_stage(ready);
@@ -151,11 +175,10 @@ __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t
         acc[4 * n + 2] += part[4 * n + 2] * (tokens.x * weights.y);
         acc[4 * n + 3] += part[4 * n + 3] * (tokens.y * weights.y);
       }
-      if (--left != pause) continue;
-      if (fresh) started();
-      if (left == 0) break;
-      fresh = false;
-      pause = 0;
+      count.next();
+      if (!count.pauses()) continue;
+      if (count.ends(started)) break;
+      count.go_on();
     }
     stage.release_last();
   } else {

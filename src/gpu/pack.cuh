@@ -152,7 +152,6 @@ __device__ __forceinline__ bool pack_rows(const Pass<P>& pass, std::uint32_t row
   const PassState<P>& state = pass.state();
   // Asked anew where it is needed, as is `mine`: there are few registers.
   const auto lane = [] { return fresh_thread_index<32>(); };
-  const auto row_bytes = static_cast<std::uint32_t>(layer.hidden * P::kElementBytes);
   const auto of_warp = [&] {  // of the pack warp's groups
     return *static_cast<const volatile std::uint32_t*>(&block.pack_row) / (kRows * gridDim.x);
   };

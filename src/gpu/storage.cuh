@@ -17,8 +17,24 @@ inline constexpr int kThreads = kWarpgroup * (1 + kMathGroups);
 enum LoadingWarp : int { kWeightsWarp, kSchedulerWarp, kTokensWarp, kPackWarp };
 inline constexpr int kGatherWarps = 4 - kTokensWarp;
 inline constexpr int kGatherThreads = 32 * kGatherWarps;
-// Of the launch, in steps of 8; the policy shares them out again.
+// Registers of each thread at launch: the SM's 65,536 shared out in steps of 8.
 inline constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+// When the roles part, setmaxnreg hands out what the block got at launch, and no more: a warpgroup
+// that asks for registers beyond those waits for ever, without a deadline. See docs/decisions/0008.
+template <typename P>
+constexpr bool registers_suffice() {
+  constexpr auto valid = [](int registers) {
+    return registers % 8 == 0 && registers >= 24 && registers <= 256;
+  };
+  return valid(P::kLoadingRegisters) && valid(P::kMathRegisters) &&
+         kWarpgroup * (P::kLoadingRegisters + kMathGroups * P::kMathRegisters) <=
+             kThreads * kLaunchRegisters;
+}
+template <typename... P>
+constexpr bool all_registers_suffice = (registers_suffice<P>() && ...);
+static_assert(
+    all_registers_suffice<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>>,
+    "the roles want more registers than the launch gives the block");
 
 // A stage holds kStageRowBytes of each of the task's weight rows, which are 128 or a multiple, and
 // of the tile's tokens.

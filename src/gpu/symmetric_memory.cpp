@@ -165,13 +165,7 @@ struct OpenedPart final : SymmetricMemory::Part {
   OpenedPart& operator=(const OpenedPart&) = delete;
 };
 
-// Where a rank's memory is.
-struct Whereabouts {
-  std::int64_t process;
-  char bus_id[24];  // of the device
-};
-
-void require_reach(std::span<const Whereabouts> ranks, int me) {
+void require_reach(std::span<const DeviceSite> ranks, int me) {
   for (std::size_t r = 0; r < ranks.size(); ++r) {
     int theirs = 0;
     // A device that this process does not see at all is found out when its memory is mapped.
@@ -192,6 +186,14 @@ void require_reach(std::span<const Whereabouts> ranks, int me) {
 
 }  // namespace
 
+std::vector<DeviceSite> gather_device_sites(Fabric& fabric) {
+  DeviceSite here{::getpid(), {}};
+  attempt_together(fabric, [&] {
+    SWITCHYARD_CUDA(cudaDeviceGetPCIBusId(here.bus_id, sizeof here.bus_id, current_device()));
+  });
+  return gather(fabric, here);
+}
+
 SymmetricMemory::SymmetricMemory(Fabric& fabric, std::size_t bytes, Sharing sharing) {
   const auto me = static_cast<std::size_t>(fabric.rank());
   parts_.resize(static_cast<std::size_t>(fabric.size()));
@@ -200,11 +202,7 @@ SymmetricMemory::SymmetricMemory(Fabric& fabric, std::size_t bytes, Sharing shar
     parts_[0] = std::make_shared<OwnedPart>(bytes);
     return;
   }
-  Whereabouts here{::getpid(), {}};
-  attempt_together(fabric, [&] {
-    SWITCHYARD_CUDA(cudaDeviceGetPCIBusId(here.bus_id, sizeof here.bus_id, current_device()));
-  });
-  const std::vector<Whereabouts> everybody = gather(fabric, here);
+  const std::vector<DeviceSite> everybody = gather_device_sites(fabric);
   attempt_together(fabric, [&] { require_reach(everybody, fabric.rank()); });
 
   if (sharing == Sharing::kFileDescriptors) {
@@ -239,7 +237,7 @@ SymmetricMemory::SymmetricMemory(Fabric& fabric, std::size_t bytes, Sharing shar
   attempt_together(fabric, [&] {
     for (std::size_t r = 0; r < parts_.size(); ++r) {
       if (r == me) continue;
-      if (everybody[r].process != here.process) {
+      if (everybody[r].process != everybody[me].process) {
         parts_[r] = std::make_shared<OpenedPart>(theirs[r].handle);
         continue;
       }

@@ -3,12 +3,21 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "fabric/fabric.h"
 
 namespace switchyard::gpu {
+
+// Where a rank's memory is.
+struct DeviceSite {
+  std::int64_t process;
+  char bus_id[24];  // the device's PCI address
+};
+// Collective: that of every rank, with the current device of its thread.
+std::vector<DeviceSite> gather_device_sites(Fabric& fabric);
 
 // How ranks get at each other's memory.
 enum class Sharing {

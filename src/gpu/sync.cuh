@@ -6,22 +6,10 @@
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "gpu/layer_params.h"
+#include "gpu/pipeline/pace.cuh"
 #include "protocol/wait.h"
 
 namespace switchyard::gpu {
-
-struct DevicePace {
-  // A look costs a round trip to the L2 cache, and so does the look at the abort word.
-  static constexpr std::uint32_t kLooksPerAbortCheck = 32;
-  __device__ std::uint64_t now() const {
-    std::uint64_t ns;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-    return ns;
-  }
-  __device__ void pause(std::uint32_t looks) const {
-    if (looks > 1024) __nanosleep(256);  // nobody is about to signal: leave the L2 cache alone
-  }
-};
 
 // Whether the block goes on: a word in its shared memory.
 enum class Going : std::uint32_t { kOn, kGivenUp, kRingStuck };
@@ -290,7 +278,7 @@ __device__ __forceinline__ bool wait_in_block(const Waiter& waiter, Ready&& read
   for (std::uint32_t looks = 1; !ready(); ++looks) {
     if (looks % kLooksPerClockRead != 0) continue;
     if (*waiter.going != Going::kOn) return false;
-    const std::uint64_t now = DevicePace().now();
+    const std::uint64_t now = device_now_ns();
     if (start == 0) start = now;
     if (now - start <= 2 * waiter.deadline_ns) continue;
     *waiter.going = Going::kRingStuck;

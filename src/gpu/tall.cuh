@@ -82,23 +82,20 @@ __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t
   // instructions, whether they find a stage there or wait for it.
   stage.await_stage(stage.ready());
   begin(stage.operands());
-  bool fresh = true;
   SWITCHYARD_ROLLED
-  for (std::uint32_t left = k_blocks, pause = k_blocks - untold<1>();;) {
+  for (StageCount count(k_blocks);;) {
     load_scales(kBoxes - 1);
     const std::uint32_t current = place.stage;
-    --left;
+    count.next();
     stage.advance();
     const auto next = stage.operands();
     stage.await_products(part);
     stage.release_read(current, of);
-    const bool ready = left == 0 || stage.ready();
+    const bool ready = count.left() == 0 || stage.ready();
     sum(kBoxes - 1);
-    if (__builtin_expect(!ready || left == pause, 0)) {
-      if (fresh) started();
-      if (left == 0) break;
-      fresh = false;
-      pause = 0;
+    if (__builtin_expect(!ready || count.pauses(), 0)) {
+      if (count.ends(started)) break;
+      count.go_on();
       if (!ready) stage.await_stage(false);
     }
     begin(next);

@@ -29,8 +29,8 @@ __device__ __forceinline__ void slow_down(const Pass<P>& pass, TraceRole role,
   if (trace.slow_role != static_cast<std::int32_t>(role)) return;
   const std::uint32_t mixed = (pass.flag() * 31 + fresh_block_index()) * 31 + index;
   if ((mixed * 2654435761u >> 16) % SlowRole::kOneIn != 0) return;
-  const std::uint64_t start = DevicePace().now();
-  while (DevicePace().now() - start < trace.slow_ns) __nanosleep(1000);
+  const std::uint64_t start = device_now_ns();
+  while (device_now_ns() - start < trace.slow_ns) __nanosleep(1000);
 }
 
 // By one thread of the role.
@@ -39,7 +39,7 @@ __device__ __forceinline__ void trace_stamp(const Pass<P>& pass, TraceRole role,
                                             std::uint32_t index, TraceStamp stamp) {
   if constexpr (P::kTraced) {
     if (TraceRecord* const record = trace_record(pass, role, index); record != nullptr) {
-      record->*stamp = DevicePace().now();
+      record->*stamp = device_now_ns();
     }
     if (stamp == &TraceRecord::end) slow_down(pass, role, index);
   }

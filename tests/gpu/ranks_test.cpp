@@ -288,6 +288,7 @@ TEST_F(RanksTest, ARankThatSkipsACallIsNamed) {
       } catch (const TimeoutError& error) {
         EXPECT_EQ(error.failure().peer_rank, absent) << error.what();
         EXPECT_STREQ(error.failure().phase, "counts") << error.what();
+        EXPECT_EQ(error.failure().epoch, 2u) << error.what();
         EXPECT_TRUE(error.code() == ErrorCode::kTimeout || error.code() == ErrorCode::kAborted);
       }
       EXPECT_THROW(share.enqueue(rank.layer(), rank.stream()), TimeoutError);

@@ -1,5 +1,6 @@
 // Compiled, not run: the protocol and the arithmetic of routing as device code, so that a change
 // for one engine cannot make them unusable for the other.
+#include "gpu/pipeline/pace.cuh"
 #include "protocol/atomics.h"
 #include "protocol/layout.h"
 #include "protocol/partition.h"
@@ -10,16 +11,6 @@
 
 namespace switchyard::protocol {
 namespace {
-
-struct DevicePace {
-  static constexpr std::uint32_t kLooksPerAbortCheck = 32;
-  __device__ std::uint64_t now() const {
-    std::uint64_t ns;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-    return ns;
-  }
-  __device__ void pause(std::uint32_t) const { __nanosleep(32); }
-};
 
 struct WarpTeam {
   __device__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
@@ -42,7 +33,7 @@ __global__ void walk_protocol(Heaps heaps, std::uint64_t epoch, Plan plan, Workl
   build_plan(WarpTeam(), heaps, epoch, plan);
   std::uint32_t count = 0;
   for_each_task(work, [&](const Task& task) { count += task.index + 1; });
-  DevicePace pace;
+  gpu::DevicePace pace;
   const std::uint64_t* word = heaps.layout.arrived(heaps.mine(), 0, 0);
   const WaitResult result = wait_until(
       heaps, epoch, 1'000'000'000, pace, [&] { return load_acquire(word) == epoch; },
