@@ -111,7 +111,7 @@ class Engine final : public LayerEngine {
   bool traces() const override { return trace_.has_value(); }
   const LayerSpec& spec() const override { return spec_; }
   Backend backend() const override { return Backend::kCuda; }
-  DType compute() const override { return policy().compute; }
+  DType compute() const override { return policy().numerics.token; }
   int num_threads() const override { return 0; }
   std::uint64_t workspace_bytes() const override {
     return memory_->workspace.bytes() + (trace_ ? trace_->bytes() : 0);
@@ -171,7 +171,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   }
   if (spec.hidden % policy().alignment() != 0) {
     unsupported(fmt::format("hidden size {}; in {} the GPU engine needs a multiple of {}",
-                            spec.hidden, to_string(policy().compute), policy().alignment()));
+                            spec.hidden, to_string(policy().numerics.token), policy().alignment()));
   }
   if (spec.capacity_factor > 0) {
     unsupported(fmt::format("capacity factor {}; the GPU engine drops nothing, use 0",
@@ -189,7 +189,8 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
                             kMaxDeviceExperts));
   }
   routing::check_routable(spec);
-  if (distributed()) protocol::agree(world.fabric(), {spec, options.max_tokens, policy().compute});
+  if (distributed())
+    protocol::agree(world.fabric(), {spec, options.max_tokens, policy().numerics.token});
   const protocol::ExpertPartition experts{spec.num_experts, world.size()};
   params_.first_expert = experts.begin(world.rank());
   params_.local_experts = experts.count(world.rank());
@@ -299,7 +300,7 @@ std::vector<std::uint64_t> Engine::memory_shape() const {
   return {u(device_),
           u(grid_),
           u(options_.max_tokens),
-          u(policy().element_bytes),
+          u(policy().numerics.token_bytes()),
           u(spec_.hidden),
           u(spec_.num_experts),
           u(spec_.top_k),
@@ -353,8 +354,8 @@ void Engine::lay_out_heap() {
   shape.num_experts = spec_.num_experts;
   shape.hidden = spec_.hidden;
   shape.max_tokens = options_.max_tokens;
-  shape.element_bytes = policy().element_bytes;
-  shape.scaled = policy().scaled;
+  shape.element_bytes = policy().numerics.token_bytes();
+  shape.scaled = policy().numerics.scaled();
   shape.weighs_input = spec_.weight_on_input;
   shape.max_tiles = most_tiles(spec_.num_experts, world_.size(), spec_.top_k);
   shape.cell_bytes = cell_tokens * static_cast<std::size_t>(params_.cells_per_token) *
@@ -380,14 +381,14 @@ void Engine::lay_out_heap() {
 // Of tokens of so many ranks with so many slots each, over so many experts.
 std::uint32_t Engine::most_tiles(int experts, int ranks, int slots_per_token) const {
   const std::int64_t rows = std::int64_t{options_.max_tokens} * ranks * slots_per_token;
-  return static_cast<std::uint32_t>(experts + rows / policy().tile.max_height);
+  return static_cast<std::uint32_t>(experts + rows / policy().tile.max_height());
 }
 
 void Engine::lay_out_workspace() {
   const auto tokens = static_cast<std::size_t>(options_.max_tokens);
   const auto experts = static_cast<std::size_t>(spec_.num_experts);
   const std::size_t slots = tokens * static_cast<std::size_t>(spec_.top_k);
-  const auto height = static_cast<std::size_t>(policy().tile.max_height);
+  const auto height = static_cast<std::size_t>(policy().tile.max_height());
   const bool has_shared = spec_.shared_intermediate > 0;
   const std::size_t tiles = most_tiles(std::max(1, params_.local_experts), world_.size(),
                                        std::min(spec_.top_k, params_.local_experts)) +
@@ -400,7 +401,7 @@ void Engine::lay_out_workspace() {
     rows = params_.shared.gemm1_rows;
   }
   const std::uint32_t fewest =
-      std::max(1u, protocol::ceil_div(rows, static_cast<std::uint32_t>(policy().large_rows)));
+      std::max(1u, protocol::ceil_div(rows, static_cast<std::uint32_t>(policy().tile.weight_rows)));
   params_.lag = protocol::ceil_div(2 * grid_, fewest) + 1;
   // Where a tile is work for many blocks, the tiles of so many rows of an expert share the weights
   // that they read.
@@ -422,7 +423,7 @@ void Engine::lay_out_workspace() {
       tokens,
       std::min<std::size_t>(tokens * kMaxGateSlices, std::size_t{kNominalBlocks} * kGateBoxRows));
   const auto groups = [&](std::int64_t columns) {
-    return policy().scaled
+    return policy().numerics.scaled()
                ? static_cast<std::uint32_t>(protocol::ceil_div<std::int64_t>(columns, kQuantGroup))
                : 0;
   };
@@ -450,7 +451,7 @@ void Engine::lay_out_workspace() {
   // Rows that are packed together wait together: none for another's tile to leave its slot.
   params_.packed_slots = static_cast<std::uint32_t>(
       std::max<std::size_t>(params_.h_slots, std::min<std::size_t>(tiles, kPackedTogether)));
-  const auto element = static_cast<std::size_t>(policy().element_bytes);
+  const auto element = static_cast<std::size_t>(policy().numerics.token_bytes());
   const std::size_t packed =
       arena.place(params_.packed_slots * height * static_cast<std::size_t>(spec_.hidden) * element);
   const std::size_t h = arena.place(params_.h_slots * height * params_.h_stride * element);
@@ -459,7 +460,7 @@ void Engine::lay_out_workspace() {
   const std::size_t h_scales =
       arena.place(params_.h_slots * params_.h_groups * height * sizeof(float));
   const std::size_t quantized =
-      arena.place(policy().scaled ? tokens * static_cast<std::size_t>(spec_.hidden) : 0);
+      arena.place(policy().numerics.scaled() ? tokens * static_cast<std::size_t>(spec_.hidden) : 0);
   const std::size_t quantized_scales = arena.place(tokens * params_.x_groups * sizeof(float));
   DeviceBuffer& workspace = memory_->workspace;
   if (workspace.bytes() == 0) {  // not shared
@@ -491,12 +492,14 @@ void Engine::lay_out_workspace() {
   at(quantized, params_.quantized);
   at(quantized_scales, params_.quantized_scales);
   params_.failures = failures_.on_device();
-  const auto rows_of = [&](std::uint32_t n) { return std::int64_t{n} * policy().tile.max_height; };
-  params_.x_maps = token_maps(params_.packed, policy().element_bytes, rows_of(params_.packed_slots),
-                              spec_.hidden, spec_.hidden);
+  const auto rows_of = [&](std::uint32_t n) {
+    return std::int64_t{n} * policy().tile.max_height();
+  };
+  params_.x_maps = token_maps(params_.packed, policy().numerics.token_bytes(),
+                              rows_of(params_.packed_slots), spec_.hidden, spec_.hidden);
   for (FfnParams* ffn : {&params_.routed, &params_.shared}) {
     if (ffn->intermediate == 0) continue;
-    ffn->h_maps = token_maps(params_.h, policy().element_bytes, rows_of(params_.h_slots),
+    ffn->h_maps = token_maps(params_.h, policy().numerics.token_bytes(), rows_of(params_.h_slots),
                              ffn->intermediate, params_.h_stride);
   }
 }
@@ -504,7 +507,7 @@ void Engine::lay_out_workspace() {
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const HostRange range{"forward", nvtx3::payload{input.activations.rows}};
   protocol::check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output,
-                       policy().compute);
+                       policy().numerics.token);
   check();
   const MatrixView& x = input.activations;
   CallParams call{};

@@ -11,26 +11,6 @@
 
 namespace switchyard::gpu {
 
-// A NaN stays one.
-__device__ __forceinline__ float at_most(float x, float limit) {
-  float y;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
-  return y;
-}
-__device__ __forceinline__ float at_least(float x, float limit) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
-  return y;
-}
-
-// The hardware's approximation. PTX promises 2^-11 of the value; an H200's is within 8e-6 (see
-// ActivationTest), a hundredth of what rounding the activations to bf16 takes.
-__device__ __forceinline__ float fast_tanh(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Each is v (1 + tanh(u)) / 2 for some u: in as few instructions as can be, because every tile
 // height has its own copy of the epilogue, unrolled over all accumulators, and what does not fit
 // the instruction cache is fetched again for every tile. `slope` is alpha / 2.
@@ -56,26 +36,6 @@ __device__ __forceinline__ float activate(float v, float slope) {
   }
 }
 
-__device__ __forceinline__ std::uint32_t pack_bf16(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const std::uint32_t*>(&pair);
-}
-
-// Transposed on the way: the 8 x 8 matrix i, held as rows of weights, lands as rows of tokens.
-template <bool kTransposed = true>
-__device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint32_t a,
-                                               std::uint32_t b, std::uint32_t c, std::uint32_t d) {
-  if constexpr (kTransposed) {
-    asm volatile(
-        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-        "r"(a), "r"(b), "r"(c), "r"(d)
-        : "memory");
-  } else {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-                 "r"(a), "r"(b), "r"(c), "r"(d)
-                 : "memory");
-  }
-}
 // Where a warpgroup turns its tile, kTokens at a time, in two buffers in turn, so that one is
 // stored while the other is filled: 4 or 8 vectors of each token, in rows of 128 bytes whose
 // vectors are swizzled, so that eight tokens' vectors of one column lie in different banks.
@@ -103,7 +63,7 @@ __device__ __forceinline__ void store_tile(std::uint32_t staging_base, std::uint
                                            std::uint32_t rows, std::uint32_t elements, Pair&& pair,
                                            Row&& row) {
   constexpr std::uint32_t kVectors = kMerged ? 4 : 8;  // of a token's row
-  constexpr int kTokens = kMerged ? 32 : kStagedTokens<P>;
+  constexpr int kTokens = kMerged ? 32 : P::kStagedTokens;
   static_assert(2 * kTokens * kVectors * 16 <= kStagingBytes<P>);
   const Staging<kTokens, kVectors> staging{staging_base};
   const std::uint32_t thread = fresh_thread_index<kWarpgroup>();

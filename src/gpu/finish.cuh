@@ -28,32 +28,28 @@ __device__ __forceinline__ std::uint32_t& row_word(const Pass<P>& pass, std::uin
 // Copies the entries of the tile's rows, which have come, to where the epilogue finds them at once,
 // while the products are under way.
 template <typename P>
-__device__ __forceinline__ void fetch_entries(const Pass<P>& pass, const TaskDescriptor& task,
+__device__ __forceinline__ void fetch_entries(const Pass<P>& pass, const TileTask& task,
                                               std::uint32_t group) {
   for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
     std::uint32_t& to = row_word(pass, group, row);
     if (task.list == nullptr) {
       to = RowEntry::pack(task.first_row + row, pass.layer.top_k);
-    } else if (P::kAlone) {
+    } else if (kOwnStart<P>) {
       to = task.list[row];
     } else {
       const std::uint32_t* from = task.list + row;
       if (pass.distributed()) {
         from = entry_of(pass, task.expert, find_source(pass, task.expert, task.first_row + row));
       }
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&to)), "l"(from)
-                   : "memory");
+      copy_word_async(shared_address(&to), from);
     }
   }
 }
-// A thread has the entries that it fetched itself; what it makes of them it shares behind a
-// barrier.
-__device__ __forceinline__ void await_entries() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // For the second GEMM, the rows' entries become the addresses of their cells, which are in the heap
 // of the rank that the row came from.
 template <typename P>
-__device__ __forceinline__ void place_cells(const Pass<P>& pass, const TaskDescriptor& task,
+__device__ __forceinline__ void place_cells(const Pass<P>& pass, const TileTask& task,
                                             std::uint32_t group) {
   const LayerParams& layer = pass.layer;
   const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
@@ -80,7 +76,7 @@ __device__ __forceinline__ std::uint16_t* placed_cell(const Pass<P>& pass, std::
 
 // Where weights apply to the input, the rows' entries become their weights.
 template <typename P>
-__device__ __forceinline__ void fetch_weights(const Pass<P>& pass, const TaskDescriptor& task,
+__device__ __forceinline__ void fetch_weights(const Pass<P>& pass, const TileTask& task,
                                               std::uint32_t group) {
   const LayerParams& layer = pass.layer;
   const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
@@ -91,14 +87,14 @@ __device__ __forceinline__ void fetch_weights(const Pass<P>& pass, const TaskDes
         pass.distributed() && source.distance != 0) {
       from = layer.heap.weights(layer.mine, task.expert, source.distance) + source.position;
     }
-    word = __float_as_uint(P::kAlone ? *from : __ldcg(from));
+    word = __float_as_uint(kOwnStart<P> ? *from : __ldcg(from));
   }
   named_barrier<kWarpgroup>(1 + group);
 }
 
 // ... and multiply what is linear in the input.
 template <int N, typename P>
-__device__ __forceinline__ void weigh_input(const Pass<P>& pass, const TaskDescriptor& task,
+__device__ __forceinline__ void weigh_input(const Pass<P>& pass, const TileTask& task,
                                             std::uint32_t group, float (&acc)[N / 2]) {
   fetch_weights(pass, task, group);
   const std::uint32_t first = 2 * fresh_thread_index<4>();
@@ -115,7 +111,7 @@ __device__ __forceinline__ void weigh_input(const Pass<P>& pass, const TaskDescr
 // Products of a first GEMM, before the activation. The thread's gate and up are its first and
 // second weight row.
 template <int N, bool kGated, typename P>
-__device__ __forceinline__ void finish_products(const Pass<P>& pass, const TaskDescriptor& task,
+__device__ __forceinline__ void finish_products(const Pass<P>& pass, const TileTask& task,
                                                 std::uint32_t group, std::uint32_t row,
                                                 float (&acc)[N / 2]) {
   const LayerParams& layer = pass.layer;
@@ -130,7 +126,7 @@ __device__ __forceinline__ void finish_products(const Pass<P>& pass, const TaskD
     apply_rows<N>((kGated ? gate : up) + row0 + row, up + row0 + second, row < intermediate,
                   second < intermediate, acc, op);
   };
-  if constexpr (P::kScaled) {
+  if constexpr (kScaled<P>) {
     for_rows(ffn.gate_scale, ffn.up_scale, [](float v, float scale) { return v * scale; });
   }
   for_rows(ffn.gate_bias, ffn.up_bias, [](float v, float bias) { return v + bias; });
@@ -147,7 +143,7 @@ __device__ __forceinline__ void finish_products(const Pass<P>& pass, const TaskD
 
 // h, in bf16.
 template <int N, ActivationKind kKind, bool kGated, typename P>
-__device__ __forceinline__ void finish_gemm1(const Pass<P>& pass, const TaskDescriptor& task,
+__device__ __forceinline__ void finish_gemm1(const Pass<P>& pass, const TileTask& task,
                                              std::uint32_t group, float (&acc)[N / 2]) {
   const LayerParams& layer = pass.layer;
   const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
@@ -169,7 +165,7 @@ __device__ __forceinline__ void finish_gemm1(const Pass<P>& pass, const TaskDesc
   };
   const std::uint32_t stride = layer.h_stride / 8;
   const std::uint32_t to =
-      first_row_of_h(pass, task.tile) * (stride * P::kElementBytes / 2) + column0 / 8;
+      first_row_of_h(pass, task.tile) * (stride * P::kNumerics.token_bytes() / 2) + column0 / 8;
   store_tile<P, N, kGated>(
       shared_address(pass.block.staging[group]), 1 + group, task.rows,
       column0 < intermediate ? intermediate - column0 : 0, pair, [&](std::uint32_t token) {
@@ -185,11 +181,11 @@ __device__ __forceinline__ void finish_gemm1(const Pass<P>& pass, const TaskDesc
 template <bool kGated, typename P>
 class StoredPart {
  public:
-  static constexpr bool kExists = P::kAlone && P::kScaled;
+  static constexpr bool kExists = kQuantizesStoredRows<P>;
   __device__ explicit StoredPart(const Pass<P>& pass) : pass_(pass) {}
 
   // The warpgroup has issued its stores, and a barrier has been since.
-  __device__ void put_off(const TaskDescriptor& task) {
+  __device__ void put_off(const TileTask& task) {
     if constexpr (kExists) {
       tile_ = task.tile;
       group_ = task.block / kBlocks;
@@ -256,7 +252,7 @@ class StoredPart {
 };
 
 template <int N, typename P>
-__device__ __forceinline__ void finish_gemm2(const Pass<P>& pass, const TaskDescriptor& task,
+__device__ __forceinline__ void finish_gemm2(const Pass<P>& pass, const TileTask& task,
                                              std::uint32_t group, float (&acc)[N / 2]) {
   const LayerParams& layer = pass.layer;
   const FfnParams& ffn = pass.ffn(task.shared != 0);
@@ -271,7 +267,7 @@ __device__ __forceinline__ void finish_gemm2(const Pass<P>& pass, const TaskDesc
     apply_rows<N>(at, at + 8, row < hidden, row + 8 < hidden, acc, op);
   };
   if (ffn.more_of_second) {
-    if constexpr (P::kScaled) {
+    if constexpr (kScaled<P>) {
       for_rows(ffn.down_scale, [](float v, float scale) { return v * scale; });
     }
     // Of a split GEMM, one part.

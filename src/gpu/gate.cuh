@@ -3,23 +3,19 @@
 // weight is read by as many SMs as there are units: tiles of tokens x router columns x one slice.
 #pragma once
 
-#include "gpu/storage.cuh"
+#include "gpu/layer/storage.cuh"
 
 namespace switchyard::gpu {
-
-inline constexpr int kWarps = kThreads / 32;
-inline constexpr int kGateWarps = kMathWarps;  // the others rehearse what comes after it
-inline constexpr int kGateThreads = 32 * kGateWarps;
 
 // Of tokens, router columns and the hidden dimension, what a unit and a step of its loop take, and
 // the fewest steps of a slice. In small passes the warps take steps in turn, so that fewer would
 // leave some idle.
-template <typename P, bool kAlone = P::kAlone>
+template <typename P, GateLoads = P::kGate>
 struct GateUnit {
-  static constexpr int kTokens = 32, kColumns = 32, kDepth = 32, kFewestSteps = kGateWarps;
+  static constexpr int kTokens = 32, kColumns = 32, kDepth = 32, kFewestSteps = kMathWarps;
 };
 template <typename P>
-struct GateUnit<P, false> {
+struct GateUnit<P, GateLoads::kCopyEngine> {
   static constexpr int kTokens = kGateBoxRows, kColumns = kMathGroups * kGateBoxRows,
                        kDepth = kStageRowBytes / 2, kFewestSteps = 4;
 };
@@ -45,21 +41,6 @@ struct GateGrid {
 
 inline constexpr int kGateStepsAtOnce = 2;  // by one warp: loads in flight are what counts
 
-// C += A B with A 16 experts x 16, B 16 x 8 tokens, in bf16 with fp32 sums.
-__device__ __forceinline__ void multiply_16x8x16(float (&c)[4], std::uint32_t a0, std::uint32_t a1,
-                                                 std::uint32_t a2, std::uint32_t a3,
-                                                 std::uint32_t b0, std::uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ uint4 load_vector(const std::uint16_t* from, bool valid) {
-  return valid ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{0, 0, 0, 0};
-}
-
 // Called by the math warps; the ring is theirs so far.
 template <typename P>
 __device__ __forceinline__ void few_logits(const Pass<P>& pass) {
@@ -69,9 +50,9 @@ __device__ __forceinline__ void few_logits(const Pass<P>& pass) {
   const std::uint32_t tokens = pass.call.tokens;
   const std::uint16_t* const x = pass.state().x;
   const std::int64_t x_stride = pass.state().x_stride;
-  auto* const scratch = reinterpret_cast<float*>(pass.block.ring);  // [kGateWarps, tokens, columns]
+  auto* const scratch = reinterpret_cast<float*>(pass.block.ring);  // [kMathWarps, tokens, columns]
   const GateGrid<P> grid(layer, tokens);
-  const std::uint32_t thread = fresh_thread_index<kThreads>() - (kThreads - kGateThreads);
+  const std::uint32_t thread = fresh_thread_index<kThreads>() - (kThreads - kMathThreads);
   const std::uint32_t warp = thread / 32, lane = thread % 32;
   // Lane 4 g + t holds columns 8 t to 8 t + 7 of rows g (and g + 8): one 16-byte load, and two
   // instructions' worth of operands. Which k an operand register means is free, as long as both
@@ -88,11 +69,11 @@ __device__ __forceinline__ void few_logits(const Pass<P>& pass) {
     float sum[2][4][4] = {};
 #pragma unroll 1
     for (std::uint32_t step0 = grid.steps * slice / grid.slices + warp; step0 < step_end;
-         step0 += kAtOnce * kGateWarps) {
+         step0 += kAtOnce * kMathWarps) {
       uint4 b[kAtOnce][4];
 #pragma unroll
       for (int s = 0; s < kAtOnce; ++s) {
-        const std::uint32_t step = step0 + s * kGateWarps, k = step * Unit::kDepth + 8 * t;
+        const std::uint32_t step = step0 + s * kMathWarps, k = step * Unit::kDepth + 8 * t;
         const bool inside = step < step_end && k < static_cast<std::uint32_t>(layer.hidden);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
@@ -108,7 +89,7 @@ __device__ __forceinline__ void few_logits(const Pass<P>& pass) {
         uint4 a[kAtOnce][4];
 #pragma unroll
         for (int s = 0; s < kAtOnce; ++s) {
-          const std::uint32_t step = step0 + s * kGateWarps, k = step * Unit::kDepth + 8 * t;
+          const std::uint32_t step = step0 + s * kMathWarps, k = step * Unit::kDepth + 8 * t;
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
             a[s][m] = load_vector(rows + static_cast<std::size_t>(8 * m) * layer.gate_stride + k,
@@ -142,17 +123,17 @@ __device__ __forceinline__ void few_logits(const Pass<P>& pass) {
         }
       }
     }
-    named_barrier<kGateThreads>(kOfMath);
-    for (std::uint32_t i = thread; i < 8 * token_tiles * Unit::kColumns; i += kGateThreads) {
+    named_barrier<kMathThreads>(kOfMath);
+    for (std::uint32_t i = thread; i < 8 * token_tiles * Unit::kColumns; i += kMathThreads) {
       const std::uint32_t token = token0 + i / Unit::kColumns;
       if (token >= tokens) break;
       float total = 0;
 #pragma unroll
-      for (int w = 0; w < kGateWarps; ++w) total += scratch[w * Unit::kTokens * Unit::kColumns + i];
+      for (int w = 0; w < kMathWarps; ++w) total += scratch[w * Unit::kTokens * Unit::kColumns + i];
       layer.partial_logits[(static_cast<std::size_t>(slice) * tokens + token) * layer.gate_columns +
                            column0 + i % Unit::kColumns] = total;
     }
-    named_barrier<kGateThreads>(kOfMath);
+    named_barrier<kMathThreads>(kOfMath);
   }
 }
 
@@ -219,14 +200,14 @@ __device__ __forceinline__ void many_logits(const Pass<P>& pass) {
         cute::warpgroup_arrive();
 #pragma unroll
         for (std::uint32_t k = 0; k < kStageRowBytes / kStepBytes; ++k) {
-          multiply<BF16Policy, kGateBoxRows>(swizzled_descriptor(a + k * kStepBytes / 16),
-                                             swizzled_descriptor(b + k * kStepBytes / 16), sums,
-                                             step != 0 || k != 0);
+          multiply<DType::kBF16, kGateBoxRows>(swizzled_descriptor(a + k * kStepBytes / 16),
+                                               swizzled_descriptor(b + k * kStepBytes / 16), sums,
+                                               step != 0 || k != 0);
         }
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<0>();
       }
-      named_barrier<kGateThreads>(kOfMath);
+      named_barrier<kMathThreads>(kOfMath);
       if (loaded < steps) load(loaded++, place.stage);
       place.advance(kStages);
     }
@@ -252,12 +233,12 @@ __device__ __forceinline__ void many_logits(const Pass<P>& pass) {
       }
     }
   }
-  named_barrier<kGateThreads>(kOfMath);
+  named_barrier<kMathThreads>(kOfMath);
 }
 
 template <typename P>
 __device__ __forceinline__ void gate_logits(const Pass<P>& pass) {
-  if constexpr (P::kAlone) {
+  if constexpr (P::kGate == GateLoads::kCaches) {
     few_logits(pass);
   } else {
     many_logits(pass);

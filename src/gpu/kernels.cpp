@@ -1,14 +1,14 @@
 // The kernels that were compiled.
 #include <fmt/format.h>
 
-#include "gpu/layer_params.h"
+#include "gpu/layer/params.h"
 #include "switchyard/error.h"
 
 namespace switchyard::gpu {
 
 KernelEntry find_kernel(const Activation& activation, DType compute, bool traced) {
 #define SWITCHYARD_KERNEL(policy, name, is_gated)                                  \
-  if (compute == policy::kCompute && traced == policy::kTraced &&                  \
+  if (compute == policy::kNumerics.token && traced == policy::kTraced &&           \
       activation.kind == ActivationKind::name && activation.gated == (is_gated)) { \
     return kernel_entry<policy, ActivationKind::name, is_gated>();                 \
   }

@@ -11,86 +11,54 @@ namespace switchyard::gpu {
 
 // Whether the blocks of the pair have a tile each, and the same weights.
 template <typename P>
-__device__ __forceinline__ bool with_two_tiles(const TaskDescriptor& task) {
-  return P::kHalves == 2 && task.two_tiles != 0;
+__device__ __forceinline__ bool with_two_tiles(const TileTask& task) {
+  return kPairsTiles<P> && task.two_tiles != 0;
 }
 
-// Both blocks of a pair, for what is loaded into the same place of either's ring.
-inline constexpr std::uint16_t kBothOfPair = (1 << kPair) - 1;
-
-// A box of kTileRows rows, into this block's ring or, `paired`, into that of both blocks of the
-// pair. Which coordinate counts groups of rows depends on the map.
-__device__ __forceinline__ void load_box(const CUtensorMap& map, std::uint32_t to,
-                                         std::uint32_t barrier, int k, int second, int third,
-                                         int expert, std::uint64_t policy, bool paired) {
-  if (paired) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8, %9;" ::"r"(
-            to),
-        "l"(&map), "r"(barrier), "r"(k), "r"(0), "r"(second), "r"(third), "r"(expert),
-        "h"(kBothOfPair), "l"(policy)
-        : "memory");
-  } else {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(k), "r"(0), "r"(second), "r"(third), "r"(expert), "l"(policy)
-        : "memory");
-  }
-}
 // The scales of the weights of the task's first stage; kWeightScales for each stage.
 template <typename P>
-__device__ __forceinline__ const float* weight_scales(const Pass<P>& pass,
-                                                      const TaskDescriptor& task) {
-  constexpr std::uint32_t kStageColumns = kStageRowBytes / P::kElementBytes;
+__device__ __forceinline__ const float* weight_scales(const Pass<P>& pass, const TileTask& task) {
   const FfnParams& ffn = pass.ffn(task.shared != 0);
   const bool first = task.work == Work::kGemm1;
   // Of two boxes: a block's in large passes, in small ones that of two blocks.
   const std::uint32_t pairs =
       protocol::ceil_div(first ? ffn.gemm1_rows : ffn.gemm2_rows, 2u * kTileRows);
-  const std::uint32_t pair = P::kHalves == 1 ? task.block / 2 : task.block;
+  const std::uint32_t pair = kBoxes<P> == 1 ? task.block / 2 : task.block;
   const auto depth = static_cast<std::uint32_t>(first ? pass.layer.hidden : ffn.intermediate);
   // A block past the last row has no scales, and multiplies zeros.
   const std::size_t at = std::size_t{task.expert} * pairs + min(pair, pairs - 1);
   return (first ? ffn.gemm1_scales : ffn.gemm2_scales) +
-         (at * protocol::ceil_div(depth, kStageColumns) + task.first_k_block) * kWeightScales;
+         (at * protocol::ceil_div(depth, kStageColumns<P>) + task.first_k_block) * kWeightScales;
 }
 
 template <bool kGated, typename P>
 __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
-  // To load before the next task must be known, lest the ring run dry. A ticket taken early is a
-  // task that nobody else can do, which matters where there are no more tasks than blocks.
-  constexpr std::uint32_t stages_ahead = P::kAlone ? 4 : 12 / P::kHalves;
-  // As createpolicy.fractional makes them: weights read once need not stay in the L2 cache.
-  constexpr std::uint64_t kEvictFirst = 0x12f0000000000000, kEvictLast = 0x14f0000000000000;
-  constexpr int kStageColumns = kStageRowBytes / P::kElementBytes;
   constexpr std::uint32_t kWeightScaleBytes = kWeightScales * sizeof(float);
-  constexpr int boxes = P::kHalves;
+  constexpr int boxes = kBoxes<P>;
   TaskReader reader(pass);
   RingPlace place;
   // The first time around is a rehearsal, while the first task is being found.
   for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
-    TaskDescriptor task{};
+    TileTask task{};
     task.k_blocks = 1;
     if (rehearsal == 0) {
       if (!reader.template next_gemm<TraceRole::kWeights, false>(task)) return;
     }
-    const Ring<P> ring = pass.ring();
+    const Ring<StageLayout<P>> ring = pass.ring();
     const bool first = task.work == Work::kGemm1;
     const FfnParams& ffn = pass.ffn(task.shared != 0);
     const bool halves = first && kGated && boxes != 1;
     const WeightMaps& maps = first ? ffn.gemm1_maps : ffn.gemm2_maps;
-    const CUtensorMap& map = P::kAlone && first                ? ffn.small_gemm1_map
-                             : P::kAlone || task.one_tile != 0 ? maps.once
-                                                               : maps.again;
+    const CUtensorMap& map = P::kSize == PassSize::kSmall && first ? ffn.small_gemm1_map
+                             : P::kSize == PassSize::kSmall || task.one_tile != 0 ? maps.once
+                                                                                  : maps.again;
     // Of a gated first GEMM, half of a box's rows are gate's and half up's.
     const int groups = kTileRows / kRowGroup / (first && kGated ? 2 : 1);
     const std::uint64_t policy = task.one_tile != 0 ? kEvictFirst : kEvictLast;
     const std::uint32_t last_but_few =
-        task.k_blocks > stages_ahead ? task.k_blocks - stages_ahead : 0;
+        task.k_blocks > P::kStagesAhead ? task.k_blocks - P::kStagesAhead : 0;
     const float* scales = nullptr;
-    constexpr bool kWithScales = P::kScaled && !kJoinedScales<P>;
+    constexpr bool kWithScales = kScaled<P> && !kJoinedScales<P>;
     if constexpr (kWithScales) scales = weight_scales(pass, task);
     for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
       if (!ring.await_free(pass.waiter(), place)) return;
@@ -99,7 +67,7 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
       if (kb == last_but_few) demand(pass);
       const std::uint32_t full = ring.full_barrier(place.stage);
       arrive_expect_bytes(full, boxes * kBoxBytes + (kWithScales ? kWeightScaleBytes : 0));
-      const int k = static_cast<int>(task.first_k_block + kb) * kStageColumns;
+      const int k = static_cast<int>((task.first_k_block + kb) * kStageColumns<P>);
 #pragma unroll
       for (int i = 0; i < boxes; ++i) {
         // What both blocks of a pair multiply with, each loads half of.
@@ -121,30 +89,16 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
 
 // --- Tokens: a warp, of which one thread loads the packed rows of the tile.
 
-// Into this block's ring or, `paired`, into that of both blocks of the pair.
-__device__ __forceinline__ void load_tokens(const CUtensorMap& map, std::uint32_t to,
-                                            std::uint32_t barrier, int k, int row, bool paired) {
-  if (paired) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(k), "r"(row), "h"(kBothOfPair)
-        : "memory");
-  } else {
-    load_rows(map, to, barrier, k, row);
-  }
-}
-
 // A task's tokens, packed or of h, or this block's share of them: each block of a pair loads half,
 // for both.
 template <typename P>
 class TileRows {
  public:
-  __device__ TileRows(const Pass<P>& pass, const TaskDescriptor& task)
+  __device__ TileRows(const Pass<P>& pass, const TileTask& task)
       : first_(task.work == Work::kGemm1),
         slot_(task.tile % (first_ ? pass.layer.packed_slots : pass.layer.h_slots)),
         maps_(first_ ? pass.layer.x_maps : pass.ffn(task.shared != 0).h_maps),
-        paired_(!P::kAlone && pass.call.paired != 0 && !with_two_tiles<P>(task)) {
+        paired_(P::kTile.cluster != 1 && pass.call.paired != 0 && !with_two_tiles<P>(task)) {
     const std::uint32_t share = paired_ ? rank_in_pair() : 0, shares = paired_ ? kPair : 1;
     begin_ = task.units * share / shares;
     units_ = task.units * (share + 1) / shares - begin_;
@@ -157,13 +111,13 @@ class TileRows {
     to += begin_ * kUnitBytes;
 #pragma unroll 1
     for (std::uint32_t i = 0; i < units_ / kUnitsOfMany; ++i) {
-      load_tokens(maps_.many, to, full, static_cast<int>(k), row, paired_);
+      load_rows(maps_.many, to, full, static_cast<int>(k), row, paired_);
       to += kUnitsOfMany * kUnitBytes;
       row += TokenMaps::kManyRows;
     }
 #pragma unroll 1
     for (std::uint32_t i = 0; i < units_ % kUnitsOfMany; ++i) {
-      load_tokens(maps_.few, to, full, static_cast<int>(k), row, paired_);
+      load_rows(maps_.few, to, full, static_cast<int>(k), row, paired_);
       to += kUnitBytes;
       row += TokenMaps::kFewRows;
     }
@@ -186,20 +140,20 @@ class TileRows {
 // All stages of a task's tokens, by one thread or, in small passes, by the gather threads, of which
 // each arrives and one of the first warp loads. False if the pass was given up.
 template <typename P>
-__device__ __forceinline__ bool load_tile(const Pass<P>& pass, const TaskDescriptor& task,
+__device__ __forceinline__ bool load_tile(const Pass<P>& pass, const TileTask& task,
                                           RingPlace& place, std::uint32_t thread) {
-  const Ring<P> ring = pass.ring();
+  const Ring<StageLayout<P>> ring = pass.ring();
   const TileRows<P> rows(pass, task);
   for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
-    if (!ring.template await_free<P::kAlone>(pass.waiter(), place)) return false;
+    if (!ring.template await_free<kGathers<P>>(pass.waiter(), place)) return false;
     const std::uint32_t full = ring.full_barrier(place.stage);
-    if (!P::kAlone || (thread < 32 && elect())) {
+    if (!kGathers<P> || (thread < 32 && elect())) {
       const std::uint32_t block = task.first_k_block + kb;
       const std::uint32_t scale_bytes =
-          P::kScaled ? task.units * kUnitRows * static_cast<std::uint32_t>(sizeof(float)) : 0;
+          kScaled<P> ? task.units * kUnitRows * static_cast<std::uint32_t>(sizeof(float)) : 0;
       arrive_expect_bytes(full, task.units * TileRows<P>::kUnitBytes + scale_bytes);
-      rows.load(ring.tokens(place.stage), full, block * (kStageRowBytes / P::kElementBytes));
-      if constexpr (P::kScaled) {
+      rows.load(ring.tokens(place.stage), full, block * kStageColumns<P>);
+      if constexpr (kScaled<P>) {
         load_bytes(ring.token_scales(place.stage), rows.scales(pass.layer) + block * kSlotRows<P>,
                    scale_bytes, full);
       }
@@ -214,11 +168,10 @@ __device__ __forceinline__ bool load_tile(const Pass<P>& pass, const TaskDescrip
 // The same by a whole warp, with the tokens' scales multiplied by the weights'. A lane has those of
 // four neighbouring tokens.
 template <typename P>
-__device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const TaskDescriptor& task,
+__device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const TileTask& task,
                                                  RingPlace& place, bool rehearsal) {
-  constexpr std::uint32_t kStageColumns = kStageRowBytes / P::kElementBytes;
-  static_assert(kMaxHeight<P> == 4 * 32 && kStageColumns == kQuantGroup);
-  const Ring<P> ring = pass.ring();
+  static_assert(kMaxHeight<P> == 4 * 32 && kStageColumns<P> == kQuantGroup);
+  const Ring<StageLayout<P>> ring = pass.ring();
   const TileRows<P> rows(pass, task);
   const std::uint32_t lane = threadIdx.x % 32;
   const float* of_tokens = rows.scales(pass.layer) + task.first_k_block * kMaxHeight<P> + 4 * lane;
@@ -249,7 +202,7 @@ __device__ __forceinline__ bool load_scaled_tile(const Pass<P>& pass, const Task
       if (!ring.template await_free<true>(pass.waiter(), place)) return false;
       const std::uint32_t full = ring.full_barrier(place.stage);
       if (elect()) {
-        rows.load(ring.tokens(place.stage), full, block * kStageColumns);
+        rows.load(ring.tokens(place.stage), full, block * kStageColumns<P>);
       }
 #pragma unroll
       for (std::uint32_t set = 0; set < kScaleSets; ++set) {
@@ -281,7 +234,7 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
   // The first time around is a rehearsal, on a tile without rows: of the first expert, if this rank
   // has one.
   for (std::uint32_t rehearsal = pass.local_experts() != 0 ? untold<1>() : 0;; rehearsal = 0) {
-    TaskDescriptor task{};
+    TileTask task{};
     task.k_blocks = 1;
     if (rehearsal == 0) {
       if (!reader.template next_gemm<TraceRole::kTokens, kJoinedScales<P>>(task)) return;
@@ -312,20 +265,6 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
 // 16 bytes per thread at a time. (A TMA of packed rows is three times as fast: the compiler puts
 // three empty shared-memory loads before each cp.async.)
 
-__device__ __forceinline__ void copy_async(std::uint32_t to, const std::byte* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-// Copies if `valid`, else writes zeros.
-__device__ __forceinline__ void copy_async(std::uint32_t to, const std::byte* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(valid ? 16 : 0)
-               : "memory");
-}
-
-__device__ __forceinline__ void copy_word_async(std::uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
 // Eight threads of the gather warps take the 128 bytes of a row's stage. A thread keeps its place
 // in the swizzle from one round of rows to the next.
 inline constexpr std::uint32_t kRowsAtOnce = kGatherThreads / 8;
@@ -339,11 +278,11 @@ __device__ __forceinline__ std::uint32_t swizzled_place(std::uint32_t row, std::
 
 // All stages of a tile of h, from bf16: a row to eight threads. False if the pass was given up.
 template <typename P>
-__device__ __forceinline__ bool quantize_tile(const Pass<P>& pass, const TaskDescriptor& task,
+__device__ __forceinline__ bool quantize_tile(const Pass<P>& pass, const TileTask& task,
                                               RingPlace& place, std::uint32_t thread) {
   static_assert(kLateRows == kRowsAtOnce && kGroupLanes == 8);
   const LayerParams& layer = pass.layer;
-  const Ring<P> ring = pass.ring();
+  const Ring<StageLayout<P>> ring = pass.ring();
   const std::uint32_t row = thread / kGroupLanes, chunk = thread % kGroupLanes;
   const auto depth = static_cast<std::uint32_t>(pass.ffn(task.shared != 0).intermediate);
   const std::uint32_t column0 = task.first_k_block * kQuantGroup + chunk * kLaneColumns;
@@ -393,7 +332,7 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
   // described. Code that is fetched when weights have begun to stream comes behind them,
   // microseconds later.
   for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
-    TaskDescriptor task{};
+    TileTask task{};
     task.k_blocks = 1;
     if (rehearsal == 0) {
       if (P::kTraced && reader.index() != ~0u) stamp(reader.index(), &TraceRecord::end);
@@ -413,7 +352,7 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
       stamp(reader.index(), &TraceRecord::begin);
     }
     if (task.work == Work::kGemm2) {
-      if constexpr (P::kScaled) {
+      if constexpr (kScaled<P>) {
         if (pass.quantizes_late()) {
           if (!quantize_tile(pass, task, place, thread)) return;
           continue;
@@ -423,7 +362,7 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
       if (!load_tile(pass, task, place, thread)) return;
       continue;
     }
-    const Ring<P> ring = pass.ring();
+    const Ring<StageLayout<P>> ring = pass.ring();
     const std::byte* from = pass.state().rows;
     const auto stride = static_cast<std::uint32_t>(pass.state().row_bytes / 16);
     const auto offset_of = [&](std::uint32_t row) {  // of this thread's chunk, in 16 bytes
@@ -442,7 +381,7 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
     }
     // Thread i has the scale of row i.
     const float* scale = nullptr;
-    if constexpr (P::kScaled) {
+    if constexpr (kScaled<P>) {
       static_assert(P::kSmallTokens <= kGatherThreads);
       if (thread < task.rows) {
         const std::uint32_t source =
@@ -458,16 +397,16 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
         copy(to + i * kRoundBytes, from + std::size_t{offsets[i]} * 16);
       }
       if (one_more) copy(to + rounds * kRoundBytes, from + std::size_t{last_offset} * 16);
-      if (P::kScaled && scale != nullptr) {
+      if (kScaled<P> && scale != nullptr) {
         copy_word_async(ring.token_scales(place.stage) + 4 * thread, scale++);
       }
-      // (Nobody waits for tickets in a small pass: see kTicketArrivalsAlone.)
+      // (Nobody waits for tickets in a small pass: see arrivals_of().)
       arrive_after_copies(rehearsal == 0 ? ring.full_barrier(place.stage)
                                          : shared_address(&pass.block.ticket_full));
       place.advance(ring.stages);
       from += kStageRowBytes;
     };
-    const auto depth = static_cast<std::uint32_t>(pass.layer.hidden * P::kElementBytes);
+    const auto depth = static_cast<std::uint32_t>(pass.layer.hidden * P::kNumerics.token_bytes());
     const std::uint32_t whole_blocks = rehearsal == 0 ? depth / kStageRowBytes : 1;
     for (std::uint32_t kb = 0; kb < whole_blocks; ++kb) {
       if (!ring.template await_free<true>(pass.waiter(), place)) return;

@@ -12,7 +12,7 @@ namespace switchyard::gpu {
 // Multiplies and finishes a tile, with kBoxes of the task's boxes of weights to a warpgroup and
 // tokens on the instruction's rows, or, of 0, with N tokens at most on its columns.
 template <int kBoxes, int N, ActivationKind kKind, bool kGated, typename P>
-__device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescriptor& task,
+__device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TileTask& task,
                                           std::uint32_t k_blocks, bool first, RingPlace& place,
                                           const TaskReader<P>& reader,
                                           StoredPart<kGated, P>& stored) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescrip
     TallSums<kBoxes> acc;
     multiply_tall<kBoxes>(pass, k_blocks, place, math_group(), kGated && first, started, acc);
     trace_math(pass, kFirstTaskRecord + reader.index(), &TraceRecord::products);
-    if (needs_entries) await_entries();
+    if (needs_entries) await_copies();
     if (first) {
       finish_tall_gemm1<kBoxes, kKind, kGated>(pass, task, math_group(), acc);
     } else {
@@ -38,7 +38,7 @@ __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescrip
     float acc[N / 2];
     multiply_tile<N>(pass, k_blocks, place, math_group(), task.block % 2, started, acc);
     trace_math(pass, kFirstTaskRecord + reader.index(), &TraceRecord::products);
-    if (needs_entries) await_entries();
+    if (needs_entries) await_copies();
     if (first) {
       finish_gemm1<N, kKind, kGated>(pass, task, math_group(), acc);
     } else {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescrip
   named_barrier<kWarpgroup>(1 + math_group());
   if (pass.quantizes_together() && first) {
     stored.put_off(task);
-  } else if (P::kAlone && fresh_thread_index<kWarpgroup>() == 0) {
+  } else if (P::kTeller == Teller::kMath && fresh_thread_index<kWarpgroup>() == 0) {
     tell_stored(pass, task);
   }
   // In large passes the scheduler tells of the tile, when all math warps have released its task.
@@ -60,11 +60,11 @@ __device__ __forceinline__ void gemm_task(const Pass<P>& pass, const TaskDescrip
 // A GEMM on a tile of so many units of rows.
 template <ActivationKind kKind, bool kGated, typename P>
 __device__ __forceinline__ void gemm_task_of(std::uint32_t units, const Pass<P>& pass,
-                                             const TaskDescriptor& task, std::uint32_t k_blocks,
+                                             const TileTask& task, std::uint32_t k_blocks,
                                              bool first, RingPlace& place,
                                              const TaskReader<P>& reader,
                                              StoredPart<kGated, P>& stored) {
-  if constexpr (P::kHalves == 2) {
+  if constexpr (kTokenMajor<P>) {
     if (units > kInstructionRows / kUnitRows) {
       gemm_task<2, 0, kKind, kGated>(pass, task, k_blocks, first, place, reader, stored);
     } else {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void gemm_task_of(std::uint32_t units, const Pass<P>&
     switch (units) {
 #define SWITCHYARD_HEIGHT(height)                                                              \
   case (height) / kUnitRows:                                                                   \
-    if constexpr ((height) <= P::kTileShape.max_height) {                                      \
+    if constexpr ((height) <= P::kTile.token_rows.max_height) {                                \
       gemm_task<0, height, kKind, kGated>(pass, task, k_blocks, first, place, reader, stored); \
     }                                                                                          \
     break;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void combine_task(const Pass<P>& pass, std::uint32_t 
   const std::uint32_t token = (chunk << log2_chunk) + (warp << log2_chunk) / kMathWarps;
   const auto demand_next = [&] {
     if (thread != kWarpgroup) return;
-    for (int i = 0; i < kDemandArrivals; ++i) demand(pass);
+    for (int i = 0; i < arrivals_of(P::kTokens).demand; ++i) demand(pass);
   };
   const auto began = [&] { trace_math(pass, kFirstTaskRecord + index, &TraceRecord::begin); };
   if (token >= pass.call.tokens) {
@@ -131,11 +131,11 @@ __device__ __forceinline__ void combine_task(const Pass<P>& pass, std::uint32_t 
   if (lane < tables.top_k) {
     id = tables.ids[slot];
     std::uint32_t position =
-        P::kAlone ? pass.block.own.positions[slot] : __ldcg(layer.positions + slot);
+        kOwnStart<P> ? pass.block.own.positions[slot] : __ldcg(layer.positions + slot);
     exists = id >= 0;
     if (exists) {
       weight = layer.weight_on_input ? 1.0f : tables.weights[cell];
-      const protocol::TokenTiles cut(pass.block.expert_rows[id], P::kTileShape);
+      const protocol::TokenTiles cut(pass.block.expert_rows[id], P::kTile.token_rows);
       const bool elsewhere =
           pass.distributed() && static_cast<std::uint32_t>(id - layer.first_expert) >=
                                     static_cast<std::uint32_t>(layer.local_experts);
@@ -190,7 +190,6 @@ __device__ __forceinline__ void combine_task(const Pass<P>& pass, std::uint32_t 
 // weights are on their way.
 template <typename P>
 __device__ __forceinline__ void clear_next_words(const Pass<P>& pass) {
-  constexpr std::uint32_t kMathThreads = kMathGroups * kWarpgroup;
   const PassWords next = pass.layer.pass_words[~pass.waiter().epoch & 1];
   const std::uint32_t count =
       PassWords::count(pass.layer.num_experts, pass.layer.max_tiles, pass.layer.group_words);
@@ -221,7 +220,7 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
   RingPlace place;
   for (;;) {
     trace_math(pass, kFirstTaskRecord + reader.index() + 1, &TraceRecord::ready);
-    const TaskDescriptor* const task = reader.await();
+    const TileTask* const task = reader.await();
     // Told to be the same in all lanes, the compiler keeps the warp together; all of it in one
     // word.
     const std::uint32_t head =
@@ -246,7 +245,7 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
     } else {
       const bool first = work == Work::kGemm1;
       // For the slot of a tile that depends, perhaps, on what is put off.
-      if (P::kAlone && task->tile >= pass.layer.h_slots) stored.finish();
+      if (StoredPart<kGated, P>::kExists && task->tile >= pass.layer.h_slots) stored.finish();
       gemm_task_of<kKind, kGated>(head >> 2 & 63, pass, *task, head >> 8, first, place, reader,
                                   stored);
     }

@@ -35,7 +35,7 @@ class Multiplier {
     }
     // In small passes the tokens' copies are ordinary writes; the matrix unit reads through the
     // async proxy.
-    if (P::kAlone) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (kGathers<P>) fence_async_proxy_shared();
   }
   // Where the stage's rows are. Reduced, a number is the same in all lanes for the compiler, too,
   // which then keeps the descriptors in uniform registers, where the instructions want them.
@@ -54,7 +54,7 @@ class Multiplier {
   // The products with the first or second of the warpgroup's boxes.
   __device__ __forceinline__ void issue(const Operands& operands, int box, float (&sums)[N / 2],
                                         bool accumulate) const {
-    constexpr int kStepBytes = P::kInstructionK * P::kElementBytes;
+    constexpr int kStepBytes = kInstructionBytes;
     constexpr bool kTokenRows = kShare != Share::kWeightRows;
     const std::uint32_t weights = operands.weights + box * (kBoxBytes >> 4);
     const std::uint32_t a = kTokenRows ? operands.tokens : weights;
@@ -62,8 +62,9 @@ class Multiplier {
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kStageRowBytes / kStepBytes; ++k) {
-      multiply<P, N>(swizzled_descriptor(a + k * kStepBytes / 16),
-                     swizzled_descriptor(b + k * kStepBytes / 16), sums, accumulate || k != 0);
+      multiply<P::kNumerics.token, N>(swizzled_descriptor(a + k * kStepBytes / 16),
+                                      swizzled_descriptor(b + k * kStepBytes / 16), sums,
+                                      accumulate || k != 0);
     }
     cute::warpgroup_commit_batch();
   }
@@ -97,14 +98,14 @@ class Multiplier {
     asm volatile("fence.acq_rel.cta;" ::: "memory");
     if (pending_ != 0) arrive_in_pair(pending_);
   }
-  __device__ const Ring<P>& ring() const { return ring_; }
+  __device__ const Ring<StageLayout<P>>& ring() const { return ring_; }
 
  private:
   // Of the instruction's rows.
   static constexpr std::uint32_t kOperandBytes = kInstructionRows * kStageRowBytes;
 
   const Pass<P>& pass_;
-  const Ring<P> ring_;
+  const Ring<StageLayout<P>> ring_;
   RingPlace& place_;
   std::uint32_t group_;
   // The stages' barriers, in the threads that release them; else 0.
@@ -147,7 +148,7 @@ __device__ __forceinline__ void multiply_tile(const Pass<P>& pass, std::uint32_t
                                               std::uint32_t box, Started&& started,
                                               float (&acc)[N / 2]) {
   Multiplier<N, Share::kWeightRows, P> stage(pass, place, group);
-  if constexpr (P::kScaled) {
+  if constexpr (kScaled<P>) {
     // Products of one stage, which are scaled and summed here while the other warpgroup's are under
     // way.
     float part[N / 2];

@@ -34,12 +34,12 @@ template <typename P>
 __device__ __forceinline__ void copy_by_warp(const Pass<P>& pass, const RowCopy& row,
                                              const RowPart& part) {
   if (row.values == nullptr) return;
-  const auto bytes = static_cast<std::uint32_t>(pass.layer.hidden * P::kElementBytes);
+  const auto bytes = static_cast<std::uint32_t>(pass.layer.hidden * P::kNumerics.token_bytes());
   const auto copy_values = [&] {
-    copy_row<kCopyVectors<P>>(pass.layer.packed + std::size_t{row.to} * bytes, row.values, bytes,
+    copy_row<P::kCopyVectors>(pass.layer.packed + std::size_t{row.to} * bytes, row.values, bytes,
                               part);
   };
-  if constexpr (P::kScaled) {
+  if constexpr (kScaled<P>) {
     // The first scales are under way together with the values, not after them.
     const std::uint32_t lane = fresh_thread_index<32>();
     const std::uint32_t groups = part.index == 0 ? pass.layer.x_groups : 0;
@@ -62,7 +62,7 @@ __device__ __forceinline__ void copy_by_warp(const Pass<P>& pass, const RowCopy&
 template <typename P>
 __device__ __forceinline__ bool copy_by_engine(const Pass<P>& pass, const RowCopy& row,
                                                std::uint32_t turns) {
-  const auto bytes = static_cast<std::uint32_t>(pass.layer.hidden * P::kElementBytes);
+  const auto bytes = static_cast<std::uint32_t>(pass.layer.hidden * P::kNumerics.token_bytes());
   const std::uint32_t lane = fresh_thread_index<32>();
   const std::uint32_t full = shared_address(pass.block.packing.full);
   const std::uint32_t buffers = shared_address(pass.block.packing.pieces);
@@ -106,8 +106,8 @@ __device__ __forceinline__ bool copy_by_engine(const Pass<P>& pass, const RowCop
 #pragma unroll 1
   while (stores.turn < turns) {
     float scales[kScalesAtOnce] = {};
-    const std::uint32_t groups = P::kScaled && row.values != nullptr ? pass.layer.x_groups : 0;
-    if constexpr (P::kScaled) {
+    const std::uint32_t groups = kScaled<P> && row.values != nullptr ? pass.layer.x_groups : 0;
+    if constexpr (kScaled<P>) {
 #pragma unroll
       for (std::uint32_t i = 0; i < kScalesAtOnce; ++i) {
         if (group + i < groups) scales[i] = row.scales[group + i];
@@ -122,7 +122,7 @@ __device__ __forceinline__ bool copy_by_engine(const Pass<P>& pass, const RowCop
                   piece_bytes(stores));
     }
     commit_stores();
-    if constexpr (P::kScaled) {
+    if constexpr (kScaled<P>) {
       float* const to = scales_of_row(pass, row.to) + group * kMaxHeight<P>;
 #pragma unroll
       for (std::uint32_t i = 0; i < kScalesAtOnce; ++i) {
@@ -181,7 +181,7 @@ __device__ __forceinline__ bool pack_rows(const Pass<P>& pass, std::uint32_t row
       const std::uint32_t e = find_expert(row_begin, pass.local_experts(), row);
       of_expert = row - row_begin[e];
       first_tile = block.tile_begin[pass.first_expert() + e];
-      cut = protocol::TokenTiles(block.expert_rows[pass.first_expert() + e], P::kTileShape);
+      cut = protocol::TokenTiles(block.expert_rows[pass.first_expert() + e], P::kTile.token_rows);
       const SourceRow source = find_source(pass, e, of_expert);
       list = RowEntry::pack(e, source.distance);
       position = source.position;
@@ -251,7 +251,7 @@ __device__ __forceinline__ std::uint32_t first_row_of(const Pass<P>& pass, std::
   const std::uint32_t e =
       pass.first_expert() +
       find_expert(pass.block.tile_begin + pass.first_expert(), pass.local_experts(), tile);
-  const protocol::TokenTiles cut(pass.block.expert_rows[e], P::kTileShape);
+  const protocol::TokenTiles cut(pass.block.expert_rows[e], P::kTile.token_rows);
   return pass.block.row_begin[e] + cut.begin(tile - pass.block.tile_begin[e]);
 }
 
@@ -269,7 +269,7 @@ __device__ __forceinline__ std::uint32_t first_tiles(const Pass<P>& pass) {
 template <typename P>
 __device__ __forceinline__ std::uint32_t first_rows_at_least(const Pass<P>& pass) {
   constexpr std::uint32_t kBytesOfWarp = 8192;
-  const auto row_bytes = static_cast<std::uint32_t>(pass.layer.hidden * P::kElementBytes);
+  const auto row_bytes = static_cast<std::uint32_t>(pass.layer.hidden * P::kNumerics.token_bytes());
   return pass.distributed() ? 0 : kBytesOfWarp / row_bytes * gridDim.x * kMathWarps;
 }
 // Of the tiles whose slots nobody had before: nobody may wait for one who is to make it free.
@@ -306,7 +306,7 @@ __device__ __forceinline__ std::uint32_t pack_own_tokens(const Pass<P>& pass) {
   const BlockStorage<P>& block = pass.block;
   const PassState<P>& state = pass.state();
   const std::uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 - kWarpgroup / 32;
-  const auto row_bytes = static_cast<std::uint32_t>(layer.hidden * P::kElementBytes);
+  const auto row_bytes = static_cast<std::uint32_t>(layer.hidden * P::kNumerics.token_bytes());
   const auto cells = static_cast<std::uint32_t>(layer.cells_per_token);
   const std::uint32_t token0 = pass.first_token(blockIdx.x);
   const std::uint32_t slots = (pass.first_token(blockIdx.x + 1) - token0) * cells;
@@ -331,7 +331,7 @@ __device__ __forceinline__ std::uint32_t pack_own_tokens(const Pass<P>& pass) {
       protocol::TokenTiles cut = state.shared_tiles;
       std::uint32_t first_row = 0, first_tile = 0;
       if (own.expert != OwnSlot::kShared) {
-        cut = protocol::TokenTiles(block.expert_rows[own.expert], P::kTileShape);
+        cut = protocol::TokenTiles(block.expert_rows[own.expert], P::kTile.token_rows);
         first_tile = block.tile_begin[own.expert];
         first_row = block.row_begin[own.expert];
       }
@@ -351,7 +351,7 @@ __device__ __forceinline__ std::uint32_t pack_own_tokens(const Pass<P>& pass) {
       left &= ~places;
       const std::byte* const from = state.rows + token * state.row_bytes;
       const float* const scales = state.row_scales + token * state.row_scale_stride;
-      const float first_scale = P::kScaled && lane < groups ? scales[lane] : 0;
+      const float first_scale = kScaled<P> && lane < groups ? scales[lane] : 0;
       std::uint32_t chunk = 0;
 #pragma unroll 1
       do {
@@ -373,7 +373,7 @@ __device__ __forceinline__ std::uint32_t pack_own_tokens(const Pass<P>& pass) {
           }
         }
       } while ((chunk += kVectors * kStep) < bytes);
-      if constexpr (P::kScaled) {
+      if constexpr (kScaled<P>) {
 #pragma unroll 1
         for (std::uint32_t rest = places; rest != 0; rest &= rest - 1) {
           const std::uint32_t to = __shfl_sync(~0u, my_row, __ffs(static_cast<int>(rest)) - 1);
@@ -406,7 +406,7 @@ template <typename P, typename DoPart>
 __device__ __forceinline__ void share_out(const Pass<P>& pass, std::uint32_t rows,
                                           DoPart&& do_part) {
   const std::uint32_t warps = gridDim.x * kMathWarps;
-  const auto row_bytes = static_cast<std::uint32_t>(pass.layer.hidden * P::kElementBytes);
+  const auto row_bytes = static_cast<std::uint32_t>(pass.layer.hidden * P::kNumerics.token_bytes());
   const std::uint32_t log2 = RowPart::log2_of(rows, warps, row_bytes);
 #pragma unroll 1
   for (std::uint32_t i = (threadIdx.x / 32 - 4) * gridDim.x + blockIdx.x; i >> log2 < rows;

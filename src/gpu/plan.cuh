@@ -124,7 +124,7 @@ __device__ __forceinline__ void route_tokens(const Pass<P>& pass, std::uint32_t 
     if (lane < tables.top_k) {
       tables.ids[slot] = mine.id;
       tables.weights[cell] = mine.weight;
-      if constexpr (!P::kAlone) {
+      if constexpr (!kOwnStart<P>) {
         if (counts && mine.id >= 0) {
           layer.positions[slot] = atomicAdd(pass.block.ranks.routed + mine.id, 1u);
         }
@@ -161,18 +161,18 @@ __device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStora
   const std::uint32_t per_lane = protocol::ceil_div(num_experts, 32u);
   const std::uint32_t begin = min(lane * per_lane, num_experts);
   const std::uint32_t end = min(begin + per_lane, num_experts);
-  const protocol::TokenTiles shared_tiles(shared_rows, P::kTileShape);
+  const protocol::TokenTiles shared_tiles(shared_rows, P::kTile.token_rows);
   const auto own_begin = static_cast<std::uint32_t>(layer.first_expert);
   const auto own_end = own_begin + static_cast<std::uint32_t>(layer.local_experts);
   // Of the ranks before this one.
   std::uint32_t tiles_before = 0;
   std::uint32_t tiles = 0, rows = 0, most = shared_tiles.count;
-  std::uint32_t height = max(shared_tiles.height, P::kTileShape.least);
+  std::uint32_t height = max(shared_tiles.height, P::kTile.token_rows.least);
 #pragma unroll 1
   for (std::uint32_t e = begin; e < end; ++e) {
-    const protocol::TokenTiles cut(block.expert_rows[e], P::kTileShape);
+    const protocol::TokenTiles cut(block.expert_rows[e], P::kTile.token_rows);
     tiles += cut.count;
-    if (P::kAlone || (e >= own_begin && e < own_end)) {
+    if (P::kOneRank || (e >= own_begin && e < own_end)) {
       rows += cut.rows;
       height = max(height, cut.height);
       most = max(most, cut.count);
@@ -192,7 +192,7 @@ __device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStora
       rows_to += other_rows;
     }
   }
-  if constexpr (!P::kAlone) tiles_before = __reduce_add_sync(~0u, tiles_before);
+  if constexpr (!P::kOneRank) tiles_before = __reduce_add_sync(~0u, tiles_before);
   std::uint32_t tile = shared_tiles.count - tiles_before + tiles_to - tiles;
   std::uint32_t row = shared_tiles.rows + rows_to - rows;
 #pragma unroll 1
@@ -200,7 +200,7 @@ __device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStora
     const std::uint32_t count = block.tile_begin[e];
     block.tile_begin[e] = tile;
     tile += count;
-    if (P::kAlone || (e >= own_begin && e < own_end)) {
+    if (P::kOneRank || (e >= own_begin && e < own_end)) {
       block.row_begin[e] = row;
       row += block.expert_rows[e];
     }
@@ -222,7 +222,7 @@ __device__ __forceinline__ void place_tiles(const LayerParams& layer, BlockStora
 template <typename P>
 __device__ __forceinline__ std::uint32_t log2_splits(const LayerParams& layer, std::uint32_t tiles,
                                                      std::uint32_t shared_tiles) {
-  constexpr int kFewest = 8 * kStageRowBytes / P::kElementBytes;  // columns
+  constexpr int kFewest = 8 * kStageRowBytes / P::kNumerics.token_bytes();  // columns
   const std::uint32_t tasks = tiles * protocol::ceil_div(layer.hidden, kTileRows);
   int depth = layer.routed.intermediate;
   if (shared_tiles != 0) depth = min(depth, layer.shared.intermediate);

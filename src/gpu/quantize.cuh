@@ -4,44 +4,10 @@
 
 #include <cuda_bf16.h>
 
-#include "gpu/storage.cuh"
+#include "gpu/layer/storage.cuh"
 #include "model/quantize.h"
 
 namespace switchyard::gpu {
-
-// Of two pairs of bf16 numbers, the larger magnitude of each place, with some sign; NaN if one is.
-__device__ __forceinline__ std::uint32_t larger_magnitudes(std::uint32_t a, std::uint32_t b) {
-  std::uint32_t larger;
-  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  return larger;
-}
-__device__ __forceinline__ float low_half(std::uint32_t pair) {
-  return __uint_as_float(pair << 16);
-}
-// Of both places.
-__device__ __forceinline__ float largest_magnitude(std::uint32_t pair) {
-  return fabsf(low_half(larger_magnitudes(pair, pair >> 16)));
-}
-__device__ __forceinline__ float high_half(std::uint32_t pair) {
-  return __uint_as_float(pair & 0xffff0000u);
-}
-
-// The codes of two pairs of bf16 numbers.
-__device__ __forceinline__ std::uint32_t quantize(std::uint32_t a, std::uint32_t b, float inverse) {
-  std::uint32_t codes;
-  asm("{\n .reg .b16 low, high;\n"
-      " cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      " cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      " mov.b32 %0, {low, high};\n}"
-      : "=r"(codes)
-      : "f"(low_half(a) * inverse), "f"(high_half(a) * inverse), "f"(low_half(b) * inverse),
-        "f"(high_half(b) * inverse));
-  return codes;
-}
-__device__ __forceinline__ uint4 quantize(const uint4& first, const uint4& second, float inverse) {
-  return {quantize(first.x, first.y, inverse), quantize(first.z, first.w, inverse),
-          quantize(second.x, second.y, inverse), quantize(second.z, second.w, inverse)};
-}
 
 // The codes of 16 columns, where eight neighbouring lanes have the 128 columns of a group. Called
 // by whole warps.
@@ -65,15 +31,15 @@ __device__ __forceinline__ uint4 quantize_together(const uint4& first, const uin
 // passes have it so, behind the rows for its codes.
 template <typename P>
 __device__ __forceinline__ std::uint32_t first_row_of_h(const Pass<P>& pass, std::uint32_t tile) {
-  constexpr std::uint32_t kFirst = P::kScaled ? kMaxHeight<P> : 0;
-  static_assert(!P::kScaled || !P::kAlone || 3 * kMaxHeight<P> <= kSlotRows<P>);
+  constexpr std::uint32_t kFirst = kScaled<P> ? kMaxHeight<P> : 0;
+  static_assert(!kQuantizesStoredRows<P> || 3 * kMaxHeight<P> <= kSlotRows<P>);
   return tile % pass.layer.h_slots * kSlotRows<P> + kFirst;
 }
 template <typename P>
 __device__ __forceinline__ std::uint16_t* rows_of_h(const Pass<P>& pass, std::uint32_t tile) {
   return reinterpret_cast<std::uint16_t*>(pass.layer.h + std::size_t{first_row_of_h(pass, tile)} *
                                                              pass.layer.h_stride *
-                                                             P::kElementBytes);
+                                                             P::kNumerics.token_bytes());
 }
 
 // The block's share of the pass's activations, [T, H] bf16, by its math warps.

@@ -10,9 +10,6 @@
 
 namespace switchyard::gpu {
 
-// Of what this thread wrote or saw, all that it raises flags for after this comes before them.
-__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
 // --- Counts.
 
 // This rank's row of the counts matrix, to all. Called by all threads of the block that completed
@@ -161,7 +158,7 @@ struct SourceRow {
 template <typename P>
 __device__ __forceinline__ SourceRow find_source(const Pass<P>& pass, std::uint32_t expert,
                                                  std::uint32_t row) {
-  if constexpr (!P::kAlone) {
+  if constexpr (!P::kOneRank) {
     const auto size = static_cast<std::uint32_t>(pass.layer.heaps.size());
     if (size > 1) {
       const std::uint32_t* const begin = pass.block.ranks.source_begin + expert * size;
@@ -192,9 +189,6 @@ __device__ __forceinline__ bool has_arrived(const Pass<P>& pass, std::uint32_t e
 
 // --- Dispatch.
 
-// So many loads of a lane are in flight together; in FP8, loading warps have few registers.
-template <typename P>
-inline constexpr std::uint32_t kCopyVectors = P::kHalves == 1 ? 8 : 4;
 // A row that several warps copy: 1 << log2 of them, this being one.
 struct RowPart {
   std::uint32_t index = 0, log2 = 0;
@@ -305,9 +299,10 @@ __device__ __forceinline__ void send_slots(const Pass<P>& pass, std::uint32_t sl
       }
     }
     std::byte* const to = layer.heap.pool(target, back, token);
-    copy_row<kCopyVectors<P>>(to, pass.state().rows + token * pass.state().row_bytes,
-                              static_cast<std::uint32_t>(layer.hidden * P::kElementBytes), part);
-    if constexpr (P::kScaled) {
+    copy_row<P::kCopyVectors>(to, pass.state().rows + token * pass.state().row_bytes,
+                              static_cast<std::uint32_t>(layer.hidden * P::kNumerics.token_bytes()),
+                              part);
+    if constexpr (kScaled<P>) {
       const float* const scales = pass.state().row_scales + token * pass.state().row_scale_stride;
       auto* const to_scales = reinterpret_cast<float*>(to + layer.heap.scale_offset());
       for (std::uint32_t group = lane; part.index == 0 && group < layer.x_groups; group += 32) {
@@ -373,15 +368,15 @@ __device__ __forceinline__ bool place_sends(const Pass<P>& pass) {
   const LayerParams& layer = pass.layer;
   const std::uint32_t thread = threadIdx.x - kWarpgroup;
   const bool arrived = thread != 0 || all_arrived(pass.waiter(), pass.barrier(kListsReady));
-  if (named_barrier_any<kGateThreads>(kOfMath, !arrived)) return false;
+  if (named_barrier_any<kMathThreads>(kOfMath, !arrived)) return false;
   const auto others = static_cast<std::uint32_t>(layer.heaps.size() - 1);
-  for (std::uint32_t i = thread; i < layer.levels * others; i += kGateThreads) {
+  for (std::uint32_t i = thread; i < layer.levels * others; i += kMathThreads) {
     const int owner = pass.rank_at(i % others + 1);
     const int e = layer.rank_begin[owner] + static_cast<int>(i / others);
     pass.block.ranks.send_begin[i] =
         e < layer.rank_begin[owner + 1] ? __ldcg(pass.state().words.expert_rows() + e) : 0;
   }
-  named_barrier<kGateThreads>(kOfMath);
+  named_barrier<kMathThreads>(kOfMath);
   if (thread < 32) {
     sum_sends(pass);
     __syncwarp();
@@ -392,7 +387,7 @@ __device__ __forceinline__ bool place_sends(const Pass<P>& pass) {
     state.send_lead = send_lead(pass);
     if (blockIdx.x == 0) state.words.counters()[kSentRows] = pass.num_sends();
   }
-  named_barrier<kGateThreads>(kOfMath);
+  named_barrier<kMathThreads>(kOfMath);
   return true;
 }
 
@@ -421,7 +416,7 @@ __device__ __forceinline__ void raise_finished(const Pass<P>& pass) {
       const std::uint32_t expert =
           find_expert(pass.block.tile_begin + layer.first_expert, layer.local_experts, tile);
       const protocol::TokenTiles cut(pass.block.expert_rows[layer.first_expert + expert],
-                                     P::kTileShape);
+                                     P::kTile.token_rows);
       const std::uint32_t of_expert = tile - pass.block.tile_begin[layer.first_expert + expert];
       const std::uint32_t* const source_begin = pass.block.ranks.source_begin + expert * size;
 #pragma unroll 1

@@ -16,8 +16,8 @@ class TaskReader {
   // Waits for the next task; null if the pass was given up. It is there until one lane of the warp
   // has called release(), when all have read it; or, of the math warps, have stored their tile.
   // For these: they all find the same, for in a task they meet at barriers without deadlines.
-  __device__ const TaskDescriptor* await() {
-    const TaskDescriptor* task = await_alone(count_++);
+  __device__ const TileTask* await() {
+    const TileTask* task = await_alone(count_++);
     if (task == nullptr && (atomicOr(&pass_.block.handed_out, kNoMore) & ~kNoMore) >= count_) {
       do {
         task = await_alone(count_ - 1);
@@ -27,10 +27,10 @@ class TaskReader {
   }
   // The task's copy, for the others: a thread or, kWarp, a whole warp, all of which finds the same.
   template <bool kWarp>
-  __device__ TaskDescriptor next() {
-    TaskDescriptor task;
+  __device__ TileTask next() {
+    TileTask task;
     task.work = Work::kStop;
-    const TaskDescriptor* const next = await_alone(count_++);
+    const TileTask* const next = await_alone(count_++);
     if (kWarp ? !__all_sync(~0u, next != nullptr) : next == nullptr) return task;
     task = *next;
     if (kWarp) __syncwarp();
@@ -39,7 +39,7 @@ class TaskReader {
   }
   // The next that is a GEMM; false when there are no more.
   template <TraceRole kRole, bool kWarp>
-  __device__ bool next_gemm(TaskDescriptor& task) {
+  __device__ bool next_gemm(TileTask& task) {
     const bool speaks = !kWarp || threadIdx.x % 32 == 0;
     do {
       if (speaks) trace_stamp(pass_, kRole, count_, &TraceRecord::ready);
@@ -56,7 +56,7 @@ class TaskReader {
   }
 
  private:
-  __device__ const TaskDescriptor* await_alone(std::uint32_t index) const {
+  __device__ const TileTask* await_alone(std::uint32_t index) const {
     const std::uint32_t slot = index % kTaskSlots, parity = index / kTaskSlots % 2;
     return wait_ring(pass_.waiter(), shared_address(&pass_.block.task_full[slot]), parity)
                ? &pass_.block.tasks[slot]
@@ -84,7 +84,7 @@ __device__ __forceinline__ protocol::Workload workload_of(const Pass<P>& pass) {
   work.routed_gemm2_blocks = pass.tasks(layer.routed.gemm2_rows) << state.log2_splits;
   const std::uint32_t log2_chunk = state.log2_combine_chunk + pass.call.paired;
   work.num_combine_chunks = (pass.call.tokens + (1u << log2_chunk) - 1) >> log2_chunk;
-  work.log2_band = P::kAlone ? 0 : state.log2_band;  // as place_tiles() finds it
+  work.log2_band = P::kSize == PassSize::kSmall ? 0 : state.log2_band;  // as place_tiles() finds it
   work.lag = work.log2_band == 0 ? layer.lag : layer.banded_lag;
   return work;
 }
@@ -92,11 +92,10 @@ __device__ __forceinline__ protocol::Workload workload_of(const Pass<P>& pass) {
 // The task of a pair, or of a block by itself, as this block has to do it: the first block of a
 // pair has share 0, the other 1. kStop past the last.
 template <typename P>
-__device__ __forceinline__ TaskDescriptor describe(const Pass<P>& pass,
-                                                   const protocol::Workload& work,
-                                                   std::uint32_t ticket, std::uint32_t share) {
+__device__ __forceinline__ TileTask describe(const Pass<P>& pass, const protocol::Workload& work,
+                                             std::uint32_t ticket, std::uint32_t share) {
   const LayerParams& layer = pass.layer;
-  TaskDescriptor d{};
+  TileTask d{};
   d.work = Work::kStop;
   if (ticket >= work.num_gemm_tasks() + work.num_combine_chunks) return d;
   const protocol::Task task = protocol::tile_task_at(work, ticket);
@@ -113,11 +112,11 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass<P>& pass,
   if (d.shared == 0) {
     const std::uint32_t* const tile_begin = pass.block.tile_begin + pass.first_expert();
     d.expert = find_expert_together(tile_begin, pass.local_experts(), task.index);
-    tiles =
-        protocol::TokenTiles(pass.block.expert_rows[pass.first_expert() + d.expert], P::kTileShape);
+    tiles = protocol::TokenTiles(pass.block.expert_rows[pass.first_expert() + d.expert],
+                                 P::kTile.token_rows);
     tile_of_expert -= tile_begin[d.expert];
   }
-  if constexpr (P::kHalves == 2) {
+  if constexpr (kPairsTiles<P>) {
     const std::uint32_t band = 1u << pass.state().log2_band;
     const std::uint32_t of_kind =
         task.index - (d.shared != 0 ? 0 : pass.state().shared_tiles.count);
@@ -137,16 +136,16 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass<P>& pass,
   d.units = protocol::ceil_div(d.rows, kUnitRows);
   d.one_tile = tiles.count == 1 ? 1 : 0;
   if (d.shared == 0) {
-    d.list = (P::kAlone ? pass.block.own.lists + pass.block.row_begin[d.expert] -
-                              pass.state().shared_tiles.rows
-                        : own_list(layer, d.expert)) +
+    d.list = (kOwnStart<P> ? pass.block.own.lists + pass.block.row_begin[d.expert] -
+                                 pass.state().shared_tiles.rows
+                           : own_list(layer, d.expert)) +
              d.first_row;
   }
   const bool first = task.kind == protocol::TaskKind::kGemm1;
   d.work = first ? Work::kGemm1 : Work::kGemm2;
   const int depth = first ? layer.hidden : pass.ffn(d.shared != 0).intermediate;
-  d.k_blocks =
-      static_cast<std::uint32_t>(protocol::ceil_div(depth * P::kElementBytes, kStageRowBytes));
+  d.k_blocks = static_cast<std::uint32_t>(
+      protocol::ceil_div(depth * P::kNumerics.token_bytes(), kStageRowBytes));
   if (const std::uint32_t log2 = first ? 0 : pass.state().log2_splits; log2 != 0) {
     d.split = d.block & ((1u << log2) - 1);
     d.block >>= log2;
@@ -159,16 +158,13 @@ __device__ __forceinline__ TaskDescriptor describe(const Pass<P>& pass,
 // The second block has read the ticket before: only then did it demand this one.
 template <typename P>
 __device__ __forceinline__ void send_ticket(BlockStorage<P>& block, std::uint32_t ticket) {
-  asm volatile(
-      "st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_pair(shared_address(&block.ticket), 1)),
-      "r"(ticket)
-      : "memory");
-  asm volatile("fence.acq_rel.cluster;" ::: "memory");
+  store_in_pair(address_in_pair(shared_address(&block.ticket), 1), ticket);
+  fence_pair();
   arrive_in_pair(address_in_pair(shared_address(&block.ticket_full), 1));
 }
 template <typename P>
 __device__ __forceinline__ std::uint32_t load_ticket(const BlockStorage<P>& block) {
-  asm volatile("fence.acq_rel.cluster;" ::: "memory");
+  fence_pair();
   return *static_cast<const volatile std::uint32_t*>(&block.ticket);
 }
 
@@ -177,9 +173,8 @@ __device__ __forceinline__ std::uint32_t load_ticket(const BlockStorage<P>& bloc
 template <typename P>
 __device__ __forceinline__ void give_up_pair(const Pass<P>& pass) {
   const std::uint32_t going = shared_address(&pass.block.pass.going);
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_pair(going, rank_in_pair() ^ 1)),
-               "r"(static_cast<std::uint32_t>(Going::kGivenUp))
-               : "memory");
+  store_in_pair(address_in_pair(going, rank_in_pair() ^ 1),
+                static_cast<std::uint32_t>(Going::kGivenUp));
 }
 
 // The first task of this block, into its slot, and handed out unless it is a rehearsal. By the
@@ -188,7 +183,7 @@ __device__ __forceinline__ void give_up_pair(const Pass<P>& pass) {
 template <typename P>
 __device__ __forceinline__ void describe_first(const Pass<P>& pass, bool rehearsal) {
   const std::uint32_t paired = pass.call.paired;
-  const TaskDescriptor task =
+  const TileTask task =
       describe(pass, workload_of(pass), blockIdx.x >> paired, paired == 0 ? 0 : rank_in_pair());
   // What the other lanes have written for it comes before it, too.
   __syncwarp();
@@ -200,7 +195,7 @@ __device__ __forceinline__ void describe_first(const Pass<P>& pass, bool rehears
 // Tells other blocks that this one, or one of its math warpgroups, has stored its part of a tile:
 // see kTellers. By a thread that all the stores happened before.
 template <typename P>
-__device__ __forceinline__ void tell_stored(const Pass<P>& pass, const TaskDescriptor& task) {
+__device__ __forceinline__ void tell_stored(const Pass<P>& pass, const TileTask& task) {
   add_release_gpu(
       task.work == Work::kGemm1 ? pass.gemm1_done(task.tile) : pass.gemm2_done(task.tile), 1);
 }
@@ -224,7 +219,7 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
   stamp(&TraceRecord::begin);
   // Of the task that is in the slot, and handed out: false if it is the last.
   const auto goes_on = [&] {
-    const TaskDescriptor& task = pass.block.tasks[index % kTaskSlots];
+    const TileTask& task = pass.block.tasks[index % kTaskSlots];
     if (speaks && task.work != Work::kStop) trace_task(pass, TraceRole::kScheduler, index, task);
     stamp(&TraceRecord::end);
     if (task.work == Work::kStop) return false;
@@ -238,17 +233,17 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
       const std::uint32_t slot = told % kTaskSlots;
       if (__all_sync(~0u, test_wait(shared_address(&pass.block.task_empty[slot]),
                                     told / kTaskSlots % 2))) {
-        const TaskDescriptor& task = pass.block.tasks[slot];
+        const TileTask& task = pass.block.tasks[slot];
         // Of a block that has given up, who knows what it has stored.
-        if (!P::kAlone && speaks && task.work != Work::kCombine && pass.goes_on()) {
+        if (P::kTeller == Teller::kScheduler && speaks && task.work != Work::kCombine &&
+            pass.goes_on()) {
           tell_stored(pass, task);
         }
         __syncwarp();
         ++told;
       }
       if (__all_sync(~0u, ready())) return true;
-      // Who asks all the time takes turns at the instruction units from the math warps.
-      if (!P::kAlone) __nanosleep(32);
+      if (P::kSchedulerRestNs != 0) __nanosleep(P::kSchedulerRestNs);
       return false;
     });
   };
@@ -270,7 +265,7 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
       heard ^= 1;
       stamp(&TraceRecord::begin);
     }
-    const TaskDescriptor task = describe(pass, work, ticket, share);
+    const TileTask task = describe(pass, work, ticket, share);
     if (!await([&] { return index - told < kTaskSlots; })) return;
     if (speaks) pass.block.tasks[index % kTaskSlots] = task;
     __syncwarp();
@@ -283,7 +278,8 @@ __device__ __forceinline__ void scheduler_role(const Pass<P>& pass) {
   await([&] { return told == index; });
 }
 
-// One of the kDemandArrivals after which the block, or the pair, gets another task. By one thread.
+// One of the arrivals at `demand` after which the block, or the pair, gets another task. By one
+// thread.
 template <typename P>
 __device__ __forceinline__ void demand(const Pass<P>& pass) {
   const std::uint32_t barrier = shared_address(&pass.block.demand);

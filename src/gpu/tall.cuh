@@ -43,7 +43,7 @@ __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t
   constexpr int N = kTallColumns;
   constexpr std::uint32_t kSetBytes = kMaxHeight<P> * sizeof(float);
   Multiplier<N, kBoxes == 2 ? Share::kTokens : Share::kBox, P> stage(pass, place, group);
-  const Ring<P> ring = pass.ring();
+  const Ring<StageLayout<P>> ring = pass.ring();
   float part[N / 2];
 #pragma unroll
   for (auto& box : acc) {
@@ -56,8 +56,8 @@ __device__ __forceinline__ void multiply_tall(const Pass<P>& pass, std::uint32_t
       ring.joined_scales(0, 0) + 4 * (tall_warp_row<kBoxes>() + fresh_thread_index<32>() / 4);
   float of[2][2];  // of a box, while its products are under way
   const auto load_scales = [&](int box) {
-    const std::uint32_t gate =
-        scales0 + place.stage * kScaleBytes<P> + tall_box<kBoxes>(box, group) * gate_step;
+    const std::uint32_t gate = scales0 + place.stage * StageLayout<P>::kScaleBytes +
+                               tall_box<kBoxes>(box, group) * gate_step;
     const std::uint32_t sets[2] = {gate, gate + up};
 #pragma unroll
     for (int i = 0; i < 4; ++i) of[i / 2][i % 2] = load_shared_float(sets[i / 2] + i % 2 * 32);
@@ -120,8 +120,7 @@ __device__ __forceinline__ void apply_columns(const float* vector, std::uint32_t
 
 // Products of a first GEMM, before the activation.
 template <int kBoxes, bool kGated, typename P>
-__device__ __forceinline__ void finish_tall_products(const Pass<P>& pass,
-                                                     const TaskDescriptor& task,
+__device__ __forceinline__ void finish_tall_products(const Pass<P>& pass, const TileTask& task,
                                                      std::uint32_t group, TallSums<kBoxes>& acc) {
   const LayerParams& layer = pass.layer;
   const FfnParams& ffn = pass.ffn(task.shared != 0);
@@ -205,7 +204,7 @@ struct TallStaging {
 // values[n][r]: columns 8 n + 2 t and the next of the lane's first and second token, from column0;
 // overwritten.
 template <int kBoxes, int kOctets, typename P>
-__device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const TaskDescriptor& task,
+__device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const TileTask& task,
                                                  std::uint32_t group, std::uint32_t column0,
                                                  std::uint32_t (&values)[kOctets][2]) {
   constexpr bool kHalf = kOctets * 8 != kQuantGroup;
@@ -278,7 +277,7 @@ __device__ __forceinline__ void store_tall_group(const Pass<P>& pass, const Task
 }
 
 template <int kBoxes, ActivationKind kKind, bool kGated, typename P>
-__device__ __forceinline__ void finish_tall_gemm1(const Pass<P>& pass, const TaskDescriptor& task,
+__device__ __forceinline__ void finish_tall_gemm1(const Pass<P>& pass, const TileTask& task,
                                                   std::uint32_t group, TallSums<kBoxes>& acc) {
   finish_tall_products<kBoxes, kGated>(pass, task, group, acc);
   const float slope = 0.5f * pass.layer.alpha;
@@ -315,7 +314,7 @@ __device__ __forceinline__ void finish_tall_gemm1(const Pass<P>& pass, const Tas
 }
 
 template <int kBoxes, typename P>
-__device__ __forceinline__ void finish_tall_gemm2(const Pass<P>& pass, const TaskDescriptor& task,
+__device__ __forceinline__ void finish_tall_gemm2(const Pass<P>& pass, const TileTask& task,
                                                   std::uint32_t group, TallSums<kBoxes>& acc) {
   const LayerParams& layer = pass.layer;
   const FfnParams& ffn = pass.ffn(task.shared != 0);

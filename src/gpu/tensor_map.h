@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "gpu/layer_params.h"
+#include "gpu/layer/params.h"
 
 namespace switchyard::gpu {
 

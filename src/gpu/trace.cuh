@@ -1,7 +1,7 @@
 // Time stamps of the roles, in kernels of traced policies; in others these functions are empty.
 #pragma once
 
-#include "gpu/storage.cuh"
+#include "gpu/layer/storage.cuh"
 
 namespace switchyard::gpu {
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ void trace_subject(const Pass<P>& pass, TraceRole rol
 }
 template <typename P>
 __device__ __forceinline__ void trace_task(const Pass<P>& pass, TraceRole role, std::uint32_t index,
-                                           const TaskDescriptor& task) {
+                                           const TileTask& task) {
   if constexpr (P::kTraced) {
     const TraceKind kind = task.work == Work::kGemm1   ? TraceKind::kGemm1
                            : task.work == Work::kGemm2 ? TraceKind::kGemm2

@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "gpu/device.h"
-#include "gpu/trace_record.h"
+#include "gpu/pipeline/trace_record.h"
 
 namespace switchyard::gpu {
 

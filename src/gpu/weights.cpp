@@ -153,8 +153,8 @@ std::optional<WeightArray> in_place(const PolicyFacts& policy, std::span<const F
                     static_cast<int>(halves.size()),
                     static_cast<int>(m.rows),
                     static_cast<int>(m.cols),
-                    policy.element_bytes,
-                    m.row_stride * policy.element_bytes};
+                    policy.numerics.weight_bytes(),
+                    m.row_stride * policy.numerics.weight_bytes()};
   // Of what there is only one, any distance to the next will do.
   array.half_stride = halves.size() > 1 ? distance(m, at(0, 1)) : array.row_stride;
   array.expert_stride = experts.size() > 1 ? distance(m, at(1, 0)) : array.row_stride;
@@ -170,7 +170,7 @@ std::optional<WeightArray> in_place(const PolicyFacts& policy, std::span<const F
       const MatrixView& other = at(e, half);
       const std::int64_t expected = static_cast<std::int64_t>(e) * array.expert_stride +
                                     static_cast<std::int64_t>(half) * array.half_stride;
-      if (other.dtype != policy.compute || other.col_stride != 1 ||
+      if (other.dtype != policy.numerics.weight || other.col_stride != 1 ||
           other.row_stride != m.row_stride || distance(m, other) != expected ||
           residence_of(other.data) != Residence::kHere) {
         return std::nullopt;
@@ -190,8 +190,8 @@ WeightArray place(const PolicyFacts& policy, std::span<const FfnWeights> experts
                     static_cast<int>(halves.size()),
                     rows,
                     columns,
-                    policy.element_bytes};
-  array.row_stride = std::int64_t{columns} * policy.element_bytes;
+                    policy.numerics.weight_bytes()};
+  array.row_stride = std::int64_t{columns} * policy.numerics.weight_bytes();
   array.half_stride = rows * array.row_stride;
   array.expert_stride = array.halves * array.half_stride;
   const std::size_t bytes = experts.size() * static_cast<std::size_t>(array.expert_stride);
@@ -204,7 +204,7 @@ WeightArray place(const PolicyFacts& policy, std::span<const FfnWeights> experts
       upload_matrix(experts[e].*halves[half],
                     own.data() + e * static_cast<std::size_t>(array.expert_stride) +
                         half * static_cast<std::size_t>(array.half_stride),
-                    policy.element_bytes, static_cast<std::size_t>(array.row_stride));
+                    policy.numerics.weight_bytes(), static_cast<std::size_t>(array.row_stride));
     }
   }
   return array;
@@ -298,7 +298,7 @@ DeviceFfn::DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> expe
   const int width = protocol::round_up(intermediate, policy.alignment());
   gemm1_ = place(policy, experts, first, width, hidden, own1_);
   gemm2_ = place(policy, experts, second, hidden, width, own2_);
-  if (policy.scaled) {
+  if (policy.numerics.scaled()) {
     gemm1_scales_ = block_scales(experts, first, gemm1_);
     gemm2_scales_ = block_scales(experts, second, gemm2_);
     if (gated) gate_row_scales_ = row_scales(experts, first, &FfnWeights::gate, width);

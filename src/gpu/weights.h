@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gpu/device.h"
-#include "gpu/layer_params.h"
+#include "gpu/layer/params.h"
 #include "gpu/tensor_map.h"
 #include "switchyard/weights.h"
 

@@ -1,5 +1,5 @@
 // The symmetric heap of layers on GPUs: no two ranks write the same bytes of a third one's.
-#include "gpu/heap.h"
+#include "gpu/exchange/heap.h"
 
 #include <gtest/gtest.h>
 

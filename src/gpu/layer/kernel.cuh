@@ -66,11 +66,15 @@
 
 namespace switchyard::gpu {
 
-static_assert(kFullArrivals == 1 + 1 && kFullArrivalsAlone == 1 + 64 && kEmptyArrivals == 8 &&
-                  kTaskFullArrivals == 1 && kDemandArrivals == 1 + 1 && kTicketArrivals == 1 &&
-                  kTicketArrivalsAlone == 64 && kPackArrivals == 1 &&
-                  kTaskEmptyArrivals == 1 + 1 + 8 && kTaskEmptyArrivalsAlone == 1 + 2 + 8 &&
-                  kTellers<BF16Policy> == 1 && kTellers<SmallPass<BF16Policy>> == 2,
+constexpr Arrivals kPackedArrivals = arrivals_of(TokenSource::kPacked);
+constexpr Arrivals kGatheredArrivals = arrivals_of(TokenSource::kGathered);
+static_assert(kPackedArrivals.full == 1 + 1 && kGatheredArrivals.full == 1 + 64 &&
+                  kPackedArrivals.empty == 8 && kPackedArrivals.task_full == 1 &&
+                  kPackedArrivals.demand == 1 + 1 && kPackedArrivals.gate_full == 1 &&
+                  kPackedArrivals.ticket_full == 1 && kGatheredArrivals.ticket_full == 64 &&
+                  kPackedArrivals.packing == 1 && kPackedArrivals.task_empty == 1 + 1 + 8 &&
+                  kGatheredArrivals.task_empty == 1 + 2 + 8 && kTellers<BF16Policy> == 1 &&
+                  kTellers<SmallPass<BF16Policy>> == 2,
               "the table above");
 
 // Activations as bf16 rows, one after the other.
@@ -208,7 +212,7 @@ __device__ __forceinline__ void loading_group(const Pass<P>& pass) {
     if (elect()) weights_role<kGated>(pass);
   } else if (warp == kSchedulerWarp) {
     scheduler_role(pass);
-  } else if constexpr (P::kAlone) {
+  } else if constexpr (kGathers<P>) {
     gather_role(pass);
   } else if (warp == kTokensWarp) {
     tokens_role(pass);
@@ -260,12 +264,6 @@ __device__ __forceinline__ void store_stats(const Pass<P>& pass) {
   if (threadIdx.x == 0) pass.layer.stats[pass.layer.num_experts] = pass.call.tokens;
 }
 
-// The gate and lists used the ring's memory; behind the next barrier it belongs to the async proxy,
-// too.
-__device__ __forceinline__ void release_ring() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 // The block's part of the gate and of the quantization, by the math warps. Others wait for it if it
 // is shared: the logits, and in small passes what all blocks quantize, which they read when they
 // are past the logits. (Large ones read it when they are past the lists.)
@@ -273,18 +271,18 @@ template <typename P>
 __device__ __forceinline__ void gate_and_quantize(const Pass<P>& pass, bool math, bool quantizes,
                                                   bool shares) {
   const auto quantize = [&] {
-    if constexpr (P::kScaled) {
+    if constexpr (kScaled<P>) {
       if (quantizes) quantize_activations(pass);
     }
   };
   trace_math(pass, kGateRecord, &TraceRecord::begin);
-  if (math && P::kAlone && quantizes) {
+  if (math && kOwnStart<P> && quantizes) {
     quantize();
-    named_barrier<kGateThreads>(kOfMath);
+    named_barrier<kMathThreads>(kOfMath);
   }
   if (math && pass.call.gated) gate_logits(pass);
   if (shares && threadIdx.x == kWarpgroup) add_release_gpu(pass.barrier(kLogitsReady), 1);
-  if (math && !P::kAlone) quantize();
+  if (math && !kOwnStart<P>) quantize();
   trace_math_end(pass, kGateRecord, {TraceKind::kGate});
 }
 
@@ -292,11 +290,11 @@ __device__ __forceinline__ void gate_and_quantize(const Pass<P>& pass, bool math
 // that begin together ask together.
 template <typename P>
 __device__ __forceinline__ bool await_gate(const Pass<P>& pass, bool math) {
-  const std::uint32_t asks = P::kAlone ? 0 : math ? kWarpgroup : threadIdx.x & ~31u;
+  const std::uint32_t asks = kOwnStart<P> ? 0 : math ? kWarpgroup : threadIdx.x & ~31u;
   const bool arrived =
       threadIdx.x != asks || all_arrived(pass.waiter(), pass.barrier(kLogitsReady));
-  if constexpr (P::kAlone) return __syncthreads_and(arrived);
-  return math ? !named_barrier_any<kGateThreads>(kOfMath, !arrived) : __all_sync(~0u, arrived) != 0;
+  if constexpr (kOwnStart<P>) return __syncthreads_and(arrived);
+  return math ? !named_barrier_any<kMathThreads>(kOfMath, !arrived) : __all_sync(~0u, arrived) != 0;
 }
 
 // From activations to what every role needs to know. Of a small pass all but the scheduler's warp
@@ -321,10 +319,10 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
   // it, on one token and whatever numbers the last pass left, so that its code is in the caches
   // when the logits come. Where few blocks of a small pass have a part in the gate, theirs do not:
   // all wait for these. (In large passes the copy engine has the gate's loads under way.)
-  constexpr bool alone = P::kAlone;
+  constexpr bool alone = kOwnStart<P>;
   const std::uint32_t gate_units = call.gated ? GateGrid<P>(layer, call.tokens).units() : 0;
   const bool rehearses = !alone || blockIdx.x >= gate_units || gate_units > gridDim.x / 2;
-  const bool quantizes = P::kScaled && call.x_type != DType::kF8E4M3;
+  const bool quantizes = kScaled<P> && call.x_type != DType::kF8E4M3;
   const bool shares = call.gated || (alone && quantizes);
   const bool math = warp >= kWarpgroup / 32;
   // The math warps of a large pass route first; the loading warps, if there are tokens left, when
@@ -362,7 +360,8 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
       if constexpr (alone) {
         auto* const scratch = reinterpret_cast<std::uint8_t*>(block.ring);
         list_own_slots(layer, block, end * layer.top_k, scratch);
-        release_ring();
+        // The gate and lists used the ring's memory; from the next barrier on the async proxy does.
+        fence_async_proxy_shared();
         __syncthreads();
       } else {
         list_shared_slots(layer, block, pass.state().words, begin, end);
@@ -400,7 +399,8 @@ __device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
         state.log2_splits =
             alone ? log2_splits<P>(layer, pass.num_tiles(), state.shared_tiles.count) : 0;
         if constexpr (!kJoinedScales<P>) {
-          state.stage_shape = {num_stages<P>(state.max_height), stage_bytes<P>(state.max_height)};
+          state.stage_shape = {StageLayout<P>::count(state.max_height),
+                               StageLayout<P>::bytes(state.max_height)};
         }
       }
     }
@@ -424,25 +424,27 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) std::byte shared_memory[];
   auto& block = *reinterpret_cast<BlockStorage<P>*>(shared_memory);
   if (threadIdx.x == 0) {
+    constexpr Arrivals kArrivals = arrivals_of(P::kTokens);
     for (std::uint32_t s = 0; s < kMaxStages; ++s) {
-      init_barrier(shared_address(&block.full[s]), P::kAlone ? kFullArrivalsAlone : kFullArrivals);
-      init_barrier(shared_address(&block.empty[s]), kEmptyArrivals << call.paired);
+      init_barrier(shared_address(&block.full[s]), kArrivals.full);
+      init_barrier(shared_address(&block.empty[s]), kArrivals.empty << call.paired);
     }
     for (std::uint32_t s = 0; s < kTaskSlots; ++s) {
-      init_barrier(shared_address(&block.task_full[s]), kTaskFullArrivals);
-      init_barrier(shared_address(&block.task_empty[s]),
-                   P::kAlone ? kTaskEmptyArrivalsAlone : kTaskEmptyArrivals);
+      init_barrier(shared_address(&block.task_full[s]), kArrivals.task_full);
+      init_barrier(shared_address(&block.task_empty[s]), kArrivals.task_empty);
     }
-    if constexpr (!P::kAlone) {
+    if constexpr (P::kGate == GateLoads::kCopyEngine) {
       for (std::uint32_t s = 0; s < kGateStages; ++s) {
-        init_barrier(shared_address(&block.gate_full[s]), 1);
+        init_barrier(shared_address(&block.gate_full[s]), kArrivals.gate_full);
       }
-      for (std::uint64_t& full : block.packing.full)
-        init_barrier(shared_address(&full), kPackArrivals);
     }
-    init_barrier(shared_address(&block.demand), kDemandArrivals << call.paired);
-    init_barrier(shared_address(&block.ticket_full),
-                 P::kAlone ? kTicketArrivalsAlone : kTicketArrivals);
+    if constexpr (P::kTokens == TokenSource::kPacked) {
+      for (std::uint64_t& full : block.packing.full) {
+        init_barrier(shared_address(&full), kArrivals.packing);
+      }
+    }
+    init_barrier(shared_address(&block.demand), kArrivals.demand << call.paired);
+    init_barrier(shared_address(&block.ticket_full), kArrivals.ticket_full);
     fence_new_barriers();
     block.handed_out = 1;  // see describe_first
     auto& state = block.pass;
@@ -453,12 +455,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     state.words = layer.pass_words[state.epoch & 1];
     state.x = call.converts ? layer.converted : static_cast<const std::uint16_t*>(call.x);
     state.x_stride = call.converts ? layer.hidden : call.x_stride;
-    if (P::kScaled && call.x_type == DType::kF8E4M3) {
+    if (kScaled<P> && call.x_type == DType::kF8E4M3) {
       state.rows = static_cast<const std::byte*>(call.x);
       state.row_bytes = call.x_stride;
       state.row_scales = call.x_scales;
       state.row_scale_stride = call.x_scale_stride;
-    } else if (P::kScaled) {
+    } else if (kScaled<P>) {
       state.rows = layer.quantized;
       state.row_bytes = layer.hidden;
       state.row_scales = layer.quantized_scales;
@@ -467,10 +469,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       state.rows = reinterpret_cast<const std::byte*>(state.x);
       state.row_bytes = state.x_stride * static_cast<std::int64_t>(sizeof(std::uint16_t));
     }
-    constexpr std::uint32_t kLog2TileRows = 7, kLog2Halves = P::kHalves / 2;
-    static_assert(kTileRows == 1 << kLog2TileRows && P::kHalves == 1 << kLog2Halves);
-    state.log2_rows = kLog2TileRows + kLog2Halves + call.paired;
-    state.tables = tables_of(layer, block, P::kAlone);
+    constexpr std::uint32_t kLog2TileRows = 7, kLog2Boxes = kBoxes<P> / 2;
+    static_assert(kTileRows == 1 << kLog2TileRows && kBoxes<P> == 1 << kLog2Boxes);
+    state.log2_rows = kLog2TileRows + kLog2Boxes + call.paired;
+    state.tables = tables_of(layer, block, kOwnStart<P>);
     state.gate_slices = GateGrid<P>(layer, call.tokens).slices;
     state.log2_combine_chunk = log2_combine_chunk(call.tokens, gridDim.x);
   }
@@ -480,7 +482,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     block.pass.aborted = protocol::aborted(layer.heaps);
     if (block.pass.aborted) layer.failures->given_up = 1;
   }
-  if constexpr (!P::kAlone) {
+  if constexpr (!kOwnStart<P>) {
     for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) block.ranks.routed[e] = 0;
   }
   __syncthreads();
@@ -492,16 +494,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     // has made its barriers and left its ring to the tasks: it has seen all blocks arrive, with
     // their lists.
     if (!math) {
-      cutlass::arch::warpgroup_reg_dealloc<P::kLoadingRegisters>();
+      cutlass::arch::warpgroup_reg_dealloc<P::kRegisters.loading>();
       loading_group<kGated>(pass);
     } else {
-      if constexpr (!P::kAlone) {
+      if constexpr (!P::kOneRank) {
         if (pass.distributed()) send_first_slots(pass);
       }
       clear_next_words(pass);
-      if constexpr (!P::kAlone) pack_first_rows(pass);
+      if constexpr (P::kTokens == TokenSource::kPacked) pack_first_rows(pass);
       if (!block.pass.plan_failed) {
-        cutlass::arch::warpgroup_reg_alloc<P::kMathRegisters>();
+        cutlass::arch::warpgroup_reg_alloc<P::kRegisters.math>();
         math_role<kKind, kGated>(pass);
       }
     }

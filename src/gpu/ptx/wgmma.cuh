@@ -10,16 +10,17 @@
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <utility>
 
-#include "gpu/policy.h"
+#include "gpu/ptx/machine.h"
+#include "switchyard/tensor.h"
 
 namespace switchyard::gpu {
 
-inline constexpr int kSwizzleRowBytes = 128;
-inline constexpr int kSwizzleAtomBytes = 8 * kSwizzleRowBytes;
+// Bytes of k that one instruction multiplies, whatever the element type.
+inline constexpr int kInstructionBytes = 32;
 
-// Of a K-major operand whose first element is at `address` (a multiple of 1024 bytes, plus the
-// offset of a K step within the row). Here in two words, of which only the lower depends on the
-// address: the compiler would add 64-bit numbers.
+// The low word of the descriptor of a K-major operand whose first element is at `address`: a
+// multiple of 1024 bytes, plus the offset of a K step within the row. Only this word depends on the
+// address, so the compiler need not add 64-bit numbers.
 __device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t address) {
   constexpr std::uint32_t kLeadingByteOffset = 1 << 16;  // not used with this swizzle
   return (address >> 4) | kLeadingByteOffset;
@@ -31,7 +32,6 @@ __device__ __forceinline__ std::uint64_t swizzled_descriptor(std::uint32_t matri
   return std::uint64_t{descriptor.reg32_[1]} << 32 | matrix_address;
 }
 
-// D[64, N] += A[64, kInstructionK] B[N, kInstructionK]^T.
 template <DType kType, int N>
 struct Instruction;
 #define SWITCHYARD_INSTRUCTIONS(n)                                                       \
@@ -61,12 +61,22 @@ __device__ __forceinline__ void multiply(std::uint64_t a, std::uint64_t b, float
 }
 }  // namespace detail
 
-// Issues D (+)= A B^T; the result is there after the warpgroup has waited for its commit group.
-template <typename P, int N>
+// Issues D (+)= A B^T on operands of type kType. The result is there after the warpgroup has waited
+// for its commit group.
+template <DType kType, int N>
 __device__ __forceinline__ void multiply(std::uint64_t a, std::uint64_t b, float (&acc)[N / 2],
                                          bool accumulate) {
-  detail::multiply<Instruction<P::kCompute, N>>(a, b, acc, accumulate,
-                                                std::make_integer_sequence<int, N / 2>());
+  detail::multiply<Instruction<kType, N>>(a, b, acc, accumulate,
+                                          std::make_integer_sequence<int, N / 2>());
+}
+
+// Waits for the warpgroup's products in `sums`. The compiler does not know that a wait is for
+// accumulators: without a fence for each it may compute with them before.
+template <int kCount>
+__device__ __forceinline__ void await_all_products(float (&sums)[kCount]) {
+  cute::warpgroup_wait<0>();
+#pragma unroll
+  for (float& sum : sums) cute::warpgroup_fence_operand(sum);
 }
 
 }  // namespace switchyard::gpu

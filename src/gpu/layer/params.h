@@ -7,9 +7,10 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "gpu/heap.h"
-#include "gpu/policy.h"
-#include "gpu/trace_record.h"
+#include "gpu/exchange/heap.h"
+#include "gpu/layer/policy.h"
+#include "gpu/pipeline/failures.h"
+#include "gpu/pipeline/trace_record.h"
 #include "protocol/layout.h"
 #include "protocol/partition.h"
 #include "routing/route_warp.cuh"
@@ -135,12 +136,6 @@ struct BadId {
   }
 };
 
-// What became of passes, in the host's memory. Kernels write these words, the host clears them.
-struct Failures {
-  std::uint64_t bad_id;  // a BadId; 0: none
-  std::uint32_t given_up;
-};
-
 struct LayerParams {
   FfnParams routed, shared;
   protocol::Heaps heaps;
@@ -254,8 +249,6 @@ KernelEntry kernel_entry();  // in the object that was compiled for it
 // compiled.
 KernelEntry find_kernel(const Activation& activation, DType compute, bool traced);
 
-inline constexpr std::uint32_t kPair = 2;
-inline constexpr int kRowGroup = 8;  // rows of gate, then rows of up: see FfnParams
 inline constexpr int kMaxGateSlices = 16;
 inline constexpr int kGateBoxRows = 64;
 // Rows that a pack warp waits for, and packs, together.
@@ -263,7 +256,5 @@ inline constexpr std::uint32_t kPackedTogether = 16;
 // What the gate is cut up for, whatever the number of blocks: so that the bits do not depend on it.
 inline constexpr std::uint32_t kNominalBlocks = 128;
 inline constexpr int kMaxDeviceExperts = 512;
-// Small passes may split GEMM2 over K into so many parts; see log2_splits in plan.cuh.
-inline constexpr int kMaxLog2Splits = 2;
 
 }  // namespace switchyard::gpu

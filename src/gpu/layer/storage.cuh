@@ -1,102 +1,33 @@
 // The shared memory of a block, the ring in it, and who arrives on which barrier.
 #pragma once
 
-#include "gpu/layer_params.h"
-#include "gpu/sync.cuh"
-#include "gpu/wgmma.cuh"
+#include "gpu/layer/params.h"
+#include "gpu/pipeline/ring.cuh"
+#include "gpu/ptx/bulk_copy.cuh"
+#include "gpu/ptx/cluster.cuh"
+#include "gpu/ptx/compiler.cuh"
+#include "gpu/ptx/convert.cuh"
+#include "gpu/ptx/mma.cuh"
+#include "gpu/ptx/wgmma.cuh"
+#include "gpu/tile/task.h"
 
 namespace switchyard::gpu {
 
-// A block is a loading warpgroup, whose warps have roles of their own, and the math warpgroups.
-// (More threads would leave the kernel fewer registers at entry than the widest matrix instruction
-// has operands, and ptxas asks for those whatever setmaxnreg says later.)
-inline constexpr int kMathWarps = 4 * kMathGroups;
-inline constexpr int kThreads = kWarpgroup * (1 + kMathGroups);
-// Small passes have two warps that gather tokens, large ones one that loads packed tiles of them
-// and one that packs tiles.
-enum LoadingWarp : int { kWeightsWarp, kSchedulerWarp, kTokensWarp, kPackWarp };
-inline constexpr int kGatherWarps = 4 - kTokensWarp;
-inline constexpr int kGatherThreads = 32 * kGatherWarps;
-// Registers of each thread at launch: the SM's 65,536 shared out in steps of 8.
-inline constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-// When the roles part, setmaxnreg hands out what the block got at launch, and no more: a warpgroup
-// that asks for registers beyond those waits for ever, without a deadline. See docs/decisions/0008.
-template <typename P>
-constexpr bool registers_suffice() {
-  constexpr auto valid = [](int registers) {
-    return registers % 8 == 0 && registers >= 24 && registers <= 256;
-  };
-  return valid(P::kLoadingRegisters) && valid(P::kMathRegisters) &&
-         kWarpgroup * (P::kLoadingRegisters + kMathGroups * P::kMathRegisters) <=
-             kThreads * kLaunchRegisters;
-}
-template <typename... P>
-constexpr bool all_registers_suffice = (registers_suffice<P>() && ...);
-static_assert(
-    all_registers_suffice<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>>,
-    "the roles want more registers than the launch gives the block");
-
-// A stage holds kStageRowBytes of each of the task's weight rows, which are 128 or a multiple, and
-// of the tile's tokens.
-static_assert(kStageRowBytes == kSwizzleRowBytes);
-inline constexpr std::uint32_t kBoxBytes = kTileRows * kStageRowBytes;
-inline constexpr std::uint32_t kRingBytes = 192 * 1024, kMaxStages = 12, kGateStages = 8;
-template <typename P>
-inline constexpr std::uint32_t kMaxHeight = static_cast<std::uint32_t>(P::kTileShape.max_height);
+// Of the gate, which uses the ring before the tasks do.
+inline constexpr std::uint32_t kGateStages = 8;
 template <typename P>
 inline constexpr std::uint32_t kSlotRows = static_cast<std::uint32_t>(P::kSlotRows);
-// Large passes with scales have, with each stage, the products of its tokens' scales with those of
-// its weights, which are two: of gate and up, or of the first 128 rows and the next. Small passes
-// have both kinds of scales as they are.
+// Additions that tell of a tile when a block has stored its part: see Teller.
 template <typename P>
-inline constexpr bool kJoinedScales = P::kScaled && !P::kAlone;
-// A stage has room for tiles of at most `height` tokens; where math warps are short of registers,
-// for all, so that they know its size when they are compiled.
-template <typename P>
-SWITCHYARD_HOST_DEVICE constexpr std::uint32_t stage_bytes(std::uint32_t height) {
-  return P::kHalves * kBoxBytes + (kJoinedScales<P> ? kMaxHeight<P> : height) * kStageRowBytes;
-}
-template <typename P>
-SWITCHYARD_HOST_DEVICE constexpr std::uint32_t num_stages(std::uint32_t height) {
-  const std::uint32_t fit = kRingBytes / stage_bytes<P>(height);
-  return fit < kMaxStages ? fit : kMaxStages;
-}
-// Of a stage, in floats: the weights' four (FfnParams::gemm1_scales) and one for each token; or two
-// for each.
-inline constexpr std::uint32_t kWeightScales = 4, kScaleSets = 2;
-template <typename P>
-inline constexpr std::uint32_t kScaleBytes =
-    static_cast<std::uint32_t>(sizeof(float) * (kJoinedScales<P> ? kScaleSets * kMaxHeight<P>
-                                                                 : kWeightScales + kMaxHeight<P>));
-// Who tells other blocks that the block has stored its part of a tile. To tell means to wait until
-// all of it has reached the L2 cache, 1 us: the scheduler does that while the math warps are at the
-// next tile. In small passes somebody waits for it, and each math warpgroup tells for itself.
-template <typename P>
-inline constexpr std::uint32_t kTellers = P::kAlone ? kMathGroups : 1;
+inline constexpr std::uint32_t kTellers = P::kTeller == Teller::kMath ? kMathGroups : 1;
 // The task in work, of which the math warps read again what they need, and those after it.
 inline constexpr std::uint32_t kTaskSlots = 4;
 // Where a math warpgroup turns its 64 rows of weights into rows of tokens: two buffers of so many.
 template <typename P>
-inline constexpr int kStagedTokens = P::kAlone ? 32 : 16;
-template <typename P>
-inline constexpr int kStagingBytes = 2 * kStagedTokens<P>* kSwizzleRowBytes;
-
-// Arrivals that complete one phase of each barrier.
-inline constexpr int kFullArrivals = 1 + 1;                    // weights and tokens, with bytes
-inline constexpr int kFullArrivalsAlone = 1 + kGatherThreads;  // weights with bytes; each thread
-inline constexpr int kEmptyArrivals = kMathWarps;  // of each block that loads into the stage
-inline constexpr int kDemandArrivals = 2;  // weights and tokens, or math; of each block of a pair
-inline constexpr int kTicketArrivals = 1;  // the scheduler of the other block
-inline constexpr int kTicketArrivalsAlone = kGatherThreads;    // once, in gather's rehearsal
-inline constexpr int kTaskFullArrivals = 1;                    // the scheduler
-inline constexpr int kTaskEmptyArrivals = 1 + 1 + kMathWarps;  // weights, tokens, math: by warp
-inline constexpr int kTaskEmptyArrivalsAlone = 1 + kGatherWarps + kMathWarps;
-inline constexpr int kPackArrivals = 1;  // the pack warp, with bytes
+inline constexpr int kStagingBytes = 2 * P::kStagedTokens* kSwizzleRowBytes;
 
 // See Pass::quantizes_late.
 inline constexpr std::uint32_t kLateRows = 8, kLateStages = 8;
-// Tokens come into the ring in units of so many rows.
-inline constexpr std::uint32_t kUnitRows = 16;
 
 // A row of an expert's list: which slot (token, k) it is.
 struct RowEntry {
@@ -121,78 +52,18 @@ struct RowEntry {
   }
 };
 
-enum class Work : std::uint32_t { kGemm1, kGemm2, kCombine, kStop };
-
 inline constexpr std::uint32_t kNoMore = 1u << 31;
-
-// A task as the scheduler hands it to the other roles.
-struct TaskDescriptor {
-  Work work;
-  std::uint32_t units;     // height of the tile in steps of kUnitRows
-  std::uint32_t k_blocks;  // stages of the K loop
-  std::uint32_t first_k_block;
-  std::uint32_t split;  // which part of K, where GEMM2 is split
-  std::uint32_t tile;
-  std::uint32_t block;      // of output rows; the chunk of a combine task
-  std::uint32_t rows;       // of the tile
-  std::uint32_t first_row;  // of the tile, in its expert
-  std::uint32_t expert;     // of this rank
-  std::uint32_t shared;     // 1: of the shared expert
-  std::uint32_t one_tile;   // 1: no other tile reads these weights
-  // 1: of a pair's blocks each has a tile of its own and both the same weight rows; 0: they have
-  // the same tile.
-  std::uint32_t two_tiles;
-  // Of the tile's rows, where there is one rank; null: the tokens themselves, in order.
-  const std::uint32_t* list;
-};
 
 // In large passes, of the one token that is rehearsed.
 template <typename P>
 struct OwnRouting {
-  static constexpr std::uint32_t kTokens = P::kAlone ? P::kSmallTokens : 1;
-  static constexpr std::uint32_t kSlots = P::kAlone ? kMaxOwnSlots : protocol::kMaxTopK;
+  static constexpr bool kAll = P::kStart == Start::kEveryBlock;
+  static constexpr std::uint32_t kTokens = kAll ? P::kSmallTokens : 1;
+  static constexpr std::uint32_t kSlots = kAll ? kMaxOwnSlots : protocol::kMaxTopK;
   std::int32_t ids[kSlots];
   float weights[kSlots + kTokens];  // [T, cells_per_token]
   std::uint16_t positions[kSlots];
   std::uint32_t lists[kSlots];
-};
-
-// The ring, at addresses in shared memory.
-template <typename P, bool kFixed = kJoinedScales<P>>
-struct StageShape {
-  std::uint32_t stages, stage_bytes;
-};
-template <typename P>
-struct StageShape<P, true> {
-  static constexpr std::uint32_t stages = num_stages<P>(0), stage_bytes = gpu::stage_bytes<P>(0);
-};
-template <typename P>
-struct Ring : StageShape<P> {
-  std::uint32_t base, full, empty, scales;
-
-  __device__ std::uint32_t weights(std::uint32_t stage) const {
-    return base + stage * this->stage_bytes;
-  }
-  __device__ std::uint32_t tokens(std::uint32_t stage) const {
-    return weights(stage) + P::kHalves * kBoxBytes;
-  }
-  __device__ std::uint32_t weight_scales(std::uint32_t stage) const {
-    return scales + stage * kScaleBytes<P>;
-  }
-  __device__ std::uint32_t token_scales(std::uint32_t stage) const {
-    return weight_scales(stage) + kWeightScales * sizeof(float);
-  }
-  __device__ std::uint32_t joined_scales(std::uint32_t stage, std::uint32_t set) const {
-    return scales + stage * kScaleBytes<P> + set * kMaxHeight<P> * sizeof(float);
-  }
-  __device__ std::uint32_t full_barrier(std::uint32_t stage) const { return full + 8 * stage; }
-  __device__ std::uint32_t empty_barrier(std::uint32_t stage) const { return empty + 8 * stage; }
-
-  // Waits until what the stage held before is used up; see wait_ring().
-  template <bool kWarp = false>
-  __device__ bool await_free(const Waiter& waiter, const RingPlace& place) const {
-    return wait_ring<kWarp>(waiter, empty_barrier(place.stage), place.parity ^ 1);
-  }
 };
 
 // Where the routing of a pass is. Small passes keep it in every block's shared memory, large ones
@@ -207,20 +78,21 @@ struct RoutingTables {
 
 // What a policy with scales needs beside: the ring's, and, of low tiles, the largest magnitude that
 // each math warpgroup found in its columns of h of every token.
-template <typename P, bool kScaled = P::kScaled>
+template <typename P, bool = kScaled<P>>
 struct QuantizedTile {};
 template <typename P>
 struct QuantizedTile<P, true> {
-  alignas(16) std::byte scales[num_stages<P>(P::kTileShape.least) * kScaleBytes<P>];
+  alignas(16) std::byte
+      scales[StageLayout<P>::count(P::kTile.token_rows.least) * StageLayout<P>::kScaleBytes];
   float most[kMathGroups][kInstructionRows];
 };
 
 // Where rows come from and go to, where there are several ranks. Sources are told by their distance
 // from the owner of the expert.
-template <typename P, bool kAlone = P::kAlone>
+template <typename P, Start = P::kStart>
 struct RankTables {};
 template <typename P>
-struct RankTables<P, false> {
+struct RankTables<P, Start::kShared> {
   static constexpr int kMost = kMaxDeviceExperts + kMaxDeviceRanks;
   union {
     // [own experts, ranks]: of each source's rows in the expert's, the first.
@@ -240,10 +112,10 @@ inline constexpr std::uint32_t kScalesAtOnce = 4;
 // Of a group of rows each buffer is filled an even number of times, so that its barrier has the
 // same parity at the next.
 static_assert(kPackedTogether / kPackPieces % (2 * kPackBuffers) == 0);
-template <typename P, bool kAlone = P::kAlone>
+template <typename P, TokenSource = P::kTokens>
 struct PackStorage {};
 template <typename P>
-struct PackStorage<P, false> {
+struct PackStorage<P, TokenSource::kPacked> {
   alignas(128) std::byte pieces[kPackBuffers][kPackPieces][kPackPieceBytes];
   alignas(8) std::uint64_t full[kPackBuffers];
 };
@@ -262,7 +134,7 @@ struct PassState {
   const float* row_scales;
   std::int64_t row_scale_stride;
   RoutingTables tables;
-  StageShape<P> stage_shape;
+  StageShape<StageLayout<P>> stage_shape;
   protocol::TokenTiles shared_tiles;
   std::uint32_t log2_rows;           // of the weight rows of a task, of a pair's if there are pairs
   std::uint32_t gate_slices;         // that logits are sums of
@@ -285,7 +157,7 @@ template <typename P>
 struct BlockStorage {
   alignas(1024) std::byte ring[kRingBytes];
   alignas(1024) std::byte staging[kMathGroups][kStagingBytes<P>];
-  alignas(16) TaskDescriptor tasks[kTaskSlots];
+  alignas(16) TileTask tasks[kTaskSlots];
   alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
   alignas(8) std::uint64_t task_full[kTaskSlots], task_empty[kTaskSlots], demand, ticket_full;
   alignas(8) std::uint64_t gate_full[kGateStages];    // large passes
@@ -316,20 +188,6 @@ constexpr bool fit = ((kSharedBytes<P> <= std::size_t{227} * 1024) && ...);
 static_assert(fit<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>>,
               "the block's shared memory is full");
 
-// Named barriers beside that of __syncthreads(): the math warps' before their role; in it, 1 and 2,
-// one for each warpgroup, and one for both; and, of large passes, the loading warps'; that of the
-// math warps, which wait for the scheduler's to place tiles; and that of the pack warp, which waits
-// for these and for the math warps to place what is to be sent.
-enum NamedBarrier : std::uint32_t {
-  kOfMath = 1,
-  kBothGroups = 3,
-  kOfLoading,
-  kTilesPlaced,
-  kAllPlaced
-};
-inline constexpr int kMathAndScheduler = 32 * (kMathWarps + 1);
-inline constexpr int kMathSchedulerAndPack = 32 * (kMathWarps + 2);
-
 // Which math warpgroup the thread is in, asked anew wherever it is needed: the sums leave no
 // register to keep it in.
 __device__ __forceinline__ std::uint32_t math_group() {
@@ -347,17 +205,18 @@ struct Pass {
   BlockStorage<P>& block;
 
   __device__ const PassState<P>& state() const { return block.pass; }
-  __device__ Ring<P> ring() const {
-    Ring<P> ring{state().stage_shape, shared_address(block.ring), shared_address(block.full),
-                 shared_address(block.empty), 0};
-    if constexpr (P::kScaled) ring.scales = shared_address(block.quantized.scales);
-    return ring;
+  __device__ Lifetime life() const {
+    return {layer.heaps, layer.failures, layer.deadline_ns, block.pass.epoch, block.pass.going};
   }
-  __device__ Waiter waiter() const {
-    return {&layer.heaps, &layer.failures->given_up, &block.pass.going, block.pass.epoch,
-            layer.deadline_ns};
+  __device__ Pipeline<StageLayout<P>> pipeline() const {
+    const std::byte* scales = nullptr;
+    if constexpr (kScaled<P>) scales = block.quantized.scales;
+    return {life(),     block.pass.stage_shape, block.ring, block.full, block.empty, scales,
+            call.paired};
   }
-  __device__ bool goes_on() const { return *waiter().going == Going::kOn; }
+  __device__ Ring<StageLayout<P>> ring() const { return pipeline().ring(); }
+  __device__ Waiter waiter() const { return life().waiter(); }
+  __device__ bool goes_on() const { return life().goes_on(); }
   __device__ const FfnParams& ffn(bool shared) const {
     return shared ? layer.shared : layer.routed;
   }
@@ -377,11 +236,11 @@ struct Pass {
   // Small passes in FP8 of so few rows and columns of h that each task of GEMM2 makes its codes for
   // itself, at once: that is done before anybody has found out who has stored last.
   __device__ bool quantizes_late() const {
-    return P::kAlone && P::kScaled && call.tokens <= kLateRows && layer.h_groups <= kLateStages;
+    return kQuantizesStoredRows<P> && call.tokens <= kLateRows && layer.h_groups <= kLateStages;
   }
   // The others: the last warpgroup that has stored a part of a group makes its codes, and tells.
   __device__ bool quantizes_together() const {
-    return P::kAlone && P::kScaled && !quantizes_late();
+    return kQuantizesStoredRows<P> && !quantizes_late();
   }
   // In small passes, of a group of 128 columns of the tile's h: four bits of the word, which count
   // who has stored a part of it.
@@ -412,17 +271,17 @@ struct Pass {
     return static_cast<std::uint32_t>(std::uint64_t{call.tokens} * of_block / gridDim.x);
   }
   // Several ranks, or one that has all experts.
-  __device__ bool distributed() const { return !P::kAlone && layer.heaps.size() > 1; }
+  __device__ bool distributed() const { return !P::kOneRank && layer.heaps.size() > 1; }
   __device__ int rank_at(std::uint32_t distance) const {
     const int rank = layer.heaps.rank + static_cast<int>(distance), size = layer.heaps.size();
     return rank < size ? rank : rank - size;
   }
   // This rank's experts, and its tiles and rows, the shared expert's first.
   __device__ std::uint32_t first_expert() const {
-    return P::kAlone ? 0 : static_cast<std::uint32_t>(layer.first_expert);
+    return P::kOneRank ? 0 : static_cast<std::uint32_t>(layer.first_expert);
   }
   __device__ std::uint32_t local_experts() const {
-    return static_cast<std::uint32_t>(P::kAlone ? layer.num_experts : layer.local_experts);
+    return static_cast<std::uint32_t>(P::kOneRank ? layer.num_experts : layer.local_experts);
   }
   __device__ std::uint32_t num_tiles() const {
     return block.tile_begin[first_expert() + local_experts()];
@@ -433,8 +292,7 @@ struct Pass {
     return block.ranks
         .send_begin[layer.levels * static_cast<std::uint32_t>(layer.heaps.size() - 1)];
   }
-  // What flags of the pass are raised to.
-  __device__ std::uint32_t flag() const { return static_cast<std::uint32_t>(state().epoch) + 1; }
+  __device__ std::uint32_t flag() const { return life().flag(); }
   // The place of an expert's row at `position`, counted over whole tiles of most rows.
   __device__ static std::uint32_t place_of(const protocol::TokenTiles& cut,
                                            std::uint32_t first_tile, std::uint32_t position) {

@@ -1,6 +1,6 @@
 // The layer kernel, compiled for one policy and one activation at a time: SWITCHYARD_POLICY,
 // SWITCHYARD_KIND, which is an ActivationKind, and SWITCHYARD_GATED, true or false.
-#include "gpu/layer_kernel.cuh"
+#include "gpu/layer/kernel.cuh"
 
 namespace switchyard::gpu {
 

@@ -1,0 +1,150 @@
+// What the type that a layer computes in fixes about its kernels: a policy for large passes and one
+// for small passes, for the host and for the kernels.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "gpu/tile/config.h"
+
+namespace switchyard::gpu {
+
+// Who routes a pass's tokens.
+enum class Start {
+  kShared,     // each block its share; then all blocks wait for each other's lists
+  kEveryBlock  // each block all tokens, for itself: that saves a barrier of all blocks
+};
+// Which of the host's two launches a kernel is for. Small passes have at most a policy's
+// kSmallTokens and kSmallLogits; with more logits every block's routing takes longer than the
+// barrier that it saves. How many that are is measured, see docs/decisions/0020.
+enum class PassSize { kSmall, kLarge };
+// How the gate's product gets its operands.
+enum class GateLoads {
+  kCaches,     // every warp loads what it multiplies
+  kCopyEngine  // through the ring, into warpgroup instructions
+};
+// Who tells other blocks that a block has stored its part of a tile. Telling means to wait until
+// all of it has reached the L2 cache, 1 us.
+enum class Teller {
+  kScheduler,  // while the math warps are at the next tile
+  kMath        // each for itself, at once: for passes in which another block waits for it
+};
+
+inline constexpr std::uint32_t kMaxOwnSlots = 512;  // of passes that every block routes
+
+// What large passes have in common.
+struct LargePass {
+  static constexpr bool kTraced = false;
+  static constexpr PassSize kSize = PassSize::kLarge;
+  static constexpr Start kStart = Start::kShared;
+  static constexpr TokenSource kTokens = TokenSource::kPacked;
+  static constexpr GateLoads kGate = GateLoads::kCopyEngine;
+  static constexpr Teller kTeller = Teller::kScheduler;
+  static constexpr bool kOneRank = false;  // the only rank, as far as the compiler knows
+  // Tokens that a math warpgroup turns from its 64 weight rows into rows of tokens at a time.
+  static constexpr int kStagedTokens = 16;
+  // Between the scheduler's looks at its barriers: a warp that asks all the time takes turns at the
+  // instruction units from the math warps.
+  static constexpr unsigned kSchedulerRestNs = 32;
+};
+
+struct BF16Policy : LargePass {
+  static constexpr Numerics kNumerics{
+      .weight = DType::kBF16, .token = DType::kBF16, .scale_group = 0};
+  static constexpr TileConfig kTile{.weight_rows = kTileRows,
+                                    .token_rows = {256, 32, 16},
+                                    .stages = kMaxStages,
+                                    .orientation = Orientation::kWeightMajor,
+                                    .cluster = kPair,
+                                    .most_log2_split = 0};
+  // Rows of a slot for tiles of h. Small passes have the slots of large ones.
+  static constexpr int kSlotRows = kTile.max_height();
+  static constexpr RoleRegisters kRegisters{.loading = 88, .math = 208};
+  // When the weights of so many stages are still to be asked for, the next task must be known, lest
+  // the ring run dry. A ticket taken earlier is a task that nobody else can do.
+  static constexpr std::uint32_t kStagesAhead = 12;
+  // Loads of a lane that are in flight together when a warp copies a row.
+  static constexpr std::uint32_t kCopyVectors = 8;
+  static constexpr int kSmallTokens = 32, kSmallLogits = 6144;
+};
+
+// E4M3 with scales: of weights for every 128 x 128, of tokens for every 128 columns. A stage is 128
+// columns deep; its products are summed by the matrix unit, which keeps few bits, and then in fp32.
+// That takes a second set of accumulators, so tiles have half as many tokens; they have twice as
+// many weight rows, which for a gated FFN make 128 columns of h: what shares a scale.
+struct FP8Policy : LargePass {
+  static constexpr Numerics kNumerics{
+      .weight = DType::kF8E4M3, .token = DType::kF8E4M3, .scale_group = kQuantGroup};
+  static constexpr TileConfig kTile{.weight_rows = 2 * kTileRows,
+                                    .token_rows = {128, 128, 16},
+                                    .stages = kMaxStages,
+                                    .orientation = Orientation::kTokenMajor,
+                                    .cluster = kPair,
+                                    .most_log2_split = 0};
+  static constexpr int kSlotRows = kTile.max_height();
+  static constexpr RoleRegisters kRegisters{.loading = 72, .math = 216};
+  static constexpr std::uint32_t kStagesAhead = 6;
+  static constexpr std::uint32_t kCopyVectors = 4;  // the loading warps have few registers
+  static constexpr int kSmallTokens = 32, kSmallLogits = 3072;
+};
+
+// Small passes, with few tokens and the smallest tasks.
+template <typename P>
+struct SmallPass : P {
+  static constexpr PassSize kSize = PassSize::kSmall;
+  static constexpr TileConfig kTile{
+      .weight_rows = kTileRows,
+      .token_rows = {std::max(P::kSmallTokens, P::kTile.token_rows.least), P::kSmallTokens,
+                     P::kTile.token_rows.least},
+      .stages = kMaxStages,
+      .orientation = Orientation::kWeightMajor,
+      .cluster = 1,
+      .most_log2_split = 2};
+  static constexpr Start kStart = Start::kEveryBlock;
+  static constexpr TokenSource kTokens = TokenSource::kGathered;
+  static constexpr GateLoads kGate = GateLoads::kCaches;
+  static constexpr Teller kTeller = Teller::kMath;
+  static constexpr bool kOneRank = true;
+  static constexpr RoleRegisters kRegisters{.loading = 152, .math = 176};
+  static constexpr std::uint32_t kStagesAhead = 4;
+  static constexpr int kStagedTokens = 32;
+  static constexpr unsigned kSchedulerRestNs = 0;
+};
+// A layer with several ranks counts its rows between a shared start's lists and its tiles.
+template <typename P>
+constexpr bool valid_policy() {
+  return suffice(P::kRegisters) && (P::kOneRank || P::kStart == Start::kShared) &&
+         P::kTile.cluster <= static_cast<int>(kPair) &&
+         P::kNumerics.weight_bytes() == P::kNumerics.token_bytes();
+}
+static_assert(valid_policy<BF16Policy>() && valid_policy<SmallPass<BF16Policy>>() &&
+                  valid_policy<FP8Policy>() && valid_policy<SmallPass<FP8Policy>>(),
+              "the roles want more registers than the launch gives the block, or the like");
+
+template <typename P>
+inline constexpr bool kOwnStart = P::kStart == Start::kEveryBlock;
+
+// Kernels that write down when their roles did what.
+template <typename P>
+struct Traced : P {
+  static constexpr bool kTraced = true;
+};
+
+// Small passes may split GEMM2 over K into so many parts; see log2_splits().
+inline constexpr int kMaxLog2Splits = SmallPass<BF16Policy>::kTile.most_log2_split;
+
+// A policy of large passes as values, for the host.
+struct PolicyFacts {
+  Numerics numerics;
+  TileConfig tile;
+  int small_tokens, small_logits;  // of a small pass, at most
+
+  // Columns and rows that a matrix is filled up to, for the copy engine.
+  int alignment() const { return 16 / numerics.weight_bytes(); }
+};
+template <typename P>
+constexpr PolicyFacts facts_of() {
+  return {P::kNumerics, P::kTile, P::kSmallTokens, P::kSmallLogits};
+}
+
+}  // namespace switchyard::gpu

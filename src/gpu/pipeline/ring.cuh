@@ -1,0 +1,87 @@
+// A ring of stages in shared memory, between the roles that fill it and the warps that drain it.
+// Each stage has a `full` and an `empty` barrier.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gpu/pipeline/wait.cuh"
+
+namespace switchyard::gpu {
+
+// A stage of the ring, and the parity of its current use.
+struct RingPlace {
+  std::uint32_t stage = 0;
+  std::uint32_t parity = 0;
+
+  __device__ void advance(std::uint32_t stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// How many stages there are, and of what size. A Layout says what a stage holds: weights, then
+// tokens at kTokensAt, and elsewhere kScaleBytes of scales. With kFixed the compiler knows the
+// sizes; otherwise each pass chooses them.
+template <typename Layout, bool kFixed = Layout::kFixed>
+struct StageShape {
+  std::uint32_t stages, stage_bytes;
+};
+template <typename Layout>
+struct StageShape<Layout, true> {
+  static constexpr std::uint32_t stages = Layout::kStages, stage_bytes = Layout::kStageBytes;
+};
+
+// The ring, at addresses in shared memory.
+template <typename Layout>
+struct Ring : StageShape<Layout> {
+  std::uint32_t base, full, empty, scale_base;
+
+  __device__ std::uint32_t weights(std::uint32_t stage) const {
+    return base + stage * this->stage_bytes;
+  }
+  __device__ std::uint32_t tokens(std::uint32_t stage) const {
+    return weights(stage) + Layout::kTokensAt;
+  }
+  // A stage's scales: its weights', then its tokens'; or two sets of products of both.
+  __device__ std::uint32_t weight_scales(std::uint32_t stage) const {
+    return scale_base + stage * Layout::kScaleBytes;
+  }
+  __device__ std::uint32_t token_scales(std::uint32_t stage) const {
+    return weight_scales(stage) + Layout::kTokenScalesAt;
+  }
+  __device__ std::uint32_t joined_scales(std::uint32_t stage, std::uint32_t set) const {
+    return scale_base + stage * Layout::kScaleBytes + set * Layout::kScaleSetBytes;
+  }
+  __device__ std::uint32_t full_barrier(std::uint32_t stage) const { return full + 8 * stage; }
+  __device__ std::uint32_t empty_barrier(std::uint32_t stage) const { return empty + 8 * stage; }
+
+  // Waits until what the stage held before is used up; see wait_ring().
+  template <bool kWarp = false>
+  __device__ bool await_free(const Waiter& waiter, const RingPlace& place) const {
+    return wait_ring<kWarp>(waiter, empty_barrier(place.stage), place.parity ^ 1);
+  }
+};
+
+// The ring as a role sees it, and whom it shares it with.
+template <typename Layout>
+struct Pipeline {
+  Lifetime life;
+  const StageShape<Layout>& shape;
+  const std::byte* bytes;
+  const std::uint64_t *full, *empty;
+  const std::byte* scales;      // null where stages have none
+  const std::uint32_t& paired;  // 1: the pair's blocks fill each other's rings, too
+
+  __device__ Ring<Layout> ring() const {
+    Ring<Layout> ring{shape, shared_address(bytes), shared_address(full), shared_address(empty), 0};
+    if constexpr (Layout::kScaleBytes != 0) ring.scale_base = shared_address(scales);
+    return ring;
+  }
+  __device__ Waiter waiter() const { return life.waiter(); }
+  __device__ bool goes_on() const { return life.goes_on(); }
+};
+
+}  // namespace switchyard::gpu

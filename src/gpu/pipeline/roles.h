@@ -1,0 +1,105 @@
+// Who is in a block, and from that how many arrivals complete one phase of each barrier.
+#pragma once
+
+#include <cstdint>
+
+#include "gpu/ptx/machine.h"
+
+namespace switchyard::gpu {
+
+// A block is a loading warpgroup, whose warps have roles of their own, and the math warpgroups.
+// (More threads would leave the kernel fewer registers at entry than the widest matrix instruction
+// has operands, and ptxas asks for those whatever setmaxnreg says later.)
+inline constexpr int kMathGroups = 2;
+inline constexpr int kMathWarps = kWarpgroup / 32 * kMathGroups;
+inline constexpr int kMathThreads = 32 * kMathWarps;
+inline constexpr int kThreads = kWarpgroup * (1 + kMathGroups);
+inline constexpr int kWarps = kThreads / 32;
+
+// How tokens come into the ring.
+enum class TokenSource {
+  kPacked,    // one warp loads packed tiles; another packs them
+  kGathered,  // two warps copy rows from where they are
+};
+
+// The ring of stages in a block's shared memory: see pipeline/ring.cuh.
+inline constexpr std::uint32_t kRingBytes = 192 * 1024, kMaxStages = 12;
+
+struct RoleWarps {
+  int first, count;
+  constexpr int threads() const { return 32 * count; }
+};
+// The table of roles.
+struct BlockRoles {
+  RoleWarps weights;    // asks for the tasks' weights
+  RoleWarps scheduler;  // hands tasks to all other roles
+  RoleWarps tokens;     // loads or gathers the tasks' tokens
+  RoleWarps pack;       // packs rows into tiles
+  RoleWarps math;       // multiplies
+};
+constexpr BlockRoles roles_of(TokenSource source) {
+  return source == TokenSource::kPacked
+             ? BlockRoles{{0, 1}, {1, 1}, {2, 1}, {3, 1}, {4, kMathWarps}}
+             : BlockRoles{{0, 1}, {1, 1}, {2, 2}, {4, 0}, {4, kMathWarps}};
+}
+enum LoadingWarp : int { kWeightsWarp, kSchedulerWarp, kTokensWarp, kPackWarp };
+inline constexpr int kGatherThreads = roles_of(TokenSource::kGathered).tokens.threads();
+
+// Arrivals that complete one phase of each mbarrier of a block.
+struct Arrivals {
+  int full, empty, task_full, task_empty, demand, ticket_full, gate_full, packing;
+};
+constexpr Arrivals arrivals_of(TokenSource source) {
+  const BlockRoles roles = roles_of(source);
+  const bool gathers = source == TokenSource::kGathered;
+  return {
+      // One thread announces the weights' bytes. Packed tokens come with their bytes, too; of
+      // gathered ones every thread says when its copies have landed.
+      .full = 1 + (gathers ? roles.tokens.threads() : 1),
+      // Each math warp, when the products that read the stage are done. In a pair a stage is filled
+      // by both blocks, and each waits for the math warps of both: see kPairedArrivals.
+      .empty = roles.math.count,
+      // The scheduler's thread.
+      .task_full = roles.scheduler.count,
+      // Each warp that reads the task; for math warps, when they have stored the tile.
+      .task_empty = roles.weights.count + roles.tokens.count + roles.math.count,
+      // Weights and tokens, each once for a task; or math twice.
+      .demand = 2,
+      // The scheduler of the pair's first block. Where tokens are gathered there are no pairs, and
+      // gather's rehearsal uses the barrier: each of its threads arrives once.
+      .ticket_full = gathers ? roles.tokens.threads() : 1,
+      // One thread announces the bytes.
+      .gate_full = 1,
+      .packing = 1,
+  };
+}
+
+// Named barriers beside that of __syncthreads(), number 0. In their role the math warpgroups use
+// barriers 1 and 2, one for each; see group_barrier().
+enum NamedBarrier : std::uint32_t {
+  kOfMath = 1,      // all math warps, before their role
+  kBothGroups = 3,  // all math warps, in their role
+  kOfLoading,       // the loading warps
+  kTilesPlaced,     // the scheduler has placed tiles: the math warps wait for it
+  kAllPlaced,       // and the math warps have placed what is sent: the pack warp waits for both
+};
+constexpr std::uint32_t group_barrier(std::uint32_t group) { return 1 + group; }
+inline constexpr int kMathAndScheduler = kMathThreads + 32;
+inline constexpr int kMathSchedulerAndPack = kMathAndScheduler + 32;
+
+// Registers per thread once the roles part. setmaxnreg hands out what the block got at launch, and
+// no more: a warpgroup that asks for registers beyond those waits for ever, without a deadline. See
+// docs/decisions/0008.
+struct RoleRegisters {
+  int loading, math;
+};
+// At launch: the SM's 65,536 shared out in steps of 8.
+inline constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+constexpr bool suffice(RoleRegisters registers) {
+  constexpr auto valid = [](int count) { return count % 8 == 0 && count >= 24 && count <= 256; };
+  return valid(registers.loading) && valid(registers.math) &&
+         kWarpgroup * (registers.loading + kMathGroups * registers.math) <=
+             kThreads * kLaunchRegisters;
+}
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,119 @@
+// How threads of a kernel wait: for their block, for other blocks, for other ranks. Every wait has
+// a deadline.
+#pragma once
+
+#include <cstdint>
+
+#include "gpu/pipeline/failures.h"
+#include "gpu/pipeline/pace.cuh"
+#include "gpu/ptx/mbarrier.cuh"
+#include "gpu/ptx/memory.cuh"
+#include "protocol/wait.h"
+
+namespace switchyard::gpu {
+
+// Whether the block goes on: a word in its shared memory.
+enum class Going : std::uint32_t { kOn, kGivenUp, kRingStuck };
+
+// What all waits of a pass have in common.
+struct Waiter {
+  const protocol::Heaps* heaps;
+  volatile std::uint32_t* given_up;  // in the host's memory
+  volatile Going* going;
+  std::uint64_t epoch;
+  std::uint64_t deadline_ns;
+
+  // For what other blocks do.
+  template <typename Ready>
+  __device__ __forceinline__ bool wait(protocol::Phase phase, std::uint64_t slot,
+                                       Ready&& ready) const {
+    return wait_for(ready, [&] { return protocol::Missing{phase, heaps->rank, slot, 1, 0}; });
+  }
+  // For what other ranks may have to do; see protocol::wait_until. False if the pass was given up.
+  template <typename Ready, typename WhatIsMissing>
+  __device__ __forceinline__ bool wait_for(Ready&& ready, WhatIsMissing&& missing) const {
+    DevicePace pace;
+    if (protocol::wait_until(*heaps, epoch, deadline_ns, pace, ready, missing) ==
+        protocol::WaitResult::kReady) {
+      return true;
+    }
+    *given_up = 1;
+    *going = Going::kGivenUp;
+    return false;
+  }
+};
+
+// A pass from its first wait to its end: its number, and whether it goes on. Like all views of a
+// pass it has references to what it names, which is read where it is used: a value kept from the
+// beginning would take a register that the roles do not have.
+struct Lifetime {
+  const protocol::Heaps& heaps;
+  volatile Failures* const& failures;
+  const std::uint64_t& deadline_ns;
+  const std::uint64_t& epoch;  // the pass's number, from 0
+  Going& going;
+
+  __device__ Waiter waiter() const {
+    return {&heaps, &failures->given_up, &going, epoch, deadline_ns};
+  }
+  __device__ bool goes_on() const { return *waiter().going == Going::kOn; }
+  // What flags of the pass are raised to.
+  __device__ std::uint32_t flag() const { return static_cast<std::uint32_t>(epoch) + 1; }
+};
+
+// Waits until ready() holds; false if the pass was given up. For waits within a block, in loops
+// whose registers all hold accumulators, so it does less than protocol::wait_until: it looks at the
+// block's word instead of the world's, and past the deadline it only raises that word. The block's
+// last role to leave reports for it. Its deadline is twice that of waits between blocks: a wait
+// within a block is often their consequence.
+template <typename Ready>
+__device__ __forceinline__ bool wait_in_block(const Waiter& waiter, Ready&& ready) {
+  constexpr std::uint32_t kLooksPerClockRead = 64;
+  std::uint64_t start = 0;
+  SWITCHYARD_ROLLED
+  for (std::uint32_t looks = 1; !ready(); ++looks) {
+    if (looks % kLooksPerClockRead != 0) continue;
+    if (*waiter.going != Going::kOn) return false;
+    const std::uint64_t now = device_now_ns();
+    if (start == 0) start = now;
+    if (now - start <= 2 * waiter.deadline_ns) continue;
+    *waiter.going = Going::kRingStuck;
+    return false;
+  }
+  return true;
+}
+// Waits for a barrier's phase of that parity. With kWarp the caller is a whole warp, and all its
+// lanes get the same answer: no lane may be missing where they meet again.
+template <bool kWarp = false>
+__device__ __forceinline__ bool wait_ring(const Waiter& waiter, std::uint32_t barrier,
+                                          std::uint32_t parity) {
+  const bool done = wait_in_block(waiter, [&] { return try_wait(barrier, parity); });
+  return kWarp ? __all_sync(~0u, done) != 0 : done;
+}
+
+// --- A barrier of all blocks, in two halves. Both are called by all threads of the block.
+
+__device__ __forceinline__ void grid_arrive(std::uint32_t* word) {
+  __syncthreads();
+  if (threadIdx.x == 0) add_release_gpu(word, 1);
+}
+// The first half, true in the block that arrives last: it sees what all others wrote.
+__device__ __forceinline__ bool grid_arrive_last(std::uint32_t* word) {
+  __syncthreads();
+  bool last = false;
+  if (threadIdx.x == 0) {
+    last = cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device>(*word).fetch_add(
+               1, cuda::memory_order_acq_rel) == gridDim.x - 1;
+  }
+  return __syncthreads_or(last);
+}
+// Waits until all blocks have arrived; false if the pass was given up. By one thread.
+__device__ __forceinline__ bool all_arrived(const Waiter& waiter, const std::uint32_t* word) {
+  return waiter.wait(protocol::Phase::kGate, blockIdx.x,
+                     [&] { return load_acquire_gpu(word) >= gridDim.x; });
+}
+__device__ __forceinline__ bool grid_await(const Waiter& waiter, const std::uint32_t* word) {
+  return __syncthreads_and(threadIdx.x != 0 || all_arrived(waiter, word));
+}
+
+}  // namespace switchyard::gpu

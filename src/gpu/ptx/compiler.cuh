@@ -1,0 +1,39 @@
+// What the compiler must not know, and one thing that it must.
+#pragma once
+
+#include <cstdint>
+#include <cute/arch/cluster_sm90.hpp>
+
+namespace switchyard::gpu {
+
+// threadIdx.x % kModulus, read from the hardware again. What is computed from threadIdx.x itself
+// the compiler moves out of the loop over tasks and keeps: dozens of addresses, for which the math
+// warps have no registers.
+template <std::uint32_t kModulus>
+__device__ __forceinline__ std::uint32_t fresh_thread_index() {
+  std::uint32_t index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index % kModulus;
+}
+// blockIdx.x, for the same reason.
+__device__ __forceinline__ std::uint32_t fresh_block_index() {
+  std::uint32_t index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
+// A constant that the compiler does not learn. If it knew that a loop's first turn differs from the
+// others it would make two copies of the loop, and both would have to be fetched.
+template <std::uint32_t kValue>
+__device__ __forceinline__ std::uint32_t untold() {
+  std::uint32_t value;
+  asm volatile("mov.u32 %0, %1;" : "=r"(value) : "n"(kValue));
+  return value;
+}
+
+// True in one thread of a converged warp. The compiler knows that it is one thread and keeps what
+// it computes in uniform registers, where the copy engine's instructions want their operands. For a
+// thread chosen by its number it makes every such instruction a loop over all possible lanes.
+__device__ __forceinline__ bool elect() { return cute::elect_one_sync() != 0; }
+
+}  // namespace switchyard::gpu
