@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "gpu/device.h"
-#include "gpu/epilogue.cuh"
+#include "gpu/tile/activation.cuh"
 #include "support/device_batch.h"
 
 namespace switchyard::testing {

@@ -14,7 +14,7 @@
 #include <set>
 #include <vector>
 
-#include "gpu/symmetric_memory.h"
+#include "gpu/host/symmetric_memory.h"
 #include "support/accuracy.h"
 #include "support/device_ranks.h"
 #include "support/fp8.h"

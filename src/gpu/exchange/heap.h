@@ -31,8 +31,6 @@
 
 namespace switchyard::gpu {
 
-inline constexpr int kMaxDeviceRanks = 32;  // a distance has RowEntry::kBits bits
-
 // Trivially copyable, for kernels. Sources other than the owner are told by their distance from it:
 // (source - owner) modulo the number of ranks.
 class Heap {

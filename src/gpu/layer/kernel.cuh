@@ -61,8 +61,9 @@
 //   finished[t]    another rank has stored tile t's cells                        combine
 #pragma once
 
-#include "gpu/math.cuh"
-#include "gpu/pack.cuh"
+#include "gpu/layer/loading_roles.cuh"
+#include "gpu/layer/math_role.cuh"
+#include "gpu/layer/start.cuh"
 
 namespace switchyard::gpu {
 
@@ -77,344 +78,59 @@ static_assert(kPackedArrivals.full == 1 + 1 && kGatheredArrivals.full == 1 + 64 
                   kTellers<SmallPass<BF16Policy>> == 2,
               "the table above");
 
-// Activations as bf16 rows, one after the other.
-__device__ __forceinline__ void convert_activations(const LayerParams& layer,
-                                                    const CallParams& call) {
-  const auto hidden = static_cast<std::uint32_t>(layer.hidden);
-  const std::size_t count = static_cast<std::size_t>(call.tokens) * (hidden / 2);
-  for (std::size_t i = blockIdx.x * std::size_t{kThreads} + threadIdx.x; i < count;
-       i += std::size_t{gridDim.x} * kThreads) {
-    const std::size_t row = i / (hidden / 2), column = i % (hidden / 2) * 2;
-    const std::size_t at = row * call.x_stride + column;
-    float2 pair;
-    if (call.x_type == DType::kF32) {
-      pair = *reinterpret_cast<const float2*>(static_cast<const float*>(call.x) + at);
-    } else if (call.x_type == DType::kF16) {
-      pair = __half22float2(
-          *reinterpret_cast<const __half2*>(static_cast<const __half*>(call.x) + at));
-    } else {
-      pair = __bfloat1622float2(
-          *reinterpret_cast<const __nv_bfloat162*>(static_cast<const std::uint16_t*>(call.x) + at));
-    }
-    reinterpret_cast<std::uint32_t*>(layer.converted)[i] = pack_bf16(pair.x, pair.y);
-  }
-}
-
-// Lists of a pass that this block routes for itself. The position of a slot among its expert's is
-// the number of earlier slots, so all blocks agree. `scratch`: [warps of slots, E] bytes.
-template <typename P>
-__device__ __forceinline__ void list_own_slots(const LayerParams& layer, BlockStorage<P>& block,
-                                               std::uint32_t slots, std::uint8_t* scratch) {
-  const auto num_experts = static_cast<std::uint32_t>(layer.num_experts);
-  const std::uint32_t rounds = protocol::ceil_div(slots, 32u), lane = threadIdx.x % 32;
-  for (std::uint32_t i = threadIdx.x; i < rounds * num_experts; i += kThreads) scratch[i] = 0;
-  __syncthreads();
-  // Among the 32 slots of a warp at first, then among those of the warps before it.
-  for (std::uint32_t round = threadIdx.x / 32; round < rounds; round += kWarps) {
-    const std::uint32_t slot = 32 * round + lane;
-    const std::int32_t id = slot < slots ? block.own.ids[slot] : -1;
-    const std::uint32_t same = __match_any_sync(~0u, id);
-    const std::uint32_t before = __popc(same & ((1u << lane) - 1));
-    if (id < 0) continue;
-    block.own.positions[slot] = static_cast<std::uint16_t>(before);
-    if (before == 0) {
-      scratch[round * num_experts + id] = static_cast<std::uint8_t>(__popc(same));
-    }
-  }
-  __syncthreads();
-  for (std::uint32_t e = threadIdx.x; e < num_experts; e += kThreads) {
-    std::uint32_t rows = 0;
-    for (std::uint32_t round = 0; round < rounds; ++round) {
-      // At most one slot per token, and so no more than a byte holds.
-      static_assert(P::kSmallTokens <= 255);
-      std::uint8_t& count = scratch[round * num_experts + e];
-      const std::uint32_t here = count;
-      count = static_cast<std::uint8_t>(rows);
-      rows += here;
-    }
-    block.expert_rows[e] = rows;
-  }
-  __syncthreads();
-  for (std::uint32_t slot = threadIdx.x; slot < slots; slot += kThreads) {
-    const std::int32_t id = block.own.ids[slot];
-    if (id < 0) continue;
-    block.own.positions[slot] = static_cast<std::uint16_t>(block.own.positions[slot] +
-                                                           scratch[slot / 32 * num_experts + id]);
-  }
-}
-
-// Where each slot is in its expert's list, once the experts' rows have places. By one warp.
-template <typename P>
-__device__ __forceinline__ void fill_own_lists(const LayerParams& layer, BlockStorage<P>& block,
-                                               std::uint32_t slots) {
-  const std::uint32_t first = block.row_begin[0];  // after the shared expert's rows
-  for (std::uint32_t s = threadIdx.x % 32; s < slots; s += 32) {
-    const std::int32_t id = block.own.ids[s];
-    if (id < 0) continue;
-    block.own.lists[block.row_begin[id] - first + block.own.positions[s]] =
-        RowEntry::pack(s / layer.top_k, s % layer.top_k);
-  }
-}
-
-// Lists of a pass whose tokens are shared out over the blocks.
-template <typename P>
-__device__ __forceinline__ void list_shared_slots(const LayerParams& layer, BlockStorage<P>& block,
-                                                  const PassWords& words, std::uint32_t begin,
-                                                  std::uint32_t end) {
-  std::uint32_t* const base = block.tile_begin;  // not yet in use
-  for (std::uint32_t e = threadIdx.x; e < static_cast<std::uint32_t>(layer.num_experts);
-       e += kThreads) {
-    const std::uint32_t rows = block.ranks.routed[e];
-    base[e] = rows != 0 ? atomicAdd(words.expert_rows() + e, rows) : 0;
-  }
-  __syncthreads();
-  const auto top_k = static_cast<std::uint32_t>(layer.top_k);
-  for (std::uint32_t slot = begin * top_k + threadIdx.x; slot < end * top_k; slot += kThreads) {
-    const std::int32_t id = layer.ids[slot];
-    if (id < 0) continue;
-    const std::uint32_t position = layer.positions[slot] + base[id];
-    layer.positions[slot] = position;
-    layer.lists[static_cast<std::size_t>(id) * layer.max_tokens + position] =
-        RowEntry::pack(slot / top_k, slot % top_k);
-  }
-}
-
-// Rows per expert of all blocks', and all ranks', slots. False if the pass was given up. By the
-// loading warps, behind the blocks' arrivals.
-template <typename P>
-__device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
-  if (pass.distributed()) {
-    // Counts take longer to come than to be read: they are read twice, at first as a rehearsal.
-#pragma unroll 1
-    for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
-      read_counts(pass);
-      if (rehearsal == 0) break;
-      if (!await_counts(pass)) return false;
-      trace_pass(pass, kCountsRecord, &TraceRecord::begin);
-    }
-    named_barrier<kWarpgroup>(kOfLoading);
-    return true;
-  }
-  const bool arrived = threadIdx.x != 0 || all_arrived(pass.waiter(), pass.barrier(kListsReady));
-  if (named_barrier_any<kWarpgroup>(kOfLoading, !arrived)) return false;
-  trace_pass(pass, kCountsRecord, &TraceRecord::begin);
-  for (int e = threadIdx.x; e < pass.layer.num_experts; e += kWarpgroup) {
-    pass.block.expert_rows[e] = __ldcg(pass.state().words.expert_rows() + e);
-  }
-  named_barrier<kWarpgroup>(kOfLoading);
-  return true;
-}
-
 template <bool kGated, typename P>
 __device__ __forceinline__ void loading_group(const Pass<P>& pass) {
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp == kWeightsWarp) {
     if (elect()) weights_role<kGated>(pass);
   } else if (warp == kSchedulerWarp) {
-    scheduler_role(pass);
+    scheduler_role(pass.schedule());
   } else if constexpr (kGathers<P>) {
     gather_role(pass);
   } else if (warp == kTokensWarp) {
     tokens_role(pass);
-  } else if (!pass.state().plan_failed) {
+  } else if (!pass.state().life.plan_failed) {
     pack_role(pass);
   }
 }
 
-// Of routing, what each of the loading warps rehearses. The scheduler's rehearses to place tiles
-// and to describe a task.
-__device__ __forceinline__ std::uint32_t rehearsed_parts(std::uint32_t warp) {
-  switch (warp) {
-    case kWeightsWarp:
-      return routing::kScorePart;
-    case kTokensWarp:
-      return routing::kChoicePart;
-    case kPackWarp:
-      return routing::kWeightPart;
-    default:
-      return 0;
+// The math warps' part of sending, while others wait for all ranks' counts.
+template <typename P>
+__device__ __forceinline__ void send_first_slots(const Pass<P>& pass) {
+  if (!place_sends(pass.exchange())) {
+    pass.block.pass.life.plan_failed = true;
+    if (pass.call.paired != 0 && threadIdx.x == kWarpgroup) give_up_pair(pass.life());
   }
+  named_barrier_arrive<kMathSchedulerAndPack>(kAllPlaced);
+  const std::uint32_t slots = pass.state().send.first_sends;  // none if the pass was given up
+  pass.trace().math(kFirstSendsRecord, &TraceRecord::begin);
+  share_out(pass.packing(), slots, [&](std::uint32_t slot, const RowPart& part) {
+    send_slots<1>(pass.exchange(), slot, 0, slots, part);
+  });
+  pass.trace().math_end(kFirstSendsRecord, {TraceKind::kSend, -1, -1, -1,
+                                            static_cast<std::int32_t>(slots / gridDim.x)});
 }
 
-// By one warp, which sees the words afterwards.
-__device__ __forceinline__ void fill_together(std::uint32_t* words, int count,
-                                              std::uint32_t value) {
-  __syncwarp();
-  for (int i = static_cast<int>(threadIdx.x % 32); i < count; i += 32) words[i] = value;
-  __syncwarp();
-}
-
-// That tiles are placed, or will not be, the scheduler's warp tells; the pack warp waits for it,
-// and for the math warps.
-__device__ __forceinline__ void tell_placed(std::uint32_t warp) {
-  if (warp == kSchedulerWarp) {
-    named_barrier_arrive<kMathAndScheduler>(kTilesPlaced);
+// The math warps' part of packing.
+template <typename P>
+__device__ __forceinline__ void pack_first_rows(const Pass<P>& pass) {
+  std::uint32_t packed = 0;
+  if (pass.exchange().distributed()) {
+    named_barrier_anywhere<kMathAndScheduler>(kTilesPlaced);
+    if (pass.state().life.plan_failed) return;
+    pass.trace().math(kFirstRowsRecord, &TraceRecord::begin);
+    const std::uint32_t rows = first_rows(pass.packing());
+    share_out(pass.packing(), rows, [&](std::uint32_t row, const RowPart& part) {
+      pack_rows<1>(pass.packing(), row, 0, rows, part);
+    });
+    packed = rows / gridDim.x;
+  } else {
+    pass.trace().math(kFirstRowsRecord, &TraceRecord::begin);
     named_barrier_arrive<kMathSchedulerAndPack>(kAllPlaced);
-  } else if (warp == kPackWarp) {
-    named_barrier_anywhere<kMathSchedulerAndPack>(kAllPlaced);
+    packed = pack_own_tokens(pass.packing());
   }
-}
-
-template <typename P>
-__device__ __forceinline__ void store_stats(const Pass<P>& pass) {
-  if (blockIdx.x != 0 || threadIdx.x >= kWarpgroup) return;
-  for (int e = threadIdx.x; e < pass.layer.num_experts; e += kWarpgroup) {
-    pass.layer.stats[e] = pass.block.expert_rows[e];
-  }
-  if (threadIdx.x == 0) pass.layer.stats[pass.layer.num_experts] = pass.call.tokens;
-}
-
-// The block's part of the gate and of the quantization, by the math warps. Others wait for it if it
-// is shared: the logits, and in small passes what all blocks quantize, which they read when they
-// are past the logits. (Large ones read it when they are past the lists.)
-template <typename P>
-__device__ __forceinline__ void gate_and_quantize(const Pass<P>& pass, bool math, bool quantizes,
-                                                  bool shares) {
-  const auto quantize = [&] {
-    if constexpr (kScaled<P>) {
-      if (quantizes) quantize_activations(pass);
-    }
-  };
-  trace_math(pass, kGateRecord, &TraceRecord::begin);
-  if (math && kOwnStart<P> && quantizes) {
-    quantize();
-    named_barrier<kMathThreads>(kOfMath);
-  }
-  if (math && pass.call.gated) gate_logits(pass);
-  if (shares && threadIdx.x == kWarpgroup) add_release_gpu(pass.barrier(kLogitsReady), 1);
-  if (math && !kOwnStart<P>) quantize();
-  trace_math_end(pass, kGateRecord, {TraceKind::kGate});
-}
-
-// Waits for all blocks' parts of it; false if the pass was given up. By the warps that route: those
-// that begin together ask together.
-template <typename P>
-__device__ __forceinline__ bool await_gate(const Pass<P>& pass, bool math) {
-  const std::uint32_t asks = kOwnStart<P> ? 0 : math ? kWarpgroup : threadIdx.x & ~31u;
-  const bool arrived =
-      threadIdx.x != asks || all_arrived(pass.waiter(), pass.barrier(kLogitsReady));
-  if constexpr (kOwnStart<P>) return __syncthreads_and(arrived);
-  return math ? !named_barrier_any<kMathThreads>(kOfMath, !arrived) : __all_sync(~0u, arrived) != 0;
-}
-
-// From activations to what every role needs to know. Of a small pass all but the scheduler's warp
-// leave before it knows that, of a large one all but the scheduler's and the pack warp. False if
-// the pass was given up: in all warps or, when the math warps of a large pass have left, in the
-// loading warps; the math warps then find state.plan_failed. (These may fail alone, before they
-// send; they and the pack warp find that.)
-template <typename P>
-__device__ __forceinline__ bool plan_pass(const Pass<P>& pass) {
-  const LayerParams& layer = pass.layer;
-  const CallParams& call = pass.call;
-  BlockStorage<P>& block = pass.block;
-  trace_pass(pass, kRouteRecord, &TraceRecord::ready);
-  if (call.converts) {
-    convert_activations(layer, call);
-    grid_arrive(pass.barrier(kConverted));
-    if (!grid_await(pass.waiter(), pass.barrier(kConverted))) return false;
-  }
-  // Told to be the same in all lanes: a third less code.
-  const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  // The loading warps, which have no part in the gate, rehearse what comes after it, each a part of
-  // it, on one token and whatever numbers the last pass left, so that its code is in the caches
-  // when the logits come. Where few blocks of a small pass have a part in the gate, theirs do not:
-  // all wait for these. (In large passes the copy engine has the gate's loads under way.)
-  constexpr bool alone = kOwnStart<P>;
-  const std::uint32_t gate_units = call.gated ? GateGrid<P>(layer, call.tokens).units() : 0;
-  const bool rehearses = !alone || blockIdx.x >= gate_units || gate_units > gridDim.x / 2;
-  const bool quantizes = kScaled<P> && call.x_type != DType::kF8E4M3;
-  const bool shares = call.gated || (alone && quantizes);
-  const bool math = warp >= kWarpgroup / 32;
-  // The math warps of a large pass route first; the loading warps, if there are tokens left, when
-  // they have rehearsed; but for the scheduler's, which rehearses until tiles are to be placed.
-  constexpr std::uint32_t kRouters = alone ? kWarps : kWarps - 1;
-  const std::uint32_t router = alone                   ? warp
-                               : math                  ? warp - kWarpgroup / 32
-                               : warp < kSchedulerWarp ? kMathWarps + warp
-                                                       : kMathWarps + warp - 1;
-  const bool routes = alone || warp != kSchedulerWarp;
-  bool given_up = false;
-#pragma unroll 1
-  for (int run = call.gated || quantizes ? 0 : 1; run < 2; ++run) {
-    const bool rehearsal = run == 0;
-    if (rehearsal) {
-      gate_and_quantize(pass, math, quantizes, shares);
-      if (math || !rehearses) continue;
-    }
-    const std::uint32_t begin = rehearsal || alone ? 0 : pass.first_token(blockIdx.x);
-    const std::uint32_t end = rehearsal ? min(call.tokens, 1u)
-                              : alone   ? call.tokens
-                                        : pass.first_token(blockIdx.x + 1);
-    if (!rehearsal && shares && routes && (alone || math || begin + router < end)) {
-      given_up = !await_gate(pass, math);
-    }
-    if (!rehearsal) {
-      trace_pass(pass, kRouteRecord, &TraceRecord::begin, alone ? 0 : kWarpgroup);
-    }
-    const std::uint32_t parts = rehearsal ? rehearsed_parts(warp) : routing::kAllRouteParts;
-    if (parts != 0 && !given_up && (rehearsal || routes)) {
-      route_tokens<kRouters>(pass, rehearsal ? 0 : begin + router, end, parts);
-    }
-    if (!rehearsal) {
-      if (__syncthreads_or(given_up)) return false;
-      if constexpr (alone) {
-        auto* const scratch = reinterpret_cast<std::uint8_t*>(block.ring);
-        list_own_slots(layer, block, end * layer.top_k, scratch);
-        // The gate and lists used the ring's memory; from the next barrier on the async proxy does.
-        fence_async_proxy_shared();
-        __syncthreads();
-      } else {
-        list_shared_slots(layer, block, pass.state().words, begin, end);
-        trace_turn(pass, kRouteRecord, TraceKind::kRoute, kCountsRecord);
-        if (!pass.distributed()) {
-          grid_arrive(pass.barrier(kListsReady));
-        } else if (grid_arrive_last(pass.barrier(kListsReady))) {
-          publish_counts(pass);
-        }
-        if (math) return true;
-        if (!count_all_rows(pass)) {
-          if (warp == kSchedulerWarp) block.pass.plan_failed = true;
-          tell_placed(warp);
-          return false;
-        }
-      }
-      store_stats(pass);
-      if constexpr (alone) {
-        trace_turn(pass, kRouteRecord, TraceKind::kRoute, kTraceRecords);
-        // The rest is one warp's; the others are on their way to what they wait for next.
-        if (warp != kSchedulerWarp) return true;
-      } else {
-        trace_turn(pass, kCountsRecord, TraceKind::kCounts, kPlanRecord);
-        // These two wait for nothing but their first task.
-        if (warp == kWeightsWarp || warp == kTokensWarp) return true;
-      }
-    }
-    if (warp == kSchedulerWarp) {
-      const bool has_shared = layer.cells_per_token > layer.top_k;
-      if (rehearsal) fill_together(block.expert_rows, layer.num_experts, 1);
-      place_tiles(layer, block, has_shared ? call.tokens : 0);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        auto& state = block.pass;
-        state.log2_splits =
-            alone ? log2_splits<P>(layer, pass.num_tiles(), state.shared_tiles.count) : 0;
-        if constexpr (!kJoinedScales<P>) {
-          state.stage_shape = {StageLayout<P>::count(state.max_height),
-                               StageLayout<P>::bytes(state.max_height)};
-        }
-      }
-    }
-    if (!alone && !rehearsal) tell_placed(warp);
-    if (warp == kSchedulerWarp) {
-      __syncwarp();
-      if (alone && !rehearsal) fill_own_lists(layer, block, end * layer.top_k);
-      describe_first(pass, rehearsal);
-    }
-  }
-  if constexpr (!alone) {
-    trace_turn(pass, kPlanRecord, TraceKind::kPlan, kTraceRecords, 32 * kSchedulerWarp);
-  }
-  return true;
+  pass.trace().math_end(kFirstRowsRecord,
+                        {TraceKind::kPack, -1, -1, -1, static_cast<std::int32_t>(packed)});
 }
 
 template <typename P, ActivationKind kKind, bool kGated>
@@ -423,15 +139,16 @@ __global__ void __launch_bounds__(kThreads, 1)
                  const __grid_constant__ CallParams call) {
   extern __shared__ __align__(1024) std::byte shared_memory[];
   auto& block = *reinterpret_cast<BlockStorage<P>*>(shared_memory);
+  const Pass<P> pass{layer, call, block};
   if (threadIdx.x == 0) {
     constexpr Arrivals kArrivals = arrivals_of(P::kTokens);
     for (std::uint32_t s = 0; s < kMaxStages; ++s) {
-      init_barrier(shared_address(&block.full[s]), kArrivals.full);
-      init_barrier(shared_address(&block.empty[s]), kArrivals.empty << call.paired);
+      init_barrier(shared_address(&block.barriers.full[s]), kArrivals.full);
+      init_barrier(shared_address(&block.barriers.empty[s]), kArrivals.empty << call.paired);
     }
     for (std::uint32_t s = 0; s < kTaskSlots; ++s) {
-      init_barrier(shared_address(&block.task_full[s]), kArrivals.task_full);
-      init_barrier(shared_address(&block.task_empty[s]), kArrivals.task_empty);
+      init_barrier(shared_address(&block.queue.task_full[s]), kArrivals.task_full);
+      init_barrier(shared_address(&block.queue.task_empty[s]), kArrivals.task_empty);
     }
     if constexpr (P::kGate == GateLoads::kCopyEngine) {
       for (std::uint32_t s = 0; s < kGateStages; ++s) {
@@ -443,51 +160,51 @@ __global__ void __launch_bounds__(kThreads, 1)
         init_barrier(shared_address(&full), kArrivals.packing);
       }
     }
-    init_barrier(shared_address(&block.demand), kArrivals.demand << call.paired);
-    init_barrier(shared_address(&block.ticket_full), kArrivals.ticket_full);
+    init_barrier(shared_address(&block.queue.demand), kArrivals.demand << call.paired);
+    init_barrier(shared_address(&block.queue.ticket_full), kArrivals.ticket_full);
     fence_new_barriers();
-    block.handed_out = 1;  // see describe_first
+    block.queue.handed_out = 1;  // see describe_first
     auto& state = block.pass;
-    state.first_sends = state.send_lead = 0;
-    state.going = Going::kOn;
-    state.plan_failed = false;
-    state.epoch = *layer.epoch;
-    state.words = layer.pass_words[state.epoch & 1];
-    state.x = call.converts ? layer.converted : static_cast<const std::uint16_t*>(call.x);
-    state.x_stride = call.converts ? layer.hidden : call.x_stride;
+    state.send.first_sends = state.send.send_lead = 0;
+    state.life.going = Going::kOn;
+    state.life.plan_failed = false;
+    state.life.epoch = *layer.epoch_word;
+    state.life.words = layer.pass_words[state.life.epoch & 1];
+    state.route.x = call.converts ? layer.converted : static_cast<const std::uint16_t*>(call.x);
+    state.route.x_stride = call.converts ? layer.hidden : call.x_stride;
     if (kScaled<P> && call.x_type == DType::kF8E4M3) {
-      state.rows = static_cast<const std::byte*>(call.x);
-      state.row_bytes = call.x_stride;
-      state.row_scales = call.x_scales;
-      state.row_scale_stride = call.x_scale_stride;
+      state.rows.rows = static_cast<const std::byte*>(call.x);
+      state.rows.row_bytes = call.x_stride;
+      state.rows.row_scales = call.x_scales;
+      state.rows.row_scale_stride = call.x_scale_stride;
     } else if (kScaled<P>) {
-      state.rows = layer.quantized;
-      state.row_bytes = layer.hidden;
-      state.row_scales = layer.quantized_scales;
-      state.row_scale_stride = layer.x_groups;
+      state.rows.rows = layer.quantized;
+      state.rows.row_bytes = layer.hidden;
+      state.rows.row_scales = layer.quantized_scales;
+      state.rows.row_scale_stride = layer.x_groups;
     } else {
-      state.rows = reinterpret_cast<const std::byte*>(state.x);
-      state.row_bytes = state.x_stride * static_cast<std::int64_t>(sizeof(std::uint16_t));
+      state.rows.rows = reinterpret_cast<const std::byte*>(state.route.x);
+      state.rows.row_bytes =
+          state.route.x_stride * static_cast<std::int64_t>(sizeof(std::uint16_t));
     }
     constexpr std::uint32_t kLog2TileRows = 7, kLog2Boxes = kBoxes<P> / 2;
     static_assert(kTileRows == 1 << kLog2TileRows && kBoxes<P> == 1 << kLog2Boxes);
-    state.log2_rows = kLog2TileRows + kLog2Boxes + call.paired;
-    state.tables = tables_of(layer, block, kOwnStart<P>);
-    state.gate_slices = GateGrid<P>(layer, call.tokens).slices;
-    state.log2_combine_chunk = log2_combine_chunk(call.tokens, gridDim.x);
+    state.work.log2_rows = kLog2TileRows + kLog2Boxes + call.paired;
+    state.route.tables = pass.routing().tables(kOwnStart<P>);
+    state.route.gate_slices = GateGrid<P>(layer, call.tokens).slices;
+    state.work.log2_combine_chunk = log2_combine_chunk(call.tokens, gridDim.x);
   }
   // Behind a pass that was given up, words are not as a pass must find them. (Asked by a thread
   // that has nothing else to do.)
   if (threadIdx.x == kThreads - 1) {
-    block.pass.aborted = protocol::aborted(layer.heaps);
-    if (block.pass.aborted) layer.failures->given_up = 1;
+    block.pass.life.aborted = protocol::aborted(layer.heaps);
+    if (block.pass.life.aborted) layer.failures->given_up = 1;
   }
   if constexpr (!kOwnStart<P>) {
     for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) block.ranks.routed[e] = 0;
   }
   __syncthreads();
-  const Pass<P> pass{layer, call, block};
-  const bool planned = !block.pass.aborted && plan_pass(pass);
+  const bool planned = !block.pass.life.aborted && start_pass(pass);
   const bool math = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) != 0;
   if (planned) {
     // From here on the blocks of a pair write into each other's memory. Each knows that the other
@@ -498,11 +215,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       loading_group<kGated>(pass);
     } else {
       if constexpr (!P::kOneRank) {
-        if (pass.distributed()) send_first_slots(pass);
+        if (pass.exchange().distributed()) send_first_slots(pass);
       }
       clear_next_words(pass);
       if constexpr (P::kTokens == TokenSource::kPacked) pack_first_rows(pass);
-      if (!block.pass.plan_failed) {
+      if (!block.pass.life.plan_failed) {
         cutlass::arch::warpgroup_reg_alloc<P::kRegisters.math>();
         math_role<kKind, kGated>(pass);
       }
@@ -518,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (call.paired != 0) {
     // (Aborted before it began: the other block has perhaps not started.)
-    if (!planned && !block.pass.aborted && threadIdx.x == 0) give_up_pair(pass);
+    if (!planned && !block.pass.life.aborted && threadIdx.x == 0) give_up_pair(pass.life());
     // Nor may a block leave while the other still does.
     pair_sync();
   }

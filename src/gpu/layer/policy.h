@@ -5,32 +5,11 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "gpu/route/params.h"
+#include "gpu/schedule/params.h"
 #include "gpu/tile/config.h"
 
 namespace switchyard::gpu {
-
-// Who routes a pass's tokens.
-enum class Start {
-  kShared,     // each block its share; then all blocks wait for each other's lists
-  kEveryBlock  // each block all tokens, for itself: that saves a barrier of all blocks
-};
-// Which of the host's two launches a kernel is for. Small passes have at most a policy's
-// kSmallTokens and kSmallLogits; with more logits every block's routing takes longer than the
-// barrier that it saves. How many that are is measured, see docs/decisions/0020.
-enum class PassSize { kSmall, kLarge };
-// How the gate's product gets its operands.
-enum class GateLoads {
-  kCaches,     // every warp loads what it multiplies
-  kCopyEngine  // through the ring, into warpgroup instructions
-};
-// Who tells other blocks that a block has stored its part of a tile. Telling means to wait until
-// all of it has reached the L2 cache, 1 us.
-enum class Teller {
-  kScheduler,  // while the math warps are at the next tile
-  kMath        // each for itself, at once: for passes in which another block waits for it
-};
-
-inline constexpr std::uint32_t kMaxOwnSlots = 512;  // of passes that every block routes
 
 // What large passes have in common.
 struct LargePass {
@@ -120,9 +99,6 @@ constexpr bool valid_policy() {
 static_assert(valid_policy<BF16Policy>() && valid_policy<SmallPass<BF16Policy>>() &&
                   valid_policy<FP8Policy>() && valid_policy<SmallPass<FP8Policy>>(),
               "the roles want more registers than the launch gives the block, or the like");
-
-template <typename P>
-inline constexpr bool kOwnStart = P::kStart == Start::kEveryBlock;
 
 // Kernels that write down when their roles did what.
 template <typename P>

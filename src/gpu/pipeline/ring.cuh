@@ -5,9 +5,17 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "gpu/pipeline/roles.h"
 #include "gpu/pipeline/wait.cuh"
+#include "gpu/ptx/compiler.cuh"
 
 namespace switchyard::gpu {
+
+// Which math warpgroup the thread is in, found out wherever it is needed: the sums leave no
+// register to keep it in.
+__device__ __forceinline__ std::uint32_t math_group() {
+  return fresh_thread_index<kThreads>() / kWarpgroup - 1;
+}
 
 // A stage of the ring, and the parity of its current use.
 struct RingPlace {
@@ -63,6 +71,14 @@ struct Ring : StageShape<Layout> {
   __device__ bool await_free(const Waiter& waiter, const RingPlace& place) const {
     return wait_ring<kWarp>(waiter, empty_barrier(place.stage), place.parity ^ 1);
   }
+};
+
+// A block's shared memory for the ring. Before the tasks the gate uses the ring's bytes.
+struct RingMemory {
+  alignas(1024) std::byte ring[kRingBytes];
+};
+struct RingBarriers {
+  alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
 };
 
 // The ring as a role sees it, and whom it shares it with.

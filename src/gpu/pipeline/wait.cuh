@@ -4,8 +4,9 @@
 
 #include <cstdint>
 
-#include "gpu/pipeline/failures.h"
 #include "gpu/pipeline/pace.cuh"
+#include "gpu/pipeline/params.h"
+#include "gpu/pipeline/words.h"
 #include "gpu/ptx/mbarrier.cuh"
 #include "gpu/ptx/memory.cuh"
 #include "protocol/wait.h"
@@ -43,22 +44,38 @@ struct Waiter {
   }
 };
 
-// A pass from its first wait to its end: its number, and whether it goes on. Like all views of a
-// pass it has references to what it names, which is read where it is used: a value kept from the
-// beginning would take a register that the roles do not have.
+// A pass's number and whether it goes on, in a block's shared memory.
+struct LifeState {
+  std::uint64_t epoch;  // the pass's number, from 0
+  PassWords words;
+  Going going;  // every wait's
+  // Whether the world was aborted before the pass began, and whether the plan was given up. Written
+  // before those who read them begin their roles, so that all warps find the same.
+  bool aborted, plan_failed;
+};
+
+// A pass from its first wait to its end. Like all views of a pass it refers to what it names, which
+// is read where it is used: a value kept from the beginning would take a register that the roles do
+// not have.
 struct Lifetime {
-  const protocol::Heaps& heaps;
-  volatile Failures* const& failures;
-  const std::uint64_t& deadline_ns;
-  const std::uint64_t& epoch;  // the pass's number, from 0
-  Going& going;
+  const WaitParams& layer;
+  LifeState& state;
 
   __device__ Waiter waiter() const {
-    return {&heaps, &failures->given_up, &going, epoch, deadline_ns};
+    return {&layer.heaps, &layer.failures->given_up, &state.going, state.epoch, layer.deadline_ns};
   }
   __device__ bool goes_on() const { return *waiter().going == Going::kOn; }
   // What flags of the pass are raised to.
-  __device__ std::uint32_t flag() const { return static_cast<std::uint32_t>(epoch) + 1; }
+  __device__ std::uint32_t flag() const { return static_cast<std::uint32_t>(state.epoch) + 1; }
+  __device__ std::uint64_t epoch() const { return state.epoch; }
+  __device__ std::uint32_t* barrier(GridBarrier which) const { return state.words.barrier(which); }
+  __device__ int rank() const { return layer.heaps.rank; }
+  __device__ int num_ranks() const { return layer.heaps.size(); }
+  // The rank at that distance, around the circle of ranks.
+  __device__ int rank_at(std::uint32_t distance) const {
+    const int at = rank() + static_cast<int>(distance), size = num_ranks();
+    return at < size ? at : at - size;
+  }
 };
 
 // Waits until ready() holds; false if the pass was given up. For waits within a block, in loops

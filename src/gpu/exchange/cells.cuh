@@ -1,0 +1,75 @@
+// The rows of a tile: which slots they are of, and the cells that their outputs go to.
+#pragma once
+
+#include "gpu/exchange/receive.cuh"
+#include "gpu/tile/epilogue.cuh"
+
+namespace switchyard::gpu {
+
+// Notes the entries of the tile's rows, which have come, while the products are under way. A thread
+// sees the entries that it fetched itself after await_copies().
+template <typename P>
+__device__ __forceinline__ void fetch_entries(const Exchange<P>& exchange,
+                                              const Epilogue<P>& epilogue, const TileTask& task,
+                                              std::uint32_t group) {
+  for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
+    std::uint32_t& to = epilogue.entry(group, row);
+    if (task.list == nullptr) {
+      to = SlotEntry::pack(task.first_row + row, exchange.shape.top_k);
+    } else if (kOwnStart<P>) {
+      to = task.list[row];
+    } else {
+      const std::uint32_t* from = task.list + row;
+      if (exchange.distributed()) {
+        from = entry_of(exchange, task.expert,
+                        find_source(exchange, task.expert, task.first_row + row));
+      }
+      copy_word_async(shared_address(&to), from);
+    }
+  }
+}
+
+// Notes where the rows' outputs go: their entries become the addresses of their cells, which are in
+// the heap of the rank that the row came from. The epilogue stores there with ordinary stores.
+template <typename P>
+__device__ __forceinline__ void place_cells(const Exchange<P>& exchange,
+                                            const Epilogue<P>& epilogue, const TileTask& task,
+                                            std::uint32_t group) {
+  const ExchangeParams& layer = exchange.layer;
+  const auto cells = static_cast<std::uint32_t>(exchange.shape.cells_per_token);
+  for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
+    std::uint32_t entry = epilogue.entry(group, row);
+    std::uint16_t* base = layer.cells;
+    if (exchange.distributed() && task.shared == 0) {
+      entry = SlotEntry::sent(entry, exchange.shape);
+      const SourceRow source = find_source(exchange, task.expert, task.first_row + row);
+      const Peer peer{exchange.life.layer.heaps.base[exchange.life.rank_at(source.distance)]};
+      base = layer.heap.cells(peer.base);
+    }
+    const std::uint32_t cell =
+        (SlotEntry::cell(entry, cells) << exchange.progress.work.log2_splits) + task.split;
+    epilogue.note_output(group, row, base + std::size_t{cell} * exchange.shape.hidden);
+  }
+  named_barrier<kWarpgroup>(group_barrier(group));
+}
+
+// Notes the rows' weights, where these apply to the input: entries become weights.
+template <typename P>
+__device__ __forceinline__ void fetch_weights(const Exchange<P>& exchange,
+                                              const Epilogue<P>& epilogue, const float* weights,
+                                              const TileTask& task, std::uint32_t group) {
+  const ExchangeParams& layer = exchange.layer;
+  const auto cells = static_cast<std::uint32_t>(exchange.shape.cells_per_token);
+  for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
+    std::uint32_t& word = epilogue.entry(group, row);
+    const float* from = weights + SlotEntry::cell(word, cells);
+    if (const SourceRow source = find_source(exchange, task.expert, task.first_row + row);
+        exchange.distributed() && source.distance != 0) {
+      from = layer.heap.weights(layer.mine, task.expert, source.distance) + source.position;
+    }
+    word = __float_as_uint(kOwnStart<P> ? *from : __ldcg(from));
+  }
+  named_barrier<kWarpgroup>(group_barrier(group));
+}
+
+}  // namespace switchyard::gpu

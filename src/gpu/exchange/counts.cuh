@@ -1,0 +1,124 @@
+// How ranks tell each other how many rows they have for each expert.
+#pragma once
+
+#include "gpu/exchange/exchange.cuh"
+
+namespace switchyard::gpu {
+
+// Sends this rank's row of the counts matrix to all ranks. By all threads of the block that
+// completed it.
+template <typename P>
+__device__ __forceinline__ void publish_counts(const Exchange<P>& exchange) {
+  const ExchangeParams& layer = exchange.layer;
+  const protocol::Heaps& heaps = exchange.life.layer.heaps;
+  const std::uint64_t flag = std::uint64_t{exchange.life.flag()} << 32;
+  const auto num_experts = static_cast<std::uint32_t>(exchange.shape.num_experts);
+  const std::uint32_t* const rows = exchange.life.state.words.expert_rows();
+  for (std::uint32_t e = 2 * threadIdx.x; e < num_experts; e += 2 * kThreads) {
+    const WordPair words{flag | __ldcg(rows + e),
+                         flag | (e + 1 < num_experts ? __ldcg(rows + e + 1) : 0)};
+#pragma unroll 1
+    for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(heaps.size()); ++i) {
+      const Peer peer{heaps.base[exchange.life.rank_at(i)]};
+      peer.word(layer.heap.counts(peer.base, exchange.life.epoch(), heaps.rank) + e, words);
+    }
+  }
+}
+
+// Waits until the counts that this thread takes in read_counts() have come from all ranks. False if
+// the pass was given up. By the loading warps.
+template <typename P>
+__device__ __forceinline__ bool await_counts(const Exchange<P>& exchange) {
+  const ExchangeParams& layer = exchange.layer;
+  const int size = exchange.life.num_ranks();
+  // This rank's counts say that its blocks have listed their tokens. They do not make these lists
+  // visible; the barrier does.
+  bool arrived =
+      threadIdx.x != 0 || all_arrived(exchange.life.waiter(), exchange.life.barrier(kListsReady));
+#pragma unroll 1
+  for (int e = 2 * static_cast<int>(threadIdx.x); arrived && e < exchange.shape.num_experts;
+       e += 2 * kWarpgroup) {
+    std::uint64_t seen = 0;
+    const auto first_missing = [&] {  // of the ranks; their number if none is
+      int missing = size;
+#pragma unroll 2
+      for (int source = size; source-- > 0;) {
+        const WordPair words =
+            load_words(layer.heap.counts(layer.mine, exchange.life.epoch(), source) + e);
+        const std::uint64_t flag = exchange.life.flag();
+        if (words.first >> 32 == flag && words.second >> 32 == flag) continue;
+        missing = source;
+        seen = (words.first >> 32 != flag ? words.first : words.second) >> 32;
+      }
+      return missing;
+    };
+    arrived = exchange.life.waiter().wait_for(
+        [&] { return first_missing() == size; },
+        [&] {
+          const int source = first_missing();
+          return protocol::Missing{protocol::Phase::kCounts,
+                                   source == size ? exchange.life.rank() : source,
+                                   static_cast<std::uint64_t>(e), exchange.life.flag(), seen};
+        });
+  }
+  return !named_barrier_any<kWarpgroup>(kOfLoading, !arrived);
+}
+
+// From the counts matrix to rows per expert, and to where each source's rows are among them: those
+// of the expert's owner first, which need not travel, then by distance. By the loading warps.
+template <typename P>
+__device__ __forceinline__ void read_counts(const Exchange<P>& exchange) {
+  const ExchangeParams& layer = exchange.layer;
+  const int size = exchange.life.num_ranks(), rank = exchange.life.rank();
+  const protocol::ExpertPartition experts = exchange.life.layer.heaps.layout.experts();
+#pragma unroll 1
+  for (int e0 = 2 * static_cast<int>(threadIdx.x); e0 < exchange.shape.num_experts;
+       e0 += 2 * kWarpgroup) {
+    // Two experts: of each, rows of ranks 0 to `source`, and what that is at its owner and here.
+    std::uint32_t rows[2] = {}, at_owner[2] = {}, here[2] = {};
+    std::uint32_t* begin[2] = {};  // of this rank's experts: [distance]
+    const int owner[2] = {experts.owner(e0),
+                          experts.owner(min(e0 + 1, exchange.shape.num_experts - 1))};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (owner[i] == rank && e0 + i < exchange.shape.num_experts) {
+        begin[i] =
+            exchange.ranks.source_begin + (e0 + i - exchange.table.partition.first_expert) * size;
+      }
+    }
+#pragma unroll 2
+    for (int source = 0; source < size; ++source) {
+      const WordPair words =
+          load_words(layer.heap.counts(layer.mine, exchange.life.epoch(), source) + e0);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (source == owner[i]) at_owner[i] = rows[i];
+        if (source == rank) here[i] = rows[i];
+        if (begin[i] != nullptr) {
+          begin[i][source < rank ? source - rank + size : source - rank] = rows[i];
+        }
+        rows[i] += static_cast<std::uint32_t>(i == 0 ? words.first : words.second);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int e = e0 + i;
+      if (e >= exchange.shape.num_experts) break;
+      exchange.table.block.expert_rows[e] = rows[i];
+      // Counted from the owner's on, around the circle of ranks.
+      const auto from_owner = [&](std::uint32_t at, bool before) {
+        return at - at_owner[i] + (before ? rows[i] : 0);
+      };
+      if (begin[i] == nullptr) {
+        exchange.table.block.row_begin[e] = from_owner(here[i], rank < owner[i]);
+        continue;
+      }
+#pragma unroll 1
+      for (int distance = 0; distance < size; ++distance) {
+        begin[i][distance] = from_owner(begin[i][distance], rank + distance >= size);
+      }
+    }
+  }
+}
+
+}  // namespace switchyard::gpu

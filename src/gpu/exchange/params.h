@@ -1,0 +1,24 @@
+// Where ranks write for each other, and where outputs go.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gpu/exchange/heap.h"
+#include "switchyard/tensor.h"
+
+namespace switchyard::gpu {
+
+struct ExchangeParams {
+  Heap heap;
+  std::byte* mine;       // this rank's heap
+  std::uint16_t* cells;  // [T, cells_per_token, H] bf16, in this rank's heap
+};
+
+struct OutputCall {
+  void* y;  // [T, H] of y_type
+  std::int64_t y_stride;
+  DType y_type;
+};
+
+}  // namespace switchyard::gpu

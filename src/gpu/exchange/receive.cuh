@@ -1,0 +1,46 @@
+// Where the rows of this rank's experts come from.
+#pragma once
+
+#include "gpu/exchange/exchange.cuh"
+
+namespace switchyard::gpu {
+
+struct SourceRow {
+  std::uint32_t distance;  // of the source; 0: this rank itself
+  std::uint32_t position;  // in the source's list of its slots with the expert
+};
+template <typename P>
+__device__ __forceinline__ SourceRow find_source(const Exchange<P>& exchange, std::uint32_t expert,
+                                                 std::uint32_t row) {
+  if constexpr (!P::kOneRank) {
+    const auto size = static_cast<std::uint32_t>(exchange.life.num_ranks());
+    if (size > 1) {
+      const std::uint32_t* const begin = exchange.ranks.source_begin + expert * size;
+      std::uint32_t distance = size - 1;
+      while (begin[distance] > row) --distance;
+      return {distance, row - begin[distance]};
+    }
+  }
+  return {0, row};
+}
+template <typename P>
+__device__ __forceinline__ const std::uint32_t* entry_of(const Exchange<P>& exchange,
+                                                         std::uint32_t expert,
+                                                         const SourceRow& row) {
+  const ExchangeParams& layer = exchange.layer;
+  return (row.distance == 0 ? shared_list(exchange.lists, exchange.shape,
+                                          exchange.table.partition.first_expert + expert)
+                            : layer.heap.entries(layer.mine, expert, row.distance)) +
+         row.position;
+}
+
+// Whether all rows that the source has for the expert have come.
+template <typename P>
+__device__ __forceinline__ bool has_arrived(const Exchange<P>& exchange, std::uint32_t expert,
+                                            std::uint32_t distance) {
+  const ExchangeParams& layer = exchange.layer;
+  return distance == 0 || protocol::load_acquire(layer.heap.arrived(
+                              layer.mine, expert, distance)) == exchange.life.flag();
+}
+
+}  // namespace switchyard::gpu

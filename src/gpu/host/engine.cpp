@@ -1,0 +1,686 @@
+// The GPU engine: what is prepared once, and the one launch that is a forward pass.
+#include "layer/engine.h"
+
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <concepts>
+#include <cstring>
+#include <nvtx3/nvtx3.hpp>
+
+#include "fabric/collective.h"
+#include "fabric/fabric.h"
+#include "gpu/host/cuda_error.h"
+#include "gpu/host/mapped_memory.h"
+#include "gpu/host/symmetric_memory.h"
+#include "gpu/host/tensor_map.h"
+#include "gpu/host/trace.h"
+#include "gpu/host/weights.h"
+#include "layer/compute.h"
+#include "model/quantize.h"
+#include "protocol/agreement.h"
+#include "protocol/call.h"
+#include "protocol/failure.h"
+#include "protocol/wait.h"
+#include "routing/route.h"
+
+namespace switchyard::gpu {
+namespace {
+
+// What profilers show of the host's calls, in a domain of their own.
+struct NvtxDomain {
+  static constexpr const char* name = "switchyard";
+};
+using HostRange = nvtx3::scoped_range_in<NvtxDomain>;
+
+// Sizes within one allocation.
+class Arena {
+ public:
+  std::size_t place(std::size_t bytes) {
+    constexpr std::size_t kAlignment = 1024;
+    const std::size_t at = size_;
+    size_ += protocol::round_up(bytes, kAlignment);
+    return at;
+  }
+  std::size_t size() const { return size_; }
+
+ private:
+  std::size_t size_ = 0;
+};
+
+// Makes a device current for the calling thread while it lives.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device) : before_(current_device()) {
+    if (device != before_) set_device(device);
+    changed_ = device != before_;
+  }
+  ~DeviceScope() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int before_;
+  bool changed_;
+};
+
+[[noreturn]] void unsupported(const std::string& message) {
+  throw Error(ErrorCode::kUnsupported, message);
+}
+
+void require_aligned(const char* what, const void* data, std::int64_t row_stride, DType dtype,
+                     std::int64_t rows) {
+  const std::size_t stride = static_cast<std::size_t>(row_stride) * size_of(dtype);
+  if (rows > 1 && row_stride < 0) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} have a row stride of {} elements; the GPU engine takes rows in the "
+                            "order of their addresses: pass a copy with row_stride >= 0",
+                            what, row_stride));
+  }
+  if (rows == 0 || (reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && stride % 16 == 0)) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("{} start at {} with {} bytes from row to row; the GPU engine moves 16 "
+                          "bytes at a time, so both must be multiples of 16",
+                          what, data, stride));
+}
+
+KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWeights& weights,
+                          const LayerOptions& options) {
+  validate(spec);
+  validate(spec, weights, own_experts(spec.num_experts, world.rank(), world.size()));
+  const DType compute = resolve_compute(weights, options.compute);
+  // What needs fp32 of itself gets it only if that was asked for, and then is refused.
+  const bool rounds = compute == DType::kF32 && !options.compute;
+  return find_kernel(spec.activation, rounds ? DType::kBF16 : compute, options.trace);
+}
+
+class Engine final : public LayerEngine {
+ public:
+  Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
+         const LayerOptions& options, const Engine* sharing);
+
+  void forward(const ForwardInput& input, const ForwardOutput& output) override;
+  void check() override;
+  const ForwardStats& stats() override;
+  PassTrace trace() override;
+  bool traces() const override { return trace_.has_value(); }
+  const LayerSpec& spec() const override { return spec_; }
+  Backend backend() const override { return Backend::kCuda; }
+  DType compute() const override { return policy().numerics.token; }
+  int num_threads() const override { return 0; }
+  std::uint64_t workspace_bytes() const override {
+    return memory_->workspace.bytes() + (trace_ ? trace_->bytes() : 0);
+  }
+
+ private:
+  const PolicyFacts& policy() const { return kernel_.policy; }
+  void choose_grid();
+  void require_room();
+  bool distributed() const { return world_.size() > 1; }
+  // Of single blocks or of pairs; fills `attributes`, to which it points.
+  static constexpr unsigned kMaxAttributes = 2;
+  cudaLaunchConfig_t launch_config(bool paired, cudaLaunchAttribute* attributes,
+                                   cudaStream_t stream) const;
+  std::uint32_t most_tiles(int experts, int ranks, int slots_per_token) const;
+  std::vector<std::uint64_t> memory_shape() const;
+  void share(const Engine* other);
+  void lay_out_heap();
+  void lay_out_workspace();
+  void count_traffic(const std::uint32_t* counters);
+  std::string describe(const BadId& bad) const;
+
+  World world_;
+  LayerSpec spec_;
+  MoeWeights weights_;  // for their shapes; owner released if all were copied
+  LayerOptions options_;
+  int device_;
+  KernelEntry kernel_;
+  unsigned grid_ = 0;
+  unsigned paired_grid_ = 0;
+  DeviceFfn routed_, shared_;
+  DeviceGate gate_;
+  // What passes work in, of one layer or of several that share it.
+  struct Memory {
+    std::uint64_t id;  // the same on all ranks, and no other's of theirs
+    SymmetricMemory heap;
+    DeviceBuffer workspace;
+  };
+  std::shared_ptr<Memory> memory_;
+  std::optional<DeviceTrace> trace_;
+  MappedMemory<Failures> failures_;
+  LayerParams params_{};
+  ForwardStats stats_;
+};
+
+Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
+               const LayerOptions& options, const Engine* sharing)
+    : world_(world),
+      spec_(spec),
+      weights_(weights),
+      options_(options),
+      device_(options.device),
+      kernel_(choose_kernel(world, spec, weights, options)) {
+  if (world.size() > kMaxDeviceRanks) {
+    unsupported(fmt::format("the world has {} ranks; the GPU engine runs on up to {}", world.size(),
+                            kMaxDeviceRanks));
+  }
+  if (spec.hidden % policy().alignment() != 0) {
+    unsupported(fmt::format("hidden size {}; in {} the GPU engine needs a multiple of {}",
+                            spec.hidden, to_string(policy().numerics.token), policy().alignment()));
+  }
+  if (spec.capacity_factor > 0) {
+    unsupported(fmt::format("capacity factor {}; the GPU engine drops nothing, use 0",
+                            spec.capacity_factor));
+  }
+  const int cells = spec.top_k + (spec.shared_intermediate > 0 ? 1 : 0);
+  if (cells > protocol::kMaxTopK) {
+    unsupported(
+        fmt::format("top_k {} with the shared expert; the GPU engine sums up to {} outputs "
+                    "for a token",
+                    spec.top_k, protocol::kMaxTopK));
+  }
+  if (spec.num_experts > kMaxDeviceExperts) {
+    unsupported(fmt::format("{} experts; the GPU engine routes among up to {}", spec.num_experts,
+                            kMaxDeviceExperts));
+  }
+  routing::check_routable(spec);
+  if (distributed())
+    protocol::agree(world.fabric(), {spec, options.max_tokens, policy().numerics.token});
+  const protocol::ExpertPartition experts{spec.num_experts, world.size()};
+  params_.first_expert = experts.begin(world.rank());
+  params_.local_experts = experts.count(world.rank());
+  params_.levels = distributed() ? static_cast<std::uint32_t>(experts.max_count()) : 1;
+  for (int r = 0; r <= world.size(); ++r) params_.rank_begin[r] = experts.begin(r);
+  const DeviceScope scope(device_);
+  attempt_together(world_.fabric(), [&] {
+    routed_ = DeviceFfn(policy(),
+                        std::span(weights.experts)
+                            .subspan(static_cast<std::size_t>(params_.first_expert),
+                                     static_cast<std::size_t>(params_.local_experts)),
+                        spec.hidden, spec.intermediate, spec.activation.gated);
+    if (spec.shared_intermediate > 0) {
+      shared_ = DeviceFfn(policy(), {&weights.shared, 1}, spec.hidden, spec.shared_intermediate,
+                          spec.activation.gated);
+    }
+    gate_ = DeviceGate(spec, weights);
+  });
+  if (!routed_.borrows() && !shared_.borrows()) weights_.owner.reset();
+
+  params_.routed = routed_.params();
+  params_.shared = shared_.params();
+  gate_.describe(params_);
+  params_.routing = routing::make_device_routing(spec);
+  params_.deadline_ns = static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(options.deadline).count());
+  params_.hidden = spec.hidden;
+  params_.num_experts = spec.num_experts;
+  params_.top_k = spec.top_k;
+  params_.cells_per_token = cells;
+  params_.max_tokens = options.max_tokens;
+  params_.weight_on_input = spec.weight_on_input;
+  params_.alpha = spec.activation.alpha;
+  params_.limit = spec.activation.limit;
+  params_.up_bias = spec.activation.up_bias;
+  params_.clamps = std::isfinite(params_.limit) || params_.up_bias != 0;
+  for (FfnParams* ffn : {&params_.routed, &params_.shared}) {
+    ffn->more_of_first = (spec.weight_on_input && ffn == &params_.routed) || params_.clamps ||
+                         ffn->up_scale != nullptr || ffn->up_bias != nullptr;
+    ffn->more_of_second = ffn->down_scale != nullptr || ffn->down_bias != nullptr;
+  }
+  attempt_together(world_.fabric(), [&] { choose_grid(); });
+  if (distributed()) require_room();
+  share(sharing);
+  lay_out_heap();
+  // Nobody writes into a heap before its owner has come past here, with its flags zero.
+  attempt_together(world_.fabric(), [&] {
+    if (options_.trace) trace_.emplace(grid_);
+    lay_out_workspace();  // and waits until the device has cleared all
+  });
+}
+
+// One block per multiprocessor, all of them resident at once, or not at all.
+void Engine::choose_grid() {
+  const DeviceInfo info = device_info(device_);
+  int blocks_per_sm = 1;
+  for (const LayerKernel kernel : {kernel_.small, kernel_.large}) {
+    const auto* const function = reinterpret_cast<const void*>(kernel);
+    SWITCHYARD_CUDA(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(kernel_.shape.shared_bytes)));
+    int blocks = 0;
+    SWITCHYARD_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &blocks, function, kernel_.shape.threads, kernel_.shape.shared_bytes));
+    blocks_per_sm = std::min(blocks_per_sm, blocks);
+  }
+  if (blocks_per_sm < 1) {
+    unsupported(
+        fmt::format("device {} ({}) has no room for a block of {} threads and {} bytes of shared "
+                    "memory; use an H100 or H200",
+                    device_, info.name, kernel_.shape.threads, kernel_.shape.shared_bytes));
+  }
+  grid_ = static_cast<unsigned>(info.num_sms - options_.reserved_sms);
+  // A cluster takes neighbouring multiprocessors, so fewer of them may fit.
+  cudaLaunchAttribute attributes[kMaxAttributes]{};
+  const cudaLaunchConfig_t config = launch_config(true, attributes, nullptr);
+  int clusters = 0;
+  SWITCHYARD_CUDA(cudaOccupancyMaxActiveClusters(
+      &clusters, reinterpret_cast<const void*>(kernel_.large), &config));
+  paired_grid_ = std::min(grid_ / kPair, static_cast<unsigned>(clusters)) * kPair;
+}
+
+// Ranks on one device wait for each other, so all of their blocks must find room on it.
+void Engine::require_room() {
+  const std::vector<DeviceSite> sites = gather_device_sites(world_.fabric());
+  const std::vector<unsigned> grids = gather(world_.fabric(), grid_);
+  const char* const mine = sites[static_cast<std::size_t>(world_.rank())].bus_id;
+  attempt_together(world_.fabric(), [&] {
+    std::vector<int> sharing;
+    unsigned blocks = 0;
+    for (std::size_t r = 0; r < sites.size(); ++r) {
+      if (std::strcmp(sites[r].bus_id, mine) != 0) continue;
+      sharing.push_back(static_cast<int>(r));
+      blocks += grids[r];
+    }
+    const int sms = device_info(device_).num_sms;
+    if (blocks <= static_cast<unsigned>(sms)) return;
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} share the GPU {} and want {} of its {} SMs; give each rank a GPU "
+                            "of its own (device), or leave SMs to the others (reserved_sms)",
+                            list_ranks(sharing), mine, blocks, sms));
+  });
+}
+
+// What the layouts of heap and workspace follow from.
+std::vector<std::uint64_t> Engine::memory_shape() const {
+  const auto u = [](std::integral auto number) { return static_cast<std::uint64_t>(number); };
+  return {u(device_),
+          u(grid_),
+          u(options_.max_tokens),
+          u(policy().numerics.token_bytes()),
+          u(spec_.hidden),
+          u(spec_.num_experts),
+          u(spec_.top_k),
+          u(spec_.weight_on_input),
+          u(params_.cells_per_token),
+          u(params_.gate_columns),
+          u(spec_.intermediate),
+          u(params_.routed.gemm1_rows),
+          u(spec_.shared_intermediate),
+          u(params_.shared.gemm1_rows)};
+}
+
+// All ranks share the memory of the same layer, or none does, and it has yet to be allocated.
+void Engine::share(const Engine* other) {
+  static std::atomic<std::uint64_t> count{0};
+  const std::vector<std::uint64_t> ids =
+      gather(world_.fabric(), other != nullptr ? other->memory_->id << 1 | 1 : ++count << 1);
+  for (std::size_t r = 1; r < ids.size(); ++r) {
+    if ((ids[0] & 1) == (ids[r] & 1) && (ids[0] == ids[r] || (ids[0] & 1) == 0)) continue;
+    throw Error(ErrorCode::kSpecMismatch,
+                fmt::format("rank 0 and rank {} do not share the memory of the same layer; give "
+                            "share_memory_with the same layer on all ranks, or on none",
+                            r));
+  }
+  attempt_together(world_.fabric(), [&] {
+    if (other == nullptr) return;
+    if (&other->world_.fabric() != &world_.fabric()) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  "share_memory_with is a layer of another world; make both with the same one");
+    }
+    if (other->memory_shape() != memory_shape()) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  "share_memory_with is a layer of other sizes, types or options; share with one "
+                  "that is like this one, or leave it null");
+    }
+  });
+  memory_ =
+      other != nullptr ? other->memory_ : std::make_shared<Memory>(Memory{ids[0] >> 1, {}, {}});
+}
+
+void Engine::lay_out_heap() {
+  const auto tokens = static_cast<std::size_t>(options_.max_tokens);
+  // Small passes may have several cells for a slot.
+  const std::size_t cell_tokens =
+      distributed()
+          ? tokens
+          : std::max(tokens, std::min(tokens, static_cast<std::size_t>(policy().small_tokens))
+                                 << kMaxLog2Splits);
+  Heap::Shape shape;
+  shape.num_ranks = world_.size();
+  shape.num_experts = spec_.num_experts;
+  shape.hidden = spec_.hidden;
+  shape.max_tokens = options_.max_tokens;
+  shape.element_bytes = policy().numerics.token_bytes();
+  shape.scaled = policy().numerics.scaled();
+  shape.weighs_input = spec_.weight_on_input;
+  shape.max_tiles = most_tiles(spec_.num_experts, world_.size(), spec_.top_k);
+  shape.cell_bytes = cell_tokens * static_cast<std::size_t>(params_.cells_per_token) *
+                     static_cast<std::size_t>(spec_.hidden) * 2;
+  params_.heap = Heap(shape);
+  const bool shares = memory_->heap.bytes() != 0;
+  if (!shares) memory_->heap = SymmetricMemory(world_.fabric(), params_.heap.bytes());
+  const SymmetricMemory& heap = memory_->heap;
+  params_.heaps.layout =
+      protocol::HeapLayout({.num_ranks = world_.size(), .num_experts = spec_.num_experts});
+  params_.heaps.rank = world_.rank();
+  for (int r = 0; r < world_.size(); ++r) params_.heaps.base[r] = heap.base(r);
+  std::byte* const mine = heap.base(world_.rank());
+  params_.mine = mine;
+  params_.cells = params_.heap.cells(mine);
+  if (shares) return;
+  // NaN in all that is not a flag, so that no pass can get away with reading what nobody wrote.
+  const std::size_t flags = params_.heap.flag_bytes();
+  SWITCHYARD_CUDA(cudaMemset(mine, 0, flags));
+  SWITCHYARD_CUDA(cudaMemset(mine + flags, 0xff, params_.heap.bytes() - flags));
+}
+
+// Of tokens of so many ranks with so many slots each, over so many experts.
+std::uint32_t Engine::most_tiles(int experts, int ranks, int slots_per_token) const {
+  const std::int64_t rows = std::int64_t{options_.max_tokens} * ranks * slots_per_token;
+  return static_cast<std::uint32_t>(experts + rows / policy().tile.max_height());
+}
+
+void Engine::lay_out_workspace() {
+  const auto tokens = static_cast<std::size_t>(options_.max_tokens);
+  const auto experts = static_cast<std::size_t>(spec_.num_experts);
+  const std::size_t slots = tokens * static_cast<std::size_t>(spec_.top_k);
+  const auto height = static_cast<std::size_t>(policy().tile.max_height());
+  const bool has_shared = spec_.shared_intermediate > 0;
+  const std::size_t tiles = most_tiles(std::max(1, params_.local_experts), world_.size(),
+                                       std::min(spec_.top_k, params_.local_experts)) +
+                            (has_shared ? protocol::ceil_div(tokens, height) : 0);
+  params_.max_tiles = static_cast<std::uint32_t>(tiles);
+  // GEMM2 of a tile is taken up when its GEMM1 was handed out two rounds of all blocks ago:
+  // measured against 0.6, 1, 1.25 and 3 rounds; see docs/decisions.
+  std::uint32_t rows = params_.routed.gemm1_rows;
+  if (has_shared && (rows == 0 || params_.shared.gemm1_rows < rows)) {
+    rows = params_.shared.gemm1_rows;
+  }
+  const std::uint32_t fewest =
+      std::max(1u, protocol::ceil_div(rows, static_cast<std::uint32_t>(policy().tile.weight_rows)));
+  params_.lag = protocol::ceil_div(2 * grid_, fewest) + 1;
+  // Where a tile is work for many blocks, the tiles of so many rows of an expert share the weights
+  // that they read.
+  constexpr std::uint32_t kBandRows = 2048, kFewestBandedRows = 32 * kTileRows;
+  const std::uint32_t band =
+      rows < kFewestBandedRows ? 1 : kBandRows / static_cast<std::uint32_t>(height);
+  params_.log2_band = static_cast<std::uint32_t>(std::countr_zero(band));
+  params_.banded_lag = band == 1 ? params_.lag : protocol::ceil_div(2 * grid_, band * fewest);
+  // A tile's h is needed from its GEMM1 to its GEMM2. Nobody waits for it with slots for twice the
+  // lag, or for one band more than those between.
+  params_.h_slots = static_cast<std::uint32_t>(
+      std::min<std::size_t>(tiles, std::max(2 * params_.lag + 2, (params_.banded_lag + 2) * band)));
+  params_.h_stride = static_cast<std::uint32_t>(
+      std::max(params_.routed.intermediate, params_.shared.intermediate));
+
+  // Of kNominalBlocks slices of tiles at most, or of one slice; see gate.cuh.
+  const std::size_t logits_columns = static_cast<std::size_t>(params_.gate_columns);
+  const std::size_t logits_tokens = std::max(
+      tokens,
+      std::min<std::size_t>(tokens * kMaxGateSlices, std::size_t{kNominalBlocks} * kGateBoxRows));
+  const auto groups = [&](std::int64_t columns) {
+    return policy().numerics.scaled()
+               ? static_cast<std::uint32_t>(protocol::ceil_div<std::int64_t>(columns, kQuantGroup))
+               : 0;
+  };
+  params_.x_groups = groups(spec_.hidden);
+  params_.h_groups = groups(params_.h_stride);
+  params_.group_words =
+      distributed() ? 0 : protocol::ceil_div(params_.h_groups, PassWords::kGroupsOfWord);
+  const std::size_t words = PassWords::count(static_cast<std::uint32_t>(experts), params_.max_tiles,
+                                             params_.group_words) *
+                            4;
+  Arena arena;
+  // First what must be zero when the first pass begins.
+  const std::size_t epoch = arena.place(sizeof(std::uint64_t));
+  const std::size_t readers = arena.place(sizeof(std::uint32_t));
+  const std::size_t even = arena.place(words), odd = arena.place(words);
+  const std::size_t stats = arena.place((experts + 1) * 4);
+  const std::size_t zeroed = arena.size();
+  const std::size_t logits = arena.place(logits_tokens * logits_columns * sizeof(float));
+  const std::size_t ids = arena.place(slots * 4);
+  const std::size_t weights =
+      arena.place(tokens * static_cast<std::size_t>(params_.cells_per_token) * 4);
+  const std::size_t positions = arena.place(slots * 4);
+  const std::size_t lists = arena.place(experts * tokens * 4);
+  const std::size_t converted = arena.place(tokens * static_cast<std::size_t>(spec_.hidden) * 2);
+  // Rows that are packed together wait together: none for another's tile to leave its slot.
+  params_.packed_slots = static_cast<std::uint32_t>(
+      std::max<std::size_t>(params_.h_slots, std::min<std::size_t>(tiles, kPackedTogether)));
+  const auto element = static_cast<std::size_t>(policy().numerics.token_bytes());
+  const std::size_t packed =
+      arena.place(params_.packed_slots * height * static_cast<std::size_t>(spec_.hidden) * element);
+  const std::size_t h = arena.place(params_.h_slots * height * params_.h_stride * element);
+  const std::size_t packed_scales =
+      arena.place(params_.packed_slots * params_.x_groups * height * sizeof(float));
+  const std::size_t h_scales =
+      arena.place(params_.h_slots * params_.h_groups * height * sizeof(float));
+  const std::size_t quantized =
+      arena.place(policy().numerics.scaled() ? tokens * static_cast<std::size_t>(spec_.hidden) : 0);
+  const std::size_t quantized_scales = arena.place(tokens * params_.x_groups * sizeof(float));
+  DeviceBuffer& workspace = memory_->workspace;
+  if (workspace.bytes() == 0) {  // not shared
+    workspace = DeviceBuffer(arena.size());
+    SWITCHYARD_CUDA(cudaMemset(workspace.data(), 0, zeroed));
+    // NaN everywhere else, so that no pass can get away with reading what it did not write.
+    SWITCHYARD_CUDA(cudaMemset(workspace.data() + zeroed, 0xff, arena.size() - zeroed));
+    SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  }
+
+  const auto at = [&]<typename T>(std::size_t offset, T*& pointer) {
+    pointer = reinterpret_cast<T*>(workspace.data() + offset);
+  };
+  at(epoch, params_.epoch_word);
+  at(readers, params_.readers);
+  at(even, params_.pass_words[0].words);
+  at(odd, params_.pass_words[1].words);
+  at(stats, params_.stats);
+  at(logits, params_.partial_logits);
+  at(ids, params_.ids);
+  at(weights, params_.weights);
+  at(positions, params_.positions);
+  at(lists, params_.lists);
+  at(converted, params_.converted);
+  at(packed, params_.packed);
+  at(packed_scales, params_.packed_scales);
+  at(h, params_.h);
+  at(h_scales, params_.h_scales);
+  at(quantized, params_.quantized);
+  at(quantized_scales, params_.quantized_scales);
+  params_.failures = failures_.on_device();
+  const auto rows_of = [&](std::uint32_t n) {
+    return std::int64_t{n} * policy().tile.max_height();
+  };
+  params_.x_maps = token_maps(params_.packed, policy().numerics.token_bytes(),
+                              rows_of(params_.packed_slots), spec_.hidden, spec_.hidden);
+  for (FfnParams* ffn : {&params_.routed, &params_.shared}) {
+    if (ffn->intermediate == 0) continue;
+    ffn->h_maps = token_maps(params_.h, policy().numerics.token_bytes(), rows_of(params_.h_slots),
+                             ffn->intermediate, params_.h_stride);
+  }
+}
+
+void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
+  const HostRange range{"forward", nvtx3::payload{input.activations.rows}};
+  protocol::check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output,
+                       policy().numerics.token);
+  check();
+  const MatrixView& x = input.activations;
+  CallParams call{};
+  call.x = x.data;
+  call.x_stride = x.row_stride;
+  call.x_type = x.dtype;
+  call.x_scales = x.scale;
+  call.x_scale_stride = x.scale_stride;
+  call.tokens = static_cast<std::uint32_t>(x.rows);
+  call.y = output.data;
+  call.y_stride = output.row_stride == 0 ? spec_.hidden : output.row_stride;
+  call.y_type = output.dtype;
+  call.given_ids = input.topk_ids.empty() ? nullptr : input.topk_ids.data();
+  call.given_weights = input.topk_weights.data();
+  call.token_ids = input.token_ids.data();
+  call.out_ids = output.topk_ids.empty() ? nullptr : output.topk_ids.data();
+  call.out_weights = output.topk_weights.empty() ? nullptr : output.topk_weights.data();
+  if (trace_) call.trace = trace_->buffer(options_.slow_role);
+  require_aligned("activations", call.x, call.x_stride, call.x_type, x.rows);
+  require_aligned("outputs", call.y, call.y_stride, call.y_type, x.rows);
+
+  const DeviceScope scope(device_);
+  // What is small here may be large on another rank, and all must cut the same tiles.
+  const bool small = !distributed() && x.rows <= policy().small_tokens &&
+                     x.rows * spec_.num_experts <= policy().small_logits &&
+                     x.rows * spec_.top_k <= kMaxOwnSlots;
+  // Two blocks that share the tokens of a tile read a third less from the L2 cache. Below about so
+  // many rows per expert, that does not make up for what a launch of clusters costs: 2 us.
+  constexpr std::int64_t kLeastRows = 96;
+  // (Of other ranks' tokens the host knows nothing, and takes them to be as many.)
+  const bool pairs = !small && paired_grid_ >= kPair &&
+                     x.rows * world_.size() * spec_.top_k >= kLeastRows * spec_.num_experts;
+  call.paired = pairs ? 1 : 0;
+  const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;
+  call.converts = x.dtype == DType::kF32 || x.dtype == DType::kF16 ||
+                  (!small && overlaps && x.dtype == DType::kBF16);
+  call.gated = (gate_.has_router() && call.given_ids == nullptr) || spec_.shared_sigmoid_gate;
+  if (call.gated && !small && x.rows != 0) {
+    const bool dense = call.converts || x.rows == 1;
+    call.x_map = rows_map(call.converts ? params_.converted : x.data, sizeof(std::uint16_t), x.rows,
+                          spec_.hidden, dense ? spec_.hidden : x.row_stride, kGateBoxRows);
+  }
+  void* arguments[] = {&params_, &call};
+  cudaLaunchAttribute attributes[kMaxAttributes]{};
+  const cudaLaunchConfig_t config =
+      launch_config(pairs, attributes, static_cast<cudaStream_t>(input.stream));
+  SWITCHYARD_CUDA(cudaLaunchKernelExC(
+      &config, reinterpret_cast<const void*>(small ? kernel_.small : kernel_.large), arguments));
+}
+
+cudaLaunchConfig_t Engine::launch_config(bool paired, cudaLaunchAttribute* attributes,
+                                         cudaStream_t stream) const {
+  unsigned count = 0;
+  if (paired) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {kPair, 1, 1};
+  }
+  if (options_.cooperative_launch) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(paired ? std::max(paired_grid_, kPair) : grid_);
+  config.blockDim = dim3(static_cast<unsigned>(kernel_.shape.threads));
+  config.dynamicSmemBytes = kernel_.shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = count;
+  return config;
+}
+
+std::string Engine::describe(const BadId& bad) const {
+  const auto what = [&] {
+    switch (bad.kind) {
+      case BadId::Kind::kTwice:
+        return fmt::format("token {} names expert {} twice; ids must be distinct within a token",
+                           bad.token, bad.id);
+      case BadId::Kind::kToken:
+        return fmt::format(
+            "token id {} of token {} is outside the routing table's vocabulary of {}", bad.id,
+            bad.token, params_.hash_rows);
+      case BadId::Kind::kTable:
+        return fmt::format("the routing table has expert {} for token {}; expert ids are 0 to {}",
+                           bad.id, bad.token, spec_.num_experts - 1);
+      case BadId::Kind::kExpert:
+        break;
+    }
+    return fmt::format("token {} has expert id {}; expert ids are 0 to {}, or {} for none",
+                       bad.token, bad.id, spec_.num_experts - 1, kNoExpert);
+  };
+  return what() + " (in a pass that has ended; such slots were skipped)";
+}
+
+void Engine::check() {
+  if (failures_->given_up == 0) {
+    // Waits for nothing: on a device with other ranks, their passes may wait for this one's next.
+    const std::uint64_t bad = failures_->bad_id;
+    if (bad == 0) return;
+    failures_->bad_id = 0;
+    throw Error(ErrorCode::kInvalidArgument, describe(BadId::unpack(bad)));
+  }
+  const DeviceScope scope(device_);
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  const auto control_of = [this](int rank) {
+    protocol::Control control;
+    SWITCHYARD_CUDA(
+        cudaMemcpy(&control, params_.heaps.control(rank), sizeof control, cudaMemcpyDeviceToHost));
+    return control;
+  };
+  const int failed = protocol::failed_rank(control_of(world_.rank()).abort, world_.rank());
+  protocol::FailureRecord record = control_of(failed).failure;
+  ++record.epoch;  // kernels number passes from 0, callers from 1
+  throw protocol::timeout_error(record, world_.rank(), world_.fabric().liveness(record.peer));
+}
+
+const ForwardStats& Engine::stats() {
+  const DeviceScope scope(device_);
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  check();
+  SWITCHYARD_CUDA(
+      cudaMemcpy(&stats_.epoch, params_.epoch_word, sizeof stats_.epoch, cudaMemcpyDeviceToHost));
+  const auto experts = static_cast<std::size_t>(spec_.num_experts);
+  std::vector<std::uint32_t> rows(experts + 1), counters(kNumPassCounters);
+  SWITCHYARD_CUDA(cudaMemcpy(rows.data(), params_.stats, rows.size() * 4, cudaMemcpyDeviceToHost));
+  stats_.tokens = rows.back();
+  rows.pop_back();
+  // Passes are numbered from 0 on the device.
+  const PassWords words = params_.pass_words[(stats_.epoch - 1) & 1];
+  SWITCHYARD_CUDA(
+      cudaMemcpy(counters.data(), words.counters(), counters.size() * 4, cudaMemcpyDeviceToHost));
+  stats_.tokens_per_expert.assign(rows.begin(), rows.end());
+  stats_.nan_logits = counters[kNanLogits];
+  if (distributed()) count_traffic(counters.data());
+  stats_.heap_bytes_reserved = memory_->heap.bytes();
+  stats_.workspace_bytes_used = memory_->workspace.bytes();
+  return stats_;
+}
+
+PassTrace Engine::trace() {
+  const HostRange range{"read trace"};
+  PassTrace trace;
+  trace.rank = world_.rank();
+  trace.num_ranks = world_.size();
+  trace.epoch = stats().epoch;
+  const DeviceScope scope(device_);
+  trace_->read(trace.epoch, trace);
+  return trace;
+}
+
+void Engine::count_traffic(const std::uint32_t* counters) {
+  const auto others = static_cast<std::uint64_t>(world_.size() - 1);
+  const std::uint64_t entry_bytes = spec_.weight_on_input ? 8 : 4;
+  const std::uint64_t row_bytes = static_cast<std::uint64_t>(spec_.hidden) * 2;
+  stats_.dispatch_bytes =
+      counters[kSentTokens] * params_.heap.token_bytes() + counters[kSentRows] * entry_bytes;
+  stats_.combine_bytes = counters[kReturnedRows] * row_bytes;
+  // Counts go two at a time, in words with the epoch.
+  const auto pairs = static_cast<std::uint64_t>(protocol::ceil_div(spec_.num_experts, 2));
+  stats_.signal_bytes = others * pairs * 2 * sizeof(std::uint64_t) + 4 * counters[kRaisedFlags];
+}
+
+}  // namespace
+
+std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
+                                         const MoeWeights& weights, const LayerOptions& options,
+                                         const LayerEngine* sharing) {
+  const HostRange range{"make layer"};
+  const auto* const other = dynamic_cast<const Engine*>(sharing);
+  if (sharing != nullptr && other == nullptr) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "share_memory_with is a layer of the cpu backend; share with one of the GPU's");
+  }
+  return std::make_unique<Engine>(world, spec, weights, options, other);
+}
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,50 @@
+// A layer's weights on the device, in the forms the kernel reads.
+#pragma once
+
+#include "gpu/device.h"
+#include "gpu/host/tensor_map.h"
+#include "gpu/layer/params.h"
+#include "switchyard/weights.h"
+
+namespace switchyard::gpu {
+
+// One kind of expert: all networks' matrices, in the policy's type, their scales and biases, fp32.
+class DeviceFfn {
+ public:
+  // `experts` all have the shape [intermediate, hidden]. Matrices of the policy's type in device
+  // memory that lie there as one array, at one distance from expert to expert and from gate to up,
+  // are used where they are and must stay there. Others are copied, from device memory in that type
+  // with contiguous rows, from host memory for bf16 in any type, for FP8 in FP8 of block or row
+  // form. Scales may be in either memory.
+  DeviceFfn() = default;
+  DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> experts, int hidden,
+            int intermediate, bool gated);
+
+  FfnParams params() const;
+  // Whether any matrix is used where it is.
+  bool borrows() const;
+
+ private:
+  WeightArray gemm1_, gemm2_;
+  DeviceBuffer own1_, own2_;                  // what was copied
+  DeviceBuffer gemm1_scales_, gemm2_scales_;  // see FfnParams
+  DeviceBuffer gate_row_scales_, up_row_scales_, down_row_scales_;
+  DeviceBuffer gate_bias_, up_bias_, down_bias_;
+};
+
+// The gate's weights: see LayerParams::router.
+class DeviceGate {
+ public:
+  DeviceGate() = default;
+  DeviceGate(const LayerSpec& spec, const MoeWeights& weights);
+
+  void describe(LayerParams& params) const;
+  bool has_router() const { return has_router_; }
+
+ private:
+  int num_planes_ = 0, columns_ = 0, stride_ = 0, hash_rows_ = 0;
+  bool has_router_ = false, shared_sigmoid_ = false;
+  DeviceBuffer planes_, router_bias_, correction_bias_, hash_table_;
+};
+
+}  // namespace switchyard::gpu

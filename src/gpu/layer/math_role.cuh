@@ -1,0 +1,139 @@
+// The math warpgroups: they drain the ring, finish tiles and combine.
+#pragma once
+
+#include "gpu/exchange/cells.cuh"
+#include "gpu/layer/storage.cuh"
+#include "gpu/tile/gemm.cuh"
+#include "gpu/tokens/hidden.cuh"
+
+namespace switchyard::gpu {
+
+// What becomes of a tile's products in the layer: h, or rows in their tokens' cells. See
+// gemm_tile().
+template <ActivationKind kKind, bool kGated, typename P>
+class LayerSink {
+ public:
+  __device__ LayerSink(const Pass<P>& pass, const TileTask& task, bool first,
+                       const TaskReader<P>& reader, StoredPart<kGated, P>& stored)
+      : pass_(pass), task_(task), first_(first), reader_(reader), stored_(stored) {}
+
+  // Entries from other ranks come with their tokens, so they are not fetched before.
+  __device__ __forceinline__ void started() {
+    pass_.trace().math(kFirstTaskRecord + reader_.index(), &TraceRecord::begin);
+    if (needs_entries()) fetch_entries(pass_.exchange(), pass_.epilogue(), task_, math_group());
+    stored_.finish();
+  }
+  __device__ __forceinline__ void multiplied() {
+    pass_.trace().math(kFirstTaskRecord + reader_.index(), &TraceRecord::products);
+    if (needs_entries()) await_copies();
+  }
+  __device__ bool meets() const { return kGated && first_; }
+  template <int kVariant, typename Sums>
+  __device__ __forceinline__ void finish(Sums& acc) {
+    const Epilogue<P> epilogue = pass_.epilogue();
+    if (first_) {
+      finish_hidden<kVariant, kKind, kGated>(
+          epilogue, task_, math_group(), pass_.hidden(),
+          [&](std::uint32_t group) {
+            fetch_weights(pass_.exchange(), epilogue, pass_.state().route.tables.weights, task_,
+                          group);
+          },
+          acc);
+    } else {
+      place_cells(pass_.exchange(), epilogue, task_, math_group());
+      const std::uint32_t group = math_group();
+      finish_rows<kVariant>(
+          epilogue, task_, group, [&](std::uint32_t row) { return epilogue.output(group, row); },
+          acc);
+    }
+    // Now all of the warpgroup has stored. The next tile may have this one's places in shared
+    // memory.
+    named_barrier<kWarpgroup>(group_barrier(math_group()));
+    if (pass_.progress().quantizes_together() && first_) {
+      stored_.put_off(task_);
+    } else if (P::kTeller == Teller::kMath && fresh_thread_index<kWarpgroup>() == 0) {
+      tell_stored(pass_.progress(), task_);
+    }
+    // In large passes the scheduler tells of the tile, when all math warps have released its task.
+    if (fresh_thread_index<32>() == 0) reader_.release();
+  }
+
+ private:
+  __device__ bool needs_entries() const { return !first_ || pass_.layer.weight_on_input; }
+
+  const Pass<P>& pass_;
+  const TileTask& task_;
+  const bool first_;
+  const TaskReader<P>& reader_;
+  StoredPart<kGated, P>& stored_;
+};
+
+// Clears the words of the pass after this one, which were those of the pass before. Done while the
+// first weights are on their way.
+template <typename P>
+__device__ __forceinline__ void clear_next_words(const Pass<P>& pass) {
+  const PassWords next = pass.layer.pass_words[~pass.waiter().epoch & 1];
+  const std::uint32_t count =
+      PassWords::count(pass.layer.num_experts, pass.layer.max_tiles, pass.layer.group_words);
+  for (std::uint32_t i = blockIdx.x * kMathThreads + threadIdx.x - kWarpgroup; i < count;
+       i += gridDim.x * kMathThreads) {
+    next.words[i] = 0;
+  }
+  // When all blocks know this pass's epoch, it may become the next pass's.
+  if (threadIdx.x == kWarpgroup && atomicInc(pass.layer.readers, gridDim.x - 1) == gridDim.x - 1) {
+    *pass.layer.epoch_word = pass.waiter().epoch + 1;
+  }
+}
+
+template <typename P>
+__device__ __forceinline__ void report_stuck_ring(const Pass<P>& pass) {
+  if (threadIdx.x != kWarpgroup || *pass.waiter().going != Going::kRingStuck) return;
+  const int rank = pass.layer.heaps.rank;
+  protocol::abort_world(pass.layer.heaps,
+                        {rank, rank, protocol::Phase::kExperts, pass.waiter().epoch,
+                         fresh_block_index(), 0, 0, 2 * pass.waiter().deadline_ns});
+  pass.layer.failures->given_up = 1;
+}
+
+template <ActivationKind kKind, bool kGated, typename P>
+__device__ __forceinline__ void math_role(const Pass<P>& pass) {
+  TaskReader<P> reader(pass.queue());
+  StoredPart<kGated, P> stored(pass.progress(), pass.hidden());
+  RingPlace place;
+  for (;;) {
+    pass.trace().math(kFirstTaskRecord + reader.index() + 1, &TraceRecord::ready);
+    const TileTask* const task = reader.await();
+    // Shuffled, the numbers are the same in all lanes for the compiler, which then keeps the warp
+    // together. All of them are in one word.
+    const std::uint32_t head =
+        __shfl_sync(~0u,
+                    task == nullptr ? static_cast<std::uint32_t>(Work::kStop)
+                                    : task->k_blocks << 8 | task->units << 2 |
+                                          static_cast<std::uint32_t>(task->work),
+                    0);
+    const auto work = static_cast<Work>(head & 3);
+    if (work != Work::kGemm1) stored.finish();
+    if (work == Work::kStop) {
+      report_stuck_ring(pass);
+      return;
+    }
+    if (P::kTraced && threadIdx.x == kWarpgroup) {
+      pass.queue().trace_task(TraceRole::kMath, kFirstTaskRecord + reader.index(), *task);
+    }
+    if (work == Work::kCombine) {
+      combine_task(pass.combine(), task->tile, reader.index());
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) reader.release();
+    } else {
+      const bool first = work == Work::kGemm1;
+      // The tile's slot may be free only when what was put off is done.
+      if (StoredPart<kGated, P>::kExists && task->tile >= pass.layer.h_slots) stored.finish();
+      LayerSink<kKind, kGated, P> sink(pass, *task, first, reader, stored);
+      gemm_tile_of(head >> 2 & 63, pass.pipeline(), *task, head >> 8, place, sink);
+    }
+    pass.trace().math(kFirstTaskRecord + reader.index(), &TraceRecord::end);
+    if (threadIdx.x == kWarpgroup) protocol::note_progress(*pass.waiter().heaps);
+  }
+}
+
+}  // namespace switchyard::gpu

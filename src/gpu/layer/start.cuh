@@ -1,0 +1,299 @@
+// The start of a pass, from activations to what every role needs to know: gate, choice of experts,
+// counts of all ranks, places of rows and tiles. Each step is rehearsed while its warps have
+// nothing to do, so that its code is in the caches when its turn comes.
+#pragma once
+
+#include "gpu/exchange/counts.cuh"
+#include "gpu/layer/storage.cuh"
+#include "gpu/tokens/activations.cuh"
+
+namespace switchyard::gpu {
+
+// Rows per expert of all blocks', and all ranks', slots. False if the pass was given up. By the
+// loading warps, behind the blocks' arrivals.
+template <typename P>
+__device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
+  if (pass.exchange().distributed()) {
+    // Counts take longer to come than to be read: they are read twice, at first as a rehearsal.
+#pragma unroll 1
+    for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
+      read_counts(pass.exchange());
+      if (rehearsal == 0) break;
+      if (!await_counts(pass.exchange())) return false;
+      pass.trace().pass(kCountsRecord, &TraceRecord::begin);
+    }
+    named_barrier<kWarpgroup>(kOfLoading);
+    return true;
+  }
+  const bool arrived =
+      threadIdx.x != 0 || all_arrived(pass.waiter(), pass.life().barrier(kListsReady));
+  if (named_barrier_any<kWarpgroup>(kOfLoading, !arrived)) return false;
+  pass.trace().pass(kCountsRecord, &TraceRecord::begin);
+  for (int e = threadIdx.x; e < pass.layer.num_experts; e += kWarpgroup) {
+    pass.block.tiles.expert_rows[e] = __ldcg(pass.state().life.words.expert_rows() + e);
+  }
+  named_barrier<kWarpgroup>(kOfLoading);
+  return true;
+}
+
+// The part of routing that each of the loading warps rehearses. The scheduler's warp rehearses to
+// place tiles and to describe a task.
+__device__ __forceinline__ std::uint32_t rehearsed_parts(std::uint32_t warp) {
+  switch (warp) {
+    case kWeightsWarp:
+      return routing::kScorePart;
+    case kTokensWarp:
+      return routing::kChoicePart;
+    case kPackWarp:
+      return routing::kWeightPart;
+    default:
+      return 0;
+  }
+}
+
+// By one warp, which sees the words afterwards.
+__device__ __forceinline__ void fill_together(std::uint32_t* words, int count,
+                                              std::uint32_t value) {
+  __syncwarp();
+  for (int i = static_cast<int>(threadIdx.x % 32); i < count; i += 32) words[i] = value;
+  __syncwarp();
+}
+
+// The scheduler's warp tells that tiles are placed, or will not be. The pack warp waits for that,
+// and for the math warps.
+__device__ __forceinline__ void tell_placed(std::uint32_t warp) {
+  if (warp == kSchedulerWarp) {
+    named_barrier_arrive<kMathAndScheduler>(kTilesPlaced);
+    named_barrier_arrive<kMathSchedulerAndPack>(kAllPlaced);
+  } else if (warp == kPackWarp) {
+    named_barrier_anywhere<kMathSchedulerAndPack>(kAllPlaced);
+  }
+}
+
+template <typename P>
+__device__ __forceinline__ void store_stats(const Pass<P>& pass) {
+  if (blockIdx.x != 0 || threadIdx.x >= kWarpgroup) return;
+  for (int e = threadIdx.x; e < pass.layer.num_experts; e += kWarpgroup) {
+    pass.layer.stats[e] = pass.block.tiles.expert_rows[e];
+  }
+  if (threadIdx.x == 0) pass.layer.stats[pass.layer.num_experts] = pass.call.tokens;
+}
+
+// The block's part of the gate and of the quantization, by the math warps. If it is shared, other
+// blocks wait for it: for the logits, and in small passes for what all blocks quantize, which they
+// read when they are past the logits. (Large passes read it when they are past the lists.)
+template <typename P>
+__device__ __forceinline__ void gate_and_quantize(const Pass<P>& pass, bool math, bool quantizes,
+                                                  bool shares) {
+  const auto quantize = [&] {
+    if constexpr (kScaled<P>) {
+      if (quantizes) {
+        quantize_activations(pass.layer, pass.layer, pass.block.pass.route, pass.call.tokens);
+      }
+    }
+  };
+  pass.trace().math(kGateRecord, &TraceRecord::begin);
+  if (math && kOwnStart<P> && quantizes) {
+    quantize();
+    named_barrier<kMathThreads>(kOfMath);
+  }
+  if (math && pass.call.gated) gate_logits(pass.gate());
+  if (shares && threadIdx.x == kWarpgroup) {
+    add_release_gpu(pass.life().barrier(kLogitsReady), 1);
+  }
+  if (math && !kOwnStart<P>) quantize();
+  pass.trace().math_end(kGateRecord, {TraceKind::kGate});
+}
+
+// Waits for all blocks' parts of the gate; false if the pass was given up. By the warps that route:
+// those that begin together ask together.
+template <typename P>
+__device__ __forceinline__ bool await_gate(const Pass<P>& pass, bool math) {
+  const std::uint32_t asks = kOwnStart<P> ? 0 : math ? kWarpgroup : threadIdx.x & ~31u;
+  const bool arrived =
+      threadIdx.x != asks || all_arrived(pass.waiter(), pass.life().barrier(kLogitsReady));
+  if constexpr (kOwnStart<P>) return __syncthreads_and(arrived);
+  return math ? !named_barrier_any<kMathThreads>(kOfMath, !arrived) : __all_sync(~0u, arrived) != 0;
+}
+
+// What becomes of a warp after a step of the start.
+enum class Next { kStep, kRole, kGivenUp };
+
+// A warp's way through the start. With `rehearsal` a step runs its code and leaves nothing behind.
+template <typename P>
+class PassStart {
+ public:
+  static constexpr bool kOwn = kOwnStart<P>;
+
+  __device__ PassStart(const Pass<P>& pass, std::uint32_t warp)
+      : pass_(pass),
+        warp_(warp),
+        math_(warp >= kWarpgroup / 32),
+        quantizes_(kScaled<P> && pass.call.x_type != DType::kF8E4M3),
+        shares_(pass.call.gated || (kOwn && quantizes_)),
+        router_(kOwn                    ? warp
+                : math_                 ? warp - kWarpgroup / 32
+                : warp < kSchedulerWarp ? kMathWarps + warp
+                                        : kMathWarps + warp - 1),
+        routes_(kOwn || warp != kSchedulerWarp) {
+    // The loading warps, which have no part in the gate, rehearse what comes after it, each a part
+    // of it, on one token and whatever numbers the last pass left. Where few blocks of a small pass
+    // have a part in the gate, theirs do not rehearse: all wait for these. (In large passes the
+    // copy engine has the gate's loads under way.)
+    const std::uint32_t gate_units =
+        pass.call.gated ? GateGrid<P>(pass.layer, pass.call.tokens).units() : 0;
+    rehearses_ = !kOwn || blockIdx.x >= gate_units || gate_units > gridDim.x / 2;
+  }
+
+  // Whether there is a first turn, of the gate and of rehearsals, before the real one.
+  __device__ bool has_rehearsal() const { return pass_.call.gated || quantizes_; }
+  __device__ bool math() const { return math_; }
+
+  // Logits and quantized activations, by the math warps. False for warps that rehearse nothing.
+  __device__ __forceinline__ bool gate() {
+    gate_and_quantize(pass_, math_, quantizes_, shares_);
+    return !math_ && rehearses_;
+  }
+
+  // Experts and weights of the tokens: of all, or of the block's share. In shared starts the math
+  // warps route first; the loading warps, if there are tokens left, when they have rehearsed; but
+  // for the scheduler's, which rehearses until tiles are to be placed.
+  __device__ __forceinline__ void choose(bool rehearsal) {
+    constexpr std::uint32_t kRouters = kOwn ? kWarps : kWarps - 1;
+    begin_ = rehearsal || kOwn ? 0 : first_token_of(pass_.call.tokens, blockIdx.x);
+    end_ = rehearsal ? min(pass_.call.tokens, 1u)
+           : kOwn    ? pass_.call.tokens
+                     : first_token_of(pass_.call.tokens, blockIdx.x + 1);
+    if (!rehearsal && shares_ && routes_ && (kOwn || math_ || begin_ + router_ < end_)) {
+      given_up_ = !await_gate(pass_, math_);
+    }
+    if (!rehearsal) {
+      pass_.trace().pass(kRouteRecord, &TraceRecord::begin, kOwn ? 0 : kWarpgroup);
+    }
+    const std::uint32_t parts = rehearsal ? rehearsed_parts(warp_) : routing::kAllRouteParts;
+    if (parts != 0 && !given_up_ && (rehearsal || routes_)) {
+      route_tokens<kRouters>(pass_.routing(), rehearsal ? 0 : begin_ + router_, end_, parts);
+    }
+  }
+
+  // Lists of slots, and from all ranks' counts the rows of each expert. Not rehearsed as a whole:
+  // reading counts is, in count_all_rows().
+  __device__ __forceinline__ Next exchange_counts() {
+    BlockStorage<P>& block = pass_.block;
+    if (__syncthreads_or(given_up_)) return Next::kGivenUp;
+    if constexpr (kOwn) {
+      auto* const scratch = reinterpret_cast<std::uint8_t*>(block.memory.ring);
+      list_own_slots(pass_.routing(), block.tiles.expert_rows, end_ * pass_.layer.top_k, scratch);
+      // The gate and lists used the ring's memory; from the next barrier on the async proxy does.
+      fence_async_proxy_shared();
+      __syncthreads();
+    } else {
+      // The tiles' places are not yet in use.
+      list_shared_slots(pass_.routing(), block.tiles.tile_begin, pass_.state().life.words, begin_,
+                        end_);
+      pass_.trace().turn(kRouteRecord, TraceKind::kRoute, kCountsRecord);
+      if (!pass_.exchange().distributed()) {
+        grid_arrive(pass_.life().barrier(kListsReady));
+      } else if (grid_arrive_last(pass_.life().barrier(kListsReady))) {
+        publish_counts(pass_.exchange());
+      }
+      if (math_) return Next::kRole;
+      if (!count_all_rows(pass_)) {
+        if (warp_ == kSchedulerWarp) block.pass.life.plan_failed = true;
+        tell_placed(warp_);
+        return Next::kGivenUp;
+      }
+    }
+    store_stats(pass_);
+    if constexpr (kOwn) {
+      pass_.trace().turn(kRouteRecord, TraceKind::kRoute, kTraceRecords);
+      // The rest is one warp's; the others are on their way to what they wait for next.
+      if (warp_ != kSchedulerWarp) return Next::kRole;
+    } else {
+      pass_.trace().turn(kCountsRecord, TraceKind::kCounts, kPlanRecord);
+      // These two wait for nothing but their first task.
+      if (warp_ == kWeightsWarp || warp_ == kTokensWarp) return Next::kRole;
+    }
+    return Next::kStep;
+  }
+
+  // Places of tiles and rows, and the block's first task. By the scheduler's warp.
+  __device__ __forceinline__ void place(bool rehearsal) {
+    BlockStorage<P>& block = pass_.block;
+    const LayerParams& layer = pass_.layer;
+    if (warp_ == kSchedulerWarp) {
+      const bool has_shared = layer.cells_per_token > layer.top_k;
+      if (rehearsal) fill_together(block.tiles.expert_rows, layer.num_experts, 1);
+      place_tiles(pass_.table(), has_shared ? pass_.call.tokens : 0);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        auto& state = block.pass;
+        if constexpr (P::kTile.most_log2_split != 0) {
+          state.work.log2_splits = log2_splits(pass_.progress(), pass_.table().num_tiles(),
+                                               state.tiles.shared_tiles.count);
+        } else {
+          state.work.log2_splits = 0;
+        }
+        if constexpr (!StageLayout<P>::kFixed) {
+          state.stage_shape = {StageLayout<P>::count(state.tiles.max_height),
+                               StageLayout<P>::bytes(state.tiles.max_height)};
+        }
+      }
+    }
+    if (!kOwn && !rehearsal) tell_placed(warp_);
+    if (warp_ == kSchedulerWarp) {
+      __syncwarp();
+      if (kOwn && !rehearsal) {
+        fill_own_lists(pass_.routing(), block.tiles.row_begin, end_ * layer.top_k);
+      }
+      describe_first(pass_.schedule(), rehearsal);
+    }
+  }
+
+ private:
+  const Pass<P>& pass_;
+  const std::uint32_t warp_;
+  const bool math_, quantizes_;
+  const bool shares_;           // others wait for this block's part of the gate
+  const std::uint32_t router_;  // this warp's number among those that route
+  const bool routes_;
+  bool rehearses_;
+  bool given_up_ = false;
+  std::uint32_t begin_ = 0, end_ = 0;  // the tokens of this block
+};
+
+// From activations to what every role needs to know. Of a small pass all but the scheduler's warp
+// leave before it knows that, of a large one all but the scheduler's and the pack warp. False if
+// the pass was given up: in all warps or, when the math warps of a large pass have left, in the
+// loading warps; the math warps then find state.life.plan_failed. (Math warps may fail alone,
+// before they send; they and the pack warp find that.)
+template <typename P>
+__device__ __forceinline__ bool start_pass(const Pass<P>& pass) {
+  pass.trace().pass(kRouteRecord, &TraceRecord::ready);
+  if (pass.call.converts) {
+    convert_activations(pass.layer, pass.layer, pass.call, pass.call.tokens);
+    grid_arrive(pass.life().barrier(kConverted));
+    if (!grid_await(pass.waiter(), pass.life().barrier(kConverted))) return false;
+  }
+  // Shuffled, the number is the same in all lanes for the compiler: a third less code.
+  PassStart<P> start(pass, __shfl_sync(~0u, threadIdx.x / 32, 0));
+  // A step's rehearsal and the step itself are one piece of code, hence the loop: its first turn is
+  // the gate, and rehearsals meanwhile.
+#pragma unroll 1
+  for (int turn = start.has_rehearsal() ? 0 : 1; turn < 2; ++turn) {
+    const bool rehearsal = turn == 0;
+    if (rehearsal && !start.gate()) continue;
+    start.choose(rehearsal);
+    if (!rehearsal) {
+      const Next next = start.exchange_counts();
+      if (next != Next::kStep) return next == Next::kRole;
+    }
+    start.place(rehearsal);
+  }
+  if constexpr (!kOwnStart<P>) {
+    pass.trace().turn(kPlanRecord, TraceKind::kPlan, kTraceRecords, 32 * kSchedulerWarp);
+  }
+  return true;
+}
+
+}  // namespace switchyard::gpu

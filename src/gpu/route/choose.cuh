@@ -1,0 +1,136 @@
+// From logits, or from ids given, to each slot's expert and weight.
+#pragma once
+
+#include "gpu/route/gate.cuh"
+
+namespace switchyard::gpu {
+
+struct GateOutcome {
+  std::int32_t id = -1;
+  float weight = 0;
+  std::uint32_t num_nan = 0;
+  // Of this lane's slot, or of the token: an id that was not to be, as BadId has it; 0: none.
+  std::uint64_t bad_id = 0;
+};
+
+// Lane k's slot of the token, from the gate.
+template <int kPerLane, typename P>
+__device__ __forceinline__ GateOutcome gate_token(const Routing<P>& routing, std::uint32_t slices,
+                                                  std::uint32_t token, std::uint32_t parts) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  const auto num_experts = static_cast<std::uint32_t>(routing.shape.num_experts);
+  float logits[kPerLane];
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) logits[j] = 0;
+  if ((parts & routing::kScorePart) != 0) {
+    sum_slices(routing.router, slices, routing.tokens, token, lane, num_experts, logits);
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      const std::uint32_t e = lane + 32 * j;
+      if (e >= num_experts) {
+        logits[j] = __int_as_float(0x7fffffff);  // NaN: never chosen
+      } else if (routing.router.router_bias != nullptr) {
+        logits[j] += routing.router.router_bias[e];
+      }
+    }
+  }
+  GateOutcome outcome;
+  const std::int32_t* hashed = routing.router.hash_table;
+  if (routing.router.routing.spec.method == RoutingMethod::kHash) {
+    const std::int32_t row = routing.call.token_ids[token];
+    if (row < 0 || row >= routing.router.hash_rows) {
+      outcome.bad_id = BadId{BadId::Kind::kToken, token, row}.pack();
+    } else {
+      hashed += static_cast<std::size_t>(row) * routing.shape.top_k;
+    }
+  }
+  routing::Choice mine{};
+  const routing::RouteStatus status = routing::route_warp(
+      routing.router.routing, logits, routing.router.correction_bias, hashed, mine, parts);
+  outcome.num_nan = static_cast<std::uint32_t>(status.num_nan);
+  if (outcome.bad_id != 0) return outcome;
+  outcome.id = mine.id;
+  outcome.weight = mine.weight;
+  if ((status.bad_hashed_id_mask >> lane & 1) != 0) {
+    outcome.bad_id = BadId{BadId::Kind::kTable, token, hashed[lane]}.pack();
+  }
+  return outcome;
+}
+
+template <typename P>
+__device__ __forceinline__ GateOutcome given_token(const Routing<P>& routing, std::uint32_t token) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  GateOutcome outcome;
+  if (lane < static_cast<std::uint32_t>(routing.shape.top_k)) {
+    const std::size_t slot = static_cast<std::size_t>(token) * routing.shape.top_k + lane;
+    outcome.id = routing.call.given_ids[slot];
+    outcome.weight = routing.call.given_weights[slot];
+  }
+  const bool outside = outcome.id < -1 || outcome.id >= routing.shape.num_experts;
+  // An expert has as many rows as tokens at most: named twice, it would have more.
+  const std::uint32_t same = __match_any_sync(~0u, outcome.id);
+  if (outside || (outcome.id >= 0 && (same & ((1u << lane) - 1)) != 0)) {
+    outcome.bad_id =
+        BadId{outside ? BadId::Kind::kExpert : BadId::Kind::kTwice, token, outcome.id}.pack();
+    outcome.id = -1;
+  }
+  return outcome;
+}
+
+// Routes tokens [begin, end), one for each of kRouters warps at a time: this one begins with
+// `begin`. Their slots per expert are counted in routing.routed, and each slot's place among
+// them goes to routing.lists.positions, unless every block routes for itself. With some of the
+// parts only it is a rehearsal, which leaves nothing but garbage in block.own.
+template <std::uint32_t kRouters, typename P>
+__device__ __forceinline__ void route_tokens(const Routing<P>& routing, std::uint32_t begin,
+                                             std::uint32_t end, std::uint32_t parts) {
+  const bool rehearsal = parts != routing::kAllRouteParts;
+  const RoutingTables tables = rehearsal ? routing.tables(true) : routing.state.tables;
+  const bool counts = !tables.alone;
+  const bool report = !rehearsal && (counts || blockIdx.x == 0);
+  const std::uint32_t slices = routing.state.gate_slices, lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (std::uint32_t token = __shfl_sync(~0u, begin, 0); token < end; token += kRouters) {
+    GateOutcome mine;
+    if (routing.call.given_ids != nullptr) {
+      mine = given_token(routing, token);
+    } else {
+      // The variants for up to kMaxDeviceExperts, and no more of the kernel's code than that.
+      const int per_lane = protocol::ceil_div(routing.shape.num_experts, 32);
+      mine = per_lane <= 2   ? gate_token<2>(routing, slices, token, parts)
+             : per_lane <= 4 ? gate_token<4>(routing, slices, token, parts)
+             : per_lane <= 8 ? gate_token<8>(routing, slices, token, parts)
+                             : gate_token<16>(routing, slices, token, parts);
+    }
+    if (report && lane == 0 && mine.num_nan != 0) {
+      atomicAdd(routing.life.state.words.counters() + kNanLogits, mine.num_nan);
+    }
+    // One of them, whichever is stored last.
+    if (report && mine.bad_id != 0) routing.life.layer.failures->bad_id = mine.bad_id;
+    const std::size_t slot = static_cast<std::size_t>(token) * tables.top_k + lane;
+    const std::size_t cell = static_cast<std::size_t>(token) * tables.cells_per_token + lane;
+    if (lane < tables.top_k) {
+      tables.ids[slot] = mine.id;
+      tables.weights[cell] = mine.weight;
+      if constexpr (!kOwnStart<P>) {
+        if (counts && mine.id >= 0) {
+          routing.lists.positions[slot] = atomicAdd(routing.routed + mine.id, 1u);
+        }
+      }
+      if (report && routing.call.out_ids != nullptr) routing.call.out_ids[slot] = mine.id;
+      if (report && routing.call.out_weights != nullptr)
+        routing.call.out_weights[slot] = mine.weight;
+    } else if (lane == tables.top_k && tables.cells_per_token > tables.top_k) {
+      float weight = 1;
+      if (routing.router.shared_sigmoid) {
+        float logit[1] = {0};
+        sum_slices(routing.router, slices, routing.tokens, token, routing.shape.num_experts,
+                   routing.shape.num_experts + 1, logit);
+        weight = routing::sigmoid(logit[0]);
+      }
+      tables.weights[cell] = weight;
+    }
+  }
+}
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,192 @@
+// Which rows an expert has: lists of slots, each a (token, k).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gpu/pipeline/wait.cuh"
+#include "gpu/route/params.h"
+#include "gpu/tile/params.h"
+#include "protocol/layout.h"
+
+namespace switchyard::gpu {
+
+// Two small numbers in one word.
+inline constexpr int kPackedPairBits = 5;
+struct PackedPair {
+  __device__ static std::uint32_t pack(std::uint32_t high, std::uint32_t low) {
+    return high << kPackedPairBits | low;
+  }
+  __device__ static std::uint32_t high(std::uint32_t pair) { return pair >> kPackedPairBits; }
+  __device__ static std::uint32_t low(std::uint32_t pair) {
+    return pair & ((1u << kPackedPairBits) - 1);
+  }
+};
+
+// A row of an expert's list: which slot (token, k) it is.
+struct SlotEntry {
+  static_assert(protocol::kMaxTopK <= 1 << kPackedPairBits);
+  __device__ static std::uint32_t pack(std::uint32_t token, std::uint32_t k) {
+    return PackedPair::pack(token, k);
+  }
+  __device__ static std::uint32_t token(std::uint32_t entry) { return PackedPair::high(entry); }
+  __device__ static std::uint32_t k(std::uint32_t entry) { return PackedPair::low(entry); }
+  // An entry that another rank was to send. In a pass that was given up it may not have come, and
+  // name no slot; then some slot takes its place.
+  __device__ static std::uint32_t sent(std::uint32_t entry, const ModelShape& shape) {
+    return token(entry) < static_cast<std::uint32_t>(shape.max_tokens) &&
+                   k(entry) < static_cast<std::uint32_t>(shape.top_k)
+               ? entry
+               : 0;
+  }
+  // The slot's place among all tokens' cells, weights too.
+  __device__ static std::uint32_t cell(std::uint32_t entry, std::uint32_t cells_per_token) {
+    return token(entry) * cells_per_token + k(entry);
+  }
+};
+
+// The routing of a pass that every block routes for itself; of others, of the one token that is
+// rehearsed.
+template <typename P>
+struct OwnRouting {
+  static constexpr bool kAll = kOwnStart<P>;
+  static constexpr std::uint32_t kTokens = kAll ? P::kSmallTokens : 1;
+  static constexpr std::uint32_t kSlots = kAll ? kMaxOwnSlots : protocol::kMaxTopK;
+  std::int32_t ids[kSlots];
+  float weights[kSlots + kTokens];  // [T, cells_per_token]
+  std::uint16_t positions[kSlots];
+  std::uint32_t lists[kSlots];
+};
+
+// Where the routing of a pass is. Small passes keep it in every block's shared memory, large ones
+// share it in device memory.
+struct RoutingTables {
+  std::int32_t* ids;  // [T, K]
+  float* weights;     // [T, cells_per_token]
+  std::uint32_t top_k;
+  std::uint32_t cells_per_token;
+  bool alone;  // in shared memory
+};
+struct RouteState {
+  const std::uint16_t* x;  // [T, H] bf16, for the gate
+  std::int64_t x_stride;   // in elements
+  RoutingTables tables;
+  std::uint32_t gate_slices;  // that logits are sums of
+};
+
+// Routing as the warps see it that do it.
+template <typename P>
+struct Routing {
+  Lifetime life;
+  const ModelShape& shape;
+  const RouterParams& router;
+  const ListParams& lists;
+  const RouteCall& call;
+  const std::uint32_t& tokens;
+  RouteState& state;
+  OwnRouting<P>& own;
+  std::uint32_t* routed;  // [E]: rows of the tokens that this block has routed; null if all are own
+
+  __device__ RoutingTables tables(bool alone) const {
+    return {alone ? own.ids : lists.ids, alone ? own.weights : lists.weights,
+            static_cast<std::uint32_t>(shape.top_k),
+            static_cast<std::uint32_t>(shape.cells_per_token), alone};
+  }
+};
+
+// The first of this rank's tokens that a block routes where it does not route for itself.
+__device__ __forceinline__ std::uint32_t first_token_of(std::uint32_t tokens,
+                                                        std::uint32_t of_block) {
+  return static_cast<std::uint32_t>(std::uint64_t{tokens} * of_block / gridDim.x);
+}
+
+// This rank's slots with an expert, by its number among all ranks' experts; of a pass whose tokens
+// the blocks share out.
+__device__ __forceinline__ const std::uint32_t* shared_list(const ListParams& lists,
+                                                            const ModelShape& shape,
+                                                            std::uint32_t expert) {
+  return lists.lists + static_cast<std::size_t>(expert) * shape.max_tokens;
+}
+
+// Lists of a pass that this block routes for itself. The position of a slot among its expert's is
+// the number of earlier slots, so all blocks agree. Counts the experts' rows. `scratch`: [warps of
+// slots, E] bytes.
+template <typename P>
+__device__ __forceinline__ void list_own_slots(const Routing<P>& routing,
+                                               std::uint32_t* expert_rows, std::uint32_t slots,
+                                               std::uint8_t* scratch) {
+  const auto num_experts = static_cast<std::uint32_t>(routing.shape.num_experts);
+  const std::uint32_t rounds = protocol::ceil_div(slots, 32u), lane = threadIdx.x % 32;
+  for (std::uint32_t i = threadIdx.x; i < rounds * num_experts; i += kThreads) scratch[i] = 0;
+  __syncthreads();
+  // Among the 32 slots of a warp at first, then among those of the warps before it.
+  for (std::uint32_t round = threadIdx.x / 32; round < rounds; round += kWarps) {
+    const std::uint32_t slot = 32 * round + lane;
+    const std::int32_t id = slot < slots ? routing.own.ids[slot] : -1;
+    const std::uint32_t same = __match_any_sync(~0u, id);
+    const std::uint32_t before = __popc(same & ((1u << lane) - 1));
+    if (id < 0) continue;
+    routing.own.positions[slot] = static_cast<std::uint16_t>(before);
+    if (before == 0) {
+      scratch[round * num_experts + id] = static_cast<std::uint8_t>(__popc(same));
+    }
+  }
+  __syncthreads();
+  for (std::uint32_t e = threadIdx.x; e < num_experts; e += kThreads) {
+    std::uint32_t rows = 0;
+    for (std::uint32_t round = 0; round < rounds; ++round) {
+      // At most one slot per token, and so no more than a byte holds.
+      static_assert(P::kSmallTokens <= 255);
+      std::uint8_t& count = scratch[round * num_experts + e];
+      const std::uint32_t here = count;
+      count = static_cast<std::uint8_t>(rows);
+      rows += here;
+    }
+    expert_rows[e] = rows;
+  }
+  __syncthreads();
+  for (std::uint32_t slot = threadIdx.x; slot < slots; slot += kThreads) {
+    const std::int32_t id = routing.own.ids[slot];
+    if (id < 0) continue;
+    routing.own.positions[slot] = static_cast<std::uint16_t>(routing.own.positions[slot] +
+                                                             scratch[slot / 32 * num_experts + id]);
+  }
+}
+
+// Where each slot is in its expert's list, once the experts' rows have places. By one warp.
+template <typename P>
+__device__ __forceinline__ void fill_own_lists(const Routing<P>& routing,
+                                               const std::uint32_t* row_begin,
+                                               std::uint32_t slots) {
+  const std::uint32_t first = row_begin[0];  // after the shared expert's rows
+  for (std::uint32_t s = threadIdx.x % 32; s < slots; s += 32) {
+    const std::int32_t id = routing.own.ids[s];
+    if (id < 0) continue;
+    routing.own.lists[row_begin[id] - first + routing.own.positions[s]] =
+        SlotEntry::pack(s / routing.shape.top_k, s % routing.shape.top_k);
+  }
+}
+
+// Lists of a pass whose tokens are shared out over the blocks. `base`: [E], of any contents.
+template <typename P>
+__device__ __forceinline__ void list_shared_slots(const Routing<P>& routing, std::uint32_t* base,
+                                                  const PassWords& words, std::uint32_t begin,
+                                                  std::uint32_t end) {
+  for (std::uint32_t e = threadIdx.x; e < static_cast<std::uint32_t>(routing.shape.num_experts);
+       e += kThreads) {
+    const std::uint32_t rows = routing.routed[e];
+    base[e] = rows != 0 ? atomicAdd(words.expert_rows() + e, rows) : 0;
+  }
+  __syncthreads();
+  const auto top_k = static_cast<std::uint32_t>(routing.shape.top_k);
+  for (std::uint32_t slot = begin * top_k + threadIdx.x; slot < end * top_k; slot += kThreads) {
+    const std::int32_t id = routing.lists.ids[slot];
+    if (id < 0) continue;
+    const std::uint32_t position = routing.lists.positions[slot] + base[id];
+    routing.lists.positions[slot] = position;
+    routing.lists.lists[static_cast<std::size_t>(id) * routing.shape.max_tokens + position] =
+        SlotEntry::pack(slot / top_k, slot % top_k);
+  }
+}
+
+}  // namespace switchyard::gpu

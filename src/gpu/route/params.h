@@ -1,0 +1,92 @@
+// What routing needs of the layer and of the call. Pointers are device pointers.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "routing/route_warp.cuh"
+
+namespace switchyard::gpu {
+
+inline constexpr int kMaxDeviceExperts = 512;
+inline constexpr int kMaxGateSlices = 16;
+inline constexpr int kGateBoxRows = 64;
+// What the gate is cut up for, whatever the number of blocks: its bits must not depend on that.
+inline constexpr std::uint32_t kNominalBlocks = 128;
+
+// Who routes a pass's tokens.
+enum class Start {
+  kShared,     // each block its share; then all blocks wait for each other's lists
+  kEveryBlock  // each block all tokens, for itself: that saves a barrier of all blocks
+};
+template <typename P>
+inline constexpr bool kOwnStart = P::kStart == Start::kEveryBlock;
+
+// How the gate's product gets its operands.
+enum class GateLoads {
+  kCaches,     // every warp loads what it multiplies
+  kCopyEngine  // through the ring, into warpgroup instructions
+};
+inline constexpr std::uint32_t kMaxOwnSlots = 512;  // of passes that every block routes
+
+// An id that no token may have, and what is wrong with it.
+struct BadId {
+  enum class Kind : std::uint32_t {
+    kExpert = 1,  // no expert's
+    kTwice,       // that of an expert named before
+    kToken,       // not in the hash table
+    kTable        // from the hash table, and no expert's
+  };
+  Kind kind;
+  std::uint32_t token;  // its number in the pass
+  std::int32_t id;
+
+  // In one word, which is never 0 and is stored at once.
+  SWITCHYARD_HOST_DEVICE std::uint64_t pack() const {
+    return std::uint64_t{static_cast<std::uint32_t>(id)} << 32 | token << 3 |
+           static_cast<std::uint32_t>(kind);
+  }
+  static BadId unpack(std::uint64_t word) {
+    const auto low = static_cast<std::uint32_t>(word);
+    return {static_cast<Kind>(low & 7), low >> 3, static_cast<std::int32_t>(word >> 32)};
+  }
+};
+
+struct RouterParams {
+  CUtensorMap router_map;  // over all planes' rows: boxes of kGateBoxRows rows
+  routing::DeviceRouting routing;
+  // Gate: [num_planes, gate_columns, gate_stride] bf16, whose sum over planes is the router's
+  // weight to fp32 precision; with a sigmoid-gated shared expert its gate is column num_experts.
+  const std::uint16_t* router;
+  int num_planes;
+  int gate_columns;  // padded to a multiple of 32
+  int gate_stride;   // H padded to a multiple of 32
+  bool shared_sigmoid;
+  const float* router_bias;        // [E] or null
+  const float* correction_bias;    // [E] or null
+  const std::int32_t* hash_table;  // [hash_rows, K]
+  int hash_rows;
+  float* partial_logits;  // [slices, T, gate_columns]
+};
+
+// The lists of a pass whose tokens the blocks share out.
+struct ListParams {
+  std::int32_t* ids;         // [T, K]
+  float* weights;            // [T, cells_per_token]
+  std::uint32_t* positions;  // [T, K]: of the slot in its expert's list
+  std::uint32_t* lists;      // [E, max_tokens]: the SlotEntry of each row of the expert
+};
+
+struct RouteCall {
+  // Over the activations in bf16, boxes like router_map's: in large passes with a gate.
+  CUtensorMap x_map;
+  bool gated;                     // experts are chosen here, or the shared one is weighed
+  const std::int32_t* given_ids;  // [T, K] or null
+  const float* given_weights;
+  const std::int32_t* token_ids;  // [T], hash routing
+  std::int32_t* out_ids;          // [T, K] or null
+  float* out_weights;
+};
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,140 @@
+// The queue through which a block's scheduler hands tasks to its other roles, in the order in which
+// each of them walks them.
+#pragma once
+
+#include "gpu/pipeline/trace.cuh"
+#include "gpu/ptx/cluster.cuh"
+#include "gpu/schedule/progress.cuh"
+
+namespace switchyard::gpu {
+
+// The task in work, of which the math warps read again what they need, and those after it.
+inline constexpr std::uint32_t kTaskSlots = 4;
+inline constexpr std::uint32_t kNoMore = 1u << 31;
+
+struct QueueStorage {
+  alignas(16) TileTask tasks[kTaskSlots];
+  alignas(8) std::uint64_t task_full[kTaskSlots], task_empty[kTaskSlots], demand, ticket_full;
+  std::uint32_t ticket;  // from the scheduler of the pair's first block to that of the second
+  // Tasks of the block; and kNoMore, when a math warp has given up waiting for another.
+  std::uint32_t handed_out;
+};
+
+template <typename P>
+struct Queue {
+  Lifetime life;
+  QueueStorage& block;
+  const std::uint32_t& paired;
+  TileTable<P> table;
+  const WorkState& work;
+  Tracer<P::kTraced> trace;
+
+  __device__ __forceinline__ void trace_task(TraceRole role, std::uint32_t index,
+                                             const TileTask& task) const {
+    if constexpr (P::kTraced) {
+      const TraceKind kind = task.work == Work::kGemm1   ? TraceKind::kGemm1
+                             : task.work == Work::kGemm2 ? TraceKind::kGemm2
+                                                         : TraceKind::kCombine;
+      const std::uint32_t log2_splits = task.work == Work::kGemm2 ? work.log2_splits : 0;
+      const bool routed = task.work != Work::kCombine && task.shared == 0;
+      trace.subject(role, index,
+                    {kind, static_cast<std::int32_t>(task.tile),
+                     static_cast<std::int32_t>((task.block << log2_splits) + task.split),
+                     routed ? static_cast<std::int32_t>(table.first_expert() + task.expert) : -1,
+                     static_cast<std::int32_t>(task.rows)});
+      trace.stamp(role, index, &TraceRecord::given);
+    }
+  }
+};
+
+// The queue of tasks as one of its readers sees it.
+template <typename P>
+class TaskReader {
+ public:
+  __device__ explicit TaskReader(const Queue<P>& queue) : queue_(queue) {}
+
+  // Waits for the next task; null if the pass was given up. The task stays until one lane of the
+  // warp has called release(). For math warps, which release it when they have stored their tile:
+  // they all find the same, because in a task they meet at barriers without deadlines.
+  __device__ const TileTask* await() {
+    const TileTask* task = await_alone(count_++);
+    if (task == nullptr && (atomicOr(&queue_.block.handed_out, kNoMore) & ~kNoMore) >= count_) {
+      do {
+        task = await_alone(count_ - 1);
+      } while (task == nullptr);  // the scheduler is about to arrive
+    }
+    return task;
+  }
+  // The task's copy, for the other roles: a thread or, with kWarp, a whole warp, all of which finds
+  // the same.
+  template <bool kWarp>
+  __device__ TileTask next() {
+    TileTask task;
+    task.work = Work::kStop;
+    const TileTask* const next = await_alone(count_++);
+    if (kWarp ? !__all_sync(~0u, next != nullptr) : next == nullptr) return task;
+    task = *next;
+    if (kWarp) __syncwarp();
+    if (!kWarp || threadIdx.x % 32 == 0) release();
+    return task;
+  }
+  // The next that is a GEMM; false when there are no more.
+  template <TraceRole kRole, bool kWarp>
+  __device__ bool next_gemm(TileTask& task) {
+    const bool speaks = !kWarp || threadIdx.x % 32 == 0;
+    do {
+      if (speaks) queue_.trace.stamp(kRole, count_, &TraceRecord::ready);
+      task = next<kWarp>();
+    } while (task.work == Work::kCombine);
+    if (task.work == Work::kStop) return false;
+    if (speaks) queue_.trace_task(kRole, index(), task);
+    return true;
+  }
+  // The number of the last task read.
+  __device__ std::uint32_t index() const { return count_ - 1; }
+  __device__ void release() const {
+    arrive(shared_address(&queue_.block.task_empty[(count_ - 1) % kTaskSlots]));
+  }
+
+ private:
+  __device__ const TileTask* await_alone(std::uint32_t index) const {
+    const std::uint32_t slot = index % kTaskSlots, parity = index / kTaskSlots % 2;
+    return wait_ring(queue_.life.waiter(), shared_address(&queue_.block.task_full[slot]), parity)
+               ? &queue_.block.tasks[slot]
+               : nullptr;
+  }
+
+  const Queue<P> queue_;
+  // Tasks read. One word tells slot and parity: the math warps have no registers to spare.
+  std::uint32_t count_ = 0;
+};
+
+// Sends a ticket to the pair's second block. That has read the ticket before: only then did it
+// demand this one.
+__device__ __forceinline__ void send_ticket(QueueStorage& block, std::uint32_t ticket) {
+  store_in_pair(address_in_pair(shared_address(&block.ticket), 1), ticket);
+  fence_pair();
+  arrive_in_pair(address_in_pair(shared_address(&block.ticket_full), 1));
+}
+__device__ __forceinline__ std::uint32_t load_ticket(const QueueStorage& block) {
+  fence_pair();
+  return *static_cast<const volatile std::uint32_t*>(&block.ticket);
+}
+
+// Tells the other block of the pair, which may be further, that this one's plan found the pass
+// given up. Its roles wait no longer. By one thread.
+__device__ __forceinline__ void give_up_pair(const Lifetime& life) {
+  const std::uint32_t going = shared_address(&life.state.going);
+  store_in_pair(address_in_pair(going, rank_in_pair() ^ 1),
+                static_cast<std::uint32_t>(Going::kGivenUp));
+}
+
+// One of the arrivals at `demand` after which the block, or the pair, gets another task. By one
+// thread.
+template <typename P>
+__device__ __forceinline__ void demand(const Queue<P>& queue) {
+  const std::uint32_t barrier = shared_address(&queue.block.demand);
+  arrive_in_pair(queue.paired == 0 ? barrier : address_in_pair(barrier, 0));
+}
+
+}  // namespace switchyard::gpu

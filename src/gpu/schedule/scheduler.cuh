@@ -1,0 +1,209 @@
+// The scheduler, one warp: it takes tickets from the counter that all blocks share, and hands out
+// tasks.
+#pragma once
+
+#include "gpu/route/lists.cuh"
+#include "gpu/schedule/queue.cuh"
+#include "protocol/task.h"
+
+namespace switchyard::gpu {
+
+template <typename P>
+struct Schedule {
+  Lifetime life;
+  TileTable<P> table;
+  Progress<P> progress;
+  Queue<P> queue;
+  const std::uint32_t& paired;
+  const std::uint32_t* own_lists;  // of a pass that this block routes for itself
+  const ListParams& lists;
+
+  // This rank's slots with one of its own experts.
+  __device__ const std::uint32_t* list_of(std::uint32_t expert) const {
+    return kOwnStart<P> ? own_lists + table.block.row_begin[expert] - table.state.shared_tiles.rows
+                        : shared_list(lists, table.shape, table.partition.first_expert + expert);
+  }
+};
+
+// Everything this rank has to do.
+template <typename P>
+__device__ __forceinline__ protocol::Workload workload_of(const Schedule<P>& schedule) {
+  protocol::Workload work;
+  const TileTable<P>& table = schedule.table;
+  const WorkState& state = schedule.progress.work;
+  work.num_shared_tiles = table.state.shared_tiles.count;
+  work.num_routed_tiles = table.num_tiles() - table.state.shared_tiles.count;
+  work.shared_gemm1_blocks = schedule.progress.tasks(schedule.progress.experts.shared.gemm1_rows);
+  work.shared_gemm2_blocks = schedule.progress.tasks(schedule.progress.experts.shared.gemm2_rows)
+                             << state.log2_splits;
+  work.routed_gemm1_blocks = schedule.progress.tasks(schedule.progress.experts.routed.gemm1_rows);
+  work.routed_gemm2_blocks = schedule.progress.tasks(schedule.progress.experts.routed.gemm2_rows)
+                             << state.log2_splits;
+  const std::uint32_t log2_chunk = state.log2_combine_chunk + schedule.paired;
+  work.num_combine_chunks = (schedule.progress.tokens + (1u << log2_chunk) - 1) >> log2_chunk;
+  work.log2_band =
+      P::kSize == PassSize::kSmall ? 0 : table.state.log2_band;  // as place_tiles() finds it
+  work.lag = work.log2_band == 0 ? table.layer.lag : table.layer.banded_lag;
+  return work;
+}
+
+// What a ticket of a pair, or of a block by itself, means for this block: the first block of a pair
+// has share 0, the other 1. kStop past the last task.
+template <typename P>
+__device__ __forceinline__ TileTask describe(const Schedule<P>& schedule,
+                                             const protocol::Workload& work, std::uint32_t ticket,
+                                             std::uint32_t share) {
+  TileTask d{};
+  d.work = Work::kStop;
+  if (ticket >= work.num_gemm_tasks() + work.num_combine_chunks) return d;
+  const protocol::Task task = protocol::tile_task_at(work, ticket);
+  d.tile = task.index;
+  d.block = (task.block << schedule.paired) + share;
+  if (task.kind == protocol::TaskKind::kCombine) {
+    d.work = Work::kCombine;
+    d.tile = (task.index << schedule.paired) + share;
+    return d;
+  }
+  d.shared = schedule.table.is_shared(task.index) ? 1 : 0;
+  protocol::TokenTiles tiles = schedule.table.state.shared_tiles;
+  std::uint32_t tile_of_expert = task.index;
+  if (d.shared == 0) {
+    const std::uint32_t* const tile_begin =
+        schedule.table.block.tile_begin + schedule.table.first_expert();
+    d.expert = find_expert_together(tile_begin, schedule.table.local_experts(), task.index);
+    tiles = schedule.table.tiles_of(schedule.table.first_expert() + d.expert);
+    tile_of_expert -= tile_begin[d.expert];
+  }
+  if constexpr (kPairsTiles<P>) {
+    const std::uint32_t band = 1u << schedule.table.state.log2_band;
+    const std::uint32_t of_kind =
+        task.index - (d.shared != 0 ? 0 : schedule.table.state.shared_tiles.count);
+    const protocol::TilePair pair(tiles, tile_of_expert, of_kind & (band - 1), band,
+                                  kInstructionRows + 1);
+    // Both tiles together take 64 KB a stage for the pair; one tile with twice the weight rows
+    // takes 80 KB.
+    if (schedule.paired != 0 && pair.two) {
+      // The two tiles' tasks of this block of weight rows become both tiles' for half of them.
+      d.two_tiles = 1;
+      d.block = (task.block << 1) + tile_of_expert - pair.first;
+      d.tile += pair.first + share - tile_of_expert;
+      tile_of_expert = pair.first + share;
+    }
+  }
+  d.first_row = tiles.begin(tile_of_expert);
+  d.rows = tiles.end(tile_of_expert) - d.first_row;
+  d.units = protocol::ceil_div(d.rows, kUnitRows);
+  d.one_tile = tiles.count == 1 ? 1 : 0;
+  if (d.shared == 0) {
+    d.list = schedule.list_of(d.expert) + d.first_row;
+  }
+  const bool first = task.kind == protocol::TaskKind::kGemm1;
+  d.work = first ? Work::kGemm1 : Work::kGemm2;
+  const int depth = first ? schedule.table.shape.hidden
+                          : schedule.progress.experts.ffn(d.shared != 0).intermediate;
+  d.k_blocks = static_cast<std::uint32_t>(
+      protocol::ceil_div(depth * P::kNumerics.token_bytes(), kStageRowBytes));
+  if (const std::uint32_t log2 = first ? 0 : schedule.progress.work.log2_splits; log2 != 0) {
+    d.split = d.block & ((1u << log2) - 1);
+    d.block >>= log2;
+    d.first_k_block = d.k_blocks * d.split >> log2;
+    d.k_blocks = (d.k_blocks * (d.split + 1) >> log2) - d.first_k_block;
+  }
+  return d;
+}
+
+// Puts the first task of this block into its slot and, unless it is a rehearsal, hands it out. By
+// the scheduler's warp when tiles are placed: so the first task comes early, and from code that was
+// rehearsed.
+template <typename P>
+__device__ __forceinline__ void describe_first(const Schedule<P>& schedule, bool rehearsal) {
+  const std::uint32_t paired = schedule.paired;
+  const TileTask task = describe(schedule, workload_of(schedule), blockIdx.x >> paired,
+                                 paired == 0 ? 0 : rank_in_pair());
+  // What the other lanes have written for the task comes before it, too.
+  __syncwarp();
+  if (threadIdx.x % 32 != 0) return;
+  schedule.queue.block.tasks[0] = task;
+  if (!rehearsal) arrive(shared_address(&schedule.queue.block.task_full[0]));
+}
+
+template <typename P>
+__device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule) {
+  // The two blocks of a pair do each task together, the first taking the tickets; in small passes
+  // every block is for itself.
+  const std::uint32_t paired = schedule.paired, share = paired == 0 ? 0 : rank_in_pair();
+  const bool speaks = threadIdx.x % 32 == 0;
+  // Demand or, of a pair's second block, a ticket from the first; and the parity of the next.
+  const std::uint32_t asked =
+      shared_address(share == 0 ? &schedule.queue.block.demand : &schedule.queue.block.ticket_full);
+  std::uint32_t heard = 0;
+  std::uint32_t index = 0;  // of tasks handed out
+  std::uint32_t told = 0;   // of tasks finished, and told of
+  const auto stamp = [&](TraceStamp which) {
+    if (speaks) schedule.queue.trace.stamp(TraceRole::kScheduler, index, which);
+  };
+  stamp(&TraceRecord::ready);
+  stamp(&TraceRecord::begin);
+  // Whether the task that is in the slot, and handed out, is not the last.
+  const auto goes_on = [&] {
+    const TileTask& task = schedule.queue.block.tasks[index % kTaskSlots];
+    if (speaks && task.work != Work::kStop)
+      schedule.queue.trace_task(TraceRole::kScheduler, index, task);
+    stamp(&TraceRecord::end);
+    if (task.work == Work::kStop) return false;
+    ++index;
+    stamp(&TraceRecord::ready);
+    return true;
+  };
+  // Waits, and meanwhile tells of finished tiles: what it waits for may depend on them.
+  const auto await = [&](auto&& ready) {
+    return wait_in_block(schedule.life.waiter(), [&] {
+      const std::uint32_t slot = told % kTaskSlots;
+      if (__all_sync(~0u, test_wait(shared_address(&schedule.queue.block.task_empty[slot]),
+                                    told / kTaskSlots % 2))) {
+        const TileTask& task = schedule.queue.block.tasks[slot];
+        // Nobody knows what a block has stored that has given up.
+        if (P::kTeller == Teller::kScheduler && speaks && task.work != Work::kCombine &&
+            schedule.life.goes_on()) {
+          tell_stored(schedule.progress, task);
+        }
+        __syncwarp();
+        ++told;
+      }
+      if (__all_sync(~0u, ready())) return true;
+      if (P::kSchedulerRestNs != 0) __nanosleep(P::kSchedulerRestNs);
+      return false;
+    });
+  };
+  if (!goes_on()) return;
+  const protocol::Workload work = workload_of(schedule);
+  std::uint32_t ticket = blockIdx.x >> paired;
+  // The first turn is a rehearsal, while nobody asks for a task.
+  for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
+    if (rehearsal == 0) {
+      // No sooner than need be: a ticket taken is a task that no other block can do.
+      if (!await([&] { return test_wait(asked, heard); })) return;
+      if (share != 0) {
+        ticket = load_ticket(schedule.queue.block);
+      } else if (speaks) {
+        ticket = (gridDim.x >> paired) + atomicAdd(schedule.life.state.words.next_task(), 1u);
+        if (paired != 0) send_ticket(schedule.queue.block, ticket);
+      }
+      ticket = __shfl_sync(~0u, ticket, 0);
+      heard ^= 1;
+      stamp(&TraceRecord::begin);
+    }
+    const TileTask task = describe(schedule, work, ticket, share);
+    if (!await([&] { return index - told < kTaskSlots; })) return;
+    if (speaks) schedule.queue.block.tasks[index % kTaskSlots] = task;
+    __syncwarp();
+    if (rehearsal != 0) continue;
+    if (speaks && atomicCAS(&schedule.queue.block.handed_out, index, index + 1) == index) {
+      arrive(shared_address(&schedule.queue.block.task_full[index % kTaskSlots]));
+    }
+    if (!goes_on()) break;
+  }
+  await([&] { return told == index; });
+}
+
+}  // namespace switchyard::gpu

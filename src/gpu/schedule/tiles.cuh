@@ -1,0 +1,154 @@
+// Which tiles there are: from rows per expert to tiles, each rank its own.
+#pragma once
+
+#include <cstdint>
+
+#include "gpu/route/params.h"
+#include "gpu/schedule/params.h"
+#include "gpu/tile/config.h"
+#include "gpu/tile/params.h"
+
+namespace switchyard::gpu {
+
+struct TileTableStorage {
+  std::uint32_t expert_rows[kMaxDeviceExperts];
+  // [E + 1] first tile of each expert, numbered so that those of this rank come after the shared
+  // expert's; those of other ranks go on in both directions.
+  std::uint32_t tile_begin[kMaxDeviceExperts + 1];
+  // [E + 1] the first row of each of this rank's experts, after the shared expert's rows. For
+  // others' experts, where in the expert's rows this rank's begin.
+  std::uint32_t row_begin[kMaxDeviceExperts + 1];
+};
+struct TileTableState {
+  protocol::TokenTiles shared_tiles;
+  std::uint32_t max_height;   // of all tiles
+  std::uint32_t log2_band;    // of tiles taken up together
+  std::uint32_t num_rows;     // of this rank's tiles
+  std::uint32_t tile_offset;  // from the number of a tile to that among all ranks' tiles
+};
+
+template <typename P>
+struct TileTable {
+  const ModelShape& shape;
+  const PartitionParams& partition;
+  const ScheduleParams& layer;
+  TileTableStorage& block;
+  TileTableState& state;
+
+  // This rank's experts, and its tiles and rows, the shared expert's first.
+  __device__ std::uint32_t first_expert() const {
+    return P::kOneRank ? 0 : static_cast<std::uint32_t>(partition.first_expert);
+  }
+  __device__ std::uint32_t local_experts() const {
+    return static_cast<std::uint32_t>(P::kOneRank ? shape.num_experts : partition.local_experts);
+  }
+  __device__ std::uint32_t num_tiles() const {
+    return block.tile_begin[first_expert() + local_experts()];
+  }
+  __device__ std::uint32_t num_rows() const { return state.num_rows; }
+  __device__ bool is_shared(std::uint32_t tile) const { return tile < state.shared_tiles.count; }
+  // The tiles of an expert, by its number among all ranks' experts.
+  __device__ protocol::TokenTiles tiles_of(std::uint32_t expert) const {
+    return protocol::TokenTiles(block.expert_rows[expert], P::kTile.token_rows);
+  }
+  // The place of an expert's row at `position`, counted over whole tiles of most rows.
+  __device__ static std::uint32_t place_of(const protocol::TokenTiles& cut,
+                                           std::uint32_t first_tile, std::uint32_t position) {
+    return (first_tile + position / cut.height) * kMaxHeight<P> + position % cut.height;
+  }
+};
+
+// From the experts' rows to their tiles: tile_begin, row_begin, and the table's state. By one warp.
+// Loops are not unrolled: the code runs once in a pass, and fetching it is what takes the time.
+template <typename P>
+__device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint32_t shared_rows) {
+  TileTableStorage& block = table.block;
+  const std::uint32_t lane = threadIdx.x % 32;
+  const auto num_experts = static_cast<std::uint32_t>(table.shape.num_experts);
+  const std::uint32_t per_lane = protocol::ceil_div(num_experts, 32u);
+  const std::uint32_t begin = min(lane * per_lane, num_experts);
+  const std::uint32_t end = min(begin + per_lane, num_experts);
+  const protocol::TokenTiles shared_tiles(shared_rows, P::kTile.token_rows);
+  const auto own_begin = static_cast<std::uint32_t>(table.partition.first_expert);
+  const auto own_end = own_begin + static_cast<std::uint32_t>(table.partition.local_experts);
+  std::uint32_t tiles_before = 0;  // of the ranks before this one
+  std::uint32_t tiles = 0, rows = 0, most = shared_tiles.count;
+  std::uint32_t height = max(shared_tiles.height, P::kTile.token_rows.least);
+#pragma unroll 1
+  for (std::uint32_t e = begin; e < end; ++e) {
+    const protocol::TokenTiles cut(block.expert_rows[e], P::kTile.token_rows);
+    tiles += cut.count;
+    if (P::kOneRank || (e >= own_begin && e < own_end)) {
+      rows += cut.rows;
+      height = max(height, cut.height);
+      most = max(most, cut.count);
+    } else if (e < own_begin) {
+      tiles_before += cut.count;
+    }
+    // For the loop below, which must not divide again.
+    block.tile_begin[e] = cut.count;
+  }
+  std::uint32_t tiles_to = tiles, rows_to = rows;  // up to this lane's last expert
+#pragma unroll 1
+  for (std::uint32_t offset = 1; offset < 32; offset *= 2) {
+    const std::uint32_t other_tiles = __shfl_up_sync(~0u, tiles_to, offset);
+    const std::uint32_t other_rows = __shfl_up_sync(~0u, rows_to, offset);
+    if (lane >= offset) {
+      tiles_to += other_tiles;
+      rows_to += other_rows;
+    }
+  }
+  if constexpr (!P::kOneRank) tiles_before = __reduce_add_sync(~0u, tiles_before);
+  std::uint32_t tile = shared_tiles.count - tiles_before + tiles_to - tiles;
+  std::uint32_t row = shared_tiles.rows + rows_to - rows;
+#pragma unroll 1
+  for (std::uint32_t e = begin; e < end; ++e) {
+    const std::uint32_t count = block.tile_begin[e];
+    block.tile_begin[e] = tile;
+    tile += count;
+    if (P::kOneRank || (e >= own_begin && e < own_end)) {
+      block.row_begin[e] = row;
+      row += block.expert_rows[e];
+    }
+  }
+  height = __reduce_max_sync(~0u, height);
+  most = __reduce_max_sync(~0u, most);
+  if (lane == 31) {
+    block.tile_begin[num_experts] = tile;
+    table.state.num_rows = row;
+    table.state.shared_tiles = shared_tiles;
+    table.state.max_height = height;
+    table.state.tile_offset = tiles_before - shared_tiles.count;
+    table.state.log2_band = most > 1 ? table.layer.log2_band : 0;
+  }
+}
+
+// The e with begin[e] <= i < begin[e + 1].
+__device__ __forceinline__ std::uint32_t find_expert(const std::uint32_t* begin,
+                                                     std::uint32_t num_experts, std::uint32_t i) {
+  std::uint32_t low = 0, high = num_experts;
+  while (high - low > 1) {
+    const std::uint32_t middle = (low + high) / 2;
+    if (begin[middle] <= i) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// The same for a whole warp, in two steps.
+__device__ __forceinline__ std::uint32_t find_expert_together(const std::uint32_t* begin,
+                                                              std::uint32_t num_experts,
+                                                              std::uint32_t i) {
+  constexpr std::uint32_t kStep = kMaxDeviceExperts / 32;
+  const std::uint32_t lane = threadIdx.x % 32;
+  const auto last_not_after = [&](std::uint32_t e) {
+    return __popc(__ballot_sync(~0u, e < num_experts && begin[e] <= i)) - 1;
+  };
+  const std::uint32_t first = kStep * last_not_after(kStep * lane);
+  return first + last_not_after(lane < kStep ? first + lane : num_experts);
+}
+
+}  // namespace switchyard::gpu

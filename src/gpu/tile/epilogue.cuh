@@ -1,0 +1,83 @@
+// What the math warpgroups finish tiles with: what the host says of the experts, and places in the
+// block's shared memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gpu/pipeline/ring.cuh"
+#include "gpu/tile/config.h"
+#include "gpu/tile/params.h"
+
+namespace switchyard::gpu {
+
+// Where each math warpgroup stages what it stores: two buffers.
+template <typename C>
+inline constexpr int kStagingBytes = 2 * C::kStagedTokens* kSwizzleRowBytes;
+template <typename C>
+struct StagingMemory {
+  alignas(1024) std::byte bytes[kMathGroups][kStagingBytes<C>];
+};
+// What each math warpgroup notes of the rows of the tile in work: see Epilogue.
+template <typename C>
+struct RowNotes {
+  alignas(16) std::uint64_t rows[kMathGroups][kMaxHeight<C>];
+};
+// What a policy with scales needs beside: the ring's scales and, for low token-major tiles, the
+// largest magnitude that each math warpgroup found in its columns of h of every token.
+template <typename C, bool = kScaled<C>>
+struct ScaleMemory {};
+template <typename C>
+struct ScaleMemory<C, true> {
+  alignas(16) std::byte
+      scales[StageLayout<C>::count(C::kTile.token_rows.least) * StageLayout<C>::kScaleBytes];
+  float most[kMathGroups][kInstructionRows];
+};
+
+template <typename C>
+struct Epilogue {
+  const ModelShape& shape;
+  const ExpertParams& experts;
+  const ActivationParams& activation;
+  std::byte (*staging)[kStagingBytes<C>];
+  std::uint64_t (*rows)[kMaxHeight<C>];
+  float (*most)[kInstructionRows];
+
+  // A row's note is one of three things, one after the other: which slot it is; then, for the first
+  // GEMM where weights apply to the input, its weight; for the second the address of its output.
+  __device__ std::uint32_t& entry(std::uint32_t group, std::uint32_t row) const {
+    return *reinterpret_cast<std::uint32_t*>(&rows[group][row]);
+  }
+  __device__ float weight(std::uint32_t group, std::uint32_t row) const {
+    return __uint_as_float(entry(group, row));
+  }
+  __device__ void note_weight(std::uint32_t group, std::uint32_t row, float weight) const {
+    entry(group, row) = __float_as_uint(weight);
+  }
+  __device__ std::uint16_t* output(std::uint32_t group, std::uint32_t row) const {
+    return reinterpret_cast<std::uint16_t*>(rows[group][row]);
+  }
+  __device__ void note_output(std::uint32_t group, std::uint32_t row, std::uint16_t* to) const {
+    rows[group][row] = reinterpret_cast<std::uint64_t>(to);
+  }
+};
+
+// Slots for h, where first GEMMs' tiles go.
+template <typename C>
+struct HiddenSlots {
+  const HiddenParams& layer;
+
+  // The tile's first row in bf16, counted in rows of the tokens' elements. Where stored rows become
+  // codes, they have places in bf16 behind those for the codes.
+  __device__ std::uint32_t first_row(std::uint32_t tile) const {
+    constexpr std::uint32_t kFirst = kQuantizesStoredRows<C> ? kMaxHeight<C> : 0;
+    static_assert(!kQuantizesStoredRows<C> || 3 * kMaxHeight<C> <= C::kSlotRows);
+    return tile % layer.h_slots * C::kSlotRows + kFirst;
+  }
+  __device__ std::uint16_t* rows(std::uint32_t tile) const {
+    return reinterpret_cast<std::uint16_t*>(
+        layer.h + std::size_t{first_row(tile)} * layer.h_stride * C::kNumerics.token_bytes());
+  }
+};
+
+}  // namespace switchyard::gpu

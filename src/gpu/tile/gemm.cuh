@@ -1,0 +1,77 @@
+// A tile's multiplication, from the full stages of the ring to a sink. The loading roles fill the
+// stages: tile/load.cuh.
+#pragma once
+
+#include "gpu/tile/token_major.cuh"
+#include "gpu/tile/weight_major.cuh"
+
+namespace switchyard::gpu {
+
+// Multiplies a tile and hands its products to the sink, by a math warpgroup. Token-major tiles have
+// kTaskBoxes of the task's boxes of weights to a warpgroup; weight-major ones kTaskBoxes = 0, and N
+// tokens at most. The sink says what becomes of the products:
+//   started()       the tile's first tokens have come; the products are under way
+//   multiplied()    they are complete
+//   meets()         whether each box has rows of gate and then as many of up
+//   finish<...>(acc)  stores them; see finish_hidden() and finish_rows() for what it can call
+template <int kTaskBoxes, int N, typename C, typename Sink>
+__device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const TileTask& task,
+                                          std::uint32_t k_blocks, RingPlace& place, Sink& sink) {
+  const auto started = [&] { sink.started(); };
+  if constexpr (kTaskBoxes != 0) {
+    TokenMajorSums<kTaskBoxes> acc;
+    multiply_token_major<kTaskBoxes>(pipeline, k_blocks, place, math_group(), sink.meets(), started,
+                                     acc);
+    sink.multiplied();
+    sink.template finish<kTaskBoxes>(acc);
+  } else {
+    float acc[N / 2];
+    multiply_weight_major<N>(pipeline, k_blocks, place, math_group(), task.block % 2, started, acc);
+    sink.multiplied();
+    sink.template finish<N>(acc);
+  }
+}
+
+// The same for a tile of so many units of rows: chooses the variant.
+template <typename C, typename Sink>
+__device__ __forceinline__ void gemm_tile_of(std::uint32_t units, const TilePipeline<C>& pipeline,
+                                             const TileTask& task, std::uint32_t k_blocks,
+                                             RingPlace& place, Sink& sink) {
+  if constexpr (kTokenMajor<C>) {
+    if (units > kInstructionRows / kUnitRows) {
+      gemm_tile<2, 0>(pipeline, task, k_blocks, place, sink);
+    } else {
+      gemm_tile<1, 0>(pipeline, task, k_blocks, place, sink);
+    }
+  } else {
+    switch (units) {
+#define SWITCHYARD_HEIGHT(height)                                  \
+  case (height) / kUnitRows:                                       \
+    if constexpr ((height) <= C::kTile.max_height()) {             \
+      gemm_tile<0, height>(pipeline, task, k_blocks, place, sink); \
+    }                                                              \
+    break;
+      SWITCHYARD_HEIGHT(16)
+      SWITCHYARD_HEIGHT(32)
+      case 3:
+        SWITCHYARD_HEIGHT(64)
+      case 5:
+        SWITCHYARD_HEIGHT(96)
+      case 7:
+        SWITCHYARD_HEIGHT(128)
+      case 9:
+        SWITCHYARD_HEIGHT(160)
+      case 11:
+        SWITCHYARD_HEIGHT(192)
+      case 13:
+        SWITCHYARD_HEIGHT(224)
+      case 15:
+        SWITCHYARD_HEIGHT(256)
+#undef SWITCHYARD_HEIGHT
+      default:
+        break;
+    }
+  }
+}
+
+}  // namespace switchyard::gpu

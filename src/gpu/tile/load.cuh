@@ -1,0 +1,226 @@
+// Filling the ring: a task's weights, and tokens that lie in slots.
+#pragma once
+
+#include "gpu/ptx/bulk_copy.cuh"
+#include "gpu/tile/multiply.cuh"
+#include "gpu/tile/params.h"
+#include "gpu/tile/task.h"
+
+namespace switchyard::gpu {
+
+// Whether the blocks of the pair have a tile each, and the same weights.
+template <typename C>
+__device__ __forceinline__ bool with_two_tiles(const TileTask& task) {
+  return kPairsTiles<C> && task.two_tiles != 0;
+}
+
+// The scales of the weights of the task's first stage; kWeightScales for each stage.
+template <typename C>
+__device__ __forceinline__ const float* weight_scales(const ExpertParams& experts, int hidden,
+                                                      const TileTask& task) {
+  const FfnParams& ffn = experts.ffn(task.shared != 0);
+  const bool first = task.work == Work::kGemm1;
+  // Pairs of boxes: a pair is one block's, or where a block has one box, two blocks'.
+  const std::uint32_t pairs =
+      protocol::ceil_div(first ? ffn.gemm1_rows : ffn.gemm2_rows, 2u * kTileRows);
+  const std::uint32_t pair = kBoxes<C> == 1 ? task.block / 2 : task.block;
+  const auto depth = static_cast<std::uint32_t>(first ? hidden : ffn.intermediate);
+  // A block past the last row has no scales, and multiplies zeros.
+  const std::size_t at = std::size_t{task.expert} * pairs + min(pair, pairs - 1);
+  return (first ? ffn.gemm1_scales : ffn.gemm2_scales) +
+         (at * protocol::ceil_div(depth, kStageColumns<C>) + task.first_k_block) * kWeightScales;
+}
+
+// Where a task's weights are.
+struct WeightSource {
+  const CUtensorMap& map;
+  // Whether a box has rows of gate and then as many of up: which coordinate of the map counts
+  // groups of rows depends on it.
+  bool halves;
+  int groups;            // of rows in a box that have a coordinate of their own
+  std::uint64_t policy;  // how long the L2 cache keeps them
+  const float* scales;   // of the first stage, where stages have them as they are
+};
+
+// Loads all stages of a task's weights, by one thread. on_stage(kb) is called when a place is free
+// for stage kb. With `rehearsal` it leaves after the first wait. False if the pass was given up.
+template <typename C, typename OnStage>
+__device__ __forceinline__ bool load_weights(const TilePipeline<C>& pipeline,
+                                             const Ring<StageLayout<C>>& ring,
+                                             const WeightSource& source, const TileTask& task,
+                                             RingPlace& place, bool rehearsal, OnStage&& on_stage) {
+  constexpr bool kWithScales = kScaled<C> && !kJoinedScales<C>;
+  constexpr std::uint32_t kScales = kWithScales ? kWeightScales * sizeof(float) : 0;
+  const float* scales = source.scales;
+  for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
+    if (!ring.await_free(pipeline.waiter(), place)) return false;
+    if (rehearsal) break;
+    on_stage(kb);
+    const std::uint32_t full = ring.full_barrier(place.stage);
+    arrive_expect_bytes(full, kBoxes<C> * kBoxBytes + kScales);
+    const int k = static_cast<int>((task.first_k_block + kb) * kStageColumns<C>);
+#pragma unroll
+    for (int i = 0; i < kBoxes<C>; ++i) {
+      // What both blocks of a pair multiply with, each loads half of.
+      const bool both = with_two_tiles<C>(task);
+      if (both && i != static_cast<int>(rank_in_pair())) continue;
+      const int group = (static_cast<int>(task.block) * kBoxes<C> + i) * source.groups;
+      load_box(source.map, ring.weights(place.stage) + i * kBoxBytes, full, k,
+               source.halves ? group : 0, source.halves ? 0 : group, static_cast<int>(task.expert),
+               source.policy, both);
+    }
+    if constexpr (kWithScales) {
+      load_bytes(ring.weight_scales(place.stage), scales, kScales, full);
+      scales += kWeightScales;
+    }
+    place.advance(ring.stages);
+  }
+  return true;
+}
+
+// Tokens that lie in slots, each with room for a tile of most tokens, as packed rows and h do.
+struct SlottedTokens {
+  const TokenMaps& maps;
+  std::uint32_t slot;
+  const float* scales;   // of all slots; see first_scale()
+  std::uint32_t groups;  // of columns, which have a scale each
+
+  // The first group's scale of the slot's first token. kSlotRows for each group of columns.
+  template <typename C>
+  __device__ const float* first_scale() const {
+    return scales + std::size_t{slot} * groups * static_cast<std::uint32_t>(C::kSlotRows);
+  }
+};
+
+// A task's tokens from their slot, or this block's share of them: of a tile that both blocks of a
+// pair have, each loads half for both.
+template <typename C>
+class TileRows {
+ public:
+  __device__ TileRows(const TilePipeline<C>& pipeline, const SlottedTokens& tokens,
+                      const TileTask& task)
+      : slot_(tokens.slot),
+        maps_(tokens.maps),
+        paired_(C::kTile.cluster != 1 && pipeline.paired != 0 && !with_two_tiles<C>(task)) {
+    const std::uint32_t share = paired_ ? rank_in_pair() : 0, shares = paired_ ? kPair : 1;
+    begin_ = task.units * share / shares;
+    units_ = task.units * (share + 1) / shares - begin_;
+  }
+  // Loads columns from k on into a stage: its tokens are at `to`, its barrier is `full`.
+  __device__ void load(std::uint32_t to, std::uint32_t full, std::uint32_t k) const {
+    constexpr std::uint32_t kUnitsOfMany = TokenMaps::kManyRows / kUnitRows;
+    static_assert(TokenMaps::kFewRows == kUnitRows);
+    auto row =
+        static_cast<int>(slot_ * static_cast<std::uint32_t>(C::kSlotRows) + begin_ * kUnitRows);
+    to += begin_ * kUnitBytes;
+#pragma unroll 1
+    for (std::uint32_t i = 0; i < units_ / kUnitsOfMany; ++i) {
+      load_rows(maps_.many, to, full, static_cast<int>(k), row, paired_);
+      to += kUnitsOfMany * kUnitBytes;
+      row += TokenMaps::kManyRows;
+    }
+#pragma unroll 1
+    for (std::uint32_t i = 0; i < units_ % kUnitsOfMany; ++i) {
+      load_rows(maps_.few, to, full, static_cast<int>(k), row, paired_);
+      to += kUnitBytes;
+      row += TokenMaps::kFewRows;
+    }
+  }
+  static constexpr std::uint32_t kUnitBytes = kUnitRows * kStageRowBytes;
+
+ private:
+  std::uint32_t slot_;
+  const TokenMaps& maps_;
+  bool paired_;
+  std::uint32_t begin_, units_;
+};
+
+// Loads all stages of a task's tokens, by one thread or by the gather threads. Each of those
+// arrives, and one of the first warp loads. False if the pass was given up.
+template <typename C>
+__device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline,
+                                          const SlottedTokens& tokens, const TileTask& task,
+                                          RingPlace& place, std::uint32_t thread) {
+  const Ring<StageLayout<C>> ring = pipeline.ring();
+  const TileRows<C> rows(pipeline, tokens, task);
+  for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
+    if (!ring.template await_free<kGathers<C>>(pipeline.waiter(), place)) return false;
+    const std::uint32_t full = ring.full_barrier(place.stage);
+    if (!kGathers<C> || (thread < 32 && elect())) {
+      const std::uint32_t block = task.first_k_block + kb;
+      const std::uint32_t scale_bytes =
+          kScaled<C> ? task.units * kUnitRows * static_cast<std::uint32_t>(sizeof(float)) : 0;
+      arrive_expect_bytes(full, task.units * TileRows<C>::kUnitBytes + scale_bytes);
+      rows.load(ring.tokens(place.stage), full, block * kStageColumns<C>);
+      if constexpr (kScaled<C>) {
+        load_bytes(ring.token_scales(place.stage),
+                   tokens.first_scale<C>() + block * static_cast<std::uint32_t>(C::kSlotRows),
+                   scale_bytes, full);
+      }
+    } else {
+      arrive(full);
+    }
+    place.advance(ring.stages);
+  }
+  return true;
+}
+
+// The same by a whole warp, with the tokens' scales multiplied by the weights', of which
+// `of_weights` are those of the task's first stage. A lane has the scales of four neighbouring
+// tokens.
+template <typename C>
+__device__ __forceinline__ bool load_scaled_tile(const TilePipeline<C>& pipeline,
+                                                 const SlottedTokens& tokens,
+                                                 const float* of_weights, const TileTask& task,
+                                                 RingPlace& place, bool rehearsal) {
+  static_assert(kMaxHeight<C> == 4 * 32 && kStageColumns<C> == kQuantGroup);
+  const Ring<StageLayout<C>> ring = pipeline.ring();
+  const TileRows<C> rows(pipeline, tokens, task);
+  const std::uint32_t lane = threadIdx.x % 32;
+  const float* of_tokens = tokens.first_scale<C>() + task.first_k_block * kMaxHeight<C> + 4 * lane;
+  // The scales of two stages are under way: one's trip takes as long as a stage is multiplied. The
+  // tokens' go past the L1 cache, which may remember another tile of the slot.
+  struct Scales {
+    float4 tokens;
+    float weights[kScaleSets];
+  } scales[2];
+  const auto fetch = [&](Scales& next) {
+    next.tokens = __ldcg(reinterpret_cast<const float4*>(of_tokens));
+#pragma unroll
+    for (std::uint32_t set = 0; set < kScaleSets; ++set) {
+      next.weights[set] = __ldg(of_weights + set * (kWeightScales - 1));
+    }
+    of_tokens += kMaxHeight<C>;
+    of_weights += kWeightScales;
+  };
+  std::uint32_t block = task.first_k_block;
+  const std::uint32_t end = block + task.k_blocks;
+  fetch(scales[0]);
+  if (block + 1 < end) fetch(scales[1]);
+  for (;;) {
+#pragma unroll
+    for (Scales& of : scales) {
+      if (block == end) return true;
+      if (!ring.template await_free<true>(pipeline.waiter(), place)) return false;
+      const std::uint32_t full = ring.full_barrier(place.stage);
+      if (elect()) {
+        rows.load(ring.tokens(place.stage), full, block * kStageColumns<C>);
+      }
+#pragma unroll
+      for (std::uint32_t set = 0; set < kScaleSets; ++set) {
+        const float weight = of.weights[set];
+        store_shared_vector(
+            ring.joined_scales(place.stage, set) + 16 * lane,
+            {__float_as_uint(of.tokens.x * weight), __float_as_uint(of.tokens.y * weight),
+             __float_as_uint(of.tokens.z * weight), __float_as_uint(of.tokens.w * weight)});
+      }
+      __syncwarp();
+      if (rehearsal) return true;
+      if (lane == 0) arrive_expect_bytes(full, task.units * TileRows<C>::kUnitBytes);
+      place.advance(ring.stages);
+      if (++block + 1 < end) fetch(of);
+    }
+  }
+}
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,314 @@
+// The K loops of tiles: what the math warpgroups do with the stages of the ring.
+#pragma once
+
+#include "gpu/pipeline/ring.cuh"
+#include "gpu/ptx/cluster.cuh"
+#include "gpu/ptx/wgmma.cuh"
+#include "gpu/tile/config.h"
+
+namespace switchyard::gpu {
+
+template <typename C>
+using TilePipeline = Pipeline<StageLayout<C>>;
+
+// How the math warpgroups share a tile.
+enum class Share {
+  kWeightRows,  // weights take the instruction's rows: each warpgroup has a part of them
+  kTokens,      // tokens take them: each warpgroup has half of the tokens
+  kBox          // the same, and each warpgroup has one of the task's two boxes of weights
+};
+
+// Multiplies stages of the ring, one after the other: D[64, N].
+template <int N, Share kShare, typename C>
+class Multiplier {
+ public:
+  __device__ Multiplier(const TilePipeline<C>& pipeline, RingPlace& place, std::uint32_t group)
+      : pipeline_(pipeline),
+        ring_(pipeline.ring()),
+        place_(place),
+        group_(__reduce_max_sync(~0u, group)) {
+    // In a pair a lane tells each block that a stage is free.
+    const std::uint32_t lane = fresh_thread_index<32>();
+    if (lane > pipeline.paired || !pipeline.goes_on()) return;
+    empty_ = pipeline.paired != 0 ? address_in_pair(ring_.empty, lane) : ring_.empty;
+  }
+
+  // Whether the stage is full. Asked a little before the answer is needed, it costs nothing.
+  __device__ __forceinline__ bool ready() const {
+    return test_wait(ring_.full_barrier(place_.stage), place_.parity);
+  }
+  // A tile that was given up is finished, with wrong numbers: wgmma must not be in code that some
+  // threads may have left. Its stages and later ones are not released: their bytes may yet come, or
+  // never, and a stage takes no arrivals for its next use before all of this one's.
+  __device__ __forceinline__ void await_stage(bool ready) {
+    if (__builtin_expect(!ready, 0)) {
+      if (!wait_ring(pipeline_.waiter(), ring_.full_barrier(place_.stage), place_.parity))
+        empty_ = 0;
+    }
+    // Gathered tokens were written by ordinary copies; the matrix unit reads through the async
+    // proxy.
+    if (kGathers<C>) fence_async_proxy_shared();
+  }
+  // Where the stage's rows are. Of a reduced number the compiler knows that it is the same in all
+  // lanes. It then keeps the descriptors in uniform registers, where the instructions want them.
+  struct Operands {
+    std::uint32_t weights, tokens;
+  };
+  __device__ __forceinline__ Operands operands() const {
+    constexpr std::uint32_t kWeightStep = kShare == Share::kWeightRows ? kOperandBytes
+                                          : kShare == Share::kBox      ? kBoxBytes
+                                                                       : 0;
+    constexpr std::uint32_t kTokenStep = kShare == Share::kTokens ? kOperandBytes : 0;
+    return {
+        __reduce_max_sync(~0u, matrix_address(ring_.weights(place_.stage) + group_ * kWeightStep)),
+        __reduce_max_sync(~0u, matrix_address(ring_.tokens(place_.stage) + group_ * kTokenStep))};
+  }
+  // The products with the first or second of the warpgroup's boxes.
+  __device__ __forceinline__ void issue(const Operands& operands, int box, float (&sums)[N / 2],
+                                        bool accumulate) const {
+    constexpr int kStepBytes = kInstructionBytes;
+    constexpr bool kTokenRows = kShare != Share::kWeightRows;
+    const std::uint32_t weights = operands.weights + box * (kBoxBytes >> 4);
+    const std::uint32_t a = kTokenRows ? operands.tokens : weights;
+    const std::uint32_t b = kTokenRows ? weights : operands.tokens;
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < kStageRowBytes / kStepBytes; ++k) {
+      multiply<C::kNumerics.token, N>(swizzled_descriptor(a + k * kStepBytes / 16),
+                                      swizzled_descriptor(b + k * kStepBytes / 16), sums,
+                                      accumulate || k != 0);
+    }
+    cute::warpgroup_commit_batch();
+  }
+  __device__ __forceinline__ void await_products(float (&sums)[N / 2]) const {
+    await_all_products(sums);
+  }
+  __device__ __forceinline__ void advance() const { place_.advance(ring_.stages); }
+  // Frees the stage: everything that was read from it has arrived.
+  __device__ __forceinline__ void release(std::uint32_t stage) const {
+    if (empty_ != 0) arrive_in_pair(empty_ + 8 * stage);
+  }
+  // Frees a stage from which scales were loaded. The barrier's address depends on them, lest the
+  // arrival overtake them on their way to registers.
+  __device__ __forceinline__ void release_read(std::uint32_t stage,
+                                               const float (&scales)[2][2]) const {
+    const std::uint32_t bits = __float_as_uint(scales[0][0]) | __float_as_uint(scales[0][1]) |
+                               __float_as_uint(scales[1][0]) | __float_as_uint(scales[1][1]);
+    if (empty_ != 0) arrive_in_pair(empty_ + 8 * stage + (bits & zero_));
+  }
+  // The same where scales are too many for that. The arrival is put off until the next stage's
+  // products are issued, which overwrite what the scales were multiplied with, or until the tile
+  // ends.
+  __device__ __forceinline__ void put_off_release(std::uint32_t stage) {
+    if (pending_ != 0) arrive_in_pair(pending_);
+    pending_ = empty_ != 0 ? empty_ + 8 * stage : 0;
+  }
+  __device__ __forceinline__ void release_last() {
+    asm volatile("fence.acq_rel.cta;" ::: "memory");
+    if (pending_ != 0) arrive_in_pair(pending_);
+  }
+  __device__ const Ring<StageLayout<C>>& ring() const { return ring_; }
+
+ private:
+  static constexpr std::uint32_t kOperandBytes = kInstructionRows * kStageRowBytes;
+
+  const TilePipeline<C>& pipeline_;
+  const Ring<StageLayout<C>> ring_;
+  RingPlace& place_;
+  std::uint32_t group_;
+  // The stages' barriers, in the threads that release them; else 0.
+  std::uint32_t empty_ = 0;
+  std::uint32_t pending_ = 0;  // the barrier of a stage to be released
+  // Zero, which the compiler does not know.
+  const std::uint32_t zero_ = pipeline_.paired >> 1;
+};
+
+// Counts the stages of a K loop down. The loop pauses after its first stage, when the tile's tokens
+// have come, and after its last. Both pauses are one test and one place in the code.
+class StageCount {
+ public:
+  __device__ explicit StageCount(std::uint32_t k_blocks)
+      : left_(k_blocks), pause_(k_blocks - untold<1>()) {}
+  __device__ std::uint32_t left() const { return left_; }
+  __device__ void next() { --left_; }
+  __device__ bool pauses() const { return left_ == pause_; }
+  // Calls started() at the first pause. True when no stage is left.
+  template <typename Started>
+  __device__ __forceinline__ bool ends(Started&& started) const {
+    if (fresh_) started();
+    return left_ == 0;
+  }
+  __device__ void go_on() {
+    fresh_ = false;
+    pause_ = 0;
+  }
+
+ private:
+  std::uint32_t left_, pause_;
+  bool fresh_ = true;
+};
+
+// The K loop of a weight-major tile. `box`: of a pair of boxes, the one that has the scales of the
+// task's rows. started() is called when the tile's tokens have come.
+template <int N, typename C, typename Started>
+__device__ __forceinline__ void multiply_weight_major(const TilePipeline<C>& pipeline,
+                                                      std::uint32_t k_blocks, RingPlace& place,
+                                                      std::uint32_t group, std::uint32_t box,
+                                                      Started&& started, float (&acc)[N / 2]) {
+  Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
+  if constexpr (kScaled<C>) {
+    // The products of one stage. This warpgroup scales and sums them while the other's are under
+    // way.
+    float part[N / 2];
+    bool ready = stage.ready();
+#pragma unroll
+    for (float& sum : acc) sum = 0;
+    SWITCHYARD_ROLLED
+    for (StageCount count(k_blocks);;) {
+      const auto operands = stage.operands();
+      const std::uint32_t current = place.stage;
+      stage.await_stage(ready);
+      stage.issue(operands, 0, part, false);
+      stage.put_off_release(current);
+      const std::uint32_t scales = stage.ring().token_scales(current) + 8 * fresh_thread_index<4>();
+      // Of this thread's first and second weight row.
+      const float2 weights = load_shared_floats(stage.ring().weight_scales(current) + 8 * box);
+      stage.await_products(part);
+      stage.advance();
+      ready = stage.ready();
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n) {
+        const float2 tokens = load_shared_floats(scales + 32 * n);
+        acc[4 * n] += part[4 * n] * (tokens.x * weights.x);
+        acc[4 * n + 1] += part[4 * n + 1] * (tokens.y * weights.x);
+        acc[4 * n + 2] += part[4 * n + 2] * (tokens.x * weights.y);
+        acc[4 * n + 3] += part[4 * n + 3] * (tokens.y * weights.y);
+      }
+      count.next();
+      if (!count.pauses()) continue;
+      if (count.ends(started)) break;
+      count.go_on();
+    }
+    stage.release_last();
+  } else {
+    stage.await_stage(stage.ready());
+    stage.issue(stage.operands(), 0, acc, false);
+    started();
+    SWITCHYARD_ROLLED
+    for (std::uint32_t left = k_blocks; --left != 0;) {
+      const std::uint32_t previous = place.stage;
+      stage.advance();
+      const bool ready = stage.ready();
+      const auto operands = stage.operands();
+      stage.await_stage(ready);
+      stage.issue(operands, 0, acc, true);
+      // All but the newest products are done, and with them the stage before.
+      cute::warpgroup_wait<1>();
+      stage.release(previous);
+    }
+    stage.await_products(acc);
+    stage.release(place.stage);
+    stage.advance();
+  }
+}
+
+// --- Token-major tiles: tokens take the 64 rows of the matrix instruction, weights its columns.
+//
+// FP8's large tiles are limited by what goes through shared memory: operands, and scales for the
+// sums that every thread makes of the stages' products. With weights on the rows a thread needs the
+// scales of all the tokens that it has of the tile, a quarter; with tokens on the rows, of two.
+//
+// A math warpgroup holds D[64 tokens, 128 weight rows]: of tall tiles, of more than 64 tokens,
+// twice, for its half of the tokens and both boxes of the task; of others for its box. A warp has
+// 16 tokens; its lane 4 g + t holds tokens g and g + 8 of them, of weight rows 8 n + 2 t and the
+// next, in acc[box][4 n .. 4 n + 3]. So a warp has all columns of its tokens, or half of them, and
+// finishes them by itself.
+
+inline constexpr int kBoxColumns = kTileRows;  // of an instruction
+template <int kTaskBoxes>
+using TokenMajorSums = float[kTaskBoxes][kBoxColumns / 2];
+
+// The tile's first token of this warp.
+template <int kTaskBoxes>
+__device__ __forceinline__ std::uint32_t token_major_row() {
+  const std::uint32_t warp = fresh_thread_index<kThreads>() / 32 - kWarpgroup / 32;
+  return (kTaskBoxes == 2 ? warp : warp % 4) * 16;
+}
+// The task's box that acc[i] is of.
+template <int kTaskBoxes>
+__device__ __forceinline__ std::uint32_t token_major_box(int i, std::uint32_t group) {
+  return kTaskBoxes == 2 ? static_cast<std::uint32_t>(i) : group;
+}
+
+// `meet`: each box has rows of gate and then as many of up, with the scales of the first and the
+// second set; else all of a box has those of its own set. started() is called when the tile's
+// tokens have come.
+template <int kTaskBoxes, typename C, typename Started>
+__device__ __forceinline__ void multiply_token_major(const TilePipeline<C>& pipeline,
+                                                     std::uint32_t k_blocks, RingPlace& place,
+                                                     std::uint32_t group, bool meet,
+                                                     Started&& started,
+                                                     TokenMajorSums<kTaskBoxes>& acc) {
+  constexpr int N = kBoxColumns;
+  constexpr std::uint32_t kSetBytes = StageLayout<C>::kScaleSetBytes;
+  Multiplier<N, kTaskBoxes == 2 ? Share::kTokens : Share::kBox, C> stage(pipeline, place, group);
+  const Ring<StageLayout<C>> ring = pipeline.ring();
+  float part[N / 2];
+#pragma unroll
+  for (auto& box : acc) {
+#pragma unroll
+    for (float& sum : box) sum = 0;
+  }
+  // The sets of a box's first and second 64 rows, where each box has its own and where not.
+  const std::uint32_t gate_step = meet ? 0 : kSetBytes, up = meet ? kSetBytes : 0;
+  const std::uint32_t scales0 =
+      ring.joined_scales(0, 0) + 4 * (token_major_row<kTaskBoxes>() + fresh_thread_index<32>() / 4);
+  float of[2][2];  // a box's scales, while its products are under way
+  const auto load_scales = [&](int box) {
+    const std::uint32_t gate = scales0 + place.stage * StageLayout<C>::kScaleBytes +
+                               token_major_box<kTaskBoxes>(box, group) * gate_step;
+    const std::uint32_t sets[2] = {gate, gate + up};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) of[i / 2][i % 2] = load_shared_float(sets[i / 2] + i % 2 * 32);
+  };
+  const auto sum = [&](int box) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) acc[box][i] += part[i] * of[i / (N / 4)][i / 2 % 2];
+  };
+  // Multiplies the stage at `place`, up to the products with its last box, which stay under way.
+  const auto begin = [&](const auto& operands) {
+    stage.issue(operands, 0, part, false);
+    if constexpr (kTaskBoxes == 2) {
+      load_scales(0);
+      stage.await_products(part);
+      sum(0);
+      stage.issue(operands, 1, part, false);
+    }
+  };
+  // A warpgroup's own chain of products and sums is what takes the time, so nothing else is in it:
+  // what the next stage needs is found while the last products of this one are under way, and the
+  // loop turns there, where nobody waits for it. All warps of the warpgroup come to the same
+  // instructions, whether they find a stage there or wait for it.
+  stage.await_stage(stage.ready());
+  begin(stage.operands());
+  SWITCHYARD_ROLLED
+  for (StageCount count(k_blocks);;) {
+    load_scales(kTaskBoxes - 1);
+    const std::uint32_t current = place.stage;
+    count.next();
+    stage.advance();
+    const auto next = stage.operands();
+    stage.await_products(part);
+    stage.release_read(current, of);
+    const bool ready = count.left() == 0 || stage.ready();
+    sum(kTaskBoxes - 1);
+    if (__builtin_expect(!ready || count.pauses(), 0)) {
+      if (count.ends(started)) break;
+      count.go_on();
+      if (!ready) stage.await_stage(false);
+    }
+    begin(next);
+  }
+}
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,88 @@
+// What tiles are multiplied from and into, as the host hands it to kernels. Pointers are device
+// pointers.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "protocol/host_device.h"
+
+namespace switchyard::gpu {
+
+struct ModelShape {
+  int hidden;
+  int num_experts;
+  int top_k;
+  int cells_per_token;  // top_k, + 1 with a shared expert
+  int max_tokens;
+};
+
+// Maps over rows of tokens in tiles: boxes of 64 columns of many or few rows.
+struct TokenMaps {
+  static constexpr int kManyRows = 64, kFewRows = 16;
+  CUtensorMap many, few;
+};
+
+// Maps over the same weights: for those that one task reads, 128 bytes of a row at a time, and for
+// those that several tiles' tasks read, with the next 128 brought into the L2 cache, too. Where
+// weights are read once, these are often gone before they are wanted and come again: a third more
+// from the other half of the cache, and some from memory.
+struct WeightMaps {
+  CUtensorMap once, again;
+};
+
+// One kind of expert, routed or shared: E networks of the same shape behind a few maps.
+struct FfnParams {
+  // Over [E, gate/up, I/8, 8, H] and [E, 1, H/8, 8, I]: a box is 128 rows, for a gated first GEMM 8
+  // of gate, 8 of up, and so on, so that both meet in one thread's registers. For token-major tiles
+  // it is 64 rows of gate and the same 64 of up: one instruction takes all of them.
+  WeightMaps gemm1_maps, gemm2_maps;
+  CUtensorMap small_gemm1_map;  // of small passes
+  TokenMaps h_maps;             // over h, as wide as I
+  // [E, pairs of boxes, K/128, 2, 2]: the scales of a box's first and second rows, which is gate's
+  // and up's for a gated first GEMM; for 128 columns.
+  const float* gemm1_scales = nullptr;
+  const float* gemm2_scales = nullptr;
+  // What products are multiplied by where weights have a scale for every row; else null.
+  const float* gate_scale = nullptr;  // [E, I]
+  const float* up_scale = nullptr;    // [E, I]
+  const float* down_scale = nullptr;  // [E, H]
+  const float* gate_bias = nullptr;   // [E, I]; null where the model has none
+  const float* up_bias = nullptr;     // [E, I]
+  const float* down_bias = nullptr;   // [E, H]
+  int intermediate = 0;               // I, rounded up to a multiple of 8 or 16
+  std::uint32_t gemm1_rows = 0;       // of weights: I, twice if gated
+  std::uint32_t gemm2_rows = 0;       // H
+  // Whether the products of the first or second GEMM take more than the activation: scales of rows,
+  // biases, clamps, weights on the input. Few models have any; the others ask once.
+  bool more_of_first = false, more_of_second = false;
+};
+struct ExpertParams {
+  FfnParams routed, shared;
+  SWITCHYARD_HOST_DEVICE const FfnParams& ffn(bool of_shared) const {
+    return of_shared ? shared : routed;
+  }
+};
+
+struct ActivationParams {
+  bool weight_on_input;  // routing weights multiply the experts' input, not their output
+  float alpha, limit, up_bias;
+  bool clamps;  // limit or up_bias have an effect
+};
+
+// h, what first GEMMs store and second ones load: slots with room for a tile of most tokens. The
+// elements are those of the policy's tokens.
+struct HiddenParams {
+  // [h_slots, tokens, h_stride]. Small passes in FP8 have it in bf16, too, behind the codes: see
+  // first_row_of_h().
+  std::byte* h;
+  float* h_scales;  // [h_slots, h_groups, tokens]
+  std::uint32_t h_slots;
+  std::uint32_t h_stride;  // elements
+  std::uint32_t h_groups;
+  std::uint32_t group_words;  // of a tile, see PassWords::parts_stored; 0 if no pass is small
+};
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,91 @@
+// h, in passes that store it in bf16 and make codes of it then.
+#pragma once
+
+#include "gpu/schedule/progress.cuh"
+#include "gpu/tile/epilogue.cuh"
+#include "gpu/tile/quantize.cuh"
+
+namespace switchyard::gpu {
+
+// The part of a group of 128 columns of h that a math warpgroup has stored in bf16. A group is
+// shared by two blocks' warpgroups where gate and up make it, else by one block's. The last of them
+// makes the codes and scales of the whole group, and tells of all parts. To find out which is the
+// last takes a trip to the L2 cache, so it is put off until the next tile's products are under way,
+// if those are a first GEMM's, which wait for nothing that depends on it.
+template <bool kGated, typename P>
+class StoredPart {
+ public:
+  static constexpr bool kExists = kQuantizesStoredRows<P>;
+  __device__ StoredPart(const Progress<P>& progress, const HiddenSlots<P>& hidden)
+      : progress_(progress), hidden_(hidden) {}
+
+  // The warpgroup has issued its stores, and a barrier has been since.
+  __device__ void put_off(const TileTask& task) {
+    if constexpr (kExists) {
+      tile_ = task.tile;
+      group_ = task.block / kBlocks;
+      rows_ = task.rows;
+      shared_ = task.shared != 0;
+      if (fresh_thread_index<kWarpgroup>() != 0) return;
+      before_ = fetch_add_released_gpu(progress_.parts_stored(tile_, group_), 1u << shift());
+    }
+  }
+  // By all of the warpgroup.
+  __device__ void finish() {
+    if constexpr (kExists) {
+      if (rows_ == 0) return;
+      const FfnParams& ffn = progress_.experts.ffn(shared_);
+      const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
+      const std::uint32_t parts =
+          kMathGroups * min(kBlocks, progress_.tasks(ffn.gemm1_rows) - group_ * kBlocks);
+      const bool last = thread == 0 && (before_ >> shift() & 15) + 1 == parts;
+      if (last) fence_gpu();
+      if (named_barrier_any<kWarpgroup>(group_barrier(math_group()), last)) {
+        quantize(static_cast<std::uint32_t>(ffn.intermediate), thread);
+        named_barrier<kWarpgroup>(group_barrier(math_group()));
+        if (thread == 0) add_release_gpu(progress_.gemm1_done(tile_), parts);
+      }
+      rows_ = 0;
+    }
+  }
+
+ private:
+  static constexpr std::uint32_t kBlocks = kGated ? 2 : 1;  // that make a group
+  __device__ std::uint32_t shift() const { return 4 * (group_ % PassWords::kGroupsOfWord); }
+  __device__ void quantize(std::uint32_t intermediate, std::uint32_t thread) const {
+    constexpr std::uint32_t kRows = kWarpgroup / kGroupLanes;
+    constexpr auto kSlotRows = static_cast<std::uint32_t>(P::kSlotRows);
+    const HiddenParams& layer = hidden_.layer;
+    const std::uint32_t column = group_ * kQuantGroup + thread % kGroupLanes * kLaneColumns;
+    const std::size_t slot = tile_ % layer.h_slots;
+    std::byte* const to = layer.h + slot * kSlotRows * layer.h_stride;
+    const std::uint16_t* const from = hidden_.rows(tile_);
+    float* const scales = layer.h_scales + (slot * layer.h_groups + group_) * kSlotRows;
+#pragma unroll 1
+    for (std::uint32_t row0 = 0; row0 < rows_; row0 += kRows) {
+      const std::uint32_t row = row0 + thread / kGroupLanes;
+      const std::size_t at = std::size_t{row} * layer.h_stride + column;
+      const bool exists = row < rows_ && column < intermediate;
+      uint4 first{}, second{};
+      if (exists) {
+        // Past the L1 cache, which may remember another tile of the slot.
+        const auto* const vectors = reinterpret_cast<const uint4*>(from + at);
+        first = __ldcg(vectors);
+        second = __ldcg(vectors + 1);
+      }
+      float scale = 0;
+      const uint4 codes = quantize_together(first, second, scale);
+      if (exists) store_vector(to + at, codes);
+      if (row < rows_ && thread % kGroupLanes == 0) scales[row] = scale;
+    }
+  }
+
+  const Progress<P> progress_;
+  const HiddenSlots<P> hidden_;
+  // Of the task that is put off; no rows if there is none.
+  std::uint32_t tile_ = 0, group_ = 0, rows_ = 0;
+  bool shared_ = false;
+  std::uint32_t before_ = 0;  // in the first thread: what the word was without this part
+};
+
+}  // namespace switchyard::gpu
