@@ -33,6 +33,7 @@ struct ProtocolStep {
     kGemm2,
     kFinished,  // before the completion of a tile is signalled to `peer`
     kCombine,
+    kWait,  // again and again while a thread waits for `peer`, perhaps for other threads of its own
   };
   Kind kind;
   int rank;

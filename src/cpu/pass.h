@@ -63,6 +63,10 @@ struct LayerState {
     protocol::note_progress(heaps);
     if (on_step) on_step({kind, heaps.rank, peer, epoch});
   }
+  // No sign of life for the world's deadline: a world in which everybody waits is to end.
+  void waiting(int peer, std::uint64_t epoch) const {
+    if (on_step) on_step({ProtocolStep::Kind::kWait, heaps.rank, peer, epoch});
+  }
 };
 
 // A token tile of an expert that this rank computes.

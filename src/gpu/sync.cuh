@@ -13,6 +13,7 @@ namespace switchyard::gpu {
 struct DevicePace {
   // A look costs a round trip to the L2 cache, and so does the look at the abort word.
   static constexpr std::uint32_t kLooksPerAbortCheck = 32;
+  __device__ bool reads_clock(std::uint32_t looks) const { return looks % 64 == 0; }
   __device__ std::uint64_t now() const {
     std::uint64_t ns;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
