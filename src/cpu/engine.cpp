@@ -20,10 +20,10 @@
 #include "cpu/worker_pool.h"
 #include "fabric/fabric.h"
 #include "layer/compute.h"
+#include "layer/failure.h"
 #include "model/quantize.h"
 #include "protocol/agreement.h"
 #include "protocol/call.h"
-#include "protocol/failure.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
 #include "switchyard/routing.h"
@@ -295,7 +295,7 @@ void Engine::in_parallel(const std::function<void(int)>& body) {
       exception_ = std::current_exception();
       // The rank cannot do its part: the others need not wait for their deadlines to learn it.
       protocol::abort_world(layer_.heaps,
-                            {rank(), rank(), Phase::kExperts, pass_.epoch, 0, 0, 0, 0});
+                            {rank(), rank(), Phase::kExperts, pass_.epoch, 0, 0, 0, 0, rank()});
     }
   });
   if (exception_) std::rethrow_exception(exception_);
@@ -496,6 +496,7 @@ Waited Engine::await_counts() {
           return false;
         },
         [&] {
+          layer_.waiting(s, pass_.epoch);
           return Missing{Phase::kCounts, s, static_cast<std::uint64_t>(s), pass_.epoch,
                          protocol::load_acquire(word)};
         });
@@ -618,7 +619,11 @@ std::optional<protocol::Task> Engine::await_task(CoreLease& lease, const ThreadT
         if (trace != nullptr) waited = Waited::of(scheduler_.missing());
         return false;
       },
-      [&] { return scheduler_.missing(); });
+      [&] {
+        const Missing missing = scheduler_.missing();
+        layer_.waiting(missing.peer, pass_.epoch);
+        return missing;
+      });
   if (result != protocol::WaitResult::kReady || !task) return std::nullopt;
   if (trace == nullptr) {
     lease.take();
@@ -740,9 +745,7 @@ void Engine::fail() {
   }
   const protocol::Heaps& heaps = layer_.heaps;
   const std::uint64_t abort = protocol::load_acquire(&heaps.control(rank())->abort);
-  const protocol::FailureRecord& record =
-      heaps.control(protocol::failed_rank(abort, rank()))->failure;
-  throw protocol::timeout_error(record, rank(), world_.fabric().liveness(record.peer));
+  throw_failure(world_, heaps.control(protocol::failed_rank(abort, rank()))->failure);
 }
 
 }  // namespace

@@ -20,10 +20,10 @@
 #include "gpu/trace.h"
 #include "gpu/weights.h"
 #include "layer/compute.h"
+#include "layer/failure.h"
 #include "model/quantize.h"
 #include "protocol/agreement.h"
 #include "protocol/call.h"
-#include "protocol/failure.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
 
@@ -622,8 +622,7 @@ void Engine::check() {
     return control;
   };
   const int failed = protocol::failed_rank(control_of(world_.rank()).abort, world_.rank());
-  const protocol::FailureRecord record = control_of(failed).failure;
-  throw protocol::timeout_error(record, world_.rank(), world_.fabric().liveness(record.peer));
+  throw_failure(world_, control_of(failed).failure);
 }
 
 const ForwardStats& Engine::stats() {
