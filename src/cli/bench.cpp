@@ -23,7 +23,7 @@
 #include "cli/source.h"
 #include "gpu/device.h"
 #include "model/generate.h"
-#include "protocol/layout.h"
+#include "protocol/control.h"
 #include "switchyard/routing.h"
 
 namespace switchyard::cli {

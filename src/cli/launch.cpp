@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "cli/commands.h"
-#include "protocol/layout.h"
+#include "protocol/control.h"
 #include "switchyard/error.h"
 
 namespace switchyard::cli {

@@ -35,7 +35,7 @@ class Processor {
 
   bool is_shared(const Pass& pass, const Tile& tile) const;
   const Ffn& ffn(const Pass& pass, const Tile& tile) const;
-  void gather(const Pass& pass, const Tile& tile, std::uint32_t tile_index);
+  void gather(Pass& pass, const Tile& tile, std::uint32_t tile_index);
   // A token's row of the wire, times `scale`, in the GEMM's type.
   void unpack(const std::byte* from, float scale, std::byte* to);
   // The quantised form of n rows of m values each, as values again; rows of `to` are `stride`

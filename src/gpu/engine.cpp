@@ -370,13 +370,12 @@ void Engine::lay_out_heap() {
   const bool shares = memory_->heap.bytes() != 0;
   if (!shares) memory_->heap = SymmetricMemory(world_.fabric(), params_.heap.bytes());
   const SymmetricMemory& heap = memory_->heap;
-  params_.heaps.layout =
-      protocol::HeapLayout({.num_ranks = world_.size(), .num_experts = spec_.num_experts});
+  params_.heaps.experts = {spec_.num_experts, world_.size()};
   params_.heaps.rank = world_.rank();
   for (int r = 0; r < world_.size(); ++r) params_.heaps.base[r] = heap.base(r);
   std::byte* const mine = heap.base(world_.rank());
   params_.mine = mine;
-  params_.cells = params_.heap.cells(mine);
+  params_.cells = reinterpret_cast<std::uint16_t*>(params_.heap.cells(mine));
   if (shares) return;
   // NaN in all that is not a flag, so that no pass can get away with reading what nobody wrote.
   const std::size_t flags = params_.heap.flag_bytes();

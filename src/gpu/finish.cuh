@@ -63,7 +63,8 @@ __device__ __forceinline__ void place_cells(const Pass<P>& pass, const TaskDescr
     if (pass.distributed() && task.shared == 0) {
       entry = RowEntry::sent(entry, layer);
       const SourceRow source = find_source(pass, task.expert, task.first_row + row);
-      base = layer.heap.cells(layer.heaps.base[pass.rank_at(source.distance)]);
+      base = reinterpret_cast<std::uint16_t*>(
+          layer.heap.cells(layer.heaps.base[pass.rank_at(source.distance)]));
     }
     const std::uint32_t cell =
         (RowEntry::cell(entry, cells) << pass.state().log2_splits) + task.split;

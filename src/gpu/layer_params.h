@@ -7,16 +7,19 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "gpu/heap.h"
 #include "gpu/policy.h"
 #include "gpu/trace_record.h"
-#include "protocol/layout.h"
+#include "protocol/heap.h"
 #include "protocol/partition.h"
 #include "routing/route_warp.cuh"
 #include "switchyard/layer_spec.h"
 #include "switchyard/tensor.h"
 
 namespace switchyard::gpu {
+
+using protocol::Heap;
+
+inline constexpr int kMaxDeviceRanks = 32;  // a distance has RowEntry::kBits bits
 
 // Maps over rows of tokens in tiles: boxes of 64 columns of many or few rows.
 struct TokenMaps {

@@ -77,7 +77,7 @@ template <typename P>
 __device__ __forceinline__ void read_counts(const Pass<P>& pass) {
   const LayerParams& layer = pass.layer;
   const int size = layer.heaps.size(), rank = layer.heaps.rank;
-  const protocol::ExpertPartition experts = layer.heaps.layout.experts();
+  const protocol::ExpertPartition experts = layer.heaps.experts;
 #pragma unroll 1
   for (int e0 = 2 * static_cast<int>(threadIdx.x); e0 < layer.num_experts; e0 += 2 * kWarpgroup) {
     // Two experts: of each, rows of ranks 0 to `source`, and what that is at its owner and here.
@@ -109,9 +109,8 @@ __device__ __forceinline__ void read_counts(const Pass<P>& pass) {
       const int e = e0 + i;
       if (e >= layer.num_experts) break;
       pass.block.expert_rows[e] = rows[i];
-      // Counted from the owner's on, around the circle of ranks.
       const auto from_owner = [&](std::uint32_t at, bool before) {
-        return at - at_owner[i] + (before ? rows[i] : 0);
+        return protocol::first_row_in_segment(at, at_owner[i], rows[i], before);
       };
       if (begin[i] == nullptr) {
         pass.block.row_begin[e] = from_owner(here[i], rank < owner[i]);

@@ -1,7 +1,7 @@
 // How a pass that failed ends for the caller, in both engines.
 #pragma once
 
-#include "protocol/layout.h"
+#include "protocol/control.h"
 #include "switchyard/world.h"
 
 namespace switchyard {

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "protocol/atomics.h"
-#include "protocol/layout.h"
+#include "protocol/control.h"
 
 namespace switchyard::protocol {
 

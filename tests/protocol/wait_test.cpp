@@ -30,18 +30,10 @@ class Wait : public ::testing::Test {
   };
 
   Wait() {
-    LayoutParams p;
-    p.num_ranks = 4;
-    p.num_experts = 4;
-    p.top_k = 1;
-    p.hidden = 1;
-    p.max_tokens = 1;
-    p.cells_per_token = 1;
-    p.element_bytes = 4;
-    heaps_.layout = HeapLayout(p);
+    heaps_.experts = {4, 4};
     for (int r = 0; r < 4; ++r) {
-      memory_.emplace_back(std::aligned_alloc(4096, heaps_.layout.bytes()), &std::free);
-      std::memset(memory_.back().get(), 0, heaps_.layout.bytes());
+      memory_.emplace_back(std::aligned_alloc(alignof(Control), sizeof(Control)), &std::free);
+      std::memset(memory_.back().get(), 0, sizeof(Control));
       heaps_.base[r] = static_cast<std::byte*>(memory_.back().get());
     }
   }
