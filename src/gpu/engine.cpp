@@ -400,7 +400,7 @@ void Engine::lay_out_workspace() {
                             (has_shared ? protocol::ceil_div(tokens, height) : 0);
   params_.max_tiles = static_cast<std::uint32_t>(tiles);
   // GEMM2 of a tile is taken up when its GEMM1 was handed out two rounds of all blocks ago:
-  // measured against 0.6, 1, 1.25 and 3 rounds; see docs/decisions.
+  // measured against 0.6, 1, 1.25 and 3 rounds; see docs/decisions/0013.
   std::uint32_t rows = params_.routed.gemm1_rows;
   if (has_shared && (rows == 0 || params_.shared.gemm1_rows < rows)) {
     rows = params_.shared.gemm1_rows;

@@ -353,7 +353,7 @@ __device__ __forceinline__ std::uint32_t first_sends(const Pass<P>& pass) {
 
 // Levels that the pack warps send before they pack one: as many as have so many slots for every
 // block. With less in flight ranks wait for each other at every level; with more, the first tiles
-// come late. See docs/decisions/0017.
+// come late. See docs/lab/ranks-and-arrivals.md.
 template <typename P>
 __device__ __forceinline__ std::uint32_t send_lead(const Pass<P>& pass) {
   constexpr std::uint32_t kSlotsAhead = 12, kLeast = 2, kMost = 16;
