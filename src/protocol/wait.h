@@ -31,7 +31,10 @@ enum class WaitResult : std::uint8_t { kReady, kAborted };
 // earliest missing step waits for nobody; all other waits are consequences.
 //
 // One thread of a rank judges at a time. It takes notes in its rank's Control for a part of the
-// deadline, judging_time(), and the earliest wait it then knows of is the verdict.
+// deadline, judging_time(), and the earliest wait it then knows of is the verdict. It also takes so
+// many looks at least: on a host with more threads than cores a rank that waits may be as rarely
+// on a core as the judge, and would seem to have stopped.
+inline constexpr std::uint32_t kLeastLooksOfAJudge = 64;
 SWITCHYARD_HOST_DEVICE constexpr std::uint64_t judging_time(std::uint64_t deadline_ns) {
   // Long beside the time between two words of a waiting rank (a millisecond, or a few time slices
   // of a busy host), and short beside a user's patience.
@@ -148,7 +151,7 @@ SWITCHYARD_HOST_DEVICE WaitResult wait_until(const Heaps& heaps, std::uint64_t e
   Control* mine = heaps.control(heaps.rank);
   // Most waits end within a few looks: the clock and the words of others are left alone until then.
   bool clock_runs = false;
-  bool judging = false;
+  std::uint32_t judging = 0;  // 1 + looks around since this thread is the judge
   std::uint64_t last = 0, waited = 0, progress = 0;
   WaitResult result = WaitResult::kReady;
   SWITCHYARD_ROLLED
@@ -171,18 +174,18 @@ SWITCHYARD_HOST_DEVICE WaitResult wait_until(const Heaps& heaps, std::uint64_t e
       clock_runs = true;
       progress = seen;
       waited = 0;
-      if (judging) stop_judging(heaps);
-      judging = false;
+      if (judging != 0) stop_judging(heaps);
+      judging = 0;
       continue;
     }
     waited += passed < judging_ns / 4 ? passed : judging_ns / 4;
     if (waited < deadline_ns - judging_ns) continue;
-    if (!judging) {
-      judging = start_judging(heaps);
+    if (judging == 0) {
+      judging = start_judging(heaps) ? 1 : 0;
       waited = deadline_ns - judging_ns;
     } else {
       look_around(heaps);
-      if (waited <= deadline_ns) continue;
+      if (++judging <= kLeastLooksOfAJudge || waited <= deadline_ns) continue;
       const Culprit culprit = find_culprit(heaps, wait);
       abort_world(heaps, {heaps.rank, culprit.rank, culprit.phase, culprit.epoch, lack.slot,
                           lack.expected, lack.observed, waited, culprit.witness});
@@ -191,7 +194,7 @@ SWITCHYARD_HOST_DEVICE WaitResult wait_until(const Heaps& heaps, std::uint64_t e
     }
   }
   if (clock_runs) store_release(&mine->waits_for, std::uint64_t{0});
-  if (judging) stop_judging(heaps);
+  if (judging != 0) stop_judging(heaps);
   return result;
 }
 
