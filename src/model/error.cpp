@@ -1,8 +1,18 @@
 #include "switchyard/error.h"
 
+#include "base/printable.h"
 #include "switchyard/tensor.h"
 
 namespace switchyard {
+namespace {
+
+constexpr std::size_t kMostMessage = 4096;
+
+}  // namespace
+
+// Here and not only where a text enters a message: what is forgotten there does no harm.
+Error::Error(ErrorCode code, const std::string& message)
+    : std::runtime_error(printable(message, kMostMessage)), code_(code) {}
 
 const char* to_string(ErrorCode code) {
   switch (code) {
