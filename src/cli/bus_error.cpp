@@ -141,8 +141,8 @@ void tell(std::uint64_t address) {
                        !mapped->name.starts_with("/memfd:") && !mapped->name.starts_with("/dev/");
   if (!is_file) {
     line.add(
-        "switchyard: error (capacity_exceeded): the memory that ranks share cannot be had; "
-        "free some, or raise the container's limit\n");
+        "switchyard: error (capacity_exceeded): memory that was reserved cannot be had; free some, "
+        "or raise the container's limit\n");
     line.write();
     return;
   }

@@ -62,8 +62,8 @@ void write_output(const std::filesystem::path& path, const LayerSpec& spec, RunR
 
 void print(const Report& report, const RunOptions& options) {
   if (options.json) {
-    // A path need not be UTF-8, as JSON is.
-    fmt::print("{}\n", to_json(report).dump(2, ' ', false,
+    // In ASCII, for terminals; a path need not be UTF-8, as JSON is.
+    fmt::print("{}\n", to_json(report).dump(2, ' ', true,
                                             nlohmann::ordered_json::error_handler_t::replace));
     return;
   }

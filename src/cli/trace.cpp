@@ -84,7 +84,7 @@ int run(TraceOptions& options) {
   if (options.json) {
     nlohmann::ordered_json json = to_json(summary, unit);
     json["file"] = options.out;
-    fmt::print("{}\n", json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace));
+    fmt::print("{}\n", json.dump(2, ' ', true, nlohmann::ordered_json::error_handler_t::replace));
   } else {
     print_text(options, run, summary, unit);
   }
