@@ -144,7 +144,7 @@ void read_token_ids(Batch& batch, const std::string& file,
   }
 }
 
-// That of the file's only tensor, or `activations`.
+// The name of the tensor that holds activations: the file's only one, or `activations`.
 std::string activations_name(const SafetensorsFile& file, const std::string& path) {
   const std::vector<TensorInfo>& tensors = file.header().tensors;
   if (tensors.size() == 1) return tensors.front().name;

@@ -1,14 +1,14 @@
-// What a process says when a file that it has mapped cannot be read any more.
+// Says which mapped file cannot be read any more, where the kernel only sends a signal.
 #pragma once
 
 #include <csignal>
 
 namespace switchyard::cli {
 
-// While it lives, a memory access that fails because a mapped file has become shorter, or because
-// its disk or the machine's memory does, ends the process with one line on stderr that names the
-// file, and with `exit_code`. Without, it would end by SIGBUS without a word. Signals belong to a
-// program, not to a library: only the command does this. One at a time.
+// While it lives, SIGBUS ends the process with `exit_code` and one line on stderr that names the
+// file: one that became shorter after it was mapped, or whose disk failed. Without the guard the
+// process would end without a word. Only the command has one, for signals belong to programs and
+// not to libraries. There may be one guard at a time.
 class BusErrorGuard {
  public:
   explicit BusErrorGuard(int exit_code);

@@ -34,9 +34,9 @@ struct LayerOwner {
   std::vector<std::unique_ptr<std::byte[]>> copies;
 };
 
-// Published ones have some kilobytes.
+// A published config.json has some kilobytes.
 constexpr std::uint64_t kMostConfigBytes = std::uint64_t{16} << 20;
-// Of the largest models, whose indexes name a hundred thousand tensors, they have 10 MB.
+// The index of the largest models names a hundred thousand tensors and has 10 MB.
 constexpr std::uint64_t kMostIndexBytes = std::uint64_t{128} << 20;
 
 std::string shape_text(const std::vector<std::int64_t>& shape) {
@@ -152,7 +152,7 @@ class LayerLoader {
     load_experts(weights);
     load_shared(weights);
     weights.owner = owner_;
-    // What has been copied may be of a file that was cut meanwhile.
+    // A file that was cut meanwhile may have left zeros in what was copied from it.
     for (const SafetensorsFile* const file : checked_) file->require_whole();
     validate(spec_, weights);
     return weights;

@@ -11,10 +11,10 @@
 
 namespace switchyard {
 
-// Makes or replaces `path` in finish(); until then its bytes are in a new file beside it, which
-// goes if there is no finish(). Whoever may write to the directory, too, cannot redirect the bytes:
-// what already has the name of the new file, be it a link, is left alone and another name is taken.
-// Errors are Error{kSystem}.
+// Makes or replaces `path` in finish(); until then its bytes are in a new file beside it, which is
+// removed if there is no finish(). Other users who can write to the directory cannot redirect the
+// bytes: if a file or a link already has the temporary name, it is left alone and another name is
+// taken. Errors are Error{kSystem}.
 class WholeFile {
  public:
   explicit WholeFile(const std::filesystem::path& path);

@@ -22,7 +22,7 @@ using Json = nlohmann::json;
 // The page's numbers are JavaScript's, which has no whole numbers beyond.
 constexpr double kMostWhole = 9007199254740992;  // 2^53
 constexpr std::size_t kMostQuantiles = 64;
-// A trace of a pass has 100 MB at most.
+// The largest trace of a pass has 100 MB.
 constexpr std::uint64_t kMostFileBytes = std::uint64_t{1} << 30;
 
 [[noreturn]] void refuse_file(const std::string& source, const std::string& problem,

@@ -29,7 +29,7 @@ TEST(ReadFile, ReadsAllOfIt) {
     EXPECT_EQ(read_text(path, 1'000'000), text);
   }
   EXPECT_ERROR(read_text(path, 999'999), ErrorCode::kInvalidFile, "more than the 999999 bytes");
-  // Of a file system that tells no sizes.
+  // This file system tells no sizes.
   EXPECT_EQ(read_text("/proc/self/comm", 100).back(), '\n');
   EXPECT_ERROR(read_text("/proc/self/maps", 100), ErrorCode::kInvalidFile, "more than the 100");
 }
@@ -41,7 +41,7 @@ TEST(ReadFile, SparseFilesCostNothing) {
   EXPECT_ERROR(read_text(directory / "x", 1 << 20), ErrorCode::kInvalidFile, "more than the");
 }
 
-// Without a writer a pipe would block for ever: ended by the alarm.
+// To open a pipe without a writer would block for ever; the alarm would end it.
 TEST(ReadFile, WhatIsNoFileIsRefusedWithoutWaiting) {
   const test::TemporaryDirectory directory;
   ::alarm(20);

@@ -1,4 +1,4 @@
-// What is left of a file that became shorter while it was mapped is told, not died of in silence.
+// A process that reads a mapped file which has been cut says so before it ends.
 #include "cli/bus_error.h"
 
 #include <fcntl.h>

@@ -54,7 +54,7 @@ TEST(Errors, SizesThatDoNotFitSpeakOfOptions) {
   EXPECT_THAT(done.err, ::testing::Not(HasSubstr("LayerSpec")));
 }
 
-// Of arguments, files and the environment, whatever they hold.
+// Arguments, files and the environment may hold anything.
 TEST(Errors, AreOneLineThatATerminalDoesNotObey) {
   const TemporaryDirectory directory;
   const std::string evil = "a\nswitchyard: error (system): forged\x1b[2J\x07\xff\u202e";

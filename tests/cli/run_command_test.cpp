@@ -393,7 +393,7 @@ TEST(Run, TokenIdsRouteHashedLayers) {
   EXPECT_NE(same, mixed);
 }
 
-// Ranks that compute are ended by SIGBUS without a word otherwise.
+// Reading what was cut off raises SIGBUS, which ends a process without a word.
 TEST(Run, ACheckpointThatIsCutWhileItIsUsedIsNamed) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "model").string();
@@ -402,7 +402,7 @@ TEST(Run, ACheckpointThatIsCutWhileItIsUsedIsNamed) {
           .exit_code,
       0);
   const std::string shard = path + "/model.safetensors";
-  // From the moment that the shard is mapped.
+  // Cuts the shard shortly after the command has mapped it.
   const std::jthread cutter([&](const std::stop_token& stop) {
     while (!stop.stop_requested()) {
       for (const std::string& process : children()) {
@@ -448,7 +448,7 @@ TEST(Run, NaNIsToldAndFailsVerification) {
   EXPECT_EQ(json["nan_tokens"], 1);
   const std::string told = "1 token with NaN logits (16 logits in all) lost experts";
   EXPECT_THAT(run_switchyard(join({"run", "--input", gated}, kTiny)).out, HasSubstr(told));
-  // Where nobody sees the report.
+  // Nobody sees the text report here.
   for (const char* option : {"--quiet", "--json"}) {
     const Completed done = run_switchyard(join({"run", "--input", gated, option}, kTiny));
     EXPECT_EQ(done.exit_code, 0);

@@ -229,7 +229,7 @@ TEST_F(DamagedCheckpoint, AbsentFiles) {
   EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "no *.safetensors", "convert");
 }
 
-// What is there is told apart from what is not.
+// An entry that cannot be read is told apart from an absent one.
 TEST_F(DamagedCheckpoint, ConfigsThatAreNoFiles) {
   std::filesystem::create_directories(path_ / "config.json");
   EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "config.json", "is a directory");
@@ -278,7 +278,7 @@ TEST_F(DamagedCheckpoint, FilesOfAbsurdSizesAreNotRead) {
   EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "config.json", "more than the");
 }
 
-// Not taken for absent, with the consequence that whatever lies there passes for the checkpoint.
+// If it were taken for absent, whatever lies in the directory would pass for the checkpoint.
 TEST_F(DamagedCheckpoint, AnIndexThatIsALinkToNothing) {
   write();
   std::filesystem::create_symlink("blob", path_ / "model.safetensors.index.json");

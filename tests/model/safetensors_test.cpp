@@ -162,7 +162,7 @@ TEST(SafetensorsFile, UnreadableFilesAreNamed) {
   EXPECT_ERROR(SafetensorsFile::open(directory / "empty"), ErrorCode::kInvalidFile, "0 bytes long");
 }
 
-// Ended by the alarm where opening it blocks.
+// If opening the pipe blocked, the alarm would end the test.
 TEST(SafetensorsFile, PipesAreRefusedWithoutWaiting) {
   const test::TemporaryDirectory directory;
   ASSERT_EQ(::mkfifo((directory / "x.safetensors").c_str(), 0600), 0);
