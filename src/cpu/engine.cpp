@@ -377,7 +377,7 @@ void Engine::route(const ForwardInput& input) {
     hashed_ids = hashed_ids_.data();
   }
   std::atomic<std::int64_t> next_block{0};
-  std::atomic<std::int64_t> nan_logits{0};
+  std::atomic<std::int64_t> nan_logits{0}, nan_tokens{0};
   in_parallel([&](int i) {
     const CoreLease lease(layer_.heaps);
     constexpr std::int64_t kBlock = Processor::kGateBlock;
@@ -392,7 +392,10 @@ void Engine::route(const ForwardInput& input) {
       layer_.step(ProtocolStep::Kind::kGate, rank(), pass_.epoch);
       for (std::int64_t t = begin; t < end; ++t) prepare_token(x, t);
       if (!given) {
-        nan_logits += processors_[static_cast<std::size_t>(i)].gate(pass_, begin, end, hashed_ids);
+        const NanCounts nan =
+            processors_[static_cast<std::size_t>(i)].gate(pass_, begin, end, hashed_ids);
+        nan_logits += nan.logits;
+        nan_tokens += nan.tokens;
       }
     }
     if (trace != nullptr) trace->end(static_cast<std::int32_t>(rows));
@@ -402,6 +405,7 @@ void Engine::route(const ForwardInput& input) {
     std::copy(input.topk_weights.begin(), input.topk_weights.end(), pass_.weights.begin());
   }
   stats_.nan_logits = nan_logits;
+  stats_.nan_tokens = nan_tokens;
 }
 
 // Whatever the experts and gates will read of a token, unless it is there already.

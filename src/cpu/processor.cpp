@@ -37,8 +37,8 @@ std::size_t Processor::scratch_bytes() const {
          codes_.capacity();
 }
 
-std::int64_t Processor::gate(Pass& pass, std::int64_t begin, std::int64_t end,
-                             const std::int32_t* hashed_ids) {
+NanCounts Processor::gate(Pass& pass, std::int64_t begin, std::int64_t end,
+                          const std::int32_t* hashed_ids) {
   const LayerSpec& spec = layer_.spec;
   const int n = static_cast<int>(end - begin);
   constexpr int padded = kOwnTokensShape.max_height;
@@ -61,18 +61,20 @@ std::int64_t Processor::gate(Pass& pass, std::int64_t begin, std::int64_t end,
                       router.col_stride, gathered_.data(), hidden, product_.data());
 
   float logits[routing::kMaxExperts];
-  std::int64_t nan_logits = 0;
+  NanCounts nan;
   for (int j = 0; j < n; ++j) {
     for (int e = 0; e < experts; ++e) {
       logits[e] = product_[static_cast<std::size_t>(e) * padded + j];
       if (!layer_.router_bias.empty()) logits[e] += layer_.router_bias[static_cast<std::size_t>(e)];
     }
     const std::int64_t slot = (begin + j) * spec.top_k;
-    nan_logits += routing::route_token(spec, logits, layer_.correction_bias.data(),
-                                       hashed_ids == nullptr ? nullptr : hashed_ids + slot,
-                                       pass.ids.data() + slot, pass.weights.data() + slot);
+    const int num_nan = routing::route_token(spec, logits, layer_.correction_bias.data(),
+                                             hashed_ids == nullptr ? nullptr : hashed_ids + slot,
+                                             pass.ids.data() + slot, pass.weights.data() + slot);
+    nan.logits += num_nan;
+    nan.tokens += num_nan > 0 ? 1 : 0;
   }
-  return nan_logits;
+  return nan;
 }
 
 void Processor::run(Pass& pass, const Task& task) {

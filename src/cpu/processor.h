@@ -11,15 +11,18 @@
 
 namespace switchyard::cpu {
 
+struct NanCounts {
+  std::int64_t logits = 0;
+  std::int64_t tokens = 0;  // with a NaN among their logits
+};
+
 class Processor {
  public:
   // `trace` is told of the flags that tasks raise for other ranks; it may be null.
   Processor(const LayerState& layer, ThreadTrace* trace);
 
   // Tokens [begin, end): logits, choice, shared-expert gate. `hashed_ids` is [tokens, K] or null.
-  // Returns the number of NaN logits.
-  std::int64_t gate(Pass& pass, std::int64_t begin, std::int64_t end,
-                    const std::int32_t* hashed_ids);
+  NanCounts gate(Pass& pass, std::int64_t begin, std::int64_t end, const std::int32_t* hashed_ids);
 
   void run(Pass& pass, const protocol::Task& task);
 

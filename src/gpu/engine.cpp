@@ -641,6 +641,7 @@ const ForwardStats& Engine::stats() {
       cudaMemcpy(counters.data(), words.counters(), counters.size() * 4, cudaMemcpyDeviceToHost));
   stats_.tokens_per_expert.assign(rows.begin(), rows.end());
   stats_.nan_logits = counters[kNanLogits];
+  stats_.nan_tokens = counters[kNanTokens];
   if (distributed()) count_traffic(counters.data());
   stats_.heap_bytes_reserved = memory_->heap.bytes();
   stats_.workspace_bytes_used = memory_->workspace.bytes();

@@ -105,9 +105,10 @@ struct PassWords {
         32 * (2 + kBarriers) + 2 * num_experts + (3 + group_words) * max_tiles, 32u);
   }
 };
-// What a pass counts for its statistics. All but the first is of what went to other ranks.
+// What a pass counts for its statistics. All but the first two are of what went to other ranks.
 enum PassCounter : std::uint32_t {
   kNanLogits,
+  kNanTokens,
   kSentTokens,
   kSentRows,
   kReturnedRows,

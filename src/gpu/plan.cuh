@@ -116,6 +116,7 @@ __device__ __forceinline__ void route_tokens(const Pass<P>& pass, std::uint32_t 
     }
     if (report && lane == 0 && mine.num_nan != 0) {
       atomicAdd(pass.state().words.counters() + kNanLogits, mine.num_nan);
+      atomicAdd(pass.state().words.counters() + kNanTokens, 1u);
     }
     // One of them, whichever is stored last.
     if (report && mine.bad_id != 0) layer.failures->bad_id = mine.bad_id;
