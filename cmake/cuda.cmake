@@ -1,11 +1,30 @@
-# CUDA where nvcc is present: sm_90a, C++20.
-option(SWITCHYARD_CUDA "Build the GPU engine where nvcc is present" ON)
+# CUDA: sm_90a, C++20. Its kernels take some 25 minutes of processor time to compile, so a machine
+# without a GPU compiles them only where that is asked for.
+set(SWITCHYARD_CUDA "AUTO" CACHE STRING
+    "The GPU engine: ON (needs nvcc), OFF, or AUTO: where there are nvcc and an NVIDIA GPU")
+set_property(CACHE SWITCHYARD_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(SWITCHYARD_HAS_CUDA OFF)
-if(SWITCHYARD_CUDA)
+set(wants_cuda ${SWITCHYARD_CUDA})
+if(SWITCHYARD_CUDA STREQUAL "AUTO")
+  # The driver's device, which is there in containers, too.
+  if(EXISTS /dev/nvidiactl OR EXISTS /dev/dxg)
+    set(wants_cuda ON)
+  else()
+    set(wants_cuda OFF)
+  endif()
+endif()
+if(wants_cuda)
   include(CheckLanguage)
   check_language(CUDA)
+  if(SWITCHYARD_CUDA STREQUAL "AUTO" AND NOT CMAKE_CUDA_COMPILER)
+    message(STATUS "An NVIDIA GPU is here, but no nvcc: building without the GPU engine. Install the "
+                   "CUDA toolkit (12.3 or later), or set CMAKE_CUDA_COMPILER.")
+  elseif(NOT CMAKE_CUDA_COMPILER)
+    message(FATAL_ERROR "SWITCHYARD_CUDA is ${SWITCHYARD_CUDA}, but there is no nvcc; install the "
+                        "CUDA toolkit (12.3 or later), set CMAKE_CUDA_COMPILER, or leave it AUTO")
+  endif()
 endif()
-if(SWITCHYARD_CUDA AND CMAKE_CUDA_COMPILER AND NOT SWITCHYARD_SANITIZE)
+if(wants_cuda AND CMAKE_CUDA_COMPILER AND NOT SWITCHYARD_SANITIZE)
   # -real: no PTX, which no other architecture could be compiled from.
   set(CMAKE_CUDA_ARCHITECTURES 90a-real)
   enable_language(CUDA)

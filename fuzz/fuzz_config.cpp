@@ -1,4 +1,5 @@
-// Any bytes are either a ModelConfig whose specs are valid or a typed error.
+// Any bytes are either a ModelConfig whose specs are valid or a typed error with a harmless
+// message.
 //   fuzz_config fuzz/corpus/config -max_len=4096
 
 #include <cstddef>
@@ -6,6 +7,7 @@
 #include <cstdlib>
 #include <string_view>
 
+#include "message.h"
 #include "model/config.h"
 #include "switchyard/error.h"
 
@@ -19,6 +21,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       validate(*config.layers.at(static_cast<std::size_t>(layer)));
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kInvalidConfig) std::abort();
+    require_harmless(error);
     return 0;
   }
   try {
@@ -33,6 +36,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                    DType::kF8E4M3);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kInvalidArgument) std::abort();
+    require_harmless(error);
   }
   return 0;
 }

@@ -1,6 +1,6 @@
-// Any bytes are either a header whose tensors lie within the file or a typed error. The first byte
-// chooses how the rest is read: as a file, as the JSON of a header whose length and data section
-// are made up to fit, or as an index.
+// Any bytes are either a header whose tensors lie within the file and whose names can be shown, or
+// a typed error with a harmless message. The first byte chooses how the rest is read: as a file, as
+// the JSON of a header whose length and data section are made up to fit, or as an index.
 //   fuzz_safetensors fuzz/corpus/safetensors -max_len=4096
 
 #include <cstddef>
@@ -8,9 +8,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
+#include "base/printable.h"
+#include "message.h"
 #include "model/safetensors.h"
 #include "switchyard/error.h"
 
@@ -24,6 +27,8 @@ void parse_file(std::span<const std::byte> bytes, std::uint64_t file_size) {
   for (const TensorInfo& tensor : header.tensors) {
     if (tensor.begin != position || tensor.end < tensor.begin) std::abort();
     position = tensor.end;
+    const std::string name = printable(tensor.name);
+    if (!test::is_shown_safely(name) || name.size() > kMostShown) std::abort();
   }
   if (header.data_begin + position != file_size) std::abort();
 }
@@ -39,6 +44,7 @@ void parse_header_json(std::span<const std::byte> json) {
       parse_file(file, file.size() + data_bytes);
     } catch (const Error& error) {
       if (error.code() != ErrorCode::kInvalidFile) std::abort();
+      require_harmless(error);
     }
   }
 }
@@ -62,6 +68,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     }
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kInvalidFile) std::abort();
+    require_harmless(error);
   }
   return 0;
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the Debian packages named on the command line that are missing, or says how to.
-# With cuda, or with build where nvcc is present, also fetches the CUTLASS headers.
+# Installs the Debian packages named on the command line that are missing, or says how to. With cuda,
+# also fetches what the GPU engine is built with beside the CUDA toolkit: the CUTLASS headers.
 #   scripts/bootstrap.sh build|test|lint|cuda...
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -56,26 +56,24 @@ lint=(clang-format-14 clang-tidy-14)
 
 wanted=()
 cuda=no
-[ -z "${CUDACXX:-}" ] && ! command -v nvcc >/dev/null || cuda=present
 for group in "$@"; do
   case $group in
     build) wanted+=("${build[@]}") ;;
     test) wanted+=("${test[@]}") ;;
     lint) wanted+=("${lint[@]}") ;;
-    cuda) cuda=asked ;;
+    cuda) cuda=yes ;;
     *) echo "bootstrap: unknown group '$group'; use build, test, lint or cuda" >&2; exit 2 ;;
   esac
 done
 
-if [ $cuda != no ] && ! fetch_cutlass; then
+if [ $cuda = yes ] && ! fetch_cutlass; then
   echo "The CUTLASS headers could not be fetched. Unpack nvidia-cutlass $cutlass_version from PyPI into" >&2
   echo "$PWD/$cutlass_directory, or configure with" >&2
-  echo "-DSWITCHYARD_CUTLASS_INCLUDE=<directory with cute/ and cutlass/>; otherwise the build has no" >&2
-  echo "GPU engine." >&2
-  [ $cuda = present ] || exit 1
+  echo "-DSWITCHYARD_CUTLASS_INCLUDE=<directory with cute/ and cutlass/>." >&2
+  exit 1
 fi
 # Only reports need it.
-if [ $cuda != no ]; then fetch_cuobjdump || true; fi
+if [ $cuda = yes ]; then fetch_cuobjdump || true; fi
 [ ${#wanted[@]} -gt 0 ] || exit 0
 if ! command -v dpkg-query >/dev/null; then
   echo "This is not a Debian-like system, so nothing was installed. Switchyard needs: a C++20" >&2

@@ -58,14 +58,14 @@ git_commit() {
 }
 
 build_here() {
-  if ! scripts/bootstrap.sh build test || ! command -v nvcc >/dev/null; then
+  if ! scripts/bootstrap.sh build test cuda || ! command -v nvcc >/dev/null; then
     echo "gpu.sh: the build's dependencies are not here; on a machine that has them make binaries" >&2
     echo "  scripts/gpu.sh --pack DIR, bring DIR along, and run scripts/gpu.sh --prebuilt DIR" >&2
     return 1
   fi
   local targets=(switchyard_cli)
   [ ! -d tests/gpu ] || targets+=(tests/gpu/all)
-  cmake -S . -B "$build" -G Ninja -DSWITCHYARD_BUILD_CLI=ON -DSWITCHYARD_BUILD_TESTS=ON >/dev/null &&
+  cmake -S . -B "$build" -G Ninja -DSWITCHYARD_CUDA=ON -DSWITCHYARD_BUILD_CLI=ON -DSWITCHYARD_BUILD_TESTS=ON >/dev/null &&
     cmake --build "$build" --target "${targets[@]}"
 }
 

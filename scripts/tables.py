@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Rewrites the generated parts of README.md and docs/decisions from results/.
+"""Rewrites the generated parts of README.md and docs/: tables from results/, code from examples/.
 
     scripts/tables.py            rewrite
     scripts/tables.py --check    exit 1 if anything would change
+
+A part stands between <!-- begin: NAME --> and <!-- end: NAME -->.
 """
 
 import functools
@@ -55,11 +57,11 @@ def cpu_table():
     rate = rows["library_tiles/2048"][2]["flops"]
     read = rows["memory_read"][2]["weight_bytes"]
     lines = [
-        "**CPU engine, OLMoE geometry (H 2048, I 1024, 64 experts, top-8), bf16, gate and combine "
-        f"included.** In the same run the library multiplies the same tiles at {rate / 1e9:.0f} GFLOP/s "
-        f"and memory is read at {read / 1e9:.1f} GB/s.",
+        "**OLMoE's geometry (H 2048, I 1024, 64 experts, top-8), bf16, gate and combine included.** In the "
+        f"same run oneDNN alone multiplies the same tiles at {rate / 1e9:.0f} GFLOP/s, and memory is read at "
+        f"{read / 1e9:.1f} GB/s.",
         "",
-        "| tokens | ranks | median ms | spread ms | GFLOP/s | share of the library | weights GB/s "
+        "| tokens | ranks | median ms | spread ms | GFLOP/s | share of oneDNN alone | weights GB/s "
         "| share of the read rate |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -83,7 +85,7 @@ def library_table():
     names = ["onednn_bf16", "libxsmm_bf16", "onednn_f32", "libxsmm_f32", "openblas_f32"]
     shapes = sorted({name.partition("/")[2] for name in rows}, key=lambda s: natural((s,)))
     lines = [
-        "**Tile products, GFLOP/s on all cores** (m weight rows, n tokens, depth k).",
+        "**GFLOP/s on all cores** (m weight rows, n tokens, depth k).",
         "",
         "| tile | " + " | ".join(name.replace("_", " ") for name in names) + " |",
         "|---" * (len(names) + 1) + "|",
@@ -128,25 +130,23 @@ def microseconds(value):
     return "–" if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
-def gpu_row_cells(row):
+def gpu_row_cells(row, has_rival):
     over = time_over_floor(row)
     rival = row.get("rival_us")
-    return [
-        microseconds(row["median_us"]),
-        "–" if over is None else f"{100 / over:.0f} %",
-        microseconds(rival),
-        "–" if rival is None else f"{rival / row['median_us']:.2f}×",
-    ]
+    cells = [microseconds(row["median_us"]), "–" if over is None else f"{100 / over:.0f} %"]
+    if has_rival:
+        cells += [microseconds(rival), "–" if rival is None else f"{rival / row['median_us']:.2f}×"]
+    return cells
 
 
 def gpu_summary(rows):
-    """One sentence per thing that can be said of all rows."""
+    """One sentence for each claim about all rows."""
     overs = [over for over in map(time_over_floor, rows) if over is not None]
     rivals = [row for row in rows if row.get("rival_us") is not None]
     said = []
     if overs:
         said.append(
-            f"Time over floor F: geometric mean {statistics.geometric_mean(overs):.2f}, "
+            f"Time over the floor: geometric mean {statistics.geometric_mean(overs):.2f}, "
             f"worst {max(overs):.2f} ({len(overs)} points)."
         )
     if rivals:
@@ -159,8 +159,8 @@ def gpu_summary(rows):
 
 
 def gpu_provenance(rows):
-    """What differs between rows is listed; a file that was measured at once has one of each."""
-    machines = ", ".join(sorted({row["machine"] for row in rows}))
+    """Machine, commit and command; a file measured in several runs lists all of its machines and commits."""
+    machines = " and ".join(sorted({row["machine"] for row in rows}))
     commits = ", ".join(sorted({row["commit"] for row in rows}))
     command = max((row["command"] for row in rows), key=[row["command"] for row in rows].count)
     kept = any("--keep-rival" in row["command"] and row.get("rival_us") for row in rows)
@@ -172,20 +172,20 @@ def gpu_provenance(rows):
 TFLOPS = {"bf16": 750, "fp8": 1300}
 
 
-def gpu_floor(rows):
-    # Rows that do not tell what they were computed in are older than FP8.
-    rate = TFLOPS[rows[0].get("compute", "bf16")]
-    return (
-        f"F = max(7 µs + touched weights / 4.6 TB/s, FLOPs / {rate} TFLOP/s), without the gate, which is in the "
-        "time. β is the balancedness of the routing; where ln K / ln E is more than it, it stands for that."
-    )
+def arithmetic_rate(rows):
+    # Rows that do not say what they were computed in are older than FP8.
+    return TFLOPS[rows[0].get("compute", "bf16")]
 
 
 def gpu_method(rows):
-    flushed = all(row.get("rotation_passes", 1) == 1 for row in rows)
-    if flushed:
-        return "Each pass by itself, behind a flush of the L2 cache, in a CUDA graph."
-    return "Passes in a row in a CUDA graph, on copies of the layer in turn; ours and PyTorch's alike."
+    """How the passes were timed and what the floor is."""
+    by_themselves = all(row.get("rotation_passes", 1) == 1 for row in rows)
+    method = (
+        "Each pass is timed by itself, in a CUDA graph, after a flush of the L2 cache."
+        if by_themselves
+        else "Passes follow one another in a CUDA graph, over several copies of the layer."
+    )
+    return f"{method} Floor: max(7 µs + touched weights / 4.6 TB/s, FLOPs / {arithmetic_rate(rows)} TFLOP/s)."
 
 
 def gpu_table(suite, title, note=""):
@@ -194,10 +194,11 @@ def gpu_table(suite, title, note=""):
     if not rows:
         return ""
     betas = sorted({row["beta"] for row in rows}, reverse=True)
-    names = ["share of F", "PyTorch µs", "speed-up"]
+    has_rival = any(row.get("rival_us") is not None for row in rows)
+    names = ["floor / time", *(["PyTorch µs", "speed-up"] if has_rival else [])]
     heads = [head for beta in betas for head in (f"β {beta:g}: time µs", *names)]
     absent = ["–"] * (1 + len(names))
-    said = [f"**{title}**", gpu_summary(rows), gpu_method(rows), gpu_floor(rows), note]
+    said = [f"**{title}**", gpu_summary(rows), gpu_method(rows), note]
     lines = [" ".join(text for text in said if text)]
     layers = {}
     for row in rows:
@@ -207,25 +208,32 @@ def gpu_table(suite, title, note=""):
         for tokens, by_beta in sorted(by_tokens.items()):
             cells = []
             for beta in betas:
-                cells += gpu_row_cells(by_beta[beta]) if beta in by_beta else absent
+                cells += gpu_row_cells(by_beta[beta], has_rival) if beta in by_beta else absent
             lines.append(f"| {tokens} | " + " | ".join(cells) + " |")
     return "\n".join(lines + ["", gpu_provenance(rows)])
 
 
-def products_table():
-    ours, cold, theirs = load("products.json"), load("products_cold.json"), load("deepgemm.json")
-    if not (ours and cold and theirs):
-        return ""
-    ours, cold, theirs = (
-        {(row["compute"], row["tokens_per_rank"]): row for row in rows} for rows in (ours, cold, theirs)
-    )
+def products_points():
+    """[(compute, tokens)] that all three files have, and {point: row} of each file; or None."""
+    files = [load(name) for name in ("products.json", "products_cold.json", "deepgemm.json")]
+    if not all(files):
+        return None
+    ours, cold, theirs = ({(row["compute"], row["tokens_per_rank"]): row for row in rows} for rows in files)
     points = sorted(ours.keys() & cold.keys() & theirs.keys(), key=lambda point: (point[0] != "fp8", point[1]))
+    return points, ours, cold, theirs
+
+
+def products_table():
+    found = products_points()
+    if found is None:
+        return ""
+    points, ours, cold, theirs = found
     first = theirs[points[0]]
     lines = [
-        f"**Beside DeepGEMM {first['deepgemm']}.** {describe_layer(first)}: a whole pass of ours (given routing; "
-        "dispatch, quantisation, activation and combine included) and DeepGEMM's two grouped products alone, on the "
-        "same loads of the experts. In a row, at the clock that the power limit leaves; cold, one at a time behind a "
-        "flush of the L2 cache.",
+        f"**{describe_layer(first)}: a whole pass of Switchyard beside the two grouped products of DeepGEMM "
+        f"{first['deepgemm']} alone.** Our pass has its routing given, and includes dispatch, quantisation, "
+        "activation and combine. Both multiply the same loads of the experts. In a row: back to back, at the clock "
+        "that the power limit leaves. Cold: one at a time, after a flush of the L2 cache.",
         "",
         "| | tokens | in a row: ours µs | TFLOP/s | DeepGEMM µs | TFLOP/s | cold: ours µs | TFLOP/s | DeepGEMM µs | TFLOP/s |",
         "|---" * 10 + "|",
@@ -255,7 +263,7 @@ def others_cells(row):
         return dict(zip(["FlashDMoE µs", "speed-up"], cells))
     if row["compute"] == "fp8":
         best = min(published(row, 8).items(), key=lambda item: item[1], default=None)
-        return {"best of others on 8 GPUs, µs": "–" if best is None else f"{best[1]:.0f} ({best[0]})"}
+        return {"best of others, 8 GPUs, µs": "–" if best is None else f"{best[1]:.0f} ({best[0]})"}
     return {}
 
 
@@ -277,18 +285,19 @@ def ranks_table(suite, title):
     rows = load(f"{suite}.json")
     if not rows:
         return ""
-    heads = ["time µs", "share of F", "TFLOP/s per GPU", "weights TB/s", "sent MB per GPU"]
-    rate = TFLOPS[rows[0].get("compute", "bf16")]
-    floor = (
-        f"F = max(10 µs + touched weights / 4.6 TB/s, FLOPs / {rate} TFLOP/s, sent bytes / 330 GB/s) of the most "
-        "loaded rank. Time of the slowest rank, routing given, β 1."
+    heads = ["time µs", "floor / time", "TFLOP/s per GPU", "weights TB/s", "sent MB per GPU"]
+    rate = arithmetic_rate(rows)
+    method = (
+        "The time is that of the slowest rank, with routing given and β 1. Floor, of the most loaded rank: "
+        f"max(10 µs + touched weights / 4.6 TB/s, FLOPs / {rate} TFLOP/s, sent bytes / 330 GB/s)."
     )
     if rate == TFLOPS["fp8"]:
-        floor += (
-            " Others' times are published ones or measured (`results/published.json`), on 8 GPUs, of which each has the weights "
-            "of fewer experts to read and as much to compute: they compare where arithmetic is the floor."
+        method += (
+            " The last column has the best time of others, published or measured (`results/published.json`), on 8 "
+            "GPUs. There each GPU reads the weights of fewer experts and computes as much, so the two compare only "
+            "where arithmetic is the floor."
         )
-    lines = [" ".join(text for text in [f"**{title}**", gpu_summary(rows), floor] if text)]
+    lines = [" ".join(text for text in [f"**{title}**", gpu_summary(rows), method] if text)]
     layers = {}
     for row in rows:
         layers.setdefault((describe_layer(row), row["ranks"]), []).append(row)
@@ -302,9 +311,65 @@ def ranks_table(suite, title):
 
 
 FP8_SCALES = (
-    "Weights have a scale per 128 × 128, activations are bf16 and quantised in the layer; PyTorch's chain "
-    "quantises likewise, with a scale per row, which is what its grouped product takes."
+    "Weights have a scale per 128 × 128; activations arrive in bf16 and the layer quantises them. PyTorch's chain "
+    "quantises too, with one scale per row, which is what its grouped product takes."
 )
+
+
+def comparison_row(rows, what, rival=None, gains=()):
+    """| what was run | points | time over the floor | beside whom | speed-up |"""
+    overs = [over for over in map(time_over_floor, rows) if over is not None]
+    floor = f"{statistics.geometric_mean(overs):.2f} ({max(overs):.2f})" if overs else "–"
+    gain = "–"
+    if gains:
+        mean = statistics.geometric_mean(gains)
+        gain = f"{mean:.2f}× ({min(gains):.2f} to {max(gains):.2f})"
+    return f"| {what} | {len(rows)} | {floor} | {rival or '–'} | {gain} |"
+
+
+def comparisons_table():
+    """The short table of README.md: a row for every claim, in detail in docs/benchmarks.md."""
+    lines = [
+        "| measured on H200, whole layer | points | time over floor: mean (worst) | beside | speed-up: mean (range) |",
+        "|---" * 5 + "|",
+    ]
+    torch_suites = [
+        ("one_gpu_bf16", "1 GPU, bf16, four models, 1 to 8192 tokens"),
+        ("one_gpu_fp8", "1 GPU, FP8, the same"),
+        ("one_gpu_thesis", "1 GPU, bf16, FlashDMoE's layer"),
+    ]
+    for suite, what in torch_suites:
+        rows = [row for row in load(f"{suite}.json") or [] if row.get("routing", "gate") == "gate"]
+        gains = [row["rival_us"] / row["median_us"] for row in rows if row.get("rival_us")]
+        if rows:
+            lines.append(comparison_row(rows, what, "PyTorch, fastest chain", gains))
+    for compute, name in [("fp8", "FP8"), ("bf16", "bf16")]:
+        points, ours, _, theirs = products_points() or ([], {}, {}, {})
+        points = [point for point in points if point[0] == compute]
+        gains = [theirs[point]["in_a_row_us"] / ours[point]["median_us"] for point in points]
+        if points:
+            tokens = [point[1] for point in points]
+            what = f"1 GPU, {name}, DeepSeek-V3's share, {min(tokens)} to {max(tokens)} tokens"
+            rival = f"DeepGEMM {theirs[points[0]]['deepgemm']}, its two products alone"
+            lines.append(comparison_row([ours[point] for point in points], what, rival, gains))
+    rows = load("ep_thesis.json") or []
+    pairs = [(row, published(row, row["ranks"]).get("FlashDMoE")) for row in rows]
+    pairs = [(row, theirs) for row, theirs in pairs if theirs is not None]
+    if pairs:
+        gains = [theirs / row["median_us"] for row, theirs in pairs]
+        rival = "FlashDMoE, published (fp32, H100)"
+        lines.append(comparison_row([row for row, _ in pairs], "2 and 4 GPUs, bf16, FlashDMoE's layer", rival, gains))
+    for suite, name in [("ep_fp8", "FP8"), ("ep_bf16", "bf16")]:
+        if rows := load(f"{suite}.json"):
+            what = f"2 and 4 GPUs, {name}, DeepSeek-V4 and V3, GLM-5"
+            lines.append(comparison_row(rows, what))
+    return "\n".join(lines)
+
+
+def example(path):
+    """The part of an example between its "README: begin" and "README: end" lines."""
+    text = (ROOT / path).read_text()
+    return "```cpp\n" + re.search(r"// README: begin\n(.*?)// README: end\n", text, re.S)[1].strip() + "\n```"
 
 
 def run_output():
@@ -314,19 +379,21 @@ def run_output():
 
 def main():
     parts = {
+        "run": run_output(),
+        "comparisons": comparisons_table(),
+        "example": example("examples/forward/main.cpp"),
         "cpu": cpu_table(),
         "libraries": library_table(),
-        "run": run_output(),
         "one_gpu_bf16": gpu_table("one_gpu_bf16", "One H200, bf16, gate and combine included."),
         "one_gpu_fp8": gpu_table(
             "one_gpu_fp8", "One H200, FP8, gate, quantisation and combine included.", FP8_SCALES
         ),
-        "one_gpu_fp8_more": gpu_table("one_gpu_fp8_more", "Fewer, larger experts on one H200, FP8."),
+        "one_gpu_fp8_more": gpu_table("one_gpu_fp8_more", "One H200, FP8, four models with fewer and larger experts."),
         "products": products_table(),
-        "ep_fp8": ranks_table("ep_fp8", "Expert parallelism in FP8, dispatch and combine inside the kernel."),
-        "ep_bf16": ranks_table("ep_bf16", "Expert parallelism in bf16."),
-        "ep_thesis": ranks_table("ep_thesis", "FlashDMoE's own layer over several H200, bf16."),
-        "one_gpu_thesis": gpu_table("one_gpu_thesis", "FlashDMoE's own layer on one H200, bf16."),
+        "ep_fp8": ranks_table("ep_fp8", "FP8, dispatch and combine inside the kernel."),
+        "ep_bf16": ranks_table("ep_bf16", "bf16, dispatch and combine inside the kernel."),
+        "ep_thesis": ranks_table("ep_thesis", "FlashDMoE's layer, bf16."),
+        "one_gpu_thesis": gpu_table("one_gpu_thesis", "FlashDMoE's layer on one H200, bf16."),
     }
     stale = False
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
@@ -342,7 +409,7 @@ def main():
         if after != before:
             stale = True
             if "--check" in sys.argv:
-                print(f"{path.relative_to(ROOT)} is not what scripts/tables.py makes of results/")
+                print(f"{path.relative_to(ROOT)} is not what scripts/tables.py makes of results/ and examples/")
             else:
                 path.write_text(after)
     return 1 if stale and "--check" in sys.argv else 0

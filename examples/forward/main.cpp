@@ -1,14 +1,35 @@
 // Runs one MoE layer of a Hugging Face checkpoint over four ranks of this process.
 //
 //   forward CHECKPOINT LAYER
-#include <switchyard/layer.h>
-
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
+
+// README: begin
+#include <switchyard/layer.h>
+
 #include <vector>
 
 using namespace switchyard;
+
+// What one rank does. Every rank of the world calls this, on a thread or in a process of its own.
+std::vector<float> run_layer(const World& world, const Checkpoint& checkpoint, int layer_index,
+                             const std::vector<float>& x) {
+  const LayerSpec spec = checkpoint.layer_spec(layer_index);
+  const MoeWeights weights = checkpoint.load_layer(layer_index);  // mapped, not read
+  const int tokens = static_cast<int>(x.size()) / spec.hidden;    // ranks may differ; 0 is fine
+
+  MoeLayer layer(world, spec, weights, {.max_tokens = 4096});  // collective
+  std::vector<float> y(x.size());
+  ForwardInput input;
+  input.activations = {x.data(), DType::kF32, tokens, spec.hidden, spec.hidden};
+  ForwardOutput output;
+  output.data = y.data();
+  output.dtype = DType::kF32;
+  layer.forward(input, output);  // throws TimeoutError, naming the rank, if one stalls or dies
+  return y;
+}
+// README: end
 
 int main(int argc, char** argv) {
   if (argc != 3) {
@@ -19,7 +40,6 @@ int main(int argc, char** argv) {
     const Checkpoint checkpoint = Checkpoint::open(argv[1]);
     const int layer_index = std::atoi(argv[2]);
     const LayerSpec spec = checkpoint.layer_spec(layer_index);
-    const MoeWeights weights = checkpoint.load_layer(layer_index);  // mapped, not read
     std::printf("%s: %s\n", checkpoint.model_type().c_str(), describe(spec).c_str());
 
     constexpr int kRanks = 4;
@@ -29,25 +49,15 @@ int main(int argc, char** argv) {
     for (const World& world : World::threads(kRanks)) {
       ranks.emplace_back([&, world] {
         try {
-          MoeLayer layer(world, spec, weights, {.max_tokens = kTokensPerRank});
-          const std::size_t size = static_cast<std::size_t>(kTokensPerRank) * spec.hidden;
-          std::vector<float> x(size), y(size);
-          for (std::size_t i = 0; i < size; ++i) {
+          std::vector<float> x(static_cast<std::size_t>(kTokensPerRank) * spec.hidden);
+          for (std::size_t i = 0; i < x.size(); ++i) {
             x[i] = static_cast<float>((i * 2654435761u + world.rank()) % 2048) / 1024.0f - 1.0f;
           }
-          ForwardInput input;
-          input.activations = {x.data(), DType::kF32, kTokensPerRank, spec.hidden, spec.hidden};
-          ForwardOutput output;
-          output.data = y.data();
-          output.dtype = DType::kF32;
-          layer.forward(input, output);
           double norm = 0;
-          for (const float v : y) norm += static_cast<double>(v) * v;
-          std::printf(
-              "rank %d: |y|^2 = %.6g, %.2f ms, sent %.1f KiB\n", world.rank(), norm,
-              layer.stats().total_seconds * 1e3,
-              static_cast<double>(layer.stats().dispatch_bytes + layer.stats().combine_bytes) /
-                  1024);
+          for (const float v : run_layer(world, checkpoint, layer_index, x)) {
+            norm += static_cast<double>(v) * v;
+          }
+          std::printf("rank %d: |y|^2 = %.6g\n", world.rank(), norm);
         } catch (const Error& error) {
           std::fprintf(stderr, "rank %d: %s: %s\n", world.rank(), to_string(error.code()),
                        error.what());

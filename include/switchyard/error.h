@@ -25,9 +25,12 @@ enum class ErrorCode {
 // The name of a code as users see it, e.g. "missing_tensor".
 const char* to_string(ErrorCode code);
 
+// what() is one line that may be shown on a terminal or written to a log, whatever files, arguments
+// and other processes have put into it: control characters, line breaks and bytes that are not
+// UTF-8 are escaped, and of more than 4096 bytes the middle is left out.
 class Error : public std::runtime_error {
  public:
-  Error(ErrorCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
+  Error(ErrorCode code, const std::string& message);
   ErrorCode code() const { return code_; }
 
  private:

@@ -33,6 +33,7 @@ struct ProtocolStep {
     kGemm2,
     kFinished,  // before the completion of a tile is signalled to `peer`
     kCombine,
+    kWait,  // again and again while a thread waits for `peer`, perhaps for other threads of its own
   };
   Kind kind;
   int rank;
@@ -134,6 +135,10 @@ struct ForwardStats {
   std::vector<std::int64_t> tokens_per_expert;  // [E], over all ranks
   std::int64_t dropped_slots = 0;               // of this rank
   std::int64_t nan_logits = 0;                  // of this rank
+  // Tokens of this rank with a NaN among their logits. Such an expert is never chosen, so these
+  // tokens lose experts: all of them, if a NaN or an infinity among the activations is the cause.
+  // Where routing is given there are no logits, and such a token's output is NaN instead.
+  std::int64_t nan_tokens = 0;
   // Bytes this rank wrote into other ranks' heaps.
   std::uint64_t dispatch_bytes = 0;  // activations and row descriptors
   std::uint64_t combine_bytes = 0;   // expert outputs

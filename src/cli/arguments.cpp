@@ -19,7 +19,8 @@ constexpr NamedDType kDTypes[] = {{"bf16", DType::kBF16, true},
 
 [[noreturn]] void refuse(const std::string& name, const std::string& text,
                          const std::string& remedy) {
-  throw Error(ErrorCode::kInvalidArgument, fmt::format("{} is '{}'; {}", name, text, remedy));
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("{} is '{}'; {}", name, printable(text), remedy));
 }
 
 }  // namespace

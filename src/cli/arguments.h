@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 
+#include "base/printable.h"
 #include "cli/format.h"
 #include "switchyard/error.h"
 #include "switchyard/layer.h"
@@ -37,8 +38,8 @@ CLI::Option* add_whole(CLI::App& app, const std::string& name, Integer& target,
     const std::optional<std::int64_t> value = parse_whole(text);
     if (!value || *value < smallest || *value > largest) {
       throw Error(ErrorCode::kInvalidArgument,
-                  fmt::format("{} is '{}'; give a whole number from {} to {}", name, text, smallest,
-                              largest));
+                  fmt::format("{} is '{}'; give a whole number from {} to {}", name,
+                              printable(text), smallest, largest));
     }
     target = static_cast<Integer>(*value);
   };

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 
+#include "base/printable.h"
 #include "model/random_tensor.h"
 #include "model/safetensors.h"
 #include "switchyard/routing.h"
@@ -21,7 +22,7 @@ std::uint64_t seed_of(Draw draw, std::uint64_t seed) {
 }
 
 [[noreturn]] void misfit(ErrorCode code, const std::string& file, const std::string& message) {
-  throw Error(code, fmt::format("{}: {}", file, message));
+  throw Error(code, fmt::format("{}: {}", printable(file), message));
 }
 
 void draw_activations(Batch& batch, const BatchOptions& options, int hidden, DType dtype) {
@@ -42,8 +43,8 @@ void require_shape(const MatrixView& view, const std::string& file, const std::s
                    std::int64_t rows, std::int64_t cols) {
   if (view.rows == rows && view.cols == cols) return;
   misfit(ErrorCode::kShapeMismatch, file,
-         fmt::format("tensor '{}' is [{}, {}], but this batch and layer need [{}, {}]", name,
-                     view.rows, view.cols, rows, cols));
+         fmt::format("tensor '{}' is [{}, {}], but this batch and layer need [{}, {}]",
+                     printable(name), view.rows, view.cols, rows, cols));
 }
 
 std::vector<std::int32_t> integers(const MatrixView& view, const std::string& file,
@@ -110,10 +111,10 @@ void require_in_vocabulary(const std::vector<std::int32_t>& ids, std::int64_t vo
   }
 }
 
-void read_routing(Batch& batch, const std::string& file, const SafetensorsFile& tensors,
-                  const LayerSpec& spec) {
-  const bool has_ids = tensors.find("topk_ids") != nullptr;
-  const bool has_weights = tensors.find("topk_weights") != nullptr;
+void read_routing(Batch& batch, const std::string& file,
+                  const std::shared_ptr<const SafetensorsFile>& tensors, const LayerSpec& spec) {
+  const bool has_ids = tensors->find("topk_ids") != nullptr;
+  const bool has_weights = tensors->find("topk_weights") != nullptr;
   if (!has_ids && !has_weights) return;
   if (!has_ids || !has_weights) {
     misfit(
@@ -121,8 +122,8 @@ void read_routing(Batch& batch, const std::string& file, const SafetensorsFile& 
         fmt::format("'{}' is there without '{}'; give both or neither",
                     has_ids ? "topk_ids" : "topk_weights", has_ids ? "topk_weights" : "topk_ids"));
   }
-  const OwnedMatrix ids = read_matrix(file, "topk_ids");
-  const OwnedMatrix weights = read_matrix(file, "topk_weights");
+  const OwnedMatrix ids = read_matrix(tensors, "topk_ids");
+  const OwnedMatrix weights = read_matrix(tensors, "topk_weights");
   require_shape(ids.view, file, "topk_ids", batch.tokens(), spec.top_k);
   require_shape(weights.view, file, "topk_weights", batch.tokens(), spec.top_k);
   batch.topk_ids = integers(ids.view, file, "topk_ids");
@@ -131,10 +132,11 @@ void read_routing(Batch& batch, const std::string& file, const SafetensorsFile& 
   batch.routing = "given";
 }
 
-void read_token_ids(Batch& batch, const std::string& file, const SafetensorsFile& tensors,
+void read_token_ids(Batch& batch, const std::string& file,
+                    const std::shared_ptr<const SafetensorsFile>& tensors,
                     const MoeWeights& weights) {
-  if (tensors.find("token_ids") == nullptr) return;
-  const OwnedMatrix ids = read_matrix(file, "token_ids");
+  if (tensors->find("token_ids") == nullptr) return;
+  const OwnedMatrix ids = read_matrix(tensors, "token_ids");
   require_shape(ids.view, file, "token_ids", 1, batch.tokens());
   batch.token_ids = integers(ids.view, file, "token_ids");
   if (!weights.hash_table.empty()) {
@@ -142,27 +144,40 @@ void read_token_ids(Batch& batch, const std::string& file, const SafetensorsFile
   }
 }
 
+// The name of the tensor that holds activations: the file's only one, or `activations`.
+std::string activations_name(const SafetensorsFile& file, const std::string& path) {
+  const std::vector<TensorInfo>& tensors = file.header().tensors;
+  if (tensors.size() == 1) return tensors.front().name;
+  if (file.find("activations") != nullptr) return "activations";
+  std::vector<std::string_view> names;
+  for (const TensorInfo& tensor : tensors) names.push_back(tensor.name);
+  misfit(ErrorCode::kMissingTensor, path,
+         fmt::format("has {} tensors, and none is named 'activations'; give the one that holds "
+                     "them that name{}",
+                     tensors.size(), closest_names("activations", names)));
+}
+
 void read_input(Batch& batch, const BatchOptions& options, const Source& source) {
   const std::string& file = options.input;
   const auto tensors = SafetensorsFile::open(file);
-  const bool named = tensors->find("activations") != nullptr;
-  const OwnedMatrix x = read_matrix(file, named ? "activations" : "");
-  const std::string name = named ? "activations" : tensors->header().tensors.front().name;
+  const std::string name = activations_name(*tensors, file);
+  const OwnedMatrix x = read_matrix(tensors, name);
   if (x.view.dtype != DType::kBF16 && x.view.dtype != DType::kF16 && x.view.dtype != DType::kF32) {
     misfit(ErrorCode::kDTypeMismatch, file,
-           fmt::format("tensor '{}' is {}; activations must be bf16, f16 or f32", name,
+           fmt::format("tensor '{}' is {}; activations must be bf16, f16 or f32", printable(name),
                        to_string(x.view.dtype)));
   }
   require_shape(x.view, file, name, options.tokens > 0 ? options.tokens : x.view.rows,
                 source.spec.hidden);
   if (x.view.rows == 0) {
-    misfit(ErrorCode::kShapeMismatch, file, fmt::format("tensor '{}' has no rows", name));
+    misfit(ErrorCode::kShapeMismatch, file,
+           fmt::format("tensor '{}' has no rows", printable(name)));
   }
   batch.activations = x.view;
   batch.owner = x.owner;
   batch.origin = fmt::format("{} ({})", file, to_string(x.view.dtype));
-  read_routing(batch, file, *tensors, source.spec);
-  read_token_ids(batch, file, *tensors, source.weights);
+  read_routing(batch, file, tensors, source.spec);
+  read_token_ids(batch, file, tensors, source.weights);
 }
 
 void draw_token_ids(Batch& batch, std::int64_t vocabulary, std::uint64_t seed) {
@@ -196,7 +211,7 @@ Batch make_batch(const BatchOptions& options, const Source& source, DType dtype)
     if (!batch.topk_ids.empty()) {
       throw Error(ErrorCode::kInvalidArgument,
                   fmt::format("--balancedness makes up the routing, but {} has topk_ids; drop one",
-                              options.input));
+                              printable(options.input)));
     }
     draw_routing(batch, *options.balancedness, source.spec, options.seed);
   }

@@ -23,7 +23,7 @@
 #include "cli/source.h"
 #include "gpu/device.h"
 #include "model/generate.h"
-#include "protocol/layout.h"
+#include "protocol/control.h"
 #include "switchyard/routing.h"
 
 namespace switchyard::cli {
@@ -84,8 +84,9 @@ std::vector<std::string> split(const std::string& name, const std::string& text)
   std::istringstream stream(text + ',');
   for (std::string word; std::getline(stream, word, ',');) {
     if (word.empty()) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  fmt::format("{} is '{}'; separate the values by single commas", name, text));
+      throw Error(
+          ErrorCode::kInvalidArgument,
+          fmt::format("{} is '{}'; separate the values by single commas", name, printable(text)));
     }
     words.push_back(word);
   }
@@ -107,7 +108,7 @@ CLI::Option* add_wholes(CLI::App& app, const std::string& name, std::vector<std:
       if (!value || *value < 1 || *value > largest) {
         throw Error(ErrorCode::kInvalidArgument,
                     fmt::format("{} is '{}'; give whole numbers from 1 to {}, separated by commas",
-                                name, text, largest));
+                                name, printable(text), largest));
       }
       target.push_back(*value);
     }
@@ -122,9 +123,9 @@ CLI::Option* add_fractions(CLI::App& app, const std::string& name, std::vector<d
     for (const std::string& word : split(name, text)) {
       const std::optional<double> value = parse_real(word);
       if (!value || *value < 0 || *value > 1) {
-        throw Error(
-            ErrorCode::kInvalidArgument,
-            fmt::format("{} is '{}'; give numbers from 0 to 1, separated by commas", name, text));
+        throw Error(ErrorCode::kInvalidArgument,
+                    fmt::format("{} is '{}'; give numbers from 0 to 1, separated by commas", name,
+                                printable(text)));
       }
       target.push_back(*value);
     }
@@ -218,8 +219,9 @@ void add_rival_options(CLI::App& app, BenchOptions& o) {
   const auto set_limit = [&o](const std::string& text) {
     const std::optional<std::int64_t> value = parse_whole(text);
     if (!value || *value < 1 || *value > 86400) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  fmt::format("--torch-limit is '{}'; give seconds from 1 to 86400", text));
+      throw Error(
+          ErrorCode::kInvalidArgument,
+          fmt::format("--torch-limit is '{}'; give seconds from 1 to 86400", printable(text)));
     }
     o.torch.limit = std::chrono::seconds(*value);
   };
@@ -440,7 +442,8 @@ void require_consistent(const BenchOptions& o, const BenchPlan& plan) {
   if (!o.json.empty()) require_rows_file(o.json);
   if (o.against.empty()) return;
   if (o.against != "torch") {
-    refuse(fmt::format("--against is '{}'; the rival that there is is torch", o.against));
+    refuse(
+        fmt::format("--against is '{}'; the rival that there is is torch", printable(o.against)));
   }
   if (plan.over_ranks) {
     refuse(fmt::format("--against torch runs on one GPU, and the suite {} on several; leave it out",

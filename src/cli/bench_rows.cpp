@@ -11,6 +11,7 @@
 #include <numeric>
 #include <system_error>
 
+#include "base/printable.h"
 #include "cli/arguments.h"
 #include "cli/output_file.h"
 #include "fabric/posix.h"
@@ -65,7 +66,7 @@ Json key_of(const Json& row) {
 [[noreturn]] void not_rows(const fs::path& path, const std::string& problem) {
   throw Error(ErrorCode::kInvalidFile,
               fmt::format("{} {}; give --json a file of rows, or one that does not exist yet",
-                          path.string(), problem));
+                          printable(path), problem));
 }
 
 std::vector<Json> read_rows(const fs::path& path) {

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "base/printable.h"
 #include "model/model_table.h"
 #include "switchyard/error.h"
 
@@ -147,8 +148,9 @@ BenchPlan bench_suite(std::string_view name) {
     plan.suite = name;
     return plan;
   }
-  throw Error(ErrorCode::kInvalidArgument, fmt::format("--suite is '{}'; the suites are {}", name,
-                                                       fmt::join(bench_suite_names(), ", ")));
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("--suite is '{}'; the suites are {}", printable(name),
+                          fmt::join(bench_suite_names(), ", ")));
 }
 
 }  // namespace switchyard::cli

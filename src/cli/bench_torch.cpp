@@ -10,6 +10,7 @@
 #include <iterator>
 #include <limits>
 
+#include "base/printable.h"
 #include "cli/arguments.h"
 #include "cli/machine.h"
 #include "fabric/launch.h"
@@ -56,7 +57,7 @@ fs::path make_directory() {
   if (::mkdtemp(pattern.data()) == nullptr) {
     throw Error(ErrorCode::kSystem,
                 fmt::format("cannot make a directory '{}'; set TMPDIR to one that can be written",
-                            pattern));
+                            printable(pattern)));
   }
   return pattern;
 }
@@ -74,7 +75,7 @@ void write_rows(const fs::path& path, const MatrixView& view) {
   }
   if (!file.flush()) {
     throw Error(ErrorCode::kSystem,
-                fmt::format("cannot write {}; free some disk or set TMPDIR", path.string()));
+                fmt::format("cannot write {}; free some disk or set TMPDIR", printable(path)));
   }
 }
 
@@ -100,7 +101,7 @@ fs::path find_torch_script(const std::string& given) {
   if (!given.empty()) {
     if (fs::is_regular_file(given)) return given;
     throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("--torch-script is '{}', which is not a file", given));
+                fmt::format("--torch-script is '{}', which is not a file", printable(given)));
   }
   const fs::path name = fs::path("bench") / "torch_chain.py";
   const fs::path build = fs::path(own_executable()).parent_path();  // build/src/cli
@@ -206,7 +207,7 @@ std::map<std::size_t, Rival> TorchJob::run(const TorchOptions& options) const {
     throw Error(ErrorCode::kUnsupported,
                 fmt::format("--against torch, but '{}' has no PyTorch; name one that has with "
                             "--python",
-                            options.python));
+                            printable(options.python)));
   }
   if (status == kExitDeadline) {
     std::fprintf(stderr,
@@ -215,7 +216,7 @@ std::map<std::size_t, Rival> TorchJob::run(const TorchOptions& options) const {
   } else if (status != 0 && rivals.empty()) {
     throw Error(ErrorCode::kSystem,
                 fmt::format("{} ended with exit code {} and no times; see its messages above",
-                            launch_options.command[1], status));
+                            printable(launch_options.command[1]), status));
   }
   return rivals;
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/printable.h"
 #include "cli/format.h"
 #include "gpu/device.h"
 #include "switchyard/error.h"
@@ -38,7 +39,7 @@ int local_rank(const EnvironmentLookup& lookup, int rank) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("{}='{}' in the environment; it must be the number of this process "
                             "among those of its host",
-                            name, text));
+                            name, printable(text)));
   }
   return rank;
 }

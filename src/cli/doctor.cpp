@@ -283,7 +283,7 @@ void print_json(const std::vector<Finding>& findings) {
           {{"name", f.name}, {"ok", *f.passed}, {"detail", f.text}, {"remedy", f.remedy}});
     }
   }
-  fmt::print("{}\n", json.dump(2));
+  fmt::print("{}\n", json.dump(2, ' ', true, nlohmann::ordered_json::error_handler_t::replace));
 }
 
 int doctor(bool json) {

@@ -2,6 +2,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/printable.h"
 #include "cli/bench_rows.h"
 #include "cli/commands.h"
 #include "cli/output_file.h"
@@ -53,7 +54,7 @@ int run(const HtmlReportOptions& o) {
   }
   const std::string page = report::make_page(input);
   write_whole(output, page);
-  fmt::print("{}: {}; {} points of {} files{}\n", o.output,
+  fmt::print("{}: {}; {} points of {} files{}\n", printable(o.output),
              format_bytes(static_cast<double>(page.size())),
              format_count(static_cast<std::int64_t>(rows.size())), paths.size(), traced);
   return kExitOk;

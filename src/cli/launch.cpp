@@ -5,8 +5,9 @@
 
 #include <memory>
 
+#include "base/printable.h"
 #include "cli/commands.h"
-#include "protocol/layout.h"
+#include "protocol/control.h"
 #include "switchyard/error.h"
 
 namespace switchyard::cli {
@@ -37,7 +38,7 @@ Subcommand add_launch(CLI::App& root, std::vector<std::string> after_dashes) {
               throw Error(ErrorCode::kInvalidArgument,
                           fmt::format("launch has no option '{}'; see 'switchyard launch --help', "
                                       "or write '--' before a command that begins so",
-                                      options->command.front()));
+                                      printable(options->command.front())));
             }
             options->command.insert(options->command.end(), after_dashes.begin(),
                                     after_dashes.end());

@@ -9,7 +9,7 @@
 #include "fabric/environment.h"
 #include "gpu/device.h"
 #include "layer/compute.h"
-#include "protocol/layout.h"
+#include "protocol/control.h"
 
 namespace switchyard::cli {
 namespace {

@@ -3,12 +3,17 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstddef>
 #include <cstdio>
 #include <new>
 #include <span>
+#include <string_view>
 #include <system_error>
 
+#include "base/printable.h"
+#include "cli/bus_error.h"
 #include "cli/commands.h"
 #include "fabric/posix.h"
 
@@ -35,10 +40,30 @@ void fill_closed_outputs() {
   }
 }
 
+// As printable() has it, without memory that may have run out. An Error's message is so already;
+// those of other exceptions quote arguments and names of files as they are.
+class ShownMessage {
+ public:
+  explicit ShownMessage(std::string_view message) {
+    while (!message.empty()) {
+      const ShownCharacter next = show_character(message);
+      if (size_ + next.size >= bytes_.size()) break;
+      std::copy_n(next.bytes.begin(), next.size, bytes_.begin() + size_);
+      size_ += static_cast<std::ptrdiff_t>(next.size);
+      message.remove_prefix(next.consumed);
+    }
+  }
+  const char* c_str() const { return bytes_.data(); }
+
+ private:
+  std::array<char, 8192> bytes_{};  // a 0 follows
+  std::ptrdiff_t size_ = 0;
+};
+
 // Throws nothing: where stderr is full or closed, the exit code still tells.
 int fail(const char* code, const char* message, int exit_code) {
   std::fflush(stdout);
-  std::fprintf(stderr, "switchyard: error (%s): %s\n", code, message);
+  std::fprintf(stderr, "switchyard: error (%s): %s\n", code, ShownMessage(message).c_str());
   return exit_code;
 }
 
@@ -95,8 +120,19 @@ void require_known(const std::vector<std::string>& arguments,
     if (command.app->get_name() == arguments.front()) return;
     names += (names.empty() ? "" : ", ") + command.app->get_name();
   }
-  throw Error(ErrorCode::kInvalidArgument,
-              fmt::format("unknown command '{}'; the commands are {}", arguments.front(), names));
+  throw Error(ErrorCode::kInvalidArgument, fmt::format("unknown command '{}'; the commands are {}",
+                                                       printable(arguments.front()), names));
+}
+
+// In place of the parser's "At Most 1 required but received 2".
+std::string describe(const CLI::ParseError& error, const CLI::App* command) {
+  if (command != nullptr && dynamic_cast<const CLI::ArgumentMismatch*>(&error) != nullptr) {
+    for (const CLI::Option* const option : command->get_options()) {
+      if (option->get_items_expected_max() != 1 || option->count() <= 1) continue;
+      return fmt::format("{} is given {} times; give it once", option->get_name(), option->count());
+    }
+  }
+  return printable(error.what());
 }
 
 int parse_and_run(std::vector<std::string> arguments) {
@@ -121,13 +157,13 @@ int parse_and_run(std::vector<std::string> arguments) {
     root.parse(arguments);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return root.exit(error);  // --help, --version
-    return fail(
-        "invalid_argument",
-        fmt::format(
-            "{}; see 'switchyard{} --help'", error.what(),
-            root.get_subcommands().empty() ? "" : " " + root.get_subcommands().front()->get_name())
-            .c_str(),
-        kExitInvalid);
+    const CLI::App* const command =
+        root.get_subcommands().empty() ? nullptr : root.get_subcommands().front();
+    return fail("invalid_argument",
+                fmt::format("{}; see 'switchyard{} --help'", describe(error, command),
+                            command == nullptr ? "" : " " + command->get_name())
+                    .c_str(),
+                kExitInvalid);
   }
   const auto chosen = std::find_if(std::begin(commands), std::end(commands),
                                    [](const Subcommand& c) { return c.app->parsed(); });
@@ -135,6 +171,7 @@ int parse_and_run(std::vector<std::string> arguments) {
 }
 
 int run_main(int argc, char** argv) {
+  const BusErrorGuard guard(kExitInvalid);
   try {
     return finish_output(
         parse_and_run(std::vector<std::string>(argv + std::min(argc, 1), argv + argc)));

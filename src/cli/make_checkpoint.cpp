@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <memory>
 
+#include "base/printable.h"
 #include "cli/commands.h"
 #include "cli/progress.h"
 #include "cli/source.h"
@@ -46,7 +47,7 @@ void print_summary(const MakeOptions& options) {
   const Written written = measure_directory(options.directory);
   const Checkpoint checkpoint = Checkpoint::open(options.directory);
   const std::vector<int> layers = checkpoint.moe_layers();
-  fmt::print("{}: {} in {} safetensors {}\n", options.directory,
+  fmt::print("{}: {} in {} safetensors {}\n", printable(options.directory),
              format_bytes(static_cast<double>(written.bytes)), written.shards,
              written.shards == 1 ? "file" : "files");
   fmt::print("{} MoE {} of {} in {}, seed {}:", layers.size(),

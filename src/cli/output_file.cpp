@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <system_error>
 
+#include "base/printable.h"
 #include "model/whole_file.h"
 #include "switchyard/error.h"
 
@@ -16,13 +17,13 @@ namespace fs = std::filesystem;
 [[noreturn]] void refuse_output(const char* option, const fs::path& path,
                                 const std::string& problem) {
   throw Error(ErrorCode::kInvalidArgument,
-              fmt::format("{} is '{}', {}", option, path.string(), problem));
+              fmt::format("{} is '{}', {}", option, printable(path), problem));
 }
 
 }  // namespace
 
 fs::path output_file(const char* option, const fs::path& path, std::span<const std::string> inputs,
-                     const std::string& read_directory) {
+                     const std::string& checkpoint) {
   std::error_code ignored;
   const fs::file_status status = fs::status(path, ignored);
   if (fs::is_directory(status)) {
@@ -34,22 +35,30 @@ fs::path output_file(const char* option, const fs::path& path, std::span<const s
   fs::path target = fs::absolute(path);
   constexpr int kMostLinks = 40;  // as the kernel follows
   for (int links = 0; fs::is_symlink(fs::symlink_status(target, ignored)); ++links) {
-    if (links == kMostLinks) refuse_output(option, path, "a link that ends nowhere; name a file");
-    target = target.parent_path() / fs::read_symlink(target);
+    const fs::path next = fs::read_symlink(target, ignored);
+    if (next.empty() || links == kMostLinks) {
+      refuse_output(option, path, "a link that ends nowhere; name a file");
+    }
+    target = target.parent_path() / next;
   }
   if (!fs::is_directory(target.parent_path(), ignored)) {
     refuse_output(option, path,
                   fmt::format("but there is no directory '{}'; make it first",
-                              target.parent_path().string()));
+                              printable(target.parent_path())));
   }
   // False of what is absent: its reader says so.
   const auto same = [&ignored](const fs::path& a, const fs::path& b) {
     return fs::equivalent(a, b, ignored);
   };
-  if (same(read_directory, target.parent_path()) ||
-      std::any_of(inputs.begin(), inputs.end(),
+  if (std::any_of(inputs.begin(), inputs.end(),
                   [&](const std::string& input) { return same(input, target); })) {
     refuse_output(option, path, "which is also read; name another file");
+  }
+  // Even where no such file is yet: a new one could pass for a shard of the checkpoint.
+  if (same(checkpoint, target.parent_path())) {
+    refuse_output(option, path,
+                  "which is in the checkpoint's directory, where it could pass for a part of the "
+                  "checkpoint; name a file in another directory");
   }
   try {
     (void)WholeFile(target);

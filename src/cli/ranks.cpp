@@ -26,7 +26,7 @@ namespace {
 struct RankRecord {
   std::int64_t threads;
   double gate_seconds, plan_seconds;
-  std::int64_t dropped_slots, nan_logits;
+  std::int64_t dropped_slots, nan_logits, nan_tokens;
   std::uint64_t dispatch_bytes, combine_bytes, signal_bytes, padded_all_to_all_bytes;
   std::uint64_t heap_bytes_used, heap_bytes_reserved, workspace_bytes, peak_resident_bytes;
 };
@@ -107,11 +107,11 @@ std::vector<PassTimes> time_passes(World& world, MoeLayer& layer, const ForwardI
 
 RankRecord record_of(const MoeLayer& layer) {
   const ForwardStats& s = layer.stats();
-  return {layer.num_threads(),  s.gate_seconds,        s.plan_seconds,
-          s.dropped_slots,      s.nan_logits,          s.dispatch_bytes,
-          s.combine_bytes,      s.signal_bytes,        s.padded_all_to_all_bytes,
-          s.heap_bytes_used,    s.heap_bytes_reserved, s.workspace_bytes_used,
-          peak_resident_bytes()};
+  return {layer.num_threads(),       s.gate_seconds,       s.plan_seconds,
+          s.dropped_slots,           s.nan_logits,         s.nan_tokens,
+          s.dispatch_bytes,          s.combine_bytes,      s.signal_bytes,
+          s.padded_all_to_all_bytes, s.heap_bytes_used,    s.heap_bytes_reserved,
+          s.workspace_bytes_used,    peak_resident_bytes()};
 }
 
 // On rank 0 all ranks' traces, elsewhere none.
@@ -144,6 +144,7 @@ void add_record(RunResult& result, const RankRecord& r) {
   result.plan_seconds = std::max(result.plan_seconds, r.plan_seconds);
   result.dropped_slots += r.dropped_slots;
   result.nan_logits += r.nan_logits;
+  result.nan_tokens += r.nan_tokens;
   result.dispatch_bytes += r.dispatch_bytes;
   result.combine_bytes += r.combine_bytes;
   result.signal_bytes += r.signal_bytes;

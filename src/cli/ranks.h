@@ -43,6 +43,7 @@ struct RunResult {
   std::vector<std::int64_t> tokens_per_expert;
   std::int64_t dropped_slots = 0;
   std::int64_t nan_logits = 0;
+  std::int64_t nan_tokens = 0;
   std::uint64_t dispatch_bytes = 0;
   std::uint64_t combine_bytes = 0;
   std::uint64_t signal_bytes = 0;

@@ -33,6 +33,9 @@ one rank, and rank 0 reports. With --backend cuda, ranks are dealt to the machin
 --input holds `activations` [T, H] in bf16, f16 or f32, and may hold `topk_ids` i32/i64 [T, K] with
 `topk_weights` f32 [T, K], and `token_ids` i32/i64 [T].
 
+A token with a NaN among its logits loses experts. The report tells how many tokens did, as does a
+line on stderr with --json or --quiet, and --verify fails.
+
 Exit codes: 0 done; 1 --verify failed; 2 unusable arguments or files; 3 a rank did not do its part.)";
 
 void add_run_options(CLI::App& app, RunOptions& o) {
@@ -59,13 +62,18 @@ void write_output(const std::filesystem::path& path, const LayerSpec& spec, RunR
 
 void print(const Report& report, const RunOptions& options) {
   if (options.json) {
-    fmt::print("{}\n", to_json(report).dump(2));
+    // In ASCII, for terminals; a path need not be UTF-8, as JSON is.
+    fmt::print("{}\n", to_json(report).dump(2, ' ', true,
+                                            nlohmann::ordered_json::error_handler_t::replace));
     return;
   }
   for (const std::string& line : to_text(report, Palette::for_output(STDOUT_FILENO))) {
     fmt::print("{}\n", line);
   }
 }
+
+// Throws nothing: where stderr is full or closed, the exit code still tells.
+void say(const std::string& text) { std::fprintf(stderr, "switchyard: %s\n", text.c_str()); }
 
 int report(const RunOptions& options, const Source& source, const Batch& batch,
            const RunResult& result) {
@@ -76,12 +84,16 @@ int report(const RunOptions& options, const Source& source, const Batch& batch,
   }
   if (options.verify) told.verification = verify(source, batch, result, options.ranks.compute);
   if (!silent) print(told, options);
+  const bool shown = !silent && !options.json;
+  if (result.nan_tokens > 0 && (!shown || options.verify)) {
+    say(nan_text(result));
+  }
   if (!told.verification || told.verification->ok()) return kExitOk;
   const Verification& v = *told.verification;
-  std::fprintf(stderr,
-               "switchyard: verification failed: error %.3e with a bound of %.3e, %lld misrouted "
-               "tokens\n",
-               v.error, v.bound, static_cast<long long>(v.misrouted_tokens));
+  say(
+      fmt::format("verification failed: error {:.3e} with a bound of {:.3e}, {} misrouted tokens, "
+                  "{} tokens with NaN logits",
+                  v.error, v.bound, v.misrouted_tokens, v.nan_tokens));
   return kExitVerification;
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/printable.h"
 #include "cli/lines.h"
 #include "cli/measure.h"
 #include "cpu/tile_gemm.h"
@@ -105,15 +106,22 @@ std::string world_text(const RunResult& r) {
 
 }  // namespace
 
+std::string nan_text(const RunResult& result) {
+  return fmt::format(
+      "{} with NaN logits ({} logits in all) lost experts; check the activations and the router",
+      plural(result.nan_tokens, "token"), format_count(result.nan_logits));
+}
+
 void add_setting(const Source& source, const Batch& batch, const RankOptions& options,
                  const RunResult& result, Lines& lines, const Palette& palette) {
   lines.add_whole(palette.bold(source.name));
   lines.add("layer", describe(source.spec));
-  lines.add("weights",
-            fmt::format("{}; {}, {} for {} experts", source.origin, to_string(source.dtype),
-                        format_bytes(static_cast<double>(source.bytes)), source.spec.num_experts));
+  lines.add(
+      "weights",
+      fmt::format("{}; {}, {} for {} experts", printable(source.origin), to_string(source.dtype),
+                  format_bytes(static_cast<double>(source.bytes)), source.spec.num_experts));
   lines.add("batch", fmt::format("{}, activations {}, routing: {}", plural(batch.tokens(), "token"),
-                                 batch.origin, batch.routing));
+                                 printable(batch.origin), batch.routing));
   lines.add("world",
             fmt::format("{}, computing in {}", world_text(result), to_string(options.compute)));
 }
@@ -214,10 +222,11 @@ void add_losses(const Report& report, const Derived& d, Lines& lines, const Pale
                          ? fmt::format("{} of {} slots, beyond an expert's capacity",
                                        format_count(r.dropped_slots), format_count(all))
                          : "none: experts take every token");
-  if (r.nan_logits > 0) {
-    lines.add_painted(
-        "NaN", palette.red(fmt::format("{} logits are NaN: check the activations and the router",
-                                       format_count(r.nan_logits))));
+  if (r.nan_tokens > 0) {
+    const std::vector<std::string> parts = wrap(nan_text(r), kReportColumns - kLabelColumns);
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      lines.add_painted(i == 0 ? "NaN" : "", palette.red(parts[i]));
+    }
   }
 }
 
@@ -360,6 +369,7 @@ nlohmann::ordered_json to_json(const Report& report) {
   json.update(memory_json(report, d));
   json["dropped_slots"] = r.dropped_slots;
   json["nan_logits"] = r.nan_logits;
+  json["nan_tokens"] = r.nan_tokens;
   if (report.verification) json["verification"] = verification_json(*report.verification);
   return json;
 }

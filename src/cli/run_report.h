@@ -38,6 +38,9 @@ struct Report {
 void add_setting(const Source& source, const Batch& batch, const RankOptions& options,
                  const RunResult& result, Lines& lines, const Palette& palette);
 
+// What to say where result.nan_tokens is not 0.
+std::string nan_text(const RunResult& result);
+
 // Lines of at most kReportColumns columns, escape codes not counted.
 std::vector<std::string> to_text(const Report& report, const Palette& palette);
 nlohmann::ordered_json to_json(const Report& report);

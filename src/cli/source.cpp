@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/printable.h"
 #include "cli/machine.h"
 #include "cli/progress.h"
 #include "model/generate.h"
@@ -38,7 +39,7 @@ void require_consistent(const SourceOptions& options) {
 
 int choose_layer(int wanted, const std::vector<int>& moe_layers, const std::string& name) {
   if (moe_layers.empty()) {
-    throw Error(ErrorCode::kInvalidArgument, fmt::format("{} has no MoE layer", name));
+    throw Error(ErrorCode::kInvalidArgument, fmt::format("{} has no MoE layer", printable(name)));
   }
   if (wanted < 0) return moe_layers.front();
   if (std::find(moe_layers.begin(), moe_layers.end(), wanted) != moe_layers.end()) return wanted;
@@ -46,7 +47,8 @@ int choose_layer(int wanted, const std::vector<int>& moe_layers, const std::stri
       ErrorCode::kInvalidArgument,
       fmt::format("--layer is {}, which is not an MoE layer of {}; it has {} of them, from {} "
                   "to {}",
-                  wanted, name, moe_layers.size(), moe_layers.front(), moe_layers.back()));
+                  wanted, printable(name), moe_layers.size(), moe_layers.front(),
+                  moe_layers.back()));
 }
 
 std::uint64_t expert_bytes(const MoeWeights& weights) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <sstream>
 
+#include "base/printable.h"
 #include "cli/commands.h"
 #include "cli/layer_run.h"
 #include "cli/run_report.h"
@@ -68,7 +69,7 @@ void print_text(const TraceOptions& options, const LayerRun& run, const trace::S
   lines.add_blank();
   for (const std::string& line : to_text(summary, unit, palette)) lines.add_whole(line);
   lines.add_blank();
-  lines.add("file", fmt::format("{}, for ui.perfetto.dev", options.out));
+  lines.add("file", fmt::format("{}, for ui.perfetto.dev", printable(options.out)));
   for (const std::string& line : lines.take()) fmt::print("{}\n", line);
 }
 
@@ -83,7 +84,7 @@ int run(TraceOptions& options) {
   if (options.json) {
     nlohmann::ordered_json json = to_json(summary, unit);
     json["file"] = options.out;
-    fmt::print("{}\n", json.dump(2));
+    fmt::print("{}\n", json.dump(2, ' ', true, nlohmann::ordered_json::error_handler_t::replace));
   } else {
     print_text(options, run, summary, unit);
   }

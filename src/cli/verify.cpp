@@ -155,6 +155,7 @@ Verification verify(const Source& source, const Batch& batch, const RunResult& r
                     DType compute) {
   Verification verification;
   verification.compute = compute;
+  verification.nan_tokens = result.nan_tokens;
   check_routing(source, batch, result, compute, verification);
 
   // The routing that was used, drops included: a token on the verge of a tie is not an error of the

@@ -23,9 +23,12 @@ struct Verification {
   // Tokens so close to a tie that fp32 logits may decide it either way.
   std::int64_t undecided_tokens = 0;
   double margin = 0;  // below which a token is undecided
+  // Tokens with a NaN among their logits. The reference leaves out the same experts, so nothing
+  // else here tells of them.
+  std::int64_t nan_tokens = 0;
 
   bool error_ok() const { return error <= bound; }
-  bool ok() const { return error_ok() && misrouted_tokens == 0; }
+  bool ok() const { return error_ok() && misrouted_tokens == 0 && nan_tokens == 0; }
 };
 
 Verification verify(const Source& source, const Batch& batch, const RunResult& result,

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -20,10 +21,10 @@
 #include "cpu/worker_pool.h"
 #include "fabric/fabric.h"
 #include "layer/compute.h"
+#include "layer/failure.h"
 #include "model/quantize.h"
 #include "protocol/agreement.h"
 #include "protocol/call.h"
-#include "protocol/failure.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
 #include "switchyard/routing.h"
@@ -143,6 +144,7 @@ class Engine final : public LayerEngine {
   void list_slots();
   void publish_counts();
   Waited await_counts();
+  std::uint32_t count(int source, int expert) const;
   void plan(const Waited& waited);
   void place_slots();
   void list_tiles();
@@ -176,7 +178,6 @@ class Engine final : public LayerEngine {
   Pass pass_;
   Scheduler scheduler_{layer_, pass_};
   std::vector<std::int32_t> hashed_ids_;
-  std::vector<std::uint32_t> counts_row_;  // c(me, e) for all e, then U(me, d) for all d
   std::mutex exception_mutex_;
   std::exception_ptr exception_;
   ForwardStats stats_;
@@ -204,16 +205,22 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   // bf16 has no room for a code times its scale.
   layer_.gemm = layer_.compute == DType::kBF16 && has_native_bf16() ? DType::kBF16 : DType::kF32;
 
-  protocol::LayoutParams params;
-  params.num_ranks = world.size();
-  params.num_experts = spec.num_experts;
-  params.top_k = spec.top_k;
-  params.hidden = spec.hidden;
-  params.max_tokens = options.max_tokens;
-  params.cells_per_token = spec.top_k + (spec.shared_intermediate > 0 ? 1 : 0);
-  params.element_bytes = static_cast<int>(size_of(layer_.value));
-  params.quantised = layer_.quantised();
-  layer_.heaps.layout = protocol::HeapLayout(params);
+  const auto max_tokens = static_cast<std::uint64_t>(options.max_tokens);
+  protocol::Heap::Shape shape;
+  shape.num_ranks = world.size();
+  shape.num_experts = spec.num_experts;
+  shape.hidden = spec.hidden;
+  shape.max_tokens = options.max_tokens;
+  shape.element_bytes = layer_.quantised() ? 1 : static_cast<int>(size_of(layer_.value));
+  shape.scaled = layer_.quantised();
+  shape.weighs_input = spec.weight_on_input;
+  shape.max_tiles = static_cast<std::uint32_t>(
+      spec.num_experts + world.size() * static_cast<std::int64_t>(options.max_tokens) * spec.top_k /
+                             layer_.tile.max_height);
+  shape.cell_bytes =
+      max_tokens * static_cast<std::uint64_t>(layer_.cells_per_token()) * layer_.cell_bytes();
+  layer_.heap = protocol::Heap(shape);
+  layer_.heaps.experts = {spec.num_experts, world.size()};
   layer_.heaps.rank = world.rank();
 
   for (int e = own.begin; e < own.end; ++e) {
@@ -247,12 +254,11 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   }
 
   protocol::agree(world.fabric(), {spec, options.max_tokens, layer_.compute});
-  heap_ = world.fabric().allocate(layer_.layout().bytes());
+  heap_ = world.fabric().allocate(layer_.heap.bytes());
   for (int r = 0; r < num_ranks(); ++r) layer_.heaps.base[r] = heap_->base(r);
 
-  const auto max_tokens = static_cast<std::uint64_t>(options.max_tokens);
-  x_ = LazyBuffer(max_tokens * layer_.layout().cell_bytes());
-  if (layer_.quantised()) quantised_ = LazyBuffer(max_tokens * layer_.layout().token_bytes());
+  x_ = LazyBuffer(max_tokens * layer_.cell_bytes());
+  if (layer_.quantised()) quantised_ = LazyBuffer(max_tokens * layer_.wire_bytes());
 
   const int hardware = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   const int threads =
@@ -265,12 +271,11 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   pool_ = std::make_unique<WorkerPool>(threads,
                                        [] { thread_local const SingleThreadedLibrary confined; });
 
-  pass_.plan_words.resize(protocol::Plan::words(spec.num_experts, num_ranks()));
-  pass_.plan = protocol::Plan::over(pass_.plan_words.data(), spec.num_experts, num_ranks());
+  pass_.placement = protocol::Placement(layer_.heaps.experts, rank(), layer_.tile);
   // Each thread may work on a tile of its own and find the next one ready.
   pass_.num_intermediate_slots = 2 * threads + 2;
   pass_.intermediate_slot_bytes =
-      size_of(layer_.gemm) * std::max(static_cast<std::size_t>(params.tile.max_height) *
+      size_of(layer_.gemm) * std::max(static_cast<std::size_t>(layer_.tile.max_height) *
                                           static_cast<std::size_t>(spec.intermediate),
                                       static_cast<std::size_t>(kOwnTokensShape.max_height) *
                                           static_cast<std::size_t>(spec.shared_intermediate));
@@ -278,10 +283,8 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
                              pass_.intermediate_slot_bytes);
   pass_.intermediate = intermediate_.data();
   pass_.tokens_for.resize(static_cast<std::size_t>(num_ranks()));
-  pass_.unsent.resize(static_cast<std::size_t>(num_ranks()));
   pass_.dispatch_chunks.resize(static_cast<std::size_t>(num_ranks()));
-  counts_row_.resize(static_cast<std::size_t>(spec.num_experts) +
-                     static_cast<std::size_t>(num_ranks()));
+  pass_.own_entries.resize(static_cast<std::size_t>(own.end - own.begin));
   world.fabric().all_gather({}, {});  // nobody writes into a heap before everybody has mapped it
 }
 
@@ -295,7 +298,7 @@ void Engine::in_parallel(const std::function<void(int)>& body) {
       exception_ = std::current_exception();
       // The rank cannot do its part: the others need not wait for their deadlines to learn it.
       protocol::abort_world(layer_.heaps,
-                            {rank(), rank(), Phase::kExperts, pass_.epoch, 0, 0, 0, 0});
+                            {rank(), rank(), Phase::kExperts, pass_.epoch, 0, 0, 0, 0, rank()});
     }
   });
   if (exception_) std::rethrow_exception(exception_);
@@ -355,12 +358,11 @@ void Engine::begin_pass(const ForwardInput& input, const ForwardOutput& output) 
     pass_.x_row_bytes = x.row_stride * static_cast<std::int64_t>(size_of(x.dtype));
   } else {
     pass_.x = x.dtype == DType::kF8E4M3 ? nullptr : x_.data();
-    pass_.x_row_bytes = static_cast<std::int64_t>(layer_.layout().cell_bytes());
+    pass_.x_row_bytes = static_cast<std::int64_t>(layer_.cell_bytes());
   }
   pass_.wire = layer_.quantised() ? quantised_.data() : pass_.x;
-  pass_.wire_row_bytes = layer_.quantised()
-                             ? static_cast<std::int64_t>(layer_.layout().token_bytes())
-                             : pass_.x_row_bytes;
+  pass_.wire_row_bytes =
+      layer_.quantised() ? static_cast<std::int64_t>(layer_.wire_bytes()) : pass_.x_row_bytes;
 }
 
 void Engine::route(const ForwardInput& input) {
@@ -375,7 +377,7 @@ void Engine::route(const ForwardInput& input) {
     hashed_ids = hashed_ids_.data();
   }
   std::atomic<std::int64_t> next_block{0};
-  std::atomic<std::int64_t> nan_logits{0};
+  std::atomic<std::int64_t> nan_logits{0}, nan_tokens{0};
   in_parallel([&](int i) {
     const CoreLease lease(layer_.heaps);
     constexpr std::int64_t kBlock = Processor::kGateBlock;
@@ -390,7 +392,10 @@ void Engine::route(const ForwardInput& input) {
       layer_.step(ProtocolStep::Kind::kGate, rank(), pass_.epoch);
       for (std::int64_t t = begin; t < end; ++t) prepare_token(x, t);
       if (!given) {
-        nan_logits += processors_[static_cast<std::size_t>(i)].gate(pass_, begin, end, hashed_ids);
+        const NanCounts nan =
+            processors_[static_cast<std::size_t>(i)].gate(pass_, begin, end, hashed_ids);
+        nan_logits += nan.logits;
+        nan_tokens += nan.tokens;
       }
     }
     if (trace != nullptr) trace->end(static_cast<std::int32_t>(rows));
@@ -400,6 +405,7 @@ void Engine::route(const ForwardInput& input) {
     std::copy(input.topk_weights.begin(), input.topk_weights.end(), pass_.weights.begin());
   }
   stats_.nan_logits = nan_logits;
+  stats_.nan_tokens = nan_tokens;
 }
 
 // Whatever the experts and gates will read of a token, unless it is there already.
@@ -412,7 +418,7 @@ void Engine::prepare_token(const MatrixView& x, std::int64_t token) {
   if (!layer_.quantised()) return;
   std::byte* const row = quantised_.data() + static_cast<std::size_t>(token * pass_.wire_row_bytes);
   auto* const codes = reinterpret_cast<std::uint8_t*>(row);
-  auto* const scales = reinterpret_cast<float*>(row + layer_.layout().scale_offset());
+  auto* const scales = reinterpret_cast<float*>(row + layer_.heap.scale_offset());
   if (x.dtype == DType::kF8E4M3) {
     std::memcpy(codes, x.row(token), static_cast<std::size_t>(x.cols));
     std::copy_n(x.scale + token * x.scale_stride,
@@ -438,12 +444,12 @@ void Engine::drop_over_capacity() {
   }
 }
 
-// What this rank has for each expert and each rank.
+// What this rank has for each expert and each rank, and each slot's place in its lists.
 void Engine::list_slots() {
-  const protocol::ExpertPartition experts = layer_.layout().experts();
-  const auto num_experts = static_cast<std::size_t>(spec().num_experts);
-  std::fill(counts_row_.begin(), counts_row_.end(), 0u);
+  const protocol::ExpertPartition& experts = layer_.heaps.experts;
+  pass_.counts.assign(static_cast<std::size_t>(spec().num_experts), 0);
   for (auto& tokens : pass_.tokens_for) tokens.clear();
+  for (auto& entries : pass_.own_entries) entries.clear();
   for (std::int64_t t = 0; t < pass_.tokens; ++t) {
     std::uint64_t ranks_seen = 0;
     for (std::int64_t i = t * spec().top_k; i < (t + 1) * spec().top_k; ++i) {
@@ -451,16 +457,22 @@ void Engine::list_slots() {
       Slot& slot = pass_.slots[static_cast<std::size_t>(i)];
       slot.owner = e < 0 ? -1 : experts.owner(e);
       if (e < 0) continue;
-      ++counts_row_[static_cast<std::size_t>(e)];
+      slot.position = pass_.counts[static_cast<std::size_t>(e)]++;
+      if (slot.owner == rank()) {
+        pass_.own_entries[static_cast<std::size_t>(e - experts.begin(rank()))].push_back(
+            protocol::SlotEntry::pack(static_cast<std::uint32_t>(t),
+                                      static_cast<std::uint32_t>(i - t * spec().top_k)));
+        continue;
+      }
       if (ranks_seen >> slot.owner & 1) continue;
       ranks_seen |= std::uint64_t{1} << slot.owner;
       pass_.tokens_for[static_cast<std::size_t>(slot.owner)].push_back(
           static_cast<std::uint32_t>(t));
     }
   }
+  pass_.unsent = pass_.counts;
   for (int d = 0; d < num_ranks(); ++d) {
     const auto tokens = pass_.tokens_for[static_cast<std::size_t>(d)].size();
-    counts_row_[num_experts + static_cast<std::size_t>(d)] = static_cast<std::uint32_t>(tokens);
     pass_.dispatch_chunks[static_cast<std::size_t>(d)] =
         static_cast<std::uint32_t>(protocol::ceil_div<std::size_t>(tokens, kDispatchChunk));
   }
@@ -468,16 +480,17 @@ void Engine::list_slots() {
 
 void Engine::publish_counts() {
   const Stage stage(trace_of(0), TraceKind::kCounts, pass_.tokens);
-  const std::size_t row_bytes = counts_row_.size() * sizeof(std::uint32_t);
-  for (int i = 0; i < num_ranks(); ++i) {
+  const std::uint64_t flag = std::uint64_t{protocol::flag_of(pass_.epoch)} << 32;
+  for (int i = 1; i < num_ranks(); ++i) {
     const int peer = (rank() + i) % num_ranks();
     layer_.step(ProtocolStep::Kind::kPublishCounts, peer, pass_.epoch);
-    std::byte* heap = layer_.heaps.base[peer];
-    std::memcpy(layer_.layout().counts(heap, pass_.epoch, rank()), counts_row_.data(), row_bytes);
-    // Release: the row is complete when its epoch shows. It is also the credit for the peer to send
-    // (layout.h), so it must follow everything this rank did in the previous pass.
-    protocol::store_release(layer_.layout().counts_epoch(heap, pass_.epoch, rank()), pass_.epoch);
-    if (peer != rank()) stats_.signal_bytes += row_bytes + sizeof(std::uint64_t);
+    std::uint64_t* const row = layer_.heap.counts(layer_.heaps.base[peer], pass_.epoch, rank());
+    // Release: the row is also the credit for the peer to send (heap.h), so it must follow all that
+    // this rank did in the previous pass.
+    for (std::size_t e = 0; e < pass_.counts.size(); ++e) {
+      protocol::store_release(row + e, flag | pass_.counts[e]);
+    }
+    stats_.signal_bytes += pass_.counts.size() * sizeof(std::uint64_t);
   }
 }
 
@@ -486,63 +499,69 @@ Waited Engine::await_counts() {
   const auto deadline =
       static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
   Waited waited;
+  const std::uint64_t flag = protocol::flag_of(pass_.epoch);
   for (int s = 0; s < num_ranks(); ++s) {
-    const std::uint64_t* word = layer_.layout().counts_epoch(layer_.heaps.mine(), pass_.epoch, s);
+    if (s == rank()) continue;
+    const std::uint64_t* const row = layer_.heap.counts(layer_.heaps.mine(), pass_.epoch, s);
+    std::size_t e = 0;  // the first count that has not come
     const protocol::WaitResult result = protocol::wait_until(
         layer_.heaps, pass_.epoch, deadline, pace,
         [&] {
-          if (protocol::load_acquire(word) == pass_.epoch) return true;
+          while (e < pass_.counts.size() && protocol::load_acquire(row + e) >> 32 == flag) ++e;
+          if (e == pass_.counts.size()) return true;
           waited = {TraceWait::kCounts, s};
           return false;
         },
         [&] {
-          return Missing{Phase::kCounts, s, static_cast<std::uint64_t>(s), pass_.epoch,
-                         protocol::load_acquire(word)};
+          layer_.waiting(s, pass_.epoch);
+          return Missing{Phase::kCounts, s, e, flag, protocol::load_acquire(row + e) >> 32};
         });
     if (result != protocol::WaitResult::kReady) fail();
   }
   return waited;
 }
 
+// The counts matrix, once all rows have come. Relaxed: await_counts() has acquired every word.
+std::uint32_t Engine::count(int source, int expert) const {
+  const auto e = static_cast<std::size_t>(expert);
+  if (source == rank()) return pass_.counts[e];
+  return static_cast<std::uint32_t>(
+      protocol::load_relaxed(layer_.heap.counts(layer_.heaps.mine(), pass_.epoch, source) + e));
+}
+
 void Engine::plan(const Waited& waited) {
   const Stage stage(trace_of(0), TraceKind::kPlan, pass_.tokens, waited);
   layer_.step(ProtocolStep::Kind::kPlan, rank(), pass_.epoch);
-  protocol::build_plan(protocol::SoloTeam(), layer_.heaps, pass_.epoch, pass_.plan);
+  pass_.placement.compute([this](int source, int expert) { return count(source, expert); });
   place_slots();
   list_tiles();
+  pass_.received.assign(
+      static_cast<std::size_t>(num_ranks() - 1) * pass_.received_words(options_.max_tokens), 0);
   scheduler_.start();
 }
 
-// Gives every slot its row, in token order within each expert, and counts what is to be sent.
+// Finds the tile that computes each slot.
 void Engine::place_slots() {
-  const protocol::Plan& plan = pass_.plan;
-  for (int d = 0; d < num_ranks(); ++d) {
-    pass_.unsent[static_cast<std::size_t>(d)].assign(plan.num_tiles[d], 0);
-  }
-  std::vector<std::uint32_t> next(plan.my_row_begin, plan.my_row_begin + spec().num_experts);
+  const protocol::Placement& placement = pass_.placement;
   for (std::size_t i = 0; i < pass_.slots.size(); ++i) {
     Slot& slot = pass_.slots[i];
     if (slot.owner < 0) continue;
-    const auto e = static_cast<std::size_t>(pass_.ids[i]);
-    const protocol::TokenTiles tiles(plan.rows_of_expert[e], layer_.layout().params().tile);
-    slot.row = next[e]++;
-    slot.tile = plan.tile_begin[e] + (slot.row - plan.row_begin[e]) / tiles.height;
-    ++pass_.unsent[static_cast<std::size_t>(slot.owner)][slot.tile];
+    const std::int32_t e = pass_.ids[i];
+    slot.tile = placement.first_tile(e) +
+                (placement.my_first_row(e) + slot.position) / placement.tiles_of(e).height;
   }
 }
 
 void Engine::list_tiles() {
-  const protocol::TileShape routed_shape = layer_.layout().params().tile;
-  const protocol::ExpertPartition experts = layer_.layout().experts();
+  const protocol::ExpertPartition& experts = layer_.heaps.experts;
   pass_.tiles.clear();
-  const auto add = [&](const protocol::TokenTiles& tiles, protocol::TileShape shape, int expert,
-                       std::uint32_t first_row, std::uint32_t flag) {
+  const auto add = [&](const protocol::TokenTiles& tiles, int expert, std::uint32_t flag) {
     for (std::uint32_t j = 0; j < tiles.count; ++j) {
       Tile tile;
       tile.expert = expert;
-      tile.first_row = first_row + tiles.begin(j);
+      tile.first_row = tiles.begin(j);
       tile.rows = tiles.end(j) - tiles.begin(j);
-      tile.padded = protocol::round_up(tile.rows, static_cast<std::uint32_t>(shape.granule));
+      tile.padded = tiles.height;
       tile.flag = flag + j;
       pass_.tiles.push_back(tile);
     }
@@ -550,10 +569,9 @@ void Engine::list_tiles() {
   pass_.shared_tiles = protocol::TokenTiles(
       spec().shared_intermediate > 0 ? static_cast<std::uint32_t>(pass_.tokens) : 0,
       kOwnTokensShape);
-  add(pass_.shared_tiles, kOwnTokensShape, -1, 0, 0);
+  add(pass_.shared_tiles, -1, 0);
   for (int e = experts.begin(rank()); e < experts.end(rank()); ++e) {
-    add(protocol::TokenTiles(pass_.plan.rows_of_expert[e], routed_shape), routed_shape, e,
-        pass_.plan.row_begin[e], pass_.plan.tile_begin[e]);
+    add(pass_.placement.tiles_of(e), e, pass_.placement.first_tile(e));
   }
 
   protocol::Workload& work = pass_.work;
@@ -561,7 +579,7 @@ void Engine::list_tiles() {
   work.num_ranks = num_ranks();
   work.dispatch_chunks = pass_.dispatch_chunks.data();
   work.num_shared_tiles = pass_.shared_tiles.count;
-  work.num_routed_tiles = pass_.plan.num_tiles[rank()];
+  work.num_routed_tiles = pass_.placement.num_tiles();
   work.num_combine_chunks =
       static_cast<std::uint32_t>(protocol::ceil_div<std::int64_t>(pass_.tokens, kCombineChunk));
   if (work.num_shared_tiles > 0) {
@@ -618,7 +636,11 @@ std::optional<protocol::Task> Engine::await_task(CoreLease& lease, const ThreadT
         if (trace != nullptr) waited = Waited::of(scheduler_.missing());
         return false;
       },
-      [&] { return scheduler_.missing(); });
+      [&] {
+        const Missing missing = scheduler_.missing();
+        layer_.waiting(missing.peer, pass_.epoch);
+        return missing;
+      });
   if (result != protocol::WaitResult::kReady || !task) return std::nullopt;
   if (trace == nullptr) {
     lease.take();
@@ -681,51 +703,41 @@ PassTrace Engine::trace() {
 }
 
 void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
-  const protocol::HeapLayout& layout = layer_.layout();
-  const protocol::Plan& plan = pass_.plan;
-  const auto num_experts = static_cast<std::size_t>(spec().num_experts);
+  const protocol::ExpertPartition& experts = layer_.heaps.experts;
+  const int num_experts = spec().num_experts;
   std::copy_n(pass_.ids.begin(), output.topk_ids.size(), output.topk_ids.begin());
   std::copy_n(pass_.weights.begin(), output.topk_weights.size(), output.topk_weights.begin());
 
   stats_.epoch = pass_.epoch;
   stats_.tokens = pass_.tokens;
-  stats_.tokens_per_expert.assign(plan.rows_of_expert, plan.rows_of_expert + num_experts);
-  const std::uint32_t own_rows_elsewhere = [&] {
-    std::uint32_t rows = 0;
-    for (std::size_t e = 0; e < num_experts; ++e) {
-      if (layout.experts().owner(static_cast<int>(e)) != rank()) rows += counts_row_[e];
-    }
-    return rows;
-  }();
-  std::uint64_t own_tokens_elsewhere = 0, own_rows_here = 0, fullest = 0;
-  for (int d = 0; d < num_ranks(); ++d) {
-    if (d != rank()) own_tokens_elsewhere += counts_row_[num_experts + static_cast<std::size_t>(d)];
+  std::uint64_t rows_sent = 0, rows_received = 0, tokens_sent = 0, tokens_received = 0;
+  std::uint32_t fullest = 0;
+  for (int e = 0; e < num_experts; ++e) {
+    stats_.tokens_per_expert.push_back(pass_.placement.rows(e));
+    for (int s = 0; s < num_ranks(); ++s) fullest = std::max(fullest, count(s, e));
+    const std::uint32_t own = pass_.counts[static_cast<std::size_t>(e)];
+    (experts.owner(e) == rank() ? rows_received : rows_sent) +=
+        experts.owner(e) == rank() ? pass_.placement.rows(e) - own : own;
   }
-  for (int s = 0; s < num_ranks(); ++s) {
-    const std::uint32_t* row = layout.counts(layer_.heaps.mine(), pass_.epoch, s);
-    fullest = std::max<std::uint64_t>(fullest, *std::max_element(row, row + num_experts));
-  }
-  for (int e = layout.experts().begin(rank()); e < layout.experts().end(rank()); ++e) {
-    own_rows_here += counts_row_[static_cast<std::size_t>(e)];
-  }
-  stats_.dispatch_bytes =
-      own_tokens_elsewhere * layout.token_bytes() + own_rows_elsewhere * sizeof(protocol::RowMeta);
-  stats_.combine_bytes = (plan.num_rows[rank()] - own_rows_here) * layout.cell_bytes();
-  stats_.padded_all_to_all_bytes =
-      (num_experts - static_cast<std::size_t>(layout.experts().count(rank()))) * fullest *
-      (layout.token_bytes() + layout.cell_bytes());
-  stats_.heap_bytes_used =
-      layout.bytes_used(static_cast<std::uint64_t>(pass_.tokens), plan.num_pool_tokens[rank()],
-                        plan.num_rows[rank()], plan.num_tiles[rank()]);
-  stats_.heap_bytes_reserved = layout.bytes();
+  for (const auto& tokens : pass_.tokens_for) tokens_sent += tokens.size();
+  for (const std::uint64_t word : pass_.received) tokens_received += std::popcount(word);
+  const std::uint64_t entry_bytes = spec().weight_on_input ? 8 : 4;
+  stats_.dispatch_bytes = tokens_sent * layer_.wire_bytes() + rows_sent * entry_bytes;
+  stats_.combine_bytes = rows_received * layer_.cell_bytes();
+  stats_.padded_all_to_all_bytes = static_cast<std::uint64_t>(num_experts - experts.count(rank())) *
+                                   fullest * (layer_.wire_bytes() + layer_.cell_bytes());
+  stats_.heap_bytes_used = layer_.heap.bytes_used(
+      tokens_received, rows_received, pass_.placement.num_tiles_of_all(),
+      static_cast<std::uint64_t>(pass_.tokens * layer_.cells_per_token()) * layer_.cell_bytes());
+  stats_.heap_bytes_reserved = layer_.heap.bytes();
   stats_.workspace_bytes_used =
       std::min(static_cast<std::size_t>(pass_.num_intermediate_slots), pass_.tiles.size()) *
       pass_.intermediate_slot_bytes;
   if (pass_.x == x_.data()) {
-    stats_.workspace_bytes_used += static_cast<std::uint64_t>(pass_.tokens) * layout.cell_bytes();
+    stats_.workspace_bytes_used += static_cast<std::uint64_t>(pass_.tokens) * layer_.cell_bytes();
   }
   if (layer_.quantised()) {
-    stats_.workspace_bytes_used += static_cast<std::uint64_t>(pass_.tokens) * layout.token_bytes();
+    stats_.workspace_bytes_used += static_cast<std::uint64_t>(pass_.tokens) * layer_.wire_bytes();
   }
   for (const Processor& processor : processors_) {
     stats_.workspace_bytes_used += processor.scratch_bytes();
@@ -740,9 +752,7 @@ void Engine::fail() {
   }
   const protocol::Heaps& heaps = layer_.heaps;
   const std::uint64_t abort = protocol::load_acquire(&heaps.control(rank())->abort);
-  const protocol::FailureRecord& record =
-      heaps.control(protocol::failed_rank(abort, rank()))->failure;
-  throw protocol::timeout_error(record, rank(), world_.fabric().liveness(record.peer));
+  throw_failure(world_, heaps.control(protocol::failed_rank(abort, rank()))->failure);
 }
 
 }  // namespace

@@ -3,12 +3,14 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <vector>
 
 #include "cpu/lazy_buffer.h"
-#include "protocol/plan.h"
+#include "protocol/heap.h"
+#include "protocol/placement.h"
 #include "protocol/task.h"
 #include "protocol/wait.h"
 #include "switchyard/layer.h"
@@ -44,6 +46,8 @@ struct LayerState {
   LayerSpec spec;
   MoeWeights weights;
   protocol::Heaps heaps;
+  protocol::Heap heap;
+  protocol::TileShape tile;      // of routed experts
   DType compute = DType::kBF16;  // of operands; kF8E4M3: activations travel as codes and scales
   DType value = DType::kBF16;    // of cells, and of activations where they are not quantised
   DType gemm = DType::kBF16;     // of the operands of the tile GEMM
@@ -53,8 +57,18 @@ struct LayerState {
   std::function<void(const ProtocolStep&)> on_step;
 
   bool quantised() const { return compute == DType::kF8E4M3; }
-  const protocol::HeapLayout& layout() const { return heaps.layout; }
-  int first_expert() const { return layout().experts().begin(heaps.rank); }
+  std::uint64_t cell_bytes() const {
+    return static_cast<std::uint64_t>(spec.hidden) * size_of(value);
+  }
+  // What a token has on the wire: activations, or codes and their scales.
+  std::uint64_t wire_bytes() const { return quantised() ? heap.token_bytes() : cell_bytes(); }
+  int cells_per_token() const { return spec.top_k + (spec.shared_intermediate > 0 ? 1 : 0); }
+  // Where the output for a slot of a token of `rank` goes.
+  std::byte* cell(int rank, std::uint64_t token, std::uint64_t k) const {
+    return heap.cells(heaps.base[rank]) +
+           (token * static_cast<std::uint64_t>(cells_per_token()) + k) * cell_bytes();
+  }
+  int first_expert() const { return heaps.experts.begin(heaps.rank); }
   const Ffn& expert(int global_index) const {
     return experts[static_cast<std::size_t>(global_index - first_expert())];
   }
@@ -63,27 +77,33 @@ struct LayerState {
     protocol::note_progress(heaps);
     if (on_step) on_step({kind, heaps.rank, peer, epoch});
   }
+  // No sign of life for the world's deadline: a world in which everybody waits is to end.
+  void waiting(int peer, std::uint64_t epoch) const {
+    if (on_step) on_step({ProtocolStep::Kind::kWait, heaps.rank, peer, epoch});
+  }
 };
 
 // A token tile of an expert that this rank computes.
 struct Tile {
   std::int32_t expert = 0;      // global index; unused for the shared expert
-  std::uint32_t first_row = 0;  // in the rank's rows; the first token for the shared expert
+  std::uint32_t first_row = 0;  // in the expert's segment; the first token for the shared expert
   std::uint32_t rows = 0;
-  std::uint32_t padded = 0;  // rows rounded up to the matrix unit's width
+  // Rows that are multiplied: all tiles of an expert have one height, a multiple of the matrix
+  // unit's width, so that a row's bits do not depend on its place in the segment.
+  std::uint32_t padded = 0;
   // Where its intermediate activations are, from its first GEMM1 task to its last GEMM2 task.
   std::int32_t intermediate_slot = -1;
-  std::uint32_t flag = 0;        // the tile's index in `arrived` and `finished`; routed tiles only
+  std::uint32_t flag = 0;        // its number among all ranks' tiles; routed tiles only
   std::uint32_t gemm1_done = 0;  // blocks completed, counted by processors
   std::uint32_t gemm2_done = 0;
-  std::uint32_t finished = 0;  // all of GEMM2; read for shared tiles only
+  std::uint32_t finished = 0;  // all of GEMM2, for this rank's own tokens
 };
 
-// Where a slot's row is on the rank that owns its expert.
+// Where a slot's row is.
 struct Slot {
-  std::uint32_t row = 0;
-  std::uint32_t tile = 0;
-  std::int32_t owner = -1;  // -1: no expert
+  std::uint32_t position = 0;  // in this rank's list of its slots with the expert
+  std::uint32_t tile = 0;      // of all ranks' tiles, the one that computes it
+  std::int32_t owner = -1;     // the expert's rank; -1: no expert
 };
 
 struct Pass {
@@ -92,7 +112,7 @@ struct Pass {
   // [tokens, H] of LayerState::value; null if they came quantised.
   const std::byte* x = nullptr;
   std::int64_t x_row_bytes = 0;
-  // The same as the experts get them: HeapLayout::token_bytes() of each, which may be those of x.
+  // The same as the experts get them: LayerState::wire_bytes() of each, which may be those of x.
   const std::byte* wire = nullptr;
   std::int64_t wire_row_bytes = 0;
   // Slots of intermediate activations, [padded rows, I] each. As many tiles as have a slot are in
@@ -107,18 +127,30 @@ struct Pass {
   std::vector<float> weights;     // [tokens, K]
   std::vector<Slot> slots;        // [tokens, K]
 
-  std::vector<std::uint32_t> plan_words;
-  protocol::Plan plan{};
+  protocol::Placement placement;
 
+  std::vector<std::uint32_t> counts;  // [E]: slots of this rank with each expert
+  // [expert of this rank][position]: entries of its slots with it; those with experts of others go
+  // into their heaps.
+  std::vector<std::vector<std::uint32_t>> own_entries;
   std::vector<std::vector<std::uint32_t>> tokens_for;  // [rank]: tokens with an expert there
-  // [rank][tile]: rows of this rank in that tile that are still to be sent.
-  std::vector<std::vector<std::uint32_t>> unsent;
-  std::vector<std::uint32_t> dispatch_chunks;  // [rank]
+  std::vector<std::uint32_t> unsent;                   // [E]: slots that are still to be sent
+  std::vector<std::uint32_t> dispatch_chunks;          // [rank]
+  // [distance - 1][token]: a bit for each token of another rank that has a row here.
+  std::vector<std::uint64_t> received;
 
   protocol::TokenTiles shared_tiles;
   std::vector<Tile> tiles;  // shared tiles, then this rank's routed tiles in the order of experts
   protocol::Workload work;
 
+  static std::size_t received_words(int max_tokens) {
+    return static_cast<std::size_t>(protocol::ceil_div(max_tokens, 64));
+  }
+  // By any processor, as often as it likes.
+  void note_received(std::uint32_t distance, std::uint32_t token, int max_tokens) {
+    std::uint64_t& word = received[(distance - 1) * received_words(max_tokens) + token / 64];
+    std::atomic_ref(word).fetch_or(std::uint64_t{1} << token % 64, std::memory_order_relaxed);
+  }
   const std::byte* x_row(std::int64_t token) const { return x + token * x_row_bytes; }
   const std::byte* wire_row(std::int64_t token) const { return wire + token * wire_row_bytes; }
 };
@@ -132,16 +164,37 @@ inline constexpr std::uint32_t kCombineChunk = 32;   // tokens
 // so that a token's result does not depend on how tokens are dealt to ranks.
 inline constexpr protocol::TileShape kOwnTokensShape{32, 32};
 
-// Calls visit(source) for every rank of which the tile has rows.
+// Calls visit(distance) for every rank of which the routed tile has rows, by its distance.
 template <typename Visit>
 void for_each_source(const LayerState& layer, const Pass& pass, const Tile& tile, Visit&& visit) {
-  const protocol::HeapLayout& layout = layer.layout();
-  std::uint32_t begin = pass.plan.row_begin[tile.expert];
-  for (int s = 0; s < layer.heaps.size(); ++s) {
-    const std::uint32_t end = begin + layout.counts(layer.heaps.mine(), pass.epoch, s)[tile.expert];
-    if (begin < tile.first_row + tile.rows && end > tile.first_row && begin < end) visit(s);
-    begin = end;
+  const std::uint32_t end = tile.first_row + tile.rows;
+  for (int distance = 0; distance < layer.heaps.size(); ++distance) {
+    const std::uint32_t begin = pass.placement.source_begin(tile.expert, distance);
+    const std::uint32_t next = pass.placement.source_begin(tile.expert, distance + 1);
+    if (begin < next && begin < end && next > tile.first_row) visit(distance);
   }
+}
+
+// A row of a routed tile: whose it is, and which slot there.
+struct Row {
+  int distance;
+  std::uint32_t position;  // in the source's list
+  std::uint32_t token, k;
+};
+inline Row row_of(const LayerState& layer, const Pass& pass, const Tile& tile, std::uint32_t r) {
+  const std::uint32_t row = tile.first_row + r;
+  const auto of_owner = static_cast<std::uint32_t>(tile.expert - layer.first_expert());
+  Row result;
+  result.distance = pass.placement.distance_of(tile.expert, row);
+  result.position = row - pass.placement.source_begin(tile.expert, result.distance);
+  const std::uint32_t entry =
+      result.distance == 0
+          ? pass.own_entries[of_owner][result.position]
+          : layer.heap.entries(layer.heaps.mine(), of_owner,
+                               static_cast<std::uint32_t>(result.distance))[result.position];
+  result.token = protocol::SlotEntry::token(entry);
+  result.k = protocol::SlotEntry::k(entry);
+  return result;
 }
 
 }  // namespace switchyard::cpu

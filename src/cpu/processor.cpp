@@ -10,7 +10,6 @@
 
 namespace switchyard::cpu {
 
-using protocol::RowMeta;
 using protocol::Task;
 using protocol::TaskKind;
 using Step = ProtocolStep::Kind;
@@ -38,8 +37,8 @@ std::size_t Processor::scratch_bytes() const {
          codes_.capacity();
 }
 
-std::int64_t Processor::gate(Pass& pass, std::int64_t begin, std::int64_t end,
-                             const std::int32_t* hashed_ids) {
+NanCounts Processor::gate(Pass& pass, std::int64_t begin, std::int64_t end,
+                          const std::int32_t* hashed_ids) {
   const LayerSpec& spec = layer_.spec;
   const int n = static_cast<int>(end - begin);
   constexpr int padded = kOwnTokensShape.max_height;
@@ -62,18 +61,20 @@ std::int64_t Processor::gate(Pass& pass, std::int64_t begin, std::int64_t end,
                       router.col_stride, gathered_.data(), hidden, product_.data());
 
   float logits[routing::kMaxExperts];
-  std::int64_t nan_logits = 0;
+  NanCounts nan;
   for (int j = 0; j < n; ++j) {
     for (int e = 0; e < experts; ++e) {
       logits[e] = product_[static_cast<std::size_t>(e) * padded + j];
       if (!layer_.router_bias.empty()) logits[e] += layer_.router_bias[static_cast<std::size_t>(e)];
     }
     const std::int64_t slot = (begin + j) * spec.top_k;
-    nan_logits += routing::route_token(spec, logits, layer_.correction_bias.data(),
-                                       hashed_ids == nullptr ? nullptr : hashed_ids + slot,
-                                       pass.ids.data() + slot, pass.weights.data() + slot);
+    const int num_nan = routing::route_token(spec, logits, layer_.correction_bias.data(),
+                                             hashed_ids == nullptr ? nullptr : hashed_ids + slot,
+                                             pass.ids.data() + slot, pass.weights.data() + slot);
+    nan.logits += num_nan;
+    nan.tokens += num_nan > 0 ? 1 : 0;
   }
-  return nan_logits;
+  return nan;
 }
 
 void Processor::run(Pass& pass, const Task& task) {
@@ -93,47 +94,53 @@ void Processor::run(Pass& pass, const Task& task) {
   }
 }
 
+// A rank's own tokens and entries stay where they are: `peer` is another rank.
 void Processor::dispatch(Pass& pass, int peer, std::uint32_t chunk) {
-  const protocol::HeapLayout& layout = layer_.layout();
-  std::byte* target = layer_.heaps.base[peer];
+  const protocol::Heap& heap = layer_.heap;
+  std::byte* const target = layer_.heaps.base[peer];
+  const auto distance = static_cast<std::uint32_t>(
+      (layer_.heaps.rank - peer + layer_.heaps.size()) % layer_.heaps.size());
+  const int first_expert = layer_.heaps.experts.begin(peer);
   const std::vector<std::uint32_t>& tokens = pass.tokens_for[static_cast<std::size_t>(peer)];
-  std::vector<std::uint32_t>& unsent = pass.unsent[static_cast<std::size_t>(peer)];
   const std::size_t begin = std::size_t{chunk} * kDispatchChunk;
   const std::size_t end = std::min(begin + kDispatchChunk, tokens.size());
-  const int top_k = layer_.spec.top_k;
+  const auto top_k = static_cast<std::size_t>(layer_.spec.top_k);
+  // Calls visit(slot's index, k, expert, the peer's number of the expert).
+  const auto for_each_slot = [&](std::uint32_t token, auto&& visit) {
+    for (std::size_t k = 0; k < top_k; ++k) {
+      const std::size_t s = token * top_k + k;
+      if (pass.slots[s].owner != peer) continue;
+      const std::int32_t expert = pass.ids[s];
+      visit(s, static_cast<std::uint32_t>(k), expert,
+            static_cast<std::uint32_t>(expert - first_expert));
+    }
+  };
   layer_.step(Step::kDispatch, peer, pass.epoch);
   for (std::size_t i = begin; i < end; ++i) {
     const std::uint32_t token = tokens[i];
-    std::uint32_t pool_index = token;  // a rank's own tokens stay where they are
-    if (peer != layer_.heaps.rank) {
-      pool_index = pass.plan.my_pool_begin[peer] + static_cast<std::uint32_t>(i);
-      std::memcpy(layout.pool(target, pool_index), pass.wire_row(token), layout.token_bytes());
-    }
-    for (int k = 0; k < top_k; ++k) {
-      const std::size_t s = static_cast<std::size_t>(token) * top_k + k;
-      const Slot& slot = pass.slots[s];
-      if (slot.owner != peer) continue;
-      layout.rows(target)[slot.row] = {pool_index, token,
-                                       static_cast<std::uint16_t>(layer_.heaps.rank),
-                                       static_cast<std::uint16_t>(k), pass.weights[s]};
-    }
+    std::memcpy(heap.pool(target, distance, token), pass.wire_row(token), layer_.wire_bytes());
+    for_each_slot(token, [&](std::size_t s, std::uint32_t k, std::int32_t, std::uint32_t of_peer) {
+      const std::uint32_t position = pass.slots[s].position;
+      heap.entries(target, of_peer, distance)[position] = protocol::SlotEntry::pack(token, k);
+      if (layer_.spec.weight_on_input) {
+        heap.weights(target, of_peer, distance)[position] = pass.weights[s];
+      }
+    });
   }
   if (trace_ != nullptr) trace_->complete();
   for (std::size_t i = begin; i < end; ++i) {
-    for (int k = 0; k < top_k; ++k) {
-      const std::size_t s = static_cast<std::size_t>(tokens[i]) * top_k + k;
-      const Slot& slot = pass.slots[s];
-      if (slot.owner != peer) continue;
-      // Whoever sends a tile's last row signals for all who sent the others: the counter is acquire
-      // and release, so their writes happen before this rank's flag.
-      if (protocol::fetch_add(&unsent[slot.tile], ~std::uint32_t{0}) == 1) {
-        layer_.step(Step::kArrived, peer, pass.epoch);
-        if (trace_ != nullptr && peer != layer_.heaps.rank) {
-          trace_->tell(TraceKind::kSend, peer, -1, pass.ids[s], 0);
-        }
-        protocol::store_release(layout.arrived(target, slot.tile, layer_.heaps.rank), pass.epoch);
-      }
-    }
+    for_each_slot(tokens[i],
+                  [&](std::size_t, std::uint32_t, std::int32_t expert, std::uint32_t of_peer) {
+                    // Whoever sends an expert's last row signals for all who sent the others: the
+                    // counter is acquire and release, so their writes happen before this rank's
+                    // flag.
+                    std::uint32_t* const unsent = &pass.unsent[static_cast<std::size_t>(expert)];
+                    if (protocol::fetch_add(unsent, ~std::uint32_t{0}) != 1) return;
+                    layer_.step(Step::kArrived, peer, pass.epoch);
+                    if (trace_ != nullptr) trace_->tell(TraceKind::kSend, peer, -1, expert, 0);
+                    protocol::store_release(heap.arrived(target, of_peer, distance),
+                                            protocol::flag_of(pass.epoch));
+                  });
   }
 }
 
@@ -145,9 +152,8 @@ const Ffn& Processor::ffn(const Pass& pass, const Tile& tile) const {
   return is_shared(pass, tile) ? layer_.shared : layer_.expert(tile.expert);
 }
 
-void Processor::gather(const Pass& pass, const Tile& tile, std::uint32_t tile_index) {
+void Processor::gather(Pass& pass, const Tile& tile, std::uint32_t tile_index) {
   if (gathered_epoch_ == pass.epoch && gathered_tile_ == tile_index) return;
-  const protocol::HeapLayout& layout = layer_.layout();
   const std::int64_t hidden = layer_.spec.hidden;
   const auto row_bytes = static_cast<std::size_t>(hidden) * size_of(layer_.gemm);
   gathered_.resize(std::max(gathered_.size(), tile.padded * row_bytes));
@@ -158,10 +164,17 @@ void Processor::gather(const Pass& pass, const Tile& tile, std::uint32_t tile_in
     if (is_shared(pass, tile)) {
       from = pass.wire_row(tile.first_row + r);
     } else {
-      const RowMeta& row = layout.rows(layer_.heaps.mine())[tile.first_row + r];
-      from = row.source == layer_.heaps.rank ? pass.wire_row(row.pool_index)
-                                             : layout.pool(layer_.heaps.mine(), row.pool_index);
-      if (layer_.spec.weight_on_input) scale = row.weight;
+      const Row row = row_of(layer_, pass, tile, r);
+      const auto distance = static_cast<std::uint32_t>(row.distance);
+      const bool own = distance == 0;
+      if (!own) pass.note_received(distance, row.token, layer_.heap.max_tokens());
+      from = own ? pass.wire_row(row.token)
+                 : layer_.heap.pool(layer_.heaps.mine(), distance, row.token);
+      if (layer_.spec.weight_on_input) {
+        const auto of_owner = static_cast<std::uint32_t>(tile.expert - layer_.first_expert());
+        scale = own ? pass.weights[row.token * static_cast<std::size_t>(layer_.spec.top_k) + row.k]
+                    : layer_.heap.weights(layer_.heaps.mine(), of_owner, distance)[row.position];
+      }
     }
     unpack(from, scale, to);
   }
@@ -177,7 +190,7 @@ void Processor::unpack(const std::byte* from, float scale, std::byte* to) {
     return;
   }
   kernels_.dequantize(reinterpret_cast<const std::uint8_t*>(from),
-                      reinterpret_cast<const float*>(from + layer_.layout().scale_offset()),
+                      reinterpret_cast<const float*>(from + layer_.heap.scale_offset()),
                       kQuantGroup, to, layer_.gemm, hidden);
   if (scale != 1) kernels_.convert(to, layer_.gemm, to, layer_.gemm, hidden, scale);
 }
@@ -281,7 +294,6 @@ void Processor::gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
 
 void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block) {
   layer_.step(Step::kGemm2, layer_.heaps.rank, pass.epoch);
-  const protocol::HeapLayout& layout = layer_.layout();
   const Ffn& f = ffn(pass, tile);
   const bool shared = is_shared(pass, tile);
   const int hidden = layer_.spec.hidden;
@@ -295,12 +307,13 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
   row_addresses_.resize(tile.rows);
   for (std::uint32_t r = 0; r < tile.rows; ++r) {
     if (shared) {
-      row_addresses_[r] = layout.cell(layer_.heaps.mine(), tile.first_row + r,
+      row_addresses_[r] = layer_.cell(layer_.heaps.rank, tile.first_row + r,
                                       static_cast<std::uint64_t>(layer_.spec.top_k)) +
                           offset;
     } else {
-      const RowMeta& row = layout.rows(layer_.heaps.mine())[tile.first_row + r];
-      row_addresses_[r] = layout.cell(layer_.heaps.base[row.source], row.token, row.k) + offset;
+      const Row row = row_of(layer_, pass, tile, r);
+      row_addresses_[r] =
+          layer_.cell(pass.placement.source_at(row.distance), row.token, row.k) + offset;
     }
   }
   kernels_.scatter(product_.data(), f.down_bias.empty() ? nullptr : f.down_bias.data() + first, m,
@@ -313,20 +326,24 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
     protocol::store_release(&tile.finished, std::uint32_t{1});
     return;
   }
-  for_each_source(layer_, pass, tile, [&](int source) {
+  for_each_source(layer_, pass, tile, [&](int distance) {
+    const int source = pass.placement.source_at(distance);
     layer_.step(Step::kFinished, source, pass.epoch);
-    if (trace_ != nullptr && source != layer_.heaps.rank) {
+    if (distance == 0) {
+      protocol::store_release(&tile.finished, std::uint32_t{1});
+      return;
+    }
+    if (trace_ != nullptr) {
       trace_->tell(TraceKind::kSignal, source, static_cast<std::int32_t>(tile_index), tile.expert,
                    static_cast<std::int32_t>(tile.rows));
     }
-    protocol::store_release(
-        layout.finished(layer_.heaps.base[source], layer_.heaps.rank, tile.flag), pass.epoch);
+    protocol::store_release(layer_.heap.finished(layer_.heaps.base[source], tile.flag),
+                            protocol::flag_of(pass.epoch));
   });
 }
 
 void Processor::combine(Pass& pass, std::uint32_t chunk) {
   layer_.step(Step::kCombine, layer_.heaps.rank, pass.epoch);
-  const protocol::HeapLayout& layout = layer_.layout();
   const LayerSpec& spec = layer_.spec;
   const std::int64_t begin = static_cast<std::int64_t>(chunk) * kCombineChunk;
   const std::int64_t end = std::min<std::int64_t>(begin + kCombineChunk, pass.tokens);
@@ -335,7 +352,7 @@ void Processor::combine(Pass& pass, std::uint32_t chunk) {
   for (std::int64_t token = begin; token < end; ++token) {
     int count = 0;
     const auto add = [&](int k, float weight) {
-      cells[count] = layout.cell(layer_.heaps.mine(), static_cast<std::uint64_t>(token),
+      cells[count] = layer_.cell(layer_.heaps.rank, static_cast<std::uint64_t>(token),
                                  static_cast<std::uint64_t>(k));
       weights[count++] = weight;
     };

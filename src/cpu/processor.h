@@ -11,15 +11,18 @@
 
 namespace switchyard::cpu {
 
+struct NanCounts {
+  std::int64_t logits = 0;
+  std::int64_t tokens = 0;  // with a NaN among their logits
+};
+
 class Processor {
  public:
   // `trace` is told of the flags that tasks raise for other ranks; it may be null.
   Processor(const LayerState& layer, ThreadTrace* trace);
 
   // Tokens [begin, end): logits, choice, shared-expert gate. `hashed_ids` is [tokens, K] or null.
-  // Returns the number of NaN logits.
-  std::int64_t gate(Pass& pass, std::int64_t begin, std::int64_t end,
-                    const std::int32_t* hashed_ids);
+  NanCounts gate(Pass& pass, std::int64_t begin, std::int64_t end, const std::int32_t* hashed_ids);
 
   void run(Pass& pass, const protocol::Task& task);
 
@@ -35,7 +38,7 @@ class Processor {
 
   bool is_shared(const Pass& pass, const Tile& tile) const;
   const Ffn& ffn(const Pass& pass, const Tile& tile) const;
-  void gather(const Pass& pass, const Tile& tile, std::uint32_t tile_index);
+  void gather(Pass& pass, const Tile& tile, std::uint32_t tile_index);
   // A token's row of the wire, times `scale`, in the GEMM's type.
   void unpack(const std::byte* from, float scale, std::byte* to);
   // The quantised form of n rows of m values each, as values again; rows of `to` are `stride`

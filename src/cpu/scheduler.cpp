@@ -9,13 +9,15 @@ using protocol::TaskKind;
 
 std::optional<Missing> Subscriber::missing_rows(const Tile& tile) const {
   std::optional<Missing> missing;
-  for_each_source(layer_, pass_, tile, [&](int source) {
-    if (missing) return;
+  const std::uint32_t flag = protocol::flag_of(pass_.epoch);
+  const auto of_owner = static_cast<std::uint32_t>(tile.expert - layer_.first_expert());
+  for_each_source(layer_, pass_, tile, [&](int distance) {
+    if (missing || distance == 0) return;
     // Acquire: pairs with the source's release in Processor::dispatch; the rows are read after it.
-    const std::uint64_t epoch =
-        protocol::load_acquire(layer_.layout().arrived(layer_.heaps.mine(), tile.flag, source));
-    if (epoch != pass_.epoch) {
-      missing = {Phase::kDispatch, source, tile.flag, pass_.epoch, epoch};
+    const std::uint32_t seen = protocol::load_acquire(
+        layer_.heap.arrived(layer_.heaps.mine(), of_owner, static_cast<std::uint32_t>(distance)));
+    if (seen != flag) {
+      missing = {Phase::kDispatch, pass_.placement.source_at(distance), tile.flag, flag, seen};
     }
   });
   return missing;
@@ -29,11 +31,18 @@ std::optional<Missing> Subscriber::missing_cells(std::uint32_t combine_chunk) co
     const Slot& slot = pass_.slots[static_cast<std::size_t>(i)];
     if (slot.owner < 0) continue;
     // Acquire: pairs with the owner's release in Processor::gemm2; the cells are read after it.
-    const std::uint64_t epoch = protocol::load_acquire(
-        layer_.layout().finished(layer_.heaps.mine(), slot.owner, slot.tile));
-    if (epoch != pass_.epoch) {
-      return Missing{Phase::kCombine, slot.owner, slot.tile, pass_.epoch, epoch};
+    if (slot.owner == layer_.heaps.rank) {
+      const std::uint32_t tile =
+          pass_.work.num_shared_tiles + slot.tile - pass_.placement.my_first_tile();
+      if (protocol::load_acquire(&pass_.tiles[tile].finished) == 0) {
+        return Missing{Phase::kExperts, slot.owner, tile, 1, 0};
+      }
+      continue;
     }
+    const std::uint32_t flag = protocol::flag_of(pass_.epoch);
+    const std::uint32_t seen =
+        protocol::load_acquire(layer_.heap.finished(layer_.heaps.mine(), slot.tile));
+    if (seen != flag) return Missing{Phase::kCombine, slot.owner, slot.tile, flag, seen};
   }
   if (pass_.work.num_shared_tiles > 0) {
     for (std::int64_t token = begin; token < end; ++token) {

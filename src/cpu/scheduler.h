@@ -2,7 +2,7 @@
 //
 // Both are played by whichever processor is free, under one lock: a task takes tens of microseconds
 // to milliseconds, choosing one takes about one. (A thread of its own for each role would compete
-// with the processors for cores; see docs/decisions.)
+// with the processors for cores; see docs/decisions/0004.)
 #pragma once
 
 #include <atomic>

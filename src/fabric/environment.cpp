@@ -10,7 +10,7 @@
 #include <system_error>
 #include <utility>
 
-#include "protocol/layout.h"
+#include "protocol/control.h"
 #include "switchyard/error.h"
 #include "switchyard/world.h"
 

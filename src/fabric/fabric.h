@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "fabric/posix.h"
+#include "switchyard/error.h"
 
 namespace switchyard {
 
@@ -47,12 +48,12 @@ class Fabric {
   // receives one of each rank, by rank, its own included.
   virtual std::vector<UniqueFd> exchange_fds(int fd) = 0;
 
-  // For waits on fabrics that move data only when asked to. Load/store fabrics need none.
-  virtual void progress() {}
-
   // What is known about a peer that does not answer, e.g. "process 4711 has exited"; empty if
   // nothing is. Never used to decide anything, only to explain a passed deadline.
   virtual std::string liveness(int rank) const = 0;
+
+  // Whom this rank blames for a pass that failed, for whoever started the ranks.
+  virtual void report(const WaitFailure&) const noexcept {}
 
  protected:
   explicit Fabric(std::chrono::milliseconds deadline) : deadline_(deadline) {}

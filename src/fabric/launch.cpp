@@ -19,6 +19,7 @@
 #include <map>
 #include <string_view>
 
+#include "fabric/launch_report.h"
 #include "fabric/posix.h"
 #include "switchyard/error.h"
 
@@ -167,7 +168,8 @@ std::string random_token() {
 }
 
 std::vector<std::string> rank_environment(const LaunchOptions& options, int rank,
-                                          const std::string& rendezvous) {
+                                          const std::string& rendezvous,
+                                          const std::string& launcher) {
   std::map<std::string, std::string> variables;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string_view text = *entry;
@@ -181,6 +183,7 @@ std::vector<std::string> rank_environment(const LaunchOptions& options, int rank
   variables["RANK"] = variables["LOCAL_RANK"] = std::to_string(rank);
   variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = std::to_string(options.num_ranks);
   variables["SWITCHYARD_RENDEZVOUS"] = rendezvous;
+  variables[kLauncherVariable] = launcher;
   for (const auto& [name, value] : options.environment) variables[name] = value;
   std::vector<std::string> entries;
   for (const auto& [name, value] : variables) entries.push_back(fmt::format("{}={}", name, value));
@@ -203,6 +206,7 @@ struct ChildSetup {
   int stdout_fd;  // -1: the launcher's own
   int stderr_fd;
   int error_pipe;  // receives errno if the command cannot be run
+  int report_socket;
 };
 
 // Between fork and exec only async-signal-safe calls are allowed: another thread of the launcher
@@ -220,6 +224,7 @@ struct ChildSetup {
   ::dup2(setup.stdin_fd, STDIN_FILENO);
   if (setup.stdout_fd >= 0) ::dup2(setup.stdout_fd, STDOUT_FILENO);
   if (setup.stderr_fd >= 0) ::dup2(setup.stderr_fd, STDERR_FILENO);
+  ::fcntl(setup.report_socket, F_SETFD, 0);  // stays open
   ::execvpe(setup.command[0], setup.command, setup.environment);
   const int error_number = errno;
   // If even this fails, the launcher sees the exit code.
@@ -251,6 +256,8 @@ class Launch {
         if (number != SIGCHLD) forward(number);
       }
       for (LabelledOutput& output : outputs_) output.drain();
+      // Before the ranks' ends: a rank reports first.
+      hear_reports();
       reap();
       if (std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return r.ended; })) break;
       const Clock::time_point now = Clock::now();
@@ -274,6 +281,7 @@ class Launch {
       sleep(std::min({now + kReapInterval, deadline_, stop_at_, kill_at_}));
     }
     for (LabelledOutput& output : outputs_) output.finish();
+    hear_reports();
     report_first_failure();
     return exit_code_;
   }
@@ -299,7 +307,8 @@ class Launch {
     if (!null_input) throw_errno("cannot open /dev/null");
 
     for (int rank = 0; rank < options_.num_ranks; ++rank) {
-      std::vector<std::string> environment = rank_environment(options_, rank, rendezvous);
+      std::vector<std::string> environment =
+          rank_environment(options_, rank, rendezvous, reports_.variable());
       const std::vector<char*> environment_pointers = pointers_to(environment);
       Pipe error_pipe = make_pipe();
       Pipe out;
@@ -311,7 +320,8 @@ class Launch {
       const ChildSetup setup{command_pointers.data(),  environment_pointers.data(),
                              signals_.previous_mask(), ::getpid(),
                              null_input.get(),         out.write_end.get(),
-                             err.write_end.get(),      error_pipe.write_end.get()};
+                             err.write_end.get(),      error_pipe.write_end.get(),
+                             reports_.rank_end()};
       const pid_t pid = ::fork();
       if (pid < 0) throw_errno(fmt::format("cannot fork rank {}", rank));
       if (pid == 0) become_rank(setup);
@@ -375,8 +385,11 @@ class Launch {
     const Clock::time_point now = Clock::now();
     const bool signalled = info.si_code != CLD_EXITED;
     if (exit_code_ == 0) {
+      // Once a rank has said why, all know it, or will at once.
+      const bool explained = blame_.has_value();
       report_at_ = now + kSettleTime;
-      stop_at_ = std::min(stop_at_, now + options_.grace);
+      stop_at_ = std::min(
+          stop_at_, now + options_.grace + (explained ? std::chrono::milliseconds(0) : patience_));
     } else if (now >= report_at_ || !signalled || !first_failure_ || first_failure_->signalled) {
       return;
     }
@@ -384,19 +397,51 @@ class Launch {
     exit_code_ = signalled ? 128 + info.si_status : info.si_status;
   }
 
+  void hear_reports() {
+    while (const std::optional<LaunchReport> report = reports_.next()) {
+      if (report->kind == LaunchReport::Kind::kDeadline) {
+        // Longer than any real deadline only if the report is garbage.
+        constexpr std::int64_t kDay = 24 * 3'600'000;
+        patience_ = std::max(patience_, std::chrono::milliseconds(std::clamp<std::int64_t>(
+                                            report->deadline_ms, 0, kDay)));
+      } else if (!blame_ && report->culprit >= 0 && report->culprit < options_.num_ranks) {
+        blame_ = report;
+      }
+    }
+  }
+
   void report_first_failure() {
     if (!first_failure_ || reported_) return;
     reported_ = true;
     const auto [rank, signalled, status] = *first_failure_;
-    print_error(fmt::format(
-        "rank {} (process {}) {}: {}", rank, ranks_[rank].pid,
-        forwarded_signal_ == 0 ? "failed first" : "was interrupted",
+    const std::string end =
         signalled ? fmt::format("killed by signal {} ({})", status, ::sigdescr_np(status))
-                  : fmt::format("exit code {}", status)));
+                  : fmt::format("exit code {}", status);
+    if (forwarded_signal_ == 0 && blame_ && static_cast<std::size_t>(blame_->culprit) != rank) {
+      const auto culprit = static_cast<std::size_t>(blame_->culprit);
+      print_error(
+          fmt::format("rank {} (process {}) {} and did not do its part of {} in epoch {}; "
+                      "rank {} noticed first ({})",
+                      culprit, ranks_[culprit].pid, state_of(ranks_[culprit]), blame_->phase,
+                      blame_->epoch, rank, end));
+      return;
+    }
+    print_error(fmt::format("rank {} (process {}) {}: {}", rank, ranks_[rank].pid,
+                            forwarded_signal_ == 0 ? "failed first" : "was interrupted", end));
+  }
+
+  static std::string state_of(const Rank& rank) {
+    if (rank.ended) return "has ended";
+    siginfo_t info{};
+    if (::waitid(P_PID, static_cast<id_t>(rank.pid), &info, WSTOPPED | WNOHANG | WNOWAIT) == 0 &&
+        info.si_pid != 0) {
+      return fmt::format("is stopped by signal {}", info.si_status);
+    }
+    return "still runs";
   }
 
   void sleep(Clock::time_point until) {
-    std::vector<pollfd> fds{{signals_.fd(), POLLIN, 0}};
+    std::vector<pollfd> fds{{signals_.fd(), POLLIN, 0}, {reports_.fd(), POLLIN, 0}};
     for (const LabelledOutput& output : outputs_) {
       if (output.fd() >= 0) fds.push_back({output.fd(), POLLIN, 0});
     }
@@ -405,6 +450,9 @@ class Launch {
 
   const LaunchOptions& options_;
   SignalInbox signals_;
+  LaunchReports reports_;
+  std::chrono::milliseconds patience_{0};  // the longest that a rank waits for others
+  std::optional<LaunchReport> blame_;      // the first that came
   std::vector<Rank> ranks_;
   std::vector<LabelledOutput> outputs_;
   int exit_code_ = 0;

@@ -16,7 +16,8 @@ struct LaunchOptions {
   // Set for every rank, over the launcher's own environment and over what it sets itself.
   std::vector<std::pair<std::string, std::string>> environment;
   // After a rank failed, how long the others may take to report their own error before SIGTERM; and
-  // how long after SIGTERM before SIGKILL.
+  // how long after SIGTERM before SIGKILL. Where no rank has said yet why the world failed, the
+  // ranks' own deadlines (WorldOptions::deadline) come on top: they may all still wait.
   std::chrono::milliseconds grace{5'000};
   // Longest time the ranks may run.
   std::optional<std::chrono::milliseconds> deadline;
@@ -30,9 +31,10 @@ struct LaunchOptions {
 // second one kills them. The ranks are killed if the calling thread ends before they do.
 //
 // Returns 0 if all ranks did; otherwise the exit code of the rank that failed first, 128 + the
-// signal's number if a signal ended it, and names that rank on stderr; 124 if the deadline passed;
-// 127 if the command cannot be run. Throws Error{kInvalidArgument} for options that make no sense
-// and Error{kSystem} if processes cannot be made.
+// signal's number if a signal ended it, and names on stderr the rank that did not do its part, as
+// the others found, or that failed first; 124 if the deadline passed; 127 if the command cannot be
+// run. Throws Error{kInvalidArgument} for options that make no sense and Error{kSystem} if
+// processes cannot be made.
 //
 // Owns the process's signal mask and SIGCHLD while it runs; for the main thread of a command.
 int launch(const LaunchOptions& options);

@@ -12,20 +12,6 @@
 
 namespace switchyard {
 
-UniqueFd& UniqueFd::operator=(UniqueFd&& other) noexcept {
-  if (this != &other) {
-    reset();
-    fd_ = std::exchange(other.fd_, -1);
-  }
-  return *this;
-}
-
-void UniqueFd::reset() {
-  // EINTR from close() still closes on Linux; a retry could close a descriptor of another thread.
-  if (fd_ >= 0) ::close(fd_);
-  fd_ = -1;
-}
-
 std::string errno_text(int error_number) {
   char buffer[128];
   return fmt::format("{} (errno {})", ::strerror_r(error_number, buffer, sizeof buffer),

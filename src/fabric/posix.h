@@ -5,30 +5,15 @@
 
 #include <chrono>
 #include <string>
-#include <utility>
 #include <vector>
+
+#include "base/unique_fd.h"
 
 namespace switchyard {
 
 // CLOCK_MONOTONIC: one clock for all processes of a host, so its time points may travel between
 // them.
 using Clock = std::chrono::steady_clock;
-
-class UniqueFd {
- public:
-  UniqueFd() = default;
-  explicit UniqueFd(int fd) : fd_(fd) {}
-  UniqueFd(UniqueFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  UniqueFd& operator=(UniqueFd&& other) noexcept;
-  ~UniqueFd() { reset(); }
-
-  int get() const { return fd_; }
-  explicit operator bool() const { return fd_ >= 0; }
-  void reset();
-
- private:
-  int fd_ = -1;
-};
 
 // E.g. "No such file or directory (errno 2)".
 std::string errno_text(int error_number);

@@ -12,6 +12,7 @@
 #include "fabric/collective.h"
 #include "fabric/environment.h"
 #include "fabric/fabric.h"
+#include "fabric/launch_report.h"
 #include "fabric/mapping.h"
 #include "fabric/posix.h"
 #include "switchyard/error.h"
@@ -59,12 +60,17 @@ class ProcessSegment final : public SymmetricSegment {
 class ProcessFabric final : public Fabric {
  public:
   ProcessFabric(int rank, int size, std::string rendezvous, std::chrono::milliseconds deadline)
-      : Fabric(deadline), bootstrap_(rank, size, std::move(rendezvous), deadline) {}
+      : Fabric(deadline), bootstrap_(rank, size, std::move(rendezvous), deadline) {
+    tell_launcher_deadline(rank, deadline);
+  }
 
   int rank() const override { return bootstrap_.rank(); }
   int size() const override { return bootstrap_.size(); }
   const char* name() const override { return "shared memory"; }
   std::string liveness(int rank) const override { return bootstrap_.liveness(rank); }
+  void report(const WaitFailure& failure) const noexcept override {
+    tell_launcher_failure(rank(), failure);
+  }
 
   void all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
     bootstrap_.all_gather(mine, all);

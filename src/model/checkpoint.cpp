@@ -1,14 +1,16 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <sys/stat.h>
 
 #include <cstring>
-#include <fstream>
 #include <optional>
 #include <set>
-#include <sstream>
 #include <string_view>
 #include <unordered_map>
 
+#include "base/file_error.h"
+#include "base/printable.h"
+#include "base/read_file.h"
 #include "model/config.h"
 #include "model/convert.h"
 #include "model/safetensors.h"
@@ -32,15 +34,10 @@ struct LayerOwner {
   std::vector<std::unique_ptr<std::byte[]>> copies;
 };
 
-std::string read_text(const std::filesystem::path& path) {
-  std::ifstream stream(path, std::ios::binary);
-  std::ostringstream text;
-  text << stream.rdbuf();
-  if (!stream)
-    throw Error(ErrorCode::kSystem,
-                fmt::format("{}: cannot be read; check the permissions", path.string()));
-  return std::move(text).str();
-}
+// A published config.json has some kilobytes.
+constexpr std::uint64_t kMostConfigBytes = std::uint64_t{16} << 20;
+// The index of the largest models names a hundred thousand tensors and has 10 MB.
+constexpr std::uint64_t kMostIndexBytes = std::uint64_t{128} << 20;
 
 std::string shape_text(const std::vector<std::int64_t>& shape) {
   return fmt::format("[{}]", fmt::join(shape, ", "));
@@ -68,7 +65,7 @@ struct Checkpoint::State {
     throw Error(
         ErrorCode::kMissingTensor,
         fmt::format("{}: no tensor '{}'; download the missing shard or correct config.json{}",
-                    directory.string(), name, closest_names(name, names)));
+                    printable(directory), printable(name), closest_names(name, names)));
   }
 
   void add(const std::shared_ptr<const SafetensorsFile>& file) {
@@ -76,26 +73,27 @@ struct Checkpoint::State {
     for (const TensorInfo& info : file->header().tensors) {
       const auto [existing, inserted] = tensors.try_emplace(info.name, Located{file.get(), &info});
       if (!inserted)
-        throw Error(
-            ErrorCode::kInvalidFile,
-            fmt::format("tensor '{}' is in both {} and {}; remove the copy that does not "
-                        "belong to this checkpoint",
-                        info.name, existing->second.file->path().string(), file->path().string()));
+        throw Error(ErrorCode::kInvalidFile,
+                    fmt::format("tensor '{}' is in both {} and {}; remove the copy that does not "
+                                "belong to this checkpoint",
+                                printable(info.name), printable(existing->second.file->path()),
+                                printable(file->path())));
     }
   }
 
   void add_files() {
     const std::filesystem::path index = directory / "model.safetensors.index.json";
-    if (std::filesystem::exists(index)) {
-      const auto weight_map = parse_safetensors_index(read_text(index), index.string());
+    if (!is_absent(index)) {
+      const auto weight_map =
+          parse_safetensors_index(read_text(index, kMostIndexBytes), index.string());
       std::set<std::string> shards;
       for (const auto& [tensor, shard] : weight_map) {
         if (!shards.insert(shard).second) continue;
-        if (!std::filesystem::exists(directory / shard))
+        if (is_absent(directory / shard))
           throw Error(ErrorCode::kInvalidFile,
                       fmt::format("{}: names shard '{}' (for tensor '{}'), which is not there; "
                                   "download it",
-                                  index.string(), shard, tensor));
+                                  printable(index), printable(shard), printable(tensor)));
         add(SafetensorsFile::open(directory / shard));
       }
       for (const auto& [tensor, shard] : weight_map)
@@ -103,7 +101,7 @@ struct Checkpoint::State {
           throw Error(ErrorCode::kInvalidFile,
                       fmt::format("{}: says that tensor '{}' is in '{}', which does not have it; "
                                   "download both again",
-                                  index.string(), tensor, shard));
+                                  printable(index), printable(tensor), printable(shard)));
       return;
     }
     std::set<std::filesystem::path> paths;
@@ -114,7 +112,7 @@ struct Checkpoint::State {
           ErrorCode::kInvalidFile,
           fmt::format("{}: has no *.safetensors file; convert the checkpoint to safetensors "
                       "(transformers' save_pretrained does)",
-                      directory.string()));
+                      printable(directory)));
     for (const std::filesystem::path& path : paths) add(SafetensorsFile::open(path));
   }
 };
@@ -154,6 +152,8 @@ class LayerLoader {
     load_experts(weights);
     load_shared(weights);
     weights.owner = owner_;
+    // A file that was cut meanwhile may have left zeros in what was copied from it.
+    for (const SafetensorsFile* const file : checked_) file->require_whole();
     validate(spec_, weights);
     return weights;
   }
@@ -191,6 +191,7 @@ class LayerLoader {
   Located require(const std::string& name) const {
     const Located found = state_.find(name);
     if (!found.info) state_.missing(name);
+    if (checked_.insert(found.file).second) found.file->require_whole();
     return found;
   }
 
@@ -204,8 +205,8 @@ class LayerLoader {
         ErrorCode::kShapeMismatch,
         fmt::format("{}: tensor '{}' has shape {}, but config.json asks for {}; the config and "
                     "the weights are of different models",
-                    tensor.file->path().string(), tensor.info->name, shape_text(tensor.info->shape),
-                    expected));
+                    printable(tensor.file->path()), printable(tensor.info->name),
+                    shape_text(tensor.info->shape), expected));
   }
 
   // `tensor` as a weight or bias dtype.
@@ -220,16 +221,18 @@ class LayerLoader {
           ErrorCode::kDTypeMismatch,
           fmt::format("{}: tensor '{}' has dtype {}, but a weight must be F32, F16, BF16 or "
                       "F8_E4M3; this is not the weight that config.json describes",
-                      tensor.file->path().string(), tensor.info->name, name));
+                      printable(tensor.file->path()), printable(tensor.info->name),
+                      printable(name)));
     throw Error(ErrorCode::kUnsupported,
                 fmt::format("{}: tensor '{}' has dtype {}{}, which this build cannot compute with; "
                             "convert the checkpoint to bf16",
-                            tensor.file->path().string(), tensor.info->name, name, method_text()));
+                            printable(tensor.file->path()), printable(tensor.info->name),
+                            printable(name), method_text()));
   }
 
   std::string method_text() const {
     const std::string& method = state_.config.quantization.method;
-    return method.empty() ? "" : fmt::format(" (quantization {})", method);
+    return method.empty() ? "" : fmt::format(" (quantization {})", printable(method));
   }
 
   static bool is_aligned(const Located& tensor, std::size_t alignment) {
@@ -271,7 +274,8 @@ class LayerLoader {
         throw Error(ErrorCode::kDTypeMismatch,
                     fmt::format("{}: scale '{}' has dtype {}, expected F32, BF16, F16 or F8_E8M0; "
                                 "convert it to F32",
-                                tensor.file->path().string(), tensor.info->name, dtype));
+                                printable(tensor.file->path()), printable(tensor.info->name),
+                                printable(dtype)));
       }
     }
     return scales;
@@ -359,7 +363,7 @@ class LayerLoader {
       throw Error(ErrorCode::kDTypeMismatch,
                   fmt::format("{}: tensor '{}' has dtype F8_E4M3, but a vector must be F32, F16 or "
                               "BF16; convert it",
-                              tensor.file->path().string(), name));
+                              printable(tensor.file->path()), name));
     view.data = aligned_data(tensor, size_of(view.dtype));
     view.size = size;
     prefetch(name);
@@ -383,7 +387,7 @@ class LayerLoader {
           ErrorCode::kDTypeMismatch,
           fmt::format("{}: tensor '{}' has dtype {}, expected I64 or I32 expert ids; download "
                       "the checkpoint again",
-                      tensor.file->path().string(), name, tensor.info->dtype));
+                      printable(tensor.file->path()), name, printable(tensor.info->dtype)));
     const std::vector<std::int64_t>& shape = tensor.info->shape;
     const int vocabulary = state_.config.vocab_size;
     if (shape.size() != 2 || shape[1] != spec_.top_k || (vocabulary > 0 && shape[0] != vocabulary))
@@ -425,7 +429,7 @@ class LayerLoader {
               ErrorCode::kUnsupported,
               fmt::format("{}: the experts are stored as '{}'{}, a 4-bit format that this build "
                           "cannot compute with; convert the checkpoint to bf16",
-                          state_.directory.string(), stem + suffix, method_text()));
+                          printable(state_.directory), stem + suffix, method_text()));
   }
 
   void load_separate_experts(MoeWeights& weights) {
@@ -470,7 +474,7 @@ class LayerLoader {
           ErrorCode::kUnsupported,
           fmt::format("{}: '{}' is FP8 packed by columns, whose scales have no fixed layout; "
                       "store the experts one by one or convert them to bf16",
-                      gate_up.file->path().string(), gate_up_name));
+                      printable(gate_up.file->path()), gate_up_name));
     const std::byte* gate_up_data = aligned_data(gate_up, size_of(dtype));
     const std::byte* down_data = aligned_data(down, size_of(down_dtype));
 
@@ -515,8 +519,8 @@ class LayerLoader {
             ErrorCode::kUnsupported,
             fmt::format("{}: '{}' has scale blocks of {} rows that straddle gate and up ({} "
                         "rows each); store the experts one by one",
-                        tensor.file->path().string(), tensor.info->name, both.scale_rows,
-                        view.rows));
+                        printable(tensor.file->path()), printable(tensor.info->name),
+                        both.scale_rows, view.rows));
       view.scale += view.rows / both.scale_rows * both.scale_stride;
     }
     return view;
@@ -581,7 +585,7 @@ class LayerLoader {
       throw Error(ErrorCode::kUnsupported,
                   fmt::format("{}: '{}' packs all experts in FP8, which has no published layout of "
                               "scales; convert it to bf16",
-                              tensor.file->path().string(), name));
+                              printable(tensor.file->path()), name));
     return matrix(name, rows, cols);
   }
 
@@ -621,31 +625,38 @@ class LayerLoader {
   const TensorNames* names_ = nullptr;
   std::string base_;
   std::unordered_map<const TensorInfo*, const float*> converted_;
+  mutable std::set<const SafetensorsFile*> checked_;  // that have not become shorter
 };
+
+void require_directory(const std::filesystem::path& directory) {
+  struct stat status = {};
+  if (::stat(directory.c_str(), &status) != 0 && !is_absent(directory))
+    throw_file_error(directory, "stat");
+  if (!S_ISDIR(status.st_mode))
+    throw Error(
+        ErrorCode::kSystem,
+        fmt::format("{}: is not a directory; pass the directory that holds config.json and the "
+                    "*.safetensors files",
+                    printable(directory)));
+}
 
 }  // namespace
 
 Checkpoint Checkpoint::open(const std::filesystem::path& directory) {
   auto state = std::make_shared<State>();
   state->directory = directory;
-  std::error_code ignored;
-  if (!std::filesystem::is_directory(directory, ignored))
-    throw Error(
-        ErrorCode::kSystem,
-        fmt::format("{}: is not a directory; pass the directory that holds config.json and the "
-                    "*.safetensors files",
-                    directory.string()));
+  require_directory(directory);
   const std::filesystem::path config = directory / "config.json";
-  if (!std::filesystem::exists(config, ignored))
+  if (is_absent(config))
     throw Error(ErrorCode::kInvalidConfig,
                 fmt::format("{}: there is no config.json; download it with the weights",
-                            directory.string()));
-  state->config = parse_config(read_text(config), config.string());
+                            printable(directory)));
+  state->config = parse_config(read_text(config, kMostConfigBytes), config.string());
   try {
     state->add_files();
   } catch (const std::filesystem::filesystem_error& error) {
     throw Error(ErrorCode::kSystem, fmt::format("{}: cannot be listed: {}; check the permissions",
-                                                directory.string(), error.code().message()));
+                                                printable(directory), error.code().message()));
   }
   const int first = state->config.moe_layers().front();
   const LayerSpec& spec = *state->config.layers[static_cast<std::size_t>(first)];

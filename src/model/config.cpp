@@ -9,7 +9,9 @@
 #include <initializer_list>
 #include <limits>
 
+#include "base/printable.h"
 #include "model/json_text.h"
+#include "model/layer_problem.h"
 #include "switchyard/error.h"
 
 namespace switchyard {
@@ -77,7 +79,7 @@ class Keys {
 
   [[noreturn]] void fail(std::string_view key, const std::string& problem) const {
     throw Error(ErrorCode::kInvalidConfig,
-                fmt::format("{}: '{}{}' {}", source_, path_, key, problem));
+                fmt::format("{}: '{}{}' {}", printable(source_), path_, key, problem));
   }
 
   const json* find(std::string_view key) const {
@@ -583,7 +585,7 @@ Located locate(const json& document, const std::string& source) {
   if (!document.is_object())
     throw Error(ErrorCode::kInvalidConfig,
                 fmt::format("{}: the top level is {}; expected an object with a 'model_type'",
-                            source, excerpt(document)));
+                            printable(source), excerpt(document)));
   const Keys root(document, source, "");
   const std::optional<Keys> text = root.object("text_config");
   const std::string outer = root.text_or("model_type", "");
@@ -619,12 +621,10 @@ ModelConfig parse_document(const json& document, const std::string& source) {
   if (has_hidden_act(located.family, located.model_type))
     draft.spec.activation.kind =
         activation_kind(text, "hidden_act", text.text_or("hidden_act", "silu"));
-  try {
-    validate(draft.spec);
-  } catch (const Error& error) {
-    throw Error(ErrorCode::kInvalidConfig,
-                fmt::format("{}: describes a layer that makes no sense: {}", source, error.what()));
-  }
+  if (const std::string problem = layer_problem(draft.spec); !problem.empty())
+    throw Error(
+        ErrorCode::kInvalidConfig,
+        fmt::format("{}: describes a layer that makes no sense: {}", printable(source), problem));
   for (int layer = 0; layer < config.num_layers; ++layer) {
     const std::size_t index = static_cast<std::size_t>(layer);
     std::optional<LayerSpec> spec;
@@ -642,7 +642,7 @@ ModelConfig parse_document(const json& document, const std::string& source) {
                 fmt::format("{}: none of the {} layers is an MoE layer; check the keys that choose "
                             "them (first_k_dense_replace, mlp_only_layers, decoder_sparse_step, "
                             "moe_layer_freq, expert_layer_period)",
-                            source, config.num_layers));
+                            printable(source), config.num_layers));
   return config;
 }
 
@@ -656,6 +656,19 @@ LayerSpec with_overrides(LayerSpec spec, const ConfigOverrides& overrides) {
   if (overrides.hidden > 0) spec.hidden = overrides.hidden;
   if (overrides.intermediate > 0) spec.intermediate = overrides.intermediate;
   return spec;
+}
+
+// The spec that the overrides make.
+void require_layer(const LayerSpec& spec) {
+  if (spec.top_k > spec.num_experts)
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("the overrides do not fit this model: each token goes to {} experts, "
+                            "but there would be {}; ask for at least {} experts, or for a top-k of "
+                            "at most {}",
+                            spec.top_k, spec.num_experts, spec.top_k, spec.num_experts));
+  if (const std::string problem = layer_problem(spec); !problem.empty())
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("the overrides do not fit this model: {}", problem));
 }
 
 void apply_overrides(json& text, const ModelConfig& config, const ConfigOverrides& overrides) {
@@ -727,10 +740,10 @@ std::string rewrite_config(std::string_view json_text, const ConfigOverrides& ov
                                        {"fmt", "e4m3"},
                                        {"quant_method", "fp8"},
                                        {"weight_block_size", {128, 128}}};
+  // First in the words of what was asked for, not of the text's keys.
+  require_layer(with_overrides(
+      *config.layers[static_cast<std::size_t>(config.moe_layers().front())], overrides));
   try {
-    // First in the words of what was asked for, not of the text's keys.
-    validate(with_overrides(*config.layers[static_cast<std::size_t>(config.moe_layers().front())],
-                            overrides));
     parse_document(document, source);
   } catch (const Error& error) {
     throw Error(ErrorCode::kInvalidArgument,

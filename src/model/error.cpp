@@ -1,8 +1,19 @@
 #include "switchyard/error.h"
 
+#include "base/printable.h"
 #include "switchyard/tensor.h"
 
 namespace switchyard {
+namespace {
+
+constexpr std::size_t kMostMessage = 4096;
+
+}  // namespace
+
+// Messages are escaped here as well as where text from outside enters them, because that is easily
+// forgotten. Escaping twice changes nothing.
+Error::Error(ErrorCode code, const std::string& message)
+    : std::runtime_error(printable(message, kMostMessage)), code_(code) {}
 
 const char* to_string(ErrorCode code) {
   switch (code) {

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "base/printable.h"
+
 namespace switchyard {
 namespace {
 
@@ -12,7 +14,7 @@ void require_shallow(std::string_view text, ErrorCode code, const std::string& s
   if (!at) return;
   throw Error(code, fmt::format("{}: nested deeper than {} levels at byte {}; this is not a file "
                                 "that any model publisher writes, download it again",
-                                source, kMaxDepth, *at));
+                                printable(source), kMaxDepth, *at));
 }
 
 }  // namespace
@@ -47,10 +49,10 @@ nlohmann::json parse_json(std::string_view text, ErrorCode code, const std::stri
     throw Error(code,
                 fmt::format("{}: not valid JSON at byte {} of {}; the file is damaged or is not "
                             "what it claims to be, download it again",
-                            source, error.byte, text.size()));
+                            printable(source), error.byte, text.size()));
   } catch (const nlohmann::json::exception& error) {
-    throw Error(code, fmt::format("{}: not usable JSON ({}); download the file again", source,
-                                  error.what()));
+    throw Error(code, fmt::format("{}: not usable JSON ({}); download the file again",
+                                  printable(source), printable(error.what())));
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "model/layer_problem.h"
 #include "switchyard/error.h"
 
 namespace switchyard {
@@ -14,10 +15,14 @@ constexpr int kMaxHidden = 1 << 20;
 constexpr int kMaxIntermediate = 1 << 22;
 constexpr int kMaxExperts = 1 << 16;
 
+// Never leaves this file.
+struct Problem {
+  std::string text;
+};
+
 template <class Value>
 [[noreturn]] void reject(const char* field, Value value, const std::string& remedy) {
-  throw Error(ErrorCode::kInvalidArgument,
-              fmt::format("LayerSpec::{} is {}: {}", field, value, remedy));
+  throw Problem{fmt::format("{} is {}: {}", field, value, remedy)};
 }
 
 void require_range(const char* field, int value, int low, int high) {
@@ -80,9 +85,7 @@ void validate_routing(const LayerSpec& spec) {
   }
 }
 
-}  // namespace
-
-void validate(const LayerSpec& spec) {
+void require_valid(const LayerSpec& spec) {
   require_range("hidden", spec.hidden, 1, kMaxHidden);
   require_range("intermediate", spec.intermediate, 1, kMaxIntermediate);
   require_range("num_experts", spec.num_experts, 1, kMaxExperts);
@@ -96,6 +99,22 @@ void validate(const LayerSpec& spec) {
   if (!std::isfinite(spec.capacity_factor) || spec.capacity_factor < 0)
     reject("capacity_factor", spec.capacity_factor,
            "set it to 0 (nothing is dropped) or to a finite value above 0");
+}
+
+}  // namespace
+
+std::string layer_problem(const LayerSpec& spec) {
+  try {
+    require_valid(spec);
+  } catch (const Problem& problem) {
+    return problem.text;
+  }
+  return {};
+}
+
+void validate(const LayerSpec& spec) {
+  const std::string problem = layer_problem(spec);
+  if (!problem.empty()) throw Error(ErrorCode::kInvalidArgument, "LayerSpec::" + problem);
 }
 
 const char* name_of(const Activation& activation) {

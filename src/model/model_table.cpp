@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "base/printable.h"
 #include "switchyard/error.h"
 
 namespace switchyard {
@@ -244,10 +245,9 @@ const ModelEntry& find_model(std::string_view name) {
     ranked.emplace_back(edit_distance(name.substr(0, 64), entry.name), entry.name);
   }
   std::partial_sort(ranked.begin(), ranked.begin() + 3, ranked.end());
-  throw Error(
-      ErrorCode::kInvalidArgument,
-      fmt::format("unknown model '{}'; the nearest known names are {}, {} and {}",
-                  name.substr(0, 64), ranked[0].second, ranked[1].second, ranked[2].second));
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("unknown model '{}'; the nearest known names are {}, {} and {}",
+                          printable(name), ranked[0].second, ranked[1].second, ranked[2].second));
 }
 
 }  // namespace switchyard

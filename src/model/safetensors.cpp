@@ -1,6 +1,5 @@
 #include "model/safetensors.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <sys/mman.h>
@@ -10,10 +9,12 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cerrno>
 #include <cstring>
 #include <limits>
 
+#include "base/file_error.h"
+#include "base/printable.h"
+#include "base/read_file.h"
 #include "model/json_text.h"
 #include "switchyard/error.h"
 
@@ -51,7 +52,7 @@ const DTypeName* find_dtype(std::string_view name) {
 }
 
 [[noreturn]] void bad_file(const std::string& source, const std::string& problem) {
-  throw Error(ErrorCode::kInvalidFile, fmt::format("{}: {}", source, problem));
+  throw Error(ErrorCode::kInvalidFile, fmt::format("{}: {}", printable(source), problem));
 }
 
 std::optional<std::uint64_t> unsigned_value(const json& value) {
@@ -75,7 +76,7 @@ TensorInfo parse_tensor(const std::string& name, const json& entry, std::uint64_
                         const std::string& source) {
   const auto fail = [&](const std::string& problem) {
     bad_file(source, fmt::format("tensor '{}' {}; the header is damaged, download the file again",
-                                 name, problem));
+                                 printable(name), problem));
   };
   if (!entry.is_object()) fail("is not described by an object");
   for (const char* key : {"dtype", "shape", "data_offsets"})
@@ -109,7 +110,7 @@ TensorInfo parse_tensor(const std::string& name, const json& entry, std::uint64_
     bad_file(source,
              fmt::format("tensor '{}' ends at byte {} of the data, but the file has only {} "
                          "bytes of data; it is truncated, download it again",
-                         name, info.end, data_bytes));
+                         printable(name), info.end, data_bytes));
   if (const DTypeName* known = find_dtype(info.dtype)) {
     const std::optional<std::uint64_t> needed = byte_size(info.shape, known->bits);
     if (!needed || *needed != info.bytes())
@@ -127,13 +128,14 @@ void require_tiling(const std::vector<TensorInfo>& tensors, std::uint64_t data_b
   std::string_view previous = "the header";
   for (const TensorInfo& tensor : tensors) {
     if (tensor.begin < position)
-      bad_file(source, fmt::format("tensor '{}' begins at byte {} of the data, inside '{}', which "
-                                   "ends at {}; the header is damaged, download the file again",
-                                   tensor.name, tensor.begin, previous, position));
+      bad_file(source,
+               fmt::format("tensor '{}' begins at byte {} of the data, inside '{}', which "
+                           "ends at {}; the header is damaged, download the file again",
+                           printable(tensor.name), tensor.begin, printable(previous), position));
     if (tensor.begin > position)
       bad_file(source, fmt::format("bytes {} to {} of the data, before tensor '{}', belong to no "
                                    "tensor; the header is damaged, download the file again",
-                                   position, tensor.begin, tensor.name));
+                                   position, tensor.begin, printable(tensor.name)));
     position = tensor.end;
     previous = tensor.name;
   }
@@ -217,11 +219,12 @@ std::map<std::string, std::string> parse_safetensors_index(std::string_view json
   std::map<std::string, std::string> weight_map;
   for (const auto& [name, file] : document["weight_map"].items()) {
     if (!file.is_string() || file.get_ref<const std::string&>().empty() ||
-        file.get_ref<const std::string&>().find('/') != std::string::npos)
+        file.get_ref<const std::string&>().find_first_of(std::string_view("/\0", 2)) !=
+            std::string::npos)
       bad_file(source,
                fmt::format("maps tensor '{}' to {}; expected the name of a file in the same "
                            "directory",
-                           name, excerpt(file)));
+                           printable(name), excerpt(file)));
     weight_map[name] = file.get<std::string>();
   }
   return weight_map;
@@ -240,31 +243,35 @@ std::string safetensors_index_json(const std::map<std::string, std::string>& wei
 }
 
 std::shared_ptr<const SafetensorsFile> SafetensorsFile::open(const std::filesystem::path& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) throw_file_error(path, "open");
-  struct stat status = {};
-  if (::fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
-    ::close(fd);
-    bad_file(path.string(), "is not a regular file");
-  }
+  const InputFile input = open_input(path);
   std::shared_ptr<SafetensorsFile> file(new SafetensorsFile);
   file->path_ = path;
-  file->size_ = static_cast<std::size_t>(status.st_size);
-  if (file->size_ > 0) {
+  if (input.bytes > 0) {
     // Shared, so that ranks in several processes use one copy of the page cache.
-    void* mapping = ::mmap(nullptr, file->size_, PROT_READ, MAP_SHARED, fd, 0);
-    if (mapping == MAP_FAILED) {
-      ::close(fd);
-      file->size_ = 0;
-      throw_file_error(path, "mmap");
-    }
+    void* mapping = ::mmap(nullptr, static_cast<std::size_t>(input.bytes), PROT_READ, MAP_SHARED,
+                           input.fd.get(), 0);
+    if (mapping == MAP_FAILED) throw_file_error(path, "mmap");
     file->mapping_ = static_cast<const std::byte*>(mapping);
+    file->size_ = static_cast<std::size_t>(input.bytes);
   }
-  ::close(fd);
+  file->device_ = input.device;
+  file->inode_ = input.inode;
   file->header_ =
       parse_safetensors_header({file->mapping_, file->size_}, file->size_, path.string());
   for (const TensorInfo& tensor : file->header_.tensors) file->by_name_[tensor.name] = &tensor;
   return file;
+}
+
+void SafetensorsFile::require_whole() const {
+  struct stat now = {};
+  // Where another file has taken the name, or none has it, the mapped one lives on untouched.
+  if (::stat(path_.c_str(), &now) != 0 || now.st_dev != device_ || now.st_ino != inode_) return;
+  const auto bytes = static_cast<std::size_t>(now.st_size);
+  if (bytes < size_)
+    bad_file(path_.string(),
+             fmt::format("had {} bytes when it was opened and has {} now; wait until whatever "
+                         "writes to it is done, or download it again",
+                         size_, bytes));
 }
 
 SafetensorsFile::~SafetensorsFile() {
@@ -308,7 +315,8 @@ SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path,
           ErrorCode::kInvalidArgument,
           fmt::format("cannot write tensor '{}' of dtype {} and shape [{}]; give it a known "
                       "dtype and a smaller shape",
-                      tensor.name, tensor.dtype, fmt::join(tensor.shape, ", ")));
+                      printable(tensor.name), printable(tensor.dtype),
+                      fmt::join(tensor.shape, ", ")));
     tensor.begin = announced_;
     announced_ += *bytes;
     tensor.end = announced_;
@@ -332,7 +340,7 @@ void SafetensorsWriter::append(std::span<const std::byte> piece) {
     throw Error(
         ErrorCode::kInvalidArgument,
         fmt::format("{}: {} bytes appended to a file announced as {}; announce every tensor",
-                    file_.path().string(), appended_ + piece.size(), announced_));
+                    printable(file_.path()), appended_ + piece.size(), announced_));
   file_.write(piece);
   appended_ += piece.size();
 }
@@ -341,12 +349,17 @@ void SafetensorsWriter::finish() {
   if (appended_ != announced_)
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("{}: finished after {} of {} announced bytes; append the rest",
-                            file_.path().string(), appended_, announced_));
+                            printable(file_.path()), appended_, announced_));
   file_.finish();
 }
 
 OwnedMatrix read_matrix(const std::filesystem::path& path, const std::string& name) {
-  const std::shared_ptr<const SafetensorsFile> file = SafetensorsFile::open(path);
+  return read_matrix(SafetensorsFile::open(path), name);
+}
+
+OwnedMatrix read_matrix(const std::shared_ptr<const SafetensorsFile>& file,
+                        const std::string& name) {
+  const std::filesystem::path& path = file->path();
   const std::vector<TensorInfo>& tensors = file->header().tensors;
   const TensorInfo* tensor = nullptr;
   if (!name.empty()) {
@@ -358,22 +371,24 @@ OwnedMatrix read_matrix(const std::filesystem::path& path, const std::string& na
     std::vector<std::string_view> names;
     for (const TensorInfo& candidate : tensors) names.push_back(candidate.name);
     throw Error(ErrorCode::kMissingTensor,
-                name.empty() ? fmt::format("{}: has {} tensors; name the one to read{}",
-                                           path.string(), tensors.size(), closest_names("", names))
-                             : fmt::format("{}: has no tensor '{}'{}", path.string(), name,
-                                           closest_names(name, names)));
+                name.empty()
+                    ? fmt::format("{}: has {} tensors; name the one to read{}", printable(path),
+                                  tensors.size(), closest_names("", names))
+                    : fmt::format("{}: has no tensor '{}'{}", printable(path), printable(name),
+                                  closest_names(name, names)));
   }
   if (tensor->shape.empty() || tensor->shape.size() > 2)
-    throw Error(ErrorCode::kShapeMismatch,
-                fmt::format("{}: tensor '{}' has shape [{}]; expected a matrix or a vector",
-                            path.string(), tensor->name, fmt::join(tensor->shape, ", ")));
+    throw Error(
+        ErrorCode::kShapeMismatch,
+        fmt::format("{}: tensor '{}' has shape [{}]; expected a matrix or a vector",
+                    printable(path), printable(tensor->name), fmt::join(tensor->shape, ", ")));
   const std::optional<DType> dtype = dtype_from_name(tensor->dtype);
   if (!dtype)
     throw Error(
         ErrorCode::kUnsupported,
         fmt::format("{}: tensor '{}' has dtype {}, which cannot be read; convert it to F32, "
                     "BF16 or F16",
-                    path.string(), tensor->name, tensor->dtype));
+                    printable(path), printable(tensor->name), printable(tensor->dtype)));
   OwnedMatrix result;
   result.view.dtype = *dtype;
   result.view.rows = tensor->shape.size() == 2 ? tensor->shape[0] : 1;
@@ -445,7 +460,7 @@ std::string closest_names(std::string_view wanted, const std::vector<std::string
   if (shown == 0) return "";
   std::string text = "; the closest names are: ";
   for (std::size_t i = 0; i < shown; ++i)
-    text += fmt::format("{}{}", i ? ", " : "", ranked[i].second);
+    text += fmt::format("{}{}", i ? ", " : "", printable(ranked[i].second));
   return text;
 }
 

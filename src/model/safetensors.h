@@ -69,6 +69,10 @@ class SafetensorsFile {
   const std::byte* data(const TensorInfo& tensor) const {
     return mapping_ + header_.data_begin + tensor.begin;
   }
+  // Throws Error{kInvalidFile} if the file has become shorter since it was opened: whoever touches
+  // the bytes that are gone is ended by SIGBUS. Call it before reading many of them. It costs a
+  // system call, and what happens later it cannot see.
+  void require_whole() const;
   // Asks the kernel to start reading, for tensors that every forward pass needs.
   void will_need(const TensorInfo& tensor) const;
 
@@ -78,6 +82,7 @@ class SafetensorsFile {
   std::filesystem::path path_;
   const std::byte* mapping_ = nullptr;
   std::size_t size_ = 0;
+  std::uint64_t device_ = 0, inode_ = 0;
   SafetensorsHeader header_;
   std::unordered_map<std::string_view, const TensorInfo*> by_name_;
 };
@@ -116,6 +121,8 @@ struct NamedMatrix {
 // The tensor `name` as a matrix (a vector is one row). An empty name means the file's only tensor.
 // Throws Error{kSystem, kInvalidFile, kMissingTensor, kShapeMismatch, kUnsupported}.
 OwnedMatrix read_matrix(const std::filesystem::path& path, const std::string& name);
+OwnedMatrix read_matrix(const std::shared_ptr<const SafetensorsFile>& file,
+                        const std::string& name);
 void write_matrices(const std::filesystem::path& path, const std::vector<NamedMatrix>& matrices);
 
 // Up to three of `names` that look most like `wanted`, as "; the closest names are: a, b", or "".

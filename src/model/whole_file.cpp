@@ -6,30 +6,33 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
-#include <utility>
+#include <cstdint>
 
-#include "switchyard/error.h"
+#include "base/file_error.h"
 
 namespace switchyard {
 
-void throw_file_error(const std::filesystem::path& path, const char* call) {
-  const int code = errno;
-  const char* remedy = code == ENOENT   ? "check the path"
-                       : code == EACCES ? "check the permissions"
-                       : code == ENOSPC ? "free some disk space"
-                       : code == EMFILE ? "raise the limit on open files (ulimit -n)"
-                                        : "check the file system";
-  throw Error(ErrorCode::kSystem, fmt::format("{}: {} failed: {}; {}", path.string(), call,
-                                              std::strerror(code), remedy));
+std::filesystem::path make_beside(const std::filesystem::path& path, const char* call,
+                                  const std::function<int(const std::filesystem::path&)>& make) {
+  constexpr int kMostNames = 100;
+  for (int i = 0;; ++i) {
+    std::uint64_t chance = 0;
+    if (::getentropy(&chance, sizeof chance) != 0) throw_file_error(path, "getentropy");
+    std::filesystem::path name = path;
+    name += fmt::format(".partial-{:016x}", chance);
+    errno = make(name);
+    if (errno == 0) return name;
+    if (errno != EEXIST || i == kMostNames) throw_file_error(path, call);
+  }
 }
 
-// Of this process alone: another may be writing the same file.
-WholeFile::WholeFile(const std::filesystem::path& path)
-    : path_(path),
-      partial_(path.string() + fmt::format(".partial-{}", ::getpid())),
-      fd_(::open(partial_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
-  if (fd_ < 0) throw_file_error(path_, "open");
+WholeFile::WholeFile(const std::filesystem::path& path) : path_(path) {
+  // O_EXCL refuses whatever is there, symbolic links included; O_NOFOLLOW says so again.
+  constexpr int kNew = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
+  partial_ = make_beside(path, "open", [this](const std::filesystem::path& name) {
+    fd_ = UniqueFd(::open(name.c_str(), kNew, 0666));
+    return fd_ ? 0 : errno;
+  });
 }
 
 WholeFile::~WholeFile() { discard(); }
@@ -38,7 +41,7 @@ void WholeFile::write(std::span<const std::byte> bytes) {
   while (!bytes.empty()) {
     // Linux writes at most 2 GiB per call.
     const ssize_t written =
-        ::write(fd_, bytes.data(), std::min<std::size_t>(bytes.size(), 1u << 30));
+        ::write(fd_.get(), bytes.data(), std::min<std::size_t>(bytes.size(), 1u << 30));
     if (written < 0) {
       if (errno == EINTR) continue;
       fail("write");
@@ -48,7 +51,7 @@ void WholeFile::write(std::span<const std::byte> bytes) {
 }
 
 void WholeFile::finish() {
-  if (::close(std::exchange(fd_, -1)) != 0) fail("close");
+  if (::close(fd_.release()) != 0) fail("close");
   if (::rename(partial_.c_str(), path_.c_str()) != 0) fail("rename");
   partial_.clear();
 }
@@ -61,7 +64,7 @@ void WholeFile::fail(const char* call) {
 }
 
 void WholeFile::discard() {
-  if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+  fd_.reset();
   if (!partial_.empty()) ::unlink(partial_.c_str());
   partial_.clear();
 }

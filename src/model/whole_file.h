@@ -1,18 +1,20 @@
-// A file that appears whole or not at all.
+// Files and directories that appear whole or not at all.
 #pragma once
 
 #include <cstddef>
 #include <filesystem>
+#include <functional>
 #include <span>
 #include <string_view>
 
+#include "base/unique_fd.h"
+
 namespace switchyard {
 
-// Throws Error{kSystem} for the current errno, which `call` has left for the file.
-[[noreturn]] void throw_file_error(const std::filesystem::path& path, const char* call);
-
-// Makes or replaces `path` in finish(); until then its bytes are in a file beside it, which goes if
-// there is no finish(). Errors are Error{kSystem}.
+// Makes or replaces `path` in finish(); until then its bytes are in a new file beside it, which is
+// removed if there is no finish(). Other users who can write to the directory cannot redirect the
+// bytes: if a file or a link already has the temporary name, it is left alone and another name is
+// taken. Errors are Error{kSystem}.
 class WholeFile {
  public:
   explicit WholeFile(const std::filesystem::path& path);
@@ -30,8 +32,14 @@ class WholeFile {
   void discard();
 
   std::filesystem::path path_, partial_;
-  int fd_ = -1;
+  UniqueFd fd_;
 };
+
+// Makes something new beside `path` under a temporary name: calls `make` with names that nobody can
+// guess, until it returns anything but EEXIST. Returns the name. Throws Error{kSystem} of `path`
+// and `call` for any other errno that `make` returns than 0.
+std::filesystem::path make_beside(const std::filesystem::path& path, const char* call,
+                                  const std::function<int(const std::filesystem::path&)>& make);
 
 // One of this text.
 void write_whole(const std::filesystem::path& path, std::string_view text);

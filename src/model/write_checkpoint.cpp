@@ -1,11 +1,13 @@
 #include <fmt/format.h>
-#include <unistd.h>
+#include <sys/stat.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <map>
 #include <utility>
 
+#include "base/printable.h"
 #include "model/generate.h"
 #include "model/random_tensor.h"
 #include "model/safetensors.h"
@@ -280,11 +282,14 @@ std::vector<std::vector<Planned>> split(std::vector<Planned> planned, std::uint6
 // A directory that becomes `target` on commit() and vanishes otherwise.
 class TemporaryDirectory {
  public:
-  explicit TemporaryDirectory(const std::filesystem::path& target)
-      : target_(target), path_(target.string() + fmt::format(".partial-{}", ::getpid())) {
+  explicit TemporaryDirectory(const std::filesystem::path& target) : target_(target) {
     std::error_code code;
-    std::filesystem::create_directories(path_, code);
-    if (code) fail("create", path_, code);
+    std::filesystem::create_directories(target_.parent_path(), code);
+    if (code) fail("create", target_.parent_path(), code);
+    // A new directory: one that somebody else had put there, they could still write to.
+    path_ = make_beside(target_, "mkdir", [](const std::filesystem::path& name) {
+      return ::mkdir(name.c_str(), 0777) == 0 ? 0 : errno;
+    });
   }
   ~TemporaryDirectory() {
     std::error_code ignored;
@@ -305,11 +310,12 @@ class TemporaryDirectory {
   [[noreturn]] static void fail(const char* call, const std::filesystem::path& path,
                                 const std::error_code& code) {
     throw Error(ErrorCode::kSystem,
-                fmt::format("{}: {} failed: {}; check the path and its permissions", path.string(),
-                            call, code.message()));
+                fmt::format("{}: {} failed: {}; check the path and its permissions",
+                            printable(path), call, code.message()));
   }
 
-  const std::filesystem::path target_, path_;
+  const std::filesystem::path target_;
+  std::filesystem::path path_;
   bool committed_ = false;
 };
 
@@ -329,7 +335,7 @@ void require_vacant(const std::filesystem::path& target) {
       ErrorCode::kInvalidArgument,
       fmt::format("{}: already exists and is not an empty directory; remove it or choose another "
                   "path",
-                  target.string()));
+                  printable(target)));
 }
 
 void require_space(const std::filesystem::path& directory, std::uint64_t bytes) {
@@ -340,7 +346,7 @@ void require_space(const std::filesystem::path& directory, std::uint64_t bytes) 
         ErrorCode::kCapacityExceeded,
         fmt::format("{}: the checkpoint needs {} bytes of disk, but {} are available; write fewer "
                     "layers or experts, or free some space",
-                    directory.string(), bytes, space.available));
+                    printable(directory), bytes, space.available));
 }
 
 }  // namespace

@@ -20,9 +20,12 @@ TimeoutError timeout_error(const FailureRecord& record, int rank, const std::str
                         record.epoch)
           : fmt::format(
                 "rank {} did not do its part of {} in epoch {}: rank {} waited {:.3f} s "
-                "without progress of any rank (slot {}: expected {}, saw {})",
+                "without progress of any rank ({})",
                 record.peer, failure.phase, record.epoch, record.waiter, failure.waited_seconds,
-                record.slot, record.expected, record.observed);
+                record.witness == record.waiter
+                    ? fmt::format("slot {}: expected {}, saw {}", record.slot, record.expected,
+                                  record.observed)
+                    : fmt::format("rank {} waits for rank {}", record.witness, record.peer));
   if (!liveness.empty()) message += "; " + liveness;
   message += "; this layer cannot be used any more, make a new one on every rank";
   const bool first = record.waiter == rank;

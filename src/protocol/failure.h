@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "protocol/layout.h"
+#include "protocol/control.h"
 #include "switchyard/error.h"
 
 namespace switchyard::protocol {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "protocol/layout.h"
+#include "protocol/partition.h"
 
 namespace switchyard::protocol {
 

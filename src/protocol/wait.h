@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "protocol/atomics.h"
-#include "protocol/layout.h"
+#include "protocol/control.h"
 
 namespace switchyard::protocol {
 
@@ -20,23 +20,79 @@ struct Missing {
 
 enum class WaitResult : std::uint8_t { kReady, kAborted };
 
-// The rank at the end of the chain of "waits for" links that starts at `peer`: the one that waits
-// for nobody, or the first one met twice.
+// Who is to blame when nothing moves any more.
+//
+// A rank that waits says for whom, and says it again at every look at the clock, so its word
+// changes. The word of a rank that has stopped inside a wait, of a dead one, or of one that is not
+// in a pass stays the same, and is not believed: what it names may have come since.
+//
+// Of the waits that are believed the earliest in the order of the protocol (epoch, then phase)
+// names the culprit. A step of the protocol depends on earlier steps only, so a rank that owes the
+// earliest missing step waits for nobody; all other waits are consequences.
+//
+// One thread of a rank judges at a time. It takes notes in its rank's Control for a part of the
+// deadline, judging_time(), and the earliest wait it then knows of is the verdict. It also takes so
+// many looks at least: on a host with more threads than cores a rank that waits may be as rarely
+// on a core as the judge, and would seem to have stopped.
+inline constexpr std::uint32_t kLeastLooksOfAJudge = 64;
+SWITCHYARD_HOST_DEVICE constexpr std::uint64_t judging_time(std::uint64_t deadline_ns) {
+  // Long beside the time between two words of a waiting rank (a millisecond, or a few time slices
+  // of a busy host), and short beside a user's patience.
+  constexpr std::uint64_t kLongest = 2'000'000'000;
+  return deadline_ns / 2 < kLongest ? deadline_ns / 2 : kLongest;
+}
+
+// False while another thread of this rank judges.
+SWITCHYARD_HOST_DEVICE inline bool start_judging(const Heaps& heaps) {
+  Control* mine = heaps.control(heaps.rank);
+  if (compare_exchange(&mine->judging, std::uint64_t{0}, std::uint64_t{1}) != 0) return false;
+  SWITCHYARD_ROLLED
+  for (int r = 0; r < heaps.size(); ++r) {
+    mine->sightings[r] = {load_relaxed(&heaps.control(r)->waits_for), 0};
+  }
+  return true;
+}
+
+// A look at all ranks.
+SWITCHYARD_HOST_DEVICE inline void look_around(const Heaps& heaps) {
+  Control* mine = heaps.control(heaps.rank);
+  SWITCHYARD_ROLLED
+  for (int r = 0; r < heaps.size(); ++r) {
+    Sighting& seen = mine->sightings[r];
+    const std::uint64_t now = load_relaxed(&heaps.control(r)->waits_for);
+    // A rank has several threads and one word: each look may show another thread's wait.
+    if (now != 0 && now != seen.last && (seen.earliest == 0 || now < seen.earliest)) {
+      seen.earliest = now;
+    }
+    seen.last = now;
+  }
+}
+
+SWITCHYARD_HOST_DEVICE inline void stop_judging(const Heaps& heaps) {
+  store_release(&heaps.control(heaps.rank)->judging, std::uint64_t{0});
+}
+
 struct Culprit {
   int rank;
-  Phase phase;  // in which it is awaited
+  Phase phase;  // what it did not do,
+  std::uint64_t epoch;
+  int witness;  // and who waits for that
 };
-SWITCHYARD_HOST_DEVICE inline Culprit find_culprit(const Heaps& heaps, int peer, Phase phase) {
-  Culprit culprit{peer, phase};
-  std::uint64_t seen = 0;
-  while (culprit.rank != heaps.rank && !(seen >> culprit.rank & 1)) {
-    seen |= std::uint64_t{1} << culprit.rank;
-    const WaitsFor next = WaitsFor::unpack(load_acquire(&heaps.control(culprit.rank)->waits_for));
-    if (next.phase == Phase::kNone || next.peer == culprit.rank) break;
-    culprit = {next.peer, next.phase};
+// From what the judge has seen, and `own`, which it waits for itself.
+SWITCHYARD_HOST_DEVICE inline Culprit find_culprit(const Heaps& heaps, const WaitsFor& own) {
+  std::uint64_t earliest = own.pack(0);
+  int witness = heaps.rank;
+  SWITCHYARD_ROLLED
+  for (int r = 0; r < heaps.size(); ++r) {
+    const std::uint64_t seen = heaps.control(heaps.rank)->sightings[r].earliest;
+    // A whole beat less: of equal waits the judge's own is told, which it knows more of.
+    if (seen != 0 && seen >> WaitsFor::kBeatBits < earliest >> WaitsFor::kBeatBits) {
+      earliest = seen;
+      witness = r;
+    }
   }
-  static_assert(kMaxRanks <= 64, "the set of ranks met is one word");
-  return culprit;
+  const WaitsFor wait = WaitsFor::unpack(earliest);
+  return {wait.peer, wait.phase, wait.epoch, witness};
 }
 
 // Raises every rank's abort word. Deadlines of several ranks may pass at once, and all are to tell
@@ -80,9 +136,11 @@ SWITCHYARD_HOST_DEVICE inline std::uint64_t total_progress(const Heaps& heaps) {
 // Waits until ready() is true.
 //   missing()  -> Missing, called now and then: what is lacking, with a phase other than kNone
 //   pace       now() in ns; pause(n): called after the n-th failed look, may yield or sleep;
+//              reads_clock(n): whether the n-th look is followed by one at the clock and at others;
 //              kLooksPerAbortCheck: a GPU's look at another word doubles the time of a look
 // The deadline counts from the last step that any rank completed: a pass has finitely many steps,
-// so a slow world is waited for, and one in which nothing moves for deadline_ns is not.
+// so a slow world is waited for, and one in which nothing moves for deadline_ns is not. A rank that
+// was itself stopped for a while cannot judge that time, and does not count it.
 template <typename Ready, typename WhatIsMissing, typename Pace>
 SWITCHYARD_HOST_DEVICE WaitResult wait_until(const Heaps& heaps, std::uint64_t epoch,
                                              std::uint64_t deadline_ns, Pace& pace, Ready&& ready,
@@ -90,11 +148,11 @@ SWITCHYARD_HOST_DEVICE WaitResult wait_until(const Heaps& heaps, std::uint64_t e
   if (ready()) [[likely]] {
     return WaitResult::kReady;
   }
-  // Most waits end within a few looks: the clock and the words of others are left alone until then.
-  constexpr std::uint32_t kLooksPerClockRead = 64;
   Control* mine = heaps.control(heaps.rank);
+  // Most waits end within a few looks: the clock and the words of others are left alone until then.
   bool clock_runs = false;
-  std::uint64_t start = 0, progress = 0;
+  std::uint32_t judging = 0;  // 1 + looks around since this thread is the judge
+  std::uint64_t last = 0, waited = 0, progress = 0;
   WaitResult result = WaitResult::kReady;
   SWITCHYARD_ROLLED
   for (std::uint32_t looks = 1;; ++looks) {
@@ -104,23 +162,39 @@ SWITCHYARD_HOST_DEVICE WaitResult wait_until(const Heaps& heaps, std::uint64_t e
       result = WaitResult::kAborted;
       break;
     }
-    if (looks % kLooksPerClockRead != 0) continue;
+    if (!pace.reads_clock(looks)) continue;
     const Missing lack = missing();
-    store_release(&mine->waits_for, WaitsFor{lack.phase, lack.peer}.pack());
+    const WaitsFor wait{lack.phase, lack.peer, epoch, lack.peer == heaps.rank};
+    store_release(&mine->waits_for, wait.pack(looks));
     const std::uint64_t now = pace.now();
+    const std::uint64_t judging_ns = judging_time(deadline_ns);
+    const std::uint64_t passed = now - last;
+    last = now;
     if (const std::uint64_t seen = total_progress(heaps); seen != progress || !clock_runs) {
       clock_runs = true;
       progress = seen;
-      start = now;
-    } else if (now - start > deadline_ns) {
-      const Culprit culprit = find_culprit(heaps, lack.peer, lack.phase);
-      abort_world(heaps, {heaps.rank, culprit.rank, culprit.phase, epoch, lack.slot, lack.expected,
-                          lack.observed, now - start});
+      waited = 0;
+      if (judging != 0) stop_judging(heaps);
+      judging = 0;
+      continue;
+    }
+    waited += passed < judging_ns / 4 ? passed : judging_ns / 4;
+    if (waited < deadline_ns - judging_ns) continue;
+    if (judging == 0) {
+      judging = start_judging(heaps) ? 1 : 0;
+      waited = deadline_ns - judging_ns;
+    } else {
+      look_around(heaps);
+      if (++judging <= kLeastLooksOfAJudge || waited <= deadline_ns) continue;
+      const Culprit culprit = find_culprit(heaps, wait);
+      abort_world(heaps, {heaps.rank, culprit.rank, culprit.phase, culprit.epoch, lack.slot,
+                          lack.expected, lack.observed, waited, culprit.witness});
       result = WaitResult::kAborted;
       break;
     }
   }
-  if (clock_runs) store_release(&mine->waits_for, WaitsFor{}.pack());
+  if (clock_runs) store_release(&mine->waits_for, std::uint64_t{0});
+  if (judging != 0) stop_judging(heaps);
   return result;
 }
 

@@ -232,9 +232,13 @@ std::vector<std::int32_t> hash_table_rows(const LayerSpec& spec, const MatrixVie
       const void* row = table.row(token_id);
       const std::int64_t id = table.dtype == DType::kI32 ? static_cast<const std::int32_t*>(row)[i]
                                                          : static_cast<const std::int64_t*>(row)[i];
-      // An id that does not fit becomes one that routing rejects.
-      ids.push_back(id == static_cast<std::int32_t>(id) ? static_cast<std::int32_t>(id)
-                                                        : kNoExpert);
+      if (id < 0 || id >= spec.num_experts) {
+        throw Error(ErrorCode::kInvalidArgument,
+                    fmt::format("the hash table has expert {} for token id {}; expert ids are 0 to "
+                                "{}, check the model's token-id table",
+                                id, token_id, spec.num_experts - 1));
+      }
+      ids.push_back(static_cast<std::int32_t>(id));
     }
   }
   return ids;

@@ -5,13 +5,13 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <fstream>
-#include <iterator>
+#include <cstdint>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <system_error>
 #include <utility>
 
+#include "base/printable.h"
+#include "base/read_file.h"
 #include "model/json_text.h"
 
 namespace switchyard::report {
@@ -22,10 +22,13 @@ using Json = nlohmann::json;
 // The page's numbers are JavaScript's, which has no whole numbers beyond.
 constexpr double kMostWhole = 9007199254740992;  // 2^53
 constexpr std::size_t kMostQuantiles = 64;
+// The largest trace of a pass has 100 MB.
+constexpr std::uint64_t kMostFileBytes = std::uint64_t{1} << 30;
 
 [[noreturn]] void refuse_file(const std::string& source, const std::string& problem,
                               const std::string& remedy) {
-  throw Error(ErrorCode::kInvalidFile, fmt::format("{} {}; {}", source, problem, remedy));
+  throw Error(ErrorCode::kInvalidFile,
+              fmt::format("{} {}; {}", printable(source), problem, remedy));
 }
 
 constexpr const char* kRowsRemedy = "give files that 'switchyard bench --json' wrote";
@@ -219,7 +222,7 @@ Json parse(std::string_view text, const std::string& source, const char* remedy)
   try {
     return Json::parse(text);
   } catch (const Json::exception& error) {
-    refuse_file(source, fmt::format("is not JSON ({})", error.what()), remedy);
+    refuse_file(source, fmt::format("is not JSON ({})", printable(error.what())), remedy);
   }
 }
 
@@ -264,26 +267,11 @@ std::vector<Published> parse_published(std::string_view text, const std::string&
 }
 
 std::string read_file(const std::filesystem::path& path) {
-  std::error_code ignored;
-  const std::filesystem::file_status status = std::filesystem::status(path, ignored);
-  if (status.type() == std::filesystem::file_type::not_found) {
+  if (is_absent(path)) {
     throw Error(ErrorCode::kInvalidFile,
-                fmt::format("there is no file {}; check its name", path.string()));
+                fmt::format("there is no file {}; check its name", printable(path)));
   }
-  if (std::filesystem::is_directory(status)) {
-    refuse_file(path.string(), "is no file, but a directory", "name a file in it");
-  }
-  if (std::filesystem::is_other(status)) {
-    refuse_file(path.string(), "is no file, but a pipe, a socket or a device",
-                "save it as a file first");
-  }
-  std::ifstream file(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(file), {}};
-  if (!file) {
-    throw Error(ErrorCode::kSystem,
-                fmt::format("cannot read {}; check its permissions", path.string()));
-  }
-  return text;
+  return read_text(path, kMostFileBytes);
 }
 
 std::vector<Row> parse_rows(std::string_view text, const std::string& source) {
@@ -301,7 +289,7 @@ std::vector<Row> read_rows(std::span<const std::filesystem::path> paths) {
     std::size_t number = 0;
     for (Row& row : parse_rows(read_file(path), path.string())) {
       const std::string point = point_of(row);
-      const std::string place = fmt::format("{} row {}", path.string(), ++number);
+      const std::string place = fmt::format("{} row {}", printable(path), ++number);
       const auto [first, is_new] = place_of.emplace(point, place);
       if (!is_new) {
         throw Error(ErrorCode::kInvalidFile,

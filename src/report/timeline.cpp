@@ -10,6 +10,7 @@
 #include <set>
 #include <utility>
 
+#include "base/printable.h"
 #include "model/json_text.h"
 
 namespace switchyard::report {
@@ -165,7 +166,7 @@ class TimelineReader {
     throw Error(ErrorCode::kInvalidFile,
                 fmt::format("{} event {}: has no '{}'; give a trace in Chrome's format, such as "
                             "'switchyard trace' writes",
-                            source_, number_, field));
+                            printable(source_), number_, field));
   }
 
   std::string text(const Json& object, const char* field) const {
@@ -198,7 +199,7 @@ class TimelineReader {
     throw Error(ErrorCode::kInvalidFile,
                 fmt::format("{} event {}: {}is {}, not {}; write the trace again, with 'switchyard "
                             "trace'",
-                            source_, number_, field.empty() ? "" : "'" + field + "' ",
+                            printable(source_), number_, field.empty() ? "" : "'" + field + "' ",
                             excerpt(value), wanted));
   }
 
@@ -206,7 +207,7 @@ class TimelineReader {
     throw Error(ErrorCode::kInvalidFile,
                 fmt::format("{} {}; give --trace a trace in Chrome's format, such as 'switchyard "
                             "trace' writes",
-                            source_, problem));
+                            printable(source_), problem));
   }
 
   std::size_t count_slices() const {

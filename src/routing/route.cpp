@@ -321,8 +321,13 @@ void append_hashed_ids(const MatrixView& table, std::int64_t token_id,
     const std::int64_t wide = table.dtype == DType::kI64
                                   ? static_cast<const std::int64_t*>(row)[at]
                                   : static_cast<const std::int32_t*>(row)[at];
-    const std::int32_t id =
-        std::in_range<std::int32_t>(wide) ? static_cast<std::int32_t>(wide) : kNoExpert;
+    if (!std::in_range<std::int32_t>(wide)) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("hash_table has expert {} for token id {}; there is no such expert, "
+                              "check the model's token-id table",
+                              wide, token_id));
+    }
+    const auto id = static_cast<std::int32_t>(wide);
     if (id >= 0 && std::find(ids.begin() + first, ids.end(), id) != ids.end()) {
       throw Error(ErrorCode::kInvalidArgument,
                   fmt::format("hash_table names expert {} twice for token id {}; a token's experts "

@@ -29,8 +29,8 @@ int route_token(const LayerSpec& spec, const float* logits, const float* correct
                 const std::int32_t* hashed_ids, std::int32_t* ids, float* weights);
 
 // Appends a token's experts to `ids`: row `token_id` of `table`, [vocabulary, K] of i32 or i64 in
-// host memory. A number that no i32 is becomes kNoExpert, which route_token() refuses. Throws
-// Error{kInvalidArgument} if an expert is named twice.
+// host memory. Throws Error{kInvalidArgument} if an expert is named twice, or one that is no i32;
+// others that the layer does not have are left to route_token().
 void append_hashed_ids(const MatrixView& table, std::int64_t token_id,
                        std::vector<std::int32_t>& ids);
 

@@ -46,7 +46,10 @@ TEST(MakeCheckpoint, InterruptedItLeavesNothing) {
     ::_exit(126);
   }
   const auto writing = [&] {
-    return std::filesystem::exists(path + ".partial-" + std::to_string(child) + "/config.json");
+    for (const std::string& name : names_in(directory.path())) {
+      if (std::filesystem::exists(directory / (name + "/config.json"))) return true;
+    }
+    return false;
   };
   int status = 0;
   while (!writing() && ::waitpid(child, &status, WNOHANG) == 0) ::usleep(1000);

@@ -1,8 +1,10 @@
 // Every way to go wrong ends with its exit code and one line on stderr that says what to do.
 #include <gmock/gmock.h>
 
+#include "base/shown.h"
 #include "cli/command.h"
 #include "gpu/device.h"
+#include "model/model_table.h"
 
 namespace switchyard::cli {
 namespace {
@@ -35,6 +37,69 @@ TEST(Errors, Usage) {
   expect_error(join({"run", "--layer", "16"}, kTiny), 2, "invalid_argument",
                {"--layer is 16", "0 to 15"});
   expect_error({"make-checkpoint", "--model", "olmoe"}, 2, "invalid_argument", {"--output"});
+}
+
+TEST(Errors, OptionsThatAreGivenTwice) {
+  expect_error(join({"run", "--tokens", "3", "--tokens", "4"}, kTiny), 2, "invalid_argument",
+               {"--tokens is given 2 times; give it once", "switchyard run --help"});
+  expect_error(
+      {"make-checkpoint", "--model", "olmoe", "--out", "/tmp/a", "-o", "/tmp/b", "--out", "/tmp/c"},
+      2, "invalid_argument", {"--output is given 3 times"});
+}
+
+TEST(Errors, SizesThatDoNotFitSpeakOfOptions) {
+  const Completed done = run_switchyard({"run", "--model", "olmoe", "--experts", "1"});
+  EXPECT_EQ(done.exit_code, 2);
+  EXPECT_THAT(done.err, HasSubstr("each token goes to 8 experts, but there would be 1"));
+  EXPECT_THAT(done.err, ::testing::Not(HasSubstr("LayerSpec")));
+}
+
+// Arguments, files and the environment may hold anything.
+TEST(Errors, AreOneLineThatATerminalDoesNotObey) {
+  const TemporaryDirectory directory;
+  const std::string evil = "a\nswitchyard: error (system): forged\x1b[2J\x07\xff\u202e";
+  const std::string file = (directory / evil).string();
+  test::write_file(file, "junk");
+  write_matrices(directory / "names", {{evil + "1", {file.data(), DType::kF32, 1, 1, 1}},
+                                       {evil + "2", {file.data(), DType::kF32, 1, 1, 1}}});
+  std::filesystem::create_directory(directory / "c");
+  test::write_file(directory / "c/config.json", find_model("olmoe").config_json);
+  test::write_file(directory / "c/model.safetensors.index.json",
+                   nlohmann::json{{"weight_map", {{"t\n\x1b", "s\n\x1b"}}}}.dump());
+  const std::string long_name(100'000, 'n');
+  const std::pair<Arguments, std::vector<std::string>> cases[] = {
+      {{evil}, {}},
+      {{"run", "--" + evil}, {}},
+      {{"run", evil}, {}},
+      {{"run", "--model", evil}, {}},
+      {{"run", "--model", long_name}, {}},
+      {{"run", "--" + long_name}, {}},
+      {{"run", "--tokens", evil}, {}},
+      {{"run", "--dtype", evil}, {}},
+      {{"run", "--checkpoint", file}, {}},
+      {{"run", "--checkpoint", (directory / "c").string()}, {}},
+      {join({"run", "--input", file}, kTiny), {}},
+      {join({"run", "--input", (directory / "names").string()}, kTiny), {}},
+      {join({"run", "--output", file + "/x"}, kTiny), {}},
+      {{"bench", "--suite", evil}, {}},
+      {{"bench", "--model", "olmoe", "--tokens", evil}, {}},
+      {{"report", file}, {}},
+      {{"report", file + "none"}, {}},
+      {{"make-checkpoint", "--model", "olmoe", "--out", file}, {}},
+      {{"launch", "-n", "1", "--" + evil}, {}},
+      {join({"run"}, kTiny), {"RANK=" + evil, "WORLD_SIZE=2"}},
+  };
+  for (const auto& [arguments, environment] : cases) {
+    SCOPED_TRACE(::testing::PrintToString(arguments).substr(0, 200));
+    const Completed done = run_switchyard(arguments, environment);
+    EXPECT_EQ(done.exit_code, 2);
+    EXPECT_EQ(done.out, "");
+    ASSERT_THAT(done.err, StartsWith("switchyard: error ("));
+    EXPECT_EQ(done.err.find('\n'), done.err.size() - 1) << done.err;
+    EXPECT_TRUE(test::is_shown_safely(std::string_view(done.err).substr(0, done.err.size() - 1)))
+        << ::testing::PrintToString(done.err);
+    EXPECT_LE(done.err.size(), 4500u);
+  }
 }
 
 TEST(Errors, EmptyValuesAreNotLeftOut) {
@@ -138,7 +203,7 @@ TEST_F(InputErrors, Activations) {
   write({{"activations", x(2, 64)}});
   expect("shape_mismatch", {"is [2, 64]", "[3, 64]"}, {"--tokens", "3"});
   write({{"a", x(2, 64)}, {"b", x(2, 64)}});
-  expect("missing_tensor", {"a"});
+  expect("missing_tensor", {"has 2 tensors", "none is named 'activations'", "names are: a, b"});
   const std::vector<std::int32_t> integers(64);
   write({{"activations", {integers.data(), DType::kI32, 1, 64, 64}}});
   expect("dtype_mismatch", {"'activations' is i32"});

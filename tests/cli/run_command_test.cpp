@@ -2,11 +2,15 @@
 #include <gmock/gmock.h>
 #include <sys/stat.h>
 
+#include <chrono>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <numeric>
+#include <sstream>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "cli/command.h"
@@ -22,6 +26,13 @@ using ::testing::Not;
 
 // No number of ranks gets whole tiles of them.
 constexpr const char* kTokens = "37";
+
+// The processes that this one has started, as /proc has them.
+std::vector<std::string> children() {
+  std::istringstream names(
+      read_file("/proc/self/task/" + std::to_string(::getpid()) + "/children"));
+  return {std::istream_iterator<std::string>(names), {}};
+}
 
 nlohmann::json run_json(const Arguments& arguments) {
   const Completed done = run_switchyard(join({"run", "--json"}, arguments));
@@ -112,7 +123,11 @@ TEST(Run, DoesNotWriteWhatItReadsNorIntoAPipe) {
     refused(join({command, "--input", input, option, input}, kTiny), "which is also read");
     refused({command, "--checkpoint", std::filesystem::path(input).parent_path().string(), option,
              input},
-            "which is also read");
+            "which is in the checkpoint's directory");
+    // A new file, too: it could pass for a shard.
+    refused({command, "--checkpoint", directory.path().string(), option,
+             (directory / "new.safetensors").string()},
+            "name a file in another directory");
     refused(join({command, option, pipe}, kTiny), "which is a pipe");
   }
   EXPECT_EQ(std::filesystem::file_size(input), 11u);
@@ -378,6 +393,46 @@ TEST(Run, TokenIdsRouteHashedLayers) {
   EXPECT_NE(same, mixed);
 }
 
+// Reading what was cut off raises SIGBUS, which ends a process without a word.
+TEST(Run, ACheckpointThatIsCutWhileItIsUsedIsNamed) {
+  const TemporaryDirectory directory;
+  const std::string path = (directory / "model").string();
+  ASSERT_EQ(
+      run_switchyard(join({"make-checkpoint", "--dtype", "f32", "--quiet", "--out", path}, kTiny))
+          .exit_code,
+      0);
+  const std::string shard = path + "/model.safetensors";
+  // Cuts the shard shortly after the command has mapped it.
+  const std::jthread cutter([&](const std::stop_token& stop) {
+    while (!stop.stop_requested()) {
+      for (const std::string& process : children()) {
+        if (read_file("/proc/" + process + "/maps").find(shard) == std::string::npos) continue;
+        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+        std::filesystem::resize_file(shard, 4096);
+        return;
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+  });
+  const Completed done = run_switchyard({"run", "--checkpoint", path, "--repeat", "1000000",
+                                         "--ranks", "2", "--quiet", "--tokens", "64"});
+  EXPECT_EQ(done.exit_code, 2);
+  EXPECT_THAT(done.err, HasSubstr("switchyard: error (invalid_file): " + shard));
+  EXPECT_THAT(done.err, HasSubstr("4096"));
+}
+
+TEST(Run, NamesThatAreNotUtf8AreReported) {
+  const TemporaryDirectory directory;
+  const std::string input = (directory / "x\xff\x1b[2J").string();
+  const std::vector<float> x = activations(4, 2);
+  write_matrices(input, {{"activations", matrix(x.data(), DType::kF32, 4, 64)}});
+  EXPECT_THAT(run_json(join({"--input", input}, kTiny))["batch"]["activations"].get<std::string>(),
+              HasSubstr("x\ufffd\x1b[2J"));
+  const Completed text = run_switchyard(join({"run", "--input", input}, kTiny));
+  EXPECT_EQ(text.exit_code, 0);
+  EXPECT_THAT(text.out, HasSubstr("x\\xff\\x1b[2J"));
+}
+
 TEST(Run, NaNIsToldAndFailsVerification) {
   const TemporaryDirectory directory;
   std::vector<float> x = activations(4, 2);
@@ -390,8 +445,23 @@ TEST(Run, NaNIsToldAndFailsVerification) {
   write_matrices(gated, {{"activations", view}});
   const auto json = run_json(join({"--input", gated}, kTiny));
   EXPECT_EQ(json["nan_logits"], 16);
-  EXPECT_THAT(run_switchyard(join({"run", "--input", gated}, kTiny)).out,
-              HasSubstr("16 logits are NaN"));
+  EXPECT_EQ(json["nan_tokens"], 1);
+  const std::string told = "1 token with NaN logits (16 logits in all) lost experts";
+  EXPECT_THAT(run_switchyard(join({"run", "--input", gated}, kTiny)).out, HasSubstr(told));
+  // Nobody sees the text report here.
+  for (const char* option : {"--quiet", "--json"}) {
+    const Completed done = run_switchyard(join({"run", "--input", gated, option}, kTiny));
+    EXPECT_EQ(done.exit_code, 0);
+    EXPECT_THAT(done.err, HasSubstr("switchyard: " + told));
+  }
+  // The reference leaves out the same experts, so the outputs agree.
+  for (const char* ranks : {"1", "2"}) {
+    const Completed done = run_switchyard(
+        join({"run", "--input", gated, "--verify", "--quiet", "--ranks", ranks}, kTiny));
+    EXPECT_EQ(done.exit_code, 1);
+    EXPECT_THAT(done.err, HasSubstr(told));
+    EXPECT_THAT(done.err, HasSubstr("0 misrouted tokens, 1 tokens with NaN logits"));
+  }
 
   const std::string routed = (directory / "routed").string();
   write_matrices(routed, {{"activations", view},

@@ -78,6 +78,8 @@ const char* phase_of(Kind kind) {
       return "combine";
     case Kind::kCombine:
       return "counts";  // nobody needs it before the next epoch
+    case Kind::kWait:
+      break;  // see stop_test.cpp
   }
   return "?";
 }

@@ -246,7 +246,7 @@ TEST(Fp8Stats, TokensTravelAsCodesAndScales) {
       for (std::size_t k = 0; k < 2; ++k) {
         elsewhere += batch.topk_ids[static_cast<std::size_t>(t) * 2 + k] / 4 != t / 50 ? 1 : 0;
       }
-      if (own && elsewhere > 0) sent += token + 16 * elsewhere;
+      if (own && elsewhere > 0) sent += token + 4 * elsewhere;
       if (!own) returned += elsewhere * 320 * 2;
     }
     EXPECT_EQ(result.stats[static_cast<std::size_t>(r)].dispatch_bytes, sent);

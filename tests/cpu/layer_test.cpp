@@ -5,6 +5,7 @@
 #include <map>
 
 #include "reference/reference.h"
+#include "protocol/partition.h"
 #include "support/accuracy.h"
 #include "support/layers.h"
 
@@ -216,7 +217,9 @@ TEST(Gate, NanLogitsLoseOnlyTheirExperts) {
   Batch batch = random_batch(spec, 40, DType::kF32, 6);
   batch.x.set(7 * spec.hidden + 3, NAN);  // every logit of token 7 becomes NaN
   const BatchResult result = run_batch(spec, clean, batch, Shares::even(40, 2), DType::kF32);
-  EXPECT_EQ(result.stats[0].nan_logits + result.stats[1].nan_logits, 8);
+  EXPECT_EQ(result.stats[0].nan_logits, 8);
+  EXPECT_EQ(result.stats[0].nan_tokens, 1);
+  EXPECT_EQ(result.stats[1].nan_tokens, 0);
   EXPECT_EQ(result.ids[14], kNoExpert);
   EXPECT_EQ(result.ids[15], kNoExpert);
   for (std::int64_t i = 0; i < 40 * spec.hidden; ++i) {
@@ -233,22 +236,37 @@ TEST(Stats, BytesEqualTheClosedForm) {
   const MoeWeights w = generate_weights(spec, DType::kF32, 3, {});
   const Shares shares = Shares::even(tokens, ranks);
   const BatchResult result = run_batch(spec, w, batch, shares, DType::kF32);
+  const Batch empty{Matrix(0, spec.hidden, DType::kF32), {}, {}, {}};
+  const BatchResult nothing = run_batch(spec, w, empty, Shares::even(0, ranks), DType::kF32);
+  const auto tiles_of = [](const std::vector<std::int64_t>& rows) {
+    std::uint64_t tiles = 0;
+    for (const std::int64_t n : rows) {
+      tiles += protocol::TokenTiles(static_cast<std::uint32_t>(n), protocol::TileShape{}).count;
+    }
+    return tiles;
+  };
   const std::uint64_t row = 96 * 4;
-  std::vector<std::uint64_t> sent(ranks), returned(ranks);
+  std::vector<std::uint64_t> sent(ranks), returned(ranks), received_tokens(ranks);
   for (int r = 0; r < ranks; ++r) {
     for (std::int64_t t = shares.first[r]; t < shares.first[r] + shares.count[r]; ++t) {
       std::map<int, int> slots_on;
       for (int k = 0; k < 4; ++k) ++slots_on[routing.ids[static_cast<std::size_t>(t * 4 + k)] / 4];
       for (const auto& [rank, slots] : slots_on) {
         if (rank == r) continue;
-        sent[r] += row + 16 * slots;
+        sent[r] += row + 4 * slots;
         returned[rank] += row * slots;
+        ++received_tokens[rank];
       }
     }
   }
   for (int r = 0; r < ranks; ++r) {
     EXPECT_EQ(result.stats[r].dispatch_bytes, sent[r]);
     EXPECT_EQ(result.stats[r].combine_bytes, returned[r]);
+    EXPECT_EQ(result.stats[r].signal_bytes, 3 * 16 * 8u);
+    // Beside what a pass of no tokens uses: the tokens and entries that came, and cells.
+    EXPECT_EQ(result.stats[r].heap_bytes_used - nothing.stats[r].heap_bytes_used,
+              received_tokens[r] * row + returned[r] / row * 4 + 50 * 4 * row +
+                  4 * tiles_of(result.stats[r].tokens_per_expert));
     EXPECT_LT(result.stats[r].dispatch_bytes + result.stats[r].combine_bytes,
               result.stats[r].padded_all_to_all_bytes);
   }

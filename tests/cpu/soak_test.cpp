@@ -1,10 +1,13 @@
 // Epochs back to back without a barrier, with random delays at every step of the protocol, compared
-// bit by bit with what one rank computes alone.
+// bit by bit with what one rank computes alone, and that with the fp64 reference.
+//
+//   SWITCHYARD_SOAK_EPOCHS=100000   how many (default 10000)
+//   SWITCHYARD_SOAK_SEED=7          other weights, batches and delays
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-
+#include "support/accuracy.h"
 #include "support/layers.h"
+#include "support/numbers.h"
 #include "support/ranks.h"
 
 namespace switchyard::testing {
@@ -29,27 +32,35 @@ struct Script {
   std::vector<Batch> batches;
   std::vector<Shares> shares;
   std::vector<Matrix> expected;
+  std::uint64_t seed = test::soak_seed();
 
   Script() {
     spec = spec_of(32, 16, 10, 3);
     spec.shared_intermediate = 16;
-    weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+    weights = generate_weights(spec, DType::kF32, seed, {.num_threads = 1});
     for (std::uint64_t b = 0; b < kBatches; ++b) {
+      const std::uint64_t batch_seed = scramble(seed * kBatches + b);
       std::vector<std::int64_t> counts;
       std::int64_t total = 0;
       for (std::uint64_t r = 0; r < kRanks; ++r) {
-        const std::uint64_t roll = scramble(b * 31 + r);
+        const std::uint64_t roll = scramble(batch_seed + r);
         counts.push_back(roll % 4 == 0 ? 0 : static_cast<std::int64_t>(roll / 4 % 40));
         total += counts.back();
       }
       const double beta = 0.2 + 0.1 * static_cast<double>(b % 9);
-      const SyntheticRouting routing =
-          synthetic_routing(static_cast<int>(total), spec.num_experts, spec.top_k, beta, b);
-      batches.push_back(
-          {Matrix::random(total, spec.hidden, DType::kF32, b), routing.ids, routing.weights, {}});
+      const SyntheticRouting routing = synthetic_routing(static_cast<int>(total), spec.num_experts,
+                                                         spec.top_k, beta, batch_seed);
+      batches.push_back({Matrix::random(total, spec.hidden, DType::kF32, batch_seed),
+                         routing.ids,
+                         routing.weights,
+                         {}});
       shares.push_back(Shares::of(counts));
-      expected.push_back(
-          run_batch(spec, weights, batches.back(), Shares::of({total}), DType::kF32).output);
+      const BatchResult alone =
+          run_batch(spec, weights, batches.back(), Shares::of({total}), DType::kF32);
+      // Sums of 32 products in fp32; a wrong expert, weight or token is off by about 1.
+      EXPECT_LT(output_error(spec, weights, batches.back(), alone), 1e-5)
+          << "batch " << b << ", " << total << " tokens";
+      expected.push_back(alone.output);
     }
   }
 
@@ -58,8 +69,8 @@ struct Script {
     LayerOptions options;
     options.max_tokens = 64;
     options.num_threads = world.rank() == 0 ? 2 : 1;
-    options.on_step = [](const ProtocolStep& step) {
-      thread_local std::uint64_t state = static_cast<std::uint64_t>(step.rank) * 7919 + 1;
+    options.on_step = [this](const ProtocolStep& step) {
+      thread_local std::uint64_t state = static_cast<std::uint64_t>(step.rank) * 7919 + seed;
       state = scramble(state);
       if (state % 64 == 0) {
         std::this_thread::sleep_for(std::chrono::microseconds(state / 64 % 100));
@@ -71,7 +82,7 @@ struct Script {
     int different = 0;
     const auto r = static_cast<std::size_t>(world.rank());
     for (std::uint64_t epoch = 0; epoch < epochs; ++epoch) {
-      const std::size_t b = scramble(epoch) % kBatches;
+      const std::size_t b = scramble(seed + epoch) % kBatches;
       // Only this rank's rows are written; the others keep the expected values.
       Matrix output(batches[b].x.rows(), spec.hidden, DType::kF32);
       ForwardInput in;
@@ -96,10 +107,7 @@ struct Script {
   }
 };
 
-std::uint64_t num_epochs() {
-  const char* wanted = std::getenv("SWITCHYARD_SOAK_EPOCHS");
-  return wanted != nullptr ? std::strtoull(wanted, nullptr, 10) : 10'000;
-}
+std::uint64_t num_epochs() { return test::number_from("SWITCHYARD_SOAK_EPOCHS", 10'000); }
 
 TEST(Soak, ThreadsBackToBackWithJitter) {
   const Script script;

@@ -138,6 +138,25 @@ TEST_F(GpuRouting, AnEmptySlotsWeightIsNotRead) {
   }
 }
 
+// In small passes and large ones, whose tokens many blocks route.
+TEST_F(GpuRouting, TokensWithNanLogitsAreCounted) {
+  const LayerSpec spec = wide_spec(16, 4);
+  const MoeWeights w = make_weights(spec, DType::kBF16, 3);
+  for (const int tokens : {20, 290}) {
+    Batch batch = random_batch(spec, tokens, DType::kBF16, 6);
+    DeviceLayer layer(spec, w, tokens);
+    EXPECT_EQ(layer.run(batch, DType::kBF16).stats[0].nan_tokens, 0);
+    for (const int token : {3, 7, 19}) batch.x.set(token * spec.hidden + 5, NAN);
+    const BatchResult result = layer.run(batch, DType::kBF16);
+    EXPECT_EQ(result.stats[0].nan_tokens, 3) << tokens;
+    EXPECT_EQ(result.stats[0].nan_logits, 3 * 16) << tokens;
+    for (std::size_t k = 0; k < 4; ++k) EXPECT_EQ(result.ids[7 * 4 + k], kNoExpert);
+    EXPECT_EQ(
+        layer.run(random_batch(spec, tokens, DType::kBF16, 6), DType::kBF16).stats[0].nan_tokens,
+        0);
+  }
+}
+
 TEST_F(GpuRouting, NoTokensAtAll) {
   const LayerSpec spec = wide_spec(16, 4);
   DeviceLayer layer(spec, make_weights(spec, DType::kBF16, 3), 8);

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <numeric>
 #include <optional>
 #include <ostream>
@@ -19,6 +18,7 @@
 #include "support/device_ranks.h"
 #include "support/fp8.h"
 #include "support/layers.h"
+#include "support/numbers.h"
 
 namespace switchyard::testing {
 namespace {
@@ -413,13 +413,13 @@ using RanksSoak = OnGpu<::testing::TestWithParam<RanksSoakCase>>;
 // output has the same bits whenever it comes again.
 TEST_P(RanksSoak, ManyForwardsOfRandomSizes) {
   constexpr int kBatches = 24, kMaxTokens = 600;
-  const char* const wanted = std::getenv("SWITCHYARD_SOAK_FORWARDS");
-  const int forwards = wanted != nullptr ? std::atoi(wanted) : 500;
+  const auto forwards = static_cast<int>(test::number_from("SWITCHYARD_SOAK_FORWARDS", 500));
+  const std::uint64_t seed = test::soak_seed();
   const int ranks = GetParam().ranks;
   LayerSpec spec = ragged_spec(32, 4, true);
   spec.shared_intermediate = 136;
-  const MoeWeights w = make_weights(spec, GetParam().weights);
-  std::mt19937 random(1);
+  const MoeWeights w = make_weights(spec, GetParam().weights, seed + 2);
+  std::mt19937 random(static_cast<std::mt19937::result_type>(seed));
   std::vector<Batch> batches;
   std::vector<Shares> shares;
   for (int i = 0; i < kBatches; ++i) {
@@ -446,7 +446,7 @@ TEST_P(RanksSoak, ManyForwardsOfRandomSizes) {
           DType::kBF16);
     }
     std::vector<std::optional<std::size_t>> checksums(kBatches);
-    std::mt19937 order(7);  // the same on all ranks
+    std::mt19937 order(static_cast<std::mt19937::result_type>(seed + 6));  // the same on all ranks
     rank.world().barrier();
     for (int i = 0; i < forwards; ++i) {
       const std::size_t which = order() % kBatches;

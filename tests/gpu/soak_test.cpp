@@ -1,8 +1,10 @@
-// Many forwards on one GPU: nothing hangs, and each batch's output has the same bits whenever it
-// comes again.
+// Many forwards on one GPU: nothing hangs, each batch's output has the same bits whenever it comes
+// again, and is right by the fp64 reference when it comes first.
+//
+//   SWITCHYARD_SOAK_FORWARDS=100000   how many (default 2000; cases of large layers do fewer)
+//   SWITCHYARD_SOAK_SEED=7            other weights and batches
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <optional>
 #include <ostream>
 #include <random>
@@ -12,6 +14,7 @@
 #include "support/device_batch.h"
 #include "support/fp8.h"
 #include "support/layers.h"
+#include "support/numbers.h"
 
 namespace switchyard::testing {
 namespace {
@@ -37,21 +40,27 @@ constexpr SoakCase kCases[] = {
     {"BandsFp8", DType::kF8E4M3, 768, 2304, 8, 2, true, 1500, 32, 1000},
 };
 
+// The reference and its yardstick take about a second for so many on one core.
+constexpr double kMostReferenceOperations = 4e9;
+double reference_operations(const LayerSpec& spec, const Batch& batch) {
+  return 6.0 * static_cast<double>(batch.x.rows()) * spec.top_k * spec.hidden * spec.intermediate;
+}
+
 using GpuSoak = OnGpu<::testing::TestWithParam<SoakCase>>;
 
 TEST_P(GpuSoak, ManyForwardsOfRandomSizes) {
   const SoakCase& c = GetParam();
-  const char* const wanted = std::getenv("SWITCHYARD_SOAK_FORWARDS");
-  const int forwards = static_cast<int>(
-      static_cast<std::int64_t>(wanted != nullptr ? std::atoi(wanted) : 2000) * c.forwards / 2000);
+  const auto forwards = static_cast<int>(test::number_from("SWITCHYARD_SOAK_FORWARDS", 2000) *
+                                         static_cast<std::uint64_t>(c.forwards) / 2000);
+  const std::uint64_t seed = test::soak_seed();
   LayerSpec spec = spec_of(c.hidden, c.intermediate, c.experts, c.top_k);
   if (c.shared) {
     spec.shared_intermediate = 136;
     spec.shared_sigmoid_gate = true;
   }
-  const MoeWeights w = generate_weights(spec, c.weights, 3, {});
+  const MoeWeights w = generate_weights(spec, c.weights, seed + 2, {});
   DeviceLayer layer(spec, w, c.max_tokens);
-  std::mt19937 random(1);
+  std::mt19937 random(static_cast<std::mt19937::result_type>(seed));
   std::vector<Batch> batches;
   for (int i = 0; i < c.batches; ++i) {
     const int most = i % 2 != 0 ? 40 : c.max_tokens;
@@ -66,16 +75,27 @@ TEST_P(GpuSoak, ManyForwardsOfRandomSizes) {
   std::vector<DeviceBatch> device;
   for (const Batch& batch : batches) device.emplace_back(spec, batch, DType::kBF16);
   std::vector<std::optional<std::size_t>> checksums(device.size());
+  int compared = 0;
   for (int i = 0; i < forwards; ++i) {
     const std::size_t which = random() % device.size();
     device[which].poison(layer.stream());
     device[which].enqueue(layer.layer(), layer.stream());
     layer.stream().synchronize();
     const std::size_t checksum = device[which].checksum();
-    if (!checksums[which]) checksums[which] = checksum;
+    if (!checksums[which]) {
+      checksums[which] = checksum;
+      if (reference_operations(spec, batches[which]) < kMostReferenceOperations) {
+        double yardstick = 0;
+        const double error = output_error(spec, w, batches[which], device[which].fetch(),
+                                          &yardstick, c.weights == kFp8);
+        ASSERT_LE(error, 2 * yardstick) << "forward " << i << ", batch " << which;
+        ++compared;
+      }
+    }
     ASSERT_EQ(checksum, *checksums[which]) << "forward " << i << ", batch " << which;
   }
   EXPECT_EQ(layer.layer().stats().epoch, static_cast<std::uint64_t>(forwards));
+  if (forwards >= c.batches) EXPECT_GT(compared, 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Layers, GpuSoak, ::testing::ValuesIn(kCases),

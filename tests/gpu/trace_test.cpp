@@ -5,7 +5,6 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <map>
@@ -19,6 +18,7 @@
 #include "support/accuracy.h"
 #include "support/device_ranks.h"
 #include "support/fp8.h"
+#include "support/numbers.h"
 #include "trace/clock.h"
 
 namespace switchyard::testing {
@@ -328,6 +328,54 @@ int failed_ranks(const LayerSpec& spec, const MoeWeights& w, const Batch& batch,
   return errors;
 }
 
+// The rank that stalls is named by all, whatever they wait for as a consequence.
+// SWITCHYARD_STOP_TRIALS says how often, SWITCHYARD_STOP_SEED with what.
+TEST_F(TraceTest, AStalledRoleIsOfTheRankThatIsNamed) {
+  const std::uint64_t trials = test::number_from("SWITCHYARD_STOP_TRIALS", 14);
+  const std::uint64_t seed = test::number_from("SWITCHYARD_STOP_SEED", 1);
+  const LayerSpec spec = traced_spec(4, true);
+  const MoeWeights weights[] = {generate_weights(spec, DType::kBF16, 3, {}),
+                                generate_weights(spec, kFp8, 3, {})};
+  std::atomic<int> named = 0;
+  for (std::uint64_t trial = 0; trial < trials; ++trial) {
+    test::Numbers numbers(seed * 1'000'000 + trial);
+    const int ranks = numbers.between(2, 4);
+    const int victim = numbers.between(0, ranks - 1);
+    const bool fp8 = numbers.between(0, 1) == 1;
+    const int tokens = numbers.between(ranks, 64);
+    const TraceRole role =
+        kStallingRoles[numbers.between(0, static_cast<int>(std::size(kStallingRoles)) - 1)];
+    SCOPED_TRACE(::testing::Message()
+                 << "trial " << trial << " of seed " << seed << ": " << (fp8 ? "fp8, " : "bf16, ")
+                 << tokens << " tokens, rank " << victim << " of " << ranks << " stalls in "
+                 << to_string(role));
+    const Batch batch = random_batch(spec, tokens, DType::kBF16, seed + trial);
+    const Shares shares = Shares::even(tokens, ranks);
+    run_all_ranks(World::threads(ranks), [&](const World& world) {
+      const int r = world.rank();
+      LayerOptions options;
+      options.trace = true;
+      options.deadline = std::chrono::milliseconds(20);
+      if (r == victim) options.slow_role = SlowRole{role, 150'000'000};
+      DeviceRank rank(world, spec, weights[fp8], tokens, options);
+      DeviceBatch share(spec, share_of_batch(batch, shares, r, spec.top_k), DType::kBF16);
+      rank.world().barrier();
+      try {
+        share.enqueue(rank.layer(), rank.stream());
+        rank.stream().synchronize();
+        rank.layer().check();
+      } catch (const TimeoutError& error) {
+        EXPECT_EQ(error.failure().peer_rank, victim) << error.what();
+        EXPECT_EQ(error.failure().epoch, 1u) << error.what();
+        ++named;
+      }
+      rank.world().barrier();
+    });
+  }
+  // A role may have nothing to do that others wait for.
+  EXPECT_GT(named, static_cast<int>(trials));
+}
+
 // Whichever role stalls for longer than the deadline: who waits for it gives up, nobody waits for
 // ever, and the process lives. (Nobody may have waited so long for the role that was late.)
 TEST_F(TraceTest, AStalledRoleIsAnErrorAndTheProcessLives) {
@@ -355,12 +403,11 @@ TEST_F(TraceTest, AStalledRoleIsAnErrorAndTheProcessLives) {
 // Stalls shorter and longer than the deadline, so that roles come back while others are giving up:
 // a right result or an error. SWITCHYARD_SOAK_STALLS says how many.
 TEST_F(TraceTest, StallsOfAnyLength) {
-  const char* const wanted = std::getenv("SWITCHYARD_SOAK_STALLS");
-  const int stalls = wanted != nullptr ? std::atoi(wanted) : 60;
+  const auto stalls = static_cast<int>(test::number_from("SWITCHYARD_SOAK_STALLS", 60));
   const LayerSpec spec = traced_spec(4, true);
   const MoeWeights weights[] = {generate_weights(spec, DType::kBF16, 3, {}),
                                 generate_weights(spec, kFp8, 3, {})};
-  std::mt19937 random(1);
+  std::mt19937 random(static_cast<std::mt19937::result_type>(test::soak_seed()));
   int failed = 0, fine = 0;
   for (int i = 0; i < stalls; ++i) {
     const bool fp8 = random() % 2 != 0;

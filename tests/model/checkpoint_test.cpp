@@ -1,4 +1,6 @@
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstring>
@@ -225,6 +227,72 @@ TEST_F(DamagedCheckpoint, AbsentFiles) {
   EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidConfig, "config.json", "model_type");
   test::write_file(path_ / "config.json", find_model("olmoe").config_json);
   EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "no *.safetensors", "convert");
+}
+
+// An entry that cannot be read is told apart from an absent one.
+TEST_F(DamagedCheckpoint, ConfigsThatAreNoFiles) {
+  std::filesystem::create_directories(path_ / "config.json");
+  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "config.json", "is a directory");
+  std::filesystem::remove(path_ / "config.json");
+  std::filesystem::create_symlink("config.json", path_ / "config.json");
+  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kSystem, "config.json", "leads back to itself");
+  std::filesystem::remove(path_ / "config.json");
+  std::filesystem::create_symlink("blob", path_ / "config.json");
+  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "a symbolic link to a file that");
+  std::filesystem::remove(path_ / "config.json");
+  ASSERT_EQ(::mkfifo((path_ / "config.json").c_str(), 0600), 0);
+  ::alarm(20);
+  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "config.json", "is a pipe");
+  ::alarm(0);
+}
+
+TEST_F(DamagedCheckpoint, DirectoriesThatLeadNowhere) {
+  std::filesystem::create_symlink("m", path_);
+  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kSystem, "leads back to itself");
+}
+
+TEST_F(DamagedCheckpoint, DirectoriesThatMayNotBeRead) {
+  write();
+  std::filesystem::permissions(path_, std::filesystem::perms::none);
+  const uid_t user = ::geteuid();
+  if (user == 0) {
+    // Nothing is forbidden to root.
+    std::filesystem::permissions(directory_.path(), std::filesystem::perms::all);
+    constexpr uid_t kNobody = 65534;
+    ASSERT_EQ(::seteuid(kNobody), 0);
+  }
+  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kSystem, "Permission denied", "permissions");
+  if (user == 0) {
+    ASSERT_EQ(::seteuid(0), 0);
+  }
+  std::filesystem::permissions(path_, std::filesystem::perms::owner_all);
+}
+
+TEST_F(DamagedCheckpoint, FilesOfAbsurdSizesAreNotRead) {
+  write();
+  const std::filesystem::path index = path_ / "model.safetensors.index.json";
+  test::write_file(index, "");
+  std::filesystem::resize_file(index, std::uintmax_t{10} << 30);
+  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "index.json", "more than the");
+  std::filesystem::resize_file(path_ / "config.json", std::uintmax_t{10} << 30);
+  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "config.json", "more than the");
+}
+
+// If it were taken for absent, whatever lies in the directory would pass for the checkpoint.
+TEST_F(DamagedCheckpoint, AnIndexThatIsALinkToNothing) {
+  write();
+  std::filesystem::create_symlink("blob", path_ / "model.safetensors.index.json");
+  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "index.json",
+               "a symbolic link to a file that is not there");
+}
+
+TEST_F(DamagedCheckpoint, AShardThatBecomesShorterAfterItWasOpened) {
+  write();
+  const Checkpoint checkpoint = Checkpoint::open(path_);
+  checkpoint.load_layer(0);
+  std::filesystem::resize_file(path_ / "model.safetensors", 4096);
+  EXPECT_ERROR(checkpoint.load_layer(0), ErrorCode::kInvalidFile, "model.safetensors",
+               "has 4096 now");
 }
 
 TEST_F(DamagedCheckpoint, MissingShardIsNamed) {

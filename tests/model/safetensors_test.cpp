@@ -1,6 +1,9 @@
 #include "model/safetensors.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <limits>
@@ -157,6 +160,68 @@ TEST(SafetensorsFile, UnreadableFilesAreNamed) {
   EXPECT_ERROR(SafetensorsFile::open(directory.path()), ErrorCode::kInvalidFile, "regular file");
   test::write_file(directory / "empty", "");
   EXPECT_ERROR(SafetensorsFile::open(directory / "empty"), ErrorCode::kInvalidFile, "0 bytes long");
+}
+
+// If opening the pipe blocked, the alarm would end the test.
+TEST(SafetensorsFile, PipesAreRefusedWithoutWaiting) {
+  const test::TemporaryDirectory directory;
+  ASSERT_EQ(::mkfifo((directory / "x.safetensors").c_str(), 0600), 0);
+  ::alarm(20);
+  EXPECT_ERROR(SafetensorsFile::open(directory / "x.safetensors"), ErrorCode::kInvalidFile,
+               "is a pipe");
+  ::alarm(0);
+}
+
+TEST(SafetensorsFile, OneThatBecomesShorterIsNoticed) {
+  const test::TemporaryDirectory directory;
+  const std::filesystem::path path = directory / "x";
+  const std::vector<float> values(1000, 1.0f);
+  const MatrixView view{
+      .data = values.data(), .dtype = DType::kF32, .rows = 10, .cols = 100, .row_stride = 100};
+  write_matrices(path, {{"a", view}});
+  const auto file = SafetensorsFile::open(path);
+  file->require_whole();
+  const std::uintmax_t bytes = std::filesystem::file_size(path);
+  std::filesystem::resize_file(path, bytes - 1);
+  EXPECT_ERROR(file->require_whole(), ErrorCode::kInvalidFile, path.c_str(),
+               std::to_string(bytes).c_str(), std::to_string(bytes - 1).c_str());
+  std::filesystem::resize_file(path, bytes);
+  file->require_whole();
+  // Another file of that name is none of its business: the mapped one lives on.
+  write_matrices(path, {{"a", {view.data, DType::kF32, 1, 1, 1}}});
+  file->require_whole();
+  std::filesystem::remove(path);
+  file->require_whole();
+  EXPECT_EQ(std::memcmp(file->data(*file->find("a")), values.data(), 3999), 0);
+}
+
+TEST(SafetensorsHeader, NamesCannotForgeLinesNorFloodTheTerminal) {
+  const auto message_of = [](const std::string& bytes) -> std::string {
+    try {
+      parse(bytes);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const std::string escape = R"({"a\nforged\u001b[2J":{"dtype":"F\u009b32","shape":[1]}})";
+  EXPECT_THAT(message_of(file_bytes(escape, "")), ::testing::HasSubstr("'a\\nforged\\x1b[2J'"));
+  const std::string huge = "{\"" + std::string(1 << 20, 'n') + "\":7}";
+  const std::string shown = message_of(file_bytes(huge, ""));
+  EXPECT_LE(shown.size(), 1000u);
+  EXPECT_THAT(shown, ::testing::HasSubstr("[1048576 bytes]"));
+  // What is wrong, and what to do, is still told.
+  EXPECT_THAT(shown, ::testing::HasSubstr("is not described by an object"));
+  EXPECT_THAT(shown, ::testing::EndsWith("download the file again"));
+  EXPECT_THAT(closest_names("x", {"x\n", "x\x1b"}), ::testing::HasSubstr("x\\n, x\\x1b"));
+}
+
+TEST(SafetensorsIndex, ShardNamesAreNamesOfFiles) {
+  for (const char* shard : {"../x", "a/b", "", "a\\u0000b"}) {
+    const std::string text = std::string(R"({"weight_map":{"t":")") + shard + "\"}}";
+    EXPECT_ERROR(parse_safetensors_index(text, "index.json"), ErrorCode::kInvalidFile, "index.json",
+                 "name of a file in the same directory");
+  }
 }
 
 TEST(Matrices, RoundTripAnyStridesAndDTypes) {

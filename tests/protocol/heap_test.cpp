@@ -1,5 +1,5 @@
-// The symmetric heap of layers on GPUs: no two ranks write the same bytes of a third one's.
-#include "gpu/exchange/heap.h"
+// The symmetric heap: no two ranks write the same bytes of a third one's.
+#include "protocol/heap.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <map>
 #include <vector>
 
-namespace switchyard::gpu {
+namespace switchyard::protocol {
 namespace {
 
 Heap::Shape small_shape(int ranks, int experts, int max_tokens, bool scaled) {
@@ -52,21 +52,21 @@ class Claims {
   std::vector<std::byte> memory_;
 };
 
-TEST(DeviceHeap, EveryByteHasOneWriter) {
+TEST(HeapTest, EveryByteHasOneWriter) {
   for (const bool scaled : {false, true}) {
     for (const int ranks : {2, 3, 8}) {
       for (const int experts : {2, 7, 24}) {
         const Heap::Shape shape = small_shape(ranks, experts, 5, scaled);
         const Heap heap(shape);
-        const protocol::ExpertPartition partition{experts, ranks};
+        const ExpertPartition partition{experts, ranks};
         const auto of_owner = static_cast<std::uint32_t>(partition.max_count());
         Claims claims(heap.bytes());
         std::byte* const base = claims.base();
-        claims.claim(base, sizeof(protocol::Control), 0);
+        claims.claim(base, sizeof(Control), 0);
         for (int source = 0; source < ranks; ++source) {
           for (const std::uint64_t epoch : {4, 5}) {
             // Two at a time.
-            const auto pairs = static_cast<std::uint64_t>(protocol::ceil_div(experts, 2));
+            const auto pairs = static_cast<std::uint64_t>(ceil_div(experts, 2));
             claims.claim(heap.counts(base, epoch, source), 16 * pairs, source);
           }
         }
@@ -90,7 +90,7 @@ TEST(DeviceHeap, EveryByteHasOneWriter) {
   }
 }
 
-TEST(DeviceHeap, FlagsComeFirst) {
+TEST(HeapTest, FlagsComeFirst) {
   const Heap heap(small_shape(4, 10, 8, true));
   std::vector<std::byte> memory(heap.bytes());
   std::byte* const base = memory.data();
@@ -103,9 +103,50 @@ TEST(DeviceHeap, FlagsComeFirst) {
   EXPECT_GE(offset(heap.entries(base, 0, 1)), heap.flag_bytes());
 }
 
+TEST(HeapTest, QuantisedTokensAreCodesThenScales) {
+  for (const int hidden : {8, 40, 128, 136, 7168}) {
+    Heap::Shape shape = small_shape(2, 8, 4, false);
+    shape.hidden = hidden;
+    const auto columns = static_cast<std::uint64_t>(hidden);
+    EXPECT_EQ(Heap(shape).token_bytes(), round_up<std::uint64_t>(2 * columns, 16));
+    shape.element_bytes = 1;
+    shape.scaled = true;
+    const Heap heap(shape);
+    EXPECT_EQ(heap.token_bytes() % 16, 0u);
+    EXPECT_EQ(heap.scale_offset() % 16, 0u);
+    EXPECT_GE(heap.scale_offset(), columns);
+    EXPECT_GE(heap.token_bytes(), heap.scale_offset() + ceil_div<std::uint64_t>(columns, 128) * 4);
+    EXPECT_LT(heap.token_bytes(), columns + columns / 32 + 40);
+  }
+}
+
+TEST(HeapTest, UsedBytesNeverExceedTheReservation) {
+  for (const int ranks : {1, 2, 5}) {
+    for (const bool scaled : {false, true}) {
+      const Heap::Shape shape = small_shape(ranks, 16, 33, scaled);
+      const Heap heap(shape);
+      const auto others = static_cast<std::uint64_t>(ranks - 1);
+      const auto of_owner = static_cast<std::uint64_t>(ceil_div(16, ranks));
+      EXPECT_LE(
+          heap.bytes_used(others * 33, others * 33 * of_owner, shape.max_tiles, shape.cell_bytes),
+          heap.bytes());
+      EXPECT_LT(heap.bytes_used(0, 0, 0, 0), heap.bytes());
+    }
+  }
+}
+
+TEST(SlotEntry, KeepsTokenAndK) {
+  for (const std::uint32_t token : {0u, 1u, 8191u, (1u << 27) - 1}) {
+    for (const std::uint32_t k : {0u, 7u, static_cast<std::uint32_t>(kMaxTopK) - 1}) {
+      EXPECT_EQ(SlotEntry::token(SlotEntry::pack(token, k)), token);
+      EXPECT_EQ(SlotEntry::k(SlotEntry::pack(token, k)), k);
+    }
+  }
+}
+
 // DeepSeek-V4-Flash's geometry on 8 ranks with 8192 tokens each, in FP8: less than the 700 MiB that
 // the smallest of the fused rivals takes.
-TEST(DeviceHeap, IsAsLargeAsWhatMayArrive) {
+TEST(HeapTest, IsAsLargeAsWhatMayArrive) {
   Heap::Shape shape;
   shape.num_ranks = 8;
   shape.num_experts = 256;
@@ -123,4 +164,4 @@ TEST(DeviceHeap, IsAsLargeAsWhatMayArrive) {
 }
 
 }  // namespace
-}  // namespace switchyard::gpu
+}  // namespace switchyard::protocol

@@ -2,41 +2,22 @@
 // for one engine cannot make them unusable for the other.
 #include "gpu/pipeline/pace.cuh"
 #include "protocol/atomics.h"
-#include "protocol/layout.h"
+#include "protocol/heap.h"
 #include "protocol/partition.h"
-#include "protocol/plan.h"
 #include "protocol/task.h"
 #include "protocol/wait.h"
 #include "routing/score.h"
 
 namespace switchyard::protocol {
-namespace {
 
-struct WarpTeam {
-  __device__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
-  __device__ int size() const { return 32; }
-  __device__ std::uint32_t exclusive_sum(std::uint32_t value, std::uint32_t& total) const {
-    std::uint32_t sum = value;
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const std::uint32_t other = __shfl_up_sync(~0u, sum, offset);
-      if (lane() >= offset) sum += other;
-    }
-    total = __shfl_sync(~0u, sum, 31);
-    return sum - value;
-  }
-};
-
-}  // namespace
-
-__global__ void walk_protocol(Heaps heaps, std::uint64_t epoch, Plan plan, Workload work,
+__global__ void walk_protocol(Heaps heaps, Heap heap, std::uint64_t epoch, Workload work,
                               std::uint32_t* tasks) {
-  build_plan(WarpTeam(), heaps, epoch, plan);
   std::uint32_t count = 0;
   for_each_task(work, [&](const Task& task) { count += task.index + 1; });
   gpu::DevicePace pace;
-  const std::uint64_t* word = heaps.layout.arrived(heaps.mine(), 0, 0);
+  const std::uint32_t* word = heap.arrived(heaps.mine(), 0, 1);
   const WaitResult result = wait_until(
-      heaps, epoch, 1'000'000'000, pace, [&] { return load_acquire(word) == epoch; },
+      heaps, epoch, 1'000'000'000, pace, [&] { return load_acquire(word) == flag_of(epoch); },
       [&] {
         return Missing{Phase::kDispatch, 0, 0, epoch, load_acquire(word)};
       });

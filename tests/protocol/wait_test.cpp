@@ -21,6 +21,7 @@ class Wait : public ::testing::Test {
     static constexpr std::uint32_t kLooksPerAbortCheck = 1;
     std::uint64_t time = 0;
     std::function<void(std::uint32_t)> on_pause = [](std::uint32_t) {};
+    bool reads_clock(std::uint32_t looks) const { return looks % 64 == 0; }
     std::uint64_t now() const { return time; }
     void pause(std::uint32_t looks) {
       time += 1000;
@@ -29,18 +30,10 @@ class Wait : public ::testing::Test {
   };
 
   Wait() {
-    LayoutParams p;
-    p.num_ranks = 4;
-    p.num_experts = 4;
-    p.top_k = 1;
-    p.hidden = 1;
-    p.max_tokens = 1;
-    p.cells_per_token = 1;
-    p.element_bytes = 4;
-    heaps_.layout = HeapLayout(p);
+    heaps_.experts = {4, 4};
     for (int r = 0; r < 4; ++r) {
-      memory_.emplace_back(std::aligned_alloc(4096, heaps_.layout.bytes()), &std::free);
-      std::memset(memory_.back().get(), 0, heaps_.layout.bytes());
+      memory_.emplace_back(std::aligned_alloc(alignof(Control), sizeof(Control)), &std::free);
+      std::memset(memory_.back().get(), 0, sizeof(Control));
       heaps_.base[r] = static_cast<std::byte*>(memory_.back().get());
     }
   }
@@ -49,6 +42,18 @@ class Wait : public ::testing::Test {
     return wait_until(heaps_, 9, deadline_ns, pace_, ready, [peer] {
       return Missing{Phase::kDispatch, peer, 5, 9, 8};
     });
+  }
+
+  // Rank `rank` shows that it still waits: once every look, until it stops.
+  void beat(int rank, const WaitsFor& wait, std::uint32_t looks) {
+    heaps_.control(rank)->waits_for = wait.pack(looks);
+  }
+  // The record of a wait for rank 1's part of dispatch in epoch 9 that ends at the deadline, with
+  // `others` called at every look.
+  FailureRecord fail_with(const std::function<void(std::uint32_t)>& others) {
+    pace_.on_pause = others;
+    EXPECT_EQ(wait_for(1, 20'000'000, [] { return false; }), WaitResult::kAborted);
+    return failure_told_by(0);
   }
 
   Heaps heaps_of(int rank) const {
@@ -87,54 +92,169 @@ TEST_F(Wait, SaysWhatItWaitsForMeanwhile) {
   EXPECT_EQ(WaitsFor::unpack(seen).phase, Phase::kDispatch);
 }
 
-TEST_F(Wait, DeadlineNamesTheRankAtTheEndOfTheChain) {
-  heaps_.control(1)->waits_for = WaitsFor{Phase::kCounts, 3}.pack();  // 0 waits for 1 waits for 3
-  EXPECT_EQ(wait_for(1, 2'000'000, [] { return false; }), WaitResult::kAborted);
+TEST_F(Wait, DeadlineNamesTheAwaitedRankThatShowsNoLife) {
+  EXPECT_EQ(wait_for(1, 20'000'000, [] { return false; }), WaitResult::kAborted);
   for (int r = 0; r < 4; ++r) {
     ASSERT_EQ(heaps_.control(r)->abort, 1u) << "rank " << r;
     const FailureRecord& failure = failure_told_by(r);
     EXPECT_EQ(failure.waiter, 0);
-    EXPECT_EQ(failure.peer, 3);
-    EXPECT_EQ(failure.phase, Phase::kCounts);
+    EXPECT_EQ(failure.peer, 1);
+    EXPECT_EQ(failure.phase, Phase::kDispatch);
     EXPECT_EQ(failure.epoch, 9u);
     EXPECT_EQ(failure.slot, 5u);
     EXPECT_EQ(failure.expected, 9u);
     EXPECT_EQ(failure.observed, 8u);
-    EXPECT_GE(failure.waited_ns, 2'000'000u);
-    EXPECT_LT(failure.waited_ns, 2'200'000u);
+    EXPECT_GE(failure.waited_ns, 20'000'000u);
+    EXPECT_LT(failure.waited_ns, 22'000'000u);
+    EXPECT_EQ(failure.witness, 0);
+  }
+  EXPECT_EQ(heaps_.control(0)->judging, 0u);
+}
+
+TEST_F(Wait, TheEarliestWaitNamesTheCulprit) {
+  const FailureRecord failure = fail_with([&](std::uint32_t looks) {
+    beat(1, {Phase::kCounts, 3, 9}, looks);   // 0 waits for 1 waits for 3
+    beat(2, {Phase::kCombine, 1, 9}, looks);  // a consequence
+  });
+  EXPECT_EQ(failure.peer, 3);
+  EXPECT_EQ(failure.phase, Phase::kCounts);
+  EXPECT_EQ(failure.witness, 1);
+}
+
+TEST_F(Wait, AnEarlierEpochComesBeforeAnEarlierPhase) {
+  const FailureRecord failure = fail_with([&](std::uint32_t looks) {
+    beat(1, {Phase::kCombine, 2, 8}, looks);
+    beat(3, {Phase::kCounts, 1, 9}, looks);
+  });
+  EXPECT_EQ(failure.peer, 2);
+  EXPECT_EQ(failure.phase, Phase::kCombine);
+  EXPECT_EQ(failure.epoch, 8u);
+}
+
+// Rank 1 was stopped while it waited for rank 3, or for us, or has ended there: what it waited for
+// may long have come.
+TEST_F(Wait, TheWordOfAStoppedRankIsNotBelieved) {
+  for (const int stale_peer : {0, 2, 3}) {
+    heaps_.control(1)->waits_for = WaitsFor{Phase::kCounts, stale_peer, 9}.pack(77);
+    const FailureRecord failure = fail_with([&](std::uint32_t looks) {
+      beat(2, {Phase::kDispatch, 1, 9}, looks);
+    });
+    EXPECT_EQ(failure.peer, 1);
+    EXPECT_EQ(failure.phase, Phase::kDispatch);
+    for (int r = 0; r < 4; ++r) *heaps_.control(r) = Control{};
   }
 }
 
-TEST_F(Wait, ChainsThatCloseEnd) {
-  heaps_.control(1)->waits_for = WaitsFor{Phase::kCounts, 2}.pack();
-  heaps_.control(2)->waits_for = WaitsFor{Phase::kCombine, 1}.pack();
-  const Culprit culprit = find_culprit(heaps_, 1, Phase::kDispatch);
-  EXPECT_TRUE(culprit.rank == 1 || culprit.rank == 2);
-  heaps_.control(2)->waits_for = WaitsFor{Phase::kCombine, 0}.pack();
-  EXPECT_EQ(find_culprit(heaps_, 1, Phase::kDispatch).rank, 0);
+TEST_F(Wait, ChainsThatCloseAreResolvedByTheOrderOfSteps) {
+  const FailureRecord failure = fail_with([&](std::uint32_t looks) {
+    beat(1, {Phase::kCombine, 0, 9}, looks);  // 0 waits for 1's dispatch, 1 for 0's outputs
+  });
+  EXPECT_EQ(failure.peer, 1);
+  EXPECT_EQ(failure.phase, Phase::kDispatch);
+}
+
+TEST_F(Wait, TheJudgeMayBeTheCulprit) {
+  const FailureRecord failure = fail_with([&](std::uint32_t looks) {
+    beat(1, {Phase::kCounts, 0, 9}, looks);  // another thread of rank 0 hangs
+  });
+  EXPECT_EQ(failure.peer, 0);
+  EXPECT_EQ(failure.phase, Phase::kCounts);
+}
+
+// Blocks of a GPU wait for each other as a consequence of what one of them waits for.
+TEST_F(Wait, AWaitForAnotherRankComesBeforeOneForOwnThreads) {
+  const FailureRecord failure = fail_with([&](std::uint32_t looks) {
+    beat(1, looks % 128 == 0 ? WaitsFor{Phase::kCombine, 3, 9} : WaitsFor{Phase::kGate, 1, 9, true},
+         looks / 64);
+    beat(3, {Phase::kGate, 3, 9, true}, looks);
+  });
+  EXPECT_EQ(failure.peer, 1);
+  EXPECT_EQ(failure.phase, Phase::kDispatch);
+}
+
+// A host with more threads than cores: the judge has looked a few times only when its time is up.
+TEST_F(Wait, AJudgeThatIsRarelyOnACoreLooksLonger) {
+  const FailureRecord failure = fail_with([&](std::uint32_t looks) {
+    pace_.time += 99'000;
+    if (looks % 64 != 0) return;
+    pace_.time += 2'000'000;
+    // Rank 1 waits, too, and is as rarely on a core.
+    if (looks % 1280 == 0) beat(1, {Phase::kCounts, 3, 9}, looks / 64);
+  });
+  EXPECT_EQ(failure.peer, 3);
+}
+
+TEST_F(Wait, TimeInWhichTheWaiterItselfWasStoppedDoesNotCount) {
+  int stops = 0;
+  pace_.on_pause = [&](std::uint32_t looks) {
+    if (looks % 640 == 0 && ++stops <= 4) pace_.time += 1'000'000'000;
+  };
+  EXPECT_EQ(wait_for(1, 10'000'000, [] { return false; }), WaitResult::kAborted);
+  EXPECT_GE(pace_.time, 4'000'000'000u + 5'000'000u);
+  EXPECT_GE(stops, 4);
+}
+
+TEST_F(Wait, ProgressAcquits) {
+  bool judged = false;
+  pace_.on_pause = [&](std::uint32_t) {
+    if (heaps_.control(0)->judging != 0 && !judged) {
+      judged = true;
+      ++heaps_.control(1)->progress;
+    }
+  };
+  EXPECT_EQ(wait_for(1, 20'000'000, [] { return false; }), WaitResult::kAborted);
+  EXPECT_TRUE(judged);
+  EXPECT_GT(pace_.time, 30'000'000u);
+}
+
+TEST_F(Wait, OneThreadOfARankJudges) {
+  heaps_.control(0)->judging = 1;  // another thread
+  int looks = 0;
+  EXPECT_EQ(wait_for(1, 20'000'000, [&] { return ++looks == 200'000; }), WaitResult::kReady);
+  EXPECT_EQ(heaps_.control(0)->judging, 1u);
+  EXPECT_EQ(heaps_.control(0)->abort, 0u);
+}
+
+TEST(WaitsFor, WordsCompareLikeTheStepsThatAreMissing) {
+  const WaitsFor in_order[] = {
+      {Phase::kCounts, 63, 1},       {Phase::kDispatch, 0, 1},
+      {Phase::kCombine, 5, 1},       {Phase::kCounts, 0, 2},
+      {Phase::kCounts, 0, 1u << 31}, {Phase::kCounts, 0, WaitsFor::kMostEpochs},
+      {Phase::kGate, 0, 1, true},
+  };
+  for (std::size_t i = 0; i + 1 < std::size(in_order); ++i) {
+    EXPECT_LT(in_order[i].pack(~0u), in_order[i + 1].pack(0)) << i;
+  }
+  for (const WaitsFor& wait : in_order) {
+    const WaitsFor read = WaitsFor::unpack(wait.pack(12345));
+    EXPECT_EQ(read.phase, wait.phase);
+    EXPECT_EQ(read.peer, wait.peer);
+    EXPECT_EQ(read.epoch, wait.epoch);
+    EXPECT_EQ(read.own, wait.own);
+  }
 }
 
 TEST_F(Wait, ProgressOfAnyRankExtendsTheDeadline) {
   pace_.on_pause = [&](std::uint32_t looks) {
-    if (looks % 1500 == 0 && looks <= 15'000) ++heaps_.control(3)->progress;
+    if (looks % 15000 == 0 && looks <= 150'000) ++heaps_.control(3)->progress;
   };
-  EXPECT_EQ(wait_for(1, 2'000'000, [] { return false; }), WaitResult::kAborted);
-  EXPECT_GT(pace_.time, 17'000'000u);
-  EXPECT_LT(pace_.time, 17'300'000u);
+  EXPECT_EQ(wait_for(1, 20'000'000, [] { return false; }), WaitResult::kAborted);
+  EXPECT_GT(pace_.time, 170'000'000u);
+  EXPECT_LT(pace_.time, 173'000'000u);
 }
 
 TEST_F(Wait, SeesAnotherRanksAbort) {
   pace_.on_pause = [&](std::uint32_t looks) {
-    if (looks == 10) abort_world(heaps_of(2), {2, 3, Phase::kCombine, 4, 0, 0, 0, 1});
+    if (looks == 10) abort_world(heaps_of(2), {2, 3, Phase::kCombine, 4, 0, 0, 0, 1, 2});
   };
   EXPECT_EQ(wait_for(1, 1'000'000'000, [] { return false; }), WaitResult::kAborted);
   EXPECT_EQ(failure_told_by(0).waiter, 2);
 }
 
 TEST_F(Wait, TheFirstRecordStays) {
-  abort_world(heaps_of(2), {2, 3, Phase::kCombine, 4, 0, 0, 0, 1});
-  abort_world(heaps_of(2), {2, 0, Phase::kCounts, 4, 0, 0, 0, 2});
-  abort_world(heaps_of(1), {1, 0, Phase::kCounts, 5, 0, 0, 0, 1});
+  abort_world(heaps_of(2), {2, 3, Phase::kCombine, 4, 0, 0, 0, 1, 2});
+  abort_world(heaps_of(2), {2, 0, Phase::kCounts, 4, 0, 0, 0, 2, 2});
+  abort_world(heaps_of(1), {1, 0, Phase::kCounts, 5, 0, 0, 0, 1, 1});
   for (int r = 0; r < 4; ++r) {
     EXPECT_EQ(failure_told_by(r).waiter, 2);
     EXPECT_EQ(failure_told_by(r).phase, Phase::kCombine);
@@ -149,7 +269,7 @@ TEST_F(Wait, DeadlinesThatPassAtOnceTellOneStory) {
     for (int r = 0; r < 4; ++r) {
       ranks.emplace_back([&, r] {
         at_once.arrive_and_wait();
-        abort_world(heaps_of(r), {r, 3 - r, Phase::kCombine, 4, 0, 0, 0, 1});
+        abort_world(heaps_of(r), {r, 3 - r, Phase::kCombine, 4, 0, 0, 0, 1, 2});
         // As soon as the rank's own word is raised, not only in the end.
         const FailureRecord told = failure_told_by(r);
         EXPECT_EQ(told.peer, 3 - told.waiter);
@@ -163,9 +283,9 @@ TEST_F(Wait, DeadlinesThatPassAtOnceTellOneStory) {
 
 // A rank that dies between its verdict and the words it was to raise.
 TEST_F(Wait, AnothersVerdictIsSpread) {
-  heaps_.control(2)->failure = {2, 3, Phase::kCombine, 4, 0, 0, 0, 1};
+  heaps_.control(2)->failure = {2, 3, Phase::kCombine, 4, 0, 0, 0, 1, 2};
   heaps_.control(0)->verdict = 3;
-  abort_world(heaps_of(1), {1, 0, Phase::kCounts, 4, 0, 0, 0, 1});
+  abort_world(heaps_of(1), {1, 0, Phase::kCounts, 4, 0, 0, 0, 1, 2});
   for (int r = 0; r < 4; ++r) EXPECT_EQ(failure_told_by(r).waiter, 2);
 }
 

@@ -196,7 +196,7 @@ TEST(ReportRows, FilesThatAreNotThere) {
   const std::filesystem::path absent[] = {directory / "none.json"};
   EXPECT_ERROR(read_rows(absent), ErrorCode::kInvalidFile, "none.json", "check its name");
   const std::filesystem::path folder[] = {directory.path()};
-  EXPECT_ERROR(read_rows(folder), ErrorCode::kInvalidFile, "no file");
+  EXPECT_ERROR(read_rows(folder), ErrorCode::kInvalidFile, "is a directory");
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "model/errors.h"
 #include "reference/decode.h"
 #include "reference/multiply.h"
 #include "support/specs.h"
@@ -330,6 +331,12 @@ TEST_F(TwoExperts, HashTable) {
   const std::vector<std::int32_t> outside = {3, 4};
   input.token_ids = outside;
   EXPECT_THROW(forward(spec, weights, input), Error);
+
+  const std::int64_t damaged[] = {1, 0, 0, std::int64_t{1} << 40};
+  weights.hash_table.data = damaged;
+  input.token_ids = token_ids;
+  EXPECT_ERROR(forward(spec, weights, input), ErrorCode::kInvalidArgument,
+               "expert 1099511627776 for token id 3");
 }
 
 TEST_F(TwoExperts, RejectsWhatDoesNotFit) {

@@ -446,12 +446,17 @@ TEST(Errors, NameTheHashedIdOutOfRange) {
 }
 
 TEST(HashedIds, AreRowsOfEitherTypeWithStrides) {
-  std::vector<std::int64_t> wide = {3, 9, 1, 9, 0, 9, std::int64_t{1} << 32, 9, -5, 9, 2, 9};
+  std::vector<std::int64_t> wide = {3, 9, 1, 9, 0, 9, 1 << 30, 9, -5, 9, 2, 9};
   const MatrixView table{wide.data(), DType::kI64, 2, 3, 6, 2};
   std::vector<std::int32_t> ids = {7};
   routing::append_hashed_ids(table, 0, ids);
   routing::append_hashed_ids(table, 1, ids);
-  EXPECT_EQ(ids, (std::vector<std::int32_t>{7, 3, 1, 0, kNoExpert, -5, 2}));
+  EXPECT_EQ(ids, (std::vector<std::int32_t>{7, 3, 1, 0, 1 << 30, -5, 2}));
+  for (const std::int64_t id : {std::int64_t{1} << 40, -(std::int64_t{1} << 31) - 1}) {
+    wide[8] = id;
+    EXPECT_THAT(message_of([&] { routing::append_hashed_ids(table, 1, ids); }),
+                HasSubstr("expert " + std::to_string(id) + " for token id 1"));
+  }
   const std::vector<std::int32_t> narrow = {4, 4, 5, 6};
   EXPECT_THAT(message_of([&] {
                 routing::append_hashed_ids({narrow.data(), DType::kI32, 2, 2, 2}, 0, ids);

@@ -44,7 +44,7 @@ __device__ __forceinline__ void place_cells(const Exchange<P>& exchange,
       entry = SlotEntry::sent(entry, exchange.shape);
       const SourceRow source = find_source(exchange, task.expert, task.first_row + row);
       const Peer peer{exchange.life.layer.heaps.base[exchange.life.rank_at(source.distance)]};
-      base = layer.heap.cells(peer.base);
+      base = reinterpret_cast<std::uint16_t*>(layer.heap.cells(peer.base));
     }
     const std::uint32_t cell =
         (SlotEntry::cell(entry, cells) << exchange.progress.work.log2_splits) + task.split;

@@ -169,8 +169,8 @@ __device__ __forceinline__ void combine_task(const Combine<P>& combine, std::uin
         // The first that has not come from another rank, if that is what is missing.
         const std::uint32_t absent = __ballot_sync(~0u, finished != nullptr && missing);
         const std::int32_t of = __shfl_sync(~0u, id, absent == 0 ? 0 : __ffs(absent) - 1);
-        const int peer = absent == 0 ? exchange.life.rank()
-                                     : exchange.life.layer.heaps.layout.experts().owner(of);
+        const int peer =
+            absent == 0 ? exchange.life.rank() : exchange.life.layer.heaps.experts.owner(of);
         return protocol::Missing{protocol::Phase::kCombine, peer, token, exchange.life.flag(), 0};
       });
       __syncwarp();  // what one lane has acquired is there for all

@@ -70,7 +70,7 @@ template <typename P>
 __device__ __forceinline__ void read_counts(const Exchange<P>& exchange) {
   const ExchangeParams& layer = exchange.layer;
   const int size = exchange.life.num_ranks(), rank = exchange.life.rank();
-  const protocol::ExpertPartition experts = exchange.life.layer.heaps.layout.experts();
+  const protocol::ExpertPartition experts = exchange.life.layer.heaps.experts;
 #pragma unroll 1
   for (int e0 = 2 * static_cast<int>(threadIdx.x); e0 < exchange.shape.num_experts;
        e0 += 2 * kWarpgroup) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void read_counts(const Exchange<P>& exchange) {
       exchange.table.block.expert_rows[e] = rows[i];
       // Counted from the owner's on, around the circle of ranks.
       const auto from_owner = [&](std::uint32_t at, bool before) {
-        return at - at_owner[i] + (before ? rows[i] : 0);
+        return protocol::first_row_in_segment(at, at_owner[i], rows[i], before);
       };
       if (begin[i] == nullptr) {
         exchange.table.block.row_begin[e] = from_owner(here[i], rank < owner[i]);

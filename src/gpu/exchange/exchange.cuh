@@ -1,8 +1,8 @@
-// What the ranks of a pass tell and send each other; see heap.h. All of it is stores into the other
-// rank's heap, with flags in the words themselves (counts) or behind them. The data of a pass is
-// never read from another rank's memory. Only a wait that takes long reads there: the words
+// What the ranks of a pass tell and send each other; see protocol/heap.h. All of it is stores into
+// the other rank's heap, with flags in the words themselves (counts) or behind them. The data of a
+// pass is never read from another rank's memory. Only a wait that takes long reads there: the words
 // `progress` and `waits_for` of all ranks, by which protocol/wait.h tells a slow world from a stuck
-// one and names the rank that everybody waits for.
+// one and finds who is to blame.
 #pragma once
 
 #include "gpu/exchange/params.h"

@@ -4,13 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "gpu/exchange/heap.h"
+#include "protocol/heap.h"
 #include "switchyard/tensor.h"
 
 namespace switchyard::gpu {
 
 struct ExchangeParams {
-  Heap heap;
+  protocol::Heap heap;
   std::byte* mine;       // this rank's heap
   std::uint16_t* cells;  // [T, cells_per_token, H] bf16, in this rank's heap
 };

@@ -5,6 +5,19 @@
 
 namespace switchyard::gpu {
 
+// An expert of this rank, and the distance of a source of its rows, in one word.
+struct ExpertSource {
+  static constexpr int kBits = 5;
+  static_assert(kMaxDeviceRanks <= 1 << kBits);
+  __device__ static std::uint32_t pack(std::uint32_t expert, std::uint32_t distance) {
+    return expert << kBits | distance;
+  }
+  __device__ static std::uint32_t expert(std::uint32_t pair) { return pair >> kBits; }
+  __device__ static std::uint32_t distance(std::uint32_t pair) {
+    return pair & ((1u << kBits) - 1);
+  }
+};
+
 struct SourceRow {
   std::uint32_t distance;  // of the source; 0: this rank itself
   std::uint32_t position;  // in the source's list of its slots with the expert

@@ -162,7 +162,8 @@ __device__ __forceinline__ std::uint32_t first_sends(const Exchange<P>& exchange
 
 // How many levels the pack warps send before they pack one: as many as have kSlotsAhead slots for
 // every block. With less in flight ranks wait for each other at every level; with more, the first
-// tiles come late. See docs/decisions/0017.
+// tiles come late. See
+// docs/lab/ranks-and-arrivals.md.
 template <typename P>
 __device__ __forceinline__ std::uint32_t send_lead(const Exchange<P>& exchange) {
   constexpr std::uint32_t kSlotsAhead = 12, kLeast = 2, kMost = 16;

@@ -20,10 +20,10 @@
 #include "gpu/host/trace.h"
 #include "gpu/host/weights.h"
 #include "layer/compute.h"
+#include "layer/failure.h"
 #include "model/quantize.h"
 #include "protocol/agreement.h"
 #include "protocol/call.h"
-#include "protocol/failure.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
 
@@ -349,7 +349,7 @@ void Engine::lay_out_heap() {
           ? tokens
           : std::max(tokens, std::min(tokens, static_cast<std::size_t>(policy().small_tokens))
                                  << kMaxLog2Splits);
-  Heap::Shape shape;
+  protocol::Heap::Shape shape;
   shape.num_ranks = world_.size();
   shape.num_experts = spec_.num_experts;
   shape.hidden = spec_.hidden;
@@ -360,17 +360,16 @@ void Engine::lay_out_heap() {
   shape.max_tiles = most_tiles(spec_.num_experts, world_.size(), spec_.top_k);
   shape.cell_bytes = cell_tokens * static_cast<std::size_t>(params_.cells_per_token) *
                      static_cast<std::size_t>(spec_.hidden) * 2;
-  params_.heap = Heap(shape);
+  params_.heap = protocol::Heap(shape);
   const bool shares = memory_->heap.bytes() != 0;
   if (!shares) memory_->heap = SymmetricMemory(world_.fabric(), params_.heap.bytes());
   const SymmetricMemory& heap = memory_->heap;
-  params_.heaps.layout =
-      protocol::HeapLayout({.num_ranks = world_.size(), .num_experts = spec_.num_experts});
+  params_.heaps.experts = {spec_.num_experts, world_.size()};
   params_.heaps.rank = world_.rank();
   for (int r = 0; r < world_.size(); ++r) params_.heaps.base[r] = heap.base(r);
   std::byte* const mine = heap.base(world_.rank());
   params_.mine = mine;
-  params_.cells = params_.heap.cells(mine);
+  params_.cells = reinterpret_cast<std::uint16_t*>(params_.heap.cells(mine));
   if (shares) return;
   // NaN in all that is not a flag, so that no pass can get away with reading what nobody wrote.
   const std::size_t flags = params_.heap.flag_bytes();
@@ -395,7 +394,7 @@ void Engine::lay_out_workspace() {
                             (has_shared ? protocol::ceil_div(tokens, height) : 0);
   params_.max_tiles = static_cast<std::uint32_t>(tiles);
   // GEMM2 of a tile is taken up when its GEMM1 was handed out two rounds of all blocks ago:
-  // measured against 0.6, 1, 1.25 and 3 rounds; see docs/decisions.
+  // measured against 0.6, 1, 1.25 and 3 rounds; see docs/decisions/0013.
   std::uint32_t rows = params_.routed.gemm1_rows;
   if (has_shared && (rows == 0 || params_.shared.gemm1_rows < rows)) {
     rows = params_.shared.gemm1_rows;
@@ -620,7 +619,7 @@ void Engine::check() {
   const int failed = protocol::failed_rank(control_of(world_.rank()).abort, world_.rank());
   protocol::FailureRecord record = control_of(failed).failure;
   ++record.epoch;  // kernels number passes from 0, callers from 1
-  throw protocol::timeout_error(record, world_.rank(), world_.fabric().liveness(record.peer));
+  throw_failure(world_, record);
 }
 
 const ForwardStats& Engine::stats() {
@@ -640,6 +639,7 @@ const ForwardStats& Engine::stats() {
       cudaMemcpy(counters.data(), words.counters(), counters.size() * 4, cudaMemcpyDeviceToHost));
   stats_.tokens_per_expert.assign(rows.begin(), rows.end());
   stats_.nan_logits = counters[kNanLogits];
+  stats_.nan_tokens = counters[kNanTokens];
   if (distributed()) count_traffic(counters.data());
   stats_.heap_bytes_reserved = memory_->heap.bytes();
   stats_.workspace_bytes_used = memory_->workspace.bytes();

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "gpu/pipeline/failures.h"
-#include "protocol/layout.h"
+#include "protocol/control.h"
 
 namespace switchyard::gpu {
 

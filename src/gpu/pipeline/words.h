@@ -54,9 +54,10 @@ struct PassWords {
   }
 };
 
-// What a pass counts for its statistics. All but the first concern what went to other ranks.
+// What a pass counts for its statistics. All but the first two concern what went to other ranks.
 enum PassCounter : std::uint32_t {
   kNanLogits,
+  kNanTokens,
   kSentTokens,
   kSentRows,
   kReturnedRows,

@@ -104,6 +104,7 @@ __device__ __forceinline__ void route_tokens(const Routing<P>& routing, std::uin
     }
     if (report && lane == 0 && mine.num_nan != 0) {
       atomicAdd(routing.life.state.words.counters() + kNanLogits, mine.num_nan);
+      atomicAdd(routing.life.state.words.counters() + kNanTokens, 1u);
     }
     // One of them, whichever is stored last.
     if (report && mine.bad_id != 0) routing.life.layer.failures->bad_id = mine.bad_id;

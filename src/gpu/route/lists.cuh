@@ -7,30 +7,12 @@
 #include "gpu/pipeline/wait.cuh"
 #include "gpu/route/params.h"
 #include "gpu/tile/params.h"
-#include "protocol/layout.h"
+#include "protocol/heap.h"
 
 namespace switchyard::gpu {
 
-// Two small numbers in one word.
-inline constexpr int kPackedPairBits = 5;
-struct PackedPair {
-  __device__ static std::uint32_t pack(std::uint32_t high, std::uint32_t low) {
-    return high << kPackedPairBits | low;
-  }
-  __device__ static std::uint32_t high(std::uint32_t pair) { return pair >> kPackedPairBits; }
-  __device__ static std::uint32_t low(std::uint32_t pair) {
-    return pair & ((1u << kPackedPairBits) - 1);
-  }
-};
-
 // A row of an expert's list: which slot (token, k) it is.
-struct SlotEntry {
-  static_assert(protocol::kMaxTopK <= 1 << kPackedPairBits);
-  __device__ static std::uint32_t pack(std::uint32_t token, std::uint32_t k) {
-    return PackedPair::pack(token, k);
-  }
-  __device__ static std::uint32_t token(std::uint32_t entry) { return PackedPair::high(entry); }
-  __device__ static std::uint32_t k(std::uint32_t entry) { return PackedPair::low(entry); }
+struct SlotEntry : protocol::SlotEntry {
   // An entry that another rank was to send. In a pass that was given up it may not have come, and
   // name no slot; then some slot takes its place.
   __device__ static std::uint32_t sent(std::uint32_t entry, const ModelShape& shape) {

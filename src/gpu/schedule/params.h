@@ -5,7 +5,7 @@
 
 namespace switchyard::gpu {
 
-inline constexpr int kMaxDeviceRanks = 32;  // a distance has SlotEntry::kBits bits
+inline constexpr int kMaxDeviceRanks = 32;  // see ExpertSource
 
 // Which of the host's two launches a kernel is for. Small passes have at most a policy's
 // kSmallTokens and kSmallLogits; with more logits every block's routing takes longer than the

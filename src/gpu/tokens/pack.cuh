@@ -206,8 +206,8 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
   };
   const auto mine = [&] { return told_anew(place) != kNone; };
   const auto tile_of = [&] { return place / kMaxHeight<P>; };
-  const auto expert = [&] { return PackedPair::high(told_anew(list)); };
-  const auto distance = [&] { return PackedPair::low(told_anew(list)); };
+  const auto expert = [&] { return ExpertSource::expert(told_anew(list)); };
+  const auto distance = [&] { return ExpertSource::distance(told_anew(list)); };
   // In the source's list; of own rows, as soon as it is known, the token.
   std::uint32_t position = row;
   const auto entry = [&] {
@@ -224,7 +224,7 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
       first_tile = packing.table.block.tile_begin[packing.table.first_expert() + e];
       cut = packing.table.tiles_of(packing.table.first_expert() + e);
       const SourceRow source = find_source(packing.exchange, e, of_expert);
-      list = PackedPair::pack(e, source.distance);
+      list = ExpertSource::pack(e, source.distance);
       position = source.position;
       if (source.distance == 0) position = SlotEntry::token(entry());
     }

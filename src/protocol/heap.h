@@ -1,5 +1,6 @@
-// The symmetric heap of a layer on several GPUs: where everything is, and who may write it.
+// The symmetric heap of a layer, of both engines: where everything is, and who may write it.
 //
+// Conflict freedom (after the FlashDMoE thesis, theorem 5.3.1, restated for lists of exact length).
 // Every region is cut by source rank, so that a source needs to know nothing of the others to write
 // its part: no counts, no offsets. Let a write be (s, d, i): rank s writes index i of a region of
 // rank d's heap. In one epoch no two distinct ranks write the same (d, i):
@@ -9,11 +10,11 @@
 //   arrived    [expert of d][s]             the epoch, when all these rows' entries and tokens came
 //   finished   [tile]                       the epoch, when s has stored the tile's cells of d
 //                                           (numbered over all ranks; s computes this one)
-//   entries    [expert of d][s][position]   which slot (token, k) of s the row is of
+//   entries    [expert of d][s][position]   which slot (token, k) of s the row is of: a SlotEntry
 //   weights    [expert of d][s][position]   its routing weight, where that applies to the input
 //   pool       [s][token]                   tokens of s that have an expert of d, each once
 //   cells      [token][k]                   outputs, by the owner of the expert of slot (token, k)
-//   control    own words only; but see protocol::abort_world
+//   control    own words only; but see abort_world
 //
 // Only counts are doubled. A pass of rank s begins when its last one has ended, and that ended when
 // all its cells had arrived: whoever computed them is done with what s had sent. So s may send for
@@ -27,9 +28,29 @@
 #include <cstdint>
 
 #include "model/quantize.h"
-#include "protocol/layout.h"
+#include "protocol/control.h"
 
-namespace switchyard::gpu {
+namespace switchyard::protocol {
+
+// What flags of an epoch are raised to. Epochs count from 1, so that no flag of fresh memory is up.
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t flag_of(std::uint64_t epoch) {
+  return static_cast<std::uint32_t>(epoch);
+}
+
+// A slot (token, k) in one word.
+struct SlotEntry {
+  static constexpr int kBits = 5;
+  static_assert(kMaxTopK <= 1 << kBits);
+  SWITCHYARD_HOST_DEVICE static constexpr std::uint32_t pack(std::uint32_t token, std::uint32_t k) {
+    return token << kBits | k;
+  }
+  SWITCHYARD_HOST_DEVICE static constexpr std::uint32_t token(std::uint32_t entry) {
+    return entry >> kBits;
+  }
+  SWITCHYARD_HOST_DEVICE static constexpr std::uint32_t k(std::uint32_t entry) {
+    return entry & ((1u << kBits) - 1);
+  }
+};
 
 // Trivially copyable, for kernels. Sources other than the owner are told by their distance from it:
 // (source - owner) modulo the number of ranks.
@@ -52,18 +73,18 @@ class Heap {
       : others_(u(shape.num_ranks - 1)),
         num_experts_(u(shape.num_experts)),
         max_tokens_(u(shape.max_tokens)),
-        scale_offset_(protocol::round_up<std::uint64_t>(u(shape.hidden * shape.element_bytes), 16)),
+        scale_offset_(round_up<std::uint64_t>(u(shape.hidden * shape.element_bytes), 16)),
         token_bytes_(scale_offset_) {
     if (shape.scaled) {
-      const std::uint64_t scales = u(protocol::ceil_div(shape.hidden, kQuantGroup));
-      token_bytes_ = protocol::round_up<std::uint64_t>(scale_offset_ + 4 * scales, 16);
+      const std::uint64_t scales = u(ceil_div(shape.hidden, kQuantGroup));
+      token_bytes_ = round_up<std::uint64_t>(scale_offset_ + 4 * scales, 16);
     }
     const std::uint64_t ranks = others_ == 0 ? 0 : others_ + 1;
-    const protocol::ExpertPartition experts{shape.num_experts, shape.num_ranks};
+    const ExpertPartition experts{shape.num_experts, shape.num_ranks};
     const std::uint64_t lists = others_ * u(experts.max_count());
-    std::uint64_t at = sizeof(protocol::Control);
+    std::uint64_t at = sizeof(Control);
     const auto place = [&at](std::uint64_t bytes) {
-      const std::uint64_t offset = protocol::round_up<std::uint64_t>(at, 1024);
+      const std::uint64_t offset = round_up<std::uint64_t>(at, 1024);
       at = offset + bytes;
       return offset;
     };
@@ -78,12 +99,21 @@ class Heap {
   }
 
   std::uint64_t bytes() const { return bytes_; }
+  // What a pass really uses of it that receives so many tokens and rows of other ranks, computes
+  // with `tiles` tiles over all ranks, and has so many bytes of cells.
+  std::uint64_t bytes_used(std::uint64_t tokens, std::uint64_t rows, std::uint64_t tiles,
+                           std::uint64_t cell_bytes) const {
+    const bool weighs_input = pool_ != weights_;
+    return finished_ + (others_ == 0 ? 0 : 4 * tiles) + rows * (weighs_input ? 8 : 4) +
+           tokens * token_bytes_ + cell_bytes;
+  }
   // What must be zero when the first pass begins; the rest may be anything.
   std::uint64_t flag_bytes() const { return entries_; }
   // What one rank tells another in counts, each with the epoch.
   SWITCHYARD_HOST_DEVICE std::uint64_t counts_row_bytes() const {
-    return protocol::round_up<std::uint64_t>(sizeof(std::uint64_t) * num_experts_, 128);
+    return round_up<std::uint64_t>(sizeof(std::uint64_t) * num_experts_, 128);
   }
+  int max_tokens() const { return static_cast<int>(max_tokens_); }
   SWITCHYARD_HOST_DEVICE std::uint64_t token_bytes() const { return token_bytes_; }
   SWITCHYARD_HOST_DEVICE std::uint64_t scale_offset() const { return scale_offset_; }
 
@@ -116,9 +146,7 @@ class Heap {
                                          std::uint32_t token) const {
     return base + pool_ + ((distance - 1) * max_tokens_ + token) * token_bytes_;
   }
-  SWITCHYARD_HOST_DEVICE std::uint16_t* cells(std::byte* base) const {
-    return reinterpret_cast<std::uint16_t*>(base + cells_);
-  }
+  SWITCHYARD_HOST_DEVICE std::byte* cells(std::byte* base) const { return base + cells_; }
 
  private:
   SWITCHYARD_HOST_DEVICE static constexpr std::uint64_t u(int value) {
@@ -134,4 +162,4 @@ class Heap {
                 cells_ = 0, bytes_ = 0;
 };
 
-}  // namespace switchyard::gpu
+}  // namespace switchyard::protocol

@@ -1,0 +1,59 @@
+// What a rank tells the launcher that started it: how long it may wait for the others, and whom it
+// blames when it gives up. So the launcher lets the survivors of a failure come to their own
+// deadlines, and its last line names the culprit, not whoever noticed first.
+//
+// The ranks find a datagram socket to the launcher under SWITCHYARD_LAUNCHER, as
+// "descriptor:inode": another launcher's variable, or a descriptor that was closed and used again,
+// has another inode.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "fabric/posix.h"
+#include "switchyard/error.h"
+
+namespace switchyard {
+
+inline constexpr const char* kLauncherVariable = "SWITCHYARD_LAUNCHER";
+
+struct LaunchReport {
+  enum class Kind : std::uint32_t { kDeadline = 1, kFailure };
+
+  std::uint64_t magic = kMagic;
+  Kind kind = Kind::kDeadline;
+  std::int32_t rank = -1;  // whose report it is
+  std::int64_t deadline_ms = 0;
+  std::int32_t culprit = -1;
+  std::int32_t reserved = 0;
+  std::uint64_t epoch = 0;
+  char phase[24] = {};
+
+  static constexpr std::uint64_t kMagic = 0x7472'6f70'6572'7773;  // "swreport", little-endian
+};
+static_assert(sizeof(LaunchReport) == 64, "no padding: every byte of it is sent");
+
+// Does nothing where no launcher listens. Never throws and never waits.
+void tell_launcher_deadline(int rank, std::chrono::milliseconds deadline) noexcept;
+void tell_launcher_failure(int rank, const WaitFailure& failure) noexcept;
+
+// The launcher's end.
+class LaunchReports {
+ public:
+  LaunchReports();
+
+  // To keep open in the ranks, and the variable's value that says so.
+  int rank_end() const { return rank_end_.get(); }
+  std::string variable() const;
+
+  int fd() const { return own_end_.get(); }
+  // The next report, if there is one; what is no report is skipped.
+  std::optional<LaunchReport> next();
+
+ private:
+  UniqueFd own_end_, rank_end_;
+};
+
+}  // namespace switchyard

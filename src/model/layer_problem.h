@@ -1,0 +1,13 @@
+// What validate(LayerSpec) finds wrong, for messages to people who never wrote a LayerSpec.
+#pragma once
+
+#include <string>
+
+#include "switchyard/layer_spec.h"
+
+namespace switchyard {
+
+// E.g. "top_k is 9: set it to a value in [1, 8]"; empty if the spec is valid.
+std::string layer_problem(const LayerSpec& spec);
+
+}  // namespace switchyard

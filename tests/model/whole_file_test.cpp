@@ -1,0 +1,86 @@
+#include "model/whole_file.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <string>
+
+#include "model/errors.h"
+#include "model/generate.h"
+#include "model/model_table.h"
+#include "model/temporary_directory.h"
+
+namespace switchyard {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string contents(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// Another user of the directory has put a link where the temporary name could be guessed.
+TEST(WholeFile, DoesNotWriteThroughLinksThatOthersHavePut) {
+  const test::TemporaryDirectory directory;
+  const fs::path path = directory / "out";
+  test::write_file(directory / "victim", "precious");
+  const fs::path guess = path.string() + ".partial-" + std::to_string(::getpid());
+  fs::create_symlink("victim", guess);
+  write_whole(path, "new");
+  EXPECT_EQ(contents(path), "new");
+  EXPECT_EQ(contents(directory / "victim"), "precious");
+  EXPECT_TRUE(fs::is_symlink(guess));
+}
+
+TEST(WholeFile, ReplacesALinkAndNotWhatItLeadsTo) {
+  const test::TemporaryDirectory directory;
+  test::write_file(directory / "victim", "precious");
+  fs::create_symlink("victim", directory / "out");
+  write_whole(directory / "out", "new");
+  EXPECT_EQ(contents(directory / "victim"), "precious");
+  EXPECT_FALSE(fs::is_symlink(directory / "out"));
+}
+
+TEST(WholeFile, TemporaryNamesThatAreTakenAreLeftAlone) {
+  const test::TemporaryDirectory directory;
+  std::set<fs::path> names;
+  const fs::path path = make_beside(directory / "x", "open", [&](const fs::path& name) {
+    names.insert(name);
+    return names.size() < 3 ? EEXIST : 0;
+  });
+  EXPECT_EQ(names.size(), 3u);
+  EXPECT_TRUE(names.contains(path));
+  EXPECT_EQ(path.parent_path(), directory.path());
+  EXPECT_ERROR(make_beside(directory / "x", "open", [](const fs::path&) { return EEXIST; }),
+               ErrorCode::kSystem, "x: open failed", "File exists");
+}
+
+TEST(WholeFile, FilesAreForThoseThatTheUmaskAllows) {
+  const test::TemporaryDirectory directory;
+  const mode_t before = ::umask(027);
+  write_whole(directory / "x", "");
+  ::umask(before);
+  EXPECT_EQ(fs::status(directory / "x").permissions(), static_cast<fs::perms>(0640));
+}
+
+TEST(WriteCheckpoint, DoesNotWriteIntoDirectoriesThatOthersHavePut) {
+  const test::TemporaryDirectory directory;
+  const fs::path target = directory / "m";
+  fs::create_directory(directory / "trap");
+  fs::create_directory_symlink("trap", target.string() + ".partial-" + std::to_string(::getpid()));
+  WriteOptions options;
+  options.overrides = {.num_moe_layers = 1, .num_experts = 8, .hidden = 32, .intermediate = 16};
+  write_checkpoint(find_model("olmoe"), target, options);
+  EXPECT_FALSE(fs::is_symlink(target));
+  EXPECT_TRUE(fs::exists(target / "config.json"));
+  EXPECT_TRUE(fs::is_empty(directory / "trap"));
+}
+
+}  // namespace
+}  // namespace switchyard
