@@ -78,6 +78,70 @@ static_assert(kPackedArrivals.full == 1 + 1 && kGatheredArrivals.full == 1 + 64 
                   kTellers<SmallPass<BF16Policy>> == 2,
               "the table above");
 
+// The barriers of the block. By its first thread.
+template <typename P>
+__device__ __forceinline__ void make_barriers(const Pass<P>& pass) {
+  BlockStorage<P>& block = pass.block;
+  constexpr Arrivals kArrivals = arrivals_of(P::kTokens);
+  for (std::uint32_t s = 0; s < kMaxStages; ++s) {
+    init_barrier(shared_address(&block.barriers.full[s]), kArrivals.full);
+    init_barrier(shared_address(&block.barriers.empty[s]), kArrivals.empty << pass.call.paired);
+  }
+  for (std::uint32_t s = 0; s < kTaskSlots; ++s) {
+    init_barrier(shared_address(&block.queue.task_full[s]), kArrivals.task_full);
+    init_barrier(shared_address(&block.queue.task_empty[s]), kArrivals.task_empty);
+  }
+  if constexpr (P::kGate == GateLoads::kCopyEngine) {
+    for (std::uint32_t s = 0; s < kGateStages; ++s) {
+      init_barrier(shared_address(&block.gate_full[s]), kArrivals.gate_full);
+    }
+  }
+  if constexpr (P::kTokens == TokenSource::kPacked) {
+    for (std::uint64_t& full : block.packing.full) {
+      init_barrier(shared_address(&full), kArrivals.packing);
+    }
+  }
+  init_barrier(shared_address(&block.queue.demand), kArrivals.demand << pass.call.paired);
+  init_barrier(shared_address(&block.queue.ticket_full), kArrivals.ticket_full);
+  fence_new_barriers();
+}
+
+// What is known of the pass before it begins. By the block's first thread.
+template <typename P>
+__device__ __forceinline__ void describe_pass(const Pass<P>& pass) {
+  BlockStorage<P>& block = pass.block;
+  PassState<P>& state = block.pass;
+  block.queue.handed_out = 1;  // see describe_first
+  state.send.first_sends = state.send.send_lead = 0;
+  state.life.going = Going::kOn;
+  state.life.plan_failed = false;
+  state.life.epoch = *pass.layer.epoch_word;
+  state.life.words = pass.layer.pass_words[state.life.epoch & 1];
+  state.route.x =
+      pass.call.converts ? pass.layer.converted : static_cast<const std::uint16_t*>(pass.call.x);
+  state.route.x_stride = pass.call.converts ? pass.layer.hidden : pass.call.x_stride;
+  if (kScaled<P> && pass.call.x_type == DType::kF8E4M3) {
+    state.rows.rows = static_cast<const std::byte*>(pass.call.x);
+    state.rows.row_bytes = pass.call.x_stride;
+    state.rows.row_scales = pass.call.x_scales;
+    state.rows.row_scale_stride = pass.call.x_scale_stride;
+  } else if (kScaled<P>) {
+    state.rows.rows = pass.layer.quantized;
+    state.rows.row_bytes = pass.layer.hidden;
+    state.rows.row_scales = pass.layer.quantized_scales;
+    state.rows.row_scale_stride = pass.layer.x_groups;
+  } else {
+    state.rows.rows = reinterpret_cast<const std::byte*>(state.route.x);
+    state.rows.row_bytes = state.route.x_stride * static_cast<std::int64_t>(sizeof(std::uint16_t));
+  }
+  constexpr std::uint32_t kLog2TileRows = 7, kLog2Boxes = kBoxes<P> / 2;
+  static_assert(kTileRows == 1 << kLog2TileRows && kBoxes<P> == 1 << kLog2Boxes);
+  state.work.log2_rows = kLog2TileRows + kLog2Boxes + pass.call.paired;
+  state.route.tables = pass.routing().tables(kOwnStart<P>);
+  state.route.gate_slices = GateGrid<P>(pass.layer, pass.call.tokens).slices;
+  state.work.log2_combine_chunk = log2_combine_chunk(pass.call.tokens, gridDim.x);
+}
+
 template <bool kGated, typename P>
 __device__ __forceinline__ void loading_group(const Pass<P>& pass) {
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -141,58 +205,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& block = *reinterpret_cast<BlockStorage<P>*>(shared_memory);
   const Pass<P> pass{layer, call, block};
   if (threadIdx.x == 0) {
-    constexpr Arrivals kArrivals = arrivals_of(P::kTokens);
-    for (std::uint32_t s = 0; s < kMaxStages; ++s) {
-      init_barrier(shared_address(&block.barriers.full[s]), kArrivals.full);
-      init_barrier(shared_address(&block.barriers.empty[s]), kArrivals.empty << call.paired);
-    }
-    for (std::uint32_t s = 0; s < kTaskSlots; ++s) {
-      init_barrier(shared_address(&block.queue.task_full[s]), kArrivals.task_full);
-      init_barrier(shared_address(&block.queue.task_empty[s]), kArrivals.task_empty);
-    }
-    if constexpr (P::kGate == GateLoads::kCopyEngine) {
-      for (std::uint32_t s = 0; s < kGateStages; ++s) {
-        init_barrier(shared_address(&block.gate_full[s]), kArrivals.gate_full);
-      }
-    }
-    if constexpr (P::kTokens == TokenSource::kPacked) {
-      for (std::uint64_t& full : block.packing.full) {
-        init_barrier(shared_address(&full), kArrivals.packing);
-      }
-    }
-    init_barrier(shared_address(&block.queue.demand), kArrivals.demand << call.paired);
-    init_barrier(shared_address(&block.queue.ticket_full), kArrivals.ticket_full);
-    fence_new_barriers();
-    block.queue.handed_out = 1;  // see describe_first
-    auto& state = block.pass;
-    state.send.first_sends = state.send.send_lead = 0;
-    state.life.going = Going::kOn;
-    state.life.plan_failed = false;
-    state.life.epoch = *layer.epoch_word;
-    state.life.words = layer.pass_words[state.life.epoch & 1];
-    state.route.x = call.converts ? layer.converted : static_cast<const std::uint16_t*>(call.x);
-    state.route.x_stride = call.converts ? layer.hidden : call.x_stride;
-    if (kScaled<P> && call.x_type == DType::kF8E4M3) {
-      state.rows.rows = static_cast<const std::byte*>(call.x);
-      state.rows.row_bytes = call.x_stride;
-      state.rows.row_scales = call.x_scales;
-      state.rows.row_scale_stride = call.x_scale_stride;
-    } else if (kScaled<P>) {
-      state.rows.rows = layer.quantized;
-      state.rows.row_bytes = layer.hidden;
-      state.rows.row_scales = layer.quantized_scales;
-      state.rows.row_scale_stride = layer.x_groups;
-    } else {
-      state.rows.rows = reinterpret_cast<const std::byte*>(state.route.x);
-      state.rows.row_bytes =
-          state.route.x_stride * static_cast<std::int64_t>(sizeof(std::uint16_t));
-    }
-    constexpr std::uint32_t kLog2TileRows = 7, kLog2Boxes = kBoxes<P> / 2;
-    static_assert(kTileRows == 1 << kLog2TileRows && kBoxes<P> == 1 << kLog2Boxes);
-    state.work.log2_rows = kLog2TileRows + kLog2Boxes + call.paired;
-    state.route.tables = pass.routing().tables(kOwnStart<P>);
-    state.route.gate_slices = GateGrid<P>(layer, call.tokens).slices;
-    state.work.log2_combine_chunk = log2_combine_chunk(call.tokens, gridDim.x);
+    make_barriers(pass);
+    describe_pass(pass);
   }
   // Behind a pass that was given up, words are not as a pass must find them. (Asked by a thread
   // that has nothing else to do.)

@@ -27,7 +27,6 @@ class LayerSink {
     pass_.trace().math(kFirstTaskRecord + reader_.index(), &TraceRecord::products);
     if (needs_entries()) await_copies();
   }
-  __device__ bool meets() const { return kGated && first_; }
   template <int kVariant, typename Sums>
   __device__ __forceinline__ void finish(Sums& acc) {
     const Epilogue<P> epilogue = pass_.epilogue();
@@ -129,7 +128,7 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
       // The tile's slot may be free only when what was put off is done.
       if (StoredPart<kGated, P>::kExists && task->tile >= pass.layer.h_slots) stored.finish();
       LayerSink<kKind, kGated, P> sink(pass, *task, first, reader, stored);
-      gemm_tile_of(head >> 2 & 63, pass.pipeline(), *task, head >> 8, place, sink);
+      gemm_tile_of(head >> 2 & 63, pass.pipeline(), *task, head >> 8, kGated && first, place, sink);
     }
     pass.trace().math(kFirstTaskRecord + reader.index(), &TraceRecord::end);
     if (threadIdx.x == kWarpgroup) protocol::note_progress(*pass.waiter().heaps);

@@ -34,7 +34,7 @@ struct RingPlace {
 // tokens at kTokensAt, and elsewhere kScaleBytes of scales. With kFixed the compiler knows the
 // sizes; otherwise each pass chooses them.
 template <typename Layout, bool kFixed = Layout::kFixed>
-struct StageShape {
+struct alignas(8) StageShape {  // one load
   std::uint32_t stages, stage_bytes;
 };
 template <typename Layout>

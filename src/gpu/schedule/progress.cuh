@@ -13,7 +13,7 @@ namespace switchyard::gpu {
 template <typename P>
 inline constexpr std::uint32_t kTellers = P::kTeller == Teller::kMath ? kMathGroups : 1;
 
-struct WorkState {
+struct alignas(8) WorkState {
   std::uint32_t log2_rows;           // of the weight rows of a task, of a pair's if there are pairs
   std::uint32_t log2_splits;         // of the parts of GEMM2's K, with cells of their own
   std::uint32_t log2_combine_chunk;  // of the tokens of a combine task

@@ -9,19 +9,19 @@ namespace switchyard::gpu {
 
 // Multiplies a tile and hands its products to the sink, by a math warpgroup. Token-major tiles have
 // kTaskBoxes of the task's boxes of weights to a warpgroup; weight-major ones kTaskBoxes = 0, and N
-// tokens at most. The sink says what becomes of the products:
+// tokens at most. `meets`: each box has rows of gate and then as many of up, which meet in the
+// epilogue. The sink says what becomes of the products:
 //   started()       the tile's first tokens have come; the products are under way
 //   multiplied()    they are complete
-//   meets()         whether each box has rows of gate and then as many of up
 //   finish<...>(acc)  stores them; see finish_hidden() and finish_rows() for what it can call
 template <int kTaskBoxes, int N, typename C, typename Sink>
 __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const TileTask& task,
-                                          std::uint32_t k_blocks, RingPlace& place, Sink& sink) {
+                                          std::uint32_t k_blocks, bool meets, RingPlace& place,
+                                          Sink& sink) {
   const auto started = [&] { sink.started(); };
   if constexpr (kTaskBoxes != 0) {
     TokenMajorSums<kTaskBoxes> acc;
-    multiply_token_major<kTaskBoxes>(pipeline, k_blocks, place, math_group(), sink.meets(), started,
-                                     acc);
+    multiply_token_major<kTaskBoxes>(pipeline, k_blocks, place, math_group(), meets, started, acc);
     sink.multiplied();
     sink.template finish<kTaskBoxes>(acc);
   } else {
@@ -36,20 +36,20 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
 template <typename C, typename Sink>
 __device__ __forceinline__ void gemm_tile_of(std::uint32_t units, const TilePipeline<C>& pipeline,
                                              const TileTask& task, std::uint32_t k_blocks,
-                                             RingPlace& place, Sink& sink) {
+                                             bool meets, RingPlace& place, Sink& sink) {
   if constexpr (kTokenMajor<C>) {
     if (units > kInstructionRows / kUnitRows) {
-      gemm_tile<2, 0>(pipeline, task, k_blocks, place, sink);
+      gemm_tile<2, 0>(pipeline, task, k_blocks, meets, place, sink);
     } else {
-      gemm_tile<1, 0>(pipeline, task, k_blocks, place, sink);
+      gemm_tile<1, 0>(pipeline, task, k_blocks, meets, place, sink);
     }
   } else {
     switch (units) {
-#define SWITCHYARD_HEIGHT(height)                                  \
-  case (height) / kUnitRows:                                       \
-    if constexpr ((height) <= C::kTile.max_height()) {             \
-      gemm_tile<0, height>(pipeline, task, k_blocks, place, sink); \
-    }                                                              \
+#define SWITCHYARD_HEIGHT(height)                                         \
+  case (height) / kUnitRows:                                              \
+    if constexpr ((height) <= C::kTile.max_height()) {                    \
+      gemm_tile<0, height>(pipeline, task, k_blocks, meets, place, sink); \
+    }                                                                     \
     break;
       SWITCHYARD_HEIGHT(16)
       SWITCHYARD_HEIGHT(32)
