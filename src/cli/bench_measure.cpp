@@ -16,7 +16,7 @@
 #include "cli/machine.h"
 #include "cli/verify.h"
 #include "gpu/device.h"
-#include "model/convert.h"
+#include "base/convert.h"
 
 namespace switchyard::cli {
 

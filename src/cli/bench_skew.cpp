@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "cli/machine.h"
-#include "model/convert.h"
+#include "base/convert.h"
 #include "model/random_tensor.h"
 #include "reference/decode.h"
 #include "switchyard/error.h"

@@ -20,7 +20,7 @@
 #include "gpu/device.h"
 #include "gpu/peer_link.h"
 #include "layer/compute.h"
-#include "model/host_memory.h"
+#include "base/host_memory.h"
 
 namespace switchyard::cli {
 namespace {

@@ -6,7 +6,7 @@
 #include "cli/bench_rows.h"
 #include "cli/commands.h"
 #include "cli/output_file.h"
-#include "model/whole_file.h"
+#include "base/whole_file.h"
 #include "report/page.h"
 
 namespace switchyard::cli {

@@ -15,7 +15,7 @@
 #include "base/printable.h"
 #include "cli/bus_error.h"
 #include "cli/commands.h"
-#include "fabric/posix.h"
+#include "base/posix.h"
 
 namespace switchyard::cli {
 namespace {

@@ -16,7 +16,7 @@
 #include "fabric/fabric.h"
 #include "gpu/device.h"
 #include "layer/compute.h"
-#include "model/host_memory.h"
+#include "base/host_memory.h"
 #include "trace/clock.h"
 
 namespace switchyard::cli {

@@ -6,7 +6,7 @@
 #include "cli/machine.h"
 #include "cli/progress.h"
 #include "model/generate.h"
-#include "model/host_memory.h"
+#include "base/host_memory.h"
 #include "model/model_table.h"
 
 namespace switchyard::cli {

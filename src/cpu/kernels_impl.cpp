@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "cpu/kernels.h"
-#include "model/convert.h"
-#include "model/quantize.h"
+#include "base/convert.h"
+#include "base/quantize.h"
 
 #define SWITCHYARD_STRINGIZE(x) #x
 #define SWITCHYARD_NAME_OF(x) SWITCHYARD_STRINGIZE(x)

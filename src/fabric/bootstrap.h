@@ -20,7 +20,7 @@
 
 #include "fabric/channel.h"
 #include "fabric/collective.h"
-#include "fabric/posix.h"
+#include "base/posix.h"
 #include "switchyard/error.h"
 
 namespace switchyard {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "fabric/collective.h"
-#include "fabric/posix.h"
+#include "base/posix.h"
 
 namespace switchyard {
 

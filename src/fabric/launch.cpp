@@ -20,7 +20,7 @@
 #include <string_view>
 
 #include "fabric/launch_report.h"
-#include "fabric/posix.h"
+#include "base/posix.h"
 #include "switchyard/error.h"
 
 extern char** environ;

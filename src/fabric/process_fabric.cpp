@@ -14,7 +14,7 @@
 #include "fabric/fabric.h"
 #include "fabric/launch_report.h"
 #include "fabric/mapping.h"
-#include "fabric/posix.h"
+#include "base/posix.h"
 #include "switchyard/error.h"
 #include "switchyard/world.h"
 

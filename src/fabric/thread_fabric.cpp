@@ -10,7 +10,7 @@
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "fabric/mapping.h"
-#include "fabric/posix.h"
+#include "base/posix.h"
 #include "switchyard/error.h"
 #include "switchyard/world.h"
 

@@ -21,9 +21,9 @@
 #include "gpu/weights.h"
 #include "layer/compute.h"
 #include "layer/failure.h"
-#include "model/quantize.h"
-#include "protocol/agreement.h"
-#include "protocol/call.h"
+#include "base/quantize.h"
+#include "layer/agreement.h"
+#include "layer/call.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
 
@@ -189,7 +189,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
                             kMaxDeviceExperts));
   }
   routing::check_routable(spec);
-  if (distributed()) protocol::agree(world.fabric(), {spec, options.max_tokens, policy().compute});
+  if (distributed()) agree(world.fabric(), {spec, options.max_tokens, policy().compute});
   const protocol::ExpertPartition experts{spec.num_experts, world.size()};
   params_.first_expert = experts.begin(world.rank());
   params_.local_experts = experts.count(world.rank());
@@ -509,7 +509,7 @@ void Engine::lay_out_workspace() {
 
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const HostRange range{"forward", nvtx3::payload{input.activations.rows}};
-  protocol::check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output,
+  check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output,
                        policy().compute);
   check();
   const MatrixView& x = input.activations;

@@ -5,7 +5,7 @@
 #include <cuda_bf16.h>
 
 #include "gpu/storage.cuh"
-#include "model/quantize.h"
+#include "base/quantize.h"
 
 namespace switchyard::gpu {
 

@@ -11,8 +11,8 @@
 
 #include "gpu/cuda_error.h"
 #include "layer/compute.h"
-#include "model/convert.h"
-#include "model/quantize.h"
+#include "base/convert.h"
+#include "base/quantize.h"
 #include "routing/route.h"
 #include "switchyard/error.h"
 

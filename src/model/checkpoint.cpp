@@ -12,7 +12,7 @@
 #include "base/printable.h"
 #include "base/read_file.h"
 #include "model/config.h"
-#include "model/convert.h"
+#include "base/convert.h"
 #include "model/safetensors.h"
 #include "model/tensor_names.h"
 #include "switchyard/error.h"

@@ -10,7 +10,7 @@
 #include <limits>
 
 #include "base/printable.h"
-#include "model/json_text.h"
+#include "base/json_text.h"
 #include "model/layer_problem.h"
 #include "switchyard/error.h"
 

@@ -15,7 +15,7 @@
 #include "base/file_error.h"
 #include "base/printable.h"
 #include "base/read_file.h"
-#include "model/json_text.h"
+#include "base/json_text.h"
 #include "switchyard/error.h"
 
 namespace switchyard {

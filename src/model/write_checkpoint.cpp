@@ -12,7 +12,7 @@
 #include "model/random_tensor.h"
 #include "model/safetensors.h"
 #include "model/tensor_names.h"
-#include "model/whole_file.h"
+#include "base/whole_file.h"
 #include "switchyard/error.h"
 
 namespace switchyard {

@@ -12,7 +12,7 @@
 
 #include "base/printable.h"
 #include "base/read_file.h"
-#include "model/json_text.h"
+#include "base/json_text.h"
 
 namespace switchyard::report {
 namespace {

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "base/printable.h"
-#include "model/json_text.h"
+#include "base/json_text.h"
 
 namespace switchyard::report {
 namespace {

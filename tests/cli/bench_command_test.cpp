@@ -18,7 +18,7 @@
 #include "cli/command.h"
 #include "gpu/device.h"
 #include "model/generate.h"
-#include "model/whole_file.h"
+#include "base/whole_file.h"
 #include "reference/reference.h"
 #include "switchyard/error.h"
 #include "switchyard/routing.h"

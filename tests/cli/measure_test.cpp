@@ -7,7 +7,7 @@
 #include "cli/batch.h"
 #include "cli/machine.h"
 #include "model/generate.h"
-#include "model/host_memory.h"
+#include "base/host_memory.h"
 #include "support/specs.h"
 
 namespace switchyard::cli {

@@ -14,10 +14,10 @@
 #include <vector>
 
 #include "model/config.h"
-#include "model/convert.h"
+#include "base/convert.h"
 #include "model/generate.h"
 #include "model/model_table.h"
-#include "model/quantize.h"
+#include "base/quantize.h"
 #include "support/identifier.h"
 #include "support/specs.h"
 #include "switchyard/layer.h"
