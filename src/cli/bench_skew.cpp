@@ -9,8 +9,8 @@
 #include <thread>
 #include <utility>
 
-#include "cli/machine.h"
 #include "base/convert.h"
+#include "cli/machine.h"
 #include "model/random_tensor.h"
 #include "reference/decode.h"
 #include "switchyard/error.h"

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/quantize.h"
 #include "cpu/core_lease.h"
 #include "cpu/pace.h"
 #include "cpu/processor.h"
@@ -20,11 +21,10 @@
 #include "cpu/thread_trace.h"
 #include "cpu/worker_pool.h"
 #include "fabric/fabric.h"
-#include "layer/compute.h"
-#include "layer/failure.h"
-#include "base/quantize.h"
 #include "layer/agreement.h"
 #include "layer/call.h"
+#include "layer/compute.h"
+#include "layer/failure.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
 #include "switchyard/routing.h"
@@ -306,7 +306,7 @@ void Engine::in_parallel(const std::function<void(int)>& body) {
 
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   check_call(layer_.spec, layer_.weights, options_.max_tokens, rank(), input, output,
-                       layer_.compute);
+             layer_.compute);
   check_ids(layer_.spec, layer_.weights, input);
   if (input.stream != nullptr) {
     throw Error(ErrorCode::kInvalidArgument,

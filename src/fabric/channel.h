@@ -10,8 +10,8 @@
 #include <optional>
 #include <vector>
 
-#include "fabric/collective.h"
 #include "base/posix.h"
+#include "fabric/collective.h"
 
 namespace switchyard {
 

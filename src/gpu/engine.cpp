@@ -11,6 +11,7 @@
 #include <cstring>
 #include <nvtx3/nvtx3.hpp>
 
+#include "base/quantize.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "gpu/cuda_error.h"
@@ -19,11 +20,10 @@
 #include "gpu/tensor_map.h"
 #include "gpu/trace.h"
 #include "gpu/weights.h"
-#include "layer/compute.h"
-#include "layer/failure.h"
-#include "base/quantize.h"
 #include "layer/agreement.h"
 #include "layer/call.h"
+#include "layer/compute.h"
+#include "layer/failure.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
 
@@ -509,8 +509,7 @@ void Engine::lay_out_workspace() {
 
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const HostRange range{"forward", nvtx3::payload{input.activations.rows}};
-  check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output,
-                       policy().compute);
+  check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output, policy().compute);
   check();
   const MatrixView& x = input.activations;
   CallParams call{};

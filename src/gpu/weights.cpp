@@ -9,10 +9,10 @@
 #include <span>
 #include <vector>
 
-#include "gpu/cuda_error.h"
-#include "layer/compute.h"
 #include "base/convert.h"
 #include "base/quantize.h"
+#include "gpu/cuda_error.h"
+#include "layer/compute.h"
 #include "routing/route.h"
 #include "switchyard/error.h"
 

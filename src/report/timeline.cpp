@@ -10,8 +10,8 @@
 #include <set>
 #include <utility>
 
-#include "base/printable.h"
 #include "base/json_text.h"
+#include "base/printable.h"
 
 namespace switchyard::report {
 namespace {

@@ -13,11 +13,11 @@
 #include <thread>
 #include <vector>
 
-#include "model/config.h"
 #include "base/convert.h"
+#include "base/quantize.h"
+#include "model/config.h"
 #include "model/generate.h"
 #include "model/model_table.h"
-#include "base/quantize.h"
 #include "support/identifier.h"
 #include "support/specs.h"
 #include "switchyard/layer.h"
