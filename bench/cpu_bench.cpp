@@ -16,7 +16,7 @@
 #include "cpu/thread_trace.h"
 #include "cpu/tile_gemm.h"
 #include "model/config.h"
-#include "model/convert.h"
+#include "base/convert.h"
 #include "model/generate.h"
 #include "protocol/partition.h"
 #include "switchyard/layer.h"

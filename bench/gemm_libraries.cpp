@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "cpu/tile_gemm.h"
-#include "model/convert.h"
+#include "base/convert.h"
 
 namespace switchyard {
 namespace {

@@ -1,92 +1,83 @@
 #!/usr/bin/env python3
-"""Fails if an include in src/ points from a lower room to a higher one, and names the include.
+"""Fails where a file of src/ includes one of a higher room, or of a room it must not know.
 
-A room is a folder of src/. ROOMS is the order, the lowest first: a file may include files of its own
-room and of rooms before it. A folder that is not in the list is an error, too.
+A room may include itself and the rooms that stand before it here. Public headers (switchyard/) are
+open to all. Within src/gpu the same holds for the folders of GPU_ROOMS.
 """
-
 import pathlib
 import re
 import sys
 
-ROOMS = [
-    "base",
-    "trace",
-    "model",
-    "protocol",
-    "fabric",
-    "routing",
-    "report",
-    # The GPU's doors for other rooms (device.h, peer_link.h), then its kernels from the instruction
-    # up. gpu/host is above layer: it implements the layer's engine.
-    "gpu",
-    "gpu/ptx",
-    "gpu/pipeline",
-    "gpu/tile",
-    "gpu/route",
-    "gpu/schedule",
-    "gpu/exchange",
-    "gpu/tokens",
-    "gpu/layer",
-    "layer",
-    "cpu",
-    "gpu/host",
-    "reference",
-    "cli",
-]
-
-# Arrows that are still to go: (file, included file). One that no longer exists is an error.
-STILL_TO_GO = {
-    ("model/quantize.h", "protocol/host_device.h"),
-    ("model/weights.cpp", "protocol/partition.h"),
-    ("protocol/agreement.h", "fabric/fabric.h"),
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# From the lowest to the highest.
+ROOMS = ["base", "protocol", "model", "routing", "reference", "fabric", "trace", "layer", "cpu", "gpu",
+         "report", "cli"]
+# Rooms that stand side by side, although one comes first above.
+STRANGERS = {
+    ("gpu", "cpu"): "the engines do not know each other",
+    ("report", "gpu"): "a report is made of files",
+    ("report", "cpu"): "a report is made of files",
+    ("routing", "model"): "routing knows a layer's spec, not where it came from",
+    ("reference", "routing"): "the reference shares no code with what it judges",
+    ("reference", "protocol"): "the reference shares no code with what it judges",
 }
-
-# The kernels' rooms see nothing of the host but these: what both engines share.
-BELOW_KERNELS = {"base", "trace", "model", "protocol", "routing"}
-
-INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"')
-SUFFIXES = {".h", ".cuh", ".cpp", ".cu", ".inc"}
-
-
-def room_of(path: str) -> str:
-    return path.rpartition("/")[0]
+# Within src/gpu, the kernels from the instruction up, then the host. What lies in src/gpu itself are
+# its doors for other rooms.
+GPU_ROOMS = ["ptx", "pipeline", "tile", "route", "schedule", "exchange", "tokens", "layer", "host"]
+# What kernels know outside src/gpu: what both engines share.
+KERNELS_KNOW = {"base", "protocol", "routing", "switchyard"}
+INCLUDE = re.compile(r'^\s*#\s*include\s+"([a-z_]+)/', re.MULTILINE)
 
 
-def is_kernel_room(room: str) -> bool:
-    return room.startswith("gpu/") and room != "gpu/host"
-
-
-def problems(source: pathlib.Path) -> list[str]:
-    rank = {room: number for number, room in enumerate(ROOMS)}
-    found, met = [], set()
-    for file in sorted(p for p in source.rglob("*") if p.suffix in SUFFIXES):
-        name = file.relative_to(source).as_posix()
-        room = room_of(name)
-        if room not in rank:
-            found.append(f"src/{name}: the room '{room}' is not in ROOMS of {__file__}")
+def faults(source: pathlib.Path):
+    for path in sorted(source.rglob("*")):
+        if path.suffix not in (".h", ".cpp", ".cu", ".cuh"):
             continue
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            match = INCLUDE.match(line)
-            if match is None or not (source / match[1]).exists():
-                continue  # of include/, or generated
-            other = room_of(match[1])
-            if (name, match[1]) in STILL_TO_GO:
-                met.add((name, match[1]))
-            elif other not in rank or rank[other] > rank[room]:
-                found.append(f"src/{name}:{number}: {room} includes {match[1]}, of a higher room")
-            elif is_kernel_room(room) and not is_kernel_room(other) and other not in BELOW_KERNELS:
-                found.append(f"src/{name}:{number}: {room} includes {match[1]}, of the host")
-    for name, other in sorted(STILL_TO_GO - met):
-        found.append(f"src/{name} no longer includes {other}: take it out of STILL_TO_GO")
-    return found
+        room = path.relative_to(source).parts[0]
+        name = path.relative_to(source.parent)
+        if room not in ROOMS:
+            yield f"{name}: room '{room}' is not in ROOMS of {pathlib.Path(__file__).name}"
+            continue
+        for other in sorted(set(INCLUDE.findall(path.read_text()))):
+            if other in ("switchyard", room):
+                continue
+            if other not in ROOMS:
+                yield f"{name}: includes \"{other}/...\", which is no room"
+            elif ROOMS.index(other) > ROOMS.index(room):
+                yield f"{name}: '{room}' includes the higher room '{other}'"
+            elif (room, other) in STRANGERS:
+                yield f"{name}: '{room}' includes '{other}': {STRANGERS[room, other]}"
+
+
+def gpu_faults(source: pathlib.Path):
+    for path in sorted((source / "gpu").rglob("*")):
+        if path.suffix not in (".h", ".cpp", ".cu", ".cuh"):
+            continue
+        room, *rest = path.relative_to(source / "gpu").parts
+        name = path.relative_to(source.parent)
+        if not rest:
+            continue  # a door
+        if room not in GPU_ROOMS:
+            yield f"{name}: room '{room}' is not in GPU_ROOMS of {pathlib.Path(__file__).name}"
+            continue
+        text = path.read_text()
+        for include in sorted(set(re.findall(r'^\s*#\s*include\s+"([a-z_]+/[^"]+)"', text, re.MULTILINE))):
+            top, *folders = include.split("/")[:-1]
+            if top != "gpu":
+                if room != "host" and top not in KERNELS_KNOW:
+                    yield f"{name}: kernels do not know '{top}': {include}"
+            elif not folders:
+                if room != "host" and include != "gpu/kernel_list.inc":
+                    yield f"{name}: kernels do not know the GPU's doors: {include}"
+            elif folders[0] not in GPU_ROOMS:
+                yield f"{name}: includes {include}, which is in no room"
+            elif GPU_ROOMS.index(folders[0]) > GPU_ROOMS.index(room):
+                yield f"{name}: 'gpu/{room}' includes {include}, of a higher room"
 
 
 def main() -> int:
-    source = pathlib.Path(__file__).resolve().parent.parent / "src"
-    found = problems(source)
-    for problem in found:
-        print(problem, file=sys.stderr)
+    found = [*faults(ROOT / "src"), *gpu_faults(ROOT / "src")]
+    print("\n".join(found) if found else f"layers: {len(ROOMS)} rooms, no include points upward")
     return 1 if found else 0
 
 

@@ -11,12 +11,12 @@
 #include <span>
 #include <utility>
 
+#include "base/convert.h"
 #include "cli/bench_rows.h"
 #include "cli/devices.h"
 #include "cli/machine.h"
 #include "cli/verify.h"
 #include "gpu/device.h"
-#include "model/convert.h"
 
 namespace switchyard::cli {
 

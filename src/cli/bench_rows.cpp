@@ -11,12 +11,12 @@
 #include <numeric>
 #include <system_error>
 
+#include "base/json_text.h"
+#include "base/posix.h"
 #include "base/printable.h"
+#include "base/whole_file.h"
 #include "cli/arguments.h"
 #include "cli/output_file.h"
-#include "fabric/posix.h"
-#include "model/json_text.h"
-#include "model/whole_file.h"
 #include "protocol/partition.h"
 #include "report/rows.h"
 #include "switchyard/error.h"

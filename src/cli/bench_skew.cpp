@@ -9,8 +9,8 @@
 #include <thread>
 #include <utility>
 
+#include "base/convert.h"
 #include "cli/machine.h"
-#include "model/convert.h"
 #include "model/random_tensor.h"
 #include "reference/decode.h"
 #include "switchyard/error.h"

@@ -8,6 +8,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "base/host_memory.h"
 #include "cli/arguments.h"
 #include "cli/commands.h"
 #include "cli/machine.h"
@@ -20,7 +21,6 @@
 #include "gpu/device.h"
 #include "gpu/peer_link.h"
 #include "layer/compute.h"
-#include "model/host_memory.h"
 
 namespace switchyard::cli {
 namespace {

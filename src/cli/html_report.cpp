@@ -3,10 +3,10 @@
 #include <vector>
 
 #include "base/printable.h"
+#include "base/whole_file.h"
 #include "cli/bench_rows.h"
 #include "cli/commands.h"
 #include "cli/output_file.h"
-#include "model/whole_file.h"
 #include "report/page.h"
 
 namespace switchyard::cli {

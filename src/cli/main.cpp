@@ -12,10 +12,10 @@
 #include <string_view>
 #include <system_error>
 
+#include "base/posix.h"
 #include "base/printable.h"
 #include "cli/bus_error.h"
 #include "cli/commands.h"
-#include "fabric/posix.h"
 
 namespace switchyard::cli {
 namespace {

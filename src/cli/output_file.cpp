@@ -6,7 +6,7 @@
 #include <system_error>
 
 #include "base/printable.h"
-#include "model/whole_file.h"
+#include "base/whole_file.h"
 #include "switchyard/error.h"
 
 namespace switchyard::cli {

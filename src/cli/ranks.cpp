@@ -10,13 +10,13 @@
 #include <thread>
 #include <type_traits>
 
+#include "base/host_memory.h"
 #include "cli/device_run.h"
 #include "cli/devices.h"
 #include "cli/machine.h"
 #include "fabric/fabric.h"
 #include "gpu/device.h"
 #include "layer/compute.h"
-#include "model/host_memory.h"
 #include "trace/clock.h"
 
 namespace switchyard::cli {

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 
+#include "base/host_memory.h"
 #include "base/printable.h"
 #include "cli/machine.h"
 #include "cli/progress.h"
 #include "model/generate.h"
-#include "model/host_memory.h"
 #include "model/model_table.h"
 
 namespace switchyard::cli {

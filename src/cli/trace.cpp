@@ -7,12 +7,12 @@
 #include <sstream>
 
 #include "base/printable.h"
+#include "base/quantize.h"
+#include "base/whole_file.h"
 #include "cli/commands.h"
 #include "cli/layer_run.h"
 #include "cli/run_report.h"
 #include "cli/trace_report.h"
-#include "model/quantize.h"
-#include "model/whole_file.h"
 #include "trace/chrome_trace.h"
 
 namespace switchyard::cli {

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/quantize.h"
 #include "cpu/core_lease.h"
 #include "cpu/pace.h"
 #include "cpu/processor.h"
@@ -20,11 +21,10 @@
 #include "cpu/thread_trace.h"
 #include "cpu/worker_pool.h"
 #include "fabric/fabric.h"
+#include "layer/agreement.h"
+#include "layer/call.h"
 #include "layer/compute.h"
 #include "layer/failure.h"
-#include "model/quantize.h"
-#include "protocol/agreement.h"
-#include "protocol/call.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
 #include "switchyard/routing.h"
@@ -253,7 +253,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
     router = {router_f32_.data(), DType::kF32, router.rows, router.cols, router.cols};
   }
 
-  protocol::agree(world.fabric(), {spec, options.max_tokens, layer_.compute});
+  agree(world.fabric(), {spec, options.max_tokens, layer_.compute});
   heap_ = world.fabric().allocate(layer_.heap.bytes());
   for (int r = 0; r < num_ranks(); ++r) layer_.heaps.base[r] = heap_->base(r);
 
@@ -305,9 +305,9 @@ void Engine::in_parallel(const std::function<void(int)>& body) {
 }
 
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
-  protocol::check_call(layer_.spec, layer_.weights, options_.max_tokens, rank(), input, output,
-                       layer_.compute);
-  protocol::check_ids(layer_.spec, layer_.weights, input);
+  check_call(layer_.spec, layer_.weights, options_.max_tokens, rank(), input, output,
+             layer_.compute);
+  check_ids(layer_.spec, layer_.weights, input);
   if (input.stream != nullptr) {
     throw Error(ErrorCode::kInvalidArgument,
                 "ForwardInput::stream is set, but the layer's backend is cpu; leave it null");

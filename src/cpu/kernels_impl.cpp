@@ -3,9 +3,9 @@
 #include <cstring>
 #include <utility>
 
+#include "base/convert.h"
+#include "base/quantize.h"
 #include "cpu/kernels.h"
-#include "model/convert.h"
-#include "model/quantize.h"
 
 #define SWITCHYARD_STRINGIZE(x) #x
 #define SWITCHYARD_NAME_OF(x) SWITCHYARD_STRINGIZE(x)

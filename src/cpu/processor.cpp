@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "model/quantize.h"
+#include "base/quantize.h"
 #include "protocol/atomics.h"
 #include "routing/route.h"
 

@@ -1,7 +1,7 @@
 // TileGemm in plain C++, built instead of tile_gemm.cpp for runs under ThreadSanitizer. It cannot
 // see into generated code; here, every read of a shared row and every write of a result is checked.
+#include "base/convert.h"
 #include "cpu/tile_gemm.h"
-#include "model/convert.h"
 
 namespace switchyard::cpu {
 

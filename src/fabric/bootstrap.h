@@ -18,9 +18,9 @@
 #include <string_view>
 #include <vector>
 
+#include "base/posix.h"
 #include "fabric/channel.h"
 #include "fabric/collective.h"
-#include "fabric/posix.h"
 #include "switchyard/error.h"
 
 namespace switchyard {

@@ -10,8 +10,8 @@
 #include <optional>
 #include <vector>
 
+#include "base/posix.h"
 #include "fabric/collective.h"
-#include "fabric/posix.h"
 
 namespace switchyard {
 

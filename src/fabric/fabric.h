@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "fabric/posix.h"
+#include "base/posix.h"
 #include "switchyard/error.h"
 
 namespace switchyard {

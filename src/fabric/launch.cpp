@@ -19,8 +19,9 @@
 #include <map>
 #include <string_view>
 
+#include "base/posix.h"
+#include "base/printable.h"
 #include "fabric/launch_report.h"
-#include "fabric/posix.h"
 #include "switchyard/error.h"
 
 extern char** environ;
@@ -43,7 +44,7 @@ constexpr int kHandledSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGCHLD};
 
 void print_error(const std::string& message) {
   // Throws nothing where stderr is full or closed: the exit code is to be that of the ranks.
-  std::fprintf(stderr, "switchyard launch: %s\n", message.c_str());
+  std::fprintf(stderr, "switchyard launch: %s\n", printable(message, 4096).c_str());
 }
 
 // Turns the handled signals into something to poll for, as long as it lives.

@@ -12,7 +12,7 @@
 #include <optional>
 #include <string>
 
-#include "fabric/posix.h"
+#include "base/posix.h"
 #include "switchyard/error.h"
 
 namespace switchyard {

@@ -9,7 +9,7 @@
 #include <limits>
 #include <utility>
 
-#include "fabric/posix.h"
+#include "base/posix.h"
 #include "switchyard/error.h"
 
 namespace switchyard {

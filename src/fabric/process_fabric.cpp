@@ -8,13 +8,13 @@
 #include <limits>
 #include <utility>
 
+#include "base/posix.h"
 #include "fabric/bootstrap.h"
 #include "fabric/collective.h"
 #include "fabric/environment.h"
 #include "fabric/fabric.h"
 #include "fabric/launch_report.h"
 #include "fabric/mapping.h"
-#include "fabric/posix.h"
 #include "switchyard/error.h"
 #include "switchyard/world.h"
 

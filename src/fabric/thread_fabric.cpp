@@ -7,10 +7,10 @@
 #include <optional>
 #include <utility>
 
+#include "base/posix.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "fabric/mapping.h"
-#include "fabric/posix.h"
 #include "switchyard/error.h"
 #include "switchyard/world.h"
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <string>
 
-#include "model/quantize.h"
+#include "base/quantize.h"
 #include "switchyard/error.h"
 
 namespace switchyard {

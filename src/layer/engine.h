@@ -34,6 +34,11 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
 }
 
 namespace gpu {
+// The device that runs the layer: LayerOptions::device, or the current one. Throws
+// Error{kUnsupported} for one that the kernels do not run on, {kInvalidArgument} for more
+// reserved_sms than it has.
+int choose_device(const LayerOptions& options);
+
 // `options.device` is a device, not -1; it need not be the current one. Throws Error{kUnsupported}
 // in a build without CUDA. `sharing`: the engine of LayerOptions::share_memory_with, or null.
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,

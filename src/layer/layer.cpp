@@ -3,8 +3,7 @@
 
 #include <fmt/format.h>
 
-#include "fabric/posix.h"
-#include "gpu/device.h"
+#include "base/posix.h"
 #include "layer/engine.h"
 
 namespace switchyard {
@@ -64,8 +63,7 @@ void check_cpu_options(const LayerOptions& options) {
   }
 }
 
-// Returns the device that runs the layer.
-int check_cuda_options(const LayerOptions& options) {
+void check_cuda_options(const LayerOptions& options) {
   if (options.num_threads != 0) {
     refuse(fmt::format("num_threads is {}, but the backend is cuda, which has none; leave it at 0",
                        options.num_threads));
@@ -77,21 +75,6 @@ int check_cuda_options(const LayerOptions& options) {
   if (options.slow_role && !options.trace) {
     refuse("slow_role is set, but only kernels that trace are slow when told to; set trace, too");
   }
-  const int device = options.device >= 0 ? options.device : gpu::current_device();
-  const gpu::DeviceInfo info = gpu::device_info(device);
-  if (!info.runs_our_kernels()) {
-    throw Error(ErrorCode::kUnsupported,
-                fmt::format("device {} is an {} of compute capability {}.{}; the kernels are "
-                            "compiled for 9.0 (H100, H200)",
-                            device, info.name, info.compute_major, info.compute_minor));
-  }
-  if (options.reserved_sms >= info.num_sms) {
-    refuse(
-        fmt::format("reserved_sms is {}, but device {} has {} SMs; leave at least 1 to the "
-                    "layer",
-                    options.reserved_sms, device, info.num_sms));
-  }
-  return device;
 }
 
 // `sharing`: the engine of LayerOptions::share_memory_with.
@@ -106,7 +89,8 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
       check_cpu_options(options);
       return cpu::make_engine(world, spec, weights, options);
     case Backend::kCuda:
-      options.device = check_cuda_options(options);
+      check_cuda_options(options);
+      options.device = gpu::choose_device(options);
       return gpu::make_engine(world, spec, weights, options, sharing);
   }
   refuse(fmt::format("backend is {}; use Backend::kCpu or Backend::kCuda",

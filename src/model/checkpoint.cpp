@@ -8,11 +8,11 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "base/convert.h"
 #include "base/file_error.h"
 #include "base/printable.h"
 #include "base/read_file.h"
 #include "model/config.h"
-#include "model/convert.h"
 #include "model/safetensors.h"
 #include "model/tensor_names.h"
 #include "switchyard/error.h"

@@ -9,8 +9,8 @@
 #include <initializer_list>
 #include <limits>
 
+#include "base/json_text.h"
 #include "base/printable.h"
-#include "model/json_text.h"
 #include "model/layer_problem.h"
 #include "switchyard/error.h"
 

@@ -12,7 +12,7 @@
 #include <string>
 #include <thread>
 
-#include "model/host_memory.h"
+#include "base/host_memory.h"
 #include "model/random_tensor.h"
 #include "switchyard/error.h"
 

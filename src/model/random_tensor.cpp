@@ -6,7 +6,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "model/convert.h"
+#include "base/convert.h"
 #include "switchyard/error.h"
 
 namespace switchyard {

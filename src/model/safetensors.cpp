@@ -13,9 +13,9 @@
 #include <limits>
 
 #include "base/file_error.h"
+#include "base/json_text.h"
 #include "base/printable.h"
 #include "base/read_file.h"
-#include "model/json_text.h"
 #include "switchyard/error.h"
 
 namespace switchyard {

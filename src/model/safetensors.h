@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "model/whole_file.h"
+#include "base/whole_file.h"
 #include "switchyard/tensor.h"
 
 namespace switchyard {

@@ -8,11 +8,11 @@
 #include <utility>
 
 #include "base/printable.h"
+#include "base/whole_file.h"
 #include "model/generate.h"
 #include "model/random_tensor.h"
 #include "model/safetensors.h"
 #include "model/tensor_names.h"
-#include "model/whole_file.h"
 #include "switchyard/error.h"
 
 namespace switchyard {

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "protocol/host_device.h"
+#include "base/host_device.h"
 
 #if defined(__CUDACC__)
 #include <cuda/atomic>

@@ -27,7 +27,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "model/quantize.h"
+#include "base/quantize.h"
 #include "protocol/control.h"
 
 namespace switchyard::protocol {

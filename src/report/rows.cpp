@@ -10,9 +10,9 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "base/json_text.h"
 #include "base/printable.h"
 #include "base/read_file.h"
-#include "model/json_text.h"
 
 namespace switchyard::report {
 namespace {

@@ -10,8 +10,8 @@
 #include <set>
 #include <utility>
 
+#include "base/json_text.h"
 #include "base/printable.h"
-#include "model/json_text.h"
 
 namespace switchyard::report {
 namespace {

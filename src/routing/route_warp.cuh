@@ -22,7 +22,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "protocol/host_device.h"
+#include "base/host_device.h"
 #include "routing/route.h"
 #include "routing/score.h"
 #include "switchyard/layer_spec.h"

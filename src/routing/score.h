@@ -13,7 +13,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "protocol/host_device.h"
+#include "base/host_device.h"
 #include "switchyard/layer_spec.h"
 
 namespace switchyard::routing {

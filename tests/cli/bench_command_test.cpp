@@ -11,6 +11,7 @@
 #include <map>
 #include <numeric>
 
+#include "base/whole_file.h"
 #include "cli/bench_rows.h"
 #include "cli/bench_skew.h"
 #include "cli/bench_suite.h"
@@ -18,7 +19,6 @@
 #include "cli/command.h"
 #include "gpu/device.h"
 #include "model/generate.h"
-#include "model/whole_file.h"
 #include "reference/reference.h"
 #include "switchyard/error.h"
 #include "switchyard/routing.h"

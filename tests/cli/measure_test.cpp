@@ -4,10 +4,10 @@
 
 #include <set>
 
+#include "base/host_memory.h"
 #include "cli/batch.h"
 #include "cli/machine.h"
 #include "model/generate.h"
-#include "model/host_memory.h"
 #include "support/specs.h"
 
 namespace switchyard::cli {

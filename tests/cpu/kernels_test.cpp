@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "model/convert.h"
+#include "base/convert.h"
 #include "reference/decode.h"
 
 namespace switchyard::cpu {

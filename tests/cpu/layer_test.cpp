@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <map>
 
-#include "reference/reference.h"
 #include "protocol/partition.h"
+#include "reference/reference.h"
 #include "support/accuracy.h"
 #include "support/layers.h"
 

@@ -8,12 +8,12 @@
 #include <random>
 #include <vector>
 
+#include "base/convert.h"
 #include "gpu/device.h"
 #include "gpu/host/cuda_error.h"
 #include "gpu/host/tensor_map.h"
 #include "gpu/tile/gemm.cuh"
 #include "gpu/tile/load.cuh"
-#include "model/convert.h"
 #include "support/device_batch.h"
 
 namespace switchyard::testing {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "model/convert.h"
+#include "base/convert.h"
 #include "model/errors.h"
 #include "model/generate.h"
 #include "model/random_tensor.h"

@@ -13,11 +13,11 @@
 #include <thread>
 #include <vector>
 
+#include "base/convert.h"
+#include "base/quantize.h"
 #include "model/config.h"
-#include "model/convert.h"
 #include "model/generate.h"
 #include "model/model_table.h"
-#include "model/quantize.h"
 #include "support/identifier.h"
 #include "support/specs.h"
 #include "switchyard/layer.h"

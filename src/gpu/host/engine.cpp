@@ -11,6 +11,7 @@
 #include <cstring>
 #include <nvtx3/nvtx3.hpp>
 
+#include "base/quantize.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "gpu/host/cuda_error.h"
@@ -19,11 +20,10 @@
 #include "gpu/host/tensor_map.h"
 #include "gpu/host/trace.h"
 #include "gpu/host/weights.h"
+#include "layer/agreement.h"
+#include "layer/call.h"
 #include "layer/compute.h"
 #include "layer/failure.h"
-#include "model/quantize.h"
-#include "protocol/agreement.h"
-#include "protocol/call.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
 
@@ -189,8 +189,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
                             kMaxDeviceExperts));
   }
   routing::check_routable(spec);
-  if (distributed())
-    protocol::agree(world.fabric(), {spec, options.max_tokens, policy().numerics.token});
+  if (distributed()) agree(world.fabric(), {spec, options.max_tokens, policy().numerics.token});
   const protocol::ExpertPartition experts{spec.num_experts, world.size()};
   params_.first_expert = experts.begin(world.rank());
   params_.local_experts = experts.count(world.rank());
@@ -416,7 +415,7 @@ void Engine::lay_out_workspace() {
   params_.h_stride = static_cast<std::uint32_t>(
       std::max(params_.routed.intermediate, params_.shared.intermediate));
 
-  // Of kNominalBlocks slices of tiles at most, or of one slice; see gate.cuh.
+  // Logits of kNominalBlocks slices of tiles at most, or of one slice; see route/gate.cuh.
   const std::size_t logits_columns = static_cast<std::size_t>(params_.gate_columns);
   const std::size_t logits_tokens = std::max(
       tokens,
@@ -505,8 +504,8 @@ void Engine::lay_out_workspace() {
 
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const HostRange range{"forward", nvtx3::payload{input.activations.rows}};
-  protocol::check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output,
-                       policy().numerics.token);
+  check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output,
+             policy().numerics.token);
   check();
   const MatrixView& x = input.activations;
   CallParams call{};

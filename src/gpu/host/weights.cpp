@@ -9,10 +9,10 @@
 #include <span>
 #include <vector>
 
+#include "base/convert.h"
+#include "base/quantize.h"
 #include "gpu/host/cuda_error.h"
 #include "layer/compute.h"
-#include "model/convert.h"
-#include "model/quantize.h"
 #include "routing/route.h"
 #include "switchyard/error.h"
 
@@ -342,7 +342,7 @@ FfnParams DeviceFfn::params() const {
 
 DeviceGate::DeviceGate(const LayerSpec& spec, const MoeWeights& weights)
     : has_router_(!weights.router.empty()), shared_sigmoid_(spec.shared_sigmoid_gate) {
-  constexpr int kMultiple = 32;  // the kernel's unit: see gate.cuh
+  constexpr int kMultiple = 32;  // the kernel's unit: see route/gate.cuh
   columns_ = protocol::round_up(spec.num_experts + (shared_sigmoid_ ? 1 : 0), kMultiple);
   stride_ = protocol::round_up(spec.hidden, kMultiple);
   const auto columns = static_cast<std::size_t>(columns_),

@@ -1,64 +1,71 @@
-// One forward pass of one rank: gate, plan, dispatch, expert GEMMs and combine in one cooperative
-// launch. What ranks tell each other is in heap.h and ranks.cuh.
+// The layer kernel: one forward pass of one rank, in one launch. The gate, dispatch, both GEMMs of
+// the experts and combine are in it. What ranks tell each other is in exchange/ and
+// protocol/heap.h.
 //
-//   math warps         gate (partial logits), quantize; the loading warps rehearse what follows
-//   all warps          route, lists; the scheduler's of a large pass rehearses on
-//   loading warps      counts to and from all ranks | plan: every block makes the same one. (In
-//                      small passes, all warps.) Whoever is done goes on to its role, rehearses it,
-//                      and hears of the plan with its first task; of a large pass, the math warps
-//                      send tokens to other ranks meanwhile, and pack rows (of one rank, those of
-//                      the block's tokens) as soon as tiles are placed
-//   then, by warp:
-//     0         weights    tasks -> TMA of 128 or 256 weight rows x 128 bytes per stage
-//     1         scheduler  tickets -> tasks; tells other blocks of tiles that are stored
-//     2         tokens     tasks -> TMA of the tile's packed rows x 128 bytes per stage; in FP8
-//                          their scales, multiplied by the weights'
-//     3         pack       sends tokens to other ranks, and copies rows, its own and those sent to
-//                          it, into tiles, ahead of the tasks (the first ones are the math warps');
-//                          at last tells the rows' ranks of finished tiles (pack.cuh)
-//     2, 3      gather     in small passes in place of the two: rows of x from where they are, h
-//                          (small passes have a kernel of their own: SmallPass of a policy)
-//     4 to 11   math       two warpgroups: WGMMA over the ring (multiply.cuh); epilogue (finish.cuh
-//                          or, of large passes in FP8, tall.cuh); combine tasks
+// First comes the start of the pass (start.cuh):
+//   math warps      compute partial logits and quantize the block's tokens; meanwhile the loading
+//                   warps rehearse the steps that follow
+//   all warps       choose the tokens' experts, and list the rows of each expert
+//   loading warps   exchange counts with all ranks, and place tiles: every block finds the same.
+//   (In
+//                   small passes all warps do.)
+// A warp that has no part in a step goes on to its role, rehearses it, and hears of the tiles with
+// its first task. In large passes the math warps meanwhile send tokens to other ranks, and pack
+// rows as soon as tiles are placed: where there is one rank, those of the block's own tokens.
 //
-//   Large passes are launched in pairs of blocks. A pair does each task together, with twice the
-//   weight rows: the first block's scheduler takes the ticket for both, each block loads its own
-//   weights and half of the tokens, and these go to both rings. In FP8, where an expert has two
-//   tall tiles, with both tiles instead: each block loads its own tokens and half of the weights.
+// Then each warp has a role (loading_roles.cuh, math_role.cuh):
+//   0         weights    tasks -> the copy engine: 128 or 256 weight rows x 128 bytes per stage
+//   1         scheduler  tickets -> tasks; tells other blocks which tiles are stored
+//   2         tokens     tasks -> the copy engine: the tile's packed rows x 128 bytes per stage; in
+//                        FP8 also the rows' scales, multiplied by the weights'
+//   3         pack       sends tokens to other ranks; copies rows, its own and those sent to it,
+//   into
+//                        tiles, ahead of the tasks (the first ones are the math warps'); at last
+//                        tells other ranks which of their rows' tiles are finished
+//   2, 3      gather     in small passes instead of these two: rows of x from where they are, and h
+//   4 to 11   math       two warpgroups: matrix instructions over the ring, the epilogue, and
+//   combine
+//                        tasks
+// Small passes have a kernel of their own: SmallPass of a policy.
 //
-//   barrier      phase completes on                                              waited for by
-//   full[s]      weights: 1 arrival + bytes; tokens:  1 arrival + bytes, or in   math
+// Large passes are launched in pairs of blocks. A pair does each task together, with twice the
+// weight rows: the first block's scheduler takes the ticket for both, each block loads its own
+// weights and half of the tokens, and these tokens go to both rings. In FP8 an expert's tall tiles
+// are done in twos where there are two: each block loads its own tokens and half of the weights.
+//
+//   barrier      what completes a phase                                           waited for by
+//   full[s]      weights: 1 arrival + bytes; tokens: 1 arrival + bytes, or in     math
 //                small passes 64 arrivals: copies of x, or one with h's bytes
-//   empty[s]     8 math warps, of both blocks of a pair, when the products that  weights, tokens
+//   empty[s]     8 math warps, of both blocks of a pair, when the products that   weights, tokens
 //                read the stage are done
-//   task_full    scheduler                                                       all other roles
-//   demand       weights, a few stages before the end of a GEMM, and tokens or     scheduler
+//   task_full    scheduler                                                        all other roles
+//   demand       weights, a few stages before the end of a GEMM, and tokens or    scheduler
 //                gather, when its rows are there; or twice math, when what a
 //                combine task needs is there; of both blocks of a pair
-//   gate_full[s] large passes: 1 arrival + bytes, of x and the router's weight     math, its gate
-//   ticket_full  scheduler of the pair's first block; in small passes, which     its second's
+//   gate_full[s] large passes: 1 arrival + bytes, of x and the router's weight    math, its gate
+//   ticket_full  scheduler of the pair's first block; in small passes, which      its second's
 //                have no pairs, each thread that rehearses to gather
-//   packing[i]   pack: 1 arrival + bytes, of pieces of rows                        pack
-//   task_empty   1 weights, 1 tokens or 2 gather, having read it, and 8 math     scheduler: tells
-//                warps, having stored the tile                                   of it (large
-//                passes)
+//   packing[i]   pack: 1 arrival + bytes, of pieces of rows                       pack
+//   task_empty   1 weights, 1 tokens or 2 gather, having read the task, and 8     scheduler, which
+//                math warps, having stored the tile                               tells of the tile
+//                                                                                 (large passes)
 //
 //   between blocks (device memory, cleared by the pass before):
-//   barrier[i]     every block: logits complete; lists complete                  all blocks
-//   packed[t]      8 per row: tokens of tile t are packed                          tokens (GEMM1)
-//   gemm1_done[t]  1 per block of weight rows, from its scheduler (small passes:   tokens (GEMM2);
+//   barrier[i]     every block: logits complete; lists complete                   all blocks
+//   packed[t]      8 per row: tokens of tile t are packed                         tokens (GEMM1)
+//   gemm1_done[t]  1 per block of weight rows, from its scheduler (small passes:  tokens (GEMM2);
 //                  2, from its math warpgroups): h of tile t is written           pack reusing t
-//   parts_stored   small passes in FP8: 1 per part of a group of columns of h      nobody: the last
-//                  that is written in bf16; of the group, gemm1_done counts then   quantizes it
-//   gemm2_done[t]  the same: cells of tile t are written                         combine; tokens
-//                                                                                that reuse t's h;
-//                                                                                pack
-//   sent[e]        8 per row of another rank's expert: all of it is sent         who sends the last
+//   parts_stored   small passes in FP8: 1 per part of a group of columns of h     nobody: the last
+//                  that is written in bf16; gemm1_done then counts whole groups   quantizes it
+//   gemm2_done[t]  as gemm1_done: cells of tile t are written                     combine; tokens
+//                                                                                 that reuse t's h;
+//                                                                                 pack
+//   sent[e]        8 per row of another rank's expert: all of it is sent          the last sender
 //
 //   between ranks (their heaps, raised to the epoch):
-//   counts[s][e]   source s has counted its rows for expert e                    all blocks
-//   arrived[e][s]  all rows of s for expert e are here                           pack, math packing
-//   finished[t]    another rank has stored tile t's cells                        combine
+//   counts[s][e]   source s has counted its rows for expert e                     all blocks
+//   arrived[e][s]  all rows of s for expert e are here                            pack, math
+//   packing finished[t]    another rank has stored tile t's cells                         combine
 #pragma once
 
 #include "gpu/layer/loading_roles.cuh"

@@ -49,7 +49,7 @@ struct BF16Policy : LargePass {
 
 // E4M3 with scales: of weights for every 128 x 128, of tokens for every 128 columns. A stage is 128
 // columns deep; its products are summed by the matrix unit, which keeps few bits, and then in fp32.
-// That takes a second set of accumulators, so tiles have half as many tokens; they have twice as
+// The second sum takes its own accumulators, so tiles have half as many tokens; they have twice as
 // many weight rows, which for a gated FFN make 128 columns of h: what shares a scale.
 struct FP8Policy : LargePass {
   static constexpr Numerics kNumerics{

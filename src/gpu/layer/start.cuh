@@ -262,11 +262,11 @@ class PassStart {
   std::uint32_t begin_ = 0, end_ = 0;  // the tokens of this block
 };
 
-// From activations to what every role needs to know. Of a small pass all but the scheduler's warp
-// leave before it knows that, of a large one all but the scheduler's and the pack warp. False if
-// the pass was given up: in all warps or, when the math warps of a large pass have left, in the
-// loading warps; the math warps then find state.life.plan_failed. (Math warps may fail alone,
-// before they send; they and the pack warp find that.)
+// From activations to what every role needs to know. Most warps leave before tiles are placed: in a
+// small pass only the scheduler's warp stays, in a large one that and the pack warp. False if the pass
+// was given up: in all warps or, when the math warps of a large pass have left, in the loading warps;
+// the math warps then find LifeState::plan_failed. (Math warps may fail alone, before they send; they
+// and the pack warp find that.)
 template <typename P>
 __device__ __forceinline__ bool start_pass(const Pass<P>& pass) {
   pass.trace().pass(kRouteRecord, &TraceRecord::ready);

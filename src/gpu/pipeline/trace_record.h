@@ -7,10 +7,10 @@
 
 namespace switchyard::gpu {
 
-// Of one event, stamped bit by bit, as no role keeps anything of it in registers meanwhile. In
-// nanoseconds of the device's global timer.
+// One event. Roles stamp it bit by bit, because they have no registers to keep anything of it.
+// Times are nanoseconds of the device's global timer.
 struct TraceRecord {
-  std::uint64_t ready;     // the role had nothing to do
+  std::uint64_t ready;     // the role had nothing to do any more
   std::uint64_t given;     // it had a task
   std::uint64_t begin;     // and what the task needs
   std::uint64_t products;  // of a GEMM: the sums are complete
@@ -23,10 +23,10 @@ struct TraceRecord {
 // A block has so many records for each role; a role's n-th task, or group of rows, has the n-th.
 inline constexpr std::uint32_t kTraceRecords = 2048, kTraceRoles = 7;
 static_assert(static_cast<std::uint32_t>(TraceRole::kMath) + 1 == kTraceRoles);
-// Of the math warps, what they do before their first task; and the last of the sending warp's.
+// What the math warps do before their first task; and the sending warp's last record.
 inline constexpr std::uint32_t kGateRecord = 0, kFirstSendsRecord = 1, kFirstRowsRecord = 2,
                                kFirstTaskRecord = 3, kSignalRecord = kTraceRecords - 1;
-// Of a block's turns: the gate's result, counts, plan.
+// What a block's warps do in turn: route, count, plan.
 inline constexpr std::uint32_t kRouteRecord = 0, kCountsRecord = 1, kPlanRecord = 2;
 
 struct TraceBuffer {

@@ -9,7 +9,7 @@ struct GateOutcome {
   std::int32_t id = -1;
   float weight = 0;
   std::uint32_t num_nan = 0;
-  // Of this lane's slot, or of the token: an id that was not to be, as BadId has it; 0: none.
+  // A packed BadId: an id of this lane's slot, or of the token, that is not allowed. 0: none.
   std::uint64_t bad_id = 0;
 };
 

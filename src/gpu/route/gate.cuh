@@ -212,7 +212,8 @@ __device__ __forceinline__ void many_logits(const Gate<P>& gate) {
     float sums[kGateBoxRows / 2];
 #pragma unroll 1
     for (std::uint32_t step = 0; step < steps; ++step) {
-      // Of a stage that has not come, in a pass that was given up, no other use may be announced.
+      // After a stage that has not come, in a pass that was given up, no other use may be
+      // announced.
       loads &= wait_ring<true>(gate.life.waiter(), full + 8 * place.stage, place.parity);
       if (group < boxes) {
         const std::uint32_t stage = ring + place.stage * kStageBytes;
@@ -237,8 +238,8 @@ __device__ __forceinline__ void many_logits(const Gate<P>& gate) {
     if (group >= boxes) continue;
 #pragma unroll
     for (float& sum : sums) cute::warpgroup_fence_operand(sum);
-    // Of row `lane / 4` of the warp's 16 and the eighth after it, columns 2 (lane % 4) and the next
-    // of every 8.
+    // A lane has rows `lane / 4` of the warp's 16 and the eighth after it, columns 2 (lane % 4) and
+    // the next of every 8.
     const std::uint32_t lane = fresh_thread_index<32>();
     const std::uint32_t token = token0 + fresh_thread_index<kWarpgroup>() / 32 * 16 + lane / 4;
     const std::uint32_t column = column0 + group * kGateBoxRows + lane % 4 * 2;

@@ -109,7 +109,7 @@ class TaskReader {
   std::uint32_t count_ = 0;
 };
 
-// Sends a ticket to the pair's second block. That has read the ticket before: only then did it
+// Sends a ticket to the pair's second block. It has read the ticket before: only then did it
 // demand this one.
 __device__ __forceinline__ void send_ticket(QueueStorage& block, std::uint32_t ticket) {
   store_in_pair(address_in_pair(shared_address(&block.ticket), 1), ticket);

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "base/quantize.h"
 #include "gpu/pipeline/roles.h"
-#include "model/quantize.h"
 #include "protocol/partition.h"
 #include "switchyard/tensor.h"
 

@@ -49,7 +49,7 @@ class Multiplier {
     // proxy.
     if (kGathers<C>) fence_async_proxy_shared();
   }
-  // Where the stage's rows are. Of a reduced number the compiler knows that it is the same in all
+  // Where the stage's rows are. The compiler knows that a reduced number is the same in all
   // lanes. It then keeps the descriptors in uniform registers, where the instructions want them.
   struct Operands {
     std::uint32_t weights, tokens;
@@ -171,7 +171,7 @@ __device__ __forceinline__ void multiply_weight_major(const TilePipeline<C>& pip
       stage.issue(operands, 0, part, false);
       stage.put_off_release(current);
       const std::uint32_t scales = stage.ring().token_scales(current) + 8 * fresh_thread_index<4>();
-      // Of this thread's first and second weight row.
+      // The scales of this thread's first and second weight row.
       const float2 weights = load_shared_floats(stage.ring().weight_scales(current) + 8 * box);
       stage.await_products(part);
       stage.advance();

@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "protocol/host_device.h"
+#include "base/host_device.h"
 
 namespace switchyard::gpu {
 
@@ -76,7 +76,7 @@ struct ActivationParams {
 // elements are those of the policy's tokens.
 struct HiddenParams {
   // [h_slots, tokens, h_stride]. Small passes in FP8 have it in bf16, too, behind the codes: see
-  // first_row_of_h().
+  // HiddenSlots::first_row().
   std::byte* h;
   float* h_scales;  // [h_slots, h_groups, tokens]
   std::uint32_t h_slots;

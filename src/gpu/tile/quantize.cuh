@@ -1,9 +1,9 @@
-// From bf16 to E4M3 codes with a scale for every group of 128 columns; model/quantize.h has the
+// From bf16 to E4M3 codes with a scale for every group of 128 columns; base/quantize.h has the
 // formulas.
 #pragma once
 
+#include "base/quantize.h"
 #include "gpu/ptx/convert.cuh"
-#include "model/quantize.h"
 
 namespace switchyard::gpu {
 

@@ -82,7 +82,7 @@ class StoredPart {
 
   const Progress<P> progress_;
   const HiddenSlots<P> hidden_;
-  // Of the task that is put off; no rows if there is none.
+  // The task that is put off; no rows if there is none.
   std::uint32_t tile_ = 0, group_ = 0, rows_ = 0;
   bool shared_ = false;
   std::uint32_t before_ = 0;  // in the first thread: what the word was without this part

@@ -2,7 +2,7 @@
 // them of a token on its way into the first GEMM and of h on its way into the second.
 #pragma once
 
-#include "protocol/host_device.h"
+#include "base/host_device.h"
 
 namespace switchyard {
 

@@ -3,7 +3,7 @@
 
 #include "switchyard/layer.h"
 
-namespace switchyard::protocol {
+namespace switchyard {
 
 // What can be told without reading through an address. `compute` is what the layer computes in.
 // Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch, kCapacityExceeded} naming the
@@ -16,4 +16,4 @@ void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens
 // host can read. Throws Error{kInvalidArgument} naming the first that is wrong.
 void check_ids(const LayerSpec& spec, const MoeWeights& weights, const ForwardInput& input);
 
-}  // namespace switchyard::protocol
+}  // namespace switchyard

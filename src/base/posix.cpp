@@ -1,4 +1,4 @@
-#include "fabric/posix.h"
+#include "base/posix.h"
 
 #include <fcntl.h>
 #include <fmt/format.h>

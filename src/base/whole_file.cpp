@@ -1,4 +1,4 @@
-#include "model/whole_file.h"
+#include "base/whole_file.h"
 
 #include <fcntl.h>
 #include <fmt/format.h>

@@ -1,14 +1,14 @@
-#include "protocol/call.h"
+#include "layer/call.h"
 
 #include <fmt/format.h>
 
 #include <cstdlib>
 
-#include "model/quantize.h"
+#include "base/quantize.h"
 #include "protocol/partition.h"
 #include "switchyard/routing.h"
 
-namespace switchyard::protocol {
+namespace switchyard {
 
 namespace {
 
@@ -39,7 +39,7 @@ void check_quantised(const LayerSpec& spec, const ForwardInput& input, DType com
         "the gate needs them unquantised; pass topk_ids and topk_weights, or activations in bf16, "
         "f16 or f32");
   }
-  const std::int64_t groups = ceil_div<std::int64_t>(x.cols, kQuantGroup);
+  const std::int64_t groups = protocol::ceil_div<std::int64_t>(x.cols, kQuantGroup);
   if (x.scale == nullptr) {
     refuse(fmt::format("their scale is null; pass [{}, {}] scales, one for {} columns of a token",
                        x.rows, groups, kQuantGroup));
@@ -148,4 +148,4 @@ void check_ids(const LayerSpec& spec, const MoeWeights& weights, const ForwardIn
   }
 }
 
-}  // namespace switchyard::protocol
+}  // namespace switchyard

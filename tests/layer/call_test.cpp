@@ -1,11 +1,11 @@
-#include "protocol/call.h"
+#include "layer/call.h"
 
 #include <gtest/gtest.h>
 
 #include "model/errors.h"
 #include "switchyard/routing.h"
 
-namespace switchyard::protocol {
+namespace switchyard {
 namespace {
 
 LayerSpec spec() {
@@ -155,4 +155,4 @@ TEST(Call, IdsAreCheckedWhereTheHostCanReadThem) {
 }
 
 }  // namespace
-}  // namespace switchyard::protocol
+}  // namespace switchyard

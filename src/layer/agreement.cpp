@@ -1,4 +1,4 @@
-#include "protocol/agreement.h"
+#include "layer/agreement.h"
 
 #include <fmt/format.h>
 
@@ -9,7 +9,7 @@
 
 #include "switchyard/error.h"
 
-namespace switchyard::protocol {
+namespace switchyard {
 
 namespace {
 
@@ -74,4 +74,4 @@ void agree(Fabric& fabric, const Declaration& mine) {
   }
 }
 
-}  // namespace switchyard::protocol
+}  // namespace switchyard

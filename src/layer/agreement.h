@@ -7,7 +7,7 @@
 #include "switchyard/layer_spec.h"
 #include "switchyard/tensor.h"
 
-namespace switchyard::protocol {
+namespace switchyard {
 
 struct Declaration {
   LayerSpec spec;
@@ -19,4 +19,4 @@ struct Declaration {
 // rank's, with both values.
 void agree(Fabric& fabric, const Declaration& mine);
 
-}  // namespace switchyard::protocol
+}  // namespace switchyard
