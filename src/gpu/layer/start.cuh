@@ -263,10 +263,10 @@ class PassStart {
 };
 
 // From activations to what every role needs to know. Most warps leave before tiles are placed: in a
-// small pass only the scheduler's warp stays, in a large one that and the pack warp. False if the pass
-// was given up: in all warps or, when the math warps of a large pass have left, in the loading warps;
-// the math warps then find LifeState::plan_failed. (Math warps may fail alone, before they send; they
-// and the pack warp find that.)
+// small pass only the scheduler's warp stays, in a large one that and the pack warp. False if the
+// pass was given up: in all warps or, when the math warps of a large pass have left, in the loading
+// warps; the math warps then find LifeState::plan_failed. (Math warps may fail alone, before they
+// send; they and the pack warp find that.)
 template <typename P>
 __device__ __forceinline__ bool start_pass(const Pass<P>& pass) {
   pass.trace().pass(kRouteRecord, &TraceRecord::ready);

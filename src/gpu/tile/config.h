@@ -53,7 +53,12 @@ struct Numerics {
   constexpr int stage_columns() const { return kStageRowBytes / token_bytes(); }
 };
 
-// What follows from a configuration: a type C with a TileConfig C::kTile and Numerics C::kNumerics.
+// What follows from a configuration. The functions of this room take it as a type C with
+//   TileConfig kTile, Numerics kNumerics
+//   TokenSource kTokens   how tokens come into the ring
+//   int kSlotRows         rows of a slot for a tile of tokens, at least kTile.max_height()
+//   int kStagedTokens     tokens that a math warpgroup turns from weight rows into rows at a time
+// The layer's policies are such types, with more in them.
 template <typename C>
 inline constexpr int kBoxes = C::kTile.boxes();
 template <typename C>
