@@ -2,11 +2,15 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
+#include <cstdio>
 #include <cstring>
+#include <string_view>
 
 #include "switchyard/error.h"
 
@@ -27,6 +31,34 @@ UniqueFd duplicate(int fd) {
   UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
   if (!copy) throw_errno(fmt::format("cannot duplicate file descriptor {}", fd));
   return copy;
+}
+
+std::optional<bool> has_exited_by_stat(int stat_fd) {
+  // "pid (name) state ...": the name has at most 64 bytes, and may contain parentheses itself.
+  char buffer[256];
+  ssize_t length = 0;
+  do {
+    length = ::read(stat_fd, buffer, sizeof buffer);
+  } while (length < 0 && errno == EINTR);
+  if (length < 0 && errno == ESRCH) return true;
+  const std::string_view stat(buffer, static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
+  const std::size_t name_end = stat.rfind(')');
+  if (name_end == std::string_view::npos || name_end + 2 >= stat.size()) return std::nullopt;
+  const char state = stat[name_end + 2];
+  return state == 'Z' || state == 'X';
+}
+
+bool has_exited(pid_t pid) {
+  const auto is_gone = [pid] { return ::kill(pid, 0) != 0 && errno == ESRCH; };
+  if (is_gone()) return true;
+  char path[32];
+  std::snprintf(path, sizeof path, "/proc/%d/stat", static_cast<int>(pid));
+  const UniqueFd file(::open(path, O_RDONLY | O_CLOEXEC));
+  if (file) {
+    if (const std::optional<bool> exited = has_exited_by_stat(file.get())) return *exited;
+  }
+  // It went meanwhile, or there is no /proc.
+  return is_gone();
 }
 
 void wait_ready(std::vector<pollfd>& fds, Clock::time_point until) {

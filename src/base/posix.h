@@ -2,8 +2,10 @@
 #pragma once
 
 #include <poll.h>
+#include <sys/types.h>
 
 #include <chrono>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +25,12 @@ std::string errno_text(int error_number);
 
 // A second descriptor of the same file, closed on exec.
 UniqueFd duplicate(int fd);
+
+// Whether a process is gone, or ended and is only left to be waited for. Throws nothing: a process
+// may vanish between any two questions about it.
+bool has_exited(pid_t pid);
+// The same of a process whose open /proc/PID/stat is given; nothing if the file does not tell.
+std::optional<bool> has_exited_by_stat(int stat_fd);
 
 // Sleeps until one of `fds` is ready or `until` has passed, and fills in their revents. May return
 // early with nothing ready.

@@ -6,10 +6,10 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
-#include <thread>
 #include <utility>
 
 #include "base/convert.h"
+#include "base/threads.h"
 #include "cli/machine.h"
 #include "model/random_tensor.h"
 #include "reference/decode.h"
@@ -129,10 +129,10 @@ std::vector<float> logits_without_skew(const std::vector<float>& x,
     }
   };
   const auto num_threads = static_cast<std::size_t>(hardware_threads());
-  std::vector<std::jthread> threads;
-  for (std::size_t i = 1; i < num_threads; ++i) threads.emplace_back(work, i, num_threads);
+  Threads threads(1, hardware_threads(), kThreadRemedy,
+                  [&](int i) { work(static_cast<std::size_t>(i), num_threads); });
   work(0, num_threads);
-  for (std::jthread& thread : threads) thread.join();
+  threads.join();
   return logits;
 }
 

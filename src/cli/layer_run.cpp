@@ -120,8 +120,10 @@ std::filesystem::path place_for(const char* option, const std::string& path,
 }
 
 LayerRun run_layer(LayerRunOptions& options, bool show_progress) {
-  const auto launched = parse_launched_rank([](const char* name) { return std::getenv(name); });
-  const bool as_process = launched && launched->size > 1 && !options.ranks_given;
+  std::optional<LaunchedRank> launched;
+  // With --ranks, what the environment says is not even read.
+  if (!options.ranks_given) launched = parse_launched_rank(std::getenv);
+  const bool as_process = launched && launched->size > 1;
   const bool leads = !as_process || launched->rank == 0;
 
   const int ranks = as_process ? launched->size : options.ranks.ranks;

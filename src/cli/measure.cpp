@@ -10,8 +10,8 @@
 #include <functional>
 #include <mutex>
 #include <random>
-#include <thread>
 
+#include "base/threads.h"
 #include "cpu/pass.h"
 #include "cpu/tile_gemm.h"
 #include "protocol/partition.h"
@@ -37,10 +37,9 @@ void run_threads(int count, const std::function<void(int)>& body) {
       failure = std::current_exception();
     }
   };
-  std::vector<std::jthread> threads;
-  for (int i = 1; i < count; ++i) threads.emplace_back(guarded, i);
+  Threads threads(1, count, kThreadRemedy, guarded);
   guarded(0);
-  for (std::jthread& thread : threads) thread.join();
+  threads.join();
   if (failure) std::rethrow_exception(failure);
 }
 

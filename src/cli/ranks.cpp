@@ -1,5 +1,7 @@
 #include "cli/ranks.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -7,10 +9,10 @@
 #include <exception>
 #include <memory>
 #include <span>
-#include <thread>
 #include <type_traits>
 
 #include "base/host_memory.h"
+#include "base/threads.h"
 #include "cli/device_run.h"
 #include "cli/devices.h"
 #include "cli/machine.h"
@@ -263,17 +265,17 @@ void throw_cause(const std::vector<std::exception_ptr>& failures) {
 
 void on_every_rank(int num_ranks, const std::function<void(int)>& rank) {
   std::vector<std::exception_ptr> failures(static_cast<std::size_t>(num_ranks));
-  std::vector<std::jthread> threads;
-  for (int r = 0; r < num_ranks; ++r) {
-    threads.emplace_back([&rank, &failure = failures[static_cast<std::size_t>(r)], r] {
-      try {
-        rank(r);
-      } catch (...) {
-        failure = std::current_exception();
-      }
-    });
-  }
-  for (std::jthread& thread : threads) thread.join();
+  Threads threads(0, num_ranks,
+                  "use fewer ranks (--ranks), or raise the limits of threads (`ulimit -u`) and "
+                  "memory (`ulimit -v`)",
+                  [&](int r) {
+                    try {
+                      rank(r);
+                    } catch (...) {
+                      failures[static_cast<std::size_t>(r)] = std::current_exception();
+                    }
+                  });
+  threads.join();
   throw_cause(failures);
 }
 
@@ -295,7 +297,18 @@ std::optional<RunResult> run_as_process(const Source& source, const Batch& batch
                                         const RankOptions& options) {
   WorldOptions world_options;
   world_options.deadline = options.deadline;
-  return run_rank(World::from_environment(world_options), true, source, batch, options);
+  const auto join = [&] {
+    try {
+      return World::from_environment(world_options);
+    } catch (const TimeoutError& error) {
+      if (error.code() != ErrorCode::kTimeout) throw;
+      throw TimeoutError(
+          error.code(),
+          fmt::format("{}, or give --ranks, which needs no other processes", error.what()),
+          error.failure());
+    }
+  };
+  return run_rank(join(), true, source, batch, options);
 }
 
 }  // namespace switchyard::cli

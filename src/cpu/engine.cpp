@@ -20,6 +20,7 @@
 #include "cpu/scheduler.h"
 #include "cpu/thread_trace.h"
 #include "cpu/worker_pool.h"
+#include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "layer/agreement.h"
 #include "layer/call.h"
@@ -137,6 +138,8 @@ class Engine final : public LayerEngine {
   std::uint64_t workspace_bytes() const override;
 
  private:
+  // Buffers and threads: what this rank may not be able to get.
+  void make_workspace();
   void begin_pass(const ForwardInput& input, const ForwardOutput& output);
   void route(const ForwardInput& input);
   void prepare_token(const MatrixView& x, std::int64_t token);
@@ -257,15 +260,23 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   heap_ = world.fabric().allocate(layer_.heap.bytes());
   for (int r = 0; r < num_ranks(); ++r) layer_.heaps.base[r] = heap_->base(r);
 
+  // Told to all ranks if it fails here. Also a barrier: nobody writes into a heap before everybody
+  // has mapped it.
+  attempt_together(world.fabric(), [&] { make_workspace(); });
+}
+
+void Engine::make_workspace() {
+  const LayerSpec& spec = layer_.spec;
+  const auto max_tokens = static_cast<std::uint64_t>(options_.max_tokens);
   x_ = LazyBuffer(max_tokens * layer_.cell_bytes());
   if (layer_.quantised()) quantised_ = LazyBuffer(max_tokens * layer_.wire_bytes());
 
   const int hardware = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   const int threads =
-      options.num_threads > 0 ? options.num_threads : std::max(1, hardware / world.size());
-  if (options.trace) traces_.reserve(static_cast<std::size_t>(threads));
+      options_.num_threads > 0 ? options_.num_threads : std::max(1, hardware / num_ranks());
+  if (options_.trace) traces_.reserve(static_cast<std::size_t>(threads));
   for (int i = 0; i < threads; ++i) {
-    if (options.trace) traces_.emplace_back(i, kMostTraceEvents);
+    if (options_.trace) traces_.emplace_back(i, kMostTraceEvents);
     processors_.emplace_back(layer_, trace_of(i));
   }
   pool_ = std::make_unique<WorkerPool>(threads,
@@ -284,8 +295,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   pass_.intermediate = intermediate_.data();
   pass_.tokens_for.resize(static_cast<std::size_t>(num_ranks()));
   pass_.dispatch_chunks.resize(static_cast<std::size_t>(num_ranks()));
-  pass_.own_entries.resize(static_cast<std::size_t>(own.end - own.begin));
-  world.fabric().all_gather({}, {});  // nobody writes into a heap before everybody has mapped it
+  pass_.own_entries.resize(layer_.experts.size());
 }
 
 void Engine::in_parallel(const std::function<void(int)>& body) {

@@ -1,16 +1,12 @@
 // The processor threads of one rank. They sleep between parallel regions.
 #pragma once
 
-#include <fmt/format.h>
-
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <system_error>
-#include <thread>
-#include <vector>
+#include <utility>
 
-#include "switchyard/error.h"
+#include "base/threads.h"
 
 namespace switchyard::cpu {
 
@@ -18,31 +14,26 @@ class WorkerPool {
  public:
   // `num_threads` counts the thread that calls run(). `enter` runs once in every other thread.
   // Throws Error{kSystem} if there cannot be so many.
-  WorkerPool(int num_threads, std::function<void()> enter) {
-    try {
-      for (int i = 1; i < num_threads; ++i)
-        threads_.emplace_back([this, i, enter] { serve(i, enter); });
-    } catch (const std::system_error& error) {
-      const std::size_t started = threads_.size();
-      stop();
-      throw Error(
-          ErrorCode::kSystem,
-          fmt::format("only {} of {} threads could be started ({}); use fewer (num_threads), "
-                      "or raise this process's limits of threads and memory",
-                      started + 1, num_threads, error.what()));
-    }
+  WorkerPool(int num_threads, std::function<void()> enter)
+      : num_threads_(num_threads),
+        threads_(1, num_threads,
+                 "use fewer (num_threads), or raise the limits of threads (`ulimit -u`) and memory "
+                 "(`ulimit -v`)",
+                 [this, enter = std::move(enter)](int i) { serve(i, enter); }) {}
+  ~WorkerPool() {
+    stopping_ = true;
+    release();
   }
-  ~WorkerPool() { stop(); }
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
-  int size() const { return static_cast<int>(threads_.size()) + 1; }
+  int size() const { return num_threads_; }
 
   // Calls body(i) once for every i < size(), each on its own thread, i = 0 on the caller's; returns
   // when all have returned. body must not throw.
   void run(const std::function<void(int)>& body) {
     body_ = body;
-    running_.store(static_cast<int>(threads_.size()), std::memory_order_relaxed);
+    running_.store(num_threads_ - 1, std::memory_order_relaxed);
     release();
     body(0);
     for (int left; (left = running_.load(std::memory_order_acquire)) != 0;) {
@@ -61,12 +52,6 @@ class WorkerPool {
       body_(i);
       if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) running_.notify_one();
     }
-  }
-  void stop() {
-    stopping_ = true;
-    release();
-    for (std::thread& thread : threads_) thread.join();
-    threads_.clear();
   }
   void release() {
     generation_.fetch_add(1, std::memory_order_release);
@@ -88,7 +73,8 @@ class WorkerPool {
   std::atomic<int> running_{0};
   bool stopping_ = false;
   std::function<void(int)> body_;
-  std::vector<std::thread> threads_;
+  int num_threads_;
+  Threads threads_;  // last: it ends before what it uses
 };
 
 }  // namespace switchyard::cpu

@@ -1,19 +1,22 @@
 #include "fabric/bootstrap.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
-#include <signal.h>
+#include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <string_view>
 #include <utility>
+
+#include "fabric/frames.h"
+#include "fabric/hash.h"
 
 namespace switchyard {
 namespace {
@@ -28,105 +31,14 @@ constexpr std::chrono::seconds kFarewell{1};
 // Neither a listener's appearance nor the end of SCM_RIGHTS congestion can be polled for.
 constexpr std::chrono::milliseconds kRetryInterval{2};
 
-struct HelloBody {
-  std::int32_t rank = 0;
-  std::int32_t size = 0;
-  std::int64_t pid = 0;
-};
-static_assert(sizeof(HelloBody) == 16);
-
-// Followed by the message's text.
-struct FailureBody {
-  std::int32_t code = 0;
-  std::int32_t waiter_rank = 0;
-  std::int32_t peer_rank = 0;
-  std::int32_t reserved = 0;
-  std::uint64_t slot = 0;
-  std::uint64_t expected = 0;
-  std::uint64_t observed = 0;
-  double waited_seconds = 0;
-};
-static_assert(sizeof(FailureBody) == 48);
-
-struct ReceivedFailure {
-  ErrorCode code = ErrorCode::kAborted;
-  std::string message;
-  WaitFailure failure;
-};
-
-std::shared_ptr<const Payload> payload_of(const void* bytes, std::size_t num_bytes) {
-  const std::byte* const begin = static_cast<const std::byte*>(bytes);
-  return std::make_shared<const Payload>(begin, begin + num_bytes);
-}
-
-Frame frame_of(FrameKind kind, int rank, std::shared_ptr<const Payload> payload = nullptr) {
-  Frame frame;
-  frame.header.kind = kind;
-  frame.header.rank = rank;
-  frame.payload = std::move(payload);
-  return frame;
-}
-
-std::int64_t to_wire(Clock::time_point time) {
-  return std::chrono::nanoseconds(time.time_since_epoch()).count();
-}
-
-Clock::time_point from_wire(std::int64_t nanoseconds) {
-  return Clock::time_point(std::chrono::nanoseconds(nanoseconds));
-}
-
-Frame failure_frame(int rank, ErrorCode code, std::string_view message,
-                    const WaitFailure& failure) {
-  FailureBody body;
-  body.code = static_cast<std::int32_t>(code);
-  body.waiter_rank = failure.waiter_rank;
-  body.peer_rank = failure.peer_rank;
-  body.slot = failure.slot;
-  body.expected = failure.expected;
-  body.observed = failure.observed;
-  body.waited_seconds = failure.waited_seconds;
-  Payload payload(sizeof body + message.size());
-  std::memcpy(payload.data(), &body, sizeof body);
-  std::copy_n(reinterpret_cast<const std::byte*>(message.data()), message.size(),
-              payload.begin() + sizeof body);
-  return frame_of(FrameKind::kFailure, rank, std::make_shared<const Payload>(std::move(payload)));
-}
-
-ReceivedFailure read_failure(const Frame& frame) {
-  FailureBody body;
-  if (frame.payload->size() < sizeof body) {
-    throw Error(ErrorCode::kSystem,
-                fmt::format("rank {} sent a failure report of {} bytes, shorter than its header; "
-                            "are all ranks of the same build?",
-                            frame.header.rank, frame.payload->size()));
-  }
-  std::memcpy(&body, frame.payload->data(), sizeof body);
-  ReceivedFailure received;
-  received.code = static_cast<ErrorCode>(body.code);
-  received.message.assign(reinterpret_cast<const char*>(frame.payload->data()) + sizeof body,
-                          frame.payload->size() - sizeof body);
-  received.failure.waiter_rank = body.waiter_rank;
-  received.failure.peer_rank = body.peer_rank;
-  received.failure.phase = "bootstrap";
-  received.failure.slot = body.slot;
-  received.failure.expected = body.expected;
-  received.failure.observed = body.observed;
-  received.failure.waited_seconds = body.waited_seconds;
-  return received;
-}
+// What rank 0 says to processes that were turned away is kept for its own error up to this length.
+constexpr std::size_t kMaxRejectionBytes = 2000;
 
 [[noreturn]] void throw_as(ErrorCode code, const std::string& message, const WaitFailure& failure) {
   if (code == ErrorCode::kTimeout || code == ErrorCode::kAborted) {
     throw TimeoutError(code, message, failure);
   }
   throw Error(code, message);
-}
-
-std::uint64_t fnv1a(std::uint64_t hash, std::string_view text) {
-  for (const char c : text) {
-    hash = (hash ^ static_cast<unsigned char>(c)) * 0x0000'0100'0000'01b3;
-  }
-  return hash;
 }
 
 struct SocketAddress {
@@ -145,34 +57,38 @@ struct SocketAddress {
 };
 
 UniqueFd make_socket() {
-  UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (!socket) throw_errno("cannot create a Unix socket for the rendezvous");
   return socket;
 }
 
-ucred credentials(int socket) {
-  ucred peer{};
-  socklen_t length = sizeof peer;
-  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) {
-    throw_errno("cannot read the credentials of a rendezvous connection");
-  }
-  return peer;
-}
+// Of one attempt; the next one follows.
+constexpr std::chrono::seconds kLongestConnect{1};
 
-// A closed channel if nobody listens yet.
-Channel try_connect(const SocketAddress& address, const std::string& rendezvous) {
+// A closed channel if nobody listens yet, or has no room for a connection until then.
+Channel try_connect(const SocketAddress& address, const std::string& rendezvous, int size,
+                    Clock::time_point until) {
   UniqueFd socket = make_socket();
+  // Where connections of others fill the listener's queue, waiters get in by turns. Polling would
+  // leave every free place to those that wait.
+  const auto left = std::clamp<Clock::duration>(until - Clock::now(), std::chrono::milliseconds(1),
+                                                kLongestConnect);
+  const auto microseconds = std::chrono::duration_cast<std::chrono::microseconds>(left).count();
+  const timeval patience{microseconds / 1'000'000, microseconds % 1'000'000};
+  if (::setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience) != 0) {
+    throw_errno("cannot set the timeout of a rendezvous connection");
+  }
   if (::connect(socket.get(), address.get(), address.length) != 0) {
     if (errno == ECONNREFUSED || errno == EAGAIN || errno == EINTR) return Channel();
     throw_errno(fmt::format("cannot connect to rendezvous '{}'", rendezvous));
   }
-  if (const uid_t uid = credentials(socket.get()).uid; uid != ::getuid()) {
+  if (const uid_t uid = credentials(socket.get()).uid; uid != ::geteuid()) {
     throw Error(ErrorCode::kSystem,
                 fmt::format("the socket of rendezvous '{}' is held by user {}, not by this user "
                             "({}); choose another rendezvous string",
-                            rendezvous, uid, ::getuid()));
+                            rendezvous, uid, ::geteuid()));
   }
-  return Channel(std::move(socket));
+  return Channel(std::move(socket), intake_before_welcome(size));
 }
 
 void sleep_until(Clock::time_point until) {
@@ -184,14 +100,13 @@ Clock::time_point retry_time(Clock::time_point until) {
   return std::min(until, Clock::now() + kRetryInterval);
 }
 
-bool is_zombie(pid_t pid) {
-  std::ifstream file(fmt::format("/proc/{}/stat", pid));
-  const std::string stat((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  // "pid (name) state ...", where the name may contain parentheses itself.
-  const std::size_t name_end = stat.rfind(')');
-  if (name_end == std::string::npos || name_end + 2 >= stat.size()) return false;
-  const char state = stat[name_end + 2];
-  return state == 'Z' || state == 'X';
+// So that frames of different worlds cannot be taken for each other; never 0.
+std::uint64_t random_world() {
+  std::uint64_t number = 0;
+  if (::getrandom(&number, sizeof number, 0) != static_cast<ssize_t>(sizeof number)) {
+    throw_errno("cannot read random bytes for a new world");
+  }
+  return number | 1;
 }
 
 }  // namespace
@@ -199,17 +114,19 @@ bool is_zombie(pid_t pid) {
 // A hash because the name has 107 bytes and a rendezvous string may be longer; with the user id so
 // that two users' jobs with equal names do not meet.
 std::string rendezvous_socket_name(std::string_view rendezvous) {
-  const std::string text = fmt::format("{}:{}", ::getuid(), rendezvous);
-  const std::uint64_t low = fnv1a(0xcbf2'9ce4'8422'2325, text);
+  const std::string text = fmt::format("{}:{}", ::geteuid(), rendezvous);
+  const std::uint64_t low = fnv1a(kFnvBasis, text);
   const std::uint64_t high = fnv1a(low ^ 0x9e37'79b9'7f4a'7c15, text);
   return fmt::format("switchyard-{:016x}{:016x}", high, low);
 }
 
-Bootstrap::Bootstrap(int rank, int size, std::string rendezvous, std::chrono::milliseconds deadline)
+Bootstrap::Bootstrap(int rank, int size, std::string rendezvous, std::chrono::milliseconds deadline,
+                     std::string job)
     : rank_(rank),
       size_(size),
       rendezvous_(std::move(rendezvous)),
-      deadline_(checked_deadline(deadline)) {
+      deadline_(checked_deadline(deadline)),
+      job_(std::move(job)) {
   if (size < 1 || rank < 0 || rank >= size) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("rank {} of {} was asked for; ranks are 0 to size - 1, and a world has "
@@ -243,10 +160,25 @@ std::string Bootstrap::describe(int rank) const {
   return pid > 0 ? fmt::format("rank {} (process {})", rank, pid) : fmt::format("rank {}", rank);
 }
 
+Frame Bootstrap::frame_of(FrameKind kind, std::shared_ptr<const Payload> payload) const {
+  Frame frame;
+  frame.header.kind = kind;
+  frame.header.world = world_;
+  frame.header.rank = rank_;
+  frame.payload = std::move(payload);
+  return frame;
+}
+
+Frame Bootstrap::failure_frame(ErrorCode code, std::string_view message,
+                               const WaitFailure& failure) const {
+  return frame_of(FrameKind::kFailure, failure_payload(code, message, failure));
+}
+
 UniqueFd Bootstrap::listen_as_root(const Wait& wait) {
   const SocketAddress address(rendezvous_);
   for (;;) {
     UniqueFd listener = make_socket();
+    ::fcntl(listener.get(), F_SETFL, O_NONBLOCK);
     if (::bind(listener.get(), address.get(), address.length) == 0) {
       if (::listen(listener.get(), SOMAXCONN) != 0)
         throw_errno("cannot listen for the other ranks");
@@ -256,7 +188,7 @@ UniqueFd Bootstrap::listen_as_root(const Wait& wait) {
       throw_errno(fmt::format("cannot bind the socket of rendezvous '{}'", rendezvous_));
     }
     // Somebody else is rank 0 here. Ask as any rank would, to be told who.
-    Channel holder = try_connect(address, rendezvous_);
+    Channel holder = try_connect(address, rendezvous_, size_, wait.until);
     if (holder.fd() >= 0) {
       const pid_t holder_pid = credentials(holder.fd()).pid;
       Wait asking = wait;
@@ -270,7 +202,7 @@ UniqueFd Bootstrap::listen_as_root(const Wait& wait) {
     } else if (Clock::now() >= wait.until) {
       throw Error(ErrorCode::kSystem,
                   fmt::format("the socket of rendezvous '{}' is bound by another process that does "
-                              "not listen; choose another rendezvous string",
+                              "not accept connections; choose another rendezvous string",
                               rendezvous_));
     }
     sleep_until(retry_time(wait.until));
@@ -279,8 +211,8 @@ UniqueFd Bootstrap::listen_as_root(const Wait& wait) {
 
 void Bootstrap::admit_members() {
   Wait wait = start_wait();
-  UniqueFd listener = listen_as_root(wait);
-  std::vector<Channel> strangers;  // connected, but have not said who they are
+  std::optional<Lobby> lobby(listen_as_root(wait));
+  world_ = random_world();
   const auto joined = [&] {
     std::vector<bool> ranks(channels_.size());
     for (std::size_t r = 0; r < ranks.size(); ++r) {
@@ -290,24 +222,7 @@ void Bootstrap::admit_members() {
   };
 
   while (wait.num_arrived < size_) {
-    for (;;) {
-      UniqueFd socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-      if (!socket) {
-        if (errno == EINTR || errno == ECONNABORTED) continue;
-        if (errno == EAGAIN || errno == EWOULDBLOCK) break;
-        throw_errno("cannot accept the connection of another rank");
-      }
-      if (credentials(socket.get()).uid == ::getuid()) strangers.emplace_back(std::move(socket));
-    }
-    for (Channel& stranger : strangers) {
-      if (const std::optional<Frame> hello = stranger.receive()) {
-        admit(stranger, *hello, wait);
-        stranger = Channel();
-      } else if (stranger.finished()) {
-        stranger = Channel();
-      }
-    }
-    std::erase_if(strangers, [](const Channel& stranger) { return stranger.fd() < 0; });
+    for (Lobby::Arrival& arrival : lobby->take_turn()) admit(arrival, joined(), wait);
     for (int r = 1; r < size_; ++r) {
       if (channels_[static_cast<std::size_t>(r)].fd() >= 0) hear_member(r, wait, joined());
     }
@@ -324,68 +239,77 @@ void Bootstrap::admit_members() {
                        list_ranks(missing), size_, rendezvous_, deadline_.count(), rejections_),
            failure_record(wait, missing.front()), arrived);
     }
-    std::vector<pollfd> fds{{listener.get(), POLLIN, 0}};
-    for (const Channel& stranger : strangers) fds.push_back(stranger.interest());
+    std::vector<pollfd> fds;
+    lobby->add_interest(fds);
     for (const Channel& member : channels_) {
       if (member.fd() >= 0) fds.push_back(member.interest());
     }
-    wait_ready(fds, wait.until);
+    wait_ready(fds, std::min(wait.until, lobby->next_turn()));
   }
 
   // Closed before anybody is welcomed: a rank that goes on to make its next world under the same
   // rendezvous string must not find this world's listener.
-  listener.reset();
-  std::vector<std::int64_t> pids(pids_.begin(), pids_.end());
-  const auto welcome = payload_of(pids.data(), pids.size() * sizeof pids.front());
+  lobby.reset();
+  const SharedPayload welcome = welcome_payload(pids_);
   for (Channel& member : channels_) {
-    if (member.fd() >= 0) member.queue(frame_of(FrameKind::kWelcome, kRoot, welcome));
+    if (member.fd() >= 0) member.queue(frame_of(FrameKind::kWelcome, welcome));
   }
   deliver(wait);
 }
 
-void Bootstrap::admit(Channel& stranger, const Frame& hello, Wait& wait) {
-  const ucred peer = credentials(stranger.fd());
+void Bootstrap::admit(Lobby::Arrival& arrival, const std::vector<bool>& taken, Wait& wait) {
+  const FrameHeader& header = arrival.hello.header;
+  const pid_t pid = arrival.peer.pid;
+  const auto answer = [&](ErrorCode code, const std::string& message, const WaitFailure& failure) {
+    arrival.channel.queue(failure_frame(code, message, failure));
+    arrival.channel.flush();
+  };
   const auto give_up = [&](const std::string& message) {
-    const WaitFailure failure = failure_record(wait, hello.header.rank);
-    stranger.queue(failure_frame(rank_, ErrorCode::kSpecMismatch, message, failure));
-    stranger.flush();
+    const WaitFailure failure = failure_record(wait, header.rank);
+    answer(ErrorCode::kSpecMismatch, message, failure);
     fail(ErrorCode::kSpecMismatch, message, failure, {});
   };
-  if (hello.header.version != kProtocolVersion) {
-    give_up(
-        fmt::format("process {} at rendezvous '{}' speaks version {} of the bootstrap protocol, "
-                    "rank 0 (process {}) version {}; use one build of Switchyard for all ranks",
-                    peer.pid, rendezvous_, hello.header.version, ::getpid(), kProtocolVersion));
-  }
+  const auto turn_away = [&](const std::string& message) {
+    if (rejections_.size() < kMaxRejectionBytes) rejections_ += fmt::format("; {}", message);
+    answer(ErrorCode::kInvalidArgument, message, failure_record(wait, header.rank));
+  };
   HelloBody body;
-  if (hello.header.kind != FrameKind::kHello || hello.payload->size() != sizeof body) return;
-  std::memcpy(&body, hello.payload->data(), sizeof body);
-  if (body.size != size_) {
-    give_up(
-        fmt::format("the ranks disagree on the size of the world at rendezvous '{}': rank 0 "
-                    "(process {}) says {}, rank {} (process {}) says {}",
-                    rendezvous_, ::getpid(), size_, body.rank, peer.pid, body.size));
+  switch (judge(arrival.hello, hash_of_job(job_), taken, body)) {
+    case Admission::kNotAHello:
+      return;
+    case Admission::kOtherVersion:
+      return give_up(fmt::format(
+          "process {} at rendezvous '{}' speaks version {} of the bootstrap protocol, rank 0 "
+          "(process {}) version {}; use one build of Switchyard for all ranks",
+          pid, rendezvous_, header.version, ::getpid(), kProtocolVersion));
+    case Admission::kOtherJob:
+      return turn_away(fmt::format(
+          "two jobs use rendezvous '{}' at the same time: process {} wants to be rank {} there, "
+          "but is not of the job of rank 0 (process {}; {}); give each world a rendezvous string "
+          "of its own, or set SWITCHYARD_RENDEZVOUS to the same string on all ranks if they are "
+          "one world",
+          rendezvous_, pid, body.rank, ::getpid(), job_));
+    case Admission::kOtherSize:
+      return give_up(
+          fmt::format("the ranks disagree on the size of the world at rendezvous '{}': rank 0 "
+                      "(process {}) says {}, rank {} (process {}) says {}",
+                      rendezvous_, ::getpid(), size_, body.rank, pid, body.size));
+    case Admission::kTaken:
+      return turn_away(
+          fmt::format("{} of rendezvous '{}' is already taken; process {} claimed it as well",
+                      describe(body.rank), rendezvous_, pid));
+    case Admission::kAdmitted:
+      break;
   }
-  if (body.rank < 0 || body.rank >= size_) return;
-
   Channel& member = channels_[static_cast<std::size_t>(body.rank)];
-  if (body.rank == rank_ || member.fd() >= 0) {
-    const std::string message =
-        fmt::format("{} of rendezvous '{}' is already taken; process {} claimed it as well",
-                    describe(body.rank), rendezvous_, peer.pid);
-    rejections_ += fmt::format("; {}", message);
-    stranger.queue(failure_frame(rank_, ErrorCode::kInvalidArgument, message,
-                                 failure_record(wait, body.rank)));
-    stranger.flush();
-    return;
-  }
-  member = std::move(stranger);
-  member.queue(frame_of(FrameKind::kEntered, rank_));
+  member = std::move(arrival.channel);
+  member.set_intake(intake_from_waiting_member());
+  member.queue(frame_of(FrameKind::kEntered));
   // The kernel translates the pid into our namespace; if that changed it, the ranks do not share
   // one, and the number would mean another process to some of them.
-  pids_[static_cast<std::size_t>(body.rank)] = peer.pid == body.pid ? peer.pid : 0;
+  pids_[static_cast<std::size_t>(body.rank)] = pid == body.pid ? pid : 0;
   ++wait.num_arrived;
-  if (const auto until = from_wire(hello.header.deadline_ns); until < wait.until) {
+  if (const auto until = from_wire(header.deadline_ns); until < wait.until) {
     wait.until = until;
     wait.waiter = body.rank;
   }
@@ -395,38 +319,38 @@ void Bootstrap::join() {
   Wait wait = start_wait();
   const SocketAddress address(rendezvous_);
   for (;;) {
-    Channel root = try_connect(address, rendezvous_);
+    Channel root = try_connect(address, rendezvous_, size_, wait.until);
     if (root.fd() >= 0) {
       if (const std::optional<Frame> welcome = introduce(root, wait)) {
-        std::vector<std::int64_t> pids(pids_.size());
-        if (welcome->header.kind != FrameKind::kWelcome ||
-            welcome->payload->size() != pids.size() * sizeof pids.front()) {
+        const std::optional<std::vector<pid_t>> pids = read_welcome(*welcome, size_);
+        if (!pids) {
           throw Error(ErrorCode::kSystem,
                       fmt::format("rank 0 at rendezvous '{}' sent a malformed welcome; are all "
                                   "ranks of the same build?",
                                   rendezvous_));
         }
-        std::memcpy(pids.data(), welcome->payload->data(), welcome->payload->size());
         // Unknown to the root means another PID namespace, in which its numbers mean nothing.
-        if (pids[static_cast<std::size_t>(rank_)] != 0) pids_.assign(pids.begin(), pids.end());
+        if ((*pids)[static_cast<std::size_t>(rank_)] != 0) pids_ = *pids;
         channels_[kRoot] = std::move(root);
         return;
       }
     }
     if (Clock::now() >= wait.until) {
-      throw TimeoutError(ErrorCode::kTimeout,
-                         fmt::format("rank 0 of {} did not arrive at rendezvous '{}' within {} ms, "
-                                     "or had given up before; rank {} was waiting",
-                                     size_, rendezvous_, deadline_.count(), rank_),
-                         failure_record(wait, kRoot));
+      throw TimeoutError(
+          ErrorCode::kTimeout,
+          fmt::format("rank 0 of {} did not arrive at rendezvous '{}' within {} ms, "
+                      "or had given up or found all its ranks before; rank {} was waiting",
+                      size_, rendezvous_, deadline_.count(), rank_),
+          failure_record(wait, kRoot));
     }
     sleep_until(retry_time(wait.until));
   }
 }
 
 std::optional<Frame> Bootstrap::introduce(Channel& root, Wait& wait) {
-  const HelloBody body{rank_, size_, ::getpid()};
-  Frame hello = frame_of(FrameKind::kHello, rank_, payload_of(&body, sizeof body));
+  world_ = 0;
+  const HelloBody body{rank_, size_, ::getpid(), hash_of_job(job_)};
+  Frame hello = frame_of(FrameKind::kHello, payload_of(body));
   hello.header.deadline_ns = to_wire(wait.until);
   root.queue(std::move(hello));
   bool entered = false;
@@ -444,6 +368,8 @@ std::optional<Frame> Bootstrap::hear_root(Channel& root, const Wait& wait, bool&
                                 "ranks",
                                 rendezvous_, frame->header.version, rank_, kProtocolVersion));
       }
+      if (world_ == 0 && frame->header.kind != FrameKind::kFailure) world_ = frame->header.world;
+      if (world_ != 0 && frame->header.world != world_) fail_of_other_world(kRoot, wait, {});
       if (frame->header.kind == FrameKind::kEntered) {
         entered = true;
         continue;
@@ -457,6 +383,13 @@ std::optional<Frame> Bootstrap::hear_root(Channel& root, const Wait& wait, bool&
         throw_as(received.code, received.message, received.failure);
       }
       return frame;
+    }
+    if (root.garbled() && world_ != 0) {
+      fail(ErrorCode::kSystem,
+           fmt::format("{} broke the bootstrap protocol during {}; is a World used by two threads, "
+                       "or by a process and its fork?",
+                       describe(kRoot), activity_),
+           failure_record(wait, kRoot), {});
     }
     if (root.garbled()) {
       throw Error(ErrorCode::kSystem,
@@ -492,6 +425,7 @@ std::optional<Frame> Bootstrap::hear_member(int rank, const Wait& wait,
   Channel& member = channels_[static_cast<std::size_t>(rank)];
   member.flush();
   std::optional<Frame> frame = member.receive();
+  if (frame && frame->header.world != world_) fail_of_other_world(rank, wait, arrived);
   if (frame && frame->header.kind == FrameKind::kFailure) {
     const ReceivedFailure received = read_failure(*frame);
     fail(ErrorCode::kAborted, received.message, received.failure, arrived);
@@ -515,7 +449,7 @@ void Bootstrap::fail(ErrorCode code, const std::string& message, const WaitFailu
     const bool waited_as_well = r < arrived.size() && arrived[r];
     const ErrorCode sent_code =
         code == ErrorCode::kTimeout && !waited_as_well ? ErrorCode::kAborted : code;
-    channels_[r].queue(failure_frame(rank_, sent_code, message, failure));
+    channels_[r].queue(failure_frame(sent_code, message, failure));
   }
   for (const Clock::time_point until = Clock::now() + kFarewell;;) {
     std::vector<pollfd> fds;
@@ -527,6 +461,14 @@ void Bootstrap::fail(ErrorCode code, const std::string& message, const WaitFailu
     wait_ready(fds, retry_time(until));
   }
   throw_as(code, message, failure);
+}
+
+void Bootstrap::fail_of_other_world(int rank, const Wait& wait, const std::vector<bool>& arrived) {
+  fail(ErrorCode::kSystem,
+       fmt::format("{} sent a message of another world during {}; make every World in the process "
+                   "that uses it",
+                   describe(rank), activity_),
+       failure_record(wait, rank), arrived);
 }
 
 void Bootstrap::deliver(const Wait& wait) {
@@ -571,6 +513,7 @@ std::vector<Frame> Bootstrap::exchange(const Call& call, Frame mine) {
     return parts;
   }
   mine.header.kind = FrameKind::kContribution;
+  mine.header.world = world_;
   mine.header.rank = rank_;
   mine.header.call = call.kind;
   return rank_ == kRoot ? exchange_as_root(call, std::move(mine))
@@ -579,6 +522,7 @@ std::vector<Frame> Bootstrap::exchange(const Call& call, Frame mine) {
 
 std::vector<Frame> Bootstrap::exchange_as_root(const Call& call, Frame mine) {
   Wait wait = start_wait();
+  for (Channel& member : channels_) member.set_intake(intake_of_contributions(call));
   std::vector<Frame> parts(channels_.size());
   std::vector<Call> calls(channels_.size());
   std::vector<bool> arrived(channels_.size(), false);
@@ -586,7 +530,7 @@ std::vector<Frame> Bootstrap::exchange_as_root(const Call& call, Frame mine) {
   calls[kRoot] = call;
   arrived[kRoot] = true;
   for (int r = 1; r < size_; ++r) {
-    channels_[static_cast<std::size_t>(r)].queue(frame_of(FrameKind::kEntered, kRoot));
+    channels_[static_cast<std::size_t>(r)].queue(frame_of(FrameKind::kEntered));
   }
 
   for (;;) {
@@ -608,7 +552,7 @@ std::vector<Frame> Bootstrap::exchange_as_root(const Call& call, Frame mine) {
           wait.until = until;
           wait.waiter = r;
         }
-        calls[i] = {frame->header.call, frame->payload->size()};
+        calls[i] = {frame->header.call, frame->header.payload_bytes};
         parts[i] = std::move(*frame);
       }
     }
@@ -647,8 +591,7 @@ std::vector<Frame> Bootstrap::exchange_as_root(const Call& call, Frame mine) {
   try {
     require_same_call(calls);
   } catch (const Error& error) {
-    const Frame verdict =
-        failure_frame(kRoot, error.code(), error.what(), failure_record(wait, kRoot));
+    const Frame verdict = failure_frame(error.code(), error.what(), failure_record(wait, kRoot));
     for (int r = 1; r < size_; ++r) channels_[static_cast<std::size_t>(r)].queue(verdict);
     deliver(wait);
     throw;
@@ -674,6 +617,7 @@ std::vector<Frame> Bootstrap::exchange_as_root(const Call& call, Frame mine) {
 std::vector<Frame> Bootstrap::exchange_as_member(const Call& call, Frame mine) {
   const Wait wait = start_wait();
   Channel& root = channels_[kRoot];
+  root.set_intake(intake_of_parts(call));
   mine.header.deadline_ns = to_wire(wait.until);
   root.queue(std::move(mine));
   bool entered = false;
@@ -681,7 +625,7 @@ std::vector<Frame> Bootstrap::exchange_as_member(const Call& call, Frame mine) {
   for (int r = 0; r < size_; ++r) {
     std::optional<Frame> part = hear_root(root, wait, entered);
     if (part->header.kind != FrameKind::kPart || part->header.rank != r ||
-        part->payload->size() != call.bytes) {
+        part->header.payload_bytes != call.bytes) {
       fail(ErrorCode::kSystem,
            fmt::format("{} sent a message out of turn during {}; is a World used by two threads?",
                        describe(kRoot), activity_),
@@ -728,9 +672,7 @@ std::vector<UniqueFd> Bootstrap::exchange_fds(int fd) {
 std::string Bootstrap::liveness(int rank) const {
   if (rank == rank_) return "";
   const pid_t pid = pids_[static_cast<std::size_t>(rank)];
-  if (pid > 0 && ((::kill(pid, 0) != 0 && errno == ESRCH) || is_zombie(pid))) {
-    return fmt::format("process {} has exited", pid);
-  }
+  if (pid > 0 && has_exited(pid)) return fmt::format("process {} has exited", pid);
   const Channel& channel = channels_[static_cast<std::size_t>(rank)];
   if (channel.fd() >= 0) {
     pollfd entry{channel.fd(), POLLRDHUP, 0};

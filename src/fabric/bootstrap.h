@@ -4,7 +4,8 @@
 // Rank 0 listens on an abstract Unix socket whose name is a hash of the rendezvous string and the
 // user id; the others connect. The connections form a star through rank 0 and stay open for the
 // life of the world, so that a process's end is seen at once. Abstract names leave nothing in the
-// file system, whatever the processes die of; all ranks must share a network namespace.
+// file system, whatever the processes die of; all ranks must share a network namespace. Any process
+// of the host can connect to them: docs/security.md tells what that allows.
 #pragma once
 
 #include <sys/types.h>
@@ -12,6 +13,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -21,6 +23,7 @@
 #include "base/posix.h"
 #include "fabric/channel.h"
 #include "fabric/collective.h"
+#include "fabric/lobby.h"
 #include "switchyard/error.h"
 
 namespace switchyard {
@@ -33,9 +36,12 @@ class Bootstrap {
   // Collective: returns when all `size` ranks have arrived. Throws
   //   TimeoutError{kTimeout}    naming the ranks that did not arrive within `deadline`,
   //   TimeoutError{kAborted}    naming a process that ended meanwhile,
-  //   Error{kInvalidArgument}   for a rank outside [0, size) or claimed by two processes,
+  //   Error{kInvalidArgument}   for a rank outside [0, size) or claimed by two processes, or if
+  //                             another job's world forms at this rendezvous,
   //   Error{kSpecMismatch}      if two processes disagree on the size, or on the protocol version.
-  Bootstrap(int rank, int size, std::string rendezvous, std::chrono::milliseconds deadline);
+  // `job` is launched_job(): ranks whose jobs are known and differ do not meet.
+  Bootstrap(int rank, int size, std::string rendezvous, std::chrono::milliseconds deadline,
+            std::string job = "");
   Bootstrap(const Bootstrap&) = delete;
   Bootstrap& operator=(const Bootstrap&) = delete;
 
@@ -75,7 +81,7 @@ class Bootstrap {
 
   UniqueFd listen_as_root(const Wait& wait);
   void admit_members();
-  void admit(Channel& stranger, const Frame& hello, Wait& wait);
+  void admit(Lobby::Arrival& arrival, const std::vector<bool>& taken, Wait& wait);
   void join();
   // Says hello and waits for the welcome, whose frame it returns; nothing if the root went away
   // before it noticed us.
@@ -87,11 +93,17 @@ class Bootstrap {
   // Returns when the members' sockets have taken all that is queued.
   void deliver(const Wait& wait);
 
+  // A frame of this rank in this world.
+  Frame frame_of(FrameKind kind, std::shared_ptr<const Payload> payload = nullptr) const;
+  Frame failure_frame(ErrorCode code, std::string_view message, const WaitFailure& failure) const;
+
   // Sends and receives what is possible now. A failure or the end of the connection is thrown.
   std::optional<Frame> hear_member(int rank, const Wait& wait, const std::vector<bool>& arrived);
   // Waits for a frame other than kEntered; nothing if the connection ended before the root entered.
   std::optional<Frame> hear_root(Channel& root, const Wait& wait, bool& entered);
 
+  [[noreturn]] void fail_of_other_world(int rank, const Wait& wait,
+                                        const std::vector<bool>& arrived);
   // Marks the world dead, tells the peers why, and throws. A timeout reaches those who had
   // `arrived` as kTimeout: they waited as well.
   [[noreturn]] void fail(ErrorCode code, const std::string& message, const WaitFailure& failure,
@@ -101,6 +113,9 @@ class Bootstrap {
   int size_;
   std::string rendezvous_;
   std::chrono::milliseconds deadline_;
+  std::string job_;
+  // A random number that rank 0 gives the world and every frame carries; 0 until it is known.
+  std::uint64_t world_ = 0;
   // By rank. The root has a channel to every member, a member one to the root; the rest are closed.
   std::vector<Channel> channels_;
   // By rank; 0 where unknown because that process is in another PID namespace.

@@ -5,12 +5,15 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 
 namespace switchyard {
 namespace {
 
 constexpr std::size_t kHeaderBytes = sizeof(FrameHeader);
+// The part of the header that all versions of the protocol have in common.
+constexpr std::size_t kVersionEnd = offsetof(FrameHeader, version) + sizeof(FrameHeader::version);
 // Payloads grow as they arrive, so that a false length alone cannot make us commit memory.
 constexpr std::size_t kReceiveChunkBytes = std::size_t{1} << 20;
 // A stranger may attach more descriptors than the one we ask for; take and close them.
@@ -81,8 +84,10 @@ bool Channel::receive_some(std::byte* into, std::size_t bytes, std::size_t& rece
     message.msg_iov = &part;
     message.msg_iovlen = 1;
     alignas(cmsghdr) char control[CMSG_SPACE(kMaxFdsPerMessage * sizeof(int))];
-    message.msg_control = control;
-    message.msg_controllen = sizeof control;
+    if (intake_.take_descriptors) {
+      message.msg_control = control;
+      message.msg_controllen = sizeof control;
+    }
     const ssize_t got = ::recvmsg(fd(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
@@ -107,6 +112,25 @@ bool Channel::receive_some(std::byte* into, std::size_t bytes, std::size_t& rece
   }
 }
 
+void Channel::check_header() {
+  if (in_header_bytes_ < kHeaderBytes) return;
+  const auto kind = static_cast<std::uint32_t>(in_header_.kind);
+  const bool expected = kind <= static_cast<std::uint32_t>(FrameKind::kFailure) &&
+                        (intake_.kinds & Intake::bit(in_header_.kind)) != 0;
+  const bool is_failure = in_header_.kind == FrameKind::kFailure;
+  const std::uint64_t longest = is_failure ? kMaxFailureBytes : intake_.payload_bytes;
+  skipping_ = in_header_.payload_bytes > longest;
+  garbled_ = !expected || in_header_.payload_bytes > kMaxPayloadBytes ||
+             (skipping_ && (is_failure || !intake_.skip_longer));
+}
+
+bool Channel::receive_payload() {
+  const std::size_t left = in_header_.payload_bytes - in_payload_bytes_;
+  const std::size_t kept = skipping_ ? 0 : in_payload_bytes_;
+  in_payload_.resize(kept + std::min(left, kReceiveChunkBytes));
+  return receive_some(in_payload_.data() + kept, in_payload_.size() - kept, in_payload_bytes_);
+}
+
 std::optional<Frame> Channel::receive() {
   while (!finished()) {
     if (in_header_bytes_ < kHeaderBytes) {
@@ -115,24 +139,25 @@ std::optional<Frame> Channel::receive() {
                         in_header_bytes_)) {
         break;
       }
-      const bool magic_known = in_header_bytes_ >= sizeof in_header_.magic;
-      const bool whole = in_header_bytes_ == kHeaderBytes;
-      garbled_ = (magic_known && in_header_.magic != kFrameMagic) ||
-                 (whole && in_header_.payload_bytes > kMaxPayloadBytes);
+      garbled_ = in_header_bytes_ >= sizeof in_header_.magic && in_header_.magic != kFrameMagic;
+      if (garbled_ || in_header_bytes_ < kVersionEnd) continue;
+      if (in_header_.version != kProtocolVersion) {
+        garbled_ = true;
+        Frame foreign;
+        foreign.header.version = in_header_.version;
+        foreign.payload = std::make_shared<const Payload>();
+        return foreign;
+      }
+      check_header();
       continue;
     }
     if (in_payload_bytes_ < in_header_.payload_bytes) {
-      const std::size_t left = in_header_.payload_bytes - in_payload_bytes_;
-      in_payload_.resize(in_payload_bytes_ + std::min(left, kReceiveChunkBytes));
-      if (!receive_some(in_payload_.data() + in_payload_bytes_,
-                        in_payload_.size() - in_payload_bytes_, in_payload_bytes_)) {
-        break;
-      }
+      if (!receive_payload()) break;
       continue;
     }
     Frame frame;
     frame.header = in_header_;
-    in_payload_.resize(in_payload_bytes_);
+    in_payload_.resize(skipping_ ? 0 : in_payload_bytes_);
     frame.payload = std::make_shared<const Payload>(std::move(in_payload_));
     if (in_fd_) frame.fd = std::make_shared<const UniqueFd>(std::move(in_fd_));
     in_header_bytes_ = 0;

@@ -16,9 +16,11 @@
 namespace switchyard {
 
 inline constexpr std::uint64_t kFrameMagic = 0x6179'6863'7469'7773;  // "switchya", little-endian
-inline constexpr std::uint32_t kProtocolVersion = 1;
+inline constexpr std::uint32_t kProtocolVersion = 2;
 // More than any start-up exchange needs; a longer claim is garbage.
 inline constexpr std::uint64_t kMaxPayloadBytes = std::uint64_t{1} << 30;
+// Of a failure report, text included.
+inline constexpr std::uint64_t kMaxFailureBytes = std::uint64_t{16} << 10;
 
 enum class FrameKind : std::uint32_t {
   kHello,         // member to root: who I am
@@ -35,28 +37,53 @@ struct FrameHeader {
   std::uint64_t magic = kFrameMagic;
   std::uint32_t version = kProtocolVersion;
   FrameKind kind = FrameKind::kHello;
+  std::uint64_t world = 0;       // the sender's; 0 until rank 0 has told it
   std::int64_t deadline_ns = 0;  // until when the sender waits, on Clock; 0 where it does not
   std::uint64_t payload_bytes = 0;
   std::int32_t rank = 0;  // whose message this is; of a part, whose contribution
   CallKind call = CallKind::kAllGather;
 };
-static_assert(sizeof(FrameHeader) == 40, "no padding: every byte of it is sent");
+static_assert(sizeof(FrameHeader) == 48, "no padding: every byte of it is sent");
 
 using Payload = std::vector<std::byte>;
 
 // Payload and descriptor are shared because the root sends one part to every member.
 struct Frame {
+  // Whether the payload is here: a longer one than expected is not kept, and the header tells its
+  // length.
+  bool has_payload() const { return payload && payload->size() == header.payload_bytes; }
+
   FrameHeader header;
   std::shared_ptr<const Payload> payload;
   std::shared_ptr<const UniqueFd> fd;
 };
 
+// What a channel takes from its peer at this point of the conversation. A frame of another kind
+// garbles the channel as soon as its header is there, so that nobody can send what nobody expects.
+struct Intake {
+  std::uint32_t kinds = 0;          // a bit per FrameKind
+  std::uint64_t payload_bytes = 0;  // the longest payload, except of a failure report
+  bool skip_longer = false;         // a longer one is read and dropped; otherwise it garbles
+  bool take_descriptors = false;    // otherwise the kernel closes what is attached
+
+  static constexpr std::uint32_t bit(FrameKind kind) {
+    return std::uint32_t{1} << static_cast<std::uint32_t>(kind);
+  }
+  template <typename... Kinds>
+  static constexpr std::uint32_t of(Kinds... kinds) {
+    return (bit(kinds) | ...);
+  }
+};
+
 class Channel {
  public:
   Channel() = default;  // closed
-  explicit Channel(UniqueFd socket) : socket_(std::move(socket)) {}
+  Channel(UniqueFd socket, const Intake& intake) : socket_(std::move(socket)), intake_(intake) {}
 
   int fd() const { return socket_.get(); }
+
+  // Holds for the frames whose headers have not been received.
+  void set_intake(const Intake& intake) { intake_ = intake; }
 
   // Appends to what flush() sends. Frames for a peer that no longer reads are dropped.
   void queue(Frame frame);
@@ -68,11 +95,13 @@ class Channel {
   // The kernel holds too many descriptors in flight; poll() does not tell when that ends.
   bool congested() const { return congested_; }
 
-  // The next whole frame if there is one.
+  // The next whole frame if there is one. Of a peer that speaks another version of the protocol,
+  // one frame of which only the version is known; nothing more is received.
   std::optional<Frame> receive();
   // The peer closed its end, and everything it sent has been received.
   bool at_end() const { return at_end_; }
-  // The peer does not speak this protocol. Nothing more is received.
+  // The peer does not speak this protocol, or said what it was not to say now. Nothing more is
+  // received.
   bool garbled() const { return garbled_; }
   bool finished() const { return at_end_ || garbled_; }
 
@@ -80,8 +109,12 @@ class Channel {
 
  private:
   bool receive_some(std::byte* into, std::size_t bytes, std::size_t& received);
+  bool receive_payload();
+  // Of a header of which at least the version is there.
+  void check_header();
 
   UniqueFd socket_;
+  Intake intake_;
   std::deque<Frame> outbox_;
   std::size_t sent_ = 0;  // bytes of outbox_.front(), header included
   bool send_failed_ = false;
@@ -90,7 +123,8 @@ class Channel {
   FrameHeader in_header_;
   std::size_t in_header_bytes_ = 0;
   Payload in_payload_;
-  std::size_t in_payload_bytes_ = 0;
+  std::size_t in_payload_bytes_ = 0;  // received, and kept unless skipping_
+  bool skipping_ = false;
   UniqueFd in_fd_;
   bool at_end_ = false;
   bool garbled_ = false;

@@ -4,6 +4,8 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
+#include <new>
 #include <optional>
 #include <span>
 #include <string>
@@ -44,6 +46,12 @@ void attempt_together(Fabric& fabric, const Step& step) {
     step();
   } catch (const Error& error) {
     failure = error;
+  } catch (const std::bad_alloc&) {
+    failure = Error(ErrorCode::kCapacityExceeded,
+                    "memory ran out; declare a smaller maximum number of tokens, use fewer ranks, "
+                    "or raise `ulimit -v`");
+  } catch (const std::exception& error) {
+    failure = Error(ErrorCode::kSystem, error.what());
   }
   share_outcome(fabric, failure);
 }

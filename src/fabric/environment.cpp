@@ -52,6 +52,11 @@ std::optional<int> parse_number(const EnvironmentLookup& lookup, const char* nam
   int value = 0;
   const char* const end = text + std::strlen(text);
   const auto [parsed_to, error] = std::from_chars(text, end, value);
+  if (error == std::errc::result_out_of_range && parsed_to == end && *text != '-') {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{}='{}' in the environment is too large; a world can have {} ranks",
+                            name, text, protocol::kMaxRanks));
+  }
   if (error != std::errc() || parsed_to != end || value < minimum) {
     throw Error(
         ErrorCode::kInvalidArgument,
@@ -120,12 +125,12 @@ std::optional<LaunchedRank> parse_launched_rank(const EnvironmentLookup& lookup)
                               "have; start fewer",
                               names.size, *size, protocol::kMaxRanks));
     }
-    return LaunchedRank{*rank, *size};
+    return LaunchedRank{*rank, *size, names.rank, names.size};
   }
   return std::nullopt;
 }
 
-std::string job_identity(const EnvironmentLookup& lookup) {
+std::string launched_job(const EnvironmentLookup& lookup) {
   if (const char* const given = lookup("SWITCHYARD_RENDEZVOUS"); given != nullptr && *given != 0) {
     return given;
   }
@@ -135,6 +140,11 @@ std::string job_identity(const EnvironmentLookup& lookup) {
       identity += fmt::format("{}{}={}", identity.empty() ? "" : ",", name, value);
     }
   }
+  return identity;
+}
+
+std::string job_identity(const EnvironmentLookup& lookup) {
+  std::string identity = launched_job(lookup);
   return identity.empty() ? fmt::format("parent={}", ::getppid()) : identity;
 }
 
@@ -149,7 +159,19 @@ World World::from_environment(WorldOptions options) {
   const std::optional<LaunchedRank> launched =
       parse_launched_rank([](const char* name) { return std::getenv(name); });
   if (!launched) return single(options);
-  return processes(launched->rank, launched->size, std::move(options));
+  try {
+    return processes(launched->rank, launched->size, std::move(options));
+  } catch (const TimeoutError& error) {
+    if (error.code() != ErrorCode::kTimeout) throw;
+    // The variables may be left over from elsewhere, and nobody else may be on the way.
+    throw TimeoutError(
+        error.code(),
+        fmt::format("{}; {}={} and {}={} in the environment make this process rank {} of {}: start "
+                    "the other ranks, or unset both variables to run alone",
+                    error.what(), launched->rank_variable, launched->rank, launched->size_variable,
+                    launched->size, launched->rank, launched->size),
+        error.failure());
+  }
 }
 
 }  // namespace switchyard

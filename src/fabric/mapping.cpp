@@ -1,7 +1,9 @@
 #include "fabric/mapping.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -31,7 +33,26 @@ Mapping Mapping::anonymous(std::size_t bytes) {
   return map(bytes, MAP_PRIVATE | MAP_ANONYMOUS, -1);
 }
 
-Mapping Mapping::of_file(int fd, std::size_t bytes) { return map(bytes, MAP_SHARED, fd); }
+const int Mapping::kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+
+Mapping Mapping::of_file(int fd, std::size_t bytes) {
+  const int seals = ::fcntl(fd, F_GET_SEALS);
+  if (seals < 0 && errno != EINVAL) throw_errno("cannot read the seals of a shared memory file");
+  if (seals < 0 || (seals & kSeals) != kSeals) {
+    throw Error(ErrorCode::kSystem,
+                "the descriptor is not of a memory file whose size is sealed; use one build of "
+                "Switchyard for all ranks");
+  }
+  struct stat status {};
+  if (::fstat(fd, &status) != 0) throw_errno("cannot read the size of a shared memory file");
+  if (static_cast<std::uint64_t>(status.st_size) != bytes) {
+    throw Error(ErrorCode::kSystem,
+                fmt::format("the shared memory file has {} bytes, not the {} that were agreed; use "
+                            "one build of Switchyard for all ranks",
+                            status.st_size, bytes));
+  }
+  return map(bytes, MAP_SHARED, fd);
+}
 
 Mapping Mapping::map(std::size_t bytes, int flags, int fd) {
   const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));

@@ -11,9 +11,13 @@ class Mapping {
  public:
   // Memory of this process. Throws Error{kCapacityExceeded}.
   static Mapping anonymous(std::size_t bytes);
-  // The first `bytes` of an open file, shared with whoever else maps it; the descriptor may be
-  // closed afterwards. Throws Error{kCapacityExceeded}.
+  // All `bytes` of a memory file whose size nobody can change, shared with whoever else maps it;
+  // the descriptor may be closed afterwards. Throws Error{kCapacityExceeded}, and Error{kSystem} if
+  // the file has another size or lacks the seals: it may be a peer's, and touching memory that a
+  // file no longer has would end this process.
   static Mapping of_file(int fd, std::size_t bytes);
+  // Of fcntl(F_ADD_SEALS).
+  static const int kSeals;
 
   Mapping() = default;
   Mapping(Mapping&& other) noexcept;

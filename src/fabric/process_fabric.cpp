@@ -1,10 +1,12 @@
 // Ranks as processes of one host: they meet through a Bootstrap and map each other's memory.
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <limits>
 #include <utility>
 
@@ -39,9 +41,13 @@ UniqueFd make_memory_file(std::size_t bytes) {
   if (bytes > static_cast<std::size_t>(std::numeric_limits<off_t>::max())) {
     refuse(errno_text(EFBIG));
   }
-  UniqueFd file(::memfd_create("switchyard", MFD_CLOEXEC));
+  UniqueFd file(::memfd_create("switchyard", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!file) throw_errno("cannot create a shared memory file");
   if (::ftruncate(file.get(), static_cast<off_t>(bytes)) != 0) refuse(errno_text(errno));
+  // Its size is final: who touches a mapping beyond the end of a file is killed by SIGBUS.
+  if (::fcntl(file.get(), F_ADD_SEALS, Mapping::kSeals | F_SEAL_SEAL) != 0) {
+    throw_errno("cannot seal the size of a shared memory file");
+  }
   return file;
 }
 
@@ -60,7 +66,8 @@ class ProcessSegment final : public SymmetricSegment {
 class ProcessFabric final : public Fabric {
  public:
   ProcessFabric(int rank, int size, std::string rendezvous, std::chrono::milliseconds deadline)
-      : Fabric(deadline), bootstrap_(rank, size, std::move(rendezvous), deadline) {
+      : Fabric(deadline),
+        bootstrap_(rank, size, std::move(rendezvous), deadline, launched_job(std::getenv)) {
     tell_launcher_deadline(rank, deadline);
   }
 
@@ -86,8 +93,12 @@ class ProcessFabric final : public Fabric {
     std::vector<UniqueFd> files = bootstrap_.exchange_fds(file.get());
     std::vector<Mapping> mappings;
     attempt_together(*this, [&] {
-      for (const UniqueFd& peer_file : files) {
-        mappings.push_back(Mapping::of_file(peer_file.get(), bytes));
+      for (std::size_t r = 0; r < files.size(); ++r) {
+        try {
+          mappings.push_back(Mapping::of_file(files[r].get(), bytes));
+        } catch (const Error& error) {
+          throw Error(error.code(), fmt::format("the memory of rank {}: {}", r, error.what()));
+        }
       }
     });
     return std::make_shared<ProcessSegment>(std::move(mappings), bytes);

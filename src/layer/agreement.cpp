@@ -4,6 +4,7 @@
 
 #include <span>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -15,24 +16,55 @@ namespace {
 
 static_assert(std::is_trivially_copyable_v<Declaration>, "it travels as its bytes");
 
+const char* name_of(RoutingMethod method) {
+  switch (method) {
+    case RoutingMethod::kTopK:
+      return "top-k";
+    case RoutingMethod::kSparseMixer:
+      return "sparse mixer";
+    case RoutingMethod::kHash:
+      return "hash";
+  }
+  return "unknown";
+}
+
+const char* name_of(GroupScore score) {
+  switch (score) {
+    case GroupScore::kMax:
+      return "max";
+    case GroupScore::kSumTopTwo:
+      return "sum of two";
+  }
+  return "unknown";
+}
+
+// A field's value as a user knows it.
+template <typename T>
+auto shown(const T& value) {
+  if constexpr (std::is_same_v<T, DType>) {
+    return to_string(value);
+  } else if constexpr (std::is_enum_v<T>) {
+    return name_of(value);
+  } else {
+    return value;
+  }
+}
+
 // The first field in which two declarations differ, as "name: a here, b there"; empty if none.
 std::string difference(const Declaration& here, const Declaration& there) {
   std::string found;
   const auto compare = [&found](const char* name, const auto& a, const auto& b) {
     if (!found.empty() || a == b) return;
-    if constexpr (std::is_enum_v<std::decay_t<decltype(a)>>) {
-      found = fmt::format("{}: {} here, {} there", name, static_cast<int>(a), static_cast<int>(b));
-    } else {
-      found = fmt::format("{}: {} here, {} there", name, a, b);
-    }
+    found = fmt::format("{}: {} here, {} there", name, shown(a), shown(b));
   };
 #define SWITCHYARD_COMPARE(field) compare(#field, here.field, there.field)
   SWITCHYARD_COMPARE(spec.hidden);
   SWITCHYARD_COMPARE(spec.intermediate);
   SWITCHYARD_COMPARE(spec.num_experts);
   SWITCHYARD_COMPARE(spec.top_k);
-  SWITCHYARD_COMPARE(spec.activation.kind);
-  SWITCHYARD_COMPARE(spec.activation.gated);
+  // The kind and whether it is gated, e.g. "swiglu".
+  compare("spec.activation", std::string_view(name_of(here.spec.activation)),
+          std::string_view(name_of(there.spec.activation)));
   SWITCHYARD_COMPARE(spec.activation.alpha);
   SWITCHYARD_COMPARE(spec.activation.limit);
   SWITCHYARD_COMPARE(spec.activation.up_bias);

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "base/host_memory.h"
+#include "base/threads.h"
 #include "model/random_tensor.h"
 #include "switchyard/error.h"
 
@@ -93,10 +94,9 @@ void fill_all(const std::vector<Placed>& placed, const GenerateOptions& options)
                          : static_cast<int>(std::thread::hardware_concurrency());
   const std::int64_t useful =
       std::clamp<std::int64_t>(wanted, 1, std::max<std::int64_t>(first_block.back(), 1));
-  std::vector<std::jthread> helpers;
-  for (std::int64_t i = 1; i < useful; ++i) helpers.emplace_back(work);
+  Threads helpers(1, static_cast<int>(useful), kThreadRemedy, [&](int) { work(); });
   work();
-  helpers.clear();
+  helpers.join();
   if (options.progress) options.progress(total, total);
 }
 

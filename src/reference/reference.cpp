@@ -12,6 +12,7 @@
 #include <thread>
 #include <type_traits>
 
+#include "base/threads.h"
 #include "reference/decode.h"
 #include "reference/multiply.h"
 #include "switchyard/error.h"
@@ -388,10 +389,9 @@ class Runner {
   }
 
   std::vector<Real> run() {
-    std::vector<std::jthread> threads;
-    for (int i = 1; i < num_threads_; ++i) threads.emplace_back([this, i] { work(i); });
+    Threads threads(1, num_threads_, kThreadRemedy, [this](int i) { work(i); });
     work(0);
-    for (std::jthread& thread : threads) thread.join();
+    threads.join();
     return std::move(output_);
   }
 

@@ -1,5 +1,9 @@
 // Every way to go wrong ends with its exit code and one line on stderr that says what to do.
 #include <gmock/gmock.h>
+#include <sys/resource.h>
+
+#include <chrono>
+#include <utility>
 
 #include "base/shown.h"
 #include "cli/command.h"
@@ -235,7 +239,8 @@ TEST(Errors, LayersThatDoNotFit) {
 
 TEST(Errors, ARankThatDoesNotComeIsATimeout) {
   expect_error(
-      join({"run", "--deadline", "0.3"}, kTiny), 3, "timeout", {"rank"},
+      join({"run", "--deadline", "0.3"}, kTiny), 3, "timeout",
+      {"rank 1 of 2", "RANK=0 and WORLD_SIZE=2 in the environment", "unset both", "--ranks"},
       {"RANK=0", "WORLD_SIZE=2", "SWITCHYARD_RENDEZVOUS=cli-test-" + std::to_string(::getpid())});
 }
 
@@ -243,6 +248,61 @@ TEST(Errors, LauncherEnvironment) {
   expect_error(join({"run"}, kTiny), 2, "invalid_argument", {"WORLD_SIZE=65", "64"},
                {"RANK=0", "WORLD_SIZE=65"});
   expect_error(join({"run"}, kTiny), 2, "invalid_argument", {"RANK"}, {"RANK=4", "WORLD_SIZE=2"});
+  expect_error(join({"run"}, kTiny), 2, "invalid_argument", {"WORLD_SIZE", "too large"},
+               {"RANK=0", "WORLD_SIZE=99999999999"});
+}
+
+TEST(Errors, RanksThatDisagreeOnTheArithmeticNameIt) {
+  const Completed done = run_switchyard(
+      {"launch", "-n", "2", "--", "sh", "-c",
+       "if [ $RANK = 0 ]; then dtype=f32; else dtype=bf16; fi; exec \"$0\" run --model olmoe "
+       "--experts 16 --hidden 64 --intermediate 32 --tokens 8 --compute $dtype",
+       SWITCHYARD_COMMAND});
+  EXPECT_EQ(done.exit_code, 2);
+  EXPECT_THAT(done.err, ::testing::AnyOf(HasSubstr("disagree on compute: f32 here, bf16 there"),
+                                         HasSubstr("disagree on compute: bf16 here, f32 there")));
+}
+
+// With a limit of its resources. As a user of its own where this one is root, for whom the limit of
+// threads does not hold.
+Completed run_limited(int resource, rlim_t limit, const Arguments& arguments) {
+  const TemporaryDirectory directory;
+  const std::string out = (directory / "out").string();
+  const std::string err = (directory / "err").string();
+  const Invocation invocation(arguments, {});
+  const pid_t child = ::fork();
+  if (child == 0) {
+    constexpr int kFlags = O_WRONLY | O_CREAT | O_CLOEXEC;
+    ::dup2(::open(out.c_str(), kFlags, 0600), STDOUT_FILENO);
+    ::dup2(::open(err.c_str(), kFlags, 0600), STDERR_FILENO);
+    const rlimit limits{limit, limit};
+    constexpr uid_t kUser = 54321;
+    if (::setrlimit(static_cast<__rlimit_resource>(resource), &limits) != 0) ::_exit(125);
+    if (resource == RLIMIT_NPROC && ::geteuid() == 0 && ::setresuid(kUser, kUser, kUser) != 0) {
+      ::_exit(125);
+    }
+    invocation.become();
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_file(out),
+          read_file(err)};
+}
+
+TEST(Errors, ThreadsThatCannotBeMadeAreToldAtOnce) {
+  const std::pair<int, rlim_t> cases[] = {{RLIMIT_AS, 200u << 20}, {RLIMIT_NPROC, 20}};
+  for (const auto& [resource, limit] : cases) {
+    SCOPED_TRACE(resource == RLIMIT_AS ? "address space" : "threads");
+    const auto start = std::chrono::steady_clock::now();
+    const Completed done = run_limited(
+        resource, limit, join({"run", "--ranks", "64", "--tokens", "64", "--threads", "1"}, kTiny));
+    if (done.exit_code == 126) GTEST_SKIP() << "other users cannot run the command";
+    EXPECT_EQ(done.exit_code, 2) << done.err;
+    EXPECT_THAT(done.err, HasSubstr("of 64 threads could be started"));
+    EXPECT_THAT(done.err, HasSubstr("--ranks"));
+    // Far below the 30 s that ranks wait for each other.
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(15));
+  }
 }
 
 constexpr const char* kFull = "/dev/full";

@@ -101,10 +101,14 @@ TEST(Run, LauncherWithoutDashesPassesOptionsOn) {
 }
 
 TEST(Run, RanksGivenUnderALauncherAreThreads) {
-  const Completed done = run_switchyard(
-      join({"run", "--ranks", "2", "--tokens", "8", "--json"}, kTiny), {"RANK=0", "WORLD_SIZE=4"});
-  ASSERT_EQ(done.exit_code, 0) << done.err;
-  EXPECT_FALSE(nlohmann::json::parse(done.out)["world"]["processes"]);
+  // Also where the launcher's words make no sense: they are not asked for.
+  for (const Arguments& stray : {Arguments{"RANK=0", "WORLD_SIZE=4"}, Arguments{"RANK=7"},
+                                 Arguments{"RANK=9", "WORLD_SIZE=4"}}) {
+    const Completed done =
+        run_switchyard(join({"run", "--ranks", "2", "--tokens", "8", "--json"}, kTiny), stray);
+    ASSERT_EQ(done.exit_code, 0) << done.err;
+    EXPECT_FALSE(nlohmann::json::parse(done.out)["world"]["processes"]);
+  }
 }
 
 // Before anything is run, and of the trace, too.

@@ -7,8 +7,14 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
+#include <exception>
 #include <fstream>
+#include <functional>
 #include <string>
+#include <vector>
+
+#include "support/layers.h"
 
 namespace switchyard::cpu {
 namespace {
@@ -20,31 +26,83 @@ TEST(WorkerPool, EveryThreadHasItsPartOfEveryRegion) {
   EXPECT_EQ(sum, 100 * 0x01010101);
 }
 
-// In a process of its own, whose address space has no room for so many stacks.
-TEST(WorkerPool, ThreadsThatCannotBeStartedAreAnError) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "a sanitizer maps more than the limit";
-#endif
+// Runs `body` in a process of its own, whose address space has room for some more threads, but not
+// for hundreds. False if it returns false or throws.
+bool holds_in_little_memory(const std::function<bool()>& body) {
   const pid_t child = ::fork();
-  ASSERT_GE(child, 0);
   if (child == 0) {
     std::size_t pages = 0;
     std::ifstream("/proc/self/statm") >> pages;
     const rlim_t limit = pages * static_cast<std::size_t>(::getpagesize()) + (256u << 20);
     const rlimit limits{limit, limit};
-    if (::setrlimit(RLIMIT_AS, &limits) != 0) ::_exit(3);
+    bool holds = ::setrlimit(RLIMIT_AS, &limits) == 0;
     try {
-      WorkerPool(512, [] {});
-      ::_exit(2);
-    } catch (const Error& error) {
-      const bool says = std::string(error.what()).find("of 512 threads") != std::string::npos;
-      ::_exit(error.code() == ErrorCode::kSystem && says ? 0 : 1);
+      holds = holds && body();
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << error.what();
+      holds = false;
     }
+    ::_exit(holds ? 0 : 1);
   }
   int status = 0;
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status)) << "signal " << WTERMSIG(status);
-  EXPECT_EQ(WEXITSTATUS(status), 0);
+  return status == 0;
+}
+
+bool is_refusal(const std::function<void()>& call, const std::string& words) {
+  try {
+    call();
+  } catch (const Error& error) {
+    const bool says = std::string(error.what()).find(words) != std::string::npos;
+    if (error.code() == ErrorCode::kSystem && says) return true;
+    ADD_FAILURE() << to_string(error.code()) << ": " << error.what();
+  }
+  return false;
+}
+
+class FewThreads : public ::testing::Test {
+ protected:
+  void SetUp() override {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    GTEST_SKIP() << "a sanitizer maps more than the limit";
+#endif
+  }
+};
+
+TEST_F(FewThreads, APoolThatCannotHaveThemIsAnError) {
+  EXPECT_TRUE(holds_in_little_memory(
+      [] { return is_refusal([] { WorkerPool(512, [] {}); }, "of 512 threads"); }));
+}
+
+// None that exists may wait for one that does not.
+TEST_F(FewThreads, NoneBeginsIfNotAllCan) {
+  EXPECT_TRUE(holds_in_little_memory([] {
+    std::atomic<int> begun{0};
+    const auto start = [&] { Threads(0, 512, "use fewer", [&](int) { ++begun; }); };
+    return is_refusal(start, "; use fewer") && begun == 0;
+  }));
+}
+
+// One rank asks for more threads than there can be: all ranks say so, before any deadline.
+TEST_F(FewThreads, ARankThatCannotHaveThemIsToldToAll) {
+  EXPECT_TRUE(holds_in_little_memory([] {
+    const LayerSpec spec = testing::spec_of(64, 32, 4, 2);
+    const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+    const auto start = std::chrono::steady_clock::now();
+    const std::vector<World> worlds = World::threads(3, {.deadline = std::chrono::minutes(1)});
+    const auto failures = testing::run_ranks(worlds, [&](const World& world) {
+      LayerOptions options;
+      options.max_tokens = 8;
+      options.num_threads = world.rank() == 1 ? 512 : 1;
+      MoeLayer(world, spec, weights, options);
+    });
+    for (const std::exception_ptr& failure : failures) {
+      if (!failure) return false;
+      if (!is_refusal([&] { std::rethrow_exception(failure); }, "rank 1: only ")) return false;
+    }
+    return std::chrono::steady_clock::now() - start < std::chrono::seconds(20);
+  }));
 }
 
 }  // namespace

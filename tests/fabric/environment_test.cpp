@@ -74,7 +74,14 @@ TEST(Environment, NamesTheVariableAndItsValue) {
       {{{"RANK", "+1"}, {"WORLD_SIZE", "4"}}, invalid, "RANK='+1'"},
       {{{"RANK", "0x1"}, {"WORLD_SIZE", "4"}}, invalid, "RANK='0x1'"},
       {{{"RANK", "-1"}, {"WORLD_SIZE", "4"}}, invalid, "RANK='-1'"},
-      {{{"RANK", "99999999999"}, {"WORLD_SIZE", "4"}}, invalid, "RANK='99999999999'"},
+      {{{"RANK", "99999999999"}, {"WORLD_SIZE", "4"}},
+       invalid,
+       "RANK='99999999999' in the environment is too large; a world can have 64 ranks"},
+      {{{"RANK", "0"}, {"WORLD_SIZE", "99999999999"}},
+       invalid,
+       "WORLD_SIZE='99999999999' in the environment is too large"},
+      {{{"RANK", "0"}, {"WORLD_SIZE", "-99999999999"}}, invalid, "at least 1"},
+      {{{"RANK", "0"}, {"WORLD_SIZE", "99999999999x"}}, invalid, "decimal number"},
       {{{"RANK", "0"}, {"WORLD_SIZE", "0"}}, invalid, "WORLD_SIZE='0'"},
       {{{"RANK", "4"}, {"WORLD_SIZE", "4"}}, invalid, "RANK=4"},
       {{{"PMI_RANK", "9"}, {"PMI_SIZE", "2"}}, invalid, "PMI_RANK=9"},
@@ -116,6 +123,26 @@ TEST(Environment, IdentifiesTheJob) {
   const Variables given{{"SWITCHYARD_RENDEZVOUS", "here"}, {"MASTER_PORT", "29500"}};
   EXPECT_EQ(job_identity(lookup_in(given)), "here");
   EXPECT_EQ(job_identity(lookup_in({})), "parent=" + std::to_string(::getppid()));
+}
+
+TEST(Environment, KnowsTheJobOnlyIfALauncherTellsIt) {
+  EXPECT_EQ(launched_job(lookup_in({})), "");
+  EXPECT_EQ(launched_job(lookup_in({{"RANK", "0"}, {"WORLD_SIZE", "2"}})), "");
+  const Variables slurm{{"SLURM_JOB_ID", "8"}, {"SLURM_STEP_ID", "0"}};
+  EXPECT_EQ(launched_job(lookup_in(slurm)), job_identity(lookup_in(slurm)));
+}
+
+TEST(Environment, RanksThatDoNotComeAreBlamedOnTheVariables) {
+  const auto codes = run_processes(1, [](int) {
+    ::setenv("PMI_RANK", "0", 1);
+    ::setenv("PMI_SIZE", "2", 1);
+    EXPECT_THAT(
+        timeout_of(ErrorCode::kTimeout, 1, [] { World::from_environment(with_deadline(kShort)); }),
+        ::testing::AllOf(HasSubstr("rank 1 of 2 did not arrive"),
+                         HasSubstr("PMI_RANK=0 and PMI_SIZE=2 in the environment"),
+                         HasSubstr("unset both")));
+  });
+  EXPECT_THAT(codes, ::testing::Each(0));
 }
 
 TEST(Environment, MakesAWorldOfOneWithoutALauncher) {

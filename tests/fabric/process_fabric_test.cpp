@@ -1,23 +1,18 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <array>
 #include <atomic>
-#include <cstring>
-#include <filesystem>
 #include <fstream>
-#include <iterator>
-#include <new>
 #include <string>
 #include <string_view>
 
 #include "fabric/bootstrap.h"
 #include "fabric/fabric.h"
+#include "fabric/rendezvous.h"
 #include "support/ranks.h"
 
 namespace switchyard::test {
@@ -28,33 +23,8 @@ using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-// Memory that a test shares with the children it forks.
-template <typename T>
-class SharedWithChildren {
- public:
-  SharedWithChildren() {
-    void* const page =
-        ::mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (page == MAP_FAILED) throw std::bad_alloc();
-    value_ = new (page) T{};
-  }
-  SharedWithChildren(const SharedWithChildren&) = delete;
-  SharedWithChildren& operator=(const SharedWithChildren&) = delete;
-  ~SharedWithChildren() { ::munmap(value_, sizeof(T)); }
-  T* operator->() { return value_; }
-  T& operator*() { return *value_; }
-
- private:
-  T* value_;
-};
-
 World join(int rank, int size, const std::string& rendezvous, milliseconds deadline = kGenerous) {
   return World::processes(rank, size, with_deadline(deadline, rendezvous));
-}
-
-std::size_t num_open_fds() {
-  return static_cast<std::size_t>(std::distance(
-      std::filesystem::directory_iterator("/proc/self/fd"), std::filesystem::directory_iterator()));
 }
 
 std::size_t num_symmetric_mappings() {
@@ -64,21 +34,6 @@ std::size_t num_symmetric_mappings() {
     count += line.find("memfd:switchyard") != std::string::npos;
   }
   return count;
-}
-
-// A connection that says whatever a test wants.
-UniqueFd connect_to(const std::string& rendezvous) {
-  const std::string name = rendezvous_socket_name(rendezvous);
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  std::memcpy(address.sun_path + 1, name.data(), name.size());
-  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  UniqueFd socket;
-  EXPECT_TRUE(eventually([&] {
-    socket = UniqueFd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    return ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0;
-  }));
-  return socket;
 }
 
 class ProcessWorld : public ::testing::TestWithParam<int> {};
@@ -328,7 +283,7 @@ TEST(ProcessFabric, AnotherProtocolVersionIsTold) {
                   HasSubstr("version 99"));
       return;
     }
-    Channel channel(connect_to(rendezvous));
+    Channel channel(connect_to(rendezvous), {.kinds = Intake::of(FrameKind::kFailure)});
     Frame hello;
     hello.header.version = 99;
     channel.queue(std::move(hello));

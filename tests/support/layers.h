@@ -10,11 +10,11 @@
 #include <functional>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/convert.h"
 #include "base/quantize.h"
+#include "base/threads.h"
 #include "model/config.h"
 #include "model/generate.h"
 #include "model/model_table.h"
@@ -124,17 +124,15 @@ class Matrix {
 inline std::vector<std::exception_ptr> run_ranks(const std::vector<World>& worlds,
                                                  const std::function<void(const World&)>& body) {
   std::vector<std::exception_ptr> failures(worlds.size());
-  std::vector<std::thread> threads;
-  for (std::size_t r = 0; r < worlds.size(); ++r) {
-    threads.emplace_back([&, r] {
-      try {
-        body(worlds[r]);
-      } catch (...) {
-        failures[r] = std::current_exception();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  Threads threads(0, static_cast<int>(worlds.size()), kThreadRemedy, [&](int rank) {
+    const auto r = static_cast<std::size_t>(rank);
+    try {
+      body(worlds[r]);
+    } catch (...) {
+      failures[r] = std::current_exception();
+    }
+  });
+  threads.join();
   return failures;
 }
 

@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/threads.h"
 #include "fabric/fabric.h"
 #include "switchyard/error.h"
 #include "switchyard/world.h"
@@ -62,17 +63,13 @@ inline bool eventually(const std::function<bool()>& condition, milliseconds limi
 }
 
 inline void run_threads(std::vector<World>& worlds, const std::function<void(World&)>& body) {
-  std::vector<std::thread> threads;
-  for (World& world : worlds) {
-    threads.emplace_back([&world, &body] {
-      try {
-        body(world);
-      } catch (const std::exception& error) {
-        ADD_FAILURE() << "rank " << world.rank() << " threw: " << error.what();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  Threads threads(0, static_cast<int>(worlds.size()), kThreadRemedy, [&](int rank) {
+    try {
+      body(worlds[static_cast<std::size_t>(rank)]);
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << "rank " << rank << " threw: " << error.what();
+    }
+  });
 }
 
 constexpr int kKilled = 128 + SIGKILL;

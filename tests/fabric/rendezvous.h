@@ -1,0 +1,76 @@
+// What the tests of worlds of processes have in common.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <cstddef>
+#include <cstring>
+#include <filesystem>
+#include <iterator>
+#include <new>
+#include <string>
+
+#include "fabric/bootstrap.h"
+#include "support/ranks.h"
+
+namespace switchyard::test {
+
+// Memory that a test shares with the children it forks.
+template <typename T>
+class SharedWithChildren {
+ public:
+  SharedWithChildren() {
+    void* const page =
+        ::mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED) throw std::bad_alloc();
+    value_ = new (page) T{};
+  }
+  SharedWithChildren(const SharedWithChildren&) = delete;
+  SharedWithChildren& operator=(const SharedWithChildren&) = delete;
+  ~SharedWithChildren() { ::munmap(value_, sizeof(T)); }
+  T* operator->() { return value_; }
+  T& operator*() { return *value_; }
+
+ private:
+  T* value_;
+};
+
+class RendezvousAddress {
+ public:
+  explicit RendezvousAddress(const std::string& rendezvous) {
+    const std::string name = rendezvous_socket_name(rendezvous);
+    address_.sun_family = AF_UNIX;
+    std::memcpy(address_.sun_path + 1, name.data(), name.size());
+    length_ = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  }
+  // False with errno, as connect() itself.
+  bool connect(int socket) const { return ::connect(socket, get(), length_) == 0; }
+  bool bind(int socket) const { return ::bind(socket, get(), length_) == 0; }
+
+ private:
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&address_); }
+
+  sockaddr_un address_{};
+  socklen_t length_ = 0;
+};
+
+// A connection that says whatever a test wants.
+inline UniqueFd connect_to(const std::string& rendezvous) {
+  const RendezvousAddress address(rendezvous);
+  UniqueFd socket;
+  EXPECT_TRUE(eventually([&] {
+    socket = UniqueFd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    return address.connect(socket.get());
+  }));
+  return socket;
+}
+
+inline std::size_t num_open_fds() {
+  return static_cast<std::size_t>(std::distance(
+      std::filesystem::directory_iterator("/proc/self/fd"), std::filesystem::directory_iterator()));
+}
+
+}  // namespace switchyard::test
