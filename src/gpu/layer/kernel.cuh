@@ -215,8 +215,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     make_barriers(pass);
     describe_pass(pass);
   }
-  // Behind a pass that was given up, words are not as a pass must find them. (Asked by a thread
-  // that has nothing else to do.)
+  // After a pass that was given up, words are not as a pass must find them. (A thread asks that has
+  // nothing else to do.)
   if (threadIdx.x == kThreads - 1) {
     block.pass.life.aborted = protocol::aborted(layer.heaps);
     if (block.pass.life.aborted) layer.failures->given_up = 1;
@@ -246,8 +246,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   }
-  // What was asked of the copy engine before the pass was given up comes within microseconds, and
-  // not when others have this memory.
+  // Copies that were asked for before the pass was given up arrive within microseconds. They must
+  // not arrive when another kernel's blocks have this memory.
   if (!pass.goes_on()) {
     constexpr std::uint64_t kEnough = 100'000;  // ns
     for (const std::uint64_t start = device_now_ns(); device_now_ns() - start < kEnough;) {
@@ -255,9 +255,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   if (call.paired != 0) {
-    // (Aborted before it began: the other block has perhaps not started.)
+    // (If the world was aborted before the pass, the other block may not have started.)
     if (!planned && !block.pass.life.aborted && threadIdx.x == 0) give_up_pair(pass.life());
-    // Nor may a block leave while the other still does.
+    // A block must not leave while the other may still write into its memory.
     pair_sync();
   }
 }

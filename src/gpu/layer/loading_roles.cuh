@@ -61,7 +61,7 @@ __device__ __forceinline__ SlottedTokens slotted_tokens(const Pass<P>& pass, con
           first ? layer.packed_scales : layer.h_scales, first ? layer.x_groups : layer.h_groups};
 }
 
-// Loads the tasks' tokens, which are packed. By a warp, of which one thread loads.
+// Loads the tasks' packed tokens. By a warp, one of whose threads loads.
 template <typename P>
 __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
   if (!kJoinedScales<P> && !elect()) return;

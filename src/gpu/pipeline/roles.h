@@ -42,7 +42,15 @@ constexpr BlockRoles roles_of(TokenSource source) {
              ? BlockRoles{{0, 1}, {1, 1}, {2, 1}, {3, 1}, {4, kMathWarps}}
              : BlockRoles{{0, 1}, {1, 1}, {2, 2}, {4, 0}, {4, kMathWarps}};
 }
-enum LoadingWarp : int { kWeightsWarp, kSchedulerWarp, kTokensWarp, kPackWarp };
+enum LoadingWarp : int {
+  kWeightsWarp = roles_of(TokenSource::kPacked).weights.first,
+  kSchedulerWarp = roles_of(TokenSource::kPacked).scheduler.first,
+  kTokensWarp = roles_of(TokenSource::kPacked).tokens.first,  // the first one, if there are two
+  kPackWarp = roles_of(TokenSource::kPacked).pack.first
+};
+static_assert(kWeightsWarp == roles_of(TokenSource::kGathered).weights.first &&
+              kSchedulerWarp == roles_of(TokenSource::kGathered).scheduler.first &&
+              kTokensWarp == roles_of(TokenSource::kGathered).tokens.first);
 inline constexpr int kGatherThreads = roles_of(TokenSource::kGathered).tokens.threads();
 
 // Arrivals that complete one phase of each mbarrier of a block.

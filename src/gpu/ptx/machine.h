@@ -8,7 +8,7 @@ namespace switchyard::gpu {
 inline constexpr int kWarpgroup = 128;  // threads that issue one matrix instruction together
 // Weight or token rows of one warpgroup matrix instruction.
 inline constexpr int kInstructionRows = 64;
-// Operands lie in rows of so many bytes, of which eight make one atom of the swizzle.
+// Operands lie in rows of so many bytes. Eight rows make one atom of the swizzle.
 inline constexpr int kSwizzleRowBytes = 128;
 inline constexpr int kSwizzleAtomBytes = 8 * kSwizzleRowBytes;
 // Blocks of a cluster, where blocks come in clusters.

@@ -27,8 +27,8 @@ struct SlotEntry : protocol::SlotEntry {
   }
 };
 
-// The routing of a pass that every block routes for itself; of others, of the one token that is
-// rehearsed.
+// The routing of a pass that every block routes for itself. In other passes only that of the one
+// token that is rehearsed.
 template <typename P>
 struct OwnRouting {
   static constexpr bool kAll = kOwnStart<P>;
@@ -82,8 +82,8 @@ __device__ __forceinline__ std::uint32_t first_token_of(std::uint32_t tokens,
   return static_cast<std::uint32_t>(std::uint64_t{tokens} * of_block / gridDim.x);
 }
 
-// This rank's slots with an expert, by its number among all ranks' experts; of a pass whose tokens
-// the blocks share out.
+// The list of this rank's slots with an expert, by its number among all ranks' experts. For passes
+// whose tokens the blocks share out.
 __device__ __forceinline__ const std::uint32_t* shared_list(const ListParams& lists,
                                                             const ModelShape& shape,
                                                             std::uint32_t expert) {

@@ -8,9 +8,9 @@
 
 namespace switchyard::gpu {
 
-// The task in work, of which the math warps read again what they need, and those after it.
+// Places for the task in work, which the math warps read again, and for those after it.
 inline constexpr std::uint32_t kTaskSlots = 4;
-inline constexpr std::uint32_t kNoMore = 1u << 31;
+inline constexpr std::uint32_t kNoMore = 1u << 31;  // in QueueStorage::handed_out
 
 struct QueueStorage {
   alignas(16) TileTask tasks[kTaskSlots];

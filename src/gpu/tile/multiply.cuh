@@ -218,11 +218,11 @@ __device__ __forceinline__ void multiply_weight_major(const TilePipeline<C>& pip
 // sums that every thread makes of the stages' products. With weights on the rows a thread needs the
 // scales of all the tokens that it has of the tile, a quarter; with tokens on the rows, of two.
 //
-// A math warpgroup holds D[64 tokens, 128 weight rows]: of tall tiles, of more than 64 tokens,
-// twice, for its half of the tokens and both boxes of the task; of others for its box. A warp has
-// 16 tokens; its lane 4 g + t holds tokens g and g + 8 of them, of weight rows 8 n + 2 t and the
-// next, in acc[box][4 n .. 4 n + 3]. So a warp has all columns of its tokens, or half of them, and
-// finishes them by itself.
+// A math warpgroup holds D[64 tokens, 128 weight rows]. In tall tiles, of more than 64 tokens, it
+// holds two, for its half of the tokens and both boxes of the task; in others one, for its box. A
+// warp has 16 tokens; its lane 4 g + t holds tokens g and g + 8 of them, of weight rows 8 n + 2 t
+// and the next, in acc[box][4 n .. 4 n + 3]. So a warp has all columns of its tokens, or half of
+// them, and finishes them by itself.
 
 inline constexpr int kBoxColumns = kTileRows;  // of an instruction
 template <int kTaskBoxes>

@@ -138,7 +138,7 @@ __device__ __forceinline__ bool copy_by_engine(const Packing<P>& packing, const 
   fence_async_proxy();
 #pragma unroll 1
   for (std::uint32_t i = 1; i < kPackBuffers; ++i) load_next();
-  // A lane copies its row's scales itself, a few in each step, of which there are more than it
+  // A lane copies its row's scales itself, a few in each step. There are more steps than that
   // takes.
   std::uint32_t group = 0;
   static_assert(kScalesAtOnce * kQuantGroup * kPackedTogether / kPackPieces >= kPackPieceBytes);
@@ -186,7 +186,7 @@ template <std::uint32_t kRows, typename P>
 __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32_t row0,
                                           std::uint32_t begin, std::uint32_t end,
                                           const RowPart& part = {}) {
-  // Asked anew where it is needed, as is `mine`: there are few registers.
+  // Computed again wherever it is needed, like `mine`: there are few registers.
   const auto lane = [] { return fresh_thread_index<32>(); };
   const auto of_warp = [&] {  // of the pack warp's groups
     return *static_cast<const volatile std::uint32_t*>(&packing.block.pack_row) /
@@ -196,8 +196,8 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
     packing.exchange.trace.stamp(TraceRole::kPack, of_warp(), &TraceRecord::ready);
   // Lane i < kRows finds row i's place.
   const std::uint32_t row = row0 + lane();
-  // Tile and row of it, in one word, for there are few registers; likewise the expert and the
-  // distance of the source.
+  // The place is tile and row in one word, because there are few registers; so are the expert and
+  // the distance of the source.
   constexpr std::uint32_t kNone = ~0u;
   std::uint32_t place = kNone, list = 0;
   const auto told_anew = [](std::uint32_t& word) {
@@ -208,7 +208,7 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
   const auto tile_of = [&] { return place / kMaxHeight<P>; };
   const auto expert = [&] { return ExpertSource::expert(told_anew(list)); };
   const auto distance = [&] { return ExpertSource::distance(told_anew(list)); };
-  // In the source's list; of own rows, as soon as it is known, the token.
+  // The row's position in the source's list. For own rows, as soon as it is known, the token.
   std::uint32_t position = row;
   const auto entry = [&] {
     return __ldcg(entry_of(packing.exchange, expert(), {distance(), position}));
@@ -374,7 +374,7 @@ __device__ __forceinline__ std::uint32_t pack_own_tokens(const Packing<P>& packi
   OwnSlot own = find_slot();
 #pragma unroll 1
   for (std::uint32_t rehearsal = untold<1>();;) {
-    // As first_rows() says, which these warps do not wait for.
+    // The same rows as first_rows() says. These warps do not wait until it can be asked.
     const std::uint32_t tiles = first_tiles(packing), rows = first_rows_at_least(packing);
     const std::uint32_t bytes = rehearsal != 0 ? 0 : row_bytes;
     const std::uint32_t groups = rehearsal != 0 ? 0 : packing.tokens.x_groups;
