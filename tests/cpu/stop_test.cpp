@@ -24,7 +24,12 @@ namespace {
 using std::chrono::milliseconds;
 using Kind = ProtocolStep::Kind;
 
-constexpr milliseconds kDeadline{400};
+// Far longer than a busy host, or a sanitizer, keeps a rank that is well from its next step.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr milliseconds kDeadline{3'000};
+#else
+constexpr milliseconds kDeadline{1'000};
+#endif
 // Most of a trial is waiting, so many share the cores.
 constexpr std::uint64_t kAtOnce = 8;
 // Exit codes of a rank's process: kNamed + the rank that it blamed.
@@ -254,7 +259,7 @@ TEST(LaunchedRank, DISABLED_StopsOrNamesTheOneThatStops) {
 class Launched : public ::testing::TestWithParam<Stop> {};
 
 TEST_P(Launched, TheLastLineNamesTheCulpritAndSurvivorsReport) {
-  for (std::uint64_t seed = 0; seed < 4; ++seed) {
+  for (std::uint64_t seed = 0; seed < 3; ++seed) {
     const Trial trial(GetParam(), seed);
     SCOPED_TRACE(::testing::Message() << trial);
     LaunchOptions options;
@@ -265,7 +270,7 @@ TEST_P(Launched, TheLastLineNamesTheCulpritAndSurvivorsReport) {
                            {"TRIAL_STOP", GetParam() == Stop::kKill ? "1" : "0"}};
     options.label_output = true;
     // Too short for survivors that wait for their deadlines, were these not known.
-    options.grace = milliseconds(200);
+    options.grace = kDeadline / 2;
     ::testing::internal::CaptureStderr();
     ::testing::internal::CaptureStdout();
     const int code = launch(options);
