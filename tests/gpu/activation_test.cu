@@ -7,7 +7,7 @@
 
 #include "gpu/device.h"
 #include "gpu/tile/activation.cuh"
-#include "support/device_batch.h"
+#include "support/on_gpu.h"
 
 namespace switchyard::testing {
 namespace {

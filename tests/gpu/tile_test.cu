@@ -14,7 +14,7 @@
 #include "gpu/host/tensor_map.h"
 #include "gpu/tile/gemm.cuh"
 #include "gpu/tile/load.cuh"
-#include "support/device_batch.h"
+#include "support/on_gpu.h"
 
 namespace switchyard::testing {
 namespace {

@@ -11,17 +11,9 @@
 
 #include "gpu/device.h"
 #include "support/layers.h"
+#include "support/on_gpu.h"
 
 namespace switchyard::testing {
-
-// A fixture whose tests need a GPU.
-template <typename Fixture>
-class OnGpu : public Fixture {
- protected:
-  void SetUp() override {
-    if (gpu::device_count() == 0) GTEST_SKIP() << "this machine has no GPU";
-  }
-};
 
 // One batch in device memory, with room for its results.
 class DeviceBatch {
