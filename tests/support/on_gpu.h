@@ -1,5 +1,5 @@
-// A fixture for tests that need a GPU. By itself, for tests that nvcc compiles: it takes little of the
-// library's other headers.
+// A fixture for tests that need a GPU. By itself, for tests that nvcc compiles: it takes little of
+// the library's other headers.
 #pragma once
 
 #include <gtest/gtest.h>

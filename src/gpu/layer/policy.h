@@ -89,16 +89,22 @@ struct SmallPass : P {
   static constexpr int kStagedTokens = 32;
   static constexpr unsigned kSchedulerRestNs = 0;
 };
-// A layer with several ranks counts its rows between a shared start's lists and its tiles.
+// What must hold of a policy, each with what is wrong otherwise.
 template <typename P>
-constexpr bool valid_policy() {
-  return suffice(P::kRegisters) && (P::kOneRank || P::kStart == Start::kShared) &&
-         P::kTile.cluster <= static_cast<int>(kPair) &&
-         P::kNumerics.weight_bytes() == P::kNumerics.token_bytes();
-}
-static_assert(valid_policy<BF16Policy>() && valid_policy<SmallPass<BF16Policy>>() &&
-                  valid_policy<FP8Policy>() && valid_policy<SmallPass<FP8Policy>>(),
-              "the roles want more registers than the launch gives the block, or the like");
+struct ValidPolicy {
+  static_assert(suffice(P::kRegisters),
+                "the roles want more registers than the launch gives the block");
+  static_assert(P::kOneRank || P::kStart == Start::kShared,
+                "ranks count their rows between a shared start's lists and its tiles");
+  static_assert(P::kTile.cluster <= static_cast<int>(kPair), "clusters are single blocks or pairs");
+  static_assert(P::kNumerics.weight == P::kNumerics.token,
+                "the matrix instruction takes operands of one type");
+  static_assert(P::kSlotRows >= P::kTile.max_height(), "a slot has room for a tile of most tokens");
+};
+template struct ValidPolicy<BF16Policy>;
+template struct ValidPolicy<SmallPass<BF16Policy>>;
+template struct ValidPolicy<FP8Policy>;
+template struct ValidPolicy<SmallPass<FP8Policy>>;
 
 // Kernels that write down when their roles did what.
 template <typename P>
