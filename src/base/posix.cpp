@@ -33,32 +33,33 @@ UniqueFd duplicate(int fd) {
   return copy;
 }
 
-std::optional<bool> has_exited_by_stat(int stat_fd) {
+std::optional<ProcessState> state_by_stat(int stat_fd) {
   // "pid (name) state ...": the name has at most 64 bytes, and may contain parentheses itself.
   char buffer[256];
   ssize_t length = 0;
   do {
     length = ::read(stat_fd, buffer, sizeof buffer);
   } while (length < 0 && errno == EINTR);
-  if (length < 0 && errno == ESRCH) return true;
+  if (length < 0 && errno == ESRCH) return ProcessState::kExited;
   const std::string_view stat(buffer, static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
   const std::size_t name_end = stat.rfind(')');
   if (name_end == std::string_view::npos || name_end + 2 >= stat.size()) return std::nullopt;
   const char state = stat[name_end + 2];
-  return state == 'Z' || state == 'X';
+  if (state == 'Z' || state == 'X') return ProcessState::kExited;
+  return state == 'T' || state == 't' ? ProcessState::kStopped : ProcessState::kRuns;
 }
 
-bool has_exited(pid_t pid) {
+ProcessState state_of_process(pid_t pid) {
   const auto is_gone = [pid] { return ::kill(pid, 0) != 0 && errno == ESRCH; };
-  if (is_gone()) return true;
+  if (is_gone()) return ProcessState::kExited;
   char path[32];
   std::snprintf(path, sizeof path, "/proc/%d/stat", static_cast<int>(pid));
   const UniqueFd file(::open(path, O_RDONLY | O_CLOEXEC));
   if (file) {
-    if (const std::optional<bool> exited = has_exited_by_stat(file.get())) return *exited;
+    if (const std::optional<ProcessState> state = state_by_stat(file.get())) return *state;
   }
   // It went meanwhile, or there is no /proc.
-  return is_gone();
+  return is_gone() ? ProcessState::kExited : ProcessState::kRuns;
 }
 
 void wait_ready(std::vector<pollfd>& fds, Clock::time_point until) {

@@ -26,11 +26,15 @@ std::string errno_text(int error_number);
 // A second descriptor of the same file, closed on exec.
 UniqueFd duplicate(int fd);
 
-// Whether a process is gone, or ended and is only left to be waited for. Throws nothing: a process
-// may vanish between any two questions about it.
-bool has_exited(pid_t pid);
+enum class ProcessState {
+  kRuns,
+  kStopped,  // by a signal such as SIGSTOP, or by a debugger
+  kExited,   // gone, or ended and only left to be waited for
+};
+// Throws nothing: a process may vanish between any two questions about it.
+ProcessState state_of_process(pid_t pid);
 // The same of a process whose open /proc/PID/stat is given; nothing if the file does not tell.
-std::optional<bool> has_exited_by_stat(int stat_fd);
+std::optional<ProcessState> state_by_stat(int stat_fd);
 
 // Sleeps until one of `fds` is ready or `until` has passed, and fills in their revents. May return
 // early with nothing ready.

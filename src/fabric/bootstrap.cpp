@@ -672,7 +672,11 @@ std::vector<UniqueFd> Bootstrap::exchange_fds(int fd) {
 std::string Bootstrap::liveness(int rank) const {
   if (rank == rank_) return "";
   const pid_t pid = pids_[static_cast<std::size_t>(rank)];
-  if (pid > 0 && has_exited(pid)) return fmt::format("process {} has exited", pid);
+  const ProcessState state = pid > 0 ? state_of_process(pid) : ProcessState::kRuns;
+  if (state == ProcessState::kExited) return fmt::format("process {} has exited", pid);
+  if (state == ProcessState::kStopped) {
+    return fmt::format("process {} is stopped, by a signal such as SIGSTOP or by a debugger", pid);
+  }
   const Channel& channel = channels_[static_cast<std::size_t>(rank)];
   if (channel.fd() >= 0) {
     pollfd entry{channel.fd(), POLLRDHUP, 0};

@@ -185,7 +185,10 @@ void try_processes(const Trial& trial) {
         << "rank " << rank << ": " << shared->words[rank];
   };
   for (int rank = 0; rank < trial.ranks; ++rank) {
-    if (rank != trial.victim) expect_name(rank);
+    if (rank == trial.victim) continue;
+    expect_name(rank);
+    EXPECT_THAT(shared->words[rank],
+                ::testing::HasSubstr(trial.stop == Stop::kKill ? "has exited" : "is stopped"));
   }
   if (trial.stop == Stop::kKill) {
     ::waitpid(victim, nullptr, 0);
