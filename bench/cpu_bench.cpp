@@ -13,10 +13,10 @@
 #include <thread>
 #include <vector>
 
+#include "base/convert.h"
 #include "cpu/thread_trace.h"
 #include "cpu/tile_gemm.h"
 #include "model/config.h"
-#include "base/convert.h"
 #include "model/generate.h"
 #include "protocol/partition.h"
 #include "switchyard/layer.h"

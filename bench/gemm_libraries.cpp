@@ -14,8 +14,8 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/tile_gemm.h"
 #include "base/convert.h"
+#include "cpu/tile_gemm.h"
 
 namespace switchyard {
 namespace {

@@ -1,6 +1,4 @@
 // What the GEMM library makes of this processor, and how it is kept on one thread.
-#include <omp.h>
-
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -9,6 +7,13 @@
 #include <oneapi/dnnl/dnnl.hpp>
 
 #include "cpu/tile_gemm.h"
+
+// Of the OpenMP runtime that oneDNN uses (see CMakeLists.txt). omp.h belongs to a compiler, and
+// Clang's is that of another runtime, which oneDNN would not hear of.
+extern "C" {
+int omp_get_max_threads();
+void omp_set_num_threads(int count);
+}
 
 namespace switchyard::cpu {
 

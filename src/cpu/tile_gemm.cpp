@@ -1,12 +1,15 @@
 #include "cpu/tile_gemm.h"
 
 #include <fmt/format.h>
+#include <sys/mman.h>
 
 #include <array>
+#include <cerrno>
 #include <map>
 #include <oneapi/dnnl/dnnl.hpp>
 #include <unordered_map>
 
+#include "base/posix.h"
 #include "switchyard/error.h"
 
 namespace switchyard::cpu {
@@ -30,6 +33,22 @@ dnnl::matmul::primitive_desc describe_matmul(const dnnl::engine& engine,
 #endif
 }
 
+// oneDNN does not look whether it got the memory that it asked for, for its engines and for code
+// that it generates: where a limit is near (`ulimit -v`), the process would die of a null pointer.
+// Threads that ask at once share the room, hence far more than one of them needs.
+void require_room_for_library() {
+  constexpr std::size_t kRoom = std::size_t{64} << 20;
+  void* const room =
+      ::mmap(nullptr, kRoom, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (room == MAP_FAILED) {
+    throw Error(ErrorCode::kCapacityExceeded,
+                fmt::format("no room for the GEMM library's code: {}; raise the limit of memory "
+                            "(`ulimit -v`), or use fewer ranks or threads",
+                            errno_text(errno)));
+  }
+  ::munmap(room, kRoom);
+}
+
 }  // namespace
 
 struct TileGemm::State {
@@ -47,6 +66,7 @@ struct TileGemm::State {
 
   Generated& get(const Shape& shape) {
     if (const auto found = generated.find(shape); found != generated.end()) return found->second;
+    require_room_for_library();
     const auto [m, n, k, a_row_stride, a_col_stride, x_stride] = shape;
     const auto type = to_dnnl(dtype);
     const dnnl::memory::desc a({m, k}, type, Dims{a_row_stride, a_col_stride});
@@ -72,6 +92,7 @@ struct TileGemm::State {
 
 TileGemm::TileGemm(DType dtype) {
   prepare_gemm_library();
+  require_room_for_library();
   state_ = std::make_unique<State>();
   state_->dtype = dtype;
 }

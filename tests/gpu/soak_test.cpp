@@ -95,7 +95,9 @@ TEST_P(GpuSoak, ManyForwardsOfRandomSizes) {
     ASSERT_EQ(checksum, *checksums[which]) << "forward " << i << ", batch " << which;
   }
   EXPECT_EQ(layer.layer().stats().epoch, static_cast<std::uint64_t>(forwards));
-  if (forwards >= c.batches) EXPECT_GT(compared, 0);
+  if (forwards >= c.batches) {
+    EXPECT_GT(compared, 0);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Layers, GpuSoak, ::testing::ValuesIn(kCases),
