@@ -1,8 +1,10 @@
 // Every way to go wrong ends with its exit code and one line on stderr that says what to do.
 #include <gmock/gmock.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <utility>
 
 #include "base/shown.h"
@@ -387,6 +389,30 @@ TEST(Help, AndVersion) {
     for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;
   }
   EXPECT_THAT(run_switchyard({"run", "--help"}).out, HasSubstr("Examples:"));
+}
+
+// Where memory runs out is different on every machine: below the least limit of address space with
+// which a run succeeds, each step is one at which something else is refused.
+TEST(Errors, MemoryThatRunsOutAnywhereIsTold) {
+  if (gpu::device_count() > 0) GTEST_SKIP() << "CUDA maps more than the limits";
+  const auto run_with = [](int megabytes) {
+    const std::string command = "ulimit -v " + std::to_string(megabytes * 1024) +
+                                "; exec " SWITCHYARD_COMMAND
+                                " run --model olmoe --hidden 256 --intermediate 128 --tokens 128 "
+                                "--ranks 32 --quiet > /dev/null 2>&1";
+    const int status = std::system(command.c_str());
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  };
+  int fails = 50, works = 8'000;
+  if (run_with(works) != 0) GTEST_SKIP() << "this machine needs more address space";
+  while (works - fails > 4) {
+    const int middle = (fails + works) / 2;
+    (run_with(middle) == 0 ? works : fails) = middle;
+  }
+  for (int megabytes = works - 120; megabytes < works; megabytes += 4) {
+    const int code = run_with(megabytes);
+    EXPECT_TRUE(code == 0 || code == 2) << code << " with " << megabytes << " MB";
+  }
 }
 
 }  // namespace
