@@ -11,12 +11,21 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # From the lowest to the highest.
 ROOMS = ["base", "protocol", "model", "routing", "reference", "fabric", "trace", "layer", "cpu", "gpu",
-         "report", "cli"]
+         "results", "report", "machine", "run", "bench", "cli"]
 # Rooms that stand side by side, although one comes first above.
 STRANGERS = {
     ("gpu", "cpu"): "the engines do not know each other",
+    ("results", "gpu"): "results are files",
+    ("results", "cpu"): "results are files",
     ("report", "gpu"): "a report is made of files",
     ("report", "cpu"): "a report is made of files",
+    ("machine", "results"): "a machine's facts do not depend on what was measured on it",
+    ("machine", "report"): "a machine's facts do not depend on what was measured on it",
+    ("run", "cpu"): "the layer chooses the engine",
+    ("run", "results"): "a run is not yet a result",
+    ("run", "report"): "a run is not yet a result",
+    ("bench", "cpu"): "bench times layers; machine knows the engine's tiles",
+    ("bench", "report"): "a report is made of files",
     ("routing", "model"): "routing knows a layer's spec, not where it came from",
     ("reference", "routing"): "the reference shares no code with what it judges",
     ("reference", "protocol"): "the reference shares no code with what it judges",

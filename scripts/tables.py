@@ -168,13 +168,29 @@ def gpu_provenance(rows):
     return f"*{machines}; commit {commits}; `{command}`{of_rival}*"
 
 
-# The constants and their source are in src/cli/bench_rows.h.
-TFLOPS = {"bf16": 750, "fp8": 1300}
+@functools.cache
+def roofs_of(machine):
+    """The roofs of a row's GPU by name, as src/machine/facts/ keeps them with their sources."""
+    gpu = re.sub(r"^\d+ x ", "", machine).split(", ")[0]
+    for path in sorted((ROOT / "src/machine/facts").glob("*.json")):
+        facts = json.loads(path.read_text())
+        if facts["gpu"] == gpu:
+            return {name: roof["value"] for name, roof in facts["roofs"].items()}
+    sys.exit(f"there are no facts of '{gpu}' in src/machine/facts; measure its roofs and add a file")
 
 
-def arithmetic_rate(rows):
+def compute_of(rows):
     # Rows that do not say what they were computed in are older than FP8.
-    return TFLOPS[rows[0].get("compute", "bf16")]
+    return rows[0].get("compute", "bf16")
+
+
+def floor_terms(rows, launch):
+    """The two terms of the floor that every pass has: reading and arithmetic."""
+    roofs = roofs_of(rows[0]["machine"])
+    return (
+        f"{roofs[launch]:g} µs + touched weights / {roofs['read_gb_per_s'] / 1000:g} TB/s, "
+        f"FLOPs / {roofs[compute_of(rows) + '_tflop_per_s']:g} TFLOP/s"
+    )
 
 
 def gpu_method(rows):
@@ -185,7 +201,7 @@ def gpu_method(rows):
         if by_themselves
         else "Passes follow one another in a CUDA graph, over several copies of the layer."
     )
-    return f"{method} Floor: max(7 µs + touched weights / 4.6 TB/s, FLOPs / {arithmetic_rate(rows)} TFLOP/s)."
+    return f"{method} Floor: max({floor_terms(rows, 'launch_us')})."
 
 
 def gpu_table(suite, title, note=""):
@@ -286,12 +302,12 @@ def ranks_table(suite, title):
     if not rows:
         return ""
     heads = ["time µs", "floor / time", "TFLOP/s per GPU", "weights TB/s", "sent MB per GPU"]
-    rate = arithmetic_rate(rows)
+    nvlink = roofs_of(rows[0]["machine"])["nvlink_gb_per_s"]
     method = (
         "The time is that of the slowest rank, with routing given and β 1. Floor, of the most loaded rank: "
-        f"max(10 µs + touched weights / 4.6 TB/s, FLOPs / {rate} TFLOP/s, sent bytes / 330 GB/s)."
+        f"max({floor_terms(rows, 'ranks_launch_us')}, sent bytes / {nvlink:g} GB/s)."
     )
-    if rate == TFLOPS["fp8"]:
+    if compute_of(rows) == "fp8":
         method += (
             " The last column has the best time of others, published or measured (`results/published.json`), on 8 "
             "GPUs. There each GPU reads the weights of fewer experts and computes as much, so the two compare only "

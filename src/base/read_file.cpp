@@ -88,4 +88,12 @@ std::string read_text(const std::filesystem::path& path, std::uint64_t most_byte
   return text;
 }
 
+std::string read_named(const std::filesystem::path& path, std::uint64_t most_bytes) {
+  if (is_absent(path)) {
+    throw Error(ErrorCode::kInvalidFile,
+                fmt::format("there is no file {}; check its name", printable(path)));
+  }
+  return read_text(path, most_bytes);
+}
+
 }  // namespace switchyard

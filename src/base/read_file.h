@@ -26,4 +26,7 @@ InputFile open_input(const std::filesystem::path& path);
 // than `most_bytes`.
 std::string read_text(const std::filesystem::path& path, std::uint64_t most_bytes);
 
+// The same of a file that a user named. Throws Error{kInvalidFile} where nothing has this name.
+std::string read_named(const std::filesystem::path& path, std::uint64_t most_bytes);
+
 }  // namespace switchyard

@@ -1,4 +1,4 @@
-#include "cli/bench_measure.h"
+#include "bench/measure.h"
 
 #include <fmt/format.h>
 
@@ -12,13 +12,19 @@
 #include <utility>
 
 #include "base/convert.h"
-#include "cli/bench_rows.h"
-#include "cli/devices.h"
-#include "cli/machine.h"
-#include "cli/verify.h"
+#include "bench/load.h"
 #include "gpu/device.h"
+#include "run/devices.h"
+#include "run/ranks.h"
+#include "run/verify.h"
 
-namespace switchyard::cli {
+namespace switchyard::bench {
+
+using run::Batch;
+using run::RankDevice;
+using run::RunResult;
+using run::Share;
+using run::Source;
 
 // Where a layer runs: its memory, and how its passes are timed there. Batches and results are those
 // of all ranks, in their order.
@@ -303,10 +309,10 @@ class GpuPlace : public LayerBench::Place {
            const MeasureOptions& options)
       : ranks_(static_cast<std::size_t>(options.ranks)) {
     std::vector<World> worlds = World::threads(options.ranks);
-    on_every_rank(options.ranks, [&](int r) {
+    run::on_every_rank(options.ranks, [&](int r) {
       const auto i = static_cast<std::size_t>(r);
       World world = std::move(worlds[i]);
-      const RankDevice place = rank_device(r, options.ranks, options.reserved_sms);
+      const RankDevice place = run::rank_device(r, options.ranks, options.reserved_sms);
       gpu::set_device(place.device);
       ranks_[i] =
           std::make_unique<GpuRank>(std::move(world), place, source, compute, max_tokens, options);
@@ -327,7 +333,7 @@ class GpuPlace : public LayerBench::Place {
                  const std::vector<float>& weights) override {
     const std::size_t k = ids.empty() ? 0 : ids.size() / static_cast<std::size_t>(activations.rows);
     on_all([&](GpuRank& rank, int r) {
-      const Share share = share_of(activations.rows, r, num_ranks());
+      const Share share = run::share_of(activations.rows, r, num_ranks());
       const auto first = static_cast<std::size_t>(share.first) * k;
       const auto count = static_cast<std::size_t>(share.count) * k;
       MatrixView mine = activations;
@@ -380,7 +386,7 @@ class GpuPlace : public LayerBench::Place {
   int num_ranks() const { return static_cast<int>(ranks_.size()); }
 
   void on_all(const std::function<void(GpuRank&, int)>& body) {
-    on_every_rank(num_ranks(), [&](int r) {
+    run::on_every_rank(num_ranks(), [&](int r) {
       std::unique_ptr<GpuRank>& rank = ranks_[static_cast<std::size_t>(r)];
       if (rank == nullptr) return;  // it failed before
       gpu::set_device(rank->device());
@@ -469,7 +475,7 @@ void add_problem(Measured& measured, const std::string& problem) {
 
 void add_verification(Measured& measured, const Source& source, const Sample& sample,
                       DType compute) {
-  const Verification v = verify(source, sample.batch, sample.result, compute);
+  const run::Verification v = run::verify(source, sample.batch, sample.result, compute);
   measured.error = v.error;
   measured.error_bound = v.bound;
   if (!v.error_ok()) {
@@ -551,17 +557,6 @@ Measured LayerBench::measure(const MatrixView& activations) {
 
 DType activation_dtype(DType compute) { return compute == DType::kF8E4M3 ? DType::kBF16 : compute; }
 
-std::string bench_machine(Backend backend, int ranks) {
-  if (backend == Backend::kCpu) {
-    return fmt::format("{}, {} hardware threads", cpu_name(), hardware_threads());
-  }
-  const gpu::DeviceInfo info = gpu::device_info(gpu::current_device());
-  const int used = std::min(ranks, gpu::device_count());
-  return fmt::format("{}{}, {} SMs, CUDA {}.{}", used == 1 ? "" : fmt::format("{} x ", used),
-                     info.name, info.num_sms, info.driver_version / 1000,
-                     info.driver_version % 1000 / 10);
-}
-
 int default_repeats(Backend backend, double duration_us) {
   // Enough short ones that a percentile means something, few long ones.
   const bool gpu = backend == Backend::kCuda;
@@ -570,4 +565,4 @@ int default_repeats(Backend backend, double duration_us) {
       std::clamp(budget_us / std::max(duration_us, 1.0), gpu ? 12.0 : 5.0, gpu ? 200.0 : 50.0));
 }
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::bench

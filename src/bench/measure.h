@@ -8,12 +8,17 @@
 #include <string>
 #include <vector>
 
-#include "cli/bench_rows.h"
-#include "cli/ranks.h"
-#include "cli/source.h"
+#include "bench/load.h"
+#include "run/source.h"
 #include "switchyard/layer.h"
 
-namespace switchyard::cli {
+namespace switchyard::bench {
+
+// How passes follow each other when they are timed; {1, 1}: by themselves.
+struct Rotation {
+  int copies = 1;  // of the layer's weights
+  int passes = 1;  // between two looks at the clock
+};
 
 struct MeasureOptions {
   Backend backend = Backend::kCpu;
@@ -52,7 +57,7 @@ class LayerBench {
   // `compute`: LayerOptions::compute; measure() takes activation_dtype(compute). `max_tokens`: of
   // each rank.
   // Throws Error{kUnsupported} where there is no such backend, and whatever MoeLayer throws.
-  LayerBench(const Source& source, DType compute, std::int64_t max_tokens,
+  LayerBench(const run::Source& source, DType compute, std::int64_t max_tokens,
              const MeasureOptions& options);
   ~LayerBench();
 
@@ -63,7 +68,7 @@ class LayerBench {
   class Place;
 
  private:
-  const Source& source_;
+  const run::Source& source_;
   DType compute_;
   MeasureOptions options_;
   std::unique_ptr<Place> place_;
@@ -73,11 +78,7 @@ class LayerBench {
 // bf16 itself.
 DType activation_dtype(DType compute);
 
-// "2 x NVIDIA H200, 132 SMs, CUDA 13.0", of the GPUs that the ranks use; or the processor's name
-// and its threads.
-std::string bench_machine(Backend backend, int ranks);
-
 // How often to time what takes `duration_us`, if no number was asked for.
 int default_repeats(Backend backend, double duration_us);
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::bench

@@ -1,4 +1,4 @@
-#include "cli/bench_skew.h"
+#include "bench/skew.h"
 
 #include <fmt/format.h>
 
@@ -10,13 +10,13 @@
 
 #include "base/convert.h"
 #include "base/threads.h"
-#include "cli/machine.h"
+#include "machine/host.h"
 #include "model/random_tensor.h"
 #include "reference/decode.h"
 #include "switchyard/error.h"
 #include "switchyard/routing.h"
 
-namespace switchyard::cli {
+namespace switchyard::bench {
 namespace {
 
 // Keeps what is drawn here apart from the weights, which are drawn from the same seed.
@@ -128,8 +128,8 @@ std::vector<float> logits_without_skew(const std::vector<float>& x,
       }
     }
   };
-  const auto num_threads = static_cast<std::size_t>(hardware_threads());
-  Threads threads(1, hardware_threads(), kThreadRemedy,
+  const auto num_threads = static_cast<std::size_t>(machine::hardware_threads());
+  Threads threads(1, machine::hardware_threads(), kThreadRemedy,
                   [&](int i) { work(static_cast<std::size_t>(i), num_threads); });
   work(0, num_threads);
   threads.join();
@@ -215,4 +215,4 @@ MatrixView SkewedGate::activations(std::int64_t tokens, float skew) {
   return {activations_.data(), dtype_, tokens, spec_.hidden, spec_.hidden};
 }
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::bench

@@ -17,7 +17,7 @@
 #include "switchyard/layer_spec.h"
 #include "switchyard/weights.h"
 
-namespace switchyard::cli {
+namespace switchyard::bench {
 
 class SkewedGate {
  public:
@@ -50,4 +50,4 @@ class SkewedGate {
   std::vector<float> correction_bias_;  // [E] or empty
 };
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::bench

@@ -1,4 +1,4 @@
-#include "cli/bench_suite.h"
+#include "bench/suite.h"
 
 #include <fmt/format.h>
 
@@ -6,7 +6,7 @@
 #include "model/model_table.h"
 #include "switchyard/error.h"
 
-namespace switchyard::cli {
+namespace switchyard::bench {
 namespace {
 
 LayerSpec first_moe_layer(std::string_view model, const ConfigOverrides& overrides) {
@@ -153,4 +153,4 @@ BenchPlan bench_suite(std::string_view name) {
                           fmt::join(bench_suite_names(), ", ")));
 }
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::bench

@@ -10,7 +10,7 @@
 #include "switchyard/layer_spec.h"
 #include "switchyard/tensor.h"
 
-namespace switchyard::cli {
+namespace switchyard::bench {
 
 struct BenchLayer {
   std::string model;
@@ -52,4 +52,4 @@ const std::vector<std::string>& bench_suite_names();
 // Throws Error{kInvalidArgument} naming the suites that there are.
 BenchPlan bench_suite(std::string_view name);
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::bench

@@ -1,4 +1,4 @@
-#include "cli/bench_torch.h"
+#include "bench/torch.h"
 
 #include <fmt/format.h>
 #include <unistd.h>
@@ -10,14 +10,14 @@
 #include <iterator>
 #include <limits>
 
+#include "base/names.h"
 #include "base/printable.h"
-#include "cli/arguments.h"
-#include "cli/machine.h"
 #include "fabric/launch.h"
+#include "machine/host.h"
 #include "reference/decode.h"
 #include "switchyard/error.h"
 
-namespace switchyard::cli {
+namespace switchyard::bench {
 namespace {
 
 namespace fs = std::filesystem;
@@ -79,17 +79,17 @@ void write_rows(const fs::path& path, const MatrixView& view) {
   }
 }
 
-std::map<std::size_t, Rival> read_results(const fs::path& path) {
+std::map<std::size_t, TimedRival> read_results(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   const Json results = Json::parse(text, nullptr, false);
-  std::map<std::size_t, Rival> rivals;
+  std::map<std::size_t, TimedRival> rivals;
   if (results.is_discarded() || !results.contains("points")) return rivals;
   for (const Json& result : results["points"]) {
     if (!result.contains("rival_us")) continue;  // no variant could be timed
     rivals[result["tag"].get<std::size_t>()] = {
-        result["rival"].get<std::string>(), result["rival_us"].get<double>(),
-        result["rival_p10_us"].get<double>(), result["rival_p90_us"].get<double>(),
+        {result["rival"].get<std::string>(), result["rival_us"].get<double>(),
+         result["rival_p10_us"].get<double>(), result["rival_p90_us"].get<double>()},
         result["experts_hit"].get<int>()};
   }
   return rivals;
@@ -104,7 +104,7 @@ fs::path find_torch_script(const std::string& given) {
                 fmt::format("--torch-script is '{}', which is not a file", printable(given)));
   }
   const fs::path name = fs::path("bench") / "torch_chain.py";
-  const fs::path build = fs::path(own_executable()).parent_path();  // build/src/cli
+  const fs::path build = fs::path(machine::own_executable()).parent_path();  // build/src/cli
   for (const fs::path& root : {fs::current_path(), build / "../../.."}) {
     if (fs::is_regular_file(root / name)) return (root / name).lexically_normal();
   }
@@ -115,7 +115,7 @@ fs::path find_torch_script(const std::string& given) {
 
 std::string torch_refusal(const LayerSpec& spec, DType compute) {
   if (compute != DType::kBF16 && compute != DType::kF8E4M3) {
-    return fmt::format("the chain has no arithmetic in {}", dtype_argument(compute));
+    return fmt::format("the chain has no arithmetic in {}", short_name(compute));
   }
   if (compute == DType::kF8E4M3 &&
       (spec.hidden % kScaledMultiple != 0 || spec.intermediate % kScaledMultiple != 0)) {
@@ -150,7 +150,7 @@ void TorchJob::add_layer(const BenchLayer& layer, const MoeWeights& weights,
   write_rows(router, weights.router);
   Json json = {
       {"name", layer.model},
-      {"compute", dtype_argument(compute)},
+      {"compute", short_name(compute)},
       {"hidden", spec.hidden},
       {"intermediate", spec.intermediate},
       {"experts", spec.num_experts},
@@ -189,7 +189,8 @@ Json TorchJob::to_json() const {
   return {{"layers", layers_}, {"points", points_}, {"flush_bytes", kFlushBytes}};
 }
 
-std::map<std::size_t, Rival> TorchJob::run(const TorchOptions& options) const {
+std::map<std::size_t, TimedRival> TorchJob::run(
+    const TorchOptions& options, const std::function<void(const std::string&)>& note) const {
   const fs::path job = directory_ / "job.json";
   const fs::path out = directory_ / "out.json";
   std::ofstream(job) << to_json().dump(1) << '\n';
@@ -202,7 +203,7 @@ std::map<std::size_t, Rival> TorchJob::run(const TorchOptions& options) const {
   launch_options.deadline = options.limit;
   std::fflush(stdout);
   const int status = launch(launch_options);
-  std::map<std::size_t, Rival> rivals = read_results(out);
+  std::map<std::size_t, TimedRival> rivals = read_results(out);
   if (status == kExitNoTorch && rivals.empty()) {
     throw Error(ErrorCode::kUnsupported,
                 fmt::format("--against torch, but '{}' has no PyTorch; name one that has with "
@@ -210,9 +211,8 @@ std::map<std::size_t, Rival> TorchJob::run(const TorchOptions& options) const {
                             printable(options.python)));
   }
   if (status == kExitDeadline) {
-    std::fprintf(stderr,
-                 "switchyard: PyTorch timed %zu of %zu points in %lld s; --torch-limit is more\n",
-                 rivals.size(), points_.size(), static_cast<long long>(options.limit.count()));
+    note(fmt::format("PyTorch timed {} of {} points in {} s; --torch-limit is more", rivals.size(),
+                     points_.size(), options.limit.count()));
   } else if (status != 0 && rivals.empty()) {
     throw Error(ErrorCode::kSystem,
                 fmt::format("{} ended with exit code {} and no times; see its messages above",
@@ -221,4 +221,4 @@ std::map<std::size_t, Rival> TorchJob::run(const TorchOptions& options) const {
   return rivals;
 }
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::bench

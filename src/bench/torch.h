@@ -5,16 +5,25 @@
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "cli/bench_rows.h"
+#include "bench/measure.h"
+#include "bench/suite.h"
+#include "results/row.h"
 #include "switchyard/weights.h"
 
-namespace switchyard::cli {
+namespace switchyard::bench {
+
+// A rival's time, and how many experts its own gate hit, to be seen that it had the same load.
+struct TimedRival {
+  results::Rival rival;
+  int experts_hit = 0;
+};
 
 struct TorchOptions {
   std::string python = "python3";
@@ -48,8 +57,9 @@ class TorchJob {
   bool empty() const { return points_.empty(); }
 
   // What Python found, by tag; points that it could not time are missing, as are those that it did
-  // not reach within the limit. Its progress goes to stdout.
-  std::map<std::size_t, Rival> run(const TorchOptions& options) const;
+  // not reach within the limit, of which `note` is told. Its own progress goes to stdout.
+  std::map<std::size_t, TimedRival> run(const TorchOptions& options,
+                                        const std::function<void(const std::string&)>& note) const;
 
   nlohmann::ordered_json to_json() const;
 
@@ -59,4 +69,4 @@ class TorchJob {
   nlohmann::ordered_json points_ = nlohmann::ordered_json::array();
 };
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::bench

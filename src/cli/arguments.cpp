@@ -2,20 +2,19 @@
 
 #include <cmath>
 
+#include "base/names.h"
+
 namespace switchyard::cli {
 namespace {
 
 constexpr double kMostSeconds = 1e6;
 
-struct NamedDType {
-  const char* name;
+struct WeightType {
   DType dtype;
   bool computes;  // also a type to compute in
 };
-constexpr NamedDType kDTypes[] = {{"bf16", DType::kBF16, true},
-                                  {"f32", DType::kF32, true},
-                                  {"f16", DType::kF16, false},
-                                  {"fp8", DType::kF8E4M3, true}};
+constexpr WeightType kWeightTypes[] = {
+    {DType::kBF16, true}, {DType::kF32, true}, {DType::kF16, false}, {DType::kF8E4M3, true}};
 
 [[noreturn]] void refuse(const std::string& name, const std::string& text,
                          const std::string& remedy) {
@@ -64,8 +63,8 @@ CLI::Option* add_bytes(CLI::App& app, const std::string& name, std::uint64_t& ta
 CLI::Option* add_dtype(CLI::App& app, const std::string& name, std::optional<DType>& target,
                        bool weights, const std::string& help) {
   const auto set = [name, &target, weights](const std::string& text) {
-    for (const NamedDType& known : kDTypes) {
-      if (text != known.name || !(weights || known.computes)) continue;
+    for (const WeightType& known : kWeightTypes) {
+      if (text != short_name(known.dtype) || !(weights || known.computes)) continue;
       target = known.dtype;
       return;
     }
@@ -83,13 +82,6 @@ CLI::Option* add_backend(CLI::App& app, const std::string& name, std::optional<B
     if (!target) refuse(name, text, "use cpu or cuda");
   };
   return app.add_option_function<std::string>(name, set, help)->type_name("NAME");
-}
-
-const char* dtype_argument(DType dtype) {
-  for (const NamedDType& known : kDTypes) {
-    if (known.dtype == dtype) return known.name;
-  }
-  return to_string(dtype);
 }
 
 }  // namespace switchyard::cli

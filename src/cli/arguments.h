@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 
+#include "base/numbers.h"
 #include "base/printable.h"
 #include "cli/format.h"
 #include "switchyard/error.h"
@@ -59,8 +60,5 @@ CLI::Option* add_dtype(CLI::App& app, const std::string& name, std::optional<DTy
 // cpu or cuda.
 CLI::Option* add_backend(CLI::App& app, const std::string& name, std::optional<Backend>& target,
                          const std::string& help);
-
-// "bf16", "fp8": as add_dtype reads it.
-const char* dtype_argument(DType dtype);
 
 }  // namespace switchyard::cli

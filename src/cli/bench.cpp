@@ -3,31 +3,31 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
+#include <filesystem>
 #include <iterator>
 #include <limits>
-#include <map>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string_view>
 #include <utility>
 
-#include "cli/bench_measure.h"
-#include "cli/bench_rows.h"
-#include "cli/bench_skew.h"
-#include "cli/bench_suite.h"
-#include "cli/bench_torch.h"
+#include "base/names.h"
+#include "bench/session.h"
+#include "cli/bench_report.h"
 #include "cli/commands.h"
-#include "cli/machine.h"
+#include "cli/output_file.h"
 #include "cli/progress.h"
 #include "cli/source.h"
 #include "gpu/device.h"
-#include "model/generate.h"
 #include "protocol/control.h"
-#include "switchyard/routing.h"
 
 namespace switchyard::cli {
 namespace {
+
+using bench::BenchLayer;
+using bench::BenchPlan;
+using bench::MeasureOptions;
 
 struct BenchOptions {
   std::string suite;
@@ -45,9 +45,10 @@ struct BenchOptions {
   bool gated = false;
   bool only_graph = false;
   bool no_graph = false;
+  std::string machine_facts;
 
   std::string against;
-  TorchOptions torch;
+  bench::TorchOptions torch;
 
   std::string json;
   std::string commit = "unknown";
@@ -65,16 +66,24 @@ Each point is one layer with random weights, gate included. On a GPU its device'
 8 or more passes in a row, on copies of the layer in turn, so that no weight is read from the cache,
 as in a model of many layers; with --cold, for one pass at a time behind a flush of the L2 cache,
 which takes the kernel's own code out of it, too. 'time us' is that of a replayed CUDA graph, 'no
-graph' that of plain calls. F is the floor of an H200: max(7 us + touched weight bytes / 4.6 TB/s,
-FLOPs / 750 TFLOP/s), or 1300 TFLOP/s where the layer computes in FP8. FP8 weights have a scale per
-128 x 128; activations are bf16, which a layer that computes in FP8 quantises itself. Balancedness
-is the entropy of the experts' histogram over its maximum; the gate itself computes it, from
-activations and a router made for it. With --suite, --model, --tokens and --balancedness choose
-among the suite's points.
+graph' that of plain calls. FP8 weights have a scale per 128 x 128; activations are bf16, which a
+layer that computes in FP8 quantises itself. Balancedness is the entropy of the experts' histogram
+over its maximum; the gate itself computes it, from activations and a router made for it. With
+--suite, --model, --tokens and --balancedness choose among the suite's points.
+
+F is the floor, the least time of one launch on this GPU: max(launch + touched weight bytes / read
+rate, FLOPs / rate of the arithmetic). This build knows these roofs of the NVIDIA H200. For another
+GPU, measure them and give them in a file with --machine-facts; without it, rows have no floor:
+  {"gpu": "NVIDIA H100 80GB HBM3",
+   "roofs": {"launch_us": {"value": 7, "source": "how it was measured"},
+             "read_gb_per_s": {"value": 2900, "source": "..."},
+             "bf16_tflop_per_s": {...}, "fp8_tflop_per_s": {...},
+             "ranks_launch_us": {...}, "nvlink_gb_per_s": {...}}}
+The last two are for --ranks; the arithmetic that is not measured may be left out, too.
 
 With --ranks, each rank has tokens of its own and its share of the experts, and the slowest rank's
-time counts. F is that of the most loaded GPU, with 10 us for 7, and not below its time to send at
-330 GB/s. There is none where ranks share a GPU.
+time counts. F is that of the most loaded GPU, with a launch that includes a signal to another rank
+and back, and not below its time to send. There is none where ranks share a GPU.
 
 Exit codes: 0 done; 1 a result is wrong or a point failed; 2 unusable arguments or machine.)";
 
@@ -147,14 +156,15 @@ std::string list_help(std::string text, const std::vector<std::string>& names, c
 }
 
 std::vector<std::string> layers_beside_the_table() {
-  std::vector<std::string> names{std::string(kDeepseekRank)};
-  for (const RoutedAlone& layer : kRoutedAlone) names.emplace_back(layer.name);
+  std::vector<std::string> names{std::string(bench::kDeepseekRank)};
+  for (const bench::RoutedAlone& layer : bench::kRoutedAlone) names.emplace_back(layer.name);
   return names;
 }
 
 void add_point_options(CLI::App& app, BenchOptions& o) {
   const std::size_t before = app.get_options().size();
-  app.add_option("--suite", o.suite, list_help("Measure the points of", bench_suite_names(), "or"))
+  app.add_option("--suite", o.suite,
+                 list_help("Measure the points of", bench::bench_suite_names(), "or"))
       ->type_name("NAME");
   add_names(app, "--model", o.models,
             list_help("Layers of these models: those of 'switchyard models',",
@@ -196,6 +206,9 @@ void add_measure_options(CLI::App& app, BenchOptions& o) {
                "Time passes without the gate, on the ids and weights that it chose\n(what suites "
                "ep_* do)");
   app.add_flag("--gated", o.gated, "Time passes with the gate in suites ep_*, too");
+  app.add_option("--machine-facts", o.machine_facts,
+                 "What this GPU can do at most, for the floor (cuda; see below)")
+      ->type_name("FILE");
   app.add_flag("--verify", o.measure.verify, "Compare some tokens of each point with fp64");
   for (std::size_t i = before; i < app.get_options().size(); ++i) {
     app.get_options()[i]->group("Measurement");
@@ -289,7 +302,7 @@ void require_same(const char* option, const std::optional<DType>& given, DType s
                   const std::string& suite) {
   if (!given || *given == suites) return;
   refuse(fmt::format("{} is {}, but the suite {} is measured in {}; leave it out, or give --model",
-                     option, dtype_argument(*given), suite, dtype_argument(suites)));
+                     option, short_name(*given), suite, short_name(suites)));
 }
 
 BenchPlan suite_plan(const BenchOptions& o) {
@@ -298,7 +311,7 @@ BenchPlan suite_plan(const BenchOptions& o) {
         "--experts, --top-k, --hidden and --intermediate change a --model; a suite is what it "
         "is");
   }
-  BenchPlan plan = bench_suite(o.suite);
+  BenchPlan plan = bench::bench_suite(o.suite);
   require_same("--dtype", o.dtype, plan.dtype, o.suite);
   require_same("--compute", o.compute, plan.compute, o.suite);
   std::vector<std::string> models;
@@ -326,19 +339,20 @@ void choose_types(const BenchOptions& o, BenchPlan& plan) {
     refuse(
         fmt::format("--compute fp8 needs expert weights in fp8, but they are {}; give --dtype "
                     "fp8, or --compute bf16",
-                    dtype_argument(plan.dtype)));
+                    short_name(plan.dtype)));
   }
 }
 
 BenchPlan model_plan(const BenchOptions& o) {
   if (o.models.empty()) {
     refuse(fmt::format("there is nothing to measure; give --suite ({}) or --model",
-                       fmt::join(bench_suite_names(), ", ")));
+                       fmt::join(bench::bench_suite_names(), ", ")));
   }
   BenchPlan plan;
   plan.suite = "custom";
   choose_types(o, plan);
-  for (const std::string& model : o.models) plan.layers.push_back(bench_layer(model, o.overrides));
+  for (const std::string& model : o.models)
+    plan.layers.push_back(bench::bench_layer(model, o.overrides));
   plan.tokens =
       o.tokens.empty() ? std::vector<std::int64_t>{1, 8, 32, 128, 512, 2048, 8192} : o.tokens;
   plan.betas = o.betas.empty() ? std::vector<double>{1} : o.betas;
@@ -350,7 +364,7 @@ BenchPlan make_plan(BenchOptions& o) {
   if (!o.quick) return plan;
   if (o.tokens.empty()) {
     std::erase_if(plan.tokens, [](std::int64_t t) { return t != 8 && t != 512; });
-    if (plan.tokens.empty()) plan.tokens = bench_suite(plan.suite).tokens;
+    if (plan.tokens.empty()) plan.tokens = bench::bench_suite(plan.suite).tokens;
     plan.tokens.resize(std::min<std::size_t>(plan.tokens.size(), 2));
   }
   if (o.measure.repeat == 0) o.measure.repeat = 20;
@@ -421,7 +435,8 @@ void require_backend(const BenchOptions& o) {
       {"--uncooperative", o.measure.uncooperative},
       {"--traced", o.measure.traced},
       {"--graph", o.only_graph},
-      {"--cold", o.measure.cold}};
+      {"--cold", o.measure.cold},
+      {"--machine-facts", !o.machine_facts.empty()}};
   for (const auto& [name, given] : cuda_options) {
     if (!given) continue;
     refuse(fmt::format("{} is for --backend cuda{}; leave it out", name,
@@ -439,7 +454,6 @@ void require_consistent(const BenchOptions& o, const BenchPlan& plan) {
   if (o.gated && !plan.given_routing) {
     refuse("--gated is for suites ep_*, which otherwise leave out the gate; leave it out");
   }
-  if (!o.json.empty()) require_rows_file(o.json);
   if (o.against.empty()) return;
   if (o.against != "torch") {
     refuse(
@@ -454,194 +468,117 @@ void require_consistent(const BenchOptions& o, const BenchPlan& plan) {
   }
   if (plan.dtype != DType::kBF16 && plan.dtype != DType::kF8E4M3) {
     refuse(fmt::format("--against torch needs a router in bf16, but --dtype is {}; use bf16 or fp8",
-                       dtype_argument(plan.dtype)));
+                       short_name(plan.dtype)));
   }
-  find_torch_script(o.torch.script);
+  bench::find_torch_script(o.torch.script);
   for (const BenchLayer& layer : plan.layers) {
-    const std::string refusal = torch_refusal(layer.spec, plan.compute);
+    const std::string refusal = bench::torch_refusal(layer.spec, plan.compute);
     if (refusal.empty()) continue;
     refuse(fmt::format("--against torch cannot compute {}: {}", layer.model, refusal));
   }
 }
 
-// All experts, each with values of its own, drawn once by all processors: ranks copy theirs from
-// it.
-Source make_source(const BenchLayer& layer, DType dtype, std::uint64_t seed) {
-  Source source;
-  source.name = layer.model;
-  source.spec = layer.spec;
-  source.dtype = dtype;
-  ProgressBar bar(fmt::format("generating {}", layer.model), true);
-  GenerateOptions generation;
-  generation.progress = [&bar](std::uint64_t done, std::uint64_t total) {
-    bar.update(done, total);
-  };
-  source.weights = generate_weights(layer.spec, dtype, layer_seed(seed, 0), generation);
-  return source;
-}
-
-// One run of the command.
-class Bench {
+// Prints a session as it goes, and keeps its rows.
+class Printer : public bench::Observer {
  public:
-  Bench(BenchOptions options, BenchPlan plan)
-      : options_(std::move(options)),
-        plan_(std::move(plan)),
-        palette_(Palette::for_output(STDOUT_FILENO)) {
-    machine_ = bench_machine(options_.measure.backend, options_.measure.ranks);
-  }
+  // `json`: where the rows are kept; empty: nowhere.
+  Printer(std::filesystem::path json, bool keep_rival)
+      : json_(std::move(json)), keep_rival_(keep_rival) {}
 
-  int run() {
-    if (!options_.against.empty()) job_ = std::make_unique<TorchJob>();
-    fmt::print("{}; weights in {}, arithmetic in {}{}\n\n{}\n", machine_,
-               dtype_argument(plan_.dtype), dtype_argument(plan_.compute),
-               options_.measure.given_routing ? ", gate not timed" : "",
-               palette_.bold(row_heading()));
+  bool failed_any() const { return failed_; }
+  bool rival_begun() const { return rival_begun_; }
+
+  void generating(const std::string& model, std::uint64_t done, std::uint64_t total) override {
+    if (!generating_) generating_.emplace(fmt::format("generating {}", model), true);
+    generating_->update(done, total);
+    if (done == total) generating_.reset();
+  }
+  void measuring(std::uint64_t done_points, std::uint64_t all_points) override {
+    progress_.update(done_points, all_points);
+  }
+  void measured(const Row& row) override {
+    progress_.clear();
+    fmt::print("{}\n", row_text(row));
     std::fflush(stdout);
-    for (const BenchLayer& layer : plan_.layers) {
-      try {
-        measure_layer(layer);
-      } catch (const Error& error) {
-        // A pass that failed leaves a dead layer; the other layers have their own.
-        report_failure(layer.model, fmt::format("{}: {}", to_string(error.code()), error.what()));
-      }
-      save();
-    }
-    if (job_ && !job_->empty()) add_rivals();
-    for (const std::string& line : summary_text(rows_)) fmt::print("{}\n", line);
-    return failed_ ? kExitVerification : kExitOk;
+  }
+  void keep(const std::vector<Row>& rows) override {
+    if (!json_.empty()) results::merge_rows(json_, rows, keep_rival_);
+  }
+  void failed(const std::string& what, const std::string& problem) override {
+    failed_ = true;
+    note(what + ": " + problem);
+  }
+  void note(const std::string& text) override {
+    progress_.clear();
+    generating_.reset();
+    std::fflush(stdout);
+    std::fprintf(stderr, "switchyard: %s\n", text.c_str());
+  }
+  void rival_begins() override {
+    rival_begun_ = true;
+    fmt::print("\n");
   }
 
  private:
-  void report_failure(const std::string& what, const std::string& problem) {
-    failed_ = true;
-    progress_.clear();
-    std::fflush(stdout);
-    std::fprintf(stderr, "switchyard: %s: %s\n", what.c_str(), problem.c_str());
-  }
-
-  void measure_layer(const BenchLayer& layer) {
-    Source source = make_source(layer, plan_.dtype, options_.seed);
-    const std::int64_t most = *std::max_element(plan_.tokens.begin(), plan_.tokens.end());
-    const int ranks = options_.measure.ranks;
-    // Of all ranks' tokens, each rank's own.
-    SkewedGate gate(source.spec, source.weights, most * ranks, activation_dtype(plan_.compute),
-                    options_.seed);
-    LayerBench bench(source, plan_.compute, most, options_.measure);
-    if (job_) job_->add_layer(layer, source.weights, gate.activations(most, 0), plan_.compute);
-    const std::uint64_t points = plan_.layers.size() * plan_.betas.size() * plan_.tokens.size();
-    for (const double beta : plan_.betas) {
-      for (const std::int64_t tokens : plan_.tokens) {
-        progress_.update(rows_.size(), points);
-        const float skew = gate.skew_for(tokens * ranks, beta);
-        const Measured measured = bench.measure(gate.activations(tokens * ranks, skew));
-        rows_.push_back(row_of(layer, tokens, beta, measured));
-        const BenchRow& row = rows_.back();
-        progress_.clear();
-        fmt::print("{}\n", row_text(row));
-        std::fflush(stdout);
-        if (!measured.problem.empty()) {
-          report_failure(fmt::format("{}, {} tokens, beta {}", layer.model, tokens, beta),
-                         measured.problem);
-        }
-        if (job_) {
-          job_->add_point(rows_.size() - 1, tokens, beta, skew,
-                          static_cast<int>(row.times().size()), measured.rotation);
-        }
-      }
-    }
-  }
-
-  BenchRow row_of(const BenchLayer& layer, std::int64_t tokens, double beta,
-                  const Measured& measured) const {
-    BenchRow row;
-    row.suite = plan_.suite;
-    row.machine = machine_;
-    row.commit = options_.commit;
-    row.command = options_.command;
-    row.layer = layer;
-    row.dtype = plan_.dtype;
-    row.compute = plan_.compute;
-    row.ranks = options_.measure.ranks;
-    row.tokens_per_rank = tokens;
-    row.beta = beta;
-    row.beta_reached = balancedness(measured.tokens_per_expert);
-    row.experts_hit = static_cast<int>(std::count_if(measured.tokens_per_expert.begin(),
-                                                     measured.tokens_per_expert.end(),
-                                                     [](std::int64_t count) { return count > 0; }));
-    row.expert_load = load_quantiles(measured.tokens_per_expert);
-    row.given_routing = options_.measure.given_routing;
-    row.graph_us = measured.graph_us;
-    row.no_graph_us = measured.no_graph_us;
-    row.rotation = measured.rotation;
-    row.load = measured.load;
-    // A floor is a GPU's, not that of a part of one.
-    if (options_.measure.backend == Backend::kCuda && row.ranks <= gpu::device_count()) {
-      row.floor_us = floor_us(row.load, plan_.compute, row.ranks);
-    }
-    row.graph_nodes = measured.graph_nodes;
-    row.error = measured.error;
-    row.error_bound = measured.error_bound;
-    return row;
-  }
-
-  void save() const {
-    if (!options_.json.empty()) merge_rows(options_.json, rows_, options_.keep_rival);
-  }
-
-  // What was measured is kept and summed up whatever becomes of the rival.
-  std::map<std::size_t, Rival> run_rival() {
-    try {
-      return job_->run(options_.torch);
-    } catch (const Error& error) {
-      report_failure("the rival", error.what());
-      return {};
-    }
-  }
-
-  void add_rivals() {
-    fmt::print("\n");
-    const std::map<std::size_t, Rival> rivals = run_rival();
-    if (rivals.size() < rows_.size()) {
-      std::fprintf(stderr, "switchyard: %zu of %zu points have no time of the rival\n",
-                   rows_.size() - rivals.size(), rows_.size());
-    }
-    for (const auto& [index, rival] : rivals) {
-      BenchRow& row = rows_.at(index);
-      row.rival = rival;
-      // Same activations, same router: no more than near ties may fall differently.
-      if (std::abs(rival.experts_hit - row.experts_hit) > 1) {
-        report_failure(fmt::format("{}, {} tokens", row.layer.model, row.tokens_per_rank),
-                       fmt::format("the rival's gate hit {} experts, ours {}", rival.experts_hit,
-                                   row.experts_hit));
-      }
-    }
-    save();
-    fmt::print("\n");
-    for (const std::string& line : rival_text(rows_)) fmt::print("{}\n", line);
-    fmt::print("\n");
-  }
-
-  BenchOptions options_;
-  BenchPlan plan_;
-  Palette palette_;
-  std::string machine_;
-  std::unique_ptr<TorchJob> job_;
-  std::vector<BenchRow> rows_;
+  std::filesystem::path json_;
+  bool keep_rival_;
+  std::optional<ProgressBar> generating_;
   ProgressBar progress_{"measuring", true, Counted::kPoints};
   bool failed_ = false;
+  bool rival_begun_ = false;
 };
 
+void print_head(const bench::Session& session, const BenchPlan& plan, bool given_routing) {
+  fmt::print("{}; weights in {}, arithmetic in {}{}\n", session.machine(), short_name(plan.dtype),
+             short_name(plan.compute), given_routing ? ", gate not timed" : "");
+  if (!session.why_no_floor().empty()) {
+    for (const std::string& line : wrap(session.why_no_floor(), kReportColumns)) {
+      fmt::print("{}\n", line);
+    }
+  }
+  fmt::print("\n{}\n", Palette::for_output(STDOUT_FILENO).bold(row_heading()));
+  std::fflush(stdout);
+}
+
+void print_end(const std::vector<Row>& rows, bool with_rival) {
+  if (with_rival) {
+    fmt::print("\n");
+    for (const std::string& line : rival_text(rows)) fmt::print("{}\n", line);
+    fmt::print("\n");
+  }
+  for (const std::string& line : summary_text(rows)) fmt::print("{}\n", line);
+}
+
 int run(BenchOptions options) {
-  BenchPlan plan = make_plan(options);
+  bench::SessionOptions session_options;
+  const BenchPlan plan = make_plan(options);
   require_consistent(options, plan);
+  const std::filesystem::path json =
+      options.json.empty() ? std::filesystem::path() : output_file("--json", options.json);
+  if (!json.empty()) results::require_mergeable(json);
   options.measure.ranks = choose_ranks(options, plan);
   options.measure.backend = choose_backend(options, options.measure.ranks);
   options.measure.given_routing =
       options.measure.given_routing || (plan.given_routing && !options.gated);
   require_backend(options);
+  if (!options.machine_facts.empty()) {
+    session_options.facts = machine::read_gpu_facts(options.machine_facts);
+  }
   options.measure.graph = !options.no_graph;
   options.measure.no_graph = !options.only_graph;
-  return Bench(std::move(options), std::move(plan)).run();
+  session_options.plan = plan;
+  session_options.measure = options.measure;
+  session_options.seed = options.seed;
+  session_options.commit = options.commit;
+  session_options.command = options.command;
+  if (!options.against.empty()) session_options.torch = options.torch;
+
+  Printer printer(json, options.keep_rival);
+  bench::Session session(std::move(session_options), printer);
+  print_head(session, plan, options.measure.given_routing);
+  const std::vector<Row> rows = session.run();
+  print_end(rows, printer.rival_begun());
+  return printer.failed_any() ? kExitVerification : kExitOk;
 }
 
 }  // namespace

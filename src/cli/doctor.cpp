@@ -9,11 +9,10 @@
 #include <nlohmann/json.hpp>
 
 #include "base/host_memory.h"
+#include "base/names.h"
 #include "cli/arguments.h"
 #include "cli/commands.h"
-#include "cli/machine.h"
-#include "cli/measure.h"
-#include "cli/verify.h"
+#include "cli/source.h"
 #include "cpu/kernels.h"
 #include "cpu/tile_gemm.h"
 #include "fabric/launch.h"
@@ -21,6 +20,9 @@
 #include "gpu/device.h"
 #include "gpu/peer_link.h"
 #include "layer/compute.h"
+#include "machine/host.h"
+#include "machine/host_rates.h"
+#include "run/verify.h"
 
 namespace switchyard::cli {
 namespace {
@@ -45,8 +47,9 @@ Finding check(std::string name, bool passed, const std::string& text, std::strin
 }
 
 double gemm_rate(DType dtype) {
-  constexpr TileProduct kTypical{256, 128, 2048, 128};
-  return measure_gemm_rate({kTypical}, dtype, hardware_threads(), kMeasureSeconds);
+  constexpr machine::TileProduct kTypical{256, 128, 2048, 128};
+  return machine::measure_gemm_rate({kTypical}, dtype, machine::hardware_threads(),
+                                    kMeasureSeconds);
 }
 
 double read_rate() {
@@ -58,15 +61,17 @@ double read_rate() {
   // Pages that were never written would all be the one page of zeros.
   constexpr std::size_t kPage = 4096;
   for (std::size_t at = 0; at < bytes; at += kPage) mapping.data()[at] = std::byte{1};
-  const ByteRange range(mapping.data(), bytes);
-  return measure_read_rate(std::span(&range, 1), hardware_threads(), kMeasureSeconds);
+  const machine::ByteRange range(mapping.data(), bytes);
+  return machine::measure_read_rate(std::span(&range, 1), machine::hardware_threads(),
+                                    kMeasureSeconds);
 }
 
 void find_machine(std::vector<Finding>& findings) {
   const HostMemory memory_found = host_memory();
   const auto bytes = [](std::uint64_t b) { return format_bytes(static_cast<double>(b)); };
-  findings.push_back(fact("cpu", cpu_name(), cpu_name()));
-  findings.push_back(fact("threads", fmt::format("{}", hardware_threads()), hardware_threads()));
+  findings.push_back(fact("cpu", machine::cpu_name(), machine::cpu_name()));
+  findings.push_back(
+      fact("threads", fmt::format("{}", machine::hardware_threads()), machine::hardware_threads()));
   findings.push_back(fact("gemm_isa", cpu::gemm_instruction_set(), cpu::gemm_instruction_set()));
   findings.push_back(fact("kernel_isa", cpu::kernels().name, cpu::kernels().name));
   findings.push_back(fact("native_bf16",
@@ -76,7 +81,7 @@ void find_machine(std::vector<Finding>& findings) {
       "memory",
       fmt::format("{} of {} available", bytes(memory_found.available), bytes(memory_found.total)),
       {{"total_bytes", memory_found.total}, {"available_bytes", memory_found.available}}));
-  const std::string policy = huge_page_policy();
+  const std::string policy = machine::huge_page_policy();
   findings.push_back(fact("huge_pages",
                           policy == "never" ? "never; 'madvise' in /sys/kernel/mm/"
                                               "transparent_hugepage/enabled makes weights faster"
@@ -127,7 +132,7 @@ Finding describe_link(int from, int to) {
 
 // Why there is nothing to list.
 std::string no_gpu() {
-  const std::string sign = nvidia_device();
+  const std::string sign = machine::nvidia_device();
   if (sign.empty()) return "none";
   return sign + (gpu::built_with_cuda()
                      ? ", but CUDA finds no device: is the driver running, and new enough?"
@@ -136,7 +141,7 @@ std::string no_gpu() {
 
 void find_gpus(std::vector<Finding>& findings) {
   const int count = gpu::device_count();
-  if (count == 0) findings.push_back(fact("gpu", no_gpu(), nvidia_device()));
+  if (count == 0) findings.push_back(fact("gpu", no_gpu(), machine::nvidia_device()));
   for (int device = 0; device < count; ++device) findings.push_back(describe_gpu(device));
   for (int from = 0; from < count; ++from) {
     for (int to = 0; to < count; ++to) {
@@ -152,7 +157,7 @@ bool gpu_is_usable() {
 
 void find_rates(std::vector<Finding>& findings) {
   const double bandwidth = read_rate();
-  const double bf16 = gemm_rate(gemm_dtype(DType::kBF16));
+  const double bf16 = gemm_rate(cpu::gemm_dtype(DType::kBF16));
   const double f32 = gemm_rate(DType::kF32);
   findings.push_back(fact("memory_read", format_quantity(bandwidth, "B/s"), bandwidth));
   findings.push_back(fact("gemm_bf16", format_quantity(bf16, "FLOP/s"), bf16));
@@ -185,16 +190,16 @@ Finding check_layer(const std::string& name, Backend backend, DType compute, int
     source_options.overrides.hidden = kTinySize;
     source_options.overrides.intermediate = kTinySize;
     const Source source = load_source(source_options, 1, false);
-    BatchOptions batch_options;
+    run::BatchOptions batch_options;
     batch_options.tokens = kTinyTokens;
-    const Batch batch = make_batch(batch_options, source, value_type(compute));
-    RankOptions ranks;
+    const run::Batch batch = run::make_batch(batch_options, source, value_type(compute));
+    run::RankOptions ranks;
     ranks.backend = backend;
     ranks.ranks = num_ranks;
     ranks.compute = compute;
     ranks.repeat = 1;
-    const RunResult result = run_as_threads(source, batch, ranks);
-    const Verification v = verify(source, batch, result, compute);
+    const run::RunResult result = run::run_as_threads(source, batch, ranks);
+    const run::Verification v = run::verify(source, batch, result, compute);
     return check(name, v.ok(),
                  fmt::format("{} rank{}, error {:.1e} with a bound of {:.1e}", num_ranks,
                              num_ranks == 1 ? "" : "s", v.error, v.bound),
@@ -205,14 +210,14 @@ Finding check_layer(const std::string& name, Backend backend, DType compute, int
 }
 
 Finding check_threads(DType compute) {
-  return check_layer(fmt::format("thread_ranks_{}", dtype_argument(compute)), Backend::kCpu,
-                     compute, 2);
+  return check_layer(fmt::format("thread_ranks_{}", short_name(compute)), Backend::kCpu, compute,
+                     2);
 }
 
 void check_gpus(std::vector<Finding>& findings) {
   if (!gpu_is_usable()) return;
   for (const DType compute : {DType::kBF16, DType::kF8E4M3}) {
-    const char* const name = dtype_argument(compute);
+    const char* const name = short_name(compute);
     findings.push_back(check_layer(fmt::format("cuda_{}", name), Backend::kCuda, compute, 1));
     if (gpu::device_count() < 2) continue;
     findings.push_back(check_layer(fmt::format("cuda_ranks_{}", name), Backend::kCuda, compute, 2));
@@ -220,7 +225,7 @@ void check_gpus(std::vector<Finding>& findings) {
 }
 
 Finding check_sockets() {
-  const std::string problem = abstract_socket_problem();
+  const std::string problem = machine::abstract_socket_problem();
   return check("abstract_sockets", problem.empty(), problem.empty() ? "ok" : problem,
                "allow Unix sockets in this sandbox, or use ranks that are threads (--ranks)");
 }
@@ -232,15 +237,24 @@ Finding check_processes() {
     const auto text = [](int number) { return std::to_string(number); };
     LaunchOptions options;
     options.num_ranks = 2;
-    options.command = {own_executable(), "run",
-                       "--model",        kTinyModel,
-                       "--experts",      text(kTinyExperts),
-                       "--hidden",       text(kTinySize),
-                       "--intermediate", text(kTinySize),
-                       "--tokens",       text(kTinyTokens),
-                       "--repeat",       "1",
-                       "--verify",       "--quiet",
-                       "--backend",      "cpu"};
+    options.command = {machine::own_executable(),
+                       "run",
+                       "--model",
+                       kTinyModel,
+                       "--experts",
+                       text(kTinyExperts),
+                       "--hidden",
+                       text(kTinySize),
+                       "--intermediate",
+                       text(kTinySize),
+                       "--tokens",
+                       text(kTinyTokens),
+                       "--repeat",
+                       "1",
+                       "--verify",
+                       "--quiet",
+                       "--backend",
+                       "cpu"};
     options.deadline = std::chrono::seconds(60);
     const int exit_code = launch(options);
     return check("process_ranks", exit_code == 0,

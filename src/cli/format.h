@@ -1,8 +1,7 @@
-// Numbers to text and back, for the command line.
+// Numbers to text, for the command line.
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -24,13 +23,6 @@ std::string format_count(std::int64_t value);
 std::string plural(std::int64_t count, const char* noun);
 // 0.7132 -> "71 %"; small fractions keep two significant digits: "0.42 %".
 std::string format_percent(double fraction);
-
-// The whole text or nothing: no blanks, no sign but '-', no other base, no trailing characters.
-std::optional<std::int64_t> parse_whole(std::string_view text);
-// As above; a decimal number, which is finite.
-std::optional<double> parse_real(std::string_view text);
-// A whole number of bytes, with an optional kB, MB, GB, TB (1000) or KiB, MiB, GiB, TiB (1024).
-std::optional<std::uint64_t> parse_bytes(std::string_view text);
 
 // Columns of a terminal that a UTF-8 text of single-width characters takes.
 int display_width(std::string_view text);

@@ -1,13 +1,21 @@
 // `switchyard report`: one HTML page of what `switchyard bench` and `switchyard trace` wrote.
+#include <fmt/ranges.h>
+
 #include <memory>
+#include <optional>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "base/printable.h"
 #include "base/whole_file.h"
-#include "cli/bench_rows.h"
 #include "cli/commands.h"
 #include "cli/output_file.h"
+#include "machine/description.h"
+#include "machine/gpu_facts.h"
 #include "report/page.h"
+#include "results/published.h"
+#include "results/row.h"
 
 namespace switchyard::cli {
 namespace {
@@ -27,23 +35,50 @@ Exit codes: 0 done; 2 unusable files or arguments.)";
 struct HtmlReportOptions {
   std::vector<std::string> files;
   std::string output = "report.html";
-  std::string published, trace;
+  std::string published, trace, machine_facts;
 };
+
+// The roofs of the GPU that the rows' floors are of. None where there is no floor, where floors are
+// of several models, and where nobody told the model's roofs.
+report::Roofs roofs_of(const std::vector<results::Row>& rows,
+                       const std::optional<machine::GpuFacts>& given) {
+  std::set<std::string> gpus;
+  for (const results::Row& row : rows) {
+    if (row.floor_us) gpus.emplace(machine::processor_of(row.machine));
+  }
+  if (given && gpus != std::set{given->gpu}) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("--machine-facts are of '{}', but the rows' floors are of {}; leave "
+                            "the option out, or give only rows of that GPU",
+                            printable(given->gpu),
+                            gpus.empty() ? "no GPU"
+                                         : printable(fmt::format("{}", fmt::join(gpus, " and ")))));
+  }
+  if (gpus.size() != 1) return {};
+  const std::optional<machine::GpuFacts> facts =
+      given ? given : machine::known_gpu_facts(*gpus.begin());
+  if (!facts) return {};
+  const auto value = [](const std::optional<machine::Roof>& roof) {
+    return roof ? roof->value : 0;
+  };
+  return {.read_bytes_per_second = facts->read_bytes_per_second.value,
+          .bf16_flops_per_second = value(facts->bf16_flops_per_second),
+          .fp8_flops_per_second = value(facts->fp8_flops_per_second)};
+}
 
 int run(const HtmlReportOptions& o) {
   std::vector<std::string> inputs = o.files;
-  inputs.insert(inputs.end(), {o.published, o.trace});
+  inputs.insert(inputs.end(), {o.published, o.trace, o.machine_facts});
   const std::filesystem::path output = output_file("-o", o.output, inputs);
   const std::vector<std::filesystem::path> paths(o.files.begin(), o.files.end());
-  const std::vector<report::Row> rows = report::read_rows(paths);
-  report::PageInput input{.rows = rows,
-                          .roofs = {.read_bytes_per_second = H200::kReadBytesPerSecond,
-                                    .bf16_flops_per_second = H200::kBf16FlopsPerSecond,
-                                    .fp8_flops_per_second = H200::kFp8FlopsPerSecond}};
+  const std::vector<results::Row> rows = results::read_rows(paths);
+  std::optional<machine::GpuFacts> facts;
+  if (!o.machine_facts.empty()) facts = machine::read_gpu_facts(o.machine_facts);
+  report::PageInput input{.rows = rows, .roofs = roofs_of(rows, facts)};
   // Where a machine has its files is nobody's business.
   for (const std::filesystem::path& path : paths) input.files.push_back(path.filename().string());
   if (!o.published.empty()) {
-    input.published = report::parse_published(report::read_file(o.published), o.published);
+    input.published = results::read_published(o.published);
   }
   std::string traced;
   if (!o.trace.empty()) {
@@ -76,6 +111,9 @@ Subcommand add_report(CLI::App& root) {
       ->type_name("FILE");
   app->add_option("--trace", options->trace,
                   "Timeline of one pass: a trace in Chrome's format, as of 'switchyard\ntrace'")
+      ->type_name("FILE");
+  app->add_option("--machine-facts", options->machine_facts,
+                  "The roofs of the rows' GPU, as given to 'switchyard bench'")
       ->type_name("FILE");
   app->footer(kExamples);
   return {app, [options] { return run(*options); }};

@@ -138,9 +138,9 @@ LayerRun run_layer(LayerRunOptions& options, bool show_progress) {
   options.ranks.backend = options.backend
                               ? *options.backend
                               : default_backend(options, ranks, as_process ? launched->rank : 0);
-  run.batch = make_batch(options.batch, run.source, value_type(options.ranks.compute));
-  run.result = as_process ? run_as_process(run.source, run.batch, options.ranks)
-                          : run_as_threads(run.source, run.batch, options.ranks);
+  run.batch = run::make_batch(options.batch, run.source, value_type(options.ranks.compute));
+  run.result = as_process ? run::run_as_process(run.source, run.batch, options.ranks)
+                          : run::run_as_threads(run.source, run.batch, options.ranks);
   return run;
 }
 

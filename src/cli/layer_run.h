@@ -7,11 +7,16 @@
 #include <string>
 
 #include "cli/arguments.h"
-#include "cli/batch.h"
-#include "cli/ranks.h"
 #include "cli/source.h"
+#include "run/batch.h"
+#include "run/ranks.h"
 
 namespace switchyard::cli {
+
+using run::Batch;
+using run::BatchOptions;
+using run::RankOptions;
+using run::RunResult;
 
 struct LayerRunOptions {
   SourceOptions source;

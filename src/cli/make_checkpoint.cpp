@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <memory>
 
+#include "base/names.h"
 #include "base/printable.h"
 #include "cli/commands.h"
 #include "cli/progress.h"
@@ -51,8 +52,8 @@ void print_summary(const MakeOptions& options) {
              format_bytes(static_cast<double>(written.bytes)), written.shards,
              written.shards == 1 ? "file" : "files");
   fmt::print("{} MoE {} of {} in {}, seed {}:", layers.size(),
-             layers.size() == 1 ? "layer" : "layers", options.model,
-             dtype_argument(checkpoint.dtype()), options.write.seed);
+             layers.size() == 1 ? "layer" : "layers", options.model, short_name(checkpoint.dtype()),
+             options.write.seed);
   for (const int layer : layers) fmt::print(" {}", layer);
   fmt::print("\n");
   for (const std::string& line :

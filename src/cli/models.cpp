@@ -4,6 +4,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "base/names.h"
 #include "cli/commands.h"
 #include "model/config.h"
 #include "model/generate.h"
@@ -48,7 +49,7 @@ void print_table(const std::vector<ModelRow>& models) {
                     fmt::format("{}", s.hidden), fmt::format("{}", s.intermediate), routing_name(s),
                     name_of(s.activation),
                     s.shared_intermediate > 0 ? fmt::format("{}", s.shared_intermediate) : "-",
-                    fmt::format("{}", m.num_moe_layers), dtype_argument(m.entry.dtype),
+                    fmt::format("{}", m.num_moe_layers), short_name(m.entry.dtype),
                     format_bytes(static_cast<double>(m.layer_bytes))});
   }
   constexpr std::size_t kRight[] = {1, 2, 3, 4, 7, 8, 10};
@@ -72,7 +73,7 @@ void print_json(const std::vector<ModelRow>& models) {
                    {"activation", name_of(s.activation)},
                    {"shared_intermediate", s.shared_intermediate},
                    {"moe_layers", m.num_moe_layers},
-                   {"dtype", dtype_argument(m.entry.dtype)},
+                   {"dtype", short_name(m.entry.dtype)},
                    {"layer_bytes", m.layer_bytes},
                    {"description", describe(s)}});
   }

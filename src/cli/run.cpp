@@ -82,7 +82,7 @@ int report(const RunOptions& options, const Source& source, const Batch& batch,
   if (!silent && result.backend == Backend::kCpu) {
     told.rates = measure_rates(source, batch, result, options.ranks.compute);
   }
-  if (options.verify) told.verification = verify(source, batch, result, options.ranks.compute);
+  if (options.verify) told.verification = run::verify(source, batch, result, options.ranks.compute);
   if (!silent) print(told, options);
   const bool shown = !silent && !options.json;
   if (result.nan_tokens > 0 && (!shown || options.verify)) {

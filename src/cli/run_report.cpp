@@ -5,11 +5,12 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/names.h"
 #include "base/printable.h"
 #include "cli/lines.h"
-#include "cli/measure.h"
 #include "cpu/tile_gemm.h"
 #include "layer/compute.h"
+#include "machine/host_rates.h"
 #include "switchyard/routing.h"
 
 namespace switchyard::cli {
@@ -58,8 +59,8 @@ void derive_speed(const Report& report, Derived& d) {
   d.median = median_of(r.pass_seconds);
   d.fastest = *std::min_element(r.pass_seconds.begin(), r.pass_seconds.end());
   d.slowest = *std::max_element(r.pass_seconds.begin(), r.pass_seconds.end());
-  d.flops = useful_flops(
-      layer_products(spec, r.tokens_per_expert, all_share_sizes(report.batch.tokens(), r.ranks)));
+  d.flops = cpu::useful_flops(cpu::layer_products(
+      spec, r.tokens_per_expert, run::all_share_sizes(report.batch.tokens(), r.ranks)));
   d.flops_per_second = ratio(d.flops, d.median);
   d.gemm_fraction = ratio(d.flops_per_second, report.rates.gemm_flops);
   d.weight_bytes =
@@ -237,7 +238,7 @@ void add_verification(const Verification& v, std::int64_t tokens, Lines& lines,
   };
   const std::string bound =
       v.yardstick ? fmt::format("bound {:.2e}, twice that of a straightforward {} program", v.bound,
-                                dtype_argument(v.compute))
+                                short_name(v.compute))
                   : fmt::format("bound {:.0e}", v.bound);
   lines.add_painted("error",
                     fmt::format("{:.2e} of fp64  {}  ({})", v.error, verdict(v.error_ok()), bound));
@@ -307,7 +308,7 @@ nlohmann::ordered_json verification_json(const Verification& v) {
                                  {"misrouted_tokens", v.misrouted_tokens},
                                  {"undecided_tokens", v.undecided_tokens},
                                  {"margin", v.margin}};
-  if (v.yardstick) json[fmt::format("{}_yardstick", dtype_argument(v.compute))] = *v.yardstick;
+  if (v.yardstick) json[fmt::format("{}_yardstick", short_name(v.compute))] = *v.yardstick;
   return json;
 }
 
@@ -316,13 +317,14 @@ nlohmann::ordered_json verification_json(const Verification& v) {
 MachineRates measure_rates(const Source& source, const Batch& batch, const RunResult& result,
                            DType compute) {
   MachineRates rates;
-  rates.gemm_dtype = gemm_dtype(compute);
-  const auto shares = all_share_sizes(batch.tokens(), result.ranks);
+  rates.gemm_dtype = cpu::gemm_dtype(compute);
+  const auto shares = run::all_share_sizes(batch.tokens(), result.ranks);
   rates.gemm_flops =
-      measure_gemm_rate(layer_products(source.spec, result.tokens_per_expert, shares),
-                        rates.gemm_dtype, result.threads, kGemmSeconds);
-  rates.read_bytes = measure_read_rate(touched_weights(source.weights, result.tokens_per_expert),
-                                       result.threads, kReadSeconds);
+      machine::measure_gemm_rate(cpu::layer_products(source.spec, result.tokens_per_expert, shares),
+                                 rates.gemm_dtype, result.threads, kGemmSeconds);
+  rates.read_bytes =
+      machine::measure_read_rate(machine::touched_weights(source.weights, result.tokens_per_expert),
+                                 result.threads, kReadSeconds);
   return rates;
 }
 

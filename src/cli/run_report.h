@@ -6,14 +6,19 @@
 #include <string>
 #include <vector>
 
-#include "cli/batch.h"
 #include "cli/format.h"
 #include "cli/lines.h"
-#include "cli/ranks.h"
 #include "cli/source.h"
-#include "cli/verify.h"
+#include "run/batch.h"
+#include "run/ranks.h"
+#include "run/verify.h"
 
 namespace switchyard::cli {
+
+using run::Batch;
+using run::RankOptions;
+using run::RunResult;
+using run::Verification;
 
 // The machine's rates that a pass on the CPU is compared with.
 struct MachineRates {

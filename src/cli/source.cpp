@@ -3,9 +3,10 @@
 #include <algorithm>
 
 #include "base/host_memory.h"
+#include "base/names.h"
 #include "base/printable.h"
-#include "cli/machine.h"
 #include "cli/progress.h"
+#include "machine/host.h"
 #include "model/generate.h"
 #include "model/model_table.h"
 
@@ -83,7 +84,7 @@ void require_memory(const std::string& name, std::uint64_t bytes, int num_proces
       ErrorCode::kCapacityExceeded,
       fmt::format("the weights of {} in {} need {}{}, but {} of memory are available; scale "
                   "the layer down with --experts, --hidden or --intermediate{}{}",
-                  name, dtype_argument(dtype), format_bytes(static_cast<double>(needed)), each,
+                  name, short_name(dtype), format_bytes(static_cast<double>(needed)), each,
                   format_bytes(static_cast<double>(available)),
                   dtype == DType::kF8E4M3 ? "" : ", store it in --dtype fp8", share));
 }
@@ -105,7 +106,7 @@ Source generate(const SourceOptions& options, int num_processes, bool show_progr
   if (config.vocab_size > 0) generation.vocabulary = config.vocab_size;
   require_memory(source.name, generated_bytes(source.spec, dtype, generation.vocabulary),
                  num_processes, dtype);
-  generation.num_threads = std::max(1, hardware_threads() / num_processes);
+  generation.num_threads = std::max(1, machine::hardware_threads() / num_processes);
   ProgressBar bar("generating weights", show_progress);
   generation.progress = [&bar](std::uint64_t done, std::uint64_t total) {
     bar.update(done, total);

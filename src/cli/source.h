@@ -8,10 +8,11 @@
 
 #include "cli/arguments.h"
 #include "model/config.h"
-#include "switchyard/layer_spec.h"
-#include "switchyard/weights.h"
+#include "run/source.h"
 
 namespace switchyard::cli {
+
+using run::Source;
 
 struct SourceOptions {
   std::string checkpoint;
@@ -24,15 +25,6 @@ struct SourceOptions {
 
 // --experts, --top-k, --hidden, --intermediate.
 void add_override_options(CLI::App& app, ConfigOverrides& overrides);
-
-struct Source {
-  std::string name;    // "olmoe, layer 0"
-  std::string origin;  // "generated with seed 0"
-  LayerSpec spec;
-  MoeWeights weights;
-  DType dtype = DType::kBF16;  // of the expert weights
-  std::uint64_t bytes = 0;     // of the expert weights, all experts
-};
 
 // `num_processes` processes of this host load the same source at the same time, each into memory of
 // its own unless it is a checkpoint. Throws Error{kInvalidArgument} for options that contradict

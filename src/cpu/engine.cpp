@@ -17,6 +17,7 @@
 #include "cpu/core_lease.h"
 #include "cpu/pace.h"
 #include "cpu/processor.h"
+#include "cpu/products.h"
 #include "cpu/scheduler.h"
 #include "cpu/thread_trace.h"
 #include "cpu/worker_pool.h"
@@ -206,7 +207,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   layer_.compute = resolve_compute(weights, options.compute);
   layer_.value = value_type(layer_.compute);
   // bf16 has no room for a code times its scale.
-  layer_.gemm = layer_.compute == DType::kBF16 && has_native_bf16() ? DType::kBF16 : DType::kF32;
+  layer_.gemm = gemm_dtype(layer_.compute);
 
   const auto max_tokens = static_cast<std::uint64_t>(options.max_tokens);
   protocol::Heap::Shape shape;

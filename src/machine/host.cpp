@@ -1,4 +1,4 @@
-#include "cli/machine.h"
+#include "machine/host.h"
 
 #include <fmt/format.h>
 #include <sys/socket.h>
@@ -16,7 +16,7 @@
 
 #include "switchyard/error.h"
 
-namespace switchyard::cli {
+namespace switchyard::machine {
 namespace {
 
 namespace fs = std::filesystem;
@@ -85,4 +85,4 @@ std::string own_executable() {
   return path.string();
 }
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::machine

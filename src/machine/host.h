@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-namespace switchyard::cli {
+namespace switchyard::machine {
 
 std::string cpu_name();
 int hardware_threads();
@@ -21,4 +21,4 @@ std::string nvidia_device();
 // The path of the running executable.
 std::string own_executable();
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::machine

@@ -1,4 +1,4 @@
-#include "cli/measure.h"
+#include "machine/host_rates.h"
 
 #include <algorithm>
 #include <atomic>
@@ -12,11 +12,9 @@
 #include <random>
 
 #include "base/threads.h"
-#include "cpu/pass.h"
 #include "cpu/tile_gemm.h"
-#include "protocol/partition.h"
 
-namespace switchyard::cli {
+namespace switchyard::machine {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -41,26 +39,6 @@ void run_threads(int count, const std::function<void(int)>& body) {
   guarded(0);
   threads.join();
   if (failure) std::rethrow_exception(failure);
-}
-
-void add_matrix(int weight_rows, int weight_cols, int n, int rows, int copies,
-                std::vector<TileProduct>& products) {
-  const int step = cpu::rows_per_task(weight_cols);
-  for (int first = 0; first < weight_rows; first += step) {
-    const int m = std::min(step, weight_rows - first);
-    products.insert(products.end(), static_cast<std::size_t>(copies), {m, n, weight_cols, rows});
-  }
-}
-
-void add_ffn(const LayerSpec& spec, int intermediate, std::int64_t tokens,
-             protocol::TileShape shape, std::vector<TileProduct>& products) {
-  const protocol::TokenTiles tiles(static_cast<std::uint32_t>(tokens), shape);
-  for (std::uint32_t t = 0; t < tiles.count; ++t) {
-    const int rows = static_cast<int>(tiles.end(t) - tiles.begin(t));
-    const int n = protocol::round_up(rows, shape.granule);
-    add_matrix(intermediate, spec.hidden, n, rows, spec.activation.gated ? 2 : 1, products);
-    add_matrix(spec.hidden, intermediate, n, rows, 1, products);
-  }
 }
 
 // One thread's operands and library kernels.
@@ -161,26 +139,6 @@ std::uint64_t checksum(ByteRange block) {
 
 }  // namespace
 
-std::vector<TileProduct> layer_products(const LayerSpec& spec,
-                                        std::span<const std::int64_t> tokens_per_expert,
-                                        std::span<const std::int64_t> tokens_per_rank) {
-  std::vector<TileProduct> products;
-  for (const std::int64_t tokens : tokens_per_expert) {
-    add_ffn(spec, spec.intermediate, tokens, protocol::TileShape(), products);
-  }
-  if (spec.shared_intermediate == 0) return products;
-  for (const std::int64_t tokens : tokens_per_rank) {
-    add_ffn(spec, spec.shared_intermediate, tokens, cpu::kOwnTokensShape, products);
-  }
-  return products;
-}
-
-double useful_flops(std::span<const TileProduct> products) {
-  double total = 0;
-  for (const TileProduct& p : products) total += p.useful_flops();
-  return total;
-}
-
 double measure_gemm_rate(std::vector<TileProduct> products, DType dtype, int num_threads,
                          double seconds) {
   if (products.empty()) return 0;
@@ -208,10 +166,6 @@ double measure_gemm_rate(std::vector<TileProduct> products, DType dtype, int num
   double total = 0;
   for (const double f : flops) total += f;
   return total / elapsed;
-}
-
-DType gemm_dtype(DType compute) {
-  return compute == DType::kBF16 && cpu::has_native_bf16() ? DType::kBF16 : DType::kF32;
 }
 
 std::vector<ByteRange> touched_weights(const MoeWeights& weights,
@@ -263,4 +217,4 @@ double measure_read_rate(std::span<const ByteRange> ranges, int num_threads, dou
   return static_cast<double>(bytes) / *std::min_element(times.begin() + 1, times.end());
 }
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::machine

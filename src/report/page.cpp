@@ -18,7 +18,7 @@ Json or_null(const std::optional<T>& value) {
   return value ? Json(*value) : Json(nullptr);
 }
 
-Json to_json(const Row& row) {
+Json page_json(const Row& row) {
   Json json = {{"model", row.model},
                {"hidden", row.hidden},
                {"intermediate", row.intermediate},
@@ -51,7 +51,7 @@ Json to_json(const Row& row) {
   return json;
 }
 
-Json to_json(const Published& series) {
+Json page_json(const Published& series) {
   return {{"rival", series.rival},
           {"source", series.source},
           {"model", series.model},
@@ -62,7 +62,7 @@ Json to_json(const Published& series) {
 }
 
 // A slice is ten numbers in a row, starts as differences: objects would be five times as long.
-Json to_json(const Track& track) {
+Json page_json(const Track& track) {
   Json numbers = Json::array();
   std::int64_t before = 0;
   for (const Slice& s : track.slices) {
@@ -76,12 +76,12 @@ Json to_json(const Track& track) {
   return {{"rank", track.rank}, {"id", track.id}, {"name", track.name}, {"slices", numbers}};
 }
 
-Json to_json(const Timeline& timeline, const std::string& file) {
+Json page_json(const Timeline& timeline, const std::string& file) {
   Json ranks = Json::array(), tracks = Json::array(), totals = Json::array();
   for (const RankName& rank : timeline.ranks) {
     ranks.push_back({{"rank", rank.rank}, {"name", rank.name}});
   }
-  for (const Track& track : timeline.tracks) tracks.push_back(to_json(track));
+  for (const Track& track : timeline.tracks) tracks.push_back(page_json(track));
   for (const NameTotal& total : timeline.totals) {
     totals.push_back({{"rank", total.rank},
                       {"name", total.name},
@@ -105,11 +105,11 @@ Json data_of(const PageInput& input, std::span<const Suite> suites) {
   Json json_suites = Json::array();
   for (const Suite& suite : suites) {
     Json rows = Json::array();
-    for (const Row* row : suite.rows) rows.push_back(to_json(*row));
+    for (const Row* row : suite.rows) rows.push_back(page_json(*row));
     json_suites.push_back({{"name", suite.name}, {"rows", rows}});
   }
   Json published = Json::array();
-  for (const Published& series : input.published) published.push_back(to_json(series));
+  for (const Published& series : input.published) published.push_back(page_json(series));
   return {
       {"roofs",
        {{"read_bytes_per_second", input.roofs.read_bytes_per_second},
@@ -118,7 +118,7 @@ Json data_of(const PageInput& input, std::span<const Suite> suites) {
           {"fp8", input.roofs.fp8_flops_per_second}}}}},
       {"suites", json_suites},
       {"published", published},
-      {"timeline", input.timeline ? to_json(*input.timeline, input.trace_file) : Json(nullptr)}};
+      {"timeline", input.timeline ? page_json(*input.timeline, input.trace_file) : Json(nullptr)}};
 }
 
 std::string cell(const std::string& text) { return "<td>" + escape_html(text) + "</td>"; }

@@ -8,10 +8,14 @@
 #include <string_view>
 #include <vector>
 
-#include "report/rows.h"
 #include "report/timeline.h"
+#include "results/published.h"
+#include "results/row.h"
 
 namespace switchyard::report {
+
+using results::Published;
+using results::Row;
 
 // The rates that the floors of the rows are made of.
 struct Roofs {

@@ -6,9 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "report/rows.h"
+#include "results/row.h"
 
 namespace switchyard::report {
+
+using results::Row;
 
 // A geometric mean and the point that does worst; of `points` of the suite's rows.
 struct Ratio {

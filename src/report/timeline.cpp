@@ -12,6 +12,8 @@
 
 #include "base/json_text.h"
 #include "base/printable.h"
+#include "base/read_file.h"
+#include "switchyard/error.h"
 
 namespace switchyard::report {
 namespace {
@@ -20,6 +22,8 @@ using Json = nlohmann::json;
 
 // Beyond ten years a time is not one, and nanoseconds leave 64 bits.
 constexpr double kMostMicroseconds = 3.2e14;
+// The largest trace of a pass has 100 MB.
+constexpr std::uint64_t kMostFileBytes = std::uint64_t{1} << 30;
 
 class TimelineReader {
  public:
@@ -274,7 +278,7 @@ Timeline parse_timeline(std::string_view text, const std::string& source, std::s
 }
 
 Timeline read_timeline(const std::filesystem::path& path) {
-  return parse_timeline(read_file(path), path.string());
+  return parse_timeline(read_named(path, kMostFileBytes), path.string());
 }
 
 }  // namespace switchyard::report

@@ -7,8 +7,6 @@
 #include <string_view>
 #include <vector>
 
-#include "report/rows.h"
-
 namespace switchyard::report {
 
 // A rank is a process of the file, by its number there: 'switchyard trace' counts them from 1.

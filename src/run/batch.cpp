@@ -1,4 +1,6 @@
-#include "cli/batch.h"
+#include "run/batch.h"
+
+#include <fmt/format.h>
 
 #include <cstring>
 #include <limits>
@@ -6,9 +8,10 @@
 #include "base/printable.h"
 #include "model/random_tensor.h"
 #include "model/safetensors.h"
+#include "switchyard/error.h"
 #include "switchyard/routing.h"
 
-namespace switchyard::cli {
+namespace switchyard::run {
 namespace {
 
 constexpr std::int64_t kDefaultTokens = 1024;
@@ -230,4 +233,4 @@ std::vector<std::int64_t> all_share_sizes(std::int64_t tokens, int num_ranks) {
   return sizes;
 }
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::run

@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "cli/source.h"
+#include "run/source.h"
 #include "switchyard/tensor.h"
 
-namespace switchyard::cli {
+namespace switchyard::run {
 
 struct BatchOptions {
   std::int64_t tokens = 0;  // 0: not given
@@ -50,4 +50,4 @@ inline std::int64_t largest_share(std::int64_t tokens, int num_ranks) {
 }
 std::vector<std::int64_t> all_share_sizes(std::int64_t tokens, int num_ranks);
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::run

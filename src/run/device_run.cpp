@@ -1,10 +1,10 @@
-#include "cli/device_run.h"
+#include "run/device_run.h"
 
 #include <span>
 
 #include "gpu/device.h"
 
-namespace switchyard::cli {
+namespace switchyard::run {
 namespace {
 
 template <typename T>
@@ -108,4 +108,4 @@ std::vector<double> time_passes_on_device(World& world, MoeLayer& layer, const F
   return times;
 }
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::run

@@ -6,7 +6,7 @@
 #include "switchyard/layer.h"
 #include "switchyard/world.h"
 
-namespace switchyard::cli {
+namespace switchyard::run {
 
 // Collective over the world, for a layer on the current device. `input` and `output` are in host
 // memory: the one is copied to the device, the results of the last pass to the other. Returns the
@@ -15,4 +15,4 @@ namespace switchyard::cli {
 std::vector<double> time_passes_on_device(World& world, MoeLayer& layer, const ForwardInput& input,
                                           const ForwardOutput& output, int repeat);
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::run

@@ -1,15 +1,15 @@
-#include "cli/devices.h"
+#include "run/devices.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 
+#include "base/numbers.h"
 #include "base/printable.h"
-#include "cli/format.h"
 #include "gpu/device.h"
 #include "switchyard/error.h"
 
-namespace switchyard::cli {
+namespace switchyard::run {
 
 RankDevice rank_device(int local_rank, int num_ranks, std::optional<int> reserved_sms) {
   const int num_devices = gpu::device_count();
@@ -54,4 +54,4 @@ std::string describe_devices(const RankDevice& of_one_rank, int num_ranks) {
                      num_ranks == 1 ? "" : " for each rank");
 }
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::run

@@ -6,7 +6,7 @@
 
 #include "fabric/environment.h"
 
-namespace switchyard::cli {
+namespace switchyard::run {
 
 struct RankDevice {
   int device = 0;
@@ -30,4 +30,4 @@ int local_rank(const EnvironmentLookup& lookup, int rank);
 // "GPU 0 (NVIDIA H200, 132 of 132 SMs)", "GPUs 0 to 3 (NVIDIA H200, 66 of 132 SMs for each rank)".
 std::string describe_devices(const RankDevice& of_one_rank, int num_ranks);
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::run

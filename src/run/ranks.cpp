@@ -1,4 +1,4 @@
-#include "cli/ranks.h"
+#include "run/ranks.h"
 
 #include <fmt/format.h>
 
@@ -13,15 +13,14 @@
 
 #include "base/host_memory.h"
 #include "base/threads.h"
-#include "cli/device_run.h"
-#include "cli/devices.h"
-#include "cli/machine.h"
 #include "fabric/fabric.h"
 #include "gpu/device.h"
 #include "layer/compute.h"
+#include "run/device_run.h"
+#include "run/devices.h"
 #include "trace/clock.h"
 
-namespace switchyard::cli {
+namespace switchyard::run {
 namespace {
 
 // What a rank tells the others at the end. steady_clock is one clock for all processes of a host.
@@ -311,4 +310,4 @@ std::optional<RunResult> run_as_process(const Source& source, const Batch& batch
   return run_rank(join(), true, source, batch, options);
 }
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::run

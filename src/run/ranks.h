@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
-#include "cli/batch.h"
-#include "cli/source.h"
+#include "run/batch.h"
+#include "run/source.h"
 #include "switchyard/layer.h"
 #include "switchyard/world.h"
 
-namespace switchyard::cli {
+namespace switchyard::run {
 
 struct RankOptions {
   Backend backend = Backend::kCpu;
@@ -79,4 +79,4 @@ RunResult run_as_threads(const Source& source, const Batch& batch, const RankOpt
 std::optional<RunResult> run_as_process(const Source& source, const Batch& batch,
                                         const RankOptions& options);
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::run

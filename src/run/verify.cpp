@@ -1,4 +1,4 @@
-#include "cli/verify.h"
+#include "run/verify.h"
 
 #include <cmath>
 #include <limits>
@@ -9,7 +9,7 @@
 #include "reference/reference.h"
 #include "switchyard/routing.h"
 
-namespace switchyard::cli {
+namespace switchyard::run {
 namespace {
 
 constexpr double kF32Bound = 1e-5;
@@ -181,4 +181,4 @@ Verification verify(const Source& source, const Batch& batch, const RunResult& r
   return verification;
 }
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::run

@@ -4,11 +4,11 @@
 #include <cstdint>
 #include <optional>
 
-#include "cli/batch.h"
-#include "cli/ranks.h"
-#include "cli/source.h"
+#include "run/batch.h"
+#include "run/ranks.h"
+#include "run/source.h"
 
-namespace switchyard::cli {
+namespace switchyard::run {
 
 struct Verification {
   DType compute =
@@ -34,4 +34,4 @@ struct Verification {
 Verification verify(const Source& source, const Batch& batch, const RunResult& result,
                     DType compute);
 
-}  // namespace switchyard::cli
+}  // namespace switchyard::run

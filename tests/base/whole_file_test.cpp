@@ -1,6 +1,9 @@
 #include "base/whole_file.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -80,6 +83,29 @@ TEST(WriteCheckpoint, DoesNotWriteIntoDirectoriesThatOthersHavePut) {
   EXPECT_FALSE(fs::is_symlink(target));
   EXPECT_TRUE(fs::exists(target / "config.json"));
   EXPECT_TRUE(fs::is_empty(directory / "trap"));
+}
+
+TEST(WholeFile, WritingThatFailsLeavesTheOldFile) {
+  const test::TemporaryDirectory directory;
+  const auto path = directory / "page";
+  test::write_file(path, "old");
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::signal(SIGXFSZ, SIG_IGN);
+    const rlimit small{16, 16};
+    ::setrlimit(RLIMIT_FSIZE, &small);
+    try {
+      write_whole(path, std::string(1000, 'x'));
+    } catch (const Error& error) {
+      ::_exit(error.code() == ErrorCode::kSystem ? 7 : 1);
+    }
+    ::_exit(0);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(WEXITSTATUS(status), 7);
+  EXPECT_EQ(contents(path), "old");
+  EXPECT_EQ(std::distance(fs::directory_iterator(directory.path()), fs::directory_iterator()), 1);
 }
 
 }  // namespace

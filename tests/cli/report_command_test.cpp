@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 
 #include "cli/command.h"
+#include "results/rows_of_tests.h"
 
 namespace switchyard::cli {
 namespace {
@@ -126,6 +127,42 @@ TEST_F(ReportCommand, AFailureLeavesTheOldPage) {
   const std::string page = file("page.html", "old");
   EXPECT_EQ(run_switchyard({"report", file("rows.json", "[]"), "-o", page}).exit_code, 2);
   EXPECT_EQ(read_file(page), "old");
+}
+
+nlohmann::json row_of_gpu(const std::string& gpu) {
+  nlohmann::json row = results::good_row();
+  row["machine"] = gpu + ", 132 SMs, CUDA 13.0";
+  return row;
+}
+
+// The roofs in a page's data.
+std::string roofs_in(const std::string& page) {
+  const std::size_t begin = page.find("\"roofs\":");
+  return begin == std::string::npos ? "" : page.substr(begin, 120);
+}
+
+// A roofline of another GPU's roofs would be wrong for every point.
+TEST_F(ReportCommand, RoofsAreThoseOfTheRowsGpu) {
+  const std::string h200 =
+      file("h200.json", nlohmann::json::array({row_of_gpu("NVIDIA H200")}).dump());
+  const std::string h100 =
+      file("h100.json", nlohmann::json::array({row_of_gpu("NVIDIA H100 80GB HBM3")}).dump());
+  const std::string facts = file("facts.json", R"({"gpu": "NVIDIA H100 80GB HBM3", "roofs": {
+      "launch_us": {"value": 6, "source": "a test"},
+      "read_gb_per_s": {"value": 2900, "source": "a test"}}})");
+  const std::string page = path("page.html");
+  const auto made = [&](const Arguments& arguments) {
+    const Completed done = run_switchyard(join(join({"report"}, arguments), {"-o", page}));
+    EXPECT_EQ(done.exit_code, 0) << done.err;
+    return roofs_in(read_file(page));
+  };
+  EXPECT_THAT(made({h200}), HasSubstr("4600000000000.0"));
+  EXPECT_THAT(made({h100}), HasSubstr("\"read_bytes_per_second\":0.0"));
+  EXPECT_THAT(made({h100, "--machine-facts", facts}), HasSubstr("2900000000000.0"));
+  std::filesystem::remove(page);
+  expect_refused({h200, "--machine-facts", facts}, "invalid_argument",
+                 {"'NVIDIA H100 80GB HBM3'", "NVIDIA H200"});
+  expect_refused({h100, "--machine-facts", h200}, "invalid_file", {"h200.json", "not an object"});
 }
 
 }  // namespace

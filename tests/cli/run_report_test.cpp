@@ -6,6 +6,9 @@
 namespace switchyard::cli {
 namespace {
 
+using run::make_batch;
+using run::run_as_threads;
+
 using ::testing::HasSubstr;
 using ::testing::Not;
 

@@ -1,53 +1,18 @@
-#include "cli/measure.h"
+#include "machine/host_rates.h"
 
 #include <gtest/gtest.h>
 
 #include <set>
 
 #include "base/host_memory.h"
-#include "cli/batch.h"
-#include "cli/machine.h"
+#include "machine/host.h"
 #include "model/generate.h"
 #include "support/specs.h"
 
-namespace switchyard::cli {
+namespace switchyard::machine {
 namespace {
 
-// The columns of h are not a multiple of a task's rows.
 LayerSpec small_spec() { return testing::spec_of(96, 700, 4, 2); }
-
-double ffn_flops(int hidden, int intermediate, double tokens) {
-  return 2.0 * 3 * hidden * intermediate * tokens;
-}
-
-TEST(LayerProducts, CountTheFlopsOfTheLayer) {
-  const LayerSpec spec = small_spec();
-  const std::vector<std::int64_t> counts = {0, 1, 129, 300};
-  const auto products = layer_products(spec, counts, std::vector<std::int64_t>{200, 230});
-  EXPECT_DOUBLE_EQ(useful_flops(products), ffn_flops(96, 700, 430));
-  for (const TileProduct& p : products) {
-    EXPECT_EQ(p.n % 16, 0);
-    EXPECT_LE(p.n, 128);
-    EXPECT_LE(p.rows, p.n);
-    EXPECT_GT(p.rows, 0);
-  }
-}
-
-TEST(LayerProducts, IncludeTheSharedExpertOfEveryRank) {
-  LayerSpec spec = small_spec();
-  spec.shared_intermediate = 64;
-  const auto products =
-      layer_products(spec, std::vector<std::int64_t>{10, 0, 0, 0}, std::vector<std::int64_t>{3, 4});
-  EXPECT_DOUBLE_EQ(useful_flops(products), ffn_flops(96, 700, 10) + ffn_flops(96, 64, 7));
-}
-
-TEST(LayerProducts, PlainFfnsHaveNoGate) {
-  LayerSpec spec = small_spec();
-  spec.activation.gated = false;
-  const auto products =
-      layer_products(spec, std::vector<std::int64_t>{5, 0, 0, 0}, std::vector<std::int64_t>{5});
-  EXPECT_DOUBLE_EQ(useful_flops(products), ffn_flops(96, 700, 5) * 2 / 3);
-}
 
 TEST(TouchedWeights, AreThoseOfThePickedExperts) {
   const LayerSpec spec = small_spec();
@@ -72,7 +37,7 @@ TEST(TouchedWeights, InterleavedMatricesAreReadOnce) {
 
 TEST(MeasuredRates, ArePositiveAndSane) {
   const TileProduct product{64, 16, 64, 16};
-  for (const DType dtype : {gemm_dtype(DType::kBF16), DType::kF32}) {
+  for (const DType dtype : {cpu::gemm_dtype(DType::kBF16), DType::kF32}) {
     const double rate = measure_gemm_rate({product}, dtype, 2, 0.02);
     EXPECT_GT(rate, 1e6);
     EXPECT_LT(rate, 1e16);
@@ -93,21 +58,6 @@ TEST(MeasuredGemmRate, CountsOnlyWantedRows) {
   EXPECT_LT(mostly_padding, full / 4);
 }
 
-TEST(Shares, CoverAllTokensOnce) {
-  for (const std::int64_t tokens : {1, 5, 64, 1023}) {
-    for (const int ranks : {1, 3, 8}) {
-      std::int64_t next = 0;
-      for (int r = 0; r < ranks; ++r) {
-        const Share share = share_of(tokens, r, ranks);
-        EXPECT_EQ(share.first, next);
-        EXPECT_LE(share.count, largest_share(tokens, ranks));
-        next += share.count;
-      }
-      EXPECT_EQ(next, tokens);
-    }
-  }
-}
-
 TEST(Machine, KnowsItself) {
   EXPECT_GT(hardware_threads(), 0);
   EXPECT_GT(host_memory().total, std::uint64_t{1} << 20);
@@ -115,8 +65,8 @@ TEST(Machine, KnowsItself) {
   EXPECT_GT(peak_resident_bytes(), std::uint64_t{1} << 20);
   const std::set<std::string> policies = {"always", "madvise", "never", "unknown"};
   EXPECT_EQ(policies.count(huge_page_policy()), 1u);
-  EXPECT_NE(own_executable().find("cli_parts_test"), std::string::npos);
+  EXPECT_NE(own_executable().find("machine_test"), std::string::npos);
 }
 
 }  // namespace
-}  // namespace switchyard::cli
+}  // namespace switchyard::machine

@@ -6,10 +6,14 @@
 #include <nlohmann/json.hpp>
 #include <regex>
 
-#include "report/rows_of_tests.h"
+#include "results/rows_of_tests.h"
 
 namespace switchyard::report {
 namespace {
+
+using results::good_row;
+using results::good_row_with;
+using results::parse_rows;
 
 using ::testing::HasSubstr;
 using ::testing::Not;

@@ -26,8 +26,8 @@ TEST(ReportSummary, GeometricMeansAndWorstPoints) {
   std::vector<Row> rows = {row_of("a", 1, 20), row_of("a", 2, 80), row_of("a", 3, 30)};
   rows[0].floor_us = 20;
   rows[1].floor_us = 20;  // times over floor 1, 4; the third has none
-  rows[1].rival = Rival{.name = "torch", .median_us = 160};
-  rows[2].rival = Rival{.name = "torch", .median_us = 15};  // speed-ups 2, 1/2
+  rows[1].rival = results::Rival{.name = "torch", .median_us = 160};
+  rows[2].rival = results::Rival{.name = "torch", .median_us = 15};  // speed-ups 2, 1/2
   const std::vector<Suite> suites = suites_of(rows);
   ASSERT_EQ(suites.size(), 1u);
   ASSERT_TRUE(suites[0].time_over_floor.has_value());

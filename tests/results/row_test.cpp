@@ -1,13 +1,14 @@
 // What files of rows may be, and how everything else is refused.
-#include "report/rows.h"
+#include "results/row.h"
 
 #include <gmock/gmock.h>
 
 #include "model/errors.h"
 #include "model/temporary_directory.h"
-#include "report/rows_of_tests.h"
+#include "results/published.h"
+#include "results/rows_of_tests.h"
 
-namespace switchyard::report {
+namespace switchyard::results {
 namespace {
 
 using nlohmann::json;
@@ -17,7 +18,7 @@ using ::testing::Pair;
 
 Row parsed(const json& row) { return parse_rows(json::array({row}).dump(), "rows.json").at(0); }
 
-TEST(ReportRows, AreReadWhole) {
+TEST(ResultRows, AreReadWhole) {
   const Row row = parsed(good_row());
   EXPECT_EQ(row.suite, "one_gpu_bf16");
   EXPECT_EQ(row.machine, "NVIDIA H200, 132 SMs, CUDA 13.0");
@@ -48,7 +49,7 @@ TEST(ReportRows, AreReadWhole) {
   EXPECT_THAT(row.expert_load, ElementsAre(0, 0.5, 2.5));
 }
 
-TEST(ReportRows, OlderAndFloorlessRowsLackFields) {
+TEST(ResultRows, OlderAndFloorlessRowsLackFields) {
   json row = good_row();
   for (const char* field : {"compute", "routing", "beta_reached", "expert_load"}) row.erase(field);
   for (const char* field : {"floor_us", "rival", "rival_us"}) row[field] = nullptr;
@@ -62,7 +63,7 @@ TEST(ReportRows, OlderAndFloorlessRowsLackFields) {
   EXPECT_EQ(parsed(good_row_with("date", "2026-11-20")).date, "2026-11-20");
 }
 
-TEST(ReportRows, WhatIsNoListOfRowsIsRefused) {
+TEST(ResultRows, WhatIsNoListOfRowsIsRefused) {
   const auto refused = [](const std::string& text, std::initializer_list<const char*> parts) {
     EXPECT_ERROR(parse_rows(text, "a.json"), ErrorCode::kInvalidFile, "a.json");
     test::expect_error([&] { parse_rows(text, "a.json"); }, ErrorCode::kInvalidFile, parts);
@@ -80,7 +81,7 @@ TEST(ReportRows, WhatIsNoListOfRowsIsRefused) {
   refused(R"({"context": {}, "benchmarks": []})", {"Google Benchmark"});
 }
 
-TEST(ReportRows, EveryFieldIsRequired) {
+TEST(ResultRows, EveryFieldIsRequired) {
   for (const char* field :
        {"suite",  "machine",         "commit",        "command",   "model",
         "hidden", "intermediate",    "experts",       "top_k",     "dtype",
@@ -95,7 +96,7 @@ TEST(ReportRows, EveryFieldIsRequired) {
   }
 }
 
-TEST(ReportRows, EveryFieldHasItsDomain) {
+TEST(ResultRows, EveryFieldHasItsDomain) {
   const std::vector<std::pair<const char*, json>> cases = {
       {"suite", ""},
       {"machine", 3},
@@ -138,7 +139,7 @@ TEST(ReportRows, EveryFieldHasItsDomain) {
   }
 }
 
-TEST(ReportRows, OfAllFilesInOrder) {
+TEST(ResultRows, OfAllFilesInOrder) {
   const test::TemporaryDirectory directory;
   const std::filesystem::path paths[] = {directory / "a.json", directory / "b.json"};
   test::write_file(paths[0], json::array({good_row(), good_row_with("tokens_per_rank", 8)}).dump());
@@ -149,7 +150,7 @@ TEST(ReportRows, OfAllFilesInOrder) {
   EXPECT_EQ(rows[2].tokens_per_rank, 1);
 }
 
-TEST(ReportRows, APointIsThereOnce) {
+TEST(ResultRows, APointIsThereOnce) {
   const test::TemporaryDirectory directory;
   const std::filesystem::path paths[] = {directory / "a.json", directory / "b.json"};
   test::write_file(paths[0], json::array({good_row()}).dump());
@@ -159,7 +160,7 @@ TEST(ReportRows, APointIsThereOnce) {
                "512 tokens", "only one");
 }
 
-TEST(ReportRows, WhatOthersPublish) {
+TEST(ResultRows, WhatOthersPublish) {
   const json good = {{"rival", "another"}, {"source", "a paper"},
                      {"model", "olmoe"},   {"experts", 64},
                      {"ranks", 8},         {"time_us", {{"64", 30}, {"8", 20.5}}}};
@@ -191,7 +192,7 @@ TEST(ReportRows, WhatOthersPublish) {
   }
 }
 
-TEST(ReportRows, FilesThatAreNotThere) {
+TEST(ResultRows, FilesThatAreNotThere) {
   const test::TemporaryDirectory directory;
   const std::filesystem::path absent[] = {directory / "none.json"};
   EXPECT_ERROR(read_rows(absent), ErrorCode::kInvalidFile, "none.json", "check its name");
@@ -200,4 +201,4 @@ TEST(ReportRows, FilesThatAreNotThere) {
 }
 
 }  // namespace
-}  // namespace switchyard::report
+}  // namespace switchyard::results

@@ -3,7 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
-namespace switchyard::report {
+namespace switchyard::results {
 
 inline nlohmann::json good_row() {
   return {{"suite", "one_gpu_bf16"},
@@ -44,4 +44,4 @@ inline nlohmann::json good_row_with(const char* field, const nlohmann::json& val
   return row;
 }
 
-}  // namespace switchyard::report
+}  // namespace switchyard::results

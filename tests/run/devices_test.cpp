@@ -1,5 +1,5 @@
 // Which GPU a rank uses, as far as that can be told without one.
-#include "cli/devices.h"
+#include "run/devices.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 
 #include "switchyard/error.h"
 
-namespace switchyard::cli {
+namespace switchyard::run {
 namespace {
 
 TEST(Devices, RanksOfOneGpuFitOnItTogether) {
@@ -53,4 +53,4 @@ TEST(Devices, LocalRankIsTheLaunchers) {
 }
 
 }  // namespace
-}  // namespace switchyard::cli
+}  // namespace switchyard::run

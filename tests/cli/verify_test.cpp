@@ -1,15 +1,25 @@
 // That --verify notices what it is there to notice: results are spoilt after the run.
-#include "cli/verify.h"
+#include "run/verify.h"
 
 #include <gtest/gtest.h>
 
 #include <cstring>
 
+#include "cli/source.h"
 #include "layer/compute.h"
 #include "switchyard/routing.h"
 
 namespace switchyard::cli {
 namespace {
+
+using run::Batch;
+using run::BatchOptions;
+using run::make_batch;
+using run::RankOptions;
+using run::run_as_threads;
+using run::RunResult;
+using run::Verification;
+using run::verify;
 
 struct FinishedRun {
   Source source;

@@ -1,0 +1,73 @@
+// All points of a plan, measured one after the other, and the rival on the same points.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bench/floor.h"
+#include "bench/measure.h"
+#include "bench/suite.h"
+#include "bench/torch.h"
+#include "results/row.h"
+
+namespace switchyard::bench {
+
+struct SessionOptions {
+  BenchPlan plan;
+  MeasureOptions measure;
+  std::uint64_t seed = 0;                  // of weights and activations
+  std::optional<TorchOptions> torch;       // the rival, if there is to be one
+  std::string commit, command;             // to note in the rows
+  std::optional<machine::GpuFacts> facts;  // MeasureOptions::backend is kCuda: given for this run
+};
+
+// Who is told how a session goes, one call at a time. generating() may come from another thread
+// than the rest.
+class Observer {
+ public:
+  virtual ~Observer() = default;
+  virtual void generating(const std::string& model, std::uint64_t done, std::uint64_t total) = 0;
+  virtual void measuring(std::uint64_t done_points, std::uint64_t all_points) = 0;
+  virtual void measured(const results::Row& row) = 0;
+  // What was measured so far is to be kept: a layer is done, or the rival is.
+  virtual void keep(const std::vector<results::Row>& rows) = 0;
+  // A point is wrong, or a layer or the rival failed; the session goes on.
+  virtual void failed(const std::string& what, const std::string& problem) = 0;
+  virtual void note(const std::string& text) = 0;
+  virtual void rival_begins() = 0;
+};
+
+class Session {
+ public:
+  // Throws what choose_floor() throws.
+  Session(SessionOptions options, Observer& observer);
+  ~Session();
+
+  const std::string& machine() const { return machine_; }
+  // Why rows have no floor; empty where they have one, and on the CPU, which has none.
+  const std::string& why_no_floor() const { return floor_.why_not; }
+
+  // Layers that fail are left out.
+  std::vector<results::Row> run();
+
+ private:
+  void measure_layer(const BenchLayer& layer);
+  results::Row row_of(const BenchLayer& layer, std::int64_t tokens, double beta,
+                      const Measured& measured) const;
+  std::map<std::size_t, TimedRival> run_rival();
+  void add_rivals();
+
+  SessionOptions options_;
+  Observer& observer_;
+  std::string machine_;
+  FloorChoice floor_;
+  std::unique_ptr<TorchJob> job_;
+  std::vector<results::Row> rows_;
+};
+
+}  // namespace switchyard::bench

@@ -1,0 +1,130 @@
+#include "results/fields.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+
+#include "base/json_text.h"
+#include "base/printable.h"
+#include "switchyard/error.h"
+
+namespace switchyard::results {
+namespace {
+
+// The page's numbers are JavaScript's, which has no whole numbers beyond.
+constexpr double kMostWhole = 9007199254740992;  // 2^53
+constexpr std::size_t kMostQuantiles = 64;
+
+// Not finite: there is no such JSON, but a number too large for a double becomes it.
+bool is_time(const Json& value) {
+  return value.is_number() && value.get<double>() > 0 && std::isfinite(value.get<double>());
+}
+
+}  // namespace
+
+void refuse_file(const std::string& source, const std::string& problem, const std::string& remedy) {
+  throw Error(ErrorCode::kInvalidFile,
+              fmt::format("{} {}; {}", printable(source), problem, remedy));
+}
+
+Json parse(std::string_view text, const std::string& source, const char* remedy) {
+  if (const auto at = too_deep_at(text)) {
+    refuse_file(source, fmt::format("nests too deep at byte {}", *at), remedy);
+  }
+  try {
+    return Json::parse(text);
+  } catch (const Json::exception& error) {
+    refuse_file(source, fmt::format("is not JSON ({})", printable(error.what())), remedy);
+  }
+}
+
+FieldReader::FieldReader(const Json& row, const std::string& source, std::size_t number,
+                         const Remedies& remedies)
+    : row_(row), source_(source), number_(number), remedies_(remedies) {
+  if (row.is_object()) return;
+  refuse_file(source, fmt::format("row {}: is not an object, but {}", number, excerpt(row)),
+              remedies.other);
+}
+
+std::string FieldReader::text(const char* field) const {
+  const Json& value = required(field);
+  if (!value.is_string() || value.get_ref<const std::string&>().empty()) {
+    refuse(field, "a text that is not empty");
+  }
+  return value.get<std::string>();
+}
+
+std::int64_t FieldReader::count(const char* field) const {
+  return static_cast<std::int64_t>(whole(field, 1));
+}
+
+double FieldReader::whole(const char* field, double least) const {
+  const Json& value = required(field);
+  const double number = value.is_number() ? value.get<double>() : -1;
+  if (number < least || number > kMostWhole || number != std::floor(number)) {
+    refuse(field, fmt::format("a whole number from {}", least));
+  }
+  return number;
+}
+
+double FieldReader::microseconds(const char* field) const {
+  const Json& value = required(field);
+  if (!is_time(value)) refuse(field, "microseconds, above 0");
+  return value.get<double>();
+}
+
+double FieldReader::at_least_zero(const char* field) const {
+  const Json& value = required(field);
+  const double number = value.is_number() ? value.get<double>() : -1;
+  if (!(number >= 0) || !std::isfinite(number)) refuse(field, "a number from 0");
+  return number;
+}
+
+double FieldReader::share(const char* field) const {
+  const Json& value = required(field);
+  const double number = value.is_number() ? value.get<double>() : -1;
+  if (!(number >= 0 && number <= 1)) refuse(field, "a number from 0 to 1");
+  return number;
+}
+
+std::vector<double> FieldReader::quantiles(const char* field) const {
+  const Json& list = required(field);
+  const std::string wanted =
+      fmt::format("1 to {} ascending numbers, the least not below 0", kMostQuantiles);
+  if (!list.is_array() || list.empty() || list.size() > kMostQuantiles) refuse(field, wanted);
+  std::vector<double> values;
+  for (const Json& element : list) {
+    const double value = element.is_number() ? element.get<double>() : -1;
+    if (!(value >= (values.empty() ? 0 : values.back())) || !std::isfinite(value)) {
+      refuse(field, wanted);
+    }
+    values.push_back(value);
+  }
+  return values;
+}
+
+std::vector<double> FieldReader::all_microseconds(const char* field) const {
+  const Json& list = required(field);
+  const char* const wanted = "a list of microseconds, each above 0";
+  if (!list.is_array()) refuse(field, wanted);
+  std::vector<double> values;
+  for (const Json& element : list) {
+    if (!is_time(element)) refuse(field, wanted);
+    values.push_back(element.get<double>());
+  }
+  return values;
+}
+
+const Json& FieldReader::required(const char* field) const {
+  if (row_.contains(field)) return row_[field];
+  refuse_file(source_, fmt::format("row {}: has no '{}'", number_, field), remedies_.absent);
+}
+
+void FieldReader::refuse(const char* field, const std::string& wanted) const {
+  refuse_file(
+      source_,
+      fmt::format("row {}: '{}' is {}, not {}", number_, field, excerpt(row_[field]), wanted),
+      remedies_.wrong);
+}
+
+}  // namespace switchyard::results

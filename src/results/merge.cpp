@@ -1,0 +1,87 @@
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/file.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "base/posix.h"
+#include "base/read_file.h"
+#include "base/whole_file.h"
+#include "results/list.h"
+#include "results/row.h"
+
+namespace switchyard::results {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kRemedy =
+    "give --json a file that 'switchyard bench --json' wrote, or one that does not exist yet";
+
+// A file's row as text has it, and what it is about. What is not replaced is written as it was.
+struct KeptRow {
+  Json json;
+  std::string point;
+  std::optional<Rival> rival;
+};
+
+std::vector<KeptRow> read_kept(const fs::path& file) {
+  if (is_absent(file)) return {};
+  const std::string source = file.string();
+  Json list = parse(read_text(file, kMostFileBytes), source, kRemedy);
+  const std::vector<Row> rows = rows_of(list, source, kRemedy);
+  std::vector<KeptRow> kept;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    kept.push_back({std::move(list[i]), point_of(rows[i]), rows[i].rival});
+  }
+  return kept;
+}
+
+// A row to a line: differences between versions of the file then show which points changed.
+std::string text_of(const std::vector<KeptRow>& rows) {
+  std::string text;
+  for (const KeptRow& row : rows) {
+    text += text.empty() ? "[\n" : ",\n";
+    // A command line need not be UTF-8, as JSON is.
+    text += row.json.dump(-1, ' ', false, Json::error_handler_t::replace);
+  }
+  return text.empty() ? "[]\n" : text + "\n]\n";
+}
+
+// Held by one process at a time, as long as it lives. Of the directory: a file of rows is replaced,
+// and a lock file would stay. Where the file system has no locks, nothing is lost but the lock.
+class DirectoryLock {
+ public:
+  explicit DirectoryLock(const fs::path& directory)
+      : fd_(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
+    while (fd_ && ::flock(fd_.get(), LOCK_EX) != 0 && errno == EINTR) {
+    }
+  }
+
+ private:
+  UniqueFd fd_;
+};
+
+}  // namespace
+
+void require_mergeable(const fs::path& file) { read_kept(file); }
+
+void merge_rows(const fs::path& file, std::span<const Row> rows, bool keep_rival) {
+  const DirectoryLock lock(fs::absolute(file).parent_path());
+  std::vector<KeptRow> all = read_kept(file);
+  for (Row row : rows) {
+    const std::string point = point_of(row);
+    const auto same = std::find_if(all.begin(), all.end(),
+                                   [&](const KeptRow& old) { return old.point == point; });
+    if (same == all.end()) {
+      all.push_back({to_json(row), point, row.rival});
+      continue;
+    }
+    if (keep_rival && !row.rival) row.rival = same->rival;
+    *same = {to_json(row), point, row.rival};
+  }
+  write_whole(file, text_of(all));
+}
+
+}  // namespace switchyard::results

@@ -1,0 +1,267 @@
+// How rows are written, and what happens to those that a file has.
+#include <gmock/gmock.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+
+#include "model/temporary_directory.h"
+#include "results/example_row.h"
+#include "results/row.h"
+#include "switchyard/error.h"
+
+namespace switchyard::results {
+namespace {
+
+using test::TemporaryDirectory;
+using ::testing::ElementsAre;
+
+std::string contents(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+nlohmann::json rows_of(const std::filesystem::path& path) {
+  return nlohmann::json::parse(contents(path));
+}
+
+std::vector<std::string> names_in(const std::filesystem::path& directory) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+    names.push_back(entry.path().filename().string());
+  }
+  return names;
+}
+
+// Deeper than a parser's stack.
+std::string deep_json() {
+  return R"([{"x":)" + std::string(200'000, '[') + std::string(200'000, ']') + "}]";
+}
+
+TEST(ResultRows, HaveTheFieldsOfTheirFormat) {
+  Row row = example_row(8, 10);
+  nlohmann::ordered_json json = to_json(row);
+  for (const char* field :
+       {"suite",        "machine",      "commit",   "command", "model",   "hidden",
+        "intermediate", "experts",      "top_k",    "dtype",   "ranks",   "tokens_per_rank",
+        "beta",         "median_us",    "p10_us",   "p90_us",  "repeats", "touched_bytes",
+        "flops",        "nvlink_bytes", "floor_us", "rival",   "rival_us"}) {
+    EXPECT_TRUE(json.contains(field)) << field;
+  }
+  EXPECT_TRUE(json["rival"].is_null());
+  EXPECT_TRUE(json["rival_us"].is_null());
+  EXPECT_EQ(json["median_us"], 11);
+  EXPECT_EQ(json["median_us_no_graph"], 20);
+  EXPECT_EQ(json["dtype"], "bf16");
+  EXPECT_EQ(json["repeats"], 3);
+  row.rival = Rival{"torch 1", 100, 99, 101};
+  json = to_json(row);
+  EXPECT_TRUE(json["expert_load"].is_null());
+  row.expert_load = {0.12345, 1.87655};
+  json = to_json(row);
+  EXPECT_EQ(json["expert_load"], nlohmann::json({0.123, 1.877}));
+  EXPECT_EQ(json["rival"], "torch 1");
+  EXPECT_EQ(json["rival_us"], 100);
+}
+
+TEST(ResultRows, MergeReplacesTheSamePointOnly) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "rows.json";
+  Row first = example_row(8, 10);
+  first.rival = Rival{"torch 1", 100, 99, 101};
+  merge_rows(path, std::vector{first, example_row(32, 20)}, false);
+  Row skewed = example_row(8, 30);
+  skewed.beta = 0.5;
+  Row given = example_row(8, 40);
+  given.routing = "given";
+  merge_rows(path, std::vector{example_row(8, 9), skewed, given}, true);
+
+  nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 4u);
+  EXPECT_EQ(rows[0]["median_us"], 10);
+  EXPECT_EQ(rows[0]["rival_us"], 100);  // kept
+  EXPECT_EQ(rows[1]["median_us"], 21);
+  EXPECT_EQ(rows[2]["beta"], 0.5);
+  EXPECT_TRUE(rows[2]["rival_us"].is_null());
+  EXPECT_EQ(rows[3]["routing"], "given");
+
+  merge_rows(path, std::vector{example_row(8, 8)}, false);
+  rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 4u);
+  EXPECT_TRUE(rows[0]["rival_us"].is_null());
+}
+
+TEST(ResultRows, MergeKeepsTypesApart) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "rows.json";
+  // As rows were before they told what they were computed in.
+  nlohmann::ordered_json old = to_json(example_row(8, 10));
+  old.erase("compute");
+  test::write_file(path, nlohmann::ordered_json::array({old}).dump());
+  Row fp8 = example_row(8, 20);
+  fp8.dtype = "fp8";
+  fp8.compute = "fp8";
+  Row expanded = fp8;
+  expanded.compute = "bf16";
+  merge_rows(path, std::vector{example_row(8, 9), fp8, expanded}, false);
+
+  const nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 3u);
+  EXPECT_EQ(rows[0]["median_us"], 10);
+  EXPECT_EQ(rows[0]["compute"], "bf16");
+  EXPECT_EQ(rows[1]["dtype"], "fp8");
+  EXPECT_EQ(rows[1]["compute"], "fp8");
+  EXPECT_EQ(rows[2]["dtype"], "fp8");
+  EXPECT_EQ(rows[2]["compute"], "bf16");
+}
+
+TEST(ResultRows, MergeKeepsRanksApart) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "rows.json";
+  Row two = example_row(8, 20);
+  two.ranks = 2;
+  two.nvlink_bytes = 4096;
+  merge_rows(path, std::vector{example_row(8, 10), two}, false);
+  two.median_us = two.p10_us = two.p90_us = 7;
+  merge_rows(path, std::vector{two}, false);
+
+  const nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_EQ(rows[0]["ranks"], 1);
+  EXPECT_EQ(rows[0]["median_us"], 11);
+  EXPECT_EQ(rows[1]["ranks"], 2);
+  EXPECT_EQ(rows[1]["median_us"], 7);
+  EXPECT_EQ(rows[1]["nvlink_bytes"], 4096);
+}
+
+TEST(ResultRows, MergeKeepsSizesApart) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "rows.json";
+  std::vector<Row> rows(4, example_row(8, 10));
+  rows[1].hidden /= 2;
+  rows[2].intermediate /= 2;
+  rows[3].top_k /= 2;
+  for (const Row& row : rows) merge_rows(path, std::vector{row}, false);
+  EXPECT_EQ(rows_of(path).size(), 4u);
+  merge_rows(path, rows, false);
+  EXPECT_EQ(rows_of(path).size(), 4u);
+}
+
+TEST(ResultRows, MergesAtOnceLoseNothing) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "rows.json";
+  constexpr int kProcesses = 4, kMerges = 25;
+  std::vector<pid_t> children;
+  for (int p = 0; p < kProcesses; ++p) {
+    children.push_back(::fork());
+    if (children.back() != 0) continue;
+    try {
+      for (int i = 0; i < kMerges; ++i) {
+        merge_rows(path, std::vector{example_row(1 + p * kMerges + i, 10)}, false);
+      }
+    } catch (...) {
+      ::_exit(1);
+    }
+    ::_exit(0);
+  }
+  for (const pid_t child : children) {
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+  EXPECT_EQ(rows_of(path).size(), std::size_t{kProcesses * kMerges});
+  EXPECT_THAT(names_in(directory.path()), ElementsAre("rows.json"));
+}
+
+TEST(ResultRows, TextThatIsNotUtf8IsKept) {
+  const TemporaryDirectory directory;
+  Row row = example_row(8, 10);
+  row.commit = "a\xff";
+  merge_rows(directory / "rows.json", std::vector{row}, false);
+  EXPECT_EQ(rows_of(directory / "rows.json")[0]["commit"], "a\ufffd");
+}
+
+TEST(ResultRows, MergeRefusesOtherFiles) {
+  const TemporaryDirectory directory;
+  for (const std::string& text : {std::string("{}"), std::string("[1]"), std::string("not JSON"),
+                                  std::string(), deep_json()}) {
+    test::write_file(directory / "rows.json", text);
+    EXPECT_THROW(merge_rows(directory / "rows.json", std::vector{example_row(8, 10)}, false), Error)
+        << text;
+    EXPECT_EQ(contents(directory / "rows.json"), text);
+  }
+}
+
+// A row that is none would be lost with the next merge, or make every report fail.
+TEST(ResultRows, MergeRefusesRowsThatAreNone) {
+  const TemporaryDirectory directory;
+  nlohmann::ordered_json wrong = to_json(example_row(8, 10));
+  wrong["median_us"] = -1;
+  const std::string text = nlohmann::ordered_json::array({wrong}).dump();
+  test::write_file(directory / "rows.json", text);
+  EXPECT_THROW(require_mergeable(directory / "rows.json"), Error);
+  EXPECT_THROW(merge_rows(directory / "rows.json", std::vector{example_row(32, 10)}, false), Error);
+  EXPECT_EQ(contents(directory / "rows.json"), text);
+}
+
+// Fields of later versions, or a person's own notes.
+TEST(ResultRows, MergeKeepsUnknownFieldsOfOtherPoints) {
+  const TemporaryDirectory directory;
+  nlohmann::ordered_json noted = to_json(example_row(8, 10));
+  noted["note"] = "fan at full speed";
+  test::write_file(directory / "rows.json", nlohmann::ordered_json::array({noted}).dump());
+  merge_rows(directory / "rows.json", std::vector{example_row(32, 10)}, false);
+  const nlohmann::json rows = rows_of(directory / "rows.json");
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_EQ(rows[0]["note"], "fan at full speed");
+}
+
+TEST(ResultRows, AnEmptyListCanBeMergedInto) {
+  const TemporaryDirectory directory;
+  test::write_file(directory / "rows.json", "[]");
+  merge_rows(directory / "rows.json", std::vector{example_row(8, 10)}, false);
+  EXPECT_EQ(rows_of(directory / "rows.json").size(), 1u);
+}
+
+// What is written is what is read: no field has a second owner.
+TEST(ResultRows, AreReadAsTheyWereWritten) {
+  Row row = example_row(8, 10);
+  row.date = "2026-11-20";
+  row.rival = Rival{"torch 1", 100, 99, 101};
+  row.beta_reached = 0.5125;
+  row.experts_hit = 12;
+  row.expert_load = {0, 0.5, 2.5};
+  row.rotation_copies = 2;
+  row.rotation_passes = 8;
+  row.graph_nodes = 1;
+  row.error = 0.001;
+  row.error_bound = 0.004;
+  const nlohmann::ordered_json json = to_json(row);
+  const Row again = parse_rows(nlohmann::ordered_json::array({json}).dump(), "rows.json").at(0);
+  EXPECT_EQ(to_json(again), json);
+  EXPECT_EQ(point_of(again), point_of(row));
+  EXPECT_EQ(json.size(), 39u);  // every field of Row, its rival as four
+}
+
+// The files of this repository, which were written by earlier versions.
+TEST(ResultRows, KeptFilesAreReadWithoutLoss) {
+  std::size_t num_rows = 0;
+  for (const char* name : {"one_gpu_bf16", "one_gpu_fp8", "one_gpu_fp8_more", "one_gpu_thesis",
+                           "ep_bf16", "ep_fp8", "ep_thesis", "products", "products_cold"}) {
+    const std::string path = std::string(SWITCHYARD_RESULTS) + '/' + name + ".json";
+    const std::string text = contents(path);
+    const nlohmann::ordered_json kept = nlohmann::ordered_json::parse(text);
+    const std::vector<Row> rows = parse_rows(text, path);
+    ASSERT_EQ(rows.size(), kept.size());
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      EXPECT_EQ(to_json(rows[i]).dump(), kept[i].dump()) << path << " row " << i + 1;
+    }
+    num_rows += rows.size();
+  }
+  EXPECT_GT(num_rows, 300u);
+}
+
+}  // namespace
+}  // namespace switchyard::results
