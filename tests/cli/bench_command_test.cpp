@@ -108,8 +108,8 @@ TEST(Bench, ARivalThatFailsLeavesTheRows) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "rows.json").string();
   const Completed done =
-      run_switchyard(join(kBench, {"--json", path, "--against", "torch", "--torch-script", __FILE__,
-                                   "--python", "/bin/false"}));
+      run_switchyard(join(kBench, {"--json", path, "--against", "torch", "--torch-script",
+                                   SWITCHYARD_COMMAND, "--python", "/bin/false"}));
   EXPECT_EQ(done.exit_code, 1);
   EXPECT_THAT(done.err, HasSubstr("the rival: "));
   EXPECT_THAT(done.err, HasSubstr("4 of 4 points have no time of the rival"));
@@ -223,8 +223,9 @@ TEST(Bench, RefusesFilesOfRowsBeforeItMeasures) {
 }
 
 TEST(Bench, RivalRefusesLayersThatItCannotCompute) {
-  expect_refused({"--model", "deepseek-v3", "--against", "torch", "--torch-script", __FILE__},
-                 "invalid_argument", {"deepseek-v3", "shared expert"});
+  expect_refused(
+      {"--model", "deepseek-v3", "--against", "torch", "--torch-script", SWITCHYARD_COMMAND},
+      "invalid_argument", {"deepseek-v3", "shared expert"});
 }
 
 TEST(Bench, RefusesRanksThatMakeNoSense) {
@@ -241,9 +242,9 @@ TEST(Bench, RefusesRanksThatMakeNoSense) {
   expect_refused({"--suite", "ep_thesis", "--tokens", "8"}, invalid, {"has 8", "1024"});
   expect_refused({"--suite", "ep_thesis", "--against", "torch"}, invalid,
                  {"--against", "ep_thesis"});
-  expect_refused(
-      {"--model", "olmoe", "--ranks", "2", "--against", "torch", "--torch-script", __FILE__},
-      invalid, {"--ranks is 2", "--against"});
+  expect_refused({"--model", "olmoe", "--ranks", "2", "--against", "torch", "--torch-script",
+                  SWITCHYARD_COMMAND},
+                 invalid, {"--ranks is 2", "--against"});
 }
 
 TEST(Bench, SuitesOverRanksNeedTwoGpus) {
