@@ -26,14 +26,14 @@ TEST(WorkerPool, EveryThreadHasItsPartOfEveryRegion) {
   EXPECT_EQ(sum, 100 * 0x01010101);
 }
 
-// Runs `body` in a process of its own, whose address space has room for some more threads, but not
+// Runs `body` in a process of its own, whose address space has room for dozens more threads, but not
 // for hundreds. False if it returns false or throws.
 bool holds_in_little_memory(const std::function<bool()>& body) {
   const pid_t child = ::fork();
   if (child == 0) {
     std::size_t pages = 0;
     std::ifstream("/proc/self/statm") >> pages;
-    const rlim_t limit = pages * static_cast<std::size_t>(::getpagesize()) + (256u << 20);
+    const rlim_t limit = pages * static_cast<std::size_t>(::getpagesize()) + (1u << 30);
     const rlimit limits{limit, limit};
     bool holds = ::setrlimit(RLIMIT_AS, &limits) == 0;
     try {
