@@ -26,8 +26,8 @@ TEST(WorkerPool, EveryThreadHasItsPartOfEveryRegion) {
   EXPECT_EQ(sum, 100 * 0x01010101);
 }
 
-// Runs `body` in a process of its own, whose address space has room for dozens more threads, but not
-// for hundreds. False if it returns false or throws.
+// Runs `body` in a process of its own, whose address space has room for dozens more threads, but
+// not for hundreds. False if it returns false or throws.
 bool holds_in_little_memory(const std::function<bool()>& body) {
   const pid_t child = ::fork();
   if (child == 0) {
