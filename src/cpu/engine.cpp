@@ -566,13 +566,14 @@ void Engine::place_slots() {
 void Engine::list_tiles() {
   const protocol::ExpertPartition& experts = layer_.heaps.experts;
   pass_.tiles.clear();
-  const auto add = [&](const protocol::TokenTiles& tiles, int expert, std::uint32_t flag) {
+  const auto add = [&](const protocol::TokenTiles& tiles, protocol::TileShape shape, int expert,
+                       std::uint32_t flag) {
     for (std::uint32_t j = 0; j < tiles.count; ++j) {
       Tile tile;
       tile.expert = expert;
       tile.first_row = tiles.begin(j);
       tile.rows = tiles.end(j) - tiles.begin(j);
-      tile.padded = tiles.height;
+      tile.padded = protocol::round_up(tile.rows, static_cast<std::uint32_t>(shape.granule));
       tile.flag = flag + j;
       pass_.tiles.push_back(tile);
     }
@@ -580,9 +581,9 @@ void Engine::list_tiles() {
   pass_.shared_tiles = protocol::TokenTiles(
       spec().shared_intermediate > 0 ? static_cast<std::uint32_t>(pass_.tokens) : 0,
       kOwnTokensShape);
-  add(pass_.shared_tiles, -1, 0);
+  add(pass_.shared_tiles, kOwnTokensShape, -1, 0);
   for (int e = experts.begin(rank()); e < experts.end(rank()); ++e) {
-    add(pass_.placement.tiles_of(e), e, pass_.placement.first_tile(e));
+    add(pass_.placement.tiles_of(e), layer_.tile, e, pass_.placement.first_tile(e));
   }
 
   protocol::Workload& work = pass_.work;

@@ -88,9 +88,7 @@ struct Tile {
   std::int32_t expert = 0;      // global index; unused for the shared expert
   std::uint32_t first_row = 0;  // in the expert's segment; the first token for the shared expert
   std::uint32_t rows = 0;
-  // Rows that are multiplied: all tiles of an expert have one height, a multiple of the matrix
-  // unit's width, so that a row's bits do not depend on its place in the segment.
-  std::uint32_t padded = 0;
+  std::uint32_t padded = 0;  // rows rounded up to the matrix unit's width
   // Where its intermediate activations are, from its first GEMM1 task to its last GEMM2 task.
   std::int32_t intermediate_slot = -1;
   std::uint32_t flag = 0;        // its number among all ranks' tiles; routed tiles only
@@ -164,20 +162,23 @@ inline constexpr std::uint32_t kCombineChunk = 32;   // tokens
 // so that a token's result does not depend on how tokens are dealt to ranks.
 inline constexpr protocol::TileShape kOwnTokensShape{32, 32};
 
-// Calls visit(distance) for every rank of which the routed tile has rows, by its distance.
+// Calls visit(source, its distance) for every rank of which the routed tile has rows.
 template <typename Visit>
 void for_each_source(const LayerState& layer, const Pass& pass, const Tile& tile, Visit&& visit) {
   const std::uint32_t end = tile.first_row + tile.rows;
-  for (int distance = 0; distance < layer.heaps.size(); ++distance) {
-    const std::uint32_t begin = pass.placement.source_begin(tile.expert, distance);
-    const std::uint32_t next = pass.placement.source_begin(tile.expert, distance + 1);
-    if (begin < next && begin < end && next > tile.first_row) visit(distance);
+  for (int source = 0; source < layer.heaps.size(); ++source) {
+    const std::uint32_t begin = pass.placement.source_begin(tile.expert, source);
+    const std::uint32_t next = pass.placement.source_begin(tile.expert, source + 1);
+    if (begin < next && begin < end && next > tile.first_row) {
+      visit(source, static_cast<std::uint32_t>(pass.placement.distance_of(source)));
+    }
   }
 }
 
 // A row of a routed tile: whose it is, and which slot there.
 struct Row {
-  int distance;
+  int source;
+  std::uint32_t distance;  // of the source
   std::uint32_t position;  // in the source's list
   std::uint32_t token, k;
 };
@@ -185,13 +186,13 @@ inline Row row_of(const LayerState& layer, const Pass& pass, const Tile& tile, s
   const std::uint32_t row = tile.first_row + r;
   const auto of_owner = static_cast<std::uint32_t>(tile.expert - layer.first_expert());
   Row result;
-  result.distance = pass.placement.distance_of(tile.expert, row);
-  result.position = row - pass.placement.source_begin(tile.expert, result.distance);
+  result.source = pass.placement.source_of(tile.expert, row);
+  result.distance = static_cast<std::uint32_t>(pass.placement.distance_of(result.source));
+  result.position = row - pass.placement.source_begin(tile.expert, result.source);
   const std::uint32_t entry =
       result.distance == 0
           ? pass.own_entries[of_owner][result.position]
-          : layer.heap.entries(layer.heaps.mine(), of_owner,
-                               static_cast<std::uint32_t>(result.distance))[result.position];
+          : layer.heap.entries(layer.heaps.mine(), of_owner, result.distance)[result.position];
   result.token = protocol::SlotEntry::token(entry);
   result.k = protocol::SlotEntry::k(entry);
   return result;

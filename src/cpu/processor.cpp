@@ -165,7 +165,7 @@ void Processor::gather(Pass& pass, const Tile& tile, std::uint32_t tile_index) {
       from = pass.wire_row(tile.first_row + r);
     } else {
       const Row row = row_of(layer_, pass, tile, r);
-      const auto distance = static_cast<std::uint32_t>(row.distance);
+      const std::uint32_t distance = row.distance;
       const bool own = distance == 0;
       if (!own) pass.note_received(distance, row.token, layer_.heap.max_tokens());
       from = own ? pass.wire_row(row.token)
@@ -312,8 +312,7 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
                           offset;
     } else {
       const Row row = row_of(layer_, pass, tile, r);
-      row_addresses_[r] =
-          layer_.cell(pass.placement.source_at(row.distance), row.token, row.k) + offset;
+      row_addresses_[r] = layer_.cell(row.source, row.token, row.k) + offset;
     }
   }
   kernels_.scatter(product_.data(), f.down_bias.empty() ? nullptr : f.down_bias.data() + first, m,
@@ -326,8 +325,7 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
     protocol::store_release(&tile.finished, std::uint32_t{1});
     return;
   }
-  for_each_source(layer_, pass, tile, [&](int distance) {
-    const int source = pass.placement.source_at(distance);
+  for_each_source(layer_, pass, tile, [&](int source, std::uint32_t distance) {
     layer_.step(Step::kFinished, source, pass.epoch);
     if (distance == 0) {
       protocol::store_release(&tile.finished, std::uint32_t{1});

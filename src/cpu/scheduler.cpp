@@ -11,13 +11,13 @@ std::optional<Missing> Subscriber::missing_rows(const Tile& tile) const {
   std::optional<Missing> missing;
   const std::uint32_t flag = protocol::flag_of(pass_.epoch);
   const auto of_owner = static_cast<std::uint32_t>(tile.expert - layer_.first_expert());
-  for_each_source(layer_, pass_, tile, [&](int distance) {
+  for_each_source(layer_, pass_, tile, [&](int source, std::uint32_t distance) {
     if (missing || distance == 0) return;
     // Acquire: pairs with the source's release in Processor::dispatch; the rows are read after it.
-    const std::uint32_t seen = protocol::load_acquire(
-        layer_.heap.arrived(layer_.heaps.mine(), of_owner, static_cast<std::uint32_t>(distance)));
+    const std::uint32_t seen =
+        protocol::load_acquire(layer_.heap.arrived(layer_.heaps.mine(), of_owner, distance));
     if (seen != flag) {
-      missing = {Phase::kDispatch, pass_.placement.source_at(distance), tile.flag, flag, seen};
+      missing = {Phase::kDispatch, source, tile.flag, flag, seen};
     }
   });
   return missing;

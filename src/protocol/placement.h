@@ -9,7 +9,11 @@
 
 namespace switchyard::protocol {
 
-// One rank's view of a pass.
+// One rank's view of a pass. Rows of an expert stand in the order of their sources, and within a
+// source in that of its tokens: as many ranks as there may be, each row has the place that it has
+// when one rank has all tokens. So its tile has the same shape, and the GEMM library, which chooses
+// instructions by shape, gives it the same bits. (Products of the GPU do not depend on the shape;
+// there the owner's own rows come first: first_row_in_segment().)
 class Placement {
  public:
   Placement() = default;
@@ -29,21 +33,18 @@ class Placement {
     std::uint32_t tiles = 0;
     for (int owner = 0; owner < ranks; ++owner) {
       for (int e = experts_.begin(owner); e < experts_.end(owner); ++e) {
-        std::uint32_t all = 0, before_owner = 0, before_me = 0;
+        std::uint32_t all = 0, before_me = 0;
         for (int s = 0; s < ranks; ++s) {
-          if (s == owner) before_owner = all;
           if (s == rank_) before_me = all;
           all += count(s, e);
         }
         rows_[u(e)] = all;
-        my_first_row_[u(e)] = first_row_in_segment(before_me, before_owner, all, rank_ < owner);
+        my_first_row_[u(e)] = before_me;
         first_tile_[u(e)] = tiles;
         tiles += tiles_of(e).count;
         if (owner != rank_) continue;
         std::uint32_t* const begin = sources(e);
-        for (int distance = 0; distance < ranks; ++distance) {
-          begin[distance + 1] = begin[distance] + count((rank_ + distance) % ranks, e);
-        }
+        for (int s = 0; s < ranks; ++s) begin[s + 1] = begin[s] + count(s, e);
       }
     }
     first_tile_.back() = tiles;
@@ -57,17 +58,19 @@ class Placement {
   // Where this rank's rows begin in the expert's segment.
   std::uint32_t my_first_row(int expert) const { return my_first_row_[u(expert)]; }
 
-  // Of an expert of this rank: where the rows of the rank at that distance begin; at num_ranks: its
-  // number of rows.
-  std::uint32_t source_begin(int expert, int distance) const { return sources(expert)[distance]; }
-  // The last that begins at `row` or before it and is not empty.
-  int distance_of(int expert, std::uint32_t row) const {
+  // Of an expert of this rank: where the source's rows begin; at num_ranks: its number of rows.
+  std::uint32_t source_begin(int expert, int source) const { return sources(expert)[source]; }
+  // Whose row it is.
+  int source_of(int expert, std::uint32_t row) const {
     const std::uint32_t* const begin = sources(expert);
-    int distance = 0;
-    while (begin[distance + 1] <= row) ++distance;
-    return distance;
+    int source = 0;
+    while (begin[source + 1] <= row) ++source;
+    return source;
   }
-  int source_at(int distance) const { return (rank_ + distance) % experts_.num_ranks; }
+  // Of a source from this rank, around the circle of ranks.
+  int distance_of(int source) const {
+    return (source - rank_ + experts_.num_ranks) % experts_.num_ranks;
+  }
 
   std::uint32_t num_tiles_of_all() const { return first_tile_.back(); }
   std::uint32_t num_tiles() const { return first_tile_[u(experts_.end(rank_))] - my_first_tile(); }

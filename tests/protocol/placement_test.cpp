@@ -83,13 +83,13 @@ TEST(Placement, OwnersFindWhatSourcesPlaced) {
         for (std::uint32_t row = 0; row < mine.rows(e); ++row) {
           const auto found = rows.find({e, row});
           ASSERT_NE(found, rows.end()) << "nobody has row " << row << " of expert " << e;
-          const int distance = mine.distance_of(e, row);
-          ASSERT_EQ(mine.source_at(distance), found->second.first);
-          ASSERT_EQ(row - mine.source_begin(e, distance), found->second.second);
+          const int source = mine.source_of(e, row);
+          ASSERT_EQ(source, found->second.first);
+          ASSERT_EQ(row - mine.source_begin(e, source), found->second.second);
+          ASSERT_EQ((owner + mine.distance_of(source)) % ranks, source);
           rows.erase(found);
         }
         ASSERT_EQ(mine.source_begin(e, ranks), mine.rows(e));
-        ASSERT_EQ(mine.source_begin(e, 0), 0u) << "the owner's rows come first";
       }
     }
     ASSERT_TRUE(rows.empty()) << "rows beyond a segment's end";
