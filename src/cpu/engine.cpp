@@ -733,8 +733,7 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
   }
   for (const auto& tokens : pass_.tokens_for) tokens_sent += tokens.size();
   for (const std::uint64_t word : pass_.received) tokens_received += std::popcount(word);
-  const std::uint64_t entry_bytes = spec().weight_on_input ? 8 : 4;
-  stats_.dispatch_bytes = tokens_sent * layer_.wire_bytes() + rows_sent * entry_bytes;
+  stats_.dispatch_bytes = tokens_sent * layer_.wire_bytes() + rows_sent * layer_.heap.entry_bytes();
   stats_.combine_bytes = rows_received * layer_.cell_bytes();
   stats_.padded_all_to_all_bytes = static_cast<std::uint64_t>(num_experts - experts.count(rank())) *
                                    fullest * (layer_.wire_bytes() + layer_.cell_bytes());

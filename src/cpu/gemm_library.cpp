@@ -8,8 +8,8 @@
 
 #include "cpu/tile_gemm.h"
 
-// Of the OpenMP runtime that oneDNN uses (see CMakeLists.txt). omp.h belongs to a compiler, and
-// Clang's is that of another runtime, which oneDNN would not hear of.
+// These belong to the OpenMP runtime that oneDNN uses (see CMakeLists.txt). They are declared here
+// because omp.h comes with a compiler: Clang's is for another runtime, which oneDNN does not use.
 extern "C" {
 int omp_get_max_threads();
 void omp_set_num_threads(int count);

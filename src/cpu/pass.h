@@ -60,7 +60,7 @@ struct LayerState {
   std::uint64_t cell_bytes() const {
     return static_cast<std::uint64_t>(spec.hidden) * size_of(value);
   }
-  // What a token has on the wire: activations, or codes and their scales.
+  // Bytes of a token on the wire: its activations, or codes and their scales.
   std::uint64_t wire_bytes() const { return quantised() ? heap.token_bytes() : cell_bytes(); }
   int cells_per_token() const { return spec.top_k + (spec.shared_intermediate > 0 ? 1 : 0); }
   // Where the output for a slot of a token of `rank` goes.
@@ -77,7 +77,7 @@ struct LayerState {
     protocol::note_progress(heaps);
     if (on_step) on_step({kind, heaps.rank, peer, epoch});
   }
-  // No sign of life for the world's deadline: a world in which everybody waits is to end.
+  // Calls the hook only. A wait is no progress: a world in which everybody waits must end.
   void waiting(int peer, std::uint64_t epoch) const {
     if (on_step) on_step({ProtocolStep::Kind::kWait, heaps.rank, peer, epoch});
   }

@@ -103,10 +103,11 @@ class Heap {
   // with `tiles` tiles over all ranks, and has so many bytes of cells.
   std::uint64_t bytes_used(std::uint64_t tokens, std::uint64_t rows, std::uint64_t tiles,
                            std::uint64_t cell_bytes) const {
-    const bool weighs_input = pool_ != weights_;
-    return finished_ + (others_ == 0 ? 0 : 4 * tiles) + rows * (weighs_input ? 8 : 4) +
+    return finished_ + (others_ == 0 ? 0 : 4 * tiles) + rows * entry_bytes() +
            tokens * token_bytes_ + cell_bytes;
   }
+  // What a row takes beside its token: a SlotEntry, and the weight where that applies to the input.
+  std::uint64_t entry_bytes() const { return pool_ != weights_ ? 8 : 4; }
   // What must be zero when the first pass begins; the rest may be anything.
   std::uint64_t flag_bytes() const { return entries_; }
   // What one rank tells another in counts, each with the epoch.

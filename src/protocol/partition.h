@@ -39,10 +39,10 @@ struct ExpertPartition {
   }
 };
 
-// An expert's segment has the rows of its owner first, which need not travel, then those of the
-// rank after the owner, and so on around the circle of ranks. `before` rows are of ranks below a
-// source, `before_owner` of ranks below the owner, `all` of all ranks: the source's first row in
-// the segment.
+// On the GPU an expert's segment has the rows of its owner first, which need not travel, then those
+// of the rank after the owner, and so on around the circle of ranks. (On the CPU: see Placement.)
+// `before` rows are of ranks below a source, `before_owner` of ranks below the owner, `all` of all
+// ranks: the source's first row in the segment.
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t first_row_in_segment(std::uint32_t before,
                                                                     std::uint32_t before_owner,
                                                                     std::uint32_t all,

@@ -658,10 +658,9 @@ PassTrace Engine::trace() {
 
 void Engine::count_traffic(const std::uint32_t* counters) {
   const auto others = static_cast<std::uint64_t>(world_.size() - 1);
-  const std::uint64_t entry_bytes = spec_.weight_on_input ? 8 : 4;
   const std::uint64_t row_bytes = static_cast<std::uint64_t>(spec_.hidden) * 2;
-  stats_.dispatch_bytes =
-      counters[kSentTokens] * params_.heap.token_bytes() + counters[kSentRows] * entry_bytes;
+  stats_.dispatch_bytes = counters[kSentTokens] * params_.heap.token_bytes() +
+                          counters[kSentRows] * params_.heap.entry_bytes();
   stats_.combine_bytes = counters[kReturnedRows] * row_bytes;
   // Counts go two at a time, in words with the epoch.
   const auto pairs = static_cast<std::uint64_t>(protocol::ceil_div(spec_.num_experts, 2));
