@@ -1,4 +1,4 @@
-// What a pass has to do, and how its experts share it.
+// The work of a pass, and how its experts share it.
 #pragma once
 
 #include <cstdint>

@@ -71,7 +71,7 @@ void Session::measure_layer(const BenchLayer& layer) {
   run::Source source = make_source(layer, plan.dtype, options_.seed, observer_);
   const std::int64_t most = *std::max_element(plan.tokens.begin(), plan.tokens.end());
   const int ranks = options_.measure.ranks;
-  // Of all ranks' tokens, each rank's own.
+  // The gate is for the tokens of all ranks together, each of which has its own.
   SkewedGate gate(source.spec, source.weights, most * ranks, activation_dtype(plan.compute),
                   options_.seed);
   LayerBench bench(source, plan.compute, most, options_.measure);
@@ -145,7 +145,7 @@ results::Row Session::row_of(const BenchLayer& layer, std::int64_t tokens, doubl
   return row;
 }
 
-// What was measured is kept and summed up whatever becomes of the rival.
+// Measured rows are kept and summed up even if the rival fails.
 std::map<std::size_t, TimedRival> Session::run_rival() {
   try {
     return job_->run(*options_.torch, [this](const std::string& text) { observer_.note(text); });

@@ -26,7 +26,7 @@ struct SessionOptions {
   std::optional<machine::GpuFacts> facts;  // MeasureOptions::backend is kCuda: given for this run
 };
 
-// Who is told how a session goes, one call at a time. generating() may come from another thread
+// Hears how a session goes, one call at a time. generating() may come from another thread
 // than the rest.
 class Observer {
  public:
@@ -34,7 +34,7 @@ class Observer {
   virtual void generating(const std::string& model, std::uint64_t done, std::uint64_t total) = 0;
   virtual void measuring(std::uint64_t done_points, std::uint64_t all_points) = 0;
   virtual void measured(const results::Row& row) = 0;
-  // What was measured so far is to be kept: a layer is done, or the rival is.
+  // The rows measured so far must be kept: a layer is done, or the rival is.
   virtual void keep(const std::vector<results::Row>& rows) = 0;
   // A point is wrong, or a layer or the rival failed; the session goes on.
   virtual void failed(const std::string& what, const std::string& problem) = 0;

@@ -63,7 +63,7 @@ std::optional<Mapped> parse_if_at(std::string_view line, std::uint64_t address) 
   return Mapped{line, offset.value_or(0) + address - *begin, inode.value_or(0)};
 }
 
-// What is mapped at the address. The name lies in `buffer`.
+// Finds the file that is mapped at the address. Its name lies in `buffer`.
 std::optional<Mapped> find_mapped(std::uint64_t address, std::array<char, 8192>& buffer) {
   const int fd = ::open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
   if (fd < 0) return std::nullopt;
