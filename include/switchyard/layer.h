@@ -11,6 +11,7 @@
 
 #include "switchyard/error.h"
 #include "switchyard/layer_spec.h"
+#include "switchyard/schedule.h"
 #include "switchyard/tensor.h"
 #include "switchyard/trace.h"
 #include "switchyard/weights.h"
@@ -69,6 +70,8 @@ struct LayerOptions {
   // the deadline. For profilers, which may not replay such launches of clusters: ncu 2025.3 reports
   // an illegal instruction.
   bool cooperative_launch = true;
+  // kCuda only. What the layer is not to choose by itself.
+  Schedule schedule{};
   // kCuda only. The layer works in this one's memory, heap and workspace, instead of its own: for
   // the layers of a model, whose passes follow one another (on one stream, or on streams that wait
   // for each other, on all ranks in the same order). It must be of the same world, sizes, types and

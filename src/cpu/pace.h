@@ -6,12 +6,14 @@
 #include <cstdint>
 #include <thread>
 
+#include "protocol/wait.h"
 #include "trace/clock.h"
 
 namespace switchyard::cpu {
 
-struct HostPace {
+struct HostPace : protocol::WaitsAlone {
   static constexpr std::uint32_t kLooksPerAbortCheck = 1;
+  static constexpr std::uint32_t kLeastLooksOfAJudge = 64;
   // Peers want to see that a rank which waits still runs. A look that follows a sleep costs little
   // beside it. On a host with more threads than cores a yield may last for many time slices, so
   // looks alone do not tell how long ago the last word was.

@@ -13,6 +13,31 @@ namespace {
   throw Error(ErrorCode::kInvalidArgument, message);
 }
 
+void check_schedule(const Schedule& schedule) {
+  const auto power_of_two = [](int n) { return n > 0 && (n & (n - 1)) == 0; };
+  if (schedule.small_tokens &&
+      (*schedule.small_tokens < 0 || *schedule.small_tokens > kMostSmallTokens)) {
+    refuse(fmt::format("schedule.small_tokens is {}; use 0 for none, or at most {}",
+                       *schedule.small_tokens, kMostSmallTokens));
+  }
+  if (schedule.paired_rows && *schedule.paired_rows < -1) {
+    refuse(
+        fmt::format("schedule.paired_rows is {}; use a number of rows per expert, 0 for pairs "
+                    "wherever there can be, or -1 for none",
+                    *schedule.paired_rows));
+  }
+  if (schedule.lag && (*schedule.lag < 1 || *schedule.lag > kMostLag)) {
+    refuse(fmt::format("schedule.lag is {}; use 1 to {}", *schedule.lag, kMostLag));
+  }
+  if (schedule.band && (!power_of_two(*schedule.band) || *schedule.band > kMostBand)) {
+    refuse(fmt::format("schedule.band is {}; use 1, or a power of two up to {}", *schedule.band,
+                       kMostBand));
+  }
+  if (schedule.splits && (!power_of_two(*schedule.splits) || *schedule.splits > kMostSplits)) {
+    refuse(fmt::format("schedule.splits is {}; use 1, 2 or {}", *schedule.splits, kMostSplits));
+  }
+}
+
 void check_options(const LayerOptions& options) {
   if (options.max_tokens < 1) {
     refuse(fmt::format("max_tokens is {}; declare at least 1", options.max_tokens));
@@ -33,6 +58,7 @@ void check_options(const LayerOptions& options) {
       options.compute != DType::kF8E4M3) {
     refuse(fmt::format("compute type {}; use bf16, f32 or f8_e4m3", to_string(*options.compute)));
   }
+  check_schedule(options.schedule);
 }
 
 void check_cpu_options(const LayerOptions& options) {
@@ -50,6 +76,11 @@ void check_cpu_options(const LayerOptions& options) {
         fmt::format("reserved_sms is {}, but the backend is cpu; use Backend::kCuda, or leave "
                     "it at 0",
                     options.reserved_sms));
+  }
+  if (options.schedule != Schedule{}) {
+    refuse(
+        "schedule is set, but the backend is cpu, which has one; use Backend::kCuda, or leave it "
+        "empty");
   }
   if (options.share_memory_with != nullptr) {
     refuse(

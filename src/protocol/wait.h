@@ -33,8 +33,7 @@ enum class WaitResult : std::uint8_t { kReady, kAborted };
 // One thread of a rank judges at a time. It takes notes in its rank's Control for a part of the
 // deadline, judging_time(), and the earliest wait it then knows of is the verdict. It also takes so
 // many looks at least: on a host with more threads than cores a rank that waits may be as rarely
-// on a core as the judge, and would seem to have stopped.
-inline constexpr std::uint32_t kLeastLooksOfAJudge = 64;
+// on a core as the judge, and would seem to have stopped: Pace::kLeastLooksOfAJudge.
 SWITCHYARD_HOST_DEVICE constexpr std::uint64_t judging_time(std::uint64_t deadline_ns) {
   // Long beside the time between two words of a waiting rank (a millisecond, or a few time slices
   // of a busy host), and short beside a user's patience.
@@ -133,11 +132,79 @@ SWITCHYARD_HOST_DEVICE inline std::uint64_t total_progress(const Heaps& heaps) {
   return total;
 }
 
+// A pace of a thread that waits by itself inherits these. Threads that wait together, as the lanes
+// of a warp do when ready() is a vote, leave at the same look: a lane that left alone would be
+// missing in the next vote, and the others would wait there for ever.
+struct WaitsAlone {
+  // Whether this thread reads the clock and judges, of those that wait together.
+  SWITCHYARD_HOST_DEVICE static constexpr bool keeps_clock() { return true; }
+  // Whether it holds for any of them.
+  SWITCHYARD_HOST_DEVICE static constexpr bool any(bool holds) { return holds; }
+};
+
+// How long the world has stood still, and whom to blame, as one thread that waits finds out.
+class Patience {
+ public:
+  // A look at the clock and at the world, while `lack` is missing. True when the world was aborted
+  // because the deadline passed.
+  template <typename Pace>
+  SWITCHYARD_HOST_DEVICE bool look(const Heaps& heaps, std::uint64_t epoch,
+                                   std::uint64_t deadline_ns, Pace& pace, const Missing& lack,
+                                   std::uint32_t beat) {
+    const WaitsFor wait{lack.phase, lack.peer, epoch, lack.peer == heaps.rank};
+    store_release(&heaps.control(heaps.rank)->waits_for, wait.pack(beat));
+    const auto now = static_cast<std::uint32_t>(pace.now() / kTick);
+    const std::uint64_t judging_ns = judging_time(deadline_ns);
+    const std::uint64_t passed = std::uint64_t{now - last_} * kTick;
+    last_ = now;
+    const auto seen = static_cast<std::uint32_t>(total_progress(heaps));
+    if (seen != progress_ || !clock_runs_) {
+      clock_runs_ = true;
+      progress_ = seen;
+      waited_ = 0;
+      if (judging_ != 0) stop_judging(heaps);
+      judging_ = 0;
+      return false;
+    }
+    waited_ += passed < judging_ns / 4 ? passed : judging_ns / 4;
+    if (waited_ < deadline_ns - judging_ns) return false;
+    if (judging_ == 0) {
+      judging_ = start_judging(heaps) ? 1 : 0;
+      waited_ = deadline_ns - judging_ns;
+      return false;
+    }
+    look_around(heaps);
+    if (++judging_ <= Pace::kLeastLooksOfAJudge || waited_ <= deadline_ns) return false;
+    const Culprit culprit = find_culprit(heaps, wait);
+    abort_world(heaps, {heaps.rank, culprit.rank, culprit.phase, culprit.epoch, lack.slot,
+                        lack.expected, lack.observed, waited_, culprit.witness});
+    return true;
+  }
+
+  // The wait is over, for whatever reason.
+  SWITCHYARD_HOST_DEVICE void end(const Heaps& heaps) const {
+    if (clock_runs_) store_release(&heaps.control(heaps.rank)->waits_for, std::uint64_t{0});
+    if (judging_ != 0) stop_judging(heaps);
+  }
+
+ private:
+  // Kernels are short of registers, so what may be short is. Between two looks few ticks pass, and
+  // few steps are completed: the low bits tell.
+  static constexpr std::uint64_t kTick = 1024;  // ns
+
+  // Most waits end within a few looks: the clock and the words of others are left alone until then.
+  bool clock_runs_ = false;
+  std::uint32_t judging_ = 0;  // 1 + looks around since this thread is the judge
+  std::uint32_t last_ = 0, progress_ = 0;
+  std::uint64_t waited_ = 0;  // ns
+};
+
 // Waits until ready() is true.
 //   missing()  -> Missing, called now and then: what is lacking, with a phase other than kNone
 //   pace       now() in ns; pause(n): called after the n-th failed look, may yield or sleep;
 //              reads_clock(n): whether the n-th look is followed by one at the clock and at others;
-//              kLooksPerAbortCheck: a GPU's look at another word doubles the time of a look
+//              kLooksPerAbortCheck: a GPU's look at another word doubles the time of a look;
+//              kLeastLooksOfAJudge; and what WaitsAlone has
 // The deadline counts from the last step that any rank completed: a pass has finitely many steps,
 // so a slow world is waited for, and one in which nothing moves for deadline_ns is not. A rank that
 // was itself stopped for a while cannot judge that time, and does not count it.
@@ -148,53 +215,25 @@ SWITCHYARD_HOST_DEVICE WaitResult wait_until(const Heaps& heaps, std::uint64_t e
   if (ready()) [[likely]] {
     return WaitResult::kReady;
   }
-  Control* mine = heaps.control(heaps.rank);
-  // Most waits end within a few looks: the clock and the words of others are left alone until then.
-  bool clock_runs = false;
-  std::uint32_t judging = 0;  // 1 + looks around since this thread is the judge
-  std::uint64_t last = 0, waited = 0, progress = 0;
+  Patience patience;
   WaitResult result = WaitResult::kReady;
   SWITCHYARD_ROLLED
   for (std::uint32_t looks = 1;; ++looks) {
     pace.pause(looks);
     if (ready()) break;
-    if (looks % Pace::kLooksPerAbortCheck == 0 && aborted(heaps)) {
+    if (looks % Pace::kLooksPerAbortCheck == 0 && pace.any(aborted(heaps))) {
       result = WaitResult::kAborted;
       break;
     }
     if (!pace.reads_clock(looks)) continue;
     const Missing lack = missing();
-    const WaitsFor wait{lack.phase, lack.peer, epoch, lack.peer == heaps.rank};
-    store_release(&mine->waits_for, wait.pack(looks));
-    const std::uint64_t now = pace.now();
-    const std::uint64_t judging_ns = judging_time(deadline_ns);
-    const std::uint64_t passed = now - last;
-    last = now;
-    if (const std::uint64_t seen = total_progress(heaps); seen != progress || !clock_runs) {
-      clock_runs = true;
-      progress = seen;
-      waited = 0;
-      if (judging != 0) stop_judging(heaps);
-      judging = 0;
-      continue;
-    }
-    waited += passed < judging_ns / 4 ? passed : judging_ns / 4;
-    if (waited < deadline_ns - judging_ns) continue;
-    if (judging == 0) {
-      judging = start_judging(heaps) ? 1 : 0;
-      waited = deadline_ns - judging_ns;
-    } else {
-      look_around(heaps);
-      if (++judging <= kLeastLooksOfAJudge || waited <= deadline_ns) continue;
-      const Culprit culprit = find_culprit(heaps, wait);
-      abort_world(heaps, {heaps.rank, culprit.rank, culprit.phase, culprit.epoch, lack.slot,
-                          lack.expected, lack.observed, waited, culprit.witness});
+    if (pace.any(pace.keeps_clock() &&
+                 patience.look(heaps, epoch, deadline_ns, pace, lack, looks))) {
       result = WaitResult::kAborted;
       break;
     }
   }
-  if (clock_runs) store_release(&mine->waits_for, std::uint64_t{0});
-  if (judging != 0) stop_judging(heaps);
+  patience.end(heaps);
   return result;
 }
 

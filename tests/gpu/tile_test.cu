@@ -182,6 +182,7 @@ TEST_F(TileTest, AGroupedGemmWithDenseRows) {
       token_maps(x_there.data(), 2, static_cast<std::int64_t>(tile_rows.size()) * Config::kSlotRows,
                  kColumns, kColumns);
   params.wait.deadline_ns = 1'000'000'000;
+  params.wait.block_deadline_ns = block_deadline(params.wait.deadline_ns);
   params.shape.hidden = kOutputs;
   params.tasks = reinterpret_cast<const TileTask*>(tasks_there.data());
   params.y = reinterpret_cast<std::uint16_t*>(y_there.data());

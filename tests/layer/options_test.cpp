@@ -46,9 +46,20 @@ TEST_F(LayerOptionsTest, ValuesOutOfRange) {
     refused({.deadline = std::chrono::milliseconds(-1)}, "deadline is -1 ms");
     refused({.compute = DType::kF16}, "compute type f16");
     refused({.compute = DType::kU8}, "bf16, f32 or f8_e4m3");
+    refused({.schedule = {.small_tokens = 33}}, "schedule.small_tokens is 33");
+    refused({.schedule = {.paired_rows = -2}}, "schedule.paired_rows is -2");
+    refused({.schedule = {.lag = 0}}, "schedule.lag is 0");
+    refused({.schedule = {.band = 3}}, "schedule.band is 3");
+    refused({.schedule = {.band = 128}}, "schedule.band is 128");
+    refused({.schedule = {.splits = 8}}, "schedule.splits is 8");
   }
   EXPECT_ERROR(make({.backend = static_cast<Backend>(7)}), ErrorCode::kInvalidArgument,
                "backend is 7");
+}
+
+TEST_F(LayerOptionsTest, TheCpuHasOneSchedule) {
+  EXPECT_ERROR(make({.schedule = {.lag = 2}}), ErrorCode::kInvalidArgument,
+               "schedule is set, but the backend is cpu");
 }
 
 TEST_F(LayerOptionsTest, MemoryIsSharedOnGpusOnly) {

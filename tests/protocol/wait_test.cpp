@@ -3,10 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <barrier>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -17,8 +21,9 @@ namespace {
 // microsecond per look.
 class Wait : public ::testing::Test {
  protected:
-  struct FakePace {
+  struct FakePace : WaitsAlone {
     static constexpr std::uint32_t kLooksPerAbortCheck = 1;
+    static constexpr std::uint32_t kLeastLooksOfAJudge = 64;
     std::uint64_t time = 0;
     std::function<void(std::uint32_t)> on_pause = [](std::uint32_t) {};
     bool reads_clock(std::uint32_t looks) const { return looks % 64 == 0; }
@@ -231,6 +236,85 @@ TEST(WaitsFor, WordsCompareLikeTheStepsThatAreMissing) {
     EXPECT_EQ(read.peer, wait.peer);
     EXPECT_EQ(read.epoch, wait.epoch);
     EXPECT_EQ(read.own, wait.own);
+  }
+}
+
+// Lanes that vote: a vote ends when all of them are there. A lane that left its wait before the
+// others is missing in the next vote.
+class Lanes {
+ public:
+  explicit Lanes(int count) : count_(count) {}
+  bool any(bool holds) {
+    std::unique_lock lock(mutex_);
+    voted_ = voted_ || holds;
+    const std::uint64_t round = round_;
+    if (++there_ == count_) {
+      outcome_ = voted_;
+      voted_ = false;
+      there_ = 0;
+      ++round_;
+      all_there_.notify_all();
+    } else if (!all_there_.wait_for(lock, std::chrono::seconds(20),
+                                    [&] { return round_ != round; })) {
+      std::fprintf(stderr, "a lane is missing in a vote\n");
+      std::abort();
+    }
+    return outcome_;
+  }
+
+ private:
+  const int count_;
+  std::mutex mutex_;
+  std::condition_variable all_there_;
+  int there_ = 0;
+  bool voted_ = false, outcome_ = false;
+  std::uint64_t round_ = 0;
+};
+
+TEST_F(Wait, ThreadsThatWaitTogetherLeaveTogether) {
+  constexpr int kLanes = 4;
+  struct LanePace {
+    static constexpr std::uint32_t kLooksPerAbortCheck = 8;
+    static constexpr std::uint32_t kLeastLooksOfAJudge = 16;
+    Lanes& lanes;
+    int lane;
+    std::uint64_t time = 0;
+    bool keeps_clock() const { return lane == 0; }
+    bool any(bool holds) const { return lanes.any(holds); }
+    bool reads_clock(std::uint32_t looks) const { return looks % 16 == 0; }
+    std::uint64_t now() const { return time; }
+    void pause(std::uint32_t) { time += 1000; }
+  };
+  // Past the deadline, by another's abort, which lanes may see at different looks, and in time.
+  for (const int looks_until : {0, 1000, -1000}) {
+    for (int r = 0; r < 4; ++r) *heaps_.control(r) = Control{};
+    Lanes lanes(kLanes);
+    std::vector<std::thread> threads;
+    std::vector<WaitResult> results(kLanes);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      threads.emplace_back([&, lane] {
+        LanePace pace{lanes, lane};
+        int looks = 0;
+        results[static_cast<std::size_t>(lane)] = wait_until(
+            heaps_, 9, looks_until == 0 ? 2'000'000 : 2'000'000'000, pace,
+            [&] {
+              ++looks;
+              if (lane == 2 && looks == looks_until) {
+                abort_world(heaps_of(1), {1, 2, Phase::kCombine, 4, 0, 0, 0, 1, 1});
+              }
+              return lanes.any(lane == 3 && looks == -looks_until);
+            },
+            [] {
+              return Missing{Phase::kDispatch, 1, 5, 9, 8};
+            });
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const WaitResult result : results) {
+      EXPECT_EQ(result, looks_until < 0 ? WaitResult::kReady : WaitResult::kAborted);
+    }
+    EXPECT_EQ(heaps_.control(0)->waits_for, 0u);
+    EXPECT_EQ(heaps_.control(0)->judging, 0u);
   }
 }
 

@@ -165,7 +165,7 @@ __device__ __forceinline__ void combine_task(const Combine<P>& combine, std::uin
 #pragma unroll 1
   for (bool rehearsal = !all_done();; rehearsal = false) {
     if (!rehearsal) {
-      exchange.life.waiter().wait_for(all_done, [&] {
+      exchange.life.waiter().template wait_for<WarpPace>(all_done, [&] {
         // The first that has not come from another rank, if that is what is missing.
         const std::uint32_t absent = __ballot_sync(~0u, finished != nullptr && missing);
         const std::int32_t of = __shfl_sync(~0u, id, absent == 0 ? 0 : __ffs(absent) - 1);

@@ -49,7 +49,7 @@ __device__ __forceinline__ void raise_finished(const Exchange<P>& exchange) {
     }
     while (__any_sync(~0u, pending)) {
       bool done = false;
-      if (!exchange.life.waiter().wait(protocol::Phase::kExperts, tile0, [&] {
+      if (!exchange.life.waiter().template wait<WarpPace>(protocol::Phase::kExperts, tile0, [&] {
             done = pending && exchange.progress.gemm2_complete(tile);
             return __any_sync(~0u, done);
           })) {

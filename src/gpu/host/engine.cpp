@@ -5,10 +5,10 @@
 #include <fmt/format.h>
 
 #include <atomic>
-#include <bit>
 #include <cmath>
 #include <concepts>
 #include <cstring>
+#include <limits>
 #include <nvtx3/nvtx3.hpp>
 
 #include "base/quantize.h"
@@ -20,6 +20,7 @@
 #include "gpu/host/tensor_map.h"
 #include "gpu/host/trace.h"
 #include "gpu/host/weights.h"
+#include "gpu/schedule/rules.h"
 #include "layer/agreement.h"
 #include "layer/call.h"
 #include "layer/compute.h"
@@ -121,6 +122,7 @@ class Engine final : public LayerEngine {
   const PolicyFacts& policy() const { return kernel_.policy; }
   void choose_grid();
   void require_room();
+  void choose_tile_order();
   bool distributed() const { return world_.size() > 1; }
   // Of single blocks or of pairs; fills `attributes`, to which it points.
   static constexpr unsigned kMaxAttributes = 2;
@@ -216,6 +218,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   params_.routing = routing::make_device_routing(spec);
   params_.deadline_ns = static_cast<std::uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(options.deadline).count());
+  params_.block_deadline_ns = block_deadline(params_.deadline_ns);
   params_.hidden = spec.hidden;
   params_.num_experts = spec.num_experts;
   params_.top_k = spec.top_k;
@@ -233,6 +236,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   }
   attempt_together(world_.fabric(), [&] { choose_grid(); });
   if (distributed()) require_room();
+  choose_tile_order();
   share(sharing);
   lay_out_heap();
   // Nobody writes into a heap before its owner has come past here, with its flags zero.
@@ -293,6 +297,17 @@ void Engine::require_room() {
   });
 }
 
+void Engine::choose_tile_order() {
+  constexpr std::uint32_t kLeastBandRows = 32 * kTileRows;
+  std::uint32_t rows = params_.routed.gemm1_rows;
+  if (spec_.shared_intermediate > 0 && (rows == 0 || params_.shared.gemm1_rows < rows)) {
+    rows = params_.shared.gemm1_rows;
+  }
+  params_.order = choose_order(
+      options_.schedule, {grid_, rows, static_cast<std::uint32_t>(policy().tile.weight_rows),
+                          static_cast<std::uint32_t>(policy().tile.max_height()), kLeastBandRows});
+}
+
 // What the layouts of heap and workspace follow from.
 std::vector<std::uint64_t> Engine::memory_shape() const {
   const auto u = [](std::integral auto number) { return static_cast<std::uint64_t>(number); };
@@ -309,7 +324,8 @@ std::vector<std::uint64_t> Engine::memory_shape() const {
           u(spec_.intermediate),
           u(params_.routed.gemm1_rows),
           u(spec_.shared_intermediate),
-          u(params_.shared.gemm1_rows)};
+          u(params_.shared.gemm1_rows),
+          h_slots(params_.order, std::numeric_limits<std::uint64_t>::max())};
 }
 
 // All ranks share the memory of the same layer, or none does, and it has yet to be allocated.
@@ -392,26 +408,7 @@ void Engine::lay_out_workspace() {
                                        std::min(spec_.top_k, params_.local_experts)) +
                             (has_shared ? protocol::ceil_div(tokens, height) : 0);
   params_.max_tiles = static_cast<std::uint32_t>(tiles);
-  // GEMM2 of a tile is taken up when its GEMM1 was handed out two rounds of all blocks ago:
-  // measured against 0.6, 1, 1.25 and 3 rounds; see docs/decisions/0013.
-  std::uint32_t rows = params_.routed.gemm1_rows;
-  if (has_shared && (rows == 0 || params_.shared.gemm1_rows < rows)) {
-    rows = params_.shared.gemm1_rows;
-  }
-  const std::uint32_t fewest =
-      std::max(1u, protocol::ceil_div(rows, static_cast<std::uint32_t>(policy().tile.weight_rows)));
-  params_.lag = protocol::ceil_div(2 * grid_, fewest) + 1;
-  // Where a tile is work for many blocks, the tiles of so many rows of an expert share the weights
-  // that they read.
-  constexpr std::uint32_t kBandRows = 2048, kFewestBandedRows = 32 * kTileRows;
-  const std::uint32_t band =
-      rows < kFewestBandedRows ? 1 : kBandRows / static_cast<std::uint32_t>(height);
-  params_.log2_band = static_cast<std::uint32_t>(std::countr_zero(band));
-  params_.banded_lag = band == 1 ? params_.lag : protocol::ceil_div(2 * grid_, band * fewest);
-  // A tile's h is needed from its GEMM1 to its GEMM2. Nobody waits for it with slots for twice the
-  // lag, or for one band more than those between.
-  params_.h_slots = static_cast<std::uint32_t>(
-      std::min<std::size_t>(tiles, std::max(2 * params_.lag + 2, (params_.banded_lag + 2) * band)));
+  params_.h_slots = static_cast<std::uint32_t>(h_slots(params_.order, tiles));
   params_.h_stride = static_cast<std::uint32_t>(
       std::max(params_.routed.intermediate, params_.shared.intermediate));
 
@@ -528,16 +525,10 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   require_aligned("outputs", call.y, call.y_stride, call.y_type, x.rows);
 
   const DeviceScope scope(device_);
-  // What is small here may be large on another rank, and all must cut the same tiles.
-  const bool small = !distributed() && x.rows <= policy().small_tokens &&
-                     x.rows * spec_.num_experts <= policy().small_logits &&
-                     x.rows * spec_.top_k <= kMaxOwnSlots;
-  // Two blocks that share the tokens of a tile read a third less from the L2 cache. Below about so
-  // many rows per expert, that does not make up for what a launch of clusters costs: 2 us.
-  constexpr std::int64_t kLeastRows = 96;
-  // (Of other ranks' tokens the host knows nothing, and takes them to be as many.)
-  const bool pairs = !small && paired_grid_ >= kPair &&
-                     x.rows * world_.size() * spec_.top_k >= kLeastRows * spec_.num_experts;
+  const Launch launch = choose_launch(
+      options_.schedule, {x.rows, spec_.num_experts, spec_.top_k, world_.size(),
+                          policy().small_tokens, policy().small_logits, paired_grid_ >= kPair});
+  const bool small = launch == Launch::kSmall, pairs = launch == Launch::kPaired;
   call.paired = pairs ? 1 : 0;
   const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;
   call.converts = x.dtype == DType::kF32 || x.dtype == DType::kF16 ||

@@ -146,7 +146,7 @@ __device__ __forceinline__ void describe_pass(const Pass<P>& pass) {
   state.work.log2_rows = kLog2TileRows + kLog2Boxes + pass.call.paired;
   state.route.tables = pass.routing().tables(kOwnStart<P>);
   state.route.gate_slices = GateGrid<P>(pass.layer, pass.call.tokens).slices;
-  state.work.log2_combine_chunk = log2_combine_chunk(pass.call.tokens, gridDim.x);
+  state.work.log2_combine_chunk = log2_combine_chunk(pass.call.tokens, gridDim.x, kMathWarps);
 }
 
 template <bool kGated, typename P>

@@ -90,7 +90,7 @@ __device__ __forceinline__ void report_stuck_ring(const Pass<P>& pass) {
   const int rank = pass.layer.heaps.rank;
   protocol::abort_world(pass.layer.heaps,
                         {rank, rank, protocol::Phase::kExperts, pass.waiter().epoch,
-                         fresh_block_index(), 0, 0, 2 * pass.waiter().deadline_ns, rank});
+                         fresh_block_index(), 0, 0, pass.waiter().block_deadline_ns, rank});
   pass.layer.failures->given_up = 1;
 }
 

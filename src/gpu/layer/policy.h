@@ -8,6 +8,7 @@
 #include "gpu/route/params.h"
 #include "gpu/schedule/params.h"
 #include "gpu/tile/config.h"
+#include "switchyard/schedule.h"
 
 namespace switchyard::gpu {
 
@@ -101,6 +102,8 @@ struct ValidPolicy {
                 "the matrix instruction takes operands of one type");
   static_assert(P::kSlotRows >= P::kTile.max_height(), "a slot has room for a tile of most tokens");
 };
+static_assert(BF16Policy::kSmallTokens == kMostSmallTokens &&
+              FP8Policy::kSmallTokens == kMostSmallTokens);
 template struct ValidPolicy<BF16Policy>;
 template struct ValidPolicy<SmallPass<BF16Policy>>;
 template struct ValidPolicy<FP8Policy>;
@@ -114,6 +117,7 @@ struct Traced : P {
 
 // Small passes may split GEMM2 over K into so many parts; see log2_splits().
 inline constexpr int kMaxLog2Splits = SmallPass<BF16Policy>::kTile.most_log2_split;
+static_assert(1 << kMaxLog2Splits == kMostSplits);
 
 // A policy of large passes as values, for the host.
 struct PolicyFacts {

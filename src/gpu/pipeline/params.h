@@ -8,9 +8,18 @@
 
 namespace switchyard::gpu {
 
+// A wait within a block often is the consequence of one between blocks. That one is to end first,
+// and its judge takes a while even if the deadline is short.
+constexpr std::uint64_t block_deadline(std::uint64_t deadline_ns) {
+  constexpr std::uint64_t kOfAJudge = 10'000'000;
+  return 2 * deadline_ns + kOfAJudge;
+}
+
 struct WaitParams {
   protocol::Heaps heaps;
   std::uint64_t deadline_ns;
+  // Of a wait within a block. (Kept, because math warps have no registers to compute it in.)
+  std::uint64_t block_deadline_ns;
   volatile Failures* failures;
 };
 

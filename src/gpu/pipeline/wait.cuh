@@ -22,18 +22,20 @@ struct Waiter {
   volatile std::uint32_t* given_up;  // in the host's memory
   volatile Going* going;
   std::uint64_t epoch;
-  std::uint64_t deadline_ns;
+  std::uint64_t deadline_ns, block_deadline_ns;
 
   // For what other blocks do.
-  template <typename Ready>
+  template <typename Pace = ThreadPace, typename Ready>
   __device__ __forceinline__ bool wait(protocol::Phase phase, std::uint64_t slot,
                                        Ready&& ready) const {
-    return wait_for(ready, [&] { return protocol::Missing{phase, heaps->rank, slot, 1, 0}; });
+    return wait_for<Pace>(ready, [&] { return protocol::Missing{phase, heaps->rank, slot, 1, 0}; });
   }
   // For what other ranks may have to do; see protocol::wait_until. False if the pass was given up.
-  template <typename Ready, typename WhatIsMissing>
+  // With WarpPace the caller is a whole warp, ready() and missing() may be votes of its lanes, and
+  // all lanes get the same answer.
+  template <typename Pace = ThreadPace, typename Ready, typename WhatIsMissing>
   __device__ __forceinline__ bool wait_for(Ready&& ready, WhatIsMissing&& missing) const {
-    DevicePace pace;
+    Pace pace;
     if (protocol::wait_until(*heaps, epoch, deadline_ns, pace, ready, missing) ==
         protocol::WaitResult::kReady) {
       return true;
@@ -62,7 +64,8 @@ struct Lifetime {
   LifeState& state;
 
   __device__ Waiter waiter() const {
-    return {&layer.heaps, &layer.failures->given_up, &state.going, state.epoch, layer.deadline_ns};
+    return {&layer.heaps, &layer.failures->given_up, &state.going,
+            state.epoch,  layer.deadline_ns,         layer.block_deadline_ns};
   }
   __device__ bool goes_on() const { return *waiter().going == Going::kOn; }
   // What flags of the pass are raised to.
@@ -81,19 +84,18 @@ struct Lifetime {
 // Waits until ready() holds; false if the pass was given up. For waits within a block, in loops
 // whose registers all hold accumulators, so it does less than protocol::wait_until: it looks at the
 // block's word instead of the world's, and past the deadline it only raises that word. The block's
-// last role to leave reports for it. Its deadline is twice that of waits between blocks: a wait
-// within a block is often their consequence.
-template <typename Ready>
+// last role to leave reports for it. With WarpPace the caller is a whole warp, as for wait_for().
+template <typename Pace = ThreadPace, typename Ready>
 __device__ __forceinline__ bool wait_in_block(const Waiter& waiter, Ready&& ready) {
   constexpr std::uint32_t kLooksPerClockRead = 64;
   std::uint64_t start = 0;
   SWITCHYARD_ROLLED
   for (std::uint32_t looks = 1; !ready(); ++looks) {
     if (looks % kLooksPerClockRead != 0) continue;
-    if (*waiter.going != Going::kOn) return false;
+    if (Pace::any(*waiter.going != Going::kOn)) return false;
     const std::uint64_t now = device_now_ns();
     if (start == 0) start = now;
-    if (now - start <= 2 * waiter.deadline_ns) continue;
+    if (!Pace::any(now - start > waiter.block_deadline_ns)) continue;
     *waiter.going = Going::kRingStuck;
     return false;
   }

@@ -5,15 +5,10 @@
 
 #include <cstdint>
 
+#include "gpu/route/limits.h"
 #include "routing/route_warp.cuh"
 
 namespace switchyard::gpu {
-
-inline constexpr int kMaxDeviceExperts = 512;
-inline constexpr int kMaxGateSlices = 16;
-inline constexpr int kGateBoxRows = 64;
-// What the gate is cut up for, whatever the number of blocks: its bits must not depend on that.
-inline constexpr std::uint32_t kNominalBlocks = 128;
 
 // Who routes a pass's tokens.
 enum class Start {
@@ -28,7 +23,6 @@ enum class GateLoads {
   kCaches,     // every warp loads what it multiplies
   kCopyEngine  // through the ring, into warpgroup instructions
 };
-inline constexpr std::uint32_t kMaxOwnSlots = 512;  // of passes that every block routes
 
 // An id that no token may have, and what is wrong with it.
 struct BadId {

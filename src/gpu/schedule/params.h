@@ -25,12 +25,17 @@ struct PartitionParams {
   std::uint32_t levels;                 // the most experts that a rank has; 1 for one rank
 };
 
-// The order of tasks; see protocol::Workload.
+// The order of tasks; see protocol::Workload, and rules.h for how it is chosen.
+struct TileOrder {
+  std::uint32_t log2_band;      // of tiles taken up together where experts have several
+  std::uint32_t banded_lag;     // then
+  std::uint32_t lag;            // where no expert has more than one tile
+  std::uint32_t forced_splits;  // of GEMM2's K in small passes: 0, or 1 + their log2
+};
+
 struct ScheduleParams {
   std::uint32_t max_tiles;
-  std::uint32_t log2_band;   // of tiles taken up together where experts have several
-  std::uint32_t banded_lag;  // then
-  std::uint32_t lag;         // where no expert has more than one tile
+  TileOrder order;
 };
 
 }  // namespace switchyard::gpu

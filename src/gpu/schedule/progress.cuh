@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "gpu/pipeline/wait.cuh"
+#include "gpu/schedule/rules.h"
 #include "gpu/schedule/tiles.cuh"
 #include "gpu/tile/task.h"
 
@@ -84,8 +85,7 @@ __device__ __forceinline__ void tell_stored(const Progress<P>& progress, const T
       1);
 }
 
-// The parts of GEMM2's K. Where there are fewer of its tasks than blocks, in a small pass, it is
-// split into as many as give every block one, none shorter than a few stages.
+// The parts of GEMM2's K in a pass of so many tiles.
 template <typename P>
 __device__ __forceinline__ std::uint32_t log2_splits(const Progress<P>& progress,
                                                      std::uint32_t tiles,
@@ -94,21 +94,7 @@ __device__ __forceinline__ std::uint32_t log2_splits(const Progress<P>& progress
   const std::uint32_t tasks = tiles * protocol::ceil_div(progress.table.shape.hidden, kTileRows);
   int depth = progress.experts.routed.intermediate;
   if (shared_tiles != 0) depth = min(depth, progress.experts.shared.intermediate);
-  std::uint32_t log2 = 0;
-  while (log2 < P::kTile.most_log2_split && tasks << (log2 + 1) <= kNominalBlocks &&
-         depth >> (log2 + 1) >= kFewest) {
-    ++log2;
-  }
-  return log2;
-}
-
-// The tokens of one combine task: as many as give every block one task, but no more than one for
-// each math warp.
-__device__ __forceinline__ std::uint32_t log2_combine_chunk(std::uint32_t tokens,
-                                                            std::uint32_t blocks) {
-  std::uint32_t log2 = 0;
-  while (1 << log2 < kMathWarps && blocks << log2 < tokens) ++log2;
-  return log2;
+  return log2_splits(progress.table.layer.order, tasks, depth, kFewest, P::kTile.most_log2_split);
 }
 
 }  // namespace switchyard::gpu

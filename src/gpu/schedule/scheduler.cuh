@@ -43,7 +43,7 @@ __device__ __forceinline__ protocol::Workload workload_of(const Schedule<P>& sch
   work.num_combine_chunks = (schedule.progress.tokens + (1u << log2_chunk) - 1) >> log2_chunk;
   work.log2_band =
       P::kSize == PassSize::kSmall ? 0 : table.state.log2_band;  // as place_tiles() finds it
-  work.lag = work.log2_band == 0 ? table.layer.lag : table.layer.banded_lag;
+  work.lag = work.log2_band == 0 ? table.layer.order.lag : table.layer.order.banded_lag;
   return work;
 }
 
@@ -157,7 +157,7 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule) {
   };
   // Waits, and meanwhile tells of finished tiles: what it waits for may depend on them.
   const auto await = [&](auto&& ready) {
-    return wait_in_block(schedule.life.waiter(), [&] {
+    return wait_in_block<WarpPace>(schedule.life.waiter(), [&] {
       const std::uint32_t slot = told % kTaskSlots;
       if (__all_sync(~0u, test_wait(shared_address(&schedule.queue.block.task_empty[slot]),
                                     told / kTaskSlots % 2))) {

@@ -119,7 +119,7 @@ __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint
     table.state.shared_tiles = shared_tiles;
     table.state.max_height = height;
     table.state.tile_offset = tiles_before - shared_tiles.count;
-    table.state.log2_band = most > 1 ? table.layer.log2_band : 0;
+    table.state.log2_band = most > 1 ? table.layer.order.log2_band : 0;
   }
 }
 

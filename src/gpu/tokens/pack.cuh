@@ -235,7 +235,7 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
   const auto is_there = [&] {
     return !mine() || has_arrived(packing.exchange, expert(), distance());
   };
-  const bool free = packing.life.waiter().wait_for(
+  const bool free = packing.life.waiter().template wait_for<WarpPace>(
       [&] {
         return __all_sync(~0u, is_there() && (!mine() || tile_of() < packing.tokens.packed_slots ||
                                               packing.progress.gemm1_complete(

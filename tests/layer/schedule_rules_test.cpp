@@ -1,0 +1,103 @@
+// The GPU's rules of the schedule, and what takes their place.
+#include <gtest/gtest.h>
+
+#include "gpu/schedule/rules.h"
+
+namespace switchyard::gpu {
+namespace {
+
+// OLMoE in bf16 on one GPU.
+LaunchFacts olmoe(std::int64_t tokens) { return {tokens, 64, 8, 1, 32, 6144, true}; }
+
+TEST(ChooseLaunch, ByTheRule) {
+  EXPECT_EQ(choose_launch({}, olmoe(0)), Launch::kSmall);
+  EXPECT_EQ(choose_launch({}, olmoe(32)), Launch::kSmall);
+  EXPECT_EQ(choose_launch({}, olmoe(33)), Launch::kSingle);
+  EXPECT_EQ(choose_launch({}, olmoe(767)), Launch::kSingle);  // 95.9 rows per expert
+  EXPECT_EQ(choose_launch({}, olmoe(768)), Launch::kPaired);
+  LaunchFacts facts = olmoe(32);
+  facts.num_experts = 256;  // 8192 logits
+  EXPECT_EQ(choose_launch({}, facts), Launch::kSingle);
+  facts = olmoe(8);
+  facts.num_ranks = 2;
+  EXPECT_EQ(choose_launch({}, facts), Launch::kSingle);
+  facts.tokens = 384;
+  EXPECT_EQ(choose_launch({}, facts), Launch::kPaired);
+  facts.pairs_fit = false;
+  EXPECT_EQ(choose_launch({}, facts), Launch::kSingle);
+}
+
+TEST(ChooseLaunch, ByTheCaller) {
+  EXPECT_EQ(choose_launch({.small_tokens = 0}, olmoe(1)), Launch::kSingle);
+  EXPECT_EQ(choose_launch({.small_tokens = 8}, olmoe(8)), Launch::kSmall);
+  EXPECT_EQ(choose_launch({.small_tokens = 8}, olmoe(9)), Launch::kSingle);
+  LaunchFacts facts = olmoe(32);
+  facts.num_experts = 512;
+  EXPECT_EQ(choose_launch({.small_tokens = 32}, facts), Launch::kSmall);
+  facts.top_k = 17;  // more slots than a block has room for
+  EXPECT_EQ(choose_launch({.small_tokens = 32}, facts), Launch::kSingle);
+  EXPECT_EQ(choose_launch({.paired_rows = 0}, olmoe(33)), Launch::kPaired);
+  EXPECT_EQ(choose_launch({.paired_rows = 0}, olmoe(32)), Launch::kSmall);
+  EXPECT_EQ(choose_launch({.small_tokens = 0, .paired_rows = 0}, olmoe(1)), Launch::kPaired);
+  EXPECT_EQ(choose_launch({.paired_rows = -1}, olmoe(1 << 20)), Launch::kSingle);
+}
+
+// A gated FFN with so many rows of gate and up, on 132 blocks.
+OrderFacts facts_of(std::uint32_t rows) { return {132, rows, 128, 256, 4096}; }
+
+TEST(ChooseOrder, ByTheRule) {
+  const TileOrder narrow = choose_order({}, facts_of(2048));  // 16 tasks for a tile
+  EXPECT_EQ(narrow.log2_band, 0u);
+  EXPECT_EQ(narrow.lag, 18u);  // 264 / 16, rounded up, and 1
+  EXPECT_EQ(narrow.banded_lag, narrow.lag);
+  const TileOrder wide = choose_order({}, facts_of(28672));  // 224 tasks for a tile
+  EXPECT_EQ(wide.log2_band, 3u);
+  EXPECT_EQ(wide.lag, 3u);
+  EXPECT_EQ(wide.banded_lag, 1u);
+  EXPECT_EQ(choose_order({}, facts_of(0)).lag, 265u) << "no experts here";
+}
+
+TEST(ChooseOrder, ByTheCaller) {
+  const TileOrder order = choose_order({.lag = 5, .band = 4, .splits = 2}, facts_of(28672));
+  EXPECT_EQ(order.lag, 5u);
+  EXPECT_EQ(order.banded_lag, 5u);
+  EXPECT_EQ(order.log2_band, 2u);
+  EXPECT_EQ(choose_order({.band = 1}, facts_of(28672)).banded_lag, 3u);
+  EXPECT_EQ(choose_order({.band = 2}, facts_of(2048)).banded_lag, 9u);
+}
+
+// A tile's slot is free when GEMM2 of the tile before it there is done: that must come earlier in
+// the order than the tile's own GEMM1.
+TEST(ChooseOrder, SlotsSufficeForEveryOrder) {
+  for (const int lag : {1, 2, 7, kMostLag}) {
+    for (const int band : {1, 2, kMostBand}) {
+      const TileOrder order = choose_order({.lag = lag, .band = band}, facts_of(2048));
+      const std::uint64_t slots = h_slots(order, ~std::uint64_t{0});
+      EXPECT_GT(slots, static_cast<std::uint64_t>(lag)) << "a band of one";
+      EXPECT_GE(slots,
+                (std::uint64_t{static_cast<unsigned>(lag)} + 1) * static_cast<unsigned>(band));
+      EXPECT_EQ(h_slots(order, 3), 3u);
+    }
+  }
+}
+
+TEST(Splits, AsManyAsGiveEveryBlockATask) {
+  const TileOrder free{};
+  EXPECT_EQ(log2_splits(free, 16, 2048, 512, 2), 2u);
+  EXPECT_EQ(log2_splits(free, 64, 2048, 512, 2), 1u);
+  EXPECT_EQ(log2_splits(free, 128, 2048, 512, 2), 0u);
+  EXPECT_EQ(log2_splits(free, 16, 1024, 512, 2), 1u) << "no part is shorter";
+  for (const int splits : {1, 2, 4}) {
+    const TileOrder forced = choose_order({.splits = splits}, facts_of(2048));
+    EXPECT_EQ(1 << log2_splits(forced, 128, 64, 512, 2), splits);
+  }
+}
+
+TEST(CombineChunk, OneTaskForEveryBlock) {
+  EXPECT_EQ(log2_combine_chunk(132, 132, 8), 0u);
+  EXPECT_EQ(log2_combine_chunk(133, 132, 8), 1u);
+  EXPECT_EQ(log2_combine_chunk(1 << 20, 132, 8), 3u);
+}
+
+}  // namespace
+}  // namespace switchyard::gpu
