@@ -32,6 +32,7 @@ struct Config {
                                     .cluster = 1,
                                     .most_log2_split = 0};
   static constexpr TokenSource kTokens = TokenSource::kPacked;
+  static constexpr std::uint32_t kStagesTogether = 1;
   static constexpr int kSlotRows = kTile.max_height();
   static constexpr int kStagedTokens = 16;
 };

@@ -20,6 +20,9 @@ struct LargePass {
   static constexpr TokenSource kTokens = TokenSource::kPacked;
   static constexpr GateLoads kGate = GateLoads::kCopyEngine;
   static constexpr Teller kTeller = Teller::kScheduler;
+  // Stages whose weights are asked for together, when all of them are free. Fewer than the ring
+  // has: math warps release a stage when they have issued the products of the next.
+  static constexpr std::uint32_t kStagesTogether = 1;
   static constexpr bool kOneRank = false;  // the only rank, as far as the compiler knows
   // Tokens that a math warpgroup turns from its 64 weight rows into rows of tokens at a time.
   static constexpr int kStagedTokens = 16;
@@ -87,6 +90,7 @@ struct SmallPass : P {
   static constexpr bool kOneRank = true;
   static constexpr RoleRegisters kRegisters{.loading = 152, .math = 176};
   static constexpr std::uint32_t kStagesAhead = 4;
+  static constexpr std::uint32_t kStagesTogether = 4;
   static constexpr int kStagedTokens = 32;
   static constexpr unsigned kSchedulerRestNs = 0;
 };

@@ -53,7 +53,16 @@ __device__ __forceinline__ bool load_weights(const TilePipeline<C>& pipeline,
   constexpr std::uint32_t kScales = kWithScales ? kWeightScales * sizeof(float) : 0;
   const float* scales = source.scales;
   for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
-    if (!ring.await_free(pipeline.waiter(), place)) return false;
+    if constexpr (C::kStagesTogether == 1) {
+      if (!ring.await_free(pipeline.waiter(), place)) return false;
+    } else if (kb % C::kStagesTogether == 0) {
+      // Stages become free in their order: the last of the group tells of all.
+      RingPlace last = place;
+      for (std::uint32_t i = kb + 1; i < min(kb + C::kStagesTogether, task.k_blocks); ++i) {
+        last.advance(ring.stages);
+      }
+      if (!ring.await_free(pipeline.waiter(), last)) return false;
+    }
     if (rehearsal) break;
     on_stage(kb);
     const std::uint32_t full = ring.full_barrier(place.stage);
