@@ -50,6 +50,17 @@ enum class Backend : std::uint8_t {
 // "cpu", "cuda".
 const char* to_string(Backend backend);
 
+// What becomes of a slot whose id no expert has: one below kNoExpert or of num_experts or more; an
+// expert named before for the same token (the slot that names it again); and, in hash-routed
+// layers, all slots of a token whose id is outside the table.
+enum class BadIds : std::uint8_t {
+  kRaise,  // Error{kInvalidArgument}: with kCpu before anything is sent, with kCuda from a later
+           // call
+  // The slot contributes nothing, like one with kNoExpert, and counts in ForwardStats::bad_slots.
+  // For servers, which pad batches with rows of garbage.
+  kSkip,
+};
+
 struct LayerOptions {
   Backend backend = Backend::kCpu;
   // Most tokens this rank may pass to one forward(). All ranks must declare the same number. With
@@ -89,6 +100,11 @@ struct LayerOptions {
   // Experts' outputs are rounded to bf16. The gates see bf16. A NaN or an infinity in a group makes
   // the token's output NaN, and no other's. kBF16 and kF32 dequantise FP8 weights instead.
   std::optional<DType> compute;
+  // Ids given and what is wrong with them; ranks may differ.
+  BadIds bad_ids = BadIds::kRaise;
+  // Ids given that are num_experts or more mean none, as kNoExpert does, and are not bad:
+  // frameworks that deal experts to ranks themselves mark slots of others' experts so.
+  bool large_ids_are_none = false;
   // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's.
   std::chrono::milliseconds deadline{0};
   // Record what every role does in each pass, for MoeLayer::trace(). With kCuda a second variant of
@@ -112,10 +128,11 @@ struct ForwardInput {
   // kF8E4M3, f8_e4m3 with a scale for every 128 columns of a token (scale_rows 1, scale_cols 128),
   // which are used as they are; then topk_ids must be given, and the shared expert have no gate.
   MatrixView activations;
-  // Either both empty (the layer's gate routes) or both [T, K]: expert ids, distinct within a
-  // token, kNoExpert for none; and weights, applied as given.
-  std::span<const std::int32_t> topk_ids;
-  std::span<const float> topk_weights;
+  // Either both empty (the layer's gate routes) or both [T, K]: expert ids in i32 or i64, distinct
+  // within a token, kNoExpert for none (see LayerOptions::bad_ids, large_ids_are_none); and weights
+  // in f32 or bf16, applied as given. Weights of slots without an expert may be anything.
+  SlotView topk_ids;
+  SlotView topk_weights;
   std::span<const std::int32_t> token_ids;  // [T], hash-routed layers only
   // kCuda only: a cudaStream_t; null: the default stream. Ranks on one device need streams that do
   // not wait for each other, which the default stream does.
@@ -137,6 +154,7 @@ struct ForwardStats {
   std::int64_t tokens = 0;                      // of this rank
   std::vector<std::int64_t> tokens_per_expert;  // [E], over all ranks
   std::int64_t dropped_slots = 0;               // of this rank
+  std::int64_t bad_slots = 0;                   // of this rank, skipped; see LayerOptions::bad_ids
   std::int64_t nan_logits = 0;                  // of this rank
   // Tokens of this rank with a NaN among their logits. Such an expert is never chosen, so these
   // tokens lose experts: all of them, if a NaN or an infinity among the activations is the cause.
@@ -192,12 +210,12 @@ class MoeLayer {
   // later call throws again; the world lives, and can make another.
   //
   // With kCuda the ids given for tokens and experts are checked on the device. What is found
-  // there, an id out of range or an expert named twice for a token (Error{kInvalidArgument}; such
-  // slots are skipped) or a wait that passed its deadline (TimeoutError), is thrown by the first
-  // forward() or stats() that starts after the pass ended.
-  // The CUDA context stays usable. A pass of one rank ends when all ranks have enqueued theirs: a
-  // thread that plays several ranks, or two threads with ranks on one device, must not call what
-  // waits for the device (cudaFree, say) in between.
+  // there, a bad id (Error{kInvalidArgument}, unless LayerOptions::bad_ids is kSkip; such slots are
+  // skipped either way) or a wait that passed its deadline (TimeoutError), is thrown by the first
+  // forward() or stats() that starts after the pass ended. The CUDA context stays usable. A pass of
+  // one rank ends when all ranks have enqueued theirs: a thread that plays several ranks, or two
+  // threads with ranks on one device, must not call what waits for the device (cudaFree, say) in
+  // between.
   void forward(const ForwardInput& input, const ForwardOutput& output);
 
   // Throws what forward() would throw of passes that have ended, and waits for nothing if there is

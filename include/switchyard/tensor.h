@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <ranges>
+#include <type_traits>
 
 namespace switchyard {
 
@@ -64,6 +66,46 @@ struct VectorView {
   std::int64_t stride = 1;  // in elements
 
   bool empty() const { return data == nullptr; }
+};
+
+// One number for each slot (token, k) of a batch: [T, K], of a type told at run time, one token's
+// behind the other's. Made of an address and a type, or of a span or vector of i32, i64 or f32:
+//   input.topk_ids = ids;                                     // std::vector<std::int64_t>
+//   input.topk_weights = {weights, DType::kBF16, tokens * k};
+class SlotView {
+ public:
+  template <typename T>
+  static constexpr bool kIsElement = std::is_same_v<T, std::int32_t> ||
+                                     std::is_same_v<T, std::int64_t> || std::is_same_v<T, float>;
+
+  SlotView() = default;
+  SlotView(const void* data, DType dtype, std::size_t size)
+      : data_(data), size_(size), dtype_(dtype) {}
+  template <typename T>
+  requires kIsElement<T> SlotView(const T* data, std::size_t size)
+      : SlotView(data, type_of<T>(), size) {}
+  template <std::ranges::contiguous_range Range>
+  requires(kIsElement<std::ranges::range_value_t<Range>>&& std::ranges::sized_range<Range>)
+      // NOLINTNEXTLINE(google-explicit-constructor): what was a span is assigned everywhere
+      SlotView(const Range& range)
+      : SlotView(std::ranges::data(range), std::ranges::size(range)) {}
+
+  const void* data() const { return data_; }
+  DType dtype() const { return dtype_; }
+  std::size_t size() const { return size_; }  // elements
+  bool empty() const { return size_ == 0; }
+  SlotView first(std::size_t count) const { return {data_, dtype_, count}; }
+
+ private:
+  template <typename T>
+  static constexpr DType type_of() {
+    if constexpr (std::is_same_v<T, float>) return DType::kF32;
+    return std::is_same_v<T, std::int64_t> ? DType::kI64 : DType::kI32;
+  }
+
+  const void* data_ = nullptr;
+  std::size_t size_ = 0;
+  DType dtype_ = DType::kF32;
 };
 
 }  // namespace switchyard

@@ -143,6 +143,10 @@ class Engine final : public LayerEngine {
   void make_workspace();
   void begin_pass(const ForwardInput& input, const ForwardOutput& output);
   void route(const ForwardInput& input);
+  bool in_table(std::int32_t token_id) const {
+    return token_id >= 0 && token_id < layer_.weights.hash_table.rows;
+  }
+  void skip_bad_tokens(const ForwardInput& input);
   void prepare_token(const MatrixView& x, std::int64_t token);
   void drop_over_capacity();
   void list_slots();
@@ -162,6 +166,7 @@ class Engine final : public LayerEngine {
   void in_parallel(const std::function<void(int)>& body);
   [[noreturn]] void fail();
   bool aborted() const { return protocol::aborted(layer_.heaps); }
+  IdRules id_rules() const { return {options_.bad_ids, options_.large_ids_are_none}; }
   int rank() const { return layer_.heaps.rank; }
   int num_ranks() const { return layer_.heaps.size(); }
   // Null where nothing is recorded.
@@ -318,7 +323,7 @@ void Engine::in_parallel(const std::function<void(int)>& body) {
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   check_call(layer_.spec, layer_.weights, options_.max_tokens, rank(), input, output,
              layer_.compute);
-  check_ids(layer_.spec, layer_.weights, input);
+  check_ids(layer_.spec, layer_.weights, input, id_rules());
   if (input.stream != nullptr) {
     throw Error(ErrorCode::kInvalidArgument,
                 "ForwardInput::stream is set, but the layer's backend is cpu; leave it null");
@@ -383,7 +388,8 @@ void Engine::route(const ForwardInput& input) {
   if (!given && spec().routing.method == RoutingMethod::kHash) {
     hashed_ids_.clear();
     for (const std::int32_t id : input.token_ids) {
-      routing::append_hashed_ids(layer_.weights.hash_table, id, hashed_ids_);
+      // A bad token (check_ids() let it pass) routes like some other, and loses its slots below.
+      routing::append_hashed_ids(layer_.weights.hash_table, in_table(id) ? id : 0, hashed_ids_);
     }
     hashed_ids = hashed_ids_.data();
   }
@@ -412,11 +418,21 @@ void Engine::route(const ForwardInput& input) {
     if (trace != nullptr) trace->end(static_cast<std::int32_t>(rows));
   });
   if (given) {
-    std::copy(input.topk_ids.begin(), input.topk_ids.end(), pass_.ids.begin());
-    std::copy(input.topk_weights.begin(), input.topk_weights.end(), pass_.weights.begin());
+    stats_.bad_slots = read_routing(spec(), input, id_rules(), pass_.ids, pass_.weights);
   }
+  if (hashed_ids != nullptr) skip_bad_tokens(input);
   stats_.nan_logits = nan_logits;
   stats_.nan_tokens = nan_tokens;
+}
+
+void Engine::skip_bad_tokens(const ForwardInput& input) {
+  const auto top_k = static_cast<std::size_t>(spec().top_k);
+  for (std::size_t t = 0; t < input.token_ids.size(); ++t) {
+    if (in_table(input.token_ids[t])) continue;
+    std::fill_n(pass_.ids.begin() + static_cast<std::ptrdiff_t>(t * top_k), top_k, kNoExpert);
+    std::fill_n(pass_.weights.begin() + static_cast<std::ptrdiff_t>(t * top_k), top_k, 0.0f);
+    stats_.bad_slots += spec().top_k;
+  }
 }
 
 // Whatever the experts and gates will read of a token, unless it is there already.

@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 
+#include "base/convert.h"
 #include "base/quantize.h"
 #include "protocol/partition.h"
 #include "switchyard/routing.h"
@@ -16,6 +17,13 @@ void require_size(const char* name, std::size_t size, std::size_t expected, std:
   if (size == expected) return;
   throw Error(ErrorCode::kShapeMismatch,
               fmt::format("{} has {} elements; {} tokens need {}", name, size, tokens, expected));
+}
+
+void require_type(const char* name, const SlotView& slots, DType one, DType other) {
+  if (slots.empty() || slots.dtype() == one || slots.dtype() == other) return;
+  throw Error(ErrorCode::kDTypeMismatch,
+              fmt::format("{} are {}; use {} or {}", name, to_string(slots.dtype()), to_string(one),
+                          to_string(other)));
 }
 
 // Activations that arrive quantised: nothing can be made of them but the experts' operands.
@@ -89,22 +97,44 @@ void check_activations(const LayerSpec& spec, int max_tokens, int rank, const Fo
   if (quantised) check_quantised(spec, input, compute);
 }
 
-void check_given_routing(const LayerSpec& spec, const ForwardInput& input) {
+std::int64_t id_at(const SlotView& ids, std::size_t i) {
+  return ids.dtype() == DType::kI64 ? static_cast<const std::int64_t*>(ids.data())[i]
+                                    : static_cast<const std::int32_t*>(ids.data())[i];
+}
+
+// The given ids one after the other, as take(index, expert or kNoExpert); bad(index, id, twice) for
+// those that may not be, each before it is taken as none.
+template <typename Take, typename Bad>
+void for_each_id(const LayerSpec& spec, const SlotView& given, const IdRules& rules, Take&& take,
+                 Bad&& bad) {
   const auto top_k = static_cast<std::size_t>(spec.top_k);
-  for (std::size_t i = 0; i < input.topk_ids.size(); ++i) {
-    const std::int32_t id = input.topk_ids[i];
-    if (id < kNoExpert || id >= spec.num_experts) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  fmt::format("topk_ids[{}][{}] is {}; expert ids are 0 to {}, or {} for none",
-                              i / top_k, i % top_k, id, spec.num_experts - 1, kNoExpert));
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    const std::int64_t id = id_at(given, i);
+    const bool large = id >= spec.num_experts;
+    bool exists = id >= 0 && !large;
+    if (!exists && id != kNoExpert && !(large && rules.large_are_none)) bad(i, id, false);
+    for (std::size_t j = i - i % top_k; exists && j < i; ++j) {
+      if (id_at(given, j) != id) continue;
+      bad(i, id, true);
+      exists = false;
     }
-    for (std::size_t j = i - i % top_k; j < i; ++j) {
-      if (id == kNoExpert || input.topk_ids[j] != id) continue;
-      throw Error(ErrorCode::kInvalidArgument,
-                  fmt::format("token {} names expert {} twice; ids must be distinct within a token",
-                              i / top_k, id));
-    }
+    take(i, exists ? static_cast<std::int32_t>(id) : kNoExpert);
   }
+}
+
+void check_given_routing(const LayerSpec& spec, const ForwardInput& input, const IdRules& rules) {
+  const auto top_k = static_cast<std::size_t>(spec.top_k);
+  for_each_id(
+      spec, input.topk_ids, rules, [](std::size_t, std::int32_t) {},
+      [&](std::size_t i, std::int64_t id, bool twice) {
+        throw Error(
+            ErrorCode::kInvalidArgument,
+            twice
+                ? fmt::format("token {} names expert {} twice; ids must be distinct within a token",
+                              i / top_k, id)
+                : fmt::format("topk_ids[{}][{}] is {}; expert ids are 0 to {}, or {} for none",
+                              i / top_k, i % top_k, id, spec.num_experts - 1, kNoExpert));
+      });
 }
 
 void check_hashed_tokens(const MoeWeights& weights, const ForwardInput& input) {
@@ -126,6 +156,8 @@ void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens
   if (!input.topk_ids.empty() || !input.topk_weights.empty()) {
     require_size("topk_ids", input.topk_ids.size(), slots, tokens);
     require_size("topk_weights", input.topk_weights.size(), slots, tokens);
+    require_type("topk_ids", input.topk_ids, DType::kI32, DType::kI64);
+    require_type("topk_weights", input.topk_weights, DType::kF32, DType::kBF16);
   } else if (tokens > 0 && weights.router.empty()) {
     throw Error(ErrorCode::kInvalidArgument,
                 "the layer has no router weights; pass topk_ids and topk_weights");
@@ -140,12 +172,28 @@ void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens
   }
 }
 
-void check_ids(const LayerSpec& spec, const MoeWeights& weights, const ForwardInput& input) {
+void check_ids(const LayerSpec& spec, const MoeWeights& weights, const ForwardInput& input,
+               const IdRules& rules) {
+  if (rules.bad == BadIds::kSkip) return;
   if (!input.topk_ids.empty()) {
-    check_given_routing(spec, input);
+    check_given_routing(spec, input, rules);
   } else if (spec.routing.method == RoutingMethod::kHash) {
     check_hashed_tokens(weights, input);
   }
+}
+
+std::int64_t read_routing(const LayerSpec& spec, const ForwardInput& input, const IdRules& rules,
+                          std::span<std::int32_t> ids, std::span<float> weights) {
+  std::int64_t num_bad = 0;
+  for_each_id(
+      spec, input.topk_ids, rules, [&](std::size_t i, std::int32_t id) { ids[i] = id; },
+      [&](std::size_t, std::int64_t, bool) { ++num_bad; });
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    weights[i] = input.topk_weights.dtype() == DType::kBF16
+                     ? bf16_to_f32(static_cast<const std::uint16_t*>(input.topk_weights.data())[i])
+                     : static_cast<const float*>(input.topk_weights.data())[i];
+  }
+  return num_bad;
 }
 
 }  // namespace switchyard

@@ -12,8 +12,21 @@ void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens
                 const ForwardInput& input, const ForwardOutput& output,
                 DType compute = DType::kBF16);
 
+// What ids are held against; see LayerOptions.
+struct IdRules {
+  BadIds bad = BadIds::kRaise;
+  bool large_are_none = false;
+};
+
 // The expert ids or token ids themselves, for a call that passed check_call() and whose memory the
-// host can read. Throws Error{kInvalidArgument} naming the first that is wrong.
-void check_ids(const LayerSpec& spec, const MoeWeights& weights, const ForwardInput& input);
+// host can read. Throws Error{kInvalidArgument} naming the first that is wrong, with
+// BadIds::kRaise.
+void check_ids(const LayerSpec& spec, const MoeWeights& weights, const ForwardInput& input,
+               const IdRules& rules = {});
+
+// Reads given routing into `ids` and `weights`, [T, K], for a call that passed check_ids(); ids
+// become those of experts or kNoExpert. Returns the number of bad ones.
+std::int64_t read_routing(const LayerSpec& spec, const ForwardInput& input, const IdRules& rules,
+                          std::span<std::int32_t> ids, std::span<float> weights);
 
 }  // namespace switchyard

@@ -47,7 +47,7 @@ class DeviceBatch {
     }
   }
 
-  void enqueue(MoeLayer& layer, const gpu::Stream& stream) {
+  void enqueue(MoeLayer& layer, const gpu::Stream& stream, const AdjustCall& adjust = {}) {
     const auto words = [](const gpu::DeviceBuffer& b) { return b.bytes() / 4; };
     ForwardInput input;
     input.activations = batch_.x.view();
@@ -66,6 +66,7 @@ class DeviceBatch {
     output.dtype = dtype_;
     output.topk_ids = {reinterpret_cast<std::int32_t*>(ids_.data()), words(ids_)};
     output.topk_weights = {reinterpret_cast<float*>(weights_.data()), words(weights_)};
+    if (adjust) adjust(input, output, 0);
     layer.forward(input, output);
   }
 
@@ -124,7 +125,7 @@ class DeviceLayer {
   void replace_activations(const Batch& batch) { batch_->replace_activations(batch); }
   void set_row_stride(std::int64_t stride) { batch_->set_row_stride(stride); }
   void poison() { batch_->poison(stream_); }
-  void enqueue() { batch_->enqueue(*layer_, stream_); }
+  void enqueue(const AdjustCall& adjust = {}) { batch_->enqueue(*layer_, stream_, adjust); }
   BatchResult fetch() {
     stream_.synchronize();
     BatchResult result = batch_->fetch();
@@ -132,10 +133,10 @@ class DeviceLayer {
     return result;
   }
 
-  BatchResult run(const Batch& batch, DType output_dtype) {
+  BatchResult run(const Batch& batch, DType output_dtype, const AdjustCall& adjust = {}) {
     load(batch, output_dtype);
     poison();
-    enqueue();
+    enqueue(adjust);
     return fetch();
   }
 

@@ -180,9 +180,12 @@ struct Batch {
   std::vector<std::int32_t> token_ids;
 };
 
+// Changes a call before it is made; `first` is the rank's first token.
+using AdjustCall = std::function<void(ForwardInput&, ForwardOutput&, std::size_t first)>;
+
 // One forward of `layer` for this rank's share of the batch.
 inline void forward_share(MoeLayer& layer, const Batch& batch, const Shares& shares, int rank,
-                          BatchResult& result) {
+                          BatchResult& result, const AdjustCall& adjust = {}) {
   const auto r = static_cast<std::size_t>(rank);
   const auto k = static_cast<std::size_t>(layer.spec().top_k);
   const auto first = static_cast<std::size_t>(shares.first[r]);
@@ -201,6 +204,7 @@ inline void forward_share(MoeLayer& layer, const Batch& batch, const Shares& sha
   output.dtype = result.output.dtype();
   output.topk_ids = std::span(result.ids).subspan(first * k, count * k);
   output.topk_weights = std::span(result.weights).subspan(first * k, count * k);
+  if (adjust) adjust(input, output, first);
   layer.forward(input, output);
   result.stats[r] = layer.stats();
 }
@@ -214,7 +218,6 @@ inline BatchResult empty_result(const LayerSpec& spec, const Batch& batch, int r
           std::vector<ForwardStats>(static_cast<std::size_t>(ranks))};
 }
 
-// The batch through a fresh world of thread ranks.
 // What a rank need be given of the weights: its own experts'. (Without any, all of them, by which
 // it is told what to compute in.)
 inline MoeWeights weights_of_rank(MoeWeights weights, int rank, int num_ranks) {
@@ -226,14 +229,16 @@ inline MoeWeights weights_of_rank(MoeWeights weights, int rank, int num_ranks) {
   return weights;
 }
 
+// The batch through a fresh world of thread ranks.
 inline BatchResult run_batch(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
-                             const Shares& shares, DType output_dtype, LayerOptions options = {}) {
+                             const Shares& shares, DType output_dtype, LayerOptions options = {},
+                             const AdjustCall& adjust = {}) {
   const int ranks = static_cast<int>(shares.count.size());
   BatchResult result = empty_result(spec, batch, ranks, output_dtype);
   if (options.num_threads == 0) options.num_threads = 1;
   run_all_ranks(World::threads(ranks), [&](const World& world) {
     MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), ranks), options);
-    forward_share(layer, batch, shares, world.rank(), result);
+    forward_share(layer, batch, shares, world.rank(), result, adjust);
   });
   return result;
 }

@@ -517,6 +517,10 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   call.y_type = output.dtype;
   call.given_ids = input.topk_ids.empty() ? nullptr : input.topk_ids.data();
   call.given_weights = input.topk_weights.data();
+  call.wide_ids = input.topk_ids.dtype() == DType::kI64;
+  call.bf16_weights = input.topk_weights.dtype() == DType::kBF16;
+  call.large_ids_are_none = options_.large_ids_are_none;
+  call.skips_bad_ids = options_.bad_ids == BadIds::kSkip;
   call.token_ids = input.token_ids.data();
   call.out_ids = output.topk_ids.empty() ? nullptr : output.topk_ids.data();
   call.out_weights = output.topk_weights.empty() ? nullptr : output.topk_weights.data();
@@ -630,6 +634,7 @@ const ForwardStats& Engine::stats() {
   stats_.tokens_per_expert.assign(rows.begin(), rows.end());
   stats_.nan_logits = counters[kNanLogits];
   stats_.nan_tokens = counters[kNanTokens];
+  stats_.bad_slots = counters[kBadSlots];
   if (distributed()) count_traffic(counters.data());
   stats_.heap_bytes_reserved = memory_->heap.bytes();
   stats_.workspace_bytes_used = memory_->workspace.bytes();

@@ -54,10 +54,11 @@ struct PassWords {
   }
 };
 
-// What a pass counts for its statistics. All but the first two concern what went to other ranks.
+// What a pass counts for its statistics. All but the first three concern what went to other ranks.
 enum PassCounter : std::uint32_t {
   kNanLogits,
   kNanTokens,
+  kBadSlots,
   kSentTokens,
   kSentRows,
   kReturnedRows,

@@ -1,6 +1,8 @@
 // From logits, or from ids given, to each slot's expert and weight.
 #pragma once
 
+#include <climits>
+
 #include "gpu/route/gate.cuh"
 
 namespace switchyard::gpu {
@@ -57,14 +59,28 @@ __device__ __forceinline__ GateOutcome gate_token(const Routing<P>& routing, std
   return outcome;
 }
 
+__device__ __forceinline__ std::int32_t given_id(const RouteCall& call, std::size_t slot) {
+  if (!call.wide_ids) return static_cast<const std::int32_t*>(call.given_ids)[slot];
+  const std::int64_t id = static_cast<const std::int64_t*>(call.given_ids)[slot];
+  // What no i32 holds no expert has, either.
+  const auto narrow = static_cast<std::int32_t>(id);
+  return narrow == id ? narrow : id < 0 ? INT_MIN : INT_MAX;
+}
+__device__ __forceinline__ float given_weight(const RouteCall& call, std::size_t slot) {
+  if (!call.bf16_weights) return static_cast<const float*>(call.given_weights)[slot];
+  const std::uint32_t code = static_cast<const std::uint16_t*>(call.given_weights)[slot];
+  return __uint_as_float(code << 16);
+}
+
 template <typename P>
 __device__ __forceinline__ GateOutcome given_token(const Routing<P>& routing, std::uint32_t token) {
   const std::uint32_t lane = threadIdx.x % 32;
   GateOutcome outcome;
   if (lane < static_cast<std::uint32_t>(routing.shape.top_k)) {
     const std::size_t slot = static_cast<std::size_t>(token) * routing.shape.top_k + lane;
-    outcome.id = routing.call.given_ids[slot];
-    outcome.weight = routing.call.given_weights[slot];
+    outcome.id = given_id(routing.call, slot);
+    outcome.weight = given_weight(routing.call, slot);
+    if (routing.call.large_ids_are_none && outcome.id >= routing.shape.num_experts) outcome.id = -1;
   }
   const bool outside = outcome.id < -1 || outcome.id >= routing.shape.num_experts;
   // An expert has as many rows as tokens at most: named twice, it would have more.
@@ -106,8 +122,14 @@ __device__ __forceinline__ void route_tokens(const Routing<P>& routing, std::uin
       atomicAdd(routing.life.state.words.counters() + kNanLogits, mine.num_nan);
       atomicAdd(routing.life.state.words.counters() + kNanTokens, 1u);
     }
-    // One of them, whichever is stored last.
-    if (report && mine.bad_id != 0) routing.life.layer.failures->bad_id = mine.bad_id;
+    if (report && mine.bad_id != 0 && lane < tables.top_k) {
+      atomicAdd(routing.life.state.words.counters() + kBadSlots, 1u);
+      // One of them, whichever is stored last. A table with bad ids is never skipped: it is the
+      // layer's own.
+      if (!routing.call.skips_bad_ids || BadId::unpack(mine.bad_id).kind == BadId::Kind::kTable) {
+        routing.life.layer.failures->bad_id = mine.bad_id;
+      }
+    }
     const std::size_t slot = static_cast<std::size_t>(token) * tables.top_k + lane;
     const std::size_t cell = static_cast<std::size_t>(token) * tables.cells_per_token + lane;
     if (lane < tables.top_k) {

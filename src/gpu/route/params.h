@@ -41,7 +41,7 @@ struct BadId {
     return std::uint64_t{static_cast<std::uint32_t>(id)} << 32 | token << 3 |
            static_cast<std::uint32_t>(kind);
   }
-  static BadId unpack(std::uint64_t word) {
+  SWITCHYARD_HOST_DEVICE static BadId unpack(std::uint64_t word) {
     const auto low = static_cast<std::uint32_t>(word);
     return {static_cast<Kind>(low & 7), low >> 3, static_cast<std::int32_t>(word >> 32)};
   }
@@ -75,9 +75,12 @@ struct ListParams {
 struct RouteCall {
   // Over the activations in bf16, boxes like router_map's: in large passes with a gate.
   CUtensorMap x_map;
-  bool gated;                     // experts are chosen here, or the shared one is weighed
-  const std::int32_t* given_ids;  // [T, K] or null
-  const float* given_weights;
+  bool gated;                 // experts are chosen here, or the shared one is weighed
+  const void* given_ids;      // [T, K] i32 or, if wide_ids, i64; or null
+  const void* given_weights;  // [T, K] f32 or, if bf16_weights, bf16
+  bool wide_ids, bf16_weights;
+  bool large_ids_are_none;        // ids of num_experts or more; else they are bad
+  bool skips_bad_ids;             // without telling the host, which may ask for their number
   const std::int32_t* token_ids;  // [T], hash routing
   std::int32_t* out_ids;          // [T, K] or null
   float* out_weights;

@@ -1,0 +1,170 @@
+// The forms in which a call may hand over its routing and take its output, against the fp64
+// reference on one rank and on several.
+#include <gtest/gtest.h>
+
+#include "model/errors.h"
+#include "reference/reference.h"
+#include "support/accuracy.h"
+#include "support/layers.h"
+
+namespace switchyard::testing {
+namespace {
+
+constexpr int kTokens = 60, kExperts = 16, kTopK = 4;
+
+LayerSpec small_layer() { return spec_of(96, 64, kExperts, kTopK); }
+
+class Calls : public ::testing::TestWithParam<int> {
+ protected:
+  Calls() {
+    const SyntheticRouting routing = synthetic_routing(kTokens, kExperts, kTopK, 0.8, 2);
+    batch_.topk_ids = routing.ids;
+    batch_.topk_weights = routing.weights;
+  }
+  Shares shares() const { return Shares::even(kTokens, GetParam()); }
+  BatchResult run(const Batch& batch, LayerOptions options = {},
+                  const AdjustCall& adjust = {}) const {
+    return run_batch(spec_, weights_, batch, shares(), DType::kF32, options, adjust);
+  }
+  // On one rank: the others would wait for the one that is refused.
+  void refuse(ErrorCode code, const char* what, const Batch& batch, LayerOptions options = {},
+              const AdjustCall& adjust = {}) const {
+    EXPECT_ERROR(
+        run_batch(spec_, weights_, batch, Shares::even(kTokens, 1), DType::kF32, options, adjust),
+        code, what);
+  }
+  std::int64_t bad_slots(const BatchResult& result) const {
+    std::int64_t all = 0;
+    for (const ForwardStats& stats : result.stats) all += stats.bad_slots;
+    return all;
+  }
+
+  LayerSpec spec_ = small_layer();
+  MoeWeights weights_ = generate_weights(spec_, DType::kF32, 3, {});
+  Batch batch_{Matrix::random(kTokens, spec_.hidden, DType::kF32, 17), {}, {}, {}};
+};
+INSTANTIATE_TEST_SUITE_P(Ranks, Calls, ::testing::Values(1, 2, 4));
+
+TEST_P(Calls, IdsInI64AndWeightsInBf16) {
+  const std::vector<std::int64_t> wide(batch_.topk_ids.begin(), batch_.topk_ids.end());
+  std::vector<std::uint16_t> codes;
+  Batch rounded = batch_;
+  for (float& weight : rounded.topk_weights) {
+    codes.push_back(f32_to_bf16(weight));
+    weight = bf16_to_f32(codes.back());
+  }
+  EXPECT_NE(rounded.topk_weights, batch_.topk_weights);
+  const BatchResult expected = run(rounded);
+  EXPECT_LE(output_error(spec_, weights_, rounded, expected), 1e-5);
+  const BatchResult result =
+      run(batch_, {}, [&](ForwardInput& input, ForwardOutput&, std::size_t first) {
+        const std::size_t slots = input.topk_ids.size();
+        input.topk_ids = std::span(wide).subspan(first * kTopK, slots);
+        input.topk_weights = {codes.data() + first * kTopK, DType::kBF16, slots};
+      });
+  EXPECT_EQ(result.ids, rounded.topk_ids);
+  EXPECT_EQ(result.weights, rounded.topk_weights);
+  EXPECT_TRUE(result.output == expected.output);
+}
+
+TEST_P(Calls, OtherTypesOfIdsAndWeightsAreRefused) {
+  const auto refused = [&](const char* what, const AdjustCall& adjust) {
+    refuse(ErrorCode::kDTypeMismatch, what, batch_, {}, adjust);
+  };
+  refused("topk_ids are f32; use i32 or i64", [](ForwardInput& in, ForwardOutput&, std::size_t) {
+    in.topk_ids = {in.topk_ids.data(), DType::kF32, in.topk_ids.size()};
+  });
+  refused("topk_weights are f16; use f32 or bf16",
+          [](ForwardInput& in, ForwardOutput&, std::size_t) {
+            in.topk_weights = {in.topk_weights.data(), DType::kF16, in.topk_weights.size()};
+          });
+}
+
+// Ids that frameworks give slots of experts elsewhere: the number of experts, or any above.
+TEST_P(Calls, LargeIdsAreNoneWhereAsked) {
+  Batch sentinels = batch_, none = batch_;
+  for (std::size_t i = 0; i < none.topk_ids.size(); i += 3) {
+    sentinels.topk_ids[i] = i % 2 == 0 ? kExperts : 1 << 30;
+    none.topk_ids[i] = kNoExpert;
+    sentinels.topk_weights[i] = NAN;  // which reaches no output
+  }
+  const BatchResult expected = run(none);
+  LayerOptions options;
+  options.large_ids_are_none = true;
+  const BatchResult result = run(sentinels, options);
+  EXPECT_EQ(result.ids, none.topk_ids);
+  EXPECT_TRUE(result.output == expected.output);
+  EXPECT_EQ(bad_slots(result), 0);
+  refuse(ErrorCode::kInvalidArgument, "is 16; expert ids are 0 to 15", sentinels);
+  sentinels.topk_ids[kTopK * 7] = -2;
+  refuse(ErrorCode::kInvalidArgument, "is -2; expert ids are 0", sentinels, options);
+}
+
+// As of padding whose logits are NaN: one expert in all slots, or any number.
+TEST_P(Calls, BadIdsAreSkippedAndCountedWhereAsked) {
+  Batch bad = batch_, good = batch_;
+  std::int64_t count = 0;
+  const auto spoil = [&](std::size_t slot, std::int32_t id) {
+    bad.topk_ids[slot] = id;
+    good.topk_ids[slot] = kNoExpert;
+    ++count;
+  };
+  for (std::size_t t = 5; t < kTokens; t += 6) {
+    for (std::size_t k = 1; k < kTopK; ++k) spoil(t * kTopK + k, bad.topk_ids[t * kTopK]);
+  }
+  spoil(2, kExperts);
+  spoil(9, -7);
+  spoil(3 * kTopK, 1 << 30);
+  const BatchResult expected = run(good);
+  LayerOptions options;
+  options.bad_ids = BadIds::kSkip;
+  const BatchResult result = run(bad, options);
+  EXPECT_EQ(result.ids, good.topk_ids);
+  EXPECT_TRUE(result.output == expected.output);
+  EXPECT_EQ(bad_slots(result), count);
+  EXPECT_LE(output_error(spec_, weights_, good, result), 1e-5);
+  refuse(ErrorCode::kInvalidArgument, "is 16;", bad);
+  // What means none is not bad.
+  options.large_ids_are_none = true;
+  EXPECT_EQ(bad_slots(run(bad, options)), count - 2);
+}
+
+TEST_P(Calls, IdsThatNoI32HoldsAreBad) {
+  std::vector<std::int64_t> wide(batch_.topk_ids.begin(), batch_.topk_ids.end());
+  wide[6] = (std::int64_t{1} << 32) + 3;  // whose lower half is an expert's
+  const AdjustCall adjust = [&](ForwardInput& input, ForwardOutput&, std::size_t first) {
+    input.topk_ids = std::span(wide).subspan(first * kTopK, input.topk_ids.size());
+  };
+  refuse(ErrorCode::kInvalidArgument, "topk_ids[1][2] is 4294967299", batch_, {}, adjust);
+  LayerOptions options;
+  options.bad_ids = BadIds::kSkip;
+  const BatchResult result = run(batch_, options, adjust);
+  EXPECT_EQ(result.ids[6], kNoExpert);
+  EXPECT_EQ(bad_slots(result), 1);
+}
+
+TEST_P(Calls, TokensOutsideTheHashTableAreSkippedWhereAsked) {
+  spec_.routing.method = RoutingMethod::kHash;
+  weights_ = generate_weights(spec_, DType::kF32, 3, {});
+  Batch batch = random_batch(spec_, kTokens, DType::kF32, 4);
+  const BatchResult good = run(batch);
+  batch.token_ids[7] = -5;
+  batch.token_ids[58] = static_cast<std::int32_t>(weights_.hash_table.rows);
+  refuse(ErrorCode::kInvalidArgument, "token id -5 is outside", batch);
+  LayerOptions options;
+  options.bad_ids = BadIds::kSkip;
+  const BatchResult result = run(batch, options);
+  EXPECT_EQ(bad_slots(result), 2 * kTopK);
+  for (std::int64_t t = 0; t < kTokens; ++t) {
+    const bool bad = t == 7 || t == 58;
+    for (std::int64_t i = t * kTopK; i < (t + 1) * kTopK; ++i) {
+      EXPECT_EQ(result.ids[i], bad ? kNoExpert : good.ids[i]);
+    }
+    for (std::int64_t i = t * spec_.hidden; i < (t + 1) * spec_.hidden; ++i) {
+      ASSERT_EQ(result.output.get(i), bad ? 0 : good.output.get(i)) << "token " << t;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace switchyard::testing

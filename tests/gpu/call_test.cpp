@@ -1,0 +1,140 @@
+// The forms in which a call may hand over its routing and take its output, on a GPU. Small and
+// large passes are different kernels, hence two numbers of tokens everywhere.
+#include <gtest/gtest.h>
+
+#include "gpu/device.h"
+#include "model/errors.h"
+#include "support/accuracy.h"
+#include "support/device_batch.h"
+#include "support/layers.h"
+
+namespace switchyard::testing {
+namespace {
+
+constexpr int kExperts = 16, kTopK = 4;
+
+template <typename T>
+gpu::DeviceBuffer uploaded(const std::vector<T>& values) {
+  gpu::DeviceBuffer buffer(values.size() * sizeof(T));
+  buffer.upload(values.data(), buffer.bytes());
+  return buffer;
+}
+
+class GpuCalls : public OnGpu<::testing::TestWithParam<int>> {
+ protected:
+  GpuCalls() : tokens_(GetParam()), spec_(spec_of(584, 360, kExperts, kTopK)) {
+    const SyntheticRouting routing = synthetic_routing(tokens_, kExperts, kTopK, 0.8, 2);
+    batch_.topk_ids = routing.ids;
+    batch_.topk_weights = routing.weights;
+  }
+
+  int tokens_;
+  LayerSpec spec_;
+  MoeWeights weights_ = make_weights(spec_, DType::kBF16, 3);
+  Batch batch_{Matrix::random(tokens_, spec_.hidden, DType::kBF16, 17), {}, {}, {}};
+};
+INSTANTIATE_TEST_SUITE_P(Tokens, GpuCalls, ::testing::Values(24, 300));
+
+TEST_P(GpuCalls, IdsInI64AndWeightsInBf16) {
+  const std::vector<std::int64_t> wide(batch_.topk_ids.begin(), batch_.topk_ids.end());
+  std::vector<std::uint16_t> codes;
+  Batch rounded = batch_;
+  for (float& weight : rounded.topk_weights) {
+    codes.push_back(f32_to_bf16(weight));
+    weight = bf16_to_f32(codes.back());
+  }
+  const gpu::DeviceBuffer ids = uploaded(wide), weights = uploaded(codes);
+  DeviceLayer layer(spec_, weights_, tokens_);
+  const BatchResult expected = layer.run(rounded, DType::kBF16);
+  expect_accurate(spec_, weights_, rounded, expected);
+  const BatchResult result =
+      layer.run(batch_, DType::kBF16, [&](ForwardInput& input, ForwardOutput&, std::size_t) {
+        input.topk_ids = {ids.data(), DType::kI64, wide.size()};
+        input.topk_weights = {weights.data(), DType::kBF16, codes.size()};
+      });
+  EXPECT_EQ(result.ids, rounded.topk_ids);
+  EXPECT_EQ(result.weights, rounded.topk_weights);
+  EXPECT_TRUE(result.output == expected.output);
+}
+
+TEST_P(GpuCalls, LargeIdsAreNoneWhereAsked) {
+  Batch sentinels = batch_, none = batch_;
+  for (std::size_t i = 0; i < none.topk_ids.size(); i += 3) {
+    sentinels.topk_ids[i] = i % 2 == 0 ? kExperts : 1 << 30;
+    none.topk_ids[i] = kNoExpert;
+    sentinels.topk_weights[i] = NAN;
+  }
+  LayerOptions options;
+  options.large_ids_are_none = true;
+  DeviceLayer layer(spec_, weights_, tokens_, options);
+  const BatchResult expected = layer.run(none, DType::kBF16);
+  const BatchResult result = layer.run(sentinels, DType::kBF16);
+  EXPECT_EQ(result.ids, none.topk_ids);
+  EXPECT_TRUE(result.output == expected.output);
+  EXPECT_EQ(result.stats[0].bad_slots, 0);
+  sentinels.topk_ids[kTopK * 7] = -2;
+  EXPECT_ERROR(layer.run(sentinels, DType::kBF16), ErrorCode::kInvalidArgument,
+               "token 7 has expert id -2");
+}
+
+TEST_P(GpuCalls, BadIdsAreSkippedAndCountedWhereAsked) {
+  Batch bad = batch_, good = batch_;
+  std::int64_t count = 0;
+  const auto spoil = [&](std::size_t slot, std::int32_t id) {
+    bad.topk_ids[slot] = id;
+    good.topk_ids[slot] = kNoExpert;
+    ++count;
+  };
+  for (std::size_t t = 5; t < static_cast<std::size_t>(tokens_); t += 6) {
+    for (std::size_t k = 1; k < kTopK; ++k) spoil(t * kTopK + k, bad.topk_ids[t * kTopK]);
+  }
+  spoil(2, kExperts);
+  spoil(9, -7);
+  LayerOptions options;
+  options.bad_ids = BadIds::kSkip;
+  DeviceLayer layer(spec_, weights_, tokens_, options);
+  const BatchResult expected = layer.run(good, DType::kBF16);
+  EXPECT_EQ(expected.stats[0].bad_slots, 0);
+  const BatchResult result = layer.run(bad, DType::kBF16);
+  EXPECT_EQ(result.ids, good.topk_ids);
+  EXPECT_TRUE(result.output == expected.output);
+  EXPECT_EQ(result.stats[0].bad_slots, count);
+  layer.layer().check();
+}
+
+TEST_P(GpuCalls, IdsThatNoI32HoldsAreBad) {
+  std::vector<std::int64_t> wide(batch_.topk_ids.begin(), batch_.topk_ids.end());
+  wide[6] = (std::int64_t{1} << 32) + 3;  // whose lower half is an expert's
+  const gpu::DeviceBuffer ids = uploaded(wide);
+  const AdjustCall adjust = [&](ForwardInput& input, ForwardOutput&, std::size_t) {
+    input.topk_ids = {ids.data(), DType::kI64, wide.size()};
+  };
+  DeviceLayer raises(spec_, weights_, tokens_);
+  EXPECT_ERROR(raises.run(batch_, DType::kBF16, adjust), ErrorCode::kInvalidArgument,
+               "token 1 has expert id ");
+  LayerOptions options;
+  options.bad_ids = BadIds::kSkip;
+  DeviceLayer skips(spec_, weights_, tokens_, options);
+  const BatchResult result = skips.run(batch_, DType::kBF16, adjust);
+  EXPECT_EQ(result.ids[6], kNoExpert);
+  EXPECT_EQ(result.stats[0].bad_slots, 1);
+}
+
+TEST_P(GpuCalls, TokensOutsideTheHashTableAreSkippedWhereAsked) {
+  spec_.routing.method = RoutingMethod::kHash;
+  weights_ = make_weights(spec_, DType::kBF16, 3);
+  Batch batch = random_batch(spec_, tokens_, DType::kBF16, 4);
+  LayerOptions options;
+  options.bad_ids = BadIds::kSkip;
+  DeviceLayer layer(spec_, weights_, tokens_, options);
+  const BatchResult good = layer.run(batch, DType::kBF16);
+  batch.token_ids[7] = -5;
+  const BatchResult result = layer.run(batch, DType::kBF16);
+  EXPECT_EQ(result.stats[0].bad_slots, kTopK);
+  for (std::size_t i = 0; i < result.ids.size(); ++i) {
+    EXPECT_EQ(result.ids[i], i / kTopK == 7 ? kNoExpert : good.ids[i]);
+  }
+}
+
+}  // namespace
+}  // namespace switchyard::testing
