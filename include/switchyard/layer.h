@@ -126,13 +126,20 @@ struct LayerOptions {
 struct ForwardInput {
   // [T, H], bf16, fp16 or fp32, rows contiguous (col_stride 1). Or, where LayerOptions::compute is
   // kF8E4M3, f8_e4m3 with a scale for every 128 columns of a token (scale_rows 1, scale_cols 128),
-  // which are used as they are; then topk_ids must be given, and the shared expert have no gate.
+  // which are used as they are; then topk_ids or logits must be given, and the shared expert have
+  // no gate.
   MatrixView activations;
   // Either both empty (the layer's gate routes) or both [T, K]: expert ids in i32 or i64, distinct
   // within a token, kNoExpert for none (see LayerOptions::bad_ids, large_ids_are_none); and weights
   // in f32 or bf16, applied as given. Weights of slots without an expert may be anything.
   SlotView topk_ids;
   SlotView topk_weights;
+  // [T, num_experts], f32 or bf16, rows contiguous (col_stride 1): router logits with the router's
+  // bias in them. The layer's routing makes ids and weights of them as of its own gate's, which
+  // then does not run (a sigmoid-gated shared expert is weighed as ever). Empty: none. Not together
+  // with topk_ids. The layer needs no router for it, but MoeWeights::correction_bias and hash_table
+  // where its routing has them.
+  MatrixView logits;
   std::span<const std::int32_t> token_ids;  // [T], hash-routed layers only
   // kCuda only: a cudaStream_t; null: the default stream. Ranks on one device need streams that do
   // not wait for each other, which the default stream does.
@@ -143,6 +150,11 @@ struct ForwardOutput {
   void* data = nullptr;         // [T, H]; may not overlap what is read
   DType dtype = DType::kBF16;   // kBF16, kF16 or kF32
   std::int64_t row_stride = 0;  // in elements; 0: H
+  // y = scale * (weighted sum of the experts' and the shared expert's outputs), in fp32, and with
+  // `accumulate` y += that, in fp32, rounded once: the memory then holds the other summand, numbers
+  // of `dtype`, whatever the pass may be (a graph that captured it adds at every launch).
+  float scale = 1;
+  bool accumulate = false;
   // Where to put the routing that was used; each may be empty or [T, K]. Dropped slots have
   // kNoExpert.
   std::span<std::int32_t> topk_ids;

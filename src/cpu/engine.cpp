@@ -362,6 +362,7 @@ void Engine::begin_pass(const ForwardInput& input, const ForwardOutput& output) 
     trace.set_free();
   }
   pass_.tokens = x.rows;
+  pass_.logits = input.logits;
   pass_.output = output;
   const auto slots = static_cast<std::size_t>(x.rows) * static_cast<std::size_t>(spec().top_k);
   pass_.ids.resize(slots);

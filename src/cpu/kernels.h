@@ -40,9 +40,10 @@ struct Kernels {
   void (*scatter)(const float* in, const float* bias, int m, int n, int rows, void* const* out,
                   DType out_dtype);
 
-  // out[i] = sum over k of weights[k] * cells[k][i], in the order of k, in fp32.
+  // out[i] = scale * sum over k of weights[k] * cells[k][i], in the order of k, in fp32; with
+  // `accumulate` out[i] + that.
   void (*combine)(const void* const* cells, const float* weights, int count, DType cell_dtype,
-                  void* out, DType out_dtype, std::int64_t size);
+                  void* out, DType out_dtype, std::int64_t size, float scale, bool accumulate);
 
   // sum of a[i] * b[i], in fp32, in an order that depends on nothing but size.
   float (*dot)(const void* a, DType a_dtype, const float* b, std::int64_t size);

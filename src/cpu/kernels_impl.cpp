@@ -227,7 +227,7 @@ void scatter(const float* in, const float* bias, int m, int n, int rows, void* c
 }
 
 void combine(const void* const* cells, const float* weights, int count, DType cell_dtype, void* out,
-             DType out_dtype, std::int64_t size) {
+             DType out_dtype, std::int64_t size, float scale, bool accumulate) {
   with_dtype(cell_dtype, [&]<DType kCell>() {
     with_dtype(out_dtype, [&]<DType kOut>() {
       for (std::int64_t i = 0; i < size; i += kLanes) {
@@ -237,6 +237,10 @@ void combine(const void* const* cells, const float* weights, int count, DType ce
           const Floats cell =
               lanes == kLanes ? load<kCell>(cells[k], i) : load_first<kCell>(cells[k], i, lanes);
           sum += weights[k] * cell;
+        }
+        sum *= scale;
+        if (accumulate) {
+          sum += lanes == kLanes ? load<kOut>(out, i) : load_first<kOut>(out, i, lanes);
         }
         if (lanes == kLanes) {
           store<kOut>(out, i, sum);

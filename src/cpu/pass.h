@@ -119,6 +119,7 @@ struct Pass {
   std::byte* intermediate = nullptr;
   std::size_t intermediate_slot_bytes = 0;
   std::int32_t num_intermediate_slots = 0;
+  MatrixView logits;  // given, or empty
   ForwardOutput output;
 
   std::vector<std::int32_t> ids;  // [tokens, K]

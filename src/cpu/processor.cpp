@@ -37,14 +37,12 @@ std::size_t Processor::scratch_bytes() const {
          codes_.capacity();
 }
 
-NanCounts Processor::gate(Pass& pass, std::int64_t begin, std::int64_t end,
-                          const std::int32_t* hashed_ids) {
-  const LayerSpec& spec = layer_.spec;
-  const int n = static_cast<int>(end - begin);
+// Fills product_, [experts][kOwnTokensShape.max_height].
+void Processor::multiply_gate(const Pass& pass, std::int64_t begin, int n) {
   constexpr int padded = kOwnTokensShape.max_height;
-  const int experts = spec.num_experts;
+  const int experts = layer_.spec.num_experts;
   const DType dtype = gate_gemm_.dtype();
-  const std::int64_t hidden = spec.hidden;
+  const std::int64_t hidden = layer_.spec.hidden;
   const auto row_bytes = static_cast<std::size_t>(hidden) * size_of(dtype);
 
   gathered_epoch_ = 0;  // the buffer no longer holds a tile
@@ -57,13 +55,27 @@ NanCounts Processor::gate(Pass& pass, std::int64_t begin, std::int64_t end,
               static_cast<std::size_t>(padded - n) * row_bytes);
   product_.resize(std::max(product_.size(), static_cast<std::size_t>(experts) * padded));
   const MatrixView& router = layer_.weights.router;
-  gate_gemm_.multiply(experts, padded, spec.hidden, router.data, router.row_stride,
+  gate_gemm_.multiply(experts, padded, layer_.spec.hidden, router.data, router.row_stride,
                       router.col_stride, gathered_.data(), hidden, product_.data());
+}
+
+NanCounts Processor::gate(Pass& pass, std::int64_t begin, std::int64_t end,
+                          const std::int32_t* hashed_ids) {
+  const LayerSpec& spec = layer_.spec;
+  const int n = static_cast<int>(end - begin);
+  constexpr int padded = kOwnTokensShape.max_height;
+  const int experts = spec.num_experts;
+  const bool given = !pass.logits.empty();
+  if (!given) multiply_gate(pass, begin, n);
 
   float logits[routing::kMaxExperts];
   NanCounts nan;
   for (int j = 0; j < n; ++j) {
-    for (int e = 0; e < experts; ++e) {
+    if (given) {
+      kernels_.convert(pass.logits.row(begin + j), pass.logits.dtype, logits, DType::kF32, experts,
+                       1);
+    }
+    for (int e = 0; e < experts && !given; ++e) {
       logits[e] = product_[static_cast<std::size_t>(e) * padded + j];
       if (!layer_.router_bias.empty()) logits[e] += layer_.router_bias[static_cast<std::size_t>(e)];
     }
@@ -371,7 +383,8 @@ void Processor::combine(Pass& pass, std::uint32_t chunk) {
     const std::int64_t stride = pass.output.row_stride == 0 ? spec.hidden : pass.output.row_stride;
     void* out = static_cast<std::byte*>(pass.output.data) +
                 static_cast<std::size_t>(token * stride) * size_of(pass.output.dtype);
-    kernels_.combine(cells, weights, count, layer_.value, out, pass.output.dtype, spec.hidden);
+    kernels_.combine(cells, weights, count, layer_.value, out, pass.output.dtype, spec.hidden,
+                     pass.output.scale, pass.output.accumulate);
   }
 }
 

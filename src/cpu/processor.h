@@ -31,6 +31,7 @@ class Processor {
   std::size_t scratch_bytes() const;
 
  private:
+  void multiply_gate(const Pass& pass, std::int64_t begin, int n);
   void dispatch(Pass& pass, int peer, std::uint32_t chunk);
   void gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block);
   void gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block);

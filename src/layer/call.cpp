@@ -2,11 +2,13 @@
 
 #include <fmt/format.h>
 
+#include <cmath>
 #include <cstdlib>
 
 #include "base/convert.h"
 #include "base/quantize.h"
 #include "protocol/partition.h"
+#include "routing/route.h"
 #include "switchyard/routing.h"
 
 namespace switchyard {
@@ -42,10 +44,10 @@ void check_quantised(const LayerSpec& spec, const ForwardInput& input, DType com
     refuse("the shared expert's gate needs them unquantised; pass bf16, f16 or f32");
   }
   if (x.rows == 0) return;
-  if (input.topk_ids.empty()) {
+  if (input.topk_ids.empty() && input.logits.empty()) {
     refuse(
-        "the gate needs them unquantised; pass topk_ids and topk_weights, or activations in bf16, "
-        "f16 or f32");
+        "the gate needs them unquantised; pass topk_ids and topk_weights, or logits, or "
+        "activations in bf16, f16 or f32");
   }
   const std::int64_t groups = protocol::ceil_div<std::int64_t>(x.cols, kQuantGroup);
   if (x.scale == nullptr) {
@@ -95,6 +97,40 @@ void check_activations(const LayerSpec& spec, int max_tokens, int rank, const Fo
                     output.row_stride, spec.hidden));
   }
   if (quantised) check_quantised(spec, input, compute);
+}
+
+void check_logits(const LayerSpec& spec, const MoeWeights& weights, const ForwardInput& input) {
+  const MatrixView& logits = input.logits;
+  const auto refuse = [](const std::string& message) {
+    throw Error(ErrorCode::kInvalidArgument, message);
+  };
+  if (!input.topk_ids.empty() || !input.topk_weights.empty()) {
+    refuse("both logits and topk_ids are given; pass one of them");
+  }
+  if (logits.rows != input.activations.rows || logits.cols != spec.num_experts) {
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("logits are [{}, {}]; {} tokens and {} experts need [{}, {}]",
+                            logits.rows, logits.cols, input.activations.rows, spec.num_experts,
+                            input.activations.rows, spec.num_experts));
+  }
+  if (logits.dtype != DType::kF32 && logits.dtype != DType::kBF16) {
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("logits are {}; use f32 or bf16", to_string(logits.dtype)));
+  }
+  if (logits.col_stride != 1) {
+    refuse(fmt::format("logits have a col_stride of {}; pass rows that are contiguous",
+                       logits.col_stride));
+  }
+  const auto require = [](bool there, const char* name) {
+    if (there) return;
+    throw Error(ErrorCode::kMissingTensor,
+                fmt::format("logits are given, but the layer was made without {}, which its "
+                            "routing needs; make it with that, or pass topk_ids",
+                            name));
+  };
+  require(!spec.routing.has_correction_bias || !weights.correction_bias.empty(), "correction_bias");
+  require(spec.routing.method != RoutingMethod::kHash || !weights.hash_table.empty(), "hash_table");
+  routing::check_routable(spec);
 }
 
 std::int64_t id_at(const SlotView& ids, std::size_t i) {
@@ -153,14 +189,19 @@ void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens
   const std::int64_t tokens = input.activations.rows;
   check_activations(spec, max_tokens, rank, input, output, compute);
   const auto slots = static_cast<std::size_t>(tokens) * static_cast<std::size_t>(spec.top_k);
+  if (!std::isfinite(output.scale)) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("the output's scale is {}; use a finite number", output.scale));
+  }
+  if (!input.logits.empty()) check_logits(spec, weights, input);
   if (!input.topk_ids.empty() || !input.topk_weights.empty()) {
     require_size("topk_ids", input.topk_ids.size(), slots, tokens);
     require_size("topk_weights", input.topk_weights.size(), slots, tokens);
     require_type("topk_ids", input.topk_ids, DType::kI32, DType::kI64);
     require_type("topk_weights", input.topk_weights, DType::kF32, DType::kBF16);
-  } else if (tokens > 0 && weights.router.empty()) {
+  } else if (tokens > 0 && weights.router.empty() && input.logits.empty()) {
     throw Error(ErrorCode::kInvalidArgument,
-                "the layer has no router weights; pass topk_ids and topk_weights");
+                "the layer has no router weights; pass topk_ids and topk_weights, or logits");
   } else if (spec.routing.method == RoutingMethod::kHash) {
     require_size("token_ids", input.token_ids.size(), static_cast<std::size_t>(tokens), tokens);
   }

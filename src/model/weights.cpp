@@ -72,6 +72,23 @@ void check_optional(const std::string& name, const VectorView& view, bool wanted
                     name, view.size));
 }
 
+void check_hash_table(const MatrixView& table, int top_k) {
+  if (table.empty())
+    throw Error(ErrorCode::kMissingTensor,
+                fmt::format("hash_table is empty, but the layer is hash-routed; provide a "
+                            "[vocabulary, {}] table of expert ids",
+                            top_k));
+  if (table.cols != top_k || table.rows < 1)
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("hash_table is [{}, {}], but the layer needs [vocabulary, {}]; use "
+                            "the weights that belong to this spec",
+                            table.rows, table.cols, top_k));
+  if (table.dtype != DType::kI32 && table.dtype != DType::kI64)
+    throw Error(
+        ErrorCode::kDTypeMismatch,
+        fmt::format("hash_table is {}; it must be i32 or i64, convert it", to_string(table.dtype)));
+}
+
 void check_ffn(const std::string& name, const FfnWeights& ffn, bool gated, bool has_bias,
                std::int64_t hidden, std::int64_t intermediate) {
   if (gated) {
@@ -131,29 +148,19 @@ void validate(const LayerSpec& spec, const MoeWeights& weights) {
 }
 
 void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own) {
-  if (!weights.router.empty()) {
+  if (weights.router.empty()) {
+    // Logits may be given instead of a router, and want the rest of what routing takes.
+    if (!weights.correction_bias.empty() && spec.routing.has_correction_bias)
+      check_vector("correction_bias", weights.correction_bias, spec.num_experts);
+    if (!weights.hash_table.empty() && spec.routing.method == RoutingMethod::kHash)
+      check_hash_table(weights.hash_table, spec.top_k);
+  } else {
     check_matrix("router", weights.router, spec.num_experts, spec.hidden);
     check_optional("router_bias", weights.router_bias, spec.router_bias, spec.num_experts);
     check_optional("correction_bias", weights.correction_bias, spec.routing.has_correction_bias,
                    spec.num_experts);
-    if (spec.routing.method == RoutingMethod::kHash) {
-      const MatrixView& table = weights.hash_table;
-      if (table.empty())
-        throw Error(ErrorCode::kMissingTensor,
-                    fmt::format("hash_table is empty, but the layer is hash-routed; provide a "
-                                "[vocabulary, {}] table of expert ids",
-                                spec.top_k));
-      if (table.cols != spec.top_k || table.rows < 1)
-        throw Error(
-            ErrorCode::kShapeMismatch,
-            fmt::format("hash_table is [{}, {}], but the layer needs [vocabulary, {}]; use the "
-                        "weights that belong to this spec",
-                        table.rows, table.cols, spec.top_k));
-      if (table.dtype != DType::kI32 && table.dtype != DType::kI64)
-        throw Error(ErrorCode::kDTypeMismatch,
-                    fmt::format("hash_table is {}; it must be i32 or i64, convert it",
-                                to_string(table.dtype)));
-    }
+    if (spec.routing.method == RoutingMethod::kHash)
+      check_hash_table(weights.hash_table, spec.top_k);
   }
   if (weights.experts.size() != static_cast<std::size_t>(spec.num_experts))
     throw Error(

@@ -166,5 +166,159 @@ TEST_P(Calls, TokensOutsideTheHashTableAreSkippedWhereAsked) {
   }
 }
 
+// The layer's routing of logits that somebody else made: as of its own gate's, without a router.
+class Logits : public ::testing::TestWithParam<std::tuple<int, DType>> {};
+INSTANTIATE_TEST_SUITE_P(RanksAndTypes, Logits,
+                         ::testing::Combine(::testing::Values(1, 2, 4),
+                                            ::testing::Values(DType::kF32, DType::kBF16)));
+
+TEST_P(Logits, AreRoutedAsTheLayerRoutes) {
+  const auto [ranks, dtype] = GetParam();
+  LayerSpec grouped = small_layer();
+  grouped.routing.score = ScoreFunction::kSigmoid;
+  grouped.routing.has_correction_bias = true;
+  grouped.routing.num_groups = 4;
+  grouped.routing.top_k_groups = 2;
+  grouped.routing.renormalize = true;
+  grouped.routing.scale = 2.5f;
+  LayerSpec shared = small_layer();
+  shared.shared_intermediate = 48;
+  shared.shared_sigmoid_gate = true;
+  LayerSpec hashed = small_layer();
+  hashed.routing.method = RoutingMethod::kHash;
+  for (const LayerSpec& spec : {small_layer(), grouped, shared, hashed}) {
+    MoeWeights weights = generate_weights(spec, DType::kF32, 3, {});
+    const Batch batch = random_batch(spec, kTokens, DType::kF32, 4);
+    // Rows further apart than they are long.
+    constexpr int kStride = kExperts + 5;
+    const Matrix logits = Matrix::random(kTokens, kStride, dtype, 9);
+    weights.router = {};
+    weights.router_bias = {};
+    const BatchResult result = run_batch(
+        spec, weights, batch, Shares::even(kTokens, ranks), DType::kF32, {},
+        [&](ForwardInput& input, ForwardOutput&, std::size_t first) {
+          input.logits = logits.rows_from(static_cast<std::int64_t>(first), input.activations.rows);
+          input.logits.cols = kExperts;
+        });
+    std::vector<double> exact;
+    for (std::int64_t t = 0; t < kTokens; ++t) {
+      for (std::int64_t e = 0; e < kExperts; ++e) exact.push_back(logits.get(t * kStride + e));
+    }
+    std::vector<float> bias;
+    if (spec.routing.has_correction_bias) {
+      const auto* const values = static_cast<const float*>(weights.correction_bias.data);
+      ASSERT_EQ(weights.correction_bias.dtype, DType::kF32);
+      bias.assign(values, values + kExperts);
+    }
+    std::vector<std::int32_t> table_rows;
+    for (const std::int32_t id : batch.token_ids) {
+      for (int k = 0; k < kTopK; ++k) {
+        const void* const row = weights.hash_table.row(id);
+        table_rows.push_back(weights.hash_table.dtype == DType::kI64
+                                 ? static_cast<int>(static_cast<const std::int64_t*>(row)[k])
+                                 : static_cast<const std::int32_t*>(row)[k]);
+      }
+    }
+    const reference::Routing expected = reference::route(spec, exact, bias, table_rows);
+    EXPECT_EQ(result.ids, expected.ids);
+    for (std::size_t i = 0; i < expected.weights.size(); ++i) {
+      ASSERT_NEAR(result.weights[i], expected.weights[i], 1e-5);
+    }
+    EXPECT_LE(output_error(spec, weights, batch, result), 1e-5);
+  }
+}
+
+TEST_P(Calls, NanLogitsLoseOnlyTheirExperts) {
+  Matrix logits = Matrix::random(kTokens, kExperts, DType::kF32, 9);
+  for (int e = 0; e < kExperts; ++e) logits.set(7 * kExperts + e, NAN);
+  logits.set(40 * kExperts + 3, NAN);
+  Batch batch = batch_;
+  batch.topk_ids.clear();
+  batch.topk_weights.clear();
+  const BatchResult result =
+      run(batch, {}, [&](ForwardInput& input, ForwardOutput&, std::size_t first) {
+        input.logits = logits.rows_from(static_cast<std::int64_t>(first), input.activations.rows);
+      });
+  std::int64_t nan_logits = 0, nan_tokens = 0;
+  for (const ForwardStats& stats : result.stats) {
+    nan_logits += stats.nan_logits;
+    nan_tokens += stats.nan_tokens;
+  }
+  EXPECT_EQ(nan_logits, kExperts + 1);
+  EXPECT_EQ(nan_tokens, 2);
+  for (int k = 0; k < kTopK; ++k) EXPECT_EQ(result.ids[7 * kTopK + k], kNoExpert);
+  EXPECT_LE(output_error(spec_, weights_, batch, result), 1e-5);
+}
+
+TEST_P(Calls, LogitsThatDoNotFitAreRefused) {
+  const Matrix logits = Matrix::random(kTokens, kExperts, DType::kF32, 9);
+  Batch batch = batch_;
+  batch.topk_ids.clear();
+  batch.topk_weights.clear();
+  const auto with = [&](const auto& change) -> AdjustCall {
+    return [&logits, change](ForwardInput& input, ForwardOutput&, std::size_t) {
+      input.logits = logits.view();
+      change(input.logits);
+    };
+  };
+  const auto same = [](MatrixView&) {};
+  refuse(ErrorCode::kInvalidArgument, "both logits and topk_ids", batch_, {}, with(same));
+  refuse(ErrorCode::kShapeMismatch, "logits are [60, 15]", batch, {},
+         with([](MatrixView& m) { m.cols = 15; }));
+  refuse(ErrorCode::kDTypeMismatch, "logits are f16", batch, {},
+         with([](MatrixView& m) { m.dtype = DType::kF16; }));
+  refuse(ErrorCode::kInvalidArgument, "col_stride of 2", batch, {},
+         with([](MatrixView& m) { m.col_stride = 2; }));
+  spec_.routing.has_correction_bias = true;
+  weights_.router = {};
+  refuse(ErrorCode::kMissingTensor, "correction_bias", batch, {}, with(same));
+}
+
+// y = scale * sum, and y += that.
+TEST_P(Calls, OutputsAreScaledAndAdded) {
+  spec_.shared_intermediate = 48;
+  weights_ = generate_weights(spec_, DType::kF32, 3, {});
+  const BatchResult plain = run(batch_);
+  const BatchResult scaled =
+      run(batch_, {}, [](ForwardInput&, ForwardOutput& output, std::size_t) { output.scale = -2; });
+  for (std::int64_t i = 0; i < kTokens * spec_.hidden; ++i) {
+    ASSERT_EQ(scaled.output.get(i), -2 * plain.output.get(i)) << i;
+  }
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    Matrix before = Matrix::random(kTokens, spec_.hidden, dtype, 31);
+    const BatchResult added =
+        run_batch(spec_, weights_, batch_, shares(), dtype, {},
+                  [&](ForwardInput& input, ForwardOutput& output, std::size_t first) {
+                    const auto row = static_cast<std::int64_t>(first);
+                    std::memcpy(output.data, before.rows_from(row, 1).data,
+                                static_cast<std::size_t>(input.activations.rows * spec_.hidden) *
+                                    size_of(dtype));
+                    output.scale = 0.5f;
+                    output.accumulate = true;
+                  });
+    Matrix expected(1, 1, dtype);
+    for (std::int64_t i = 0; i < kTokens * spec_.hidden; ++i) {
+      expected.set(0, before.get(i) + 0.5f * plain.output.get(i));
+      const float bound = dtype == DType::kF32 ? 1e-5f : std::abs(expected.get(0)) / 128 + 1e-6f;
+      ASSERT_NEAR(added.output.get(i), expected.get(0), bound) << to_string(dtype) << " " << i;
+    }
+  }
+  refuse(ErrorCode::kInvalidArgument, "scale is inf", batch_, {},
+         [](ForwardInput&, ForwardOutput& output, std::size_t) { output.scale = INFINITY; });
+}
+
+// A token without an expert adds nothing.
+TEST_P(Calls, NothingIsAddedWhereThereIsNoExpert) {
+  Batch none = batch_;
+  std::fill(none.topk_ids.begin(), none.topk_ids.end(), kNoExpert);
+  const BatchResult result =
+      run(none, {}, [&](ForwardInput& input, ForwardOutput& output, std::size_t) {
+        auto* const y = static_cast<float*>(output.data);
+        std::fill_n(y, input.activations.rows * spec_.hidden, 1.5f);
+        output.accumulate = true;
+      });
+  for (const float y : result.output.floats()) ASSERT_EQ(y, 1.5f);
+}
+
 }  // namespace
 }  // namespace switchyard::testing

@@ -240,14 +240,18 @@ TEST(Kernels, CombineSumsInOrder) {
     }
     std::vector<float> out(static_cast<std::size_t>(size));
     kernels().combine(addresses.data(), weights.data(), 5, DType::kF32, out.data(), DType::kF32,
-                      size);
+                      size, 1, false);
     for (std::size_t i = 0; i < out.size(); ++i) {
       double expected = 0;
       for (std::size_t k = 0; k < 5; ++k) expected += double{weights[k]} * cells[k][i];
       ASSERT_NEAR(out[i], expected, 1e-5);
     }
+    const std::vector<float> once = out;
+    kernels().combine(addresses.data(), weights.data(), 5, DType::kF32, out.data(), DType::kF32,
+                      size, 3, true);
+    for (std::size_t i = 0; i < out.size(); ++i) ASSERT_NEAR(out[i], 4 * once[i], 1e-4);
     kernels().combine(addresses.data(), weights.data(), 0, DType::kF32, out.data(), DType::kF32,
-                      size);
+                      size, 1, false);
     for (const float v : out) ASSERT_EQ(v, 0.0f);
   }
 }

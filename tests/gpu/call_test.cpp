@@ -136,5 +136,86 @@ TEST_P(GpuCalls, TokensOutsideTheHashTableAreSkippedWhereAsked) {
   }
 }
 
+// The layer's routing of given logits: what it makes of them the host's routing makes, too.
+TEST_P(GpuCalls, LogitsAreRoutedAsTheLayerRoutes) {
+  LayerSpec grouped = spec_;
+  grouped.routing.score = ScoreFunction::kSigmoid;
+  grouped.routing.has_correction_bias = true;
+  grouped.routing.num_groups = 4;
+  grouped.routing.top_k_groups = 2;
+  grouped.routing.renormalize = true;
+  grouped.routing.scale = 2.5f;
+  LayerSpec shared = spec_;
+  shared.shared_intermediate = 48;
+  shared.shared_sigmoid_gate = true;
+  LayerSpec many = spec_;
+  many.num_experts = 300;
+  for (const LayerSpec& spec : {spec_, grouped, shared, many}) {
+    MoeWeights weights = make_weights(spec, DType::kBF16, 3);
+    weights.router = {};
+    weights.router_bias = {};
+    Batch batch = random_batch(spec, tokens_, DType::kBF16, 4);
+    DeviceLayer layer(spec, weights, tokens_);
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      // Rows further apart than they are long.
+      const std::int64_t stride = spec.num_experts + 5;
+      const Matrix logits = Matrix::random(tokens_, stride, dtype, 9);
+      gpu::DeviceBuffer memory(static_cast<std::size_t>(tokens_ * stride) * size_of(dtype));
+      memory.upload(logits.view().data, memory.bytes());
+      const BatchResult result =
+          layer.run(batch, DType::kBF16, [&](ForwardInput& input, ForwardOutput&, std::size_t) {
+            input.logits = {memory.data(), dtype, tokens_, spec.num_experts, stride};
+          });
+      std::vector<float> values, bias;
+      for (std::int64_t t = 0; t < tokens_; ++t) {
+        for (int e = 0; e < spec.num_experts; ++e) values.push_back(logits.get(t * stride + e));
+      }
+      if (spec.routing.has_correction_bias) {
+        ASSERT_EQ(weights.correction_bias.dtype, DType::kF32);
+        const auto* const given = static_cast<const float*>(weights.correction_bias.data);
+        bias.assign(given, given + spec.num_experts);
+      }
+      std::vector<std::int32_t> ids(result.ids.size());
+      std::vector<float> expected(result.ids.size());
+      route(spec, values, bias, {}, ids, expected);
+      EXPECT_EQ(result.ids, ids);
+      for (std::size_t i = 0; i < expected.size(); ++i) {
+        ASSERT_NEAR(result.weights[i], expected[i], 1e-5f);
+      }
+      expect_accurate(spec, weights, batch, result);
+    }
+  }
+}
+
+TEST_P(GpuCalls, OutputsAreScaledAndAdded) {
+  spec_.shared_intermediate = 48;
+  weights_ = make_weights(spec_, DType::kBF16, 3);
+  DeviceLayer layer(spec_, weights_, tokens_);
+  const BatchResult plain = layer.run(batch_, DType::kF32);
+  const BatchResult scaled =
+      layer.run(batch_, DType::kF32,
+                [](ForwardInput&, ForwardOutput& output, std::size_t) { output.scale = -2; });
+  for (std::int64_t i = 0; i < tokens_ * spec_.hidden; ++i) {
+    ASSERT_EQ(scaled.output.get(i), -2 * plain.output.get(i)) << i;
+  }
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    const Matrix before = Matrix::random(tokens_, spec_.hidden, dtype, 31);
+    const BatchResult added =
+        layer.run(batch_, dtype, [&](ForwardInput&, ForwardOutput& output, std::size_t) {
+          layer.stream().synchronize();  // what poisons the output has done so
+          gpu::copy_memory(output.data, before.view().data,
+                           static_cast<std::size_t>(tokens_ * spec_.hidden) * size_of(dtype));
+          output.scale = 0.5f;
+          output.accumulate = true;
+        });
+    Matrix expected(1, 1, dtype);
+    for (std::int64_t i = 0; i < tokens_ * spec_.hidden; ++i) {
+      expected.set(0, before.get(i) + 0.5f * plain.output.get(i));
+      const float bound = dtype == DType::kF32 ? 1e-5f : std::abs(expected.get(0)) / 128 + 1e-6f;
+      ASSERT_NEAR(added.output.get(i), expected.get(0), bound) << to_string(dtype) << " " << i;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace switchyard::testing

@@ -18,9 +18,33 @@ struct Combine {
   Queue<P> queue;
 };
 
+// v += what is there.
+__device__ __forceinline__ void add_output(const OutputCall& call, std::int64_t at, float (&v)[8]) {
+  if (call.y_type == DType::kF32) {
+    const auto* const from = static_cast<const float*>(call.y) + at;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] += from[i];
+    return;
+  }
+  const uint4 packed = *reinterpret_cast<const uint4*>(static_cast<std::uint16_t*>(call.y) + at);
+  const std::uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float2 pair = {__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000u)};
+    if (call.y_type == DType::kF16) {
+      pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+    }
+    v[2 * i] += pair.x;
+    v[2 * i + 1] += pair.y;
+  }
+}
+
 __device__ __forceinline__ void store_output(const OutputCall& call, std::uint32_t token,
-                                             std::uint32_t column, const float (&v)[8]) {
+                                             std::uint32_t column, float (&v)[8]) {
   const std::int64_t at = token * call.y_stride + column;
+#pragma unroll
+  for (float& value : v) value *= call.scale;
+  if (call.accumulate) add_output(call, at, v);
   if (call.y_type == DType::kF32) {
     auto* const to = reinterpret_cast<float4*>(static_cast<float*>(call.y) + at);
     to[0] = float4{v[0], v[1], v[2], v[3]};

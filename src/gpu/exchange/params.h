@@ -19,6 +19,8 @@ struct OutputCall {
   void* y;  // [T, H] of y_type
   std::int64_t y_stride;
   DType y_type;
+  float scale;
+  bool accumulate;
 };
 
 }  // namespace switchyard::gpu

@@ -515,12 +515,17 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   call.y = output.data;
   call.y_stride = output.row_stride == 0 ? spec_.hidden : output.row_stride;
   call.y_type = output.dtype;
+  call.scale = output.scale;
+  call.accumulate = output.accumulate;
   call.given_ids = input.topk_ids.empty() ? nullptr : input.topk_ids.data();
   call.given_weights = input.topk_weights.data();
   call.wide_ids = input.topk_ids.dtype() == DType::kI64;
   call.bf16_weights = input.topk_weights.dtype() == DType::kBF16;
   call.large_ids_are_none = options_.large_ids_are_none;
   call.skips_bad_ids = options_.bad_ids == BadIds::kSkip;
+  call.logits = input.logits.data;
+  call.logits_stride = input.logits.row_stride;
+  call.bf16_logits = input.logits.dtype == DType::kBF16;
   call.token_ids = input.token_ids.data();
   call.out_ids = output.topk_ids.empty() ? nullptr : output.topk_ids.data();
   call.out_weights = output.topk_weights.empty() ? nullptr : output.topk_weights.data();
@@ -537,7 +542,8 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;
   call.converts = x.dtype == DType::kF32 || x.dtype == DType::kF16 ||
                   (!small && overlaps && x.dtype == DType::kBF16);
-  call.gated = (gate_.has_router() && call.given_ids == nullptr) || spec_.shared_sigmoid_gate;
+  const bool gives_routing = call.given_ids != nullptr || call.logits != nullptr;
+  call.gated = (gate_.has_router() && !gives_routing) || spec_.shared_sigmoid_gate;
   if (call.gated && !small && x.rows != 0) {
     const bool dense = call.converts || x.rows == 1;
     call.x_map = rows_map(call.converts ? params_.converted : x.data, sizeof(std::uint16_t), x.rows,

@@ -382,7 +382,7 @@ DeviceGate::DeviceGate(const LayerSpec& spec, const MoeWeights& weights)
   }
   router_bias_ = to_device(to_floats(weights.router_bias));
   correction_bias_ = to_device(to_floats(weights.correction_bias));
-  if (has_router_ && spec.routing.method == RoutingMethod::kHash) {
+  if (!weights.hash_table.empty() && spec.routing.method == RoutingMethod::kHash) {
     MatrixView table = weights.hash_table;
     const std::vector<std::byte> copy = on_host(table);
     table.data = copy.data();

@@ -15,7 +15,25 @@ struct GateOutcome {
   std::uint64_t bad_id = 0;
 };
 
-// Lane k's slot of the token, from the gate.
+// Column `column + 32 j` of a token's given logits, where it is less than `end`.
+template <int kPerLane>
+__device__ __forceinline__ void load_logits(const RouteCall& call, std::uint32_t token,
+                                            std::uint32_t column, std::uint32_t end,
+                                            float (&logits)[kPerLane]) {
+  const std::int64_t at = token * call.logits_stride + column;
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) {
+    if (column + 32 * j >= end) continue;
+    if (call.bf16_logits) {
+      const std::uint32_t code = static_cast<const std::uint16_t*>(call.logits)[at + 32 * j];
+      logits[j] = __uint_as_float(code << 16);
+    } else {
+      logits[j] = static_cast<const float*>(call.logits)[at + 32 * j];
+    }
+  }
+}
+
+// Lane k's slot of the token, from logits of the gate or given.
 template <int kPerLane, typename P>
 __device__ __forceinline__ GateOutcome gate_token(const Routing<P>& routing, std::uint32_t slices,
                                                   std::uint32_t token, std::uint32_t parts) {
@@ -25,13 +43,18 @@ __device__ __forceinline__ GateOutcome gate_token(const Routing<P>& routing, std
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) logits[j] = 0;
   if ((parts & routing::kScorePart) != 0) {
-    sum_slices(routing.router, slices, routing.tokens, token, lane, num_experts, logits);
+    const bool given = routing.call.logits != nullptr;
+    if (given) {
+      load_logits(routing.call, token, lane, num_experts, logits);
+    } else {
+      sum_slices(routing.router, slices, routing.tokens, token, lane, num_experts, logits);
+    }
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
       const std::uint32_t e = lane + 32 * j;
       if (e >= num_experts) {
         logits[j] = __int_as_float(0x7fffffff);  // NaN: never chosen
-      } else if (routing.router.router_bias != nullptr) {
+      } else if (!given && routing.router.router_bias != nullptr) {
         logits[j] += routing.router.router_bias[e];
       }
     }

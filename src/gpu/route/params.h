@@ -79,8 +79,11 @@ struct RouteCall {
   const void* given_ids;      // [T, K] i32 or, if wide_ids, i64; or null
   const void* given_weights;  // [T, K] f32 or, if bf16_weights, bf16
   bool wide_ids, bf16_weights;
-  bool large_ids_are_none;        // ids of num_experts or more; else they are bad
-  bool skips_bad_ids;             // without telling the host, which may ask for their number
+  bool large_ids_are_none;     // ids of num_experts or more; else they are bad
+  bool skips_bad_ids;          // without telling the host, which may ask for their number
+  const void* logits;          // [T, E] f32 or, if bf16_logits, bf16; or null
+  std::int64_t logits_stride;  // in elements
+  bool bf16_logits;
   const std::int32_t* token_ids;  // [T], hash routing
   std::int32_t* out_ids;          // [T, K] or null
   float* out_weights;
