@@ -202,8 +202,10 @@ class MoeLayer {
   // take, TimeoutError if a rank does not come.
   MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& weights,
            const LayerOptions& options = {});
-  // Waits, with kCuda, until the device has done all that it was given. Not while another rank on
-  // the device waits for this one's next pass, nor while graphs of this layer may be launched.
+  // With kCpu it waits for nobody. With kCuda it waits until the device has done all that it was
+  // given, for the layer's deadline at most: then it gives up the layer's passes, on all ranks, and
+  // if the device does not end them within a second either, leaves the layer's memory allocated.
+  // Not while graphs of this layer may be launched.
   ~MoeLayer();
   MoeLayer(MoeLayer&&) noexcept;
   MoeLayer& operator=(MoeLayer&&) noexcept;

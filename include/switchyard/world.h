@@ -20,7 +20,8 @@ struct WorldOptions {
 };
 
 // A handle; copies refer to the same rank of the same world. Thread-compatible: one thread per
-// rank.
+// rank, except for abort(). Letting go of the last handle waits for nobody; other ranks that wait
+// for this one in a collective call learn of it.
 class World {
  public:
   // A world of `size` ranks in this process; element r is to be used by the thread that plays rank
@@ -47,6 +48,15 @@ class World {
 
   // Collective, for start-up and tests; forward passes never use one.
   void barrier();
+
+  // Ends the world, for a rank that cannot go on and does not want the others to wait for their
+  // deadlines. From any thread, while others of this rank wait or work; returns without waiting for
+  // anybody. Every rank that waits in a forward pass of a layer made with this world, or in a
+  // collective call, throws TimeoutError{kAborted}, whose failure() names this rank and has phase
+  // "abort"; so does every later call, here and there. (Ranks that are processes hear of it in
+  // collective calls through rank 0, as soon as that is in one: as of a process that ended.) With
+  // kCuda kernels end, and check() throws. No layer of the world can be used any more.
+  void abort() const noexcept;
 
   Fabric& fabric() const { return *fabric_; }
   explicit World(std::shared_ptr<Fabric> fabric) : fabric_(std::move(fabric)) {}

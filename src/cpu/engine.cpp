@@ -11,6 +11,7 @@
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "base/quantize.h"
@@ -190,6 +191,7 @@ class Engine final : public LayerEngine {
   std::mutex exception_mutex_;
   std::exception_ptr exception_;
   ForwardStats stats_;
+  std::optional<Fabric::AbortHook> abort_hook_;  // last: it uses the heap
 };
 
 Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
@@ -265,6 +267,14 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   agree(world.fabric(), {spec, options.max_tokens, layer_.compute});
   heap_ = world.fabric().allocate(layer_.heap.bytes());
   for (int r = 0; r < num_ranks(); ++r) layer_.heaps.base[r] = heap_->base(r);
+
+  abort_hook_.emplace(world_.fabric(), [heaps = layer_.heaps] {
+    const std::uint64_t word = protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1);
+    for (int r = 0; r < heaps.size(); ++r) {
+      // What ended the world before is what all ranks are told.
+      protocol::compare_exchange(&heaps.control(r)->abort, std::uint64_t{0}, word);
+    }
+  });
 
   // Told to all ranks if it fails here. Also a barrier: nobody writes into a heap before everybody
   // has mapped it.
@@ -779,8 +789,9 @@ void Engine::fail() {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   const protocol::Heaps& heaps = layer_.heaps;
-  const std::uint64_t abort = protocol::load_acquire(&heaps.control(rank())->abort);
-  throw_failure(world_, heaps.control(protocol::failed_rank(abort, rank()))->failure);
+  std::uint64_t abort = protocol::load_acquire(&heaps.control(rank())->abort);
+  if (abort == 0) abort = static_cast<std::uint64_t>(rank()) + 1;
+  throw_abort(world_, abort, [&](int failed) { return heaps.control(failed)->failure; });
 }
 
 }  // namespace

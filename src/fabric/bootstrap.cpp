@@ -15,6 +15,7 @@
 #include <string_view>
 #include <utility>
 
+#include "fabric/fabric.h"
 #include "fabric/frames.h"
 #include "fabric/hash.h"
 
@@ -400,8 +401,8 @@ std::optional<Frame> Bootstrap::hear_root(Channel& root, const Wait& wait, bool&
     if (root.at_end()) {
       if (!entered && num_collectives_ == 0) return std::nullopt;
       fail(ErrorCode::kAborted,
-           fmt::format("{} closed its connection to rank {} during {}: the process ended or "
-                       "destroyed its World",
+           fmt::format("{} closed its connection to rank {} during {}: the process ended, or "
+                       "destroyed or aborted its World",
                        describe(kRoot), rank_, activity_),
            failure_record(wait, kRoot), {});
     }
@@ -432,7 +433,7 @@ std::optional<Frame> Bootstrap::hear_member(int rank, const Wait& wait,
   }
   if (!frame && member.finished()) {
     fail(ErrorCode::kAborted,
-         fmt::format("{} of {} {} during {}: the process ended or destroyed its World",
+         fmt::format("{} of {} {} during {}: the process ended, or destroyed or aborted its World",
                      describe(rank), size_,
                      member.garbled() ? "broke the bootstrap protocol" : "closed its connection",
                      activity_),
@@ -441,8 +442,23 @@ std::optional<Frame> Bootstrap::hear_member(int rank, const Wait& wait,
   return frame;
 }
 
+void Bootstrap::abort() noexcept {
+  called_off_.store(true, std::memory_order_release);
+  // Channels are closed by the destructor only. A thread that polls one sees its end.
+  for (const Channel& channel : channels_) {
+    if (channel.fd() >= 0) ::shutdown(channel.fd(), SHUT_RDWR);
+  }
+}
+
+void Bootstrap::throw_if_called_off() {
+  if (!called_off_.load(std::memory_order_acquire)) return;
+  death_ = Death{abort_message(rank_), abort_failure(rank_)};
+  throw TimeoutError(ErrorCode::kAborted, death_->message, death_->failure);
+}
+
 void Bootstrap::fail(ErrorCode code, const std::string& message, const WaitFailure& failure,
                      const std::vector<bool>& arrived) {
+  throw_if_called_off();
   death_ = Death{message, failure};
   for (std::size_t r = 0; r < channels_.size(); ++r) {
     if (channels_[r].fd() < 0) continue;
@@ -505,6 +521,7 @@ void Bootstrap::deliver(const Wait& wait) {
 
 std::vector<Frame> Bootstrap::exchange(const Call& call, Frame mine) {
   if (death_) throw_world_is_dead(death_->message, death_->failure);
+  throw_if_called_off();
   ++num_collectives_;
   activity_ = to_string(call.kind);
   if (size_ == 1) {

@@ -10,6 +10,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -59,6 +60,10 @@ class Bootstrap {
   // rank, its own included. Errors as all_gather.
   std::vector<UniqueFd> exchange_fds(int fd);
 
+  // From any thread: ends the collective that this rank is in, and makes all later ones throw
+  // kAborted. Peers see the connection end.
+  void abort() noexcept;
+
   // "process 4711 has exited" or the like; empty if nothing is known.
   std::string liveness(int rank) const;
 
@@ -104,6 +109,7 @@ class Bootstrap {
 
   [[noreturn]] void fail_of_other_world(int rank, const Wait& wait,
                                         const std::vector<bool>& arrived);
+  void throw_if_called_off();
   // Marks the world dead, tells the peers why, and throws. A timeout reaches those who had
   // `arrived` as kTimeout: they waited as well.
   [[noreturn]] void fail(ErrorCode code, const std::string& message, const WaitFailure& failure,
@@ -124,6 +130,7 @@ class Bootstrap {
   const char* activity_ = "making the world";
   std::string rejections_;  // by the root, of processes that wanted to join
   std::optional<Death> death_;
+  std::atomic<bool> called_off_{false};  // by abort()
 };
 
 }  // namespace switchyard

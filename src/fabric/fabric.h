@@ -1,9 +1,12 @@
 // What a world gives its ranks: symmetric memory, a start-up all-gather, and a hint about the dead.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -52,13 +55,44 @@ class Fabric {
   // nothing is. Never used to decide anything, only to explain a passed deadline.
   virtual std::string liveness(int rank) const = 0;
 
+  // See World::abort(). What on_abort() was given runs first, then collectives end.
+  void abort() noexcept;
+  bool was_aborted() const noexcept { return aborted_.load(std::memory_order_acquire); }
+  // `hook` is called by abort(), from any thread and at most once, while the returned object lives.
+  // It may not throw, nor wait for other ranks. Its object's destructor waits until it is not
+  // running.
+  class AbortHook {
+   public:
+    AbortHook(Fabric& fabric, std::function<void()> hook);
+    ~AbortHook();
+    AbortHook(const AbortHook&) = delete;
+    AbortHook& operator=(const AbortHook&) = delete;
+
+   private:
+    friend class Fabric;
+    Fabric& fabric_;
+    std::function<void()> hook_;
+  };
+
   // Whom this rank blames for a pass that failed, for whoever started the ranks.
   virtual void report(const WaitFailure&) const noexcept {}
 
  protected:
   explicit Fabric(std::chrono::milliseconds deadline) : deadline_(deadline) {}
+  // Ends the collective that this rank is in, and makes all later ones throw kAborted. From any
+  // thread.
+  virtual void abort_collectives() noexcept = 0;
   std::chrono::milliseconds deadline_;
+
+ private:
+  std::atomic<bool> aborted_{false};
+  std::mutex hooks_mutex_;
+  std::vector<AbortHook*> hooks_;
 };
+
+// The record and the words of a world that `rank` aborted.
+WaitFailure abort_failure(int rank);
+std::string abort_message(int rank);
 
 // Collective: what every rank has, by rank; as many on each.
 template <typename T>

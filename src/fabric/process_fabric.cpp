@@ -79,6 +79,8 @@ class ProcessFabric final : public Fabric {
     tell_launcher_failure(rank(), failure);
   }
 
+  void abort_collectives() noexcept override { bootstrap_.abort(); }
+
   void all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
     bootstrap_.all_gather(mine, all);
   }

@@ -93,6 +93,11 @@ class Meeting {
     return round;
   }
 
+  void call_off(int rank) {
+    const std::lock_guard lock(mutex_);
+    if (!death_) die(ErrorCode::kAborted, abort_message(rank), abort_failure(rank));
+  }
+
   void depart(int rank) {
     const std::lock_guard lock(mutex_);
     departed_[static_cast<std::size_t>(rank)] = true;
@@ -217,6 +222,14 @@ class ThreadFabric final : public Fabric {
 
   std::string liveness(int rank) const override {
     return meeting_->has_departed(rank) ? fmt::format("rank {} has destroyed its World", rank) : "";
+  }
+
+  void abort_collectives() noexcept override {
+    try {
+      meeting_->call_off(rank_);
+    } catch (...) {
+      // No memory for the message: the others wait for their deadlines.
+    }
   }
 
  private:

@@ -15,6 +15,8 @@ std::chrono::milliseconds World::deadline() const { return fabric_->deadline(); 
 
 const char* World::fabric_name() const { return fabric_->name(); }
 
+void World::abort() const noexcept { fabric_->abort(); }
+
 void World::barrier() {
   const std::array<std::byte, 1> mine{};
   std::vector<std::byte> all(static_cast<std::size_t>(size()));

@@ -13,4 +13,12 @@ void throw_failure(const World& world, const protocol::FailureRecord& record) {
   throw error;
 }
 
+void throw_called_off(int rank) {
+  throw TimeoutError(ErrorCode::kAborted,
+                     abort_message(rank) +
+                         ", or destroyed this layer while it had passes under "
+                         "way; this layer cannot be used any more",
+                     abort_failure(rank));
+}
+
 }  // namespace switchyard

@@ -70,6 +70,9 @@ struct WaitsFor {
 };
 static_assert(kMaxRanks <= 256, "a peer has 8 bits");
 
+// In `abort`: the rank called World::abort(), and left no record.
+inline constexpr std::uint64_t kCalledOff = std::uint64_t{1} << 32;
+
 // What a rank that looks for a culprit has seen another rank wait for.
 struct Sighting {
   std::uint64_t last;      // its `waits_for` when it was looked at last
@@ -78,7 +81,9 @@ struct Sighting {
 
 // Every rank's own words, on cache lines of their own because peers poll them.
 struct Control {
-  alignas(64) std::uint64_t abort;      // 0, or 1 + the rank whose `failure` ended the world
+  // 0, or 1 + the rank whose `failure` ended the world; with kCalledOff, the rank that called off
+  // all passes.
+  alignas(64) std::uint64_t abort;
   std::uint64_t verdict;                // rank 0's: what every rank's `abort` will be
   std::uint64_t claim;                  // 0, or 1 once a thread of the owner writes `failure`
   FailureRecord failure;                // what ended the owner's own patience

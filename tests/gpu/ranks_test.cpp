@@ -11,6 +11,7 @@
 #include <ostream>
 #include <random>
 #include <set>
+#include <thread>
 #include <vector>
 
 #include "gpu/host/symmetric_memory.h"
@@ -470,6 +471,58 @@ INSTANTIATE_TEST_SUITE_P(Layers, RanksSoak,
                                            RanksSoakCase{"Bf16On4", DType::kBF16, 4},
                                            RanksSoakCase{"Fp8On8", kFp8, 8}),
                          [](const auto& soak) { return std::string(soak.param.name); });
+
+// Rank 1 does not come to the third pass. Rank 0's kernel runs until rank 1 aborts the world, or
+// for as long as `destroys` lets it.
+void leave_rank_0_waiting(LayerOptions options, bool destroys) {
+  const LayerSpec spec = ragged_spec(16, 4, false);
+  const MoeWeights w = make_weights(spec, DType::kBF16);
+  const Batch batch = random_batch(spec, 80, DType::kBF16, 5);
+  const Shares shares = Shares::of({40, 40});
+  run_all_ranks(World::threads(2), [&](const World& world) {
+    std::optional<DeviceRank> rank(std::in_place, world, spec, w, 40, options);
+    DeviceBatch mine(spec, share_of_batch(batch, shares, world.rank(), spec.top_k), DType::kBF16);
+    rank->forward(mine);
+    rank->forward(mine);
+    if (world.rank() == 1) {
+      if (destroys) return;
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      world.abort();
+    } else {
+      mine.enqueue(rank->layer(), rank->stream());
+      const auto start = std::chrono::steady_clock::now();
+      if (destroys) {
+        rank->destroy_layer();
+        EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+        return;
+      }
+      rank->stream().synchronize();
+      EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+    }
+    for (int i = 0; i < 2; ++i) {
+      try {
+        rank->layer().check();
+        ADD_FAILURE() << "nothing was thrown";
+      } catch (const TimeoutError& error) {
+        EXPECT_EQ(error.code(), ErrorCode::kAborted) << error.what();
+        EXPECT_EQ(error.failure().peer_rank, 1) << error.what();
+        EXPECT_STREQ(error.failure().phase, "abort");
+      }
+    }
+  });
+}
+
+TEST_F(RanksTest, AbortEndsKernelsThatWait) {
+  LayerOptions options;
+  options.deadline = std::chrono::seconds(60);
+  leave_rank_0_waiting(options, false);
+}
+
+TEST_F(RanksTest, DestructionWaitsForTheDeadlineAtMost) {
+  LayerOptions options;
+  options.deadline = std::chrono::seconds(2);
+  leave_rank_0_waiting(options, true);
+}
 
 }  // namespace
 }  // namespace switchyard::testing

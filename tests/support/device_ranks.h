@@ -76,6 +76,7 @@ class DeviceRank {
   DeviceRank& operator=(const DeviceRank&) = delete;
 
   World& world() { return world_; }
+  void destroy_layer() { layer_.reset(); }
   MoeLayer& layer() { return *layer_; }
   const gpu::Stream& stream() const { return *stream_; }
 

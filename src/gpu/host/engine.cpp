@@ -8,12 +8,16 @@
 #include <cmath>
 #include <concepts>
 #include <cstring>
+#include <future>
 #include <limits>
 #include <nvtx3/nvtx3.hpp>
+#include <system_error>
+#include <thread>
 
 #include "base/quantize.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
+#include "gpu/host/abort_link.h"
 #include "gpu/host/cuda_error.h"
 #include "gpu/host/mapped_memory.h"
 #include "gpu/host/symmetric_memory.h"
@@ -104,6 +108,9 @@ class Engine final : public LayerEngine {
  public:
   Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
          const LayerOptions& options, const Engine* sharing);
+  ~Engine() override;
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
 
   void forward(const ForwardInput& input, const ForwardOutput& output) override;
   void check() override;
@@ -120,6 +127,8 @@ class Engine final : public LayerEngine {
 
  private:
   const PolicyFacts& policy() const { return kernel_.policy; }
+  bool device_is_idle(std::chrono::milliseconds limit) const;
+  bool device_is_idle() const { return device_is_idle(options_.deadline); }
   void choose_grid();
   void require_room();
   void choose_tile_order();
@@ -154,9 +163,11 @@ class Engine final : public LayerEngine {
   };
   std::shared_ptr<Memory> memory_;
   std::optional<DeviceTrace> trace_;
-  MappedMemory<Failures> failures_;
+  std::unique_ptr<MappedMemory<Failures>> failures_ = std::make_unique<MappedMemory<Failures>>();
   LayerParams params_{};
   ForwardStats stats_;
+  std::unique_ptr<AbortLink> abort_link_;
+  std::optional<Fabric::AbortHook> abort_hook_;  // uses the heap and the link
 };
 
 Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
@@ -243,7 +254,42 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   attempt_together(world_.fabric(), [&] {
     if (options_.trace) trace_.emplace(grid_);
     lay_out_workspace();  // and waits until the device has cleared all
+    abort_link_ = std::make_unique<AbortLink>(device_);
   });
+  abort_hook_.emplace(world_.fabric(), [this] { abort_link_->raise(params_.heaps); });
+}
+
+// Freeing memory waits for the device, however long that takes: so that is waited for first, by
+// somebody who can be left behind.
+Engine::~Engine() {
+  abort_hook_.reset();
+  if (abort_link_ == nullptr || device_is_idle()) return;
+  abort_link_->raise(params_.heaps);
+  if (device_is_idle(std::chrono::seconds(1))) return;
+  const auto leak = [](auto& owner) { (void)new auto(std::move(owner)); };
+  leak(memory_);
+  leak(routed_);
+  leak(shared_);
+  leak(gate_);
+  leak(trace_);
+  leak(failures_);
+  leak(abort_link_);
+}
+
+// Whether the device does all that it was given within that time.
+bool Engine::device_is_idle(std::chrono::milliseconds limit) const {
+  auto done = std::make_shared<std::promise<void>>();
+  std::future<void> future = done->get_future();
+  try {
+    std::thread([done, device = device_] {
+      // An error is for whoever asks the device next.
+      if (cudaSetDevice(device) == cudaSuccess) (void)cudaDeviceSynchronize();
+      done->set_value();
+    }).detach();
+  } catch (const std::system_error&) {
+    return true;  // no thread can be had: freeing waits
+  }
+  return future.wait_for(limit) == std::future_status::ready;
 }
 
 // One block per multiprocessor, all of them resident at once, or not at all.
@@ -486,7 +532,7 @@ void Engine::lay_out_workspace() {
   at(h_scales, params_.h_scales);
   at(quantized, params_.quantized);
   at(quantized_scales, params_.quantized_scales);
-  params_.failures = failures_.on_device();
+  params_.failures = failures_->on_device();
   const auto rows_of = [&](std::uint32_t n) {
     return std::int64_t{n} * policy().tile.max_height();
   };
@@ -601,11 +647,13 @@ std::string Engine::describe(const BadId& bad) const {
 }
 
 void Engine::check() {
-  if (failures_->given_up == 0) {
+  volatile Failures& failures = **failures_;
+  if (world_.fabric().was_aborted()) throw_called_off(world_.rank());
+  if (failures.given_up == 0) {
     // Waits for nothing: on a device with other ranks, their passes may wait for this one's next.
-    const std::uint64_t bad = failures_->bad_id;
+    const std::uint64_t bad = failures.bad_id;
     if (bad == 0) return;
-    failures_->bad_id = 0;
+    failures.bad_id = 0;
     throw Error(ErrorCode::kInvalidArgument, describe(BadId::unpack(bad)));
   }
   const DeviceScope scope(device_);
@@ -616,10 +664,13 @@ void Engine::check() {
         cudaMemcpy(&control, params_.heaps.control(rank), sizeof control, cudaMemcpyDeviceToHost));
     return control;
   };
-  const int failed = protocol::failed_rank(control_of(world_.rank()).abort, world_.rank());
-  protocol::FailureRecord record = control_of(failed).failure;
-  ++record.epoch;  // kernels number passes from 0, callers from 1
-  throw_failure(world_, record);
+  std::uint64_t abort = control_of(world_.rank()).abort;
+  if (abort == 0) abort = static_cast<std::uint64_t>(world_.rank()) + 1;
+  throw_abort(world_, abort, [&](int failed) {
+    protocol::FailureRecord record = control_of(failed).failure;
+    ++record.epoch;  // kernels number passes from 0, callers from 1
+    return record;
+  });
 }
 
 const ForwardStats& Engine::stats() {

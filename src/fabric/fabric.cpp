@@ -1,0 +1,41 @@
+#include "fabric/fabric.h"
+
+#include <fmt/format.h>
+
+#include <utility>
+
+namespace switchyard {
+
+Fabric::AbortHook::AbortHook(Fabric& fabric, std::function<void()> hook)
+    : fabric_(fabric), hook_(std::move(hook)) {
+  const std::lock_guard lock(fabric_.hooks_mutex_);
+  fabric_.hooks_.push_back(this);
+  // A hook that comes too late for abort() runs at once.
+  if (fabric_.was_aborted()) hook_();
+}
+
+Fabric::AbortHook::~AbortHook() {
+  const std::lock_guard lock(fabric_.hooks_mutex_);
+  std::erase(fabric_.hooks_, this);
+}
+
+void Fabric::abort() noexcept {
+  {
+    const std::lock_guard lock(hooks_mutex_);
+    if (aborted_.exchange(true, std::memory_order_acq_rel)) return;
+    for (const AbortHook* const hook : hooks_) hook->hook_();
+  }
+  abort_collectives();
+}
+
+WaitFailure abort_failure(int rank) {
+  WaitFailure failure;
+  failure.waiter_rank = rank;
+  failure.peer_rank = rank;
+  failure.phase = "abort";
+  return failure;
+}
+
+std::string abort_message(int rank) { return fmt::format("rank {} called World::abort()", rank); }
+
+}  // namespace switchyard

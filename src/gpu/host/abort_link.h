@@ -1,0 +1,46 @@
+// How the host ends passes while their kernels run.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "gpu/device.h"
+#include "gpu/host/mapped_memory.h"
+#include "protocol/control.h"
+
+namespace switchyard::gpu {
+
+// Made beforehand, with the device current: while ranks wait for each other nothing may be
+// allocated.
+class AbortLink {
+ public:
+  explicit AbortLink(int device) : device_(device) {}
+  AbortLink(const AbortLink&) = delete;
+  AbortLink& operator=(const AbortLink&) = delete;
+
+  // Raises the abort words of all ranks: those of kernels that run, and of all later ones. Copies
+  // of a stream of its own pass by kernels. From any thread, once at a time.
+  void raise(const protocol::Heaps& heaps) const noexcept {
+    int before = 0;
+    const bool known = cudaGetDevice(&before) == cudaSuccess;
+    if (cudaSetDevice(device_) != cudaSuccess) return;
+    auto* const word = const_cast<std::uint64_t*>(&*word_);
+    *word = protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1);
+    const auto stream = static_cast<cudaStream_t>(stream_.handle());
+    for (int r = 0; r < heaps.size(); ++r) {
+      // A rank that is gone has nobody to tell.
+      (void)cudaMemcpyAsync(&heaps.control(r)->abort, word, sizeof *word, cudaMemcpyDefault,
+                            stream);
+    }
+    (void)cudaStreamSynchronize(stream);
+    if (known) (void)cudaSetDevice(before);
+  }
+
+ private:
+  int device_;
+  Stream stream_;
+  MappedMemory<std::uint64_t> word_;
+};
+
+}  // namespace switchyard::gpu
