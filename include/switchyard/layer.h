@@ -191,15 +191,17 @@ class MoeLayer {
  public:
   // Collective over the world. A rank need be given no more experts' weights than its own
   // (own_experts()). Their memory must outlive the layer (MoeWeights::owner is kept). With kCuda
-  // they are copied to the device, in the compute type, unless they are there in that type: its
-  // matrices that form one array [E, I, H], [E, 2, I, H] (gate, up) or [E, H, I], or parts of a
-  // larger one, with rows of multiples of 16 bytes, are used where they are. Scales, biases, the
-  // router and its tables are always copied: who changes them makes the layer anew. Throws
-  // Error{kInvalidArgument, kMissingTensor, kShapeMismatch, kDTypeMismatch} for a layer that cannot
-  // be built, {kSpecMismatch} naming the rank and the field if the ranks disagree,
-  // {kCapacityExceeded} if the heap cannot be had, {kUnsupported} for what the backend does not do
-  // on this machine or in this build, or for FP8 weights with scales that FP8 arithmetic does not
-  // take, TimeoutError if a rank does not come.
+  // they are copied to the device, in the compute type, unless they are there in that type:
+  // matrices that form one array [E, I, H], [E, 2, I, H] (gate first or up first), [E, I, 2, H]
+  // (gate and up in turn) or [E, H, I], or parts of a larger one, with rows of multiples of 16
+  // bytes, are used where they are. Others are repacked by the device if they are in its memory,
+  // whatever their strides: transposed ones ([E, H, 2 I] and [E, I, H]), say. With kCpu matrices
+  // are always used where they are. Scales (with kCuda), biases, the router and its tables are
+  // copied: see refresh(). Throws Error{kInvalidArgument, kMissingTensor, kShapeMismatch,
+  // kDTypeMismatch} for a layer that cannot be built, {kSpecMismatch} naming the rank and the field
+  // if the ranks disagree, {kCapacityExceeded} if the heap cannot be had, {kUnsupported} for what
+  // the backend does not do on this machine or in this build, or for FP8 weights with scales that
+  // FP8 arithmetic does not take, TimeoutError if a rank does not come.
   MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& weights,
            const LayerOptions& options = {});
   // With kCpu it waits for nobody. With kCuda it waits until the device has done all that it was
@@ -231,6 +233,26 @@ class MoeLayer {
   // threads with ranks on one device, must not call what waits for the device (cudaFree, say) in
   // between.
   void forward(const ForwardInput& input, const ForwardOutput& output);
+
+  // Lays out anew what the layer copied of the weights that it was given, from the same memory, in
+  // which the caller has changed it: matrices and scales (kCuda), biases, router, correction bias
+  // and the shared expert's gate, but not the hash table. What is used where it is needs no call; a
+  // pass that runs while it changes may see either. With kCuda it is enqueued on `stream`, for
+  // passes that follow there, and if all that was copied is in the device's memory it can be
+  // captured in a graph (it is a few kernels); what is in host memory is read before it returns.
+  // With kCpu it is done when it returns, and `stream` is null. Not collective. Throws
+  // Error{kUnsupported} with kCuda where the layer holds no weights any more, since all were copied
+  // from host memory and MoeWeights::owner was let go.
+  void refresh(void* stream = nullptr);
+
+  // Points the layer at other arrays of the same shapes and types, as if it had been made with
+  // them; passes that were enqueued before still read the old ones, and graphs that captured
+  // forward() or refresh() always do: capture them anew. With kCuda it may wait for the device and
+  // may not be captured. Not collective, but ranks that share experts' weights in pieces change
+  // them between the same two passes. Throws what the constructor throws for weights that do not
+  // fit, and Error{kDTypeMismatch} for those that would be computed in another type; the layer is
+  // then as it was.
+  void rebind(const MoeWeights& weights);
 
   // Throws what forward() would throw of passes that have ended, and waits for nothing if there is
   // nothing to throw: for who launches graphs in which forward() was captured, and does not call it

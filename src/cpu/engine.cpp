@@ -121,6 +121,12 @@ class Stage {
   ThreadTrace* trace_;
 };
 
+void require_no_stream(const void* stream) {
+  if (stream == nullptr) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              "a stream is given, but the layer's backend is cpu; leave it null");
+}
+
 class Engine final : public LayerEngine {
  public:
   Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
@@ -130,6 +136,8 @@ class Engine final : public LayerEngine {
   void check() override {
     if (aborted()) fail();
   }
+  void refresh(void* stream) override;
+  void rebind(const MoeWeights& weights) override;
   const ForwardStats& stats() override { return stats_; }
   PassTrace trace() override;
   bool traces() const override { return options_.trace; }
@@ -140,6 +148,7 @@ class Engine final : public LayerEngine {
   std::uint64_t workspace_bytes() const override;
 
  private:
+  void prepare_weights();
   // Buffers and threads: what this rank may not be able to get.
   void make_workspace();
   void begin_pass(const ForwardInput& input, const ForwardOutput& output);
@@ -178,6 +187,7 @@ class Engine final : public LayerEngine {
   World world_;
   LayerOptions options_;
   LayerState layer_;
+  MoeWeights weights_;  // as given; layer_.weights has the router as it is multiplied
   std::vector<float> router_f32_;
   std::shared_ptr<SymmetricSegment> heap_;
   LazyBuffer intermediate_, x_, quantised_;
@@ -209,7 +219,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   }
 
   layer_.spec = spec;
-  layer_.weights = weights;
+  weights_ = weights;
   layer_.on_step = options.on_step;
   layer_.compute = resolve_compute(weights, options.compute);
   layer_.value = value_type(layer_.compute);
@@ -234,35 +244,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   layer_.heaps.experts = {spec.num_experts, world.size()};
   layer_.heaps.rank = world.rank();
 
-  for (int e = own.begin; e < own.end; ++e) {
-    layer_.experts.push_back(prepare(layer_.weights.experts[static_cast<std::size_t>(e)],
-                                     spec.hidden, spec.intermediate, layer_.quantised()));
-  }
-  if (spec.shared_intermediate > 0) {
-    layer_.shared =
-        prepare(layer_.weights.shared, spec.hidden, spec.shared_intermediate, layer_.quantised());
-    layer_.shared_gate = to_floats(weights.shared_gate);
-  }
-  layer_.router_bias = to_floats(weights.router_bias);
-  layer_.correction_bias = to_floats(weights.correction_bias);
-
-  MatrixView& router = layer_.weights.router;
-  const bool router_as_is =
-      router.dtype == DType::kF32 || (router.dtype == DType::kBF16 && layer_.gemm == DType::kBF16);
-  if (!router.empty() && !router_as_is) {
-    router_f32_.resize(static_cast<std::size_t>(router.rows * router.cols));
-    for (std::int64_t r = 0; r < router.rows; ++r) {
-      for (std::int64_t c = 0; c < router.cols; ++c) {
-        const auto* element =
-            static_cast<const std::byte*>(router.row(r)) +
-            static_cast<std::size_t>(c * router.col_stride) * size_of(router.dtype);
-        kernels().convert(element, router.dtype,
-                          &router_f32_[static_cast<std::size_t>(r * router.cols + c)], DType::kF32,
-                          1, 1);
-      }
-    }
-    router = {router_f32_.data(), DType::kF32, router.rows, router.cols, router.cols};
-  }
+  prepare_weights();
 
   agree(world.fabric(), {spec, options.max_tokens, layer_.compute});
   heap_ = world.fabric().allocate(layer_.heap.bytes());
@@ -279,6 +261,55 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   // Told to all ranks if it fails here. Also a barrier: nobody writes into a heap before everybody
   // has mapped it.
   attempt_together(world.fabric(), [&] { make_workspace(); });
+}
+
+// What is made of the weights: again when they change.
+void Engine::prepare_weights() {
+  const LayerSpec& spec = layer_.spec;
+  const ExpertRange own = own_experts(spec.num_experts, rank(), num_ranks());
+  layer_.weights = weights_;
+  layer_.experts.clear();
+  for (int e = own.begin; e < own.end; ++e) {
+    layer_.experts.push_back(prepare(layer_.weights.experts[static_cast<std::size_t>(e)],
+                                     spec.hidden, spec.intermediate, layer_.quantised()));
+  }
+  if (spec.shared_intermediate > 0) {
+    layer_.shared =
+        prepare(layer_.weights.shared, spec.hidden, spec.shared_intermediate, layer_.quantised());
+    layer_.shared_gate = to_floats(weights_.shared_gate);
+  }
+  layer_.router_bias = to_floats(weights_.router_bias);
+  layer_.correction_bias = to_floats(weights_.correction_bias);
+
+  MatrixView& router = layer_.weights.router;
+  const bool router_as_is =
+      router.dtype == DType::kF32 || (router.dtype == DType::kBF16 && layer_.gemm == DType::kBF16);
+  if (router.empty() || router_as_is) return;
+  router_f32_.resize(static_cast<std::size_t>(router.rows * router.cols));
+  for (std::int64_t r = 0; r < router.rows; ++r) {
+    for (std::int64_t c = 0; c < router.cols; ++c) {
+      const auto* element = static_cast<const std::byte*>(router.data) +
+                            (r * router.row_stride + c * router.col_stride) *
+                                static_cast<std::int64_t>(size_of(router.dtype));
+      kernels().convert(element, router.dtype,
+                        &router_f32_[static_cast<std::size_t>(r * router.cols + c)], DType::kF32, 1,
+                        1);
+    }
+  }
+  router = {router_f32_.data(), DType::kF32, router.rows, router.cols, router.cols};
+}
+
+void Engine::refresh(void* stream) {
+  require_no_stream(stream);
+  prepare_weights();
+}
+
+void Engine::rebind(const MoeWeights& weights) {
+  validate(spec(), weights, own_experts(spec().num_experts, rank(), num_ranks()));
+  require_same_weights(weights_, weights, layer_.compute,
+                       resolve_compute(weights, options_.compute));
+  weights_ = weights;
+  prepare_weights();
 }
 
 void Engine::make_workspace() {
@@ -334,10 +365,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   check_call(layer_.spec, layer_.weights, options_.max_tokens, rank(), input, output,
              layer_.compute);
   check_ids(layer_.spec, layer_.weights, input, id_rules());
-  if (input.stream != nullptr) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "ForwardInput::stream is set, but the layer's backend is cpu; leave it null");
-  }
+  require_no_stream(input.stream);
   check();
   const SingleThreadedLibrary confined;
   const Clock::time_point start = Clock::now();

@@ -213,6 +213,30 @@ void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens
   }
 }
 
+void require_same_weights(const MoeWeights& old, const MoeWeights& fresh, DType old_compute,
+                          DType fresh_compute) {
+  const auto require = [](bool before, bool now, const char* name) {
+    if (before == now) return;
+    throw Error(ErrorCode::kMissingTensor,
+                fmt::format("the layer was made {} {}, and the weights that it is to have now are "
+                            "{}; give it the same tensors, or make it anew",
+                            before ? "without" : "with", name, before ? "with" : "without"));
+  };
+  require(old.router.empty(), fresh.router.empty(), "a router");
+  require(old.correction_bias.empty(), fresh.correction_bias.empty(), "correction_bias");
+  require(old.hash_table.empty(), fresh.hash_table.empty(), "hash_table");
+  if (!old.router.empty() && old.router.dtype != fresh.router.dtype) {
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("the router is {}, and was {}; convert it, or make the layer anew",
+                            to_string(fresh.router.dtype), to_string(old.router.dtype)));
+  }
+  if (old_compute == fresh_compute) return;
+  throw Error(ErrorCode::kDTypeMismatch,
+              fmt::format("the layer computes in {}, and would compute in {} with these weights; "
+                          "convert them, or make the layer anew",
+                          to_string(old_compute), to_string(fresh_compute)));
+}
+
 void check_ids(const LayerSpec& spec, const MoeWeights& weights, const ForwardInput& input,
                const IdRules& rules) {
   if (rules.bad == BadIds::kSkip) return;

@@ -12,6 +12,12 @@ void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens
                 const ForwardInput& input, const ForwardOutput& output,
                 DType compute = DType::kBF16);
 
+// Whether a layer that has `old` weights can be given `fresh` ones, which fit its spec, and
+// computes in `fresh_compute` with these. Throws Error{kMissingTensor} for a router, or what
+// belongs to it, that only one of them has, {kDTypeMismatch} for another compute type.
+void require_same_weights(const MoeWeights& old, const MoeWeights& fresh, DType old_compute,
+                          DType fresh_compute);
+
 // What ids are held against; see LayerOptions.
 struct IdRules {
   BadIds bad = BadIds::kRaise;

@@ -16,6 +16,8 @@ class LayerEngine {
   // See MoeLayer.
   virtual void forward(const ForwardInput& input, const ForwardOutput& output) = 0;
   virtual void check() = 0;
+  virtual void refresh(void* stream) = 0;
+  virtual void rebind(const MoeWeights& weights) = 0;
   virtual const ForwardStats& stats() = 0;
   virtual PassTrace trace() = 0;  // only with LayerOptions::trace
   virtual bool traces() const = 0;

@@ -153,6 +153,8 @@ MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;
 void MoeLayer::forward(const ForwardInput& input, const ForwardOutput& output) {
   engine_->forward(input, output);
 }
+void MoeLayer::refresh(void* stream) { engine_->refresh(stream); }
+void MoeLayer::rebind(const MoeWeights& weights) { engine_->rebind(weights); }
 void MoeLayer::check() { engine_->check(); }
 const ForwardStats& MoeLayer::stats() const { return engine_->stats(); }
 PassTrace MoeLayer::trace() const {

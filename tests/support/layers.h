@@ -243,6 +243,79 @@ inline BatchResult run_batch(const LayerSpec& spec, const MoeWeights& weights, c
   return result;
 }
 
+// How checkpoints have gate and up of all experts in one array.
+enum class GateUpLayout { kGateFirst, kUpFirst, kInTurn, kTransposed };
+inline constexpr GateUpLayout kGateUpLayouts[] = {GateUpLayout::kGateFirst, GateUpLayout::kUpFirst,
+                                                  GateUpLayout::kInTurn, GateUpLayout::kTransposed};
+
+// Routed experts' matrices copied to one array, [E, 2 I, H] and [E, H, I] behind it, or transposed
+// [E, H, 2 I] and [E, I, H]. Views into `memory`, whose address may be that of a copy.
+struct LaidOutWeights {
+  LaidOutWeights(const LayerSpec& spec, const MoeWeights& from, GateUpLayout layout) : views(from) {
+    const std::size_t size = size_of(from.experts[0].up.dtype);
+    const std::int64_t i = spec.intermediate, h = spec.hidden, matrix = i * h;
+    memory.resize(from.experts.size() * static_cast<std::size_t>(3 * matrix) * size);
+    const auto put = [&](MatrixView& view, std::int64_t first, std::int64_t row_stride,
+                         std::int64_t col_stride) {
+      const MatrixView source = view;
+      view.data = memory.data() + static_cast<std::size_t>(first) * size;
+      view.row_stride = row_stride;
+      view.col_stride = col_stride;
+      for (std::int64_t r = 0; r < view.rows; ++r) {
+        for (std::int64_t c = 0; c < view.cols; ++c) {
+          std::memcpy(memory.data() +
+                          static_cast<std::size_t>(first + r * row_stride + c * col_stride) * size,
+                      static_cast<const std::byte*>(source.row(r)) +
+                          static_cast<std::size_t>(c * source.col_stride) * size,
+                      size);
+        }
+      }
+    };
+    const auto num_experts = static_cast<std::int64_t>(from.experts.size());
+    for (std::int64_t e = 0; e < num_experts; ++e) {
+      FfnWeights& expert = views.experts[static_cast<std::size_t>(e)];
+      const std::int64_t first = e * 2 * matrix, down = num_experts * 2 * matrix + e * matrix;
+      switch (layout) {
+        case GateUpLayout::kGateFirst:
+          put(expert.gate, first, h, 1);
+          put(expert.up, first + matrix, h, 1);
+          break;
+        case GateUpLayout::kUpFirst:
+          put(expert.up, first, h, 1);
+          put(expert.gate, first + matrix, h, 1);
+          break;
+        case GateUpLayout::kInTurn:
+          put(expert.gate, first, 2 * h, 1);
+          put(expert.up, first + h, 2 * h, 1);
+          break;
+        case GateUpLayout::kTransposed:
+          put(expert.gate, first, 1, 2 * i);
+          put(expert.up, first + i, 1, 2 * i);
+          put(expert.down, down, 1, h);
+          continue;
+      }
+      put(expert.down, down, i, 1);
+    }
+  }
+
+  // The same views of a copy of the memory.
+  MoeWeights at(const std::byte* copy) const {
+    MoeWeights moved = views;
+    const auto move = [&](MatrixView& view) {
+      view.data = copy + (static_cast<const std::byte*>(view.data) - memory.data());
+    };
+    for (FfnWeights& expert : moved.experts) {
+      move(expert.gate);
+      move(expert.up);
+      move(expert.down);
+    }
+    return moved;
+  }
+
+  std::vector<std::byte> memory;
+  MoeWeights views;
+};
+
 // What gtest calls the test of a model.
 inline std::string name_of_model(const ::testing::TestParamInfo<ModelEntry>& model) {
   return identifier(model.param.name);

@@ -4,6 +4,8 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <concepts>
@@ -114,6 +116,8 @@ class Engine final : public LayerEngine {
 
   void forward(const ForwardInput& input, const ForwardOutput& output) override;
   void check() override;
+  void refresh(void* stream) override;
+  void rebind(const MoeWeights& weights) override;
   const ForwardStats& stats() override;
   PassTrace trace() override;
   bool traces() const override { return trace_.has_value(); }
@@ -153,8 +157,17 @@ class Engine final : public LayerEngine {
   KernelEntry kernel_;
   unsigned grid_ = 0;
   unsigned paired_grid_ = 0;
-  DeviceFfn routed_, shared_;
-  DeviceGate gate_;
+  struct Weights {
+    DeviceFfn routed, shared;
+    DeviceGate gate;
+    std::array<const WeightLayout*, 3> layouts() const {
+      return {&routed.layout(), &shared.layout(), &gate.layout()};
+    }
+  };
+  Weights lay_out_weights(const MoeWeights& weights) const;
+  void describe_weights();
+  Weights on_device_;
+  bool let_go_ = false;  // of the weights' owner
   // What passes work in, of one layer or of several that share it.
   struct Memory {
     std::uint64_t id;  // the same on all ranks, and no other's of theirs
@@ -209,23 +222,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   params_.levels = distributed() ? static_cast<std::uint32_t>(experts.max_count()) : 1;
   for (int r = 0; r <= world.size(); ++r) params_.rank_begin[r] = experts.begin(r);
   const DeviceScope scope(device_);
-  attempt_together(world_.fabric(), [&] {
-    routed_ = DeviceFfn(policy(),
-                        std::span(weights.experts)
-                            .subspan(static_cast<std::size_t>(params_.first_expert),
-                                     static_cast<std::size_t>(params_.local_experts)),
-                        spec.hidden, spec.intermediate, spec.activation.gated);
-    if (spec.shared_intermediate > 0) {
-      shared_ = DeviceFfn(policy(), {&weights.shared, 1}, spec.hidden, spec.shared_intermediate,
-                          spec.activation.gated);
-    }
-    gate_ = DeviceGate(spec, weights);
-  });
-  if (!routed_.borrows() && !shared_.borrows()) weights_.owner.reset();
-
-  params_.routed = routed_.params();
-  params_.shared = shared_.params();
-  gate_.describe(params_);
+  attempt_together(world_.fabric(), [&] { on_device_ = lay_out_weights(weights); });
   params_.routing = routing::make_device_routing(spec);
   params_.deadline_ns = static_cast<std::uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(options.deadline).count());
@@ -240,11 +237,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   params_.limit = spec.activation.limit;
   params_.up_bias = spec.activation.up_bias;
   params_.clamps = std::isfinite(params_.limit) || params_.up_bias != 0;
-  for (FfnParams* ffn : {&params_.routed, &params_.shared}) {
-    ffn->more_of_first = (spec.weight_on_input && ffn == &params_.routed) || params_.clamps ||
-                         ffn->up_scale != nullptr || ffn->up_bias != nullptr;
-    ffn->more_of_second = ffn->down_scale != nullptr || ffn->down_bias != nullptr;
-  }
+  describe_weights();
   attempt_together(world_.fabric(), [&] { choose_grid(); });
   if (distributed()) require_room();
   choose_tile_order();
@@ -259,6 +252,76 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   abort_hook_.emplace(world_.fabric(), [this] { abort_link_->raise(params_.heaps); });
 }
 
+// In place, or copied when it returns.
+Engine::Weights Engine::lay_out_weights(const MoeWeights& weights) const {
+  Weights result;
+  result.routed = DeviceFfn(policy(),
+                            std::span(weights.experts)
+                                .subspan(static_cast<std::size_t>(params_.first_expert),
+                                         static_cast<std::size_t>(params_.local_experts)),
+                            spec_.hidden, spec_.intermediate, spec_.activation.gated);
+  if (spec_.shared_intermediate > 0) {
+    result.shared = DeviceFfn(policy(), {&weights.shared, 1}, spec_.hidden,
+                              spec_.shared_intermediate, spec_.activation.gated);
+  }
+  result.gate = DeviceGate(spec_, weights);
+  SWITCHYARD_CUDA(cudaStreamSynchronize(nullptr));
+  return result;
+}
+
+void Engine::describe_weights() {
+  const Weights& weights = on_device_;
+  // Memory of the host's that was copied is not held on to: it is as large as the model.
+  const bool reads_again = weights.routed.borrows() || weights.shared.borrows() ||
+                           std::ranges::any_of(weights.layouts(), [](const WeightLayout* layout) {
+                             return layout->reads_device();
+                           });
+  let_go_ = weights_.owner != nullptr && !reads_again;
+  if (let_go_) weights_.owner.reset();
+  for (const auto& [ffn, device] :
+       {std::pair{&params_.routed, &weights.routed}, {&params_.shared, &weights.shared}}) {
+    const TokenMaps h_maps = ffn->h_maps;
+    *ffn = device->params();
+    ffn->h_maps = h_maps;
+    ffn->more_of_first = (spec_.weight_on_input && ffn == &params_.routed) || params_.clamps ||
+                         device->up_first() || ffn->up_scale != nullptr || ffn->up_bias != nullptr;
+    ffn->more_of_second = ffn->down_scale != nullptr || ffn->down_bias != nullptr;
+  }
+  params_.up_first = (weights.routed.up_first() ? 1u : 0u) | (weights.shared.up_first() ? 2u : 0u);
+  weights.gate.describe(params_);
+}
+
+void Engine::refresh(void* stream) {
+  if (let_go_) {
+    unsupported(
+        "all weights were copied from host memory, which the layer does not hold on to; call "
+        "rebind() with the weights, or give them without an owner");
+  }
+  const DeviceScope scope(device_);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  SWITCHYARD_CUDA(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture));
+  for (const WeightLayout* const layout : on_device_.layouts()) {
+    if (capture == cudaStreamCaptureStatusNone || layout->capturable()) continue;
+    unsupported(
+        "refresh() is captured in a graph, but weights that the layer copied are in host memory; "
+        "put them into the device's, or call it outside of graphs");
+  }
+  for (const WeightLayout* const layout : on_device_.layouts()) layout->run(stream);
+}
+
+void Engine::rebind(const MoeWeights& weights) {
+  check();
+  validate(spec_, weights, own_experts(spec_.num_experts, world_.rank(), world_.size()));
+  const DType compute = resolve_compute(weights, options_.compute);
+  const bool rounds = compute == DType::kF32 && !options_.compute;
+  require_same_weights(weights_, weights, policy().numerics.token, rounds ? DType::kBF16 : compute);
+  const DeviceScope scope(device_);
+  Weights fresh = lay_out_weights(weights);
+  weights_ = weights;
+  on_device_ = std::move(fresh);
+  describe_weights();
+}
+
 // Freeing memory waits for the device, however long that takes: so that is waited for first, by
 // somebody who can be left behind.
 Engine::~Engine() {
@@ -268,9 +331,7 @@ Engine::~Engine() {
   if (device_is_idle(std::chrono::seconds(1))) return;
   const auto leak = [](auto& owner) { (void)new auto(std::move(owner)); };
   leak(memory_);
-  leak(routed_);
-  leak(shared_);
-  leak(gate_);
+  leak(on_device_);
   leak(trace_);
   leak(failures_);
   leak(abort_link_);
@@ -589,7 +650,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   call.converts = x.dtype == DType::kF32 || x.dtype == DType::kF16 ||
                   (!small && overlaps && x.dtype == DType::kBF16);
   const bool gives_routing = call.given_ids != nullptr || call.logits != nullptr;
-  call.gated = (gate_.has_router() && !gives_routing) || spec_.shared_sigmoid_gate;
+  call.gated = (on_device_.gate.has_router() && !gives_routing) || spec_.shared_sigmoid_gate;
   if (call.gated && !small && x.rows != 0) {
     const bool dense = call.converts || x.rows == 1;
     call.x_map = rows_map(call.converts ? params_.converted : x.data, sizeof(std::uint16_t), x.rows,

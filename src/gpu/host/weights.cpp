@@ -19,106 +19,13 @@
 namespace switchyard::gpu {
 namespace {
 
-// Any element of a matrix in host memory.
-float element(const MatrixView& m, std::int64_t r, std::int64_t c) {
-  const std::byte* const at = static_cast<const std::byte*>(m.row(r)) +
-                              static_cast<std::size_t>(c * m.col_stride) * size_of(m.dtype);
-  std::uint16_t code = 0;
-  switch (m.dtype) {
-    case DType::kF32: {
-      float value = 0;
-      std::memcpy(&value, at, sizeof value);
-      return value;
-    }
-    case DType::kBF16:
-      std::memcpy(&code, at, sizeof code);
-      return bf16_to_f32(code);
-    case DType::kF16:
-      std::memcpy(&code, at, sizeof code);
-      return f16_to_f32(code);
-    case DType::kF8E4M3: {
-      const float value = f8e4m3_to_f32(static_cast<std::uint8_t>(*at));
-      if (m.scale == nullptr) return value;
-      return value * m.scale[r / m.scale_rows * m.scale_stride + c / m.scale_cols];
-    }
-    default:
-      throw Error(ErrorCode::kDTypeMismatch,
-                  fmt::format("weights are {}; the GPU engine takes bf16, f16, f32 and f8_e4m3",
-                              to_string(m.dtype)));
-  }
-}
-
-// What is small, or of another type, passes through the host, whatever memory it is in.
-std::vector<std::byte> on_host(const void* data, std::size_t bytes) {
-  std::vector<std::byte> copy(bytes);
-  SWITCHYARD_CUDA(cudaMemcpy(copy.data(), data, bytes, cudaMemcpyDefault));
-  return copy;
-}
+// What is small passes through the host, whatever memory it is in.
 std::vector<std::byte> on_host(const MatrixView& m) {
   if (m.rows == 0 || m.cols == 0) return {};
   const std::int64_t last = (m.rows - 1) * m.row_stride + (m.cols - 1) * m.col_stride;
-  return on_host(m.data, (static_cast<std::size_t>(last) + 1) * size_of(m.dtype));
-}
-
-std::vector<std::byte> scales_on_host(const MatrixView& m) {
-  if (m.scale == nullptr) return {};
-  const std::int64_t last =
-      (m.rows - 1) / m.scale_rows * m.scale_stride + (m.cols - 1) / m.scale_cols;
-  return on_host(m.scale, static_cast<std::size_t>(last + 1) * sizeof(float));
-}
-
-// Copies a matrix into rows of `pitch` bytes on the device, as bf16 or, `element_bytes` being 1, as
-// the FP8 codes that it has.
-void upload_matrix(const MatrixView& m, std::byte* to, int element_bytes, std::size_t pitch) {
-  const bool fp8 = element_bytes == 1;
-  const auto width = static_cast<std::size_t>(m.cols * element_bytes);
-  const void* from = m.data;
-  auto from_pitch = static_cast<std::size_t>(m.row_stride * element_bytes);
-  std::vector<std::byte> rows;
-  if (m.dtype != (fp8 ? DType::kF8E4M3 : DType::kBF16) || m.col_stride != 1 ||
-      m.row_stride < m.cols) {
-    if (residence_of(m.data) != Residence::kHost) {
-      if (m.row_stride < 0 || m.col_stride < 0) {
-        throw Error(
-            ErrorCode::kUnsupported,
-            fmt::format("weights in device memory have strides of {} and {}; the GPU engine takes "
-                        "none below 0 there: pass a copy in the order of its addresses",
-                        m.row_stride, m.col_stride));
-      }
-      const std::vector<std::byte> values = on_host(m), scales = scales_on_host(m);
-      MatrixView readable = m;
-      readable.data = values.data();
-      if (m.scale != nullptr) readable.scale = reinterpret_cast<const float*>(scales.data());
-      upload_matrix(readable, to, element_bytes, pitch);
-      return;
-    }
-    rows.resize(static_cast<std::size_t>(m.rows) * width);
-    std::byte* next = rows.data();
-    for (std::int64_t r = 0; r < m.rows; ++r) {
-      for (std::int64_t c = 0; c < m.cols; ++c, next += element_bytes) {
-        if (fp8) {
-          *next = static_cast<const std::byte*>(m.row(r))[c * m.col_stride];
-        } else {
-          const std::uint16_t code = f32_to_bf16(element(m, r, c));
-          std::memcpy(next, &code, sizeof code);
-        }
-      }
-    }
-    from = rows.data();
-    from_pitch = width;
-  }
-  SWITCHYARD_CUDA(cudaMemcpy2D(to, pitch, from, from_pitch, width, static_cast<std::size_t>(m.rows),
-                               cudaMemcpyDefault));
-}
-
-std::vector<float> to_floats(const VectorView& v) {
-  if (v.empty()) return {};
-  MatrixView row = {v.data, v.dtype, 1, v.size, v.size, v.stride};
-  const std::vector<std::byte> copy = on_host(row);
-  row.data = copy.data();
-  std::vector<float> out;
-  for (std::int64_t i = 0; i < v.size; ++i) out.push_back(element(row, 0, i));
-  return out;
+  std::vector<std::byte> copy((static_cast<std::size_t>(last) + 1) * size_of(m.dtype));
+  SWITCHYARD_CUDA(cudaMemcpy(copy.data(), m.data, copy.size(), cudaMemcpyDefault));
+  return copy;
 }
 
 DeviceBuffer to_device(const void* data, std::size_t bytes) {
@@ -126,10 +33,6 @@ DeviceBuffer to_device(const void* data, std::size_t bytes) {
   if (bytes != 0) buffer.upload(data, bytes);
   return buffer;
 }
-DeviceBuffer to_device(const std::vector<float>& values) {
-  return to_device(values.data(), values.size() * sizeof(float));
-}
-
 DeviceBuffer zeros(std::size_t bytes) {
   DeviceBuffer buffer(bytes);
   SWITCHYARD_CUDA(cudaMemset(buffer.data(), 0, bytes));
@@ -180,11 +83,10 @@ std::optional<WeightArray> in_place(const PolicyFacts& policy, std::span<const F
   return array;
 }
 
-// The experts' matrices as one array of `rows` x `columns`: where they are, or else copied to
-// `own`.
-WeightArray place(const PolicyFacts& policy, std::span<const FfnWeights> experts,
-                  std::span<const Matrices> halves, int rows, int columns, DeviceBuffer& own) {
-  if (const auto array = in_place(policy, experts, halves)) return *array;
+// The experts' matrices as one array of `rows` x `columns` in `own`, which `layout` is to fill.
+WeightArray make_array(const PolicyFacts& policy, std::span<const FfnWeights> experts,
+                       std::span<const Matrices> halves, int rows, int columns, DeviceBuffer& own,
+                       WeightLayout& layout) {
   WeightArray array{nullptr,
                     static_cast<std::int64_t>(experts.size()),
                     static_cast<int>(halves.size()),
@@ -201,114 +103,119 @@ WeightArray place(const PolicyFacts& policy, std::span<const FfnWeights> experts
   array.data = own.data();
   for (std::size_t e = 0; e < experts.size(); ++e) {
     for (std::size_t half = 0; half < halves.size(); ++half) {
-      upload_matrix(experts[e].*halves[half],
-                    own.data() + e * static_cast<std::size_t>(array.expert_stride) +
-                        half * static_cast<std::size_t>(array.half_stride),
-                    policy.numerics.weight_bytes(), static_cast<std::size_t>(array.row_stride));
+      layout.copy(experts[e].*halves[half],
+                  own.data() + e * static_cast<std::size_t>(array.expert_stride) +
+                      half * static_cast<std::size_t>(array.half_stride),
+                  policy.numerics.weight, columns);
     }
   }
   return array;
 }
 
-// A matrix's scales in host memory.
-class Scales {
- public:
-  explicit Scales(const MatrixView& m) : m_(m), rows_(is_row_form(m)) {
-    const std::vector<std::byte> bytes = scales_on_host(m);
-    values_.resize(bytes.size() / sizeof(float));
-    std::ranges::copy(bytes, reinterpret_cast<std::byte*>(values_.data()));
-  }
-  // Of the products with columns from `column` on, 128 at most. Rows past the last, which are
-  // multiplied with the others of their tile, share the last one's.
-  float of_block(std::int64_t row, std::int64_t column) const {
-    return rows_ ? 1.0f : at(std::min(row, m_.rows - 1), column);
-  }
-  // Of what all columns' products sum up to.
-  float of_row(std::int64_t row) const { return rows_ && row < m_.rows ? at(row, 0) : 1.0f; }
-
- private:
-  float at(std::int64_t row, std::int64_t column) const {
-    return values_[static_cast<std::size_t>(row / m_.scale_rows * m_.scale_stride +
-                                            column / m_.scale_cols)];
-  }
-
-  const MatrixView& m_;
-  bool rows_;
-  std::vector<float> values_;
-};
-
 // [E, pairs of boxes, K/128, 2, 2]: see FfnParams::gemm1_scales.
 DeviceBuffer block_scales(std::span<const FfnWeights> experts, std::span<const Matrices> halves,
-                          const WeightArray& array) {
+                          const WeightArray& array, WeightLayout& layout) {
   const int boxes = protocol::round_up(protocol::ceil_div(array.halves * array.rows, kTileRows), 2);
   const int groups = protocol::ceil_div(array.columns, kQuantGroup);
-  std::vector<float> all;
-  for (const FfnWeights& expert : experts) {
-    std::vector<Scales> of_half;
-    for (const Matrices half : halves) of_half.emplace_back(expert.*half);
-    for (int pair = 0; pair < boxes / 2; ++pair) {
-      for (int group = 0; group < groups; ++group) {
-        for (int box = 2 * pair; box < 2 * pair + 2; ++box) {
-          for (int part = 0; part < 2; ++part) {
-            const Scales& scales = of_half[array.halves == 2 ? static_cast<std::size_t>(part) : 0];
-            all.push_back(scales.of_block(std::int64_t{box} * kTileRows / array.halves,
-                                          std::int64_t{group} * kQuantGroup));
-          }
-        }
-      }
+  const std::size_t of_expert =
+      2 * static_cast<std::size_t>(boxes) * static_cast<std::size_t>(groups);
+  DeviceBuffer buffer(experts.size() * of_expert * sizeof(float));
+  for (std::size_t e = 0; e < experts.size(); ++e) {
+    for (std::size_t half = 0; half < halves.size(); ++half) {
+      ScaleCopy copy;
+      copy.of = experts[e].*halves[half];
+      copy.to = reinterpret_cast<float*>(buffer.data()) + e * of_expert;
+      copy.form = ScaleCopy::Form::kBlocks;
+      copy.by_row = is_row_form(copy.of);
+      copy.halves = array.halves;
+      copy.part = static_cast<int>(half);
+      copy.boxes = boxes;
+      copy.groups = groups;
+      layout.copy_scales(copy);
     }
   }
-  return to_device(all);
+  return buffer;
 }
 
 // [E, rows] of one matrix of all experts; empty where no half has a scale for every row.
 DeviceBuffer row_scales(std::span<const FfnWeights> experts, std::span<const Matrices> halves,
-                        Matrices which, int rows) {
+                        Matrices which, int rows, WeightLayout& layout) {
   const auto by_row = [&](const FfnWeights& expert) {
     return std::ranges::any_of(halves, [&](Matrices m) { return is_row_form(expert.*m); });
   };
   if (std::ranges::none_of(experts, by_row)) return {};
-  std::vector<float> all;
-  for (const FfnWeights& expert : experts) {
-    const Scales scales(expert.*which);
-    for (int row = 0; row < rows; ++row) all.push_back(scales.of_row(row));
+  DeviceBuffer buffer(experts.size() * static_cast<std::size_t>(rows) * sizeof(float));
+  for (std::size_t e = 0; e < experts.size(); ++e) {
+    ScaleCopy copy;
+    copy.of = experts[e].*which;
+    copy.to = reinterpret_cast<float*>(buffer.data()) + e * static_cast<std::size_t>(rows);
+    copy.form = ScaleCopy::Form::kRows;
+    copy.by_row = is_row_form(copy.of);
+    copy.rows = rows;
+    layout.copy_scales(copy);
   }
-  return to_device(all);
+  return buffer;
 }
 
 // [E, width] of one bias of all experts; empty where they have none.
 DeviceBuffer biases(std::span<const FfnWeights> experts, const VectorView FfnWeights::*which,
-                    std::size_t width) {
+                    std::size_t width, WeightLayout& layout) {
   if (experts.empty() || (experts[0].*which).empty()) return {};
-  std::vector<float> all(experts.size() * width);
+  DeviceBuffer buffer = zeros(experts.size() * width * sizeof(float));
   for (std::size_t e = 0; e < experts.size(); ++e) {
-    std::ranges::copy(to_floats(experts[e].*which),
-                      all.begin() + static_cast<std::ptrdiff_t>(e * width));
+    layout.copy(experts[e].*which, reinterpret_cast<float*>(buffer.data()) + e * width);
   }
-  return to_device(all);
+  return buffer;
 }
+
+DeviceBuffer floats(const VectorView& values, WeightLayout& layout) {
+  DeviceBuffer buffer(static_cast<std::size_t>(values.empty() ? 0 : values.size) * sizeof(float));
+  layout.copy(values, reinterpret_cast<float*>(buffer.data()));
+  return buffer;
+}
+
+// So many bf16 numbers hold a number of the type.
+int planes_of(DType dtype) { return dtype == DType::kBF16 ? 1 : dtype == DType::kF16 ? 2 : 3; }
 
 }  // namespace
 
 DeviceFfn::DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> experts, int hidden,
                      int intermediate, bool gated) {
   if (experts.empty()) return;
-  const Matrices both[] = {&FfnWeights::gate, &FfnWeights::up}, down = &FfnWeights::down;
-  const std::span<const Matrices> first = std::span(both).last(gated ? 2 : 1), second{&down, 1};
+  const Matrices gate_first[] = {&FfnWeights::gate, &FfnWeights::up},
+                 up_first[] = {&FfnWeights::up, &FfnWeights::gate}, down = &FfnWeights::down;
+  std::span<const Matrices> first = std::span(gate_first).last(gated ? 2 : 1);
+  const std::span<const Matrices> second{&down, 1};
   const int width = protocol::round_up(intermediate, policy.alignment());
-  gemm1_ = place(policy, experts, first, width, hidden, own1_);
-  gemm2_ = place(policy, experts, second, hidden, width, own2_);
+  std::optional<WeightArray> array = in_place(policy, experts, first);
+  if (!array && gated) {
+    array = in_place(policy, experts, up_first);
+    up_first_ = array.has_value();
+    if (up_first_) first = up_first;
+  }
+  if (array) {
+    gemm1_ = *array;
+  } else {
+    gemm1_ = make_array(policy, experts, first, width, hidden, own1_, layout_);
+  }
+  if (const auto of_second = in_place(policy, experts, second)) {
+    gemm2_ = *of_second;
+  } else {
+    gemm2_ = make_array(policy, experts, second, hidden, width, own2_, layout_);
+  }
   if (policy.numerics.scaled()) {
-    gemm1_scales_ = block_scales(experts, first, gemm1_);
-    gemm2_scales_ = block_scales(experts, second, gemm2_);
-    if (gated) gate_row_scales_ = row_scales(experts, first, &FfnWeights::gate, width);
-    up_row_scales_ = row_scales(experts, first, &FfnWeights::up, width);
-    down_row_scales_ = row_scales(experts, second, &FfnWeights::down, hidden);
+    gemm1_scales_ = block_scales(experts, first, gemm1_, layout_);
+    gemm2_scales_ = block_scales(experts, second, gemm2_, layout_);
+    if (gated) gate_row_scales_ = row_scales(experts, first, &FfnWeights::gate, width, layout_);
+    up_row_scales_ = row_scales(experts, first, &FfnWeights::up, width, layout_);
+    down_row_scales_ = row_scales(experts, second, &FfnWeights::down, hidden, layout_);
   }
   const auto i = static_cast<std::size_t>(width), h = static_cast<std::size_t>(hidden);
-  gate_bias_ = biases(experts, &FfnWeights::gate_bias, i);
-  up_bias_ = biases(experts, &FfnWeights::up_bias, i);
-  down_bias_ = biases(experts, &FfnWeights::down_bias, h);
+  gate_bias_ = biases(experts, &FfnWeights::gate_bias, i, layout_);
+  up_bias_ = biases(experts, &FfnWeights::up_bias, i, layout_);
+  down_bias_ = biases(experts, &FfnWeights::down_bias, h, layout_);
+  layout_.finish();
+  layout_.run(nullptr);
 }
 
 bool DeviceFfn::borrows() const {
@@ -347,41 +254,26 @@ DeviceGate::DeviceGate(const LayerSpec& spec, const MoeWeights& weights)
   stride_ = protocol::round_up(spec.hidden, kMultiple);
   const auto columns = static_cast<std::size_t>(columns_),
              stride = static_cast<std::size_t>(stride_);
-  if (has_router_ || shared_sigmoid_) {
-    std::vector<float> values(columns * stride);
+  // A sum of bf16 numbers; see RouterParams::router.
+  if (has_router_) num_planes_ = planes_of(weights.router.dtype);
+  if (shared_sigmoid_) num_planes_ = std::max(num_planes_, planes_of(weights.shared_gate.dtype));
+  planes_ = zeros(static_cast<std::size_t>(num_planes_) * columns * stride * sizeof(std::uint16_t));
+  for (int plane = 0; plane < num_planes_; ++plane) {
+    auto* const to = reinterpret_cast<std::uint16_t*>(planes_.data()) +
+                     static_cast<std::size_t>(plane) * columns * stride;
     if (has_router_) {
-      const MatrixView& router = weights.router;
-      const std::vector<std::byte> copy = on_host(router);
-      MatrixView view = router;
-      view.data = copy.data();
-      for (std::int64_t r = 0; r < spec.num_experts; ++r) {
-        for (std::int64_t c = 0; c < spec.hidden; ++c) {
-          values[static_cast<std::size_t>(r) * stride + static_cast<std::size_t>(c)] =
-              element(view, r, c);
-        }
-      }
+      layout_.copy_plane(weights.router, to, stride_, plane);
     }
     if (shared_sigmoid_) {
-      std::ranges::copy(to_floats(weights.shared_gate),
-                        values.begin() + static_cast<std::ptrdiff_t>(
-                                             static_cast<std::size_t>(spec.num_experts) * stride));
+      const VectorView& v = weights.shared_gate;
+      layout_.copy_plane({v.data, v.dtype, 1, v.size, v.size, v.stride},
+                         to + static_cast<std::size_t>(spec.num_experts) * stride, stride_, plane);
     }
-    // Three bf16 numbers hold the 24 bits of an fp32 mantissa; a bf16 router needs only the first.
-    std::vector<std::uint16_t> planes;
-    bool rest = true;
-    for (num_planes_ = 0; rest && num_planes_ < 3; ++num_planes_) {
-      rest = false;
-      for (float& value : values) {
-        const std::uint16_t code = f32_to_bf16(value);
-        planes.push_back(code);
-        value -= bf16_to_f32(code);
-        rest |= value != 0;
-      }
-    }
-    planes_ = to_device(planes.data(), planes.size() * sizeof(std::uint16_t));
   }
-  router_bias_ = to_device(to_floats(weights.router_bias));
-  correction_bias_ = to_device(to_floats(weights.correction_bias));
+  router_bias_ = floats(weights.router_bias, layout_);
+  correction_bias_ = floats(weights.correction_bias, layout_);
+  layout_.finish();
+  layout_.run(nullptr);
   if (!weights.hash_table.empty() && spec.routing.method == RoutingMethod::kHash) {
     MatrixView table = weights.hash_table;
     const std::vector<std::byte> copy = on_host(table);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gpu/device.h"
+#include "gpu/host/lay_out.h"
 #include "gpu/host/tensor_map.h"
 #include "gpu/layer/params.h"
 #include "switchyard/weights.h"
@@ -12,10 +13,9 @@ namespace switchyard::gpu {
 class DeviceFfn {
  public:
   // `experts` all have the shape [intermediate, hidden]. Matrices of the policy's type in device
-  // memory that lie there as one array, at one distance from expert to expert and from gate to up,
-  // are used where they are and must stay there. Others are copied, from device memory in that type
-  // with contiguous rows, from host memory for bf16 in any type, for FP8 in FP8 of block or row
-  // form. Scales may be in either memory.
+  // memory that lie there as one array, at one distance from expert to expert and between gate and
+  // up, are used where they are and must stay there. Others are copied, for bf16 from any type, for
+  // FP8 from FP8 of block or row form. Everything may be in either memory.
   DeviceFfn() = default;
   DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> experts, int hidden,
             int intermediate, bool gated);
@@ -23,6 +23,10 @@ class DeviceFfn {
   FfnParams params() const;
   // Whether any matrix is used where it is.
   bool borrows() const;
+  // Whether up, not gate, is the first half.
+  bool up_first() const { return up_first_; }
+  // What copies the rest.
+  const WeightLayout& layout() const { return layout_; }
 
  private:
   WeightArray gemm1_, gemm2_;
@@ -30,6 +34,8 @@ class DeviceFfn {
   DeviceBuffer gemm1_scales_, gemm2_scales_;  // see FfnParams
   DeviceBuffer gate_row_scales_, up_row_scales_, down_row_scales_;
   DeviceBuffer gate_bias_, up_bias_, down_bias_;
+  bool up_first_ = false;
+  WeightLayout layout_;
 };
 
 // The gate's weights: see LayerParams::router.
@@ -40,11 +46,13 @@ class DeviceGate {
 
   void describe(LayerParams& params) const;
   bool has_router() const { return has_router_; }
+  const WeightLayout& layout() const { return layout_; }
 
  private:
   int num_planes_ = 0, columns_ = 0, stride_ = 0, hash_rows_ = 0;
   bool has_router_ = false, shared_sigmoid_ = false;
   DeviceBuffer planes_, router_bias_, correction_bias_, hash_table_;
+  WeightLayout layout_;
 };
 
 }  // namespace switchyard::gpu

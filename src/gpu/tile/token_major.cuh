@@ -35,6 +35,17 @@ __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, con
   const ActivationParams& layer = epilogue.activation;
   const FfnParams& ffn = epilogue.experts.ffn(task.shared != 0);
   if (!ffn.more_of_first) return;
+  if (kGated && (epilogue.activation.up_first >> task.shared & 1) != 0) {
+#pragma unroll
+    for (auto& box : acc) {
+#pragma unroll
+      for (int i = 0; i < kBoxColumns / 4; ++i) {
+        const float up = box[i];
+        box[i] = box[i + kBoxColumns / 4];
+        box[i + kBoxColumns / 4] = up;
+      }
+    }
+  }
   if (layer.weight_on_input && task.shared == 0) {
     fetch_weights(group);
     float weights[2];

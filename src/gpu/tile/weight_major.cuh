@@ -39,7 +39,7 @@ __device__ __forceinline__ void weigh_input(const Epilogue<C>& epilogue, std::ui
 }
 
 // Products of a first GEMM, before the activation. The thread's gate and up are its first and
-// second weight row.
+// second weight row, afterwards if not before.
 template <int N, bool kGated, typename C, typename FetchWeights>
 __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, const TileTask& task,
                                                 std::uint32_t group, std::uint32_t row,
@@ -51,11 +51,18 @@ __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, con
     fetch_weights(group);
     weigh_input<N>(epilogue, group, acc);
   }
+  // Then rows of up come first, until they are swapped at the end: earlier there are no registers.
+  const bool up_first = kGated && (layer.up_first >> task.shared & 1) != 0;
   const auto intermediate = static_cast<std::uint32_t>(ffn.intermediate);
   const std::size_t row0 = static_cast<std::size_t>(task.expert) * intermediate;
   const auto for_rows = [&](const float* gate, const float* up, auto op) {
     if (up == nullptr) return;
     const std::uint32_t second = kGated ? row : row + 8;
+    if (up_first) {
+      const float* const of_second = gate;
+      gate = up;
+      up = of_second;
+    }
     apply_rows<N>((kGated ? gate : up) + row0 + row, up + row0 + second, row < intermediate,
                   second < intermediate, acc, op);
   };
@@ -69,7 +76,16 @@ __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, con
     for (int i = 0; i < N / 2; ++i) {
       float& v = acc[i];
       v = at_most(v, layer.limit);
-      if (i / 2 % 2 == 1) v = at_least(v, -layer.limit) + layer.up_bias;
+      if ((i / 2 % 2 == 1) != up_first) v = at_least(v, -layer.limit) + layer.up_bias;
+    }
+  }
+  if (kGated && up_first) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i += 4) {
+#pragma unroll
+      for (int j = i; j < i + 2; ++j) {
+        swap_in_place(acc[j], acc[j + 2]);
+      }
     }
   }
 }

@@ -1,0 +1,207 @@
+#include "gpu/host/lay_out.h"
+
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/convert.h"
+#include "gpu/host/cuda_error.h"
+#include "protocol/partition.h"
+#include "switchyard/error.h"
+
+namespace switchyard::gpu {
+namespace {
+
+void require_floating(const MatrixView& m) {
+  if (m.dtype == DType::kF32 || m.dtype == DType::kBF16 || m.dtype == DType::kF16 ||
+      m.dtype == DType::kF8E4M3) {
+    return;
+  }
+  throw Error(ErrorCode::kDTypeMismatch,
+              fmt::format("weights are {}; the GPU engine takes bf16, f16, f32 and f8_e4m3",
+                          to_string(m.dtype)));
+}
+
+// Any element of a matrix in host memory.
+float element(const MatrixView& m, std::int64_t r, std::int64_t c) {
+  const std::byte* const at =
+      static_cast<const std::byte*>(m.data) +
+      (r * m.row_stride + c * m.col_stride) * static_cast<std::int64_t>(size_of(m.dtype));
+  std::uint16_t code = 0;
+  switch (m.dtype) {
+    case DType::kF32: {
+      float value = 0;
+      std::memcpy(&value, at, sizeof value);
+      return value;
+    }
+    case DType::kBF16:
+      std::memcpy(&code, at, sizeof code);
+      return bf16_to_f32(code);
+    case DType::kF16:
+      std::memcpy(&code, at, sizeof code);
+      return f16_to_f32(code);
+    default: {
+      const float value = f8e4m3_to_f32(static_cast<std::uint8_t>(*at));
+      if (m.scale == nullptr) return value;
+      return value * m.scale[r / m.scale_rows * m.scale_stride + c / m.scale_cols];
+    }
+  }
+}
+
+// From the lowest of a matrix's elements to behind the highest, in elements from its first.
+struct Extent {
+  std::int64_t low = 0, high = 0;
+};
+Extent extent_of(const MatrixView& m) {
+  if (m.rows == 0 || m.cols == 0) return {};
+  const std::int64_t down = (m.rows - 1) * m.row_stride, across = (m.cols - 1) * m.col_stride;
+  return {std::min<std::int64_t>(down, 0) + std::min<std::int64_t>(across, 0),
+          std::max<std::int64_t>(down, 0) + std::max<std::int64_t>(across, 0) + 1};
+}
+std::size_t num_scales(const MatrixView& m) {
+  return static_cast<std::size_t>((m.rows - 1) / m.scale_rows * m.scale_stride +
+                                  (m.cols - 1) / m.scale_cols + 1);
+}
+
+std::int64_t tiles_of(const MatrixView& m) {
+  constexpr std::int64_t kEdge = 32;
+  return protocol::ceil_div(m.rows, kEdge) * protocol::ceil_div(m.cols, kEdge);
+}
+
+template <typename T>
+DeviceBuffer uploaded(const std::vector<T>& values) {
+  DeviceBuffer buffer(values.size() * sizeof(T));
+  if (!values.empty()) buffer.upload(values.data(), buffer.bytes());
+  return buffer;
+}
+
+// A matrix of another device, which no kernel here reads: through memory of this one.
+void copy_from_elsewhere(const MatrixCopy& copy) {
+  WeightLayout layout;
+  const Extent extent = extent_of(copy.from);
+  const std::size_t size = size_of(copy.from.dtype);
+  DeviceBuffer values(static_cast<std::size_t>(extent.high - extent.low) * size);
+  SWITCHYARD_CUDA(cudaMemcpy(
+      values.data(),
+      static_cast<const std::byte*>(copy.from.data) + extent.low * static_cast<std::int64_t>(size),
+      values.bytes(), cudaMemcpyDefault));
+  MatrixView here = copy.from;
+  here.data = values.data() - extent.low * static_cast<std::int64_t>(size);
+  layout.copy(here, copy.to, copy.to_type, copy.to_stride);
+  layout.finish();
+  layout.run(nullptr);
+  SWITCHYARD_CUDA(cudaStreamSynchronize(nullptr));
+}
+
+void copy_from_host(const MatrixCopy& copy, cudaStream_t stream) {
+  const MatrixView& m = copy.from;
+  const bool fp8 = copy.to_type == DType::kF8E4M3;
+  const std::size_t element_bytes = size_of(copy.to_type);
+  const std::size_t width = static_cast<std::size_t>(m.cols) * element_bytes;
+  const void* from = m.data;
+  std::size_t pitch = static_cast<std::size_t>(m.row_stride) * element_bytes;
+  std::vector<std::byte> rows;
+  if (m.dtype != copy.to_type || m.col_stride != 1 || m.row_stride < m.cols) {
+    if (residence_of(m.data) != Residence::kHost) return copy_from_elsewhere(copy);
+    rows.resize(static_cast<std::size_t>(m.rows) * width);
+    std::byte* next = rows.data();
+    for (std::int64_t r = 0; r < m.rows; ++r) {
+      for (std::int64_t c = 0; c < m.cols; ++c, next += element_bytes) {
+        if (fp8) {
+          *next = static_cast<const std::byte*>(m.data)[r * m.row_stride + c * m.col_stride];
+        } else {
+          const std::uint16_t code = f32_to_bf16(element(m, r, c));
+          std::memcpy(next, &code, sizeof code);
+        }
+      }
+    }
+    from = rows.data();
+    pitch = width;
+  }
+  SWITCHYARD_CUDA(
+      cudaMemcpy2DAsync(copy.to, static_cast<std::size_t>(copy.to_stride) * element_bytes, from,
+                        pitch, width, static_cast<std::size_t>(m.rows), cudaMemcpyDefault, stream));
+  // `rows` may go only when it has been read.
+  if (!rows.empty()) SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+}
+
+}  // namespace
+
+const void* WeightLayout::reachable(const void* from, std::size_t bytes) {
+  if (residence_of(from) == Residence::kHere) {
+    reads_device_ = true;
+    return from;
+  }
+  for (const Staged& staged : staged_) {
+    if (staged.from == from && staged.to.bytes() >= bytes) return staged.to.data();
+  }
+  staged_.push_back({from, DeviceBuffer(bytes)});
+  return staged_.back().to.data();
+}
+
+void WeightLayout::copy(const MatrixView& from, void* to, DType to_type, std::int64_t to_stride) {
+  require_floating(from);
+  const MatrixCopy copy{from, to, to_type, to_stride, 0};
+  if (residence_of(from.data) == Residence::kHere) return add(copy);
+  from_host_.push_back(copy);
+}
+
+void WeightLayout::copy_plane(const MatrixView& from, std::uint16_t* to, std::int64_t to_stride,
+                              int plane) {
+  require_floating(from);
+  add({from, to, DType::kBF16, to_stride, plane});
+}
+
+void WeightLayout::copy(const VectorView& from, float* to) {
+  if (from.empty()) return;
+  const MatrixView row{from.data, from.dtype, 1, from.size, from.size, from.stride};
+  require_floating(row);
+  add({row, to, DType::kF32, from.size, 0});
+}
+
+void WeightLayout::add(MatrixCopy copy) {
+  MatrixView& from = copy.from;
+  if (from.rows == 0 || from.cols == 0) return;
+  const Extent extent = extent_of(from);
+  const auto size = static_cast<std::int64_t>(size_of(from.dtype));
+  const auto* const lowest = static_cast<const std::byte*>(from.data) + extent.low * size;
+  if (from.scale != nullptr && copy.to_type != DType::kF8E4M3) {
+    from.scale = static_cast<const float*>(reachable(from.scale, num_scales(from) * sizeof(float)));
+  }
+  const auto bytes = static_cast<std::size_t>((extent.high - extent.low) * size);
+  from.data = static_cast<const std::byte*>(reachable(lowest, bytes)) - extent.low * size;
+  most_tiles_ = std::max(most_tiles_, tiles_of(from));
+  copies_.push_back(copy);
+}
+
+void WeightLayout::copy_scales(ScaleCopy scales) {
+  scales.of.scale =
+      static_cast<const float*>(reachable(scales.of.scale, num_scales(scales.of) * sizeof(float)));
+  const std::int64_t count = scales.form == ScaleCopy::Form::kRows
+                                 ? scales.rows
+                                 : std::int64_t{scales.boxes} * scales.groups;
+  most_scales_ = std::max(most_scales_, count);
+  scales_.push_back(scales);
+}
+
+void WeightLayout::finish() {
+  copies_on_device_ = uploaded(copies_);
+  scales_on_device_ = uploaded(scales_);
+}
+
+void WeightLayout::run(void* stream) const {
+  const auto on = static_cast<cudaStream_t>(stream);
+  for (const Staged& staged : staged_) {
+    SWITCHYARD_CUDA(
+        cudaMemcpyAsync(staged.to.data(), staged.from, staged.to.bytes(), cudaMemcpyDefault, on));
+  }
+  for (const MatrixCopy& copy : from_host_) copy_from_host(copy, on);
+  enqueue_copies(reinterpret_cast<const MatrixCopy*>(copies_on_device_.data()), copies_.size(),
+                 most_tiles_, stream);
+  enqueue_scales(reinterpret_cast<const ScaleCopy*>(scales_on_device_.data()), scales_.size(),
+                 most_scales_, stream);
+}
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,83 @@
+// Weights laid out on the device as the kernel reads them, from wherever the caller has them; again
+// and again, as the caller changes them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "gpu/device.h"
+#include "switchyard/tensor.h"
+
+namespace switchyard::gpu {
+
+// One matrix into rows of another type. Pointers are device pointers.
+struct MatrixCopy {
+  MatrixView from;               // bf16, f16, f32 or f8_e4m3, with any strides
+  void* to = nullptr;            // [rows, cols], columns one behind the other
+  DType to_type = DType::kBF16;  // kBF16, kF32, or kF8E4M3 for the codes that `from` has
+  std::int64_t to_stride = 0;    // elements
+  // Of kBF16: what the value leaves when it has been rounded to bf16 so often, each time less that.
+  // Three planes sum up to an fp32.
+  int plane = 0;
+};
+
+// Scales of one FP8 matrix, in one of two forms. Pointers are device pointers.
+struct ScaleCopy {
+  MatrixView of;        // its `data` is not read
+  float* to = nullptr;  // may be null: then for nothing
+  // kBlocks: to[(box / 2 * groups + group) * 4 + box % 2 * 2 + part] for the part `part`, or both,
+  // of boxes of kTileRows / halves rows, and groups of 128 columns: see FfnParams::gemm1_scales. 1
+  // where the matrix has a scale for every row. kRows: to[row], for `rows` rows; 1 past the
+  // matrix's end and where it has scales of blocks.
+  enum class Form : std::uint8_t { kBlocks, kRows } form = Form::kBlocks;
+  bool by_row = false;  // the matrix has a scale for every row
+  int halves = 1, part = 0;
+  int boxes = 0, groups = 0;
+  int rows = 0;
+};
+
+// What there is to be laid out. Sources in the current device's memory are read where they are, by
+// kernels; others pass through memory of the device.
+class WeightLayout {
+ public:
+  // Experts' matrices, to kBF16 or as the codes that they have. In host memory they are converted
+  // there.
+  void copy(const MatrixView& from, void* to, DType to_type, std::int64_t to_stride);
+  // One of the bf16 planes of a matrix.
+  void copy_plane(const MatrixView& from, std::uint16_t* to, std::int64_t to_stride, int plane);
+  void copy(const VectorView& from, float* to);
+  void copy_scales(ScaleCopy scales);
+  // After the last of them.
+  void finish();
+
+  // Enqueues all of it. What is in host memory is read before it returns.
+  void run(void* stream) const;
+  // Whether run() only enqueues kernels, so that it can be captured in a graph.
+  bool capturable() const { return staged_.empty() && from_host_.empty(); }
+  // Whether any source is in memory of the device.
+  bool reads_device() const { return reads_device_; }
+
+ private:
+  struct Staged {
+    const void* from;
+    DeviceBuffer to;
+  };
+  void add(MatrixCopy copy);
+  // Where kernels find `bytes` bytes at `from`.
+  const void* reachable(const void* from, std::size_t bytes);
+
+  std::vector<MatrixCopy> copies_, from_host_;
+  std::vector<ScaleCopy> scales_;
+  std::vector<Staged> staged_;
+  DeviceBuffer copies_on_device_, scales_on_device_;
+  std::int64_t most_tiles_ = 0, most_scales_ = 0;
+  bool reads_device_ = false;
+};
+
+// Enqueues kernels for lists in device memory. `most`: the most tiles of 32 x 32 elements, or
+// scales, that one of them has.
+void enqueue_copies(const MatrixCopy* list, std::size_t count, std::int64_t most, void* stream);
+void enqueue_scales(const ScaleCopy* list, std::size_t count, std::int64_t most, void* stream);
+
+}  // namespace switchyard::gpu
