@@ -105,6 +105,11 @@ struct LayerOptions {
   // Ids given that are num_experts or more mean none, as kNoExpert does, and are not bad:
   // frameworks that deal experts to ranks themselves mark slots of others' experts so.
   bool large_ids_are_none = false;
+  // Which experts each rank has, if not own_experts(). All ranks must give the same. The weights
+  // are then those of places; ids, routing and statistics are of experts as ever. (A rank's rows of
+  // an expert go to one place. On the CPU the bits of an output may depend on how many rows share
+  // it.)
+  ExpertPlacement placement;
   // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's.
   std::chrono::milliseconds deadline{0};
   // Record what every role does in each pass, for MoeLayer::trace(). With kCuda a second variant of
@@ -253,6 +258,10 @@ class MoeLayer {
   // fit, and Error{kDTypeMismatch} for those that would be computed in another type; the layer is
   // then as it was.
   void rebind(const MoeWeights& weights);
+  // As above, with experts in other places, of which there are as many as before. Collective: all
+  // ranks call it between the same two passes, with the same placement; Error{kSpecMismatch} if
+  // they differ.
+  void rebind(const MoeWeights& weights, const ExpertPlacement& placement);
 
   // Throws what forward() would throw of passes that have ended, and waits for nothing if there is
   // nothing to throw: for who launches graphs in which forward() was captured, and does not call it

@@ -20,13 +20,14 @@ struct FfnWeights {
 
 // The weights of one MoE layer: views into memory that `owner` keeps alive.
 struct MoeWeights {
-  MatrixView router;                // [E, H]; empty where routing is given from outside
-  VectorView router_bias;           // [E]
-  VectorView correction_bias;       // [E]
-  MatrixView hash_table;            // [vocabulary, K] of i32 or i64: DeepSeek-V4's token-id table
-  std::vector<FfnWeights> experts;  // [E]; a rank's own are enough, see own_experts()
-  FfnWeights shared;                // empty() up: none
-  VectorView shared_gate;           // [H]
+  MatrixView router;           // [E, H]; empty where routing is given from outside
+  VectorView router_bias;      // [E]
+  VectorView correction_bias;  // [E]
+  MatrixView hash_table;       // [vocabulary, K] of i32 or i64: DeepSeek-V4's token-id table
+  // [E]; a rank's own are enough, see own_experts(). With an ExpertPlacement [places].
+  std::vector<FfnWeights> experts;
+  FfnWeights shared;       // empty() up: none
+  VectorView shared_gate;  // [H]
   std::shared_ptr<const void> owner;
 };
 
@@ -38,9 +39,31 @@ struct ExpertRange {
 // that differ by at most one. Throws Error{kInvalidArgument} for numbers that make no sense.
 ExpertRange own_experts(int num_experts, int rank, int num_ranks);
 
+// Which expert is where, for layers whose experts do not stand in contiguous shards, or not once
+// each: after load balancing (EPLB), say. Every expert has a place or several; places are numbered
+// over all ranks, and rank r of R has those that own_experts(places, r, R) says. This is the table
+// that vLLM and SGLang call physical_to_logical_map.
+struct ExpertPlacement {
+  std::vector<std::int32_t> expert_at;  // [places]; empty: expert e is at place e, and nowhere else
+
+  int num_places(int num_experts) const {
+    return expert_at.empty() ? num_experts : static_cast<int>(expert_at.size());
+  }
+  friend bool operator==(const ExpertPlacement&, const ExpertPlacement&) = default;
+};
+// Throws Error{kInvalidArgument} for an expert that does not exist, or one without a place.
+void validate(const ExpertPlacement& placement, int num_experts);
+// [E]: the place at which each expert computes the tokens of `rank`: the first that the rank itself
+// has; where it has none, of the n places of the expert the one with number `rank` modulo n. The
+// same in every pass.
+std::vector<std::int32_t> places_for(const ExpertPlacement& placement, int num_experts, int rank,
+                                     int num_ranks);
+
 // Throws Error{kMissingTensor, kShapeMismatch, kDTypeMismatch} if the weights cannot serve the
-// spec. Experts that are not among `own` may be empty.
+// spec. Experts that are not among `own` may be empty. With `num_places` there are weights for so
+// many places in place of experts, and `own` are those.
 void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own);
+void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own, int num_places);
 void validate(const LayerSpec& spec, const MoeWeights& weights);  // all experts
 
 // Bytes of expert weight (routed and shared, scales included) that a forward pass touches when

@@ -137,7 +137,7 @@ class Engine final : public LayerEngine {
     if (aborted()) fail();
   }
   void refresh(void* stream) override;
-  void rebind(const MoeWeights& weights) override;
+  void rebind(const MoeWeights& weights, const ExpertPlacement* placement) override;
   const ForwardStats& stats() override { return stats_; }
   PassTrace trace() override;
   bool traces() const override { return options_.trace; }
@@ -149,6 +149,13 @@ class Engine final : public LayerEngine {
 
  private:
   void prepare_weights();
+  void place_experts(const ExpertPlacement& placement);
+  void send_to_places();
+  // Of experts on all ranks; without a placement an expert's place is its number.
+  int num_places() const {
+    return ExpertPlacement{layer_.expert_at}.num_places(layer_.spec.num_experts);
+  }
+  ExpertRange own_places() const { return own_experts(num_places(), world_.rank(), world_.size()); }
   // Buffers and threads: what this rank may not be able to get.
   void make_workspace();
   void begin_pass(const ForwardInput& input, const ForwardOutput& output);
@@ -198,6 +205,7 @@ class Engine final : public LayerEngine {
   Pass pass_;
   Scheduler scheduler_{layer_, pass_};
   std::vector<std::int32_t> hashed_ids_;
+  std::vector<std::int32_t> place_of_;  // [E]: see places_for(); empty: without a placement
   std::mutex exception_mutex_;
   std::exception_ptr exception_;
   ForwardStats stats_;
@@ -208,8 +216,9 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
                const LayerOptions& options)
     : world_(world), options_(options) {
   validate(spec);
-  const ExpertRange own = own_experts(spec.num_experts, world.rank(), world.size());
-  validate(spec, weights, own);
+  layer_.spec = spec;
+  place_experts(options.placement);
+  validate(spec, weights, own_places(), num_places());
   if (!weights.router.empty()) routing::check_routable(spec);
   if (spec.top_k > protocol::kMaxTopK || world.size() > protocol::kMaxRanks) {
     throw Error(
@@ -218,7 +227,6 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
                     spec.top_k, world.size(), protocol::kMaxTopK, protocol::kMaxRanks));
   }
 
-  layer_.spec = spec;
   weights_ = weights;
   layer_.on_step = options.on_step;
   layer_.compute = resolve_compute(weights, options.compute);
@@ -229,24 +237,24 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   const auto max_tokens = static_cast<std::uint64_t>(options.max_tokens);
   protocol::Heap::Shape shape;
   shape.num_ranks = world.size();
-  shape.num_experts = spec.num_experts;
+  shape.num_experts = num_places();
   shape.hidden = spec.hidden;
   shape.max_tokens = options.max_tokens;
   shape.element_bytes = layer_.quantised() ? 1 : static_cast<int>(size_of(layer_.value));
   shape.scaled = layer_.quantised();
   shape.weighs_input = spec.weight_on_input;
   shape.max_tiles = static_cast<std::uint32_t>(
-      spec.num_experts + world.size() * static_cast<std::int64_t>(options.max_tokens) * spec.top_k /
-                             layer_.tile.max_height);
+      num_places() + world.size() * static_cast<std::int64_t>(options.max_tokens) * spec.top_k /
+                         layer_.tile.max_height);
   shape.cell_bytes =
       max_tokens * static_cast<std::uint64_t>(layer_.cells_per_token()) * layer_.cell_bytes();
   layer_.heap = protocol::Heap(shape);
-  layer_.heaps.experts = {spec.num_experts, world.size()};
+  layer_.heaps.experts = {num_places(), world.size()};
   layer_.heaps.rank = world.rank();
 
   prepare_weights();
 
-  agree(world.fabric(), {spec, options.max_tokens, layer_.compute});
+  agree(world.fabric(), {spec, options.max_tokens, layer_.compute, summary_of(options.placement)});
   heap_ = world.fabric().allocate(layer_.heap.bytes());
   for (int r = 0; r < num_ranks(); ++r) layer_.heaps.base[r] = heap_->base(r);
 
@@ -266,7 +274,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
 // What is made of the weights: again when they change.
 void Engine::prepare_weights() {
   const LayerSpec& spec = layer_.spec;
-  const ExpertRange own = own_experts(spec.num_experts, rank(), num_ranks());
+  const ExpertRange own = own_places();
   layer_.weights = weights_;
   layer_.experts.clear();
   for (int e = own.begin; e < own.end; ++e) {
@@ -304,11 +312,24 @@ void Engine::refresh(void* stream) {
   prepare_weights();
 }
 
-void Engine::rebind(const MoeWeights& weights) {
-  validate(spec(), weights, own_experts(spec().num_experts, rank(), num_ranks()));
+void Engine::place_experts(const ExpertPlacement& placement) {
+  layer_.expert_at = placement.expert_at;
+  place_of_.clear();
+  if (placement.expert_at.empty()) return;
+  place_of_ = places_for(placement, spec().num_experts, world_.rank(), world_.size());
+}
+
+void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement) {
+  if (placement != nullptr) {
+    validate(*placement, spec().num_experts);
+    require_as_many_places(placement->num_places(spec().num_experts), num_places());
+    agree_on_placement(world_.fabric(), *placement);
+  }
+  validate(spec(), weights, own_places(), num_places());
   require_same_weights(weights_, weights, layer_.compute,
                        resolve_compute(weights, options_.compute));
   weights_ = weights;
+  if (placement != nullptr) place_experts(*placement);
   prepare_weights();
 }
 
@@ -374,6 +395,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   {
     const Stage stage(trace_of(0), TraceKind::kRoute, pass_.tokens);
     drop_over_capacity();
+    send_to_places();
     list_slots();
   }
   publish_counts();
@@ -510,10 +532,19 @@ void Engine::drop_over_capacity() {
   }
 }
 
+// From here on ids are those of places, which the protocol takes for experts; finish() turns them
+// back.
+void Engine::send_to_places() {
+  if (place_of_.empty()) return;
+  for (std::int32_t& id : pass_.ids) {
+    if (id >= 0) id = place_of_[static_cast<std::size_t>(id)];
+  }
+}
+
 // What this rank has for each expert and each rank, and each slot's place in its lists.
 void Engine::list_slots() {
   const protocol::ExpertPartition& experts = layer_.heaps.experts;
-  pass_.counts.assign(static_cast<std::size_t>(spec().num_experts), 0);
+  pass_.counts.assign(static_cast<std::size_t>(num_places()), 0);
   for (auto& tokens : pass_.tokens_for) tokens.clear();
   for (auto& entries : pass_.own_entries) entries.clear();
   for (std::int64_t t = 0; t < pass_.tokens; ++t) {
@@ -740,7 +771,7 @@ TraceEvent Engine::event_of(const protocol::Task& task, const Waited& waited) co
       const Tile& tile = pass_.tiles[task.index];
       event.kind = task.kind == protocol::TaskKind::kGemm1 ? TraceKind::kGemm1 : TraceKind::kGemm2;
       event.block = static_cast<std::int32_t>(task.block);
-      event.expert = tile.expert;
+      event.expert = tile.expert < 0 ? -1 : layer_.expert_of(tile.expert);
       event.rows = static_cast<std::int32_t>(tile.rows);
       break;
     }
@@ -771,16 +802,20 @@ PassTrace Engine::trace() {
 
 void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
   const protocol::ExpertPartition& experts = layer_.heaps.experts;
-  const int num_experts = spec().num_experts;
-  std::copy_n(pass_.ids.begin(), output.topk_ids.size(), output.topk_ids.begin());
+  const int num_experts = num_places();
+  std::transform(
+      pass_.ids.begin(), pass_.ids.begin() + static_cast<std::ptrdiff_t>(output.topk_ids.size()),
+      output.topk_ids.begin(), [&](std::int32_t id) { return id < 0 ? id : layer_.expert_of(id); });
   std::copy_n(pass_.weights.begin(), output.topk_weights.size(), output.topk_weights.begin());
 
   stats_.epoch = pass_.epoch;
   stats_.tokens = pass_.tokens;
   std::uint64_t rows_sent = 0, rows_received = 0, tokens_sent = 0, tokens_received = 0;
   std::uint32_t fullest = 0;
+  stats_.tokens_per_expert.assign(static_cast<std::size_t>(spec().num_experts), 0);
   for (int e = 0; e < num_experts; ++e) {
-    stats_.tokens_per_expert.push_back(pass_.placement.rows(e));
+    stats_.tokens_per_expert[static_cast<std::size_t>(layer_.expert_of(e))] +=
+        pass_.placement.rows(e);
     for (int s = 0; s < num_ranks(); ++s) fullest = std::max(fullest, count(s, e));
     const std::uint32_t own = pass_.counts[static_cast<std::size_t>(e)];
     (experts.owner(e) == rank() ? rows_received : rows_sent) +=

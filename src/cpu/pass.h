@@ -51,7 +51,8 @@ struct LayerState {
   DType compute = DType::kBF16;  // of operands; kF8E4M3: activations travel as codes and scales
   DType value = DType::kBF16;    // of cells, and of activations where they are not quantised
   DType gemm = DType::kBF16;     // of the operands of the tile GEMM
-  std::vector<Ffn> experts;      // of this rank
+  std::vector<Ffn> experts;      // of this rank, or the places that it has
+  std::vector<std::int32_t> expert_at;  // [places], or empty: see ExpertPlacement
   Ffn shared;
   std::vector<float> router_bias, correction_bias, shared_gate;
   std::function<void(const ProtocolStep&)> on_step;
@@ -67,6 +68,9 @@ struct LayerState {
   std::byte* cell(int rank, std::uint64_t token, std::uint64_t k) const {
     return heap.cells(heaps.base[rank]) +
            (token * static_cast<std::uint64_t>(cells_per_token()) + k) * cell_bytes();
+  }
+  int expert_of(int place) const {
+    return expert_at.empty() ? place : expert_at[static_cast<std::size_t>(place)];
   }
   int first_expert() const { return heaps.experts.begin(heaps.rank); }
   const Ffn& expert(int global_index) const {

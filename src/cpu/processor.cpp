@@ -149,7 +149,9 @@ void Processor::dispatch(Pass& pass, int peer, std::uint32_t chunk) {
                     std::uint32_t* const unsent = &pass.unsent[static_cast<std::size_t>(expert)];
                     if (protocol::fetch_add(unsent, ~std::uint32_t{0}) != 1) return;
                     layer_.step(Step::kArrived, peer, pass.epoch);
-                    if (trace_ != nullptr) trace_->tell(TraceKind::kSend, peer, -1, expert, 0);
+                    if (trace_ != nullptr) {
+                      trace_->tell(TraceKind::kSend, peer, -1, layer_.expert_of(expert), 0);
+                    }
                     protocol::store_release(heap.arrived(target, of_peer, distance),
                                             protocol::flag_of(pass.epoch));
                   });
@@ -344,8 +346,8 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
       return;
     }
     if (trace_ != nullptr) {
-      trace_->tell(TraceKind::kSignal, source, static_cast<std::int32_t>(tile_index), tile.expert,
-                   static_cast<std::int32_t>(tile.rows));
+      trace_->tell(TraceKind::kSignal, source, static_cast<std::int32_t>(tile_index),
+                   layer_.expert_of(tile.expert), static_cast<std::int32_t>(tile.rows));
     }
     protocol::store_release(layer_.heap.finished(layer_.heaps.base[source], tile.flag),
                             protocol::flag_of(pass.epoch));

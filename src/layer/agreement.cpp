@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "fabric/hash.h"
 #include "switchyard/error.h"
 
 namespace switchyard {
@@ -87,11 +88,33 @@ std::string difference(const Declaration& here, const Declaration& there) {
   SWITCHYARD_COMPARE(spec.capacity_factor);
   SWITCHYARD_COMPARE(max_tokens);
   SWITCHYARD_COMPARE(compute);
+  if (found.empty() && here.placement != there.placement) {
+    found = "placement: another table of experts here than there";
+  }
 #undef SWITCHYARD_COMPARE
   return found;
 }
 
 }  // namespace
+
+std::uint64_t summary_of(const ExpertPlacement& placement) {
+  if (placement.expert_at.empty()) return 0;
+  return fnv1a(kFnvBasis,
+               std::string_view(reinterpret_cast<const char*>(placement.expert_at.data()),
+                                placement.expert_at.size() * sizeof(placement.expert_at[0]))) |
+         1;
+}
+
+void agree_on_placement(Fabric& fabric, const ExpertPlacement& mine) {
+  const std::vector<std::uint64_t> all = gather(fabric, summary_of(mine));
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r] == summary_of(mine)) continue;
+    throw Error(ErrorCode::kSpecMismatch,
+                fmt::format("rank {} and rank {} disagree on the placement of experts; give every "
+                            "rank the same table",
+                            fabric.rank(), r));
+  }
+}
 
 void agree(Fabric& fabric, const Declaration& mine) {
   const std::vector<Declaration> all = gather(fabric, mine);

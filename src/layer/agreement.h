@@ -6,6 +6,7 @@
 #include "fabric/fabric.h"
 #include "switchyard/layer_spec.h"
 #include "switchyard/tensor.h"
+#include "switchyard/weights.h"
 
 namespace switchyard {
 
@@ -13,7 +14,14 @@ struct Declaration {
   LayerSpec spec;
   std::int32_t max_tokens;
   DType compute;
+  // Of LayerOptions::placement; see summary_of().
+  std::uint64_t placement = 0;
 };
+
+// The same for equal placements, and hardly ever for others; 0 for none.
+std::uint64_t summary_of(const ExpertPlacement& placement);
+// Collective, as below, of nothing but placements.
+void agree_on_placement(Fabric& fabric, const ExpertPlacement& mine);
 
 // Collective. Throws Error{kSpecMismatch} naming the first rank and field that differ from this
 // rank's, with both values.

@@ -237,6 +237,14 @@ void require_same_weights(const MoeWeights& old, const MoeWeights& fresh, DType 
                           to_string(old_compute), to_string(fresh_compute)));
 }
 
+void require_as_many_places(int now, int before) {
+  if (now == before) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("the placement has {} places, and the layer was made with {}; keep their "
+                          "number, or make the layer anew",
+                          now, before));
+}
+
 void check_ids(const LayerSpec& spec, const MoeWeights& weights, const ForwardInput& input,
                const IdRules& rules) {
   if (rules.bad == BadIds::kSkip) return;

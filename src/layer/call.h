@@ -18,6 +18,9 @@ void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens
 void require_same_weights(const MoeWeights& old, const MoeWeights& fresh, DType old_compute,
                           DType fresh_compute);
 
+// Throws Error{kInvalidArgument} unless a new placement has as many places as the old one.
+void require_as_many_places(int now, int before);
+
 // What ids are held against; see LayerOptions.
 struct IdRules {
   BadIds bad = BadIds::kRaise;

@@ -17,7 +17,8 @@ class LayerEngine {
   virtual void forward(const ForwardInput& input, const ForwardOutput& output) = 0;
   virtual void check() = 0;
   virtual void refresh(void* stream) = 0;
-  virtual void rebind(const MoeWeights& weights) = 0;
+  // Null: the placement stays.
+  virtual void rebind(const MoeWeights& weights, const ExpertPlacement* placement) = 0;
   virtual const ForwardStats& stats() = 0;
   virtual PassTrace trace() = 0;  // only with LayerOptions::trace
   virtual bool traces() const = 0;

@@ -154,7 +154,10 @@ void MoeLayer::forward(const ForwardInput& input, const ForwardOutput& output) {
   engine_->forward(input, output);
 }
 void MoeLayer::refresh(void* stream) { engine_->refresh(stream); }
-void MoeLayer::rebind(const MoeWeights& weights) { engine_->rebind(weights); }
+void MoeLayer::rebind(const MoeWeights& weights) { engine_->rebind(weights, nullptr); }
+void MoeLayer::rebind(const MoeWeights& weights, const ExpertPlacement& placement) {
+  engine_->rebind(weights, &placement);
+}
 void MoeLayer::check() { engine_->check(); }
 const ForwardStats& MoeLayer::stats() const { return engine_->stats(); }
 PassTrace MoeLayer::trace() const {

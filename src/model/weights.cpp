@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "protocol/partition.h"
 #include "switchyard/error.h"
 
@@ -143,11 +145,55 @@ ExpertRange own_experts(int num_experts, int rank, int num_ranks) {
   return {experts.begin(rank), experts.end(rank)};
 }
 
+void validate(const ExpertPlacement& placement, int num_experts) {
+  if (placement.expert_at.empty()) return;
+  std::vector<bool> placed(static_cast<std::size_t>(num_experts));
+  for (std::size_t p = 0; p < placement.expert_at.size(); ++p) {
+    const std::int32_t e = placement.expert_at[p];
+    if (e < 0 || e >= num_experts)
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("the placement has expert {} at place {}; experts are 0 to {}", e, p,
+                              num_experts - 1));
+    placed[static_cast<std::size_t>(e)] = true;
+  }
+  const auto missing = std::find(placed.begin(), placed.end(), false);
+  if (missing != placed.end())
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("the placement has no place for expert {}; give every expert one",
+                            missing - placed.begin()));
+}
+
+std::vector<std::int32_t> places_for(const ExpertPlacement& placement, int num_experts, int rank,
+                                     int num_ranks) {
+  validate(placement, num_experts);
+  const int num_places = placement.num_places(num_experts);
+  const ExpertRange own = own_experts(num_places, rank, num_ranks);
+  std::vector<std::vector<std::int32_t>> places(static_cast<std::size_t>(num_experts));
+  for (int p = 0; p < num_places; ++p) {
+    const int e =
+        placement.expert_at.empty() ? p : placement.expert_at[static_cast<std::size_t>(p)];
+    places[static_cast<std::size_t>(e)].push_back(p);
+  }
+  std::vector<std::int32_t> chosen;
+  for (const std::vector<std::int32_t>& of_expert : places) {
+    const auto mine = std::find_if(of_expert.begin(), of_expert.end(),
+                                   [&](std::int32_t p) { return p >= own.begin && p < own.end; });
+    chosen.push_back(mine != of_expert.end()
+                         ? *mine
+                         : of_expert[static_cast<std::size_t>(rank) % of_expert.size()]);
+  }
+  return chosen;
+}
+
 void validate(const LayerSpec& spec, const MoeWeights& weights) {
   validate(spec, weights, {0, spec.num_experts});
 }
 
 void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own) {
+  validate(spec, weights, own, spec.num_experts);
+}
+
+void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own, int num_places) {
   if (weights.router.empty()) {
     // Logits may be given instead of a router, and want the rest of what routing takes.
     if (!weights.correction_bias.empty() && spec.routing.has_correction_bias)
@@ -162,14 +208,15 @@ void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own)
     if (spec.routing.method == RoutingMethod::kHash)
       check_hash_table(weights.hash_table, spec.top_k);
   }
-  if (weights.experts.size() != static_cast<std::size_t>(spec.num_experts))
+  if (weights.experts.size() != static_cast<std::size_t>(num_places))
     throw Error(
         ErrorCode::kShapeMismatch,
-        fmt::format("there are weights for {} experts, but the spec has {}; provide an entry for "
+        fmt::format("there are weights for {} experts, but the {} has {}; provide an entry for "
                     "each, which may be empty for the experts of other ranks",
-                    weights.experts.size(), spec.num_experts));
+                    weights.experts.size(), num_places == spec.num_experts ? "spec" : "placement",
+                    num_places));
   int first = -1;  // expert that is there
-  for (int e = 0; e < spec.num_experts; ++e) {
+  for (int e = 0; e < num_places; ++e) {
     const FfnWeights& expert = weights.experts[static_cast<std::size_t>(e)];
     if ((e < own.begin || e >= own.end) && is_empty(expert)) continue;
     const std::string name = fmt::format("experts[{}]", e);

@@ -524,5 +524,53 @@ TEST_F(RanksTest, DestructionWaitsForTheDeadlineAtMost) {
   leave_rank_0_waiting(options, true);
 }
 
+// Experts in a random order, and some of them twice; then in another.
+TEST_F(RanksTest, ExpertsStandWhereThePlacementSays) {
+  const LayerSpec spec = ragged_spec(16, 4, false);
+  const MoeWeights w = make_weights(spec, DType::kBF16);
+  std::mt19937 random(3);
+  const auto draw = [&] {
+    ExpertPlacement placement;
+    for (int p = 0; p < 22; ++p) placement.expert_at.push_back(p % 16);
+    std::ranges::shuffle(placement.expert_at, random);
+    return placement;
+  };
+  const ExpertPlacement placements[] = {draw(), draw()};
+  for (const Shares& shares :
+       {Shares::of({5}), Shares::of({300}), Shares::of({3, 1}), Shares::of({40, 300, 5, 0})}) {
+    const int ranks = static_cast<int>(shares.count.size());
+    SCOPED_TRACE(::testing::Message() << ranks << " ranks");
+    const std::int64_t tokens =
+        std::accumulate(shares.count.begin(), shares.count.end(), std::int64_t{0});
+    const Batch batch = random_batch(spec, tokens, DType::kBF16, 5);
+    const BatchResult plain = run_on_gpus(spec, w, batch, shares, DType::kBF16);
+    std::vector<BatchResult> results(2, empty_result(spec, batch, ranks, DType::kBF16));
+    run_all_ranks(World::threads(ranks), [&](const World& world) {
+      const auto places_of = [&](const ExpertPlacement& placement) {
+        MoeWeights own = w;
+        own.experts.clear();
+        for (const std::int32_t e : placement.expert_at) {
+          own.experts.push_back(w.experts[static_cast<std::size_t>(e)]);
+        }
+        return own;
+      };
+      LayerOptions options;
+      options.placement = placements[0];
+      DeviceRank rank(world, spec, places_of(placements[0]), 300, options);
+      rank.run(batch, shares, results[0]);
+      rank.layer().rebind(places_of(placements[1]), placements[1]);
+      rank.run(batch, shares, results[1]);
+    });
+    for (const BatchResult& result : results) {
+      EXPECT_EQ(result.ids, plain.ids);
+      // Products of the GPU do not depend on the tile that a row is in.
+      EXPECT_TRUE(result.output == plain.output);
+      for (std::size_t r = 0; r < result.stats.size(); ++r) {
+        EXPECT_EQ(result.stats[r].tokens_per_expert, plain.stats[r].tokens_per_expert);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace switchyard::testing

@@ -99,7 +99,9 @@ void require_aligned(const char* what, const void* data, std::int64_t row_stride
 KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWeights& weights,
                           const LayerOptions& options) {
   validate(spec);
-  validate(spec, weights, own_experts(spec.num_experts, world.rank(), world.size()));
+  validate(options.placement, spec.num_experts);
+  const int places = options.placement.num_places(spec.num_experts);
+  validate(spec, weights, own_experts(places, world.rank(), world.size()), places);
   const DType compute = resolve_compute(weights, options.compute);
   // What needs fp32 of itself gets it only if that was asked for, and then is refused.
   const bool rounds = compute == DType::kF32 && !options.compute;
@@ -117,7 +119,7 @@ class Engine final : public LayerEngine {
   void forward(const ForwardInput& input, const ForwardOutput& output) override;
   void check() override;
   void refresh(void* stream) override;
-  void rebind(const MoeWeights& weights) override;
+  void rebind(const MoeWeights& weights, const ExpertPlacement* placement) override;
   const ForwardStats& stats() override;
   PassTrace trace() override;
   bool traces() const override { return trace_.has_value(); }
@@ -131,6 +133,12 @@ class Engine final : public LayerEngine {
 
  private:
   const PolicyFacts& policy() const { return kernel_.policy; }
+  int num_places() const { return options_.placement.num_places(spec_.num_experts); }
+  int expert_of(int place) const {
+    const std::vector<std::int32_t>& experts = options_.placement.expert_at;
+    return experts.empty() ? place : experts[static_cast<std::size_t>(place)];
+  }
+  DeviceBuffer upload_places(const ExpertPlacement& placement) const;
   bool device_is_idle(std::chrono::milliseconds limit) const;
   bool device_is_idle() const { return device_is_idle(options_.deadline); }
   void choose_grid();
@@ -167,7 +175,8 @@ class Engine final : public LayerEngine {
   Weights lay_out_weights(const MoeWeights& weights) const;
   void describe_weights();
   Weights on_device_;
-  bool let_go_ = false;  // of the weights' owner
+  bool let_go_ = false;    // of the weights' owner
+  DeviceBuffer place_of_;  // see RouterParams
   // What passes work in, of one layer or of several that share it.
   struct Memory {
     std::uint64_t id;  // the same on all ranks, and no other's of theirs
@@ -210,25 +219,31 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
                     "for a token",
                     spec.top_k, protocol::kMaxTopK));
   }
-  if (spec.num_experts > kMaxDeviceExperts) {
-    unsupported(fmt::format("{} experts; the GPU engine routes among up to {}", spec.num_experts,
-                            kMaxDeviceExperts));
+  if (num_places() > kMaxDeviceExperts) {
+    unsupported(fmt::format("{} experts, or places of them; the GPU engine has up to {}",
+                            num_places(), kMaxDeviceExperts));
   }
   routing::check_routable(spec);
-  if (distributed()) agree(world.fabric(), {spec, options.max_tokens, policy().numerics.token});
-  const protocol::ExpertPartition experts{spec.num_experts, world.size()};
+  if (distributed())
+    agree(world.fabric(),
+          {spec, options.max_tokens, policy().numerics.token, summary_of(options.placement)});
+  const protocol::ExpertPartition experts{num_places(), world.size()};
   params_.first_expert = experts.begin(world.rank());
   params_.local_experts = experts.count(world.rank());
   params_.levels = distributed() ? static_cast<std::uint32_t>(experts.max_count()) : 1;
   for (int r = 0; r <= world.size(); ++r) params_.rank_begin[r] = experts.begin(r);
   const DeviceScope scope(device_);
-  attempt_together(world_.fabric(), [&] { on_device_ = lay_out_weights(weights); });
+  attempt_together(world_.fabric(), [&] {
+    place_of_ = upload_places(options.placement);
+    on_device_ = lay_out_weights(weights);
+  });
   params_.routing = routing::make_device_routing(spec);
   params_.deadline_ns = static_cast<std::uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(options.deadline).count());
   params_.block_deadline_ns = block_deadline(params_.deadline_ns);
   params_.hidden = spec.hidden;
-  params_.num_experts = spec.num_experts;
+  params_.num_experts = num_places();
+  params_.num_routed = spec.num_experts;
   params_.top_k = spec.top_k;
   params_.cells_per_token = cells;
   params_.max_tokens = options.max_tokens;
@@ -289,6 +304,7 @@ void Engine::describe_weights() {
   }
   params_.up_first = (weights.routed.up_first() ? 1u : 0u) | (weights.shared.up_first() ? 2u : 0u);
   weights.gate.describe(params_);
+  params_.place_of = reinterpret_cast<const std::int32_t*>(place_of_.data());
 }
 
 void Engine::refresh(void* stream) {
@@ -309,15 +325,34 @@ void Engine::refresh(void* stream) {
   for (const WeightLayout* const layout : on_device_.layouts()) layout->run(stream);
 }
 
-void Engine::rebind(const MoeWeights& weights) {
+// Tables of the device's, by which passes that are enqueued later find experts.
+DeviceBuffer Engine::upload_places(const ExpertPlacement& placement) const {
+  if (placement.expert_at.empty()) return {};
+  const std::vector<std::int32_t> places =
+      places_for(placement, spec_.num_experts, world_.rank(), world_.size());
+  DeviceBuffer buffer(places.size() * sizeof(std::int32_t));
+  buffer.upload(places.data(), buffer.bytes());
+  return buffer;
+}
+
+void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement) {
   check();
-  validate(spec_, weights, own_experts(spec_.num_experts, world_.rank(), world_.size()));
+  if (placement != nullptr) {
+    validate(*placement, spec_.num_experts);
+    require_as_many_places(placement->num_places(spec_.num_experts), num_places());
+    agree_on_placement(world_.fabric(), *placement);
+  }
+  validate(spec_, weights, own_experts(num_places(), world_.rank(), world_.size()), num_places());
   const DType compute = resolve_compute(weights, options_.compute);
   const bool rounds = compute == DType::kF32 && !options_.compute;
   require_same_weights(weights_, weights, policy().numerics.token, rounds ? DType::kBF16 : compute);
   const DeviceScope scope(device_);
   Weights fresh = lay_out_weights(weights);
   weights_ = weights;
+  if (placement != nullptr) {
+    place_of_ = upload_places(*placement);
+    options_.placement = *placement;
+  }
   on_device_ = std::move(fresh);
   describe_weights();
 }
@@ -332,6 +367,7 @@ Engine::~Engine() {
   const auto leak = [](auto& owner) { (void)new auto(std::move(owner)); };
   leak(memory_);
   leak(on_device_);
+  leak(place_of_);
   leak(trace_);
   leak(failures_);
   leak(abort_link_);
@@ -423,7 +459,7 @@ std::vector<std::uint64_t> Engine::memory_shape() const {
           u(options_.max_tokens),
           u(policy().numerics.token_bytes()),
           u(spec_.hidden),
-          u(spec_.num_experts),
+          u(num_places()),
           u(spec_.top_k),
           u(spec_.weight_on_input),
           u(params_.cells_per_token),
@@ -473,20 +509,20 @@ void Engine::lay_out_heap() {
                                  << kMaxLog2Splits);
   protocol::Heap::Shape shape;
   shape.num_ranks = world_.size();
-  shape.num_experts = spec_.num_experts;
+  shape.num_experts = num_places();
   shape.hidden = spec_.hidden;
   shape.max_tokens = options_.max_tokens;
   shape.element_bytes = policy().numerics.token_bytes();
   shape.scaled = policy().numerics.scaled();
   shape.weighs_input = spec_.weight_on_input;
-  shape.max_tiles = most_tiles(spec_.num_experts, world_.size(), spec_.top_k);
+  shape.max_tiles = most_tiles(num_places(), world_.size(), spec_.top_k);
   shape.cell_bytes = cell_tokens * static_cast<std::size_t>(params_.cells_per_token) *
                      static_cast<std::size_t>(spec_.hidden) * 2;
   params_.heap = protocol::Heap(shape);
   const bool shares = memory_->heap.bytes() != 0;
   if (!shares) memory_->heap = SymmetricMemory(world_.fabric(), params_.heap.bytes());
   const SymmetricMemory& heap = memory_->heap;
-  params_.heaps.experts = {spec_.num_experts, world_.size()};
+  params_.heaps.experts = {num_places(), world_.size()};
   params_.heaps.rank = world_.rank();
   for (int r = 0; r < world_.size(); ++r) params_.heaps.base[r] = heap.base(r);
   std::byte* const mine = heap.base(world_.rank());
@@ -507,7 +543,7 @@ std::uint32_t Engine::most_tiles(int experts, int ranks, int slots_per_token) co
 
 void Engine::lay_out_workspace() {
   const auto tokens = static_cast<std::size_t>(options_.max_tokens);
-  const auto experts = static_cast<std::size_t>(spec_.num_experts);
+  const auto experts = static_cast<std::size_t>(num_places());
   const std::size_t slots = tokens * static_cast<std::size_t>(spec_.top_k);
   const auto height = static_cast<std::size_t>(policy().tile.max_height());
   const bool has_shared = spec_.shared_intermediate > 0;
@@ -642,8 +678,8 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
 
   const DeviceScope scope(device_);
   const Launch launch = choose_launch(
-      options_.schedule, {x.rows, spec_.num_experts, spec_.top_k, world_.size(),
-                          policy().small_tokens, policy().small_logits, paired_grid_ >= kPair});
+      options_.schedule, {x.rows, num_places(), spec_.top_k, world_.size(), policy().small_tokens,
+                          policy().small_logits, paired_grid_ >= kPair});
   const bool small = launch == Launch::kSmall, pairs = launch == Launch::kPaired;
   call.paired = pairs ? 1 : 0;
   const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;
@@ -740,7 +776,7 @@ const ForwardStats& Engine::stats() {
   check();
   SWITCHYARD_CUDA(
       cudaMemcpy(&stats_.epoch, params_.epoch_word, sizeof stats_.epoch, cudaMemcpyDeviceToHost));
-  const auto experts = static_cast<std::size_t>(spec_.num_experts);
+  const auto experts = static_cast<std::size_t>(num_places());
   std::vector<std::uint32_t> rows(experts + 1), counters(kNumPassCounters);
   SWITCHYARD_CUDA(cudaMemcpy(rows.data(), params_.stats, rows.size() * 4, cudaMemcpyDeviceToHost));
   stats_.tokens = rows.back();
@@ -749,7 +785,10 @@ const ForwardStats& Engine::stats() {
   const PassWords words = params_.pass_words[(stats_.epoch - 1) & 1];
   SWITCHYARD_CUDA(
       cudaMemcpy(counters.data(), words.counters(), counters.size() * 4, cudaMemcpyDeviceToHost));
-  stats_.tokens_per_expert.assign(rows.begin(), rows.end());
+  stats_.tokens_per_expert.assign(static_cast<std::size_t>(spec_.num_experts), 0);
+  for (std::size_t p = 0; p < experts; ++p) {
+    stats_.tokens_per_expert[static_cast<std::size_t>(expert_of(static_cast<int>(p)))] += rows[p];
+  }
   stats_.nan_logits = counters[kNanLogits];
   stats_.nan_tokens = counters[kNanTokens];
   stats_.bad_slots = counters[kBadSlots];
@@ -767,6 +806,9 @@ PassTrace Engine::trace() {
   trace.epoch = stats().epoch;
   const DeviceScope scope(device_);
   trace_->read(trace.epoch, trace);
+  for (TraceEvent& event : trace.events) {
+    if (event.expert >= 0) event.expert = expert_of(event.expert);
+  }
   return trace;
 }
 
@@ -777,7 +819,7 @@ void Engine::count_traffic(const std::uint32_t* counters) {
                           counters[kSentRows] * params_.heap.entry_bytes();
   stats_.combine_bytes = counters[kReturnedRows] * row_bytes;
   // Counts go two at a time, in words with the epoch.
-  const auto pairs = static_cast<std::uint64_t>(protocol::ceil_div(spec_.num_experts, 2));
+  const auto pairs = static_cast<std::uint64_t>(protocol::ceil_div(num_places(), 2));
   stats_.signal_bytes = others * pairs * 2 * sizeof(std::uint64_t) + 4 * counters[kRaisedFlags];
 }
 

@@ -38,7 +38,7 @@ template <int kPerLane, typename P>
 __device__ __forceinline__ GateOutcome gate_token(const Routing<P>& routing, std::uint32_t slices,
                                                   std::uint32_t token, std::uint32_t parts) {
   const std::uint32_t lane = threadIdx.x % 32;
-  const auto num_experts = static_cast<std::uint32_t>(routing.shape.num_experts);
+  const auto num_experts = static_cast<std::uint32_t>(routing.router.num_routed);
   float logits[kPerLane];
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) logits[j] = 0;
@@ -103,9 +103,9 @@ __device__ __forceinline__ GateOutcome given_token(const Routing<P>& routing, st
     const std::size_t slot = static_cast<std::size_t>(token) * routing.shape.top_k + lane;
     outcome.id = given_id(routing.call, slot);
     outcome.weight = given_weight(routing.call, slot);
-    if (routing.call.large_ids_are_none && outcome.id >= routing.shape.num_experts) outcome.id = -1;
+    if (routing.call.large_ids_are_none && outcome.id >= routing.router.num_routed) outcome.id = -1;
   }
-  const bool outside = outcome.id < -1 || outcome.id >= routing.shape.num_experts;
+  const bool outside = outcome.id < -1 || outcome.id >= routing.router.num_routed;
   // An expert has as many rows as tokens at most: named twice, it would have more.
   const std::uint32_t same = __match_any_sync(~0u, outcome.id);
   if (outside || (outcome.id >= 0 && (same & ((1u << lane) - 1)) != 0)) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void route_tokens(const Routing<P>& routing, std::uin
       mine = given_token(routing, token);
     } else {
       // The variants for up to kMaxDeviceExperts, and no more of the kernel's code than that.
-      const int per_lane = protocol::ceil_div(routing.shape.num_experts, 32);
+      const int per_lane = protocol::ceil_div(routing.router.num_routed, 32);
       mine = per_lane <= 2   ? gate_token<2>(routing, slices, token, parts)
              : per_lane <= 4 ? gate_token<4>(routing, slices, token, parts)
              : per_lane <= 8 ? gate_token<8>(routing, slices, token, parts)
@@ -156,6 +156,10 @@ __device__ __forceinline__ void route_tokens(const Routing<P>& routing, std::uin
     const std::size_t slot = static_cast<std::size_t>(token) * tables.top_k + lane;
     const std::size_t cell = static_cast<std::size_t>(token) * tables.cells_per_token + lane;
     if (lane < tables.top_k) {
+      if (report && routing.call.out_ids != nullptr) routing.call.out_ids[slot] = mine.id;
+      if (mine.id >= 0 && routing.router.place_of != nullptr) {
+        mine.id = routing.router.place_of[mine.id];
+      }
       tables.ids[slot] = mine.id;
       tables.weights[cell] = mine.weight;
       if constexpr (!kOwnStart<P>) {
@@ -163,15 +167,14 @@ __device__ __forceinline__ void route_tokens(const Routing<P>& routing, std::uin
           routing.lists.positions[slot] = atomicAdd(routing.routed + mine.id, 1u);
         }
       }
-      if (report && routing.call.out_ids != nullptr) routing.call.out_ids[slot] = mine.id;
       if (report && routing.call.out_weights != nullptr)
         routing.call.out_weights[slot] = mine.weight;
     } else if (lane == tables.top_k && tables.cells_per_token > tables.top_k) {
       float weight = 1;
       if (routing.router.shared_sigmoid) {
         float logit[1] = {0};
-        sum_slices(routing.router, slices, routing.tokens, token, routing.shape.num_experts,
-                   routing.shape.num_experts + 1, logit);
+        sum_slices(routing.router, slices, routing.tokens, token, routing.router.num_routed,
+                   routing.router.num_routed + 1, logit);
         weight = routing::sigmoid(logit[0]);
       }
       tables.weights[cell] = weight;

@@ -48,6 +48,10 @@ struct BadId {
 };
 
 struct RouterParams {
+  int num_routed;  // experts that are chosen from; see ModelShape::num_experts
+  // [num_routed]: the place at which an expert computes this rank's tokens; null: where it is the
+  // only one and has its own number.
+  const std::int32_t* place_of;
   CUtensorMap router_map;  // over all planes' rows: boxes of kGateBoxRows rows
   routing::DeviceRouting routing;
   // Gate: [num_planes, gate_columns, gate_stride] bf16, whose sum over planes is the router's

@@ -13,6 +13,8 @@ namespace switchyard::gpu {
 
 struct ModelShape {
   int hidden;
+  // Places of experts, which everything behind the routing takes for experts; see
+  // RouterParams::place_of.
   int num_experts;
   int top_k;
   int cells_per_token;  // top_k, + 1 with a shared expert
@@ -71,8 +73,8 @@ struct ActivationParams {
   bool weight_on_input;  // routing weights multiply the experts' input, not their output
   float alpha, limit, up_bias;
   bool clamps;  // limit or up_bias have an effect
-  // Which experts have up, not gate, as the first of the two halves in boxes and gemm1_scales: bit 0
-  // routed ones, bit 1 the shared one.
+  // Which experts have up, not gate, as the first of the two halves in boxes and gemm1_scales: bit
+  // 0 routed ones, bit 1 the shared one.
   std::uint32_t up_first;
 };
 
