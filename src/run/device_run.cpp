@@ -7,9 +7,8 @@
 namespace switchyard::run {
 namespace {
 
-template <typename T>
-gpu::DeviceBuffer uploaded(std::span<const T> values) {
-  gpu::DeviceBuffer buffer(values.size_bytes());
+gpu::DeviceBuffer uploaded(const SlotView& values) {
+  gpu::DeviceBuffer buffer(values.size() * size_of(values.dtype()));
   buffer.upload(values.data(), buffer.bytes());
   return buffer;
 }
@@ -35,8 +34,8 @@ class DeviceInput {
     }
     if (x.row_stride == x.cols) activations_.upload(x.data, activations_.bytes());
     input_.activations = {activations_.data(), x.dtype, x.rows, x.cols, x.cols};
-    input_.topk_ids = span_of<std::int32_t>(ids_);
-    input_.topk_weights = span_of<float>(weights_);
+    input_.topk_ids = {ids_.data(), host.topk_ids.dtype(), host.topk_ids.size()};
+    input_.topk_weights = {weights_.data(), host.topk_weights.dtype(), host.topk_weights.size()};
     input_.token_ids = span_of<std::int32_t>(token_ids_);
     input_.stream = stream.handle();
   }
