@@ -271,20 +271,22 @@ class Lanes {
   std::uint64_t round_ = 0;
 };
 
+// One lane of those.
+struct LanePace {
+  static constexpr std::uint32_t kLooksPerAbortCheck = 8;
+  static constexpr std::uint32_t kLeastLooksOfAJudge = 16;
+  Lanes& lanes;
+  int lane;
+  std::uint64_t time = 0;
+  bool keeps_clock() const { return lane == 0; }
+  bool any(bool holds) const { return lanes.any(holds); }
+  bool reads_clock(std::uint32_t looks) const { return looks % 16 == 0; }
+  std::uint64_t now() const { return time; }
+  void pause(std::uint32_t) { time += 1000; }
+};
+
 TEST_F(Wait, ThreadsThatWaitTogetherLeaveTogether) {
   constexpr int kLanes = 4;
-  struct LanePace {
-    static constexpr std::uint32_t kLooksPerAbortCheck = 8;
-    static constexpr std::uint32_t kLeastLooksOfAJudge = 16;
-    Lanes& lanes;
-    int lane;
-    std::uint64_t time = 0;
-    bool keeps_clock() const { return lane == 0; }
-    bool any(bool holds) const { return lanes.any(holds); }
-    bool reads_clock(std::uint32_t looks) const { return looks % 16 == 0; }
-    std::uint64_t now() const { return time; }
-    void pause(std::uint32_t) { time += 1000; }
-  };
   // Past the deadline, by another's abort, which lanes may see at different looks, and in time.
   for (const int looks_until : {0, 1000, -1000}) {
     for (int r = 0; r < 4; ++r) *heaps_.control(r) = Control{};
