@@ -235,11 +235,15 @@ FfnParams DeviceFfn::params() const {
   };
   params.gemm1_scales = floats(gemm1_scales_);
   params.gemm2_scales = floats(gemm2_scales_);
-  params.gate_scale = floats(gate_row_scales_);
-  params.up_scale = floats(up_row_scales_);
+  params.first_scale = floats(gate_row_scales_);
+  params.second_scale = floats(up_row_scales_);
   params.down_scale = floats(down_row_scales_);
-  params.gate_bias = floats(gate_bias_);
-  params.up_bias = floats(up_bias_);
+  params.first_bias = floats(gate_bias_);
+  params.second_bias = floats(up_bias_);
+  if (up_first_) {
+    std::swap(params.first_scale, params.second_scale);
+    std::swap(params.first_bias, params.second_bias);
+  }
   params.down_bias = floats(down_bias_);
   params.intermediate = gemm1_.rows;
   params.gemm1_rows = static_cast<std::uint32_t>(gemm1_.halves * gemm1_.rows);

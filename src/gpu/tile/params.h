@@ -48,15 +48,15 @@ struct FfnParams {
   const float* gemm1_scales = nullptr;
   const float* gemm2_scales = nullptr;
   // What products are multiplied by where weights have a scale for every row; else null.
-  const float* gate_scale = nullptr;  // [E, I]
-  const float* up_scale = nullptr;    // [E, I]
-  const float* down_scale = nullptr;  // [E, H]
-  const float* gate_bias = nullptr;   // [E, I]; null where the model has none
-  const float* up_bias = nullptr;     // [E, I]
-  const float* down_bias = nullptr;   // [E, H]
-  int intermediate = 0;               // I, rounded up to a multiple of 8 or 16
-  std::uint32_t gemm1_rows = 0;       // of weights: I, twice if gated
-  std::uint32_t gemm2_rows = 0;       // H
+  const float* first_scale = nullptr;   // [E, I]
+  const float* second_scale = nullptr;  // [E, I]
+  const float* down_scale = nullptr;    // [E, H]
+  const float* first_bias = nullptr;    // [E, I]; null where the model has none
+  const float* second_bias = nullptr;   // [E, I]
+  const float* down_bias = nullptr;     // [E, H]
+  int intermediate = 0;                 // I, rounded up to a multiple of 8 or 16
+  std::uint32_t gemm1_rows = 0;         // of weights: I, twice if gated
+  std::uint32_t gemm2_rows = 0;         // H
   // Whether the products of the first or second GEMM take more than the activation: halves the
   // other way round, scales of rows, biases, clamps, weights on the input. Few models have any; the
   // others ask once.
