@@ -11,10 +11,18 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # From the lowest to the highest.
 ROOMS = ["base", "protocol", "model", "routing", "reference", "fabric", "trace", "layer", "cpu", "gpu",
-         "results", "report", "machine", "run", "bench", "cli"]
+         "c_api", "results", "report", "machine", "run", "bench", "cli"]
 # Rooms that stand side by side, although one comes first above.
 STRANGERS = {
     ("gpu", "cpu"): "the engines do not know each other",
+    ("c_api", "cpu"): "the layer chooses the engine",
+    ("c_api", "gpu"): "the layer chooses the engine",
+    ("results", "c_api"): "the C interface is for other programs",
+    ("report", "c_api"): "the C interface is for other programs",
+    ("machine", "c_api"): "the C interface is for other programs",
+    ("run", "c_api"): "the C interface is for other programs",
+    ("bench", "c_api"): "the C interface is for other programs",
+    ("cli", "c_api"): "the C interface is for other programs",
     ("results", "gpu"): "results are files",
     ("results", "cpu"): "results are files",
     ("report", "gpu"): "a report is made of files",

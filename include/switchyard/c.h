@@ -1,0 +1,439 @@
+// The C interface: worlds, layers and forward passes for other languages, over a shared library
+// whose functions stay the same while C++ compilers and standard libraries change. It does what the
+// C++ headers do (layer.h, world.h, routing.h), which say more about every field.
+//
+// Rules that hold everywhere:
+//
+// - A function that can fail returns a sy_status. Anything but SY_OK leaves its outputs as they
+//   were, except that sy_layer_forward() may have written part of the output. sy_last_error() then
+//   says what was wrong, on the same thread. No C++ exception leaves this library.
+// - A handle is made by one function and ended by its sy_..._destroy(), which takes the address of
+//   the handle and sets it to null: ending it twice does nothing. A layer keeps its world alive.
+// - A struct that is passed to this library starts with struct_size, which must be sizeof the
+//   struct as the caller was compiled with it. The initialisers below (SY_..._INIT) set it. Later
+//   versions append fields: a shorter struct means defaults for them. A longer one is accepted if
+//   what this library does not know is all zeros, and refused with SY_UNSUPPORTED otherwise.
+//   sy_tensor, sy_matrices and sy_activation are parts of other structs and never grow.
+// - The library never owns memory that a sy_tensor points to. Weights must outlive the layer.
+// - One thread at a time may use a handle; different handles may be used at the same time. All
+//   ranks of a world must call its collective functions.
+#ifndef SWITCHYARD_C_H_
+#define SWITCHYARD_C_H_
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define SY_API __attribute__((visibility("default")))
+#else
+#define SY_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ------------------------------------------------------------------------------------- version
+
+// Increased when a caller compiled with this header could not use an older library, or the other
+// way round. Compare with sy_abi_version() when the library is loaded.
+#define SY_ABI_VERSION 1u
+SY_API uint32_t sy_abi_version(void);
+// The version of Switchyard, e.g. "0.1.0".
+SY_API const char* sy_version(void);
+// 1 if this build has the GPU engine.
+SY_API int32_t sy_has_cuda(void);
+
+// -------------------------------------------------------------------------------------- errors
+
+typedef int32_t sy_status;
+enum {
+  SY_OK = 0,
+  SY_INVALID_ARGUMENT = 1,   // a value passed by the caller is out of its domain
+  SY_INVALID_CONFIG = 2,     // config.json is malformed, inconsistent or of an unknown family
+  SY_INVALID_FILE = 3,       // a file is truncated, or its header disagrees with its contents
+  SY_MISSING_TENSOR = 4,     // a tensor that the layer needs was not given
+  SY_SHAPE_MISMATCH = 5,     // a tensor was given, but not with the shape that is needed
+  SY_DTYPE_MISMATCH = 6,     // a tensor was given, but not with a dtype that can be used there
+  SY_UNSUPPORTED = 7,        // understood, but not implemented by this build or on this machine
+  SY_CAPACITY_EXCEEDED = 8,  // more tokens than the declared maximum, or not enough memory
+  SY_SPEC_MISMATCH = 9,      // the ranks of a world disagree on the layer, the limits or the call
+  SY_TIMEOUT = 10,           // a wait passed its deadline; see sy_error
+  SY_ABORTED = 11,           // another rank failed first; see sy_error
+  SY_SYSTEM = 12,            // an operating system call failed
+  SY_OUT_OF_MEMORY = 13,     // std::bad_alloc
+  SY_INTERNAL = 14           // an exception of no other kind: a fault of this library
+};
+// "ok", "invalid_argument", ...; "unknown" for other numbers. Static text.
+SY_API const char* sy_status_name(sy_status status);
+
+// The last failure on this thread. The texts stay valid until the thread's next failure.
+typedef struct sy_error {
+  uint32_t struct_size;
+  sy_status code;  // SY_OK: nothing has failed on this thread yet
+  // One line in UTF-8, without control characters. It names the value and the remedy. At most 4095
+  // bytes.
+  const char* message;
+  // With SY_TIMEOUT and SY_ABORTED, if wait_failed: what the first waiter whose deadline passed
+  // saw. Otherwise -1, "" and 0.
+  int32_t wait_failed;
+  int32_t waiter_rank;    // whose deadline passed
+  int32_t peer_rank;      // the rank it waited for
+  uint32_t reserved;      // 0
+  const char* phase;      // "counts", "dispatch", "combine", ...
+  uint64_t epoch;         // forward passes since the layer was made, starting at 1
+  uint64_t slot;          // which counter of that phase
+  uint64_t expected;      // the counter value waited for
+  uint64_t observed;      // the value last seen
+  double waited_seconds;  // how long
+} sy_error;
+#define SY_ERROR_INIT \
+  { .struct_size = sizeof(sy_error) }
+// Fills `out`. Succeeds unless `out` is null or its struct_size is wrong.
+SY_API sy_status sy_last_error(sy_error* out);
+
+// ------------------------------------------------------------------------------------- tensors
+
+typedef int32_t sy_dtype;
+enum {
+  SY_DTYPE_NONE = 0,  // as a choice: left to the library
+  SY_F32 = 1,
+  SY_F16 = 2,
+  SY_BF16 = 3,
+  SY_F8_E4M3 = 4,
+  SY_I32 = 5,
+  SY_I64 = 6,
+  SY_U8 = 7,
+  SY_F8_E8M0 = 8  // 2^(code - 127): scales only
+};
+
+typedef int32_t sy_device_type;
+enum {
+  SY_CPU = 1,  // numbers as in DLPack
+  SY_CUDA = 2
+};
+
+// A tensor in the caller's memory. Strides are in elements and may be any number, also 0 or
+// negative where the memory is the host's. Absent: ndim 0.
+#define SY_MAX_DIMS 4
+typedef struct sy_tensor {
+  void* data;  // the first element; may be null if there are no elements
+  sy_dtype dtype;
+  int32_t ndim;
+  sy_device_type device_type;
+  int32_t device_id;  // 0 for SY_CPU
+  int64_t shape[SY_MAX_DIMS];
+  int64_t strides[SY_MAX_DIMS];
+} sy_tensor;
+
+// --------------------------------------------------------------------------------------- world
+
+typedef struct sy_world sy_world;
+
+typedef struct sy_world_options {
+  uint32_t struct_size;
+  uint32_t reserved;        // 0
+  double deadline_seconds;  // longest time any rank waits for another, at start and in a pass
+  // Process worlds: a name that all ranks of this world share and no other world on this host uses
+  // at the same time. Null: derived from the launcher's environment.
+  const char* rendezvous;
+} sy_world_options;
+#define SY_WORLD_OPTIONS_INIT \
+  { .struct_size = sizeof(sy_world_options), .deadline_seconds = 30.0 }
+
+// `options` may be null. A world of one.
+SY_API sy_status sy_world_single(const sy_world_options* options, sy_world** out);
+// Writes `size` handles to out[0 .. size); out[r] is for the thread that plays rank r.
+SY_API sy_status sy_world_threads(int32_t size, const sy_world_options* options, sy_world** out);
+// This process as rank `rank` of `size` processes on this host. Collective. SY_TIMEOUT names the
+// ranks that did not arrive.
+SY_API sy_status sy_world_processes(int32_t rank, int32_t size, const sy_world_options* options,
+                                    sy_world** out);
+// Rank and size from the launcher's environment (RANK and WORLD_SIZE, Open MPI's, PMI's, SLURM's);
+// a world of one where there is none. SY_UNSUPPORTED if the ranks are spread over several hosts.
+SY_API sy_status sy_world_from_environment(const sy_world_options* options, sy_world** out);
+
+typedef struct sy_world_info {
+  uint32_t struct_size;
+  int32_t rank;
+  int32_t size;
+  uint32_t reserved;  // 0
+  double deadline_seconds;
+  const char* fabric;  // "threads", "shared memory"; static text
+} sy_world_info;
+#define SY_WORLD_INFO_INIT \
+  { .struct_size = sizeof(sy_world_info) }
+SY_API sy_status sy_world_get_info(const sy_world* world, sy_world_info* out);
+
+// Collective, for start-up and tests.
+SY_API sy_status sy_world_barrier(sy_world* world);
+// Ends every wait of every rank of the world with SY_ABORTED, now and later.
+SY_API sy_status sy_world_abort(sy_world* world);
+SY_API sy_status sy_world_destroy(sy_world** world);
+
+// --------------------------------------------------------------------------------------- layer
+
+typedef int32_t sy_activation_kind;
+enum {
+  SY_SILU = 0,       // v * sigmoid(alpha v)
+  SY_GELU = 1,       // 0.5 v (1 + erf(v / sqrt 2))
+  SY_GELU_TANH = 2,  // 0.5 v (1 + tanh(sqrt(2 / pi) (v + 0.044715 v^3)))
+  SY_RELU = 3,       // max(v, 0)
+  SY_RELU2 = 4,      // max(v, 0)^2
+  SY_IDENTITY = 5
+};
+
+// Gated: h = f(min(g, limit)) * (clamp(u, -limit, limit) + up_bias). Plain: h = f(u).
+typedef struct sy_activation {
+  sy_activation_kind kind;
+  int32_t gated;
+  float alpha;  // SY_SILU only
+  float limit;  // INFINITY: none
+  float up_bias;
+  uint32_t reserved;  // 0
+} sy_activation;
+
+typedef int32_t sy_routing_method;
+enum { SY_TOP_K = 0, SY_SPARSE_MIXER = 1, SY_HASH = 2 };
+typedef int32_t sy_score;
+enum { SY_SOFTMAX = 0, SY_SIGMOID = 1, SY_SQRT_SOFTPLUS = 2 };
+typedef int32_t sy_group_score;
+enum { SY_GROUP_MAX = 0, SY_GROUP_SUM_TOP_TWO = 1 };
+
+// How logits become expert ids and weights: RoutingSpec in layer_spec.h.
+typedef struct sy_routing {
+  uint32_t struct_size;
+  sy_routing_method method;
+  sy_score score;
+  int32_t top_k_before_score;
+  int32_t renormalize;
+  float renormalize_epsilon;
+  int32_t has_correction_bias;
+  int32_t num_groups;
+  int32_t top_k_groups;
+  sy_group_score group_score;
+  float scale;
+  float jitter_eps;
+} sy_routing;
+#define SY_ROUTING_INIT                                                     \
+  {                                                                         \
+    .struct_size = sizeof(sy_routing), .num_groups = 1, .top_k_groups = 1,  \
+    .group_score = SY_GROUP_SUM_TOP_TWO, .scale = 1.0f, .jitter_eps = 0.01f \
+  }
+
+// What a layer computes: LayerSpec in layer_spec.h.
+typedef struct sy_layer_spec {
+  uint32_t struct_size;
+  int32_t hidden;        // H
+  int32_t intermediate;  // I, of one routed expert
+  int32_t num_experts;   // E, over all ranks
+  int32_t top_k;         // K
+  int32_t router_bias;
+  int32_t expert_bias;
+  int32_t shared_intermediate;  // 0: no shared expert
+  int32_t shared_sigmoid_gate;
+  int32_t weight_on_input;
+  float capacity_factor;  // 0: nothing is dropped
+  uint32_t reserved;      // 0
+  sy_activation activation;
+  // Needed only where the layer has a router or is given logits; null: the defaults.
+  const sy_routing* routing;
+} sy_layer_spec;
+#define SY_LAYER_SPEC_INIT                                \
+  {                                                       \
+    .struct_size = sizeof(sy_layer_spec), .activation = { \
+      .gated = 1,                                         \
+      .alpha = 1.0f,                                      \
+      .limit = INFINITY                                   \
+    }                                                     \
+  }
+
+// One projection of several experts. Where weight is FP8, the value of element (e, r, c) is its
+// code times scale[e][r / scale_rows][c / scale_cols].
+typedef struct sy_matrices {
+  sy_tensor weight;  // [n, rows, cols], f32, f16, bf16 or f8_e4m3; any strides, so that transposed
+                     // and interleaved weights need no copy
+  sy_tensor scale;   // [n, ceil(rows / scale_rows), ceil(cols / scale_cols)], f32 or f8_e8m0
+  sy_tensor bias;    // [n, rows], f32, f16 or bf16
+  int64_t scale_rows;
+  int64_t scale_cols;
+} sy_matrices;
+
+// n is the number of all experts, or of those that this rank has (sy_own_experts()).
+typedef struct sy_layer_weights {
+  uint32_t struct_size;
+  uint32_t reserved;           // 0
+  sy_matrices gate, up, down;  // [n, I, H], [n, I, H], [n, H, I]; gate absent for plain FFNs
+  sy_tensor router;            // [E, H]; absent where routing is given with each call
+  sy_tensor router_bias;       // [E]
+  sy_tensor correction_bias;   // [E]
+  sy_tensor hash_table;        // [vocabulary, K], i32 or i64
+  // The shared expert: as above with n = 1.
+  sy_matrices shared_gate, shared_up, shared_down;
+  sy_tensor shared_sigmoid;  // [H]
+  sy_tensor placement;       // [E] i32 in host memory: the rank that has the expert; absent: shards
+} sy_layer_weights;
+#define SY_LAYER_WEIGHTS_INIT \
+  { .struct_size = sizeof(sy_layer_weights) }
+
+// The experts [begin, end) that rank `rank` of `num_ranks` has.
+SY_API sy_status sy_own_experts(int32_t num_experts, int32_t rank, int32_t num_ranks,
+                                int32_t* begin, int32_t* end);
+
+typedef int32_t sy_bad_ids;
+enum {
+  SY_BAD_IDS_RAISE = 0,  // an id that no expert has, or named twice for a token, is an error
+  SY_BAD_IDS_SKIP = 1    // such a slot contributes nothing and counts in sy_stats.bad_slots
+};
+
+typedef struct sy_workspace sy_workspace;
+typedef struct sy_layer sy_layer;
+
+typedef struct sy_layer_options {
+  uint32_t struct_size;
+  sy_device_type backend;  // SY_CPU or SY_CUDA
+  int32_t max_tokens;      // most tokens of this rank in a pass; the same on all ranks
+  int32_t num_threads;     // SY_CPU: of this rank; 0: hardware threads / ranks
+  int32_t device;          // SY_CUDA: -1: the current one
+  int32_t reserved_sms;    // SY_CUDA: SMs left to other kernels
+  sy_dtype compute;        // SY_F32, SY_BF16, SY_F8_E4M3, or SY_DTYPE_NONE: by the weights' type
+  int32_t trace;           // record what every role does, for sy_layer_trace()
+  int32_t no_cooperative_launch;
+  sy_bad_ids bad_ids;
+  int32_t large_ids_are_none;  // ids of num_experts or more mean none, as -1 does, and are not bad
+  uint32_t reserved;           // 0
+  double deadline_seconds;     // 0: the world's
+  sy_workspace* workspace;     // null: memory of its own
+  // SY_CUDA: work in that layer's memory: LayerOptions::share_memory_with in layer.h. Null: none.
+  const sy_layer* share_memory_with;
+} sy_layer_options;
+#define SY_LAYER_OPTIONS_INIT \
+  { .struct_size = sizeof(sy_layer_options), .backend = SY_CPU, .max_tokens = 8192, .device = -1 }
+
+// Collective. `options` may be null. Errors: as MoeLayer's constructor in layer.h.
+SY_API sy_status sy_layer_create(sy_world* world, const sy_layer_spec* spec,
+                                 const sy_layer_weights* weights, const sy_layer_options* options,
+                                 sy_layer** out);
+// Collective. A layer of a checkpoint in Hugging Face format, mapped; the layer keeps it open.
+SY_API sy_status sy_layer_from_checkpoint(sy_world* world, const char* directory,
+                                          int32_t layer_index, const sy_layer_options* options,
+                                          sy_layer** out);
+SY_API sy_status sy_layer_destroy(sy_layer** layer);
+
+// One pass of this rank: T tokens, which may be 0.
+typedef struct sy_forward {
+  uint32_t struct_size;
+  int32_t accumulate;      // 1: out += result, 0: out = result
+  float out_scale;         // the result is multiplied by it
+  uint32_t reserved;       // 0
+  void* stream;            // SY_CUDA: a cudaStream_t; null: the default stream
+  sy_tensor x;             // [T, H], bf16, f16, f32, or f8_e4m3 with x_scale; columns contiguous
+  sy_tensor topk_ids;      // [T, K], i32 or i64; -1: none
+  sy_tensor topk_weights;  // [T, K], f32 or bf16
+  sy_tensor out;           // [T, H], bf16, f16 or f32, columns contiguous
+  sy_tensor x_scale;       // [T, ceil(H / 128)], f32; absent unless x is f8_e4m3
+  sy_tensor logits;        // [T, E]; then neither ids nor a router
+  sy_tensor token_ids;     // [T], i32: hash-routed layers only
+  sy_tensor ids_out;       // [T, K], i32, contiguous: the routing that was used; may be absent
+  sy_tensor weights_out;   // [T, K], f32, contiguous; may be absent
+} sy_forward;
+#define SY_FORWARD_INIT \
+  { .struct_size = sizeof(sy_forward), .out_scale = 1.0f }
+
+// Every rank of the world must call it. With SY_CPU it returns when `out` is complete; with SY_CUDA
+// it enqueues one kernel on `stream` and returns. Errors: as MoeLayer::forward() in layer.h. After
+// SY_TIMEOUT and SY_ABORTED the layer is dead.
+SY_API sy_status sy_layer_forward(sy_layer* layer, const sy_forward* call);
+// Fails as sy_layer_forward() would for passes that have ended, and waits for nothing.
+SY_API sy_status sy_layer_check(sy_layer* layer);
+// Scales and biases are read anew, after they were changed in place. SY_CUDA: on `stream`.
+SY_API sy_status sy_layer_refresh(sy_layer* layer, void* stream);
+// Other memory with weights of the same shapes and types.
+SY_API sy_status sy_layer_rebind(sy_layer* layer, const sy_layer_weights* weights);
+
+typedef struct sy_layer_info {
+  uint32_t struct_size;
+  sy_device_type backend;
+  sy_dtype compute;
+  int32_t num_threads;
+  uint64_t workspace_bytes;
+  int32_t max_tokens;
+  int32_t device;  // of SY_CUDA as asked for; -1: the one that was current
+  int32_t hidden, intermediate, num_experts, top_k;
+  int32_t has_router;
+  int32_t shared_intermediate;
+  sy_activation activation;
+} sy_layer_info;
+#define SY_LAYER_INFO_INIT \
+  { .struct_size = sizeof(sy_layer_info) }
+SY_API sy_status sy_layer_get_info(const sy_layer* layer, sy_layer_info* out);
+
+// Of the last pass; zeros before the first. ForwardStats in layer.h. With SY_CUDA it waits for the
+// device.
+typedef struct sy_stats {
+  uint32_t struct_size;
+  // In: room in tokens_per_expert; 0: not wanted.
+  int32_t num_experts;
+  int64_t* tokens_per_expert;  // [E], over all ranks; written if num_experts is E
+  uint64_t epoch;
+  int64_t tokens;
+  int64_t dropped_slots;
+  int64_t nan_logits;
+  int64_t nan_tokens;
+  int64_t bad_slots;
+  uint64_t dispatch_bytes;
+  uint64_t combine_bytes;
+  uint64_t signal_bytes;
+  uint64_t heap_bytes_used;
+  uint64_t heap_bytes_reserved;
+  uint64_t workspace_bytes_used;
+  double gate_seconds;
+  double plan_seconds;
+  double total_seconds;
+} sy_stats;
+#define SY_STATS_INIT \
+  { .struct_size = sizeof(sy_stats) }
+SY_API sy_status sy_layer_get_stats(sy_layer* layer, sy_stats* out);
+
+// What this rank did in the last pass, as a Chrome trace (JSON, for ui.perfetto.dev). *size is the
+// room in `text`; it becomes the bytes needed, with the final zero. Nothing is written where the
+// room is too small; `text` may be null to ask. SY_INVALID_ARGUMENT unless the layer records.
+SY_API sy_status sy_layer_trace(sy_layer* layer, char* text, uint64_t* size);
+
+// ----------------------------------------------------------------------------------- workspace
+
+// Memory that several layers of a model work in, in place of one each.
+typedef struct sy_workspace_options {
+  uint32_t struct_size;
+  sy_device_type backend;
+  int32_t hidden, intermediate, num_experts, top_k, max_tokens;
+  sy_dtype compute;
+  int32_t slots;
+  int32_t device;
+} sy_workspace_options;
+#define SY_WORKSPACE_OPTIONS_INIT \
+  { .struct_size = sizeof(sy_workspace_options), .backend = SY_CPU, .slots = 1, .device = -1 }
+SY_API sy_status sy_workspace_create(sy_world* world, const sy_workspace_options* options,
+                                     sy_workspace** out);
+SY_API sy_status sy_workspace_bytes(const sy_workspace* workspace, uint64_t* out);
+SY_API sy_status sy_workspace_release(sy_workspace* workspace);
+SY_API sy_status sy_workspace_restore(sy_workspace* workspace);
+SY_API sy_status sy_workspace_destroy(sy_workspace** workspace);
+
+// --------------------------------------------------------------------------------------- top-k
+
+// Chooses K experts for each of T tokens, on the host: route() in routing.h.
+//   logits           [T, E] f32, contiguous
+//   correction_bias  [E] f32, contiguous, or null
+//   ids, weights     [T, K] i32 and f32, contiguous, out
+//   nan_logits       out; may be null
+SY_API sy_status sy_topk(const sy_routing* routing, int32_t top_k, const sy_tensor* logits,
+                         const sy_tensor* correction_bias, const sy_tensor* ids,
+                         const sy_tensor* weights, int64_t* nan_logits);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // SWITCHYARD_C_H_

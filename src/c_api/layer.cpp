@@ -1,0 +1,491 @@
+#include "switchyard/layer.h"
+
+#include <fmt/format.h>
+
+#include <cstring>
+#include <memory>
+#include <span>
+#include <sstream>
+#include <string>
+#include <utility>
+
+#include "base/convert.h"
+#include "base/printable.h"
+#include "c_api/guard.h"
+#include "c_api/handles.h"
+#include "c_api/specs.h"
+#include "c_api/structs.h"
+#include "switchyard/routing.h"
+#include "trace/chrome_trace.h"
+
+namespace switchyard::c_api {
+namespace {
+
+[[noreturn]] void refuse(ErrorCode code, const std::string& message) { throw Error(code, message); }
+
+[[noreturn]] void not_in_this_build(const char* what, const char* remedy) {
+  refuse(ErrorCode::kUnsupported, fmt::format("this build has no {}; {}", what, remedy));
+}
+
+struct Options {
+  LayerOptions layer;
+  sy_layer_options given;
+};
+
+Options options_of(const sy_layer_options* pointer) {
+  Options options;
+  options.given =
+      read_struct_or("sy_layer_options", pointer, sy_layer_options SY_LAYER_OPTIONS_INIT);
+  const sy_layer_options& given = options.given;
+  LayerOptions& layer = options.layer;
+  switch (given.backend) {
+    case SY_CPU:
+      layer.backend = Backend::kCpu;
+      break;
+    case SY_CUDA:
+      layer.backend = Backend::kCuda;
+      break;
+    default:
+      refuse(ErrorCode::kInvalidArgument,
+             fmt::format("backend is {}; use SY_CPU ({}) or SY_CUDA ({})", given.backend, SY_CPU,
+                         SY_CUDA));
+  }
+  if (given.bad_ids != SY_BAD_IDS_RAISE && given.bad_ids != SY_BAD_IDS_SKIP) {
+    refuse(ErrorCode::kInvalidArgument,
+           fmt::format("bad_ids is {}; use SY_BAD_IDS_RAISE ({}) or SY_BAD_IDS_SKIP ({})",
+                       given.bad_ids, SY_BAD_IDS_RAISE, SY_BAD_IDS_SKIP));
+  }
+  if (layer.backend == Backend::kCuda &&
+      (given.bad_ids != SY_BAD_IDS_RAISE || given.large_ids_are_none != 0)) {
+    not_in_this_build("bad_ids = skip and large_ids_are_none on GPUs", "map such ids to -1");
+  }
+  if (given.workspace != nullptr) {
+    not_in_this_build("workspaces", "leave workspace null");
+  }
+  layer.max_tokens = given.max_tokens;
+  layer.num_threads = given.num_threads;
+  layer.device = given.device;
+  layer.reserved_sms = given.reserved_sms;
+  layer.cooperative_launch = given.no_cooperative_launch == 0;
+  layer.trace = given.trace != 0;
+  layer.deadline = milliseconds_of("deadline_seconds", given.deadline_seconds);
+  if (given.compute != SY_DTYPE_NONE) layer.compute = dtype_of("compute", given.compute);
+  if (given.share_memory_with != nullptr) layer.share_memory_with = &given.share_memory_with->layer;
+  return options;
+}
+
+std::unique_ptr<sy_layer> wrap(const sy_world& world, const Options& options, bool has_router,
+                               ScaleCopies scales, MoeLayer layer) {
+  return std::unique_ptr<sy_layer>(new sy_layer{world.world,
+                                                options.layer.max_tokens,
+                                                options.layer.device,
+                                                has_router,
+                                                options.given.bad_ids,
+                                                options.given.large_ids_are_none != 0,
+                                                0,
+                                                std::move(scales),
+                                                {},
+                                                {},
+                                                std::move(layer)});
+}
+
+std::unique_ptr<sy_layer> create(const sy_world& world, const sy_layer_spec& given_spec,
+                                 const sy_layer_weights& given_weights,
+                                 const sy_layer_options* given_options) {
+  const Options options = options_of(given_options);
+  const LayerSpec spec = spec_of(given_spec);
+  const sy_layer_weights given = read_struct("sy_layer_weights", &given_weights);
+  if (is_given(given.placement)) {
+    not_in_this_build("placement tables", "leave placement absent");
+  }
+  validate(spec);
+  const ExpertRange own = own_experts(spec.num_experts, world.world.rank(), world.world.size());
+  ScaleCopies scales;
+  const MoeWeights weights =
+      weights_of(given, spec.num_experts, own, spec.activation.gated,
+                 given_options == nullptr ? SY_CPU : options.given.backend, scales);
+  MoeLayer layer(world.world, spec, weights, options.layer);
+  return wrap(world, options, !weights.router.empty(), std::move(scales), std::move(layer));
+}
+
+std::unique_ptr<sy_layer> from_checkpoint(const sy_world& world, const char* directory, int index,
+                                          const sy_layer_options* given_options) {
+  const Options options = options_of(given_options);
+  const Checkpoint checkpoint = Checkpoint::open(directory);
+  const MoeWeights weights = checkpoint.load_layer(index);
+  MoeLayer layer(world.world, checkpoint.layer_spec(index), weights, options.layer);
+  return wrap(world, options, !weights.router.empty(), {}, std::move(layer));
+}
+
+// ---------------------------------------------------------------------------------------- calls
+
+void require_contiguous(const char* name, const sy_tensor& tensor) {
+  std::int64_t expected = 1;
+  for (int d = tensor.ndim - 1; d >= 0; --d) {
+    if (tensor.shape[d] > 1 && tensor.strides[d] != expected) {
+      refuse(ErrorCode::kInvalidArgument,
+             fmt::format("{} {} has strides that are not those of a contiguous tensor; pass a "
+                         "contiguous copy",
+                         name, shape_text(tensor)));
+    }
+    expected *= tensor.shape[d];
+  }
+}
+
+void require_rows(const char* name, const sy_tensor& tensor, std::int64_t tokens,
+                  std::int64_t cols) {
+  if (tensor.shape[0] == tokens && tensor.shape[1] == cols) return;
+  refuse(ErrorCode::kShapeMismatch, fmt::format("{} is {}; {} tokens need [{}, {}]", name,
+                                                shape_text(tensor), tokens, tokens, cols));
+}
+
+template <typename T>
+std::span<T> span_of(const char* name, const sy_tensor& tensor, sy_dtype dtype,
+                     sy_device_type device_type, std::int64_t tokens, std::int64_t cols) {
+  if (!is_given(tensor)) return {};
+  check_tensor(name, tensor, 2, device_type);
+  require_rows(name, tensor, tokens, cols);
+  if (tensor.dtype != dtype) {
+    refuse(ErrorCode::kDTypeMismatch,
+           fmt::format("{} is {}; it must be {}", name, to_string(dtype_of(name, tensor.dtype)),
+                       to_string(dtype_of(name, dtype))));
+  }
+  require_contiguous(name, tensor);
+  return {static_cast<T*>(tensor.data), static_cast<std::size_t>(tokens * cols)};
+}
+
+std::int64_t id_at(const sy_tensor& ids, std::int64_t t, std::int64_t k) {
+  const std::int64_t at = t * ids.strides[0] + k * ids.strides[1];
+  return ids.dtype == SY_I64 ? static_cast<const std::int64_t*>(ids.data)[at]
+                             : static_cast<const std::int32_t*>(ids.data)[at];
+}
+
+float weight_at(const sy_tensor& weights, std::int64_t t, std::int64_t k) {
+  const std::int64_t at = t * weights.strides[0] + k * weights.strides[1];
+  return weights.dtype == SY_BF16 ? bf16_to_f32(static_cast<const std::uint16_t*>(weights.data)[at])
+                                  : static_cast<const float*>(weights.data)[at];
+}
+
+// Host memory: i32 and f32 copies of the caller's routing, without ids that mean none.
+void copy_routing(sy_layer& layer, const sy_forward& call, std::int64_t tokens,
+                  std::int64_t top_k) {
+  const std::int64_t num_experts = layer.layer.spec().num_experts;
+  layer.ids.resize(static_cast<std::size_t>(tokens * top_k));
+  layer.weights.resize(layer.ids.size());
+  layer.bad_slots = 0;
+  auto id = layer.ids.begin();
+  auto weight = layer.weights.begin();
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    const auto first = id;
+    for (std::int64_t k = 0; k < top_k; ++k, ++id, ++weight) {
+      std::int64_t value = id_at(call.topk_ids, t, k);
+      if (layer.large_ids_are_none && value >= num_experts) value = kNoExpert;
+      const bool bad = value < kNoExpert || value >= num_experts ||
+                       (value != kNoExpert && std::find(first, id, value) != id);
+      if (bad && layer.bad_ids == SY_BAD_IDS_SKIP) {
+        value = kNoExpert;
+        ++layer.bad_slots;
+      } else if (value != static_cast<std::int32_t>(value)) {
+        refuse(ErrorCode::kInvalidArgument,
+               fmt::format("topk_ids[{}][{}] is {}; expert ids are 0 to {}, or {} for none", t, k,
+                           value, num_experts - 1, kNoExpert));
+      }
+      *id = static_cast<std::int32_t>(value);
+      *weight = value == kNoExpert ? 0 : weight_at(call.topk_weights, t, k);
+    }
+  }
+}
+
+void put_routing(sy_layer& layer, const sy_forward& call, std::int64_t tokens,
+                 ForwardInput& input) {
+  const auto top_k = static_cast<std::int64_t>(layer.layer.spec().top_k);
+  if (!is_given(call.topk_ids) && !is_given(call.topk_weights)) return;
+  const sy_device_type device_type = layer.device_type();
+  check_tensor("topk_ids", call.topk_ids, 2, device_type);
+  check_tensor("topk_weights", call.topk_weights, 2, device_type);
+  require_rows("topk_ids", call.topk_ids, tokens, top_k);
+  require_rows("topk_weights", call.topk_weights, tokens, top_k);
+  if (call.topk_ids.dtype != SY_I32 && call.topk_ids.dtype != SY_I64) {
+    refuse(ErrorCode::kDTypeMismatch,
+           fmt::format("topk_ids is {}; pass i32 or i64",
+                       to_string(dtype_of("topk_ids", call.topk_ids.dtype))));
+  }
+  if (call.topk_weights.dtype != SY_F32 && call.topk_weights.dtype != SY_BF16) {
+    refuse(ErrorCode::kDTypeMismatch,
+           fmt::format("topk_weights is {}; pass f32 or bf16",
+                       to_string(dtype_of("topk_weights", call.topk_weights.dtype))));
+  }
+  if (device_type == SY_CPU) {
+    copy_routing(layer, call, tokens, top_k);
+    input.topk_ids = layer.ids;
+    input.topk_weights = layer.weights;
+    return;
+  }
+  if (call.topk_ids.dtype != SY_I32 || call.topk_weights.dtype != SY_F32) {
+    not_in_this_build("int64 ids or bf16 weights on GPUs", "pass i32 and f32");
+  }
+  input.topk_ids =
+      span_of<const std::int32_t>("topk_ids", call.topk_ids, SY_I32, device_type, tokens, top_k);
+  input.topk_weights =
+      span_of<const float>("topk_weights", call.topk_weights, SY_F32, device_type, tokens, top_k);
+}
+
+void forward(sy_layer& layer, const sy_forward& given) {
+  const sy_forward call = read_struct("sy_forward", &given);
+  const sy_device_type device_type = layer.device_type();
+  if (call.accumulate != 0 || call.out_scale != 1.0f) {
+    not_in_this_build("accumulate and out_scale", "pass 0 and 1, and add afterwards");
+  }
+  if (is_given(call.logits)) {
+    not_in_this_build("logits as input", "choose experts with sy_topk()");
+  }
+  ForwardInput input;
+  input.activations = matrix("x", call.x, device_type);
+  const std::int64_t tokens = input.activations.rows;
+  if (is_given(call.x_scale)) {
+    const MatrixView scale = matrix("x_scale", call.x_scale, device_type);
+    if (scale.dtype != DType::kF32 || (scale.cols > 1 && scale.col_stride != 1)) {
+      refuse(ErrorCode::kDTypeMismatch,
+             fmt::format("x_scale is {} with a column stride of {}; pass f32 with contiguous rows",
+                         to_string(scale.dtype), scale.col_stride));
+    }
+    constexpr std::int64_t kGroup = 128;
+    require_rows("x_scale", call.x_scale, tokens,
+                 (layer.layer.spec().hidden + kGroup - 1) / kGroup);
+    input.activations.scale = static_cast<const float*>(scale.data);
+    input.activations.scale_rows = 1;
+    input.activations.scale_cols = kGroup;
+    input.activations.scale_stride = scale.row_stride;
+  }
+  put_routing(layer, call, tokens, input);
+  if (is_given(call.token_ids)) {
+    check_tensor("token_ids", call.token_ids, 1, device_type);
+    if (call.token_ids.dtype != SY_I32) {
+      refuse(ErrorCode::kDTypeMismatch, "token_ids must be i32");
+    }
+    require_contiguous("token_ids", call.token_ids);
+    input.token_ids = {static_cast<const std::int32_t*>(call.token_ids.data),
+                       static_cast<std::size_t>(call.token_ids.shape[0])};
+  }
+  input.stream = call.stream;
+
+  const MatrixView out = matrix("out", call.out, device_type);
+  require_rows("out", call.out, tokens, layer.layer.spec().hidden);
+  if (out.cols > 1 && out.col_stride != 1) {
+    refuse(
+        ErrorCode::kInvalidArgument,
+        fmt::format("out has a column stride of {}; its rows must be contiguous", out.col_stride));
+  }
+  ForwardOutput output;
+  output.data = call.out.data;
+  output.dtype = out.dtype;
+  // 0 would mean contiguous rows; with one row at most it does not matter.
+  output.row_stride = tokens > 1 ? out.row_stride : 0;
+  if (tokens > 1 && out.row_stride == 0) {
+    refuse(ErrorCode::kInvalidArgument,
+           "out has a row stride of 0: all rows would be the same memory; pass rows of their own");
+  }
+  const std::int64_t top_k = layer.layer.spec().top_k;
+  output.topk_ids =
+      span_of<std::int32_t>("ids_out", call.ids_out, SY_I32, device_type, tokens, top_k);
+  output.topk_weights =
+      span_of<float>("weights_out", call.weights_out, SY_F32, device_type, tokens, top_k);
+  layer.layer.forward(input, output);
+}
+
+void fill_stats(sy_layer& layer, sy_stats* out) {
+  check_size("sy_stats", out);
+  const ForwardStats& stats = layer.layer.stats();
+  sy_stats filled = SY_STATS_INIT;
+  filled.num_experts = out->num_experts;
+  filled.tokens_per_expert = out->tokens_per_expert;
+  if (out->tokens_per_expert != nullptr && out->num_experts != 0) {
+    const int experts = layer.layer.spec().num_experts;
+    if (out->num_experts != experts) {
+      refuse(ErrorCode::kShapeMismatch,
+             fmt::format("tokens_per_expert has room for {} experts; the layer has {}",
+                         out->num_experts, experts));
+    }
+    std::fill_n(out->tokens_per_expert, experts, 0);
+    std::copy(stats.tokens_per_expert.begin(), stats.tokens_per_expert.end(),
+              out->tokens_per_expert);
+  }
+  filled.epoch = stats.epoch;
+  filled.tokens = stats.tokens;
+  filled.dropped_slots = stats.dropped_slots;
+  filled.nan_logits = stats.nan_logits;
+  filled.nan_tokens = stats.nan_tokens;
+  filled.bad_slots = layer.bad_slots;
+  filled.dispatch_bytes = stats.dispatch_bytes;
+  filled.combine_bytes = stats.combine_bytes;
+  filled.signal_bytes = stats.signal_bytes;
+  filled.heap_bytes_used = stats.heap_bytes_used;
+  filled.heap_bytes_reserved = stats.heap_bytes_reserved;
+  filled.workspace_bytes_used = stats.workspace_bytes_used;
+  filled.gate_seconds = stats.gate_seconds;
+  filled.plan_seconds = stats.plan_seconds;
+  filled.total_seconds = stats.total_seconds;
+  write_struct("sy_stats", filled, out);
+}
+
+}  // namespace
+}  // namespace switchyard::c_api
+
+using namespace switchyard::c_api;
+using switchyard::ErrorCode;
+
+sy_status sy_own_experts(int32_t num_experts, int32_t rank, int32_t num_ranks, int32_t* begin,
+                         int32_t* end) {
+  return guarded([&] {
+    require("begin", begin);
+    require("end", end);
+    const switchyard::ExpertRange own = switchyard::own_experts(num_experts, rank, num_ranks);
+    *begin = own.begin;
+    *end = own.end;
+  });
+}
+
+sy_status sy_layer_create(sy_world* world, const sy_layer_spec* spec,
+                          const sy_layer_weights* weights, const sy_layer_options* options,
+                          sy_layer** out) {
+  return guarded([&] {
+    require("world", world);
+    require("sy_layer_spec", spec);
+    require("sy_layer_weights", weights);
+    require("out", out);
+    *out = create(*world, *spec, *weights, options).release();
+  });
+}
+
+sy_status sy_layer_from_checkpoint(sy_world* world, const char* directory, int32_t layer_index,
+                                   const sy_layer_options* options, sy_layer** out) {
+  return guarded([&] {
+    require("world", world);
+    require("directory", directory);
+    require("out", out);
+    *out = from_checkpoint(*world, directory, layer_index, options).release();
+  });
+}
+
+sy_status sy_layer_destroy(sy_layer** layer) {
+  return guarded([&] {
+    require("layer", layer);
+    delete *layer;
+    *layer = nullptr;
+  });
+}
+
+sy_status sy_layer_forward(sy_layer* layer, const sy_forward* call) {
+  return guarded([&] {
+    require("layer", layer);
+    require("sy_forward", call);
+    forward(*layer, *call);
+  });
+}
+
+sy_status sy_layer_check(sy_layer* layer) {
+  return guarded([&] {
+    require("layer", layer);
+    layer->layer.check();
+  });
+}
+
+sy_status sy_layer_refresh(sy_layer* layer, void* /*stream*/) {
+  return guarded([&] {
+    require("layer", layer);
+    not_in_this_build("refresh", "make the layer anew after scales or biases have changed");
+  });
+}
+
+sy_status sy_layer_rebind(sy_layer* layer, const sy_layer_weights* weights) {
+  return guarded([&] {
+    require("layer", layer);
+    require("sy_layer_weights", weights);
+    not_in_this_build("rebind", "make the layer anew with the other weights");
+  });
+}
+
+sy_status sy_layer_get_info(const sy_layer* layer, sy_layer_info* out) {
+  return guarded([&] {
+    require("layer", layer);
+    const switchyard::LayerSpec& spec = layer->layer.spec();
+    sy_layer_info info = SY_LAYER_INFO_INIT;
+    info.backend = layer->device_type();
+    info.compute = to_c(layer->layer.compute());
+    info.num_threads = layer->layer.num_threads();
+    info.workspace_bytes = layer->layer.workspace_bytes();
+    info.max_tokens = layer->max_tokens;
+    info.device = layer->device;
+    info.hidden = spec.hidden;
+    info.intermediate = spec.intermediate;
+    info.num_experts = spec.num_experts;
+    info.top_k = spec.top_k;
+    info.has_router = layer->has_router ? 1 : 0;
+    info.shared_intermediate = spec.shared_intermediate;
+    info.activation = to_c(spec.activation);
+    write_struct("sy_layer_info", info, out);
+  });
+}
+
+sy_status sy_layer_get_stats(sy_layer* layer, sy_stats* out) {
+  return guarded([&] {
+    require("layer", layer);
+    require("sy_stats", out);
+    fill_stats(*layer, out);
+  });
+}
+
+sy_status sy_layer_trace(sy_layer* layer, char* text, uint64_t* size) {
+  return guarded([&] {
+    require("layer", layer);
+    require("size", size);
+    const switchyard::PassTrace trace = layer->layer.trace();
+    std::ostringstream out;
+    switchyard::trace::ChromeTraceOptions options;
+    options.title = switchyard::describe(layer->layer.spec());
+    if (layer->device_type() == SY_CUDA) options.unit = "SM";
+    switchyard::trace::write_chrome_trace(out, {&trace, 1}, options);
+    const std::string json = std::move(out).str();
+    if (text != nullptr && *size > json.size()) std::memcpy(text, json.c_str(), json.size() + 1);
+    *size = json.size() + 1;
+  });
+}
+
+sy_status sy_workspace_create(sy_world* world, const sy_workspace_options* options,
+                              sy_workspace** out) {
+  return guarded([&] {
+    require("world", world);
+    require("sy_workspace_options", options);
+    require("out", out);
+    not_in_this_build("workspaces", "use sy_layer_options.share_memory_with");
+  });
+}
+
+sy_status sy_workspace_bytes(const sy_workspace* workspace, uint64_t* out) {
+  return guarded([&] {
+    require("workspace", workspace);
+    require("out", out);
+    not_in_this_build("workspaces", "use sy_layer_options.share_memory_with");
+  });
+}
+
+sy_status sy_workspace_release(sy_workspace* workspace) {
+  return guarded([&] {
+    require("workspace", workspace);
+    not_in_this_build("workspaces", "use sy_layer_options.share_memory_with");
+  });
+}
+
+sy_status sy_workspace_restore(sy_workspace* workspace) {
+  return guarded([&] {
+    require("workspace", workspace);
+    not_in_this_build("workspaces", "use sy_layer_options.share_memory_with");
+  });
+}
+
+sy_status sy_workspace_destroy(sy_workspace** workspace) {
+  return guarded([&] {
+    require("workspace", workspace);
+    *workspace = nullptr;  // there can be none
+  });
+}

@@ -1,0 +1,87 @@
+#include "c_api/specs.h"
+
+#include <fmt/format.h>
+
+#include "c_api/structs.h"
+#include "switchyard/error.h"
+
+namespace switchyard::c_api {
+namespace {
+
+// The enumerations of both interfaces have the same numbers.
+static_assert(SY_SILU == static_cast<int>(ActivationKind::kSilu));
+static_assert(SY_GELU == static_cast<int>(ActivationKind::kGelu));
+static_assert(SY_GELU_TANH == static_cast<int>(ActivationKind::kGeluTanh));
+static_assert(SY_RELU == static_cast<int>(ActivationKind::kRelu));
+static_assert(SY_RELU2 == static_cast<int>(ActivationKind::kRelu2));
+static_assert(SY_IDENTITY == static_cast<int>(ActivationKind::kIdentity));
+static_assert(SY_TOP_K == static_cast<int>(RoutingMethod::kTopK));
+static_assert(SY_SPARSE_MIXER == static_cast<int>(RoutingMethod::kSparseMixer));
+static_assert(SY_HASH == static_cast<int>(RoutingMethod::kHash));
+static_assert(SY_SOFTMAX == static_cast<int>(ScoreFunction::kSoftmax));
+static_assert(SY_SIGMOID == static_cast<int>(ScoreFunction::kSigmoid));
+static_assert(SY_SQRT_SOFTPLUS == static_cast<int>(ScoreFunction::kSqrtSoftplus));
+static_assert(SY_GROUP_MAX == static_cast<int>(GroupScore::kMax));
+static_assert(SY_GROUP_SUM_TOP_TWO == static_cast<int>(GroupScore::kSumTopTwo));
+
+template <typename Enum>
+Enum checked(const char* name, int value, Enum last) {
+  if (value < 0 || value > static_cast<int>(last)) {
+    throw Error(ErrorCode::kInvalidArgument, fmt::format("{} is {}; it is a number from 0 to {}",
+                                                         name, value, static_cast<int>(last)));
+  }
+  return static_cast<Enum>(value);
+}
+
+}  // namespace
+
+RoutingSpec routing_of(const sy_routing& pointed) {
+  const sy_routing given = read_struct("sy_routing", &pointed);
+  RoutingSpec routing;
+  routing.method = checked("routing.method", given.method, RoutingMethod::kHash);
+  routing.score = checked("routing.score", given.score, ScoreFunction::kSqrtSoftplus);
+  routing.top_k_before_score = given.top_k_before_score != 0;
+  routing.renormalize = given.renormalize != 0;
+  routing.renormalize_epsilon = given.renormalize_epsilon;
+  routing.has_correction_bias = given.has_correction_bias != 0;
+  routing.num_groups = given.num_groups;
+  routing.top_k_groups = given.top_k_groups;
+  routing.group_score = checked("routing.group_score", given.group_score, GroupScore::kSumTopTwo);
+  routing.scale = given.scale;
+  routing.jitter_eps = given.jitter_eps;
+  return routing;
+}
+
+LayerSpec spec_of(const sy_layer_spec& pointed) {
+  const sy_layer_spec given = read_struct("sy_layer_spec", &pointed);
+  LayerSpec spec;
+  spec.hidden = given.hidden;
+  spec.intermediate = given.intermediate;
+  spec.num_experts = given.num_experts;
+  spec.top_k = given.top_k;
+  spec.router_bias = given.router_bias != 0;
+  spec.expert_bias = given.expert_bias != 0;
+  spec.shared_intermediate = given.shared_intermediate;
+  spec.shared_sigmoid_gate = given.shared_sigmoid_gate != 0;
+  spec.weight_on_input = given.weight_on_input != 0;
+  spec.capacity_factor = given.capacity_factor;
+  spec.activation.kind =
+      checked("activation.kind", given.activation.kind, ActivationKind::kIdentity);
+  spec.activation.gated = given.activation.gated != 0;
+  spec.activation.alpha = given.activation.alpha;
+  spec.activation.limit = given.activation.limit;
+  spec.activation.up_bias = given.activation.up_bias;
+  if (given.routing != nullptr) spec.routing = routing_of(*given.routing);
+  return spec;
+}
+
+sy_activation to_c(const Activation& activation) {
+  return {static_cast<sy_activation_kind>(activation.kind),
+          activation.gated ? 1 : 0,
+          activation.alpha,
+          activation.limit,
+          activation.up_bias,
+          0};
+}
+
+}  // namespace switchyard::c_api

@@ -1,0 +1,64 @@
+// Structs that carry their size: what callers compiled with other versions of c.h pass.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "switchyard/error.h"
+
+namespace switchyard::c_api {
+
+template <typename Pointer>
+void require(const char* name, const Pointer* pointer) {
+  if (pointer != nullptr) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("{} is null; pass the address of one", name));
+}
+
+template <typename Struct>
+void check_size(const char* name, const Struct* given) {
+  require(name, given);
+  // Every struct has at least the fields of the first version of the interface.
+  if (given->struct_size >= sizeof(Struct)) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("{}.struct_size is {}, but it has {} bytes; set it to sizeof({})", name,
+                          given->struct_size, sizeof(Struct), name));
+}
+
+// The fields that this library knows. Throws Error{kInvalidArgument} without them, {kUnsupported}
+// if others are set.
+template <typename Struct>
+Struct read_struct(const char* name, const Struct* given) {
+  check_size(name, given);
+  const auto* bytes = reinterpret_cast<const unsigned char*>(given);
+  const bool all_zero = std::all_of(bytes + sizeof(Struct), bytes + given->struct_size,
+                                    [](unsigned char byte) { return byte == 0; });
+  if (!all_zero) {
+    throw Error(ErrorCode::kUnsupported,
+                fmt::format("{} has {} bytes, of which this library knows {}, and others are set; "
+                            "use a newer libswitchyard_c, or leave the new fields at 0",
+                            name, given->struct_size, sizeof(Struct)));
+  }
+  return *given;
+}
+
+// As read_struct(), and `defaults` if there is none.
+template <typename Struct>
+Struct read_struct_or(const char* name, const Struct* given, const Struct& defaults) {
+  return given == nullptr ? defaults : read_struct(name, given);
+}
+
+// Fills the caller's struct and leaves its struct_size and what this library does not know.
+template <typename Struct>
+void write_struct(const char* name, const Struct& from, Struct* to) {
+  check_size(name, to);
+  const std::uint32_t size = to->struct_size;
+  *to = from;
+  to->struct_size = size;
+}
+
+}  // namespace switchyard::c_api

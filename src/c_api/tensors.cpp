@@ -1,0 +1,304 @@
+#include "c_api/tensors.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cmath>
+#include <limits>
+#include <span>
+#include <string>
+
+#include "switchyard/error.h"
+
+namespace switchyard::c_api {
+namespace {
+
+const char* name_of(sy_device_type type) {
+  switch (type) {
+    case SY_CPU:
+      return "host";
+    case SY_CUDA:
+      return "CUDA";
+    default:
+      return "unknown";
+  }
+}
+
+std::span<const std::int64_t> shape_of(const sy_tensor& tensor) {
+  return {tensor.shape, static_cast<std::size_t>(tensor.ndim)};
+}
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+float scale_value(const sy_tensor& scale, std::int64_t index) {
+  if (scale.dtype == SY_F32) return static_cast<const float*>(scale.data)[index];
+  const auto code = static_cast<const std::uint8_t*>(scale.data)[index];
+  if (code == 0xff) return std::numeric_limits<float>::quiet_NaN();
+  return std::ldexp(1.0f, static_cast<int>(code) - 127);
+}
+
+// [n, rows, cols] of one expert.
+MatrixView slice(const sy_tensor& tensor, DType dtype, std::int64_t expert) {
+  MatrixView view;
+  // Elements that are not there have no address, and an empty view would mean an absent tensor.
+  view.data = static_cast<const std::byte*>(tensor.data) +
+              expert * tensor.strides[0] * static_cast<std::int64_t>(size_of(dtype));
+  view.dtype = dtype;
+  view.rows = tensor.shape[1];
+  view.cols = tensor.shape[2];
+  view.row_stride = tensor.strides[1];
+  view.col_stride = tensor.strides[2];
+  return view;
+}
+
+// Scales of a projection: where they are if they are f32 with contiguous rows, else copied.
+class Scales {
+ public:
+  Scales(const std::string& name, const sy_matrices& matrices, sy_device_type device_type,
+         ScaleCopies& copies)
+      : matrices_(matrices) {
+    const sy_tensor& scale = matrices.scale;
+    if (!is_given(scale)) return;
+    check_tensor(name.c_str(), scale, 3, device_type);
+    if (scale.dtype != SY_F32 && scale.dtype != SY_F8_E8M0) {
+      throw Error(ErrorCode::kDTypeMismatch,
+                  fmt::format("{} has dtype {}; scales are f32 ({}) or f8_e8m0 ({})", name,
+                              scale.dtype, SY_F32, SY_F8_E8M0));
+    }
+    if (matrices.scale_rows < 1 || matrices.scale_cols < 1) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("{} is for blocks of {} x {}; both must be at least 1", name,
+                              matrices.scale_rows, matrices.scale_cols));
+    }
+    const std::int64_t rows = ceil_div(matrices.weight.shape[1], matrices.scale_rows);
+    const std::int64_t cols = ceil_div(matrices.weight.shape[2], matrices.scale_cols);
+    if (scale.shape[0] != matrices.weight.shape[0] || scale.shape[1] != rows ||
+        scale.shape[2] != cols) {
+      throw Error(
+          ErrorCode::kShapeMismatch,
+          fmt::format("{} is {}, but weights {} in blocks of {} x {} need [{}, {}, {}]", name,
+                      shape_text(scale), shape_text(matrices.weight), matrices.scale_rows,
+                      matrices.scale_cols, matrices.weight.shape[0], rows, cols));
+    }
+    const bool in_place = scale.dtype == SY_F32 && (scale.strides[2] == 1 || cols == 1);
+    if (in_place) return;
+    if (scale.device_type != SY_CPU) {
+      throw Error(ErrorCode::kUnsupported,
+                  fmt::format("{} is in device memory and not f32 with contiguous rows; convert it "
+                              "to that",
+                              name));
+    }
+    std::vector<float>& copy =
+        copies.emplace_back(static_cast<std::size_t>(scale.shape[0] * rows * cols));
+    auto next = copy.begin();
+    for (std::int64_t e = 0; e < scale.shape[0]; ++e) {
+      for (std::int64_t r = 0; r < rows; ++r) {
+        for (std::int64_t c = 0; c < cols; ++c) {
+          *next++ = scale_value(scale,
+                                e * scale.strides[0] + r * scale.strides[1] + c * scale.strides[2]);
+        }
+      }
+    }
+    copy_ = copy.data();
+    copy_rows_ = rows;
+    copy_cols_ = cols;
+  }
+
+  void put(MatrixView& view, std::int64_t expert) const {
+    const sy_tensor& scale = matrices_.scale;
+    if (!is_given(scale)) return;
+    view.scale_rows = matrices_.scale_rows;
+    view.scale_cols = matrices_.scale_cols;
+    if (copy_ != nullptr) {
+      view.scale = copy_ + expert * copy_rows_ * copy_cols_;
+      view.scale_stride = copy_cols_;
+    } else {
+      view.scale = static_cast<const float*>(scale.data) + expert * scale.strides[0];
+      view.scale_stride = scale.strides[1];
+    }
+  }
+
+ private:
+  const sy_matrices& matrices_;
+  const float* copy_ = nullptr;
+  std::int64_t copy_rows_ = 0, copy_cols_ = 0;
+};
+
+// Fills `matrix` and `bias` of experts[first + i] with the i-th of the tensors.
+void spread(const std::string& name, const sy_matrices& matrices, std::span<FfnWeights> experts,
+            MatrixView FfnWeights::*matrix, VectorView FfnWeights::*bias, ExpertRange own,
+            sy_device_type device_type, ScaleCopies& copies) {
+  if (!is_given(matrices.weight)) {
+    if (is_given(matrices.bias)) {
+      throw Error(ErrorCode::kMissingTensor,
+                  fmt::format("{}.bias is given without {}.weight; pass both", name, name));
+    }
+    return;
+  }
+  check_tensor((name + ".weight").c_str(), matrices.weight, 3, device_type);
+  const std::int64_t count = matrices.weight.shape[0];
+  const auto all = static_cast<std::int64_t>(experts.size());
+  if (count != all && count != own.end - own.begin) {
+    throw Error(
+        ErrorCode::kShapeMismatch,
+        fmt::format("{}.weight is {}; its first dimension must be all {} experts, or the {} "
+                    "that this rank has ({} to {})",
+                    name, shape_text(matrices.weight), all, own.end - own.begin, own.begin,
+                    own.end - 1));
+  }
+  const auto first = static_cast<std::size_t>(count == all ? 0 : own.begin);
+  const DType dtype = dtype_of((name + ".weight").c_str(), matrices.weight.dtype);
+  const Scales scales(name + ".scale", matrices, device_type, copies);
+  DType bias_dtype{};
+  if (is_given(matrices.bias)) {
+    check_tensor((name + ".bias").c_str(), matrices.bias, 2, device_type);
+    bias_dtype = dtype_of((name + ".bias").c_str(), matrices.bias.dtype);
+    if (matrices.bias.shape[0] != count || matrices.bias.shape[1] != matrices.weight.shape[1]) {
+      throw Error(ErrorCode::kShapeMismatch,
+                  fmt::format("{}.bias is {}, but weights {} need [{}, {}]", name,
+                              shape_text(matrices.bias), shape_text(matrices.weight), count,
+                              matrices.weight.shape[1]));
+    }
+  }
+  for (std::int64_t i = 0; i < count; ++i) {
+    FfnWeights& expert = experts[first + static_cast<std::size_t>(i)];
+    expert.*matrix = slice(matrices.weight, dtype, i);
+    scales.put(expert.*matrix, i);
+    if (!is_given(matrices.bias)) continue;
+    expert.*
+        bias = {static_cast<const std::byte*>(matrices.bias.data) +
+                    i * matrices.bias.strides[0] * static_cast<std::int64_t>(size_of(bias_dtype)),
+                bias_dtype, matrices.bias.shape[1], matrices.bias.strides[1]};
+  }
+}
+
+}  // namespace
+
+std::string shape_text(const sy_tensor& tensor) {
+  return fmt::format("[{}]", fmt::join(shape_of(tensor), ", "));
+}
+
+DType dtype_of(const char* name, sy_dtype dtype) {
+  switch (dtype) {
+    case SY_F32:
+      return DType::kF32;
+    case SY_F16:
+      return DType::kF16;
+    case SY_BF16:
+      return DType::kBF16;
+    case SY_F8_E4M3:
+      return DType::kF8E4M3;
+    case SY_I32:
+      return DType::kI32;
+    case SY_I64:
+      return DType::kI64;
+    case SY_U8:
+      return DType::kU8;
+    case SY_F8_E8M0:
+      throw Error(ErrorCode::kDTypeMismatch,
+                  fmt::format("{} is f8_e8m0, which only scales may be", name));
+    default:
+      throw Error(
+          ErrorCode::kDTypeMismatch,
+          fmt::format("{} has the dtype {}, which is none; use SY_F32 and its kin", name, dtype));
+  }
+}
+
+sy_dtype to_c(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return SY_F32;
+    case DType::kF16:
+      return SY_F16;
+    case DType::kBF16:
+      return SY_BF16;
+    case DType::kF8E4M3:
+      return SY_F8_E4M3;
+    case DType::kI32:
+      return SY_I32;
+    case DType::kI64:
+      return SY_I64;
+    case DType::kU8:
+      return SY_U8;
+  }
+  return SY_DTYPE_NONE;
+}
+
+void check_tensor(const char* name, const sy_tensor& tensor, int ndim, sy_device_type device_type) {
+  if (tensor.ndim != ndim) {
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("{} has {} dimensions; it needs {}", name, tensor.ndim, ndim));
+  }
+  std::int64_t elements = 1;
+  for (const std::int64_t size : shape_of(tensor)) {
+    if (size < 0) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("{} is {}; sizes are 0 or more", name, shape_text(tensor)));
+    }
+    elements *= size;
+  }
+  if (elements > 0 && tensor.data == nullptr) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} is {}, but its address is null", name, shape_text(tensor)));
+  }
+  if (device_type != kAnyDevice && tensor.device_type != device_type) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} is in {} memory, but the layer needs {} memory; move it there",
+                            name, name_of(tensor.device_type), name_of(device_type)));
+  }
+}
+
+MatrixView matrix(const char* name, const sy_tensor& tensor, sy_device_type device_type) {
+  check_tensor(name, tensor, 2, device_type);
+  return {tensor.data,       dtype_of(name, tensor.dtype),
+          tensor.shape[0],   tensor.shape[1],
+          tensor.strides[0], tensor.strides[1]};
+}
+
+VectorView vector(const char* name, const sy_tensor& tensor, sy_device_type device_type) {
+  check_tensor(name, tensor, 1, device_type);
+  return {tensor.data, dtype_of(name, tensor.dtype), tensor.shape[0], tensor.strides[0]};
+}
+
+MoeWeights weights_of(const sy_layer_weights& given, int num_experts, ExpertRange own, bool gated,
+                      sy_device_type device_type, ScaleCopies& copies) {
+  MoeWeights weights;
+  weights.experts.resize(static_cast<std::size_t>(num_experts));
+  const auto experts = std::span(weights.experts);
+  if (gated) {
+    spread("gate", given.gate, experts, &FfnWeights::gate, &FfnWeights::gate_bias, own, device_type,
+           copies);
+  } else if (is_given(given.gate.weight)) {
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("gate.weight is {}, but the activation is plain (gated is 0); leave "
+                            "gate absent, or set gated",
+                            shape_text(given.gate.weight)));
+  }
+  spread("up", given.up, experts, &FfnWeights::up, &FfnWeights::up_bias, own, device_type, copies);
+  spread("down", given.down, experts, &FfnWeights::down, &FfnWeights::down_bias, own, device_type,
+         copies);
+  const auto shared = std::span(&weights.shared, 1);
+  const ExpertRange one{0, 1};
+  spread("shared_gate", given.shared_gate, shared, &FfnWeights::gate, &FfnWeights::gate_bias, one,
+         device_type, copies);
+  spread("shared_up", given.shared_up, shared, &FfnWeights::up, &FfnWeights::up_bias, one,
+         device_type, copies);
+  spread("shared_down", given.shared_down, shared, &FfnWeights::down, &FfnWeights::down_bias, one,
+         device_type, copies);
+  if (is_given(given.router)) weights.router = matrix("router", given.router, device_type);
+  if (is_given(given.router_bias)) {
+    weights.router_bias = vector("router_bias", given.router_bias, device_type);
+  }
+  if (is_given(given.correction_bias)) {
+    weights.correction_bias = vector("correction_bias", given.correction_bias, device_type);
+  }
+  if (is_given(given.hash_table)) {
+    weights.hash_table = matrix("hash_table", given.hash_table, device_type);
+  }
+  if (is_given(given.shared_sigmoid)) {
+    weights.shared_gate = vector("shared_sigmoid", given.shared_sigmoid, device_type);
+  }
+  return weights;
+}
+
+}  // namespace switchyard::c_api

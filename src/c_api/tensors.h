@@ -1,0 +1,41 @@
+// The caller's tensors as the C++ interface takes them.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "switchyard/c.h"
+#include "switchyard/tensor.h"
+#include "switchyard/weights.h"
+
+namespace switchyard::c_api {
+
+inline bool is_given(const sy_tensor& tensor) { return tensor.ndim != 0; }
+
+// Throws Error{kDTypeMismatch} for a number that is none, and for SY_F8_E8M0.
+DType dtype_of(const char* name, sy_dtype dtype);
+sy_dtype to_c(DType dtype);
+
+// "[2, 3, 4]".
+std::string shape_text(const sy_tensor& tensor);
+
+// Throws Error{kShapeMismatch} for another number of dimensions, {kInvalidArgument} for a negative
+// one, for elements without an address, or for memory of another kind of device than `device_type`,
+// which kAnyDevice leaves open.
+inline constexpr sy_device_type kAnyDevice = 0;
+void check_tensor(const char* name, const sy_tensor& tensor, int ndim, sy_device_type device_type);
+
+// [rows, cols].
+MatrixView matrix(const char* name, const sy_tensor& tensor, sy_device_type device_type);
+// [size].
+VectorView vector(const char* name, const sy_tensor& tensor, sy_device_type device_type);
+
+// Scales in the form that MatrixView refers to, where the caller's have another.
+using ScaleCopies = std::deque<std::vector<float>>;
+
+// The weights of a layer with `num_experts` experts, of which this rank has `own`.
+MoeWeights weights_of(const sy_layer_weights& given, int num_experts, ExpertRange own, bool gated,
+                      sy_device_type device_type, ScaleCopies& copies);
+
+}  // namespace switchyard::c_api

@@ -1,0 +1,239 @@
+// The C interface: what it makes of exceptions, struct sizes, strides and handles. What a layer
+// computes is tested in C++ and Python.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "switchyard/c.h"
+
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+sy_error last_error() {
+  sy_error error = SY_ERROR_INIT;
+  EXPECT_EQ(sy_last_error(&error), SY_OK);
+  return error;
+}
+
+template <typename T>
+sy_tensor tensor(std::vector<T>& values, sy_dtype dtype, std::vector<std::int64_t> shape) {
+  sy_tensor t{};
+  t.data = values.data();
+  t.dtype = dtype;
+  t.ndim = static_cast<std::int32_t>(shape.size());
+  t.device_type = SY_CPU;
+  std::int64_t stride = 1;
+  for (int d = t.ndim - 1; d >= 0; --d) {
+    t.shape[d] = shape[static_cast<std::size_t>(d)];
+    t.strides[d] = stride;
+    stride *= t.shape[d];
+  }
+  return t;
+}
+
+// Two experts, H 4, I 2, top-1; expert e's output is 2 (e + 1) x silu(x . 1).
+class Experts : public ::testing::Test {
+ protected:
+  static constexpr int kHidden = 4, kIntermediate = 2, kNumExperts = 2, kTopK = 1;
+
+  Experts() {
+    EXPECT_EQ(sy_world_single(nullptr, &world_), SY_OK);
+    spec_.hidden = kHidden;
+    spec_.intermediate = kIntermediate;
+    spec_.num_experts = kNumExperts;
+    spec_.top_k = kTopK;
+    spec_.activation.gated = 0;
+    spec_.activation.kind = SY_IDENTITY;
+    for (int i = 0; i < kIntermediate * kHidden; ++i) down_.at(8 + i) = 2.0f;
+    weights_.up.weight = tensor(up_, SY_F32, {kNumExperts, kIntermediate, kHidden});
+    weights_.down.weight = tensor(down_, SY_F32, {kNumExperts, kHidden, kIntermediate});
+    options_.max_tokens = 8;
+  }
+  ~Experts() override {
+    EXPECT_EQ(sy_layer_destroy(&layer_), SY_OK);
+    EXPECT_EQ(sy_world_destroy(&world_), SY_OK);
+  }
+
+  sy_status create() { return sy_layer_create(world_, &spec_, &weights_, &options_, &layer_); }
+  template <typename Id>
+  sy_status forward(std::vector<Id> ids, sy_dtype id_type) {
+    const auto tokens = static_cast<std::int64_t>(ids.size());
+    x_.assign(static_cast<std::size_t>(tokens * kHidden), 1.0f);
+    y_.assign(x_.size(), -1.0f);
+    std::vector<float> weights(ids.size(), 1.0f);
+    sy_forward call = SY_FORWARD_INIT;
+    call.x = tensor(x_, SY_F32, {tokens, kHidden});
+    call.out = tensor(y_, SY_F32, {tokens, kHidden});
+    call.topk_ids = tensor(ids, id_type, {tokens, kTopK});
+    call.topk_weights = tensor(weights, SY_F32, {tokens, kTopK});
+    return sy_layer_forward(layer_, &call);
+  }
+
+  std::vector<float> up_ = std::vector<float>(kNumExperts * kIntermediate * kHidden, 1.0f);
+  std::vector<float> down_ = std::vector<float>(kNumExperts * kIntermediate * kHidden, 1.0f);
+  std::vector<float> x_, y_;
+  sy_world* world_ = nullptr;
+  sy_layer* layer_ = nullptr;
+  sy_layer_spec spec_ = SY_LAYER_SPEC_INIT;
+  sy_layer_weights weights_ = SY_LAYER_WEIGHTS_INIT;
+  sy_layer_options options_ = SY_LAYER_OPTIONS_INIT;
+};
+
+TEST_F(Experts, ComputeWithIdsOfBothTypes) {
+  ASSERT_EQ(create(), SY_OK) << last_error().message;
+  ASSERT_EQ(forward<std::int32_t>({0, 1, -1}, SY_I32), SY_OK) << last_error().message;
+  EXPECT_THAT(y_, ElementsAre(8, 8, 8, 8, 16, 16, 16, 16, 0, 0, 0, 0));
+  ASSERT_EQ(forward<std::int64_t>({1, 0}, SY_I64), SY_OK) << last_error().message;
+  EXPECT_THAT(y_, ElementsAre(16, 16, 16, 16, 8, 8, 8, 8));
+}
+
+TEST_F(Experts, TransposedWeightsAreViews) {
+  // [E, H, I] in memory, told as [E, I, H].
+  weights_.up.weight.strides[1] = 1;
+  weights_.up.weight.strides[2] = kIntermediate;
+  up_ = {1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2};
+  ASSERT_EQ(create(), SY_OK) << last_error().message;
+  ASSERT_EQ(forward<std::int32_t>({0}, SY_I32), SY_OK) << last_error().message;
+  EXPECT_THAT(y_, ElementsAre(12, 12, 12, 12));
+}
+
+TEST_F(Experts, ScalesOfPowersOfTwo) {
+  std::vector<std::uint8_t> codes(up_.size(), 0x38);  // 1.0 in f8_e4m3
+  std::vector<std::uint8_t> scales = {127, 128};      // 1 and 2
+  std::vector<std::uint8_t> down_codes(down_.size(), 0x38);
+  std::vector<float> down_scales = {1, 1};
+  weights_.up.weight = tensor(codes, SY_F8_E4M3, {kNumExperts, kIntermediate, kHidden});
+  weights_.up.scale = tensor(scales, SY_F8_E8M0, {kNumExperts, 1, 1});
+  weights_.up.scale_rows = kIntermediate;
+  weights_.up.scale_cols = kHidden;
+  weights_.down.weight = tensor(down_codes, SY_F8_E4M3, {kNumExperts, kHidden, kIntermediate});
+  weights_.down.scale = tensor(down_scales, SY_F32, {kNumExperts, 1, 1});
+  weights_.down.scale_rows = kHidden;
+  weights_.down.scale_cols = kIntermediate;
+  options_.compute = SY_F32;
+  ASSERT_EQ(create(), SY_OK) << last_error().message;
+  ASSERT_EQ(forward<std::int32_t>({0, 1}, SY_I32), SY_OK) << last_error().message;
+  EXPECT_THAT(y_, ElementsAre(8, 8, 8, 8, 16, 16, 16, 16));
+}
+
+TEST_F(Experts, BadIdsAreErrorsOrSkippedAndCounted) {
+  ASSERT_EQ(create(), SY_OK);
+  EXPECT_EQ(forward<std::int64_t>({5'000'000'000}, SY_I64), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("topk_ids[0][0] is 5000000000"));
+  EXPECT_EQ(sy_layer_destroy(&layer_), SY_OK);
+
+  options_.bad_ids = SY_BAD_IDS_SKIP;
+  options_.large_ids_are_none = 1;
+  ASSERT_EQ(create(), SY_OK);
+  ASSERT_EQ(forward<std::int32_t>({-7, 2, 1}, SY_I32), SY_OK) << last_error().message;
+  EXPECT_THAT(y_, ElementsAre(0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16));
+  std::array<std::int64_t, kNumExperts> tokens_per_expert{};
+  sy_stats stats = SY_STATS_INIT;
+  stats.num_experts = kNumExperts;
+  stats.tokens_per_expert = tokens_per_expert.data();
+  ASSERT_EQ(sy_layer_get_stats(layer_, &stats), SY_OK);
+  EXPECT_EQ(stats.bad_slots, 1);  // 2 means none
+  EXPECT_THAT(tokens_per_expert, ElementsAre(0, 1));
+}
+
+TEST_F(Experts, StructsSayTheirSizes) {
+  spec_.struct_size = 8;
+  EXPECT_EQ(create(), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("sy_layer_spec.struct_size is 8"));
+
+  // A caller compiled with a later version of the header.
+  struct Later {
+    sy_layer_spec spec = SY_LAYER_SPEC_INIT;
+    std::int64_t field_of_the_future = 0;
+  } later;
+  spec_.struct_size = sizeof(Later);
+  later.spec = spec_;
+  EXPECT_EQ(sy_layer_create(world_, &later.spec, &weights_, &options_, &layer_), SY_OK);
+  EXPECT_EQ(sy_layer_destroy(&layer_), SY_OK);
+  later.field_of_the_future = 1;
+  EXPECT_EQ(sy_layer_create(world_, &later.spec, &weights_, &options_, &layer_), SY_UNSUPPORTED);
+}
+
+TEST_F(Experts, NullIsAnError) {
+  EXPECT_EQ(sy_layer_create(nullptr, &spec_, &weights_, &options_, &layer_), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("world is null"));
+  EXPECT_EQ(sy_layer_create(world_, &spec_, &weights_, &options_, nullptr), SY_INVALID_ARGUMENT);
+  EXPECT_EQ(sy_layer_forward(nullptr, nullptr), SY_INVALID_ARGUMENT);
+  EXPECT_EQ(sy_last_error(nullptr), SY_INVALID_ARGUMENT);
+}
+
+TEST_F(Experts, ErrorsOfTensorsNameThem) {
+  sy_layer_weights weights = weights_;
+  weights_.up.weight.shape[0] = 3;
+  EXPECT_EQ(create(), SY_SHAPE_MISMATCH);
+  EXPECT_THAT(last_error().message, HasSubstr("up.weight is [3, 2, 4]"));
+  weights_ = weights;
+  weights_.down.weight.device_type = SY_CUDA;
+  EXPECT_EQ(create(), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("down.weight is in CUDA memory"));
+  weights_ = weights;
+  weights_.up.weight.dtype = 99;
+  EXPECT_EQ(create(), SY_DTYPE_MISMATCH);
+  weights_ = weights;
+  weights_.up.weight.data = nullptr;
+  EXPECT_EQ(create(), SY_INVALID_ARGUMENT);
+}
+
+TEST_F(Experts, HandlesAreSafeToEndTwice) {
+  ASSERT_EQ(create(), SY_OK);
+  EXPECT_EQ(sy_layer_destroy(&layer_), SY_OK);
+  EXPECT_EQ(layer_, nullptr);
+  EXPECT_EQ(sy_layer_destroy(&layer_), SY_OK);
+}
+
+TEST(Errors, BelongToTheirThread) {
+  sy_world* world = nullptr;
+  ASSERT_EQ(sy_world_threads(0, nullptr, &world), SY_INVALID_ARGUMENT);
+  const std::string message = last_error().message;
+  std::thread([] {
+    EXPECT_EQ(last_error().code, SY_OK);
+    EXPECT_EQ(sy_world_destroy(nullptr), SY_INVALID_ARGUMENT);
+  }).join();
+  EXPECT_EQ(last_error().message, message);
+  EXPECT_EQ(last_error().code, SY_INVALID_ARGUMENT);
+}
+
+TEST(Errors, OfWaitsNameTheRank) {
+  std::array<sy_world*, 2> worlds{};
+  sy_world_options options = SY_WORLD_OPTIONS_INIT;
+  options.deadline_seconds = 0.2;
+  ASSERT_EQ(sy_world_threads(2, &options, worlds.data()), SY_OK);
+  EXPECT_EQ(sy_world_barrier(worlds[0]), SY_TIMEOUT);
+  const sy_error error = last_error();
+  EXPECT_EQ(error.wait_failed, 1);
+  EXPECT_EQ(error.waiter_rank, 0);
+  EXPECT_EQ(error.peer_rank, 1);
+  for (sy_world*& world : worlds) EXPECT_EQ(sy_world_destroy(&world), SY_OK);
+}
+
+TEST(TopK, ChoosesAsTheRoutingSays) {
+  std::vector<float> logits = {0, 2, 1, 1, 0, 3};
+  std::vector<std::int32_t> ids(4);
+  std::vector<float> weights(4);
+  const sy_tensor l = tensor(logits, SY_F32, {2, 3});
+  const sy_tensor i = tensor(ids, SY_I32, {2, 2});
+  const sy_tensor w = tensor(weights, SY_F32, {2, 2});
+  sy_routing routing = SY_ROUTING_INIT;
+  routing.renormalize = 1;
+  std::int64_t nans = -1;
+  ASSERT_EQ(sy_topk(&routing, 2, &l, nullptr, &i, &w, &nans), SY_OK) << last_error().message;
+  EXPECT_THAT(ids, ElementsAre(1, 2, 2, 0));
+  EXPECT_NEAR(weights[0], 1 / (1 + std::exp(-1.0f)), 1e-6);
+  EXPECT_EQ(nans, 0);
+  routing.method = 7;
+  EXPECT_EQ(sy_topk(&routing, 2, &l, nullptr, &i, &w, &nans), SY_INVALID_ARGUMENT);
+}
+
+}  // namespace
