@@ -1,0 +1,92 @@
+"""Mixture-of-Experts layers as one self-scheduling kernel per rank.
+
+::
+
+    import switchyard, torch
+
+    experts = switchyard.Experts(w13, w2, top_k=8)      # [E, 2 I, H] and [E, H, I], used in place
+    y = experts(x, topk_ids, topk_weights)              # one kernel on the current stream
+
+``switchyard.register_with_transformers()`` makes ``experts_implementation="switchyard"`` known to
+transformers. ``python -m switchyard doctor`` says what this machine can do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._abi import has_cuda, version
+from ._activation import Activation
+from .errors import (
+    Aborted,
+    CapacityExceeded,
+    DTypeMismatch,
+    Error,
+    InvalidArgument,
+    InvalidConfig,
+    InvalidFile,
+    MissingTensor,
+    OutOfMemory,
+    ShapeMismatch,
+    SpecMismatch,
+    SystemFailure,
+    Timeout,
+    Unsupported,
+)
+from ._experts import Experts, Stats, experts
+from ._routing import Routing, topk
+from ._world import World
+
+if TYPE_CHECKING:
+    from ._layer import MoeLayer
+    from ._hf import patch, register_with_transformers
+
+__version__ = version()
+
+__all__ = [
+    "Aborted",
+    "Activation",
+    "CapacityExceeded",
+    "DTypeMismatch",
+    "Error",
+    "Experts",
+    "InvalidArgument",
+    "InvalidConfig",
+    "InvalidFile",
+    "MissingTensor",
+    "MoeLayer",
+    "OutOfMemory",
+    "Routing",
+    "ShapeMismatch",
+    "SpecMismatch",
+    "Stats",
+    "SystemFailure",
+    "Timeout",
+    "Unsupported",
+    "World",
+    "experts",
+    "has_cuda",
+    "patch",
+    "register_with_transformers",
+    "topk",
+    "version",
+]
+
+# What needs torch or transformers, imported when it is asked for.
+_LATER = {
+    "MoeLayer": "_layer",
+    "patch": "_hf",
+    "register_with_transformers": "_hf",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        import importlib
+
+        return getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

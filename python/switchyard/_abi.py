@@ -1,0 +1,352 @@
+"""The library as ctypes sees it: include/switchyard/c.h, struct by struct."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+
+ABI_VERSION = 1
+
+NONE, F32, F16, BF16, F8_E4M3, I32, I64, U8, F8_E8M0 = range(9)
+DTYPE_NAMES = ["none", "f32", "f16", "bf16", "f8_e4m3", "i32", "i64", "u8", "f8_e8m0"]
+ITEM_SIZES = [0, 4, 2, 2, 1, 4, 8, 1, 1]
+CPU, CUDA = 1, 2
+
+
+class Tensor(Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("dtype", c_int32),
+        ("ndim", c_int32),
+        ("device_type", c_int32),
+        ("device_id", c_int32),
+        ("shape", c_int64 * 4),
+        ("strides", c_int64 * 4),
+    ]
+
+
+class _Sized(Structure):
+    def __init__(self, **fields: object) -> None:
+        super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
+
+
+class ErrorInfo(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("code", c_int32),
+        ("message", c_char_p),
+        ("wait_failed", c_int32),
+        ("waiter_rank", c_int32),
+        ("peer_rank", c_int32),
+        ("reserved", c_uint32),
+        ("phase", c_char_p),
+        ("epoch", c_uint64),
+        ("slot", c_uint64),
+        ("expected", c_uint64),
+        ("observed", c_uint64),
+        ("waited_seconds", c_double),
+    ]
+
+
+class WorldOptions(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("deadline_seconds", c_double),
+        ("rendezvous", c_char_p),
+    ]
+
+
+class WorldInfo(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("rank", c_int32),
+        ("size", c_int32),
+        ("reserved", c_uint32),
+        ("deadline_seconds", c_double),
+        ("fabric", c_char_p),
+    ]
+
+
+class Activation(Structure):
+    _fields_ = [
+        ("kind", c_int32),
+        ("gated", c_int32),
+        ("alpha", c_float),
+        ("limit", c_float),
+        ("up_bias", c_float),
+        ("reserved", c_uint32),
+    ]
+
+
+class Routing(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("method", c_int32),
+        ("score", c_int32),
+        ("top_k_before_score", c_int32),
+        ("renormalize", c_int32),
+        ("renormalize_epsilon", c_float),
+        ("has_correction_bias", c_int32),
+        ("num_groups", c_int32),
+        ("top_k_groups", c_int32),
+        ("group_score", c_int32),
+        ("scale", c_float),
+        ("jitter_eps", c_float),
+    ]
+
+
+class LayerSpec(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("hidden", c_int32),
+        ("intermediate", c_int32),
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("router_bias", c_int32),
+        ("expert_bias", c_int32),
+        ("shared_intermediate", c_int32),
+        ("shared_sigmoid_gate", c_int32),
+        ("weight_on_input", c_int32),
+        ("capacity_factor", c_float),
+        ("reserved", c_uint32),
+        ("activation", Activation),
+        ("routing", POINTER(Routing)),
+    ]
+
+
+class Matrices(Structure):
+    _fields_ = [
+        ("weight", Tensor),
+        ("scale", Tensor),
+        ("bias", Tensor),
+        ("scale_rows", c_int64),
+        ("scale_cols", c_int64),
+    ]
+
+
+class LayerWeights(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("gate", Matrices),
+        ("up", Matrices),
+        ("down", Matrices),
+        ("router", Tensor),
+        ("router_bias", Tensor),
+        ("correction_bias", Tensor),
+        ("hash_table", Tensor),
+        ("shared_gate", Matrices),
+        ("shared_up", Matrices),
+        ("shared_down", Matrices),
+        ("shared_sigmoid", Tensor),
+        ("placement", Tensor),
+    ]
+
+
+class LayerOptions(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("backend", c_int32),
+        ("max_tokens", c_int32),
+        ("num_threads", c_int32),
+        ("device", c_int32),
+        ("reserved_sms", c_int32),
+        ("compute", c_int32),
+        ("trace", c_int32),
+        ("no_cooperative_launch", c_int32),
+        ("bad_ids", c_int32),
+        ("large_ids_are_none", c_int32),
+        ("reserved", c_uint32),
+        ("deadline_seconds", c_double),
+        ("workspace", c_void_p),
+        ("share_memory_with", c_void_p),
+    ]
+
+
+class Forward(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("accumulate", c_int32),
+        ("out_scale", c_float),
+        ("reserved", c_uint32),
+        ("stream", c_void_p),
+        ("x", Tensor),
+        ("topk_ids", Tensor),
+        ("topk_weights", Tensor),
+        ("out", Tensor),
+        ("x_scale", Tensor),
+        ("logits", Tensor),
+        ("token_ids", Tensor),
+        ("ids_out", Tensor),
+        ("weights_out", Tensor),
+    ]
+
+
+class LayerInfo(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("backend", c_int32),
+        ("compute", c_int32),
+        ("num_threads", c_int32),
+        ("workspace_bytes", c_uint64),
+        ("max_tokens", c_int32),
+        ("device", c_int32),
+        ("hidden", c_int32),
+        ("intermediate", c_int32),
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("has_router", c_int32),
+        ("shared_intermediate", c_int32),
+        ("activation", Activation),
+    ]
+
+
+class Stats(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("num_experts", c_int32),
+        ("tokens_per_expert", POINTER(c_int64)),
+        ("epoch", c_uint64),
+        ("tokens", c_int64),
+        ("dropped_slots", c_int64),
+        ("nan_logits", c_int64),
+        ("nan_tokens", c_int64),
+        ("bad_slots", c_int64),
+        ("dispatch_bytes", c_uint64),
+        ("combine_bytes", c_uint64),
+        ("signal_bytes", c_uint64),
+        ("heap_bytes_used", c_uint64),
+        ("heap_bytes_reserved", c_uint64),
+        ("workspace_bytes_used", c_uint64),
+        ("gate_seconds", c_double),
+        ("plan_seconds", c_double),
+        ("total_seconds", c_double),
+    ]
+
+
+class WorkspaceOptions(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("backend", c_int32),
+        ("hidden", c_int32),
+        ("intermediate", c_int32),
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("max_tokens", c_int32),
+        ("compute", c_int32),
+        ("slots", c_int32),
+        ("device", c_int32),
+    ]
+
+
+_HANDLE = c_void_p
+_FUNCTIONS: dict[str, list[object]] = {
+    "sy_last_error": [POINTER(ErrorInfo)],
+    "sy_world_single": [POINTER(WorldOptions), POINTER(_HANDLE)],
+    "sy_world_threads": [c_int32, POINTER(WorldOptions), POINTER(_HANDLE)],
+    "sy_world_processes": [c_int32, c_int32, POINTER(WorldOptions), POINTER(_HANDLE)],
+    "sy_world_from_environment": [POINTER(WorldOptions), POINTER(_HANDLE)],
+    "sy_world_get_info": [_HANDLE, POINTER(WorldInfo)],
+    "sy_world_barrier": [_HANDLE],
+    "sy_world_abort": [_HANDLE],
+    "sy_world_destroy": [POINTER(_HANDLE)],
+    "sy_own_experts": [c_int32, c_int32, c_int32, POINTER(c_int32), POINTER(c_int32)],
+    "sy_layer_create": [
+        _HANDLE,
+        POINTER(LayerSpec),
+        POINTER(LayerWeights),
+        POINTER(LayerOptions),
+        POINTER(_HANDLE),
+    ],
+    "sy_layer_from_checkpoint": [
+        _HANDLE,
+        c_char_p,
+        c_int32,
+        POINTER(LayerOptions),
+        POINTER(_HANDLE),
+    ],
+    "sy_layer_destroy": [POINTER(_HANDLE)],
+    "sy_layer_forward": [_HANDLE, c_void_p],
+    "sy_layer_check": [_HANDLE],
+    "sy_layer_refresh": [_HANDLE, c_void_p],
+    "sy_layer_rebind": [_HANDLE, POINTER(LayerWeights)],
+    "sy_layer_get_info": [_HANDLE, POINTER(LayerInfo)],
+    "sy_layer_get_stats": [_HANDLE, POINTER(Stats)],
+    "sy_layer_trace": [_HANDLE, c_void_p, POINTER(c_uint64)],
+    "sy_workspace_create": [_HANDLE, POINTER(WorkspaceOptions), POINTER(_HANDLE)],
+    "sy_workspace_bytes": [_HANDLE, POINTER(c_uint64)],
+    "sy_workspace_release": [_HANDLE],
+    "sy_workspace_restore": [_HANDLE],
+    "sy_workspace_destroy": [POINTER(_HANDLE)],
+    "sy_topk": [
+        POINTER(Routing),
+        c_int32,
+        POINTER(Tensor),
+        POINTER(Tensor),
+        POINTER(Tensor),
+        POINTER(Tensor),
+        POINTER(c_int64),
+    ],
+}
+
+
+def _path() -> pathlib.Path:
+    """The library beside this file, or where SWITCHYARD_LIBRARY says: a build that is worked on."""
+    named = os.environ.get("SWITCHYARD_LIBRARY")
+    if named:
+        return pathlib.Path(named)
+    return pathlib.Path(__file__).parent / "lib" / "libswitchyard_c.so"
+
+
+def _load() -> ctypes.CDLL:
+    path = _path()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ImportError(
+            f"switchyard's library {path} cannot be loaded: {error}. Install the package for this "
+            "platform (Linux, x86-64 or AArch64), or build it with: pip install ."
+        ) from error
+    found = library.sy_abi_version()
+    if found != ABI_VERSION:
+        raise ImportError(
+            f"{path} has version {found} of the C interface, and this package needs {ABI_VERSION}: "
+            "library and package come from different versions. Install the package anew."
+        )
+    library.sy_version.restype = c_char_p
+    for name, arguments in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = c_int32
+    return library
+
+
+library = _load()
+
+
+def version() -> str:
+    return library.sy_version().decode()
+
+
+def has_cuda() -> bool:
+    return bool(library.sy_has_cuda())
+
+
+def last_error() -> ErrorInfo:
+    error = ErrorInfo()
+    library.sy_last_error(ctypes.byref(error))
+    return error

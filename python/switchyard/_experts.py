@@ -1,0 +1,880 @@
+"""One layer's experts over the caller's tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import math
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from ctypes import byref
+from typing import Any, Literal
+
+from . import _abi, _arrays
+from ._activation import Activation
+from .errors import (
+    DTypeMismatch,
+    InvalidArgument,
+    MissingTensor,
+    ShapeMismatch,
+    Unsupported,
+    check,
+    raise_last,
+)
+from ._world import World, close_handle, default_world
+
+Order = Literal["gate_up", "up_gate", "interleaved"]
+BadIds = Literal["raise", "skip"]
+
+_forward = _abi.library.sy_layer_forward
+_ORDERS = ("gate_up", "up_gate", "interleaved")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Of the last pass; zeros before the first.
+
+    Attributes
+    ----------
+    epoch : int
+        The number of the pass, from 1 on.
+    tokens : int
+        Of this rank.
+    tokens_per_expert : tuple of int
+        [E], over all ranks.
+    dropped_slots, nan_logits, nan_tokens, bad_slots : int
+        Of this rank.
+    dispatch_bytes, combine_bytes, signal_bytes : int
+        Written into other ranks' memory.
+    heap_bytes_used, heap_bytes_reserved, workspace_bytes_used : int
+        Of this rank.
+    gate_seconds, plan_seconds, total_seconds : float
+        From the start of the pass. Zeros on GPUs for passes of graphs.
+    """
+
+    epoch: int
+    tokens: int
+    tokens_per_expert: tuple[int, ...]
+    dropped_slots: int
+    nan_logits: int
+    nan_tokens: int
+    bad_slots: int
+    dispatch_bytes: int
+    combine_bytes: int
+    signal_bytes: int
+    heap_bytes_used: int
+    heap_bytes_reserved: int
+    workspace_bytes_used: int
+    gate_seconds: float
+    plan_seconds: float
+    total_seconds: float
+
+
+# Layers by number, for operators of torch, which take numbers but no objects.
+_by_number: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
+_numbers = 0
+_lock = threading.Lock()
+
+
+class Handle:
+    """A layer of the library: what `Experts` and `MoeLayer` have in common."""
+
+    def __init__(self, handle: ctypes.c_void_p, keep: Any) -> None:
+        global _numbers
+        self._handle = handle
+        # The library does not own what the layer reads.
+        self._keep = keep
+        self._call = _abi.Forward(out_scale=1.0)
+        self._call_address = ctypes.addressof(self._call)
+        self._seen: Any = None
+        self._finalizer = weakref.finalize(
+            self, close_handle, _abi.library.sy_layer_destroy, handle
+        )
+        info = _abi.LayerInfo()
+        check(_abi.library.sy_layer_get_info(handle, byref(info)))
+        self.hidden: int = info.hidden
+        self.intermediate: int = info.intermediate
+        self.num_experts: int = info.num_experts
+        self.top_k: int = info.top_k
+        self.max_tokens: int = info.max_tokens
+        self.activation = Activation._from_c(info.activation)
+        self.compute: str = _abi.DTYPE_NAMES[info.compute]
+        self.backend: str = "cuda" if info.backend == _abi.CUDA else "cpu"
+        self.workspace_bytes: int = info.workspace_bytes
+        self._has_router = bool(info.has_router)
+        with _lock:
+            _numbers += 1
+            self._number = _numbers
+        _by_number[self._number] = self
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._handle
+
+    def close(self) -> None:
+        """Give memory and threads back. May be called again. Not while a pass is on its way."""
+        self._finalizer()
+        self._keep = None
+        self._seen = None
+
+    def check(self) -> None:
+        """Raise what a pass that has ended failed with. Waits for nothing.
+
+        Call it where graphs are replayed instead of calling the layer.
+
+        Raises
+        ------
+        Timeout, Aborted, InvalidArgument
+        """
+        check(_abi.library.sy_layer_check(self._open()))
+
+    def refresh(self, stream: int | None = None) -> None:
+        """Read scales and biases anew, after they were changed in place.
+
+        Raises
+        ------
+        Unsupported
+            By a library that cannot: make the layer anew.
+        """
+        check(_abi.library.sy_layer_refresh(self._open(), stream))
+
+    def stats(self) -> Stats:
+        """Of the last pass. On GPUs it waits for the device."""
+        counts = (ctypes.c_int64 * self.num_experts)()
+        stats = _abi.Stats(
+            num_experts=self.num_experts,
+            tokens_per_expert=ctypes.cast(counts, ctypes.POINTER(ctypes.c_int64)),
+        )
+        check(_abi.library.sy_layer_get_stats(self._open(), byref(stats)))
+        values = {field.name: getattr(stats, field.name) for field in dataclasses.fields(Stats)}
+        return Stats(**values | {"tokens_per_expert": tuple(counts)})
+
+    def trace(self) -> dict[str, Any]:
+        """What this rank did in the last pass, in the Trace Event Format, for ui.perfetto.dev.
+
+        Raises
+        ------
+        InvalidArgument
+            Unless the layer was made with ``trace=True``.
+        """
+        size = ctypes.c_uint64()
+        check(_abi.library.sy_layer_trace(self._open(), None, byref(size)))
+        text = ctypes.create_string_buffer(size.value)
+        check(_abi.library.sy_layer_trace(self._open(), text, byref(size)))
+        return json.loads(text.value)
+
+    def _open(self) -> ctypes.c_void_p:
+        if not self._handle:
+            raise InvalidArgument("the layer is closed; make another")
+        return self._handle
+
+    # ------------------------------------------------------------------------------- one pass
+
+    def _run(
+        self,
+        x: Any,
+        topk_ids: Any,
+        topk_weights: Any,
+        out: Any,
+        x_scale: Any = None,
+        accumulate: bool = False,
+        scale: float = 1.0,
+        **more: Any,
+    ) -> None:
+        """One pass of arrays of any kind."""
+        call = self._call
+        self._seen = None
+        keep = []
+
+        def put(name: str, array: Any) -> None:
+            if array is None:
+                getattr(call, name).ndim = 0
+                return
+            tensor, kept = _arrays.describe(name, array)
+            setattr(call, name, tensor)
+            keep.append(kept)
+
+        put("x", x)
+        put("topk_ids", topk_ids)
+        put("topk_weights", topk_weights)
+        put("out", out)
+        put("x_scale", x_scale)
+        for name in ("logits", "token_ids", "ids_out", "weights_out"):
+            put(name, more.get(name))
+        call.accumulate = int(accumulate)
+        call.out_scale = scale
+        call.stream = current_stream(x) if self.backend == "cuda" else None
+        if _forward(self._open(), self._call_address):
+            raise_last()
+        del keep
+
+    def _run_tensors(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> None:
+        """As _run(), for tensors of torch and the plainest of calls, which servers make at each
+        layer of each step. What the tensors look like is described once, until it changes; then
+        only addresses are passed.
+        """
+        seen = (
+            x.shape,
+            x.stride(),
+            x.dtype,
+            x.get_device(),
+            topk_ids.shape,
+            topk_ids.stride(),
+            topk_ids.dtype,
+            topk_ids.get_device(),
+            topk_weights.stride(),
+            topk_weights.shape,
+            topk_weights.dtype,
+            topk_weights.get_device(),
+            out.shape,
+            out.stride(),
+            out.dtype,
+            out.get_device(),
+        )
+        if seen != self._seen:
+            self._run(x, topk_ids, topk_weights, out)
+            call = self._call
+            self._seen = seen
+            self._slots = (call.x, call.topk_ids, call.topk_weights, call.out)
+            return
+        a, b, c, d = self._slots
+        a.data = x.data_ptr()
+        b.data = topk_ids.data_ptr()
+        c.data = topk_weights.data_ptr()
+        d.data = out.data_ptr()
+        if seen[3] >= 0:
+            self._call.stream = current_stream(x)
+        if _forward(self._handle, self._call_address):
+            self._open()
+            raise_last()
+
+
+def current_stream(x: Any) -> int | None:
+    """The stream of torch that work on x's device goes to; of other arrays the default stream."""
+    if not _arrays.is_torch(x) or x.device.type != "cuda":
+        return None
+    torch = sys.modules["torch"]
+    return torch._C._cuda_getCurrentRawStream(x.get_device())
+
+
+def layer_of(number: int) -> Handle:
+    """The layer with a number.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is gone: compiled code does not keep layers alive.
+    """
+    layer = _by_number.get(number)
+    if layer is None:
+        raise InvalidArgument(
+            f"layer {number} is gone, but compiled code calls it; keep the Experts object"
+        )
+    return layer
+
+
+class Experts(Handle):
+    """One layer's experts over the caller's tensors: it owns and copies no weight matrix.
+
+    ``out[t] = sum_k topk_weights[t, k] * down_e(act(gate_e x[t], up_e x[t]))``, with
+    ``e = topk_ids[t, k]``. Collective: every rank of the world makes it, and calls it.
+
+    Parameters
+    ----------
+    w13 : array [n, 2 I, H], or [n, I, H] where the activation is plain
+        Gate and up projections, in `order`; bf16, fp16, fp32 or float8_e4m3fn. n is the number of
+        this rank's experts, or of all. Any strides.
+    w2 : array [n, H, I]
+        Down projections.
+    top_k : int
+        Experts of a token, K.
+    max_tokens : int
+        Most tokens of a call on this rank; the same on all ranks.
+    activation : Activation
+    order : {"gate_up", "up_gate", "interleaved"}
+        Of w13's rows: all of gate and then all of up, the other way round, or gate and up in turn.
+    transposed : bool
+        w13 is [n, H, 2 I] and w2 [n, I, H], as in GPT-OSS and Llama-4.
+    w13_scale, w2_scale : array
+        Of FP8 weights, f32 or float8_e8m0fnu: [n, ceil(2 I / block), ceil(H / block)], of blocks;
+        [n, 2 I] or [n, 2 I, 1], of rows; [n], [n, 1], [n, 1, 1] or, gate and up apart, [n, 2], of
+        whole matrices.
+    block : (int, int), optional
+        Rows and columns of a block of w13 and w2, not transposed. None: 128 x 128 where a scale's
+        shape says that it is of blocks.
+    w13_bias, w2_bias : array [n, 2 I], [n, H]
+        Optional.
+    num_experts : int, optional
+        Of all ranks. None: n, in a world of one.
+    placement : None
+        Reserved: which rank has which expert.
+    world : World, optional
+        None: a world of one.
+    workspace : None
+        Reserved: memory shared by layers.
+    share_memory_with : Experts, optional
+        On GPUs: work in that layer's memory.
+    compute : str or dtype, optional
+        "bf16", "f32" or "f8_e4m3". None: by the weights' type.
+    weight_on_input : bool
+        The routing weight multiplies the expert's input, as in Llama-4.
+    bad_ids : {"raise", "skip"}
+        What becomes of an id that no expert has, or that a token names twice: an error, or a slot
+        that contributes nothing and counts in ``stats().bad_slots``.
+    large_ids_are_none : bool
+        Ids of num_experts or more mean "no expert", as -1 does.
+    reserved_sms : int
+        On GPUs: SMs left to other kernels, NCCL's among them.
+    num_threads : int
+        On CPUs: of this rank; 0: hardware threads divided by ranks.
+    device : int, optional
+        On GPUs: its number. None: that of w13.
+    deadline : float
+        Seconds; 0: the world's.
+    trace : bool
+        Record what every role does, for `trace()`.
+
+    Raises
+    ------
+    InvalidArgument, ShapeMismatch, DTypeMismatch, MissingTensor
+        Naming the argument and its value.
+    SpecMismatch
+        If ranks disagree.
+    Unsupported
+        For what the library does not do in this build or on this machine.
+    Timeout
+        If a rank does not come.
+    """
+
+    def __init__(
+        self,
+        w13: Any,
+        w2: Any,
+        *,
+        top_k: int,
+        max_tokens: int = 8192,
+        activation: Activation = Activation(),
+        order: Order = "gate_up",
+        transposed: bool = False,
+        w13_scale: Any = None,
+        w2_scale: Any = None,
+        block: tuple[int, int] | None = None,
+        w13_bias: Any = None,
+        w2_bias: Any = None,
+        num_experts: int | None = None,
+        placement: Any = None,
+        world: World | None = None,
+        workspace: Any = None,
+        share_memory_with: Experts | None = None,
+        compute: Any = None,
+        weight_on_input: bool = False,
+        bad_ids: BadIds = "raise",
+        large_ids_are_none: bool = False,
+        reserved_sms: int = 0,
+        num_threads: int = 0,
+        device: int | None = None,
+        deadline: float = 0.0,
+        trace: bool = False,
+    ) -> None:
+        if placement is not None or workspace is not None:
+            raise Unsupported("placement and workspace are not there yet; leave them None")
+        if bad_ids not in ("raise", "skip"):
+            raise InvalidArgument(f"bad_ids is {bad_ids!r}; use 'raise' or 'skip'")
+        world = world or default_world()
+        weights, sizes, keep = _weights(
+            w13, w2, activation, order, transposed, w13_scale, w2_scale, block, w13_bias, w2_bias
+        )
+        count, intermediate, hidden = sizes
+        if num_experts is None:
+            if world.size > 1:
+                raise InvalidArgument(
+                    f"w13 has {count} experts, and the world {world.size} ranks; say with "
+                    "num_experts how many experts all ranks have together"
+                )
+            num_experts = count
+        spec = _abi.LayerSpec(
+            hidden=hidden,
+            intermediate=intermediate,
+            num_experts=num_experts,
+            top_k=top_k,
+            expert_bias=int(w13_bias is not None or w2_bias is not None),
+            weight_on_input=int(weight_on_input),
+            activation=activation._to_c(),
+        )
+        cuda = weights.down.weight.device_type == _abi.CUDA
+        options = _abi.LayerOptions(
+            backend=_abi.CUDA if cuda else _abi.CPU,
+            max_tokens=max_tokens,
+            num_threads=num_threads,
+            device=(weights.down.weight.device_id if device is None else device) if cuda else -1,
+            reserved_sms=reserved_sms,
+            compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
+            trace=int(trace),
+            bad_ids=int(bad_ids == "skip"),
+            large_ids_are_none=int(large_ids_are_none),
+            deadline_seconds=deadline,
+            share_memory_with=None if share_memory_with is None else share_memory_with._open(),
+        )
+        handle = ctypes.c_void_p()
+        check(
+            _abi.library.sy_layer_create(
+                world._open(), byref(spec), byref(weights), byref(options), byref(handle)
+            )
+        )
+        super().__init__(handle, keep)
+        # What can be asked for a gradient.
+        self._parameters = [a for a in (w13, w2, w13_bias, w2_bias) if _arrays.is_torch(a)]
+        if self._parameters:
+            from . import _torch  # noqa: F401  # the operators
+
+    def __call__(
+        self,
+        x: Any,
+        topk_ids: Any,
+        topk_weights: Any,
+        *,
+        x_scale: Any = None,
+        out: Any = None,
+        accumulate: bool = False,
+        scale: float = 1.0,
+    ) -> Any:
+        """One pass; every rank of the world must call it.
+
+        On CPUs it returns when `out` is complete. On GPUs it enqueues one kernel on torch's current
+        stream of x's device: it does not synchronise, and allocates nothing but a missing `out`.
+
+        Parameters
+        ----------
+        x : array [T, H]
+            bf16, fp16, fp32, or float8_e4m3fn with `x_scale`; T may be 0.
+        topk_ids : array [T, K]
+            int32 or int64; -1: no expert.
+        topk_weights : array [T, K]
+            float32 or bfloat16.
+        x_scale : array [T, ceil(H / 128)], float32
+            Of FP8 activations.
+        out : array [T, H], optional
+            None: a new one, of x's type (bf16 for FP8 activations).
+        accumulate : bool
+            Add to `out` instead of replacing it.
+        scale : float
+            Multiplies the result.
+
+        Returns
+        -------
+        array [T, H]
+            `out`.
+
+        Raises
+        ------
+        InvalidArgument, ShapeMismatch, DTypeMismatch, CapacityExceeded
+            Before anything is sent.
+        Timeout, Aborted
+            The layer is dead then; the world lives.
+        Unsupported
+            If a gradient is asked for: there is no backward pass. With `out` at once, otherwise by
+            ``backward()``.
+        """
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(x, torch.Tensor):
+            if out is None:
+                out = _arrays.empty_like(x, "x")
+            self._run(x, topk_ids, topk_weights, out, x_scale, accumulate, scale)
+            return out
+        if torch.compiler.is_compiling():
+            return self._compiled(x, topk_ids, topk_weights, x_scale, out, accumulate, scale)
+        if torch.is_grad_enabled() and (
+            x.requires_grad
+            or topk_weights.requires_grad
+            or any(p.requires_grad for p in self._parameters)
+        ):
+            from . import _torch
+
+            return _torch.without_backward(
+                self, x, topk_ids, topk_weights, x_scale, out, accumulate, scale
+            )
+        if x_scale is None and not accumulate and scale == 1.0:
+            if out is None:
+                out = torch.empty_like(x, memory_format=torch.contiguous_format)
+            self._run_tensors(x, topk_ids, topk_weights, out)
+            return out
+        if out is None:
+            dtype = torch.bfloat16 if x_scale is not None else x.dtype
+            out = torch.empty(x.shape, dtype=dtype, device=x.device)
+            if accumulate:
+                raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
+        self._run(x, topk_ids, topk_weights, out, x_scale, accumulate, scale)
+        return out
+
+    def _compiled(
+        self,
+        x: Any,
+        topk_ids: Any,
+        topk_weights: Any,
+        x_scale: Any,
+        out: Any,
+        accumulate: bool,
+        scale: float,
+    ) -> Any:
+        """As an operator that torch.compile() knows."""
+        import torch
+
+        wanted = torch.is_grad_enabled() and any(p.requires_grad for p in self._parameters)
+        if out is not None:
+            if wanted:
+                raise Unsupported("out is given, but a gradient is asked for, which there is not")
+            torch.ops.switchyard.experts_out(
+                x, topk_ids, topk_weights, x_scale, out, accumulate, scale, self._number
+            )
+            return out
+        if accumulate:
+            raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
+        return torch.ops.switchyard.experts(
+            x,
+            topk_ids,
+            topk_weights,
+            x_scale,
+            self._parameters if wanted else [],
+            scale,
+            self._number,
+        )
+
+    def from_logits(
+        self,
+        x: Any,
+        logits: Any,
+        routing: Any,
+        *,
+        ids_out: Any = None,
+        weights_out: Any = None,
+        out: Any = None,
+    ) -> Any:
+        """One pass whose experts are chosen from the router's logits.
+
+        Parameters
+        ----------
+        x : array [T, H]
+        logits : array [T, E], float32
+        routing : Routing
+        ids_out, weights_out : array [T, K], int32 and float32, optional
+            Where to put the routing that was used.
+        out : array [T, H], optional
+
+        Raises
+        ------
+        Unsupported
+            On GPUs, by a library that cannot.
+        """
+        from ._routing import topk
+
+        if self.backend != "cpu":
+            raise Unsupported("from_logits() on GPUs is not there yet; use topk() of your framework")
+        ids, weights = topk(
+            logits, self.top_k, **dataclasses.asdict(routing), ids_out=ids_out, weights_out=weights_out
+        )
+        return self(x, ids, weights, out=out)
+
+    def rebind(self, w13: Any, w2: Any, **more: Any) -> None:
+        """Use other memory with weights of the same shapes and types.
+
+        Raises
+        ------
+        Unsupported
+            By a library that cannot: make the layer anew.
+        """
+        weights, _, keep = _weights(
+            w13,
+            w2,
+            self.activation,
+            more.pop("order", "gate_up"),
+            more.pop("transposed", False),
+            more.pop("w13_scale", None),
+            more.pop("w2_scale", None),
+            more.pop("block", None),
+            more.pop("w13_bias", None),
+            more.pop("w2_bias", None),
+        )
+        if more:
+            raise InvalidArgument(f"rebind() does not know {', '.join(more)}")
+        check(_abi.library.sy_layer_rebind(self._open(), byref(weights)))
+        self._keep = keep
+
+
+# ----------------------------------------------------------------------------------- weights
+
+
+def _weights(
+    w13: Any,
+    w2: Any,
+    activation: Activation,
+    order: str,
+    transposed: bool,
+    w13_scale: Any,
+    w2_scale: Any,
+    block: Sequence[int] | None,
+    w13_bias: Any,
+    w2_bias: Any,
+) -> tuple[_abi.LayerWeights, tuple[int, int, int], list[Any]]:
+    """Descriptors of gate, up and down; (n, I, H); and what must be kept."""
+    if order not in _ORDERS:
+        raise InvalidArgument(f"order is {order!r}; use one of {', '.join(_ORDERS)}")
+    keep: list[Any] = []
+
+    def described(name: str, array: Any, ndim: int) -> _abi.Tensor:
+        tensor, kept = _arrays.describe(name, array)
+        keep.append(kept)
+        if tensor.ndim != ndim:
+            raise ShapeMismatch(f"{name} is {_arrays.shape_of(tensor)}; it needs {ndim} dimensions")
+        return tensor
+
+    up = described("w13", w13, 3)
+    down = described("w2", w2, 3)
+    if transposed:
+        up, down = _arrays.transpose(up), _arrays.transpose(down)
+    count, rows, hidden = _arrays.shape_of(up)
+    gated = activation.gated
+    if gated and rows % 2:
+        raise ShapeMismatch(f"w13 has {rows} rows, but gate and up have as many each")
+    intermediate = rows // 2 if gated else rows
+    if _arrays.shape_of(down) != (count, hidden, intermediate):
+        raise ShapeMismatch(
+            f"w2 is {_arrays.shape_of(down)}, but w13 makes {count} experts with H {hidden} and I "
+            f"{intermediate}{' (not transposed)' if transposed else ''}; it needs "
+            f"({count}, {hidden}, {intermediate})"
+        )
+    for name, tensor, scale in (("w13", up, w13_scale), ("w2", down, w2_scale)):
+        if tensor.dtype == _abi.F8_E4M3 and scale is None:
+            raise MissingTensor(f"{name} is float8_e4m3fn; pass {name}_scale, too")
+        if tensor.dtype != _abi.F8_E4M3 and scale is not None:
+            raise DTypeMismatch(
+                f"{name}_scale is given, but {name} is {_abi.DTYPE_NAMES[tensor.dtype]}, which has "
+                "no scales; leave it None"
+            )
+    weights = _abi.LayerWeights()
+    weights.down.weight = down
+    if w2_scale is not None:
+        _put_scale("w2_scale", w2_scale, weights.down, block, keep)
+    if w2_bias is not None:
+        weights.down.bias = described("w2_bias", w2_bias, 2)
+    bias = None if w13_bias is None else described("w13_bias", w13_bias, 2)
+    if (w13_bias is None) != (w2_bias is None):
+        missing = "w13_bias" if w13_bias is None else "w2_bias"
+        raise MissingTensor(f"only one bias is given; pass {missing}, too (of zeros if there is none)")
+    if bias is not None and _arrays.shape_of(bias) != (count, rows):
+        raise ShapeMismatch(f"w13_bias is {_arrays.shape_of(bias)}; it needs ({count}, {rows})")
+    if not gated:
+        weights.up.weight = up
+        if w13_scale is not None:
+            _put_scale("w13_scale", w13_scale, weights.up, block, keep)
+        if bias is not None:
+            weights.up.bias = bias
+        return weights, (count, intermediate, hidden), keep
+
+    # First row and step of gate and of up.
+    step = 2 if order == "interleaved" else 1
+    second = 1 if step == 2 else intermediate
+    starts = {"gate": 0, "up": second} if order != "up_gate" else {"gate": second, "up": 0}
+    whole = _abi.Matrices(weight=up)
+    if w13_scale is not None:
+        _put_scale("w13_scale", w13_scale, whole, block, keep, halves=intermediate)
+    for name, start in starts.items():
+        matrices = getattr(weights, name)
+        matrices.weight = _arrays.rows(up, start, intermediate, step)
+        if bias is not None:
+            matrices.bias = _arrays.rows(bias, start, intermediate, step)
+        if w13_scale is not None:
+            _put_part_of_scale(matrices, whole, start, intermediate, step)
+    return weights, (count, intermediate, hidden), keep
+
+
+def _put_scale(
+    name: str,
+    scale: Any,
+    matrices: _abi.Matrices,
+    block: Sequence[int] | None,
+    keep: list[Any],
+    halves: int = 0,
+) -> None:
+    """Scales of [n, rows, cols] weights, as [n, R, C] with the rows and columns of a block.
+
+    halves: rows of gate, and of up, if the matrix has both.
+    """
+    tensor, kept = _arrays.describe(name, scale)
+    keep.append(kept)
+    count, rows, cols = _arrays.shape_of(matrices.weight)
+    given = _arrays.shape_of(tensor)
+    shape, strides = list(given), list(tensor.strides[: tensor.ndim])
+    while len(shape) < 3:
+        shape.append(1)
+        strides.append(1)
+    if shape[0] != count:
+        raise ShapeMismatch(f"{name} is {given}, but there are {count} experts")
+    tensor = _arrays.view(tensor, shape=tuple(shape), strides=tuple(strides))
+    height, width = block or (128, 128)
+    if shape[1:] == [1, 1]:
+        per = (rows, cols)
+    elif halves and shape[1:] == [2, 1] and rows != 2:
+        per = (halves, cols)
+    elif shape[1:] == [rows, 1]:
+        per = (1, cols)
+    elif shape[1:] == [math.ceil(rows / height), math.ceil(cols / width)]:
+        per = (height, width)
+    else:
+        raise ShapeMismatch(
+            f"{name} is {given}; weights of {rows} x {cols} take ({count},), ({count}, {rows}), or in "
+            f"blocks of {height} x {width} ({count}, {math.ceil(rows / height)}, "
+            f"{math.ceil(cols / width)}): set block if yours have another size"
+        )
+    if halves and per[0] not in (1, halves, rows) and halves % per[0]:
+        # A block has rows of gate and of up: scales of smaller blocks say the same.
+        smaller = math.gcd(halves, per[0])
+        if not hasattr(scale, "repeat_interleave") and not _arrays.is_numpy(scale):
+            raise Unsupported(
+                f"blocks of {per[0]} rows do not divide the {halves} of gate; repeat the scales for "
+                f"blocks of {smaller} rows and pass block=({smaller}, {per[1]})"
+            )
+        times = per[0] // smaller
+        if _arrays.is_numpy(scale):
+            repeated = scale.repeat(times, axis=1)
+        else:
+            repeated = scale.detach().repeat_interleave(times, dim=1)
+        repeated = repeated[:, : math.ceil(rows / smaller)]
+        tensor, kept = _arrays.describe(name, repeated)
+        keep.append(kept)
+        per = (smaller, per[1])
+    matrices.scale = tensor
+    matrices.scale_rows, matrices.scale_cols = per
+
+
+def _put_part_of_scale(
+    part: _abi.Matrices, whole: _abi.Matrices, start: int, count: int, step: int
+) -> None:
+    """Scales of every step-th row from `start` on."""
+    height = whole.scale_rows
+    part.scale_cols = whole.scale_cols
+    if step == 1:
+        part.scale_rows = min(height, count)
+        first = start // height
+        part.scale = _arrays.rows(whole.scale, first, math.ceil(count / part.scale_rows))
+        return
+    if height == 1:
+        part.scale_rows = 1
+        part.scale = _arrays.rows(whole.scale, start, count, step)
+    elif height == count and count * 2 == whole.weight.shape[1] and whole.scale.shape[1] == 2:
+        # One scale for gate and one for up.
+        part.scale_rows = count
+        part.scale = _arrays.rows(whole.scale, start, 1)
+    elif height % step == 0:
+        part.scale_rows = height // step
+        part.scale = whole.scale
+    else:
+        raise Unsupported(
+            f"interleaved rows with a scale for each {height} of them; use blocks of an even number"
+        )
+
+
+# ------------------------------------------------------------------------------ cached experts
+
+_CACHED_LAYERS = 512
+_cache: OrderedDict[Any, tuple[Experts, list[Any]]] = OrderedDict()
+
+
+def _fingerprint(array: Any) -> Any:
+    if array is None:
+        return None
+    if _arrays.is_torch(array):
+        return (array.data_ptr(), tuple(array.shape), array.stride(), array.dtype, array.device)
+    tensor, _ = _arrays.describe("a weight", array)
+    return (tensor.data, _arrays.shape_of(tensor), tuple(tensor.strides), tensor.dtype)
+
+
+def experts(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    *,
+    x_scale: Any = None,
+    out: Any = None,
+    accumulate: bool = False,
+    scale: float = 1.0,
+    **options: Any,
+) -> Any:
+    """The experts of one layer, as a function. Layers are made once for their weights and cached.
+
+    A layer is kept while the arrays it was made of are: pass the same objects, not views made for
+    each call. Scales and biases that were changed in place are seen, if they are tensors of torch.
+
+    Parameters
+    ----------
+    x : array [T, H]
+    w13 : array [n, 2 I, H]
+    w2 : array [n, H, I]
+    topk_ids, topk_weights : array [T, K]
+    x_scale, out, accumulate, scale
+        As of ``Experts.__call__``.
+    **options
+        As of `Experts`, without `top_k`.
+
+    Returns
+    -------
+    array [T, H]
+
+    Raises
+    ------
+    Error
+        As `Experts` and ``Experts.__call__`` do.
+    """
+    layer = cached(w13, w2, top_k=topk_ids.shape[-1], tokens=x.shape[0], **options)
+    return layer(
+        x, topk_ids, topk_weights, x_scale=x_scale, out=out, accumulate=accumulate, scale=scale
+    )
+
+
+def cached(w13: Any, w2: Any, *, top_k: int, tokens: int, **options: Any) -> Experts:
+    """The layer of these weights; a new one where `tokens` are more than that takes."""
+    small = [options.get(name) for name in ("w13_scale", "w2_scale", "w13_bias", "w2_bias")]
+    rest = tuple(
+        (name, value)
+        for name, value in sorted(options.items())
+        if name not in ("w13_scale", "w2_scale", "w13_bias", "w2_bias", "max_tokens")
+    )
+    key = (_fingerprint(w13), _fingerprint(w2), *map(_fingerprint, small), top_k, rest)
+    # In-place changes of what the layer copies.
+    versions = [array._version for array in small if _arrays.is_torch(array)]
+    with _lock:
+        found = _cache.get(key)
+        if found is not None:
+            layer, made_of = found
+            if tokens <= layer.max_tokens and made_of == versions and not layer.closed:
+                _cache.move_to_end(key)
+                return layer
+    most = options.pop("max_tokens", None) or max(1024, 1 << (tokens - 1).bit_length())
+    layer = Experts(w13, w2, top_k=top_k, max_tokens=max(most, tokens), **options)
+    # The cache must not keep weights alive: it forgets the layer when one of them goes.
+    arrays = [array for array in (w13, w2, *small) if array is not None]
+    layer._keep = None
+    for array in arrays:
+        try:
+            weakref.finalize(array, _forget, key).atexit = False
+        except TypeError:
+            layer._keep = arrays
+    with _lock:
+        old = _cache.pop(key, None)
+        _cache[key] = (layer, versions)
+        dropped = _cache.popitem(last=False)[1][0] if len(_cache) > _CACHED_LAYERS else None
+    del old, dropped
+    return layer
+
+
+def _forget(key: Any) -> None:
+    with _lock:
+        found = _cache.pop(key, None)
+    if found is not None:
+        found[0].close()

@@ -1,0 +1,138 @@
+"""What torch must be told: the operators for torch.compile(), and that there is no gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .errors import Unsupported
+from ._experts import Experts, layer_of
+
+_NO_GRADIENT = (
+    "Switchyard has no backward pass yet, but a gradient of its experts is asked for; run under "
+    "torch.no_grad() or torch.inference_mode(), detach its output, or train with another "
+    "implementation of the experts"
+)
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """Tells that the output depends on its inputs, and fails when a gradient is asked for, which
+    would otherwise be wrong without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return run()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise Unsupported(_NO_GRADIENT)
+
+
+def without_backward(
+    layer: Experts,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    out: torch.Tensor | None,
+    accumulate: bool,
+    scale: float,
+) -> torch.Tensor:
+    if out is not None:
+        raise Unsupported(_NO_GRADIENT)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return layer(x, topk_ids, topk_weights, x_scale=x_scale, scale=scale)
+
+    return _WithoutBackward.apply(run, x, topk_weights, *layer._parameters)
+
+
+_library = torch.library.Library("switchyard", "DEF")
+# parameters: the layer's weights, so that the output depends on them; empty where no gradient is wanted.
+_library.define(
+    "experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor? x_scale, Tensor[] parameters, "
+    "float scale, int layer) -> Tensor"
+)
+_library.define(
+    "experts_out(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor? x_scale, Tensor(a!) out, "
+    "bool accumulate, float scale, int layer) -> ()"
+)
+# Stands where a gradient would be computed: a compiler traces the backward pass of all that it
+# compiles, and only what runs may fail.
+_library.define("missing_backward(Tensor gradient, Tensor like) -> Tensor")
+
+
+def _empty(x: torch.Tensor, x_scale: torch.Tensor | None) -> torch.Tensor:
+    dtype = x.dtype if x_scale is None else torch.bfloat16
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+def _experts(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    parameters: list[torch.Tensor],
+    scale: float,
+    layer: int,
+) -> torch.Tensor:
+    out = _empty(x, x_scale)
+    layer_of(layer)._run(x, topk_ids, topk_weights, out, x_scale, False, scale)
+    return out
+
+
+def _experts_fake(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    parameters: list[torch.Tensor],
+    scale: float,
+    layer: int,
+) -> torch.Tensor:
+    return _empty(x, x_scale)
+
+
+def _experts_out(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    accumulate: bool,
+    scale: float,
+    layer: int,
+) -> None:
+    layer_of(layer)._run(x, topk_ids, topk_weights, out, x_scale, accumulate, scale)
+
+
+def _missing_backward(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    raise Unsupported(_NO_GRADIENT)
+
+
+def _remember_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, _, topk_weights, _, parameters, _, _ = inputs
+    ctx.save_for_backward(x, topk_weights, *parameters)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def missing(like: torch.Tensor) -> torch.Tensor:
+        return torch.ops.switchyard.missing_backward(gradient, like)
+
+    x, topk_weights, *parameters = ctx.saved_tensors
+    return missing(x), None, missing(topk_weights), None, [missing(p) for p in parameters], None, None
+
+
+_library.impl("experts", _experts, "CompositeExplicitAutograd")
+_library.impl("experts_out", _experts_out, "CompositeExplicitAutograd")
+_library.impl("missing_backward", _missing_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("switchyard::experts", _experts_fake, lib=_library)
+torch.library.register_fake("switchyard::experts_out", lambda *arguments: None, lib=_library)
+torch.library.register_fake(
+    "switchyard::missing_backward", lambda gradient, like: torch.empty_like(like), lib=_library
+)
+torch.library.register_autograd(
+    "switchyard::experts", _backward, setup_context=_remember_inputs, lib=_library
+)

@@ -1,0 +1,171 @@
+"""Typed errors: every one names what was wrong, with which value, and what to do about it."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from . import _abi
+
+__all__ = [
+    "Aborted",
+    "CapacityExceeded",
+    "DTypeMismatch",
+    "Error",
+    "InvalidArgument",
+    "InvalidConfig",
+    "InvalidFile",
+    "MissingTensor",
+    "OutOfMemory",
+    "ShapeMismatch",
+    "SpecMismatch",
+    "SystemFailure",
+    "Timeout",
+    "Unsupported",
+]
+
+
+class Error(RuntimeError):
+    """Any error of Switchyard.
+
+    Attributes
+    ----------
+    code : str
+        The name of the error's kind, the same as in C++ and C: ``"invalid_argument"``,
+        ``"timeout"``, ...
+    """
+
+    code: str = "internal"
+
+
+class InvalidArgument(Error, ValueError):
+    """A value passed by the caller is out of its domain."""
+
+    code = "invalid_argument"
+
+
+class InvalidConfig(Error, ValueError):
+    """config.json is malformed, inconsistent or of an unknown family."""
+
+    code = "invalid_config"
+
+
+class InvalidFile(Error):
+    """A file is truncated, or its header disagrees with its contents."""
+
+    code = "invalid_file"
+
+
+class MissingTensor(Error):
+    """A tensor that the layer needs was not given, or is not in the checkpoint."""
+
+    code = "missing_tensor"
+
+
+class ShapeMismatch(Error, ValueError):
+    """A tensor was given, but not with the shape that is needed."""
+
+    code = "shape_mismatch"
+
+
+class DTypeMismatch(Error, TypeError):
+    """A tensor was given, but not with a dtype that can be used there."""
+
+    code = "dtype_mismatch"
+
+
+class Unsupported(Error, NotImplementedError):
+    """Understood, but not implemented by this build or on this machine."""
+
+    code = "unsupported"
+
+
+class CapacityExceeded(Error):
+    """More tokens than the declared maximum, or not enough memory."""
+
+    code = "capacity_exceeded"
+
+
+class SpecMismatch(Error):
+    """The ranks of a world disagree on the layer, the limits or the call."""
+
+    code = "spec_mismatch"
+
+
+class _WaitFailed(Error, TimeoutError):
+    """What the first waiter whose deadline passed saw.
+
+    Attributes
+    ----------
+    waiter : int
+        The rank whose deadline passed; -1 if it is not known.
+    peer : int
+        The rank it waited for; -1 if it is not known.
+    phase : str
+        "counts", "dispatch", "combine", ...
+    epoch : int
+        The number of the pass, from 1 on.
+    """
+
+    waiter: int = -1
+    peer: int = -1
+    phase: str = ""
+    epoch: int = 0
+
+
+class Timeout(_WaitFailed):
+    """A wait passed its deadline: another rank did not do its part."""
+
+    code = "timeout"
+
+
+class Aborted(_WaitFailed):
+    """Another rank failed first, or the world was aborted."""
+
+    code = "aborted"
+
+
+class SystemFailure(Error, OSError):
+    """A call of the operating system failed."""
+
+    code = "system"
+
+
+class OutOfMemory(Error, MemoryError):
+    """The host has no memory left."""
+
+    code = "out_of_memory"
+
+
+_CLASSES: dict[int, type[Error]] = {
+    1: InvalidArgument,
+    2: InvalidConfig,
+    3: InvalidFile,
+    4: MissingTensor,
+    5: ShapeMismatch,
+    6: DTypeMismatch,
+    7: Unsupported,
+    8: CapacityExceeded,
+    9: SpecMismatch,
+    10: Timeout,
+    11: Aborted,
+    12: SystemFailure,
+    13: OutOfMemory,
+}
+
+
+def raise_last() -> NoReturn:
+    """Raise what this thread's last call of the library failed with."""
+    found = _abi.last_error()
+    error = _CLASSES.get(found.code, Error)(found.message.decode("utf-8", "replace"))
+    if isinstance(error, _WaitFailed) and found.wait_failed:
+        error.waiter = found.waiter_rank
+        error.peer = found.peer_rank
+        error.phase = found.phase.decode("utf-8", "replace")
+        error.epoch = found.epoch
+    raise error
+
+
+def check(status: int) -> None:
+    """Raise the error that a status of the library stands for."""
+    if status:
+        raise_last()
