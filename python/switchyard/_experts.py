@@ -31,6 +31,11 @@ Order = Literal["gate_up", "up_gate", "interleaved"]
 BadIds = Literal["raise", "skip"]
 
 _forward = _abi.library.sy_layer_forward
+# Of torch, once it is there: set by _torch.py.
+_torch_module: Any = None
+_Tensor: Any = None
+_is_compiling: Any = None
+_is_grad_enabled: Any = None
 _ORDERS = ("gate_up", "up_gate", "interleaved")
 
 
@@ -222,19 +227,19 @@ class Handle:
             x.shape,
             x.stride(),
             x.dtype,
-            x.get_device(),
+            x.device,
             topk_ids.shape,
             topk_ids.stride(),
             topk_ids.dtype,
-            topk_ids.get_device(),
+            topk_ids.device,
             topk_weights.stride(),
             topk_weights.shape,
             topk_weights.dtype,
-            topk_weights.get_device(),
+            topk_weights.device,
             out.shape,
             out.stride(),
             out.dtype,
-            out.get_device(),
+            out.device,
         )
         if seen != self._seen:
             self._run(x, topk_ids, topk_weights, out)
@@ -247,7 +252,7 @@ class Handle:
         b.data = topk_ids.data_ptr()
         c.data = topk_weights.data_ptr()
         d.data = out.data_ptr()
-        if seen[3] >= 0:
+        if self.backend == "cuda":
             self._call.stream = current_stream(x)
         if _forward(self._handle, self._call_address):
             self._open()
@@ -480,15 +485,28 @@ class Experts(Handle):
             If a gradient is asked for: there is no backward pass. With `out` at once, otherwise by
             ``backward()``.
         """
-        torch = sys.modules.get("torch")
-        if torch is None or not isinstance(x, torch.Tensor):
+        torch = _torch_module
+        if torch is None or not isinstance(x, _Tensor):
+            if _arrays.is_torch(x):
+                # The weights are not torch's.
+                from . import _torch  # noqa: F401
+
+                return self(
+                    x,
+                    topk_ids,
+                    topk_weights,
+                    x_scale=x_scale,
+                    out=out,
+                    accumulate=accumulate,
+                    scale=scale,
+                )
             if out is None:
                 out = _arrays.empty_like(x, "x")
             self._run(x, topk_ids, topk_weights, out, x_scale, accumulate, scale)
             return out
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return self._compiled(x, topk_ids, topk_weights, x_scale, out, accumulate, scale)
-        if torch.is_grad_enabled() and (
+        if _is_grad_enabled() and (
             x.requires_grad
             or topk_weights.requires_grad
             or any(p.requires_grad for p in self._parameters)

@@ -6,8 +6,15 @@ from typing import Any
 
 import torch
 
-from .errors import Unsupported
+from . import _experts as _layers
 from ._experts import Experts, layer_of
+from .errors import Unsupported
+
+# Looked up once: they are asked for at every call.
+_layers._torch_module = torch
+_layers._Tensor = torch.Tensor
+_layers._is_compiling = torch.compiler.is_compiling
+_layers._is_grad_enabled = torch.is_grad_enabled
 
 _NO_GRADIENT = (
     "Switchyard has no backward pass yet, but a gradient of its experts is asked for; run under "
