@@ -293,7 +293,7 @@ class Experts(Handle):
     ----------
     w13 : array [n, 2 I, H], or [n, I, H] where the activation is plain
         Gate and up projections, in `order`; bf16, fp16, fp32 or float8_e4m3fn. n is the number of
-        this rank's experts, or of all. Any strides.
+        this rank's experts, or of all. Any strides. Or two arrays, gate and up, of [n, I, H] each.
     w2 : array [n, H, I]
         Down projections.
     top_k : int
@@ -432,8 +432,11 @@ class Experts(Handle):
             )
         )
         super().__init__(handle, keep)
+        self.order: Order = order
+        self.transposed = transposed
         # What can be asked for a gradient.
-        self._parameters = [a for a in (w13, w2, w13_bias, w2_bias) if _arrays.is_torch(a)]
+        both = w13 if isinstance(w13, tuple) else (w13,)
+        self._parameters = [a for a in (*both, w2, w13_bias, w2_bias) if _arrays.is_torch(a)]
         if self._parameters:
             from . import _torch  # noqa: F401  # the operators
 
@@ -650,8 +653,10 @@ def _weights(
             raise ShapeMismatch(f"{name} is {_arrays.shape_of(tensor)}; it needs {ndim} dimensions")
         return tensor
 
-    up = described("w13", w13, 3)
     down = described("w2", w2, 3)
+    if isinstance(w13, tuple):
+        return _of_two(w13, down, activation, transposed, (w13_scale, w2_scale, w13_bias, w2_bias), keep)
+    up = described("w13", w13, 3)
     if transposed:
         up, down = _arrays.transpose(up), _arrays.transpose(down)
     count, rows, hidden = _arrays.shape_of(up)
@@ -707,6 +712,31 @@ def _weights(
             matrices.bias = _arrays.rows(bias, start, intermediate, step)
         if w13_scale is not None:
             _put_part_of_scale(matrices, whole, start, intermediate, step)
+    return weights, (count, intermediate, hidden), keep
+
+
+def _of_two(
+    w13: tuple[Any, ...],
+    down: _abi.Tensor,
+    activation: Activation,
+    transposed: bool,
+    others: tuple[Any, ...],
+    keep: list[Any],
+) -> tuple[_abi.LayerWeights, tuple[int, int, int], list[Any]]:
+    """Gate and up as arrays of their own."""
+    if len(w13) != 2 or not activation.gated:
+        raise InvalidArgument("w13 is a tuple; pass (gate, up), with a gated activation")
+    if any(other is not None for other in others):
+        raise Unsupported("w13 as (gate, up) with scales or biases is not there yet; pass one array")
+    weights = _abi.LayerWeights()
+    for name, array in zip(("gate", "up"), w13):
+        tensor, kept = _arrays.describe(f"w13 ({name})", array)
+        keep.append(kept)
+        if tensor.ndim != 3:
+            raise ShapeMismatch(f"{name} is {_arrays.shape_of(tensor)}; it needs 3 dimensions")
+        getattr(weights, name).weight = _arrays.transpose(tensor) if transposed else tensor
+    weights.down.weight = _arrays.transpose(down) if transposed else down
+    count, intermediate, hidden = _arrays.shape_of(weights.up.weight)
     return weights, (count, intermediate, hidden), keep
 
 
