@@ -1,3 +1,10 @@
+# The Python package: the shared library and the command, beside the Python files that pyproject.toml
+# names.
+if(SKBUILD)
+  install(TARGETS switchyard_c LIBRARY DESTINATION switchyard/lib NAMELINK_SKIP COMPONENT python)
+  install(TARGETS switchyard_cli DESTINATION switchyard/bin COMPONENT python)
+endif()
+
 include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
 

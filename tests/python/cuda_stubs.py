@@ -3,8 +3,8 @@
 
 PyPI has no CPU-only build of PyTorch for Linux. Its libraries name those of CUDA as needed, so that they
 must be there to be loaded, although nothing in them is called without a GPU. This makes a small library
-in the place of each, which has the symbols that PyTorch refers to. A function that is called all the
-same says its name and aborts.
+in the place of each, which has the symbols that PyTorch refers to. Those of the runtime and the driver
+say that there is no device; another that is called all the same says its name and aborts.
 
     cuda_stubs.py DIRECTORY_OF_TORCH     (site-packages/torch)
 
@@ -18,9 +18,8 @@ import sys
 
 # Real ones stay in use: libraries of the system, and of PyTorch's own wheel.
 STUBBED = re.compile(r"lib(cu|nccl|nvrtc|nvshmem|nvJitLink|nvToolsExt|cupti)[A-Za-z_]*\.so\.[0-9]+$")
-# Run while the libraries are loaded: they must return.
-CALLED_AT_LOAD = re.compile(r"__cuda(Register|Unregister|InitModule)|cudaGetDeviceCount|cudaRuntimeGetVersion"
-                            r"|cudaGetLastError|cudaGetErrorString|cudaDriverGetVersion")
+# Functions of the runtime and the driver: cudaMalloc, cuMemCreate, but not cublasCreate.
+RUNTIME = re.compile(r"cu(da)?[A-Z]")
 CUDA_ERROR_NO_DEVICE = 100
 
 
@@ -57,10 +56,14 @@ def main():
 def build(path, soname, versioned, plain):
     lines = ["#include <stdio.h>", "#include <stdlib.h>"]
     for name in sorted(versioned | plain):
-        if CALLED_AT_LOAD.match(name):
-            value = "static void* handle[8]; return (long)handle" if name == "__cudaRegisterFatBinary" else (
-                f"return {0 if name.startswith('__') else CUDA_ERROR_NO_DEVICE}")
-            lines.append(f"long {name}(void) {{ {value}; }}")
+        if name == "__cudaRegisterFatBinary":
+            lines.append(f"static void* handle[8]; void* {name}(void) {{ return handle; }}")
+        elif name.startswith("__cuda"):  # what a library registers when it is loaded
+            lines.append(f"long {name}(void) {{ return 0; }}")
+        elif name == "cudaGetErrorString" or name == "cudaGetErrorName":
+            lines.append(f'const char* {name}(void) {{ return "no device: a stub"; }}')
+        elif RUNTIME.match(name):
+            lines.append(f"long {name}(void) {{ return {CUDA_ERROR_NO_DEVICE}; }}")
         else:
             lines.append(f'void {name}(void) {{ fputs("{name} of {soname} is a stub\\n", stderr); abort(); }}')
     source, versions = path.with_suffix(".c"), path.with_suffix(".map")
