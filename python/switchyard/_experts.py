@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import byref
 from typing import Any, Literal
 
@@ -436,7 +436,7 @@ class Experts(Handle):
         self.transposed = transposed
         # What can be asked for a gradient.
         both = w13 if isinstance(w13, tuple) else (w13,)
-        self._parameters = [a for a in (*both, w2, w13_bias, w2_bias) if _arrays.is_torch(a)]
+        self._parameters: Iterable[Any] = [a for a in (*both, w2, w13_bias, w2_bias) if _arrays.is_torch(a)]
         if self._parameters:
             from . import _torch  # noqa: F401  # the operators
 
@@ -560,7 +560,7 @@ class Experts(Handle):
             topk_ids,
             topk_weights,
             x_scale,
-            self._parameters if wanted else [],
+            list(self._parameters) if wanted else [],
             scale,
             self._number,
         )
@@ -832,6 +832,17 @@ _CACHED_LAYERS = 512
 _cache: OrderedDict[Any, tuple[Experts, list[Any]]] = OrderedDict()
 
 
+class _Weak:
+    """Tensors as long as they are."""
+
+    def __init__(self, tensors: list[Any]) -> None:
+        self._references = [weakref.ref(tensor) for tensor in tensors]
+
+    def __iter__(self) -> Iterator[Any]:
+        found = (reference() for reference in self._references)
+        return (tensor for tensor in found if tensor is not None)
+
+
 def _fingerprint(array: Any) -> Any:
     if array is None:
         return None
@@ -858,6 +869,7 @@ def experts(
 
     A layer is kept while the arrays it was made of are: pass the same objects, not views made for
     each call. Scales and biases that were changed in place are seen, if they are tensors of torch.
+    Under torch.compile() make an `Experts` instead.
 
     Parameters
     ----------
@@ -908,6 +920,7 @@ def cached(w13: Any, w2: Any, *, top_k: int, tokens: int, **options: Any) -> Exp
     # The cache must not keep weights alive: it forgets the layer when one of them goes.
     arrays = [array for array in (w13, w2, *small) if array is not None]
     layer._keep = None
+    layer._parameters = _Weak(list(layer._parameters))
     for array in arrays:
         try:
             weakref.finalize(array, _forget, key).atexit = False

@@ -36,6 +36,12 @@ class _WithoutBackward(torch.autograd.Function):
         raise Unsupported(_NO_GRADIENT)
 
 
+def refuse_gradient(*tensors: torch.Tensor) -> None:
+    """Raise `Unsupported` if a gradient of one of the tensors could be asked for."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise Unsupported(_NO_GRADIENT)
+
+
 def without_backward(
     layer: Experts,
     x: torch.Tensor,

@@ -151,6 +151,27 @@ class World:
                 )
         return World.processes(rank, size, rendezvous=everyone[0][1], deadline=deadline)
 
+    def own_experts(self, num_experts: int) -> range:
+        """The experts that this rank has, and whose weights it must be given.
+
+        Parameters
+        ----------
+        num_experts : int
+            Of all ranks.
+
+        Raises
+        ------
+        InvalidArgument
+            For a number that makes no sense.
+        """
+        begin, end = ctypes.c_int32(), ctypes.c_int32()
+        check(
+            _abi.library.sy_own_experts(
+                num_experts, self.rank, self.size, byref(begin), byref(end)
+            )
+        )
+        return range(begin.value, end.value)
+
     def barrier(self) -> None:
         """Wait for all ranks. For start-up and tests.
 

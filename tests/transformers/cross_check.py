@@ -193,6 +193,12 @@ def build(case, dtype):
         model = getattr(transformers, case.architecture)(config)
     else:
         model = AutoModelForCausalLM.from_config(config)
+    if case.model_type == "gpt_oss":
+        # Its class has the published numbers as constants, and does not look at the configuration.
+        for module in model.modules():
+            if hasattr(module, "limit") and hasattr(module, "alpha"):
+                module.limit = case.config["swiglu_limit"]
+                module.alpha = case.config.get("swiglu_alpha", module.alpha)
     assert model.dtype == torch.float32, f"transformers built the model in {model.dtype}"
     # Not for fp32: Llama-4's complex rotary buffer would be warned about.
     return model.eval() if dtype == torch.float32 else model.eval().to(dtype)
@@ -237,9 +243,11 @@ def fill(block, hidden, generator):
 
 def routing_of(case, block, x, token_ids):
     """The block's own (ids [T, K], weights [T, K]) for tokens x [T, H]."""
-    if hasattr(block, "route_tokens_to_experts"):  # DBRX
-        weights, ids = block.route_tokens_to_experts(block.router(x))
-        return ids, weights
+    if hasattr(block, "route_tokens_to_experts"):  # DBRX, Jamba
+        if case.model_type == "dbrx":
+            weights, ids = block.route_tokens_to_experts(block.router(x))
+            return ids, weights
+        return block.route_tokens_to_experts(x, block.router(x))
     router = block.gate if hasattr(block, "gate") else block.router
     if getattr(block, "is_hash", False):
         _, weights, ids = router(x, token_ids)

@@ -1,0 +1,28 @@
+"""Tests of the Python package: of this tree's sources over the library of build/, unless
+SWITCHYARD_LIBRARY and PYTHONPATH say otherwise, or SWITCHYARD_TEST_INSTALLED is set."""
+
+import os
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+if not os.environ.get("SWITCHYARD_TEST_INSTALLED"):
+    os.environ.setdefault("SWITCHYARD_LIBRARY", str(ROOT / "build/src/c_api/libswitchyard_c.so"))
+    os.environ.setdefault("SWITCHYARD_COMMAND", str(ROOT / "build/src/cli/switchyard"))
+    sys.path.insert(0, str(ROOT / "python"))
+    # For the processes that tests start.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+# A launcher's variables would make worlds of its ranks.
+for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    os.environ.pop(variable, None)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)

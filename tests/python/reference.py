@@ -1,0 +1,49 @@
+"""Experts in plain torch, fp64 unless told otherwise."""
+
+import torch
+
+
+def activate(activation, gate, up):
+    f = {
+        "silu": lambda v: v * torch.sigmoid(activation.alpha * v),
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda v: torch.nn.functional.gelu(v, approximate="tanh"),
+        "relu": torch.relu,
+        "relu2": lambda v: torch.relu(v) ** 2,
+        "identity": lambda v: v,
+    }[activation.kind]
+    if not activation.gated:
+        return f(up)
+    limit = activation.limit
+    return f(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + activation.up_bias)
+
+
+def experts(x, gate, up, down, ids, weights, activation, biases=(None, None, None), dtype=torch.float64):
+    """gate, up: [E, I, H]; down: [E, H, I]; ids out of range are skipped."""
+    x, weights = x.to(dtype), weights.to(dtype)
+    gate, up, down = (None if w is None else w.to(dtype) for w in (gate, up, down))
+    biases = [None if b is None else b.to(dtype) for b in biases]
+    out = torch.zeros_like(x)
+
+    def linear(v, weight, bias, e):
+        return v @ weight[e].T + (0 if bias is None else bias[e])
+
+    for t in range(x.shape[0]):
+        for k in range(ids.shape[1]):
+            e = int(ids[t, k])
+            if not 0 <= e < up.shape[0]:
+                continue
+            g = None if gate is None else linear(x[t], gate, biases[0], e)
+            h = activate(activation, g, linear(x[t], up, biases[1], e))
+            out[t] += weights[t, k] * linear(h, down, biases[2], e)
+    return out
+
+
+def error(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+def routing(tokens, num_experts, top_k):
+    """Distinct ids, int64, and weights."""
+    ids = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(tokens)])
+    return ids, torch.rand(tokens, top_k)

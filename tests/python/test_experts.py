@@ -1,0 +1,465 @@
+"""Experts over tensors of every layout, dtype and kind, beside plain torch."""
+
+import gc
+import subprocess
+import sys
+
+import numpy
+import pytest
+import torch
+
+import switchyard
+from reference import error, experts, routing
+from switchyard import Activation, Experts
+
+E, I, H, K, T = 6, 48, 64, 2, 17
+F32_ERROR = 1e-5  # the order of sums
+
+
+def weights(dtype=torch.float32, gated=True):
+    gate, up = torch.randn(2, E, I, H) / 8
+    down = torch.randn(E, H, I) / 7
+    gate, up, down = (w.to(dtype) for w in (gate, up, down))
+    return (gate if gated else None), up, down
+
+
+@pytest.fixture
+def batch():
+    ids, topk_weights = routing(T, E, K)
+    return torch.randn(T, H), ids, topk_weights
+
+
+@pytest.mark.parametrize("order", ["gate_up", "up_gate", "interleaved"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_layouts(batch, order, transposed, biased):
+    gate, up, down = weights()
+    biases = [torch.randn(E, I), torch.randn(E, I), torch.randn(E, H)] if biased else [None] * 3
+
+    def joined(g, u):
+        if order == "interleaved":
+            return torch.stack((g, u), dim=2).flatten(1, 2)
+        return torch.cat((g, u) if order == "gate_up" else (u, g), dim=1)
+
+    w13, w2 = joined(gate, up), down
+    if transposed:
+        w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
+    layer = Experts(
+        w13,
+        w2,
+        top_k=K,
+        order=order,
+        transposed=transposed,
+        w13_bias=joined(biases[0][..., None], biases[1][..., None])[..., 0] if biased else None,
+        w2_bias=biases[2],
+    )
+    expected = experts(batch[0], gate, up, down, *batch[1:], Activation(), biases)
+    assert error(layer(*batch), expected) < F32_ERROR
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        Activation("silu"),
+        Activation("silu", alpha=1.702, limit=0.7, up_bias=1.0),
+        Activation("gelu"),
+        Activation("gelu_tanh"),
+        Activation("relu"),
+        Activation("relu2", gated=False),
+        Activation("identity", gated=False),
+    ],
+    ids=str,
+)
+def test_activations(batch, activation):
+    gate, up, down = weights(gated=activation.gated)
+    w13 = torch.cat((gate, up), dim=1) if activation.gated else up
+    layer = Experts(w13, down, top_k=K, activation=activation)
+    assert layer.activation.kind == activation.kind
+    assert layer.activation.limit == pytest.approx(activation.limit)
+    expected = experts(batch[0], gate, up, down, *batch[1:], activation)
+    assert error(layer(*batch), expected) < F32_ERROR
+
+
+def test_gate_and_up_may_be_two_arrays(batch):
+    gate, up, down = weights()
+    expected = experts(batch[0], gate, up, down, *batch[1:], Activation())
+    assert error(Experts((gate, up), down, top_k=K)(*batch), expected) < F32_ERROR
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_good_as_torch(batch, dtype):
+    gate, up, down = weights(dtype)
+    x, ids, topk_weights = batch
+    x = x.to(dtype)
+    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K)
+    out = layer(x, ids, topk_weights)
+    assert out.dtype == dtype
+    expected = experts(x, gate, up, down, ids, topk_weights, Activation())
+    plain = experts(x, gate, up, down, ids, topk_weights, Activation(), dtype=dtype)
+    assert error(out, expected) < 2 * error(plain, expected)
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
+def test_types_of_routing(batch, ids_dtype, weights_dtype):
+    gate, up, down = weights()
+    x, ids, topk_weights = batch
+    ids, topk_weights = ids.to(ids_dtype), topk_weights.to(weights_dtype)
+    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K)
+    expected = experts(x, gate, up, down, ids, topk_weights, Activation())
+    assert error(layer(x, ids, topk_weights), expected) < F32_ERROR
+
+
+def quantised(w, block):
+    """float8_e4m3fn codes and the scales [E, R, C] of blocks."""
+    rows, cols = w.shape[1:]
+    height, width = min(block[0], rows), min(block[1], cols)
+    scales = torch.empty(E, -(-rows // height), -(-cols // width))
+    codes = torch.empty(w.shape, dtype=torch.float8_e4m3fn)
+    exact = torch.empty_like(w)
+    for e in range(E):
+        for r in range(scales.shape[1]):
+            for c in range(scales.shape[2]):
+                at = (e, slice(r * height, (r + 1) * height), slice(c * width, (c + 1) * width))
+                # Powers of two, so that e8m0 has them, too.
+                scale = 2.0 ** torch.ceil(torch.log2(w[at].abs().max() / 448))
+                scales[e, r, c] = scale
+                codes[at] = (w[at] / scale).to(torch.float8_e4m3fn)
+                exact[at] = codes[at].float() * scale
+    return codes, scales, exact
+
+
+@pytest.mark.parametrize("order", ["gate_up", "interleaved"])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float8_e8m0fnu])
+@pytest.mark.parametrize(
+    "form,block",
+    [
+        ("blocks", (32, 32)),
+        ("blocks that gate and up share", (64, 32)),
+        ("rows", (1, H)),
+        ("matrices", (2 * I, H)),
+    ],
+)
+def test_fp8_scales(batch, form, block, scale_dtype, order):
+    gate, up, down = weights()
+    if order == "interleaved":
+        w13 = torch.stack((gate, up), dim=2).flatten(1, 2)
+    else:
+        w13 = torch.cat((gate, up), dim=1)
+    codes, scales, exact = quantised(w13, block)
+    w2_block = {"rows": (1, I), "matrices": (H, I)}.get(form, block)
+    w2_codes, w2_scales, w2_exact = quantised(down, w2_block)
+    if form == "matrices":
+        scales, w2_scales = scales[:, 0, 0], w2_scales[:, 0, 0]
+    layer = Experts(
+        codes,
+        w2_codes,
+        top_k=K,
+        order=order,
+        w13_scale=scales.to(scale_dtype),
+        w2_scale=w2_scales.to(scale_dtype),
+        block=block if form.startswith("blocks") else None,
+        compute="f32",
+    )
+    if order == "interleaved":
+        gate, up = exact[:, 0::2], exact[:, 1::2]
+    else:
+        gate, up = exact.chunk(2, dim=1)
+    expected = experts(batch[0], gate, up, w2_exact, *batch[1:], Activation())
+    assert error(layer(*batch), expected) < F32_ERROR
+
+
+def test_fp8_with_a_scale_for_gate_and_one_for_up(batch):
+    gate, up, down = weights()
+    gate_codes, gate_scales, gate = quantised(gate, (I, H))
+    up_codes, up_scales, up = quantised(up * 3, (I, H))
+    w2_codes, w2_scales, down = quantised(down, (H, I))
+    layer = Experts(
+        torch.cat((gate_codes.view(torch.uint8), up_codes.view(torch.uint8)), dim=1).view(
+            torch.float8_e4m3fn
+        ),
+        w2_codes,
+        top_k=K,
+        w13_scale=torch.cat((gate_scales[:, :, 0], up_scales[:, :, 0]), dim=1),
+        w2_scale=w2_scales,
+        compute="f32",
+    )
+    expected = experts(batch[0], gate, up, down, *batch[1:], Activation())
+    assert error(layer(*batch), expected) < F32_ERROR
+
+
+def test_weights_are_used_in_place(batch):
+    gate, up, down = weights()
+    w13 = torch.cat((gate, up), dim=1)
+    layer = Experts(w13, down, top_k=K)
+    layer(*batch)
+    down.mul_(2)
+    expected = experts(batch[0], gate, up, down, *batch[1:], Activation())
+    assert error(layer(*batch), expected) < F32_ERROR
+
+
+def test_other_batches_of_other_forms(batch):
+    """The description of tensors that is kept between calls is made anew when they change."""
+    gate, up, down = weights()
+    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K, max_tokens=64)
+    x, ids, topk_weights = batch
+    for _ in range(2):
+        for tokens in (T, 3, 0, 1):
+            part = (x[:tokens], ids[:tokens], topk_weights[:tokens])
+            expected = experts(part[0], gate, up, down, *part[1:], Activation())
+            out = layer(*part)
+            assert out.shape == (tokens, H)
+            assert tokens == 0 or error(out, expected) < F32_ERROR
+        wide = torch.randn(T, 2 * H)[:, :H]
+        expected = experts(wide, gate, up, down, ids, topk_weights, Activation())
+        assert error(layer(wide, ids, topk_weights), expected) < F32_ERROR
+        out = torch.zeros(T, 3 * H)[:, H : 2 * H]
+        assert layer(x, ids.int(), topk_weights.bfloat16(), out=out) is out
+        expected = experts(x, gate, up, down, ids, topk_weights.bfloat16(), Activation())
+        assert error(out, expected) < F32_ERROR
+        # Strided routing.
+        pairs = torch.stack((ids, ids), dim=2)[:, :, 0]
+        expected = experts(x, gate, up, down, ids, topk_weights, Activation())
+        assert error(layer(x, pairs, topk_weights), expected) < F32_ERROR
+
+
+def test_numpy(batch):
+    gate, up, down = weights()
+    x, ids, topk_weights = batch
+    layer = Experts(torch.cat((gate, up), dim=1).numpy(), down.numpy(), top_k=K)
+    out = layer(x.numpy(), ids.numpy(), topk_weights.numpy())
+    assert isinstance(out, numpy.ndarray)
+    expected = experts(x, gate, up, down, ids, topk_weights, Activation())
+    assert error(torch.from_numpy(out), expected) < F32_ERROR
+
+
+class OnlyDLPack:
+    """An array of another library."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self, **arguments):
+        return self.tensor.__dlpack__()
+
+
+def test_dlpack(batch):
+    gate, up, down = weights(torch.bfloat16)
+    x, ids, topk_weights = batch
+    x = x.bfloat16()
+    w13 = torch.cat((gate, up), dim=1)
+    layer = Experts(OnlyDLPack(w13), OnlyDLPack(down), top_k=K)
+    out = torch.empty_like(x)
+    layer(OnlyDLPack(x), OnlyDLPack(ids), OnlyDLPack(topk_weights), out=OnlyDLPack(out))
+    assert torch.equal(out, Experts(w13, down, top_k=K)(x, ids, topk_weights))
+    with pytest.raises(switchyard.InvalidArgument, match="pass out"):
+        layer(OnlyDLPack(x), OnlyDLPack(ids), OnlyDLPack(topk_weights))
+
+
+def test_function_keeps_a_layer_as_long_as_its_weights(batch):
+    from switchyard import _experts
+
+    gate, up, down = weights()
+    w13 = torch.cat((gate, up), dim=1)
+    x, ids, topk_weights = batch
+    before = len(_experts._cache)
+    first = switchyard.experts(x, w13, down, ids, topk_weights)
+    assert len(_experts._cache) == before + 1
+    assert torch.equal(switchyard.experts(x, w13, down, ids, topk_weights), first)
+    assert len(_experts._cache) == before + 1
+    # More tokens than the layer takes.
+    many = switchyard.experts(
+        x.repeat(90, 1), w13, down, ids.repeat(90, 1), topk_weights.repeat(90, 1)
+    )
+    assert torch.allclose(many[-T:], first, atol=1e-5)
+    del w13
+    gc.collect()
+    assert len(_experts._cache) == before
+
+
+def test_function_sees_changed_biases(batch):
+    gate, up, down = weights()
+    w13 = torch.cat((gate, up), dim=1)
+    x, ids, topk_weights = batch
+    biases = torch.zeros(E, 2 * I), torch.zeros(E, H)
+    arguments = dict(w13_bias=biases[0], w2_bias=biases[1])
+    switchyard.experts(x, w13, down, ids, topk_weights, **arguments)
+    biases[1].add_(1)
+    expected = experts(
+        x, gate, up, down, ids, topk_weights, Activation(), (None, None, biases[1])
+    )
+    out = switchyard.experts(x, w13, down, ids, topk_weights, **arguments)
+    assert error(out, expected) < F32_ERROR
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+def make(**more):
+    gate, up, down = weights()
+    arguments = dict(w13=torch.cat((gate, up), dim=1), w2=down, top_k=K) | more
+    return Experts(arguments.pop("w13"), arguments.pop("w2"), **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments,kinds,text",
+    [
+        (dict(w2=torch.zeros(E, I, H)), (switchyard.ShapeMismatch, ValueError), r"w2 is \(6, 48, 64\)"),
+        (dict(w13=torch.zeros(E, H)), (switchyard.ShapeMismatch, ValueError), "3 dimensions"),
+        (dict(w13=torch.zeros(E, 2 * I, H, dtype=torch.float64)), (switchyard.DTypeMismatch, TypeError), "float64"),
+        (dict(top_k=0), (switchyard.InvalidArgument, ValueError), "top_k"),
+        (dict(top_k=E + 1), (switchyard.InvalidArgument, ValueError), "top_k"),
+        (dict(max_tokens=0), (switchyard.InvalidArgument, ValueError), "max_tokens is 0"),
+        (dict(order="down_up"), (switchyard.InvalidArgument, ValueError), "down_up"),
+        (dict(bad_ids="maybe"), (switchyard.InvalidArgument, ValueError), "maybe"),
+        (dict(compute="f8_e4m3"), (switchyard.InvalidArgument, ValueError), "f8_e4m3"),
+        (dict(w13_bias=torch.zeros(E, 2 * I)), (switchyard.MissingTensor,), "w2_bias"),
+        (dict(w13_scale=torch.zeros(E)), (switchyard.DTypeMismatch, TypeError), "w13_scale"),
+        (dict(placement=[0]), (switchyard.Unsupported, NotImplementedError), "placement"),
+        (dict(w13="no array"), (switchyard.InvalidArgument, ValueError), "w13 is a str"),
+        (dict(num_experts=2 * E), (switchyard.ShapeMismatch, ValueError), "12 experts"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_wrong_with_a_layer_is_said(arguments, kinds, text):
+    with pytest.raises(switchyard.Error, match=text) as caught:
+        make(**arguments)
+    for kind in kinds:
+        assert isinstance(caught.value, kind)
+    assert isinstance(caught.value, RuntimeError)
+    assert caught.value.code
+
+
+def test_what_is_wrong_with_a_call_is_said(batch):
+    layer = make(max_tokens=T)
+    x, ids, topk_weights = batch
+    with pytest.raises(switchyard.ShapeMismatch, match="63 columns"):
+        layer(x[:, 1:], ids, topk_weights, out=x.clone())
+    with pytest.raises(switchyard.ShapeMismatch, match="topk_ids"):
+        layer(x, ids[:-1], topk_weights)
+    with pytest.raises(switchyard.ShapeMismatch, match="out is"):
+        layer(x, ids, topk_weights, out=x[1:].clone())
+    with pytest.raises(switchyard.DTypeMismatch, match="topk_weights is f16"):
+        layer(x, ids, topk_weights.half())
+    with pytest.raises(switchyard.DTypeMismatch, match="topk_ids is f32"):
+        layer(x, ids.float(), topk_weights)
+    with pytest.raises(switchyard.CapacityExceeded, match="18 tokens"):
+        layer(torch.cat((x, x[:1])), torch.cat((ids, ids[:1])), torch.cat((topk_weights, topk_weights[:1])))
+    with pytest.raises(switchyard.InvalidArgument, match="twice"):
+        layer(x, ids[:, :1].repeat(1, 2), topk_weights)
+    with pytest.raises(switchyard.InvalidArgument, match=r"topk_ids\[0\]\[0\] is 99"):
+        layer(x, torch.full_like(ids, 99), topk_weights)
+    with pytest.raises(switchyard.InvalidArgument, match="out is None"):
+        layer(x, ids, topk_weights, accumulate=True)
+    # None of these is the end of the layer.
+    assert layer(x, ids, topk_weights).isfinite().all()
+
+
+def test_bad_ids_may_be_skipped(batch):
+    gate, up, down = weights()
+    x, ids, topk_weights = batch
+    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K, bad_ids="skip")
+    ids[0] = ids[0, 0]  # the second names it again
+    ids[1] = 99
+    expected_ids = ids.clone()
+    expected_ids[0, 1] = -1
+    expected = experts(x, gate, up, down, expected_ids, topk_weights, Activation())
+    assert error(layer(x, ids, topk_weights), expected) < F32_ERROR
+    assert layer.stats().bad_slots == 3
+
+
+def test_ids_of_other_ranks_experts_mean_none(batch):
+    gate, up, down = weights()
+    x, ids, topk_weights = batch
+    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K, large_ids_are_none=True)
+    ids[:5] = E
+    expected = experts(x, gate, up, down, ids, topk_weights, Activation())
+    assert error(layer(x, ids, topk_weights), expected) < F32_ERROR
+    assert layer.stats().bad_slots == 0
+
+
+def test_a_closed_layer_says_so(batch):
+    layer = make()
+    assert not layer.closed
+    layer.close()
+    layer.close()
+    assert layer.closed
+    for call in (lambda: layer(*batch), layer.stats, layer.check):
+        with pytest.raises(switchyard.InvalidArgument, match="closed"):
+            call()
+
+
+def test_stats(batch):
+    layer = make()
+    assert layer.stats().epoch == 0
+    layer(*batch)
+    stats = layer.stats()
+    assert stats.epoch == 1 and stats.tokens == T
+    assert list(stats.tokens_per_expert) == torch.bincount(batch[1].flatten(), minlength=E).tolist()
+    assert stats.total_seconds > 0
+
+
+def test_trace(batch):
+    layer = make(trace=True)
+    layer(*batch)
+    events = layer.trace()["traceEvents"]
+    assert any("GEMM" in event.get("name", "") or "gemm" in event.get("name", "") for event in events)
+    with pytest.raises(switchyard.InvalidArgument, match="trace"):
+        make().trace()
+
+
+EXIT = """
+import torch, switchyard
+layers = [switchyard.Experts(torch.zeros(4, 64, 32), torch.zeros(4, 32, 32), top_k=2) for _ in range(3)]
+x, ids = torch.zeros(5, 32), torch.tensor([[0, 1]] * 5)
+for layer in layers:
+    layer(x, ids, torch.ones(5, 2))
+worlds = switchyard.World.threads(2)
+{more}
+print("done")
+"""
+
+
+@pytest.mark.parametrize("more", ["", "layers[0].close()", "import sys; sys.exit(0)", "1 / 0"])
+def test_layers_alive_at_exit(more):
+    done = subprocess.run([sys.executable, "-c", EXIT.format(more=more)], capture_output=True, text=True)
+    assert done.returncode == (1 if "/" in more else 0), done.stderr
+    if more == "1 / 0":
+        assert "ZeroDivisionError" in done.stderr.strip().splitlines()[-1]
+    else:
+        assert done.stderr == ""
+
+
+def test_topk():
+    logits = torch.randn(9, 16)
+    ids, w = switchyard.topk(logits, 4, renormalize=True)
+    expected, expected_ids = logits.softmax(-1).topk(4)
+    assert torch.equal(ids.long(), expected_ids)
+    assert torch.allclose(w, expected / expected.sum(-1, keepdim=True), atol=1e-6)
+    ids, w = switchyard.topk(
+        logits.numpy(), 2, score="sigmoid", correction_bias=numpy.zeros(16, numpy.float32), scale=2.5
+    )
+    assert numpy.array_equal(ids, logits.topk(2).indices.numpy())
+    assert numpy.allclose(w, 2.5 * torch.sigmoid(logits.topk(2).values).numpy(), atol=1e-5)
+    with pytest.raises(switchyard.InvalidArgument, match="groups"):
+        switchyard.topk(logits, 2, groups=5)
+    with pytest.raises(switchyard.InvalidArgument, match="tanh"):
+        switchyard.topk(logits, 2, score="tanh")
+    with pytest.raises(switchyard.DTypeMismatch):
+        switchyard.topk(logits.double(), 2)
+
+
+def test_from_logits(batch):
+    gate, up, down = weights()
+    x, _, _ = batch
+    logits = torch.randn(T, E)
+    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K)
+    ids = torch.empty(T, K, dtype=torch.int32)
+    w = torch.empty(T, K)
+    out = layer.from_logits(
+        x, logits, switchyard.Routing(renormalize=True), ids_out=ids, weights_out=w
+    )
+    values, expected_ids = logits.softmax(-1).topk(K)
+    assert torch.equal(ids.long(), expected_ids)
+    assert torch.allclose(w, values / values.sum(-1, keepdim=True), atol=1e-6)
+    assert error(out, experts(x, gate, up, down, ids, w, Activation())) < F32_ERROR

@@ -1,0 +1,108 @@
+"""torch.compile(), gradients."""
+
+import pytest
+import torch
+
+import switchyard
+from reference import routing
+from switchyard import Experts
+
+E, I, H, K, T = 6, 32, 64, 2, 9
+
+
+@pytest.fixture
+def layer():
+    return Experts(torch.randn(E, 2 * I, H) / 8, torch.randn(E, H, I) / 6, top_k=K, max_tokens=64)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiles_as_one_graph(layer, backend):
+    def step(x, ids, weights):
+        return layer(x + 1, ids, weights) * 2
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=True)
+    for tokens in (T, 3, 20):
+        x = torch.randn(tokens, H)
+        r = routing(tokens, E, K)
+        assert torch.allclose(compiled(x, *r), step(x, *r), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_with_an_output_that_is_given(layer, backend):
+    def step(x, ids, weights, out):
+        layer(x, ids, weights, out=out)
+        return out + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    x, r = torch.randn(T, H), routing(T, E, K)
+    out = torch.empty_like(x)
+    assert torch.allclose(compiled(x, *r, out), layer(x, *r) + 1, atol=1e-5)
+    assert torch.allclose(out, layer(x, *r), atol=1e-5)
+
+
+def test_fake_tensors_have_the_right_form(layer):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x, ids, weights = torch.empty(T, H), torch.empty(T, K).long(), torch.empty(T, K)
+        out = torch.ops.switchyard.experts(x, ids, weights, None, [], 1.0, layer._number)
+        assert out.shape == (T, H) and out.dtype == torch.float32
+
+
+def test_operator_passes_torchs_own_check(layer):
+    x, r = torch.randn(T, H), routing(T, E, K)
+    torch.library.opcheck(
+        torch.ops.switchyard.experts.default,
+        (x, *r, None, [], 1.0, layer._number),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+def test_compiled_code_says_when_the_layer_is_gone():
+    layer = Experts(torch.zeros(E, 2 * I, H), torch.zeros(E, H, I), top_k=K)
+    number = layer._number
+    x, r = torch.randn(T, H), routing(T, E, K)
+    del layer
+    with pytest.raises(switchyard.InvalidArgument, match="is gone"):
+        torch.ops.switchyard.experts(x, *r, None, [], 1.0, number)
+
+
+def test_a_gradient_is_refused(layer):
+    x, r = torch.randn(T, H, requires_grad=True), routing(T, E, K)
+    out = layer(x, *r)
+    assert out.requires_grad
+    assert torch.equal(out.detach(), layer(x.detach(), *r))
+    with pytest.raises(switchyard.Unsupported, match="backward"):
+        out.sum().backward()
+    with pytest.raises(NotImplementedError):
+        layer(x.detach(), r[0], r[1].requires_grad_()).sum().backward()
+    with pytest.raises(switchyard.Unsupported):
+        layer(x, *r, out=torch.empty(T, H))
+    with torch.no_grad():
+        assert not layer(x, *r).requires_grad
+    with torch.inference_mode():
+        layer(x, *r)
+
+
+def test_a_gradient_of_the_weights_is_refused():
+    w13 = torch.nn.Parameter(torch.randn(E, 2 * I, H))
+    layer = Experts(w13, torch.randn(E, H, I), top_k=K)
+    with pytest.raises(switchyard.Unsupported):
+        layer(torch.randn(T, H), *routing(T, E, K)).sum().backward()
+
+
+@pytest.mark.parametrize("of_weights", [False, True])
+def test_a_gradient_is_refused_when_compiled(of_weights):
+    w13 = torch.nn.Parameter(torch.randn(E, 2 * I, H), requires_grad=of_weights)
+    layer = Experts(w13, torch.randn(E, H, I), top_k=K)
+    r = routing(T, E, K)
+    compiled = torch.compile(lambda x: layer(x, *r) * 2, fullgraph=True, backend="aot_eager")
+    out = compiled(torch.randn(T, H, requires_grad=not of_weights))  # forward alone is fine
+    assert out.requires_grad
+    with pytest.raises(switchyard.Unsupported):
+        out.sum().backward()

@@ -1,0 +1,181 @@
+"""Worlds: threads, processes, groups of torch.distributed."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import switchyard
+from reference import error, experts, routing
+from switchyard import Activation, Experts, World
+
+E, I, H, K = 7, 32, 64, 2
+
+
+def test_single():
+    world = World.single(deadline=3)
+    assert (world.rank, world.size, world.deadline) == (0, 1, 3.0)
+    world.barrier()
+    world.close()
+    world.close()
+    with pytest.raises(switchyard.InvalidArgument, match="closed"):
+        world.barrier()
+
+
+def test_worlds_that_make_no_sense():
+    with pytest.raises(switchyard.InvalidArgument):
+        World.threads(0)
+    with pytest.raises(switchyard.InvalidArgument, match="deadline"):
+        World.single(deadline=-1)
+
+
+def run_ranks(worlds, body):
+    results, failures = [None] * len(worlds), [None] * len(worlds)
+
+    def rank(world):
+        try:
+            results[world.rank] = body(world)
+        except Exception as failure:
+            failures[world.rank] = failure
+
+    threads = [threading.Thread(target=rank, args=(world,)) for world in worlds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results, failures
+
+
+def test_ranks_share_experts():
+    gate, up = torch.randn(2, E, I, H) / 8
+    down = torch.randn(E, H, I) / 6
+    w13 = torch.cat((gate, up), dim=1)
+    tokens = [5, 0, 11]
+    x = [torch.randn(t, H) for t in tokens]
+    routings = [routing(t, E, K) if t else (torch.empty(0, K).long(), torch.empty(0, K)) for t in tokens]
+
+    def body(world):
+        # A rank needs its own experts only.
+        own = world.own_experts(E)
+        assert len(own) in (2, 3)
+        layer = Experts(
+            w13[own.start : own.stop], down[own.start : own.stop], top_k=K, num_experts=E, world=world, max_tokens=16, num_threads=1
+        )
+        outs = [layer(x[world.rank], *routings[world.rank]) for _ in range(3)]
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        return outs[0], layer.stats().tokens_per_expert
+
+    results, failures = run_ranks(World.threads(3), body)
+    assert failures == [None] * 3
+    counts = sum(torch.bincount(ids.flatten(), minlength=E) for ids, _ in routings).tolist()
+    for (out, seen), part, r in zip(results, x, routings):
+        assert list(seen) == counts
+        if len(part):
+            assert error(out, experts(part, gate, up, down, *r, Activation())) < 1e-5
+
+
+def test_ranks_that_disagree():
+    def body(world):
+        count = 2
+        return Experts(
+            torch.zeros(count, 2 * I, H), torch.zeros(count, H, I), top_k=1 + world.rank, num_experts=4, world=world
+        )
+
+    _, failures = run_ranks(World.threads(2), body)
+    assert all(isinstance(failure, switchyard.SpecMismatch) for failure in failures)
+    assert "top_k" in str(failures[0])
+
+
+def test_a_rank_that_does_not_come_is_named():
+    def body(world):
+        layer = Experts(
+            torch.zeros(2, 2 * I, H), torch.zeros(2, H, I), top_k=1, num_experts=4, world=world, max_tokens=4
+        )
+        x, ids = torch.zeros(2, H), torch.tensor([[0], [3]])
+        layer(x, ids, torch.ones(2, 1))
+        if world.rank == 0:
+            layer(x, ids, torch.ones(2, 1))
+
+    _, failures = run_ranks(World.threads(2, deadline=0.3), body)
+    failure = failures[0]
+    assert isinstance(failure, switchyard.Timeout) and isinstance(failure, TimeoutError)
+    assert (failure.waiter, failure.peer, failure.epoch) == (0, 1, 2)
+    assert failure.phase and failure.code == "timeout"
+
+
+def test_experts_of_all_ranks_must_be_told():
+    with pytest.raises(switchyard.InvalidArgument, match="num_experts"):
+        Experts(torch.zeros(2, 2 * I, H), torch.zeros(2, H, I), top_k=1, world=World.threads(2)[0])
+
+
+GROUP = """
+import os, sys, torch, torch.distributed as dist, switchyard
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+# Ranks 1 and 2 of three make a world of their own, over a subgroup.
+group = dist.new_group([1, 2])
+if rank == 0:
+    try:
+        switchyard.World.from_process_group(group)
+    except switchyard.InvalidArgument:
+        print("rank 0 is outside")
+else:
+    world = switchyard.World.from_process_group(group, deadline=60)
+    assert (world.rank, world.size) == (rank - 1, 2)
+    world.barrier()
+    torch.manual_seed(0)
+    w13, w2 = torch.randn(4, 64, 32) / 6, torch.randn(4, 32, 32) / 6
+    x, ids, weights = torch.randn(5, 32), torch.tensor([[0, 3]] * 5), torch.ones(5, 2)
+    mine = slice(2 * world.rank, 2 * world.rank + 2)
+    layer = switchyard.Experts(w13[mine], w2[mine], top_k=2, num_experts=4, world=world, num_threads=1)
+    out = layer(x, ids, weights)
+    alone = switchyard.Experts(w13, w2, top_k=2)(x, ids, weights)
+    assert torch.allclose(out, alone, atol=1e-5)
+    print("rank", rank, "agrees")
+whole = switchyard.World.from_process_group(deadline=60)
+assert (whole.rank, whole.size) == (rank, 3)
+whole.barrier()
+dist.destroy_process_group()
+"""
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_process_group():
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", GROUP],
+            env=os.environ | {"RANK": str(r), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(3)
+    ]
+    outputs = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
+    assert "rank 0 is outside" in outputs[0][0]
+    assert "rank 1 agrees" in outputs[1][0] and "rank 2 agrees" in outputs[2][0]
+
+
+def test_process_group_that_is_not_there():
+    with pytest.raises(switchyard.InvalidArgument, match="init_process_group"):
+        World.from_process_group()
+
+
+def test_from_env_of_the_launcher():
+    script = "import switchyard; w = switchyard.World.from_env(); w.barrier(); print(w)"
+    command = [sys.executable, "-m", "switchyard", "launch", "-n", "2", "--", sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2" in done.stdout and "rank 1 of 2" in done.stdout
