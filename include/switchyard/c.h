@@ -15,8 +15,8 @@
 //   what this library does not know is all zeros, and refused with SY_UNSUPPORTED otherwise.
 //   sy_tensor, sy_matrices and sy_activation are parts of other structs and never grow.
 // - The library never owns memory that a sy_tensor points to. Weights must outlive the layer.
-// - One thread at a time may use a handle; different handles may be used at the same time. All
-//   ranks of a world must call its collective functions.
+// - One thread at a time may use a handle, but for sy_world_abort(); different handles may be used
+//   at the same time. All ranks of a world must call its collective functions.
 #ifndef SWITCHYARD_C_H_
 #define SWITCHYARD_C_H_
 
@@ -168,7 +168,8 @@ SY_API sy_status sy_world_get_info(const sy_world* world, sy_world_info* out);
 
 // Collective, for start-up and tests.
 SY_API sy_status sy_world_barrier(sy_world* world);
-// Ends every wait of every rank of the world with SY_ABORTED, now and later.
+// Ends the world for all its ranks: every wait, now and later, fails with SY_ABORTED. From any
+// thread, also while others of this rank wait or work. Waits for nobody.
 SY_API sy_status sy_world_abort(sy_world* world);
 SY_API sy_status sy_world_destroy(sy_world** world);
 
@@ -272,7 +273,10 @@ typedef struct sy_layer_weights {
   // The shared expert: as above with n = 1.
   sy_matrices shared_gate, shared_up, shared_down;
   sy_tensor shared_sigmoid;  // [H]
-  sy_tensor placement;       // [E] i32 in host memory: the rank that has the expert; absent: shards
+  // [places], i32 in host memory, contiguous: the expert at each place. Places are numbered over
+  // all ranks; then n is of places, of all or of this rank's (sy_own_experts() of them). Absent:
+  // expert e is at place e, and nowhere else.
+  sy_tensor placement;
 } sy_layer_weights;
 #define SY_LAYER_WEIGHTS_INIT \
   { .struct_size = sizeof(sy_layer_weights) }
@@ -333,7 +337,7 @@ typedef struct sy_forward {
   sy_tensor topk_weights;  // [T, K], f32 or bf16
   sy_tensor out;           // [T, H], bf16, f16 or f32, columns contiguous
   sy_tensor x_scale;       // [T, ceil(H / 128)], f32; absent unless x is f8_e4m3
-  sy_tensor logits;        // [T, E]; then neither ids nor a router
+  sy_tensor logits;        // [T, E], f32 or bf16, columns contiguous: routed as the spec says
   sy_tensor token_ids;     // [T], i32: hash-routed layers only
   sy_tensor ids_out;       // [T, K], i32, contiguous: the routing that was used; may be absent
   sy_tensor weights_out;   // [T, K], f32, contiguous; may be absent
@@ -341,15 +345,17 @@ typedef struct sy_forward {
 #define SY_FORWARD_INIT \
   { .struct_size = sizeof(sy_forward), .out_scale = 1.0f }
 
-// Every rank of the world must call it. With SY_CPU it returns when `out` is complete; with SY_CUDA
-// it enqueues one kernel on `stream` and returns. Errors: as MoeLayer::forward() in layer.h. After
-// SY_TIMEOUT and SY_ABORTED the layer is dead.
+// Every rank of the world must call it. With SY_CPU it returns when `out` is complete; with
+// SY_CUDA it enqueues one kernel on `stream` and returns. Errors: as MoeLayer::forward() in
+// layer.h. After SY_TIMEOUT and SY_ABORTED the layer is dead.
 SY_API sy_status sy_layer_forward(sy_layer* layer, const sy_forward* call);
 // Fails as sy_layer_forward() would for passes that have ended, and waits for nothing.
 SY_API sy_status sy_layer_check(sy_layer* layer);
-// Scales and biases are read anew, after they were changed in place. SY_CUDA: on `stream`.
+// Lays out anew what the layer copied of its weights, which the caller has changed in place.
+// SY_CUDA: on `stream`. What was used where it is needs no call.
 SY_API sy_status sy_layer_refresh(sy_layer* layer, void* stream);
-// Other memory with weights of the same shapes and types.
+// Points the layer at other arrays of the same shapes and types. With a placement it is
+// collective.
 SY_API sy_status sy_layer_rebind(sy_layer* layer, const sy_layer_weights* weights);
 
 typedef struct sy_layer_info {
@@ -369,8 +375,8 @@ typedef struct sy_layer_info {
   { .struct_size = sizeof(sy_layer_info) }
 SY_API sy_status sy_layer_get_info(const sy_layer* layer, sy_layer_info* out);
 
-// Of the last pass; zeros before the first. ForwardStats in layer.h. With SY_CUDA it waits for the
-// device.
+// Of the last pass; zeros before the first. ForwardStats in layer.h. With SY_CUDA it waits for
+// the device.
 typedef struct sy_stats {
   uint32_t struct_size;
   // In: room in tokens_per_expert; 0: not wanted.
@@ -396,9 +402,9 @@ typedef struct sy_stats {
   { .struct_size = sizeof(sy_stats) }
 SY_API sy_status sy_layer_get_stats(sy_layer* layer, sy_stats* out);
 
-// What this rank did in the last pass, as a Chrome trace (JSON, for ui.perfetto.dev). *size is the
-// room in `text`; it becomes the bytes needed, with the final zero. Nothing is written where the
-// room is too small; `text` may be null to ask. SY_INVALID_ARGUMENT unless the layer records.
+// What this rank did in the last pass, as a Chrome trace (JSON, for ui.perfetto.dev). *size is
+// the room in `text`; it becomes the bytes needed, with the final zero. Nothing is written where
+// the room is too small; `text` may be null to ask. SY_INVALID_ARGUMENT unless the layer records.
 SY_API sy_status sy_layer_trace(sy_layer* layer, char* text, uint64_t* size);
 
 // ----------------------------------------------------------------------------------- workspace

@@ -187,13 +187,14 @@ def rows(tensor: _abi.Tensor, first: int, count: int, step: int = 1) -> _abi.Ten
     return view(tensor, offset=offset, shape=tuple(shape), strides=tuple(strides))
 
 
-def empty_like(array: Any, name: str) -> Any:
-    """A new array of the kind, device and shape of another, contiguous."""
+def empty_like(array: Any, name: str, *, bf16: bool = False) -> Any:
+    """A new array of the kind, device and shape of another, contiguous; of its type, or bf16."""
     if is_torch(array):
         import torch
 
-        return torch.empty(array.shape, dtype=array.dtype, device=array.device)
-    if is_numpy(array):
+        dtype = torch.bfloat16 if bf16 else array.dtype
+        return torch.empty(array.shape, dtype=dtype, device=array.device)
+    if is_numpy(array) and not bf16:
         import numpy
 
         return numpy.empty(array.shape, dtype=array.dtype)

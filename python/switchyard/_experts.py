@@ -25,6 +25,7 @@ from .errors import (
     check,
     raise_last,
 )
+from ._routing import Routing
 from ._world import World, close_handle, default_world
 
 Order = Literal["gate_up", "up_gate", "interleaved"]
@@ -79,6 +80,26 @@ class Stats:
     total_seconds: float
 
 
+class _Kept(list[Any]):
+    """What the caller gave, and the library reads; and copies of it in another form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # (from, to, how many times each row)
+        self.repeated: list[tuple[Any, Any, int]] = []
+
+    def refresh(self) -> None:
+        for given, copy, times in self.repeated:
+            new = _repeat_rows(given, times, copy.shape[1])
+            copy[...] = new
+
+
+def _repeat_rows(scale: Any, times: int, rows: int) -> Any:
+    if _arrays.is_numpy(scale):
+        return scale.repeat(times, axis=1)[:, :rows]
+    return scale.detach().repeat_interleave(times, dim=1)[:, :rows]
+
+
 # Layers by number, for operators of torch, which take numbers but no objects.
 _by_number: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 _numbers = 0
@@ -88,11 +109,11 @@ _lock = threading.Lock()
 class Handle:
     """A layer of the library: what `Experts` and `MoeLayer` have in common."""
 
-    def __init__(self, handle: ctypes.c_void_p, keep: Any) -> None:
+    def __init__(self, handle: ctypes.c_void_p, keep: _Kept | None) -> None:
         global _numbers
         self._handle = handle
         # The library does not own what the layer reads.
-        self._keep = keep
+        self._keep: _Kept | None = keep
         self._call = _abi.Forward(out_scale=1.0)
         self._call_address = ctypes.addressof(self._call)
         self._seen: Any = None
@@ -109,6 +130,7 @@ class Handle:
         self.activation = Activation._from_c(info.activation)
         self.compute: str = _abi.DTYPE_NAMES[info.compute]
         self.backend: str = "cuda" if info.backend == _abi.CUDA else "cpu"
+        self.device: int | None = info.device if info.device >= 0 else None
         self.workspace_bytes: int = info.workspace_bytes
         self._has_router = bool(info.has_router)
         with _lock:
@@ -139,13 +161,23 @@ class Handle:
         check(_abi.library.sy_layer_check(self._open()))
 
     def refresh(self, stream: int | None = None) -> None:
-        """Read scales and biases anew, after they were changed in place.
+        """Lay out anew what was copied of the weights (biases, scales on GPUs), which were changed in
+        place. Matrices that are used where they are need no call.
+
+        Parameters
+        ----------
+        stream : int, optional
+            On GPUs, a cudaStream_t. None: torch's current one of the layer's device.
 
         Raises
         ------
         Unsupported
-            By a library that cannot: make the layer anew.
+            On GPUs, where all weights were copied from host memory.
         """
+        if self._keep is not None:
+            self._keep.refresh()
+        if stream is None and self.backend == "cuda" and _torch_module is not None:
+            stream = _torch_module.cuda.current_stream(self.device).cuda_stream
         check(_abi.library.sy_layer_refresh(self._open(), stream))
 
     def stats(self) -> Stats:
@@ -316,8 +348,14 @@ class Experts(Handle):
         Optional.
     num_experts : int, optional
         Of all ranks. None: n, in a world of one.
-    placement : None
-        Reserved: which rank has which expert.
+    placement : sequence of int [places], optional
+        The expert at each place, for experts that do not stand in shards, or more than once: after
+        load balancing. Places are numbered over all ranks, rank r has those of
+        ``world.own_experts(places)``, and n is of places. The same on all ranks.
+    routing : Routing, optional
+        How `from_logits` chooses experts.
+    correction_bias : array [E], optional
+        Of that routing.
     world : World, optional
         None: a world of one.
     workspace : None
@@ -372,7 +410,9 @@ class Experts(Handle):
         w13_bias: Any = None,
         w2_bias: Any = None,
         num_experts: int | None = None,
-        placement: Any = None,
+        placement: Sequence[int] | None = None,
+        routing: Routing | None = None,
+        correction_bias: Any = None,
         world: World | None = None,
         workspace: Any = None,
         share_memory_with: Experts | None = None,
@@ -386,8 +426,8 @@ class Experts(Handle):
         deadline: float = 0.0,
         trace: bool = False,
     ) -> None:
-        if placement is not None or workspace is not None:
-            raise Unsupported("placement and workspace are not there yet; leave them None")
+        if workspace is not None:
+            raise Unsupported("workspace is not there yet; leave it None, or see share_memory_with")
         if bad_ids not in ("raise", "skip"):
             raise InvalidArgument(f"bad_ids is {bad_ids!r}; use 'raise' or 'skip'")
         world = world or default_world()
@@ -396,13 +436,21 @@ class Experts(Handle):
         )
         count, intermediate, hidden = sizes
         if num_experts is None:
-            if world.size > 1:
+            if world.size > 1 or placement is not None:
                 raise InvalidArgument(
                     f"w13 has {count} experts, and the world {world.size} ranks; say with "
                     "num_experts how many experts all ranks have together"
                 )
             num_experts = count
+        _put_placement(weights, placement)
+        if correction_bias is not None:
+            if routing is None:
+                raise InvalidArgument("correction_bias is given without routing; pass both")
+            weights.correction_bias, kept = _arrays.describe("correction_bias", correction_bias)
+            keep.append(kept)
+        c_routing = (routing or Routing())._to_c(correction_bias is not None)
         spec = _abi.LayerSpec(
+            routing=ctypes.pointer(c_routing),
             hidden=hidden,
             intermediate=intermediate,
             num_experts=num_experts,
@@ -434,6 +482,8 @@ class Experts(Handle):
         super().__init__(handle, keep)
         self.order: Order = order
         self.transposed = transposed
+        self.routing = routing
+        self._block = block
         # What can be asked for a gradient.
         both = w13 if isinstance(w13, tuple) else (w13,)
         self._parameters: Iterable[Any] = [a for a in (*both, w2, w13_bias, w2_bias) if _arrays.is_torch(a)]
@@ -569,60 +619,106 @@ class Experts(Handle):
         self,
         x: Any,
         logits: Any,
-        routing: Any,
         *,
+        x_scale: Any = None,
         ids_out: Any = None,
         weights_out: Any = None,
         out: Any = None,
+        accumulate: bool = False,
+        scale: float = 1.0,
     ) -> Any:
-        """One pass whose experts are chosen from the router's logits.
+        """One pass whose experts the layer chooses, as its `routing` says.
 
         Parameters
         ----------
         x : array [T, H]
-        logits : array [T, E], float32
-        routing : Routing
+        logits : array [T, E]
+            Of the router, its bias included; float32 or bfloat16, with contiguous rows.
         ids_out, weights_out : array [T, K], int32 and float32, optional
             Where to put the routing that was used.
-        out : array [T, H], optional
+        x_scale, out, accumulate, scale
+            As of ``__call__``.
+
+        Returns
+        -------
+        array [T, H]
 
         Raises
         ------
+        InvalidArgument
+            If the layer was made without `routing`; and as ``__call__`` does.
         Unsupported
-            On GPUs, by a library that cannot.
+            If a gradient is asked for.
         """
-        from ._routing import topk
+        if self.routing is None:
+            raise InvalidArgument("the layer was made without routing; pass it to Experts")
+        if _arrays.is_torch(x):
+            from ._torch import refuse_gradient
 
-        if self.backend != "cpu":
-            raise Unsupported("from_logits() on GPUs is not there yet; use topk() of your framework")
-        ids, weights = topk(
-            logits, self.top_k, **dataclasses.asdict(routing), ids_out=ids_out, weights_out=weights_out
+            refuse_gradient(x, logits, *self._parameters)
+        if out is None:
+            if accumulate:
+                raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
+            out = _arrays.empty_like(x, "x", bf16=x_scale is not None)
+        self._run(
+            x,
+            None,
+            None,
+            out,
+            x_scale,
+            accumulate,
+            scale,
+            logits=logits,
+            ids_out=ids_out,
+            weights_out=weights_out,
         )
-        return self(x, ids, weights, out=out)
+        return out
 
-    def rebind(self, w13: Any, w2: Any, **more: Any) -> None:
-        """Use other memory with weights of the same shapes and types.
+    def rebind(
+        self,
+        w13: Any,
+        w2: Any,
+        *,
+        w13_scale: Any = None,
+        w2_scale: Any = None,
+        w13_bias: Any = None,
+        w2_bias: Any = None,
+        placement: Sequence[int] | None = None,
+    ) -> None:
+        """Use other arrays of the same shapes, types and layout.
+
+        Passes that were enqueued before still read the old ones, and graphs that captured the layer
+        always do.
+
+        Parameters
+        ----------
+        w13, w2, w13_scale, w2_scale, w13_bias, w2_bias
+            As of `Experts`.
+        placement : sequence of int, optional
+            Experts in other places, of which there are as many as before. Collective then.
 
         Raises
         ------
-        Unsupported
-            By a library that cannot: make the layer anew.
+        ShapeMismatch, DTypeMismatch, MissingTensor, InvalidArgument, SpecMismatch
+            The layer is then as it was.
         """
         weights, _, keep = _weights(
             w13,
             w2,
             self.activation,
-            more.pop("order", "gate_up"),
-            more.pop("transposed", False),
-            more.pop("w13_scale", None),
-            more.pop("w2_scale", None),
-            more.pop("block", None),
-            more.pop("w13_bias", None),
-            more.pop("w2_bias", None),
+            self.order,
+            self.transposed,
+            w13_scale,
+            w2_scale,
+            self._block,
+            w13_bias,
+            w2_bias,
         )
-        if more:
-            raise InvalidArgument(f"rebind() does not know {', '.join(more)}")
+        _put_placement(weights, placement)
         check(_abi.library.sy_layer_rebind(self._open(), byref(weights)))
+        # What was bound before may still be read.
+        if self.backend == "cuda":
+            keep.append(self._keep)
         self._keep = keep
 
 
@@ -640,11 +736,11 @@ def _weights(
     block: Sequence[int] | None,
     w13_bias: Any,
     w2_bias: Any,
-) -> tuple[_abi.LayerWeights, tuple[int, int, int], list[Any]]:
+) -> tuple[_abi.LayerWeights, tuple[int, int, int], _Kept]:
     """Descriptors of gate, up and down; (n, I, H); and what must be kept."""
     if order not in _ORDERS:
         raise InvalidArgument(f"order is {order!r}; use one of {', '.join(_ORDERS)}")
-    keep: list[Any] = []
+    keep = _Kept()
 
     def described(name: str, array: Any, ndim: int) -> _abi.Tensor:
         tensor, kept = _arrays.describe(name, array)
@@ -715,14 +811,28 @@ def _weights(
     return weights, (count, intermediate, hidden), keep
 
 
+def _put_placement(weights: _abi.LayerWeights, placement: Sequence[int] | None) -> None:
+    """The library reads the table at once, and keeps no address of it."""
+    if placement is None:
+        return
+    experts = [int(expert) for expert in placement]
+    table = (ctypes.c_int32 * len(experts))(*experts)
+    weights.placement = _arrays.view(
+        _abi.Tensor(ctypes.addressof(table), _abi.I32, 1, _abi.CPU, 0),
+        shape=(len(experts),),
+        strides=(1,),
+    )
+    weights._table = table
+
+
 def _of_two(
     w13: tuple[Any, ...],
     down: _abi.Tensor,
     activation: Activation,
     transposed: bool,
     others: tuple[Any, ...],
-    keep: list[Any],
-) -> tuple[_abi.LayerWeights, tuple[int, int, int], list[Any]]:
+    keep: _Kept,
+) -> tuple[_abi.LayerWeights, tuple[int, int, int], _Kept]:
     """Gate and up as arrays of their own."""
     if len(w13) != 2 or not activation.gated:
         raise InvalidArgument("w13 is a tuple; pass (gate, up), with a gated activation")
@@ -745,7 +855,7 @@ def _put_scale(
     scale: Any,
     matrices: _abi.Matrices,
     block: Sequence[int] | None,
-    keep: list[Any],
+    keep: _Kept,
     halves: int = 0,
 ) -> None:
     """Scales of [n, rows, cols] weights, as [n, R, C] with the rows and columns of a block.
@@ -787,11 +897,8 @@ def _put_scale(
                 f"blocks of {smaller} rows and pass block=({smaller}, {per[1]})"
             )
         times = per[0] // smaller
-        if _arrays.is_numpy(scale):
-            repeated = scale.repeat(times, axis=1)
-        else:
-            repeated = scale.detach().repeat_interleave(times, dim=1)
-        repeated = repeated[:, : math.ceil(rows / smaller)]
+        repeated = _repeat_rows(scale, times, math.ceil(rows / smaller))
+        keep.repeated.append((scale, repeated, times))
         tensor, kept = _arrays.describe(name, repeated)
         keep.append(kept)
         per = (smaller, per[1])
@@ -919,13 +1026,16 @@ def cached(w13: Any, w2: Any, *, top_k: int, tokens: int, **options: Any) -> Exp
     layer = Experts(w13, w2, top_k=top_k, max_tokens=max(most, tokens), **options)
     # The cache must not keep weights alive: it forgets the layer when one of them goes.
     arrays = [array for array in (w13, w2, *small) if array is not None]
-    layer._keep = None
+    # A changed scale makes another layer: what this one copied need not be refreshed.
+    copies = _Kept()
+    copies.extend(copy for _, copy, _ in layer._keep.repeated)
+    layer._keep = copies
     layer._parameters = _Weak(list(layer._parameters))
     for array in arrays:
         try:
             weakref.finalize(array, _forget, key).atexit = False
         except TypeError:
-            layer._keep = arrays
+            copies.append(array)
     with _lock:
         old = _cache.pop(key, None)
         _cache[key] = (layer, versions)

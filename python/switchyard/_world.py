@@ -183,12 +183,10 @@ class World:
         check(_abi.library.sy_world_barrier(self._open()))
 
     def abort(self) -> None:
-        """End every wait of every rank of the world, with `Aborted`.
+        """End the world for all its ranks: every wait, now and later, raises `Aborted`.
 
-        Raises
-        ------
-        Unsupported
-            By a library that cannot.
+        For a rank that cannot go on. From any thread; waits for nobody. Layers of the world cannot
+        be used any more.
         """
         check(_abi.library.sy_world_abort(self._open()))
 

@@ -18,13 +18,12 @@ struct sy_layer {
   int max_tokens = 0;
   int device = -1;
   bool has_router = false;
-  sy_bad_ids bad_ids = SY_BAD_IDS_RAISE;
-  bool large_ids_are_none = false;
-  std::int64_t bad_slots = 0;  // of the last pass
-  switchyard::c_api::ScaleCopies scales;
-  // Routing in the form that the layer takes, where the caller's has another. Host memory.
-  std::vector<std::int32_t> ids;
-  std::vector<float> weights;
+  int places = 0;  // of experts, over all ranks; 0: of a checkpoint
+  // What the weights were made of, and copies of scales among them.
+  sy_layer_weights given{};
+  switchyard::c_api::ScaleCopies scales{};
+  // Routing of the caller's that is not contiguous. Host memory.
+  std::vector<std::byte> ids{}, weights{};
   switchyard::MoeLayer layer;
 
   sy_device_type device_type() const {

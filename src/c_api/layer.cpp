@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <memory>
 #include <span>
@@ -9,8 +11,6 @@
 #include <string>
 #include <utility>
 
-#include "base/convert.h"
-#include "base/printable.h"
 #include "c_api/guard.h"
 #include "c_api/handles.h"
 #include "c_api/specs.h"
@@ -55,10 +55,8 @@ Options options_of(const sy_layer_options* pointer) {
            fmt::format("bad_ids is {}; use SY_BAD_IDS_RAISE ({}) or SY_BAD_IDS_SKIP ({})",
                        given.bad_ids, SY_BAD_IDS_RAISE, SY_BAD_IDS_SKIP));
   }
-  if (layer.backend == Backend::kCuda &&
-      (given.bad_ids != SY_BAD_IDS_RAISE || given.large_ids_are_none != 0)) {
-    not_in_this_build("bad_ids = skip and large_ids_are_none on GPUs", "map such ids to -1");
-  }
+  layer.bad_ids = given.bad_ids == SY_BAD_IDS_SKIP ? BadIds::kSkip : BadIds::kRaise;
+  layer.large_ids_are_none = given.large_ids_are_none != 0;
   if (given.workspace != nullptr) {
     not_in_this_build("workspaces", "leave workspace null");
   }
@@ -74,38 +72,48 @@ Options options_of(const sy_layer_options* pointer) {
   return options;
 }
 
-std::unique_ptr<sy_layer> wrap(const sy_world& world, const Options& options, bool has_router,
-                               ScaleCopies scales, MoeLayer layer) {
-  return std::unique_ptr<sy_layer>(new sy_layer{world.world,
-                                                options.layer.max_tokens,
-                                                options.layer.device,
-                                                has_router,
-                                                options.given.bad_ids,
-                                                options.given.large_ids_are_none != 0,
-                                                0,
-                                                std::move(scales),
-                                                {},
-                                                {},
-                                                std::move(layer)});
+ExpertPlacement placement_of(const sy_layer_weights& given) {
+  ExpertPlacement placement;
+  if (!is_given(given.placement)) return placement;
+  check_tensor("placement", given.placement, 1, SY_CPU);
+  if (given.placement.dtype != SY_I32 ||
+      (given.placement.shape[0] > 1 && given.placement.strides[0] != 1)) {
+    refuse(ErrorCode::kDTypeMismatch, "placement must be i32 and contiguous; convert it");
+  }
+  const auto* experts = static_cast<const std::int32_t*>(given.placement.data);
+  placement.expert_at.assign(experts, experts + given.placement.shape[0]);
+  return placement;
+}
+
+// Of so many places.
+MoeWeights read_weights(const World& world, const LayerSpec& spec, const sy_layer_weights& given,
+                        int places, Backend backend, ScaleCopies& scales) {
+  // A layer on a GPU copies what is in host memory.
+  return weights_of(given, places, own_experts(places, world.rank(), world.size()),
+                    spec.activation.gated, backend == Backend::kCpu ? SY_CPU : kAnyDevice, scales);
 }
 
 std::unique_ptr<sy_layer> create(const sy_world& world, const sy_layer_spec& given_spec,
                                  const sy_layer_weights& given_weights,
                                  const sy_layer_options* given_options) {
-  const Options options = options_of(given_options);
+  Options options = options_of(given_options);
   const LayerSpec spec = spec_of(given_spec);
   const sy_layer_weights given = read_struct("sy_layer_weights", &given_weights);
-  if (is_given(given.placement)) {
-    not_in_this_build("placement tables", "leave placement absent");
-  }
   validate(spec);
-  const ExpertRange own = own_experts(spec.num_experts, world.world.rank(), world.world.size());
+  options.layer.placement = placement_of(given);
   ScaleCopies scales;
+  const int places = options.layer.placement.num_places(spec.num_experts);
   const MoeWeights weights =
-      weights_of(given, spec.num_experts, own, spec.activation.gated,
-                 given_options == nullptr ? SY_CPU : options.given.backend, scales);
+      read_weights(world.world, spec, given, places, options.layer.backend, scales);
   MoeLayer layer(world.world, spec, weights, options.layer);
-  return wrap(world, options, !weights.router.empty(), std::move(scales), std::move(layer));
+  return std::unique_ptr<sy_layer>(new sy_layer{.world = world.world,
+                                                .max_tokens = options.layer.max_tokens,
+                                                .device = options.layer.device,
+                                                .has_router = !weights.router.empty(),
+                                                .places = places,
+                                                .given = given,
+                                                .scales = std::move(scales),
+                                                .layer = std::move(layer)});
 }
 
 std::unique_ptr<sy_layer> from_checkpoint(const sy_world& world, const char* directory, int index,
@@ -114,7 +122,41 @@ std::unique_ptr<sy_layer> from_checkpoint(const sy_world& world, const char* dir
   const Checkpoint checkpoint = Checkpoint::open(directory);
   const MoeWeights weights = checkpoint.load_layer(index);
   MoeLayer layer(world.world, checkpoint.layer_spec(index), weights, options.layer);
-  return wrap(world, options, !weights.router.empty(), {}, std::move(layer));
+  return std::unique_ptr<sy_layer>(new sy_layer{.world = world.world,
+                                                .max_tokens = options.layer.max_tokens,
+                                                .device = options.layer.device,
+                                                .has_router = !weights.router.empty(),
+                                                .layer = std::move(layer)});
+}
+
+void refresh(sy_layer& layer, void* stream) {
+  if (!layer.scales.empty()) {
+    // The copies are of the caller's scales as they were. Their sizes cannot have changed.
+    ScaleCopies scales;
+    read_weights(layer.world, layer.layer.spec(), layer.given, layer.places, layer.layer.backend(),
+                 scales);
+    for (std::size_t i = 0; i < scales.size(); ++i) {
+      std::copy(scales[i].begin(), scales[i].end(), layer.scales[i].begin());
+    }
+  }
+  layer.layer.refresh(stream);
+}
+
+void rebind(sy_layer& layer, const sy_layer_weights& given_weights) {
+  const sy_layer_weights given = read_struct("sy_layer_weights", &given_weights);
+  const ExpertPlacement placement = placement_of(given);
+  ScaleCopies scales;
+  const MoeWeights weights = read_weights(layer.world, layer.layer.spec(), given, layer.places,
+                                          layer.layer.backend(), scales);
+  if (placement.expert_at.empty()) {
+    layer.layer.rebind(weights);
+  } else {
+    layer.layer.rebind(weights, placement);
+  }
+  layer.given = given;
+  // Passes on their way may still read the old ones: they go with the layer.
+  for (std::vector<float>& copy : layer.scales) scales.push_back(std::move(copy));
+  layer.scales = std::move(scales);
 }
 
 // ---------------------------------------------------------------------------------------- calls
@@ -154,91 +196,38 @@ std::span<T> span_of(const char* name, const sy_tensor& tensor, sy_dtype dtype,
   return {static_cast<T*>(tensor.data), static_cast<std::size_t>(tokens * cols)};
 }
 
-std::int64_t id_at(const sy_tensor& ids, std::int64_t t, std::int64_t k) {
-  const std::int64_t at = t * ids.strides[0] + k * ids.strides[1];
-  return ids.dtype == SY_I64 ? static_cast<const std::int64_t*>(ids.data)[at]
-                             : static_cast<const std::int32_t*>(ids.data)[at];
+bool is_contiguous(const sy_tensor& tensor) {
+  return (tensor.shape[1] <= 1 || tensor.strides[1] == 1) &&
+         (tensor.shape[0] <= 1 || tensor.strides[0] == tensor.shape[1]);
 }
 
-float weight_at(const sy_tensor& weights, std::int64_t t, std::int64_t k) {
-  const std::int64_t at = t * weights.strides[0] + k * weights.strides[1];
-  return weights.dtype == SY_BF16 ? bf16_to_f32(static_cast<const std::uint16_t*>(weights.data)[at])
-                                  : static_cast<const float*>(weights.data)[at];
-}
-
-// Host memory: i32 and f32 copies of the caller's routing, without ids that mean none.
-void copy_routing(sy_layer& layer, const sy_forward& call, std::int64_t tokens,
-                  std::int64_t top_k) {
-  const std::int64_t num_experts = layer.layer.spec().num_experts;
-  layer.ids.resize(static_cast<std::size_t>(tokens * top_k));
-  layer.weights.resize(layer.ids.size());
-  layer.bad_slots = 0;
-  auto id = layer.ids.begin();
-  auto weight = layer.weights.begin();
+// [T, K]. `copy`: room for what is not contiguous, of host memory.
+SlotView slots_of(const char* name, const sy_tensor& tensor, std::int64_t tokens,
+                  std::int64_t top_k, sy_device_type device_type, std::vector<std::byte>& copy) {
+  if (!is_given(tensor)) return {};
+  check_tensor(name, tensor, 2, device_type);
+  require_rows(name, tensor, tokens, top_k);
+  const DType dtype = dtype_of(name, tensor.dtype);
+  const auto count = static_cast<std::size_t>(tokens * top_k);
+  if (is_contiguous(tensor)) return {tensor.data, dtype, count};
+  if (device_type != SY_CPU) require_contiguous(name, tensor);
+  const std::size_t size = size_of(dtype);
+  copy.resize(count * size);
+  std::byte* to = copy.data();
   for (std::int64_t t = 0; t < tokens; ++t) {
-    const auto first = id;
-    for (std::int64_t k = 0; k < top_k; ++k, ++id, ++weight) {
-      std::int64_t value = id_at(call.topk_ids, t, k);
-      if (layer.large_ids_are_none && value >= num_experts) value = kNoExpert;
-      const bool bad = value < kNoExpert || value >= num_experts ||
-                       (value != kNoExpert && std::find(first, id, value) != id);
-      if (bad && layer.bad_ids == SY_BAD_IDS_SKIP) {
-        value = kNoExpert;
-        ++layer.bad_slots;
-      } else if (value != static_cast<std::int32_t>(value)) {
-        refuse(ErrorCode::kInvalidArgument,
-               fmt::format("topk_ids[{}][{}] is {}; expert ids are 0 to {}, or {} for none", t, k,
-                           value, num_experts - 1, kNoExpert));
-      }
-      *id = static_cast<std::int32_t>(value);
-      *weight = value == kNoExpert ? 0 : weight_at(call.topk_weights, t, k);
+    for (std::int64_t k = 0; k < top_k; ++k, to += size) {
+      const std::int64_t at = t * tensor.strides[0] + k * tensor.strides[1];
+      std::memcpy(to,
+                  static_cast<const std::byte*>(tensor.data) + at * static_cast<std::int64_t>(size),
+                  size);
     }
   }
-}
-
-void put_routing(sy_layer& layer, const sy_forward& call, std::int64_t tokens,
-                 ForwardInput& input) {
-  const auto top_k = static_cast<std::int64_t>(layer.layer.spec().top_k);
-  if (!is_given(call.topk_ids) && !is_given(call.topk_weights)) return;
-  const sy_device_type device_type = layer.device_type();
-  check_tensor("topk_ids", call.topk_ids, 2, device_type);
-  check_tensor("topk_weights", call.topk_weights, 2, device_type);
-  require_rows("topk_ids", call.topk_ids, tokens, top_k);
-  require_rows("topk_weights", call.topk_weights, tokens, top_k);
-  if (call.topk_ids.dtype != SY_I32 && call.topk_ids.dtype != SY_I64) {
-    refuse(ErrorCode::kDTypeMismatch,
-           fmt::format("topk_ids is {}; pass i32 or i64",
-                       to_string(dtype_of("topk_ids", call.topk_ids.dtype))));
-  }
-  if (call.topk_weights.dtype != SY_F32 && call.topk_weights.dtype != SY_BF16) {
-    refuse(ErrorCode::kDTypeMismatch,
-           fmt::format("topk_weights is {}; pass f32 or bf16",
-                       to_string(dtype_of("topk_weights", call.topk_weights.dtype))));
-  }
-  if (device_type == SY_CPU) {
-    copy_routing(layer, call, tokens, top_k);
-    input.topk_ids = layer.ids;
-    input.topk_weights = layer.weights;
-    return;
-  }
-  if (call.topk_ids.dtype != SY_I32 || call.topk_weights.dtype != SY_F32) {
-    not_in_this_build("int64 ids or bf16 weights on GPUs", "pass i32 and f32");
-  }
-  input.topk_ids =
-      span_of<const std::int32_t>("topk_ids", call.topk_ids, SY_I32, device_type, tokens, top_k);
-  input.topk_weights =
-      span_of<const float>("topk_weights", call.topk_weights, SY_F32, device_type, tokens, top_k);
+  return {copy.data(), dtype, count};
 }
 
 void forward(sy_layer& layer, const sy_forward& given) {
   const sy_forward call = read_struct("sy_forward", &given);
   const sy_device_type device_type = layer.device_type();
-  if (call.accumulate != 0 || call.out_scale != 1.0f) {
-    not_in_this_build("accumulate and out_scale", "pass 0 and 1, and add afterwards");
-  }
-  if (is_given(call.logits)) {
-    not_in_this_build("logits as input", "choose experts with sy_topk()");
-  }
   ForwardInput input;
   input.activations = matrix("x", call.x, device_type);
   const std::int64_t tokens = input.activations.rows;
@@ -257,7 +246,15 @@ void forward(sy_layer& layer, const sy_forward& given) {
     input.activations.scale_cols = kGroup;
     input.activations.scale_stride = scale.row_stride;
   }
-  put_routing(layer, call, tokens, input);
+  const std::int64_t top_k = layer.layer.spec().top_k;
+  input.topk_ids = slots_of("topk_ids", call.topk_ids, tokens, top_k, device_type, layer.ids);
+  input.topk_weights =
+      slots_of("topk_weights", call.topk_weights, tokens, top_k, device_type, layer.weights);
+  if (is_given(call.logits)) {
+    input.logits = matrix("logits", call.logits, device_type);
+    // No tokens have no logits, which an address of null would say.
+    if (tokens == 0) input.logits = {};
+  }
   if (is_given(call.token_ids)) {
     check_tensor("token_ids", call.token_ids, 1, device_type);
     if (call.token_ids.dtype != SY_I32) {
@@ -285,7 +282,8 @@ void forward(sy_layer& layer, const sy_forward& given) {
     refuse(ErrorCode::kInvalidArgument,
            "out has a row stride of 0: all rows would be the same memory; pass rows of their own");
   }
-  const std::int64_t top_k = layer.layer.spec().top_k;
+  output.scale = call.out_scale;
+  output.accumulate = call.accumulate != 0;
   output.topk_ids =
       span_of<std::int32_t>("ids_out", call.ids_out, SY_I32, device_type, tokens, top_k);
   output.topk_weights =
@@ -315,7 +313,7 @@ void fill_stats(sy_layer& layer, sy_stats* out) {
   filled.dropped_slots = stats.dropped_slots;
   filled.nan_logits = stats.nan_logits;
   filled.nan_tokens = stats.nan_tokens;
-  filled.bad_slots = layer.bad_slots;
+  filled.bad_slots = stats.bad_slots;
   filled.dispatch_bytes = stats.dispatch_bytes;
   filled.combine_bytes = stats.combine_bytes;
   filled.signal_bytes = stats.signal_bytes;
@@ -390,10 +388,10 @@ sy_status sy_layer_check(sy_layer* layer) {
   });
 }
 
-sy_status sy_layer_refresh(sy_layer* layer, void* /*stream*/) {
+sy_status sy_layer_refresh(sy_layer* layer, void* stream) {
   return guarded([&] {
     require("layer", layer);
-    not_in_this_build("refresh", "make the layer anew after scales or biases have changed");
+    refresh(*layer, stream);
   });
 }
 
@@ -401,7 +399,7 @@ sy_status sy_layer_rebind(sy_layer* layer, const sy_layer_weights* weights) {
   return guarded([&] {
     require("layer", layer);
     require("sy_layer_weights", weights);
-    not_in_this_build("rebind", "make the layer anew with the other weights");
+    rebind(*layer, *weights);
   });
 }
 

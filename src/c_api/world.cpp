@@ -95,8 +95,7 @@ sy_status sy_world_barrier(sy_world* world) {
 sy_status sy_world_abort(sy_world* world) {
   return guarded([&] {
     require("world", world);
-    throw Error(ErrorCode::kUnsupported,
-                "this build cannot abort a world; let its deadline pass, or end the process");
+    world->world.abort();
   });
 }
 

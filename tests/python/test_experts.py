@@ -315,7 +315,8 @@ def make(**more):
         (dict(compute="f8_e4m3"), (switchyard.InvalidArgument, ValueError), "f8_e4m3"),
         (dict(w13_bias=torch.zeros(E, 2 * I)), (switchyard.MissingTensor,), "w2_bias"),
         (dict(w13_scale=torch.zeros(E)), (switchyard.DTypeMismatch, TypeError), "w13_scale"),
-        (dict(placement=[0]), (switchyard.Unsupported, NotImplementedError), "placement"),
+        (dict(workspace=1), (switchyard.Unsupported, NotImplementedError), "workspace"),
+        (dict(placement=[0]), (switchyard.InvalidArgument, ValueError), "num_experts"),
         (dict(w13="no array"), (switchyard.InvalidArgument, ValueError), "w13 is a str"),
         (dict(num_experts=2 * E), (switchyard.ShapeMismatch, ValueError), "12 experts"),
     ],
@@ -339,9 +340,9 @@ def test_what_is_wrong_with_a_call_is_said(batch):
         layer(x, ids[:-1], topk_weights)
     with pytest.raises(switchyard.ShapeMismatch, match="out is"):
         layer(x, ids, topk_weights, out=x[1:].clone())
-    with pytest.raises(switchyard.DTypeMismatch, match="topk_weights is f16"):
+    with pytest.raises(switchyard.DTypeMismatch, match="topk_weights are f16"):
         layer(x, ids, topk_weights.half())
-    with pytest.raises(switchyard.DTypeMismatch, match="topk_ids is f32"):
+    with pytest.raises(switchyard.DTypeMismatch, match="topk_ids are f32"):
         layer(x, ids.float(), topk_weights)
     with pytest.raises(switchyard.CapacityExceeded, match="18 tokens"):
         layer(torch.cat((x, x[:1])), torch.cat((ids, ids[:1])), torch.cat((topk_weights, topk_weights[:1])))
@@ -449,17 +450,98 @@ def test_topk():
         switchyard.topk(logits.double(), 2)
 
 
-def test_from_logits(batch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_logits(batch, dtype):
     gate, up, down = weights()
     x, _, _ = batch
-    logits = torch.randn(T, E)
-    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K)
+    logits, bias = torch.randn(T, E).to(dtype), torch.randn(E) / 4
+    layer = Experts(
+        torch.cat((gate, up), dim=1),
+        down,
+        top_k=K,
+        routing=switchyard.Routing(score="sigmoid", renormalize=True),
+        correction_bias=bias,
+    )
     ids = torch.empty(T, K, dtype=torch.int32)
     w = torch.empty(T, K)
-    out = layer.from_logits(
-        x, logits, switchyard.Routing(renormalize=True), ids_out=ids, weights_out=w
-    )
-    values, expected_ids = logits.softmax(-1).topk(K)
+    out = layer.from_logits(x, logits, ids_out=ids, weights_out=w)
+    scores = logits.float().sigmoid()
+    expected_ids = (scores + bias).topk(K).indices
+    values = scores.gather(1, expected_ids)
     assert torch.equal(ids.long(), expected_ids)
     assert torch.allclose(w, values / values.sum(-1, keepdim=True), atol=1e-6)
     assert error(out, experts(x, gate, up, down, ids, w, Activation())) < F32_ERROR
+    assert layer.from_logits(x[:0], logits[:0]).shape == (0, H)
+    with pytest.raises(switchyard.InvalidArgument, match="without routing"):
+        make().from_logits(x, logits)
+    with pytest.raises(switchyard.ShapeMismatch, match="logits"):
+        layer.from_logits(x, logits[:, 1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_are_scaled_and_added(batch, dtype):
+    gate, up, down = weights()
+    x, ids, topk_weights = batch
+    x = x.to(dtype)
+    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K)
+    before = torch.randn(T, H).to(dtype)
+    out = before.clone()
+    assert layer(x, ids, topk_weights, out=out, accumulate=True, scale=2.5) is out
+    expected = before.double() + 2.5 * experts(x, gate, up, down, ids, topk_weights, Activation())
+    assert error(out, expected) < (F32_ERROR if dtype == torch.float32 else 4e-3)
+    half = layer(x, ids, topk_weights, scale=0.5)
+    assert torch.allclose(half * 2, layer(x, ids, topk_weights), rtol=1e-2, atol=1e-5)
+
+
+def test_refresh_reads_biases_and_scales_anew(batch):
+    gate, up, down = weights()
+    x, ids, topk_weights = batch
+    biases = torch.zeros(E, 2 * I), torch.randn(E, H)
+    layer = Experts(
+        torch.cat((gate, up), dim=1), down, top_k=K, w13_bias=biases[0], w2_bias=biases[1]
+    )
+    biases[1].mul_(-2)
+    layer.refresh()
+    expected = experts(x, gate, up, down, *batch[1:], Activation(), (None, None, biases[1]))
+    assert error(layer(*batch), expected) < F32_ERROR
+
+    codes, scales, exact = quantised(torch.cat((gate, up), dim=1), (32, 32))
+    w2_codes, w2_scales, w2_exact = quantised(down, (32, 32))
+    e8m0 = scales.to(torch.float8_e8m0fnu)  # which the layer keeps a copy of
+    layer = Experts(
+        codes, w2_codes, top_k=K, w13_scale=e8m0, w2_scale=w2_scales, block=(32, 32), compute="f32"
+    )
+    e8m0.copy_((scales * 4).to(torch.float8_e8m0fnu))
+    layer.refresh()
+    gate, up = (exact * 4).chunk(2, dim=1)
+    expected = experts(x, gate, up, w2_exact, ids, topk_weights, Activation())
+    assert error(layer(*batch), expected) < F32_ERROR
+
+
+def test_rebind_uses_other_weights(batch):
+    layer = make()
+    layer(*batch)
+    gate, up, down = weights()
+    w13 = torch.cat((gate, up), dim=1)
+    layer.rebind(w13, down)
+    del w13
+    gc.collect()
+    expected = experts(batch[0], gate, up, down, *batch[1:], Activation())
+    assert error(layer(*batch), expected) < F32_ERROR
+    with pytest.raises(switchyard.ShapeMismatch):
+        layer.rebind(torch.cat((gate, up), dim=1)[:, :, 1:], down[:, 1:])
+    assert error(layer(*batch), expected) < F32_ERROR  # as it was
+
+
+def test_experts_stand_where_a_placement_says(batch):
+    gate, up, down = weights()
+    places = [3, 1, 0, 2, 5, 4, 3]
+    w13 = torch.cat((gate, up), dim=1)
+    layer = Experts(w13[places], down[places], top_k=K, num_experts=E, placement=places)
+    expected = experts(batch[0], gate, up, down, *batch[1:], Activation())
+    assert error(layer(*batch), expected) < F32_ERROR
+    others = [0, 1, 2, 3, 4, 5, 5]
+    layer.rebind(w13[others], down[others], placement=others)
+    assert error(layer(*batch), expected) < F32_ERROR
+    with pytest.raises(switchyard.InvalidArgument, match="place"):
+        Experts(w13[places], down[places], top_k=K, num_experts=E, placement=[0] * 7)

@@ -106,6 +106,19 @@ def test_a_rank_that_does_not_come_is_named():
     assert failure.phase and failure.code == "timeout"
 
 
+def test_abort_ends_the_waits_of_all_ranks():
+    def body(world):
+        if world.rank == 0:
+            world.abort()
+        world.barrier()
+
+    _, failures = run_ranks(World.threads(3, deadline=100), body)
+    for failure in failures:
+        assert isinstance(failure, switchyard.Aborted) and isinstance(failure, TimeoutError)
+        assert failure.phase == "abort"
+    assert {failures[1].peer, failures[2].peer} == {0}
+
+
 def test_experts_of_all_ranks_must_be_told():
     with pytest.raises(switchyard.InvalidArgument, match="num_experts"):
         Experts(torch.zeros(2, 2 * I, H), torch.zeros(2, H, I), top_k=1, world=World.threads(2)[0])
