@@ -388,6 +388,42 @@ def example(path):
     return "```cpp\n" + re.search(r"// README: begin\n(.*?)// README: end\n", text, re.S)[1].strip() + "\n```"
 
 
+def check_hf():
+    """Expert classes of transformers, from `python -m switchyard check-hf`."""
+    found = load("check_hf.json")
+    if found is None:
+        return ""
+
+    def number(value):
+        return "–" if value is None else f"{value:.0e}"
+
+    def table(rows, refused=False):
+        if refused:
+            head = "| family | class | why not |\n|---|---|---|\n"
+            return head + "\n".join(f"| {r['family']} | `{r['name']}` | {r['reason']} |" for r in rows)
+        head = "| family | class | activation | order of w13 | error f32 | bf16 | eager's own bf16 |\n"
+        head += "|---|---|---|---|---|---|---|\n"
+        return head + "\n".join(
+            f"| {r['family']} | `{r['name']}` | {r['activation']} | {r['layout']} | {number(r['f32_error'])} "
+            f"| {number(r['bf16_error'])} | {number(r['bf16_error_of_eager'])} |"
+            for r in rows
+        )
+
+    def agreeing(reached_by):
+        return [r for r in found["classes"] if r["status"] == "agrees" and r["reached_by"] == reached_by]
+
+    through = [r for r in found["classes"] if r["reached_by"] == "experts_implementation"]
+    interface, patched = agreeing("experts_implementation"), agreeing("patch")
+    others = [r for r in found["classes"] if r["status"] != "agrees"]
+    return (
+        f"With transformers {found['transformers']}, {len(interface)} of the {len(through)} expert classes that go "
+        f"through `experts_implementation` agree with eager, and {len(patched)} that need `patch()`.\n\n"
+        f"**`experts_implementation=\"switchyard\"`**\n\n{table(interface)}\n\n"
+        f"**`switchyard.patch(model)`**\n\n{table(patched)}\n\n"
+        f"**Refused**\n\n{table(others, refused=True)}"
+    )
+
+
 def run_output():
     path = RESULTS / "run.txt"
     return "```\n" + path.read_text().rstrip() + "\n```" if path.exists() else ""
@@ -398,6 +434,7 @@ def main():
         "run": run_output(),
         "comparisons": comparisons_table(),
         "example": example("examples/forward/main.cpp"),
+        "check-hf": check_hf(),
         "cpu": cpu_table(),
         "libraries": library_table(),
         "one_gpu_bf16": gpu_table("one_gpu_bf16", "One H200, bf16, gate and combine included."),

@@ -263,6 +263,21 @@ def _line(row: Row) -> str:
     return text + (f"  {row.reason}" if row.reason else "")
 
 
+def _as_expected(rows: list[Row], path: str) -> bool:
+    """Whether classes, what they compute and how they are reached are those of a file."""
+
+    def told(row: dict[str, Any]) -> tuple[str, ...]:
+        return tuple(row[name] for name in ("status", "reached_by", "activation", "layout"))
+
+    with open(path) as file:
+        expected = {row["name"]: told(row) for row in json.load(file)["classes"]}
+    found = {row.name: told(dataclasses.asdict(row)) for row in rows}
+    names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    for name in names:
+        print(f"{name}: found {found.get(name)}, but {path} has {expected.get(name)}")
+    return not names
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m switchyard check-hf",
@@ -273,6 +288,9 @@ def main(arguments: list[str]) -> int:
         "--only", action="append", default=[], metavar="TEXT", help="classes whose name has TEXT"
     )
     parser.add_argument("--json", metavar="FILE", help="write the rows to FILE")
+    parser.add_argument(
+        "--expect", metavar="FILE", help="exit code 1 if a class is not found as in FILE, of --json"
+    )
     parsed = parser.parse_args(arguments)
     try:
         import torch
@@ -296,10 +314,12 @@ def main(arguments: list[str]) -> int:
         document = {
             "transformers": transformers.__version__,
             "torch": torch.__version__,
-            "command": "python -m switchyard check-hf --json " + parsed.json,
+            "command": "python -m switchyard check-hf --json results/check_hf.json",
             "classes": [dataclasses.asdict(row) for row in rows],
         }
         with open(parsed.json, "w") as file:
             json.dump(document, file, indent=1, allow_nan=False)
             file.write("\n")
+    if parsed.expect and not _as_expected(rows, parsed.expect):
+        return 1
     return 1 if counts["differs"] or counts["fails"] or counts["not made"] else 0

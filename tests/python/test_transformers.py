@@ -230,3 +230,44 @@ def test_check_hf(tmp_path, capsys):
     assert rows["GptOssExperts"]["layout"] == "interleaved, transposed"
     assert rows["GptOssExperts"]["activation"] == "silu, gated, alpha 1.702, limit 7, up_bias 1"
     assert rows["Mxfp4GptOssExperts"]["status"] == "refused"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@torch.no_grad()
+def test_a_layer_of_a_checkpoint(tmp_path, ranks):
+    import threading
+
+    config = transformers.MixtralConfig(
+        **SMALL, intermediate_size=48, num_local_experts=8, num_experts_per_tok=2
+    )
+    config._experts_implementation = "eager"
+    model = transformers.MixtralForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    x = torch.randn(3, 7, 64)
+    expected = model.model.layers[1].mlp(x)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    outs = [None] * ranks
+
+    def rank(world):
+        layer = switchyard.MoeLayer.from_checkpoint(
+            tmp_path, 1, world=world, max_tokens=64, num_threads=1
+        )
+        assert "8 experts, top-2" in repr(layer)
+        ids = torch.empty(21, 2, dtype=torch.int32)
+        outs[world.rank] = layer(x, ids_out=ids)
+        assert ids.min() >= 0
+        assert sum(layer.stats().tokens_per_expert) == 42 * ranks
+        layer.close()
+
+    threads = [threading.Thread(target=rank, args=(w,)) for w in switchyard.World.threads(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for out in outs:
+        assert out is not None and error(out, expected.double()) < 1e-5
+
+
+def test_a_checkpoint_that_is_none(tmp_path):
+    with pytest.raises(switchyard.Error, match="config.json"):
+        switchyard.MoeLayer.from_checkpoint(tmp_path, 0)
