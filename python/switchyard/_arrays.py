@@ -129,9 +129,9 @@ def describe(name: str, array: Any) -> tuple[_abi.Tensor, Any]:
         capsule = array.__dlpack__()
         address = _capsule_pointer(capsule, b"dltensor")
         dl = _DLTensor.from_address(address)
-        dtype = _DL_DTYPES.get((dl.code, dl.bits)) if dl.lanes == 1 else None
+        dl_dtype = _DL_DTYPES.get((dl.code, dl.bits)) if dl.lanes == 1 else None
         device_type = _DL_DEVICES.get(dl.device_type)
-        if dtype is None or device_type is None:
+        if dl_dtype is None or device_type is None:
             raise DTypeMismatch(
                 f"{name} has DLPack type ({dl.code}, {dl.bits}, {dl.lanes}) on device "
                 f"{dl.device_type}; Switchyard takes {', '.join(_NAMES)} on CPU and CUDA"
@@ -143,7 +143,7 @@ def describe(name: str, array: Any) -> tuple[_abi.Tensor, Any]:
             strides = contiguous_strides(shape)
         device_id = dl.device_id if device_type == _abi.CUDA else 0
         data = (dl.data or 0) + dl.byte_offset
-        return _make(name, data, dtype, (device_type, device_id), shape, strides), (array, capsule)
+        return _make(name, data, dl_dtype, (device_type, device_id), shape, strides), (array, capsule)
     raise InvalidArgument(
         f"{name} is a {type(array).__name__}; pass a tensor of torch, an array of numpy, or another "
         "that has __dlpack__"

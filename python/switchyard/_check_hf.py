@@ -85,7 +85,7 @@ def _classes() -> Iterator[tuple[str, str, bool]]:
     yield "mxfp4", "Mxfp4GptOssExperts", False
 
 
-def _configs(module: Any, cls: type) -> Iterator[Any]:
+def _configs(module: Any, cls: Any) -> Iterator[Any]:
     """Configurations that may be the class's: as annotated, then the module's own."""
     annotation = inspect.signature(cls.__init__).parameters.get("config")
     names = [str(annotation.annotation).rsplit(".", 1)[-1].strip("'>")] if annotation else []
@@ -104,7 +104,7 @@ def _configs(module: Any, cls: type) -> Iterator[Any]:
         yield from (c for c in (nested, config) if c is not None)
 
 
-def _more_arguments(cls: type) -> dict[str, int]:
+def _more_arguments(cls: Any) -> dict[str, int]:
     """What a constructor asks for beside the configuration: its layer, a size."""
     parameters = inspect.signature(cls.__init__).parameters.values()
     return {
@@ -116,13 +116,14 @@ def _more_arguments(cls: type) -> dict[str, int]:
     }
 
 
-def _make(module: Any, cls: type) -> Any:
+def _make(module: Any, cls: Any) -> Any:
     """A tiny instance with random weights, fp32."""
     import torch
 
     first_error: Exception | None = None
     for config in _configs(module, cls):
-        for name, value in _SIZES.items():
+        for name, size in _SIZES.items():
+            value: Any = size
             try:
                 old = getattr(config, name)
                 if isinstance(old, (list, tuple)):

@@ -1006,7 +1006,7 @@ def experts(
 
 def cached(w13: Any, w2: Any, *, top_k: int, tokens: int, **options: Any) -> Experts:
     """The layer of these weights; a new one where `tokens` are more than that takes."""
-    small = [options.get(name) for name in ("w13_scale", "w2_scale", "w13_bias", "w2_bias")]
+    small: list[Any] = [options.get(name) for name in ("w13_scale", "w2_scale", "w13_bias", "w2_bias")]
     rest = tuple(
         (name, value)
         for name, value in sorted(options.items())
@@ -1028,7 +1028,8 @@ def cached(w13: Any, w2: Any, *, top_k: int, tokens: int, **options: Any) -> Exp
     arrays = [array for array in (w13, w2, *small) if array is not None]
     # A changed scale makes another layer: what this one copied need not be refreshed.
     copies = _Kept()
-    copies.extend(copy for _, copy, _ in layer._keep.repeated)
+    if layer._keep is not None:
+        copies.extend(copy for _, copy, _ in layer._keep.repeated)
     layer._keep = copies
     layer._parameters = _Weak(list(layer._parameters))
     for array in arrays:

@@ -69,7 +69,7 @@ def _parameter(module: torch.nn.Module, *names: str) -> torch.Tensor:
     raise Unsupported(f"{_name(module)} has none of {', '.join(names)}: not a layout that is known")
 
 
-def _of_decorated(module: torch.nn.Module) -> _Found:
+def _of_decorated(module: Any) -> _Found:
     """Experts that go through the interface of transformers: what the decorator says of them."""
     gated = bool(getattr(module, "has_gate", True))
     transposed = bool(getattr(module, "is_transposed", False))
@@ -106,7 +106,7 @@ def _no_fp4(module: torch.nn.Module) -> str:
 
 
 def _activation_of(
-    module: torch.nn.Module, w13: torch.Tensor, transposed: bool
+    module: Any, w13: torch.Tensor, transposed: bool
 ) -> tuple[Activation, str]:
     """Asks the module's own _apply_gate(), in the order that the decorator declares and then in
     others."""
@@ -149,7 +149,7 @@ def _layer_of(
     """The layer made for a module; a new one if its weights are others by now."""
     made = _made.get(module)
     if made is not None and tokens <= made.layer.max_tokens and not made.layer.closed:
-        parameters = module._parameters
+        parameters: dict[str, Any] = module._parameters
         for name, address in made.addresses.items():
             if parameters[name].data_ptr() != address:
                 break
@@ -233,21 +233,21 @@ def experts_forward(
 # -------------------------------------------------------------------- modules without the interface
 
 
-def _of_aria(module: torch.nn.Module) -> _Found:
+def _of_aria(module: Any) -> _Found:
     w13, w2 = module.fc1.weight, module.fc2.weight
     activation = _of_act_fn(module, torch.nn.functional.silu, w13.device)
     return _Found(w13, w2, {"transposed": True, "activation": activation})
 
 
 def _aria_forward(
-    self: torch.nn.Module, hidden_states: torch.Tensor, router_logits: torch.Tensor
+    self: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor
 ) -> torch.Tensor:
     ids, weights = self.route_tokens_to_experts(router_logits)
     layer = _layer_of(self, hidden_states.shape[0], ids.shape[1], _of_aria)
     return layer(hidden_states, ids, _as_weights(weights))
 
 
-def _of_dbrx(module: torch.nn.Module) -> _Found:
+def _of_dbrx(module: Any) -> _Found:
     mlp = module.mlp
     shape = (module.num_experts, module.ffn_hidden_size, module.hidden_size)
     gate, up, down = (getattr(mlp, name).view(shape) for name in ("w1", "v1", "w2"))
@@ -256,7 +256,7 @@ def _of_dbrx(module: torch.nn.Module) -> _Found:
 
 
 def _dbrx_forward(
-    self: torch.nn.Module,
+    self: Any,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -267,12 +267,12 @@ def _dbrx_forward(
     return layer(x, top_k_index, _as_weights(top_k_weights)).view(batch, -1, self.hidden_size)
 
 
-def _of_jetmoe(module: torch.nn.Module) -> _Found:
+def _of_jetmoe(module: Any) -> _Found:
     w13, w2 = module.input_linear.weight, module.output_linear.weight
     return _Found(w13, w2, {"activation": _of_act_fn(module, module.activation, w13.device)})
 
 
-def _jetmoe_forward(self: torch.nn.Module, layer_input: torch.Tensor) -> torch.Tensor:
+def _jetmoe_forward(self: Any, layer_input: torch.Tensor) -> torch.Tensor:
     x = layer_input.reshape(-1, layer_input.shape[-1])
     # As in JetMoeTopKGating, of which the rest sorts tokens by expert.
     logits, ids = self.router.layer(x).float().topk(self.router.top_k, dim=1)
@@ -281,7 +281,7 @@ def _jetmoe_forward(self: torch.nn.Module, layer_input: torch.Tensor) -> torch.T
     return layer(x, ids, _as_weights(weights)).view(layer_input.shape) + self.bias
 
 
-def _of_llama4(module: torch.nn.Module) -> _Found:
+def _of_llama4(module: Any) -> _Found:
     w13, w2 = module.gate_up_proj, module.down_proj
     activation = _of_act_fn(module, module.act_fn, w13.device)
     options = {"transposed": True, "weight_on_input": True, "activation": activation}
@@ -289,7 +289,7 @@ def _of_llama4(module: torch.nn.Module) -> _Found:
 
 
 def _llama4_forward(
-    self: torch.nn.Module, hidden_states: torch.Tensor
+    self: Any, hidden_states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(x)
@@ -298,14 +298,14 @@ def _llama4_forward(
     return self.shared_expert(x) + layer(x, ids, _as_weights(weights)), logits
 
 
-def _of_longcat(module: torch.nn.Module) -> _Found:
+def _of_longcat(module: Any) -> _Found:
     w13, w2 = _parameter(module, "gate_up_proj"), _parameter(module, "down_proj")
     activation = _of_act_fn(module, module.act_fn, w13.device)
     return _Found(w13[: module.num_routed_experts], w2, {"activation": activation})
 
 
 def _longcat_forward(
-    self: torch.nn.Module,
+    self: Any,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
