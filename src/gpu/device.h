@@ -1,9 +1,9 @@
-// GPUs as host code outside this room sees them: devices, memory, streams, events, graphs. The one
-// door to the CUDA runtime for the command line, the benchmarks and the tests; no CUDA header
-// comes through it.
+// GPUs as host code outside this room sees them: devices, memory, streams, events, graphs. The
+// command line, the benchmarks and the tests use the CUDA runtime only through this header. It
+// includes no CUDA header.
 //
-// What fails throws Error{kSystem} naming the runtime call, or {kCapacityExceeded} where memory
-// is short. In a build without CUDA there are no devices, and everything that needs one throws
+// A failed call throws Error{kSystem} naming the runtime call, or {kCapacityExceeded} where memory
+// is short. A build without CUDA has no devices, and everything that needs one throws
 // Error{kUnsupported}. Objects belong to the device that was current when they were made.
 #pragma once
 
@@ -17,7 +17,7 @@ namespace switchyard::gpu {
 
 bool built_with_cuda();
 
-// 0 without a driver or without CUDA in this build. Never throws.
+// Returns 0 without a driver or in a build without CUDA. Never throws.
 int device_count();
 
 struct DeviceInfo {
@@ -32,7 +32,8 @@ struct DeviceInfo {
   int driver_version = 0;              // newest CUDA the driver serves, 13000 for 13.0
   int runtime_version = 0;             // of the CUDA runtime in this build
 
-  // The kernels are compiled for sm_90a, whose instructions no other architecture has.
+  // True for compute capability 9.0: the kernels are compiled for sm_90a, whose instructions no
+  // other architecture has.
   bool runs_our_kernels() const { return compute_major == 9 && compute_minor == 0; }
 };
 
@@ -42,7 +43,7 @@ int current_device();         // of this thread
 void set_device(int device);  // of this thread
 void synchronize_device();    // waits for everything on the current device
 
-// Between any two of host and device memory; done when it returns.
+// Copies between any two of host and device memory. Returns when the copy is done.
 void copy_memory(void* to, const void* from, std::size_t bytes);
 
 // Where memory is, for kernels on the current device. Managed memory is kHere. Never throws.
@@ -50,7 +51,7 @@ enum class Residence { kHost, kHere, kElsewhere };
 Residence residence_of(const void* pointer);
 
 namespace detail {
-// They do not look at results: the runtime may be gone by the time a static object goes.
+// These deleters ignore errors: the runtime may be gone when a static object is destroyed.
 struct DestroyStream {
   void operator()(void* stream) const;
 };
@@ -65,7 +66,7 @@ struct FreeMemory {
 };
 }  // namespace detail
 
-// A stream that does not wait for the default stream, nor the other way round.
+// A non-blocking stream: it does not synchronise with the default stream.
 class Stream {
  public:
   Stream();
@@ -111,11 +112,11 @@ class Event {
   std::unique_ptr<void, detail::DestroyEvent> handle_;  // a cudaEvent_t
 };
 
-// What a function enqueued on a stream, to be replayed.
+// The work that a function enqueued on a stream, captured for replay.
 class Graph {
  public:
-  // Captures in the mode that forbids this thread to allocate and to synchronise meanwhile: work
-  // that does throws. Rethrows what `enqueue` throws; the stream is usable afterwards either way.
+  // Captures in the mode in which this thread may neither allocate nor synchronise: work that does
+  // throws. Rethrows what `enqueue` throws; the stream is usable afterwards either way.
   static Graph capture(const Stream& stream, const std::function<void()>& enqueue);
 
   void launch(const Stream& stream);
@@ -129,8 +130,9 @@ class Graph {
   int num_kernel_nodes_ = 0;
 };
 
-// Enqueues a write of at least four times the L2 cache, so that what follows finds nothing of its
-// own there. The first call on a device allocates what is written, and may not be captured.
+// Enqueues a write of at least four times the L2 cache, so that later work finds none of its data
+// there. The first call on a device allocates the memory that is written, so it must not be
+// captured.
 void flush_l2(const Stream& stream);
 
 }  // namespace switchyard::gpu

@@ -1,4 +1,4 @@
-// What joins two GPUs of this machine, for `switchyard doctor`.
+// The link between two GPUs of this machine, for `switchyard doctor`.
 #pragma once
 
 #include <string>
@@ -6,11 +6,11 @@
 namespace switchyard::gpu {
 
 struct PeerLink {
-  bool reachable = false;  // kernels of one can read and write memory of the other
-  bool atomics = false;    // and add to it
+  bool reachable = false;  // kernels on one can read and write memory of the other
+  bool atomics = false;    // and do atomic additions there
   std::string kind;  // "NVLink", "PCIe" or, without the driver's management library, "unknown"
 };
-// Two different devices; see device.h for what is thrown.
+// Looks at the link between two different devices. Throws as device.h says.
 PeerLink peer_link(int from, int to);
 
 // Bytes per second that a kernel on all multiprocessors of `from` stores into memory of `to`, 16

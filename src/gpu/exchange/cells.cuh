@@ -1,4 +1,4 @@
-// The rows of a tile: which slots they are of, and the cells that their outputs go to.
+// The rows of a tile: the slots they stand for, and the cells that their outputs go to.
 #pragma once
 
 #include "gpu/exchange/receive.cuh"
@@ -6,8 +6,8 @@
 
 namespace switchyard::gpu {
 
-// Notes the entries of the tile's rows, which have come, while the products are under way. A thread
-// sees the entries that it fetched itself after await_copies().
+// Notes the entries of the tile's rows while the products are under way; the rows have arrived
+// before. After await_copies() a thread sees only the entries that it fetched itself.
 template <typename P>
 __device__ __forceinline__ void fetch_entries(const Exchange<P>& exchange,
                                               const Epilogue<P>& epilogue, const TileTask& task,
@@ -29,8 +29,8 @@ __device__ __forceinline__ void fetch_entries(const Exchange<P>& exchange,
   }
 }
 
-// Notes where the rows' outputs go: their entries become the addresses of their cells, which are in
-// the heap of the rank that the row came from. The epilogue stores there with ordinary stores.
+// Replaces the noted entries of the tile's rows by the addresses of their cells. A cell is in the
+// heap of the rank that the row came from. The epilogue stores there with ordinary stores.
 template <typename P>
 __device__ __forceinline__ void place_cells(const Exchange<P>& exchange,
                                             const Epilogue<P>& epilogue, const TileTask& task,
@@ -53,7 +53,7 @@ __device__ __forceinline__ void place_cells(const Exchange<P>& exchange,
   named_barrier<kWarpgroup>(group_barrier(group));
 }
 
-// Notes the rows' weights, where these apply to the input: entries become weights.
+// Replaces the noted entries by the rows' routing weights, for layers that weight the input.
 template <typename P>
 __device__ __forceinline__ void fetch_weights(const Exchange<P>& exchange,
                                               const Epilogue<P>& epilogue, const float* weights,

@@ -16,14 +16,15 @@ struct TokenRows {
   std::int64_t row_scale_stride;
 };
 
-// A row that several warps copy: 1 << log2 of them, this being one.
+// One part of a row that 1 << log2 warps copy together.
 struct RowPart {
   std::uint32_t index = 0, log2 = 0;
 
-  // What is counted when this part has been copied: all parts of a row make kUnits.
+  // Finished parts are counted in units. All parts of a row together make kUnits.
   static constexpr std::uint32_t kLog2Most = 3, kUnits = 1 << kLog2Most;
   __device__ std::uint32_t units() const { return kUnits >> log2; }
-  // As many parts as there are warps for `rows` rows, but at least 512 bytes to each.
+  // Returns log2 of the parts to cut each of `rows` rows into: one for each of `warps` warps, but
+  // no part below 512 bytes.
   __device__ static std::uint32_t log2_of(std::uint32_t rows, std::uint32_t warps,
                                           std::uint32_t row_bytes) {
     std::uint32_t log2 = 0;
@@ -34,8 +35,8 @@ struct RowPart {
   }
 };
 
-// Copies a part of a row of `bytes` bytes, a multiple of 16. By one warp. Loads go past the L1
-// cache, which may remember what was there in an earlier pass.
+// Copies a part of a row of `bytes` bytes, a multiple of 16. Called by one warp. Loads bypass the
+// L1 cache, which may still hold data of an earlier pass.
 template <std::uint32_t kVectors>
 __device__ __forceinline__ void copy_row(std::byte* to, const std::byte* from, std::uint32_t bytes,
                                          const RowPart& part) {

@@ -5,8 +5,8 @@
 
 namespace switchyard::gpu {
 
-// Sends this rank's row of the counts matrix to all ranks. By all threads of the block that
-// completed it.
+// Sends this rank's row of the counts matrix to all ranks. Called by all threads of the block that
+// completed the row.
 template <typename P>
 __device__ __forceinline__ void publish_counts(const Exchange<P>& exchange) {
   const ExchangeParams& layer = exchange.layer;
@@ -25,21 +25,21 @@ __device__ __forceinline__ void publish_counts(const Exchange<P>& exchange) {
   }
 }
 
-// Waits until the counts that this thread takes in read_counts() have come from all ranks. False if
-// the pass was given up. By the loading warps.
+// Waits until all ranks have sent the counts that this thread reads in read_counts(). Returns false
+// if the pass was given up. Called by the loading warps.
 template <typename P>
 __device__ __forceinline__ bool await_counts(const Exchange<P>& exchange) {
   const ExchangeParams& layer = exchange.layer;
   const int size = exchange.life.num_ranks();
-  // This rank's counts say that its blocks have listed their tokens. They do not make these lists
-  // visible; the barrier does.
+  // This rank's counts show that its blocks have listed their tokens. Only the barrier makes these
+  // lists visible.
   bool arrived =
       threadIdx.x != 0 || all_arrived(exchange.life.waiter(), exchange.life.barrier(kListsReady));
 #pragma unroll 1
   for (int e = 2 * static_cast<int>(threadIdx.x); arrived && e < exchange.shape.num_experts;
        e += 2 * kWarpgroup) {
     std::uint64_t seen = 0;
-    const auto first_missing = [&] {  // of the ranks; their number if none is
+    const auto first_missing = [&] {  // the first rank that is missing; `size` if none is
       int missing = size;
 #pragma unroll 2
       for (int source = size; source-- > 0;) {
@@ -64,8 +64,9 @@ __device__ __forceinline__ bool await_counts(const Exchange<P>& exchange) {
   return !named_barrier_any<kWarpgroup>(kOfLoading, !arrived);
 }
 
-// From the counts matrix to rows per expert, and to where each source's rows are among them: those
-// of the expert's owner first, which need not travel, then by distance. By the loading warps.
+// Computes from the counts matrix the rows per expert, and where each source's rows begin among
+// them. The rows of the expert's owner come first, since they need not travel, then the others by
+// distance. Called by the loading warps.
 template <typename P>
 __device__ __forceinline__ void read_counts(const Exchange<P>& exchange) {
   const ExchangeParams& layer = exchange.layer;
@@ -74,9 +75,10 @@ __device__ __forceinline__ void read_counts(const Exchange<P>& exchange) {
 #pragma unroll 1
   for (int e0 = 2 * static_cast<int>(threadIdx.x); e0 < exchange.shape.num_experts;
        e0 += 2 * kWarpgroup) {
-    // Two experts: of each, rows of ranks 0 to `source`, and what that is at its owner and here.
+    // For each of two experts: the rows of ranks below `source`, and that sum at the owner and
+    // here.
     std::uint32_t rows[2] = {}, at_owner[2] = {}, here[2] = {};
-    std::uint32_t* begin[2] = {};  // of this rank's experts: [distance]
+    std::uint32_t* begin[2] = {};  // [distance]; null for experts of other ranks
     const int owner[2] = {experts.owner(e0),
                           experts.owner(min(e0 + 1, exchange.shape.num_experts - 1))};
 #pragma unroll
@@ -105,7 +107,7 @@ __device__ __forceinline__ void read_counts(const Exchange<P>& exchange) {
       const int e = e0 + i;
       if (e >= exchange.shape.num_experts) break;
       exchange.table.block.expert_rows[e] = rows[i];
-      // Counted from the owner's on, around the circle of ranks.
+      // Turns a sum over ranks from 0 into one from the owner on, around the circle of ranks.
       const auto from_owner = [&](std::uint32_t at, bool before) {
         return protocol::first_row_in_segment(at, at_owner[i], rows[i], before);
       };

@@ -5,9 +5,8 @@
 
 namespace switchyard::gpu {
 
-// Tells the sources of this rank's tiles' rows that a tile is finished, when it is. The lanes of
-// all blocks' warps share the tiles. By one warp of each block, which has nothing else to do any
-// more.
+// Tells the sources of the rows of this rank's tiles that a tile is finished, as soon as it is. The
+// lanes of one warp of each block share all tiles out. Called by that warp after its other work.
 template <typename P>
 __device__ __forceinline__ void raise_finished(const Exchange<P>& exchange) {
   const ExchangeParams& layer = exchange.layer;
@@ -24,7 +23,7 @@ __device__ __forceinline__ void raise_finished(const Exchange<P>& exchange) {
   for (std::uint32_t tile0 = first + blockIdx.x; tile0 < tiles; tile0 += 32 * gridDim.x) {
     const std::uint32_t tile = tile0 + gridDim.x * (threadIdx.x % 32);
     bool pending = tile < tiles;
-    // Find out whom to tell before it is time to.
+    // Look up the sources now, so that the flags can be raised at once when the tile is finished.
     std::uint32_t distances = 0;
     if (pending) {
       const std::uint32_t expert =

@@ -1,5 +1,5 @@
-// Another rank's heap, for those who write to it. On fabrics where peers are reached by load and
-// store a put is a store; the verbs are those that other fabrics have, too.
+// Another rank's heap as its writers see it. Where peers are reached by load and store, a put is a
+// store; other fabrics can implement the same verbs.
 #pragma once
 
 #include <cstddef>
@@ -12,29 +12,30 @@
 namespace switchyard::gpu {
 
 struct Peer {
-  // Where its heap begins: places in it are found with Heap's functions.
+  // The start of the peer's heap. Heap's functions find the regions in it.
   std::byte* base;
 
-  // Data, for a signal to follow.
+  // Stores data that a later signal() publishes.
   template <typename T>
   __device__ __forceinline__ void put(T* to, const T& value) const {
     *to = value;
   }
-  // A warp's part of a row.
+  // Stores a warp's part of a row.
   template <std::uint32_t kVectors>
   __device__ __forceinline__ void put_row(std::byte* to, const std::byte* from, std::uint32_t bytes,
                                           const RowPart& part) const {
     copy_row<kVectors>(to, from, bytes, part);
   }
-  // Raises a flag behind everything that this thread wrote or saw before.
+  // Raises a flag after everything that this thread wrote or read before.
   __device__ __forceinline__ void signal(std::uint32_t* flag, std::uint32_t value) const {
     protocol::store_release(flag, value);
   }
-  // The same where a fence_system() came first: one fence for several signals.
+  // Raises a flag like signal(), for callers that have called fence_system(): one fence serves
+  // several signals.
   __device__ __forceinline__ void signal_fenced(std::uint32_t* flag, std::uint32_t value) const {
     protocol::store_relaxed(flag, value);
   }
-  // Words that are data and flag in one: nothing need be sent behind them.
+  // Stores words that hold data and flag together, so no signal has to follow.
   __device__ __forceinline__ void word(std::uint64_t* to, const WordPair& words) const {
     store_words(to, words);
   }

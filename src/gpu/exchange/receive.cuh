@@ -1,11 +1,11 @@
-// Where the rows of this rank's experts come from.
+// Finding the source of each row of this rank's experts.
 #pragma once
 
 #include "gpu/exchange/exchange.cuh"
 
 namespace switchyard::gpu {
 
-// An expert of this rank, and the distance of a source of its rows, in one word.
+// An expert of this rank and the distance of a source of its rows, packed into one word.
 struct ExpertSource {
   static constexpr int kBits = 5;
   static_assert(kMaxDeviceRanks <= 1 << kBits);
@@ -47,7 +47,7 @@ __device__ __forceinline__ const std::uint32_t* entry_of(const Exchange<P>& exch
          row.position;
 }
 
-// Whether all rows that the source has for the expert have come.
+// True if all rows that the source has for the expert have arrived.
 template <typename P>
 __device__ __forceinline__ bool has_arrived(const Exchange<P>& exchange, std::uint32_t expert,
                                             std::uint32_t distance) {

@@ -5,7 +5,7 @@
 
 namespace switchyard::gpu {
 
-// From the numbers of slots in send_begin to where they begin. Called by one warp.
+// Replaces the numbers of slots in send_begin by their prefix sums. Called by one warp.
 template <typename P>
 __device__ __forceinline__ void sum_sends(const Exchange<P>& exchange) {
   std::uint32_t* const begin = exchange.ranks.send_begin;
@@ -29,17 +29,17 @@ __device__ __forceinline__ void sum_sends(const Exchange<P>& exchange) {
   if (lane == 0) begin[count] = before;
 }
 
-// The pack warps of all blocks take groups of kSize in turn, which begin at multiples of it. This
-// is the begin of this block's first from `begin` on.
+// The pack warps of all blocks take groups of kSize slots or rows in turn. Groups begin at
+// multiples of kSize. Returns where this block's first group at or after `begin` begins.
 template <std::uint32_t kSize>
 __device__ __forceinline__ std::uint32_t first_group(std::uint32_t begin) {
   const std::uint32_t mine = kSize * blockIdx.x, step = kSize * gridDim.x;
   return begin <= mine ? mine : mine + protocol::ceil_div(begin - mine, step) * step;
 }
 
-// Sends this rank's slots with experts of others, kSlots from slot0 on, without those up to `begin`
-// and from `end` on. A token goes to a rank once, with the first of its experts there, and with the
-// entries of all of them. Sending waits for nothing. By one warp.
+// Sends kSlots slots from slot0 on, of those whose experts other ranks have; slots before `begin`
+// and from `end` on are skipped. A token goes to a rank once: with the first of its experts there,
+// and with the entries of all of them. Sending waits for nothing. Called by one warp.
 template <std::uint32_t kSlots, typename P>
 __device__ __forceinline__ void send_slots(const Exchange<P>& exchange, std::uint32_t slot0,
                                            std::uint32_t begin, std::uint32_t end,
@@ -54,7 +54,7 @@ __device__ __forceinline__ void send_slots(const Exchange<P>& exchange, std::uin
     exchange.trace.stamp(TraceRole::kSend, of_warp, &TraceRecord::begin);
   }
   const auto top_k = static_cast<std::uint32_t>(exchange.shape.top_k);
-  // Lane i < kSlots finds slot i.
+  // Lane i < kSlots looks up slot i.
   std::uint32_t my_token = ~0u, my_distance = 0;
   std::int32_t my_expert = 0;
   if (const std::uint32_t slot = slot0 + lane; lane < kSlots && slot >= begin && slot < end) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void send_slots(const Exchange<P>& exchange, std::uin
         exchange.lists.lists + static_cast<std::size_t>(my_expert) * exchange.shape.max_tokens +
         (slot - tables.send_begin[list])));
   }
-  const auto expert_of = [&](std::uint32_t token, int owner) {  // lane k's, if that is there
+  const auto expert_of = [&](std::uint32_t token, int owner) {  // of lane k, if the owner has it
     const std::int32_t id =
         lane < top_k ? __ldcg(exchange.lists.ids + static_cast<std::size_t>(token) * top_k + lane)
                      : -1;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void send_slots(const Exchange<P>& exchange, std::uin
     const std::int32_t expert = __shfl_sync(~0u, my_expert, i);
     const int owner = exchange.life.rank_at(distance);
     const Peer peer{heaps.base[owner]};
-    // This rank's distance from the owner: the rest of the circle.
+    // This rank's distance from the owner, which is the rest of the circle.
     const std::uint32_t back = size - distance;
     const std::int32_t id = expert_of(token, owner);
     if (__any_sync(~0u, id >= 0 && id < expert)) continue;
@@ -137,8 +137,8 @@ __device__ __forceinline__ void send_slots(const Exchange<P>& exchange, std::uin
     const int owner = exchange.life.rank_at(distance);
     const std::int32_t id = expert_of(__shfl_sync(~0u, my_token, i), owner);
     if (id < 0) continue;
-    // The warp that sends the last of an expert's rows raises the flag for all that sent the
-    // others: the counter is acquire and release, so that their stores come before the flag.
+    // The warp that sends the last of an expert's rows raises the flag on behalf of all senders.
+    // The counter is acquire and release, so the other senders' stores come before the flag.
     std::uint32_t* const counter =
         exchange.life.state.words.sent(exchange.shape.num_experts, exchange.table.layer.max_tiles) +
         id;
@@ -152,7 +152,7 @@ __device__ __forceinline__ void send_slots(const Exchange<P>& exchange, std::uin
   }
 }
 
-// How many slots the math warps send before they have anything else to do. The pack warps send the
+// The number of slots that the math warps send before their first task. The pack warps send the
 // others.
 template <typename P>
 __device__ __forceinline__ std::uint32_t first_sends(const Exchange<P>& exchange) {
@@ -160,10 +160,9 @@ __device__ __forceinline__ std::uint32_t first_sends(const Exchange<P>& exchange
   return min(exchange.num_sends(), kOfEachWarp * gridDim.x * kMathWarps);
 }
 
-// How many levels the pack warps send before they pack one: as many as have kSlotsAhead slots for
-// every block. With less in flight ranks wait for each other at every level; with more, the first
-// tiles come late. See
-// docs/lab/ranks-and-arrivals.md.
+// The number of levels that the pack warps send before they pack one: as many as have kSlotsAhead
+// slots for every block. With fewer in flight, ranks wait for each other at every level; with more,
+// the first tiles come late. See docs/lab/ranks-and-arrivals.md.
 template <typename P>
 __device__ __forceinline__ std::uint32_t send_lead(const Exchange<P>& exchange) {
   constexpr std::uint32_t kSlotsAhead = 12, kLeast = 2, kMost = 16;
@@ -172,8 +171,9 @@ __device__ __forceinline__ std::uint32_t send_lead(const Exchange<P>& exchange) 
   return min(max(levels, kLeast), kMost);
 }
 
-// Places what this rank sends, as soon as all its blocks have completed its lists: that depends on
-// nobody's counts. False if the pass was given up. Called by the math warps.
+// Computes where each destination's slots begin, as soon as all blocks of this rank have completed
+// their lists. It needs no other rank's counts. Returns false if the pass was given up. Called by
+// the math warps.
 template <typename P>
 __device__ __forceinline__ bool place_sends(const Exchange<P>& exchange) {
   const ExchangeParams& layer = exchange.layer;

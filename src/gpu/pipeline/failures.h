@@ -1,4 +1,4 @@
-// What becomes of passes, in memory that the host and the kernels share.
+// How a pass failed, in memory that the host and the kernels share.
 #pragma once
 
 #include <cstdint>

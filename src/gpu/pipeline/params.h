@@ -1,4 +1,4 @@
-// What waits need of the layer.
+// The parameters of the layer that waits use.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace switchyard::gpu {
 
-// A wait within a block often is the consequence of one between blocks. That one is to end first,
-// and its judge takes a while even if the deadline is short.
+// The deadline of a wait within a block. Such a wait often is the consequence of one between
+// blocks. That one should end first, and its judge needs some time even if the deadline is short.
 constexpr std::uint64_t block_deadline(std::uint64_t deadline_ns) {
   constexpr std::uint64_t kOfAJudge = 10'000'000;
   return 2 * deadline_ns + kOfAJudge;
@@ -18,7 +18,7 @@ constexpr std::uint64_t block_deadline(std::uint64_t deadline_ns) {
 struct WaitParams {
   protocol::Heaps heaps;
   std::uint64_t deadline_ns;
-  // Of a wait within a block. (Kept, because math warps have no registers to compute it in.)
+  // block_deadline(deadline_ns), stored because math warps have no registers to compute it in.
   std::uint64_t block_deadline_ns;
   volatile Failures* failures;
 };

@@ -11,8 +11,8 @@
 
 namespace switchyard::gpu {
 
-// Which math warpgroup the thread is in, found out wherever it is needed: the sums leave no
-// register to keep it in.
+// The math warpgroup of this thread. It is computed wherever it is needed, because the sums leave
+// no register to keep it in.
 __device__ __forceinline__ std::uint32_t math_group() {
   return fresh_thread_index<kThreads>() / kWarpgroup - 1;
 }
@@ -30,9 +30,9 @@ struct RingPlace {
   }
 };
 
-// How many stages there are, and of what size. A Layout says what a stage holds: weights, then
-// tokens at kTokensAt, and elsewhere kScaleBytes of scales. With kFixed the compiler knows the
-// sizes; otherwise each pass chooses them.
+// The number and size of the stages. A Layout says what a stage holds: weights, then tokens at
+// kTokensAt, and kScaleBytes of scales in a place apart. With kFixed the compiler knows the sizes;
+// otherwise each pass chooses them.
 template <typename Layout, bool kFixed = Layout::kFixed>
 struct alignas(8) StageShape {  // one load
   std::uint32_t stages, stage_bytes;
@@ -53,7 +53,8 @@ struct Ring : StageShape<Layout> {
   __device__ std::uint32_t tokens(std::uint32_t stage) const {
     return weights(stage) + Layout::kTokensAt;
   }
-  // A stage's scales: its weights', then its tokens'; or two sets of products of both.
+  // The address of a stage's scales: its weights' scales, then its tokens'; or two sets of products
+  // of both.
   __device__ std::uint32_t weight_scales(std::uint32_t stage) const {
     return scale_base + stage * Layout::kScaleBytes;
   }
@@ -66,14 +67,14 @@ struct Ring : StageShape<Layout> {
   __device__ std::uint32_t full_barrier(std::uint32_t stage) const { return full + 8 * stage; }
   __device__ std::uint32_t empty_barrier(std::uint32_t stage) const { return empty + 8 * stage; }
 
-  // Waits until what the stage held before is used up; see wait_ring().
+  // Waits until the stage's previous contents have been used; see wait_ring().
   template <bool kWarp = false>
   __device__ bool await_free(const Waiter& waiter, const RingPlace& place) const {
     return wait_ring<kWarp>(waiter, empty_barrier(place.stage), place.parity ^ 1);
   }
 };
 
-// A block's shared memory for the ring. Before the tasks the gate uses the ring's bytes.
+// The ring's part of a block's shared memory. Before the tasks begin, the gate uses these bytes.
 struct RingMemory {
   alignas(1024) std::byte ring[kRingBytes];
 };
@@ -81,7 +82,7 @@ struct RingBarriers {
   alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
 };
 
-// The ring as a role sees it, and whom it shares it with.
+// The ring as a role sees it, and whether a pair shares it.
 template <typename Layout>
 struct Pipeline {
   Lifetime life;

@@ -1,4 +1,5 @@
-// Who is in a block, and from that how many arrivals complete one phase of each barrier.
+// The warps of a block by role and, derived from that, the arrivals that complete one phase of each
+// barrier.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@ namespace switchyard::gpu {
 
 // A block is a loading warpgroup, whose warps have roles of their own, and the math warpgroups.
 // (More threads would leave the kernel fewer registers at entry than the widest matrix instruction
-// has operands, and ptxas asks for those whatever setmaxnreg says later.)
+// has operands, and ptxas needs that many at entry whatever setmaxnreg says later.)
 inline constexpr int kMathGroups = 2;
 inline constexpr int kMathWarps = kWarpgroup / 32 * kMathGroups;
 inline constexpr int kMathThreads = 32 * kMathWarps;
@@ -61,20 +62,20 @@ constexpr Arrivals arrivals_of(TokenSource source) {
   const BlockRoles roles = roles_of(source);
   const bool gathers = source == TokenSource::kGathered;
   return {
-      // One thread announces the weights' bytes. Packed tokens come with their bytes, too; of
-      // gathered ones every thread says when its copies have landed.
+      // One thread announces the weights' bytes. Packed tokens are announced in the same way. With
+      // gathered tokens, every gathering thread arrives when its copies have landed.
       .full = 1 + (gathers ? roles.tokens.threads() : 1),
-      // Each math warp, when the products that read the stage are done. In a pair a stage is filled
-      // by both blocks, and each waits for the math warps of both: see kPairedArrivals.
+      // Each math warp arrives when the products that read the stage are done. In a pair both
+      // blocks fill a stage, and each waits for the math warps of both: see kPairedArrivals.
       .empty = roles.math.count,
-      // The scheduler's thread.
+      // The scheduler's thread arrives.
       .task_full = roles.scheduler.count,
-      // Each warp that reads the task; for math warps, when they have stored the tile.
+      // Each warp that reads the task arrives; math warps do so when they have stored the tile.
       .task_empty = roles.weights.count + roles.tokens.count + roles.math.count,
-      // Weights and tokens, each once for a task; or math twice.
+      // For a GEMM, weights and tokens arrive once each; for a combine task, math arrives twice.
       .demand = 2,
-      // The scheduler of the pair's first block. Where tokens are gathered there are no pairs, and
-      // gather's rehearsal uses the barrier: each of its threads arrives once.
+      // The scheduler of the pair's first block arrives. Where tokens are gathered there are no
+      // pairs, and the rehearsal of gather uses the barrier: each of its threads arrives once.
       .ticket_full = gathers ? roles.tokens.threads() : 1,
       // One thread announces the bytes.
       .gate_full = 1,
@@ -82,26 +83,26 @@ constexpr Arrivals arrivals_of(TokenSource source) {
   };
 }
 
-// Named barriers beside that of __syncthreads(), number 0. In their role the math warpgroups use
-// barriers 1 and 2, one for each; see group_barrier().
+// Named barriers other than number 0, which __syncthreads() uses. In their role the math warpgroups
+// use barriers 1 and 2, one for each; see group_barrier().
 enum NamedBarrier : std::uint32_t {
   kOfMath = 1,      // all math warps, before their role
   kBothGroups = 3,  // all math warps, in their role
   kOfLoading,       // the loading warps
-  kTilesPlaced,     // the scheduler has placed tiles: the math warps wait for it
-  kAllPlaced,       // and the math warps have placed what is sent: the pack warp waits for both
+  kTilesPlaced,     // the math warps wait until the scheduler has placed tiles
+  kAllPlaced,       // and the math warps have placed what is sent: the pack warp waits
 };
 constexpr std::uint32_t group_barrier(std::uint32_t group) { return 1 + group; }
 inline constexpr int kMathAndScheduler = kMathThreads + 32;
 inline constexpr int kMathSchedulerAndPack = kMathAndScheduler + 32;
 
-// Registers per thread once the roles part. setmaxnreg hands out what the block got at launch, and
-// no more: a warpgroup that asks for registers beyond those waits for ever, without a deadline. See
+// Registers per thread once the roles have begun. setmaxnreg hands out what the block got at
+// launch, and no more: a warpgroup that asks for more waits for ever, without a deadline. See
 // docs/decisions/0008.
 struct RoleRegisters {
   int loading, math;
 };
-// At launch: the SM's 65,536 shared out in steps of 8.
+// Registers at launch: the SM's 65,536 divided among the threads, in steps of 8.
 inline constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr bool suffice(RoleRegisters registers) {
   constexpr auto valid = [](int count) { return count % 8 == 0 && count >= 24 && count <= 256; };

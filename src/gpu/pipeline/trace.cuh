@@ -1,4 +1,4 @@
-// Time stamps of the roles, in traced kernels; in others these functions are empty.
+// Time stamps of the roles in traced kernels. In other kernels these functions are empty.
 #pragma once
 
 #include "gpu/pipeline/roles.h"
@@ -10,7 +10,7 @@ namespace switchyard::gpu {
 
 using TraceStamp = std::uint64_t TraceRecord::*;
 
-// What a record is of. -1 where there is none.
+// The subject of a record. A field is -1 where it does not apply.
 struct TraceSubject {
   TraceKind kind;
   std::int32_t tile = -1, block = -1, expert = -1, rows = 0, peer = -1;
@@ -21,7 +21,7 @@ struct Tracer {
   const TraceBuffer& buffer;
   Lifetime life;
 
-  // By one thread of the role.
+  // Stamps a record. Called by one thread of the role.
   __device__ __forceinline__ void stamp(TraceRole role, std::uint32_t index,
                                         TraceStamp which) const {
     if constexpr (kTraced) {
@@ -46,13 +46,13 @@ struct Tracer {
     }
   }
 
-  // For the math warps, by their first thread.
+  // Stamps a record of the math role, in the first thread of the math warps.
   __device__ __forceinline__ void math(std::uint32_t index, TraceStamp which) const {
     if constexpr (kTraced) {
       if (fresh_thread_index<kThreads>() == kWarpgroup) stamp(TraceRole::kMath, index, which);
     }
   }
-  // The math warps have done this, now.
+  // Completes a record of the math role, in the first thread of the math warps.
   __device__ __forceinline__ void math_end(std::uint32_t index, const TraceSubject& of) const {
     if constexpr (kTraced) {
       if (fresh_thread_index<kThreads>() != kWarpgroup) return;
@@ -61,14 +61,15 @@ struct Tracer {
     }
   }
 
-  // For what all warps do in turn, by the block's first thread or another.
+  // Stamps a record of a step that the whole block does, in the block's first thread or in
+  // `thread`.
   __device__ __forceinline__ void pass(std::uint32_t index, TraceStamp which,
                                        std::uint32_t thread = 0) const {
     if constexpr (kTraced) {
       if (fresh_thread_index<kThreads>() == thread) stamp(TraceRole::kPass, index, which);
     }
   }
-  // One turn ends, and the next begins, unless `next` is kTraceRecords.
+  // Ends the record of one step and begins that of the next, unless `next` is kTraceRecords.
   __device__ __forceinline__ void turn(std::uint32_t index, TraceKind kind, std::uint32_t next,
                                        std::uint32_t thread = 0) const {
     if constexpr (kTraced) {
@@ -82,7 +83,8 @@ struct Tracer {
   }
 
  private:
-  // Record `index` of this block's role; null past the last, which is counted.
+  // Returns record `index` of this block's role. Past the last record it returns null and counts
+  // the loss.
   __device__ __forceinline__ TraceRecord* record(TraceRole role, std::uint32_t index) const {
     if (index >= kTraceRecords) {
       atomicAdd(buffer.dropped, 1u);
@@ -92,7 +94,7 @@ struct Tracer {
            (fresh_block_index() * kTraceRoles + static_cast<std::uint32_t>(role)) * kTraceRecords +
            index;
   }
-  // Delays the role after one in so many of its tasks: see SlowRole.
+  // Delays the role after one in SlowRole::kOneIn of its tasks, chosen by a hash.
   __device__ __forceinline__ void slow_down(TraceRole role, std::uint32_t index) const {
     if (buffer.slow_role != static_cast<std::int32_t>(role)) return;
     const std::uint32_t mixed = (life.flag() * 31 + fresh_block_index()) * 31 + index;

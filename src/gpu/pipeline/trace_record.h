@@ -1,4 +1,4 @@
-// What traced kernels write down, and the host reads.
+// The records that traced kernels write and the host reads.
 #pragma once
 
 #include <cstdint>
@@ -7,26 +7,26 @@
 
 namespace switchyard::gpu {
 
-// One event. Roles stamp it bit by bit, because they have no registers to keep anything of it.
+// One event. Roles stamp its fields one by one, because they have no registers to keep them in.
 // Times are nanoseconds of the device's global timer.
 struct TraceRecord {
-  std::uint64_t ready;     // the role had nothing to do any more
+  std::uint64_t ready;     // the role became free
   std::uint64_t given;     // it had a task
-  std::uint64_t begin;     // and what the task needs
-  std::uint64_t products;  // of a GEMM: the sums are complete
+  std::uint64_t begin;     // the task's inputs were there
+  std::uint64_t products;  // a GEMM's sums were complete
   std::uint64_t end;
-  std::uint32_t epoch;  // of a record that belongs to this pass: its number, from 1
+  std::uint32_t epoch;  // the number, from 1, of the pass that wrote the record
   std::int32_t kind;    // TraceKind
   std::int32_t tile, block, expert, rows, peer;
 };
 
-// A block has so many records for each role; a role's n-th task, or group of rows, has the n-th.
+// The records of one role of a block. A role's n-th task, or group of rows, uses the n-th.
 inline constexpr std::uint32_t kTraceRecords = 2048, kTraceRoles = 7;
 static_assert(static_cast<std::uint32_t>(TraceRole::kMath) + 1 == kTraceRoles);
-// What the math warps do before their first task; and the sending warp's last record.
+// The math warps' records before their first task, and the sending warp's last record.
 inline constexpr std::uint32_t kGateRecord = 0, kFirstSendsRecord = 1, kFirstRowsRecord = 2,
                                kFirstTaskRecord = 3, kSignalRecord = kTraceRecords - 1;
-// What a block's warps do in turn: route, count, plan.
+// The records of the steps that a block does one after the other: route, count, plan.
 inline constexpr std::uint32_t kRouteRecord = 0, kCountsRecord = 1, kPlanRecord = 2;
 
 struct TraceBuffer {

@@ -13,10 +13,10 @@
 
 namespace switchyard::gpu {
 
-// Whether the block goes on: a word in its shared memory.
+// The state of a block: whether its roles go on. The word is in the block's shared memory.
 enum class Going : std::uint32_t { kOn, kGivenUp, kRingStuck };
 
-// What all waits of a pass have in common.
+// The state that all waits of a pass share.
 struct Waiter {
   const protocol::Heaps* heaps;
   volatile std::uint32_t* given_up;  // in the host's memory
@@ -24,15 +24,15 @@ struct Waiter {
   std::uint64_t epoch;
   std::uint64_t deadline_ns, block_deadline_ns;
 
-  // For what other blocks do.
+  // Waits for something that other blocks of this GPU do.
   template <typename Pace = ThreadPace, typename Ready>
   __device__ __forceinline__ bool wait(protocol::Phase phase, std::uint64_t slot,
                                        Ready&& ready) const {
     return wait_for<Pace>(ready, [&] { return protocol::Missing{phase, heaps->rank, slot, 1, 0}; });
   }
-  // For what other ranks may have to do; see protocol::wait_until. False if the pass was given up.
-  // With WarpPace the caller is a whole warp, ready() and missing() may be votes of its lanes, and
-  // all lanes get the same answer.
+  // Waits for something that may depend on other ranks; see protocol::wait_until. Returns false if
+  // the pass was given up. With WarpPace the caller is a whole warp, ready() and missing() may be
+  // votes of its lanes, and all lanes get the same answer.
   template <typename Pace = ThreadPace, typename Ready, typename WhatIsMissing>
   __device__ __forceinline__ bool wait_for(Ready&& ready, WhatIsMissing&& missing) const {
     Pace pace;
@@ -50,15 +50,15 @@ struct Waiter {
 struct LifeState {
   std::uint64_t epoch;  // the pass's number, from 0
   PassWords words;
-  Going going;  // every wait's
-  // Whether the world was aborted before the pass began, and whether the plan was given up. Written
-  // before those who read them begin their roles, so that all warps find the same.
+  Going going;  // the word that every wait of the block looks at
+  // True if the world was aborted before the pass began, or if the plan was given up. Both are
+  // written before the warps that read them begin their roles, so all warps read the same.
   bool aborted, plan_failed;
 };
 
-// A pass from its first wait to its end. Like all views of a pass it refers to what it names, which
-// is read where it is used: a value kept from the beginning would take a register that the roles do
-// not have.
+// A pass from its first wait to its end. Like all views of a pass it holds references, and values
+// are read where they are used: a copy kept from the beginning would take a register that the roles
+// do not have.
 struct Lifetime {
   const WaitParams& layer;
   LifeState& state;
@@ -68,23 +68,24 @@ struct Lifetime {
             state.epoch,  layer.deadline_ns,         layer.block_deadline_ns};
   }
   __device__ bool goes_on() const { return *waiter().going == Going::kOn; }
-  // What flags of the pass are raised to.
+  // The value that flags of this pass are raised to.
   __device__ std::uint32_t flag() const { return static_cast<std::uint32_t>(state.epoch) + 1; }
   __device__ std::uint64_t epoch() const { return state.epoch; }
   __device__ std::uint32_t* barrier(GridBarrier which) const { return state.words.barrier(which); }
   __device__ int rank() const { return layer.heaps.rank; }
   __device__ int num_ranks() const { return layer.heaps.size(); }
-  // The rank at that distance, around the circle of ranks.
+  // The rank at that distance from this one, around the circle of ranks.
   __device__ int rank_at(std::uint32_t distance) const {
     const int at = rank() + static_cast<int>(distance), size = num_ranks();
     return at < size ? at : at - size;
   }
 };
 
-// Waits until ready() holds; false if the pass was given up. For waits within a block, in loops
-// whose registers all hold accumulators, so it does less than protocol::wait_until: it looks at the
-// block's word instead of the world's, and past the deadline it only raises that word. The block's
-// last role to leave reports for it. With WarpPace the caller is a whole warp, as for wait_for().
+// Waits until ready() holds; returns false if the pass was given up. It is for waits within a
+// block, in loops whose registers all hold accumulators, so it does less than protocol::wait_until:
+// it looks at the block's word instead of the world's, and past the deadline it only raises that
+// word. The last role to leave the block reports the failure. With WarpPace the caller is a whole
+// warp, as for wait_for().
 template <typename Pace = ThreadPace, typename Ready>
 __device__ __forceinline__ bool wait_in_block(const Waiter& waiter, Ready&& ready) {
   constexpr std::uint32_t kLooksPerClockRead = 64;
@@ -102,7 +103,7 @@ __device__ __forceinline__ bool wait_in_block(const Waiter& waiter, Ready&& read
   return true;
 }
 // Waits for a barrier's phase of that parity. With kWarp the caller is a whole warp, and all its
-// lanes get the same answer: no lane may be missing where they meet again.
+// lanes get the same answer, so that all of them reach the next point where they meet.
 template <bool kWarp = false>
 __device__ __forceinline__ bool wait_ring(const Waiter& waiter, std::uint32_t barrier,
                                           std::uint32_t parity) {
@@ -116,7 +117,8 @@ __device__ __forceinline__ void grid_arrive(std::uint32_t* word) {
   __syncthreads();
   if (threadIdx.x == 0) add_release_gpu(word, 1);
 }
-// The first half, true in the block that arrives last: it sees what all others wrote.
+// Does the first half. Returns true in the block that arrives last, which sees what all others
+// wrote.
 __device__ __forceinline__ bool grid_arrive_last(std::uint32_t* word) {
   __syncthreads();
   bool last = false;
@@ -126,7 +128,8 @@ __device__ __forceinline__ bool grid_arrive_last(std::uint32_t* word) {
   }
   return __syncthreads_or(last);
 }
-// Waits until all blocks have arrived; false if the pass was given up. By one thread.
+// Waits until all blocks have arrived; returns false if the pass was given up. Called by one
+// thread.
 __device__ __forceinline__ bool all_arrived(const Waiter& waiter, const std::uint32_t* word) {
   return waiter.wait(protocol::Phase::kGate, blockIdx.x,
                      [&] { return load_acquire_gpu(word) >= gridDim.x; });

@@ -12,7 +12,7 @@ namespace switchyard::gpu {
 // Both blocks of a pair, for what is loaded into the same place of either's shared memory.
 inline constexpr std::uint16_t kBothOfPair = (1 << kPair) - 1;
 
-// A box of a matrix, from column k and `row` on.
+// Loads a box of a matrix whose first element is in column k of row `row`.
 __device__ __forceinline__ void load_rows(const CUtensorMap& map, std::uint32_t to,
                                           std::uint32_t barrier, int k, int row) {
   asm volatile(
@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_rows(const CUtensorMap& map, std::uint32_t 
       "l"(&map), "r"(barrier), "r"(k), "r"(row)
       : "memory");
 }
-// The same; with `both`, into the shared memory of both blocks of the pair.
+// Loads a box as above; with `both`, into the shared memory of both blocks of the pair.
 __device__ __forceinline__ void load_rows(const CUtensorMap& map, std::uint32_t to,
                                           std::uint32_t barrier, int k, int row, bool both) {
   if (both) {
@@ -38,8 +38,8 @@ __device__ __forceinline__ void load_rows(const CUtensorMap& map, std::uint32_t 
 // How long the L2 cache keeps what is loaded, as createpolicy.fractional encodes it.
 inline constexpr std::uint64_t kEvictFirst = 0x12f0000000000000, kEvictLast = 0x14f0000000000000;
 
-// A box of the five-dimensional map over an expert's weights; see FfnParams. Which coordinate,
-// `second` or `third`, counts groups of rows depends on the map.
+// Loads a box of the five-dimensional map over an expert's weights; see FfnParams. The map decides
+// which coordinate, `second` or `third`, counts groups of rows.
 __device__ __forceinline__ void load_box(const CUtensorMap& map, std::uint32_t to,
                                          std::uint32_t barrier, int k, int second, int third,
                                          int expert, std::uint64_t policy, bool both) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_box(const CUtensorMap& map, std::uint32_t t
   }
 }
 
-// Contiguous bytes, in multiples of 16, to and from shared memory.
+// Copies contiguous bytes, in multiples of 16, to and from shared memory.
 __device__ __forceinline__ void load_bytes(std::uint32_t to, const void* from, std::uint32_t bytes,
                                            std::uint32_t barrier) {
   asm volatile(
@@ -74,12 +74,12 @@ __device__ __forceinline__ void store_bytes(void* to, std::uint32_t from, std::u
                "r"(bytes)
                : "memory");
 }
-// Makes this thread's stores up to here a group.
+// Closes a group: all stores that this thread has issued since the last one.
 __device__ __forceinline__ void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until all of this thread's groups but the newest are in memory. It has no deadline: only
-// this GPU's memory can keep it waiting.
+// Waits until all of this thread's groups but the newest kNewest are in memory. It has no deadline,
+// because it waits for nothing but this GPU's memory.
 template <int kNewest>
 __device__ __forceinline__ void await_all_stores_but() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kNewest) : "memory");

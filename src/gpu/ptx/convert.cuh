@@ -7,7 +7,7 @@
 
 namespace switchyard::gpu {
 
-// The smaller and the larger of two numbers. A NaN stays one.
+// The smaller and the larger of two numbers. A NaN operand gives NaN.
 __device__ __forceinline__ float at_most(float x, float limit) {
   float y;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
@@ -19,8 +19,8 @@ __device__ __forceinline__ float at_least(float x, float limit) {
   return y;
 }
 
-// The hardware's approximation. PTX promises 2^-11 of the value; an H200's is within 8e-6 (see
-// ActivationTest), a hundredth of what rounding the activations to bf16 takes.
+// The hardware's approximation of tanh. PTX promises 2^-11 of the value; an H200's is within 8e-6
+// (see ActivationTest), a hundredth of the error of rounding the activations to bf16.
 __device__ __forceinline__ float fast_tanh(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

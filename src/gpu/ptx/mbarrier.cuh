@@ -15,8 +15,8 @@ __device__ __forceinline__ void fence_new_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Whether the phase of that parity is complete. The hardware may hold try_wait() up for
-// microseconds before it says no; test_wait() does not wait.
+// True if the phase of that parity is complete. The hardware may suspend the thread in try_wait()
+// for microseconds before it answers no; test_wait() answers at once.
 #define SWITCHYARD_MBARRIER_QUESTION(name)                                            \
   __device__ __forceinline__ bool name(std::uint32_t barrier, std::uint32_t parity) { \
     std::uint32_t done;                                                               \
@@ -39,7 +39,8 @@ __device__ __forceinline__ void arrive_expect_bytes(std::uint32_t barrier, std::
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Arrives when all earlier cp.async of this thread have landed; counted like an ordinary arrival.
+// Arrives when all earlier cp.async of this thread have landed. The arrival counts like an ordinary
+// one.
 __device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -50,7 +51,8 @@ template <int Threads>
 __device__ __forceinline__ void named_barrier(std::uint32_t id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
 }
-// For warps that come from different places in the code. (bar.sync is for warps at one place.)
+// Waits at a named barrier whose warps may be at different places in the code. (bar.sync requires
+// one place.)
 template <int Threads>
 __device__ __forceinline__ void named_barrier_anywhere(std::uint32_t id) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
@@ -60,7 +62,7 @@ template <int Threads>
 __device__ __forceinline__ void named_barrier_arrive(std::uint32_t id) {
   asm volatile("barrier.arrive %0, %1;" ::"r"(id), "n"(Threads) : "memory");
 }
-// Waits, and learns whether any of the threads says yes.
+// Waits at the barrier; returns true if any of the threads passed true.
 template <int Threads>
 __device__ __forceinline__ bool named_barrier_any(std::uint32_t id, bool says) {
   std::uint32_t any;

@@ -1,4 +1,4 @@
-// Loads, stores, atomics and fences that C++ has no words for.
+// Loads, stores, atomics and fences that C++ cannot express.
 #pragma once
 
 #include <cstddef>
@@ -15,14 +15,14 @@ __device__ __forceinline__ std::uint32_t load_acquire_gpu(const std::uint32_t* w
       .load(cuda::memory_order_acquire);
 }
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-// Adds after everything that this thread wrote, and after what its block wrote before the last
-// block barrier that it passed.
+// Adds with release order: after everything that this thread wrote, and after what its block wrote
+// before the last block barrier that it passed.
 __device__ __forceinline__ void add_release_gpu(std::uint32_t* word, std::uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
-// The same, and returns what the word was before. A thread that does not use the result does not
-// wait for it. A thread that uses it, and reads what others released with their additions, needs a
-// fence in between.
+// Adds with release order like add_release_gpu() and returns the word's earlier value. A thread
+// that does not use the result does not wait for it. A thread that uses it, and then reads what
+// others released with their additions, needs a fence in between.
 __device__ __forceinline__ std::uint32_t fetch_add_released_gpu(std::uint32_t* word,
                                                                 std::uint32_t value) {
   std::uint32_t before;
@@ -34,7 +34,7 @@ __device__ __forceinline__ std::uint32_t fetch_add_released_gpu(std::uint32_t* w
   return before;
 }
 
-// --- Words that ranks tell each other.
+// --- Words that ranks exchange.
 
 // Orders this thread's earlier reads and writes before any flag it raises later.
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
@@ -63,20 +63,21 @@ __device__ __forceinline__ WordPair load_words(const std::uint64_t* from) {
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
-// For shared memory alone.
+// Does the same for shared memory only.
 __device__ __forceinline__ void fence_async_proxy_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // --- Vectors of 16 bytes.
 
-// One store. The compiler makes four of an assignment whose value comes out of inline assembly.
+// Stores a vector with one instruction. The compiler makes four of an assignment whose value comes
+// out of inline assembly.
 __device__ __forceinline__ void store_vector(void* to, const uint4& v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
                : "memory");
 }
-// Zeros unless `valid`.
+// Loads a vector; returns zeros unless `valid`.
 __device__ __forceinline__ uint4 load_vector(const std::uint16_t* from, bool valid) {
   return valid ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{0, 0, 0, 0};
 }
@@ -116,9 +117,9 @@ __device__ __forceinline__ void store_shared_word(std::uint32_t address, std::ui
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
-// --- Copies from device to shared memory by a thread, which does not wait for them.
+// --- Asynchronous copies by one thread from device to shared memory.
 
-// 16 bytes, past the L1 cache.
+// Copies 16 bytes, bypassing the L1 cache.
 __device__ __forceinline__ void copy_async(std::uint32_t to, const std::byte* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }

@@ -16,7 +16,7 @@ __device__ __forceinline__ void multiply_16x8x16(float (&c)[4], std::uint32_t a0
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Stores four 8 x 8 matrices of 16-bit elements, whose rows a warp has in registers. With
+// Stores four 8 x 8 matrices of 16-bit elements whose rows are in a warp's registers. With
 // kTransposed their columns become rows in shared memory.
 template <bool kTransposed = true>
 __device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint32_t a,

@@ -61,8 +61,8 @@ __device__ __forceinline__ void multiply(std::uint64_t a, std::uint64_t b, float
 }
 }  // namespace detail
 
-// Issues D (+)= A B^T on operands of type kType. The result is there after the warpgroup has waited
-// for its commit group.
+// Issues D (+)= A B^T on operands of type kType. The result is valid once the warpgroup has waited
+// for the commit group.
 template <DType kType, int N>
 __device__ __forceinline__ void multiply(std::uint64_t a, std::uint64_t b, float (&acc)[N / 2],
                                          bool accumulate) {
@@ -70,8 +70,8 @@ __device__ __forceinline__ void multiply(std::uint64_t a, std::uint64_t b, float
                                           std::make_integer_sequence<int, N / 2>());
 }
 
-// Waits for the warpgroup's products in `sums`. The compiler does not know that a wait is for
-// accumulators: without a fence for each it may compute with them before.
+// Waits for the warpgroup's products in `sums`. The compiler does not know that a wait concerns
+// accumulators: without a fence for each it may use them before the wait.
 template <int kCount>
 __device__ __forceinline__ void await_all_products(float (&sums)[kCount]) {
   cute::warpgroup_wait<0>();
