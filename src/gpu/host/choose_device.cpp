@@ -1,4 +1,5 @@
-// Which GPU runs a layer. In builds without CUDA, too, where device_info() says so.
+// Chooses the GPU that runs a layer. This file is also in builds without CUDA, where device_info()
+// throws the reason.
 #include <fmt/format.h>
 
 #include "gpu/device.h"

@@ -8,14 +8,14 @@
 namespace switchyard::gpu {
 
 // Throws Error{kSystem} with the call, the error's name and its text unless `result` is success.
-// Forgets the error, as far as the runtime lets it be forgotten.
+// Clears the runtime's last error, as far as the runtime allows it.
 void check(cudaError_t result, const char* call);
 
-// As check(), with Error{kCapacityExceeded} telling the bytes asked for and the bytes free where
-// memory is what was missing.
+// Does the same as check() for allocations: throws Error{kCapacityExceeded} with the bytes asked
+// for and the bytes free if memory was short.
 void check_allocation(cudaError_t result, const char* call, std::size_t bytes);
 
 }  // namespace switchyard::gpu
 
-// Calls, and throws naming the call as it is written.
+// Makes a call and, on failure, throws with the call's source text.
 #define SWITCHYARD_CUDA(call) ::switchyard::gpu::check((call), #call)

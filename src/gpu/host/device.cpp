@@ -84,7 +84,7 @@ int device_count() {
 DeviceInfo device_info(int device) {
   require_device(device);
   DeviceInfo info;
-  // Not a member of its own: the structure has hundreds of fields, and the call takes milliseconds.
+  // Not a member: the structure has hundreds of fields, and the call takes milliseconds.
   cudaDeviceProp properties;
   SWITCHYARD_CUDA(cudaGetDeviceProperties(&properties, device));
   info.name = properties.name;
@@ -212,7 +212,7 @@ Graph Graph::capture(const Stream& stream, const std::function<void()>& enqueue)
   try {
     enqueue();
   } catch (...) {
-    // Ends the capture; what it holds, if anything, is of no use.
+    // Ends the capture and discards what it holds.
     if (cudaStreamEndCapture(native(stream), &captured) != cudaSuccess) (void)cudaGetLastError();
     if (captured != nullptr) (void)cudaGraphDestroy(captured);
     throw;
@@ -234,8 +234,8 @@ Graph Graph::capture(const Stream& stream, const std::function<void()>& enqueue)
   cudaGraphExec_t executable = nullptr;
   SWITCHYARD_CUDA(cudaGraphInstantiate(&executable, captured, 0));
   graph.handle_.reset(executable);
-  // Or the first launch would do it, and wait for what runs on the device: another rank's kernel,
-  // which may wait for that launch.
+  // Without this the first launch would upload the graph and wait for what runs on the device. That
+  // may be another rank's kernel, which may itself wait for this launch.
   SWITCHYARD_CUDA(cudaGraphUpload(executable, native(stream)));
   SWITCHYARD_CUDA(cudaStreamSynchronize(native(stream)));
   return graph;
@@ -252,12 +252,13 @@ void flush_l2(const Stream& stream) {
   const int device = current_device();
   auto found = buffers.find(device);
   if (found == buffers.end()) {
-    // Four times: a cache that does not replace strictly by age keeps some lines for longer.
+    // The factor of four is for caches that do not replace strictly by age and keep some lines
+    // longer.
     const std::size_t l2 = static_cast<std::size_t>(attribute(cudaDevAttrL2CacheSize, device));
     found = buffers.emplace(device, DeviceBuffer(4 * l2)).first;
   }
-  // Written, then read: lines that are still to be written back would be written back during what
-  // is measured next.
+  // The buffer is written and then read. Without the read, dirty lines would be written back during
+  // the next measurement.
   found->second.fill(0, stream);
   read_through_l2(found->second.data(), found->second.bytes(),
                   static_cast<cudaStream_t>(stream.handle()));

@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::uint64_t kQuestions = 200, kPatienceNs = 1'000'000'000;
 
-// Words of the host's memory that both see. The answer is a time and so never 0.
+// Words in host memory that the host and the device see. The answer is a time and so never 0.
 struct Mail {
   std::uint64_t question, answer;
 };
@@ -42,7 +42,7 @@ std::int64_t host_minus_device_ns() {
     const std::int64_t asked = trace::now_ns();
     mail->question = i;
     std::int64_t heard = asked;
-    // (Two answers never are the same time: the timer goes on while a word crosses the bus.)
+    // (No two answers are equal: the timer advances while a word crosses the bus.)
     while (mail->answer == before && heard - asked < static_cast<std::int64_t>(kPatienceNs)) {
       heard = trace::now_ns();
     }

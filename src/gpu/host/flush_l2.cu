@@ -1,4 +1,4 @@
-// Reads a buffer, so that nothing else is left in the L2 cache, nor anything to be written back.
+// Reads a buffer, so that the L2 cache holds nothing else and nothing that must be written back.
 #include <cstddef>
 #include <cstdint>
 
@@ -14,7 +14,7 @@ __global__ void read_all(const uint4* data, std::size_t count, std::uint32_t* si
     const uint4 v = data[i];
     sum |= v.x | v.y | v.z | v.w;
   }
-  if (sum != 0) *sink = sum;  // never: the buffer is zeros, but the compiler cannot know
+  if (sum != 0) *sink = sum;  // never true: the buffer is zeros, but the compiler cannot know
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The kernels that were compiled.
+// The table of compiled kernels.
 #include <fmt/format.h>
 
 #include "gpu/layer/params.h"

@@ -1,4 +1,4 @@
-// Memory of the host that the device reads and writes while kernels run.
+// Host memory that the device reads and writes while kernels run.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,7 +9,7 @@
 
 namespace switchyard::gpu {
 
-// One T, zero at first. The host looks at it anew each time.
+// One T, zero at first. Every access by the host reads it from memory.
 template <typename T>
 class MappedMemory {
  public:

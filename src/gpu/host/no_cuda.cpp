@@ -1,4 +1,4 @@
-// The GPU room of a build without CUDA: no devices, and a reason.
+// The GPU room of a build without CUDA: there are no devices, and every error gives that reason.
 #include <memory>
 
 #include "gpu/device.h"
@@ -26,7 +26,7 @@ void synchronize_device() { unsupported(); }
 void copy_memory(void*, const void*, std::size_t) { unsupported(); }
 Residence residence_of(const void*) { return Residence::kHost; }
 
-// There is never anything to give back.
+// No object owns anything here, so there is nothing to destroy.
 namespace detail {
 void DestroyStream::operator()(void*) const {}
 void DestroyEvent::operator()(void*) const {}

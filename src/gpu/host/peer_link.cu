@@ -19,8 +19,8 @@ __global__ void copy_all(uint4* to, const uint4* from, std::size_t count) {
   }
 }
 
-// Whether NVLink joins them; the CUDA runtime does not tell, the management library does. It is
-// part of the driver, not of what we link with.
+// Returns "NVLink", "PCIe" or "unknown". The CUDA runtime does not tell; the management library
+// does. That library comes with the driver, and we do not link with it.
 std::string kind_of_link(int from, int to) {
   constexpr int kNvlinkCapability = 2, kOk = 0;  // NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK
   void* const library = dlopen("libnvidia-ml.so.1", RTLD_LAZY | RTLD_LOCAL);

@@ -18,7 +18,7 @@
 namespace switchyard::gpu {
 namespace {
 
-// The driver's functions for physical memory, which the runtime library does not have.
+// Returns one of the driver's functions for physical memory, which the runtime library lacks.
 template <typename Function>
 Function driver_function(const char* name) {
   void* entry = nullptr;
@@ -80,8 +80,8 @@ std::size_t granularity(int device) {
   return bytes;
 }
 
-// Physical memory, made here or imported, in this process's address space. It lives as long as the
-// last mapping of it, in whatever process.
+// Physical memory, made here or imported, mapped into this process's address space. It lives as
+// long as its last mapping in any process.
 class MappedPart final : public SymmetricMemory::Part {
  public:
   MappedPart(CUmemGenericAllocationHandle handle, std::size_t bytes) : bytes_(bytes) {
@@ -109,7 +109,7 @@ class MappedPart final : public SymmetricMemory::Part {
  private:
   void release() {
     const auto address = reinterpret_cast<CUdeviceptr>(data);
-    // Their results are of no use to anybody here.
+    // A destructor can do nothing about failures of these calls.
     if (mapped_) (void)driver().cuMemUnmap(address, bytes_);
     (void)driver().cuMemAddressFree(address, bytes_);
   }
@@ -118,7 +118,7 @@ class MappedPart final : public SymmetricMemory::Part {
   bool mapped_ = false;
 };
 
-// A handle to physical memory, while it is exported and mapped.
+// A handle to physical memory, held while the memory is exported and mapped.
 class PhysicalMemory {
  public:
   explicit PhysicalMemory(std::size_t bytes) {
@@ -168,7 +168,7 @@ struct OpenedPart final : SymmetricMemory::Part {
 void require_reach(std::span<const DeviceSite> ranks, int me) {
   for (std::size_t r = 0; r < ranks.size(); ++r) {
     int theirs = 0;
-    // A device that this process does not see at all is found out when its memory is mapped.
+    // This process may not see the device at all. Mapping its memory will then report that.
     if (cudaDeviceGetByPCIBusId(&theirs, ranks[r].bus_id) != cudaSuccess) {
       (void)cudaGetLastError();
       continue;
@@ -241,7 +241,7 @@ SymmetricMemory::SymmetricMemory(Fabric& fabric, std::size_t bytes, Sharing shar
         parts_[r] = std::make_shared<OpenedPart>(theirs[r].handle);
         continue;
       }
-      // A process cannot open its own handles.
+      // A process cannot open its own handles, so ranks of the same process share the mapping.
       parts_[r] = *theirs[r].part;
       if (theirs[r].device == mine.device) continue;
       const cudaError_t result = cudaDeviceEnablePeerAccess(theirs[r].device, 0);

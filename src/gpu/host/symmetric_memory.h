@@ -11,26 +11,27 @@
 
 namespace switchyard::gpu {
 
-// Where a rank's memory is.
+// The place of a rank's memory.
 struct DeviceSite {
   std::int64_t process;
   char bus_id[24];  // the device's PCI address
 };
-// Collective: that of every rank, with the current device of its thread.
+// Collective: gathers the site of every rank, which is the current device of its thread.
 std::vector<DeviceSite> gather_device_sites(Fabric& fabric);
 
-// How ranks get at each other's memory.
+// The mechanism by which ranks map each other's memory.
 enum class Sharing {
   kFileDescriptors,  // physical memory exported as POSIX file descriptors
-  kIpc,              // CUDA IPC handles, for where file descriptors fail
+  kIpc,              // CUDA IPC handles, a fallback where file descriptors fail
 };
 
 class SymmetricMemory {
  public:
   SymmetricMemory() = default;
-  // Collective over the ranks of `fabric`, each with the current device of its thread; several may
-  // have the same. Contents are undefined. Throws the same on all ranks: Error{kUnsupported} naming
-  // the devices if one cannot reach another's memory, {kCapacityExceeded} if memory is short.
+  // Collective over the ranks of `fabric`. Each rank allocates on the current device of its thread;
+  // several ranks may use the same device. Contents are undefined. Throws the same on all ranks:
+  // Error{kUnsupported} naming the devices if one cannot reach another's memory,
+  // {kCapacityExceeded} if memory is short.
   SymmetricMemory(Fabric& fabric, std::size_t bytes, Sharing sharing = Sharing::kFileDescriptors);
 
   std::byte* base(int rank) const { return part(rank)->data; }

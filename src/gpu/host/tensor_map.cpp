@@ -13,7 +13,7 @@
 namespace switchyard::gpu {
 namespace {
 
-// Columns of a box: 128 bytes, the swizzle's row.
+// The columns of a box: 128 bytes, one row of the swizzle.
 cuuint32_t box_columns(int element_bytes) {
   return static_cast<cuuint32_t>(kStageRowBytes / element_bytes);
 }

@@ -1,4 +1,4 @@
-// Descriptions of matrices for the copy engine, in boxes of 128 swizzled bytes per row.
+// Descriptors of matrices for the copy engine, in boxes of 128 swizzled bytes per row.
 #pragma once
 
 #include <cstddef>
@@ -14,18 +14,18 @@ struct WeightArray {
   std::int64_t num_experts = 0;
   int halves = 1;
   int rows = 0, columns = 0;  // whole groups of rows, columns of whole 16 bytes
-  int element_bytes = 2;      // bf16, or 1: E4M3
-  // Bytes from one to the next, multiples of 16.
+  int element_bytes = 2;      // 2 for bf16, 1 for E4M3
+  // Distances in bytes between rows, halves and experts; multiples of 16.
   std::int64_t row_stride = 0, half_stride = 0, expert_stride = 0;
 };
 
-// With boxes of kTileRows rows: groups of 8 rows, taken from all halves in turn, or as many from
-// each half, one half after the other.
+// How a box of kTileRows rows takes them from the halves: groups of 8 rows from all halves in turn,
+// or an equal share of each half, one half after the other.
 enum class BoxOrder : std::uint8_t { kGroupsInTurn, kHalvesInTurn };
 WeightMaps weight_maps(const WeightArray& weights, BoxOrder order);
 
-// Over [rows, columns], `stride` elements from row to row, with boxes of `box_rows`; zeros beyond
-// the last row and column.
+// Describes a matrix [rows, columns] with `stride` elements from row to row, in boxes of
+// `box_rows`. Loads beyond the last row or column give zeros.
 CUtensorMap rows_map(const void* data, int element_bytes, std::int64_t rows, int columns,
                      std::int64_t stride, int box_rows);
 TokenMaps token_maps(const std::byte* data, int element_bytes, std::int64_t rows, int columns,

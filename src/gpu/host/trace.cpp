@@ -12,7 +12,7 @@
 namespace switchyard::gpu {
 namespace {
 
-// What a role waits for once it has its task, and before.
+// What a role waits for: before it is given a task (`given`), and then (`input`).
 struct Waits {
   TraceWait given, input;
 };
@@ -52,7 +52,8 @@ TraceEvent event_of(const TraceRecord& record, TraceRole role, unsigned block,
   event.expert = record.expert;
   event.rows = record.rows;
   event.peer = record.peer;
-  // A role leaves out the stamps that mean nothing to it; those of passes before may be there.
+  // A role leaves out the stamps that have no meaning for it, so values of earlier passes may be
+  // left in those fields.
   const std::uint64_t begin = record.begin;
   const std::uint64_t ready = std::min(begin, record.ready == 0 ? begin : record.ready);
   const std::uint64_t given = std::clamp(record.given, ready, begin);
@@ -97,13 +98,13 @@ void DeviceTrace::read(std::uint64_t epoch, PassTrace& trace) {
   trace.events.clear();
   for (std::size_t i = 0; i < records.size(); ++i) {
     const TraceRecord& record = records[i];
-    // (Before the first pass, none.)
+    // (The epoch is 0 before the first pass, which has no records.)
     if (record.epoch == 0 || record.epoch != static_cast<std::uint32_t>(epoch)) continue;
     const auto role = static_cast<TraceRole>(i / kTraceRecords % kTraceRoles);
     const auto block = static_cast<unsigned>(i / kTraceRecords / kTraceRoles);
     trace.events.push_back(event_of(record, role, block, host_minus_device));
   }
-  // Some records' numbers are not the order in which their role came to them.
+  // Some roles do not number their records in the order of time.
   std::stable_sort(
       trace.events.begin(), trace.events.end(), [](const TraceEvent& a, const TraceEvent& b) {
         return std::tie(a.unit, a.role, a.ready_ns) < std::tie(b.unit, b.role, b.ready_ns);

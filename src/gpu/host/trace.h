@@ -1,4 +1,4 @@
-// The memory traced kernels write to, and what it says.
+// The memory that traced kernels write their records to, and reading it.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +9,15 @@
 
 namespace switchyard::gpu {
 
-// On the device that is current.
+// Trace memory on the device that is current at construction.
 class DeviceTrace {
  public:
   explicit DeviceTrace(unsigned blocks);
 
   TraceBuffer buffer(const std::optional<SlowRole>& slow) const;
   std::size_t bytes() const { return records_.bytes() + dropped_.bytes(); }
-  // The events of pass `epoch`, counted from 1, which has ended, into `trace`. Asks the device for
-  // its time. What was dropped is counted anew from here on.
+  // Reads the events of pass `epoch`, counted from 1, into `trace`. The pass must have ended. Asks
+  // the device for its time. Resets the count of dropped events.
   void read(std::uint64_t epoch, PassTrace& trace);
 
  private:

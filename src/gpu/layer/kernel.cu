@@ -1,5 +1,5 @@
-// The layer kernel, compiled for one policy and one activation at a time: SWITCHYARD_POLICY,
-// SWITCHYARD_KIND, which is an ActivationKind, and SWITCHYARD_GATED, true or false.
+// The layer kernel, compiled once per policy and activation. The build sets SWITCHYARD_POLICY,
+// SWITCHYARD_KIND (an ActivationKind) and SWITCHYARD_GATED (true or false).
 #include "gpu/layer/kernel.cuh"
 
 namespace switchyard::gpu {

@@ -1,71 +1,73 @@
-// The layer kernel: one forward pass of one rank, in one launch. The gate, dispatch, both GEMMs of
-// the experts and combine are in it. What ranks tell each other is in exchange/ and
+// The layer kernel: one forward pass of one rank, in one launch. It contains the gate, dispatch,
+// both GEMMs of the experts and combine. Transfers between ranks are in exchange/ and
 // protocol/heap.h.
 //
 // First comes the start of the pass (start.cuh):
 //   math warps      compute partial logits and quantize the block's tokens; meanwhile the loading
 //                   warps rehearse the steps that follow
 //   all warps       choose the tokens' experts, and list the rows of each expert
-//   loading warps   exchange counts with all ranks, and place tiles: every block finds the same.
-//   (In
-//                   small passes all warps do.)
-// A warp that has no part in a step goes on to its role, rehearses it, and hears of the tiles with
+//   loading warps   exchange counts with all ranks, and place tiles. Every block computes the same
+//                   tiles. (In small passes all warps take part.)
+// A warp that has no part in a step goes on to its role, rehearses it, and learns of the tiles from
 // its first task. In large passes the math warps meanwhile send tokens to other ranks, and pack
-// rows as soon as tiles are placed: where there is one rank, those of the block's own tokens.
+// rows as soon as tiles are placed. With one rank they pack the rows of the block's own tokens.
 //
 // Then each warp has a role (loading_roles.cuh, math_role.cuh):
 //   0         weights    tasks -> the copy engine: 128 or 256 weight rows x 128 bytes per stage
 //   1         scheduler  tickets -> tasks; tells other blocks which tiles are stored
 //   2         tokens     tasks -> the copy engine: the tile's packed rows x 128 bytes per stage; in
 //                        FP8 also the rows' scales, multiplied by the weights'
-//   3         pack       sends tokens to other ranks; copies rows, its own and those sent to it,
-//   into
-//                        tiles, ahead of the tasks (the first ones are the math warps'); at last
-//                        tells other ranks which of their rows' tiles are finished
-//   2, 3      gather     in small passes instead of these two: rows of x from where they are, and h
+//   3         pack       sends tokens to other ranks; copies rows of this rank and rows sent to it
+//                        into tiles, ahead of the tasks (the math warps pack the first tiles); at
+//                        last tells other ranks which of their rows' tiles are finished
+//   2, 3      gather     in small passes instead of these two: loads rows of x in place, and h
 //   4 to 11   math       two warpgroups: matrix instructions over the ring, the epilogue, and
-//   combine
-//                        tasks
+//                        combine tasks
 // Small passes have a kernel of their own: SmallPass of a policy.
 //
 // Large passes are launched in pairs of blocks. A pair does each task together, with twice the
 // weight rows: the first block's scheduler takes the ticket for both, each block loads its own
-// weights and half of the tokens, and these tokens go to both rings. In FP8 an expert's tall tiles
-// are done in twos where there are two: each block loads its own tokens and half of the weights.
+// weights and half of the tokens, and these tokens go to both rings. In FP8 a pair takes two tall
+// tiles of an expert together, if there are two: each block loads its own tokens and half of the
+// weights.
 //
-//   barrier      what completes a phase                                           waited for by
-//   full[s]      weights: 1 arrival + bytes; tokens: 1 arrival + bytes, or in     math
-//                small passes 64 arrivals: copies of x, or one with h's bytes
-//   empty[s]     8 math warps, of both blocks of a pair, when the products that   weights, tokens
-//                read the stage are done
-//   task_full    scheduler                                                        all other roles
-//   demand       weights, a few stages before the end of a GEMM, and tokens or    scheduler
-//                gather, when its rows are there; or twice math, when what a
-//                combine task needs is there; of both blocks of a pair
-//   gate_full[s] large passes: 1 arrival + bytes, of x and the router's weight    math, its gate
-//   ticket_full  scheduler of the pair's first block; in small passes, which      its second's
-//                have no pairs, each thread that rehearses to gather
-//   packing[i]   pack: 1 arrival + bytes, of pieces of rows                       pack
-//   task_empty   1 weights, 1 tokens or 2 gather, having read the task, and 8     scheduler, which
-//                math warps, having stored the tile                               tells of the tile
-//                                                                                 (large passes)
+//   barrier      arrivals that complete a phase                                waited for by
+//   full[s]      weights: 1 arrival + bytes; tokens: 1 arrival + bytes, or     math
+//                in small passes 64 arrivals: copies of x, or one with h's
+//                bytes
+//   empty[s]     8 math warps, of both blocks of a pair, when the products     weights, tokens
+//                that read the stage are done
+//   task_full    scheduler                                                     all other roles
+//   demand       weights, a few stages before the end of a GEMM, and tokens    scheduler
+//                or gather, when its rows are there; or twice math, when
+//                the inputs of a combine task are there; of both blocks of
+//                a pair
+//   gate_full[s] large passes: 1 arrival + bytes, of x and the router's        math, in its gate
+//                weight
+//   ticket_full  scheduler of the pair's first block; in small passes,         the second's
+//                which have no pairs, each thread that rehearses gather
+//   packing[i]   pack: 1 arrival + bytes, of pieces of rows                    pack
+//   task_empty   1 weights, 1 tokens or 2 gather, after reading the task,      scheduler, to
+//                and 8 math warps, after storing the tile                      publish the tile
+//                                                                              (large passes)
 //
 //   between blocks (device memory, cleared by the pass before):
-//   barrier[i]     every block: logits complete; lists complete                   all blocks
-//   packed[t]      8 per row: tokens of tile t are packed                         tokens (GEMM1)
-//   gemm1_done[t]  1 per block of weight rows, from its scheduler (small passes:  tokens (GEMM2);
-//                  2, from its math warpgroups): h of tile t is written           pack reusing t
-//   parts_stored   small passes in FP8: 1 per part of a group of columns of h     nobody: the last
-//                  that is written in bf16; gemm1_done then counts whole groups   quantizes it
-//   gemm2_done[t]  as gemm1_done: cells of tile t are written                     combine; tokens
-//                                                                                 that reuse t's h;
-//                                                                                 pack
-//   sent[e]        8 per row of another rank's expert: all of it is sent          the last sender
+//   barrier[i]     every block: logits complete; lists complete                all blocks
+//   packed[t]      8 per row: tokens of tile t are packed                      tokens (GEMM1)
+//   gemm1_done[t]  1 per block of weight rows, from its scheduler (small       tokens (GEMM2); pack
+//                  passes: 2, from its math warpgroups): h of tile t is        to reuse t's slot
+//                  written
+//   parts_stored   small passes in FP8: 1 per part of a group of columns of    nobody: the last one
+//                  h that is written in bf16; gemm1_done then counts whole     quantizes the group
+//                  groups
+//   gemm2_done[t]  counted as gemm1_done: cells of tile t are written          combine; tokens and
+//                                                                              pack, to reuse t's h
+//   sent[e]        8 per row of another rank's expert: the row is sent         the last sender
 //
 //   between ranks (their heaps, raised to the epoch):
-//   counts[s][e]   source s has counted its rows for expert e                     all blocks
-//   arrived[e][s]  all rows of s for expert e are here                            pack, math
-//   packing finished[t]    another rank has stored tile t's cells                         combine
+//   counts[s][e]   source s has counted its rows for expert e                  all blocks
+//   arrived[e][s]  all rows of s for expert e have arrived                     pack, math packing
+//   finished[t]    another rank has stored tile t's cells                      combine
 #pragma once
 
 #include "gpu/layer/loading_roles.cuh"
@@ -85,7 +87,7 @@ static_assert(kPackedArrivals.full == 1 + 1 && kGatheredArrivals.full == 1 + 64 
                   kTellers<SmallPass<BF16Policy>> == 2,
               "the table above");
 
-// The barriers of the block. By its first thread.
+// Initialises the block's barriers. Called by the block's first thread.
 template <typename P>
 __device__ __forceinline__ void make_barriers(const Pass<P>& pass) {
   BlockStorage<P>& block = pass.block;
@@ -113,7 +115,7 @@ __device__ __forceinline__ void make_barriers(const Pass<P>& pass) {
   fence_new_barriers();
 }
 
-// What is known of the pass before it begins. By the block's first thread.
+// Stores what the block knows of the pass before it begins. Called by the block's first thread.
 template <typename P>
 __device__ __forceinline__ void describe_pass(const Pass<P>& pass) {
   BlockStorage<P>& block = pass.block;
@@ -165,7 +167,7 @@ __device__ __forceinline__ void loading_group(const Pass<P>& pass) {
   }
 }
 
-// The math warps' part of sending, while others wait for all ranks' counts.
+// The math warps' part of sending, done while other warps wait for all ranks' counts.
 template <typename P>
 __device__ __forceinline__ void send_first_slots(const Pass<P>& pass) {
   if (!place_sends(pass.exchange())) {
@@ -215,8 +217,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     make_barriers(pass);
     describe_pass(pass);
   }
-  // After a pass that was given up, words are not as a pass must find them. (A thread asks that has
-  // nothing else to do.)
+  // A pass that was given up leaves words in a state that no later pass may start from. (A thread
+  // that has nothing else to do looks.)
   if (threadIdx.x == kThreads - 1) {
     block.pass.life.aborted = protocol::aborted(layer.heaps);
     if (block.pass.life.aborted) layer.failures->given_up = 1;
@@ -228,9 +230,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool planned = !block.pass.life.aborted && start_pass(pass);
   const bool math = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) != 0;
   if (planned) {
-    // From here on the blocks of a pair write into each other's memory. Each knows that the other
-    // has made its barriers and left its ring to the tasks: it has seen all blocks arrive, with
-    // their lists.
+    // From here on the blocks of a pair write into each other's memory. Each block has seen all
+    // blocks arrive with their lists, so it knows that the other has made its barriers and no
+    // longer uses its ring for the gate.
     if (!math) {
       cutlass::arch::warpgroup_reg_dealloc<P::kRegisters.loading>();
       loading_group<kGated>(pass);
@@ -246,8 +248,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   }
-  // Copies that were asked for before the pass was given up arrive within microseconds. They must
-  // not arrive when another kernel's blocks have this memory.
+  // Copies that were issued before the pass was given up arrive within microseconds. They must not
+  // arrive when another kernel's blocks use this memory.
   if (!pass.goes_on()) {
     constexpr std::uint64_t kEnough = 100'000;  // ns
     for (const std::uint64_t start = device_now_ns(); device_now_ns() - start < kEnough;) {

@@ -1,5 +1,5 @@
-// The roles of the loading warps: weights, tokens or gather, and pack. (The scheduler's:
-// schedule/scheduler.cuh.)
+// The roles of the loading warps: weights, tokens or gather, and pack. The scheduler's role is in
+// schedule/scheduler.cuh.
 #pragma once
 
 #include "gpu/exchange/finished.cuh"
@@ -8,12 +8,12 @@
 
 namespace switchyard::gpu {
 
-// Streams the tasks' weight rows, which wait for nothing but a free stage. By one thread.
+// Streams the tasks' weight rows, which wait for nothing but a free stage. Called by one thread.
 template <bool kGated, typename P>
 __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
   TaskReader<P> reader(pass.queue());
   RingPlace place;
-  // The first turn is a rehearsal, while the first task is being found.
+  // The first iteration is a rehearsal while the scheduler finds the first task.
   for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
     TileTask task{};
     task.k_blocks = 1;
@@ -28,7 +28,7 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
     const CUtensorMap& map = P::kSize == PassSize::kSmall && first ? ffn.small_gemm1_map
                              : P::kSize == PassSize::kSmall || task.one_tile != 0 ? maps.once
                                                                                   : maps.again;
-    // Half of a box's rows are gate's and half up's in a gated first GEMM.
+    // In a gated first GEMM half of a box's rows are gate's and half up's.
     const int groups = kTileRows / kRowGroup / (first && kGated ? 2 : 1);
     const std::uint64_t policy = task.one_tile != 0 ? kEvictFirst : kEvictLast;
     const std::uint32_t last_but_few =
@@ -51,7 +51,7 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
   }
 }
 
-// Where a task's tokens are: packed rows, or h.
+// The place of a task's tokens: packed rows for GEMM1, h for GEMM2.
 template <typename P>
 __device__ __forceinline__ SlottedTokens slotted_tokens(const Pass<P>& pass, const TileTask& task) {
   const LayerParams& layer = pass.layer;
@@ -61,7 +61,7 @@ __device__ __forceinline__ SlottedTokens slotted_tokens(const Pass<P>& pass, con
           first ? layer.packed_scales : layer.h_scales, first ? layer.x_groups : layer.h_groups};
 }
 
-// Loads the tasks' packed tokens. By a warp, one of whose threads loads.
+// Loads the tasks' packed tokens. Called by a warp, one of whose threads loads.
 template <typename P>
 __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
   if (!kJoinedScales<P> && !elect()) return;
@@ -72,8 +72,8 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
       pass.trace().stamp(TraceRole::kTokens, reader.index(), which);
     }
   };
-  // The first turn is a rehearsal, on a tile without rows of the first expert, if this rank has
-  // one.
+  // The first iteration is a rehearsal on an empty tile of the first expert, if this rank has an
+  // expert.
   for (std::uint32_t rehearsal = pass.table().local_experts() != 0 ? untold<1>() : 0;;
        rehearsal = 0) {
     TileTask task{};
@@ -88,7 +88,7 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
                                pass.progress().h_slot_free(task.tile)
                          : pass.progress().gemm1_complete(task.tile);
           });
-      // Rows that are not there would, in a pair, come into the other block's ring, too.
+      // Leave without loading: in a pair, invalid rows would also go to the other block's ring.
       if (kJoinedScales<P> ? !__all_sync(~0u, there) : !there) return;
       if (!kJoinedScales<P> || elect()) demand(pass.queue());
       fence_async_proxy();
@@ -106,7 +106,7 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
   }
 }
 
-// Gathers the tasks' tokens. By two warps.
+// Gathers the tasks' tokens. Called by two warps.
 template <typename P>
 __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
   const std::uint32_t thread = threadIdx.x - 32 * kTokensWarp;
@@ -115,8 +115,9 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
   const auto stamp = [&](std::uint32_t index, TraceStamp which) {
     if (thread == 0) pass.trace().stamp(TraceRole::kTokens, index, which);
   };
-  // The first turn is a rehearsal, on a tile without rows, while the first task is described. Code
-  // that is fetched when weights have begun to stream comes behind them, microseconds later.
+  // The first iteration is a rehearsal on an empty tile, while the first task is described. Code
+  // that is fetched after weights have begun to stream queues behind them and arrives microseconds
+  // later.
   for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
     TileTask task{};
     task.k_blocks = 1;
@@ -128,7 +129,7 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
       if (task.work == Work::kCombine) continue;
       if (thread == 0) pass.queue().trace_task(TraceRole::kTokens, reader.index(), task);
     }
-    // The block goes on, given up or not: its other roles wait for these stages.
+    // Continue even if the pass was given up: the block's other roles wait for these stages.
     pass.waiter().wait(protocol::Phase::kExperts, task.tile, [&] {
       return task.work == Work::kGemm1 ? pass.progress().h_slot_free(task.tile)
                                        : pass.progress().gemm1_complete(task.tile);
@@ -158,23 +159,23 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
 }
 
 // Sends and packs in order of levels: the n-th expert of every rank is level n. Rows of a level are
-// packed when those of the next levels have been sent. So no rank waits for rows that another sends
-// after rows that it waits for itself. (Places are kept in memory, and bounds are looked up again
-// and again, for there are few registers.)
+// packed when those of the next levels have been sent. So a rank never waits for rows whose sender
+// waits for rows that this rank sends later. (Places are kept in memory, and bounds are looked up
+// again each time, because registers are few.)
 template <typename P>
 __device__ __forceinline__ void pack_role(const Pass<P>& pass) {
   constexpr std::uint32_t kRows = kPackedTogether, kSlots = 8;
   const LayerParams& layer = pass.layer;
   volatile std::uint32_t &slot = pass.block.packing.pack_slot, &row = pass.block.packing.pack_row,
                          &slots_end = pass.block.packing.pack_slots_end;
-  // By all lanes: none may read the old value while another writes the new one.
+  // Called by all lanes: no lane may read the old value while another writes the new one.
   const auto set = [](volatile std::uint32_t& word, std::uint32_t value) {
     __syncwarp();
     word = value;
     __syncwarp();
   };
-  // Where the slots end that are sent before the group of rows at `row` is packed. The group counts
-  // as of its last row's level, which waits for what is sent last.
+  // The end of the slots to send before the group of rows at `row` is packed. The level of the
+  // group's last row decides, because its rows are sent last.
   const auto slots_before_row = [&] {
     if (row >= pass.table().num_rows()) return pass.exchange().num_sends();
     const std::uint32_t level =

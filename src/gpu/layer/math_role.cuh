@@ -8,8 +8,7 @@
 
 namespace switchyard::gpu {
 
-// What becomes of a tile's products in the layer: h, or rows in their tokens' cells. See
-// gemm_tile().
+// Stores a tile's products: as h, or as rows in their tokens' cells. See gemm_tile().
 template <ActivationKind kKind, bool kGated, typename P>
 class LayerSink {
  public:
@@ -17,7 +16,7 @@ class LayerSink {
                        const TaskReader<P>& reader, StoredPart<kGated, P>& stored)
       : pass_(pass), task_(task), first_(first), reader_(reader), stored_(stored) {}
 
-  // Entries from other ranks come with their tokens, so they are not fetched before.
+  // Fetches entries only now: those of other ranks arrive together with their tokens.
   __device__ __forceinline__ void started() {
     pass_.trace().math(kFirstTaskRecord + reader_.index(), &TraceRecord::begin);
     if (needs_entries()) fetch_entries(pass_.exchange(), pass_.epilogue(), task_, math_group());
@@ -45,15 +44,15 @@ class LayerSink {
           epilogue, task_, group, [&](std::uint32_t row) { return epilogue.output(group, row); },
           acc);
     }
-    // Now all of the warpgroup has stored. The next tile may have this one's places in shared
-    // memory.
+    // After this barrier all of the warpgroup has stored, so the next tile may reuse this one's
+    // places in shared memory.
     named_barrier<kWarpgroup>(group_barrier(math_group()));
     if (pass_.progress().quantizes_together() && first_) {
       stored_.put_off(task_);
     } else if (P::kTeller == Teller::kMath && fresh_thread_index<kWarpgroup>() == 0) {
       tell_stored(pass_.progress(), task_);
     }
-    // In large passes the scheduler tells of the tile, when all math warps have released its task.
+    // In large passes the scheduler publishes the tile when all math warps have released its task.
     if (fresh_thread_index<32>() == 0) reader_.release();
   }
 
@@ -67,8 +66,8 @@ class LayerSink {
   StoredPart<kGated, P>& stored_;
 };
 
-// Clears the words of the pass after this one, which were those of the pass before. Done while the
-// first weights are on their way.
+// Clears the words for the next pass, which the pass before this one used. Called while the first
+// weights are on their way.
 template <typename P>
 __device__ __forceinline__ void clear_next_words(const Pass<P>& pass) {
   const PassWords next = pass.layer.pass_words[~pass.waiter().epoch & 1];
@@ -78,7 +77,7 @@ __device__ __forceinline__ void clear_next_words(const Pass<P>& pass) {
        i += gridDim.x * kMathThreads) {
     next.words[i] = 0;
   }
-  // When all blocks know this pass's epoch, it may become the next pass's.
+  // Once all blocks have read this pass's epoch, the word may become the next pass's.
   if (threadIdx.x == kWarpgroup && atomicInc(pass.layer.readers, gridDim.x - 1) == gridDim.x - 1) {
     *pass.layer.epoch_word = pass.waiter().epoch + 1;
   }
@@ -102,8 +101,8 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
   for (;;) {
     pass.trace().math(kFirstTaskRecord + reader.index() + 1, &TraceRecord::ready);
     const TileTask* const task = reader.await();
-    // Shuffled, the numbers are the same in all lanes for the compiler, which then keeps the warp
-    // together. All of them are in one word.
+    // A shuffle tells the compiler that the numbers are the same in all lanes, so it keeps the warp
+    // together. One word holds all of them, so one shuffle is enough.
     const std::uint32_t head =
         __shfl_sync(~0u,
                     task == nullptr ? static_cast<std::uint32_t>(Work::kStop)
@@ -125,7 +124,7 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
       if (threadIdx.x % 32 == 0) reader.release();
     } else {
       const bool first = work == Work::kGemm1;
-      // The tile's slot may be free only when what was put off is done.
+      // The tile's slot may become free only when the work that was put off is done.
       if (StoredPart<kGated, P>::kExists && task->tile >= pass.layer.h_slots) stored.finish();
       LayerSink<kKind, kGated, P> sink(pass, *task, first, reader, stored);
       gemm_tile_of(head >> 2 & 63, pass.pipeline(), *task, head >> 8, kGated && first, place, sink);

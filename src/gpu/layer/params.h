@@ -1,6 +1,6 @@
-// What the host hands to the layer kernel: where everything is, fixed for the life of the layer,
-// and what changes with each call. Each room declares what it needs; here it comes together.
-// Trivially copyable; pointers are device pointers.
+// The host's parameters for the layer kernel: LayerParams is fixed for the life of the layer,
+// CallParams changes with each call. Each room declares the parameters that it needs; these structs
+// combine them. Trivially copyable; pointers are device pointers.
 #pragma once
 
 #include <cstddef>
@@ -30,19 +30,19 @@ struct LayerParams : ExpertParams,
                      ListParams,
                      HiddenParams,
                      ScheduleParams {
-  std::uint64_t* epoch_word;  // of the next pass: its number, from 0
-  std::uint32_t* readers;     // blocks of this pass that know its epoch
+  std::uint64_t* epoch_word;  // the number of the next pass, from 0
+  std::uint32_t* readers;     // counts the blocks of this pass that have read its epoch
   PassWords pass_words[2];
-  std::uint32_t* stats;  // [E] rows per expert of the last pass, of all ranks; and its tokens
+  std::uint32_t* stats;  // [E] rows per expert of the last pass, of all ranks; then its tokens
 };
 
 struct CallParams : RouteCall, InputCall, OutputCall {
   std::uint32_t tokens;
   std::uint32_t paired;  // 1: launched in pairs of blocks, which do each task together; 0: not
-  TraceBuffer trace;     // of traced kernels
+  TraceBuffer trace;     // for traced kernels
 };
 
-// Everything about launches that the host must know.
+// The launch parameters that the host must know.
 struct KernelShape {
   int threads;
   std::uint32_t shared_bytes;
@@ -50,13 +50,13 @@ struct KernelShape {
 
 using LayerKernel = void (*)(LayerParams, CallParams);
 struct KernelEntry {
-  LayerKernel small, large;  // passes
-  KernelShape shape;         // of both
-  PolicyFacts policy;        // of large passes
+  LayerKernel small, large;  // for small and large passes
+  KernelShape shape;         // of both kernels
+  PolicyFacts policy;        // for large passes
 };
 template <typename P, ActivationKind kKind, bool kGated>
-KernelEntry kernel_entry();  // in the object that was compiled for it
-// The kernel for an activation and a compute type. Throws Error{kUnsupported} for one that was not
+KernelEntry kernel_entry();  // each is defined in an object file of its own
+// Returns the kernel for an activation and a compute type. Throws Error{kUnsupported} if it was not
 // compiled.
 KernelEntry find_kernel(const Activation& activation, DType compute, bool traced);
 

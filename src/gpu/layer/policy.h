@@ -1,4 +1,4 @@
-// What the type that a layer computes in fixes about its kernels: a policy for large passes and one
+// The choices that follow from the type that a layer computes in: a policy for large passes and one
 // for small passes, for the host and for the kernels.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace switchyard::gpu {
 
-// What large passes have in common.
+// The choices that the policies of all types share for large passes.
 struct LargePass {
   static constexpr bool kTraced = false;
   static constexpr PassSize kSize = PassSize::kLarge;
@@ -20,14 +20,16 @@ struct LargePass {
   static constexpr TokenSource kTokens = TokenSource::kPacked;
   static constexpr GateLoads kGate = GateLoads::kCopyEngine;
   static constexpr Teller kTeller = Teller::kScheduler;
-  // Stages whose weights are asked for together, when all of them are free. Fewer than the ring
-  // has: math warps release a stage when they have issued the products of the next.
+  // The number of stages that must be free before their weights are requested together. It must be
+  // less than the ring has: math warps release a stage only when they have issued the products of
+  // the next.
   static constexpr std::uint32_t kStagesTogether = 1;
-  static constexpr bool kOneRank = false;  // the only rank, as far as the compiler knows
-  // Tokens that a math warpgroup turns from its 64 weight rows into rows of tokens at a time.
+  static constexpr bool kOneRank = false;  // true: the kernel is compiled for a world of one rank
+  // The number of tokens that a math warpgroup transposes from its 64 weight rows into rows of
+  // tokens at a time.
   static constexpr int kStagedTokens = 16;
-  // Between the scheduler's looks at its barriers: a warp that asks all the time takes turns at the
-  // instruction units from the math warps.
+  // The scheduler's pause between looks at its barriers: a warp that polls without pause takes
+  // issue slots from the math warps.
   static constexpr unsigned kSchedulerRestNs = 32;
 };
 
@@ -40,21 +42,22 @@ struct BF16Policy : LargePass {
                                     .orientation = Orientation::kWeightMajor,
                                     .cluster = kPair,
                                     .most_log2_split = 0};
-  // Rows of a slot for tiles of h. Small passes have the slots of large ones.
+  // The rows of a slot for tiles of h. Small passes use the slots of large ones.
   static constexpr int kSlotRows = kTile.max_height();
   static constexpr RoleRegisters kRegisters{.loading = 88, .math = 208};
-  // When the weights of so many stages are still to be asked for, the next task must be known, lest
-  // the ring run dry. A ticket taken earlier is a task that nobody else can do.
+  // When the weights of so many stages are not yet requested, the scheduler takes the next ticket.
+  // Later, the ring could run dry. Earlier, the block would hold a task that no other block can do.
   static constexpr std::uint32_t kStagesAhead = 12;
-  // Loads of a lane that are in flight together when a warp copies a row.
+  // The loads of a lane that are in flight together when a warp copies a row.
   static constexpr std::uint32_t kCopyVectors = 8;
   static constexpr int kSmallTokens = 32, kSmallLogits = 6144;
 };
 
-// E4M3 with scales: of weights for every 128 x 128, of tokens for every 128 columns. A stage is 128
-// columns deep; its products are summed by the matrix unit, which keeps few bits, and then in fp32.
-// The second sum takes its own accumulators, so tiles have half as many tokens; they have twice as
-// many weight rows, which for a gated FFN make 128 columns of h: what shares a scale.
+// E4M3 with scales: one for each 128 x 128 weights, one for each 128 columns of a token. A stage is
+// 128 columns deep; the matrix unit sums its products, with few bits, and they are then summed in
+// fp32. The second sum takes its own accumulators, so tiles have half as many tokens. They have
+// twice as many weight rows, which for a gated FFN make 128 columns of h: the group that shares a
+// scale.
 struct FP8Policy : LargePass {
   static constexpr Numerics kNumerics{
       .weight = DType::kF8E4M3, .token = DType::kF8E4M3, .scale_group = kQuantGroup};
@@ -71,7 +74,7 @@ struct FP8Policy : LargePass {
   static constexpr int kSmallTokens = 32, kSmallLogits = 3072;
 };
 
-// Small passes, with few tokens and the smallest tasks.
+// The policy of small passes: few tokens and the smallest tasks.
 template <typename P>
 struct SmallPass : P {
   static constexpr PassSize kSize = PassSize::kSmall;
@@ -94,7 +97,7 @@ struct SmallPass : P {
   static constexpr int kStagedTokens = 32;
   static constexpr unsigned kSchedulerRestNs = 0;
 };
-// What must hold of a policy, each with what is wrong otherwise.
+// The conditions on a policy, each with the problem if it does not hold.
 template <typename P>
 struct ValidPolicy {
   static_assert(suffice(P::kRegisters),
@@ -113,23 +116,23 @@ template struct ValidPolicy<SmallPass<BF16Policy>>;
 template struct ValidPolicy<FP8Policy>;
 template struct ValidPolicy<SmallPass<FP8Policy>>;
 
-// Kernels that write down when their roles did what.
+// Kernels that record when each role did what.
 template <typename P>
 struct Traced : P {
   static constexpr bool kTraced = true;
 };
 
-// Small passes may split GEMM2 over K into so many parts; see log2_splits().
+// log2 of the most parts that small passes may split GEMM2's K into; see log2_splits().
 inline constexpr int kMaxLog2Splits = SmallPass<BF16Policy>::kTile.most_log2_split;
 static_assert(1 << kMaxLog2Splits == kMostSplits);
 
-// A policy of large passes as values, for the host.
+// The facts of a large pass's policy as values, for the host.
 struct PolicyFacts {
   Numerics numerics;
   TileConfig tile;
-  int small_tokens, small_logits;  // of a small pass, at most
+  int small_tokens, small_logits;  // the most that a small pass may have
 
-  // Columns and rows that a matrix is filled up to, for the copy engine.
+  // The multiple that columns and rows of a matrix are padded to, for the copy engine.
   int alignment() const { return 16 / numerics.weight_bytes(); }
 };
 template <typename P>

@@ -1,6 +1,6 @@
 // The start of a pass, from activations to what every role needs to know: gate, choice of experts,
-// counts of all ranks, places of rows and tiles. Each step is rehearsed while its warps have
-// nothing to do, so that its code is in the caches when its turn comes.
+// counts of all ranks, places of rows and tiles. Warps rehearse each step while they have nothing
+// to do, so that its code is in the caches when they need it.
 #pragma once
 
 #include "gpu/exchange/counts.cuh"
@@ -9,12 +9,13 @@
 
 namespace switchyard::gpu {
 
-// Rows per expert of all blocks', and all ranks', slots. False if the pass was given up. By the
-// loading warps, behind the blocks' arrivals.
+// Collects the rows per expert over all blocks and all ranks. Returns false if the pass was given
+// up. Called by the loading warps after their block has arrived with its lists.
 template <typename P>
 __device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
   if (pass.exchange().distributed()) {
-    // Counts take longer to come than to be read: they are read twice, at first as a rehearsal.
+    // Waiting for counts takes longer than reading them, so they are read twice: first as a
+    // rehearsal.
 #pragma unroll 1
     for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
       read_counts(pass.exchange());
@@ -36,8 +37,8 @@ __device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
   return true;
 }
 
-// The part of routing that each of the loading warps rehearses. The scheduler's warp rehearses to
-// place tiles and to describe a task.
+// The part of routing that each loading warp rehearses. The scheduler's warp instead rehearses
+// placing tiles and describing a task.
 __device__ __forceinline__ std::uint32_t rehearsed_parts(std::uint32_t warp) {
   switch (warp) {
     case kWeightsWarp:
@@ -51,7 +52,7 @@ __device__ __forceinline__ std::uint32_t rehearsed_parts(std::uint32_t warp) {
   }
 }
 
-// By one warp, which sees the words afterwards.
+// Fills words by one warp. All its lanes see them afterwards.
 __device__ __forceinline__ void fill_together(std::uint32_t* words, int count,
                                               std::uint32_t value) {
   __syncwarp();
@@ -59,8 +60,8 @@ __device__ __forceinline__ void fill_together(std::uint32_t* words, int count,
   __syncwarp();
 }
 
-// The scheduler's warp tells that tiles are placed, or will not be. The pack warp waits for that,
-// and for the math warps.
+// The scheduler's warp signals that tiles are placed, or will not be. The pack warp waits for that
+// signal and for the math warps.
 __device__ __forceinline__ void tell_placed(std::uint32_t warp) {
   if (warp == kSchedulerWarp) {
     named_barrier_arrive<kMathAndScheduler>(kTilesPlaced);
@@ -79,9 +80,9 @@ __device__ __forceinline__ void store_stats(const Pass<P>& pass) {
   if (threadIdx.x == 0) pass.layer.stats[pass.layer.num_experts] = pass.call.tokens;
 }
 
-// The block's part of the gate and of the quantization, by the math warps. If it is shared, other
-// blocks wait for it: for the logits, and in small passes for what all blocks quantize, which they
-// read when they are past the logits. (Large passes read it when they are past the lists.)
+// Does the block's part of the gate and of quantization in the math warps. If `shares`, other
+// blocks wait for it: for the logits and, in small passes, for the quantized tokens, which all
+// blocks read once they have the logits. (Large passes read these after the lists.)
 template <typename P>
 __device__ __forceinline__ void gate_and_quantize(const Pass<P>& pass, bool math, bool quantizes,
                                                   bool shares) {
@@ -105,8 +106,8 @@ __device__ __forceinline__ void gate_and_quantize(const Pass<P>& pass, bool math
   pass.trace().math_end(kGateRecord, {TraceKind::kGate});
 }
 
-// Waits for all blocks' parts of the gate; false if the pass was given up. By the warps that route:
-// those that begin together ask together.
+// Waits for all blocks' parts of the gate; returns false if the pass was given up. Called by the
+// warps that route. Warps that begin together share one look.
 template <typename P>
 __device__ __forceinline__ bool await_gate(const Pass<P>& pass, bool math) {
   const std::uint32_t asks = kOwnStart<P> ? 0 : math ? kWarpgroup : threadIdx.x & ~31u;
@@ -116,10 +117,11 @@ __device__ __forceinline__ bool await_gate(const Pass<P>& pass, bool math) {
   return math ? !named_barrier_any<kMathThreads>(kOfMath, !arrived) : __all_sync(~0u, arrived) != 0;
 }
 
-// What becomes of a warp after a step of the start.
+// What a warp does after exchange_counts(): the next step, its role, or leave the pass.
 enum class Next { kStep, kRole, kGivenUp };
 
-// A warp's way through the start. With `rehearsal` a step runs its code and leaves nothing behind.
+// The steps of the start, for one warp. With `rehearsal` a step runs its code without lasting
+// effect.
 template <typename P>
 class PassStart {
  public:
@@ -136,28 +138,29 @@ class PassStart {
                 : warp < kSchedulerWarp ? kMathWarps + warp
                                         : kMathWarps + warp - 1),
         routes_(kOwn || warp != kSchedulerWarp) {
-    // The loading warps, which have no part in the gate, rehearse what comes after it, each a part
-    // of it, on one token and whatever numbers the last pass left. Where few blocks of a small pass
-    // have a part in the gate, theirs do not rehearse: all wait for these. (In large passes the
-    // copy engine has the gate's loads under way.)
+    // The loading warps have no part in the gate. Each of them rehearses a part of the steps after
+    // it, on one token and on the numbers that the last pass left. In a small pass in which few
+    // blocks have a part in the gate, those blocks do not rehearse, because all others wait for
+    // them. (In large passes the copy engine already has the gate's loads under way.)
     const std::uint32_t gate_units =
         pass.call.gated ? GateGrid<P>(pass.layer, pass.call.tokens).units() : 0;
     rehearses_ = !kOwn || blockIdx.x >= gate_units || gate_units > gridDim.x / 2;
   }
 
-  // Whether there is a first turn, of the gate and of rehearsals, before the real one.
+  // True if the real iteration is preceded by one for the gate and for rehearsals.
   __device__ bool has_rehearsal() const { return pass_.call.gated || quantizes_; }
   __device__ bool math() const { return math_; }
 
-  // Logits and quantized activations, by the math warps. False for warps that rehearse nothing.
+  // Computes logits and quantized activations in the math warps. Returns true for warps that
+  // rehearse.
   __device__ __forceinline__ bool gate() {
     gate_and_quantize(pass_, math_, quantizes_, shares_);
     return !math_ && rehearses_;
   }
 
-  // Experts and weights of the tokens: of all, or of the block's share. In shared starts the math
-  // warps route first; the loading warps, if there are tokens left, when they have rehearsed; but
-  // for the scheduler's, which rehearses until tiles are to be placed.
+  // Chooses experts and weights of all tokens, or of the block's share. In shared starts the math
+  // warps route first. The loading warps join after their rehearsals if tokens are left. The
+  // scheduler's warp does not: it rehearses until tiles can be placed.
   __device__ __forceinline__ void choose(bool rehearsal) {
     constexpr std::uint32_t kRouters = kOwn ? kWarps : kWarps - 1;
     begin_ = rehearsal || kOwn ? 0 : first_token_of(pass_.call.tokens, blockIdx.x);
@@ -176,19 +179,19 @@ class PassStart {
     }
   }
 
-  // Lists of slots, and from all ranks' counts the rows of each expert. Not rehearsed as a whole:
-  // reading counts is, in count_all_rows().
+  // Makes the lists of slots and, from all ranks' counts, the rows of each expert. Only one part is
+  // rehearsed: reading counts, in count_all_rows().
   __device__ __forceinline__ Next exchange_counts() {
     BlockStorage<P>& block = pass_.block;
     if (__syncthreads_or(given_up_)) return Next::kGivenUp;
     if constexpr (kOwn) {
       auto* const scratch = reinterpret_cast<std::uint8_t*>(block.memory.ring);
       list_own_slots(pass_.routing(), block.tiles.expert_rows, end_ * pass_.layer.top_k, scratch);
-      // The gate and lists used the ring's memory; from the next barrier on the async proxy does.
+      // The gate and the lists used the ring's memory; after the next barrier the async proxy does.
       fence_async_proxy_shared();
       __syncthreads();
     } else {
-      // The tiles' places are not yet in use.
+      // tile_begin serves as scratch memory: tiles are placed later.
       list_shared_slots(pass_.routing(), block.tiles.tile_begin, pass_.state().life.words, begin_,
                         end_);
       pass_.trace().turn(kRouteRecord, TraceKind::kRoute, kCountsRecord);
@@ -207,17 +210,18 @@ class PassStart {
     store_stats(pass_);
     if constexpr (kOwn) {
       pass_.trace().turn(kRouteRecord, TraceKind::kRoute, kTraceRecords);
-      // The rest is one warp's; the others are on their way to what they wait for next.
+      // One warp does the rest; the others go on to their roles.
       if (warp_ != kSchedulerWarp) return Next::kRole;
     } else {
       pass_.trace().turn(kCountsRecord, TraceKind::kCounts, kPlanRecord);
-      // These two wait for nothing but their first task.
+      // These two warps need nothing but their first task.
       if (warp_ == kWeightsWarp || warp_ == kTokensWarp) return Next::kRole;
     }
     return Next::kStep;
   }
 
-  // Places of tiles and rows, and the block's first task. By the scheduler's warp.
+  // Places tiles and rows, and describes the block's first task. The scheduler's warp does the
+  // work.
   __device__ __forceinline__ void place(bool rehearsal) {
     BlockStorage<P>& block = pass_.block;
     const LayerParams& layer = pass_.layer;
@@ -255,18 +259,18 @@ class PassStart {
   const std::uint32_t warp_;
   const bool math_, quantizes_;
   const bool shares_;           // others wait for this block's part of the gate
-  const std::uint32_t router_;  // this warp's number among those that route
+  const std::uint32_t router_;  // this warp's index among those that route
   const bool routes_;
   bool rehearses_;
   bool given_up_ = false;
   std::uint32_t begin_ = 0, end_ = 0;  // the tokens of this block
 };
 
-// From activations to what every role needs to know. Most warps leave before tiles are placed: in a
-// small pass only the scheduler's warp stays, in a large one that and the pack warp. False if the
-// pass was given up: in all warps or, when the math warps of a large pass have left, in the loading
-// warps; the math warps then find LifeState::plan_failed. (Math warps may fail alone, before they
-// send; they and the pack warp find that.)
+// Leads from activations to what every role needs to know. Most warps leave before tiles are
+// placed: in a small pass only the scheduler's warp stays, in a large one the pack warp stays, too.
+// Returns false if the pass was given up: in all warps or, when the math warps of a large pass have
+// left, in the loading warps; the math warps then find LifeState::plan_failed. (Math warps may also
+// fail by themselves before they send; they and the pack warp see that.)
 template <typename P>
 __device__ __forceinline__ bool start_pass(const Pass<P>& pass) {
   pass.trace().pass(kRouteRecord, &TraceRecord::ready);
@@ -275,10 +279,11 @@ __device__ __forceinline__ bool start_pass(const Pass<P>& pass) {
     grid_arrive(pass.life().barrier(kConverted));
     if (!grid_await(pass.waiter(), pass.life().barrier(kConverted))) return false;
   }
-  // Shuffled, the number is the same in all lanes for the compiler: a third less code.
+  // A shuffle tells the compiler that the number is the same in all lanes: that saves a third of
+  // the code.
   PassStart<P> start(pass, __shfl_sync(~0u, threadIdx.x / 32, 0));
-  // A step's rehearsal and the step itself are one piece of code, hence the loop: its first turn is
-  // the gate, and rehearsals meanwhile.
+  // The loop gives a step and its rehearsal one copy of the code. Its first iteration is the gate,
+  // with rehearsals meanwhile.
 #pragma unroll 1
   for (int turn = start.has_rehearsal() ? 0 : 1; turn < 2; ++turn) {
     const bool rehearsal = turn == 0;

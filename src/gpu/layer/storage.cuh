@@ -10,7 +10,7 @@
 
 namespace switchyard::gpu {
 
-// What the block found out about the pass. In shared memory, because the math warps have no
+// What the block finds out about the pass. It is in shared memory because the math warps have no
 // registers to keep it in.
 template <typename P>
 struct PassState {
@@ -29,7 +29,7 @@ struct BlockStorage {
   StagingMemory<P> staging;
   QueueStorage queue;
   RingBarriers barriers;
-  alignas(8) std::uint64_t gate_full[kGateStages];  // of gates that use the ring
+  alignas(8) std::uint64_t gate_full[kGateStages];  // for gates that use the ring
   TileTableStorage tiles;
   OwnRouting<P> own;
   RankTables<P> ranks;
@@ -45,7 +45,7 @@ constexpr bool fit = ((kSharedBytes<P> <= std::size_t{227} * 1024) && ...);
 static_assert(fit<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>>,
               "the block's shared memory is full");
 
-// A pass as a block has it. Functions of the rooms below take the views that they use, and no more.
+// A block's access to a pass. Functions of lower rooms take only the views that they use.
 template <typename P>
 struct Pass {
   const LayerParams& layer;

@@ -1,6 +1,6 @@
-// The gate's product: router logits as partial sums over slices of the hidden dimension, which are
-// summed in a fixed order when a token is routed. Few tokens make many slices, so that the router's
-// weight is read by as many SMs as there are units: tiles of tokens x router columns x one slice.
+// The gate's product: router logits as partial sums over slices of the hidden dimension. Routing
+// sums them per token in a fixed order. Few tokens make many slices: a unit is a tile of tokens x
+// router columns x one slice, and the router's weight should be read by as many SMs as possible.
 #pragma once
 
 #include "gpu/pipeline/ring.cuh"
@@ -13,9 +13,9 @@
 
 namespace switchyard::gpu {
 
-// What a unit takes of tokens and router columns, a step of its loop of the hidden dimension, and
-// the fewest steps of a slice. In small passes the warps take steps in turn: with fewer steps some
-// would be idle.
+// The size of a unit: its tokens, its router columns, the depth of one step of its loop over the
+// hidden dimension, and the fewest steps of a slice. In small passes the warps take steps in turn:
+// with fewer steps some would be idle.
 template <typename P, GateLoads = P::kGate>
 struct GateUnit {
   static constexpr int kTokens = 32, kColumns = 32, kDepth = 32, kFewestSteps = kMathWarps;
@@ -26,7 +26,7 @@ struct GateUnit<P, GateLoads::kCopyEngine> {
                        kDepth = kStageRowBytes / 2, kFewestSteps = 4;
 };
 
-// The gate as the warps see it that compute it. They have the ring, which the tasks do not use yet.
+// The gate as its warps see it. They use the ring's memory, which the tasks do not need yet.
 template <typename P>
 struct Gate {
   Lifetime life;
@@ -34,7 +34,7 @@ struct Gate {
   const RouterParams& router;
   const RouteCall& call;
   const std::uint32_t& tokens;
-  const bool& converts;  // this pass made the activations
+  const bool& converts;  // this pass converted the activations
   RouteState& state;
   std::byte* ring;
   std::uint64_t* full;  // [kGateStages]
@@ -57,13 +57,13 @@ struct GateGrid {
   __device__ std::uint32_t units() const { return column_groups * token_groups * slices; }
 };
 
-// --- Small passes: every warp takes what it multiplies from the caches.
+// --- Small passes: every warp loads its operands through the caches.
 
-// Stages of the ring while the gate has it.
+// Stages of the ring while the gate uses it.
 inline constexpr std::uint32_t kGateStages = 8;
-inline constexpr int kGateStepsAtOnce = 2;  // by one warp: loads in flight are what counts
+inline constexpr int kGateStepsAtOnce = 2;  // per warp: loads in flight decide the speed
 
-// By the math warps.
+// Computes partial logits of a small pass in the math warps.
 template <typename P>
 __device__ __forceinline__ void few_logits(const Gate<P>& gate) {
   using Unit = GateUnit<P>;
@@ -77,8 +77,8 @@ __device__ __forceinline__ void few_logits(const Gate<P>& gate) {
   const std::uint32_t thread = fresh_thread_index<kThreads>() - (kThreads - kMathThreads);
   const std::uint32_t warp = thread / 32, lane = thread % 32;
   // Lane 4 g + t holds columns 8 t to 8 t + 7 of rows g (and g + 8): one 16-byte load, and two
-  // instructions' worth of operands. Which k an operand register means is free, as long as both
-  // operands mean the same.
+  // instructions' worth of operands. An operand register may stand for any k, as long as both
+  // operands agree.
   const std::uint32_t g = lane / 4, t = lane % 4;
   const std::uint32_t units = grid.units();
 #pragma unroll 1
@@ -133,7 +133,7 @@ __device__ __forceinline__ void few_logits(const Gate<P>& gate) {
         }
       }
     }
-    // Token-major, so that sums and stores are coalesced over columns.
+    // The scratch is token-major, so that sums and stores are coalesced over columns.
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
 #pragma unroll
@@ -160,12 +160,12 @@ __device__ __forceinline__ void few_logits(const Gate<P>& gate) {
   }
 }
 
-// --- Large passes: the copy engine brings both operands, the tensor cores multiply.
+// --- Large passes: the copy engine loads both operands, the tensor cores multiply.
 
 inline constexpr std::uint32_t kGateBoxBytes = kGateBoxRows * kStageRowBytes;
 
-// By the math warps. The stages of the ring hold a box of tokens, and one of router columns for
-// each warpgroup.
+// Computes partial logits of a large pass in the math warps. A stage of the ring holds a box of
+// tokens and, for each warpgroup, a box of router columns.
 template <typename P>
 __device__ __forceinline__ void many_logits(const Gate<P>& gate) {
   using Unit = GateUnit<P>;
@@ -192,8 +192,8 @@ __device__ __forceinline__ void many_logits(const Gate<P>& gate) {
     const std::uint32_t boxes =
         min(protocol::ceil_div(columns - column0, std::uint32_t{kGateBoxRows}),
             std::uint32_t{kMathGroups});
-    // A plane's steps, then the next plane's. (Beyond the columns is the next plane, or zeros:
-    // products that nobody stores.)
+    // Loads a plane's steps, then the next plane's. (Beyond the last column the box reads the next
+    // plane or zeros; their products are not stored.)
     const auto load = [&](std::uint32_t step, std::uint32_t stage) {
       if (!loads || !elect()) return;
       const std::uint32_t to = ring + stage * kStageBytes, barrier = full + 8 * stage;
@@ -212,7 +212,7 @@ __device__ __forceinline__ void many_logits(const Gate<P>& gate) {
     float sums[kGateBoxRows / 2];
 #pragma unroll 1
     for (std::uint32_t step = 0; step < steps; ++step) {
-      // After a stage that has not come, in a pass that was given up, no other use may be
+      // If a stage does not arrive because the pass was given up, no further use of it may be
       // announced.
       loads &= wait_ring<true>(gate.life.waiter(), full + 8 * place.stage, place.parity);
       if (group < boxes) {
@@ -220,7 +220,7 @@ __device__ __forceinline__ void many_logits(const Gate<P>& gate) {
         const std::uint32_t a = __reduce_max_sync(~0u, matrix_address(stage));
         const std::uint32_t b =
             __reduce_max_sync(~0u, matrix_address(stage + (1 + group) * kGateBoxBytes));
-        constexpr std::uint32_t kStepBytes = 32;  // an instruction's
+        constexpr std::uint32_t kStepBytes = 32;  // of one instruction
         cute::warpgroup_arrive();
 #pragma unroll
         for (std::uint32_t k = 0; k < kStageRowBytes / kStepBytes; ++k) {
@@ -238,8 +238,8 @@ __device__ __forceinline__ void many_logits(const Gate<P>& gate) {
     if (group >= boxes) continue;
 #pragma unroll
     for (float& sum : sums) cute::warpgroup_fence_operand(sum);
-    // A lane has rows `lane / 4` of the warp's 16 and the eighth after it, columns 2 (lane % 4) and
-    // the next of every 8.
+    // A lane holds rows `lane / 4` and `lane / 4 + 8` of the warp's 16 and, of every 8 columns,
+    // columns 2 (lane % 4) and the next.
     const std::uint32_t lane = fresh_thread_index<32>();
     const std::uint32_t token = token0 + fresh_thread_index<kWarpgroup>() / 32 * 16 + lane / 4;
     const std::uint32_t column = column0 + group * kGateBoxRows + lane % 4 * 2;
@@ -269,8 +269,8 @@ __device__ __forceinline__ void gate_logits(const Gate<P>& gate) {
   }
 }
 
-// logits[j] += column `column + 32 j` of a token's logits, summed over slices, where it is less
-// than `end`. Other blocks wrote the partial sums in this pass: past the L1 cache.
+// Adds to logits[j] the slices of column `column + 32 j` of a token's logits, if the column is less
+// than `end`. Other blocks wrote the partial sums in this pass, so loads bypass the L1 cache.
 template <int kPerLane>
 __device__ __forceinline__ void sum_slices(const RouterParams& router, std::uint32_t slices,
                                            std::uint32_t tokens, std::uint32_t token,
@@ -281,7 +281,7 @@ __device__ __forceinline__ void sum_slices(const RouterParams& router, std::uint
       router.partial_logits + static_cast<std::size_t>(token) * router.gate_columns + column;
   const std::size_t stride = static_cast<std::size_t>(tokens) * router.gate_columns;
   for (std::uint32_t first = 0; first < slices; first += kAtOnce, at += kAtOnce * stride) {
-    // All loads before the first sum, for each is a trip to the L2 cache.
+    // All loads come before the first sum, because each is a round trip to the L2 cache.
     float values[kAtOnce][kPerLane];
 #pragma unroll
     for (int s = 0; s < kAtOnce; ++s) {

@@ -1,4 +1,4 @@
-// Numbers that fix how far routing and the gate reach. Plain, for the host and its tests, too.
+// The limits of routing and of the gate. A plain header, for the host and its tests, too.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,10 @@ namespace switchyard::gpu {
 inline constexpr int kMaxDeviceExperts = 512;
 inline constexpr int kMaxGateSlices = 16;
 inline constexpr int kGateBoxRows = 64;
-// What the gate is cut up for, whatever the number of blocks: its bits must not depend on that.
+// The number of blocks that the gate is split for, whatever the launch has: the logits' bits must
+// not depend on the launch.
 inline constexpr std::uint32_t kNominalBlocks = 128;
-inline constexpr std::uint32_t kMaxOwnSlots = 512;  // of passes that every block routes
+inline constexpr std::uint32_t kMaxOwnSlots =
+    512;  // in passes in which every block routes all tokens
 
 }  // namespace switchyard::gpu

@@ -1,4 +1,4 @@
-// Which rows an expert has: lists of slots, each a (token, k).
+// The rows of each expert: lists of slots, each a (token, k).
 #pragma once
 
 #include <cstddef>
@@ -11,24 +11,24 @@
 
 namespace switchyard::gpu {
 
-// A row of an expert's list: which slot (token, k) it is.
+// An entry of an expert's list: the slot (token, k) of one row.
 struct SlotEntry : protocol::SlotEntry {
-  // An entry that another rank was to send. In a pass that was given up it may not have come, and
-  // name no slot; then some slot takes its place.
+  // Checks an entry that another rank sent. In a pass that was given up it may not have arrived,
+  // and the word may name no slot; slot 0 then takes its place.
   __device__ static std::uint32_t sent(std::uint32_t entry, const ModelShape& shape) {
     return token(entry) < static_cast<std::uint32_t>(shape.max_tokens) &&
                    k(entry) < static_cast<std::uint32_t>(shape.top_k)
                ? entry
                : 0;
   }
-  // The slot's place among all tokens' cells, weights too.
+  // The slot's index among all tokens' cells, and among their weights.
   __device__ static std::uint32_t cell(std::uint32_t entry, std::uint32_t cells_per_token) {
     return token(entry) * cells_per_token + k(entry);
   }
 };
 
-// The routing of a pass that every block routes for itself. In other passes only that of the one
-// token that is rehearsed.
+// The routing of a pass in which every block routes all tokens for itself. In other passes it holds
+// only the one token of a rehearsal.
 template <typename P>
 struct OwnRouting {
   static constexpr bool kAll = kOwnStart<P>;
@@ -40,23 +40,23 @@ struct OwnRouting {
   std::uint32_t lists[kSlots];
 };
 
-// Where the routing of a pass is. Small passes keep it in every block's shared memory, large ones
+// The place of a pass's routing. Small passes keep it in every block's shared memory, large ones
 // share it in device memory.
 struct RoutingTables {
   std::int32_t* ids;  // [T, K]
   float* weights;     // [T, cells_per_token]
   std::uint32_t top_k;
   std::uint32_t cells_per_token;
-  bool alone;  // in shared memory
+  bool alone;  // in this block's shared memory
 };
 struct RouteState {
   const std::uint16_t* x;  // [T, H] bf16, for the gate
   std::int64_t x_stride;   // in elements
   RoutingTables tables;
-  std::uint32_t gate_slices;  // that logits are sums of
+  std::uint32_t gate_slices;  // the number of partial sums per logit
 };
 
-// Routing as the warps see it that do it.
+// Routing as its warps see it.
 template <typename P>
 struct Routing {
   Lifetime life;
@@ -67,7 +67,8 @@ struct Routing {
   const std::uint32_t& tokens;
   RouteState& state;
   OwnRouting<P>& own;
-  std::uint32_t* routed;  // [E]: rows of the tokens that this block has routed; null if all are own
+  std::uint32_t*
+      routed;  // [E]: rows of the tokens that this block has routed; null if it routes all
 
   __device__ RoutingTables tables(bool alone) const {
     return {alone ? own.ids : lists.ids, alone ? own.weights : lists.weights,
@@ -76,23 +77,23 @@ struct Routing {
   }
 };
 
-// The first of this rank's tokens that a block routes where it does not route for itself.
+// The first of this rank's tokens that a block routes, in passes whose tokens the blocks share out.
 __device__ __forceinline__ std::uint32_t first_token_of(std::uint32_t tokens,
                                                         std::uint32_t of_block) {
   return static_cast<std::uint32_t>(std::uint64_t{tokens} * of_block / gridDim.x);
 }
 
-// The list of this rank's slots with an expert, by its number among all ranks' experts. For passes
-// whose tokens the blocks share out.
+// The list of this rank's slots with an expert, by its number among all ranks' experts. Only passes
+// whose tokens the blocks share out have it.
 __device__ __forceinline__ const std::uint32_t* shared_list(const ListParams& lists,
                                                             const ModelShape& shape,
                                                             std::uint32_t expert) {
   return lists.lists + static_cast<std::size_t>(expert) * shape.max_tokens;
 }
 
-// Lists of a pass that this block routes for itself. The position of a slot among its expert's is
-// the number of earlier slots, so all blocks agree. Counts the experts' rows. `scratch`: [warps of
-// slots, E] bytes.
+// Makes the lists of a pass that this block routes for itself, and counts the experts' rows. The
+// position of a slot among its expert's is the number of earlier slots, so all blocks agree.
+// `scratch`: [warps of slots, E] bytes.
 template <typename P>
 __device__ __forceinline__ void list_own_slots(const Routing<P>& routing,
                                                std::uint32_t* expert_rows, std::uint32_t slots,
@@ -101,7 +102,8 @@ __device__ __forceinline__ void list_own_slots(const Routing<P>& routing,
   const std::uint32_t rounds = protocol::ceil_div(slots, 32u), lane = threadIdx.x % 32;
   for (std::uint32_t i = threadIdx.x; i < rounds * num_experts; i += kThreads) scratch[i] = 0;
   __syncthreads();
-  // Among the 32 slots of a warp at first, then among those of the warps before it.
+  // Positions count first among the 32 slots of a warp, then the slots of the warps before it are
+  // added.
   for (std::uint32_t round = threadIdx.x / 32; round < rounds; round += kWarps) {
     const std::uint32_t slot = 32 * round + lane;
     const std::int32_t id = slot < slots ? routing.own.ids[slot] : -1;
@@ -117,7 +119,7 @@ __device__ __forceinline__ void list_own_slots(const Routing<P>& routing,
   for (std::uint32_t e = threadIdx.x; e < num_experts; e += kThreads) {
     std::uint32_t rows = 0;
     for (std::uint32_t round = 0; round < rounds; ++round) {
-      // At most one slot per token, and so no more than a byte holds.
+      // A token has at most one slot with an expert, so the count fits in a byte.
       static_assert(P::kSmallTokens <= 255);
       std::uint8_t& count = scratch[round * num_experts + e];
       const std::uint32_t here = count;
@@ -135,7 +137,7 @@ __device__ __forceinline__ void list_own_slots(const Routing<P>& routing,
   }
 }
 
-// Where each slot is in its expert's list, once the experts' rows have places. By one warp.
+// Writes each slot into its expert's list, once the experts' rows have places. Called by one warp.
 template <typename P>
 __device__ __forceinline__ void fill_own_lists(const Routing<P>& routing,
                                                const std::uint32_t* row_begin,
@@ -149,7 +151,7 @@ __device__ __forceinline__ void fill_own_lists(const Routing<P>& routing,
   }
 }
 
-// Lists of a pass whose tokens are shared out over the blocks. `base`: [E], of any contents.
+// Makes the lists of a pass whose tokens are shared out over the blocks. `base`: [E], scratch.
 template <typename P>
 __device__ __forceinline__ void list_shared_slots(const Routing<P>& routing, std::uint32_t* base,
                                                   const PassWords& words, std::uint32_t begin,
