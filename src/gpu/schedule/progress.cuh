@@ -1,4 +1,5 @@
-// What blocks tell each other of tiles: which are packed, and which GEMMs are done.
+// The progress of tiles that blocks publish to each other: which are packed, and which GEMMs are
+// done.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +11,17 @@
 
 namespace switchyard::gpu {
 
-// Additions that tell of a tile when a block has stored its part: see Teller.
+// The additions with which a block tells that it has stored its part of a tile: see Teller.
 template <typename P>
 inline constexpr std::uint32_t kTellers = P::kTeller == Teller::kMath ? kMathGroups : 1;
 
 struct alignas(8) WorkState {
-  std::uint32_t log2_rows;           // of the weight rows of a task, of a pair's if there are pairs
-  std::uint32_t log2_splits;         // of the parts of GEMM2's K, with cells of their own
-  std::uint32_t log2_combine_chunk;  // of the tokens of a combine task
+  std::uint32_t log2_rows;           // weight rows of a task, of a pair's task if there are pairs
+  std::uint32_t log2_splits;         // parts of GEMM2's K, which have cells of their own
+  std::uint32_t log2_combine_chunk;  // tokens of a combine task
 };
 
-// Small passes in FP8 of so few rows and columns of h make the codes of h late.
+// The limits of quantizes_late(): most tokens, and most groups of 128 columns of h.
 inline constexpr std::uint32_t kLateRows = 8, kLateStages = 8;
 
 template <typename P>
@@ -38,17 +39,17 @@ struct Progress {
   __device__ std::uint32_t* gemm2_done(std::uint32_t tile) const {
     return life.state.words.gemm2_done(table.shape.num_experts, table.layer.max_tiles) + tile;
   }
-  // In units of RowPart.
+  // Counts the packed rows of the tile, in units of RowPart.
   __device__ std::uint32_t* packed(std::uint32_t tile) const {
     return life.state.words.packed(table.shape.num_experts, table.layer.max_tiles) + tile;
   }
-  // In passes whose stored rows become codes, for a group of 128 columns of the tile's h: four bits
-  // of the word, which count who has stored a part of it.
+  // Counts the stored parts of a group of 128 columns of the tile's h, in four bits of the word.
+  // Only passes that quantize stored rows use it.
   __device__ std::uint32_t* parts_stored(std::uint32_t tile, std::uint32_t group) const {
     return life.state.words.parts_stored(table.shape.num_experts, table.layer.max_tiles) +
            tile * hidden.group_words + group / PassWords::kGroupsOfWord;
   }
-  // Tasks that `rows` of weights make for one token tile, of a pair where blocks come in pairs.
+  // The tasks that `rows` of weights make for one token tile; with pairs, tasks of a pair.
   __device__ std::uint32_t tasks(std::uint32_t rows) const {
     return (rows + (1u << work.log2_rows) - 1) >> work.log2_rows;
   }
@@ -61,23 +62,23 @@ struct Progress {
            (kTellers<P> * tasks(experts.ffn(table.is_shared(tile)).gemm2_rows))
                << paired << work.log2_splits;
   }
-  // Whether the tile's h may be written: that of the tile that had its slot is no longer needed.
+  // True if the tile's h may be written: the tile that used the slot before no longer needs it.
   __device__ bool h_slot_free(std::uint32_t tile) const {
     return tile < hidden.h_slots || gemm2_complete(tile - hidden.h_slots);
   }
-  // Where h is stored in bf16 first: each task of GEMM2 makes its codes for itself, at once. With
-  // so few of them that is done before anybody has found out who has stored last.
+  // True if each task of GEMM2 quantizes the h that it needs from bf16, for itself and at once.
+  // With so little h that is done before anybody could find out who stored last.
   __device__ bool quantizes_late() const {
     return kQuantizesStoredRows<P> && tokens <= kLateRows && hidden.h_groups <= kLateStages;
   }
-  // The others: the last warpgroup that has stored a part of a group makes its codes, and tells.
+  // True if the last warpgroup that stores a part of a group quantizes the group and tells of it.
   __device__ bool quantizes_together() const {
     return kQuantizesStoredRows<P> && !quantizes_late();
   }
 };
 
 // Tells other blocks that this one, or one of its math warpgroups, has stored its part of a tile:
-// see kTellers. By a thread that comes after all the stores.
+// see kTellers. Called by one thread, ordered after all the stores.
 template <typename P>
 __device__ __forceinline__ void tell_stored(const Progress<P>& progress, const TileTask& task) {
   add_release_gpu(
@@ -85,7 +86,7 @@ __device__ __forceinline__ void tell_stored(const Progress<P>& progress, const T
       1);
 }
 
-// The parts of GEMM2's K in a pass of so many tiles.
+// log2 of the parts of GEMM2's K in a pass of so many tiles.
 template <typename P>
 __device__ __forceinline__ std::uint32_t log2_splits(const Progress<P>& progress,
                                                      std::uint32_t tiles,

@@ -8,15 +8,15 @@
 
 namespace switchyard::gpu {
 
-// Places for the task in work, which the math warps read again, and for those after it.
+// Slots for the task in work, which the math warps read again, and for the tasks after it.
 inline constexpr std::uint32_t kTaskSlots = 4;
-inline constexpr std::uint32_t kNoMore = 1u << 31;  // in QueueStorage::handed_out
+inline constexpr std::uint32_t kNoMore = 1u << 31;  // a bit of QueueStorage::handed_out
 
 struct QueueStorage {
   alignas(16) TileTask tasks[kTaskSlots];
   alignas(8) std::uint64_t task_full[kTaskSlots], task_empty[kTaskSlots], demand, ticket_full;
   std::uint32_t ticket;  // from the scheduler of the pair's first block to that of the second
-  // Tasks of the block; and kNoMore, when a math warp has given up waiting for another.
+  // The number of tasks handed out; with kNoMore set once a math warp has given up a wait.
   std::uint32_t handed_out;
 };
 
@@ -47,15 +47,16 @@ struct Queue {
   }
 };
 
-// The queue of tasks as one of its readers sees it.
+// The queue of tasks as one reader sees it.
 template <typename P>
 class TaskReader {
  public:
   __device__ explicit TaskReader(const Queue<P>& queue) : queue_(queue) {}
 
-  // Waits for the next task; null if the pass was given up. The task stays until one lane of the
-  // warp has called release(). For math warps, which release it when they have stored their tile:
-  // they all find the same, because in a task they meet at barriers without deadlines.
+  // Waits for the next task; returns null if the pass was given up. The task stays until one lane
+  // of the warp has called release(). Math warps use it, and release the task when they have stored
+  // their tile. All of them get the same answer, because in a task they meet at barriers without
+  // deadlines.
   __device__ const TileTask* await() {
     const TileTask* task = await_alone(count_++);
     if (task == nullptr && (atomicOr(&queue_.block.handed_out, kNoMore) & ~kNoMore) >= count_) {
@@ -65,8 +66,8 @@ class TaskReader {
     }
     return task;
   }
-  // The task's copy, for the other roles: a thread or, with kWarp, a whole warp, all of which finds
-  // the same.
+  // Returns a copy of the next task, for the other roles. The caller is a thread or, with kWarp, a
+  // whole warp, whose lanes all get the same.
   template <bool kWarp>
   __device__ TileTask next() {
     TileTask task;
@@ -78,7 +79,7 @@ class TaskReader {
     if (!kWarp || threadIdx.x % 32 == 0) release();
     return task;
   }
-  // The next that is a GEMM; false when there are no more.
+  // Finds the next task that is a GEMM; returns false when there are no more.
   template <TraceRole kRole, bool kWarp>
   __device__ bool next_gemm(TileTask& task) {
     const bool speaks = !kWarp || threadIdx.x % 32 == 0;
@@ -105,12 +106,13 @@ class TaskReader {
   }
 
   const Queue<P> queue_;
-  // Tasks read. One word tells slot and parity: the math warps have no registers to spare.
+  // The number of tasks read. Slot and parity follow from this one word: the math warps have no
+  // registers to spare.
   std::uint32_t count_ = 0;
 };
 
-// Sends a ticket to the pair's second block. It has read the ticket before: only then did it
-// demand this one.
+// Sends a ticket to the pair's second block. The slot is free: that block read the previous ticket
+// before it demanded this one.
 __device__ __forceinline__ void send_ticket(QueueStorage& block, std::uint32_t ticket) {
   store_in_pair(address_in_pair(shared_address(&block.ticket), 1), ticket);
   fence_pair();
@@ -121,16 +123,16 @@ __device__ __forceinline__ std::uint32_t load_ticket(const QueueStorage& block) 
   return *static_cast<const volatile std::uint32_t*>(&block.ticket);
 }
 
-// Tells the other block of the pair, which may be further, that this one's plan found the pass
-// given up. Its roles wait no longer. By one thread.
+// Tells the other block of the pair, which may be further on, that this block's plan found the pass
+// given up, so that its roles stop waiting. Called by one thread.
 __device__ __forceinline__ void give_up_pair(const Lifetime& life) {
   const std::uint32_t going = shared_address(&life.state.going);
   store_in_pair(address_in_pair(going, rank_in_pair() ^ 1),
                 static_cast<std::uint32_t>(Going::kGivenUp));
 }
 
-// One of the arrivals at `demand` after which the block, or the pair, gets another task. By one
-// thread.
+// Makes one of the arrivals at `demand`, after which the block, or the pair, gets another task.
+// Called by one thread.
 template <typename P>
 __device__ __forceinline__ void demand(const Queue<P>& queue) {
   const std::uint32_t barrier = shared_address(&queue.block.demand);

@@ -1,5 +1,6 @@
-// The rules of the schedule, each a function of numbers: what a pass does unless the caller says
-// otherwise (switchyard/schedule.h). For the host, for kernels, and for tests without a GPU.
+// The rules of the schedule: what a pass does unless the caller chooses otherwise
+// (switchyard/schedule.h). Each is a function of numbers, for the host, for kernels, and for tests
+// without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -14,23 +15,25 @@
 
 namespace switchyard::gpu {
 
-// --- Which launch a pass has.
+// --- The choice of a pass's launch.
 
 enum class Launch : std::uint8_t { kSmall, kSingle, kPaired };
 
 struct LaunchFacts {
   std::int64_t tokens;  // of this rank
   int num_experts, top_k, num_ranks;
-  int small_tokens, small_logits;  // the policy's; more logits take every block too long to route
-  bool pairs_fit;                  // at least one pair of blocks is resident
+  int small_tokens,
+      small_logits;  // the policy's; with more logits, routing takes every block too long
+  bool pairs_fit;    // at least one pair of blocks is resident
 };
 
 // Two blocks that share the tokens of a tile read a third less from the L2 cache. Below about so
-// many rows per expert, that does not make up for what a launch of clusters costs: 2 us.
+// many rows per expert that saves less than the 2 us that a launch of clusters costs.
 inline constexpr int kPairedRows = 96;
 
 constexpr Launch choose_launch(const Schedule& asked, const LaunchFacts& facts) {
-  // What is small here may be large on another rank, and all must cut the same tiles.
+  // Passes of several ranks are never small: a pass that is small here may be large on another
+  // rank, and all must cut the same tiles.
   const bool small =
       facts.num_ranks == 1 && facts.tokens * facts.top_k <= kMaxOwnSlots &&
       (asked.small_tokens ? facts.tokens <= *asked.small_tokens
@@ -38,29 +41,29 @@ constexpr Launch choose_launch(const Schedule& asked, const LaunchFacts& facts) 
                                 facts.tokens * facts.num_experts <= facts.small_logits);
   if (small) return Launch::kSmall;
   const int paired_rows = asked.paired_rows.value_or(kPairedRows);
-  // (Of other ranks' tokens the host knows nothing, and takes them to be as many.)
+  // (The host does not know other ranks' tokens and assumes as many as its own.)
   const std::int64_t rows = facts.tokens * facts.num_ranks * facts.top_k;
   const bool many = paired_rows >= 0 && rows >= std::int64_t{paired_rows} * facts.num_experts;
   return many && facts.pairs_fit ? Launch::kPaired : Launch::kSingle;
 }
 
-// --- In which order tiles are taken up.
+// --- The order of tiles.
 
 struct OrderFacts {
   std::uint32_t blocks;           // of the launch
-  std::uint32_t gemm1_rows;       // of weights: of the FFN that has fewer
-  std::uint32_t task_rows;        // of weights, of a block's task
-  std::uint32_t tile_height;      // rows of the highest tile
-  std::uint32_t least_band_rows;  // fewer rows of weights are not worth a band
+  std::uint32_t gemm1_rows;       // weight rows, of the FFN that has fewer
+  std::uint32_t task_rows;        // weight rows of a block's task
+  std::uint32_t tile_height;      // token rows of the highest tile
+  std::uint32_t least_band_rows;  // with fewer weight rows a band is not worth it
 };
 
 constexpr TileOrder choose_order(const Schedule& asked, const OrderFacts& facts) {
   const std::uint32_t tasks = std::max(1u, protocol::ceil_div(facts.gemm1_rows, facts.task_rows));
-  // GEMM2 of a tile is taken up when its GEMM1 was handed out two rounds of all blocks ago:
+  // GEMM2 of a tile is taken up two rounds of all blocks after its GEMM1 was handed out. This was
   // measured against 0.6, 1, 1.25 and 3 rounds; see docs/decisions/0013.
   const std::uint32_t round = 2 * facts.blocks;
-  // Where a tile is work for many blocks, the tiles of so many rows of an expert share the weights
-  // that they read.
+  // The token rows of a band. Where a tile is work for many blocks, the tiles of so many rows of an
+  // expert share the weights that they read.
   constexpr std::uint32_t kBandRows = 2048;
   const std::uint32_t band = asked.band ? static_cast<std::uint32_t>(*asked.band)
                              : facts.gemm1_rows < facts.least_band_rows
@@ -77,18 +80,18 @@ constexpr TileOrder choose_order(const Schedule& asked, const OrderFacts& facts)
   return order;
 }
 
-// Slots for tiles of h. A tile's h is needed from its GEMM1 to its GEMM2. Nobody waits for it with
-// slots for twice the lag, or for one band more than those between.
+// The number of slots for tiles of h. A tile's h is needed from its GEMM1 to its GEMM2. No block
+// waits for a slot if there are slots for twice the lag, or for one band more than those between.
 constexpr std::uint64_t h_slots(const TileOrder& order, std::uint64_t tiles) {
   const std::uint64_t single = 2 * std::uint64_t{order.lag} + 2;
   const std::uint64_t banded = (std::uint64_t{order.banded_lag} + 2) << order.log2_band;
   return std::min(tiles, std::max(single, banded));
 }
 
-// --- How a pass is cut, which the device finds when it knows its tiles.
+// --- How a pass is cut. The device decides this once it knows its tiles.
 
-// The parts of GEMM2's K. Where there are fewer of its tasks than blocks, in a small pass, it is
-// split into as many as give every block one, none shorter than `fewest` columns.
+// log2 of the parts of GEMM2's K. If a small pass has fewer GEMM2 tasks than blocks, K is split
+// into as many parts as give every block a task, none shorter than `fewest` columns.
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t log2_splits(const TileOrder& order,
                                                            std::uint32_t tasks, int depth,
                                                            int fewest, std::uint32_t most) {
@@ -100,8 +103,8 @@ SWITCHYARD_HOST_DEVICE constexpr std::uint32_t log2_splits(const TileOrder& orde
   return log2;
 }
 
-// The tokens of one combine task: as many as give every block one task, but no more than one for
-// each math warp.
+// log2 of the tokens of one combine task: as many as give every block one task, but no more than
+// one for each math warp.
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t log2_combine_chunk(std::uint32_t tokens,
                                                                   std::uint32_t blocks,
                                                                   std::uint32_t warps) {

@@ -15,7 +15,7 @@ struct Schedule {
   Progress<P> progress;
   Queue<P> queue;
   const std::uint32_t& paired;
-  const std::uint32_t* own_lists;  // of a pass that this block routes for itself
+  const std::uint32_t* own_lists;  // if this block routes the pass for itself
   const ListParams& lists;
 
   // This rank's slots with one of its own experts.
@@ -25,7 +25,7 @@ struct Schedule {
   }
 };
 
-// Everything this rank has to do.
+// All the work of this rank.
 template <typename P>
 __device__ __forceinline__ protocol::Workload workload_of(const Schedule<P>& schedule) {
   protocol::Workload work;
@@ -41,14 +41,13 @@ __device__ __forceinline__ protocol::Workload workload_of(const Schedule<P>& sch
                              << state.log2_splits;
   const std::uint32_t log2_chunk = state.log2_combine_chunk + schedule.paired;
   work.num_combine_chunks = (schedule.progress.tokens + (1u << log2_chunk) - 1) >> log2_chunk;
-  work.log2_band =
-      P::kSize == PassSize::kSmall ? 0 : table.state.log2_band;  // as place_tiles() finds it
+  work.log2_band = P::kSize == PassSize::kSmall ? 0 : table.state.log2_band;  // as in place_tiles()
   work.lag = work.log2_band == 0 ? table.layer.order.lag : table.layer.order.banded_lag;
   return work;
 }
 
-// What a ticket of a pair, or of a block by itself, means for this block: the first block of a pair
-// has share 0, the other 1. kStop past the last task.
+// Describes the task of a ticket for this block. Without pairs, or in the first block of a pair,
+// `share` is 0, in the second it is 1. Past the last task it returns kStop.
 template <typename P>
 __device__ __forceinline__ TileTask describe(const Schedule<P>& schedule,
                                              const protocol::Workload& work, std::uint32_t ticket,
@@ -80,10 +79,11 @@ __device__ __forceinline__ TileTask describe(const Schedule<P>& schedule,
         task.index - (d.shared != 0 ? 0 : schedule.table.state.shared_tiles.count);
     const protocol::TilePair pair(tiles, tile_of_expert, of_kind & (band - 1), band,
                                   kInstructionRows + 1);
-    // Both tiles together take 64 KB a stage for the pair; one tile with twice the weight rows
-    // takes 80 KB.
+    // Two tiles together load 64 KB a stage for the pair. One tile with twice the weight rows would
+    // load 80 KB.
     if (schedule.paired != 0 && pair.two) {
-      // The two tiles' tasks of this block of weight rows become both tiles' for half of them.
+      // Of the two tasks, one per tile, of this block of weight rows, each block does half the rows
+      // for both.
       d.two_tiles = 1;
       d.block = (task.block << 1) + tile_of_expert - pair.first;
       d.tile += pair.first + share - tile_of_expert;
@@ -112,15 +112,15 @@ __device__ __forceinline__ TileTask describe(const Schedule<P>& schedule,
   return d;
 }
 
-// Puts the first task of this block into its slot and, unless it is a rehearsal, hands it out. By
-// the scheduler's warp when tiles are placed: so the first task comes early, and from code that was
-// rehearsed.
+// Puts the first task of this block into its slot and, unless it is a rehearsal, hands it out. The
+// scheduler's warp calls it as soon as tiles are placed, so the first task comes early and from
+// code that was rehearsed.
 template <typename P>
 __device__ __forceinline__ void describe_first(const Schedule<P>& schedule, bool rehearsal) {
   const std::uint32_t paired = schedule.paired;
   const TileTask task = describe(schedule, workload_of(schedule), blockIdx.x >> paired,
                                  paired == 0 ? 0 : rank_in_pair());
-  // What the other lanes have written for the task comes before it, too.
+  // Orders the other lanes' writes for the task before it is handed out.
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
   schedule.queue.block.tasks[0] = task;
@@ -129,22 +129,23 @@ __device__ __forceinline__ void describe_first(const Schedule<P>& schedule, bool
 
 template <typename P>
 __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule) {
-  // The two blocks of a pair do each task together, the first taking the tickets; in small passes
-  // every block is for itself.
+  // The two blocks of a pair do each task together, and the first takes the tickets. In small
+  // passes there are no pairs.
   const std::uint32_t paired = schedule.paired, share = paired == 0 ? 0 : rank_in_pair();
   const bool speaks = threadIdx.x % 32 == 0;
-  // Demand or, of a pair's second block, a ticket from the first; and the parity of the next.
+  // The barrier that asks for the next task, and its parity (`heard`): `demand` or, in a pair's
+  // second block, the arrival of a ticket from the first.
   const std::uint32_t asked =
       shared_address(share == 0 ? &schedule.queue.block.demand : &schedule.queue.block.ticket_full);
   std::uint32_t heard = 0;
-  std::uint32_t index = 0;  // of tasks handed out
-  std::uint32_t told = 0;   // of tasks finished, and told of
+  std::uint32_t index = 0;  // the number of tasks handed out
+  std::uint32_t told = 0;   // the number of tasks whose tiles are stored and published
   const auto stamp = [&](TraceStamp which) {
     if (speaks) schedule.queue.trace.stamp(TraceRole::kScheduler, index, which);
   };
   stamp(&TraceRecord::ready);
   stamp(&TraceRecord::begin);
-  // Whether the task that is in the slot, and handed out, is not the last.
+  // Counts the task that was just handed out. Returns false if it was the last.
   const auto goes_on = [&] {
     const TileTask& task = schedule.queue.block.tasks[index % kTaskSlots];
     if (speaks && task.work != Work::kStop)
@@ -155,14 +156,14 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule) {
     stamp(&TraceRecord::ready);
     return true;
   };
-  // Waits, and meanwhile tells of finished tiles: what it waits for may depend on them.
+  // Waits, and meanwhile publishes finished tiles, because what it waits for may depend on them.
   const auto await = [&](auto&& ready) {
     return wait_in_block<WarpPace>(schedule.life.waiter(), [&] {
       const std::uint32_t slot = told % kTaskSlots;
       if (__all_sync(~0u, test_wait(shared_address(&schedule.queue.block.task_empty[slot]),
                                     told / kTaskSlots % 2))) {
         const TileTask& task = schedule.queue.block.tasks[slot];
-        // Nobody knows what a block has stored that has given up.
+        // A block that has given up publishes nothing: it may not have stored its part.
         if (P::kTeller == Teller::kScheduler && speaks && task.work != Work::kCombine &&
             schedule.life.goes_on()) {
           tell_stored(schedule.progress, task);
@@ -178,10 +179,10 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule) {
   if (!goes_on()) return;
   const protocol::Workload work = workload_of(schedule);
   std::uint32_t ticket = blockIdx.x >> paired;
-  // The first turn is a rehearsal, while nobody asks for a task.
+  // The first iteration is a rehearsal, while no role asks for a task.
   for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
     if (rehearsal == 0) {
-      // No sooner than need be: a ticket taken is a task that no other block can do.
+      // Tickets are taken as late as possible: a ticket taken is a task that no other block can do.
       if (!await([&] { return test_wait(asked, heard); })) return;
       if (share != 0) {
         ticket = load_ticket(schedule.queue.block);

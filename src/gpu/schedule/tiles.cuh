@@ -1,4 +1,4 @@
-// Which tiles there are: from rows per expert to tiles, each rank its own.
+// Computes a rank's tiles from the rows per expert.
 #pragma once
 
 #include <cstdint>
@@ -12,19 +12,19 @@ namespace switchyard::gpu {
 
 struct TileTableStorage {
   std::uint32_t expert_rows[kMaxDeviceExperts];
-  // [E + 1] first tile of each expert, numbered so that those of this rank come after the shared
-  // expert's; those of other ranks go on in both directions.
+  // [E + 1] the first tile of each expert. This rank's tiles are numbered after the shared
+  // expert's; those of other ranks continue the numbers in both directions.
   std::uint32_t tile_begin[kMaxDeviceExperts + 1];
-  // [E + 1] the first row of each of this rank's experts, after the shared expert's rows. For
-  // others' experts, where in the expert's rows this rank's begin.
+  // [E + 1] for this rank's experts, the first row, after the shared expert's rows; for others'
+  // experts, where this rank's rows begin among the expert's.
   std::uint32_t row_begin[kMaxDeviceExperts + 1];
 };
 struct TileTableState {
   protocol::TokenTiles shared_tiles;
-  std::uint32_t max_height;   // of all tiles
-  std::uint32_t log2_band;    // of tiles taken up together
-  std::uint32_t num_rows;     // of this rank's tiles
-  std::uint32_t tile_offset;  // from the number of a tile to that among all ranks' tiles
+  std::uint32_t max_height;   // of any tile
+  std::uint32_t log2_band;    // tiles per band
+  std::uint32_t num_rows;     // in this rank's tiles
+  std::uint32_t tile_offset;  // add it to a tile's number to get the number among all ranks' tiles
 };
 
 template <typename P>
@@ -35,7 +35,7 @@ struct TileTable {
   TileTableStorage& block;
   TileTableState& state;
 
-  // This rank's experts, and its tiles and rows, the shared expert's first.
+  // This rank's experts, tiles and rows. The shared expert's tiles and rows come first.
   __device__ std::uint32_t first_expert() const {
     return P::kOneRank ? 0 : static_cast<std::uint32_t>(partition.first_expert);
   }
@@ -51,15 +51,16 @@ struct TileTable {
   __device__ protocol::TokenTiles tiles_of(std::uint32_t expert) const {
     return protocol::TokenTiles(block.expert_rows[expert], P::kTile.token_rows);
   }
-  // The place of an expert's row at `position`, counted over whole tiles of most rows.
+  // The place of an expert's row at `position`, if every tile had kMaxHeight rows.
   __device__ static std::uint32_t place_of(const protocol::TokenTiles& cut,
                                            std::uint32_t first_tile, std::uint32_t position) {
     return (first_tile + position / cut.height) * kMaxHeight<P> + position % cut.height;
   }
 };
 
-// From the experts' rows to their tiles: tile_begin, row_begin, and the table's state. By one warp.
-// Loops are not unrolled: the code runs once in a pass, and fetching it is what takes the time.
+// Computes tile_begin, row_begin and the table's state from the experts' rows. Called by one warp.
+// Loops are not unrolled: the code runs once in a pass, and fetching it takes longer than running
+// it.
 template <typename P>
 __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint32_t shared_rows) {
   TileTableStorage& block = table.block;
@@ -71,7 +72,7 @@ __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint
   const protocol::TokenTiles shared_tiles(shared_rows, P::kTile.token_rows);
   const auto own_begin = static_cast<std::uint32_t>(table.partition.first_expert);
   const auto own_end = own_begin + static_cast<std::uint32_t>(table.partition.local_experts);
-  std::uint32_t tiles_before = 0;  // of the ranks before this one
+  std::uint32_t tiles_before = 0;  // of the ranks below this one
   std::uint32_t tiles = 0, rows = 0, most = shared_tiles.count;
   std::uint32_t height = max(shared_tiles.height, P::kTile.token_rows.least);
 #pragma unroll 1
@@ -85,10 +86,10 @@ __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint
     } else if (e < own_begin) {
       tiles_before += cut.count;
     }
-    // For the loop below, which must not divide again.
+    // Store the count for the loop below, so that it need not divide again.
     block.tile_begin[e] = cut.count;
   }
-  std::uint32_t tiles_to = tiles, rows_to = rows;  // up to this lane's last expert
+  std::uint32_t tiles_to = tiles, rows_to = rows;  // sums up to this lane's last expert
 #pragma unroll 1
   for (std::uint32_t offset = 1; offset < 32; offset *= 2) {
     const std::uint32_t other_tiles = __shfl_up_sync(~0u, tiles_to, offset);
@@ -123,7 +124,7 @@ __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint
   }
 }
 
-// The e with begin[e] <= i < begin[e + 1].
+// Returns the e with begin[e] <= i < begin[e + 1].
 __device__ __forceinline__ std::uint32_t find_expert(const std::uint32_t* begin,
                                                      std::uint32_t num_experts, std::uint32_t i) {
   std::uint32_t low = 0, high = num_experts;
@@ -138,7 +139,7 @@ __device__ __forceinline__ std::uint32_t find_expert(const std::uint32_t* begin,
   return low;
 }
 
-// The same for a whole warp, in two steps.
+// Does the same by a whole warp, in two steps.
 __device__ __forceinline__ std::uint32_t find_expert_together(const std::uint32_t* begin,
                                                               std::uint32_t num_experts,
                                                               std::uint32_t i) {

@@ -6,9 +6,9 @@
 
 namespace switchyard::gpu {
 
-// Most are v (1 + tanh(u)) / 2 for some u. They take as few instructions as can be: every tile
-// height has its own copy of the epilogue, unrolled over all accumulators, and what does not fit
-// the instruction cache is fetched again for every tile. `slope` is alpha / 2.
+// Most activations are v (1 + tanh(u)) / 2 for some u. They must take few instructions: every tile
+// height has its own copy of the epilogue, unrolled over all accumulators, and code that does not
+// fit the instruction cache is fetched again for every tile. `slope` is alpha / 2.
 template <ActivationKind kKind>
 __device__ __forceinline__ float activate(float v, float slope) {
   const float half = 0.5f * v;

@@ -1,5 +1,5 @@
-// What the math warpgroups finish tiles with: what the host says of the experts, and places in the
-// block's shared memory.
+// The data that math warpgroups finish tiles with: the host's parameters of the experts, and
+// buffers in the block's shared memory.
 #pragma once
 
 #include <cstddef>
@@ -11,20 +11,20 @@
 
 namespace switchyard::gpu {
 
-// Where each math warpgroup stages what it stores: two buffers.
+// The bytes in which a math warpgroup stages its stores: two buffers.
 template <typename C>
 inline constexpr int kStagingBytes = 2 * C::kStagedTokens* kSwizzleRowBytes;
 template <typename C>
 struct StagingMemory {
   alignas(1024) std::byte bytes[kMathGroups][kStagingBytes<C>];
 };
-// What each math warpgroup notes of the rows of the tile in work: see Epilogue.
+// Each math warpgroup's notes on the rows of the tile in work: see Epilogue.
 template <typename C>
 struct RowNotes {
   alignas(16) std::uint64_t rows[kMathGroups][kMaxHeight<C>];
 };
-// What a policy with scales needs beside: the ring's scales and, for low token-major tiles, the
-// largest magnitude that each math warpgroup found in its columns of h of every token.
+// The additional memory of a policy with scales: the ring's scales and, for low token-major tiles,
+// the largest magnitude that each math warpgroup found in its columns of h of every token.
 template <typename C, bool = kScaled<C>>
 struct ScaleMemory {};
 template <typename C>
@@ -43,8 +43,8 @@ struct Epilogue {
   std::uint64_t (*rows)[kMaxHeight<C>];
   float (*most)[kInstructionRows];
 
-  // A row's note is one of three things, one after the other: which slot it is; then, for the first
-  // GEMM where weights apply to the input, its weight; for the second the address of its output.
+  // A row's note holds one of three things in succession: first its slot; then, for the first GEMM
+  // of a layer that weights the input, its weight; for the second GEMM the address of its output.
   __device__ std::uint32_t& entry(std::uint32_t group, std::uint32_t row) const {
     return *reinterpret_cast<std::uint32_t*>(&rows[group][row]);
   }
@@ -62,13 +62,13 @@ struct Epilogue {
   }
 };
 
-// Slots for h, where first GEMMs' tiles go.
+// The slots that first GEMMs store h in.
 template <typename C>
 struct HiddenSlots {
   const HiddenParams& layer;
 
-  // The tile's first row in bf16, counted in rows of the tokens' elements. Where stored rows become
-  // codes, they have places in bf16 behind those for the codes.
+  // The tile's first row in bf16, counted in rows of the tokens' elements. If stored rows are
+  // quantized later, the bf16 rows lie behind the place for their codes.
   __device__ std::uint32_t first_row(std::uint32_t tile) const {
     constexpr std::uint32_t kFirst = kQuantizesStoredRows<C> ? kMaxHeight<C> : 0;
     static_assert(!kQuantizesStoredRows<C> || 3 * kMaxHeight<C> <= C::kSlotRows);

@@ -7,13 +7,13 @@
 
 namespace switchyard::gpu {
 
-// Multiplies a tile and hands its products to the sink, by a math warpgroup. Token-major tiles have
-// kTaskBoxes of the task's boxes of weights to a warpgroup; weight-major ones kTaskBoxes = 0, and N
-// tokens at most. `meets`: each box has rows of gate and then as many of up, which meet in the
-// epilogue. The sink says what becomes of the products:
-//   started()       the tile's first tokens have come; the products are under way
-//   multiplied()    they are complete
-//   finish<...>(acc)  stores them; see finish_hidden() and finish_rows() for what it can call
+// Multiplies a tile by a math warpgroup and hands its products to the sink. In token-major tiles a
+// warpgroup multiplies kTaskBoxes of the task's boxes of weights. In weight-major tiles kTaskBoxes
+// is 0, and a tile has at most N tokens. `meets`: each box has rows of gate and then as many of up,
+// which meet in the epilogue. The sink stores the products:
+//   started()       the tile's first tokens have arrived; the products are under way
+//   multiplied()    the products are complete
+//   finish<...>(acc)  stores them; it may call finish_hidden() or finish_rows()
 template <int kTaskBoxes, int N, typename C, typename Sink>
 __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const TileTask& task,
                                           std::uint32_t k_blocks, bool meets, RingPlace& place,
@@ -32,7 +32,7 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
   }
 }
 
-// The same for a tile of so many units of rows: chooses the variant.
+// Multiplies a tile of so many units of rows: chooses the variant of gemm_tile().
 template <typename C, typename Sink>
 __device__ __forceinline__ void gemm_tile_of(std::uint32_t units, const TilePipeline<C>& pipeline,
                                              const TileTask& task, std::uint32_t k_blocks,

@@ -8,42 +8,44 @@
 
 namespace switchyard::gpu {
 
-// Whether the blocks of the pair have a tile each, and the same weights.
+// True if the blocks of the pair have different tiles and the same weights.
 template <typename C>
 __device__ __forceinline__ bool with_two_tiles(const TileTask& task) {
   return kPairsTiles<C> && task.two_tiles != 0;
 }
 
-// The scales of the weights of the task's first stage; kWeightScales for each stage.
+// The scales of the weights of the task's first stage. Each stage has kWeightScales of them.
 template <typename C>
 __device__ __forceinline__ const float* weight_scales(const ExpertParams& experts, int hidden,
                                                       const TileTask& task) {
   const FfnParams& ffn = experts.ffn(task.shared != 0);
   const bool first = task.work == Work::kGemm1;
-  // Pairs of boxes: a pair is one block's, or where a block has one box, two blocks'.
+  // Scales are stored per pair of boxes. A block has both boxes of a pair, or one if its tasks have
+  // one box.
   const std::uint32_t pairs =
       protocol::ceil_div(first ? ffn.gemm1_rows : ffn.gemm2_rows, 2u * kTileRows);
   const std::uint32_t pair = kBoxes<C> == 1 ? task.block / 2 : task.block;
   const auto depth = static_cast<std::uint32_t>(first ? hidden : ffn.intermediate);
-  // A block past the last row has no scales, and multiplies zeros.
+  // A block past the last row has no scales of its own. It multiplies zeros, so any will do.
   const std::size_t at = std::size_t{task.expert} * pairs + min(pair, pairs - 1);
   return (first ? ffn.gemm1_scales : ffn.gemm2_scales) +
          (at * protocol::ceil_div(depth, kStageColumns<C>) + task.first_k_block) * kWeightScales;
 }
 
-// Where a task's weights are.
+// The place of a task's weights.
 struct WeightSource {
   const CUtensorMap& map;
-  // Whether a box has rows of gate and then as many of up: which coordinate of the map counts
-  // groups of rows depends on it.
+  // True if a box has rows of gate and then as many of up. It decides which coordinate of the map
+  // counts groups of rows.
   bool halves;
-  int groups;            // of rows in a box that have a coordinate of their own
+  int groups;            // groups of rows in a box, each with a coordinate of its own
   std::uint64_t policy;  // how long the L2 cache keeps them
-  const float* scales;   // of the first stage, where stages have them as they are
+  const float* scales;   // of the first stage; null if stages hold products of scales
 };
 
-// Loads all stages of a task's weights, by one thread. on_stage(kb) is called when a place is free
-// for stage kb. With `rehearsal` it leaves after the first wait. False if the pass was given up.
+// Loads all stages of a task's weights, by one thread. on_stage(kb) is called when the ring has
+// room for stage kb. With `rehearsal` it returns after the first wait. Returns false if the pass
+// was given up.
 template <typename C, typename OnStage>
 __device__ __forceinline__ bool load_weights(const TilePipeline<C>& pipeline,
                                              const Ring<StageLayout<C>>& ring,
@@ -56,7 +58,7 @@ __device__ __forceinline__ bool load_weights(const TilePipeline<C>& pipeline,
     if constexpr (C::kStagesTogether == 1) {
       if (!ring.await_free(pipeline.waiter(), place)) return false;
     } else if (kb % C::kStagesTogether == 0) {
-      // Stages become free in their order: the last of the group tells of all.
+      // Stages become free in order, so the last stage of the group stands for all.
       RingPlace last = place;
       for (std::uint32_t i = kb + 1; i < min(kb + C::kStagesTogether, task.k_blocks); ++i) {
         last.advance(ring.stages);
@@ -70,7 +72,7 @@ __device__ __forceinline__ bool load_weights(const TilePipeline<C>& pipeline,
     const int k = static_cast<int>((task.first_k_block + kb) * kStageColumns<C>);
 #pragma unroll
     for (int i = 0; i < kBoxes<C>; ++i) {
-      // What both blocks of a pair multiply with, each loads half of.
+      // If both blocks of a pair multiply with the same weights, each loads half of them.
       const bool both = with_two_tiles<C>(task);
       if (both && i != static_cast<int>(rank_in_pair())) continue;
       const int group = (static_cast<int>(task.block) * kBoxes<C> + i) * source.groups;
@@ -87,22 +89,23 @@ __device__ __forceinline__ bool load_weights(const TilePipeline<C>& pipeline,
   return true;
 }
 
-// Tokens that lie in slots, each with room for a tile of most tokens, as packed rows and h do.
+// Tokens in slots, such as packed rows and h. A slot has room for a tile of kSlotRows tokens.
 struct SlottedTokens {
   const TokenMaps& maps;
   std::uint32_t slot;
   const float* scales;   // of all slots; see first_scale()
-  std::uint32_t groups;  // of columns, which have a scale each
+  std::uint32_t groups;  // of columns; each has a scale
 
-  // The first group's scale of the slot's first token. kSlotRows for each group of columns.
+  // The address of the first group's scale of the slot's first token. Each group of columns has
+  // kSlotRows scales.
   template <typename C>
   __device__ const float* first_scale() const {
     return scales + std::size_t{slot} * groups * static_cast<std::uint32_t>(C::kSlotRows);
   }
 };
 
-// A task's tokens from their slot, or this block's share of them: of a tile that both blocks of a
-// pair have, each loads half for both.
+// The rows of a task's tokens that this block loads. If both blocks of a pair have the same tile,
+// each loads half of its rows for both.
 template <typename C>
 class TileRows {
  public:
@@ -115,7 +118,7 @@ class TileRows {
     begin_ = task.units * share / shares;
     units_ = task.units * (share + 1) / shares - begin_;
   }
-  // Loads columns from k on into a stage: its tokens are at `to`, its barrier is `full`.
+  // Loads the columns from k on into a stage whose tokens are at `to` and whose barrier is `full`.
   __device__ void load(std::uint32_t to, std::uint32_t full, std::uint32_t k) const {
     constexpr std::uint32_t kUnitsOfMany = TokenMaps::kManyRows / kUnitRows;
     static_assert(TokenMaps::kFewRows == kUnitRows);
@@ -144,8 +147,8 @@ class TileRows {
   std::uint32_t begin_, units_;
 };
 
-// Loads all stages of a task's tokens, by one thread or by the gather threads. Each of those
-// arrives, and one of the first warp loads. False if the pass was given up.
+// Loads all stages of a task's tokens, by one thread or by the gather threads. All gather threads
+// arrive; one of the first warp loads. Returns false if the pass was given up.
 template <typename C>
 __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline,
                                           const SlottedTokens& tokens, const TileTask& task,
@@ -174,9 +177,9 @@ __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline,
   return true;
 }
 
-// The same by a whole warp, with the tokens' scales multiplied by the weights', of which
-// `of_weights` are those of the task's first stage. A lane has the scales of four neighbouring
-// tokens.
+// Loads all stages of a task's tokens by a whole warp, and stores the tokens' scales multiplied by
+// the weights'. `of_weights`: the weights' scales of the task's first stage. A lane handles the
+// scales of four neighbouring tokens.
 template <typename C>
 __device__ __forceinline__ bool load_scaled_tile(const TilePipeline<C>& pipeline,
                                                  const SlottedTokens& tokens,
@@ -187,8 +190,9 @@ __device__ __forceinline__ bool load_scaled_tile(const TilePipeline<C>& pipeline
   const TileRows<C> rows(pipeline, tokens, task);
   const std::uint32_t lane = threadIdx.x % 32;
   const float* of_tokens = tokens.first_scale<C>() + task.first_k_block * kMaxHeight<C> + 4 * lane;
-  // The scales of two stages are under way: one's trip takes as long as a stage is multiplied. The
-  // tokens' go past the L1 cache, which may remember another tile of the slot.
+  // The scales of two stages are under way, because loading them takes as long as multiplying a
+  // stage. Loads of the tokens' scales bypass the L1 cache, which may still hold those of the
+  // slot's previous tile.
   struct Scales {
     float4 tokens;
     float weights[kScaleSets];

@@ -1,4 +1,4 @@
-// The K loops of tiles: what the math warpgroups do with the stages of the ring.
+// The K loops of tiles: the math warpgroups multiply the stages of the ring.
 #pragma once
 
 #include "gpu/pipeline/ring.cuh"
@@ -13,12 +13,12 @@ using TilePipeline = Pipeline<StageLayout<C>>;
 
 // How the math warpgroups share a tile.
 enum class Share {
-  kWeightRows,  // weights take the instruction's rows: each warpgroup has a part of them
-  kTokens,      // tokens take them: each warpgroup has half of the tokens
-  kBox          // the same, and each warpgroup has one of the task's two boxes of weights
+  kWeightRows,  // weights take the instruction's rows; each warpgroup has a part of them
+  kTokens,      // tokens take the instruction's rows; each warpgroup has half of the tokens
+  kBox          // as kTokens, but each warpgroup has one of the task's two boxes of weights
 };
 
-// Multiplies stages of the ring, one after the other: D[64, N].
+// Multiplies stages of the ring, one after the other, into D[64, N].
 template <int N, Share kShare, typename C>
 class Multiplier {
  public:
@@ -27,19 +27,21 @@ class Multiplier {
         ring_(pipeline.ring()),
         place_(place),
         group_(__reduce_max_sync(~0u, group)) {
-    // In a pair a lane tells each block that a stage is free.
+    // In a pair, one lane per block signals that a stage is free.
     const std::uint32_t lane = fresh_thread_index<32>();
     if (lane > pipeline.paired || !pipeline.goes_on()) return;
     empty_ = pipeline.paired != 0 ? address_in_pair(ring_.empty, lane) : ring_.empty;
   }
 
-  // Whether the stage is full. Asked a little before the answer is needed, it costs nothing.
+  // True if the stage is full. The test costs nothing if it runs a little before the answer is
+  // needed.
   __device__ __forceinline__ bool ready() const {
     return test_wait(ring_.full_barrier(place_.stage), place_.parity);
   }
-  // A tile that was given up is finished, with wrong numbers: wgmma must not be in code that some
-  // threads may have left. Its stages and later ones are not released: their bytes may yet come, or
-  // never, and a stage takes no arrivals for its next use before all of this one's.
+  // Waits for the stage. If the pass was given up, the tile is still finished, with wrong numbers:
+  // wgmma must not be in code that some threads may have left. This stage and later ones are then
+  // not released: their bytes may arrive late or never, and a stage must not get arrivals for its
+  // next use before all arrivals for this one.
   __device__ __forceinline__ void await_stage(bool ready) {
     if (__builtin_expect(!ready, 0)) {
       if (!wait_ring(pipeline_.waiter(), ring_.full_barrier(place_.stage), place_.parity))
@@ -49,8 +51,9 @@ class Multiplier {
     // proxy.
     if (kGathers<C>) fence_async_proxy_shared();
   }
-  // Where the stage's rows are. The compiler knows that a reduced number is the same in all
-  // lanes. It then keeps the descriptors in uniform registers, where the instructions want them.
+  // The addresses of the stage's operands. A reduction tells the compiler that a number is the same
+  // in all lanes. It then keeps the descriptors in uniform registers, where the instructions need
+  // them.
   struct Operands {
     std::uint32_t weights, tokens;
   };
@@ -63,7 +66,7 @@ class Multiplier {
         __reduce_max_sync(~0u, matrix_address(ring_.weights(place_.stage) + group_ * kWeightStep)),
         __reduce_max_sync(~0u, matrix_address(ring_.tokens(place_.stage) + group_ * kTokenStep))};
   }
-  // The products with the first or second of the warpgroup's boxes.
+  // Issues the products with the first or second of the warpgroup's boxes.
   __device__ __forceinline__ void issue(const Operands& operands, int box, float (&sums)[N / 2],
                                         bool accumulate) const {
     constexpr int kStepBytes = kInstructionBytes;
@@ -84,21 +87,21 @@ class Multiplier {
     await_all_products(sums);
   }
   __device__ __forceinline__ void advance() const { place_.advance(ring_.stages); }
-  // Frees the stage: everything that was read from it has arrived.
+  // Frees the stage. All reads from it must have completed.
   __device__ __forceinline__ void release(std::uint32_t stage) const {
     if (empty_ != 0) arrive_in_pair(empty_ + 8 * stage);
   }
-  // Frees a stage from which scales were loaded. The barrier's address depends on them, lest the
-  // arrival overtake them on their way to registers.
+  // Frees a stage from which scales were loaded. The barrier's address depends on the scales, so
+  // that the arrival cannot overtake their loads.
   __device__ __forceinline__ void release_read(std::uint32_t stage,
                                                const float (&scales)[2][2]) const {
     const std::uint32_t bits = __float_as_uint(scales[0][0]) | __float_as_uint(scales[0][1]) |
                                __float_as_uint(scales[1][0]) | __float_as_uint(scales[1][1]);
     if (empty_ != 0) arrive_in_pair(empty_ + 8 * stage + (bits & zero_));
   }
-  // The same where scales are too many for that. The arrival is put off until the next stage's
-  // products are issued, which overwrite what the scales were multiplied with, or until the tile
-  // ends.
+  // Frees a stage later, where there are too many scales for release_read(). The arrival is put off
+  // until the next stage's products are issued, which overwrite the products of these scales, or
+  // until the tile ends.
   __device__ __forceinline__ void put_off_release(std::uint32_t stage) {
     if (pending_ != 0) arrive_in_pair(pending_);
     pending_ = empty_ != 0 ? empty_ + 8 * stage : 0;
@@ -116,15 +119,15 @@ class Multiplier {
   const Ring<StageLayout<C>> ring_;
   RingPlace& place_;
   std::uint32_t group_;
-  // The stages' barriers, in the threads that release them; else 0.
+  // The address of the stages' barriers in the threads that release them; 0 in others.
   std::uint32_t empty_ = 0;
-  std::uint32_t pending_ = 0;  // the barrier of a stage to be released
-  // Zero, which the compiler does not know.
+  std::uint32_t pending_ = 0;  // the barrier of the stage whose release is put off
+  // Zero, but the compiler does not know that.
   const std::uint32_t zero_ = pipeline_.paired >> 1;
 };
 
-// Counts the stages of a K loop down. The loop pauses after its first stage, when the tile's tokens
-// have come, and after its last. Both pauses are one test and one place in the code.
+// Counts down the stages of a K loop. The loop pauses after its first stage, when the tile's tokens
+// have arrived, and after its last. Both pauses share one test and one place in the code.
 class StageCount {
  public:
   __device__ explicit StageCount(std::uint32_t k_blocks)
@@ -148,8 +151,8 @@ class StageCount {
   bool fresh_ = true;
 };
 
-// The K loop of a weight-major tile. `box`: of a pair of boxes, the one that has the scales of the
-// task's rows. started() is called when the tile's tokens have come.
+// The K loop of a weight-major tile. `box`: which of a pair of boxes holds the scales of the task's
+// rows. started() is called when the tile's tokens have arrived.
 template <int N, typename C, typename Started>
 __device__ __forceinline__ void multiply_weight_major(const TilePipeline<C>& pipeline,
                                                       std::uint32_t k_blocks, RingPlace& place,
@@ -157,8 +160,8 @@ __device__ __forceinline__ void multiply_weight_major(const TilePipeline<C>& pip
                                                       Started&& started, float (&acc)[N / 2]) {
   Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
   if constexpr (kScaled<C>) {
-    // The products of one stage. This warpgroup scales and sums them while the other's are under
-    // way.
+    // The products of one stage. This warpgroup scales and sums them while the other warpgroup's
+    // products are under way.
     float part[N / 2];
     bool ready = stage.ready();
 #pragma unroll
@@ -202,7 +205,7 @@ __device__ __forceinline__ void multiply_weight_major(const TilePipeline<C>& pip
       const auto operands = stage.operands();
       stage.await_stage(ready);
       stage.issue(operands, 0, acc, true);
-      // All but the newest products are done, and with them the stage before.
+      // After this wait only the newest products are under way, so the previous stage's are done.
       cute::warpgroup_wait<1>();
       stage.release(previous);
     }
@@ -214,13 +217,13 @@ __device__ __forceinline__ void multiply_weight_major(const TilePipeline<C>& pip
 
 // --- Token-major tiles: tokens take the 64 rows of the matrix instruction, weights its columns.
 //
-// FP8's large tiles are limited by what goes through shared memory: operands, and scales for the
+// FP8's large tiles are limited by the traffic through shared memory: operands, and scales for the
 // sums that every thread makes of the stages' products. With weights on the rows a thread needs the
-// scales of all the tokens that it has of the tile, a quarter; with tokens on the rows, of two.
+// scales of a quarter of the tile's tokens; with tokens on the rows, of two.
 //
 // A math warpgroup holds D[64 tokens, 128 weight rows]. In tall tiles, of more than 64 tokens, it
-// holds two, for its half of the tokens and both boxes of the task; in others one, for its box. A
-// warp has 16 tokens; its lane 4 g + t holds tokens g and g + 8 of them, of weight rows 8 n + 2 t
+// holds two, for its half of the tokens and both boxes of the task; in other tiles one, for its
+// box. A warp has 16 tokens. Its lane 4 g + t holds tokens g and g + 8, of weight rows 8 n + 2 t
 // and the next, in acc[box][4 n .. 4 n + 3]. So a warp has all columns of its tokens, or half of
 // them, and finishes them by itself.
 
@@ -228,21 +231,21 @@ inline constexpr int kBoxColumns = kTileRows;  // of an instruction
 template <int kTaskBoxes>
 using TokenMajorSums = float[kTaskBoxes][kBoxColumns / 2];
 
-// The tile's first token of this warp.
+// The first of this warp's tokens in the tile.
 template <int kTaskBoxes>
 __device__ __forceinline__ std::uint32_t token_major_row() {
   const std::uint32_t warp = fresh_thread_index<kThreads>() / 32 - kWarpgroup / 32;
   return (kTaskBoxes == 2 ? warp : warp % 4) * 16;
 }
-// The task's box that acc[i] is of.
+// The box of the task that acc[i] belongs to.
 template <int kTaskBoxes>
 __device__ __forceinline__ std::uint32_t token_major_box(int i, std::uint32_t group) {
   return kTaskBoxes == 2 ? static_cast<std::uint32_t>(i) : group;
 }
 
-// `meet`: each box has rows of gate and then as many of up, with the scales of the first and the
-// second set; else all of a box has those of its own set. started() is called when the tile's
-// tokens have come.
+// The K loop of a token-major tile. `meet`: each box has rows of gate and then as many of up, and
+// uses both sets of scales; otherwise each box uses its own set for all rows. started() is called
+// when the tile's tokens have arrived.
 template <int kTaskBoxes, typename C, typename Started>
 __device__ __forceinline__ void multiply_token_major(const TilePipeline<C>& pipeline,
                                                      std::uint32_t k_blocks, RingPlace& place,
@@ -259,7 +262,8 @@ __device__ __forceinline__ void multiply_token_major(const TilePipeline<C>& pipe
 #pragma unroll
     for (float& sum : box) sum = 0;
   }
-  // The sets of a box's first and second 64 rows, where each box has its own and where not.
+  // Offsets of scale sets: from box to box if each has its own set, and from a box's first 64 rows
+  // to its second if they meet.
   const std::uint32_t gate_step = meet ? 0 : kSetBytes, up = meet ? kSetBytes : 0;
   const std::uint32_t scales0 =
       ring.joined_scales(0, 0) + 4 * (token_major_row<kTaskBoxes>() + fresh_thread_index<32>() / 4);
@@ -275,7 +279,7 @@ __device__ __forceinline__ void multiply_token_major(const TilePipeline<C>& pipe
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) acc[box][i] += part[i] * of[i / (N / 4)][i / 2 % 2];
   };
-  // Multiplies the stage at `place`, up to the products with its last box, which stay under way.
+  // Multiplies the stage at `place`. The products with its last box stay under way.
   const auto begin = [&](const auto& operands) {
     stage.issue(operands, 0, part, false);
     if constexpr (kTaskBoxes == 2) {
@@ -285,10 +289,10 @@ __device__ __forceinline__ void multiply_token_major(const TilePipeline<C>& pipe
       stage.issue(operands, 1, part, false);
     }
   };
-  // A warpgroup's own chain of products and sums is what takes the time, so nothing else is in it:
-  // what the next stage needs is found while the last products of this one are under way, and the
-  // loop turns there, where nobody waits for it. All warps of the warpgroup come to the same
-  // instructions, whether they find a stage there or wait for it.
+  // A warpgroup's chain of products and sums is the critical path, so nothing else is in it. The
+  // next stage is looked up while the last products of this one are under way. The loop's branch is
+  // there, too, where no instruction waits for it. All warps of the warpgroup reach the same
+  // instructions, whether they find a full stage or wait for it.
   stage.await_stage(stage.ready());
   begin(stage.operands());
   SWITCHYARD_ROLLED

@@ -1,4 +1,4 @@
-// From bf16 to E4M3 codes with a scale for every group of 128 columns; base/quantize.h has the
+// Quantizes bf16 to E4M3 codes with a scale for every group of 128 columns. base/quantize.h has the
 // formulas.
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace switchyard::gpu {
 
-// The codes and the scale of 16 columns, where eight neighbouring lanes have the 128 columns of a
-// group. Called by whole warps.
+// quantize_together() makes the codes of 16 columns per lane and the scale of a group of 128
+// columns, which eight neighbouring lanes share. Whole warps call it.
 inline constexpr std::uint32_t kLaneColumns = 16, kGroupLanes = kQuantGroup / kLaneColumns;
 __device__ __forceinline__ uint4 quantize_together(const uint4& first, const uint4& second,
                                                    float& scale) {

@@ -1,4 +1,4 @@
-// From registers through shared memory into rows of tokens.
+// Stores register tiles through shared memory into rows of tokens.
 #pragma once
 
 #include "gpu/ptx/mma.cuh"
@@ -6,9 +6,10 @@
 
 namespace switchyard::gpu {
 
-// Where a warpgroup turns weight rows into rows of tokens, kTokens at a time. Of two buffers one is
-// stored while the other is filled. A token has 4 or 8 vectors, in rows of 128 bytes whose vectors
-// are swizzled, so that eight tokens' vectors of one column lie in different banks.
+// The place where a warpgroup transposes weight rows into rows of tokens, kTokens at a time. There
+// are two buffers: one is stored while the other is filled. A token has 4 or 8 vectors, in rows of
+// 128 bytes whose vectors are swizzled, so that eight tokens' vectors of one column lie in
+// different banks.
 template <std::uint32_t kTokens, std::uint32_t kVectors>
 struct Staging {
   std::uint32_t base;
@@ -23,9 +24,9 @@ struct Staging {
 };
 
 // Stages and stores a warpgroup's part of a weight-major tile of `rows` tokens. All its warps must
-// have left the tile before. A warp's 16 weight rows make one 16-byte vector of a token's row if
-// kMerged (gate and up have met), else two.
-//   elements     of a token's row that exist, from the warpgroup's first on
+// have finished the previous tile. A warp's 16 weight rows make one 16-byte vector of a token's row
+// if kMerged (gate and up have met), else two.
+//   elements     elements of a token's row that exist, from the warpgroup's first on
 //   pair(n)   -> the packed values of tokens 8 n + 2 t and the next: {first rows, second rows}
 //   row(token) -> where the warpgroup's elements of the token go
 template <typename C, int N, bool kMerged, typename Pair, typename Row>
@@ -65,8 +66,8 @@ __device__ __forceinline__ void store_tile(std::uint32_t staging_base, std::uint
   }
 }
 
-// Where a warp stages half of its 16 tokens of a token-major tile, the lanes' first or second, 128
-// bytes of each at a time.
+// The tokens that a warp of a token-major tile stages together: half of its 16, the lanes' first or
+// second, 128 bytes of each at a time.
 inline constexpr std::uint32_t kWarpStagedTokens = 8;
 struct WarpStaging {
   std::uint32_t base;
@@ -79,8 +80,7 @@ struct WarpStaging {
   __device__ std::uint32_t place(std::uint32_t token, std::uint32_t vector) const {
     return base + token * kSwizzleRowBytes + ((vector ^ (token & 7)) << 4);
   }
-  // Stores what is staged: vectors of 16 bytes for which keep(token, vector) holds, to
-  // to(token, vector).
+  // Stores the staged vectors of 16 bytes for which keep(token, vector) holds to to(token, vector).
   template <typename Keep, typename To>
   __device__ void drain(Keep&& keep, To&& to) const {
     __syncwarp();

@@ -12,18 +12,18 @@ struct TileTask {
   std::uint32_t units;     // height of the tile in steps of kUnitRows
   std::uint32_t k_blocks;  // stages of the K loop
   std::uint32_t first_k_block;
-  std::uint32_t split;      // which part of K, where GEMM2 is split
-  std::uint32_t tile;       // the chunk of a combine task
+  std::uint32_t split;      // the part of K, where GEMM2 is split
+  std::uint32_t tile;       // for a combine task, the chunk
   std::uint32_t block;      // of output rows
   std::uint32_t rows;       // of the tile
   std::uint32_t first_row;  // of the tile, in its expert
   std::uint32_t expert;     // of this rank
   std::uint32_t shared;     // 1: of the shared expert
   std::uint32_t one_tile;   // 1: no other tile reads these weights
-  // 1: of a pair's blocks each has a tile of its own and both the same weight rows; 0: they have
-  // the same tile.
+  // 1: the blocks of a pair have different tiles and the same weight rows; 0: they have the same
+  // tile.
   std::uint32_t two_tiles;
-  // The entries of the tile's rows, where there is one rank; null: the tokens themselves, in order.
+  // The entries of the tile's rows if there is one rank; null: the rows are the tokens in order.
   const std::uint32_t* list;
 };
 

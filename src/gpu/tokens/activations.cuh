@@ -1,4 +1,4 @@
-// The pass's activations in the types that the gate and the experts take.
+// Makes the pass's activations in the types that the gate and the experts take.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,7 +11,7 @@
 
 namespace switchyard::gpu {
 
-// Makes bf16 rows of activations, one after the other.
+// Converts activations to contiguous bf16 rows.
 __device__ __forceinline__ void convert_activations(const ModelShape& shape,
                                                     const TokenParams& tokens,
                                                     const InputCall& call,
@@ -36,7 +36,8 @@ __device__ __forceinline__ void convert_activations(const ModelShape& shape,
   }
 }
 
-// Makes codes and scales of the block's share of the pass's activations. By its math warps.
+// Quantizes the block's share of the pass's activations to codes and scales. Called by its math
+// warps.
 __device__ __forceinline__ void quantize_activations(const ModelShape& shape,
                                                      const TokenParams& tokens,
                                                      const RouteState& state,

@@ -1,6 +1,6 @@
-// Tokens that are gathered: two warps take the rows of the first GEMM from where they are, 16 bytes
-// per thread at a time. (The copy engine brings packed rows three times as fast: the compiler puts
-// three empty shared-memory loads before each cp.async.)
+// Gathering tokens: two warps copy the rows of the first GEMM from where they are, 16 bytes per
+// thread at a time. (The copy engine loads packed rows three times as fast, because the compiler
+// puts three empty shared-memory loads before each cp.async.)
 #pragma once
 
 #include "gpu/exchange/copy_row.cuh"
@@ -12,7 +12,7 @@
 
 namespace switchyard::gpu {
 
-// Eight threads of the gather warps take a row's 128 bytes of a stage. A thread keeps its place in
+// Eight threads of the gather warps copy a row's 128 bytes of a stage. A thread keeps its place in
 // the swizzle from one round of rows to the next.
 inline constexpr std::uint32_t kRowsAtOnce = kGatherThreads / 8;
 template <typename P>  // of an expert's rows
@@ -23,8 +23,8 @@ __device__ __forceinline__ std::uint32_t swizzled_place(std::uint32_t row, std::
   return row * kStageRowBytes + ((chunk ^ (row & 7)) << 4);
 }
 
-// Fills all stages of a tile of h, from bf16: a row to eight threads. False if the pass was given
-// up.
+// Fills all stages with a tile of h that it quantizes from bf16. Eight threads share a row. Returns
+// false if the pass was given up.
 template <typename P>
 __device__ __forceinline__ bool quantize_tile(const TilePipeline<P>& pipeline,
                                               const HiddenSlots<P>& hidden,
@@ -41,14 +41,14 @@ __device__ __forceinline__ bool quantize_tile(const TilePipeline<P>& pipeline,
   for (std::uint32_t i = 0; i < kLateStages; ++i) {
     values[i][0] = values[i][1] = uint4{0, 0, 0, 0};
     if (i < task.k_blocks && row < task.rows && column0 + i * kQuantGroup < depth) {
-      // Past the L1 cache, which may remember another tile of the slot.
+      // Loads bypass the L1 cache, which may still hold the slot's previous tile.
       const auto* const vectors = reinterpret_cast<const uint4*>(from + i * kQuantGroup);
       values[i][0] = __ldcg(vectors);
       values[i][1] = __ldcg(vectors + 1);
     }
   }
-  // The array is shifted and the index stays: of eight copies of this code each would be fetched
-  // anew, which takes longer than to execute one.
+  // The array is shifted and the index stays constant: with eight copies of this code, fetching
+  // each would take longer than executing it.
 #pragma unroll 1
   for (std::uint32_t i = 0; i < task.k_blocks; ++i) {
     if (!ring.template await_free<true>(pipeline.waiter(), place)) return false;
@@ -67,8 +67,9 @@ __device__ __forceinline__ bool quantize_tile(const TilePipeline<P>& pipeline,
   return true;
 }
 
-// Fills all stages of a first GEMM's tile. With `rehearsal`, on a tile without rows, one stage, of
-// which threads arrive at another barrier. False if the pass was given up.
+// Fills all stages with a first GEMM's tile. With `rehearsal` the tile has no rows, one stage is
+// filled, and threads arrive at `rehearsal_barrier` instead. Returns false if the pass was given
+// up.
 template <typename P>
 __device__ __forceinline__ bool gather_tile(const TilePipeline<P>& pipeline,
                                             const TokenRows& tokens, int hidden,
@@ -80,12 +81,12 @@ __device__ __forceinline__ bool gather_tile(const TilePipeline<P>& pipeline,
   const Ring<StageLayout<P>> ring = pipeline.ring();
   const std::byte* from = tokens.rows;
   const auto stride = static_cast<std::uint32_t>(tokens.row_bytes / 16);
-  const auto offset_of = [&](std::uint32_t row) {  // of this thread's chunk, in 16 bytes
+  const auto offset_of = [&](std::uint32_t row) {  // this thread's chunk, in units of 16 bytes
     const std::uint32_t source =
         task.list == nullptr ? task.first_row + row : SlotEntry::token(task.list[row]);
     return source * stride + my_chunk;
   };
-  // All but the last few rows come in whole rounds, which need no test for each row.
+  // All but the last few rows form whole rounds, which need no test for each row.
   const std::uint32_t rounds = task.rows / kRowsAtOnce;
   const bool one_more = rounds * kRowsAtOnce + my_row < task.rows;
   const std::uint32_t last_offset = one_more ? offset_of(rounds * kRowsAtOnce + my_row) : 0;
@@ -94,7 +95,7 @@ __device__ __forceinline__ bool gather_tile(const TilePipeline<P>& pipeline,
   for (std::uint32_t i = 0; i < kMostRounds<P>; ++i) {
     offsets[i] = i < rounds ? offset_of(i * kRowsAtOnce + my_row) : 0;
   }
-  // Thread i has the scale of row i.
+  // Thread i copies the scale of row i.
   const float* scale = nullptr;
   if constexpr (kScaled<P>) {
     static_assert(P::kSmallTokens <= kGatherThreads);

@@ -1,4 +1,4 @@
-// h, in passes that store it in bf16 and make codes of it then.
+// Quantizing h in passes that store it in bf16 first.
 #pragma once
 
 #include "gpu/schedule/progress.cuh"
@@ -7,11 +7,11 @@
 
 namespace switchyard::gpu {
 
-// The part of a group of 128 columns of h that a math warpgroup has stored in bf16. A group is
-// shared by two blocks' warpgroups where gate and up make it, else by one block's. The last of them
+// The part of a group of 128 columns of h that a math warpgroup has stored in bf16. The warpgroups
+// of two blocks share a group where gate and up make it, else those of one block. The last of them
 // makes the codes and scales of the whole group, and tells of all parts. To find out which is the
-// last takes a trip to the L2 cache, so it is put off until the next tile's products are under way,
-// if those are a first GEMM's, which wait for nothing that depends on it.
+// last takes a round trip to the L2 cache. So it is put off until the next tile's products are
+// under way, if those are a first GEMM's, which wait for nothing that depends on it.
 template <bool kGated, typename P>
 class StoredPart {
  public:
@@ -19,7 +19,8 @@ class StoredPart {
   __device__ StoredPart(const Progress<P>& progress, const HiddenSlots<P>& hidden)
       : progress_(progress), hidden_(hidden) {}
 
-  // The warpgroup has issued its stores, and a barrier has been since.
+  // Counts the part and leaves the rest to finish(). Called when the warpgroup has issued its
+  // stores and has met at a barrier since.
   __device__ void put_off(const TileTask& task) {
     if constexpr (kExists) {
       tile_ = task.tile;
@@ -30,7 +31,7 @@ class StoredPart {
       before_ = fetch_add_released_gpu(progress_.parts_stored(tile_, group_), 1u << shift());
     }
   }
-  // By all of the warpgroup.
+  // Does what was put off, if anything. Called by all of the warpgroup.
   __device__ void finish() {
     if constexpr (kExists) {
       if (rows_ == 0) return;
@@ -50,7 +51,7 @@ class StoredPart {
   }
 
  private:
-  static constexpr std::uint32_t kBlocks = kGated ? 2 : 1;  // that make a group
+  static constexpr std::uint32_t kBlocks = kGated ? 2 : 1;  // blocks that make a group
   __device__ std::uint32_t shift() const { return 4 * (group_ % PassWords::kGroupsOfWord); }
   __device__ void quantize(std::uint32_t intermediate, std::uint32_t thread) const {
     constexpr std::uint32_t kRows = kWarpgroup / kGroupLanes;
@@ -68,7 +69,7 @@ class StoredPart {
       const bool exists = row < rows_ && column < intermediate;
       uint4 first{}, second{};
       if (exists) {
-        // Past the L1 cache, which may remember another tile of the slot.
+        // Loads bypass the L1 cache, which may still hold the slot's previous tile.
         const auto* const vectors = reinterpret_cast<const uint4*>(from + at);
         first = __ldcg(vectors);
         second = __ldcg(vectors + 1);
@@ -82,10 +83,10 @@ class StoredPart {
 
   const Progress<P> progress_;
   const HiddenSlots<P> hidden_;
-  // The task that is put off; no rows if there is none.
+  // The task that is put off; rows_ is 0 if there is none.
   std::uint32_t tile_ = 0, group_ = 0, rows_ = 0;
   bool shared_ = false;
-  std::uint32_t before_ = 0;  // in the first thread: what the word was without this part
+  std::uint32_t before_ = 0;  // in the first thread: the word's value before this part was counted
 };
 
 }  // namespace switchyard::gpu

@@ -8,8 +8,8 @@
 
 namespace switchyard::gpu {
 
-// What the pack warp copies goes through here, in pieces of several rows: enough are under way that
-// it does not wait for each trip to memory. kScalesAtOnce of a row's scales are under way.
+// The buffers of the pack warp's copies, in pieces of several rows. Enough pieces are under way
+// that it does not wait for each trip to memory. kScalesAtOnce of a row's scales are under way.
 inline constexpr std::uint32_t kPackBuffers = 4, kPackPieces = 2, kPackPieceBytes = 1024;
 inline constexpr std::uint32_t kScalesAtOnce = 4;
 // A group of rows fills each buffer an even number of times, so that its barrier has the same
@@ -21,7 +21,7 @@ template <typename P>
 struct PackStorage<P, TokenSource::kPacked> {
   alignas(128) std::byte pieces[kPackBuffers][kPackPieces][kPackPieceBytes];
   alignas(8) std::uint64_t full[kPackBuffers];
-  std::uint32_t pack_slot, pack_slots_end, pack_row;  // where the pack warp is
+  std::uint32_t pack_slot, pack_slots_end, pack_row;  // the pack warp's position
 };
 
 template <typename P>
@@ -33,17 +33,18 @@ struct Packing {
   const TokenParams& tokens;
   PackStorage<P>& block;
 
-  // Where the row at that place is packed; see TileTable::place_of().
+  // The packed row of a place; see TileTable::place_of().
   __device__ std::uint32_t packed_row(std::uint32_t place) const {
     return place / kMaxHeight<P> % tokens.packed_slots * kMaxHeight<P> + place % kMaxHeight<P>;
   }
-  // The first of this rank's tokens that a block routes where it does not route for itself.
+  // The first of this rank's tokens that a block routes, in passes whose tokens the blocks share
+  // out.
   __device__ std::uint32_t first_token(std::uint32_t of_block) const {
     return first_token_of(progress.tokens, of_block);
   }
 };
 
-// The scale of a packed row's first group; that of the next group is kMaxHeight behind it.
+// The address of a packed row's first scale. The next group's scale is kMaxHeight floats behind it.
 template <typename P>
 __device__ __forceinline__ float* scales_of_row(const Packing<P>& packing, std::uint32_t row) {
   return packing.tokens.packed_scales +
@@ -51,7 +52,7 @@ __device__ __forceinline__ float* scales_of_row(const Packing<P>& packing, std::
          row % kMaxHeight<P>;
 }
 
-// A row to be copied, in a lane; or none.
+// A row that a lane wants copied, or none.
 struct RowCopy {
   const std::byte* values = nullptr;
   const float* scales = nullptr;
@@ -66,7 +67,7 @@ struct RowCopy {
   }
 };
 
-// Copies a row that is the same in all lanes, or this warp's part of it.
+// Copies a row, or this warp's part of it. All lanes pass the same row.
 template <typename P>
 __device__ __forceinline__ void copy_by_warp(const Packing<P>& packing, const RowCopy& row,
                                              const RowPart& part) {
@@ -78,7 +79,7 @@ __device__ __forceinline__ void copy_by_warp(const Packing<P>& packing, const Ro
                               bytes, part);
   };
   if constexpr (kScaled<P>) {
-    // The first scales are under way together with the values, not after them.
+    // Load the first scales together with the values, not after them.
     const std::uint32_t lane = fresh_thread_index<32>();
     const std::uint32_t groups = part.index == 0 ? packing.tokens.x_groups : 0;
     const float first = lane < groups ? __ldcg(row.scales + lane) : 0;
@@ -93,10 +94,10 @@ __device__ __forceinline__ void copy_by_warp(const Packing<P>& packing, const Ro
   }
 }
 
-// Copies the lanes' rows: those of kPackPieces lanes at a time, in `turns` turns. Pieces of rows go
-// through buffers in shared memory, so that what is under way takes no registers. False if the pass
-// was given up. Then it must not be called again: a thread that has not seen a barrier's phase end
-// may not arrive there any more.
+// Copies the lanes' rows through the copy engine: those of kPackPieces lanes at a time, in `turns`
+// rounds. Pieces of rows go through buffers in shared memory, so that copies under way take no
+// registers. Returns false if the pass was given up. Then it must not be called again: a thread
+// that has not seen a barrier's phase end must not arrive there again.
 template <typename P>
 __device__ __forceinline__ bool copy_by_engine(const Packing<P>& packing, const RowCopy& row,
                                                std::uint32_t turns) {
@@ -134,12 +135,12 @@ __device__ __forceinline__ bool copy_by_engine(const Packing<P>& packing, const 
     if (mine) load_bytes(place(loads), row.values + loads.byte, piece_bytes(loads), barrier);
     advance(loads);
   };
-  // The copy engine must see what others wrote with ordinary stores.
+  // The copy engine must see what other threads wrote with ordinary stores.
   fence_async_proxy();
 #pragma unroll 1
   for (std::uint32_t i = 1; i < kPackBuffers; ++i) load_next();
-  // A lane copies its row's scales itself, a few in each step. There are more steps than that
-  // takes.
+  // A lane copies its row's scales itself, a few in each step. There are enough steps for all
+  // scales.
   std::uint32_t group = 0;
   static_assert(kScalesAtOnce * kQuantGroup * kPackedTogether / kPackPieces >= kPackPieceBytes);
 #pragma unroll 1
@@ -170,7 +171,7 @@ __device__ __forceinline__ bool copy_by_engine(const Packing<P>& packing, const 
       group += kScalesAtOnce;
     }
     advance(stores);
-    // The next load's buffer is that of the stores before these.
+    // The next load reuses the buffer of the stores before these.
     await_all_stores_but<1>();
     __syncwarp();
     load_next();
@@ -179,25 +180,25 @@ __device__ __forceinline__ bool copy_by_engine(const Packing<P>& packing, const 
   return true;
 }
 
-// Packs rows, counted over the shared expert's and then all experts' rows: kRows from row0 on,
-// without those up to `begin` and from `end` on. False if the pass was given up; the pack warp is
-// then done. By one warp.
+// Packs kRows rows from row0 on; rows before `begin` and from `end` on are skipped. Rows are
+// numbered over the shared expert's and then all experts' rows. Returns false if the pass was given
+// up; the pack warp is then done. Called by one warp.
 template <std::uint32_t kRows, typename P>
 __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32_t row0,
                                           std::uint32_t begin, std::uint32_t end,
                                           const RowPart& part = {}) {
-  // Computed again wherever it is needed, like `mine`: there are few registers.
+  // Computed again wherever it is needed, like `mine`, because registers are few.
   const auto lane = [] { return fresh_thread_index<32>(); };
-  const auto of_warp = [&] {  // of the pack warp's groups
+  const auto of_warp = [&] {  // the number of the pack warp's group
     return *static_cast<const volatile std::uint32_t*>(&packing.block.pack_row) /
            (kRows * gridDim.x);
   };
   if (kRows > 1 && lane() == 0)
     packing.exchange.trace.stamp(TraceRole::kPack, of_warp(), &TraceRecord::ready);
-  // Lane i < kRows finds row i's place.
+  // Lane i < kRows looks up the place of row i.
   const std::uint32_t row = row0 + lane();
-  // The place is tile and row in one word, because there are few registers; so are the expert and
-  // the distance of the source.
+  // One word holds tile and row, and one holds expert and distance of the source, because registers
+  // are few.
   constexpr std::uint32_t kNone = ~0u;
   std::uint32_t place = kNone, list = 0;
   const auto told_anew = [](std::uint32_t& word) {
@@ -208,7 +209,8 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
   const auto tile_of = [&] { return place / kMaxHeight<P>; };
   const auto expert = [&] { return ExpertSource::expert(told_anew(list)); };
   const auto distance = [&] { return ExpertSource::distance(told_anew(list)); };
-  // The row's position in the source's list. For own rows, as soon as it is known, the token.
+  // The row's position in the source's list. For rows of this rank it becomes the token as soon as
+  // that is known.
   std::uint32_t position = row;
   const auto entry = [&] {
     return __ldcg(entry_of(packing.exchange, expert(), {distance(), position}));
@@ -230,8 +232,8 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
     }
     place = packing.table.place_of(cut, first_tile, of_expert);
   }
-  // The tile that had the slot before is no longer needed once its GEMM1 is complete. What others
-  // send must have come.
+  // Two conditions: GEMM1 of the tile that used the slot before is complete, and rows of other
+  // ranks have arrived.
   const auto is_there = [&] {
     return !mine() || has_arrived(packing.exchange, expert(), distance());
   };
@@ -242,7 +244,7 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
                                                   tile_of() - packing.tokens.packed_slots))) != 0;
       },
       [&] {
-        // The first row that has not come, if that is what is missing.
+        // The first row that has not arrived, if a row is missing at all.
         const std::uint32_t absent = __ballot_sync(~0u, !is_there());
         const int which = absent == 0 ? 0 : __ffs(absent) - 1;
         const std::uint32_t from = __shfl_sync(~0u, distance(), which);
@@ -265,7 +267,7 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
   }
   if (distance() != 0)
     position = SlotEntry::token(SlotEntry::sent(entry(), packing.exchange.shape));
-  // Row i's, in lane i.
+  // Lane i holds the copy of row i.
   RowCopy copy;
   if (mine()) {
     copy.to = packing.packed_row(place);
@@ -294,7 +296,7 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
   return true;
 }
 
-// The first row of a tile of this rank's, or the number of rows if there are fewer tiles.
+// The first row of one of this rank's tiles, or the number of rows if there are fewer tiles.
 template <typename P>
 __device__ __forceinline__ std::uint32_t first_row_of(const Packing<P>& packing,
                                                       std::uint32_t tile) {
@@ -307,8 +309,8 @@ __device__ __forceinline__ std::uint32_t first_row_of(const Packing<P>& packing,
   return packing.table.block.row_begin[e] + cut.begin(tile - packing.table.block.tile_begin[e]);
 }
 
-// The tiles that the math warps pack, which have nothing else to do at first: those whose first
-// tasks all blocks take up at once.
+// The number of tiles that the math warps pack before their first task: the tiles whose first tasks
+// all blocks take up at once.
 template <typename P>
 __device__ __forceinline__ std::uint32_t first_tiles(const Packing<P>& packing) {
   std::uint32_t rows = packing.progress.experts.routed.gemm1_rows;
@@ -318,7 +320,7 @@ __device__ __forceinline__ std::uint32_t first_tiles(const Packing<P>& packing) 
       1u << packing.table.state.log2_band,
       protocol::ceil_div(gridDim.x, packing.progress.tasks(rows) << packing.progress.paired) + 1);
 }
-// Where there is one rank, they pack a few rows for each warp at least.
+// The fewest rows that the math warps pack: with one rank, a few for each warp.
 template <typename P>
 __device__ __forceinline__ std::uint32_t first_rows_at_least(const Packing<P>& packing) {
   constexpr std::uint32_t kBytesOfWarp = 8192;
@@ -326,15 +328,15 @@ __device__ __forceinline__ std::uint32_t first_rows_at_least(const Packing<P>& p
       static_cast<std::uint32_t>(packing.exchange.shape.hidden * P::kNumerics.token_bytes());
   return packing.exchange.distributed() ? 0 : kBytesOfWarp / row_bytes * gridDim.x * kMathWarps;
 }
-// How many rows the math warps pack: only of tiles whose slots no other tile had before. They must
-// not wait for a slot that they themselves are to make free.
+// The number of rows that the math warps pack. They are only of tiles whose slots no other tile had
+// before: the math warps must not wait for a slot that only they can free.
 template <typename P>
 __device__ __forceinline__ std::uint32_t first_rows(const Packing<P>& packing) {
   return min(max(first_row_of(packing, first_tiles(packing)), first_rows_at_least(packing)),
              first_row_of(packing, packing.tokens.packed_slots));
 }
 
-// A slot of this block's tokens: with an expert, with the shared one, or with none.
+// A slot of one of this block's tokens: with a routed expert, with the shared one, or with none.
 struct OwnSlot {
   static constexpr std::int32_t kShared = -1, kNone = -2;
   std::uint32_t token = 0, position = 0;  // in the expert's list
@@ -350,10 +352,10 @@ __device__ __forceinline__ OwnSlot own_slot(const Packing<P>& packing, std::uint
   return {token, packing.exchange.lists.positions[at], expert < 0 ? OwnSlot::kNone : expert};
 }
 
-// Packs rows of the tokens that this block has routed, where there is one rank. Nobody need look
-// for these rows, and each is read once for all its places. By the math warps, from before tiles
-// are placed: until then they rehearse, on rows of no bytes, because code that is fetched when
-// weights have begun to stream comes behind them. Returns how many rows this warp has packed.
+// Packs rows of the tokens that this block has routed, when there is one rank. These rows need no
+// lookup, and each is read once for all its places. The math warps call it before tiles are placed.
+// Until then they rehearse it on rows of no bytes, because code that is fetched after weights have
+// begun to stream queues behind them. Returns how many rows this warp has packed.
 template <typename P>
 __device__ __forceinline__ std::uint32_t pack_own_tokens(const Packing<P>& packing) {
   constexpr std::uint32_t kVectors = 8, kStep = 16 * 32;
@@ -365,7 +367,7 @@ __device__ __forceinline__ std::uint32_t pack_own_tokens(const Packing<P>& packi
   const std::uint32_t slots = (packing.first_token(blockIdx.x + 1) - token0) * cells;
   const std::uint32_t at_once = min(protocol::ceil_div(slots, std::uint32_t{kMathWarps}), 32u);
   std::uint32_t slot0 = warp * at_once, packed = 0;
-  // Lane i < at_once has slot i.
+  // Lane i < at_once looks up slot i.
   const auto find_slot = [&]() -> OwnSlot {
     const std::uint32_t slot = slot0 + lane;
     if (lane >= at_once || slot >= slots) return {};
@@ -374,7 +376,7 @@ __device__ __forceinline__ std::uint32_t pack_own_tokens(const Packing<P>& packi
   OwnSlot own = find_slot();
 #pragma unroll 1
   for (std::uint32_t rehearsal = untold<1>();;) {
-    // The same rows as first_rows() says. These warps do not wait until it can be asked.
+    // The rows are those of first_rows(). These warps do not wait until it can be called.
     const std::uint32_t tiles = first_tiles(packing), rows = first_rows_at_least(packing);
     const std::uint32_t bytes = rehearsal != 0 ? 0 : row_bytes;
     const std::uint32_t groups = rehearsal != 0 ? 0 : packing.tokens.x_groups;
@@ -456,7 +458,7 @@ __device__ __forceinline__ std::uint32_t pack_own_tokens(const Packing<P>& packi
 }
 
 // Calls do_part(row, part) for this math warp's parts of `rows` rows. A row goes to one warp, or to
-// several where there are enough, and neighbouring rows go to different blocks.
+// several if there are enough, and neighbouring rows go to different blocks.
 template <typename P, typename DoPart>
 __device__ __forceinline__ void share_out(const Packing<P>& packing, std::uint32_t rows,
                                           DoPart&& do_part) {

@@ -1,4 +1,4 @@
-// Activations on their way into first GEMMs. Pointers are device pointers.
+// Parameters of activations on their way into first GEMMs. Pointers are device pointers.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace switchyard::gpu {
 
-// Rows that a pack warp waits for, and packs, together.
+// The rows that a pack warp waits for, and packs, together.
 inline constexpr std::uint32_t kPackedTogether = 16;
 
 struct TokenParams {
@@ -19,7 +19,7 @@ struct TokenParams {
   // columns.
   std::byte* quantized;
   float* quantized_scales;
-  // Slots with room for a tile of most tokens. The elements are those of the policy's tokens.
+  // Slots, each with room for the highest tile. The elements are those of the policy's tokens.
   std::byte* packed;     // [packed_slots, tokens, H]
   float* packed_scales;  // [packed_slots, x_groups, tokens]
   std::uint32_t packed_slots;
@@ -30,7 +30,8 @@ struct InputCall {
   const void* x;          // [T, H] of x_type
   std::int64_t x_stride;  // in elements
   DType x_type;
-  // Not bf16 or, in large passes, rows that overlap: the kernel makes rows of its own.
+  // True if the kernel makes bf16 rows of its own: x is not bf16 or, in large passes, its rows
+  // overlap.
   bool converts;
   const float* x_scales;  // of FP8 activations: [T, ceil(H / 128)]
   std::int64_t x_scale_stride;
