@@ -22,12 +22,12 @@ enum class ErrorCode {
   kSystem,            // an operating system call failed
 };
 
-// The name of a code as users see it, e.g. "missing_tensor".
+// The stable name of a code, as messages show it, e.g. "missing_tensor".
 const char* to_string(ErrorCode code);
 
-// what() is one line that may be shown on a terminal or written to a log, whatever files, arguments
-// and other processes have put into it: control characters, line breaks and bytes that are not
-// UTF-8 are escaped, and of more than 4096 bytes the middle is left out.
+// Base of all errors. what() is one line that is safe to show on a terminal or write to a log,
+// whatever files, arguments and other processes have put into it. Control characters, line breaks
+// and bytes that are not UTF-8 are escaped. A message of more than 4096 bytes loses its middle.
 class Error : public std::runtime_error {
  public:
   Error(ErrorCode code, const std::string& message);
@@ -37,8 +37,8 @@ class Error : public std::runtime_error {
   ErrorCode code_;
 };
 
-// What the first waiter whose deadline passed saw. Written to the symmetric heap of every
-// reachable rank, so that all of them can tell which rank was at fault.
+// The record of a wait that passed its deadline, made by the first such waiter. It is written to
+// the symmetric heap of every reachable rank, so that all of them can tell which rank was at fault.
 struct WaitFailure {
   int waiter_rank = -1;        // the rank whose deadline passed
   int peer_rank = -1;          // the rank it waited for, after following "waits for" links
@@ -47,11 +47,11 @@ struct WaitFailure {
   std::uint64_t slot = 0;      // which counter of that phase (chunk or tile index)
   std::uint64_t expected = 0;  // the counter value waited for
   std::uint64_t observed = 0;  // the value last seen
-  double waited_seconds = 0;   // how long
+  double waited_seconds = 0;   // time since the wait began
 };
 
-// Thrown with kTimeout on the rank whose deadline passed first, with kAborted on the others; with
-// kTimeout on every rank that waited in vain for one that does not come to a collective call.
+// Thrown with kTimeout on the rank whose deadline passed first, and with kAborted on the others. If
+// a rank does not come to a collective call, every rank that waited for it throws kTimeout.
 class TimeoutError : public Error {
  public:
   TimeoutError(ErrorCode code, const std::string& message, const WaitFailure& failure)

@@ -1,4 +1,5 @@
-// What an MoE layer computes, independent of where its weights are and of how it is executed.
+// The mathematical definition of an MoE layer, independent of where its weights are and of how it
+// is executed.
 //
 //   logits      = x Wr^T (+ router bias), in fp32
 //   ids, w      = route(logits)                                  [T, K], see RoutingSpec
@@ -98,12 +99,12 @@ struct LayerSpec {
 // Throws Error{kInvalidArgument} naming the first field that makes no sense and its value.
 void validate(const LayerSpec& spec);
 
-// "swiglu", "gelu (tanh)", "relu2".
+// The activation's usual name: "swiglu", "gelu (tanh)", "relu2".
 const char* name_of(const Activation& activation);
-// "softmax", "sigmoid", "sqrt-softplus".
+// The score function's name: "softmax", "sigmoid", "sqrt-softplus".
 const char* name_of(ScoreFunction score);
 
-// One line, e.g. "H 2048, I 1024, 64 experts, top-8, softmax, swiglu".
+// The layer in one line, e.g. "H 2048, I 1024, 64 experts, top-8, softmax, swiglu".
 std::string describe(const LayerSpec& spec);
 
 }  // namespace switchyard

@@ -9,7 +9,7 @@
 
 namespace switchyard {
 
-// An id of "no expert": the slot is skipped and contributes nothing.
+// The id that means "no expert": the slot is skipped and contributes nothing.
 inline constexpr std::int32_t kNoExpert = -1;
 
 // Chooses K experts and their weights for each of T tokens.
@@ -32,7 +32,7 @@ std::int64_t route(const LayerSpec& spec, std::span<const float> logits,
 // uniform. (RaMP, arXiv 2604.26039, section II-A.) 1 if nothing was routed or E == 1.
 double balancedness(std::span<const std::int64_t> tokens_per_expert);
 
-// The lowest beta that top-k routing without repetition can reach: ln K / ln E.
+// The lowest beta that top-k routing can reach, since a token's experts are distinct: ln K / ln E.
 double lowest_balancedness(int num_experts, int top_k);
 
 // Routing drawn at random so that the histogram's expected balancedness is `beta` (clamped to

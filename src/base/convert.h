@@ -6,14 +6,14 @@
 #include <cstddef>
 #include <cstdint>
 
-// Always inlined: this header is compiled for several instruction sets, and a copy out of line,
-// merged by the linker, could be one that the processor at hand does not run.
+// Forces inlining. This header is compiled for several instruction sets. The linker merges
+// out-of-line copies, and could keep one that the processor at hand cannot run.
 #define SWITCHYARD_ALWAYS_INLINE [[gnu::always_inline]] inline
 
 namespace switchyard {
 
-// a if the condition holds, else b. Arithmetic rather than a branch: the compiler must not move
-// floating-point work into one arm of a conditional, which would keep loops scalar.
+// Returns a if the condition holds, else b. It uses arithmetic rather than a branch: the compiler
+// must not move floating-point work into one arm of a conditional, which would keep loops scalar.
 SWITCHYARD_ALWAYS_INLINE constexpr std::uint32_t select(bool condition, std::uint32_t a,
                                                         std::uint32_t b) {
   return b ^ ((a ^ b) & (0u - static_cast<std::uint32_t>(condition)));

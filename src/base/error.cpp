@@ -10,8 +10,8 @@ constexpr std::size_t kMostMessage = 4096;
 
 }  // namespace
 
-// Messages are escaped here as well as where text from outside enters them, because that is easily
-// forgotten. Escaping twice changes nothing.
+// Messages are escaped here as well as where text from outside enters them, because the latter is
+// easily forgotten. Escaping twice changes nothing.
 Error::Error(ErrorCode code, const std::string& message)
     : std::runtime_error(printable(message, kMostMessage)), code_(code) {}
 

@@ -5,8 +5,8 @@
 
 namespace switchyard {
 
-// Throws Error{kSystem} for the current errno, which `call` has left for the file, with the remedy
-// for that errno.
+// Throws Error{kSystem} for the errno that `call` on the file has just set, with the remedy for
+// that errno.
 [[noreturn]] void throw_file_error(const std::filesystem::path& path, const char* call);
 
 }  // namespace switchyard

@@ -28,7 +28,7 @@ HostMemory host_memory() {
                    kibibytes_in("/proc/meminfo", "MemAvailable")};
   std::uint64_t limit = 0;
   std::uint64_t used = 0;
-  // "max" where there is no limit, which leaves the stream failed and the branch untaken.
+  // Without a limit the file says "max", which leaves the stream failed and the branch untaken.
   if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit &&
       std::ifstream("/sys/fs/cgroup/memory.current") >> used) {
     found.total = std::min(found.total, limit);
@@ -37,7 +37,7 @@ HostMemory host_memory() {
   return found;
 }
 
-// Not getrusage: its maximum is inherited through exec, so a launcher's would count.
+// getrusage() will not do: its maximum is inherited through exec, so a launcher's would count.
 std::uint64_t peak_resident_bytes() { return kibibytes_in("/proc/self/status", "VmHWM"); }
 
 }  // namespace switchyard

@@ -1,4 +1,4 @@
-// How much memory this host has for us.
+// The amount of memory that this host has for the process.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,9 @@
 namespace switchyard {
 
 struct HostMemory {
-  std::uint64_t total = 0;  // bytes; of the control group, if that has less
-  // What can be had without swapping: MemAvailable, or the control group's room if that is less.
+  std::uint64_t total = 0;  // bytes, or the control group's limit if that is less
+  // Bytes that can be had without swapping: MemAvailable, or the control group's room if that is
+  // less.
   std::uint64_t available = 0;
 };
 HostMemory host_memory();

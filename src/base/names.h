@@ -5,8 +5,8 @@
 
 namespace switchyard {
 
-// "bf16", "f32", "f16", "fp8": an element type as options and files of results name it. Other types
-// have the name of to_string().
+// The element type as options and files of results name it: "bf16", "f32", "f16", "fp8". Other
+// types have the name of to_string().
 const char* short_name(DType dtype);
 
 }  // namespace switchyard

@@ -9,7 +9,7 @@
 namespace switchyard {
 
 std::optional<std::int64_t> parse_whole(std::string_view text);
-// A decimal number, which is finite.
+// A finite decimal number.
 std::optional<double> parse_real(std::string_view text);
 // A whole number of bytes, with an optional kB, MB, GB, TB (1000) or KiB, MiB, GiB, TiB (1024).
 std::optional<std::uint64_t> parse_bytes(std::string_view text);

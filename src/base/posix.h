@@ -17,7 +17,7 @@ namespace switchyard {
 // them.
 using Clock = std::chrono::steady_clock;
 
-// E.g. "No such file or directory (errno 2)".
+// The text of an errno, e.g. "No such file or directory (errno 2)".
 std::string errno_text(int error_number);
 
 // Throws Error{kSystem} with `what` and the current errno.
@@ -31,9 +31,9 @@ enum class ProcessState {
   kStopped,  // by a signal such as SIGSTOP, or by a debugger
   kExited,   // gone, or ended and only left to be waited for
 };
-// Throws nothing: a process may vanish between any two questions about it.
+// The state of a process. Throws nothing, since a process may vanish at any time.
 ProcessState state_of_process(pid_t pid);
-// The same of a process whose open /proc/PID/stat is given; nothing if the file does not tell.
+// The state of the process whose open /proc/PID/stat is given; nothing if the file does not tell.
 std::optional<ProcessState> state_by_stat(int stat_fd);
 
 // Sleeps until one of `fds` is ready or `until` has passed, and fills in their revents. May return

@@ -10,8 +10,8 @@
 
 namespace switchyard {
 
-// Longer names are shortened in messages. A path in a model cache has 200 bytes, a file's name up
-// to 255.
+// The longest name that messages show whole. A path in a model cache has 200 bytes, a file's name
+// up to 255.
 inline constexpr std::size_t kMostShown = 512;
 
 // The start of a text, as it may be shown: one character, or the escape that stands for it.
@@ -22,17 +22,17 @@ struct ShownCharacter {
   std::string_view view() const { return {bytes.data(), size}; }
 };
 
-// `text` must not be empty. Escaped are: control characters, which a terminal obeys; line breaks,
-// which would let a name forge a line of its own; invisible characters and those that change the
-// direction of text, which would let it look like another; and bytes that are not UTF-8. Examples:
-// \n, \x1b, \u{202e}. A backslash stays as it is, so escaping twice is the same as escaping once.
-// Allocates nothing: signal handlers may call it.
+// Returns the first character of `text`, which must not be empty, or its escape. It escapes control
+// characters, which a terminal obeys; line breaks, which would let a name forge a line of its own;
+// invisible characters and those that change the direction of text, which would let it look like
+// another; and bytes that are not UTF-8. Examples: \n, \x1b, \u{202e}. A backslash stays as it is,
+// so escaping twice is the same as escaping once. Allocates nothing: signal handlers may call it.
 ShownCharacter show_character(std::string_view text);
 
-// `text` with every character as show_character() has it, in at most `most` bytes (at least 64). In
-// place of the middle of a longer text stands how many bytes the text has.
+// Returns `text` with every character as show_character() gives it, in at most `most` bytes (at
+// least 64). If it is longer, its middle is replaced by a note of how many bytes the text has.
 std::string printable(std::string_view text, std::size_t most = kMostShown);
-template <std::same_as<std::filesystem::path> Path>  // not what converts to one
+template <std::same_as<std::filesystem::path> Path>  // not for types that convert to a path
 std::string printable(const Path& path) {
   return printable(std::string_view(path.native()));
 }

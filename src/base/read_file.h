@@ -1,4 +1,4 @@
-// Reading files that somebody else made, and may have made something else than files.
+// Reads files of unknown origin, which may turn out not to be regular files.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@
 
 namespace switchyard {
 
-// Nothing has this name. False of a link that leads nowhere, and of what cannot be looked up.
+// True if nothing has this name. False for a dangling link, and if the name cannot be looked up.
 bool is_absent(const std::filesystem::path& path);
 
 struct InputFile {
   UniqueFd fd;
   std::uint64_t bytes = 0;
-  std::uint64_t device = 0, inode = 0;  // which together identify it
+  std::uint64_t device = 0, inode = 0;  // together they identify the file
 };
 
 // Opens a regular file for reading. Refuses everything else without waiting for it: a pipe without
@@ -26,7 +26,7 @@ InputFile open_input(const std::filesystem::path& path);
 // than `most_bytes`.
 std::string read_text(const std::filesystem::path& path, std::uint64_t most_bytes);
 
-// The same of a file that a user named. Throws Error{kInvalidFile} where nothing has this name.
+// Does the same for a file that a user named. Throws Error{kInvalidFile} if nothing has this name.
 std::string read_named(const std::filesystem::path& path, std::uint64_t most_bytes);
 
 }  // namespace switchyard

@@ -23,7 +23,7 @@ class UniqueFd {
 
   int get() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
-  // The descriptor, which is the caller's to close.
+  // Gives the descriptor up: the caller must close it.
   int release() { return std::exchange(fd_, -1); }
   void reset() {
     // EINTR from close() still closes on Linux; a retry could close a descriptor of another thread.

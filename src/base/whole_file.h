@@ -1,4 +1,4 @@
-// Files and directories that appear whole or not at all.
+// Files and directories that appear complete or not at all.
 #pragma once
 
 #include <cstddef>
@@ -35,13 +35,13 @@ class WholeFile {
   UniqueFd fd_;
 };
 
-// Makes something new beside `path` under a temporary name: calls `make` with names that nobody can
-// guess, until it returns anything but EEXIST. Returns the name. Throws Error{kSystem} of `path`
-// and `call` for any other errno that `make` returns than 0.
+// Makes something new beside `path` under a temporary name, and returns the name. It calls `make`
+// with names that nobody can guess, until `make` returns anything but EEXIST. If that is an errno
+// other than 0, it throws Error{kSystem} naming `path` and `call`.
 std::filesystem::path make_beside(const std::filesystem::path& path, const char* call,
                                   const std::function<int(const std::filesystem::path&)>& make);
 
-// One of this text.
+// Writes a whole file with this text.
 void write_whole(const std::filesystem::path& path, std::string_view text);
 
 }  // namespace switchyard

@@ -1,4 +1,4 @@
-// How rows of results name the machine that they were measured on.
+// The description of the machine that rows of results were measured on.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace switchyard::machine {
 
-// "2 x NVIDIA H200, 132 SMs, CUDA 13.0", of the GPUs that the ranks use; or the processor's name
+// The GPUs that the ranks use, e.g. "2 x NVIDIA H200, 132 SMs, CUDA 13.0", or the processor's name
 // and its threads.
 std::string describe_machine(Backend backend, int ranks);
 

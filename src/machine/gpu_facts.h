@@ -1,7 +1,7 @@
-// What a model of GPU can do at most, and the floor that this sets for a pass.
+// The limits of a model of GPU, and the floor that they set for the time of a pass.
 //
-// The numbers are measured once per model and kept as a file with the source of each. The command
-// has the files of src/machine/facts/ in it; `switchyard bench --machine-facts` reads another. A
+// The limits are measured once per model and kept in a file with the source of each. The command
+// contains the files of src/machine/facts/; `switchyard bench --machine-facts` reads another. A
 // model without facts has no floor: another model's would be wrong in both directions.
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace switchyard::machine {
 
-// What one GPU has to do in a pass. Weights are as stored, scales included.
+// The work of one GPU in a pass. Weights count as stored, scales included.
 struct Load {
   std::uint64_t touched_bytes = 0;  // of expert weights
   double flops = 0;
@@ -31,7 +31,7 @@ struct Roof {
 
 struct GpuFacts {
   std::string gpu;             // as CUDA names it: "NVIDIA H200"
-  Roof launch_seconds;         // of a kernel that has nothing to do
+  Roof launch_seconds;         // an empty kernel
   Roof read_bytes_per_second;  // of device memory
   // Facts that only some passes need.
   std::optional<Roof> ranks_launch_seconds;     // a launch, and a signal to another rank and back
@@ -52,11 +52,11 @@ GpuFacts parse_gpu_facts(std::string_view text, const std::string& source);
 // parse_gpu_facts() of a file. Also throws what read_named() throws.
 GpuFacts read_gpu_facts(const std::filesystem::path& path);
 
-// The facts in this build, of the model with exactly this name. A name that begins the same may be
+// The facts that this build has for the model with exactly this name. A longer name may mean
 // another memory or another power limit.
 std::optional<GpuFacts> known_gpu_facts(std::string_view gpu);
 
-// The facts that the floor of a pass needs and that are not there, as a file names them.
+// The facts that the floor of a pass needs and `facts` lacks, by their names in files.
 std::vector<std::string> missing_roofs(const GpuFacts& facts, DType compute, int ranks);
 
 // The least time of one launch:
@@ -64,7 +64,7 @@ std::vector<std::string> missing_roofs(const GpuFacts& facts, DType compute, int
 // and with several ranks, a GPU each,
 //   F = max(launch of ranks + touched weight bytes / read rate, FLOPs / rate of the arithmetic,
 //           NVLink bytes / NVLink rate).
-// The gate, where it is timed, is in the time, not in the floor. None where a roof is missing.
+// Where the gate is timed, it counts in the time, not in the floor. Empty if a roof is missing.
 std::optional<double> floor_us(const GpuFacts& facts, const Load& load, DType compute, int ranks);
 
 }  // namespace switchyard::machine

@@ -1,4 +1,4 @@
-// What this host is.
+// Facts about this host.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ std::string huge_page_policy();
 // Why an abstract Unix socket cannot be bound here; empty if it can.
 std::string abstract_socket_problem();
 
-// How an NVIDIA device shows ("/dev/nvidia0", the path of nvidia-smi); empty if none does.
+// The sign of an NVIDIA device ("/dev/nvidia0", the path of nvidia-smi); empty if there is none.
 std::string nvidia_device();
 
 // The path of the running executable.

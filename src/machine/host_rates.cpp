@@ -59,7 +59,7 @@ class GemmWorker {
     c_.resize(most_c);
   }
 
-  // Every shape once, so that generating its kernel is not measured.
+  // Multiplies every shape once, so that generating its kernel is not measured.
   void warm_up() {
     std::vector<TileProduct> seen;
     for (const TileProduct& p : products_) {
@@ -74,8 +74,8 @@ class GemmWorker {
   }
 
  private:
-  // Bytes whose every second one is 0x3f make ordinary numbers of about 1 in bf16 and fp32 alike:
-  // zeros and denormals could be faster or slower than real data.
+  // Every second byte is 0x3f. That makes ordinary numbers of about 1 in bf16 and fp32 alike: zeros
+  // and denormals could be faster or slower than real data.
   static std::vector<std::uint16_t> random_bytes(std::size_t bytes, unsigned seed) {
     std::mt19937 generator(seed);
     std::vector<std::uint16_t> values((bytes + 1) / 2);
@@ -106,7 +106,7 @@ void add_ffn_ranges(const FfnWeights& ffn, std::vector<ByteRange>& ranges) {
 
 const std::byte* end_of(ByteRange range) { return range.data() + range.size(); }
 
-// Sorted and disjoint: interleaved matrices cover each other.
+// The ranges sorted and without overlaps: interleaved matrices cover each other.
 std::vector<ByteRange> merged(std::vector<ByteRange> ranges) {
   std::sort(ranges.begin(), ranges.end(),
             [](ByteRange a, ByteRange b) { return std::less<>()(a.data(), b.data()); });
@@ -122,7 +122,8 @@ std::vector<ByteRange> merged(std::vector<ByteRange> ranges) {
   return result;
 }
 
-// The xor of a block's words: reads everything and cannot be left out, as the result is used.
+// The xor of a block's words. It reads every word, and the compiler must keep it because the result
+// is used.
 std::uint64_t checksum(ByteRange block) {
   constexpr std::size_t kLanes = 32;
   std::uint64_t lanes[kLanes] = {};
@@ -142,8 +143,8 @@ std::uint64_t checksum(ByteRange block) {
 double measure_gemm_rate(std::vector<TileProduct> products, DType dtype, int num_threads,
                          double seconds) {
   if (products.empty()) return 0;
-  // A pass over all of them may take longer than there is time; what comes first must not be what
-  // one expert happens to need.
+  // A pass over all products may take longer than there is time. Shuffling keeps the first ones
+  // from being one expert's alone.
   std::shuffle(products.begin(), products.end(), std::mt19937(1));
   std::atomic<std::size_t> next{0};
   std::vector<double> flops(static_cast<std::size_t>(num_threads));
@@ -198,7 +199,7 @@ double measure_read_rate(std::span<const ByteRange> ranges, int num_threads, dou
   Clock::time_point pass_start;
   const Clock::time_point start = Clock::now();
   bool done = false;
-  // Runs on one thread between passes, while the others wait.
+  // The function runs on one thread between passes, while the others wait.
   std::barrier pass_end(num_threads, [&]() noexcept {
     if (next.load() > 0) times.push_back(seconds_since(pass_start));
     done = times.size() == kMostPasses || (times.size() >= 2 && seconds_since(start) >= seconds);

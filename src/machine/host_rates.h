@@ -1,5 +1,5 @@
-// What this host can do, measured in this process: the rates that a layer's time on the CPU is
-// compared with.
+// The rates of this host, measured in this process. A layer's time on the CPU is compared with
+// them.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,8 @@ namespace switchyard::machine {
 using cpu::TileProduct;
 
 // Useful FLOP/s of the small-GEMM library over a random sample of `products` on `num_threads`
-// threads for about `seconds`. Operands are a tile's own and stay in cache: memory is left out.
+// threads for about `seconds`. Every tile has its own operands, which stay in cache, so memory does
+// not count.
 double measure_gemm_rate(std::vector<TileProduct> products, DType dtype, int num_threads,
                          double seconds);
 
@@ -26,8 +27,8 @@ using ByteRange = std::span<const std::byte>;
 std::vector<ByteRange> touched_weights(const MoeWeights& weights,
                                        std::span<const std::int64_t> tokens_per_expert);
 
-// Bytes per second at which `num_threads` threads read all of `ranges`, the best of the passes
-// that fit in about `seconds` (at least one after a warm-up).
+// The rate, in bytes per second, at which `num_threads` threads read all of `ranges`. It is the
+// best of the passes that fit in about `seconds` (at least one after a warm-up).
 double measure_read_rate(std::span<const ByteRange> ranges, int num_threads, double seconds);
 
 }  // namespace switchyard::machine
