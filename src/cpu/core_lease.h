@@ -1,10 +1,10 @@
-// Turns for ranks that are threads of one process and outnumber its cores.
+// Takes turns on cores, for ranks that are threads of one process and outnumber its cores.
 //
 // Left to the operating system, such ranks take the core from each other every millisecond or so,
 // and each time refill its caches (docs/decisions/0007). With leases, a rank keeps its core until
-// it has nothing to do or its turn is over. A lease is advice, not a lock: who waits for one while
-// no rank of the world makes progress works without, so a rank that stalls with a lease in hand
-// stops nobody.
+// it has nothing to do or its turn is over. A lease is advice, not a lock: a rank that waits for
+// one while no rank of the world makes progress goes on without it. So a rank that stalls with a
+// lease in hand stops nobody.
 #pragma once
 
 #include <algorithm>
@@ -47,7 +47,7 @@ class CoreLease {
     taken_at_ = Clock::now();
   }
 
-  // Before waiting for anything.
+  // Gives the core back. Call it before waiting for anything.
   void give() {
     if (!held_) return;
     held_ = false;
@@ -63,7 +63,8 @@ class CoreLease {
     next->granted_signal.notify_one();
   }
 
-  // Between tasks: passes the core on if the turn is over and somebody waits. True if it did.
+  // Passes the core on if the turn is over and another rank waits for it; returns true if it did.
+  // Call it between tasks.
   bool offer() {
     if (!held_ || Clock::now() - taken_at_ < kTurn) return false;
     {
@@ -77,10 +78,10 @@ class CoreLease {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // Most passes end within a turn; longer ones rotate, so that ranks which do not divide evenly by
-  // the cores still share them.
+  // A turn is long enough for most passes. Longer passes rotate, so that ranks share the cores even
+  // if their number is not a multiple of the cores'.
   static constexpr std::chrono::milliseconds kTurn{250};
-  // Longer than any task.
+  // Longer than any task takes.
   static constexpr std::chrono::milliseconds kPatience{40};
 
   struct Waiter {

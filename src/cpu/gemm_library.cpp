@@ -1,4 +1,4 @@
-// What the GEMM library makes of this processor, and how it is kept on one thread.
+// The GEMM library's view of this processor, and how it is kept on one thread.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -19,9 +19,9 @@ namespace switchyard::cpu {
 
 namespace {
 
-// Whether the processor has tiles (leaf 7, EDX bit 24) but none of leaf 1DH's palettes, which some
-// hypervisors leave out. oneDNN then makes an empty tile configuration, of which the processor
-// calls the first use an illegal instruction.
+// True if the processor has tiles (leaf 7, EDX bit 24) but none of leaf 1DH's palettes, which some
+// hypervisors leave out. oneDNN then makes an empty tile configuration, whose first use is an
+// illegal instruction.
 bool lacks_tile_palettes() {
 #if defined(__x86_64__)
   constexpr unsigned kTiles = 1U << 24, kPalettes = 0x1D;

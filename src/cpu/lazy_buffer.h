@@ -1,4 +1,4 @@
-// Private memory that is address space until it is touched.
+// Private memory whose pages are allocated when they are first touched.
 #pragma once
 
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-// How a thread of the CPU engine passes the time in a wait.
+// How threads of the CPU engine pause during a wait.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +14,10 @@ namespace switchyard::cpu {
 struct HostPace : protocol::WaitsAlone {
   static constexpr std::uint32_t kLooksPerAbortCheck = 1;
   static constexpr std::uint32_t kLeastLooksOfAJudge = 64;
-  // Peers want to see that a rank which waits still runs. A look that follows a sleep costs little
-  // beside it. On a host with more threads than cores a yield may last for many time slices, so
-  // looks alone do not tell how long ago the last word was.
+  // Peers must see that a waiting rank still runs, and they see it when the rank looks at the
+  // clock. After a sleep such a look costs little by comparison. On a host with more threads than
+  // cores a yield may last for many time slices, so the number of looks alone does not tell how
+  // long ago the last one was.
   bool reads_clock(std::uint32_t looks) {
     if (looks % 64 == 0 || looks >= kFirstSleep) return true;
     if (looks < kFirstYield) return false;
@@ -25,9 +26,9 @@ struct HostPace : protocol::WaitsAlone {
     return time - last_read_ >= kLongestSilence;
   }
   std::uint64_t now() { return last_read_ = clock(); }
-  // Ranks may outnumber cores: after a few looks the core is better left to whoever is awaited.
-  // Every wake-up takes it from them for some microseconds, so sleeps grow with the time already
-  // waited; the last one still is a few hundredths of the whole.
+  // Ranks may outnumber cores, so after a few looks the thread leaves the core to others. Every
+  // wake-up takes the core from them for some microseconds, so sleeps grow with the time already
+  // waited. Even the longest sleep is a few hundredths of that time.
   void pause(std::uint32_t looks) const {
     if (looks < kFirstYield) {
 #if defined(__x86_64__)

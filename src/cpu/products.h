@@ -1,5 +1,5 @@
-// The engine's arithmetic as others may see it: which products a pass is made of, in which type.
-// Measures of this machine multiply the same tiles.
+// The products that a pass is made of, and their type, for code outside the engine. Measurements of
+// this machine multiply the same tiles.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@
 
 namespace switchyard::cpu {
 
-// A weight block [m, k] times n tokens, of which `rows` are wanted and the others fill the tile.
+// A weight block [m, k] times n tokens. Only `rows` of the tokens are wanted; the others fill the
+// tile.
 struct TileProduct {
   int m = 0;
   int n = 0;

@@ -101,9 +101,9 @@ std::optional<Task> Scheduler::next() {
       }
       return task;
     }
-    // Chunks of tokens complete nearly in order, so the first incomplete one speaks for the rest.
+    // Chunks of tokens complete nearly in order: if the first is incomplete, the rest need no look.
     if (task.kind == TaskKind::kCombine) break;
-    // What one block of a tile lacks, all of them lack.
+    // All blocks of a tile need the same inputs, so if one cannot run, none can.
     while (i + 1 < tasks_.size() && tasks_[i + 1].kind == task.kind &&
            tasks_[i + 1].index == task.index) {
       ++i;
@@ -133,8 +133,8 @@ bool Scheduler::all_complete() const {
 
 Missing Scheduler::missing() {
   const std::lock_guard lock(mutex_);
-  // What another thread of this rank is busy with comes first: as long as it works, the rank is not
-  // waiting for anybody, and if it hangs, the fault is here.
+  // Work in hand comes first: while another thread of this rank works, the rank is not waiting for
+  // anybody, and if that thread hangs, the fault is here.
   const Missing own_work{Phase::kExperts, layer_.heaps.rank, first_open_, tasks_.size(),
                          num_complete_};
   if (num_taken_ != num_complete_) return own_work;

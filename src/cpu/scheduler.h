@@ -1,8 +1,9 @@
-// Subscriber and Scheduler of one rank: which packets have come, and which task is next.
+// Subscriber and Scheduler of one rank: they find which packets have arrived, and which task is
+// next.
 //
-// Both are played by whichever processor is free, under one lock: a task takes tens of microseconds
-// to milliseconds, choosing one takes about one. (A thread of its own for each role would compete
-// with the processors for cores; see docs/decisions/0004.)
+// Any free processor plays both roles, under one lock: a task takes tens of microseconds to
+// milliseconds, choosing one takes about one. (A thread of its own for each role would compete with
+// the processors for cores; see docs/decisions/0004.)
 #pragma once
 
 #include <atomic>
@@ -20,9 +21,9 @@ class Subscriber {
  public:
   Subscriber(const LayerState& layer, const Pass& pass) : layer_(layer), pass_(pass) {}
 
-  // Empty once every row of the tile is here; otherwise the first thing lacking.
+  // Returns the first missing thing of a tile's rows; empty once every row is here.
   std::optional<protocol::Missing> missing_rows(const Tile& tile) const;
-  // Likewise for the cells of a chunk of tokens.
+  // Does the same for the cells of a chunk of tokens.
   std::optional<protocol::Missing> missing_cells(std::uint32_t combine_chunk) const;
 
  private:
@@ -35,7 +36,7 @@ class Scheduler {
   Scheduler(const LayerState& layer, Pass& pass)
       : subscriber_(layer, pass), layer_(layer), pass_(pass) {}
 
-  // Before any processor calls next(): lists the tasks of pass.work.
+  // Lists the tasks of pass.work. Call it before any processor calls next().
   void start();
 
   // The first task in the common order whose inputs are complete and that nobody has taken, so that
@@ -46,7 +47,7 @@ class Scheduler {
   void complete(const protocol::Task& task);
   bool all_complete() const;
 
-  // Why next() has nothing to give.
+  // The reason why next() has no task.
   protocol::Missing missing();
 
  private:

@@ -1,4 +1,4 @@
-// What one thread of a rank did in a pass, for MoeLayer::trace(). Only that thread writes it.
+// The trace of one thread of a rank in a pass, for MoeLayer::trace(). Only that thread writes it.
 #pragma once
 
 #include <cstddef>
@@ -10,11 +10,11 @@
 
 namespace switchyard::cpu {
 
-// On lines of its own: threads record at the same time.
+// Aligned to a cache line of its own, because threads record at the same time.
 class alignas(64) ThreadTrace {
  public:
   ThreadTrace(std::int32_t unit, std::size_t most_events) : unit_(unit), most_events_(most_events) {
-    events_.reserve(most_events);  // address space until it is written
+    events_.reserve(most_events);  // takes only address space until it is written
   }
 
   void clear() {
@@ -23,11 +23,11 @@ class alignas(64) ThreadTrace {
     open_ = false;
   }
 
-  // The thread has nothing to do from now on.
+  // Notes that the thread is free from now on.
   void set_free() { free_since_ns_ = trace::now_ns(); }
   std::int64_t free_since_ns() const { return free_since_ns_; }
 
-  // It begins what `event` tells, for which it has waited since it was free.
+  // Begins `event`, for which the thread has waited since it was free.
   void begin(const TraceEvent& event) {
     current_ = event;
     current_.unit = unit_;
@@ -35,7 +35,7 @@ class alignas(64) ThreadTrace {
     current_.begin_ns = trace::now_ns();
     open_ = true;
   }
-  // The thread is free again.
+  // Ends the event; the thread is free again.
   void end() { end(current_.rows); }
   void end(std::int32_t rows) {
     free_since_ns_ = trace::now_ns();
@@ -44,13 +44,13 @@ class alignas(64) ThreadTrace {
     close(free_since_ns_);
   }
 
-  // Within a task, which goes on: what others wait for is complete, and about to be told. The event
-  // ends here, so that nothing it causes has begun before that.
+  // Ends the event within a task that goes on: the result that others wait for is complete, and
+  // flags are about to be raised. Ending it here keeps it from overlapping what it causes.
   void complete() {
     told_ns_ = trace::now_ns();
     close(told_ns_);
   }
-  // After that: `peer` is about to be told. What the task does after the last of them is in no
+  // Records that `peer` has been told of a result, after complete(). The rest of the task is in no
   // event.
   void tell(TraceKind kind, std::int32_t peer, std::int32_t tile, std::int32_t expert,
             std::int32_t rows) {

@@ -1,5 +1,5 @@
-// The tile product on the vendor's small-GEMM library: weights on M, tokens on N, so that weights
-// are read straight from the mapped checkpoint, in whatever orientation it has them.
+// The tile product on the vendor's small-GEMM library. Weights are on M and tokens on N, so that
+// weights are read straight from the mapped checkpoint, in whatever orientation it has them.
 #pragma once
 
 #include <cstdint>
@@ -9,18 +9,18 @@
 
 namespace switchyard::cpu {
 
-// Keeps the library from instructions that this processor shows but does not have. Before any use
-// of the library; done once, and by everything here.
+// Keeps the library from instructions that this processor claims but does not have. It must run
+// before any use of the library. It acts once, and everything here calls it.
 void prepare_gemm_library();
 
-// Whether this processor multiplies bf16 natively (AMX or AVX-512-BF16). Otherwise bf16 layers
+// True if this processor multiplies bf16 natively (AMX or AVX-512-BF16). Otherwise bf16 layers
 // convert tiles to fp32.
 bool has_native_bf16();
 
 // The instruction set that the library will use, e.g. "amx_bf16", "avx2".
 const char* gemm_instruction_set();
 
-// Of one thread; generated kernels are kept per shape.
+// The tile product for one thread. It keeps a generated kernel per shape.
 class TileGemm {
  public:
   explicit TileGemm(DType dtype);  // of a and x: kBF16 or kF32
@@ -29,8 +29,8 @@ class TileGemm {
 
   DType dtype() const;
 
-  // c[m][n] = a[m][k] x[n][k]^T in fp32. Element (i, p) of a is at i * a_row_stride +
-  // p * a_col_stride, one of which must be 1; rows of x are contiguous and x_stride apart.
+  // Computes c[m][n] = a[m][k] x[n][k]^T in fp32. Element (i, p) of a is at i * a_row_stride + p *
+  // a_col_stride, one of which must be 1; rows of x are contiguous and x_stride apart.
   void multiply(int m, int n, int k, const void* a, std::int64_t a_row_stride,
                 std::int64_t a_col_stride, const void* x, std::int64_t x_stride, float* c);
 
@@ -39,7 +39,7 @@ class TileGemm {
   std::unique_ptr<State> state_;
 };
 
-// While one exists, library calls of this thread stay on this thread.
+// While an object of this class exists, library calls of this thread stay on this thread.
 class SingleThreadedLibrary {
  public:
   SingleThreadedLibrary();

@@ -1,5 +1,6 @@
-// TileGemm in plain C++, built instead of tile_gemm.cpp for runs under ThreadSanitizer. It cannot
-// see into generated code; here, every read of a shared row and every write of a result is checked.
+// TileGemm in plain C++, built instead of tile_gemm.cpp for runs under ThreadSanitizer. The
+// sanitizer cannot see into generated code; here it checks every read of a shared row and every
+// write of a result.
 #include "base/convert.h"
 #include "cpu/tile_gemm.h"
 

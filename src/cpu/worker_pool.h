@@ -13,7 +13,7 @@ namespace switchyard::cpu {
 class WorkerPool {
  public:
   // `num_threads` counts the thread that calls run(). `enter` runs once in every other thread.
-  // Throws Error{kSystem} if there cannot be so many.
+  // Throws Error{kSystem} if so many threads cannot be made.
   WorkerPool(int num_threads, std::function<void()> enter)
       : num_threads_(num_threads),
         threads_(1, num_threads,
@@ -57,7 +57,7 @@ class WorkerPool {
     generation_.fetch_add(1, std::memory_order_release);
     generation_.notify_all();
   }
-  // A short spin first: regions follow each other within microseconds, and a wake-up costs tens.
+  // Spins briefly first: regions follow each other within microseconds, and a wake-up costs tens.
   template <typename T>
   static void wait_while(const std::atomic<T>& word, T value) {
     for (int i = 0; i < 2000; ++i) {
@@ -74,7 +74,7 @@ class WorkerPool {
   bool stopping_ = false;
   std::function<void(int)> body_;
   int num_threads_;
-  Threads threads_;  // last: it ends before what it uses
+  Threads threads_;  // last member, so that the threads end before the data they use
 };
 
 }  // namespace switchyard::cpu

@@ -1,4 +1,4 @@
-// The type that a layer computes in: what its weights offer and what its options ask for.
+// The type that a layer computes in. It follows from its weights and its options.
 #pragma once
 
 #include <optional>
@@ -8,24 +8,26 @@
 
 namespace switchyard {
 
-// FP8 matrices that FP8 arithmetic takes as they are. Both may hold: of one scale for all, say.
+// The two forms of FP8 matrices that FP8 arithmetic takes as they are. Both may hold, e.g. if one
+// scale serves all.
 //
 // Block form: a scale never changes within 128 rows or columns that start at a multiple of 128, so
 // that it multiplies the sums of whole groups of products (128 x 128, per tensor).
 bool is_block_form(const MatrixView& matrix);
-// Row form, and not block form: one scale for all columns of a row, so that it multiplies results
-// (per channel).
+// Row form, and not block form: one scale serves all columns of a row, so that it multiplies
+// results (per channel).
 bool is_row_form(const MatrixView& matrix);
 
-// LayerOptions::compute, or what it is when empty: kF8E4M3 if every expert's matrices, the shared
-// expert's included, are of block or row form; else kF32 for f32 and f16 weights, else kBF16. The
-// weights have passed validate(), and may be of some experts only. Throws Error{kInvalidArgument}
-// if kF8E4M3 is asked for and a matrix is not FP8, or for other types; {kUnsupported} if an FP8
-// matrix has neither form; {kInvalidArgument} if there is nothing to tell it by.
+// Returns LayerOptions::compute or, if that is empty, a choice by the weights: kF8E4M3 if every
+// expert's matrices, the shared expert's included, are of block or row form; else kF32 for f32 and
+// f16 weights, else kBF16. The weights have passed validate(), and may be of some experts only.
+// Throws Error{kInvalidArgument} if kF8E4M3 is asked for and a matrix is not FP8, if another type
+// is asked for that no engine computes in, or if there are no weights to choose by; {kUnsupported}
+// if an FP8 matrix has neither form.
 DType resolve_compute(const MoeWeights& weights, std::optional<DType> asked);
 
-// Of what is never quantised in a layer that computes in `compute`: the gates' activations,
-// experts' outputs, and what a caller has by default.
+// The type of all values that are never quantised in a layer that computes in `compute`: the gates'
+// activations, experts' outputs, and by default the caller's activations.
 constexpr DType value_type(DType compute) {
   return compute == DType::kF8E4M3 ? DType::kBF16 : compute;
 }

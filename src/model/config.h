@@ -43,7 +43,8 @@ struct ModelConfig {
   Family family = Family::kOlmoe;
   int num_layers = 0;
   int vocab_size = 0;  // 0: not given
-  // Of unquantised weights; bf16 if the file does not say (the tensors themselves decide).
+  // The dtype of unquantised weights; bf16 if the file does not say (the tensors themselves
+  // decide).
   DType dtype = DType::kBF16;
   Quantization quantization;
   std::vector<std::optional<LayerSpec>> layers;  // [num_layers]; empty for dense layers

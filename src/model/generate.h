@@ -1,5 +1,5 @@
-// Random weights with the statistics of real ones, and whole checkpoints of them: what benchmarks
-// and tests run on when the published weights are not at hand.
+// Random weights with the statistics of real ones, and whole checkpoints of them. Benchmarks and
+// tests use them when the published weights are not at hand.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,8 @@
 
 namespace switchyard {
 
-// Called now and then with the bytes done and their total, from one thread at a time.
+// A function that is called now and then with the bytes done and their total, from one thread at a
+// time.
 using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
 
 struct GenerateOptions {

@@ -1,4 +1,4 @@
-// What validate(LayerSpec) finds wrong, for messages to people who never wrote a LayerSpec.
+// The problem that validate(LayerSpec) finds, for messages to people who never wrote a LayerSpec.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace switchyard {
 
-// E.g. "top_k is 9: set it to a value in [1, 8]"; empty if the spec is valid.
+// The first problem, e.g. "top_k is 9: set it to a value in [1, 8]"; empty if the spec is valid.
 std::string layer_problem(const LayerSpec& spec);
 
 }  // namespace switchyard

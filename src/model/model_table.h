@@ -1,5 +1,5 @@
-// The models whose MoE layers the library is built and tested for, by the names of the command
-// line.
+// The models whose MoE layers the library is built and tested for, under the names that the command
+// line uses.
 #pragma once
 
 #include <string>
@@ -19,7 +19,7 @@ struct ModelEntry {
 
 const std::vector<ModelEntry>& model_table();
 
-// Throws Error{kInvalidArgument} naming the nearest known names.
+// Finds a model by name. Throws Error{kInvalidArgument} naming the nearest known names.
 const ModelEntry& find_model(std::string_view name);
 
 }  // namespace switchyard

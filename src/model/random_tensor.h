@@ -32,7 +32,7 @@ struct RandomTensor {
   static constexpr std::int64_t kScaleBlock = 128;
 
   TensorRole role = TensorRole::kRouter;
-  int expert = 0;  // of routed experts
+  int expert = 0;  // among the routed experts
   DType dtype = DType::kF32;
   std::int64_t rows = 0;
   std::int64_t cols = 0;

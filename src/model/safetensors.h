@@ -41,10 +41,10 @@ std::optional<DType> dtype_from_name(std::string_view name);
 // "F32", "BF16", ...
 const char* safetensors_name(DType dtype);
 
-// `prefix` is the start of a file of `file_size` bytes: at least the header if there is one.
-// Throws Error{kInvalidFile} naming `source`, the tensor and the byte range at fault. Tensors must
-// tile the data section without holes or overlaps, and shape * dtype must equal their byte range; a
-// dtype that is not known is accepted here and refused when the tensor is used.
+// Parses a header. `prefix` is the start of a file of `file_size` bytes: at least the header if
+// there is one. Throws Error{kInvalidFile} naming `source`, the tensor and the byte range at fault.
+// Tensors must tile the data section without holes or overlaps, and shape * dtype must equal their
+// byte range. An unknown dtype is accepted here and refused when the tensor is used.
 SafetensorsHeader parse_safetensors_header(std::span<const std::byte> prefix,
                                            std::uint64_t file_size, const std::string& source);
 
@@ -57,7 +57,7 @@ std::string safetensors_index_json(const std::map<std::string, std::string>& wei
 // A file mapped read-only and shared. Immutable, so safe to use from many threads.
 class SafetensorsFile {
  public:
-  // Throws Error{kSystem, kInvalidFile}.
+  // Maps a file and parses its header. Throws Error{kSystem, kInvalidFile}.
   static std::shared_ptr<const SafetensorsFile> open(const std::filesystem::path& path);
   ~SafetensorsFile();
   SafetensorsFile(const SafetensorsFile&) = delete;
@@ -69,9 +69,9 @@ class SafetensorsFile {
   const std::byte* data(const TensorInfo& tensor) const {
     return mapping_ + header_.data_begin + tensor.begin;
   }
-  // Throws Error{kInvalidFile} if the file has become shorter since it was opened: whoever touches
-  // the bytes that are gone is ended by SIGBUS. Call it before reading many of them. It costs a
-  // system call, and what happens later it cannot see.
+  // Throws Error{kInvalidFile} if the file has become shorter since it was opened. Touching the
+  // missing bytes would end the process with SIGBUS. Call it before reading many bytes. It costs a
+  // system call, and cannot see what happens later.
   void require_whole() const;
   // Asks the kernel to start reading, for tensors that every forward pass needs.
   void will_need(const TensorInfo& tensor) const;
@@ -99,7 +99,8 @@ class SafetensorsWriter {
 
   // The next bytes of the data section; pieces need not end where tensors do.
   void append(std::span<const std::byte> piece);
-  // Throws Error{kInvalidArgument} if the appended bytes are not exactly those announced.
+  // Renames the finished file. Throws Error{kInvalidArgument} if the appended bytes are not exactly
+  // those announced.
   void finish();
 
  private:
@@ -108,7 +109,7 @@ class SafetensorsWriter {
   std::uint64_t appended_ = 0;
 };
 
-// Activations and other small files of the command line.
+// A matrix with its memory, for activations and other small files of the command line.
 struct OwnedMatrix {
   MatrixView view;  // contiguous rows
   std::shared_ptr<const void> owner;
@@ -118,14 +119,14 @@ struct NamedMatrix {
   MatrixView view;  // any strides, no scales
 };
 
-// The tensor `name` as a matrix (a vector is one row). An empty name means the file's only tensor.
-// Throws Error{kSystem, kInvalidFile, kMissingTensor, kShapeMismatch, kUnsupported}.
+// Reads the tensor `name` as a matrix (a vector is one row). An empty name means the file's only
+// tensor. Throws Error{kSystem, kInvalidFile, kMissingTensor, kShapeMismatch, kUnsupported}.
 OwnedMatrix read_matrix(const std::filesystem::path& path, const std::string& name);
 OwnedMatrix read_matrix(const std::shared_ptr<const SafetensorsFile>& file,
                         const std::string& name);
 void write_matrices(const std::filesystem::path& path, const std::vector<NamedMatrix>& matrices);
 
-// Up to three of `names` that look most like `wanted`, as "; the closest names are: a, b", or "".
+// The up to three `names` that look most like `wanted`, as "; the closest names are: a, b", or "".
 std::string closest_names(std::string_view wanted, const std::vector<std::string_view>& names);
 
 }  // namespace switchyard

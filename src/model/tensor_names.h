@@ -9,7 +9,8 @@
 
 namespace switchyard {
 
-// How `experts_gate_up` and `experts_down` pack all experts of a layer into one tensor.
+// The ways in which `experts_gate_up` and `experts_down` pack all experts of a layer into one
+// tensor.
 enum class Packing : std::uint8_t {
   kRows,                // gate_up [E, 2I, H]: gate rows, then up rows; down [E, H, I]
   kColumns,             // gate_up [E, H, 2I]: gate columns, then up columns; down [E, I, H]
@@ -38,17 +39,19 @@ struct TensorNames {
   const char* packed_up;       // Packing::kSeparateTransposed only
   const char* packed_down;
   const char* scale_suffix;  // of "<matrix>.", for FP8; the loader also knows the other spellings
-  // What a published checkpoint of this family looks like, and what the writer therefore produces.
+  // True if published checkpoints of this family pack experts; the writer then does so, too.
   bool published_packed;
 };
 
-// Ways in which checkpoints of `family` are laid out. The first is the published one.
+// The layouts that checkpoints of `family` occur in. The first is the published one.
 std::span<const TensorNames* const> tensor_names(Family family);
 
-// As the above, for a particular model type (Qwen3.5 publishes packed experts, Qwen3 does not).
+// The published layout of a particular model type (Qwen3.5 publishes packed experts, Qwen3 does
+// not).
 const TensorNames& published_names(const ModelConfig& config);
 
-// "model.layers." -> the prefixes under which multimodal and older exports nest the same stack.
+// The prefixes of the stack's name: "model.", and those under which multimodal and older exports
+// nest the same stack.
 inline constexpr const char* kPrefixes[] = {
     "model.",       "language_model.model.", "model.language_model.",
     "transformer.", "language_model.",       ""};

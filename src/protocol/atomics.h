@@ -46,14 +46,14 @@ SWITCHYARD_HOST_DEVICE void store_relaxed(T* word, T value) {
   SystemAtomic<T>(*word).store(value, order::memory_order_relaxed);
 }
 
-// Returns the value before the addition. Acquire and release: whoever brings a counter to its last
-// value sees, and passes on with its next release, everything the other contributors wrote.
+// Returns the value before the addition. It is acquire and release: whoever brings a counter to its
+// last value sees everything the other contributors wrote, and passes it on with its next release.
 template <typename T>
 SWITCHYARD_HOST_DEVICE T fetch_add(T* word, T value) {
   return SystemAtomic<T>(*word).fetch_add(value, order::memory_order_acq_rel);
 }
 
-// Makes `word` `desired` if it is `expected`; returns what it was.
+// Stores `desired` in `word` if it holds `expected`. Returns what the word held.
 template <typename T>
 SWITCHYARD_HOST_DEVICE T compare_exchange(T* word, T expected, T desired) {
   SystemAtomic<T>(*word).compare_exchange_strong(expected, desired, order::memory_order_acq_rel);

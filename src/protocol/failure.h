@@ -1,4 +1,4 @@
-// A failure record as the typed error that callers get.
+// Turns a failure record into the typed error that callers get.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace switchyard::protocol {
 
-// kTimeout if `rank` itself waited too long, kAborted if another did. `liveness` is what else is
-// known of the awaited rank; it may be empty.
+// The code is kTimeout if `rank` itself waited too long, kAborted if another rank did. `liveness`
+// adds what is known of the awaited rank; it may be empty.
 TimeoutError timeout_error(const FailureRecord& record, int rank, const std::string& liveness);
 
 }  // namespace switchyard::protocol

@@ -1,27 +1,28 @@
-// The symmetric heap of a layer, of both engines: where everything is, and who may write it.
+// The symmetric heap of a layer, for both engines: where everything is, and who may write it.
 //
 // Conflict freedom (after the FlashDMoE thesis, theorem 5.3.1, restated for lists of exact length).
-// Every region is cut by source rank, so that a source needs to know nothing of the others to write
-// its part: no counts, no offsets. Let a write be (s, d, i): rank s writes index i of a region of
-// rank d's heap. In one epoch no two distinct ranks write the same (d, i):
+// Every region is cut by source rank. So a source can write its part without knowing anything of
+// the other sources: neither counts nor offsets. Let a write be (s, d, i): rank s writes index i of
+// a region of rank d's heap. In one epoch no two distinct ranks write the same (d, i):
 //
 //   region     index                        written by s
 //   counts     [epoch parity][s][expert]    its row of the counts matrix, the epoch in every word
 //   arrived    [expert of d][s]             the epoch, when all these rows' entries and tokens came
 //   finished   [tile]                       the epoch, when s has stored the tile's cells of d
-//                                           (numbered over all ranks; s computes this one)
+//                                           (tiles are numbered over all ranks; s computes it)
 //   entries    [expert of d][s][position]   which slot (token, k) of s the row is of: a SlotEntry
-//   weights    [expert of d][s][position]   its routing weight, where that applies to the input
+//   weights    [expert of d][s][position]   its routing weight, in layers that weight the input
 //   pool       [s][token]                   tokens of s that have an expert of d, each once
 //   cells      [token][k]                   outputs, by the owner of the expert of slot (token, k)
 //   control    own words only; but see abort_world
 //
-// Only counts are doubled. A pass of rank s begins when its last one has ended, and that ended when
-// all its cells had arrived: whoever computed them is done with what s had sent. So s may send for
-// epoch n + 1 while others are still at work on epoch n. It cannot end epoch n + 1 before it has
-// everybody's counts of that, and then everybody has ended epoch n: no rank is lapped, there is no
-// exit barrier, and the counts are the only credit. Flags are compared for equality: nobody waits
-// any more for a flag of epoch n when that of epoch n + 1 comes.
+// Only counts are doubled. A pass of rank s begins when its previous pass has ended. That pass
+// ended when all its cells had arrived, and the ranks that computed them no longer need what s had
+// sent. So s may send for epoch n + 1 while others still work on epoch n. It cannot end epoch n + 1
+// before it has everybody's counts of that epoch, and a rank that sends these has ended epoch n. So
+// no rank is lapped, there is no exit barrier, and the counts are the only credit. Flags are
+// compared for equality: when a flag of epoch n + 1 comes, no rank waits for that of epoch n any
+// more.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +33,8 @@
 
 namespace switchyard::protocol {
 
-// What flags of an epoch are raised to. Epochs count from 1, so that no flag of fresh memory is up.
+// The value that flags of an epoch are raised to. Epochs count from 1, so flags in fresh memory are
+// down.
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t flag_of(std::uint64_t epoch) {
   return static_cast<std::uint32_t>(epoch);
 }
@@ -52,8 +54,8 @@ struct SlotEntry {
   }
 };
 
-// Trivially copyable, for kernels. Sources other than the owner are told by their distance from it:
-// (source - owner) modulo the number of ranks.
+// The layout of a heap. Trivially copyable, for kernels. A source other than the owner is
+// identified by its distance from the owner: (source - owner) modulo the number of ranks.
 class Heap {
  public:
   struct Shape {
@@ -61,7 +63,7 @@ class Heap {
     int num_experts = 0;
     int hidden = 0;
     int max_tokens = 0;
-    int element_bytes = 0;  // of tokens
+    int element_bytes = 0;  // per element of a token
     bool scaled = false;    // tokens have a scale for every kQuantGroup columns
     bool weighs_input = false;
     std::uint32_t max_tiles = 0;  // over all ranks
@@ -99,18 +101,20 @@ class Heap {
   }
 
   std::uint64_t bytes() const { return bytes_; }
-  // What a pass really uses of it that receives so many tokens and rows of other ranks, computes
-  // with `tiles` tiles over all ranks, and has so many bytes of cells.
+  // The bytes of the heap that a pass really uses if it receives `tokens` tokens and `rows` rows of
+  // other ranks, computes with `tiles` tiles over all ranks, and has `cell_bytes` bytes of cells.
   std::uint64_t bytes_used(std::uint64_t tokens, std::uint64_t rows, std::uint64_t tiles,
                            std::uint64_t cell_bytes) const {
     return finished_ + (others_ == 0 ? 0 : 4 * tiles) + rows * entry_bytes() +
            tokens * token_bytes_ + cell_bytes;
   }
-  // What a row takes beside its token: a SlotEntry, and the weight where that applies to the input.
+  // The bytes of a row beside its token: a SlotEntry and, in layers that weight the input, its
+  // weight.
   std::uint64_t entry_bytes() const { return pool_ != weights_ ? 8 : 4; }
-  // What must be zero when the first pass begins; the rest may be anything.
+  // The bytes, from the start, that must be zero when the first pass begins; the rest may hold
+  // anything.
   std::uint64_t flag_bytes() const { return entries_; }
-  // What one rank tells another in counts, each with the epoch.
+  // The bytes of the counts that one rank sends another.
   SWITCHYARD_HOST_DEVICE std::uint64_t counts_row_bytes() const {
     return round_up<std::uint64_t>(sizeof(std::uint64_t) * num_experts_, 128);
   }
@@ -118,9 +122,9 @@ class Heap {
   SWITCHYARD_HOST_DEVICE std::uint64_t token_bytes() const { return token_bytes_; }
   SWITCHYARD_HOST_DEVICE std::uint64_t scale_offset() const { return scale_offset_; }
 
-  // Regions of the heap at `base`. A row of counts: c(source, e) for all experts, and above each,
-  // in the same word, what flags of the epoch are raised to. So a count tells by itself that it is
-  // there, and nothing need be sent behind it.
+  // Regions of the heap at `base`. A row of counts has a word for every expert: c(source, e) in the
+  // lower half, and the epoch's flag value in the upper. So a count shows by itself that it has
+  // arrived, and no signal has to follow it.
   SWITCHYARD_HOST_DEVICE std::uint64_t* counts(std::byte* base, std::uint64_t epoch,
                                                int source) const {
     const std::uint64_t row = (epoch & 1) * (others_ + 1) + u(source);

@@ -18,9 +18,9 @@ SWITCHYARD_HOST_DEVICE constexpr T round_up(T a, T multiple) {
   return ceil_div(a, multiple) * multiple;
 }
 
-// Experts in contiguous shards that differ by at most one. More ranks than experts leaves some
-// ranks without any. The product of the two numbers is less than 2^31, and not computed in 64 bits
-// because kernels divide it.
+// Experts in contiguous shards that differ by at most one. If there are more ranks than experts,
+// some ranks have none. The product of the two numbers must be below 2^31: it is not computed in 64
+// bits because kernels divide it.
 struct ExpertPartition {
   int num_experts = 0;
   int num_ranks = 1;
@@ -39,10 +39,10 @@ struct ExpertPartition {
   }
 };
 
-// On the GPU an expert's segment has the rows of its owner first, which need not travel, then those
-// of the rank after the owner, and so on around the circle of ranks. (On the CPU: see Placement.)
-// `before` rows are of ranks below a source, `before_owner` of ranks below the owner, `all` of all
-// ranks: the source's first row in the segment.
+// The source's first row in an expert's segment on the GPU. That segment has the rows of the
+// expert's owner first, which need not travel, then those of the rank after the owner, and so on
+// around the circle of ranks. (On the CPU: see Placement.) `before` rows are of ranks below the
+// source, `before_owner` of ranks below the owner, `all` of all ranks.
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t first_row_in_segment(std::uint32_t before,
                                                                     std::uint32_t before_owner,
                                                                     std::uint32_t all,
@@ -55,7 +55,7 @@ SWITCHYARD_HOST_DEVICE constexpr std::uint32_t first_row_in_segment(std::uint32_
 struct TileShape {
   int max_height = 128;
   int granule = 16;
-  int least = 0;  // no more rows than these make a tile of this height
+  int least = 0;  // this many rows or fewer make a tile of this height
 };
 
 struct TokenTiles {
@@ -86,18 +86,19 @@ struct TokenTiles {
   }
 };
 
-// Two neighbouring tiles of an expert that can be multiplied together, each weight being loaded
-// once for both: of at least `least_rows` rows each, and in one band (see Workload), whose tasks
-// stand together, so that neither waits for what comes later than the other.
+// Two neighbouring tiles of an expert that can be multiplied together, so that each weight is
+// loaded once for both. Both have at least `least_rows` rows and are in one band (see Workload).
+// Tasks of a band stand together, so neither tile waits for what comes later than the other.
 struct TilePair {
-  std::uint32_t first = 0;  // the number in the expert; the other is the next
-  bool two = false;         // or there is no other
+  std::uint32_t first = 0;  // the first tile's number in the expert; the other is the next
+  bool two = false;         // false: there is no other
 
-  // `tile`: one of them; `place`: its number in the band of `band` tiles.
+  // Finds the pair of `tile`, whose number in the band of `band` tiles is `place`.
   SWITCHYARD_HOST_DEVICE constexpr TilePair(const TokenTiles& tiles, std::uint32_t tile,
                                             std::uint32_t place, std::uint32_t band,
                                             std::uint32_t least_rows) {
-    // Of the expert's tiles in the band, the first and second go together, and so on.
+    // The first and second of the expert's tiles in the band go together, then the third and
+    // fourth.
     const std::uint32_t odd = (place < tile ? place : tile) & 1;
     first = tile - odd;
     const std::uint32_t second = first + 1;

@@ -9,11 +9,11 @@
 
 namespace switchyard::protocol {
 
-// One rank's view of a pass. Rows of an expert stand in the order of their sources, and within a
-// source in that of its tokens: as many ranks as there may be, each row has the place that it has
-// when one rank has all tokens. So its tile has the same shape, and the GEMM library, which chooses
-// instructions by shape, gives it the same bits. (Products of the GPU do not depend on the shape;
-// there the owner's own rows come first: first_row_in_segment().)
+// One rank's view of a pass. Rows of an expert are ordered by source, and within a source by token.
+// So a row has the same place as if one rank had all tokens, whatever the number of ranks. Its tile
+// then has the same shape, and the GEMM library, which chooses instructions by shape, gives it the
+// same bits. (The GPU's products do not depend on the shape; there the owner's own rows come first:
+// first_row_in_segment().)
 class Placement {
  public:
   Placement() = default;
@@ -50,31 +50,32 @@ class Placement {
     first_tile_.back() = tiles;
   }
 
-  // Of an expert, over all ranks.
+  // The rows of an expert, over all ranks.
   std::uint32_t rows(int expert) const { return rows_[u(expert)]; }
   TokenTiles tiles_of(int expert) const { return TokenTiles(rows(expert), tile_); }
-  // The number of its first tile among all experts' tiles, on all ranks.
+  // The number of an expert's first tile among all experts' tiles, on all ranks.
   std::uint32_t first_tile(int expert) const { return first_tile_[u(expert)]; }
   // Where this rank's rows begin in the expert's segment.
   std::uint32_t my_first_row(int expert) const { return my_first_row_[u(expert)]; }
 
-  // Of an expert of this rank: where the source's rows begin; at num_ranks: its number of rows.
+  // Where a source's rows begin in the segment of one of this rank's experts; for source num_ranks,
+  // the number of rows.
   std::uint32_t source_begin(int expert, int source) const { return sources(expert)[source]; }
-  // Whose row it is.
+  // The source of a row.
   int source_of(int expert, std::uint32_t row) const {
     const std::uint32_t* const begin = sources(expert);
     int source = 0;
     while (begin[source + 1] <= row) ++source;
     return source;
   }
-  // Of a source from this rank, around the circle of ranks.
+  // The distance of a source from this rank, around the circle of ranks.
   int distance_of(int source) const {
     return (source - rank_ + experts_.num_ranks) % experts_.num_ranks;
   }
 
   std::uint32_t num_tiles_of_all() const { return first_tile_.back(); }
   std::uint32_t num_tiles() const { return first_tile_[u(experts_.end(rank_))] - my_first_tile(); }
-  // The number, among all ranks' tiles, of this rank's first.
+  // The number of this rank's first tile among all ranks' tiles.
   std::uint32_t my_first_tile() const { return first_tile_[u(experts_.begin(rank_))]; }
 
  private:

@@ -1,4 +1,5 @@
-// The one vocabulary of work, and the one order in which every role of both engines walks it.
+// The tasks that a pass is made of, and the one order in which every role of both engines takes
+// them.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@ struct Task {
   std::uint32_t block;  // kGemm1, kGemm2: block of output rows within the tile
 };
 
-// What one rank has to do in one pass.
+// The work of one rank in one pass.
 struct Workload {
   int rank = 0;
   int num_ranks = 1;
@@ -53,7 +54,7 @@ struct Workload {
            num_routed_tiles * (routed_gemm1_blocks + routed_gemm2_blocks);
   }
 
-  // No band has both kinds of tiles.
+  // No band contains both shared and routed tiles.
   SWITCHYARD_HOST_DEVICE std::uint32_t num_bands() const {
     return bands_of(num_shared_tiles) + bands_of(num_routed_tiles);
   }
@@ -64,9 +65,9 @@ struct Workload {
                                    : num_shared_tiles + ((of_band - shared) << log2_band);
     return least(tile, num_tiles());
   }
-  // The order is one of stages: in stage s GEMM1 of band s, then GEMM2 of band s - lag.
+  // The order consists of stages. Stage s has GEMM1 of band s, then GEMM2 of band s - lag.
   SWITCHYARD_HOST_DEVICE std::uint32_t num_stages() const { return num_bands() + lag; }
-  // Tasks of earlier stages.
+  // The number of tasks in earlier stages.
   SWITCHYARD_HOST_DEVICE std::uint32_t tasks_before(std::uint32_t stage) const {
     const std::uint32_t tiles1 = first_tile(stage);
     const std::uint32_t tiles2 = stage <= lag ? 0 : first_tile(stage - lag);

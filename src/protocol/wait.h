@@ -1,5 +1,5 @@
 // The one way to wait. Every spin in both engines goes through wait_until, so every one has a
-// deadline, a name for what it waits for, and an ear for the abort word.
+// deadline, a name for what it waits for, and watches the abort word.
 #pragma once
 
 #include <cstdint>
@@ -9,39 +9,40 @@
 
 namespace switchyard::protocol {
 
-// What is missing, as far as the waiter can tell.
+// The missing step, as far as the waiter knows.
 struct Missing {
   Phase phase = Phase::kNone;
   int peer = 0;
   std::uint64_t slot = 0;      // tile or row index within the phase
-  std::uint64_t expected = 0;  // the counter's value waited for
-  std::uint64_t observed = 0;  // and the one last seen
+  std::uint64_t expected = 0;  // the value of the counter that is waited for
+  std::uint64_t observed = 0;  // the value last seen
 };
 
 enum class WaitResult : std::uint8_t { kReady, kAborted };
 
-// Who is to blame when nothing moves any more.
+// How a culprit is found when nothing moves any more.
 //
-// A rank that waits says for whom, and says it again at every look at the clock, so its word
-// changes. The word of a rank that has stopped inside a wait, of a dead one, or of one that is not
-// in a pass stays the same, and is not believed: what it names may have come since.
+// A waiting rank writes in its word `waits_for` whom it waits for. It writes again at every look at
+// the clock, so the word keeps changing. The word stays the same if its rank has stopped inside a
+// wait, is dead, or is not in a pass. Such a word is not believed, because what it names may have
+// come since.
 //
-// Of the waits that are believed the earliest in the order of the protocol (epoch, then phase)
+// Among the waits that are believed, the earliest in the order of the protocol (epoch, then phase)
 // names the culprit. A step of the protocol depends on earlier steps only, so a rank that owes the
 // earliest missing step waits for nobody; all other waits are consequences.
 //
 // One thread of a rank judges at a time. It takes notes in its rank's Control for a part of the
-// deadline, judging_time(), and the earliest wait it then knows of is the verdict. It also takes so
-// many looks at least: on a host with more threads than cores a rank that waits may be as rarely
-// on a core as the judge, and would seem to have stopped: Pace::kLeastLooksOfAJudge.
+// deadline, judging_time(), and the earliest wait that it then knows of is the verdict. It also
+// takes at least Pace::kLeastLooksOfAJudge looks. On a host with more threads than cores, a waiting
+// rank may be on a core as rarely as the judge, and with fewer looks would seem to have stopped.
 SWITCHYARD_HOST_DEVICE constexpr std::uint64_t judging_time(std::uint64_t deadline_ns) {
-  // Long beside the time between two words of a waiting rank (a millisecond, or a few time slices
-  // of a busy host), and short beside a user's patience.
+  // This is long compared with the time between two writes of a waiting rank (a millisecond, or a
+  // few time slices of a busy host), and short compared with a user's patience.
   constexpr std::uint64_t kLongest = 2'000'000'000;
   return deadline_ns / 2 < kLongest ? deadline_ns / 2 : kLongest;
 }
 
-// False while another thread of this rank judges.
+// Makes this thread the judge. Returns false if another thread of this rank is.
 SWITCHYARD_HOST_DEVICE inline bool start_judging(const Heaps& heaps) {
   Control* mine = heaps.control(heaps.rank);
   if (compare_exchange(&mine->judging, std::uint64_t{0}, std::uint64_t{1}) != 0) return false;
@@ -52,14 +53,14 @@ SWITCHYARD_HOST_DEVICE inline bool start_judging(const Heaps& heaps) {
   return true;
 }
 
-// A look at all ranks.
+// Takes one look at the `waits_for` words of all ranks.
 SWITCHYARD_HOST_DEVICE inline void look_around(const Heaps& heaps) {
   Control* mine = heaps.control(heaps.rank);
   SWITCHYARD_ROLLED
   for (int r = 0; r < heaps.size(); ++r) {
     Sighting& seen = mine->sightings[r];
     const std::uint64_t now = load_relaxed(&heaps.control(r)->waits_for);
-    // A rank has several threads and one word: each look may show another thread's wait.
+    // A rank has several threads but one word, so each look may show another thread's wait.
     if (now != 0 && now != seen.last && (seen.earliest == 0 || now < seen.earliest)) {
       seen.earliest = now;
     }
@@ -73,18 +74,19 @@ SWITCHYARD_HOST_DEVICE inline void stop_judging(const Heaps& heaps) {
 
 struct Culprit {
   int rank;
-  Phase phase;  // what it did not do,
+  Phase phase;  // the missing step
   std::uint64_t epoch;
-  int witness;  // and who waits for that
+  int witness;  // the rank that waits for it
 };
-// From what the judge has seen, and `own`, which it waits for itself.
+// Finds the culprit among the waits that the judge has seen and `own`, the judge's own wait.
 SWITCHYARD_HOST_DEVICE inline Culprit find_culprit(const Heaps& heaps, const WaitsFor& own) {
   std::uint64_t earliest = own.pack(0);
   int witness = heaps.rank;
   SWITCHYARD_ROLLED
   for (int r = 0; r < heaps.size(); ++r) {
     const std::uint64_t seen = heaps.control(heaps.rank)->sightings[r].earliest;
-    // A whole beat less: of equal waits the judge's own is told, which it knows more of.
+    // Beats are left out of the comparison. Of equal waits the judge's own is reported, of which it
+    // knows more.
     if (seen != 0 && seen >> WaitsFor::kBeatBits < earliest >> WaitsFor::kBeatBits) {
       earliest = seen;
       witness = r;
@@ -94,10 +96,10 @@ SWITCHYARD_HOST_DEVICE inline Culprit find_culprit(const Heaps& heaps, const Wai
   return {wait.peer, wait.phase, wait.epoch, witness};
 }
 
-// Raises every rank's abort word. Deadlines of several ranks may pass at once, and all are to tell
-// the same story: each writes a record of its own, rank 0's verdict word takes the first, and
-// whoever comes later spreads that verdict too, so that nobody waits for anybody and a rank that
-// dies in here is not missed. A record is whole before its rank can become the verdict.
+// Raises every rank's abort word. Deadlines of several ranks may pass at once, and all must report
+// the same failure. So each writes a record of its own, and rank 0's verdict word takes the first.
+// Later ranks spread that verdict, too. Thus no rank waits for another here, and a rank that dies
+// here is not missed. A record is complete before its rank can become the verdict.
 SWITCHYARD_HOST_DEVICE inline void abort_world(const Heaps& heaps, const FailureRecord& record) {
   constexpr std::uint64_t kNone = 0;
   Control* mine = heaps.control(heaps.rank);
@@ -110,7 +112,8 @@ SWITCHYARD_HOST_DEVICE inline void abort_world(const Heaps& heaps, const Failure
   for (int r = 0; r < heaps.size(); ++r) store_release(&heaps.control(r)->abort, first);
 }
 
-// Whose `failure` says why, of what a rank's abort word was: its own if nobody has raised it yet.
+// The rank whose `failure` record explains a rank's abort word; `owner` itself if the word is not
+// raised yet.
 inline int failed_rank(std::uint64_t abort, int owner) {
   return abort == 0 ? owner : static_cast<int>(abort) - 1;
 }
@@ -120,7 +123,8 @@ SWITCHYARD_HOST_DEVICE inline bool aborted(const Heaps& heaps) {
 }
 
 SWITCHYARD_HOST_DEVICE inline void note_progress(const Heaps& heaps) {
-  // Several threads of a rank may count at once; only change matters, but it must not be lost.
+  // Several threads of a rank may count at once. Readers only look for a change, but no change may
+  // be lost.
   SystemAtomic<std::uint64_t>(heaps.control(heaps.rank)->progress)
       .fetch_add(1, order::memory_order_relaxed);
 }
@@ -132,21 +136,21 @@ SWITCHYARD_HOST_DEVICE inline std::uint64_t total_progress(const Heaps& heaps) {
   return total;
 }
 
-// A pace of a thread that waits by itself inherits these. Threads that wait together, as the lanes
-// of a warp do when ready() is a vote, leave at the same look: a lane that left alone would be
+// The paces of threads that wait alone inherit these. Threads that wait together, as the lanes of a
+// warp do when ready() is a vote, must leave at the same look: a lane that left earlier would be
 // missing in the next vote, and the others would wait there for ever.
 struct WaitsAlone {
-  // Whether this thread reads the clock and judges, of those that wait together.
+  // True in the one thread, of those that wait together, that reads the clock and judges.
   SWITCHYARD_HOST_DEVICE static constexpr bool keeps_clock() { return true; }
-  // Whether it holds for any of them.
+  // True if `holds` is true in any of the threads that wait together.
   SWITCHYARD_HOST_DEVICE static constexpr bool any(bool holds) { return holds; }
 };
 
-// How long the world has stood still, and whom to blame, as one thread that waits finds out.
+// One waiting thread's knowledge of how long the world has stood still and who is to blame.
 class Patience {
  public:
-  // A look at the clock and at the world, while `lack` is missing. True when the world was aborted
-  // because the deadline passed.
+  // Looks at the clock and at the world while `lack` is missing. Returns true if it aborted the
+  // world because the deadline passed.
   template <typename Pace>
   SWITCHYARD_HOST_DEVICE bool look(const Heaps& heaps, std::uint64_t epoch,
                                    std::uint64_t deadline_ns, Pace& pace, const Missing& lack,
@@ -181,31 +185,33 @@ class Patience {
     return true;
   }
 
-  // The wait is over, for whatever reason.
+  // Called when the wait is over, for whatever reason.
   SWITCHYARD_HOST_DEVICE void end(const Heaps& heaps) const {
     if (clock_runs_) store_release(&heaps.control(heaps.rank)->waits_for, std::uint64_t{0});
     if (judging_ != 0) stop_judging(heaps);
   }
 
  private:
-  // Kernels are short of registers, so what may be short is. Between two looks few ticks pass, and
-  // few steps are completed: the low bits tell.
+  // Times and counts are kept in 32 bits, because kernels are short of registers. Between two looks
+  // few ticks pass and few steps are completed, so the low bits suffice.
   static constexpr std::uint64_t kTick = 1024;  // ns
 
-  // Most waits end within a few looks: the clock and the words of others are left alone until then.
+  // Most waits end within a few looks. Until then this thread neither starts the clock nor reads
+  // other ranks' words.
   bool clock_runs_ = false;
-  std::uint32_t judging_ = 0;  // 1 + looks around since this thread is the judge
+  std::uint32_t judging_ = 0;  // 1 + the looks since this thread became the judge; 0: it is not
   std::uint32_t last_ = 0, progress_ = 0;
   std::uint64_t waited_ = 0;  // ns
 };
 
 // Waits until ready() is true.
-//   missing()  -> Missing, called now and then: what is lacking, with a phase other than kNone
-//   pace       now() in ns; pause(n): called after the n-th failed look, may yield or sleep;
-//              reads_clock(n): whether the n-th look is followed by one at the clock and at others;
-//              kLooksPerAbortCheck: a GPU's look at another word doubles the time of a look;
-//              kLeastLooksOfAJudge; and what WaitsAlone has
-// The deadline counts from the last step that any rank completed: a pass has finitely many steps,
+//   missing()  -> Missing, called now and then: the missing step, with a phase other than kNone
+//   pace       now() in ns
+//              pause(n), called after the n-th failed look; it may yield or sleep
+//              reads_clock(n): true if a look at the clock and at other ranks follows the n-th look
+//              kLooksPerAbortCheck: on a GPU, a look at another word doubles the time of a look
+//              kLeastLooksOfAJudge, and the members of WaitsAlone
+// The deadline counts from the last step that any rank completed. A pass has finitely many steps,
 // so a slow world is waited for, and one in which nothing moves for deadline_ns is not. A rank that
 // was itself stopped for a while cannot judge that time, and does not count it.
 template <typename Ready, typename WhatIsMissing, typename Pace>

@@ -9,16 +9,18 @@
 
 namespace switchyard::routing {
 
-// The most that route_token's stack arrays hold.
+// The most experts that route_token's stack arrays hold.
 inline constexpr int kMaxExperts = 1024;
 inline constexpr int kMaxTopK = 32;
 
-// Throws Error{kInvalidArgument} unless route_token can serve the spec: E in [1, kMaxExperts], K in
-// [1, min(E, kMaxTopK)], groups of equal size of which at least one and at most all are chosen.
+// Throws Error{kInvalidArgument} unless route_token can serve the spec. It requires E in [1,
+// kMaxExperts], K in [1, min(E, kMaxTopK)], and groups of equal size of which at least one and at
+// most all are chosen.
 void check_routable(const LayerSpec& spec);
 
-// switchyard::route() for one token: see there for the meaning of each argument. The spec must have
-// passed check_routable(). Allocates nothing and may be called by many threads at once.
+// Routes one token as switchyard::route() does: see there for the meaning of each argument. The
+// spec must have passed check_routable(). Allocates nothing and may be called by many threads at
+// once.
 //   logits           [E]
 //   correction_bias  [E]; read only if the spec has one
 //   hashed_ids       [K]; read only with RoutingMethod::kHash
@@ -29,8 +31,8 @@ int route_token(const LayerSpec& spec, const float* logits, const float* correct
                 const std::int32_t* hashed_ids, std::int32_t* ids, float* weights);
 
 // Appends a token's experts to `ids`: row `token_id` of `table`, [vocabulary, K] of i32 or i64 in
-// host memory. Throws Error{kInvalidArgument} if an expert is named twice, or one that is no i32;
-// others that the layer does not have are left to route_token().
+// host memory. Throws Error{kInvalidArgument} if an expert is named twice or is not an i32. Ids
+// that the layer does not have are left to route_token().
 void append_hashed_ids(const MatrixView& table, std::int64_t token_id,
                        std::vector<std::int32_t>& ids);
 

@@ -30,19 +30,20 @@
 
 namespace switchyard::routing {
 
-// A kernel argument: what route_warp() needs of a LayerSpec.
+// The facts of a LayerSpec that route_warp() needs, as a kernel argument.
 struct DeviceRouting {
   RoutingSpec spec;
   int num_experts;        // E
   int top_k;              // K
   bool chooses_by_score;  // not by logit: see chooses_by_logit()
   int group_size;         // E / num_groups
-  // ceil(2^20 / group_size): expert * group_reciprocal >> 20 is expert / group_size, because the
-  // excess, expert * (group_reciprocal * group_size - 2^20), is below 1024 * group_size <= 2^20.
+  // ceil(2^20 / group_size). With it, expert * group_reciprocal >> 20 is expert / group_size,
+  // because the excess, expert * (group_reciprocal * group_size - 2^20), is below 1024 * group_size
+  // <= 2^20.
   int group_reciprocal;
 };
 
-// Throws Error{kInvalidArgument} where check_routable() does.
+// Makes it from a spec. Throws Error{kInvalidArgument} where check_routable() does.
 inline DeviceRouting make_device_routing(const LayerSpec& spec) {
   check_routable(spec);
   const int group_size = spec.num_experts / spec.routing.num_groups;
@@ -54,8 +55,8 @@ inline DeviceRouting make_device_routing(const LayerSpec& spec) {
           .group_reciprocal = ((1 << 20) + group_size - 1) / group_size};
 }
 
-// Calls f(std::integral_constant<int, kPerLane>{}) with the least kPerLane of 1, 2, 4, ... 32 for
-// which 32 * kPerLane logits hold num_experts.
+// Calls f(std::integral_constant<int, kPerLane>{}) with the least kPerLane of 1, 2, 4, ... 32 that
+// has room for the experts: 32 * kPerLane >= num_experts.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable  // f is for the host or for the device, as the caller is
 #endif
@@ -69,27 +70,27 @@ SWITCHYARD_HOST_DEVICE auto with_per_lane(int num_experts, Function&& f) {
   return f(std::integral_constant<int, 32>{});
 }
 
-// What lane k returns for slot k; {kNoExpert, 0} in lanes from top_k on.
+// The result of lane k: slot k's expert and weight. {kNoExpert, 0} in lanes from top_k on.
 struct Choice {
   std::int32_t id;
   float weight;
 };
 
-// What route_warp() does; without one of these its outcome means nothing.
+// The parts of route_warp(). Warps that rehearse may run only some; the result then means nothing.
 enum RoutePart : std::uint32_t {
   kScorePart = 1,
-  kChoicePart = 2,  // with groups and look-up
+  kChoicePart = 2,  // including groups and look-up
   kWeightPart = 4,
   kAllRouteParts = kScorePart | kChoicePart | kWeightPart
 };
 
-// The same in all lanes.
+// The status of a token's routing, the same in all lanes.
 struct RouteStatus {
   int num_nan;                       // NaN logits
   std::uint32_t bad_hashed_id_mask;  // bit k: slot k's hashed id is not in [0, E), and was skipped
 };
 
-// Also compiled where a test emulates a warp: see tests/routing/emulated_warp.h.
+// The following is also compiled where a test emulates a warp: see tests/routing/emulated_warp.h.
 #if defined(__CUDACC__) || defined(SWITCHYARD_EMULATED_WARP)
 
 namespace warp {
@@ -97,8 +98,8 @@ namespace warp {
 inline constexpr int kLanes = 32;
 inline constexpr std::uint32_t kAllLanes = 0xffffffffu;
 
-// Volatile, so that what follows from the lane is computed anew for each token: hoisted out of the
-// caller's loop over tokens it would occupy dozens of registers.
+// Volatile, so that values derived from the lane are computed anew for each token. Hoisted out of
+// the caller's loop over tokens they would occupy dozens of registers.
 __device__ __forceinline__ int lane_idx() {
 #if defined(SWITCHYARD_EMULATED_WARP)
   return emulated_lane();
@@ -114,9 +115,9 @@ __device__ __forceinline__ std::uint32_t lanes_below(int lane) { return (1u << l
 __device__ __forceinline__ float nan() { return __int_as_float(0x7fffffff); }
 __device__ __forceinline__ bool is_nan(float value) { return value != value; }
 
-// Calls visit(values[j], j) for each j in order; values of one j are a row of 32 experts. Unrolled
-// four times only: that keeps the pipelines busy, and the code, which a token passes through once
-// and cold, small. The array is turned instead of the index, so that indices stay constants.
+// Calls visit(values[j], j) for each j in order; values of one j are a row of 32 experts. It is
+// unrolled four times only. That keeps the pipelines busy and the code small, which a token runs
+// once and cold. The array is rotated instead of the index, so that indices stay constants.
 template <int kPerLane, typename Visit>
 __device__ __forceinline__ void for_each_row(float (&values)[kPerLane], Visit visit) {
   constexpr int kStep = kPerLane < 4 ? kPerLane : 4;
@@ -137,9 +138,9 @@ __device__ __forceinline__ void for_each_row(float (&values)[kPerLane], Visit vi
   }
 }
 
-// start + lane 0's value + lane 1's + ... in this order, of the first `count` lanes; the others'
-// values must be 0. A chain of dependent sums, but shorter than a butterfly's five dependent
-// shuffles, because its shuffles overlap.
+// Returns start + lane 0's value + lane 1's + ... in this order, over the first `count` lanes; the
+// others' values must be 0. The sums form a dependent chain, but a shorter one than a butterfly's
+// five dependent shuffles, because these shuffles overlap.
 __device__ __forceinline__ float sum_in_lane_order(float start, float value, int count) {
   constexpr int kBatch = 8;
   float sum = start;
@@ -242,8 +243,10 @@ __device__ __forceinline__ TopTwo merge(const TopTwo& a, const TopTwo& b) {
   return {max(a.first, b.first), max(min(a.first, b.first), max(a.second, b.second))};
 }
 
-// The two best candidates of `group`, which may differ from lane to lane and need not exist.
-//   candidate(value, j)  what this lane's expert of row j is chosen by, NaN if it may not be
+// Returns the two best candidates of `group`, which may differ from lane to lane and may be no
+// group.
+//   candidate(value, j)  the quantity that this lane's expert of row j is chosen by, or NaN if the
+//                        expert may not be chosen
 template <int kPerLane, typename Candidate>
 __device__ __forceinline__ TopTwo best_of_group(const DeviceRouting& routing, int lane, int group,
                                                 float (&values)[kPerLane], Candidate candidate) {
@@ -251,7 +254,7 @@ __device__ __forceinline__ TopTwo best_of_group(const DeviceRouting& routing, in
   const int end = begin + routing.group_size;
   TopTwo best;
   if (routing.group_size % kLanes == 0) {
-    // A row belongs to one group.
+    // Here all experts of a row belong to one group.
     for_each_row(values, [&](float value, int j) {
       const OrderKey key = order_key(candidate(value, j));
       TopTwo row;
@@ -263,8 +266,9 @@ __device__ __forceinline__ TopTwo best_of_group(const DeviceRouting& routing, in
     });
     return best;
   }
-  // Each lane's two best among the lanes of its group at and above it, doubling the distance
-  // covered at each step; then, from each row that the group is in, its lowest lane's.
+  // First each lane finds the two best among the lanes of its group from itself upwards, doubling
+  // the distance at each step. The group's lowest lane of each row then has the two best of that
+  // row.
   for_each_row(values, [&](float value, int j) {
     TopTwo run;
     run.first = order_key(candidate(value, j));
@@ -285,14 +289,14 @@ __device__ __forceinline__ TopTwo best_of_group(const DeviceRouting& routing, in
   return best;
 }
 
-// Bit j: this lane's expert of row j is in one of the best top_k_groups groups. A group without
-// candidates is never among them.
+// Returns a mask. Bit j: this lane's expert of row j is in one of the best top_k_groups groups. A
+// group without candidates is never among them.
 template <int kPerLane, typename Candidate>
 __device__ __forceinline__ std::uint32_t experts_of_best_groups(const DeviceRouting& routing,
                                                                 int lane, float (&values)[kPerLane],
                                                                 Candidate candidate) {
   const int top_k_groups = routing.spec.top_k_groups;
-  // keys[j]: of group lane + 32 j.
+  // keys[j] is the key of group lane + 32 j.
   OrderKey keys[kPerLane];
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) keys[j] = kNeverChosen;
@@ -322,9 +326,9 @@ __device__ __forceinline__ std::uint32_t experts_of_best_groups(const DeviceRout
     }
     competing = keys[0] != kNeverChosen && num_better < top_k_groups ? 1 : 0;
   } else if constexpr (kPerLane > 1) {
-    // No model has so many groups. The key of the last that competes, from its highest bit down:
-    // the largest number that at least top_k_groups keys reach. As unsigned numbers, of which
-    // kNeverChosen is 0.
+    // No model has so many groups. This finds the key of the last group that competes, from its
+    // highest bit down: the largest number that at least top_k_groups keys reach. Keys are taken as
+    // unsigned numbers, of which kNeverChosen is 0.
     const auto ordinal = [&](int j) { return static_cast<std::uint32_t>(keys[j]) ^ 0x80000000u; };
     std::uint32_t last = 0;
 #pragma unroll 1
@@ -405,13 +409,13 @@ __device__ __forceinline__ void sort_descending(OrderKey (&keys)[kSize],
    ...);
 }
 
-// Expert and value of slot `lane`; kNoExpert where no candidate was left.
+// The expert and value of slot `lane`; kNoExpert if no candidate was left.
 struct Chosen {
   std::int32_t id;
   float value;
 };
 
-// The best top_k candidates, best first. candidate() as above.
+// Takes the best top_k candidates, best first. candidate() is as in best_of_group().
 template <int kPerLane, typename Candidate>
 __device__ __forceinline__ Chosen take_best(int lane, float (&values)[kPerLane], int top_k,
                                             Candidate candidate) {
@@ -420,8 +424,8 @@ __device__ __forceinline__ Chosen take_best(int lane, float (&values)[kPerLane],
   for (int j = 0; j < kPerLane; ++j) keys[j] = order_key(candidate(values[j], j));
   sort_descending(keys, std::make_integer_sequence<int, SortingNetwork<kPerLane>::count()>{});
 
-  // The chosen keys come out right whichever of several equal ones is taken first; which experts
-  // they belong to is found afterwards, out of this chain of dependent steps.
+  // The chosen keys are right whichever of several equal ones is taken first. The experts they
+  // belong to are found afterwards, outside this chain of dependent steps.
   OrderKey my_key = kNeverChosen;
   int my_owner = 0;
   bool ties = false;
@@ -447,7 +451,7 @@ __device__ __forceinline__ Chosen take_best(int lane, float (&values)[kPerLane],
   const float my_candidate = my_key == kNeverChosen ? nan() : value_of(my_key);
   Chosen chosen{kNoExpert, 0.0f};
   if (!__any_sync(kAllLanes, ties)) {
-    // Each chosen key is one expert's alone.
+    // In this case each chosen key belongs to one expert only.
     for_each_row(values, [&](float value, int j) {
       const float other_candidate = __shfl_sync(kAllLanes, candidate(value, j), my_owner);
       const float other_value = __shfl_sync(kAllLanes, value, my_owner);
@@ -455,7 +459,8 @@ __device__ __forceinline__ Chosen take_best(int lane, float (&values)[kPerLane],
     });
     return chosen;
   }
-  // Slots with equal keys are neighbours: each takes the first such expert after the last one's.
+  // Slots with equal keys are neighbours: each takes the first expert with that key after the
+  // previous slot's.
   float last_candidate = nan();
   int last_id = kNoExpert;
 #pragma unroll 1
@@ -484,7 +489,7 @@ __device__ __forceinline__ bool softmax_is_over_chosen(const RoutingSpec& spec) 
   return spec.top_k_before_score || (spec.renormalize && spec.renormalize_epsilon == 0.0f);
 }
 
-// The weight of a chosen expert from its logit, chosen.value.
+// Computes the weight of a chosen expert from its logit, chosen.value.
 //   softmax  over all experts; read only if softmax_is_over_chosen() is false
 __device__ __forceinline__ float weigh_by_logit(const DeviceRouting& routing, Softmax softmax,
                                                 const Chosen& chosen) {
@@ -558,16 +563,16 @@ __device__ __forceinline__ void load_logits(const float* row, int num_experts,
   }
 }
 
-// Routes one token; all 32 lanes of a warp must call it together, with the same arguments but for
-// logits and mine. Control flow depends on `routing` and on values that all lanes share; if the
-// compiler can see that the caller's does too (a warp index by way of __shfl_sync(), say), it omits
-// the code for diverged lanes, a third of the whole.
+// Routes one token. All 32 lanes of a warp must call it together, with the same arguments but for
+// logits and mine. Control flow depends on `routing` and on values that all lanes share. If the
+// compiler can see that the caller's control flow does, too (a warp index by way of __shfl_sync(),
+// say), it omits the code for diverged lanes, a third of the whole.
 //   logits           [kPerLane], 32 kPerLane >= E: lane l's are those of experts l, l + 32, ...,
 //                    and NaN where there is no such expert, as load_logits() gives; overwritten
 //   correction_bias  [E], global memory; read only if the spec has one
 //   hashed_ids       [K]; read only with RoutingMethod::kHash
 //   mine             out: slot `lane`
-//   parts            kAllRouteParts, or some when all that is wanted is their code in the cache
+//   parts            kAllRouteParts, or fewer to bring only their code into the cache
 template <int kPerLane>
 __device__ __forceinline__ RouteStatus route_warp(const DeviceRouting& routing,
                                                   float (&logits)[kPerLane],
@@ -596,7 +601,7 @@ __device__ __forceinline__ RouteStatus route_warp(const DeviceRouting& routing,
 
   Chosen chosen{};
   if ((parts & kChoicePart) == 0) {
-    // Slot `lane`'s expert is 0.
+    // A rehearsal that leaves out the choice goes on with expert 0 in every slot.
   } else if (spec.method == RoutingMethod::kHash) {
     chosen.id = lane < routing.top_k ? hashed_ids[lane] : kNoExpert;
     const bool exists = 0 <= chosen.id && chosen.id < routing.num_experts;
@@ -605,7 +610,7 @@ __device__ __forceinline__ RouteStatus route_warp(const DeviceRouting& routing,
     chosen.value = value_of_expert(logits, chosen.id);
     if (is_nan(chosen.value)) chosen.id = kNoExpert;
   } else {
-    // The bias is read again where it is needed again, which costs fewer registers than keeping it.
+    // The bias is read again where it is needed: that takes fewer registers than keeping it.
     const int num_biased = top_k_method && spec.has_correction_bias ? routing.num_experts : 0;
     std::uint32_t allowed = kAllLanes;
     const auto candidate = [&](float value, int j) {

@@ -62,8 +62,9 @@ SWITCHYARD_HOST_DEVICE inline float divide_small(float n, float d) {
 #if defined(__CUDA_ARCH__)
   // The compiler's own division branches to a slow path for operands that do not occur here, and
   // branches of several experts in a row cannot overlap. Every quotient is correctly rounded even
-  // if the approximation of 1 / d is 2 ulps off, because the reciprocal is rounded upwards; to
-  // nearest, 1 / (2 - 2^-23) could go wrong. tests/gpu/route_test.cu tries every operand.
+  // if the approximation of 1 / d is 2 ulps off, because the reciprocal is rounded upwards. If it
+  // were rounded to nearest, 1 / (2 - 2^-23) could go wrong. tests/gpu/route_test.cu tries every
+  // operand.
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
   r = __fmaf_ru(r, __fmaf_rn(-d, r, 1.0f), r);
@@ -163,9 +164,9 @@ SWITCHYARD_HOST_DEVICE inline bool sparse_mixer_drops(float logit, float best, f
   return (best - logit) / factor > threshold;
 }
 
-// Every score function increases with the logit, so where nothing is added to the scores, choosing
-// by logit gives the same experts and does not suffer the ties that rounding makes among scores
-// (a sigmoid is 1 for every logit above 17). Sums of scores have no such shortcut.
+// True if choosing by logit gives the same experts. Every score function increases with the logit,
+// so this holds where nothing is added to the scores. It avoids the ties that rounding makes among
+// scores (a sigmoid is 1 for every logit above 17). Sums of scores have no such shortcut.
 SWITCHYARD_HOST_DEVICE inline bool chooses_by_logit(const RoutingSpec& routing) {
   if (routing.top_k_before_score) return true;
   const bool sums_scores = routing.num_groups > 1 && routing.group_score == GroupScore::kSumTopTwo;
