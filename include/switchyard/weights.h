@@ -31,13 +31,12 @@ struct MoeWeights {
   std::shared_ptr<const void> owner;
 };
 
-// The experts from `begin` to `end` - 1.
+// Experts [begin, end).
 struct ExpertRange {
   int begin = 0, end = 0;
 };
-// The experts that rank `rank` of `num_ranks` computes; the rank must be given their weights.
-// Shards are contiguous and differ by at most one expert. Throws Error{kInvalidArgument} for
-// numbers that make no sense.
+// Those that rank `rank` of `num_ranks` has, and whose weights it must be given: contiguous shards
+// that differ by at most one. Throws Error{kInvalidArgument} for numbers that make no sense.
 ExpertRange own_experts(int num_experts, int rank, int num_ranks);
 
 // Which expert is where, for layers whose experts do not stand in contiguous shards, or not once

@@ -14,7 +14,8 @@ namespace {
 constexpr std::size_t kHeaderBytes = sizeof(FrameHeader);
 // The part of the header that all versions of the protocol have in common.
 constexpr std::size_t kVersionEnd = offsetof(FrameHeader, version) + sizeof(FrameHeader::version);
-// Payloads grow as they arrive, so that a false length alone cannot make us commit memory.
+// The payload's buffer grows as data arrives, so that a false length alone cannot make us commit
+// memory.
 constexpr std::size_t kReceiveChunkBytes = std::size_t{1} << 20;
 // A stranger may attach more descriptors than the one we ask for; take and close them.
 constexpr std::size_t kMaxFdsPerMessage = 8;
@@ -95,8 +96,8 @@ bool Channel::receive_some(std::byte* into, std::size_t bytes, std::size_t& rece
       at_end_ = true;
       return false;
     }
-    // Asking for no more than the rest of one header or payload keeps a descriptor with the frame
-    // that it was attached to: the kernel delivers it with the first byte of that frame.
+    // We ask for no more than the rest of one header or payload. This keeps a descriptor with the
+    // frame that it was attached to: the kernel delivers it with the first byte of that frame.
     for (cmsghdr* item = CMSG_FIRSTHDR(&message); item != nullptr;
          item = CMSG_NXTHDR(&message, item)) {
       if (item->cmsg_level != SOL_SOCKET || item->cmsg_type != SCM_RIGHTS) continue;

@@ -17,9 +17,9 @@ namespace switchyard {
 
 inline constexpr std::uint64_t kFrameMagic = 0x6179'6863'7469'7773;  // "switchya", little-endian
 inline constexpr std::uint32_t kProtocolVersion = 2;
-// More than any start-up exchange needs; a longer claim is garbage.
+// The longest payload. No start-up exchange needs so much; a longer claim is garbage.
 inline constexpr std::uint64_t kMaxPayloadBytes = std::uint64_t{1} << 30;
-// Of a failure report, text included.
+// The longest payload of a failure report, text included.
 inline constexpr std::uint64_t kMaxFailureBytes = std::uint64_t{16} << 10;
 
 enum class FrameKind : std::uint32_t {
@@ -37,10 +37,10 @@ struct FrameHeader {
   std::uint64_t magic = kFrameMagic;
   std::uint32_t version = kProtocolVersion;
   FrameKind kind = FrameKind::kHello;
-  std::uint64_t world = 0;       // the sender's; 0 until rank 0 has told it
-  std::int64_t deadline_ns = 0;  // until when the sender waits, on Clock; 0 where it does not
+  std::uint64_t world = 0;       // the sender's world; 0 until rank 0 has told it
+  std::int64_t deadline_ns = 0;  // when the sender stops waiting, on Clock; 0 if it does not wait
   std::uint64_t payload_bytes = 0;
-  std::int32_t rank = 0;  // whose message this is; of a part, whose contribution
+  std::int32_t rank = 0;  // the rank that the message, or the part in it, comes from
   CallKind call = CallKind::kAllGather;
 };
 static_assert(sizeof(FrameHeader) == 48, "no padding: every byte of it is sent");
@@ -49,8 +49,8 @@ using Payload = std::vector<std::byte>;
 
 // Payload and descriptor are shared because the root sends one part to every member.
 struct Frame {
-  // Whether the payload is here: a longer one than expected is not kept, and the header tells its
-  // length.
+  // True if the payload is here. A payload that is longer than expected is not kept; the header
+  // tells its length.
   bool has_payload() const { return payload && payload->size() == header.payload_bytes; }
 
   FrameHeader header;
@@ -58,13 +58,14 @@ struct Frame {
   std::shared_ptr<const UniqueFd> fd;
 };
 
-// What a channel takes from its peer at this point of the conversation. A frame of another kind
-// garbles the channel as soon as its header is there, so that nobody can send what nobody expects.
+// The frames that a channel accepts from its peer at this point of the conversation. A frame of
+// another kind garbles the channel as soon as its header has arrived, so nobody can send what is
+// not expected.
 struct Intake {
   std::uint32_t kinds = 0;          // a bit per FrameKind
   std::uint64_t payload_bytes = 0;  // the longest payload, except of a failure report
-  bool skip_longer = false;         // a longer one is read and dropped; otherwise it garbles
-  bool take_descriptors = false;    // otherwise the kernel closes what is attached
+  bool skip_longer = false;  // a longer one is read and dropped; otherwise it garbles the channel
+  bool take_descriptors = false;  // otherwise the kernel closes attached descriptors
 
   static constexpr std::uint32_t bit(FrameKind kind) {
     return std::uint32_t{1} << static_cast<std::uint32_t>(kind);
@@ -82,7 +83,7 @@ class Channel {
 
   int fd() const { return socket_.get(); }
 
-  // Holds for the frames whose headers have not been received.
+  // Sets the intake for all frames whose headers have not been received yet.
   void set_intake(const Intake& intake) { intake_ = intake; }
 
   // Appends to what flush() sends. Frames for a peer that no longer reads are dropped.
@@ -90,18 +91,18 @@ class Channel {
   // Sends what the socket takes now.
   void flush();
   bool has_unsent() const { return !outbox_.empty(); }
-  // The peer does not read any more; it may have said why, so receive() first.
+  // True if the peer no longer reads. It may have said why, so call receive() first.
   bool send_failed() const { return send_failed_; }
-  // The kernel holds too many descriptors in flight; poll() does not tell when that ends.
+  // True if the kernel holds too many descriptors in flight; poll() does not tell when that ends.
   bool congested() const { return congested_; }
 
-  // The next whole frame if there is one. Of a peer that speaks another version of the protocol,
-  // one frame of which only the version is known; nothing more is received.
+  // Returns the next whole frame if there is one. If the peer speaks another version of the
+  // protocol, it returns one frame of which only the version is known, and receives nothing more.
   std::optional<Frame> receive();
-  // The peer closed its end, and everything it sent has been received.
+  // True if the peer closed its end and everything it sent has been received.
   bool at_end() const { return at_end_; }
-  // The peer does not speak this protocol, or said what it was not to say now. Nothing more is
-  // received.
+  // True if the peer does not speak this protocol, or sent a frame that it may not send now.
+  // Nothing more is received.
   bool garbled() const { return garbled_; }
   bool finished() const { return at_end_ || garbled_; }
 
@@ -110,7 +111,7 @@ class Channel {
  private:
   bool receive_some(std::byte* into, std::size_t bytes, std::size_t& received);
   bool receive_payload();
-  // Of a header of which at least the version is there.
+  // Checks a header of which at least the version has arrived.
   void check_header();
 
   UniqueFd socket_;

@@ -1,5 +1,5 @@
-// What the start-up collectives of all fabrics have in common: what a call is, and how the ranks
-// that disagree or are missing are named.
+// The common parts of all fabrics' start-up collectives: the description of a call, and messages
+// that name the ranks that disagree or are missing.
 #pragma once
 
 #include <chrono>
@@ -34,11 +34,11 @@ void require_same_call(std::span<const Call> by_rank);
 // Throws Error{kInvalidArgument} unless all_bytes == size * mine_bytes.
 void require_gather_space(std::size_t mine_bytes, std::size_t all_bytes, int size);
 
-// Collective: throws on all ranks the first rank's error, if any rank has one, so that none waits
-// for one that gave up.
+// Collective: throws the first rank's error on all ranks, if any rank has one, so that no rank
+// waits for one that gave up.
 void share_outcome(Fabric& fabric, const std::optional<Error>& mine);
 
-// Collective: does `step` and shares how it ended.
+// Collective: runs `step` and shares its outcome.
 template <typename Step>
 void attempt_together(Fabric& fabric, const Step& step) {
   std::optional<Error> failure;
@@ -56,16 +56,16 @@ void attempt_together(Fabric& fabric, const Step& step) {
   share_outcome(fabric, failure);
 }
 
-// "rank 3", "ranks 1 and 3", "ranks 0, 1 and 3".
+// A list for messages: "rank 3", "ranks 1 and 3", "ranks 0, 1 and 3".
 std::string list_ranks(std::span<const int> ranks);
 
-// The record of a collective given up: `waiter` waited for `peer` in the collective that is number
-// `slot` of its world (0 while the world is made), with `arrived` of `size` ranks there.
+// The record of a collective that was given up: `waiter` waited for `peer` in the collective with
+// number `slot` in its world (0 while the world is made), with `arrived` of `size` ranks there.
 WaitFailure bootstrap_failure(int waiter, int peer, std::uint64_t slot, int size, int arrived,
                               std::chrono::nanoseconds waited);
 
-// Why a world that has failed once stays failed: a rank may be anywhere in a collective that the
-// others left, so nothing that is exchanged later can be matched up.
+// Throws because a world that has failed once stays failed: a rank may be anywhere in a collective
+// that the others left, so later messages cannot be matched up.
 [[noreturn]] void throw_world_is_dead(const std::string& message, const WaitFailure& failure);
 
 }  // namespace switchyard

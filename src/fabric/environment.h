@@ -1,4 +1,4 @@
-// What the launcher of this process says about its place among the ranks.
+// This process's place among the ranks, as its launcher's environment variables describe it.
 #pragma once
 
 #include <functional>
@@ -7,13 +7,13 @@
 
 namespace switchyard {
 
-// getenv, or a stand-in for it: null where the variable is not set.
+// getenv, or a stand-in for it; it returns null if the variable is not set.
 using EnvironmentLookup = std::function<const char*(const char*)>;
 
 struct LaunchedRank {
   int rank = 0;
   int size = 1;
-  // The variables that tell them.
+  // The names of the variables that rank and size come from.
   const char* rank_variable = "";
   const char* size_variable = "";
 };
@@ -30,20 +30,20 @@ struct LaunchedRank {
 // SLURM_STEP_NUM_NODES tells that the ranks are spread over several hosts.
 std::optional<LaunchedRank> parse_launched_rank(const EnvironmentLookup& lookup);
 
-// A string that all ranks of this job share: SWITCHYARD_RENDEZVOUS if set; otherwise every
-// variable that identifies the job and is set, of TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
-// MASTER_PORT, OMPI_MCA_ess_base_jobid, PMIX_NAMESPACE, PMI_JOBID, SLURM_JOB_ID and
-// SLURM_STEP_ID; otherwise the id of the parent process, which is the launcher. Only ever used as
-// a name: torchrun's own store listens on MASTER_PORT.
+// Returns a string that all ranks of this job share. It is SWITCHYARD_RENDEZVOUS if that is set.
+// Otherwise it consists of every variable that is set among TORCHELASTIC_RUN_ID,
+// TORCHELASTIC_RESTART_COUNT, MASTER_PORT, OMPI_MCA_ess_base_jobid, PMIX_NAMESPACE, PMI_JOBID,
+// SLURM_JOB_ID and SLURM_STEP_ID. If none is, it is the id of the parent process, which is the
+// launcher. The string is only a name: torchrun's own store listens on MASTER_PORT.
 std::string job_identity(const EnvironmentLookup& lookup);
 
-// What tells the job of this process from others, as far as its launcher says:
-// SWITCHYARD_RENDEZVOUS or the variables above. Empty where nothing is set, since ranks that are
+// Returns a string that tells this process's job from others, as far as the launcher says:
+// SWITCHYARD_RENDEZVOUS or the variables above. It is empty if none is set, since ranks that are
 // started by hand need not have the same parent.
 std::string launched_job(const EnvironmentLookup& lookup);
 
-// job_identity of this process's environment, and how many rendezvous strings this process took
-// before. The ranks meet if they make their worlds in the same order.
+// Returns job_identity() of this process's environment, with the number of rendezvous strings that
+// this process took before. So ranks meet if they make their worlds in the same order.
 std::string next_rendezvous();
 
 }  // namespace switchyard

@@ -1,5 +1,5 @@
-// What the frames of the rendezvous say: their payloads, who may send which when, and whom rank 0
-// admits. Everything here reads what another process wrote, and takes nothing about it for granted.
+// The contents of the rendezvous frames: payloads, which sender may send which kind when, and whom
+// rank 0 admits. All of this reads what another process wrote, so nothing is taken for granted.
 #pragma once
 
 #include <sys/types.h>
@@ -29,7 +29,8 @@ struct HelloBody {
 };
 static_assert(sizeof(HelloBody) == 24, "no padding: every byte of it is sent");
 
-// Of launched_job(); 0 only for an empty one, which is not known.
+// A hash of launched_job(). It is 0 only for an empty string, which means that the job is not
+// known.
 std::uint64_t hash_of_job(std::string_view job);
 
 struct ReceivedFailure {
@@ -41,38 +42,38 @@ struct ReceivedFailure {
 using SharedPayload = std::shared_ptr<const Payload>;
 SharedPayload payload_of(const void* bytes, std::size_t num_bytes);
 SharedPayload payload_of(const HelloBody& hello);
-// A message that is too long is cut.
+// The payload of a failure report. A message that is too long is cut.
 SharedPayload failure_payload(ErrorCode code, std::string_view message, const WaitFailure& failure);
-// The process of every rank, 0 where it is not known.
+// The payload of kWelcome: every rank's process id, 0 where it is not known.
 SharedPayload welcome_payload(std::span<const pid_t> pids);
 
 std::optional<std::vector<pid_t>> read_welcome(const Frame& frame, int size);
-// What cannot be read is an abort that says so.
+// Reads a failure report. One that cannot be read becomes an abort that says so.
 ReceivedFailure read_failure(const Frame& frame);
 
 std::int64_t to_wire(Clock::time_point time);
 Clock::time_point from_wire(std::int64_t nanoseconds);
 
-// What rank 0 takes from a connection that has not said who it is.
+// The frames that rank 0 accepts from a connection that has not said who it is.
 Intake intake_before_hello();
-// What rank 0 takes from a member while others are missing: why it gave up.
+// The frames that rank 0 accepts from a member while others are missing: only why it gave up.
 Intake intake_from_waiting_member();
-// What a member takes from rank 0 until the world is there.
+// The frames that a member accepts from rank 0 until the world is complete.
 Intake intake_before_welcome(int size);
-// What rank 0 takes from a member, and a member from rank 0, in a collective.
+// The frames that rank 0 accepts from a member, and a member from rank 0, in a collective.
 Intake intake_of_contributions(const Call& call);
 Intake intake_of_parts(const Call& call);
 
 enum class Admission {
   kAdmitted,
-  kNotAHello,     // hang up: it is not a rank
-  kOtherVersion,  // of the protocol
+  kNotAHello,     // not a rank: hang up
+  kOtherVersion,  // another version of the protocol
   kOtherJob,      // another world has the same rendezvous string
-  kOtherSize,     // another idea of this world
-  kTaken,         // the rank is here already
+  kOtherSize,     // another number of ranks
+  kTaken,         // the rank has already arrived
 };
-// Whether rank 0 of `taken.size()` ranks lets in the sender of `hello`; `body` receives what it
-// says from kOtherJob on.
+// Decides if rank 0 of `taken.size()` ranks lets in the sender of `hello`. From kOtherJob on,
+// `body` receives the contents of `hello`.
 Admission judge(const Frame& hello, std::uint64_t job, const std::vector<bool>& taken,
                 HelloBody& body);
 

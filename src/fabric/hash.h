@@ -1,4 +1,4 @@
-// FNV-1a, for names: a hash that every build computes alike.
+// FNV-1a, a hash for names that every build computes alike.
 #pragma once
 
 #include <cstdint>

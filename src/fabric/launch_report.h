@@ -1,10 +1,10 @@
-// What a rank tells the launcher that started it: how long it may wait for the others, and whom it
-// blames when it gives up. So the launcher lets the survivors of a failure come to their own
-// deadlines, and its last line names the culprit, not whoever noticed first.
+// The reports of a rank to the launcher that started it: how long it may wait for the others, and
+// whom it blames when it gives up. With them the launcher lets the survivors of a failure reach
+// their own deadlines, and its last line names the culprit, not whoever noticed first.
 //
 // The ranks find a datagram socket to the launcher under SWITCHYARD_LAUNCHER, as
-// "descriptor:inode": another launcher's variable, or a descriptor that was closed and used again,
-// has another inode.
+// "descriptor:inode". The inode exposes another launcher's variable, and a descriptor that was
+// closed and used again.
 #pragma once
 
 #include <chrono>
@@ -24,7 +24,7 @@ struct LaunchReport {
 
   std::uint64_t magic = kMagic;
   Kind kind = Kind::kDeadline;
-  std::int32_t rank = -1;  // whose report it is
+  std::int32_t rank = -1;  // the rank that reports
   std::int64_t deadline_ms = 0;
   std::int32_t culprit = -1;
   std::int32_t reserved = 0;
@@ -35,7 +35,7 @@ struct LaunchReport {
 };
 static_assert(sizeof(LaunchReport) == 64, "no padding: every byte of it is sent");
 
-// Does nothing where no launcher listens. Never throws and never waits.
+// Both functions do nothing if no launcher listens. They never throw and never wait.
 void tell_launcher_deadline(int rank, std::chrono::milliseconds deadline) noexcept;
 void tell_launcher_failure(int rank, const WaitFailure& failure) noexcept;
 
@@ -44,12 +44,12 @@ class LaunchReports {
  public:
   LaunchReports();
 
-  // To keep open in the ranks, and the variable's value that says so.
+  // The descriptor to keep open in the ranks; variable() is the variable's value that names it.
   int rank_end() const { return rank_end_.get(); }
   std::string variable() const;
 
   int fd() const { return own_end_.get(); }
-  // The next report, if there is one; what is no report is skipped.
+  // Returns the next report, if there is one. Datagrams that are not reports are skipped.
   std::optional<LaunchReport> next();
 
  private:

@@ -19,12 +19,12 @@
 
 namespace switchyard {
 
-// Who is at the other end, as the kernel knows. Throws Error{kSystem}.
+// The process at the other end, as the kernel knows it. Throws Error{kSystem}.
 ucred credentials(int socket);
 
 class Lobby {
  public:
-  // Somebody who has said hello, or speaks another version of the protocol.
+  // A connection that has said hello, or speaks another version of the protocol.
   struct Arrival {
     Channel channel;
     ucred peer{};
@@ -32,19 +32,19 @@ class Lobby {
   };
 
   static constexpr std::size_t kMaxWaiting = 128;
-  // A process that is stopped or starved for longer connects again.
+  // The time to say hello. A process that is stopped or starved for longer connects again.
   static constexpr std::chrono::seconds kHelloTime{2};
-  // Per turn, so that a flood of connections cannot keep rank 0 from its other duties.
+  // The limit per turn, so that a flood of connections cannot keep rank 0 from its other duties.
   static constexpr int kAcceptsPerTurn = 64;
 
   // `listener` is a listening socket that does not block.
   explicit Lobby(UniqueFd listener) : listener_(std::move(listener)) {}
 
-  // Accepts some connections, hears those that wait, and returns who has said hello. Does not
-  // block. Throws Error{kSystem}.
+  // Accepts some connections, reads from those that wait, and returns those that have said hello.
+  // Does not block. Throws Error{kSystem}.
   std::vector<Arrival> take_turn();
 
-  // What to poll for until the next turn, and when that is due at the latest.
+  // The descriptors to poll for until the next turn, and the latest time for that turn.
   void add_interest(std::vector<pollfd>& fds) const;
   Clock::time_point next_turn() const;
 
@@ -57,12 +57,12 @@ class Lobby {
     Clock::time_point since;
   };
 
-  // False if nobody is there to be accepted.
+  // Accepts one connection; returns false if there is none.
   bool accept_one();
   void make_room();
 
   UniqueFd listener_;
-  std::vector<Waiting> waiting_;  // by arrival
+  std::vector<Waiting> waiting_;  // in order of arrival
 };
 
 }  // namespace switchyard

@@ -5,18 +5,18 @@
 
 namespace switchyard {
 
-// Zero-filled, readable and writable, committed page by page when touched, aligned to 2 MiB so that
-// the kernel may back it with huge pages where the host's policy says so.
+// Memory that is zero-filled, readable and writable, and committed page by page when touched. It is
+// aligned to 2 MiB so that the kernel may back it with huge pages where the host's policy says so.
 class Mapping {
  public:
-  // Memory of this process. Throws Error{kCapacityExceeded}.
+  // Maps memory of this process. Throws Error{kCapacityExceeded}.
   static Mapping anonymous(std::size_t bytes);
-  // All `bytes` of a memory file whose size nobody can change, shared with whoever else maps it;
-  // the descriptor may be closed afterwards. Throws Error{kCapacityExceeded}, and Error{kSystem} if
-  // the file has another size or lacks the seals: it may be a peer's, and touching memory that a
-  // file no longer has would end this process.
+  // Maps all `bytes` of a memory file whose size nobody can change, shared with whoever else maps
+  // it. The descriptor may be closed afterwards. Throws Error{kCapacityExceeded}, and
+  // Error{kSystem} if the file has another size or lacks the seals: it may be a peer's, and
+  // touching memory that a file no longer has would end this process.
   static Mapping of_file(int fd, std::size_t bytes);
-  // Of fcntl(F_ADD_SEALS).
+  // The seals to set with fcntl(F_ADD_SEALS).
   static const int kSeals;
 
   Mapping() = default;

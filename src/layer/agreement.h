@@ -1,4 +1,4 @@
-// The properties of a layer that all its ranks must agree on before any of them sends a byte.
+// What the ranks of a layer must agree on before any of them sends a byte.
 #pragma once
 
 #include <cstdint>
