@@ -1,4 +1,4 @@
-// All points of a plan, measured one after the other, and the rival on the same points.
+// Measures all points of a plan one after the other, and the rival on the same points.
 #pragma once
 
 #include <cstddef>
@@ -21,22 +21,22 @@ struct SessionOptions {
   BenchPlan plan;
   MeasureOptions measure;
   std::uint64_t seed = 0;                  // of weights and activations
-  std::optional<TorchOptions> torch;       // the rival, if there is to be one
+  std::optional<TorchOptions> torch;       // the rival, if one is wanted
   std::string commit, command;             // to note in the rows
-  std::optional<machine::GpuFacts> facts;  // MeasureOptions::backend is kCuda: given for this run
+  std::optional<machine::GpuFacts> facts;  // for kCuda: facts given for this run
 };
 
-// Hears how a session goes, one call at a time. generating() may come from another thread
-// than the rest.
+// Receives the progress of a session, one call at a time. generating() may be called by another
+// thread than the other functions.
 class Observer {
  public:
   virtual ~Observer() = default;
   virtual void generating(const std::string& model, std::uint64_t done, std::uint64_t total) = 0;
   virtual void measuring(std::uint64_t done_points, std::uint64_t all_points) = 0;
   virtual void measured(const results::Row& row) = 0;
-  // The rows measured so far must be kept: a layer is done, or the rival is.
+  // Called when a layer or the rival is done: the rows measured so far must be kept.
   virtual void keep(const std::vector<results::Row>& rows) = 0;
-  // A point is wrong, or a layer or the rival failed; the session goes on.
+  // Called when a point is wrong, or a layer or the rival failed; the session goes on.
   virtual void failed(const std::string& what, const std::string& problem) = 0;
   virtual void note(const std::string& text) = 0;
   virtual void rival_begins() = 0;
@@ -49,10 +49,11 @@ class Session {
   ~Session();
 
   const std::string& machine() const { return machine_; }
-  // Why rows have no floor; empty where they have one, and on the CPU, which has none.
+  // The reason why rows have no floor. It is empty if they have one, and on the CPU, where there is
+  // none.
   const std::string& why_no_floor() const { return floor_.why_not; }
 
-  // Layers that fail are left out.
+  // Measures and returns the rows. Layers that fail are left out.
   std::vector<results::Row> run();
 
  private:

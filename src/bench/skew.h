@@ -1,12 +1,11 @@
-// A gate whose own choice has a wished balancedness.
+// A gate whose own choice has a wanted balancedness.
 //
 // Column 0 of the router holds each expert's popularity: 1/2 for top_k of them, drawn by seed, then
 // 1/2 - 1, 1/2 - 2, ... Column 0 of the activations holds one number, the skew, in every row. Thus
 //   logit[t][e] = (the other columns' product, about N(0, 1)) + skew * popularity[e]:
 // skew 0 leaves the routing uniform, a large one sends every token to the same top_k experts, and
-// the gate computes all of it itself. Which skew gives which balancedness is found by bisection
-// over the tokens' real routing. One router serves all batches, because only the activations
-// change.
+// the gate computes all of it itself. The skew for a given balancedness is found by bisection over
+// the tokens' real routing. One router serves all batches, because only the activations change.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +25,8 @@ class SkewedGate {
   SkewedGate(const LayerSpec& spec, MoeWeights& weights, std::int64_t max_tokens, DType dtype,
              std::uint64_t seed);
 
-  // The skew that brings the first `tokens` tokens nearest to `beta`: 0 where they are no more
-  // balanced without any. Below lowest_balancedness() the nearest is that.
+  // The skew that brings the first `tokens` tokens nearest to `beta`. It is 0 if they are no more
+  // balanced without skew. Below lowest_balancedness() that is the nearest.
   float skew_for(std::int64_t tokens, double beta) const;
 
   // How often each expert is chosen by (at most kSampleTokens of) the first `tokens` tokens, by the

@@ -1,4 +1,4 @@
-// What `switchyard bench` measures: layers, token counts and balancedness, by suite.
+// The suites of `switchyard bench`: their layers, token counts and balancedness.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +17,10 @@ struct BenchLayer {
   LayerSpec spec;
 };
 
-// Every layer with every number of tokens (of each rank) and every balancedness.
+// A plan: every layer with every number of tokens (of each rank) and every balancedness.
 struct BenchPlan {
   std::string suite;
-  bool over_ranks = false;     // of two or more ranks, a GPU each
+  bool over_ranks = false;     // two or more ranks, a GPU each
   bool given_routing = false;  // the gate is not timed
   DType dtype = DType::kBF16;  // of the expert weights
   DType compute = DType::kBF16;
@@ -33,8 +33,8 @@ struct BenchPlan {
 // T tokens bring the rows that T tokens on each of the eight ranks would.
 inline constexpr std::string_view kDeepseekRank = "deepseek-v3-ep8";
 
-// Layers of the model table as kernels over several ranks are compared on: the routed experts
-// alone, chosen among all of them.
+// A layer of the model table in the form in which kernels over several ranks are compared: only the
+// routed experts, chosen among all of them.
 struct RoutedAlone {
   std::string_view name, model;
 };
@@ -43,13 +43,14 @@ inline constexpr RoutedAlone kRoutedAlone[] = {{"v4-flash-routed", "deepseek-v4-
                                                {"v3-routed", "deepseek-v3"},
                                                {"glm-5-routed", "glm-5"}};
 
-// A layer of the model table, kDeepseekRank, or one of kRoutedAlone. Throws Error{kInvalidArgument}
-// for unknown names and for layers whose experts do not come from the activations (hash routing).
+// Returns a layer of the model table, kDeepseekRank, or one of kRoutedAlone. Throws
+// Error{kInvalidArgument} for unknown names and for layers whose experts do not come from the
+// activations (hash routing).
 BenchLayer bench_layer(std::string_view model, const ConfigOverrides& overrides = {});
 
 const std::vector<std::string>& bench_suite_names();
 
-// Throws Error{kInvalidArgument} naming the suites that there are.
+// Returns a suite by name. Throws Error{kInvalidArgument} naming the suites that there are.
 BenchPlan bench_suite(std::string_view name);
 
 }  // namespace switchyard::bench

@@ -15,8 +15,8 @@
 
 #include "base/printable.h"
 
-// The handler, and so all of this file, calls only what POSIX declares safe in one, and allocates
-// nothing.
+// All of this file may run in the signal handler. So it calls only what POSIX declares safe there,
+// and allocates nothing.
 namespace switchyard::cli {
 namespace {
 
@@ -24,8 +24,8 @@ std::atomic<int> exit_code_of_guard{0};
 std::atomic_flag is_told = ATOMIC_FLAG_INIT;
 
 struct Mapped {
-  std::string_view name;     // of the file, as the kernel has it; empty: no file
-  std::uint64_t offset = 0;  // in the file, of the address
+  std::string_view name;     // as the kernel has it; empty: no file
+  std::uint64_t offset = 0;  // the address's offset in the file
   std::uint64_t inode = 0;
 };
 
@@ -108,7 +108,8 @@ class Line {
     }
   }
   void write() const {
-    // In one call, so that lines of several ranks do not mix. If stderr is gone, so be it.
+    // One call writes all, so that lines of several ranks do not mix. If stderr is gone, nothing
+    // can be done.
     [[maybe_unused]] const ssize_t ignored = ::write(STDERR_FILENO, bytes_.data(), size_);
   }
 
@@ -117,7 +118,7 @@ class Line {
   std::size_t size_ = 0;
 };
 
-// The file's size, if the name still is that file's.
+// The file's size, if the name still belongs to that file.
 std::optional<std::uint64_t> size_now(const Mapped& mapped) {
   constexpr std::string_view kLineBreak = "\\012";  // as the kernel has it
   std::array<char, 4097> path{};
@@ -164,14 +165,14 @@ void tell(std::uint64_t address) {
 }
 
 void handle(int, siginfo_t* info, void*) {
-  // Asked for by kill(), or a machine check: not what this is for.
+  // The signal came from kill() or a machine check, which this handler is not for.
   if (info->si_code != BUS_ADRERR) {
     ::signal(SIGBUS, SIG_DFL);
     ::raise(SIGBUS);
     return;
   }
   if (is_told.test_and_set()) {
-    // Another thread is telling, and then ends the process.
+    // Another thread is already reporting, and will end the process.
     for (;;) ::pause();
   }
   tell(reinterpret_cast<std::uint64_t>(info->si_addr));

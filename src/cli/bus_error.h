@@ -1,4 +1,4 @@
-// Says which mapped file cannot be read any more, where the kernel only sends a signal.
+// Reports which mapped file cannot be read any more, where the kernel only sends a signal.
 #pragma once
 
 #include <csignal>
@@ -7,8 +7,8 @@ namespace switchyard::cli {
 
 // While it lives, SIGBUS ends the process with `exit_code` and one line on stderr that names the
 // file: one that became shorter after it was mapped, or whose disk failed. Without the guard the
-// process would end without a word. Only the command has one, for signals belong to programs and
-// not to libraries. There may be one guard at a time.
+// process would end without a message. Only the command uses one, because signals belong to
+// programs and not to libraries. There may be one guard at a time.
 class BusErrorGuard {
  public:
   explicit BusErrorGuard(int exit_code);

@@ -9,13 +9,13 @@
 
 namespace switchyard::cli {
 
-// The width that every report fits.
+// The width that every report fits in.
 inline constexpr int kReportColumns = 100;
 
 // Three significant digits with a decimal prefix: "805 MB", "1.32 TFLOP/s", "0 B".
 std::string format_quantity(double value, std::string_view unit);
 std::string format_bytes(double bytes);
-// "41.2 ms", "3.07 s", "812 us".
+// A duration with a unit: "41.2 ms", "3.07 s", "812 us".
 std::string format_seconds(double seconds);
 // 12345 -> "12,345".
 std::string format_count(std::int64_t value);
@@ -35,11 +35,12 @@ std::vector<std::string> wrap(std::string_view text, int width);
 // line. A count of 0 is a middle dot, so that it cannot be taken for a small one.
 std::vector<std::string> bar_chart(std::span<const std::int64_t> counts, int per_line);
 
-// Escape codes where they are wanted, nothing elsewhere.
+// Escape codes for colours if they are wanted, else empty strings.
 class Palette {
  public:
   explicit Palette(bool enabled) : enabled_(enabled) {}
-  // For text that goes to `fd`: a terminal, and NO_COLOR is not set (https://no-color.org).
+  // The palette for text that goes to `fd`: coloured on a terminal, unless NO_COLOR is set
+  // (https://no-color.org).
   static Palette for_output(int fd);
 
   std::string bold(std::string_view text) const { return paint("1", text); }

@@ -1,4 +1,4 @@
-// Files that a command writes.
+// Chooses where a command writes its files.
 #pragma once
 
 #include <filesystem>
@@ -7,9 +7,10 @@
 
 namespace switchyard::cli {
 
-// Where the file that `option` names is to be written: where symbolic links lead. Throws
-// Error{kInvalidArgument} where something else than a file is, or no file can be made, or where it
-// is one of the files `inputs`, or in the directory `checkpoint`. Either may be "": there is none.
+// Returns where to write the file that `option` names: the path with symbolic links resolved.
+// Throws Error{kInvalidArgument} if something other than a file is there, if no file can be made,
+// if it is one of the files `inputs`, or if it is in the directory `checkpoint`. Either may be "":
+// there is none.
 std::filesystem::path output_file(const char* option, const std::filesystem::path& path,
                                   std::span<const std::string> inputs = {},
                                   const std::string& checkpoint = "");

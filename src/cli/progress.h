@@ -9,12 +9,13 @@ namespace switchyard::cli {
 
 enum class Counted { kBytes, kPoints };
 
-// "writing  [=====>      ]  42 %  338 MB of 805 MB  ETA 3 s", at most `columns` wide. `elapsed`
-// seconds have passed; the ETA assumes that the rest goes at the same rate.
+// A line such as "writing  [=====>      ]  42 %  338 MB of 805 MB  ETA 3 s", at most `columns`
+// wide. `elapsed` seconds have passed; the ETA assumes that the rest goes at the same rate.
 std::string progress_line(const std::string& label, std::uint64_t done, std::uint64_t total,
                           double elapsed, int columns, Counted counted = Counted::kBytes);
 
-// Drawn at most ten times a second, erased at the end of its life. One thread at a time.
+// A bar that is drawn at most ten times a second and erased when it is destroyed. Only one thread
+// may use it at a time.
 class ProgressBar {
  public:
   // Draws only if `wanted` and stderr is a terminal.

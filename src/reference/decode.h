@@ -1,4 +1,4 @@
-// Stored elements to doubles, one scalar decoder per dtype.
+// Decodes stored elements to doubles, with one scalar decoder per dtype.
 #pragma once
 
 #include <cstdint>
@@ -18,10 +18,10 @@ std::uint8_t nearest_f8e4m3(double value);
 // The bf16 nearest to `value`, ties to even.
 float round_to_bf16(float value);
 
-// Row r of a matrix, block scales applied; `out` has matrix.cols elements.
-// Throws Error{kDTypeMismatch} for integer matrices.
+// Decodes row r of a matrix with block scales applied; `out` has matrix.cols elements. Throws
+// Error{kDTypeMismatch} for integer matrices.
 void decode_row(const MatrixView& matrix, std::int64_t r, double* out);
-// A whole vector; `out` has vector.size elements. Throws as above.
+// Decodes a whole vector; `out` has vector.size elements. Throws as decode_row() does.
 void decode_vector(const VectorView& vector, double* out);
 
 }  // namespace switchyard::reference

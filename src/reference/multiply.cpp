@@ -7,7 +7,7 @@ namespace {
 
 #define SWITCHYARD_ALWAYS_INLINE __attribute__((always_inline)) inline
 
-// kBytes wide; the compiler splits it where the machine's vectors are narrower.
+// A vector of kBytes bytes. The compiler splits it if the machine's vectors are narrower.
 template <typename Real, int kBytes>
 struct VectorOf {
   typedef Real Type __attribute__((vector_size(kBytes)));

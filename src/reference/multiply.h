@@ -1,5 +1,4 @@
-// Inner products of a few weight rows with many token rows, for whatever vector unit the machine
-// has.
+// Inner products of a few weight rows with many token rows, on any vector unit.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The MoE layer once more, plainly and in fp64: what engines are tested against, and what
-// `switchyard run --verify` compares with. Shares no code with the engines or with src/routing.
+// The MoE layer once more, plainly and in fp64. Engines are tested against it, and `switchyard run
+// --verify` compares with it. It shares no code with the engines or with src/routing.
 #pragma once
 
 #include <cstdint>
@@ -17,51 +17,52 @@ struct Routing {
   std::vector<double> weights;    // [T, K]
 };
 
-// switchyard::route() in fp64, with its meaning of the arguments and of NaN.
-// Throws Error{kInvalidArgument} if a span's size does not match or a hashed id is out of range.
+// Does what switchyard::route() does, in fp64; arguments and NaN have the same meaning. Throws
+// Error{kInvalidArgument} if a span's size does not match or a hashed id is out of range.
 Routing route(const LayerSpec& spec, std::span<const double> logits,
               std::span<const float> correction_bias, std::span<const std::int32_t> hashed_ids);
 
-// For each token, how far its routing is from one with other ids or another order of them: the
-// smallest gap that decides one of the K choices (each against the next best, the K-th against the
-// best expert not chosen; with groups also the last group in against the first out; with the
-// sparsemixer also the distance from the masking threshold). A gap is relative to the largest
-// magnitude among the numbers that entered it; 0 is an exact tie, infinity means that nothing
-// competed. Routings of the same logits in lower precision may differ where this is near that
-// precision.
+// For each token, the distance of its routing from one with other ids or another order of them. It
+// is the smallest gap that decides one of the K choices: each against the next best, the K-th
+// against the best expert not chosen; with groups also the last group in against the first out;
+// with the sparsemixer also the distance from the masking threshold. A gap is relative to the
+// largest magnitude among the numbers that entered it. 0 is an exact tie, and infinity means that
+// nothing competed. Routings of the same logits in lower precision may differ where the distance is
+// near that precision.
 std::vector<double> routing_margin(const LayerSpec& spec, std::span<const double> logits,
                                    std::span<const float> correction_bias);
 
-// x Wr^T (+ router bias), [T, E].
+// Computes x Wr^T (+ router bias), [T, E].
 std::vector<double> router_logits(const LayerSpec& spec, const MoeWeights& weights,
                                   const MatrixView& activations);
 
 struct ReferenceInput {
   MatrixView activations;                   // [T, H]
   std::span<const std::int32_t> token_ids;  // [T]; needed if the gate runs and routes by hash
-  // Routing from outside, [T, K] each: the gate is skipped. kNoExpert skips a slot.
+  // Routing from outside, [T, K] each; the gate is then skipped. kNoExpert skips a slot.
   std::span<const std::int32_t> topk_ids;
   std::span<const float> topk_weights;
-  // An FP8 layer's problem: what its experts multiply is quantised, activations (rounded to bf16)
-  // and h alike, in groups of 128 columns of a token:
+  // The problem of an FP8 layer: the operands of its experts are quantised, activations (rounded to
+  // bf16) and h alike, in groups of 128 columns of a token:
   //   scale = max(amax, 2^-100) / 448,  value = scale * f8_e4m3(x * 448 / max(amax, 2^-100))
   // The gates see the activations rounded to bf16. Activations that are f8_e4m3 already, with
   // scales, are taken as they are, and no gate may run.
   bool quantised = false;
-  // How many consecutive tokens each rank holds, for the capacity rule; empty: one rank holds all.
+  // The number of consecutive tokens that each rank holds, for the capacity rule; empty: one rank
+  // holds all.
   std::span<const std::int64_t> tokens_per_rank;
 };
 
 struct ReferenceOutput {
   std::vector<double> output;     // [T, H]
   std::vector<std::int32_t> ids;  // [T, K], as routed, before drops
-  std::vector<double> weights;    // [T, K]
+  std::vector<double> weights;    // [T, K], as routed
   std::int64_t num_dropped = 0;   // slots beyond an expert's capacity
 };
 
-// With h in fp64 also where it is quantised: its scales and codes are those of the unrounded
-// values. Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch} for inputs that do not fit
-// together.
+// Computes the layer. h is in fp64 even where it is quantised: its scales and codes are those of
+// the unrounded values. Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch} for inputs
+// that do not fit together.
 ReferenceOutput forward(const LayerSpec& spec, const MoeWeights& weights,
                         const ReferenceInput& input);
 

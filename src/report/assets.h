@@ -1,4 +1,4 @@
-// The files of assets/, which embed_assets.cmake makes a source of.
+// The files of assets/. embed_assets.cmake turns them into a source file.
 #pragma once
 
 #include <string_view>
@@ -8,8 +8,8 @@ namespace switchyard::report::assets {
 extern const std::string_view kPage;  // with {{placeholders}}
 extern const std::string_view kStyle;
 extern const std::string_view kPlot;      // scales, axes, tables: what all charts use
-extern const std::string_view kCharts;    // of rows
-extern const std::string_view kTimeline;  // of a trace
+extern const std::string_view kCharts;    // charts of rows
+extern const std::string_view kTimeline;  // the time axis of a trace
 extern const std::string_view kMain;
 
 }  // namespace switchyard::report::assets

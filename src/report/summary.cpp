@@ -12,7 +12,8 @@ void add_distinct(std::vector<std::string>& values, const std::string& value) {
   values.push_back(value);
 }
 
-// Of the rows that have the ratio; `worse(a, b)`: a is worse than b.
+// The geometric mean of a ratio over the rows that have it, and the worst row. `worse(a, b)` is
+// true if a is worse than b.
 template <typename Worse>
 std::optional<Ratio> ratio_of(std::span<const Row* const> rows,
                               std::optional<double> (Row::*ratio)() const, Worse worse) {

@@ -1,4 +1,4 @@
-// What can be said of all points of a suite.
+// Summaries over all points of a suite.
 #pragma once
 
 #include <optional>
@@ -12,7 +12,7 @@ namespace switchyard::report {
 
 using results::Row;
 
-// A geometric mean and the point that does worst; of `points` of the suite's rows.
+// A geometric mean over `points` of the suite's rows, and the point that does worst.
 struct Ratio {
   std::size_t points = 0;
   double mean = 0;
@@ -23,13 +23,13 @@ struct Ratio {
 struct Suite {
   std::string name;
   std::vector<const Row*> rows;
-  std::optional<Ratio> time_over_floor;  // worst: the largest
-  std::optional<Ratio> speed_up;         // over the rival; worst: the smallest
+  std::optional<Ratio> time_over_floor;  // the worst is the largest
+  std::optional<Ratio> speed_up;         // over the rival; the worst is the smallest
   // Distinct values in order of appearance.
   std::vector<std::string> machines, commits, commands, dates, rivals;
 };
 
-// In order of appearance; points into `rows`.
+// The suites in order of appearance. They hold pointers into `rows`.
 std::vector<Suite> suites_of(std::span<const Row> rows);
 
 }  // namespace switchyard::report

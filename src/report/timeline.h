@@ -9,27 +9,27 @@
 
 namespace switchyard::report {
 
-// A rank is a process of the file, by its number there: 'switchyard trace' counts them from 1.
-// Times are nanoseconds after the earliest slice's start.
+// An event on a track. A rank is a process of the file, by its number there: 'switchyard trace'
+// counts them from 1. Times are nanoseconds after the earliest slice's start.
 struct Slice {
   std::int64_t start_ns = 0;
   std::int64_t end_ns = 0;
   std::int64_t busy_ns = 0;  // end - start; less where `count` slices with gaps became one
   std::int32_t count = 1;
   std::int32_t name = 0;  // index of Timeline::names
-  // -1 where the event has none, and in slices that stand for several.
+  // -1 if the event lacks the field, and in slices that stand for several events.
   std::int64_t tile = -1, block = -1, expert = -1, rows = -1, peer = -1;
 };
 
-// What one thread or warp role of a rank did; ordered by start.
+// The slices of one thread or warp role of a rank, ordered by start.
 struct Track {
   std::int64_t rank = 0;
   std::int64_t id = 0;
-  std::string name;  // empty where the file gives none
+  std::string name;  // empty if the file gives none
   std::vector<Slice> slices;
 };
 
-// All slices of one name on one rank, as in the file.
+// The sum over all slices of one name on one rank, before any are merged.
 struct NameTotal {
   std::int64_t rank = 0;
   std::int32_t name = 0;
@@ -55,10 +55,10 @@ struct Timeline {
   std::int64_t merged_below_ns = 0;  // shorter slices were merged; 0: none
 };
 
-// Slices of pages stay below this: a few megabytes.
+// The most slices of a page, which then has a few megabytes.
 inline constexpr std::size_t kMostSlices = 200'000;
 
-// Throws Error{kInvalidFile} naming `source`, the event (from 1) and the field.
+// Reads a trace. Throws Error{kInvalidFile} naming `source`, the event (from 1) and the field.
 Timeline parse_timeline(std::string_view text, const std::string& source,
                         std::size_t most_slices = kMostSlices);
 Timeline read_timeline(const std::filesystem::path& path);

@@ -1,4 +1,4 @@
-// A file of rows once it is JSON.
+// Reads a file of rows that is already parsed as JSON.
 #pragma once
 
 #include <string>
@@ -9,8 +9,8 @@
 
 namespace switchyard::results {
 
-// The rows of a file, which may be none. Throws what parse_rows() does; `remedy` tells what to give
-// instead of a file of something else.
+// The rows of a file, which may be none. Throws what parse_rows() does. `remedy` says which file to
+// give if this is one of something else.
 std::vector<Row> rows_of(const Json& file, const std::string& source, const char* remedy);
 
 }  // namespace switchyard::results

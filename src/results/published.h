@@ -1,4 +1,4 @@
-// What others publish of a layer, to stand beside rows of it.
+// Published measurements by others of a layer, to stand beside our rows.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +10,19 @@
 
 namespace switchyard::results {
 
-// Times are of the slowest rank.
+// A series of times, each of the slowest rank.
 struct Published {
   std::string rival, source, model;
-  std::string compute;  // of the rows that it stands beside; empty: of all
+  std::string compute;  // only for rows with this `compute`; empty: for all
   std::int64_t experts = 0, ranks = 0;
-  std::vector<std::pair<std::int64_t, double>> time_us;  // by tokens per rank, ascending
+  std::vector<std::pair<std::int64_t, double>> time_us;  // (tokens per rank, time), ascending
 };
 
-// A list of series, as in results/published.json. Throws Error{kInvalidFile} as parse_rows() does.
+// Parses a list of series in the form of results/published.json. Throws Error{kInvalidFile} as
+// parse_rows() does.
 std::vector<Published> parse_published(std::string_view text, const std::string& source);
 
-// The series of a file.
+// Reads the series of a file.
 std::vector<Published> read_published(const std::filesystem::path& path);
 
 }  // namespace switchyard::results

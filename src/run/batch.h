@@ -1,4 +1,4 @@
-// The tokens that a layer is run on, and how they are dealt to the ranks.
+// The tokens that a layer is run on, and their distribution over the ranks.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ struct Batch {
 // file. Throws Error for a file that does not fit the layer, naming the tensor.
 Batch make_batch(const BatchOptions& options, const Source& source, DType dtype);
 
-// Contiguous shares that differ by at most one token.
+// A rank's contiguous share of the tokens. Shares differ by at most one token.
 struct Share {
   std::int64_t first = 0;
   std::int64_t count = 0;

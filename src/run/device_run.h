@@ -1,4 +1,4 @@
-// A rank's passes on a GPU.
+// Times a rank's passes on a GPU.
 #pragma once
 
 #include <vector>
@@ -9,9 +9,10 @@
 namespace switchyard::run {
 
 // Collective over the world, for a layer on the current device. `input` and `output` are in host
-// memory: the one is copied to the device, the results of the last pass to the other. Returns the
-// microseconds of `repeat` passes by the device's clock, the L2 cache flushed before each, another
-// pass before that. Throws Error{kUnsupported} where there is no GPU, and whatever MoeLayer throws.
+// memory: the input is copied to the device, and the results of the last pass are copied back. One
+// untimed pass runs first. Returns the microseconds of `repeat` passes by the device's clock, with
+// the L2 cache flushed before each. Throws Error{kUnsupported} where there is no GPU, and whatever
+// MoeLayer throws.
 std::vector<double> time_passes_on_device(World& world, MoeLayer& layer, const ForwardInput& input,
                                           const ForwardOutput& output, int repeat);
 

@@ -1,4 +1,4 @@
-// Which GPU a rank uses, and how many of its multiprocessors.
+// Chooses the GPU of a rank, and how many of its multiprocessors the rank uses.
 #pragma once
 
 #include <optional>
@@ -14,20 +14,22 @@ struct RankDevice {
 };
 
 // Ranks are dealt to the GPUs of this machine in turn, by `local_rank` of `num_ranks`. Without
-// `reserved_sms`, what a rank leaves is all but its part of the GPU. Throws Error{kUnsupported}
-// where there is no GPU.
+// `reserved_sms`, a rank leaves free all but its part of the GPU. Throws Error{kUnsupported} where
+// there is no GPU.
 RankDevice rank_device(int local_rank, int num_ranks, std::optional<int> reserved_sms);
 
-// Of a GPU with `num_sms`, what a rank leaves to the others that use `device` too. A kernel that
-// waits for another rank's keeps its multiprocessors, so those of a GPU's ranks must fit together.
+// The multiprocessors that a rank leaves free for the others that use `device` too, of `num_sms`. A
+// kernel that waits for another rank's keeps its multiprocessors, so those of a GPU's ranks must
+// fit together.
 int sms_of_others(int num_sms, int device, int num_ranks, int num_devices);
 
-// This process among those of its host: the first of LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_RANK,
-// MPI_LOCALRANKID and SLURM_LOCALID that is set, else `rank`. Throws Error{kInvalidArgument} for
-// what is no number.
+// This process's number among those of its host: the first of LOCAL_RANK,
+// OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID and SLURM_LOCALID that is set, else `rank`. Throws
+// Error{kInvalidArgument} if the value is no number.
 int local_rank(const EnvironmentLookup& lookup, int rank);
 
-// "GPU 0 (NVIDIA H200, 132 of 132 SMs)", "GPUs 0 to 3 (NVIDIA H200, 66 of 132 SMs for each rank)".
+// The devices in words: "GPU 0 (NVIDIA H200, 132 of 132 SMs)", "GPUs 0 to 3 (NVIDIA H200, 66 of 132
+// SMs for each rank)".
 std::string describe_devices(const RankDevice& of_one_rank, int num_ranks);
 
 }  // namespace switchyard::run

@@ -1,4 +1,4 @@
-// Running a layer over the ranks of a world and gathering what they did on rank 0.
+// Runs a layer over the ranks of a world and gathers the results on rank 0.
 #pragma once
 
 #include <chrono>
@@ -23,19 +23,19 @@ struct RankOptions {
   int ranks = 1;
   int threads = 0;  // per rank; 0: the machine's, divided by the ranks
   DType compute = DType::kBF16;
-  int repeat = 5;  // timed passes, after at least one that is not
+  int repeat = 5;  // timed passes; at least one untimed pass comes before
   std::chrono::milliseconds deadline{30'000};
-  bool trace = false;  // RunResult::traces
+  bool trace = false;  // fill RunResult::traces
 };
 
-// What all ranks did. Bytes and counts are sums over the ranks of the last pass.
+// The results of all ranks. Bytes and counts are sums over the ranks of the last pass.
 struct RunResult {
   Backend backend = Backend::kCpu;
   std::string device;  // kCuda: see describe_devices()
   int ranks = 1;
   const char* fabric = "";
   bool processes = false;  // each rank is a process
-  int threads = 0;         // of all ranks; kCuda: none
+  int threads = 0;         // over all ranks; kCuda: none
   // kCpu: from the first rank's start to the last one's end. kCuda: the slowest device's time.
   std::vector<double> pass_seconds;
   double gate_seconds = 0;  // the slowest rank's; not known with kCuda
@@ -52,7 +52,7 @@ struct RunResult {
   std::uint64_t heap_bytes_reserved = 0;
   std::uint64_t workspace_bytes = 0;
   std::uint64_t peak_resident_bytes = 0;  // the sum over processes
-  // Of all tokens, in their order.
+  // The outputs of all tokens, in their order.
   std::vector<std::byte> output;  // [T, H]
   DType output_dtype = DType::kBF16;
   std::vector<std::int32_t> topk_ids;  // [T, K]
@@ -66,16 +66,16 @@ struct RunResult {
   }
 };
 
-// Calls `rank` with every number below `num_ranks`, each in a thread of its own. Throws what the
-// rank at fault threw: one that gave up waiting, or was told to stop, only tells of another's
-// failure.
+// Calls `rank` with every number below `num_ranks`, each in a thread of its own. If any throws, it
+// rethrows what the rank at fault threw. An error of a rank that gave up waiting, or was told to
+// stop, only reports another rank's failure.
 void on_every_rank(int num_ranks, const std::function<void(int)>& rank);
 
-// options.ranks ranks as threads of this process. Throws what the rank at fault threw.
+// Runs options.ranks ranks as threads of this process. Throws what the rank at fault threw.
 RunResult run_as_threads(const Source& source, const Batch& batch, const RankOptions& options);
 
-// This process as one rank of the world that its launcher's environment describes. Nothing on ranks
-// other than 0.
+// Runs this process as one rank of the world that its launcher's environment describes. Returns
+// nothing on ranks other than 0.
 std::optional<RunResult> run_as_process(const Source& source, const Batch& batch,
                                         const RankOptions& options);
 

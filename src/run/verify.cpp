@@ -14,8 +14,9 @@ namespace {
 
 constexpr double kF32Bound = 1e-5;
 
-// Rounding errors of an fp32 dot product grow with the square root of its length; 16 units in the
-// last place cover the score function and the largest of many tokens.
+// The margin below which fp32 logits may decide a token's routing either way. Rounding errors of an
+// fp32 dot product grow with the square root of its length; 16 units in the last place cover the
+// score function and the largest of many tokens.
 double routing_margin_bound(int hidden) { return 16 * 0x1p-24 * std::sqrt(hidden); }
 
 std::vector<double> decoded(const MatrixView& view) {
@@ -51,7 +52,7 @@ std::vector<std::int32_t> hashed_ids(const Source& source, const Batch& batch) {
 }
 
 // The activations as the layer's gate sees them: converted to the type that the layer computes in.
-// `values` is the memory of a conversion.
+// `values` holds the result of a conversion.
 MatrixView seen_by_gate(const MatrixView& x, DType compute, std::vector<float>& values) {
   if (value_type(compute) != DType::kBF16 || x.dtype == DType::kBF16) return x;
   for (const double value : decoded(x))
@@ -59,7 +60,7 @@ MatrixView seen_by_gate(const MatrixView& x, DType compute, std::vector<float>& 
   return {values.data(), DType::kF32, x.rows, x.cols, x.cols};
 }
 
-// What each slot should hold before drops, and how clear-cut that is for each token.
+// The expected content of each slot before drops, and each token's routing margin.
 struct Expected {
   reference::Routing routing;
   std::vector<double> margins;
@@ -85,7 +86,7 @@ Expected expected_routing(const Source& source, const Batch& batch, DType comput
   return expected;
 }
 
-// GShard's rule, applied to the expected ids of consecutive tokens of each rank.
+// Applies GShard's rule to the expected ids of consecutive tokens of each rank.
 class CapacityRule {
  public:
   CapacityRule(const LayerSpec& spec, std::int64_t tokens, int ranks)
@@ -133,7 +134,7 @@ void check_routing(const Source& source, const Batch& batch, const RunResult& re
     for (std::size_t i = t * k; i < (t + 1) * k; ++i) {
       const std::int32_t id = expected.routing.ids[i];
       const bool kept = capacity.keeps(id);
-      // After an undecided token, which of the later ones still found room is undecided as well.
+      // After an undecided token it is also undecided which of the later tokens still found room.
       const bool drop_known =
           source.spec.capacity_factor <= 0 || verification.undecided_tokens == 0;
       if (!kept || !drop_known) {
@@ -158,8 +159,8 @@ Verification verify(const Source& source, const Batch& batch, const RunResult& r
   verification.nan_tokens = result.nan_tokens;
   check_routing(source, batch, result, compute, verification);
 
-  // The routing that was used, drops included: a token on the verge of a tie is not an error of the
-  // experts.
+  // The reference gets the routing that was used, drops included: a token on the verge of a tie is
+  // not an error of the experts.
   reference::ReferenceInput input;
   input.activations = batch.activations;
   input.topk_ids = result.topk_ids;

@@ -5,7 +5,8 @@ namespace {
 
 bool is_to(const TraceEvent& event, int rank) { return event.peer == rank || event.peer < 0; }
 
-// The last to end of what `find(rank)` gives for the ranks that `event` may have waited for.
+// Calls `find` for each rank that `event` may have waited for, and returns the found event that
+// ended last.
 template <typename Find>
 RankEvent last_of_peers(const EventIndex& index, const RankEvent& event, bool also_own,
                         Find&& find) {
@@ -35,7 +36,7 @@ RankEvent find_input(const EventIndex& index, const RankEvent& event) {
   return {event.rank, find_of_tile(index, event.rank, of_tile, e.tile, e.begin_ns)};
 }
 
-// Of the same rank: what handed the task out, else whatever ended last.
+// Finds an event of the same rank: the one that handed the task out, or else the last that ended.
 RankEvent find_task(const EventIndex& index, const RankEvent& event) {
   const TraceEvent& e = *event.event;
   const TraceEvent* const handed =
@@ -96,7 +97,7 @@ RankEvent find_result(const EventIndex& index, int rank, const TraceEvent& combi
   TraceEvent waiter = combine;
   if (combine.wait != TraceWait::kCombine) waiter.peer = -1;
   return last_of_peers(index, {rank, &waiter}, true, [&](int r) {
-    // What a rank tells of its tiles says which of them were this rank's business.
+    // The kSignal events of a rank tell which of its tiles had rows of this rank.
     const TraceEvent* const word =
         r == rank
             ? nullptr

@@ -1,18 +1,18 @@
-// What an event waited for: traces tell who waited, for what and until when, and here it is looked
-// up who ended the wait. The answer is a guess where several could have: the last to have ended
-// before the wait did.
+// Finds what an event waited for. Traces record who waited, for what and until when; these
+// functions look up who ended the wait. If several could have, the answer is a guess: the last to
+// have ended before the wait did.
 #pragma once
 
 #include "trace/event_index.h"
 
 namespace switchyard::trace {
 
-// By `time` at the latest: the last that `source` sent to `rank`, of `expert` where the trace tells
-// experts apart.
+// The last kSend event from `source` to `rank` that ended by `time`. It is of `expert` where the
+// trace tells experts apart.
 const TraceEvent* find_send(const EventIndex& index, int source, int rank, std::int32_t expert,
                             std::int64_t time);
 
-// By `time` at the latest: the last event of the kind of that tile of the rank. GEMMs are those of
+// The last event of the kind, for that tile of the rank, that ended by `time`. GEMMs are those of
 // the math role.
 const TraceEvent* find_of_tile(const EventIndex& index, int rank, TraceKind kind, std::int32_t tile,
                                std::int64_t time);
@@ -22,9 +22,10 @@ RankEvent find_result(const EventIndex& index, int rank, const TraceEvent& combi
 
 struct Cause {
   RankEvent by;
-  bool awaited = false;  // false: what the unit did before
+  bool awaited = false;  // false: `by` is the previous event of the same unit
 };
-// Empty for what began a pass. What it returns has ended when `event` began.
+// Finds the cause of an event; empty if the event began the pass. The cause ended before `event`
+// began.
 Cause cause_of(const EventIndex& index, const RankEvent& event);
 
 }  // namespace switchyard::trace

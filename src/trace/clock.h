@@ -1,4 +1,4 @@
-// The clock that traces of all ranks of a host are told in.
+// The clock that the traces of all ranks of a host use.
 #pragma once
 
 #include <chrono>

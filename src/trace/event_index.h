@@ -1,4 +1,4 @@
-// The events of a pass on all ranks, to be found by when they ended.
+// An index of the events of a pass on all ranks, by the time at which they ended.
 #pragma once
 
 #include <algorithm>
@@ -19,31 +19,32 @@ struct RankEvent {
   const TraceEvent* event = nullptr;  // null: there is none
 };
 
-// A GEMM or a sum, as opposed to what brings its operands.
+// True for a GEMM or a combine task, as opposed to events that bring their operands.
 inline bool is_task(const TraceEvent& e) {
   return e.role == TraceRole::kMath &&
          (e.kind == TraceKind::kGemm1 || e.kind == TraceKind::kGemm2 ||
           e.kind == TraceKind::kCombine);
 }
 
-// TraceEvent::peer is the rank that was waited for.
+// True if TraceEvent::peer is the rank that was waited for.
 inline bool is_for_peer(TraceWait wait) {
   return wait == TraceWait::kCounts || wait == TraceWait::kDispatch || wait == TraceWait::kCombine;
 }
 
 class EventIndex {
  public:
-  // The traces must stay where they are.
+  // Keeps pointers into the traces, which must stay where they are.
   explicit EventIndex(std::span<const PassTrace> traces);
 
   int num_ranks() const { return static_cast<int>(ranks_.size()); }
 
-  // Of the rank's events of the kind, the last to end by `time` that suits(event); null if none.
+  // The last event of the kind on the rank that ended by `time` and for which suits(event) holds;
+  // null if there is none.
   template <typename Suits>
   const TraceEvent* last_ended(int rank, TraceKind kind, std::int64_t time, Suits&& suits) const {
     return last_ended(of(rank).by_kind[static_cast<std::size_t>(kind)], time, suits);
   }
-  // Likewise of all kinds.
+  // The same among events of all kinds.
   template <typename Suits>
   const TraceEvent* last_ended(int rank, std::int64_t time, Suits&& suits) const {
     return last_ended(of(rank).all, time, suits);

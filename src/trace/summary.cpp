@@ -20,7 +20,7 @@ struct Span {
   }
 };
 
-// Disjoint, in order.
+// The union of the spans as disjoint spans in order.
 std::vector<Span> united(std::vector<Span> spans) {
   std::sort(spans.begin(), spans.end(), [](Span a, Span b) { return a.begin < b.begin; });
   std::vector<Span> result;
@@ -40,7 +40,7 @@ std::int64_t length(const std::vector<Span>& spans) {
   return sum;
 }
 
-// Of both in common; each is disjoint and in order.
+// The time that both lists cover. Each list is disjoint and in order.
 std::int64_t overlap(const std::vector<Span>& a, const std::vector<Span>& b) {
   std::int64_t sum = 0;
   for (std::size_t i = 0, j = 0; i < a.size() && j < b.size();) {
@@ -53,7 +53,7 @@ std::int64_t overlap(const std::vector<Span>& a, const std::vector<Span>& b) {
 bool sends(const TraceEvent& e) {
   return e.kind == TraceKind::kSend || e.kind == TraceKind::kSignal;
 }
-// Math warps may send before their first task.
+// True for events of the math role except sends, which math warps may do before their first task.
 bool is_math(const TraceEvent& e) { return e.role == TraceRole::kMath && !sends(e); }
 
 RankSummary summarize(const PassTrace& trace) {
@@ -104,7 +104,7 @@ std::vector<PathStep> walk_back(const EventIndex& index) {
     if (last != nullptr && (at.event == nullptr || last->end_ns > at.event->end_ns)) at = {r, last};
   }
   std::vector<PathStep> path;
-  // Events that take no time may be each other's causes.
+  // Guards against a cycle: events that take no time may be each other's causes.
   std::set<const TraceEvent*> seen;
   while (at.event != nullptr && seen.insert(at.event).second) {
     const Cause cause = cause_of(index, at);
