@@ -57,7 +57,7 @@ nlohmann::json parse_json(std::string_view text, ErrorCode code, const std::stri
 }
 
 std::string excerpt(const nlohmann::json& value) {
-  // Invalid UTF-8 is replaced instead of thrown on: this text is on its way into an error message.
+  // Replacing invalid UTF-8 instead of throwing: this text is on its way into an error message.
   std::string text = value.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
   if (text.size() > 60) text = text.substr(0, 57) + "...";
   return text;

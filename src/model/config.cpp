@@ -21,7 +21,7 @@ using nlohmann::json;
 
 constexpr int kMaxLayers = 4096;
 constexpr int kMaxVocabulary = 1 << 26;
-// DeepSeek and the families that descend from it add this to the sum that they divide by.
+// DeepSeek adds this to the sum that it divides by; so do the families that descend from it.
 constexpr float kDeepseekEpsilon = 1e-20f;
 
 struct FamilyName {
@@ -87,7 +87,7 @@ class Keys {
     return found == object_->end() || found->is_null() ? nullptr : &*found;
   }
   bool has(std::string_view key) const { return find(key) != nullptr; }
-  // True if the key is written out as null, for the rare key whose default is something else.
+  // Written out as null, for the rare key whose default is something else.
   bool is_null(std::string_view key) const {
     const auto found = object_->find(key);
     return found != object_->end() && found->is_null();
@@ -202,14 +202,14 @@ ActivationKind activation_kind(const Keys& keys, std::string_view key, const std
                              excerpt(json(name))));
 }
 
-// The result of parsing one family: the spec of its ordinary MoE layers and which layers they are.
+// What parsing one family yields: the spec of its ordinary MoE layers and which layers they are.
 struct Draft {
   LayerSpec spec;
   std::vector<bool> is_moe;     // [num_layers]
   std::vector<bool> is_hashed;  // [num_layers] or empty
 };
 
-// Coarse limits for parsing. validate(LayerSpec) checks the same bounds and has the final word.
+// 1 << 20 and friends: validate(LayerSpec) has the same bounds and the final word.
 constexpr int kMaxHidden = 1 << 20;
 constexpr int kMaxIntermediate = 1 << 22;
 constexpr int kMaxExperts = 1 << 16;
@@ -256,9 +256,8 @@ std::vector<bool> layers_from_types(const Keys& keys, int num_layers, std::strin
   return result;
 }
 
-// Finds the MoE layers. mlp_layer_types counts first: transformers writes it in place of the keys
-// that it read. Otherwise first_k_dense_replace and moe_layer_freq count, and the latter is either
-// a period or a 0/1 list per layer.
+// mlp_layer_types, which transformers writes in place of the keys that it read; else
+// first_k_dense_replace and moe_layer_freq, either a period or a 0/1 list per layer.
 std::vector<bool> deepseek_layers(const Keys& keys, int num_layers, int default_first_dense) {
   if (keys.has("mlp_layer_types"))
     return layers_from_types(keys, num_layers, "mlp_layer_types", "sparse", "dense");
@@ -292,7 +291,7 @@ Draft parse_olmoe(const Keys& keys, int num_layers) {
 }
 
 Draft parse_qwen(const Keys& keys, int num_layers, const std::string& model_type) {
-  // Qwen Next and 3.5 have a gated shared expert like 1.5 and 2, and renormalise like 3.
+  // Next and 3.5 have a gated shared expert like 1.5 and 2, and renormalise like 3.
   const bool is_qwen2 = model_type == "qwen2_moe";
   const bool is_next = starts_with(model_type, "qwen3_next") || starts_with(model_type, "qwen3_5");
   // transformers 5 saves Qwen3's num_experts as num_local_experts.
@@ -462,8 +461,8 @@ Draft parse_dbrx(const Keys& keys, int num_layers) {
   spec.intermediate = ffn->integer("ffn_hidden_size", 1, kMaxIntermediate);
   spec.num_experts = ffn->integer("moe_num_experts", 1, kMaxExperts);
   spec.top_k = ffn->integer("moe_top_k", 1, spec.num_experts);
-  // The value is the order of the norm that the weights are divided by; published models only use
-  // 1. Here null has a meaning: no division.
+  // The order of the norm that the weights are divided by, of which only 1 is in use. Here null is
+  // a value: no division.
   if (!ffn->is_null("moe_normalize_expert_weights"))
     spec.routing.renormalize =
         ffn->number_or("moe_normalize_expert_weights", 1.0f, 1.0f, 1.0f) == 1.0f;
@@ -536,8 +535,8 @@ Draft parse_family(Family family, const Keys& keys, int num_layers, const std::s
   throw Error(ErrorCode::kInvalidConfig, "a model family without a parser");
 }
 
-// False for DBRX, which names its activation inside ffn_config, and for MiniMax-M3, whose
-// "swigluoai" is given by swiglu_alpha and swiglu_limit.
+// All but DBRX, which names its activation inside ffn_config, and MiniMax-M3, whose "swigluoai" is
+// spelt out by swiglu_alpha and swiglu_limit.
 bool has_hidden_act(Family family, const std::string& model_type) {
   return family != Family::kDbrx && !starts_with(model_type, "minimax_m3");
 }
@@ -659,7 +658,7 @@ LayerSpec with_overrides(LayerSpec spec, const ConfigOverrides& overrides) {
   return spec;
 }
 
-// Checks the spec that the overrides lead to.
+// The spec that the overrides make.
 void require_layer(const LayerSpec& spec) {
   if (spec.top_k > spec.num_experts)
     throw Error(ErrorCode::kInvalidArgument,
@@ -741,8 +740,7 @@ std::string rewrite_config(std::string_view json_text, const ConfigOverrides& ov
                                        {"fmt", "e4m3"},
                                        {"quant_method", "fp8"},
                                        {"weight_block_size", {128, 128}}};
-  // This check comes first because its messages use the names of the overrides, not the text's
-  // keys.
+  // First in the words of what was asked for, not of the text's keys.
   require_layer(with_overrides(
       *config.layers[static_cast<std::size_t>(config.moe_layers().front())], overrides));
   try {

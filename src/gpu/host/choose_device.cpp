@@ -1,5 +1,4 @@
-// Chooses the GPU that runs a layer. This file is also in builds without CUDA, where device_info()
-// throws the reason.
+// Which GPU runs a layer. In builds without CUDA, too, where device_info() says so.
 #include <fmt/format.h>
 
 #include "gpu/device.h"
