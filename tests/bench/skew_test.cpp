@@ -1,4 +1,4 @@
-// That the gate chooses as it was asked to.
+// The gate's choice has the balancedness that was asked for.
 #include "bench/skew.h"
 
 #include <gtest/gtest.h>
@@ -52,8 +52,7 @@ TEST(BenchSkew, FewTokensAreAsBalancedAsTheyCanBe) {
   EXPECT_NEAR(balancedness(gate.histogram(8, gate.skew_for(8, 0.5))), 0.5, 0.05);
 }
 
-// What the layer's own arithmetic makes of the activations and the router, not only the
-// histogram's.
+// The layer's own arithmetic, too, gives this histogram for the activations and the router.
 TEST(BenchSkew, HistogramIsThatOfTheRealGate) {
   const LayerSpec spec = routing_of(bench_layer("olmoe"));
   MoeWeights weights = generate_weights(spec, DType::kBF16, 3);

@@ -1,4 +1,4 @@
-// What people see of rows, and where rows go.
+// The text that people see of rows, and the files that rows go to.
 #include "cli/bench_report.h"
 
 #include <gmock/gmock.h>

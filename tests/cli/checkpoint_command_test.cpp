@@ -34,7 +34,8 @@ TEST(MakeCheckpoint, WritesShardsAndTellsSo) {
   EXPECT_THAT(done.out, HasSubstr(std::to_string(shards) + " safetensors files"));
 }
 
-// Of 3 GB, which nothing is left of after some milliseconds.
+// The checkpoint would have 3 GB. The command is interrupted after some milliseconds and must leave
+// nothing.
 TEST(MakeCheckpoint, InterruptedItLeavesNothing) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "model").string();

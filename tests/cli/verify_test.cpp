@@ -1,4 +1,4 @@
-// That --verify notices what it is there to notice: results are spoilt after the run.
+// --verify notices errors: these tests spoil the results after the run.
 #include "run/verify.h"
 
 #include <gtest/gtest.h>

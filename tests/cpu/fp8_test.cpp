@@ -33,7 +33,7 @@ TEST_P(EveryModelInFp8, IsAsGoodAsAStraightforwardProgram) {
   }
 }
 
-// What is lost by computing in FP8 rather than in bf16, from the same weights.
+// The accuracy that is lost by computing in FP8 rather than in bf16, from the same weights.
 TEST_P(EveryModelInFp8, CostsSomePercentOfTheBf16Layer) {
   const Batch batch = random_batch(spec_, 300, DType::kBF16, 500);
   const auto run = [&](DType compute) {

@@ -1,4 +1,4 @@
-// What the CPU engine records of a pass, against what the pass had to do.
+// The CPU engine's record of a pass, compared with what the pass had to do.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -138,7 +138,7 @@ TEST_P(EveryWorld, EveryTaskIsThereOnce) {
     }
     for (const auto& [key, count] : times) EXPECT_EQ(count, 1) << to_string(std::get<0>(key));
 
-    // What the routing makes of it.
+    // The tiles that follow from the routing.
     std::vector<std::pair<std::int32_t, std::int32_t>> expected;
     const protocol::TokenTiles shared(static_cast<std::uint32_t>(tokens_of(r)), {32, 32});
     for (std::uint32_t j = 0; j < shared.count; ++j) {

@@ -1,4 +1,4 @@
-// What the tests of worlds of processes have in common.
+// Common parts of the tests of worlds of processes.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,4 +1,5 @@
-// What traced kernels say they did: all of it, once, in an order that can be, and the same bits.
+// Traced kernels record all they do, once, in a possible order, and compute the same bits as
+// others.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -42,11 +43,11 @@ std::multiset<std::pair<int, int>> tasks_of(const PassTrace& trace, TraceRole ro
   return tasks;
 }
 
-// Of one rank's trace, by itself.
+// Checks one rank's trace by itself.
 void expect_consistent(const PassTrace& trace, std::int64_t not_before, std::int64_t not_after) {
   EXPECT_EQ(trace.dropped, 0);
   ASSERT_FALSE(trace.events.empty());
-  // Of the host's clock beside the device's; see device_clock.h.
+  // The error of the host's clock against the device's, in ns; see device_clock.h.
   constexpr std::int64_t kTolerance = 5'000;
   std::map<std::pair<int, TraceRole>, std::int64_t> busy_until;
   std::map<int, std::int64_t> first_done, second_done, packed;  // of a tile, the last
@@ -141,7 +142,8 @@ TEST_F(TraceTest, EveryTaskOnceInOrderAndTheSameBits) {
   }
 }
 
-// What one rank sends another packs, and not before; on every rank's own clock.
+// A rank packs the rows that another rank sends, and not before they were sent. Times are those of
+// each rank's own clock.
 TEST_F(TraceTest, RowsArePackedAfterTheyAreSent) {
   constexpr int kTokens = 3000;
   for (const int ranks : {2, 4}) {
@@ -294,8 +296,9 @@ constexpr TraceRole kStallingRoles[] = {
     TraceRole::kPass, TraceRole::kScheduler, TraceRole::kWeights, TraceRole::kTokens,
     TraceRole::kSend, TraceRole::kPack,      TraceRole::kMath};
 
-// Of a world in whose rank 0 a role stalls, how many ranks hear of an error. Three passes stand one
-// behind the other: none may begin on what a lost one left. Who hears of none has `right`.
+// Returns how many ranks report an error in a world in whose rank 0 a role stalls. Three passes are
+// enqueued one behind the other: none may begin on what a lost one left. A rank without an error
+// must have the results of `right`.
 int failed_ranks(const LayerSpec& spec, const MoeWeights& w, const Batch& batch,
                  const Shares& shares, const BatchResult& right, SlowRole slow,
                  std::chrono::milliseconds deadline) {

@@ -1,4 +1,4 @@
-// What ranks that disagree on their layer tell.
+// The errors of ranks that disagree on their layer.
 #include "layer/agreement.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// What a layer computes in, from its weights and its options.
+// The type that a layer computes in, from its weights and its options.
 #include "layer/compute.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// What MoeLayer refuses whatever the engine, and how the backends share it.
+// The options that MoeLayer refuses with any engine, and how the backends share these checks.
 #include <gtest/gtest.h>
 
 #include <chrono>

@@ -210,7 +210,7 @@ TEST(SafetensorsHeader, NamesCannotForgeLinesNorFloodTheTerminal) {
   const std::string shown = message_of(file_bytes(huge, ""));
   EXPECT_LE(shown.size(), 1000u);
   EXPECT_THAT(shown, ::testing::HasSubstr("[1048576 bytes]"));
-  // What is wrong, and what to do, is still told.
+  // The message still says what is wrong, and what to do.
   EXPECT_THAT(shown, ::testing::HasSubstr("is not described by an object"));
   EXPECT_THAT(shown, ::testing::EndsWith("download the file again"));
   EXPECT_THAT(closest_names("x", {"x\n", "x\x1b"}), ::testing::HasSubstr("x\\n, x\\x1b"));

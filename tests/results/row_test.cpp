@@ -1,4 +1,4 @@
-// What files of rows may be, and how everything else is refused.
+// The files of rows that are accepted, and how everything else is refused.
 #include "results/row.h"
 
 #include <gmock/gmock.h>

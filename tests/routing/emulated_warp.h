@@ -44,11 +44,12 @@ class EmulatedWarp {
   }
   static int lane() { return running_->lane_; }
 
-  // What all lanes have brought to the collective `name`.
+  // Returns the words that all lanes have brought to the collective `name`.
   static const Words& meet(std::uint32_t word, const char* name) {
     EmulatedWarp& warp = *running_;
     Lane& lane = warp.lanes_[static_cast<std::size_t>(warp.lane_)];
-    // Who goes on first may be at the next collective before others have read this one's words.
+    // The first lane to go on may be at the next collective before others have read this one's
+    // words.
     Words& words = warp.words_[++lane.collectives % 2];
     words[static_cast<std::size_t>(warp.lane_)] = word;
     lane.at = name;

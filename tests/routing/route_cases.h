@@ -1,5 +1,5 @@
-// What route_warp() is tested with, on a GPU and in an emulated warp: tokens of every kind for
-// layers of every kind, and route() to compare with.
+// Test cases of route_warp(), for a GPU and for an emulated warp: tokens of every kind for layers
+// of every kind, and route() to compare with.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@ using routing::RouteStatus;
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-// What is routed, as the spans of route().
+// The tokens to route, as the spans that route() takes.
 struct Tokens {
   LayerSpec spec;
   std::vector<float> logits;         // [T, E]

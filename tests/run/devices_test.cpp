@@ -21,7 +21,8 @@ TEST(Devices, RanksOfOneGpuFitOnItTogether) {
         taken[device] += kSms - sms_of_others(kSms, device, num_ranks, num_devices);
       }
       for (const auto& [device, sms] : taken) {
-        // What does not divide evenly is nobody's, nor are neighbours that may be parted.
+        // No rank uses the SMs that do not divide evenly, nor those that may lack a neighbour in
+        // their pair.
         const int ranks_there = (num_ranks - device + num_devices - 1) / num_devices;
         EXPECT_LE(sms, kSms);
         EXPECT_GT(sms, ranks_there == 1 ? kSms - 1 : kSms - 9 * ranks_there);

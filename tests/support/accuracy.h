@@ -1,4 +1,4 @@
-// What the outputs of both engines are held to: the fp64 reference.
+// The accuracy that the outputs of both engines must have, against the fp64 reference.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -37,8 +37,8 @@ inline std::uint64_t number_from(const char* variable, std::uint64_t otherwise) 
   return number;
 }
 
-// Of a soak's random inputs, 1 unless SWITCHYARD_SOAK_SEED says another; printed, so that what a
-// run with another seed finds can be run again.
+// The seed of a soak's random inputs: SWITCHYARD_SOAK_SEED, or 1 if that is not set. It is printed,
+// so that a failure found with another seed can be repeated.
 inline std::uint64_t soak_seed() {
   const std::uint64_t seed = number_from("SWITCHYARD_SOAK_SEED", 1);
   std::printf("SWITCHYARD_SOAK_SEED=%llu\n", static_cast<unsigned long long>(seed));

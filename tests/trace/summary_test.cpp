@@ -1,4 +1,4 @@
-// What a summary makes of traces whose answer is known.
+// Summaries of traces whose answer is known.
 #include "trace/summary.h"
 
 #include <gtest/gtest.h>

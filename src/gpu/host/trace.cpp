@@ -12,7 +12,8 @@
 namespace switchyard::gpu {
 namespace {
 
-// What a role waits for: before it is given a task (`given`), and then (`input`).
+// The reasons for which a role waits: first for a task (`given`), then for the task's needs
+// (`input`).
 struct Waits {
   TraceWait given, input;
 };

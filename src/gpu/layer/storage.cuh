@@ -10,8 +10,8 @@
 
 namespace switchyard::gpu {
 
-// What the block finds out about the pass. It is in shared memory because the math warps have no
-// registers to keep it in.
+// The facts that the block finds out about the pass. They are in shared memory because the math
+// warps have no registers to keep it in.
 template <typename P>
 struct PassState {
   LifeState life;
