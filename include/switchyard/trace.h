@@ -30,10 +30,9 @@ enum class TraceKind : std::uint8_t {
   kRoute,   // experts chosen, slots listed
   kCounts,  // counts sent to every rank, and awaited from every rank
   kPlan,    // tiles and offsets
-  kSend,    // rows written to other ranks; kNone if there are none
+  kSend,    // rows written to other ranks; with 0 rows: a flag raised for an expert's
   kPack,    // rows copied into tiles
-  kGemm1,   // one tile and block of weight rows; for loading roles and the scheduler, their part of
-            // it
+  kGemm1,   // one tile and block of weight rows; a loading role's or the scheduler's part of it
   kGemm2,
   kCombine,  // a chunk of tokens summed
   kSignal,   // flags of completed tiles raised on other ranks

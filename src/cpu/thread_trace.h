@@ -50,8 +50,8 @@ class alignas(64) ThreadTrace {
     told_ns_ = trace::now_ns();
     close(told_ns_);
   }
-  // Records that `peer` has been told of a result, after complete(). The rest of the task is in no
-  // event.
+  // Records that `peer` is about to be told of a result; called after complete(). The rest of the
+  // task is in no event.
   void tell(TraceKind kind, std::int32_t peer, std::int32_t tile, std::int32_t expert,
             std::int32_t rows) {
     TraceEvent event = current_;

@@ -33,7 +33,7 @@ bool Lobby::accept_one() {
   if (errno == EAGAIN || errno == EWOULDBLOCK) return false;
   const int error_number = errno;
   if (error_number == EMFILE || error_number == ENFILE) {
-    // poll() may report a listener that has nobody to accept.
+    // accept() fails with these even if nobody waits to be accepted.
     pollfd listener{listener_.get(), POLLIN, 0};
     if (::poll(&listener, 1, 0) == 0) return false;
     if (!waiting_.empty()) {
@@ -45,7 +45,7 @@ bool Lobby::accept_one() {
   throw_errno("cannot accept the connection of another rank");
 }
 
-// Drops the oldest connection of the process that has the most. (A rank has only one.)
+// Drops the oldest connection among those of the processes that have the most. A rank has only one.
 void Lobby::make_room() {
   std::map<pid_t, std::size_t> counts;
   std::size_t most = 0;

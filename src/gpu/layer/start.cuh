@@ -117,7 +117,7 @@ __device__ __forceinline__ bool await_gate(const Pass<P>& pass, bool math) {
   return math ? !named_barrier_any<kMathThreads>(kOfMath, !arrived) : __all_sync(~0u, arrived) != 0;
 }
 
-// What a warp does after exchange_counts(): the next step, its role, or leave the pass.
+// The way of a warp after exchange_counts(): to the next step, to its role, or out of the pass.
 enum class Next { kStep, kRole, kGivenUp };
 
 // The steps of the start, for one warp. With `rehearsal` a step runs its code without lasting

@@ -11,7 +11,7 @@
 namespace switchyard::gpu {
 
 // The facts that the block finds out about the pass. They are in shared memory because the math
-// warps have no registers to keep it in.
+// warps have no registers to keep them in.
 template <typename P>
 struct PassState {
   LifeState life;

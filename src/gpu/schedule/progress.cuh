@@ -11,7 +11,7 @@
 
 namespace switchyard::gpu {
 
-// The additions with which a block tells that it has stored its part of a tile: see Teller.
+// The number of additions by which a block tells that it has stored its part of a tile: see Teller.
 template <typename P>
 inline constexpr std::uint32_t kTellers = P::kTeller == Teller::kMath ? kMathGroups : 1;
 

@@ -16,7 +16,8 @@ struct QueueStorage {
   alignas(16) TileTask tasks[kTaskSlots];
   alignas(8) std::uint64_t task_full[kTaskSlots], task_empty[kTaskSlots], demand, ticket_full;
   std::uint32_t ticket;  // from the scheduler of the pair's first block to that of the second
-  // The number of tasks handed out; with kNoMore set once a math warp has given up a wait.
+  // The number of tasks handed out; with kNoMore set once a math warp has given up waiting for
+  // another.
   std::uint32_t handed_out;
 };
 

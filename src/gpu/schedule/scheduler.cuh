@@ -82,8 +82,8 @@ __device__ __forceinline__ TileTask describe(const Schedule<P>& schedule,
     // Two tiles together load 64 KB a stage for the pair. One tile with twice the weight rows would
     // load 80 KB.
     if (schedule.paired != 0 && pair.two) {
-      // This block of weight rows has a task for each of the two tiles. Each of these tasks now does
-      // half of the rows for both tiles, one tile per block of the pair.
+      // This block of weight rows has a task for each of the two tiles. Each of these tasks now
+      // does half of the rows for both tiles, one tile per block of the pair.
       d.two_tiles = 1;
       d.block = (task.block << 1) + tile_of_expert - pair.first;
       d.tile += pair.first + share - tile_of_expert;
