@@ -58,7 +58,7 @@ ProcessState state_of_process(pid_t pid) {
   if (file) {
     if (const std::optional<ProcessState> state = state_by_stat(file.get())) return *state;
   }
-  // The process has gone meanwhile, or there is no /proc.
+  // It went meanwhile, or there is no /proc.
   return is_gone() ? ProcessState::kExited : ProcessState::kRuns;
 }
 

@@ -102,7 +102,7 @@ Front show_front(std::string_view text, std::size_t most) {
 
 std::string show_back(std::string_view text, std::size_t most) {
   text = text.substr(text.size() - std::min(text.size(), most));
-  // The end must not begin in the middle of a character, which would look like damage.
+  // Not from the middle of a character, which would look like damage.
   for (int i = 0; i < 3 && !text.empty() && (text.front() & 0xc0) == 0x80; ++i) {
     text.remove_prefix(1);
   }
@@ -118,7 +118,7 @@ std::string show_back(std::string_view text, std::size_t most) {
     if (size <= most) {
       shown += character.view();
     } else {
-      size -= character.size;  // escapes made the text longer than `most`: drop its front
+      size -= character.size;  // escapes are longer than what they stand for: too many for `most`
     }
   }
   return shown;

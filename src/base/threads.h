@@ -1,4 +1,4 @@
-// A group of threads of which all begin or none.
+// Threads that all begin, or none of them.
 #pragma once
 
 #include <fmt/format.h>
@@ -17,16 +17,16 @@
 
 namespace switchyard {
 
-// The remedy to give if the number of threads follows from the machine.
+// For threads whose number follows the machine's.
 inline constexpr const char* kThreadRemedy =
     "raise the limits of threads (`ulimit -u`) and memory (`ulimit -v`), or end other processes";
 
 // Calls body(i) for every i from `first` to `end` - 1, each on a thread of its own. No call begins
-// before all threads exist: otherwise threads that wait for each other could wait for one that
+// before all threads exist: threads that wait for each other would otherwise wait for one that
 // cannot be made. `body` must not throw.
 class Threads {
  public:
-  // Throws Error{kSystem}, ending with `remedy`, if so many threads cannot be made.
+  // Throws Error{kSystem}, with `remedy` as its last words, if there cannot be so many threads.
   Threads(int first, int end, std::string_view remedy, std::function<void(int)> body)
       : body_(std::move(body)) {
     try {
@@ -56,12 +56,12 @@ class Threads {
     gate_.wait(Gate::kClosed, std::memory_order_acquire);
     if (gate_.load(std::memory_order_acquire) == Gate::kOpen) body_(i);
   }
-  // Release: all threads see what their maker wrote before.
+  // Release: what the maker of the threads wrote is seen by all of them.
   void open(Gate state) {
     gate_.store(state, std::memory_order_release);
     gate_.notify_all();
   }
-  // The caller already has threads with the numbers below `first`.
+  // Numbers below `first` are of threads that the caller has already.
   [[noreturn]] void refuse(int first, int end, std::string_view remedy, std::string_view reason) {
     const std::size_t started = static_cast<std::size_t>(first) + threads_.size();
     open(Gate::kCancelled);

@@ -33,9 +33,9 @@ dnnl::matmul::primitive_desc describe_matmul(const dnnl::engine& engine,
 #endif
 }
 
-// oneDNN does not check whether it got the memory that it asked for, for its engines and for code
-// that it generates. Near a limit (`ulimit -v`) the process would die of a null pointer. The limit
-// here is far more than one thread needs, because threads that ask at once share the room.
+// oneDNN does not look whether it got the memory that it asked for, for its engines and for code
+// that it generates: where a limit is near (`ulimit -v`), the process would die of a null pointer.
+// Threads that ask at once share the room, hence far more than one of them needs.
 void require_room_for_library() {
   constexpr std::size_t kRoom = std::size_t{64} << 20;
   void* const room =

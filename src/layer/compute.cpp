@@ -15,7 +15,7 @@ bool spans_groups(std::int64_t block, std::int64_t size) {
   return block % kQuantGroup == 0 || block >= size;
 }
 
-// The reason why a matrix cannot take part in FP8 arithmetic, if there is one.
+// Why a matrix does not take part in FP8 arithmetic, if it does not.
 struct Obstacle {
   std::string name;
   const MatrixView* matrix = nullptr;

@@ -26,18 +26,17 @@ struct Located {
   const TensorInfo* info = nullptr;
 };
 
-// The owner of a layer's memory, as MoeWeights::owner: the mapped files, and the few small tensors
-// that had to be copied (scales that are not fp32, tensors that the file leaves misaligned).
+// What MoeWeights::owner points to: the mapped files, and the few small tensors that had to be
+// copied (scales that are not fp32, tensors that the file leaves misaligned).
 struct LayerOwner {
   std::vector<std::shared_ptr<const SafetensorsFile>> files;
   std::vector<std::unique_ptr<float[]>> scales;
   std::vector<std::unique_ptr<std::byte[]>> copies;
 };
 
-// The limit for config.json. A published one has some kilobytes.
+// A published config.json has some kilobytes.
 constexpr std::uint64_t kMostConfigBytes = std::uint64_t{16} << 20;
-// The limit for the index. That of the largest models names a hundred thousand tensors and has 10
-// MB.
+// The index of the largest models names a hundred thousand tensors and has 10 MB.
 constexpr std::uint64_t kMostIndexBytes = std::uint64_t{128} << 20;
 
 std::string shape_text(const std::vector<std::int64_t>& shape) {
@@ -153,7 +152,7 @@ class LayerLoader {
     load_experts(weights);
     load_shared(weights);
     weights.owner = owner_;
-    // A file that was truncated meanwhile may have left zeros in what was copied from it.
+    // A file that was cut meanwhile may have left zeros in what was copied from it.
     for (const SafetensorsFile* const file : checked_) file->require_whole();
     validate(spec_, weights);
     return weights;
@@ -210,7 +209,7 @@ class LayerLoader {
                     shape_text(tensor.info->shape), expected));
   }
 
-  // The dtype of `tensor`, which must be a weight or bias dtype.
+  // `tensor` as a weight or bias dtype.
   DType float_dtype(const Located& tensor) const {
     const std::string& name = tensor.info->dtype;
     const std::optional<DType> dtype = dtype_from_name(name);
@@ -250,7 +249,7 @@ class LayerLoader {
     return owner_->copies.back().get();
   }
 
-  // Returns `count` scales of FP8 weights as fp32.
+  // Scales of FP8 weights, as fp32. `values` of them.
   const float* scale_values(const Located& tensor, std::size_t count) {
     const std::string& dtype = tensor.info->dtype;
     if (dtype == "F32" && is_aligned(tensor, alignof(float)))
@@ -282,7 +281,7 @@ class LayerLoader {
     return scales;
   }
 
-  // Finds the scale tensor of weight `name`; families differ in its suffix.
+  // The scale tensor of weight `name`; families differ in its suffix.
   Located find_scale(const std::string& name) const {
     std::string stem = name;
     constexpr std::string_view kWeight = ".weight";
@@ -418,7 +417,7 @@ class LayerLoader {
     }
   }
 
-  // Quantised formats rename the tensors. Without this check they would look like missing ones.
+  // Quantised formats rename the tensors, so they would otherwise look like missing ones.
   void refuse_quantized() const {
     std::vector<std::string> stems = {base_ + names_->packed_gate_up};
     if (names_->up) stems.push_back(base_ + expert_name(names_->up, 0));
@@ -503,7 +502,7 @@ class LayerLoader {
     if (spec_.expert_bias) load_packed_biases(weights, interleaved);
   }
 
-  // Returns half 0 (gate) or 1 (up) of the rows of a packed gate_up matrix.
+  // Half 0 (gate) or 1 (up) of the rows of a packed gate_up matrix.
   MatrixView half(const MatrixView& both, int which, bool interleaved,
                   const Located& tensor) const {
     MatrixView view = both;
@@ -579,7 +578,7 @@ class LayerLoader {
     }
   }
 
-  // Returns a matrix that will be sliced by expert. Such a matrix must not have block scales.
+  // A matrix that will be sliced by expert, which block scales would not survive.
   MatrixView packed_matrix(const std::string& name, std::int64_t rows, std::int64_t cols) {
     const Located tensor = require(name);
     if (float_dtype(tensor) == DType::kF8E4M3)
@@ -626,7 +625,7 @@ class LayerLoader {
   const TensorNames* names_ = nullptr;
   std::string base_;
   std::unordered_map<const TensorInfo*, const float*> converted_;
-  mutable std::set<const SafetensorsFile*> checked_;  // files that were found whole
+  mutable std::set<const SafetensorsFile*> checked_;  // that have not become shorter
 };
 
 void require_directory(const std::filesystem::path& directory) {

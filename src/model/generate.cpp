@@ -51,7 +51,7 @@ std::shared_ptr<std::byte> allocate(std::uint64_t bytes) {
     throw Error(ErrorCode::kCapacityExceeded,
                 fmt::format("mapping {} bytes for the layer's weights failed: {}; {}", bytes,
                             std::strerror(errno), remedy));
-  // Huge pages save faults and TLB misses; without them the memory works all the same.
+  // Fewer faults and TLB misses; without huge pages the memory works all the same.
   ::madvise(memory, bytes, MADV_HUGEPAGE);
   return {static_cast<std::byte*>(memory), [bytes](std::byte* p) { ::munmap(p, bytes); }};
 }
@@ -82,7 +82,7 @@ void fill_all(const std::vector<Placed>& placed, const GenerateOptions& options)
       if (local == 0 && p.scales) fill_scales(p.tensor, p.scales);
       const std::int64_t count = std::min(kFillBlock, p.tensor.size() - local * kFillBlock);
       done.fetch_add(static_cast<std::uint64_t>(count) * element);
-      // If the mutex is busy, another thread is reporting right now.
+      // A busy mutex means that someone else is reporting about now.
       if (options.progress && block % 64 == 0 && progress_mutex.try_lock()) {
         const std::lock_guard<std::mutex> lock(progress_mutex, std::adopt_lock);
         options.progress(done.load(), total);

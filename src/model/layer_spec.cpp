@@ -10,12 +10,12 @@
 namespace switchyard {
 namespace {
 
-// The limits are far above any model, and low enough that a product of three fits in 64 bits.
+// Far above any model, low enough that a product of three of them fits in 64 bits.
 constexpr int kMaxHidden = 1 << 20;
 constexpr int kMaxIntermediate = 1 << 22;
 constexpr int kMaxExperts = 1 << 16;
 
-// Thrown and caught only in this file.
+// Never leaves this file.
 struct Problem {
   std::string text;
 };

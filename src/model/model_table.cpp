@@ -241,7 +241,7 @@ const ModelEntry& find_model(std::string_view name) {
   std::vector<std::pair<std::size_t, std::string_view>> ranked;
   for (const ModelEntry& entry : kTable) {
     if (name == entry.name) return entry;
-    // The name is cut, so that a megabyte of argument costs no quadratic time.
+    // Cut off, so that a megabyte of argument costs no quadratic time.
     ranked.emplace_back(edit_distance(name.substr(0, 64), entry.name), entry.name);
   }
   std::partial_sort(ranked.begin(), ranked.begin() + 3, ranked.end());

@@ -19,9 +19,9 @@ constexpr float kFp8Deviation = 112.0f;
 // Standard deviation of the sum of four uniform bytes: sqrt(4 (256^2 - 1) / 12), in units of 2^-14.
 constexpr float kInverseDeviation = 1.0f / (147.8006f * 16384.0f);
 
-// Roughly N(0, 1): the four bytes of a 32-bit hash of the counter are summed (Irwin-Hall), and low
-// bits are added so that values are not confined to 1021 levels. Every step before the last product
-// is exact in fp32, so the value does not depend on how the compiler contracts or vectorises.
+// Roughly N(0, 1): a 32-bit hash of the counter, its four bytes summed (Irwin-Hall), low bits added
+// so that values are not confined to 1021 levels. Every step before the last product is exact in
+// fp32, so the value does not depend on how the compiler contracts or vectorises.
 struct NormalHash {
   std::uint32_t first_key, second_key;
 
@@ -64,8 +64,8 @@ template <class Store>
 }
 
 #if defined(__x86_64__)
-// The library is built for baseline x86-64, which has no 32-bit vector multiply, so this function
-// is compiled for AVX2. FMA stays off: a fused product would make values depend on the machine.
+// The library is built for baseline x86-64, which has no 32-bit vector multiply. AVX2 without FMA:
+// a fused product would make values depend on the machine.
 template <class Store>
 [[gnu::target("avx2")]] void fill_avx2(NormalHash hash, float deviation, std::uint32_t count,
                                        typename Store::Element* out) {
@@ -82,8 +82,7 @@ void fill_elements(NormalHash hash, float deviation, std::uint32_t count, std::b
   fill_loop<Store>(hash, deviation, count, elements);
 }
 
-// Fills rows with distinct expert ids: an arithmetic progression whose step is coprime to their
-// number.
+// Distinct expert ids per row: an arithmetic progression whose step is coprime to their number.
 void fill_hash_rows(const RandomTensor& tensor, std::int64_t first, std::int64_t count,
                     std::byte* out) {
   const std::uint64_t e = static_cast<std::uint64_t>(tensor.num_experts);
@@ -202,7 +201,7 @@ void fill(const RandomTensor& tensor, std::byte* out) {
 void fill_scales(const RandomTensor& tensor, float* out) {
   const std::uint64_t key = mix64(~tensor.key);
   for (std::int64_t i = 0; i < tensor.num_scales(); ++i) {
-    // Scales vary by +-25 %, so that a test notices a scale applied to the wrong block.
+    // Within +-25 %, so that a scale applied to the wrong block is noticed.
     const std::uint64_t bits = mix64(key + static_cast<std::uint64_t>(i)) >> 40;
     const float factor = 0.75f + 0.5f * static_cast<float>(bits) * 0x1p-24f;
     out[i] = tensor.deviation / kFp8Deviation * factor;

@@ -26,9 +26,9 @@ static_assert(std::endian::native == std::endian::little, "safetensors data is l
 using nlohmann::json;
 
 constexpr std::uint64_t kLengthBytes = 8;
-// The same limit as in the reference implementation.
+// The reference implementation's limit.
 constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;
-// A cache line, so that the first tensor's data is aligned for any vector load.
+// A cache line, so that views of the first tensor are aligned for any vector load.
 constexpr std::uint64_t kDataAlignment = 64;
 
 struct DTypeName {
@@ -247,7 +247,7 @@ std::shared_ptr<const SafetensorsFile> SafetensorsFile::open(const std::filesyst
   std::shared_ptr<SafetensorsFile> file(new SafetensorsFile);
   file->path_ = path;
   if (input.bytes > 0) {
-    // MAP_SHARED, so that ranks in several processes use one copy of the page cache.
+    // Shared, so that ranks in several processes use one copy of the page cache.
     void* mapping = ::mmap(nullptr, static_cast<std::size_t>(input.bytes), PROT_READ, MAP_SHARED,
                            input.fd.get(), 0);
     if (mapping == MAP_FAILED) throw_file_error(path, "mmap");
@@ -264,7 +264,7 @@ std::shared_ptr<const SafetensorsFile> SafetensorsFile::open(const std::filesyst
 
 void SafetensorsFile::require_whole() const {
   struct stat now = {};
-  // If another file has taken the name, or none has it, the mapped file lives on unchanged.
+  // Where another file has taken the name, or none has it, the mapped one lives on untouched.
   if (::stat(path_.c_str(), &now) != 0 || now.st_dev != device_ || now.st_ino != inode_) return;
   const auto bytes = static_cast<std::size_t>(now.st_size);
   if (bytes < size_)
@@ -287,7 +287,7 @@ void SafetensorsFile::will_need(const TensorInfo& tensor) const {
   const std::uintptr_t page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
   const std::uintptr_t begin = reinterpret_cast<std::uintptr_t>(data(tensor));
   const std::uintptr_t aligned = begin / page * page;
-  // This is only a hint: a kernel that refuses it still reads the pages when they are touched.
+  // Only a hint: a kernel that refuses it still reads the pages when they are touched.
   ::madvise(reinterpret_cast<void*>(aligned),
             static_cast<std::size_t>(begin + tensor.bytes() - aligned), MADV_WILLNEED);
 }
@@ -438,8 +438,8 @@ void write_matrices(const std::filesystem::path& path, const std::vector<NamedMa
 }
 
 std::string closest_names(std::string_view wanted, const std::vector<std::string_view>& names) {
-  // Similarity is the length of the shared prefix and suffix. Checkpoint names differ in the middle
-  // (a layer, an expert) or in one component, and there can be a hundred thousand of them.
+  // Shared prefix plus shared suffix: checkpoint names differ in the middle (a layer, an expert) or
+  // in one component, and there can be a hundred thousand of them.
   const auto likeness = [&](std::string_view name) {
     const std::size_t shorter = std::min(name.size(), wanted.size());
     std::size_t prefix = 0;

@@ -33,8 +33,8 @@ Bytes generate(const RandomTensor& tensor) {
   return data;
 }
 
-// Scatters [rows, cols] to out[c * out_cols + offset + r * step]. It works in square blocks,
-// because one of the two sides is always strided and a row of either exceeds the L1 cache.
+// [rows, cols] -> out[c * out_cols + offset + r * step]. In square blocks, because one of the two
+// sides is always strided and a row of either exceeds the L1 cache.
 void scatter_transposed(const Bytes& in, std::int64_t rows, std::int64_t cols, std::size_t element,
                         Bytes& out, std::int64_t out_cols, std::int64_t offset, std::int64_t step) {
   constexpr std::int64_t kBlock = 64;
@@ -125,7 +125,7 @@ class LayerWriter {
         [tensor](SafetensorsWriter& writer) { writer.append(generate(tensor)); });
   }
 
-  // Adds "<module>.weight" and, if it is FP8, its scales.
+  // "<module>.weight" and, if it is FP8, its scales.
   void add_module(const std::string& module, const RandomTensor& tensor) {
     add_matrix(base_ + module + ".weight", tensor);
     if (tensor.num_scales() == 0) return;
@@ -286,7 +286,7 @@ class TemporaryDirectory {
     std::error_code code;
     std::filesystem::create_directories(target_.parent_path(), code);
     if (code) fail("create", target_.parent_path(), code);
-    // The directory must be new: whoever had made an existing one could still write to it.
+    // A new directory: one that somebody else had put there, they could still write to.
     path_ = make_beside(target_, "mkdir", [](const std::filesystem::path& name) {
       return ::mkdir(name.c_str(), 0777) == 0 ? 0 : errno;
     });

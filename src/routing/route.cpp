@@ -127,7 +127,7 @@ float sum_of(const float* values, int padded) {
   return sum;
 }
 
-// Computes scores[i] of all experts. Those of padding and of NaN logits mean nothing.
+// scores[i] of all experts. Padding and NaN logits get scores of no meaning.
 void score_all(ScoreFunction function, const float* logits, int padded, float* scores) {
   switch (function) {
     case ScoreFunction::kSoftmax: {
@@ -146,7 +146,7 @@ void score_all(ScoreFunction function, const float* logits, int padded, float* s
   }
 }
 
-// Computes the weights of the chosen experts from their logits alone.
+// The weights of the chosen experts from their logits alone.
 void weigh_by_logit(const LayerSpec& spec, const float* logits, int padded, const std::int32_t* ids,
                     float* weights) {
   const int k = spec.top_k;

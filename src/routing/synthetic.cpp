@@ -30,7 +30,7 @@ class RandomStream {
   std::uint64_t bits(std::uint64_t position) const {
     return mix(key_ + (position + 1) * kGoldenGamma);
   }
-  // Returns a number in [0, 1), a multiple of 2^-53.
+  // In [0, 1), a multiple of 2^-53.
   double uniform(std::uint64_t position) const {
     return static_cast<double>(bits(position) >> 11) * 0x1p-53;
   }
@@ -40,7 +40,7 @@ class RandomStream {
   std::uint64_t key_;
 };
 
-// ln x for x >= 1. x = 2^n m with m in [1, 2), and ln m = 2 atanh((m - 1) / (m + 1)), whose
+// ln x for x >= 1: x = 2^n m with m in [1, 2), and ln m = 2 atanh((m - 1) / (m + 1)), whose
 // argument is at most 1/3; 17 terms leave less than 2^-53.
 double portable_log(double x) {
   constexpr double kLn2 = 0x1.62e42fefa39efp-1;
@@ -63,10 +63,10 @@ double entropy(const std::vector<std::int64_t>& counts, std::int64_t total) {
   return portable_log(static_cast<double>(total)) - sum / static_cast<double>(total);
 }
 
-// Draws ranks without replacement with odds decay^rank (successive sampling), by descent of a
-// binary tree of sums. Sums along a changed path are added up anew rather than subtracted from,
-// because the terms span hundreds of orders of magnitude and cancellation would leave nothing of
-// the small ones.
+// Draws ranks without replacement with odds decay^rank: successive sampling, by descent of a binary
+// tree of sums. Sums along a changed path are added up anew rather than subtracted from, because
+// the terms span hundreds of orders of magnitude and cancellation would leave nothing of the small
+// ones.
 class SuccessiveSampler {
  public:
   SuccessiveSampler(int num_ranks, double decay)
@@ -83,7 +83,7 @@ class SuccessiveSampler {
     }
   }
 
-  // Draws K distinct ranks into `ranks`, using random numbers `first` to `first` + K - 1.
+  // K distinct ranks into `ranks`, using random numbers `first` to `first` + K - 1.
   void draw(const RandomStream& random, std::uint64_t first, int k, std::int32_t* ranks) {
     for (int slot = 0; slot < k; ++slot) {
       ranks[slot] =
@@ -110,7 +110,7 @@ class SuccessiveSampler {
     return node - num_leaves_;
   }
 
-  // If all remaining odds have underflowed, the first of them outweighs the rest by far.
+  // Where all remaining odds have underflowed, the first of them outweighs the rest by far.
   static std::int32_t lowest_not_in(const std::int32_t* ranks, int count) {
     std::int32_t candidate = 0;
     while (std::find(ranks, ranks + count, candidate) != ranks + count) ++candidate;
@@ -158,10 +158,10 @@ SyntheticRouting synthetic_routing(int num_tokens, int num_experts, int top_k, d
     }
   };
 
-  // The bisection is over the popularity's decay per rank, e^-lambda, rather than over lambda,
-  // because that needs no exponential: 1 is uniform and 0 sends all tokens to the same experts. The
-  // balancedness at a decay is that of the first tokens' own draws. The random numbers are the same
-  // at every step, so the balancedness hardly ever moves against the decay.
+  // The popularity's decay per rank, e^-lambda, is bisected rather than lambda, because it needs no
+  // exponential: 1 is uniform and 0 sends all tokens to the same experts. The balancedness at a
+  // decay is that of the first tokens' own draws; the random numbers are the same at every step, so
+  // it hardly ever moves against the decay.
   constexpr int kMaxPilotSlots = 32768;
   constexpr int kBisectionSteps = 24;
   const int num_pilot_tokens = std::min(num_tokens, (kMaxPilotSlots + top_k - 1) / top_k);

@@ -1,4 +1,4 @@
-// The text that people see of rows, and the files that rows go to.
+// What people see of rows, and where rows go.
 #include "cli/bench_report.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// The report of a run on GPUs. The tests present results of the CPU as theirs.
+// What a run on GPUs tells: results of the CPU are dressed up as theirs.
 #include "cli/run_report.h"
 
 #include <gmock/gmock.h>

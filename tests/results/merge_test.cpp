@@ -225,7 +225,7 @@ TEST(ResultRows, AnEmptyListCanBeMergedInto) {
   EXPECT_EQ(rows_of(directory / "rows.json").size(), 1u);
 }
 
-// A row is read as it was written: each field is written and read as itself.
+// What is written is what is read: no field has a second owner.
 TEST(ResultRows, AreReadAsTheyWereWritten) {
   Row row = example_row(8, 10);
   row.date = "2026-11-20";
