@@ -197,12 +197,12 @@ class MoeLayer {
   // Collective over the world. A rank need be given no more experts' weights than its own
   // (own_experts()). Their memory must outlive the layer (MoeWeights::owner is kept). With kCuda
   // they are copied to the device, in the compute type, unless they are there in that type:
-  // matrices that form one array [E, I, H], [E, 2, I, H] (gate first or up first), [E, I, 2, H]
-  // (gate and up in turn) or [E, H, I], or parts of a larger one, with rows of multiples of 16
-  // bytes, are used where they are. Others are repacked by the device if they are in its memory,
-  // whatever their strides: transposed ones ([E, H, 2 I] and [E, I, H]), say. With kCpu matrices
-  // are always used where they are. Scales (with kCuda), biases, the router and its tables are
-  // copied: see refresh(). Throws Error{kInvalidArgument, kMissingTensor, kShapeMismatch,
+  // matrices that form one array [E, I, H], [E, 2, I, H] (gate first), [E, I, 2, H] (gate and up
+  // in turn) or [E, H, I], or parts of a larger one, with rows of multiples of 16 bytes, are used
+  // where they are. Others are repacked by the device if they are in its memory, whatever their
+  // strides: transposed ones ([E, H, 2 I] and [E, I, H]), say, and those with up first. With kCpu
+  // matrices are always used where they are. Scales (with kCuda), biases, the router and its tables
+  // are copied: see refresh(). Throws Error{kInvalidArgument, kMissingTensor, kShapeMismatch,
   // kDTypeMismatch} for a layer that cannot be built, {kSpecMismatch} naming the rank and the field
   // if the ranks disagree, {kCapacityExceeded} if the heap cannot be had, {kUnsupported} for what
   // the backend does not do on this machine or in this build, or for FP8 weights with scales that

@@ -299,11 +299,9 @@ void Engine::describe_weights() {
     *ffn = device->params();
     ffn->h_maps = h_maps;
     ffn->more_of_first = (spec_.weight_on_input && ffn == &params_.routed) || params_.clamps ||
-                         device->up_first() || ffn->second_scale != nullptr ||
-                         ffn->second_bias != nullptr;
+                         ffn->up_scale != nullptr || ffn->up_bias != nullptr;
     ffn->more_of_second = ffn->down_scale != nullptr || ffn->down_bias != nullptr;
   }
-  params_.up_first = (weights.routed.up_first() ? 1u : 0u) | (weights.shared.up_first() ? 2u : 0u);
   weights.gate.describe(params_);
   params_.place_of = reinterpret_cast<const std::int32_t*>(place_of_.data());
 }

@@ -182,19 +182,14 @@ int planes_of(DType dtype) { return dtype == DType::kBF16 ? 1 : dtype == DType::
 DeviceFfn::DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> experts, int hidden,
                      int intermediate, bool gated) {
   if (experts.empty()) return;
-  const Matrices gate_first[] = {&FfnWeights::gate, &FfnWeights::up},
-                 up_first[] = {&FfnWeights::up, &FfnWeights::gate}, down = &FfnWeights::down;
-  std::span<const Matrices> first = std::span(gate_first).last(gated ? 2 : 1);
+  const Matrices gate_first[] = {&FfnWeights::gate, &FfnWeights::up}, down = &FfnWeights::down;
+  const std::span<const Matrices> first = std::span(gate_first).last(gated ? 2 : 1);
   const std::span<const Matrices> second{&down, 1};
   const int width = protocol::round_up(intermediate, policy.alignment());
-  std::optional<WeightArray> array = in_place(policy, experts, first);
-  if (!array && gated) {
-    array = in_place(policy, experts, up_first);
-    up_first_ = array.has_value();
-    if (up_first_) first = up_first;
-  }
-  if (array) {
-    gemm1_ = *array;
+  // Halves with up first are copied: exchanging them in the epilogue takes registers that the
+  // kernels do not have (8 to 840 bytes of spills), and a tensor map cannot step backwards.
+  if (const auto of_first = in_place(policy, experts, first)) {
+    gemm1_ = *of_first;
   } else {
     gemm1_ = make_array(policy, experts, first, width, hidden, own1_, layout_);
   }
@@ -235,15 +230,11 @@ FfnParams DeviceFfn::params() const {
   };
   params.gemm1_scales = floats(gemm1_scales_);
   params.gemm2_scales = floats(gemm2_scales_);
-  params.first_scale = floats(gate_row_scales_);
-  params.second_scale = floats(up_row_scales_);
+  params.gate_scale = floats(gate_row_scales_);
+  params.up_scale = floats(up_row_scales_);
   params.down_scale = floats(down_row_scales_);
-  params.first_bias = floats(gate_bias_);
-  params.second_bias = floats(up_bias_);
-  if (up_first_) {
-    std::swap(params.first_scale, params.second_scale);
-    std::swap(params.first_bias, params.second_bias);
-  }
+  params.gate_bias = floats(gate_bias_);
+  params.up_bias = floats(up_bias_);
   params.down_bias = floats(down_bias_);
   params.intermediate = gemm1_.rows;
   params.gemm1_rows = static_cast<std::uint32_t>(gemm1_.halves * gemm1_.rows);

@@ -23,8 +23,6 @@ class DeviceFfn {
   FfnParams params() const;
   // Whether any matrix is used where it is.
   bool borrows() const;
-  // Whether up, not gate, is the first half.
-  bool up_first() const { return up_first_; }
   // What copies the rest.
   const WeightLayout& layout() const { return layout_; }
 
@@ -34,7 +32,6 @@ class DeviceFfn {
   DeviceBuffer gemm1_scales_, gemm2_scales_;  // see FfnParams
   DeviceBuffer gate_row_scales_, up_row_scales_, down_row_scales_;
   DeviceBuffer gate_bias_, up_bias_, down_bias_;
-  bool up_first_ = false;
   WeightLayout layout_;
 };
 

@@ -36,16 +36,4 @@ __device__ __forceinline__ std::uint32_t untold() {
 // thread chosen by its number it makes every such instruction a loop over all possible lanes.
 __device__ __forceinline__ bool elect() { return cute::elect_one_sync() != 0; }
 
-// Exchanges two registers without a third: where all hold accumulators there is none.
-__device__ __forceinline__ void swap_in_place(float& a, float& b) {
-  std::uint32_t x = __float_as_uint(a), y = __float_as_uint(b);
-  asm volatile(
-      "xor.b32 %0, %0, %1;\n"
-      "xor.b32 %1, %1, %0;\n"
-      "xor.b32 %0, %0, %1;\n"
-      : "+r"(x), "+r"(y));
-  a = __uint_as_float(x);
-  b = __uint_as_float(y);
-}
-
 }  // namespace switchyard::gpu

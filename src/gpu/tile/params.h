@@ -13,7 +13,7 @@ namespace switchyard::gpu {
 
 struct ModelShape {
   int hidden;
-  // Places of experts, which everything behind the routing takes for experts; see
+  // The number of places of experts, which everything behind the routing takes for experts; see
   // RouterParams::place_of.
   int num_experts;
   int top_k;
@@ -44,22 +44,21 @@ struct FfnParams {
   CUtensorMap small_gemm1_map;  // of small passes
   TokenMaps h_maps;             // over h, as wide as I
   // [E, pairs of boxes, K/128, 2, 2]: the scales of a box's first and second rows, which is gate's
-  // and up's for a gated first GEMM, or up's and gate's where up is first; for 128 columns.
+  // and up's for a gated first GEMM; for 128 columns.
   const float* gemm1_scales = nullptr;
   const float* gemm2_scales = nullptr;
   // What products are multiplied by where weights have a scale for every row; else null.
-  const float* first_scale = nullptr;   // [E, I]
-  const float* second_scale = nullptr;  // [E, I]
-  const float* down_scale = nullptr;    // [E, H]
-  const float* first_bias = nullptr;    // [E, I]; null where the model has none
-  const float* second_bias = nullptr;   // [E, I]
-  const float* down_bias = nullptr;     // [E, H]
-  int intermediate = 0;                 // I, rounded up to a multiple of 8 or 16
-  std::uint32_t gemm1_rows = 0;         // of weights: I, twice if gated
-  std::uint32_t gemm2_rows = 0;         // H
-  // Whether the products of the first or second GEMM take more than the activation: halves the
-  // other way round, scales of rows, biases, clamps, weights on the input. Few models have any; the
-  // others ask once.
+  const float* gate_scale = nullptr;  // [E, I]
+  const float* up_scale = nullptr;    // [E, I]
+  const float* down_scale = nullptr;  // [E, H]
+  const float* gate_bias = nullptr;   // [E, I]; null where the model has none
+  const float* up_bias = nullptr;     // [E, I]
+  const float* down_bias = nullptr;   // [E, H]
+  int intermediate = 0;               // I, rounded up to a multiple of 8 or 16
+  std::uint32_t gemm1_rows = 0;       // of weights: I, twice if gated
+  std::uint32_t gemm2_rows = 0;       // H
+  // Whether the products of the first or second GEMM take more than the activation: scales of rows,
+  // biases, clamps, weights on the input. Few models have any; the others ask once.
   bool more_of_first = false, more_of_second = false;
 };
 struct ExpertParams {
@@ -73,9 +72,6 @@ struct ActivationParams {
   bool weight_on_input;  // routing weights multiply the experts' input, not their output
   float alpha, limit, up_bias;
   bool clamps;  // limit or up_bias have an effect
-  // Which experts have up, not gate, as the first of the two halves in boxes and gemm1_scales: bit
-  // 0 routed ones, bit 1 the shared one.
-  std::uint32_t up_first;
 };
 
 // h, what first GEMMs store and second ones load: slots with room for a tile of most tokens. The

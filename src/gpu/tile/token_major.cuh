@@ -51,8 +51,8 @@ __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, con
   }
   const auto intermediate = static_cast<std::uint32_t>(ffn.intermediate);
   const std::size_t row0 = static_cast<std::size_t>(task.expert) * intermediate;
-  const auto for_columns = [&](const float* first, const float* second, auto op) {
-    if (second == nullptr) return;
+  const auto for_columns = [&](const float* gate, const float* up, auto op) {
+    if (up == nullptr) return;
 #pragma unroll
     for (int box = 0; box < kTaskBoxes; ++box) {
       constexpr std::uint32_t kBoxHidden = kGated ? kInstructionRows : kTileRows;  // columns of h
@@ -60,26 +60,15 @@ __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, con
           (task.block * 2 + token_major_box<kTaskBoxes>(box, group)) * kBoxHidden +
           2 * fresh_thread_index<4>();
       if constexpr (kGated) {
-        apply_columns(first + row0, column, intermediate, acc[box], 8, op);
-        apply_columns(second + row0, column, intermediate, acc[box] + 32, 8, op);
+        apply_columns(gate + row0, column, intermediate, acc[box], 8, op);
+        apply_columns(up + row0, column, intermediate, acc[box] + 32, 8, op);
       } else {
-        apply_columns(second + row0, column, intermediate, acc[box], 16, op);
+        apply_columns(up + row0, column, intermediate, acc[box], 16, op);
       }
     }
   };
-  for_columns(ffn.first_scale, ffn.second_scale, [](float v, float scale) { return v * scale; });
-  for_columns(ffn.first_bias, ffn.second_bias, [](float v, float bias) { return v + bias; });
-  if (kGated && (layer.up_first >> task.shared & 1) != 0) {
-#pragma unroll
-    for (auto& box : acc) {
-#pragma unroll
-      for (int i = 0; i < kBoxColumns / 4; ++i) {
-        const float up = box[i];
-        box[i] = box[i + kBoxColumns / 4];
-        box[i + kBoxColumns / 4] = up;
-      }
-    }
-  }
+  for_columns(ffn.gate_scale, ffn.up_scale, [](float v, float scale) { return v * scale; });
+  for_columns(ffn.gate_bias, ffn.up_bias, [](float v, float bias) { return v + bias; });
   if (kGated && layer.clamps) {
 #pragma unroll
     for (auto& box : acc) {

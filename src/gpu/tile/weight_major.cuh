@@ -38,8 +38,8 @@ __device__ __forceinline__ void weigh_input(const Epilogue<C>& epilogue, std::ui
   }
 }
 
-// Products of a first GEMM, before the activation. Afterwards the thread's first weight row is gate
-// and its second is up; until then up may be first.
+// Products of a first GEMM, before the activation. The thread's gate and up are its first and
+// second weight row.
 template <int N, bool kGated, typename C, typename FetchWeights>
 __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, const TileTask& task,
                                                 std::uint32_t group, std::uint32_t row,
@@ -53,27 +53,16 @@ __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, con
   }
   const auto intermediate = static_cast<std::uint32_t>(ffn.intermediate);
   const std::size_t row0 = static_cast<std::size_t>(task.expert) * intermediate;
-  const auto for_rows = [&](const float* first, const float* second, auto op) {
-    if (second == nullptr) return;
-    const std::uint32_t second_row = kGated ? row : row + 8;
-    apply_rows<N>((kGated ? first : second) + row0 + row, second + row0 + second_row,
-                  row < intermediate, second_row < intermediate, acc, op);
+  const auto for_rows = [&](const float* gate, const float* up, auto op) {
+    if (up == nullptr) return;
+    const std::uint32_t second = kGated ? row : row + 8;
+    apply_rows<N>((kGated ? gate : up) + row0 + row, up + row0 + second, row < intermediate,
+                  second < intermediate, acc, op);
   };
   if constexpr (kScaled<C>) {
-    for_rows(ffn.first_scale, ffn.second_scale, [](float v, float scale) { return v * scale; });
+    for_rows(ffn.gate_scale, ffn.up_scale, [](float v, float scale) { return v * scale; });
   }
-  for_rows(ffn.first_bias, ffn.second_bias, [](float v, float bias) { return v + bias; });
-  // (No branch around exchanges: the registers in which they meet again are not to be had.)
-  if constexpr (kGated) {
-    const bool up_first = (layer.up_first >> task.shared & 1) != 0;
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      if (i / 2 % 2 == 1) continue;
-      const float first = acc[i], second = acc[i + 2];
-      acc[i] = up_first ? second : first;
-      acc[i + 2] = up_first ? first : second;
-    }
-  }
+  for_rows(ffn.gate_bias, ffn.up_bias, [](float v, float bias) { return v + bias; });
   // The parameterised SwiGLU: gate at most `limit`, up within it and moved by up_bias.
   if (kGated && layer.clamps) {
 #pragma unroll

@@ -1,0 +1,338 @@
+#!/usr/bin/env python3
+"""Times whole models of transformers, with random weights, with each implementation of their experts.
+
+For each implementation: the time to the first token of one prompt, then the time per output token of
+batches that decode with a static cache, without and, where it can be captured, in a CUDA graph. The
+first logits are compared with those of the first implementation.
+
+    python bench/transformers_e2e.py --model olmoe --json results/transformers.json
+    python bench/transformers_e2e.py --model qwen3-30b --dtype fp8 --implementations switchyard
+
+FP8 weights run with switchyard alone where the kernels of transformers' hub are not installed; their
+outputs are then compared with the same weights dequantised to bf16, by "eager".
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+import transformers
+
+BLOCK = 128
+
+
+def config_of(model: str, layers: int | None) -> transformers.PretrainedConfig:
+    """Geometry as published (config.json of allenai/OLMoE-1B-7B-0924, Qwen/Qwen3-30B-A3B)."""
+    if model == "olmoe":
+        return transformers.OlmoeConfig(
+            hidden_size=2048,
+            intermediate_size=1024,
+            num_hidden_layers=layers or 16,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            num_experts=64,
+            num_experts_per_tok=8,
+            vocab_size=50304,
+        )
+    if model == "qwen3-30b":
+        return transformers.Qwen3MoeConfig(
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_hidden_layers=layers or 48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            vocab_size=151936,
+        )
+    if model == "tiny":  # to try this program without a GPU
+        return transformers.OlmoeConfig(
+            hidden_size=256,
+            intermediate_size=128,
+            num_hidden_layers=layers or 2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            num_experts=8,
+            num_experts_per_tok=2,
+            vocab_size=512,
+        )
+    raise SystemExit(f"--model is {model!r}; use olmoe, qwen3-30b or tiny")
+
+
+def make_model(args: argparse.Namespace, device: torch.device) -> transformers.PreTrainedModel:
+    torch.manual_seed(args.seed)
+    config = config_of(args.model, args.layers)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
+    model.eval().requires_grad_(False)
+    if args.dtype == "fp8":
+        quantise_experts(model)
+    return model
+
+
+def quantise_experts(model: torch.nn.Module) -> None:
+    """Puts FP8Experts in the place of the model's experts, with their weights in blocks of 128."""
+    from transformers.integrations import finegrained_fp8, moe
+
+    fp8_experts = moe.use_experts_implementation(
+        finegrained_fp8.FP8Experts,
+        experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS,
+    )
+    for name, module in list(model.named_modules()):
+        if not hasattr(module, "gate_up_proj") or module.gate_up_proj.ndim != 3:
+            continue
+        with torch.device("meta"):
+            new = fp8_experts(module.config, block_size=(BLOCK, BLOCK))
+        for projection in ("gate_up_proj", "down_proj"):
+            codes, scales = quantise(getattr(module, projection))
+            setattr(new, projection, torch.nn.Parameter(codes, requires_grad=False))
+            setattr(new, projection + "_scale_inv", torch.nn.Parameter(scales, requires_grad=False))
+        new.requires_grad_(False)
+        model.set_submodule(name, new)
+
+
+def quantise(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    experts, rows, columns = weights.shape
+    blocks = weights.float().reshape(experts, rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    scales = blocks.abs().amax(dim=(2, 4)).clamp(min=1e-12) / 448
+    codes = (blocks / scales[:, :, None, :, None]).to(torch.float8_e4m3fn)
+    return codes.reshape(weights.shape), scales.contiguous()
+
+
+def dequantised(model: torch.nn.Module) -> torch.nn.Module:
+    """The same model with experts in bf16: what FP8 outputs are compared with."""
+    from transformers.integrations import finegrained_fp8
+
+    config = copy.deepcopy(model.config)
+    plain = type(model)(config).to(next(model.parameters()).device, torch.bfloat16)
+    state = {}
+    for name, module in model.named_modules():
+        if isinstance(module, finegrained_fp8.FP8Experts):
+            for projection in ("gate_up_proj", "down_proj"):
+                scales = getattr(module, projection + "_scale_inv").float()
+                scales = scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+                codes = getattr(module, projection).float()
+                state[f"{name}.{projection}"] = (codes * scales).to(torch.bfloat16)
+    own = {k: v for k, v in model.state_dict().items() if not k.endswith("_scale_inv")}
+    plain.load_state_dict(own | state)
+    return plain.eval().requires_grad_(False)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def times_of(run: Any, repeats: int, device: torch.device) -> list[float]:
+    """Milliseconds of each call, from a quiet device to a quiet device."""
+    times = []
+    for _ in range(repeats):
+        wait(device)
+        begin = time.perf_counter()
+        run()
+        wait(device)
+        times.append((time.perf_counter() - begin) * 1e3)
+    return times
+
+
+class Decoder:
+    """A batch that decodes: its cache, its last tokens, and a graph of one step if it has one."""
+
+    def __init__(self, model: Any, prompt: torch.Tensor, steps: int) -> None:
+        self.model = model
+        self.cache = transformers.StaticCache(
+            config=model.config, max_cache_len=prompt.shape[1] + steps
+        )
+        out = model(prompt, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.tokens = out.logits[:, -1:].argmax(-1)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def step(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        out = self.model(self.tokens, past_key_values=self.cache, use_cache=True)
+        self.tokens.copy_(out.logits[:, -1:].argmax(-1))
+
+    def capture(self) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        self.graph = graph
+
+
+def measure(args: argparse.Namespace, model: Any, implementation: str, device: torch.device) -> Any:
+    """Rows of results, and the first logits."""
+    model.set_experts_implementation(implementation)
+    generator = torch.Generator(device).manual_seed(args.seed)
+
+    def prompt(batch: int, length: int) -> torch.Tensor:
+        return torch.randint(
+            model.config.vocab_size, (batch, length), generator=generator, device=device
+        )
+
+    rows = []
+    first = prompt(1, args.prompt)
+    logits = model(first, use_cache=False).logits.float()
+    ttft = times_of(
+        lambda: model(first, use_cache=True, logits_to_keep=1), args.repeats, device
+    )
+    common = {
+        "suite": "transformers",
+        "model": args.model,
+        "dtype": args.dtype,
+        "implementation": implementation,
+        "layers": model.config.num_hidden_layers,
+    }
+    rows.append(
+        common | {"batch": 1, "prompt": args.prompt, "graph": False}
+        | {"ttft_ms": round(statistics.median(ttft), 3), "times_ms": [round(t, 3) for t in ttft]}
+    )
+    for batch in args.batches:
+        tokens = prompt(batch, args.decode_prompt)
+        for graph in (False, True):
+            if graph and device.type != "cuda":
+                continue
+            row = common | {"batch": batch, "prompt": args.decode_prompt, "graph": graph}
+            try:
+                # Warm-up, capture and measured steps.
+                decoder = Decoder(model, tokens, 2 * args.steps + 8)
+                decoder.step()
+                if graph:
+                    decoder.capture()
+                decoder.step()
+                times = times_of(decoder.step, args.steps, device)
+            except Exception as error:  # what cannot be captured, or does not fit
+                rows.append(row | {"tpot_ms": None, "refused": str(error).splitlines()[0][:200]})
+                wait_or_stop(device)
+                continue
+            rows.append(
+                row
+                | {"tpot_ms": round(statistics.median(times), 4)}
+                | {"times_ms": [round(t, 4) for t in times]}
+            )
+            del decoder
+    return rows, logits
+
+
+def wait_or_stop(device: torch.device) -> None:
+    """After a failure: what follows means something only if the device still works."""
+    try:
+        wait(device)
+    except Exception as error:
+        raise SystemExit(f"the device does not answer any more: {error}") from error
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="olmoe", help="olmoe, qwen3-30b or tiny")
+    parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp8"], help="of the experts")
+    parser.add_argument("--implementations", default="eager,grouped_mm,batched_mm,switchyard")
+    parser.add_argument("--batches", default="1,8,32,128")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of the timed prompt")
+    parser.add_argument("--decode-prompt", type=int, default=128, help="tokens before decoding")
+    parser.add_argument("--steps", type=int, default=20, help="decoding steps that are timed")
+    parser.add_argument("--repeats", type=int, default=5, help="prompts that are timed")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    args.batches = [int(b) for b in args.batches.split(",")]
+    args.implementations = args.implementations.split(",")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if "switchyard" in args.implementations:
+        import switchyard
+
+        switchyard.register_with_transformers()
+    command = "transformers_e2e.py " + " ".join(sys.argv[1:])
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    commit = args.commit or subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    about = {"machine": machine, "commit": commit, "command": command}
+    about |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    with torch.inference_mode():
+        model = make_model(args, device)
+        expected = None
+        if args.dtype == "fp8":
+            generator = torch.Generator(device).manual_seed(args.seed)
+            plain = dequantised(model)
+            plain.set_experts_implementation("eager")
+            first = torch.randint(
+                model.config.vocab_size, (1, args.prompt), generator=generator, device=device
+            )
+            expected = plain(first, use_cache=False).logits.float()
+            del plain
+        rows = []
+        for implementation in args.implementations:
+            try:
+                measured, logits = measure(args, model, implementation, device)
+            except Exception as error:
+                wait_or_stop(device)
+                print(f"{implementation:12s} refused: {str(error).splitlines()[0][:160]}", flush=True)
+                rows.append(
+                    about | {"suite": "transformers", "model": args.model, "dtype": args.dtype}
+                    | {"implementation": implementation, "refused": str(error).splitlines()[0][:200]}
+                )
+                continue
+            if expected is None:
+                expected = logits
+            error = relative_error(logits, expected)
+            if not math.isfinite(error):
+                raise SystemExit(f"{implementation}: the logits are not finite")
+            for row in measured:
+                rows.append(about | row | {"error": error})
+                shown = row.get("ttft_ms") or row.get("tpot_ms")
+                print(
+                    f"{args.model} {args.dtype} {implementation:12s} batch {row['batch']:4d} "
+                    f"prompt {row['prompt']:5d} {'graph ' if row['graph'] else 'eager '}"
+                    f"{'ttft' if 'ttft_ms' in row else 'tpot'} "
+                    f"{shown if shown is not None else row['refused']} ms, error {error:.2e}",
+                    flush=True,
+                )
+    if args.json:
+        kept = []
+        if args.json.exists():
+            same = ("model", "dtype", "implementation")
+            mine = {tuple(row[k] for k in same) for row in rows}
+            kept = [
+                row
+                for row in json.loads(args.json.read_text())
+                if tuple(row[k] for k in same) not in mine
+            ]
+        text = ",\n".join(json.dumps(row) for row in kept + rows)
+        args.json.write_text(f"[\n{text}\n]\n")
+
+
+if __name__ == "__main__":
+    main()
