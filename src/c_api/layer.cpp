@@ -330,7 +330,6 @@ void fill_stats(sy_layer& layer, sy_stats* out) {
 }  // namespace switchyard::c_api
 
 using namespace switchyard::c_api;
-using switchyard::ErrorCode;
 
 sy_status sy_own_experts(int32_t num_experts, int32_t rank, int32_t num_ranks, int32_t* begin,
                          int32_t* end) {

@@ -12,8 +12,6 @@
 #include "c_api/structs.h"
 #include "switchyard/error.h"
 
-using switchyard::Error;
-using switchyard::ErrorCode;
 using switchyard::World;
 using switchyard::WorldOptions;
 using namespace switchyard::c_api;
@@ -52,7 +50,7 @@ sy_status sy_world_threads(int32_t size, const sy_world_options* options, sy_wor
     require("out", out);
     std::vector<std::unique_ptr<sy_world>> worlds;
     for (World& world : World::threads(size, options_of(options))) {
-      worlds.push_back(std::make_unique<sy_world>(std::move(world)));
+      worlds.emplace_back(new sy_world{std::move(world)});
     }
     for (std::size_t i = 0; i < worlds.size(); ++i) out[i] = worlds[i].release();
   });
