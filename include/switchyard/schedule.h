@@ -24,7 +24,9 @@ struct Schedule {
   // a tile's first GEMM has 4096 rows of weights or more.
   std::optional<int> band;
   // The parts that K of the second GEMM is cut into in small passes: 1, 2 or 4. Each part is summed
-  // by itself and rounded to bf16. The rule: as many as give every block a task.
+  // by itself and rounded to bf16. Where K is so short that a part would have no stage of the ring
+  // (64 columns in bf16, 128 in FP8), there are fewer. The rule: as many as give every block a
+  // task.
   std::optional<int> splits;
 
   bool operator==(const Schedule&) const = default;

@@ -1,6 +1,8 @@
 // The GPU's rules of the schedule, and what takes their place.
 #include <gtest/gtest.h>
 
+#include <utility>
+
 #include "gpu/schedule/rules.h"
 
 namespace switchyard::gpu {
@@ -43,7 +45,7 @@ TEST(ChooseLaunch, ByTheCaller) {
 }
 
 // A gated FFN with so many rows of gate and up, on 132 blocks.
-OrderFacts facts_of(std::uint32_t rows) { return {132, rows, 128, 256, 4096}; }
+OrderFacts facts_of(std::uint32_t rows) { return {132, rows, 128, 256, 4096, 8}; }
 
 TEST(ChooseOrder, ByTheRule) {
   const TileOrder narrow = choose_order({}, facts_of(2048));  // 16 tasks for a tile
@@ -90,6 +92,15 @@ TEST(Splits, AsManyAsGiveEveryBlockATask) {
   for (const int splits : {1, 2, 4}) {
     const TileOrder forced = choose_order({.splits = splits}, facts_of(2048));
     EXPECT_EQ(1 << log2_splits(forced, 128, 64, 512, 2), splits);
+  }
+}
+
+TEST(Splits, EveryPartHasAStage) {
+  OrderFacts facts = facts_of(2048);
+  for (const auto& [stages, splits] : {std::pair{1u, 1}, {2u, 2}, {3u, 2}, {4u, 4}, {100u, 4}}) {
+    facts.gemm2_stages = stages;
+    const TileOrder order = choose_order({.splits = 4}, facts);
+    EXPECT_EQ(1 << log2_splits(order, 1, 4096, 512, 2), splits) << stages << " stages";
   }
 }
 

@@ -445,9 +445,13 @@ void Engine::choose_tile_order() {
   if (spec_.shared_intermediate > 0 && (rows == 0 || params_.shared.gemm1_rows < rows)) {
     rows = params_.shared.gemm1_rows;
   }
+  int depth = std::max(1, params_.routed.intermediate);
+  if (spec_.shared_intermediate > 0) depth = std::min(depth, params_.shared.intermediate);
+  const int stages = protocol::ceil_div(depth * policy().numerics.token_bytes(), kStageRowBytes);
   params_.order = choose_order(
       options_.schedule, {grid_, rows, static_cast<std::uint32_t>(policy().tile.weight_rows),
-                          static_cast<std::uint32_t>(policy().tile.max_height()), kLeastBandRows});
+                          static_cast<std::uint32_t>(policy().tile.max_height()), kLeastBandRows,
+                          static_cast<std::uint32_t>(stages)});
 }
 
 // What the layouts of heap and workspace follow from.

@@ -55,6 +55,7 @@ struct OrderFacts {
   std::uint32_t task_rows;        // weight rows of a block's task
   std::uint32_t tile_height;      // token rows of the highest tile
   std::uint32_t least_band_rows;  // with fewer weight rows a band is not worth it
+  std::uint32_t gemm2_stages;     // stages of GEMM2's K, of the FFN that has fewer; at least 1
 };
 
 constexpr TileOrder choose_order(const Schedule& asked, const OrderFacts& facts) {
@@ -74,7 +75,10 @@ constexpr TileOrder choose_order(const Schedule& asked, const OrderFacts& facts)
   order.lag =
       asked.lag ? static_cast<std::uint32_t>(*asked.lag) : protocol::ceil_div(round, tasks) + 1;
   if (asked.splits) {
-    order.forced_splits = 1 + std::countr_zero(static_cast<unsigned>(*asked.splits));
+    // A part without a stage would never be asked for.
+    const std::uint32_t splits =
+        std::min(static_cast<std::uint32_t>(*asked.splits), std::bit_floor(facts.gemm2_stages));
+    order.forced_splits = 1 + static_cast<std::uint32_t>(std::countr_zero(splits));
   }
   order.banded_lag = asked.lag || band == 1 ? order.lag : protocol::ceil_div(round, band * tasks);
   return order;
