@@ -34,7 +34,7 @@ inline void store(void* p, std::int64_t i, Floats v) {
   } else if constexpr (kDType == DType::kBF16) {
     store_bf16(static_cast<std::uint16_t*>(p) + i, v);
   } else {
-    for (int j = 0; j < kLanes; ++j) static_cast<std::uint16_t*>(p)[i + j] = f32_to_f16(v[j]);
+    store_f16(static_cast<std::uint16_t*>(p) + i, v);
   }
 }
 
@@ -139,91 +139,126 @@ inline Floats apply(const Activation& a, Floats v) {
   }
 }
 
-template <ActivationKind kKind, bool kGated, DType kOut>
-void activate_as(const Activation& a, const float* gate, const float* up, const float* gate_bias,
-                 const float* up_bias, int m, int n, void* out, std::int64_t out_stride) {
+// kLanes rows and columns before bias and activation. `gate` and `up` point to the first value of a
+// matrix with n columns; biases may be null. Rows from `rows` on repeat the row before them.
+struct Square {
+  const float *gate, *up, *gate_bias, *up_bias;
+  std::int64_t n;
+  int rows;
+};
+
+template <ActivationKind kKind, bool kGated>
+void activate_square(const Activation& a, const Square& in, Floats (&h)[kLanes]) {
   const bool limited = std::isfinite(a.limit);
   const Floats limit = splat(a.limit);
-  for (int i0 = 0; i0 < m; i0 += kLanes) {
-    const int rows = m - i0 < kLanes ? m - i0 : kLanes;
-    for (int j0 = 0; j0 < n; j0 += kLanes) {
-      Floats h[kLanes];
-      for (int i = 0; i < kLanes; ++i) {
-        const std::int64_t row = i0 + (i < rows ? i : rows - 1);
-        Floats u = load_f32(up + row * n + j0);
-        if (up_bias != nullptr) u += up_bias[row];
-        if constexpr (kGated) {
-          Floats g = load_f32(gate + row * n + j0);
-          if (gate_bias != nullptr) g += gate_bias[row];
-          if (limited) {
-            g = (g > limit) ? limit : g;
-            u = (u > limit) ? limit : ((u < -limit) ? -limit : u);
-          }
-          h[i] = apply<kKind>(a, g) * (u + a.up_bias);
-        } else {
-          h[i] = apply<kKind>(a, u);
-        }
+  for (int i = 0; i < kLanes; ++i) {
+    const std::int64_t row = i < in.rows ? i : in.rows - 1;
+    Floats u = load_f32(in.up + row * in.n);
+    if (in.up_bias != nullptr) u += in.up_bias[row];
+    if constexpr (kGated) {
+      Floats g = load_f32(in.gate + row * in.n);
+      if (in.gate_bias != nullptr) g += in.gate_bias[row];
+      if (limited) {
+        g = (g > limit) ? limit : g;
+        u = (u > limit) ? limit : ((u < -limit) ? -limit : u);
       }
-      transpose(h);
-      for (int j = 0; j < kLanes; ++j) {
-        const std::int64_t at = (j0 + j) * out_stride + i0;
-        if (rows == kLanes) {
-          store<kOut>(out, at, h[j]);
-        } else {
-          store_first<kOut>(out, at, h[j], rows);
-        }
-      }
+      h[i] = apply<kKind>(a, g) * (u + a.up_bias);
+    } else {
+      h[i] = apply<kKind>(a, u);
     }
   }
 }
 
-template <ActivationKind kKind>
-void activate_kind(const Activation& a, const float* gate, const float* up, const float* gate_bias,
-                   const float* up_bias, int m, int n, void* out, DType out_dtype,
-                   std::int64_t out_stride) {
-  with_dtype(out_dtype, [&]<DType kOut>() {
-    if (a.gated) {
-      activate_as<kKind, true, kOut>(a, gate, up, gate_bias, up_bias, m, n, out, out_stride);
+// Stores the first `rows` values of column j at out[j].
+template <DType kOut>
+void store_columns(Floats (&square)[kLanes], int rows, std::byte* const (&out)[kLanes],
+                   int columns) {
+  transpose(square);
+  for (int j = 0; j < columns; ++j) {
+    if (rows == kLanes) {
+      store<kOut>(out[j], 0, square[j]);
     } else {
-      activate_as<kKind, false, kOut>(a, gate, up, gate_bias, up_bias, m, n, out, out_stride);
+      store_first<kOut>(out[j], 0, square[j], rows);
     }
-  });
+  }
+}
+using StoreColumns = void (*)(Floats (&)[kLanes], int, std::byte* const (&)[kLanes], int);
+
+StoreColumns store_columns_of(DType out) {
+  return with_dtype(out, []<DType kOut>() -> StoreColumns { return store_columns<kOut>; });
 }
 
+using ActivateSquare = void (*)(const Activation&, const Square&, Floats (&)[kLanes]);
+
+template <ActivationKind kKind>
+ActivateSquare activate_square_of(bool gated) {
+  return gated ? activate_square<kKind, true> : activate_square<kKind, false>;
+}
+
+ActivateSquare activate_square_of(const Activation& a) {
+  switch (a.kind) {
+    case ActivationKind::kSilu:
+      return activate_square_of<ActivationKind::kSilu>(a.gated);
+    case ActivationKind::kGelu:
+      return activate_square_of<ActivationKind::kGelu>(a.gated);
+    case ActivationKind::kGeluTanh:
+      return activate_square_of<ActivationKind::kGeluTanh>(a.gated);
+    case ActivationKind::kRelu:
+      return activate_square_of<ActivationKind::kRelu>(a.gated);
+    case ActivationKind::kRelu2:
+      return activate_square_of<ActivationKind::kRelu2>(a.gated);
+    case ActivationKind::kIdentity:
+      break;
+  }
+  return activate_square_of<ActivationKind::kIdentity>(a.gated);
+}
+
+// The activation and the output's type are chosen at run time, one by one: their pairs would be
+// compiled 36 times, for a call per square.
 void activate(const Activation& a, const float* gate, const float* up, const float* gate_bias,
               const float* up_bias, int m, int n, void* out, DType out_dtype,
               std::int64_t out_stride) {
-  constexpr decltype(&activate_kind<ActivationKind::kSilu>) kByKind[] = {
-      activate_kind<ActivationKind::kSilu>,     activate_kind<ActivationKind::kGelu>,
-      activate_kind<ActivationKind::kGeluTanh>, activate_kind<ActivationKind::kRelu>,
-      activate_kind<ActivationKind::kRelu2>,    activate_kind<ActivationKind::kIdentity>};
-  kByKind[static_cast<int>(a.kind)](a, gate, up, gate_bias, up_bias, m, n, out, out_dtype,
-                                    out_stride);
+  const ActivateSquare activation = activate_square_of(a);
+  const StoreColumns storing = store_columns_of(out_dtype);
+  const std::int64_t out_size = static_cast<std::int64_t>(size_of(out_dtype));
+  const auto offset = [](const float* p, std::int64_t by) { return p == nullptr ? p : p + by; };
+  for (int i0 = 0; i0 < m; i0 += kLanes) {
+    const int rows = m - i0 < kLanes ? m - i0 : kLanes;
+    for (int j0 = 0; j0 < n; j0 += kLanes) {
+      const std::int64_t at = std::int64_t{i0} * n + j0;
+      Floats h[kLanes];
+      activation(
+          a, {offset(gate, at), up + at, offset(gate_bias, i0), offset(up_bias, i0), n, rows}, h);
+      std::byte* addresses[kLanes];
+      for (int j = 0; j < kLanes; ++j) {
+        addresses[j] = static_cast<std::byte*>(out) + ((j0 + j) * out_stride + i0) * out_size;
+      }
+      storing(h, rows, addresses, kLanes);
+    }
+  }
 }
 
 void scatter(const float* in, const float* bias, int m, int n, int rows, void* const* out,
              DType out_dtype) {
-  with_dtype(out_dtype, [&]<DType kOut>() {
-    for (int i0 = 0; i0 < m; i0 += kLanes) {
-      const int filled = m - i0 < kLanes ? m - i0 : kLanes;
-      for (int j0 = 0; j0 < rows; j0 += kLanes) {
-        Floats v[kLanes];
-        for (int i = 0; i < kLanes; ++i) {
-          const std::int64_t row = i0 + (i < filled ? i : filled - 1);
-          v[i] = load_f32(in + row * n + j0);
-          if (bias != nullptr) v[i] += bias[row];
-        }
-        transpose(v);
-        for (int j = 0; j < kLanes && j0 + j < rows; ++j) {
-          if (filled == kLanes) {
-            store<kOut>(out[j0 + j], i0, v[j]);
-          } else {
-            store_first<kOut>(out[j0 + j], i0, v[j], filled);
-          }
-        }
+  const StoreColumns storing = store_columns_of(out_dtype);
+  const std::int64_t out_size = static_cast<std::int64_t>(size_of(out_dtype));
+  for (int i0 = 0; i0 < m; i0 += kLanes) {
+    const int filled = m - i0 < kLanes ? m - i0 : kLanes;
+    for (int j0 = 0; j0 < rows; j0 += kLanes) {
+      const int columns = rows - j0 < kLanes ? rows - j0 : kLanes;
+      Floats v[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        const std::int64_t row = i0 + (i < filled ? i : filled - 1);
+        v[i] = load_f32(in + row * n + j0);
+        if (bias != nullptr) v[i] += bias[row];
       }
+      std::byte* addresses[kLanes];
+      for (int j = 0; j < columns; ++j) {
+        addresses[j] = static_cast<std::byte*>(out[j0 + j]) + i0 * out_size;
+      }
+      storing(v, filled, addresses, columns);
     }
-  });
+  }
 }
 
 void combine(const void* const* cells, const float* weights, int count, DType cell_dtype, void* out,
@@ -253,15 +288,22 @@ void combine(const void* const* cells, const float* weights, int count, DType ce
 }
 
 float dot(const void* a, DType a_dtype, const float* b, std::int64_t size) {
+  // Sixteen partial sums, whatever a register holds: one order for all instruction sets.
+  constexpr int kSums = 16 / kLanes;
   return with_dtype(a_dtype, [&]<DType kA>() {
-    Floats sum{};
+    Floats sums[kSums] = {};
     std::int64_t i = 0;
-    for (; i + kLanes <= size; i += kLanes) sum += load<kA>(a, i) * load_f32(b + i);
-    if (i < size) {
-      sum += load_first<kA>(a, i, size - i) * load_first<DType::kF32>(b, i, size - i);
+    for (; i + 16 <= size; i += 16) {
+      for (int s = 0; s < kSums; ++s) {
+        sums[s] += load<kA>(a, i + s * kLanes) * load_f32(b + i + s * kLanes);
+      }
+    }
+    for (int s = 0; s < kSums && i < size; ++s, i += kLanes) {
+      const std::int64_t lanes = size - i < kLanes ? size - i : kLanes;
+      sums[s] += load_first<kA>(a, i, lanes) * load_first<DType::kF32>(b, i, lanes);
     }
     float total = 0;
-    for (int j = 0; j < kLanes; ++j) total += sum[j];
+    for (int j = 0; j < 16; ++j) total += sums[j / kLanes][j % kLanes];
     return total;
   });
 }

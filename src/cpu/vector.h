@@ -1,15 +1,23 @@
-// Sixteen fp32 lanes and the few functions that the kernels need, in the compiler's portable vector
-// types: the same source becomes AVX-512, AVX2 or SSE2 code by the file's target flags.
+// A register of fp32 lanes and the few functions that the kernels need, in the compiler's portable
+// vector types: the same source becomes AVX-512, AVX2 or SSE2 code by the file's target flags.
 //
 // Included by kernels_impl.cpp only, inside a namespace per instruction set, so that the linker can
 // never mix them.
 
-using F16Lanes = std::uint16_t __attribute__((vector_size(32)));
-using Floats = float __attribute__((vector_size(64)));
-using Ints = std::int32_t __attribute__((vector_size(64)));
-using Words = std::uint32_t __attribute__((vector_size(64)));
-
+// As many lanes as a register of the target has: the compiler splits wider vectors lane by lane.
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+using Bytes = std::uint8_t __attribute__((vector_size(kLanes)));
+using F16Lanes = std::uint16_t __attribute__((vector_size(kLanes * 2)));
+using Floats = float __attribute__((vector_size(kLanes * 4)));
+using Ints = std::int32_t __attribute__((vector_size(kLanes * 4)));
+using Words = std::uint32_t __attribute__((vector_size(kLanes * 4)));
 
 inline Floats splat(float value) { return Floats{} + value; }
 
@@ -59,10 +67,27 @@ inline Floats load_f16(const std::uint16_t* p) {
   return bits<Floats>(sign | (((code & 0x7c00) == 0x7c00) ? special : finite));
 }
 
+// Round to nearest even, as f32_to_f16() of base/convert.h, where the constants are explained. The
+// magnitudes are compared as signed numbers, which every instruction set can do.
+inline F16Lanes to_f16(Floats v) {
+  const Words u = bits<Words>(v);
+  const Words sign = (u >> 16) & 0x8000;
+  const Ints a = bits<Ints>(u & 0x7fffffff);
+  const Ints capped = (a < 0x47800000) ? a : (Ints{} + 0x47800000);
+  const Ints normal = (capped + 0xfff + ((capped >> 13) & 1) - (112 << 23)) >> 13;
+  const Ints subnormal = bits<Ints>(bits<Floats>(capped) + 0.5f) - 0x3f000000;
+  const Ints finite = (a < 0x38800000) ? subnormal : normal;
+  const Ints nan = 0x7e00 | ((a >> 13) & 0x3ff);
+  return __builtin_convertvector(sign | bits<Words>((a > 0x7f800000) ? nan : finite), F16Lanes);
+}
+inline void store_f16(std::uint16_t* p, Floats v) {
+  const F16Lanes narrow = to_f16(v);
+  __builtin_memcpy(p, &narrow, sizeof(narrow));
+}
+
 // OCP FP8 E4M3 ("fn"): no infinities, NaN at 0x7f. Integer arithmetic for normal codes; the eight
 // subnormal ones are small integers times 2^-9.
 inline Floats load_f8e4m3(const std::uint8_t* p) {
-  using Bytes = std::uint8_t __attribute__((vector_size(16)));
   Bytes v;
   __builtin_memcpy(&v, p, sizeof(v));
   const Words code = __builtin_convertvector(v, Words);
@@ -117,7 +142,7 @@ inline Floats erfc(Floats x) {
   return (x < 0.0f) ? 2.0f - tail : tail;
 }
 
-// One stage of a 16 x 16 transposition: exchanges the off-diagonal blocks of size `kSpan`.
+// One stage of a transposition: exchanges the off-diagonal blocks of size `kSpan`.
 template <int kSpan, std::size_t... j>
 inline void exchange(Floats& a, Floats& b, std::index_sequence<j...>) {
   const Floats upper =
@@ -127,17 +152,13 @@ inline void exchange(Floats& a, Floats& b, std::index_sequence<j...>) {
   a = upper;
   b = lower;
 }
-template <int kSpan>
-inline void transpose_stage(Floats (&rows)[kLanes]) {
+// Transposes a square of kLanes x kLanes.
+template <int kSpan = kLanes / 2>
+inline void transpose(Floats (&rows)[kLanes]) {
   for (int i = 0; i < kLanes; ++i) {
     if ((i & kSpan) == 0) {
       exchange<kSpan>(rows[i], rows[i + kSpan], std::make_index_sequence<kLanes>());
     }
   }
-}
-inline void transpose(Floats (&rows)[kLanes]) {
-  transpose_stage<8>(rows);
-  transpose_stage<4>(rows);
-  transpose_stage<2>(rows);
-  transpose_stage<1>(rows);
+  if constexpr (kSpan > 1) transpose<kSpan / 2>(rows);
 }
