@@ -1,6 +1,6 @@
 #include "base/file_error.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cerrno>
 #include <cstring>

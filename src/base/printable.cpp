@@ -1,6 +1,6 @@
 #include "base/printable.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <vector>

@@ -1,7 +1,7 @@
 // Threads that all begin, or none of them.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <atomic>
 #include <cstddef>

@@ -1,8 +1,8 @@
 #include "bench/floor.h"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
+#include "base/join.h"
 #include "base/printable.h"
 #include "switchyard/error.h"
 
@@ -35,7 +35,7 @@ FloorChoice choose_floor(const std::string& gpu, int num_gpus, int ranks, DType 
   if (!missing.empty()) {
     choice.why_not = fmt::format(
         "no floor: the facts of {} have no {}; add what is missing to the file of --machine-facts",
-        printable(gpu), fmt::join(missing, ", "));
+        printable(gpu), join(missing, ", "));
     choice.facts.reset();
   }
   return choice;

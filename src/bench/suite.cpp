@@ -1,7 +1,8 @@
 #include "bench/suite.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
+#include "base/join.h"
 #include "base/printable.h"
 #include "model/model_table.h"
 #include "switchyard/error.h"
@@ -150,7 +151,7 @@ BenchPlan bench_suite(std::string_view name) {
   }
   throw Error(ErrorCode::kInvalidArgument,
               fmt::format("--suite is '{}'; the suites are {}", printable(name),
-                          fmt::join(bench_suite_names(), ", ")));
+                          join(bench_suite_names(), ", ")));
 }
 
 }  // namespace switchyard::bench

@@ -1,6 +1,6 @@
 #include "bench/torch.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <cmath>
@@ -21,7 +21,6 @@ namespace switchyard::bench {
 namespace {
 
 namespace fs = std::filesystem;
-using Json = nlohmann::ordered_json;
 
 constexpr int kScaledMultiple = 16;  // of torch._scaled_grouped_mm
 constexpr int kExitNoTorch = 77;
@@ -82,15 +81,20 @@ void write_rows(const fs::path& path, const MatrixView& view) {
 std::map<std::size_t, TimedRival> read_results(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(file), {}};
-  const Json results = Json::parse(text, nullptr, false);
   std::map<std::size_t, TimedRival> rivals;
-  if (results.is_discarded() || !results.contains("points")) return rivals;
-  for (const Json& result : results["points"]) {
+  Json results;
+  try {
+    results = Json::parse(text);
+  } catch (const JsonError&) {
+    return rivals;  // it ended before it had written them
+  }
+  if (!results.contains("points")) return rivals;
+  for (Json& result : results["points"].elements()) {
     if (!result.contains("rival_us")) continue;  // no variant could be timed
-    rivals[result["tag"].get<std::size_t>()] = {
-        {result["rival"].get<std::string>(), result["rival_us"].get<double>(),
-         result["rival_p10_us"].get<double>(), result["rival_p90_us"].get<double>()},
-        result["experts_hit"].get<int>()};
+    rivals[result["tag"].unsigned_integer()] = {
+        {result["rival"].text(), result["rival_us"].number(), result["rival_p10_us"].number(),
+         result["rival_p90_us"].number()},
+        static_cast<int>(result["experts_hit"].integer())};
   }
   return rivals;
 }
@@ -144,8 +148,8 @@ TorchJob::~TorchJob() {
 void TorchJob::add_layer(const BenchLayer& layer, const MoeWeights& weights,
                          const MatrixView& activations, DType compute) {
   const LayerSpec& spec = layer.spec;
-  const fs::path x = directory_ / fmt::format("activations-{}.bf16", layers_.size());
-  const fs::path router = directory_ / fmt::format("router-{}.bf16", layers_.size());
+  const fs::path x = directory_ / fmt::format("activations-{}.bf16", layers_.elements().size());
+  const fs::path router = directory_ / fmt::format("router-{}.bf16", layers_.elements().size());
   write_rows(x, activations);
   write_rows(router, weights.router);
   Json json = {
@@ -176,7 +180,7 @@ void TorchJob::add_layer(const BenchLayer& layer, const MoeWeights& weights,
 void TorchJob::add_point(std::size_t tag, std::int64_t tokens, double beta, float skew, int repeats,
                          const Rotation& rotation) {
   points_.push_back({{"tag", tag},
-                     {"layer", layers_.size() - 1},
+                     {"layer", layers_.elements().size() - 1},
                      {"tokens", tokens},
                      {"beta", beta},
                      {"skew", skew},
@@ -193,7 +197,7 @@ std::map<std::size_t, TimedRival> TorchJob::run(
     const TorchOptions& options, const std::function<void(const std::string&)>& note) const {
   const fs::path job = directory_ / "job.json";
   const fs::path out = directory_ / "out.json";
-  std::ofstream(job) << to_json().dump(1) << '\n';
+  std::ofstream(job) << to_json().dump({.indent = 1}) << '\n';
   LaunchOptions launch_options;
   launch_options.command = {options.python, find_torch_script(options.script).string(),
                             job.string(), out.string()};
@@ -212,7 +216,7 @@ std::map<std::size_t, TimedRival> TorchJob::run(
   }
   if (status == kExitDeadline) {
     note(fmt::format("PyTorch timed {} of {} points in {} s; --torch-limit is more", rivals.size(),
-                     points_.size(), options.limit.count()));
+                     points_.elements().size(), options.limit.count()));
   } else if (status != 0 && rivals.empty()) {
     throw Error(ErrorCode::kSystem,
                 fmt::format("{} ended with exit code {} and no times; see its messages above",

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "base/json.h"
 #include "bench/measure.h"
 #include "bench/suite.h"
 #include "results/row.h"
@@ -54,19 +55,19 @@ class TorchJob {
   // `tag` is what the result is returned under.
   void add_point(std::size_t tag, std::int64_t tokens, double beta, float skew, int repeats,
                  const Rotation& rotation);
-  bool empty() const { return points_.empty(); }
+  bool empty() const { return points_.elements().empty(); }
 
   // What Python found, by tag; points that it could not time are missing, as are those that it did
   // not reach within the limit, of which `note` is told. Its own progress goes to stdout.
   std::map<std::size_t, TimedRival> run(const TorchOptions& options,
                                         const std::function<void(const std::string&)>& note) const;
 
-  nlohmann::ordered_json to_json() const;
+  Json to_json() const;
 
  private:
   std::filesystem::path directory_;
-  nlohmann::ordered_json layers_ = nlohmann::ordered_json::array();
-  nlohmann::ordered_json points_ = nlohmann::ordered_json::array();
+  Json layers_ = Json::array();
+  Json points_ = Json::array();
 };
 
 }  // namespace switchyard::bench

@@ -1,8 +1,15 @@
 #include "cli/arguments.h"
 
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cmath>
 
 #include "base/names.h"
+#include "base/numbers.h"
+#include "base/printable.h"
+#include "switchyard/error.h"
 
 namespace switchyard::cli {
 namespace {
@@ -22,10 +29,99 @@ constexpr WeightType kWeightTypes[] = {
               fmt::format("{} is '{}'; {}", name, printable(text), remedy));
 }
 
+// An empty value mostly is a script's unset variable, and must not pass for an option left out.
+void refuse_empty_values(CLI::App& app) {
+  for (CLI::Option* const option : app.get_options()) {
+    if (option->get_items_expected_max() == 0) continue;  // a flag
+    const auto refuse_empty = [option](const std::string& text) -> std::string {
+      if (text.empty()) refuse(option->get_name(), text, "give it a value, or leave it out");
+      return "";
+    };
+    option->check(refuse_empty);
+  }
+}
+
+// The parser would say no more than that a subcommand is required.
+void require_known(const std::vector<std::string>& arguments,
+                   const std::vector<std::unique_ptr<Command>>& commands) {
+  if (arguments.empty() || arguments.front().starts_with("-")) return;
+  std::string names;
+  for (const std::unique_ptr<Command>& command : commands) {
+    if (command->name() == arguments.front()) return;
+    names += (names.empty() ? "" : ", ") + command->name();
+  }
+  throw Error(ErrorCode::kInvalidArgument, fmt::format("unknown command '{}'; the commands are {}",
+                                                       printable(arguments.front()), names));
+}
+
+// In place of the parser's "At Most 1 required but received 2".
+std::string describe(const CLI::ParseError& error, const CLI::App* command) {
+  if (command != nullptr && dynamic_cast<const CLI::ArgumentMismatch*>(&error) != nullptr) {
+    for (const CLI::Option* const option : command->get_options()) {
+      if (option->get_items_expected_max() != 1 || option->count() <= 1) continue;
+      return fmt::format("{} is given {} times; give it once", option->get_name(), option->count());
+    }
+  }
+  return printable(error.what());
+}
+
 }  // namespace
 
-CLI::Option* add_real(CLI::App& app, const std::string& name, std::optional<double>& target,
-                      double smallest, double largest, const std::string& help) {
+Option& Option::required() {
+  option_->required();
+  return *this;
+}
+
+Option& Option::needs(const Option& other) {
+  option_->needs(other.option_);
+  return *this;
+}
+
+void Command::footer(const std::string& text) { app_.footer(text); }
+
+void Command::takes_command() { app_.prefix_command(); }
+
+Option Command::add(CLI::Option& option) const {
+  if (!heading_.empty()) option.group(heading_);
+  return Option(option);
+}
+
+Option Command::add_flag(const std::string& name, bool& target, const std::string& help) {
+  return add(*app_.add_flag(name, target, help));
+}
+
+Option Command::add_text(const std::string& name, std::string& target, const std::string& type,
+                         const std::string& help) {
+  return add(*app_.add_option(name, target, help)->type_name(type));
+}
+
+Option Command::add_texts(const std::string& name, std::vector<std::string>& target,
+                          const std::string& type, const std::string& help) {
+  return add(*app_.add_option(name, target, help)->type_name(type));
+}
+
+Option Command::add_parsed(const std::string& name,
+                           const std::function<void(const std::string&)>& set,
+                           const std::string& type, const std::string& help) {
+  return add(*app_.add_option_function<std::string>(name, set, help)->type_name(type));
+}
+
+Option Command::add_whole_number(const std::string& name,
+                                 const std::function<void(std::int64_t)>& set,
+                                 std::int64_t smallest, std::int64_t largest,
+                                 const std::string& help) {
+  const auto parse = [name, set, smallest, largest](const std::string& text) {
+    const std::optional<std::int64_t> value = parse_whole(text);
+    if (!value || *value < smallest || *value > largest) {
+      refuse(name, text, fmt::format("give a whole number from {} to {}", smallest, largest));
+    }
+    set(*value);
+  };
+  return add_parsed(name, parse, "N", help);
+}
+
+Option Command::add_real(const std::string& name, std::optional<double>& target, double smallest,
+                         double largest, const std::string& help) {
   const auto set = [name, &target, smallest, largest](const std::string& text) {
     const std::optional<double> value = parse_real(text);
     if (!value || *value < smallest || *value > largest) {
@@ -33,11 +129,11 @@ CLI::Option* add_real(CLI::App& app, const std::string& name, std::optional<doub
     }
     target = *value;
   };
-  return app.add_option_function<std::string>(name, set, help)->type_name("X");
+  return add_parsed(name, set, "X", help);
 }
 
-CLI::Option* add_seconds(CLI::App& app, const std::string& name, std::chrono::milliseconds& target,
-                         const std::string& help) {
+Option Command::add_seconds(const std::string& name, std::chrono::milliseconds& target,
+                            const std::string& help) {
   const auto set = [name, &target](const std::string& text) {
     const std::optional<double> value = parse_real(text);
     if (!value || *value < 0.001 || *value > kMostSeconds) {
@@ -45,11 +141,10 @@ CLI::Option* add_seconds(CLI::App& app, const std::string& name, std::chrono::mi
     }
     target = std::chrono::milliseconds(std::llround(*value * 1000));
   };
-  return app.add_option_function<std::string>(name, set, help)->type_name("SECONDS");
+  return add_parsed(name, set, "SECONDS", help);
 }
 
-CLI::Option* add_bytes(CLI::App& app, const std::string& name, std::uint64_t& target,
-                       const std::string& help) {
+Option Command::add_bytes(const std::string& name, std::uint64_t& target, const std::string& help) {
   const auto set = [name, &target](const std::string& text) {
     const std::optional<std::uint64_t> value = parse_bytes(text);
     if (!value || *value == 0) {
@@ -57,11 +152,11 @@ CLI::Option* add_bytes(CLI::App& app, const std::string& name, std::uint64_t& ta
     }
     target = *value;
   };
-  return app.add_option_function<std::string>(name, set, help)->type_name("BYTES");
+  return add_parsed(name, set, "BYTES", help);
 }
 
-CLI::Option* add_dtype(CLI::App& app, const std::string& name, std::optional<DType>& target,
-                       bool weights, const std::string& help) {
+Option Command::add_dtype(const std::string& name, std::optional<DType>& target, bool weights,
+                          const std::string& help) {
   const auto set = [name, &target, weights](const std::string& text) {
     for (const WeightType& known : kWeightTypes) {
       if (text != short_name(known.dtype) || !(weights || known.computes)) continue;
@@ -70,18 +165,60 @@ CLI::Option* add_dtype(CLI::App& app, const std::string& name, std::optional<DTy
     }
     refuse(name, text, weights ? "use bf16, f32, f16 or fp8" : "use bf16, f32 or fp8");
   };
-  return app.add_option_function<std::string>(name, set, help)->type_name("TYPE");
+  return add_parsed(name, set, "TYPE", help);
 }
 
-CLI::Option* add_backend(CLI::App& app, const std::string& name, std::optional<Backend>& target,
-                         const std::string& help) {
+Option Command::add_backend(const std::string& name, std::optional<Backend>& target,
+                            const std::string& help) {
   const auto set = [name, &target](const std::string& text) {
     for (const Backend known : {Backend::kCpu, Backend::kCuda}) {
       if (text == to_string(known)) target = known;
     }
     if (!target) refuse(name, text, "use cpu or cuda");
   };
-  return app.add_option_function<std::string>(name, set, help)->type_name("NAME");
+  return add_parsed(name, set, "NAME", help);
+}
+
+bool Command::has(const std::string& option) const { return app_.count(option) > 0; }
+
+std::vector<std::string> Command::taken_command() const { return app_.remaining(); }
+
+CommandLine::CommandLine(const ProgramText& text)
+    : root_(std::make_unique<CLI::App>(text.description, text.name)) {
+  root_->set_version_flag("--version", text.version);
+  root_->require_subcommand(1);
+  root_->footer(text.footer);
+  root_->get_formatter()->column_width(28);
+}
+
+CommandLine::~CommandLine() = default;
+
+Command& CommandLine::add_command(const std::string& name, const std::string& description) {
+  CLI::App& app = *root_->add_subcommand(name, description);
+  return *commands_.emplace_back(std::make_unique<Command>(app, name));
+}
+
+const Command* CommandLine::read(std::vector<std::string> arguments) {
+  require_known(arguments, commands_);
+  for (CLI::App* const command : root_->get_subcommands({})) refuse_empty_values(*command);
+  try {
+    std::reverse(arguments.begin(), arguments.end());  // as the parser wants them
+    root_->parse(arguments);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) {  // --help, --version
+      root_->exit(error);
+      return nullptr;
+    }
+    const CLI::App* const command =
+        root_->get_subcommands().empty() ? nullptr : root_->get_subcommands().front();
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{}; see 'switchyard{} --help'", describe(error, command),
+                            command == nullptr ? "" : " " + command->get_name()));
+  }
+  const std::string name = root_->get_subcommands().front()->get_name();
+  return std::find_if(commands_.begin(), commands_.end(),
+                      [&](const std::unique_ptr<Command>& c) { return c->name() == name; })
+      ->get();
 }
 
 }  // namespace switchyard::cli

@@ -1,30 +1,28 @@
-// Options of the command line, read strictly: what is not entirely the number asked for is refused
-// with the option's name, the text and the range.
+// The command line: subcommands and their options, read strictly. What is not entirely the number
+// asked for is refused with the option's name, the text and the range.
+//
+// CLI11 reads it. Only arguments.cpp includes that library, which takes seven seconds in every
+// file.
 #pragma once
 
-#include <fmt/format.h>
-
-#include <CLI/CLI.hpp>
 #include <chrono>
+#include <concepts>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
-#include "base/numbers.h"
-#include "base/printable.h"
-#include "cli/format.h"
-#include "switchyard/error.h"
 #include "switchyard/layer.h"
 #include "switchyard/tensor.h"
 
-namespace switchyard::cli {
+namespace CLI {
+class App;
+class Option;
+}  // namespace CLI
 
-// A subcommand as main() drives it: `run` returns the exit code, once `app` has been parsed.
-struct Subcommand {
-  CLI::App* app;
-  std::function<int()> run;
-};
+namespace switchyard::cli {
 
 inline constexpr int kExitOk = 0;
 inline constexpr int kExitVerification = 1;  // computed, but wrong; or a check did not pass
@@ -32,33 +30,101 @@ inline constexpr int kExitInvalid = 2;       // arguments, files or this machine
 inline constexpr int kExitTimeout = 3;       // a rank did not do its part
 inline constexpr int kExitInternal = 4;
 
-template <typename Integer>
-CLI::Option* add_whole(CLI::App& app, const std::string& name, Integer& target,
-                       std::int64_t smallest, std::int64_t largest, const std::string& help) {
-  const auto set = [name, &target, smallest, largest](const std::string& text) {
-    const std::optional<std::int64_t> value = parse_whole(text);
-    if (!value || *value < smallest || *value > largest) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  fmt::format("{} is '{}'; give a whole number from {} to {}", name,
-                              printable(text), smallest, largest));
-    }
-    target = static_cast<Integer>(*value);
-  };
-  return app.add_option_function<std::string>(name, set, help)->type_name("N");
-}
+// An option of a command, which owns it.
+class Option {
+ public:
+  explicit Option(CLI::Option& option) : option_(&option) {}
 
-CLI::Option* add_real(CLI::App& app, const std::string& name, std::optional<double>& target,
-                      double smallest, double largest, const std::string& help);
-CLI::Option* add_seconds(CLI::App& app, const std::string& name, std::chrono::milliseconds& target,
-                         const std::string& help);
-CLI::Option* add_bytes(CLI::App& app, const std::string& name, std::uint64_t& target,
-                       const std::string& help);
-// bf16, f32, fp8, and where `weights` is set f16.
-CLI::Option* add_dtype(CLI::App& app, const std::string& name, std::optional<DType>& target,
-                       bool weights, const std::string& help);
+  Option& required();
+  Option& needs(const Option& other);
 
-// cpu or cuda.
-CLI::Option* add_backend(CLI::App& app, const std::string& name, std::optional<Backend>& target,
-                         const std::string& help);
+ private:
+  CLI::Option* option_;
+};
+
+// A subcommand. Targets of its options live as long as it. An option's name may be several, as
+// "-o,--output"; without a dash it is an argument by its place. `type` is how the help names
+// values.
+class Command {
+ public:
+  Command(CLI::App& app, std::string name) : app_(app), name_(std::move(name)) {}
+  Command(const Command&) = delete;
+  Command& operator=(const Command&) = delete;
+
+  const std::string& name() const { return name_; }
+
+  // The help's heading above the options that are added from now on.
+  void heading(const std::string& text) { heading_ = text; }
+  // Ends the help.
+  void footer(const std::string& text);
+  // From the first argument on that is no option, all are another command's.
+  void takes_command();
+  // What the command does, once its options are set; returns the exit code.
+  void runs(std::function<int()> action) { action_ = std::move(action); }
+  int run() const { return action_(); }
+
+  Option add_flag(const std::string& name, bool& target, const std::string& help);
+  Option add_text(const std::string& name, std::string& target, const std::string& type,
+                  const std::string& help);
+  // One or more.
+  Option add_texts(const std::string& name, std::vector<std::string>& target,
+                   const std::string& type, const std::string& help);
+  // `set` takes the text, or throws Error.
+  Option add_parsed(const std::string& name, const std::function<void(const std::string&)>& set,
+                    const std::string& type, const std::string& help);
+
+  template <typename Integer>
+  Option add_whole(const std::string& name, Integer& target, std::int64_t smallest,
+                   std::int64_t largest, const std::string& help) {
+    const auto set = [&target](std::int64_t value) { target = static_cast<Integer>(value); };
+    return add_whole_number(name, set, smallest, largest, help);
+  }
+  Option add_real(const std::string& name, std::optional<double>& target, double smallest,
+                  double largest, const std::string& help);
+  Option add_seconds(const std::string& name, std::chrono::milliseconds& target,
+                     const std::string& help);
+  Option add_bytes(const std::string& name, std::uint64_t& target, const std::string& help);
+  // bf16, f32, fp8, and where `weights` is set f16.
+  Option add_dtype(const std::string& name, std::optional<DType>& target, bool weights,
+                   const std::string& help);
+  // cpu or cuda.
+  Option add_backend(const std::string& name, std::optional<Backend>& target,
+                     const std::string& help);
+
+  // Once the command line is read: whether an option is there, and the other command.
+  bool has(const std::string& option) const;
+  std::vector<std::string> taken_command() const;
+
+ private:
+  Option add_whole_number(const std::string& name, const std::function<void(std::int64_t)>& set,
+                          std::int64_t smallest, std::int64_t largest, const std::string& help);
+  Option add(CLI::Option& option) const;
+
+  CLI::App& app_;
+  std::string name_, heading_;
+  std::function<int()> action_;
+};
+
+struct ProgramText {
+  std::string name, description, version, footer;
+};
+
+class CommandLine {
+ public:
+  explicit CommandLine(const ProgramText& text);
+  ~CommandLine();
+  CommandLine(const CommandLine&) = delete;
+  CommandLine& operator=(const CommandLine&) = delete;
+
+  Command& add_command(const std::string& name, const std::string& description);
+
+  // Sets the options of the command that the arguments name, and returns it: null if they ask for
+  // help or the version, which have been printed. Throws Error{kInvalidArgument}.
+  const Command* read(std::vector<std::string> arguments);
+
+ private:
+  std::unique_ptr<CLI::App> root_;
+  std::vector<std::unique_ptr<Command>> commands_;
+};
 
 }  // namespace switchyard::cli

@@ -1,4 +1,5 @@
 // `switchyard bench`: how long layers take, beside the floor and a rival.
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,15 +13,20 @@
 #include <string_view>
 #include <utility>
 
+#include "base/join.h"
 #include "base/names.h"
+#include "base/numbers.h"
+#include "base/printable.h"
 #include "bench/session.h"
 #include "cli/bench_report.h"
 #include "cli/commands.h"
+#include "cli/format.h"
 #include "cli/output_file.h"
 #include "cli/progress.h"
 #include "cli/source.h"
 #include "gpu/device.h"
 #include "protocol/control.h"
+#include "switchyard/error.h"
 
 namespace switchyard::cli {
 namespace {
@@ -102,14 +108,14 @@ std::vector<std::string> split(const std::string& name, const std::string& text)
   return words;
 }
 
-CLI::Option* add_names(CLI::App& app, const std::string& name, std::vector<std::string>& target,
-                       const std::string& help) {
+void add_names(Command& command, const std::string& name, std::vector<std::string>& target,
+               const std::string& help) {
   const auto set = [name, &target](const std::string& text) { target = split(name, text); };
-  return app.add_option_function<std::string>(name, set, help)->type_name("NAME,...");
+  command.add_parsed(name, set, "NAME,...", help);
 }
 
-CLI::Option* add_wholes(CLI::App& app, const std::string& name, std::vector<std::int64_t>& target,
-                        std::int64_t largest, const std::string& help) {
+void add_wholes(Command& command, const std::string& name, std::vector<std::int64_t>& target,
+                std::int64_t largest, const std::string& help) {
   const auto set = [name, &target, largest](const std::string& text) {
     target.clear();
     for (const std::string& word : split(name, text)) {
@@ -122,11 +128,11 @@ CLI::Option* add_wholes(CLI::App& app, const std::string& name, std::vector<std:
       target.push_back(*value);
     }
   };
-  return app.add_option_function<std::string>(name, set, help)->type_name("N,...");
+  command.add_parsed(name, set, "N,...", help);
 }
 
-CLI::Option* add_fractions(CLI::App& app, const std::string& name, std::vector<double>& target,
-                           const std::string& help) {
+void add_fractions(Command& command, const std::string& name, std::vector<double>& target,
+                   const std::string& help) {
   const auto set = [name, &target](const std::string& text) {
     target.clear();
     for (const std::string& word : split(name, text)) {
@@ -139,7 +145,7 @@ CLI::Option* add_fractions(CLI::App& app, const std::string& name, std::vector<d
       target.push_back(*value);
     }
   };
-  return app.add_option_function<std::string>(name, set, help)->type_name("X,...");
+  command.add_parsed(name, set, "X,...", help);
 }
 
 // Help is at most 100 columns wide: a line has as many names as fit beside the option.
@@ -161,74 +167,65 @@ std::vector<std::string> layers_beside_the_table() {
   return names;
 }
 
-void add_point_options(CLI::App& app, BenchOptions& o) {
-  const std::size_t before = app.get_options().size();
-  app.add_option("--suite", o.suite,
-                 list_help("Measure the points of", bench::bench_suite_names(), "or"))
-      ->type_name("NAME");
-  add_names(app, "--model", o.models,
+void add_point_options(Command& command, BenchOptions& o) {
+  command.heading("Points");
+  command.add_text("--suite", o.suite, "NAME",
+                   list_help("Measure the points of", bench::bench_suite_names(), "or"));
+  add_names(command, "--model", o.models,
             list_help("Layers of these models: those of 'switchyard models',",
                       layers_beside_the_table(), "and"));
-  add_override_options(app, o.overrides);
-  add_dtype(app, "--dtype", o.dtype, true,
-            "Expert weights in bf16, f32, f16 or fp8 (default bf16, or the suite's)");
-  add_dtype(app, "--compute", o.compute, false,
-            "Arithmetic in bf16, f32 or fp8 (default: by the weights)");
-  add_wholes(app, "--tokens", o.tokens, 1 << 20,
+  add_override_options(command, o.overrides);
+  command.add_dtype("--dtype", o.dtype, true,
+                    "Expert weights in bf16, f32, f16 or fp8 (default bf16, or the suite's)");
+  command.add_dtype("--compute", o.compute, false,
+                    "Arithmetic in bf16, f32 or fp8 (default: by the weights)");
+  add_wholes(command, "--tokens", o.tokens, 1 << 20,
              "Tokens per pass and rank (default 1,8,32,128,512,2048,8192)");
-  add_fractions(app, "--balancedness", o.betas, "Of the routing (default 1)");
-  add_whole(app, "--seed", o.seed, 0, std::numeric_limits<std::int64_t>::max(),
-            "Of weights and activations (default 0)");
-  app.add_flag("--quick", o.quick, "Only 8 and 512 tokens, 20 passes each");
-  for (std::size_t i = before; i < app.get_options().size(); ++i) {
-    app.get_options()[i]->group("Points");
-  }
+  add_fractions(command, "--balancedness", o.betas, "Of the routing (default 1)");
+  command.add_whole("--seed", o.seed, 0, std::numeric_limits<std::int64_t>::max(),
+                    "Of weights and activations (default 0)");
+  command.add_flag("--quick", o.quick, "Only 8 and 512 tokens, 20 passes each");
 }
 
-void add_measure_options(CLI::App& app, BenchOptions& o) {
-  const std::size_t before = app.get_options().size();
-  add_backend(app, "--backend", o.backend, "cpu or cuda (default: cuda where there is a GPU)");
-  add_whole(app, "--ranks", o.ranks, 1, protocol::kMaxRanks,
-            "Ranks, dealt to the GPUs in turn (cuda; default 1, or for suites ep_*\none per GPU)");
-  add_whole(app, "--reserved-sms", o.measure.reserved_sms, 0, 1024,
-            "SMs of the GPU to leave free (cuda; default: those of other ranks on it)");
-  app.add_flag("--uncooperative", o.measure.uncooperative,
-               "Launch without asking for all blocks at once: for ncu (cuda)");
-  app.add_flag("--traced", o.measure.traced,
-               "Time the kernels that trace, to see what that costs (cuda)");
-  add_whole(app, "--repeat", o.measure.repeat, 1, 1'000'000,
-            "Timed passes (default 50 to 400 on a GPU, 5 to 50 elsewhere)");
-  app.add_flag("--graph", o.only_graph, "Time only the replayed CUDA graph");
-  app.add_flag("--no-graph", o.no_graph, "Time only plain calls");
-  app.add_flag("--cold", o.measure.cold,
-               "Time each pass by itself, behind a flush of the L2 cache (cuda)");
-  app.add_flag("--given-routing", o.measure.given_routing,
-               "Time passes without the gate, on the ids and weights that it chose\n(what suites "
-               "ep_* do)");
-  app.add_flag("--gated", o.gated, "Time passes with the gate in suites ep_*, too");
-  app.add_option("--machine-facts", o.machine_facts,
-                 "What this GPU can do at most, for the floor (cuda; see below)")
-      ->type_name("FILE");
-  app.add_flag("--verify", o.measure.verify, "Compare some tokens of each point with fp64");
-  for (std::size_t i = before; i < app.get_options().size(); ++i) {
-    app.get_options()[i]->group("Measurement");
-  }
+void add_measure_options(Command& command, BenchOptions& o) {
+  command.heading("Measurement");
+  command.add_backend("--backend", o.backend, "cpu or cuda (default: cuda where there is a GPU)");
+  command.add_whole(
+      "--ranks", o.ranks, 1, protocol::kMaxRanks,
+      "Ranks, dealt to the GPUs in turn (cuda; default 1, or for suites ep_*\none per GPU)");
+  command.add_whole("--reserved-sms", o.measure.reserved_sms, 0, 1024,
+                    "SMs of the GPU to leave free (cuda; default: those of other ranks on it)");
+  command.add_flag("--uncooperative", o.measure.uncooperative,
+                   "Launch without asking for all blocks at once: for ncu (cuda)");
+  command.add_flag("--traced", o.measure.traced,
+                   "Time the kernels that trace, to see what that costs (cuda)");
+  command.add_whole("--repeat", o.measure.repeat, 1, 1'000'000,
+                    "Timed passes (default 50 to 400 on a GPU, 5 to 50 elsewhere)");
+  command.add_flag("--graph", o.only_graph, "Time only the replayed CUDA graph");
+  command.add_flag("--no-graph", o.no_graph, "Time only plain calls");
+  command.add_flag("--cold", o.measure.cold,
+                   "Time each pass by itself, behind a flush of the L2 cache (cuda)");
+  command.add_flag("--given-routing", o.measure.given_routing,
+                   "Time passes without the gate, on the ids and weights that it chose\n(what "
+                   "suites ep_* do)");
+  command.add_flag("--gated", o.gated, "Time passes with the gate in suites ep_*, too");
+  command.add_text("--machine-facts", o.machine_facts, "FILE",
+                   "What this GPU can do at most, for the floor (cuda; see below)");
+  command.add_flag("--verify", o.measure.verify, "Compare some tokens of each point with fp64");
 }
 
-void add_rival_options(CLI::App& app, BenchOptions& o) {
-  const std::size_t before = app.get_options().size();
-  CLI::Option* const against =
-      app.add_option("--against", o.against, "Time a rival on the same points: torch")
-          ->type_name("RIVAL");
+void add_rival_options(Command& command, BenchOptions& o) {
+  command.heading("Rival");
+  const Option against =
+      command.add_text("--against", o.against, "RIVAL", "Time a rival on the same points: torch");
   // Where Python and the script are may be told without a rival: it changes nothing.
-  app.add_option("--python", o.torch.python, "The Python with PyTorch (default python3)")
-      ->type_name("PROGRAM");
-  app.add_option("--torch-script", o.torch.script, "Where bench/torch_chain.py is")
-      ->type_name("FILE");
-  app.add_option("--torch-variants", o.torch.variants,
-                 "Of index_add, ordered, compiled, with fp8 compiled_rows (default all)")
-      ->type_name("NAME,...")
-      ->needs(against);
+  command.add_text("--python", o.torch.python, "PROGRAM",
+                   "The Python with PyTorch (default python3)");
+  command.add_text("--torch-script", o.torch.script, "FILE", "Where bench/torch_chain.py is");
+  command
+      .add_text("--torch-variants", o.torch.variants, "NAME,...",
+                "Of index_add, ordered, compiled, with fp8 compiled_rows (default all)")
+      .needs(against);
   const auto set_limit = [&o](const std::string& text) {
     const std::optional<std::int64_t> value = parse_whole(text);
     if (!value || *value < 1 || *value > 86400) {
@@ -238,28 +235,20 @@ void add_rival_options(CLI::App& app, BenchOptions& o) {
     }
     o.torch.limit = std::chrono::seconds(*value);
   };
-  app.add_option_function<std::string>("--torch-limit", set_limit,
-                                       "Longest time for PyTorch (default 420)")
-      ->type_name("SECONDS")
-      ->needs(against);
-  for (std::size_t i = before; i < app.get_options().size(); ++i) {
-    app.get_options()[i]->group("Rival");
-  }
+  command
+      .add_parsed("--torch-limit", set_limit, "SECONDS", "Longest time for PyTorch (default 420)")
+      .needs(against);
 }
 
-void add_report_options(CLI::App& app, BenchOptions& o) {
-  const std::size_t before = app.get_options().size();
-  CLI::Option* const json =
-      app.add_option("--json", o.json,
-                     "Add the rows to this file, replacing those of the same points")
-          ->type_name("FILE");
-  app.add_option("--commit", o.commit, "Commit to note in the rows")->type_name("TEXT");
-  app.add_flag("--keep-rival", o.keep_rival,
-               "Keep the rival's times of rows that are replaced without one")
-      ->needs(json);
-  for (std::size_t i = before; i < app.get_options().size(); ++i) {
-    app.get_options()[i]->group("Report");
-  }
+void add_report_options(Command& command, BenchOptions& o) {
+  command.heading("Report");
+  const Option json = command.add_text(
+      "--json", o.json, "FILE", "Add the rows to this file, replacing those of the same points");
+  command.add_text("--commit", o.commit, "TEXT", "Commit to note in the rows");
+  command
+      .add_flag("--keep-rival", o.keep_rival,
+                "Keep the rival's times of rows that are replaced without one")
+      .needs(json);
 }
 
 [[noreturn]] void refuse(const std::string& message) {
@@ -293,7 +282,7 @@ void keep(std::vector<T>& all, const std::vector<T>& wanted, const std::string& 
   for (const T& value : wanted) {
     if (std::find(all.begin(), all.end(), value) != all.end()) continue;
     refuse(fmt::format("{} has {}, which is not in the suite {}; it has {}", option, value, suite,
-                       fmt::join(all, ", ")));
+                       join(all, ", ")));
   }
   all = wanted;
 }
@@ -346,7 +335,7 @@ void choose_types(const BenchOptions& o, BenchPlan& plan) {
 BenchPlan model_plan(const BenchOptions& o) {
   if (o.models.empty()) {
     refuse(fmt::format("there is nothing to measure; give --suite ({}) or --model",
-                       fmt::join(bench::bench_suite_names(), ", ")));
+                       join(bench::bench_suite_names(), ", ")));
   }
   BenchPlan plan;
   plan.suite = "custom";
@@ -583,17 +572,17 @@ int run(BenchOptions options) {
 
 }  // namespace
 
-Subcommand add_bench(CLI::App& root, const std::vector<std::string>& arguments) {
-  CLI::App* const app =
-      root.add_subcommand("bench", "Time layers, beside the hardware's floor and a rival");
+void add_bench(CommandLine& line, const std::vector<std::string>& arguments) {
+  Command& command =
+      line.add_command("bench", "Time layers, beside the hardware's floor and a rival");
   const auto options = std::make_shared<BenchOptions>();
-  add_point_options(*app, *options);
-  add_measure_options(*app, *options);
-  add_rival_options(*app, *options);
-  add_report_options(*app, *options);
-  app->footer(kExamples);
+  add_point_options(command, *options);
+  add_measure_options(command, *options);
+  add_rival_options(command, *options);
+  add_report_options(command, *options);
+  command.footer(kExamples);
   options->command = command_of(arguments);
-  return {app, [options] { return run(*options); }};
+  command.runs([options] { return run(*options); });
 }
 
 }  // namespace switchyard::cli

@@ -1,4 +1,4 @@
-// The subcommands. Each adds itself to the root and says how to run it.
+// The subcommands. Each adds itself to the command line, with what it does.
 #pragma once
 
 #include <string>
@@ -8,15 +8,15 @@
 
 namespace switchyard::cli {
 
-Subcommand add_run(CLI::App& root);
-Subcommand add_trace(CLI::App& root);
-Subcommand add_make_checkpoint(CLI::App& root);
-Subcommand add_models(CLI::App& root);
-Subcommand add_doctor(CLI::App& root);
-Subcommand add_report(CLI::App& root);
+void add_run(CommandLine& line);
+void add_trace(CommandLine& line);
+void add_make_checkpoint(CommandLine& line);
+void add_models(CommandLine& line);
+void add_doctor(CommandLine& line);
+void add_report(CommandLine& line);
 // `arguments`: the command line as it was typed, to be noted beside the results.
-Subcommand add_bench(CLI::App& root, const std::vector<std::string>& arguments);
+void add_bench(CommandLine& line, const std::vector<std::string>& arguments);
 // `after_dashes`: the arguments behind a "--", which the parser does not see.
-Subcommand add_launch(CLI::App& root, std::vector<std::string> after_dashes);
+void add_launch(CommandLine& line, std::vector<std::string> after_dashes);
 
 }  // namespace switchyard::cli

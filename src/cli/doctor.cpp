@@ -1,4 +1,5 @@
 // `switchyard doctor`: what this machine can do, and whether it does it right.
+#include <fmt/core.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -6,12 +7,13 @@
 #include <cstdio>
 #include <exception>
 #include <memory>
-#include <nlohmann/json.hpp>
 
 #include "base/host_memory.h"
+#include "base/json.h"
 #include "base/names.h"
 #include "cli/arguments.h"
 #include "cli/commands.h"
+#include "cli/format.h"
 #include "cli/source.h"
 #include "cpu/kernels.h"
 #include "cpu/tile_gemm.h"
@@ -33,12 +35,12 @@ constexpr double kMeasureSeconds = 0.2;
 struct Finding {
   std::string name;
   std::string text;
-  nlohmann::ordered_json value;
+  Json value;
   std::optional<bool> passed;  // empty: not a check
   std::string remedy;
 };
 
-Finding fact(std::string name, std::string text, nlohmann::ordered_json value) {
+Finding fact(std::string name, std::string text, Json value) {
   return {std::move(name), std::move(text), std::move(value), std::nullopt, ""};
 }
 
@@ -285,10 +287,10 @@ void print_text(const std::vector<Finding>& findings) {
 }
 
 void print_json(const std::vector<Finding>& findings) {
-  nlohmann::ordered_json json;
+  Json json;
   json["ok"] = all_passed(findings);
-  json["machine"] = nlohmann::ordered_json::object();
-  json["checks"] = nlohmann::ordered_json::array();
+  json["machine"] = Json::object();
+  json["checks"] = Json::array();
   for (const Finding& f : findings) {
     if (!f.passed) {
       json["machine"][f.name] = f.value;
@@ -297,7 +299,7 @@ void print_json(const std::vector<Finding>& findings) {
           {{"name", f.name}, {"ok", *f.passed}, {"detail", f.text}, {"remedy", f.remedy}});
     }
   }
-  fmt::print("{}\n", json.dump(2, ' ', true, nlohmann::ordered_json::error_handler_t::replace));
+  fmt::print("{}\n", json.dump({.indent = 2, .ascii = true}));
 }
 
 int doctor(bool json) {
@@ -317,13 +319,13 @@ int doctor(bool json) {
 
 }  // namespace
 
-Subcommand add_doctor(CLI::App& root) {
-  CLI::App* const app =
-      root.add_subcommand("doctor", "Tell what this machine can do, and check that it does");
+void add_doctor(CommandLine& line) {
+  Command& command =
+      line.add_command("doctor", "Tell what this machine can do, and check that it does");
   const auto json = std::make_shared<bool>(false);
-  app->add_flag("--json", *json, "As JSON");
-  app->footer("Exits with 1 if a check fails, and says what to do about it.");
-  return {app, [json] { return doctor(*json); }};
+  command.add_flag("--json", *json, "As JSON");
+  command.footer("Exits with 1 if a check fails, and says what to do about it.");
+  command.runs([json] { return doctor(*json); });
 }
 
 }  // namespace switchyard::cli

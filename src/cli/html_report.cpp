@@ -1,5 +1,5 @@
 // `switchyard report`: one HTML page of what `switchyard bench` and `switchyard trace` wrote.
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <memory>
 #include <optional>
@@ -7,15 +7,18 @@
 #include <string>
 #include <vector>
 
+#include "base/join.h"
 #include "base/printable.h"
 #include "base/whole_file.h"
 #include "cli/commands.h"
+#include "cli/format.h"
 #include "cli/output_file.h"
 #include "machine/description.h"
 #include "machine/gpu_facts.h"
 #include "report/page.h"
 #include "results/published.h"
 #include "results/row.h"
+#include "switchyard/error.h"
 
 namespace switchyard::cli {
 namespace {
@@ -51,8 +54,7 @@ report::Roofs roofs_of(const std::vector<results::Row>& rows,
                 fmt::format("--machine-facts are of '{}', but the rows' floors are of {}; leave "
                             "the option out, or give only rows of that GPU",
                             printable(given->gpu),
-                            gpus.empty() ? "no GPU"
-                                         : printable(fmt::format("{}", fmt::join(gpus, " and ")))));
+                            gpus.empty() ? "no GPU" : printable(join(gpus, " and "))));
   }
   if (gpus.size() != 1) return {};
   const std::optional<machine::GpuFacts> facts =
@@ -97,26 +99,21 @@ int run(const HtmlReportOptions& o) {
 
 }  // namespace
 
-Subcommand add_report(CLI::App& root) {
-  CLI::App* const app = root.add_subcommand("report", "Make an HTML page of benchmark results");
+void add_report(CommandLine& line) {
+  Command& command = line.add_command("report", "Make an HTML page of benchmark results");
   const auto options = std::make_shared<HtmlReportOptions>();
-  app->add_option("files", options->files, "What 'switchyard bench --json' wrote")
-      ->type_name("FILE")
-      ->required();
-  app->add_option("-o,--output,--out", options->output, "The page (default report.html)")
-      ->type_name("FILE");
-  app->add_option("--published", options->published,
-                  "Times that others publish, to stand beside rows of the same layers:\n"
-                  "a list like results/published.json")
-      ->type_name("FILE");
-  app->add_option("--trace", options->trace,
-                  "Timeline of one pass: a trace in Chrome's format, as of 'switchyard\ntrace'")
-      ->type_name("FILE");
-  app->add_option("--machine-facts", options->machine_facts,
-                  "The roofs of the rows' GPU, as given to 'switchyard bench'")
-      ->type_name("FILE");
-  app->footer(kExamples);
-  return {app, [options] { return run(*options); }};
+  command.add_texts("files", options->files, "FILE", "What 'switchyard bench --json' wrote")
+      .required();
+  command.add_text("-o,--output,--out", options->output, "FILE", "The page (default report.html)");
+  command.add_text("--published", options->published, "FILE",
+                   "Times that others publish, to stand beside rows of the same layers:\n"
+                   "a list like results/published.json");
+  command.add_text("--trace", options->trace, "FILE",
+                   "Timeline of one pass: a trace in Chrome's format, as of 'switchyard\ntrace'");
+  command.add_text("--machine-facts", options->machine_facts, "FILE",
+                   "The roofs of the rows' GPU, as given to 'switchyard bench'");
+  command.footer(kExamples);
+  command.runs([options] { return run(*options); });
 }
 
 }  // namespace switchyard::cli

@@ -10,6 +10,7 @@
 #include "gpu/device.h"
 #include "layer/compute.h"
 #include "protocol/control.h"
+#include "switchyard/error.h"
 
 namespace switchyard::cli {
 namespace {
@@ -54,63 +55,46 @@ Backend default_backend(const LayerRunOptions& options, int ranks, int rank) {
 
 }  // namespace
 
-void add_source_options(CLI::App& app, LayerRunOptions& o) {
-  const char* const group = "Layer";
-  app.add_option("--checkpoint", o.source.checkpoint, "Hugging Face directory to take it from")
-      ->type_name("DIR")
-      ->group(group);
-  app.add_option("--model", o.source.model, "Model whose layer to make up ('switchyard models')")
-      ->type_name("NAME")
-      ->group(group);
-  add_whole(app, "--layer", o.source.layer, 0, 1 << 20,
-            "Which layer (default: the first with experts)")
-      ->group(group);
-  const std::size_t before = app.get_options().size();
-  add_override_options(app, o.source.overrides);
-  add_dtype(app, "--dtype", o.source.dtype, true,
-            "Made-up weights in bf16, f32, f16 or fp8 (default: the model's)");
-  add_whole(app, "--seed", o.source.seed, 0, std::numeric_limits<std::int64_t>::max(),
-            "Of made-up weights, activations and routing (default 0)");
-  add_real(app, "--capacity-factor", o.capacity_factor, 1e-6, 1e6,
-           "Drop slots beyond this multiple of an even share (default: never)");
-  for (std::size_t i = before; i < app.get_options().size(); ++i) {
-    app.get_options()[i]->group(group);
-  }
+void add_source_options(Command& command, LayerRunOptions& o) {
+  command.heading("Layer");
+  command.add_text("--checkpoint", o.source.checkpoint, "DIR",
+                   "Hugging Face directory to take it from");
+  command.add_text("--model", o.source.model, "NAME",
+                   "Model whose layer to make up ('switchyard models')");
+  command.add_whole("--layer", o.source.layer, 0, 1 << 20,
+                    "Which layer (default: the first with experts)");
+  add_override_options(command, o.source.overrides);
+  command.add_dtype("--dtype", o.source.dtype, true,
+                    "Made-up weights in bf16, f32, f16 or fp8 (default: the model's)");
+  command.add_whole("--seed", o.source.seed, 0, std::numeric_limits<std::int64_t>::max(),
+                    "Of made-up weights, activations and routing (default 0)");
+  command.add_real("--capacity-factor", o.capacity_factor, 1e-6, 1e6,
+                   "Drop slots beyond this multiple of an even share (default: never)");
 }
 
-void add_batch_options(CLI::App& app, LayerRunOptions& o) {
-  const char* const group = "Batch";
-  add_whole(app, "--tokens", o.batch.tokens, 1, 1 << 24,
-            "Tokens over all ranks, dealt evenly (default 1024)")
-      ->group(group);
-  app.add_option("--input", o.batch.input,
-                 "Safetensors file with activations and, perhaps, their routing")
-      ->type_name("FILE")
-      ->group(group);
-  add_real(app, "--balancedness", o.batch.balancedness, 0, 1,
-           "Route at random, with this relative entropy, instead of by gate")
-      ->group(group);
+void add_batch_options(Command& command, LayerRunOptions& o) {
+  command.heading("Batch");
+  command.add_whole("--tokens", o.batch.tokens, 1, 1 << 24,
+                    "Tokens over all ranks, dealt evenly (default 1024)");
+  command.add_text("--input", o.batch.input, "FILE",
+                   "Safetensors file with activations and, perhaps, their routing");
+  command.add_real("--balancedness", o.batch.balancedness, 0, 1,
+                   "Route at random, with this relative entropy, instead of by gate");
 }
 
-void add_execution_options(CLI::App& app, LayerRunOptions& o) {
-  const char* const group = "Execution";
-  add_backend(app, "--backend", o.backend,
-              "cpu or cuda (default: cuda where it suits and ranks have a GPU each)")
-      ->group(group);
-  add_whole(app, "--ranks", o.ranks.ranks, 1, protocol::kMaxRanks,
-            "Ranks, as threads of this process (default 1, or the launcher's)")
-      ->group(group);
-  add_whole(app, "--threads", o.ranks.threads, 0, 1024,
-            "Compute threads of each rank (cpu; default 0: the machine's, shared out)")
-      ->group(group);
-  add_whole(app, "--reserved-sms", o.ranks.reserved_sms, 0, 1024,
-            "SMs of the GPU to leave free (cuda; default: those of other ranks on it)")
-      ->group(group);
-  add_dtype(app, "--compute", o.compute, false,
-            "Arithmetic and wire type: bf16, f32 or fp8 (default: by the weights)")
-      ->group(group);
-  add_seconds(app, "--deadline", o.ranks.deadline, "Longest wait for another rank (default 30)")
-      ->group(group);
+void add_execution_options(Command& command, LayerRunOptions& o) {
+  command.heading("Execution");
+  command.add_backend("--backend", o.backend,
+                      "cpu or cuda (default: cuda where it suits and ranks have a GPU each)");
+  command.add_whole("--ranks", o.ranks.ranks, 1, protocol::kMaxRanks,
+                    "Ranks, as threads of this process (default 1, or the launcher's)");
+  command.add_whole("--threads", o.ranks.threads, 0, 1024,
+                    "Compute threads of each rank (cpu; default 0: the machine's, shared out)");
+  command.add_whole("--reserved-sms", o.ranks.reserved_sms, 0, 1024,
+                    "SMs of the GPU to leave free (cuda; default: those of other ranks on it)");
+  command.add_dtype("--compute", o.compute, false,
+                    "Arithmetic and wire type: bf16, f32 or fp8 (default: by the weights)");
+  command.add_seconds("--deadline", o.ranks.deadline, "Longest wait for another rank (default 30)");
 }
 
 std::filesystem::path place_for(const char* option, const std::string& path,

@@ -29,11 +29,11 @@ struct LayerRunOptions {
 };
 
 // --checkpoint, --model and what else makes a layer.
-void add_source_options(CLI::App& app, LayerRunOptions& options);
+void add_source_options(Command& command, LayerRunOptions& options);
 // --tokens, --input, --balancedness.
-void add_batch_options(CLI::App& app, LayerRunOptions& options);
+void add_batch_options(Command& command, LayerRunOptions& options);
 // --backend, --ranks and what else tells where it runs.
-void add_execution_options(CLI::App& app, LayerRunOptions& options);
+void add_execution_options(Command& command, LayerRunOptions& options);
 
 // output_file() of an option, empty if there is none. A long run should not end with this.
 std::filesystem::path place_for(const char* option, const std::string& path,

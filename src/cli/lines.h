@@ -1,7 +1,7 @@
 // The lines of a report for people.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <string>
 #include <utility>

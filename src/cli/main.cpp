@@ -1,5 +1,6 @@
 // The `switchyard` command: parses arguments, runs a subcommand, turns errors into exit codes.
 #include <fcntl.h>
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -8,14 +9,15 @@
 #include <cstddef>
 #include <cstdio>
 #include <new>
-#include <span>
 #include <string_view>
 #include <system_error>
+#include <utility>
 
 #include "base/posix.h"
 #include "base/printable.h"
 #include "cli/bus_error.h"
 #include "cli/commands.h"
+#include "switchyard/error.h"
 
 namespace switchyard::cli {
 namespace {
@@ -98,76 +100,22 @@ std::vector<std::string> take_after_dashes(std::vector<std::string>& arguments) 
   return after;
 }
 
-// An empty value mostly is a script's unset variable, and must not pass for an option left out.
-void refuse_empty_values(CLI::App& app) {
-  for (CLI::Option* const option : app.get_options()) {
-    if (option->get_items_expected_max() == 0) continue;  // a flag
-    const auto refuse = [option](const std::string& text) -> std::string {
-      if (!text.empty()) return "";
-      throw Error(ErrorCode::kInvalidArgument,
-                  fmt::format("{} is ''; give it a value, or leave it out", option->get_name()));
-    };
-    option->check(refuse);
-  }
-}
-
-// The parser would say no more than that a subcommand is required.
-void require_known(const std::vector<std::string>& arguments,
-                   std::span<const Subcommand> commands) {
-  if (arguments.empty() || arguments.front().starts_with("-")) return;
-  std::string names;
-  for (const Subcommand& command : commands) {
-    if (command.app->get_name() == arguments.front()) return;
-    names += (names.empty() ? "" : ", ") + command.app->get_name();
-  }
-  throw Error(ErrorCode::kInvalidArgument, fmt::format("unknown command '{}'; the commands are {}",
-                                                       printable(arguments.front()), names));
-}
-
-// In place of the parser's "At Most 1 required but received 2".
-std::string describe(const CLI::ParseError& error, const CLI::App* command) {
-  if (command != nullptr && dynamic_cast<const CLI::ArgumentMismatch*>(&error) != nullptr) {
-    for (const CLI::Option* const option : command->get_options()) {
-      if (option->get_items_expected_max() != 1 || option->count() <= 1) continue;
-      return fmt::format("{} is given {} times; give it once", option->get_name(), option->count());
-    }
-  }
-  return printable(error.what());
-}
-
 int parse_and_run(std::vector<std::string> arguments) {
-  CLI::App root("Runs Mixture-of-Experts layers over ranks.", "switchyard");
-  root.set_version_flag("--version", "switchyard " SWITCHYARD_VERSION);
-  root.require_subcommand(1);
-  root.footer(kExamples);
-  root.get_formatter()->column_width(28);
+  CommandLine line({.name = "switchyard",
+                    .description = "Runs Mixture-of-Experts layers over ranks.",
+                    .version = "switchyard " SWITCHYARD_VERSION,
+                    .footer = kExamples});
   std::vector<std::string> after_dashes = take_after_dashes(arguments);
-  const Subcommand commands[] = {add_run(root),
-                                 add_trace(root),
-                                 add_bench(root, arguments),
-                                 add_report(root),
-                                 add_make_checkpoint(root),
-                                 add_models(root),
-                                 add_doctor(root),
-                                 add_launch(root, std::move(after_dashes))};
-  require_known(arguments, commands);
-  for (const Subcommand& command : commands) refuse_empty_values(*command.app);
-  try {
-    std::reverse(arguments.begin(), arguments.end());  // as the parser wants them
-    root.parse(arguments);
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return root.exit(error);  // --help, --version
-    const CLI::App* const command =
-        root.get_subcommands().empty() ? nullptr : root.get_subcommands().front();
-    return fail("invalid_argument",
-                fmt::format("{}; see 'switchyard{} --help'", describe(error, command),
-                            command == nullptr ? "" : " " + command->get_name())
-                    .c_str(),
-                kExitInvalid);
-  }
-  const auto chosen = std::find_if(std::begin(commands), std::end(commands),
-                                   [](const Subcommand& c) { return c.app->parsed(); });
-  return chosen->run();
+  add_run(line);
+  add_trace(line);
+  add_bench(line, arguments);
+  add_report(line);
+  add_make_checkpoint(line);
+  add_models(line);
+  add_doctor(line);
+  add_launch(line, std::move(after_dashes));
+  const Command* const command = line.read(std::move(arguments));
+  return command == nullptr ? kExitOk : command->run();
 }
 
 int run_main(int argc, char** argv) {

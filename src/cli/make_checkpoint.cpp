@@ -1,4 +1,6 @@
 // `switchyard make-checkpoint`: a Hugging Face directory of random weights with a model's geometry.
+#include <fmt/core.h>
+
 #include <array>
 #include <csignal>
 #include <cstdio>
@@ -8,6 +10,7 @@
 #include "base/names.h"
 #include "base/printable.h"
 #include "cli/commands.h"
+#include "cli/format.h"
 #include "cli/progress.h"
 #include "cli/source.h"
 #include "model/generate.h"
@@ -115,30 +118,28 @@ int make_checkpoint(MakeOptions& options) {
 
 }  // namespace
 
-Subcommand add_make_checkpoint(CLI::App& root) {
-  CLI::App* const app =
-      root.add_subcommand("make-checkpoint", "Write a checkpoint of random weights");
+void add_make_checkpoint(CommandLine& line) {
+  Command& command = line.add_command("make-checkpoint", "Write a checkpoint of random weights");
   const auto options = std::make_shared<MakeOptions>();
   options->write.overrides.num_moe_layers = 1;
-  app->add_option("--model", options->model, "Model to imitate ('switchyard models')")
-      ->type_name("NAME")
-      ->required();
-  app->add_option("-o,--output,--out", options->directory,
-                  "Directory to make; it must not hold anything yet")
-      ->type_name("DIR")
-      ->required();
-  add_whole(*app, "--layers", options->write.overrides.num_moe_layers, 1, 1 << 20,
-            "MoE layers to write, from the first on (default 1)");
-  add_dtype(*app, "--dtype", options->write.dtype, true,
-            "bf16, f32, f16 or fp8 (default: the model's)");
-  add_whole(*app, "--seed", options->write.seed, 0, std::numeric_limits<std::int64_t>::max(),
-            "Of the weights (default 0)");
-  add_bytes(*app, "--max-shard-size", options->write.max_shard_bytes,
-            "Largest file, such as 2GB (default 5GiB)");
-  add_override_options(*app, options->write.overrides);
-  app->add_flag("--quiet", options->quiet, "Print only errors");
-  app->footer(kExamples);
-  return {app, [options] { return make_checkpoint(*options); }};
+  command.add_text("--model", options->model, "NAME", "Model to imitate ('switchyard models')")
+      .required();
+  command
+      .add_text("-o,--output,--out", options->directory, "DIR",
+                "Directory to make; it must not hold anything yet")
+      .required();
+  command.add_whole("--layers", options->write.overrides.num_moe_layers, 1, 1 << 20,
+                    "MoE layers to write, from the first on (default 1)");
+  command.add_dtype("--dtype", options->write.dtype, true,
+                    "bf16, f32, f16 or fp8 (default: the model's)");
+  command.add_whole("--seed", options->write.seed, 0, std::numeric_limits<std::int64_t>::max(),
+                    "Of the weights (default 0)");
+  command.add_bytes("--max-shard-size", options->write.max_shard_bytes,
+                    "Largest file, such as 2GB (default 5GiB)");
+  add_override_options(command, options->write.overrides);
+  command.add_flag("--quiet", options->quiet, "Print only errors");
+  command.footer(kExamples);
+  command.runs([options] { return make_checkpoint(*options); });
 }
 
 }  // namespace switchyard::cli

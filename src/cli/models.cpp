@@ -1,11 +1,13 @@
 // `switchyard models`: the models whose layers can be made up by name.
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <memory>
-#include <nlohmann/json.hpp>
 
+#include "base/json.h"
 #include "base/names.h"
 #include "cli/commands.h"
+#include "cli/format.h"
 #include "model/config.h"
 #include "model/generate.h"
 #include "model/model_table.h"
@@ -61,7 +63,7 @@ void print_table(const std::vector<ModelRow>& models) {
 }
 
 void print_json(const std::vector<ModelRow>& models) {
-  nlohmann::ordered_json all = nlohmann::ordered_json::array();
+  Json all = Json::array();
   for (const ModelRow& m : models) {
     const LayerSpec& s = m.spec;
     all.push_back({{"name", m.entry.name},
@@ -77,21 +79,21 @@ void print_json(const std::vector<ModelRow>& models) {
                    {"layer_bytes", m.layer_bytes},
                    {"description", describe(s)}});
   }
-  fmt::print("{}\n", all.dump(2));
+  fmt::print("{}\n", all.dump({.indent = 2}));
 }
 
 }  // namespace
 
-Subcommand add_models(CLI::App& root) {
-  CLI::App* const app = root.add_subcommand("models", "List the models known by name");
+void add_models(CommandLine& line) {
+  Command& command = line.add_command("models", "List the models known by name");
   const auto json = std::make_shared<bool>(false);
-  app->add_flag("--json", *json, "As JSON");
-  return {app, [json] {
-            std::vector<ModelRow> models;
-            for (const ModelEntry& entry : model_table()) models.push_back(row_of(entry));
-            *json ? print_json(models) : print_table(models);
-            return kExitOk;
-          }};
+  command.add_flag("--json", *json, "As JSON");
+  command.runs([json] {
+    std::vector<ModelRow> models;
+    for (const ModelEntry& entry : model_table()) models.push_back(row_of(entry));
+    *json ? print_json(models) : print_table(models);
+    return kExitOk;
+  });
 }
 
 }  // namespace switchyard::cli

@@ -1,6 +1,6 @@
 #include "cli/output_file.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <system_error>

@@ -1,6 +1,6 @@
 #include "cli/progress.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
@@ -37,7 +37,7 @@ std::string bar(double fraction, int width) {
 std::string progress_line(const std::string& label, std::uint64_t done, std::uint64_t total,
                           double elapsed, int columns, Counted counted) {
   const auto amount = [&](std::uint64_t n) {
-    return counted == Counted::kBytes ? format_bytes(static_cast<double>(n)) : fmt::to_string(n);
+    return counted == Counted::kBytes ? format_bytes(static_cast<double>(n)) : fmt::format("{}", n);
   };
   const double fraction =
       total == 0 ? 1.0 : std::min(1.0, static_cast<double>(done) / static_cast<double>(total));

@@ -1,4 +1,5 @@
 // `switchyard run`: one MoE layer over some ranks.
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -6,6 +7,7 @@
 #include <memory>
 
 #include "cli/commands.h"
+#include "cli/format.h"
 #include "cli/layer_run.h"
 #include "cli/run_report.h"
 #include "model/safetensors.h"
@@ -38,18 +40,17 @@ line on stderr with --json or --quiet, and --verify fails.
 
 Exit codes: 0 done; 1 --verify failed; 2 unusable arguments or files; 3 a rank did not do its part.)";
 
-void add_run_options(CLI::App& app, RunOptions& o) {
-  app.add_option("-o,--output,--out", o.output, "Write output, topk_ids and topk_weights there")
-      ->type_name("FILE")
-      ->group("Batch");
-  add_whole(app, "--repeat", o.ranks.repeat, 1, 1'000'000,
-            "Timed passes after a warm-up (default 5)")
-      ->group("Execution");
-  const char* const group = "Report";
-  app.add_flag("--verify", o.verify, "Compare output and routing with an fp64 reference")
-      ->group(group);
-  app.add_flag("--json", o.json, "Report as JSON")->group(group);
-  app.add_flag("--quiet", o.quiet, "Report only errors")->group(group);
+void add_run_options(Command& command, RunOptions& o) {
+  command.heading("Batch");
+  command.add_text("-o,--output,--out", o.output, "FILE",
+                   "Write output, topk_ids and topk_weights there");
+  command.heading("Execution");
+  command.add_whole("--repeat", o.ranks.repeat, 1, 1'000'000,
+                    "Timed passes after a warm-up (default 5)");
+  command.heading("Report");
+  command.add_flag("--verify", o.verify, "Compare output and routing with an fp64 reference");
+  command.add_flag("--json", o.json, "Report as JSON");
+  command.add_flag("--quiet", o.quiet, "Report only errors");
 }
 
 void write_output(const std::filesystem::path& path, const LayerSpec& spec, RunResult& result) {
@@ -63,8 +64,7 @@ void write_output(const std::filesystem::path& path, const LayerSpec& spec, RunR
 void print(const Report& report, const RunOptions& options) {
   if (options.json) {
     // In ASCII, for terminals; a path need not be UTF-8, as JSON is.
-    fmt::print("{}\n", to_json(report).dump(2, ' ', true,
-                                            nlohmann::ordered_json::error_handler_t::replace));
+    fmt::print("{}\n", to_json(report).dump({.indent = 2, .ascii = true}));
     return;
   }
   for (const std::string& line : to_text(report, Palette::for_output(STDOUT_FILENO))) {
@@ -107,18 +107,18 @@ int run(RunOptions& options) {
 
 }  // namespace
 
-Subcommand add_run(CLI::App& root) {
-  CLI::App* const app = root.add_subcommand("run", "Run one MoE layer and tell how it went");
+void add_run(CommandLine& line) {
+  Command& command = line.add_command("run", "Run one MoE layer and tell how it went");
   const auto options = std::make_shared<RunOptions>();
-  add_source_options(*app, *options);
-  add_batch_options(*app, *options);
-  add_execution_options(*app, *options);
-  add_run_options(*app, *options);
-  app->footer(kExamples);
-  return {app, [app, options] {
-            options->ranks_given = app->count("--ranks") > 0;
-            return run(*options);
-          }};
+  add_source_options(command, *options);
+  add_batch_options(command, *options);
+  add_execution_options(command, *options);
+  add_run_options(command, *options);
+  command.footer(kExamples);
+  command.runs([&command, options] {
+    options->ranks_given = command.has("--ranks");
+    return run(*options);
+  });
 }
 
 }  // namespace switchyard::cli

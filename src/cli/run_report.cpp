@@ -1,12 +1,13 @@
 #include "cli/run_report.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <numeric>
 
 #include "base/names.h"
 #include "base/printable.h"
+#include "cli/format.h"
 #include "cli/lines.h"
 #include "cpu/tile_gemm.h"
 #include "layer/compute.h"
@@ -248,7 +249,7 @@ void add_verification(const Verification& v, std::int64_t tokens, Lines& lines,
                              verdict(v.misrouted_tokens == 0), format_count(v.undecided_tokens)));
 }
 
-nlohmann::ordered_json layer_json(const Report& report) {
+Json layer_json(const Report& report) {
   const LayerSpec& spec = report.source.spec;
   return {{"name", report.source.name},
           {"description", describe(spec)},
@@ -260,9 +261,9 @@ nlohmann::ordered_json layer_json(const Report& report) {
           {"capacity_factor", spec.capacity_factor}};
 }
 
-nlohmann::ordered_json speed_json(const Report& report, const Derived& d) {
+Json speed_json(const Report& report, const Derived& d) {
   const RunResult& r = report.result;
-  nlohmann::ordered_json json = {
+  Json json = {
       {"time",
        {{"median_seconds", d.median},
         {"min_seconds", d.fastest},
@@ -284,7 +285,7 @@ nlohmann::ordered_json speed_json(const Report& report, const Derived& d) {
   return json;
 }
 
-nlohmann::ordered_json memory_json(const Report& report, const Derived& d) {
+Json memory_json(const Report& report, const Derived& d) {
   const RunResult& r = report.result;
   return {
       {"crossing",
@@ -301,13 +302,13 @@ nlohmann::ordered_json memory_json(const Report& report, const Derived& d) {
        {{"peak_resident_bytes", r.peak_resident_bytes}, {"workspace_bytes", r.workspace_bytes}}}};
 }
 
-nlohmann::ordered_json verification_json(const Verification& v) {
-  nlohmann::ordered_json json = {{"ok", v.ok()},
-                                 {"error", v.error},
-                                 {"bound", v.bound},
-                                 {"misrouted_tokens", v.misrouted_tokens},
-                                 {"undecided_tokens", v.undecided_tokens},
-                                 {"margin", v.margin}};
+Json verification_json(const Verification& v) {
+  Json json = {{"ok", v.ok()},
+               {"error", v.error},
+               {"bound", v.bound},
+               {"misrouted_tokens", v.misrouted_tokens},
+               {"undecided_tokens", v.undecided_tokens},
+               {"margin", v.margin}};
   if (v.yardstick) json[fmt::format("{}_yardstick", short_name(v.compute))] = *v.yardstick;
   return json;
 }
@@ -346,10 +347,10 @@ std::vector<std::string> to_text(const Report& report, const Palette& palette) {
   return lines.take();
 }
 
-nlohmann::ordered_json to_json(const Report& report) {
+Json to_json(const Report& report) {
   const Derived d = derive(report);
   const RunResult& r = report.result;
-  nlohmann::ordered_json json;
+  Json json;
   json["layer"] = layer_json(report);
   json["weights"] = {{"origin", report.source.origin},
                      {"dtype", to_string(report.source.dtype)},

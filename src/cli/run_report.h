@@ -1,11 +1,11 @@
 // What a run tells: one structure, as text for people and as JSON for programs.
 #pragma once
 
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/json.h"
 #include "cli/format.h"
 #include "cli/lines.h"
 #include "cli/source.h"
@@ -48,6 +48,6 @@ std::string nan_text(const RunResult& result);
 
 // Lines of at most kReportColumns columns, escape codes not counted.
 std::vector<std::string> to_text(const Report& report, const Palette& palette);
-nlohmann::ordered_json to_json(const Report& report);
+Json to_json(const Report& report);
 
 }  // namespace switchyard::cli

@@ -1,14 +1,18 @@
 #include "cli/source.h"
 
+#include <fmt/core.h>
+
 #include <algorithm>
 
 #include "base/host_memory.h"
 #include "base/names.h"
 #include "base/printable.h"
+#include "cli/format.h"
 #include "cli/progress.h"
 #include "machine/host.h"
 #include "model/generate.h"
 #include "model/model_table.h"
+#include "switchyard/error.h"
 
 namespace switchyard::cli {
 namespace {
@@ -118,13 +122,13 @@ Source generate(const SourceOptions& options, int num_processes, bool show_progr
 
 }  // namespace
 
-void add_override_options(CLI::App& app, ConfigOverrides& overrides) {
+void add_override_options(Command& command, ConfigOverrides& overrides) {
   constexpr std::int64_t kMost = 1 << 20;
-  add_whole(app, "--experts", overrides.num_experts, 1, kMost, "Scale the model to N experts");
-  add_whole(app, "--top-k", overrides.top_k, 1, kMost, "Route every token to N experts");
-  add_whole(app, "--hidden", overrides.hidden, 1, kMost, "Scale the hidden size to N");
-  add_whole(app, "--intermediate", overrides.intermediate, 1, kMost,
-            "Scale the experts' intermediate size to N");
+  command.add_whole("--experts", overrides.num_experts, 1, kMost, "Scale the model to N experts");
+  command.add_whole("--top-k", overrides.top_k, 1, kMost, "Route every token to N experts");
+  command.add_whole("--hidden", overrides.hidden, 1, kMost, "Scale the hidden size to N");
+  command.add_whole("--intermediate", overrides.intermediate, 1, kMost,
+                    "Scale the experts' intermediate size to N");
 }
 
 Source load_source(const SourceOptions& options, int num_processes, bool show_progress) {

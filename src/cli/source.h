@@ -24,7 +24,7 @@ struct SourceOptions {
 };
 
 // --experts, --top-k, --hidden, --intermediate.
-void add_override_options(CLI::App& app, ConfigOverrides& overrides);
+void add_override_options(Command& command, ConfigOverrides& overrides);
 
 // `num_processes` processes of this host load the same source at the same time, each into memory of
 // its own unless it is a checkpoint. Throws Error{kInvalidArgument} for options that contradict

@@ -1,4 +1,5 @@
 // `switchyard trace`: what every role of every rank did in one pass, and when.
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -10,6 +11,7 @@
 #include "base/quantize.h"
 #include "base/whole_file.h"
 #include "cli/commands.h"
+#include "cli/format.h"
 #include "cli/layer_run.h"
 #include "cli/run_report.h"
 #include "cli/trace_report.h"
@@ -32,15 +34,14 @@ The file opens in https://ui.perfetto.dev, and in chrome://tracing.
 
 Exit codes: 0 done; 2 unusable arguments or files; 3 a rank did not do its part.)";
 
-void add_trace_options(CLI::App& app, TraceOptions& o) {
-  add_whole(app, "--passes", o.ranks.repeat, 1, 1'000'000,
-            "Passes after a warm-up, the last of which is told (default 5)")
-      ->group("Execution");
-  const char* const group = "Report";
-  app.add_option("-o,--output,--out", o.out, "Where to write the trace (default trace.json)")
-      ->type_name("FILE")
-      ->group(group);
-  app.add_flag("--json", o.json, "Summary as JSON")->group(group);
+void add_trace_options(Command& command, TraceOptions& o) {
+  command.heading("Execution");
+  command.add_whole("--passes", o.ranks.repeat, 1, 1'000'000,
+                    "Passes after a warm-up, the last of which is told (default 5)");
+  command.heading("Report");
+  command.add_text("-o,--output,--out", o.out, "FILE",
+                   "Where to write the trace (default trace.json)");
+  command.add_flag("--json", o.json, "Summary as JSON");
 }
 
 // Of a token on its way to another rank.
@@ -82,9 +83,9 @@ int run(TraceOptions& options) {
   write_trace(options, out, run, unit);
   const trace::Summary summary = trace::summarize(run.result->traces);
   if (options.json) {
-    nlohmann::ordered_json json = to_json(summary, unit);
+    Json json = to_json(summary, unit);
     json["file"] = options.out;
-    fmt::print("{}\n", json.dump(2, ' ', true, nlohmann::ordered_json::error_handler_t::replace));
+    fmt::print("{}\n", json.dump({.indent = 2, .ascii = true}));
   } else {
     print_text(options, run, summary, unit);
   }
@@ -93,19 +94,18 @@ int run(TraceOptions& options) {
 
 }  // namespace
 
-Subcommand add_trace(CLI::App& root) {
-  CLI::App* const app =
-      root.add_subcommand("trace", "Run one MoE layer and write a timeline of a pass");
+void add_trace(CommandLine& line) {
+  Command& command = line.add_command("trace", "Run one MoE layer and write a timeline of a pass");
   const auto options = std::make_shared<TraceOptions>();
-  add_source_options(*app, *options);
-  add_batch_options(*app, *options);
-  add_execution_options(*app, *options);
-  add_trace_options(*app, *options);
-  app->footer(kExamples);
-  return {app, [app, options] {
-            options->ranks_given = app->count("--ranks") > 0;
-            return run(*options);
-          }};
+  add_source_options(command, *options);
+  add_batch_options(command, *options);
+  add_execution_options(command, *options);
+  add_trace_options(command, *options);
+  command.footer(kExamples);
+  command.runs([&command, options] {
+    options->ranks_given = command.has("--ranks");
+    return run(*options);
+  });
 }
 
 }  // namespace switchyard::cli

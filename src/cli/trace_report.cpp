@@ -1,9 +1,10 @@
 #include "cli/trace_report.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 
+#include "cli/format.h"
 #include "cli/lines.h"
 
 namespace switchyard::cli {
@@ -131,15 +132,15 @@ void add_path(const Summary& s, const char* unit, Lines& lines) {
   }
 }
 
-nlohmann::ordered_json waits_json(const std::array<std::int64_t, trace::kNumWaits>& wait_ns) {
-  nlohmann::ordered_json json;
+Json waits_json(const std::array<std::int64_t, trace::kNumWaits>& wait_ns) {
+  Json json;
   for (std::size_t w = 0; w < wait_ns.size(); ++w) {
     json[to_string(static_cast<TraceWait>(w))] = wait_ns[w];
   }
   return json;
 }
 
-nlohmann::ordered_json event_json(const trace::RankEvent& of, std::int64_t start) {
+Json event_json(const trace::RankEvent& of, std::int64_t start) {
   const TraceEvent& e = *of.event;
   return {{"rank", of.rank},
           {"unit", e.unit},
@@ -156,23 +157,23 @@ nlohmann::ordered_json event_json(const trace::RankEvent& of, std::int64_t start
           {"end_ns", e.end_ns - start}};
 }
 
-nlohmann::ordered_json path_json(const Summary& s, const char* unit) {
+Json path_json(const Summary& s, const char* unit) {
   const PathTimes times = times_of(s.path);
-  nlohmann::ordered_json json;
+  Json json;
   for (std::size_t k = 0; k < times.work_ns.size(); ++k) {
     json["work_ns"][to_string(static_cast<TraceKind>(k))] = times.work_ns[k];
   }
   json["between_ns"] = times.between_ns;
-  json["waits"] = nlohmann::ordered_json::array();
+  json["waits"] = Json::array();
   for (const PathStep& step : longest_waits(s, kMostWaits)) {
     json["waits"].push_back(describe_wait(step, unit));
   }
   // From the first event to the last.
-  json["events"] = nlohmann::ordered_json::array();
+  json["events"] = Json::array();
   const std::int64_t start = s.path.empty() ? 0 : s.path.back().event.event->begin_ns;
   for (auto step = s.path.rbegin(); step != s.path.rend(); ++step) {
     json["events"].push_back(event_json(step->event, start));
-    json["events"].back()["awaited"] = step->awaited;
+    json["events"].elements().back()["awaited"] = step->awaited;
   }
   return json;
 }
@@ -223,16 +224,16 @@ std::vector<std::string> to_text(const Summary& summary, const char* unit, const
   return lines.take();
 }
 
-nlohmann::ordered_json to_json(const Summary& s, const char* unit) {
-  nlohmann::ordered_json json = {{"unit", unit},
-                                 {"pass_ns", s.pass_ns},
-                                 {"busy", s.busy},
-                                 {"active", s.active},
-                                 {"wait_ns", waits_json(s.wait_ns)},
-                                 {"communication_ns", s.communication_ns},
-                                 {"overlapped_ns", s.overlapped_ns},
-                                 {"dropped_events", s.dropped},
-                                 {"ranks", nlohmann::ordered_json::array()}};
+Json to_json(const Summary& s, const char* unit) {
+  Json json = {{"unit", unit},
+               {"pass_ns", s.pass_ns},
+               {"busy", s.busy},
+               {"active", s.active},
+               {"wait_ns", waits_json(s.wait_ns)},
+               {"communication_ns", s.communication_ns},
+               {"overlapped_ns", s.overlapped_ns},
+               {"dropped_events", s.dropped},
+               {"ranks", Json::array()}};
   for (const RankSummary& r : s.ranks) {
     json["ranks"].push_back({{"rank", r.rank},
                              {"pass_ns", r.pass_ns},

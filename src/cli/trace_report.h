@@ -1,10 +1,10 @@
 // What `switchyard trace` tells of a pass.
 #pragma once
 
-#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
+#include "base/json.h"
 #include "cli/format.h"
 #include "trace/summary.h"
 
@@ -17,6 +17,6 @@ std::string describe_wait(const trace::PathStep& step, const char* unit);
 // Lines of at most kReportColumns columns, escape codes not counted.
 std::vector<std::string> to_text(const trace::Summary& summary, const char* unit,
                                  const Palette& palette);
-nlohmann::ordered_json to_json(const trace::Summary& summary, const char* unit);
+Json to_json(const trace::Summary& summary, const char* unit);
 
 }  // namespace switchyard::cli

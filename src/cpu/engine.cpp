@@ -1,7 +1,7 @@
 // MoeLayer on the CPU: one forward pass from gate to combine, as a reader follows a token.
 #include "layer/engine.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <atomic>

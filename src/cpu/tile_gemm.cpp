@@ -1,6 +1,6 @@
 #include "cpu/tile_gemm.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/mman.h>
 
 #include <array>

@@ -1,7 +1,7 @@
 #include "fabric/bootstrap.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <poll.h>
 #include <sys/random.h>
 #include <sys/socket.h>

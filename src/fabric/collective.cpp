@@ -1,11 +1,12 @@
 #include "fabric/collective.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
 #include <string_view>
 
+#include "base/join.h"
 #include "fabric/fabric.h"
 
 namespace switchyard {
@@ -72,8 +73,7 @@ void share_outcome(Fabric& fabric, const std::optional<Error>& mine) {
 
 std::string list_ranks(std::span<const int> ranks) {
   if (ranks.size() == 1) return fmt::format("rank {}", ranks.front());
-  return fmt::format("ranks {} and {}", fmt::join(ranks.first(ranks.size() - 1), ", "),
-                     ranks.back());
+  return fmt::format("ranks {} and {}", join(ranks.first(ranks.size() - 1), ", "), ranks.back());
 }
 
 WaitFailure bootstrap_failure(int waiter, int peer, std::uint64_t slot, int size, int arrived,

@@ -1,6 +1,6 @@
 #include "fabric/environment.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <atomic>

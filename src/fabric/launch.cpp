@@ -1,7 +1,7 @@
 #include "fabric/launch.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
@@ -165,7 +165,9 @@ std::string random_token() {
   if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
     throw_errno("cannot read random bytes for the rendezvous");
   }
-  return fmt::format("launch-{:02x}", fmt::join(bytes, ""));
+  std::string token = "launch-";
+  for (const unsigned char byte : bytes) token += fmt::format("{:02x}", byte);
+  return token;
 }
 
 std::vector<std::string> rank_environment(const LaunchOptions& options, int rank,

@@ -1,6 +1,6 @@
 #include "fabric/launch_report.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 

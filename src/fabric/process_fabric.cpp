@@ -1,6 +1,6 @@
 // Ranks as processes of one host: they meet through a Bootstrap and map each other's memory.
 #include <fcntl.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>

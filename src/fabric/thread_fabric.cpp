@@ -1,5 +1,5 @@
 // Ranks as threads of one process: they meet under a mutex at start-up and share the address space.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <condition_variable>
 #include <cstring>

@@ -1,6 +1,6 @@
 #include "layer/agreement.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <span>
 #include <string>

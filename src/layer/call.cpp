@@ -1,6 +1,6 @@
 #include "layer/call.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cmath>
 #include <cstdlib>

@@ -1,6 +1,6 @@
 #include "layer/compute.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <string>

@@ -1,7 +1,7 @@
 // MoeLayer: which engine, and whether the options make sense for it.
 #include "switchyard/layer.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/posix.h"
 #include "layer/engine.h"

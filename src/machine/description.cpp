@@ -1,6 +1,6 @@
 #include "machine/description.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 

@@ -1,12 +1,12 @@
 #include "machine/gpu_facts.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>
 #include <iterator>
 
-#include "base/json_text.h"
+#include "base/json.h"
 #include "base/printable.h"
 #include "base/read_file.h"
 #include "machine/embedded_facts.h"
@@ -14,8 +14,6 @@
 
 namespace switchyard::machine {
 namespace {
-
-using Json = nlohmann::json;
 
 constexpr std::uint64_t kMostFileBytes = std::uint64_t{1} << 20;
 
@@ -52,27 +50,27 @@ class Fields {
 
   template <typename Known>
   void require_known(const Known& known) const {
-    for (const auto& item : json_.items()) {
-      if (known(item.key())) continue;
-      refuse(source_, fmt::format("{} has '{}', which is unknown", where_, printable(item.key())));
+    for (const Json::Member& member : json_.members()) {
+      if (known(member.key)) continue;
+      refuse(source_, fmt::format("{} has '{}', which is unknown", where_, printable(member.key)));
     }
   }
   bool has(const char* name) const { return json_.contains(name); }
   const Json& at(const char* name) const {
-    if (!has(name)) refuse(source_, fmt::format("{} has no '{}'", where_, name));
-    return json_[name];
+    if (const Json* const value = json_.find(name)) return *value;
+    refuse(source_, fmt::format("{} has no '{}'", where_, name));
   }
   std::string text(const char* name) const {
     const Json& value = at(name);
-    if (!value.is_string() || value.get_ref<const std::string&>().empty()) {
+    if (!value.is_string() || value.text().empty()) {
       refuse(source_, fmt::format("{} has '{}' {}, not a text that is not empty", where_, name,
                                   excerpt(value)));
     }
-    return value.get<std::string>();
+    return value.text();
   }
   double above_zero(const char* name) const {
     const Json& value = at(name);
-    const double number = value.is_number() ? value.get<double>() : 0;
+    const double number = value.is_number() ? value.number() : 0;
     if (!(number > 0) || !std::isfinite(number)) {
       refuse(source_,
              fmt::format("{} has '{}' {}, not a number above 0", where_, name, excerpt(value)));
@@ -97,12 +95,10 @@ class Fields {
 };
 
 Json parse(std::string_view text, const std::string& source) {
-  if (const auto at = too_deep_at(text)) {
-    refuse(source, fmt::format("nests too deep at byte {}", *at));
-  }
   try {
     return Json::parse(text);
-  } catch (const Json::exception& error) {
+  } catch (const JsonError& error) {
+    if (error.reason() == JsonError::Reason::kTooDeep) refuse(source, error.what());
     refuse(source, fmt::format("is not JSON ({})", printable(error.what())));
   }
 }

@@ -1,5 +1,4 @@
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 #include <sys/stat.h>
 
 #include <cstring>
@@ -10,6 +9,7 @@
 
 #include "base/convert.h"
 #include "base/file_error.h"
+#include "base/join.h"
 #include "base/printable.h"
 #include "base/read_file.h"
 #include "model/config.h"
@@ -40,7 +40,7 @@ constexpr std::uint64_t kMostConfigBytes = std::uint64_t{16} << 20;
 constexpr std::uint64_t kMostIndexBytes = std::uint64_t{128} << 20;
 
 std::string shape_text(const std::vector<std::int64_t>& shape) {
-  return fmt::format("[{}]", fmt::join(shape, ", "));
+  return fmt::format("[{}]", join(shape, ", "));
 }
 
 }  // namespace

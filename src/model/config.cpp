@@ -1,23 +1,22 @@
 #include "model/config.h"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <initializer_list>
 #include <limits>
+#include <span>
 
-#include "base/json_text.h"
+#include "base/join.h"
+#include "base/json.h"
 #include "base/printable.h"
 #include "model/layer_problem.h"
 #include "switchyard/error.h"
 
 namespace switchyard {
 namespace {
-
-using nlohmann::json;
 
 constexpr int kMaxLayers = 4096;
 constexpr int kMaxVocabulary = 1 << 26;
@@ -74,7 +73,7 @@ bool starts_with(const std::string& text, std::string_view prefix) {
 // whose default is None.
 class Keys {
  public:
-  Keys(const json& object, std::string source, std::string path)
+  Keys(const Json& object, std::string source, std::string path)
       : object_(&object), source_(std::move(source)), path_(std::move(path)) {}
 
   [[noreturn]] void fail(std::string_view key, const std::string& problem) const {
@@ -82,96 +81,98 @@ class Keys {
                 fmt::format("{}: '{}{}' {}", printable(source_), path_, key, problem));
   }
 
-  const json* find(std::string_view key) const {
-    const auto found = object_->find(key);
-    return found == object_->end() || found->is_null() ? nullptr : &*found;
+  const Json* find(std::string_view key) const {
+    const Json* const found = object_->find(key);
+    return found == nullptr || found->is_null() ? nullptr : found;
   }
   bool has(std::string_view key) const { return find(key) != nullptr; }
   // Written out as null, for the rare key whose default is something else.
   bool is_null(std::string_view key) const {
-    const auto found = object_->find(key);
-    return found != object_->end() && found->is_null();
+    const Json* const found = object_->find(key);
+    return found != nullptr && found->is_null();
   }
 
   int integer(std::initializer_list<std::string_view> names, int low, int high) const {
     for (const std::string_view name : names)
-      if (const json* value = find(name)) return to_integer(name, *value, low, high);
+      if (const Json* value = find(name)) return to_integer(name, *value, low, high);
     fail(*names.begin(),
          fmt::format("is missing{}; it has no default, use the config.json that the model's "
                      "publisher ships",
-                     names.size() > 1 ? fmt::format(" (also looked for: {})",
-                                                    fmt::join(names.begin() + 1, names.end(), ", "))
-                                      : std::string()));
+                     names.size() > 1
+                         ? fmt::format(" (also looked for: {})",
+                                       join(std::span(names.begin() + 1, names.end()), ", "))
+                         : std::string()));
   }
   int integer(std::string_view name, int low, int high) const { return integer({name}, low, high); }
   int integer_or(std::string_view name, int fallback, int low, int high) const {
-    const json* value = find(name);
+    const Json* value = find(name);
     return value ? to_integer(name, *value, low, high) : fallback;
   }
 
   float number_or(std::string_view name, float fallback, float low, float high) const {
-    const json* value = find(name);
+    const Json* value = find(name);
     if (!value) return fallback;
     if (!value->is_number()) fail(name, fmt::format("is {}; expected a number", excerpt(*value)));
-    const double number = value->get<double>();
+    const double number = value->number();
     if (!(number >= low && number <= high))
       fail(name, fmt::format("is {}; expected a number in [{}, {}]", excerpt(*value), low, high));
     return static_cast<float>(number);
   }
 
   bool boolean_or(std::string_view name, bool fallback) const {
-    const json* value = find(name);
+    const Json* value = find(name);
     if (!value) return fallback;
     if (!value->is_boolean())
       fail(name, fmt::format("is {}; expected true or false", excerpt(*value)));
-    return value->get<bool>();
+    return value->boolean();
   }
 
   std::string text_or(std::string_view name, const char* fallback) const {
-    const json* value = find(name);
+    const Json* value = find(name);
     if (!value) return fallback;
     if (!value->is_string()) fail(name, fmt::format("is {}; expected a string", excerpt(*value)));
-    return value->get<std::string>();
+    return value->text();
   }
 
   std::string text_in(std::string_view name, const char* fallback,
                       std::initializer_list<std::string_view> allowed) const {
     std::string value = text_or(name, fallback);
     if (std::find(allowed.begin(), allowed.end(), value) == allowed.end())
-      fail(name, fmt::format("is {}; this model family has only: {}", excerpt(json(value)),
-                             fmt::join(allowed, ", ")));
+      fail(name, fmt::format("is {}; this model family has only: {}", excerpt(Json(value)),
+                             join(allowed, ", ")));
     return value;
   }
 
   // An array of integers in [low, high], or nothing if absent.
   std::optional<std::vector<int>> integers(std::string_view name, int low, int high) const {
-    const json* value = find(name);
+    const Json* value = find(name);
     if (!value) return std::nullopt;
     if (!value->is_array())
       fail(name, fmt::format("is {}; expected an array of integers", excerpt(*value)));
     std::vector<int> result;
-    for (const json& element : *value) result.push_back(to_integer(name, element, low, high));
+    for (const Json& element : value->elements())
+      result.push_back(to_integer(name, element, low, high));
     return result;
   }
 
   std::optional<Keys> object(std::string_view name) const {
-    const json* value = find(name);
+    const Json* value = find(name);
     if (!value) return std::nullopt;
     if (!value->is_object()) fail(name, fmt::format("is {}; expected an object", excerpt(*value)));
     return Keys(*value, source_, fmt::format("{}{}.", path_, name));
   }
 
  private:
-  int to_integer(std::string_view name, const json& value, int low, int high) const {
+  int to_integer(std::string_view name, const Json& value, int low, int high) const {
     bool fits = false;
     std::int64_t number = 0;
-    if (value.is_number_unsigned()) {
-      const std::uint64_t magnitude = value.get<std::uint64_t>();
+    if (value.is_unsigned()) {
+      const std::uint64_t magnitude = value.unsigned_integer();
       fits = magnitude <= static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
       number = fits ? static_cast<std::int64_t>(magnitude) : 0;
-    } else if (value.is_number_integer()) {
+    } else if (value.is_integer()) {
       fits = true;
-      number = value.get<std::int64_t>();
+      number = value.integer();
     }
     if (!fits || number < low || number > high)
       fail(name, fmt::format("is {}; expected an integer in [{}, {}], use the config.json that the "
@@ -180,7 +181,7 @@ class Keys {
     return static_cast<int>(number);
   }
 
-  const json* object_;
+  const Json* object_;
   std::string source_, path_;
 };
 
@@ -199,7 +200,7 @@ ActivationKind activation_kind(const Keys& keys, std::string_view key, const std
     if (entry.name == name) return entry.kind;
   keys.fail(key, fmt::format("is {}; supported are silu, swish, gelu, gelu_pytorch_tanh, gelu_new, "
                              "relu, relu2 and linear",
-                             excerpt(json(name))));
+                             excerpt(Json(name))));
 }
 
 // What parsing one family yields: the spec of its ordinary MoE layers and which layers they are.
@@ -242,16 +243,17 @@ int shared_experts_width(const Keys& keys, int count, int width) {
 std::vector<bool> layers_from_types(const Keys& keys, int num_layers, std::string_view key,
                                     std::string_view wanted, std::string_view other) {
   std::vector<bool> result;
-  const json& types = *keys.find(key);
-  if (!types.is_array() || types.size() < static_cast<std::size_t>(num_layers))
+  const Json& types = *keys.find(key);
+  if (!types.is_array() || types.elements().size() < static_cast<std::size_t>(num_layers))
     keys.fail(key, fmt::format("is {}; expected an array with an entry for each of the {} layers",
                                excerpt(types), num_layers));
   for (int layer = 0; layer < num_layers; ++layer) {
-    const json& type = types[static_cast<std::size_t>(layer)];
-    if (type != wanted && type != other)
+    const Json& type = types.elements()[static_cast<std::size_t>(layer)];
+    const std::string name = type.is_string() ? type.text() : "";
+    if (name != wanted && name != other)
       keys.fail(key, fmt::format("has {} for layer {}; expected \"{}\" or \"{}\"", excerpt(type),
                                  layer, wanted, other));
-    result.push_back(type == wanted);
+    result.push_back(name == wanted);
   }
   return result;
 }
@@ -263,7 +265,7 @@ std::vector<bool> deepseek_layers(const Keys& keys, int num_layers, int default_
     return layers_from_types(keys, num_layers, "mlp_layer_types", "sparse", "dense");
   const int first_dense =
       keys.integer_or("first_k_dense_replace", default_first_dense, 0, kMaxLayers);
-  const json* freq = keys.find("moe_layer_freq");
+  const Json* freq = keys.find("moe_layer_freq");
   std::vector<bool> result(static_cast<std::size_t>(num_layers));
   if (freq && freq->is_array()) {
     const std::vector<int> flags = *keys.integers("moe_layer_freq", 0, 1);
@@ -552,7 +554,7 @@ DType parse_dtype(const Keys& root, const Keys& text) {
       if (name == "float32" || name == "float") return DType::kF32;
       if (name == "float8_e4m3fn") return DType::kF8E4M3;
       keys->fail(key, fmt::format("is {}; expected bfloat16, float16, float32 or float8_e4m3fn",
-                                  excerpt(json(name))));
+                                  excerpt(Json(name))));
     }
   }
   return DType::kBF16;
@@ -581,7 +583,7 @@ struct Located {
   bool nested;  // under text_config
 };
 
-Located locate(const json& document, const std::string& source) {
+Located locate(const Json& document, const std::string& source) {
   if (!document.is_object())
     throw Error(ErrorCode::kInvalidConfig,
                 fmt::format("{}: the top level is {}; expected an object with a 'model_type'",
@@ -597,13 +599,13 @@ Located locate(const json& document, const std::string& source) {
   std::vector<const char*> known;
   for (const FamilyName& family : kFamilies) known.push_back(family.model_type);
   if (outer.empty() && inner.empty())
-    root.fail("model_type", fmt::format("is missing; expected one of: {}", fmt::join(known, ", ")));
+    root.fail("model_type", fmt::format("is missing; expected one of: {}", join(known, ", ")));
   root.fail("model_type",
             fmt::format("is {}, an unknown family; known are: {}",
-                        excerpt(json(outer.empty() ? inner : outer)), fmt::join(known, ", ")));
+                        excerpt(Json(outer.empty() ? inner : outer)), join(known, ", ")));
 }
 
-ModelConfig parse_document(const json& document, const std::string& source) {
+ModelConfig parse_document(const Json& document, const std::string& source) {
   const Located located = locate(document, source);
   const Keys root(document, source, "");
   const Keys text = located.nested ? *root.object("text_config") : root;
@@ -646,8 +648,8 @@ ModelConfig parse_document(const json& document, const std::string& source) {
   return config;
 }
 
-void set_if_present(json& object, const char* key, const json& value) {
-  if (object.contains(key)) object[key] = value;
+void set_if_present(Json& object, const char* key, const Json& value) {
+  if (Json* const old = object.find(key)) *old = value;
 }
 
 LayerSpec with_overrides(LayerSpec spec, const ConfigOverrides& overrides) {
@@ -671,8 +673,8 @@ void require_layer(const LayerSpec& spec) {
                 fmt::format("the overrides do not fit this model: {}", problem));
 }
 
-void apply_overrides(json& text, const ModelConfig& config, const ConfigOverrides& overrides) {
-  json& sizes = config.family == Family::kDbrx ? text["ffn_config"] : text;
+void apply_overrides(Json& text, const ModelConfig& config, const ConfigOverrides& overrides) {
+  Json& sizes = config.family == Family::kDbrx ? text["ffn_config"] : text;
   const LayerSpec& spec = *config.layers[static_cast<std::size_t>(config.moe_layers().front())];
   if (overrides.num_moe_layers > 0) {
     const std::vector<int> moe = config.moe_layers();
@@ -683,8 +685,8 @@ void apply_overrides(json& text, const ModelConfig& config, const ConfigOverride
     const int layers = moe[static_cast<std::size_t>(overrides.num_moe_layers - 1)] + 1;
     text[config.family == Family::kDbrx ? "n_layers" : "num_hidden_layers"] = layers;
     for (const char* key : {"moe_layer_freq", "mlp_layer_types"})
-      if (text.contains(key) && text[key].is_array())
-        text[key].erase(text[key].begin() + layers, text[key].end());
+      if (Json* const list = text.find(key); list && list->is_array())
+        list->elements().resize(static_cast<std::size_t>(layers));
   }
   if (overrides.num_experts > 0)
     for (const char* key :
@@ -701,10 +703,10 @@ void apply_overrides(json& text, const ModelConfig& config, const ConfigOverride
       set_if_present(sizes, key, overrides.intermediate);
     if (!separate) set_if_present(text, "intermediate_size", overrides.intermediate);
     for (const char* key : {"shared_expert_intermediate_size", "shared_intermediate_size"}) {
-      if (!text.contains(key) || text[key] == 0) continue;
-      const std::int64_t scaled =
-          text[key].get<std::int64_t>() * overrides.intermediate / spec.intermediate;
-      text[key] = std::max<std::int64_t>(scaled, 1);
+      Json* const width = text.find(key);
+      if (!width || !width->is_integer() || width->integer() == 0) continue;
+      const std::int64_t scaled = width->integer() * overrides.intermediate / spec.intermediate;
+      *width = std::max<std::int64_t>(scaled, 1);
     }
   }
   if (overrides.vocab_size > 0) set_if_present(text, "vocab_size", overrides.vocab_size);
@@ -726,12 +728,12 @@ ModelConfig parse_config(std::string_view json_text, const std::string& source) 
 std::string rewrite_config(std::string_view json_text, const ConfigOverrides& overrides,
                            DType dtype) {
   const std::string source = "config.json";
-  json document = parse_json(json_text, ErrorCode::kInvalidConfig, source);
+  Json document = parse_json(json_text, ErrorCode::kInvalidConfig, source);
   const ModelConfig config = parse_document(document, source);
-  json& text = locate(document, source).nested ? document["text_config"] : document;
+  Json& text = locate(document, source).nested ? document["text_config"] : document;
   apply_overrides(text, config, overrides);
-  document.erase("quantization_config");
   text.erase("quantization_config");
+  document.erase("quantization_config");  // from here on `text` is not to be used
   document["torch_dtype"] = dtype == DType::kF32   ? "float32"
                             : dtype == DType::kF16 ? "float16"
                                                    : "bfloat16";
@@ -739,7 +741,7 @@ std::string rewrite_config(std::string_view json_text, const ConfigOverrides& ov
     document["quantization_config"] = {{"activation_scheme", "dynamic"},
                                        {"fmt", "e4m3"},
                                        {"quant_method", "fp8"},
-                                       {"weight_block_size", {128, 128}}};
+                                       {"weight_block_size", Json::Array{128, 128}}};
   // First in the words of what was asked for, not of the text's keys.
   require_layer(with_overrides(
       *config.layers[static_cast<std::size_t>(config.moe_layers().front())], overrides));
@@ -749,7 +751,7 @@ std::string rewrite_config(std::string_view json_text, const ConfigOverrides& ov
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("the overrides do not fit this model: {}", error.what()));
   }
-  return document.dump(2) + "\n";
+  return document.dump({.indent = 2, .sorted = true}) + "\n";
 }
 
 }  // namespace switchyard

@@ -1,6 +1,6 @@
 #include "switchyard/layer_spec.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cmath>
 

@@ -1,6 +1,6 @@
 #include "model/random_tensor.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,7 +1,6 @@
 #include "model/safetensors.h"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -11,9 +10,11 @@
 #include <bit>
 #include <cstring>
 #include <limits>
+#include <tuple>
 
 #include "base/file_error.h"
-#include "base/json_text.h"
+#include "base/join.h"
+#include "base/json.h"
 #include "base/printable.h"
 #include "base/read_file.h"
 #include "switchyard/error.h"
@@ -22,8 +23,6 @@ namespace switchyard {
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "safetensors data is little-endian");
-
-using nlohmann::json;
 
 constexpr std::uint64_t kLengthBytes = 8;
 // The reference implementation's limit.
@@ -55,8 +54,8 @@ const DTypeName* find_dtype(std::string_view name) {
   throw Error(ErrorCode::kInvalidFile, fmt::format("{}: {}", printable(source), problem));
 }
 
-std::optional<std::uint64_t> unsigned_value(const json& value) {
-  if (value.is_number_unsigned()) return value.get<std::uint64_t>();
+std::optional<std::uint64_t> unsigned_value(const Json& value) {
+  if (value.is_unsigned()) return value.unsigned_integer();
   return std::nullopt;
 }
 
@@ -72,7 +71,7 @@ std::optional<std::uint64_t> byte_size(const std::vector<std::int64_t>& shape, u
   return total / 8;
 }
 
-TensorInfo parse_tensor(const std::string& name, const json& entry, std::uint64_t data_bytes,
+TensorInfo parse_tensor(const std::string& name, const Json& entry, std::uint64_t data_bytes,
                         const std::string& source) {
   const auto fail = [&](const std::string& problem) {
     bad_file(source, fmt::format("tensor '{}' {}; the header is damaged, download the file again",
@@ -84,24 +83,24 @@ TensorInfo parse_tensor(const std::string& name, const json& entry, std::uint64_
 
   TensorInfo info;
   info.name = name;
-  const json& dtype = entry["dtype"];
+  const Json& dtype = *entry.find("dtype");
   if (!dtype.is_string()) fail(fmt::format("has dtype {}, not a string", excerpt(dtype)));
-  info.dtype = dtype.get<std::string>();
+  info.dtype = dtype.text();
 
-  const json& shape = entry["shape"];
+  const Json& shape = *entry.find("shape");
   if (!shape.is_array()) fail(fmt::format("has shape {}, not an array", excerpt(shape)));
-  for (const json& extent : shape) {
+  for (const Json& extent : shape.elements()) {
     const std::optional<std::uint64_t> value = unsigned_value(extent);
     if (!value || *value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()))
       fail(fmt::format("has extent {} in its shape", excerpt(extent)));
     info.shape.push_back(static_cast<std::int64_t>(*value));
   }
 
-  const json& offsets = entry["data_offsets"];
-  if (!offsets.is_array() || offsets.size() != 2)
+  const Json& offsets = *entry.find("data_offsets");
+  if (!offsets.is_array() || offsets.elements().size() != 2)
     fail(fmt::format("has data_offsets {}, not [begin, end]", excerpt(offsets)));
-  const std::optional<std::uint64_t> begin = unsigned_value(offsets[0]);
-  const std::optional<std::uint64_t> end = unsigned_value(offsets[1]);
+  const std::optional<std::uint64_t> begin = unsigned_value(offsets.elements()[0]);
+  const std::optional<std::uint64_t> end = unsigned_value(offsets.elements()[1]);
   if (!begin || !end || *begin > *end)
     fail(fmt::format("has data_offsets {}, not [begin, end]", excerpt(offsets)));
   info.begin = *begin;
@@ -115,7 +114,7 @@ TensorInfo parse_tensor(const std::string& name, const json& entry, std::uint64_
     const std::optional<std::uint64_t> needed = byte_size(info.shape, known->bits);
     if (!needed || *needed != info.bytes())
       fail(fmt::format("has shape [{}] of {}, which is {} bytes, but data_offsets span {}",
-                       fmt::join(info.shape, ", "), info.dtype,
+                       join(info.shape, ", "), info.dtype,
                        needed ? fmt::format("{}", *needed) : "an impossible number of",
                        info.bytes()));
   }
@@ -145,9 +144,7 @@ void require_tiling(const std::vector<TensorInfo>& tensors, std::uint64_t data_b
                                  position, data_bytes));
 }
 
-std::string json_string(const std::string& text) {
-  return json(text).dump(-1, ' ', true, json::error_handler_t::replace);
-}
+std::string json_string(const std::string& text) { return Json(text).dump({.ascii = true}); }
 
 }  // namespace
 
@@ -180,7 +177,7 @@ SafetensorsHeader parse_safetensors_header(std::span<const std::byte> prefix,
                                  length, file_size - kLengthBytes));
   const std::string_view text(reinterpret_cast<const char*>(prefix.data()) + kLengthBytes,
                               static_cast<std::size_t>(length));
-  const json document = parse_json(text, ErrorCode::kInvalidFile, source);
+  const Json document = parse_json(text, ErrorCode::kInvalidFile, source);
   if (!document.is_object())
     bad_file(source,
              fmt::format("has {} as its header, not an object; it is not a safetensors file",
@@ -189,14 +186,14 @@ SafetensorsHeader parse_safetensors_header(std::span<const std::byte> prefix,
   SafetensorsHeader header;
   header.data_begin = kLengthBytes + length;
   const std::uint64_t data_bytes = file_size - header.data_begin;
-  for (const auto& [name, entry] : document.items()) {
+  for (const auto& [name, entry] : document.members()) {
     if (name == "__metadata__") {
       if (!entry.is_object()) bad_file(source, "has a __metadata__ that is not an object");
-      for (const auto& [key, value] : entry.items()) {
+      for (const auto& [key, value] : entry.members()) {
         if (!value.is_string())
           bad_file(source, fmt::format("has {} in __metadata__, where only strings are allowed",
                                        excerpt(value)));
-        header.metadata[key] = value.get<std::string>();
+        header.metadata[key] = value.text();
       }
       continue;
     }
@@ -204,7 +201,7 @@ SafetensorsHeader parse_safetensors_header(std::span<const std::byte> prefix,
   }
   std::sort(header.tensors.begin(), header.tensors.end(),
             [](const TensorInfo& a, const TensorInfo& b) {
-              return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
+              return std::tie(a.begin, a.end, a.name) < std::tie(b.begin, b.end, b.name);
             });
   require_tiling(header.tensors, data_bytes, source);
   return header;
@@ -212,20 +209,19 @@ SafetensorsHeader parse_safetensors_header(std::span<const std::byte> prefix,
 
 std::map<std::string, std::string> parse_safetensors_index(std::string_view json_text,
                                                            const std::string& source) {
-  const json document = parse_json(json_text, ErrorCode::kInvalidFile, source);
-  if (!document.is_object() || !document.contains("weight_map") ||
-      !document["weight_map"].is_object())
+  const Json document = parse_json(json_text, ErrorCode::kInvalidFile, source);
+  const Json* const entries = document.find("weight_map");
+  if (entries == nullptr || !entries->is_object())
     bad_file(source, "has no 'weight_map' object; download the index again");
   std::map<std::string, std::string> weight_map;
-  for (const auto& [name, file] : document["weight_map"].items()) {
-    if (!file.is_string() || file.get_ref<const std::string&>().empty() ||
-        file.get_ref<const std::string&>().find_first_of(std::string_view("/\0", 2)) !=
-            std::string::npos)
+  for (const auto& [name, file] : entries->members()) {
+    if (!file.is_string() || file.text().empty() ||
+        file.text().find_first_of(std::string_view("/\0", 2)) != std::string::npos)
       bad_file(source,
                fmt::format("maps tensor '{}' to {}; expected the name of a file in the same "
                            "directory",
                            printable(name), excerpt(file)));
-    weight_map[name] = file.get<std::string>();
+    weight_map[name] = file.text();
   }
   return weight_map;
 }
@@ -315,14 +311,13 @@ SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path,
           ErrorCode::kInvalidArgument,
           fmt::format("cannot write tensor '{}' of dtype {} and shape [{}]; give it a known "
                       "dtype and a smaller shape",
-                      printable(tensor.name), printable(tensor.dtype),
-                      fmt::join(tensor.shape, ", ")));
+                      printable(tensor.name), printable(tensor.dtype), join(tensor.shape, ", ")));
     tensor.begin = announced_;
     announced_ += *bytes;
     tensor.end = announced_;
     header += fmt::format("{}{}:{{\"dtype\":\"{}\",\"shape\":[{}],\"data_offsets\":[{},{}]}}",
                           separator, json_string(tensor.name), tensor.dtype,
-                          fmt::join(tensor.shape, ","), tensor.begin, tensor.end);
+                          join(tensor.shape, ","), tensor.begin, tensor.end);
     separator = ",";
   }
   header += "}";
@@ -378,10 +373,9 @@ OwnedMatrix read_matrix(const std::shared_ptr<const SafetensorsFile>& file,
                                   closest_names(name, names)));
   }
   if (tensor->shape.empty() || tensor->shape.size() > 2)
-    throw Error(
-        ErrorCode::kShapeMismatch,
-        fmt::format("{}: tensor '{}' has shape [{}]; expected a matrix or a vector",
-                    printable(path), printable(tensor->name), fmt::join(tensor->shape, ", ")));
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("{}: tensor '{}' has shape [{}]; expected a matrix or a vector",
+                            printable(path), printable(tensor->name), join(tensor->shape, ", ")));
   const std::optional<DType> dtype = dtype_from_name(tensor->dtype);
   if (!dtype)
     throw Error(

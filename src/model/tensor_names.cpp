@@ -1,6 +1,6 @@
 #include "model/tensor_names.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace switchyard {
 namespace {

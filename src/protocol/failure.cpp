@@ -1,6 +1,6 @@
 #include "protocol/failure.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace switchyard::protocol {
 

@@ -1,6 +1,6 @@
 #include "reference/reference.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <barrier>

@@ -1,7 +1,7 @@
 // Routing by sorting: every step computes all experts and sorts them, in fp64.
 #include "switchyard/routing.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,22 +1,14 @@
 #include "report/page.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cmath>
-#include <nlohmann/json.hpp>
 
 #include "report/assets.h"
 #include "report/summary.h"
 
 namespace switchyard::report {
 namespace {
-
-using Json = nlohmann::ordered_json;
-
-template <typename T>
-Json or_null(const std::optional<T>& value) {
-  return value ? Json(*value) : Json(nullptr);
-}
 
 Json page_json(const Row& row) {
   Json json = {{"model", row.model},
@@ -31,7 +23,7 @@ Json page_json(const Row& row) {
                {"ranks", row.ranks},
                {"tokens", row.tokens_per_rank},
                {"beta", row.beta},
-               {"beta_reached", or_null(row.beta_reached)},
+               {"beta_reached", row.beta_reached},
                {"median_us", row.median_us},
                {"p10_us", row.p10_us},
                {"p90_us", row.p90_us},
@@ -39,26 +31,28 @@ Json page_json(const Row& row) {
                {"touched_bytes", row.touched_bytes},
                {"flops", row.flops},
                {"nvlink_bytes", row.nvlink_bytes},
-               {"floor_us", or_null(row.floor_us)},
+               {"floor_us", row.floor_us},
                {"rival", nullptr}};
   if (row.rival) {
     json["rival"] = {{"name", row.rival->name},
                      {"median_us", row.rival->median_us},
-                     {"p10_us", or_null(row.rival->p10_us)},
-                     {"p90_us", or_null(row.rival->p90_us)}};
+                     {"p10_us", row.rival->p10_us},
+                     {"p90_us", row.rival->p90_us}};
   }
   if (!row.expert_load.empty()) json["expert_load"] = row.expert_load;
   return json;
 }
 
 Json page_json(const Published& series) {
+  Json times = Json::array();
+  for (const auto& [tokens, us] : series.time_us) times.push_back(Json::Array{tokens, us});
   return {{"rival", series.rival},
           {"source", series.source},
           {"model", series.model},
-          {"compute", series.compute.empty() ? Json(nullptr) : Json(series.compute)},
+          {"compute", series.compute.empty() ? Json() : Json(series.compute)},
           {"experts", series.experts},
           {"ranks", series.ranks},
-          {"time_us", series.time_us}};
+          {"time_us", times}};
 }
 
 // A slice is ten numbers in a row, starts as differences: objects would be five times as long.
@@ -110,15 +104,14 @@ Json data_of(const PageInput& input, std::span<const Suite> suites) {
   }
   Json published = Json::array();
   for (const Published& series : input.published) published.push_back(page_json(series));
-  return {
-      {"roofs",
-       {{"read_bytes_per_second", input.roofs.read_bytes_per_second},
-        {"flops_per_second",
-         {{"bf16", input.roofs.bf16_flops_per_second},
-          {"fp8", input.roofs.fp8_flops_per_second}}}}},
-      {"suites", json_suites},
-      {"published", published},
-      {"timeline", input.timeline ? page_json(*input.timeline, input.trace_file) : Json(nullptr)}};
+  return {{"roofs",
+           {{"read_bytes_per_second", input.roofs.read_bytes_per_second},
+            {"flops_per_second",
+             {{"bf16", input.roofs.bf16_flops_per_second},
+              {"fp8", input.roofs.fp8_flops_per_second}}}}},
+          {"suites", json_suites},
+          {"published", published},
+          {"timeline", input.timeline ? page_json(*input.timeline, input.trace_file) : Json()}};
 }
 
 std::string cell(const std::string& text) { return "<td>" + escape_html(text) + "</td>"; }
@@ -224,7 +217,7 @@ std::string escape_html(std::string_view text) {
 
 std::string script_json(const Json& value) {
   // A file's name may be any bytes.
-  const std::string text = value.dump(-1, ' ', false, Json::error_handler_t::replace);
+  const std::string text = value.dump();
   std::string escaped;
   escaped.reserve(text.size());
   for (const char c : text) {

@@ -1,13 +1,13 @@
 // One HTML page that needs nothing else: data, style and program are in it.
 #pragma once
 
-#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "base/json.h"
 #include "report/timeline.h"
 #include "results/published.h"
 #include "results/row.h"
@@ -38,6 +38,6 @@ std::string make_page(const PageInput& input);
 // Text for between tags and in quoted attributes.
 std::string escape_html(std::string_view text);
 // JSON for within a <script>: no "</script>" and no "<!--" can occur in it.
-std::string script_json(const nlohmann::ordered_json& value);
+std::string script_json(const Json& value);
 
 }  // namespace switchyard::report

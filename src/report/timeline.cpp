@@ -1,24 +1,21 @@
 #include "report/timeline.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
 
-#include "base/json_text.h"
+#include "base/json.h"
 #include "base/printable.h"
 #include "base/read_file.h"
 #include "switchyard/error.h"
 
 namespace switchyard::report {
 namespace {
-
-using Json = nlohmann::json;
 
 // Beyond ten years a time is not one, and nanoseconds leave 64 bits.
 constexpr double kMostMicroseconds = 3.2e14;
@@ -29,49 +26,19 @@ class TimelineReader {
  public:
   explicit TimelineReader(const std::string& source) : source_(source) {}
 
-  // An event is dropped once it is read: traces have millions.
   void parse(std::string_view text) {
-    if (const auto at = too_deep_at(text)) {
-      not_a_trace(fmt::format("is not a trace: it nests too deep at byte {}", *at));
-    }
-    bool in_events = false;
-    const auto filter = [&](int depth, Json::parse_event_t event, Json& parsed) {
-      if (depth == 0) {
-        if (event == Json::parse_event_t::array_start) event_depth_ = 1;
-        if (event == Json::parse_event_t::object_start) event_depth_ = 2;
-        return true;
-      }
-      if (event == Json::parse_event_t::key && depth == 1 && event_depth_ == 2) {
-        in_events = parsed == "traceEvents";
-        has_events_ = has_events_ || in_events;
-        return in_events || parsed == "otherData";  // no more of the file is drawn
-      }
-      if (depth != event_depth_ || (event_depth_ == 2 && !in_events)) return true;
-      if (event == Json::parse_event_t::object_end) {
-        ++number_;
-        add(parsed);
-        return false;
-      }
-      if (event == Json::parse_event_t::value || event == Json::parse_event_t::array_end) {
-        ++number_;
-        refuse("", parsed, "an object");
-      }
-      return true;
+    const auto take = [this](const Json& event) {
+      ++number_;
+      if (!event.is_object()) refuse("", event, "an object");
+      add(event);
     };
     try {
-      const Json rest = Json::parse(text, filter);
-      if (event_depth_ == 0) {
-        not_a_trace(fmt::format("is not a list of events, but {}", excerpt(rest)));
-      }
-      const Json::json_pointer dropped("/otherData/dropped_events");
-      if (rest.contains(dropped) && rest[dropped].is_number_integer()) {
-        timeline_.num_dropped = rest[dropped].get<std::int64_t>();
-      }
-    } catch (const Json::exception& error) {
-      not_a_trace(fmt::format("is not JSON ({})", error.what()));
+      read_rest(parse_long_list(text, "traceEvents", "otherData", take));
+    } catch (const JsonError& error) {
+      not_a_trace(error.reason() == JsonError::Reason::kTooDeep
+                      ? fmt::format("is not a trace: it {}", error.what())
+                      : fmt::format("is not JSON ({})", error.what()));
     }
-    if (event_depth_ == 2 && !has_events_) not_a_trace("has no 'traceEvents'");
-    if (timeline_.num_slices == 0) not_a_trace("has no slices (events of phase \"X\")");
   }
 
   Timeline finish(std::size_t most_slices) {
@@ -105,6 +72,18 @@ class TimelineReader {
   }
 
  private:
+  // What the file has beside its events.
+  void read_rest(const Json& file) {
+    if (!file.is_array() && !file.is_object()) {
+      not_a_trace(fmt::format("is not a list of events, but {}", excerpt(file)));
+    }
+    if (file.is_object() && !file.contains("traceEvents")) not_a_trace("has no 'traceEvents'");
+    if (timeline_.num_slices == 0) not_a_trace("has no slices (events of phase \"X\")");
+    const Json* const about = file.find("otherData");
+    const Json* const dropped = about != nullptr ? about->find("dropped_events") : nullptr;
+    if (dropped != nullptr && dropped->is_integer()) timeline_.num_dropped = dropped->integer();
+  }
+
   void add(const Json& event) {
     const std::string phase = text(event, "ph");
     if (phase == "X") {
@@ -122,7 +101,7 @@ class TimelineReader {
     slice.busy_ns = nanoseconds(event, "dur", 0);
     slice.end_ns = slice.start_ns + slice.busy_ns;
     slice.name = index_of(text(event, "name"));
-    if (const auto arguments = event.find("args"); arguments != event.end()) {
+    if (const Json* const arguments = event.find("args")) {
       if (!arguments->is_object()) refuse("args", *arguments, "an object");
       slice.tile = argument(*arguments, "tile");
       slice.block = argument(*arguments, "block");
@@ -144,9 +123,9 @@ class TimelineReader {
   void add_name(const Json& event) {
     const std::string what = text(event, "name");
     if (what != "process_name" && what != "thread_name") return;  // sort orders and the like
-    const auto arguments = event.find("args");
-    if (arguments == event.end() || !arguments->is_object()) {
-      refuse("args", arguments == event.end() ? Json() : *arguments, "an object with a 'name'");
+    const Json* const arguments = event.find("args");
+    if (arguments == nullptr || !arguments->is_object()) {
+      refuse("args", arguments == nullptr ? Json() : *arguments, "an object with a 'name'");
     }
     const std::string name = text(*arguments, "name");
     const std::int64_t rank = whole(event, "pid");
@@ -165,8 +144,7 @@ class TimelineReader {
   }
 
   const Json& required(const Json& object, const char* field) const {
-    const auto found = object.find(field);
-    if (found != object.end()) return *found;
+    if (const Json* const found = object.find(field)) return *found;
     throw Error(ErrorCode::kInvalidFile,
                 fmt::format("{} event {}: has no '{}'; give a trace in Chrome's format, such as "
                             "'switchyard trace' writes",
@@ -176,13 +154,13 @@ class TimelineReader {
   std::string text(const Json& object, const char* field) const {
     const Json& value = required(object, field);
     if (!value.is_string()) refuse(field, value, "a text");
-    return value.get<std::string>();
+    return value.text();
   }
 
   std::int64_t whole(const Json& object, const char* field) const {
     const Json& value = required(object, field);
-    if (!value.is_number_integer()) refuse(field, value, "a whole number");
-    return value.get<std::int64_t>();
+    if (!value.is_integer()) refuse(field, value, "a whole number");
+    return value.integer();
   }
 
   std::int64_t argument(const Json& arguments, const char* field) const {
@@ -191,7 +169,7 @@ class TimelineReader {
 
   std::int64_t nanoseconds(const Json& event, const char* field, double least) const {
     const Json& value = required(event, field);
-    const double us = value.is_number() ? value.get<double>() : std::nan("");
+    const double us = value.is_number() ? value.number() : std::nan("");
     if (!(us >= least && us <= kMostMicroseconds)) {
       refuse(field, value, least == 0 ? "microseconds, at least 0" : "microseconds");
     }
@@ -259,8 +237,6 @@ class TimelineReader {
   }
 
   const std::string& source_;
-  int event_depth_ = 0;  // of an event's object: 1 in a bare list, 2 in "traceEvents"
-  bool has_events_ = false;
   std::size_t number_ = 0;
   Timeline timeline_;
   std::map<std::string, std::int32_t> name_index_;

@@ -1,10 +1,9 @@
 #include "results/fields.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cmath>
 
-#include "base/json_text.h"
 #include "base/printable.h"
 #include "switchyard/error.h"
 
@@ -17,7 +16,7 @@ constexpr std::size_t kMostQuantiles = 64;
 
 // Not finite: there is no such JSON, but a number too large for a double becomes it.
 bool is_time(const Json& value) {
-  return value.is_number() && value.get<double>() > 0 && std::isfinite(value.get<double>());
+  return value.is_number() && value.number() > 0 && std::isfinite(value.number());
 }
 
 }  // namespace
@@ -28,12 +27,10 @@ void refuse_file(const std::string& source, const std::string& problem, const st
 }
 
 Json parse(std::string_view text, const std::string& source, const char* remedy) {
-  if (const auto at = too_deep_at(text)) {
-    refuse_file(source, fmt::format("nests too deep at byte {}", *at), remedy);
-  }
   try {
     return Json::parse(text);
-  } catch (const Json::exception& error) {
+  } catch (const JsonError& error) {
+    if (error.reason() == JsonError::Reason::kTooDeep) refuse_file(source, error.what(), remedy);
     refuse_file(source, fmt::format("is not JSON ({})", printable(error.what())), remedy);
   }
 }
@@ -48,10 +45,10 @@ FieldReader::FieldReader(const Json& row, const std::string& source, std::size_t
 
 std::string FieldReader::text(const char* field) const {
   const Json& value = required(field);
-  if (!value.is_string() || value.get_ref<const std::string&>().empty()) {
+  if (!value.is_string() || value.text().empty()) {
     refuse(field, "a text that is not empty");
   }
-  return value.get<std::string>();
+  return value.text();
 }
 
 std::int64_t FieldReader::count(const char* field) const {
@@ -60,7 +57,7 @@ std::int64_t FieldReader::count(const char* field) const {
 
 double FieldReader::whole(const char* field, double least) const {
   const Json& value = required(field);
-  const double number = value.is_number() ? value.get<double>() : -1;
+  const double number = value.is_number() ? value.number() : -1;
   if (number < least || number > kMostWhole || number != std::floor(number)) {
     refuse(field, fmt::format("a whole number from {}", least));
   }
@@ -70,19 +67,19 @@ double FieldReader::whole(const char* field, double least) const {
 double FieldReader::microseconds(const char* field) const {
   const Json& value = required(field);
   if (!is_time(value)) refuse(field, "microseconds, above 0");
-  return value.get<double>();
+  return value.number();
 }
 
 double FieldReader::at_least_zero(const char* field) const {
   const Json& value = required(field);
-  const double number = value.is_number() ? value.get<double>() : -1;
+  const double number = value.is_number() ? value.number() : -1;
   if (!(number >= 0) || !std::isfinite(number)) refuse(field, "a number from 0");
   return number;
 }
 
 double FieldReader::share(const char* field) const {
   const Json& value = required(field);
-  const double number = value.is_number() ? value.get<double>() : -1;
+  const double number = value.is_number() ? value.number() : -1;
   if (!(number >= 0 && number <= 1)) refuse(field, "a number from 0 to 1");
   return number;
 }
@@ -91,10 +88,12 @@ std::vector<double> FieldReader::quantiles(const char* field) const {
   const Json& list = required(field);
   const std::string wanted =
       fmt::format("1 to {} ascending numbers, the least not below 0", kMostQuantiles);
-  if (!list.is_array() || list.empty() || list.size() > kMostQuantiles) refuse(field, wanted);
+  if (!list.is_array() || list.elements().empty() || list.elements().size() > kMostQuantiles) {
+    refuse(field, wanted);
+  }
   std::vector<double> values;
-  for (const Json& element : list) {
-    const double value = element.is_number() ? element.get<double>() : -1;
+  for (const Json& element : list.elements()) {
+    const double value = element.is_number() ? element.number() : -1;
     if (!(value >= (values.empty() ? 0 : values.back())) || !std::isfinite(value)) {
       refuse(field, wanted);
     }
@@ -108,22 +107,22 @@ std::vector<double> FieldReader::all_microseconds(const char* field) const {
   const char* const wanted = "a list of microseconds, each above 0";
   if (!list.is_array()) refuse(field, wanted);
   std::vector<double> values;
-  for (const Json& element : list) {
+  for (const Json& element : list.elements()) {
     if (!is_time(element)) refuse(field, wanted);
-    values.push_back(element.get<double>());
+    values.push_back(element.number());
   }
   return values;
 }
 
 const Json& FieldReader::required(const char* field) const {
-  if (row_.contains(field)) return row_[field];
+  if (const Json* const value = row_.find(field)) return *value;
   refuse_file(source_, fmt::format("row {}: has no '{}'", number_, field), remedies_.absent);
 }
 
 void FieldReader::refuse(const char* field, const std::string& wanted) const {
   refuse_file(
       source_,
-      fmt::format("row {}: '{}' is {}, not {}", number_, field, excerpt(row_[field]), wanted),
+      fmt::format("row {}: '{}' is {}, not {}", number_, field, excerpt(*row_.find(field)), wanted),
       remedies_.wrong);
 }
 

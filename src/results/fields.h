@@ -2,16 +2,14 @@
 #pragma once
 
 #include <cstdint>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
-namespace switchyard::results {
+#include "base/json.h"
 
-// In the order of the file, so that what is written again has not moved.
-using Json = nlohmann::ordered_json;
+namespace switchyard::results {
 
 // Larger files are refused unread.
 inline constexpr std::uint64_t kMostFileBytes = std::uint64_t{1} << 30;
@@ -45,7 +43,10 @@ class FieldReader {
   std::vector<double> all_microseconds(const char* field) const;
 
   // Neither absent nor null.
-  bool present(const char* field) const { return row_.contains(field) && !row_[field].is_null(); }
+  bool present(const char* field) const {
+    const Json* const value = row_.find(field);
+    return value != nullptr && !value->is_null();
+  }
   const Json& required(const char* field) const;
 
   [[noreturn]] void refuse(const char* field, const std::string& wanted) const;

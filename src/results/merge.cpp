@@ -1,5 +1,4 @@
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <sys/file.h>
 
 #include <algorithm>
@@ -33,7 +32,7 @@ std::vector<KeptRow> read_kept(const fs::path& file) {
   const std::vector<Row> rows = rows_of(list, source, kRemedy);
   std::vector<KeptRow> kept;
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    kept.push_back({std::move(list[i]), point_of(rows[i]), rows[i].rival});
+    kept.push_back({std::move(list.elements()[i]), point_of(rows[i]), rows[i].rival});
   }
   return kept;
 }
@@ -44,7 +43,7 @@ std::string text_of(const std::vector<KeptRow>& rows) {
   for (const KeptRow& row : rows) {
     text += text.empty() ? "[\n" : ",\n";
     // A command line need not be UTF-8, as JSON is.
-    text += row.json.dump(-1, ' ', false, Json::error_handler_t::replace);
+    text += row.json.dump();
   }
   return text.empty() ? "[]\n" : text + "\n]\n";
 }

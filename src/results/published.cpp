@@ -1,11 +1,10 @@
 #include "results/published.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>
 
-#include "base/json_text.h"
 #include "base/numbers.h"
 #include "base/read_file.h"
 #include "results/fields.h"
@@ -28,12 +27,12 @@ Published published_of(const Json& json, const std::string& source, std::size_t 
   series.experts = read.count("experts");
   series.ranks = read.count("ranks");
   const Json& times = read.required("time_us");
-  if (!times.is_object() || times.empty()) {
+  if (!times.is_object() || times.members().empty()) {
     read.refuse("time_us", "an object of microseconds by tokens per rank");
   }
-  for (const auto& [key, value] : times.items()) {
+  for (const auto& [key, value] : times.members()) {
     const std::optional<std::int64_t> tokens = parse_whole(key);
-    const double time = value.is_number() ? value.get<double>() : 0;
+    const double time = value.is_number() ? value.number() : 0;
     if (!tokens || *tokens < 1 || !(time > 0) || !std::isfinite(time)) {
       read.refuse("time_us", "an object of microseconds, above 0, by tokens per rank");
     }
@@ -47,11 +46,12 @@ Published published_of(const Json& json, const std::string& source, std::size_t 
 
 std::vector<Published> parse_published(std::string_view text, const std::string& source) {
   const Json file = parse(text, source, kRemedy);
-  if (!file.is_array() || file.empty()) {
+  if (!file.is_array() || file.elements().empty()) {
     refuse_file(source, fmt::format("is not a list of series, but {}", excerpt(file)), kRemedy);
   }
   std::vector<Published> all;
-  for (const Json& element : file) all.push_back(published_of(element, source, all.size() + 1));
+  for (const Json& element : file.elements())
+    all.push_back(published_of(element, source, all.size() + 1));
   return all;
 }
 

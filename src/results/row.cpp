@@ -1,11 +1,10 @@
 #include "results/row.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cmath>
 #include <map>
 
-#include "base/json_text.h"
 #include "base/printable.h"
 #include "base/read_file.h"
 #include "results/fields.h"
@@ -85,19 +84,15 @@ class Writer {
   void amount(const char* field, double value) { json_[field] = static_cast<std::uint64_t>(value); }
 
   void time(const char* field, const std::optional<double>& value) {
-    json_[field] = value ? Json(hundredths(*value)) : Json(nullptr);
+    json_[field] = value ? Json(hundredths(*value)) : Json();
   }
   void share(const char* field, const std::optional<double>& value) {
-    json_[field] = value ? Json(rounded(*value, 4)) : Json(nullptr);
+    json_[field] = value ? Json(rounded(*value, 4)) : Json();
   }
-  void whole(const char* field, const std::optional<std::int64_t>& value) {
-    json_[field] = value ? Json(*value) : Json(nullptr);
-  }
-  void error(const char* field, const std::optional<double>& value) {
-    json_[field] = value ? Json(*value) : Json(nullptr);
-  }
+  void whole(const char* field, const std::optional<std::int64_t>& value) { json_[field] = value; }
+  void error(const char* field, const std::optional<double>& value) { json_[field] = value; }
   void rival(const std::optional<Rival>& rival) {
-    json_["rival"] = rival ? Json(rival->name) : Json(nullptr);
+    json_["rival"] = rival ? Json(rival->name) : Json();
     time("rival_us", rival ? std::optional(rival->median_us) : std::nullopt);
     time("rival_p10_us", rival ? rival->p10_us : std::nullopt);
     time("rival_p90_us", rival ? rival->p90_us : std::nullopt);
@@ -188,21 +183,21 @@ Json to_json(const Row& row) {
 
 // What is given by mistake for a file of rows is most likely a trace or another program's results.
 std::vector<Row> rows_of(const Json& file, const std::string& source, const char* remedy) {
-  if (file.is_object() && file.contains("traceEvents")) {
+  if (file.contains("traceEvents")) {
     refuse_file(source, "is a trace", "give it with --trace, beside files of rows");
   }
-  if (file.is_object() && file.contains("benchmarks")) {
+  if (file.contains("benchmarks")) {
     refuse_file(source, "is a result of Google Benchmark, which has other rows", remedy);
   }
   if (!file.is_array()) {
     refuse_file(source, fmt::format("is not a list of rows, but {}", excerpt(file)), remedy);
   }
-  if (!file.empty() && file.front().is_object() && file.front().contains("ph")) {
+  if (!file.elements().empty() && file.elements().front().contains("ph")) {
     refuse_file(source, "is a trace", "give it with --trace, beside files of rows");
   }
   const Remedies remedies = remedies_of(remedy);
   std::vector<Row> rows;
-  for (const Json& element : file) {
+  for (const Json& element : file.elements()) {
     rows.push_back(row_of(element, source, rows.size() + 1, remedies));
   }
   return rows;

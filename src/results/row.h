@@ -4,12 +4,13 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "base/json.h"
 
 namespace switchyard::results {
 
@@ -63,7 +64,7 @@ struct Row {
 std::string point_of(const Row& row);
 
 // Times in hundredths of a microsecond: events resolve no more.
-nlohmann::ordered_json to_json(const Row& row);
+Json to_json(const Row& row);
 
 // Throws Error{kInvalidFile} naming `source`, the row (from 1) and the field of what is no row.
 std::vector<Row> parse_rows(std::string_view text, const std::string& source);

@@ -1,7 +1,7 @@
 // Routing drawn at random with a given balancedness. Only operations that IEEE 754 defines to the
 // bit are used (no library logarithm or exponential), and every random number is a function of the
 // seed and its position, so that the result depends on the arguments alone.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <bit>

@@ -1,6 +1,6 @@
 #include "run/batch.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cstring>
 #include <limits>

@@ -1,14 +1,14 @@
 #include "trace/chrome_trace.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <limits>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <tuple>
 #include <unordered_map>
 #include <vector>
 
+#include "base/json.h"
 #include "trace/causes.h"
 
 namespace switchyard::trace {
@@ -173,8 +173,8 @@ class Writer {
     entries_.push_back({end, EntryType::kArrowTo, to, num_arrows_, name});
   }
 
-  nlohmann::ordered_json about() const {
-    nlohmann::ordered_json json = {{"title", options_.title}};
+  Json about() const {
+    Json json = {{"title", options_.title}};
     std::int64_t dropped = 0;
     for (const PassTrace& trace : traces_) dropped += trace.dropped;
     if (!traces_.empty()) json["epoch"] = traces_.front().epoch;

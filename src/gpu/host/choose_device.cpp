@@ -1,5 +1,5 @@
 // Which GPU runs a layer. In builds without CUDA, too, where device_info() says so.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "gpu/device.h"
 #include "layer/engine.h"
