@@ -8,8 +8,6 @@
 
 #include <cerrno>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <set>
 #include <string>
 
@@ -22,11 +20,7 @@ namespace switchyard {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::string contents(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
+using test::read_file;
 
 // Another user of the directory has put a link where the temporary name could be guessed.
 TEST(WholeFile, DoesNotWriteThroughLinksThatOthersHavePut) {
@@ -36,8 +30,8 @@ TEST(WholeFile, DoesNotWriteThroughLinksThatOthersHavePut) {
   const fs::path guess = path.string() + ".partial-" + std::to_string(::getpid());
   fs::create_symlink("victim", guess);
   write_whole(path, "new");
-  EXPECT_EQ(contents(path), "new");
-  EXPECT_EQ(contents(directory / "victim"), "precious");
+  EXPECT_EQ(read_file(path), "new");
+  EXPECT_EQ(read_file(directory / "victim"), "precious");
   EXPECT_TRUE(fs::is_symlink(guess));
 }
 
@@ -46,7 +40,7 @@ TEST(WholeFile, ReplacesALinkAndNotWhatItLeadsTo) {
   test::write_file(directory / "victim", "precious");
   fs::create_symlink("victim", directory / "out");
   write_whole(directory / "out", "new");
-  EXPECT_EQ(contents(directory / "victim"), "precious");
+  EXPECT_EQ(read_file(directory / "victim"), "precious");
   EXPECT_FALSE(fs::is_symlink(directory / "out"));
 }
 
@@ -104,7 +98,7 @@ TEST(WholeFile, WritingThatFailsLeavesTheOldFile) {
   int status = 0;
   ::waitpid(child, &status, 0);
   EXPECT_EQ(WEXITSTATUS(status), 7);
-  EXPECT_EQ(contents(path), "old");
+  EXPECT_EQ(read_file(path), "old");
   EXPECT_EQ(std::distance(fs::directory_iterator(directory.path()), fs::directory_iterator()), 1);
 }
 

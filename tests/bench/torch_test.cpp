@@ -4,19 +4,17 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
-#include <fstream>
-#include <iterator>
 
+#include "base/parsed.h"
 #include "bench/skew.h"
 #include "model/generate.h"
+#include "model/temporary_directory.h"
 
 namespace switchyard::bench {
 namespace {
 
-std::string contents(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
+using test::parsed;
+using test::read_file;
 
 TEST(BenchTorch, JobDescribesThePoints) {
   const BenchLayer layer =
@@ -29,7 +27,7 @@ TEST(BenchTorch, JobDescribesThePoints) {
     EXPECT_TRUE(job.empty());
     job.add_layer(layer, weights, gate.activations(4, 0), DType::kBF16);
     job.add_point(5, 4, 0.5, 1.5f, 20, {2, 8});
-    const auto json = job.to_json();
+    const auto json = parsed(job.to_json());
     const auto& about = json["layers"][0];
     EXPECT_EQ(about["experts"], 8);
     EXPECT_EQ(about["renormalize"], true);
@@ -37,8 +35,8 @@ TEST(BenchTorch, JobDescribesThePoints) {
     EXPECT_EQ(about["compute"], "bf16");
     EXPECT_EQ(about["score"], "softmax");
     x_path = about["activations"];
-    EXPECT_EQ(contents(x_path).size(), 4u * 64 * 2);
-    const std::string router = contents(about["router"].get<std::string>());
+    EXPECT_EQ(read_file(x_path).size(), 4u * 64 * 2);
+    const std::string router = read_file(about["router"].get<std::string>());
     ASSERT_EQ(router.size(), 8u * 64 * 2);
     EXPECT_EQ(std::memcmp(router.data(), weights.router.data, router.size()), 0);
     EXPECT_EQ(json["points"][0]["tag"], 5);
@@ -55,12 +53,12 @@ TEST(BenchTorch, JobOfAnFp8Layer) {
   SkewedGate gate(layer.spec, weights, 4, DType::kBF16, 1);
   TorchJob job;
   job.add_layer(layer, weights, gate.activations(4, 0), DType::kF8E4M3);
-  const auto json = job.to_json();
+  const auto json = parsed(job.to_json());
   const auto& about = json["layers"][0];
   EXPECT_EQ(about["compute"], "fp8");
   EXPECT_EQ(about["score"], "sparse_mixer");
   EXPECT_NEAR(about["jitter"].get<double>(), 0.01, 1e-6);
-  EXPECT_EQ(contents(about["router"].get<std::string>()).size(), 16u * 64 * 2);
+  EXPECT_EQ(read_file(about["router"].get<std::string>()).size(), 16u * 64 * 2);
 }
 
 }  // namespace

@@ -3,9 +3,6 @@
 
 #include <gmock/gmock.h>
 
-#include <fstream>
-#include <iterator>
-
 #include "cli/output_file.h"
 #include "model/temporary_directory.h"
 #include "results/example_row.h"
@@ -13,13 +10,9 @@
 namespace switchyard::cli {
 namespace {
 
+using test::read_file;
 using test::TemporaryDirectory;
 using ::testing::HasSubstr;
-
-std::string contents(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 
 TEST(BenchReport, TextFitsAndSumsUp) {
   std::vector<Row> rows = {results::example_row(8, 9), results::example_row(8192, 31)};
@@ -50,7 +43,7 @@ TEST(BenchReport, RowsGoWhereALinkLeads) {
                         std::vector{results::example_row(tokens, 10)}, false);
   }
   EXPECT_TRUE(std::filesystem::is_symlink(directory / "link"));
-  EXPECT_EQ(results::parse_rows(contents(directory / "rows.json"), "").size(), 2u);
+  EXPECT_EQ(results::parse_rows(read_file(directory / "rows.json"), "").size(), 2u);
 }
 
 }  // namespace

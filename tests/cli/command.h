@@ -21,6 +21,7 @@
 
 namespace switchyard::cli {
 
+using test::read_file;
 using test::TemporaryDirectory;
 using Arguments = std::vector<std::string>;
 
@@ -29,11 +30,6 @@ struct Completed {
   std::string out;
   std::string err;
 };
-
-inline std::string read_file(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 
 // The environment without what launchers set: the tests may themselves run under one.
 inline std::vector<std::string> clean_environment() {

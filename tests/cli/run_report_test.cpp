@@ -3,6 +3,8 @@
 
 #include <gmock/gmock.h>
 
+#include "base/parsed.h"
+
 namespace switchyard::cli {
 namespace {
 
@@ -40,7 +42,7 @@ Told told_as_if_on_gpus(int ranks, DType weights) {
   result.pass_seconds = {123e-6, 0.456};
 
   const Report report{source, batch, options, result, {}, {}};
-  Told told{"", to_json(report)};
+  Told told{"", test::parsed(to_json(report))};
   for (const std::string& line : to_text(report, Palette(false))) {
     EXPECT_LE(display_width(line), kReportColumns) << line;
     told.text += line + "\n";

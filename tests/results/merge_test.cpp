@@ -3,10 +3,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 
+#include "base/parsed.h"
 #include "model/temporary_directory.h"
 #include "results/example_row.h"
 #include "results/row.h"
@@ -15,16 +14,13 @@
 namespace switchyard::results {
 namespace {
 
+using test::parsed;
+using test::read_file;
 using test::TemporaryDirectory;
 using ::testing::ElementsAre;
 
-std::string contents(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 nlohmann::json rows_of(const std::filesystem::path& path) {
-  return nlohmann::json::parse(contents(path));
+  return nlohmann::json::parse(read_file(path));
 }
 
 std::vector<std::string> names_in(const std::filesystem::path& directory) {
@@ -42,7 +38,7 @@ std::string deep_json() {
 
 TEST(ResultRows, HaveTheFieldsOfTheirFormat) {
   Row row = example_row(8, 10);
-  nlohmann::ordered_json json = to_json(row);
+  nlohmann::ordered_json json = parsed(to_json(row));
   for (const char* field :
        {"suite",        "machine",      "commit",   "command", "model",   "hidden",
         "intermediate", "experts",      "top_k",    "dtype",   "ranks",   "tokens_per_rank",
@@ -57,10 +53,10 @@ TEST(ResultRows, HaveTheFieldsOfTheirFormat) {
   EXPECT_EQ(json["dtype"], "bf16");
   EXPECT_EQ(json["repeats"], 3);
   row.rival = Rival{"torch 1", 100, 99, 101};
-  json = to_json(row);
+  json = parsed(to_json(row));
   EXPECT_TRUE(json["expert_load"].is_null());
   row.expert_load = {0.12345, 1.87655};
-  json = to_json(row);
+  json = parsed(to_json(row));
   EXPECT_EQ(json["expert_load"], nlohmann::json({0.123, 1.877}));
   EXPECT_EQ(json["rival"], "torch 1");
   EXPECT_EQ(json["rival_us"], 100);
@@ -97,7 +93,7 @@ TEST(ResultRows, MergeKeepsTypesApart) {
   const TemporaryDirectory directory;
   const auto path = directory / "rows.json";
   // As rows were before they told what they were computed in.
-  nlohmann::ordered_json old = to_json(example_row(8, 10));
+  nlohmann::ordered_json old = parsed(to_json(example_row(8, 10)));
   old.erase("compute");
   test::write_file(path, nlohmann::ordered_json::array({old}).dump());
   Row fp8 = example_row(8, 20);
@@ -190,26 +186,26 @@ TEST(ResultRows, MergeRefusesOtherFiles) {
     test::write_file(directory / "rows.json", text);
     EXPECT_THROW(merge_rows(directory / "rows.json", std::vector{example_row(8, 10)}, false), Error)
         << text;
-    EXPECT_EQ(contents(directory / "rows.json"), text);
+    EXPECT_EQ(read_file(directory / "rows.json"), text);
   }
 }
 
 // A row that is none would be lost with the next merge, or make every report fail.
 TEST(ResultRows, MergeRefusesRowsThatAreNone) {
   const TemporaryDirectory directory;
-  nlohmann::ordered_json wrong = to_json(example_row(8, 10));
+  nlohmann::ordered_json wrong = parsed(to_json(example_row(8, 10)));
   wrong["median_us"] = -1;
   const std::string text = nlohmann::ordered_json::array({wrong}).dump();
   test::write_file(directory / "rows.json", text);
   EXPECT_THROW(require_mergeable(directory / "rows.json"), Error);
   EXPECT_THROW(merge_rows(directory / "rows.json", std::vector{example_row(32, 10)}, false), Error);
-  EXPECT_EQ(contents(directory / "rows.json"), text);
+  EXPECT_EQ(read_file(directory / "rows.json"), text);
 }
 
 // Fields of later versions, or a person's own notes.
 TEST(ResultRows, MergeKeepsUnknownFieldsOfOtherPoints) {
   const TemporaryDirectory directory;
-  nlohmann::ordered_json noted = to_json(example_row(8, 10));
+  nlohmann::ordered_json noted = parsed(to_json(example_row(8, 10)));
   noted["note"] = "fan at full speed";
   test::write_file(directory / "rows.json", nlohmann::ordered_json::array({noted}).dump());
   merge_rows(directory / "rows.json", std::vector{example_row(32, 10)}, false);
@@ -238,9 +234,9 @@ TEST(ResultRows, AreReadAsTheyWereWritten) {
   row.graph_nodes = 1;
   row.error = 0.001;
   row.error_bound = 0.004;
-  const nlohmann::ordered_json json = to_json(row);
+  const nlohmann::ordered_json json = parsed(to_json(row));
   const Row again = parse_rows(nlohmann::ordered_json::array({json}).dump(), "rows.json").at(0);
-  EXPECT_EQ(to_json(again), json);
+  EXPECT_EQ(parsed(to_json(again)), json);
   EXPECT_EQ(point_of(again), point_of(row));
   EXPECT_EQ(json.size(), 39u);  // every field of Row, its rival as four
 }
@@ -251,7 +247,7 @@ TEST(ResultRows, KeptFilesAreReadWithoutLoss) {
   for (const char* name : {"one_gpu_bf16", "one_gpu_fp8", "one_gpu_fp8_more", "one_gpu_thesis",
                            "ep_bf16", "ep_fp8", "ep_thesis", "products", "products_cold"}) {
     const std::string path = std::string(SWITCHYARD_RESULTS) + '/' + name + ".json";
-    const std::string text = contents(path);
+    const std::string text = read_file(path);
     const nlohmann::ordered_json kept = nlohmann::ordered_json::parse(text);
     const std::vector<Row> rows = parse_rows(text, path);
     ASSERT_EQ(rows.size(), kept.size());
