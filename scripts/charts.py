@@ -9,12 +9,11 @@ The SVG is written by hand: no library has to be installed, and the same results
 
 import collections
 import json
-import pathlib
 import sys
 
+from generated import ROOT, write_or_check
 from tables import MODEL_NAMES
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 
 THEMES = {
@@ -108,18 +107,8 @@ def over_floor_chart(rows, theme):
 
 def main():
     rows = json.loads((ROOT / "results" / "one_gpu_fp8.json").read_text())
-    stale = False
-    for name, theme in THEMES.items():
-        path = IMAGES / f"over-the-floor-{name}.svg"
-        drawn = over_floor_chart(rows, theme)
-        if path.exists() and path.read_text() == drawn:
-            continue
-        stale = True
-        if "--check" in sys.argv:
-            print(f"{path.relative_to(ROOT)} is not what scripts/charts.py makes of results/")
-        else:
-            path.write_text(drawn)
-    return 1 if stale and "--check" in sys.argv else 0
+    charts = {IMAGES / f"over-the-floor-{name}.svg": over_floor_chart(rows, theme) for name, theme in THEMES.items()}
+    return write_or_check(charts)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ A part stands between <!-- begin: NAME --> and <!-- end: NAME -->.
 
 import functools
 import json
-import pathlib
 import re
 import statistics
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from generated import ROOT, write_or_check
+
 RESULTS = ROOT / "results"
 
 
@@ -448,24 +448,16 @@ def main():
         "ep_thesis": ranks_table("ep_thesis", "FlashDMoE's layer, bf16."),
         "one_gpu_thesis": gpu_table("one_gpu_thesis", "FlashDMoE's layer on one H200, bf16."),
     }
-    stale = False
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        before = path.read_text()
-        after = before
+    pages = {path: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
+    for path in pages:
         for name, text in parts.items():
-            after = re.sub(
+            pages[path] = re.sub(
                 rf"<!-- begin: {name} -->.*?<!-- end: {name} -->",
                 lambda _: f"<!-- begin: {name} -->\n{text + chr(10) if text else ''}<!-- end: {name} -->",
-                after,
+                pages[path],
                 flags=re.S,
             )
-        if after != before:
-            stale = True
-            if "--check" in sys.argv:
-                print(f"{path.relative_to(ROOT)} is not what scripts/tables.py makes of results/ and examples/")
-            else:
-                path.write_text(after)
-    return 1 if stale and "--check" in sys.argv else 0
+    return write_or_check(pages)
 
 
 if __name__ == "__main__":
