@@ -388,6 +388,46 @@ def example(path):
     return "```cpp\n" + re.search(r"// README: begin\n(.*?)// README: end\n", text, re.S)[1].strip() + "\n```"
 
 
+def transformers_table():
+    """Whole models of transformers, from bench/transformers_e2e.py."""
+    found = load("transformers.json")
+    if not found:
+        return ""
+    models = list(dict.fromkeys((r["model"], r["dtype"]) for r in found))
+    text = []
+    for model, dtype in models:
+        rows = [r for r in found if (r["model"], r["dtype"]) == (model, dtype)]
+        decoded = sorted({(r["batch"], r["graph"]) for r in rows if "tpot_ms" in r})
+        head = f"| {model}, {dtype} | first token |"
+        head += "".join(f" batch {batch}{', graph' if graph else ''} |" for batch, graph in decoded)
+        lines = [head + " error |", "|---|" + "---:|" * (len(decoded) + 2)]
+        reasons = []
+        for implementation in dict.fromkeys(r["implementation"] for r in rows):
+            own = [r for r in rows if r["implementation"] == implementation]
+            first = next((r["ttft_ms"] for r in own if "ttft_ms" in r), None)
+            cells = [f"{first:.1f}" if first is not None else "–"]
+            for batch, graph in decoded:
+                value = next((r["tpot_ms"] for r in own if (r.get("batch"), r.get("graph")) == (batch, graph)
+                              and "tpot_ms" in r), None)
+                cells.append("–" if value is None else f"{value:.2f}")
+            error = next((r["error"] for r in own if "error" in r), None)
+            cells.append("–" if error is None else f"{error:.1e}")
+            lines.append(f"| {implementation} | " + " | ".join(cells) + " |")
+            reason = next((r["refused"] for r in own if "refused" in r), None)
+            if reason is not None:
+                reasons.append(f"{implementation}: {reason.split('. ')[0]}")
+        row = next(r for r in rows if "prompt" in r and "ttft_ms" in r)
+        prompt = next(r["prompt"] for r in rows if "tpot_ms" in r)
+        text.append("\n".join(lines))
+        text.append(
+            f"Milliseconds on one {row['machine']}, torch {row['torch']}, transformers {row['transformers']}, commit "
+            f"{row['commit']}; random weights, {row['layers']} layers. First token: one prompt of {row['prompt']} "
+            f"tokens. Batches: one decoding step after {prompt} tokens, without and in a CUDA graph. Error: of the "
+            f"prompt's logits against the first line's." + (" –: " + "; ".join(reasons) + "." if reasons else "")
+        )
+    return "\n\n".join(text)
+
+
 def check_hf():
     """Expert classes of transformers, from `python -m switchyard check-hf`."""
     found = load("check_hf.json")
@@ -435,6 +475,7 @@ def main():
         "comparisons": comparisons_table(),
         "example": example("examples/forward/main.cpp"),
         "check-hf": check_hf(),
+        "transformers": transformers_table(),
         "cpu": cpu_table(),
         "libraries": library_table(),
         "one_gpu_bf16": gpu_table("one_gpu_bf16", "One H200, bf16, gate and combine included."),
