@@ -2,7 +2,8 @@
 """Fails where a file of src/ includes one of a higher room, or of a room it must not know.
 
 A room may include itself and the rooms that stand before it here. Public headers (switchyard/) are
-open to all. Within src/gpu the same holds for the folders of GPU_ROOMS.
+open to all. Within src/gpu the same holds for the folders of GPU_ROOMS. Libraries of SLOW_LIBRARIES
+are included by one file each.
 """
 import pathlib
 import re
@@ -43,6 +44,8 @@ STRANGERS = {
 GPU_ROOMS = ["ptx", "pipeline", "tile", "route", "schedule", "exchange", "tokens", "layer", "host"]
 # What kernels know outside src/gpu: what both engines share.
 KERNELS_KNOW = {"base", "protocol", "routing", "switchyard"}
+# Each of their includes costs seconds of compile time: docs/dependencies.md.
+SLOW_LIBRARIES = {"nlohmann": "src/base/json.cpp", "CLI": "src/cli/arguments.cpp"}
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([a-z_]+)/', re.MULTILINE)
 
 
@@ -92,8 +95,18 @@ def gpu_faults(source: pathlib.Path):
                 yield f"{name}: 'gpu/{room}' includes {include}, of a higher room"
 
 
+def library_faults(source: pathlib.Path):
+    for path in sorted(source.rglob("*")):
+        if path.suffix not in (".h", ".cpp", ".cu", ".cuh"):
+            continue
+        name = str(path.relative_to(source.parent))
+        for library in re.findall(r"^\s*#\s*include\s+<([A-Za-z0-9_]+)/", path.read_text(), re.MULTILINE):
+            if SLOW_LIBRARIES.get(library, name) != name:
+                yield f"{name}: includes <{library}/...>, which only {SLOW_LIBRARIES[library]} does"
+
+
 def main() -> int:
-    found = [*faults(ROOT / "src"), *gpu_faults(ROOT / "src")]
+    found = [*faults(ROOT / "src"), *gpu_faults(ROOT / "src"), *library_faults(ROOT / "src")]
     print("\n".join(found) if found else f"layers: {len(ROOMS)} rooms, no include points upward")
     return 1 if found else 0
 
