@@ -205,13 +205,15 @@ Json::Json(std::string_view text) : value_(std::string(text)) {}
 Json::Json(std::string text) : value_(std::move(text)) {}
 Json::Json(Array elements) : value_(std::move(elements)) {}
 Json::Json(std::initializer_list<Member> members) : value_(Object(members)) {}
-Json::Json(Value value) : value_(std::move(value)) {}
 
 Json::Json(const Json& other) = default;
 Json::Json(Json&& other) noexcept = default;
 Json& Json::operator=(const Json& other) = default;
 Json& Json::operator=(Json&& other) noexcept = default;
 Json::~Json() = default;
+
+Json Json::array() { return Json(Array()); }
+Json Json::object() { return Json(std::initializer_list<Member>()); }
 
 bool Json::is_null() const { return std::holds_alternative<std::nullptr_t>(value_); }
 bool Json::is_boolean() const { return std::holds_alternative<bool>(value_); }

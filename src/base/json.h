@@ -41,7 +41,7 @@ class Json {
   Json(std::string_view text);
   Json(std::string text);
   template <std::integral Integer>
-  Json(Integer value) : Json(whole(value)) {}
+  Json(Integer value);
   // Empty: null.
   template <typename T>
   Json(const std::optional<T>& value) : Json(value ? Json(*value) : Json()) {}
@@ -57,8 +57,8 @@ class Json {
   Json& operator=(Json&& other) noexcept;
   ~Json();
 
-  static Json array() { return Json(Array()); }
-  static Json object() { return Json(std::initializer_list<Member>()); }
+  static Json array();
+  static Json object();
 
   bool is_null() const;
   bool is_boolean() const;
@@ -100,15 +100,9 @@ class Json {
   static Json parse(std::string_view text);
 
  private:
+  // (Whatever needs Member to be complete is defined behind it.)
   using Value = std::variant<std::nullptr_t, bool, std::int64_t, std::uint64_t, double, std::string,
                              Array, Object>;
-  explicit Json(Value value);
-  template <std::integral Integer>
-  static Value whole(Integer value) {
-    if constexpr (std::signed_integral<Integer>) return static_cast<std::int64_t>(value);
-    return static_cast<std::uint64_t>(value);
-  }
-
   Value value_;
 };
 
@@ -116,6 +110,15 @@ struct Json::Member {
   std::string key;
   Json value;
 };
+
+template <std::integral Integer>
+Json::Json(Integer value) {
+  if constexpr (std::signed_integral<Integer>) {
+    value_ = static_cast<std::int64_t>(value);
+  } else {
+    value_ = static_cast<std::uint64_t>(value);
+  }
+}
 
 // Why text is no JSON, in the parser's words.
 class JsonError : public std::runtime_error {
