@@ -12,6 +12,7 @@
 #include <cstring>
 #include <future>
 #include <limits>
+#include <new>
 #include <nvtx3/nvtx3.hpp>
 #include <system_error>
 #include <thread>
@@ -363,7 +364,7 @@ Engine::~Engine() {
   if (abort_link_ == nullptr || device_is_idle()) return;
   abort_link_->raise(params_.heaps);
   if (device_is_idle(std::chrono::seconds(1))) return;
-  const auto leak = [](auto& owner) { (void)new auto(std::move(owner)); };
+  const auto leak = [](auto& owner) { (void)new (std::nothrow) auto(std::move(owner)); };
   leak(memory_);
   leak(on_device_);
   leak(place_of_);
