@@ -807,6 +807,8 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
       pass_.ids.begin(), pass_.ids.begin() + static_cast<std::ptrdiff_t>(output.topk_ids.size()),
       output.topk_ids.begin(), [&](std::int32_t id) { return id < 0 ? id : layer_.expert_of(id); });
   std::copy_n(pass_.weights.begin(), output.topk_weights.size(), output.topk_weights.begin());
+    case protocol::TaskKind::kNone:
+      break;
 
   stats_.epoch = pass_.epoch;
   stats_.tokens = pass_.tokens;

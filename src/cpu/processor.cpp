@@ -103,6 +103,8 @@ void Processor::run(Pass& pass, const Task& task) {
     case TaskKind::kCombine:
       combine(pass, task.index);
       return;
+    case TaskKind::kNone:
+      return;
   }
 }
 

@@ -82,6 +82,8 @@ bool Scheduler::ready(const Task& task) {
              pass_.work.gemm1_blocks(task.index);
     case TaskKind::kCombine:
       return !subscriber_.missing_cells(task.index);
+    case TaskKind::kNone:
+      break;
   }
   return false;
 }

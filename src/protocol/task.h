@@ -8,7 +8,8 @@
 
 namespace switchyard::protocol {
 
-enum class TaskKind : std::uint8_t { kDispatch, kGemm1, kGemm2, kCombine };
+// kNone: there is no task, or no further one.
+enum class TaskKind : std::uint32_t { kDispatch, kGemm1, kGemm2, kCombine, kNone };
 
 struct Task {
   TaskKind kind;

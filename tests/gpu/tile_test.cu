@@ -150,7 +150,7 @@ TEST_F(TileTest, AGroupedGemmWithDenseRows) {
   for (std::uint32_t t = 0; t < tile_rows.size(); ++t) {
     for (std::uint32_t block = 0; block * kTileRows < kOutputs; ++block) {
       TileTask task{};
-      task.work = Work::kGemm2;
+      task.kind = TaskKind::kGemm2;
       task.tile = t;
       task.rows = tile_rows[t];
       task.units = protocol::ceil_div(task.rows, kUnitRows);

@@ -21,7 +21,7 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
       if (!reader.template next_gemm<TraceRole::kWeights, false>(task)) return;
     }
     const Ring<StageLayout<P>> ring = pass.pipeline().ring();
-    const bool first = task.work == Work::kGemm1;
+    const bool first = task.kind == TaskKind::kGemm1;
     const FfnParams& ffn = pass.layer.ffn(task.shared != 0);
     const bool halves = first && kGated && kBoxes<P> != 1;
     const WeightMaps& maps = first ? ffn.gemm1_maps : ffn.gemm2_maps;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
 template <typename P>
 __device__ __forceinline__ SlottedTokens slotted_tokens(const Pass<P>& pass, const TileTask& task) {
   const LayerParams& layer = pass.layer;
-  const bool first = task.work == Work::kGemm1;
+  const bool first = task.kind == TaskKind::kGemm1;
   return {first ? layer.x_maps : layer.ffn(task.shared != 0).h_maps,
           task.tile % (first ? layer.packed_slots : layer.h_slots),
           first ? layer.packed_scales : layer.h_scales, first ? layer.x_groups : layer.h_groups};
@@ -80,7 +80,7 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
     task.k_blocks = 1;
     if (rehearsal == 0) {
       if (!reader.template next_gemm<TraceRole::kTokens, kJoinedScales<P>>(task)) return;
-      const bool first = task.work == Work::kGemm1;
+      const bool first = task.kind == TaskKind::kGemm1;
       const bool there = pass.waiter().wait(
           first ? protocol::Phase::kDispatch : protocol::Phase::kExperts, task.tile, [&] {
             return first ? load_acquire_gpu(pass.progress().packed(task.tile)) >=
@@ -125,20 +125,20 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
       if (P::kTraced && reader.index() != ~0u) stamp(reader.index(), &TraceRecord::end);
       stamp(reader.index() + 1, &TraceRecord::ready);
       task = reader.template next<true>();
-      if (task.work == Work::kStop) return;
-      if (task.work == Work::kCombine) continue;
+      if (task.kind == TaskKind::kNone) return;
+      if (task.kind == TaskKind::kCombine) continue;
       if (thread == 0) pass.queue().trace_task(TraceRole::kTokens, reader.index(), task);
     }
     // Continue even if the pass was given up: the block's other roles wait for these stages.
     pass.waiter().wait(protocol::Phase::kExperts, task.tile, [&] {
-      return task.work == Work::kGemm1 ? pass.progress().h_slot_free(task.tile)
-                                       : pass.progress().gemm1_complete(task.tile);
+      return task.kind == TaskKind::kGemm1 ? pass.progress().h_slot_free(task.tile)
+                                           : pass.progress().gemm1_complete(task.tile);
     });
     if (thread == 0 && rehearsal == 0) {
       demand(pass.queue());
       stamp(reader.index(), &TraceRecord::begin);
     }
-    if (task.work == Work::kGemm2) {
+    if (task.kind == TaskKind::kGemm2) {
       if constexpr (kScaled<P>) {
         if (pass.progress().quantizes_late()) {
           if (!quantize_tile(pass.pipeline(), pass.hidden(), pass.layer, task, place, thread))

@@ -105,29 +105,29 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
     // together. One word holds all of them, so one shuffle is enough.
     const std::uint32_t head =
         __shfl_sync(~0u,
-                    task == nullptr ? static_cast<std::uint32_t>(Work::kStop)
-                                    : task->k_blocks << 8 | task->units << 2 |
-                                          static_cast<std::uint32_t>(task->work),
+                    task == nullptr ? static_cast<std::uint32_t>(TaskKind::kNone)
+                                    : task->k_blocks << 9 | task->units << 3 |
+                                          static_cast<std::uint32_t>(task->kind),
                     0);
-    const auto work = static_cast<Work>(head & 3);
-    if (work != Work::kGemm1) stored.finish();
-    if (work == Work::kStop) {
+    const auto kind = static_cast<TaskKind>(head & 7);
+    if (kind != TaskKind::kGemm1) stored.finish();
+    if (kind == TaskKind::kNone) {
       report_stuck_ring(pass);
       return;
     }
     if (P::kTraced && threadIdx.x == kWarpgroup) {
       pass.queue().trace_task(TraceRole::kMath, kFirstTaskRecord + reader.index(), *task);
     }
-    if (work == Work::kCombine) {
+    if (kind == TaskKind::kCombine) {
       combine_task(pass.combine(), task->tile, reader.index());
       __syncwarp();
       if (threadIdx.x % 32 == 0) reader.release();
     } else {
-      const bool first = work == Work::kGemm1;
+      const bool first = kind == TaskKind::kGemm1;
       // The tile's slot may become free only when the work that was put off is done.
       if (StoredPart<kGated, P>::kExists && task->tile >= pass.layer.h_slots) stored.finish();
       LayerSink<kKind, kGated, P> sink(pass, *task, first, reader, stored);
-      gemm_tile_of(head >> 2 & 63, pass.pipeline(), *task, head >> 8, kGated && first, place, sink);
+      gemm_tile_of(head >> 3 & 63, pass.pipeline(), *task, head >> 9, kGated && first, place, sink);
     }
     pass.trace().math(kFirstTaskRecord + reader.index(), &TraceRecord::end);
     if (threadIdx.x == kWarpgroup) protocol::note_progress(*pass.waiter().heaps);

@@ -81,9 +81,9 @@ struct Progress {
 // see kTellers. Called by one thread, ordered after all the stores.
 template <typename P>
 __device__ __forceinline__ void tell_stored(const Progress<P>& progress, const TileTask& task) {
-  add_release_gpu(
-      task.work == Work::kGemm1 ? progress.gemm1_done(task.tile) : progress.gemm2_done(task.tile),
-      1);
+  add_release_gpu(task.kind == TaskKind::kGemm1 ? progress.gemm1_done(task.tile)
+                                                : progress.gemm2_done(task.tile),
+                  1);
 }
 
 // log2 of the parts of GEMM2's K in a pass of so many tiles.

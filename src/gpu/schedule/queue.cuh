@@ -33,11 +33,11 @@ struct Queue {
   __device__ __forceinline__ void trace_task(TraceRole role, std::uint32_t index,
                                              const TileTask& task) const {
     if constexpr (P::kTraced) {
-      const TraceKind kind = task.work == Work::kGemm1   ? TraceKind::kGemm1
-                             : task.work == Work::kGemm2 ? TraceKind::kGemm2
-                                                         : TraceKind::kCombine;
-      const std::uint32_t log2_splits = task.work == Work::kGemm2 ? work.log2_splits : 0;
-      const bool routed = task.work != Work::kCombine && task.shared == 0;
+      const TraceKind kind = task.kind == TaskKind::kGemm1   ? TraceKind::kGemm1
+                             : task.kind == TaskKind::kGemm2 ? TraceKind::kGemm2
+                                                             : TraceKind::kCombine;
+      const std::uint32_t log2_splits = task.kind == TaskKind::kGemm2 ? work.log2_splits : 0;
+      const bool routed = task.kind != TaskKind::kCombine && task.shared == 0;
       trace.subject(role, index,
                     {kind, static_cast<std::int32_t>(task.tile),
                      static_cast<std::int32_t>((task.block << log2_splits) + task.split),
@@ -72,7 +72,7 @@ class TaskReader {
   template <bool kWarp>
   __device__ TileTask next() {
     TileTask task;
-    task.work = Work::kStop;
+    task.kind = TaskKind::kNone;
     const TileTask* const next = await_alone(count_++);
     if (kWarp ? !__all_sync(~0u, next != nullptr) : next == nullptr) return task;
     task = *next;
@@ -87,8 +87,8 @@ class TaskReader {
     do {
       if (speaks) queue_.trace.stamp(kRole, count_, &TraceRecord::ready);
       task = next<kWarp>();
-    } while (task.work == Work::kCombine);
-    if (task.work == Work::kStop) return false;
+    } while (task.kind == TaskKind::kCombine);
+    if (task.kind == TaskKind::kNone) return false;
     if (speaks) queue_.trace_task(kRole, index(), task);
     return true;
   }

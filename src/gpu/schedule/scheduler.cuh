@@ -47,19 +47,19 @@ __device__ __forceinline__ protocol::Workload workload_of(const Schedule<P>& sch
 }
 
 // Describes the task of a ticket for this block. Without pairs, or in the first block of a pair,
-// `share` is 0, in the second it is 1. Past the last task it returns kStop.
+// `share` is 0, in the second it is 1. Past the last task its kind is kNone.
 template <typename P>
 __device__ __forceinline__ TileTask describe(const Schedule<P>& schedule,
                                              const protocol::Workload& work, std::uint32_t ticket,
                                              std::uint32_t share) {
   TileTask d{};
-  d.work = Work::kStop;
+  d.kind = TaskKind::kNone;
   if (ticket >= work.num_gemm_tasks() + work.num_combine_chunks) return d;
   const protocol::Task task = protocol::tile_task_at(work, ticket);
   d.tile = task.index;
   d.block = (task.block << schedule.paired) + share;
-  if (task.kind == protocol::TaskKind::kCombine) {
-    d.work = Work::kCombine;
+  if (task.kind == TaskKind::kCombine) {
+    d.kind = TaskKind::kCombine;
     d.tile = (task.index << schedule.paired) + share;
     return d;
   }
@@ -97,8 +97,8 @@ __device__ __forceinline__ TileTask describe(const Schedule<P>& schedule,
   if (d.shared == 0) {
     d.list = schedule.list_of(d.expert) + d.first_row;
   }
-  const bool first = task.kind == protocol::TaskKind::kGemm1;
-  d.work = first ? Work::kGemm1 : Work::kGemm2;
+  const bool first = task.kind == TaskKind::kGemm1;
+  d.kind = first ? TaskKind::kGemm1 : TaskKind::kGemm2;
   const int depth = first ? schedule.table.shape.hidden
                           : schedule.progress.experts.ffn(d.shared != 0).intermediate;
   d.k_blocks = static_cast<std::uint32_t>(
@@ -148,10 +148,10 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule) {
   // Counts the task that was just handed out. Returns false if it was the last.
   const auto goes_on = [&] {
     const TileTask& task = schedule.queue.block.tasks[index % kTaskSlots];
-    if (speaks && task.work != Work::kStop)
+    if (speaks && task.kind != TaskKind::kNone)
       schedule.queue.trace_task(TraceRole::kScheduler, index, task);
     stamp(&TraceRecord::end);
-    if (task.work == Work::kStop) return false;
+    if (task.kind == TaskKind::kNone) return false;
     ++index;
     stamp(&TraceRecord::ready);
     return true;
@@ -164,7 +164,7 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule) {
                                     told / kTaskSlots % 2))) {
         const TileTask& task = schedule.queue.block.tasks[slot];
         // A block that has given up publishes nothing: it may not have stored its part.
-        if (P::kTeller == Teller::kScheduler && speaks && task.work != Work::kCombine &&
+        if (P::kTeller == Teller::kScheduler && speaks && task.kind != TaskKind::kCombine &&
             schedule.life.goes_on()) {
           tell_stored(schedule.progress, task);
         }

@@ -19,7 +19,7 @@ template <typename C>
 __device__ __forceinline__ const float* weight_scales(const ExpertParams& experts, int hidden,
                                                       const TileTask& task) {
   const FfnParams& ffn = experts.ffn(task.shared != 0);
-  const bool first = task.work == Work::kGemm1;
+  const bool first = task.kind == TaskKind::kGemm1;
   // Scales are stored per pair of boxes. A block has both boxes of a pair, or one if its tasks have
   // one box.
   const std::uint32_t pairs =

@@ -5,10 +5,10 @@
 
 namespace switchyard::gpu {
 
-enum class Work : std::uint32_t { kGemm1, kGemm2, kCombine, kStop };
+using protocol::TaskKind;
 
 struct TileTask {
-  Work work;
+  TaskKind kind;           // never kDispatch; kNone past the last task
   std::uint32_t units;     // height of the tile in steps of kUnitRows
   std::uint32_t k_blocks;  // stages of the K loop
   std::uint32_t first_k_block;
