@@ -21,6 +21,7 @@ namespace switchyard {
 
 class LayerEngine;
 class MoeLayer;
+class Workspace;
 
 // A point in the protocol, for step hooks.
 struct ProtocolStep {
@@ -83,11 +84,13 @@ struct LayerOptions {
   bool cooperative_launch = true;
   // kCuda only. What the layer is not to choose by itself.
   Schedule schedule{};
-  // kCuda only. The layer works in this one's memory, heap and workspace, instead of its own: for
-  // the layers of a model, whose passes follow one another (on one stream, or on streams that wait
-  // for each other, on all ranks in the same order). It must be of the same world, sizes, types and
-  // options, and may be gone when this one is used. stats() are then of the last pass of any of
-  // them, and a pass that was given up is the end of all.
+  // The memory that the layer works in, instead of its own: for the layers of a model, whose passes
+  // follow one another (see workspace.h). A workspace of the same world and backend with room for
+  // this layer, which may end before it; or another layer, whose memory has room. The same on all
+  // ranks. With kCuda stats() count the passes of all layers in the memory, and `nan_*`,
+  // `bad_slots` and bytes are of the last pass of any of them.
+  const Workspace* workspace = nullptr;
+  int workspace_slot = 0;  // 0 to slots - 1
   const MoeLayer* share_memory_with = nullptr;
   // Arithmetic and wire type: kBF16, kF32 or kF8E4M3. Empty: kF8E4M3 if the matrices of all experts
   // are FP8 and their scales are of blocks of multiples of 128 rows and columns (or of all of them)

@@ -17,6 +17,7 @@
 #include "base/quantize.h"
 #include "cpu/core_lease.h"
 #include "cpu/pace.h"
+#include "cpu/pass_memory.h"
 #include "cpu/processor.h"
 #include "cpu/products.h"
 #include "cpu/scheduler.h"
@@ -66,6 +67,55 @@ Ffn prepare(const FfnWeights& weights, int hidden, int intermediate, bool quanti
   ffn.up_bias = to_floats(weights.up_bias);
   ffn.down_bias = to_floats(weights.down_bias);
   return ffn;
+}
+
+void set_compute(LayerState& layer, DType compute) {
+  layer.compute = compute;
+  layer.value = value_type(compute);
+  // bf16 has no room for a code times its scale.
+  layer.gemm = gemm_dtype(compute);
+}
+
+// The threads of a rank: as asked, or the hardware's, divided by the ranks.
+int threads_of(int asked, int ranks) {
+  const int hardware = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  return asked > 0 ? asked : std::max(1, hardware / ranks);
+}
+
+// Each thread may work on a tile of its own and find the next one ready.
+int intermediate_slots(int threads) { return 2 * threads + 2; }
+
+std::size_t intermediate_slot_bytes(const LayerState& layer) {
+  const auto elements = [](int rows, int columns) {
+    return static_cast<std::size_t>(rows) * static_cast<std::size_t>(columns);
+  };
+  return size_of(layer.gemm) *
+         std::max(elements(layer.tile.max_height, layer.spec.intermediate),
+                  elements(kOwnTokensShape.max_height, layer.spec.shared_intermediate));
+}
+
+// What passes of the layer work in, by its spec, compute type, max_tokens and partition of experts.
+MemoryNeeds needs_of(const LayerState& layer, int threads) {
+  const auto max_tokens = static_cast<std::uint64_t>(layer.max_tokens);
+  MemoryNeeds needs;
+  protocol::Heap::Shape& shape = needs.heap;
+  shape.num_ranks = layer.heaps.size();
+  shape.num_experts = layer.heaps.experts.num_experts;
+  shape.hidden = layer.spec.hidden;
+  shape.max_tokens = layer.max_tokens;
+  shape.element_bytes = layer.quantised() ? 1 : static_cast<int>(size_of(layer.value));
+  shape.scaled = layer.quantised();
+  shape.weighs_input = layer.spec.weight_on_input;
+  shape.max_tiles = static_cast<std::uint32_t>(shape.num_experts +
+                                               shape.num_ranks * std::int64_t{layer.max_tokens} *
+                                                   layer.spec.top_k / layer.tile.max_height);
+  shape.cell_bytes =
+      max_tokens * static_cast<std::uint64_t>(layer.cells_per_token()) * layer.cell_bytes();
+  needs.converted = max_tokens * layer.cell_bytes();
+  if (layer.quantised()) needs.quantised = max_tokens * protocol::Heap::bytes_of_token(shape);
+  needs.intermediate =
+      static_cast<std::size_t>(intermediate_slots(threads)) * intermediate_slot_bytes(layer);
+  return needs;
 }
 
 // Room for so many events of each thread and pass: 3.5 MiB, of which a pass commits what it fills.
@@ -130,7 +180,7 @@ void require_no_stream(const void* stream) {
 class Engine final : public LayerEngine {
  public:
   Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
-         const LayerOptions& options);
+         const LayerOptions& options, std::shared_ptr<PassMemory> memory);
 
   void forward(const ForwardInput& input, const ForwardOutput& output) override;
   void check() override {
@@ -146,6 +196,7 @@ class Engine final : public LayerEngine {
   DType compute() const override { return layer_.compute; }
   int num_threads() const override { return pool_->size(); }
   std::uint64_t workspace_bytes() const override;
+  std::shared_ptr<switchyard::PassMemory> memory() const override { return memory_; }
 
  private:
   void prepare_weights();
@@ -156,9 +207,9 @@ class Engine final : public LayerEngine {
     return ExpertPlacement{layer_.expert_at}.num_places(layer_.spec.num_experts);
   }
   ExpertRange own_places() const { return own_experts(num_places(), world_.rank(), world_.size()); }
-  // Buffers and threads: what this rank may not be able to get.
-  void make_workspace();
-  void begin_pass(const ForwardInput& input, const ForwardOutput& output);
+  // Threads and their buffers: what this rank may not be able to get.
+  void make_processors(int threads);
+  void begin_pass(const ForwardInput& input, const ForwardOutput& output, std::uint64_t epoch);
   void route(const ForwardInput& input);
   bool in_table(std::int32_t token_id) const {
     return token_id >= 0 && token_id < layer_.weights.hash_table.rows;
@@ -196,8 +247,7 @@ class Engine final : public LayerEngine {
   LayerState layer_;
   MoeWeights weights_;  // as given; layer_.weights has the router as it is multiplied
   std::vector<float> router_f32_;
-  std::shared_ptr<SymmetricSegment> heap_;
-  LazyBuffer intermediate_, x_, quantised_;
+  std::shared_ptr<PassMemory> memory_;
   std::vector<ThreadTrace> traces_;  // of every thread, or empty
   std::vector<Processor> processors_;
   std::unique_ptr<WorkerPool> pool_;
@@ -213,8 +263,8 @@ class Engine final : public LayerEngine {
 };
 
 Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
-               const LayerOptions& options)
-    : world_(world), options_(options) {
+               const LayerOptions& options, std::shared_ptr<PassMemory> memory)
+    : world_(world), options_(options), memory_(std::move(memory)) {
   validate(spec);
   layer_.spec = spec;
   place_experts(options.placement);
@@ -229,34 +279,21 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
 
   weights_ = weights;
   layer_.on_step = options.on_step;
-  layer_.compute = resolve_compute(weights, options.compute);
-  layer_.value = value_type(layer_.compute);
-  // bf16 has no room for a code times its scale.
-  layer_.gemm = gemm_dtype(layer_.compute);
-
-  const auto max_tokens = static_cast<std::uint64_t>(options.max_tokens);
-  protocol::Heap::Shape shape;
-  shape.num_ranks = world.size();
-  shape.num_experts = num_places();
-  shape.hidden = spec.hidden;
-  shape.max_tokens = options.max_tokens;
-  shape.element_bytes = layer_.quantised() ? 1 : static_cast<int>(size_of(layer_.value));
-  shape.scaled = layer_.quantised();
-  shape.weighs_input = spec.weight_on_input;
-  shape.max_tiles = static_cast<std::uint32_t>(
-      num_places() + world.size() * static_cast<std::int64_t>(options.max_tokens) * spec.top_k /
-                         layer_.tile.max_height);
-  shape.cell_bytes =
-      max_tokens * static_cast<std::uint64_t>(layer_.cells_per_token()) * layer_.cell_bytes();
-  layer_.heap = protocol::Heap(shape);
+  layer_.max_tokens = options.max_tokens;
+  set_compute(layer_, resolve_compute(weights, options.compute));
   layer_.heaps.experts = {num_places(), world.size()};
   layer_.heaps.rank = world.rank();
 
   prepare_weights();
 
   agree(world.fabric(), {spec, options.max_tokens, layer_.compute, summary_of(options.placement)});
-  heap_ = world.fabric().allocate(layer_.heap.bytes());
-  for (int r = 0; r < num_ranks(); ++r) layer_.heaps.base[r] = heap_->base(r);
+  const std::uint64_t id = agree_on_memory(world.fabric(), memory_.get());
+  const int threads = threads_of(options.num_threads, world.size());
+  const MemoryNeeds needs = needs_of(layer_, threads);
+  if (memory_ == nullptr) memory_ = std::make_shared<PassMemory>(world, needs, id);
+  attempt_together(world.fabric(), [&] { memory_->require_room(needs); });
+  layer_.heap = protocol::Heap::within(memory_->needs().heap, needs.heap);
+  for (int r = 0; r < num_ranks(); ++r) layer_.heaps.base[r] = memory_->heap().base(r);
 
   abort_hook_.emplace(world_.fabric(), [heaps = layer_.heaps] {
     const std::uint64_t word = protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1);
@@ -268,7 +305,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
 
   // Told to all ranks if it fails here. Also a barrier: nobody writes into a heap before everybody
   // has mapped it.
-  attempt_together(world.fabric(), [&] { make_workspace(); });
+  attempt_together(world.fabric(), [&] { make_processors(threads); });
 }
 
 // What is made of the weights: again when they change.
@@ -333,15 +370,7 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
   prepare_weights();
 }
 
-void Engine::make_workspace() {
-  const LayerSpec& spec = layer_.spec;
-  const auto max_tokens = static_cast<std::uint64_t>(options_.max_tokens);
-  x_ = LazyBuffer(max_tokens * layer_.cell_bytes());
-  if (layer_.quantised()) quantised_ = LazyBuffer(max_tokens * layer_.wire_bytes());
-
-  const int hardware = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  const int threads =
-      options_.num_threads > 0 ? options_.num_threads : std::max(1, hardware / num_ranks());
+void Engine::make_processors(int threads) {
   if (options_.trace) traces_.reserve(static_cast<std::size_t>(threads));
   for (int i = 0; i < threads; ++i) {
     if (options_.trace) traces_.emplace_back(i, kMostTraceEvents);
@@ -351,16 +380,9 @@ void Engine::make_workspace() {
                                        [] { thread_local const SingleThreadedLibrary confined; });
 
   pass_.placement = protocol::Placement(layer_.heaps.experts, rank(), layer_.tile);
-  // Each thread may work on a tile of its own and find the next one ready.
-  pass_.num_intermediate_slots = 2 * threads + 2;
-  pass_.intermediate_slot_bytes =
-      size_of(layer_.gemm) * std::max(static_cast<std::size_t>(layer_.tile.max_height) *
-                                          static_cast<std::size_t>(spec.intermediate),
-                                      static_cast<std::size_t>(kOwnTokensShape.max_height) *
-                                          static_cast<std::size_t>(spec.shared_intermediate));
-  intermediate_ = LazyBuffer(static_cast<std::size_t>(pass_.num_intermediate_slots) *
-                             pass_.intermediate_slot_bytes);
-  pass_.intermediate = intermediate_.data();
+  pass_.num_intermediate_slots = intermediate_slots(threads);
+  pass_.intermediate_slot_bytes = intermediate_slot_bytes(layer_);
+  pass_.intermediate = memory_->intermediate();
   pass_.tokens_for.resize(static_cast<std::size_t>(num_ranks()));
   pass_.dispatch_chunks.resize(static_cast<std::size_t>(num_ranks()));
   pass_.own_entries.resize(layer_.experts.size());
@@ -390,7 +412,8 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   check();
   const SingleThreadedLibrary confined;
   const Clock::time_point start = Clock::now();
-  begin_pass(input, output);
+  const PassMemory::Use use(*memory_);
+  begin_pass(input, output, use.epoch());
   route(input);
   {
     const Stage stage(trace_of(0), TraceKind::kRoute, pass_.tokens);
@@ -407,16 +430,17 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
 }
 
 std::uint64_t Engine::workspace_bytes() const {
-  std::uint64_t bytes = intermediate_.bytes() + x_.bytes() + quantised_.bytes() +
+  std::uint64_t bytes = memory_->bytes() - memory_->heap().bytes() +
                         traces_.size() * kMostTraceEvents * sizeof(TraceEvent);
   for (const Processor& processor : processors_) bytes += processor.scratch_bytes();
   return bytes;
 }
 
-void Engine::begin_pass(const ForwardInput& input, const ForwardOutput& output) {
+void Engine::begin_pass(const ForwardInput& input, const ForwardOutput& output,
+                        std::uint64_t epoch) {
   const MatrixView& x = input.activations;
   stats_ = {};
-  ++pass_.epoch;
+  pass_.epoch = epoch;
   for (ThreadTrace& trace : traces_) {
     trace.clear();
     trace.set_free();
@@ -434,10 +458,10 @@ void Engine::begin_pass(const ForwardInput& input, const ForwardOutput& output) 
     pass_.x = static_cast<const std::byte*>(x.data);
     pass_.x_row_bytes = x.row_stride * static_cast<std::int64_t>(size_of(x.dtype));
   } else {
-    pass_.x = x.dtype == DType::kF8E4M3 ? nullptr : x_.data();
+    pass_.x = x.dtype == DType::kF8E4M3 ? nullptr : memory_->converted();
     pass_.x_row_bytes = static_cast<std::int64_t>(layer_.cell_bytes());
   }
-  pass_.wire = layer_.quantised() ? quantised_.data() : pass_.x;
+  pass_.wire = layer_.quantised() ? memory_->quantised() : pass_.x;
   pass_.wire_row_bytes =
       layer_.quantised() ? static_cast<std::int64_t>(layer_.wire_bytes()) : pass_.x_row_bytes;
 }
@@ -498,13 +522,14 @@ void Engine::skip_bad_tokens(const ForwardInput& input) {
 
 // Whatever the experts and gates will read of a token, unless it is there already.
 void Engine::prepare_token(const MatrixView& x, std::int64_t token) {
-  if (pass_.x == x_.data()) {
+  if (pass_.x == memory_->converted()) {
     kernels().convert(x.row(token), x.dtype,
-                      x_.data() + static_cast<std::size_t>(token * pass_.x_row_bytes), layer_.value,
-                      x.cols, 1);
+                      memory_->converted() + static_cast<std::size_t>(token * pass_.x_row_bytes),
+                      layer_.value, x.cols, 1);
   }
   if (!layer_.quantised()) return;
-  std::byte* const row = quantised_.data() + static_cast<std::size_t>(token * pass_.wire_row_bytes);
+  std::byte* const row =
+      memory_->quantised() + static_cast<std::size_t>(token * pass_.wire_row_bytes);
   auto* const codes = reinterpret_cast<std::uint8_t*>(row);
   auto* const scales = reinterpret_cast<float*>(row + layer_.heap.scale_offset());
   if (x.dtype == DType::kF8E4M3) {
@@ -782,6 +807,8 @@ TraceEvent Engine::event_of(const protocol::Task& task, const Waited& waited) co
           static_cast<std::int32_t>(std::min<std::int64_t>(kCombineChunk, pass_.tokens - first));
       break;
     }
+    case protocol::TaskKind::kNone:
+      break;
   }
   event.tile = index;
   return event;
@@ -807,8 +834,6 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
       pass_.ids.begin(), pass_.ids.begin() + static_cast<std::ptrdiff_t>(output.topk_ids.size()),
       output.topk_ids.begin(), [&](std::int32_t id) { return id < 0 ? id : layer_.expert_of(id); });
   std::copy_n(pass_.weights.begin(), output.topk_weights.size(), output.topk_weights.begin());
-    case protocol::TaskKind::kNone:
-      break;
 
   stats_.epoch = pass_.epoch;
   stats_.tokens = pass_.tokens;
@@ -836,7 +861,7 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
   stats_.workspace_bytes_used =
       std::min(static_cast<std::size_t>(pass_.num_intermediate_slots), pass_.tiles.size()) *
       pass_.intermediate_slot_bytes;
-  if (pass_.x == x_.data()) {
+  if (pass_.x == memory_->converted()) {
     stats_.workspace_bytes_used += static_cast<std::uint64_t>(pass_.tokens) * layer_.cell_bytes();
   }
   if (layer_.quantised()) {
@@ -862,8 +887,28 @@ void Engine::fail() {
 }  // namespace
 
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
-                                         const MoeWeights& weights, const LayerOptions& options) {
-  return std::make_unique<Engine>(world, spec, weights, options);
+                                         const MoeWeights& weights, const LayerOptions& options,
+                                         std::shared_ptr<switchyard::PassMemory> memory) {
+  // MoeLayer has seen that it is of this backend.
+  return std::make_unique<Engine>(world, spec, weights, options,
+                                  std::static_pointer_cast<PassMemory>(std::move(memory)));
+}
+
+std::shared_ptr<switchyard::PassMemory> make_memory(const World& world,
+                                                    std::span<const LayerSpec> specs,
+                                                    const WorkspaceOptions& options,
+                                                    std::uint64_t id) {
+  std::optional<MemoryNeeds> needs;
+  for (const LayerSpec& spec : specs) {
+    LayerState layer;
+    layer.spec = spec;
+    layer.max_tokens = options.max_tokens;
+    set_compute(layer, options.compute);
+    layer.heaps.experts = {spec.num_experts, world.size()};
+    const MemoryNeeds its = needs_of(layer, threads_of(options.num_threads, world.size()));
+    needs = needs ? MemoryNeeds::largest(*needs, its) : its;
+  }
+  return std::make_shared<PassMemory>(world, needs.value(), id);
 }
 
 }  // namespace switchyard::cpu

@@ -47,6 +47,7 @@ struct LayerState {
   MoeWeights weights;
   protocol::Heaps heaps;
   protocol::Heap heap;
+  int max_tokens = 0;
   protocol::TileShape tile;      // of routed experts
   DType compute = DType::kBF16;  // of operands; kF8E4M3: activations travel as codes and scales
   DType value = DType::kBF16;    // of cells, and of activations where they are not quantised

@@ -183,7 +183,7 @@ void Processor::gather(Pass& pass, const Tile& tile, std::uint32_t tile_index) {
       const Row row = row_of(layer_, pass, tile, r);
       const std::uint32_t distance = row.distance;
       const bool own = distance == 0;
-      if (!own) pass.note_received(distance, row.token, layer_.heap.max_tokens());
+      if (!own) pass.note_received(distance, row.token, layer_.max_tokens);
       from = own ? pass.wire_row(row.token)
                  : layer_.heap.pool(layer_.heaps.mine(), distance, row.token);
       if (layer_.spec.weight_on_input) {

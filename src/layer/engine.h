@@ -9,6 +9,8 @@
 
 namespace switchyard {
 
+class PassMemory;
+
 class LayerEngine {
  public:
   virtual ~LayerEngine() = default;
@@ -27,13 +29,16 @@ class LayerEngine {
   virtual DType compute() const = 0;
   virtual int num_threads() const = 0;
   virtual std::uint64_t workspace_bytes() const = 0;
+  virtual std::shared_ptr<PassMemory> memory() const = 0;
 };
 
 // MoeLayer has checked the options by themselves and against the machine; spec and weights, and the
-// options against them, are the engine's to check.
+// options against them, are the engine's to check. `memory`: of LayerOptions::workspace or
+// share_memory_with, and of this backend and world; or null, for memory of the layer's own.
 namespace cpu {
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
-                                         const MoeWeights& weights, const LayerOptions& options);
+                                         const MoeWeights& weights, const LayerOptions& options,
+                                         std::shared_ptr<PassMemory> memory);
 }
 
 namespace gpu {
@@ -43,10 +48,10 @@ namespace gpu {
 int choose_device(const LayerOptions& options);
 
 // `options.device` is a device, not -1; it need not be the current one. Throws Error{kUnsupported}
-// in a build without CUDA. `sharing`: the engine of LayerOptions::share_memory_with, or null.
+// in a build without CUDA.
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
                                          const MoeWeights& weights, const LayerOptions& options,
-                                         const LayerEngine* sharing);
+                                         std::shared_ptr<PassMemory> memory);
 }  // namespace gpu
 
 }  // namespace switchyard

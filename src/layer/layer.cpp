@@ -5,6 +5,7 @@
 
 #include "base/posix.h"
 #include "layer/engine.h"
+#include "layer/pass_memory.h"
 
 namespace switchyard {
 namespace {
@@ -82,11 +83,6 @@ void check_cpu_options(const LayerOptions& options) {
         "schedule is set, but the backend is cpu, which has one; use Backend::kCuda, or leave it "
         "empty");
   }
-  if (options.share_memory_with != nullptr) {
-    refuse(
-        "share_memory_with is set, but the backend is cpu, which commits memory as it is used; use "
-        "Backend::kCuda, or leave it null");
-  }
   if (!options.cooperative_launch) {
     refuse(
         "cooperative_launch is false, but the backend is cpu; use Backend::kCuda, or leave it "
@@ -108,21 +104,57 @@ void check_cuda_options(const LayerOptions& options) {
   }
 }
 
-// `sharing`: the engine of LayerOptions::share_memory_with.
+// Of the workspace's slot, or of the layer that is shared with; null: the layer gets its own.
+std::shared_ptr<PassMemory> memory_for(const World& world, const LayerOptions& options,
+                                       const std::vector<std::shared_ptr<PassMemory>>* slots,
+                                       const LayerEngine* sharing) {
+  if (slots != nullptr && sharing != nullptr) {
+    refuse("workspace and share_memory_with are both set; a layer works in one memory");
+  }
+  if (slots == nullptr && options.workspace_slot != 0) {
+    refuse(fmt::format("workspace_slot is {}, but there is no workspace; set workspace, too",
+                       options.workspace_slot));
+  }
+  std::shared_ptr<PassMemory> memory;
+  const char* name = "share_memory_with";
+  if (slots != nullptr) {
+    const int slot = options.workspace_slot;
+    if (slot < 0 || slot >= static_cast<int>(slots->size())) {
+      refuse(fmt::format("workspace_slot is {}; the workspace has slots 0 to {}", slot,
+                         slots->size() - 1));
+    }
+    memory = (*slots)[static_cast<std::size_t>(slot)];
+    name = "workspace";
+  } else if (sharing != nullptr) {
+    memory = sharing->memory();
+  }
+  if (memory == nullptr) return nullptr;
+  if (memory->backend() != options.backend) {
+    refuse(fmt::format("{} is of the {} backend, and the layer of the {} one; use the same", name,
+                       to_string(memory->backend()), to_string(options.backend)));
+  }
+  if (&memory->world().fabric() != &world.fabric()) {
+    refuse(fmt::format("{} is of another world; make both with the same one", name));
+  }
+  return memory;
+}
+
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
                                          const MoeWeights& weights, LayerOptions options,
+                                         const std::vector<std::shared_ptr<PassMemory>>* slots,
                                          const LayerEngine* sharing) {
   check_options(options);
+  std::shared_ptr<PassMemory> memory = memory_for(world, options, slots, sharing);
   options.deadline =
       options.deadline.count() == 0 ? world.deadline() : checked_deadline(options.deadline);
   switch (options.backend) {
     case Backend::kCpu:
       check_cpu_options(options);
-      return cpu::make_engine(world, spec, weights, options);
+      return cpu::make_engine(world, spec, weights, options, std::move(memory));
     case Backend::kCuda:
       check_cuda_options(options);
       options.device = gpu::choose_device(options);
-      return gpu::make_engine(world, spec, weights, options, sharing);
+      return gpu::make_engine(world, spec, weights, options, std::move(memory));
   }
   refuse(fmt::format("backend is {}; use Backend::kCpu or Backend::kCuda",
                      static_cast<int>(options.backend)));
@@ -142,10 +174,11 @@ const char* to_string(Backend backend) {
 
 MoeLayer::MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& weights,
                    const LayerOptions& options)
-    : engine_(make_engine(world, spec, weights, options,
-                          options.share_memory_with == nullptr
-                              ? nullptr
-                              : options.share_memory_with->engine_.get())) {}
+    : engine_(make_engine(
+          world, spec, weights, options,
+          options.workspace == nullptr ? nullptr : &options.workspace->state_->slots,
+          options.share_memory_with == nullptr ? nullptr
+                                               : options.share_memory_with->engine_.get())) {}
 MoeLayer::~MoeLayer() = default;
 MoeLayer::MoeLayer(MoeLayer&&) noexcept = default;
 MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;

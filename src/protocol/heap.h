@@ -23,6 +23,11 @@
 // no rank is lapped, there is no exit barrier, and the counts are the only credit. Flags are
 // compared for equality: when a flag of epoch n + 1 comes, no rank waits for that of epoch n any
 // more.
+//
+// Layers of different shapes may work in the same heap one after the other. Then one rank may be a
+// pass ahead in another layer's layout, so what keeps ranks apart must not depend on the layout:
+// the regions, and the part of each source within them, are those of the heap as it was allocated
+// (within()). Flags so stay flags of some earlier epoch.
 #pragma once
 
 #include <cstddef>
@@ -68,6 +73,7 @@ class Heap {
     bool weighs_input = false;
     std::uint32_t max_tiles = 0;  // over all ranks
     std::uint64_t cell_bytes = 0;
+    bool operator==(const Shape&) const = default;
   };
 
   Heap() = default;
@@ -75,12 +81,9 @@ class Heap {
       : others_(u(shape.num_ranks - 1)),
         num_experts_(u(shape.num_experts)),
         max_tokens_(u(shape.max_tokens)),
-        scale_offset_(round_up<std::uint64_t>(u(shape.hidden * shape.element_bytes), 16)),
-        token_bytes_(scale_offset_) {
-    if (shape.scaled) {
-      const std::uint64_t scales = u(ceil_div(shape.hidden, kQuantGroup));
-      token_bytes_ = round_up<std::uint64_t>(scale_offset_ + 4 * scales, 16);
-    }
+        weighs_input_(shape.weighs_input) {
+    shape_tokens(shape);
+    pool_part_ = max_tokens_ * token_bytes_;
     const std::uint64_t ranks = others_ == 0 ? 0 : others_ + 1;
     const ExpertPartition experts{shape.num_experts, shape.num_ranks};
     const std::uint64_t lists = others_ * u(experts.max_count());
@@ -95,9 +98,35 @@ class Heap {
     finished_ = place(ranks == 0 ? 0 : 4 * std::uint64_t{shape.max_tiles});
     entries_ = place(4 * lists * max_tokens_);
     weights_ = place(shape.weighs_input ? 4 * lists * max_tokens_ : 0);
-    pool_ = place(others_ * max_tokens_ * token_bytes_);
+    pool_ = place(others_ * pool_part_);
     cells_ = place(shape.cell_bytes);
     bytes_ = at;
+  }
+
+  // Of a token as it travels: its activations, or codes and their scales.
+  static constexpr std::uint64_t bytes_of_token(const Shape& shape) {
+    if (!shape.scaled) return bytes_of_codes(shape);
+    const std::uint64_t scales = u(ceil_div(shape.hidden, kQuantGroup));
+    return round_up<std::uint64_t>(bytes_of_codes(shape) + 4 * scales, 16);
+  }
+  // The shape of a heap with room for layers of both shapes, which are of the same world.
+  static Shape largest(const Shape& a, const Shape& b) {
+    // The wider token is that of one of them.
+    Shape shape = bytes_of_token(a) < bytes_of_token(b) ? b : a;
+    shape.num_experts = greatest(a.num_experts, b.num_experts);
+    shape.max_tokens = greatest(a.max_tokens, b.max_tokens);
+    shape.weighs_input = a.weighs_input || b.weighs_input;
+    shape.max_tiles = greatest(a.max_tiles, b.max_tiles);
+    shape.cell_bytes = greatest(a.cell_bytes, b.cell_bytes);
+    return shape;
+  }
+  // The layout of passes of a layer in the heap of a shape that is at least as large: largest() of
+  // both shapes is `whole`.
+  static Heap within(const Shape& whole, const Shape& shape) {
+    Heap heap(whole);
+    heap.shape_tokens(shape);
+    heap.weighs_input_ = shape.weighs_input;
+    return heap;
   }
 
   std::uint64_t bytes() const { return bytes_; }
@@ -110,7 +139,7 @@ class Heap {
   }
   // The bytes of a row beside its token: a SlotEntry and, in layers that weight the input, its
   // weight.
-  std::uint64_t entry_bytes() const { return pool_ != weights_ ? 8 : 4; }
+  std::uint64_t entry_bytes() const { return weighs_input_ ? 8 : 4; }
   // The bytes, from the start, that must be zero when the first pass begins; the rest may hold
   // anything.
   std::uint64_t flag_bytes() const { return entries_; }
@@ -118,7 +147,6 @@ class Heap {
   SWITCHYARD_HOST_DEVICE std::uint64_t counts_row_bytes() const {
     return round_up<std::uint64_t>(sizeof(std::uint64_t) * num_experts_, 128);
   }
-  int max_tokens() const { return static_cast<int>(max_tokens_); }
   SWITCHYARD_HOST_DEVICE std::uint64_t token_bytes() const { return token_bytes_; }
   SWITCHYARD_HOST_DEVICE std::uint64_t scale_offset() const { return scale_offset_; }
 
@@ -149,7 +177,7 @@ class Heap {
   }
   SWITCHYARD_HOST_DEVICE std::byte* pool(std::byte* base, std::uint32_t distance,
                                          std::uint32_t token) const {
-    return base + pool_ + ((distance - 1) * max_tokens_ + token) * token_bytes_;
+    return base + pool_ + (distance - 1) * pool_part_ + token * token_bytes_;
   }
   SWITCHYARD_HOST_DEVICE std::byte* cells(std::byte* base) const { return base + cells_; }
 
@@ -157,14 +185,27 @@ class Heap {
   SWITCHYARD_HOST_DEVICE static constexpr std::uint64_t u(int value) {
     return static_cast<std::uint64_t>(value);
   }
+  template <typename T>
+  static constexpr T greatest(T a, T b) {
+    return a < b ? b : a;
+  }
+  static constexpr std::uint64_t bytes_of_codes(const Shape& shape) {
+    return round_up<std::uint64_t>(u(shape.hidden * shape.element_bytes), 16);
+  }
+  void shape_tokens(const Shape& shape) {
+    scale_offset_ = bytes_of_codes(shape);
+    token_bytes_ = bytes_of_token(shape);
+  }
   SWITCHYARD_HOST_DEVICE std::uint64_t list(std::uint32_t expert_of_owner,
                                             std::uint32_t distance) const {
     return expert_of_owner * others_ + distance - 1;
   }
 
-  std::uint64_t others_ = 0, num_experts_ = 0, max_tokens_ = 0, scale_offset_ = 0, token_bytes_ = 0,
-                counts_ = 0, arrived_ = 0, finished_ = 0, entries_ = 0, weights_ = 0, pool_ = 0,
+  std::uint64_t others_ = 0, num_experts_ = 0, max_tokens_ = 0, scale_offset_ = 0, token_bytes_ = 0;
+  std::uint64_t pool_part_ = 0;  // bytes of one source
+  std::uint64_t counts_ = 0, arrived_ = 0, finished_ = 0, entries_ = 0, weights_ = 0, pool_ = 0,
                 cells_ = 0, bytes_ = 0;
+  bool weighs_input_ = false;
 };
 
 }  // namespace switchyard::protocol

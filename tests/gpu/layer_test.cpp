@@ -360,16 +360,16 @@ TEST_F(GpuMemory, LayersOfAModelShareIt) {
   }
 }
 
-TEST_F(GpuMemory, OnlyLayersThatAreAlikeShareIt) {
+TEST_F(GpuMemory, LayersThatNeedMoreDoNotShareIt) {
   const LayerSpec spec = wide_spec(16, 4);
   const MoeWeights w = make_weights(spec, DType::kBF16, 3);
   DeviceLayer layer(spec, w, 300);
   const LayerOptions shared{.share_memory_with = &layer.layer()};
-  EXPECT_ERROR(DeviceLayer(spec, w, 299, shared), ErrorCode::kInvalidArgument, "other sizes");
-  LayerSpec fewer = spec;
-  fewer.top_k = 3;
-  EXPECT_ERROR(DeviceLayer(fewer, make_weights(fewer, DType::kBF16, 3), 300, shared),
-               ErrorCode::kInvalidArgument, "other sizes");
+  EXPECT_ERROR(DeviceLayer(spec, w, 301, shared), ErrorCode::kInvalidArgument, "does not fit");
+  LayerSpec more = spec;
+  more.top_k = 5;
+  EXPECT_ERROR(DeviceLayer(more, make_weights(more, DType::kBF16, 3), 300, shared),
+               ErrorCode::kInvalidArgument, "does not fit");
   LayerOptions other_world = shared;
   other_world.backend = Backend::kCuda;
   other_world.max_tokens = 300;
@@ -377,7 +377,7 @@ TEST_F(GpuMemory, OnlyLayersThatAreAlikeShareIt) {
                "another world");
   const MoeLayer on_cpu(World::single(), spec, w, {.num_threads = 1});
   EXPECT_ERROR(DeviceLayer(spec, w, 300, {.share_memory_with = &on_cpu}),
-               ErrorCode::kInvalidArgument, "the cpu backend");
+               ErrorCode::kInvalidArgument, "of the cpu backend");
 }
 
 using GpuTypes = GpuTest;

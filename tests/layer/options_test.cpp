@@ -9,6 +9,7 @@
 #include "model/errors.h"
 #include "model/generate.h"
 #include "switchyard/layer.h"
+#include "switchyard/workspace.h"
 
 namespace switchyard {
 namespace {
@@ -22,10 +23,9 @@ class LayerOptionsTest : public ::testing::Test {
     spec_.top_k = 2;
     weights_ = generate_weights(spec_, DType::kBF16, 1, {.num_threads = 1});
   }
-  MoeLayer make(const LayerOptions& options) const {
-    return {World::single(), spec_, weights_, options};
-  }
+  MoeLayer make(const LayerOptions& options) const { return {world_, spec_, weights_, options}; }
 
+  World world_ = World::single();
   LayerSpec spec_;
   MoeWeights weights_;
 };
@@ -62,10 +62,17 @@ TEST_F(LayerOptionsTest, TheCpuHasOneSchedule) {
                "schedule is set, but the backend is cpu");
 }
 
-TEST_F(LayerOptionsTest, MemoryIsSharedOnGpusOnly) {
+TEST_F(LayerOptionsTest, OneMemoryOfTheSameWorld) {
   const MoeLayer layer = make({});
-  EXPECT_ERROR(make({.share_memory_with = &layer}), ErrorCode::kInvalidArgument,
-               "share_memory_with is set, but the backend is cpu");
+  const Workspace workspace(world_, spec_, {.compute = DType::kF32});
+  EXPECT_ERROR(make({.workspace = &workspace, .share_memory_with = &layer}),
+               ErrorCode::kInvalidArgument, "workspace and share_memory_with are both set");
+  EXPECT_ERROR(make({.workspace = &workspace, .workspace_slot = 1}), ErrorCode::kInvalidArgument,
+               "workspace_slot is 1; the workspace has slots 0 to 0");
+  EXPECT_ERROR(make({.workspace_slot = 1}), ErrorCode::kInvalidArgument, "there is no workspace");
+  const Workspace elsewhere(World::single(), spec_, {.compute = DType::kF32});
+  EXPECT_ERROR(make({.workspace = &elsewhere}), ErrorCode::kInvalidArgument,
+               "workspace is of another world");
 }
 
 TEST_F(LayerOptionsTest, WeightsOfARanksOwnExpertsMustBeThere) {

@@ -111,8 +111,13 @@ class DeviceLayer {
     options.backend = Backend::kCuda;
     options.max_tokens = max_tokens;
     if (options.deadline.count() == 0) options.deadline = std::chrono::seconds(5);
+    layer_ = std::make_unique<MoeLayer>(world(), spec, weights, options);
+  }
+
+  // Of all these layers.
+  static const World& world() {
     static const World world = World::single();
-    layer_ = std::make_unique<MoeLayer>(world, spec, weights, options);
+    return world;
   }
 
   MoeLayer& layer() { return *layer_; }

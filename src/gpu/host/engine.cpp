@@ -6,24 +6,18 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cmath>
-#include <concepts>
 #include <cstring>
-#include <future>
-#include <limits>
 #include <new>
 #include <nvtx3/nvtx3.hpp>
-#include <system_error>
-#include <thread>
 
-#include "base/quantize.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "gpu/host/abort_link.h"
 #include "gpu/host/cuda_error.h"
+#include "gpu/host/device_scope.h"
 #include "gpu/host/mapped_memory.h"
-#include "gpu/host/symmetric_memory.h"
+#include "gpu/host/pass_memory.h"
 #include "gpu/host/tensor_map.h"
 #include "gpu/host/trace.h"
 #include "gpu/host/weights.h"
@@ -43,39 +37,6 @@ struct NvtxDomain {
   static constexpr const char* name = "switchyard";
 };
 using HostRange = nvtx3::scoped_range_in<NvtxDomain>;
-
-// Sizes within one allocation.
-class Arena {
- public:
-  std::size_t place(std::size_t bytes) {
-    constexpr std::size_t kAlignment = 1024;
-    const std::size_t at = size_;
-    size_ += protocol::round_up(bytes, kAlignment);
-    return at;
-  }
-  std::size_t size() const { return size_; }
-
- private:
-  std::size_t size_ = 0;
-};
-
-// Makes a device current for the calling thread while it lives.
-class DeviceScope {
- public:
-  explicit DeviceScope(int device) : before_(current_device()) {
-    if (device != before_) set_device(device);
-    changed_ = device != before_;
-  }
-  ~DeviceScope() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
-
- private:
-  int before_;
-  bool changed_;
-};
 
 [[noreturn]] void unsupported(const std::string& message) {
   throw Error(ErrorCode::kUnsupported, message);
@@ -112,7 +73,7 @@ KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWe
 class Engine final : public LayerEngine {
  public:
   Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
-         const LayerOptions& options, const Engine* sharing);
+         const LayerOptions& options, std::shared_ptr<PassMemory> memory);
   ~Engine() override;
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -129,8 +90,9 @@ class Engine final : public LayerEngine {
   DType compute() const override { return policy().numerics.token; }
   int num_threads() const override { return 0; }
   std::uint64_t workspace_bytes() const override {
-    return memory_->workspace.bytes() + (trace_ ? trace_->bytes() : 0);
+    return memory_->private_bytes() + (trace_ ? trace_->bytes() : 0);
   }
+  std::shared_ptr<switchyard::PassMemory> memory() const override { return memory_; }
 
  private:
   const PolicyFacts& policy() const { return kernel_.policy; }
@@ -140,21 +102,15 @@ class Engine final : public LayerEngine {
     return experts.empty() ? place : experts[static_cast<std::size_t>(place)];
   }
   DeviceBuffer upload_places(const ExpertPlacement& placement) const;
-  bool device_is_idle(std::chrono::milliseconds limit) const;
-  bool device_is_idle() const { return device_is_idle(options_.deadline); }
   void choose_grid();
   void require_room();
-  void choose_tile_order();
+  PassSizes pass_sizes() const;
   bool distributed() const { return world_.size() > 1; }
   // Of single blocks or of pairs; fills `attributes`, to which it points.
   static constexpr unsigned kMaxAttributes = 2;
   cudaLaunchConfig_t launch_config(bool paired, cudaLaunchAttribute* attributes,
                                    cudaStream_t stream) const;
-  std::uint32_t most_tiles(int experts, int ranks, int slots_per_token) const;
-  std::vector<std::uint64_t> memory_shape() const;
-  void share(const Engine* other);
-  void lay_out_heap();
-  void lay_out_workspace();
+  void describe_memory();
   void count_traffic(const std::uint32_t* counters);
   std::string describe(const BadId& bad) const;
 
@@ -178,13 +134,10 @@ class Engine final : public LayerEngine {
   Weights on_device_;
   bool let_go_ = false;    // of the weights' owner
   DeviceBuffer place_of_;  // see RouterParams
-  // What passes work in, of one layer or of several that share it.
-  struct Memory {
-    std::uint64_t id;  // the same on all ranks, and no other's of theirs
-    SymmetricMemory heap;
-    DeviceBuffer workspace;
-  };
-  std::shared_ptr<Memory> memory_;
+  std::shared_ptr<PassMemory> memory_;
+  std::optional<PassLayout> layout_;
+  unsigned described_ = 0;  // the memory's version() then
+  DeviceBuffer counts_;     // see LayerParams::stats
   std::optional<DeviceTrace> trace_;
   std::unique_ptr<MappedMemory<Failures>> failures_ = std::make_unique<MappedMemory<Failures>>();
   LayerParams params_{};
@@ -194,13 +147,14 @@ class Engine final : public LayerEngine {
 };
 
 Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
-               const LayerOptions& options, const Engine* sharing)
+               const LayerOptions& options, std::shared_ptr<PassMemory> memory)
     : world_(world),
       spec_(spec),
       weights_(weights),
       options_(options),
       device_(options.device),
-      kernel_(choose_kernel(world, spec, weights, options)) {
+      kernel_(choose_kernel(world, spec, weights, options)),
+      memory_(std::move(memory)) {
   if (world.size() > kMaxDeviceRanks) {
     unsupported(fmt::format("the world has {} ranks; the GPU engine runs on up to {}", world.size(),
                             kMaxDeviceRanks));
@@ -256,16 +210,27 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   describe_weights();
   attempt_together(world_.fabric(), [&] { choose_grid(); });
   if (distributed()) require_room();
-  choose_tile_order();
-  share(sharing);
-  lay_out_heap();
-  // Nobody writes into a heap before its owner has come past here, with its flags zero.
+  const PassSizes sizes = pass_sizes();
+  params_.order = sizes.order;
+  layout_.emplace(sizes);
+  const std::uint64_t id = agree_on_memory(world_.fabric(), memory_.get());
+  if (memory_ == nullptr) {
+    memory_ = std::make_shared<PassMemory>(world_, device_, layout_->needs(), id);
+  }
   attempt_together(world_.fabric(), [&] {
+    memory_->require_room(layout_->needs(), device_);
     if (options_.trace) trace_.emplace(grid_);
-    lay_out_workspace();  // and waits until the device has cleared all
+    counts_ = DeviceBuffer((static_cast<std::size_t>(num_places()) + 1) * sizeof(std::uint32_t));
+    SWITCHYARD_CUDA(cudaMemset(counts_.data(), 0, counts_.bytes()));
+    SWITCHYARD_CUDA(cudaDeviceSynchronize());
+    params_.stats = reinterpret_cast<std::uint32_t*>(counts_.data());
+    params_.failures = failures_->on_device();
+    describe_memory();
     abort_link_ = std::make_unique<AbortLink>(device_);
   });
-  abort_hook_.emplace(world_.fabric(), [this] { abort_link_->raise(params_.heaps); });
+  abort_hook_.emplace(world_.fabric(), [this] {
+    if (!memory_->released()) abort_link_->raise(params_.heaps);
+  });
 }
 
 // In place, or copied when it returns.
@@ -361,32 +326,17 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
 // somebody who can be left behind.
 Engine::~Engine() {
   abort_hook_.reset();
-  if (abort_link_ == nullptr || device_is_idle()) return;
+  if (abort_link_ == nullptr || device_is_idle(device_, options_.deadline)) return;
   abort_link_->raise(params_.heaps);
-  if (device_is_idle(std::chrono::seconds(1))) return;
+  if (device_is_idle(device_, std::chrono::seconds(1))) return;
   const auto leak = [](auto& owner) { (void)new (std::nothrow) auto(std::move(owner)); };
   leak(memory_);
+  leak(counts_);
   leak(on_device_);
   leak(place_of_);
   leak(trace_);
   leak(failures_);
   leak(abort_link_);
-}
-
-// Whether the device does all that it was given within that time.
-bool Engine::device_is_idle(std::chrono::milliseconds limit) const {
-  auto done = std::make_shared<std::promise<void>>();
-  std::future<void> future = done->get_future();
-  try {
-    std::thread([done, device = device_] {
-      // An error is for whoever asks the device next.
-      if (cudaSetDevice(device) == cudaSuccess) (void)cudaDeviceSynchronize();
-      done->set_value();
-    }).detach();
-  } catch (const std::system_error&) {
-    return true;  // no thread can be had: freeing waits
-  }
-  return future.wait_for(limit) == std::future_status::ready;
 }
 
 // One block per multiprocessor, all of them resident at once, or not at all.
@@ -440,210 +390,31 @@ void Engine::require_room() {
   });
 }
 
-void Engine::choose_tile_order() {
-  constexpr std::uint32_t kLeastBandRows = 32 * kTileRows;
-  std::uint32_t rows = params_.routed.gemm1_rows;
-  if (spec_.shared_intermediate > 0 && (rows == 0 || params_.shared.gemm1_rows < rows)) {
-    rows = params_.shared.gemm1_rows;
-  }
+PassSizes Engine::pass_sizes() const {
   int depth = std::max(1, params_.routed.intermediate);
   if (spec_.shared_intermediate > 0) depth = std::min(depth, params_.shared.intermediate);
-  const int stages = protocol::ceil_div(depth * policy().numerics.token_bytes(), kStageRowBytes);
-  params_.order = choose_order(
-      options_.schedule, {grid_, rows, static_cast<std::uint32_t>(policy().tile.weight_rows),
-                          static_cast<std::uint32_t>(policy().tile.max_height()), kLeastBandRows,
-                          static_cast<std::uint32_t>(stages)});
+  PassSizes sizes;
+  sizes.policy = policy();
+  sizes.order = tile_order(policy(), options_.schedule, grid_, params_.routed.gemm1_rows,
+                           params_.shared.gemm1_rows, depth);
+  sizes.num_ranks = world_.size();
+  sizes.num_places = num_places();
+  sizes.own_places = params_.local_experts;
+  sizes.hidden = spec_.hidden;
+  sizes.intermediate = params_.routed.intermediate;
+  sizes.shared_intermediate = params_.shared.intermediate;
+  sizes.top_k = spec_.top_k;
+  sizes.max_tokens = options_.max_tokens;
+  sizes.gate_columns = params_.gate_columns;
+  sizes.weighs_input = spec_.weight_on_input;
+  sizes.has_shared = spec_.shared_intermediate > 0;
+  return sizes;
 }
 
-// What the layouts of heap and workspace follow from.
-std::vector<std::uint64_t> Engine::memory_shape() const {
-  const auto u = [](std::integral auto number) { return static_cast<std::uint64_t>(number); };
-  return {u(device_),
-          u(grid_),
-          u(options_.max_tokens),
-          u(policy().numerics.token_bytes()),
-          u(spec_.hidden),
-          u(num_places()),
-          u(spec_.top_k),
-          u(spec_.weight_on_input),
-          u(params_.cells_per_token),
-          u(params_.gate_columns),
-          u(spec_.intermediate),
-          u(params_.routed.gemm1_rows),
-          u(spec_.shared_intermediate),
-          u(params_.shared.gemm1_rows),
-          h_slots(params_.order, std::numeric_limits<std::uint64_t>::max())};
-}
-
-// All ranks share the memory of the same layer, or none does, and it has yet to be allocated.
-void Engine::share(const Engine* other) {
-  static std::atomic<std::uint64_t> count{0};
-  const std::vector<std::uint64_t> ids =
-      gather(world_.fabric(), other != nullptr ? other->memory_->id << 1 | 1 : ++count << 1);
-  for (std::size_t r = 1; r < ids.size(); ++r) {
-    if ((ids[0] & 1) == (ids[r] & 1) && (ids[0] == ids[r] || (ids[0] & 1) == 0)) continue;
-    throw Error(ErrorCode::kSpecMismatch,
-                fmt::format("rank 0 and rank {} do not share the memory of the same layer; give "
-                            "share_memory_with the same layer on all ranks, or on none",
-                            r));
-  }
-  attempt_together(world_.fabric(), [&] {
-    if (other == nullptr) return;
-    if (&other->world_.fabric() != &world_.fabric()) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  "share_memory_with is a layer of another world; make both with the same one");
-    }
-    if (other->memory_shape() != memory_shape()) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  "share_memory_with is a layer of other sizes, types or options; share with one "
-                  "that is like this one, or leave it null");
-    }
-  });
-  memory_ =
-      other != nullptr ? other->memory_ : std::make_shared<Memory>(Memory{ids[0] >> 1, {}, {}});
-}
-
-void Engine::lay_out_heap() {
-  const auto tokens = static_cast<std::size_t>(options_.max_tokens);
-  // Small passes may have several cells for a slot.
-  const std::size_t cell_tokens =
-      distributed()
-          ? tokens
-          : std::max(tokens, std::min(tokens, static_cast<std::size_t>(policy().small_tokens))
-                                 << kMaxLog2Splits);
-  protocol::Heap::Shape shape;
-  shape.num_ranks = world_.size();
-  shape.num_experts = num_places();
-  shape.hidden = spec_.hidden;
-  shape.max_tokens = options_.max_tokens;
-  shape.element_bytes = policy().numerics.token_bytes();
-  shape.scaled = policy().numerics.scaled();
-  shape.weighs_input = spec_.weight_on_input;
-  shape.max_tiles = most_tiles(num_places(), world_.size(), spec_.top_k);
-  shape.cell_bytes = cell_tokens * static_cast<std::size_t>(params_.cells_per_token) *
-                     static_cast<std::size_t>(spec_.hidden) * 2;
-  params_.heap = protocol::Heap(shape);
-  const bool shares = memory_->heap.bytes() != 0;
-  if (!shares) memory_->heap = SymmetricMemory(world_.fabric(), params_.heap.bytes());
-  const SymmetricMemory& heap = memory_->heap;
-  params_.heaps.experts = {num_places(), world_.size()};
-  params_.heaps.rank = world_.rank();
-  for (int r = 0; r < world_.size(); ++r) params_.heaps.base[r] = heap.base(r);
-  std::byte* const mine = heap.base(world_.rank());
-  params_.mine = mine;
-  params_.cells = reinterpret_cast<std::uint16_t*>(params_.heap.cells(mine));
-  if (shares) return;
-  // NaN in all that is not a flag, so that no pass can get away with reading what nobody wrote.
-  const std::size_t flags = params_.heap.flag_bytes();
-  SWITCHYARD_CUDA(cudaMemset(mine, 0, flags));
-  SWITCHYARD_CUDA(cudaMemset(mine + flags, 0xff, params_.heap.bytes() - flags));
-}
-
-// Of tokens of so many ranks with so many slots each, over so many experts.
-std::uint32_t Engine::most_tiles(int experts, int ranks, int slots_per_token) const {
-  const std::int64_t rows = std::int64_t{options_.max_tokens} * ranks * slots_per_token;
-  return static_cast<std::uint32_t>(experts + rows / policy().tile.max_height());
-}
-
-void Engine::lay_out_workspace() {
-  const auto tokens = static_cast<std::size_t>(options_.max_tokens);
-  const auto experts = static_cast<std::size_t>(num_places());
-  const std::size_t slots = tokens * static_cast<std::size_t>(spec_.top_k);
-  const auto height = static_cast<std::size_t>(policy().tile.max_height());
-  const bool has_shared = spec_.shared_intermediate > 0;
-  const std::size_t tiles = most_tiles(std::max(1, params_.local_experts), world_.size(),
-                                       std::min(spec_.top_k, params_.local_experts)) +
-                            (has_shared ? protocol::ceil_div(tokens, height) : 0);
-  params_.max_tiles = static_cast<std::uint32_t>(tiles);
-  params_.h_slots = static_cast<std::uint32_t>(h_slots(params_.order, tiles));
-  params_.h_stride = static_cast<std::uint32_t>(
-      std::max(params_.routed.intermediate, params_.shared.intermediate));
-
-  // Logits of kNominalBlocks slices of tiles at most, or of one slice; see route/gate.cuh.
-  const std::size_t logits_columns = static_cast<std::size_t>(params_.gate_columns);
-  const std::size_t logits_tokens = std::max(
-      tokens,
-      std::min<std::size_t>(tokens * kMaxGateSlices, std::size_t{kNominalBlocks} * kGateBoxRows));
-  const auto groups = [&](std::int64_t columns) {
-    return policy().numerics.scaled()
-               ? static_cast<std::uint32_t>(protocol::ceil_div<std::int64_t>(columns, kQuantGroup))
-               : 0;
-  };
-  params_.x_groups = groups(spec_.hidden);
-  params_.h_groups = groups(params_.h_stride);
-  params_.group_words =
-      distributed() ? 0 : protocol::ceil_div(params_.h_groups, PassWords::kGroupsOfWord);
-  const std::size_t words = PassWords::count(static_cast<std::uint32_t>(experts), params_.max_tiles,
-                                             params_.group_words) *
-                            4;
-  Arena arena;
-  // First what must be zero when the first pass begins.
-  const std::size_t epoch = arena.place(sizeof(std::uint64_t));
-  const std::size_t readers = arena.place(sizeof(std::uint32_t));
-  const std::size_t even = arena.place(words), odd = arena.place(words);
-  const std::size_t stats = arena.place((experts + 1) * 4);
-  const std::size_t zeroed = arena.size();
-  const std::size_t logits = arena.place(logits_tokens * logits_columns * sizeof(float));
-  const std::size_t ids = arena.place(slots * 4);
-  const std::size_t weights =
-      arena.place(tokens * static_cast<std::size_t>(params_.cells_per_token) * 4);
-  const std::size_t positions = arena.place(slots * 4);
-  const std::size_t lists = arena.place(experts * tokens * 4);
-  const std::size_t converted = arena.place(tokens * static_cast<std::size_t>(spec_.hidden) * 2);
-  // Rows that are packed together wait together: none for another's tile to leave its slot.
-  params_.packed_slots = static_cast<std::uint32_t>(
-      std::max<std::size_t>(params_.h_slots, std::min<std::size_t>(tiles, kPackedTogether)));
-  const auto element = static_cast<std::size_t>(policy().numerics.token_bytes());
-  const std::size_t packed =
-      arena.place(params_.packed_slots * height * static_cast<std::size_t>(spec_.hidden) * element);
-  const std::size_t h = arena.place(params_.h_slots * height * params_.h_stride * element);
-  const std::size_t packed_scales =
-      arena.place(params_.packed_slots * params_.x_groups * height * sizeof(float));
-  const std::size_t h_scales =
-      arena.place(params_.h_slots * params_.h_groups * height * sizeof(float));
-  const std::size_t quantized =
-      arena.place(policy().numerics.scaled() ? tokens * static_cast<std::size_t>(spec_.hidden) : 0);
-  const std::size_t quantized_scales = arena.place(tokens * params_.x_groups * sizeof(float));
-  DeviceBuffer& workspace = memory_->workspace;
-  if (workspace.bytes() == 0) {  // not shared
-    workspace = DeviceBuffer(arena.size());
-    SWITCHYARD_CUDA(cudaMemset(workspace.data(), 0, zeroed));
-    // NaN everywhere else, so that no pass can get away with reading what it did not write.
-    SWITCHYARD_CUDA(cudaMemset(workspace.data() + zeroed, 0xff, arena.size() - zeroed));
-    SWITCHYARD_CUDA(cudaDeviceSynchronize());
-  }
-
-  const auto at = [&]<typename T>(std::size_t offset, T*& pointer) {
-    pointer = reinterpret_cast<T*>(workspace.data() + offset);
-  };
-  at(epoch, params_.epoch_word);
-  at(readers, params_.readers);
-  at(even, params_.pass_words[0].words);
-  at(odd, params_.pass_words[1].words);
-  at(stats, params_.stats);
-  at(logits, params_.partial_logits);
-  at(ids, params_.ids);
-  at(weights, params_.weights);
-  at(positions, params_.positions);
-  at(lists, params_.lists);
-  at(converted, params_.converted);
-  at(packed, params_.packed);
-  at(packed_scales, params_.packed_scales);
-  at(h, params_.h);
-  at(h_scales, params_.h_scales);
-  at(quantized, params_.quantized);
-  at(quantized_scales, params_.quantized_scales);
-  params_.failures = failures_->on_device();
-  const auto rows_of = [&](std::uint32_t n) {
-    return std::int64_t{n} * policy().tile.max_height();
-  };
-  params_.x_maps = token_maps(params_.packed, policy().numerics.token_bytes(),
-                              rows_of(params_.packed_slots), spec_.hidden, spec_.hidden);
-  for (FfnParams* ffn : {&params_.routed, &params_.shared}) {
-    if (ffn->intermediate == 0) continue;
-    ffn->h_maps = token_maps(params_.h, policy().numerics.token_bytes(), rows_of(params_.h_slots),
-                             ffn->intermediate, params_.h_stride);
-  }
+// Again when the memory is at other addresses.
+void Engine::describe_memory() {
+  layout_->describe(*memory_, params_);
+  described_ = memory_->version();
 }
 
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
@@ -651,6 +422,8 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output,
              policy().numerics.token);
   check();
+  require_restored(*memory_);
+  if (described_ != memory_->version()) describe_memory();
   const MatrixView& x = input.activations;
   CallParams call{};
   call.x = x.data;
@@ -775,6 +548,7 @@ void Engine::check() {
 }
 
 const ForwardStats& Engine::stats() {
+  require_restored(*memory_);
   const DeviceScope scope(device_);
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
   check();
@@ -797,8 +571,8 @@ const ForwardStats& Engine::stats() {
   stats_.nan_tokens = counters[kNanTokens];
   stats_.bad_slots = counters[kBadSlots];
   if (distributed()) count_traffic(counters.data());
-  stats_.heap_bytes_reserved = memory_->heap.bytes();
-  stats_.workspace_bytes_used = memory_->workspace.bytes();
+  stats_.heap_bytes_reserved = memory_->heap().bytes();
+  stats_.workspace_bytes_used = memory_->private_bytes();
   return stats_;
 }
 
@@ -831,14 +605,11 @@ void Engine::count_traffic(const std::uint32_t* counters) {
 
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
                                          const MoeWeights& weights, const LayerOptions& options,
-                                         const LayerEngine* sharing) {
+                                         std::shared_ptr<switchyard::PassMemory> memory) {
   const HostRange range{"make layer"};
-  const auto* const other = dynamic_cast<const Engine*>(sharing);
-  if (sharing != nullptr && other == nullptr) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "share_memory_with is a layer of the cpu backend; share with one of the GPU's");
-  }
-  return std::make_unique<Engine>(world, spec, weights, options, other);
+  // MoeLayer has seen that it is of this backend.
+  return std::make_unique<Engine>(world, spec, weights, options,
+                                  std::static_pointer_cast<PassMemory>(std::move(memory)));
 }
 
 }  // namespace switchyard::gpu

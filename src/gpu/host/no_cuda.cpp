@@ -4,6 +4,7 @@
 #include "gpu/device.h"
 #include "gpu/peer_link.h"
 #include "layer/engine.h"
+#include "layer/pass_memory.h"
 #include "switchyard/error.h"
 
 namespace switchyard::gpu {
@@ -56,7 +57,11 @@ PeerLink peer_link(int, int) { unsupported(); }
 double peer_write_rate(int, int) { unsupported(); }
 
 std::unique_ptr<LayerEngine> make_engine(const World&, const LayerSpec&, const MoeWeights&,
-                                         const LayerOptions&, const LayerEngine*) {
+                                         const LayerOptions&, std::shared_ptr<PassMemory>) {
+  unsupported();
+}
+std::shared_ptr<PassMemory> make_memory(const World&, std::span<const LayerSpec>,
+                                        const WorkspaceOptions&, std::uint64_t) {
   unsupported();
 }
 

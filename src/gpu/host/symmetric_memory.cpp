@@ -80,8 +80,8 @@ std::size_t granularity(int device) {
   return bytes;
 }
 
-// Physical memory, made here or imported, mapped into this process's address space. It lives as
-// long as its last mapping in any process.
+// An address range of this process, and while it is mapped physical memory, made here or imported.
+// That lives as long as its last mapping in any process.
 class MappedPart final : public SymmetricMemory::Part {
  public:
   MappedPart(CUmemGenericAllocationHandle handle, std::size_t bytes) : bytes_(bytes) {
@@ -90,29 +90,42 @@ class MappedPart final : public SymmetricMemory::Part {
                  bytes);
     data = reinterpret_cast<std::byte*>(address);
     try {
-      check_driver(driver().cuMemMap(address, bytes, 0, handle, 0), "cuMemMap", bytes);
-      mapped_ = true;
-      CUmemAccessDesc access{};
-      access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-      access.location.id = current_device();
-      access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-      check_driver(driver().cuMemSetAccess(address, bytes, &access, 1), "cuMemSetAccess", bytes);
+      map(handle);
     } catch (...) {
-      release();
+      (void)driver().cuMemAddressFree(address, bytes_);
       throw;
     }
   }
-  ~MappedPart() override { release(); }
+  ~MappedPart() override {
+    // A destructor can do nothing about failures of these calls.
+    unmap();
+    (void)driver().cuMemAddressFree(address(), bytes_);
+  }
   MappedPart(const MappedPart&) = delete;
   MappedPart& operator=(const MappedPart&) = delete;
 
- private:
-  void release() {
-    const auto address = reinterpret_cast<CUdeviceptr>(data);
-    // A destructor can do nothing about failures of these calls.
-    if (mapped_) (void)driver().cuMemUnmap(address, bytes_);
-    (void)driver().cuMemAddressFree(address, bytes_);
+  void map(CUmemGenericAllocationHandle handle) {
+    check_driver(driver().cuMemMap(address(), bytes_, 0, handle, 0), "cuMemMap", bytes_);
+    mapped_ = true;
+    CUmemAccessDesc access{};
+    access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    access.location.id = current_device();
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    try {
+      check_driver(driver().cuMemSetAccess(address(), bytes_, &access, 1), "cuMemSetAccess",
+                   bytes_);
+    } catch (...) {
+      unmap();
+      throw;
+    }
   }
+  void unmap() {
+    if (mapped_) (void)driver().cuMemUnmap(address(), bytes_);
+    mapped_ = false;
+  }
+
+ private:
+  CUdeviceptr address() const { return reinterpret_cast<CUdeviceptr>(data); }
 
   std::size_t bytes_;
   bool mapped_ = false;
@@ -142,14 +155,53 @@ class PhysicalMemory {
                  "cuMemExportToShareableHandle", 0);
     return UniqueFd(descriptor);
   }
-  std::shared_ptr<SymmetricMemory::Part> map(std::size_t bytes) const {
-    return std::make_shared<MappedPart>(handle_, bytes);
+  // Into a range of its own, or into that of a part that was unmapped.
+  void map(std::shared_ptr<SymmetricMemory::Part>& part, std::size_t bytes) const {
+    if (part == nullptr) {
+      part = std::make_shared<MappedPart>(handle_, bytes);
+    } else {
+      static_cast<MappedPart&>(*part).map(handle_);
+    }
   }
 
  private:
   CUmemGenericAllocationHandle handle_ = 0;
 };
 
+// Of the caller's allocator, at a multiple of what layouts are aligned to.
+struct AllocatedPart final : SymmetricMemory::Part {
+  static constexpr std::size_t kAlignment = 1024;
+
+  AllocatedPart(std::size_t size, const DeviceAllocator& from) : allocator(from), bytes(size) {
+    allocate();
+  }
+  ~AllocatedPart() override { free(); }
+  AllocatedPart(const AllocatedPart&) = delete;
+  AllocatedPart& operator=(const AllocatedPart&) = delete;
+
+  void allocate() {
+    memory = allocator.allocate(bytes + kAlignment);
+    if (memory == nullptr) {
+      throw Error(
+          ErrorCode::kCapacityExceeded,
+          fmt::format("the workspace's allocator has no {} bytes; make a smaller workspace, "
+                      "or free some memory",
+                      bytes + kAlignment));
+    }
+    const auto address = reinterpret_cast<std::uintptr_t>(memory);
+    data = static_cast<std::byte*>(memory) +
+           (protocol::round_up<std::uintptr_t>(address, kAlignment) - address);
+  }
+  void free() {
+    if (memory != nullptr) allocator.free(memory);
+    memory = nullptr;
+    data = nullptr;
+  }
+
+  DeviceAllocator allocator;
+  std::size_t bytes;
+  void* memory = nullptr;
+};
 struct OwnedPart final : SymmetricMemory::Part {
   explicit OwnedPart(std::size_t bytes) : memory(bytes) { data = memory.data(); }
   DeviceBuffer memory;
@@ -206,19 +258,7 @@ SymmetricMemory::SymmetricMemory(Fabric& fabric, std::size_t bytes, Sharing shar
   attempt_together(fabric, [&] { require_reach(everybody, fabric.rank()); });
 
   if (sharing == Sharing::kFileDescriptors) {
-    UniqueFd file;
-    attempt_together(fabric, [&] {
-      bytes_ = protocol::round_up(bytes, granularity(current_device()));
-      const PhysicalMemory memory(bytes_);
-      parts_[me] = memory.map(bytes_);
-      file = memory.to_file();
-    });
-    const std::vector<UniqueFd> files = fabric.exchange_fds(file.get());
-    attempt_together(fabric, [&] {
-      for (std::size_t r = 0; r < parts_.size(); ++r) {
-        if (r != me) parts_[r] = PhysicalMemory(files[r]).map(bytes_);
-      }
-    });
+    map(fabric);
     return;
   }
 
@@ -252,6 +292,62 @@ SymmetricMemory::SymmetricMemory(Fabric& fabric, std::size_t bytes, Sharing shar
       }
     }
   });
+}
+
+// Makes physical memory and maps that of all ranks, where it was mapped before, if it was.
+void SymmetricMemory::map(Fabric& fabric) {
+  const auto me = static_cast<std::size_t>(fabric.rank());
+  UniqueFd file;
+  attempt_together(fabric, [&] {
+    bytes_ = protocol::round_up(bytes_, granularity(current_device()));
+    const PhysicalMemory memory(bytes_);
+    memory.map(parts_[me], bytes_);
+    if (parts_.size() > 1) file = memory.to_file();
+  });
+  if (parts_.size() == 1) return;
+  const std::vector<UniqueFd> files = fabric.exchange_fds(file.get());
+  attempt_together(fabric, [&] {
+    for (std::size_t r = 0; r < parts_.size(); ++r) {
+      if (r != me) PhysicalMemory(files[r]).map(parts_[r], bytes_);
+    }
+  });
+}
+
+SymmetricMemory SymmetricMemory::releasable(Fabric& fabric, std::size_t bytes,
+                                            const DeviceAllocator& allocator) {
+  if (fabric.size() > 1) return {fabric, bytes};
+  SymmetricMemory memory;
+  memory.parts_.resize(1);
+  memory.bytes_ = bytes;
+  if (allocator) {
+    memory.parts_[0] = std::make_shared<AllocatedPart>(bytes, allocator);
+  } else {
+    memory.map(fabric);
+  }
+  return memory;
+}
+
+void SymmetricMemory::release() {
+  for (const std::shared_ptr<Part>& part : parts_) {
+    if (auto* const allocated = dynamic_cast<AllocatedPart*>(part.get())) {
+      allocated->free();
+    } else {
+      static_cast<MappedPart&>(*part).unmap();
+    }
+  }
+}
+
+void SymmetricMemory::restore(Fabric& fabric) {
+  try {
+    if (auto* const allocated = dynamic_cast<AllocatedPart*>(parts_[0].get())) {
+      attempt_together(fabric, [&] { allocated->allocate(); });
+    } else {
+      map(fabric);
+    }
+  } catch (...) {
+    release();
+    throw;
+  }
 }
 
 }  // namespace switchyard::gpu

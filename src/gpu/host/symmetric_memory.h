@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fabric/fabric.h"
+#include "switchyard/workspace.h"
 
 namespace switchyard::gpu {
 
@@ -34,8 +35,21 @@ class SymmetricMemory {
   // {kCapacityExceeded} if memory is short.
   SymmetricMemory(Fabric& fabric, std::size_t bytes, Sharing sharing = Sharing::kFileDescriptors);
 
+  // The same, but the pages can be given back. Collective, too. In a world of one rank they come
+  // from `allocator`, if there is one.
+  static SymmetricMemory releasable(Fabric& fabric, std::size_t bytes,
+                                    const DeviceAllocator& allocator);
+
+  // Null between release() and restore() if the allocator has it.
   std::byte* base(int rank) const { return part(rank)->data; }
   std::size_t bytes() const { return bytes_; }
+
+  // Only of releasable memory. Gives back this rank's pages and lets go of the others', whose ranks
+  // have to do the same. Does nothing if that was done.
+  void release();
+  // Collective. Contents are undefined. At the same addresses, unless the allocator chooses others.
+  // Throws as the constructor does, and is released then.
+  void restore(Fabric& fabric);
 
   // One rank's memory as this rank maps it.
   struct Part {
@@ -45,6 +59,7 @@ class SymmetricMemory {
 
  private:
   Part* part(int rank) const { return parts_[static_cast<std::size_t>(rank)].get(); }
+  void map(Fabric& fabric);
 
   std::vector<std::shared_ptr<Part>> parts_;
   std::size_t bytes_ = 0;

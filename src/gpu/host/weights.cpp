@@ -242,11 +242,14 @@ FfnParams DeviceFfn::params() const {
   return params;
 }
 
+int gate_columns(const LayerSpec& spec) {
+  return protocol::round_up(spec.num_experts + (spec.shared_sigmoid_gate ? 1 : 0), kGateMultiple);
+}
+
 DeviceGate::DeviceGate(const LayerSpec& spec, const MoeWeights& weights)
     : has_router_(!weights.router.empty()), shared_sigmoid_(spec.shared_sigmoid_gate) {
-  constexpr int kMultiple = 32;  // the kernel's unit: see route/gate.cuh
-  columns_ = protocol::round_up(spec.num_experts + (shared_sigmoid_ ? 1 : 0), kMultiple);
-  stride_ = protocol::round_up(spec.hidden, kMultiple);
+  columns_ = gate_columns(spec);
+  stride_ = protocol::round_up(spec.hidden, kGateMultiple);
   const auto columns = static_cast<std::size_t>(columns_),
              stride = static_cast<std::size_t>(stride_);
   // A sum of bf16 numbers; see RouterParams::router.

@@ -35,6 +35,12 @@ class DeviceFfn {
   WeightLayout layout_;
 };
 
+// Rows and columns of the router's matrix are padded to multiples of the kernel's unit: see
+// route/gate.cuh.
+inline constexpr int kGateMultiple = 32;
+// The columns of the gate's product: of the experts, and of a sigmoid-gated shared one.
+int gate_columns(const LayerSpec& spec);
+
 // The gate's weights: see LayerParams::router.
 class DeviceGate {
  public:

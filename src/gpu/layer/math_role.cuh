@@ -71,8 +71,7 @@ class LayerSink {
 template <typename P>
 __device__ __forceinline__ void clear_next_words(const Pass<P>& pass) {
   const PassWords next = pass.layer.pass_words[~pass.waiter().epoch & 1];
-  const std::uint32_t count =
-      PassWords::count(pass.layer.num_experts, pass.layer.max_tiles, pass.layer.group_words);
+  const std::uint32_t count = pass.layer.num_pass_words;
   for (std::uint32_t i = blockIdx.x * kMathThreads + threadIdx.x - kWarpgroup; i < count;
        i += gridDim.x * kMathThreads) {
     next.words[i] = 0;

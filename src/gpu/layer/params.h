@@ -33,6 +33,7 @@ struct LayerParams : ExpertParams,
   std::uint64_t* epoch_word;  // the number of the next pass, from 0
   std::uint32_t* readers;     // counts the blocks of this pass that have read its epoch
   PassWords pass_words[2];
+  std::uint32_t num_pass_words;  // of all layers that use them
   std::uint32_t* stats;  // [E] rows per expert of the last pass, of all ranks; then its tokens
 };
 

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "protocol/task.h"
+
 namespace switchyard::gpu {
 
 using protocol::TaskKind;

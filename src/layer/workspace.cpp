@@ -1,0 +1,103 @@
+// Workspace: slots of memory, each made by an engine.
+#include "switchyard/workspace.h"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "fabric/collective.h"
+#include "fabric/fabric.h"
+#include "layer/pass_memory.h"
+#include "switchyard/error.h"
+
+namespace switchyard {
+namespace {
+
+constexpr int kMostSlots = 16;
+
+[[noreturn]] void refuse(const std::string& message) {
+  throw Error(ErrorCode::kInvalidArgument, message);
+}
+
+void check_options(std::span<const LayerSpec> specs, const WorkspaceOptions& options) {
+  if (specs.empty()) refuse("a workspace for no layers; give the spec of the largest");
+  for (const LayerSpec& spec : specs) validate(spec);
+  if (options.max_tokens < 1) {
+    refuse(fmt::format("max_tokens is {}; declare at least 1", options.max_tokens));
+  }
+  if (options.slots < 1 || options.slots > kMostSlots) {
+    refuse(fmt::format("slots is {}; use 1 to {}", options.slots, kMostSlots));
+  }
+  if (options.compute != DType::kBF16 && options.compute != DType::kF32 &&
+      options.compute != DType::kF8E4M3) {
+    refuse(fmt::format("compute type {}; use bf16, f32 or f8_e4m3", to_string(options.compute)));
+  }
+  if (options.num_threads < 0 || options.reserved_sms < 0 || options.device < -1) {
+    refuse(
+        fmt::format("num_threads {}, reserved_sms {}, device {}; none may be negative but "
+                    "device, which is -1 for the current one",
+                    options.num_threads, options.reserved_sms, options.device));
+  }
+  const bool cpu = options.backend == Backend::kCpu;
+  if (cpu && (options.device != -1 || options.reserved_sms != 0)) {
+    refuse("device or reserved_sms is set, but the backend is cpu; use Backend::kCuda");
+  }
+  if (cpu && options.allocator) {
+    refuse(
+        "an allocator is given, but the backend is cpu, which commits memory as it is used; use "
+        "Backend::kCuda, or leave it empty");
+  }
+  if (!cpu && options.num_threads != 0) {
+    refuse(fmt::format("num_threads is {}, but the backend is cuda, which has none; leave it at 0",
+                       options.num_threads));
+  }
+  if ((options.allocator.allocate == nullptr) != (options.allocator.free == nullptr)) {
+    refuse("an allocator with one function of two; give allocate and free, or neither");
+  }
+}
+
+}  // namespace
+
+Workspace::Workspace(const World& world, std::span<const LayerSpec> specs,
+                     const WorkspaceOptions& options)
+    : state_(std::make_shared<State>()) {
+  attempt_together(world.fabric(), [&] { check_options(specs, options); });
+  state_->options = options;
+  for (int i = 0; i < options.slots; ++i) {
+    const std::uint64_t id = agree_on_memory(world.fabric(), nullptr);
+    state_->slots.push_back(options.backend == Backend::kCpu
+                                ? cpu::make_memory(world, specs, options, id)
+                                : gpu::make_memory(world, specs, options, id));
+  }
+}
+Workspace::Workspace(const World& world, const LayerSpec& largest, const WorkspaceOptions& options)
+    : Workspace(world, std::span(&largest, 1), options) {}
+Workspace::~Workspace() = default;
+Workspace::Workspace(const Workspace&) = default;
+Workspace& Workspace::operator=(const Workspace&) = default;
+Workspace::Workspace(Workspace&&) noexcept = default;
+Workspace& Workspace::operator=(Workspace&&) noexcept = default;
+
+std::uint64_t Workspace::bytes() const {
+  return std::accumulate(state_->slots.begin(), state_->slots.end(), std::uint64_t{0},
+                         [](std::uint64_t sum, const auto& slot) { return sum + slot->bytes(); });
+}
+int Workspace::slots() const { return static_cast<int>(state_->slots.size()); }
+Backend Workspace::backend() const { return state_->options.backend; }
+bool Workspace::released() const {
+  return std::ranges::any_of(state_->slots, [](const auto& slot) { return slot->released(); });
+}
+
+void Workspace::release() {
+  attempt_together(state_->slots.front()->world().fabric(), [&] {
+    for (const auto& slot : state_->slots) slot->end_passes();
+  });
+  for (const auto& slot : state_->slots) slot->release();
+}
+
+void Workspace::restore() {
+  for (const auto& slot : state_->slots) slot->restore();
+}
+
+}  // namespace switchyard
