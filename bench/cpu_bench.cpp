@@ -1,5 +1,5 @@
-// The CPU engine at OLMoE geometry in bf16, beside what bounds it on the same cores in the same
-// run: the library's own rate on the same tiles, and the rate at which memory is read.
+// Times the CPU engine at OLMoE geometry in bf16. The same run measures what bounds it on the same
+// cores: the library's own rate on the same tiles, and the rate at which memory is read.
 //
 //   cpu_bench --benchmark_format=json
 #include <benchmark/benchmark.h>
@@ -117,7 +117,7 @@ void time_layer(benchmark::State& state, bool trace) {
     return std::chrono::duration<double>(Clock::now() - start).count();
   };
   pass();  // makes kernels, touches pages
-  // Of all threads: what others make of a shared machine is less of it than of the time.
+  // The CPU time of all threads. On a shared machine, other programs change it less than wall time.
   const std::clock_t cpu_start = std::clock();
   for (auto _ : state) state.SetIterationTime(pass());
   const double cpu_seconds = static_cast<double>(std::clock() - cpu_start) / CLOCKS_PER_SEC;
@@ -137,8 +137,8 @@ void time_layer(benchmark::State& state, bool trace) {
 void layer(benchmark::State& state) { time_layer(state, false); }
 void traced_layer(benchmark::State& state) { time_layer(state, true); }
 
-// The library's rate on the tiles of a layer pass: the same products in the same order, nothing
-// else.
+// Measures the library's rate on the tiles of a layer pass: the same products in the same order,
+// and nothing else.
 void library_tiles(benchmark::State& state) {
   const LayerSpec spec = olmoe();
   const MoeWeights& weights = olmoe_weights();
@@ -190,7 +190,7 @@ void library_tiles(benchmark::State& state) {
                          benchmark::Counter::kIs1000);
 }
 
-// Reading the whole of the expert weights once, all threads together.
+// Reads all expert weights once, with all threads together.
 void memory_read(benchmark::State& state) {
   const MoeWeights& weights = olmoe_weights();
   const LayerSpec spec = olmoe();
@@ -215,7 +215,7 @@ void memory_read(benchmark::State& state) {
                          benchmark::Counter::kIs1000);
 }
 
-// What recording adds to a task: three looks at the clock and an event written.
+// Measures what recording adds to a task: it reads the clock three times and writes an event.
 void record_event(benchmark::State& state) {
   constexpr std::size_t kEvents = 4096;
   cpu::ThreadTrace trace(0, kEvents);

@@ -1,7 +1,7 @@
-// The libraries that could multiply the CPU engine's tiles, on the same tiles and cores: oneDNN,
-// libxsmm and OpenBLAS. Each is called the way it likes best; packing of the token side, where a
-// library wants it, is not timed. Weights are rotated through 256 MiB. docs/decisions records the
-// outcome.
+// Compares libraries that could multiply the CPU engine's tiles: oneDNN, libxsmm and OpenBLAS, on
+// the same tiles and cores. Each is called in the form that suits it best. Where a library wants
+// the tokens packed, packing is not timed. Weights are rotated through 256 MiB. docs/decisions
+// records the outcome.
 //
 //   gemm_libraries --benchmark_format=json
 #include <benchmark/benchmark.h>
@@ -50,8 +50,8 @@ const Operands& operands() {
   return all;
 }
 
-// Every hardware thread calls multiply(weight index) on weights of its own; `make` returns a
-// multiply for one thread. Reports the rate over all threads.
+// Every hardware thread calls multiply(weight index) on weights of its own. `make` returns the
+// function `multiply` of one thread. The result is the rate over all threads.
 template <typename Make>
 void measure(benchmark::State& state, Tile tile, std::size_t element_bytes, Make&& make) {
   const auto threads = std::max(1u, std::thread::hardware_concurrency());

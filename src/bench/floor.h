@@ -14,9 +14,9 @@ struct FloorChoice {
   std::string why_not;                     // if there are no facts: the reason, and the remedy
 };
 
-// Chooses the facts for `ranks` ranks on a machine with `num_gpus` of `gpu`, as CUDA names it.
-// `given`: facts that replace this build's facts for this run. Throws Error{kInvalidArgument} if
-// they are of another model.
+// Chooses the facts for `ranks` ranks on a machine that has `num_gpus` GPUs. `gpu` is their model,
+// as CUDA names it. `given` replaces this build's own facts for this run. Throws
+// Error{kInvalidArgument} if `given` is of another model.
 FloorChoice choose_floor(const std::string& gpu, int num_gpus, int ranks, DType compute,
                          std::optional<machine::GpuFacts> given);
 

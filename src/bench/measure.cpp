@@ -26,32 +26,32 @@ using run::RunResult;
 using run::Share;
 using run::Source;
 
-// Where a layer runs: its memory, and how its passes are timed there. Batches and results are those
-// of all ranks, in their order.
+// The place where a layer runs. It holds the layer's memory and times its passes. Batches and
+// results cover all ranks, in the order of the ranks.
 class LayerBench::Place {
  public:
   struct Stats {
     std::vector<std::int64_t> tokens_per_expert;  // over all ranks
-    std::uint64_t most_sent = 0;  // bytes that one rank wrote to others, the largest of the ranks'
+    std::uint64_t most_sent = 0;  // bytes to other ranks, of the rank that wrote most
   };
 
   virtual ~Place() = default;
-  // Moves a batch there. Empty spans: the gate routes.
+  // Sets the batch of the passes that follow. If `ids` and `weights` are empty, the gate routes.
   virtual void set_input(const MatrixView& activations, const std::vector<std::int32_t>& ids,
                          const std::vector<float>& weights) = 0;
   virtual void poison_output() = 0;
-  // One pass that also tells its routing.
+  // Runs one pass that also writes its routing.
   virtual void run_once() = 0;
-  // Of the passes timed from now on.
+  // Sets the rotation of the passes that are timed from now on.
   virtual void set_rotation(const Rotation& rotation) = 0;
-  // `repeat` times, in microseconds per pass.
+  // These time `repeat` repetitions and return the microseconds per pass of each.
   virtual std::vector<double> time(int repeat) = 0;
   virtual std::vector<double> time_graph(int repeat) = 0;
   virtual bool has_graphs() const = 0;
   virtual int graph_nodes() const = 0;
-  // Throws what was found wrong with the passes.
+  // Throws the error of a pass that failed.
   virtual Stats stats() = 0;
-  // Output and routing of the last passes.
+  // Returns the output of the last pass, and the routing of the last run_once().
   virtual RunResult download() = 0;
 };
 
@@ -60,13 +60,13 @@ namespace {
 constexpr std::uint8_t kPoison = 0xff;  // NaN in every floating type
 constexpr int kWarmUps = 3;
 constexpr int kPilotRepeats = 5;
-// Of few ranks, one of more. The fp64 reference takes its time, and a token's output does not
-// depend on the others.
+// The number of tokens to verify, or one per rank if there are more ranks than that. The fp64
+// reference is slow. A few tokens suffice, because a token's output does not depend on the others.
 constexpr std::int64_t kVerifiedTokens = 4;
 
-// Most launches that a rank enqueues before its device is waited for. A full queue makes the host
-// wait inside the launch, where it may keep another rank's host from the launch that would empty
-// it; 1024 fill one.
+// The most launches that a rank enqueues before it waits for its device. 1024 launches fill a
+// queue. A full queue makes the host wait inside the launch call. There it may keep another rank's
+// host from the very launch that would empty the queue.
 constexpr std::size_t kLaunchesInFlight = 256;
 
 LayerOptions layer_options(DType compute, std::int64_t max_tokens) {
@@ -203,7 +203,7 @@ class GpuRank {
     output.topk_ids = {reinterpret_cast<std::int32_t*>(ids_.data()), slots};
     output.topk_weights = {reinterpret_cast<float*>(weights_.data()), slots};
     layers_.front()->forward(input_, output);
-    world_.barrier();  // see time_passes()
+    world_.barrier();  // no rank waits for its device before all have launched: see time_passes()
     stream_.synchronize();
   }
   void set_rotation(const Rotation& rotation) {
@@ -258,13 +258,14 @@ class GpuRank {
     }
   }
 
-  // Everything is enqueued before anything is waited for. The flush takes the device longer than
-  // the host needs for the launch behind it, so that the launch is there when the flush ends.
+  // Enqueues a whole row of repetitions before it waits for the device. The flush keeps the device
+  // busy for longer than the host needs to launch what follows. So the launch is already queued
+  // when the flush ends, and the host's time is not measured.
   //
-  // With several ranks that holds for all of them: a kernel waits for those that other ranks
-  // launch, so between the barriers no rank waits for its device. What is timed begins when all
-  // devices have ended passes that are not: a pass ends everywhere at about the same time, however
-  // far apart the hosts were when they launched it.
+  // With several ranks, a kernel waits for kernels that other ranks launch. So no rank waits for
+  // its device between the barriers: it could be waiting for a launch that comes after its own.
+  // Every row begins with passes that are not timed. A pass ends on all devices at about the same
+  // time, however far apart the hosts launched it. So the timed passes begin together.
   std::vector<double> time_passes(int repeat, const std::function<void()>& passes) {
     std::vector<std::pair<gpu::Event, gpu::Event>> events(static_cast<std::size_t>(repeat));
     const auto launches = static_cast<std::size_t>(rotation_.passes);
@@ -302,7 +303,7 @@ class GpuRank {
   std::optional<gpu::Graph> graph_;
 };
 
-// Ranks as threads, each with its device: one, or several that share the layer's experts.
+// Runs each rank as a thread with its device. Several ranks share the layer's experts.
 class GpuPlace : public LayerBench::Place {
  public:
   GpuPlace(const Source& source, DType compute, std::int64_t max_tokens,
@@ -319,11 +320,11 @@ class GpuPlace : public LayerBench::Place {
     });
   }
   ~GpuPlace() override {
-    // All at once, as everything else about a layer of several ranks.
+    // All ranks are destroyed at the same time, as all their functions are called.
     try {
       on_all([this](GpuRank&, int r) { ranks_[static_cast<std::size_t>(r)].reset(); });
     } catch (...) {
-      // Nothing that is still to be measured depends on it.
+      // No later measurement depends on these ranks, and a destructor must not throw.
     }
   }
   GpuPlace(const GpuPlace&) = delete;
@@ -399,7 +400,7 @@ class GpuPlace : public LayerBench::Place {
     });
   }
 
-  // Of each repetition.
+  // Returns the slowest rank's time of each repetition.
   std::vector<double> slowest(int repeat,
                               const std::function<std::vector<double>(GpuRank&)>& time) {
     std::vector<double> times(static_cast<std::size_t>(repeat));
@@ -415,7 +416,8 @@ class GpuPlace : public LayerBench::Place {
   std::vector<std::unique_ptr<GpuRank>> ranks_;
 };
 
-// Weights of a pass that are read again only after eight times what the L2 cache holds.
+// Chooses so many copies that a pass's weights are read again only after eight times what the L2
+// cache holds, within the limits below.
 Rotation choose_rotation(std::uint64_t touched_bytes) {
   constexpr std::uint64_t kTimesCache = 8, kMostCopies = 16, kLeastPasses = 8;
   const std::uint64_t cache = gpu::device_info(gpu::current_device()).l2_bytes;
@@ -426,7 +428,7 @@ Rotation choose_rotation(std::uint64_t touched_bytes) {
   return {static_cast<int>(copies), static_cast<int>(passes)};
 }
 
-// Some tokens of a batch, evenly spread.
+// Some tokens of a batch, evenly spread, with their results.
 struct Sample {
   Batch batch;
   RunResult result;
@@ -544,7 +546,7 @@ Measured LayerBench::measure(const MatrixView& activations) {
       add_problem(measured, "its last output has other bits than its first");
     }
   }
-  place_->stats();  // throws what the device found wrong
+  place_->stats();  // throws if a timed pass failed
   if (options_.verify) {
     add_verification(
         measured, source_,
@@ -558,7 +560,8 @@ Measured LayerBench::measure(const MatrixView& activations) {
 DType activation_dtype(DType compute) { return compute == DType::kF8E4M3 ? DType::kBF16 : compute; }
 
 int default_repeats(Backend backend, double duration_us) {
-  // Enough short ones that a percentile means something, few long ones.
+  // Short measurements are repeated often, so that a percentile means something. Long ones are
+  // repeated only a few times.
   const bool gpu = backend == Backend::kCuda;
   const double budget_us = gpu ? 100e3 : 1e6;
   return static_cast<int>(

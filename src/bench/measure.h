@@ -14,16 +14,17 @@
 
 namespace switchyard::bench {
 
-// The order of passes that are timed. {1, 1}: each pass by itself.
+// How timed passes take turns on copies of the layer. {1, 1}: one copy, and each pass is timed by
+// itself.
 struct Rotation {
   int copies = 1;  // of the layer's weights
-  int passes = 1;  // between two looks at the clock
+  int passes = 1;  // timed together
 };
 
 struct MeasureOptions {
   Backend backend = Backend::kCpu;
   int ranks = 1;  // kCuda: threads of this process, dealt to the GPUs in turn
-  // kCuda: SMs left free; empty: the SMs of the other ranks on the GPU.
+  // kCuda: SMs to leave free. If empty, a rank leaves the other ranks on its GPU their share.
   std::optional<int> reserved_sms;
   bool uncooperative = false;  // kCuda
   bool traced = false;         // kCuda
@@ -36,12 +37,17 @@ struct MeasureOptions {
 };
 
 struct Measured {
-  // The microseconds of a pass, one number for each repetition. With kCuda it is the device's time
-  // for `passes` passes in a row, divided by their number; with several ranks, that of the slowest
-  // device. The passes take turns on copies of the layer. There are so many copies that weights
-  // have left the L2 cache when their turn comes again. With `cold` it is the time of one pass,
-  // from the stream being free of earlier work to the end of the pass; the flush before it is not
-  // timed. With kCpu it is wall time, with caches as the previous pass left them.
+  // The microseconds of a pass, one number for each repetition.
+  //
+  // With kCuda, the device's clock times `passes` passes in a row, and the time is divided by their
+  // number. With several ranks, the slowest device counts. The passes take turns on copies of the
+  // layer. There are so many copies that weights have left the L2 cache when their turn comes
+  // again.
+  //
+  // With `cold`, each pass is timed alone. Its time runs from the moment when the stream has done
+  // all earlier work to the end of the pass. The flush before it is not timed.
+  //
+  // With kCpu it is wall time, with caches as the previous pass left them.
   std::vector<double> graph_us, no_graph_us;
   Rotation rotation;
   std::vector<std::int64_t> tokens_per_expert;  // over all ranks
@@ -78,7 +84,7 @@ class LayerBench {
 // bf16 itself.
 DType activation_dtype(DType compute);
 
-// The number of repetitions of something that takes `duration_us`, if none was asked for.
+// Returns how often to repeat a measurement of `duration_us` if the user gave no number.
 int default_repeats(Backend backend, double duration_us);
 
 }  // namespace switchyard::bench

@@ -19,8 +19,8 @@
 namespace switchyard::bench {
 namespace {
 
-// All experts, each with values of its own, drawn once by all processors: ranks copy theirs from
-// it.
+// Draws the weights of all experts once, on all processors. No two experts are equal. Each rank
+// copies its own experts from here.
 run::Source make_source(const BenchLayer& layer, DType dtype, std::uint64_t seed,
                         Observer& observer) {
   run::Source source;
@@ -57,7 +57,7 @@ std::vector<results::Row> Session::run() {
     try {
       measure_layer(layer);
     } catch (const Error& error) {
-      // A pass that failed leaves a dead layer; the other layers have their own.
+      // The session goes on: a failed pass makes only its own layer unusable.
       observer_.failed(layer.model, fmt::format("{}: {}", to_string(error.code()), error.what()));
     }
     observer_.keep(rows_);
@@ -71,7 +71,7 @@ void Session::measure_layer(const BenchLayer& layer) {
   run::Source source = make_source(layer, plan.dtype, options_.seed, observer_);
   const std::int64_t most = *std::max_element(plan.tokens.begin(), plan.tokens.end());
   const int ranks = options_.measure.ranks;
-  // The gate is for the tokens of all ranks together, each of which has its own.
+  // Every rank has tokens of its own, so the gate is made for `most` tokens of each.
   SkewedGate gate(source.spec, source.weights, most * ranks, activation_dtype(plan.compute),
                   options_.seed);
   LayerBench bench(source, plan.compute, most, options_.measure);
@@ -145,7 +145,8 @@ results::Row Session::row_of(const BenchLayer& layer, std::int64_t tokens, doubl
   return row;
 }
 
-// Measured rows are kept and summed up even if the rival fails.
+// Reports a failure of the rival instead of throwing it, so that the measured rows are still kept
+// and summed up.
 std::map<std::size_t, TimedRival> Session::run_rival() {
   try {
     return job_->run(*options_.torch, [this](const std::string& text) { observer_.note(text); });
@@ -165,7 +166,8 @@ void Session::add_rivals() {
   for (const auto& [index, timed] : rivals) {
     results::Row& row = rows_.at(index);
     row.rival = timed.rival;
-    // Same activations, same router: no more than near ties may fall differently.
+    // The rival has the same activations and the same router, so only a near tie may be decided
+    // differently.
     if (std::abs(timed.experts_hit - *row.experts_hit) > 1) {
       observer_.failed(fmt::format("{}, {} tokens", row.model, row.tokens_per_rank),
                        fmt::format("the rival's gate hit {} experts, ours {}", timed.experts_hit,

@@ -49,8 +49,8 @@ class Session {
   ~Session();
 
   const std::string& machine() const { return machine_; }
-  // The reason why rows have no floor. It is empty if they have one, and on the CPU, where there is
-  // none.
+  // The reason why rows have no floor. It is empty if they have one. It is also empty on the CPU,
+  // for which no floors are defined.
   const std::string& why_no_floor() const { return floor_.why_not; }
 
   // Measures and returns the rows. Layers that fail are left out.

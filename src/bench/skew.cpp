@@ -19,17 +19,18 @@
 namespace switchyard::bench {
 namespace {
 
-// Keeps what is drawn here apart from the weights, which are drawn from the same seed.
+// Makes the numbers drawn here independent of the weights, which are drawn from the same seed.
 enum class Draw : std::uint64_t { kActivations = 0xbe7c, kPopularity = 0x90b1 };
 
 std::uint64_t seed_of(Draw draw, std::uint64_t seed) {
   return mix64(mix64(seed) ^ static_cast<std::uint64_t>(draw));
 }
 
-// At 16 the first unpopular expert is 16 standard deviations of the other logits behind.
+// At a skew of 16, the most popular of the unpopular experts is behind the popular ones by 16
+// standard deviations of the other columns' product.
 constexpr float kMaxSkew = 16;
 constexpr int kBisectionSteps = 16;
-// Nearer than this to the wished balancedness is near enough.
+// The bisection ends when it is this near to the wanted balancedness.
 constexpr double kBetaTolerance = 1e-3;
 
 void store(DType dtype, float value, std::byte* to) {
@@ -58,7 +59,7 @@ std::vector<float> decoded(const VectorView& view) {
   return {values.begin(), values.end()};
 }
 
-// popularity[e] by the expert's place in a random order.
+// Returns popularity[e], which follows from the expert's place in a random order.
 std::vector<float> draw_popularity(const LayerSpec& spec, std::uint64_t seed) {
   std::vector<int> order(static_cast<std::size_t>(spec.num_experts));
   std::iota(order.begin(), order.end(), 0);
@@ -68,14 +69,16 @@ std::vector<float> draw_popularity(const LayerSpec& spec, std::uint64_t seed) {
   }
   std::vector<float> popularity(order.size());
   for (int place = 0; place < spec.num_experts; ++place) {
-    // The half keeps the popular ones' sigmoid scores above any correction bias of the others.
+    // Popular experts get 1/2 instead of 0, so that a sigmoid score puts them above any correction
+    // bias of the others.
     popularity[static_cast<std::size_t>(order[static_cast<std::size_t>(place)])] =
         0.5f - static_cast<float>(std::max(0, place - spec.top_k + 1));
   }
   return popularity;
 }
 
-// A copy of the router with popularities in column 0, which are rounded to what it can hold.
+// Replaces the router by a copy with the popularities in column 0. Rounds `popularity` to the
+// values that the router's type can hold.
 void plant(MoeWeights& weights, std::vector<float>& popularity) {
   MatrixView& router = weights.router;
   const std::size_t row_bytes = static_cast<std::size_t>(router.cols) * size_of(router.dtype);
@@ -113,7 +116,7 @@ float dot(const float* a, const float* b, std::size_t count) {
   return std::accumulate(sums, sums + kLanes, total);
 }
 
-// All columns but the first; x [tokens, H], router [E, H].
+// Returns the logits [tokens, E] without the share of column 0. x is [tokens, H], router [E, H].
 std::vector<float> logits_without_skew(const std::vector<float>& x,
                                        const std::vector<float>& router,
                                        const std::vector<float>& router_bias, std::size_t hidden) {
@@ -191,7 +194,7 @@ float SkewedGate::skew_for(std::int64_t tokens, double beta) const {
   float low = 0, high = kMaxSkew;
   for (int step = 0; step < kBisectionSteps; ++step) {
     if (std::abs(best_beta - target) <= kBetaTolerance) break;
-    // As the activations will hold it.
+    // The skew is rounded to bf16, so that activations of either type hold exactly this value.
     const float skew = bf16_to_f32(f32_to_bf16((low + high) / 2));
     const double reached = balancedness(histogram(tokens, skew));
     if (std::abs(reached - target) < std::abs(best_beta - target)) {

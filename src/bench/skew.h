@@ -1,11 +1,12 @@
-// A gate whose own choice has a wanted balancedness.
+// Makes a router and activations for which a layer's own gate reaches a wanted balancedness.
 //
-// Column 0 of the router holds each expert's popularity: 1/2 for top_k of them, drawn by seed, then
-// 1/2 - 1, 1/2 - 2, ... Column 0 of the activations holds one number, the skew, in every row. Thus
-//   logit[t][e] = (the other columns' product, about N(0, 1)) + skew * popularity[e]:
-// skew 0 leaves the routing uniform, a large one sends every token to the same top_k experts, and
-// the gate computes all of it itself. The skew for a given balancedness is found by bisection over
-// the tokens' real routing. One router serves all batches, because only the activations change.
+// Column 0 of the router holds each expert's popularity. It is 1/2 for top_k experts, which the
+// seed chooses, and 1/2 - 1, 1/2 - 2, ... for the others. Column 0 of the activations holds one
+// number, the skew, in every row. Thus
+//   logit[t][e] = (the other columns' product, about N(0, 1)) + skew * popularity[e]
+// A skew of 0 leaves the routing uniform. A large skew sends every token to the same top_k experts.
+// Bisection over the tokens' real routing finds the skew for a given balancedness. One router
+// serves all batches, because only the activations change.
 #pragma once
 
 #include <cstddef>
@@ -25,15 +26,16 @@ class SkewedGate {
   SkewedGate(const LayerSpec& spec, MoeWeights& weights, std::int64_t max_tokens, DType dtype,
              std::uint64_t seed);
 
-  // The skew that brings the first `tokens` tokens nearest to `beta`. It is 0 if they are no more
-  // balanced without skew. Below lowest_balancedness() that is the nearest.
+  // Returns the skew that brings the first `tokens` tokens nearest to `beta`. It is 0 if the tokens
+  // are no more balanced than `beta` even without skew. No routing is below lowest_balancedness(),
+  // so a lower `beta` counts as that.
   float skew_for(std::int64_t tokens, double beta) const;
 
-  // How often each expert is chosen by (at most kSampleTokens of) the first `tokens` tokens, by the
-  // host's route() over fp32 logits.
+  // Returns how often each expert is chosen by the first `tokens` tokens, or by kSampleTokens of
+  // them if they are more. The host's route() chooses, from fp32 logits.
   std::vector<std::int64_t> histogram(std::int64_t tokens, float skew) const;
 
-  // The first `tokens` rows, column 0 set. Valid until the next call.
+  // Returns the first `tokens` rows, with `skew` in column 0. They are valid until the next call.
   MatrixView activations(std::int64_t tokens, float skew);
 
   static constexpr std::int64_t kSampleTokens = 2048;

@@ -14,11 +14,13 @@ LayerSpec first_moe_layer(std::string_view model, const ConfigOverrides& overrid
   const ModelEntry& entry = find_model(model);
   const ModelConfig config =
       parse_config(rewrite_config(entry.config_json, overrides, DType::kBF16), entry.name);
-  // A model's layers differ only in that the first may route by hash.
+  // The last layer stands for all: a model's layers differ only in that the first ones may route by
+  // hash.
   return *config.layers.at(static_cast<std::size_t>(config.moe_layers().back()));
 }
 
-// Groups are groups of ranks, and the shared expert is every rank's own.
+// Removes the limit to groups, which stand for groups of ranks, and the shared expert, which every
+// rank has for itself.
 BenchLayer routed_alone(std::string_view name, std::string_view model,
                         const ConfigOverrides& overrides) {
   BenchLayer layer{std::string(name), first_moe_layer(model, overrides)};
@@ -42,7 +44,7 @@ BenchLayer layer_named(std::string_view name, const ConfigOverrides& overrides) 
   return {std::string(name), first_moe_layer(name, overrides)};
 }
 
-// The types of all suites: arithmetic in the type of the weights.
+// All suites compute in the type of the weights.
 BenchPlan plan_in(DType dtype) {
   BenchPlan plan;
   plan.dtype = dtype;
@@ -61,7 +63,8 @@ BenchPlan one_gpu(DType dtype) {
   return plan;
 }
 
-// Few and large experts, at the ends and in the middle of the other suite's range of tokens.
+// Models with few, large experts. The token counts are the ends and the middle of one_gpu()'s
+// range.
 BenchPlan one_gpu_fp8_more() {
   BenchPlan plan = plan_in(DType::kF8E4M3);
   for (const char* model : {"mixtral-8x22b", "phi-3.5-moe", "jamba-1.5-mini", "dbrx"}) {
@@ -91,7 +94,8 @@ BenchPlan one_gpu_thesis() {
   return plan;
 }
 
-// Over ranks the rivals are kernels that take the routing as given.
+// The rivals over several ranks are kernels that take the routing as given, so the gate is not
+// timed here either.
 BenchPlan over_ranks(BenchPlan plan) {
   plan.over_ranks = true;
   plan.given_routing = true;

@@ -17,7 +17,7 @@ struct BenchLayer {
   LayerSpec spec;
 };
 
-// A plan: every layer with every number of tokens (of each rank) and every balancedness.
+// A plan measures every layer with every number of tokens (per rank) and every balancedness.
 struct BenchPlan {
   std::string suite;
   bool over_ranks = false;     // two or more ranks, a GPU each
@@ -29,12 +29,13 @@ struct BenchPlan {
   std::vector<double> betas;
 };
 
-// DeepSeek-V3's experts as one of eight ranks has them: 32 of 256, and top-8 of these 32, so that
-// T tokens bring the rows that T tokens on each of the eight ranks would.
+// The share of DeepSeek-V3 that one of eight ranks has: 32 of its 256 experts. Tokens choose their
+// 8 experts among these 32. So T tokens bring as many rows as this rank would get from T tokens on
+// each of the eight ranks.
 inline constexpr std::string_view kDeepseekRank = "deepseek-v3-ep8";
 
-// A layer of the model table in the form in which kernels over several ranks are compared: only the
-// routed experts, chosen among all of them.
+// A layer of the model table in the form in which kernels over several ranks are compared. It has
+// only routed experts, and tokens choose among all of them.
 struct RoutedAlone {
   std::string_view name, model;
 };

@@ -22,10 +22,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int kScaledMultiple = 16;  // of torch._scaled_grouped_mm
+constexpr int kScaledMultiple = 16;  // torch._scaled_grouped_mm requires it
 constexpr int kExitNoTorch = 77;
-constexpr int kExitDeadline = 124;  // of launch()
-// Of an H200, times the same factor as gpu::flush_l2.
+constexpr int kExitDeadline = 124;  // launch() returns it
+// The L2 cache of an H200, times the same factor as in gpu::flush_l2().
 constexpr std::int64_t kFlushBytes = 4 * (std::int64_t{60} << 20);
 
 const char* activation_name(ActivationKind kind) {
@@ -86,7 +86,7 @@ std::map<std::size_t, TimedRival> read_results(const fs::path& path) {
   try {
     results = Json::parse(text);
   } catch (const JsonError&) {
-    return rivals;  // it ended before it had written them
+    return rivals;  // the chain ended before it had written results
   }
   if (!results.contains("points")) return rivals;
   for (Json& result : results["points"].elements()) {

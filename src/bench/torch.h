@@ -1,5 +1,6 @@
-// The PyTorch chain of bench/torch_chain.py on the points that were measured: the same activations,
-// the same router, the same skew, so the same gate result, in one run of Python.
+// Times the PyTorch chain of bench/torch_chain.py on the points that were measured, in one run of
+// Python. The chain gets the same activations, router and skew, so its gate chooses the same
+// experts.
 #pragma once
 
 #include <chrono>
@@ -20,7 +21,8 @@
 
 namespace switchyard::bench {
 
-// A rival's time, and how many experts its own gate hit, to be seen that it had the same load.
+// A rival's time. `experts_hit` counts the experts that its own gate chose, which shows whether it
+// had the same load.
 struct TimedRival {
   results::Rival rival;
   int experts_hit = 0;
@@ -33,14 +35,16 @@ struct TorchOptions {
   std::chrono::seconds limit{420};
 };
 
-// bench/torch_chain.py in the working directory or beside the build that this executable is of.
-// Throws Error{kInvalidArgument} saying where it was looked for.
+// Returns the script `given`. If that is empty, it looks for bench/torch_chain.py in the working
+// directory and beside the build that this executable belongs to. Throws Error{kInvalidArgument}
+// that says where it looked.
 std::filesystem::path find_torch_script(const std::string& given);
 
-// Why the chain cannot compute a layer in this type; empty if it can.
+// Returns why the chain cannot compute a layer in this type; empty if it can.
 std::string torch_refusal(const LayerSpec& spec, DType compute);
 
-// A job as it grows: layers with their inputs in files, points that refer to them.
+// A job for the chain, put together step by step. Its layers have their inputs in files, and its
+// points refer to the layers.
 class TorchJob {
  public:
   TorchJob();   // makes a directory for its files
@@ -48,17 +52,18 @@ class TorchJob {
   TorchJob(const TorchJob&) = delete;
   TorchJob& operator=(const TorchJob&) = delete;
 
-  // The layer of the points that follow, in bf16 or FP8 arithmetic. Activations [most tokens, H]
-  // and router in bf16, copied.
+  // Adds the layer of the points that follow. `compute` is bf16 or FP8. The activations [most
+  // tokens, H] and the router must be bf16; both are copied.
   void add_layer(const BenchLayer& layer, const MoeWeights& weights, const MatrixView& activations,
                  DType compute);
-  // `tag` is what the result is returned under.
+  // Adds a point. run() returns its result under `tag`.
   void add_point(std::size_t tag, std::int64_t tokens, double beta, float skew, int repeats,
                  const Rotation& rotation);
   bool empty() const { return points_.elements().empty(); }
 
-  // What Python found, by tag; points that it could not time are missing, as are those that it did
-  // not reach within the limit, of which `note` is told. Its own progress goes to stdout.
+  // Runs the chain and returns its results by tag. Points are missing if the chain could not time
+  // them, or did not reach them within the limit; `note` is told when the limit ended the run. The
+  // chain prints its own progress to stdout.
   std::map<std::size_t, TimedRival> run(const TorchOptions& options,
                                         const std::function<void(const std::string&)>& note) const;
 

@@ -29,7 +29,8 @@ constexpr WeightType kWeightTypes[] = {
               fmt::format("{} is '{}'; {}", name, printable(text), remedy));
 }
 
-// An empty value mostly is a script's unset variable, and must not pass for an option left out.
+// Refuses empty values. Such a value is mostly an unset variable of a script, and must not count as
+// an option that was left out.
 void refuse_empty_values(CLI::App& app) {
   for (CLI::Option* const option : app.get_options()) {
     if (option->get_items_expected_max() == 0) continue;  // a flag
@@ -41,7 +42,7 @@ void refuse_empty_values(CLI::App& app) {
   }
 }
 
-// The parser would say no more than that a subcommand is required.
+// Refuses an unknown command by its name. The parser would only say that a subcommand is required.
 void require_known(const std::vector<std::string>& arguments,
                    const std::vector<std::unique_ptr<Command>>& commands) {
   if (arguments.empty() || arguments.front().starts_with("-")) return;
@@ -54,7 +55,8 @@ void require_known(const std::vector<std::string>& arguments,
                                                        printable(arguments.front()), names));
 }
 
-// In place of the parser's "At Most 1 required but received 2".
+// Says that an option is repeated, where the parser says "At Most 1 required but received 2". Other
+// errors keep the parser's words.
 std::string describe(const CLI::ParseError& error, const CLI::App* command) {
   if (command != nullptr && dynamic_cast<const CLI::ArgumentMismatch*>(&error) != nullptr) {
     for (const CLI::Option* const option : command->get_options()) {
@@ -202,7 +204,7 @@ const Command* CommandLine::read(std::vector<std::string> arguments) {
   require_known(arguments, commands_);
   for (CLI::App* const command : root_->get_subcommands({})) refuse_empty_values(*command);
   try {
-    std::reverse(arguments.begin(), arguments.end());  // as the parser wants them
+    std::reverse(arguments.begin(), arguments.end());  // the parser takes the last one first
     root_->parse(arguments);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) {  // --help, --version

@@ -1,8 +1,8 @@
-// The command line: subcommands and their options, read strictly. What is not entirely the number
-// asked for is refused with the option's name, the text and the range.
+// The command line: subcommands and their options. It is read strictly. A text that is not entirely
+// a number in range is refused, and the error names the option, the text and the range.
 //
-// CLI11 reads it. Only arguments.cpp includes that library, which takes seven seconds in every
-// file.
+// CLI11 does the parsing. Only arguments.cpp includes that library, because compiling it takes
+// seven seconds in every file that does.
 #pragma once
 
 #include <chrono>
@@ -42,9 +42,9 @@ class Option {
   CLI::Option* option_;
 };
 
-// A subcommand. Targets of its options live as long as it. An option's name may be several, as
-// "-o,--output"; without a dash it is an argument by its place. `type` is how the help names
-// values.
+// A subcommand. The targets of its options must live as long as the command. `name` may hold
+// several names of an option, as in "-o,--output". A name without a dash makes a positional
+// argument. `type` is what the help calls the option's values.
 class Command {
  public:
   Command(CLI::App& app, std::string name) : app_(app), name_(std::move(name)) {}
@@ -53,23 +53,24 @@ class Command {
 
   const std::string& name() const { return name_; }
 
-  // The help's heading above the options that are added from now on.
+  // Sets the help's heading above the options that are added from now on.
   void heading(const std::string& text) { heading_ = text; }
-  // Ends the help.
+  // Sets the text at the end of the help.
   void footer(const std::string& text);
-  // From the first argument on that is no option, all are another command's.
+  // Leaves the first argument that is not an option, and all arguments after it, to another
+  // command. taken_command() returns them.
   void takes_command();
-  // What the command does, once its options are set; returns the exit code.
+  // Sets what run() does once the options are set. `action` returns the exit code.
   void runs(std::function<int()> action) { action_ = std::move(action); }
   int run() const { return action_(); }
 
   Option add_flag(const std::string& name, bool& target, const std::string& help);
   Option add_text(const std::string& name, std::string& target, const std::string& type,
                   const std::string& help);
-  // One or more.
+  // Takes one or more values.
   Option add_texts(const std::string& name, std::vector<std::string>& target,
                    const std::string& type, const std::string& help);
-  // `set` takes the text, or throws Error.
+  // Calls `set` with the text. `set` throws Error to refuse it.
   Option add_parsed(const std::string& name, const std::function<void(const std::string&)>& set,
                     const std::string& type, const std::string& help);
 
@@ -84,14 +85,14 @@ class Command {
   Option add_seconds(const std::string& name, std::chrono::milliseconds& target,
                      const std::string& help);
   Option add_bytes(const std::string& name, std::uint64_t& target, const std::string& help);
-  // bf16, f32, fp8, and where `weights` is set f16.
+  // Takes bf16, f32 or fp8, and f16 only if `weights` is set.
   Option add_dtype(const std::string& name, std::optional<DType>& target, bool weights,
                    const std::string& help);
-  // cpu or cuda.
+  // Takes cpu or cuda.
   Option add_backend(const std::string& name, std::optional<Backend>& target,
                      const std::string& help);
 
-  // Once the command line is read: whether an option is there, and the other command.
+  // These are valid once the command line is read. has() tells whether an option was given.
   bool has(const std::string& option) const;
   std::vector<std::string> taken_command() const;
 
@@ -118,8 +119,8 @@ class CommandLine {
 
   Command& add_command(const std::string& name, const std::string& description);
 
-  // Sets the options of the command that the arguments name, and returns it: null if they ask for
-  // help or the version, which have been printed. Throws Error{kInvalidArgument}.
+  // Sets the options of the command that the arguments name, and returns the command. If they ask
+  // for help or the version, it prints that and returns null. Throws Error{kInvalidArgument}.
   const Command* read(std::vector<std::string> arguments);
 
  private:

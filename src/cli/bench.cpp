@@ -93,7 +93,7 @@ and back, and not below its time to send. There is none where ranks share a GPU.
 
 Exit codes: 0 done; 1 a result is wrong or a point failed; 2 unusable arguments or machine.)";
 
-// Comma-separated words; empty ones are refused.
+// Splits a text at its commas. Throws Error{kInvalidArgument} if a word is empty.
 std::vector<std::string> split(const std::string& name, const std::string& text) {
   std::vector<std::string> words;
   std::istringstream stream(text + ',');
@@ -148,7 +148,8 @@ void add_fractions(Command& command, const std::string& name, std::vector<double
   command.add_parsed(name, set, "X,...", help);
 }
 
-// Help is at most 100 columns wide: a line has as many names as fit beside the option.
+// Appends the names to `text`. Breaks lines so that the help has at most 100 columns, of which the
+// options' names take a part.
 std::string list_help(std::string text, const std::vector<std::string>& names, const char* last) {
   constexpr std::size_t kColumns = 68;
   std::size_t line_begin = 0;
@@ -218,7 +219,7 @@ void add_rival_options(Command& command, BenchOptions& o) {
   command.heading("Rival");
   const Option against =
       command.add_text("--against", o.against, "RIVAL", "Time a rival on the same points: torch");
-  // Where Python and the script are may be told without a rival: it changes nothing.
+  // --python and --torch-script are allowed without --against, because they then change nothing.
   command.add_text("--python", o.torch.python, "PROGRAM",
                    "The Python with PyTorch (default python3)");
   command.add_text("--torch-script", o.torch.script, "FILE", "Where bench/torch_chain.py is");
@@ -255,7 +256,8 @@ void add_report_options(Command& command, BenchOptions& o) {
   throw Error(ErrorCode::kInvalidArgument, message);
 }
 
-// As it was typed, but for where the machine has its files.
+// Returns the command as it was typed, without the options that do not change what is measured: the
+// paths of this machine, and the commit.
 std::string command_of(const std::vector<std::string>& arguments) {
   constexpr std::string_view kOwn[] = {"--json", "--commit", "--torch-script", "--python"};
   std::string command = "switchyard";
@@ -318,7 +320,7 @@ BenchPlan suite_plan(const BenchOptions& o) {
   return plan;
 }
 
-// As the layer chooses when LayerOptions::compute is empty.
+// Returns the type that a layer computes in if LayerOptions::compute is empty.
 DType default_compute(DType weights) { return weights == DType::kF16 ? DType::kF32 : weights; }
 
 void choose_types(const BenchOptions& o, BenchPlan& plan) {
@@ -360,7 +362,8 @@ BenchPlan make_plan(BenchOptions& o) {
   return plan;
 }
 
-// What was asked for, or for a suite over ranks one to a GPU.
+// Returns the number of ranks that was asked for. The default is one per GPU for a suite over
+// ranks, and 1 otherwise.
 int choose_ranks(const BenchOptions& o, const BenchPlan& plan) {
   if (plan.over_ranks) {
     if (o.backend == Backend::kCpu) {
@@ -400,7 +403,8 @@ int choose_ranks(const BenchOptions& o, const BenchPlan& plan) {
   return ranks;
 }
 
-// A suite is about GPUs; that it would run for hours elsewhere must be said explicitly.
+// Suites are made for GPUs and would take hours on a CPU. So a suite runs there only if --backend
+// cpu is given.
 Backend choose_backend(const BenchOptions& o, int ranks) {
   const bool there = gpu::device_count() > 0;
   const bool asked = o.backend == Backend::kCuda || !o.suite.empty() || ranks > 1;
@@ -416,7 +420,8 @@ Backend choose_backend(const BenchOptions& o, int ranks) {
                   ranks > 1 ? "" : "; --backend cpu measures the processor"));
 }
 
-// What would leave no trace but in the row's command.
+// Refuses options for CUDA if another backend runs. They would change nothing, but the row's
+// command would name them.
 void require_backend(const BenchOptions& o) {
   if (o.measure.backend == Backend::kCuda) return;
   const std::pair<const char*, bool> cuda_options[] = {
@@ -467,10 +472,10 @@ void require_consistent(const BenchOptions& o, const BenchPlan& plan) {
   }
 }
 
-// Prints a session as it goes, and keeps its rows.
+// Prints a session's progress and writes its rows to a file.
 class Printer : public bench::Observer {
  public:
-  // `json`: where the rows are kept; empty: nowhere.
+  // `json` is the file for the rows. If it is empty, they are only printed.
   Printer(std::filesystem::path json, bool keep_rival)
       : json_(std::move(json)), keep_rival_(keep_rival) {}
 

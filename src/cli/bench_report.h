@@ -11,12 +11,14 @@ namespace switchyard::cli {
 
 using results::Row;
 
-// One line per row under one line of names, at most kReportColumns columns.
+// A table has row_heading() as its first line, and one row_text() per row. Lines have at most
+// kReportColumns columns.
 std::string row_heading();
 std::string row_text(const Row& row);
-// The rows that have a rival, each beside it.
+// Returns a table of the rows that have a rival, each beside its rival's time.
 std::vector<std::string> rival_text(std::span<const Row> rows);
-// Geometric mean of time / floor, the worst point, and those slower than their rival.
+// Returns the geometric mean of time / floor, the worst point, and the points slower than their
+// rival.
 std::vector<std::string> summary_text(std::span<const Row> rows);
 
 }  // namespace switchyard::cli

@@ -15,8 +15,8 @@
 
 #include "base/printable.h"
 
-// All of this file may run in the signal handler. So it calls only what POSIX declares safe there,
-// and allocates nothing.
+// All functions of this file may run in the signal handler. So they call only what POSIX declares
+// safe there, and they allocate nothing.
 namespace switchyard::cli {
 namespace {
 
@@ -24,7 +24,7 @@ std::atomic<int> exit_code_of_guard{0};
 std::atomic_flag is_told = ATOMIC_FLAG_INIT;
 
 struct Mapped {
-  std::string_view name;     // as the kernel has it; empty: no file
+  std::string_view name;     // as the kernel writes it; empty: no file
   std::uint64_t offset = 0;  // the address's offset in the file
   std::uint64_t inode = 0;
 };
@@ -44,7 +44,8 @@ void skip_blanks(std::string_view& text) {
   text.remove_prefix(std::min(text.find_first_not_of(' '), text.size()));
 }
 
-// A line of /proc/self/maps: "begin-end permissions offset device inode   name".
+// Parses a line of /proc/self/maps, "begin-end permissions offset device inode   name". Returns
+// nothing if the address is not in its range.
 std::optional<Mapped> parse_if_at(std::string_view line, std::uint64_t address) {
   const auto begin = take_number(line, 16);
   if (!begin || !line.starts_with('-')) return std::nullopt;
@@ -63,7 +64,7 @@ std::optional<Mapped> parse_if_at(std::string_view line, std::uint64_t address) 
   return Mapped{line, offset.value_or(0) + address - *begin, inode.value_or(0)};
 }
 
-// Finds the file that is mapped at the address. Its name lies in `buffer`.
+// Finds what is mapped at the address. The name in the result points into `buffer`.
 std::optional<Mapped> find_mapped(std::uint64_t address, std::array<char, 8192>& buffer) {
   const int fd = ::open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
   if (fd < 0) return std::nullopt;
@@ -80,7 +81,7 @@ std::optional<Mapped> find_mapped(std::uint64_t address, std::array<char, 8192>&
       if (!found) text.remove_prefix(end + 1);
     }
     if (found) break;
-    if (text.size() == buffer.size()) text = {};  // no line is so long
+    if (text.size() == buffer.size()) text = {};  // not reached: no line is so long
     std::copy(text.begin(), text.end(), buffer.begin());
     filled = text.size();
   }
@@ -108,8 +109,8 @@ class Line {
     }
   }
   void write() const {
-    // One call writes all, so that lines of several ranks do not mix. If stderr is gone, nothing
-    // can be done.
+    // One call writes the whole line, so that lines of several ranks do not mix. A failure is
+    // ignored: there is no other place to report to.
     [[maybe_unused]] const ssize_t ignored = ::write(STDERR_FILENO, bytes_.data(), size_);
   }
 
@@ -118,9 +119,9 @@ class Line {
   std::size_t size_ = 0;
 };
 
-// The file's size, if the name still belongs to that file.
+// Returns the file's size if the name still belongs to that file.
 std::optional<std::uint64_t> size_now(const Mapped& mapped) {
-  constexpr std::string_view kLineBreak = "\\012";  // as the kernel has it
+  constexpr std::string_view kLineBreak = "\\012";  // as the kernel writes it
   std::array<char, 4097> path{};
   std::size_t size = 0;
   for (std::string_view rest = mapped.name; !rest.empty(); ++size) {
@@ -165,7 +166,7 @@ void tell(std::uint64_t address) {
 }
 
 void handle(int, siginfo_t* info, void*) {
-  // The signal came from kill() or a machine check, which this handler is not for.
+  // This signal came from kill() or a machine check. It ends the process as if there were no guard.
   if (info->si_code != BUS_ADRERR) {
     ::signal(SIGBUS, SIG_DFL);
     ::raise(SIGBUS);

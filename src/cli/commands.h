@@ -1,4 +1,4 @@
-// The subcommands. Each adds itself to the command line, with what it does.
+// The subcommands. Each function adds one to the command line.
 #pragma once
 
 #include <string>
@@ -14,9 +14,9 @@ void add_make_checkpoint(CommandLine& line);
 void add_models(CommandLine& line);
 void add_doctor(CommandLine& line);
 void add_report(CommandLine& line);
-// `arguments`: the command line as it was typed, to be noted beside the results.
+// `arguments` is the command line as it was typed. The results note it.
 void add_bench(CommandLine& line, const std::vector<std::string>& arguments);
-// `after_dashes`: the arguments behind a "--", which the parser does not see.
+// `after_dashes` are the arguments behind a "--", which the parser does not see.
 void add_launch(CommandLine& line, std::vector<std::string> after_dashes);
 
 }  // namespace switchyard::cli

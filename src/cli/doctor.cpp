@@ -31,7 +31,7 @@ namespace {
 
 constexpr double kMeasureSeconds = 0.2;
 
-// Something that is so, or something that must be so; a failed check has a remedy.
+// A fact about the machine, or a check that passed or failed. A failed check has a remedy.
 struct Finding {
   std::string name;
   std::string text;
@@ -58,9 +58,9 @@ double read_rate() {
   // Larger than the last-level cache of most machines, but never more than memory can spare.
   const std::uint64_t bytes = std::min(std::uint64_t{1} << 30, host_memory().available / 4);
   const Mapping mapping = Mapping::anonymous(bytes);
-  // As generated weights are; where there are none, it does no harm.
+  // Huge pages make this memory like that of generated weights. A failure does no harm.
   ::madvise(mapping.data(), bytes, MADV_HUGEPAGE);
-  // Pages that were never written would all be the one page of zeros.
+  // Every page is written once, because pages that were never written all share one page of zeros.
   constexpr std::size_t kPage = 4096;
   for (std::size_t at = 0; at < bytes; at += kPage) mapping.data()[at] = std::byte{1};
   const machine::ByteRange range(mapping.data(), bytes);
@@ -117,7 +117,7 @@ Finding describe_gpu(int device) {
                {"usable", d.runs_our_kernels()}});
 }
 
-// Ranks on two GPUs write into each other's memory.
+// Describes the link by which ranks on two GPUs write into each other's memory.
 Finding describe_link(int from, int to) {
   const gpu::PeerLink link = gpu::peer_link(from, to);
   const double rate = link.reachable ? gpu::peer_write_rate(from, to) : 0;
@@ -132,7 +132,7 @@ Finding describe_link(int from, int to) {
                {"write_bytes_per_second", rate}});
 }
 
-// Why there is nothing to list.
+// Says why there is no GPU to list.
 std::string no_gpu() {
   const std::string sign = machine::nvidia_device();
   if (sign.empty()) return "none";
@@ -152,7 +152,7 @@ void find_gpus(std::vector<Finding>& findings) {
   }
 }
 
-// Whether a run takes the GPU if nothing is said.
+// Returns whether the current GPU can run layers.
 bool gpu_is_usable() {
   return gpu::device_count() > 0 && gpu::device_info(gpu::current_device()).runs_our_kernels();
 }
@@ -166,7 +166,7 @@ void find_rates(std::vector<Finding>& findings) {
   findings.push_back(fact("gemm_f32", format_quantity(f32, "FLOP/s"), f32));
 }
 
-// What cannot be found out is a finding, too: the others are told beside it.
+// Runs `find`, and turns an exception into a failed check. So the other findings are still shown.
 void attempt(void (*find)(std::vector<Finding>&), const char* name, const char* remedy,
              std::vector<Finding>& findings) {
   try {
@@ -181,7 +181,7 @@ constexpr int kTinyExperts = 8;
 constexpr int kTinySize = 64;
 constexpr int kTinyTokens = 48;
 
-// Runs a small layer as `run` does it, and compares with the reference.
+// Runs a small layer as `switchyard run` does, and compares the result with the reference.
 Finding check_layer(const std::string& name, Backend backend, DType compute, int num_ranks) {
   const char* const remedy = "report this with the output of 'switchyard doctor --json'";
   try {

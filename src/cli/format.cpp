@@ -11,7 +11,7 @@
 namespace switchyard::cli {
 namespace {
 
-// Three significant digits of a value below 1000, and never an exponent.
+// Writes a value below 1000 with three significant digits, and never with an exponent.
 std::string three_digits(double value) {
   const int decimals = value >= 99.95 ? 0 : value >= 9.995 ? 1 : 2;
   return fmt::format("{:.{}f}", value, decimals);
@@ -23,7 +23,7 @@ struct Prefix {
 };
 
 std::string scaled(double value, std::span<const Prefix> prefixes, std::string_view unit) {
-  // 999.5 of a prefix would round to "1000", so the next one begins there.
+  // 999.5 with one prefix would be rounded to "1000", so the next prefix begins there.
   for (const Prefix& prefix : prefixes) {
     if (value < 0.9995 * prefix.factor && &prefix != &prefixes.back()) continue;
     return fmt::format("{} {}{}", three_digits(value / prefix.factor), prefix.name, unit);
@@ -31,7 +31,8 @@ std::string scaled(double value, std::span<const Prefix> prefixes, std::string_v
   return {};
 }
 
-// The first word, together with a unit that follows it: "4.10 kB" is no place to break a line.
+// Returns the end of the first word, or of its unit if the word is a number, because a line must
+// not break within "4.10 kB".
 std::size_t unbroken_end(std::string_view text) {
   const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
   std::size_t end = std::min(text.find(' '), text.size());

@@ -24,18 +24,20 @@ std::string plural(std::int64_t count, const char* noun);
 // 0.7132 -> "71 %"; small fractions keep two significant digits: "0.42 %".
 std::string format_percent(double fraction);
 
-// Columns of a terminal that a UTF-8 text of single-width characters takes.
+// Returns the columns of a terminal that a UTF-8 text takes if all its characters have single
+// width.
 int display_width(std::string_view text);
 
-// Breaks at blanks so that lines have at most `width` columns, but neither within a longer word nor
-// between a number and the word after it.
+// Breaks a text at blanks into lines of at most `width` columns. A word that is longer is not
+// broken, and a number stays on one line with the word after it.
 std::vector<std::string> wrap(std::string_view text, int width);
 
-// One block character per count, eight heights relative to the largest, at most `per_line` to a
-// line. A count of 0 is a middle dot, so that it cannot be taken for a small one.
+// Draws one block character per count, and at most `per_line` of them on a line. A block has one of
+// eight heights, relative to the largest count. A count of 0 is a middle dot, so that it cannot be
+// taken for a small one.
 std::vector<std::string> bar_chart(std::span<const std::int64_t> counts, int per_line);
 
-// Escape codes for colours if they are wanted, else empty strings.
+// Adds escape codes for colours to texts, if colours are enabled.
 class Palette {
  public:
   explicit Palette(bool enabled) : enabled_(enabled) {}
@@ -54,8 +56,8 @@ class Palette {
   bool enabled_;
 };
 
-// Rows of cells as aligned columns, two blanks apart; numbers are the caller's to format. Columns
-// whose index is in `right` are right-aligned. Lines have no trailing blanks.
+// Aligns rows of cells as columns, two blanks apart. The caller formats numbers. Columns whose
+// index is in `right` are right-aligned. Lines have no trailing blanks.
 std::vector<std::string> align_columns(const std::vector<std::vector<std::string>>& rows,
                                        std::span<const std::size_t> right);
 

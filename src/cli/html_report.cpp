@@ -41,8 +41,8 @@ struct HtmlReportOptions {
   std::string published, trace, machine_facts;
 };
 
-// The roofs of the GPU that the rows' floors are of. None where there is no floor, where floors are
-// of several models, and where nobody told the model's roofs.
+// Returns the roofs of the GPU model that the rows' floors belong to. Returns none if no row has a
+// floor, if the floors belong to several models, or if the model's roofs are not known.
 report::Roofs roofs_of(const std::vector<results::Row>& rows,
                        const std::optional<machine::GpuFacts>& given) {
   std::set<std::string> gpus;
@@ -77,7 +77,8 @@ int run(const HtmlReportOptions& o) {
   std::optional<machine::GpuFacts> facts;
   if (!o.machine_facts.empty()) facts = machine::read_gpu_facts(o.machine_facts);
   report::PageInput input{.rows = rows, .roofs = roofs_of(rows, facts)};
-  // Where a machine has its files is nobody's business.
+  // The page names files without their directories, because readers need not know this machine's
+  // paths.
   for (const std::filesystem::path& path : paths) input.files.push_back(path.filename().string());
   if (!o.published.empty()) {
     input.published = results::read_published(o.published);

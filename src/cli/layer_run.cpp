@@ -19,7 +19,7 @@ namespace {
   throw Error(ErrorCode::kInvalidArgument, message);
 }
 
-// What a chosen backend cannot do, told before weights are made up for it.
+// Refuses what the chosen backend cannot do. This is done before weights are generated.
 void require_consistent(const LayerRunOptions& options) {
   if (options.backend != Backend::kCuda) {
     if (options.backend && options.ranks.reserved_sms) {
@@ -37,7 +37,7 @@ void require_consistent(const LayerRunOptions& options) {
                     "headers; use --backend cpu");
 }
 
-// GPUs for what they run well, unless an option only makes sense elsewhere.
+// Chooses the GPUs if there is one per rank and no option or type suits the CPU only.
 Backend default_backend(const LayerRunOptions& options, int ranks, int rank) {
   const bool suits = options.ranks.threads == 0 && options.ranks.compute != DType::kF32 &&
                      !options.capacity_factor;
@@ -105,7 +105,8 @@ std::filesystem::path place_for(const char* option, const std::string& path,
 
 LayerRun run_layer(LayerRunOptions& options, bool show_progress) {
   std::optional<LaunchedRank> launched;
-  // With --ranks, what the environment says is not even read.
+  // With --ranks the environment is not read, so nothing that is left over in it can cause an
+  // error.
   if (!options.ranks_given) launched = parse_launched_rank(std::getenv);
   const bool as_process = launched && launched->size > 1;
   const bool leads = !as_process || launched->rank == 0;

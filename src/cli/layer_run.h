@@ -1,5 +1,4 @@
-// What the commands that run a layer over ranks have in common: their options, and what comes of
-// them.
+// The common part of the commands that run a layer over ranks: their options, and the run itself.
 #pragma once
 
 #include <filesystem>
@@ -28,25 +27,27 @@ struct LayerRunOptions {
   std::optional<double> capacity_factor;
 };
 
-// --checkpoint, --model and what else makes a layer.
+// Adds --checkpoint, --model and the other options that choose a layer.
 void add_source_options(Command& command, LayerRunOptions& options);
-// --tokens, --input, --balancedness.
+// Adds --tokens, --input and --balancedness.
 void add_batch_options(Command& command, LayerRunOptions& options);
-// --backend, --ranks and what else tells where it runs.
+// Adds --backend, --ranks and the other options that tell where the layer runs.
 void add_execution_options(Command& command, LayerRunOptions& options);
 
-// output_file() of an option, empty if there is none. A long run should not end with this.
+// Returns output_file() of an option, or an empty path if `path` is empty. Commands call this
+// before a run, so that a long run does not end with an error of this kind.
 std::filesystem::path place_for(const char* option, const std::string& path,
                                 const LayerRunOptions& options);
 
 struct LayerRun {
   Source source;
   Batch batch;
-  std::optional<RunResult> result;  // none on ranks other than 0, if they are processes
+  std::optional<RunResult> result;  // empty in a process that is another rank than 0
 };
 
-// As many passes as options.ranks says. Chooses options.ranks.backend and compute where they are
-// not given. Throws Error for what cannot be, before weights are made up for it where possible.
+// Runs a layer for as many passes as options.ranks says. Chooses options.ranks.backend and
+// options.ranks.compute if they are not given. Throws Error for options that cannot work, if
+// possible before it generates weights.
 LayerRun run_layer(LayerRunOptions& options, bool show_progress);
 
 }  // namespace switchyard::cli

@@ -13,7 +13,7 @@ namespace switchyard::cli {
 
 inline constexpr int kLabelColumns = 12;
 
-// "label       text", with longer texts continued below.
+// Lines of the form "label       text". A longer text goes on below.
 class Lines {
  public:
   explicit Lines(const Palette& palette) : palette_(palette) {}
@@ -22,7 +22,7 @@ class Lines {
     const std::vector<std::string> parts = wrap(text, kReportColumns - kLabelColumns);
     for (std::size_t i = 0; i < parts.size(); ++i) add_painted(i == 0 ? label : "", parts[i]);
   }
-  // For text with escape codes, which is the caller's to keep short enough.
+  // Adds a text that has escape codes. It is not wrapped, so the caller must keep it short enough.
   void add_painted(const std::string& label, const std::string& text) {
     lines_.push_back(palette_.dim(fmt::format("{:<{}}", label, kLabelColumns)) + text);
   }

@@ -32,18 +32,20 @@ constexpr const char* kExamples = R"(Examples:
 
 'switchyard COMMAND --help' tells more.)";
 
-// What is printed would otherwise go to the file that is opened first and takes the number of a
-// closed output. Opened the wrong way round: reading and writing still fail.
+// Opens /dev/null in place of a closed stdin, stdout or stderr. Otherwise the next file that is
+// opened would take the number of the closed output, and what is printed would go there. Each is
+// opened in the wrong direction, so that reading and writing still fail.
 void fill_closed_outputs() {
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (::fcntl(fd, F_GETFD) >= 0) continue;
-    // The lowest free number is this one.
+    // open() takes the lowest free number, which is `fd`.
     if (::open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY) < 0) return;
   }
 }
 
-// As printable() has it, without memory that may have run out. An Error's message is so already;
-// those of other exceptions quote arguments and names of files as they are.
+// Holds a message as printable() would show it, but allocates nothing, because memory may have run
+// out. An Error's message is printable already. The messages of other exceptions quote arguments
+// and names of files as they are.
 class ShownMessage {
  public:
   explicit ShownMessage(std::string_view message) {
@@ -58,11 +60,11 @@ class ShownMessage {
   const char* c_str() const { return bytes_.data(); }
 
  private:
-  std::array<char, 8192> bytes_{};  // a 0 follows
+  std::array<char, 8192> bytes_{};  // ends with a 0
   std::ptrdiff_t size_ = 0;
 };
 
-// Throws nothing: where stderr is full or closed, the exit code still tells.
+// Throws nothing: if stderr is full or closed, the exit code still tells of the failure.
 int fail(const char* code, const char* message, int exit_code) {
   std::fflush(stdout);
   std::fprintf(stderr, "switchyard: error (%s): %s\n", code, ShownMessage(message).c_str());
@@ -77,7 +79,7 @@ int fail_output(int error_number) {
               kExitInvalid);
 }
 
-// `exit_code`, unless a success was not told.
+// Returns `exit_code`, except after a success whose output could not be written.
 int finish_output(int exit_code) {
   if (exit_code != kExitOk) return exit_code;
   errno = 0;
@@ -89,8 +91,8 @@ int exit_code_of(ErrorCode code) {
   return code == ErrorCode::kTimeout || code == ErrorCode::kAborted ? kExitTimeout : kExitInvalid;
 }
 
-// The arguments of a launched command are not ours to parse: cut off at "--", which the parser
-// would otherwise hand back to the root.
+// Removes "--" and what follows it from the arguments of `launch`, and returns what follows. These
+// are the launched command's own arguments. The parser would hand them back to the root.
 std::vector<std::string> take_after_dashes(std::vector<std::string>& arguments) {
   if (arguments.empty() || arguments.front() != "launch") return {};
   const auto dashes = std::find(arguments.begin(), arguments.end(), "--");

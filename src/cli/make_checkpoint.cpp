@@ -65,8 +65,9 @@ void print_summary(const MakeOptions& options) {
   }
 }
 
-// While it lives, what asks the process to end is put off until somebody looks, who can take away
-// what is half written. Asked a second time, it ends at once.
+// While it lives, a signal that asks the process to end is only remembered. The command looks for
+// it with seen(), so that it can remove a half-written checkpoint first. The same signal a second
+// time ends the process at once.
 class DelayedSignals {
  public:
   DelayedSignals() {
@@ -87,7 +88,7 @@ class DelayedSignals {
   DelayedSignals(const DelayedSignals&) = delete;
   DelayedSignals& operator=(const DelayedSignals&) = delete;
 
-  // The one that came, or 0.
+  // Returns the signal that came, or 0.
   static int seen() { return seen_; }
 
  private:
@@ -110,7 +111,7 @@ int make_checkpoint(MakeOptions& options) {
     write_checkpoint(entry, options.directory, options.write);
   } catch (const Interrupted&) {
     ::raise(DelayedSignals::seen());
-    return kExitInternal;  // where the signal does not end the process
+    return kExitInternal;  // reached only if the signal does not end the process
   }
   if (!options.quiet) print_summary(options);
   return kExitOk;

@@ -22,7 +22,8 @@ struct ModelRow {
   std::uint64_t layer_bytes;
 };
 
-// A model's layers differ only in that the first may route by hash; the last is the typical one.
+// Describes a model by its last layer, because a model's layers differ only in that the first ones
+// may route by hash.
 ModelRow row_of(const ModelEntry& entry) {
   const ModelConfig config = parse_config(entry.config_json, entry.name);
   const std::vector<int> layers = config.moe_layers();

@@ -33,7 +33,7 @@ fs::path output_file(const char* option, const fs::path& path, std::span<const s
     refuse_output(option, path, "which is a pipe, a socket or a device; name a file");
   }
   fs::path target = fs::absolute(path);
-  constexpr int kMostLinks = 40;  // as the kernel follows
+  constexpr int kMostLinks = 40;  // as many as the kernel follows
   for (int links = 0; fs::is_symlink(fs::symlink_status(target, ignored)); ++links) {
     const fs::path next = fs::read_symlink(target, ignored);
     if (next.empty() || links == kMostLinks) {
@@ -46,7 +46,7 @@ fs::path output_file(const char* option, const fs::path& path, std::span<const s
                   fmt::format("but there is no directory '{}'; make it first",
                               printable(target.parent_path())));
   }
-  // False of what is absent: its reader says so.
+  // Returns false if a file is absent. The code that reads the file reports that.
   const auto same = [&ignored](const fs::path& a, const fs::path& b) {
     return fs::equivalent(a, b, ignored);
   };
@@ -54,7 +54,7 @@ fs::path output_file(const char* option, const fs::path& path, std::span<const s
                   [&](const std::string& input) { return same(input, target); })) {
     refuse_output(option, path, "which is also read; name another file");
   }
-  // Even where no such file is yet: a new one could pass for a shard of the checkpoint.
+  // This also refuses a file that does not exist yet: it could pass for a shard of the checkpoint.
   if (same(checkpoint, target.parent_path())) {
     refuse_output(option, path,
                   "which is in the checkpoint's directory, where it could pass for a part of the "

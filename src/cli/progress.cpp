@@ -73,7 +73,7 @@ void ProgressBar::update(std::uint64_t done, std::uint64_t total) {
   if (!enabled_ || now - last_draw_ < kRedrawInterval) return;
   last_draw_ = now;
   drawn_ = true;
-  // One column short: a full line would make some terminals wrap.
+  // The line is one column short of the terminal, because some terminals wrap a full line.
   const std::string line =
       progress_line(label_, done, total, std::chrono::duration<double>(now - start_).count(),
                     terminal_columns() - 1, counted_);

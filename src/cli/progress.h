@@ -1,4 +1,4 @@
-// A progress bar on a terminal's stderr; nothing anywhere else.
+// A progress bar on stderr. It is shown only on a terminal.
 #pragma once
 
 #include <chrono>
@@ -25,7 +25,7 @@ class ProgressBar {
   ProgressBar& operator=(const ProgressBar&) = delete;
 
   void update(std::uint64_t done, std::uint64_t total);
-  // Makes room for other output, until the next update.
+  // Erases the bar to make room for other output. The next update draws it again.
   void clear();
 
  private:

@@ -63,7 +63,7 @@ void write_output(const std::filesystem::path& path, const LayerSpec& spec, RunR
 
 void print(const Report& report, const RunOptions& options) {
   if (options.json) {
-    // In ASCII, for terminals; a path need not be UTF-8, as JSON is.
+    // ASCII suits every terminal. It also avoids trouble with paths, which need not be UTF-8.
     fmt::print("{}\n", to_json(report).dump({.indent = 2, .ascii = true}));
     return;
   }
@@ -72,7 +72,7 @@ void print(const Report& report, const RunOptions& options) {
   }
 }
 
-// Throws nothing: where stderr is full or closed, the exit code still tells.
+// Throws nothing: if stderr is full or closed, the exit code still tells of a failure.
 void say(const std::string& text) { std::fprintf(stderr, "switchyard: %s\n", text.c_str()); }
 
 int report(const RunOptions& options, const Source& source, const Batch& batch,

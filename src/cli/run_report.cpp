@@ -45,7 +45,8 @@ double median_of(std::vector<double> values) {
 
 double ratio(double a, double b) { return b > 0 ? a / b : 0; }
 
-// Unless it computes in FP8, the GPU engine holds its weights in bf16, whatever they are stored in.
+// Returns the bytes of the touched weights in bf16. The GPU engine holds weights in bf16 whatever
+// type they are stored in, unless it computes in FP8.
 double bf16_weight_bytes(const LayerSpec& spec, const std::vector<std::int64_t>& counts) {
   const auto active =
       counts.size() - static_cast<std::size_t>(std::count(counts.begin(), counts.end(), 0));
@@ -70,7 +71,8 @@ void derive_speed(const Report& report, Derived& d) {
           : static_cast<double>(touched_weight_bytes(report.source.weights, r.tokens_per_expert));
   d.weight_bytes_per_second = ratio(d.weight_bytes, d.median);
   d.read_fraction = ratio(d.weight_bytes_per_second, report.rates.read_bytes);
-  // Worth telling as soon as reading takes half as long as multiplying at the machine's rates.
+  // The rate of reading is shown if, at the machine's rates, reading takes more than half as long
+  // as multiplying.
   d.weights_dominate =
       2 * ratio(d.weight_bytes, report.rates.read_bytes) > ratio(d.flops, report.rates.gemm_flops);
 }

@@ -1,4 +1,4 @@
-// What a run tells: one structure, as text for people and as JSON for programs.
+// The report of a run, as text for people and as JSON for programs.
 #pragma once
 
 #include <optional>
@@ -39,14 +39,14 @@ struct Report {
   std::optional<Verification> verification;
 };
 
-// Layer, weights, batch and world.
+// Adds the lines about layer, weights, batch and world.
 void add_setting(const Source& source, const Batch& batch, const RankOptions& options,
                  const RunResult& result, Lines& lines, const Palette& palette);
 
-// What to say where result.nan_tokens is not 0.
+// Returns the message for a result whose nan_tokens is not 0.
 std::string nan_text(const RunResult& result);
 
-// Lines of at most kReportColumns columns, escape codes not counted.
+// Returns lines of at most kReportColumns columns, not counting escape codes.
 std::vector<std::string> to_text(const Report& report, const Palette& palette);
 Json to_json(const Report& report);
 

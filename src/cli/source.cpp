@@ -93,7 +93,7 @@ void require_memory(const std::string& name, std::uint64_t bytes, int num_proces
                   dtype == DType::kF8E4M3 ? "" : ", store it in --dtype fp8", share));
 }
 
-// The same weights as make-checkpoint writes with the same options.
+// Generates the weights that make-checkpoint writes with the same options.
 Source generate(const SourceOptions& options, int num_processes, bool show_progress) {
   const ModelEntry& entry = find_model(options.model);
   const DType dtype = options.dtype.value_or(entry.dtype);

@@ -1,5 +1,5 @@
-// Where a layer and its weights come from: a checkpoint, or a model of the table with weights made
-// up for it.
+// Where a layer and its weights come from: a checkpoint, or a model of the table with generated
+// weights.
 #pragma once
 
 #include <cstdint>
@@ -23,13 +23,13 @@ struct SourceOptions {
   std::uint64_t seed = 0;
 };
 
-// --experts, --top-k, --hidden, --intermediate.
+// Adds --experts, --top-k, --hidden and --intermediate.
 void add_override_options(Command& command, ConfigOverrides& overrides);
 
-// `num_processes` processes of this host load the same source at the same time, each into memory of
-// its own unless it is a checkpoint. Throws Error{kInvalidArgument} for options that contradict
-// each other, kCapacityExceeded with the remedies if generated weights would not fit, and whatever
-// Checkpoint and generate_weights throw.
+// Loads a layer and its weights. `num_processes` processes of this host do so at the same time.
+// Each of them needs its own memory for generated weights, but not for a checkpoint. Throws
+// Error{kInvalidArgument} for options that contradict each other, Error{kCapacityExceeded} with the
+// remedies if generated weights would not fit, and whatever Checkpoint and generate_weights throw.
 Source load_source(const SourceOptions& options, int num_processes, bool show_progress);
 
 }  // namespace switchyard::cli

@@ -44,7 +44,7 @@ void add_trace_options(Command& command, TraceOptions& o) {
   command.add_flag("--json", o.json, "Summary as JSON");
 }
 
-// Of a token on its way to another rank.
+// Returns the bytes of a token on its way to another rank.
 std::uint64_t row_bytes(const LayerSpec& spec, DType compute) {
   const auto hidden = static_cast<std::uint64_t>(spec.hidden);
   if (compute != DType::kF8E4M3) return hidden * size_of(compute);

@@ -28,7 +28,7 @@ std::string expert_text(std::int32_t expert) {
   return expert < 0 ? "the shared expert" : fmt::format("expert {}", expert);
 }
 
-// "gemm1 of expert 5", "combine".
+// Returns a text like "gemm1 of expert 5" or "combine".
 std::string event_text(const TraceEvent& e) {
   switch (e.kind) {
     case TraceKind::kGemm1:
@@ -42,7 +42,7 @@ std::string event_text(const TraceEvent& e) {
   }
 }
 
-// What the path is made of: the time in every kind of event, and between them.
+// The time of the critical path by kind of event, and the time between its events.
 struct PathTimes {
   std::array<std::int64_t, trace::kNumKinds> work_ns{};
   std::int64_t between_ns = 0;
@@ -59,7 +59,7 @@ PathTimes times_of(const std::vector<PathStep>& path) {
   return times;
 }
 
-// "core 3.10 ms, dispatch 210 us", the longest first.
+// Returns a text like "core 3.10 ms, dispatch 210 us", with the longest wait first.
 std::string waits_text(const std::array<std::int64_t, trace::kNumWaits>& wait_ns) {
   std::vector<std::pair<std::int64_t, std::string>> waits;
   for (std::size_t w = 0; w < wait_ns.size(); ++w) {
@@ -168,7 +168,7 @@ Json path_json(const Summary& s, const char* unit) {
   for (const PathStep& step : longest_waits(s, kMostWaits)) {
     json["waits"].push_back(describe_wait(step, unit));
   }
-  // From the first event to the last.
+  // The path begins with its last event, but the list begins with the first.
   json["events"] = Json::array();
   const std::int64_t start = s.path.empty() ? 0 : s.path.back().event.event->begin_ns;
   for (auto step = s.path.rbegin(); step != s.path.rend(); ++step) {

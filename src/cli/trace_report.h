@@ -1,4 +1,4 @@
-// What `switchyard trace` tells of a pass.
+// The report of `switchyard trace` about a pass.
 #pragma once
 
 #include <string>
@@ -10,11 +10,11 @@
 
 namespace switchyard::cli {
 
-// "rank 3 waited 41.2 us for rank 5's dispatch of expert 17". `unit` is that of the backend:
-// "thread" or "SM".
+// Returns a text like "rank 3 waited 41.2 us for rank 5's dispatch of expert 17". `unit` is the
+// backend's, "thread" or "SM".
 std::string describe_wait(const trace::PathStep& step, const char* unit);
 
-// Lines of at most kReportColumns columns, escape codes not counted.
+// Returns lines of at most kReportColumns columns, not counting escape codes.
 std::vector<std::string> to_text(const trace::Summary& summary, const char* unit,
                                  const Palette& palette);
 Json to_json(const trace::Summary& summary, const char* unit);

@@ -29,10 +29,11 @@ constexpr int kRoot = 0;
 constexpr std::chrono::seconds kVerdictGrace{2};
 // How long a failing rank tries to tell its peers why, if their sockets are full.
 constexpr std::chrono::seconds kFarewell{1};
-// Neither a listener's appearance nor the end of SCM_RIGHTS congestion can be polled for.
+// How often to try again, because neither a listener's appearance nor the end of SCM_RIGHTS
+// congestion can be polled for.
 constexpr std::chrono::milliseconds kRetryInterval{2};
 
-// What rank 0 says to processes that were turned away is kept for its own error up to this length.
+// Rank 0 repeats in its own error what it told processes that it turned away, up to this length.
 constexpr std::size_t kMaxRejectionBytes = 2000;
 
 [[noreturn]] void throw_as(ErrorCode code, const std::string& message, const WaitFailure& failure) {
@@ -46,7 +47,7 @@ struct SocketAddress {
   explicit SocketAddress(std::string_view rendezvous) {
     const std::string name = rendezvous_socket_name(rendezvous);
     address.sun_family = AF_UNIX;
-    // sun_path[0] stays 0: the abstract namespace.
+    // sun_path[0] stays 0, which puts the name in the abstract namespace.
     std::memcpy(address.sun_path + 1, name.data(), name.size());
     length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   }
@@ -63,15 +64,16 @@ UniqueFd make_socket() {
   return socket;
 }
 
-// Of one attempt; the next one follows.
+// The longest time of one attempt to connect. Another attempt follows.
 constexpr std::chrono::seconds kLongestConnect{1};
 
-// A closed channel if nobody listens yet, or has no room for a connection until then.
+// Connects to rank 0. Returns a closed channel if nobody listens yet, or if the listener has no
+// room for a connection until `until`.
 Channel try_connect(const SocketAddress& address, const std::string& rendezvous, int size,
                     Clock::time_point until) {
   UniqueFd socket = make_socket();
-  // Where connections of others fill the listener's queue, waiters get in by turns. Polling would
-  // leave every free place to those that wait.
+  // The connections of others may fill the listener's queue. Then connect() waits for its turn. A
+  // process that polled instead would leave every free place to those that wait.
   const auto left = std::clamp<Clock::duration>(until - Clock::now(), std::chrono::milliseconds(1),
                                                 kLongestConnect);
   const auto microseconds = std::chrono::duration_cast<std::chrono::microseconds>(left).count();
@@ -101,7 +103,7 @@ Clock::time_point retry_time(Clock::time_point until) {
   return std::min(until, Clock::now() + kRetryInterval);
 }
 
-// So that frames of different worlds cannot be taken for each other; never 0.
+// Returns a number by which frames of different worlds can be told apart. It is never 0.
 std::uint64_t random_world() {
   std::uint64_t number = 0;
   if (::getrandom(&number, sizeof number, 0) != static_cast<ssize_t>(sizeof number)) {
@@ -112,8 +114,8 @@ std::uint64_t random_world() {
 
 }  // namespace
 
-// A hash because the name has 107 bytes and a rendezvous string may be longer; with the user id so
-// that two users' jobs with equal names do not meet.
+// The name is a hash, because it has room for 107 bytes and a rendezvous string may be longer. The
+// hash includes the user id, so that two users' jobs with equal rendezvous strings do not meet.
 std::string rendezvous_socket_name(std::string_view rendezvous) {
   const std::string text = fmt::format("{}:{}", ::geteuid(), rendezvous);
   const std::uint64_t low = fnv1a(kFnvBasis, text);
@@ -188,7 +190,8 @@ UniqueFd Bootstrap::listen_as_root(const Wait& wait) {
     if (errno != EADDRINUSE) {
       throw_errno(fmt::format("cannot bind the socket of rendezvous '{}'", rendezvous_));
     }
-    // Somebody else is rank 0 here. Ask as any rank would, to be told who.
+    // Another process is rank 0 here. introduce() asks it as any rank would, and throws what it
+    // says.
     Channel holder = try_connect(address, rendezvous_, size_, wait.until);
     if (holder.fd() >= 0) {
       const pid_t holder_pid = credentials(holder.fd()).pid;
@@ -248,8 +251,8 @@ void Bootstrap::admit_members() {
     wait_ready(fds, std::min(wait.until, lobby->next_turn()));
   }
 
-  // Closed before anybody is welcomed: a rank that goes on to make its next world under the same
-  // rendezvous string must not find this world's listener.
+  // The listener is closed before anybody is welcomed. Otherwise a welcomed rank that goes on to
+  // make its next world under the same rendezvous string could find this world's listener.
   lobby.reset();
   const SharedPayload welcome = welcome_payload(pids_);
   for (Channel& member : channels_) {
@@ -306,8 +309,8 @@ void Bootstrap::admit(Lobby::Arrival& arrival, const std::vector<bool>& taken, W
   member = std::move(arrival.channel);
   member.set_intake(intake_from_waiting_member());
   member.queue(frame_of(FrameKind::kEntered));
-  // The kernel translates the pid into our namespace; if that changed it, the ranks do not share
-  // one, and the number would mean another process to some of them.
+  // The kernel translates the pid into our namespace. If that changed it, the ranks do not share a
+  // namespace, and the number would mean another process to some of them.
   pids_[static_cast<std::size_t>(body.rank)] = pid == body.pid ? pid : 0;
   ++wait.num_arrived;
   if (const auto until = from_wire(header.deadline_ns); until < wait.until) {
@@ -330,7 +333,8 @@ void Bootstrap::join() {
                                   "ranks of the same build?",
                                   rendezvous_));
         }
-        // Unknown to the root means another PID namespace, in which its numbers mean nothing.
+        // If the root does not know our pid, we are in another PID namespace, where the root's
+        // numbers mean nothing.
         if ((*pids)[static_cast<std::size_t>(rank_)] != 0) pids_ = *pids;
         channels_[kRoot] = std::move(root);
         return;
@@ -377,7 +381,7 @@ std::optional<Frame> Bootstrap::hear_root(Channel& root, const Wait& wait, bool&
       }
       if (frame->header.kind == FrameKind::kFailure) {
         const ReceivedFailure received = read_failure(*frame);
-        // A disagreement found by a collective reaches all ranks alike; the world goes on.
+        // A collective reports a disagreement to all ranks alike, so the world stays usable.
         if (received.code != ErrorCode::kSpecMismatch) {
           death_ = Death{received.message, received.failure};
         }
@@ -444,7 +448,8 @@ std::optional<Frame> Bootstrap::hear_member(int rank, const Wait& wait,
 
 void Bootstrap::abort() noexcept {
   called_off_.store(true, std::memory_order_release);
-  // Channels are closed by the destructor only. A thread that polls one sees its end.
+  // Channels are only shut down here, so that a thread that polls one sees its end. The destructor
+  // closes them.
   for (const Channel& channel : channels_) {
     if (channel.fd() >= 0) ::shutdown(channel.fd(), SHUT_RDWR);
   }
@@ -498,14 +503,14 @@ void Bootstrap::deliver(const Wait& wait) {
       Channel& member = channels_[static_cast<std::size_t>(r)];
       member.flush();
       if (member.send_failed()) {
-        // It stopped reading before the end of the collective: it said why, or it is gone.
+        // The member stopped reading before the end of the collective. It said why, or it is gone.
         while (hear_member(r, wait, all_arrived)) {
         }
       }
       if (!member.has_unsent()) continue;
       slow.push_back(r);
       congested |= member.congested();
-      // Not its input: that may already be its part of the next collective.
+      // Its input is not polled for, because that may already be its part of the next collective.
       fds.push_back({member.fd(), static_cast<short>(member.congested() ? 0 : POLLOUT), 0});
     }
     if (slow.empty()) return;

@@ -2,10 +2,10 @@
 // bytes and file descriptors between them.
 //
 // Rank 0 listens on an abstract Unix socket whose name is a hash of the rendezvous string and the
-// user id; the others connect. The connections form a star through rank 0 and stay open for the
-// life of the world, so that a process's end is seen at once. Abstract names leave nothing in the
-// file system, whatever the processes die of; all ranks must share a network namespace. Any process
-// of the host can connect to them: docs/security.md tells what that allows.
+// user id. The other ranks connect to it. The connections form a star through rank 0 and stay open
+// for the life of the world, so that a process's end is seen at once. Abstract names leave nothing
+// in the file system, however the processes end. All ranks must share a network namespace. Any
+// process of the host can connect to an abstract socket: docs/security.md tells what that allows.
 #pragma once
 
 #include <sys/types.h>
@@ -50,21 +50,22 @@ class Bootstrap {
   int size() const { return size_; }
   std::chrono::milliseconds deadline() const { return deadline_; }
 
-  // Collective. `all` receives size() blocks of mine.size() bytes, by rank; at most 1 GiB each.
-  // Throws Error{kSpecMismatch} on all ranks if the calls differ, which leaves the world usable;
-  // TimeoutError{kTimeout} if a rank does not call within the deadline and TimeoutError{kAborted}
-  // at once if a rank's process ends, after either of which every call throws kAborted.
+  // Collective. `all` receives size() blocks of mine.size() bytes, by rank. A block has at most 1
+  // GiB. Throws Error{kSpecMismatch} on all ranks if the calls differ; the world stays usable.
+  // Throws TimeoutError{kTimeout} if a rank does not call within the deadline, and
+  // TimeoutError{kAborted} at once if a rank's process ends. After these two, every call throws
+  // kAborted.
   void all_gather(std::span<const std::byte> mine, std::span<std::byte> all);
 
   // Collective. Every rank gives one open descriptor, which stays its own, and receives one of each
   // rank, its own included. Errors as all_gather.
   std::vector<UniqueFd> exchange_fds(int fd);
 
-  // From any thread: ends the collective that this rank is in, and makes all later ones throw
-  // kAborted. Peers see the connection end.
+  // Ends the collective that this rank is in, and makes all later ones throw kAborted. Peers see
+  // the connection end. May be called from any thread.
   void abort() noexcept;
 
-  // "process 4711 has exited" or the like; empty if nothing is known.
+  // Returns "process 4711 has exited" or the like. Empty if nothing is known.
   std::string liveness(int rank) const;
 
  private:
@@ -88,7 +89,7 @@ class Bootstrap {
   void admit_members();
   void admit(Lobby::Arrival& arrival, const std::vector<bool>& taken, Wait& wait);
   void join();
-  // Says hello and waits for the welcome, whose frame it returns; nothing if the root went away
+  // Says hello, waits for the welcome and returns its frame. Returns nothing if the root went away
   // before it noticed us.
   std::optional<Frame> introduce(Channel& root, Wait& wait);
 
@@ -104,14 +105,15 @@ class Bootstrap {
 
   // Sends and receives what is possible now. A failure or the end of the connection is thrown.
   std::optional<Frame> hear_member(int rank, const Wait& wait, const std::vector<bool>& arrived);
-  // Waits for a frame other than kEntered; nothing if the connection ended before the root entered.
+  // Waits for a frame other than kEntered. Returns nothing if the connection ended before the root
+  // entered.
   std::optional<Frame> hear_root(Channel& root, const Wait& wait, bool& entered);
 
   [[noreturn]] void fail_of_other_world(int rank, const Wait& wait,
                                         const std::vector<bool>& arrived);
   void throw_if_called_off();
-  // Marks the world dead, tells the peers why, and throws. A timeout reaches those who had
-  // `arrived` as kTimeout: they waited as well.
+  // Marks the world dead, tells the peers why, and throws. A timeout reaches the ranks that had
+  // `arrived` as kTimeout, because they waited as well.
   [[noreturn]] void fail(ErrorCode code, const std::string& message, const WaitFailure& failure,
                          const std::vector<bool>& arrived);
 
@@ -122,15 +124,16 @@ class Bootstrap {
   std::string job_;
   // A random number that rank 0 gives the world and every frame carries; 0 until it is known.
   std::uint64_t world_ = 0;
-  // By rank. The root has a channel to every member, a member one to the root; the rest are closed.
+  // By rank. The root has a channel to every member, and a member has one to the root. The others
+  // are closed.
   std::vector<Channel> channels_;
-  // By rank; 0 where unknown because that process is in another PID namespace.
+  // By rank. 0 if the number is not known because that process is in another PID namespace.
   std::vector<pid_t> pids_;
   std::uint64_t num_collectives_ = 0;
   const char* activity_ = "making the world";
-  std::string rejections_;  // by the root, of processes that wanted to join
+  std::string rejections_;  // what the root told processes that it turned away
   std::optional<Death> death_;
-  std::atomic<bool> called_off_{false};  // by abort()
+  std::atomic<bool> called_off_{false};  // abort() sets it
 };
 
 }  // namespace switchyard

@@ -17,7 +17,8 @@ constexpr std::size_t kVersionEnd = offsetof(FrameHeader, version) + sizeof(Fram
 // The payload's buffer grows as data arrives, so that a false length alone cannot make us commit
 // memory.
 constexpr std::size_t kReceiveChunkBytes = std::size_t{1} << 20;
-// A stranger may attach more descriptors than the one we ask for; take and close them.
+// The room for descriptors of one message. A stranger may attach more than the one we ask for, and
+// we must take them to close them.
 constexpr std::size_t kMaxFdsPerMessage = 8;
 
 }  // namespace

@@ -34,11 +34,11 @@ void require_same_call(std::span<const Call> by_rank);
 // Throws Error{kInvalidArgument} unless all_bytes == size * mine_bytes.
 void require_gather_space(std::size_t mine_bytes, std::size_t all_bytes, int size);
 
-// Collective: throws the first rank's error on all ranks, if any rank has one, so that no rank
+// Collective. If any rank has an error, throws the first rank's error on all ranks. So no rank
 // waits for one that gave up.
 void share_outcome(Fabric& fabric, const std::optional<Error>& mine);
 
-// Collective: runs `step` and shares its outcome.
+// Collective. Runs `step` and shares its outcome.
 template <typename Step>
 void attempt_together(Fabric& fabric, const Step& step) {
   std::optional<Error> failure;
@@ -64,8 +64,8 @@ std::string list_ranks(std::span<const int> ranks);
 WaitFailure bootstrap_failure(int waiter, int peer, std::uint64_t slot, int size, int arrived,
                               std::chrono::nanoseconds waited);
 
-// Throws because a world that has failed once stays failed: a rank may be anywhere in a collective
-// that the others left, so later messages cannot be matched up.
+// Throws the failure of a world again. A world that has failed once stays failed, because a rank
+// may be anywhere in a collective that the others left, and later messages could not be matched up.
 [[noreturn]] void throw_world_is_dead(const std::string& message, const WaitFailure& failure);
 
 }  // namespace switchyard

@@ -118,7 +118,7 @@ std::optional<LaunchedRank> parse_launched_rank(const EnvironmentLookup& lookup)
     if (num_hosts && *num_hosts > 1) {
       throw_several_hosts(names.num_hosts, *num_hosts, names.size, *size);
     }
-    // Told by every rank by itself, not after a wait for so many others.
+    // Every rank reports this by itself, without first waiting for so many other ranks.
     if (*size > protocol::kMaxRanks) {
       throw Error(ErrorCode::kInvalidArgument,
                   fmt::format("{}={} in the environment is more than the {} ranks that a world can "
@@ -163,7 +163,7 @@ World World::from_environment(WorldOptions options) {
     return processes(launched->rank, launched->size, std::move(options));
   } catch (const TimeoutError& error) {
     if (error.code() != ErrorCode::kTimeout) throw;
-    // The variables may be left over from elsewhere, and nobody else may be on the way.
+    // The variables may be left over from another job. Then no other rank will ever come.
     throw TimeoutError(
         error.code(),
         fmt::format("{}; {}={} and {}={} in the environment make this process rank {} of {}: start "

@@ -18,16 +18,16 @@ struct LaunchedRank {
   const char* size_variable = "";
 };
 
-// Rank and size from the first of these that is set:
+// Returns rank and size from the first of these pairs that is set:
 //   RANK / WORLD_SIZE                          torchrun, `switchyard launch`
 //   OMPI_COMM_WORLD_RANK / _SIZE               Open MPI
 //   PMI_RANK / PMI_SIZE                        MPICH, Intel MPI
 //   SLURM_PROCID / SLURM_NTASKS                srun; SLURM_NTASKS alone, as in an salloc
 //                                              shell, does not count
-// Nothing where none is set. Throws Error{kInvalidArgument} naming the variable and its value if
-// only one of a pair is set, a value is not a decimal number, or a rank is not below its size;
-// Error{kUnsupported} if LOCAL_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_SIZE, MPI_LOCALNRANKS or
-// SLURM_STEP_NUM_NODES tells that the ranks are spread over several hosts.
+// Returns nothing if none is set. Throws Error{kInvalidArgument} naming the variable and its value
+// if only one of a pair is set, if a value is not a decimal number, or if a rank is not below its
+// size. Throws Error{kUnsupported} if LOCAL_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_SIZE, MPI_LOCALNRANKS
+// or SLURM_STEP_NUM_NODES tells that the ranks are spread over several hosts.
 std::optional<LaunchedRank> parse_launched_rank(const EnvironmentLookup& lookup);
 
 // Returns a string that all ranks of this job share. It is SWITCHYARD_RENDEZVOUS if that is set.

@@ -1,4 +1,5 @@
-// What a world gives its ranks: symmetric memory, a start-up all-gather, and a hint about the dead.
+// What a world gives its ranks: symmetric memory, start-up collectives, and hints about ranks that
+// do not answer.
 #pragma once
 
 #include <atomic>
@@ -16,9 +17,9 @@
 
 namespace switchyard {
 
-// The same number of bytes on every rank, all of them load/store reachable from here. Zero-filled
-// and committed page by page when touched. Unmapped when the last owner on this rank lets go; peers
-// keep their own mapping, so letting go early harms nobody.
+// Memory with the same number of bytes on every rank. This rank can load from and store to all of
+// it. It is zero-filled, and committed page by page when touched. It is unmapped when the last
+// owner on this rank lets go. Peers keep their own mappings, so letting go early harms nobody.
 class SymmetricSegment {
  public:
   virtual ~SymmetricSegment() = default;
@@ -55,7 +56,7 @@ class Fabric {
   // nothing is. Never used to decide anything, only to explain a passed deadline.
   virtual std::string liveness(int rank) const = 0;
 
-  // See World::abort(). What on_abort() was given runs first, then collectives end.
+  // See World::abort(). The abort hooks run first, then collectives end.
   void abort() noexcept;
   bool was_aborted() const noexcept { return aborted_.load(std::memory_order_acquire); }
   // `hook` is called by abort(), from any thread and at most once, while the returned object lives.
@@ -74,7 +75,7 @@ class Fabric {
     std::function<void()> hook_;
   };
 
-  // Whom this rank blames for a pass that failed, for whoever started the ranks.
+  // Tells whoever started the ranks which rank this one blames for a pass that failed.
   virtual void report(const WaitFailure&) const noexcept {}
 
  protected:
@@ -90,11 +91,12 @@ class Fabric {
   std::vector<AbortHook*> hooks_;
 };
 
-// The record and the words of a world that `rank` aborted.
+// The record and the message of a world that `rank` aborted.
 WaitFailure abort_failure(int rank);
 std::string abort_message(int rank);
 
-// Collective: what every rank has, by rank; as many on each.
+// Collective. Returns every rank's `mine`, by rank. All ranks must pass the same number of
+// elements.
 template <typename T>
 std::vector<T> gather_all(Fabric& fabric, std::span<const T> mine) {
   std::vector<T> all(mine.size() * static_cast<std::size_t>(fabric.size()));

@@ -14,7 +14,7 @@
 namespace switchyard {
 namespace {
 
-// Followed by the message's text.
+// The beginning of a failure report's payload. The message's text follows it.
 struct FailureBody {
   std::int32_t code = 0;
   std::int32_t waiter_rank = 0;
@@ -27,7 +27,7 @@ struct FailureBody {
 };
 static_assert(sizeof(FailureBody) == 48);
 
-// The last of its enumeration.
+// The last value of ErrorCode.
 constexpr auto kLastErrorCode = static_cast<std::int32_t>(ErrorCode::kSystem);
 
 }  // namespace
@@ -111,7 +111,7 @@ std::int64_t to_wire(Clock::time_point time) {
 }
 
 Clock::time_point from_wire(std::int64_t nanoseconds) {
-  // Differences between any two such times do not overflow.
+  // This limit keeps the difference between any two times from overflowing.
   constexpr std::int64_t kLatest = std::numeric_limits<std::int64_t>::max() / 2;
   return Clock::time_point(
       std::chrono::nanoseconds(std::clamp<std::int64_t>(nanoseconds, 0, kLatest)));
@@ -128,8 +128,8 @@ Intake intake_before_welcome(int size) {
           .payload_bytes = static_cast<std::size_t>(size) * sizeof(std::int64_t)};
 }
 
-// The calls may differ, which is told without an end to the world: longer payloads are read, but
-// not kept.
+// The ranks' calls may differ, which is an error that leaves the world usable. So a longer payload
+// is read, but not kept.
 Intake intake_of_contributions(const Call& call) {
   return {.kinds = Intake::of(FrameKind::kContribution, FrameKind::kFailure),
           .payload_bytes = call.bytes,

@@ -31,7 +31,8 @@ namespace {
 
 constexpr int kExitDeadline = 124;   // as timeout(1)
 constexpr int kExitCannotRun = 127;  // as the shell
-// A rank's end is announced by SIGCHLD; this is for the case that another thread took the signal.
+// SIGCHLD announces a rank's end. This interval is for the case that another thread took the
+// signal.
 constexpr std::chrono::milliseconds kReapInterval{100};
 // A rank that is killed closes its connections before it can be waited for, so ranks that fail in
 // consequence may be seen first. A signal seen within this time of another rank's exit code is
@@ -43,11 +44,12 @@ constexpr std::size_t kMaxLineBytes = std::size_t{64} << 10;
 constexpr int kHandledSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGCHLD};
 
 void print_error(const std::string& message) {
-  // Throws nothing where stderr is full or closed: the exit code is to be that of the ranks.
+  // fprintf() throws nothing if stderr is full or closed. The exit code must stay that of the
+  // ranks.
   std::fprintf(stderr, "switchyard launch: %s\n", printable(message, 4096).c_str());
 }
 
-// Turns the handled signals into something to poll for, as long as it lives.
+// While it lives, the handled signals can be polled for.
 class SignalInbox {
  public:
   SignalInbox() {
@@ -72,7 +74,7 @@ class SignalInbox {
   int fd() const { return fd_.get(); }
   const sigset_t& previous_mask() const { return previous_mask_; }
 
-  // The next signal, or 0.
+  // Returns the next signal, or 0.
   int next() {
     signalfd_siginfo info{};
     return ::read(fd_.get(), &info, sizeof info) == sizeof info ? static_cast<int>(info.ssi_signo)
@@ -127,7 +129,7 @@ class LabelledOutput {
     }
   }
 
-  // For a last line without an end.
+  // Also copies a last line that has no line break.
   void finish() {
     drain();
     if (!pending_.empty()) print_line(pending_);
@@ -149,7 +151,8 @@ class LabelledOutput {
 
   void print_line(std::string_view line) {
     const std::string text = fmt::format("{}{}\n", label_, line);
-    // A full or closed output is no reason to leave the ranks alone; the stream remembers it.
+    // If the output is full or closed, the ranks are still looked after. The stream remembers the
+    // error.
     std::fwrite(text.data(), 1, text.size(), to_);
     std::fflush(to_);
   }
@@ -242,7 +245,7 @@ class Launch {
   Launch(const Launch&) = delete;
   Launch& operator=(const Launch&) = delete;
   ~Launch() {
-    // Reached with ranks alive only when an error is thrown.
+    // Ranks are still alive here only if an error was thrown.
     signal_ranks(SIGKILL);
     for (const Rank& rank : ranks_) {
       if (!rank.ended) ::waitpid(rank.pid, nullptr, 0);
@@ -259,7 +262,7 @@ class Launch {
         if (number != SIGCHLD) forward(number);
       }
       for (LabelledOutput& output : outputs_) output.drain();
-      // Before the ranks' ends: a rank reports first.
+      // Reports are read before ranks are reaped, because a rank reports before it ends.
       hear_reports();
       reap();
       if (std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return r.ended; })) break;
@@ -300,7 +303,7 @@ class Launch {
     int status;  // the signal's number or the exit code
   };
 
-  // False, with the ranks begun so far killed, if the command cannot be run.
+  // Starts the ranks. If the command cannot be run, kills the ranks begun so far and returns false.
   bool start() {
     std::vector<std::string> command = options_.command;
     const std::vector<char*> command_pointers = pointers_to(command);
@@ -328,7 +331,7 @@ class Launch {
       const pid_t pid = ::fork();
       if (pid < 0) throw_errno(fmt::format("cannot fork rank {}", rank));
       if (pid == 0) become_rank(setup);
-      // Also done by the child; whoever is first, the group exists before anyone signals it.
+      // The child does the same. Whoever is first, the group exists before anyone signals it.
       ::setpgid(pid, pid);
       ranks_.push_back({pid, false});
       if (options_.label_output) {
@@ -351,10 +354,10 @@ class Launch {
     return true;
   }
 
-  // To every rank's process group: a rank may be a shell whose children do the work. The leader of
-  // a group that has not been waited for keeps its number from being used again.
+  // Signals every rank's process group, because a rank may be a shell whose children do the work.
+  // The number of a group is not used again before its leader has been waited for.
   void signal_ranks(int number) {
-    // What ends from here on may end because of us.
+    // A rank that ends from here on may end because of this signal.
     report_at_ = std::min(report_at_, Clock::now());
     for (const Rank& rank : ranks_) {
       if (!rank.ended) ::kill(-rank.pid, number);
@@ -376,7 +379,7 @@ class Launch {
         continue;
       }
       const bool failed = info.si_code != CLD_EXITED || info.si_status != 0;
-      // What a failed rank leaves behind in its group would run on for ever.
+      // Processes that a failed rank leaves behind in its group would run on for ever.
       if (failed || exit_code_ != 0) ::kill(-ranks_[r].pid, SIGKILL);
       ::waitpid(ranks_[r].pid, nullptr, 0);
       ranks_[r].ended = true;
@@ -388,7 +391,8 @@ class Launch {
     const Clock::time_point now = Clock::now();
     const bool signalled = info.si_code != CLD_EXITED;
     if (exit_code_ == 0) {
-      // Once a rank has said why, all know it, or will at once.
+      // Once a rank has reported why the world failed, all ranks know it or will know it at once.
+      // So they get no time for their own deadlines.
       const bool explained = blame_.has_value();
       report_at_ = now + kSettleTime;
       stop_at_ = std::min(
@@ -403,7 +407,7 @@ class Launch {
   void hear_reports() {
     while (const std::optional<LaunchReport> report = reports_.next()) {
       if (report->kind == LaunchReport::Kind::kDeadline) {
-        // Longer than any real deadline only if the report is garbage.
+        // No real deadline is longer than a day. A longer one in a report is garbage.
         constexpr std::int64_t kDay = 24 * 3'600'000;
         patience_ = std::max(patience_, std::chrono::milliseconds(std::clamp<std::int64_t>(
                                             report->deadline_ms, 0, kDay)));

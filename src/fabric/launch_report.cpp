@@ -17,7 +17,7 @@ std::uint64_t inode_of(int fd) {
   return ::fstat(fd, &status) == 0 && S_ISSOCK(status.st_mode) ? status.st_ino : 0;
 }
 
-// -1 where there is none.
+// Returns -1 if there is none.
 int launcher_socket() noexcept {
   const char* const text = std::getenv(kLauncherVariable);
   if (text == nullptr) return -1;
@@ -77,7 +77,7 @@ std::optional<LaunchReport> LaunchReports::next() {
     if (got < 0) return std::nullopt;
     if (got != sizeof report || report.magic != LaunchReport::kMagic) continue;
     report.phase[sizeof report.phase - 1] = 0;
-    // It goes to a terminal.
+    // The phase is shown on a terminal, so other characters are replaced.
     std::replace_if(
         report.phase, report.phase + sizeof report.phase,
         [](char c) { return c != 0 && (c < ' ' || c > '~'); }, '?');

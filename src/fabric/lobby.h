@@ -2,8 +2,9 @@
 // standing in the way of those that do.
 //
 // Any process of this host can connect to an abstract socket. Connections of other users are closed
-// as they are accepted. Those of this user may say hello, and nothing else, within a short time;
-// there is room for a bounded number of them, and the process that has the most makes room first.
+// as they are accepted. Those of this user may say hello, and nothing else, within a short time.
+// There is room for a bounded number of them. If it is full, the process that has the most loses
+// one first.
 #pragma once
 
 #include <poll.h>

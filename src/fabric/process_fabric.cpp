@@ -23,7 +23,7 @@
 namespace switchyard {
 namespace {
 
-// A nameless file in memory: it goes when the last mapping goes, however its users die, where a
+// Makes a nameless file in memory. It disappears with its last mapping, however its users end. A
 // shm_open() name would stay in /dev/shm.
 UniqueFd make_memory_file(std::size_t bytes) {
   const auto refuse = [&](const std::string& reason) {
@@ -44,7 +44,8 @@ UniqueFd make_memory_file(std::size_t bytes) {
   UniqueFd file(::memfd_create("switchyard", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!file) throw_errno("cannot create a shared memory file");
   if (::ftruncate(file.get(), static_cast<off_t>(bytes)) != 0) refuse(errno_text(errno));
-  // Its size is final: who touches a mapping beyond the end of a file is killed by SIGBUS.
+  // The seals make the size final. A process that touches a mapping beyond the end of its file is
+  // killed by SIGBUS.
   if (::fcntl(file.get(), F_ADD_SEALS, Mapping::kSeals | F_SEAL_SEAL) != 0) {
     throw_errno("cannot seal the size of a shared memory file");
   }

@@ -126,7 +126,7 @@ class Meeting {
     settled_.notify_all();
   }
 
-  // A rank that let go of its world can never come, so waiting for it is over before the deadline.
+  // A rank that let go of its world can never come, so the others stop waiting before the deadline.
   void give_up_on_departed(int waiter, const Call& call) {
     if (death_) return;
     for (const int peer : round_->missing()) {
@@ -228,7 +228,7 @@ class ThreadFabric final : public Fabric {
     try {
       meeting_->call_off(rank_);
     } catch (...) {
-      // No memory for the message: the others wait for their deadlines.
+      // There is no memory for the message, so the others wait until their deadlines.
     }
   }
 

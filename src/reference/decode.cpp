@@ -82,7 +82,7 @@ template <typename Stored, typename Decode>
 void decode_strided(const void* data, std::int64_t count, std::int64_t stride, double* out,
                     Decode decode) {
   const auto* stored = static_cast<const Stored*>(data);
-  if (stride == 1) {  // its own loop, so that it vectorises
+  if (stride == 1) {  // a loop of its own, so that the compiler vectorises it
     for (std::int64_t i = 0; i < count; ++i) out[i] = decode(stored[i]);
   } else {
     for (std::int64_t i = 0; i < count; ++i) out[i] = decode(stored[i * stride]);

@@ -21,7 +21,8 @@
 namespace switchyard::reference {
 namespace {
 
-// What is rounded, and to what: operands of the first product and weights, h, experts' outputs.
+// A precision says how values are rounded. operand() rounds weights and the operands of the first
+// product, h() rounds h, and result() rounds experts' outputs. Here nothing is rounded.
 struct ExactPrecision {
   using Real = double;
   static Real operand(double value) { return value; }
@@ -29,7 +30,7 @@ struct ExactPrecision {
   static Real result(double value) { return value; }
 };
 
-// Inputs of every product are rounded to bf16; sums are fp32.
+// Inputs of every product and experts' outputs are rounded to bf16. Sums are in fp32.
 struct Bf16Precision {
   using Real = float;
   static Real operand(double value) { return round_to_bf16(static_cast<float>(value)); }
@@ -37,7 +38,7 @@ struct Bf16Precision {
   static Real result(double value) { return operand(value); }
 };
 
-// As above, but operands are codes times scales, which fp32 takes as they are.
+// Like Bf16Precision, except for operands: they are codes times scales, and stay in fp32.
 struct Fp8Precision {
   using Real = float;
   static Real operand(double value) { return static_cast<float>(value); }
@@ -171,8 +172,8 @@ struct Plan {
   std::int64_t num_tokens = 0;
   bool quantised = false;
   std::vector<double> activations;  // [T, H], as the gates see them
-  std::vector<double> operands;     // [T, H], as the experts do; empty: the same
-  ReferenceOutput routed;           // without output
+  std::vector<double> operands;     // [T, H], as the experts see them; empty: as the gates do
+  ReferenceOutput routed;           // `output` is not set
   std::vector<Job> jobs;
 };
 
@@ -192,7 +193,7 @@ std::vector<double> logits_of(const LayerSpec& spec, const MoeWeights& weights,
   return logits;
 }
 
-// Activations as gates and experts of an FP8 layer see them.
+// Sets the activations as the gates of an FP8 layer see them, and the operands of its experts.
 void quantise_activations(const LayerSpec& spec, const ReferenceInput& input, Plan& plan) {
   if (input.activations.dtype == DType::kF8E4M3) {
     if (plan.num_tokens > 0 && (input.topk_ids.empty() || spec.shared_sigmoid_gate)) {
@@ -364,8 +365,8 @@ Plan make_plan(const LayerSpec& spec, const MoeWeights& weights, const Reference
   return plan;
 }
 
-// Runs all jobs, one after the other, each spread over the threads by weight rows. A thread owns
-// its columns of the output, so that sums have one order whatever the number of threads.
+// Runs all jobs one after the other. Each job is spread over the threads by weight rows. A thread
+// owns its columns of the output, so that sums have one order whatever the number of threads.
 template <typename Precision>
 class Runner {
  public:

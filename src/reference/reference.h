@@ -1,5 +1,6 @@
-// The MoE layer once more, plainly and in fp64. Engines are tested against it, and `switchyard run
-// --verify` compares with it. It shares no code with the engines or with src/routing.
+// A second, plain implementation of the MoE layer, in fp64. Engines are tested against it, and
+// `switchyard run --verify` compares with it. It shares no code with the engines or with
+// src/routing.
 #pragma once
 
 #include <cstdint>
@@ -22,13 +23,13 @@ struct Routing {
 Routing route(const LayerSpec& spec, std::span<const double> logits,
               std::span<const float> correction_bias, std::span<const std::int32_t> hashed_ids);
 
-// For each token, the distance of its routing from one with other ids or another order of them. It
-// is the smallest gap that decides one of the K choices: each against the next best, the K-th
-// against the best expert not chosen; with groups also the last group in against the first out;
-// with the sparsemixer also the distance from the masking threshold. A gap is relative to the
-// largest magnitude among the numbers that entered it. 0 is an exact tie, and infinity means that
-// nothing competed. Routings of the same logits in lower precision may differ where the distance is
-// near that precision.
+// Returns, for each token, the distance of its routing from one with other ids or another order of
+// them. It is the smallest gap that decides one of the K choices. Each choice has a gap to the next
+// best, and the K-th to the best expert that is not chosen. With groups there is also the gap
+// between the last group that is in and the first that is out. With the sparsemixer there is also
+// the distance from the masking threshold. A gap is relative to the largest magnitude among the
+// numbers that entered it. 0 is an exact tie, and infinity means that nothing competed. Routings of
+// the same logits in lower precision may differ where the distance is near that precision.
 std::vector<double> routing_margin(const LayerSpec& spec, std::span<const double> logits,
                                    std::span<const float> correction_bias);
 
@@ -42,8 +43,8 @@ struct ReferenceInput {
   // Routing from outside, [T, K] each; the gate is then skipped. kNoExpert skips a slot.
   std::span<const std::int32_t> topk_ids;
   std::span<const float> topk_weights;
-  // The problem of an FP8 layer: the operands of its experts are quantised, activations (rounded to
-  // bf16) and h alike, in groups of 128 columns of a token:
+  // True for the problem of an FP8 layer, whose experts have quantised operands. The activations
+  // (rounded to bf16) and h are both quantised, in groups of 128 columns of a token:
   //   scale = max(amax, 2^-100) / 448,  value = scale * f8_e4m3(x * 448 / max(amax, 2^-100))
   // The gates see the activations rounded to bf16. Activations that are f8_e4m3 already, with
   // scales, are taken as they are, and no gate may run.
@@ -66,18 +67,19 @@ struct ReferenceOutput {
 ReferenceOutput forward(const LayerSpec& spec, const MoeWeights& weights,
                         const ReferenceInput& input);
 
-// The same layer as a plain bf16 program would compute it: activations, weights, h, each expert's
-// and the shared expert's output rounded to bf16, products accumulated in fp32, the weighted sum in
-// fp32, the output rounded to bf16. Where the gate runs, it runs in fp64. Its error against
-// forward() is the yardstick for an engine's.
+// Computes the same layer as a plain bf16 program would. Activations, weights, h and the outputs of
+// each expert and of the shared expert are rounded to bf16. Products are accumulated in fp32. The
+// weighted sum is in fp32, and the output is rounded to bf16. If the gate runs, it runs in fp64.
+// The error of the result against forward() is the yardstick for an engine's error.
 std::vector<float> straightforward_bf16(const LayerSpec& spec, const MoeWeights& weights,
                                         const ReferenceInput& input);
 
-// The quantised problem as a plain FP8 program would compute it: quantised values, and weights as
-// they are, multiplied and accumulated in fp32; h rounded to bf16 before it is quantised; each
-// expert's and the shared expert's output rounded to bf16, the weighted sum in fp32, the output
-// rounded to bf16. `input.quantised` is taken to be set. Its error against forward() of the
-// quantised problem is the yardstick for an engine's.
+// Computes the quantised problem as a plain FP8 program would. Quantised values are multiplied with
+// the weights as they are, and products are accumulated in fp32. h is rounded to bf16 before it is
+// quantised. The outputs of each expert and of the shared expert are rounded to bf16. The weighted
+// sum is in fp32, and the output is rounded to bf16. `input.quantised` is taken to be set. The
+// error of the result against forward() of the quantised problem is the yardstick for an engine's
+// error.
 std::vector<float> straightforward_fp8(const LayerSpec& spec, const MoeWeights& weights,
                                        const ReferenceInput& input);
 

@@ -16,7 +16,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// What decides a choice, with the magnitude of the numbers that it was computed from.
+// A value that decides a choice, with the magnitude of the numbers that it was computed from.
 struct Candidate {
   int index = 0;
   double value = 0;
@@ -48,7 +48,7 @@ std::vector<double> softmax(const std::vector<double>& logits) {
   double sum = 0;
   for (std::size_t i = 0; i < logits.size(); ++i) {
     if (std::isnan(logits[i])) continue;
-    // Infinite logits: the limit as they grow together.
+    // For infinite logits, this is the limit as they grow together.
     result[i] = logits[i] == max ? 1.0 : std::exp(logits[i] - max);
     sum += result[i];
   }

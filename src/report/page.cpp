@@ -55,7 +55,8 @@ Json page_json(const Published& series) {
           {"time_us", times}};
 }
 
-// A slice is ten numbers in a row, starts as differences: objects would be five times as long.
+// Writes a slice as ten numbers in a row. Its start is the difference from the slice before. JSON
+// objects would be five times as long.
 Json page_json(const Track& track) {
   Json numbers = Json::array();
   std::int64_t before = 0;
@@ -119,7 +120,7 @@ std::string number_cell(const std::string& text) {
   return "<td class=\"number\">" + escape_html(text) + "</td>";
 }
 
-// Each in an element of its own, one below the other.
+// Puts each value in an element of its own, one below the other.
 std::string list_cell(const std::vector<std::string>& values, const char* open, const char* close) {
   std::string html;
   for (const std::string& value : values) {
@@ -134,7 +135,8 @@ std::string point_text(const Row& row) {
       row.ranks == 1 ? "" : fmt::format(" on each of {} ranks", row.ranks), row.beta);
 }
 
-// Mean, worst and where: of what no row has, three dashes.
+// Returns three cells: the mean, the worst value and its point. They are dashes if no row has the
+// ratio.
 std::string ratio_cells(const std::optional<Ratio>& ratio, const char* unit) {
   if (!ratio) return number_cell("–") + number_cell("–") + cell("–");
   return number_cell(fmt::format("{:.2f}{}", ratio->mean, unit)) +
@@ -171,7 +173,7 @@ struct Part {
   std::string text;
 };
 
-// In one pass over the template, so that nothing in a part is taken for a placeholder.
+// Fills the template in one pass, so that nothing in a part is taken for a placeholder.
 std::string fill(std::string_view page, std::span<const Part> parts) {
   std::string filled;
   while (true) {
@@ -221,7 +223,7 @@ std::string script_json(const Json& value) {
   std::string escaped;
   escaped.reserve(text.size());
   for (const char c : text) {
-    // Only strings hold it, and there it may be written so.
+    // In JSON, '<' occurs only in strings, and a string may hold it as this escape.
     if (c == '<') {
       escaped += "\\u003c";
     } else {

@@ -1,4 +1,4 @@
-// One HTML page that needs nothing else: data, style and program are in it.
+// Makes one HTML page that needs no other files: data, style and program are in it.
 #pragma once
 
 #include <optional>
@@ -17,7 +17,7 @@ namespace switchyard::report {
 using results::Published;
 using results::Row;
 
-// The rates that the floors of the rows are made of.
+// The rates from which the rows' floors were computed.
 struct Roofs {
   double read_bytes_per_second = 0;
   double bf16_flops_per_second = 0;
@@ -26,7 +26,7 @@ struct Roofs {
 
 struct PageInput {
   std::span<const Row> rows;
-  std::vector<std::string> files;  // as they are to be named
+  std::vector<std::string> files;  // the names that the page shows
   Roofs roofs;
   std::vector<Published> published;
   std::optional<Timeline> timeline;
@@ -35,9 +35,9 @@ struct PageInput {
 
 std::string make_page(const PageInput& input);
 
-// Text for between tags and in quoted attributes.
+// Escapes a text for use between tags and in quoted attributes.
 std::string escape_html(std::string_view text);
-// JSON for within a <script>: no "</script>" and no "<!--" can occur in it.
+// Writes JSON for use within a <script>: no "</script>" and no "<!--" can occur in it.
 std::string script_json(const Json& value);
 
 }  // namespace switchyard::report

@@ -17,7 +17,8 @@
 namespace switchyard::report {
 namespace {
 
-// Beyond ten years a time is not one, and nanoseconds leave 64 bits.
+// Ten years. A longer time is an error of the file, and could be too long for 64 bits of
+// nanoseconds.
 constexpr double kMostMicroseconds = 3.2e14;
 // The largest trace of a pass has 100 MB.
 constexpr std::uint64_t kMostFileBytes = std::uint64_t{1} << 30;
@@ -72,7 +73,7 @@ class TimelineReader {
   }
 
  private:
-  // What the file has beside its events.
+  // Reads what the file has besides its events.
   void read_rest(const Json& file) {
     if (!file.is_array() && !file.is_object()) {
       not_a_trace(fmt::format("is not a list of events, but {}", excerpt(file)));
@@ -198,8 +199,9 @@ class TimelineReader {
     return count;
   }
 
-  // Slices shorter than a cell of time become one per track, cell and name. Cells double until few
-  // enough are left: a page draws some thousand pixels, and a browser must load it.
+  // Merges slices that are shorter than a cell of time into one per track, cell and name. Cells
+  // double until few enough slices are left. A browser must be able to load the page, and its few
+  // thousand pixels show no more.
   void merge_short(std::size_t most_slices) {
     std::int64_t cell_ns = std::max<std::int64_t>(1, timeline_.span_ns >> 16);
     while (count_slices() > most_slices && cell_ns <= timeline_.span_ns) {

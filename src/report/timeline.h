@@ -9,8 +9,8 @@
 
 namespace switchyard::report {
 
-// An event on a track. A rank is a process of the file, by its number there: 'switchyard trace'
-// counts them from 1. Times are nanoseconds after the earliest slice's start.
+// An event on a track. Times are nanoseconds after the earliest slice's start. Here and below, a
+// rank is the number of a process in the file, and 'switchyard trace' counts these from 1.
 struct Slice {
   std::int64_t start_ns = 0;
   std::int64_t end_ns = 0;
@@ -51,11 +51,11 @@ struct Timeline {
   std::int64_t span_ns = 0;
   std::int64_t num_slices = 0;       // in the file
   std::int64_t num_other = 0;        // events that are neither slices nor names
-  std::int64_t num_dropped = 0;      // that the file says it lacks
+  std::int64_t num_dropped = 0;      // events that the file says it lacks
   std::int64_t merged_below_ns = 0;  // shorter slices were merged; 0: none
 };
 
-// The most slices of a page, which then has a few megabytes.
+// The most slices of a page. With so many, the page has a few megabytes.
 inline constexpr std::size_t kMostSlices = 200'000;
 
 // Reads a trace. Throws Error{kInvalidFile} naming `source`, the event (from 1) and the field.

@@ -10,11 +10,11 @@
 namespace switchyard::results {
 namespace {
 
-// The page's numbers are JavaScript's, which has no whole numbers beyond.
+// JavaScript, which reads the page's numbers, does not have every whole number beyond this.
 constexpr double kMostWhole = 9007199254740992;  // 2^53
 constexpr std::size_t kMostQuantiles = 64;
 
-// Not finite: there is no such JSON, but a number too large for a double becomes it.
+// Infinity is not JSON, but a number that is too large for a double is read as infinity.
 bool is_time(const Json& value) {
   return value.is_number() && value.number() > 0 && std::isfinite(value.number());
 }

@@ -18,16 +18,17 @@ inline constexpr std::uint64_t kMostFileBytes = std::uint64_t{1} << 30;
 [[noreturn]] void refuse_file(const std::string& source, const std::string& problem,
                               const std::string& remedy);
 
-// Throws as refuse_file() for what is not JSON or nests too deep for a parser's stack.
+// Parses a file. Throws as refuse_file() does if it is not JSON, or nests too deep for the parser's
+// stack.
 Json parse(std::string_view text, const std::string& source, const char* remedy);
 
-// What to do about a file that is none of its kind, a field that is absent, and one out of its
-// domain.
+// What to do about a file of another kind, about a field that is absent, and about a field that is
+// out of its domain.
 struct Remedies {
   const char *other, *absent, *wrong;
 };
 
-// One element of a file's list. Every getter refuses what is absent or out of its domain.
+// One element of a file's list. Every getter refuses a field that is absent or out of its domain.
 class FieldReader {
  public:
   FieldReader(const Json& row, const std::string& source, std::size_t number,
@@ -42,7 +43,7 @@ class FieldReader {
   std::vector<double> quantiles(const char* field) const;  // 1 to 64, ascending from 0
   std::vector<double> all_microseconds(const char* field) const;
 
-  // Neither absent nor null.
+  // Returns whether a field is neither absent nor null.
   bool present(const char* field) const {
     const Json* const value = row_.find(field);
     return value != nullptr && !value->is_null();

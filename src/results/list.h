@@ -9,8 +9,8 @@
 
 namespace switchyard::results {
 
-// The rows of a file, which may be none. Throws what parse_rows() does. `remedy` says which file to
-// give if this is one of something else.
+// Returns the rows of a file, which may have none. Throws what parse_rows() throws. `remedy` says
+// which file to give instead if this one is of another kind.
 std::vector<Row> rows_of(const Json& file, const std::string& source, const char* remedy);
 
 }  // namespace switchyard::results

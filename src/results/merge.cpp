@@ -18,7 +18,7 @@ namespace fs = std::filesystem;
 constexpr const char* kRemedy =
     "give --json a file that 'switchyard bench --json' wrote, or one that does not exist yet";
 
-// A file's row as text has it, and what it is about. What is not replaced is written as it was.
+// A row as the file has it, and its point. A row that is not replaced is written as it was.
 struct KeptRow {
   Json json;
   std::string point;
@@ -37,19 +37,20 @@ std::vector<KeptRow> read_kept(const fs::path& file) {
   return kept;
 }
 
-// A row to a line: differences between versions of the file then show which points changed.
+// Writes one row per line. So a diff of two versions of the file shows which points changed.
 std::string text_of(const std::vector<KeptRow>& rows) {
   std::string text;
   for (const KeptRow& row : rows) {
     text += text.empty() ? "[\n" : ",\n";
-    // A command line need not be UTF-8, as JSON is.
+    // dump() replaces what is not UTF-8, which may occur in a row's command line.
     text += row.json.dump();
   }
   return text.empty() ? "[]\n" : text + "\n]\n";
 }
 
-// Held by one process at a time, as long as it lives. Of the directory: a file of rows is replaced,
-// and a lock file would stay. Where the file system has no locks, nothing is lost but the lock.
+// A lock that one process holds at a time, as long as the object lives. It locks the directory: the
+// file itself is replaced, and a separate lock file would stay behind. On a file system without
+// locks, everything works except that processes do not wait for each other.
 class DirectoryLock {
  public:
   explicit DirectoryLock(const fs::path& directory)

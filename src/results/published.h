@@ -1,4 +1,4 @@
-// Published measurements by others of a layer, to stand beside our rows.
+// Measurements of a layer that others published, to stand beside our rows.
 #pragma once
 
 #include <cstdint>

@@ -28,8 +28,8 @@ double rounded(double value, int digits) {
 // Events resolve half a microsecond or worse; more digits only make the files longer.
 double hundredths(double value) { return rounded(value, 2); }
 
-// The one list of a row's fields, in the order of a file. RowType: Row to read into, const Row to
-// write from.
+// Visits all fields of a row, in the order of a file. Reading and writing share this list. RowType
+// is Row for reading, and const Row for writing.
 template <typename RowType, typename Visitor>
 void visit(RowType& row, Visitor&& field) {
   field.text("suite", row.suite);
@@ -181,7 +181,8 @@ Json to_json(const Row& row) {
   return json;
 }
 
-// What is given by mistake for a file of rows is most likely a trace or another program's results.
+// A trace and the results of another program get messages of their own, because they are most
+// likely to be given by mistake.
 std::vector<Row> rows_of(const Json& file, const std::string& source, const char* remedy) {
   if (file.contains("traceEvents")) {
     refuse_file(source, "is a trace", "give it with --trace, beside files of rows");

@@ -1,5 +1,5 @@
-// One point of a benchmark as files keep it: its key, its fields, how they are written, and how
-// they are read strictly. A page must not show a number that no file has.
+// One point of a benchmark as files keep it: its key, its fields, and how they are written and
+// read. Reading is strict, because a page must not show a number that no file has.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ struct Row {
   // Tokens of an expert over the experts' mean, ascending: at most 64 quantiles.
   std::vector<double> expert_load;
   std::optional<std::int64_t> rotation_copies;  // of the layer's weights, which passes took in turn
-  std::optional<std::int64_t> rotation_passes;  // between two looks at the clock
+  std::optional<std::int64_t> rotation_passes;  // timed together
   std::optional<std::int64_t> graph_nodes;      // GPU operations of one pass
   std::optional<double> error, error_bound;     // of --verify
   std::vector<double> times_us;                 // of every repetition, in their order
@@ -59,26 +59,30 @@ struct Row {
   }
 };
 
-// What makes two rows the same point: suite, model and sizes, types, ranks, tokens, beta, and who
-// routes. Also how messages name it.
+// Returns the key of a row's point: suite, model and sizes, types, ranks, tokens, beta, and who
+// routes. Two rows with equal keys are of the same point. Messages name a point by its key.
 std::string point_of(const Row& row);
 
-// Times in hundredths of a microsecond: events resolve no more.
+// Writes a row. Times are rounded to hundredths of a microsecond, because events resolve no more.
 Json to_json(const Row& row);
 
-// Throws Error{kInvalidFile} naming `source`, the row (from 1) and the field of what is no row.
+// Reads a list of rows. Throws Error{kInvalidFile} if an element is not a row. The error names
+// `source`, the element (counted from 1) and the field.
 std::vector<Row> parse_rows(std::string_view text, const std::string& source);
 
-// The rows of all files in order. Also throws where two rows are of the same point.
+// Reads the rows of all files, in order. Throws as parse_rows() does, and also if two rows are of
+// the same point.
 std::vector<Row> read_rows(std::span<const std::filesystem::path> paths);
 
-// Throws what merge_rows() would throw for this file, before there are rows to lose.
+// Throws what merge_rows() would throw for this file. Call it before a measurement, so that its
+// rows are not lost.
 void require_mergeable(const std::filesystem::path& file);
 
-// Replaces the rows of a file that are of the same point as one of `rows`, and appends the others;
-// the rest of the file stays as it is. The file appears whole or not at all, and processes that do
-// it at once wait for each other. `keep_rival`: a row without a rival inherits that of the row it
-// replaces. Throws Error{kInvalidFile} for a file of something else, and what write_whole() throws.
+// Replaces the rows of a file that are of the same point as one of `rows`, and appends the others.
+// The rest of the file stays as it is. The new file appears whole or not at all. Processes that
+// merge at the same time wait for each other. With `keep_rival`, a row without a rival inherits the
+// rival of the row that it replaces. Throws Error{kInvalidFile} if the file holds something else,
+// and what write_whole() throws.
 void merge_rows(const std::filesystem::path& file, std::span<const Row> rows, bool keep_rival);
 
 }  // namespace switchyard::results

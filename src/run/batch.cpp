@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::int64_t kDefaultTokens = 1024;
 
-// Keeps activations, routing and token ids apart from each other and from the weights, which are
+// Makes activations, routing and token ids independent of each other and of the weights, which are
 // drawn from the same seed.
 enum class Draw : std::uint64_t { kActivations = 0xac71, kRouting = 0x40e7, kTokenIds = 0x7d5 };
 
@@ -84,7 +84,8 @@ std::vector<float> floats(const MatrixView& view, const std::string& file,
   return {data, data + view.rows * view.cols};
 }
 
-// One rank alone would refuse these in its forward pass, and the others would wait for it.
+// Refuses wrong ids before a pass begins. In a pass only the rank that has them would refuse them,
+// and the other ranks would wait for it.
 void require_valid_ids(const std::vector<std::int32_t>& ids, const LayerSpec& spec,
                        const std::string& file) {
   const auto k = static_cast<std::size_t>(spec.top_k);
@@ -147,7 +148,7 @@ void read_token_ids(Batch& batch, const std::string& file,
   }
 }
 
-// The name of the tensor that holds activations: the file's only one, or `activations`.
+// Returns the name of the tensor that holds activations: the file's only one, or `activations`.
 std::string activations_name(const SafetensorsFile& file, const std::string& path) {
   const std::vector<TensorInfo>& tensors = file.header().tensors;
   if (tensors.size() == 1) return tensors.front().name;

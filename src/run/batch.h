@@ -32,8 +32,9 @@ struct Batch {
   std::int64_t tokens() const { return activations.rows; }
 };
 
-// `dtype` is that of random activations. The result is a function of the arguments and the input
-// file. Throws Error for a file that does not fit the layer, naming the tensor.
+// Reads or draws a batch. `dtype` is the type of random activations. The result is a function of
+// the arguments and the input file. Throws Error for a file that does not fit the layer, naming the
+// tensor.
 Batch make_batch(const BatchOptions& options, const Source& source, DType dtype);
 
 // A rank's contiguous share of the tokens. Shares differ by at most one token.

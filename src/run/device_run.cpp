@@ -13,7 +13,7 @@ gpu::DeviceBuffer uploaded(const SlotView& values) {
   return buffer;
 }
 
-// A device's copy of host values, as a call takes it: never read through by the host.
+// Returns a buffer in device memory as the span that a call takes. The host must not read it.
 template <typename T>
 std::span<T> span_of(const gpu::DeviceBuffer& buffer) {
   return {reinterpret_cast<T*>(buffer.data()), buffer.bytes() / sizeof(T)};
@@ -46,7 +46,7 @@ class DeviceInput {
   ForwardInput input_;
 };
 
-// Where its results go, in device memory.
+// A call's output in device memory.
 class DeviceOutput {
  public:
   DeviceOutput(const ForwardOutput& host, std::int64_t tokens, int hidden,
@@ -54,7 +54,8 @@ class DeviceOutput {
       : values_(static_cast<std::size_t>(tokens * hidden) * size_of(host.dtype)),
         ids_(host.topk_ids.size_bytes()),
         weights_(host.topk_weights.size_bytes()) {
-    // NaNs and ids of no expert: what a pass leaves unwritten, --verify finds.
+    // This byte makes NaNs and ids of no expert, so that --verify finds what a pass leaves
+    // unwritten.
     constexpr std::uint8_t kPoison = 0xff;
     for (gpu::DeviceBuffer* buffer : {&values_, &ids_, &weights_}) buffer->fill(kPoison, stream);
     output_.data = values_.data();
@@ -84,17 +85,19 @@ std::vector<double> time_passes_on_device(World& world, MoeLayer& layer, const F
   const DeviceOutput to(output, input.activations.rows, layer.spec().hidden, stream);
   gpu::Event start;
   gpu::Event end;
-  gpu::flush_l2(stream);  // the first one allocates
+  gpu::flush_l2(stream);  // the first call allocates, which must not happen between the barriers
   stream.synchronize();
   std::vector<double> times;
   for (int i = 0; i < repeat; ++i) {
-    // Between the barriers every rank enqueues, and none waits for its device or allocates: a
-    // kernel there may be waiting for one that another rank is about to launch.
+    // Between the barriers every rank only enqueues. None waits for its device or allocates,
+    // because a kernel on the device may be waiting for one that another rank has yet to launch.
     world.barrier();
-    // Ranks end a pass together, however far apart their hosts began it, so that none is timed
-    // while it waits for another's host. It also touches what a first pass has to load.
+    // This pass is not timed. Ranks end it together, however far apart their hosts began it, so the
+    // timed pass does not wait for another rank's host. It also touches what a first pass has to
+    // load.
     layer.forward(from.get(), to.get());
-    // The flush also keeps the stream busy until the launch has come, so that it is not timed.
+    // The flush also keeps the stream busy until the host has launched the next pass, so that the
+    // host's time for it is not measured.
     gpu::flush_l2(stream);
     start.record(stream);
     layer.forward(from.get(), to.get());
@@ -103,7 +106,7 @@ std::vector<double> time_passes_on_device(World& world, MoeLayer& layer, const F
     times.push_back(gpu::Event::elapsed_us(start, end));
   }
   to.download_to(output);
-  world.barrier();  // freeing waits for the device
+  world.barrier();  // freeing memory waits for the device, so all ranks must be done
   return times;
 }
 

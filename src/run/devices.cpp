@@ -24,7 +24,8 @@ RankDevice rank_device(int local_rank, int num_ranks, std::optional<int> reserve
 int sms_of_others(int num_sms, int device, int num_ranks, int num_devices) {
   const int ranks_there = num_ranks / num_devices + (device < num_ranks % num_devices ? 1 : 0);
   if (ranks_there <= 1) return 0;
-  // Pairs of blocks need neighbours, which others' blocks may have parted: one of each GPC.
+  // A pair of blocks needs neighbouring multiprocessors. The blocks of other ranks may leave one
+  // multiprocessor of each GPC without a neighbour.
   constexpr int kParted = 8;
   return num_sms - std::max(2, num_sms / ranks_there - kParted);
 }

@@ -13,23 +13,23 @@ struct RankDevice {
   int reserved_sms = 0;  // LayerOptions::reserved_sms
 };
 
-// Ranks are dealt to the GPUs of this machine in turn, by `local_rank` of `num_ranks`. Without
-// `reserved_sms`, a rank leaves free all but its part of the GPU. Throws Error{kUnsupported} where
-// there is no GPU.
+// Chooses the GPU of rank `local_rank` of `num_ranks`. Ranks are dealt to the GPUs of this machine
+// in turn. Without `reserved_sms`, a rank leaves free all but its part of the GPU. Throws
+// Error{kUnsupported} if there is no GPU.
 RankDevice rank_device(int local_rank, int num_ranks, std::optional<int> reserved_sms);
 
-// The multiprocessors that a rank leaves free for the others that use `device` too, of `num_sms`. A
-// kernel that waits for another rank's keeps its multiprocessors, so those of a GPU's ranks must
-// fit together.
+// Returns how many of the `num_sms` multiprocessors of `device` a rank leaves free for the other
+// ranks that use it. A kernel that waits for another rank's kernel keeps its multiprocessors. So
+// the kernels of all ranks of a GPU must fit on it at the same time.
 int sms_of_others(int num_sms, int device, int num_ranks, int num_devices);
 
-// This process's number among those of its host: the first of LOCAL_RANK,
-// OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID and SLURM_LOCALID that is set, else `rank`. Throws
-// Error{kInvalidArgument} if the value is no number.
+// Returns this process's number among those of its host. It is the first of LOCAL_RANK,
+// OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID and SLURM_LOCALID that is set. If none is, it is
+// `rank`. Throws Error{kInvalidArgument} if the value is not a number.
 int local_rank(const EnvironmentLookup& lookup, int rank);
 
-// The devices in words: "GPU 0 (NVIDIA H200, 132 of 132 SMs)", "GPUs 0 to 3 (NVIDIA H200, 66 of 132
-// SMs for each rank)".
+// Describes the devices in words: "GPU 0 (NVIDIA H200, 132 of 132 SMs)", "GPUs 0 to 3 (NVIDIA H200,
+// 66 of 132 SMs for each rank)".
 std::string describe_devices(const RankDevice& of_one_rank, int num_ranks);
 
 }  // namespace switchyard::run

@@ -23,7 +23,7 @@
 namespace switchyard::run {
 namespace {
 
-// What a rank tells the others at the end. steady_clock is one clock for all processes of a host.
+// What a rank tells the others at the end.
 struct RankRecord {
   std::int64_t threads;
   double gate_seconds, plan_seconds;
@@ -33,14 +33,15 @@ struct RankRecord {
 };
 static_assert(std::is_trivially_copyable_v<RankRecord>);
 
-// Nanoseconds of steady_clock. kCuda: as if all had begun at 0, for the clocks of two devices have
-// nothing in common.
+// Nanoseconds of steady_clock, which is one clock for all processes of a host. With kCuda every
+// pass begins at 0, because the clocks of two devices have nothing in common.
 struct PassTimes {
   std::int64_t begin = 0;
   std::int64_t end = 0;
 };
 
-// A rank's share of the results, in memory that rank 0 can read whatever the fabric.
+// The layout of a rank's share of the results. It lies in symmetric memory, which rank 0 can read
+// with every fabric.
 struct ShareLayout {
   std::size_t row_bytes, slots_per_token, ids_at, weights_at, bytes;
 
@@ -115,7 +116,7 @@ RankRecord record_of(const MoeLayer& layer) {
           s.workspace_bytes_used,    peak_resident_bytes()};
 }
 
-// On rank 0 all ranks' traces, elsewhere none.
+// Returns all ranks' traces on rank 0, and none on the other ranks.
 std::vector<PassTrace> gather_traces(World& world, const PassTrace& mine) {
   struct Header {
     std::int64_t events, dropped;
@@ -153,7 +154,7 @@ void add_record(RunResult& result, const RankRecord& r) {
   result.heap_bytes_used += r.heap_bytes_used;
   result.heap_bytes_reserved += r.heap_bytes_reserved;
   result.workspace_bytes += r.workspace_bytes;
-  // Ranks that are threads all tell the size of the one process.
+  // Ranks that are threads all report the size of their one process.
   result.peak_resident_bytes = result.processes
                                    ? result.peak_resident_bytes + r.peak_resident_bytes
                                    : std::max(result.peak_resident_bytes, r.peak_resident_bytes);
@@ -188,7 +189,7 @@ void copy_shares(RunResult& result, const SymmetricSegment& segment, const Share
   }
 }
 
-// What every rank does; rank 0 returns the result.
+// Runs one rank. Only rank 0 returns a result.
 std::optional<RunResult> run_rank(World world, bool is_process, const Source& source,
                                   const Batch& batch, const RankOptions& options) {
   const std::int64_t tokens = batch.tokens();
@@ -240,7 +241,8 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   return result;
 }
 
-// How near a failure is to the cause.
+// Returns how near a failure is to the cause. A rank that was told to stop is farthest from it.
+// Next is a rank that gave up waiting.
 int closeness(const std::exception_ptr& failure) {
   try {
     std::rethrow_exception(failure);

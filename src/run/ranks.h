@@ -18,10 +18,10 @@ namespace switchyard::run {
 
 struct RankOptions {
   Backend backend = Backend::kCpu;
-  // kCuda: SMs left free; empty: those of the other ranks on the GPU.
+  // kCuda: SMs to leave free. If empty, a rank leaves the other ranks on its GPU their share.
   std::optional<int> reserved_sms;
   int ranks = 1;
-  int threads = 0;  // per rank; 0: the machine's, divided by the ranks
+  int threads = 0;  // per rank; 0: the machine's threads, divided by the ranks
   DType compute = DType::kBF16;
   int repeat = 5;  // timed passes; at least one untimed pass comes before
   std::chrono::milliseconds deadline{30'000};
@@ -74,8 +74,8 @@ void on_every_rank(int num_ranks, const std::function<void(int)>& rank);
 // Runs options.ranks ranks as threads of this process. Throws what the rank at fault threw.
 RunResult run_as_threads(const Source& source, const Batch& batch, const RankOptions& options);
 
-// Runs this process as one rank of the world that its launcher's environment describes. Returns
-// nothing on ranks other than 0.
+// Runs this process as one rank of the world that its launcher's environment describes. Only rank 0
+// returns a result.
 std::optional<RunResult> run_as_process(const Source& source, const Batch& batch,
                                         const RankOptions& options);
 

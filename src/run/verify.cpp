@@ -15,8 +15,8 @@ namespace {
 constexpr double kF32Bound = 1e-5;
 
 // The margin below which fp32 logits may decide a token's routing either way. Rounding errors of an
-// fp32 dot product grow with the square root of its length; 16 units in the last place cover the
-// score function and the largest of many tokens.
+// fp32 dot product grow with the square root of its length. 16 units in the last place also cover
+// the score function and the largest error among many tokens.
 double routing_margin_bound(int hidden) { return 16 * 0x1p-24 * std::sqrt(hidden); }
 
 std::vector<double> decoded(const MatrixView& view) {
@@ -51,8 +51,8 @@ std::vector<std::int32_t> hashed_ids(const Source& source, const Batch& batch) {
   return ids;
 }
 
-// The activations as the layer's gate sees them: converted to the type that the layer computes in.
-// `values` holds the result of a conversion.
+// Returns the activations as the layer's gate sees them: converted to the type that the layer
+// computes in. `values` holds the result of a conversion.
 MatrixView seen_by_gate(const MatrixView& x, DType compute, std::vector<float>& values) {
   if (value_type(compute) != DType::kBF16 || x.dtype == DType::kBF16) return x;
   for (const double value : decoded(x))
@@ -159,8 +159,8 @@ Verification verify(const Source& source, const Batch& batch, const RunResult& r
   verification.nan_tokens = result.nan_tokens;
   check_routing(source, batch, result, compute, verification);
 
-  // The reference gets the routing that was used, drops included: a token on the verge of a tie is
-  // not an error of the experts.
+  // The reference gets the routing that was used, with its drops. So a near tie that the layer
+  // decides differently does not count as an error of the experts.
   reference::ReferenceInput input;
   input.activations = batch.activations;
   input.topk_ids = result.topk_ids;
