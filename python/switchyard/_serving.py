@@ -24,7 +24,8 @@ class Options:
     Attributes
     ----------
     max_tokens : int, optional
-        Most tokens of a call. None: what the server's scheduler allows.
+        Most tokens of a call; more are an error. None: what the server's scheduler allows, and a
+        larger workspace when a call has more.
     reserved_sms : int
         SMs left to other kernels.
     num_threads : int
@@ -135,6 +136,10 @@ def local_ids(ids: Any, expert_map: Any) -> Any:
 _first_of_form: weakref.WeakValueDictionary[Any, Experts] = weakref.WeakValueDictionary()
 
 
+# Of this process, so that an update of weights reaches all.
+_bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
+
+
 class Binding:
     """The experts of one layer of a server, over the tensors it is called with.
 
@@ -150,6 +155,7 @@ class Binding:
         order: Order,
         top_k: int,
         max_tokens: int,
+        weight_on_input: bool = False,
         refresh_in_graphs: bool = False,
     ) -> None:
         self.options = options
@@ -157,22 +163,28 @@ class Binding:
         self.order: Order = order
         self.top_k = top_k
         self.max_tokens = options.max_tokens or max_tokens
+        self.weight_on_input = weight_on_input
         wanted = options.refresh_in_graphs
         self.refresh_in_graphs = refresh_in_graphs if wanted is None else wanted
         self.experts: Experts | None = None
+        # Layers that became too small, which graphs may have captured.
+        self._outgrown: list[Experts] = []
         self._addresses: tuple[int, ...] = ()
         self._stale = False
+        _bindings.add(self)
 
     def weights_changed(self) -> None:
         """Weights were loaded, perhaps into the same memory."""
         self._stale = True
 
-    def bind(self, w13: Any, w2: Any, **small: Any) -> Experts:
+    def bind(self, w13: Any, w2: Any, *, tokens: int = 0, **small: Any) -> Experts:
         """The layer over these tensors: made, bound anew or refreshed if need be.
 
         Parameters
         ----------
         w13, w2 : Tensor
+        tokens : int
+            Of the call.
         **small : Tensor or None
             w13_scale, w2_scale, w13_bias and w2_bias.
 
@@ -184,17 +196,26 @@ class Binding:
         addresses = (w13.data_ptr(), w2.data_ptr()) + tuple(
             0 if array is None else array.data_ptr() for array in small.values()
         )
-        if self.experts is None:
+        if self.experts is None or (tokens > self.max_tokens and self.options.max_tokens is None):
+            if self.experts is not None:
+                self._outgrown.append(self.experts)
+                self.max_tokens = 1 << (tokens - 1).bit_length()
             self.experts = self._make(w13, w2, small)
         elif addresses != self._addresses:
             self.experts.rebind(w13, w2, **small)
         elif self._stale or (self.refresh_in_graphs and _capturing(w13)):
-            self.experts.refresh()
+            self.refresh()
         else:
             return self.experts
         self._addresses = addresses
         self._stale = False
         return self.experts
+
+    def refresh(self) -> None:
+        """Lay out anew, at once, what was copied of the weights, also for graphs."""
+        for experts in (*self._outgrown, self.experts):
+            if experts is not None:
+                experts.refresh()
 
     def _make(self, w13: Any, w2: Any, small: dict[str, Any]) -> Experts:
         form = (
@@ -205,6 +226,7 @@ class Binding:
             self.max_tokens,
             self.activation,
             small.get("w13_bias") is not None,
+            self.weight_on_input,
         )
         shared = _first_of_form.get(form) if w2.device.type == "cuda" else None
         experts = Experts(
@@ -214,6 +236,7 @@ class Binding:
             max_tokens=self.max_tokens,
             activation=self.activation,
             order=self.order,
+            weight_on_input=self.weight_on_input,
             share_memory_with=shared,
             reserved_sms=self.options.reserved_sms,
             num_threads=self.options.num_threads,
@@ -223,6 +246,13 @@ class Binding:
         )
         _first_of_form.setdefault(form, experts)
         return experts
+
+
+def refresh_all() -> None:
+    """Refresh every layer of this process: weights were updated where they are."""
+    for binding in list(_bindings):
+        if binding.experts is not None:
+            binding.refresh()
 
 
 def _capturing(tensor: Any) -> bool:

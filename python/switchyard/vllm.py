@@ -255,11 +255,12 @@ def _interface() -> Any:
         ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
             return (0,), (0,), (M, K)
 
-        def bind(self, w1: Any, w2: Any) -> Any:
+        def bind(self, w1: Any, w2: Any, tokens: int = 0) -> Any:
             """The layer over the weights; scales and biases are the quantisation's."""
             return self.binding.bind(
                 w1,
                 w2,
+                tokens=tokens,
                 w13_scale=self.w1_scale,
                 w2_scale=self.w2_scale,
                 w13_bias=self.w1_bias,
@@ -297,7 +298,8 @@ def _interface() -> Any:
                 topk_weights = topk_weights.float()
             if topk_ids.dtype not in (torch.int32, torch.int64):
                 topk_ids = topk_ids.to(torch.int32)
-            self.bind(w1, w2)(hidden_states, local_ids(topk_ids, expert_map), topk_weights, out=output)
+            experts = self.bind(w1, w2, hidden_states.shape[0])
+            experts(hidden_states, local_ids(topk_ids, expert_map), topk_weights, out=output)
 
     @contextlib.contextmanager
     def chosen(experts_cls: type) -> Iterator[None]:

@@ -40,7 +40,7 @@ def test_importing_the_plugin_imports_no_vllm():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["vllm"])
+@pytest.mark.parametrize("module", ["vllm", "sglang"])
 def test_an_unknown_framework_is_left_as_it_is(tmp_path, module):
     (tmp_path / module).mkdir()
     (tmp_path / module / "__init__.py").write_text("")
