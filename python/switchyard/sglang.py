@@ -368,4 +368,4 @@ def register() -> None:
     interface.install()
 
 
-__all__ = ["Deployment", "InvalidArgument", "Options", "Unsupported", "activation_of", "options_of", "refuse", "register"]
+__all__ = ["Deployment", "Options", "activation_of", "options_of", "refuse", "register"]

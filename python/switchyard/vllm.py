@@ -17,7 +17,7 @@ from typing import Any
 from ._activation import Activation
 from ._experts import Order
 from ._serving import Binding, Options, local_ids, refuse_too_few_sms
-from .errors import Error, InvalidArgument, Unsupported
+from .errors import Error, Unsupported
 
 _log = logging.getLogger("vllm.switchyard")
 _WHERE = "--additional-config's \"switchyard\""
@@ -427,4 +427,4 @@ def register() -> None:
     interface.pluggable.register_oot(interface.layer, name="RoutedExperts")
 
 
-__all__ = ["InvalidArgument", "Options", "Unsupported", "activation_of", "options_of", "refuse", "register"]
+__all__ = ["Options", "activation_of", "options_of", "refuse", "register"]

@@ -6,6 +6,7 @@ and with SGLang's experts in torch."""
 import importlib
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -333,6 +334,69 @@ def test_sglang_is_its_own_unless_asked(sglang, monkeypatch):
     monkeypatch.setattr(sglang, "runner_backend", MoeRunnerBackend.TRITON)
     _, method = make()
     assert method.runner.runner_backend == MoeRunnerBackend.TRITON
+
+
+_SERVER = """
+import json, pathlib, sys, tempfile
+import torch
+from sglang.srt.plugins import hook_registry
+import switchyard, switchyard.sglang
+switchyard.sglang.register()
+hook_registry.HookRegistry.apply_hooks()
+from reference import error, experts, routing
+from sglang.srt import runtime_context
+from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.moe.utils import initialize_moe_config
+from sglang.srt.server_args import ServerArgs
+
+model = pathlib.Path(tempfile.mkdtemp())
+(model / "config.json").write_text(json.dumps({
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 256,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "vocab_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    "intermediate_size": 256, "max_position_embeddings": 512, "torch_dtype": "bfloat16"}))
+arguments = ServerArgs(
+    model_path=str(model), device="cpu", moe_runner_backend="switchyard", skip_tokenizer_init=True)
+runtime_context.publish(arguments, role="scheduler")
+init_distributed_environment(
+    world_size=1, rank=0, distributed_init_method=f"file://{model}/rendezvous", local_rank=0, backend="gloo")
+initialize_model_parallel()
+initialize_moe_config()
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+ranks = dict.fromkeys(("moe_ep_rank", "moe_tp_rank", "moe_dp_rank", "tp_rank", "attn_tp_rank", "attn_dp_rank"), 0)
+with runtime_context.get_parallel().override(**ranks):
+    layer = FusedMoE(
+        num_experts=8, hidden_size=256, intermediate_size=128, layer_id=0, top_k=2,
+        params_dtype=torch.bfloat16)
+assert layer.runner_backend.value == "switchyard"
+for parameter in layer.parameters():
+    parameter.data.normal_(std=0.1)
+method = layer.quant_method
+method.process_weights_after_loading(layer)
+assert method.runner.runner_core.binding.experts is not None
+x = torch.randn(5, 256).bfloat16()
+ids, weights = routing(5, 8, 2)
+given = StandardDispatchOutput(x, None, StandardTopKOutput(weights, ids.int(), None))
+out = method.forward_cuda(layer=layer, dispatch_output=given).hidden_states
+gate, up = layer.w13_weight.chunk(2, dim=1)
+assert error(out, experts(x, gate, up, layer.w2_weight, ids, weights, switchyard.Activation())) < 1e-2
+print("agrees")
+"""
+
+
+def test_sglangs_own_layer(sglang):
+    """ServerArgs, FusedMoE and the hooks together, in a process of their own."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SERVER],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT / "tests/python")])},
+    )
+    assert done.returncode == 0 and "agrees" in done.stdout, done.stderr
 
 
 def test_updates_of_weights_are_hooked(sglang):

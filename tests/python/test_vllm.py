@@ -471,6 +471,12 @@ def test_weights_loaded_anew(vllm):
     assert agrees()
 
 
+def test_batch_invariance_is_refused(vllm, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(Unsupported, match="batch invariance"):
+        vllm()
+
+
 def test_what_vllm_is_configured_for_is_refused(vllm):
     def overlap(config):
         config.parallel_config.enable_dbo = True
