@@ -3,6 +3,7 @@ SWITCHYARD_LIBRARY and PYTHONPATH say otherwise, or SWITCHYARD_TEST_INSTALLED is
 
 import os
 import pathlib
+import re
 import sys
 
 import pytest
@@ -19,6 +20,17 @@ if not os.environ.get("SWITCHYARD_TEST_INSTALLED"):
 # A launcher's variables would make worlds of its ranks.
 for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
     os.environ.pop(variable, None)
+
+
+def installed(directory):
+    """Puts the entry points of pyproject.toml into a directory, as an installed package has them."""
+    text = (ROOT / "pyproject.toml").read_text()
+    groups = re.findall(r'\[project.entry-points."(.*)"\]\n((?:.+\n)+)', text)
+    info = directory / "switchyard_moe-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: switchyard-moe\nVersion: 0\n")
+    lines = [f"[{group}]\n{entries}" for group, entries in groups]
+    (info / "entry_points.txt").write_text("".join(lines).replace('"', ""))
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import switchyard.sglang as plugin
-from conftest import ROOT
+from conftest import ROOT, installed
 from reference import error, experts, routing
 from switchyard import Activation, CapacityExceeded, InvalidArgument, Unsupported
 from switchyard._serving import Binding, Options, refresh_all
@@ -404,3 +404,23 @@ def test_updates_of_weights_are_hooked(sglang):
 
     for name in plugin._UPDATES:
         assert hasattr(getattr(WeightUpdater, name), "__wrapped__"), name
+
+
+def test_sglang_finds_the_entry_point(sglang, tmp_path):
+    """As of an installed package, by SGLang's own loader, which applies the hooks."""
+    installed(tmp_path)
+    script = (
+        "from sglang.srt.plugins import load_plugins; load_plugins(); "
+        "from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES as choices; "
+        "assert 'switchyard' in choices; "
+        "from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod; "
+        "assert hasattr(Fp8MoEMethod.apply, '__wrapped__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])},
+    )
+    assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import switchyard.vllm as plugin
-from conftest import ROOT
+from conftest import ROOT, installed
 from reference import error, experts, routing
 from switchyard import Activation, InvalidArgument, Unsupported
 from switchyard._serving import Binding, Options, local_ids, nccl_ctas, refuse_too_few_sms
@@ -504,3 +504,21 @@ def test_an_unknown_interface_is_refused(vllm, monkeypatch):
     finally:
         monkeypatch.undo()
         plugin._interface.cache_clear()
+
+
+def test_vllm_finds_the_entry_point(vllm, tmp_path):
+    """As of an installed package, by vLLM's own loader."""
+    installed(tmp_path)
+    script = (
+        "from vllm.plugins import load_general_plugins; load_general_plugins(); "
+        "from vllm.model_executor.custom_op import op_registry_oot; "
+        "assert op_registry_oot['RoutedExperts'].__module__ == 'switchyard.vllm'"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])},
+    )
+    assert done.returncode == 0, done.stderr
