@@ -16,6 +16,11 @@ from .errors import InvalidArgument, Unsupported
 # but it takes no more than 32 on machines with NVLink unless it is told to.
 _NCCL_CTAS = 32
 
+NO_EPLB = (
+    "{} moves experts between ranks without a word to the layer, which on GPUs keeps scales and biases in "
+    "a layout of its own: they would be those of other experts. It works with bf16 experts without biases"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ._activation import Activation
 from ._experts import Order
-from ._serving import Binding, Options, refresh_all, refuse_too_few_sms
+from ._serving import NO_EPLB, Binding, Options, refresh_all, refuse_too_few_sms
 from .errors import InvalidArgument, Unsupported
 
 _log = logging.getLogger("sglang.switchyard")
@@ -299,6 +299,9 @@ def _interface() -> Any:
                 f"mxfp8 {method.use_mxfp8}, fp4 {method.is_fp4_expert}; Switchyard takes FP8 in blocks of "
                 "128 x 128"
             )
+        eplb = getattr(_published(runtime_context.get_exec, "moe", None), "enable_eplb", False)
+        if eplb and (fp8 or method.with_bias):
+            raise Unsupported(NO_EPLB.format("--enable-eplb"))
         method.moe_runner_config = moe_runner_config
         method.runner = MoeRunner(resolve_moe_runner_backend(_NAME), moe_runner_config)
         if fp8:

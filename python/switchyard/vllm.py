@@ -16,7 +16,7 @@ from typing import Any
 
 from ._activation import Activation
 from ._experts import Order
-from ._serving import Binding, Options, local_ids, refuse_too_few_sms
+from ._serving import NO_EPLB, Binding, Options, local_ids, refuse_too_few_sms
 from .errors import Error, Unsupported
 
 _log = logging.getLogger("vllm.switchyard")
@@ -380,6 +380,10 @@ def _interface() -> Any:
                     f"the experts are quantised by {type(method).__name__}; Switchyard takes bf16, "
                     "fp16 and fp32 weights, and FP8 in blocks of 128 x 128"
                 )
+            if moe_config.moe_parallel_config.enable_eplb and (
+                moe_config.has_bias or isinstance(method, fp8.Fp8MoEMethod)
+            ):
+                raise Unsupported(NO_EPLB.format("--enable-eplb"))
             process = method.process_weights_after_loading
 
             def process_weights_after_loading(layer: Any) -> None:

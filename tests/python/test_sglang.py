@@ -316,6 +316,16 @@ def test_what_sglang_is_configured_for_is_refused(sglang, monkeypatch):
         make()
 
 
+def test_eplb_is_refused_where_it_would_move_what_was_copied(sglang, monkeypatch):
+    from sglang.srt import runtime_context
+
+    balanced = SimpleNamespace(moe=SimpleNamespace(enable_eplb=True))
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: balanced)
+    make()
+    with pytest.raises(Unsupported, match="--enable-eplb moves experts"):
+        make(with_bias=True)
+
+
 def test_another_method_is_refused(sglang):
     """The hook on FusedMoE.__init__, with a layer whose method chose another runner."""
     from sglang.srt.plugins.hook_registry import HookRegistry

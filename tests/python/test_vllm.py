@@ -477,6 +477,16 @@ def test_batch_invariance_is_refused(vllm, monkeypatch):
         vllm()
 
 
+def test_eplb_is_refused_where_it_would_move_what_was_copied(vllm):
+    def balanced(config):
+        config.parallel_config.enable_eplb = True
+
+    given = {"change": balanced, "enable_eplb": True}
+    vllm(**given)
+    with pytest.raises(Unsupported, match="--enable-eplb moves experts"):
+        vllm(has_bias=True, **given)
+
+
 def test_what_vllm_is_configured_for_is_refused(vllm):
     def overlap(config):
         config.parallel_config.enable_dbo = True
@@ -522,3 +532,14 @@ def test_vllm_finds_the_entry_point(vllm, tmp_path):
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])},
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("ranks,split", [(1, "tensor"), (2, "tensor"), (2, "expert")])
+def test_vllms_runner_on_ranks(vllm, ranks, split):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/python/vllm_ranks.py"), str(ranks), split],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and "agrees" in done.stdout, done.stderr
