@@ -1,6 +1,7 @@
 """Tests of the Python package: of this tree's sources over the library of build/, unless
 SWITCHYARD_LIBRARY and PYTHONPATH say otherwise, or SWITCHYARD_TEST_INSTALLED is set."""
 
+import collections
 import os
 import pathlib
 import re
@@ -38,3 +39,12 @@ def seed():
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Why tests were skipped, each reason once, also under -q."""
+    reasons = collections.Counter(
+        report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])
+    )
+    for reason, count in reasons.items():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
