@@ -18,7 +18,7 @@ import torch
 from . import _hf, _probe, _routing
 from ._activation import Activation
 from ._routing import Routing
-from .errors import Unsupported
+from .errors import Error, Unsupported
 
 _TOKENS = 64
 # Of weights and outputs. In 16 bits logits round, and experts whose logits are alike change places.
@@ -79,7 +79,7 @@ def read(block: torch.nn.Module) -> Block:
                 "correction bias, experts, and one shared expert without biases"
             )
 
-    x, ids, weights, out = _run(block, kind, router)
+    x, ids, weights, out = _run(block, kind, router, found.w13.dtype)
     routing = _routing_of(block, gate, kind, x, ids, weights, router, router_bias, correction)
     return Block(
         found=found,
@@ -122,11 +122,10 @@ def _shared(
             continue
         projections = [getattr(child, n, None) for n in ("gate_proj", "up_proj", "down_proj")]
         if all(isinstance(p, torch.nn.Linear) for p in projections) and shared is None:
-            of_shared = _hf._of_act_fn(child, child.act_fn, projections[0].weight.device)
-            if of_shared != activation:
+            if not _computes(child, projections, activation):
                 raise Unsupported(
-                    f"{kind}.{name} has activation {of_shared}, but the experts have {activation}; "
-                    "Switchyard has one for both"
+                    f"{kind}.{name} ({type(child).__name__}) does not compute down(act(gate, up)) with the "
+                    f"experts' {activation}; Switchyard has one activation for both"
                 )
             shared = tuple(p.weight for p in projections)
         elif isinstance(child, torch.nn.Linear) and child.out_features == 1 and child.bias is None:
@@ -136,12 +135,26 @@ def _shared(
     return shared, sigmoid
 
 
+def _computes(mlp: torch.nn.Module, projections: list[Any], activation: Activation) -> bool:
+    """Whether a shared expert has this activation, asked where its limits would show."""
+    gate, up, down = (p.weight.float() for p in projections)
+    dtype = projections[0].weight.dtype
+    spread = max(gate.norm(dim=1).mean().item(), 1e-20)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(_TOKENS, gate.shape[1], generator=generator) * (8 / spread)
+    x = x.to(gate.device, dtype)
+    hidden = _probe.apply(activation, x.float() @ gate.T, x.float() @ up.T)
+    if any(projection.bias is not None for projection in projections):
+        return True  # The biases are refused, by name, as no part of a layer.
+    expected, actual = hidden @ down.T, mlp(x[None])[0].float()
+    return ((actual - expected).norm() <= _OUTPUT_ERROR.get(dtype, 0.1) * expected.norm()).item()
+
+
 def _run(
-    block: torch.nn.Module, kind: str, router: torch.Tensor
+    block: torch.nn.Module, kind: str, router: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, what the block handed to its experts for them, and its output."""
-    parameters = next(block.experts.parameters())
-    dtype = parameters.dtype if parameters.dtype in _ROUTING_ERROR else torch.bfloat16
+    dtype = dtype if dtype in _ROUTING_ERROR else torch.bfloat16
     spread = router.detach().float().norm(dim=1).mean().item()
     if not spread > 0 or not math.isfinite(spread):
         raise Unsupported(f"{kind}: the router's weights are all 0, or not finite; load the weights first")
@@ -239,8 +252,7 @@ def _routing_of(
         options = dataclasses.asdict(candidate)
         try:
             found = _routing.topk(logits.contiguous(), ids.shape[1], correction_bias=bias, **options)
-        except Exception as error:  # noqa: BLE001  # groups that do not fit are none of this block's
-            nearest = nearest or error
+        except Error:  # groups that do not fit are none of this block's
             continue
         actual = _dense(found[0].clamp(min=0), found[1] * (found[0] >= 0), router.shape[0])
         # The median: tokens whose experts changed places must not count.

@@ -12,6 +12,7 @@ import torch
 
 from . import _abi, _arrays
 from ._experts import Handle, Stats, _Kept, _weights
+from ._routing import Routing
 from ._torch import refuse_gradient
 from ._world import World, default_world
 from .errors import check
@@ -34,6 +35,8 @@ class MoeLayer(torch.nn.Module):
         self._layer = Handle(handle, keep)
         # What can be asked for a gradient. Not this module's own: whose block it is saves and loads it.
         self._weights = tuple(weights)
+        #: How the layer chooses experts, where it was made by `from_hf`.
+        self.routing: Routing | None = None
 
     @classmethod
     def from_checkpoint(
