@@ -36,7 +36,10 @@ _forward = _abi.library.sy_layer_forward
 _torch_module: Any = None
 _Tensor: Any = None
 _is_compiling: Any = None
+_is_dynamo_compiling: Any = None
 _is_grad_enabled: Any = None
+_empty_like: Any = None
+_raw_stream: Any = None
 _ORDERS = ("gate_up", "up_gate", "interleaved")
 
 
@@ -117,6 +120,7 @@ class Handle:
         self._call = _abi.Forward(out_scale=1.0)
         self._call_address = ctypes.addressof(self._call)
         self._seen: Any = None
+        self._fast: Any = None
         self._finalizer = weakref.finalize(
             self, close_handle, _abi.library.sy_layer_destroy, handle
         )
@@ -147,7 +151,7 @@ class Handle:
         """Give memory and threads back. May be called again. Not while a pass is on its way."""
         self._finalizer()
         self._keep = None
-        self._seen = None
+        self._seen = self._fast = None
 
     def check(self) -> None:
         """Raise what a pass that has ended failed with. Waits for nothing.
@@ -225,7 +229,7 @@ class Handle:
     ) -> None:
         """One pass of arrays of any kind."""
         call = self._call
-        self._seen = None
+        self._seen = self._fast = None
         keep = []
 
         def put(name: str, array: Any) -> None:
@@ -278,6 +282,22 @@ class Handle:
             call = self._call
             self._seen = seen
             self._slots = (call.x, call.topk_ids, call.topk_weights, call.out)
+            tensors = (x, topk_ids, topk_weights, out)
+            alike = out.shape == x.shape and out.dtype == x.dtype
+            together = all(t.device == x.device and t.is_contiguous() for t in tensors)
+            if alike and together and topk_weights.shape == topk_ids.shape:
+                self._fast = (
+                    x.shape,
+                    x.dtype,
+                    x.device,
+                    topk_ids.shape,
+                    topk_ids.dtype,
+                    topk_weights.dtype,
+                    self._slots,
+                    self._handle,
+                    self._call_address,
+                    x.device.index if x.device.type == "cuda" else None,
+                )
             return
         a, b, c, d = self._slots
         a.data = x.data_ptr()
@@ -538,6 +558,56 @@ class Experts(Handle):
             If a gradient is asked for: there is no backward pass. With `out` at once, otherwise by
             ``backward()``.
         """
+        # What servers do at each layer of each step, without a gradient. torch.compile() must not come
+        # to what changes from call to call: it would guard it.
+        if (
+            type(x) is _Tensor
+            and type(topk_ids) is _Tensor
+            and type(topk_weights) is _Tensor
+            and not _is_dynamo_compiling()
+            and self._fast is not None
+            and x_scale is None
+            and not accumulate
+            and scale == 1.0
+            and not _is_grad_enabled()
+        ):
+            shape, dtype, device, ids_shape, ids_dtype, w_dtype, slots, handle, call, cuda = self._fast
+            if (
+                x.shape == shape
+                and x.dtype is dtype
+                and x.device == device
+                and x.is_contiguous()
+                and topk_ids.shape == ids_shape
+                and topk_ids.dtype is ids_dtype
+                and topk_ids.device == device
+                and topk_ids.is_contiguous()
+                and topk_weights.shape == ids_shape
+                and topk_weights.dtype is w_dtype
+                and topk_weights.device == device
+                and topk_weights.is_contiguous()
+                and (
+                    out is None
+                    or (
+                        type(out) is _Tensor
+                        and out.shape == shape
+                        and out.dtype is dtype
+                        and out.device == device
+                        and out.is_contiguous()
+                    )
+                )
+            ):
+                if out is None:
+                    out = _empty_like(x)
+                a, b, c, d = slots
+                a.data = x.data_ptr()
+                b.data = topk_ids.data_ptr()
+                c.data = topk_weights.data_ptr()
+                d.data = out.data_ptr()
+                if cuda is not None:
+                    self._call.stream = _raw_stream(cuda)
+                if _forward(handle, call):
+                    raise_last()
+                return out
         torch = _torch_module
         if torch is None or not isinstance(x, _Tensor):
             if _arrays.is_torch(x):
@@ -569,10 +639,14 @@ class Experts(Handle):
             return _torch.without_backward(
                 self, x, topk_ids, topk_weights, x_scale, out, accumulate, scale
             )
-        if x_scale is None and not accumulate and scale == 1.0:
+        plain = x_scale is None and not accumulate and scale == 1.0
+        if plain and isinstance(topk_ids, _Tensor) and isinstance(topk_weights, _Tensor):
             if out is None:
                 out = torch.empty_like(x, memory_format=torch.contiguous_format)
-            self._run_tensors(x, topk_ids, topk_weights, out)
+            if isinstance(out, _Tensor):
+                self._run_tensors(x, topk_ids, topk_weights, out)
+            else:
+                self._run(x, topk_ids, topk_weights, out)
             return out
         if out is None:
             dtype = torch.bfloat16 if x_scale is not None else x.dtype

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from ctypes import byref
 from typing import Any
 
 import torch
 
 from . import _abi, _arrays
-from ._experts import Handle, Stats
+from ._experts import Handle, Stats, _Kept, _weights
+from ._routing import Routing
 from ._torch import refuse_gradient
 from ._world import World, default_world
 from .errors import check
@@ -19,13 +21,22 @@ from .errors import check
 class MoeLayer(torch.nn.Module):
     """Gate, dispatch, experts, shared expert and combine of one layer, as one program per rank.
 
-    Made by `from_checkpoint`. Collective: every rank of the world makes it, and calls it with its
-    own tokens.
+    Made by `from_checkpoint` or `from_hf`. Collective: every rank of the world makes it, and calls
+    it with its own tokens.
     """
 
-    def __init__(self, handle: ctypes.c_void_p) -> None:
+    def __init__(
+        self,
+        handle: ctypes.c_void_p,
+        keep: _Kept | None = None,
+        weights: Sequence[torch.Tensor] = (),
+    ) -> None:
         super().__init__()
-        self._layer = Handle(handle, None)
+        self._layer = Handle(handle, keep)
+        # What can be asked for a gradient. Not this module's own: whose block it is saves and loads it.
+        self._weights = tuple(weights)
+        #: How the layer chooses experts, where it was made by `from_hf`.
+        self.routing: Routing | None = None
 
     @classmethod
     def from_checkpoint(
@@ -91,6 +102,131 @@ class MoeLayer(torch.nn.Module):
         )
         return cls(handle)
 
+    @classmethod
+    def from_hf(
+        cls,
+        block: torch.nn.Module,
+        *,
+        world: World | None = None,
+        max_tokens: int = 8192,
+        compute: Any = None,
+        reserved_sms: int = 0,
+        num_threads: int = 0,
+        deadline: float = 0.0,
+        trace: bool = False,
+        check: bool = True,
+    ) -> MoeLayer:
+        """A sparse MoE block of transformers 5, such as ``model.model.layers[0].mlp``, with its router
+        and shared expert. Matrices are used where they are.
+
+        How the block routes is found out by running it on 64 random tokens, for which its weights must
+        be loaded. `refresh` after you changed small weights (router, biases, scales) in place; make
+        another layer if the block is moved or cast.
+
+        Parameters
+        ----------
+        block : torch.nn.Module
+            With `experts` that go through the interface of transformers, `gate` or `router`, and
+            perhaps a shared expert of gate_proj, up_proj and down_proj.
+        world : World, optional
+            None: a world of one. With more, every rank's block has all experts.
+        max_tokens, compute, reserved_sms, num_threads, deadline, trace
+            As of `from_checkpoint`.
+        check : bool
+            Compare the layer with the block, on the same tokens.
+
+        Raises
+        ------
+        Unsupported
+            For what Switchyard does not have, naming the class and the attribute; or if layer and
+            block differ.
+        """
+        from . import _hf_block
+
+        world = world or default_world()
+        with torch.inference_mode(False), torch.no_grad():
+            parts = _hf_block.read(block)
+            layer = cls._of_block(
+                parts,
+                world,
+                _abi.LayerOptions(
+                    max_tokens=max_tokens,
+                    num_threads=num_threads,
+                    reserved_sms=reserved_sms,
+                    compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
+                    trace=int(trace),
+                    deadline_seconds=deadline,
+                ),
+            )
+            if check:
+                at_once = min(max_tokens, parts.x.shape[0])
+                out = torch.cat([layer(x) for x in parts.x.split(at_once)])
+                try:
+                    _hf_block.compare(type(block).__name__, parts, out)
+                except BaseException:
+                    layer.close()
+                    raise
+        return layer
+
+    @classmethod
+    def _of_block(cls, parts: Any, world: World, options: _abi.LayerOptions) -> MoeLayer:
+        """Over the tensors of a block that was read."""
+        found = parts.found
+        given = found.options
+        activation = given["activation"]
+        weights, (count, intermediate, hidden), keep = _weights(
+            found.w13,
+            found.w2,
+            activation,
+            given.get("order", "gate_up"),
+            given.get("transposed", False),
+            given.get("w13_scale"),
+            given.get("w2_scale"),
+            given.get("block"),
+            given.get("w13_bias"),
+            given.get("w2_bias"),
+        )
+
+        def described(name: str, tensor: torch.Tensor) -> _abi.Tensor:
+            result, kept = _arrays.describe(name, tensor)
+            keep.append(kept)
+            return result
+
+        weights.router = described("router", parts.router)
+        for name in ("router_bias", "correction_bias", "shared_sigmoid"):
+            tensor = getattr(parts, name)
+            if tensor is not None:
+                setattr(weights, name, described(name, tensor))
+        if parts.shared is not None:
+            for name, tensor in zip(("shared_gate", "shared_up", "shared_down"), parts.shared):
+                setattr(weights, name, _abi.Matrices(weight=described(name, tensor[None])))
+        routing = parts.routing._to_c(parts.correction_bias is not None)
+        spec = _abi.LayerSpec(
+            routing=ctypes.pointer(routing),
+            hidden=hidden,
+            intermediate=intermediate,
+            num_experts=count,
+            top_k=parts.top_k,
+            router_bias=int(parts.router_bias is not None),
+            expert_bias=int(given.get("w13_bias") is not None),
+            shared_intermediate=0 if parts.shared is None else parts.shared[0].shape[0],
+            shared_sigmoid_gate=int(parts.shared_sigmoid is not None),
+            activation=activation._to_c(),
+        )
+        cuda = found.w2.device.type == "cuda"
+        options.backend = _abi.CUDA if cuda else _abi.CPU
+        options.device = (found.w2.device.index or 0) if cuda else -1
+        handle = ctypes.c_void_p()
+        check(
+            _abi.library.sy_layer_create(
+                world._open(), byref(spec), byref(weights), byref(options), byref(handle)
+            )
+        )
+        tensors = [t for t in keep if isinstance(t, torch.Tensor)]
+        layer = cls(handle, keep, tensors)
+        layer.routing = parts.routing
+        return layer
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -126,7 +262,7 @@ class MoeLayer(torch.nn.Module):
         Unsupported
             If a gradient is asked for.
         """
-        refuse_gradient(hidden_states)
+        refuse_gradient(hidden_states, *self._weights)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         if out is None:
             out = torch.empty(hidden_states.shape, dtype=x.dtype, device=x.device)
@@ -146,6 +282,10 @@ class MoeLayer(torch.nn.Module):
     def check(self) -> None:
         """As ``Experts.check``."""
         self._layer.check()
+
+    def refresh(self) -> None:
+        """As ``Experts.refresh``; the router among what may have changed."""
+        self._layer.refresh()
 
     def stats(self) -> Stats:
         """As ``Experts.stats``."""

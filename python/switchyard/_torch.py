@@ -14,7 +14,11 @@ from .errors import Unsupported
 _layers._torch_module = torch
 _layers._Tensor = torch.Tensor
 _layers._is_compiling = torch.compiler.is_compiling
+_layers._is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _layers._is_grad_enabled = torch.is_grad_enabled
+_layers._empty_like = torch.empty_like
+# Not in builds without CUDA, which have no tensors on GPUs either.
+_layers._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 _NO_GRADIENT = (
     "Switchyard has no backward pass yet, but a gradient of its experts is asked for; run under "

@@ -1,8 +1,10 @@
 """Tests of the Python package: of this tree's sources over the library of build/, unless
 SWITCHYARD_LIBRARY and PYTHONPATH say otherwise, or SWITCHYARD_TEST_INSTALLED is set."""
 
+import collections
 import os
 import pathlib
+import re
 import sys
 
 import pytest
@@ -21,8 +23,28 @@ for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
     os.environ.pop(variable, None)
 
 
+def installed(directory):
+    """Puts the entry points of pyproject.toml into a directory, as an installed package has them."""
+    text = (ROOT / "pyproject.toml").read_text()
+    groups = re.findall(r'\[project.entry-points."(.*)"\]\n((?:.+\n)+)', text)
+    info = directory / "switchyard_moe-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: switchyard-moe\nVersion: 0\n")
+    lines = [f"[{group}]\n{entries}" for group, entries in groups]
+    (info / "entry_points.txt").write_text("".join(lines).replace('"', ""))
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Why tests were skipped, each reason once, also under -q."""
+    reasons = collections.Counter(
+        report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])
+    )
+    for reason, count in reasons.items():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")

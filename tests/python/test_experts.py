@@ -198,8 +198,14 @@ def test_weights_are_used_in_place(batch):
     assert error(layer(*batch), expected) < F32_ERROR
 
 
-def test_other_batches_of_other_forms(batch):
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_other_batches_of_other_forms(batch, mode):
     """The description of tensors that is kept between calls is made anew when they change."""
+    with mode():
+        other_batches_of_other_forms(batch)
+
+
+def other_batches_of_other_forms(batch):
     gate, up, down = weights()
     layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K, max_tokens=64)
     x, ids, topk_weights = batch
@@ -221,6 +227,57 @@ def test_other_batches_of_other_forms(batch):
         pairs = torch.stack((ids, ids), dim=2)[:, :, 0]
         expected = experts(x, gate, up, down, ids, topk_weights, Activation())
         assert error(layer(x, pairs, topk_weights), expected) < F32_ERROR
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, ids, w: ((x.bfloat16(), ids, w), {}),
+        lambda x, ids, w: ((x[:, ::2].repeat(1, 2), ids, w), {}),
+        lambda x, ids, w: ((torch.cat((x, x), dim=1)[:, H:], ids, w), {}),
+        lambda x, ids, w: ((x, ids.int(), w), {}),
+        lambda x, ids, w: ((x, torch.stack((ids, ids), 2)[:, :, 1], w), {}),
+        lambda x, ids, w: ((x, ids, w.bfloat16()), {}),
+        lambda x, ids, w: ((x, ids, w.T.contiguous().T), {}),
+        lambda x, ids, w: ((x, ids, w), {"scale": 0.5}),
+        lambda x, ids, w: ((x, ids, w), {"out": torch.empty(T, 2 * H)[:, :H]}),
+        lambda x, ids, w: ((x, ids, w), {"out": torch.empty(T, H, dtype=torch.bfloat16)}),
+        lambda x, ids, w: ((x, ids, w), {"out": torch.zeros(T, H), "accumulate": True}),
+        lambda x, ids, w: ((x[1:], ids[1:], w[1:]), {}),
+    ],
+)
+def test_a_call_of_another_form_after_many_of_one(batch, change):
+    """The plainest of calls takes a shorter way, for which nothing of its tensors may have changed."""
+    gate, up, down = weights()
+    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K)
+    expected = experts(batch[0], gate, up, down, *batch[1:], Activation())
+    with torch.no_grad():
+        for _ in range(3):
+            assert error(layer(*batch), expected) < F32_ERROR
+        arguments, more = change(*batch)
+        out = layer(*arguments, **more)
+        other = more.get("scale", 1.0) * experts(arguments[0], gate, up, down, *arguments[1:], Activation())
+        assert out.shape == arguments[0].shape and more.get("out", out) is out
+        assert error(out, other) < (1e-2 if torch.bfloat16 in (out.dtype, arguments[0].dtype) else F32_ERROR)
+        assert error(layer(*batch), expected) < F32_ERROR
+
+
+def test_errors_come_on_the_short_way_too(batch):
+    gate, up, down = weights()
+    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K)
+    x, ids, topk_weights = batch
+    expected = experts(x, gate, up, down, ids, topk_weights, Activation())
+    with torch.no_grad():
+        for _ in range(3):
+            layer(*batch)
+        with pytest.raises(switchyard.InvalidArgument, match="99"):
+            layer(x, ids.clone().fill_(99), topk_weights)
+        with pytest.raises(switchyard.InvalidArgument, match="topk_ids is a list"):
+            layer(x, ids.tolist(), topk_weights)
+        assert error(layer(x, ids.numpy(), topk_weights.numpy()), expected) < F32_ERROR
+        layer.close()
+        with pytest.raises(switchyard.InvalidArgument, match="closed"):
+            layer(*batch)
 
 
 def test_numpy(batch):

@@ -32,6 +32,25 @@ def test_compiles_as_one_graph(layer, backend):
         assert torch.allclose(compiled(x, *r), step(x, *r), atol=1e-5)
 
 
+def test_compiled_code_does_not_depend_on_calls_before(layer):
+    """What an eager call keeps for the next is nothing that compiled code guards."""
+    frames = []
+
+    def backend(graph, inputs):
+        frames.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda *batch: layer(*batch), fullgraph=True, backend=backend)
+    x, r = torch.randn(T, H), routing(T, E, K)
+    with torch.no_grad():
+        expected = compiled(x, *r)
+        for _ in range(3):
+            assert torch.allclose(layer(x, *r), expected, atol=1e-5)
+        layer(x[1:], r[0][1:], r[1][1:])
+        assert torch.allclose(compiled(x, *r), expected, atol=1e-5)
+    assert len(frames) == 1
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiles_with_an_output_that_is_given(layer, backend):
     def step(x, ids, weights, out):

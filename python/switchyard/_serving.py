@@ -1,0 +1,266 @@
+"""What the plugins for inference servers have in common: options, refusals, and a layer's binding."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from ._activation import Activation
+from ._experts import BadIds, Experts, Order
+from .errors import InvalidArgument, Unsupported
+
+# Where neither NCCL_MAX_CTAS nor NCCL_MAX_NCHANNELS says otherwise. NCCL's own limit is 64 since 2.22,
+# but it takes no more than 32 on machines with NVLink unless it is told to.
+_NCCL_CTAS = 32
+
+NO_EPLB = (
+    "{} moves experts between ranks without a word to the layer, which on GPUs keeps scales and biases in "
+    "a layout of its own: they would be those of other experts. It works with bf16 experts without biases"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a user may say to a plugin.
+
+    Attributes
+    ----------
+    max_tokens : int, optional
+        Most tokens of a call; more are an error. None: what the server's scheduler allows, and a
+        larger workspace when a call has more.
+    reserved_sms : int
+        SMs left to other kernels.
+    num_threads : int
+        On CPUs; 0: all.
+    bad_ids : {"skip", "raise"}
+        Servers pad batches with rows of garbage, whose ids must not end the layer.
+    deadline : float
+        Seconds; 0: the library's default.
+    refresh_in_graphs : bool, optional
+        Lay out scales and biases anew in every replay of a graph, so that replays see weights that
+        were loaded into the same memory. None: where the server is set up for such transfers.
+    """
+
+    max_tokens: int | None = None
+    reserved_sms: int = 0
+    num_threads: int = 0
+    bad_ids: BadIds = "skip"
+    deadline: float = 0.0
+    refresh_in_graphs: bool | None = None
+
+    @classmethod
+    def parse(cls, given: Any, where: str) -> Options:
+        """Options of a mapping that came from JSON.
+
+        Raises
+        ------
+        InvalidArgument
+            Naming `where` and the key.
+        """
+        if not isinstance(given, Mapping):
+            raise InvalidArgument(f"{where} is {given!r}; pass an object, which may be empty: {{}}")
+        known = {field.name: field.default for field in dataclasses.fields(cls)}
+        for name, value in given.items():
+            if name not in known:
+                raise InvalidArgument(f"{where} has {name!r}; it takes {', '.join(known)}")
+            problem = _problem(name, value)
+            if problem:
+                raise InvalidArgument(f"{where}: {name} is {value!r}; {problem}")
+        return cls(**given)
+
+
+def _problem(name: str, value: Any) -> str | None:
+    """What is wrong with the value of an option."""
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    if name == "bad_ids":
+        return None if value in ("skip", "raise") else "use 'skip' or 'raise'"
+    if name == "refresh_in_graphs":
+        return None if value is None or isinstance(value, bool) else "use true or false"
+    if name == "deadline":
+        number = integer or isinstance(value, float)
+        return None if number and value >= 0 else "use a number of seconds, 0 or more"
+    if name == "max_tokens":
+        return None if value is None or (integer and value > 0) else "use a whole number from 1 on"
+    return None if integer and value >= 0 else "use a whole number, 0 or more"
+
+
+def nccl_ctas(environment: Mapping[str, str] = os.environ) -> int:
+    """Most thread blocks that one of NCCL's kernels takes."""
+    for name in ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"):
+        value = environment.get(name, "")
+        if value.isdecimal() and int(value) > 0:
+            return int(value)
+    return _NCCL_CTAS
+
+
+def refuse_too_few_sms(
+    reserved_sms: int, ranks: int, option: str, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Raise `Unsupported` if NCCL's kernels may not fit beside a layer's.
+
+    A layer's kernel occupies every SM that is not reserved, and starts when all its blocks can. With
+    several ranks a kernel of NCCL may run on another stream at the same time: each of the two could
+    wait for what the other holds.
+    """
+    needed = nccl_ctas(environment)
+    if ranks > 1 and reserved_sms < needed:
+        raise Unsupported(
+            f"{ranks} ranks exchange tokens with NCCL, whose kernels take up to {needed} SMs, but "
+            f"{option} is {reserved_sms}: NCCL and Switchyard could wait for each other for ever. Set "
+            f"{option} to {needed} or more, or NCCL_MAX_CTAS to {reserved_sms or 8} or less"
+            + ("" if reserved_sms else f" with {option} 8")
+        )
+
+
+def local_ids(ids: Any, expert_map: Any) -> Any:
+    """Global expert ids as ids of this rank's experts.
+
+    Parameters
+    ----------
+    ids : Tensor [T, K]
+        Negative, or beyond the map: no expert.
+    expert_map : Tensor [E] or None
+        The local number of each expert, -1 where another rank has it. None: all are here.
+
+    Returns
+    -------
+    Tensor [T, K]
+        -1: no expert of this rank.
+    """
+    if expert_map is None:
+        return ids
+    # An index out of range would be an error of the device, and -1 would be the last expert.
+    known = ids.clamp(0, expert_map.shape[0] - 1)
+    return expert_map[known.long()].masked_fill(known != ids, -1)
+
+
+# On GPUs layers of one form work in the memory of the first: a server runs one at a time.
+_first_of_form: weakref.WeakValueDictionary[Any, Experts] = weakref.WeakValueDictionary()
+
+
+# Of this process, so that an update of weights reaches all.
+_bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
+
+
+class Binding:
+    """The experts of one layer of a server, over the tensors it is called with.
+
+    Servers make the objects around a layer anew when weights are reloaded, while graphs that were
+    captured before still use the layer. So a binding belongs to the server's layer.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        *,
+        activation: Activation,
+        order: Order,
+        top_k: int,
+        max_tokens: int,
+        weight_on_input: bool = False,
+        refresh_in_graphs: bool = False,
+    ) -> None:
+        self.options = options
+        self.activation = activation
+        self.order: Order = order
+        self.top_k = top_k
+        self.max_tokens = options.max_tokens or max_tokens
+        self.weight_on_input = weight_on_input
+        wanted = options.refresh_in_graphs
+        self.refresh_in_graphs = refresh_in_graphs if wanted is None else wanted
+        self.experts: Experts | None = None
+        # Layers that became too small, which graphs may have captured.
+        self._outgrown: list[Experts] = []
+        self._addresses: tuple[int, ...] = ()
+        self._stale = False
+        _bindings.add(self)
+
+    def weights_changed(self) -> None:
+        """Weights were loaded, perhaps into the same memory."""
+        self._stale = True
+
+    def bind(self, w13: Any, w2: Any, *, tokens: int = 0, **small: Any) -> Experts:
+        """The layer over these tensors: made, bound anew or refreshed if need be.
+
+        Parameters
+        ----------
+        w13, w2 : Tensor
+        tokens : int
+            Of the call.
+        **small : Tensor or None
+            w13_scale, w2_scale, w13_bias and w2_bias.
+
+        Raises
+        ------
+        Error
+            As `Experts` and ``Experts.rebind`` do.
+        """
+        addresses = (w13.data_ptr(), w2.data_ptr()) + tuple(
+            0 if array is None else array.data_ptr() for array in small.values()
+        )
+        if self.experts is None or (tokens > self.max_tokens and self.options.max_tokens is None):
+            if self.experts is not None:
+                self._outgrown.append(self.experts)
+                self.max_tokens = 1 << (tokens - 1).bit_length()
+            self.experts = self._make(w13, w2, small)
+        elif addresses != self._addresses:
+            self.experts.rebind(w13, w2, **small)
+        elif self._stale or (self.refresh_in_graphs and _capturing(w13)):
+            self.refresh()
+        else:
+            return self.experts
+        self._addresses = addresses
+        self._stale = False
+        return self.experts
+
+    def refresh(self) -> None:
+        """Lay out anew, at once, what was copied of the weights, also for graphs."""
+        for experts in (*self._outgrown, self.experts):
+            if experts is not None:
+                experts.refresh()
+
+    def _make(self, w13: Any, w2: Any, small: dict[str, Any]) -> Experts:
+        form = (
+            w2.device,
+            w2.dtype,
+            tuple(w2.shape),
+            self.top_k,
+            self.max_tokens,
+            self.activation,
+            small.get("w13_bias") is not None,
+            self.weight_on_input,
+        )
+        shared = _first_of_form.get(form) if w2.device.type == "cuda" else None
+        experts = Experts(
+            w13,
+            w2,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens,
+            activation=self.activation,
+            order=self.order,
+            weight_on_input=self.weight_on_input,
+            share_memory_with=shared,
+            reserved_sms=self.options.reserved_sms,
+            num_threads=self.options.num_threads,
+            bad_ids=self.options.bad_ids,
+            deadline=self.options.deadline,
+            **small,
+        )
+        _first_of_form.setdefault(form, experts)
+        return experts
+
+
+def refresh_all() -> None:
+    """Refresh every layer of this process: weights were updated where they are."""
+    for binding in list(_bindings):
+        if binding.experts is not None:
+            binding.refresh()
+
+
+def _capturing(tensor: Any) -> bool:
+    import torch
+
+    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

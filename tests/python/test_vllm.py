@@ -1,0 +1,545 @@
+"""The plugin for vLLM: what needs no vLLM, always; its classes in vLLM's own layer on the CPU engine,
+where vLLM 0.33 can be imported. No GPU is used, and vLLM's own kernels are not: what Switchyard
+computes is compared with fp64, with the activation by vLLM where it has one in torch."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import switchyard.vllm as plugin
+from conftest import ROOT, installed
+from reference import error, experts, routing
+from switchyard import Activation, InvalidArgument, Unsupported
+from switchyard._serving import Binding, Options, local_ids, nccl_ctas, refuse_too_few_sms
+
+E, H, I, K, T = 8, 256, 128, 2, 17
+BF16_ERROR = 1e-2
+
+# ----------------------------------------------------------------------------- without vLLM
+
+
+def test_the_entry_point_names_what_is_there():
+    text = (ROOT / "pyproject.toml").read_text()
+    found = re.search(r'\[project.entry-points."vllm.general_plugins"\]\nswitchyard = "(.*):(.*)"', text)
+    assert found is not None
+    module, name = found.groups()
+    assert getattr(importlib.import_module(module), name) is plugin.register
+
+
+def test_importing_the_plugin_imports_no_vllm():
+    script = "import sys, switchyard.vllm; assert 'vllm' not in sys.modules and 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", ["vllm", "sglang"])
+def test_an_unknown_framework_is_left_as_it_is(tmp_path, module):
+    (tmp_path / module).mkdir()
+    (tmp_path / module / "__init__.py").write_text("")
+    script = (
+        "import logging, sys; logging.basicConfig(); "
+        f"import switchyard.{module} as plugin; plugin.register(); "
+        f"assert [m for m in sys.modules if m.startswith('{module}')] == ['{module}'], sys.modules"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "does not know the interface" in done.stderr and f"No module named '{module}." in done.stderr
+
+
+def test_options_are_read_from_the_configuration():
+    assert plugin.options_of(None) is None
+    assert plugin.options_of(SimpleNamespace(additional_config={})) is None
+    assert plugin.options_of(SimpleNamespace(additional_config={"switchyard": {}})) == Options()
+    given = {"max_tokens": 64, "reserved_sms": 20, "bad_ids": "raise", "deadline": 3}
+    found = plugin.options_of(SimpleNamespace(additional_config={"switchyard": given}))
+    assert found == Options(max_tokens=64, reserved_sms=20, bad_ids="raise", deadline=3)
+
+
+@pytest.mark.parametrize(
+    "given,text",
+    [
+        (True, "pass an object"),
+        ({"reserved_sm": 8}, "'reserved_sm'; it takes max_tokens, reserved_sms"),
+        ({"reserved_sms": "8"}, "reserved_sms is '8'"),
+        ({"reserved_sms": True}, "reserved_sms is True"),
+        ({"max_tokens": 0}, "from 1 on"),
+        ({"bad_ids": "ignore"}, "'skip' or 'raise'"),
+        ({"deadline": -1.0}, "0 or more"),
+        ({"refresh_in_graphs": 1}, "true or false"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(given, text):
+    with pytest.raises(InvalidArgument, match=re.escape(text)):
+        plugin.options_of(SimpleNamespace(additional_config={"switchyard": given}))
+
+
+def test_names_of_activations():
+    assert plugin.activation_of("silu", None, 1, 0) == (Activation(), "gate_up")
+    assert plugin.activation_of("silu", 10.0, 1, 0) == (Activation(limit=10.0), "gate_up")
+    assert plugin.activation_of("swigluoai", None, 1, 0) == (
+        Activation(alpha=1.702, limit=7.0, up_bias=1.0),
+        "interleaved",
+    )
+    assert plugin.activation_of("swigluoai_uninterleave", 5.0, 1.5, 1.0) == (
+        Activation(alpha=1.5, limit=5.0, up_bias=1.0),
+        "gate_up",
+    )
+    assert plugin.activation_of("relu2_no_mul", None, 1, 0) == (Activation("relu2", gated=False), "gate_up")
+    for name in ("situ", "swiglustep", "relu2", "identity_no_mul"):
+        with pytest.raises(Unsupported, match=name):
+            plugin.activation_of(name, None, 1, 0)
+
+
+def configs(device="cuda", **changes):
+    """What refuse() reads of a VllmConfig and a FusedMoEConfig: one GPU, nothing out of the ordinary."""
+    parallel = SimpleNamespace(use_ubatching=False, enable_elastic_ep=False, tensor_parallel_size=1)
+    moe_parallel = SimpleNamespace(
+        dp_size=1,
+        ep_size=1,
+        tp_size=1,
+        use_all2all_kernels=False,
+        use_ag_rs_all2all_kernels=False,
+        all2all_backend="allgather_reducescatter",
+    )
+    moe = SimpleNamespace(is_lora_enabled=False, max_num_tokens=100, moe_parallel_config=moe_parallel)
+    for name, value in changes.items():
+        for holder in (parallel, moe_parallel, moe):
+            if hasattr(holder, name):
+                setattr(holder, name, value)
+    vllm = SimpleNamespace(
+        parallel_config=parallel,
+        device_config=SimpleNamespace(device_type=device),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=300),
+    )
+    return vllm, moe
+
+
+@pytest.mark.parametrize(
+    "changes,text",
+    [
+        ({"use_ubatching": True}, "two-batch overlap"),
+        ({"is_lora_enabled": True}, "LoRA"),
+        ({"enable_elastic_ep": True}, "elastic"),
+        ({"use_all2all_kernels": True, "all2all_backend": "deepep_low_latency"}, "deepep_low_latency"),
+        ({"all2all_backend": "passthrough"}, "passthrough"),
+        ({"dp_size": 2, "ep_size": 2}, "reserved_sms is 0"),
+        ({"device": "tpu"}, "'tpu'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(changes, text):
+    plugin.refuse(Options(), *configs())
+    with pytest.raises(Unsupported, match=text):
+        plugin.refuse(Options(), *configs(**changes))
+
+
+def test_reserved_sms_below_what_nccl_takes_are_refused():
+    assert nccl_ctas({}) == 32
+    assert nccl_ctas({"NCCL_MAX_CTAS": "8", "NCCL_MAX_NCHANNELS": "4"}) == 8
+    assert nccl_ctas({"NCCL_MAX_CTAS": "none", "NCCL_MAX_NCHANNELS": "4"}) == 4
+    refuse_too_few_sms(0, 1, "reserved_sms", {})
+    refuse_too_few_sms(32, 8, "reserved_sms", {})
+    refuse_too_few_sms(8, 8, "reserved_sms", {"NCCL_MAX_CTAS": "8"})
+    with pytest.raises(Unsupported, match="up to 32 SMs, but reserved_sms is 31"):
+        refuse_too_few_sms(31, 2, "reserved_sms", {})
+
+
+def test_room_for_the_tokens_of_all_ranks():
+    assert plugin.capacity(*configs()) == 300
+    assert plugin.capacity(*configs(dp_size=4)) == 1200
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_of_other_ranks_experts_become_none(dtype):
+    ids = torch.tensor([[0, 3], [-1, 5], [2, 6], [100, -7]], dtype=dtype)
+    expert_map = torch.tensor([-1, -1, 0, 1, 2, -1], dtype=torch.int32)
+    assert local_ids(ids, expert_map).tolist() == [[-1, 1], [-1, -1], [0, -1], [-1, -1]]
+    assert local_ids(ids, None) is ids
+
+
+def test_a_binding_follows_the_weights():
+    x = torch.randn(T, H)
+    ids, weights = routing(T, E, K)
+    binding = Binding(Options(), activation=Activation(), order="gate_up", top_k=K, max_tokens=T)
+
+    def tensors():
+        return torch.randn(E, 2 * I, H) / 16, torch.randn(E, H, I) / 16, torch.randn(E, 2 * I), torch.randn(E, H)
+
+    def agrees(w13, w2, b13, b2):
+        layer = binding.bind(w13, w2, w13_bias=b13, w2_bias=b2)
+        gate, up = w13.chunk(2, dim=1)
+        biases = (*b13.chunk(2, dim=1), b2)
+        expected = experts(x, gate, up, w2, ids, weights, Activation(), biases)
+        return error(layer(x, ids, weights), expected) < 1e-5
+
+    first, second = tensors(), tensors()
+    assert agrees(*first)
+    made = binding.experts
+    assert agrees(*second)  # other tensors
+    assert agrees(*first)
+    for old, new in zip(first, second):
+        old.copy_(new)
+    binding.weights_changed()
+    assert agrees(*first)  # the same tensors with other values
+    assert binding.experts is made
+
+
+# -------------------------------------------------------------------------------- with vLLM
+
+
+@pytest.fixture(scope="module")
+def vllm():
+    """vLLM with the plugin, one process, on its platform for CPUs."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: see docs/frameworks/vllm.md for how these tests were run")
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+    plugin.register()
+    plugin.register()  # vLLM may call it again
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        rendezvous = "file://" + tempfile.mktemp()
+        init_distributed_environment(1, 0, rendezvous, 0, "gloo")
+        initialize_model_parallel()
+
+    def make(options={}, change=None, **arguments):
+        """A layer as a model of vLLM makes it."""
+        from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+
+        additional = {} if options is None else {"switchyard": options}
+        config = VllmConfig(additional_config=additional, device_config=DeviceConfig("cpu"))
+        if change:
+            change(config)
+        given = {
+            "num_experts": E,
+            "top_k": K,
+            "hidden_size": H,
+            "intermediate_size": I,
+            "params_dtype": torch.bfloat16,
+            "prefix": "model.layers.0.mlp.experts",
+        }
+        with set_current_vllm_config(config):
+            return FusedMoEFactory(**given | arguments).routed_experts
+
+    return make
+
+
+def load(layer):
+    """As a loader of vLLM does."""
+    for name, parameter in layer.named_parameters():
+        parameter.data.normal_(std=1.0 if "bias" in name else 0.1)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def run(layer, x, ids, weights):
+    with torch.inference_mode():
+        return layer.quant_method.apply(layer, x, weights, ids.int(), None, None)
+
+
+def batch():
+    return torch.randn(T, H, dtype=torch.bfloat16), *routing(T, E, K)
+
+
+def test_vllms_layer_is_vllms_own_unless_asked(vllm):
+    assert "cpu_moe" in vllm(options=None).quant_method.experts_cls.__module__
+    assert vllm().quant_method.experts_cls.__module__ == "switchyard.vllm"
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.bfloat16, BF16_ERROR), (torch.float32, 1e-5)])
+def test_vllms_layer_computes_as_the_reference(vllm, dtype, bound):
+    layer = vllm(params_dtype=dtype)
+    load(layer)
+    x, ids, weights = batch()
+    x = x.to(dtype)
+    before = layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()
+    expected = experts(x, *layer.w13_weight.chunk(2, dim=1), layer.w2_weight, ids, weights, Activation())
+    for _ in range(2):
+        out = run(layer, x, ids, weights)
+        assert out.dtype == dtype and error(out, expected) < bound
+    assert before == (layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr())
+
+
+@pytest.mark.parametrize(
+    "name,more",
+    [
+        ("silu", {}),
+        ("silu", {"swiglu_limit": 1.0}),
+        ("gelu", {}),
+        ("gelu_tanh", {}),
+        ("swigluoai", {"has_bias": True}),
+        ("swigluoai_uninterleave", {"swiglu_limit": 2.0, "swiglu_alpha": 1.3, "swiglu_beta": 0.5}),
+        ("silu_no_mul", {}),
+        ("relu2_no_mul", {}),
+    ],
+)
+def test_activations_are_vllms(vllm, monkeypatch, name, more):
+    from vllm.model_executor.layers import activation as vllm_activation
+    from vllm.model_executor.layers.fused_moe import config as vllm_moe_config
+
+    if name.endswith("_no_mul"):
+        # vLLM refuses experts without a gate on CPUs, whoever computes them.
+        platform = SimpleNamespace(is_cuda_alike=lambda: True)
+        monkeypatch.setattr(vllm_moe_config, "current_platform", platform)
+
+    ckpt_names = ("up_proj", "down_proj", None) if name.endswith("_no_mul") else ("gate", "down", "up")
+    layer = vllm(activation=name, ckpt_names=ckpt_names, params_dtype=torch.float32, **more)
+    load(layer)
+    x, ids, weights = batch()
+    x = x.float()
+
+    def native(h):
+        def class_(kind, *arguments):
+            return getattr(vllm_activation, kind).forward_native(SimpleNamespace(**dict(arguments)), h)
+
+        if name == "silu" and more:
+            h = torch.cat((h[:, :I].clamp(max=1.0), h[:, I:].clamp(-1.0, 1.0)), dim=1)
+        if name == "silu":
+            return vllm_activation.SiluAndMul.forward_native(h)
+        if name == "gelu":
+            return class_("GeluAndMul", ("approximate", "none"))
+        if name == "gelu_tanh":
+            return class_("GeluAndMul", ("approximate", "tanh"))
+        if name == "swigluoai":
+            return class_("SwigluOAIAndMul", ("alpha", 1.702), ("limit", 7.0))
+        if name == "swigluoai_uninterleave":
+            # vLLM has it as a CUDA kernel only: its formula.
+            gate, up = h[:, :I].clamp(max=2.0), h[:, I:].clamp(-2.0, 2.0)
+            return gate * torch.sigmoid(1.3 * gate) * (up + 0.5)
+        return torch.relu(h).square() if name == "relu2_no_mul" else torch.nn.functional.silu(h)
+
+    expected = torch.zeros(T, H, dtype=torch.float64)
+    w13, w2 = layer.w13_weight, layer.w2_weight
+    for t in range(T):
+        for k in range(K):
+            e = ids[t, k]
+            h = x[t].double() @ w13[e].double().T
+            if "has_bias" in more:
+                h += layer.w13_bias[e]
+            y = native(h[None].float()).double()[0] @ w2[e].double().T
+            if "has_bias" in more:
+                y += layer.w2_bias[e]
+            expected[t] += weights[t, k] * y
+    assert error(run(layer, x, ids, weights), expected) < 1e-5
+
+
+def test_an_activation_that_is_not_there_is_refused(vllm):
+    with pytest.raises(Unsupported, match="model.layers.0.mlp.experts: activation 'swiglustep'"):
+        vllm(activation="swiglustep")
+
+
+def fp8_layer(vllm, **more):
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    given = {"is_checkpoint_fp8_serialized": True, "activation_scheme": "dynamic"}
+    return vllm(quant_config=Fp8Config(**given | more))
+
+
+def test_fp8_in_blocks(vllm):
+    layer = fp8_layer(vllm, weight_block_size=[128, 128])
+    exact = []
+    for name in ("w13", "w2"):
+        weight, scale = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale_inv")
+        weight.data.copy_((torch.randn(weight.shape) * 100).to(torch.float8_e4m3fn))
+        scale.data.copy_(torch.rand(scale.shape) / 500 + 1e-3)
+        wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        exact.append(weight.data.float() * wide[:, : weight.shape[1], : weight.shape[2]])
+    layer.quant_method.process_weights_after_loading(layer)
+    x, ids, weights = batch()
+    expected = experts(x, *exact[0].chunk(2, dim=1), exact[1], ids, weights, Activation())
+    # Both products round their activations to e4m3, with 3 bits of mantissa: the same, simulated.
+    simulated = fp8_reference(x, exact, ids, weights)
+    assert error(run(layer, x, ids, weights), expected) < 2 * error(simulated, expected)
+    # Reloaded, as vLLM does for reinforcement learning: other values, the same tensors.
+    layer.w2_weight_scale_inv.data.mul_(3)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert error(run(layer, x, ids, weights), 3 * expected) < 2 * error(simulated, expected)
+
+
+def fp8_reference(x, exact, ids, weights):
+    def rounded(v):
+        groups = v.float().view(*v.shape[:-1], -1, 128)
+        scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+        return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).view(v.shape)
+
+    out = torch.zeros(x.shape)
+    for t in range(x.shape[0]):
+        for k in range(ids.shape[1]):
+            gate, up = (rounded(x[t]) @ exact[0][ids[t, k]].T).chunk(2)
+            out[t] += weights[t, k] * (rounded(torch.nn.functional.silu(gate) * up) @ exact[1][ids[t, k]].T)
+    return out
+
+
+@pytest.mark.parametrize("block", [None, [64, 64]])
+def test_other_fp8_is_refused(vllm, block):
+    with pytest.raises(Unsupported, match="quantization scheme"):
+        fp8_layer(vllm, weight_block_size=block)
+
+
+def test_another_quantisation_is_refused(vllm):
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    class Other(UnquantizedFusedMoEMethod):
+        def __init__(self, moe):
+            self.experts_cls = None
+
+    class OtherConfig(QuantizationConfig):
+        get_name = get_supported_act_dtypes = get_min_capability = None
+        get_config_filenames = from_config = None
+
+        def get_quant_method(self, layer, prefix):
+            return Other.__new__(Other)
+
+    OtherConfig.__abstractmethods__ = frozenset()
+    with pytest.raises(Unsupported, match="quantised by Other"):
+        vllm(quant_config=OtherConfig())
+
+
+def test_padding_and_other_ranks_experts(vllm):
+    """Global ids with a map, as under expert parallelism; -1 and garbage where vLLM pads."""
+    layer = vllm()
+    load(layer)
+    x, _, weights = batch()
+    # This rank's experts are 8 to 15 of 24.
+    ids = torch.stack([torch.randperm(24)[:K] for _ in range(T)])
+    ids[3, 0], ids[5], ids[6, 1] = -1, -1, 10_000
+    expert_map = torch.full((24,), -1, dtype=torch.int32)
+    expert_map[8:16] = torch.arange(8)
+    layer._expert_map, layer.global_num_experts = expert_map, 24
+    x[5] = float("nan")
+    out = run(layer, x, ids, weights)
+    assert (out[5] == 0).all() or out[5].isnan().all()
+    x[5] = 0
+    local = torch.where((ids >= 8) & (ids < 16), ids - 8, -1)
+    expected = experts(x, *layer.w13_weight.chunk(2, dim=1), layer.w2_weight, local, weights, Activation())
+    keep = torch.arange(T) != 5
+    assert error(out[keep], expected[keep]) < BF16_ERROR
+
+
+def test_router_weights_on_the_input(vllm):
+    layer = vllm(top_k=1, apply_router_weight_on_input=True)
+    load(layer)
+    x, ids, weights = batch()
+    ids, weights = ids[:, :1], weights[:, :1]
+    scaled = x * weights.to(x.dtype)
+    ones = torch.ones_like(weights)
+    expected = experts(scaled, *layer.w13_weight.chunk(2, dim=1), layer.w2_weight, ids, ones, Activation())
+    assert error(run(layer, x, ids, weights), expected) < BF16_ERROR
+
+
+def test_weights_loaded_anew(vllm):
+    """In place; and as vLLM's layerwise reload does it: new tensors are processed, and their values
+    copied into the old ones, which take their place again."""
+    layer = vllm(has_bias=True)
+    load(layer)
+    x, ids, weights = batch()
+
+    def agrees():
+        biases = (*layer.w13_bias.chunk(2, dim=1), layer.w2_bias)
+        expected = experts(
+            x, *layer.w13_weight.chunk(2, dim=1), layer.w2_weight, ids, weights, Activation(), biases
+        )
+        return error(run(layer, x, ids, weights), expected) < BF16_ERROR
+
+    assert agrees()
+    load(layer)
+    assert agrees()
+    old = dict(layer.named_parameters())
+    for name, parameter in old.items():
+        setattr(layer, name, torch.nn.Parameter(torch.empty_like(parameter), requires_grad=False))
+    load(layer)
+    for name, parameter in old.items():
+        parameter.data.copy_(getattr(layer, name).data)
+        setattr(layer, name, parameter)
+    assert agrees()
+
+
+def test_batch_invariance_is_refused(vllm, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(Unsupported, match="batch invariance"):
+        vllm()
+
+
+def test_eplb_is_refused_where_it_would_move_what_was_copied(vllm):
+    def balanced(config):
+        config.parallel_config.enable_eplb = True
+
+    given = {"change": balanced, "enable_eplb": True}
+    vllm(**given)
+    with pytest.raises(Unsupported, match="--enable-eplb moves experts"):
+        vllm(has_bias=True, **given)
+
+
+def test_what_vllm_is_configured_for_is_refused(vllm):
+    def overlap(config):
+        config.parallel_config.enable_dbo = True
+
+    with pytest.raises(Unsupported, match="two-batch overlap"):
+        vllm(change=overlap)
+
+    def lora(config):
+        config.lora_config = SimpleNamespace()
+
+    with pytest.raises(Unsupported, match="LoRA"):
+        vllm(change=lora)
+    with pytest.raises(InvalidArgument, match="reserved_sm'"):
+        vllm(options={"reserved_sm": 1})
+
+
+def test_an_unknown_interface_is_refused(vllm, monkeypatch):
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+
+    monkeypatch.setattr(mk.FusedMoEExpertsModular, "apply", lambda self, output, tokens: None)
+    plugin._interface.cache_clear()
+    try:
+        with pytest.raises(Unsupported, match=r"apply\(\) takes self, output, tokens"):
+            plugin._interface()
+    finally:
+        monkeypatch.undo()
+        plugin._interface.cache_clear()
+
+
+def test_vllm_finds_the_entry_point(vllm, tmp_path):
+    """As of an installed package, by vLLM's own loader."""
+    installed(tmp_path)
+    script = (
+        "from vllm.plugins import load_general_plugins; load_general_plugins(); "
+        "from vllm.model_executor.custom_op import op_registry_oot; "
+        "assert op_registry_oot['RoutedExperts'].__module__ == 'switchyard.vllm'"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("ranks,split", [(1, "tensor"), (2, "tensor"), (2, "expert")])
+def test_vllms_runner_on_ranks(vllm, ranks, split):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/python/vllm_ranks.py"), str(ranks), split],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and "agrees" in done.stdout, done.stderr
