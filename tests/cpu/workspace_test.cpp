@@ -335,7 +335,9 @@ TEST(Workspace, ReleasesAndRestores) {
     });
     EXPECT_TRUE(results[0].output == results[2].output) << ranks << " ranks";
     EXPECT_EQ(results[2].stats[0].epoch, 1u) << "passes are numbered anew";
-    if (!kSanitized) EXPECT_LT(after + 10'000'000, before) << ranks << " ranks";
+    if (!kSanitized) {
+      EXPECT_LT(after + 10'000'000, before) << ranks << " ranks";
+    }
   }
 }
 
