@@ -1,0 +1,286 @@
+"""Experts on a GPU: streams, graphs, compilation, memory, changed weights, models of transformers.
+
+Skipped where torch sees no GPU that the library runs on.
+"""
+
+import gc
+
+import pytest
+import torch
+
+import switchyard
+from reference import error, experts, routing
+from switchyard import Activation, Experts, _abi
+
+_on_gpu = (
+    torch.cuda.is_available()
+    and torch.cuda.get_device_capability() == (9, 0)
+    and bool(_abi.library.sy_has_cuda())
+)
+pytestmark = pytest.mark.skipif(not _on_gpu, reason="no H100 or H200 that torch and the library use")
+
+E, I, H, K = 16, 256, 512, 4
+GPU = "cuda"
+
+
+def weights(dtype=torch.bfloat16, experts=E, intermediate=I, hidden=H):
+    w13 = torch.randn(experts, 2 * intermediate, hidden, device=GPU) / hidden**0.5
+    w2 = torch.randn(experts, hidden, intermediate, device=GPU) / intermediate**0.5
+    return w13.to(dtype), w2.to(dtype)
+
+
+def batch(tokens, dtype=torch.bfloat16, num_experts=E, hidden=H):
+    ids, topk_weights = routing(tokens, num_experts, K)
+    return torch.randn(tokens, hidden, device=GPU).to(dtype), ids.to(GPU), topk_weights.to(GPU)
+
+
+def expected(x, ids, topk_weights, w13, w2, dtype=torch.float64):
+    gate, up = w13.chunk(2, dim=1)
+    return experts(x, gate, up, w2, ids, topk_weights, Activation(), dtype=dtype)
+
+
+def assert_as_good_as_torch(actual, w13, w2, x, ids, topk_weights):
+    """Error below twice that of torch in bf16, both against fp64."""
+    exact = expected(x, ids, topk_weights, w13, w2)
+    bound = error(expected(x, ids, topk_weights, w13, w2, dtype=torch.bfloat16), exact)
+    assert error(actual, exact) < 2 * bound
+
+
+def quantised(w, block=128):
+    """FP8 codes and scales of blocks, and the values that they stand for."""
+    e, rows, columns = w.shape
+    blocks = w.float().unflatten(1, (rows // block, block)).unflatten(3, (columns // block, block))
+    scale = blocks.abs().amax(dim=(2, 4), keepdim=True) / 448
+    codes = (blocks / scale).to(torch.float8_e4m3fn)
+    values = (codes.float() * scale).reshape(e, rows, columns)
+    return codes.reshape(e, rows, columns), scale[:, :, 0, :, 0].contiguous(), values
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 32, 33, 200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_as_good_as_torch(tokens, dtype):
+    w13, w2 = weights()
+    given = batch(tokens, dtype)
+    layer = Experts(w13, w2, top_k=K, max_tokens=256)
+    out = torch.full((tokens, H), torch.nan, dtype=dtype, device=GPU)
+    assert layer(*given, out=out) is out
+    assert layer.backend == "cuda"
+    if tokens:
+        assert_as_good_as_torch(out, w13, w2, *given)
+        assert torch.equal(layer(*given), out)
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize("topk_weights", [torch.float32, torch.bfloat16])
+def test_types_of_routing(ids, topk_weights):
+    w13, w2 = weights()
+    x, i, w = batch(40)
+    w = w.to(topk_weights)
+    assert_as_good_as_torch(Experts(w13, w2, top_k=K)(x, i.to(ids), w), w13, w2, x, i, w.float())
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 150])
+def test_fp8(tokens):
+    w13, w2 = weights(torch.float32)
+    (codes13, scale13, values13), (codes2, scale2, values2) = quantised(w13), quantised(w2)
+    layer = Experts(codes13, codes2, w13_scale=scale13, w2_scale=scale2, top_k=K)
+    assert layer.compute == "f8_e4m3"
+    given = batch(tokens)
+    # e4m3 has a step of 1/8 in a binade; sums of hundreds of products average that out.
+    exact = expected(*given, values13, values2)
+    assert error(layer(*given), exact) < 0.06
+
+
+def test_runs_on_the_current_stream():
+    """What is enqueued before and after, on a stream that is busy, sees and is seen in order."""
+    w13, w2 = weights()
+    layer = Experts(w13, w2, top_k=K)
+    x, i, w = batch(64)
+    wanted = layer(x, i, w)
+    stream = torch.cuda.Stream()
+    late = torch.zeros_like(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        late.copy_(x)
+        out = layer(late, i, w)
+        doubled = out * 2
+        assert not stream.query()  # nothing waited for the device
+    stream.synchronize()
+    assert torch.equal(doubled, wanted * 2)
+
+
+@pytest.mark.parametrize("tokens", [8, 100])
+def test_cuda_graphs(tokens):
+    w13, w2 = weights()
+    layer = Experts(w13, w2, top_k=K)
+    x, i, w = batch(tokens)
+    layer(x, i, w)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(x, i, w)
+    for _ in range(5):
+        fresh = batch(tokens)
+        for to, of in zip((x, i, w), fresh):
+            to.copy_(of)
+        graph.replay()
+        assert torch.equal(out, layer(*fresh))
+    layer.check()
+
+
+def test_compiles_and_is_captured():
+    w13, w2 = weights()
+    layer = Experts(w13, w2, top_k=K)
+    compiled = torch.compile(lambda *given: layer(*given) + 1, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        given = batch(16)
+        torch.compiler.cudagraph_mark_step_begin()
+        assert torch.allclose(compiled(*given), layer(*given) + 1)
+
+
+def test_layers_share_memory():
+    layers = [Experts(*weights(), top_k=K, max_tokens=2048)]
+    free = torch.cuda.mem_get_info()[0]
+    for _ in range(4):
+        layers.append(Experts(*weights(), top_k=K, max_tokens=2048, share_memory_with=layers[0]))
+    used = free - torch.cuda.mem_get_info()[0]
+    assert used < layers[0].workspace_bytes + (64 << 20)  # and torch's blocks of weights
+    for tokens in (4, 100, 2000):
+        given = batch(tokens)
+        first = [layer(*given) for layer in layers]
+        for out, layer in zip(first, layers):
+            assert torch.equal(layer(*given), out)
+
+
+def test_weights_changed_in_place():
+    w13, w2 = weights()
+    bias = torch.randn(E, 2 * I, device=GPU)
+    layer = Experts(w13, w2, w13_bias=bias, top_k=K)
+    given = batch(30)
+    first = layer(*given)
+    new13, new2 = weights()
+    w13.copy_(new13)
+    w2.copy_(new2)
+    bias.normal_()
+    stale = layer(*given)
+    layer.refresh()
+    fresh = layer(*given)
+    other = Experts(new13, new2, w13_bias=bias, top_k=K)
+    assert torch.equal(fresh, other(*given))
+    assert not torch.equal(stale, first) and not torch.equal(stale, fresh)  # matrices are read in place
+    layer.rebind(*weights(), w13_bias=bias)
+    assert not torch.equal(layer(*given), fresh)
+
+
+def test_refresh_in_a_graph():
+    w13, w2 = weights(torch.float32)
+    (codes13, scale13, _), (codes2, scale2, _) = quantised(w13), quantised(w2)
+    layer = Experts(codes13, codes2, w13_scale=scale13, w2_scale=scale2, top_k=K)
+    given = batch(12)
+    layer(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.refresh()
+        out = layer(*given)
+    for factor in (1.0, 2.0, 0.5):
+        scale2.mul_(factor)
+        graph.replay()
+        fresh = Experts(codes13, codes2, w13_scale=scale13, w2_scale=scale2, top_k=K)(*given)
+        assert torch.equal(out, fresh)
+
+
+def test_accumulates_and_scales():
+    w13, w2 = weights()
+    layer = Experts(w13, w2, top_k=K)
+    given = batch(50)
+    plain = layer(*given, out=torch.empty(50, H, device=GPU))
+    out = torch.ones(50, H, device=GPU)
+    layer(*given, out=out, accumulate=True, scale=3.0)
+    assert torch.allclose(out, 1 + 3 * plain, atol=1e-4)
+
+
+def test_bad_ids_are_told_later_or_skipped():
+    w13, w2 = weights()
+    x, i, w = batch(20)
+    i[3, 1] = E + 7
+    layer = Experts(w13, w2, top_k=K)
+    layer(x, i, w)
+    torch.cuda.synchronize()
+    with pytest.raises(switchyard.InvalidArgument, match=f"token 3 has expert id {E + 7}"):
+        layer.check()
+    skipping = Experts(w13, w2, top_k=K, bad_ids="skip")
+    out = skipping(x, i, w)
+    assert skipping.stats().bad_slots == 1
+    w[3, 1] = 0
+    i[3, 1] = -1
+    assert torch.equal(skipping(x, i, w), out)
+
+
+def test_memory_is_given_back():
+    gc.collect()
+    torch.cuda.empty_cache()
+    w13, w2 = weights()
+    Experts(w13, w2, top_k=K).close()
+    free = torch.cuda.mem_get_info()[0]
+    for _ in range(5):
+        layer = Experts(w13, w2, top_k=K, max_tokens=4096)
+        layer(*batch(10))
+        del layer
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)
+
+
+def test_tensors_of_the_wrong_device_are_refused():
+    w13, w2 = weights()
+    layer = Experts(w13, w2, top_k=K)
+    x, i, w = batch(4)
+    for given in ((x.cpu(), i, w), (x, i.cpu(), w), (x, i, w.cpu())):
+        with pytest.raises(switchyard.InvalidArgument):
+            layer(*given)
+    assert isinstance(layer(x, i, w), torch.Tensor)
+
+
+@pytest.mark.parametrize("name", ["OlmoeForCausalLM", "Qwen3MoeForCausalLM"])
+def test_models_of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(
+        hidden_size=256,
+        intermediate_size=128,
+        moe_intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=512,
+    )
+    config = getattr(transformers, name.replace("ForCausalLM", "Config"))(**sizes)
+    switchyard.register_with_transformers()
+    with torch.device(GPU):
+        model = getattr(transformers, name)(config).to(torch.bfloat16).eval()
+        tokens = torch.randint(512, (3, 40))
+    logits = {}
+    for implementation in ("eager", "switchyard"):
+        model.set_experts_implementation(implementation)
+        with torch.no_grad():
+            logits[implementation] = model(tokens).logits.float()
+    exact = model.float()
+    exact.set_experts_implementation("eager")
+    with torch.no_grad():
+        reference = exact(tokens).logits
+    bound = error(logits["eager"], reference.double())
+    assert error(logits["switchyard"], reference.double()) < 2 * bound
+
+
+def test_the_c_interface_takes_torch_memory():
+    """What ctypes hands over is the device's: nothing is copied to the host on the way."""
+    w13, w2 = weights()
+    layer = Experts(w13, w2, top_k=K)
+    given = batch(6)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        layer(*given)
+        torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages()]
+    assert sum("layer_kernel" in name for name in names) == 1
+    assert not any("Memcpy" in name or "memcpy" in name for name in names), names
