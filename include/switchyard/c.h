@@ -1,6 +1,6 @@
 // The C interface: worlds, layers and forward passes for other languages, over a shared library
 // whose functions stay the same while C++ compilers and standard libraries change. It does what the
-// C++ headers do (layer.h, world.h, routing.h), which say more about every field.
+// C++ headers do (layer.h, workspace.h, world.h, routing.h), which say more about every field.
 //
 // Rules that hold everywhere:
 //
@@ -8,7 +8,8 @@
 //   were, except that sy_layer_forward() may have written part of the output. sy_last_error() then
 //   says what was wrong, on the same thread. No C++ exception leaves this library.
 // - A handle is made by one function and ended by its sy_..._destroy(), which takes the address of
-//   the handle and sets it to null: ending it twice does nothing. A layer keeps its world alive.
+//   the handle and sets it to null: ending it twice does nothing. A layer keeps its world alive,
+//   and the memory of its workspace.
 // - A struct that is passed to this library starts with struct_size, which must be sizeof the
 //   struct as the caller was compiled with it. The initialisers below (SY_..._INIT) set it. Later
 //   versions append fields: a shorter struct means defaults for them. A longer one is accepted if
@@ -38,7 +39,7 @@ extern "C" {
 
 // Increased when a caller compiled with this header could not use an older library, or the other
 // way round. Compare with sy_abi_version() when the library is loaded.
-#define SY_ABI_VERSION 1u
+#define SY_ABI_VERSION 2u
 SY_API uint32_t sy_abi_version(void);
 // The version of Switchyard, e.g. "0.1.0".
 SY_API const char* sy_version(void);
@@ -306,10 +307,11 @@ typedef struct sy_layer_options {
   int32_t no_cooperative_launch;
   sy_bad_ids bad_ids;
   int32_t large_ids_are_none;  // ids of num_experts or more mean none, as -1 does, and are not bad
-  uint32_t reserved;           // 0
+  int32_t workspace_slot;      // of `workspace`: 0 to its slots - 1
   double deadline_seconds;     // 0: the world's
-  sy_workspace* workspace;     // null: memory of its own
-  // SY_CUDA: work in that layer's memory: LayerOptions::share_memory_with in layer.h. Null: none.
+  // The memory to work in: a workspace of the same world and backend with room for this layer, or
+  // another layer's memory. Both null: memory of its own. The same on all ranks.
+  const sy_workspace* workspace;
   const sy_layer* share_memory_with;
 } sy_layer_options;
 #define SY_LAYER_OPTIONS_INIT \
@@ -409,22 +411,61 @@ SY_API sy_status sy_layer_trace(sy_layer* layer, char* text, uint64_t* size);
 
 // ----------------------------------------------------------------------------------- workspace
 
-// Memory that several layers of a model work in, in place of one each.
+// Memory that the layers of a model work in one after the other, in place of one each: Workspace in
+// workspace.h. Passes of layers in the same slot must follow one another, on all ranks in the same
+// order. A pass that was given up is the end of all layers in its slot.
 typedef struct sy_workspace_options {
   uint32_t struct_size;
-  sy_device_type backend;
-  int32_t hidden, intermediate, num_experts, top_k, max_tokens;
-  sy_dtype compute;
-  int32_t slots;
-  int32_t device;
+  sy_device_type backend;  // that of the layers
+  int32_t max_tokens;      // layers may declare less
+  sy_dtype compute;        // that of the layers: SY_BF16, SY_F32 or SY_F8_E4M3
+  int32_t slots;           // layers that work at the same time need a slot each; 1 to 16
+  int32_t num_threads;     // SY_CPU: as in sy_layer_options; layers may have fewer
+  int32_t device;          // SY_CUDA: as in sy_layer_options
+  int32_t reserved_sms;    // SY_CUDA: as in sy_layer_options
+  // SY_CUDA: where memory that other ranks do not write comes from, which is all of it in a world
+  // of one rank. Both null: the library allocates it. allocate() returns device memory, or null;
+  // release() gets what it returned, and both get `user`. They are called with the device current,
+  // by the thread that creates, releases, restores or destroys the workspace, or destroys the last
+  // layer in it, until when they must stay callable. They may not throw.
+  void* (*allocate)(uint64_t bytes, void* user);
+  void (*release)(void* memory, void* user);
+  void* user;
 } sy_workspace_options;
-#define SY_WORKSPACE_OPTIONS_INIT \
-  { .struct_size = sizeof(sy_workspace_options), .backend = SY_CPU, .slots = 1, .device = -1 }
-SY_API sy_status sy_workspace_create(sy_world* world, const sy_workspace_options* options,
-                                     sy_workspace** out);
-SY_API sy_status sy_workspace_bytes(const sy_workspace* workspace, uint64_t* out);
+#define SY_WORKSPACE_OPTIONS_INIT                                                       \
+  {                                                                                     \
+    .struct_size = sizeof(sy_workspace_options), .backend = SY_CPU, .max_tokens = 8192, \
+    .compute = SY_BF16, .slots = 1, .device = -1                                        \
+  }
+
+// Collective. With room for a layer of each of specs[0 .. num_specs), and for every layer that
+// needs no more than one of them. Of a spec only sizes, top_k, the shared expert, weight_on_input
+// and the activation matter; for layers with a placement, num_experts is the number of places.
+// `options` may be null. Errors: as Workspace's constructor in workspace.h.
+SY_API sy_status sy_workspace_create(sy_world* world, const sy_layer_spec* specs, int32_t num_specs,
+                                     const sy_workspace_options* options, sy_workspace** out);
+
+typedef struct sy_workspace_info {
+  uint32_t struct_size;
+  sy_device_type backend;
+  int32_t slots;
+  int32_t released;  // 1 between sy_workspace_release() and sy_workspace_restore()
+  // Of this rank and all slots, released or not. SY_CPU: address space, of which passes commit what
+  // they use.
+  uint64_t bytes;
+} sy_workspace_info;
+#define SY_WORKSPACE_INFO_INIT \
+  { .struct_size = sizeof(sy_workspace_info) }
+SY_API sy_status sy_workspace_get_info(const sy_workspace* workspace, sy_workspace_info* out);
+
+// Collective. Gives the memory back until sy_workspace_restore(), and loses its contents. No pass
+// may be under way or enqueued. Until then sy_layer_forward() of its layers is SY_INVALID_ARGUMENT.
+// Graphs that were captured before can be launched again after sy_workspace_restore(), but not
+// where memory came from allocate(): capture those anew.
 SY_API sy_status sy_workspace_release(sy_workspace* workspace);
+// Collective. SY_CAPACITY_EXCEEDED if memory is short; it is released then.
 SY_API sy_status sy_workspace_restore(sy_workspace* workspace);
+// The memory stays for the layers that are in it.
 SY_API sy_status sy_workspace_destroy(sy_workspace** workspace);
 
 // --------------------------------------------------------------------------------------- top-k

@@ -7,10 +7,15 @@
 #include "c_api/tensors.h"
 #include "switchyard/c.h"
 #include "switchyard/layer.h"
+#include "switchyard/workspace.h"
 #include "switchyard/world.h"
 
 struct sy_world {
   switchyard::World world;
+};
+
+struct sy_workspace {
+  switchyard::Workspace workspace;
 };
 
 struct sy_layer {

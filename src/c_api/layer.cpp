@@ -23,10 +23,6 @@ namespace {
 
 [[noreturn]] void refuse(ErrorCode code, const std::string& message) { throw Error(code, message); }
 
-[[noreturn]] void not_in_this_build(const char* what, const char* remedy) {
-  refuse(ErrorCode::kUnsupported, fmt::format("this build has no {}; {}", what, remedy));
-}
-
 struct Options {
   LayerOptions layer;
   sy_layer_options given;
@@ -38,18 +34,7 @@ Options options_of(const sy_layer_options* pointer) {
       read_struct_or("sy_layer_options", pointer, sy_layer_options SY_LAYER_OPTIONS_INIT);
   const sy_layer_options& given = options.given;
   LayerOptions& layer = options.layer;
-  switch (given.backend) {
-    case SY_CPU:
-      layer.backend = Backend::kCpu;
-      break;
-    case SY_CUDA:
-      layer.backend = Backend::kCuda;
-      break;
-    default:
-      refuse(ErrorCode::kInvalidArgument,
-             fmt::format("backend is {}; use SY_CPU ({}) or SY_CUDA ({})", given.backend, SY_CPU,
-                         SY_CUDA));
-  }
+  layer.backend = backend_of(given.backend);
   if (given.bad_ids != SY_BAD_IDS_RAISE && given.bad_ids != SY_BAD_IDS_SKIP) {
     refuse(ErrorCode::kInvalidArgument,
            fmt::format("bad_ids is {}; use SY_BAD_IDS_RAISE ({}) or SY_BAD_IDS_SKIP ({})",
@@ -57,9 +42,6 @@ Options options_of(const sy_layer_options* pointer) {
   }
   layer.bad_ids = given.bad_ids == SY_BAD_IDS_SKIP ? BadIds::kSkip : BadIds::kRaise;
   layer.large_ids_are_none = given.large_ids_are_none != 0;
-  if (given.workspace != nullptr) {
-    not_in_this_build("workspaces", "leave workspace null");
-  }
   layer.max_tokens = given.max_tokens;
   layer.num_threads = given.num_threads;
   layer.device = given.device;
@@ -68,6 +50,8 @@ Options options_of(const sy_layer_options* pointer) {
   layer.trace = given.trace != 0;
   layer.deadline = milliseconds_of("deadline_seconds", given.deadline_seconds);
   if (given.compute != SY_DTYPE_NONE) layer.compute = dtype_of("compute", given.compute);
+  if (given.workspace != nullptr) layer.workspace = &given.workspace->workspace;
+  layer.workspace_slot = given.workspace_slot;
   if (given.share_memory_with != nullptr) layer.share_memory_with = &given.share_memory_with->layer;
   return options;
 }
@@ -445,44 +429,5 @@ sy_status sy_layer_trace(sy_layer* layer, char* text, uint64_t* size) {
     const std::string json = std::move(out).str();
     if (text != nullptr && *size > json.size()) std::memcpy(text, json.c_str(), json.size() + 1);
     *size = json.size() + 1;
-  });
-}
-
-sy_status sy_workspace_create(sy_world* world, const sy_workspace_options* options,
-                              sy_workspace** out) {
-  return guarded([&] {
-    require("world", world);
-    require("sy_workspace_options", options);
-    require("out", out);
-    not_in_this_build("workspaces", "use sy_layer_options.share_memory_with");
-  });
-}
-
-sy_status sy_workspace_bytes(const sy_workspace* workspace, uint64_t* out) {
-  return guarded([&] {
-    require("workspace", workspace);
-    require("out", out);
-    not_in_this_build("workspaces", "use sy_layer_options.share_memory_with");
-  });
-}
-
-sy_status sy_workspace_release(sy_workspace* workspace) {
-  return guarded([&] {
-    require("workspace", workspace);
-    not_in_this_build("workspaces", "use sy_layer_options.share_memory_with");
-  });
-}
-
-sy_status sy_workspace_restore(sy_workspace* workspace) {
-  return guarded([&] {
-    require("workspace", workspace);
-    not_in_this_build("workspaces", "use sy_layer_options.share_memory_with");
-  });
-}
-
-sy_status sy_workspace_destroy(sy_workspace** workspace) {
-  return guarded([&] {
-    require("workspace", workspace);
-    *workspace = nullptr;  // there can be none
   });
 }

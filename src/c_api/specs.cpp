@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <cstddef>
+
 #include "c_api/structs.h"
 #include "switchyard/error.h"
 
@@ -73,6 +75,34 @@ LayerSpec spec_of(const sy_layer_spec& pointed) {
   spec.activation.up_bias = given.activation.up_bias;
   if (given.routing != nullptr) spec.routing = routing_of(*given.routing);
   return spec;
+}
+
+std::vector<LayerSpec> specs_of(const sy_layer_spec* specs, std::int32_t count) {
+  std::vector<LayerSpec> result;
+  if (count <= 0) return result;
+  check_size("sy_layer_spec", specs);
+  const std::uint32_t size = specs->struct_size;
+  const auto* at = reinterpret_cast<const std::byte*>(specs);
+  for (std::int32_t i = 0; i < count; ++i, at += size) {
+    const auto* spec = reinterpret_cast<const sy_layer_spec*>(at);
+    if (size % alignof(sy_layer_spec) != 0 || spec->struct_size != size) {
+      throw Error(
+          ErrorCode::kInvalidArgument,
+          fmt::format("specs[{}].struct_size is {}, and specs[0].struct_size {}; set all to "
+                      "sizeof(sy_layer_spec)",
+                      i, spec->struct_size, size));
+    }
+    result.push_back(spec_of(*spec));
+  }
+  return result;
+}
+
+Backend backend_of(sy_device_type given) {
+  if (given == SY_CPU) return Backend::kCpu;
+  if (given == SY_CUDA) return Backend::kCuda;
+  throw Error(
+      ErrorCode::kInvalidArgument,
+      fmt::format("backend is {}; use SY_CPU ({}) or SY_CUDA ({})", given, SY_CPU, SY_CUDA));
 }
 
 sy_activation to_c(const Activation& activation) {

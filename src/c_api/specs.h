@@ -1,13 +1,20 @@
 // Specs of the C interface as the C++ interface has them. They are checked by validate().
 #pragma once
 
+#include <cstdint>
+#include <vector>
+
 #include "switchyard/c.h"
+#include "switchyard/layer.h"
 #include "switchyard/layer_spec.h"
 
 namespace switchyard::c_api {
 
 // Throws Error{kInvalidArgument} for a kind that is none.
 LayerSpec spec_of(const sy_layer_spec& given);
+// An array, whose elements are as long as its first one says.
+std::vector<LayerSpec> specs_of(const sy_layer_spec* specs, std::int32_t count);
+Backend backend_of(sy_device_type given);
 RoutingSpec routing_of(const sy_routing& given);
 sy_activation to_c(const Activation& activation);
 

@@ -193,6 +193,242 @@ TEST_F(Experts, HandlesAreSafeToEndTwice) {
   EXPECT_EQ(sy_layer_destroy(&layer_), SY_OK);
 }
 
+// A layer's sizes and weights, and a batch for it.
+struct Shape {
+  Shape(int hidden, int intermediate, int experts, int top_k, int tokens)
+      : up(numbers(experts * intermediate * hidden, 1)),
+        down(numbers(experts * hidden * intermediate, 2)),
+        x(numbers(tokens * hidden, 3)),
+        topk_weights(numbers(tokens * top_k, 4)) {
+    spec.hidden = hidden;
+    spec.intermediate = intermediate;
+    spec.num_experts = experts;
+    spec.top_k = top_k;
+    spec.activation.gated = 0;
+    weights.up.weight = tensor(up, SY_F32, {experts, intermediate, hidden});
+    weights.down.weight = tensor(down, SY_F32, {experts, hidden, intermediate});
+    for (int t = 0; t < tokens; ++t) {
+      for (int k = 0; k < top_k; ++k) ids.push_back((3 * t + k) % experts);
+    }
+    options.max_tokens = tokens;
+    options.num_threads = 1;
+  }
+  static std::vector<float> numbers(int count, int seed) {
+    std::vector<float> values;
+    for (int i = 0; i < count; ++i) values.push_back(std::sin(static_cast<float>(i * 7 + seed)));
+    return values;
+  }
+  sy_status create(sy_world* world, sy_layer** out) const {
+    return sy_layer_create(world, &spec, &weights, &options, out);
+  }
+  sy_status forward(sy_layer* layer, std::vector<float>& y) {
+    const std::int64_t tokens = options.max_tokens;
+    y.assign(x.size(), -1.0f);
+    sy_forward call = SY_FORWARD_INIT;
+    call.x = tensor(x, SY_F32, {tokens, spec.hidden});
+    call.out = tensor(y, SY_F32, {tokens, spec.hidden});
+    call.topk_ids = tensor(ids, SY_I32, {tokens, spec.top_k});
+    call.topk_weights = tensor(topk_weights, SY_F32, {tokens, spec.top_k});
+    return sy_layer_forward(layer, &call);
+  }
+
+  std::vector<float> up, down, x, topk_weights;
+  std::vector<std::int32_t> ids;
+  sy_layer_spec spec = SY_LAYER_SPEC_INIT;
+  sy_layer_weights weights = SY_LAYER_WEIGHTS_INIT;
+  sy_layer_options options = SY_LAYER_OPTIONS_INIT;
+};
+
+// Two layers, of which each is larger in some size.
+class Workspaces : public ::testing::Test {
+ protected:
+  Workspaces() {
+    EXPECT_EQ(sy_world_single(nullptr, &world_), SY_OK);
+    options_.max_tokens = 24;
+    options_.compute = SY_F32;
+    options_.num_threads = 1;
+    for (std::size_t i = 0; i < 2; ++i) {
+      sy_layer* alone = nullptr;
+      EXPECT_EQ(shapes_[i].create(world_, &alone), SY_OK) << last_error().message;
+      EXPECT_EQ(shapes_[i].forward(alone, expected_[i]), SY_OK) << last_error().message;
+      EXPECT_EQ(sy_layer_destroy(&alone), SY_OK);
+    }
+  }
+  ~Workspaces() override {
+    for (sy_layer*& layer : layers_) EXPECT_EQ(sy_layer_destroy(&layer), SY_OK);
+    EXPECT_EQ(sy_workspace_destroy(&workspace_), SY_OK);
+    EXPECT_EQ(sy_world_destroy(&world_), SY_OK);
+  }
+
+  sy_status create() {
+    const std::array specs = {shapes_[0].spec, shapes_[1].spec};
+    return sy_workspace_create(world_, specs.data(), 2, &options_, &workspace_);
+  }
+  sy_status create_layer(std::size_t i, int slot = 0) {
+    shapes_[i].options.workspace = workspace_;
+    shapes_[i].options.workspace_slot = slot;
+    return shapes_[i].create(world_, &layers_[i]);
+  }
+  void expect_same_bits() {
+    for (const std::size_t i : {0, 1, 1, 0}) {
+      std::vector<float> y;
+      ASSERT_EQ(shapes_[i].forward(layers_[i], y), SY_OK) << last_error().message;
+      EXPECT_EQ(y, expected_[i]);
+    }
+  }
+  sy_workspace_info info() const {
+    sy_workspace_info info = SY_WORKSPACE_INFO_INIT;
+    EXPECT_EQ(sy_workspace_get_info(workspace_, &info), SY_OK);
+    return info;
+  }
+
+  std::array<Shape, 2> shapes_{Shape(64, 24, 5, 2, 13), Shape(32, 48, 9, 3, 24)};
+  std::array<std::vector<float>, 2> expected_;
+  std::array<sy_layer*, 2> layers_{};
+  sy_world* world_ = nullptr;
+  sy_workspace* workspace_ = nullptr;
+  sy_workspace_options options_ = SY_WORKSPACE_OPTIONS_INIT;
+};
+
+TEST_F(Workspaces, ServeLayersOfDifferentShapes) {
+  ASSERT_EQ(create(), SY_OK) << last_error().message;
+  for (std::size_t i = 0; i < 2; ++i) ASSERT_EQ(create_layer(i), SY_OK) << last_error().message;
+  expect_same_bits();
+  const sy_workspace_info info = this->info();
+  EXPECT_EQ(info.backend, SY_CPU);
+  EXPECT_EQ(info.slots, 1);
+  EXPECT_EQ(info.released, 0);
+  EXPECT_GT(info.bytes, 0u);
+  options_.slots = 3;
+  EXPECT_EQ(sy_workspace_destroy(&workspace_), SY_OK);
+  ASSERT_EQ(create(), SY_OK) << last_error().message;
+  EXPECT_EQ(this->info().bytes, 3 * info.bytes);
+}
+
+TEST_F(Workspaces, MayEndBeforeTheirLayersAndTheirWorld) {
+  ASSERT_EQ(create(), SY_OK);
+  for (std::size_t i = 0; i < 2; ++i) ASSERT_EQ(create_layer(i), SY_OK);
+  EXPECT_EQ(sy_workspace_destroy(&workspace_), SY_OK);
+  EXPECT_EQ(workspace_, nullptr);
+  EXPECT_EQ(sy_workspace_destroy(&workspace_), SY_OK);
+  EXPECT_EQ(sy_world_destroy(&world_), SY_OK);
+  expect_same_bits();
+}
+
+TEST_F(Workspaces, AreJoinedByWayOfALayer) {
+  ASSERT_EQ(create(), SY_OK);
+  ASSERT_EQ(create_layer(0), SY_OK);
+  shapes_[1].options.share_memory_with = layers_[0];
+  ASSERT_EQ(shapes_[1].create(world_, &layers_[1]), SY_OK) << last_error().message;
+  expect_same_bits();
+}
+
+TEST_F(Workspaces, RefuseLayersThatNeedMore) {
+  ASSERT_EQ(sy_workspace_create(world_, &shapes_[0].spec, 1, &options_, &workspace_), SY_OK);
+  EXPECT_EQ(create_layer(1), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("make the workspace for the largest layer"));
+  shapes_[0].options.max_tokens = 25;
+  EXPECT_EQ(create_layer(0), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("does not fit"));
+  EXPECT_EQ(layers_[0], nullptr);
+  shapes_[0].options.max_tokens = 13;
+  EXPECT_EQ(create_layer(0), SY_OK);
+}
+
+TEST_F(Workspaces, ReleaseAndRestore) {
+  ASSERT_EQ(create(), SY_OK);
+  for (std::size_t i = 0; i < 2; ++i) ASSERT_EQ(create_layer(i), SY_OK);
+  expect_same_bits();
+  const std::uint64_t bytes = info().bytes;
+  for (int again = 0; again < 2; ++again) {
+    ASSERT_EQ(sy_workspace_release(workspace_), SY_OK) << last_error().message;
+    EXPECT_EQ(info().released, 1);
+    EXPECT_EQ(info().bytes, bytes);
+    std::vector<float> y;
+    EXPECT_EQ(shapes_[0].forward(layers_[0], y), SY_INVALID_ARGUMENT);
+    EXPECT_THAT(last_error().message, HasSubstr("workspace was released"));
+    ASSERT_EQ(sy_workspace_restore(workspace_), SY_OK) << last_error().message;
+    EXPECT_EQ(info().released, 0);
+    expect_same_bits();
+  }
+}
+
+TEST_F(Workspaces, HaveSlots) {
+  options_.slots = 2;
+  ASSERT_EQ(create(), SY_OK);
+  EXPECT_EQ(info().slots, 2);
+  for (const int slot : {-1, 2}) {
+    EXPECT_EQ(create_layer(0, slot), SY_INVALID_ARGUMENT);
+    EXPECT_THAT(last_error().message, HasSubstr("the workspace has slots 0 to 1"));
+  }
+  ASSERT_EQ(create_layer(0, 0), SY_OK);
+  ASSERT_EQ(create_layer(1, 1), SY_OK);
+  std::array<std::vector<float>, 2> y;
+  std::thread other([&] {
+    for (int i = 0; i < 50; ++i) EXPECT_EQ(shapes_[1].forward(layers_[1], y[1]), SY_OK);
+  });
+  for (int i = 0; i < 50; ++i) EXPECT_EQ(shapes_[0].forward(layers_[0], y[0]), SY_OK);
+  other.join();
+  EXPECT_EQ(y, expected_);
+  EXPECT_EQ(sy_layer_destroy(&layers_[0]), SY_OK);
+  EXPECT_EQ(sy_workspace_destroy(&workspace_), SY_OK);
+  EXPECT_EQ(create_layer(0, 1), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("workspace_slot is 1, but there is no workspace"));
+}
+
+TEST_F(Workspaces, RefuseWhatMakesNoSense) {
+  const auto refused = [&](const char* part) {
+    EXPECT_EQ(create(), SY_INVALID_ARGUMENT);
+    EXPECT_THAT(last_error().message, HasSubstr(part));
+    EXPECT_EQ(workspace_, nullptr);
+  };
+  const sy_workspace_options good = options_;
+  options_.slots = 17;
+  refused("slots is 17; use 1 to 16");
+  options_ = good;
+  options_.backend = 7;
+  refused("backend is 7");
+  options_ = good;
+  options_.compute = SY_F16;
+  refused("compute type f16; use bf16, f32 or f8_e4m3");
+  options_ = good;
+  options_.allocate = [](std::uint64_t, void*) -> void* { return nullptr; };
+  refused("release is null, but allocate is not");
+  options_.release = [](void*, void*) {};
+  refused("an allocator is given, but the backend is cpu");
+  options_.allocate = nullptr;
+  refused("allocate is null, but release is not");
+  options_ = good;
+  options_.struct_size = 16;
+  refused("sy_workspace_options.struct_size is 16");
+  options_ = good;
+  shapes_[1].spec.struct_size += 8;
+  refused("specs[1].struct_size is");
+  EXPECT_EQ(sy_workspace_create(world_, &shapes_[0].spec, 0, &options_, &workspace_),
+            SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("no layers"));
+  EXPECT_EQ(sy_workspace_create(world_, nullptr, 1, &options_, &workspace_), SY_INVALID_ARGUMENT);
+  EXPECT_EQ(sy_workspace_create(nullptr, &shapes_[0].spec, 1, &options_, &workspace_),
+            SY_INVALID_ARGUMENT);
+}
+
+// A caller compiled with a later version of the header has longer elements.
+TEST_F(Workspaces, TakeArraysOfLongerSpecs) {
+  struct Later {
+    sy_layer_spec spec = SY_LAYER_SPEC_INIT;
+    std::int64_t field_of_the_future = 0;
+  };
+  std::array<Later, 2> specs;
+  for (std::size_t i = 0; i < 2; ++i) {
+    specs[i].spec = shapes_[i].spec;
+    specs[i].spec.struct_size = sizeof(Later);
+  }
+  ASSERT_EQ(sy_workspace_create(world_, &specs[0].spec, 2, &options_, &workspace_), SY_OK)
+      << last_error().message;
+  for (std::size_t i = 0; i < 2; ++i) ASSERT_EQ(create_layer(i), SY_OK) << last_error().message;
+  expect_same_bits();
+}
+
 TEST(Errors, BelongToTheirThread) {
   sy_world* world = nullptr;
   ASSERT_EQ(sy_world_threads(0, nullptr, &world), SY_INVALID_ARGUMENT);
