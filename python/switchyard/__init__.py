@@ -35,6 +35,7 @@ from .errors import (
 )
 from ._experts import Experts, Stats, experts
 from ._routing import Routing, topk
+from ._workspace import DeviceAllocator, Workspace
 from ._world import World
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ __all__ = [
     "Activation",
     "CapacityExceeded",
     "DTypeMismatch",
+    "DeviceAllocator",
     "Error",
     "Experts",
     "InvalidArgument",
@@ -63,6 +65,7 @@ __all__ = [
     "SystemFailure",
     "Timeout",
     "Unsupported",
+    "Workspace",
     "World",
     "experts",
     "has_cuda",

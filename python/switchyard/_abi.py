@@ -6,6 +6,7 @@ import ctypes
 import os
 import pathlib
 from ctypes import (
+    CFUNCTYPE,
     POINTER,
     Structure,
     c_char_p,
@@ -18,7 +19,7 @@ from ctypes import (
     c_void_p,
 )
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 NONE, F32, F16, BF16, F8_E4M3, I32, I64, U8, F8_E8M0 = range(9)
 DTYPE_NAMES = ["none", "f32", "f16", "bf16", "f8_e4m3", "i32", "i64", "u8", "f8_e8m0"]
@@ -170,7 +171,7 @@ class LayerOptions(_Sized):
         ("no_cooperative_launch", c_int32),
         ("bad_ids", c_int32),
         ("large_ids_are_none", c_int32),
-        ("reserved", c_uint32),
+        ("workspace_slot", c_int32),
         ("deadline_seconds", c_double),
         ("workspace", c_void_p),
         ("share_memory_with", c_void_p),
@@ -238,19 +239,40 @@ class Stats(_Sized):
     ]
 
 
+ALLOCATE = CFUNCTYPE(c_void_p, c_uint64, c_void_p)
+RELEASE = CFUNCTYPE(None, c_void_p, c_void_p)
+
+
 class WorkspaceOptions(_Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("backend", c_int32),
-        ("hidden", c_int32),
-        ("intermediate", c_int32),
-        ("num_experts", c_int32),
-        ("top_k", c_int32),
         ("max_tokens", c_int32),
         ("compute", c_int32),
         ("slots", c_int32),
+        ("num_threads", c_int32),
         ("device", c_int32),
+        ("reserved_sms", c_int32),
+        ("allocate", ALLOCATE),
+        ("release", RELEASE),
+        ("user", c_void_p),
     ]
+
+
+class WorkspaceInfo(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("backend", c_int32),
+        ("slots", c_int32),
+        ("released", c_int32),
+        ("bytes", c_uint64),
+    ]
+
+
+class LayerHandle(c_void_p):
+    """With what has to stay until the layer is gone."""
+
+    kept: object = None
 
 
 _HANDLE = c_void_p
@@ -287,8 +309,14 @@ _FUNCTIONS: dict[str, list[object]] = {
     "sy_layer_get_info": [_HANDLE, POINTER(LayerInfo)],
     "sy_layer_get_stats": [_HANDLE, POINTER(Stats)],
     "sy_layer_trace": [_HANDLE, c_void_p, POINTER(c_uint64)],
-    "sy_workspace_create": [_HANDLE, POINTER(WorkspaceOptions), POINTER(_HANDLE)],
-    "sy_workspace_bytes": [_HANDLE, POINTER(c_uint64)],
+    "sy_workspace_create": [
+        _HANDLE,
+        POINTER(LayerSpec),
+        c_int32,
+        POINTER(WorkspaceOptions),
+        POINTER(_HANDLE),
+    ],
+    "sy_workspace_get_info": [_HANDLE, POINTER(WorkspaceInfo)],
     "sy_workspace_release": [_HANDLE],
     "sy_workspace_restore": [_HANDLE],
     "sy_workspace_destroy": [POINTER(_HANDLE)],

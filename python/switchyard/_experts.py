@@ -26,6 +26,7 @@ from .errors import (
     raise_last,
 )
 from ._routing import Routing
+from ._workspace import Workspace, choose_memory
 from ._world import World, close_handle, default_world
 
 Order = Literal["gate_up", "up_gate", "interleaved"]
@@ -377,11 +378,13 @@ class Experts(Handle):
     correction_bias : array [E], optional
         Of that routing.
     world : World, optional
-        None: a world of one.
-    workspace : None
-        Reserved: memory shared by layers.
+        None: that of `workspace`, or a world of one.
+    workspace : Workspace, optional
+        The memory to work in, with room for this layer. None: memory of its own.
+    workspace_slot : int
+        Of `workspace`: 0 to its slots - 1.
     share_memory_with : Experts, optional
-        On GPUs: work in that layer's memory.
+        Work in that layer's memory, which has to have room.
     compute : str or dtype, optional
         "bf16", "f32" or "f8_e4m3". None: by the weights' type.
     weight_on_input : bool
@@ -434,7 +437,8 @@ class Experts(Handle):
         routing: Routing | None = None,
         correction_bias: Any = None,
         world: World | None = None,
-        workspace: Any = None,
+        workspace: Workspace | None = None,
+        workspace_slot: int = 0,
         share_memory_with: Experts | None = None,
         compute: Any = None,
         weight_on_input: bool = False,
@@ -446,11 +450,9 @@ class Experts(Handle):
         deadline: float = 0.0,
         trace: bool = False,
     ) -> None:
-        if workspace is not None:
-            raise Unsupported("workspace is not there yet; leave it None, or see share_memory_with")
         if bad_ids not in ("raise", "skip"):
             raise InvalidArgument(f"bad_ids is {bad_ids!r}; use 'raise' or 'skip'")
-        world = world or default_world()
+        world = world or (default_world() if workspace is None else workspace.world)
         weights, sizes, keep = _weights(
             w13, w2, activation, order, transposed, w13_scale, w2_scale, block, w13_bias, w2_bias
         )
@@ -491,9 +493,8 @@ class Experts(Handle):
             bad_ids=int(bad_ids == "skip"),
             large_ids_are_none=int(large_ids_are_none),
             deadline_seconds=deadline,
-            share_memory_with=None if share_memory_with is None else share_memory_with._open(),
         )
-        handle = ctypes.c_void_p()
+        handle = choose_memory(options, workspace, workspace_slot, share_memory_with)
         check(
             _abi.library.sy_layer_create(
                 world._open(), byref(spec), byref(weights), byref(options), byref(handle)

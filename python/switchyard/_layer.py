@@ -14,6 +14,7 @@ from . import _abi, _arrays
 from ._experts import Handle, Stats, _Kept, _weights
 from ._routing import Routing
 from ._torch import refuse_gradient
+from ._workspace import Workspace, choose_memory
 from ._world import World, default_world
 from .errors import check
 
@@ -47,6 +48,8 @@ class MoeLayer(torch.nn.Module):
         world: World | None = None,
         max_tokens: int = 8192,
         device: torch.device | str = "cpu",
+        workspace: Workspace | None = None,
+        workspace_slot: int = 0,
         compute: Any = None,
         reserved_sms: int = 0,
         num_threads: int = 0,
@@ -64,10 +67,12 @@ class MoeLayer(torch.nn.Module):
         layer : int
             Index of the layer in the model.
         world : World, optional
-            None: a world of one.
+            None: that of `workspace`, or a world of one.
         max_tokens : int
             Most tokens of a call on this rank; the same on all ranks.
         device : torch.device or str
+        workspace, workspace_slot
+            As of `Experts`.
         compute : str or dtype, optional
             "bf16", "f32" or "f8_e4m3". None: by the weights' type.
         reserved_sms, num_threads, deadline, trace
@@ -81,7 +86,7 @@ class MoeLayer(torch.nn.Module):
             If `layer` is no MoE layer.
         Unsupported, SpecMismatch, Timeout
         """
-        world = world or default_world()
+        world = world or (default_world() if workspace is None else workspace.world)
         where = torch.device(device)
         cuda = where.type == "cuda"
         options = _abi.LayerOptions(
@@ -94,7 +99,7 @@ class MoeLayer(torch.nn.Module):
             trace=int(trace),
             deadline_seconds=deadline,
         )
-        handle = ctypes.c_void_p()
+        handle = choose_memory(options, workspace, workspace_slot)
         check(
             _abi.library.sy_layer_from_checkpoint(
                 world._open(), os.fsencode(path), layer, byref(options), byref(handle)

@@ -13,8 +13,11 @@ from . import _abi
 from .errors import InvalidArgument, Unsupported, check
 
 
-def close_handle(destroy: Any, handle: ctypes.c_void_p) -> None:
-    """End a handle once: the library sets it to null, and does nothing for null."""
+def close_handle(destroy: Any, handle: ctypes.c_void_p, kept: object = None) -> None:
+    """End a handle once: the library sets it to null, and does nothing for null.
+
+    A finalizer that calls this keeps `kept` until then.
+    """
     destroy(byref(handle))
 
 

@@ -36,7 +36,7 @@ void throw_no_room(std::uint64_t needed, std::uint64_t there) {
       ErrorCode::kInvalidArgument,
       fmt::format("the layer does not fit into the memory that it is given: it needs {} "
                   "bytes, laid out for its sizes, of {}; make the workspace for the largest "
-                  "layer, max_tokens and compute type",
+                  "layer, max_tokens, num_threads and compute type",
                   needed, there));
 }
 

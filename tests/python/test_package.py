@@ -81,6 +81,7 @@ def test_structs_are_those_of_the_header(tmp_path):
         "sy_layer_info": _abi.LayerInfo,
         "sy_stats": _abi.Stats,
         "sy_workspace_options": _abi.WorkspaceOptions,
+        "sy_workspace_info": _abi.WorkspaceInfo,
     }
     lines = ["#include <stdio.h>", "#include <stddef.h>", "#include <switchyard/c.h>", "int main(void) {"]
     for name, struct in pairs.items():

@@ -1,0 +1,344 @@
+"""Memory that the layers of a model work in one after the other."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import weakref
+from ctypes import byref
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+
+from . import _abi, _arrays
+from ._activation import Activation
+from ._world import World, close_handle, default_world
+from .errors import Error, InvalidArgument, check, raise_last
+
+if TYPE_CHECKING:
+    import torch
+    from ._experts import Handle
+
+
+class DeviceAllocator(Protocol):
+    """Where device memory comes from.
+
+    Both methods are called with the workspace's device current, by the thread that makes, releases,
+    restores or closes the workspace, or closes the last layer in it. `allocate` returns an address
+    at which the device has nothing left to do, or raises; `free` gets what it returned.
+    """
+
+    def allocate(self, bytes: int, /) -> int: ...
+    def free(self, address: int, /) -> None: ...
+
+
+class _TorchAllocator:
+    """The caching allocator of torch, or what torch was told to use in its place."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        torch.cuda.init()
+
+    def allocate(self, bytes: int) -> int:
+        torch = self._torch
+        device = torch.cuda.current_device()
+        stream = torch.cuda.current_stream(device)
+        address = torch.cuda.caching_allocator_alloc(bytes, device, stream)
+        # Work on this stream may still use the block's memory for a tensor that is gone. Passes, and
+        # what clears the memory for them, may run on other streams.
+        stream.synchronize()
+        return address
+
+    def free(self, address: int) -> None:
+        # By then no pass runs any more, so the block may be used again at once, on any stream.
+        self._torch.cuda.caching_allocator_delete(address)
+
+
+class _Callbacks:
+    """An allocator as the library calls it. Has to outlive the memory."""
+
+    def __init__(self, allocator: DeviceAllocator) -> None:
+        self._allocator = allocator
+        self._failure: BaseException | None = None
+        self.allocate = _abi.ALLOCATE(self._allocate)
+        self.release = _abi.RELEASE(self._release)
+
+    def _allocate(self, bytes: int, user: int | None) -> int:
+        # An exception cannot pass through the library. It is told that there is no memory.
+        try:
+            return operator.index(self._allocator.allocate(bytes))
+        except BaseException as failure:
+            self._failure = failure
+            return 0
+
+    def _release(self, address: int, user: int | None) -> None:
+        self._allocator.free(address)
+
+    def raise_last(self) -> NoReturn:
+        """As errors.raise_last(), with the allocator's exception as the cause."""
+        failure, self._failure = self._failure, None
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure  # KeyboardInterrupt
+        try:
+            raise_last()
+        except Error as error:
+            raise error from failure
+
+
+def _device_of(device: torch.device | str | int | None) -> tuple[int, int]:
+    """Backend and number, -1 for the current one."""
+    if device is None:
+        return _abi.CPU, -1
+    kind, _, number = ("cuda", "", str(device)) if isinstance(device, int) else str(device).partition(":")
+    if kind == "cpu":
+        return _abi.CPU, -1
+    if kind != "cuda" or not (number.isdecimal() or number == ""):
+        raise InvalidArgument(
+            f"device is {device!r}; use None or 'cpu', or 'cuda', 'cuda:0' or a number for a GPU"
+        )
+    return _abi.CUDA, int(number) if number else -1
+
+
+class Workspace:
+    """Memory that the layers of a model work in one after the other, in place of one each.
+
+    Collective: every rank of the world makes it. It has room for every layer that is no larger in
+    any of these sizes: give the largest of each. Layers name it as ``workspace=``. Passes of layers
+    in the same slot must follow one another: on CPUs a second one at the same time is refused; on
+    GPUs they run on one stream, or on streams that wait for each other. A pass that failed with
+    `Timeout` or `Aborted` is the end of all layers in its slot.
+
+    The memory stays as long as the workspace or a layer in it does. A context manager closes the
+    workspace.
+
+    Parameters
+    ----------
+    world : World, optional
+        That of the layers. None: the world of one that layers use where none is given.
+    hidden, intermediate : int
+        H and I, of one expert.
+    experts : int
+        Of all ranks; for layers with a placement, places.
+    top_k : int
+        Experts of a token.
+    max_tokens : int
+        Most tokens of a call on this rank; the same on all ranks. Layers may declare less.
+    compute : str or dtype
+        "bf16", "f32" or "f8_e4m3": what the layers compute in (``Experts.compute``).
+    shared_intermediate : int
+        Of a shared expert; 0: none.
+    weight_on_input : bool
+        Whether a layer's routing weights multiply the experts' inputs.
+    activation : Activation, optional
+        None: SwiGLU. A gated one has room for a plain one.
+    slots : int
+        Layers that work at the same time need a slot each, with memory of its own: two for two-batch
+        overlap. 1 to 16.
+    device : torch.device, str or int, optional
+        None and "cpu": a CPU. "cuda" is the current GPU.
+    reserved_sms : int
+        On GPUs: as of `Experts`.
+    num_threads : int
+        On CPUs: as of `Experts`. Layers may have fewer.
+    allocator : "torch" or DeviceAllocator, optional
+        On GPUs: where memory comes from that other ranks do not write, which is all of it in a world
+        of one. "torch": torch's caching allocator, so that its statistics and memory pools see it. Or
+        an object with ``allocate(bytes) -> address`` and ``free(address)``. None: the driver.
+
+    Attributes
+    ----------
+    world : World
+    slots : int
+    bytes : int
+        Of this rank and all slots, released or not. On CPUs address space, of which passes commit
+        what they use.
+    backend : str
+        "cpu" or "cuda".
+
+    Raises
+    ------
+    InvalidArgument
+        For sizes and options that make no sense together.
+    CapacityExceeded
+        If memory is short; an exception of the allocator is its cause.
+    SpecMismatch
+        If ranks disagree.
+    Unsupported
+        For what the library does not do in this build or on this machine.
+    Timeout
+        If a rank does not come.
+    """
+
+    def __init__(
+        self,
+        world: World | None = None,
+        *,
+        hidden: int,
+        intermediate: int,
+        experts: int,
+        top_k: int,
+        max_tokens: int,
+        compute: Any,
+        shared_intermediate: int = 0,
+        weight_on_input: bool = False,
+        activation: Activation | None = None,
+        slots: int = 1,
+        device: torch.device | str | int | None = None,
+        reserved_sms: int = 0,
+        num_threads: int = 0,
+        allocator: Literal["torch"] | DeviceAllocator | None = None,
+    ) -> None:
+        world = world or default_world()
+        backend, number = _device_of(device)
+        spec = _abi.LayerSpec(
+            hidden=hidden,
+            intermediate=intermediate,
+            num_experts=experts,
+            top_k=top_k,
+            shared_intermediate=shared_intermediate,
+            # Needs one column of logits more than one without.
+            shared_sigmoid_gate=int(shared_intermediate != 0),
+            weight_on_input=int(weight_on_input),
+            activation=(activation or Activation())._to_c(),
+        )
+        options = _abi.WorkspaceOptions(
+            backend=backend,
+            max_tokens=max_tokens,
+            compute=_arrays.dtype_code(compute),
+            slots=slots,
+            num_threads=num_threads,
+            device=number,
+            reserved_sms=reserved_sms,
+        )
+        self._callbacks = _callbacks_of(allocator, backend)
+        if self._callbacks is not None:
+            options.allocate = self._callbacks.allocate
+            options.release = self._callbacks.release
+        handle = ctypes.c_void_p()
+        self._check(
+            _abi.library.sy_workspace_create(
+                world._open(), byref(spec), 1, byref(options), byref(handle)
+            )
+        )
+        self._handle = handle
+        # Keeps the callbacks until the handle is gone.
+        self._finalizer = weakref.finalize(
+            self, close_handle, _abi.library.sy_workspace_destroy, handle, self._callbacks
+        )
+        info = self._info()
+        self.world = world
+        self.slots: int = info.slots
+        self.bytes: int = info.bytes
+        self.backend: str = "cuda" if info.backend == _abi.CUDA else "cpu"
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "released" if self.released else f"slots {self.slots}"
+        return f"<Workspace: {self.bytes / 2**20:.1f} MiB on {self.backend}, {state}>"
+
+    @property
+    def released(self) -> bool:
+        """Whether the memory was given back by `release`."""
+        return bool(self._info().released)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._handle
+
+    def release(self) -> None:
+        """Give the memory back until `restore`; contents are lost. Collective.
+
+        No pass may be under way. On GPUs it waits for the device. Until then calls of the layers
+        raise `InvalidArgument`. Graphs that were captured can be replayed after `restore`, but with
+        an `allocator` they have to be captured anew. Does nothing if released already.
+
+        Raises
+        ------
+        InvalidArgument
+            If a pass is under way.
+        Timeout, Aborted
+            If a pass was given up, or the device does not come to rest.
+        """
+        check(_abi.library.sy_workspace_release(self._open()))
+
+    def restore(self) -> None:
+        """Get memory again. Collective. Does nothing if there is nothing to restore.
+
+        Raises
+        ------
+        CapacityExceeded
+            If memory is short; it is released then.
+        """
+        self._check(_abi.library.sy_workspace_restore(self._open()))
+
+    def close(self) -> None:
+        """Give the handle back. The memory stays for the layers in it. May be called again."""
+        self._finalizer()
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check(self, status: int) -> None:
+        if status and self._callbacks is not None:
+            self._callbacks.raise_last()
+        check(status)
+
+    def _info(self) -> _abi.WorkspaceInfo:
+        info = _abi.WorkspaceInfo()
+        check(_abi.library.sy_workspace_get_info(self._open(), byref(info)))
+        return info
+
+    def _open(self) -> ctypes.c_void_p:
+        if not self._handle:
+            raise InvalidArgument("the workspace is closed; make another")
+        return self._handle
+
+
+def _callbacks_of(allocator: Any, backend: int) -> _Callbacks | None:
+    if allocator is None:
+        return None
+    if isinstance(allocator, str):
+        if allocator != "torch":
+            raise InvalidArgument(
+                f"allocator is {allocator!r}; use 'torch', None, or an object with allocate and free"
+            )
+        if backend != _abi.CUDA:
+            raise InvalidArgument("allocator is 'torch', but the device is a CPU; leave it None")
+        return _Callbacks(_TorchAllocator())
+    if not callable(getattr(allocator, "allocate", None)) or not callable(
+        getattr(allocator, "free", None)
+    ):
+        raise InvalidArgument(
+            f"allocator is a {type(allocator).__name__}, which lacks allocate(bytes) or free(address); "
+            "use 'torch', None, or an object that has both"
+        )
+    return _Callbacks(allocator)
+
+
+def choose_memory(
+    options: _abi.LayerOptions,
+    workspace: Workspace | None,
+    slot: int,
+    share_memory_with: Handle | None = None,
+) -> _abi.LayerHandle:
+    """Puts what a layer is to work in into its options. The handle that is to be the layer's keeps
+    the callbacks of the memory's allocator.
+    """
+    handle = _abi.LayerHandle()
+    options.workspace_slot = slot
+    if workspace is not None:
+        options.workspace = workspace._open()
+        handle.kept = workspace._callbacks
+    if share_memory_with is not None:
+        options.share_memory_with = share_memory_with._open()
+        handle.kept = handle.kept or getattr(share_memory_with._handle, "kept", None)
+    return handle
