@@ -35,6 +35,9 @@ class _Made:
     # Names of the module's parameters that are the weights and their addresses, to notice that a
     # model was moved or loaded anew. Empty where the weights are views of others.
     addresses: dict[str, int]
+    # What layers have in common that work in the same memory: the model and what its size follows from.
+    model: object
+    form: tuple[Any, ...]
 
 
 @dataclasses.dataclass
@@ -45,8 +48,8 @@ class _Settings:
 
 _settings = _Settings()
 _made: weakref.WeakKeyDictionary[torch.nn.Module, _Made] = weakref.WeakKeyDictionary()
-# On GPUs layers of one form work in the memory of the first.
-_first_of_form: weakref.WeakValueDictionary[Any, Experts] = weakref.WeakValueDictionary()
+# What `patch` replaced, with an object for each model.
+_models: weakref.WeakKeyDictionary[torch.nn.Module, object] = weakref.WeakKeyDictionary()
 
 
 def _name(module: torch.nn.Module) -> str:
@@ -140,6 +143,26 @@ def _of_act_fn(module: torch.nn.Module, act_fn: Callable[..., Any], device: Any)
     return _probe.gated(_name(module), lambda gate, up: act_fn(gate) * up, device)
 
 
+def _model_of(module: torch.nn.Module) -> object:
+    """An object that the modules of one model have in common, and those of others have not; None if
+    there is none. A copy of a model has a copy of its config.
+    """
+    model = _models.get(module)
+    return getattr(module, "config", None) if model is None else model
+
+
+def _sharing(model: object, form: tuple[Any, ...]) -> Experts | None:
+    """A layer whose memory another of its model and form can work in. Passes of one model follow one
+    another; those of others need not.
+    """
+    if model is None:
+        return None
+    for made in list(_made.values()):
+        if made.model is model and made.form == form and not made.layer.closed:
+            return made.layer
+    return None
+
+
 def _layer_of(
     module: torch.nn.Module,
     tokens: int,
@@ -166,24 +189,32 @@ def _layer_of(
         form = (
             found.w2.device,
             found.w2.dtype,
-            tuple(found.w2.shape),
+            found.w2.shape,
+            # The type that is computed in follows from that of the scales, too.
+            getattr(options.get("w2_scale"), "shape", None),
+            options.get("block"),
             top_k,
             most,
             options["activation"],
-            "w13_bias" in options,
+            _settings.world,
+            dict(_settings.options),
         )
-        if found.w2.device.type == "cuda":
-            options["share_memory_with"] = _first_of_form.get(form)
+        model = _model_of(module)
         layer = Experts(
-            found.w13, found.w2, top_k=top_k, max_tokens=most, world=_settings.world, **options
+            found.w13,
+            found.w2,
+            top_k=top_k,
+            max_tokens=most,
+            world=_settings.world,
+            share_memory_with=_sharing(model, form),
+            **options,
         )
     addresses = {
         name: parameter.data_ptr()
         for name, parameter in module.named_parameters(recurse=False)
         if parameter is found.w13 or parameter is found.w2
     }
-    _made[module] = _Made(layer, addresses)
-    _first_of_form.setdefault(form, layer)
+    _made[module] = _Made(layer, addresses, model, form)
     return layer
 
 
@@ -435,8 +466,11 @@ def patch(model: torch.nn.Module, *, partial: bool = False) -> list[str]:
         register_with_transformers(world=_settings.world, **_settings.options)
     for _, module in decorated:
         module.config._experts_implementation = "switchyard"
+    its = object()
     for _, module in replaced:
         module.forward = types.MethodType(_PATCHES[_name(module)], module)
+        for part in module.modules():
+            _models[part] = its
     return [name for name, _ in (*decorated, *replaced)]
 
 

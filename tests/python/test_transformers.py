@@ -43,7 +43,8 @@ def test_experts_implementation(qwen, registered):
     qwen.set_experts_implementation("switchyard")
     assert torch.allclose(qwen(ids).logits, expected, atol=1e-5)
     made = [made for module, made in _hf._made.items() if module in set(qwen.modules())]
-    assert len(made) == 2 and all(m.layer.stats().epoch == 1 for m in made)
+    # One pass of each, numbered together: all layers of a model work in the same memory.
+    assert sorted(m.layer.stats().epoch for m in made) == [1, 2]
     tokens = qwen.generate(ids, max_new_tokens=4, do_sample=False)
     qwen.set_experts_implementation("eager")
     assert torch.equal(tokens, qwen.generate(ids, max_new_tokens=4, do_sample=False))
@@ -75,6 +76,86 @@ def test_more_tokens_than_before(qwen, registered):
         qwen.set_experts_implementation("eager")
         assert error(ours, experts(x, ids, weights).double()) < 1e-5
         qwen.set_experts_implementation("switchyard")
+
+
+def epochs(model):
+    """Of the layers of a model: those in one memory number their passes together."""
+    modules = set(model.modules())
+    return [made.layer.stats().epoch for module, made in _hf._made.items() if module in modules]
+
+
+@torch.no_grad()
+def test_layers_of_a_model_share_memory_and_their_bits_stay(qwen, registered, monkeypatch):
+    ids = torch.randint(0, 96, (2, 9))
+    qwen.set_experts_implementation("switchyard")
+    with monkeypatch.context() as patched:
+        patched.setattr(_hf, "_sharing", lambda model, form: None)
+        alone = copy.deepcopy(qwen)
+        expected = alone(ids).logits
+        assert epochs(alone) == [1, 1]
+    assert torch.equal(qwen(ids).logits, expected)
+    assert sorted(epochs(qwen)) == [1, 2]
+    # Not with those of another model.
+    other = copy.deepcopy(qwen)
+    assert torch.equal(other(ids).logits, expected)
+    assert sorted(epochs(other)) == [1, 2]
+    # Weights of the layer that was made first are loaded anew: another layer in the same memory.
+    experts = qwen.model.layers[0].mlp.experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.clone())
+    assert torch.equal(qwen(ids).logits, expected)
+    assert sorted(epochs(qwen)) == [3, 4]
+    # So are those of all layers, which then need larger memory.
+    many = torch.randint(0, 96, (40, 50))
+    expected = alone(many).logits
+    assert torch.equal(qwen(many).logits, expected)
+    assert sorted(epochs(qwen)) == [1, 2]
+
+
+@torch.no_grad()
+def test_layers_of_a_model_that_is_patched_share_memory():
+    """These modules have no config that would say which model they are of."""
+    from transformers.models.dbrx import configuration_dbrx, modeling_dbrx
+
+    config = configuration_dbrx.DbrxFFNConfig(ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2)
+    config.hidden_size = 64
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(modeling_dbrx.DbrxExperts(config) for _ in range(3))
+            for parameter in self.parameters():
+                torch.nn.init.normal_(parameter, std=0.1)
+
+        def forward(self, x):
+            weights, ids = x[..., :4].reshape(-1, 4).softmax(-1).topk(2)
+            for layer in self.layers:
+                x = x + layer(x, ids, weights)
+            return x
+
+    models = [Model(), Model()]
+    x = torch.randn(2, 9, 64)
+    for model in models:
+        expected = model(x)
+        assert switchyard.patch(model) == ["layers.0", "layers.1", "layers.2"]
+        assert error(model(x), expected.double()) < 1e-5
+    for model in models:
+        assert sorted(epochs(model)) == [1, 2, 3]
+
+
+@torch.no_grad()
+def test_settings_that_change_make_memory_anew(qwen, registered):
+    qwen.set_experts_implementation("switchyard")
+    ids = torch.randint(0, 96, (2, 9))
+    expected = qwen(ids).logits
+    world = switchyard.World.single()
+    switchyard.register_with_transformers(world=world, num_threads=3)
+    try:
+        experts = qwen.model.layers[1].mlp.experts
+        experts.down_proj = torch.nn.Parameter(experts.down_proj.clone())
+        assert torch.allclose(qwen(ids).logits, expected, atol=1e-6)
+        assert sorted(epochs(qwen)) == [1, 3]
+    finally:
+        switchyard.register_with_transformers()
 
 
 @pytest.mark.parametrize("fresh", [True, False])
