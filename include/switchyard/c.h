@@ -440,7 +440,8 @@ typedef struct sy_workspace_options {
 
 // Collective. With room for a layer of each of specs[0 .. num_specs), and for every layer that
 // needs no more than one of them. Of a spec only sizes, top_k, the shared expert, weight_on_input
-// and the activation matter; for layers with a placement, num_experts is the number of places.
+// and the activation matter; for layers with a placement, num_experts is the number of places. All
+// have the same struct_size.
 // `options` may be null. Errors: as Workspace's constructor in workspace.h.
 SY_API sy_status sy_workspace_create(sy_world* world, const sy_layer_spec* specs, int32_t num_specs,
                                      const sy_workspace_options* options, sy_workspace** out);

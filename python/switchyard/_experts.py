@@ -26,8 +26,8 @@ from .errors import (
     raise_last,
 )
 from ._routing import Routing
-from ._workspace import Workspace, choose_memory
-from ._world import World, close_handle, default_world
+from ._workspace import Workspace, choose_memory, world_of
+from ._world import World, close_handle
 
 Order = Literal["gate_up", "up_gate", "interleaved"]
 BadIds = Literal["raise", "skip"]
@@ -452,7 +452,7 @@ class Experts(Handle):
     ) -> None:
         if bad_ids not in ("raise", "skip"):
             raise InvalidArgument(f"bad_ids is {bad_ids!r}; use 'raise' or 'skip'")
-        world = world or (default_world() if workspace is None else workspace.world)
+        world = world or world_of(workspace)
         weights, sizes, keep = _weights(
             w13, w2, activation, order, transposed, w13_scale, w2_scale, block, w13_bias, w2_bias
         )

@@ -14,8 +14,8 @@ from . import _abi, _arrays
 from ._experts import Handle, Stats, _Kept, _weights
 from ._routing import Routing
 from ._torch import refuse_gradient
-from ._workspace import Workspace, choose_memory
-from ._world import World, default_world
+from ._workspace import Workspace, choose_memory, world_of
+from ._world import World
 from .errors import check
 
 
@@ -86,7 +86,7 @@ class MoeLayer(torch.nn.Module):
             If `layer` is no MoE layer.
         Unsupported, SpecMismatch, Timeout
         """
-        world = world or (default_world() if workspace is None else workspace.world)
+        world = world or world_of(workspace)
         where = torch.device(device)
         cuda = where.type == "cuda"
         options = _abi.LayerOptions(
@@ -114,6 +114,8 @@ class MoeLayer(torch.nn.Module):
         *,
         world: World | None = None,
         max_tokens: int = 8192,
+        workspace: Workspace | None = None,
+        workspace_slot: int = 0,
         compute: Any = None,
         reserved_sms: int = 0,
         num_threads: int = 0,
@@ -134,8 +136,9 @@ class MoeLayer(torch.nn.Module):
             With `experts` that go through the interface of transformers, `gate` or `router`, and
             perhaps a shared expert of gate_proj, up_proj and down_proj.
         world : World, optional
-            None: a world of one. With more, every rank's block has all experts.
-        max_tokens, compute, reserved_sms, num_threads, deadline, trace
+            None: that of `workspace`, or a world of one. With more ranks, every rank's block has all
+            experts.
+        max_tokens, workspace, workspace_slot, compute, reserved_sms, num_threads, deadline, trace
             As of `from_checkpoint`.
         check : bool
             Compare the layer with the block, on the same tokens.
@@ -148,21 +151,19 @@ class MoeLayer(torch.nn.Module):
         """
         from . import _hf_block
 
-        world = world or default_world()
+        world = world or world_of(workspace)
         with torch.inference_mode(False), torch.no_grad():
             parts = _hf_block.read(block)
-            layer = cls._of_block(
-                parts,
-                world,
-                _abi.LayerOptions(
-                    max_tokens=max_tokens,
-                    num_threads=num_threads,
-                    reserved_sms=reserved_sms,
-                    compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
-                    trace=int(trace),
-                    deadline_seconds=deadline,
-                ),
+            options = _abi.LayerOptions(
+                max_tokens=max_tokens,
+                num_threads=num_threads,
+                reserved_sms=reserved_sms,
+                compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
+                trace=int(trace),
+                deadline_seconds=deadline,
             )
+            handle = choose_memory(options, workspace, workspace_slot)
+            layer = cls._of_block(parts, world, options, handle)
             if check:
                 at_once = min(max_tokens, parts.x.shape[0])
                 out = torch.cat([layer(x) for x in parts.x.split(at_once)])
@@ -174,8 +175,10 @@ class MoeLayer(torch.nn.Module):
         return layer
 
     @classmethod
-    def _of_block(cls, parts: Any, world: World, options: _abi.LayerOptions) -> MoeLayer:
-        """Over the tensors of a block that was read."""
+    def _of_block(
+        cls, parts: Any, world: World, options: _abi.LayerOptions, handle: ctypes.c_void_p
+    ) -> MoeLayer:
+        """Over the tensors of a block that was read, as the handle that is still null."""
         found = parts.found
         given = found.options
         activation = given["activation"]
@@ -221,7 +224,6 @@ class MoeLayer(torch.nn.Module):
         cuda = found.w2.device.type == "cuda"
         options.backend = _abi.CUDA if cuda else _abi.CPU
         options.device = (found.w2.device.index or 0) if cuda else -1
-        handle = ctypes.c_void_p()
         check(
             _abi.library.sy_layer_create(
                 world._open(), byref(spec), byref(weights), byref(options), byref(handle)

@@ -324,6 +324,21 @@ def _callbacks_of(allocator: Any, backend: int) -> _Callbacks | None:
     return _Callbacks(allocator)
 
 
+def world_of(workspace: Workspace | None) -> World:
+    """The world of a layer that is given none."""
+    if workspace is None:
+        return default_world()
+    return _checked(workspace).world
+
+
+def _checked(workspace: Any) -> Workspace:
+    if isinstance(workspace, Workspace):
+        return workspace
+    raise InvalidArgument(
+        f"workspace is a {type(workspace).__name__}; pass a switchyard.Workspace, or None"
+    )
+
+
 def choose_memory(
     options: _abi.LayerOptions,
     workspace: Workspace | None,
@@ -336,7 +351,7 @@ def choose_memory(
     handle = _abi.LayerHandle()
     options.workspace_slot = slot
     if workspace is not None:
-        options.workspace = workspace._open()
+        options.workspace = _checked(workspace)._open()
         handle.kept = workspace._callbacks
     if share_memory_with is not None:
         options.share_memory_with = share_memory_with._open()

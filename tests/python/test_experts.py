@@ -372,7 +372,7 @@ def make(**more):
         (dict(compute="f8_e4m3"), (switchyard.InvalidArgument, ValueError), "f8_e4m3"),
         (dict(w13_bias=torch.zeros(E, 2 * I)), (switchyard.MissingTensor,), "w2_bias"),
         (dict(w13_scale=torch.zeros(E)), (switchyard.DTypeMismatch, TypeError), "w13_scale"),
-        (dict(workspace=1), (switchyard.Unsupported, NotImplementedError), "workspace"),
+        (dict(workspace=1), (switchyard.InvalidArgument, ValueError), "workspace is a int"),
         (dict(placement=[0]), (switchyard.InvalidArgument, ValueError), "num_experts"),
         (dict(w13="no array"), (switchyard.InvalidArgument, ValueError), "w13 is a str"),
         (dict(num_experts=2 * E), (switchyard.ShapeMismatch, ValueError), "12 experts"),

@@ -156,6 +156,8 @@ def test_what_a_layer_asks_of_it(cases, workspace):
         case.make(workspace=workspace, share_memory_with=case.make())
     with pytest.raises(switchyard.InvalidArgument, match="of another world"):
         case.make(workspace=workspace, world=World.single())
+    with pytest.raises(switchyard.InvalidArgument, match="workspace is a Experts; pass a switchyard.Workspace"):
+        case.make(workspace=case.make(), world=World.single())
     # Without a world the layer is of the workspace's.
     other = Workspace(World.single(), **LARGEST)
     assert case.agrees(case.make(workspace=other))
@@ -271,6 +273,7 @@ def test_the_function_takes_it(cases, workspace):
     assert torch.equal(out, case.expected)
 
 
+@torch.no_grad()
 def test_whole_layers_share_it(tmp_path):
     transformers = pytest.importorskip("transformers", minversion="5.0")
     config = transformers.MixtralConfig(
@@ -292,6 +295,13 @@ def test_whole_layers_share_it(tmp_path):
         shared = switchyard.MoeLayer.from_checkpoint(tmp_path, index, workspace=workspace, **options)
         assert torch.equal(shared(x), alone(x))
         assert shared.stats().epoch == index + 1
+    block = transformers.MixtralForCausalLM(config).eval().model.layers[0].mlp
+    alone = switchyard.MoeLayer.from_hf(block, **options)
+    other = switchyard.MoeLayer.from_hf(block, workspace=workspace, **options)
+    assert torch.equal(other(x), alone(x))
+    assert torch.equal(shared(x), switchyard.MoeLayer.from_checkpoint(tmp_path, 1, **options)(x))
+    # Passes of both, from_hf()'s own among them.
+    assert shared.stats().epoch == 2 + alone.stats().epoch + 1
     workspace.release()
     with pytest.raises(switchyard.InvalidArgument, match="released"):
         shared(x)
