@@ -16,6 +16,7 @@
 
 #include "base/quantize.h"
 #include "cpu/core_lease.h"
+#include "cpu/expert_gemm.h"
 #include "cpu/pace.h"
 #include "cpu/pass_memory.h"
 #include "cpu/processor.h"
@@ -45,23 +46,11 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-std::vector<float> to_floats(const VectorView& v) {
-  std::vector<float> out(static_cast<std::size_t>(v.empty() ? 0 : v.size));
-  for (std::size_t i = 0; i < out.size(); ++i) {
-    const auto* element = static_cast<const std::byte*>(v.data) +
-                          i * static_cast<std::size_t>(v.stride) * size_of(v.dtype);
-    kernels().convert(element, v.dtype, &out[i], DType::kF32, 1, 1);
-  }
-  return out;
-}
-
 Ffn prepare(const FfnWeights& weights, int hidden, int intermediate, bool quantised) {
   Ffn ffn;
   ffn.weights = &weights;
   ffn.intermediate = intermediate;
-  ffn.gemm1_rows = rows_per_task(hidden);
-  // Whole groups of h, so that a task can quantise what it made.
-  if (quantised) ffn.gemm1_rows = protocol::round_up(ffn.gemm1_rows, kQuantGroup);
+  ffn.gemm1_rows = rows_per_activated_task(hidden, quantised);
   ffn.gemm2_rows = rows_per_task(intermediate);
   ffn.gate_bias = to_floats(weights.gate_bias);
   ffn.up_bias = to_floats(weights.up_bias);
@@ -74,12 +63,6 @@ void set_compute(LayerState& layer, DType compute) {
   layer.value = value_type(compute);
   // bf16 has no room for a code times its scale.
   layer.gemm = gemm_dtype(compute);
-}
-
-// The threads of a rank: as asked, or the hardware's, divided by the ranks.
-int threads_of(int asked, int ranks) {
-  const int hardware = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  return asked > 0 ? asked : std::max(1, hardware / ranks);
 }
 
 // Each thread may work on a tile of its own and find the next one ready.

@@ -2,7 +2,6 @@
 // every forward.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -16,14 +15,6 @@
 #include "switchyard/layer.h"
 
 namespace switchyard::cpu {
-
-// Rows of a weight with `cols` columns that one task takes: about a megabyte of it, which streams
-// long enough to hide the cost of taking a task, but never so few rows that the matrix unit runs
-// dry or so many that the fp32 product of a full token tile leaves the second-level cache.
-inline int rows_per_task(int cols) {
-  constexpr int kElements = 512 * 1024;
-  return std::clamp(protocol::round_up(kElements / std::max(cols, 1), 64), 128, 512);
-}
 
 // One expert's network, ready to multiply.
 struct Ffn {

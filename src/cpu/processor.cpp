@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstring>
 
-#include "base/quantize.h"
 #include "protocol/atomics.h"
 #include "routing/route.h"
 
@@ -32,9 +31,8 @@ Processor::Processor(const LayerState& layer, ThreadTrace* trace)
       gate_gemm_(gate_dtype(layer)) {}
 
 std::size_t Processor::scratch_bytes() const {
-  return (product_.capacity() + product_up_.capacity() + scales_.capacity()) * sizeof(float) +
-         gathered_.capacity() + converted_.capacity() + h_.capacity() * sizeof(std::uint16_t) +
-         codes_.capacity();
+  return (product_.capacity() + product_up_.capacity()) * sizeof(float) + gathered_.capacity() +
+         h_.capacity() * sizeof(std::uint16_t) + gemm_.scratch_bytes();
 }
 
 // Fills product_, [experts][kOwnTokensShape.max_height].
@@ -205,66 +203,9 @@ void Processor::unpack(const std::byte* from, float scale, std::byte* to) {
     kernels_.convert(from, layer_.value, to, layer_.gemm, hidden, scale);
     return;
   }
-  kernels_.dequantize(reinterpret_cast<const std::uint8_t*>(from),
-                      reinterpret_cast<const float*>(from + layer_.heap.scale_offset()),
-                      kQuantGroup, to, layer_.gemm, hidden);
-  if (scale != 1) kernels_.convert(to, layer_.gemm, to, layer_.gemm, hidden, scale);
-}
-
-void Processor::requantize(const std::uint16_t* rows, int m, int n, float* to,
-                           std::int64_t stride) {
-  codes_.resize(std::max(codes_.size(), static_cast<std::size_t>(m)));
-  scales_.resize(
-      std::max(scales_.size(), static_cast<std::size_t>(protocol::ceil_div(m, kQuantGroup))));
-  for (int j = 0; j < n; ++j) {
-    kernels_.quantize(rows + std::int64_t{j} * m, codes_.data(), scales_.data(), m);
-    kernels_.dequantize(codes_.data(), scales_.data(), kQuantGroup, to + j * stride, DType::kF32,
-                        m);
-  }
-}
-
-Processor::WeightRows Processor::weight_rows(const MatrixView& weight, int first, int m) {
-  const bool direct = weight.dtype == layer_.gemm && weight.scale == nullptr &&
-                      (weight.col_stride == 1 || weight.row_stride == 1);
-  if (direct) return {weight.row(first), weight.row_stride, weight.col_stride};
-
-  const std::int64_t cols = weight.cols;
-  const std::size_t element = size_of(layer_.gemm);
-  converted_.resize(std::max(converted_.size(), static_cast<std::size_t>(m * cols) * element));
-  for (int i = 0; i < m; ++i) {
-    const std::int64_t row = first + i;
-    const void* in = weight.row(row);
-    std::byte* out = converted_.data() + static_cast<std::size_t>(i * cols) * element;
-    if (weight.col_stride != 1) {
-      const std::size_t size = size_of(weight.dtype);
-      column_.resize(static_cast<std::size_t>(cols) * size);
-      for (std::int64_t c = 0; c < cols; ++c) {
-        std::memcpy(column_.data() + static_cast<std::size_t>(c) * size,
-                    static_cast<const std::byte*>(in) +
-                        static_cast<std::size_t>(c * weight.col_stride) * size,
-                    size);
-      }
-      in = column_.data();
-    }
-    if (weight.dtype == DType::kF8E4M3) {
-      static constexpr float kUnscaled = 1;
-      const bool scaled = weight.scale != nullptr;
-      kernels_.dequantize(
-          static_cast<const std::uint8_t*>(in),
-          scaled ? weight.scale + row / weight.scale_rows * weight.scale_stride : &kUnscaled,
-          scaled ? weight.scale_cols : cols, out, layer_.gemm, cols);
-    } else {
-      kernels_.convert(in, weight.dtype, out, layer_.gemm, cols, 1);
-    }
-  }
-  return {converted_.data(), cols, 1};
-}
-
-void Processor::multiply(const MatrixView& weight, int first, int m, int n, const void* x,
-                         std::int64_t x_stride, float* result) {
-  const WeightRows rows = weight_rows(weight, first, m);
-  gemm_.multiply(m, n, static_cast<int>(weight.cols), rows.data, rows.row_stride, rows.col_stride,
-                 x, x_stride, result);
+  gemm_.unpack(reinterpret_cast<const std::uint8_t*>(from),
+               reinterpret_cast<const float*>(from + layer_.heap.scale_offset()), hidden, scale,
+               to);
 }
 
 std::byte* Processor::intermediate(const Pass& pass, const Tile& tile) {
@@ -282,10 +223,12 @@ void Processor::gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
   const bool gated = layer_.spec.activation.gated;
   gather(pass, tile, tile_index);
   product_up_.resize(std::max(product_up_.size(), size));
-  multiply(f.weights->up, first, m, n, gathered_.data(), layer_.spec.hidden, product_up_.data());
+  gemm_.multiply(f.weights->up, {first, m}, n, gathered_.data(), layer_.spec.hidden,
+                 product_up_.data());
   if (gated) {
     product_.resize(std::max(product_.size(), size));
-    multiply(f.weights->gate, first, m, n, gathered_.data(), layer_.spec.hidden, product_.data());
+    gemm_.multiply(f.weights->gate, {first, m}, n, gathered_.data(), layer_.spec.hidden,
+                   product_.data());
   }
   const auto bias = [first](const std::vector<float>& values) {
     return values.empty() ? nullptr : values.data() + first;
@@ -299,7 +242,11 @@ void Processor::gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
   if (layer_.quantised()) {
     h_.resize(std::max(h_.size(), size));
     activate(h_.data(), DType::kBF16, m);
-    requantize(h_.data(), m, n, reinterpret_cast<float*>(h), f.intermediate);
+    const std::size_t h_row_bytes = gemm_.row_bytes(f.intermediate);
+    for (int j = 0; j < n; ++j) {
+      gemm_.requantize(h_.data() + std::int64_t{j} * m, m,
+                       h + static_cast<std::size_t>(j) * h_row_bytes);
+    }
   } else {
     activate(h, layer_.gemm, f.intermediate);
   }
@@ -317,7 +264,8 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
   const int m = std::min(f.gemm2_rows, hidden - first);
   const int n = static_cast<int>(tile.padded);
   product_.resize(std::max(product_.size(), static_cast<std::size_t>(m) * n));
-  multiply(f.weights->down, first, m, n, intermediate(pass, tile), f.intermediate, product_.data());
+  gemm_.multiply(f.weights->down, {first, m}, n, intermediate(pass, tile), f.intermediate,
+                 product_.data());
 
   const std::size_t offset = static_cast<std::size_t>(first) * size_of(layer_.value);
   row_addresses_.resize(tile.rows);

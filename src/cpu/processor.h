@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/expert_gemm.h"
 #include "cpu/kernels.h"
 #include "cpu/pass.h"
 #include "cpu/thread_trace.h"
@@ -42,32 +43,16 @@ class Processor {
   void gather(Pass& pass, const Tile& tile, std::uint32_t tile_index);
   // A token's row of the wire, times `scale`, in the GEMM's type.
   void unpack(const std::byte* from, float scale, std::byte* to);
-  // The quantised form of n rows of m values each, as values again; rows of `to` are `stride`
-  // apart.
-  void requantize(const std::uint16_t* rows, int m, int n, float* to, std::int64_t stride);
-  // result[m][n] = rows [first, first + m) of the weight times the n rows of x.
-  void multiply(const MatrixView& weight, int first, int m, int n, const void* x,
-                std::int64_t x_stride, float* result);
-  // Those rows in the GEMM's type, converted into scratch unless they already are.
-  struct WeightRows {
-    const void* data;
-    std::int64_t row_stride, col_stride;
-  };
-  WeightRows weight_rows(const MatrixView& weight, int first, int m);
   static std::byte* intermediate(const Pass& pass, const Tile& tile);
 
   const LayerState& layer_;
   ThreadTrace* trace_;
   const Kernels& kernels_;
-  TileGemm gemm_;
+  ExpertGemm gemm_;
   TileGemm gate_gemm_;
   std::vector<float> product_, product_up_;
-  std::vector<std::byte> gathered_;   // one tile of activations, [padded][H] in the GEMM's type
-  std::vector<std::byte> converted_;  // rows of a weight in the GEMM's type
-  std::vector<std::byte> column_;     // one strided row on its way there
-  std::vector<std::uint16_t> h_;      // a block of h that is to be quantised
-  std::vector<std::uint8_t> codes_;   // one of its rows
-  std::vector<float> scales_;
+  std::vector<std::byte> gathered_;  // one tile of activations, [padded][H] in the GEMM's type
+  std::vector<std::uint16_t> h_;     // a block of h that is to be quantised
   std::vector<void*> row_addresses_;
   std::uint64_t gathered_epoch_ = 0;
   std::uint32_t gathered_tile_ = 0;

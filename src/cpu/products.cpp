@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cpu/expert_gemm.h"
 #include "cpu/pass.h"
 #include "cpu/tile_gemm.h"
 #include "protocol/partition.h"

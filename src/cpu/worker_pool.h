@@ -1,14 +1,22 @@
 // The processor threads of one rank. They sleep between parallel regions.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <thread>
 #include <utility>
 
 #include "base/threads.h"
 
 namespace switchyard::cpu {
+
+// The threads of a rank: as many as asked for, or the hardware's, divided by the ranks.
+inline int threads_of(int asked, int ranks) {
+  const int hardware = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  return asked > 0 ? asked : std::max(1, hardware / ranks);
+}
 
 class WorkerPool {
  public:

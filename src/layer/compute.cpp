@@ -21,11 +21,14 @@ struct Obstacle {
   const MatrixView* matrix = nullptr;
 };
 
+bool takes_part(const MatrixView& matrix) {
+  return matrix.empty() || is_block_form(matrix) || is_row_form(matrix);
+}
+
 Obstacle find_obstacle(const std::string& name, const FfnWeights& ffn) {
   for (const auto& [part, matrix] :
        {std::pair{"gate", &ffn.gate}, {"up", &ffn.up}, {"down", &ffn.down}}) {
-    if (matrix->empty() || is_block_form(*matrix) || is_row_form(*matrix)) continue;
-    return {name + "." + part, matrix};
+    if (!takes_part(*matrix)) return {name + "." + part, matrix};
   }
   return {};
 }
@@ -38,8 +41,14 @@ Obstacle find_obstacle(const MoeWeights& weights) {
   return find_obstacle("shared", weights.shared);
 }
 
-void require_fp8(const MoeWeights& weights) {
-  const Obstacle obstacle = find_obstacle(weights);
+Obstacle find_obstacle(std::span<const MatrixView> matrices) {
+  for (std::size_t e = 0; e < matrices.size(); ++e) {
+    if (!takes_part(matrices[e])) return {fmt::format("matrices[{}]", e), &matrices[e]};
+  }
+  return {};
+}
+
+void require_fp8(const Obstacle& obstacle) {
   if (obstacle.matrix == nullptr) return;
   const MatrixView& m = *obstacle.matrix;
   constexpr const char* kRemedy = "compute in bf16";
@@ -54,6 +63,20 @@ void require_fp8(const MoeWeights& weights) {
       fmt::format("compute type f8_e4m3, but {}, [{}, {}], has a scale per {} x {}; FP8 "
                   "arithmetic takes blocks of multiples of {}, or whole rows; {}",
                   obstacle.name, m.rows, m.cols, m.scale_rows, m.scale_cols, kQuantGroup, kRemedy));
+}
+
+DType by_weights(const Obstacle& obstacle, DType weight) {
+  if (obstacle.matrix == nullptr) return DType::kF8E4M3;
+  return weight == DType::kF32 || weight == DType::kF16 ? DType::kF32 : DType::kBF16;
+}
+
+DType as_asked(const Obstacle& obstacle, DType asked) {
+  if (asked == DType::kF8E4M3) require_fp8(obstacle);
+  if (asked != DType::kF8E4M3 && asked != DType::kBF16 && asked != DType::kF32) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("compute type {}; use bf16, f32 or f8_e4m3", to_string(asked)));
+  }
+  return asked;
 }
 
 }  // namespace
@@ -77,16 +100,14 @@ DType resolve_compute(const MoeWeights& weights, std::optional<DType> asked) {
                   "this rank was given no expert's weights, whose type would say what to compute "
                   "in; say it (compute type bf16, f32 or f8_e4m3)");
     }
-    if (find_obstacle(weights).matrix == nullptr) return DType::kF8E4M3;
-    const DType dtype = given->up.dtype;
-    return dtype == DType::kF32 || dtype == DType::kF16 ? DType::kF32 : DType::kBF16;
+    return by_weights(find_obstacle(weights), given->up.dtype);
   }
-  if (*asked == DType::kF8E4M3) require_fp8(weights);
-  if (*asked != DType::kF8E4M3 && *asked != DType::kBF16 && *asked != DType::kF32) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("compute type {}; use bf16, f32 or f8_e4m3", to_string(*asked)));
-  }
-  return *asked;
+  return as_asked(find_obstacle(weights), *asked);
+}
+
+DType resolve_compute(std::span<const MatrixView> matrices, std::optional<DType> asked) {
+  const Obstacle obstacle = find_obstacle(matrices);
+  return asked ? as_asked(obstacle, *asked) : by_weights(obstacle, matrices.front().dtype);
 }
 
 }  // namespace switchyard

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <span>
 
 #include "switchyard/tensor.h"
 #include "switchyard/weights.h"
@@ -25,6 +26,9 @@ bool is_row_form(const MatrixView& matrix);
 // is asked for that no engine computes in, or if there are no weights to choose by; {kUnsupported}
 // if an FP8 matrix has neither form.
 DType resolve_compute(const MoeWeights& weights, std::optional<DType> asked);
+
+// The same for the weights of a grouped GEMM, one matrix an expert, at least one.
+DType resolve_compute(std::span<const MatrixView> matrices, std::optional<DType> asked);
 
 // The type of all values that are never quantised in a layer that computes in `compute`: the gates'
 // activations, experts' outputs, and by default the caller's activations.

@@ -101,15 +101,24 @@ void require_valid(const LayerSpec& spec) {
            "set it to 0 (nothing is dropped) or to a finite value above 0");
 }
 
-}  // namespace
-
-std::string layer_problem(const LayerSpec& spec) {
+template <class Check>
+std::string problem_of(Check check) {
   try {
-    require_valid(spec);
+    check();
   } catch (const Problem& problem) {
     return problem.text;
   }
   return {};
+}
+
+}  // namespace
+
+std::string layer_problem(const LayerSpec& spec) {
+  return problem_of([&] { require_valid(spec); });
+}
+
+std::string activation_problem(const Activation& activation) {
+  return problem_of([&] { validate_activation(activation); });
 }
 
 void validate(const LayerSpec& spec) {
