@@ -12,7 +12,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # From the lowest to the highest.
 ROOMS = ["base", "protocol", "model", "routing", "reference", "fabric", "trace", "layer", "cpu", "gpu",
-         "c_api", "results", "report", "machine", "run", "bench", "cli"]
+         "operators", "c_api", "results", "report", "machine", "run", "bench", "cli"]
 # Rooms that stand side by side, although one comes first above.
 STRANGERS = {
     ("gpu", "cpu"): "the engines do not know each other",
@@ -24,6 +24,9 @@ STRANGERS = {
     ("run", "c_api"): "the C interface is for other programs",
     ("bench", "c_api"): "the C interface is for other programs",
     ("cli", "c_api"): "the C interface is for other programs",
+    ("run", "operators"): "a run is of layers",
+    ("results", "operators"): "results are files",
+    ("report", "operators"): "a report is made of files",
     ("results", "gpu"): "results are files",
     ("results", "cpu"): "results are files",
     ("report", "gpu"): "a report is made of files",
