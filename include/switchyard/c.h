@@ -14,7 +14,8 @@
 //   struct as the caller was compiled with it. The initialisers below (SY_..._INIT) set it. Later
 //   versions append fields: a shorter struct means defaults for them. A longer one is accepted if
 //   what this library does not know is all zeros, and refused with SY_UNSUPPORTED otherwise.
-//   sy_tensor, sy_matrices and sy_activation are parts of other structs and never grow.
+//   sy_tensor, sy_matrices, sy_activation and sy_row_layout are parts of other structs and never
+//   grow.
 // - The library never owns memory that a sy_tensor points to. Weights must outlive the layer.
 // - One thread at a time may use a handle, but for sy_world_abort(); different handles may be used
 //   at the same time. All ranks of a world must call its collective functions.
@@ -479,6 +480,135 @@ SY_API sy_status sy_workspace_destroy(sy_workspace** workspace);
 SY_API sy_status sy_topk(const sy_routing* routing, int32_t top_k, const sy_tensor* logits,
                          const sy_tensor* correction_bias, const sy_tensor* ids,
                          const sy_tensor* weights, int64_t* nan_logits);
+
+// ----------------------------------------------------------------------------------- operators
+
+// grouped_gemm.h says more: the products of many experts with their rows, and the order of rows.
+
+typedef int32_t sy_rows_kind;
+enum {
+  SY_ROWS_PACKED = 0,   // an expert's rows follow those of the expert before
+  SY_ROWS_BLOCKED = 1,  // each expert's rows begin at the next multiple of `size` rows
+  SY_ROWS_PADDED = 2    // expert e's rows begin at row e * size, and are at most `size`
+};
+typedef struct sy_row_layout {
+  sy_rows_kind kind;
+  uint32_t reserved;  // 0
+  int64_t size;       // 0 for SY_ROWS_PACKED
+} sy_row_layout;
+// The most rows that the layout has for experts with any numbers of rows that sum up to `rows`.
+// `layout` may be null: packed.
+SY_API sy_status sy_rows_needed(const sy_row_layout* layout, int32_t num_experts, int64_t rows,
+                                int64_t* out);
+
+typedef int32_t sy_gate_order;
+enum {
+  SY_GATE_UP = 0,     // a gated weight's rows: gate 0 .. I - 1, then up 0 .. I - 1
+  SY_UP_GATE = 1,     // up first
+  SY_INTERLEAVED = 2  // gate 0, up 0, gate 1, up 1, ...
+};
+
+typedef struct sy_grouped_gemm sy_grouped_gemm;
+
+// out[r] = row weight * epilogue(weight[e] x[r] + bias[e]) for every row r that expert e has.
+typedef struct sy_grouped_gemm_spec {
+  uint32_t struct_size;
+  int32_t has_epilogue;    // 0: the output is the product itself
+  sy_activation epilogue;  // gated: the output has N / 2 columns
+  sy_gate_order order;     // of gated weights and biases
+  uint32_t reserved;       // 0
+  sy_matrices weights;     // [E, N, K] in any strides, with bias [E, N]; they must outlive the
+                           // operator
+} sy_grouped_gemm_spec;
+#define SY_GROUPED_GEMM_SPEC_INIT                                                 \
+  {                                                                               \
+    .struct_size = sizeof(sy_grouped_gemm_spec), .has_epilogue = 0, .epilogue = { \
+      .gated = 1,                                                                 \
+      .alpha = 1.0f,                                                              \
+      .limit = INFINITY                                                           \
+    }                                                                             \
+  }
+
+typedef struct sy_grouped_gemm_options {
+  uint32_t struct_size;
+  sy_device_type backend;  // SY_CPU
+  int32_t max_rows;        // most rows of a call, over all experts
+  int32_t num_threads;     // SY_CPU: 0: the hardware's
+  int32_t device;          // SY_CUDA: -1: the current one
+  int32_t reserved_sms;    // SY_CUDA: SMs left to other kernels
+  sy_dtype compute;        // SY_F32, SY_BF16, SY_F8_E4M3, or SY_DTYPE_NONE: by the weights' type
+  uint32_t reserved;       // 0
+} sy_grouped_gemm_options;
+#define SY_GROUPED_GEMM_OPTIONS_INIT                                                      \
+  {                                                                                       \
+    .struct_size = sizeof(sy_grouped_gemm_options), .backend = SY_CPU, .max_rows = 65536, \
+    .device = -1                                                                          \
+  }
+
+// `options` may be null. Errors: as GroupedGemm's constructor in grouped_gemm.h.
+SY_API sy_status sy_grouped_gemm_create(const sy_grouped_gemm_spec* spec,
+                                        const sy_grouped_gemm_options* options,
+                                        sy_grouped_gemm** out);
+SY_API sy_status sy_grouped_gemm_destroy(sy_grouped_gemm** gemm);
+
+typedef struct sy_grouped_gemm_info {
+  uint32_t struct_size;
+  sy_device_type backend;
+  sy_dtype compute;
+  int32_t num_threads;
+  int32_t num_experts, n, k;
+  int32_t output_columns;  // n, or n / 2
+  int32_t max_rows;
+  uint32_t reserved;  // 0
+} sy_grouped_gemm_info;
+#define SY_GROUPED_GEMM_INFO_INIT \
+  { .struct_size = sizeof(sy_grouped_gemm_info) }
+SY_API sy_status sy_grouped_gemm_get_info(const sy_grouped_gemm* gemm, sy_grouped_gemm_info* out);
+
+// Index tensors and weights of rows are contiguous. Absent ones (ndim 0) mean what grouped_gemm.h
+// says.
+typedef struct sy_grouped_gemm_call {
+  uint32_t struct_size;
+  uint32_t reserved;         // 0
+  void* stream;              // SY_CUDA: a cudaStream_t
+  sy_row_layout x_layout;    // of x, or of index
+  sy_row_layout out_layout;  // of out and products; packed where there is an out_index
+  sy_tensor x;            // [rows, K], bf16, f16, f32, or f8_e4m3 with x_scale; columns contiguous
+  sy_tensor ends;         // [E], i32 or i64: rows of experts 0 to e together
+  sy_tensor out;          // [rows, N or N / 2], bf16, f16 or f32, columns contiguous
+  sy_tensor x_scale;      // [rows, ceil(K / 128)], f32
+  sy_tensor index;        // [rows of x_layout], i32: each row's row of x
+  sy_tensor out_index;    // [rows in packed order], i32: each row's place in out; -1: not stored
+  sy_tensor row_weights;  // [rows in packed order], f32
+  sy_tensor products;     // [rows, N], of out's type: what the epilogue is applied to
+} sy_grouped_gemm_call;
+#define SY_GROUPED_GEMM_CALL_INIT \
+  { .struct_size = sizeof(sy_grouped_gemm_call) }
+
+// Errors: as GroupedGemm::run() in grouped_gemm.h. What is refused has written nothing.
+SY_API sy_status sy_grouped_gemm_run(sy_grouped_gemm* gemm, const sy_grouped_gemm_call* call);
+
+// The order of slots (token, k) by expert, on the host. All tensors are contiguous.
+//   ids        [T, K] i32 or i64; negative ones, and those of num_experts or more, are none
+//   layout     null: packed
+//   ends       [E] i32, out
+//   positions  [T, K] i32, out: the slot's row; -1: it has none
+//   tokens     [at least *rows] i32, out: whose row it is; -1: nobody's, and behind *rows. May be
+//              null
+//   rows       out: the rows of the layout; may be null
+SY_API sy_status sy_permute(const sy_tensor* ids, int32_t num_experts, const sy_row_layout* layout,
+                            const sy_tensor* ends, const sy_tensor* positions,
+                            const sy_tensor* tokens, int64_t* rows);
+
+// out[t] = scale * sum over k of weights[t, k] * rows[positions[t, k]], on the host; with
+// `accumulate` out[t] += that.
+//   rows       [any, H] bf16, f16 or f32, columns contiguous
+//   positions  [T, K] i32, contiguous; -1: none
+//   weights    [T, K] f32 or bf16, contiguous; null: 1
+//   out        [T, H] bf16, f16 or f32, columns contiguous
+SY_API sy_status sy_unpermute(const sy_tensor* rows, const sy_tensor* positions,
+                              const sy_tensor* weights, float scale, int32_t accumulate,
+                              const sy_tensor* out);
 
 #ifdef __cplusplus
 }

@@ -25,6 +25,12 @@ static_assert(SY_SIGMOID == static_cast<int>(ScoreFunction::kSigmoid));
 static_assert(SY_SQRT_SOFTPLUS == static_cast<int>(ScoreFunction::kSqrtSoftplus));
 static_assert(SY_GROUP_MAX == static_cast<int>(GroupScore::kMax));
 static_assert(SY_GROUP_SUM_TOP_TWO == static_cast<int>(GroupScore::kSumTopTwo));
+static_assert(SY_GATE_UP == static_cast<int>(GateOrder::kGateUp));
+static_assert(SY_UP_GATE == static_cast<int>(GateOrder::kUpGate));
+static_assert(SY_INTERLEAVED == static_cast<int>(GateOrder::kInterleaved));
+static_assert(SY_ROWS_PACKED == static_cast<int>(RowLayout::Kind::kPacked));
+static_assert(SY_ROWS_BLOCKED == static_cast<int>(RowLayout::Kind::kBlocked));
+static_assert(SY_ROWS_PADDED == static_cast<int>(RowLayout::Kind::kPadded));
 
 template <typename Enum>
 Enum checked(const char* name, int value, Enum last) {
@@ -54,6 +60,22 @@ RoutingSpec routing_of(const sy_routing& pointed) {
   return routing;
 }
 
+Activation activation_of(const sy_activation& given) {
+  Activation activation;
+  activation.kind = checked("activation.kind", given.kind, ActivationKind::kIdentity);
+  activation.gated = given.gated != 0;
+  activation.alpha = given.alpha;
+  activation.limit = given.limit;
+  activation.up_bias = given.up_bias;
+  return activation;
+}
+
+GateOrder order_of(sy_gate_order given) { return checked("order", given, GateOrder::kInterleaved); }
+
+RowLayout layout_of(const sy_row_layout& given) {
+  return {checked("layout.kind", given.kind, RowLayout::Kind::kPadded), given.size};
+}
+
 LayerSpec spec_of(const sy_layer_spec& pointed) {
   const sy_layer_spec given = read_struct("sy_layer_spec", &pointed);
   LayerSpec spec;
@@ -67,12 +89,7 @@ LayerSpec spec_of(const sy_layer_spec& pointed) {
   spec.shared_sigmoid_gate = given.shared_sigmoid_gate != 0;
   spec.weight_on_input = given.weight_on_input != 0;
   spec.capacity_factor = given.capacity_factor;
-  spec.activation.kind =
-      checked("activation.kind", given.activation.kind, ActivationKind::kIdentity);
-  spec.activation.gated = given.activation.gated != 0;
-  spec.activation.alpha = given.activation.alpha;
-  spec.activation.limit = given.activation.limit;
-  spec.activation.up_bias = given.activation.up_bias;
+  spec.activation = activation_of(given.activation);
   if (given.routing != nullptr) spec.routing = routing_of(*given.routing);
   return spec;
 }

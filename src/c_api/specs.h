@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "switchyard/c.h"
+#include "switchyard/grouped_gemm.h"
 #include "switchyard/layer.h"
 #include "switchyard/layer_spec.h"
 
@@ -16,6 +17,9 @@ LayerSpec spec_of(const sy_layer_spec& given);
 std::vector<LayerSpec> specs_of(const sy_layer_spec* specs, std::int32_t count);
 Backend backend_of(sy_device_type given);
 RoutingSpec routing_of(const sy_routing& given);
+Activation activation_of(const sy_activation& given);
+GateOrder order_of(sy_gate_order given);
+RowLayout layout_of(const sy_row_layout& given);
 sy_activation to_c(const Activation& activation);
 
 }  // namespace switchyard::c_api

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <span>
@@ -243,8 +244,8 @@ void check_tensor(const char* name, const sy_tensor& tensor, int ndim, sy_device
   }
   if (device_type != kAnyDevice && tensor.device_type != device_type) {
     throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("{} is in {} memory, but the layer needs {} memory; move it there",
-                            name, name_of(tensor.device_type), name_of(device_type)));
+                fmt::format("{} is in {} memory, but must be in {} memory; move it there", name,
+                            name_of(tensor.device_type), name_of(device_type)));
   }
 }
 
@@ -258,6 +259,29 @@ MatrixView matrix(const char* name, const sy_tensor& tensor, sy_device_type devi
 VectorView vector(const char* name, const sy_tensor& tensor, sy_device_type device_type) {
   check_tensor(name, tensor, 1, device_type);
   return {tensor.data, dtype_of(name, tensor.dtype), tensor.shape[0], tensor.strides[0]};
+}
+
+SlotView elements(const char* name, const sy_tensor& tensor, int ndim, sy_device_type device_type,
+                  std::initializer_list<DType> types) {
+  check_tensor(name, tensor, ndim, device_type);
+  const DType dtype = dtype_of(name, tensor.dtype);
+  if (std::find(types.begin(), types.end(), dtype) == types.end()) {
+    std::string allowed;
+    for (const DType type : types) {
+      allowed += fmt::format("{}{}", allowed.empty() ? "" : " or ", to_string(type));
+    }
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("{} is {}; it must be {}", name, to_string(dtype), allowed));
+  }
+  std::int64_t size = 1;
+  for (int d = ndim - 1; d >= 0; --d) {
+    if (tensor.shape[d] > 1 && tensor.strides[d] != size) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("{} is not contiguous; pass a contiguous copy", name));
+    }
+    size *= tensor.shape[d];
+  }
+  return {tensor.data, dtype, static_cast<std::size_t>(size)};
 }
 
 MoeWeights weights_of(const sy_layer_weights& given, int num_experts, ExpertRange own, bool gated,
@@ -297,6 +321,21 @@ MoeWeights weights_of(const sy_layer_weights& given, int num_experts, ExpertRang
   }
   if (is_given(given.shared_sigmoid)) {
     weights.shared_gate = vector("shared_sigmoid", given.shared_sigmoid, device_type);
+  }
+  return weights;
+}
+
+GroupedGemmWeights weights_of(const sy_matrices& given, sy_device_type device_type,
+                              ScaleCopies& copies) {
+  check_tensor("weights.weight", given.weight, 3, device_type);
+  const auto num_experts = static_cast<std::size_t>(given.weight.shape[0]);
+  std::vector<FfnWeights> experts(num_experts);
+  spread("weights", given, experts, &FfnWeights::up, &FfnWeights::up_bias,
+         {0, static_cast<int>(num_experts)}, device_type, copies);
+  GroupedGemmWeights weights;
+  for (const FfnWeights& expert : experts) {
+    weights.matrices.push_back(expert.up);
+    if (!expert.up_bias.empty()) weights.biases.push_back(expert.up_bias);
   }
   return weights;
 }

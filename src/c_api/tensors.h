@@ -3,9 +3,12 @@
 
 #include <cstdint>
 #include <deque>
+#include <initializer_list>
+#include <string>
 #include <vector>
 
 #include "switchyard/c.h"
+#include "switchyard/grouped_gemm.h"
 #include "switchyard/tensor.h"
 #include "switchyard/weights.h"
 
@@ -31,11 +34,19 @@ MatrixView matrix(const char* name, const sy_tensor& tensor, sy_device_type devi
 // [size].
 VectorView vector(const char* name, const sy_tensor& tensor, sy_device_type device_type);
 
+// The elements of a contiguous tensor, one of those types.
+SlotView elements(const char* name, const sy_tensor& tensor, int ndim, sy_device_type device_type,
+                  std::initializer_list<DType> types);
+
 // Scales in the form that MatrixView refers to, where the caller's have another.
 using ScaleCopies = std::deque<std::vector<float>>;
 
 // The weights of a layer with `num_experts` experts, of which this rank has `own`.
 MoeWeights weights_of(const sy_layer_weights& given, int num_experts, ExpertRange own, bool gated,
                       sy_device_type device_type, ScaleCopies& copies);
+
+// The weights of a grouped GEMM, [E, N, K].
+GroupedGemmWeights weights_of(const sy_matrices& given, sy_device_type device_type,
+                              ScaleCopies& copies);
 
 }  // namespace switchyard::c_api

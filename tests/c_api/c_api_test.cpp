@@ -9,34 +9,15 @@
 #include <thread>
 #include <vector>
 
+#include "c_api/calls.h"
 #include "switchyard/c.h"
 
 namespace {
 
+using switchyard::testing::last_error;
+using switchyard::testing::tensor;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-sy_error last_error() {
-  sy_error error = SY_ERROR_INIT;
-  EXPECT_EQ(sy_last_error(&error), SY_OK);
-  return error;
-}
-
-template <typename T>
-sy_tensor tensor(std::vector<T>& values, sy_dtype dtype, std::vector<std::int64_t> shape) {
-  sy_tensor t{};
-  t.data = values.data();
-  t.dtype = dtype;
-  t.ndim = static_cast<std::int32_t>(shape.size());
-  t.device_type = SY_CPU;
-  std::int64_t stride = 1;
-  for (int d = t.ndim - 1; d >= 0; --d) {
-    t.shape[d] = shape[static_cast<std::size_t>(d)];
-    t.strides[d] = stride;
-    stride *= t.shape[d];
-  }
-  return t;
-}
 
 // Two experts, H 4, I 2, top-1; expert e's output is 2 (e + 1) x silu(x . 1).
 class Experts : public ::testing::Test {

@@ -1,0 +1,260 @@
+// The operators of the C interface: grouped GEMM, permute, unpermute.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "c_api/guard.h"
+#include "c_api/specs.h"
+#include "c_api/structs.h"
+#include "c_api/tensors.h"
+#include "switchyard/error.h"
+#include "switchyard/grouped_gemm.h"
+
+struct sy_grouped_gemm {
+  // Copies of scales among its weights.
+  switchyard::c_api::ScaleCopies scales;
+  int max_rows = 0;
+  switchyard::GroupedGemm gemm;
+
+  sy_device_type device_type() const {
+    return gemm.backend() == switchyard::Backend::kCpu ? SY_CPU : SY_CUDA;
+  }
+};
+
+namespace switchyard::c_api {
+namespace {
+
+std::unique_ptr<sy_grouped_gemm> create(const sy_grouped_gemm_spec* given_spec,
+                                        const sy_grouped_gemm_options* given_options) {
+  const sy_grouped_gemm_spec given = read_struct("sy_grouped_gemm_spec", given_spec);
+  const sy_grouped_gemm_options asked =
+      read_struct_or("sy_grouped_gemm_options", given_options,
+                     sy_grouped_gemm_options SY_GROUPED_GEMM_OPTIONS_INIT);
+  GroupedGemmOptions options;
+  options.backend = backend_of(asked.backend);
+  options.max_rows = asked.max_rows;
+  options.num_threads = asked.num_threads;
+  options.device = asked.device;
+  options.reserved_sms = asked.reserved_sms;
+  if (asked.compute != SY_DTYPE_NONE) options.compute = dtype_of("compute", asked.compute);
+
+  ScaleCopies scales;
+  const GroupedGemmWeights weights = weights_of(given.weights, asked.backend, scales);
+  GroupedGemmSpec spec;
+  spec.num_experts = static_cast<int>(given.weights.weight.shape[0]);
+  spec.n = static_cast<int>(given.weights.weight.shape[1]);
+  spec.k = static_cast<int>(given.weights.weight.shape[2]);
+  if (given.has_epilogue != 0) spec.epilogue = activation_of(given.epilogue);
+  spec.order = order_of(given.order);
+  GroupedGemm gemm(spec, weights, options);
+  return std::unique_ptr<sy_grouped_gemm>(
+      new sy_grouped_gemm{std::move(scales), asked.max_rows, std::move(gemm)});
+}
+
+void require_columns(const char* name, const sy_tensor& tensor, std::int64_t rows, int cols) {
+  if (tensor.shape[1] != cols || (rows >= 0 && tensor.shape[0] < rows)) {
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("{} is {}; it must be [{}, {}]", name, shape_text(tensor),
+                            rows < 0 ? "rows" : std::to_string(rows), cols));
+  }
+  if (tensor.shape[1] > 1 && tensor.strides[1] != 1) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{}'s columns are {} elements apart; pass rows that are contiguous",
+                            name, tensor.strides[1]));
+  }
+}
+
+GroupedInput input_of(const sy_grouped_gemm_call& call, sy_device_type device, int k) {
+  GroupedInput input;
+  input.stream = call.stream;
+  input.layout = layout_of(call.x_layout);
+  input.x = matrix("x", call.x, device);
+  require_columns("x", call.x, -1, k);
+  input.x.col_stride = 1;
+  if (is_given(call.x_scale)) {
+    check_tensor("x_scale", call.x_scale, 2, device);
+    if (call.x_scale.dtype != SY_F32) {
+      throw Error(ErrorCode::kDTypeMismatch,
+                  fmt::format("x_scale is {}; it must be f32",
+                              to_string(dtype_of("x_scale", call.x_scale.dtype))));
+    }
+    require_columns("x_scale", call.x_scale, call.x.shape[0], (k + 127) / 128);
+    input.x.scale = static_cast<const float*>(call.x_scale.data);
+    input.x.scale_rows = 1;
+    input.x.scale_cols = 128;
+    input.x.scale_stride = call.x_scale.strides[0];
+  }
+  input.ends = elements("ends", call.ends, 1, device, {DType::kI32, DType::kI64});
+  if (is_given(call.index)) input.index = elements("index", call.index, 1, device, {DType::kI32});
+  return input;
+}
+
+GroupedOutput output_of(const sy_grouped_gemm_call& call, sy_device_type device,
+                        const GroupedGemmSpec& spec) {
+  GroupedOutput output;
+  check_tensor("out", call.out, 2, device);
+  require_columns("out", call.out, -1, spec.output_columns());
+  output.data = call.out.data;
+  output.dtype = dtype_of("out", call.out.dtype);
+  output.rows = call.out.shape[0];
+  output.row_stride = output.rows > 1 ? call.out.strides[0] : 0;
+  output.layout = layout_of(call.out_layout);
+  if (is_given(call.out_index)) {
+    output.index = elements("out_index", call.out_index, 1, device, {DType::kI32});
+  }
+  if (is_given(call.row_weights)) {
+    output.weights = elements("row_weights", call.row_weights, 1, device, {DType::kF32});
+  }
+  if (!is_given(call.products)) return output;
+  check_tensor("products", call.products, 2, device);
+  require_columns("products", call.products, output.rows, spec.n);
+  if (call.products.dtype != call.out.dtype) {
+    throw Error(
+        ErrorCode::kDTypeMismatch,
+        fmt::format("products are {} and out is {}; use one type for both",
+                    to_string(dtype_of("products", call.products.dtype)), to_string(output.dtype)));
+  }
+  output.products = call.products.data;
+  output.products_stride = call.products.shape[0] > 1 ? call.products.strides[0] : 0;
+  return output;
+}
+
+// Strides of 0 would mean contiguous rows here: every row of an output has its own memory.
+void require_rows_apart(const char* name, const sy_tensor& tensor) {
+  if (!is_given(tensor) || tensor.shape[0] <= 1 || tensor.strides[0] != 0) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("{}'s rows are all the same one (stride 0); pass memory for each", name));
+}
+
+RowLayout layout_or_packed(const sy_row_layout* layout) {
+  return layout == nullptr ? RowLayout() : layout_of(*layout);
+}
+
+// `longer`: it may have more.
+void require_elements(const char* name, const sy_tensor& tensor,
+                      const std::vector<std::int32_t>& values, bool longer) {
+  const std::size_t size = tensor.ndim == 2
+                               ? static_cast<std::size_t>(tensor.shape[0] * tensor.shape[1])
+                               : static_cast<std::size_t>(tensor.shape[0]);
+  if (size < values.size() || (size > values.size() && !longer)) {
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("{} is {}; it must have {}{} elements", name, shape_text(tensor),
+                            longer ? "at least " : "", values.size()));
+  }
+}
+
+}  // namespace
+}  // namespace switchyard::c_api
+
+using namespace switchyard::c_api;
+using switchyard::DType;
+
+sy_status sy_rows_needed(const sy_row_layout* layout, int32_t num_experts, int64_t rows,
+                         int64_t* out) {
+  return guarded([&] {
+    require("out", out);
+    *out = switchyard::rows_needed(layout_or_packed(layout), num_experts, rows);
+  });
+}
+
+sy_status sy_grouped_gemm_create(const sy_grouped_gemm_spec* spec,
+                                 const sy_grouped_gemm_options* options, sy_grouped_gemm** out) {
+  return guarded([&] {
+    require("out", out);
+    *out = create(spec, options).release();
+  });
+}
+
+sy_status sy_grouped_gemm_destroy(sy_grouped_gemm** gemm) {
+  return guarded([&] {
+    require("gemm", gemm);
+    delete *gemm;
+    *gemm = nullptr;
+  });
+}
+
+sy_status sy_grouped_gemm_get_info(const sy_grouped_gemm* gemm, sy_grouped_gemm_info* out) {
+  return guarded([&] {
+    require("gemm", gemm);
+    const switchyard::GroupedGemmSpec& spec = gemm->gemm.spec();
+    sy_grouped_gemm_info info = SY_GROUPED_GEMM_INFO_INIT;
+    info.backend = gemm->device_type();
+    info.compute = to_c(gemm->gemm.compute());
+    info.num_threads = gemm->gemm.num_threads();
+    info.num_experts = spec.num_experts;
+    info.n = spec.n;
+    info.k = spec.k;
+    info.output_columns = spec.output_columns();
+    info.max_rows = gemm->max_rows;
+    write_struct("sy_grouped_gemm_info", info, out);
+  });
+}
+
+sy_status sy_grouped_gemm_run(sy_grouped_gemm* gemm, const sy_grouped_gemm_call* given) {
+  return guarded([&] {
+    require("gemm", gemm);
+    const sy_grouped_gemm_call call = read_struct("sy_grouped_gemm_call", given);
+    require_rows_apart("out", call.out);
+    require_rows_apart("products", call.products);
+    const switchyard::GroupedInput input = input_of(call, gemm->device_type(), gemm->gemm.spec().k);
+    gemm->gemm.run(input, output_of(call, gemm->device_type(), gemm->gemm.spec()));
+  });
+}
+
+sy_status sy_permute(const sy_tensor* ids, int32_t num_experts, const sy_row_layout* layout,
+                     const sy_tensor* ends, const sy_tensor* positions, const sy_tensor* tokens,
+                     int64_t* rows) {
+  return guarded([&] {
+    require("ids", ids);
+    require("ends", ends);
+    require("positions", positions);
+    const switchyard::SlotView slots = elements("ids", *ids, 2, SY_CPU, {DType::kI32, DType::kI64});
+    elements("ends", *ends, 1, SY_CPU, {DType::kI32});
+    elements("positions", *positions, 2, SY_CPU, {DType::kI32});
+    if (tokens != nullptr) elements("tokens", *tokens, 1, SY_CPU, {DType::kI32});
+    const switchyard::Permutation order = switchyard::permute(
+        slots, static_cast<int>(ids->shape[1]), num_experts, layout_or_packed(layout));
+    require_elements("ends", *ends, order.ends, false);
+    require_elements("positions", *positions, order.positions, false);
+    if (tokens != nullptr) require_elements("tokens", *tokens, order.tokens, true);
+    const auto put = [](const sy_tensor& to, const std::vector<std::int32_t>& values) {
+      return std::copy(values.begin(), values.end(), static_cast<std::int32_t*>(to.data));
+    };
+    put(*ends, order.ends);
+    put(*positions, order.positions);
+    if (tokens != nullptr) {
+      std::fill(put(*tokens, order.tokens),
+                static_cast<std::int32_t*>(tokens->data) + tokens->shape[0], -1);
+    }
+    if (rows != nullptr) *rows = static_cast<std::int64_t>(order.tokens.size());
+  });
+}
+
+sy_status sy_unpermute(const sy_tensor* rows, const sy_tensor* positions, const sy_tensor* weights,
+                       float scale, int32_t accumulate, const sy_tensor* out) {
+  return guarded([&] {
+    require("rows", rows);
+    require("positions", positions);
+    require("out", out);
+    switchyard::MatrixView view = matrix("rows", *rows, SY_CPU);
+    require_columns("rows", *rows, -1, static_cast<int>(rows->shape[1]));
+    view.col_stride = 1;
+    const switchyard::SlotView slots = elements("positions", *positions, 2, SY_CPU, {DType::kI32});
+    switchyard::SlotView factors;
+    if (weights != nullptr) {
+      factors = elements("weights", *weights, 2, SY_CPU, {DType::kF32, DType::kBF16});
+    }
+    check_tensor("out", *out, 2, SY_CPU);
+    require_columns("out", *out, positions->shape[0], static_cast<int>(rows->shape[1]));
+    require_rows_apart("out", *out);
+    switchyard::ForwardOutput output;
+    output.data = out->data;
+    output.dtype = dtype_of("out", out->dtype);
+    output.row_stride = out->shape[0] > 1 ? out->strides[0] : 0;
+    output.scale = scale;
+    output.accumulate = accumulate != 0;
+    switchyard::unpermute(view, slots, factors, static_cast<int>(positions->shape[1]), output);
+  });
+}
