@@ -34,6 +34,7 @@ from .errors import (
     Unsupported,
 )
 from ._experts import Experts, Stats, experts
+from ._operators import GroupedGemm, Permutation, grouped_gemm, permute, unpermute
 from ._routing import Routing, topk
 from ._workspace import DeviceAllocator, Workspace
 from ._world import World
@@ -52,12 +53,14 @@ __all__ = [
     "DeviceAllocator",
     "Error",
     "Experts",
+    "GroupedGemm",
     "InvalidArgument",
     "InvalidConfig",
     "InvalidFile",
     "MissingTensor",
     "MoeLayer",
     "OutOfMemory",
+    "Permutation",
     "Routing",
     "ShapeMismatch",
     "SpecMismatch",
@@ -68,10 +71,13 @@ __all__ = [
     "Workspace",
     "World",
     "experts",
+    "grouped_gemm",
     "has_cuda",
     "patch",
+    "permute",
     "register_with_transformers",
     "topk",
+    "unpermute",
     "version",
 ]
 

@@ -275,6 +275,71 @@ class LayerHandle(c_void_p):
     kept: object = None
 
 
+class RowLayout(Structure):
+    _fields_ = [
+        ("kind", c_int32),
+        ("reserved", c_uint32),
+        ("size", c_int64),
+    ]
+
+
+class GroupedGemmSpec(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("has_epilogue", c_int32),
+        ("epilogue", Activation),
+        ("order", c_int32),
+        ("reserved", c_uint32),
+        ("weights", Matrices),
+    ]
+
+
+class GroupedGemmOptions(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("backend", c_int32),
+        ("max_rows", c_int32),
+        ("num_threads", c_int32),
+        ("device", c_int32),
+        ("reserved_sms", c_int32),
+        ("compute", c_int32),
+        ("reserved", c_uint32),
+    ]
+
+
+class GroupedGemmInfo(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("backend", c_int32),
+        ("compute", c_int32),
+        ("num_threads", c_int32),
+        ("num_experts", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("output_columns", c_int32),
+        ("max_rows", c_int32),
+        ("reserved", c_uint32),
+    ]
+
+
+class GroupedGemmCall(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("stream", c_void_p),
+        ("x_layout", RowLayout),
+        ("out_layout", RowLayout),
+        ("x", Tensor),
+        ("ends", Tensor),
+        ("out", Tensor),
+        ("x_scale", Tensor),
+        ("index", Tensor),
+        ("out_index", Tensor),
+        ("row_weights", Tensor),
+        ("products", Tensor),
+    ]
+
+
 _HANDLE = c_void_p
 _FUNCTIONS: dict[str, list[object]] = {
     "sy_last_error": [POINTER(ErrorInfo)],
@@ -328,6 +393,32 @@ _FUNCTIONS: dict[str, list[object]] = {
         POINTER(Tensor),
         POINTER(Tensor),
         POINTER(c_int64),
+    ],
+    "sy_rows_needed": [POINTER(RowLayout), c_int32, c_int64, POINTER(c_int64)],
+    "sy_grouped_gemm_create": [
+        POINTER(GroupedGemmSpec),
+        POINTER(GroupedGemmOptions),
+        POINTER(_HANDLE),
+    ],
+    "sy_grouped_gemm_destroy": [POINTER(_HANDLE)],
+    "sy_grouped_gemm_get_info": [_HANDLE, POINTER(GroupedGemmInfo)],
+    "sy_grouped_gemm_run": [_HANDLE, POINTER(GroupedGemmCall)],
+    "sy_permute": [
+        POINTER(Tensor),
+        c_int32,
+        POINTER(RowLayout),
+        POINTER(Tensor),
+        POINTER(Tensor),
+        POINTER(Tensor),
+        POINTER(c_int64),
+    ],
+    "sy_unpermute": [
+        POINTER(Tensor),
+        POINTER(Tensor),
+        POINTER(Tensor),
+        c_float,
+        c_int32,
+        POINTER(Tensor),
     ],
 }
 

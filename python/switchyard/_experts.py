@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import byref
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ _is_dynamo_compiling: Any = None
 _is_grad_enabled: Any = None
 _empty_like: Any = None
 _raw_stream: Any = None
-_ORDERS = ("gate_up", "up_gate", "interleaved")
+ORDERS = ("gate_up", "up_gate", "interleaved")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Stats:
     total_seconds: float
 
 
-class _Kept(list[Any]):
+class Kept(list[Any]):
     """What the caller gave, and the library reads; and copies of it in another form."""
 
     def __init__(self) -> None:
@@ -113,11 +113,11 @@ _lock = threading.Lock()
 class Handle:
     """A layer of the library: what `Experts` and `MoeLayer` have in common."""
 
-    def __init__(self, handle: ctypes.c_void_p, keep: _Kept | None) -> None:
+    def __init__(self, handle: ctypes.c_void_p, keep: Kept | None) -> None:
         global _numbers
         self._handle = handle
         # The library does not own what the layer reads.
-        self._keep: _Kept | None = keep
+        self._keep: Kept | None = keep
         self._call = _abi.Forward(out_scale=1.0)
         self._call_address = ctypes.addressof(self._call)
         self._seen: Any = None
@@ -811,11 +811,11 @@ def _weights(
     block: Sequence[int] | None,
     w13_bias: Any,
     w2_bias: Any,
-) -> tuple[_abi.LayerWeights, tuple[int, int, int], _Kept]:
+) -> tuple[_abi.LayerWeights, tuple[int, int, int], Kept]:
     """Descriptors of gate, up and down; (n, I, H); and what must be kept."""
-    if order not in _ORDERS:
-        raise InvalidArgument(f"order is {order!r}; use one of {', '.join(_ORDERS)}")
-    keep = _Kept()
+    if order not in ORDERS:
+        raise InvalidArgument(f"order is {order!r}; use one of {', '.join(ORDERS)}")
+    keep = Kept()
 
     def described(name: str, array: Any, ndim: int) -> _abi.Tensor:
         tensor, kept = _arrays.describe(name, array)
@@ -852,7 +852,7 @@ def _weights(
     weights = _abi.LayerWeights()
     weights.down.weight = down
     if w2_scale is not None:
-        _put_scale("w2_scale", w2_scale, weights.down, block, keep)
+        put_scale("w2_scale", w2_scale, weights.down, block, keep)
     if w2_bias is not None:
         weights.down.bias = described("w2_bias", w2_bias, 2)
     bias = None if w13_bias is None else described("w13_bias", w13_bias, 2)
@@ -864,7 +864,7 @@ def _weights(
     if not gated:
         weights.up.weight = up
         if w13_scale is not None:
-            _put_scale("w13_scale", w13_scale, weights.up, block, keep)
+            put_scale("w13_scale", w13_scale, weights.up, block, keep)
         if bias is not None:
             weights.up.bias = bias
         return weights, (count, intermediate, hidden), keep
@@ -875,7 +875,7 @@ def _weights(
     starts = {"gate": 0, "up": second} if order != "up_gate" else {"gate": second, "up": 0}
     whole = _abi.Matrices(weight=up)
     if w13_scale is not None:
-        _put_scale("w13_scale", w13_scale, whole, block, keep, halves=intermediate)
+        put_scale("w13_scale", w13_scale, whole, block, keep, halves=intermediate)
     for name, start in starts.items():
         matrices = getattr(weights, name)
         matrices.weight = _arrays.rows(up, start, intermediate, step)
@@ -906,8 +906,8 @@ def _of_two(
     activation: Activation,
     transposed: bool,
     others: tuple[Any, ...],
-    keep: _Kept,
-) -> tuple[_abi.LayerWeights, tuple[int, int, int], _Kept]:
+    keep: Kept,
+) -> tuple[_abi.LayerWeights, tuple[int, int, int], Kept]:
     """Gate and up as arrays of their own."""
     if len(w13) != 2 or not activation.gated:
         raise InvalidArgument("w13 is a tuple; pass (gate, up), with a gated activation")
@@ -925,12 +925,12 @@ def _of_two(
     return weights, (count, intermediate, hidden), keep
 
 
-def _put_scale(
+def put_scale(
     name: str,
     scale: Any,
     matrices: _abi.Matrices,
     block: Sequence[int] | None,
-    keep: _Kept,
+    keep: Kept,
     halves: int = 0,
 ) -> None:
     """Scales of [n, rows, cols] weights, as [n, R, C] with the rows and columns of a block.
@@ -1011,7 +1011,8 @@ def _put_part_of_scale(
 # ------------------------------------------------------------------------------ cached experts
 
 _CACHED_LAYERS = 512
-_cache: OrderedDict[Any, tuple[Experts, list[Any]]] = OrderedDict()
+# Layers and operators, and the versions of what they copied.
+_cache: OrderedDict[Any, tuple[Any, list[Any]]] = OrderedDict()
 
 
 class _Weak:
@@ -1025,7 +1026,8 @@ class _Weak:
         return (tensor for tensor in found if tensor is not None)
 
 
-def _fingerprint(array: Any) -> Any:
+def fingerprint(array: Any) -> Any:
+    """What tells an array from others, for the cache."""
     if array is None:
         return None
     if _arrays.is_torch(array):
@@ -1087,26 +1089,41 @@ def cached(w13: Any, w2: Any, *, top_k: int, tokens: int, **options: Any) -> Exp
         for name, value in sorted(options.items())
         if name not in ("w13_scale", "w2_scale", "w13_bias", "w2_bias", "max_tokens")
     )
-    key = (_fingerprint(w13), _fingerprint(w2), *map(_fingerprint, small), top_k, rest)
+    key = (fingerprint(w13), fingerprint(w2), *map(fingerprint, small), top_k, rest)
     # In-place changes of what the layer copies.
     versions = [array._version for array in small if _arrays.is_torch(array)]
-    with _lock:
-        found = _cache.get(key)
-        if found is not None:
-            layer, made_of = found
-            if tokens <= layer.max_tokens and made_of == versions and not layer.closed:
-                _cache.move_to_end(key)
-                return layer
+    found = find(key, versions, lambda layer: tokens <= layer.max_tokens)
+    if found is not None:
+        return found
     most = options.pop("max_tokens", None) or max(1024, 1 << (tokens - 1).bit_length())
     layer = Experts(w13, w2, top_k=top_k, max_tokens=max(most, tokens), **options)
     # The cache must not keep weights alive: it forgets the layer when one of them goes.
     arrays = [array for array in (w13, w2, *small) if array is not None]
     # A changed scale makes another layer: what this one copied need not be refreshed.
-    copies = _Kept()
+    copies = Kept()
     if layer._keep is not None:
         copies.extend(copy for _, copy, _ in layer._keep.repeated)
     layer._keep = copies
     layer._parameters = _Weak(list(layer._parameters))
+    remember(key, versions, layer, arrays, copies)
+    return layer
+
+
+def find(key: Any, versions: list[Any], fits: Callable[[Any], bool]) -> Any:
+    """What was made of these arrays, if it still serves; or None."""
+    with _lock:
+        found = _cache.get(key)
+        if found is None:
+            return None
+        made, made_of = found
+        if made_of != versions or made.closed or not fits(made):
+            return None
+        _cache.move_to_end(key)
+        return made
+
+
+def remember(key: Any, versions: list[Any], made: Any, arrays: list[Any], copies: list[Any]) -> None:
+    """Keep what was made of `arrays` until one of them goes. Those that cannot say so go to `copies`."""
     for array in arrays:
         try:
             weakref.finalize(array, _forget, key).atexit = False
@@ -1114,10 +1131,9 @@ def cached(w13: Any, w2: Any, *, top_k: int, tokens: int, **options: Any) -> Exp
             copies.append(array)
     with _lock:
         old = _cache.pop(key, None)
-        _cache[key] = (layer, versions)
+        _cache[key] = (made, versions)
         dropped = _cache.popitem(last=False)[1][0] if len(_cache) > _CACHED_LAYERS else None
     del old, dropped
-    return layer
 
 
 def _forget(key: Any) -> None:

@@ -81,6 +81,11 @@ def test_structs_are_those_of_the_header(tmp_path):
         "sy_layer_info": _abi.LayerInfo,
         "sy_stats": _abi.Stats,
         "sy_workspace_options": _abi.WorkspaceOptions,
+        "sy_row_layout": _abi.RowLayout,
+        "sy_grouped_gemm_spec": _abi.GroupedGemmSpec,
+        "sy_grouped_gemm_options": _abi.GroupedGemmOptions,
+        "sy_grouped_gemm_info": _abi.GroupedGemmInfo,
+        "sy_grouped_gemm_call": _abi.GroupedGemmCall,
         "sy_workspace_info": _abi.WorkspaceInfo,
     }
     lines = ["#include <stdio.h>", "#include <stddef.h>", "#include <switchyard/c.h>", "int main(void) {"]

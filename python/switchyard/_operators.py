@@ -1,0 +1,510 @@
+"""The operators that a layer is made of, one by one: permute, grouped_gemm, unpermute."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import threading
+import weakref
+from ctypes import byref
+from typing import Any, Literal, Union
+
+from . import _abi, _arrays
+from ._activation import Activation
+from ._experts import ORDERS, Kept, Order, current_stream, find, fingerprint, put_scale, remember
+from ._world import close_handle
+from .errors import DTypeMismatch, InvalidArgument, MissingTensor, ShapeMismatch, Unsupported, check
+
+# "packed"; ("blocked", rows of a block); ("padded", an expert's room in rows)
+Layout = Union[Literal["packed"], tuple[Literal["blocked", "padded"], int]]
+_LAYOUTS = ("packed", "blocked", "padded")
+
+
+def _layout(name: str, layout: Any) -> _abi.RowLayout:
+    kind, size = (layout, 0) if isinstance(layout, str) else (None, None)
+    if isinstance(layout, (tuple, list)) and len(layout) == 2:
+        kind, size = layout
+    if kind not in _LAYOUTS or (kind == "packed") != (size == 0):
+        raise InvalidArgument(
+            f"{name} is {layout!r}; use 'packed', ('blocked', rows of a block) or ('padded', rows of "
+            "an expert)"
+        )
+    return _abi.RowLayout(_LAYOUTS.index(kind), 0, int(size))
+
+
+def _rows_needed(layout: _abi.RowLayout, num_experts: int, rows: int) -> int:
+    needed = ctypes.c_int64()
+    check(_abi.library.sy_rows_needed(byref(layout), num_experts, rows, byref(needed)))
+    return needed.value
+
+
+def _empty(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
+    """A new array of the kind and device of another, of its type or of another one."""
+    if _arrays.is_torch(like):
+        import torch
+
+        return torch.empty(
+            shape, dtype=like.dtype if dtype is None else getattr(torch, dtype), device=like.device
+        )
+    if _arrays.is_numpy(like) and dtype != "bfloat16":
+        import numpy
+
+        return numpy.empty(shape, dtype=like.dtype if dtype is None else dtype)
+    raise InvalidArgument(
+        f"an array of a {type(like).__name__} is to be made, which Switchyard cannot; pass out"
+    )
+
+
+def _refuse_gradient(*arrays: Any) -> None:
+    tensors = [array for array in arrays if _arrays.is_torch(array)]
+    if tensors:
+        from ._torch import refuse_gradient
+
+        refuse_gradient(*tensors)
+
+
+# ------------------------------------------------------------------------------- grouped GEMM
+
+
+class GroupedGemm:
+    """The products of experts with their rows: ``out[r] = activation(w[e] @ x[r] + bias[e])``.
+
+    It owns and copies no weight matrix. One call at a time runs; others wait.
+
+    Parameters
+    ----------
+    w : array [E, N, K]
+        bf16, fp16, fp32 or float8_e4m3fn, of up to 1024 experts. Any strides.
+    activation : Activation, optional
+        Applied to the products. Gated: the output has N / 2 columns. None: products are the output.
+    order : {"gate_up", "up_gate", "interleaved"}
+        Of a gated weight's rows: all of gate and then all of up, the other way round, or in turn.
+    transposed : bool
+        w is [E, K, N], as of ``torch._grouped_mm``.
+    bias : array [E, N], optional
+    w_scale : array, optional
+        Of FP8 weights, f32 or float8_e8m0fnu: [E, ceil(N / block), ceil(K / block)], of blocks;
+        [E, N] or [E, N, 1], of rows; [E] of whole matrices.
+    block : (int, int), optional
+        Rows and columns of a block of w, not transposed. None: 128 x 128.
+    compute : str or dtype, optional
+        "bf16", "f32" or "f8_e4m3". None: by the weights' type.
+    max_rows : int
+        Most rows of a call, over all experts.
+    num_threads : int
+        0: those of the hardware.
+
+    Raises
+    ------
+    InvalidArgument, ShapeMismatch, DTypeMismatch, MissingTensor
+        Naming the argument and its value.
+    Unsupported
+        For what the library does not do in this build: for now, weights on GPUs.
+    """
+
+    def __init__(
+        self,
+        w: Any,
+        *,
+        activation: Activation | None = None,
+        order: Order = "gate_up",
+        transposed: bool = False,
+        bias: Any = None,
+        w_scale: Any = None,
+        block: tuple[int, int] | None = None,
+        compute: Any = None,
+        max_rows: int = 65536,
+        num_threads: int = 0,
+    ) -> None:
+        if order not in ORDERS:
+            raise InvalidArgument(f"order is {order!r}; use one of {', '.join(ORDERS)}")
+        keep = Kept()
+        weight, kept = _arrays.describe("w", w)
+        keep.append(kept)
+        if weight.ndim != 3:
+            raise ShapeMismatch(f"w is {_arrays.shape_of(weight)}; it needs 3 dimensions")
+        spec = _abi.GroupedGemmSpec(order=ORDERS.index(order))
+        if activation is not None:
+            spec.has_epilogue = 1
+            spec.epilogue = activation._to_c()
+        spec.weights.weight = _arrays.transpose(weight) if transposed else weight
+        if weight.dtype == _abi.F8_E4M3 and w_scale is None:
+            raise MissingTensor("w is float8_e4m3fn; pass w_scale, too")
+        if w_scale is not None:
+            if weight.dtype != _abi.F8_E4M3:
+                raise DTypeMismatch(
+                    f"w_scale is given, but w is {_abi.DTYPE_NAMES[weight.dtype]}, which has no "
+                    "scales; leave it None"
+                )
+            put_scale("w_scale", w_scale, spec.weights, block, keep)
+        if bias is not None:
+            spec.weights.bias, kept = _arrays.describe("bias", bias)
+            keep.append(kept)
+        cuda = weight.device_type == _abi.CUDA
+        options = _abi.GroupedGemmOptions(
+            backend=_abi.CUDA if cuda else _abi.CPU,
+            max_rows=max_rows,
+            num_threads=num_threads,
+            device=weight.device_id if cuda else -1,
+            compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
+        )
+        handle = ctypes.c_void_p()
+        check(_abi.library.sy_grouped_gemm_create(byref(spec), byref(options), byref(handle)))
+        self._handle = handle
+        # The library does not own what the operator reads.
+        self._keep: list[Any] | None = keep
+        self._busy = threading.Lock()
+        self._finalizer = weakref.finalize(
+            self, close_handle, _abi.library.sy_grouped_gemm_destroy, handle
+        )
+        info = _abi.GroupedGemmInfo()
+        check(_abi.library.sy_grouped_gemm_get_info(handle, byref(info)))
+        self.num_experts: int = info.num_experts
+        self.n: int = info.n
+        self.k: int = info.k
+        self.output_columns: int = info.output_columns
+        self.max_rows: int = info.max_rows
+        self.num_threads: int = info.num_threads
+        self.compute: str = _abi.DTYPE_NAMES[info.compute]
+        self.backend: str = "cuda" if info.backend == _abi.CUDA else "cpu"
+        self.activation = activation
+        self.order: Order = order
+        self._parameters = [array for array in (w, bias) if _arrays.is_torch(array)]
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._handle
+
+    def close(self) -> None:
+        """Give memory and threads back. May be called again."""
+        with self._busy:
+            self._finalizer()
+        self._keep = None
+
+    def __call__(
+        self,
+        x: Any,
+        ends: Any,
+        *,
+        x_scale: Any = None,
+        layout: Layout = "packed",
+        index: Any = None,
+        out: Any = None,
+        out_layout: Layout | None = None,
+        out_index: Any = None,
+        row_weights: Any = None,
+        products: Any = None,
+    ) -> Any:
+        """The products of one batch.
+
+        Parameters
+        ----------
+        x : array [rows of the layout, K], or with `index` [any, K]
+            bf16, fp16, fp32, or float8_e4m3fn with `x_scale`. Rows of no expert are not read.
+        ends : array [E], int32 or int64
+            The number of rows of experts 0 to e together, whatever the layout.
+        x_scale : array [rows, ceil(K / 128)], float32
+            Of FP8 rows.
+        layout : "packed", ("blocked", size) or ("padded", size)
+            An expert's rows follow those of the expert before; begin at the next multiple of size;
+            or begin at row e * size.
+        index : array [rows of the layout], int32, optional
+            The row of x that each row is. None: x has the rows themselves.
+        out : array [rows of out_layout, N or N / 2], optional
+            bf16, fp16 or fp32. None: a new one of x's type (bf16 for FP8 rows), of as many rows as
+            out_layout may have, of which those that are no expert's hold anything.
+        out_layout : optional
+            None: as `layout`, or packed with `out_index`.
+        out_index : array [rows, in packed order], int32, optional
+            Each row's own place in `out`; -1: it is not stored.
+        row_weights : array [rows, in packed order], float32, optional
+            Multiply the rows of the output, before they are rounded.
+        products : array [rows of out_layout, N], optional
+            Of out's type: filled with what the activation is applied to.
+
+        Returns
+        -------
+        array
+            `out`.
+
+        Raises
+        ------
+        InvalidArgument, ShapeMismatch, DTypeMismatch, CapacityExceeded
+            Before anything is written.
+        Unsupported
+            If a gradient is asked for: there is no backward pass.
+        """
+        _refuse_gradient(x, row_weights, *self._parameters)
+        call = _abi.GroupedGemmCall(x_layout=_layout("layout", layout))
+        if out_layout is not None:
+            call.out_layout = _layout("out_layout", out_layout)
+        elif out_index is None:
+            call.out_layout = call.x_layout
+        keep = []
+
+        def put(name: str, array: Any) -> None:
+            if array is None:
+                return
+            tensor, kept = _arrays.describe(name, array)
+            setattr(call, name, tensor)
+            keep.append(kept)
+
+        put("x", x)
+        put("index", index)
+        if out is None:
+            if out_index is not None:
+                raise InvalidArgument("out_index is given, but out is None; pass what it is an index of")
+            rows = (call.x if index is None else call.index).shape[0]
+            if bytes(call.out_layout) != bytes(call.x_layout):
+                rows = _rows_needed(call.out_layout, self.num_experts, rows)
+            fp8 = call.x.dtype == _abi.F8_E4M3
+            out = _empty(x, (rows, self.output_columns), "bfloat16" if fp8 else None)
+        put("ends", ends)
+        put("x_scale", x_scale)
+        put("out", out)
+        put("out_index", out_index)
+        put("row_weights", row_weights)
+        put("products", products)
+        if self.backend == "cuda":
+            call.stream = current_stream(x)
+        with self._busy:
+            if not self._handle:
+                raise InvalidArgument("the operator is closed; make another")
+            check(_abi.library.sy_grouped_gemm_run(self._handle, byref(call)))
+        del keep
+        return out
+
+
+def grouped_gemm(
+    x: Any,
+    w: Any,
+    ends: Any,
+    *,
+    activation: Activation | None = None,
+    order: Order = "gate_up",
+    transposed: bool = False,
+    bias: Any = None,
+    w_scale: Any = None,
+    block: tuple[int, int] | None = None,
+    x_scale: Any = None,
+    layout: Layout = "packed",
+    index: Any = None,
+    out: Any = None,
+    out_layout: Layout | None = None,
+    out_index: Any = None,
+    row_weights: Any = None,
+    products: Any = None,
+    compute: Any = None,
+) -> Any:
+    """`GroupedGemm` as a function. Operators are made once for their weights and cached.
+
+    An operator is kept while the arrays it was made of are: pass the same objects, not views made
+    for each call. A scale or a bias that was changed in place is seen, if it is a tensor of torch.
+
+    Parameters
+    ----------
+    x : array [rows, K]
+    w : array [E, N, K], or [E, K, N] with `transposed`
+    ends : array [E], int32 or int64
+    activation, order, transposed, bias, w_scale, block, compute
+        As of `GroupedGemm`.
+    x_scale, layout, index, out, out_layout, out_index, row_weights, products
+        As of ``GroupedGemm.__call__``.
+
+    Returns
+    -------
+    array [rows of out_layout, N or N / 2]
+
+    Raises
+    ------
+    Error
+        As `GroupedGemm` and ``GroupedGemm.__call__`` do.
+    """
+    rows = x.shape[0] if index is None else index.shape[0]
+    gemm = _cached(
+        rows, w, bias, w_scale, activation=activation, order=order, transposed=transposed, block=block,
+        compute=compute,
+    )
+    return gemm(
+        x,
+        ends,
+        x_scale=x_scale,
+        layout=layout,
+        index=index,
+        out=out,
+        out_layout=out_layout,
+        out_index=out_index,
+        row_weights=row_weights,
+        products=products,
+    )
+
+
+def _cached(rows: int, w: Any, bias: Any, w_scale: Any, **options: Any) -> GroupedGemm:
+    arrays = (w, bias, w_scale)
+    key = ("grouped_gemm", *map(fingerprint, arrays), tuple(options.items()))
+    # In-place changes of what the operator copies.
+    versions = [array._version for array in (bias, w_scale) if _arrays.is_torch(array)]
+    gemm = find(key, versions, lambda made: rows <= made.max_rows)
+    if gemm is None:
+        most = max(65536, 1 << (rows - 1).bit_length())
+        gemm = GroupedGemm(w, bias=bias, w_scale=w_scale, max_rows=most, **options)
+        # The cache must not keep weights alive: it forgets the operator when one of them goes.
+        copies: list[Any] = []
+        gemm._keep = copies
+        gemm._parameters = []
+        given = [array for array in arrays if array is not None]
+        remember(key, versions, gemm, given, copies)
+    _refuse_gradient(*arrays)
+    return gemm
+
+
+# ------------------------------------------------------------------------- permute, unpermute
+
+
+@dataclasses.dataclass(frozen=True)
+class Permutation:
+    """The order of slots (token, k) by expert: first all of expert 0, token by token, and so on.
+
+    Attributes
+    ----------
+    ends : array [E], int32
+        As of `grouped_gemm`.
+    tokens : array [rows of the layout], int32
+        Whose row it is, -1 for nobody's: the `index` of `grouped_gemm`.
+    positions : array [T, K], int32
+        The slot's row in the layout; -1: it has no expert.
+    layout : "packed", ("blocked", size) or ("padded", size)
+    """
+
+    ends: Any
+    tokens: Any
+    positions: Any
+    layout: Layout
+
+
+def _on_host(name: str, array: Any) -> tuple[_abi.Tensor, Any]:
+    tensor, keep = _arrays.describe(name, array)
+    if tensor.device_type != _abi.CPU:
+        raise Unsupported(f"{name} is on a GPU, and the operator works in host memory; move it there")
+    return tensor, keep
+
+
+def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutation:
+    """Sort slots by expert, on the host.
+
+    Parameters
+    ----------
+    ids : array [T, K], int32 or int64, contiguous
+        Negative ones, and those of num_experts or more, are none.
+    num_experts : int
+        1 to 1024.
+    layout : "packed", ("blocked", size) or ("padded", size)
+
+    Returns
+    -------
+    Permutation
+        Of tensors of torch where ids are such, otherwise of arrays of numpy.
+
+    Raises
+    ------
+    InvalidArgument, ShapeMismatch, DTypeMismatch
+        Also for a padded expert without room for its rows.
+    Unsupported
+        For tensors on GPUs.
+    """
+    described, keep = _on_host("ids", ids)
+    if described.ndim != 2:
+        raise ShapeMismatch(f"ids are {_arrays.shape_of(described)}; pass [T, K]")
+    c_layout = _layout("layout", layout)
+    shape = _arrays.shape_of(described)
+    most = _rows_needed(c_layout, max(num_experts, 0), shape[0] * shape[1])
+    if _arrays.is_torch(ids):
+        like = ids
+    else:
+        import numpy
+
+        like = numpy.empty(0)
+    shapes = ((max(num_experts, 0),), (most,), shape)
+    ends, tokens, positions = arrays = [_empty(like, shape, "int32") for shape in shapes]
+    c_ends, c_tokens, c_positions = (_arrays.describe("an output", array)[0] for array in arrays)
+    rows = ctypes.c_int64()
+    check(
+        _abi.library.sy_permute(
+            byref(described),
+            num_experts,
+            byref(c_layout),
+            byref(c_ends),
+            byref(c_positions),
+            byref(c_tokens),
+            byref(rows),
+        )
+    )
+    del keep
+    return Permutation(ends, tokens[: rows.value], positions, layout)
+
+
+def unpermute(
+    rows: Any,
+    positions: Any,
+    weights: Any = None,
+    *,
+    out: Any = None,
+    scale: float = 1.0,
+    accumulate: bool = False,
+) -> Any:
+    """``out[t] = scale * sum_k weights[t, k] * rows[positions[t, k]]``, on the host.
+
+    Parameters
+    ----------
+    rows : array [any, H]
+        bf16, fp16 or fp32.
+    positions : array [T, K], int32, contiguous
+        -1: none.
+    weights : array [T, K], float32 or bfloat16, contiguous, optional
+        None: 1.
+    out : array [T, H], optional
+        bf16, fp16 or fp32. None: a new one of the type of rows.
+    scale : float
+        Multiplies the result.
+    accumulate : bool
+        Add to `out` instead of replacing it.
+
+    Returns
+    -------
+    array [T, H]
+        `out`.
+
+    Raises
+    ------
+    InvalidArgument, ShapeMismatch, DTypeMismatch
+        Before anything is written.
+    Unsupported
+        For tensors on GPUs, and if a gradient is asked for.
+    """
+    _refuse_gradient(rows, weights)
+    c_rows, keep_rows = _on_host("rows", rows)
+    c_positions, keep_positions = _on_host("positions", positions)
+    if c_rows.ndim != 2 or c_positions.ndim != 2:
+        raise ShapeMismatch(
+            f"rows are {_arrays.shape_of(c_rows)} and positions {_arrays.shape_of(c_positions)}; pass "
+            "[any, H] and [T, K]"
+        )
+    c_weights, keep_weights = (None, None) if weights is None else _on_host("weights", weights)
+    if out is None:
+        if accumulate:
+            raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
+        out = _empty(rows, (c_positions.shape[0], c_rows.shape[1]))
+    c_out, keep_out = _on_host("out", out)
+    check(
+        _abi.library.sy_unpermute(
+            byref(c_rows),
+            byref(c_positions),
+            None if c_weights is None else byref(c_weights),
+            scale,
+            int(accumulate),
+            byref(c_out),
+        )
+    )
+    del keep_rows, keep_positions, keep_weights, keep_out
+    return out
