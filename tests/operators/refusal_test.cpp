@@ -19,6 +19,15 @@ struct Good {
     output.data = y.row(0);
     output.rows = 6;
   }
+  void make_fp8(int scale_rows, int scale_cols) {
+    for (MatrixView& m : weights.matrices) {
+      m.dtype = DType::kF8E4M3;
+      m.scale = scale.data();
+      m.scale_rows = scale_rows;
+      m.scale_cols = scale_cols;
+      m.scale_stride = 1;
+    }
+  }
   void make() const { GroupedGemm(spec, weights, options); }
   void run() const {
     GroupedGemm gemm(spec, weights, options);
@@ -91,23 +100,14 @@ TEST(GroupedGemmRefusals, Weights) {
                "matrices[2] is f16 where matrices[0] is bf16");
   EXPECT_ERROR(make([](Good& g) { g.weights.matrices[0].dtype = DType::kF8E4M3; }),
                ErrorCode::kMissingTensor, "matrices[0] is f8_e4m3 without scales");
-  const auto fp8 = [](Good& g, int scale_rows, int scale_cols) {
-    for (MatrixView& m : g.weights.matrices) {
-      m.dtype = DType::kF8E4M3;
-      m.scale = g.scale.data();
-      m.scale_rows = scale_rows;
-      m.scale_cols = scale_cols;
-      m.scale_stride = 1;
-    }
-  };
   EXPECT_ERROR(make([&](Good& g) {
-                 fp8(g, 8, 4);
+                 g.make_fp8(8, 4);
                  g.weights.matrices[1].scale_rows = 1;
                }),
                kType, "matrices[1] is f8_e4m3 with a scale per 1 x 4", "matrices[0]");
-  EXPECT_ERROR(make([&](Good& g) { fp8(g, 0, 4); }), kShape, "0 x 4");
+  EXPECT_ERROR(make([&](Good& g) { g.make_fp8(0, 4); }), kShape, "0 x 4");
   EXPECT_ERROR(make([&](Good& g) {
-                 fp8(g, 2, 2);
+                 g.make_fp8(2, 2);
                  g.options.compute = DType::kF8E4M3;
                }),
                ErrorCode::kUnsupported, "matrices[0]", "2 x 2", "compute in bf16");
@@ -196,13 +196,7 @@ TEST(GroupedGemmRefusals, Inputs) {
 
 TEST(GroupedGemmRefusals, Fp8Inputs) {
   const auto fp8 = [](Good& g) {
-    for (MatrixView& m : g.weights.matrices) {
-      m.dtype = DType::kF8E4M3;
-      m.scale = g.scale.data();
-      m.scale_rows = 8;
-      m.scale_cols = 4;
-      m.scale_stride = 1;
-    }
+    g.make_fp8(8, 4);
     g.input.x.dtype = DType::kF8E4M3;
     g.input.x.scale = g.scale.data();
     g.input.x.scale_rows = 1;
