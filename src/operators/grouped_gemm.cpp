@@ -9,6 +9,7 @@
 
 #include "base/quantize.h"
 #include "cpu/grouped_gemm.h"
+#include "gpu/grouped_gemm.h"
 #include "layer/compute.h"
 #include "model/check_tensor.h"
 #include "model/layer_problem.h"
@@ -101,9 +102,10 @@ void check_options(const GroupedGemmOptions& options) {
     case Backend::kCpu:
       break;
     case Backend::kCuda:
-      throw Error(ErrorCode::kUnsupported,
-                  "GroupedGemm is built for the cpu backend, and not yet for the cuda one; use "
-                  "Backend::kCpu");
+      if (options.num_threads == 0) return;
+      refuse(
+          fmt::format("num_threads is {}, but the backend is cuda, which has none; leave it at 0",
+                      options.num_threads));
     default:
       refuse(fmt::format("backend is {}; use Backend::kCpu or Backend::kCuda",
                          static_cast<int>(options.backend)));
@@ -310,13 +312,21 @@ struct GroupedGemm::Engine {
   GroupedGemmSpec spec;
   GroupedGemmOptions options;
   DType compute;
-  cpu::GroupedGemmEngine cpu;
+  std::unique_ptr<cpu::GroupedGemmEngine> cpu;  // one of both
+  std::unique_ptr<gpu::GroupedGemmEngine> gpu;
 
   Engine(const GroupedGemmSpec& s, const GroupedGemmWeights& weights, const GroupedGemmOptions& o)
       : spec(checked(s, weights, o)),
         options(o),
-        compute(resolve_compute(weights.matrices, o.compute)),
-        cpu(s, weights, compute, o.num_threads) {}
+        compute(resolve_compute(weights.matrices, o.compute)) {
+    if (o.backend == Backend::kCpu) {
+      cpu = std::make_unique<cpu::GroupedGemmEngine>(s, weights, compute, o.num_threads);
+      return;
+    }
+    // As in layers: what needs fp32 of itself gets bf16 unless fp32 was asked for.
+    if (compute == DType::kF32 && !o.compute) compute = DType::kBF16;
+    gpu = std::make_unique<gpu::GroupedGemmEngine>(s, weights, compute, o);
+  }
 
   static const GroupedGemmSpec& checked(const GroupedGemmSpec& spec,
                                         const GroupedGemmWeights& weights,
@@ -338,16 +348,19 @@ GroupedGemm& GroupedGemm::operator=(GroupedGemm&&) noexcept = default;
 void GroupedGemm::run(const GroupedInput& input, const GroupedOutput& output) {
   check_input(engine_->spec, engine_->compute, input);
   check_output(engine_->spec, output);
+  if (engine_->gpu != nullptr) return engine_->gpu->run(input, output);
   if (input.stream != nullptr) {
     refuse("a stream is given, but the operator's backend is cpu; leave it null");
   }
   const std::vector<std::int64_t> ends = check_rows(engine_->options, input, output);
-  engine_->cpu.run(input, output, ends);
+  engine_->cpu->run(input, output, ends);
 }
 
 const GroupedGemmSpec& GroupedGemm::spec() const { return engine_->spec; }
 Backend GroupedGemm::backend() const { return engine_->options.backend; }
 DType GroupedGemm::compute() const { return engine_->compute; }
-int GroupedGemm::num_threads() const { return engine_->cpu.num_threads(); }
+int GroupedGemm::num_threads() const {
+  return engine_->cpu == nullptr ? 0 : engine_->cpu->num_threads();
+}
 
 }  // namespace switchyard

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <optional>
@@ -173,7 +174,10 @@ class Problem {
     GroupedGemm gemm(spec(), weights_, options());
     return run(gemm);
   }
-  Rows run(GroupedGemm& gemm) const;
+  // `call` makes the call, with the bytes of x and of the output as they are in host memory.
+  using Call = std::function<void(GroupedGemm& gemm, GroupedInput input, GroupedOutput output,
+                                  std::span<const std::byte> x, std::span<std::byte> out)>;
+  Rows run(GroupedGemm& gemm, const Call& call = {}) const;
 
   // The output that fp64, and a plain program that rounds where types say so, come to.
   Rows exact() const { return solve<double>(); }
@@ -326,7 +330,7 @@ class Problem {
   std::vector<std::int64_t> ends_;
 };
 
-inline Rows Problem::run(GroupedGemm& gemm) const {
+inline Rows Problem::run(GroupedGemm& gemm, const Call& call) const {
   GroupedInput input;
   input.layout = case_.in;
   if (case_.wide_ends) {
@@ -394,7 +398,11 @@ inline Rows Problem::run(GroupedGemm& gemm) const {
   if (case_.weighted) output.weights = row_weights_;
   if (case_.products) output.products = products.data();
   output.products_stride = case_.pad == 0 ? 0 : products_stride;
-  gemm.run(input, output);
+  if (call) {
+    call(gemm, input, output, case_.gathered ? copied : tokens_, out);
+  } else {
+    gemm.run(input, output);
+  }
 
   // Takes rows out, and leaves poison where they were.
   const auto take = [&](std::vector<std::byte>& from, std::int64_t row_stride, int cols,

@@ -3,6 +3,7 @@
 
 #include <functional>
 
+#include "gpu/device.h"
 #include "model/errors.h"
 #include "support/layers.h"
 #include "switchyard/grouped_gemm.h"
@@ -131,8 +132,18 @@ TEST(GroupedGemmRefusals, Weights) {
 }
 
 TEST(GroupedGemmRefusals, Options) {
-  EXPECT_ERROR(make([](Good& g) { g.options.backend = Backend::kCuda; }), ErrorCode::kUnsupported,
-               "cuda", "use Backend::kCpu");
+  EXPECT_ERROR(make([](Good& g) {
+                 g.options.backend = Backend::kCuda;
+                 g.options.num_threads = 2;
+               }),
+               kInvalid, "num_threads is 2, but the backend is cuda");
+  if (gpu::device_count() == 0) {
+    EXPECT_ERROR(make([](Good& g) {
+                   g.options.backend = Backend::kCuda;
+                   g.options.num_threads = 0;
+                 }),
+                 ErrorCode::kUnsupported, "use the CPU");
+  }
   EXPECT_ERROR(make([](Good& g) { g.options.backend = static_cast<Backend>(5); }), kInvalid,
                "backend is 5");
   EXPECT_ERROR(make([](Good& g) { g.options.max_rows = 0; }), kInvalid, "max_rows is 0");

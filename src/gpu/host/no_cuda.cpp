@@ -2,6 +2,7 @@
 #include <memory>
 
 #include "gpu/device.h"
+#include "gpu/grouped_gemm.h"
 #include "gpu/peer_link.h"
 #include "layer/engine.h"
 #include "layer/pass_memory.h"
@@ -64,5 +65,13 @@ std::shared_ptr<PassMemory> make_memory(const World&, std::span<const LayerSpec>
                                         const WorkspaceOptions&, std::uint64_t) {
   unsupported();
 }
+
+struct GroupedGemmEngine::State {};
+GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec&, const GroupedGemmWeights&, DType,
+                                     const GroupedGemmOptions&) {
+  unsupported();
+}
+GroupedGemmEngine::~GroupedGemmEngine() = default;
+void GroupedGemmEngine::run(const GroupedInput&, const GroupedOutput&) { unsupported(); }
 
 }  // namespace switchyard::gpu

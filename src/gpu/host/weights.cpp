@@ -188,12 +188,16 @@ DeviceFfn::DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> expe
   const int width = protocol::round_up(intermediate, policy.alignment());
   // Halves with up first are copied: exchanging them in the epilogue takes registers that the
   // kernels do not have (8 to 840 bytes of spills), and a tensor map cannot step backwards.
-  if (const auto of_first = in_place(policy, experts, first)) {
+  if (experts[0].up.empty()) {
+    // An operator's second GEMM alone.
+  } else if (const auto of_first = in_place(policy, experts, first)) {
     gemm1_ = *of_first;
   } else {
     gemm1_ = make_array(policy, experts, first, width, hidden, own1_, layout_);
   }
-  if (const auto of_second = in_place(policy, experts, second)) {
+  if (experts[0].down.empty()) {
+    // An operator's first GEMM alone.
+  } else if (const auto of_second = in_place(policy, experts, second)) {
     gemm2_ = *of_second;
   } else {
     gemm2_ = make_array(policy, experts, second, hidden, width, own2_, layout_);
@@ -219,12 +223,13 @@ bool DeviceFfn::borrows() const {
 
 FfnParams DeviceFfn::params() const {
   FfnParams params{};
-  if (gemm1_.num_experts == 0) return params;
-  const bool halves = gemm1_.halves == 2 && gemm1_.element_bytes == 1;
-  params.gemm1_maps =
-      weight_maps(gemm1_, halves ? BoxOrder::kHalvesInTurn : BoxOrder::kGroupsInTurn);
-  params.small_gemm1_map = weight_maps(gemm1_, BoxOrder::kGroupsInTurn).once;
-  params.gemm2_maps = weight_maps(gemm2_, BoxOrder::kGroupsInTurn);
+  if (gemm1_.num_experts != 0) {
+    const bool halves = gemm1_.halves == 2 && gemm1_.element_bytes == 1;
+    params.gemm1_maps =
+        weight_maps(gemm1_, halves ? BoxOrder::kHalvesInTurn : BoxOrder::kGroupsInTurn);
+    params.small_gemm1_map = weight_maps(gemm1_, BoxOrder::kGroupsInTurn).once;
+  }
+  if (gemm2_.num_experts != 0) params.gemm2_maps = weight_maps(gemm2_, BoxOrder::kGroupsInTurn);
   const auto floats = [](const DeviceBuffer& buffer) {
     return reinterpret_cast<const float*>(buffer.data());
   };

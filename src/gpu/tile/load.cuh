@@ -96,6 +96,10 @@ struct SlottedTokens {
   const float* scales;   // of all slots; see first_scale()
   std::uint32_t groups;  // of columns; each has a scale
 
+  // The first row of the tile, divided by kRowsOfPlace.
+  template <typename C>
+  static constexpr auto kRowsOfPlace = static_cast<std::uint32_t>(C::kSlotRows);
+  __device__ std::uint32_t place() const { return slot; }
   // The address of the first group's scale of the slot's first token. Each group of columns has
   // kSlotRows scales.
   template <typename C>
@@ -104,14 +108,16 @@ struct SlottedTokens {
   }
 };
 
+inline constexpr std::uint32_t kUnitBytes = kUnitRows * kStageRowBytes;
+
 // The rows of a task's tokens that this block loads. If both blocks of a pair have the same tile,
 // each loads half of its rows for both.
-template <typename C>
+// Tokens: SlottedTokens, or others with maps and a place in them.
+template <typename C, typename Tokens>
 class TileRows {
  public:
-  __device__ TileRows(const TilePipeline<C>& pipeline, const SlottedTokens& tokens,
-                      const TileTask& task)
-      : slot_(tokens.slot),
+  __device__ TileRows(const TilePipeline<C>& pipeline, const Tokens& tokens, const TileTask& task)
+      : place_(tokens.place()),
         maps_(tokens.maps),
         paired_(C::kTile.cluster != 1 && pipeline.paired != 0 && !with_two_tiles<C>(task)) {
     const std::uint32_t share = paired_ ? rank_in_pair() : 0, shares = paired_ ? kPair : 1;
@@ -122,8 +128,7 @@ class TileRows {
   __device__ void load(std::uint32_t to, std::uint32_t full, std::uint32_t k) const {
     constexpr std::uint32_t kUnitsOfMany = TokenMaps::kManyRows / kUnitRows;
     static_assert(TokenMaps::kFewRows == kUnitRows);
-    auto row =
-        static_cast<int>(slot_ * static_cast<std::uint32_t>(C::kSlotRows) + begin_ * kUnitRows);
+    auto row = static_cast<int>(place_ * Tokens::template kRowsOfPlace<C> + begin_ * kUnitRows);
     to += begin_ * kUnitBytes;
 #pragma unroll 1
     for (std::uint32_t i = 0; i < units_ / kUnitsOfMany; ++i) {
@@ -138,10 +143,9 @@ class TileRows {
       row += TokenMaps::kFewRows;
     }
   }
-  static constexpr std::uint32_t kUnitBytes = kUnitRows * kStageRowBytes;
 
  private:
-  std::uint32_t slot_;
+  std::uint32_t place_;
   const TokenMaps& maps_;
   bool paired_;
   std::uint32_t begin_, units_;
@@ -149,12 +153,12 @@ class TileRows {
 
 // Loads all stages of a task's tokens, by one thread or by the gather threads. All gather threads
 // arrive; one of the first warp loads. Returns false if the pass was given up.
-template <typename C>
-__device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline,
-                                          const SlottedTokens& tokens, const TileTask& task,
-                                          RingPlace& place, std::uint32_t thread) {
+template <typename C, typename Tokens>
+__device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline, const Tokens& tokens,
+                                          const TileTask& task, RingPlace& place,
+                                          std::uint32_t thread) {
   const Ring<StageLayout<C>> ring = pipeline.ring();
-  const TileRows<C> rows(pipeline, tokens, task);
+  const TileRows<C, Tokens> rows(pipeline, tokens, task);
   for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
     if (!ring.template await_free<kGathers<C>>(pipeline.waiter(), place)) return false;
     const std::uint32_t full = ring.full_barrier(place.stage);
@@ -162,12 +166,13 @@ __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline,
       const std::uint32_t block = task.first_k_block + kb;
       const std::uint32_t scale_bytes =
           kScaled<C> ? task.units * kUnitRows * static_cast<std::uint32_t>(sizeof(float)) : 0;
-      arrive_expect_bytes(full, task.units * TileRows<C>::kUnitBytes + scale_bytes);
+      arrive_expect_bytes(full, task.units * kUnitBytes + scale_bytes);
       rows.load(ring.tokens(place.stage), full, block * kStageColumns<C>);
       if constexpr (kScaled<C>) {
-        load_bytes(ring.token_scales(place.stage),
-                   tokens.first_scale<C>() + block * static_cast<std::uint32_t>(C::kSlotRows),
-                   scale_bytes, full);
+        load_bytes(
+            ring.token_scales(place.stage),
+            tokens.template first_scale<C>() + block * static_cast<std::uint32_t>(C::kSlotRows),
+            scale_bytes, full);
       }
     } else {
       arrive(full);
@@ -187,7 +192,7 @@ __device__ __forceinline__ bool load_scaled_tile(const TilePipeline<C>& pipeline
                                                  RingPlace& place, bool rehearsal) {
   static_assert(kMaxHeight<C> == 4 * 32 && kStageColumns<C> == kQuantGroup);
   const Ring<StageLayout<C>> ring = pipeline.ring();
-  const TileRows<C> rows(pipeline, tokens, task);
+  const TileRows<C, SlottedTokens> rows(pipeline, tokens, task);
   const std::uint32_t lane = threadIdx.x % 32;
   const float* of_tokens = tokens.first_scale<C>() + task.first_k_block * kMaxHeight<C> + 4 * lane;
   // The scales of two stages are under way, because loading them takes as long as multiplying a
@@ -229,7 +234,7 @@ __device__ __forceinline__ bool load_scaled_tile(const TilePipeline<C>& pipeline
       }
       __syncwarp();
       if (rehearsal) return true;
-      if (lane == 0) arrive_expect_bytes(full, task.units * TileRows<C>::kUnitBytes);
+      if (lane == 0) arrive_expect_bytes(full, task.units * kUnitBytes);
       place.advance(ring.stages);
       if (++block + 1 < end) fetch(of);
     }
