@@ -99,7 +99,7 @@ class GroupedGemm:
     InvalidArgument, ShapeMismatch, DTypeMismatch, MissingTensor
         Naming the argument and its value.
     Unsupported
-        For what the library does not do in this build: for now, weights on GPUs.
+        For what the library does not do in this build, or on GPUs: see docs/operators.md.
     """
 
     def __init__(
