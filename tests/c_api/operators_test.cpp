@@ -141,7 +141,7 @@ TEST_F(GroupedGemm, RefusesWhatItCannotBeMadeOf) {
   };
   options_.backend = SY_CUDA;
   spec_.weights.weight.device_type = SY_CUDA;
-  refused(SY_UNSUPPORTED, "not yet for the cuda one");
+  refused(SY_INVALID_ARGUMENT, "num_threads is 2, but the backend is cuda");
   spec_.weights.weight.device_type = SY_CPU;
   refused(SY_INVALID_ARGUMENT, "weights.weight is in host memory");
   options_.backend = 9;
