@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import _abi, _arrays
-from ._experts import Handle, Stats, _Kept, _weights
+from ._experts import Handle, Stats, Kept, _weights
 from ._routing import Routing
 from ._torch import refuse_gradient
 from ._workspace import Workspace, choose_memory, world_of
@@ -29,7 +29,7 @@ class MoeLayer(torch.nn.Module):
     def __init__(
         self,
         handle: ctypes.c_void_p,
-        keep: _Kept | None = None,
+        keep: Kept | None = None,
         weights: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__()
