@@ -8,14 +8,14 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 reuse=
-if [ "${1:-}" = --reuse ]; then reuse=$2; shift 2; fi
+if [ "${1:-}" = --reuse ]; then reuse=$(realpath "$2"); shift 2; fi
 out=${1:-build/wheels}
 work=$(mktemp -d)
 finish() {
   # As it was: not the configuration of a wheel.
   if [ -e "$work/CMakeCache.txt" ]; then
-    cp "$work/CMakeCache.txt" "$root/$reuse/CMakeCache.txt"
-    cmake -S "$root" -B "$root/$reuse" >/dev/null
+    cp "$work/CMakeCache.txt" "$reuse/CMakeCache.txt"
+    cmake -S "$root" -B "$reuse" >/dev/null
   fi
   rm -rf "$work"
 }
