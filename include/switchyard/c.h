@@ -585,7 +585,7 @@ typedef struct sy_grouped_gemm_call {
 #define SY_GROUPED_GEMM_CALL_INIT \
   { .struct_size = sizeof(sy_grouped_gemm_call) }
 
-// Errors: as GroupedGemm::run() in grouped_gemm.h. What is refused has written nothing.
+// Errors: as GroupedGemm::run() in grouped_gemm.h. A call that is refused has written nothing.
 SY_API sy_status sy_grouped_gemm_run(sy_grouped_gemm* gemm, const sy_grouped_gemm_call* call);
 
 // The order of slots (token, k) by expert, on the host. All tensors are contiguous.

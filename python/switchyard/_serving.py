@@ -189,7 +189,7 @@ class Binding:
         ----------
         w13, w2 : Tensor
         tokens : int
-            Of the call.
+            Number of tokens of the call.
         **small : Tensor or None
             w13_scale, w2_scale, w13_bias and w2_bias.
 

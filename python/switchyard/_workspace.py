@@ -119,7 +119,7 @@ class Workspace:
     hidden, intermediate : int
         H and I, of one expert.
     experts : int
-        Of all ranks; for layers with a placement, places.
+        Number of experts of all ranks. For layers with a placement it is the number of places.
     top_k : int
         Experts of a token.
     max_tokens : int

@@ -26,7 +26,7 @@ _APPLY = (
     "self output hidden_states w1 w2 topk_weights topk_ids activation global_num_experts expert_map "
     "a1q_scale a2_scale workspace13 workspace2 expert_tokens_meta apply_router_weight_on_input"
 ).split()
-# What a subclass of FusedMoEExpertsModular must define.
+# The methods that a subclass of FusedMoEExpertsModular must define.
 _ABSTRACT = {
     "activation_format",
     "apply",

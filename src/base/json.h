@@ -93,7 +93,7 @@ class Json {
   // Null becomes an array.
   void push_back(Json element);
 
-  // What is not UTF-8 is replaced.
+  // Bytes that are not UTF-8 are replaced.
   std::string dump(const JsonStyle& style = {}) const;
 
   // Throws JsonError.

@@ -1,5 +1,5 @@
-// What a world gives its ranks: symmetric memory, start-up collectives, and hints about ranks that
-// do not answer.
+// A fabric gives the ranks of a world symmetric memory, start-up collectives, and hints about ranks
+// that do not answer.
 #pragma once
 
 #include <atomic>

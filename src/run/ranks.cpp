@@ -23,7 +23,7 @@
 namespace switchyard::run {
 namespace {
 
-// What a rank tells the others at the end.
+// The figures that a rank tells the others at the end.
 struct RankRecord {
   std::int64_t threads;
   double gate_seconds, plan_seconds;

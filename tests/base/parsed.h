@@ -1,4 +1,4 @@
-// What is written as JSON, as another library reads it.
+// Parses text that was written as JSON, with another library.
 #pragma once
 
 #include <nlohmann/json.hpp>

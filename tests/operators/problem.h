@@ -108,7 +108,8 @@ inline float rounded(float value, DType dtype) {
   return decode(code, dtype);
 }
 
-// What a call left, in packed order, whatever the layout; rows that are not stored are empty.
+// The rows that a call stored, in packed order, whatever the layout. Rows that are not stored are
+// empty.
 struct Rows {
   std::vector<std::vector<float>> output;    // [rows][output columns]
   std::vector<std::vector<float>> products;  // [rows][n], gate first; or empty

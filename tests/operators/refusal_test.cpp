@@ -298,7 +298,7 @@ TEST(GroupedGemmRefusals, Products) {
                kInvalid, "products_stride is 7", "a row has 8");
 }
 
-// What is refused has written nothing.
+// A call that is refused has written nothing.
 TEST(GroupedGemmRefusals, LeaveTheOutputAlone) {
   Good good;
   const Matrix before = good.y;

@@ -85,7 +85,7 @@ class PassMemory final : public switchyard::PassMemory {
   // Counts the times that addresses changed.
   unsigned version() const { return version_; }
 
-  // What all layers find at the same place.
+  // All layers find these words at the same places.
   std::uint64_t* epoch_word() const;
   std::uint32_t* readers() const;
   std::uint32_t* words(bool odd) const;

@@ -168,7 +168,7 @@ class PhysicalMemory {
   CUmemGenericAllocationHandle handle_ = 0;
 };
 
-// Of the caller's allocator, at a multiple of what layouts are aligned to.
+// Memory of the caller's allocator. It starts at a multiple of what layouts are aligned to.
 struct AllocatedPart final : SymmetricMemory::Part {
   static constexpr std::size_t kAlignment = 1024;
 
