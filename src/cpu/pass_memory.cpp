@@ -70,10 +70,7 @@ void PassMemory::end_passes() {
   }
   if (released()) return;
   const auto* const control = reinterpret_cast<const protocol::Control*>(mine());
-  if (protocol::load_acquire(&control->abort) == 0) return;
-  throw Error(ErrorCode::kAborted,
-              "a pass was given up in the workspace, which is the end of its layers; make it and "
-              "them anew");
+  if (protocol::load_acquire(&control->abort) != 0) throw_given_up();
 }
 
 void PassMemory::release() {

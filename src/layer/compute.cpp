@@ -72,14 +72,17 @@ DType by_weights(const Obstacle& obstacle, DType weight) {
 
 DType as_asked(const Obstacle& obstacle, DType asked) {
   if (asked == DType::kF8E4M3) require_fp8(obstacle);
-  if (asked != DType::kF8E4M3 && asked != DType::kBF16 && asked != DType::kF32) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("compute type {}; use bf16, f32 or f8_e4m3", to_string(asked)));
-  }
+  check_compute_type(asked);
   return asked;
 }
 
 }  // namespace
+
+void check_compute_type(DType compute) {
+  if (compute == DType::kF8E4M3 || compute == DType::kBF16 || compute == DType::kF32) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("compute type {}; use bf16, f32 or f8_e4m3", to_string(compute)));
+}
 
 bool is_block_form(const MatrixView& m) {
   return m.dtype == DType::kF8E4M3 && m.scale != nullptr && spans_groups(m.scale_rows, m.rows) &&

@@ -19,6 +19,9 @@ bool is_block_form(const MatrixView& matrix);
 // results (per channel).
 bool is_row_form(const MatrixView& matrix);
 
+// Throws Error{kInvalidArgument} unless an engine computes in that type: kBF16, kF32 or kF8E4M3.
+void check_compute_type(DType compute);
+
 // Returns LayerOptions::compute or, if that is empty, a choice by the weights: kF8E4M3 if every
 // expert's matrices, the shared expert's included, are of block or row form; else kF32 for f32 and
 // f16 weights, else kBF16. The weights have passed validate(), and may be of some experts only.

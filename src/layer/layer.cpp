@@ -4,6 +4,7 @@
 #include <fmt/core.h>
 
 #include "base/posix.h"
+#include "layer/compute.h"
 #include "layer/engine.h"
 #include "layer/pass_memory.h"
 
@@ -55,10 +56,7 @@ void check_options(const LayerOptions& options) {
     refuse(fmt::format("reserved_sms is {}; use 0 to leave none, or at least 1",
                        options.reserved_sms));
   }
-  if (options.compute && options.compute != DType::kBF16 && options.compute != DType::kF32 &&
-      options.compute != DType::kF8E4M3) {
-    refuse(fmt::format("compute type {}; use bf16, f32 or f8_e4m3", to_string(*options.compute)));
-  }
+  if (options.compute) check_compute_type(*options.compute);
   check_schedule(options.schedule);
 }
 
@@ -104,7 +102,8 @@ void check_cuda_options(const LayerOptions& options) {
   }
 }
 
-// Of the workspace's slot, or of the layer that is shared with; null: the layer gets its own.
+// Returns the memory of the workspace's slot, or of the layer that is shared with; null if the
+// layer gets its own.
 std::shared_ptr<PassMemory> memory_for(const World& world, const LayerOptions& options,
                                        const std::vector<std::shared_ptr<PassMemory>>* slots,
                                        const LayerEngine* sharing) {

@@ -31,6 +31,12 @@ void require_restored(const PassMemory& memory) {
               "the layer's workspace was released; call restore() on all ranks before a pass");
 }
 
+void throw_given_up() {
+  throw Error(ErrorCode::kAborted,
+              "a pass was given up in the workspace, which is the end of its layers; make it and "
+              "them anew");
+}
+
 void throw_no_room(std::uint64_t needed, std::uint64_t there) {
   throw Error(
       ErrorCode::kInvalidArgument,

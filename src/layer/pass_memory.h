@@ -51,6 +51,9 @@ std::uint64_t agree_on_memory(Fabric& fabric, const PassMemory* given);
 // Throws Error{kInvalidArgument} if a pass begins in memory that was released.
 void require_restored(const PassMemory& memory);
 
+// Throws Error{kAborted} because a pass in the memory was given up.
+[[noreturn]] void throw_given_up();
+
 // Throws Error{kInvalidArgument}, saying that the layer does not fit and what to do.
 [[noreturn]] void throw_no_room(std::uint64_t needed, std::uint64_t there);
 

@@ -8,6 +8,7 @@
 
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
+#include "layer/compute.h"
 #include "layer/pass_memory.h"
 #include "switchyard/error.h"
 
@@ -29,10 +30,7 @@ void check_options(std::span<const LayerSpec> specs, const WorkspaceOptions& opt
   if (options.slots < 1 || options.slots > kMostSlots) {
     refuse(fmt::format("slots is {}; use 1 to {}", options.slots, kMostSlots));
   }
-  if (options.compute != DType::kBF16 && options.compute != DType::kF32 &&
-      options.compute != DType::kF8E4M3) {
-    refuse(fmt::format("compute type {}; use bf16, f32 or f8_e4m3", to_string(options.compute)));
-  }
+  check_compute_type(options.compute);
   if (options.num_threads < 0 || options.reserved_sms < 0 || options.device < -1) {
     refuse(
         fmt::format("num_threads {}, reserved_sms {}, device {}; none may be negative but "

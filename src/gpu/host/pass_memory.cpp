@@ -265,10 +265,7 @@ void PassMemory::end_passes() {
   protocol::Control control;
   SWITCHYARD_CUDA(
       cudaMemcpy(&control, heap_.base(world().rank()), sizeof control, cudaMemcpyDeviceToHost));
-  if (control.abort == 0) return;
-  throw Error(ErrorCode::kAborted,
-              "a pass was given up in the workspace, which is the end of its layers; make it and "
-              "them anew");
+  if (control.abort != 0) throw_given_up();
 }
 
 void PassMemory::release() {
