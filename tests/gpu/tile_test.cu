@@ -83,11 +83,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) std::byte shared_memory[];
   auto& block = *reinterpret_cast<Storage*>(shared_memory);
   if (threadIdx.x == 0) {
-    constexpr Arrivals kArrivals = arrivals_of(Config::kTokens);
-    for (std::uint32_t s = 0; s < kMaxStages; ++s) {
-      init_barrier(shared_address(&block.barriers.full[s]), kArrivals.full);
-      init_barrier(shared_address(&block.barriers.empty[s]), kArrivals.empty);
-    }
+    make_ring_barriers<Config::kTokens>(block.barriers, 0);
     fence_new_barriers();
     block.life.epoch = 0;
     block.life.going = Going::kOn;

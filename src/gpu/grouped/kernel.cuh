@@ -10,6 +10,7 @@
 #pragma once
 
 #include "gpu/grouped/params.h"
+#include "gpu/tile/find_expert.cuh"
 #include "gpu/tile/gemm.cuh"
 #include "gpu/tile/load.cuh"
 
@@ -138,25 +139,15 @@ class GroupedTasks {
   __device__ __forceinline__ bool next(TileTask& task) {
     const auto num_experts = static_cast<std::uint32_t>(params_.num_experts);
     if (next_ >= rows_.tile_begin[num_experts] * params_.row_blocks) return false;
-    // The last expert that begins at or before this tile. Experts without rows begin where the next
-    // one does, so it has rows.
-    const std::uint32_t tile = next_ / params_.row_blocks;
-    std::uint32_t low = 0, high = num_experts;
-    while (high - low > 1) {
-      const std::uint32_t middle = (low + high) / 2;
-      if (rows_.tile_begin[middle] <= tile) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    const std::uint32_t rows = rows_.packed_begin[low + 1] - rows_.packed_begin[low];
+    const std::uint32_t expert =
+        find_expert(rows_.tile_begin, num_experts, next_ / params_.row_blocks);
+    const std::uint32_t rows = rows_.packed_begin[expert + 1] - rows_.packed_begin[expert];
     const protocol::TokenTiles tiles(rows, GroupedConfig::kTile.token_rows);
-    const std::uint32_t place = next_ - rows_.tile_begin[low] * params_.row_blocks;
+    const std::uint32_t place = next_ - rows_.tile_begin[expert] * params_.row_blocks;
     const std::uint32_t of_expert = place % tiles.count;
     task = {};
-    task.expert = low;
-    task.tile = rows_.tile_begin[low] + of_expert;
+    task.expert = expert;
+    task.tile = rows_.tile_begin[expert] + of_expert;
     task.block = place / tiles.count;
     task.first_row = tiles.begin(of_expert);
     task.rows = tiles.end(of_expert) - task.first_row;
@@ -226,11 +217,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp == 0) {
     if (elect()) {
-      constexpr Arrivals kArrivals = arrivals_of(C::kTokens);
-      for (std::uint32_t s = 0; s < kMaxStages; ++s) {
-        init_barrier(shared_address(&block.barriers.full[s]), kArrivals.full);
-        init_barrier(shared_address(&block.barriers.empty[s]), kArrivals.empty);
-      }
+      make_ring_barriers<C::kTokens>(block.barriers, 0);
       fence_new_barriers();
       block.life.epoch = 0;
       block.life.going = Going::kOn;

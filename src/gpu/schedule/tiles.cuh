@@ -6,6 +6,7 @@
 #include "gpu/route/params.h"
 #include "gpu/schedule/params.h"
 #include "gpu/tile/config.h"
+#include "gpu/tile/find_expert.cuh"
 #include "gpu/tile/params.h"
 
 namespace switchyard::gpu {
@@ -124,22 +125,7 @@ __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint
   }
 }
 
-// Returns the e with begin[e] <= i < begin[e + 1].
-__device__ __forceinline__ std::uint32_t find_expert(const std::uint32_t* begin,
-                                                     std::uint32_t num_experts, std::uint32_t i) {
-  std::uint32_t low = 0, high = num_experts;
-  while (high - low > 1) {
-    const std::uint32_t middle = (low + high) / 2;
-    if (begin[middle] <= i) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
-// Does the same by a whole warp, in two steps.
+// Does the same as find_expert() by a whole warp, in two steps.
 __device__ __forceinline__ std::uint32_t find_expert_together(const std::uint32_t* begin,
                                                               std::uint32_t num_experts,
                                                               std::uint32_t i) {
