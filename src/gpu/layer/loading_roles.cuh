@@ -15,8 +15,7 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
   RingPlace place;
   // The first iteration is a rehearsal while the scheduler finds the first task.
   for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
-    TileTask task{};
-    task.k_blocks = 1;
+    TileTask task = rehearsed_task();
     if (rehearsal == 0) {
       if (!reader.template next_gemm<TraceRole::kWeights, false>(task)) return;
     }
@@ -76,8 +75,7 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
   // expert.
   for (std::uint32_t rehearsal = pass.table().local_experts() != 0 ? untold<1>() : 0;;
        rehearsal = 0) {
-    TileTask task{};
-    task.k_blocks = 1;
+    TileTask task = rehearsed_task();
     if (rehearsal == 0) {
       if (!reader.template next_gemm<TraceRole::kTokens, kJoinedScales<P>>(task)) return;
       const bool first = task.kind == TaskKind::kGemm1;
@@ -119,8 +117,7 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
   // that is fetched after weights have begun to stream queues behind them and arrives microseconds
   // later.
   for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
-    TileTask task{};
-    task.k_blocks = 1;
+    TileTask task = rehearsed_task();
     if (rehearsal == 0) {
       if (P::kTraced && reader.index() != ~0u) stamp(reader.index(), &TraceRecord::end);
       stamp(reader.index() + 1, &TraceRecord::ready);

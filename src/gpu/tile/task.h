@@ -29,4 +29,13 @@ struct TileTask {
   const std::uint32_t* list;
 };
 
+// What roles rehearse before their first task: one stage of the first tile's first GEMM, which
+// waits for nothing.
+constexpr TileTask rehearsed_task() {
+  TileTask task{};
+  task.kind = TaskKind::kGemm1;
+  task.k_blocks = 1;
+  return task;
+}
+
 }  // namespace switchyard::gpu
