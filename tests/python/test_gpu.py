@@ -155,7 +155,8 @@ def test_layers_share_memory():
 def test_weights_changed_in_place():
     w13, w2 = weights()
     bias = torch.randn(E, 2 * I, device=GPU)
-    layer = Experts(w13, w2, w13_bias=bias, top_k=K)
+    biases = {"w13_bias": bias, "w2_bias": torch.randn(E, H, device=GPU)}
+    layer = Experts(w13, w2, **biases, top_k=K)
     given = batch(30)
     first = layer(*given)
     new13, new2 = weights()
@@ -165,10 +166,10 @@ def test_weights_changed_in_place():
     stale = layer(*given)
     layer.refresh()
     fresh = layer(*given)
-    other = Experts(new13, new2, w13_bias=bias, top_k=K)
+    other = Experts(new13, new2, **biases, top_k=K)
     assert torch.equal(fresh, other(*given))
     assert not torch.equal(stale, first) and not torch.equal(stale, fresh)  # matrices are read in place
-    layer.rebind(*weights(), w13_bias=bias)
+    layer.rebind(*weights(), **biases)
     assert not torch.equal(layer(*given), fresh)
 
 
