@@ -20,6 +20,7 @@
 
 #include "switchyard/layer.h"
 #include "switchyard/layer_spec.h"
+#include "switchyard/schedule.h"
 #include "switchyard/tensor.h"
 
 namespace switchyard {
@@ -83,6 +84,7 @@ struct GroupedGemmOptions {
   int device = -1;               // kCuda only, as in LayerOptions
   int reserved_sms = 0;          // kCuda only, as in LayerOptions
   std::optional<DType> compute;  // as LayerOptions::compute; kF8E4M3 quantises x as layers do
+  GroupedSchedule schedule;      // kCuda only
 };
 
 // With kCuda every address is the device's, and nothing is read by the host.
@@ -133,13 +135,15 @@ class GroupedGemm {
   GroupedGemm(GroupedGemm&&) noexcept;
   GroupedGemm& operator=(GroupedGemm&&) noexcept;
 
-  // With kCpu it returns when the output is complete; with kCuda it enqueues one kernel. Calls of
-  // one object follow one another. Rows of the output that no expert's row goes to stay as they
-  // are. The bits of an output row depend on the rows of its expert and on nothing else: not on
-  // layouts, indexes or other experts. On one rank GroupedGemm with the layer's activation,
-  // GroupedGemm and unpermute() have the bits of MoeLayer's routed experts (kCpu: in bf16 on a
-  // processor that multiplies it; otherwise the layer keeps h in f32). Throws
-  // Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch} for a call that does not fit,
+  // With kCpu it returns when the output is complete; with kCuda it enqueues one kernel, and before
+  // it another one where rows have to be gathered, converted, quantised or aligned. That one needs
+  // memory, which the operator keeps: while a stream is captured, a call with more rows than any
+  // before it is kUnsupported. Calls of one object follow one another. Rows of the output that no
+  // expert's row goes to stay as they are. The bits of an output row depend on the rows of its
+  // expert and on nothing else: not on layouts, indexes or other experts. On one rank GroupedGemm
+  // with the layer's activation, GroupedGemm and unpermute() have the bits of MoeLayer's routed
+  // experts (kCpu: in bf16 on a processor that multiplies it; otherwise the layer keeps h in f32).
+  // Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch} for a call that does not fit,
   // {kCapacityExceeded} for more than max_rows, before anything is written.
   void run(const GroupedInput& input, const GroupedOutput& output);
 

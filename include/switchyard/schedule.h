@@ -1,6 +1,6 @@
 // How a pass orders and cuts its work. By default a layer follows rules that were measured on H100
 // and H200. A value given here replaces a rule; tuners use that, and tests that force every choice.
-// No choice changes the mathematical result. Only `splits` changes the order of summation.
+// No choice changes the mathematical result. Only `splits` change the order of summation.
 #pragma once
 
 #include <optional>
@@ -31,6 +31,30 @@ struct Schedule {
 
   bool operator==(const Schedule&) const = default;
 };
+
+// The same of a grouped GEMM on a GPU.
+struct GroupedSchedule {
+  // The most token rows of a tile: a multiple of 16, up to 256 in bf16; 64 or 128 in FP8. An
+  // expert's rows are cut into tiles of about the same height. The rule: 256 and 128.
+  std::optional<int> tile_rows;
+  // The most stages of 64 columns (bf16) of a tile's weights and tokens that a block has in shared
+  // memory at a time: 2 to 12. Fewer if they do not fit: 4 of tiles of 256 rows. Not in FP8, where
+  // there are always 4. The rule: 12.
+  std::optional<int> stages;
+  // Whether blocks work in pairs, on twice the weight rows of one tile (or, in FP8, on two tiles),
+  // and load tokens once for both. The rule: from 96 rows per expert on, on average.
+  std::optional<bool> paired;
+  // The tiles of an expert that are multiplied with one block of weight rows before the next block
+  // has its turn: 1 or more. The rule: all of them.
+  std::optional<int> band;
+  // The parts that K is cut into: 1, 2, 4 or 8; fewer if a part would have no stage. They are
+  // summed in fp32, in their order. Tiles in bf16 then have at most 64 rows, and calls need
+  // memory for splits x rows x N sums, which the operator keeps. The rule: 1.
+  std::optional<int> splits;
+
+  bool operator==(const GroupedSchedule&) const = default;
+};
+inline constexpr int kMostGroupedSplits = 8;
 
 inline constexpr int kMostSmallTokens = 32, kMostLag = 1 << 20, kMostBand = 64, kMostSplits = 4;
 

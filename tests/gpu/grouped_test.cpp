@@ -26,28 +26,43 @@ SlotView moved(const SlotView& view, const gpu::DeviceBuffer& to) {
 }
 std::size_t bytes_of(const SlotView& view) { return view.size() * size_of(view.dtype()); }
 
-// Moves a call's arrays to the device, and the output back.
+// Moves a call's arrays to the device, and what is stored back.
 void call_on_device(GroupedGemm& gemm, GroupedInput input, GroupedOutput output,
-                    std::span<const std::byte> x, std::span<std::byte> out) {
+                    std::span<const std::byte> x, std::span<std::byte> out,
+                    std::span<std::byte> products) {
+  const auto num_scales = input.x.scale == nullptr
+                              ? 0
+                              : static_cast<std::size_t>((input.x.rows - 1) * input.x.scale_stride +
+                                                         (input.x.cols + 127) / 128);
   const gpu::DeviceBuffer x_there = upload(x.data(), x.size()),
+                          scales = upload(input.x.scale, num_scales * sizeof(float)),
                           ends = upload(input.ends.data(), bytes_of(input.ends)),
+                          index = upload(input.index.data(), bytes_of(input.index)),
                           places = upload(output.index.data(), bytes_of(output.index)),
-                          out_there = upload(out.data(), out.size());
+                          weights = upload(output.weights.data(), bytes_of(output.weights)),
+                          out_there = upload(out.data(), out.size()),
+                          products_there = upload(products.data(), products.size());
   input.x.data = x_there.data();
+  if (num_scales != 0) input.x.scale = reinterpret_cast<const float*>(scales.data());
   input.ends = moved(input.ends, ends);
+  input.index = moved(input.index, index);
   output.data = out_there.data();
   output.index = moved(output.index, places);
+  output.weights = moved(output.weights, weights);
+  if (!products.empty()) output.products = products_there.data();
   gemm.run(input, output);
   gpu::synchronize_device();
   if (!out.empty()) out_there.download(out.data(), out.size());
+  if (!products.empty()) products_there.download(products.data(), products.size());
 }
 
-Rows run_on_gpu(const Problem& problem) {
+Rows run_on_gpu(const Problem& problem, const GroupedSchedule& schedule = {}) {
   GroupedGemmOptions options;
+  options.schedule = schedule;
   options.backend = Backend::kCuda;
   options.compute = problem.get().compute;
   GroupedGemm gemm(problem.spec(), problem.weights(), options);
-  EXPECT_EQ(gemm.compute(), DType::kBF16);
+  EXPECT_EQ(gemm.compute(), problem.compute());
   return problem.run(gemm, call_on_device);
 }
 
@@ -60,10 +75,26 @@ Case wide_case() {
   return c;
 }
 
+// And in FP8, with a scale for 128 x 128 weights, for a row, or for all.
+Case fp8_case(Scales scales) {
+  Case c;
+  c.n = 512;
+  c.k = 272;
+  c.weight = DType::kF8E4M3;
+  c.scales = scales;
+  return c;
+}
+constexpr Scales kForms[] = {Scales::kWhole, Scales::kRows, Scales::kBlocks};
+
+// The matrix unit sums FP8 products with few bits, and the activation's tanh has some, too: to be
+// seen where the output is not rounded to bf16.
 void expect_accurate(const Case& c) {
   SCOPED_TRACE(::testing::Message() << c);
   const Problem problem(c);
-  expect_as_good(problem, run_on_gpu(problem));
+  const double rounding = c.out == DType::kBF16                 ? 0
+                          : problem.compute() == DType::kF8E4M3 ? 5e-4
+                                                                : 2e-5;
+  expect_as_good(problem, run_on_gpu(problem), rounding);
 }
 
 TEST_F(GpuGroupedGemm, NumbersOfExperts) {
@@ -191,9 +222,9 @@ TEST_F(GpuGroupedGemm, GraphsReadTheEndsOfTheirReplay) {
   options.backend = Backend::kCuda;
   GroupedGemm gemm(problem.spec(), problem.weights(), options);
   const Rows expected = run_on_gpu(problem);
-  const Rows replayed =
-      problem.run(gemm, [](GroupedGemm& op, GroupedInput input, GroupedOutput output,
-                           std::span<const std::byte> x, std::span<std::byte> out) {
+  const Rows replayed = problem.run(
+      gemm, [](GroupedGemm& op, GroupedInput input, GroupedOutput output,
+               std::span<const std::byte> x, std::span<std::byte> out, std::span<std::byte>) {
         const gpu::DeviceBuffer x_there = upload(x.data(), x.size()),
                                 out_there = upload(out.data(), out.size());
         const std::vector<std::int32_t> none(input.ends.size());
@@ -218,6 +249,199 @@ TEST_F(GpuGroupedGemm, GraphsReadTheEndsOfTheirReplay) {
   EXPECT_TRUE(replayed == expected);
 }
 
+TEST_F(GpuGroupedGemm, Fp8) {
+  for (const Scales scales : kForms) {
+    for (const DType x : {DType::kF8E4M3, DType::kBF16, DType::kF32}) {
+      for (const std::vector<int>& rows : {std::vector<int>{1},
+                                           {0, 5, 0, 16, 17, 64},
+                                           {65, 128, 0, 129, 3},
+                                           {200, 256, 257, 1000, 320},
+                                           {700, 0, 1}}) {
+        for (const bool gated : {false, true}) {
+          Case c = fp8_case(scales);
+          c.x = x;
+          c.rows = rows;
+          if (gated) c.epilogue = Activation();
+          expect_accurate(c);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(GpuGroupedGemm, Fp8SizesActivationsAndBiases) {
+  for (const auto& [n, k] : {std::pair{16, 16}, {256, 128}, {272, 144}, {1296, 400}, {768, 2064}}) {
+    for (const std::vector<int>& rows : {std::vector<int>{3, 20, 0, 70}, {300, 140}}) {
+      Case c = fp8_case(Scales::kRows);
+      c.n = n;
+      c.k = k;
+      c.rows = rows;
+      expect_accurate(c);
+      for (const bool gated : {false, true}) {
+        c.epilogue = activation_of(ActivationKind::kGelu, gated);
+        c.biased = true;
+        expect_accurate(c);
+        c.epilogue->limit = 0.7f;
+        c.order = gated ? GateOrder::kInterleaved : GateOrder::kGateUp;
+        expect_accurate(c);
+        c.order = gated ? GateOrder::kUpGate : GateOrder::kGateUp;
+        expect_accurate(c);
+        c.order = GateOrder::kGateUp;
+      }
+    }
+  }
+}
+
+// Rows through an index or of other types, weights of rows, stored products, and every type of
+// output, where tiles are low and where blocks go in pairs.
+TEST_F(GpuGroupedGemm, RowsAndOutputsOfEveryForm) {
+  for (const bool fp8 : {false, true}) {
+    for (const DType type : {DType::kBF16, DType::kF16, DType::kF32}) {
+      for (const std::vector<int>& rows : {std::vector<int>{3, 0, 17, 1}, {130, 0, 300, 150}}) {
+        Case c = fp8 ? fp8_case(Scales::kBlocks) : wide_case();
+        c.rows = rows;
+        c.x = c.out = type;
+        expect_accurate(c);
+        c.gathered = false;
+        expect_accurate(c);
+        c.weighted = true;
+        expect_accurate(c);
+        c.scattered = true;
+        c.in = RowLayout::blocked(16);
+        expect_accurate(c);
+        c.scattered = false;
+        c.to = RowLayout::padded(300);
+        for (const bool gated : {false, true}) {
+          c.epilogue = activation_of(ActivationKind::kSilu, gated);
+          expect_accurate(c);
+          c.products = true;
+          expect_accurate(c);
+          c.products = false;
+        }
+      }
+    }
+  }
+  for (const GateOrder order : {GateOrder::kGateUp, GateOrder::kUpGate, GateOrder::kInterleaved}) {
+    Case c = wide_case();
+    c.epilogue = Activation();
+    c.order = order;
+    c.products = c.biased = true;
+    c.pad = 8;
+    expect_accurate(c);
+  }
+}
+
+// FP8 rows are gathered with their scales.
+TEST_F(GpuGroupedGemm, AnIndexOrAnUnalignedRowGivesTheSameBits) {
+  for (const bool fp8 : {false, true}) {
+    Case c = fp8 ? fp8_case(Scales::kBlocks) : wide_case();
+    c.x = fp8 ? DType::kF8E4M3 : DType::kBF16;
+    c.rows = {30, 0, 200, 1};
+    c.epilogue = Activation();
+    const Rows expected = run_on_gpu(Problem(c));
+    c.gathered = false;
+    EXPECT_TRUE(run_on_gpu(Problem(c)) == expected);
+    c.in = RowLayout::padded(210);
+    EXPECT_TRUE(run_on_gpu(Problem(c)) == expected);
+    c.gathered = true;
+    c.in = RowLayout::packed();
+    Case padded = c;
+    padded.pad = 8;  // of x in FP8 as well: no multiple of 16 bytes
+    EXPECT_TRUE(run_on_gpu(Problem(padded)).output == expected.output);
+  }
+}
+
+// Every configuration gives right results, and without splits the same bits. Twice each: counts of
+// stored parts have to be cleared.
+TEST_F(GpuGroupedGemm, EveryConfiguration) {
+  const auto check = [](const Problem& problem, const Rows& expected, GroupedSchedule schedule) {
+    SCOPED_TRACE(::testing::Message()
+                 << schedule.tile_rows.value_or(0) << " rows, " << schedule.stages.value_or(0)
+                 << " stages, band " << schedule.band.value_or(0) << ", "
+                 << (schedule.paired.value_or(false) ? "paired, " : "")
+                 << schedule.splits.value_or(1) << " splits");
+    const Rows rows = run_on_gpu(problem, schedule);
+    if (schedule.splits.value_or(1) == 1) {
+      EXPECT_TRUE(rows == expected);
+      return;
+    }
+    expect_as_good(problem, rows);
+    EXPECT_TRUE(run_on_gpu(problem, schedule) == rows);
+  };
+  int count = 0;
+  for (const bool fp8 : {false, true}) {
+    Case c = fp8 ? fp8_case(Scales::kBlocks) : wide_case();
+    c.rows = {3, 0, 150, 40, 300};
+    if (!fp8) c.k = 328;
+    c.epilogue = Activation();
+    c.biased = true;
+    const Problem problem(c);
+    c.epilogue.reset();
+    const Problem plain(c);
+    const Rows expected = run_on_gpu(problem);
+    const std::vector<int> heights =
+        fp8 ? std::vector<int>{64, 128} : std::vector<int>{16, 32, 48, 64, 96, 128, 192, 256};
+    for (const int tile_rows : heights) {
+      for (const int stages : fp8 ? std::vector<int>{0} : std::vector<int>{2, 3, 12}) {
+        for (const int band : {1, 3, 64}) {
+          for (const bool paired : {false, true}) {
+            for (const int splits : {1, 2, 4}) {
+              GroupedSchedule schedule;
+              schedule.tile_rows = tile_rows;
+              if (stages != 0) schedule.stages = stages;
+              schedule.band = band;
+              schedule.paired = paired;
+              schedule.splits = splits;
+              check(problem, expected, schedule);
+              ++count;
+            }
+          }
+        }
+      }
+      GroupedSchedule schedule;
+      schedule.tile_rows = tile_rows;
+      schedule.splits = 8;
+      expect_as_good(plain, run_on_gpu(plain, schedule));
+    }
+  }
+  EXPECT_GE(count, 134);
+}
+
+// What needs memory of its own is refused while it cannot be had.
+TEST_F(GpuGroupedGemm, GatheredRowsAreCapturedAfterACallOfTheirSize) {
+  Case c = wide_case();
+  c.rows = {30, 0, 70, 9};
+  c.gathered = false;
+  const Problem problem(c);
+  const Rows expected = run_on_gpu(problem);
+  GroupedGemmOptions options;
+  options.backend = Backend::kCuda;
+  GroupedGemm gemm(problem.spec(), problem.weights(), options);
+  const auto captured = [&] {
+    return problem.run(
+        gemm, [](GroupedGemm& op, GroupedInput input, GroupedOutput output,
+                 std::span<const std::byte> x, std::span<std::byte> out, std::span<std::byte>) {
+          const gpu::DeviceBuffer x_there = upload(x.data(), x.size()),
+                                  out_there = upload(out.data(), out.size()),
+                                  ends = upload(input.ends.data(), bytes_of(input.ends)),
+                                  index = upload(input.index.data(), bytes_of(input.index));
+          input.x.data = x_there.data();
+          input.ends = moved(input.ends, ends);
+          input.index = moved(input.index, index);
+          output.data = out_there.data();
+          const gpu::Stream stream;
+          input.stream = stream.handle();
+          gpu::Graph graph = gpu::Graph::capture(stream, [&] { op.run(input, output); });
+          graph.launch(stream);
+          stream.synchronize();
+          out_there.download(out.data(), out.size());
+        });
+  };
+  EXPECT_ERROR(captured(), ErrorCode::kUnsupported, "make a call of this size before it");
+  EXPECT_TRUE(problem.run(gemm, call_on_device) == expected);
+  EXPECT_TRUE(captured() == expected);
+}
+
 TEST_F(GpuGroupedGemm, WhatItDoesNotHaveIsRefused) {
   const auto refused = [](const Case& c, const char* part) {
     EXPECT_ERROR(run_on_gpu(Problem(c)), ErrorCode::kUnsupported, part);
@@ -231,15 +455,31 @@ TEST_F(GpuGroupedGemm, WhatItDoesNotHaveIsRefused) {
   c = wide_case();
   c.compute = DType::kF32;
   refused(c, "computes in f32");
+  c = fp8_case(Scales::kBlocks);
+  c.k = 264;
+  refused(c, "k is 264");
+  c = fp8_case(Scales::kBlocks);
+  c.epilogue = Activation();
+  c.n = 416;
+  refused(c, "shared by 128 rows");
   c = wide_case();
-  c.x = DType::kF32;
-  refused(c, "x is f32");
-  c = wide_case();
-  c.gathered = false;
-  refused(c, "the input has an index");
-  c = wide_case();
-  c.weighted = true;
-  refused(c, "row weights");
+  c.epilogue = Activation();
+  c.epilogue->limit = 1;
+  c.products = true;
+  refused(c, "an activation that clamps");
+}
+
+TEST_F(GpuGroupedGemm, SchedulesThatDoNotExistAreRefused) {
+  const auto refused = [](bool fp8, GroupedSchedule schedule, const char* part) {
+    const Problem problem(fp8 ? fp8_case(Scales::kBlocks) : wide_case());
+    EXPECT_ERROR(run_on_gpu(problem, schedule), ErrorCode::kInvalidArgument, part);
+  };
+  refused(false, {.tile_rows = 8}, "tile_rows is 8");
+  refused(false, {.tile_rows = 272}, "tile_rows is 272");
+  refused(true, {.tile_rows = 96}, "tile_rows is 96; use 64 or 128");
+  refused(false, {.stages = 1}, "stages is 1");
+  refused(false, {.band = 0}, "band is 0");
+  refused(true, {.splits = 3}, "splits is 3");
 }
 
 }  // namespace

@@ -1,14 +1,14 @@
-// The kernel of GroupedGemm, compiled once per epilogue. The build sets SWITCHYARD_KIND (an
-// ActivationKind), SWITCHYARD_GATED and SWITCHYARD_ACTIVATES (true or false).
+// The kernel of GroupedGemm, compiled once for each of: no activation, a plain one, a gated one.
+// The build sets SWITCHYARD_CONFIG (BF16Grouped or FP8Grouped), SWITCHYARD_GATED and
+// SWITCHYARD_ACTIVATES (true or false).
 #include "gpu/grouped/kernel.cuh"
 
 namespace switchyard::gpu {
 
 template <>
-GroupedEntry
-grouped_entry<ActivationKind::SWITCHYARD_KIND, SWITCHYARD_GATED, SWITCHYARD_ACTIVATES>() {
-  return {grouped_kernel<ActivationKind::SWITCHYARD_KIND, SWITCHYARD_GATED, SWITCHYARD_ACTIVATES>,
-          sizeof(GroupedStorage)};
+GroupedEntry grouped_entry<SWITCHYARD_CONFIG, SWITCHYARD_GATED, SWITCHYARD_ACTIVATES>() {
+  return {grouped_kernel<SWITCHYARD_CONFIG, SWITCHYARD_GATED, SWITCHYARD_ACTIVATES>,
+          sizeof(GroupedStorage<SWITCHYARD_CONFIG>), SWITCHYARD_CONFIG::kTile.weight_rows};
 }
 
 }  // namespace switchyard::gpu

@@ -1,30 +1,31 @@
-// The kernel of GroupedGemm: products of experts with their rows of tokens, and nothing around
+// The kernels of GroupedGemm: products of experts with their rows of tokens, and nothing around
 // them.
 //
 // Blocks share nothing but the order of tasks, which every role of every block computes by itself
-// from the experts' rows. So there is no queue, and blocks need not be resident together. The roles
-// are those of the layer kernel (pipeline/roles.h):
-//   weights   tasks -> the copy engine: 128 weight rows x 128 bytes per stage
-//   tokens    tasks -> the copy engine: the tile's rows x 128 bytes per stage
+// from the experts' rows. So there is no queue, and blocks need not be resident together. Where
+// experts have many rows, blocks are launched in pairs that do each task together, as in the layer
+// kernel (layer/kernel.cuh), whose roles they have, too (pipeline/roles.h):
+//   weights   tasks -> the copy engine: 128 or 256 weight rows x 128 bytes per stage
+//   tokens    tasks -> the copy engine: the tile's rows x 128 bytes per stage; in FP8 also the
+//             rows' scales, multiplied by the weights'
 //   math      two warpgroups: matrix instructions over the ring, the epilogue
 #pragma once
 
-#include "gpu/grouped/params.h"
-#include "gpu/tile/find_expert.cuh"
-#include "gpu/tile/gemm.cuh"
+#include "gpu/grouped/finish.cuh"
+#include "gpu/ptx/cluster.cuh"
 #include "gpu/tile/load.cuh"
 
 namespace switchyard::gpu {
 
-// Weight-major tiles in bf16, of 16 to 256 tokens.
-struct GroupedConfig {
+// Weight-major tiles of 16 to 256 tokens.
+struct BF16Grouped {
   static constexpr Numerics kNumerics{
       .weight = DType::kBF16, .token = DType::kBF16, .scale_group = 0};
   static constexpr TileConfig kTile{.weight_rows = kTileRows,
                                     .token_rows = {256, 32, 16},
                                     .stages = kMaxStages,
                                     .orientation = Orientation::kWeightMajor,
-                                    .cluster = 1,
+                                    .cluster = kPair,
                                     .most_log2_split = 0};
   static constexpr TokenSource kTokens = TokenSource::kPacked;
   static constexpr std::uint32_t kStagesTogether = 1;
@@ -32,135 +33,106 @@ struct GroupedConfig {
   static constexpr int kStagedTokens = 16;
   static constexpr RoleRegisters kRegisters{.loading = 88, .math = 208};
 };
-static_assert(suffice(GroupedConfig::kRegisters));
+static_assert(suffice(BF16Grouped::kRegisters));
 
-// Where each expert's rows are.
-struct RowTable {
-  std::uint32_t tile_begin[kMostGroupedExperts + 1];    // its first tile
-  std::uint32_t packed_begin[kMostGroupedExperts + 1];  // its first row in packed order
-  // Its first row in the input and the output. Of blocked layouts; of others it is computed.
-  std::uint32_t in_begin[kMostGroupedExperts], out_begin[kMostGroupedExperts];
+// Token-major tiles of 16 to 128 tokens and 256 weight rows.
+struct FP8Grouped {
+  static constexpr Numerics kNumerics{
+      .weight = DType::kF8E4M3, .token = DType::kF8E4M3, .scale_group = kQuantGroup};
+  static constexpr TileConfig kTile{.weight_rows = 2 * kTileRows,
+                                    .token_rows = {128, 128, 16},
+                                    .stages = kMaxStages,
+                                    .orientation = Orientation::kTokenMajor,
+                                    .cluster = kPair,
+                                    .most_log2_split = 0};
+  static constexpr TokenSource kTokens = TokenSource::kPacked;
+  static constexpr std::uint32_t kStagesTogether = 1;
+  static constexpr int kSlotRows = kTile.max_height();
+  static constexpr int kStagedTokens = 16;
+  static constexpr RoleRegisters kRegisters{.loading = 72, .math = 216};
 };
+static_assert(suffice(FP8Grouped::kRegisters));
 
+template <typename C>
 struct GroupedStorage {
   RingMemory memory;
-  StagingMemory<GroupedConfig> staging;
+  StagingMemory<C> staging;
+  ScaleMemory<C> scales;
   RingBarriers barriers;
   RowTable rows;
   LifeState life;
-  StageShape<StageLayout<GroupedConfig>> shape;
-  std::uint32_t paired;  // 0: TilePipeline asks
+  StageShape<StageLayout<C>> shape;
+  std::uint32_t last_part[kMathGroups];  // see join_parts()
+
+  __device__ const std::byte* ring_scales() const {
+    if constexpr (kScaled<C>) {
+      return scales.scales;
+    } else {
+      return nullptr;
+    }
+  }
 };
-static_assert(sizeof(GroupedStorage) <= std::size_t{227} * 1024,
-              "the block's shared memory is full");
 
-// The expert's first row, of a layout whose blocked rows begin at begin[expert].
-__device__ __forceinline__ std::uint32_t first_row(const RowLayout& layout, const RowTable& rows,
-                                                   const std::uint32_t* begin,
-                                                   std::uint32_t expert) {
-  switch (layout.kind) {
-    case RowLayout::Kind::kPacked:
-      return rows.packed_begin[expert];
-    case RowLayout::Kind::kBlocked:
-      return begin[expert];
-    case RowLayout::Kind::kPadded:
-      return expert * static_cast<std::uint32_t>(layout.size);
-  }
-  return 0;
-}
-
-// Computes the table. Called by one warp; each lane takes a run of experts. Returns the height of
-// the highest tile. Loops are not unrolled: the code runs once.
-__device__ __forceinline__ std::uint32_t place_rows(const GroupedParams& params,
-                                                    const GroupedCall& call, RowTable& table) {
-  const std::uint32_t lane = threadIdx.x % 32;
-  const auto num_experts = static_cast<std::uint32_t>(params.num_experts);
-  const std::uint32_t per_lane = protocol::ceil_div(num_experts, 32u);
-  const std::uint32_t begin = min(lane * per_lane, num_experts);
-  const std::uint32_t end = min(begin + per_lane, num_experts);
-  const auto end_of = [&](std::uint32_t e) {
-    return call.wide_ends
-               ? static_cast<std::uint32_t>(static_cast<const std::int64_t*>(call.ends)[e])
-               : static_cast<const std::uint32_t*>(call.ends)[e];
-  };
-  const auto in_block =
-      static_cast<std::uint32_t>(call.in.kind == RowLayout::Kind::kBlocked ? call.in.size : 1);
-  const auto out_block =
-      static_cast<std::uint32_t>(call.out.kind == RowLayout::Kind::kBlocked ? call.out.size : 1);
-  std::uint32_t tiles = 0, in = 0, out = 0, height = GroupedConfig::kTile.token_rows.least;
-  std::uint32_t row = begin == 0 || begin == end ? 0 : end_of(begin - 1);
-#pragma unroll 1
-  for (std::uint32_t e = begin; e < end; ++e) {
-    const std::uint32_t next = end_of(e), rows = next - row;
-    const protocol::TokenTiles cut(rows, GroupedConfig::kTile.token_rows);
-    table.packed_begin[e] = row;
-    table.tile_begin[e] = tiles;
-    table.in_begin[e] = in;
-    table.out_begin[e] = out;
-    tiles += cut.count;
-    in += protocol::round_up(rows, in_block);
-    out += protocol::round_up(rows, out_block);
-    height = max(height, cut.height);
-    row = next;
-  }
-  std::uint32_t tiles_to = tiles, in_to = in, out_to = out;  // sums up to this lane's last expert
-#pragma unroll 1
-  for (std::uint32_t offset = 1; offset < 32; offset *= 2) {
-    const std::uint32_t before[] = {__shfl_up_sync(~0u, tiles_to, offset),
-                                    __shfl_up_sync(~0u, in_to, offset),
-                                    __shfl_up_sync(~0u, out_to, offset)};
-    if (lane < offset) continue;
-    tiles_to += before[0];
-    in_to += before[1];
-    out_to += before[2];
-  }
-#pragma unroll 1
-  for (std::uint32_t e = begin; e < end; ++e) {
-    table.tile_begin[e] += tiles_to - tiles;
-    table.in_begin[e] += in_to - in;
-    table.out_begin[e] += out_to - out;
-  }
-  if (lane == 31) {
-    table.tile_begin[num_experts] = tiles_to;
-    table.packed_begin[num_experts] = end_of(num_experts - 1);
-  }
-  return __reduce_max_sync(~0u, height);
-}
-
-// A block's tasks, in the one order in which all of its roles take them: block b has tasks b, b +
-// gridDim.x and so on. An expert's tasks stand together, those of one block of weight rows side by
-// side, so that blocks that run at the same time read the same weights.
+// A block's tasks, in the one order in which all of its roles take them: block b, or pair b, has
+// tasks b, b + the number of blocks or pairs, and so on. An expert's tasks stand together, and of
+// those a band of tiles'; then those of one block of weight rows, so that blocks that run at the
+// same time read the same weights.
+template <typename C, bool kFirst>
 class GroupedTasks {
  public:
-  __device__ GroupedTasks(const GroupedParams& params, const RowTable& rows)
-      : params_(params), rows_(rows), next_(blockIdx.x) {}
+  __device__ GroupedTasks(const GroupedParams& params, const RowTable& rows,
+                          const std::uint32_t& paired)
+      : params_(params), rows_(rows), paired_(paired), next_(blockIdx.x >> paired) {}
 
   // False when there are no more.
   __device__ __forceinline__ bool next(TileTask& task) {
     const auto num_experts = static_cast<std::uint32_t>(params_.num_experts);
-    if (next_ >= rows_.tile_begin[num_experts] * params_.row_blocks) return false;
-    const std::uint32_t expert =
-        find_expert(rows_.tile_begin, num_experts, next_ / params_.row_blocks);
+    const std::uint32_t parts = 1u << params_.log2_splits;
+    const std::uint32_t blocks = (params_.row_blocks + paired_) >> paired_;
+    const std::uint32_t of_tile = blocks << params_.log2_splits;  // tasks
+    if (next_ >= rows_.tile_begin[num_experts] * of_tile) return false;
+    const std::uint32_t expert = find_expert(rows_.tile_begin, num_experts, next_ / of_tile);
     const std::uint32_t rows = rows_.packed_begin[expert + 1] - rows_.packed_begin[expert];
-    const protocol::TokenTiles tiles(rows, GroupedConfig::kTile.token_rows);
-    const std::uint32_t place = next_ - rows_.tile_begin[expert] * params_.row_blocks;
-    const std::uint32_t of_expert = place % tiles.count;
+    const protocol::TokenTiles tiles(rows, params_.tile);
+    std::uint32_t place = next_ - rows_.tile_begin[expert] * of_tile;
+    const std::uint32_t first_of_band = place / of_tile / params_.band * params_.band;
+    const std::uint32_t band = min(params_.band, tiles.count - first_of_band);
+    place -= first_of_band * of_tile;
+    std::uint32_t of_expert = first_of_band + place % band;
+    place /= band;
+    const std::uint32_t share = paired_ == 0 ? 0 : rank_in_pair();
     task = {};
+    task.kind = kFirst ? TaskKind::kGemm1 : TaskKind::kGemm2;
     task.expert = expert;
+    task.split = place & (parts - 1);
+    task.block = (place >> params_.log2_splits << paired_) + share;
+    if constexpr (kPairsTiles<C>) {
+      // As in the layer kernel (schedule/scheduler.cuh): two tall tiles and half of the rows for
+      // each task, in place of one tile and all rows.
+      const protocol::TilePair pair(tiles, of_expert, of_expert - first_of_band, band,
+                                    kInstructionRows + 1);
+      if (paired_ != 0 && pair.two) {
+        task.two_tiles = 1;
+        task.block += of_expert - pair.first - share;
+        of_expert = pair.first + share;
+      }
+    }
     task.tile = rows_.tile_begin[expert] + of_expert;
-    task.block = place / tiles.count;
     task.first_row = tiles.begin(of_expert);
     task.rows = tiles.end(of_expert) - task.first_row;
     task.units = protocol::ceil_div(task.rows, kUnitRows);
-    task.k_blocks = params_.k_blocks;
+    task.first_k_block = params_.k_blocks * task.split >> params_.log2_splits;
+    task.k_blocks =
+        (params_.k_blocks * (task.split + 1) >> params_.log2_splits) - task.first_k_block;
     task.one_tile = tiles.count == 1 ? 1 : 0;
-    next_ += gridDim.x;
+    next_ += gridDim.x >> paired_;
     return true;
   }
 
  private:
   const GroupedParams& params_;
   const RowTable& rows_;
+  const std::uint32_t& paired_;
   std::uint32_t next_;
 };
 
@@ -168,71 +140,89 @@ class GroupedTasks {
 // They are multiplied and not stored.)
 struct InputRows {
   const TokenMaps& maps;
+  const float* all_scales;
+  std::int64_t scale_stride;
   std::uint32_t row;
 
   template <typename C>
   static constexpr std::uint32_t kRowsOfPlace = 1;
   __device__ std::uint32_t place() const { return row; }
+
+  template <typename C>
+  struct Scales {
+    const float* at[4];
+    __device__ float4 next() {
+      return {__ldg(at[0]++), __ldg(at[1]++), __ldg(at[2]++), __ldg(at[3]++)};
+    }
+  };
+  // Tokens that the tile does not have take the last one's: behind it there may be nothing.
+  template <typename C>
+  __device__ Scales<C> scales_of(const TileTask& task, std::uint32_t token) const {
+    Scales<C> scales;
+#pragma unroll
+    for (std::uint32_t i = 0; i < 4; ++i) {
+      scales.at[i] =
+          all_scales + (row + min(token + i, task.rows - 1)) * scale_stride + task.first_k_block;
+    }
+    return scales;
+  }
 };
 
-template <ActivationKind kKind, bool kGated, bool kActivates>
+template <typename C, bool kGated, bool kActivates>
 struct RowsSink {
   const GroupedParams& params;
   const GroupedCall& call;
-  const Epilogue<GroupedConfig>& epilogue;
+  const Epilogue<C>& epilogue;
   const RowTable& rows;
+  std::uint32_t* last_part;
   const TileTask& task;
 
   __device__ void started() {}
   __device__ void multiplied() {}
   template <int kVariant, typename Sums>
   __device__ __forceinline__ void finish(Sums& acc) {
-    const std::uint32_t first = call.index != nullptr
-                                    ? rows.packed_begin[task.expert]
-                                    : first_row(call.out, rows, rows.out_begin, task.expert);
-    const auto row_of = [&](std::uint32_t row) {
-      const std::uint32_t at = first + task.first_row + row;
-      if (call.index == nullptr) return call.y + at * call.y_stride;
-      const std::int32_t place = __ldg(call.index + at);
-      return place < 0 ? call.nowhere : call.y + place * call.y_stride;
-    };
-    if constexpr (kActivates) {
-      finish_activated<kVariant, kKind, kGated>(epilogue, task, math_group(), row_of, acc);
-    } else {
-      finish_rows<kVariant>(epilogue, task, math_group(), row_of, acc);
-    }
+    finish_grouped<kVariant, kGated, kActivates>(params, epilogue, TileOutput(call, rows, task),
+                                                 math_group(), last_part + math_group(), acc);
     // After this barrier all of the warpgroup has stored, so the next tile may use its places in
-    // shared memory.
-    named_barrier<kWarpgroup>(group_barrier(math_group()));
+    // shared memory. (A token-major warp has places of its own.)
+    if constexpr (!kTokenMajor<C>) named_barrier<kWarpgroup>(group_barrier(math_group()));
   }
 };
 
-template <ActivationKind kKind, bool kGated, bool kActivates>
+template <typename C, bool kGated, bool kActivates>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_kernel(const __grid_constant__ GroupedParams params,
                    const __grid_constant__ GroupedCall call) {
-  using C = GroupedConfig;
   extern __shared__ __align__(1024) std::byte shared_memory[];
-  auto& block = *reinterpret_cast<GroupedStorage*>(shared_memory);
+  auto& block = *reinterpret_cast<GroupedStorage<C>*>(shared_memory);
+  static_assert(sizeof(GroupedStorage<C>) <= std::size_t{227} * 1024,
+                "the block's shared memory is full");
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp == 0) {
     if (elect()) {
-      make_ring_barriers<C::kTokens>(block.barriers, 0);
+      make_ring_barriers<C::kTokens>(block.barriers, call.paired);
       fence_new_barriers();
       block.life.epoch = 0;
       block.life.going = Going::kOn;
-      block.paired = 0;
     }
   } else if (warp == 1) {
-    const std::uint32_t height =
-        protocol::round_up(place_rows(params, call, block.rows), kUnitRows);
-    if (elect()) block.shape = {StageLayout<C>::count(height), StageLayout<C>::bytes(height)};
+    const std::uint32_t height = protocol::round_up(
+        place_rows(call, params.num_experts, params.tile, block.rows), kUnitRows);
+    if constexpr (!StageLayout<C>::kFixed) {
+      if (elect()) {
+        block.shape = {min(StageLayout<C>::count(height), params.most_stages),
+                       StageLayout<C>::bytes(height)};
+      }
+    }
   }
   __syncthreads();
+  // From here on the blocks of a pair write into each other's memory.
+  if (call.paired != 0) pair_sync();
   const TilePipeline<C> pipeline{{params, block.life}, block.shape,          block.memory.ring,
-                                 block.barriers.full,  block.barriers.empty, nullptr,
-                                 block.paired};
-  GroupedTasks tasks(params, block.rows);
+                                 block.barriers.full,  block.barriers.empty, block.ring_scales(),
+                                 call.paired};
+  constexpr bool kMeets = kActivates && kGated;
+  GroupedTasks<C, kActivates> tasks(params, block.rows, call.paired);
   TileTask task;
   RingPlace place;
   if (warp < kWarpgroup / 32) {
@@ -240,36 +230,47 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp == kWeightsWarp && elect()) {
       const FfnParams& ffn = params.routed;
       const WeightMaps& maps = kActivates ? ffn.gemm1_maps : ffn.gemm2_maps;
-      constexpr int kGroups = kTileRows / kRowGroup / (kActivates && kGated ? 2 : 1);
+      constexpr int kGroups = kTileRows / kRowGroup / (kMeets ? 2 : 1);
       while (tasks.next(task)) {
-        const WeightSource source{task.one_tile != 0 ? maps.once : maps.again, false, kGroups,
+        const WeightSource source{task.one_tile != 0 ? maps.once : maps.again,
+                                  kMeets && kBoxes<C> != 1, kGroups,
                                   task.one_tile != 0 ? kEvictFirst : kEvictLast, nullptr};
         if (!load_weights(pipeline, pipeline.ring(), source, task, place, false,
                           [](std::uint32_t) {})) {
           break;
         }
       }
-    } else if (warp == kTokensWarp && elect()) {
+    } else if (warp == kTokensWarp && (kJoinedScales<C> || elect())) {
       while (tasks.next(task)) {
         const InputRows rows{
-            call.x_maps,
+            call.x_maps, call.x_scales, call.scale_stride,
             first_row(call.in, block.rows, block.rows.in_begin, task.expert) + task.first_row};
-        if (!load_tile(pipeline, rows, task, place, 0)) break;
+        if constexpr (kJoinedScales<C>) {
+          if (!load_scaled_tile(pipeline, rows, weight_scales<C>(params, params.hidden, task), task,
+                                place, false)) {
+            break;
+          }
+        } else {
+          if (!load_tile(pipeline, rows, task, place, 0)) break;
+        }
       }
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters.math>();
     const Epilogue<C> epilogue{params, params, params, block.staging.bytes, nullptr, nullptr};
     while (tasks.next(task)) {
-      RowsSink<kKind, kGated, kActivates> sink{params, call, epilogue, block.rows, task};
+      RowsSink<C, kGated, kActivates> sink{params,          call, epilogue, block.rows,
+                                           block.last_part, task};
       gemm_tile_of(__shfl_sync(~0u, task.units, 0), pipeline, task,
-                   __shfl_sync(~0u, task.k_blocks, 0), kActivates && kGated, place, sink);
+                   __shfl_sync(~0u, task.k_blocks, 0), kMeets, place, sink);
       if (!pipeline.goes_on()) {
         params.failures->given_up = 1;
         break;
       }
     }
   }
+  // A block must not leave while the other may still write into its memory.
+  if (call.paired != 0) pair_sync();
 }
 
 }  // namespace switchyard::gpu

@@ -1,4 +1,4 @@
-// The host's parameters for the kernel of GroupedGemm. Trivially copyable; pointers are device
+// The host's parameters for the kernels of GroupedGemm. Trivially copyable; pointers are device
 // pointers.
 #pragma once
 
@@ -6,37 +6,93 @@
 
 #include "gpu/pipeline/params.h"
 #include "gpu/tile/params.h"
+#include "protocol/partition.h"
 #include "switchyard/grouped_gemm.h"
 
 namespace switchyard::gpu {
 
 inline constexpr std::uint32_t kMostGroupedExperts = 1024;
+inline constexpr int kMostSplitRows = 64;  // of a weight-major tile whose K is split
+
+// Activations, computed in one of two ways that coefficients tell apart. So there is one kernel for
+// all of them. See activate() in grouped/finish.cuh.
+struct ActivationForm {
+  bool is_tanh;
+  // v (1 + tanh(v p(v^2))) / 2 with p(s) = first + s (second + s third), of s up to `most`.
+  float first, second, third, most;
+  // Or max(v, least), squared or not.
+  float least;
+  bool squares;
+};
 
 // With an activation the weights are those of a first GEMM (ExpertParams::routed), else of a second
 // one: `hidden` is then the columns of the product.
 struct GroupedParams : ExpertParams, WaitParams, ModelShape, ActivationParams {
+  ActivationForm form;
+  protocol::TileShape tile;
+  std::uint32_t most_stages;
+  std::uint32_t band;  // see GroupedSchedule
+  std::uint32_t log2_splits;
+  std::uint32_t columns;     // of the output
   std::uint32_t k_blocks;    // stages of a token
-  std::uint32_t row_blocks;  // tasks that the weight rows of one tile make
+  std::uint32_t row_blocks;  // tasks of one block that the weight rows of one tile make
+  // The products' columns: gate i is at gate_at + i * product_step, up i likewise.
+  std::uint32_t gate_at, up_at, product_step;
 };
 
-struct GroupedCall {
-  TokenMaps x_maps;  // over all rows of the input
+// Where each expert's rows are.
+struct GroupedRows {
   const void* ends;  // [E] i32 or, if wide_ends, i64
   bool wide_ends;
   RowLayout in, out;
-  const std::int32_t* index;  // [rows] the place of each row in the output; or null
-  std::uint16_t* y;
-  std::int64_t y_stride;   // in elements
-  std::uint16_t* nowhere;  // a row for those that have no place
 };
 
+struct GroupedCall : GroupedRows {
+  TokenMaps x_maps;       // over all rows of the input
+  const float* x_scales;  // [rows, scale_stride], of FP8 rows
+  std::int64_t scale_stride;
+  const std::int32_t* index;  // [rows] the place of each row in the output; or null
+  const float* weights;       // [rows], by which the output is multiplied; or null
+  void* y;
+  DType type;             // of the output and of the products
+  std::int64_t y_stride;  // in elements
+  void* products;         // or null
+  std::int64_t products_stride;
+  void* nowhere;  // a row for those that have no place
+  // With splits: [splits, split_rows, columns] sums, twice the columns if gated; and for every
+  // task's two math warpgroups the number of parts that are stored, which the last one clears.
+  float* sums;
+  std::int64_t split_rows;
+  std::uint32_t* stored;
+  std::uint32_t paired;  // 1: blocks are launched in pairs
+};
+
+// kActivates: false if the output is the product itself.
 struct GroupedEntry {
   void (*kernel)(GroupedParams, GroupedCall);
   std::uint32_t shared_bytes;
+  int weight_rows;  // of a block's task
 };
-// Each is defined in an object file of its own. Without an activation: kIdentity, and kActivates is
-// false.
-template <ActivationKind kKind, bool kGated, bool kActivates>
+// Each is defined in an object file of its own.
+template <typename C, bool kGated, bool kActivates>
 GroupedEntry grouped_entry();
+struct BF16Grouped;
+struct FP8Grouped;
+
+// Rows that have to be gathered, converted or quantised before they can be multiplied: into packed
+// order, in bf16, or in E4M3 with scales.
+struct PrepareCall : GroupedRows {
+  const void* x;
+  DType type;             // kBF16, kF16 or kF32; kF8E4M3 only to gather
+  std::int64_t x_stride;  // in elements
+  const float* x_scales;  // of FP8 rows
+  std::int64_t scale_stride;
+  const std::int32_t* index;  // [rows of the layout]; or null
+  int num_experts, columns;
+  void* to;          // [rows, columns]
+  float* to_scales;  // [rows, groups of 128 columns]; null: `to` is bf16
+};
+// Enqueues it. `rows`: the most that there may be.
+void prepare_rows(const PrepareCall& call, std::int64_t rows, int num_sms, void* stream);
 
 }  // namespace switchyard::gpu

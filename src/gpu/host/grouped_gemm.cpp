@@ -4,9 +4,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <limits>
+#include <utility>
 #include <vector>
 
+#include "base/quantize.h"
 #include "gpu/device.h"
 #include "gpu/grouped/params.h"
 #include "gpu/host/cuda_error.h"
@@ -15,7 +19,9 @@
 #include "gpu/host/tensor_map.h"
 #include "gpu/host/weights.h"
 #include "gpu/layer/policy.h"
+#include "gpu/schedule/rules.h"
 #include "layer/engine.h"
+#include "protocol/partition.h"
 #include "switchyard/error.h"
 
 namespace switchyard::gpu {
@@ -28,21 +34,36 @@ constexpr std::uint64_t kDeadlineNs = 10'000'000'000;
   throw Error(ErrorCode::kUnsupported, message);
 }
 
-GroupedEntry find_grouped(const GroupedGemmSpec& spec) {
-  const bool activates = spec.epilogue.has_value();
-  const Activation activation =
-      spec.epilogue.value_or(Activation{ActivationKind::kIdentity, false});
-#define SWITCHYARD_GROUPED(name, is_gated, with_activation)                        \
-  if (activation.kind == ActivationKind::name && activation.gated == (is_gated) && \
-      activates == (with_activation)) {                                            \
-    return grouped_entry<ActivationKind::name, is_gated, with_activation>();       \
+template <typename C>
+GroupedEntry entry_of(const GroupedGemmSpec& spec) {
+  if (!spec.epilogue) return grouped_entry<C, false, false>();
+  return spec.epilogue->gated ? grouped_entry<C, true, true>() : grouped_entry<C, false, true>();
+}
+
+ActivationForm form_of(const Activation& activation) {
+  constexpr float kNone = std::numeric_limits<float>::infinity();
+  constexpr float kMost = std::numeric_limits<float>::max();
+  const auto tanh = [](float first, float second, float third, float most) {
+    return ActivationForm{true, first, second, third, most, 0, false};
+  };
+  const auto ramp = [](float least, bool squares) {
+    return ActivationForm{false, 0, 0, 0, 0, least, squares};
+  };
+  switch (activation.kind) {
+    case ActivationKind::kSilu:
+      return tanh(0.5f * activation.alpha, 0, 0, kMost);
+    case ActivationKind::kGelu:
+      return tanh(0.797507884f, 3.70056462e-2f, -3.51516815e-4f, 20);
+    case ActivationKind::kGeluTanh:
+      return tanh(0.79788456f, 0.035677408f, 0, kMost);
+    case ActivationKind::kRelu:
+      return ramp(0, false);
+    case ActivationKind::kRelu2:
+      return ramp(0, true);
+    case ActivationKind::kIdentity:
+      break;
   }
-#include "gpu/grouped_list.inc"
-#undef SWITCHYARD_GROUPED
-  unsupported(
-      fmt::format("no kernel of GroupedGemm was compiled for a {} '{}'; see "
-                  "src/gpu/CMakeLists.txt",
-                  activation.gated ? "gated" : "plain", name_of(activation)));
+  return ramp(-kNone, false);
 }
 
 // An expert's matrix as a layer has it: gate and up with an activation, else down.
@@ -66,6 +87,18 @@ FfnWeights as_ffn(const GroupedGemmSpec& spec, const MatrixView& matrix, const V
     rows.rows = half;
     rows.data = matrix.row(first);
     rows.row_stride = matrix.row_stride * (in_turn ? 2 : 1);
+    if (matrix.scale != nullptr && matrix.scale_rows < matrix.rows) {
+      // (A scale that all rows share stays as it is.)
+      const bool of_rows = matrix.scale_rows == 1;
+      if (in_turn ? !of_rows : half % matrix.scale_rows != 0) {
+        unsupported(fmt::format(
+            "a scale of w is shared by {} rows, of which some are gate's and some are up's; on the "
+            "GPU use an order and an n in which {} rows of gate stand together",
+            matrix.scale_rows, matrix.scale_rows));
+      }
+      rows.scale = matrix.scale + first / matrix.scale_rows * matrix.scale_stride;
+      if (in_turn) rows.scale_stride = 2 * matrix.scale_stride;
+    }
     values = bias;
     if (bias.empty()) return;
     values.size = half;
@@ -87,10 +120,10 @@ int checked_device(const GroupedGemmOptions& options) {
   return choose_device(layer);
 }
 
-void require_multiple_of_8(const char* what, std::int64_t value) {
-  if (value % 8 == 0) return;
-  unsupported(
-      fmt::format("{} is {}; the GPU moves 16 bytes at a time, use a multiple of 8", what, value));
+void require_multiple(const char* what, std::int64_t value, int of) {
+  if (value % of == 0) return;
+  unsupported(fmt::format("{} is {}; the GPU moves 16 bytes at a time, use a multiple of {}", what,
+                          value, of));
 }
 
 void require_aligned(const char* what, const void* data) {
@@ -104,32 +137,185 @@ void require_aligned(const char* what, const void* data) {
 
 struct GroupedGemmEngine::State {
   GroupedGemmSpec spec;
+  GroupedSchedule schedule;
   int device;
+  PolicyFacts policy;
   unsigned blocks = 0;
   GroupedEntry entry{};
   DeviceFfn weights;
   DeviceBuffer nowhere;
+  // Memory of calls with so many rows, at most. Earlier ones may still be used by graphs.
+  struct Room {
+    std::int64_t rows = 0;
+    // Rows that were gathered or converted, and their scales; or sums of parts of K, and the
+    // numbers of parts that are stored.
+    DeviceBuffer data, more;
+  };
+  std::vector<Room> prepared, split;
   MappedMemory<Failures> failures;
   GroupedParams params{};
 
-  State(const GroupedGemmSpec& its, int on) : spec(its), device(on) {}
+  State(const GroupedGemmSpec& its, const GroupedSchedule& how, int on, const PolicyFacts& facts)
+      : spec(its), schedule(how), device(on), policy(facts) {}
+  bool scaled() const { return policy.numerics.scaled(); }
+  void choose_schedule();
+  // Room for so many rows. Allocates, if need be, which a stream cannot do while it is captured:
+  // allocate(Room&).
+  template <typename Allocate>
+  static const Room& room_for(std::vector<Room>& rooms, const char* why, std::int64_t rows,
+                              void* stream, Allocate&& allocate);
+  // Makes the call's rows such as the kernel takes, if they are not.
+  void describe_rows(const GroupedInput& input, GroupedCall& call);
+  void describe_parts(std::int64_t rows, void* stream, GroupedCall& call);
 };
+
+template <typename Allocate>
+const GroupedGemmEngine::State::Room& GroupedGemmEngine::State::room_for(std::vector<Room>& rooms,
+                                                                         const char* why,
+                                                                         std::int64_t rows,
+                                                                         void* stream,
+                                                                         Allocate&& allocate) {
+  if (!rooms.empty() && rooms.back().rows >= rows) return rooms.back();
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  SWITCHYARD_CUDA(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status));
+  if (status != cudaStreamCaptureStatusNone) {
+    throw Error(ErrorCode::kUnsupported,
+                fmt::format("{} of {} rows need memory, and the stream is being captured; make a "
+                            "call of this size before it",
+                            why, rows));
+  }
+  Room room;
+  room.rows = rows;
+  allocate(room);
+  rooms.push_back(std::move(room));
+  return rooms.back();
+}
+
+// Values that make sense, or the rules'.
+void GroupedGemmEngine::State::choose_schedule() {
+  const auto refuse = [](const char* name, int value, const char* use) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("schedule.{} is {}; use {}", name, value, use));
+  };
+  params.tile = policy.tile.token_rows;
+  if (const auto rows = schedule.tile_rows) {
+    const int most = params.tile.max_height;
+    if (scaled() ? *rows != most && *rows != most / 2
+                 : *rows < static_cast<int>(kUnitRows) || *rows > most || *rows % 16 != 0) {
+      refuse("tile_rows", *rows, scaled() ? "64 or 128" : "a multiple of 16 up to 256");
+    }
+    params.tile.max_height = *rows;
+    params.tile.granule = std::min(params.tile.granule, *rows);
+  }
+  params.most_stages = kMaxStages;
+  if (const auto stages = schedule.stages) {
+    if (scaled()) {
+      unsupported("schedule.stages is given, but tiles in f8_e4m3 have 4 stages; leave it");
+    }
+    if (*stages < 2 || *stages > static_cast<int>(kMaxStages)) {
+      refuse("stages", *stages, "2 to 12");
+    }
+    params.most_stages = static_cast<std::uint32_t>(*stages);
+  }
+  if (schedule.paired.value_or(false) && blocks < kPair) {
+    unsupported("schedule.paired is true, but there is one multiprocessor; leave it");
+  }
+  params.band = 1u << 20;
+  if (const auto band = schedule.band) {
+    if (*band < 1) refuse("band", *band, "1 or more");
+    params.band = static_cast<std::uint32_t>(*band);
+  }
+  if (const auto splits = schedule.splits) {
+    if (*splits < 1 || *splits > kMostGroupedSplits ||
+        !std::has_single_bit(static_cast<unsigned>(*splits))) {
+      refuse("splits", *splits, "1, 2, 4 or 8");
+    }
+    const unsigned whole = std::bit_floor(params.k_blocks);
+    params.log2_splits = static_cast<std::uint32_t>(
+        std::countr_zero(std::min(static_cast<unsigned>(*splits), whole)));
+    if (params.log2_splits != 0 && !scaled()) {
+      params.tile.max_height = std::min(params.tile.max_height, kMostSplitRows);
+    }
+  }
+}
+
+void GroupedGemmEngine::State::describe_parts(std::int64_t rows, void* stream, GroupedCall& call) {
+  if (params.log2_splits == 0) return;
+  const Room& room = room_for(split, "parts of K", rows, stream, [&](Room& its) {
+    const auto count = static_cast<std::size_t>(rows);
+    const std::size_t width = std::size_t{params.columns} * (params.up_at != 0 ? 2 : 1);
+    // An expert's last tile may be lower than the others.
+    const std::size_t tiles = static_cast<std::size_t>(spec.num_experts) + count / kUnitRows;
+    its.data = DeviceBuffer((count << params.log2_splits) * width * sizeof(float));
+    its.more = DeviceBuffer((tiles * params.row_blocks + 1) * kMathGroups * sizeof(std::uint32_t));
+    SWITCHYARD_CUDA(cudaMemset(its.more.data(), 0, its.more.bytes()));
+    SWITCHYARD_CUDA(cudaStreamSynchronize(nullptr));
+  });
+  call.sums = reinterpret_cast<float*>(room.data.data());
+  call.split_rows = room.rows;
+  call.stored = reinterpret_cast<std::uint32_t*>(room.more.data());
+}
+
+void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedCall& call) {
+  const MatrixView& x = input.x;
+  const int element = policy.numerics.token_bytes();
+  const bool as_they_are = x.dtype == policy.numerics.token && input.index.empty() &&
+                           reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 &&
+                           (x.rows <= 1 || (x.row_stride > 0 && x.row_stride * element % 16 == 0));
+  if (as_they_are) {
+    call.x_maps = token_maps(static_cast<const std::byte*>(x.data), element, x.rows, spec.k,
+                             x.rows > 1 ? x.row_stride : spec.k);
+    call.x_scales = x.scale;
+    call.scale_stride = x.scale_stride;
+    return;
+  }
+  const std::int64_t rows =
+      input.index.empty() ? x.rows : static_cast<std::int64_t>(input.index.size());
+  const Room& room =
+      room_for(prepared, "gathered or converted rows", rows, input.stream, [&](Room& its) {
+        const auto columns = static_cast<std::size_t>(spec.k),
+                   count = static_cast<std::size_t>(rows);
+        its.data = DeviceBuffer(count * columns * static_cast<std::size_t>(element));
+        if (!scaled()) return;
+        its.more = DeviceBuffer(count * protocol::ceil_div<std::size_t>(columns, kQuantGroup) *
+                                sizeof(float));
+      });
+  PrepareCall prepare{};
+  static_cast<GroupedRows&>(prepare) = call;
+  prepare.x = x.data;
+  prepare.type = x.dtype;
+  prepare.x_stride = x.row_stride;
+  prepare.x_scales = x.scale;
+  prepare.scale_stride = x.scale_stride;
+  prepare.index = static_cast<const std::int32_t*>(input.index.data());
+  prepare.num_experts = spec.num_experts;
+  prepare.columns = spec.k;
+  prepare.to = room.data.data();
+  prepare.to_scales = reinterpret_cast<float*>(room.more.data());
+  prepare_rows(prepare, rows, static_cast<int>(blocks), input.stream);
+  call.in = RowLayout::packed();
+  call.x_maps = token_maps(room.data.data(), element, room.rows, spec.k, spec.k);
+  call.x_scales = prepare.to_scales;
+  call.scale_stride = protocol::ceil_div(spec.k, kQuantGroup);
+}
 
 GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec& spec, const GroupedGemmWeights& weights,
                                      DType compute, const GroupedGemmOptions& options) {
   const int device = checked_device(options);
-  if (compute != DType::kBF16) {
+  if (compute != DType::kBF16 && compute != DType::kF8E4M3) {
     unsupported(
-        fmt::format("GroupedGemm computes in {} here, and on the GPU in bf16 only; set "
-                    "compute to kBF16, or use Backend::kCpu",
+        fmt::format("GroupedGemm computes in {} here, and on the GPU in bf16 and f8_e4m3; set "
+                    "compute to one of them, or use Backend::kCpu",
                     to_string(compute)));
   }
-  require_multiple_of_8("k", spec.k);
-  require_multiple_of_8("the number of output columns", spec.output_columns());
+  const bool fp8 = compute == DType::kF8E4M3;
+  const PolicyFacts policy = fp8 ? facts_of<FP8Policy>() : facts_of<BF16Policy>();
+  require_multiple("k", spec.k, policy.alignment());
+  require_multiple("the number of output columns", spec.output_columns(), 8);
   const DeviceScope scope(device);
-  state_ = std::make_unique<State>(spec, device);
+  state_ = std::make_unique<State>(spec, options.schedule, device, policy);
   State& state = *state_;
-  state.entry = find_grouped(spec);
+  state.entry = fp8 ? entry_of<FP8Grouped>(spec) : entry_of<BF16Grouped>(spec);
   state.blocks = static_cast<unsigned>(device_info(device).num_sms - options.reserved_sms);
   SWITCHYARD_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(state.entry.kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -140,29 +326,40 @@ GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec& spec, const GroupedG
                              weights.biases.empty() ? VectorView{} : weights.biases[e]));
   }
   const bool first = spec.epilogue.has_value();
-  state.weights = DeviceFfn(facts_of<BF16Policy>(), experts, first ? spec.k : spec.n,
+  state.weights = DeviceFfn(policy, experts, first ? spec.k : spec.n,
                             first ? spec.output_columns() : spec.k, first && spec.epilogue->gated);
   SWITCHYARD_CUDA(cudaStreamSynchronize(nullptr));
-  state.nowhere = DeviceBuffer(static_cast<std::size_t>(spec.output_columns()) * 2);
+  state.nowhere = DeviceBuffer(static_cast<std::size_t>(spec.output_columns()) * sizeof(float));
 
   GroupedParams& params = state.params;
   params.routed = state.weights.params();
   params.num_experts = spec.num_experts;
   params.hidden = first ? spec.k : spec.n;
+  params.columns = static_cast<std::uint32_t>(spec.output_columns());
   params.alpha = 1;
   params.limit = INFINITY;
+  params.product_step = 1;
   if (first) {
+    params.form = form_of(*spec.epilogue);
     params.alpha = spec.epilogue->alpha;
     params.limit = spec.epilogue->limit;
     params.up_bias = spec.epilogue->up_bias;
+    if (spec.epilogue->gated) {
+      const bool in_turn = spec.order == GateOrder::kInterleaved;
+      params.gate_at = spec.order == GateOrder::kUpGate ? params.columns : 0;
+      params.up_at = in_turn ? 1 : params.columns - params.gate_at;
+      params.product_step = in_turn ? 2 : 1;
+    }
   }
   params.clamps = std::isfinite(params.limit) || params.up_bias != 0;
   FfnParams& ffn = params.routed;
-  ffn.more_of_first = params.clamps || ffn.up_bias != nullptr;
-  ffn.more_of_second = ffn.down_bias != nullptr;
-  params.k_blocks = static_cast<std::uint32_t>(protocol::ceil_div(spec.k * 2, kStageRowBytes));
+  ffn.more_of_first = params.clamps || ffn.up_bias != nullptr || ffn.up_scale != nullptr;
+  ffn.more_of_second = ffn.down_bias != nullptr || ffn.down_scale != nullptr;
+  params.k_blocks = static_cast<std::uint32_t>(
+      protocol::ceil_div(spec.k * policy.numerics.token_bytes(), kStageRowBytes));
   params.row_blocks = protocol::ceil_div(first ? ffn.gemm1_rows : ffn.gemm2_rows,
-                                         static_cast<std::uint32_t>(kTileRows));
+                                         static_cast<std::uint32_t>(state.entry.weight_rows));
+  state.choose_schedule();
   params.deadline_ns = kDeadlineNs;
   params.block_deadline_ns = block_deadline(kDeadlineNs);
   params.failures = state.failures.on_device();
@@ -179,51 +376,50 @@ void GroupedGemmEngine::run(const GroupedInput& input, const GroupedOutput& outp
                             kDeadlineNs / 1'000'000'000));
   }
   const MatrixView& x = input.x;
-  if (x.rows == 0) return;
-  if (x.dtype != DType::kBF16 || output.dtype != DType::kBF16) {
+  const auto rows = input.index.empty() ? x.rows : static_cast<std::int64_t>(input.index.size());
+  if (x.rows == 0 || rows == 0) return;
+  if (output.products != nullptr && state.params.clamps) {
     unsupported(
-        fmt::format("x is {} and the output {}; on the GPU GroupedGemm takes and gives bf16",
-                    to_string(x.dtype), to_string(output.dtype)));
-  }
-  if (!input.index.empty()) {
-    unsupported(
-        "the input has an index; on the GPU GroupedGemm takes rows that are gathered, or use "
-        "Backend::kCpu");
-  }
-  if (!output.weights.empty() || output.products != nullptr) {
-    unsupported(
-        "row weights, or products that are stored, are not there on the GPU; leave them out, or "
-        "use "
-        "Backend::kCpu");
+        "products are to be stored of an activation that clamps; on the GPU they are clamped "
+        "before they can be stored, use Backend::kCpu");
   }
   const std::int64_t stride = output.row_stride == 0 ? spec.output_columns() : output.row_stride;
-  require_multiple_of_8("x's row_stride", x.rows > 1 ? x.row_stride : 0);
-  require_multiple_of_8("the output's row_stride", stride);
-  require_aligned("x", x.data);
-  require_aligned("the output", output.data);
-  if (x.rows > 1 && x.row_stride < 0) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("x has a row_stride of {}; on the GPU rows stand in order, pass a copy",
-                            x.row_stride));
+  if (output.dtype != DType::kF32) {
+    require_multiple("the output's row_stride", stride, 8);
+    require_aligned("the output", output.data);
   }
   GroupedCall call{};
-  call.x_maps = token_maps(static_cast<const std::byte*>(x.data), 2, x.rows, spec.k,
-                           x.rows > 1 ? x.row_stride : spec.k);
   call.ends = input.ends.data();
   call.wide_ends = input.ends.dtype() == DType::kI64;
   call.in = input.layout;
   call.out = output.layout;
   call.index = static_cast<const std::int32_t*>(output.index.data());
-  call.y = static_cast<std::uint16_t*>(output.data);
+  call.weights = static_cast<const float*>(output.weights.data());
+  call.y = output.data;
+  call.type = output.dtype;
   call.y_stride = stride;
-  call.nowhere = reinterpret_cast<std::uint16_t*>(state.nowhere.data());
+  call.products = output.products;
+  call.products_stride = output.products_stride == 0 ? spec.n : output.products_stride;
+  call.nowhere = state.nowhere.data();
+  // (Rows may be fewer than x has room for; which the host does not know.)
+  call.paired = state.schedule.paired.value_or(
+                    rows >= std::int64_t{kPairedRows} * spec.num_experts && state.blocks >= kPair)
+                    ? 1
+                    : 0;
   const DeviceScope scope(state.device);
+  state.describe_rows(input, call);
+  state.describe_parts(rows, input.stream, call);
   void* arguments[] = {&state.params, &call};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(state.blocks);
+  config.gridDim = dim3(call.paired != 0 ? state.blocks / kPair * kPair : state.blocks);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = state.entry.shared_bytes;
   config.stream = static_cast<cudaStream_t>(input.stream);
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kPair, 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = call.paired;
   SWITCHYARD_CUDA(
       cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(state.entry.kernel), arguments));
 }

@@ -203,11 +203,15 @@ DeviceFfn::DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> expe
     gemm2_ = make_array(policy, experts, second, hidden, width, own2_, layout_);
   }
   if (policy.numerics.scaled()) {
-    gemm1_scales_ = block_scales(experts, first, gemm1_, layout_);
-    gemm2_scales_ = block_scales(experts, second, gemm2_, layout_);
-    if (gated) gate_row_scales_ = row_scales(experts, first, &FfnWeights::gate, width, layout_);
-    up_row_scales_ = row_scales(experts, first, &FfnWeights::up, width, layout_);
-    down_row_scales_ = row_scales(experts, second, &FfnWeights::down, hidden, layout_);
+    if (gemm1_.num_experts != 0) {
+      gemm1_scales_ = block_scales(experts, first, gemm1_, layout_);
+      if (gated) gate_row_scales_ = row_scales(experts, first, &FfnWeights::gate, width, layout_);
+      up_row_scales_ = row_scales(experts, first, &FfnWeights::up, width, layout_);
+    }
+    if (gemm2_.num_experts != 0) {
+      gemm2_scales_ = block_scales(experts, second, gemm2_, layout_);
+      down_row_scales_ = row_scales(experts, second, &FfnWeights::down, hidden, layout_);
+    }
   }
   const auto i = static_cast<std::size_t>(width), h = static_cast<std::size_t>(hidden);
   gate_bias_ = biases(experts, &FfnWeights::gate_bias, i, layout_);
@@ -241,7 +245,7 @@ FfnParams DeviceFfn::params() const {
   params.gate_bias = floats(gate_bias_);
   params.up_bias = floats(up_bias_);
   params.down_bias = floats(down_bias_);
-  params.intermediate = gemm1_.rows;
+  params.intermediate = gemm1_.num_experts != 0 ? gemm1_.rows : gemm2_.columns;
   params.gemm1_rows = static_cast<std::uint32_t>(gemm1_.halves * gemm1_.rows);
   params.gemm2_rows = static_cast<std::uint32_t>(gemm2_.rows);
   return params;

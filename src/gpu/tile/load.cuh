@@ -106,6 +106,21 @@ struct SlottedTokens {
   __device__ const float* first_scale() const {
     return scales + std::size_t{slot} * groups * static_cast<std::uint32_t>(C::kSlotRows);
   }
+  // The scales of four neighbouring tokens, of one group after the other from `group` on. Loads
+  // bypass the L1 cache, which may still hold those of the slot's previous tile.
+  template <typename C>
+  struct Scales {
+    const float* at;
+    __device__ float4 next() {
+      const float4 four = __ldcg(reinterpret_cast<const float4*>(at));
+      at += kMaxHeight<C>;
+      return four;
+    }
+  };
+  template <typename C>
+  __device__ Scales<C> scales_of(const TileTask& task, std::uint32_t token) const {
+    return {first_scale<C>() + task.first_k_block * kMaxHeight<C> + token};
+  }
 };
 
 inline constexpr std::uint32_t kUnitBytes = kUnitRows * kStageRowBytes;
@@ -185,30 +200,28 @@ __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline, const
 // Loads all stages of a task's tokens by a whole warp, and stores the tokens' scales multiplied by
 // the weights'. `of_weights`: the weights' scales of the task's first stage. A lane handles the
 // scales of four neighbouring tokens.
-template <typename C>
+template <typename C, typename Tokens>
 __device__ __forceinline__ bool load_scaled_tile(const TilePipeline<C>& pipeline,
-                                                 const SlottedTokens& tokens,
-                                                 const float* of_weights, const TileTask& task,
-                                                 RingPlace& place, bool rehearsal) {
+                                                 const Tokens& tokens, const float* of_weights,
+                                                 const TileTask& task, RingPlace& place,
+                                                 bool rehearsal) {
   static_assert(kMaxHeight<C> == 4 * 32 && kStageColumns<C> == kQuantGroup);
   const Ring<StageLayout<C>> ring = pipeline.ring();
-  const TileRows<C, SlottedTokens> rows(pipeline, tokens, task);
+  const TileRows<C, Tokens> rows(pipeline, tokens, task);
   const std::uint32_t lane = threadIdx.x % 32;
-  const float* of_tokens = tokens.first_scale<C>() + task.first_k_block * kMaxHeight<C> + 4 * lane;
+  auto of_tokens = tokens.template scales_of<C>(task, 4 * lane);
   // The scales of two stages are under way, because loading them takes as long as multiplying a
-  // stage. Loads of the tokens' scales bypass the L1 cache, which may still hold those of the
-  // slot's previous tile.
+  // stage.
   struct Scales {
     float4 tokens;
     float weights[kScaleSets];
   } scales[2];
   const auto fetch = [&](Scales& next) {
-    next.tokens = __ldcg(reinterpret_cast<const float4*>(of_tokens));
+    next.tokens = of_tokens.next();
 #pragma unroll
     for (std::uint32_t set = 0; set < kScaleSets; ++set) {
       next.weights[set] = __ldg(of_weights + set * (kWeightScales - 1));
     }
-    of_tokens += kMaxHeight<C>;
     of_weights += kWeightScales;
   };
   std::uint32_t block = task.first_k_block;

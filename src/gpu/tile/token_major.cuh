@@ -199,16 +199,14 @@ __device__ __forceinline__ void finish_hidden(const Epilogue<C>& epilogue, const
   }
 }
 
-// Stores a second GEMM's tile in bf16: row_of(token) is where the token's row goes.
-template <int kTaskBoxes, typename C, typename Row>
-__device__ __forceinline__ void finish_rows(const Epilogue<C>& epilogue, const TileTask& task,
-                                            std::uint32_t group, Row&& row_of,
-                                            TokenMajorSums<kTaskBoxes>& acc) {
+// Scales and biases of a second GEMM.
+template <int kTaskBoxes, typename C>
+__device__ __forceinline__ void finish_sums(const Epilogue<C>& epilogue, const TileTask& task,
+                                            std::uint32_t group, TokenMajorSums<kTaskBoxes>& acc) {
   const FfnParams& ffn = epilogue.experts.ffn(task.shared != 0);
   const auto hidden = static_cast<std::uint32_t>(epilogue.shape.hidden);
   const std::uint32_t column0 =
       (task.block * 2 + token_major_box<kTaskBoxes>(0, group)) * kBoxColumns;
-  const std::uint32_t row0 = token_major_row<kTaskBoxes>();
   const auto for_columns = [&](const float* vector, auto op) {
     if (vector == nullptr) return;
 #pragma unroll
@@ -218,10 +216,21 @@ __device__ __forceinline__ void finish_rows(const Epilogue<C>& epilogue, const T
                     op);
     }
   };
-  if (ffn.more_of_second) {
-    for_columns(ffn.down_scale, [](float v, float scale) { return v * scale; });
-    for_columns(ffn.down_bias, [](float v, float bias) { return v + bias; });
-  }
+  if (!ffn.more_of_second) return;
+  for_columns(ffn.down_scale, [](float v, float scale) { return v * scale; });
+  for_columns(ffn.down_bias, [](float v, float bias) { return v + bias; });
+}
+
+// Stores a second GEMM's tile in bf16: row_of(token) is where the token's row goes.
+template <int kTaskBoxes, typename C, typename Row>
+__device__ __forceinline__ void finish_rows(const Epilogue<C>& epilogue, const TileTask& task,
+                                            std::uint32_t group, Row&& row_of,
+                                            TokenMajorSums<kTaskBoxes>& acc) {
+  finish_sums<kTaskBoxes>(epilogue, task, group, acc);
+  const auto hidden = static_cast<std::uint32_t>(epilogue.shape.hidden);
+  const std::uint32_t column0 =
+      (task.block * 2 + token_major_box<kTaskBoxes>(0, group)) * kBoxColumns;
+  const std::uint32_t row0 = token_major_row<kTaskBoxes>();
   const WarpStaging staging(epilogue, group);
   // 64 columns at a time; the second box's sums take the place of the first's, which costs less
   // than to fetch the same code again.

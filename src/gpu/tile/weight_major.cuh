@@ -74,19 +74,6 @@ __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, con
   }
 }
 
-// The activated products of tokens 8 n + 2 t and the next, as store_tile() takes them.
-template <ActivationKind kKind, bool kGated>
-__device__ __forceinline__ uint2 activated_pair(const float* first, float slope) {
-  const float* const second = first + 2;
-  const auto value = [slope](float v) { return activate<kKind>(v, slope); };
-  if constexpr (kGated) {
-    return uint2{pack_bf16(value(first[0]) * second[0], value(first[1]) * second[1]), 0};
-  } else {
-    return uint2{pack_bf16(value(first[0]), value(first[1])),
-                 pack_bf16(value(second[0]), value(second[1]))};
-  }
-}
-
 // Stores a first GEMM's tile: h, in bf16.
 template <int N, ActivationKind kKind, bool kGated, typename C, typename FetchWeights>
 __device__ __forceinline__ void finish_hidden(const Epilogue<C>& epilogue, const TileTask& task,
@@ -102,7 +89,16 @@ __device__ __forceinline__ void finish_hidden(const Epilogue<C>& epilogue, const
   finish_products<N, kGated>(epilogue, task, group, column0 + warp * (kColumns / 4) + lane / 4,
                              fetch_weights, acc);
   const float slope = 0.5f * epilogue.activation.alpha;
-  const auto pair = [&](int n) { return activated_pair<kKind, kGated>(acc + 4 * n, slope); };
+  const auto pair = [&](int n) {
+    const float *first = acc + 4 * n, *second = first + 2;
+    const auto value = [slope](float v) { return activate<kKind>(v, slope); };
+    if constexpr (kGated) {
+      return uint2{pack_bf16(value(first[0]) * second[0], value(first[1]) * second[1]), 0};
+    } else {
+      return uint2{pack_bf16(value(first[0]), value(first[1])),
+                   pack_bf16(value(second[0]), value(second[1]))};
+    }
+  };
   const std::uint32_t stride = layer.h_stride / 8;
   const std::uint32_t to =
       to_slots.first_row(task.tile) * (stride * C::kNumerics.token_bytes() / 2) + column0 / 8;
@@ -113,31 +109,10 @@ __device__ __forceinline__ void finish_hidden(const Epilogue<C>& epilogue, const
       });
 }
 
-// Does the same with any place for a token's row: row(token).
-template <int N, ActivationKind kKind, bool kGated, typename C, typename Row>
-__device__ __forceinline__ void finish_activated(const Epilogue<C>& epilogue, const TileTask& task,
-                                                 std::uint32_t group, Row&& row,
-                                                 float (&acc)[N / 2]) {
-  const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
-  const std::uint32_t warp = thread / 32, lane = thread % 32;
-  const auto intermediate =
-      static_cast<std::uint32_t>(epilogue.experts.ffn(task.shared != 0).intermediate);
-  constexpr std::uint32_t kColumns = kGated ? 32 : 64;  // from this warpgroup
-  const std::uint32_t column0 = (task.block * kMathGroups + group) * kColumns;
-  finish_products<N, kGated>(
-      epilogue, task, group, column0 + warp * (kColumns / 4) + lane / 4, [](std::uint32_t) {}, acc);
-  const float slope = 0.5f * epilogue.activation.alpha;
-  store_tile<C, N, kGated>(
-      shared_address(epilogue.staging[group]), group_barrier(group), task.rows,
-      column0 < intermediate ? intermediate - column0 : 0,
-      [&](int n) { return activated_pair<kKind, kGated>(acc + 4 * n, slope); },
-      [&](std::uint32_t token) { return row(token) + column0; });
-}
-
-// Stores a second GEMM's tile in bf16: row(token) is where the token's row goes.
-template <int N, typename C, typename Row>
-__device__ __forceinline__ void finish_rows(const Epilogue<C>& epilogue, const TileTask& task,
-                                            std::uint32_t group, Row&& row, float (&acc)[N / 2]) {
+// Scales and biases of a second GEMM. `biased`: of the parts of a split GEMM one adds the bias.
+template <int N, typename C>
+__device__ __forceinline__ void finish_sums(const Epilogue<C>& epilogue, const TileTask& task,
+                                            std::uint32_t group, bool biased, float (&acc)[N / 2]) {
   const FfnParams& ffn = epilogue.experts.ffn(task.shared != 0);
   const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
   const std::uint32_t warp = thread / 32, lane = thread % 32;
@@ -149,14 +124,20 @@ __device__ __forceinline__ void finish_rows(const Epilogue<C>& epilogue, const T
     const float* const at = vector + static_cast<std::size_t>(task.expert) * hidden + of;
     apply_rows<N>(at, at + 8, of < hidden, of + 8 < hidden, acc, op);
   };
-  if (ffn.more_of_second) {
-    if constexpr (kScaled<C>) {
-      for_rows(ffn.down_scale, [](float v, float scale) { return v * scale; });
-    }
-    // One part of a split GEMM adds the bias.
-    for_rows(task.split != 0 ? nullptr : ffn.down_bias,
-             [](float v, float bias) { return v + bias; });
+  if (!ffn.more_of_second) return;
+  if constexpr (kScaled<C>) {
+    for_rows(ffn.down_scale, [](float v, float scale) { return v * scale; });
   }
+  for_rows(biased ? ffn.down_bias : nullptr, [](float v, float bias) { return v + bias; });
+}
+
+// Stores a second GEMM's tile in bf16: row(token) is where the token's row goes.
+template <int N, typename C, typename Row>
+__device__ __forceinline__ void finish_rows(const Epilogue<C>& epilogue, const TileTask& task,
+                                            std::uint32_t group, Row&& row, float (&acc)[N / 2]) {
+  finish_sums<N>(epilogue, task, group, task.split == 0, acc);
+  const auto hidden = static_cast<std::uint32_t>(epilogue.shape.hidden);
+  const std::uint32_t column0 = (task.block * kMathGroups + group) * kInstructionRows;
   const auto pair = [&](int n) {
     const float* const sums = acc + 4 * n;
     return uint2{pack_bf16(sums[0], sums[1]), pack_bf16(sums[2], sums[3])};

@@ -1,0 +1,108 @@
+// Gathers, converts and quantises rows, where the multiplying kernel cannot take them as they are.
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "gpu/grouped/rows.cuh"
+#include "gpu/host/cuda_error.h"
+#include "gpu/ptx/memory.cuh"
+#include "gpu/tile/quantize.cuh"
+
+namespace switchyard::gpu {
+namespace {
+
+constexpr int kPrepareThreads = 256;
+
+// Eight elements from `column` on, in bf16; zeros past the last column, of which there are whole
+// eights.
+__device__ __forceinline__ uint4 load_eight(const PrepareCall& call, std::int64_t row, int column) {
+  if (row < 0 || column >= call.columns) return {0, 0, 0, 0};
+  const std::int64_t at = row * call.x_stride + column;
+  if (call.type == DType::kBF16) {
+    const auto* const from = static_cast<const std::uint16_t*>(call.x) + at;
+    if (reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
+      return __ldg(reinterpret_cast<const uint4*>(from));
+    }
+    const auto pair = [&](int i) {
+      return std::uint32_t{__ldg(from + 2 * i)} | std::uint32_t{__ldg(from + 2 * i + 1)} << 16;
+    };
+    return {pair(0), pair(1), pair(2), pair(3)};
+  }
+  const auto value = [&](int i) {
+    return call.type == DType::kF32 ? __ldg(static_cast<const float*>(call.x) + at + i)
+                                    : __half2float(static_cast<const __half*>(call.x)[at + i]);
+  };
+  const auto pair = [&](int i) { return pack_bf16(value(2 * i), value(2 * i + 1)); };
+  return {pair(0), pair(1), pair(2), pair(3)};
+}
+
+__device__ __forceinline__ uint4 load_codes(const PrepareCall& call, std::int64_t row, int column) {
+  const auto* const from = static_cast<const std::uint8_t*>(call.x) + row * call.x_stride + column;
+  if (reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
+    return __ldg(reinterpret_cast<const uint4*>(from));
+  }
+  std::uint32_t words[4] = {};
+#pragma unroll
+  for (int i = 0; i < 16; ++i) words[i / 4] |= std::uint32_t{__ldg(from + i)} << 8 * (i % 4);
+  return {words[0], words[1], words[2], words[3]};
+}
+
+__global__ void __launch_bounds__(kPrepareThreads)
+    prepare_kernel(const __grid_constant__ PrepareCall call) {
+  __shared__ RowTable table;
+  if (threadIdx.x < 32) place_rows(call, call.num_experts, {}, table);
+  __syncthreads();
+  const auto num_experts = static_cast<std::uint32_t>(call.num_experts);
+  const std::uint32_t rows = table.packed_begin[num_experts];
+  const int groups = protocol::ceil_div(call.columns, kQuantGroup);
+  for (std::uint32_t r = blockIdx.x; r < rows; r += gridDim.x) {
+    const std::uint32_t expert = find_expert(table.packed_begin, num_experts, r);
+    const std::uint32_t place =
+        first_row(call.in, table, table.in_begin, expert) + r - table.packed_begin[expert];
+    const std::int64_t row =
+        call.index != nullptr ? std::int64_t{__ldg(call.index + place)} : std::int64_t{place};
+    if (call.to_scales == nullptr) {
+      auto* const to = static_cast<std::uint16_t*>(call.to) + std::int64_t{r} * call.columns;
+      for (int column = 8 * static_cast<int>(threadIdx.x); column < call.columns;
+           column += 8 * kPrepareThreads) {
+        store_vector(to + column, load_eight(call, row, column));
+      }
+      continue;
+    }
+    auto* const to = static_cast<std::uint8_t*>(call.to) + std::int64_t{r} * call.columns;
+    float* const scales = call.to_scales + std::int64_t{r} * groups;
+    if (call.type == DType::kF8E4M3) {
+      for (int column = 16 * static_cast<int>(threadIdx.x); column < call.columns;
+           column += 16 * kPrepareThreads) {
+        store_vector(to + column, row < 0 ? uint4{0, 0, 0, 0} : load_codes(call, row, column));
+      }
+      for (int group = static_cast<int>(threadIdx.x); group < groups; group += kPrepareThreads) {
+        scales[group] = row < 0 ? 0 : __ldg(call.x_scales + row * call.scale_stride + group);
+      }
+      continue;
+    }
+    // All lanes of a group take part, also those past the last column.
+    for (int first = 0; first < groups * kQuantGroup;
+         first += static_cast<int>(kLaneColumns) * kPrepareThreads) {
+      const int column = first + static_cast<int>(kLaneColumns * threadIdx.x);
+      float scale;
+      const uint4 codes = quantize_together(load_eight(call, row, column),
+                                            load_eight(call, row, column + 8), scale);
+      if (column < call.columns) store_vector(to + column, codes);
+      if (threadIdx.x % kGroupLanes == 0 && column < call.columns) {
+        scales[column / kQuantGroup] = scale;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void prepare_rows(const PrepareCall& call, std::int64_t rows, int num_sms, void* stream) {
+  constexpr int kBlocksPerSm = 6;
+  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(rows, kBlocksPerSm * num_sms));
+  prepare_kernel<<<blocks, kPrepareThreads, 0, static_cast<cudaStream_t>(stream)>>>(call);
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+}  // namespace switchyard::gpu
