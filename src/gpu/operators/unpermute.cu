@@ -13,25 +13,24 @@ namespace {
 
 constexpr std::uint32_t kThreads = 256, kWarps = kThreads / 32, kColumns = 256;
 
+// An element's bits, and its value.
 template <DType kType>
-struct Element;
+struct Element {
+  using Bits = std::uint16_t;
+  __device__ static float get(std::uint32_t bits) {
+    if constexpr (kType == DType::kBF16) return __uint_as_float(bits << 16);
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+  }
+  __device__ static std::uint32_t put(float value) {
+    if constexpr (kType == DType::kBF16) return __bfloat16_as_ushort(__float2bfloat16_rn(value));
+    return __half_as_ushort(__float2half_rn(value));
+  }
+};
 template <>
 struct Element<DType::kF32> {
-  using Type = float;
-  __device__ static float get(float value) { return value; }
-  __device__ static float put(float value) { return value; }
-};
-template <>
-struct Element<DType::kBF16> {
-  using Type = __nv_bfloat16;
-  __device__ static float get(__nv_bfloat16 value) { return __bfloat162float(value); }
-  __device__ static __nv_bfloat16 put(float value) { return __float2bfloat16_rn(value); }
-};
-template <>
-struct Element<DType::kF16> {
-  using Type = __half;
-  __device__ static float get(__half value) { return __half2float(value); }
-  __device__ static __half put(float value) { return __float2half_rn(value); }
+  using Bits = std::uint32_t;
+  __device__ static float get(std::uint32_t bits) { return __uint_as_float(bits); }
+  __device__ static std::uint32_t put(float value) { return __float_as_uint(value); }
 };
 
 // A lane's eight columns of a row: neighbours, or, where vectors are not aligned, 32 apart.
@@ -47,69 +46,80 @@ struct Columns {
   __device__ bool has(int i) const { return kVectors ? first < end : at(i) < end; }
 };
 
+// Eight elements in words of 32 bits, which stay in registers: every index is a constant.
 template <DType kType>
 struct Eight {
-  using Type = typename Element<kType>::Type;
-  static constexpr int kWords = sizeof(Type) / 2;
-  union {
-    uint4 words[kWords];
-    Type values[8];
-  };
+  using Bits = typename Element<kType>::Bits;
+  static constexpr int kWords = 2 * sizeof(Bits), kPerWord = 8 / kWords;
+  std::uint32_t words[kWords];
 
   __device__ Eight() {
 #pragma unroll
-    for (uint4& word : words) word = uint4{0, 0, 0, 0};
+    for (std::uint32_t& word : words) word = 0;
+  }
+  __device__ std::uint32_t bits(int i) const {
+    if constexpr (kPerWord == 1) return words[i];
+    return words[i / 2] >> 16 * (i % 2) & 0xffff;
+  }
+  // Each once, into zeros.
+  __device__ void put_bits(int i, std::uint32_t bits) {
+    words[i / kPerWord] |= bits << 16 * (i % kPerWord);
   }
   template <bool kVectors>
   __device__ void load(const void* row, const Columns<kVectors>& columns) {
-    const auto* const from = static_cast<const Type*>(row);
+    const auto* const from = static_cast<const Bits*>(row);
     if constexpr (kVectors) {
       if (!columns.has(0)) return;
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        words[i] = reinterpret_cast<const uint4*>(from + columns.first)[i];
+      for (int i = 0; i < kWords / 4; ++i) {
+        const uint4 four = reinterpret_cast<const uint4*>(from + columns.first)[i];
+        words[4 * i] = four.x;
+        words[4 * i + 1] = four.y;
+        words[4 * i + 2] = four.z;
+        words[4 * i + 3] = four.w;
       }
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        if (columns.has(i)) values[i] = from[columns.at(i)];
+        if (columns.has(i)) put_bits(i, from[columns.at(i)]);
       }
     }
   }
   template <bool kVectors>
   __device__ void store(void* row, const Columns<kVectors>& columns) const {
-    auto* const to = static_cast<Type*>(row);
+    auto* const to = static_cast<Bits*>(row);
     if constexpr (kVectors) {
       if (!columns.has(0)) return;
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        store_vector(reinterpret_cast<uint4*>(to + columns.first) + i, words[i]);
+      for (int i = 0; i < kWords / 4; ++i) {
+        store_vector(to + columns.first + 16 / sizeof(Bits) * i,
+                     uint4{words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
       }
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        if (columns.has(i)) to[columns.at(i)] = values[i];
+        if (columns.has(i)) to[columns.at(i)] = static_cast<Bits>(bits(i));
       }
     }
   }
-  __device__ float get(int i) const { return Element<kType>::get(values[i]); }
-  __device__ void put(int i, float value) { values[i] = Element<kType>::put(value); }
+  __device__ float get(int i) const { return Element<kType>::get(bits(i)); }
+  __device__ void put(int i, float value) { put_bits(i, Element<kType>::put(value)); }
 };
 
 template <DType kTo, bool kVectors>
 __device__ __forceinline__ void store_sum(const UnpermuteCall& call, std::uint32_t token,
                                           const Columns<kVectors>& columns, float (&sum)[8]) {
-  using Type = typename Element<kTo>::Type;
-  Type* const row = static_cast<Type*>(call.out) + std::int64_t{token} * call.out_stride;
-  Eight<kTo> eight;
-  if (call.accumulate) eight.load(row, columns);
+  auto* const row =
+      static_cast<typename Element<kTo>::Bits*>(call.out) + std::int64_t{token} * call.out_stride;
+  Eight<kTo> before, after;
+  if (call.accumulate) before.load(row, columns);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     float value = __fmul_rn(sum[i], call.scale);
-    if (call.accumulate) value = __fadd_rn(value, eight.get(i));
-    eight.put(i, value);
+    if (call.accumulate) value = __fadd_rn(value, before.get(i));
+    after.put(i, value);
   }
-  eight.store(row, columns);
+  after.store(row, columns);
 }
 
 __device__ __forceinline__ float weight_of(const UnpermuteCall& call, std::size_t slot) {
@@ -121,7 +131,6 @@ __device__ __forceinline__ float weight_of(const UnpermuteCall& call, std::size_
 template <DType kIn, bool kVectors>
 __global__ void __launch_bounds__(kThreads) sum_rows(const UnpermuteCall call) {
   constexpr std::uint32_t kAtOnce = kIn == DType::kF32 ? 4 : 8;
-  using Type = typename Element<kIn>::Type;
   const std::uint32_t lane = threadIdx.x % 32;
   const auto groups =
       static_cast<std::uint32_t>(protocol::ceil_div<std::int64_t>(call.columns, kColumns));
@@ -129,7 +138,7 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const UnpermuteCall call) {
   if (unit >= std::uint64_t{call.tokens} * groups) return;
   const auto token = static_cast<std::uint32_t>(unit / groups);
   const Columns<kVectors> columns(static_cast<std::uint32_t>(unit % groups), call.columns);
-  const auto* const rows = static_cast<const Type*>(call.rows);
+  const auto* const rows = static_cast<const typename Element<kIn>::Bits*>(call.rows);
   float sum[8] = {};
 #pragma unroll 1
   for (std::uint32_t k0 = 0; k0 < call.top_k; k0 += 32) {
