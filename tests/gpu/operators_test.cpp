@@ -277,6 +277,7 @@ TEST_F(GpuPermute, GraphsReadTheIdsOfTheirReplay) {
       const std::vector<std::int32_t> none(slots, -1);
       DevicePermute<std::int32_t> call(none, 4, 96, layout);
       const gpu::Stream stream;
+      call.enqueue(stream.handle());  // loads the kernels
       gpu::Graph graph = gpu::Graph::capture(stream, [&] { call.enqueue(stream.handle()); });
       EXPECT_EQ(graph.num_nodes(), graph.num_kernel_nodes());
       for (const std::uint64_t seed : {1, 2, 3}) {
@@ -691,6 +692,8 @@ void expect_layer(const RowLayout& layout, bool indexed) {
     LayerOfOperators layer(spec, weights, tokens, layout, indexed);
     DeviceLayer fused(spec, weights, tokens);
     const gpu::Stream stream;
+    layer.put(draw_logits(spec, tokens, 9), Matrix::random(tokens, spec.hidden, DType::kBF16, 9));
+    layer.enqueue(stream.handle());  // loads the kernels
     gpu::Graph graph = gpu::Graph::capture(stream, [&] { layer.enqueue(stream.handle()); });
     EXPECT_EQ(graph.num_nodes(), graph.num_kernel_nodes()) << "copies or host work";
     for (const std::uint32_t seed : {1u, 2u}) {
