@@ -481,6 +481,22 @@ SY_API sy_status sy_topk(const sy_routing* routing, int32_t top_k, const sy_tens
                          const sy_tensor* correction_bias, const sy_tensor* ids,
                          const sy_tensor* weights, int64_t* nan_logits);
 
+// The same where the tensors are: on the host, or, enqueued, on a GPU (topk() in grouped_gemm.h).
+// All of them are on the device of the logits.
+typedef struct sy_topk_call {
+  uint32_t struct_size;
+  int32_t top_k;
+  void* stream;  // SY_CUDA: a cudaStream_t
+  const sy_routing* routing;
+  sy_tensor logits;           // [T, E] f32, contiguous; SY_CUDA: also bf16 or f16, any row stride
+  sy_tensor correction_bias;  // [E] f32, contiguous; absent unless the routing has one
+  sy_tensor ids;              // [T, K] i32, contiguous, out
+  sy_tensor weights;          // [T, K] f32, contiguous, out
+} sy_topk_call;
+#define SY_TOPK_CALL_INIT \
+  { .struct_size = sizeof(sy_topk_call) }
+SY_API sy_status sy_topk_run(const sy_topk_call* call);
+
 // ----------------------------------------------------------------------------------- operators
 
 // grouped_gemm.h says more: the products of many experts with their rows, and the order of rows.
@@ -588,7 +604,8 @@ typedef struct sy_grouped_gemm_call {
 // Errors: as GroupedGemm::run() in grouped_gemm.h. A call that is refused has written nothing.
 SY_API sy_status sy_grouped_gemm_run(sy_grouped_gemm* gemm, const sy_grouped_gemm_call* call);
 
-// The order of slots (token, k) by expert, on the host. All tensors are contiguous.
+// The order of slots (token, k) by expert, on the host; sy_permute_run() also on a GPU. All tensors
+// are contiguous.
 //   ids        [T, K] i32 or i64; negative ones, and those of num_experts or more, are none
 //   layout     null: packed
 //   ends       [E] i32, out
@@ -609,6 +626,45 @@ SY_API sy_status sy_permute(const sy_tensor* ids, int32_t num_experts, const sy_
 SY_API sy_status sy_unpermute(const sy_tensor* rows, const sy_tensor* positions,
                               const sy_tensor* weights, float scale, int32_t accumulate,
                               const sy_tensor* out);
+
+// sy_permute() where the tensors are: on the host, or, enqueued, on a GPU, without waiting for it.
+// All of them are on the device of the ids, and contiguous.
+typedef struct sy_permute_call {
+  uint32_t struct_size;
+  int32_t num_experts;
+  void* stream;  // SY_CUDA: a cudaStream_t
+  sy_row_layout layout;
+  sy_tensor ids;        // [T, K] i32 or i64
+  sy_tensor ends;       // [E] i32, out
+  sy_tensor positions;  // [T, K] i32, out
+  sy_tensor tokens;  // [sy_rows_needed() or more] i32, out, -1 behind the layout's rows; or absent
+  // [1] i32, out, or absent: the slots for which a padded expert has no room. On a GPU they get
+  // position -1, and ends do not count them; on the host the call is refused.
+  sy_tensor dropped;
+  sy_tensor workspace;  // SY_CUDA: [sy_permute_workspace() or more] u8, at a multiple of 4
+} sy_permute_call;
+#define SY_PERMUTE_CALL_INIT \
+  { .struct_size = sizeof(sy_permute_call) }
+SY_API sy_status sy_permute_run(const sy_permute_call* call);
+// The bytes of workspace for that many slots, T * K.
+SY_API sy_status sy_permute_workspace(int64_t slots, int32_t num_experts, uint64_t* bytes);
+
+// sy_unpermute() where the tensors are: on the host, or, enqueued, on a GPU, where positions that
+// are no row are left out. All of them are on the device of the rows.
+typedef struct sy_unpermute_call {
+  uint32_t struct_size;
+  int32_t accumulate;
+  void* stream;  // SY_CUDA: a cudaStream_t
+  float scale;
+  uint32_t reserved;    // 0
+  sy_tensor rows;       // [any, H] bf16, f16 or f32, columns contiguous
+  sy_tensor positions;  // [T, K] i32, contiguous
+  sy_tensor weights;    // [T, K] f32 or bf16, contiguous; absent: 1
+  sy_tensor out;        // [T, H] bf16, f16 or f32, columns contiguous
+} sy_unpermute_call;
+#define SY_UNPERMUTE_CALL_INIT \
+  { .struct_size = sizeof(sy_unpermute_call), .scale = 1.0f }
+SY_API sy_status sy_unpermute_run(const sy_unpermute_call* call);
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,6 @@
 // The products of many experts with their rows of tokens, as one operator, and what stands around
-// them in a layer that is not fused: permute() and unpermute(). MoeLayer (layer.h) does all of it
-// in one kernel.
+// them in a layer that is not fused: topk(), permute() and unpermute(). MoeLayer (layer.h) does all
+// of it in one kernel.
 //
 // For every expert e and every row r that is e's:
 //   out[r] = row weight * activation(W[e] x[r] + bias[e])
@@ -181,5 +181,59 @@ Permutation permute(SlotView ids, int top_k, int num_experts, const RowLayout& l
 // Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch} before anything is written.
 void unpermute(const MatrixView& rows, SlotView positions, SlotView weights, int top_k,
                const ForwardOutput& out);
+
+// --- The same on a GPU. Every address is the device's. Calls enqueue their kernels and return:
+// they neither wait nor allocate, and the host reads nothing, so a graph can capture them. With
+// other contents of the same arrays its replays give other results. All throw Error{kUnsupported}
+// in a build without CUDA and for a GPU that the kernels were not compiled for.
+
+struct DeviceStream {
+  void* stream = nullptr;  // a cudaStream_t of the device
+  int device = -1;         // the one that has the memory; -1: this thread's current one
+};
+
+// Where permute() puts its results. The arrays are as in Permutation.
+struct DevicePermutation {
+  RowLayout layout;
+  std::int32_t* ends = nullptr;       // [E], out
+  std::int32_t* positions = nullptr;  // [T, K], out
+  // [rows], out: -1 where a row is nobody's, and behind the layout's last row. `rows` is at least
+  // rows_needed(layout, E, T * K). Null: not wanted.
+  std::int32_t* tokens = nullptr;
+  std::int64_t rows = 0;
+  // [1], out: the slots that were dropped; or null. A padded expert keeps the first slots that it
+  // has room for, in the order of tokens. The others get position -1, and `ends` does not count
+  // them. Other layouts drop nothing.
+  std::int32_t* dropped = nullptr;
+  // Scratch memory at a multiple of 4, of permute_workspace_bytes(T * K, E) or more. Calls that may
+  // run at the same time need one each.
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;
+};
+// Throws Error{kInvalidArgument} for negative slots, for more than an i32 can number, and for
+// numbers of experts that permute() does not take.
+std::size_t permute_workspace_bytes(std::int64_t slots, int num_experts);
+// The order that permute() has on the host. Ids are [T, K] as there. Throws
+// Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch} for what does not fit together, but see
+// DevicePermutation::dropped.
+void permute(SlotView ids, int top_k, int num_experts, const DevicePermutation& out,
+             const DeviceStream& where);
+
+// unpermute() with the types, shapes and errors that it has on the host. Positions below 0, or of
+// rows.rows and more, have no row. Sums with fused multiplications and additions, as the host does
+// where its processor has them; the results are then the same bits.
+void unpermute(const MatrixView& rows, SlotView positions, SlotView weights, int top_k,
+               const ForwardOutput& out, const DeviceStream& where);
+
+// Chooses K experts for each of T tokens, with the ids and weights of route() (routing.h), to the
+// bit those of a layer's gate for the same logits.
+//   routing          any but RoutingMethod::kHash, which needs a table: Error{kUnsupported}
+//   logits           [T, E] f32, bf16 or f16, rows contiguous, E up to 1024; K up to 32
+//   correction_bias  [E] f32, or empty if `routing` has none
+//   ids, weights     [T, K], out
+// Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch}.
+void topk(const RoutingSpec& routing, int top_k, const MatrixView& logits,
+          std::span<const float> correction_bias, std::span<std::int32_t> ids,
+          std::span<float> weights, const DeviceStream& where);
 
 }  // namespace switchyard

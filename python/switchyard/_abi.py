@@ -340,6 +340,48 @@ class GroupedGemmCall(_Sized):
     ]
 
 
+class TopkCall(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("top_k", c_int32),
+        ("stream", c_void_p),
+        ("routing", POINTER(Routing)),
+        ("logits", Tensor),
+        ("correction_bias", Tensor),
+        ("ids", Tensor),
+        ("weights", Tensor),
+    ]
+
+
+class PermuteCall(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("num_experts", c_int32),
+        ("stream", c_void_p),
+        ("layout", RowLayout),
+        ("ids", Tensor),
+        ("ends", Tensor),
+        ("positions", Tensor),
+        ("tokens", Tensor),
+        ("dropped", Tensor),
+        ("workspace", Tensor),
+    ]
+
+
+class UnpermuteCall(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("accumulate", c_int32),
+        ("stream", c_void_p),
+        ("scale", c_float),
+        ("reserved", c_uint32),
+        ("rows", Tensor),
+        ("positions", Tensor),
+        ("weights", Tensor),
+        ("out", Tensor),
+    ]
+
+
 _HANDLE = c_void_p
 _FUNCTIONS: dict[str, list[object]] = {
     "sy_last_error": [POINTER(ErrorInfo)],
@@ -420,6 +462,10 @@ _FUNCTIONS: dict[str, list[object]] = {
         c_int32,
         POINTER(Tensor),
     ],
+    "sy_topk_run": [POINTER(TopkCall)],
+    "sy_permute_run": [POINTER(PermuteCall)],
+    "sy_permute_workspace": [c_int64, c_int32, POINTER(c_uint64)],
+    "sy_unpermute_run": [POINTER(UnpermuteCall)],
 }
 
 

@@ -58,6 +58,14 @@ def is_numpy(array: Any) -> bool:
     return numpy is not None and isinstance(array, numpy.ndarray)
 
 
+def current_stream(x: Any) -> int | None:
+    """The stream of torch that work on x's device goes to; of other arrays the default stream."""
+    if not is_torch(x) or x.device.type != "cuda":
+        return None
+    torch = sys.modules["torch"]
+    return torch._C._cuda_getCurrentRawStream(x.get_device())
+
+
 class _DLTensor(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -148,6 +156,15 @@ def describe(name: str, array: Any) -> tuple[_abi.Tensor, Any]:
         f"{name} is a {type(array).__name__}; pass a tensor of torch, an array of numpy, or another "
         "that has __dlpack__"
     )
+
+
+def require_same_device(name: str, tensor: _abi.Tensor, other_name: str, other: _abi.Tensor) -> None:
+    places = [(t.device_type, t.device_id) for t in (tensor, other)]
+    if places[0] != places[1]:
+        words = ["in host memory" if kind == _abi.CPU else f"on GPU {number}" for kind, number in places]
+        raise InvalidArgument(
+            f"{name} is {words[0]}, and {other_name} is {words[1]}; move it to the same place"
+        )
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -250,7 +250,7 @@ class Handle:
             put(name, more.get(name))
         call.accumulate = int(accumulate)
         call.out_scale = scale
-        call.stream = current_stream(x) if self.backend == "cuda" else None
+        call.stream = _arrays.current_stream(x) if self.backend == "cuda" else None
         if _forward(self._open(), self._call_address):
             raise_last()
         del keep
@@ -306,18 +306,10 @@ class Handle:
         c.data = topk_weights.data_ptr()
         d.data = out.data_ptr()
         if self.backend == "cuda":
-            self._call.stream = current_stream(x)
+            self._call.stream = _arrays.current_stream(x)
         if _forward(self._handle, self._call_address):
             self._open()
             raise_last()
-
-
-def current_stream(x: Any) -> int | None:
-    """The stream of torch that work on x's device goes to; of other arrays the default stream."""
-    if not _arrays.is_torch(x) or x.device.type != "cuda":
-        return None
-    torch = sys.modules["torch"]
-    return torch._C._cuda_getCurrentRawStream(x.get_device())
 
 
 def layer_of(number: int) -> Handle:

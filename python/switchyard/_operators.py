@@ -11,9 +11,9 @@ from typing import Any, Literal, Union
 
 from . import _abi, _arrays
 from ._activation import Activation
-from ._experts import ORDERS, Kept, Order, current_stream, find, fingerprint, put_scale, remember
+from ._experts import ORDERS, Kept, Order, find, fingerprint, put_scale, remember
 from ._world import close_handle
-from .errors import DTypeMismatch, InvalidArgument, MissingTensor, ShapeMismatch, Unsupported, check
+from .errors import DTypeMismatch, InvalidArgument, MissingTensor, ShapeMismatch, check
 
 # "packed"; ("blocked", rows of a block); ("padded", an expert's room in rows)
 Layout = Union[Literal["packed"], tuple[Literal["blocked", "padded"], int]]
@@ -267,7 +267,7 @@ class GroupedGemm:
         put("row_weights", row_weights)
         put("products", products)
         if self.backend == "cuda":
-            call.stream = current_stream(x)
+            call.stream = _arrays.current_stream(x)
         with self._busy:
             if not self._handle:
                 raise InvalidArgument("the operator is closed; make another")
@@ -371,27 +371,27 @@ class Permutation:
     ends : array [E], int32
         As of `grouped_gemm`.
     tokens : array [rows of the layout], int32
-        Whose row it is, -1 for nobody's: the `index` of `grouped_gemm`.
+        Whose row it is, -1 for nobody's: the `index` of `grouped_gemm`. On a GPU there are as many as
+        the layout may need, -1 behind those that it has.
     positions : array [T, K], int32
         The slot's row in the layout; -1: it has no expert.
     layout : "packed", ("blocked", size) or ("padded", size)
+    dropped : array [1], int32, or None
+        On a GPU, in a padded layout: how many slots were dropped, because their expert has no room.
+        They have position -1. On the host such a call is refused.
     """
 
     ends: Any
     tokens: Any
     positions: Any
     layout: Layout
-
-
-def _on_host(name: str, array: Any) -> tuple[_abi.Tensor, Any]:
-    tensor, keep = _arrays.describe(name, array)
-    if tensor.device_type != _abi.CPU:
-        raise Unsupported(f"{name} is on a GPU, and the operator works in host memory; move it there")
-    return tensor, keep
+    dropped: Any = None
 
 
 def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutation:
-    """Sort slots by expert, on the host.
+    """Sort slots by expert, where the ids are: on the host, or on their GPU's current stream.
+
+    On a GPU it waits for nothing, and may be captured.
 
     Parameters
     ----------
@@ -409,18 +409,22 @@ def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutatio
     Raises
     ------
     InvalidArgument, ShapeMismatch, DTypeMismatch
-        Also for a padded expert without room for its rows.
+        On the host also for a padded expert without room for its rows. On a GPU see
+        `Permutation.dropped`.
     Unsupported
-        For tensors on GPUs.
+        For tensors on a GPU that the library does not run on.
     """
-    described, keep = _on_host("ids", ids)
+    described, keep = _arrays.describe("ids", ids)
     if described.ndim != 2:
         raise ShapeMismatch(f"ids are {_arrays.shape_of(described)}; pass [T, K]")
     c_layout = _layout("layout", layout)
     shape = _arrays.shape_of(described)
     most = _rows_needed(c_layout, max(num_experts, 0), shape[0] * shape[1])
+    cuda = described.device_type == _abi.CUDA
     if _arrays.is_torch(ids):
         like = ids
+    elif cuda:
+        raise InvalidArgument(f"ids are a {type(ids).__name__} on a GPU; pass a tensor of torch")
     else:
         import numpy
 
@@ -428,6 +432,27 @@ def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutatio
     shapes = ((max(num_experts, 0),), (most,), shape)
     ends, tokens, positions = arrays = [_empty(like, shape, "int32") for shape in shapes]
     c_ends, c_tokens, c_positions = (_arrays.describe("an output", array)[0] for array in arrays)
+    if cuda:
+        size = ctypes.c_uint64()
+        check(_abi.library.sy_permute_workspace(shape[0] * shape[1], num_experts, byref(size)))
+        workspace = _empty(like, (size.value,), "uint8")
+        call = _abi.PermuteCall(
+            num_experts=num_experts,
+            stream=_arrays.current_stream(ids),
+            layout=c_layout,
+            ids=described,
+            ends=c_ends,
+            positions=c_positions,
+            tokens=c_tokens,
+            workspace=_arrays.describe("the workspace", workspace)[0],
+        )
+        dropped = None
+        if c_layout.kind == _LAYOUTS.index("padded"):
+            dropped = _empty(like, (1,), "int32")
+            call.dropped = _arrays.describe("dropped", dropped)[0]
+        check(_abi.library.sy_permute_run(byref(call)))
+        del keep
+        return Permutation(ends, tokens, positions, layout, dropped)
     rows = ctypes.c_int64()
     check(
         _abi.library.sy_permute(
@@ -453,14 +478,16 @@ def unpermute(
     scale: float = 1.0,
     accumulate: bool = False,
 ) -> Any:
-    """``out[t] = scale * sum_k weights[t, k] * rows[positions[t, k]]``, on the host.
+    """``out[t] = scale * sum_k weights[t, k] * rows[positions[t, k]]``, where the rows are.
+
+    On a GPU it goes to the current stream, waits for nothing, and may be captured.
 
     Parameters
     ----------
     rows : array [any, H]
         bf16, fp16 or fp32.
     positions : array [T, K], int32, contiguous
-        -1: none.
+        -1: none. On a GPU, where they cannot be refused, others that are no row are none, too.
     weights : array [T, K], float32 or bfloat16, contiguous, optional
         None: 1.
     out : array [T, H], optional
@@ -480,31 +507,32 @@ def unpermute(
     InvalidArgument, ShapeMismatch, DTypeMismatch
         Before anything is written.
     Unsupported
-        For tensors on GPUs, and if a gradient is asked for.
+        For tensors on a GPU that the library does not run on, and if a gradient is asked for.
     """
     _refuse_gradient(rows, weights)
-    c_rows, keep_rows = _on_host("rows", rows)
-    c_positions, keep_positions = _on_host("positions", positions)
+    c_rows, keep_rows = _arrays.describe("rows", rows)
+    c_positions, keep_positions = _arrays.describe("positions", positions)
     if c_rows.ndim != 2 or c_positions.ndim != 2:
         raise ShapeMismatch(
             f"rows are {_arrays.shape_of(c_rows)} and positions {_arrays.shape_of(c_positions)}; pass "
             "[any, H] and [T, K]"
         )
-    c_weights, keep_weights = (None, None) if weights is None else _on_host("weights", weights)
+    c_weights, keep_weights = (None, None) if weights is None else _arrays.describe("weights", weights)
     if out is None:
         if accumulate:
             raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
         out = _empty(rows, (c_positions.shape[0], c_rows.shape[1]))
-    c_out, keep_out = _on_host("out", out)
-    check(
-        _abi.library.sy_unpermute(
-            byref(c_rows),
-            byref(c_positions),
-            None if c_weights is None else byref(c_weights),
-            scale,
-            int(accumulate),
-            byref(c_out),
-        )
+    c_out, keep_out = _arrays.describe("out", out)
+    call = _abi.UnpermuteCall(
+        accumulate=int(accumulate), scale=scale, rows=c_rows, positions=c_positions, out=c_out
     )
+    if c_weights is not None:
+        call.weights = c_weights
+    for name, tensor in (("positions", c_positions), ("weights", c_weights), ("out", c_out)):
+        if tensor is not None:
+            _arrays.require_same_device(name, tensor, "rows", c_rows)
+    if c_rows.device_type == _abi.CUDA:
+        call.stream = _arrays.current_stream(rows)
+    check(_abi.library.sy_unpermute_run(byref(call)))
     del keep_rows, keep_positions, keep_weights, keep_out
     return out

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from ctypes import byref
 from typing import Any, Literal
 
 from . import _abi, _arrays
-from .errors import DTypeMismatch, InvalidArgument, Unsupported, check
+from .errors import DTypeMismatch, InvalidArgument, check
 
 _SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 _GROUP_SCORES = ("max", "sum_top_two")
@@ -77,12 +78,15 @@ def topk(
     weights_out: Any = None,
     **routing: Any,
 ) -> tuple[Any, Any]:
-    """Choose experts, on the host.
+    """Choose experts, where the logits are: on the host, or on their GPU's current stream.
+
+    On a GPU it gives the ids and weights of a layer's gate, waits for nothing, and may be captured.
 
     Parameters
     ----------
     logits : array [T, E], float32, contiguous
-        Of torch or numpy, in host memory. A NaN is never chosen.
+        Of torch or numpy. On a GPU a tensor of torch, also bfloat16 or float16, whose rows are
+        contiguous. A NaN is never chosen.
     k : int
     correction_bias : array [E], float32, optional
         Added to the scores for choosing, not for weighting.
@@ -100,36 +104,50 @@ def topk(
     ------
     InvalidArgument, DTypeMismatch, ShapeMismatch
     Unsupported
-        For tensors on GPUs.
+        For tensors on a GPU that the library does not run on.
     """
     c_routing = Routing(**routing)._to_c(correction_bias is not None)
     described, keep = _arrays.describe("logits", logits)
-    if described.device_type != _abi.CPU:
-        raise Unsupported("topk() of tensors on GPUs is not there yet; let a layer's gate route")
-    if described.dtype != _abi.F32:
-        raise DTypeMismatch(f"logits are {_abi.DTYPE_NAMES[described.dtype]}; pass float32")
+    cuda = described.device_type == _abi.CUDA
+    if described.dtype != _abi.F32 and not (cuda and described.dtype in (_abi.BF16, _abi.F16)):
+        types = "float32, bfloat16 or float16" if cuda else "float32"
+        raise DTypeMismatch(f"logits are {_abi.DTYPE_NAMES[described.dtype]}; pass {types}")
     if described.ndim != 2:
         raise InvalidArgument(f"logits are {_arrays.shape_of(described)}; pass [T, E]")
     shape = (described.shape[0], k)
     if _arrays.is_torch(logits):
         import torch
 
-        ids = torch.empty(shape, dtype=torch.int32) if ids_out is None else ids_out
-        weights = torch.empty(shape, dtype=torch.float32) if weights_out is None else weights_out
+        device = logits.device
+        ids = torch.empty(shape, dtype=torch.int32, device=device) if ids_out is None else ids_out
+        weights = torch.empty(shape, dtype=torch.float32, device=device) if weights_out is None else weights_out
+    elif cuda and (ids_out is None or weights_out is None):
+        raise InvalidArgument(
+            f"logits are a {type(logits).__name__} on a GPU; pass a tensor of torch, or ids_out and "
+            "weights_out"
+        )
+    elif ids_out is not None and weights_out is not None:
+        ids, weights = ids_out, weights_out
     else:
         import numpy
 
         ids = numpy.empty(shape, dtype=numpy.int32) if ids_out is None else ids_out
         weights = numpy.empty(shape, dtype=numpy.float32) if weights_out is None else weights_out
-    c_ids, _ = _arrays.describe("ids_out", ids)
-    c_weights, _ = _arrays.describe("weights_out", weights)
-    bias = None
-    if correction_bias is not None:
-        described_bias, bias_kept = _arrays.describe("correction_bias", correction_bias)
-        bias = byref(described_bias)
-    check(
-        _abi.library.sy_topk(
-            byref(c_routing), k, byref(described), bias, byref(c_ids), byref(c_weights), None
-        )
-    )
+    call = _abi.TopkCall(top_k=k, routing=ctypes.pointer(c_routing), logits=described)
+    kept = [keep]
+    for field, name, array in (
+        ("ids", "ids_out", ids),
+        ("weights", "weights_out", weights),
+        ("correction_bias", "correction_bias", correction_bias),
+    ):
+        if array is None:
+            continue
+        tensor, kept_too = _arrays.describe(name, array)
+        _arrays.require_same_device(name, tensor, "logits", described)
+        setattr(call, field, tensor)
+        kept.append(kept_too)
+    if cuda:
+        call.stream = _arrays.current_stream(logits)
+    check(_abi.library.sy_topk_run(byref(call)))
+    del kept
     return ids, weights

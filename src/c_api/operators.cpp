@@ -133,15 +133,104 @@ RowLayout layout_or_packed(const sy_row_layout* layout) {
 }
 
 // `longer`: it may have more.
-void require_elements(const char* name, const sy_tensor& tensor,
-                      const std::vector<std::int32_t>& values, bool longer) {
+void require_elements(const char* name, const sy_tensor& tensor, std::size_t needed, bool longer) {
   const std::size_t size = tensor.ndim == 2
                                ? static_cast<std::size_t>(tensor.shape[0] * tensor.shape[1])
                                : static_cast<std::size_t>(tensor.shape[0]);
-  if (size < values.size() || (size > values.size() && !longer)) {
+  if (size < needed || (size > needed && !longer)) {
     throw Error(ErrorCode::kShapeMismatch,
                 fmt::format("{} is {}; it must have {}{} elements", name, shape_text(tensor),
-                            longer ? "at least " : "", values.size()));
+                            longer ? "at least " : "", needed));
+  }
+}
+
+DeviceStream stream_on(const sy_tensor& tensor, void* stream) { return {stream, tensor.device_id}; }
+
+// A call with a stream is a mistake where nothing is enqueued.
+void require_no_stream(const void* stream) {
+  if (stream == nullptr) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              "a stream is given, but the tensors are in host memory; leave it null");
+}
+
+// `ends` to `tokens` are the caller's and have been described; only `ids` and `layout` have not
+// been checked. Returns the rows of the layout.
+std::int64_t permute_on_host(const sy_tensor& ids, int num_experts, const RowLayout& layout,
+                             const sy_tensor& ends, const sy_tensor& positions,
+                             const sy_tensor* tokens) {
+  const SlotView slots = elements("ids", ids, 2, SY_CPU, {DType::kI32, DType::kI64});
+  elements("ends", ends, 1, SY_CPU, {DType::kI32});
+  elements("positions", positions, 2, SY_CPU, {DType::kI32});
+  if (tokens != nullptr) elements("tokens", *tokens, 1, SY_CPU, {DType::kI32});
+  const Permutation order = permute(slots, static_cast<int>(ids.shape[1]), num_experts, layout);
+  require_elements("ends", ends, order.ends.size(), false);
+  require_elements("positions", positions, order.positions.size(), false);
+  if (tokens != nullptr) require_elements("tokens", *tokens, order.tokens.size(), true);
+  const auto put = [](const sy_tensor& to, const std::vector<std::int32_t>& values) {
+    return std::copy(values.begin(), values.end(), static_cast<std::int32_t*>(to.data));
+  };
+  put(ends, order.ends);
+  put(positions, order.positions);
+  if (tokens != nullptr) {
+    std::fill(put(*tokens, order.tokens),
+              static_cast<std::int32_t*>(tokens->data) + tokens->shape[0], -1);
+  }
+  return static_cast<std::int64_t>(order.tokens.size());
+}
+
+std::int32_t* numbers(const char* name, const sy_tensor& tensor, int ndim) {
+  elements(name, tensor, ndim, SY_CUDA, {DType::kI32});
+  return static_cast<std::int32_t*>(tensor.data);
+}
+
+void permute_on_device(const sy_permute_call& call) {
+  const SlotView slots = elements("ids", call.ids, 2, SY_CUDA, {DType::kI32, DType::kI64});
+  DevicePermutation out;
+  out.layout = layout_of(call.layout);
+  out.ends = numbers("ends", call.ends, 1);
+  out.positions = numbers("positions", call.positions, 2);
+  require_elements("ends", call.ends, static_cast<std::size_t>(std::max(call.num_experts, 0)),
+                   false);
+  require_elements("positions", call.positions, slots.size(), false);
+  if (is_given(call.tokens)) {
+    out.tokens = numbers("tokens", call.tokens, 1);
+    out.rows = call.tokens.shape[0];
+  }
+  if (is_given(call.dropped)) {
+    out.dropped = numbers("dropped", call.dropped, 1);
+    require_elements("dropped", call.dropped, 1, false);
+  }
+  const SlotView workspace = elements("workspace", call.workspace, 1, SY_CUDA, {DType::kU8});
+  out.workspace = call.workspace.data;
+  out.workspace_bytes = workspace.size();
+  permute(slots, static_cast<int>(call.ids.shape[1]), call.num_experts, out,
+          stream_on(call.ids, call.stream));
+}
+
+void unpermute_tensors(const sy_unpermute_call& call, sy_device_type device) {
+  MatrixView view = matrix("rows", call.rows, device);
+  require_columns("rows", call.rows, -1, static_cast<int>(call.rows.shape[1]));
+  view.col_stride = 1;
+  const SlotView slots = elements("positions", call.positions, 2, device, {DType::kI32});
+  SlotView factors;
+  if (is_given(call.weights)) {
+    factors = elements("weights", call.weights, 2, device, {DType::kF32, DType::kBF16});
+  }
+  check_tensor("out", call.out, 2, device);
+  require_columns("out", call.out, call.positions.shape[0], static_cast<int>(call.rows.shape[1]));
+  require_rows_apart("out", call.out);
+  ForwardOutput output;
+  output.data = call.out.data;
+  output.dtype = dtype_of("out", call.out.dtype);
+  output.row_stride = call.out.shape[0] > 1 ? call.out.strides[0] : 0;
+  output.scale = call.scale;
+  output.accumulate = call.accumulate != 0;
+  const int top_k = static_cast<int>(call.positions.shape[1]);
+  if (device == SY_CPU) {
+    require_no_stream(call.stream);
+    unpermute(view, slots, factors, top_k, output);
+  } else {
+    unpermute(view, slots, factors, top_k, output, stream_on(call.rows, call.stream));
   }
 }
 
@@ -210,25 +299,31 @@ sy_status sy_permute(const sy_tensor* ids, int32_t num_experts, const sy_row_lay
     require("ids", ids);
     require("ends", ends);
     require("positions", positions);
-    const switchyard::SlotView slots = elements("ids", *ids, 2, SY_CPU, {DType::kI32, DType::kI64});
-    elements("ends", *ends, 1, SY_CPU, {DType::kI32});
-    elements("positions", *positions, 2, SY_CPU, {DType::kI32});
-    if (tokens != nullptr) elements("tokens", *tokens, 1, SY_CPU, {DType::kI32});
-    const switchyard::Permutation order = switchyard::permute(
-        slots, static_cast<int>(ids->shape[1]), num_experts, layout_or_packed(layout));
-    require_elements("ends", *ends, order.ends, false);
-    require_elements("positions", *positions, order.positions, false);
-    if (tokens != nullptr) require_elements("tokens", *tokens, order.tokens, true);
-    const auto put = [](const sy_tensor& to, const std::vector<std::int32_t>& values) {
-      return std::copy(values.begin(), values.end(), static_cast<std::int32_t*>(to.data));
-    };
-    put(*ends, order.ends);
-    put(*positions, order.positions);
-    if (tokens != nullptr) {
-      std::fill(put(*tokens, order.tokens),
-                static_cast<std::int32_t*>(tokens->data) + tokens->shape[0], -1);
+    const std::int64_t made =
+        permute_on_host(*ids, num_experts, layout_or_packed(layout), *ends, *positions, tokens);
+    if (rows != nullptr) *rows = made;
+  });
+}
+
+sy_status sy_permute_run(const sy_permute_call* given) {
+  return guarded([&] {
+    const sy_permute_call call = read_struct("sy_permute_call", given);
+    if (call.ids.device_type == SY_CUDA) return permute_on_device(call);
+    require_no_stream(call.stream);
+    if (is_given(call.dropped)) {
+      elements("dropped", call.dropped, 1, SY_CPU, {DType::kI32});
+      require_elements("dropped", call.dropped, 1, false);
     }
-    if (rows != nullptr) *rows = static_cast<std::int64_t>(order.tokens.size());
+    permute_on_host(call.ids, call.num_experts, layout_of(call.layout), call.ends, call.positions,
+                    is_given(call.tokens) ? &call.tokens : nullptr);
+    if (is_given(call.dropped)) *static_cast<std::int32_t*>(call.dropped.data) = 0;
+  });
+}
+
+sy_status sy_permute_workspace(int64_t slots, int32_t num_experts, uint64_t* bytes) {
+  return guarded([&] {
+    require("bytes", bytes);
+    *bytes = switchyard::permute_workspace_bytes(slots, num_experts);
   });
 }
 
@@ -238,23 +333,23 @@ sy_status sy_unpermute(const sy_tensor* rows, const sy_tensor* positions, const 
     require("rows", rows);
     require("positions", positions);
     require("out", out);
-    switchyard::MatrixView view = matrix("rows", *rows, SY_CPU);
-    require_columns("rows", *rows, -1, static_cast<int>(rows->shape[1]));
-    view.col_stride = 1;
-    const switchyard::SlotView slots = elements("positions", *positions, 2, SY_CPU, {DType::kI32});
-    switchyard::SlotView factors;
+    sy_unpermute_call call = SY_UNPERMUTE_CALL_INIT;
+    call.rows = *rows;
+    call.positions = *positions;
     if (weights != nullptr) {
-      factors = elements("weights", *weights, 2, SY_CPU, {DType::kF32, DType::kBF16});
+      elements("weights", *weights, 2, SY_CPU, {DType::kF32, DType::kBF16});
+      call.weights = *weights;
     }
-    check_tensor("out", *out, 2, SY_CPU);
-    require_columns("out", *out, positions->shape[0], static_cast<int>(rows->shape[1]));
-    require_rows_apart("out", *out);
-    switchyard::ForwardOutput output;
-    output.data = out->data;
-    output.dtype = dtype_of("out", out->dtype);
-    output.row_stride = out->shape[0] > 1 ? out->strides[0] : 0;
-    output.scale = scale;
-    output.accumulate = accumulate != 0;
-    switchyard::unpermute(view, slots, factors, static_cast<int>(positions->shape[1]), output);
+    call.out = *out;
+    call.scale = scale;
+    call.accumulate = accumulate;
+    unpermute_tensors(call, SY_CPU);
+  });
+}
+
+sy_status sy_unpermute_run(const sy_unpermute_call* given) {
+  return guarded([&] {
+    const sy_unpermute_call call = read_struct("sy_unpermute_call", given);
+    unpermute_tensors(call, call.rows.device_type == SY_CUDA ? SY_CUDA : SY_CPU);
   });
 }

@@ -1,4 +1,4 @@
-// permute() and unpermute() on the host.
+// permute() and unpermute(): on the host, and what is checked before a GPU does it.
 #include <fmt/core.h>
 
 #include <cmath>
@@ -7,6 +7,7 @@
 
 #include "base/convert.h"
 #include "cpu/kernels.h"
+#include "gpu/operators.h"
 #include "model/check_tensor.h"
 #include "operators/row_layout.h"
 #include "switchyard/error.h"
@@ -90,6 +91,9 @@ void check_unpermute(const MatrixView& rows, const SlotView& positions, const Sl
                     "that, or 0 for rows one behind the other",
                     out.row_stride, rows.cols));
   }
+}
+
+void check_positions(const MatrixView& rows, const SlotView& positions) {
   const auto* const position = static_cast<const std::int32_t*>(positions.data());
   for (std::size_t i = 0; i < positions.size(); ++i) {
     if (position[i] >= -1 && position[i] < rows.rows) continue;
@@ -98,19 +102,33 @@ void check_unpermute(const MatrixView& rows, const SlotView& positions, const Sl
   }
 }
 
-}  // namespace
+void require_experts(int num_experts) {
+  if (num_experts >= 1 && num_experts <= kMostGroupedExperts) return;
+  refuse(fmt::format("num_experts is {}; use 1 to {}", num_experts, kMostGroupedExperts));
+}
 
-Permutation permute(SlotView ids, int top_k, int num_experts, const RowLayout& layout) {
+// What can be told without reading through an address. Returns the tokens.
+std::size_t check_permute(const SlotView& ids, int top_k, int num_experts,
+                          const RowLayout& layout) {
   const std::size_t tokens = tokens_of("ids", ids, top_k);
   check_layout("the layout", layout);
-  if (num_experts < 1 || num_experts > kMostGroupedExperts) {
-    refuse(fmt::format("num_experts is {}; use 1 to {}", num_experts, kMostGroupedExperts));
-  }
+  require_experts(num_experts);
   if (!ids.empty() && ids.dtype() != DType::kI32 && ids.dtype() != DType::kI64) {
     throw Error(ErrorCode::kDTypeMismatch,
                 fmt::format("ids are {}; use i32 or i64", to_string(ids.dtype())));
   }
   require_i32(static_cast<std::int64_t>(ids.size()));
+  return tokens;
+}
+
+void require_memory(const char* name, const void* data) {
+  if (data == nullptr) refuse(fmt::format("{} is null; pass its memory on the device", name));
+}
+
+}  // namespace
+
+Permutation permute(SlotView ids, int top_k, int num_experts, const RowLayout& layout) {
+  const std::size_t tokens = check_permute(ids, top_k, num_experts, layout);
   // The slot's expert, or -1.
   const auto expert_of = [&](std::size_t slot) {
     const std::int64_t id = ids.dtype() == DType::kI64
@@ -148,6 +166,7 @@ void unpermute(const MatrixView& rows, SlotView positions, SlotView weights, int
                const ForwardOutput& out) {
   const std::size_t tokens = tokens_of("positions", positions, top_k);
   check_unpermute(rows, positions, weights, out);
+  check_positions(rows, positions);
   if (tokens == 0) return;
   if (out.data == nullptr) refuse("the output is null; pass its memory");
   const auto k = static_cast<std::size_t>(top_k);
@@ -168,6 +187,48 @@ void unpermute(const MatrixView& rows, SlotView positions, SlotView weights, int
             static_cast<std::int64_t>(t) * stride * static_cast<std::int64_t>(size_of(out.dtype)),
         out.dtype, rows.cols, out.scale, out.accumulate);
   }
+}
+
+std::size_t permute_workspace_bytes(std::int64_t slots, int num_experts) {
+  if (slots < 0) refuse(fmt::format("there are {} slots; use 0 or more", slots));
+  require_i32(slots);
+  require_experts(num_experts);
+  return gpu::permute_workspace_bytes(slots, num_experts);
+}
+
+void permute(SlotView ids, int top_k, int num_experts, const DevicePermutation& out,
+             const DeviceStream& where) {
+  check_permute(ids, top_k, num_experts, out.layout);
+  const auto slots = static_cast<std::int64_t>(ids.size());
+  const std::int64_t needed = rows_needed(out.layout, num_experts, slots);
+  require_i32(needed);
+  require_memory("ends", out.ends);
+  if (slots > 0) require_memory("positions", out.positions);
+  if (out.tokens != nullptr && out.rows < needed) {
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("tokens has {} entries; {} slots of {} experts may need {} in this "
+                            "layout (rows_needed())",
+                            out.rows, slots, num_experts, needed));
+  }
+  const std::size_t bytes = permute_workspace_bytes(slots, num_experts);
+  require_memory("the workspace", out.workspace);
+  if (out.workspace_bytes < bytes || reinterpret_cast<std::uintptr_t>(out.workspace) % 4 != 0) {
+    refuse(
+        fmt::format("the workspace has {} bytes at {}; {} slots of {} experts need {} at a "
+                    "multiple of 4 (permute_workspace_bytes())",
+                    out.workspace_bytes, out.workspace, slots, num_experts, bytes));
+  }
+  gpu::permute(ids, top_k, num_experts, out, where);
+}
+
+void unpermute(const MatrixView& rows, SlotView positions, SlotView weights, int top_k,
+               const ForwardOutput& out, const DeviceStream& where) {
+  const std::size_t tokens = tokens_of("positions", positions, top_k);
+  check_unpermute(rows, positions, weights, out);
+  require_i32(static_cast<std::int64_t>(positions.size()));
+  if (tokens == 0) return;
+  require_memory("the output", out.data);
+  gpu::unpermute(rows, positions, weights, top_k, out, where);
 }
 
 }  // namespace switchyard

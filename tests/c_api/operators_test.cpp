@@ -240,4 +240,64 @@ TEST(Operators, PermuteAndUnpermute) {
   EXPECT_EQ(sy_unpermute(&v, &p, nullptr, 1, 0, nullptr), SY_INVALID_ARGUMENT);
 }
 
+// On the host the calls with structs are those without.
+TEST(Operators, CallsWithStructs) {
+  std::vector<std::int64_t> ids{1, 0, 1, 7, 1, 2};
+  std::vector<std::int32_t> ends(3, -9), positions(6, -9), tokens(9, -9), dropped(1, -9);
+  sy_permute_call order = SY_PERMUTE_CALL_INIT;
+  order.num_experts = 3;
+  order.layout = {SY_ROWS_BLOCKED, 0, 2};
+  order.ids = tensor(ids, SY_I64, {3, 2});
+  order.ends = tensor(ends, SY_I32, {3});
+  order.positions = tensor(positions, SY_I32, {3, 2});
+  order.tokens = tensor(tokens, SY_I32, {9});
+  order.dropped = tensor(dropped, SY_I32, {1});
+  ASSERT_EQ(sy_permute_run(&order), SY_OK) << last_error().message;
+  EXPECT_THAT(ends, ElementsAre(1, 4, 5));
+  EXPECT_THAT(positions, ElementsAre(2, 0, 3, -1, 4, 6));
+  EXPECT_THAT(tokens, ElementsAre(0, -1, 0, 1, 2, -1, 2, -1, -1));
+  EXPECT_THAT(dropped, ElementsAre(0));
+  order.stream = &order;
+  EXPECT_EQ(sy_permute_run(&order), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("stream"));
+  order.stream = nullptr;
+  order.layout = {SY_ROWS_PADDED, 0, 2};
+  EXPECT_EQ(sy_permute_run(&order), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("expert 1 has 3 rows"));
+  std::uint64_t bytes = 0;
+  ASSERT_EQ(sy_permute_workspace(100000, 64, &bytes), SY_OK);
+  EXPECT_GT(bytes, 64u * 4);
+  EXPECT_EQ(sy_permute_workspace(-1, 64, &bytes), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("-1 slots"));
+  // Ids on a device, and the rest not.
+  order.ids.device_type = SY_CUDA;
+  EXPECT_EQ(sy_permute_run(&order), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("ends is in host memory"));
+
+  std::vector<float> values{1, 10, 2, 20, 3, 30, 4, 40, 5, 50}, out(4, 100.0f);
+  std::vector<std::int32_t> places{4, -1, 0, 1};
+  sy_unpermute_call sum = SY_UNPERMUTE_CALL_INIT;
+  sum.rows = tensor(values, SY_F32, {5, 2});
+  sum.positions = tensor(places, SY_I32, {2, 2});
+  sum.out = tensor(out, SY_F32, {2, 2});
+  ASSERT_EQ(sy_unpermute_run(&sum), SY_OK) << last_error().message;
+  EXPECT_THAT(out, ElementsAre(5, 50, 3, 30));
+  sum.rows.device_type = SY_CUDA;
+  EXPECT_EQ(sy_unpermute_run(&sum), SY_INVALID_ARGUMENT);
+
+  std::vector<float> logits{1, 3, 2, 2, 0, 2}, weights(2);
+  std::vector<std::int32_t> chosen(2);
+  const sy_routing routing = SY_ROUTING_INIT;
+  sy_topk_call choice = SY_TOPK_CALL_INIT;
+  choice.top_k = 1;
+  choice.routing = &routing;
+  choice.logits = tensor(logits, SY_F32, {2, 3});
+  choice.ids = tensor(chosen, SY_I32, {2, 1});
+  choice.weights = tensor(weights, SY_F32, {2, 1});
+  ASSERT_EQ(sy_topk_run(&choice), SY_OK) << last_error().message;
+  EXPECT_THAT(chosen, ElementsAre(1, 0));
+  choice.routing = nullptr;
+  EXPECT_EQ(sy_topk_run(&choice), SY_INVALID_ARGUMENT);
+}
+
 }  // namespace

@@ -262,5 +262,52 @@ TEST(Unpermute, Refusals) {
                "positions[1] is -2");
 }
 
+// What a GPU's calls refuse before they reach one.
+TEST(OnDevice, Refusals) {
+  std::vector<std::int32_t> numbers(40);
+  std::vector<float> floats(40);
+  DevicePermutation out;
+  out.ends = out.positions = out.tokens = numbers.data();
+  out.rows = 4;
+  out.workspace = floats.data();
+  const SlotView ids(numbers.data(), 4);
+  EXPECT_ERROR(permute(ids, 3, 2, out, {}), ErrorCode::kShapeMismatch, "top_k, 3");
+  EXPECT_ERROR(permute(ids, 2, 1025, out, {}), ErrorCode::kInvalidArgument, "1025");
+  EXPECT_ERROR(permute(SlotView(floats.data(), 4), 2, 2, out, {}), ErrorCode::kDTypeMismatch,
+               "ids are f32");
+  EXPECT_ERROR(permute(ids, 2, 2, out, {}), ErrorCode::kInvalidArgument, "workspace has 0 bytes",
+               "permute_workspace_bytes()");
+  out.workspace_bytes = permute_workspace_bytes(4, 2);
+  EXPECT_GE(out.workspace_bytes, 2 * sizeof(std::int32_t));
+  out.layout = RowLayout::blocked(8);
+  EXPECT_ERROR(permute(ids, 2, 2, out, {}), ErrorCode::kShapeMismatch, "tokens has 4 entries",
+               "need 16");
+  out.layout = {};
+  out.ends = nullptr;
+  EXPECT_ERROR(permute(ids, 2, 2, out, {}), ErrorCode::kInvalidArgument, "ends is null");
+  EXPECT_ERROR(permute_workspace_bytes(4, 0), ErrorCode::kInvalidArgument, "num_experts is 0");
+
+  ForwardOutput sums;
+  const MatrixView rows{floats.data(), DType::kF32, 4, 10, 10};
+  EXPECT_ERROR(unpermute(rows, ids, {}, 2, sums, {}), ErrorCode::kInvalidArgument,
+               "output is null");
+  EXPECT_ERROR(unpermute(rows, ids, SlotView(floats.data(), 3), 2, sums, {}),
+               ErrorCode::kShapeMismatch, "3 weights for 4 positions");
+
+  RoutingSpec routing;
+  const std::span<std::int32_t> chosen(numbers.data(), 8);
+  const std::span<float> weights(floats.data(), 8);
+  EXPECT_ERROR(topk(routing, 3, rows, {}, chosen, weights, {}), ErrorCode::kShapeMismatch,
+               "ids has 8 elements; pass 12");
+  EXPECT_ERROR(topk(routing, 11, rows, {}, chosen, weights, {}), ErrorCode::kInvalidArgument, "11");
+  routing.has_correction_bias = true;
+  EXPECT_ERROR(topk(routing, 2, rows, {}, chosen, weights, {}), ErrorCode::kShapeMismatch,
+               "correction_bias has 0 elements; pass 10");
+  routing = {};
+  routing.method = RoutingMethod::kHash;
+  EXPECT_ERROR(topk(routing, 2, rows, {}, chosen, weights, {}), ErrorCode::kUnsupported,
+               "hash routing");
+}
+
 }  // namespace
 }  // namespace switchyard::testing

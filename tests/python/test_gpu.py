@@ -1,4 +1,5 @@
-"""Experts on a GPU: streams, graphs, compilation, memory, changed weights, models of transformers.
+"""Experts on a GPU: streams, graphs, compilation, memory, changed weights, models of transformers;
+and the operators there.
 
 Skipped where torch sees no GPU that the library runs on.
 """
@@ -240,6 +241,126 @@ def test_tensors_of_the_wrong_device_are_refused():
         with pytest.raises(switchyard.InvalidArgument):
             layer(*given)
     assert isinstance(layer(x, i, w), torch.Tensor)
+
+
+def same_order(actual, expected):
+    """Of a GPU and of the host: a GPU's tokens are as many as the layout may need."""
+    assert torch.equal(actual.ends.cpu(), expected.ends)
+    assert torch.equal(actual.positions.cpu(), expected.positions)
+    count = len(expected.tokens)
+    assert torch.equal(actual.tokens[:count].cpu(), expected.tokens)
+    assert (actual.tokens[count:] == -1).all()
+
+
+@pytest.mark.parametrize("layout", ["packed", ("blocked", 16), ("padded", 20000)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("tokens", [0, 1, 300, 20000])
+def test_permute(tokens, dtype, layout):
+    ids = torch.randint(-2, E + 3, (tokens, K), dtype=dtype)
+    order = switchyard.permute(ids.to(GPU), E, layout)
+    assert order.ends.is_cuda and order.tokens.is_cuda and order.positions.is_cuda
+    same_order(order, switchyard.permute(ids, E, layout))
+    assert (order.dropped is not None) == (layout[0] == "padded")
+    assert order.dropped is None or order.dropped.item() == 0
+
+
+def test_permute_drops_what_has_no_room():
+    ids = torch.tensor([[0], [1], [0], [0], [1]], device=GPU)
+    order = switchyard.permute(ids, 2, ("padded", 2))
+    assert order.ends.tolist() == [2, 4]
+    assert order.positions.flatten().tolist() == [0, 2, 1, -1, 3]
+    assert order.tokens.tolist() == [0, 2, 1, 4]
+    assert order.dropped.tolist() == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("hidden", [64, 77])
+def test_unpermute(dtype, hidden):
+    rows = torch.randn(60, hidden).to(dtype)
+    positions = torch.randint(-1, 60, (33, K), dtype=torch.int32)
+    topk_weights = torch.randn(33, K)
+    given = rows.to(GPU), positions.to(GPU), topk_weights.to(GPU)
+    out = switchyard.unpermute(*given)
+    assert out.dtype == dtype and torch.equal(out.cpu(), switchyard.unpermute(rows, positions, topk_weights))
+    total = torch.ones(33, hidden)
+    there = total.to(GPU)
+    assert switchyard.unpermute(*given[:2], out=there, accumulate=True, scale=0.5) is there
+    switchyard.unpermute(rows, positions, out=total, accumulate=True, scale=0.5)
+    assert torch.equal(there.cpu(), total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
+def test_topk(score, dtype):
+    logits, bias = torch.randn(200, 64).to(dtype), torch.randn(64) / 10
+    logits[3, 5] = torch.nan
+    for given, more in ((None, {}), (bias, {"groups": 8, "top_groups": 3, "renormalize": True})):
+        ids, w = switchyard.topk(logits.float(), K, correction_bias=given, score=score, **more)
+        there = None if given is None else given.to(GPU)
+        gpu_ids, gpu_w = switchyard.topk(logits.to(GPU), K, correction_bias=there, score=score, **more)
+        assert torch.equal(gpu_ids.cpu(), ids) and torch.equal(gpu_w.cpu(), w)
+
+
+def operators(x, logits, w13, w2, indexed):
+    """A layer of operators. Rows are gathered by the product, or before it."""
+    ids, w = switchyard.topk(logits, K, renormalize=True)
+    order = switchyard.permute(ids, len(w2))
+    rows, index = (x, order.tokens) if indexed else (x[order.tokens.clamp(min=0)], None)
+    h = switchyard.grouped_gemm(rows, w13, order.ends, activation=Activation(), index=index)
+    y = switchyard.grouped_gemm(h, w2, order.ends)
+    return switchyard.unpermute(y, order.positions, w), ids, w
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("tokens", [5, 700])
+def test_a_layer_of_operators(tokens, indexed):
+    """As good as torch; and in a graph, with other tokens and experts in each replay."""
+    w13, w2 = weights()
+    x = torch.randn(tokens, H, device=GPU).bfloat16()
+    logits = torch.randn(tokens, E, device=GPU)
+    try:
+        first, _, _ = operators(x, logits, w13, w2, indexed)
+    except switchyard.Unsupported as error:
+        assert indexed and "index" in str(error)
+        pytest.skip(str(error))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, ids, topk_weights = operators(x, logits, w13, w2, indexed)
+    graph.replay()
+    assert torch.equal(out, first)
+    for _ in range(3):
+        x.normal_()
+        logits.normal_()
+        graph.replay()
+        assert torch.equal(out, operators(x, logits, w13, w2, indexed)[0])
+        assert_as_good_as_torch(out, w13, w2, x, ids, topk_weights)
+
+
+def test_operators_run_on_the_current_stream():
+    logits = torch.randn(64, E, device=GPU)
+    wanted = switchyard.permute(switchyard.topk(logits, K)[0], E)
+    late = torch.zeros_like(logits)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        late.copy_(logits)
+        ids, w = switchyard.topk(late, K)
+        order = switchyard.permute(ids, E)
+        rows = torch.arange(64 * K, device=GPU).float()[:, None].expand(-1, 8).contiguous()
+        sums = switchyard.unpermute(rows, order.positions)
+        assert not stream.query()  # nothing waited for the device
+    stream.synchronize()
+    assert torch.equal(order.positions, wanted.positions)
+    assert torch.equal(sums[:, 0], order.positions.float().sum(1))
+
+
+def test_operators_refuse_tensors_of_another_device():
+    rows, positions = torch.ones(4, 8, device=GPU), torch.zeros(2, 1, dtype=torch.int32)
+    with pytest.raises(switchyard.InvalidArgument, match="positions is in host memory"):
+        switchyard.unpermute(rows, positions)
+    with pytest.raises(switchyard.InvalidArgument, match="correction_bias is in host memory"):
+        switchyard.topk(torch.ones(2, 8, device=GPU), 2, correction_bias=torch.ones(8))
 
 
 @pytest.mark.parametrize("name", ["OlmoeForCausalLM", "Qwen3MoeForCausalLM"])

@@ -3,6 +3,8 @@
 
 #include "gpu/device.h"
 #include "gpu/grouped_gemm.h"
+#include "gpu/operators.h"
+#include "gpu/operators/params.h"
 #include "gpu/peer_link.h"
 #include "layer/engine.h"
 #include "layer/pass_memory.h"
@@ -73,5 +75,19 @@ GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec&, const GroupedGemmWe
 }
 GroupedGemmEngine::~GroupedGemmEngine() = default;
 void GroupedGemmEngine::run(const GroupedInput&, const GroupedOutput&) { unsupported(); }
+
+// A caller may ask for it before it knows where it runs.
+std::size_t permute_workspace_bytes(std::int64_t slots, int num_experts) {
+  return PermutePlan(static_cast<std::uint32_t>(slots)).workspace_bytes(num_experts);
+}
+void permute(SlotView, int, int, const DevicePermutation&, const DeviceStream&) { unsupported(); }
+void unpermute(const MatrixView&, SlotView, SlotView, int, const ForwardOutput&,
+               const DeviceStream&) {
+  unsupported();
+}
+void topk(const LayerSpec&, const MatrixView&, const float*, std::int32_t*, float*,
+          const DeviceStream&) {
+  unsupported();
+}
 
 }  // namespace switchyard::gpu

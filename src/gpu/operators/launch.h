@@ -1,0 +1,15 @@
+// Enqueues the kernels of permute, unpermute and topk on the current device.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "gpu/operators/params.h"
+
+namespace switchyard::gpu {
+
+cudaError_t launch_permute(const PermuteCall& call, cudaStream_t stream);
+// At least one token.
+cudaError_t launch_unpermute(const UnpermuteCall& call, cudaStream_t stream);
+cudaError_t launch_topk(const TopkCall& call, cudaStream_t stream);
+
+}  // namespace switchyard::gpu
