@@ -126,8 +126,8 @@ def quantise_blocks(w):
 class Problem:
     """A point's operands on the device, in bf16, and in FP8 where that is asked for."""
 
-    def __init__(self, point, dtype, seed):
-        self.point, self.dtype = point, dtype
+    def __init__(self, point, dtype, seed, tune=False):
+        self.point, self.dtype, self.tune = point, dtype, tune
         self.counts = counts_of(point, seed)
         self.rows = sum(self.counts)
         self.ends_list = torch.tensor(self.counts).cumsum(0).tolist()
@@ -337,10 +337,11 @@ def quack_bf16(problem, copies):
     bounds = torch.cat([zero, problem.ends])
 
     def call(w):
-        gemm(problem.x, w.transpose(1, 2), out=out, cu_seqlens_m=bounds, tuned=False)
+        gemm(problem.x, w.transpose(1, 2), out=out, cu_seqlens_m=bounds, tuned=problem.tune)
 
     calls = [lambda w=w: call(w) for (w,) in copies_of((problem.w,), copies)]
-    return Candidate(calls, lambda: out, getattr(quack, "__version__", "unknown"))
+    version = getattr(quack, "__version__", "unknown")
+    return Candidate(calls, lambda: out, f"{version}, {'tuned' if problem.tune else 'default'} configuration")
 
 
 IMPLEMENTATIONS = {
@@ -508,7 +509,7 @@ def merge(path, rows):
 
 def measure(point, dtype, args, clock, said):
     """The rows of one point, and what was wrong."""
-    problem = Problem(point, dtype, args.seed)
+    problem = Problem(point, dtype, args.seed, args.tune)
     rotation = rotation_of(problem, args.cold)
     rows, wrong, first = [], [], None
     for name, make in IMPLEMENTATIONS[dtype].items():
@@ -593,6 +594,7 @@ def main():
     parser.add_argument("--uneven", action="store_true", help="rows as a router with favourites deals them")
     parser.add_argument("--implementations", type=lambda text: text.split(","), help="only these, by name")
     parser.add_argument("--cold", action="store_true", help="one call at a time behind a flush of the L2 cache")
+    parser.add_argument("--tune", action="store_true", help="let quack try its configurations, which takes minutes")
     parser.add_argument("--repeats", type=int, default=0, help="default 12 to 200 on a GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default="unknown")

@@ -261,6 +261,13 @@ def products_table():
     return "\n".join(lines + ["", gpu_provenance(ours.values())])
 
 
+def rate_cells(row):
+    """| floor / time | TFLOP/s | TB/s of weights |"""
+    over, us = time_over_floor(row), row["median_us"]
+    tflops, tbs = row["flops"] / us / 1e6, row["touched_bytes"] / us / 1e6
+    return ["–" if over is None else f"{100 / over:.0f} %", f"{tflops:.{0 if tflops >= 10 else 1}f}", f"{tbs:.2f}"]
+
+
 def grouped_table():
     """GroupedGemm alone, beside other grouped GEMMs where bench/grouped_rivals.py timed them."""
     rows = load("grouped.json")
@@ -288,16 +295,7 @@ def grouped_table():
         for (gated, per_expert, beta), found in sorted(points.items()):
             what = f"{per_expert}{', SwiGLU' if gated else ''}{f', β {-beta:g}' if beta > -2 else ''}"
             ours = found.get("switchyard")
-            if ours is None:
-                cells = ["–"] * 4
-            else:
-                over, us = time_over_floor(ours), ours["median_us"]
-                cells = [
-                    microseconds(us),
-                    "–" if over is None else f"{100 / over:.0f} %",
-                    f"{ours['flops'] / us / 1e6:.0f}",
-                    f"{ours['touched_bytes'] / us / 1e6:.2f}",
-                ]
+            cells = ["–"] * 4 if ours is None else [microseconds(ours["median_us"]), *rate_cells(ours)]
             for rival in rivals:
                 theirs = found.get(rival)
                 cells.append(microseconds(theirs and theirs["median_us"]))
@@ -330,16 +328,7 @@ def astero_table():
         cells = []
         for compute in types:
             row = found.get(compute)
-            if row is None:
-                cells += ["–"] * 4
-                continue
-            over, us = time_over_floor(row), row["median_us"]
-            cells += [
-                microseconds(us),
-                "–" if over is None else f"{100 / over:.0f} %",
-                f"{row['flops'] / us / 1e6:.0f}",
-                f"{row['touched_bytes'] / us / 1e6:.2f}",
-            ]
+            cells += ["–"] * 4 if row is None else [microseconds(row["median_us"]), *rate_cells(row)]
         lines.append(f"| {tokens} | " + " | ".join(cells) + " |")
     return "\n".join(lines + ["", gpu_provenance(rows)])
 
