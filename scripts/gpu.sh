@@ -188,7 +188,7 @@ stage_bench() {
     if [ ! -e "$json" ] && [ -e "results/$suite.json" ]; then cp "results/$suite.json" "$json"; fi
     arguments=$bench_args
     if [ "$arguments" = default ]; then
-      case $suite in ep_*) arguments='' ;; *) arguments='--against torch' ;; esac
+      case $suite in ep_* | astero | grouped) arguments='' ;; *) arguments='--against torch' ;; esac
     fi
     # shellcheck disable=SC2086
     step "bench $suite" 480 "$switchyard" bench --suite "$suite" --json "$json" \

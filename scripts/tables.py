@@ -261,6 +261,78 @@ def products_table():
     return "\n".join(lines + ["", gpu_provenance(ours.values())])
 
 
+def rate_cells(row):
+    """| floor / time | TFLOP/s | TB/s of weights |"""
+    over, us = time_over_floor(row), row["median_us"]
+    tflops, tbs = row["flops"] / us / 1e6, row["touched_bytes"] / us / 1e6
+    return ["–" if over is None else f"{100 / over:.0f} %", f"{tflops:.{0 if tflops >= 10 else 1}f}", f"{tbs:.2f}"]
+
+
+def grouped_table():
+    """GroupedGemm alone, beside other grouped GEMMs where bench/grouped_rivals.py timed them."""
+    rows = load("grouped.json")
+    if not rows:
+        return ""
+    lines = [
+        "**One grouped GEMM alone.** Rows are those of every expert, or their mean. Calls follow one another in a "
+        "CUDA graph, over several copies of the weights. Roof: the least time by the floor's formula over the time, "
+        "weights and arithmetic alone.",
+    ]
+    tables = {}
+    for row in rows:
+        tables.setdefault((row["dtype"], row["experts"], row["n"], row["k"]), []).append(row)
+    for (dtype, experts, n, k), of_table in sorted(tables.items()):
+        rivals = list(dict.fromkeys(r["implementation"] for r in of_table if r["implementation"] != "switchyard"))
+        name = {"fp8": "FP8"}.get(dtype, dtype)
+        heads = ["rows", "ours: time µs", "roof", "TFLOP/s", "weights TB/s"]
+        heads += [head for rival in rivals for head in (f"{rival} µs", "speed-up")]
+        lines += ["", f"{name}, {experts} experts, N {n}, K {k}", "", "| " + " | ".join(heads) + " |"]
+        lines.append("|---" * len(heads) + "|")
+        points = {}
+        for row in of_table:
+            point = (row["activation"] != "none", row["rows_per_expert"], -(row.get("beta") or 2))
+            points.setdefault(point, {})[row["implementation"]] = row
+        for (gated, per_expert, beta), found in sorted(points.items()):
+            what = f"{per_expert}{', SwiGLU' if gated else ''}{f', β {-beta:g}' if beta > -2 else ''}"
+            ours = found.get("switchyard")
+            cells = ["–"] * 4 if ours is None else [microseconds(ours["median_us"]), *rate_cells(ours)]
+            for rival in rivals:
+                theirs = found.get(rival)
+                cells.append(microseconds(theirs and theirs["median_us"]))
+                cells.append("–" if not (ours and theirs) else f"{theirs['median_us'] / ours['median_us']:.2f}×")
+            lines.append(f"| {what} | " + " | ".join(cells) + " |")
+    return "\n".join(lines + ["", gpu_provenance(rows)])
+
+
+def astero_table():
+    """DeepSeek-V3's whole layer on one GPU: TFLOP/s over the batch, a pair of columns for every type."""
+    rows = load("astero.json")
+    if not rows:
+        return ""
+    types = sorted({row["compute"] for row in rows}, reverse=True)
+    heads = []
+    for compute in types:
+        heads += [f"{'FP8' if compute == 'fp8' else compute}: time µs", "floor / time", "TFLOP/s", "weights TB/s"]
+    by_tokens = {}
+    for row in rows:
+        by_tokens.setdefault(row["tokens_per_rank"], {})[row["compute"]] = row
+    lines = [
+        f"**DeepSeek-V3's whole layer on one GPU** (H {rows[0]['hidden']}, I {rows[0]['intermediate']}, "
+        f"{rows[0]['experts']} experts, top-{rows[0]['top_k']}, one shared expert): gate, quantisation and combine "
+        "included.",
+        "",
+        "| tokens | " + " | ".join(heads) + " |",
+        "|---" * (len(heads) + 1) + "|",
+    ]
+    for tokens, found in sorted(by_tokens.items()):
+        cells = []
+        for compute in types:
+            row = found.get(compute)
+            cells += ["–"] * 4 if row is None else [microseconds(row["median_us"]), *rate_cells(row)]
+        lines.append(f"| {tokens} | " + " | ".join(cells) + " |")
+    return "\n".join(lines + ["", gpu_provenance(rows)])
+
+
 def published(row, ranks):
     """{rival: us} of what others publish of the row's layer and tokens on so many GPUs."""
     found = {}
@@ -484,6 +556,8 @@ def main():
         ),
         "one_gpu_fp8_more": gpu_table("one_gpu_fp8_more", "One H200, FP8, four models with fewer and larger experts."),
         "products": products_table(),
+        "grouped": grouped_table(),
+        "astero": astero_table(),
         "ep_fp8": ranks_table("ep_fp8", "FP8, dispatch and combine inside the kernel."),
         "ep_bf16": ranks_table("ep_bf16", "bf16, dispatch and combine inside the kernel."),
         "ep_thesis": ranks_table("ep_thesis", "FlashDMoE's layer, bf16."),

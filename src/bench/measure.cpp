@@ -416,18 +416,6 @@ class GpuPlace : public LayerBench::Place {
   std::vector<std::unique_ptr<GpuRank>> ranks_;
 };
 
-// Chooses so many copies that a pass's weights are read again only after eight times what the L2
-// cache holds, within the limits below.
-Rotation choose_rotation(std::uint64_t touched_bytes) {
-  constexpr std::uint64_t kTimesCache = 8, kMostCopies = 16, kLeastPasses = 8;
-  const std::uint64_t cache = gpu::device_info(gpu::current_device()).l2_bytes;
-  const std::uint64_t touched = std::max<std::uint64_t>(touched_bytes, 1);
-  const std::uint64_t copies =
-      std::clamp<std::uint64_t>((kTimesCache * cache + touched - 1) / touched, 2, kMostCopies);
-  const std::uint64_t passes = (kLeastPasses + copies - 1) / copies * copies;
-  return {static_cast<int>(copies), static_cast<int>(passes)};
-}
-
 // Some tokens of a batch, evenly spread, with their results.
 struct Sample {
   Batch batch;

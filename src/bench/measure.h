@@ -9,17 +9,11 @@
 #include <vector>
 
 #include "bench/load.h"
+#include "bench/rotation.h"
 #include "run/source.h"
 #include "switchyard/layer.h"
 
 namespace switchyard::bench {
-
-// How timed passes take turns on copies of the layer. {1, 1}: one copy, and each pass is timed by
-// itself.
-struct Rotation {
-  int copies = 1;  // of the layer's weights
-  int passes = 1;  // timed together
-};
 
 struct MeasureOptions {
   Backend backend = Backend::kCpu;

@@ -49,6 +49,7 @@ BenchPlan plan_in(DType dtype) {
   BenchPlan plan;
   plan.dtype = dtype;
   plan.compute = dtype;
+  plan.dtypes = {dtype};
   return plan;
 }
 
@@ -110,6 +111,17 @@ BenchPlan ep(DType dtype) {
   return plan;
 }
 
+// AsteroMoE's end-to-end benchmark: DeepSeek-V3's whole layer on one GPU, shared expert and groups
+// included. All 256 experts are there: 22.5 GB in bf16, and there are two copies of them.
+BenchPlan astero() {
+  BenchPlan plan = plan_in(DType::kF8E4M3);
+  plan.dtypes = {DType::kF8E4M3, DType::kBF16};
+  plan.layers.push_back(bench_layer("deepseek-v3"));
+  for (std::int64_t tokens = 1; tokens <= 32768; tokens *= 2) plan.tokens.push_back(tokens);
+  plan.betas = {1};
+  return plan;
+}
+
 struct Suite {
   const char* name;
   BenchPlan (*plan)();
@@ -119,6 +131,7 @@ constexpr Suite kSuites[] = {
     {"one_gpu_thesis", one_gpu_thesis},
     {"one_gpu_fp8", [] { return one_gpu(DType::kF8E4M3); }},
     {"one_gpu_fp8_more", one_gpu_fp8_more},
+    {"astero", astero},
     {"ep_fp8", [] { return ep(DType::kF8E4M3); }},
     {"ep_bf16", [] { return ep(DType::kBF16); }},
     {"ep_thesis", [] { return over_ranks(thesis()); }},
@@ -154,8 +167,8 @@ BenchPlan bench_suite(std::string_view name) {
     return plan;
   }
   throw Error(ErrorCode::kInvalidArgument,
-              fmt::format("--suite is '{}'; the suites are {}", printable(name),
-                          join(bench_suite_names(), ", ")));
+              fmt::format("--suite is '{}'; the suites are {}, {}", printable(name),
+                          join(bench_suite_names(), ", "), kGroupedSuite));
 }
 
 }  // namespace switchyard::bench

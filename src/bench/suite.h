@@ -24,6 +24,10 @@ struct BenchPlan {
   bool given_routing = false;  // the gate is not timed
   DType dtype = DType::kBF16;  // of the expert weights
   DType compute = DType::kBF16;
+  // A suite's types, both of weights and of arithmetic, which it is measured in one after the
+  // other. `dtype` and `compute` are those of the first. A plan of no suite has one, and any
+  // `compute`.
+  std::vector<DType> dtypes;
   std::vector<BenchLayer> layers;
   std::vector<std::int64_t> tokens;
   std::vector<double> betas;
@@ -44,14 +48,19 @@ inline constexpr RoutedAlone kRoutedAlone[] = {{"v4-flash-routed", "deepseek-v4-
                                                {"v3-routed", "deepseek-v3"},
                                                {"glm-5-routed", "glm-5"}};
 
+// The name of the suite of GroupedGemm alone, which is no plan of layers: see bench/grouped.h.
+inline constexpr std::string_view kGroupedSuite = "grouped";
+
 // Returns a layer of the model table, kDeepseekRank, or one of kRoutedAlone. Throws
 // Error{kInvalidArgument} for unknown names and for layers whose experts do not come from the
 // activations (hash routing).
 BenchLayer bench_layer(std::string_view model, const ConfigOverrides& overrides = {});
 
+// The suites of layers.
 const std::vector<std::string>& bench_suite_names();
 
-// Returns a suite by name. Throws Error{kInvalidArgument} naming the suites that there are.
+// Returns a suite of layers by name. Throws Error{kInvalidArgument} naming the suites that there
+// are.
 BenchPlan bench_suite(std::string_view name);
 
 }  // namespace switchyard::bench

@@ -18,6 +18,7 @@
 #include "base/numbers.h"
 #include "base/printable.h"
 #include "bench/session.h"
+#include "cli/bench_grouped.h"
 #include "cli/bench_report.h"
 #include "cli/commands.h"
 #include "cli/format.h"
@@ -45,6 +46,11 @@ struct BenchOptions {
   std::uint64_t seed = 0;
   bool quick = false;
 
+  // Of the suite grouped.
+  int n = 0, k = 0;
+  std::vector<std::int64_t> rows;
+  bool swiglu = false;
+
   std::optional<Backend> backend;
   std::optional<int> ranks;
   MeasureOptions measure;
@@ -66,6 +72,9 @@ constexpr const char* kExamples = R"(Examples:
   switchyard bench --suite one_gpu_bf16 --against torch --json results/one_gpu_bf16.json
   switchyard bench --suite one_gpu_bf16 --model olmoe,qwen3-30b --tokens 1,8 --verify
   switchyard bench --model mixtral-8x7b --tokens 64,256 --balancedness 1,0.7 --dtype fp8
+  switchyard bench --suite astero --dtype fp8 --json results/astero.json
+  switchyard bench --suite grouped --rows 4,64,512 --balancedness 0.9
+  switchyard bench --suite grouped --experts 16 --n 4096 --k 2048 --rows 32 --swiglu
   switchyard bench --suite ep_fp8 --model v3-routed --tokens 8,512,4096 --ranks 2 --json ep.json
 
 Each point is one layer with random weights, gate included. On a GPU its device's clock counts, for
@@ -86,6 +95,10 @@ GPU, measure them and give them in a file with --machine-facts; without it, rows
              "bf16_tflop_per_s": {...}, "fp8_tflop_per_s": {...},
              "ranks_launch_us": {...}, "nvlink_gb_per_s": {...}}}
 The last two are for --ranks; the arithmetic that is not measured may be left out, too.
+
+--suite grouped times GroupedGemm alone: [rows, K] of tokens and a matrix [N, K] of each expert.
+Rows are equal for all experts or, with --balancedness, as a random router of that balancedness
+deals them. Some rows of every point are compared with fp64 before it is timed. 'roof' is F / time.
 
 With --ranks, each rank has tokens of its own and its share of the experts, and the slowest rank's
 time counts. F is that of the most loaded GPU, with a launch that includes a signal to another rank
@@ -168,10 +181,16 @@ std::vector<std::string> layers_beside_the_table() {
   return names;
 }
 
+std::vector<std::string> suite_names() {
+  std::vector<std::string> names = bench::bench_suite_names();
+  names.emplace_back(bench::kGroupedSuite);
+  return names;
+}
+
 void add_point_options(Command& command, BenchOptions& o) {
   command.heading("Points");
   command.add_text("--suite", o.suite, "NAME",
-                   list_help("Measure the points of", bench::bench_suite_names(), "or"));
+                   list_help("Measure the points of", suite_names(), "or"));
   add_names(command, "--model", o.models,
             list_help("Layers of these models: those of 'switchyard models',",
                       layers_beside_the_table(), "and"));
@@ -186,6 +205,14 @@ void add_point_options(Command& command, BenchOptions& o) {
   command.add_whole("--seed", o.seed, 0, std::numeric_limits<std::int64_t>::max(),
                     "Of weights and activations (default 0)");
   command.add_flag("--quick", o.quick, "Only 8 and 512 tokens, 20 passes each");
+
+  command.heading("Points of --suite grouped");
+  command.add_whole("--n", o.n, 1, 1 << 23,
+                    "With --experts and --k one shape, not the suite's: rows of a matrix");
+  command.add_whole("--k", o.k, 1, 1 << 23, "Its columns");
+  add_wholes(command, "--rows", o.rows, 1 << 20,
+             "Rows of tokens per expert (default the suite's, or 4,16,64,128,512)");
+  command.add_flag("--swiglu", o.swiglu, "SwiGLU behind the product, or only such points");
 }
 
 void add_measure_options(Command& command, BenchOptions& o) {
@@ -289,11 +316,16 @@ void keep(std::vector<T>& all, const std::vector<T>& wanted, const std::string& 
   all = wanted;
 }
 
-void require_same(const char* option, const std::optional<DType>& given, DType suites,
-                  const std::string& suite) {
-  if (!given || *given == suites) return;
+// Leaves those of the suite's types that were asked for, of weights or of arithmetic.
+void keep_type(const char* option, const std::optional<DType>& given, BenchPlan& plan) {
+  if (!given) return;
+  std::vector<std::string> names;
+  for (const DType dtype : plan.dtypes) names.emplace_back(short_name(dtype));
+  if (std::erase_if(plan.dtypes, [&](DType dtype) { return dtype != *given; }) < names.size()) {
+    return;
+  }
   refuse(fmt::format("{} is {}, but the suite {} is measured in {}; leave it out, or give --model",
-                     option, short_name(*given), suite, short_name(suites)));
+                     option, short_name(*given), plan.suite, join(names, ", ")));
 }
 
 BenchPlan suite_plan(const BenchOptions& o) {
@@ -303,8 +335,9 @@ BenchPlan suite_plan(const BenchOptions& o) {
         "is");
   }
   BenchPlan plan = bench::bench_suite(o.suite);
-  require_same("--dtype", o.dtype, plan.dtype, o.suite);
-  require_same("--compute", o.compute, plan.compute, o.suite);
+  keep_type("--dtype", o.dtype, plan);
+  keep_type("--compute", o.compute, plan);
+  plan.dtype = plan.compute = plan.dtypes.front();
   std::vector<std::string> models;
   for (const BenchLayer& layer : plan.layers) {
     if (std::find(models.begin(), models.end(), layer.model) == models.end()) {
@@ -337,11 +370,12 @@ void choose_types(const BenchOptions& o, BenchPlan& plan) {
 BenchPlan model_plan(const BenchOptions& o) {
   if (o.models.empty()) {
     refuse(fmt::format("there is nothing to measure; give --suite ({}) or --model",
-                       join(bench::bench_suite_names(), ", ")));
+                       join(suite_names(), ", ")));
   }
   BenchPlan plan;
   plan.suite = "custom";
   choose_types(o, plan);
+  plan.dtypes = {plan.dtype};
   for (const std::string& model : o.models)
     plan.layers.push_back(bench::bench_layer(model, o.overrides));
   plan.tokens =
@@ -543,7 +577,101 @@ void print_end(const std::vector<Row>& rows, bool with_rival) {
   for (const std::string& line : summary_text(rows)) fmt::print("{}\n", line);
 }
 
+// --suite grouped: GroupedGemm alone. Layers' options would change nothing there.
+void require_grouped(const BenchOptions& o) {
+  const std::pair<const char*, bool> of_layers[] = {
+      {"--model", !o.models.empty()},
+      {"--top-k", o.overrides.top_k > 0},
+      {"--hidden", o.overrides.hidden > 0},
+      {"--intermediate", o.overrides.intermediate > 0},
+      {"--tokens", !o.tokens.empty()},
+      {"--compute", o.compute.has_value()},
+      {"--ranks", o.ranks.has_value()},
+      {"--reserved-sms", o.measure.reserved_sms.has_value()},
+      {"--uncooperative", o.measure.uncooperative},
+      {"--traced", o.measure.traced},
+      {"--given-routing", o.measure.given_routing},
+      {"--gated", o.gated},
+      {"--against", !o.against.empty()},
+      {"--keep-rival", o.keep_rival}};
+  for (const auto& [name, given] : of_layers) {
+    if (given) refuse(fmt::format("{} is for layers, not for --suite grouped; leave it out", name));
+  }
+  if (o.measure.verify) {
+    refuse("--suite grouped compares every point with fp64 as it is; leave out --verify");
+  }
+  const int sizes = (o.overrides.num_experts > 0) + (o.n > 0) + (o.k > 0);
+  if (sizes % 3 != 0) {
+    refuse(
+        fmt::format("--experts, --n and --k are one shape, but only {} of them {} given; give "
+                    "all of them, or none for the suite's",
+                    sizes, sizes == 1 ? "is" : "are"));
+  }
+  if (o.swiglu && o.n % 2 != 0) {
+    refuse(fmt::format("--n is {}, but half of a gated product is gate; give an even one", o.n));
+  }
+}
+
+// Leaves the points that the options name.
+std::vector<bench::GroupedPoint> grouped_points(const BenchOptions& o) {
+  if (o.n > 0) {
+    const std::vector<std::int64_t> rows =
+        o.rows.empty() ? std::vector<std::int64_t>{4, 16, 64, 128, 512} : o.rows;
+    return bench::with_balancedness(
+        bench::grouped_points_of({o.overrides.num_experts, o.n, o.k, rows, o.swiglu}), o.betas);
+  }
+  std::vector<bench::GroupedPoint> points = bench::grouped_suite();
+  std::vector<std::int64_t> all;
+  for (const bench::GroupedPoint& point : points) {
+    if (std::find(all.begin(), all.end(), point.rows) == all.end()) all.push_back(point.rows);
+  }
+  std::sort(all.begin(), all.end());
+  std::vector<std::int64_t> kept = all;
+  keep(kept, o.rows.empty() && o.quick ? std::vector<std::int64_t>{64, 512} : o.rows, "--rows",
+       o.suite);
+  std::erase_if(points, [&](const bench::GroupedPoint& point) {
+    return std::find(kept.begin(), kept.end(), point.rows) == kept.end() ||
+           (o.swiglu && !point.swiglu);
+  });
+  if (points.empty()) {
+    refuse(fmt::format("--swiglu leaves no point of --rows {}; leave one of them out",
+                       join(kept, ", ")));
+  }
+  return bench::with_balancedness(points, o.betas);
+}
+
+int run_grouped(BenchOptions options) {
+  require_grouped(options);
+  const std::vector<bench::GroupedPoint> points = grouped_points(options);
+  if (options.only_graph && options.no_graph) {
+    refuse("--graph and --no-graph leave nothing to time; both are timed without either");
+  }
+  const std::filesystem::path json =
+      options.json.empty() ? std::filesystem::path() : output_file("--json", options.json);
+  if (!json.empty()) results::require_mergeable_grouped(json);
+  options.measure.backend = choose_backend(options, 1);
+  require_backend(options);
+  bench::GroupedOptions grouped;
+  grouped.backend = options.measure.backend;
+  grouped.dtype = options.dtype.value_or(DType::kBF16);
+  grouped.repeat = options.quick && options.measure.repeat == 0 ? 20 : options.measure.repeat;
+  grouped.graph = !options.no_graph;
+  grouped.no_graph = !options.only_graph;
+  grouped.cold = options.measure.cold;
+  grouped.seed = options.seed;
+  grouped.commit = options.commit;
+  grouped.command = options.command;
+  if (!options.machine_facts.empty()) {
+    grouped.facts = machine::read_gpu_facts(options.machine_facts);
+  }
+  return print_grouped(grouped, points, json);
+}
+
 int run(BenchOptions options) {
+  if (options.suite == bench::kGroupedSuite) return run_grouped(std::move(options));
+  if (options.n > 0 || options.k > 0 || !options.rows.empty() || options.swiglu) {
+    refuse("--rows, --n, --k and --swiglu are for --suite grouped; leave them out");
+  }
   bench::SessionOptions session_options;
   const BenchPlan plan = make_plan(options);
   require_consistent(options, plan);
@@ -560,19 +688,26 @@ int run(BenchOptions options) {
   }
   options.measure.graph = !options.no_graph;
   options.measure.no_graph = !options.only_graph;
-  session_options.plan = plan;
   session_options.measure = options.measure;
   session_options.seed = options.seed;
   session_options.commit = options.commit;
   session_options.command = options.command;
   if (!options.against.empty()) session_options.torch = options.torch;
 
-  Printer printer(json, options.keep_rival);
-  bench::Session session(std::move(session_options), printer);
-  print_head(session, plan, options.measure.given_routing);
-  const std::vector<Row> rows = session.run();
-  print_end(rows, printer.rival_begun());
-  return printer.failed_any() ? kExitVerification : kExitOk;
+  bool failed = false;
+  for (const DType dtype : plan.dtypes) {
+    session_options.plan = plan;
+    session_options.plan.dtype = dtype;
+    if (plan.dtypes.size() > 1) session_options.plan.compute = dtype;
+    Printer printer(json, options.keep_rival);
+    bench::Session session(session_options, printer);
+    if (dtype != plan.dtypes.front()) fmt::print("\n");
+    print_head(session, session_options.plan, options.measure.given_routing);
+    const std::vector<Row> rows = session.run();
+    print_end(rows, printer.rival_begun());
+    failed = failed || printer.failed_any();
+  }
+  return failed ? kExitVerification : kExitOk;
 }
 
 }  // namespace

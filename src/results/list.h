@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "results/fields.h"
+#include "results/grouped_row.h"
 #include "results/row.h"
 
 namespace switchyard::results {
@@ -12,5 +13,7 @@ namespace switchyard::results {
 // Returns the rows of a file, which may have none. Throws what parse_rows() throws. `remedy` says
 // which file to give instead if this one is of another kind.
 std::vector<Row> rows_of(const Json& file, const std::string& source, const char* remedy);
+std::vector<GroupedRow> grouped_rows_of(const Json& file, const std::string& source,
+                                        const char* remedy);
 
 }  // namespace switchyard::results

@@ -22,17 +22,23 @@ constexpr const char* kRemedy =
 struct KeptRow {
   Json json;
   std::string point;
-  std::optional<Rival> rival;
+  std::optional<Rival> rival;  // of layers
 };
 
-std::vector<KeptRow> read_kept(const fs::path& file) {
+KeptRow kept_row(Json json, const Row& row) { return {std::move(json), point_of(row), row.rival}; }
+KeptRow kept_row(Json json, const GroupedRow& row) { return {std::move(json), point_of(row), {}}; }
+
+template <typename RowType>
+std::vector<KeptRow> read_kept(const fs::path& file,
+                               std::vector<RowType> (*rows_of_list)(const Json&, const std::string&,
+                                                                    const char*)) {
   if (is_absent(file)) return {};
   const std::string source = file.string();
   Json list = parse(read_text(file, kMostFileBytes), source, kRemedy);
-  const std::vector<Row> rows = rows_of(list, source, kRemedy);
+  const std::vector<RowType> rows = rows_of_list(list, source, kRemedy);
   std::vector<KeptRow> kept;
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    kept.push_back({std::move(list.elements()[i]), point_of(rows[i]), rows[i].rival});
+    kept.push_back(kept_row(std::move(list.elements()[i]), rows[i]));
   }
   return kept;
 }
@@ -63,24 +69,43 @@ class DirectoryLock {
   UniqueFd fd_;
 };
 
+// Replaces the row of the same point, or appends.
+void put_row(std::vector<KeptRow>& all, KeptRow row) {
+  const auto same = std::find_if(all.begin(), all.end(),
+                                 [&](const KeptRow& old) { return old.point == row.point; });
+  if (same == all.end()) {
+    all.push_back(std::move(row));
+  } else {
+    *same = std::move(row);
+  }
+}
+
+std::optional<Rival> rival_of(const std::vector<KeptRow>& all, const std::string& point) {
+  for (const KeptRow& row : all) {
+    if (row.point == point) return row.rival;
+  }
+  return {};
+}
+
 }  // namespace
 
-void require_mergeable(const fs::path& file) { read_kept(file); }
+void require_mergeable(const fs::path& file) { read_kept(file, rows_of); }
+void require_mergeable_grouped(const fs::path& file) { read_kept(file, grouped_rows_of); }
 
 void merge_rows(const fs::path& file, std::span<const Row> rows, bool keep_rival) {
   const DirectoryLock lock(fs::absolute(file).parent_path());
-  std::vector<KeptRow> all = read_kept(file);
+  std::vector<KeptRow> all = read_kept(file, rows_of);
   for (Row row : rows) {
-    const std::string point = point_of(row);
-    const auto same = std::find_if(all.begin(), all.end(),
-                                   [&](const KeptRow& old) { return old.point == point; });
-    if (same == all.end()) {
-      all.push_back({to_json(row), point, row.rival});
-      continue;
-    }
-    if (keep_rival && !row.rival) row.rival = same->rival;
-    *same = {to_json(row), point, row.rival};
+    if (keep_rival && !row.rival) row.rival = rival_of(all, point_of(row));
+    put_row(all, kept_row(to_json(row), row));
   }
+  write_whole(file, text_of(all));
+}
+
+void merge_rows(const fs::path& file, std::span<const GroupedRow> rows) {
+  const DirectoryLock lock(fs::absolute(file).parent_path());
+  std::vector<KeptRow> all = read_kept(file, grouped_rows_of);
+  for (const GroupedRow& row : rows) put_row(all, kept_row(to_json(row), row));
   write_whole(file, text_of(all));
 }
 

@@ -2,31 +2,19 @@
 
 #include <fmt/core.h>
 
-#include <cmath>
 #include <map>
 
 #include "base/printable.h"
 #include "base/read_file.h"
 #include "results/fields.h"
 #include "results/list.h"
+#include "results/visitors.h"
 #include "switchyard/error.h"
 
 namespace switchyard::results {
 namespace {
 
 constexpr const char* kRowsRemedy = "give files that 'switchyard bench --json' wrote";
-
-constexpr Remedies remedies_of(const char* remedy) {
-  return {remedy, "give files that 'switchyard bench --json' wrote, or measure the point again",
-          "measure the point again with 'switchyard bench --json'"};
-}
-
-double rounded(double value, int digits) {
-  const double scale = std::pow(10.0, digits);
-  return std::round(value * scale) / scale;
-}
-// Events resolve half a microsecond or worse; more digits only make the files longer.
-double hundredths(double value) { return rounded(value, 2); }
 
 // Visits all fields of a row, in the order of a file. Reading and writing share this list. RowType
 // is Row for reading, and const Row for writing.
@@ -70,85 +58,28 @@ void visit(RowType& row, Visitor&& field) {
   field.times("times_us_no_graph", row.times_us_no_graph);
 }
 
-class Writer {
+class Writer : public FieldWriter {
  public:
-  explicit Writer(Json& json) : json_(json) {}
+  using FieldWriter::FieldWriter;
 
-  void text(const char* field, const std::string& value) { json_[field] = value; }
-  void text_if_any(const char* field, const std::string& value) {
-    if (!value.empty()) json_[field] = value;
-  }
-  void count(const char* field, std::int64_t value) { json_[field] = value; }
-  void share(const char* field, double value) { json_[field] = value; }
-  void time(const char* field, double value) { json_[field] = hundredths(value); }
-  void amount(const char* field, double value) { json_[field] = static_cast<std::uint64_t>(value); }
-
-  void time(const char* field, const std::optional<double>& value) {
-    json_[field] = value ? Json(hundredths(*value)) : Json();
-  }
-  void share(const char* field, const std::optional<double>& value) {
-    json_[field] = value ? Json(rounded(*value, 4)) : Json();
-  }
-  void whole(const char* field, const std::optional<std::int64_t>& value) { json_[field] = value; }
-  void error(const char* field, const std::optional<double>& value) { json_[field] = value; }
   void rival(const std::optional<Rival>& rival) {
-    json_["rival"] = rival ? Json(rival->name) : Json();
+    put("rival", rival ? Json(rival->name) : Json());
     time("rival_us", rival ? std::optional(rival->median_us) : std::nullopt);
     time("rival_p10_us", rival ? rival->p10_us : std::nullopt);
     time("rival_p90_us", rival ? rival->p90_us : std::nullopt);
   }
-  void quantiles(const char* field, const std::vector<double>& values) {
-    json_[field] = nullptr;
-    for (const double value : values) json_[field].push_back(rounded(value, 3));
-  }
-  void times(const char* field, const std::vector<double>& values) {
-    for (const double value : values) json_[field].push_back(hundredths(value));
-  }
-
- private:
-  Json& json_;
 };
 
-class Reader {
+class Reader : public FieldFiller {
  public:
-  explicit Reader(const FieldReader& from) : from_(from) {}
+  using FieldFiller::FieldFiller;
 
-  void text(const char* field, std::string& value) { value = from_.text(field); }
-  void text_if_any(const char* field, std::string& value) {
-    if (from_.present(field)) value = from_.text(field);
-  }
-  void count(const char* field, std::int64_t& value) { value = from_.count(field); }
-  void share(const char* field, double& value) { value = from_.share(field); }
-  void time(const char* field, double& value) { value = from_.microseconds(field); }
-  void amount(const char* field, double& value) { value = from_.whole(field); }
-
-  void time(const char* field, std::optional<double>& value) {
-    if (from_.present(field)) value = from_.microseconds(field);
-  }
-  void share(const char* field, std::optional<double>& value) {
-    if (from_.present(field)) value = from_.share(field);
-  }
-  void whole(const char* field, std::optional<std::int64_t>& value) {
-    if (from_.present(field)) value = static_cast<std::int64_t>(from_.whole(field));
-  }
-  void error(const char* field, std::optional<double>& value) {
-    if (from_.present(field)) value = from_.at_least_zero(field);
-  }
   void rival(std::optional<Rival>& value) {
-    if (!from_.present("rival") && !from_.present("rival_us")) return;
-    value = Rival{from_.text("rival"), from_.microseconds("rival_us"), {}, {}};
+    if (!from().present("rival") && !from().present("rival_us")) return;
+    value = Rival{from().text("rival"), from().microseconds("rival_us"), {}, {}};
     time("rival_p10_us", value->p10_us);
     time("rival_p90_us", value->p90_us);
   }
-  void quantiles(const char* field, std::vector<double>& values) {
-    if (from_.present(field)) values = from_.quantiles(field);
-  }
-  void times(const char* field, std::vector<double>& values) {
-    if (from_.present(field)) values = from_.all_microseconds(field);
-  }
-
- private:
-  const FieldReader& from_;
 };
 
 Row row_of(const Json& json, const std::string& source, std::size_t number,
@@ -156,12 +87,7 @@ Row row_of(const Json& json, const std::string& source, std::size_t number,
   const FieldReader read(json, source, number, remedies);
   Row row;
   visit(row, Reader(read));
-  if (row.p10_us > row.median_us) {
-    read.refuse("p10_us", fmt::format("at most the median, {}", row.median_us));
-  }
-  if (row.p90_us < row.median_us) {
-    read.refuse("p90_us", fmt::format("at least the median, {}", row.median_us));
-  }
+  require_ordered(read, row.p10_us, row.median_us, row.p90_us);
   return row;
 }
 
@@ -197,6 +123,9 @@ std::vector<Row> rows_of(const Json& file, const std::string& source, const char
     refuse_file(source, "is a trace", "give it with --trace, beside files of rows");
   }
   const Remedies remedies = remedies_of(remedy);
+  if (!file.elements().empty() && file.elements().front().contains("implementation")) {
+    refuse_file(source, "has rows of the grouped GEMM, which are no layers", remedy);
+  }
   std::vector<Row> rows;
   for (const Json& element : file.elements()) {
     rows.push_back(row_of(element, source, rows.size() + 1, remedies));

@@ -44,7 +44,7 @@ TEST(BenchSuite, GridsOfTheirIssue) {
     EXPECT_EQ(plan.suite, name);
     for (const BenchLayer& layer : plan.layers) {
       EXPECT_NO_THROW(validate(layer.spec));
-      if (plan.over_ranks) continue;
+      if (plan.over_ranks || layer.spec.shared_intermediate > 0) continue;
       EXPECT_EQ(torch_refusal(layer.spec, plan.compute), "") << layer.model;
     }
   }
@@ -66,6 +66,26 @@ TEST(BenchSuite, Fp8IsTheGridOfBf16) {
   EXPECT_EQ(models_of(fp8), models_of(bf16));
   EXPECT_EQ(fp8.tokens, bf16.tokens);
   EXPECT_EQ(fp8.betas, bf16.betas);
+}
+
+// The whole layer, in both types, over every power of two.
+TEST(BenchSuite, Astero) {
+  const BenchPlan plan = bench_suite("astero");
+  EXPECT_THAT(plan.dtypes, ElementsAre(DType::kF8E4M3, DType::kBF16));
+  EXPECT_EQ(plan.dtype, DType::kF8E4M3);
+  EXPECT_EQ(plan.compute, DType::kF8E4M3);
+  EXPECT_FALSE(plan.over_ranks);
+  EXPECT_FALSE(plan.given_routing);
+  ASSERT_EQ(plan.layers.size(), 1u);
+  const LayerSpec& spec = plan.layers[0].spec;
+  EXPECT_EQ(spec.hidden, 7168);
+  EXPECT_EQ(spec.intermediate, 2048);
+  EXPECT_EQ(spec.num_experts, 256);
+  EXPECT_EQ(spec.top_k, 8);
+  EXPECT_EQ(spec.shared_intermediate, 2048);
+  EXPECT_THAT(plan.betas, ElementsAre(1));
+  ASSERT_EQ(plan.tokens.size(), 16u);
+  for (std::size_t i = 0; i < plan.tokens.size(); ++i) EXPECT_EQ(plan.tokens[i], 1 << i);
 }
 
 TEST(BenchSuite, MoreOfFp8) {

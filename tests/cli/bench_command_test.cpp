@@ -168,6 +168,84 @@ TEST(Bench, RefusesWhatMakesNoSense) {
   expect_refused({"--model", "olmoe", "--given-routing", "--gated"}, invalid,
                  {"--given-routing", "--gated"});
   expect_refused({"--model", "olmoe", "--json", "/no/such/place.json"}, invalid, {"/no/such"});
+  expect_refused({"--suite", "astero", "--dtype", "f32"}, invalid,
+                 {"--dtype is f32", "astero is measured in fp8, bf16"});
+  expect_refused({"--suite", "astero", "--dtype", "fp8", "--compute", "bf16"}, invalid,
+                 {"--compute is bf16", "astero is measured in"});
+  expect_refused({"--suite", "astero", "--against", "torch", "--torch-script", SWITCHYARD_COMMAND},
+                 invalid, {"deepseek-v3", "shared expert"});
+}
+
+TEST(Bench, GroupedMeasuresChecksAndKeepsRows) {
+  const TemporaryDirectory directory;
+  const std::string path = (directory / "rows.json").string();
+  const Arguments grouped = {"bench",     "--suite",  "grouped", "--backend", "cpu",
+                             "--experts", "8",        "--n",     "96",        "--k",
+                             "160",       "--repeat", "3",       "--json",    path};
+  const Completed done = run_switchyard(join(grouped, {"--rows", "1,6", "--commit", "abc1234"}));
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr("GroupedGemm alone, weights and rows in bf16"));
+  nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 2u);
+  for (const nlohmann::json& row : rows) {
+    EXPECT_EQ(row["suite"], "grouped");
+    EXPECT_EQ(row["implementation"], "switchyard");
+    EXPECT_EQ(row["commit"], "abc1234");
+    EXPECT_EQ(row["activation"], "none");
+    EXPECT_EQ(row["rows"], 8 * row["rows_per_expert"].get<int>());
+    EXPECT_EQ(row["experts_hit"], 8);
+    EXPECT_EQ(row["times_us"].size(), 3u);
+    EXPECT_EQ(row["touched_bytes"], 8 * 96 * 160 * 2);
+    EXPECT_EQ(row["flops"], row["rows"].get<int>() * 2 * 96 * 160);
+    EXPECT_GT(row["error"], 0);
+    EXPECT_LE(row["error"], row["error_bound"]);
+    EXPECT_TRUE(row["floor_us"].is_null());
+    EXPECT_THAT(row["command"].get<std::string>(), Not(HasSubstr(path)));
+  }
+
+  // Points of their own: another type, an activation, rows that a router deals.
+  for (const char* dtype : {"fp8", "f32", "f16"}) {
+    const Completed other = run_switchyard(join(grouped, {"--rows", "6", "--dtype", dtype}));
+    EXPECT_EQ(other.exit_code, 0) << other.err;
+  }
+  const Completed uneven =
+      run_switchyard(join(grouped, {"--rows", "6", "--swiglu", "--balancedness", "1,0.6"}));
+  ASSERT_EQ(uneven.exit_code, 0) << uneven.err;
+  rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 7u);
+  EXPECT_EQ(rows[2]["dtype"], "fp8");
+  EXPECT_EQ(rows[2]["touched_bytes"], 8 * (96 * 160 + 2 * 4));
+  EXPECT_EQ(rows[6]["activation"], "swiglu");
+  EXPECT_EQ(rows[6]["beta"], 0.6);
+  EXPECT_LT(rows[6]["beta_reached"], rows[5]["beta_reached"]);
+  for (const nlohmann::json& row : rows) EXPECT_LE(row["error"], row["error_bound"]);
+
+  // Rows of layers are another file's.
+  expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), "invalid_file",
+                 {"grouped GEMM"});
+}
+
+TEST(Bench, GroupedRefusesWhatMakesNoSense) {
+  const std::string invalid = "invalid_argument";
+  const Arguments suite = {"--suite", "grouped", "--backend", "cpu"};
+  for (const Arguments& option :
+       {Arguments{"--model", "olmoe"}, Arguments{"--tokens", "8"}, Arguments{"--hidden", "64"},
+        Arguments{"--top-k", "2"}, Arguments{"--compute", "bf16"}, Arguments{"--ranks", "2"},
+        Arguments{"--given-routing"}, Arguments{"--traced"}, Arguments{"--against", "torch"}}) {
+    expect_refused(join(suite, option), invalid, {option[0], "for layers"});
+  }
+  expect_refused(join(suite, {"--verify"}), invalid, {"--verify"});
+  expect_refused(join(suite, {"--cold"}), invalid, {"--cold is for --backend cuda"});
+  expect_refused(join(suite, {"--n", "64"}), invalid, {"--experts, --n and --k", "only 1"});
+  expect_refused(join(suite, {"--n", "64", "--k", "64"}), invalid, {"only 2 of them are"});
+  expect_refused(join(suite, {"--experts", "2", "--n", "63", "--k", "64", "--swiglu"}), invalid,
+                 {"--n is 63", "even"});
+  expect_refused(join(suite, {"--rows", "3"}), invalid, {"has 3", "2048"});
+  expect_refused(join(suite, {"--rows", "1", "--swiglu"}), invalid, {"--swiglu leaves no point"});
+  expect_refused({"--model", "olmoe", "--rows", "4"}, invalid, {"--rows", "--suite grouped"});
+  if (gpu::device_count() == 0) {
+    expect_refused({"--suite", "grouped"}, "unsupported", {"--suite grouped needs a GPU"});
+  }
 }
 
 TEST(Bench, RefusesOptionsThatWouldDoNothing) {

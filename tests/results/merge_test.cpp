@@ -8,6 +8,7 @@
 #include "base/parsed.h"
 #include "model/temporary_directory.h"
 #include "results/example_row.h"
+#include "results/grouped_row.h"
 #include "results/row.h"
 #include "switchyard/error.h"
 
@@ -239,6 +240,81 @@ TEST(ResultRows, AreReadAsTheyWereWritten) {
   EXPECT_EQ(parsed(to_json(again)), json);
   EXPECT_EQ(point_of(again), point_of(row));
   EXPECT_EQ(json.size(), 39u);  // every field of Row, its rival as four
+}
+
+GroupedRow grouped_row(const std::string& implementation, double median_us) {
+  GroupedRow row;
+  row.suite = "grouped";
+  row.machine = "a machine";
+  row.commit = "abc1234";
+  row.command = "switchyard bench --suite grouped";
+  row.implementation = implementation;
+  row.experts = 32;
+  row.n = 4096;
+  row.k = 7168;
+  row.rows_per_expert = 4;
+  row.dtype = row.compute = "bf16";
+  row.rows = 128;
+  row.median_us = median_us;
+  row.p10_us = median_us - 1;
+  row.p90_us = median_us + 1;
+  row.repeats = 3;
+  row.touched_bytes = 1000;
+  row.flops = 2000;
+  row.times_us = {median_us - 1, median_us, median_us + 1};
+  return row;
+}
+
+TEST(GroupedRows, MergeByPointAndImplementation) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "rows.json";
+  GroupedRow drawn = grouped_row("switchyard", 30);
+  drawn.beta = 0.9;
+  GroupedRow gated = grouped_row("switchyard", 40);
+  gated.activation = "swiglu";
+  merge_rows(path, std::vector{grouped_row("switchyard", 10), grouped_row("torch", 20), drawn});
+  merge_rows(path, std::vector{grouped_row("switchyard", 9), gated});
+  const nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 4u);
+  EXPECT_EQ(rows[0]["median_us"], 9);
+  EXPECT_EQ(rows[1]["implementation"], "torch");
+  EXPECT_EQ(rows[1]["median_us"], 20);
+  EXPECT_EQ(rows[2]["beta"], 0.9);
+  EXPECT_EQ(rows[3]["activation"], "swiglu");
+}
+
+TEST(GroupedRows, AreReadAsTheyWereWritten) {
+  GroupedRow row = grouped_row("switchyard", 10);
+  row.beta = 0.9;
+  row.beta_reached = 0.8987;
+  row.experts_hit = 31;
+  row.floor_us = 9.5;
+  row.median_us_no_graph = 12;
+  row.rotation_copies = 2;
+  row.rotation_passes = 8;
+  row.error = 0.001;
+  row.error_bound = 0.004;
+  row.times_us_no_graph = {12, 12, 12};
+  const nlohmann::ordered_json json = parsed(to_json(row));
+  const GroupedRow again =
+      parse_grouped_rows(nlohmann::ordered_json::array({json}).dump(), "rows.json").at(0);
+  EXPECT_EQ(parsed(to_json(again)), json);
+  EXPECT_EQ(point_of(again), point_of(row));
+  EXPECT_EQ(json.size(), 30u);  // every field of GroupedRow
+  EXPECT_DOUBLE_EQ(*again.share_of_roof(), 0.95);
+}
+
+TEST(GroupedRows, AndRowsOfLayersAreNotTakenForEachOther) {
+  const TemporaryDirectory directory;
+  merge_rows(directory / "grouped.json", std::vector{grouped_row("switchyard", 10)});
+  merge_rows(directory / "layers.json", std::vector{example_row(8, 10)}, false);
+  EXPECT_THROW(require_mergeable(directory / "grouped.json"), Error);
+  EXPECT_THROW(require_mergeable_grouped(directory / "layers.json"), Error);
+  EXPECT_NO_THROW(require_mergeable_grouped(directory / "grouped.json"));
+  GroupedRow wrong = grouped_row("switchyard", 10);
+  wrong.p10_us = 11;
+  const std::string text = nlohmann::ordered_json::array({parsed(to_json(wrong))}).dump();
+  EXPECT_THROW(parse_grouped_rows(text, "rows.json"), Error);
 }
 
 // The files of this repository, which were written by earlier versions.

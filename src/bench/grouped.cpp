@@ -1,0 +1,487 @@
+#include "bench/grouped.h"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "base/convert.h"
+#include "base/names.h"
+#include "bench/grouped_operands.h"
+#include "bench/load.h"
+#include "bench/measure.h"
+#include "bench/rotation.h"
+#include "gpu/device.h"
+#include "machine/description.h"
+#include "switchyard/error.h"
+#include "switchyard/grouped_gemm.h"
+#include "switchyard/routing.h"
+
+namespace switchyard::bench {
+namespace {
+
+constexpr std::uint8_t kPoison = 0xff;  // NaN in every floating type
+constexpr int kWarmUps = 3;
+constexpr int kPilotRepeats = 5;
+
+GroupedGemmSpec spec_of(const GroupedOperands& operands, bool swiglu) {
+  GroupedGemmSpec spec;
+  spec.num_experts = operands.experts;
+  spec.n = operands.n;
+  spec.k = operands.k;
+  if (swiglu) spec.epilogue = Activation{ActivationKind::kSilu, true};
+  return spec;
+}
+
+// One GroupedGemm with its operands in place, and the timing of its calls.
+class Place {
+ public:
+  virtual ~Place() = default;
+  // Sets the rows of the calls that follow.
+  virtual void set_ends(const std::vector<std::int32_t>& ends) = 0;
+  virtual void poison_output() = 0;
+  virtual void run_once() = 0;
+  virtual void set_rotation(const Rotation& rotation) = 0;
+  // These time `repeat` repetitions and return the microseconds per call of each.
+  virtual std::vector<double> time(int repeat) = 0;
+  virtual std::vector<double> time_graph(int repeat) = 0;
+  virtual bool has_graphs() const = 0;
+  // The output of the last call, packed.
+  virtual std::vector<std::byte> download() = 0;
+};
+
+std::size_t output_bytes(const GroupedOperands& operands, const GroupedGemmSpec& spec,
+                         std::int64_t rows) {
+  return static_cast<std::size_t>(rows) * static_cast<std::size_t>(spec.output_columns()) *
+         size_of(operands.output_dtype());
+}
+
+GroupedGemm make_gemm(const GroupedOperands& operands, const GroupedOperands::Addresses& at,
+                      bool swiglu, Backend backend) {
+  GroupedGemmWeights weights;
+  weights.matrices = operands.matrices(at);
+  GroupedGemmOptions options;
+  options.backend = backend;
+  options.max_rows = static_cast<int>(operands.rows);
+  return {spec_of(operands, swiglu), weights, options};
+}
+
+class HostPlace : public Place {
+ public:
+  HostPlace(const GroupedOperands& operands, bool swiglu)
+      : operands_(operands), gemm_(make_gemm(operands, operands.here(), swiglu, Backend::kCpu)) {}
+
+  void set_ends(const std::vector<std::int32_t>& ends) override {
+    ends_ = ends;
+    output_.resize(output_bytes(operands_, gemm_.spec(), ends.back()));
+  }
+  void poison_output() override { std::fill(output_.begin(), output_.end(), std::byte{kPoison}); }
+  void run_once() override {
+    GroupedInput input;
+    input.x = operands_.first_rows(operands_.here(), ends_.back());
+    input.ends = ends_;
+    GroupedOutput output;
+    output.data = output_.data();
+    output.dtype = operands_.output_dtype();
+    gemm_.run(input, output);
+  }
+  void set_rotation(const Rotation&) override {}
+  std::vector<double> time(int repeat) override {
+    using Clock = std::chrono::steady_clock;
+    std::vector<double> times;
+    for (int i = 0; i < repeat; ++i) {
+      const Clock::time_point begin = Clock::now();
+      run_once();
+      times.push_back(std::chrono::duration<double, std::micro>(Clock::now() - begin).count());
+    }
+    return times;
+  }
+  std::vector<double> time_graph(int) override { return {}; }
+  bool has_graphs() const override { return false; }
+  std::vector<std::byte> download() override { return output_; }
+
+ private:
+  const GroupedOperands& operands_;
+  GroupedGemm gemm_;
+  std::vector<std::int32_t> ends_;
+  std::vector<std::byte> output_;
+};
+
+gpu::DeviceBuffer uploaded(const void* data, std::size_t bytes) {
+  gpu::DeviceBuffer buffer(bytes);
+  if (bytes > 0) buffer.upload(data, bytes);
+  return buffer;
+}
+
+const float* floats(const gpu::DeviceBuffer& buffer) {
+  return reinterpret_cast<const float*>(buffer.data());
+}
+
+// One copy of the weights on the current device, which its operator uses where they are.
+struct GpuCopy {
+  gpu::DeviceBuffer weights, scales;
+  GroupedGemm gemm;
+
+  GpuCopy(const GroupedOperands& operands, bool swiglu)
+      : weights(uploaded(operands.weights.data(), operands.weights.size())),
+        scales(
+            uploaded(operands.weight_scales.data(), operands.weight_scales.size() * sizeof(float))),
+        gemm(make_gemm(operands, {weights.data(), nullptr, floats(scales), nullptr}, swiglu,
+                       Backend::kCuda)) {}
+};
+
+class GpuPlace : public Place {
+ public:
+  GpuPlace(const GroupedOperands& operands, bool swiglu)
+      : operands_(operands),
+        swiglu_(swiglu),
+        x_(uploaded(operands.x.data(), operands.x.size())),
+        x_scales_(uploaded(operands.x_scales.data(), operands.x_scales.size() * sizeof(float))),
+        ends_(static_cast<std::size_t>(operands.experts) * sizeof(std::int32_t)),
+        output_(output_bytes(operands, spec_of(operands, swiglu), operands.rows)) {
+    add_copies(1);
+    gpu::flush_l2(stream_);  // the first one allocates
+    stream_.synchronize();
+  }
+
+  void set_ends(const std::vector<std::int32_t>& ends) override {
+    stream_.synchronize();
+    graph_.reset();
+    ends_.upload(ends.data(), ends.size() * sizeof(std::int32_t));
+    rows_ = ends.back();
+  }
+  void poison_output() override { output_.fill(kPoison, stream_); }
+  void run_once() override {
+    run(0);
+    stream_.synchronize();
+  }
+  void set_rotation(const Rotation& rotation) override {
+    graph_.reset();
+    rotation_ = rotation;
+    add_copies(static_cast<std::size_t>(rotation.copies));
+  }
+  std::vector<double> time(int repeat) override {
+    return time_calls(repeat, [&] { run_calls(); });
+  }
+  std::vector<double> time_graph(int repeat) override {
+    if (!graph_) graph_ = gpu::Graph::capture(stream_, [&] { run_calls(); });
+    return time_calls(repeat, [&] { graph_->launch(stream_); });
+  }
+  bool has_graphs() const override { return true; }
+  std::vector<std::byte> download() override {
+    stream_.synchronize();
+    std::vector<std::byte> output(output_bytes(operands_, spec_of(operands_, swiglu_), rows_));
+    output_.download(output.data(), output.size());
+    return output;
+  }
+
+ private:
+  void add_copies(std::size_t count) {
+    while (copies_.size() < count) {
+      copies_.push_back(std::make_unique<GpuCopy>(operands_, swiglu_));
+    }
+  }
+  void run(std::size_t copy) {
+    GroupedInput input;
+    input.x = operands_.first_rows({nullptr, x_.data(), nullptr, floats(x_scales_)}, rows_);
+    input.ends = {ends_.data(), DType::kI32, static_cast<std::size_t>(operands_.experts)};
+    input.stream = stream_.handle();
+    GroupedOutput output;
+    output.data = output_.data();
+    output.dtype = operands_.output_dtype();
+    output.rows = rows_;
+    copies_[copy]->gemm.run(input, output);
+  }
+  void run_calls() {
+    for (int i = 0; i < rotation_.passes; ++i) run(static_cast<std::size_t>(i % rotation_.copies));
+  }
+  // Enqueues all repetitions before it waits, so that the host's time to launch is not measured.
+  // The flush keeps the device busy meanwhile.
+  std::vector<double> time_calls(int repeat, const std::function<void()>& calls) {
+    std::vector<std::pair<gpu::Event, gpu::Event>> events(static_cast<std::size_t>(repeat));
+    for (auto& [begin, end] : events) {
+      if (&begin == &events.front().first || rotation_.passes == 1) gpu::flush_l2(stream_);
+      begin.record(stream_);
+      calls();
+      end.record(stream_);
+    }
+    stream_.synchronize();
+    std::vector<double> times;
+    for (const auto& [begin, end] : events) {
+      times.push_back(gpu::Event::elapsed_us(begin, end) / rotation_.passes);
+    }
+    return times;
+  }
+
+  const GroupedOperands& operands_;
+  bool swiglu_;
+  gpu::Stream stream_;
+  gpu::DeviceBuffer x_, x_scales_, ends_, output_;
+  std::vector<std::unique_ptr<GpuCopy>> copies_;
+  std::int64_t rows_ = 0;
+  Rotation rotation_;
+  std::optional<gpu::Graph> graph_;
+};
+
+std::unique_ptr<Place> make_place(const GroupedOperands& operands, bool swiglu, Backend backend) {
+  if (backend == Backend::kCuda) return std::make_unique<GpuPlace>(operands, swiglu);
+  return std::make_unique<HostPlace>(operands, swiglu);
+}
+
+struct Timed {
+  std::vector<double> graph_us, no_graph_us;
+  Rotation rotation;
+  GroupedAccuracy accuracy;
+  std::string problem;  // what is wrong with the results; empty if nothing was found
+};
+
+bool all_finite(const std::vector<std::byte>& output, DType dtype) {
+  if (dtype == DType::kF32) {
+    const auto* values = reinterpret_cast<const float*>(output.data());
+    return std::all_of(values, values + output.size() / sizeof(float),
+                       [](float v) { return std::isfinite(v); });
+  }
+  const auto* codes = reinterpret_cast<const std::uint16_t*>(output.data());
+  return std::all_of(codes, codes + output.size() / sizeof(std::uint16_t), [&](std::uint16_t c) {
+    return std::isfinite(dtype == DType::kBF16 ? bf16_to_f32(c) : f16_to_f32(c));
+  });
+}
+
+// Returns what is wrong with the first result, or an empty text. Nothing wrong is timed.
+std::string problem_of(const std::vector<std::byte>& output, DType dtype,
+                       const GroupedAccuracy& accuracy) {
+  if (!all_finite(output, dtype)) return "its output has values that are not finite";
+  if (accuracy.error <= accuracy.bound) return {};
+  return fmt::format("its error is {:.2e}, and the bound {:.2e}", accuracy.error, accuracy.bound);
+}
+
+Timed time_point(Place& place, const GroupedOperands& operands, const GroupedPoint& point,
+                 const std::vector<std::int32_t>& ends, std::uint64_t touched_bytes,
+                 const GroupedOptions& options) {
+  place.set_ends(ends);
+  place.set_rotation({});
+  place.poison_output();
+  for (int i = 0; i < kWarmUps; ++i) place.run_once();
+  const std::vector<std::byte> first = place.download();
+  Timed timed;
+  timed.accuracy = check_rows(operands, ends, point.swiglu, first.data());
+  timed.problem = problem_of(first, operands.output_dtype(), timed.accuracy);
+  if (!timed.problem.empty()) return timed;
+
+  if (options.backend == Backend::kCuda && !options.cold) {
+    timed.rotation = choose_rotation(touched_bytes);
+  }
+  place.set_rotation(timed.rotation);
+  const double pilot = percentile(place.time(kPilotRepeats), 0.5);
+  const int repeat = options.repeat > 0
+                         ? options.repeat
+                         : default_repeats(options.backend, pilot * timed.rotation.passes);
+  const auto expect_same_bits = [&](const char* whose) {
+    if (timed.problem.empty() && place.download() != first) {
+      timed.problem = fmt::format("its {} output has other bits than its first", whose);
+    }
+  };
+  if (options.graph && place.has_graphs()) {
+    place.poison_output();
+    place.time_graph(kWarmUps);
+    timed.graph_us = place.time_graph(repeat);
+    expect_same_bits("graph's");
+  }
+  if (options.no_graph || timed.graph_us.empty()) {
+    place.poison_output();
+    timed.no_graph_us = place.time(repeat);
+    expect_same_bits("last");
+  }
+  return timed;
+}
+
+machine::Load load_of(const GroupedOperands& operands, std::span<const std::int32_t> ends) {
+  machine::Load load;
+  load.flops = 2.0 * ends.back() * operands.n * operands.k;
+  for (std::size_t e = 0; e < ends.size(); ++e) {
+    if (ends[e] > (e == 0 ? 0 : ends[e - 1])) load.touched_bytes += operands.matrix_bytes();
+  }
+  return load;
+}
+
+bool same_matrices(const GroupedPoint& a, const GroupedPoint& b) {
+  return a.experts == b.experts && a.n == b.n && a.k == b.k;
+}
+
+std::string name_of(const GroupedPoint& point) {
+  return fmt::format("{} experts, N {}, K {}, {} rows each{}", point.experts, point.n, point.k,
+                     point.rows, point.swiglu ? ", SwiGLU" : "");
+}
+
+// As LayerOptions::compute that is empty: what the operator computes in by its weights.
+DType compute_of(DType weights) { return weights == DType::kF16 ? DType::kF32 : weights; }
+
+}  // namespace
+
+std::vector<GroupedPoint> grouped_points_of(const GroupedShape& shape) {
+  std::vector<GroupedPoint> points;
+  for (const std::int64_t rows : shape.rows) {
+    points.push_back({shape.experts, shape.n, shape.k, rows, shape.swiglu, {}});
+  }
+  return points;
+}
+
+std::vector<GroupedPoint> grouped_suite() {
+  // DeepSeek-V3's experts on one of eight ranks (both products), OLMoE's and Qwen3-30B-A3B's gate
+  // and up, Mixtral 8x7B's, and the few experts with many rows that DeepGEMM publishes.
+  static const GroupedShape shapes[] = {
+      {32, 4096, 7168, {4, 16, 64, 128, 512, 2048}, false},
+      {32, 4096, 7168, {4, 128, 2048}, true},
+      {32, 7168, 2048, {4, 16, 64, 128, 512, 2048}, false},
+      {64, 2048, 2048, {1, 8, 64, 512}, false},
+      {64, 2048, 2048, {8, 512}, true},
+      {128, 1536, 2048, {1, 8, 64, 512}, false},
+      {128, 1536, 2048, {8, 512}, true},
+      {8, 28672, 4096, {4, 64, 512, 2048}, false},
+      {8, 28672, 4096, {64, 2048}, true},
+      {4, 4096, 7168, {256, 8192}, false},
+      {4, 7168, 2048, {256, 8192}, false},
+  };
+  std::vector<GroupedPoint> points;
+  for (const GroupedShape& shape : shapes) {
+    const std::vector<GroupedPoint> more = grouped_points_of(shape);
+    points.insert(points.end(), more.begin(), more.end());
+  }
+  return points;
+}
+
+std::vector<GroupedPoint> with_balancedness(const std::vector<GroupedPoint>& points,
+                                            const std::vector<double>& betas) {
+  if (betas.empty()) return points;
+  std::vector<GroupedPoint> all;
+  for (GroupedPoint point : points) {
+    for (const double beta : betas) {
+      point.beta = beta;
+      all.push_back(point);
+    }
+  }
+  return all;
+}
+
+std::vector<std::int32_t> ends_of(const GroupedPoint& point, std::uint64_t seed) {
+  std::vector<std::int64_t> counts(static_cast<std::size_t>(point.experts), point.rows);
+  if (point.beta) {
+    const int top_k = std::clamp(point.experts / 4, 1, 8);
+    const std::int64_t tokens = std::max<std::int64_t>(point.experts * point.rows / top_k, 1);
+    const SyntheticRouting routing =
+        synthetic_routing(static_cast<int>(tokens), point.experts, top_k, *point.beta, seed);
+    std::fill(counts.begin(), counts.end(), 0);
+    for (const std::int32_t expert : routing.ids) ++counts[static_cast<std::size_t>(expert)];
+  }
+  std::vector<std::int32_t> ends;
+  std::int64_t sum = 0;
+  for (const std::int64_t count : counts) ends.push_back(static_cast<std::int32_t>(sum += count));
+  return ends;
+}
+
+GroupedSession::GroupedSession(GroupedOptions options, GroupedObserver& observer)
+    : options_(std::move(options)),
+      observer_(observer),
+      machine_(machine::describe_machine(options_.backend, 1)) {
+  if (options_.backend == Backend::kCpu) return;
+  floor_ = choose_floor(gpu::device_info(gpu::current_device()).name, gpu::device_count(), 1,
+                        compute_of(options_.dtype), options_.facts);
+}
+
+std::vector<results::GroupedRow> GroupedSession::run(const std::vector<GroupedPoint>& points) {
+  std::vector<results::GroupedRow> rows;
+  std::size_t done = 0;
+  const auto row_of = [&](const GroupedPoint& point, const GroupedOperands& operands,
+                          const std::vector<std::int32_t>& ends, const Timed& timed) {
+    const machine::Load load = load_of(operands, ends);
+    const bool graph = !timed.graph_us.empty(), no_graph = !timed.no_graph_us.empty();
+    const std::vector<double>& times = graph ? timed.graph_us : timed.no_graph_us;
+    std::vector<std::int64_t> counts;
+    for (std::size_t e = 0; e < ends.size(); ++e) {
+      counts.push_back(ends[e] - (e == 0 ? 0 : ends[e - 1]));
+    }
+    results::GroupedRow row;
+    row.suite = "grouped";
+    row.machine = machine_;
+    row.commit = options_.commit;
+    row.command = options_.command;
+    row.implementation = "switchyard";
+    row.experts = point.experts;
+    row.n = point.n;
+    row.k = point.k;
+    row.rows_per_expert = point.rows;
+    row.activation = point.swiglu ? "swiglu" : "none";
+    row.dtype = short_name(options_.dtype);
+    row.compute = short_name(compute_of(options_.dtype));
+    row.beta = point.beta;
+    if (point.beta) row.beta_reached = balancedness(counts);
+    row.rows = ends.back();
+    row.experts_hit = std::count_if(counts.begin(), counts.end(), [](auto c) { return c > 0; });
+    row.median_us = percentile(times, 0.5);
+    row.p10_us = percentile(times, 0.1);
+    row.p90_us = percentile(times, 0.9);
+    row.repeats = static_cast<std::int64_t>(times.size());
+    row.touched_bytes = static_cast<double>(load.touched_bytes);
+    row.flops = load.flops;
+    if (floor_.facts) {
+      row.floor_us = machine::floor_us(*floor_.facts, load, compute_of(options_.dtype), 1);
+    }
+    if (no_graph) row.median_us_no_graph = percentile(timed.no_graph_us, 0.5);
+    row.rotation_copies = timed.rotation.copies;
+    row.rotation_passes = timed.rotation.passes;
+    row.error = timed.accuracy.error;
+    row.error_bound = timed.accuracy.bound;
+    row.times_us = times;
+    if (graph && no_graph) row.times_us_no_graph = timed.no_graph_us;
+    return row;
+  };
+  const auto measure = [&](const GroupedOperands& operands,
+                           std::span<const GroupedPoint> of_place) {
+    const std::unique_ptr<Place> place =
+        make_place(operands, of_place.front().swiglu, options_.backend);
+    for (const GroupedPoint& point : of_place) {
+      observer_.measuring(done++, points.size());
+      const std::vector<std::int32_t> ends = ends_of(point, options_.seed);
+      const Timed timed = time_point(*place, operands, point, ends,
+                                     load_of(operands, ends).touched_bytes, options_);
+      if (!timed.problem.empty()) observer_.failed(name_of(point), timed.problem);
+      if (timed.graph_us.empty() && timed.no_graph_us.empty()) continue;
+      rows.push_back(row_of(point, operands, ends, timed));
+      observer_.measured(rows.back());
+    }
+  };
+
+  for (auto first = points.begin(); first != points.end();) {
+    const auto last = std::find_if_not(first, points.end(), [&](const GroupedPoint& point) {
+      return same_matrices(point, *first);
+    });
+    std::int64_t most = 0;
+    for (auto point = first; point != last; ++point) {
+      most = std::max(most, point->experts * point->rows);
+    }
+    try {
+      const GroupedOperands operands(first->experts, first->n, first->k,
+                                     std::max<std::int64_t>(most, 8), options_.dtype,
+                                     options_.seed);
+      while (first != last) {
+        const auto other = std::find_if_not(
+            first, last, [&](const GroupedPoint& point) { return point.swiglu == first->swiglu; });
+        measure(operands, std::span(&*first, static_cast<std::size_t>(other - first)));
+        first = other;
+      }
+    } catch (const Error& error) {
+      // Other matrices may still be measured.
+      observer_.failed(name_of(*first),
+                       fmt::format("{}: {}", to_string(error.code()), error.what()));
+    }
+    first = last;
+    observer_.keep(rows);
+  }
+  return rows;
+}
+
+}  // namespace switchyard::bench
