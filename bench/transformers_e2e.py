@@ -119,7 +119,10 @@ def dequantised(model: torch.nn.Module) -> torch.nn.Module:
     from transformers.integrations import finegrained_fp8
 
     config = copy.deepcopy(model.config)
-    plain = type(model)(config).to(next(model.parameters()).device, torch.bfloat16)
+    with next(model.parameters()).device:
+        plain = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
     state = {}
     for name, module in model.named_modules():
         if isinstance(module, finegrained_fp8.FP8Experts):

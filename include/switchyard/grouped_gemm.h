@@ -220,8 +220,8 @@ void permute(SlotView ids, int top_k, int num_experts, const DevicePermutation& 
              const DeviceStream& where);
 
 // unpermute() with the types, shapes and errors that it has on the host. Positions below 0, or of
-// rows.rows and more, have no row. Sums with fused multiplications and additions, as the host does
-// where its processor has them; the results are then the same bits.
+// rows.rows and more, have no row. Sums by fused multiply-add in the order of k, from 0, which are
+// then multiplied by the scale. (On the host the compiler decides where it fuses.)
 void unpermute(const MatrixView& rows, SlotView positions, SlotView weights, int top_k,
                const ForwardOutput& out, const DeviceStream& where);
 
