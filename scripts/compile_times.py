@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Prints how many processor seconds each file takes to compile, in a build of its own.
 
-    scripts/compile_times.py [TARGET] [CMAKE_ARGUMENT...]    TARGET: switchyard_cli, as ./run builds it
+    scripts/compile_times.py [TARGET] [CMAKE_ARGUMENT...]    TARGET: switchyard_cli, which ./run builds
 
-Every file is compiled by this script, which notes its time and knows no cache.
+Every file is compiled by this script, which notes its time and knows no cache. Unlike those of ./run,
+files read all their headers: there are no precompiled ones.
 """
 
 import os
