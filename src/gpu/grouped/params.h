@@ -2,6 +2,8 @@
 // pointers.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 
 #include "gpu/pipeline/params.h"
@@ -93,6 +95,7 @@ struct PrepareCall : GroupedRows {
   float* to_scales;  // [rows, groups of 128 columns]; null: `to` is bf16
 };
 // Enqueues it. `rows`: the most that there may be.
-void prepare_rows(const PrepareCall& call, std::int64_t rows, int num_sms, void* stream);
+cudaError_t prepare_rows(const PrepareCall& call, std::int64_t rows, int num_sms,
+                         cudaStream_t stream);
 
 }  // namespace switchyard::gpu

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "gpu/grouped/rows.cuh"
-#include "gpu/host/cuda_error.h"
 #include "gpu/ptx/memory.cuh"
 #include "gpu/tile/quantize.cuh"
 
@@ -98,11 +97,12 @@ __global__ void __launch_bounds__(kPrepareThreads)
 
 }  // namespace
 
-void prepare_rows(const PrepareCall& call, std::int64_t rows, int num_sms, void* stream) {
+cudaError_t prepare_rows(const PrepareCall& call, std::int64_t rows, int num_sms,
+                         cudaStream_t stream) {
   constexpr int kBlocksPerSm = 6;
   const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(rows, kBlocksPerSm * num_sms));
-  prepare_kernel<<<blocks, kPrepareThreads, 0, static_cast<cudaStream_t>(stream)>>>(call);
-  SWITCHYARD_CUDA(cudaGetLastError());
+  prepare_kernel<<<blocks, kPrepareThreads, 0, stream>>>(call);
+  return cudaGetLastError();
 }
 
 }  // namespace switchyard::gpu

@@ -292,7 +292,8 @@ void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedC
   prepare.columns = spec.k;
   prepare.to = room.data.data();
   prepare.to_scales = reinterpret_cast<float*>(room.more.data());
-  prepare_rows(prepare, rows, static_cast<int>(blocks), input.stream);
+  SWITCHYARD_CUDA(prepare_rows(prepare, rows, static_cast<int>(blocks),
+                               static_cast<cudaStream_t>(input.stream)));
   call.in = RowLayout::packed();
   call.x_maps = token_maps(room.data.data(), element, room.rows, spec.k, spec.k);
   call.x_scales = prepare.to_scales;
