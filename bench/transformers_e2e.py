@@ -93,9 +93,14 @@ def quantise_experts(model: torch.nn.Module) -> None:
         finegrained_fp8.FP8Experts,
         experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS,
     )
-    for name, module in list(model.named_modules()):
-        if not hasattr(module, "gate_up_proj") or module.gate_up_proj.ndim != 3:
-            continue
+    # By their names: a list of modules would keep the weights that are replaced.
+    names = [
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "gate_up_proj") and module.gate_up_proj.ndim == 3
+    ]
+    for name in names:
+        module = model.get_submodule(name)
         with torch.device("meta"):
             new = fp8_experts(module.config, block_size=(BLOCK, BLOCK))
         for projection in ("gate_up_proj", "down_proj"):
@@ -123,16 +128,22 @@ def dequantised(model: torch.nn.Module) -> torch.nn.Module:
         plain = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa"
         )
-    state = {}
+    # One matrix at a time: there is no room for a third copy of a large model.
+    own = model.state_dict()
     for name, module in model.named_modules():
-        if isinstance(module, finegrained_fp8.FP8Experts):
-            for projection in ("gate_up_proj", "down_proj"):
-                scales = getattr(module, projection + "_scale_inv").float()
-                scales = scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-                codes = getattr(module, projection).float()
-                state[f"{name}.{projection}"] = (codes * scales).to(torch.bfloat16)
-    own = {k: v for k, v in model.state_dict().items() if not k.endswith("_scale_inv")}
-    plain.load_state_dict(own | state)
+        if not isinstance(module, finegrained_fp8.FP8Experts):
+            continue
+        there = plain.get_submodule(name)
+        for projection in ("gate_up_proj", "down_proj"):
+            scales = getattr(module, projection + "_scale_inv")
+            codes = getattr(module, projection)
+            for expert, to in enumerate(getattr(there, projection).data):
+                wide = scales[expert].float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+                to.copy_(codes[expert].float() * wide)
+            del own[f"{name}.{projection}"], own[f"{name}.{projection}_scale_inv"]
+    missing, unexpected = plain.load_state_dict(own, strict=False)
+    if unexpected or any("_proj" in key and "experts" not in key for key in missing):
+        raise SystemExit(f"the dequantised model lacks {missing} and does not have {unexpected}")
     return plain.eval().requires_grad_(False)
 
 

@@ -153,6 +153,37 @@ def test_layers_share_memory():
             assert torch.equal(layer(*given), out)
 
 
+@pytest.mark.parametrize("allocator", [None, "torch"])
+def test_layers_of_different_shapes_share_a_workspace(allocator):
+    before = torch.cuda.memory_allocated()
+    workspace = switchyard.Workspace(
+        hidden=H, intermediate=I, experts=E, top_k=K, max_tokens=300, device=GPU, allocator=allocator
+    )
+    if allocator == "torch":
+        assert torch.cuda.memory_allocated() - before >= workspace.bytes
+    sizes = [dict(), dict(intermediate=128, hidden=256), dict(experts=8)]
+    layers, given, alone = [], [], []
+    for size in sizes:
+        w13, w2 = weights(**size)
+        shape = dict(num_experts=size.get("experts", E), hidden=size.get("hidden", H))
+        given.append(batch(300, **shape))
+        layers.append(Experts(w13, w2, top_k=K, max_tokens=300, workspace=workspace))
+        alone.append(Experts(w13, w2, top_k=K, max_tokens=300)(*given[-1]))
+    for _ in range(3):
+        for layer, x, expected in zip(layers, given, alone):
+            assert torch.equal(layer(*x), expected)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    workspace.release()
+    if allocator == "torch":
+        assert held - torch.cuda.memory_allocated() >= workspace.bytes
+    with pytest.raises(switchyard.Error, match="released"):
+        layers[0](*given[0])
+    workspace.restore()
+    for layer, x, expected in zip(layers, given, alone):
+        assert torch.equal(layer(*x), expected)
+
+
 def test_weights_changed_in_place():
     w13, w2 = weights()
     bias = torch.randn(E, 2 * I, device=GPU)
