@@ -157,7 +157,8 @@ def test_layers_share_memory():
 def test_layers_of_different_shapes_share_a_workspace(allocator):
     before = torch.cuda.memory_allocated()
     workspace = switchyard.Workspace(
-        hidden=H, intermediate=I, experts=E, top_k=K, max_tokens=300, device=GPU, allocator=allocator
+        hidden=H, intermediate=I, experts=E, top_k=K, max_tokens=300, compute=torch.bfloat16,
+        device=GPU, allocator=allocator,
     )
     if allocator == "torch":
         assert torch.cuda.memory_allocated() - before >= workspace.bytes
