@@ -545,15 +545,29 @@ typedef struct sy_grouped_gemm_spec {
     }                                                                             \
   }
 
+typedef int32_t sy_choice;
+enum {
+  SY_BY_RULE = 0,  // left to the library
+  SY_YES = 1,
+  SY_NO = 2
+};
+
 typedef struct sy_grouped_gemm_options {
   uint32_t struct_size;
-  sy_device_type backend;  // SY_CPU
+  sy_device_type backend;  // SY_CPU or SY_CUDA
   int32_t max_rows;        // most rows of a call, over all experts
   int32_t num_threads;     // SY_CPU: 0: the hardware's
   int32_t device;          // SY_CUDA: -1: the current one
   int32_t reserved_sms;    // SY_CUDA: SMs left to other kernels
   sy_dtype compute;        // SY_F32, SY_BF16, SY_F8_E4M3, or SY_DTYPE_NONE: by the weights' type
   uint32_t reserved;       // 0
+  // SY_CUDA: choices in place of rules. GroupedSchedule in schedule.h has their values. 0: the
+  // rule. Structs without these fields leave all to the rules.
+  int32_t tile_rows;
+  int32_t stages;
+  sy_choice paired;
+  int32_t band;
+  int32_t splits;
 } sy_grouped_gemm_options;
 #define SY_GROUPED_GEMM_OPTIONS_INIT                                                      \
   {                                                                                       \

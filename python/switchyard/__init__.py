@@ -34,7 +34,7 @@ from .errors import (
     Unsupported,
 )
 from ._experts import Experts, Stats, experts
-from ._operators import GroupedGemm, Permutation, grouped_gemm, permute, unpermute
+from ._operators import GroupedGemm, GroupedSchedule, Permutation, grouped_gemm, permute, unpermute
 from ._routing import Routing, topk
 from ._workspace import DeviceAllocator, Workspace
 from ._world import World
@@ -54,6 +54,7 @@ __all__ = [
     "Error",
     "Experts",
     "GroupedGemm",
+    "GroupedSchedule",
     "InvalidArgument",
     "InvalidConfig",
     "InvalidFile",

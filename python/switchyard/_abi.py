@@ -304,6 +304,11 @@ class GroupedGemmOptions(_Sized):
         ("reserved_sms", c_int32),
         ("compute", c_int32),
         ("reserved", c_uint32),
+        ("tile_rows", c_int32),
+        ("stages", c_int32),
+        ("paired", c_int32),
+        ("band", c_int32),
+        ("splits", c_int32),
     ]
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import threading
 import weakref
 from ctypes import byref
+from numbers import Integral
 from typing import Any, Literal, Union
 
 from . import _abi, _arrays
@@ -66,6 +67,64 @@ def _refuse_gradient(*arrays: Any) -> None:
 # ------------------------------------------------------------------------------- grouped GEMM
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupedSchedule:
+    """How a grouped GEMM on a GPU cuts its work, in place of rules. None: the rule.
+
+    Only `splits` changes the order of summation, and so bits of results.
+
+    Parameters
+    ----------
+    tile_rows : int, optional
+        The most token rows of a tile: a multiple of 16 up to 256 in bf16; 64 or 128 in FP8. The rule:
+        256 and 128.
+    stages : int, optional
+        The most stages of 64 columns that a block has in shared memory at a time: 2 to 12, fewer if
+        they do not fit. Not in FP8. The rule: 12.
+    paired : bool, optional
+        Whether blocks work in pairs and load tokens once for both. The rule: from 96 rows per expert
+        on, on average.
+    band : int, optional
+        The tiles of an expert that are multiplied with one block of weight rows before the next block
+        has its turn: 1 or more. The rule: all.
+    splits : int, optional
+        The parts that K is cut into, summed in fp32 in their order: 1, 2, 4 or 8; fewer if a part
+        would have no stage. The rule: 1.
+
+    Raises
+    ------
+    InvalidArgument
+        For a value that is none of any schedule. What a type or a backend does not have,
+        `GroupedGemm` refuses.
+    """
+
+    tile_rows: int | None = None
+    stages: int | None = None
+    paired: bool | None = None
+    band: int | None = None
+    splits: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tile_rows", "stages", "band", "splits"):
+            value = getattr(self, name)
+            # 0 is the rule to the C interface, which has 32 bits.
+            if value is not None and not (isinstance(value, Integral) and 1 <= value < 2**31):
+                raise InvalidArgument(f"{name} is {value!r}; use 1 or more, or None for the rule")
+        if self.paired not in (None, True, False):
+            raise InvalidArgument(f"paired is {self.paired!r}; use True, False, or None for the rule")
+
+    def _put(self, options: _abi.GroupedGemmOptions) -> None:
+        for name in ("tile_rows", "stages", "band", "splits"):
+            setattr(options, name, int(getattr(self, name) or 0))
+        options.paired = 0 if self.paired is None else 1 if self.paired else 2
+
+
+def _check_schedule(schedule: Any) -> None:
+    if schedule is None or isinstance(schedule, GroupedSchedule):
+        return
+    raise InvalidArgument(f"schedule is {schedule!r}; use a GroupedSchedule, or None for the rules")
+
+
 class GroupedGemm:
     """The products of experts with their rows: ``out[r] = activation(w[e] @ x[r] + bias[e])``.
 
@@ -93,6 +152,8 @@ class GroupedGemm:
         Most rows of a call, over all experts.
     num_threads : int
         0: those of the hardware.
+    schedule : GroupedSchedule, optional
+        On a GPU. None: the rules.
 
     Raises
     ------
@@ -115,9 +176,11 @@ class GroupedGemm:
         compute: Any = None,
         max_rows: int = 65536,
         num_threads: int = 0,
+        schedule: GroupedSchedule | None = None,
     ) -> None:
         if order not in ORDERS:
             raise InvalidArgument(f"order is {order!r}; use one of {', '.join(ORDERS)}")
+        _check_schedule(schedule)
         keep = Kept()
         weight, kept = _arrays.describe("w", w)
         keep.append(kept)
@@ -148,6 +211,8 @@ class GroupedGemm:
             device=weight.device_id if cuda else -1,
             compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
         )
+        if schedule is not None:
+            schedule._put(options)
         handle = ctypes.c_void_p()
         check(_abi.library.sy_grouped_gemm_create(byref(spec), byref(options), byref(handle)))
         self._handle = handle
@@ -169,6 +234,7 @@ class GroupedGemm:
         self.backend: str = "cuda" if info.backend == _abi.CUDA else "cpu"
         self.activation = activation
         self.order: Order = order
+        self.schedule = schedule
         self._parameters = [array for array in (w, bias) if _arrays.is_torch(array)]
 
     @property
@@ -296,6 +362,7 @@ def grouped_gemm(
     row_weights: Any = None,
     products: Any = None,
     compute: Any = None,
+    schedule: GroupedSchedule | None = None,
 ) -> Any:
     """`GroupedGemm` as a function. Operators are made once for their weights and cached.
 
@@ -307,7 +374,7 @@ def grouped_gemm(
     x : array [rows, K]
     w : array [E, N, K], or [E, K, N] with `transposed`
     ends : array [E], int32 or int64
-    activation, order, transposed, bias, w_scale, block, compute
+    activation, order, transposed, bias, w_scale, block, compute, schedule
         As of `GroupedGemm`.
     x_scale, layout, index, out, out_layout, out_index, row_weights, products
         As of ``GroupedGemm.__call__``.
@@ -321,10 +388,11 @@ def grouped_gemm(
     Error
         As `GroupedGemm` and ``GroupedGemm.__call__`` do.
     """
+    _check_schedule(schedule)
     rows = x.shape[0] if index is None else index.shape[0]
     gemm = _cached(
         rows, w, bias, w_scale, activation=activation, order=order, transposed=transposed, block=block,
-        compute=compute,
+        compute=compute, schedule=schedule,
     )
     return gemm(
         x,

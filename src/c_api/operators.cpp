@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "c_api/guard.h"
@@ -26,6 +27,26 @@ struct sy_grouped_gemm {
 namespace switchyard::c_api {
 namespace {
 
+// 0, which the caller may have from an older header, is the rule.
+std::optional<int> chosen(std::int32_t value) {
+  return value == 0 ? std::nullopt : std::optional<int>(value);
+}
+
+GroupedSchedule schedule_of(const sy_grouped_gemm_options& asked) {
+  if (asked.paired < SY_BY_RULE || asked.paired > SY_NO) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("paired is {}; use SY_BY_RULE ({}), SY_YES ({}) or SY_NO ({})",
+                            asked.paired, SY_BY_RULE, SY_YES, SY_NO));
+  }
+  GroupedSchedule schedule;
+  schedule.tile_rows = chosen(asked.tile_rows);
+  schedule.stages = chosen(asked.stages);
+  if (asked.paired != SY_BY_RULE) schedule.paired = asked.paired == SY_YES;
+  schedule.band = chosen(asked.band);
+  schedule.splits = chosen(asked.splits);
+  return schedule;
+}
+
 std::unique_ptr<sy_grouped_gemm> create(const sy_grouped_gemm_spec* given_spec,
                                         const sy_grouped_gemm_options* given_options) {
   const sy_grouped_gemm_spec given = read_struct("sy_grouped_gemm_spec", given_spec);
@@ -39,6 +60,7 @@ std::unique_ptr<sy_grouped_gemm> create(const sy_grouped_gemm_spec* given_spec,
   options.device = asked.device;
   options.reserved_sms = asked.reserved_sms;
   if (asked.compute != SY_DTYPE_NONE) options.compute = dtype_of("compute", asked.compute);
+  options.schedule = schedule_of(asked);
 
   ScaleCopies scales;
   const GroupedGemmWeights weights = weights_of(given.weights, asked.backend, scales);

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "switchyard/c.h"
 #include "switchyard/error.h"
 
 namespace switchyard::c_api {
@@ -19,23 +20,32 @@ void require(const char* name, const Pointer* pointer) {
               fmt::format("{} is null; pass the address of one", name));
 }
 
+// The bytes that a struct had in its first version, which is what every caller has: less than all
+// where fields were appended.
+template <typename Struct>
+inline constexpr std::size_t kFirstSize = sizeof(Struct);
+template <>
+inline constexpr std::size_t kFirstSize<sy_grouped_gemm_options> = offsetof(sy_grouped_gemm_options,
+                                                                            tile_rows);
+
 template <typename Struct>
 void check_size(const char* name, const Struct* given) {
   require(name, given);
-  // Every struct has at least the fields of the first version of the interface.
-  if (given->struct_size >= sizeof(Struct)) return;
+  if (given->struct_size >= kFirstSize<Struct>) return;
   throw Error(ErrorCode::kInvalidArgument,
               fmt::format("{}.struct_size is {}, but it has {} bytes; set it to sizeof({})", name,
                           given->struct_size, sizeof(Struct), name));
 }
 
-// The fields that this library knows. Throws Error{kInvalidArgument} without them, {kUnsupported}
-// if others are set.
+// The fields that this library knows. Appended ones that the caller does not have are 0, which is
+// their default. Throws Error{kInvalidArgument} without the fields of the first version,
+// {kUnsupported} if unknown ones are set.
 template <typename Struct>
 Struct read_struct(const char* name, const Struct* given) {
   check_size(name, given);
   const auto* bytes = reinterpret_cast<const unsigned char*>(given);
-  const bool all_zero = std::all_of(bytes + sizeof(Struct), bytes + given->struct_size,
+  const std::size_t known = std::min<std::size_t>(given->struct_size, sizeof(Struct));
+  const bool all_zero = std::all_of(bytes + known, bytes + given->struct_size,
                                     [](unsigned char byte) { return byte == 0; });
   if (!all_zero) {
     throw Error(ErrorCode::kUnsupported,
@@ -43,7 +53,9 @@ Struct read_struct(const char* name, const Struct* given) {
                             "use a newer libswitchyard_c, or leave the new fields at 0",
                             name, given->struct_size, sizeof(Struct)));
   }
-  return *given;
+  Struct result{};
+  std::memcpy(&result, bytes, known);
+  return result;
 }
 
 // As read_struct(), and `defaults` if there is none.
@@ -57,7 +69,7 @@ template <typename Struct>
 void write_struct(const char* name, const Struct& from, Struct* to) {
   check_size(name, to);
   const std::uint32_t size = to->struct_size;
-  *to = from;
+  std::memcpy(to, &from, std::min<std::size_t>(size, sizeof(Struct)));
   to->struct_size = size;
 }
 

@@ -90,6 +90,22 @@ void check_weights(const GroupedGemmSpec& spec, const GroupedGemmWeights& weight
   }
 }
 
+// A CPU has one schedule.
+void require_no_choice(const GroupedSchedule& schedule) {
+  const auto require = [](const char* name, const auto& choice) {
+    if (!choice) return;
+    refuse(
+        fmt::format("schedule.{} is {}, but the backend is cpu, which has one schedule; use the "
+                    "backend cuda, or leave it to the rule",
+                    name, *choice));
+  };
+  require("tile_rows", schedule.tile_rows);
+  require("stages", schedule.stages);
+  require("paired", schedule.paired);
+  require("band", schedule.band);
+  require("splits", schedule.splits);
+}
+
 void check_options(const GroupedGemmOptions& options) {
   if (options.max_rows < 1) {
     refuse(fmt::format("max_rows is {}; declare at least 1", options.max_rows));
@@ -117,6 +133,7 @@ void check_options(const GroupedGemmOptions& options) {
     refuse(fmt::format("reserved_sms is {}, but the backend is cpu; leave it at 0",
                        options.reserved_sms));
   }
+  require_no_choice(options.schedule);
 }
 
 void check_scales(const MatrixView& x) {

@@ -3,7 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <vector>
 
@@ -163,6 +166,71 @@ TEST_F(GroupedGemm, RefusesWhatItCannotBeMadeOf) {
   refused(SY_INVALID_ARGUMENT, "sy_grouped_gemm_spec.struct_size is 8");
   EXPECT_EQ(sy_grouped_gemm_create(nullptr, nullptr, &gemm_), SY_INVALID_ARGUMENT);
   EXPECT_EQ(sy_grouped_gemm_create(&spec_, nullptr, nullptr), SY_INVALID_ARGUMENT);
+}
+
+TEST_F(GroupedGemm, SchedulesAreForGpus) {
+  const auto refused = [&](std::int32_t sy_grouped_gemm_options::*field, std::int32_t value,
+                           const char* text) {
+    const sy_grouped_gemm_options good = options_;
+    options_.*field = value;
+    EXPECT_EQ(create(), SY_INVALID_ARGUMENT);
+    EXPECT_EQ(gemm_, nullptr);
+    EXPECT_THAT(last_error().message, HasSubstr(text));
+    options_ = good;
+  };
+  refused(&sy_grouped_gemm_options::tile_rows, 64, "schedule.tile_rows is 64, but the backend");
+  refused(&sy_grouped_gemm_options::stages, -3, "schedule.stages is -3");
+  refused(&sy_grouped_gemm_options::paired, SY_YES, "schedule.paired is true");
+  refused(&sy_grouped_gemm_options::paired, SY_NO, "schedule.paired is false");
+  refused(&sy_grouped_gemm_options::paired, 3, "paired is 3; use SY_BY_RULE (0)");
+  refused(&sy_grouped_gemm_options::paired, -1, "paired is -1");
+  refused(&sy_grouped_gemm_options::band, 2, "schedule.band is 2");
+  refused(&sy_grouped_gemm_options::splits, 4, "schedule.splits is 4");
+  EXPECT_EQ(create(), SY_OK) << last_error().message;
+}
+
+// Callers that were compiled before there were schedules, and after what comes next.
+TEST_F(GroupedGemm, OptionsOfOtherVersions) {
+  struct Earlier {
+    std::uint32_t struct_size = sizeof(Earlier);
+    sy_device_type backend = SY_CPU;
+    std::int32_t max_rows = 2, num_threads = 1, device = -1, reserved_sms = 0;
+    sy_dtype compute = SY_DTYPE_NONE;
+    std::uint32_t reserved = 0;
+    // Other variables of theirs: would be a splits of 7.
+    std::int32_t behind[5] = {7, 7, 7, 7, 7};
+  };
+  static_assert(offsetof(Earlier, behind) == offsetof(sy_grouped_gemm_options, tile_rows));
+  static_assert(sizeof(Earlier) == sizeof(sy_grouped_gemm_options));
+  const auto create_with = [&](const void* options) {
+    return sy_grouped_gemm_create(&spec_, static_cast<const sy_grouped_gemm_options*>(options),
+                                  &gemm_);
+  };
+  Earlier earlier;
+  earlier.struct_size = offsetof(Earlier, behind);
+  ASSERT_EQ(create_with(&earlier), SY_OK) << last_error().message;
+  EXPECT_EQ(run(), SY_CAPACITY_EXCEEDED);  // its max_rows was read
+  ASSERT_EQ(sy_grouped_gemm_destroy(&gemm_), SY_OK);
+  // With fields up to `stages`.
+  earlier.struct_size = offsetof(sy_grouped_gemm_options, paired);
+  EXPECT_EQ(create_with(&earlier), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("schedule.tile_rows is 7"));
+  std::fill_n(earlier.behind, 2, 0);
+  ASSERT_EQ(create_with(&earlier), SY_OK) << last_error().message;
+  ASSERT_EQ(sy_grouped_gemm_destroy(&gemm_), SY_OK);
+  earlier.struct_size = offsetof(Earlier, behind) - 4;
+  EXPECT_EQ(create_with(&earlier), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("sy_grouped_gemm_options.struct_size is 28"));
+
+  struct Later {
+    sy_grouped_gemm_options known = SY_GROUPED_GEMM_OPTIONS_INIT;
+    std::int32_t unknown = 0;
+  } later;
+  later.known.struct_size = sizeof(Later);
+  ASSERT_EQ(create_with(&later), SY_OK) << last_error().message;
+  ASSERT_EQ(sy_grouped_gemm_destroy(&gemm_), SY_OK);
+  later.unknown = 1;
+  EXPECT_EQ(create_with(&later), SY_UNSUPPORTED);
 }
 
 TEST_F(GroupedGemm, RefusesWhatItCannotRun) {

@@ -150,6 +150,16 @@ TEST(GroupedGemmRefusals, Options) {
   EXPECT_ERROR(make([](Good& g) { g.options.num_threads = -1; }), kInvalid, "num_threads is -1");
   EXPECT_ERROR(make([](Good& g) { g.options.device = 0; }), kInvalid, "device is 0");
   EXPECT_ERROR(make([](Good& g) { g.options.reserved_sms = 4; }), kInvalid, "reserved_sms is 4");
+  const auto scheduled = [](const GroupedSchedule& schedule) {
+    make([&](Good& g) { g.options.schedule = schedule; });
+  };
+  scheduled({});
+  EXPECT_ERROR(scheduled({.tile_rows = 64}), kInvalid, "schedule.tile_rows is 64, but the backend",
+               "leave it to the rule");
+  EXPECT_ERROR(scheduled({.stages = 4}), kInvalid, "schedule.stages is 4");
+  EXPECT_ERROR(scheduled({.paired = false}), kInvalid, "schedule.paired is false");
+  EXPECT_ERROR(scheduled({.band = 1}), kInvalid, "schedule.band is 1");
+  EXPECT_ERROR(scheduled({.splits = 1}), kInvalid, "schedule.splits is 1");
   EXPECT_ERROR(make([](Good& g) { g.options.compute = DType::kF16; }), kInvalid,
                "compute type f16");
   EXPECT_ERROR(make([](Good& g) { g.options.compute = DType::kF8E4M3; }), kInvalid,

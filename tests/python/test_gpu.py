@@ -11,7 +11,7 @@ import torch
 
 import switchyard
 from reference import error, experts, routing
-from switchyard import Activation, Experts, _abi
+from switchyard import Activation, Experts, GroupedGemm, GroupedSchedule, _abi
 
 _on_gpu = (
     torch.cuda.is_available()
@@ -396,6 +396,72 @@ def test_operators_refuse_tensors_of_another_device():
         switchyard.unpermute(rows, positions)
     with pytest.raises(switchyard.InvalidArgument, match="correction_bias is in host memory"):
         switchyard.topk(torch.ones(2, 8, device=GPU), 2, correction_bias=torch.ones(8))
+
+
+COUNTS = [3, 0, 150, 40, 300]  # rows of experts: no tile, one, and several
+
+
+def products_of(x, w, dtype):
+    """silu(gate) * up of each expert's rows, in one type."""
+    rows = []
+    for expert, part in enumerate(x.split(COUNTS)):
+        gate, up = (part.to(dtype) @ w[expert].to(dtype).T).chunk(2, dim=1)
+        rows.append(torch.nn.functional.silu(gate) * up)
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("splits", [None, 1, 2, 4, 8])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_schedules(fp8, splits):
+    """All that cut K into as many parts have the same bits, and one part is the rule."""
+    x = torch.randn(sum(COUNTS), 1024, device=GPU).bfloat16()
+    w = torch.randn(len(COUNTS), 512, 1024, device=GPU) / 32
+    ends = torch.tensor(COUNTS, device=GPU).cumsum(0)
+    codes, scale, values = quantised(w)
+    given = dict(w=codes, w_scale=scale) if fp8 else dict(w=w.bfloat16())
+    given["activation"] = Activation()
+    chosen = [dict(paired=True), dict(paired=False), dict(band=1), dict(band=3, paired=True)]
+    for tile_rows in (64, 128) if fp8 else (16, 48, 64, 256):
+        chosen += [dict(tile_rows=tile_rows, band=band) for band in (1, 2, None)]
+        chosen.append(dict(tile_rows=tile_rows, paired=True))
+        if not fp8:
+            chosen += [dict(tile_rows=tile_rows, stages=stages) for stages in (2, 3, 12)]
+    first = GroupedGemm(**given, schedule=GroupedSchedule(splits=splits))(x, ends)
+    exact = products_of(x, values if fp8 else given["w"], torch.float64)
+    if fp8:  # x is quantised, too: see test_fp8
+        assert error(first, exact) < 0.06
+    else:
+        assert error(first, exact) < 2 * error(products_of(x, given["w"], torch.bfloat16), exact)
+    if splits in (None, 1):
+        assert torch.equal(first, GroupedGemm(**given)(x, ends))
+    for choice in chosen:
+        schedule = GroupedSchedule(splits=splits, **choice)
+        gemm = GroupedGemm(**given, schedule=schedule)
+        for _ in range(2):  # parts that are stored are counted, and the counts cleared
+            assert torch.equal(gemm(x, ends), first), schedule
+
+
+def test_schedules_that_a_gpu_does_not_have():
+    w = torch.randn(2, 128, 256, device=GPU)
+    codes, scale, _ = quantised(w)
+    w = w.bfloat16()
+    for schedule, text in (
+        (GroupedSchedule(tile_rows=8), "tile_rows is 8"),
+        (GroupedSchedule(tile_rows=272), "tile_rows is 272"),
+        (GroupedSchedule(stages=13), "stages is 13"),
+        (GroupedSchedule(splits=16), "splits is 16"),
+    ):
+        with pytest.raises(switchyard.InvalidArgument, match=text):
+            GroupedGemm(w, schedule=schedule)
+    with pytest.raises(switchyard.InvalidArgument, match="tile_rows is 96; use 64 or 128"):
+        GroupedGemm(codes, w_scale=scale, schedule=GroupedSchedule(tile_rows=96))
+    with pytest.raises(switchyard.Unsupported, match="stages"):
+        GroupedGemm(codes, w_scale=scale, schedule=GroupedSchedule(stages=4))
+    # The function keeps an operator for each schedule.
+    x, ends = torch.randn(4, 256, device=GPU).bfloat16(), torch.tensor([1, 4], device=GPU)
+    switchyard.grouped_gemm(x, w, ends)
+    with pytest.raises(switchyard.InvalidArgument, match="tile_rows is 8"):
+        switchyard.grouped_gemm(x, w, ends, schedule=GroupedSchedule(tile_rows=8))
 
 
 @pytest.mark.parametrize("name", ["OlmoeForCausalLM", "Qwen3MoeForCausalLM"])

@@ -9,7 +9,7 @@ import torch
 
 import switchyard
 from reference import activate, error, routing
-from switchyard import Activation, GroupedGemm, grouped_gemm, permute, unpermute
+from switchyard import Activation, GroupedGemm, GroupedSchedule, grouped_gemm, permute, unpermute
 
 E, N, K = 5, 48, 64
 COUNTS = [3, 0, 7, 1, 20]
@@ -266,6 +266,40 @@ def test_operators_are_cached_while_their_weights_are(problem):
     del w, bias
     gc.collect()
     assert len(_experts._cache) == before
+
+
+def test_schedules(problem):
+    """A CPU has one. What they do is tested on GPUs."""
+    x, w = problem
+    plain = grouped_gemm(x, w, ENDS)
+    by_rule = GroupedSchedule()
+    assert torch.equal(grouped_gemm(x, w, ENDS, schedule=by_rule), plain)
+    assert GroupedGemm(w, schedule=by_rule).schedule is by_rule
+    for name, value, text in (
+        ("tile_rows", 64, "64"),
+        ("stages", 4, "4"),
+        ("paired", True, "true"),
+        ("paired", False, "false"),
+        ("band", numpy.int64(1), "1"),
+        ("splits", 2, "2"),
+    ):
+        schedule = GroupedSchedule(**{name: value})
+        refused = rf"schedule.{name} is {text}, but the backend is cpu.*leave it to the rule"
+        with pytest.raises(switchyard.InvalidArgument, match=refused):
+            GroupedGemm(w, schedule=schedule)
+        # Not the operator that was made of the same weights above.
+        with pytest.raises(switchyard.InvalidArgument, match=refused):
+            grouped_gemm(x, w, ENDS, schedule=schedule)
+    for name in ("tile_rows", "stages", "band", "splits"):
+        for value in (0, -1, 2.0, 2**32 + 16):
+            with pytest.raises(switchyard.InvalidArgument, match=f"{name} is {value}; use 1 or more"):
+                GroupedSchedule(**{name: value})
+    with pytest.raises(switchyard.InvalidArgument, match="paired is 'no'"):
+        GroupedSchedule(paired="no")
+    for made in (lambda **s: GroupedGemm(w, **s), lambda **s: grouped_gemm(x, w, ENDS, **s)):
+        with pytest.raises(switchyard.InvalidArgument, match="schedule is {'splits': 2}; use a"):
+            made(schedule={"splits": 2})
+    assert len({GroupedSchedule(splits=2), GroupedSchedule(splits=2), by_rule}) == 2
 
 
 def test_threads_take_turns(problem):
