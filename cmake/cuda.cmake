@@ -3,6 +3,7 @@
 set(SWITCHYARD_CUDA "AUTO" CACHE STRING
     "The GPU engine: ON (needs nvcc), OFF, or AUTO: where there are nvcc and an NVIDIA GPU")
 set_property(CACHE SWITCHYARD_CUDA PROPERTY STRINGS AUTO ON OFF)
+option(SWITCHYARD_BLACKWELL "Also compile and disassemble a kernel for sm_100a: never run" OFF)
 set(SWITCHYARD_HAS_CUDA OFF)
 set(wants_cuda ${SWITCHYARD_CUDA})
 if(SWITCHYARD_CUDA STREQUAL "AUTO")

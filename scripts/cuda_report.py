@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """What the compiled kernels use: registers, shared memory, size, compile time.
 
-    scripts/cuda_report.py [--cuobjdump PATH] [--times FILE]... LIBRARY
+    scripts/cuda_report.py [--cuobjdump PATH] [--times FILE]... [--require INSTRUCTION]... LIBRARY
 
 Fails (exit code 1) if any kernel has a stack frame, or an instruction that loads from or stores to
 local memory: the kernels are written to keep everything in registers and shared memory, and a spill
-in an inner loop costs more than anything else on this page. `cmake --build build --target
-cuda_report` runs it on what was built.
+in an inner loop costs more than anything else on this page. Fails, too, if no kernel has an
+instruction that is required, by its full name. `cmake --build build --target cuda_report` runs it on
+what was built.
 """
 
 import argparse
@@ -47,16 +48,17 @@ def resources(cuobjdump, library):
 
 
 def code(cuobjdump, library):
-    """{kernel: (bytes, [instructions on local memory])}"""
+    """{kernel: (bytes, [instructions on local memory], {names of instructions})}"""
     kernels = {}
     name = None
     for line in run([cuobjdump, "--dump-sass", library]).splitlines():
         if match := re.match(r"\s*Function : (\S+)", line):
             name = match[1]
-            kernels[name] = (0, [])
+            kernels[name] = (0, [], set())
         elif match := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", line):
-            _, local = kernels[name]
-            kernels[name] = (int(match[1], 16) + INSTRUCTION_BYTES, local)
+            _, local, names = kernels[name]
+            kernels[name] = (int(match[1], 16) + INSTRUCTION_BYTES, local, names)
+            names.add(re.sub(r"^@!?U?P\w+\s+", "", match[2]).split()[0])
             if re.search(r"\b(LDL|STL)\b", match[2]):
                 local.append(f"{match[1]}: {match[2].strip()}")
     return kernels
@@ -99,6 +101,7 @@ def main():
     parser.add_argument("--cuobjdump", default="cuobjdump")
     parser.add_argument("--times", action="append", default=[],
                         help="what nvcc --time wrote, once per file")
+    parser.add_argument("--require", action="append", default=[], metavar="INSTRUCTION")
     arguments = parser.parse_args()
 
     used = resources(arguments.cuobjdump, arguments.library)
@@ -113,7 +116,7 @@ def main():
     failures = []
     for name in sorted(used):
         usage = used[name]
-        size, local = compiled[name]
+        size, local, _ = compiled[name]
         print(f"{usage['REG']:>9} {usage['STACK']:>6} {usage['LOCAL']:>6} {usage['SHARED']:>7} "
               f"{size / 1024:>6.1f} KiB  {names[name]}")
         if usage["STACK"] or usage["LOCAL"]:
@@ -122,11 +125,16 @@ def main():
         if local:
             failures.append(f"{names[name]}: {len(local)} accesses to local memory, the first at "
                             f"{local[0]}")
-    print(f"{len(used)} kernels, {sum(size for size, _ in compiled.values()) / 1024:.1f} KiB of SASS; "
+    print(f"{len(used)} kernels, {sum(size for size, _, _ in compiled.values()) / 1024:.1f} KiB of SASS; "
           f"{os.path.basename(arguments.library)} is "
           f"{os.path.getsize(arguments.library) / 2**20:.1f} MiB")
     for path in arguments.times:
         print_times(path)
+    for instruction in arguments.require:
+        having = [names[name] for name, (_, _, found) in sorted(compiled.items()) if instruction in found]
+        print(f"{instruction}: in {', '.join(having) or 'no kernel'}")
+        if not having:
+            failures.append(f"no kernel has {instruction}")
     for failure in failures:
         print(f"cuda_report: {failure}", file=sys.stderr)
     return 1 if failures else 0
