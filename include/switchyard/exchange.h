@@ -1,0 +1,274 @@
+// Dispatch and combine alone: tokens to the ranks of their experts, and results back. For layers
+// whose experts are computed by something else: GroupedGemm (grouped_gemm.h), or kernels of your
+// own. MoeLayer (layer.h) does all of it in one kernel.
+//
+//   Exchange exchange(world, spec);
+//   ExchangeHandle handle = exchange.make_handle();
+//   exchange.dispatch({x, ids, weights}, received, handle);
+//   ... experts: received.rows to y, with received.ends ...
+//   exchange.combine({y}, {out.data()}, handle);
+//
+// Dispatch and combine are also there as send and receive. A send returns when this rank's part has
+// been sent (kCpu) or enqueued (kCuda), and waits for nobody, so other work goes between:
+//
+//   exchange.dispatch_send({x, ids, weights}, handle);
+//   ... the shared expert, say ...
+//   exchange.dispatch_recv(received, handle);
+//
+// One-sided stores and numbered flags: no collective, no barrier between calls, no reset of
+// anything. A token crosses once to each rank that has experts of it.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "switchyard/grouped_gemm.h"
+#include "switchyard/layer.h"
+#include "switchyard/tensor.h"
+#include "switchyard/trace.h"
+#include "switchyard/weights.h"
+#include "switchyard/world.h"
+
+namespace switchyard {
+
+class ExchangeEngine;
+
+// Who multiplies a row of results with its slot's weight, in combine.
+enum class CombineWeights : std::uint8_t {
+  // The token's rank, as it sums: out = sum over k of weight * row, in fp32. The weight is rounded
+  // into nothing.
+  kByReceiver,
+  // The expert's rank, before it sends: weight * row, in fp32, rounded to ExchangeSpec::combine.
+  kBySender,
+  kNone,  // an unweighted sum: the rows have their weights already, or need none
+};
+// "receiver", "sender", "none".
+const char* to_string(CombineWeights weights);
+
+// The same on all ranks.
+struct ExchangeSpec {
+  int hidden = 0;       // H: elements of a token, 1 to 2^23
+  int num_experts = 0;  // E, over all ranks, 1 to 4096
+  int top_k = 0;        // K: slots of a token, 1 to 32
+  // Most tokens that a rank may pass to one dispatch. With kCpu it bounds address space, and memory
+  // is committed by what really arrives; with kCuda device memory is allocated for it. All that
+  // ranks can send to one rank, in the layout below, must be rows that an i32 can number.
+  int max_tokens = 0;
+  // The type of tokens on their way and of received rows. kBF16, kF16 and kF32 are copied, and must
+  // be the input's type. kF8E4M3: the input is f8_e4m3 with a scale for every 128 columns, used as
+  // it is, or it is of another of these types, and is quantised before it travels, as a layer does
+  // that computes in kF8E4M3 (LayerOptions::compute).
+  DType dispatch = DType::kBF16;
+  // The type of the experts' results, and of them on their way back: kBF16, kF16 or kF32.
+  DType combine = DType::kBF16;
+  // Where received rows stand, and results: by this rank's experts, as in GroupedInput. An expert's
+  // rows are in the order of ranks, of a rank's in the order of tokens. Padded with size 0: with
+  // room for all tokens of all ranks, max_tokens * world.
+  RowLayout layout;
+  CombineWeights weights = CombineWeights::kByReceiver;
+  // Rows of one token on the same rank are summed there, in fp32 in the order of k, rounded once to
+  // `combine`, and travel as one. Fewer bytes, at most one row for each token and rank; and other
+  // bits: such sums are rounded where without them each row was, and are then summed in the order
+  // of their lowest k. Not with CombineWeights::kByReceiver.
+  bool pre_sum = false;
+  // Which experts each rank has, if not own_experts(). Rows are then sorted by place (weights.h):
+  // this rank's experts are own_experts(places, rank, ranks).
+  ExpertPlacement placement;
+};
+
+struct ExchangeOptions {
+  Backend backend = Backend::kCpu;
+  int num_threads = 0;  // kCpu only; as in LayerOptions
+  int device = -1;      // kCuda only; as in LayerOptions
+  // kCuda only. The most SMs that a call uses; 0: a rule's. Ranks on the same device wait for each
+  // other, so together they must use fewer than it has.
+  int max_sms = 0;
+  // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's.
+  std::chrono::milliseconds deadline{0};
+  // Record what was done in each call, for Exchange::trace().
+  bool trace = false;
+  // As in LayerOptions, at kPublishCounts, kDispatch, kArrived, kFinished, kCombine and kWait.
+  // kCpu only.
+  std::function<void(const ProtocolStep&)> on_step;
+};
+
+// One rank's tokens. T may differ between ranks and calls, and may be 0. With kCuda every address
+// here and below is of device memory of the exchange's device, starts at a multiple of 16 bytes if
+// it is of rows, as rows do, and the memory must stay as it is until the stream has passed the
+// call.
+struct DispatchInput {
+  // [T, H], rows contiguous (col_stride 1), of a type that ExchangeSpec::dispatch takes. FP8 with
+  // scale_rows 1 and scale_cols 128.
+  MatrixView tokens;
+  // [T, K], i32 or i64, distinct within a token; negative ones, and those of num_experts or more,
+  // are none. Empty: those of the handle, see ExchangeHandle.
+  SlotView ids;
+  // [T, K], f32 or bf16; empty: all 1. With `ids` only.
+  SlotView weights;
+  void* stream = nullptr;  // kCuda only: a cudaStream_t
+};
+
+// Whose a received row is.
+struct RowOrigin {
+  std::int32_t rank;
+  std::int32_t token;  // of that rank
+  std::int32_t k;      // the slot of the token
+};
+
+// Where received rows go, n of them. Each but `rows` may be null. What is no row's stays as it was:
+// nothing is cleared.
+struct DispatchOutput {
+  void* rows = nullptr;         // [capacity, H] of ExchangeSpec::dispatch, in its layout
+  std::int64_t capacity = 0;    // rows that there is room for; see Exchange::rows_needed()
+  std::int64_t row_stride = 0;  // in elements; 0: H
+  // [capacity, ceil(H / 128)], where rows are FP8; then it must be there.
+  float* scales = nullptr;
+  std::int64_t scale_stride = 0;  // in elements; 0: ceil(H / 128)
+  // [own experts]: rows of this rank's experts 0 to e together, as GroupedInput::ends.
+  std::int32_t* ends = nullptr;
+  std::int32_t* counts = nullptr;    // [own experts]: rows of each
+  std::int32_t* num_rows = nullptr;  // [1]: n
+  RowOrigin* origins = nullptr;      // [capacity], in the layout
+  float* weights = nullptr;          // [capacity], in packed order, as GroupedOutput::weights
+  void* stream = nullptr;            // kCuda only: a cudaStream_t
+};
+
+struct CombineInput {
+  // [rows, H] of ExchangeSpec::combine, rows contiguous (col_stride 1), in the layout and the order
+  // of the rows that were received. Rows that are nobody's are not read.
+  MatrixView rows;
+  void* stream = nullptr;  // kCuda only: a cudaStream_t
+};
+
+// y[t] = scale * sum over k of [weight(t, k) *] row(t, k), in fp32, in the order of k; slots
+// without an expert are left out. With `accumulate` y[t] + that, rounded once.
+struct CombineOutput {
+  void* data = nullptr;         // [T, H]; may not overlap what is read
+  DType dtype = DType::kBF16;   // kBF16, kF16 or kF32
+  std::int64_t row_stride = 0;  // in elements; 0: H
+  float scale = 1;
+  bool accumulate = false;
+  void* stream = nullptr;  // kCuda only: a cudaStream_t
+};
+
+// What became of one dispatch, as combine needs it: which slots went where, and whose the received
+// rows are. Of one Exchange. A dispatch with ids gives it new contents; one without ids uses those
+// that it has, for other tokens: the same number, to the same experts with the same weights, in the
+// same rows. Then nothing is counted, and neither ids nor weights travel. All ranks call it so with
+// their handles of the same earlier dispatch, or none: Error{kSpecMismatch}. Combine may use a
+// handle any number of times. Movable; the memory stays as long as the handle does, which with
+// kCuda must outlive the calls enqueued with it.
+class ExchangeHandle {
+ public:
+  class State;
+
+  ExchangeHandle();  // of no exchange
+  ~ExchangeHandle();
+  ExchangeHandle(ExchangeHandle&&) noexcept;
+  ExchangeHandle& operator=(ExchangeHandle&&) noexcept;
+
+  bool empty() const { return state_ == nullptr; }
+  // Whether a dispatch was received with it.
+  bool dispatched() const;
+  // This rank's in the last dispatch with ids that was sent with it.
+  std::int64_t tokens() const;
+
+ private:
+  friend class Exchange;
+  explicit ExchangeHandle(std::unique_ptr<State> state);
+
+  std::unique_ptr<State> state_;
+};
+
+// Of this rank's last dispatch and last combine. With kCuda the bytes that depend on the ids are
+// counted on the device.
+struct ExchangeStats {
+  std::uint64_t dispatches = 0;  // sent since the exchange was made
+  std::uint64_t combines = 0;
+  std::int64_t tokens = 0;         // of this rank
+  std::int64_t tokens_sent = 0;    // to other ranks: one for each token and rank
+  std::int64_t rows_received = 0;  // n
+  std::int64_t rows_returned = 0;  // to other ranks, by combine
+  // Bytes this rank wrote into other ranks' heaps.
+  std::uint64_t dispatch_bytes = 0;  // tokens and descriptions of rows
+  std::uint64_t combine_bytes = 0;   // results
+  std::uint64_t signal_bytes = 0;    // counts and flags, of both
+  std::uint64_t heap_bytes_reserved = 0;
+};
+
+// All ranks of the world make the same calls in the same order; their own tokens, rows and outputs
+// differ. At most one dispatch and one combine are on their way: after dispatch_send() comes
+// dispatch_recv() with the same handle before the next dispatch_send(), and so for combine, while
+// calls of the other kind may be in between. The calls of one exchange follow one another: with
+// kCuda on one stream, or on streams that wait for each other.
+//
+// All calls throw Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch} for arguments that make
+// no sense, before anything is sent or stored. They can then be made anew. They throw
+// TimeoutError{kTimeout} if a rank did not do its part within the deadline, and
+// TimeoutError{kAborted} if another rank noticed first. Then the exchange is dead, and every later
+// call throws again; the world lives, and can make another.
+//
+// With kCuda calls enqueue kernels and return: they neither allocate nor synchronise, so a graph
+// can capture them. What is found on the device (a bad id, too little room, a deadline) is thrown
+// by the first call that starts after it was found, or by check().
+class Exchange {
+ public:
+  // Collective. Throws Error{kInvalidArgument} for a spec or options that make no sense,
+  // {kSpecMismatch} naming the rank and the field if the ranks disagree, {kCapacityExceeded} if
+  // memory cannot be had, {kUnsupported} for what the backend does not do on this machine or in
+  // this build, TimeoutError if a rank does not come.
+  Exchange(const World& world, const ExchangeSpec& spec, const ExchangeOptions& options = {});
+  // Waits as MoeLayer's destructor does. Not while graphs of this exchange may be launched.
+  ~Exchange();
+  Exchange(Exchange&&) noexcept;
+  Exchange& operator=(Exchange&&) noexcept;
+
+  // With kCuda it allocates device memory for the most there can be. Not collective.
+  ExchangeHandle make_handle() const;
+
+  // Also throws Error{kCapacityExceeded} for more than max_tokens tokens, and
+  // Error{kInvalidArgument} for an id that a token names twice (kCuda: from a later call, and the
+  // later slot is none). The input's memory may be changed when it returns (kCuda: when the stream
+  // has passed it).
+  void dispatch_send(const DispatchInput& input, ExchangeHandle& handle);
+  // Waits for all ranks' tokens and puts the rows where `output` says. Throws
+  // Error{kCapacityExceeded} if the rows do not have room, before anything is stored; it can then
+  // be called again with more. (kCuda: from a later call; rows without room are not stored.)
+  void dispatch_recv(const DispatchOutput& output, ExchangeHandle& handle);
+  void dispatch(const DispatchInput& input, const DispatchOutput& output, ExchangeHandle& handle);
+
+  // Rows that dispatch_recv() needs: for all that may arrive, and, for callers that allocate
+  // exactly, for what does. The latter waits, on the host, for the counts of all ranks of the
+  // dispatch that was sent with the handle, with kCuda behind all that the stream has; it cannot be
+  // captured. Padded rows need the same in both.
+  std::int64_t rows_needed() const;
+  std::int64_t rows_needed(ExchangeHandle& handle, void* stream = nullptr);
+
+  // Sends results of the rows that were received with the handle to the ranks of their tokens. The
+  // input's memory may be changed as after dispatch_send().
+  void combine_send(const CombineInput& input, ExchangeHandle& handle);
+  // Waits for the results of this rank's tokens and sums them.
+  void combine_recv(const CombineOutput& output, ExchangeHandle& handle);
+  void combine(const CombineInput& input, const CombineOutput& output, ExchangeHandle& handle);
+
+  // Throws what a call would throw of calls that failed, and otherwise does nothing: for callers
+  // that replay graphs.
+  void check();
+  // With kCuda it waits for all that the device has been given, so it may not be captured.
+  const ExchangeStats& stats() const;
+  // What this rank did in its last dispatch and last combine. Waits like stats(). Throws
+  // Error{kInvalidArgument} without ExchangeOptions::trace.
+  PassTrace trace() const;
+
+  const ExchangeSpec& spec() const;  // with the room of padded experts
+  Backend backend() const;
+  int num_threads() const;         // kCuda: 0
+  ExpertRange own_places() const;  // this rank's experts, or places with a placement
+
+ private:
+  std::unique_ptr<ExchangeEngine> engine_;
+};
+
+}  // namespace switchyard
