@@ -11,8 +11,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # From the lowest to the highest.
-ROOMS = ["base", "protocol", "model", "routing", "reference", "fabric", "trace", "layer", "cpu", "gpu",
-         "operators", "c_api", "results", "report", "machine", "run", "bench", "cli"]
+ROOMS = ["base", "protocol", "model", "routing", "reference", "fabric", "trace", "layer", "exchange",
+         "cpu", "gpu", "operators", "c_api", "results", "report", "machine", "run", "bench", "cli"]
 # Rooms that stand side by side, although one comes first above.
 STRANGERS = {
     ("gpu", "cpu"): "the engines do not know each other",

@@ -37,8 +37,7 @@ class ExchangeEngine;
 
 // Who multiplies a row of results with its slot's weight, in combine.
 enum class CombineWeights : std::uint8_t {
-  // The token's rank, as it sums: out = sum over k of weight * row, in fp32. The weight is rounded
-  // into nothing.
+  // The token's rank, as it sums: out = sum over k of weight * row, in fp32.
   kByReceiver,
   // The expert's rank, before it sends: weight * row, in fp32, rounded to ExchangeSpec::combine.
   kBySender,
@@ -103,10 +102,13 @@ struct DispatchInput {
   // scale_rows 1 and scale_cols 128.
   MatrixView tokens;
   // [T, K], i32 or i64, distinct within a token; negative ones, and those of num_experts or more,
-  // are none. Empty: those of the handle, see ExchangeHandle.
+  // are none.
   SlotView ids;
-  // [T, K], f32 or bf16; empty: all 1. With `ids` only.
+  // [T, K], f32 or bf16; empty: all 1.
   SlotView weights;
+  // The handle's ids and weights again, for other tokens: see ExchangeHandle. `ids` and `weights`
+  // are then empty.
+  bool reuse = false;
   void* stream = nullptr;  // kCuda only: a cudaStream_t
 };
 
@@ -154,12 +156,11 @@ struct CombineOutput {
 };
 
 // What became of one dispatch, as combine needs it: which slots went where, and whose the received
-// rows are. Of one Exchange. A dispatch with ids gives it new contents; one without ids uses those
-// that it has, for other tokens: the same number, to the same experts with the same weights, in the
-// same rows. Then nothing is counted, and neither ids nor weights travel. All ranks call it so with
-// their handles of the same earlier dispatch, or none: Error{kSpecMismatch}. Combine may use a
-// handle any number of times. Movable; the memory stays as long as the handle does, which with
-// kCuda must outlive the calls enqueued with it.
+// rows are. Of one Exchange. A dispatch gives it new contents, unless DispatchInput::reuse is set:
+// then it uses those that it has, for as many other tokens, to the same experts with the same
+// weights, in the same rows. Nothing is counted, and neither ids nor weights travel. All ranks
+// reuse their handles of the same earlier dispatch, or none does: Error{kSpecMismatch}. Combine may
+// use a handle any number of times. Movable. With kCuda it must outlive the calls enqueued with it.
 class ExchangeHandle {
  public:
   class State;
@@ -172,7 +173,7 @@ class ExchangeHandle {
   bool empty() const { return state_ == nullptr; }
   // Whether a dispatch was received with it.
   bool dispatched() const;
-  // This rank's in the last dispatch with ids that was sent with it.
+  // This rank's in the dispatch that gave it its contents.
   std::int64_t tokens() const;
 
  private:

@@ -4,7 +4,8 @@
 
 namespace switchyard::protocol {
 
-TimeoutError timeout_error(const FailureRecord& record, int rank, const std::string& liveness) {
+TimeoutError timeout_error(const FailureRecord& record, int rank, const std::string& liveness,
+                           const char* what) {
   WaitFailure failure;
   failure.waiter_rank = record.waiter;
   failure.peer_rank = record.peer;
@@ -27,7 +28,7 @@ TimeoutError timeout_error(const FailureRecord& record, int rank, const std::str
                                   record.observed)
                     : fmt::format("rank {} waits for rank {}", record.witness, record.peer));
   if (!liveness.empty()) message += "; " + liveness;
-  message += "; this layer cannot be used any more, make a new one on every rank";
+  message += fmt::format("; this {} cannot be used any more, make a new one on every rank", what);
   const bool first = record.waiter == rank;
   return {first ? ErrorCode::kTimeout : ErrorCode::kAborted, message, failure};
 }

@@ -1,6 +1,7 @@
 // The GPU room of a build without CUDA: there are no devices, and every error gives that reason.
 #include <memory>
 
+#include "exchange/engine.h"
 #include "gpu/device.h"
 #include "gpu/grouped_gemm.h"
 #include "gpu/operators.h"
@@ -65,6 +66,10 @@ std::unique_ptr<LayerEngine> make_engine(const World&, const LayerSpec&, const M
 }
 std::shared_ptr<PassMemory> make_memory(const World&, std::span<const LayerSpec>,
                                         const WorkspaceOptions&, std::uint64_t) {
+  unsupported();
+}
+
+std::unique_ptr<ExchangeEngine> make_exchange(const World&, ExchangeProblem, ExchangeOptions) {
   unsupported();
 }
 

@@ -1,0 +1,13 @@
+// What the ranks of an exchange must agree on before any of them sends a byte.
+#pragma once
+
+#include "exchange/problem.h"
+#include "fabric/fabric.h"
+
+namespace switchyard {
+
+// Collective. Throws Error{kSpecMismatch} naming the first rank and field that differ from this
+// rank's, with both values.
+void agree(Fabric& fabric, const ExchangeProblem& mine, Backend backend);
+
+}  // namespace switchyard

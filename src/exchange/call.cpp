@@ -1,0 +1,263 @@
+#include "exchange/call.h"
+
+#include <fmt/core.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <string>
+
+#include "base/quantize.h"
+#include "model/check_tensor.h"
+#include "switchyard/error.h"
+#include "switchyard/routing.h"
+
+namespace switchyard {
+namespace {
+
+[[noreturn]] void refuse(const std::string& message) {
+  throw Error(ErrorCode::kInvalidArgument, message);
+}
+
+void check_scales(const MatrixView& tokens) {
+  const std::int64_t groups = protocol::ceil_div<std::int64_t>(tokens.cols, kQuantGroup);
+  if (tokens.scale == nullptr) {
+    refuse(
+        fmt::format("tokens are f8_e4m3, but their scale is null; pass [{}, {}] scales, one for {} "
+                    "columns of a token",
+                    tokens.rows, groups, kQuantGroup));
+  }
+  if (tokens.scale_rows != 1 || tokens.scale_cols != kQuantGroup ||
+      (tokens.rows > 1 && tokens.scale_stride < groups)) {
+    refuse(fmt::format(
+        "tokens are f8_e4m3 with a scale per {} x {}, with stride {}; use scale_rows "
+        "1, scale_cols {} and a scale_stride of at least {}",
+        tokens.scale_rows, tokens.scale_cols, tokens.scale_stride, kQuantGroup, groups));
+  }
+}
+
+void check_tokens(const ExchangeProblem& problem, const MatrixView& tokens) {
+  const ExchangeSpec& spec = problem.spec;
+  if (tokens.rows < 0 || tokens.rows > spec.max_tokens) {
+    throw Error(ErrorCode::kCapacityExceeded,
+                fmt::format("{} tokens on rank {}; the exchange was made for at most {} "
+                            "(max_tokens): make it for more, or pass fewer",
+                            tokens.rows, problem.rank, spec.max_tokens));
+  }
+  const bool fits =
+      tokens.dtype == spec.dispatch || (problem.quantised() && is_float(tokens.dtype));
+  if (!fits) {
+    throw Error(
+        ErrorCode::kDTypeMismatch,
+        fmt::format("tokens are {}, and travel as {}; use {}", to_string(tokens.dtype),
+                    to_string(spec.dispatch),
+                    problem.quantised() ? "f8_e4m3, bf16, f16 or f32"
+                                        : fmt::format("{}, or make an exchange of that type",
+                                                      to_string(spec.dispatch))));
+  }
+  if (tokens.rows == 0) return;
+  if (tokens.cols != spec.hidden) {
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("tokens have {} columns; the exchange's hidden size is {}", tokens.cols,
+                            spec.hidden));
+  }
+  if (tokens.data == nullptr || tokens.col_stride != 1) {
+    refuse("tokens must be non-null, with contiguous rows (col_stride 1)");
+  }
+  if (tokens.dtype == DType::kF8E4M3) check_scales(tokens);
+}
+
+void require_slots(const char* name, const SlotView& view, std::int64_t tokens, int top_k,
+                   DType one, DType other) {
+  const std::int64_t slots = tokens * top_k;
+  if (view.empty() && slots == 0) return;
+  if (static_cast<std::int64_t>(view.size()) != slots) {
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("{} have {} elements; {} tokens with top_k {} need {}", name,
+                            view.size(), tokens, top_k, slots));
+  }
+  if (view.dtype() != one && view.dtype() != other) {
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("{} are {}; use {} or {}", name, to_string(view.dtype()),
+                            to_string(one), to_string(other)));
+  }
+  if (slots > 0 && view.data() == nullptr) {
+    refuse(fmt::format("{} are null; pass [{}, {}]", name, tokens, top_k));
+  }
+}
+
+void require_not_lost(const ExchangeCalls& calls) {
+  if (!calls.lost) return;
+  refuse(
+      "the handle of a call on its way was destroyed, so what it sent cannot be received any more; "
+      "make a new exchange on every rank");
+}
+
+void check_stride(const char* name, std::int64_t stride, std::int64_t columns) {
+  if (stride == 0 || std::abs(stride) >= columns) return;
+  refuse(
+      fmt::format("{} is {} elements, but a row has {}; use at least that, or 0 for rows one "
+                  "behind the other",
+                  name, stride, columns));
+}
+
+}  // namespace
+
+void check_options(const ExchangeOptions& options) {
+  if (options.num_threads < 0) {
+    refuse(fmt::format("num_threads is {}; use 0 to choose it automatically, or at least 1",
+                       options.num_threads));
+  }
+  if (options.device < -1) {
+    refuse(fmt::format("device is {}; use the number of a GPU, or -1 for the current one",
+                       options.device));
+  }
+  if (options.max_sms < 0) {
+    refuse(fmt::format("max_sms is {}; use 0 to choose it automatically, or at least 1",
+                       options.max_sms));
+  }
+  switch (options.backend) {
+    case Backend::kCpu:
+      if (options.device != -1) {
+        refuse(
+            fmt::format("device is {}, but the backend is cpu; use Backend::kCuda, or leave it "
+                        "at -1",
+                        options.device));
+      }
+      if (options.max_sms != 0) {
+        refuse(
+            fmt::format("max_sms is {}, but the backend is cpu; leave it at 0", options.max_sms));
+      }
+      return;
+    case Backend::kCuda:
+      if (options.num_threads != 0) {
+        refuse(
+            fmt::format("num_threads is {}, but the backend is cuda, which has none; leave it at 0",
+                        options.num_threads));
+      }
+      if (options.on_step) {
+        refuse(
+            "on_step is set, but the backend is cuda, whose steps are on the device; leave it "
+            "empty");
+      }
+      return;
+  }
+  refuse(fmt::format("backend is {}; use Backend::kCpu or Backend::kCuda",
+                     static_cast<int>(options.backend)));
+}
+
+void check_turn_to_send(const char* call, const ExchangeHandle::State* pending,
+                        const ExchangeCalls& calls) {
+  require_not_lost(calls);
+  if (pending == nullptr) return;
+  refuse(
+      fmt::format("{0}_send() before {0}_recv() of the {0} that was sent last; receive that "
+                  "first, or use another exchange for what overlaps",
+                  call));
+}
+
+void check_turn_to_receive(const char* call, const ExchangeHandle::State* pending,
+                           const ExchangeHandle::State& handle, const ExchangeCalls& calls) {
+  require_not_lost(calls);
+  if (pending == nullptr) {
+    refuse(fmt::format("{0}_recv(), but no {0} is on its way; call {0}_send() first", call));
+  }
+  if (pending != &handle) {
+    refuse(fmt::format("{0}_recv() with another handle than the {0} was sent with; pass that one",
+                       call));
+  }
+}
+
+void check_dispatch(const ExchangeProblem& problem, const DispatchInput& input,
+                    const ExchangeHandle::State& handle) {
+  check_tokens(problem, input.tokens);
+  const std::int64_t tokens = input.tokens.rows;
+  const int top_k = problem.spec.top_k;
+  if (input.reuse) {
+    if (!input.ids.empty() || !input.weights.empty()) {
+      refuse("reuse is set, and ids or weights are given; leave them empty, or reuse nothing");
+    }
+    if (!handle.received) {
+      refuse("reuse is set, but no dispatch was received with the handle; pass ids first");
+    }
+    if (handle.tokens == tokens) return;
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("{} tokens, and the handle that they reuse is of {}; pass as many, or "
+                            "ids",
+                            tokens, handle.tokens));
+  }
+  require_slots("ids", input.ids, tokens, top_k, DType::kI32, DType::kI64);
+  if (!input.weights.empty()) {
+    require_slots("weights", input.weights, tokens, top_k, DType::kF32, DType::kBF16);
+  }
+}
+
+void check_received(const ExchangeProblem& problem, const DispatchOutput& output) {
+  if (output.capacity < 0) {
+    refuse(fmt::format("capacity is {} rows; use 0 or more", output.capacity));
+  }
+  if (output.capacity > 0 && output.rows == nullptr) {
+    refuse(fmt::format("the output's rows are null, but capacity is {}; pass their memory",
+                       output.capacity));
+  }
+  check_stride("row_stride", output.row_stride, problem.spec.hidden);
+  if (problem.quantised()) {
+    if (output.capacity > 0 && output.scales == nullptr) {
+      refuse(fmt::format("rows are f8_e4m3, but the output's scales are null; pass [{}, {}] f32",
+                         output.capacity, problem.groups()));
+    }
+    check_stride("scale_stride", output.scale_stride, problem.groups());
+  } else if (output.scales != nullptr) {
+    refuse(fmt::format("the output has scales, but rows are {}, which have none; leave them null",
+                       to_string(problem.spec.dispatch)));
+  }
+}
+
+void check_results(const ExchangeProblem& problem, const CombineInput& input) {
+  const MatrixView& rows = input.rows;
+  if (rows.dtype != problem.spec.combine) {
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("rows are {}, and travel as {}; use that, or make an exchange of "
+                            "another type",
+                            to_string(rows.dtype), to_string(problem.spec.combine)));
+  }
+  if (rows.rows < 0 || (rows.rows > 0 && rows.cols != problem.spec.hidden)) {
+    throw Error(ErrorCode::kShapeMismatch, fmt::format("rows are [{}, {}]; pass [rows, {}]",
+                                                       rows.rows, rows.cols, problem.spec.hidden));
+  }
+  if (rows.rows > 0 && (rows.data == nullptr || rows.col_stride != 1)) {
+    refuse("rows must be non-null and contiguous (col_stride 1)");
+  }
+}
+
+void check_combined(const ExchangeProblem& problem, const CombineOutput& output,
+                    const ExchangeHandle::State& handle) {
+  if (!is_float(output.dtype)) {
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("the output is {}; use bf16, f16 or f32", to_string(output.dtype)));
+  }
+  if (handle.tokens > 0 && output.data == nullptr) {
+    refuse(fmt::format("the output is null; pass [{}, {}]", handle.tokens, problem.spec.hidden));
+  }
+  check_stride("the output's row_stride", output.row_stride, problem.spec.hidden);
+  if (!std::isfinite(output.scale)) {
+    refuse(fmt::format("the output's scale is {}; use a finite number", output.scale));
+  }
+}
+
+void read_ids(const ExchangeProblem& problem, const SlotView& given, std::int32_t* ids) {
+  const auto top_k = static_cast<std::size_t>(problem.spec.top_k);
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    const std::int64_t id = given.dtype() == DType::kI64
+                                ? static_cast<const std::int64_t*>(given.data())[i]
+                                : static_cast<const std::int32_t*>(given.data())[i];
+    ids[i] = id >= 0 && id < problem.spec.num_experts ? static_cast<std::int32_t>(id) : kNoExpert;
+    if (ids[i] == kNoExpert) continue;
+    for (std::size_t j = i - i % top_k; j < i; ++j) {
+      if (ids[j] != ids[i]) continue;
+      refuse(fmt::format("token {} names expert {} twice; ids must be distinct within a token",
+                         i / top_k, id));
+    }
+  }
+}
+
+}  // namespace switchyard

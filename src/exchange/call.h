@@ -1,0 +1,30 @@
+// Whether a call of an exchange can be served, decided before anything is sent or stored: what can
+// be told without reading through an address. All throw Error{kInvalidArgument, kShapeMismatch,
+// kDTypeMismatch, kCapacityExceeded} naming the first value that is wrong and the remedy.
+#pragma once
+
+#include "exchange/engine.h"
+
+namespace switchyard {
+
+void check_options(const ExchangeOptions& options);
+
+// That the handle is of the exchange, and the call has its turn. `call` is its name.
+void check_turn_to_send(const char* call, const ExchangeHandle::State* pending,
+                        const ExchangeCalls& calls);
+void check_turn_to_receive(const char* call, const ExchangeHandle::State* pending,
+                           const ExchangeHandle::State& handle, const ExchangeCalls& calls);
+
+void check_dispatch(const ExchangeProblem& problem, const DispatchInput& input,
+                    const ExchangeHandle::State& handle);
+void check_received(const ExchangeProblem& problem, const DispatchOutput& output);
+void check_results(const ExchangeProblem& problem, const CombineInput& input);
+void check_combined(const ExchangeProblem& problem, const CombineOutput& output,
+                    const ExchangeHandle::State& handle);
+
+// The ids of a call that check_dispatch() has passed, in memory that the host can read: reads them
+// into `ids`, [T, K], where kNoExpert is none. Throws Error{kInvalidArgument} for an expert that a
+// token names twice; `ids` may then hold anything.
+void read_ids(const ExchangeProblem& problem, const SlotView& given, std::int32_t* ids);
+
+}  // namespace switchyard

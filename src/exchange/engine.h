@@ -1,0 +1,87 @@
+// What Exchange asks of an engine. Each engine is made by its own make_exchange(); neither knows
+// the other.
+#pragma once
+
+#include <memory>
+
+#include "exchange/problem.h"
+#include "switchyard/exchange.h"
+
+namespace switchyard {
+
+// The calls of one exchange that are on their way. Its handles know it, too: one may end while a
+// call with it is under way.
+struct ExchangeCalls {
+  const ExchangeHandle::State* dispatch = nullptr;  // sent and not received
+  const ExchangeHandle::State* combine = nullptr;
+  bool lost = false;  // the handle of such a call was destroyed
+};
+
+// An engine's own handles derive from it.
+class ExchangeHandle::State {
+ public:
+  virtual ~State() {
+    if (calls == nullptr || (calls->dispatch != this && calls->combine != this)) return;
+    calls->lost = true;
+  }
+  State() = default;
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+
+  // Exchange keeps all of these, not the engine.
+  std::shared_ptr<ExchangeCalls> calls;  // of the exchange that made it
+  bool received = false;                 // a dispatch that gave it its contents
+  std::int64_t tokens = 0;               // of that dispatch
+};
+
+// Exchange has checked every call as far as that is possible without reading the memory that it
+// was given, and calls come in their order: see exchange/call.h.
+class ExchangeEngine {
+ public:
+  using State = ExchangeHandle::State;
+
+  virtual ~ExchangeEngine() = default;
+
+  virtual std::unique_ptr<State> make_handle() = 0;
+  // With `reuse` the handle has contents for as many tokens. May throw for ids that it finds wrong,
+  // before anything is sent.
+  virtual void dispatch_send(const DispatchInput& input, State& handle) = 0;
+  // May throw Error{kCapacityExceeded}, and is called again then.
+  virtual void dispatch_recv(const DispatchOutput& output, State& handle) = 0;
+  // The rows of the layout for the dispatch that was sent with the handle.
+  virtual std::int64_t rows_needed(State& handle, void* stream) = 0;
+  virtual void combine_send(const CombineInput& input, State& handle) = 0;
+  virtual void combine_recv(const CombineOutput& output, State& handle) = 0;
+  virtual void check() = 0;
+  virtual const ExchangeStats& stats() = 0;
+  virtual PassTrace trace() = 0;  // only with ExchangeOptions::trace
+  virtual int num_threads() const = 0;
+
+  const ExchangeProblem& problem() const { return problem_; }
+  const ExchangeOptions& options() const { return options_; }
+  const std::shared_ptr<ExchangeCalls>& calls() const { return calls_; }
+
+ protected:
+  ExchangeEngine(ExchangeProblem problem, ExchangeOptions options)
+      : problem_(std::move(problem)), options_(std::move(options)) {}
+
+  ExchangeProblem problem_;
+  ExchangeOptions options_;  // the deadline is not 0
+
+ private:
+  std::shared_ptr<ExchangeCalls> calls_ = std::make_shared<ExchangeCalls>();
+};
+
+// Collective. The ranks agree on spec and backend, and the options have been checked.
+namespace cpu {
+std::unique_ptr<ExchangeEngine> make_exchange(const World& world, ExchangeProblem problem,
+                                              ExchangeOptions options);
+}
+namespace gpu {
+// `options.device` is a device, not -1; it need not be the current one. Throws Error{kUnsupported}
+// in a build without CUDA.
+std::unique_ptr<ExchangeEngine> make_exchange(const World& world, ExchangeProblem problem,
+                                              ExchangeOptions options);
+}  // namespace gpu
+
+}  // namespace switchyard

@@ -1,0 +1,177 @@
+// Exchange: which engine, whether a call makes sense, and whether it has its turn.
+#include "switchyard/exchange.h"
+
+#include <fmt/core.h>
+
+#include "base/posix.h"
+#include "exchange/agreement.h"
+#include "exchange/call.h"
+#include "exchange/engine.h"
+#include "fabric/collective.h"
+#include "layer/engine.h"
+#include "switchyard/error.h"
+
+namespace switchyard {
+namespace {
+
+using State = ExchangeHandle::State;
+
+std::unique_ptr<ExchangeEngine> make_engine(const World& world, const ExchangeSpec& spec,
+                                            ExchangeOptions options) {
+  check_options(options);
+  ExchangeProblem problem(spec, world.rank(), world.size());
+  options.deadline =
+      options.deadline.count() == 0 ? world.deadline() : checked_deadline(options.deadline);
+  agree(world.fabric(), problem, options.backend);
+  if (options.backend == Backend::kCpu) {
+    return cpu::make_exchange(world, std::move(problem), std::move(options));
+  }
+  attempt_together(world.fabric(), [&] {
+    LayerOptions device;
+    device.backend = Backend::kCuda;
+    device.device = options.device;
+    options.device = gpu::choose_device(device);
+  });
+  return gpu::make_exchange(world, std::move(problem), std::move(options));
+}
+
+State& state_of(const std::unique_ptr<State>& state, const ExchangeEngine& engine) {
+  if (state == nullptr) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "the handle is empty; make one with make_handle() of the exchange");
+  }
+  if (state->calls != engine.calls()) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "the handle is of another exchange; make one with make_handle() of this one");
+  }
+  return *state;
+}
+
+void require_received(const State& state, const char* call) {
+  if (state.received) return;
+  throw Error(
+      ErrorCode::kInvalidArgument,
+      fmt::format("{}, but no dispatch was received with the handle; dispatch with it first",
+                  call));
+}
+
+}  // namespace
+
+const char* to_string(CombineWeights weights) {
+  switch (weights) {
+    case CombineWeights::kByReceiver:
+      return "receiver";
+    case CombineWeights::kBySender:
+      return "sender";
+    case CombineWeights::kNone:
+      return "none";
+  }
+  return "unknown";
+}
+
+ExchangeHandle::ExchangeHandle() = default;
+ExchangeHandle::ExchangeHandle(std::unique_ptr<State> state) : state_(std::move(state)) {}
+ExchangeHandle::~ExchangeHandle() = default;
+ExchangeHandle::ExchangeHandle(ExchangeHandle&&) noexcept = default;
+ExchangeHandle& ExchangeHandle::operator=(ExchangeHandle&&) noexcept = default;
+bool ExchangeHandle::dispatched() const { return state_ != nullptr && state_->received; }
+std::int64_t ExchangeHandle::tokens() const { return state_ == nullptr ? 0 : state_->tokens; }
+
+Exchange::Exchange(const World& world, const ExchangeSpec& spec, const ExchangeOptions& options)
+    : engine_(make_engine(world, spec, options)) {}
+Exchange::~Exchange() = default;
+Exchange::Exchange(Exchange&&) noexcept = default;
+Exchange& Exchange::operator=(Exchange&&) noexcept = default;
+
+ExchangeHandle Exchange::make_handle() const {
+  std::unique_ptr<State> state = engine_->make_handle();
+  state->calls = engine_->calls();
+  return ExchangeHandle(std::move(state));
+}
+
+void Exchange::dispatch_send(const DispatchInput& input, ExchangeHandle& handle) {
+  State& state = state_of(handle.state_, *engine_);
+  ExchangeCalls& calls = *engine_->calls();
+  check_turn_to_send("dispatch", calls.dispatch, calls);
+  if (!input.reuse && calls.combine == &state) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "a combine with the handle is on its way, which needs its contents; call "
+                "combine_recv() first, or dispatch with another handle");
+  }
+  check_dispatch(engine_->problem(), input, state);
+  engine_->dispatch_send(input, state);
+  if (!input.reuse) {
+    state.tokens = input.tokens.rows;
+    state.received = false;
+  }
+  calls.dispatch = &state;
+}
+
+void Exchange::dispatch_recv(const DispatchOutput& output, ExchangeHandle& handle) {
+  State& state = state_of(handle.state_, *engine_);
+  ExchangeCalls& calls = *engine_->calls();
+  check_turn_to_receive("dispatch", calls.dispatch, state, calls);
+  check_received(engine_->problem(), output);
+  engine_->dispatch_recv(output, state);
+  state.received = true;
+  calls.dispatch = nullptr;
+}
+
+void Exchange::dispatch(const DispatchInput& input, const DispatchOutput& output,
+                        ExchangeHandle& handle) {
+  check_received(engine_->problem(), output);
+  dispatch_send(input, handle);
+  dispatch_recv(output, handle);
+}
+
+std::int64_t Exchange::rows_needed() const { return engine_->problem().rows_needed(); }
+std::int64_t Exchange::rows_needed(ExchangeHandle& handle, void* stream) {
+  State& state = state_of(handle.state_, *engine_);
+  if (engine_->calls()->dispatch != &state) {
+    require_received(state, "rows_needed(), which counts rows");
+  }
+  return engine_->rows_needed(state, stream);
+}
+
+void Exchange::combine_send(const CombineInput& input, ExchangeHandle& handle) {
+  State& state = state_of(handle.state_, *engine_);
+  ExchangeCalls& calls = *engine_->calls();
+  check_turn_to_send("combine", calls.combine, calls);
+  require_received(state, "combine_send()");
+  check_results(engine_->problem(), input);
+  engine_->combine_send(input, state);
+  calls.combine = &state;
+}
+
+void Exchange::combine_recv(const CombineOutput& output, ExchangeHandle& handle) {
+  State& state = state_of(handle.state_, *engine_);
+  ExchangeCalls& calls = *engine_->calls();
+  check_turn_to_receive("combine", calls.combine, state, calls);
+  check_combined(engine_->problem(), output, state);
+  engine_->combine_recv(output, state);
+  calls.combine = nullptr;
+}
+
+void Exchange::combine(const CombineInput& input, const CombineOutput& output,
+                       ExchangeHandle& handle) {
+  check_combined(engine_->problem(), output, state_of(handle.state_, *engine_));
+  combine_send(input, handle);
+  combine_recv(output, handle);
+}
+
+void Exchange::check() { engine_->check(); }
+const ExchangeStats& Exchange::stats() const { return engine_->stats(); }
+PassTrace Exchange::trace() const {
+  if (!engine_->options().trace) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "the exchange records no trace; make it with the option trace set");
+  }
+  return engine_->trace();
+}
+
+const ExchangeSpec& Exchange::spec() const { return engine_->problem().spec; }
+Backend Exchange::backend() const { return engine_->options().backend; }
+int Exchange::num_threads() const { return engine_->num_threads(); }
+ExpertRange Exchange::own_places() const { return engine_->problem().own(); }
+
+}  // namespace switchyard
