@@ -259,7 +259,7 @@ class Exchange {
   void check();
   // With kCuda it waits for all that the device has been given, so it may not be captured.
   const ExchangeStats& stats() const;
-  // What this rank did in its last dispatch and last combine. Waits like stats(). Throws
+  // What this rank did in its last dispatch and in combines since. Waits like stats(). Throws
   // Error{kInvalidArgument} without ExchangeOptions::trace.
   PassTrace trace() const;
 

@@ -52,6 +52,7 @@ class ExchangeEngine {
   virtual std::int64_t rows_needed(State& handle, void* stream) = 0;
   virtual void combine_send(const CombineInput& input, State& handle) = 0;
   virtual void combine_recv(const CombineOutput& output, State& handle) = 0;
+  // Throws what failed; called before each of the above.
   virtual void check() = 0;
   virtual const ExchangeStats& stats() = 0;
   virtual PassTrace trace() = 0;  // only with ExchangeOptions::trace

@@ -91,6 +91,7 @@ ExchangeHandle Exchange::make_handle() const {
 
 void Exchange::dispatch_send(const DispatchInput& input, ExchangeHandle& handle) {
   State& state = state_of(handle.state_, *engine_);
+  engine_->check();
   ExchangeCalls& calls = *engine_->calls();
   check_turn_to_send("dispatch", calls.dispatch, calls);
   if (!input.reuse && calls.combine == &state) {
@@ -109,6 +110,7 @@ void Exchange::dispatch_send(const DispatchInput& input, ExchangeHandle& handle)
 
 void Exchange::dispatch_recv(const DispatchOutput& output, ExchangeHandle& handle) {
   State& state = state_of(handle.state_, *engine_);
+  engine_->check();
   ExchangeCalls& calls = *engine_->calls();
   check_turn_to_receive("dispatch", calls.dispatch, state, calls);
   check_received(engine_->problem(), output);
@@ -127,6 +129,7 @@ void Exchange::dispatch(const DispatchInput& input, const DispatchOutput& output
 std::int64_t Exchange::rows_needed() const { return engine_->problem().rows_needed(); }
 std::int64_t Exchange::rows_needed(ExchangeHandle& handle, void* stream) {
   State& state = state_of(handle.state_, *engine_);
+  engine_->check();
   if (engine_->calls()->dispatch != &state) {
     require_received(state, "rows_needed(), which counts rows");
   }
@@ -135,6 +138,7 @@ std::int64_t Exchange::rows_needed(ExchangeHandle& handle, void* stream) {
 
 void Exchange::combine_send(const CombineInput& input, ExchangeHandle& handle) {
   State& state = state_of(handle.state_, *engine_);
+  engine_->check();
   ExchangeCalls& calls = *engine_->calls();
   check_turn_to_send("combine", calls.combine, calls);
   require_received(state, "combine_send()");
@@ -145,6 +149,7 @@ void Exchange::combine_send(const CombineInput& input, ExchangeHandle& handle) {
 
 void Exchange::combine_recv(const CombineOutput& output, ExchangeHandle& handle) {
   State& state = state_of(handle.state_, *engine_);
+  engine_->check();
   ExchangeCalls& calls = *engine_->calls();
   check_turn_to_receive("combine", calls.combine, state, calls);
   check_combined(engine_->problem(), output, state);

@@ -24,8 +24,11 @@ struct ExchangeProblem {
   bool quantised() const { return spec.dispatch == DType::kF8E4M3; }
   // Scales of a token; 0 where tokens have none.
   int groups() const;
-  // Elements of a token without its scales, and of a row of results.
+  // Bytes of a token without its scales, and with them; and of a row of results.
   std::size_t token_bytes() const;
+  std::size_t wire_bytes() const {
+    return token_bytes() + static_cast<std::size_t>(groups()) * sizeof(float);
+  }
   std::size_t result_bytes() const;
   // The most slots of one source that a rank with so many experts can have.
   std::int64_t most_rows_of_source(int experts) const;

@@ -1,0 +1,857 @@
+// Exchange on the CPU: dispatch and combine, as a reader follows a token.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include "base/convert.h"
+#include "cpu/kernels.h"
+#include "cpu/lazy_buffer.h"
+#include "cpu/pace.h"
+#include "cpu/thread_trace.h"
+#include "cpu/worker_pool.h"
+#include "exchange/call.h"
+#include "exchange/engine.h"
+#include "fabric/collective.h"
+#include "fabric/fabric.h"
+#include "layer/failure.h"
+#include "protocol/exchange_heap.h"
+#include "protocol/wait.h"
+#include "switchyard/routing.h"
+
+namespace switchyard::cpu {
+namespace {
+
+using protocol::ExchangeEntry;
+using protocol::Missing;
+using protocol::Phase;
+using protocol::SlotEntry;
+using Step = ProtocolStep::Kind;
+
+// Tokens or rows that a thread takes at a time.
+constexpr std::size_t kChunk = 32;
+constexpr std::size_t kMostTraceEvents = 1 << 14;
+
+// A row that this rank received.
+struct Arrival {
+  std::uint32_t row;       // in the layout
+  std::uint32_t packed;    // in packed order
+  std::uint32_t position;  // of its token in the source's pool
+  std::uint32_t slot;      // of the source
+  float weight;
+};
+
+class Handle final : public ExchangeHandle::State {
+ public:
+  // Of the dispatch that made the contents; parts of it travel with flags, so that ranks notice
+  // where they reuse different ones.
+  std::uint64_t layout = 0;
+  // This rank's tokens.
+  std::vector<std::int32_t> places;                   // [T, K]: the place of each slot, or -1
+  std::vector<float> weights;                         // [T, K]
+  std::vector<std::vector<std::uint32_t>> tokens_to;  // [ranks]: tokens that each rank gets
+  std::vector<std::vector<ExchangeEntry>> entries_to;
+  // What this rank received.
+  bool planned = false;
+  std::vector<std::int64_t> ends;                 // [own experts]
+  std::vector<std::vector<std::uint32_t>> count;  // [ranks][own experts]
+  std::vector<std::vector<Arrival>> arrivals;     // [ranks], in the order of the source's entries
+  std::vector<std::vector<std::uint32_t>> by_token;  // [ranks], with pre_sum: arrivals by slot
+  std::int64_t layout_rows = 0;                      // that the layout has
+  std::int64_t end_of_rows = 0;                      // one behind the last row that is somebody's
+};
+
+class Engine final : public ExchangeEngine {
+ public:
+  Engine(const World& world, ExchangeProblem problem, ExchangeOptions options);
+
+  std::unique_ptr<State> make_handle() override;
+  void dispatch_send(const DispatchInput& input, State& handle) override;
+  void dispatch_recv(const DispatchOutput& output, State& handle) override;
+  std::int64_t rows_needed(State& handle, void* stream) override;
+  void combine_send(const CombineInput& input, State& handle) override;
+  void combine_recv(const CombineOutput& output, State& handle) override;
+  void check() override {
+    if (protocol::aborted(heaps_)) fail();
+  }
+  const ExchangeStats& stats() override { return stats_; }
+  PassTrace trace() override;
+  int num_threads() const override { return pool_->size(); }
+
+ private:
+  // A call that was sent: its number among its kind, and among all calls.
+  struct Call {
+    std::uint64_t number = 0, of_all = 0;
+  };
+
+  const ExchangeSpec& spec() const { return problem_.spec; }
+  int rank() const { return problem_.rank; }
+  int num_ranks() const { return problem_.num_ranks; }
+  // The i-th rank in the order in which this one sends: itself first, then the next.
+  int peer(int i) const { return (rank() + i) % num_ranks(); }
+  void step(Step kind, int peer, const Call& call) const {
+    if (options_.on_step) options_.on_step({kind, rank(), peer, call.of_all});
+  }
+
+  void list_slots(Handle& handle) const;
+  void publish_counts(const Handle& handle);
+  void prepare_tokens(const MatrixView& tokens);
+  const std::byte* prepared(std::uint32_t token) const {
+    return quantised_.data() + token * prepared_bytes();
+  }
+  std::size_t prepared_bytes() const { return problem_.wire_bytes(); }
+  void send_tokens(const MatrixView& tokens, const Handle& handle, bool entries);
+  void put_token(const MatrixView& tokens, std::uint32_t token, std::byte* to) const;
+  void plan(Handle& handle);
+  void await_counts(Handle& handle);
+  void list_arrivals(Handle& handle, int source) const;
+  void await_arrived(int source, std::uint64_t layout);
+  void put_rows(const DispatchOutput& output, const Handle& handle, int source);
+  void return_rows(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
+                   std::size_t end) const;
+  void return_sums(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
+                   std::size_t end) const;
+  float weight_of_sent(const Arrival& arrival) const {
+    return spec().weights == CombineWeights::kBySender ? arrival.weight : 1.0f;
+  }
+  void sum_tokens(const CombineOutput& output, const Handle& handle, std::size_t begin,
+                  std::size_t end) const;
+
+  // Sends to all ranks by all threads: body(peer, begin, end) for chunks of items(peer), and
+  // sent(peer) after the last one of a rank. All chunks of the first rank come before those of the
+  // next.
+  template <typename Items, typename Body, typename Sent>
+  void send_to_all(const Items& items, const Body& body, const Sent& sent);
+  // body(begin, end) for chunks of `count` items, by all threads.
+  template <typename Body>
+  void for_chunks(std::size_t count, const TraceEvent& event, const Body& body);
+  void in_parallel(const std::function<void(int)>& body);
+  // Waits until ready(); `missing` as in wait_until().
+  template <typename Ready, typename WhatIsMissing>
+  void wait(const Call& call, Ready&& ready, WhatIsMissing&& missing);
+  [[noreturn]] void fail();
+  [[noreturn]] void refuse_mixture(int source, std::uint64_t expected, std::uint64_t observed);
+
+  ThreadTrace* trace_of(int thread) {
+    return traces_.empty() ? nullptr : &traces_[static_cast<std::size_t>(thread)];
+  }
+  void begin(const TraceEvent& event) {
+    if (!traces_.empty()) traces_[0].begin(event);
+  }
+  void end() {
+    if (!traces_.empty()) traces_[0].end();
+  }
+  void set_free() {
+    for (ThreadTrace& trace : traces_) trace.set_free();
+  }
+
+  World world_;
+  protocol::ExchangeHeap heap_;
+  protocol::Heaps heaps_;
+  std::shared_ptr<SymmetricSegment> segment_;
+  LazyBuffer quantised_;  // this rank's tokens as they travel, where they are quantised
+  std::vector<ThreadTrace> traces_;
+  std::unique_ptr<WorkerPool> pool_;
+  Call dispatch_, combine_;  // the last ones that were sent
+  std::uint64_t calls_ = 0;  // of both kinds
+  std::vector<std::int32_t> ids_;
+  std::mutex exception_mutex_;
+  std::exception_ptr exception_;
+  ExchangeStats stats_;
+  std::optional<Fabric::AbortHook> abort_hook_;  // last: it uses the heap
+};
+
+Engine::Engine(const World& world, ExchangeProblem problem, ExchangeOptions options)
+    : ExchangeEngine(std::move(problem), std::move(options)), world_(world) {
+  protocol::ExchangeHeap::Shape shape;
+  shape.num_ranks = num_ranks();
+  shape.most_experts = problem_.places.max_count();
+  shape.max_tokens = spec().max_tokens;
+  shape.top_k = spec().top_k;
+  shape.code_bytes = problem_.token_bytes();
+  shape.scale_bytes = problem_.wire_bytes() - problem_.token_bytes();
+  shape.result_bytes = problem_.result_bytes();
+  heap_ = protocol::ExchangeHeap(shape);
+  segment_ = world.fabric().allocate(heap_.bytes());
+  heaps_.experts = problem_.places;
+  heaps_.rank = rank();
+  for (int r = 0; r < num_ranks(); ++r) heaps_.base[r] = segment_->base(r);
+
+  abort_hook_.emplace(world_.fabric(), [heaps = heaps_] {
+    const std::uint64_t word = protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1);
+    for (int r = 0; r < heaps.size(); ++r) {
+      // What ended the world before is what all ranks are told.
+      protocol::compare_exchange(&heaps.control(r)->abort, std::uint64_t{0}, word);
+    }
+  });
+
+  // Told to all ranks if it fails here. Also a barrier: nobody writes into a heap before everybody
+  // has mapped it.
+  attempt_together(world.fabric(), [&] {
+    const int threads = threads_of(options_.num_threads, num_ranks());
+    if (problem_.quantised()) {
+      quantised_ = LazyBuffer(static_cast<std::size_t>(spec().max_tokens) * prepared_bytes());
+    }
+    if (options_.trace) {
+      for (int i = 0; i < threads; ++i) traces_.emplace_back(i, kMostTraceEvents);
+    }
+    pool_ = std::make_unique<WorkerPool>(threads, [] {});
+  });
+  stats_.heap_bytes_reserved = heap_.bytes();
+}
+
+std::unique_ptr<ExchangeHandle::State> Engine::make_handle() { return std::make_unique<Handle>(); }
+
+// ------------------------------------------------------------------------------------ dispatch
+
+void Engine::dispatch_send(const DispatchInput& input, State& state) {
+  if (input.stream != nullptr) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "a stream is given, but the exchange's backend is cpu; leave it null");
+  }
+  auto& handle = static_cast<Handle&>(state);
+  const auto slots =
+      static_cast<std::size_t>(input.tokens.rows) * static_cast<std::size_t>(spec().top_k);
+  if (!input.reuse) {
+    ids_.resize(slots);
+    read_ids(problem_, input.ids, ids_.data());
+  }
+  for (ThreadTrace& trace : traces_) trace.clear();
+  set_free();
+  dispatch_ = {dispatch_.number + 1, ++calls_};
+  stats_.dispatch_bytes = stats_.signal_bytes = 0;
+  stats_.tokens_sent = 0;
+  if (!input.reuse) {
+    begin({TraceKind::kRoute, TraceRole::kPass});
+    handle.layout = dispatch_.number;
+    handle.planned = false;
+    std::swap(handle.places, ids_);
+    if (!problem_.place_of.empty()) {
+      for (std::int32_t& id : handle.places) {
+        if (id >= 0) id = problem_.place_of[static_cast<std::size_t>(id)];
+      }
+    }
+    handle.weights.assign(slots, 1.0f);
+    for (std::size_t i = 0; i < input.weights.size(); ++i) {
+      handle.weights[i] =
+          input.weights.dtype() == DType::kBF16
+              ? bf16_to_f32(static_cast<const std::uint16_t*>(input.weights.data())[i])
+              : static_cast<const float*>(input.weights.data())[i];
+    }
+    list_slots(handle);
+    end();
+    publish_counts(handle);
+  }
+  prepare_tokens(input.tokens);
+  send_tokens(input.tokens, handle, !input.reuse);
+  stats_.dispatches = dispatch_.number;
+  stats_.tokens = input.tokens.rows;
+  for (int r = 0; r < num_ranks(); ++r) {
+    if (r == rank()) continue;
+    const auto to = static_cast<std::size_t>(r);
+    stats_.tokens_sent += static_cast<std::int64_t>(handle.tokens_to[to].size());
+    stats_.dispatch_bytes += handle.tokens_to[to].size() * problem_.wire_bytes();
+    if (!input.reuse) stats_.dispatch_bytes += handle.entries_to[to].size() * sizeof(ExchangeEntry);
+    stats_.signal_bytes += sizeof(std::uint64_t);
+  }
+}
+
+// What each rank gets: its tokens, each once, and its rows, by expert.
+void Engine::list_slots(Handle& handle) const {
+  const auto ranks = static_cast<std::size_t>(num_ranks());
+  const auto top_k = static_cast<std::size_t>(spec().top_k);
+  handle.tokens_to.resize(ranks);
+  handle.entries_to.resize(ranks);
+  for (auto& tokens : handle.tokens_to) tokens.clear();
+  // Where the next row of each place goes in its rank's list: first how many there are.
+  std::vector<std::uint32_t> next(static_cast<std::size_t>(problem_.places.num_experts));
+  for (const std::int32_t place : handle.places) {
+    if (place >= 0) ++next[static_cast<std::size_t>(place)];
+  }
+  for (int r = 0; r < num_ranks(); ++r) {
+    std::uint32_t rows = 0;
+    for (int p = problem_.places.begin(r); p < problem_.places.end(r); ++p) {
+      rows += std::exchange(next[static_cast<std::size_t>(p)], rows);
+    }
+    handle.entries_to[static_cast<std::size_t>(r)].resize(rows);
+  }
+  for (std::size_t i = 0; i < handle.places.size(); ++i) {
+    if (handle.places[i] < 0) continue;
+    const auto token = static_cast<std::uint32_t>(i / top_k);
+    const auto owner = static_cast<std::size_t>(problem_.places.owner(handle.places[i]));
+    auto& tokens = handle.tokens_to[owner];
+    if (tokens.empty() || tokens.back() != token) tokens.push_back(token);
+    handle.entries_to[owner][next[static_cast<std::size_t>(handle.places[i])]++] = {
+        SlotEntry::pack(token, static_cast<std::uint32_t>(i % top_k)),
+        static_cast<std::uint32_t>(tokens.size() - 1), handle.weights[i]};
+  }
+}
+
+void Engine::publish_counts(const Handle& handle) {
+  begin({TraceKind::kCounts, TraceRole::kPass});
+  std::vector<std::uint32_t> counts(static_cast<std::size_t>(problem_.places.num_experts));
+  for (const std::int32_t place : handle.places) {
+    if (place >= 0) ++counts[static_cast<std::size_t>(place)];
+  }
+  for (int i = 0; i < num_ranks(); ++i) {
+    const int to = peer(i);
+    step(Step::kPublishCounts, to, dispatch_);
+    std::uint64_t* const row = heap_.counts(heaps_.base[to], dispatch_.number, rank());
+    const int first = problem_.places.begin(to), num = problem_.places.count(to);
+    for (int e = 0; e < num; ++e) {
+      // Release: what this rank read of the window before comes before others' next writes there.
+      protocol::store_release(
+          row + e,
+          protocol::numbered(dispatch_.number, counts[static_cast<std::size_t>(first + e)]));
+    }
+    if (to != rank()) stats_.signal_bytes += static_cast<std::uint64_t>(num) * sizeof(*row);
+  }
+  protocol::note_progress(heaps_);
+  end();
+}
+
+// Quantises tokens once, however many ranks get them.
+void Engine::prepare_tokens(const MatrixView& tokens) {
+  if (!problem_.quantised() || tokens.dtype == DType::kF8E4M3) return;
+  TraceEvent event{TraceKind::kGate, TraceRole::kPass};
+  for_chunks(static_cast<std::size_t>(tokens.rows), event, [&](std::size_t begin, std::size_t end) {
+    std::vector<std::uint16_t> row(
+        tokens.dtype == DType::kBF16 ? 0 : static_cast<std::size_t>(spec().hidden));
+    // Behind the codes scales may be at any address, so they are made here.
+    std::vector<float> scales(static_cast<std::size_t>(problem_.groups()));
+    for (std::size_t t = begin; t < end; ++t) {
+      const void* from = tokens.row(static_cast<std::int64_t>(t));
+      if (!row.empty()) {
+        kernels().convert(from, tokens.dtype, row.data(), DType::kBF16, spec().hidden, 1);
+        from = row.data();
+      }
+      std::byte* const to = quantised_.data() + t * prepared_bytes();
+      kernels().quantize(static_cast<const std::uint16_t*>(from),
+                         reinterpret_cast<std::uint8_t*>(to), scales.data(), spec().hidden);
+      std::memcpy(to + problem_.token_bytes(), scales.data(), scales.size() * sizeof(float));
+    }
+  });
+}
+
+void Engine::put_token(const MatrixView& tokens, std::uint32_t token, std::byte* to) const {
+  const std::size_t bytes = problem_.token_bytes();
+  const std::size_t scale_bytes = problem_.wire_bytes() - bytes;
+  const bool as_is = !problem_.quantised() || tokens.dtype == DType::kF8E4M3;
+  const void* const codes = as_is ? tokens.row(token) : prepared(token);
+  std::memcpy(to, codes, bytes);
+  if (scale_bytes == 0) return;
+  const void* const scales =
+      as_is ? static_cast<const void*>(tokens.scale + token * tokens.scale_stride)
+            : prepared(token) + bytes;
+  std::memcpy(to + heap_.scale_offset(), scales, scale_bytes);
+}
+
+void Engine::send_tokens(const MatrixView& tokens, const Handle& handle, bool entries) {
+  send_to_all([&](int to) { return handle.tokens_to[static_cast<std::size_t>(to)].size(); },
+              [&](int to, std::size_t begin, std::size_t end) {
+                step(Step::kDispatch, to, dispatch_);
+                const auto& list = handle.entries_to[static_cast<std::size_t>(to)];
+                if (entries && begin == 0 && !list.empty()) {
+                  std::memcpy(heap_.entries(heaps_.base[to], dispatch_.number, rank()), list.data(),
+                              list.size() * sizeof(ExchangeEntry));
+                }
+                const auto& sent = handle.tokens_to[static_cast<std::size_t>(to)];
+                for (std::size_t i = begin; i < end; ++i) {
+                  put_token(tokens, sent[i],
+                            heap_.pool(heaps_.base[to], dispatch_.number, rank(), i));
+                }
+              },
+              [&](int to) {
+                step(Step::kArrived, to, dispatch_);
+                // Release: after the tokens and entries of all threads, which the last of them
+                // acquired.
+                protocol::store_release(heap_.arrived(heaps_.base[to], dispatch_.number, rank()),
+                                        protocol::numbered(dispatch_.number, handle.layout));
+              });
+}
+
+void Engine::dispatch_recv(const DispatchOutput& output, State& state) {
+  auto& handle = static_cast<Handle&>(state);
+  set_free();
+  plan(handle);
+  if (handle.end_of_rows > output.capacity) {
+    throw Error(ErrorCode::kCapacityExceeded,
+                fmt::format("{} rows came to rank {}, and the output has room for {} (capacity): "
+                            "receive again with more; rows_needed() says how many",
+                            handle.end_of_rows, rank(), output.capacity));
+  }
+  for (int i = 0; i < num_ranks(); ++i) {
+    await_arrived(peer(i), handle.layout);
+    if (handle.arrivals[static_cast<std::size_t>(peer(i))].empty()) {
+      list_arrivals(handle, peer(i));
+    }
+    put_rows(output, handle, peer(i));
+  }
+  const std::size_t experts = handle.ends.size();
+  for (std::size_t e = 0; e < experts; ++e) {
+    if (output.ends != nullptr) output.ends[e] = static_cast<std::int32_t>(handle.ends[e]);
+    if (output.counts != nullptr) {
+      output.counts[e] =
+          static_cast<std::int32_t>(handle.ends[e] - (e == 0 ? 0 : handle.ends[e - 1]));
+    }
+  }
+  stats_.rows_received = experts == 0 ? 0 : handle.ends.back();
+  if (output.num_rows != nullptr) {
+    *output.num_rows = static_cast<std::int32_t>(stats_.rows_received);
+  }
+}
+
+std::int64_t Engine::rows_needed(State& state, void*) {
+  auto& handle = static_cast<Handle&>(state);
+  set_free();
+  plan(handle);
+  return handle.layout_rows;
+}
+
+// Where every source's rows go, once all counts have come.
+void Engine::plan(Handle& handle) {
+  if (handle.planned) return;
+  await_counts(handle);
+  const auto experts = static_cast<std::size_t>(problem_.num_own());
+  handle.ends.assign(experts, 0);
+  std::int64_t rows = 0;
+  for (std::size_t e = 0; e < experts; ++e) {
+    const std::int64_t before = rows;
+    for (const auto& of_source : handle.count) rows += of_source[e];
+    handle.ends[e] = rows;
+    if (spec().layout.kind == RowLayout::Kind::kPadded && rows - before > spec().layout.size) {
+      throw Error(ErrorCode::kCapacityExceeded,
+                  fmt::format("expert {} got {} rows, and the padded layout has room for {}; make "
+                              "an exchange with more (layout.size), or with another layout",
+                              static_cast<std::size_t>(problem_.own().begin) + e, rows - before,
+                              spec().layout.size));
+    }
+  }
+  const std::vector<std::int64_t> first = first_rows(spec().layout, handle.ends);
+  handle.layout_rows = first.back();
+  handle.end_of_rows = 0;
+  for (std::size_t e = 0; e < experts; ++e) {
+    const std::int64_t of_expert = handle.ends[e] - (e == 0 ? 0 : handle.ends[e - 1]);
+    if (of_expert > 0) handle.end_of_rows = first[e] + of_expert;
+  }
+  handle.arrivals.assign(static_cast<std::size_t>(num_ranks()), {});
+  handle.by_token.assign(static_cast<std::size_t>(num_ranks()), {});
+  handle.planned = true;
+}
+
+void Engine::await_counts(Handle& handle) {
+  const auto experts = static_cast<std::size_t>(problem_.num_own());
+  handle.count.assign(static_cast<std::size_t>(num_ranks()), std::vector<std::uint32_t>(experts));
+  for (int source = 0; source < num_ranks(); ++source) {
+    const std::uint64_t* const row = heap_.counts(heaps_.mine(), dispatch_.number, source);
+    const std::uint64_t* const arrived = heap_.arrived(heaps_.mine(), dispatch_.number, source);
+    auto& count = handle.count[static_cast<std::size_t>(source)];
+    std::size_t e = 0;  // the first count that has not come
+    const TraceEvent event{TraceKind::kCounts,
+                           TraceRole::kPass,
+                           TraceWait::kCounts,
+                           0,
+                           0,
+                           0,
+                           0,
+                           0,
+                           -1,
+                           -1,
+                           -1,
+                           0,
+                           source};
+    wait(
+        dispatch_,
+        [&] {
+          for (; e < experts; ++e) {
+            const std::uint64_t word = protocol::load_acquire(row + e);
+            if (!protocol::is_of(word, dispatch_.number)) break;
+            count[e] = static_cast<std::uint32_t>(word);
+          }
+          if (e == experts) return true;
+          // A source that reuses a handle sends no counts.
+          const std::uint64_t flag = protocol::load_acquire(arrived);
+          if (protocol::is_of(flag, dispatch_.number) &&
+              static_cast<std::uint32_t>(flag) != protocol::flag_of(handle.layout)) {
+            refuse_mixture(source, handle.layout, flag);
+          }
+          return false;
+        },
+        [&] {
+          return Missing{Phase::kCounts, source, e, protocol::flag_of(dispatch_.number),
+                         protocol::load_acquire(row + e) >> 32};
+        });
+    begin(event);
+    end();
+  }
+}
+
+void Engine::await_arrived(int source, std::uint64_t layout) {
+  const std::uint64_t* const flag = heap_.arrived(heaps_.mine(), dispatch_.number, source);
+  std::uint64_t word = 0;
+  wait(
+      dispatch_,
+      [&] {
+        word = protocol::load_acquire(flag);
+        return protocol::is_of(word, dispatch_.number);
+      },
+      [&] {
+        return Missing{Phase::kDispatch, source, static_cast<std::uint64_t>(source),
+                       protocol::flag_of(dispatch_.number), word >> 32};
+      });
+  if (static_cast<std::uint32_t>(word) != protocol::flag_of(layout)) {
+    refuse_mixture(source, layout, word);
+  }
+}
+
+// The rows of a source whose entries have come.
+void Engine::list_arrivals(Handle& handle, int source) const {
+  const ExchangeEntry* entry = heap_.entries(heaps_.mine(), dispatch_.number, source);
+  const std::vector<std::int64_t> first = first_rows(spec().layout, handle.ends);
+  auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
+  for (std::size_t e = 0; e < handle.ends.size(); ++e) {
+    std::int64_t before = 0;  // rows of ranks below the source
+    for (int r = 0; r < source; ++r) before += handle.count[static_cast<std::size_t>(r)][e];
+    const std::int64_t packed = (e == 0 ? 0 : handle.ends[e - 1]) + before;
+    for (std::uint32_t i = 0; i < handle.count[static_cast<std::size_t>(source)][e]; ++i, ++entry) {
+      arrivals.push_back({static_cast<std::uint32_t>(first[e] + before + i),
+                          static_cast<std::uint32_t>(packed + i), entry->position, entry->slot,
+                          entry->weight});
+    }
+  }
+  if (!spec().pre_sum) return;
+  auto& order = handle.by_token[static_cast<std::size_t>(source)];
+  order.resize(arrivals.size());
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::uint32_t>(i);
+  std::sort(order.begin(), order.end(),
+            [&](std::uint32_t a, std::uint32_t b) { return arrivals[a].slot < arrivals[b].slot; });
+}
+
+void Engine::put_rows(const DispatchOutput& output, const Handle& handle, int source) {
+  const auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
+  const std::size_t bytes = problem_.token_bytes();
+  const std::size_t scale_bytes = problem_.wire_bytes() - bytes;
+  const std::int64_t stride = (output.row_stride == 0 ? spec().hidden : output.row_stride) *
+                              static_cast<std::int64_t>(size_of(spec().dispatch));
+  const std::int64_t scale_stride =
+      output.scale_stride == 0 ? problem_.groups() : output.scale_stride;
+  TraceEvent event{TraceKind::kPack, TraceRole::kPack, TraceWait::kDispatch};
+  event.peer = source;
+  for_chunks(arrivals.size(), event, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) {
+      const Arrival& arrival = arrivals[i];
+      const std::byte* const token =
+          heap_.pool(heaps_.mine(), dispatch_.number, source, arrival.position);
+      std::memcpy(static_cast<std::byte*>(output.rows) + arrival.row * stride, token, bytes);
+      if (scale_bytes != 0) {
+        std::memcpy(output.scales + arrival.row * scale_stride, token + heap_.scale_offset(),
+                    scale_bytes);
+      }
+      if (output.origins != nullptr) {
+        output.origins[arrival.row] = {source,
+                                       static_cast<std::int32_t>(SlotEntry::token(arrival.slot)),
+                                       static_cast<std::int32_t>(SlotEntry::k(arrival.slot))};
+      }
+      if (output.weights != nullptr) output.weights[arrival.packed] = arrival.weight;
+    }
+  });
+  protocol::note_progress(heaps_);
+}
+
+// ------------------------------------------------------------------------------------- combine
+
+void Engine::combine_send(const CombineInput& input, State& state) {
+  if (input.stream != nullptr) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "a stream is given, but the exchange's backend is cpu; leave it null");
+  }
+  auto& handle = static_cast<Handle&>(state);
+  if (input.rows.rows < handle.end_of_rows) {
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("there are {} rows, and the last one that was received is row {}; pass "
+                            "a result for each",
+                            input.rows.rows, handle.end_of_rows - 1));
+  }
+  set_free();
+  combine_ = {combine_.number + 1, ++calls_};
+  stats_.combine_bytes = 0;
+  stats_.rows_returned = 0;
+  send_to_all([&](int to) { return handle.arrivals[static_cast<std::size_t>(to)].size(); },
+              [&](int to, std::size_t begin, std::size_t end) {
+                if (spec().pre_sum) {
+                  return_sums(input, handle, to, begin, end);
+                } else {
+                  return_rows(input, handle, to, begin, end);
+                }
+              },
+              [&](int to) {
+                step(Step::kFinished, to, combine_);
+                // Release: after the cells of all threads, which the last of them acquired.
+                protocol::store_release(heap_.returned(heaps_.base[to], combine_.number, rank()),
+                                        protocol::numbered(combine_.number, 0));
+              });
+  stats_.combines = combine_.number;
+  for (int r = 0; r < num_ranks(); ++r) {
+    if (r == rank()) continue;
+    const auto& arrivals = handle.arrivals[static_cast<std::size_t>(r)];
+    std::size_t rows = arrivals.size();
+    if (spec().pre_sum) {
+      // One for each token; the pool has each once.
+      rows = 0;
+      for (const Arrival& arrival : arrivals) {
+        rows = std::max<std::size_t>(rows, arrival.position + 1);
+      }
+    }
+    stats_.rows_returned += static_cast<std::int64_t>(rows);
+    stats_.signal_bytes += sizeof(std::uint64_t);
+  }
+  stats_.combine_bytes = static_cast<std::uint64_t>(stats_.rows_returned) * problem_.result_bytes();
+}
+
+void Engine::return_rows(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
+                         std::size_t end) const {
+  const auto& arrivals = handle.arrivals[static_cast<std::size_t>(to)];
+  for (std::size_t i = begin; i < end; ++i) {
+    const Arrival& arrival = arrivals[i];
+    const void* const row = input.rows.row(arrival.row);
+    std::byte* const cell = heap_.cell(heaps_.base[to], combine_.number,
+                                       SlotEntry::token(arrival.slot), SlotEntry::k(arrival.slot));
+    if (spec().weights == CombineWeights::kBySender) {
+      kernels().convert(row, spec().combine, cell, spec().combine, spec().hidden, arrival.weight);
+    } else {
+      std::memcpy(cell, row, problem_.result_bytes());
+    }
+  }
+}
+
+// The sums of tokens of which a row stands in [begin, end) of the order by token, and no row
+// before.
+void Engine::return_sums(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
+                         std::size_t end) const {
+  const auto& arrivals = handle.arrivals[static_cast<std::size_t>(to)];
+  const auto& order = handle.by_token[static_cast<std::size_t>(to)];
+  const auto token_at = [&](std::size_t i) { return SlotEntry::token(arrivals[order[i]].slot); };
+  const void* rows[protocol::kMaxTopK];
+  float weights[protocol::kMaxTopK];
+  for (std::size_t i = begin; i < end; ++i) {
+    if (i > 0 && token_at(i) == token_at(i - 1)) continue;
+    int count = 0;
+    for (std::size_t j = i; j < order.size() && token_at(j) == token_at(i); ++j) {
+      const Arrival& arrival = arrivals[order[j]];
+      rows[count] = input.rows.row(arrival.row);
+      weights[count++] = weight_of_sent(arrival);
+    }
+    std::byte* const cell = heap_.cell(heaps_.base[to], combine_.number, token_at(i),
+                                       SlotEntry::k(arrivals[order[i]].slot));
+    kernels().combine(rows, weights, count, spec().combine, cell, spec().combine, spec().hidden, 1,
+                      false);
+  }
+}
+
+void Engine::combine_recv(const CombineOutput& output, State& state) {
+  if (output.stream != nullptr) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "a stream is given, but the exchange's backend is cpu; leave it null");
+  }
+  auto& handle = static_cast<Handle&>(state);
+  set_free();
+  // All ranks, also those that had no rows: the flag is their leave to send the combine after next.
+  for (int i = 0; i < num_ranks(); ++i) {
+    const int source = peer(i);
+    const std::uint64_t* const flag = heap_.returned(heaps_.mine(), combine_.number, source);
+    std::uint64_t word = 0;
+    wait(
+        combine_,
+        [&] {
+          word = protocol::load_acquire(flag);
+          return protocol::is_of(word, combine_.number);
+        },
+        [&] {
+          return Missing{Phase::kCombine, source, static_cast<std::uint64_t>(source),
+                         protocol::flag_of(combine_.number), word >> 32};
+        });
+  }
+  TraceEvent event{TraceKind::kCombine, TraceRole::kMath, TraceWait::kCombine};
+  for_chunks(static_cast<std::size_t>(handle.tokens), event,
+             [&](std::size_t begin, std::size_t end) {
+               step(Step::kCombine, rank(), combine_);
+               sum_tokens(output, handle, begin, end);
+             });
+}
+
+void Engine::sum_tokens(const CombineOutput& output, const Handle& handle, std::size_t begin,
+                        std::size_t end) const {
+  const auto top_k = static_cast<std::size_t>(spec().top_k);
+  const std::int64_t stride = (output.row_stride == 0 ? spec().hidden : output.row_stride) *
+                              static_cast<std::int64_t>(size_of(output.dtype));
+  const void* cells[protocol::kMaxTopK];
+  float weights[protocol::kMaxTopK];
+  for (std::size_t t = begin; t < end; ++t) {
+    int count = 0;
+    std::uint64_t ranks_seen = 0;
+    for (std::size_t k = 0; k < top_k; ++k) {
+      const std::int32_t place = handle.places[t * top_k + k];
+      if (place < 0) continue;
+      if (spec().pre_sum) {
+        const std::uint64_t owner = std::uint64_t{1} << problem_.places.owner(place);
+        if ((ranks_seen & owner) != 0) continue;
+        ranks_seen |= owner;
+      }
+      cells[count] = heap_.cell(heaps_.mine(), combine_.number, t, k);
+      weights[count++] =
+          spec().weights == CombineWeights::kByReceiver ? handle.weights[t * top_k + k] : 1.0f;
+    }
+    kernels().combine(cells, weights, count, spec().combine,
+                      static_cast<std::byte*>(output.data) + static_cast<std::int64_t>(t) * stride,
+                      output.dtype, spec().hidden, output.scale, output.accumulate);
+  }
+}
+
+// ------------------------------------------------------------------------- threads and waiting
+
+template <typename Items, typename Body, typename Sent>
+void Engine::send_to_all(const Items& items, const Body& body, const Sent& sent) {
+  struct Part {
+    int to = 0;
+    std::size_t items = 0, first_task = 0;
+    std::atomic<std::size_t> left{0};
+  };
+  std::vector<Part> parts(static_cast<std::size_t>(num_ranks()));
+  std::size_t tasks = 0;
+  for (int i = 0; i < num_ranks(); ++i) {
+    // This rank itself last: others wait for their flags.
+    Part& part = parts[static_cast<std::size_t>(i)];
+    part.to = peer(i + 1);
+    part.items = items(part.to);
+    part.first_task = tasks;
+    // A rank that gets nothing has one task, too: its flag.
+    part.left = std::max<std::size_t>(1, protocol::ceil_div(part.items, kChunk));
+    tasks += part.left;
+  }
+  std::atomic<std::size_t> next{0};
+  in_parallel([&](int thread) {
+    std::size_t p = 0;
+    for (std::size_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+      while (p + 1 < parts.size() && parts[p + 1].first_task <= task) ++p;
+      Part& part = parts[p];
+      const std::size_t begin = (task - part.first_task) * kChunk;
+      const std::size_t end = std::min(begin + kChunk, part.items);
+      ThreadTrace* const trace = trace_of(thread);
+      if (trace != nullptr) {
+        TraceEvent event{TraceKind::kSend, TraceRole::kSend};
+        event.peer = part.to;
+        event.rows = static_cast<std::int32_t>(end > begin ? end - begin : 0);
+        trace->begin(event);
+      }
+      if (end > begin) body(part.to, begin, end);
+      // Acquires the other threads' chunks, and releases this one's.
+      if (part.left.fetch_sub(1, std::memory_order_acq_rel) == 1) sent(part.to);
+      if (trace != nullptr) trace->end();
+      protocol::note_progress(heaps_);
+    }
+  });
+}
+
+template <typename Body>
+void Engine::for_chunks(std::size_t count, const TraceEvent& event, const Body& body) {
+  if (count == 0) return;
+  const auto run = [&](int thread, std::size_t first, std::size_t last) {
+    ThreadTrace* const trace = trace_of(thread);
+    if (trace != nullptr) {
+      TraceEvent chunk = event;
+      chunk.rows = static_cast<std::int32_t>(last - first);
+      trace->begin(chunk);
+    }
+    body(first, last);
+    if (trace != nullptr) trace->end();
+  };
+  if (count <= kChunk) return run(0, 0, count);
+  std::atomic<std::size_t> next{0};
+  in_parallel([&](int thread) {
+    for (std::size_t first; (first = next.fetch_add(kChunk, std::memory_order_relaxed)) < count;) {
+      run(thread, first, std::min(first + kChunk, count));
+      protocol::note_progress(heaps_);
+    }
+  });
+}
+
+void Engine::in_parallel(const std::function<void(int)>& body) {
+  pool_->run([&](int thread) {
+    try {
+      body(thread);
+    } catch (...) {
+      const std::lock_guard lock(exception_mutex_);
+      if (exception_) return;
+      exception_ = std::current_exception();
+      // The rank cannot do its part: the others need not wait for their deadlines to learn it.
+      protocol::abort_world(heaps_, {rank(), rank(), Phase::kExperts, calls_, 0, 0, 0, 0, rank()});
+    }
+  });
+  if (exception_) std::rethrow_exception(exception_);
+}
+
+template <typename Ready, typename WhatIsMissing>
+void Engine::wait(const Call& call, Ready&& ready, WhatIsMissing&& missing) {
+  HostPace pace;
+  const auto deadline =
+      static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
+  const protocol::WaitResult result =
+      protocol::wait_until(heaps_, call.of_all, deadline, pace, ready, [&] {
+        const Missing lack = missing();
+        step(Step::kWait, lack.peer, call);
+        return lack;
+      });
+  if (result != protocol::WaitResult::kReady) fail();
+}
+
+void Engine::refuse_mixture(int source, std::uint64_t expected, std::uint64_t observed) {
+  const Error error(
+      ErrorCode::kSpecMismatch,
+      fmt::format("in dispatch {} rank {} uses the rows of dispatch {}, and rank {} those of "
+                  "dispatch {}; reuse handles of the same dispatch on all ranks, or on none; this "
+                  "exchange cannot be used any more, make a new one on every rank",
+                  dispatch_.number, source, static_cast<std::uint32_t>(observed), rank(),
+                  protocol::flag_of(expected)));
+  protocol::abort_world(heaps_, {rank(), rank(), Phase::kDispatch, dispatch_.of_all,
+                                 static_cast<std::uint64_t>(source), protocol::flag_of(expected),
+                                 static_cast<std::uint32_t>(observed), 0, rank()});
+  throw Error(error);
+}
+
+void Engine::fail() {
+  // Another thread of this rank may be about to raise the word.
+  for (int i = 0; i < 1000 && !protocol::aborted(heaps_); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  std::uint64_t abort = protocol::load_acquire(&heaps_.control(rank())->abort);
+  if (abort == 0) abort = static_cast<std::uint64_t>(rank()) + 1;
+  throw_abort(
+      world_, abort, [&](int failed) { return heaps_.control(failed)->failure; }, "exchange");
+}
+
+PassTrace Engine::trace() {
+  check();
+  PassTrace trace;
+  trace.rank = rank();
+  trace.num_ranks = num_ranks();
+  trace.epoch = dispatch_.number;
+  for (const ThreadTrace& thread : traces_) {
+    trace.dropped += thread.dropped();
+    trace.events.insert(trace.events.end(), thread.events().begin(), thread.events().end());
+  }
+  return trace;
+}
+
+}  // namespace
+
+std::unique_ptr<ExchangeEngine> make_exchange(const World& world, ExchangeProblem problem,
+                                              ExchangeOptions options) {
+  return std::make_unique<Engine>(world, std::move(problem), std::move(options));
+}
+
+}  // namespace switchyard::cpu
