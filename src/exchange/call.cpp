@@ -43,6 +43,7 @@ void check_tokens(const ExchangeProblem& problem, const MatrixView& tokens) {
                             "(max_tokens): make it for more, or pass fewer",
                             tokens.rows, problem.rank, spec.max_tokens));
   }
+  if (tokens.rows == 0) return;
   const bool fits =
       tokens.dtype == spec.dispatch || (problem.quantised() && is_float(tokens.dtype));
   if (!fits) {
@@ -54,7 +55,6 @@ void check_tokens(const ExchangeProblem& problem, const MatrixView& tokens) {
                                         : fmt::format("{}, or make an exchange of that type",
                                                       to_string(spec.dispatch))));
   }
-  if (tokens.rows == 0) return;
   if (tokens.cols != spec.hidden) {
     throw Error(ErrorCode::kShapeMismatch,
                 fmt::format("tokens have {} columns; the exchange's hidden size is {}", tokens.cols,

@@ -1,0 +1,246 @@
+// Ranks of an exchange that stall, die, skip a call or abort: every other rank says so, within the
+// deadline, and names it.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <condition_variable>
+#include <mutex>
+
+#include "support/exchanges.h"
+#include "support/ranks.h"
+
+namespace switchyard::testing {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::HasSubstr;
+using Kind = ProtocolStep::Kind;
+
+constexpr int kRanks = 4, kStopped = 2;
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr milliseconds kDeadline{2'000};
+#else
+constexpr milliseconds kDeadline{500};
+#endif
+
+ExchangeSpec fault_spec() {
+  ExchangeSpec spec;
+  spec.hidden = 16;
+  spec.num_experts = 8;
+  spec.top_k = 2;
+  spec.max_tokens = 40;
+  return spec;
+}
+
+const ExchangeBatch& fault_batch() {
+  static const ExchangeBatch batch(fault_spec(), kRanks, DType::kBF16, 1, {40, 40, 40, 40});
+  return batch;
+}
+
+// A rank's exchange and arrays, for round after round.
+struct Player {
+  int rank;
+  Exchange exchange;
+  ExchangeHandle handle = exchange.make_handle();
+  ExchangeArrays got{exchange.spec(), exchange.own_places(), exchange.rows_needed()};
+
+  Player(const World& world, const ExchangeOptions& options = {})
+      : rank(world.rank()), exchange(world, fault_spec(), options) {}
+  void dispatch() { exchange.dispatch(input_of(fault_batch(), rank), got.output(), handle); }
+  void combine() {
+    const Matrix y = results_of(fault_batch(), got);
+    Matrix out(40, 16, DType::kF32);
+    exchange.combine({y.view()}, output_of(out), handle);
+    wrong_sums(fault_batch(), rank, out);
+  }
+  void round() {
+    dispatch();
+    combine();
+  }
+};
+
+// Expects TimeoutError that blames `peer`; returns its phase.
+std::string blame_of(int peer, const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const TimeoutError& error) {
+    EXPECT_EQ(error.failure().peer_rank, peer) << error.what();
+    EXPECT_THAT(error.what(), HasSubstr("exchange"));
+    return error.failure().phase;
+  } catch (const Error& error) {
+    ADD_FAILURE() << "not a TimeoutError: " << error.what();
+    return "";
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return "";
+}
+
+WorldOptions options_of(const std::string& rendezvous = "") {
+  return test::with_deadline(kDeadline, rendezvous);
+}
+
+class Gate {
+ public:
+  void wait() {
+    std::unique_lock lock(mutex_);
+    opened_.wait(lock, [this] { return open_; });
+  }
+  void open() {
+    const std::lock_guard lock(mutex_);
+    open_ = true;
+    opened_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable opened_;
+  bool open_ = false;
+};
+
+struct Stop {
+  Kind kind;
+  const char* phase;  // that the others lack
+};
+
+class ExchangeStall : public ::testing::TestWithParam<Stop> {};
+
+TEST_P(ExchangeStall, EveryOtherRankNamesTheStalledOne) {
+  Gate gate;
+  std::atomic<int> others{0};
+  std::vector<World> worlds = World::threads(kRanks, options_of());
+  test::run_threads(worlds, [&](World& world) {
+    ExchangeOptions options;
+    options.num_threads = world.rank() % 2 + 1;
+    const bool stalls = world.rank() == kStopped;
+    if (stalls) {
+      options.on_step = [&](const ProtocolStep& step) {
+        // In the third dispatch or combine.
+        if (step.kind == GetParam().kind && step.epoch >= 5) gate.wait();
+      };
+    }
+    Player player(world, options);
+    const std::string phase = blame_of(kStopped, [&] {
+      for (int i = 0; i < 6; ++i) player.round();
+    });
+    if (!stalls) {
+      EXPECT_EQ(phase, GetParam().phase);
+      // And again, of every call.
+      blame_of(kStopped, [&] { player.dispatch(); });
+      blame_of(kStopped, [&] { player.exchange.check(); });
+      if (++others == kRanks - 1) gate.open();
+    }
+  });
+  // The world lives.
+  test::run_threads(worlds, [&](World& world) { Player(world).round(); });
+}
+
+INSTANTIATE_TEST_SUITE_P(Steps, ExchangeStall,
+                         ::testing::Values(Stop{Kind::kPublishCounts, "counts"},
+                                           Stop{Kind::kDispatch, "dispatch"},
+                                           Stop{Kind::kArrived, "dispatch"},
+                                           Stop{Kind::kFinished, "combine"},
+                                           Stop{Kind::kCombine, "counts"}));
+
+TEST(ExchangeFault, ARankSkipsACall) {
+  std::vector<World> worlds = World::threads(kRanks, options_of());
+  test::run_threads(worlds, [&](World& world) {
+    Player player(world);
+    player.round();
+    if (world.rank() == kStopped) return;
+    EXPECT_EQ(blame_of(kStopped, [&] { player.round(); }), "counts");
+  });
+}
+
+TEST(ExchangeFault, ARankDoesNotReturnResults) {
+  std::vector<World> worlds = World::threads(kRanks, options_of());
+  test::run_threads(worlds, [&](World& world) {
+    Player player(world);
+    player.dispatch();
+    if (world.rank() == kStopped) return;
+    EXPECT_EQ(blame_of(kStopped, [&] { player.combine(); }), "combine");
+  });
+}
+
+TEST(ExchangeFault, ADeadlineOfItsOwn) {
+  std::vector<World> worlds = World::threads(2, test::with_deadline(test::kGenerous));
+  test::run_threads(worlds, [&](World& world) {
+    ExchangeOptions options;
+    options.deadline = kDeadline;
+    ExchangeSpec spec = fault_spec();
+    Exchange exchange(world, spec, options);
+    if (world.rank() == 1) return;
+    ExchangeHandle handle = exchange.make_handle();
+    const auto start = test::Clock::now();
+    exchange.dispatch_send({}, handle);
+    EXPECT_EQ(blame_of(1, [&] { exchange.rows_needed(handle); }), "counts");
+    EXPECT_LT(test::since(start), test::kAtOnce);
+  });
+}
+
+TEST(ExchangeFault, AbortIsToldAtOnce) {
+  std::vector<World> worlds = World::threads(kRanks, test::with_deadline(test::kGenerous));
+  test::run_threads(worlds, [&](World& world) {
+    Player player(world);
+    player.round();
+    const auto start = test::Clock::now();
+    if (world.rank() == kStopped) world.abort();
+    EXPECT_EQ(blame_of(kStopped, [&] { player.round(); }), "abort");
+    EXPECT_LT(test::since(start), test::kAtOnce);
+  });
+}
+
+TEST(ExchangeFault, AHookThatThrowsEndsTheCallOnAllRanks) {
+  std::vector<World> worlds = World::threads(kRanks, test::with_deadline(test::kGenerous));
+  test::run_threads(worlds, [&](World& world) {
+    ExchangeOptions options;
+    const bool throws = world.rank() == kStopped;
+    if (throws) {
+      options.on_step = [](const ProtocolStep& step) {
+        if (step.kind == Kind::kArrived && step.epoch == 3) throw std::runtime_error("no more");
+      };
+    }
+    Player player(world, options);
+    player.round();
+    if (throws) {
+      EXPECT_THROW(player.round(), std::runtime_error);
+    }
+    EXPECT_EQ(blame_of(kStopped, [&] { player.round(); }), "experts");
+  });
+}
+
+#if !defined(__SANITIZE_THREAD__)
+// A process that is stopped or killed between any two rounds or within one.
+void stop_process(int signal) {
+  const std::string rendezvous = test::fresh_rendezvous();
+  const std::vector<int> codes = test::run_processes(kRanks, [&](int rank) {
+    const World world = World::processes(rank, kRanks, options_of(rendezvous));
+    ExchangeOptions options;
+    int steps = 0;
+    if (rank == kStopped) {
+      options.on_step = [&](const ProtocolStep&) {
+        if (++steps == 60) ::raise(signal);
+      };
+    }
+    Player player(world, options);
+    blame_of(kStopped, [&] {
+      for (;;) player.round();
+    });
+    // Nobody is left who waits for its answer.
+    if (signal == SIGSTOP && rank == 0) ::kill(0, SIGCONT);
+  });
+  for (int rank = 0; rank < kRanks; ++rank) {
+    if (rank == kStopped && signal == SIGKILL) {
+      EXPECT_EQ(codes[static_cast<std::size_t>(rank)], test::kKilled);
+    } else {
+      EXPECT_EQ(codes[static_cast<std::size_t>(rank)], 0) << "rank " << rank;
+    }
+  }
+}
+TEST(ExchangeFault, AKilledProcessIsNamed) { stop_process(SIGKILL); }
+TEST(ExchangeFault, AStoppedProcessIsNamed) { stop_process(SIGSTOP); }
+#endif
+
+}  // namespace
+}  // namespace switchyard::testing
