@@ -680,6 +680,160 @@ typedef struct sy_unpermute_call {
   { .struct_size = sizeof(sy_unpermute_call), .scale = 1.0f }
 SY_API sy_status sy_unpermute_run(const sy_unpermute_call* call);
 
+// ------------------------------------------------------------------------------------ exchange
+
+// Dispatch and combine alone: tokens to the ranks of their experts, and results back. exchange.h
+// says more about every field and call.
+
+typedef struct sy_exchange sy_exchange;
+typedef struct sy_exchange_handle sy_exchange_handle;
+
+typedef int32_t sy_combine_weights;
+enum {
+  SY_WEIGHTS_BY_RECEIVER = 0,  // the token's rank multiplies, as it sums
+  SY_WEIGHTS_BY_SENDER = 1,    // the expert's rank does, before it sends
+  SY_WEIGHTS_NONE = 2          // an unweighted sum
+};
+
+// The same on all ranks.
+typedef struct sy_exchange_spec {
+  uint32_t struct_size;
+  int32_t hidden;       // H
+  int32_t num_experts;  // E, over all ranks
+  int32_t top_k;        // K
+  int32_t max_tokens;   // most tokens of a rank in a dispatch
+  sy_dtype dispatch;    // of received rows: SY_BF16, SY_F16, SY_F32 or SY_F8_E4M3
+  sy_dtype combine;     // of results: SY_BF16, SY_F16 or SY_F32
+  sy_combine_weights weights;
+  int32_t pre_sum;       // rows of one token on the same rank are summed there; not by receiver
+  uint32_t reserved;     // 0
+  sy_row_layout layout;  // padded with size 0: with room for all tokens of all ranks
+  sy_tensor placement;   // as in sy_layer_weights
+} sy_exchange_spec;
+#define SY_EXCHANGE_SPEC_INIT \
+  { .struct_size = sizeof(sy_exchange_spec), .dispatch = SY_BF16, .combine = SY_BF16 }
+
+typedef struct sy_exchange_options {
+  uint32_t struct_size;
+  sy_device_type backend;   // SY_CPU or SY_CUDA
+  int32_t num_threads;      // SY_CPU: of this rank; 0: hardware threads / ranks
+  int32_t device;           // SY_CUDA: -1: the current one
+  int32_t max_sms;          // SY_CUDA: the most SMs that a call uses; 0: a rule's
+  int32_t trace;            // record what is done, for sy_exchange_trace()
+  double deadline_seconds;  // 0: the world's
+} sy_exchange_options;
+#define SY_EXCHANGE_OPTIONS_INIT \
+  { .struct_size = sizeof(sy_exchange_options), .backend = SY_CPU, .device = -1 }
+
+// Collective. `options` may be null. Errors: as Exchange's constructor in exchange.h.
+SY_API sy_status sy_exchange_create(sy_world* world, const sy_exchange_spec* spec,
+                                    const sy_exchange_options* options, sy_exchange** out);
+SY_API sy_status sy_exchange_destroy(sy_exchange** exchange);
+
+typedef struct sy_exchange_info {
+  uint32_t struct_size;
+  sy_device_type backend;
+  int32_t num_threads;         // SY_CUDA: 0
+  int32_t reserved;            // 0
+  int32_t own_begin, own_end;  // the experts, or places, of this rank
+  int64_t rows_needed;         // for all rows that may arrive
+  sy_row_layout layout;        // with the room of padded experts
+} sy_exchange_info;
+#define SY_EXCHANGE_INFO_INIT \
+  { .struct_size = sizeof(sy_exchange_info) }
+SY_API sy_status sy_exchange_get_info(const sy_exchange* exchange, sy_exchange_info* out);
+
+// What a dispatch leaves for its combine, and for dispatches that reuse it. Exchange and handle may
+// be destroyed in any order, but not while a call with both is on its way.
+SY_API sy_status sy_exchange_handle_create(sy_exchange* exchange, sy_exchange_handle** out);
+SY_API sy_status sy_exchange_handle_destroy(sy_exchange_handle** handle);
+
+typedef struct sy_dispatch_input {
+  uint32_t struct_size;
+  int32_t reuse;      // the handle's ids and weights again; then both are absent
+  void* stream;       // SY_CUDA: a cudaStream_t
+  sy_tensor x;        // [T, H], columns contiguous
+  sy_tensor x_scale;  // [T, ceil(H / 128)] f32: of SY_F8_E4M3
+  sy_tensor ids;      // [T, K] i32 or i64, contiguous; negative ones, and those of E or more: none
+  sy_tensor weights;  // [T, K] f32 or bf16, contiguous; absent: 1
+} sy_dispatch_input;
+#define SY_DISPATCH_INPUT_INIT \
+  { .struct_size = sizeof(sy_dispatch_input) }
+
+// Where received rows go. Each but `rows` may be absent. What is no row's stays as it was.
+typedef struct sy_dispatch_output {
+  uint32_t struct_size;
+  uint32_t reserved;   // 0
+  void* stream;        // SY_CUDA: a cudaStream_t
+  sy_tensor rows;      // [capacity, H], columns contiguous
+  sy_tensor scales;    // [capacity, ceil(H / 128)] f32: of SY_F8_E4M3, and then needed
+  sy_tensor ends;      // [own experts] i32: rows of this rank's experts 0 to e together
+  sy_tensor counts;    // [own experts] i32: rows of each
+  sy_tensor num_rows;  // [1] i32
+  sy_tensor origins;   // [capacity, 3] i32, contiguous: rank, token and k of each row
+  sy_tensor weights;   // [capacity] f32, in packed order
+} sy_dispatch_output;
+#define SY_DISPATCH_OUTPUT_INIT \
+  { .struct_size = sizeof(sy_dispatch_output) }
+
+typedef struct sy_combine_input {
+  uint32_t struct_size;
+  uint32_t reserved;  // 0
+  void* stream;       // SY_CUDA: a cudaStream_t
+  sy_tensor rows;     // [rows, H], columns contiguous, in the order of the received ones
+} sy_combine_input;
+#define SY_COMBINE_INPUT_INIT \
+  { .struct_size = sizeof(sy_combine_input) }
+
+// out[t] = scale * the sum over k, in fp32; with `accumulate` out[t] += that.
+typedef struct sy_combine_output {
+  uint32_t struct_size;
+  int32_t accumulate;
+  float scale;
+  uint32_t reserved;  // 0
+  void* stream;       // SY_CUDA: a cudaStream_t
+  sy_tensor out;      // [T, H], bf16, f16 or f32, columns contiguous
+} sy_combine_output;
+#define SY_COMBINE_OUTPUT_INIT \
+  { .struct_size = sizeof(sy_combine_output), .scale = 1.0f }
+
+// Errors: as the calls of Exchange in exchange.h.
+SY_API sy_status sy_exchange_dispatch_send(sy_exchange* exchange, const sy_dispatch_input* input,
+                                           sy_exchange_handle* handle);
+SY_API sy_status sy_exchange_dispatch_recv(sy_exchange* exchange, const sy_dispatch_output* output,
+                                           sy_exchange_handle* handle);
+SY_API sy_status sy_exchange_combine_send(sy_exchange* exchange, const sy_combine_input* input,
+                                          sy_exchange_handle* handle);
+SY_API sy_status sy_exchange_combine_recv(sy_exchange* exchange, const sy_combine_output* output,
+                                          sy_exchange_handle* handle);
+// Rows that sy_exchange_dispatch_recv() needs for the dispatch that was sent with the handle. Waits
+// for the counts of all ranks.
+SY_API sy_status sy_exchange_rows_needed(sy_exchange* exchange, sy_exchange_handle* handle,
+                                         void* stream, int64_t* out);
+// Fails as a call would of calls that failed, for callers that replay graphs.
+SY_API sy_status sy_exchange_check(sy_exchange* exchange);
+
+// ExchangeStats in exchange.h.
+typedef struct sy_exchange_stats {
+  uint32_t struct_size;
+  uint32_t reserved;  // 0
+  uint64_t dispatches;
+  uint64_t combines;
+  int64_t tokens;
+  int64_t tokens_sent;
+  int64_t rows_received;
+  int64_t rows_returned;
+  uint64_t dispatch_bytes;
+  uint64_t combine_bytes;
+  uint64_t signal_bytes;
+  uint64_t heap_bytes_reserved;
+} sy_exchange_stats;
+#define SY_EXCHANGE_STATS_INIT \
+  { .struct_size = sizeof(sy_exchange_stats) }
+SY_API sy_status sy_exchange_get_stats(sy_exchange* exchange, sy_exchange_stats* out);
+// As sy_layer_trace().
+SY_API sy_status sy_exchange_trace(sy_exchange* exchange, char* text, uint64_t* size);
+
 #ifdef __cplusplus
 }
 #endif

@@ -56,19 +56,6 @@ Options options_of(const sy_layer_options* pointer) {
   return options;
 }
 
-ExpertPlacement placement_of(const sy_layer_weights& given) {
-  ExpertPlacement placement;
-  if (!is_given(given.placement)) return placement;
-  check_tensor("placement", given.placement, 1, SY_CPU);
-  if (given.placement.dtype != SY_I32 ||
-      (given.placement.shape[0] > 1 && given.placement.strides[0] != 1)) {
-    refuse(ErrorCode::kDTypeMismatch, "placement must be i32 and contiguous; convert it");
-  }
-  const auto* experts = static_cast<const std::int32_t*>(given.placement.data);
-  placement.expert_at.assign(experts, experts + given.placement.shape[0]);
-  return placement;
-}
-
 // Of so many places.
 MoeWeights read_weights(const World& world, const LayerSpec& spec, const sy_layer_weights& given,
                         int places, Backend backend, ScaleCopies& scales) {
@@ -84,7 +71,7 @@ std::unique_ptr<sy_layer> create(const sy_world& world, const sy_layer_spec& giv
   const LayerSpec spec = spec_of(given_spec);
   const sy_layer_weights given = read_struct("sy_layer_weights", &given_weights);
   validate(spec);
-  options.layer.placement = placement_of(given);
+  options.layer.placement = placement_of(given.placement);
   ScaleCopies scales;
   const int places = options.layer.placement.num_places(spec.num_experts);
   const MoeWeights weights =
@@ -128,7 +115,7 @@ void refresh(sy_layer& layer, void* stream) {
 
 void rebind(sy_layer& layer, const sy_layer_weights& given_weights) {
   const sy_layer_weights given = read_struct("sy_layer_weights", &given_weights);
-  const ExpertPlacement placement = placement_of(given);
+  const ExpertPlacement placement = placement_of(given.placement);
   ScaleCopies scales;
   const MoeWeights weights = read_weights(layer.world, layer.layer.spec(), given, layer.places,
                                           layer.layer.backend(), scales);

@@ -75,19 +75,6 @@ std::unique_ptr<sy_grouped_gemm> create(const sy_grouped_gemm_spec* given_spec,
       new sy_grouped_gemm{std::move(scales), asked.max_rows, std::move(gemm)});
 }
 
-void require_columns(const char* name, const sy_tensor& tensor, std::int64_t rows, int cols) {
-  if (tensor.shape[1] != cols || (rows >= 0 && tensor.shape[0] < rows)) {
-    throw Error(ErrorCode::kShapeMismatch,
-                fmt::format("{} is {}; it must be [{}, {}]", name, shape_text(tensor),
-                            rows < 0 ? "rows" : std::to_string(rows), cols));
-  }
-  if (tensor.shape[1] > 1 && tensor.strides[1] != 1) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("{}'s columns are {} elements apart; pass rows that are contiguous",
-                            name, tensor.strides[1]));
-  }
-}
-
 GroupedInput input_of(const sy_grouped_gemm_call& call, sy_device_type device, int k) {
   GroupedInput input;
   input.stream = call.stream;
@@ -141,13 +128,6 @@ GroupedOutput output_of(const sy_grouped_gemm_call& call, sy_device_type device,
   output.products = call.products.data;
   output.products_stride = call.products.shape[0] > 1 ? call.products.strides[0] : 0;
   return output;
-}
-
-// Strides of 0 would mean contiguous rows here: every row of an output has its own memory.
-void require_rows_apart(const char* name, const sy_tensor& tensor) {
-  if (!is_given(tensor) || tensor.shape[0] <= 1 || tensor.strides[0] != 0) return;
-  throw Error(ErrorCode::kInvalidArgument,
-              fmt::format("{}'s rows are all the same one (stride 0); pass memory for each", name));
 }
 
 RowLayout layout_or_packed(const sy_row_layout* layout) {

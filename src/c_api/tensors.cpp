@@ -261,6 +261,37 @@ VectorView vector(const char* name, const sy_tensor& tensor, sy_device_type devi
   return {tensor.data, dtype_of(name, tensor.dtype), tensor.shape[0], tensor.strides[0]};
 }
 
+void require_columns(const char* name, const sy_tensor& tensor, std::int64_t rows, int cols) {
+  if (tensor.shape[1] != cols || (rows >= 0 && tensor.shape[0] < rows)) {
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("{} is {}; it must be [{}, {}]", name, shape_text(tensor),
+                            rows < 0 ? "rows" : std::to_string(rows), cols));
+  }
+  if (tensor.shape[1] > 1 && tensor.strides[1] != 1) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{}'s columns are {} elements apart; pass rows that are contiguous",
+                            name, tensor.strides[1]));
+  }
+}
+
+void require_rows_apart(const char* name, const sy_tensor& tensor) {
+  if (!is_given(tensor) || tensor.shape[0] <= 1 || tensor.strides[0] != 0) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("{}'s rows are all the same one (stride 0); pass memory for each", name));
+}
+
+ExpertPlacement placement_of(const sy_tensor& given) {
+  ExpertPlacement placement;
+  if (!is_given(given)) return placement;
+  check_tensor("placement", given, 1, SY_CPU);
+  if (given.dtype != SY_I32 || (given.shape[0] > 1 && given.strides[0] != 1)) {
+    throw Error(ErrorCode::kDTypeMismatch, "placement must be i32 and contiguous; convert it");
+  }
+  const auto* experts = static_cast<const std::int32_t*>(given.data);
+  placement.expert_at.assign(experts, experts + given.shape[0]);
+  return placement;
+}
+
 SlotView elements(const char* name, const sy_tensor& tensor, int ndim, sy_device_type device_type,
                   std::initializer_list<DType> types) {
   check_tensor(name, tensor, ndim, device_type);

@@ -34,9 +34,19 @@ MatrixView matrix(const char* name, const sy_tensor& tensor, sy_device_type devi
 // [size].
 VectorView vector(const char* name, const sy_tensor& tensor, sy_device_type device_type);
 
+// Throws Error{kShapeMismatch} unless a matrix has that many columns, and so many rows or more
+// where `rows` is not -1; {kInvalidArgument} unless its rows are contiguous.
+void require_columns(const char* name, const sy_tensor& tensor, std::int64_t rows, int cols);
+// Throws Error{kInvalidArgument} where all rows of an output are the same memory (stride 0, which
+// would mean contiguous rows in the C++ interface).
+void require_rows_apart(const char* name, const sy_tensor& tensor);
+
 // The elements of a contiguous tensor, one of those types.
 SlotView elements(const char* name, const sy_tensor& tensor, int ndim, sy_device_type device_type,
                   std::initializer_list<DType> types);
+
+// The table of experts' places, [places] i32 in host memory; absent: none.
+ExpertPlacement placement_of(const sy_tensor& given);
 
 // Scales in the form that MatrixView refers to, where the caller's have another.
 using ScaleCopies = std::deque<std::vector<float>>;
