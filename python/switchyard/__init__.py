@@ -33,6 +33,7 @@ from .errors import (
     Timeout,
     Unsupported,
 )
+from ._exchange import Exchange, ExchangeHandle, ExchangeStats, Received
 from ._experts import Experts, Stats, experts
 from ._operators import GroupedGemm, GroupedSchedule, Permutation, grouped_gemm, permute, unpermute
 from ._routing import Routing, topk
@@ -52,6 +53,9 @@ __all__ = [
     "DTypeMismatch",
     "DeviceAllocator",
     "Error",
+    "Exchange",
+    "ExchangeHandle",
+    "ExchangeStats",
     "Experts",
     "GroupedGemm",
     "GroupedSchedule",
@@ -62,6 +66,7 @@ __all__ = [
     "MoeLayer",
     "OutOfMemory",
     "Permutation",
+    "Received",
     "Routing",
     "ShapeMismatch",
     "SpecMismatch",

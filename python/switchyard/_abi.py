@@ -387,6 +387,112 @@ class UnpermuteCall(_Sized):
     ]
 
 
+class ExchangeSpec(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("hidden", c_int32),
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("max_tokens", c_int32),
+        ("dispatch", c_int32),
+        ("combine", c_int32),
+        ("weights", c_int32),
+        ("pre_sum", c_int32),
+        ("reserved", c_uint32),
+        ("layout", RowLayout),
+        ("placement", Tensor),
+    ]
+
+
+class ExchangeOptions(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("backend", c_int32),
+        ("num_threads", c_int32),
+        ("device", c_int32),
+        ("max_sms", c_int32),
+        ("trace", c_int32),
+        ("deadline_seconds", c_double),
+    ]
+
+
+class ExchangeInfo(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("backend", c_int32),
+        ("num_threads", c_int32),
+        ("reserved", c_int32),
+        ("own_begin", c_int32),
+        ("own_end", c_int32),
+        ("rows_needed", c_int64),
+        ("layout", RowLayout),
+    ]
+
+
+class DispatchInput(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reuse", c_int32),
+        ("stream", c_void_p),
+        ("x", Tensor),
+        ("x_scale", Tensor),
+        ("ids", Tensor),
+        ("weights", Tensor),
+    ]
+
+
+class DispatchOutput(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("stream", c_void_p),
+        ("rows", Tensor),
+        ("scales", Tensor),
+        ("ends", Tensor),
+        ("counts", Tensor),
+        ("num_rows", Tensor),
+        ("origins", Tensor),
+        ("weights", Tensor),
+    ]
+
+
+class CombineInput(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("stream", c_void_p),
+        ("rows", Tensor),
+    ]
+
+
+class CombineOutput(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("accumulate", c_int32),
+        ("scale", c_float),
+        ("reserved", c_uint32),
+        ("stream", c_void_p),
+        ("out", Tensor),
+    ]
+
+
+class ExchangeStats(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("dispatches", c_uint64),
+        ("combines", c_uint64),
+        ("tokens", c_int64),
+        ("tokens_sent", c_int64),
+        ("rows_received", c_int64),
+        ("rows_returned", c_int64),
+        ("dispatch_bytes", c_uint64),
+        ("combine_bytes", c_uint64),
+        ("signal_bytes", c_uint64),
+        ("heap_bytes_reserved", c_uint64),
+    ]
+
+
 _HANDLE = c_void_p
 _FUNCTIONS: dict[str, list[object]] = {
     "sy_last_error": [POINTER(ErrorInfo)],
@@ -471,6 +577,24 @@ _FUNCTIONS: dict[str, list[object]] = {
     "sy_permute_run": [POINTER(PermuteCall)],
     "sy_permute_workspace": [c_int64, c_int32, POINTER(c_uint64)],
     "sy_unpermute_run": [POINTER(UnpermuteCall)],
+    "sy_exchange_create": [
+        _HANDLE,
+        POINTER(ExchangeSpec),
+        POINTER(ExchangeOptions),
+        POINTER(_HANDLE),
+    ],
+    "sy_exchange_destroy": [POINTER(_HANDLE)],
+    "sy_exchange_get_info": [_HANDLE, POINTER(ExchangeInfo)],
+    "sy_exchange_handle_create": [_HANDLE, POINTER(_HANDLE)],
+    "sy_exchange_handle_destroy": [POINTER(_HANDLE)],
+    "sy_exchange_dispatch_send": [_HANDLE, POINTER(DispatchInput), _HANDLE],
+    "sy_exchange_dispatch_recv": [_HANDLE, POINTER(DispatchOutput), _HANDLE],
+    "sy_exchange_combine_send": [_HANDLE, POINTER(CombineInput), _HANDLE],
+    "sy_exchange_combine_recv": [_HANDLE, POINTER(CombineOutput), _HANDLE],
+    "sy_exchange_rows_needed": [_HANDLE, _HANDLE, c_void_p, POINTER(c_int64)],
+    "sy_exchange_check": [_HANDLE],
+    "sy_exchange_get_stats": [_HANDLE, POINTER(ExchangeStats)],
+    "sy_exchange_trace": [_HANDLE, c_void_p, POINTER(c_uint64)],
 }
 
 

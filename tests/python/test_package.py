@@ -87,6 +87,14 @@ def test_structs_are_those_of_the_header(tmp_path):
         "sy_grouped_gemm_info": _abi.GroupedGemmInfo,
         "sy_grouped_gemm_call": _abi.GroupedGemmCall,
         "sy_workspace_info": _abi.WorkspaceInfo,
+        "sy_exchange_spec": _abi.ExchangeSpec,
+        "sy_exchange_options": _abi.ExchangeOptions,
+        "sy_exchange_info": _abi.ExchangeInfo,
+        "sy_dispatch_input": _abi.DispatchInput,
+        "sy_dispatch_output": _abi.DispatchOutput,
+        "sy_combine_input": _abi.CombineInput,
+        "sy_combine_output": _abi.CombineOutput,
+        "sy_exchange_stats": _abi.ExchangeStats,
     }
     lines = ["#include <stdio.h>", "#include <stddef.h>", "#include <switchyard/c.h>", "int main(void) {"]
     for name, struct in pairs.items():

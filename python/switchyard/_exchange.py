@@ -1,0 +1,612 @@
+"""Dispatch and combine alone: tokens to the ranks of their experts, and results back."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import threading
+import weakref
+from collections.abc import Sequence
+from ctypes import byref
+from typing import Any, Literal
+
+from . import _abi, _arrays
+from ._operators import _LAYOUTS, Layout, _empty, _layout, _refuse_gradient
+from ._world import World, close_handle
+from .errors import InvalidArgument, ShapeMismatch, check
+
+CombineWeights = Literal["receiver", "sender", "none"]
+_WEIGHTS = ("receiver", "sender", "none")
+# What arrays of torch and numpy call them.
+_TYPES = {
+    _abi.F32: "float32",
+    _abi.F16: "float16",
+    _abi.BF16: "bfloat16",
+    _abi.F8_E4M3: "float8_e4m3fn",
+}
+
+
+class ExchangeHandle:
+    """What became of one dispatch, as `Exchange.combine` needs it. Made by an `Exchange`.
+
+    Attributes
+    ----------
+    tokens : int
+        This rank's in the dispatch that gave the handle its contents.
+    """
+
+    def __init__(self, handle: ctypes.c_void_p, exchange: Exchange) -> None:
+        self._handle = handle
+        self._exchange = exchange
+        self._finalizer = weakref.finalize(
+            self, close_handle, _abi.library.sy_exchange_handle_destroy, handle
+        )
+        self._like: Any = None  # an array of the kind and device that were sent
+        self.tokens = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """What came to this rank's experts.
+
+    Attributes
+    ----------
+    rows : array [capacity, H]
+        In the exchange's layout: the `x` of `GroupedGemm`. Rows that are nobody's hold anything.
+    ends : array [own experts], int32
+        Rows of this rank's experts 0 to e together, whatever the layout.
+    counts : array [own experts], int32
+        Rows of each.
+    num_rows : array [1], int32
+    origins : array [capacity, 3], int32
+        Rank, token and k of each row.
+    weights : array [capacity], float32
+        Of each row, in packed order: the `row_weights` of `GroupedGemm`.
+    scales : array [capacity, ceil(H / 128)], float32, or None
+        Of FP8 rows: the `x_scale` of `GroupedGemm`.
+    layout : "packed", ("blocked", size) or ("padded", size)
+    handle : ExchangeHandle
+        For `Exchange.combine`, and for dispatches that reuse it.
+    """
+
+    rows: Any
+    ends: Any
+    counts: Any
+    num_rows: Any
+    origins: Any
+    weights: Any
+    scales: Any
+    layout: Layout
+    handle: ExchangeHandle
+
+    @property
+    def by_expert(self) -> Any:
+        """`rows` as [own experts, size, H], in a padded layout."""
+        if self.layout == "packed" or self.layout[0] != "padded":
+            raise InvalidArgument(f"the layout is {self.layout!r}; only padded rows are of one shape")
+        return self.rows.reshape(len(self.counts), self.layout[1], self.rows.shape[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeStats:
+    """Of this rank's last dispatch and last combine.
+
+    Attributes
+    ----------
+    dispatches, combines : int
+        Sent since the exchange was made.
+    tokens : int
+        Of this rank.
+    tokens_sent : int
+        To other ranks: one for each token and rank.
+    rows_received : int
+    rows_returned : int
+        To other ranks.
+    dispatch_bytes, combine_bytes, signal_bytes : int
+        Written into other ranks' memory: tokens and descriptions of rows; results; counts and flags
+        of both.
+    heap_bytes_reserved : int
+    """
+
+    dispatches: int
+    combines: int
+    tokens: int
+    tokens_sent: int
+    rows_received: int
+    rows_returned: int
+    dispatch_bytes: int
+    combine_bytes: int
+    signal_bytes: int
+    heap_bytes_reserved: int
+
+
+class Exchange:
+    """Sends tokens to the ranks of their experts, and results back. Collective: all ranks make it alike.
+
+    One-sided stores and numbered flags: no collective, no barrier between calls. All ranks make the
+    same calls in the same order. One thread at a time may use it.
+
+    ::
+
+        exchange = switchyard.Exchange(world, hidden=H, num_experts=E, top_k=K, max_tokens=M)
+        got = exchange.dispatch(x, ids, weights)
+        y = experts(got.rows, got.ends)
+        out = exchange.combine(y, got.handle)
+
+    Parameters
+    ----------
+    world : World
+    hidden, num_experts, top_k : int
+        H; E, over all ranks; K.
+    max_tokens : int
+        Most tokens that a rank may pass to one dispatch.
+    dispatch : str or dtype
+        Of received rows: bf16, fp16, fp32, or "f8_e4m3": then tokens are FP8 with scales, or are
+        quantised before they travel.
+    combine : str or dtype, optional
+        Of results: bf16, fp16 or fp32. None: that of dispatch, or bf16 for FP8.
+    layout : "packed", ("blocked", size) or ("padded", size)
+        Of received rows, and of results. Padded with size 0: with room for all tokens of all ranks.
+    weights : {"receiver", "sender", "none"}
+        Who multiplies results with their weights: the token's rank, in fp32; the expert's rank,
+        before it sends; or nobody.
+    pre_sum : bool
+        Sum a token's rows on the expert's rank and send one: fewer bytes, one rounding more. Not
+        with "receiver".
+    placement : sequence of int [places], optional
+        The expert at each place, as of `Experts`.
+    device : str, int or torch.device
+        "cpu", or the GPU.
+    num_threads : int
+        On the CPU. 0: hardware threads / ranks.
+    max_sms : int
+        On a GPU: the most SMs that a call uses. 0: a rule's.
+    deadline : float
+        Seconds without progress of any rank until a wait is given up. 0: the world's.
+    trace : bool
+        Record what is done, for `trace`.
+
+    Raises
+    ------
+    InvalidArgument
+        For options that make no sense.
+    SpecMismatch
+        If ranks differ, naming the rank and the option.
+    CapacityExceeded
+        If memory is short.
+    Unsupported
+        For what the library does not do in this build or on this machine.
+    Timeout
+        If a rank does not come.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        hidden: int,
+        num_experts: int,
+        top_k: int,
+        max_tokens: int,
+        dispatch: Any = "bf16",
+        combine: Any = None,
+        layout: Layout = "packed",
+        weights: CombineWeights = "receiver",
+        pre_sum: bool = False,
+        placement: Sequence[int] | None = None,
+        device: Any = "cpu",
+        num_threads: int = 0,
+        max_sms: int = 0,
+        deadline: float = 0.0,
+        trace: bool = False,
+    ) -> None:
+        if weights not in _WEIGHTS:
+            raise InvalidArgument(f"weights is {weights!r}; use one of {', '.join(_WEIGHTS)}")
+        code = _arrays.dtype_code(dispatch)
+        back = _arrays.dtype_code(combine) if combine is not None else code
+        if combine is None and code == _abi.F8_E4M3:
+            back = _abi.BF16
+        if isinstance(layout, (tuple, list)) and tuple(layout) == ("padded", 0):
+            c_layout = _abi.RowLayout(_LAYOUTS.index("padded"), 0, 0)
+        else:
+            c_layout = _layout("layout", layout)
+        spec = _abi.ExchangeSpec(
+            hidden=hidden,
+            num_experts=num_experts,
+            top_k=top_k,
+            max_tokens=max_tokens,
+            dispatch=code,
+            combine=back,
+            weights=_WEIGHTS.index(weights),
+            pre_sum=int(pre_sum),
+            layout=c_layout,
+        )
+        if placement is not None:
+            experts = [int(expert) for expert in placement]
+            table = (ctypes.c_int32 * len(experts))(*experts)
+            spec.placement = _abi.Tensor(ctypes.addressof(table), _abi.I32, 1, _abi.CPU, 0)
+            spec.placement.shape[0], spec.placement.strides[0] = len(experts), 1
+        gpu = _gpu_of(device)
+        options = _abi.ExchangeOptions(
+            backend=_abi.CPU if gpu is None else _abi.CUDA,
+            num_threads=num_threads,
+            device=-1 if gpu is None else gpu,
+            max_sms=max_sms,
+            trace=int(trace),
+            deadline_seconds=deadline,
+        )
+        handle = ctypes.c_void_p()
+        check(
+            _abi.library.sy_exchange_create(
+                world._open(), byref(spec), byref(options), byref(handle)
+            )
+        )
+        self._handle = handle
+        self._finalizer = weakref.finalize(
+            self, close_handle, _abi.library.sy_exchange_destroy, handle
+        )
+        self._busy = threading.Lock()
+        info = _abi.ExchangeInfo()
+        check(_abi.library.sy_exchange_get_info(handle, byref(info)))
+        self.hidden = hidden
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.max_tokens = max_tokens
+        self.dispatch_dtype: str = _abi.DTYPE_NAMES[code]
+        self.combine_dtype: str = _abi.DTYPE_NAMES[back]
+        kind = _LAYOUTS[info.layout.kind]
+        self.layout: Layout = "packed" if kind == "packed" else (kind, info.layout.size)
+        self.weights: CombineWeights = weights
+        self.pre_sum = pre_sum
+        self.own_experts = range(info.own_begin, info.own_end)
+        """This rank's experts, or places with a placement."""
+        self.rows_needed: int = info.rows_needed
+        """Rows for all that may arrive."""
+        self.num_threads: int = info.num_threads
+        self.backend: str = "cuda" if info.backend == _abi.CUDA else "cpu"
+        self._code, self._back = code, back
+
+    # -------------------------------------------------------------------------------- dispatch
+
+    def make_handle(self) -> ExchangeHandle:
+        """A handle without contents. On a GPU it has memory for the most there can be."""
+        handle = ctypes.c_void_p()
+        check(_abi.library.sy_exchange_handle_create(self._open(), byref(handle)))
+        return ExchangeHandle(handle, self)
+
+    def dispatch_send(
+        self,
+        x: Any,
+        ids: Any = None,
+        weights: Any = None,
+        *,
+        x_scale: Any = None,
+        handle: ExchangeHandle | None = None,
+    ) -> ExchangeHandle:
+        """Send this rank's tokens; waits for nobody.
+
+        Parameters
+        ----------
+        x : array [T, H]
+            Of the exchange's dispatch type. For FP8: float8_e4m3fn with `x_scale`, or bf16, fp16 or
+            fp32, which are quantised. T may be 0, and differ between ranks and calls.
+        ids : array [T, K], int32 or int64, contiguous
+            Distinct within a token; negative ones, and those of E and more, are none. None: those of
+            `handle` and their weights again, for as many other tokens. All ranks do so, or none.
+        weights : array [T, K], float32 or bfloat16, contiguous, optional
+            None: 1.
+        x_scale : array [T, ceil(H / 128)], float32
+            Of FP8 tokens.
+        handle : ExchangeHandle, optional
+            To put the contents into, or to reuse. None: a new one.
+
+        Returns
+        -------
+        ExchangeHandle
+
+        Raises
+        ------
+        InvalidArgument, ShapeMismatch, DTypeMismatch, CapacityExceeded
+            Before anything is sent.
+        Timeout, Aborted
+            The exchange is dead then; the world lives.
+        Unsupported
+            If a gradient is asked for.
+        """
+        _refuse_gradient(x, weights)
+        if ids is None and handle is None:
+            raise InvalidArgument("there are no ids, and no handle whose ids are reused; pass either")
+        if handle is None:
+            handle = self.make_handle()
+        call = _abi.DispatchInput(reuse=int(ids is None))
+        keep = [_put(call, "x", x)]
+        for name, array in (("x_scale", x_scale), ("ids", ids), ("weights", weights)):
+            if array is not None:
+                keep.append(_put(call, name, array))
+        call.stream = self._stream(x)
+        with self._busy:
+            check(
+                _abi.library.sy_exchange_dispatch_send(self._open(), byref(call), handle._handle)
+            )
+        del keep
+        # Of the tokens themselves nothing is kept.
+        known = _arrays.is_torch(x) or _arrays.is_numpy(x)
+        handle._like = _empty(x, (0,)) if known else x
+        if ids is not None:
+            handle.tokens = call.x.shape[0]
+        return handle
+
+    def dispatch_recv(
+        self,
+        handle: ExchangeHandle,
+        *,
+        out: Any = None,
+        scales_out: Any = None,
+        exact: bool = False,
+    ) -> Received:
+        """Wait for all ranks' tokens.
+
+        Parameters
+        ----------
+        handle : ExchangeHandle
+            That of `dispatch_send`.
+        out : array [capacity, H], or [own experts, size, H] in a padded layout, optional
+            For the rows. None: a new one of `rows_needed` rows.
+        scales_out : array [capacity, ceil(H / 128)], float32, optional
+            For scales of FP8 rows.
+        exact : bool
+            Wait for all ranks' counts on the host, and make arrays of exactly as many rows.
+
+        Returns
+        -------
+        Received
+            Of tensors of torch where x was such, otherwise of arrays of numpy.
+
+        Raises
+        ------
+        CapacityExceeded
+            If `out` is too small; it can be received again.
+        Error
+            As `dispatch_send` does.
+        """
+        like = handle._like
+        if like is None:
+            raise InvalidArgument("nothing was sent with the handle; call dispatch_send() first")
+        if out is not None:
+            out = out.reshape(-1, out.shape[-1]) if len(out.shape) == 3 else out
+            rows = out.shape[0]
+        elif exact:
+            rows = self._exact_rows(handle, like)
+        else:
+            rows = self.rows_needed
+        if out is None:
+            out = _empty(like, (rows, self.hidden), _TYPES[self._code])
+        fp8 = self._code == _abi.F8_E4M3
+        if fp8 and scales_out is None:
+            scales_out = _empty(like, (rows, (self.hidden + 127) // 128), "float32")
+        experts = len(self.own_experts)
+        received = Received(
+            rows=out,
+            ends=_empty(like, (experts,), "int32"),
+            counts=_empty(like, (experts,), "int32"),
+            num_rows=_empty(like, (1,), "int32"),
+            origins=_empty(like, (rows, 3), "int32"),
+            weights=_empty(like, (rows,), "float32"),
+            scales=scales_out,
+            layout=self.layout,
+            handle=handle,
+        )
+        call = _abi.DispatchOutput(stream=self._stream(like))
+        keep = []
+        for name in ("rows", "ends", "counts", "num_rows", "origins", "weights"):
+            keep.append(_put(call, name, getattr(received, name)))
+        if scales_out is not None:
+            keep.append(_put(call, "scales", scales_out))
+        with self._busy:
+            check(
+                _abi.library.sy_exchange_dispatch_recv(self._open(), byref(call), handle._handle)
+            )
+        del keep
+        return received
+
+    def dispatch(
+        self,
+        x: Any,
+        ids: Any = None,
+        weights: Any = None,
+        *,
+        x_scale: Any = None,
+        handle: ExchangeHandle | None = None,
+        out: Any = None,
+        scales_out: Any = None,
+        exact: bool = False,
+    ) -> Received:
+        """`dispatch_send` and `dispatch_recv`.
+
+        Parameters
+        ----------
+        x, ids, weights, x_scale, handle
+            As of `dispatch_send`.
+        out, scales_out, exact
+            As of `dispatch_recv`.
+
+        Returns
+        -------
+        Received
+        """
+        handle = self.dispatch_send(x, ids, weights, x_scale=x_scale, handle=handle)
+        return self.dispatch_recv(handle, out=out, scales_out=scales_out, exact=exact)
+
+    def _exact_rows(self, handle: ExchangeHandle, like: Any) -> int:
+        rows = ctypes.c_int64()
+        with self._busy:
+            check(
+                _abi.library.sy_exchange_rows_needed(
+                    self._open(), handle._handle, self._stream(like), byref(rows)
+                )
+            )
+        return rows.value
+
+    # --------------------------------------------------------------------------------- combine
+
+    def combine_send(self, rows: Any, handle: ExchangeHandle) -> None:
+        """Send the results of the rows that were received with `handle`; waits for nobody.
+
+        Parameters
+        ----------
+        rows : array [rows, H], or [own experts, size, H] in a padded layout
+            Of the exchange's combine type, in the order of the received ones.
+        handle : ExchangeHandle
+
+        Raises
+        ------
+        Error
+            As `dispatch_send` does.
+        """
+        _refuse_gradient(rows)
+        if len(rows.shape) == 3:
+            rows = rows.reshape(-1, rows.shape[-1])
+        call = _abi.CombineInput(stream=self._stream(rows))
+        keep = _put(call, "rows", rows)
+        with self._busy:
+            check(_abi.library.sy_exchange_combine_send(self._open(), byref(call), handle._handle))
+        del keep
+
+    def combine_recv(
+        self,
+        handle: ExchangeHandle,
+        *,
+        out: Any = None,
+        scale: float = 1.0,
+        accumulate: bool = False,
+    ) -> Any:
+        """Wait for the results of this rank's tokens, and sum them in fp32 in the order of k.
+
+        Parameters
+        ----------
+        handle : ExchangeHandle
+            That of `combine_send`.
+        out : array [T, H], optional
+            bf16, fp16 or fp32. None: a new one of the combine type.
+        scale : float
+            Multiplies the sum.
+        accumulate : bool
+            Add to `out` instead of replacing it.
+
+        Returns
+        -------
+        array [T, H]
+            `out`.
+
+        Raises
+        ------
+        Error
+            As `dispatch_send` does.
+        """
+        if out is None:
+            if accumulate:
+                raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
+            if handle._like is None:
+                raise InvalidArgument("nothing was dispatched with the handle; dispatch with it first")
+            out = _empty(handle._like, (handle.tokens, self.hidden), _TYPES[self._back])
+        elif len(out.shape) != 2 or out.shape[0] != handle.tokens:
+            raise ShapeMismatch(
+                f"out is {list(out.shape)}; the handle's tokens need [{handle.tokens}, {self.hidden}]"
+            )
+        call = _abi.CombineOutput(
+            accumulate=int(accumulate), scale=scale, stream=self._stream(out)
+        )
+        keep = _put(call, "out", out)
+        with self._busy:
+            check(_abi.library.sy_exchange_combine_recv(self._open(), byref(call), handle._handle))
+        del keep
+        return out
+
+    def combine(
+        self,
+        rows: Any,
+        handle: ExchangeHandle,
+        *,
+        out: Any = None,
+        scale: float = 1.0,
+        accumulate: bool = False,
+    ) -> Any:
+        """`combine_send` and `combine_recv`.
+
+        Parameters
+        ----------
+        rows, handle
+            As of `combine_send`.
+        out, scale, accumulate
+            As of `combine_recv`.
+
+        Returns
+        -------
+        array [T, H]
+        """
+        self.combine_send(rows, handle)
+        return self.combine_recv(handle, out=out, scale=scale, accumulate=accumulate)
+
+    # -------------------------------------------------------------------------------- the rest
+
+    def check(self) -> None:
+        """Raise what failed in earlier calls, for callers that replay graphs."""
+        check(_abi.library.sy_exchange_check(self._open()))
+
+    def stats(self) -> ExchangeStats:
+        """Of this rank's last dispatch and last combine. On a GPU it waits for the device."""
+        stats = _abi.ExchangeStats()
+        check(_abi.library.sy_exchange_get_stats(self._open(), byref(stats)))
+        names = [field.name for field in dataclasses.fields(ExchangeStats)]
+        return ExchangeStats(**{name: getattr(stats, name) for name in names})
+
+    def trace(self) -> dict[str, Any]:
+        """What this rank did since its last dispatch began, in the Trace Event Format.
+
+        Raises
+        ------
+        InvalidArgument
+            Unless the exchange was made with ``trace=True``.
+        """
+        size = ctypes.c_uint64()
+        check(_abi.library.sy_exchange_trace(self._open(), None, byref(size)))
+        text = ctypes.create_string_buffer(size.value)
+        check(_abi.library.sy_exchange_trace(self._open(), text, byref(size)))
+        return json.loads(text.value)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._handle
+
+    def close(self) -> None:
+        """Give memory and threads back. May be called again."""
+        with self._busy:
+            self._finalizer()
+
+    def _open(self) -> ctypes.c_void_p:
+        if not self._handle:
+            raise InvalidArgument("the exchange is closed; make another")
+        return self._handle
+
+    def _stream(self, array: Any) -> int | None:
+        return _arrays.current_stream(array) if self.backend == "cuda" else None
+
+
+def _put(call: ctypes.Structure, name: str, array: Any) -> Any:
+    tensor, kept = _arrays.describe(name, array)
+    setattr(call, name, tensor)
+    return kept
+
+
+def _gpu_of(device: Any) -> int | None:
+    """The number of a GPU, -1 for the current one, None for the CPU."""
+    if isinstance(device, int):
+        return device
+    kind, _, number = str(device).partition(":")
+    if kind == "cpu":
+        return None
+    if kind == "cuda" and (not number or number.isdigit()):
+        return int(number) if number else -1
+    raise InvalidArgument(f"device is {device!r}; use 'cpu', 'cuda', 'cuda:0' or a GPU's number")
