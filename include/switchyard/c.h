@@ -80,14 +80,14 @@ typedef struct sy_error {
   // With SY_TIMEOUT and SY_ABORTED, if wait_failed: what the first waiter whose deadline passed
   // saw. Otherwise -1, "" and 0.
   int32_t wait_failed;
-  int32_t waiter_rank;    // whose deadline passed
-  int32_t peer_rank;      // the rank it waited for
-  uint32_t reserved;      // 0
-  const char* phase;      // "counts", "dispatch", "combine", ...
-  uint64_t epoch;         // forward passes since the layer was made, starting at 1
-  uint64_t slot;          // which counter of that phase
-  uint64_t expected;      // the counter value waited for
-  uint64_t observed;      // the value last seen
+  int32_t waiter_rank;  // whose deadline passed
+  int32_t peer_rank;    // the rank it waited for
+  uint32_t reserved;    // 0
+  const char* phase;    // "counts", "dispatch", "combine", ...
+  uint64_t epoch;       // forward passes since the layer was made, or calls of an exchange, from 1
+  uint64_t slot;        // which counter of that phase
+  uint64_t expected;    // the counter value waited for
+  uint64_t observed;    // the value last seen
   double waited_seconds;  // how long
 } sy_error;
 #define SY_ERROR_INIT \

@@ -43,7 +43,8 @@ struct WaitFailure {
   int waiter_rank = -1;        // the rank whose deadline passed
   int peer_rank = -1;          // the rank it waited for, after following "waits for" links
   const char* phase = "";      // "counts", "dispatch", "combine", ...
-  std::uint64_t epoch = 0;     // forward passes since the layer was made, starting at 1
+  std::uint64_t epoch = 0;     // forward passes since the layer was made, or dispatches and
+                               // combines since the exchange was, starting at 1
   std::uint64_t slot = 0;      // which counter of that phase (chunk or tile index)
   std::uint64_t expected = 0;  // the counter value waited for
   std::uint64_t observed = 0;  // the value last seen

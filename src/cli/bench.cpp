@@ -18,6 +18,7 @@
 #include "base/numbers.h"
 #include "base/printable.h"
 #include "bench/session.h"
+#include "cli/bench_exchange.h"
 #include "cli/bench_grouped.h"
 #include "cli/bench_report.h"
 #include "cli/commands.h"
@@ -50,6 +51,8 @@ struct BenchOptions {
   int n = 0, k = 0;
   std::vector<std::int64_t> rows;
   bool swiglu = false;
+  // Of the suite exchange.
+  bool pre_sum = false;
 
   std::optional<Backend> backend;
   std::optional<int> ranks;
@@ -75,6 +78,7 @@ constexpr const char* kExamples = R"(Examples:
   switchyard bench --suite astero --dtype fp8 --json results/astero.json
   switchyard bench --suite grouped --rows 4,64,512 --balancedness 0.9
   switchyard bench --suite grouped --experts 16 --n 4096 --k 2048 --rows 32 --swiglu
+  switchyard bench --suite exchange --ranks 4 --tokens 128,512 --dtype fp8
   switchyard bench --suite ep_fp8 --model v3-routed --tokens 8,512,4096 --ranks 2 --json ep.json
 
 Each point is one layer with random weights, gate included. On a GPU its device's clock counts, for
@@ -99,6 +103,9 @@ The last two are for --ranks; the arithmetic that is not measured may be left ou
 --suite grouped times GroupedGemm alone: [rows, K] of tokens and a matrix [N, K] of each expert.
 Rows are equal for all experts or, with --balancedness, as a random router of that balancedness
 deals them. Some rows of every point are compared with fp64 before it is timed. 'roof' is F / time.
+
+--suite exchange times dispatch and combine alone, over ranks that are threads (default 2), with
+DeepSeek-V3's routing or that of --hidden, --experts and --top-k. All results are checked.
 
 With --ranks, each rank has tokens of its own and its share of the experts, and the slowest rank's
 time counts. F is that of the most loaded GPU, with a launch that includes a signal to another rank
@@ -184,6 +191,7 @@ std::vector<std::string> layers_beside_the_table() {
 std::vector<std::string> suite_names() {
   std::vector<std::string> names = bench::bench_suite_names();
   names.emplace_back(bench::kGroupedSuite);
+  names.emplace_back(bench::kExchangeSuite);
   return names;
 }
 
@@ -213,6 +221,10 @@ void add_point_options(Command& command, BenchOptions& o) {
   add_wholes(command, "--rows", o.rows, 1 << 20,
              "Rows of tokens per expert (default the suite's, or 4,16,64,128,512)");
   command.add_flag("--swiglu", o.swiglu, "SwiGLU behind the product, or only such points");
+
+  command.heading("Points of --suite exchange");
+  command.add_flag("--pre-sum", o.pre_sum,
+                   "A token's results of one rank are summed before they travel");
 }
 
 void add_measure_options(Command& command, BenchOptions& o) {
@@ -667,7 +679,93 @@ int run_grouped(BenchOptions options) {
   return print_grouped(grouped, points, json);
 }
 
+// --suite exchange: Exchange alone.
+void require_exchange(const BenchOptions& o) {
+  const std::pair<const char*, bool> of_others[] = {
+      {"--model", !o.models.empty()},
+      {"--intermediate", o.overrides.intermediate > 0},
+      {"--compute", o.compute.has_value()},
+      {"--balancedness", !o.betas.empty()},
+      {"--n", o.n > 0},
+      {"--k", o.k > 0},
+      {"--rows", !o.rows.empty()},
+      {"--swiglu", o.swiglu},
+      {"--reserved-sms", o.measure.reserved_sms.has_value()},
+      {"--uncooperative", o.measure.uncooperative},
+      {"--traced", o.measure.traced},
+      {"--graph", o.only_graph},
+      {"--no-graph", o.no_graph},
+      {"--cold", o.measure.cold},
+      {"--given-routing", o.measure.given_routing},
+      {"--gated", o.gated},
+      {"--machine-facts", !o.machine_facts.empty()},
+      {"--verify", o.measure.verify},
+      {"--against", !o.against.empty()},
+      {"--keep-rival", o.keep_rival}};
+  for (const auto& [name, given] : of_others) {
+    if (given) refuse(fmt::format("{} is not for --suite exchange; leave it out", name));
+  }
+  if (o.backend == Backend::kCuda) {
+    throw Error(ErrorCode::kUnsupported,
+                "--suite exchange times ranks on the cpu; use --backend cpu, or leave it out");
+  }
+}
+
+// The suite's points, of which the options choose, or those of the options' sizes.
+std::vector<bench::ExchangePoint> exchange_points(const BenchOptions& o) {
+  std::vector<bench::ExchangePoint> points = bench::exchange_suite();
+  std::vector<std::int64_t> tokens = o.tokens;
+  if (tokens.empty() && o.quick) tokens = {8, 512};
+  if (o.dtype) {
+    std::erase_if(points, [](const auto& point) { return point.dtype != DType::kBF16; });
+    for (bench::ExchangePoint& point : points) point.dtype = *o.dtype;
+    if (*o.dtype != DType::kBF16 && *o.dtype != DType::kF8E4M3) {
+      refuse(fmt::format("--dtype is {}; --suite exchange is measured in bf16 and fp8",
+                         short_name(*o.dtype)));
+    }
+  }
+  if (!tokens.empty()) {
+    std::vector<bench::ExchangePoint> chosen;
+    for (const bench::ExchangePoint& point : points) {
+      if (point.tokens != points.front().tokens) continue;
+      for (const std::int64_t count : tokens) {
+        chosen.push_back(point);
+        chosen.back().tokens = count;
+      }
+    }
+    points = chosen;
+  }
+  for (bench::ExchangePoint& point : points) {
+    if (o.overrides.hidden > 0) point.hidden = o.overrides.hidden;
+    if (o.overrides.num_experts > 0) point.experts = o.overrides.num_experts;
+    if (o.overrides.top_k > 0) point.top_k = o.overrides.top_k;
+    if (point.top_k > point.experts) {
+      refuse(fmt::format("top-{} of {} experts; use --top-k up to --experts", point.top_k,
+                         point.experts));
+    }
+  }
+  return points;
+}
+
+int run_exchange(const BenchOptions& options) {
+  require_exchange(options);
+  const std::vector<bench::ExchangePoint> points = exchange_points(options);
+  const std::filesystem::path json =
+      options.json.empty() ? std::filesystem::path() : output_file("--json", options.json);
+  if (!json.empty()) results::require_mergeable_exchange(json);
+  bench::ExchangeBenchOptions exchange;
+  exchange.ranks = options.ranks.value_or(2);
+  exchange.repeat = options.quick && options.measure.repeat == 0 ? 10 : options.measure.repeat;
+  exchange.pre_sum = options.pre_sum;
+  exchange.seed = options.seed;
+  exchange.commit = options.commit;
+  exchange.command = options.command;
+  return print_exchange(exchange, points, json);
+}
+
 int run(BenchOptions options) {
+  if (options.suite == bench::kExchangeSuite) return run_exchange(options);
+  if (options.pre_sum) refuse("--pre-sum is for --suite exchange; leave it out");
   if (options.suite == bench::kGroupedSuite) return run_grouped(std::move(options));
   if (options.n > 0 || options.k > 0 || !options.rows.empty() || options.swiglu) {
     refuse("--rows, --n, --k and --swiglu are for --suite grouped; leave them out");

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "results/exchange_row.h"
 #include "results/fields.h"
 #include "results/grouped_row.h"
 #include "results/row.h"
@@ -15,5 +16,7 @@ namespace switchyard::results {
 std::vector<Row> rows_of(const Json& file, const std::string& source, const char* remedy);
 std::vector<GroupedRow> grouped_rows_of(const Json& file, const std::string& source,
                                         const char* remedy);
+std::vector<ExchangeRow> exchange_rows_of(const Json& file, const std::string& source,
+                                          const char* remedy);
 
 }  // namespace switchyard::results

@@ -27,6 +27,7 @@ struct KeptRow {
 
 KeptRow kept_row(Json json, const Row& row) { return {std::move(json), point_of(row), row.rival}; }
 KeptRow kept_row(Json json, const GroupedRow& row) { return {std::move(json), point_of(row), {}}; }
+KeptRow kept_row(Json json, const ExchangeRow& row) { return {std::move(json), point_of(row), {}}; }
 
 template <typename RowType>
 std::vector<KeptRow> read_kept(const fs::path& file,
@@ -91,6 +92,7 @@ std::optional<Rival> rival_of(const std::vector<KeptRow>& all, const std::string
 
 void require_mergeable(const fs::path& file) { read_kept(file, rows_of); }
 void require_mergeable_grouped(const fs::path& file) { read_kept(file, grouped_rows_of); }
+void require_mergeable_exchange(const fs::path& file) { read_kept(file, exchange_rows_of); }
 
 void merge_rows(const fs::path& file, std::span<const Row> rows, bool keep_rival) {
   const DirectoryLock lock(fs::absolute(file).parent_path());
@@ -106,6 +108,13 @@ void merge_rows(const fs::path& file, std::span<const GroupedRow> rows) {
   const DirectoryLock lock(fs::absolute(file).parent_path());
   std::vector<KeptRow> all = read_kept(file, grouped_rows_of);
   for (const GroupedRow& row : rows) put_row(all, kept_row(to_json(row), row));
+  write_whole(file, text_of(all));
+}
+
+void merge_rows(const fs::path& file, std::span<const ExchangeRow> rows) {
+  const DirectoryLock lock(fs::absolute(file).parent_path());
+  std::vector<KeptRow> all = read_kept(file, exchange_rows_of);
+  for (const ExchangeRow& row : rows) put_row(all, kept_row(to_json(row), row));
   write_whole(file, text_of(all));
 }
 

@@ -248,6 +248,66 @@ TEST(Bench, GroupedRefusesWhatMakesNoSense) {
   }
 }
 
+TEST(Bench, ExchangeMeasuresChecksAndKeepsRows) {
+  const TemporaryDirectory directory;
+  const std::string path = (directory / "rows.json").string();
+  const Arguments exchange = {"bench",    "--suite",  "exchange",  "--backend", "cpu",
+                              "--hidden", "200",      "--experts", "12",        "--top-k",
+                              "3",        "--repeat", "3",         "--json",    path};
+  const Completed done =
+      run_switchyard(join(exchange, {"--tokens", "1,9", "--ranks", "3", "--commit", "abc1234"}));
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr("Exchange alone over 3 ranks"));
+  nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 8u);  // two stages, two sizes, two types
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const nlohmann::json& row = rows[i];
+    EXPECT_EQ(row["suite"], "exchange");
+    EXPECT_EQ(row["stage"], i % 2 == 0 ? "dispatch" : "combine");
+    EXPECT_EQ(row["dtype"], i < 4 ? "bf16" : "fp8");
+    EXPECT_EQ(row["hidden"], 200);
+    EXPECT_EQ(row["experts"], 12);
+    EXPECT_EQ(row["top_k"], 3);
+    EXPECT_EQ(row["ranks"], 3);
+    EXPECT_EQ(row["tokens_per_rank"], i % 4 < 2 ? 1 : 9);
+    EXPECT_EQ(row["commit"], "abc1234");
+    EXPECT_EQ(row["times_us"].size(), 3u);
+    EXPECT_GT(row["median_us"], 0);
+    EXPECT_GT(row["nvlink_bytes"], 0);
+    EXPECT_TRUE(row["floor_us"].is_null());
+  }
+  // A row of fp8 has half the bytes, and a scale per 128 columns; entries of rows come on top.
+  EXPECT_LT(rows[6]["nvlink_bytes"], rows[2]["nvlink_bytes"]);
+
+  // One rank sends nothing; the same point replaces its rows.
+  const Completed alone = run_switchyard(
+      join(exchange, {"--tokens", "9", "--ranks", "1", "--dtype", "bf16", "--pre-sum"}));
+  ASSERT_EQ(alone.exit_code, 0) << alone.err;
+  rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 10u);
+  EXPECT_EQ(rows[9]["nvlink_bytes"], 0);
+  EXPECT_EQ(rows[9]["pre_sum"], 1);
+  EXPECT_EQ(run_switchyard(join(exchange, {"--tokens", "1,9", "--ranks", "3"})).exit_code, 0);
+  EXPECT_EQ(rows_of(path).size(), 10u);
+
+  expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), "invalid_file", {"exchange"});
+}
+
+TEST(Bench, ExchangeRefusesWhatMakesNoSense) {
+  const std::string invalid = "invalid_argument";
+  const Arguments suite = {"--suite", "exchange"};
+  for (const Arguments& option :
+       {Arguments{"--model", "olmoe"}, Arguments{"--rows", "8"}, Arguments{"--n", "64"},
+        Arguments{"--balancedness", "1"}, Arguments{"--compute", "bf16"}, Arguments{"--cold"},
+        Arguments{"--given-routing"}, Arguments{"--verify"}, Arguments{"--against", "torch"}}) {
+    expect_refused(join(suite, option), invalid, {option[0], "not for --suite exchange"});
+  }
+  expect_refused(join(suite, {"--backend", "cuda"}), "unsupported", {"--backend cpu"});
+  expect_refused(join(suite, {"--dtype", "f16"}), invalid, {"--dtype is f16"});
+  expect_refused(join(suite, {"--experts", "4"}), invalid, {"top-8 of 4 experts"});
+  expect_refused({"--model", "olmoe", "--pre-sum"}, invalid, {"--pre-sum", "--suite exchange"});
+}
+
 TEST(Bench, RefusesOptionsThatWouldDoNothing) {
   const std::string invalid = "invalid_argument";
   for (const Arguments& option : {Arguments{"--graph"}, Arguments{"--cold"}, Arguments{"--traced"},

@@ -1,0 +1,59 @@
+// Times Exchange alone: dispatch and combine, each by itself, over ranks of this process.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "results/exchange_row.h"
+#include "switchyard/exchange.h"
+
+namespace switchyard::bench {
+
+struct ExchangePoint {
+  int hidden = 0, experts = 0, top_k = 0;
+  std::int64_t tokens = 0;  // of each rank
+  DType dtype = DType::kBF16;
+
+  bool operator==(const ExchangePoint&) const = default;
+};
+
+// The name of the suite, which is no plan of layers, and its points: DeepSeek-V3's routing.
+inline constexpr const char* kExchangeSuite = "exchange";
+std::vector<ExchangePoint> exchange_suite();
+
+struct ExchangeBenchOptions {
+  int ranks = 2;
+  int repeat = 0;  // timed calls of a point; 0: by its size
+  bool pre_sum = false;
+  std::uint64_t seed = 0;       // of everything random
+  std::string commit, command;  // to note in the rows
+};
+
+// Receives the progress of a session, one call at a time.
+class ExchangeObserver {
+ public:
+  virtual ~ExchangeObserver() = default;
+  virtual void measuring(std::uint64_t done_points, std::uint64_t all_points) = 0;
+  virtual void measured(const results::ExchangeRow& row) = 0;
+  // Called when both stages of a point are done: the rows must be kept.
+  virtual void keep(const std::vector<results::ExchangeRow>& rows) = 0;
+  // Called when a point is wrong or failed; the session goes on.
+  virtual void failed(const std::string& what, const std::string& problem) = 0;
+};
+
+class ExchangeSession {
+ public:
+  ExchangeSession(ExchangeBenchOptions options, ExchangeObserver& observer);
+
+  const std::string& machine() const { return machine_; }
+  // Measures the points, two rows each. Points that fail are left out.
+  void run(const std::vector<ExchangePoint>& points);
+
+ private:
+  ExchangeBenchOptions options_;
+  ExchangeObserver& observer_;
+  std::string machine_;
+};
+
+}  // namespace switchyard::bench
