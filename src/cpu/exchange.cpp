@@ -68,7 +68,7 @@ class Handle final : public ExchangeHandle::State {
 
 class Engine final : public ExchangeEngine {
  public:
-  Engine(const World& world, ExchangeProblem problem, ExchangeOptions options);
+  Engine(const World& world, const ExchangeProblem& problem, const ExchangeOptions& options);
 
   std::unique_ptr<State> make_handle() override;
   void dispatch_send(const DispatchInput& input, State& handle) override;
@@ -166,8 +166,8 @@ class Engine final : public ExchangeEngine {
   std::optional<Fabric::AbortHook> abort_hook_;  // last: it uses the heap
 };
 
-Engine::Engine(const World& world, ExchangeProblem problem, ExchangeOptions options)
-    : ExchangeEngine(std::move(problem), std::move(options)), world_(world) {
+Engine::Engine(const World& world, const ExchangeProblem& problem, const ExchangeOptions& options)
+    : ExchangeEngine(problem, options), world_(world) {
   protocol::ExchangeHeap::Shape shape;
   shape.num_ranks = num_ranks();
   shape.most_experts = problem_.places.max_count();
@@ -302,12 +302,11 @@ void Engine::publish_counts(const Handle& handle) {
     const int to = peer(i);
     step(Step::kPublishCounts, to, dispatch_);
     std::uint64_t* const row = heap_.counts(heaps_.base[to], dispatch_.number, rank());
-    const int first = problem_.places.begin(to), num = problem_.places.count(to);
+    const int num = problem_.places.count(to);
+    const std::uint32_t* const count = counts.data() + problem_.places.begin(to);
     for (int e = 0; e < num; ++e) {
       // Release: what this rank read of the window before comes before others' next writes there.
-      protocol::store_release(
-          row + e,
-          protocol::numbered(dispatch_.number, counts[static_cast<std::size_t>(first + e)]));
+      protocol::store_release(row + e, protocol::numbered(dispatch_.number, count[e]));
     }
     if (to != rank()) stats_.signal_bytes += static_cast<std::uint64_t>(num) * sizeof(*row);
   }
@@ -849,9 +848,9 @@ PassTrace Engine::trace() {
 
 }  // namespace
 
-std::unique_ptr<ExchangeEngine> make_exchange(const World& world, ExchangeProblem problem,
-                                              ExchangeOptions options) {
-  return std::make_unique<Engine>(world, std::move(problem), std::move(options));
+std::unique_ptr<ExchangeEngine> make_exchange(const World& world, const ExchangeProblem& problem,
+                                              const ExchangeOptions& options) {
+  return std::make_unique<Engine>(world, problem, options);
 }
 
 }  // namespace switchyard::cpu

@@ -75,14 +75,14 @@ class ExchangeEngine {
 
 // Collective. The ranks agree on spec and backend, and the options have been checked.
 namespace cpu {
-std::unique_ptr<ExchangeEngine> make_exchange(const World& world, ExchangeProblem problem,
-                                              ExchangeOptions options);
+std::unique_ptr<ExchangeEngine> make_exchange(const World& world, const ExchangeProblem& problem,
+                                              const ExchangeOptions& options);
 }
 namespace gpu {
 // `options.device` is a device, not -1; it need not be the current one. Throws Error{kUnsupported}
 // in a build without CUDA.
-std::unique_ptr<ExchangeEngine> make_exchange(const World& world, ExchangeProblem problem,
-                                              ExchangeOptions options);
+std::unique_ptr<ExchangeEngine> make_exchange(const World& world, const ExchangeProblem& problem,
+                                              const ExchangeOptions& options);
 }  // namespace gpu
 
 }  // namespace switchyard

@@ -19,12 +19,12 @@ using State = ExchangeHandle::State;
 std::unique_ptr<ExchangeEngine> make_engine(const World& world, const ExchangeSpec& spec,
                                             ExchangeOptions options) {
   check_options(options);
-  ExchangeProblem problem(spec, world.rank(), world.size());
+  const ExchangeProblem problem(spec, world.rank(), world.size());
   options.deadline =
       options.deadline.count() == 0 ? world.deadline() : checked_deadline(options.deadline);
   agree(world.fabric(), problem, options.backend);
   if (options.backend == Backend::kCpu) {
-    return cpu::make_exchange(world, std::move(problem), std::move(options));
+    return cpu::make_exchange(world, problem, options);
   }
   attempt_together(world.fabric(), [&] {
     LayerOptions device;
@@ -32,7 +32,7 @@ std::unique_ptr<ExchangeEngine> make_engine(const World& world, const ExchangeSp
     device.device = options.device;
     options.device = gpu::choose_device(device);
   });
-  return gpu::make_exchange(world, std::move(problem), std::move(options));
+  return gpu::make_exchange(world, problem, options);
 }
 
 State& state_of(const std::unique_ptr<State>& state, const ExchangeEngine& engine) {

@@ -4,7 +4,8 @@
 
 namespace switchyard::gpu {
 
-std::unique_ptr<ExchangeEngine> make_exchange(const World&, ExchangeProblem, ExchangeOptions) {
+std::unique_ptr<ExchangeEngine> make_exchange(const World&, const ExchangeProblem&,
+                                              const ExchangeOptions&) {
   throw Error(ErrorCode::kUnsupported,
               "there are no exchanges on GPUs in this build; use Backend::kCpu");
 }

@@ -69,7 +69,8 @@ std::shared_ptr<PassMemory> make_memory(const World&, std::span<const LayerSpec>
   unsupported();
 }
 
-std::unique_ptr<ExchangeEngine> make_exchange(const World&, ExchangeProblem, ExchangeOptions) {
+std::unique_ptr<ExchangeEngine> make_exchange(const World&, const ExchangeProblem&,
+                                              const ExchangeOptions&) {
   unsupported();
 }
 
