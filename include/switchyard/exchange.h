@@ -55,10 +55,11 @@ struct ExchangeSpec {
   // is committed by what really arrives; with kCuda device memory is allocated for it. All that
   // ranks can send to one rank, in the layout below, must be rows that an i32 can number.
   int max_tokens = 0;
-  // The type of tokens on their way and of received rows. kBF16, kF16 and kF32 are copied, and must
-  // be the input's type. kF8E4M3: the input is f8_e4m3 with a scale for every 128 columns, used as
-  // it is, or it is of another of these types, and is quantised before it travels, as a layer does
-  // that computes in kF8E4M3 (LayerOptions::compute).
+  // The type of tokens on their way and of received rows.
+  //   kBF16, kF16, kF32  the input has this type and is copied
+  //   kF8E4M3            the input is f8_e4m3 with a scale for every 128 columns, used as it is; or
+  //                      bf16, f16 or f32, which is quantised before it travels, as layers that
+  //                      compute in kF8E4M3 do (LayerOptions::compute)
   DType dispatch = DType::kBF16;
   // The type of the experts' results, and of them on their way back: kBF16, kF16 or kF32.
   DType combine = DType::kBF16;
@@ -67,10 +68,10 @@ struct ExchangeSpec {
   // room for all tokens of all ranks, max_tokens * world.
   RowLayout layout;
   CombineWeights weights = CombineWeights::kByReceiver;
-  // Rows of one token on the same rank are summed there, in fp32 in the order of k, rounded once to
-  // `combine`, and travel as one. Fewer bytes, at most one row for each token and rank; and other
-  // bits: such sums are rounded where without them each row was, and are then summed in the order
-  // of their lowest k. Not with CombineWeights::kByReceiver.
+  // The expert's rank sums the rows that it has of one token, in fp32 in the order of k, rounds the
+  // sum to `combine`, and sends it as one row. That is at most one row for each token and rank, so
+  // fewer bytes. It changes bits: partial sums are rounded, and the token's rank adds them in the
+  // order of their lowest k. Not with CombineWeights::kByReceiver.
   bool pre_sum = false;
   // Which experts each rank has, if not own_experts(). Rows are then sorted by place (weights.h):
   // this rank's experts are own_experts(places, rank, ranks).
@@ -84,7 +85,8 @@ struct ExchangeOptions {
   // kCuda only. The most SMs that a call uses; 0: a rule's. Ranks on the same device wait for each
   // other, so together they must use fewer than it has.
   int max_sms = 0;
-  // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's.
+  // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's. What
+  // callers compute between calls, experts say, is no progress: it must take less.
   std::chrono::milliseconds deadline{0};
   // Record what was done in each call, for Exchange::trace().
   bool trace = false;
@@ -94,9 +96,8 @@ struct ExchangeOptions {
 };
 
 // One rank's tokens. T may differ between ranks and calls, and may be 0. With kCuda every address
-// here and below is of device memory of the exchange's device, starts at a multiple of 16 bytes if
-// it is of rows, as rows do, and the memory must stay as it is until the stream has passed the
-// call.
+// here and below is of memory of the exchange's device, and the memory must stay as it is until the
+// stream has passed the call. Rows there start at multiples of 16 bytes.
 struct DispatchInput {
   // [T, H], rows contiguous (col_stride 1), of a type that ExchangeSpec::dispatch takes. FP8 with
   // scale_rows 1 and scale_cols 128.

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/mman.h>
 
 #include <condition_variable>
 #include <mutex>
@@ -211,35 +212,49 @@ TEST(ExchangeFault, AHookThatThrowsEndsTheCallOnAllRanks) {
 }
 
 #if !defined(__SANITIZE_THREAD__)
-// A process that is stopped or killed between any two rounds or within one.
-void stop_process(int signal) {
+// A process that is stopped or killed at any step of any round, of several by seed.
+void stop_process(int signal, std::uint64_t seed) {
+  const int last_step = test::Numbers(seed).between(20, 400);
+  SCOPED_TRACE(::testing::Message() << "seed " << seed << ": at step " << last_step);
+  struct Shared {
+    std::atomic<pid_t> stopped;
+    std::atomic<int> done;
+  };
+  void* const memory =
+      ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  Shared* const shared = new (memory) Shared{};
   const std::string rendezvous = test::fresh_rendezvous();
   const std::vector<int> codes = test::run_processes(kRanks, [&](int rank) {
     const World world = World::processes(rank, kRanks, options_of(rendezvous));
     ExchangeOptions options;
+    options.num_threads = 1;
     int steps = 0;
     if (rank == kStopped) {
+      shared->stopped = ::getpid();
       options.on_step = [&](const ProtocolStep&) {
-        if (++steps == 60) ::raise(signal);
+        if (++steps == last_step) ::raise(signal);
       };
     }
     Player player(world, options);
     blame_of(kStopped, [&] {
       for (;;) player.round();
     });
-    // Nobody is left who waits for its answer.
-    if (signal == SIGSTOP && rank == 0) ::kill(0, SIGCONT);
+    // The last one lets the stopped rank go on, which then says the same.
+    if (signal == SIGSTOP && ++shared->done == kRanks - 1) ::kill(shared->stopped, SIGCONT);
   });
+  ::munmap(memory, sizeof(Shared));
   for (int rank = 0; rank < kRanks; ++rank) {
-    if (rank == kStopped && signal == SIGKILL) {
-      EXPECT_EQ(codes[static_cast<std::size_t>(rank)], test::kKilled);
-    } else {
-      EXPECT_EQ(codes[static_cast<std::size_t>(rank)], 0) << "rank " << rank;
-    }
+    const bool killed = rank == kStopped && signal == SIGKILL;
+    EXPECT_EQ(codes[static_cast<std::size_t>(rank)], killed ? test::kKilled : 0) << "rank " << rank;
   }
 }
-TEST(ExchangeFault, AKilledProcessIsNamed) { stop_process(SIGKILL); }
-TEST(ExchangeFault, AStoppedProcessIsNamed) { stop_process(SIGSTOP); }
+TEST(ExchangeFault, AStoppedProcessIsNamed) {
+  for (std::uint64_t seed = 1; seed <= 6; ++seed) stop_process(SIGSTOP, seed);
+}
+TEST(ExchangeFault, AKilledProcessIsNamed) {
+  for (std::uint64_t seed = 1; seed <= 6; ++seed) stop_process(SIGKILL, seed);
+}
 #endif
 
 }  // namespace
