@@ -199,6 +199,10 @@ struct MeasureOptions {
 // written.
 bool measure(Profile& profile, const Kernel& kernel, const MeasureOptions& options = {});
 
+// The models all of whose points to fit on are timed, with all of their points: what can be fitted
+// after a budget has ended.
+Profile complete_models(const Profile& profile);
+
 std::string to_json(const Profile& profile);
 // Throws Error{kInvalidFile} naming `source` and what is wrong in it.
 Profile parse_profile(std::string_view text, const std::string& source);

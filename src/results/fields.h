@@ -40,6 +40,7 @@ class FieldReader {
   double microseconds(const char* field) const;             // above 0
   double at_least_zero(const char* field) const;
   double share(const char* field) const;                   // from 0 to 1
+  bool flag(const char* field) const;
   std::vector<double> quantiles(const char* field) const;  // 1 to 64, ascending from 0
   std::vector<double> all_microseconds(const char* field) const;
 

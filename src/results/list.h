@@ -6,6 +6,7 @@
 
 #include "results/fields.h"
 #include "results/grouped_row.h"
+#include "results/ramp_row.h"
 #include "results/row.h"
 
 namespace switchyard::results {
@@ -15,5 +16,8 @@ namespace switchyard::results {
 std::vector<Row> rows_of(const Json& file, const std::string& source, const char* remedy);
 std::vector<GroupedRow> grouped_rows_of(const Json& file, const std::string& source,
                                         const char* remedy);
+std::vector<RampRow> ramp_rows_of(const Json& file, const std::string& source, const char* remedy);
+std::vector<RegionRow> region_rows_of(const Json& file, const std::string& source,
+                                      const char* remedy);
 
 }  // namespace switchyard::results

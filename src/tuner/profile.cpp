@@ -278,4 +278,26 @@ bool measure(Profile& profile, const Kernel& kernel, const MeasureOptions& optio
   return progress.done == progress.total;
 }
 
+Profile complete_models(const Profile& profile) {
+  std::vector<bool> complete(profile.models.size(), true);
+  for (const Point& point : profile.points) {
+    const bool timed =
+        std::find(point.times_us.begin(), point.times_us.end(), kNotTimed) == point.times_us.end();
+    if (point.fit && !timed) complete[point.model] = false;
+  }
+  Profile kept = profile;
+  kept.models.clear();
+  kept.points.clear();
+  for (std::size_t m = 0; m < profile.models.size(); ++m) {
+    if (!complete[m]) continue;
+    kept.models.push_back(profile.models[m]);
+    for (const Point& point : profile.points) {
+      if (point.model != m) continue;
+      kept.points.push_back(point);
+      kept.points.back().model = kept.models.size() - 1;
+    }
+  }
+  return kept;
+}
+
 }  // namespace switchyard::tuner

@@ -212,6 +212,21 @@ TEST(Measure, RefusesTimesThatAreNone) {
   EXPECT_THROW(measure(profile, silent), Error);
 }
 
+TEST(CompleteModels, HaveAllTheirPointsToFitOn) {
+  const KnownKernel known;
+  Profile profile = new_profile(known.kernel, kDevice, plan_of({kLarge, kSmall}));
+  EXPECT_TRUE(complete_models(profile).models.empty());
+  measure(profile, known.kernel);
+  profile.points[3].times_us[1] = kNotTimed;      // of the large one's grid to fit on
+  profile.points.back().times_us[1] = kNotTimed;  // of the small one's grid to judge by
+  const Profile complete = complete_models(profile);
+  ASSERT_EQ(complete.models.size(), 1u);
+  EXPECT_EQ(complete.models[0].name, "small");
+  EXPECT_EQ(complete.points.size(), 43u);
+  for (const Point& point : complete.points) EXPECT_EQ(point.model, 0u);
+  EXPECT_EQ(evaluate(complete, fit(complete)).size(), 23u);
+}
+
 // Every way in which a file is not the kernel's.
 TEST(Resume, RefusesWhatIsNotTheKernels) {
   const TemporaryDirectory directory;
