@@ -38,6 +38,7 @@ from ._operators import GroupedGemm, Permutation, grouped_gemm, permute, unpermu
 from ._routing import Routing, topk
 from ._workspace import DeviceAllocator, Workspace
 from ._world import World
+from . import tuner
 
 if TYPE_CHECKING:
     from ._layer import MoeLayer
@@ -77,6 +78,7 @@ __all__ = [
     "permute",
     "register_with_transformers",
     "topk",
+    "tuner",
     "unpermute",
     "version",
 ]

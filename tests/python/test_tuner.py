@@ -1,8 +1,13 @@
 """The tuner over a kernel of known cost, timed by a Python function."""
 
 import dataclasses
+import importlib.util
 import json
 import math
+import pathlib
+import statistics
+import subprocess
+import sys
 
 import pytest
 
@@ -182,3 +187,22 @@ def test_files_that_are_none(tmp_path):
         tuner.fit(tmp_path / "list.json", tmp_path / "f.json")
     with pytest.raises(switchyard.InvalidArgument, match="'cubic'"):
         tuner.fit(tmp_path / "list.json", tmp_path / "f.json", form="cubic")
+
+
+def test_learned_baselines_stand_beside_the_same_least_squares(files):
+    """bench/tuner_baselines.py fits as the library does; without scikit-learn it says so."""
+    script = pathlib.Path(__file__).resolve().parent.parent.parent / "bench" / "tuner_baselines.py"
+    done = subprocess.run(
+        [sys.executable, script, files[0]], capture_output=True, text=True, timeout=600
+    )
+    if importlib.util.find_spec("sklearn") is None:
+        assert done.returncode == 77 and "no scikit-learn" in done.stdout
+        return
+    assert done.returncode == 0, done.stderr
+    outcomes = tuner.evaluate(files[0])
+    mean, most = (100 * f([o.regret for o in outcomes]) for f in (statistics.mean, max))
+    line = next(line for line in done.stdout.splitlines() if line.startswith("least squares"))
+    assert f"{mean:.2f} / {most:.2f}" in line
+    assert "random forest" in done.stdout and "MLP" in done.stdout
+    wrong = subprocess.run([sys.executable, script, files[1]], capture_output=True, text=True)
+    assert wrong.returncode == 1 and "no profile" in wrong.stderr
