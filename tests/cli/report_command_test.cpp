@@ -55,7 +55,7 @@ TEST_F(ReportCommand, MakesAPageOfAProfile) {
        "1,4",  "--balancedness", "0.8,1", "--test-tokens",  "2",      "--test-balancedness",
        "1",    "--repeat",       "1",     "--out",          path("t")});
   ASSERT_EQ(tuned.exit_code, 0) << tuned.err;
-  const std::string page = path("page.html");
+  const std::string page = path("made.html");
   const Completed done =
       run_switchyard({"report", "--profile", path("t.profile.json"), "-o", page});
   EXPECT_EQ(done.exit_code, 0) << done.err;
