@@ -1,6 +1,6 @@
 #include <fmt/core.h>
 
-#include <Eigen/Dense>
+#include <Eigen/QR>
 #include <algorithm>
 #include <cmath>
 
