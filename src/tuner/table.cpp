@@ -41,9 +41,10 @@ std::size_t select(const Table& table, std::span<const std::int64_t> counts) {
     const Table::Entry& entry = table.entries[i];
     const std::int64_t grid = grid_of(entry.configuration, table.model.n, counts);
     const std::int64_t sms = table.device.num_sms;
-    const float tasks = static_cast<float>(grid);
-    const float waves = table.rounded_waves ? static_cast<float>((grid + sms - 1) / sms)
-                                            : tasks / static_cast<float>(sms);
+    const std::int64_t whole_waves = (grid + sms - 1) / sms;
+    const auto tasks = static_cast<float>(grid);
+    const float waves =
+        table.rounded_waves ? static_cast<float>(whole_waves) : tasks / static_cast<float>(sms);
     const float time = entry.a + entry.b * waves + entry.c * tasks + entry.d * std::log(tasks + 1);
     if (time < least) {
       best = i;
