@@ -357,8 +357,8 @@ int run(const Command& command, const TuneCommandOptions& o) {
 }  // namespace
 
 void add_tune(CommandLine& line, const std::vector<std::string>& arguments) {
-  Command& command = line.add_command(
-      "tune", "Time a kernel's configurations over routings, and fit what chooses among them");
+  Command& command =
+      line.add_command("tune", "Find which configuration of a kernel suits a routing");
   const auto options = std::make_shared<TuneCommandOptions>();
   add_what(command, *options);
   add_how(command, *options);
