@@ -12,10 +12,15 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # From the lowest to the highest.
 ROOMS = ["base", "protocol", "model", "routing", "reference", "fabric", "trace", "layer", "exchange",
-         "cpu", "gpu", "operators", "c_api", "results", "report", "machine", "run", "bench", "cli"]
+         "cpu", "gpu", "operators", "tuner", "c_api", "results", "report", "machine", "run", "bench",
+         "cli"]
 # Rooms that stand side by side, although one comes first above.
 STRANGERS = {
     ("gpu", "cpu"): "the engines do not know each other",
+    ("tuner", "cpu"): "a tuner knows kernels by their callbacks",
+    ("tuner", "gpu"): "a tuner knows kernels by their callbacks",
+    ("tuner", "operators"): "a tuner knows kernels by their callbacks",
+    ("tuner", "layer"): "a tuner knows kernels by their callbacks",
     ("c_api", "cpu"): "the layer chooses the engine",
     ("c_api", "gpu"): "the layer chooses the engine",
     ("results", "c_api"): "the C interface is for other programs",
@@ -48,7 +53,7 @@ GPU_ROOMS = ["ptx", "pipeline", "tile", "blackwell", "grouped", "operators", "ro
 # What kernels know outside src/gpu: what both engines share.
 KERNELS_KNOW = {"base", "protocol", "routing", "switchyard"}
 # Each of their includes costs seconds of compile time: docs/dependencies.md.
-SLOW_LIBRARIES = {"nlohmann": "src/base/json.cpp", "CLI": "src/cli/arguments.cpp"}
+SLOW_LIBRARIES = {"nlohmann": "src/base/json.cpp", "CLI": "src/cli/arguments.cpp", "Eigen": "src/tuner/fit.cpp"}
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([a-z_]+)/', re.MULTILINE)
 
 

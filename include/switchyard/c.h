@@ -834,6 +834,125 @@ SY_API sy_status sy_exchange_get_stats(sy_exchange* exchange, sy_exchange_stats*
 // As sy_layer_trace().
 SY_API sy_status sy_exchange_trace(sy_exchange* exchange, char* text, uint64_t* size);
 
+// --------------------------------------------------------------------------------------- tuner
+
+// Chooses a kernel's configuration by the routing: tuner.h, which says more about every field. It
+// serves kernels of any origin, which a callback times.
+
+typedef int32_t sy_generator;
+enum {
+  SY_DISTINCT = 0,  // each token draws top_k distinct experts, as a router does
+  SY_REPEATED = 1   // tokens * top_k draws, each independent, as RaMP's
+};
+// Draws counts[0 .. num_experts), which sum up to tokens * top_k, with a balancedness near `beta`.
+SY_API sy_status sy_draw_counts(sy_generator generator, int32_t tokens, int32_t num_experts,
+                                int32_t top_k, double beta, uint64_t seed, int64_t* counts);
+
+typedef int32_t sy_form;
+enum {  // the forms of the cost model: tuner::Form
+  SY_FORM_TASKS = 0,
+  SY_FORM_WAVES = 1,
+  SY_FORM_ROUNDED_WAVES = 2,
+  SY_FORM_FULL = 3,
+  SY_FORM_ROUNDED_FULL = 4
+};
+
+typedef struct sy_tune_model {
+  const char* name;
+  int32_t num_experts, top_k;
+  int32_t n, k;  // of an expert's first matrix: rows (gate and up together), columns
+  int32_t unseen;
+  uint32_t reserved;  // 0
+} sy_tune_model;
+
+typedef struct sy_tune_configuration {
+  const char* name;                                          // no two of a kernel are equal
+  int32_t token_rows, weight_rows, splits, blocks, group_m;  // of a task; each 1 or more
+  int32_t is_rule;                 // stands for the kernel's own rule, and is never chosen
+  int32_t num_values;              // what the kernel makes of it; may be 0
+  uint32_t reserved;               // 0
+  const char* const* value_names;  // [num_values]
+  const int64_t* values;           // [num_values]
+} sy_tune_configuration;
+
+typedef struct sy_tune_kernel {
+  uint32_t struct_size;
+  int32_t num_configurations;
+  const char* name;
+  int64_t version;      // to be increased with every change that changes times
+  const char* machine;  // where it runs, in words, with all that times depend on
+  uint64_t l2_bytes;    // 0: unknown
+  int32_t num_sms;      // blocks that run at the same time
+  uint32_t reserved;    // 0
+  const sy_tune_configuration* configurations;  // [num_configurations]
+} sy_tune_kernel;
+#define SY_TUNE_KERNEL_INIT \
+  { .struct_size = sizeof(sy_tune_kernel) }
+
+// Two grids of points: to fit on, and to judge by. A null list stands for the default one; a list
+// that is not null may have 0 elements.
+typedef struct sy_tune_plan {
+  uint32_t struct_size;
+  sy_generator generator;
+  uint64_t seed;
+  int32_t num_models, num_tokens, num_betas, num_test_tokens, num_test_betas;
+  uint32_t reserved;  // 0
+  const sy_tune_model* models;
+  const int32_t* tokens;
+  const double* betas;
+  const int32_t* test_tokens;
+  const double* test_betas;
+} sy_tune_plan;
+#define SY_TUNE_PLAN_INIT \
+  { .struct_size = sizeof(sy_tune_plan) }
+
+// Times configuration `configuration` of the kernel on plan.models[model] and counts[0 ..
+// num_experts). Returns SY_OK and the median of several repetitions, in microseconds;
+// SY_UNSUPPORTED if the configuration cannot run this model; anything else to stop.
+// *variation, their standard deviation over their mean, is 0 unless it is set. May not throw.
+typedef sy_status (*sy_tune_time)(void* user, int32_t model, int32_t configuration,
+                                  const int64_t* counts, int32_t num_experts, double* median_us,
+                                  double* variation);
+// Told before each timing, and at the end, when model is -1. May not throw.
+typedef void (*sy_tune_progress)(void* user, uint64_t done, uint64_t total, double seconds,
+                                 double seconds_left, int32_t model);
+
+typedef struct sy_tune_options {
+  uint32_t struct_size;
+  int32_t resume;         // go on with the file, if it exists; otherwise it must not exist
+  const char* file;       // where the profile is kept, whole after each point
+  double budget_seconds;  // no timing begins after so many
+  sy_tune_time time;
+  sy_tune_progress progress;  // may be null
+  void* user;                 // of both
+} sy_tune_options;
+#define SY_TUNE_OPTIONS_INIT \
+  { .struct_size = sizeof(sy_tune_options), .budget_seconds = INFINITY }
+
+// Times what the profile lacks. *complete (may be null) is 1 if it lacks nothing now. A file of
+// another kernel, version or machine is SY_INVALID_ARGUMENT, and the message names both. A callback
+// that stops is SY_ABORTED.
+SY_API sy_status sy_tune_measure(const sy_tune_kernel* kernel, const sy_tune_plan* plan,
+                                 const sy_tune_options* options, int32_t* complete);
+// Fits the models of a profile that are timed completely, and writes the fit. `relative`: least
+// squares of errors over times; 0: of errors.
+SY_API sy_status sy_tune_fit(const char* profile_file, sy_form form, int32_t relative,
+                             const char* fit_file);
+// Judges a fit of this form by the profile's times: a JSON list with an object for each point to
+// judge by. *size is as in sy_layer_trace().
+SY_API sy_status sy_tune_evaluate(const char* profile_file, sy_form form, int32_t relative,
+                                  char* text, uint64_t* size);
+
+// A fit, to choose by.
+typedef struct sy_tuner sy_tuner;
+// A fit of another machine or kernel, or older than the kernel, is SY_INVALID_ARGUMENT; the message
+// names both.
+SY_API sy_status sy_tuner_open(const sy_tune_kernel* kernel, const char* fit_file, sy_tuner** out);
+// The configuration with the least predicted time. `predicted_us` may be null.
+SY_API sy_status sy_tuner_select(const sy_tuner* tuner, const char* model, const int64_t* counts,
+                                 int32_t num_experts, int32_t* configuration, double* predicted_us);
+SY_API sy_status sy_tuner_destroy(sy_tuner** tuner);
+
 #ifdef __cplusplus
 }
 #endif

@@ -39,6 +39,7 @@ from ._operators import GroupedGemm, GroupedSchedule, Permutation, grouped_gemm,
 from ._routing import Routing, topk
 from ._workspace import DeviceAllocator, Workspace
 from ._world import World
+from . import tuner
 
 if TYPE_CHECKING:
     from ._layer import MoeLayer
@@ -83,6 +84,7 @@ __all__ = [
     "permute",
     "register_with_transformers",
     "topk",
+    "tuner",
     "unpermute",
     "version",
 ]

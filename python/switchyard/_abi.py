@@ -493,6 +493,92 @@ class ExchangeStats(_Sized):
     ]
 
 
+class TuneModel(Structure):
+    _fields_ = [
+        ("name", c_char_p),
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("unseen", c_int32),
+        ("reserved", c_uint32),
+    ]
+
+
+class TuneConfiguration(Structure):
+    _fields_ = [
+        ("name", c_char_p),
+        ("token_rows", c_int32),
+        ("weight_rows", c_int32),
+        ("splits", c_int32),
+        ("blocks", c_int32),
+        ("group_m", c_int32),
+        ("is_rule", c_int32),
+        ("num_values", c_int32),
+        ("reserved", c_uint32),
+        ("value_names", POINTER(c_char_p)),
+        ("values", POINTER(c_int64)),
+    ]
+
+
+class TuneKernel(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("num_configurations", c_int32),
+        ("name", c_char_p),
+        ("version", c_int64),
+        ("machine", c_char_p),
+        ("l2_bytes", c_uint64),
+        ("num_sms", c_int32),
+        ("reserved", c_uint32),
+        ("configurations", POINTER(TuneConfiguration)),
+    ]
+
+
+class TunePlan(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("generator", c_int32),
+        ("seed", c_uint64),
+        ("num_models", c_int32),
+        ("num_tokens", c_int32),
+        ("num_betas", c_int32),
+        ("num_test_tokens", c_int32),
+        ("num_test_betas", c_int32),
+        ("reserved", c_uint32),
+        ("models", POINTER(TuneModel)),
+        ("tokens", POINTER(c_int32)),
+        ("betas", POINTER(c_double)),
+        ("test_tokens", POINTER(c_int32)),
+        ("test_betas", POINTER(c_double)),
+    ]
+
+
+TUNE_TIME = CFUNCTYPE(
+    c_int32,
+    c_void_p,
+    c_int32,
+    c_int32,
+    POINTER(c_int64),
+    c_int32,
+    POINTER(c_double),
+    POINTER(c_double),
+)
+TUNE_PROGRESS = CFUNCTYPE(None, c_void_p, c_uint64, c_uint64, c_double, c_double, c_int32)
+
+
+class TuneOptions(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("resume", c_int32),
+        ("file", c_char_p),
+        ("budget_seconds", c_double),
+        ("time", TUNE_TIME),
+        ("progress", TUNE_PROGRESS),
+        ("user", c_void_p),
+    ]
+
+
 _HANDLE = c_void_p
 _FUNCTIONS: dict[str, list[object]] = {
     "sy_last_error": [POINTER(ErrorInfo)],
@@ -595,6 +681,33 @@ _FUNCTIONS: dict[str, list[object]] = {
     "sy_exchange_check": [_HANDLE],
     "sy_exchange_get_stats": [_HANDLE, POINTER(ExchangeStats)],
     "sy_exchange_trace": [_HANDLE, c_void_p, POINTER(c_uint64)],
+    "sy_draw_counts": [
+        c_int32,
+        c_int32,
+        c_int32,
+        c_int32,
+        c_double,
+        c_uint64,
+        POINTER(c_int64),
+    ],
+    "sy_tune_measure": [
+        POINTER(TuneKernel),
+        POINTER(TunePlan),
+        POINTER(TuneOptions),
+        POINTER(c_int32),
+    ],
+    "sy_tune_fit": [c_char_p, c_int32, c_int32, c_char_p],
+    "sy_tune_evaluate": [c_char_p, c_int32, c_int32, c_void_p, POINTER(c_uint64)],
+    "sy_tuner_open": [POINTER(TuneKernel), c_char_p, POINTER(_HANDLE)],
+    "sy_tuner_select": [
+        _HANDLE,
+        c_char_p,
+        POINTER(c_int64),
+        c_int32,
+        POINTER(c_int32),
+        POINTER(c_double),
+    ],
+    "sy_tuner_destroy": [POINTER(_HANDLE)],
 }
 
 

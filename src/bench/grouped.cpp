@@ -11,6 +11,7 @@
 
 #include "base/convert.h"
 #include "base/names.h"
+#include "bench/gpu_timing.h"
 #include "bench/grouped_operands.h"
 #include "bench/load.h"
 #include "bench/measure.h"
@@ -20,6 +21,7 @@
 #include "switchyard/error.h"
 #include "switchyard/grouped_gemm.h"
 #include "switchyard/routing.h"
+#include "switchyard/tuner.h"
 
 namespace switchyard::bench {
 namespace {
@@ -165,11 +167,11 @@ class GpuPlace : public Place {
     add_copies(static_cast<std::size_t>(rotation.copies));
   }
   std::vector<double> time(int repeat) override {
-    return time_calls(repeat, [&] { run_calls(); });
+    return time_on_stream(stream_, rotation_, repeat, [&] { run_calls(); });
   }
   std::vector<double> time_graph(int repeat) override {
     if (!graph_) graph_ = gpu::Graph::capture(stream_, [&] { run_calls(); });
-    return time_calls(repeat, [&] { graph_->launch(stream_); });
+    return time_on_stream(stream_, rotation_, repeat, [&] { graph_->launch(stream_); });
   }
   bool has_graphs() const override { return true; }
   std::vector<std::byte> download() override {
@@ -199,24 +201,6 @@ class GpuPlace : public Place {
   void run_calls() {
     for (int i = 0; i < rotation_.passes; ++i) run(static_cast<std::size_t>(i % rotation_.copies));
   }
-  // Enqueues all repetitions before it waits, so that the host's time to launch is not measured.
-  // The flush keeps the device busy meanwhile.
-  std::vector<double> time_calls(int repeat, const std::function<void()>& calls) {
-    std::vector<std::pair<gpu::Event, gpu::Event>> events(static_cast<std::size_t>(repeat));
-    for (auto& [begin, end] : events) {
-      if (&begin == &events.front().first || rotation_.passes == 1) gpu::flush_l2(stream_);
-      begin.record(stream_);
-      calls();
-      end.record(stream_);
-    }
-    stream_.synchronize();
-    std::vector<double> times;
-    for (const auto& [begin, end] : events) {
-      times.push_back(gpu::Event::elapsed_us(begin, end) / rotation_.passes);
-    }
-    return times;
-  }
-
   const GroupedOperands& operands_;
   bool swiglu_;
   gpu::Stream stream_;
@@ -372,10 +356,8 @@ std::vector<std::int32_t> ends_of(const GroupedPoint& point, std::uint64_t seed)
   if (point.beta) {
     const int top_k = std::clamp(point.experts / 4, 1, 8);
     const std::int64_t tokens = std::max<std::int64_t>(point.experts * point.rows / top_k, 1);
-    const SyntheticRouting routing =
-        synthetic_routing(static_cast<int>(tokens), point.experts, top_k, *point.beta, seed);
-    std::fill(counts.begin(), counts.end(), 0);
-    for (const std::int32_t expert : routing.ids) ++counts[static_cast<std::size_t>(expert)];
+    counts = tuner::draw_counts(tuner::Generator::kDistinct, static_cast<int>(tokens),
+                                point.experts, top_k, *point.beta, seed);
   }
   std::vector<std::int32_t> ends;
   std::int64_t sum = 0;

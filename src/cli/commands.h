@@ -16,6 +16,7 @@ void add_doctor(CommandLine& line);
 void add_report(CommandLine& line);
 // `arguments` is the command line as it was typed. The results note it.
 void add_bench(CommandLine& line, const std::vector<std::string>& arguments);
+void add_tune(CommandLine& line, const std::vector<std::string>& arguments);
 // `after_dashes` are the arguments behind a "--", which the parser does not see.
 void add_launch(CommandLine& line, std::vector<std::string> after_dashes);
 

@@ -1,4 +1,4 @@
-// `switchyard report`: one HTML page of what `switchyard bench` and `switchyard trace` wrote.
+// `switchyard report`: one HTML page of what `switchyard bench`, `trace` and `tune` wrote.
 #include <fmt/core.h>
 
 #include <memory>
@@ -25,13 +25,15 @@ namespace {
 
 constexpr const char* kExamples = R"(Examples:
   switchyard report results/one_gpu_bf16.json results/one_gpu_fp8.json
+  switchyard report --profile grouped.profile.json -o tuning.html
   switchyard report ep.json -o ep.html --published results/published.json --trace trace.json
 
 The page holds its data, style and program: it opens without a network, also from a mail, and
 prints. It shows time against the floor and the rival over tokens, with --published what others
 publish of the same layers, the roofline, a heat map of time over floor, the load of the experts
-where rows tell it, and with --trace the timeline of a pass. The numbers of every chart are in a
-table below it.
+where rows tell it, and with --trace the timeline of a pass. With --profile it shows the choice of a
+kernel's configurations: time over tokens and balancedness, regions, regret, and predicted against
+measured. The numbers of every chart are in a table below it.
 
 Exit codes: 0 done; 2 unusable files or arguments.)";
 
@@ -39,6 +41,7 @@ struct HtmlReportOptions {
   std::vector<std::string> files;
   std::string output = "report.html";
   std::string published, trace, machine_facts;
+  std::vector<std::string> profiles;
 };
 
 // Returns the roofs of the GPU model that the rows' floors belong to. Returns none if no row has a
@@ -71,6 +74,13 @@ report::Roofs roofs_of(const std::vector<results::Row>& rows,
 int run(const HtmlReportOptions& o) {
   std::vector<std::string> inputs = o.files;
   inputs.insert(inputs.end(), {o.published, o.trace, o.machine_facts});
+  inputs.insert(inputs.end(), o.profiles.begin(), o.profiles.end());
+  if (o.files.empty() && o.profiles.empty()) {
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        "there is nothing to show; give files of rows, or --profile; see 'switchyard report "
+        "--help'");
+  }
   const std::filesystem::path output = output_file("-o", o.output, inputs);
   const std::vector<std::filesystem::path> paths(o.files.begin(), o.files.end());
   const std::vector<results::Row> rows = results::read_rows(paths);
@@ -83,12 +93,22 @@ int run(const HtmlReportOptions& o) {
   if (!o.published.empty()) {
     input.published = results::read_published(o.published);
   }
+  for (const std::string& profile : o.profiles) {
+    const std::string name = std::filesystem::path(profile).filename().string();
+    input.tunings.push_back(report::read_tuning(profile, name));
+    input.files.push_back(name);
+  }
   std::string traced;
   if (!o.trace.empty()) {
     input.timeline = report::read_timeline(o.trace);
     input.trace_file = std::filesystem::path(o.trace).filename().string();
     traced = fmt::format("; {} slices of {} ranks", format_count(input.timeline->num_slices),
                          input.timeline->ranks.size());
+  }
+  for (const report::Tuning& tuning : input.tunings) {
+    traced += fmt::format("; {} points of a profile of {}",
+                          format_count(static_cast<std::int64_t>(tuning.profile.points.size())),
+                          printable(tuning.profile.kernel));
   }
   const std::string page = report::make_page(input);
   write_whole(output, page);
@@ -103,14 +123,15 @@ int run(const HtmlReportOptions& o) {
 void add_report(CommandLine& line) {
   Command& command = line.add_command("report", "Make an HTML page of benchmark results");
   const auto options = std::make_shared<HtmlReportOptions>();
-  command.add_texts("files", options->files, "FILE", "What 'switchyard bench --json' wrote")
-      .required();
+  command.add_texts("files", options->files, "FILE", "What 'switchyard bench --json' wrote");
   command.add_text("-o,--output,--out", options->output, "FILE", "The page (default report.html)");
   command.add_text("--published", options->published, "FILE",
                    "Times that others publish, to stand beside rows of the same layers:\n"
                    "a list like results/published.json");
   command.add_text("--trace", options->trace, "FILE",
                    "Timeline of one pass: a trace in Chrome's format, as of 'switchyard\ntrace'");
+  command.add_texts("--profile", options->profiles, "FILE",
+                    "Profiles of kernels, as 'switchyard tune' writes them");
   command.add_text("--machine-facts", options->machine_facts, "FILE",
                    "The roofs of the rows' GPU, as given to 'switchyard bench'");
   command.footer(kExamples);

@@ -111,6 +111,7 @@ int parse_and_run(std::vector<std::string> arguments) {
   add_run(line);
   add_trace(line);
   add_bench(line, arguments);
+  add_tune(line, arguments);
   add_report(line);
   add_make_checkpoint(line);
   add_models(line);

@@ -105,6 +105,8 @@ Json data_of(const PageInput& input, std::span<const Suite> suites) {
   }
   Json published = Json::array();
   for (const Published& series : input.published) published.push_back(page_json(series));
+  Json tunings = Json::array();
+  for (const Tuning& tuning : input.tunings) tunings.push_back(tuning_json(tuning));
   return {{"roofs",
            {{"read_bytes_per_second", input.roofs.read_bytes_per_second},
             {"flops_per_second",
@@ -112,6 +114,7 @@ Json data_of(const PageInput& input, std::span<const Suite> suites) {
               {"fp8", input.roofs.fp8_flops_per_second}}}}},
           {"suites", json_suites},
           {"published", published},
+          {"tunings", tunings},
           {"timeline", input.timeline ? page_json(*input.timeline, input.trace_file) : Json()}};
 }
 
@@ -239,14 +242,18 @@ std::string make_page(const PageInput& input) {
   for (const std::string& file : input.files) {
     files += fmt::format("{}<code>{}</code>", files.empty() ? "" : ", ", escape_html(file));
   }
+  std::size_t points = input.rows.size();
+  for (const Tuning& tuning : input.tunings) points += tuning.profile.points.size();
   const Part parts[] = {{"style", std::string(assets::kStyle)},
                         {"files", files},
-                        {"points", fmt::format("{}", input.rows.size())},
+                        {"points", fmt::format("{}", points)},
+                        {"summary_hidden", input.rows.empty() ? " hidden" : ""},
                         {"summary_rows", summary_rows(suites)},
                         {"source_rows", source_rows(suites)},
                         {"data", script_json(data_of(input, suites))},
                         {"plot", std::string(assets::kPlot)},
                         {"charts", std::string(assets::kCharts)},
+                        {"tuning", std::string(assets::kTuning)},
                         {"timeline", std::string(assets::kTimeline)},
                         {"main", std::string(assets::kMain)}};
   return fill(assets::kPage, parts);

@@ -9,6 +9,7 @@
 
 #include "base/json.h"
 #include "report/timeline.h"
+#include "report/tuning.h"
 #include "results/published.h"
 #include "results/row.h"
 
@@ -31,6 +32,7 @@ struct PageInput {
   std::vector<Published> published;
   std::optional<Timeline> timeline;
   std::string trace_file;
+  std::vector<Tuning> tunings;
 };
 
 std::string make_page(const PageInput& input);

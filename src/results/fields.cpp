@@ -84,6 +84,12 @@ double FieldReader::share(const char* field) const {
   return number;
 }
 
+bool FieldReader::flag(const char* field) const {
+  const Json& value = required(field);
+  if (!value.is_boolean()) refuse(field, "true or false");
+  return value.boolean();
+}
+
 std::vector<double> FieldReader::quantiles(const char* field) const {
   const Json& list = required(field);
   const std::string wanted =

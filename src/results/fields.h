@@ -39,7 +39,8 @@ class FieldReader {
   double whole(const char* field, double least = 0) const;  // below 2^53
   double microseconds(const char* field) const;             // above 0
   double at_least_zero(const char* field) const;
-  double share(const char* field) const;                   // from 0 to 1
+  double share(const char* field) const;  // from 0 to 1
+  bool flag(const char* field) const;
   std::vector<double> quantiles(const char* field) const;  // 1 to 64, ascending from 0
   std::vector<double> all_microseconds(const char* field) const;
 

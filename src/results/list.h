@@ -7,6 +7,7 @@
 #include "results/exchange_row.h"
 #include "results/fields.h"
 #include "results/grouped_row.h"
+#include "results/ramp_row.h"
 #include "results/row.h"
 
 namespace switchyard::results {
@@ -18,5 +19,8 @@ std::vector<GroupedRow> grouped_rows_of(const Json& file, const std::string& sou
                                         const char* remedy);
 std::vector<ExchangeRow> exchange_rows_of(const Json& file, const std::string& source,
                                           const char* remedy);
+std::vector<RampRow> ramp_rows_of(const Json& file, const std::string& source, const char* remedy);
+std::vector<RegionRow> region_rows_of(const Json& file, const std::string& source,
+                                      const char* remedy);
 
 }  // namespace switchyard::results

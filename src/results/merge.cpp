@@ -26,8 +26,10 @@ struct KeptRow {
 };
 
 KeptRow kept_row(Json json, const Row& row) { return {std::move(json), point_of(row), row.rival}; }
-KeptRow kept_row(Json json, const GroupedRow& row) { return {std::move(json), point_of(row), {}}; }
-KeptRow kept_row(Json json, const ExchangeRow& row) { return {std::move(json), point_of(row), {}}; }
+template <typename RowType>  // the others, which have no rival
+KeptRow kept_row(Json json, const RowType& row) {
+  return {std::move(json), point_of(row), {}};
+}
 
 template <typename RowType>
 std::vector<KeptRow> read_kept(const fs::path& file,
@@ -81,6 +83,15 @@ void put_row(std::vector<KeptRow>& all, KeptRow row) {
   }
 }
 
+template <typename RowType>
+void merge(const fs::path& file, std::span<const RowType> rows,
+           std::vector<RowType> (*rows_of_list)(const Json&, const std::string&, const char*)) {
+  const DirectoryLock lock(fs::absolute(file).parent_path());
+  std::vector<KeptRow> all = read_kept(file, rows_of_list);
+  for (const RowType& row : rows) put_row(all, kept_row(to_json(row), row));
+  write_whole(file, text_of(all));
+}
+
 std::optional<Rival> rival_of(const std::vector<KeptRow>& all, const std::string& point) {
   for (const KeptRow& row : all) {
     if (row.point == point) return row.rival;
@@ -93,6 +104,8 @@ std::optional<Rival> rival_of(const std::vector<KeptRow>& all, const std::string
 void require_mergeable(const fs::path& file) { read_kept(file, rows_of); }
 void require_mergeable_grouped(const fs::path& file) { read_kept(file, grouped_rows_of); }
 void require_mergeable_exchange(const fs::path& file) { read_kept(file, exchange_rows_of); }
+void require_mergeable_ramp(const fs::path& file) { read_kept(file, ramp_rows_of); }
+void require_mergeable_regions(const fs::path& file) { read_kept(file, region_rows_of); }
 
 void merge_rows(const fs::path& file, std::span<const Row> rows, bool keep_rival) {
   const DirectoryLock lock(fs::absolute(file).parent_path());
@@ -105,17 +118,17 @@ void merge_rows(const fs::path& file, std::span<const Row> rows, bool keep_rival
 }
 
 void merge_rows(const fs::path& file, std::span<const GroupedRow> rows) {
-  const DirectoryLock lock(fs::absolute(file).parent_path());
-  std::vector<KeptRow> all = read_kept(file, grouped_rows_of);
-  for (const GroupedRow& row : rows) put_row(all, kept_row(to_json(row), row));
-  write_whole(file, text_of(all));
+  merge(file, rows, grouped_rows_of);
+}
+void merge_rows(const fs::path& file, std::span<const RampRow> rows) {
+  merge(file, rows, ramp_rows_of);
+}
+void merge_rows(const fs::path& file, std::span<const RegionRow> rows) {
+  merge(file, rows, region_rows_of);
 }
 
 void merge_rows(const fs::path& file, std::span<const ExchangeRow> rows) {
-  const DirectoryLock lock(fs::absolute(file).parent_path());
-  std::vector<KeptRow> all = read_kept(file, exchange_rows_of);
-  for (const ExchangeRow& row : rows) put_row(all, kept_row(to_json(row), row));
-  write_whole(file, text_of(all));
+  merge(file, rows, exchange_rows_of);
 }
 
 }  // namespace switchyard::results

@@ -31,6 +31,7 @@ void FieldWriter::put(const char* field, Json value) { json_[field] = std::move(
 void FieldWriter::share(const char* field, const std::optional<double>& value) {
   put(field, value ? Json(rounded(*value, 4)) : Json());
 }
+void FieldWriter::ratio(const char* field, double value) { put(field, rounded(value, 4)); }
 void FieldWriter::time(const char* field, double value) { put(field, hundredths(value)); }
 void FieldWriter::time(const char* field, const std::optional<double>& value) {
   put(field, value ? Json(hundredths(*value)) : Json());

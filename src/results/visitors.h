@@ -32,6 +32,8 @@ class FieldWriter {
   void error(const char* field, const std::optional<double>& value) { put(field, value); }
   void share(const char* field, double value) { put(field, value); }
   void share(const char* field, const std::optional<double>& value);
+  void flag(const char* field, bool value) { put(field, value); }
+  void ratio(const char* field, double value);
   void time(const char* field, double value);
   void time(const char* field, const std::optional<double>& value);
   void quantiles(const char* field, const std::vector<double>& values);
@@ -62,6 +64,8 @@ class FieldFiller {
     if (from_.present(field)) value = from_.at_least_zero(field);
   }
   void share(const char* field, double& value) { value = from_.share(field); }
+  void flag(const char* field, bool& value) { value = from_.flag(field); }
+  void ratio(const char* field, double& value) { value = from_.at_least_zero(field); }
   void share(const char* field, std::optional<double>& value) {
     if (from_.present(field)) value = from_.share(field);
   }

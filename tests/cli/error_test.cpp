@@ -381,6 +381,7 @@ TEST(Help, AndVersion) {
                                    {"models"},
                                    {"doctor"},
                                    {"report"},
+                                   {"tune"},
                                    {"launch"}}) {
     const Completed help = run_switchyard(join(command, {"--help"}));
     EXPECT_EQ(help.exit_code, 0);

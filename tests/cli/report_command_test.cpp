@@ -48,6 +48,23 @@ class ReportCommand : public ::testing::Test {
 constexpr const char* kTrace =
     R"([{"ph": "X", "name": "gate", "pid": 0, "tid": 0, "ts": 1, "dur": 2}])";
 
+TEST_F(ReportCommand, MakesAPageOfAProfile) {
+  const Completed tuned = run_switchyard(
+      {"tune", "--backend",      "cpu",   "--models",       "olmoe",  "--experts",
+       "16",   "--hidden",       "64",    "--intermediate", "64",     "--tokens",
+       "1,4",  "--balancedness", "0.8,1", "--test-tokens",  "2",      "--test-balancedness",
+       "1",    "--repeat",       "1",     "--out",          path("t")});
+  ASSERT_EQ(tuned.exit_code, 0) << tuned.err;
+  const std::string page = path("made.html");
+  const Completed done =
+      run_switchyard({"report", "--profile", path("t.profile.json"), "-o", page});
+  EXPECT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr("5 points of a profile of grouped_bf16"));
+  EXPECT_THAT(read_file(page), HasSubstr("\"tunings\":[{\"file\":\"t.profile.json\""));
+  expect_refused({}, "invalid_argument", {"nothing to show", "--profile"});
+  expect_refused({"--profile", path("absent.json")}, "invalid_file", {"absent.json"});
+}
+
 TEST_F(ReportCommand, MakesAPageOfWhatBenchWrites) {
   const std::string rows = measured_rows();
   const std::string page = path("page.html");

@@ -95,6 +95,11 @@ def test_structs_are_those_of_the_header(tmp_path):
         "sy_combine_input": _abi.CombineInput,
         "sy_combine_output": _abi.CombineOutput,
         "sy_exchange_stats": _abi.ExchangeStats,
+        "sy_tune_model": _abi.TuneModel,
+        "sy_tune_configuration": _abi.TuneConfiguration,
+        "sy_tune_kernel": _abi.TuneKernel,
+        "sy_tune_plan": _abi.TunePlan,
+        "sy_tune_options": _abi.TuneOptions,
     }
     lines = ["#include <stdio.h>", "#include <stddef.h>", "#include <switchyard/c.h>", "int main(void) {"]
     for name, struct in pairs.items():

@@ -50,6 +50,7 @@ try {
   // One scale for all maps, so that a colour is the same number everywhere.
   const most = Math.max(1, ...data.suites.flatMap(({ rows }) => rows.map(overFloor)));
   for (const suite of data.suites) place.append(suiteSection(suite, most));
+  for (const tuning of data.tunings) place.append(tuningSection(tuning));
   if (data.timeline) timelineSection();
   document.documentElement.dataset.charts =
     document.querySelectorAll('figure > .chart, figure > canvas').length;

@@ -1,0 +1,408 @@
+// Chooses the configuration of a kernel by the routing that it meets: profile, fit, select.
+//
+// The tuner knows nothing of a kernel but its configurations, how each of them cuts the work into
+// tasks, and a callback that times one. So it serves the kernels of this library and others' alike.
+//
+//   tuner::Profile profile = tuner::new_profile(kernel, device, plan);
+//   tuner::measure(profile, kernel, {.file = "olmoe.profile.json"});
+//   tuner::Fit fit = tuner::fit(profile);
+//   std::size_t best = tuner::select(fit, 0, tokens_per_expert);
+//
+// The cost model, the regions and the protocol are those of RaMP (arXiv 2604.26039), sections IV-A,
+// IV-B and V-A. Times are microseconds throughout, and counts are tokens of each expert, [E].
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "switchyard/error.h"
+
+namespace switchyard::tuner {
+
+// ---------------------------------------------------------------------------------- histograms
+
+// How the histogram of a routing is drawn.
+enum class Generator : std::uint8_t {
+  kDistinct,  // a router's: each token draws top_k distinct experts; beta is ln K / ln E or more
+  kRepeated,  // RaMP's: tokens * top_k draws, each independent; any beta, also of no router
+};
+const char* to_string(Generator generator);  // "distinct", "repeated"
+// Throws Error{kInvalidArgument} naming the two.
+Generator generator_named(std::string_view name);
+
+// Draws tokens_per_expert [E], which sums up to tokens * top_k, with a balancedness near `beta`
+// (see balancedness() in routing.h). Few draws cannot be balanced over many experts: then it is as
+// balanced as they can be. Deterministic in its arguments, on every platform. Throws
+// Error{kInvalidArgument} for a beta outside [0, 1], or top_k outside [1, E].
+std::vector<std::int64_t> draw_counts(Generator generator, int tokens, int num_experts, int top_k,
+                                      double beta, std::uint64_t seed);
+
+// ------------------------------------------------------------------------------------- kernels
+
+// A layer's shape, as the cost model and the regions see it.
+struct Model {
+  std::string name;
+  int num_experts = 0, top_k = 0;
+  int n = 0, k = 0;     // of an expert's first matrix: N rows (gate and up together), K columns
+  bool unseen = false;  // nothing was developed on this model; results tell it apart
+
+  bool operator==(const Model&) const = default;
+};
+
+// A way to run a kernel.
+struct Configuration {
+  std::string name;  // no two of a kernel are equal
+  // A task is the product of up to `token_rows` tokens of an expert with `weight_rows` rows of its
+  // matrix, over 1 / `splits` of its columns.
+  int token_rows = 1;   // RaMP's bm
+  int weight_rows = 1;  // RaMP's ttn
+  int splits = 1;
+  int blocks = 1;   // thread blocks that do a task together
+  int group_m = 1;  // tiles of an expert that share a block of weight rows in turn; 1: none do
+  // The configuration stands for the kernel's own rule. It is timed as a baseline and never chosen.
+  bool is_rule = false;
+  // What the kernel makes of it, by name. The tuner only keeps these.
+  std::vector<std::pair<std::string, std::int64_t>> values;
+
+  bool operator==(const Configuration&) const = default;
+};
+
+// The thread blocks' tasks of a call: g = sum over experts of ceil(c / token_rows)
+// * ceil(n / weight_rows) * splits * blocks.
+std::int64_t grid_of(const Configuration& configuration, int n,
+                     std::span<const std::int64_t> counts);
+
+struct Timing {
+  double median_us = 0;
+  double variation = 0;  // the standard deviation of the repetitions over their mean
+};
+// Times one configuration. Throws Error{kUnsupported} if the configuration cannot run this model;
+// it is then left out there. Every other exception ends measure().
+using Timer = std::function<Timing(const Model& model, std::size_t configuration,
+                                   std::span<const std::int64_t> counts)>;
+
+struct Kernel {
+  std::string name;
+  std::int64_t version = 1;  // to be increased with every change that changes times
+  std::vector<Configuration> configurations;
+  Timer time;
+};
+
+// Where a kernel runs.
+struct Device {
+  std::string machine;  // in words, with what times depend on: "NVIDIA H200, 132 SMs, CUDA 13.0"
+  int num_sms = 0;      // blocks that run at the same time
+  std::uint64_t l2_bytes = 0;  // 0: unknown
+
+  bool operator==(const Device&) const = default;
+};
+
+// A file is of another kernel or machine, or older than the kernel. Its code is kInvalidArgument,
+// and its message names both, and the file.
+class MismatchError : public Error {
+ public:
+  MismatchError(const std::string& message, std::string field, std::string found,
+                std::string wanted)
+      : Error(ErrorCode::kInvalidArgument, message),
+        field_(std::move(field)),
+        found_(std::move(found)),
+        wanted_(std::move(wanted)) {}
+  const std::string& field() const { return field_; }  // "kernel", "version", "machine", ...
+  const std::string& found() const { return found_; }
+  const std::string& wanted() const { return wanted_; }
+
+ private:
+  std::string field_, found_, wanted_;
+};
+
+// ------------------------------------------------------------------------------------ profiles
+
+// What is to be timed: a grid to fit on, and a grid to judge the fit by. Points of the second grid
+// that are not in the first are held out.
+struct Plan {
+  std::vector<Model> models;
+  std::vector<int> tokens{8, 32, 128, 256, 512};
+  std::vector<double> betas{0.35, 0.5, 0.65, 0.9, 1};
+  std::vector<int> test_tokens{16, 32, 64, 128, 256, 1024};
+  std::vector<double> test_betas{0.2, 0.5, 0.8, 1};
+  Generator generator = Generator::kDistinct;
+  std::uint64_t seed = 0;
+};
+
+inline constexpr double kNotTimed = -1;    // yet
+inline constexpr double kUnsupported = 0;  // the configuration cannot run this model
+
+struct Point {
+  std::size_t model = 0;  // index in Profile::models
+  int tokens = 0;
+  double beta = 0;          // asked for
+  double beta_reached = 0;  // of `counts`
+  bool fit = false;         // in the grid to fit on
+  bool test = false;        // in the grid to judge by; held out unless it is in both
+  std::vector<std::int64_t> counts;
+  std::vector<double> times_us;    // [configurations]; kNotTimed, kUnsupported or above 0
+  std::vector<double> variations;  // [configurations]; 0 without a time
+
+  bool held_out() const { return !fit; }
+  bool operator==(const Point&) const = default;
+};
+
+struct Profile {
+  std::string kernel;
+  std::int64_t version = 0;
+  Device device;
+  Generator generator = Generator::kDistinct;
+  std::uint64_t seed = 0;
+  std::vector<Configuration> configurations;
+  std::vector<Model> models;
+  std::vector<Point> points;  // a model's stand together: first those to fit on
+
+  bool operator==(const Profile&) const = default;
+};
+
+// A profile with all points of the plan and no times. Throws Error{kInvalidArgument} for a kernel
+// or a plan that makes no sense, naming the value.
+Profile new_profile(const Kernel& kernel, const Device& device, const Plan& plan);
+// What `file` has, for measure() to go on with: its times, and the plan's points that it lacks.
+// Throws MismatchError if the file is of another kernel, version, machine, generator, seed or
+// configurations, or has other shapes for these models; and what read_profile() throws.
+Profile resumed_profile(const std::filesystem::path& file, const Kernel& kernel,
+                        const Device& device, const Plan& plan);
+
+struct Progress {
+  std::uint64_t done = 0, total = 0;  // timings; those of earlier runs count as done
+  double seconds = 0;                 // of this run
+  double seconds_left = 0;            // if the rest goes at the rate of this run
+  const Model* model = nullptr;       // of the timing that comes next; null at the end
+};
+
+struct MeasureOptions {
+  // Where the profile is kept, whole at any time: after each point, and at the end. Empty: nowhere.
+  std::filesystem::path file;
+  // No timing begins after so many seconds.
+  double budget_seconds = std::numeric_limits<double>::infinity();
+  std::function<void(const Progress&)> progress;  // before each timing, and at the end
+  std::function<double()> clock;                  // seconds; empty: the steady clock
+};
+// Times whatever the profile lacks. Returns true if it lacks nothing now, false if the budget ended
+// first. Throws what the kernel's callback throws, and Error{kSystem} if the file cannot be
+// written.
+bool measure(Profile& profile, const Kernel& kernel, const MeasureOptions& options = {});
+
+// The models all of whose points to fit on are timed, with all of their points: what can be fitted
+// after a budget has ended.
+Profile complete_models(const Profile& profile);
+
+std::string to_json(const Profile& profile);
+// Throws Error{kInvalidFile} naming `source` and what is wrong in it.
+Profile parse_profile(std::string_view text, const std::string& source);
+Profile read_profile(const std::filesystem::path& file);
+void write_profile(const std::filesystem::path& file, const Profile& profile);
+
+// ---------------------------------------------------------------------------------- cost model
+
+// T = a + b * waves + c * g + d * log(g + 1), with waves = g / SMs as RaMP prints it, or rounded
+// up. As printed, b's and c's regressors are multiples of each other: the fit is that with b = 0.
+// d is 0 unless the median grid of the points fitted on is below the SMs.
+enum class Form : std::uint8_t {
+  kTasks,         // a + c g
+  kWaves,         // a + b g / SMs + c g
+  kRoundedWaves,  // a + b ceil(g / SMs) + c g
+  kFull,          // a + b g / SMs + c g + d log(g + 1)
+  kRoundedFull,   // a + b ceil(g / SMs) + c g + d log(g + 1)
+};
+inline constexpr std::array<Form, 5> kForms{Form::kTasks, Form::kWaves, Form::kRoundedWaves,
+                                            Form::kFull, Form::kRoundedFull};
+const char* to_string(Form form);  // "tasks", "waves", "rounded_waves", "full", "rounded_full"
+Form form_named(std::string_view name);
+
+struct FitOptions {
+  Form form = Form::kRoundedFull;
+  // What least squares minimise: the error over the time, or, as RaMP, the error.
+  bool relative = true;
+  // A model's coefficients come from the other models' points: b and c are those of a column of K.
+  // For judging how far a fit carries to models that were never timed.
+  bool from_other_models = false;
+};
+
+struct Coefficients {
+  float a = 0, b = 0, c = 0, d = 0;
+  int points = 0;  // fitted on; 0: the configuration cannot run this model, and is never chosen
+  double r2 = 0;   // 1 - residual / total sum of squares of the times
+
+  bool operator==(const Coefficients&) const = default;
+};
+
+struct Fit {
+  std::string kernel;
+  std::int64_t version = 0;
+  Device device;
+  FitOptions options;
+  std::vector<Configuration> configurations;
+  std::vector<Model> models;
+  std::vector<std::vector<Coefficients>> coefficients;  // [models][configurations]
+};
+
+// Fits every configuration of every model of the profile on its points that are to fit on and have
+// times. Throws Error{kInvalidArgument} if a model has no configuration with as many of them as the
+// form has coefficients.
+Fit fit(const Profile& profile, const FitOptions& options = {});
+
+double predict_us(const Fit& fit, std::size_t model, std::size_t configuration,
+                  std::span<const std::int64_t> counts);
+// The configuration with the least predicted time. Throws Error{kInvalidArgument} for a model that
+// the fit does not have, or counts of another number of experts.
+std::size_t select(const Fit& fit, std::size_t model, std::span<const std::int64_t> counts);
+// The index of a model by name. Throws Error{kInvalidArgument} naming those that there are.
+std::size_t model_index(const Fit& fit, std::string_view name);
+// 1 - residual / total sum of squares over all times of a model that the fit was made of. Of
+// logarithms, since configurations differ by orders of magnitude, if `of_logarithms`.
+double r_squared(const Profile& profile, const Fit& fit, std::size_t model,
+                 bool of_logarithms = false);
+
+std::string to_json(const Fit& fit);
+Fit parse_fit(std::string_view text, const std::string& source);
+// Reads a fit for use with this kernel on this device. Throws MismatchError if it is of another
+// kernel or machine, older or newer than the kernel, or of other configurations.
+Fit read_fit(const std::filesystem::path& file, const Kernel& kernel, const Device& device);
+void write_fit(const std::filesystem::path& file, const Fit& fit);
+
+// What a kernel needs to choose for one model: four floats for each configuration.
+struct Table {
+  std::string kernel;
+  std::int64_t version = 0;
+  Device device;
+  Model model;
+  bool rounded_waves = false;
+  struct Entry {
+    Configuration configuration;
+    float a = 0, b = 0, c = 0, d = 0;
+  };
+  std::vector<Entry> entries;
+};
+// The configurations that the fit chooses for at least one of the routings: every beta of 0, 0.05,
+// ... 1 from both generators, and every power of two of tokens up to `most_tokens`.
+Table make_table(const Fit& fit, std::size_t model, int most_tokens = 1024);
+// Evaluates in float, in the order a + b * waves + c * g + d * log(g + 1), as a device would. Ties
+// go to the earlier entry.
+std::size_t select(const Table& table, std::span<const std::int64_t> counts);
+std::string to_json(const Table& table);
+Table parse_table(std::string_view text, const std::string& source);
+// As read_fit(), of a table; and of another model, also a MismatchError.
+Table read_table(const std::filesystem::path& file, std::string_view kernel, std::int64_t version,
+                 std::string_view machine, const Model& model);
+void write_table(const std::filesystem::path& file, const Table& table);
+
+// ----------------------------------------------------------------------------------- judgement
+
+// What each way to choose costs at a point of the grid to judge by. Times are measured ones.
+struct Outcome {
+  std::size_t point = 0;  // index in Profile::points
+  std::size_t best = 0, chosen = 0;
+  double exhaustive_us = 0;  // the best configuration
+  double chosen_us = 0;      // the cost model's choice
+  double predicted_us = 0;   // its time as predicted
+  // The best configuration at beta 1 and the nearest number of tokens with times: what tuners that
+  // look at the tokens alone produce. With coarse buckets only every second number of tokens is
+  // known.
+  std::optional<double> static_us, coarse_static_us;  // none if no point has beta 1
+  std::optional<double> rule_us;  // the kernel's own rule, if a configuration stands for it
+
+  double regret() const { return chosen_us / exhaustive_us - 1; }
+};
+// Points without times of all their configurations are left out.
+std::vector<Outcome> evaluate(const Profile& profile, const Fit& fit);
+
+struct Regret {
+  std::size_t points = 0;
+  double mean = 0, standard_error = 0, max = 0;  // shares: 0.01 is 1 %
+};
+Regret regret_of(std::span<const Outcome> outcomes);
+// The geometric mean of another way's time over that of the cost model's choice. None if no outcome
+// has that time.
+std::optional<double> speed_up(std::span<const Outcome> outcomes,
+                               std::optional<double> Outcome::*before);
+
+// ------------------------------------------------------------------------------------- regions
+
+// What the thresholds of the regions are derived from.
+struct DeviceConstants {
+  double block_start_us = 24;  // start of a lone block: launch, barriers, the first loads
+  double tile_us = 0.130;      // one product of kReferenceRows x kTileColumns with a tile of tokens
+  double split_us = 4.68;      // what splitting K costs a call: a second launch, or the sums
+  std::uint64_t l2_bytes = std::uint64_t{60} << 20;
+  double l2_share = 0.75;  // of the L2 cache that weights can have
+  int num_sms = 132;
+};
+inline constexpr int kTileColumns = 128;    // tile_k
+inline constexpr int kReferenceRows = 256;  // ttn of the reference configuration
+inline constexpr int kReferenceSplits = 4;
+
+struct Thresholds {
+  double rho = 0;           // block_start_us / tile_us
+  double lambda_kappa = 0;  // l2_share * l2_bytes / bytes of a tile of weights
+  // Splitting K by s saves kappa * tile_us * (1 - 1 / s) of a lone task, which must exceed
+  // split_us.
+  double kappa = 0;
+  // The grid must have room for the s-fold tasks and once more for their sums: 1 / (s + 1).
+  double split_omega = 0;
+  double wide_omega = 1;
+};
+Thresholds thresholds_of(const DeviceConstants& device, int element_bytes = 1,
+                         int splits = kReferenceSplits);
+
+struct RegionVariables {
+  double rho = 0;    // n * k / (weight_rows * kTileColumns): products of a block
+  int lambda = 0;    // ceil(n / weight_rows): blocks of weight rows
+  double kappa = 0;  // k / kTileColumns: depth
+  double omega = 0;  // grid / SMs: waves
+};
+// `configuration` gives the height and width of a task. Its splits are left out of omega.
+RegionVariables region_variables(const Model& model, const Configuration& configuration,
+                                 std::span<const std::int64_t> counts, int num_sms);
+
+// {rho below its threshold, not below} x {omega < 1, 1 to 8, > 8}.
+enum class Region : std::uint8_t { kA1, kA2, kA3, kB1, kB2, kB3 };
+const char* to_string(Region region);  // "A1" ... "B3"
+Region region_of(const RegionVariables& variables, const Thresholds& thresholds);
+
+// What is predicted to make the kernel faster.
+bool split_k_helps(const RegionVariables& variables, const Thresholds& thresholds);
+bool group_m_helps(const RegionVariables& variables, const Thresholds& thresholds);
+bool wide_tiles_help(const RegionVariables& variables, const Thresholds& thresholds);
+
+enum class Prediction : std::uint8_t { kSplitK, kGroupM, kWideTiles };
+inline constexpr std::array<Prediction, 3> kPredictions{Prediction::kSplitK, Prediction::kGroupM,
+                                                        Prediction::kWideTiles};
+const char* to_string(Prediction prediction);  // "split_k", "group_m", "wide_tiles"
+
+// A prediction beside what a profile has measured, for the points of a model where it says yes, or
+// where it says no.
+struct Finding {
+  std::size_t model = 0;
+  Prediction prediction{};
+  bool predicted = false;  // to help
+  std::size_t points = 0;
+  // The geometric mean over these points: the best time of configurations without it, over the best
+  // with it. Above 1: it helps.
+  double measured_ratio = 1;
+
+  bool confirmed() const { return predicted == (measured_ratio > 1); }
+};
+// A reference configuration of `token_rows` tokens and kReferenceRows rows of weights decides what
+// is predicted. Predictions of which the kernel has no configurations with and without are left
+// out.
+std::vector<Finding> findings(const Profile& profile, const DeviceConstants& device,
+                              int element_bytes = 1, int token_rows = 16);
+
+}  // namespace switchyard::tuner

@@ -1,0 +1,447 @@
+"""Chooses a kernel's configuration by the routing that it meets: profile, fit, select.
+
+The tuner serves kernels of any origin. It knows of a kernel only its configurations, how each cuts
+the work into tasks, and a function that times one::
+
+    from switchyard import tuner
+
+    kernel = tuner.Kernel(
+        "triton_moe", version=1, configurations=[
+            tuner.Configuration(f"m{m} n{n}", token_rows=m, weight_rows=n, values={"BLOCK_M": m, "BLOCK_N": n})
+            for m in (16, 32, 64, 128) for n in (64, 128, 256)],
+        machine="NVIDIA H200, 132 SMs, CUDA 13.0", num_sms=132)
+
+    def time(model, configuration, counts):         # microseconds: the median of several repetitions
+        return bench(model, configuration.values, counts)
+
+    models = [tuner.Model("olmoe", num_experts=64, top_k=8, n=2048, k=2048)]
+    tuner.profile(kernel, models, time, "triton.profile.json", budget=600, resume=True)
+    tuner.fit("triton.profile.json", "triton.fit.json")
+
+    selector = tuner.Selector(kernel, "triton.fit.json")
+    best = selector.select("olmoe", counts)          # a Configuration
+
+``docs/tuner.md`` has the cost model, the two generators of histograms, and the forms of files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import math
+import os
+import weakref
+from ctypes import byref
+from typing import Any, Callable, Literal, Mapping, Sequence, Union
+
+from . import _abi
+from ._world import close_handle
+from .errors import InvalidArgument, Unsupported, check
+
+__all__ = [
+    "Configuration",
+    "Kernel",
+    "Model",
+    "Outcome",
+    "Progress",
+    "Selector",
+    "draw_counts",
+    "evaluate",
+    "fit",
+    "profile",
+]
+
+Generator = Literal["distinct", "repeated"]
+Form = Literal["tasks", "waves", "rounded_waves", "full", "rounded_full"]
+Path = Union[str, "os.PathLike[str]"]
+
+_GENERATORS = ("distinct", "repeated")
+_FORMS = ("tasks", "waves", "rounded_waves", "full", "rounded_full")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The shape of a layer.
+
+    Parameters
+    ----------
+    name : str
+    num_experts, top_k : int
+    n, k : int
+        Rows (gate and up together) and columns of an expert's first matrix.
+    unseen : bool
+        Nothing was developed on this model; results tell it apart.
+    """
+
+    name: str
+    num_experts: int
+    top_k: int
+    n: int
+    k: int
+    unseen: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """A way to run a kernel.
+
+    A task is the product of up to ``token_rows`` tokens of an expert with ``weight_rows`` rows of its
+    matrix, over 1 / ``splits`` of its columns. A call's tasks are
+    ``sum(ceil(c / token_rows) for c in counts) * ceil(n / weight_rows) * splits * blocks``.
+
+    Parameters
+    ----------
+    name : str
+        No two configurations of a kernel have the same.
+    token_rows, weight_rows, splits : int
+    blocks : int
+        Thread blocks that do a task together.
+    group_m : int
+        Tiles of an expert that share a block of weight rows in turn; 1: none do.
+    is_rule : bool
+        It stands for the kernel's own rule: a baseline, which is never chosen.
+    values : mapping of str to int
+        What the kernel makes of it. The tuner only keeps these.
+    """
+
+    name: str
+    token_rows: int
+    weight_rows: int
+    splits: int = 1
+    blocks: int = 1
+    group_m: int = 1
+    is_rule: bool = False
+    values: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel, and where it runs.
+
+    Parameters
+    ----------
+    name : str
+    version : int
+        To be increased with every change that changes times: older fits are then refused.
+    configurations : sequence of Configuration
+    machine : str
+        In words, with all that times depend on. A fit of another machine is refused.
+    num_sms : int
+        Blocks that run at the same time.
+    l2_bytes : int
+        0: unknown.
+    """
+
+    name: str
+    version: int
+    configurations: Sequence[Configuration]
+    machine: str
+    num_sms: int
+    l2_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far `profile` is: timings done, of so many, and seconds of this run."""
+
+    done: int
+    total: int
+    seconds: float
+    seconds_left: float
+    model: str | None  # of the timing that comes next; None at the end
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What each way to choose costs at one point, in microseconds; see `evaluate`."""
+
+    model: str
+    tokens: int
+    beta: float
+    beta_reached: float
+    held_out: bool
+    unseen: bool
+    exhaustive_us: float
+    chosen_us: float
+    predicted_us: float
+    static_us: float | None
+    rule_us: float | None
+    best: str
+    chosen: str
+
+    @property
+    def regret(self) -> float:
+        """The time that the choice loses, as a share: 0.01 is 1 %."""
+        return self.chosen_us / self.exhaustive_us - 1
+
+
+def _index(name: str, value: Any, all_values: Sequence[str]) -> int:
+    if value not in all_values:
+        raise InvalidArgument(f"{name} is {value!r}; use one of {', '.join(all_values)}")
+    return all_values.index(value)
+
+
+def _text(text: str) -> bytes:
+    return str(text).encode()
+
+
+def _file(path: Path) -> bytes:
+    return os.fsencode(path)
+
+
+def _array(kind: Any, values: Sequence[Any] | None) -> tuple[Any, int]:
+    """An array and its length. None: null, which stands for the default."""
+    if values is None:
+        return None, 0
+    # An empty list is not the default, so it has an address: that of an element that nobody reads.
+    return (kind * max(len(values), 1))(*values), len(values)
+
+
+def _counts(counts: Any) -> tuple[Any, int]:
+    values = counts.tolist() if hasattr(counts, "tolist") else list(counts)
+    return (ctypes.c_int64 * max(len(values), 1))(*values), len(values)
+
+
+def _kernel(kernel: Kernel) -> tuple[_abi.TuneKernel, list[Any]]:
+    """The struct, and what has to stay as long as it is used."""
+    keep: list[Any] = []
+    described = (_abi.TuneConfiguration * max(len(kernel.configurations), 1))()
+    for to, c in zip(described, kernel.configurations):
+        names, count = _array(ctypes.c_char_p, [_text(name) for name in c.values])
+        values, _ = _array(ctypes.c_int64, list(c.values.values()))
+        keep += [names, values]
+        to.name = _text(c.name)
+        to.token_rows, to.weight_rows, to.splits = c.token_rows, c.weight_rows, c.splits
+        to.blocks, to.group_m, to.is_rule = c.blocks, c.group_m, int(c.is_rule)
+        to.num_values, to.value_names, to.values = count, names, values
+    keep.append(described)
+    struct = _abi.TuneKernel(
+        num_configurations=len(kernel.configurations),
+        name=_text(kernel.name),
+        version=kernel.version,
+        machine=_text(kernel.machine),
+        l2_bytes=kernel.l2_bytes,
+        num_sms=kernel.num_sms,
+        configurations=described,
+    )
+    return struct, keep
+
+
+def draw_counts(
+    generator: Generator, tokens: int, num_experts: int, top_k: int, beta: float, seed: int = 0
+) -> list[int]:
+    """A histogram of a routing: the tokens of each expert, [num_experts].
+
+    Parameters
+    ----------
+    generator : {"distinct", "repeated"}
+        Distinct: each token draws ``top_k`` distinct experts, as a router does; ``beta`` is then at
+        least ln top_k / ln num_experts. Repeated: ``tokens * top_k`` draws, each independent, as
+        RaMP's; any ``beta``.
+    beta : float
+        The balancedness to come near to: the entropy of the histogram over its maximum.
+    seed : int
+        The histogram depends on the arguments alone, on every platform.
+    """
+    counts = (ctypes.c_int64 * max(num_experts, 1))()
+    check(
+        _abi.library.sy_draw_counts(
+            _index("generator", generator, _GENERATORS), tokens, num_experts, top_k, beta, seed, counts
+        )
+    )
+    return list(counts)[:num_experts]
+
+
+def profile(
+    kernel: Kernel,
+    models: Sequence[Model],
+    time: Callable[[Model, Configuration, list[int]], "float | tuple[float, float]"],
+    file: Path,
+    *,
+    tokens: Sequence[int] | None = None,
+    betas: Sequence[float] | None = None,
+    test_tokens: Sequence[int] | None = None,
+    test_betas: Sequence[float] | None = None,
+    generator: Generator = "distinct",
+    seed: int = 0,
+    budget: float = math.inf,
+    resume: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> bool:
+    """Time every configuration over a grid of routings, into a file that is whole after each point.
+
+    Parameters
+    ----------
+    time : callable (model, configuration, counts) -> float or (float, float)
+        The median of several repetitions in microseconds, with their standard deviation over their
+        mean if it is known. ``counts`` are the tokens of each expert. It raises `Unsupported` if the
+        configuration cannot run this model, which is then left out there. Every other exception ends
+        the profile and is raised here; the times before are kept.
+    tokens, betas : sequences, optional
+        The grid to fit on. None: 8, 32, 128, 256, 512 and 0.35, 0.5, 0.65, 0.9, 1.
+    test_tokens, test_betas : sequences, optional
+        The grid to judge by. None: 16, 32, 64, 128, 256, 1024 and 0.2, 0.5, 0.8, 1. Points that are
+        not in the first grid are held out.
+    budget : float
+        Seconds after which no timing begins.
+    resume : bool
+        Go on with the file if it exists. Without, it must not exist.
+    progress : callable, optional
+        Told before each timing, and at the end.
+
+    Returns
+    -------
+    bool
+        True if everything is timed, False if the budget ended first.
+
+    Raises
+    ------
+    InvalidArgument
+        For arguments that make no sense, and for a file of another kernel, version or machine,
+        naming both.
+    """
+    known = list(models)
+    failure: list[BaseException] = []
+
+    def timed(_user, model, configuration, counts, num_experts, median_us, variation) -> int:
+        try:
+            found = time(known[model], kernel.configurations[configuration], counts[:num_experts])
+            median, spread = found if isinstance(found, tuple) else (found, 0.0)
+            median_us[0], variation[0] = float(median), float(spread)
+        except Unsupported:
+            return 7
+        except BaseException as error:  # whatever it is, it must not enter C
+            failure.append(error)
+            return 14
+        return 0
+
+    def told(_user, done, total, seconds, seconds_left, model) -> None:
+        if progress is None or failure:
+            return
+        try:
+            progress(Progress(done, total, seconds, seconds_left, known[model].name if model >= 0 else None))
+        except BaseException as error:
+            failure.append(error)
+
+    def timed_unless_failed(*arguments: Any) -> int:
+        return 14 if failure else timed(*arguments)
+
+    struct, keep = _kernel(kernel)
+    described = (_abi.TuneModel * max(len(known), 1))()
+    for to, m in zip(described, known):
+        to.name, to.num_experts, to.top_k = _text(m.name), m.num_experts, m.top_k
+        to.n, to.k, to.unseen = m.n, m.k, int(m.unseen)
+    plan = _abi.TunePlan(
+        generator=_index("generator", generator, _GENERATORS),
+        seed=seed,
+        num_models=len(known),
+        models=described,
+    )
+    for name, kind, values in (
+        ("tokens", ctypes.c_int32, tokens),
+        ("betas", ctypes.c_double, betas),
+        ("test_tokens", ctypes.c_int32, test_tokens),
+        ("test_betas", ctypes.c_double, test_betas),
+    ):
+        array, count = _array(kind, values)
+        keep.append(array)
+        setattr(plan, f"num_{name}", count)
+        if array is not None:
+            setattr(plan, name, array)
+    options = _abi.TuneOptions(
+        resume=int(resume),
+        file=_file(file),
+        budget_seconds=budget,
+        time=_abi.TUNE_TIME(timed_unless_failed),
+        progress=_abi.TUNE_PROGRESS(told),
+    )
+    complete = ctypes.c_int32()
+    status = _abi.library.sy_tune_measure(byref(struct), byref(plan), byref(options), byref(complete))
+    if failure:
+        raise failure[0]
+    check(status)
+    return bool(complete.value)
+
+
+def fit(profile: Path, file: Path, *, form: Form = "rounded_full", relative: bool = True) -> None:
+    """Fit the cost model to a profile's times, into a file.
+
+    Models that are not timed completely are left out.
+
+    Parameters
+    ----------
+    form : str
+        T is a + c g ("tasks"), + b g / SMs ("waves"), + d log(g + 1) ("full"); with "rounded_" the
+        waves are ceil(g / SMs).
+    relative : bool
+        Least squares of errors over times. False: of errors, as RaMP has it.
+    """
+    check(
+        _abi.library.sy_tune_fit(
+            _file(profile), _index("form", form, _FORMS), int(relative), _file(file)
+        )
+    )
+
+
+def evaluate(profile: Path, *, form: Form = "rounded_full", relative: bool = True) -> list[Outcome]:
+    """What each way to choose costs, at the points to judge by: measured times of the best
+    configuration, of the cost model's choice, of the best at balanced routing, and of the rule."""
+    arguments = (_file(profile), _index("form", form, _FORMS), int(relative))
+    size = ctypes.c_uint64()
+    check(_abi.library.sy_tune_evaluate(*arguments, None, byref(size)))
+    text = ctypes.create_string_buffer(size.value)
+    check(_abi.library.sy_tune_evaluate(*arguments, text, byref(size)))
+    return [Outcome(**row) for row in json.loads(text.value)]
+
+
+class Selector:
+    """Chooses configurations by a fit.
+
+    Parameters
+    ----------
+    kernel : Kernel
+        That which is to run, on the machine where it is to run.
+    fit : path
+
+    Raises
+    ------
+    InvalidArgument
+        For a fit of another machine or kernel, or older than the kernel, naming both.
+    """
+
+    def __init__(self, kernel: Kernel, fit: Path) -> None:
+        struct, keep = _kernel(kernel)
+        handle = ctypes.c_void_p()
+        check(_abi.library.sy_tuner_open(byref(struct), _file(fit), byref(handle)))
+        del keep
+        self.kernel = kernel
+        self._handle = handle
+        self._finalizer = weakref.finalize(self, close_handle, _abi.library.sy_tuner_destroy, handle)
+
+    def close(self) -> None:
+        """Give the fit's memory back. May be called again."""
+        self._finalizer()
+
+    def select(self, model: str, counts: Any) -> Configuration:
+        """The configuration with the least predicted time for the tokens of each expert."""
+        return self.predict(model, counts)[0]
+
+    def predict(self, model: str, counts: Any) -> tuple[Configuration, float]:
+        """As `select`, with the predicted time in microseconds.
+
+        Parameters
+        ----------
+        counts : sequence of int, array or tensor [num_experts]
+            In host memory.
+        """
+        if not self._handle:
+            raise InvalidArgument("the selector is closed; make another one")
+        values, count = _counts(counts)
+        index, time = ctypes.c_int32(), ctypes.c_double()
+        check(
+            _abi.library.sy_tuner_select(
+                self._handle, _text(model), values, count, byref(index), byref(time)
+            )
+        )
+        return self.kernel.configurations[index.value], time.value

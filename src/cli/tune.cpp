@@ -1,0 +1,371 @@
+// `switchyard tune`: times configurations over routings, fits the cost model, and judges its
+// choices.
+#include "bench/tune.h"
+
+#include <fmt/core.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "base/printable.h"
+#include "base/read_file.h"
+#include "cli/commands.h"
+#include "cli/format.h"
+#include "cli/lists.h"
+#include "cli/output_file.h"
+#include "cli/progress.h"
+#include "cli/source.h"
+#include "cli/tune_report.h"
+#include "gpu/device.h"
+#include "switchyard/error.h"
+#include "switchyard/tuner.h"
+
+namespace switchyard::cli {
+namespace {
+
+struct TuneCommandOptions {
+  std::string kernel = "grouped";
+  std::vector<std::string> models;
+  ConfigOverrides overrides;
+  std::vector<std::int64_t> tokens, test_tokens;
+  std::vector<double> betas, test_betas;
+  bool no_test = false;
+  std::string generator = "distinct";
+  std::optional<DType> dtype;
+  std::uint64_t seed = 0;
+
+  std::optional<Backend> backend;
+  std::optional<double> budget;
+  bool resume = false;
+  int repeat = 0;
+  std::string out = "tuned";
+
+  std::string evaluate;
+  std::string form = tuner::to_string(tuner::FitOptions{}.form);
+  bool absolute = false;
+  std::optional<double> block_start_us, tile_us, split_us;
+  std::string json, regions, commit = "unknown", command;
+};
+
+constexpr const char* kExamples = R"(Examples:
+  switchyard tune --kernel grouped --dtype fp8 --out grouped --budget 600
+  switchyard tune --kernel grouped --dtype fp8 --out grouped --resume --json results/ramp.json
+  switchyard tune --kernel layer --models olmoe,qwen3-30b --tokens 8,64,512 --out layer
+  switchyard tune --kernel grouped --generator repeated --out repeated
+  switchyard tune --evaluate grouped.profile.json --json results/ramp.json \
+                  --regions results/ramp_regions.json
+
+It times every configuration of a kernel at two grids of tokens and balancedness: one to fit on, and
+one to judge by. A point of the second that is not in the first is held out. --out NAME makes
+  NAME.profile.json        every time, whole after each point
+  NAME.fit.json            the cost model's coefficients
+  NAME.MODEL.table.json    the configurations that the fit chooses for a model, four floats each
+After --budget seconds it stops, and with --resume goes on where it stopped. A file of another
+machine, or of an older version of the kernel, is refused.
+
+The kernel grouped is GroupedGemm with SwiGLU, on gate and up of the experts; layer is a whole layer
+whose routing is given. On a GPU grouped has more than 134 configurations and layer 53; on the CPU
+both have one for each number of threads. Histograms are a router's (distinct: each token's experts
+differ, so that beta is ln K / ln E or more) or RaMP's (repeated), which no layer can run.
+
+--evaluate reads a profile and times nothing. It prints the regret of the cost model's choices in
+sample, held out and for models that were left out, of each of its forms, the gain over static
+choice and over the kernel's own rule, and RaMP's regions: predicted against found.
+
+Exit codes: 0 done, or the budget ended; 2 unusable arguments, files or machine.)";
+
+[[noreturn]] void refuse(const std::string& message) {
+  throw Error(ErrorCode::kInvalidArgument, message);
+}
+
+void add_what(Command& command, TuneCommandOptions& o) {
+  command.heading("What is timed");
+  command.add_text("--kernel", o.kernel, "NAME", "grouped or layer (default grouped)");
+  add_names(command, "--models", o.models,
+            "Models of 'switchyard bench', or RaMP's: ramp-olmoe, ramp-qwen3,\nramp-dsv3-ep8, "
+            "ramp-dsv3-tp8, ramp-mixtral, ramp-phi, ramp-jamba and\nramp-dbrx (default: these)");
+  add_override_options(command, o.overrides);
+  command.add_dtype("--dtype", o.dtype, false,
+                    "Weights and arithmetic in bf16, fp8 or, on the CPU, f32\n(default bf16)");
+  add_wholes(command, "--tokens", o.tokens, 1 << 16, "Tokens to fit on (default 8,32,128,256,512)");
+  add_fractions(command, "--balancedness", o.betas,
+                "Balancedness to fit on (default 0.35,0.5,0.65,0.9,1)");
+  add_wholes(command, "--test-tokens", o.test_tokens, 1 << 16,
+             "Tokens to judge by (default 16,32,64,128,256,1024)");
+  add_fractions(command, "--test-balancedness", o.test_betas,
+                "Balancedness to judge by (default 0.2,0.5,0.8,1)");
+  command.add_flag("--no-test", o.no_test, "Time only what the fit needs");
+  command.add_text("--generator", o.generator, "NAME",
+                   "Of histograms: distinct or repeated (default distinct)");
+  command.add_whole("--seed", o.seed, 0, std::numeric_limits<std::int64_t>::max(),
+                    "Of weights and histograms (default 0)");
+}
+
+void add_how(Command& command, TuneCommandOptions& o) {
+  command.heading("Measurement");
+  command.add_backend("--backend", o.backend, "cpu or cuda (default: cuda where there is a GPU)");
+  command.add_real("--budget", o.budget, 0, 1e9, "Seconds after which no timing begins");
+  command.add_flag("--resume", o.resume, "Go on with the profile of an earlier run");
+  command.add_whole("--repeat", o.repeat, 1, 1'000'000,
+                    "Timed repetitions (default: of 50 passes or more on a GPU, 3\nto 20 "
+                    "elsewhere)");
+  command.add_text("-o,--out", o.out, "NAME", "What the files' names begin with (default tuned)");
+}
+
+void add_judgement(Command& command, TuneCommandOptions& o) {
+  command.heading("Fit and judgement");
+  command.add_text("--evaluate", o.evaluate, "PROFILE", "Judge a profile; time nothing");
+  command.add_text("--form", o.form, "NAME",
+                   "Of the cost model: tasks, waves, rounded_waves, full or\nrounded_full (the "
+                   "default)");
+  command.add_flag("--absolute", o.absolute,
+                   "Fit to the least squares of errors, as RaMP, not of errors over\ntimes");
+  command.add_real("--block-start-us", o.block_start_us, 1e-3, 1e6,
+                   "Measured start of a lone block, for the regions (default 24)");
+  command.add_real("--tile-us", o.tile_us, 1e-6, 1e6,
+                   "Measured time of a block's product of 256 x 128 (default 0.13)");
+  command.add_real("--split-us", o.split_us, 1e-6, 1e6,
+                   "Measured cost of splitting K (default 4.68)");
+  command.add_text("--json", o.json, "FILE",
+                   "Add a row for each point to this file, as results/ramp.json has\nthem");
+  command.add_text("--regions", o.regions, "FILE", "Add a row for each prediction to this file");
+  command.add_text("--commit", o.commit, "TEXT", "Commit to note in the rows");
+}
+
+std::vector<int> as_ints(const std::vector<std::int64_t>& values) {
+  return {values.begin(), values.end()};
+}
+
+tuner::Plan plan_of(const TuneCommandOptions& o, const std::vector<bench::TuneModel>& models) {
+  tuner::Plan plan;
+  for (const bench::TuneModel& model : models) plan.models.push_back(model.model);
+  if (!o.tokens.empty()) plan.tokens = as_ints(o.tokens);
+  if (!o.betas.empty()) plan.betas = o.betas;
+  if (!o.test_tokens.empty()) plan.test_tokens = as_ints(o.test_tokens);
+  if (!o.test_betas.empty()) plan.test_betas = o.test_betas;
+  if (o.no_test) {
+    if (!o.test_tokens.empty() || !o.test_betas.empty()) {
+      refuse("--no-test leaves out the points of --test-tokens and --test-balancedness; give one");
+    }
+    plan.test_tokens.clear();
+    plan.test_betas.clear();
+  }
+  plan.generator = tuner::generator_named(o.generator);
+  plan.seed = o.seed;
+  return plan;
+}
+
+Backend choose_backend(const TuneCommandOptions& o) {
+  const bool there = gpu::device_count() > 0;
+  if (!there && o.backend == Backend::kCuda) {
+    throw Error(ErrorCode::kUnsupported,
+                "--backend cuda needs a GPU, and there is none that CUDA can use ('switchyard "
+                "doctor' tells more); --backend cpu tunes the processor");
+  }
+  return o.backend.value_or(there ? Backend::kCuda : Backend::kCpu);
+}
+
+Judging judging_of(const TuneCommandOptions& o, const tuner::Profile& profile) {
+  Judging judging;
+  judging.fit.form = tuner::form_named(o.form);
+  judging.fit.relative = !o.absolute;
+  tuner::DeviceConstants& device = judging.constants;
+  device.block_start_us = o.block_start_us.value_or(device.block_start_us);
+  device.tile_us = o.tile_us.value_or(device.tile_us);
+  device.split_us = o.split_us.value_or(device.split_us);
+  device.num_sms = profile.device.num_sms;
+  if (profile.device.l2_bytes > 0) device.l2_bytes = profile.device.l2_bytes;
+  judging.element_bytes = profile.kernel.ends_with("_bf16")  ? 2
+                          : profile.kernel.ends_with("_f32") ? 4
+                                                             : 1;
+  return judging;
+}
+
+// Prints the judgement, and adds its rows to files.
+void judge(const TuneCommandOptions& o, const tuner::Profile& profile) {
+  const Judging judging = judging_of(o, profile);
+  for (const std::string& line : judgement_text(profile, judging)) fmt::print("{}\n", line);
+  const RowSource source{o.commit, o.command};
+  if (!o.json.empty()) {
+    results::merge_rows(output_file("--json", o.json), ramp_rows(profile, judging, source));
+  }
+  if (!o.regions.empty()) {
+    results::merge_rows(output_file("--regions", o.regions), region_rows(profile, judging, source));
+  }
+}
+
+tuner::Profile models_to_fit(const tuner::Profile& profile, const std::string& file) {
+  tuner::Profile complete = tuner::complete_models(profile);
+  if (complete.models.empty()) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} has no model all of whose points to fit on are timed; go on "
+                            "measuring with --resume",
+                            printable(file)));
+  }
+  if (complete.models.size() < profile.models.size()) {
+    fmt::print("{} of {} models are timed completely; the others are left out\n",
+               complete.models.size(), profile.models.size());
+  }
+  return complete;
+}
+
+int evaluate(const TuneCommandOptions& o) {
+  judge(o, models_to_fit(tuner::read_profile(o.evaluate), o.evaluate));
+  return kExitOk;
+}
+
+// Prints a line for each point when all of its times are there.
+class TunePrinter {
+ public:
+  explicit TunePrinter(const tuner::Profile& profile) : profile_(profile) {
+    while (next_ < profile_.points.size() && is_timed(profile_.points[next_])) ++next_;
+  }
+
+  void preparing(const std::string& model) {
+    progress_.clear();
+    fmt::print("making weights of {}\n", printable(model));
+    std::fflush(stdout);
+  }
+  void tell(const tuner::Progress& p) {
+    for (; next_ < profile_.points.size() && is_timed(profile_.points[next_]); ++next_) {
+      progress_.clear();
+      fmt::print("{}  [{} of {} timings, {:.0f} s, {:.0f} s left]\n",
+                 point_text(profile_, profile_.points[next_]), p.done, p.total, p.seconds,
+                 p.seconds_left);
+      std::fflush(stdout);
+    }
+    progress_.update(p.done, p.total);
+  }
+  void end() { progress_.clear(); }
+
+ private:
+  static bool is_timed(const tuner::Point& point) {
+    return std::find(point.times_us.begin(), point.times_us.end(), tuner::kNotTimed) ==
+           point.times_us.end();
+  }
+
+  const tuner::Profile& profile_;
+  std::size_t next_ = 0;
+  ProgressBar progress_{"timing", true, Counted::kPoints};
+};
+
+void write_choices(const TuneCommandOptions& o, const tuner::Profile& profile) {
+  const tuner::Fit its = tuner::fit(profile, {tuner::form_named(o.form), !o.absolute, false});
+  const std::string fit_file = o.out + ".fit.json";
+  tuner::write_fit(output_file("--out", fit_file), its);
+  fmt::print("\n{}: {} models, {} configurations\n", printable(fit_file), its.models.size(),
+             its.configurations.size());
+  for (std::size_t m = 0; m < its.models.size(); ++m) {
+    int most_tokens = 1;
+    for (const tuner::Point& point : profile.points) {
+      if (point.model == m) most_tokens = std::max(most_tokens, point.tokens);
+    }
+    const tuner::Table table = tuner::make_table(its, m, most_tokens);
+    const std::string file = fmt::format("{}.{}.table.json", o.out, its.models[m].name);
+    tuner::write_table(output_file("--out", file), table);
+    fmt::print("{}: {} configurations\n", printable(file), table.entries.size());
+  }
+}
+
+int measure(const TuneCommandOptions& o) {
+  bench::TuneOptions options;
+  options.kernel = bench::tuned_kernel_named(o.kernel);
+  options.backend = choose_backend(o);
+  options.dtype = o.dtype.value_or(DType::kBF16);
+  options.repeat = o.repeat;
+  options.seed = o.seed;
+  for (const std::string& name : o.models.empty() ? bench::ramp_models() : o.models) {
+    options.models.push_back(bench::tune_model(name, o.overrides));
+  }
+  const tuner::Plan plan = plan_of(o, options.models);
+  options.max_tokens = *std::max_element(plan.tokens.begin(), plan.tokens.end());
+  for (const int tokens : plan.test_tokens)
+    options.max_tokens = std::max(options.max_tokens, tokens);
+  if (options.kernel == bench::TunedKernel::kLayer &&
+      plan.generator == tuner::Generator::kRepeated) {
+    throw Error(ErrorCode::kUnsupported,
+                "--generator repeated draws a token's experts with repetition, and a layer runs "
+                "only distinct ones; use --generator distinct, or --kernel grouped");
+  }
+  TunePrinter* printer = nullptr;
+  options.preparing = [&](const std::string& model) {
+    if (printer != nullptr) printer->preparing(model);
+  };
+  const tuner::Kernel kernel = bench::make_tuned_kernel(options);
+  const tuner::Device device = bench::tuned_device(options.backend);
+  const std::filesystem::path file = output_file("--out", o.out + ".profile.json");
+  if (!o.resume && !is_absent(file)) {
+    refuse(fmt::format("{} exists; go on with it by --resume, or choose another --out",
+                       printable(file)));
+  }
+  const bool there = o.resume && !is_absent(file);
+  tuner::Profile profile = there ? tuner::resumed_profile(file, kernel, device, plan)
+                                 : tuner::new_profile(kernel, device, plan);
+  fmt::print("{} version {} on {}\n{} models, {} configurations, {} points{}\n", kernel.name,
+             kernel.version, printable(device.machine), profile.models.size(),
+             kernel.configurations.size(), profile.points.size(), there ? "; going on" : "");
+  std::fflush(stdout);
+
+  TunePrinter lines(profile);
+  printer = &lines;
+  tuner::MeasureOptions measuring;
+  measuring.file = file;
+  measuring.budget_seconds = o.budget.value_or(measuring.budget_seconds);
+  tuner::Progress last;
+  measuring.progress = [&](const tuner::Progress& p) {
+    last = p;
+    lines.tell(p);
+  };
+  const bool complete = tuner::measure(profile, kernel, measuring);
+  lines.end();
+  fmt::print("{}: {} of {} timings, {:.0f} s\n", printable(o.out + ".profile.json"), last.done,
+             last.total, last.seconds);
+  if (!complete) {
+    fmt::print("the budget ended; --resume goes on, for about {:.0f} s\n", last.seconds_left);
+    if (tuner::complete_models(profile).models.empty()) return kExitOk;
+  }
+  const tuner::Profile fitted = models_to_fit(profile, o.out + ".profile.json");
+  write_choices(o, fitted);
+  if (o.no_test) return kExitOk;
+  fmt::print("\n");
+  judge(o, fitted);
+  return kExitOk;
+}
+
+int run(const Command& command, const TuneCommandOptions& o) {
+  tuner::form_named(o.form);
+  if (!o.json.empty()) results::require_mergeable_ramp(output_file("--json", o.json));
+  if (!o.regions.empty()) results::require_mergeable_regions(output_file("--regions", o.regions));
+  if (o.evaluate.empty()) return measure(o);
+  for (const char* option : {"--kernel", "--models", "--tokens", "--balancedness", "--generator",
+                             "--budget", "--resume", "--out", "--backend", "--repeat", "--dtype",
+                             "--seed", "--test-tokens", "--test-balancedness", "--no-test"}) {
+    if (command.has(option)) {
+      refuse(fmt::format("{} is for timing, and --evaluate times nothing; leave one of them out",
+                         option));
+    }
+  }
+  return evaluate(o);
+}
+
+}  // namespace
+
+void add_tune(CommandLine& line, const std::vector<std::string>& arguments) {
+  Command& command =
+      line.add_command("tune", "Find which configuration of a kernel suits a routing");
+  const auto options = std::make_shared<TuneCommandOptions>();
+  add_what(command, *options);
+  add_how(command, *options);
+  add_judgement(command, *options);
+  command.footer(kExamples);
+  options->command = command_of(arguments);
+  command.runs([options, &command] { return run(command, *options); });
+}
+
+}  // namespace switchyard::cli

@@ -1,0 +1,108 @@
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "switchyard/tuner.h"
+
+namespace switchyard::tuner {
+namespace {
+
+std::size_t best_of(const Profile& profile, const Point& point) {
+  std::size_t best = point.times_us.size();
+  for (std::size_t c = 0; c < point.times_us.size(); ++c) {
+    if (point.times_us[c] <= 0 || profile.configurations[c].is_rule) continue;
+    if (best == point.times_us.size() || point.times_us[c] < point.times_us[best]) best = c;
+  }
+  return best;
+}
+
+bool is_timed(const Point& point) {
+  return std::find(point.times_us.begin(), point.times_us.end(), kNotTimed) == point.times_us.end();
+}
+
+double distance(int a, int b) { return std::abs(std::log(static_cast<double>(a) / b)); }
+
+// The best configuration of the point at beta 1 that is nearest in tokens. `coarse`: every second
+// number of tokens is known.
+std::optional<double> static_time(const Profile& profile, const Point& at, bool coarse) {
+  std::set<int> known;
+  for (const Point& point : profile.points) {
+    if (point.model == at.model && point.beta == 1 && is_timed(point)) known.insert(point.tokens);
+  }
+  int nearest = 0, index = 0;
+  for (const int tokens : known) {
+    if (coarse && index++ % 2 != 0) continue;
+    // Of two that are as near, the smaller one.
+    if (nearest == 0 || distance(tokens, at.tokens) < distance(nearest, at.tokens)) {
+      nearest = tokens;
+    }
+  }
+  for (const Point& point : profile.points) {
+    if (point.model != at.model || point.beta != 1 || point.tokens != nearest) continue;
+    if (!is_timed(point)) continue;
+    const std::size_t best = best_of(profile, point);
+    if (best < at.times_us.size() && at.times_us[best] > 0) return at.times_us[best];
+  }
+  return {};
+}
+
+}  // namespace
+
+std::vector<Outcome> evaluate(const Profile& profile, const Fit& fit) {
+  std::vector<Outcome> outcomes;
+  for (std::size_t p = 0; p < profile.points.size(); ++p) {
+    const Point& point = profile.points[p];
+    if (!point.test || !is_timed(point)) continue;
+    Outcome outcome;
+    outcome.point = p;
+    outcome.best = best_of(profile, point);
+    if (outcome.best == point.times_us.size()) continue;  // nothing can run it
+    outcome.chosen = select(fit, model_index(fit, profile.models[point.model].name), point.counts);
+    if (point.times_us[outcome.chosen] <= 0) continue;
+    outcome.exhaustive_us = point.times_us[outcome.best];
+    outcome.chosen_us = point.times_us[outcome.chosen];
+    outcome.predicted_us = predict_us(fit, point.model, outcome.chosen, point.counts);
+    outcome.static_us = static_time(profile, point, false);
+    outcome.coarse_static_us = static_time(profile, point, true);
+    for (std::size_t c = 0; c < point.times_us.size(); ++c) {
+      if (profile.configurations[c].is_rule && point.times_us[c] > 0) {
+        outcome.rule_us = point.times_us[c];
+      }
+    }
+    outcomes.push_back(outcome);
+  }
+  return outcomes;
+}
+
+Regret regret_of(std::span<const Outcome> outcomes) {
+  Regret regret;
+  regret.points = outcomes.size();
+  if (outcomes.empty()) return regret;
+  const auto count = static_cast<double>(outcomes.size());
+  for (const Outcome& outcome : outcomes) {
+    regret.mean += outcome.regret() / count;
+    regret.max = std::max(regret.max, outcome.regret());
+  }
+  if (outcomes.size() < 2) return regret;
+  double squares = 0;
+  for (const Outcome& outcome : outcomes) {
+    squares += (outcome.regret() - regret.mean) * (outcome.regret() - regret.mean);
+  }
+  regret.standard_error = std::sqrt(squares / (count - 1) / count);
+  return regret;
+}
+
+std::optional<double> speed_up(std::span<const Outcome> outcomes,
+                               std::optional<double> Outcome::*before) {
+  double sum = 0;
+  std::size_t points = 0;
+  for (const Outcome& outcome : outcomes) {
+    if (!(outcome.*before)) continue;
+    sum += std::log(*(outcome.*before) / outcome.chosen_us);
+    ++points;
+  }
+  if (points == 0) return {};
+  return std::exp(sum / static_cast<double>(points));
+}
+
+}  // namespace switchyard::tuner

@@ -1,0 +1,197 @@
+#include <fmt/core.h>
+
+#include <Eigen/QR>
+#include <algorithm>
+#include <cmath>
+
+#include "base/join.h"
+#include "base/printable.h"
+#include "switchyard/tuner.h"
+#include "tuner/terms.h"
+
+namespace switchyard::tuner {
+namespace {
+
+// What a configuration is fitted on.
+struct Sample {
+  double grid = 0;
+  double scale = 1;  // of waves and tasks
+  double time_us = 0;
+};
+
+// The samples of a configuration. Of other models waves and tasks count as many times as K has
+// columns, because a task's time grows with them.
+std::vector<Sample> samples_of(const Profile& profile, std::size_t model, std::size_t configuration,
+                               bool from_other_models) {
+  std::vector<Sample> samples;
+  for (const Point& point : profile.points) {
+    if (!point.fit || (point.model == model) == from_other_models) continue;
+    if (point.times_us[configuration] <= 0) continue;
+    const Model& its = profile.models[point.model];
+    const auto grid =
+        static_cast<double>(grid_of(profile.configurations[configuration], its.n, point.counts));
+    samples.push_back({grid, from_other_models ? its.k : 1.0, point.times_us[configuration]});
+  }
+  return samples;
+}
+
+bool is_below_a_wave(std::vector<Sample> samples, int num_sms) {
+  const auto middle = samples.begin() + static_cast<std::ptrdiff_t>(samples.size() / 2);
+  std::nth_element(samples.begin(), middle, samples.end(),
+                   [](const Sample& a, const Sample& b) { return a.grid < b.grid; });
+  return middle->grid < num_sms;
+}
+
+Coefficients solve(const std::vector<Sample>& samples, const FitOptions& options, int num_sms) {
+  const Terms terms{options.form, num_sms};
+  const bool with_log = terms.may_have_log() && is_below_a_wave(samples, num_sms);
+  const int rounds = terms.rounds() ? 1 : 0;
+  const auto rows = static_cast<Eigen::Index>(samples.size());
+  // One row for each sample: 1, waves if they are rounded, tasks, and the logarithm.
+  Eigen::MatrixXd x(rows, 2 + rounds + (with_log ? 1 : 0));
+  Eigen::VectorXd times(rows), weights(rows);
+  for (Eigen::Index i = 0; i < rows; ++i) {
+    const Sample& sample = samples[static_cast<std::size_t>(i)];
+    times(i) = sample.time_us;
+    weights(i) = options.relative ? 1 / sample.time_us : 1;
+    x(i, 0) = 1;
+    if (terms.rounds()) x(i, 1) = sample.scale * terms.waves(sample.grid);
+    x(i, 1 + rounds) = sample.scale * sample.grid;
+    if (with_log) x(i, 2 + rounds) = std::log(sample.grid + 1);
+  }
+  // Columns of the same length: otherwise the rank would be a matter of units.
+  const Eigen::MatrixXd weighted = weights.asDiagonal() * x;
+  const Eigen::VectorXd lengths = weighted.colwise().norm().cwiseMax(1e-300);
+  const Eigen::MatrixXd scaled = weighted * lengths.cwiseInverse().asDiagonal();
+  // Points of too few grids leave terms that nothing tells apart: the solution of least norm.
+  const Eigen::VectorXd solution = scaled.completeOrthogonalDecomposition()
+                                       .solve(weights.cwiseProduct(times))
+                                       .cwiseQuotient(lengths);
+
+  Coefficients k;
+  k.a = static_cast<float>(solution(0));
+  if (terms.rounds()) k.b = static_cast<float>(solution(1));
+  k.c = static_cast<float>(solution(1 + rounds));
+  if (with_log) k.d = static_cast<float>(solution(2 + rounds));
+  k.points = static_cast<int>(samples.size());
+  const Eigen::VectorXd errors = times - x * solution;
+  const Eigen::VectorXd from_mean = times.array() - times.mean();
+  const double total = from_mean.squaredNorm();
+  k.r2 = total > 0 ? 1 - errors.squaredNorm() / total : 1;
+  return k;
+}
+
+}  // namespace
+
+Fit fit(const Profile& profile, const FitOptions& options) {
+  Fit fit;
+  fit.kernel = profile.kernel;
+  fit.version = profile.version;
+  fit.device = profile.device;
+  fit.options = options;
+  fit.configurations = profile.configurations;
+  fit.models = profile.models;
+  if (options.from_other_models && profile.models.size() < 2) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("a fit from other models needs two or more, and the profile has {}; "
+                            "measure more models",
+                            profile.models.size()));
+  }
+  const auto fewest = static_cast<std::size_t>(Terms{options.form, 1}.fewest_points());
+  for (std::size_t m = 0; m < profile.models.size(); ++m) {
+    std::vector<Coefficients>& of_model = fit.coefficients.emplace_back();
+    std::size_t most = 0;
+    for (std::size_t c = 0; c < profile.configurations.size(); ++c) {
+      const std::vector<Sample> samples = samples_of(profile, m, c, options.from_other_models);
+      most = std::max(most, samples.size());
+      of_model.push_back(samples.size() < fewest ? Coefficients{}
+                                                 : solve(samples, options, profile.device.num_sms));
+      if (!options.from_other_models) continue;
+      // A model's own K.
+      of_model.back().b *= static_cast<float>(profile.models[m].k);
+      of_model.back().c *= static_cast<float>(profile.models[m].k);
+    }
+    if (most >= fewest) continue;
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        fmt::format("the model {} has at most {} points with times of one configuration, "
+                    "and the form {} has {} coefficients; go on measuring (--resume), or "
+                    "leave the model out",
+                    printable(profile.models[m].name), most, to_string(options.form), fewest));
+  }
+  return fit;
+}
+
+double predict_us(const Fit& fit, std::size_t model, std::size_t configuration,
+                  std::span<const std::int64_t> counts) {
+  const Coefficients& k = fit.coefficients[model][configuration];
+  const auto grid =
+      static_cast<double>(grid_of(fit.configurations[configuration], fit.models[model].n, counts));
+  return k.a + k.b * Terms{fit.options.form, fit.device.num_sms}.waves(grid) + k.c * grid +
+         k.d * std::log(grid + 1);
+}
+
+std::size_t select(const Fit& fit, std::size_t model, std::span<const std::int64_t> counts) {
+  if (model >= fit.models.size()) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("there is no model {}; the fit has {}", model, fit.models.size()));
+  }
+  if (counts.size() != static_cast<std::size_t>(fit.models[model].num_experts)) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("counts are of {} experts, and the model {} has {}", counts.size(),
+                            printable(fit.models[model].name), fit.models[model].num_experts));
+  }
+  std::size_t best = fit.configurations.size();
+  double least = std::numeric_limits<double>::infinity();
+  for (std::size_t c = 0; c < fit.configurations.size(); ++c) {
+    if (fit.coefficients[model][c].points == 0 || fit.configurations[c].is_rule) continue;
+    const double time = predict_us(fit, model, c, counts);
+    if (best == fit.configurations.size() || time < least) {
+      best = c;
+      least = time;
+    }
+  }
+  if (best == fit.configurations.size()) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("no configuration of the model {} is fitted; measure some",
+                            printable(fit.models[model].name)));
+  }
+  return best;
+}
+
+std::size_t model_index(const Fit& fit, std::string_view name) {
+  std::vector<std::string> names;
+  for (std::size_t m = 0; m < fit.models.size(); ++m) {
+    if (fit.models[m].name == name) return m;
+    names.push_back(fit.models[m].name);
+  }
+  throw Error(ErrorCode::kInvalidArgument, fmt::format("the fit has no model '{}'; it has {}",
+                                                       printable(name), join(names, ", ")));
+}
+
+double r_squared(const Profile& profile, const Fit& fit, std::size_t model, bool of_logarithms) {
+  std::vector<double> times, errors;
+  for (const Point& point : profile.points) {
+    if (!point.fit || point.model != model) continue;
+    for (std::size_t c = 0; c < point.times_us.size(); ++c) {
+      if (point.times_us[c] <= 0 || fit.coefficients[model][c].points == 0) continue;
+      const double predicted = predict_us(fit, model, c, point.counts);
+      if (of_logarithms) {
+        times.push_back(std::log(point.times_us[c]));
+        errors.push_back(times.back() - std::log(std::max(predicted, 1e-3)));
+      } else {
+        times.push_back(point.times_us[c]);
+        errors.push_back(times.back() - predicted);
+      }
+    }
+  }
+  double mean = 0, total = 0, residual = 0;
+  for (const double time : times) mean += time / static_cast<double>(times.size());
+  for (std::size_t i = 0; i < times.size(); ++i) {
+    total += (times[i] - mean) * (times[i] - mean);
+    residual += errors[i] * errors[i];
+  }
+  return total > 0 ? 1 - residual / total : 1;
+}
+
+}  // namespace switchyard::tuner

@@ -1,0 +1,44 @@
+#include "tuner/names.h"
+
+#include "switchyard/tuner.h"
+
+namespace switchyard::tuner {
+
+const char* to_string(Generator generator) {
+  return generator == Generator::kDistinct ? "distinct" : "repeated";
+}
+
+Generator generator_named(std::string_view name) {
+  static constexpr std::array kAll{Generator::kDistinct, Generator::kRepeated};
+  return named<Generator>("the generator", name, kAll);
+}
+
+const char* to_string(Form form) {
+  switch (form) {
+    case Form::kTasks:
+      return "tasks";
+    case Form::kWaves:
+      return "waves";
+    case Form::kRoundedWaves:
+      return "rounded_waves";
+    case Form::kFull:
+      return "full";
+    case Form::kRoundedFull:
+      break;
+  }
+  return "rounded_full";
+}
+
+Form form_named(std::string_view name) { return named<Form>("the form", name, kForms); }
+
+const char* to_string(Region region) {
+  constexpr std::array kNames{"A1", "A2", "A3", "B1", "B2", "B3"};
+  return kNames[static_cast<std::size_t>(region)];
+}
+
+const char* to_string(Prediction prediction) {
+  constexpr std::array kNames{"split_k", "group_m", "wide_tiles"};
+  return kNames[static_cast<std::size_t>(prediction)];
+}
+
+}  // namespace switchyard::tuner

@@ -1,0 +1,125 @@
+#include <algorithm>
+#include <cmath>
+
+#include "switchyard/tuner.h"
+
+namespace switchyard::tuner {
+namespace {
+
+// A quotient of measured times may miss a threshold that is a whole number by a rounding.
+constexpr double kSlack = 1e-9;
+
+bool has(const Configuration& c, Prediction prediction, int narrow_rows) {
+  switch (prediction) {
+    case Prediction::kSplitK:
+      return c.splits > 1;
+    case Prediction::kGroupM:
+      return c.group_m > 1;
+    case Prediction::kWideTiles:
+      break;
+  }
+  return c.weight_rows > narrow_rows;
+}
+
+}  // namespace
+
+Thresholds thresholds_of(const DeviceConstants& device, int element_bytes, int splits) {
+  const double numbers[] = {device.block_start_us, device.tile_us, device.split_us, device.l2_share,
+                            static_cast<double>(device.l2_bytes)};
+  for (const double number : numbers) {
+    if (number > 0 && std::isfinite(number)) continue;
+    throw Error(ErrorCode::kInvalidArgument,
+                "a device's constant is not above 0; measure the start of a lone block, the time "
+                "per tile, the cost of splitting K and the L2 cache");
+  }
+  if (element_bytes < 1 || splits < 2) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "elements have at least 1 byte, and K is split into at least 2 parts");
+  }
+  Thresholds t;
+  t.rho = device.block_start_us / device.tile_us;
+  t.lambda_kappa = device.l2_share * static_cast<double>(device.l2_bytes) /
+                   (static_cast<double>(kReferenceRows) * kTileColumns * element_bytes);
+  t.kappa = device.split_us / (device.tile_us * (1 - 1.0 / splits));
+  t.split_omega = 1.0 / (splits + 1);
+  return t;
+}
+
+RegionVariables region_variables(const Model& model, const Configuration& configuration,
+                                 std::span<const std::int64_t> counts, int num_sms) {
+  RegionVariables v;
+  v.kappa = static_cast<double>(model.k) / kTileColumns;
+  v.lambda = (model.n + configuration.weight_rows - 1) / configuration.weight_rows;
+  v.rho = static_cast<double>(model.n) * model.k /
+          (static_cast<double>(configuration.weight_rows) * kTileColumns);
+  Configuration whole = configuration;
+  whole.splits = 1;
+  v.omega = static_cast<double>(grid_of(whole, model.n, counts)) / num_sms;
+  return v;
+}
+
+Region region_of(const RegionVariables& v, const Thresholds& t) {
+  const int wave = v.omega < 1 ? 0 : v.omega <= 8 ? 1 : 2;
+  return static_cast<Region>((v.rho < t.rho ? 0 : 3) + wave);
+}
+
+bool split_k_helps(const RegionVariables& v, const Thresholds& t) {
+  return v.kappa >= t.kappa - kSlack && v.omega < t.split_omega;
+}
+bool group_m_helps(const RegionVariables& v, const Thresholds& t) {
+  return v.lambda * v.kappa > t.lambda_kappa;
+}
+bool wide_tiles_help(const RegionVariables& v, const Thresholds& t) {
+  return v.omega > t.wide_omega;
+}
+
+std::vector<Finding> findings(const Profile& profile, const DeviceConstants& device,
+                              int element_bytes, int token_rows) {
+  const Thresholds thresholds = thresholds_of(device, element_bytes);
+  Configuration reference;
+  reference.token_rows = token_rows;
+  reference.weight_rows = kReferenceRows;
+  int narrow_rows = std::numeric_limits<int>::max();
+  for (const Configuration& c : profile.configurations) {
+    if (!c.is_rule) narrow_rows = std::min(narrow_rows, c.weight_rows);
+  }
+  std::vector<Finding> found;
+  for (std::size_t m = 0; m < profile.models.size(); ++m) {
+    for (const Prediction prediction : kPredictions) {
+      Finding of[2];  // predicted not to help, and to help
+      double logarithms[2] = {};
+      for (const Point& point : profile.points) {
+        if (point.model != m) continue;
+        constexpr double kNone = std::numeric_limits<double>::infinity();
+        double best[2] = {kNone, kNone};  // without, with
+        for (std::size_t c = 0; c < point.times_us.size(); ++c) {
+          const Configuration& configuration = profile.configurations[c];
+          if (point.times_us[c] <= 0 || configuration.is_rule) continue;
+          double& least = best[has(configuration, prediction, narrow_rows) ? 1 : 0];
+          least = std::min(least, point.times_us[c]);
+        }
+        if (best[0] == kNone || best[1] == kNone) continue;
+        const RegionVariables v =
+            region_variables(profile.models[m], reference, point.counts, device.num_sms);
+        const bool predicted = prediction == Prediction::kSplitK   ? split_k_helps(v, thresholds)
+                               : prediction == Prediction::kGroupM ? group_m_helps(v, thresholds)
+                                                                   : wide_tiles_help(v, thresholds);
+        ++of[predicted ? 1 : 0].points;
+        logarithms[predicted ? 1 : 0] += std::log(best[0] / best[1]);
+      }
+      for (const bool predicted : {false, true}) {
+        Finding& finding = of[predicted ? 1 : 0];
+        if (finding.points == 0) continue;
+        finding.model = m;
+        finding.prediction = prediction;
+        finding.predicted = predicted;
+        finding.measured_ratio =
+            std::exp(logarithms[predicted ? 1 : 0] / static_cast<double>(finding.points));
+        found.push_back(finding);
+      }
+    }
+  }
+  return found;
+}
+
+}  // namespace switchyard::tuner

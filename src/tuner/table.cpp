@@ -1,0 +1,57 @@
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "switchyard/tuner.h"
+#include "tuner/terms.h"
+
+namespace switchyard::tuner {
+
+Table make_table(const Fit& fit, std::size_t model, int most_tokens) {
+  const Model& its = fit.models.at(model);
+  std::set<std::size_t> chosen;
+  constexpr int kBetaSteps = 20;
+  for (const Generator generator : {Generator::kDistinct, Generator::kRepeated}) {
+    for (int tokens = 1; tokens <= std::max(most_tokens, 1); tokens *= 2) {
+      for (int step = 0; step <= kBetaSteps; ++step) {
+        chosen.insert(select(
+            fit, model,
+            draw_counts(generator, tokens, its.num_experts, its.top_k,
+                        static_cast<double>(step) / kBetaSteps, static_cast<std::uint64_t>(step))));
+      }
+    }
+  }
+  Table table;
+  table.kernel = fit.kernel;
+  table.version = fit.version;
+  table.device = fit.device;
+  table.model = its;
+  table.rounded_waves = Terms{fit.options.form, 1}.rounds();
+  for (const std::size_t c : chosen) {
+    const Coefficients& k = fit.coefficients[model][c];
+    table.entries.push_back({fit.configurations[c], k.a, k.b, k.c, k.d});
+  }
+  return table;
+}
+
+std::size_t select(const Table& table, std::span<const std::int64_t> counts) {
+  std::size_t best = 0;
+  float least = std::numeric_limits<float>::infinity();
+  for (std::size_t i = 0; i < table.entries.size(); ++i) {
+    const Table::Entry& entry = table.entries[i];
+    const std::int64_t grid = grid_of(entry.configuration, table.model.n, counts);
+    const std::int64_t sms = table.device.num_sms;
+    const std::int64_t whole_waves = (grid + sms - 1) / sms;
+    const auto tasks = static_cast<float>(grid);
+    const float waves =
+        table.rounded_waves ? static_cast<float>(whole_waves) : tasks / static_cast<float>(sms);
+    const float time = entry.a + entry.b * waves + entry.c * tasks + entry.d * std::log(tasks + 1);
+    if (time < least) {
+      best = i;
+      least = time;
+    }
+  }
+  return best;
+}
+
+}  // namespace switchyard::tuner

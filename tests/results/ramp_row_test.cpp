@@ -1,0 +1,121 @@
+// Rows of the choice of configurations: written, read strictly, merged by their points.
+#include "results/ramp_row.h"
+
+#include <gmock/gmock.h>
+
+#include <functional>
+#include <nlohmann/json.hpp>
+
+#include "base/parsed.h"
+#include "model/temporary_directory.h"
+#include "switchyard/error.h"
+
+namespace switchyard::results {
+namespace {
+
+using test::TemporaryDirectory;
+using ::testing::HasSubstr;
+
+RampRow row_at(std::int64_t tokens, double chosen_us) {
+  RampRow row;
+  row.machine = "NVIDIA H200, 132 SMs";
+  row.commit = "abc";
+  row.command = "switchyard tune";
+  row.kernel = "grouped_fp8";
+  row.model = "ramp-olmoe";
+  row.experts = 64;
+  row.tokens_per_rank = tokens;
+  row.beta = 0.5;
+  row.beta_reached = 0.51;
+  row.generator = "distinct";
+  row.form = "full";
+  row.exhaustive_us = 50.5;
+  row.chosen_us = chosen_us;
+  row.predicted_us = 52;
+  row.static_us = 61.25;
+  row.best = "rows=16";
+  row.chosen = "rows=32";
+  row.held_out = true;
+  return row;
+}
+
+RegionRow region(const char* prediction, bool predicted, double ratio) {
+  RegionRow row;
+  row.machine = "NVIDIA H200";
+  row.commit = "abc";
+  row.command = "switchyard tune";
+  row.kernel = "grouped_fp8";
+  row.model = "ramp-olmoe";
+  row.generator = "distinct";
+  row.prediction = prediction;
+  row.predicted = predicted;
+  row.measured_ratio = ratio;
+  row.points = 7;
+  return row;
+}
+
+TEST(RampRow, HasTheFieldsThatReadersKnow) {
+  const auto json = test::parsed(to_json(row_at(32, 51)));
+  for (const char* field :
+       {"suite", "kernel", "model", "experts", "tokens_per_rank", "beta", "generator",
+        "exhaustive_us", "chosen_us", "static_us", "rule_us", "held_out"}) {
+    EXPECT_TRUE(json.contains(field)) << field;
+  }
+  EXPECT_EQ(json["rule_us"], nullptr);
+  EXPECT_EQ(json["held_out"], true);
+  const RampRow read =
+      parse_ramp_rows(nlohmann::ordered_json::array({json}).dump(), "rows.json").at(0);
+  EXPECT_EQ(test::parsed(to_json(read)), json);
+  const auto region_json = test::parsed(to_json(region("split_k", true, 1.2345)));
+  for (const char* field : {"model", "prediction", "predicted", "measured_ratio"}) {
+    EXPECT_TRUE(region_json.contains(field)) << field;
+  }
+  EXPECT_EQ(region_json["measured_ratio"], 1.2345);
+  const RegionRow read_region =
+      parse_region_rows(nlohmann::ordered_json::array({region_json}).dump(), "r.json").at(0);
+  EXPECT_EQ(test::parsed(to_json(read_region)), region_json);
+}
+
+TEST(RampRow, IsReadStrictly) {
+  const auto good = test::parsed(to_json(row_at(32, 51)));
+  const auto refused = [&](const std::function<void(nlohmann::ordered_json&)>& spoil,
+                           const char* part) {
+    auto bad = good;
+    spoil(bad);
+    try {
+      parse_ramp_rows(nlohmann::ordered_json::array({bad}).dump(), "rows.json");
+      ADD_FAILURE() << part;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidFile);
+      EXPECT_THAT(error.what(), HasSubstr(part));
+    }
+  };
+  refused([](auto& j) { j["held_out"] = "no"; }, "'held_out' is \"no\", not true or false");
+  refused([](auto& j) { j.erase("kernel"); }, "no 'kernel'");
+  refused([](auto& j) { j["chosen_us"] = 0; }, "chosen_us");
+  refused([](auto& j) { j["beta"] = 2; }, "beta");
+}
+
+TEST(RampRow, MergesByPoint) {
+  const TemporaryDirectory directory;
+  const auto ramp = directory / "ramp.json", regions = directory / "regions.json";
+  merge_rows(ramp, std::vector{row_at(32, 51), row_at(64, 52)});
+  RampRow repeated = row_at(32, 70);
+  repeated.generator = "repeated";
+  merge_rows(ramp, std::vector{row_at(32, 55), repeated});
+  const std::vector<RampRow> rows = parse_ramp_rows(test::read_file(ramp), "ramp.json");
+  ASSERT_EQ(rows.size(), 3u);
+  EXPECT_EQ(rows[0].chosen_us, 55);
+  EXPECT_EQ(rows[1].chosen_us, 52);
+  EXPECT_EQ(rows[2].chosen_us, 70);
+  merge_rows(regions, std::vector{region("split_k", true, 1.1), region("split_k", false, 0.9)});
+  merge_rows(regions, std::vector{region("split_k", true, 1.2), region("group_m", false, 1)});
+  const std::vector<RegionRow> found = parse_region_rows(test::read_file(regions), "r.json");
+  ASSERT_EQ(found.size(), 3u);
+  EXPECT_EQ(found[0].measured_ratio, 1.2);
+  EXPECT_THROW(require_mergeable_ramp(regions), Error);
+  EXPECT_THROW(require_mergeable_regions(ramp), Error);
+}
+
+}  // namespace
+}  // namespace switchyard::results
