@@ -25,7 +25,6 @@ class FieldWriter {
   void text_if_any(const char* field, const std::string& value) {
     if (!value.empty()) put(field, value);
   }
-  void flag(const char* field, bool value) { put(field, value ? 1 : 0); }
   void count(const char* field, std::int64_t value) { put(field, value); }
   void amount(const char* field, double value) { put(field, static_cast<std::uint64_t>(value)); }
   void whole(const char* field, const std::optional<std::int64_t>& value) { put(field, value); }
@@ -54,7 +53,6 @@ class FieldFiller {
   void text_if_any(const char* field, std::string& value) {
     if (from_.present(field)) value = from_.text(field);
   }
-  void flag(const char* field, bool& value) { value = from_.whole(field) != 0; }
   void count(const char* field, std::int64_t& value) { value = from_.count(field); }
   void amount(const char* field, double& value) { value = from_.whole(field); }
   void whole(const char* field, std::optional<std::int64_t>& value) {

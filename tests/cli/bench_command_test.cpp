@@ -286,7 +286,7 @@ TEST(Bench, ExchangeMeasuresChecksAndKeepsRows) {
   rows = rows_of(path);
   ASSERT_EQ(rows.size(), 10u);
   EXPECT_EQ(rows[9]["nvlink_bytes"], 0);
-  EXPECT_EQ(rows[9]["pre_sum"], 1);
+  EXPECT_EQ(rows[9]["pre_sum"], true);
   EXPECT_EQ(run_switchyard(join(exchange, {"--tokens", "1,9", "--ranks", "3"})).exit_code, 0);
   EXPECT_EQ(rows_of(path).size(), 10u);
 
