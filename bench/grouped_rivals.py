@@ -255,7 +255,7 @@ def import_deepgemm(problem):
         raise LeftOut("it has no SwiGLU")
     try:
         import deep_gemm
-    except ImportError as missing:
+    except (ImportError, OSError) as missing:  # OSError: its library is of another PyTorch
         raise LeftOut(missing) from missing
     return deep_gemm
 
