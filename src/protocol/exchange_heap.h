@@ -57,6 +57,8 @@ class ExchangeHeap {
     std::uint64_t code_bytes = 0;    // of a token, without scales
     std::uint64_t scale_bytes = 0;   // of a token's scales
     std::uint64_t result_bytes = 0;  // of a row of results
+    // Of a row as its source describes it. An engine may have entries of its own.
+    std::uint64_t entry_bytes = sizeof(ExchangeEntry);
   };
 
   ExchangeHeap() = default;
@@ -78,7 +80,8 @@ class ExchangeHeap {
     counts_ = place(2 * num_ranks_ * counts_row_ * sizeof(std::uint64_t));
     arrived_ = place(2 * num_ranks_ * kFlagBytes);
     returned_ = place(2 * num_ranks_ * kFlagBytes);
-    entries_ = place(2 * num_ranks_ * list_ * sizeof(ExchangeEntry));
+    entry_bytes_ = shape.entry_bytes;
+    entries_ = place(2 * num_ranks_ * list_ * entry_bytes_);
     pool_ = place(2 * num_ranks_ * max_tokens_ * token_bytes_);
     cells_ = place(2 * max_tokens_ * top_k_ * cell_bytes_);
     bytes_ = at;
@@ -87,6 +90,7 @@ class ExchangeHeap {
   std::uint64_t bytes() const { return bytes_; }
   // The bytes, from the start, that must be zero before the first call.
   std::uint64_t flag_bytes() const { return entries_; }
+  std::uint64_t list() const { return list_; }  // the most entries of one source
   SWITCHYARD_HOST_DEVICE std::uint64_t scale_offset() const { return scale_offset_; }
 
   // Regions of the heap at `base`, for call number `call` of its kind.
@@ -102,9 +106,9 @@ class ExchangeHeap {
                                                  int source) const {
     return reinterpret_cast<std::uint64_t*>(base + returned_ + part(call, source) * kFlagBytes);
   }
-  SWITCHYARD_HOST_DEVICE ExchangeEntry* entries(std::byte* base, std::uint64_t call,
-                                                int source) const {
-    return reinterpret_cast<ExchangeEntry*>(base + entries_) + part(call, source) * list_;
+  template <typename Entry = ExchangeEntry>
+  SWITCHYARD_HOST_DEVICE Entry* entries(std::byte* base, std::uint64_t call, int source) const {
+    return reinterpret_cast<Entry*>(base + entries_) + part(call, source) * list_;
   }
   SWITCHYARD_HOST_DEVICE std::byte* pool(std::byte* base, std::uint64_t call, int source,
                                          std::uint64_t position) const {
@@ -130,6 +134,7 @@ class ExchangeHeap {
   std::uint64_t num_ranks_ = 0, max_tokens_ = 0, top_k_ = 0;
   std::uint64_t counts_row_ = 0;  // words of one source
   std::uint64_t list_ = 0;        // entries of one source
+  std::uint64_t entry_bytes_ = 0;
   std::uint64_t scale_offset_ = 0, token_bytes_ = 0, cell_bytes_ = 0;
   std::uint64_t counts_ = 0, arrived_ = 0, returned_ = 0, entries_ = 0, pool_ = 0, cells_ = 0,
                 bytes_ = 0;

@@ -1,13 +1,530 @@
-// Exchange on the GPU: not there yet, and every exchange that is asked for says so.
+// Exchange on the GPU: what is prepared once, and which kernels are a call.
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <new>
+#include <nvtx3/nvtx3.hpp>
+#include <optional>
+#include <vector>
+
 #include "exchange/engine.h"
+#include "fabric/collective.h"
+#include "fabric/fabric.h"
+#include "gpu/device.h"
+#include "gpu/dispatch/launch.h"
+#include "gpu/host/abort_link.h"
+#include "gpu/host/cuda_error.h"
+#include "gpu/host/device_scope.h"
+#include "gpu/host/mapped_memory.h"
+#include "gpu/host/pass_memory.h"
+#include "gpu/host/symmetric_memory.h"
+#include "gpu/operators/launch.h"
+#include "layer/failure.h"
 #include "switchyard/error.h"
 
 namespace switchyard::gpu {
+namespace {
 
-std::unique_ptr<ExchangeEngine> make_exchange(const World&, const ExchangeProblem&,
-                                              const ExchangeOptions&) {
-  throw Error(ErrorCode::kUnsupported,
-              "there are no exchanges on GPUs in this build; use Backend::kCpu");
+using protocol::ceil_div;
+
+// What profilers show of the host's calls, in a domain of their own.
+struct NvtxDomain {
+  static constexpr const char* name = "switchyard";
+};
+using HostRange = nvtx3::scoped_range_in<NvtxDomain>;
+
+cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+void require_aligned(const char* what, const void* data, std::int64_t row_bytes,
+                     std::int64_t rows) {
+  if (rows == 0 || (reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && row_bytes % 16 == 0)) {
+    return;
+  }
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("{} start at {} with {} bytes from row to row; the GPU moves 16 bytes at "
+                          "a time, so both must be multiples of 16",
+                          what, data, row_bytes));
+}
+
+// Cuts memory into arrays.
+class Cutter {
+ public:
+  template <typename T>
+  std::size_t add(std::size_t count) {
+    const std::size_t at = bytes_;
+    bytes_ += protocol::round_up<std::size_t>(std::max<std::size_t>(count, 1) * sizeof(T), 256);
+    return at;
+  }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  std::size_t bytes_ = 0;
+};
+
+class Handle final : public ExchangeHandle::State {
+ public:
+  DeviceBuffer memory;
+  HandleSite site{};
+  bool fresh = true;  // the last dispatch gave it its contents
+};
+
+class Engine final : public ExchangeEngine {
+ public:
+  Engine(const World& world, const ExchangeProblem& problem, const ExchangeOptions& options);
+  ~Engine() override;
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  std::unique_ptr<State> make_handle() override;
+  void dispatch_send(const DispatchInput& input, State& handle) override;
+  void dispatch_recv(const DispatchOutput& output, State& handle) override;
+  std::int64_t rows_needed(State& handle, void* stream) override;
+  void combine_send(const CombineInput& input, State& handle) override;
+  void combine_recv(const CombineOutput& output, State& handle) override;
+  void check() override;
+  const ExchangeStats& stats() override;
+  PassTrace trace() override { return {}; }  // Refused when the exchange is made.
+  int num_threads() const override { return 0; }
+
+ private:
+  const ExchangeSpec& spec() const { return problem_.spec; }
+  int num_ranks() const { return problem_.num_ranks; }
+  void require_supported() const;
+  void prepare();
+  void describe();
+  void list_slots(const DispatchInput& input, const Handle& handle, cudaStream_t stream);
+  DispatchReceive receive_call(const Handle& handle) const;
+  void throw_found(volatile std::uint64_t& word, ErrorCode code, const std::string& message);
+  [[noreturn]] void fail();
+
+  World world_;
+  int device_;
+  unsigned blocks_ = 1;
+  protocol::ExchangeHeap heap_;
+  std::optional<SymmetricMemory> memory_;
+  DeviceBuffer words_, place_of_, workspace_;
+  std::unique_ptr<MappedMemory<ExchangeFailures>> failures_;
+  ExchangeSite site_{};
+  ExchangeStats stats_;
+  std::unique_ptr<AbortLink> abort_link_;
+  std::optional<Fabric::AbortHook> abort_hook_;  // last: it uses the heap and the link
+};
+
+Engine::Engine(const World& world, const ExchangeProblem& problem, const ExchangeOptions& options)
+    : ExchangeEngine(problem, options), world_(world), device_(options.device) {
+  attempt_together(world_.fabric(), [&] { require_supported(); });
+  protocol::ExchangeHeap::Shape shape;
+  shape.num_ranks = num_ranks();
+  shape.most_experts = problem_.places.max_count();
+  shape.max_tokens = spec().max_tokens;
+  shape.top_k = spec().top_k;
+  shape.code_bytes = problem_.token_bytes();
+  shape.scale_bytes = problem_.wire_bytes() - problem_.token_bytes();
+  shape.result_bytes = problem_.result_bytes();
+  shape.entry_bytes = sizeof(DeviceEntry);
+  heap_ = protocol::ExchangeHeap(shape);
+  const DeviceScope scope(device_);
+  memory_.emplace(world_.fabric(), heap_.bytes());
+  // Told to all ranks if it fails here. Also a barrier: nobody writes into a heap before its flags
+  // are down.
+  attempt_together(world_.fabric(), [&] { prepare(); });
+  abort_hook_.emplace(world_.fabric(), [this] { abort_link_->raise(site_.heaps); });
+}
+
+void Engine::require_supported() const {
+  const auto unsupported = [](const std::string& message) {
+    throw Error(ErrorCode::kUnsupported, message);
+  };
+  if (options_.trace) {
+    unsupported("trace is set, and exchanges on GPUs record none; leave it unset");
+  }
+  if (problem_.places.num_experts > static_cast<int>(kMostPermutedExperts)) {
+    unsupported(fmt::format("{} experts, or places of them; exchanges on GPUs have up to {}",
+                            problem_.places.num_experts, kMostPermutedExperts));
+  }
+  const int columns = problem_.quantised() ? 16 : 8;
+  if (spec().hidden % columns != 0) {
+    unsupported(fmt::format("hidden is {}; exchanges of {} on GPUs need a multiple of {}",
+                            spec().hidden, to_string(spec().dispatch), columns));
+  }
+  const int sms = device_info(device_).num_sms;
+  if (options_.max_sms > sms) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("max_sms is {}, and device {} has {} SMs; use as many at most",
+                            options_.max_sms, device_, sms));
+  }
+}
+
+void Engine::prepare() {
+  // Two blocks of the kernels that move rows fill an SM's queues.
+  blocks_ = options_.max_sms != 0 ? static_cast<unsigned>(options_.max_sms)
+                                  : 2 * static_cast<unsigned>(device_info(device_).num_sms);
+  SWITCHYARD_CUDA(load_dispatch_kernels());
+  SWITCHYARD_CUDA(load_combine_kernels());
+  SWITCHYARD_CUDA(load_permute_kernels());
+  std::byte* const mine = memory_->base(problem_.rank);
+  SWITCHYARD_CUDA(cudaMemset(mine, 0, heap_.flag_bytes()));
+  // NaN, so that no call gets away with reading what nobody wrote.
+  SWITCHYARD_CUDA(cudaMemset(mine + heap_.flag_bytes(), 0xff, heap_.bytes() - heap_.flag_bytes()));
+  words_ = DeviceBuffer(sizeof(ExchangeWords));
+  SWITCHYARD_CUDA(cudaMemset(words_.data(), 0, words_.bytes()));
+  if (!problem_.place_of.empty()) {
+    place_of_ = DeviceBuffer(problem_.place_of.size() * sizeof(std::int32_t));
+    place_of_.upload(problem_.place_of.data(), place_of_.bytes());
+  }
+  const auto most_slots =
+      static_cast<std::uint32_t>(spec().max_tokens) * static_cast<std::uint32_t>(spec().top_k);
+  const std::size_t chunks = std::max(PermutePlan::kChunks, PermutePlan(most_slots).chunks);
+  workspace_ = DeviceBuffer(static_cast<std::size_t>(problem_.places.num_experts) * (chunks + 1) *
+                            sizeof(std::uint32_t));
+  failures_ = std::make_unique<MappedMemory<ExchangeFailures>>();
+  abort_link_ = std::make_unique<AbortLink>(device_);
+  describe();
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+}
+
+void Engine::describe() {
+  site_.heaps.experts = problem_.places;
+  site_.heaps.rank = problem_.rank;
+  for (int r = 0; r < num_ranks(); ++r) site_.heaps.base[r] = memory_->base(r);
+  site_.heap = heap_;
+  site_.words = reinterpret_cast<ExchangeWords*>(words_.data());
+  site_.failures = const_cast<ExchangeFailures*>(failures_->on_device());
+  site_.deadline_ns =
+      static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
+  site_.top_k = static_cast<std::uint32_t>(spec().top_k);
+  site_.hidden = static_cast<std::uint32_t>(spec().hidden);
+  site_.list = static_cast<std::uint32_t>(heap_.list());
+  site_.most_tokens = static_cast<std::uint32_t>(spec().max_tokens);
+  stats_.heap_bytes_reserved = heap_.bytes();
+}
+
+// Freeing memory waits for the device, however long that takes: so that is waited for first, by
+// somebody who can be left behind.
+Engine::~Engine() {
+  abort_hook_.reset();
+  if (abort_link_ == nullptr || device_is_idle(device_, options_.deadline)) return;
+  abort_link_->raise(site_.heaps);
+  if (device_is_idle(device_, std::chrono::seconds(1))) return;
+  const auto leak = [](auto& owner) { (void)new (std::nothrow) auto(std::move(owner)); };
+  leak(memory_);
+  leak(words_);
+  leak(place_of_);
+  leak(workspace_);
+  leak(failures_);
+  leak(abort_link_);
+}
+
+std::unique_ptr<ExchangeHandle::State> Engine::make_handle() {
+  const auto slots =
+      static_cast<std::size_t>(spec().max_tokens) * static_cast<std::size_t>(spec().top_k);
+  const auto ranks = static_cast<std::size_t>(num_ranks());
+  const auto own = static_cast<std::size_t>(problem_.num_own());
+  const std::size_t arrivals = ranks * site_.list;
+  Cutter cut;
+  const std::size_t places = cut.add<std::int32_t>(slots), weights = cut.add<float>(slots),
+                    positions = cut.add<std::int32_t>(slots),
+                    ends = cut.add<std::int32_t>(
+                        static_cast<std::size_t>(problem_.places.num_experts)),
+                    plan = cut.add<PlanWords>(1), row_base = cut.add<std::uint32_t>(ranks * own),
+                    packed_base = cut.add<std::uint32_t>(ranks * own),
+                    limit = cut.add<std::uint32_t>(own), own_ends = cut.add<std::int32_t>(own),
+                    list = cut.add<DeviceArrival>(arrivals),
+                    siblings = cut.add<std::uint32_t>(spec().pre_sum ? arrivals : 0),
+                    index_of = cut.add<std::uint32_t>(spec().pre_sum ? ranks * slots : 0);
+  auto handle = std::make_unique<Handle>();
+  const DeviceScope scope(device_);
+  handle->memory = DeviceBuffer(cut.bytes());
+  const auto at = [&]<typename T>(T*& pointer, std::size_t offset) {
+    pointer = reinterpret_cast<T*>(handle->memory.data() + offset);
+  };
+  HandleSite& site = handle->site;
+  at(site.places, places);
+  at(site.weights, weights);
+  at(site.positions, positions);
+  at(site.ends, ends);
+  at(site.plan, plan);
+  at(site.row_base, row_base);
+  at(site.packed_base, packed_base);
+  at(site.limit, limit);
+  at(site.own_ends, own_ends);
+  at(site.arrivals, list);
+  if (spec().pre_sum) {
+    at(site.siblings, siblings);
+    at(site.index_of, index_of);
+  }
+  return handle;
+}
+
+// ------------------------------------------------------------------------------------ dispatch
+
+// Places, weights, and each slot's number among those of its place.
+void Engine::list_slots(const DispatchInput& input, const Handle& handle, cudaStream_t stream) {
+  PrepareCall call{};
+  call.slots = static_cast<std::uint32_t>(input.tokens.rows) * site_.top_k;
+  call.top_k = site_.top_k;
+  call.ids = input.ids.data();
+  call.wide_ids = input.ids.dtype() == DType::kI64;
+  call.weights = input.weights.empty() ? nullptr : input.weights.data();
+  call.bf16_weights = input.weights.dtype() == DType::kBF16;
+  call.place_of = reinterpret_cast<const std::int32_t*>(place_of_.data());
+  call.num_experts = spec().num_experts;
+  call.places = handle.site.places;
+  call.to = handle.site.weights;
+  SWITCHYARD_CUDA(launch_prepare(site_, call, blocks_, stream));
+  PermuteCall permute{};
+  permute.ids = handle.site.places;
+  permute.slots = call.slots;
+  permute.top_k = call.top_k;
+  permute.num_experts = static_cast<std::uint32_t>(problem_.places.num_experts);
+  permute.ends = handle.site.ends;
+  permute.positions = handle.site.positions;
+  const PermutePlan plan(call.slots);
+  permute.chunks = plan.chunks;
+  permute.chunk = plan.chunk;
+  if (plan.chunks > blocks_) {
+    permute.chunk = std::clamp(
+        protocol::round_up(ceil_div<std::uint32_t>(call.slots, blocks_), PermutePlan::kStep),
+        plan.chunk, std::max(plan.chunk, PermutePlan::kMostSlots));
+    permute.chunks = ceil_div(call.slots, permute.chunk);
+  }
+  permute.totals = reinterpret_cast<std::uint32_t*>(workspace_.data());
+  permute.counts = permute.totals + problem_.places.num_experts;
+  SWITCHYARD_CUDA(launch_permute(permute, stream));
+}
+
+void Engine::dispatch_send(const DispatchInput& input, State& state) {
+  const HostRange range{"dispatch_send", nvtx3::payload{input.tokens.rows}};
+  auto& handle = static_cast<Handle&>(state);
+  const MatrixView& tokens = input.tokens;
+  const auto element = static_cast<std::int64_t>(size_of(tokens.dtype));
+  if (tokens.rows > 0) {
+    require_aligned("tokens", tokens.data, tokens.rows > 1 ? tokens.row_stride * element : 0,
+                    tokens.rows);
+  }
+  const DeviceScope scope(device_);
+  const cudaStream_t stream = stream_of(input.stream);
+  if (!input.reuse) list_slots(input, handle, stream);
+  DispatchSend call{};
+  call.tokens = static_cast<const std::byte*>(tokens.data);
+  call.token_stride = tokens.row_stride * element;
+  call.scales = tokens.scale;
+  call.scale_stride = tokens.scale_stride;
+  call.count = static_cast<std::uint32_t>(tokens.rows);
+  call.wire_bytes = static_cast<std::uint32_t>(problem_.token_bytes());
+  call.groups = static_cast<std::uint32_t>(problem_.groups());
+  call.num_places = static_cast<std::uint32_t>(problem_.places.num_experts);
+  call.fresh = !input.reuse;
+  Wire wire = Wire::kCopy;
+  if (problem_.quantised() && tokens.rows > 0 && tokens.dtype != DType::kF8E4M3) {
+    wire = tokens.dtype == DType::kBF16  ? Wire::kFromBF16
+           : tokens.dtype == DType::kF16 ? Wire::kFromF16
+                                         : Wire::kFromF32;
+  }
+  SWITCHYARD_CUDA(launch_dispatch_send(site_, handle.site, call, wire, blocks_, stream));
+  handle.fresh = !input.reuse;
+}
+
+DispatchReceive Engine::receive_call(const Handle& handle) const {
+  DispatchReceive call{};
+  call.wire_bytes = static_cast<std::uint32_t>(problem_.token_bytes());
+  call.groups = static_cast<std::uint32_t>(problem_.groups());
+  call.layout = spec().layout;
+  call.own_experts = static_cast<std::uint32_t>(problem_.num_own());
+  call.fresh = handle.fresh;
+  return call;
+}
+
+void Engine::dispatch_recv(const DispatchOutput& output, State& state) {
+  const HostRange range{"dispatch_recv"};
+  const auto& handle = static_cast<Handle&>(state);
+  DispatchReceive call = receive_call(handle);
+  call.rows = static_cast<std::byte*>(output.rows);
+  call.capacity = output.capacity;
+  call.row_stride = (output.row_stride == 0 ? spec().hidden : output.row_stride) *
+                    static_cast<std::int64_t>(size_of(spec().dispatch));
+  require_aligned("the output's rows", output.rows, call.row_stride, output.capacity);
+  call.scales = output.scales;
+  call.scale_stride = output.scale_stride == 0 ? problem_.groups() : output.scale_stride;
+  call.ends = output.ends;
+  call.counts = output.counts;
+  call.num_rows = output.num_rows;
+  call.origins = output.origins;
+  call.weights = output.weights;
+  const DeviceScope scope(device_);
+  const cudaStream_t stream = stream_of(output.stream);
+  SWITCHYARD_CUDA(launch_await_dispatch(site_, handle.site, call, stream));
+  SWITCHYARD_CUDA(launch_place_rows(site_, handle.site, call, blocks_, stream));
+}
+
+std::int64_t Engine::rows_needed(State& state, void* where) {
+  const auto& handle = static_cast<Handle&>(state);
+  const DeviceScope scope(device_);
+  const cudaStream_t stream = stream_of(where);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  SWITCHYARD_CUDA(cudaStreamIsCapturing(stream, &capture));
+  if (capture != cudaStreamCaptureStatusNone) {
+    throw Error(ErrorCode::kUnsupported,
+                "rows_needed() of a handle waits on the host, and the stream is being captured; "
+                "use rows_needed() without one");
+  }
+  if (calls()->dispatch == &state) {
+    DispatchReceive call = receive_call(handle);
+    call.capacity = -1;
+    SWITCHYARD_CUDA(launch_await_dispatch(site_, handle.site, call, stream));
+  }
+  PlanWords plan;
+  SWITCHYARD_CUDA(
+      cudaMemcpyAsync(&plan, handle.site.plan, sizeof plan, cudaMemcpyDeviceToHost, stream));
+  SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+  check();
+  return plan.layout_rows;
+}
+
+// ------------------------------------------------------------------------------------- combine
+
+void Engine::combine_send(const CombineInput& input, State& state) {
+  const HostRange range{"combine_send"};
+  const MatrixView& rows = input.rows;
+  CombineSend call{};
+  call.rows = static_cast<const std::byte*>(rows.data);
+  call.row_stride = rows.row_stride * static_cast<std::int64_t>(size_of(rows.dtype));
+  call.num_rows = rows.rows;
+  require_aligned("rows", rows.data, rows.rows > 1 ? call.row_stride : 0, rows.rows);
+  call.weighs = spec().weights == CombineWeights::kBySender;
+  call.pre_sum = spec().pre_sum;
+  const DeviceScope scope(device_);
+  SWITCHYARD_CUDA(launch_combine_send(site_, static_cast<Handle&>(state).site, call, spec().combine,
+                                      blocks_, stream_of(input.stream)));
+}
+
+void Engine::combine_recv(const CombineOutput& output, State& state) {
+  const HostRange range{"combine_recv"};
+  CombineReceive call{};
+  call.out = output.data;
+  call.to = output.dtype;
+  call.out_stride = output.row_stride == 0 ? spec().hidden : output.row_stride;
+  call.tokens = static_cast<std::uint32_t>(state.tokens);
+  call.scale = output.scale;
+  call.accumulate = output.accumulate;
+  call.weighs = spec().weights == CombineWeights::kByReceiver;
+  call.pre_sum = spec().pre_sum;
+  require_aligned("the output's rows", output.data,
+                  call.out_stride * static_cast<std::int64_t>(size_of(output.dtype)), state.tokens);
+  const DeviceScope scope(device_);
+  const cudaStream_t stream = stream_of(output.stream);
+  SWITCHYARD_CUDA(launch_await_combine(site_, stream));
+  if (call.tokens == 0) return;
+  SWITCHYARD_CUDA(launch_sum_tokens(site_, static_cast<Handle&>(state).site, call, spec().combine,
+                                    blocks_, stream));
+}
+
+// ------------------------------------------------------------------------------------ failures
+
+// Each is told once, and the exchange lives.
+void Engine::throw_found(volatile std::uint64_t& word, ErrorCode code, const std::string& message) {
+  word = 0;
+  throw Error(code, message + " (in a call that has ended on the device)");
+}
+
+void Engine::check() {
+  if (world_.fabric().was_aborted()) throw_called_off(world_.rank(), "exchange");
+  volatile ExchangeFailures& failures = **failures_;
+  if (failures.given_up != 0) fail();
+  const auto low = [](std::uint64_t word) { return static_cast<std::uint32_t>(word); };
+  const auto high = [](std::uint64_t word) {
+    return static_cast<std::uint32_t>((word & ~ExchangeFailures::kFound) >> 32);
+  };
+  if (const std::uint64_t word = failures.twice; word != 0) {
+    throw_found(failures.twice, ErrorCode::kInvalidArgument,
+                fmt::format("token {} names expert {} twice; ids must be distinct within a token, "
+                            "and the later slot was none",
+                            high(word), low(word)));
+  }
+  if (const std::uint64_t word = failures.padded; word != 0) {
+    throw_found(
+        failures.padded, ErrorCode::kCapacityExceeded,
+        fmt::format("expert {} got {} rows, and the padded layout has room for {}; make an "
+                    "exchange with more (layout.size), or with another layout; rows without room "
+                    "were not stored, and count as zeros in combine",
+                    static_cast<std::uint32_t>(problem_.own().begin) + high(word), low(word),
+                    spec().layout.size));
+  }
+  if (const std::uint64_t word = failures.capacity; word != 0) {
+    throw_found(failures.capacity, ErrorCode::kCapacityExceeded,
+                fmt::format("{} rows came to rank {}, and the output had less room (capacity); "
+                            "rows_needed() says how many there are; rows without room were not "
+                            "stored",
+                            low(word), problem_.rank));
+  }
+  if (const std::uint64_t word = failures.results; word != 0) {
+    throw_found(failures.results, ErrorCode::kShapeMismatch,
+                fmt::format("combine got fewer rows of results than {}, the last row that was "
+                            "received; pass a result for each; what was missing counted as zeros",
+                            low(word)));
+  }
+}
+
+void Engine::fail() {
+  volatile ExchangeFailures& failures = **failures_;
+  const DeviceScope scope(device_);
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  if (const std::uint64_t word = failures.mixture; word != 0) {
+    const std::uint64_t of = failures.mixture_of;
+    failures.mixture = 0;
+    throw Error(ErrorCode::kSpecMismatch,
+                fmt::format("in dispatch {} rank {} uses the rows of dispatch {}, and rank {} "
+                            "those of dispatch {}; reuse handles of the same dispatch on all "
+                            "ranks, or on none; this exchange cannot be used any more, make a new "
+                            "one on every rank",
+                            of >> 32, (word & ~ExchangeFailures::kFound) >> 32,
+                            static_cast<std::uint32_t>(word), problem_.rank,
+                            static_cast<std::uint32_t>(of)));
+  }
+  const auto control_of = [this](int rank) {
+    protocol::Control control;
+    SWITCHYARD_CUDA(
+        cudaMemcpy(&control, site_.heaps.control(rank), sizeof control, cudaMemcpyDeviceToHost));
+    return control;
+  };
+  std::uint64_t abort = control_of(problem_.rank).abort;
+  if (abort == 0) abort = static_cast<std::uint64_t>(problem_.rank) + 1;
+  throw_abort(
+      world_, abort, [&](int failed) { return control_of(failed).failure; }, "exchange");
+}
+
+const ExchangeStats& Engine::stats() {
+  const DeviceScope scope(device_);
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  check();
+  ExchangeWords words;
+  words_.download(&words, sizeof words);
+  const auto others = static_cast<std::uint64_t>(num_ranks() - 1);
+  const auto far_places =
+      static_cast<std::uint64_t>(problem_.places.num_experts - problem_.num_own());
+  stats_.dispatches = words.dispatch;
+  stats_.combines = words.combine;
+  stats_.tokens = words.tokens;
+  stats_.tokens_sent = words.tokens_sent;
+  stats_.rows_received = words.rows_received;
+  stats_.rows_returned = words.rows_returned;
+  stats_.dispatch_bytes = words.tokens_sent * problem_.wire_bytes() +
+                          words.entries_sent * std::uint64_t{sizeof(DeviceEntry)};
+  stats_.combine_bytes = words.rows_returned * problem_.result_bytes();
+  stats_.signal_bytes =
+      sizeof(std::uint64_t) *
+      (others * ((words.dispatch != 0 ? 1u : 0u) + (words.combine != 0 ? 1u : 0u)) +
+       words.fresh * far_places);
+  return stats_;
+}
+
+}  // namespace
+
+std::unique_ptr<ExchangeEngine> make_exchange(const World& world, const ExchangeProblem& problem,
+                                              const ExchangeOptions& options) {
+  const HostRange range{"make exchange"};
+  return std::make_unique<Engine>(world, problem, options);
 }
 
 }  // namespace switchyard::gpu

@@ -239,6 +239,17 @@ __global__ void __launch_bounds__(kThreads) place_slots(const PermuteCall call) 
 
 }  // namespace
 
+cudaError_t load_permute_kernels() {
+  cudaFuncAttributes facts;
+  for (const cudaError_t result :
+       {cudaFuncGetAttributes(&facts, place_slots<true>),
+        cudaFuncGetAttributes(&facts, count_chunks), cudaFuncGetAttributes(&facts, sum_chunks),
+        cudaFuncGetAttributes(&facts, place_slots<false>)}) {
+    if (result != cudaSuccess) return result;
+  }
+  return cudaSuccess;
+}
+
 cudaError_t launch_permute(const PermuteCall& call, cudaStream_t stream) {
   // As many entries as one block fills in about the time that it needs for its slots.
   constexpr std::int64_t kAloneRows = 1 << 16, kFilledByBlock = 1 << 12, kMostFilling = 264;

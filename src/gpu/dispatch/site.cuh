@@ -1,0 +1,173 @@
+// What the kernels of Exchange have in common: how they begin, wait, share units of work out, and
+// how a send ends.
+#pragma once
+
+#include <cstdint>
+
+#include "gpu/dispatch/params.h"
+#include "gpu/pipeline/pace.cuh"
+#include "gpu/ptx/memory.cuh"
+#include "protocol/wait.h"
+
+namespace switchyard::gpu {
+
+inline constexpr std::uint32_t kMoverThreads = 512, kMoverWarps = kMoverThreads / 32;
+
+// A word that the host reads while kernels run.
+template <typename T>
+__device__ __forceinline__ void tell(T& word, T value) {
+  *static_cast<volatile T*>(&word) = value;
+}
+
+// False if the exchange is dead: then the kernel does nothing. Called by all threads of a block.
+__device__ __forceinline__ bool is_alive(const ExchangeSite& site) {
+  const bool dead = threadIdx.x == 0 && protocol::aborted(site.heaps);
+  if (__syncthreads_or(dead) == 0) return true;
+  if (threadIdx.x == 0) tell(site.failures->given_up, std::uint32_t{1});
+  return false;
+}
+
+// Waits until the flags of all ranks are of call `number`; false if the exchange died. Called by a
+// whole warp, whose lanes have acquired what the ranks wrote when it returns. `flag_of(rank)` is
+// the address of a flag.
+template <typename FlagOf>
+__device__ __forceinline__ bool await_all(const ExchangeSite& site, protocol::Phase phase,
+                                          std::uint64_t number, std::uint64_t of_all,
+                                          FlagOf&& flag_of) {
+  static_assert(protocol::kMaxRanks <= 64);
+  const int lane = static_cast<int>(threadIdx.x % 32), ranks = site.heaps.size();
+  bool low = lane < ranks, high = lane + 32 < ranks;  // are missing
+  const auto ready = [&] {
+    if (low) low = !protocol::is_of(protocol::load_acquire(flag_of(lane)), number);
+    if (high) high = !protocol::is_of(protocol::load_acquire(flag_of(lane + 32)), number);
+    return __any_sync(~0u, low || high) == 0;
+  };
+  const auto missing = [&] {
+    const std::uint32_t first = __ballot_sync(~0u, low), second = __ballot_sync(~0u, high);
+    const int peer = first != 0 ? __ffs(first) - 1 : second != 0 ? 31 + __ffs(second) : 0;
+    const std::uint64_t seen = protocol::load_relaxed(flag_of(peer));
+    return protocol::Missing{phase, peer, static_cast<std::uint64_t>(peer),
+                             protocol::flag_of(number), seen >> 32};
+  };
+  WarpPace pace;
+  const bool came = protocol::wait_until(site.heaps, of_all, site.deadline_ns, pace, ready,
+                                         missing) == protocol::WaitResult::kReady;
+  __syncwarp();
+  if (!came && lane == 0) tell(site.failures->given_up, std::uint32_t{1});
+  return came;
+}
+
+// How the warps of a grid share rows of some steps out: a row has as many parts as there are warps
+// for it, but no part without a step.
+struct Units {
+  std::uint32_t parts, steps, steps_of_part, count;
+
+  __device__ Units(std::uint32_t rows, std::uint32_t steps_of_row) : steps(steps_of_row) {
+    const std::uint32_t warps = stride();
+    parts = rows >= warps ? 1 : rows == 0 ? 1 : min(warps / rows, steps);
+    steps_of_part = protocol::ceil_div(steps, parts);
+    count = rows * parts;  // at most the larger of rows and warps
+  }
+  __device__ static std::uint32_t first() {
+    // Neighbouring units in different blocks: few rows use as many SMs as there are.
+    return threadIdx.x / 32 * gridDim.x + blockIdx.x;
+  }
+  __device__ static std::uint32_t stride() { return gridDim.x * kMoverWarps; }
+  __device__ std::uint32_t row(std::uint32_t unit) const { return unit / parts; }
+  __device__ std::uint32_t part(std::uint32_t unit) const { return unit % parts; }
+  __device__ std::uint32_t begin(std::uint32_t part) const { return part * steps_of_part; }
+  __device__ std::uint32_t end(std::uint32_t part) const {
+    return min((part + 1) * steps_of_part, steps);
+  }
+};
+
+// Rows as bytes: a lane has kAtOnce vectors of a step.
+struct CopySteps {
+  static constexpr std::uint32_t kAtOnce = 4, kBytes = 16 * 32 * kAtOnce;
+
+  __device__ static std::uint32_t count(std::uint32_t bytes) {
+    return protocol::ceil_div(bytes, kBytes);
+  }
+  __device__ static std::uint32_t at(std::uint32_t step, std::uint32_t i) {
+    return step * kBytes + (i * 32 + threadIdx.x % 32) * 16;
+  }
+};
+using Vectors = uint4[CopySteps::kAtOnce];
+
+__device__ __forceinline__ void load_step(Vectors& v, const std::byte* row, std::uint32_t step,
+                                          std::uint32_t bytes) {
+#pragma unroll
+  for (std::uint32_t i = 0; i < CopySteps::kAtOnce; ++i) {
+    const std::uint32_t at = CopySteps::at(step, i);
+    v[i] = uint4{0, 0, 0, 0};
+    if (at < bytes) v[i] = __ldcg(reinterpret_cast<const uint4*>(row + at));
+  }
+}
+__device__ __forceinline__ void store_step(std::byte* row, const Vectors& v, std::uint32_t step,
+                                           std::uint32_t bytes) {
+#pragma unroll
+  for (std::uint32_t i = 0; i < CopySteps::kAtOnce; ++i) {
+    const std::uint32_t at = CopySteps::at(step, i);
+    if (at < bytes) store_vector(row + at, v[i]);
+  }
+}
+
+// Whose an arrival is: numbers of arrivals go through all ranks' lists.
+struct Sources {
+  std::uint32_t first[protocol::kMaxRanks + 1];
+};
+__device__ __forceinline__ void load_sources(Sources& sources, const PlanWords& plan, int ranks) {
+  for (int r = static_cast<int>(threadIdx.x); r <= ranks; r += static_cast<int>(blockDim.x)) {
+    sources.first[r] = plan.first[r];
+  }
+  __syncthreads();
+}
+__device__ __forceinline__ int source_of(const Sources& sources, int ranks, std::uint32_t arrival) {
+  int low = 0, high = ranks - 1;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (arrival < sources.first[middle + 1]) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
+// Adds what a block's warps counted; called by all threads, once, before ends_last().
+__device__ __forceinline__ void add_counts(const ExchangeSite& site, std::uint32_t first,
+                                           std::uint32_t second) {
+  __shared__ std::uint32_t sums[2];
+  if (threadIdx.x < 2) sums[threadIdx.x] = 0;
+  __syncthreads();
+  if (threadIdx.x % 32 == 0 && (first | second) != 0) {
+    atomicAdd(&sums[0], first);
+    atomicAdd(&sums[1], second);
+  }
+  __syncthreads();
+  if (threadIdx.x < 2 && sums[threadIdx.x] != 0) {
+    atomicAdd(&site.words->counting[threadIdx.x], sums[threadIdx.x]);
+  }
+}
+__device__ __forceinline__ std::uint32_t take_count(const ExchangeSite& site, int i) {
+  return atomicExch(&site.words->counting[i], 0u);
+}
+
+// The end of a send: true in the block that ends last. What all blocks wrote, into all heaps, comes
+// before what that block writes afterwards with release order at system scope. The fence is of
+// system scope because the writes were to other GPUs, and one thread's is enough: it has passed
+// the block's barrier after all of its threads' writes, and fences are cumulative.
+__device__ __forceinline__ bool ends_last(const ExchangeSite& site) {
+  __syncthreads();
+  bool last = false;
+  if (threadIdx.x == 0) {
+    fence_system();
+    last = atomicAdd(&site.words->ended_blocks, 1u) == gridDim.x - 1;
+    fence_system();
+    if (last) site.words->ended_blocks = 0;
+  }
+  return __syncthreads_or(last) != 0;
+}
+
+}  // namespace switchyard::gpu
