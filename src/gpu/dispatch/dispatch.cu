@@ -29,11 +29,8 @@ __device__ __forceinline__ std::int64_t id_of(const PrepareCall& call, std::uint
                        : static_cast<const std::int32_t*>(call.ids)[slot];
 }
 
-__global__ void __launch_bounds__(kPrepareThreads)
-    prepare(const __grid_constant__ ExchangeSite site, const __grid_constant__ PrepareCall call) {
-  if (!is_alive(site)) return;
-  const std::uint32_t slot = blockIdx.x * kPrepareThreads + threadIdx.x;
-  if (slot >= call.slots) return;
+__device__ __forceinline__ void prepare_slot(const ExchangeSite& site, const PrepareCall& call,
+                                             std::uint32_t slot) {
   const std::int64_t id = id_of(call, slot);
   std::int32_t place = -1;
   if (id >= 0 && id < call.num_experts) {
@@ -56,6 +53,15 @@ __global__ void __launch_bounds__(kPrepareThreads)
                  : static_cast<const float*>(call.weights)[slot];
   }
   call.to[slot] = weight;
+}
+
+__global__ void __launch_bounds__(kPrepareThreads)
+    prepare(const __grid_constant__ ExchangeSite site, const __grid_constant__ PrepareCall call) {
+  if (!is_alive(site)) return;
+  for (std::uint32_t slot = blockIdx.x * kPrepareThreads + threadIdx.x; slot < call.slots;
+       slot += gridDim.x * kPrepareThreads) {
+    prepare_slot(site, call, slot);
+  }
 }
 
 // --------------------------------------------------------------------------------------- send
@@ -148,8 +154,9 @@ __device__ __forceinline__ void publish_counts(const ExchangeSite& site, const H
   }
 }
 
+// Two blocks of an SM: the compiler would aim at three, and spill.
 template <Wire kWire>
-__global__ void __launch_bounds__(kMoverThreads)
+__global__ void __launch_bounds__(kMoverThreads, 2)
     send_tokens(const __grid_constant__ ExchangeSite site,
                 const __grid_constant__ HandleSite handle,
                 const __grid_constant__ DispatchSend call) {
@@ -434,10 +441,11 @@ __global__ void __launch_bounds__(kMoverThreads)
 
 }  // namespace
 
-cudaError_t launch_prepare(const ExchangeSite& site, const PrepareCall& call, cudaStream_t stream) {
+cudaError_t launch_prepare(const ExchangeSite& site, const PrepareCall& call, unsigned blocks,
+                           cudaStream_t stream) {
   if (call.slots == 0) return cudaSuccess;
-  prepare<<<protocol::ceil_div(call.slots, kPrepareThreads), kPrepareThreads, 0, stream>>>(site,
-                                                                                           call);
+  const unsigned count = std::min(blocks, protocol::ceil_div(call.slots, kPrepareThreads));
+  prepare<<<count, kPrepareThreads, 0, stream>>>(site, call);
   return cudaGetLastError();
 }
 

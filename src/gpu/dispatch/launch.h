@@ -15,7 +15,8 @@ cudaError_t load_dispatch_kernels();
 cudaError_t load_combine_kernels();
 
 // Places and weights of slots.
-cudaError_t launch_prepare(const ExchangeSite& site, const PrepareCall& call, cudaStream_t stream);
+cudaError_t launch_prepare(const ExchangeSite& site, const PrepareCall& call, unsigned blocks,
+                           cudaStream_t stream);
 cudaError_t launch_dispatch_send(const ExchangeSite& site, const HandleSite& handle,
                                  const DispatchSend& call, Wire wire, unsigned blocks,
                                  cudaStream_t stream);

@@ -1,0 +1,707 @@
+// Exchange on GPUs against plain loops. Where there are fewer GPUs than ranks, ranks share them.
+#include "switchyard/exchange.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <optional>
+#include <thread>
+
+#include "gpu/device.h"
+#include "support/exchanges.h"
+#include "support/numbers.h"
+#include "support/on_gpu.h"
+#include "support/ranks.h"
+
+namespace switchyard::testing {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::HasSubstr;
+
+constexpr DType kFp8 = DType::kF8E4M3;
+
+// Eight ranks have sixteen streams on one device. Streams that share one of its queues wait for
+// each other, and a rank's kernels would wait behind another's that wait for them.
+const bool kManyQueues = ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0) == 0;
+
+using GpuExchange = OnGpu<::testing::Test>;
+
+ExchangeSpec small_spec(int num_experts = 12, int top_k = 3, int max_tokens = 20) {
+  ExchangeSpec spec;
+  spec.hidden = 144;  // one group of scales, and a shorter one
+  spec.num_experts = num_experts;
+  spec.top_k = top_k;
+  spec.max_tokens = max_tokens;
+  return spec;
+}
+
+// Memory that a batch needs on a rank's device.
+struct DeviceArrays {
+  std::int64_t capacity;
+  gpu::DeviceBuffer tokens, token_scales, ids, weights;
+  gpu::DeviceBuffer rows, scales, ends, counts, num_rows, origins, row_weights;
+  gpu::DeviceBuffer results, out;
+  MatrixView view;  // of the tokens
+  std::size_t slots = 0;
+
+  DeviceArrays(const ExchangeSpec& spec, ExpertRange own, std::int64_t room)
+      : capacity(room),
+        tokens(elements(spec, spec.max_tokens) * 4),
+        token_scales(static_cast<std::size_t>(spec.max_tokens) * groups(spec) * 4),
+        ids(all_slots(spec) * 8),
+        weights(all_slots(spec) * 4),
+        rows(elements(spec, room) * size_of(spec.dispatch)),
+        scales(static_cast<std::size_t>(room) * groups(spec) * 4),
+        ends(static_cast<std::size_t>(own.end - own.begin) * 4),
+        counts(ends.bytes()),
+        num_rows(4),
+        origins(static_cast<std::size_t>(room) * sizeof(RowOrigin)),
+        row_weights(static_cast<std::size_t>(room) * 4),
+        results(elements(spec, room) * size_of(spec.combine)),
+        out(elements(spec, spec.max_tokens) * 4) {}
+
+  static std::size_t groups(const ExchangeSpec& spec) {
+    return static_cast<std::size_t>((spec.hidden + 127) / 128);
+  }
+  static std::size_t elements(const ExchangeSpec& spec, std::int64_t of_rows) {
+    return static_cast<std::size_t>(of_rows * spec.hidden);
+  }
+  static std::size_t all_slots(const ExchangeSpec& spec) {
+    return static_cast<std::size_t>(spec.max_tokens) * static_cast<std::size_t>(spec.top_k);
+  }
+
+  // Waits for no other rank.
+  void load(const ExchangeBatch& batch, int rank) {
+    const auto r = static_cast<std::size_t>(rank);
+    const MatrixView host = batch.tokens[r].view();
+    view = host;
+    view.data = tokens.data();
+    tokens.upload(host.data, elements(batch.spec, host.rows) * size_of(host.dtype));
+    if (host.scale != nullptr) {
+      token_scales.upload(host.scale, static_cast<std::size_t>(host.rows) * groups(batch.spec) * 4);
+      view.scale = reinterpret_cast<const float*>(token_scales.data());
+    }
+    slots = batch.ids[r].size();
+    ids.upload(batch.ids[r].data(), slots * 8);
+    weights.upload(batch.weights[r].data(), slots * 4);
+  }
+  // In what the rows go to.
+  void poison(const ExchangeSpec& spec, ExpertRange own) {
+    const ExchangeArrays none(spec, own, capacity);
+    rows.upload(none.rows.view().data, rows.bytes());
+    if (!none.scales.empty()) scales.upload(none.scales.data(), none.scales.size() * 4);
+    origins.upload(none.origins.data(), origins.bytes());
+    row_weights.upload(none.weights.data(), row_weights.bytes());
+  }
+  DispatchInput input(const gpu::Stream& stream) const {
+    DispatchInput input;
+    input.tokens = view;
+    input.ids = {reinterpret_cast<const std::int64_t*>(ids.data()), DType::kI64, slots};
+    input.weights = {reinterpret_cast<const float*>(weights.data()), DType::kF32, slots};
+    input.stream = stream.handle();
+    return input;
+  }
+  DispatchOutput output(const ExchangeSpec& spec, const gpu::Stream& stream) const {
+    DispatchOutput out;
+    out.rows = rows.data();
+    out.capacity = capacity;
+    if (spec.dispatch == kFp8) out.scales = reinterpret_cast<float*>(scales.data());
+    out.ends = reinterpret_cast<std::int32_t*>(ends.data());
+    out.counts = reinterpret_cast<std::int32_t*>(counts.data());
+    out.num_rows = reinterpret_cast<std::int32_t*>(num_rows.data());
+    out.origins = reinterpret_cast<RowOrigin*>(origins.data());
+    out.weights = reinterpret_cast<float*>(row_weights.data());
+    out.stream = stream.handle();
+    return out;
+  }
+  ExchangeArrays fetch(const ExchangeSpec& spec, ExpertRange own) const {
+    ExchangeArrays got(spec, own, capacity);
+    rows.download(got.rows.row(0), rows.bytes());
+    if (!got.scales.empty()) scales.download(got.scales.data(), got.scales.size() * 4);
+    ends.download(got.ends.data(), ends.bytes());
+    counts.download(got.counts.data(), counts.bytes());
+    num_rows.download(&got.num_rows, 4);
+    origins.download(got.origins.data(), origins.bytes());
+    row_weights.download(got.weights.data(), row_weights.bytes());
+    return got;
+  }
+  CombineInput rows_back(const ExchangeSpec& spec, const gpu::Stream& stream) const {
+    CombineInput input;
+    input.rows = {results.data(), spec.combine, capacity, spec.hidden, spec.hidden};
+    input.stream = stream.handle();
+    return input;
+  }
+  CombineOutput sums(DType dtype, const gpu::Stream& stream) const {
+    CombineOutput output;
+    output.data = out.data();
+    output.dtype = dtype;
+    output.stream = stream.handle();
+    return output;
+  }
+  Matrix fetch_sums(const ExchangeBatch& batch, int rank, DType dtype) const {
+    Matrix sum(batch.count(rank), batch.spec.hidden, dtype);
+    out.download(sum.row(0), elements(batch.spec, sum.rows()) * size_of(dtype));
+    return sum;
+  }
+};
+
+ExchangeOptions options_of(int rank, ExchangeOptions options = {}) {
+  options.backend = Backend::kCuda;
+  options.device = rank % gpu::device_count();
+  return options;
+}
+
+// One rank's exchange. Nothing may be allocated while ranks that share a GPU wait for each other,
+// so all memory is there before the first call.
+struct Player {
+  World& world;
+  int rank;
+  std::optional<gpu::Stream> stream;
+  std::optional<Exchange> made;
+  ExchangeHandle handle;
+  std::vector<std::unique_ptr<DeviceArrays>> memory;
+
+  Player(World& its_world, const ExchangeSpec& spec, std::size_t batches = 1,
+         const ExchangeOptions& given = {}, std::int64_t room = -1)
+      : world(its_world), rank(its_world.rank()) {
+    const ExchangeOptions options = options_of(rank, given);
+    gpu::set_device(options.device);
+    stream.emplace();
+    made.emplace(world, spec, options);
+    handle = exchange().make_handle();
+    for (std::size_t i = 0; i < batches; ++i) {
+      memory.push_back(std::make_unique<DeviceArrays>(
+          exchange().spec(), exchange().own_places(),
+          room < 0 ? std::max<std::int64_t>(1, exchange().rows_needed()) : room));
+    }
+    world.barrier();
+  }
+  // Freed when nobody waits any more.
+  ~Player() {
+    try {
+      stream->synchronize();
+      world.barrier();
+    } catch (const Error&) {
+      // Of a world that died there is nobody to wait for.
+    }
+  }
+  Exchange& exchange() { return *made; }
+  const ExchangeSpec& spec() { return exchange().spec(); }
+  ExpertRange own() { return exchange().own_places(); }
+  DeviceArrays& arrays(std::size_t i = 0) { return *memory[i]; }
+
+  void enqueue_dispatch(std::size_t i = 0) {
+    exchange().dispatch(arrays(i).input(*stream), arrays(i).output(spec(), *stream), handle);
+  }
+  void enqueue_combine(DType dtype, std::size_t i = 0) {
+    exchange().combine(arrays(i).rows_back(spec(), *stream), arrays(i).sums(dtype, *stream),
+                       handle);
+  }
+  ExchangeArrays got(std::size_t i = 0) {
+    stream->synchronize();
+    exchange().check();
+    return arrays(i).fetch(spec(), own());
+  }
+  void upload_results(const ExchangeBatch& batch, const ExchangeArrays& of, std::size_t i = 0) {
+    const Matrix y = results_of(batch, of);
+    arrays(i).results.upload(y.view().data, arrays(i).results.bytes());
+  }
+  Matrix sums(const ExchangeBatch& batch, DType dtype, std::size_t i = 0) {
+    stream->synchronize();
+    exchange().check();
+    return arrays(i).fetch_sums(batch, rank, dtype);
+  }
+  // A dispatch and a combine, judged.
+  Matrix round(const ExchangeBatch& batch, DType dtype, std::size_t i = 0) {
+    arrays(i).load(batch, rank);
+    arrays(i).poison(spec(), own());
+    enqueue_dispatch(i);
+    const ExchangeArrays of = got(i);
+    wrong_rows(batch, rank, spec().layout, of);
+    upload_results(batch, of, i);
+    enqueue_combine(dtype, i);
+    Matrix sum = sums(batch, dtype, i);
+    wrong_sums(batch, rank, sum);
+    return sum;
+  }
+};
+
+std::vector<World> worlds_of(int ranks, milliseconds deadline = milliseconds(30'000)) {
+  return World::threads(ranks, test::with_deadline(deadline));
+}
+
+std::vector<Matrix> check_round_trip(const ExchangeBatch& batch, DType dtype = DType::kF32,
+                                     const ExchangeOptions& options = {}) {
+  std::vector<Matrix> sums;
+  for (int r = 0; r < batch.ranks; ++r) sums.emplace_back(0, batch.spec.hidden, dtype);
+  std::vector<World> worlds = worlds_of(batch.ranks);
+  test::run_threads(worlds, [&](World& world) {
+    Player player(world, batch.spec, 1, options);
+    sums[static_cast<std::size_t>(world.rank())] = player.round(batch, dtype);
+    EXPECT_EQ(player.handle.tokens(), batch.count(world.rank()));
+  });
+  return sums;
+}
+
+struct Shape {
+  int ranks, num_experts, top_k;
+  RowLayout layout;
+};
+std::ostream& operator<<(std::ostream& out, const Shape& s) {
+  return out << s.ranks << " ranks, " << s.num_experts << " experts, top-" << s.top_k << ", layout "
+             << static_cast<int>(s.layout.kind) << " of " << s.layout.size;
+}
+
+class GpuExchangeShapes : public OnGpu<::testing::TestWithParam<Shape>> {};
+
+TEST_P(GpuExchangeShapes, RowsArriveAndResultsComeBack) {
+  const Shape& shape = GetParam();
+  for (std::uint64_t seed = 1; seed <= 6; ++seed) {
+    SCOPED_TRACE(seed);
+    ExchangeSpec spec = small_spec(shape.num_experts, shape.top_k, seed == 6 ? 700 : 20);
+    spec.layout = shape.layout;
+    if (seed == 6 && spec.layout.kind == RowLayout::Kind::kPadded) spec.layout.size = 0;
+    if (seed % 3 == 1) spec.weights = CombineWeights::kBySender;
+    if (seed % 3 == 2) spec.weights = CombineWeights::kNone;
+    spec.pre_sum = seed % 3 != 0 && seed > 3;
+    spec.combine = seed % 2 == 0 ? DType::kBF16 : DType::kF32;
+    check_round_trip(ExchangeBatch(spec, shape.ranks, DType::kBF16, seed));
+    if (HasFatalFailure() || HasNonfatalFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Sizes, GpuExchangeShapes,
+    ::testing::Values(Shape{1, 12, 3, RowLayout::packed()}, Shape{1, 12, 3, RowLayout::padded(0)},
+                      Shape{2, 12, 3, RowLayout::packed()}, Shape{2, 13, 8, RowLayout::blocked(16)},
+                      Shape{3, 12, 1, RowLayout::blocked(7)}, Shape{3, 7, 7, RowLayout::padded(0)},
+                      Shape{4, 12, 3, RowLayout::packed()}, Shape{4, 64, 6, RowLayout::padded(100)},
+                      Shape{4, 3, 2, RowLayout::blocked(64)},  // a rank without experts
+                      Shape{8, 32, 8, RowLayout::packed()}, Shape{8, 5, 3, RowLayout::padded(0)},
+                      Shape{8, 40, 32, RowLayout::blocked(1)},
+                      Shape{8, 1024, 8, RowLayout::blocked(128)}));
+
+TEST_F(GpuExchange, AllTypesOfTokens) {
+  const auto check = [](DType input, DType wire, DType result, DType out) {
+    SCOPED_TRACE(::testing::Message() << to_string(input) << " as " << to_string(wire) << ", "
+                                      << to_string(result) << " to " << to_string(out));
+    ExchangeSpec spec = small_spec();
+    spec.dispatch = wire;
+    spec.combine = result;
+    check_round_trip(ExchangeBatch(spec, 3, input, 5), out);
+    spec.hidden = 1040;  // more than one step of a warp
+    spec.weights = CombineWeights::kBySender;
+    spec.pre_sum = true;
+    check_round_trip(ExchangeBatch(spec, 3, input, 6), out);
+  };
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+    check(dtype, dtype, dtype, dtype);
+    check(dtype, kFp8, DType::kBF16, dtype);
+  }
+  check(kFp8, kFp8, DType::kF16, DType::kBF16);
+}
+
+TEST_F(GpuExchange, NobodyHasTokens) {
+  check_round_trip(ExchangeBatch(small_spec(), 4, DType::kBF16, 1, {0, 0, 0, 0}));
+}
+TEST_F(GpuExchange, OneRankHasTheMost) {
+  check_round_trip(ExchangeBatch(small_spec(), 4, DType::kBF16, 1, {0, 20, 0, 1}));
+}
+TEST_F(GpuExchange, OneRankReceivesAllThereCanBe) {
+  for (const RowLayout& layout :
+       {RowLayout::packed(), RowLayout::blocked(8), RowLayout::padded(0)}) {
+    ExchangeSpec spec = small_spec(8, 2);
+    spec.layout = layout;
+    ExchangeBatch batch(spec, 4, DType::kBF16, 3, {20, 20, 20, 20});
+    for (auto& ids : batch.ids) {
+      for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i % 2 + 2);
+    }
+    check_round_trip(batch);
+  }
+}
+TEST_F(GpuExchange, ExpertsInOtherPlaces) {
+  ExchangeSpec spec = small_spec(6, 3);
+  spec.placement.expert_at = {5, 4, 3, 2, 1, 0, 0, 3};  // two experts twice
+  for (const int ranks : {1, 2, 4}) check_round_trip(ExchangeBatch(spec, ranks, DType::kBF16, 4));
+}
+
+// Whole models' rows, many tokens, few SMs.
+TEST_F(GpuExchange, LargeRowsOnFewSms) {
+  ExchangeOptions options;
+  for (const int sms : {0, 1, 8}) {
+    options.max_sms = sms;
+    ExchangeSpec spec = small_spec(64, 8, 300);
+    spec.hidden = 7168;
+    check_round_trip(ExchangeBatch(spec, 4, DType::kBF16, 2, {300, 1, 0, 257}), DType::kBF16,
+                     options);
+    spec.dispatch = kFp8;
+    check_round_trip(ExchangeBatch(spec, 2, DType::kBF16, 2, {300, 2}), DType::kBF16, options);
+  }
+}
+
+TEST_F(GpuExchange, SameBitsOnAnyNumberOfRanks) {
+  const ExchangeSpec spec = small_spec(24, 5, 40);
+  const ExchangeBatch one(spec, 1, DType::kBF16, 9, {40});
+  const std::vector<Matrix> alone = check_round_trip(one, DType::kBF16);
+  for (const int ranks : {2, 3, 8}) {
+    ExchangeBatch batch = one;
+    batch.ranks = ranks;
+    for (int r = 1; r < ranks; ++r) {
+      batch.tokens.emplace_back(0, spec.hidden, DType::kBF16);
+      batch.ids.emplace_back();
+      batch.weights.emplace_back();
+    }
+    EXPECT_TRUE(check_round_trip(batch, DType::kBF16)[0] == alone[0]) << ranks;
+  }
+}
+
+// Nothing between the calls of a rank but its stream: ranks run ahead of each other as far as the
+// two windows let them. What is left at the end must be right, for each of the batches.
+TEST_F(GpuExchange, HundredsOfCallsWithoutABarrier) {
+  constexpr std::size_t kBatches = 5;
+  const auto calls = static_cast<int>(test::number_from("SWITCHYARD_SOAK_EXCHANGES", 300));
+  for (const int ranks : {1, 2, 4, 8}) {
+    SCOPED_TRACE(ranks);
+    ExchangeSpec spec = small_spec(32, 4, 60);
+    spec.layout = RowLayout::blocked(4);
+    std::vector<ExchangeBatch> batches;
+    for (std::size_t i = 0; i < kBatches; ++i) {
+      batches.emplace_back(spec, ranks, DType::kBF16, 20 + i);
+    }
+    std::vector<World> worlds = worlds_of(ranks);
+    test::run_threads(worlds, [&](World& world) {
+      Player player(world, spec, kBatches);
+      for (std::size_t i = 0; i < kBatches; ++i) player.round(batches[i], DType::kF32, i);
+      const auto poison_sums = [&](std::size_t i) {
+        const std::vector<std::uint8_t> nan(player.arrays(i).out.bytes(), 0xff);
+        player.arrays(i).out.upload(nan.data(), nan.size());
+      };
+      for (std::size_t i = 0; i < kBatches; ++i) {
+        poison_sums(i);
+        player.arrays(i).poison(player.spec(), player.own());
+      }
+      for (int c = 0; c < calls; ++c) {
+        const std::size_t i = static_cast<std::size_t>(c) % kBatches;
+        player.enqueue_dispatch(i);
+        player.enqueue_combine(DType::kF32, i);
+        // Of this rank alone. A queue of launches that is full would stop this process's threads.
+        if (c % 40 == 39) player.stream->synchronize();
+      }
+      player.stream->synchronize();
+      for (std::size_t i = 0; i < kBatches; ++i) {
+        wrong_rows(batches[i], world.rank(), player.spec().layout, player.got(i));
+        wrong_sums(batches[i], world.rank(), player.sums(batches[i], DType::kF32, i));
+      }
+      EXPECT_EQ(player.exchange().stats().dispatches, kBatches + static_cast<unsigned>(calls));
+      EXPECT_EQ(player.exchange().stats().combines, kBatches + static_cast<unsigned>(calls));
+    });
+  }
+}
+
+// The numbers of calls advance on the device: each replay is another call, with what the memory
+// holds then.
+TEST_F(GpuExchange, GraphsAreReplayedWithOtherRouting) {
+  for (const int ranks : {1, 2, 4}) {
+    SCOPED_TRACE(ranks);
+    const ExchangeSpec spec = small_spec(16, 4, 40);
+    std::vector<int> counts{40, 0, 13, 29};
+    counts.resize(static_cast<std::size_t>(ranks));
+    std::vector<ExchangeBatch> batches;
+    for (std::uint64_t seed = 0; seed < 4; ++seed) {
+      batches.emplace_back(spec, ranks, DType::kBF16, 40 + seed, counts);
+    }
+    std::vector<World> worlds = worlds_of(ranks);
+    test::run_threads(worlds, [&](World& world) {
+      Player player(world, spec);
+      player.round(batches[0], DType::kF32);
+      world.barrier();
+      gpu::Graph dispatch = gpu::Graph::capture(*player.stream, [&] { player.enqueue_dispatch(); });
+      gpu::Graph both = gpu::Graph::capture(*player.stream, [&] {
+        player.enqueue_dispatch();
+        player.enqueue_combine(DType::kF32);
+      });
+      // Once each, so that nothing is loaded or allocated later.
+      dispatch.launch(*player.stream);
+      both.launch(*player.stream);
+      player.stream->synchronize();
+      world.barrier();
+      for (const ExchangeBatch& batch : batches) {
+        player.arrays().load(batch, world.rank());
+        player.arrays().poison(player.spec(), player.own());
+        dispatch.launch(*player.stream);
+        const ExchangeArrays got = player.got();
+        wrong_rows(batch, world.rank(), player.spec().layout, got);
+        player.upload_results(batch, got);
+        for (int i = 0; i < 7; ++i) both.launch(*player.stream);
+        wrong_sums(batch, world.rank(), player.sums(batch, DType::kF32));
+        wrong_rows(batch, world.rank(), player.spec().layout, player.got());
+      }
+    });
+  }
+}
+
+TEST_F(GpuExchange, HandlesAreUsedAgain) {
+  for (const bool pre_sum : {false, true}) {
+    ExchangeSpec spec = small_spec();
+    spec.layout = RowLayout::blocked(4);
+    spec.weights = CombineWeights::kBySender;
+    spec.pre_sum = pre_sum;
+    const ExchangeBatch a(spec, 3, DType::kBF16, 1, {11, 20, 0});
+    const ExchangeBatch b(spec, 3, DType::kBF16, 2);
+    const ExchangeBatch c(spec, 3, DType::kBF16, 3, {11, 20, 0});  // its tokens, with a's ids
+    std::vector<World> worlds = worlds_of(3);
+    test::run_threads(worlds, [&](World& world) {
+      Player player(world, spec, 3);
+      ExchangeHandle second = player.exchange().make_handle();
+      world.barrier();
+      player.round(a, DType::kF32, 0);
+      const ExchangeArrays of_a = player.got(0);
+      const std::uint64_t fresh_bytes = player.exchange().stats().dispatch_bytes;
+      std::swap(player.handle, second);
+      player.round(b, DType::kF32, 1);
+      std::swap(player.handle, second);
+      player.arrays(2).load(c, world.rank());
+      for (int i = 0; i < 3; ++i) {
+        player.arrays(2).poison(player.spec(), player.own());
+        DispatchInput input = player.arrays(2).input(*player.stream);
+        input.ids = input.weights = {};
+        input.reuse = true;
+        player.exchange().dispatch(input, player.arrays(2).output(player.spec(), *player.stream),
+                                   player.handle);
+        wrong_rows(a, world.rank(), spec.layout, player.got(2), true, &c);
+        EXPECT_LE(player.exchange().stats().dispatch_bytes, fresh_bytes);
+        EXPECT_EQ(player.exchange().rows_needed(player.handle, player.stream->handle()),
+                  first_row_of(spec.layout, {of_a.counts.begin(), of_a.counts.end()},
+                               of_a.counts.size()));
+        player.enqueue_combine(DType::kF32, 0);
+        wrong_sums(a, world.rank(), player.sums(a, DType::kF32, 0));
+      }
+    });
+  }
+}
+
+TEST_F(GpuExchange, RanksThatReuseDifferentHandlesAreTold) {
+  const ExchangeSpec spec = small_spec();
+  const ExchangeBatch batch(spec, 2, DType::kBF16, 1, {5, 6});
+  std::vector<World> worlds = worlds_of(2);
+  test::run_threads(worlds, [&](World& world) {
+    Player player(world, spec);
+    player.round(batch, DType::kF32);
+    DispatchInput input = player.arrays().input(*player.stream);
+    if (world.rank() == 0) {
+      input.ids = input.weights = {};
+      input.reuse = true;
+    }
+    player.exchange().dispatch(input, player.arrays().output(player.spec(), *player.stream),
+                               player.handle);
+    player.stream->synchronize();
+    try {
+      player.exchange().check();
+      ADD_FAILURE() << "rank " << world.rank() << " noticed nothing";
+    } catch (const Error& error) {
+      const bool mismatch = error.code() == ErrorCode::kSpecMismatch;
+      EXPECT_TRUE(mismatch || error.code() == ErrorCode::kAborted) << error.what();
+      if (mismatch) EXPECT_THAT(error.what(), HasSubstr("reuse handles of the same dispatch"));
+    }
+    EXPECT_THROW(player.exchange().check(), TimeoutError);
+  });
+}
+
+// For a caller that allocates exactly. Too little room is told by the next call, and what has room
+// is there.
+TEST_F(GpuExchange, ExactAllocationAndTooLittleRoom) {
+  for (const RowLayout& layout :
+       {RowLayout::packed(), RowLayout::blocked(8), RowLayout::padded(0)}) {
+    ExchangeSpec spec = small_spec();
+    spec.layout = layout;
+    const ExchangeBatch batch(spec, 3, DType::kBF16, 8, {20, 13, 20});
+    std::vector<World> worlds = worlds_of(3);
+    test::run_threads(worlds, [&](World& world) {
+      Player player(world, spec);
+      for (int i = 0; i < 3; ++i) {
+        player.arrays().load(batch, world.rank());
+        player.arrays().poison(player.spec(), player.own());
+        player.exchange().dispatch_send(player.arrays().input(*player.stream), player.handle);
+        const std::int64_t rows =
+            player.exchange().rows_needed(player.handle, player.stream->handle());
+        EXPECT_LE(rows, player.exchange().rows_needed());
+        DispatchOutput output = player.arrays().output(player.spec(), *player.stream);
+        output.capacity = i == 1 ? 1 : rows;
+        player.exchange().dispatch_recv(output, player.handle);
+        player.stream->synchronize();
+        if (i == 1) {
+          const std::string message =
+              test::error_of(ErrorCode::kCapacityExceeded, [&] { player.exchange().check(); });
+          EXPECT_THAT(message, HasSubstr("less room"));
+          continue;
+        }
+        wrong_rows(batch, world.rank(), player.spec().layout, player.got());
+      }
+    });
+  }
+}
+
+TEST_F(GpuExchange, MoreRowsThanAPaddedExpertHasRoomFor) {
+  ExchangeSpec spec = small_spec(4, 2);
+  spec.layout = RowLayout::padded(8);
+  const ExchangeBatch batch(spec, 2, DType::kBF16, 8, {20, 20});
+  std::vector<World> worlds = worlds_of(2);
+  test::run_threads(worlds, [&](World& world) {
+    Player player(world, spec);
+    player.arrays().load(batch, world.rank());
+    player.enqueue_dispatch();
+    player.stream->synchronize();
+    const std::string message =
+        test::error_of(ErrorCode::kCapacityExceeded, [&] { player.exchange().check(); });
+    EXPECT_THAT(message, HasSubstr("the padded layout has room for 8"));
+    const ExchangeArrays got = player.got();
+    for (const std::int32_t count : got.counts) EXPECT_LE(count, 8);
+    // The exchange lives; results without room are zeros.
+    player.upload_results(batch, got);
+    player.enqueue_combine(DType::kF32);
+    for (const float value : player.sums(batch, DType::kF32).floats()) {
+      EXPECT_TRUE(std::isfinite(value));
+    }
+  });
+}
+
+TEST_F(GpuExchange, AnExpertTwiceIsTold) {
+  const ExchangeSpec spec = small_spec();
+  ExchangeBatch batch(spec, 2, DType::kBF16, 1, {7, 9});
+  batch.ids[1][4] = batch.ids[1][3] = 5;
+  std::vector<World> worlds = worlds_of(2);
+  test::run_threads(worlds, [&](World& world) {
+    Player player(world, spec);
+    player.arrays().load(batch, world.rank());
+    player.enqueue_dispatch();
+    player.stream->synchronize();
+    if (world.rank() == 1) {
+      const std::string message =
+          test::error_of(ErrorCode::kInvalidArgument, [&] { player.exchange().check(); });
+      EXPECT_THAT(message, HasSubstr("token 1 names expert 5 twice"));
+    }
+    EXPECT_NO_THROW(player.exchange().check());
+  });
+}
+
+// A send ends although nobody receives, and no other rank has sent.
+TEST_F(GpuExchange, SendsWaitForNobody) {
+  const ExchangeSpec spec = small_spec();
+  const ExchangeBatch batch(spec, 2, DType::kBF16, 1, {20, 20});
+  std::vector<World> worlds = worlds_of(2);
+  test::run_threads(worlds, [&](World& world) {
+    Player player(world, spec);
+    player.arrays().load(batch, world.rank());
+    player.arrays().poison(player.spec(), player.own());
+    if (world.rank() == 1) world.barrier();
+    player.exchange().dispatch_send(player.arrays().input(*player.stream), player.handle);
+    player.stream->synchronize();
+    if (world.rank() == 0) world.barrier();
+    player.exchange().dispatch_recv(player.arrays().output(player.spec(), *player.stream),
+                                    player.handle);
+    wrong_rows(batch, world.rank(), player.spec().layout, player.got());
+  });
+}
+
+TEST_F(GpuExchange, BytesThatCross) {
+  ExchangeSpec spec = small_spec(8, 4);
+  spec.weights = CombineWeights::kBySender;
+  ExchangeBatch batch(spec, 2, DType::kBF16, 1, {10, 0});
+  for (std::size_t i = 0; i < batch.ids[0].size(); ++i) {
+    batch.ids[0][i] = static_cast<std::int64_t>(i % 4 + 4);  // all of rank 1
+  }
+  for (const bool pre_sum : {false, true}) {
+    batch.spec.pre_sum = pre_sum;
+    std::vector<World> worlds = worlds_of(2);
+    test::run_threads(worlds, [&](World& world) {
+      Player player(world, batch.spec);
+      player.round(batch, DType::kF32);
+      const ExchangeStats& stats = player.exchange().stats();
+      if (world.rank() == 0) {
+        EXPECT_EQ(stats.tokens_sent, 10);
+        EXPECT_EQ(stats.dispatch_bytes, 10u * 144 * 2 + 40u * 16);
+        EXPECT_EQ(stats.combine_bytes, 0u);
+      } else {
+        EXPECT_EQ(stats.dispatch_bytes, 0u);
+        EXPECT_EQ(stats.rows_received, 40);
+        EXPECT_EQ(stats.rows_returned, pre_sum ? 10 : 40);
+        EXPECT_EQ(stats.combine_bytes, (pre_sum ? 10u : 40u) * 144 * 2);
+      }
+    });
+  }
+}
+
+// Within some deadlines every other rank says who is late, in this call and in all later ones.
+class GpuExchangeStall : public OnGpu<::testing::TestWithParam<bool>> {};
+
+TEST_P(GpuExchangeStall, EveryOtherRankNamesTheStalledOne) {
+  constexpr int kRanks = 4, kStalled = 2;
+  const bool in_combine = GetParam();
+  const ExchangeSpec spec = small_spec();
+  const ExchangeBatch batch(spec, kRanks, DType::kBF16, 1, {20, 20, 20, 20});
+  std::vector<World> worlds = worlds_of(kRanks, milliseconds(2'000));
+  test::run_threads(worlds, [&](World& world) {
+    Player player(world, spec);
+    const bool stalls = world.rank() == kStalled;
+    for (int i = 0; i < 3; ++i) player.round(batch, DType::kF32);
+    if (in_combine) player.enqueue_dispatch();
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    std::optional<WaitFailure> failure;
+    std::string message;
+    try {
+      if (!stalls && in_combine) player.enqueue_combine(DType::kF32);
+      if (!stalls && !in_combine) player.enqueue_dispatch();
+      while (std::chrono::steady_clock::now() < until) {
+        std::this_thread::sleep_for(milliseconds(5));
+        if (!stalls) player.exchange().check();
+        if (stalls && std::chrono::steady_clock::now() + milliseconds(12'000) > until) {
+          // By now the others have given up, and its next call finds that out on the device.
+          if (in_combine) {
+            player.enqueue_combine(DType::kF32);
+          } else {
+            player.enqueue_dispatch();
+          }
+          player.stream->synchronize();
+          player.exchange().check();
+        }
+      }
+    } catch (const TimeoutError& error) {
+      failure = error.failure();
+      message = error.what();
+    }
+    ASSERT_TRUE(failure.has_value()) << "rank " << world.rank() << " noticed nothing";
+    EXPECT_EQ(failure->peer_rank, kStalled) << message;
+    EXPECT_STREQ(failure->phase, in_combine ? "combine" : "dispatch");
+    EXPECT_THAT(message, HasSubstr("exchange"));
+    EXPECT_THROW(player.enqueue_dispatch(), Error);
+  });
+  // The world lives.
+  test::run_threads(worlds, [&](World& world) {
+    Player player(world, spec);
+    player.round(batch, DType::kF32);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Calls, GpuExchangeStall, ::testing::Bool());
+
+TEST_F(GpuExchange, WhatIsNotThereIsRefused) {
+  const auto refused = [](const ExchangeSpec& spec, const ExchangeOptions& options) {
+    std::vector<World> worlds = worlds_of(1);
+    return test::error_of(ErrorCode::kUnsupported,
+                          [&] { Exchange exchange(worlds[0], spec, options_of(0, options)); });
+  };
+  ExchangeOptions options;
+  options.trace = true;
+  EXPECT_THAT(refused(small_spec(), options), HasSubstr("trace"));
+  ExchangeSpec spec = small_spec();
+  spec.hidden = 140;
+  EXPECT_THAT(refused(spec, {}), HasSubstr("multiple of 8"));
+  spec = small_spec(1025);
+  EXPECT_THAT(refused(spec, {}), HasSubstr("1025 experts"));
+}
+
+}  // namespace
+}  // namespace switchyard::testing
