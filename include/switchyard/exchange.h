@@ -48,8 +48,8 @@ const char* to_string(CombineWeights weights);
 
 // The same on all ranks.
 struct ExchangeSpec {
-  int hidden = 0;       // H: elements of a token, 1 to 2^23
-  int num_experts = 0;  // E, over all ranks, 1 to 4096
+  int hidden = 0;       // H: elements of a token, 1 to 2^23; kCuda: a multiple of 8, FP8 of 16
+  int num_experts = 0;  // E, over all ranks, 1 to 4096; kCuda: up to 1024 places
   int top_k = 0;        // K: slots of a token, 1 to 32
   // Most tokens that a rank may pass to one dispatch. With kCpu it bounds address space, and memory
   // is committed by what really arrives; with kCuda device memory is allocated for it. All that
@@ -82,13 +82,15 @@ struct ExchangeOptions {
   Backend backend = Backend::kCpu;
   int num_threads = 0;  // kCpu only; as in LayerOptions
   int device = -1;      // kCuda only; as in LayerOptions
-  // kCuda only. The most SMs that a call uses; 0: a rule's. Ranks on the same device wait for each
-  // other, so together they must use fewer than it has.
+  // kCuda only. The most SMs that a call uses for rows; 0: all. One block of a call waits for other
+  // ranks, and it needs little: ranks may share a device whatever they use. In a process with
+  // several ranks on a device, set CUDA_DEVICE_MAX_CONNECTIONS to 32 before the first of them: each
+  // rank's stream needs a queue of its own, or its sends can stand behind another's receive.
   int max_sms = 0;
   // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's. What
   // callers compute between calls, experts say, is no progress: it must take less.
   std::chrono::milliseconds deadline{0};
-  // Record what was done in each call, for Exchange::trace().
+  // kCpu only. Record what was done in each call, for Exchange::trace().
   bool trace = false;
   // As in LayerOptions, at kPublishCounts, kDispatch, kArrived, kFinished, kCombine and kWait.
   // kCpu only.

@@ -105,17 +105,17 @@ struct DeviceArrays {
     return input;
   }
   DispatchOutput output(const ExchangeSpec& spec, const gpu::Stream& stream) const {
-    DispatchOutput out;
-    out.rows = rows.data();
-    out.capacity = capacity;
-    if (spec.dispatch == kFp8) out.scales = reinterpret_cast<float*>(scales.data());
-    out.ends = reinterpret_cast<std::int32_t*>(ends.data());
-    out.counts = reinterpret_cast<std::int32_t*>(counts.data());
-    out.num_rows = reinterpret_cast<std::int32_t*>(num_rows.data());
-    out.origins = reinterpret_cast<RowOrigin*>(origins.data());
-    out.weights = reinterpret_cast<float*>(row_weights.data());
-    out.stream = stream.handle();
-    return out;
+    DispatchOutput to;
+    to.rows = rows.data();
+    to.capacity = capacity;
+    if (spec.dispatch == kFp8) to.scales = reinterpret_cast<float*>(scales.data());
+    to.ends = reinterpret_cast<std::int32_t*>(ends.data());
+    to.counts = reinterpret_cast<std::int32_t*>(counts.data());
+    to.num_rows = reinterpret_cast<std::int32_t*>(num_rows.data());
+    to.origins = reinterpret_cast<RowOrigin*>(origins.data());
+    to.weights = reinterpret_cast<float*>(row_weights.data());
+    to.stream = stream.handle();
+    return to;
   }
   ExchangeArrays fetch(const ExchangeSpec& spec, ExpertRange own) const {
     ExchangeArrays got(spec, own, capacity);
@@ -504,7 +504,9 @@ TEST_F(GpuExchange, RanksThatReuseDifferentHandlesAreTold) {
     } catch (const Error& error) {
       const bool mismatch = error.code() == ErrorCode::kSpecMismatch;
       EXPECT_TRUE(mismatch || error.code() == ErrorCode::kAborted) << error.what();
-      if (mismatch) EXPECT_THAT(error.what(), HasSubstr("reuse handles of the same dispatch"));
+      if (mismatch) {
+        EXPECT_THAT(error.what(), HasSubstr("reuse handles of the same dispatch"));
+      }
     }
     EXPECT_THROW(player.exchange().check(), TimeoutError);
   });

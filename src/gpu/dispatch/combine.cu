@@ -4,8 +4,6 @@
 //                  last block raises the flags
 //   await_combine  one block waits for the flags of all ranks
 //   sum_tokens     adds each token's cells; it waits for nobody
-#include <algorithm>
-
 #include "gpu/dispatch/launch.h"
 #include "gpu/dispatch/site.cuh"
 #include "gpu/operators/elements.cuh"
@@ -200,7 +198,11 @@ __global__ void __launch_bounds__(kMoverThreads)
 template <Return kReturn, DType kType>
 void launch(const ExchangeSite& site, const HandleSite& handle, const CombineSend& call,
             unsigned blocks, cudaStream_t stream) {
-  send_results<kReturn, kType><<<blocks, kMoverThreads, 0, stream>>>(site, handle, call);
+  const std::uint32_t steps = kReturn == Return::kRow
+                                  ? CopySteps::count(site.hidden * size_of(kType))
+                                  : protocol::ceil_div(site.hidden, kElementColumns);
+  const unsigned count = blocks_for(static_cast<std::uint64_t>(call.num_rows) * steps, blocks);
+  send_results<kReturn, kType><<<count, kMoverThreads, 0, stream>>>(site, handle, call);
 }
 
 template <DType kType>
@@ -251,8 +253,7 @@ cudaError_t launch_sum_tokens(const ExchangeSite& site, const HandleSite& handle
                               cudaStream_t stream) {
   const std::uint64_t steps =
       std::uint64_t{call.tokens} * protocol::ceil_div(site.hidden, kElementColumns);
-  const auto count = static_cast<unsigned>(
-      std::clamp<std::uint64_t>(protocol::ceil_div<std::uint64_t>(steps, kMoverWarps), 1, blocks));
+  const unsigned count = blocks_for(steps, blocks);
   switch (dtype) {
     case DType::kF32:
       sum_tokens<DType::kF32><<<count, kMoverThreads, 0, stream>>>(site, handle, call);

@@ -462,13 +462,9 @@ void launch_send(const ExchangeSite& site, const HandleSite& handle, const Dispa
 cudaError_t launch_dispatch_send(const ExchangeSite& site, const HandleSite& handle,
                                  const DispatchSend& call, Wire wire, unsigned blocks,
                                  cudaStream_t stream) {
-  // A warp for each step at most; one block if there is nothing but flags.
-  const std::uint64_t steps =
-      std::uint64_t{call.count} * (wire == Wire::kCopy
-                                       ? protocol::ceil_div(call.wire_bytes, CopySteps::kBytes)
-                                       : protocol::ceil_div(site.hidden, kQuantStep));
-  const auto count = static_cast<unsigned>(
-      std::clamp<std::uint64_t>(protocol::ceil_div<std::uint64_t>(steps, kMoverWarps), 1, blocks));
+  const std::uint32_t steps = wire == Wire::kCopy ? CopySteps::count(call.wire_bytes)
+                                                  : protocol::ceil_div(site.hidden, kQuantStep);
+  const unsigned count = blocks_for(std::uint64_t{call.count} * steps, blocks);
   switch (wire) {
     case Wire::kCopy:
       launch_send<Wire::kCopy>(site, handle, call, count, stream);
@@ -511,7 +507,10 @@ cudaError_t load_dispatch_kernels() {
 
 cudaError_t launch_place_rows(const ExchangeSite& site, const HandleSite& handle,
                               const DispatchReceive& call, unsigned blocks, cudaStream_t stream) {
-  place_rows<<<blocks, kMoverThreads, 0, stream>>>(site, handle, call);
+  // The host does not know how many rows come, but how many there is room for.
+  const std::uint64_t steps =
+      static_cast<std::uint64_t>(call.capacity) * CopySteps::count(call.wire_bytes);
+  place_rows<<<blocks_for(steps, blocks), kMoverThreads, 0, stream>>>(site, handle, call);
   return cudaGetLastError();
 }
 

@@ -81,11 +81,18 @@ struct Units {
   }
 };
 
+// Blocks for so many steps: few steps are spread over many SMs.
+inline unsigned blocks_for(std::uint64_t steps, unsigned most) {
+  constexpr std::uint64_t kStepsOfBlock = 4;
+  const std::uint64_t blocks = protocol::ceil_div(steps, kStepsOfBlock);
+  return blocks == 0 ? 1 : blocks < most ? static_cast<unsigned>(blocks) : most;
+}
+
 // Rows as bytes: a lane has kAtOnce vectors of a step.
 struct CopySteps {
   static constexpr std::uint32_t kAtOnce = 4, kBytes = 16 * 32 * kAtOnce;
 
-  __device__ static std::uint32_t count(std::uint32_t bytes) {
+  SWITCHYARD_HOST_DEVICE static std::uint32_t count(std::uint32_t bytes) {
     return protocol::ceil_div(bytes, kBytes);
   }
   __device__ static std::uint32_t at(std::uint32_t step, std::uint32_t i) {
