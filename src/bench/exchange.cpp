@@ -14,6 +14,7 @@
 #include "base/names.h"
 #include "base/threads.h"
 #include "bench/load.h"
+#include "gpu/device.h"
 #include "machine/description.h"
 #include "switchyard/error.h"
 #include "switchyard/routing.h"
@@ -67,6 +68,45 @@ double microseconds_since(Clock::time_point start) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
 }
 
+ExchangeSpec spec_of(const ExchangePoint& point, bool pre_sum) {
+  ExchangeSpec spec;
+  spec.hidden = point.hidden;
+  spec.num_experts = point.experts;
+  spec.top_k = point.top_k;
+  spec.max_tokens = static_cast<int>(point.tokens);
+  spec.dispatch = point.dtype;
+  spec.combine = kResults;
+  spec.pre_sum = pre_sum;
+  if (pre_sum) spec.weights = CombineWeights::kBySender;
+  return spec;
+}
+
+// All experts return what they got, so a token's sum is the token times the sum of its weights.
+std::string problem_of(const ExchangePoint& point, const RankInput& input, int rank,
+                       const std::vector<std::uint16_t>& out) {
+  const auto hidden = static_cast<std::size_t>(point.hidden);
+  const bool quantised = point.dtype == DType::kF8E4M3;
+  const auto top_k = static_cast<std::size_t>(point.top_k);
+  // Weights multiply and sums are rounded on the way, once each.
+  constexpr double kRoundings = 3 * 0x1p-8;
+  for (std::size_t t = 0; t < static_cast<std::size_t>(point.tokens); ++t) {
+    double sum = 0;
+    for (std::size_t k = 0; k < top_k; ++k) {
+      sum += static_cast<double>(input.routing.weights[t * top_k + k]);
+    }
+    for (std::size_t c = 0; c < hidden; ++c) {
+      const double token =
+          quantised ? 1 : static_cast<double>(bf16_to_f32(input.tokens[t * hidden + c]));
+      const double expected = sum * token;
+      const double found = static_cast<double>(bf16_to_f32(out[t * hidden + c]));
+      if (std::abs(found - expected) <= kRoundings * std::abs(expected)) continue;
+      return fmt::format("rank {} got {} for token {}, column {}, instead of {}", rank, found, t, c,
+                         expected);
+    }
+  }
+  return {};
+}
+
 // One rank with its arrays. Experts return the tokens that they get: of FP8 rows bf16 rows of ones.
 class RankPlace {
  public:
@@ -108,23 +148,11 @@ class RankPlace {
       times.combine_us.push_back(combine);
     }
     times.stats = exchange_.stats();
-    times.problem = problem();
+    times.problem = problem_of(point_, input_, world_.rank(), out_);
     return times;
   }
 
  private:
-  static ExchangeSpec spec_of(const ExchangePoint& point, bool pre_sum) {
-    ExchangeSpec spec;
-    spec.hidden = point.hidden;
-    spec.num_experts = point.experts;
-    spec.top_k = point.top_k;
-    spec.max_tokens = static_cast<int>(point.tokens);
-    spec.dispatch = point.dtype;
-    spec.combine = kResults;
-    spec.pre_sum = pre_sum;
-    if (pre_sum) spec.weights = CombineWeights::kBySender;
-    return spec;
-  }
   bool quantised() const { return point_.dtype == DType::kF8E4M3; }
   std::size_t hidden() const { return static_cast<std::size_t>(point_.hidden); }
   std::size_t row_bytes(DType dtype) const { return hidden() * size_of(dtype); }
@@ -136,29 +164,6 @@ class RankPlace {
     const Clock::time_point start = Clock::now();
     call();
     return microseconds_since(start);
-  }
-
-  // All experts return what they got, so a token's sum is the token times the sum of its weights.
-  std::string problem() const {
-    const auto top_k = static_cast<std::size_t>(point_.top_k);
-    // Weights multiply and sums are rounded on the way, once each.
-    constexpr double kRoundings = 3 * 0x1p-8;
-    for (std::size_t t = 0; t < static_cast<std::size_t>(point_.tokens); ++t) {
-      double sum = 0;
-      for (std::size_t k = 0; k < top_k; ++k) {
-        sum += static_cast<double>(input_.routing.weights[t * top_k + k]);
-      }
-      for (std::size_t c = 0; c < hidden(); ++c) {
-        const double token =
-            quantised() ? 1 : static_cast<double>(bf16_to_f32(input_.tokens[t * hidden() + c]));
-        const double expected = sum * token;
-        const double found = static_cast<double>(bf16_to_f32(out_[t * hidden() + c]));
-        if (std::abs(found - expected) <= kRoundings * std::abs(expected)) continue;
-        return fmt::format("rank {} got {} for token {}, column {}, instead of {}", world_.rank(),
-                           found, t, c, expected);
-      }
-    }
-    return {};
   }
 
   World world_;
@@ -175,6 +180,133 @@ class RankPlace {
   CombineOutput combine_output_;
 };
 
+// The same on a GPU. A time is of one call among kCalls of its kind in a graph, one behind the
+// other: ranks are not started at the same time, but after the first call they wait for each other.
+class DeviceRankPlace {
+ public:
+  DeviceRankPlace(const World& world, const ExchangePoint& point,
+                  const ExchangeBenchOptions& options)
+      : world_(world),
+        point_(point),
+        input_(point, options.seed * 64 + static_cast<std::uint64_t>(world.rank())),
+        device_(set_device(world.rank() % gpu::device_count())),
+        exchange_(world, spec_of(point, options.pre_sum), options_of(device_)),
+        handle_(exchange_.make_handle()),
+        tokens_(uploaded(input_.tokens.data(), input_.tokens.size() * 2)),
+        ids_(uploaded(input_.routing.ids.data(), input_.routing.ids.size() * 4)),
+        weights_(uploaded(input_.routing.weights.data(), input_.routing.weights.size() * 4)),
+        received_(rows() * hidden() * size_of(point.dtype)),
+        scales_(quantised() ? rows() * ((hidden() + 127) / 128) * 4 : 0),
+        results_(quantised() ? rows() * hidden() * 2 : 0),
+        out_(input_.tokens.size() * 2) {
+    if (quantised()) {
+      const std::vector<std::uint16_t> ones(rows() * hidden(), f32_to_bf16(1.0f));
+      results_.upload(ones.data(), results_.bytes());
+    }
+    world_.barrier();
+  }
+  ~DeviceRankPlace() {
+    try {
+      world_.barrier();  // memory is freed when nobody waits any more
+    } catch (const Error&) {
+      // Another rank gave up, and told so.
+    }
+  }
+  DeviceRankPlace(const DeviceRankPlace&) = delete;
+  DeviceRankPlace& operator=(const DeviceRankPlace&) = delete;
+
+  RankTimes measure(int repeat) {
+    dispatch();
+    combine();
+    stream_.synchronize();
+    exchange_.check();
+    const auto captured = [&](auto&& call) {
+      return gpu::Graph::capture(stream_, [&] {
+        for (int i = 0; i < kCalls; ++i) call();
+      });
+    };
+    gpu::Graph dispatches = captured([&] { dispatch(); });
+    gpu::Graph combines = captured([&] { combine(); });
+    RankTimes times;
+    for (int i = 0; i < kWarmUps + repeat; ++i) {
+      const double dispatch_us = time(dispatches), combine_us = time(combines);
+      if (i < kWarmUps) continue;
+      times.dispatch_us.push_back(dispatch_us);
+      times.combine_us.push_back(combine_us);
+    }
+    times.stats = exchange_.stats();
+    std::vector<std::uint16_t> out(input_.tokens.size());
+    out_.download(out.data(), out_.bytes());
+    times.problem = problem_of(point_, input_, world_.rank(), out);
+    return times;
+  }
+
+ private:
+  static constexpr int kCalls = 10;
+
+  static int set_device(int device) {
+    gpu::set_device(device);
+    return device;
+  }
+  static ExchangeOptions options_of(int device) {
+    ExchangeOptions options;
+    options.backend = Backend::kCuda;
+    options.device = device;
+    return options;
+  }
+  static gpu::DeviceBuffer uploaded(const void* data, std::size_t bytes) {
+    gpu::DeviceBuffer buffer(bytes);
+    buffer.upload(data, bytes);
+    return buffer;
+  }
+  bool quantised() const { return point_.dtype == DType::kF8E4M3; }
+  std::size_t hidden() const { return static_cast<std::size_t>(point_.hidden); }
+  std::size_t rows() const { return static_cast<std::size_t>(exchange_.rows_needed()); }
+
+  void dispatch() {
+    DispatchInput input;
+    input.tokens = {tokens_.data(), kResults, point_.tokens, point_.hidden, point_.hidden};
+    input.ids = {ids_.data(), DType::kI32, input_.routing.ids.size()};
+    input.weights = {weights_.data(), DType::kF32, input_.routing.weights.size()};
+    input.stream = stream_.handle();
+    DispatchOutput output;
+    output.rows = received_.data();
+    output.capacity = exchange_.rows_needed();
+    output.scales = reinterpret_cast<float*>(scales_.data());
+    output.stream = stream_.handle();
+    exchange_.dispatch(input, output, handle_);
+  }
+  void combine() {
+    CombineInput input;
+    input.rows = {quantised() ? results_.data() : received_.data(), kResults,
+                  exchange_.rows_needed(), point_.hidden, point_.hidden};
+    input.stream = stream_.handle();
+    CombineOutput output;
+    output.data = out_.data();
+    output.stream = stream_.handle();
+    exchange_.combine(input, output, handle_);
+  }
+  double time(gpu::Graph& graph) {
+    world_.barrier();
+    start_.record(stream_);
+    graph.launch(stream_);
+    end_.record(stream_);
+    stream_.synchronize();
+    exchange_.check();
+    return gpu::Event::elapsed_us(start_, end_) / kCalls;
+  }
+
+  World world_;
+  ExchangePoint point_;
+  RankInput input_;
+  int device_;
+  gpu::Stream stream_;
+  gpu::Event start_, end_;
+  Exchange exchange_;
+  ExchangeHandle handle_;
+  gpu::DeviceBuffer tokens_, ids_, weights_, received_, scales_, results_, out_;
+};
+
 // All ranks, on a thread each. Throws the first failure.
 std::vector<RankTimes> measure(const ExchangePoint& point, const ExchangeBenchOptions& options) {
   const std::vector<World> worlds = World::threads(options.ranks);
@@ -184,8 +316,12 @@ std::vector<RankTimes> measure(const ExchangePoint& point, const ExchangeBenchOp
   Threads threads(0, options.ranks, "use fewer ranks (--ranks)", [&](int rank) {
     const World& world = worlds[static_cast<std::size_t>(rank)];
     try {
-      RankPlace place(world, point, options);
-      times[static_cast<std::size_t>(rank)] = place.measure(repeats_of(options, point));
+      RankTimes& mine = times[static_cast<std::size_t>(rank)];
+      if (options.backend == Backend::kCuda) {
+        mine = DeviceRankPlace(world, point, options).measure(repeats_of(options, point));
+      } else {
+        mine = RankPlace(world, point, options).measure(repeats_of(options, point));
+      }
     } catch (...) {
       {
         const std::lock_guard lock(mutex);
@@ -232,7 +368,7 @@ std::vector<ExchangePoint> exchange_suite() {
 ExchangeSession::ExchangeSession(ExchangeBenchOptions options, ExchangeObserver& observer)
     : options_(std::move(options)),
       observer_(observer),
-      machine_(machine::describe_machine(Backend::kCpu, options_.ranks)) {}
+      machine_(machine::describe_machine(options_.backend, options_.ranks)) {}
 
 void ExchangeSession::run(const std::vector<ExchangePoint>& points) {
   std::uint64_t done = 0;

@@ -23,6 +23,9 @@ inline constexpr const char* kExchangeSuite = "exchange";
 std::vector<ExchangePoint> exchange_suite();
 
 struct ExchangeBenchOptions {
+  // With kCuda ranks share the GPUs that there are, and a time is of a call among several in a
+  // graph.
+  Backend backend = Backend::kCpu;
   int ranks = 2;
   int repeat = 0;  // timed calls of a point; 0: by its size
   bool pre_sum = false;

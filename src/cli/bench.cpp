@@ -106,7 +106,10 @@ Rows are equal for all experts or, with --balancedness, as a random router of th
 deals them. Some rows of every point are compared with fp64 before it is timed. 'roof' is F / time.
 
 --suite exchange times dispatch and combine alone, over ranks that are threads (default 2), with
-DeepSeek-V3's routing or that of --hidden, --experts and --top-k. All results are checked.
+DeepSeek-V3's routing or that of --hidden, --experts and --top-k. All results are checked. Ranks are
+on the cpu, or, with --backend cuda, on GPUs, which they share if there are fewer; there a time is
+that of a call among ten in a graph. Where more than two ranks share a GPU, set
+CUDA_DEVICE_MAX_CONNECTIONS=32.
 
 With --ranks, each rank has tokens of its own and its share of the experts, and the slowest rank's
 time counts. F is that of the most loaded GPU, with a launch that includes a signal to another rank
@@ -634,9 +637,9 @@ void require_exchange(const BenchOptions& o) {
   for (const auto& [name, given] : of_others) {
     if (given) refuse(fmt::format("{} is not for --suite exchange; leave it out", name));
   }
-  if (o.backend == Backend::kCuda) {
+  if (o.backend == Backend::kCuda && gpu::device_count() == 0) {
     throw Error(ErrorCode::kUnsupported,
-                "--suite exchange times ranks on the cpu; use --backend cpu, or leave it out");
+                "--suite exchange has no GPU here; use --backend cpu, or leave it out");
   }
 }
 
@@ -683,6 +686,7 @@ int run_exchange(const BenchOptions& options) {
       options.json.empty() ? std::filesystem::path() : output_file("--json", options.json);
   if (!json.empty()) results::require_mergeable_exchange(json);
   bench::ExchangeBenchOptions exchange;
+  exchange.backend = options.backend.value_or(Backend::kCpu);
   exchange.ranks = options.ranks.value_or(2);
   exchange.repeat = options.quick && options.measure.repeat == 0 ? 10 : options.measure.repeat;
   exchange.pre_sum = options.pre_sum;
