@@ -374,6 +374,9 @@ std::int64_t Engine::rows_needed(State& state, void* where) {
     call.capacity = -1;
     SWITCHYARD_CUDA(launch_await_dispatch(site_, handle.site, call, stream));
   }
+  // A copy to pageable memory holds the device's context until the stream has come to it, and other
+  // ranks of this process could launch nothing meanwhile. So the wait comes first.
+  SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
   PlanWords plan;
   SWITCHYARD_CUDA(
       cudaMemcpyAsync(&plan, handle.site.plan, sizeof plan, cudaMemcpyDeviceToHost, stream));
