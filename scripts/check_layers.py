@@ -12,7 +12,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # From the lowest to the highest.
 ROOMS = ["base", "protocol", "model", "routing", "reference", "fabric", "trace", "layer", "exchange",
-         "cpu", "gpu", "operators", "tuner", "c_api", "results", "report", "machine", "run", "bench",
+         "symmetric", "cpu", "gpu", "operators", "tuner", "c_api", "results", "report", "machine", "run", "bench",
          "cli"]
 # Rooms that stand side by side, although one comes first above.
 STRANGERS = {
@@ -21,6 +21,8 @@ STRANGERS = {
     ("tuner", "gpu"): "a tuner knows kernels by their callbacks",
     ("tuner", "operators"): "a tuner knows kernels by their callbacks",
     ("tuner", "layer"): "a tuner knows kernels by their callbacks",
+    ("symmetric", "exchange"): "a heap knows its memory, not what is sent through it",
+    ("exchange", "symmetric"): "an exchange has a heap of its own",
     ("c_api", "cpu"): "the layer chooses the engine",
     ("c_api", "gpu"): "the layer chooses the engine",
     ("results", "c_api"): "the C interface is for other programs",

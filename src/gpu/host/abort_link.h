@@ -22,16 +22,21 @@ class AbortLink {
   // Raises the abort words of all ranks: those of kernels that run, and of all later ones. Copies
   // of a stream of its own pass by kernels. From any thread, once at a time.
   void raise(const protocol::Heaps& heaps) const noexcept {
+    raise(protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1), heaps.size(),
+          [&heaps](int rank) { return &heaps.control(rank)->abort; });
+  }
+  // The same for other words: word_of(rank) is the address of a rank's.
+  template <typename WordOf>
+  void raise(std::uint64_t value, int ranks, const WordOf& word_of) const noexcept {
     int before = 0;
     const bool known = cudaGetDevice(&before) == cudaSuccess;
     if (cudaSetDevice(device_) != cudaSuccess) return;
     auto* const word = const_cast<std::uint64_t*>(&*word_);
-    *word = protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1);
+    *word = value;
     const auto stream = static_cast<cudaStream_t>(stream_.handle());
-    for (int r = 0; r < heaps.size(); ++r) {
+    for (int r = 0; r < ranks; ++r) {
       // A rank that is gone has nobody to tell.
-      (void)cudaMemcpyAsync(&heaps.control(r)->abort, word, sizeof *word, cudaMemcpyDefault,
-                            stream);
+      (void)cudaMemcpyAsync(word_of(r), word, sizeof *word, cudaMemcpyDefault, stream);
     }
     (void)cudaStreamSynchronize(stream);
     if (known) (void)cudaSetDevice(before);

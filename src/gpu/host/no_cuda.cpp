@@ -10,6 +10,7 @@
 #include "layer/engine.h"
 #include "layer/pass_memory.h"
 #include "switchyard/error.h"
+#include "symmetric/memory.h"
 
 namespace switchyard::gpu {
 namespace {
@@ -71,6 +72,11 @@ std::shared_ptr<PassMemory> make_memory(const World&, std::span<const LayerSpec>
 
 std::unique_ptr<ExchangeEngine> make_exchange(const World&, const ExchangeProblem&,
                                               const ExchangeOptions&) {
+  unsupported();
+}
+
+std::unique_ptr<HeapMemory> make_heap_memory(const World&, std::size_t, int,
+                                             std::chrono::milliseconds) {
   unsupported();
 }
 

@@ -1,0 +1,272 @@
+// SymmetricHeap: who has which bytes, whether ranks agree, and how a heap that died says so.
+#include <fmt/core.h>
+
+#include <bit>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/posix.h"
+#include "fabric/collective.h"
+#include "fabric/fabric.h"
+#include "layer/failure.h"
+#include "switchyard/error.h"
+#include "switchyard/peer.h"
+#include "switchyard/symmetric_heap.h"
+#include "symmetric/blocks.h"
+#include "symmetric/calls.h"
+#include "symmetric/memory.h"
+
+namespace switchyard {
+namespace {
+
+static_assert(PeerControl::kCalledOff == protocol::kCalledOff && kMaxPeers == protocol::kMaxRanks);
+static_assert(SymmetricHeap::kMostAlignment <= PeerControl::kBytes,
+              "memory behind the control is as aligned as the control");
+
+struct Declaration {
+  std::uint64_t bytes;
+  std::uint64_t backend;
+};
+
+void agree(Fabric& fabric, const Declaration& mine) {
+  const std::vector<Declaration> all = gather(fabric, mine);
+  const auto refuse = [&](std::size_t rank, const char* what, const auto& here, const auto& there) {
+    throw Error(ErrorCode::kSpecMismatch,
+                fmt::format("rank {} and rank {} disagree on {} of a symmetric heap: {} here, {} "
+                            "there; give every rank the same",
+                            fabric.rank(), rank, what, here, there));
+  };
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].backend != mine.backend) {
+      refuse(r, "the backend", to_string(static_cast<Backend>(mine.backend)),
+             to_string(static_cast<Backend>(all[r].backend)));
+    }
+    if (all[r].bytes != mine.bytes) refuse(r, "the bytes", mine.bytes, all[r].bytes);
+  }
+}
+
+std::unique_ptr<HeapMemory> make_memory(const World& world, std::size_t bytes,
+                                        const SymmetricHeapOptions& options,
+                                        std::chrono::milliseconds deadline) {
+  attempt_together(world.fabric(), [&] {
+    if (bytes == 0) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  "a symmetric heap of 0 bytes was asked for; ask for at least 1");
+    }
+    if (options.backend == Backend::kCpu && options.device >= 0) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("device is {}, but the heap's backend is cpu; leave it at -1",
+                              options.device));
+    }
+    if (world.size() > kMaxPeers) {
+      throw Error(ErrorCode::kUnsupported,
+                  fmt::format("the world has {} ranks; a symmetric heap has up to {}", world.size(),
+                              kMaxPeers));
+    }
+  });
+  agree(world.fabric(), {bytes, static_cast<std::uint64_t>(options.backend)});
+  // An overflow asks for all there could be, and is refused as such.
+  const std::size_t all =
+      bytes > ~std::size_t{0} - PeerControl::kBytes ? bytes : bytes + PeerControl::kBytes;
+  if (options.backend == Backend::kCpu) return cpu::make_heap_memory(world, all);
+  return gpu::make_heap_memory(world, all, options.device, deadline);
+}
+
+}  // namespace
+
+class SymmetricHeap::State {
+ public:
+  State(const World& of, std::size_t size, const SymmetricHeapOptions& options)
+      : world(of),
+        bytes(size),
+        backend(options.backend),
+        deadline(options.deadline.count() == 0 ? of.deadline()
+                                               : checked_deadline(options.deadline)),
+        memory(make_memory(of, size, options, deadline)),
+        blocks(size) {
+    map.rank = world.rank();
+    map.size = world.size();
+    map.bytes = bytes;
+    map.deadline_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(deadline).count());
+    for (int r = 0; r < map.size; ++r) map.bases[r] = memory->start(r) + PeerControl::kBytes;
+    abort_hook.emplace(world.fabric(), [this] {
+      memory->raise(PeerControl::kCalledOff | static_cast<std::uint64_t>(map.rank + 1));
+    });
+  }
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+
+  // Offset of a pointer in this rank's memory, or at its end.
+  std::uint64_t offset_of(const void* pointer) const {
+    const auto offset = reinterpret_cast<std::uintptr_t>(pointer) -
+                        reinterpret_cast<std::uintptr_t>(map.bases[map.rank]);
+    if (offset <= bytes) return offset;
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} is not in this rank's memory of the symmetric heap, {} bytes from "
+                            "{} on; pass what allocate() returned on this rank",
+                            pointer, bytes, static_cast<const void*>(map.bases[map.rank])));
+  }
+  std::byte* base(int rank) const {
+    if (rank >= 0 && rank < map.size) return map.bases[rank];
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("rank {} of {} was asked for; ranks are numbered from 0 to {}", rank,
+                            map.size, map.size - 1));
+  }
+
+  [[noreturn]] void fail(std::uint64_t abort) const;
+
+  World world;
+  std::size_t bytes;
+  Backend backend;
+  std::chrono::milliseconds deadline;
+  std::unique_ptr<HeapMemory> memory;
+  PeerMap map{};
+  Blocks blocks;
+  HeapCalls calls;
+  std::optional<Fabric::AbortHook> abort_hook;  // last: it uses the memory
+};
+
+// Why the heap died, by an abort word that is not 0.
+void SymmetricHeap::State::fail(std::uint64_t abort) const {
+  const int rank = static_cast<int>(abort & (PeerControl::kCalledOff - 1)) - 1;
+  if ((abort & PeerControl::kCalledOff) != 0) throw_called_off(rank, "symmetric heap");
+  const PeerControl::Failure seen = memory->control(rank).failure;
+  WaitFailure failure;
+  failure.waiter_rank = seen.waiter;
+  failure.peer_rank = seen.peer;
+  failure.phase = "signal";
+  failure.slot = seen.flag;
+  failure.expected = seen.expected;
+  failure.observed = seen.seen;
+  failure.waited_seconds = static_cast<double>(seen.waited_ns) * 1e-9;
+  std::string message = fmt::format(
+      "rank {} did not raise the flag at offset {} of rank {}'s symmetric heap: rank {} waited "
+      "{:.3f} s for {}, and saw {}",
+      seen.peer, seen.flag, seen.waiter, seen.waiter, failure.waited_seconds, seen.expected,
+      seen.seen);
+  // The rank that was waited for may itself have waited for one that is gone.
+  const Fabric& fabric = world.fabric();
+  for (int r = 0; r < map.size; ++r) {
+    const std::string known = fabric.liveness(r);
+    if (!known.empty()) message += "; " + known;
+  }
+  message += "; this symmetric heap cannot be used any more, make a new one on every rank";
+  fabric.report(failure);
+  throw TimeoutError(seen.waiter == map.rank ? ErrorCode::kTimeout : ErrorCode::kAborted, message,
+                     failure);
+}
+
+SymmetricHeap::SymmetricHeap(const World& world, std::size_t bytes,
+                             const SymmetricHeapOptions& options)
+    : state_(std::make_unique<State>(world, bytes, options)) {}
+SymmetricHeap::~SymmetricHeap() = default;
+SymmetricHeap::SymmetricHeap(SymmetricHeap&&) noexcept = default;
+SymmetricHeap& SymmetricHeap::operator=(SymmetricHeap&&) noexcept = default;
+
+void* SymmetricHeap::allocate(std::size_t bytes, std::size_t alignment) {
+  if (!std::has_single_bit(alignment) || alignment > kMostAlignment) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("an alignment of {} bytes was asked for; use a power of two up to {}",
+                            alignment, kMostAlignment));
+  }
+  const std::optional<std::uint64_t> offset =
+      state_->blocks.allocate(bytes == 0 ? 1 : bytes, alignment);
+  if (!offset) {
+    throw Error(ErrorCode::kCapacityExceeded,
+                fmt::format("{} bytes at a multiple of {} were asked for, and the symmetric heap "
+                            "of {} bytes has {} in one piece; make a larger heap, or free some of "
+                            "it",
+                            bytes, alignment, state_->bytes, state_->blocks.largest_free()));
+  }
+  state_->calls.add({HeapCall::Kind::kAllocate, bytes, alignment, *offset});
+  return state_->map.bases[state_->map.rank] + *offset;
+}
+
+void SymmetricHeap::free(void* pointer) {
+  if (pointer == nullptr) return;
+  const std::uint64_t offset = state_->offset_of(pointer);
+  if (!state_->blocks.free(offset)) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("nothing is allocated at offset {} of the symmetric heap; pass what "
+                            "allocate() returned, once",
+                            offset));
+  }
+  state_->calls.add({HeapCall::Kind::kFree, 0, 0, offset});
+}
+
+void SymmetricHeap::reset() {
+  state_->blocks.reset();
+  state_->calls.add({HeapCall::Kind::kReset, 0, 0, 0});
+}
+
+void* SymmetricHeap::translate(const void* pointer, int rank) const {
+  std::byte* const base = state_->base(rank);
+  return base + state_->offset_of(pointer);
+}
+std::byte* SymmetricHeap::base(int rank) const { return state_->base(rank); }
+PeerMap SymmetricHeap::peer_map() const { return state_->map; }
+
+void SymmetricHeap::wait(const std::uint64_t* flag, std::uint64_t value, int peer) {
+  if (state_->backend != Backend::kCpu) {
+    throw Error(ErrorCode::kUnsupported,
+                "wait() is for heaps of CPU memory; on a GPU a kernel waits, with "
+                "device::wait_until()");
+  }
+  (void)state_->base(peer);
+  const std::uint64_t offset = state_->offset_of(flag);
+  if (offset % sizeof *flag != 0 || offset + sizeof *flag > state_->bytes) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("the flag is at offset {} of the symmetric heap's {} bytes; it must be "
+                            "at a multiple of 8, and all of it in the heap",
+                            offset, state_->bytes));
+  }
+  const PeerWait outcome = host::wait_until(state_->map, flag, value, peer);
+  if (outcome) return;
+  host::give_up(state_->map, outcome);
+  check();
+}
+
+void SymmetricHeap::check() const {
+  const State& state = *state_;
+  if (const std::uint64_t abort = state.memory->control(state.map.rank).abort; abort != 0) {
+    state.fail(abort);
+  }
+}
+
+void SymmetricHeap::barrier() {
+  State& state = *state_;
+  struct Arrival {
+    HeapCalls::Summary calls;
+    std::uint64_t abort;
+  };
+  // A rank whose heap is dead comes, too: the others would wait for it until their deadlines.
+  const Arrival mine{state.calls.summary(), state.memory->control(state.map.rank).abort};
+  // What this rank put before comes before what others do after, whatever the fabric.
+  host::fence();
+  const std::vector<Arrival> all = gather(state.world.fabric(), mine);
+  host::fence();
+  std::vector<HeapCalls::Summary> calls;
+  for (const Arrival& arrival : all) {
+    if (arrival.abort != 0) state.fail(arrival.abort);
+    calls.push_back(arrival.calls);
+  }
+  state.calls.check(state.world.fabric(), calls);
+}
+
+SymmetricHeapStats SymmetricHeap::stats() const {
+  const Blocks& blocks = state_->blocks;
+  return {state_->bytes,
+          state_->memory->reserved(),
+          blocks.allocated(),
+          blocks.most_allocated(),
+          blocks.largest_free(),
+          blocks.count(),
+          state_->calls.summary().count};
+}
+std::size_t SymmetricHeap::bytes() const { return state_->bytes; }
+Backend SymmetricHeap::backend() const { return state_->backend; }
+int SymmetricHeap::device() const { return state_->memory->device(); }
+const World& SymmetricHeap::world() const { return state_->world; }
+
+}  // namespace switchyard
