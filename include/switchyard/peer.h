@@ -44,8 +44,9 @@ void put_value(T* to, const std::type_identity_t<T>& value) {
   *to = value;
 }
 
-// Orders everything that this thread read and wrote before it with everything after it, at system
-// scope. One fence serves several flags that are then stored in any way.
+// Orders this thread's earlier reads and writes before any flag that it stores later, and flags that
+// it loaded earlier before its later reads, at system scope: for flags that are stored and loaded
+// with relaxed order.
 inline void fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 template <Flag W>

@@ -4,6 +4,7 @@
 #include <bit>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/posix.h"
@@ -115,6 +116,7 @@ class SymmetricHeap::State {
   }
 
   [[noreturn]] void fail(std::uint64_t abort) const;
+  [[noreturn]] void fail(const PeerControl::Failure& seen) const;
 
   World world;
   std::size_t bytes;
@@ -131,7 +133,9 @@ class SymmetricHeap::State {
 void SymmetricHeap::State::fail(std::uint64_t abort) const {
   const int rank = static_cast<int>(abort & (PeerControl::kCalledOff - 1)) - 1;
   if ((abort & PeerControl::kCalledOff) != 0) throw_called_off(rank, "symmetric heap");
-  const PeerControl::Failure seen = memory->control(rank).failure;
+  fail(memory->control(rank).failure);
+}
+void SymmetricHeap::State::fail(const PeerControl::Failure& seen) const {
   WaitFailure failure;
   failure.waiter_rank = seen.waiter;
   failure.peer_rank = seen.peer;
@@ -224,7 +228,13 @@ void SymmetricHeap::wait(const std::uint64_t* flag, std::uint64_t value, int pee
   const PeerWait outcome = host::wait_until(state_->map, flag, value, peer);
   if (outcome) return;
   host::give_up(state_->map, outcome);
-  check();
+  // Another thread of this rank may be about to raise the word.
+  for (int i = 0; i < 1000; ++i) {
+    check();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  state_->fail({state_->map.rank, outcome.rank, outcome.flag, outcome.expected, outcome.seen,
+                outcome.waited_ns});
 }
 
 void SymmetricHeap::check() const {

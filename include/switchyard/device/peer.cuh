@@ -166,9 +166,10 @@ __device__ __forceinline__ void put_value(T* to, const typename detail::Same<T>:
 
 // ---------------------------------------------------------------------------------------- signal
 
-// Orders everything that this thread read and wrote before it with everything after it, at system
-// scope. One fence serves several flags that are then stored in any way.
-__device__ __forceinline__ void fence() { __threadfence_system(); }
+// Orders this thread's earlier reads and writes before any flag that it stores later, and flags that
+// it loaded earlier before its later reads, at system scope: for flags that are stored and loaded
+// with relaxed order.
+__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // Flags are 32 or 64 bits, at a multiple of their size. Memory of a heap is 0 at first.
 template <typename W>
