@@ -834,6 +834,80 @@ SY_API sy_status sy_exchange_get_stats(sy_exchange* exchange, sy_exchange_stats*
 // As sy_layer_trace().
 SY_API sy_status sy_exchange_trace(sy_exchange* exchange, char* text, uint64_t* size);
 
+// ---------------------------------------------------------------------------------------- heap
+
+// The symmetric heap for kernels and programs of your own: memory of the same size on every rank,
+// which all ranks read and write. symmetric_heap.h says more about every function; peer.h and
+// device/peer.cuh have what hosts and kernels do with it.
+
+typedef struct sy_heap sy_heap;
+
+typedef struct sy_heap_options {
+  uint32_t struct_size;
+  sy_device_type backend;   // whose memory: SY_CPU or SY_CUDA
+  int32_t device;           // SY_CUDA only: of this rank; -1: the current one
+  uint32_t reserved;        // 0
+  uint64_t bytes;           // of each rank, 1 or more; the same on all ranks
+  double deadline_seconds;  // of waits that are given no other; 0: the world's
+} sy_heap_options;
+#define SY_HEAP_OPTIONS_INIT \
+  { .struct_size = sizeof(sy_heap_options), .backend = SY_CPU, .device = -1 }
+
+// Collective. All bytes are 0. Errors: as SymmetricHeap's constructor.
+SY_API sy_status sy_heap_create(sy_world* world, const sy_heap_options* options, sy_heap** out);
+SY_API sy_status sy_heap_destroy(sy_heap** heap);
+
+// All ranks call these with the same arguments in the same order; sy_heap_barrier() finds it if
+// they do not. `alignment`: a power of two up to 4096; 0: 128.
+SY_API sy_status sy_heap_allocate(sy_heap* heap, uint64_t bytes, uint64_t alignment, void** out);
+SY_API sy_status sy_heap_free(sy_heap* heap, void* pointer);
+SY_API sy_status sy_heap_reset(sy_heap* heap);
+
+// Where `rank` has what this rank has at `pointer`.
+SY_API sy_status sy_heap_translate(const sy_heap* heap, const void* pointer, int32_t rank,
+                                   void** out);
+
+// What kernels take by value: PeerMap in peer_map.h. It has no size of its own, and never grows.
+#define SY_MAX_PEERS 64
+typedef struct sy_peer_map {
+  int32_t rank;
+  int32_t size;
+  uint64_t bytes;
+  uint64_t deadline_ns;
+  void* bases[SY_MAX_PEERS];  // of each rank's memory; null from `size` on
+} sy_peer_map;
+SY_API sy_status sy_heap_get_peer_map(const sy_heap* heap, sy_peer_map* out);
+
+// SY_CPU only: raises a flag of another rank's, at its translated address, after what this thread
+// wrote before; and waits for a flag of this rank's, which `peer` raises, to have at least a value.
+// A wait that passes its deadline is SY_TIMEOUT, and ends the heap on all ranks. On a GPU kernels
+// do this.
+SY_API sy_status sy_heap_signal(sy_heap* heap, uint64_t* flag, uint64_t value);
+SY_API sy_status sy_heap_wait(sy_heap* heap, const uint64_t* flag, uint64_t value, int32_t peer);
+
+// Collective: waits for all ranks, and checks that they allocated alike. Not for streams.
+SY_API sy_status sy_heap_barrier(sy_heap* heap);
+// Fails if a wait was given up, on any rank, or the world was aborted.
+SY_API sy_status sy_heap_check(const sy_heap* heap);
+
+// SymmetricHeapStats.
+typedef struct sy_heap_info {
+  uint32_t struct_size;
+  sy_device_type backend;
+  int32_t device;     // -1 for SY_CPU
+  uint32_t reserved;  // 0
+  uint64_t bytes;
+  uint64_t bytes_reserved;
+  uint64_t bytes_allocated;
+  uint64_t most_allocated;
+  uint64_t largest_free;
+  uint64_t allocations;
+  uint64_t calls;
+} sy_heap_info;
+#define SY_HEAP_INFO_INIT \
+  { .struct_size = sizeof(sy_heap_info) }
+SY_API sy_status sy_heap_get_info(const sy_heap* heap, sy_heap_info* out);
+
 // --------------------------------------------------------------------------------------- tuner
 
 // Chooses a kernel's configuration by the routing: tuner.h, which says more about every field. It

@@ -35,6 +35,7 @@ from .errors import (
 )
 from ._exchange import Exchange, ExchangeHandle, ExchangeStats, Received
 from ._experts import Experts, Stats, experts
+from ._heap import HeapStats, PeerMap, SymmetricHeap
 from ._operators import GroupedGemm, GroupedSchedule, Permutation, grouped_gemm, permute, unpermute
 from ._routing import Routing, topk
 from ._workspace import DeviceAllocator, Workspace
@@ -60,18 +61,21 @@ __all__ = [
     "Experts",
     "GroupedGemm",
     "GroupedSchedule",
+    "HeapStats",
     "InvalidArgument",
     "InvalidConfig",
     "InvalidFile",
     "MissingTensor",
     "MoeLayer",
     "OutOfMemory",
+    "PeerMap",
     "Permutation",
     "Received",
     "Routing",
     "ShapeMismatch",
     "SpecMismatch",
     "Stats",
+    "SymmetricHeap",
     "SystemFailure",
     "Timeout",
     "Unsupported",

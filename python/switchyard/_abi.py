@@ -493,6 +493,43 @@ class ExchangeStats(_Sized):
     ]
 
 
+class HeapOptions(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("backend", c_int32),
+        ("device", c_int32),
+        ("reserved", c_uint32),
+        ("bytes", c_uint64),
+        ("deadline_seconds", c_double),
+    ]
+
+
+class PeerMap(Structure):
+    _fields_ = [
+        ("rank", c_int32),
+        ("size", c_int32),
+        ("bytes", c_uint64),
+        ("deadline_ns", c_uint64),
+        ("bases", c_void_p * 64),
+    ]
+
+
+class HeapInfo(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("backend", c_int32),
+        ("device", c_int32),
+        ("reserved", c_uint32),
+        ("bytes", c_uint64),
+        ("bytes_reserved", c_uint64),
+        ("bytes_allocated", c_uint64),
+        ("most_allocated", c_uint64),
+        ("largest_free", c_uint64),
+        ("allocations", c_uint64),
+        ("calls", c_uint64),
+    ]
+
+
 class TuneModel(Structure):
     _fields_ = [
         ("name", c_char_p),
@@ -681,6 +718,18 @@ _FUNCTIONS: dict[str, list[object]] = {
     "sy_exchange_check": [_HANDLE],
     "sy_exchange_get_stats": [_HANDLE, POINTER(ExchangeStats)],
     "sy_exchange_trace": [_HANDLE, c_void_p, POINTER(c_uint64)],
+    "sy_heap_create": [_HANDLE, POINTER(HeapOptions), POINTER(_HANDLE)],
+    "sy_heap_destroy": [POINTER(_HANDLE)],
+    "sy_heap_allocate": [_HANDLE, c_uint64, c_uint64, POINTER(c_void_p)],
+    "sy_heap_free": [_HANDLE, c_void_p],
+    "sy_heap_reset": [_HANDLE],
+    "sy_heap_translate": [_HANDLE, c_void_p, c_int32, POINTER(c_void_p)],
+    "sy_heap_get_peer_map": [_HANDLE, POINTER(PeerMap)],
+    "sy_heap_signal": [_HANDLE, c_void_p, c_uint64],
+    "sy_heap_wait": [_HANDLE, c_void_p, c_uint64, c_int32],
+    "sy_heap_barrier": [_HANDLE],
+    "sy_heap_check": [_HANDLE],
+    "sy_heap_get_info": [_HANDLE, POINTER(HeapInfo)],
     "sy_draw_counts": [
         c_int32,
         c_int32,
