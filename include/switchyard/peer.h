@@ -44,9 +44,9 @@ void put_value(T* to, const std::type_identity_t<T>& value) {
   *to = value;
 }
 
-// Orders this thread's earlier reads and writes before any flag that it stores later, and flags that
-// it loaded earlier before its later reads, at system scope: for flags that are stored and loaded
-// with relaxed order.
+// Orders this thread's earlier reads and writes before any flag that it stores later, and flags
+// that it loaded earlier before its later reads, at system scope: for flags that are stored and
+// loaded with relaxed order.
 inline void fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 template <Flag W>

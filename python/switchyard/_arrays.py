@@ -31,12 +31,20 @@ _SHORT = {name: i for i, name in enumerate(_abi.DTYPE_NAMES)} | {
 DTYPES: dict[Any, int] = {}
 
 
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype of torch or numpy, or of a scalar type of numpy; other names as they are."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(dtype, type) and issubclass(dtype, numpy.generic):
+        dtype = numpy.dtype(dtype)
+    return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+
+
 def dtype_code(dtype: Any) -> int:
     """The number of a dtype of torch or numpy, or of a name: "bf16", "bfloat16", "fp8"."""
     code = DTYPES.get(dtype)
     if code is not None:
         return code
-    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    name = dtype_name(dtype)
     code = _NAMES.get(name, _SHORT.get(name))
     if code is None or code == _abi.NONE:
         known = ", ".join(_NAMES)

@@ -350,7 +350,7 @@ class SymmetricHeap:
 
     def _dtype(self, dtype: Any) -> tuple[Any, int]:
         """The dtype of torch or numpy, and an element's bytes."""
-        name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+        name = _arrays.dtype_name(dtype)
         code = _arrays._SHORT.get(name)
         if code is not None and code != _abi.NONE:
             name = next(long for long, number in _arrays._NAMES.items() if number == code)

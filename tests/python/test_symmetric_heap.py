@@ -202,7 +202,7 @@ def test_a_rank_that_does_not_signal_is_named():
         if world.rank == 0:
             with pytest.raises(switchyard.Timeout, match="rank 1 did not raise the flag at offset 8") as info:
                 heap.wait(flags[1], 5, 1)
-            assert info.value.peer_rank == 1
+            assert info.value.peer == 1
         world.barrier()
         with pytest.raises(switchyard.Timeout if world.rank == 0 else switchyard.Aborted, match="rank 1"):
             heap.check()
