@@ -89,14 +89,14 @@ void run_rank(const World& world, int num_devices) {
   all_gather<<<kBlocks, kThreads, 0, stream>>>(heap.peer_map(), windows, flags, mine, wrong);
   require(cudaGetLastError());
   require(cudaStreamSynchronize(stream));
-  heap.check();  // throws TimeoutError, naming the rank that did not come
+  heap.check();    // throws TimeoutError, naming the rank that did not come
+  heap.barrier();  // no rank's kernel runs any more: what follows may wait for the device
   std::uint32_t num_wrong = 0;
   require(cudaMemcpy(&num_wrong, wrong, sizeof num_wrong, cudaMemcpyDeviceToHost));
   require(cudaStreamDestroy(stream));
   if (num_wrong != 0) {
     throw std::runtime_error(std::to_string(num_wrong) + " words came wrong");
   }
-  heap.barrier();
 }
 
 // False, with a message, if it failed.

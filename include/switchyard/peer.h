@@ -9,8 +9,8 @@
 //
 //   host::put(translate(map, inbox, peer), data, bytes);
 //   host::signal(translate(map, flag, peer), round);
-//   if (PeerWait wait = host::wait_until(map, flag, round, source); !wait) host::give_up(map,
-//   wait);
+//   const PeerWait wait = host::wait_until(map, flag, round, source);
+//   if (!wait) host::give_up(map, wait);
 //
 // A flag has one writer, or is only added to, and counts on: it is never reset, so none is lost.
 // A second round may overwrite what the first one brought only when its reader has said so, with a
@@ -43,11 +43,6 @@ void put_value(T* to, const std::type_identity_t<T>& value) {
   static_assert(std::is_trivially_copyable_v<T>);
   *to = value;
 }
-
-// Orders this thread's earlier reads and writes before any flag that it stores later, and flags
-// that it loaded earlier before its later reads, at system scope: for flags that are stored and
-// loaded with relaxed order.
-inline void fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 template <Flag W>
 void signal(W* flag, std::type_identity_t<W> value) {

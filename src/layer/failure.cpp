@@ -18,7 +18,7 @@ void throw_failure(const World& world, const protocol::FailureRecord& record, co
 void throw_called_off(int rank, const char* what) {
   throw TimeoutError(
       ErrorCode::kAborted,
-      fmt::format("{}, or destroyed this {} while it had passes under way; this {} cannot be used "
+      fmt::format("{}, or destroyed this {} while it had work under way; this {} cannot be used "
                   "any more",
                   abort_message(rank), what, what),
       abort_failure(rank));

@@ -166,11 +166,6 @@ __device__ __forceinline__ void put_value(T* to, const typename detail::Same<T>:
 
 // ---------------------------------------------------------------------------------------- signal
 
-// Orders this thread's earlier reads and writes before any flag that it stores later, and flags
-// that it loaded earlier before its later reads, at system scope: for flags that are stored and
-// loaded with relaxed order.
-__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
 // Flags are 32 or 64 bits, at a multiple of their size. Memory of a heap is 0 at first.
 template <typename W>
 __device__ __forceinline__ void signal(W* flag, typename detail::Same<W>::Type value) {
