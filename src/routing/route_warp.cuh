@@ -14,7 +14,9 @@
 // ties go the same way. Sums are taken in route_token()'s order, so weights agree to the bit too.
 //
 // All arrays are indexed by constants, and every function that takes one by reference is forced
-// inline: nothing goes through local memory.
+// inline: nothing goes through local memory. Code that is unrolled for 1,024 experts is 130 KB,
+// which a kernel with other things to do does not want: such a kernel gives the values' place in
+// memory instead (MemoryRows). Results are the same.
 #pragma once
 
 #include <cmath>
@@ -138,6 +140,66 @@ __device__ __forceinline__ void for_each_row(float (&values)[kPerLane], Visit vi
   }
 }
 
+// The same of values in memory: value j of lane l is values[32 j + l]. Each lane uses only its own,
+// so no lane waits for another's stores.
+struct MemoryRows {
+  float* values;   // [32 count]
+  OrderKey* keys;  // [32 count], scratch
+  int count;
+};
+template <typename Visit>
+__device__ __forceinline__ void for_each_row(MemoryRows& rows, Visit visit) {
+  const int lane = lane_idx();
+#pragma unroll 1
+  for (int j = 0; j < rows.count; ++j) visit(rows.values[j * kLanes + lane], j);
+}
+
+template <int kPerLane>
+__device__ __forceinline__ int num_rows(float (&)[kPerLane]) {
+  return kPerLane;
+}
+__device__ __forceinline__ int num_rows(const MemoryRows& rows) { return rows.count; }
+
+// The number of this lane's values that are NaN.
+template <int kPerLane>
+__device__ __forceinline__ int count_nan(float (&values)[kPerLane]) {
+  int count = 0;
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) count += is_nan(values[j]) ? 1 : 0;
+  return count;
+}
+__device__ __forceinline__ int count_nan(MemoryRows& rows) {
+  int count = 0;
+  for_each_row(rows, [&](float value, int) { count += is_nan(value) ? 1 : 0; });
+  return count;
+}
+
+// The largest of this lane's values but NaN.
+template <int kPerLane>
+__device__ __forceinline__ float max_of_lane(float (&values)[kPerLane]) {
+  float max = values[0];
+#pragma unroll
+  for (int j = 1; j < kPerLane; ++j) max = fmaxf(max, values[j]);  // ignores NaN
+  return max;
+}
+__device__ __forceinline__ float max_of_lane(MemoryRows& rows) {
+  float max = nan();
+  for_each_row(rows, [&](float value, int) { max = fmaxf(max, value); });
+  return max;
+}
+
+// Makes the value of expert `id`, which is the same for all lanes, NaN.
+template <int kPerLane>
+__device__ __forceinline__ void erase(int lane, float (&values)[kPerLane], std::int32_t id) {
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) {
+    if (lane + j * kLanes == id) values[j] = nan();
+  }
+}
+__device__ __forceinline__ void erase(int lane, MemoryRows& rows, std::int32_t id) {
+  if (id % kLanes == lane) rows.values[id] = nan();
+}
+
 // Returns start + lane 0's value + lane 1's + ... in this order, over the first `count` lanes; the
 // others' values must be 0. The sums form a dependent chain, but a shorter one than a butterfly's
 // five dependent shuffles, because these shuffles overlap.
@@ -157,8 +219,8 @@ __device__ __forceinline__ float sum_in_lane_order(float start, float value, int
 
 // The sum of term(value) over all lanes' values, in the order of route.cpp's sum_of(): 16 running
 // sums over experts 16 apart, then these in order.
-template <int kPerLane, typename Term>
-__device__ __forceinline__ float sum_over_experts(int lane, float (&values)[kPerLane], Term term) {
+template <typename Rows, typename Term>
+__device__ __forceinline__ float sum_over_experts(int lane, Rows& values, Term term) {
   constexpr int kRunningSums = 16;
   float sum = 0.0f;
   for_each_row(values, [&](float value, int) {
@@ -176,8 +238,8 @@ __device__ __forceinline__ float max_over_lanes(float value) {
 }
 
 // The value of expert `id`, which may differ from lane to lane; 0 for kNoExpert.
-template <int kPerLane>
-__device__ __forceinline__ float value_of_expert(float (&values)[kPerLane], std::int32_t id) {
+template <typename Rows>
+__device__ __forceinline__ float value_of_expert(Rows& values, std::int32_t id) {
   float found = 0.0f;
   for_each_row(values, [&](float value, int j) {
     const float other = __shfl_sync(kAllLanes, value, id % kLanes);
@@ -194,20 +256,17 @@ struct Softmax {
   float sum;
 };
 
-template <int kPerLane>
-__device__ __forceinline__ Softmax softmax_over_experts(int lane, float (&logits)[kPerLane]) {
-  float max = logits[0];
-#pragma unroll
-  for (int j = 1; j < kPerLane; ++j) max = fmaxf(max, logits[j]);  // ignores NaN
-  max = max_over_lanes(max);
+template <typename Rows>
+__device__ __forceinline__ Softmax softmax_over_experts(int lane, Rows& logits) {
+  const float max = max_over_lanes(max_of_lane(logits));
   return {max,
           sum_over_experts(lane, logits, [&](float logit) { return softmax_term(logit, max); })};
 }
 
 // Replaces logits by scores. NaN stays NaN.
-template <int kPerLane>
+template <typename Rows>
 __device__ __forceinline__ void score_all(ScoreFunction function, const Softmax& softmax,
-                                          float (&values)[kPerLane]) {
+                                          Rows& values) {
   switch (function) {
     case ScoreFunction::kSoftmax: {
       const float inverse = 1.0f / softmax.sum;
@@ -247,9 +306,9 @@ __device__ __forceinline__ TopTwo merge(const TopTwo& a, const TopTwo& b) {
 // group.
 //   candidate(value, j)  the quantity that this lane's expert of row j is chosen by, or NaN if the
 //                        expert may not be chosen
-template <int kPerLane, typename Candidate>
+template <typename Rows, typename Candidate>
 __device__ __forceinline__ TopTwo best_of_group(const DeviceRouting& routing, int lane, int group,
-                                                float (&values)[kPerLane], Candidate candidate) {
+                                                Rows& values, Candidate candidate) {
   const int begin = group * routing.group_size;
   const int end = begin + routing.group_size;
   TopTwo best;
@@ -362,6 +421,58 @@ __device__ __forceinline__ std::uint32_t experts_of_best_groups(const DeviceRout
   return allowed;
 }
 
+// The same of values in memory. Group keys are there, too.
+template <typename Candidate>
+__device__ __forceinline__ std::uint32_t experts_of_best_groups(const DeviceRouting& routing,
+                                                                int lane, MemoryRows& values,
+                                                                Candidate candidate) {
+  const int top_k_groups = routing.spec.top_k_groups;
+  const int rows = (routing.spec.num_groups + kLanes - 1) / kLanes;
+  OrderKey* const keys = values.keys + lane;  // keys[32 j]: of group lane + 32 j
+#pragma unroll 1
+  for (int row = 0; row < rows; ++row) {
+    const TopTwo best = best_of_group(routing, lane, lane + row * kLanes, values, candidate);
+    OrderKey key = best.first;
+    if (routing.spec.group_score == GroupScore::kSumTopTwo && best.second != kNeverChosen) {
+      key = order_key(value_of(best.first) + value_of(best.second));
+    }
+    keys[row * kLanes] = key;
+  }
+  // As above for many groups, whatever their number.
+  const auto ordinal = [&](int j) {
+    return static_cast<std::uint32_t>(keys[j * kLanes]) ^ 0x80000000u;
+  };
+  std::uint32_t last = 0;
+#pragma unroll 1
+  for (std::uint32_t bit = 0x80000000u; bit != 0; bit >>= 1) {
+    int count = 0;
+#pragma unroll 1
+    for (int j = 0; j < rows; ++j) count += ordinal(j) >= (last | bit) ? 1 : 0;
+    if (__reduce_add_sync(kAllLanes, count) >= top_k_groups) last |= bit;
+  }
+  int num_better = 0;
+#pragma unroll 1
+  for (int j = 0; j < rows; ++j) num_better += ordinal(j) > last ? 1 : 0;
+  int num_equal = top_k_groups - __reduce_add_sync(kAllLanes, num_better);
+  std::uint32_t competing = 0;  // bit j: group lane + 32 j competes
+#pragma unroll 1
+  for (int j = 0; j < rows; ++j) {
+    const bool equals = ordinal(j) == last && last != 0;
+    const std::uint32_t equals_mask = __ballot_sync(kAllLanes, equals);
+    const int rank = __popc(equals_mask & lanes_below(lane));
+    if (ordinal(j) > last || (equals && rank < num_equal)) competing |= 1u << j;
+    num_equal -= __popc(equals_mask);
+  }
+  std::uint32_t allowed = 0;
+#pragma unroll 1
+  for (int j = 0; j < values.count; ++j) {
+    const int group = group_of(routing, lane + j * kLanes);
+    const std::uint32_t bits = __shfl_sync(kAllLanes, competing, group % kLanes);
+    allowed |= (bits >> (group / kLanes) & 1u) << j;
+  }
+  return allowed;
+}
+
 // ---- Choice ----
 
 template <int kSize>
@@ -415,10 +526,16 @@ struct Chosen {
   float value;
 };
 
-// Takes the best top_k candidates, best first. candidate() is as in best_of_group().
+// The keys of the best candidates. Lane k has slot k's, and the lane that held it.
+struct BestKeys {
+  OrderKey key = kNeverChosen;
+  int owner = 0;
+  bool ties = false;  // of this lane: it held a key that another slot or lane has, too
+};
+
 template <int kPerLane, typename Candidate>
-__device__ __forceinline__ Chosen take_best(int lane, float (&values)[kPerLane], int top_k,
-                                            Candidate candidate) {
+__device__ __forceinline__ BestKeys best_keys(int lane, float (&values)[kPerLane], int top_k,
+                                              Candidate candidate) {
   OrderKey keys[kPerLane];
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) keys[j] = order_key(candidate(values[j], j));
@@ -426,20 +543,18 @@ __device__ __forceinline__ Chosen take_best(int lane, float (&values)[kPerLane],
 
   // The chosen keys are right whichever of several equal ones is taken first. The experts they
   // belong to are found afterwards, outside this chain of dependent steps.
-  OrderKey my_key = kNeverChosen;
-  int my_owner = 0;
-  bool ties = false;
+  BestKeys mine;
 #pragma unroll 1
   for (int slot = 0; slot < top_k; ++slot) {
     const OrderKey best = __reduce_max_sync(kAllLanes, keys[0]);
     const bool holds = keys[0] == best && best != kNeverChosen;
     const std::uint32_t holders = __ballot_sync(kAllLanes, holds);
     const bool pops = holds && (holders & lanes_below(lane)) == 0;
-    ties |= holds && !pops;
-    if constexpr (kPerLane > 1) ties |= pops && keys[1] == best;
+    mine.ties |= holds && !pops;
+    if constexpr (kPerLane > 1) mine.ties |= pops && keys[1] == best;
     if (lane == slot) {
-      my_key = best;
-      my_owner = __ffs(static_cast<int>(holders)) - 1;
+      mine.key = best;
+      mine.owner = __ffs(static_cast<int>(holders)) - 1;
     }
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
@@ -447,10 +562,60 @@ __device__ __forceinline__ Chosen take_best(int lane, float (&values)[kPerLane],
       keys[j] = pops ? next : keys[j];
     }
   }
+  return mine;
+}
 
+// A lane whose best key is taken looks for the next among all of its own.
+template <typename Candidate>
+__device__ __forceinline__ BestKeys best_keys(int lane, MemoryRows& values, int top_k,
+                                              Candidate candidate) {
+  OrderKey* const keys = values.keys + lane;
+  OrderKey head = kNeverChosen;
+  for_each_row(values, [&](float value, int j) {
+    const OrderKey key = order_key(candidate(value, j));
+    keys[j * kLanes] = key;
+    head = max(head, key);
+  });
+  BestKeys mine;
+#pragma unroll 1
+  for (int slot = 0; slot < top_k; ++slot) {
+    const OrderKey best = __reduce_max_sync(kAllLanes, head);
+    const bool holds = head == best && best != kNeverChosen;
+    const std::uint32_t holders = __ballot_sync(kAllLanes, holds);
+    const bool pops = holds && (holders & lanes_below(lane)) == 0;
+    if (lane == slot) {
+      mine.key = best;
+      mine.owner = __ffs(static_cast<int>(holders)) - 1;
+    }
+    if (pops) {
+      head = kNeverChosen;
+      bool taken = false;
+#pragma unroll 1
+      for (int j = 0; j < values.count; ++j) {
+        const OrderKey key = keys[j * kLanes];
+        if (key == best && !taken) {
+          taken = true;
+          keys[j * kLanes] = kNeverChosen;
+        } else {
+          head = max(head, key);
+        }
+      }
+    }
+    mine.ties |= holds && (!pops || head == best);
+  }
+  return mine;
+}
+
+// Takes the best top_k candidates, best first. candidate() is as in best_of_group().
+template <typename Rows, typename Candidate>
+__device__ __forceinline__ Chosen take_best(int lane, Rows& values, int top_k,
+                                            Candidate candidate) {
+  const BestKeys mine = best_keys(lane, values, top_k, candidate);
+  const OrderKey my_key = mine.key;
+  const int my_owner = mine.owner;
   const float my_candidate = my_key == kNeverChosen ? nan() : value_of(my_key);
   Chosen chosen{kNoExpert, 0.0f};
-  if (!__any_sync(kAllLanes, ties)) {
+  if (!__any_sync(kAllLanes, mine.ties)) {
     // In this case each chosen key belongs to one expert only.
     for_each_row(values, [&](float value, int j) {
       const float other_candidate = __shfl_sync(kAllLanes, candidate(value, j), my_owner);
@@ -511,10 +676,9 @@ __device__ __forceinline__ float weigh_by_logit(const DeviceRouting& routing, So
 }
 
 // See route.cpp's sparse_mixer(). Overwrites the logits of chosen experts.
-template <int kPerLane>
+template <typename Rows>
 __device__ __forceinline__ float weigh_by_sparse_mixer(const DeviceRouting& routing, int lane,
-                                                       float (&logits)[kPerLane],
-                                                       const Chosen& chosen) {
+                                                       Rows& logits, const Chosen& chosen) {
   const float threshold = 2.0f * routing.spec.jitter_eps;
   float weight = 0.0f;
 #pragma unroll 1
@@ -527,10 +691,7 @@ __device__ __forceinline__ float weigh_by_sparse_mixer(const DeviceRouting& rout
       return sparse_mixer_drops(logit, best, threshold) ? 0.0f : term;
     });
     if (lane == round) weight = 1.0f / sum;
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      if (lane + j * kLanes == id) logits[j] = nan();
-    }
+    erase(lane, logits, id);
   }
   return weight;
 }
@@ -563,19 +724,30 @@ __device__ __forceinline__ void load_logits(const float* row, int num_experts,
   }
 }
 
+// The same into memory. rows.count: of the experts.
+__device__ __forceinline__ void load_logits(const float* row, int num_experts,
+                                            warp::MemoryRows& rows) {
+  const int lane = warp::lane_idx();
+#pragma unroll 1
+  for (int j = 0; j < rows.count; ++j) {
+    const int expert = lane + j * warp::kLanes;
+    rows.values[expert] = expert < num_experts ? row[expert] : warp::nan();
+  }
+}
+
 // Routes one token. All 32 lanes of a warp must call it together, with the same arguments but for
 // logits and mine. Control flow depends on `routing` and on values that all lanes share. If the
 // compiler can see that the caller's control flow does, too (a warp index by way of __shfl_sync(),
 // say), it omits the code for diverged lanes, a third of the whole.
-//   logits           [kPerLane], 32 kPerLane >= E: lane l's are those of experts l, l + 32, ...,
-//                    and NaN where there is no such expert, as load_logits() gives; overwritten
+//   logits           float[kPerLane], 32 kPerLane >= E: lane l's are those of experts l, l + 32,
+//                    ..., and NaN where there is no such expert, as load_logits() gives;
+//                    or warp::MemoryRows of at most 32 rows; overwritten
 //   correction_bias  [E], global memory; read only if the spec has one
 //   hashed_ids       [K]; read only with RoutingMethod::kHash
 //   mine             out: slot `lane`
 //   parts            kAllRouteParts, or fewer to bring only their code into the cache
-template <int kPerLane>
-__device__ __forceinline__ RouteStatus route_warp(const DeviceRouting& routing,
-                                                  float (&logits)[kPerLane],
+template <typename Rows>
+__device__ __forceinline__ RouteStatus route_warp(const DeviceRouting& routing, Rows& logits,
                                                   const float* correction_bias,
                                                   const std::int32_t* hashed_ids, Choice& mine,
                                                   std::uint32_t parts = kAllRouteParts) {
@@ -588,10 +760,8 @@ __device__ __forceinline__ RouteStatus route_warp(const DeviceRouting& routing,
   RouteStatus status{};
   Softmax softmax{};
   if ((parts & kScorePart) != 0) {
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) status.num_nan += is_nan(logits[j]) ? 1 : 0;
-    status.num_nan = __reduce_add_sync(kAllLanes, status.num_nan);
-    status.num_nan -= kPerLane * kLanes - routing.num_experts;
+    status.num_nan = __reduce_add_sync(kAllLanes, count_nan(logits));
+    status.num_nan -= num_rows(logits) * kLanes - routing.num_experts;
     if (spec.score == ScoreFunction::kSoftmax && spec.method != RoutingMethod::kSparseMixer &&
         (by_score || !softmax_is_over_chosen(spec))) {
       softmax = softmax_over_experts(lane, logits);

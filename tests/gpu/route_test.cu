@@ -116,6 +116,45 @@ Routed route_on_device(const Tokens& tokens) {
 
 constexpr auto on_device = [](const Tokens& tokens) { return route_on_device(tokens); };
 
+// The same with values in memory, as layers of more than 512 experts do it.
+constexpr int kMemoryThreads = 128;
+__global__ void __launch_bounds__(kMemoryThreads)
+    route_tokens_in_memory(DeviceRouting routing, int num_tokens, const float* logits,
+                           const float* bias, const std::int32_t* hashed, std::int32_t* ids,
+                           float* weights, RouteStatus* status) {
+  __shared__ float values[kMemoryThreads / 32][routing::kMaxExperts];
+  __shared__ routing::OrderKey keys[kMemoryThreads / 32][routing::kMaxExperts];
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  for (int token = static_cast<int>(blockIdx.x) * (kMemoryThreads / 32) + warp; token < num_tokens;
+       token += static_cast<int>(gridDim.x) * (kMemoryThreads / 32)) {
+    routing::warp::MemoryRows rows{values[warp], keys[warp], (routing.num_experts + 31) / 32};
+    routing::load_logits(logits + token * routing.num_experts, routing.num_experts, rows);
+    Choice choice;
+    const RouteStatus result =
+        routing::route_warp(routing, rows, bias, hashed + token * routing.top_k, choice);
+    if (lane == 31) status[token] = result;
+    if (lane < routing.top_k) {
+      ids[token * routing.top_k + lane] = choice.id;
+      weights[token * routing.top_k + lane] = choice.weight;
+    }
+  }
+}
+
+constexpr auto in_memory_on_device = [](const Tokens& tokens) -> Routed {
+  const int num_tokens = tokens.count();
+  const std::size_t num_slots = static_cast<std::size_t>(num_tokens) * tokens.spec.top_k;
+  DeviceArray<float> logits(tokens.logits), bias(tokens.bias), weights(num_slots);
+  DeviceArray<std::int32_t> hashed(tokens.hashed), ids(num_slots);
+  DeviceArray<RouteStatus> status(static_cast<std::size_t>(num_tokens));
+  route_tokens_in_memory<<<std::min(132, (num_tokens + 3) / 4), kMemoryThreads>>>(
+      routing::make_device_routing(tokens.spec), num_tokens, logits.data(), bias.data(),
+      hashed.data(), ids.data(), weights.data(), status.data());
+  check(cudaGetLastError(), "launch of route_tokens_in_memory");
+  check(cudaDeviceSynchronize(), "route_tokens_in_memory");
+  return {ids.values(), weights.values(), status.values()};
+};
+
 void skip_without_gpu() {
   int count = 0;
   const cudaError_t result = cudaGetDeviceCount(&count);
@@ -141,6 +180,9 @@ class RouteWarpOver : public ::testing::TestWithParam<Parameter> {
 class RouteWarpOverModels : public RouteWarpOver<ModelEntry> {};
 
 TEST_P(RouteWarpOverModels, RoutesAsTheHost) { test::test_model(GetParam(), 2048, on_device); }
+TEST_P(RouteWarpOverModels, RoutesAsTheHostFromMemory) {
+  test::test_model(GetParam(), 512, in_memory_on_device);
+}
 
 INSTANTIATE_TEST_SUITE_P(Models, RouteWarpOverModels, ::testing::ValuesIn(model_table()),
                          [](const auto& param_info) { return identifier(param_info.param.name); });
@@ -161,6 +203,10 @@ class RouteWarpOverSizes : public RouteWarpOver<int> {};
 
 TEST_P(RouteWarpOverSizes, EveryCombinationRoutesAsTheHost) {
   test::test_combinations(GetParam(), 48, on_device);
+}
+
+TEST_P(RouteWarpOverSizes, EveryCombinationRoutesAsTheHostFromMemory) {
+  test::test_combinations(GetParam(), 24, in_memory_on_device);
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, RouteWarpOverSizes,

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <random>
+#include <string>
+#include <vector>
 
 #include "routing/emulated_warp.h"
 // After it: code for warps.
@@ -21,8 +23,9 @@ using test::Tokens;
 // One token of each kind.
 constexpr int kTokens = static_cast<int>(test::Kind::kCount);
 
-template <int kPerLane>
-Routed route_in_warp(const Tokens& tokens) {
+// with_rows(lane_body) calls lane_body(rows) with what a lane hands to route_warp().
+template <typename WithRows>
+Routed route_by(const Tokens& tokens, WithRows&& with_rows) {
   const routing::DeviceRouting routing = routing::make_device_routing(tokens.spec);
   const auto top_k = static_cast<std::size_t>(tokens.spec.top_k);
   Routed routed;
@@ -32,30 +35,47 @@ Routed route_in_warp(const Tokens& tokens) {
     routed.ids.resize((t + 1) * top_k);
     routed.weights.resize((t + 1) * top_k);
     EmulatedWarp::run([&](int lane) {
-      float logits[kPerLane];
-      routing::load_logits(row, routing.num_experts, logits);
-      routing::Choice choice{};
-      const routing::RouteStatus status =
-          routing::route_warp(routing, logits, tokens.bias.data(), hashed, choice);
-      // Every lane has the same; the last one's is compared.
-      if (lane == EmulatedWarp::kLanes - 1) routed.status.push_back(status);
-      if (const auto slot = static_cast<std::size_t>(lane); slot < top_k) {
-        routed.ids[t * top_k + slot] = choice.id;
-        routed.weights[t * top_k + slot] = choice.weight;
-      }
+      with_rows([&](auto& logits) {
+        routing::load_logits(row, routing.num_experts, logits);
+        routing::Choice choice{};
+        const routing::RouteStatus status =
+            routing::route_warp(routing, logits, tokens.bias.data(), hashed, choice);
+        // Every lane has the same; the last one's is compared.
+        if (lane == EmulatedWarp::kLanes - 1) routed.status.push_back(status);
+        if (const auto slot = static_cast<std::size_t>(lane); slot < top_k) {
+          routed.ids[t * top_k + slot] = choice.id;
+          routed.weights[t * top_k + slot] = choice.weight;
+        }
+      });
     });
   }
   return routed;
 }
 
-constexpr auto in_warp = [](const Tokens& tokens) {
+constexpr auto in_registers = [](const Tokens& tokens) {
   return routing::with_per_lane(tokens.spec.num_experts, [&](auto per_lane) {
-    return route_in_warp<decltype(per_lane)::value>(tokens);
+    return route_by(tokens, [](auto&& lane_body) {
+      float logits[decltype(per_lane)::value];
+      lane_body(logits);
+    });
+  });
+};
+
+constexpr auto in_memory = [](const Tokens& tokens) {
+  const int count = (tokens.spec.num_experts + 31) / 32;
+  std::vector<float> values(static_cast<std::size_t>(32 * count));
+  std::vector<routing::OrderKey> keys(values.size());
+  return route_by(tokens, [&](auto&& lane_body) {
+    routing::warp::MemoryRows rows{values.data(), keys.data(), count};
+    lane_body(rows);
   });
 };
 
 class EmulatedRouteOfModels : public ::testing::TestWithParam<ModelEntry> {};
-TEST_P(EmulatedRouteOfModels, IsTheHosts) { test::test_model(GetParam(), 2 * kTokens, in_warp); }
+TEST_P(EmulatedRouteOfModels, IsTheHosts) {
+  test::test_model(GetParam(), 2 * kTokens, in_registers);
+  test::test_model(GetParam(), kTokens, in_memory);
+}
 INSTANTIATE_TEST_SUITE_P(Models, EmulatedRouteOfModels, ::testing::ValuesIn(model_table()),
                          [](const auto& param_info) {
                            return testing::identifier(param_info.param.name);
@@ -64,7 +84,8 @@ INSTANTIATE_TEST_SUITE_P(Models, EmulatedRouteOfModels, ::testing::ValuesIn(mode
 class EmulatedRouteOfFamilies : public ::testing::TestWithParam<test::Family> {};
 TEST_P(EmulatedRouteOfFamilies, IsTheHosts) {
   std::mt19937 random(2);
-  test::test_layer(GetParam().spec, 2 * kTokens, random, GetParam().name, in_warp);
+  test::test_layer(GetParam().spec, 2 * kTokens, random, GetParam().name, in_registers);
+  test::test_layer(GetParam().spec, kTokens, random, GetParam().name, in_memory);
 }
 INSTANTIATE_TEST_SUITE_P(Families, EmulatedRouteOfFamilies, ::testing::ValuesIn(test::families()),
                          [](const auto& param_info) {
@@ -73,9 +94,55 @@ INSTANTIATE_TEST_SUITE_P(Families, EmulatedRouteOfFamilies, ::testing::ValuesIn(
 
 class EmulatedRouteOfSizes : public ::testing::TestWithParam<int> {};
 TEST_P(EmulatedRouteOfSizes, IsTheHostsForEveryCombination) {
-  test::test_combinations(GetParam(), kTokens, in_warp);
+  test::test_combinations(GetParam(), kTokens, in_registers);
+}
+TEST_P(EmulatedRouteOfSizes, IsTheHostsForEveryCombinationInMemory) {
+  test::test_combinations(GetParam(), kTokens, in_memory);
 }
 INSTANTIATE_TEST_SUITE_P(Sizes, EmulatedRouteOfSizes, ::testing::Values(7, 65, 160));
+
+// More experts than any listed model has. An emulated warp takes milliseconds for a token of so
+// many, so this tests some combinations; tests/gpu/route_test.cu tests all.
+class EmulatedRouteOfManyExperts : public ::testing::TestWithParam<int> {};
+template <typename RouteOn>
+void test_many_experts(int experts, RouteOn&& route_on) {
+  std::mt19937 random(static_cast<std::uint32_t>(experts));
+  for (const ScoreFunction score : {ScoreFunction::kSoftmax, ScoreFunction::kSigmoid}) {
+    for (const int top_k : {1, 10, 32}) {
+      RoutingSpec spec;
+      spec.score = score;
+      spec.renormalize = top_k != 1;
+      test::test_layer(test::routing_layer(experts, top_k, spec), kTokens, random, "top-k",
+                       route_on);
+      spec.has_correction_bias = true;
+      test::test_layer(test::routing_layer(experts, top_k, spec), kTokens, random, "bias",
+                       route_on);
+    }
+  }
+  // Groups smaller than a row of 32 experts, as large, larger, and more than lanes.
+  for (const int groups : {3, 4, 8, 32, 64, 171, experts / 2}) {
+    if (experts % groups != 0) continue;
+    RoutingSpec spec;
+    spec.score = ScoreFunction::kSigmoid;
+    spec.has_correction_bias = true;
+    spec.num_groups = groups;
+    spec.top_k_groups = groups - groups / 2;
+    spec.group_score = groups % 3 == 0 ? GroupScore::kMax : GroupScore::kSumTopTwo;
+    test::test_layer(test::routing_layer(experts, 8, spec), kTokens, random,
+                     std::to_string(groups) + " groups", route_on);
+  }
+  RoutingSpec mixer;
+  mixer.method = RoutingMethod::kSparseMixer;
+  test::test_layer(test::routing_layer(experts, 2, mixer), kTokens, random, "mixer", route_on);
+  RoutingSpec hash;
+  hash.method = RoutingMethod::kHash;
+  hash.score = ScoreFunction::kSqrtSoftplus;
+  test::test_layer(test::routing_layer(experts, 6, hash), kTokens, random, "hash", route_on);
+}
+TEST_P(EmulatedRouteOfManyExperts, IsTheHosts) { test_many_experts(GetParam(), in_registers); }
+TEST_P(EmulatedRouteOfManyExperts, IsTheHostsInMemory) { test_many_experts(GetParam(), in_memory); }
+INSTANTIATE_TEST_SUITE_P(Experts, EmulatedRouteOfManyExperts,
+                         ::testing::Values(512, 513, 768, 1000, 1024));
 
 TEST(EmulatedWarp, LanesThatComeToDifferentCollectivesAreAnError) {
   const auto diverging = [](int lane) {
