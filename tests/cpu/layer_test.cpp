@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 
+#include "model/errors.h"
 #include "protocol/partition.h"
 #include "reference/reference.h"
 #include "support/accuracy.h"
@@ -128,6 +129,30 @@ TEST(Routing, ExpertsNotDivisibleByRanks) {
     const LayerSpec spec = plain_spec(experts, 1);
     expect_exact(spec, synthetic_routing(77, experts, 1, 0.8, 4), 77, all_rank_counts(77));
   }
+}
+
+// As many as routing takes, and one more.
+TEST(Routing, AThousandExperts) {
+  for (const int experts : {513, 1024}) {
+    const LayerSpec spec = spec_of(64, 48, experts, 8);
+    const MoeWeights w = make_weights(spec, DType::kBF16);
+    for (const int tokens : {1, 40, 300}) {
+      for (const int ranks : {1, 3}) {
+        SCOPED_TRACE(::testing::Message()
+                     << experts << " experts, " << tokens << " tokens, " << ranks << " ranks");
+        const Batch batch = random_batch(spec, tokens, DType::kBF16, 7);
+        const BatchResult result =
+            run_batch(spec, w, batch, Shares::even(tokens, ranks), DType::kBF16);
+        expect_same_routing(spec, w, batch, result);
+        expect_accurate(spec, w, batch, result);
+      }
+    }
+  }
+  const LayerSpec spec = spec_of(64, 48, 1025, 8);
+  const MoeWeights w = make_weights(spec, DType::kBF16);
+  EXPECT_ERROR(
+      run_batch(spec, w, random_batch(spec, 1, DType::kBF16, 7), Shares::even(1, 1), DType::kBF16),
+      ErrorCode::kInvalidArgument, "num_experts is 1025", "1 to 1024");
 }
 
 TEST(Routing, RanksWithDifferentTokenCounts) {

@@ -128,6 +128,64 @@ TEST_F(RanksTest, MoreExpertsThanAreCountedAtOnce) {
   }
 }
 
+// Tables of more than 512 experts are in the end of the ring. Two ranks have up to 512 experts
+// each, and eight more levels of sending than slots.
+TEST_F(RanksTest, ManyExperts) {
+  for (const bool fp8 : {false, true}) {
+    for (const int experts : {513, 1024}) {
+      LayerSpec spec = spec_of(192, 72, experts, 8);
+      spec.shared_intermediate = experts == 513 ? 48 : 0;
+      const MoeWeights w = make_weights(spec, fp8 ? kFp8 : DType::kBF16);
+      for (const int tokens : {5, 900}) {
+        for (const double beta : {1.0, 0.2}) {
+          const Batch batch = routed(spec, tokens, beta);
+          // One rank's small pass is another kernel, which may split the second GEMM.
+          LayerOptions options;
+          options.schedule.small_tokens = 0;
+          const BatchResult one =
+              run_on_gpus(spec, w, batch, Shares::even(tokens, 1), DType::kBF16, 2, options);
+          expect_accurate(spec, w, batch, one, fp8);
+          for (const int ranks : {2, 3, 8}) {
+            SCOPED_TRACE(::testing::Message()
+                         << (fp8 ? "fp8, " : "bf16, ") << experts << " experts on " << ranks
+                         << " ranks, " << tokens << " tokens, beta " << beta);
+            const BatchResult many =
+                run_on_gpus(spec, w, batch, Shares::even(tokens, ranks), DType::kBF16);
+            EXPECT_EQ(many.ids, one.ids);
+            EXPECT_TRUE(many.output == one.output);
+          }
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+// The gate chooses among 1,024, too, of ranks with different numbers of tokens.
+TEST_F(RanksTest, ManyExpertsAreChosen) {
+  LayerSpec spec = spec_of(192, 72, 1024, 10);
+  spec.routing.score = ScoreFunction::kSigmoid;
+  spec.routing.has_correction_bias = true;
+  spec.routing.num_groups = 8;
+  spec.routing.top_k_groups = 4;
+  spec.routing.renormalize = true;
+  for (const bool fp8 : {false, true}) {
+    const MoeWeights w = make_weights(spec, fp8 ? kFp8 : DType::kBF16);
+    for (const Shares& shares :
+         {Shares::of({3, 1}), Shares::of({40, 300, 5, 0}), Shares::even(1200, 8)}) {
+      const std::int64_t tokens =
+          std::accumulate(shares.count.begin(), shares.count.end(), std::int64_t{0});
+      SCOPED_TRACE(::testing::Message() << (fp8 ? "fp8, " : "bf16, ") << shares.count.size()
+                                        << " ranks, " << tokens << " tokens");
+      const Batch batch = random_batch(spec, tokens, DType::kBF16, 5);
+      const BatchResult result = run_on_gpus(spec, w, batch, shares, DType::kBF16);
+      expect_same_routing(spec, w, batch, result);
+      expect_accurate(spec, w, batch, result, fp8);
+      if (HasFailure()) return;
+    }
+  }
+}
+
 // Rows that are packed together end where others' wait for rows that this rank sends after them:
 // each rank has a busy expert and then seven with one row of either.
 TEST_F(RanksTest, RowsOfManyLevelsPackedTogether) {

@@ -13,26 +13,18 @@
 
 namespace switchyard::gpu {
 
-// Where rows come from and go to when there are several ranks. A source is identified by its
-// distance from the owner of the expert.
-template <typename P, Start = P::kStart>
+// Where rows come from and go to when there are several ranks: tables in the block's shared memory,
+// of large passes. A source is identified by its distance from the owner of the expert.
 struct RankTables {
-  __device__ std::uint32_t* routed_rows() { return nullptr; }
-};
-template <typename P>
-struct RankTables<P, Start::kShared> {
-  static constexpr int kMost = kMaxDeviceExperts + kMaxDeviceRanks;
-  union {
-    // [own experts, ranks]: where each source's rows begin among the expert's.
-    std::uint32_t source_begin[kMost];
-    // Until source_begin is filled, [E]: rows of the tokens that this block has routed.
-    std::uint32_t routed[kMaxDeviceExperts];
-  };
+  // [own experts, ranks]: where each source's rows begin among the expert's.
+  std::uint32_t* source_begin;
   // [level, distance of the owner]: where this rank's slots for each expert of another rank begin
   // in the order of sending, which takes the first experts of all ranks, then the second. One more
   // entry holds the end.
-  std::uint32_t send_begin[kMost + 1];
-  __device__ std::uint32_t* routed_rows() { return routed; }
+  std::uint32_t* send_begin;
+  // [E]: rows of the tokens that this block has routed; in the place of source_begin, until that is
+  // filled.
+  __device__ std::uint32_t* routed_rows() const { return source_begin; }
 };
 struct SendState {
   // The slots that the math warps send and, with several ranks, the rows that they pack, before
@@ -50,7 +42,7 @@ struct Exchange {
   const ListParams& lists;
   TileTable<P> table;
   Progress<P> progress;
-  RankTables<P>& ranks;
+  RankTables ranks;
   SendState& state;
   const TokenRows& tokens;
   const std::uint32_t& x_groups;

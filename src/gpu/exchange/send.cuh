@@ -46,7 +46,7 @@ __device__ __forceinline__ void send_slots(const Exchange<P>& exchange, std::uin
                                            const RowPart& part = {}) {
   const ExchangeParams& layer = exchange.layer;
   const protocol::Heaps& heaps = exchange.life.layer.heaps;
-  const RankTables<P>& tables = exchange.ranks;
+  const RankTables& tables = exchange.ranks;
   const auto size = static_cast<std::uint32_t>(heaps.size());
   const std::uint32_t others = size - 1, lane = threadIdx.x % 32;
   const std::uint32_t of_warp = slot0 / (kSlots * gridDim.x);

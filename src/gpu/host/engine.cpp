@@ -175,8 +175,10 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
                     spec.top_k, protocol::kMaxTopK));
   }
   if (num_places() > kMaxDeviceExperts) {
-    unsupported(fmt::format("{} experts, or places of them; the GPU engine has up to {}",
-                            num_places(), kMaxDeviceExperts));
+    unsupported(fmt::format(
+        "{} places of experts; the GPU engine has up to {}: use fewer replicas or more layers, or "
+        "the CPU engine",
+        num_places(), kMaxDeviceExperts));
   }
   routing::check_routable(spec);
   if (distributed())
@@ -212,6 +214,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   if (distributed()) require_room();
   const PassSizes sizes = pass_sizes();
   params_.order = sizes.order;
+  static_cast<LargeStorage&>(params_) = num_places() > kUsualExperts ? kernel_.many : kernel_.usual;
   layout_.emplace(sizes);
   const std::uint64_t id = agree_on_memory(world_.fabric(), memory_.get());
   if (memory_ == nullptr) {

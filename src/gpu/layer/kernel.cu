@@ -12,7 +12,9 @@ KernelEntry kernel_entry<SWITCHYARD_POLICY, ActivationKind::SWITCHYARD_KIND, SWI
       layer_kernel<Small, ActivationKind::SWITCHYARD_KIND, SWITCHYARD_GATED>,
       layer_kernel<Large, ActivationKind::SWITCHYARD_KIND, SWITCHYARD_GATED>,
       {kThreads, static_cast<std::uint32_t>(std::max(kSharedBytes<Small>, kSharedBytes<Large>))},
-      facts_of<Large>()};
+      facts_of<Large>(),
+      usual_storage<Large>(),
+      storage_of_many<Large>()};
 }
 
 }  // namespace switchyard::gpu

@@ -221,7 +221,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (block.pass.life.aborted) layer.failures->given_up = 1;
   }
   if constexpr (!kOwnStart<P>) {
-    for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) block.ranks.routed[e] = 0;
+    std::uint32_t* const routed = pass.ranks().routed_rows();
+    for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) routed[e] = 0;
   }
   __syncthreads();
   const bool planned = !block.pass.life.aborted && start_pass(pass);

@@ -176,10 +176,10 @@ __device__ __forceinline__ void pack_role(const Pass<P>& pass) {
   const auto slots_before_row = [&] {
     if (row >= pass.table().num_rows()) return pass.exchange().num_sends();
     const std::uint32_t level =
-        find_expert(pass.block.tiles.row_begin + pass.table().first_expert(),
+        find_expert(pass.tiles().row_begin + pass.table().first_expert(),
                     pass.table().local_experts(), min(row + kRows, pass.table().num_rows()) - 1);
-    return pass.block.ranks.send_begin[min(level + 1 + pass.state().send.send_lead, layer.levels) *
-                                       static_cast<std::uint32_t>(layer.heaps.size() - 1)];
+    return pass.ranks().send_begin[min(level + 1 + pass.state().send.send_lead, layer.levels) *
+                                   static_cast<std::uint32_t>(layer.heaps.size() - 1)];
   };
   set(pass.block.pass.send.first_rows, first_rows(pass.packing()));
   set(slot, first_group<kSlots>(pass.state().send.first_sends / kSlots * kSlots));

@@ -19,6 +19,14 @@
 
 namespace switchyard::gpu {
 
+// What large passes have of a block's shared memory besides what is always in the same place.
+struct LargeStorage {
+  ExpertTables tables;
+  std::uint32_t ring_bytes;   // without the tables, if they are in its end
+  std::uint32_t ring_stages;  // where stages have a fixed size
+  bool tables_in_ring;
+};
+
 struct LayerParams : ExpertParams,
                      TokenParams,
                      RouterParams,
@@ -29,7 +37,8 @@ struct LayerParams : ExpertParams,
                      ActivationParams,
                      ListParams,
                      HiddenParams,
-                     ScheduleParams {
+                     ScheduleParams,
+                     LargeStorage {
   std::uint64_t* epoch_word;  // the number of the next pass, from 0
   std::uint32_t* readers;     // counts the blocks of this pass that have read its epoch
   PassWords pass_words[2];
@@ -54,6 +63,8 @@ struct KernelEntry {
   LayerKernel small, large;  // for small and large passes
   KernelShape shape;         // of both kernels
   PolicyFacts policy;        // for large passes
+  // Of layers with up to kUsualExperts places of experts, and with more.
+  LargeStorage usual, many;
 };
 template <typename P, ActivationKind kKind, bool kGated>
 KernelEntry kernel_entry();  // each is defined in an object file of its own

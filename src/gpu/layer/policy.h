@@ -24,7 +24,8 @@ struct LargePass {
   // less than the ring has: math warps release a stage only when they have issued the products of
   // the next.
   static constexpr std::uint32_t kStagesTogether = 1;
-  static constexpr bool kOneRank = false;  // true: the kernel is compiled for a world of one rank
+  static constexpr bool kLendsRing = true;  // to tables of many experts
+  static constexpr bool kOneRank = false;   // true: the kernel is compiled for a world of one rank
   // The number of tokens that a math warpgroup transposes from its 64 weight rows into rows of
   // tokens at a time.
   static constexpr int kStagedTokens = 16;
@@ -90,6 +91,7 @@ struct SmallPass : P {
   static constexpr TokenSource kTokens = TokenSource::kGathered;
   static constexpr GateLoads kGate = GateLoads::kCaches;
   static constexpr Teller kTeller = Teller::kMath;
+  static constexpr bool kLendsRing = false;
   static constexpr bool kOneRank = true;
   static constexpr RoleRegisters kRegisters{.loading = 152, .math = 176};
   static constexpr std::uint32_t kStagesAhead = 4;

@@ -31,7 +31,8 @@ __device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
   if (named_barrier_any<kWarpgroup>(kOfLoading, !arrived)) return false;
   pass.trace().pass(kCountsRecord, &TraceRecord::begin);
   for (int e = threadIdx.x; e < pass.layer.num_experts; e += kWarpgroup) {
-    pass.block.tiles.expert_rows[e] = __ldcg(pass.state().life.words.expert_rows() + e);
+    pass.tiles().expert_rows[e] =
+        static_cast<TableWord<P>>(__ldcg(pass.state().life.words.expert_rows() + e));
   }
   named_barrier<kWarpgroup>(kOfLoading);
   return true;
@@ -53,8 +54,8 @@ __device__ __forceinline__ std::uint32_t rehearsed_parts(std::uint32_t warp) {
 }
 
 // Fills words by one warp. All its lanes see them afterwards.
-__device__ __forceinline__ void fill_together(std::uint32_t* words, int count,
-                                              std::uint32_t value) {
+template <typename Word>
+__device__ __forceinline__ void fill_together(Word* words, int count, Word value) {
   __syncwarp();
   for (int i = static_cast<int>(threadIdx.x % 32); i < count; i += 32) words[i] = value;
   __syncwarp();
@@ -75,7 +76,7 @@ template <typename P>
 __device__ __forceinline__ void store_stats(const Pass<P>& pass) {
   if (blockIdx.x != 0 || threadIdx.x >= kWarpgroup) return;
   for (int e = threadIdx.x; e < pass.layer.num_experts; e += kWarpgroup) {
-    pass.layer.stats[e] = pass.block.tiles.expert_rows[e];
+    pass.layer.stats[e] = pass.tiles().expert_rows[e];
   }
   if (threadIdx.x == 0) pass.layer.stats[pass.layer.num_experts] = pass.call.tokens;
 }
@@ -186,13 +187,13 @@ class PassStart {
     if (__syncthreads_or(given_up_)) return Next::kGivenUp;
     if constexpr (kOwn) {
       auto* const scratch = reinterpret_cast<std::uint8_t*>(block.memory.ring);
-      list_own_slots(pass_.routing(), block.tiles.expert_rows, end_ * pass_.layer.top_k, scratch);
+      list_own_slots(pass_.routing(), pass_.tiles().expert_rows, end_ * pass_.layer.top_k, scratch);
       // The gate and the lists used the ring's memory; after the next barrier the async proxy does.
       fence_async_proxy_shared();
       __syncthreads();
     } else {
       // tile_begin serves as scratch memory: tiles are placed later.
-      list_shared_slots(pass_.routing(), block.tiles.tile_begin, pass_.state().life.words, begin_,
+      list_shared_slots(pass_.routing(), pass_.tiles().tile_begin, pass_.state().life.words, begin_,
                         end_);
       pass_.trace().turn(kRouteRecord, TraceKind::kRoute, kCountsRecord);
       if (!pass_.exchange().distributed()) {
@@ -225,9 +226,15 @@ class PassStart {
   __device__ __forceinline__ void place(bool rehearsal) {
     BlockStorage<P>& block = pass_.block;
     const LayerParams& layer = pass_.layer;
+    if constexpr (kLendsRing<P>) {
+      // The gate, which is under way, still has all of the ring.
+      if (rehearsal && layer.tables_in_ring) return;
+    }
     if (warp_ == kSchedulerWarp) {
       const bool has_shared = layer.cells_per_token > layer.top_k;
-      if (rehearsal) fill_together(block.tiles.expert_rows, layer.num_experts, 1);
+      if (rehearsal) {
+        fill_together(pass_.tiles().expert_rows, layer.num_experts, TableWord<P>{1});
+      }
       place_tiles(pass_.table(), has_shared ? pass_.call.tokens : 0);
       __syncwarp();
       if (threadIdx.x % 32 == 0) {
@@ -239,8 +246,9 @@ class PassStart {
           state.work.log2_splits = 0;
         }
         if constexpr (!StageLayout<P>::kFixed) {
-          state.stage_shape = {StageLayout<P>::count(state.tiles.max_height),
-                               StageLayout<P>::bytes(state.tiles.max_height)};
+          const std::uint32_t ring_bytes = kLendsRing<P> ? layer.ring_bytes : kRingBytes;
+          state.stages.shape = {StageLayout<P>::count(state.tiles.max_height, ring_bytes),
+                                StageLayout<P>::bytes(state.tiles.max_height)};
         }
       }
     }
@@ -248,7 +256,7 @@ class PassStart {
     if (warp_ == kSchedulerWarp) {
       __syncwarp();
       if (kOwn && !rehearsal) {
-        fill_own_lists(pass_.routing(), block.tiles.row_begin, end_ * layer.top_k);
+        fill_own_lists(pass_.routing(), pass_.tiles().row_begin, end_ * layer.top_k);
       }
       describe_first(pass_.schedule(), rehearsal);
     }

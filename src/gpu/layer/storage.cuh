@@ -1,6 +1,9 @@
 // A block's shared memory, and the views through which the rooms see a pass.
 #pragma once
 
+#include <cstddef>
+#include <limits>
+
 #include "gpu/exchange/combine.cuh"
 #include "gpu/layer/params.h"
 #include "gpu/route/choose.cuh"
@@ -9,6 +12,14 @@
 #include "gpu/tokens/pack.cuh"
 
 namespace switchyard::gpu {
+
+// The shape of the stages, where passes choose it.
+template <typename P, bool = StageLayout<P>::kFixed>
+struct ChosenStages {
+  StageShape<StageLayout<P>> shape;
+};
+template <typename P>
+struct ChosenStages<P, true> {};
 
 // The facts that the block finds out about the pass. They are in shared memory because the math
 // warps have no registers to keep them in.
@@ -20,7 +31,20 @@ struct PassState {
   TileTableState tiles;
   WorkState work;
   SendState send;
-  StageShape<StageLayout<P>> stage_shape;
+  ChosenStages<P> stages;
+};
+
+// Memory for the tables of experts; see TileTables and RankTables. In large passes it has room for
+// kUsualExperts.
+template <typename P, Start = P::kStart>
+struct TableMemory {
+  TableWord<P> expert_rows[kMaxDeviceExperts], tile_begin[kMaxDeviceExperts + 1],
+      row_begin[kMaxDeviceExperts];
+  static_assert(kMaxOwnSlots + P::kSmallTokens <= std::numeric_limits<TableWord<P>>::max());
+};
+template <typename P>
+struct TableMemory<P, Start::kShared> {
+  std::uint32_t words[place_tables(0, kUsualExperts).end / sizeof(std::uint32_t)];
 };
 
 template <typename P>
@@ -30,9 +54,8 @@ struct BlockStorage {
   QueueStorage queue;
   RingBarriers barriers;
   alignas(8) std::uint64_t gate_full[kGateStages];  // for gates that use the ring
-  TileTableStorage tiles;
+  TableMemory<P> tables;
   OwnRouting<P> own;
-  RankTables<P> ranks;
   RowNotes<P> notes;
   ScaleMemory<P> quantized;
   PackStorage<P> packing;
@@ -45,6 +68,37 @@ constexpr bool fit = ((kSharedBytes<P> <= std::size_t{227} * 1024) && ...);
 static_assert(fit<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>>,
               "the block's shared memory is full");
 
+// The storage of large passes of layers with up to kUsualExperts places.
+template <typename P>
+LargeStorage usual_storage() {
+  const auto begin = static_cast<std::uint32_t>(offsetof(BlockStorage<P>, tables));
+  return {place_tables(begin, kUsualExperts), kRingBytes, StageLayout<P>::count(0), false};
+}
+// Of layers with more: tables are in the end of the ring, and tiles have fewer stages. But the gate
+// uses the whole ring, so before its end nobody may write there. The rows of the block's tokens,
+// which are set to 0 before that, are counted where the usual tables are, in the place of
+// source_begin.
+template <typename P>
+constexpr std::uint32_t kRingOfMany = (kRingBytes - place_tables(0, kMaxDeviceExperts).end) / 1024 *
+                                      1024;
+template <typename P>
+LargeStorage storage_of_many() {
+  LargeStorage storage{place_tables(kRingOfMany<P>, kMaxDeviceExperts), kRingOfMany<P>,
+                       StageLayout<P>::count(0, kRingOfMany<P>), true};
+  storage.tables.source_begin = static_cast<std::uint32_t>(offsetof(BlockStorage<P>, tables));
+  return storage;
+}
+// gate_token_in_memory() has two arrays for each warp, before what is in the ring's end.
+static_assert(kRingOfMany<BF16Policy> >=
+              kWarps * 2 * kMaxDeviceExperts * static_cast<int>(sizeof(float)));
+static_assert(place_tables(0, kUsualExperts).end >=
+              (kMaxDeviceExperts + kMaxDeviceRanks) * sizeof(std::uint32_t));
+// Math warps release a stage when they have issued the products of the next.
+template <typename P>
+constexpr bool enough_stages = StageLayout<P>::count(kMaxHeight<P>,
+                                                     kRingOfMany<P>) > P::kStagesTogether + 1;
+static_assert(enough_stages<BF16Policy> && enough_stages<FP8Policy>);
+
 // A block's access to a pass. Functions of lower rooms take only the views that they use.
 template <typename P>
 struct Pass {
@@ -53,6 +107,32 @@ struct Pass {
   BlockStorage<P>& block;
 
   __device__ PassState<P>& state() const { return block.pass; }
+  // Words in the block's shared memory.
+  __device__ std::uint32_t* words(std::uint32_t at) const {
+    return reinterpret_cast<std::uint32_t*>(reinterpret_cast<std::byte*>(&block) + at);
+  }
+  __device__ TileTables<P> tiles() const {
+    if constexpr (kOwnStart<P>) {
+      return {block.tables.expert_rows, block.tables.tile_begin, block.tables.row_begin};
+    } else {
+      return {words(layer.tables.expert_rows), words(layer.tables.tile_begin),
+              words(layer.tables.row_begin)};
+    }
+  }
+  __device__ RankTables ranks() const {
+    if constexpr (kOwnStart<P>) {
+      return {};
+    } else {
+      return {words(layer.tables.source_begin), words(layer.tables.send_begin)};
+    }
+  }
+  __device__ decltype(auto) stage_shape() const {
+    if constexpr (StageLayout<P>::kFixed) {
+      return StageShape<StageLayout<P>>{layer.ring_stages};
+    } else {
+      return (block.pass.stages.shape);
+    }
+  }
   __device__ Lifetime life() const { return {layer, block.pass.life}; }
   __device__ Waiter waiter() const { return life().waiter(); }
   __device__ bool goes_on() const { return life().goes_on(); }
@@ -61,13 +141,8 @@ struct Pass {
   __device__ TilePipeline<P> pipeline() const {
     const std::byte* scales = nullptr;
     if constexpr (kScaled<P>) scales = block.quantized.scales;
-    return {life(),
-            block.pass.stage_shape,
-            block.memory.ring,
-            block.barriers.full,
-            block.barriers.empty,
-            scales,
-            call.paired};
+    return {life(), stage_shape(), block.memory.ring, block.barriers.full, block.barriers.empty,
+            scales, call.paired};
   }
   __device__ Epilogue<P> epilogue() const {
     float(*most)[kInstructionRows] = nullptr;
@@ -96,12 +171,11 @@ struct Pass {
             call.tokens,
             block.pass.route,
             block.own,
-            block.ranks.routed_rows()};
+            ranks().routed_rows(),
+            block.memory.ring};
   }
 
-  __device__ TileTable<P> table() const {
-    return {layer, layer, layer, block.tiles, block.pass.tiles};
-  }
+  __device__ TileTable<P> table() const { return {layer, layer, layer, tiles(), block.pass.tiles}; }
   __device__ Progress<P> progress() const {
     return {life(), layer, layer, call.tokens, call.paired, table(), block.pass.work};
   }
@@ -113,8 +187,8 @@ struct Pass {
   }
 
   __device__ Exchange<P> exchange() const {
-    return {life(),     layer,       layer,           layer,           layer,          table(),
-            progress(), block.ranks, block.pass.send, block.pass.rows, layer.x_groups, trace()};
+    return {life(),     layer,   layer,           layer,           layer,          table(),
+            progress(), ranks(), block.pass.send, block.pass.rows, layer.x_groups, trace()};
   }
   __device__ Combine<P> combine() const {
     return {exchange(), call, block.pass.route.tables, block.own.positions, queue()};

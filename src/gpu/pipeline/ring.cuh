@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "gpu/pipeline/roles.h"
 #include "gpu/pipeline/wait.cuh"
@@ -31,15 +32,21 @@ struct RingPlace {
 };
 
 // The number and size of the stages. A Layout says what a stage holds: weights, then tokens at
-// kTokensAt, and kScaleBytes of scales in a place apart. With kFixed the compiler knows the sizes;
-// otherwise each pass chooses them.
-template <typename Layout, bool kFixed = Layout::kFixed>
+// kTokensAt, and kScaleBytes of scales in a place apart. With kFixed the compiler knows the size of
+// a stage, with kFixedCount their number, too; otherwise each pass chooses them.
+template <typename Layout, bool kFixed = Layout::kFixed, bool kFixedCount = Layout::kFixedCount>
 struct alignas(8) StageShape {  // one load
   std::uint32_t stages, stage_bytes;
 };
 template <typename Layout>
-struct StageShape<Layout, true> {
+struct StageShape<Layout, true, true> {
   static constexpr std::uint32_t stages = Layout::kStages, stage_bytes = Layout::kStageBytes;
+};
+template <typename Layout>
+struct StageShape<Layout, true, false> {
+  // A parameter of the kernel: an operand of instructions, which needs no register.
+  const std::uint32_t& stages;
+  static constexpr std::uint32_t stage_bytes = Layout::kStageBytes;
 };
 
 // The ring, at addresses in shared memory.
@@ -96,8 +103,13 @@ __device__ __forceinline__ void make_ring_barriers(RingBarriers& barriers,
 // The ring as a role sees it, and whether a pair shares it.
 template <typename Layout>
 struct Pipeline {
+  // A pass that chooses the shape may do so later.
+  static constexpr bool kChosenLater = !Layout::kFixed;
+  using Shape =
+      std::conditional_t<kChosenLater, const StageShape<Layout>&, const StageShape<Layout>>;
+
   Lifetime life;
-  const StageShape<Layout>& shape;
+  Shape shape;
   const std::byte* bytes;
   const std::uint64_t *full, *empty;
   const std::byte* scales;      // null where stages have none

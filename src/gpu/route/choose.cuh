@@ -33,6 +33,34 @@ __device__ __forceinline__ void load_logits(const RouteCall& call, std::uint32_t
   }
 }
 
+// Lane k's slot of the token, from its logits.
+template <typename Rows, typename P>
+__device__ __forceinline__ GateOutcome choose_slots(const Routing<P>& routing, std::uint32_t token,
+                                                    Rows& logits, std::uint32_t parts) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  GateOutcome outcome;
+  const std::int32_t* hashed = routing.router.hash_table;
+  if (routing.router.routing.spec.method == RoutingMethod::kHash) {
+    const std::int32_t row = routing.call.token_ids[token];
+    if (row < 0 || row >= routing.router.hash_rows) {
+      outcome.bad_id = BadId{BadId::Kind::kToken, token, row}.pack();
+    } else {
+      hashed += static_cast<std::size_t>(row) * routing.shape.top_k;
+    }
+  }
+  routing::Choice mine{};
+  const routing::RouteStatus status = routing::route_warp(
+      routing.router.routing, logits, routing.router.correction_bias, hashed, mine, parts);
+  outcome.num_nan = static_cast<std::uint32_t>(status.num_nan);
+  if (outcome.bad_id != 0) return outcome;
+  outcome.id = mine.id;
+  outcome.weight = mine.weight;
+  if ((status.bad_hashed_id_mask >> lane & 1) != 0) {
+    outcome.bad_id = BadId{BadId::Kind::kTable, token, hashed[lane]}.pack();
+  }
+  return outcome;
+}
+
 // Lane k's slot of the token, from logits of the gate or given.
 template <int kPerLane, typename P>
 __device__ __forceinline__ GateOutcome gate_token(const Routing<P>& routing, std::uint32_t slices,
@@ -59,27 +87,44 @@ __device__ __forceinline__ GateOutcome gate_token(const Routing<P>& routing, std
       }
     }
   }
-  GateOutcome outcome;
-  const std::int32_t* hashed = routing.router.hash_table;
-  if (routing.router.routing.spec.method == RoutingMethod::kHash) {
-    const std::int32_t row = routing.call.token_ids[token];
-    if (row < 0 || row >= routing.router.hash_rows) {
-      outcome.bad_id = BadId{BadId::Kind::kToken, token, row}.pack();
+  return choose_slots(routing, token, logits, parts);
+}
+
+// The same for more experts than a lane has registers for. Logits are in the ring's memory, which
+// neither the gate nor tasks need now.
+template <typename P>
+__device__ __forceinline__ GateOutcome gate_token_in_memory(const Routing<P>& routing,
+                                                            std::uint32_t slices,
+                                                            std::uint32_t token) {
+  constexpr int kAtOnce = 8;  // rows whose loads are in flight together
+  const std::uint32_t lane = threadIdx.x % 32;
+  const auto num_experts = static_cast<std::uint32_t>(routing.router.num_routed);
+  float* const words =
+      reinterpret_cast<float*>(routing.ring) + threadIdx.x / 32 * 2 * kMaxDeviceExperts;
+  routing::warp::MemoryRows rows{words,
+                                 reinterpret_cast<routing::OrderKey*>(words + kMaxDeviceExperts),
+                                 static_cast<int>(protocol::ceil_div(num_experts, 32u))};
+  const bool given = routing.call.logits != nullptr;
+#pragma unroll 1
+  for (std::uint32_t row = 0; row < static_cast<std::uint32_t>(rows.count); row += kAtOnce) {
+    const std::uint32_t column = lane + 32 * row;
+    float logits[kAtOnce] = {};
+    if (given) {
+      load_logits(routing.call, token, column, num_experts, logits);
     } else {
-      hashed += static_cast<std::size_t>(row) * routing.shape.top_k;
+      sum_slices(routing.router, slices, routing.tokens, token, column, num_experts, logits);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const std::uint32_t e = column + 32 * j;
+      if (row + j >= static_cast<std::uint32_t>(rows.count)) continue;
+      if (e < num_experts && !given && routing.router.router_bias != nullptr) {
+        logits[j] += routing.router.router_bias[e];
+      }
+      rows.values[e] = e < num_experts ? logits[j] : routing::warp::nan();
     }
   }
-  routing::Choice mine{};
-  const routing::RouteStatus status = routing::route_warp(
-      routing.router.routing, logits, routing.router.correction_bias, hashed, mine, parts);
-  outcome.num_nan = static_cast<std::uint32_t>(status.num_nan);
-  if (outcome.bad_id != 0) return outcome;
-  outcome.id = mine.id;
-  outcome.weight = mine.weight;
-  if ((status.bad_hashed_id_mask >> lane & 1) != 0) {
-    outcome.bad_id = BadId{BadId::Kind::kTable, token, hashed[lane]}.pack();
-  }
-  return outcome;
+  return choose_slots(routing, token, rows, routing::kAllRouteParts);
 }
 
 __device__ __forceinline__ std::int32_t given_id(const RouteCall& call, std::size_t slot) {
@@ -134,12 +179,16 @@ __device__ __forceinline__ void route_tokens(const Routing<P>& routing, std::uin
     if (routing.call.given_ids != nullptr) {
       mine = given_token(routing, token);
     } else {
-      // The variants for up to kMaxDeviceExperts, and no more of the kernel's code than that.
+      // The variants for up to kUsualExperts, and no more of the kernel's code than that.
       const int per_lane = protocol::ceil_div(routing.router.num_routed, 32);
-      mine = per_lane <= 2   ? gate_token<2>(routing, slices, token, parts)
-             : per_lane <= 4 ? gate_token<4>(routing, slices, token, parts)
-             : per_lane <= 8 ? gate_token<8>(routing, slices, token, parts)
-                             : gate_token<16>(routing, slices, token, parts);
+      static_assert(kUsualExperts <= 16 * 32);
+      mine = per_lane <= 2    ? gate_token<2>(routing, slices, token, parts)
+             : per_lane <= 4  ? gate_token<4>(routing, slices, token, parts)
+             : per_lane <= 8  ? gate_token<8>(routing, slices, token, parts)
+             : per_lane <= 16 ? gate_token<16>(routing, slices, token, parts)
+             // Its memory is still the gate's during a rehearsal.
+             : rehearsal ? GateOutcome{}
+                         : gate_token_in_memory(routing, slices, token);
     }
     if (report && lane == 0 && mine.num_nan != 0) {
       atomicAdd(routing.life.state.words.counters() + kNanLogits, mine.num_nan);
@@ -180,6 +229,8 @@ __device__ __forceinline__ void route_tokens(const Routing<P>& routing, std::uin
       tables.weights[cell] = weight;
     }
   }
+  // After the next barrier the copy engine writes to memory that gate_token_in_memory() used.
+  if (!kOwnStart<P> && routing.router.num_routed > kUsualExperts) fence_async_proxy_shared();
 }
 
 }  // namespace switchyard::gpu

@@ -68,7 +68,8 @@ struct Routing {
   RouteState& state;
   OwnRouting<P>& own;
   std::uint32_t*
-      routed;  // [E]: rows of the tokens that this block has routed; null if it routes all
+      routed;       // [E]: rows of the tokens that this block has routed; null if it routes all
+  std::byte* ring;  // its memory
 
   __device__ RoutingTables tables(bool alone) const {
     return {alone ? own.ids : lists.ids, alone ? own.weights : lists.weights,
@@ -94,10 +95,9 @@ __device__ __forceinline__ const std::uint32_t* shared_list(const ListParams& li
 // Makes the lists of a pass that this block routes for itself, and counts the experts' rows. The
 // position of a slot among its expert's is the number of earlier slots, so all blocks agree.
 // `scratch`: [warps of slots, E] bytes.
-template <typename P>
-__device__ __forceinline__ void list_own_slots(const Routing<P>& routing,
-                                               std::uint32_t* expert_rows, std::uint32_t slots,
-                                               std::uint8_t* scratch) {
+template <typename P, typename Word>
+__device__ __forceinline__ void list_own_slots(const Routing<P>& routing, Word* expert_rows,
+                                               std::uint32_t slots, std::uint8_t* scratch) {
   const auto num_experts = static_cast<std::uint32_t>(routing.shape.num_experts);
   const std::uint32_t rounds = protocol::ceil_div(slots, 32u), lane = threadIdx.x % 32;
   for (std::uint32_t i = threadIdx.x; i < rounds * num_experts; i += kThreads) scratch[i] = 0;
@@ -126,7 +126,7 @@ __device__ __forceinline__ void list_own_slots(const Routing<P>& routing,
       count = static_cast<std::uint8_t>(rows);
       rows += here;
     }
-    expert_rows[e] = rows;
+    expert_rows[e] = static_cast<Word>(rows);
   }
   __syncthreads();
   for (std::uint32_t slot = threadIdx.x; slot < slots; slot += kThreads) {
@@ -138,9 +138,8 @@ __device__ __forceinline__ void list_own_slots(const Routing<P>& routing,
 }
 
 // Writes each slot into its expert's list, once the experts' rows have places. Called by one warp.
-template <typename P>
-__device__ __forceinline__ void fill_own_lists(const Routing<P>& routing,
-                                               const std::uint32_t* row_begin,
+template <typename P, typename Word>
+__device__ __forceinline__ void fill_own_lists(const Routing<P>& routing, const Word* row_begin,
                                                std::uint32_t slots) {
   const std::uint32_t first = row_begin[0];  // after the shared expert's rows
   for (std::uint32_t s = threadIdx.x % 32; s < slots; s += 32) {

@@ -33,6 +33,27 @@ struct TileOrder {
   std::uint32_t forced_splits;  // of GEMM2's K in small passes: 0: by the rule, else 1 + their log2
 };
 
+// Where a large pass's tables of experts are in a block's shared memory, in bytes. See TileTables
+// and RankTables.
+struct ExpertTables {
+  std::uint32_t expert_rows, tile_begin, row_begin, source_begin, send_begin, end;
+};
+// The tables of so many experts, one after the other.
+constexpr ExpertTables place_tables(std::uint32_t begin, int experts) {
+  const auto each = static_cast<std::uint32_t>(experts) * 4;
+  // An expert of this rank has a word for each rank. A rank has one expert more than another, at
+  // most.
+  constexpr std::uint32_t kMore = 4 * kMaxDeviceRanks;
+  ExpertTables tables{};
+  tables.expert_rows = begin;
+  tables.tile_begin = tables.expert_rows + each;
+  tables.row_begin = tables.tile_begin + each + 4;
+  tables.source_begin = tables.row_begin + each;
+  tables.send_begin = tables.source_begin + each + kMore;
+  tables.end = tables.send_begin + each + kMore + 4;
+  return tables;
+}
+
 struct ScheduleParams {
   std::uint32_t max_tiles;
   TileOrder order;

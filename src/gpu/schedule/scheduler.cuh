@@ -67,9 +67,10 @@ __device__ __forceinline__ TileTask describe(const Schedule<P>& schedule,
   protocol::TokenTiles tiles = schedule.table.state.shared_tiles;
   std::uint32_t tile_of_expert = task.index;
   if (d.shared == 0) {
-    const std::uint32_t* const tile_begin =
-        schedule.table.block.tile_begin + schedule.table.first_expert();
-    d.expert = find_expert_together(tile_begin, schedule.table.local_experts(), task.index);
+    const auto* const tile_begin = schedule.table.block.tile_begin + schedule.table.first_expert();
+    static_assert(kMaxDeviceExperts <= kMostFoundTogether);
+    d.expert = find_expert_together(tile_begin, schedule.table.local_experts(), task.index,
+                                    threadIdx.x % 32);
     tiles = schedule.table.tiles_of(schedule.table.first_expert() + d.expert);
     tile_of_expert -= tile_begin[d.expert];
   }

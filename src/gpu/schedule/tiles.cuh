@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "gpu/route/params.h"
 #include "gpu/schedule/params.h"
@@ -11,14 +12,21 @@
 
 namespace switchyard::gpu {
 
-struct TileTableStorage {
-  std::uint32_t expert_rows[kMaxDeviceExperts];
+// The numbers of a small pass's rows and tiles, which are at most kMaxOwnSlots and those of the
+// shared expert, fit in half a word.
+template <typename P>
+using TableWord = std::conditional_t<kOwnStart<P>, std::uint16_t, std::uint32_t>;
+
+// Tables in the block's shared memory.
+template <typename P>
+struct TileTables {
+  TableWord<P>* expert_rows;  // [E]
   // [E + 1] the first tile of each expert. This rank's tiles are numbered after the shared
   // expert's; those of other ranks continue the numbers in both directions.
-  std::uint32_t tile_begin[kMaxDeviceExperts + 1];
-  // [E + 1] for this rank's experts, the first row, after the shared expert's rows; for others'
+  TableWord<P>* tile_begin;
+  // [E] for this rank's experts, the first row, after the shared expert's rows; for others'
   // experts, where this rank's rows begin among the expert's.
-  std::uint32_t row_begin[kMaxDeviceExperts + 1];
+  TableWord<P>* row_begin;
 };
 struct TileTableState {
   protocol::TokenTiles shared_tiles;
@@ -33,7 +41,7 @@ struct TileTable {
   const ModelShape& shape;
   const PartitionParams& partition;
   const ScheduleParams& layer;
-  TileTableStorage& block;
+  TileTables<P> block;
   TileTableState& state;
 
   // This rank's experts, tiles and rows. The shared expert's tiles and rows come first.
@@ -64,7 +72,8 @@ struct TileTable {
 // it.
 template <typename P>
 __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint32_t shared_rows) {
-  TileTableStorage& block = table.block;
+  using Word = TableWord<P>;
+  const TileTables<P>& block = table.block;
   const std::uint32_t lane = threadIdx.x % 32;
   const auto num_experts = static_cast<std::uint32_t>(table.shape.num_experts);
   const std::uint32_t per_lane = protocol::ceil_div(num_experts, 32u);
@@ -88,7 +97,7 @@ __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint
       tiles_before += cut.count;
     }
     // Store the count for the loop below, so that it need not divide again.
-    block.tile_begin[e] = cut.count;
+    block.tile_begin[e] = static_cast<Word>(cut.count);
   }
   std::uint32_t tiles_to = tiles, rows_to = rows;  // sums up to this lane's last expert
 #pragma unroll 1
@@ -106,36 +115,23 @@ __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint
 #pragma unroll 1
   for (std::uint32_t e = begin; e < end; ++e) {
     const std::uint32_t count = block.tile_begin[e];
-    block.tile_begin[e] = tile;
+    block.tile_begin[e] = static_cast<Word>(tile);
     tile += count;
     if (P::kOneRank || (e >= own_begin && e < own_end)) {
-      block.row_begin[e] = row;
+      block.row_begin[e] = static_cast<Word>(row);
       row += block.expert_rows[e];
     }
   }
   height = __reduce_max_sync(~0u, height);
   most = __reduce_max_sync(~0u, most);
   if (lane == 31) {
-    block.tile_begin[num_experts] = tile;
+    block.tile_begin[num_experts] = static_cast<Word>(tile);
     table.state.num_rows = row;
     table.state.shared_tiles = shared_tiles;
     table.state.max_height = height;
     table.state.tile_offset = tiles_before - shared_tiles.count;
     table.state.log2_band = most > 1 ? table.layer.order.log2_band : 0;
   }
-}
-
-// Does the same as find_expert() by a whole warp, in two steps.
-__device__ __forceinline__ std::uint32_t find_expert_together(const std::uint32_t* begin,
-                                                              std::uint32_t num_experts,
-                                                              std::uint32_t i) {
-  constexpr std::uint32_t kStep = kMaxDeviceExperts / 32;
-  const std::uint32_t lane = threadIdx.x % 32;
-  const auto last_not_after = [&](std::uint32_t e) {
-    return __popc(__ballot_sync(~0u, e < num_experts && begin[e] <= i)) - 1;
-  };
-  const std::uint32_t first = kStep * last_not_after(kStep * lane);
-  return first + last_not_after(lane < kStep ? first + lane : num_experts);
 }
 
 }  // namespace switchyard::gpu

@@ -94,20 +94,29 @@ inline constexpr bool kQuantizesStoredRows = kScaled<C> && !kTokenMajor<C>;
 // one for each token, or two for each token.
 inline constexpr std::uint32_t kWeightScales = 4, kScaleSets = 2;
 
+// True if something else may take the end of the ring for as long as the kernel runs. The number of
+// stages is then a parameter of the launch.
+template <typename C>
+inline constexpr bool kLendsRing = requires {
+  requires C::kLendsRing;
+};
+
 // The contents of a stage of the ring; see pipeline/ring.cuh. A stage has room for tiles of at most
 // `height` tokens. Where math warps are short of registers, it always has room for the highest
 // tile, so that its size is a constant of the kernel.
 template <typename C>
 struct StageLayout {
   static constexpr bool kFixed = kJoinedScales<C>;
+  static constexpr bool kFixedCount = kFixed && !kLendsRing<C>;
   static constexpr std::uint32_t kTokensAt = kBoxes<C> * kBoxBytes;
   static constexpr std::uint32_t bytes(std::uint32_t height) {
     return kTokensAt + (kFixed ? kMaxHeight<C> : height) * kStageRowBytes;
   }
-  static constexpr std::uint32_t count(std::uint32_t height) {
+  static constexpr std::uint32_t count(std::uint32_t height,
+                                       std::uint32_t ring_bytes = kRingBytes) {
     constexpr auto kMost = static_cast<std::uint32_t>(C::kTile.stages);
     static_assert(kMost <= kMaxStages);
-    const std::uint32_t fit = kRingBytes / bytes(height);
+    const std::uint32_t fit = ring_bytes / bytes(height);
     return fit < kMost ? fit : kMost;
   }
   static constexpr std::uint32_t kStages = count(0), kStageBytes = bytes(0);

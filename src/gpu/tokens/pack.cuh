@@ -219,8 +219,7 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
     protocol::TokenTiles cut = packing.table.state.shared_tiles;
     std::uint32_t of_expert = row, first_tile = 0;
     if (row >= cut.rows) {
-      const std::uint32_t* const row_begin =
-          packing.table.block.row_begin + packing.table.first_expert();
+      const auto* const row_begin = packing.table.block.row_begin + packing.table.first_expert();
       const std::uint32_t e = find_expert(row_begin, packing.table.local_experts(), row);
       of_expert = row - row_begin[e];
       first_tile = packing.table.block.tile_begin[packing.table.first_expert() + e];
