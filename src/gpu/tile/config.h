@@ -112,13 +112,14 @@ struct StageLayout {
   static constexpr std::uint32_t bytes(std::uint32_t height) {
     return kTokensAt + (kFixed ? kMaxHeight<C> : height) * kStageRowBytes;
   }
-  static constexpr std::uint32_t count(std::uint32_t height,
-                                       std::uint32_t ring_bytes = kRingBytes) {
+  // The stages of so many bytes of the ring; the other count() is of all.
+  static constexpr std::uint32_t count(std::uint32_t height, std::uint32_t ring_bytes) {
     constexpr auto kMost = static_cast<std::uint32_t>(C::kTile.stages);
     static_assert(kMost <= kMaxStages);
     const std::uint32_t fit = ring_bytes / bytes(height);
     return fit < kMost ? fit : kMost;
   }
+  static constexpr std::uint32_t count(std::uint32_t height) { return count(height, kRingBytes); }
   static constexpr std::uint32_t kStages = count(0), kStageBytes = bytes(0);
   static constexpr std::uint32_t kTokenScalesAt = kWeightScales * sizeof(float);
   static constexpr std::uint32_t kScaleSetBytes = kMaxHeight<C> * sizeof(float);
