@@ -194,19 +194,49 @@ def copies_of(tensors, count):
     return [tensors] + [tuple(t.clone() for t in tensors) for _ in range(count - 1)]
 
 
-def ours(problem, copies):
+def ours(problem, copies, place=None, **how):
+    """place: where each packed row is in x; the rows of x in other places are NaN, and must not be read."""
     activation = switchyard.Activation("silu") if problem.point.swiglu else None
     out = problem.empty_output()
+
+    def spread_rows(rows):
+        if place is None:
+            return rows
+        room = int(place.max()) + 1 if "layout" not in how else problem.point.experts * how["layout"][1]
+        spread = torch.full((room, *rows.shape[1:]), float("nan"), device=DEVICE).to(rows.dtype)
+        # Not every type can be scattered; bytes can.
+        spread.view(torch.uint8)[place] = rows.contiguous().view(torch.uint8)
+        return spread
+
+    if problem.dtype == "fp8":
+        x, x_scale = (spread_rows(tensor) for tensor in problem.x_blocks)
+        how["x_scale"] = x_scale
+    else:
+        x = spread_rows(problem.x)
     calls = []
     for weights in copies_of(problem.w_blocks if problem.dtype == "fp8" else (problem.w,), copies):
         scales = {"w_scale": weights[1]} if problem.dtype == "fp8" else {}
-        gemm = switchyard.GroupedGemm(weights[0], activation=activation, max_rows=max(problem.rows, 1), **scales)
-        if problem.dtype == "fp8":
-            x, x_scale = problem.x_blocks
-            calls.append(lambda gemm=gemm: gemm(x, problem.ends, x_scale=x_scale, out=out))
-        else:
-            calls.append(lambda gemm=gemm: gemm(problem.x, problem.ends, out=out))
+        most = len(x) if "index" not in how else len(how["index"])
+        gemm = switchyard.GroupedGemm(weights[0], activation=activation, max_rows=max(most, 1), **scales)
+        calls.append(lambda gemm=gemm: gemm(x, problem.ends, out=out, **how))
     return Candidate(calls, lambda: out, switchyard.__version__)
+
+
+def ours_indexed(problem, copies):
+    """Tokens that are not gathered, in another order than the rows'."""
+    generator = torch.Generator().manual_seed(1)
+    index = torch.randperm(problem.rows, generator=generator).to(DEVICE)
+    return ours(problem, copies, place=index, index=index.int())
+
+
+def ours_padded(problem, copies):
+    """The layout of decoding: each expert has room for as many rows as the largest has."""
+    most = max(problem.counts)
+    if most > MOST_MASKED_ROWS:
+        raise LeftOut(f"an expert has {most} rows, and this layout is for decoding")
+    room = -(-most // 64) * 64
+    place = torch.cat([torch.arange(count) + e * room for e, count in enumerate(problem.counts)]).to(DEVICE)
+    return ours(problem, copies, place=place, layout=("padded", room), out_layout="packed")
 
 
 def torch_bf16(problem, copies):
@@ -286,7 +316,7 @@ def deepgemm_contiguous(problem, copies):
         calls = [lambda w=w: call(x, w, y, layout) for (w,) in copies_of((problem.w,), copies)]
     else:
         x = spread_rows(problem.x_blocks[0])
-        scales = deep_gemm.get_mn_major_tma_aligned_tensor(spread_rows(problem.x_blocks[1]))
+        scales = mn_major(spread_rows(problem.x_blocks[1]))
         call = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
         calls = [lambda w=w: call((x, scales), w, y, layout) for w in copies_of(problem.w_blocks, copies)]
     return Candidate(calls, lambda: y[places], getattr(deep_gemm, "__version__", "unknown"))
@@ -314,7 +344,7 @@ def deepgemm_masked(problem, copies):
         calls = [lambda w=w: call(x, w, y, masked, expected) for (w,) in copies_of((problem.w,), copies)]
     else:
         x = spread_rows(problem.x_blocks[0])
-        scales = deep_gemm.get_mn_major_tma_aligned_tensor(spread_rows(problem.x_blocks[1]))
+        scales = mn_major(spread_rows(problem.x_blocks[1]))
         call = deep_gemm.m_grouped_fp8_gemm_nt_masked
         calls = [lambda w=w: call((x, scales), w, y, masked, expected) for w in copies_of(problem.w_blocks, copies)]
 
@@ -347,6 +377,8 @@ def quack_bf16(problem, copies):
 IMPLEMENTATIONS = {
     "bf16": {
         "switchyard": ours,
+        "switchyard, index": ours_indexed,
+        "switchyard, padded": ours_padded,
         "torch._grouped_mm": torch_bf16,
         "DeepGEMM contiguous": deepgemm_contiguous,
         "DeepGEMM masked": deepgemm_masked,
@@ -354,11 +386,30 @@ IMPLEMENTATIONS = {
     },
     "fp8": {
         "switchyard": ours,
+        "switchyard, index": ours_indexed,
+        "switchyard, padded": ours_padded,
         "torch._scaled_grouped_mm": torch_fp8,
         "DeepGEMM contiguous": deepgemm_contiguous,
         "DeepGEMM masked": deepgemm_masked,
     },
 }
+
+
+# The layout of the rows that an implementation takes; of others it is packed.
+LAYOUTS = {
+    "switchyard, index": "index",
+    "switchyard, padded": "padded",
+    "DeepGEMM contiguous": "blocked",
+    "DeepGEMM masked": "padded",
+}
+
+
+def mn_major(scales):
+    """Scales of rows [..., rows, groups] as DeepGEMM loads them: a group's side by side, 16 bytes aligned."""
+    *outer, rows, groups = scales.shape
+    spread = torch.zeros((*outer, groups, -(-rows // 4) * 4), dtype=scales.dtype, device=scales.device)
+    spread[..., :rows] = scales.transpose(-1, -2)
+    return spread.transpose(-1, -2)[..., :rows, :]
 
 
 def swiglu(products):
@@ -474,6 +525,7 @@ def row_of(problem, name, version, times, accuracy, rotation, args):
         "activation": "swiglu" if point.swiglu else "none",
         "dtype": problem.dtype,
         "compute": problem.dtype,
+        "layout": LAYOUTS.get(name, "packed"),
         "beta": None if reached is None else round(reached, 2),
         "beta_reached": reached,
         "rows": problem.rows,
@@ -484,6 +536,7 @@ def row_of(problem, name, version, times, accuracy, rotation, args):
         "repeats": len(times),
         "touched_bytes": problem.touched_bytes,
         "flops": problem.flops,
+        "tflops": round(problem.flops / percentile(times, 0.5) / 1e6, 1),
         "floor_us": None if limit is None else round(limit, 2),
         "median_us_no_graph": None,
         "rotation_copies": rotation[0],
@@ -549,7 +602,18 @@ def measure(point, dtype, args, clock, said):
         row = row_of(problem, name, version, times, accuracy, rotation, args)
         rows.append(row)
         print_row(row)
+    note_rivals(rows)
     return rows, wrong
+
+
+def note_rivals(rows):
+    """Each of our rows gets the fastest other implementation of the point."""
+    others = [row for row in rows if not row["implementation"].startswith("switchyard")]
+    best = min(others, key=lambda row: row["median_us"], default=None)
+    for row in rows:
+        if row["implementation"].startswith("switchyard"):
+            row["rival"] = best and best["implementation"]
+            row["rival_us"] = best and best["median_us"]
 
 
 HEADING = (

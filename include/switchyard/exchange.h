@@ -260,9 +260,10 @@ class Exchange {
   // Throws what a call would throw of calls that failed, and otherwise does nothing: for callers
   // that replay graphs.
   void check();
-  // With kCuda it waits for all that the device has been given, so it may not be captured.
+  // With kCuda of calls that have ended on the device: synchronise their stream first. It may not
+  // be captured.
   const ExchangeStats& stats() const;
-  // What this rank did in its last dispatch and in combines since. Waits like stats(). Throws
+  // What this rank did in its last dispatch and in combines since. kCpu only. Throws
   // Error{kInvalidArgument} without ExchangeOptions::trace.
   PassTrace trace() const;
 

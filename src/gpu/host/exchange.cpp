@@ -108,6 +108,12 @@ class Engine final : public ExchangeEngine {
   ExchangeSite site_{};
   ExchangeStats stats_;
   std::unique_ptr<AbortLink> abort_link_;
+  // For stats(). A copy of a stream of its own passes by kernels that wait.
+  struct WordsCopy {
+    Stream stream;
+    MappedMemory<ExchangeWords> words;
+  };
+  std::unique_ptr<WordsCopy> words_copy_;
   std::optional<Fabric::AbortHook> abort_hook_;  // last: it uses the heap and the link
 };
 
@@ -180,6 +186,7 @@ void Engine::prepare() {
                             sizeof(std::uint32_t));
   failures_ = std::make_unique<MappedMemory<ExchangeFailures>>();
   abort_link_ = std::make_unique<AbortLink>(device_);
+  words_copy_ = std::make_unique<WordsCopy>();
   describe();
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
 }
@@ -214,6 +221,7 @@ Engine::~Engine() {
   leak(workspace_);
   leak(failures_);
   leak(abort_link_);
+  leak(words_copy_);
 }
 
 std::unique_ptr<ExchangeHandle::State> Engine::make_handle() {
@@ -499,10 +507,12 @@ void Engine::fail() {
 
 const ExchangeStats& Engine::stats() {
   const DeviceScope scope(device_);
-  SWITCHYARD_CUDA(cudaDeviceSynchronize());
   check();
-  ExchangeWords words;
-  words_.download(&words, sizeof words);
+  const auto stream = stream_of(words_copy_->stream.handle());
+  auto* const to = const_cast<ExchangeWords*>(&*words_copy_->words);
+  SWITCHYARD_CUDA(cudaMemcpyAsync(to, words_.data(), sizeof *to, cudaMemcpyDeviceToHost, stream));
+  SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+  const ExchangeWords words = *to;
   const auto others = static_cast<std::uint64_t>(num_ranks() - 1);
   const auto far_places =
       static_cast<std::uint64_t>(problem_.places.num_experts - problem_.num_own());
