@@ -59,7 +59,7 @@ class Worker {
   const int block, blocks, warp;
   static constexpr int warps = kWarpsOfBlock;
   std::uint32_t rows = 0;
-  std::uint64_t waited_ns = 0;  // by this lane
+  std::uint32_t waited_ns = 0;  // by this lane; four seconds are a failure in any case
 
   __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
   __device__ __forceinline__ static constexpr int lanes() { return 32; }
@@ -141,7 +141,7 @@ class Worker {
     bool came = true;
     for (int i = lane(); i < count; i += 32) {
       const PeerWait wait = device::wait_until(map_, flag_of(i), value, peer_of(i));
-      waited_ns += wait.waited_ns;
+      waited_ns += static_cast<std::uint32_t>(wait.waited_ns);
       if (wait) continue;
       device::give_up(map_, wait);
       came = false;
@@ -198,10 +198,14 @@ __device__ __forceinline__ bool is_dead(const PeerMap& map) {
 }
 
 template <Stage kStage>
-__global__ void __launch_bounds__(kThreads) run_stage(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kThreads, 2) run_stage(const __grid_constant__ Call call) {
   if (is_dead(call.map)) return;
-  const std::uint64_t begin = call.records == nullptr ? 0 : device::detail::now_ns();
   Worker w(call.map);
+  // Written in two parts, so that no register keeps the time meanwhile.
+  const auto record = [&] { return call.records + w.block * Worker::warps + w.warp; };
+  if (call.records != nullptr && Worker::lane() == 0) {
+    record()->begin_ns = device::detail::now_ns();
+  }
   if constexpr (kStage == Stage::kDispatchSend) dispatch_send(w, call);
   if constexpr (kStage == Stage::kDispatchReceive) dispatch_receive(w, call);
   if constexpr (kStage == Stage::kExperts) multiply_by_experts(w, call);
@@ -209,10 +213,12 @@ __global__ void __launch_bounds__(kThreads) run_stage(const __grid_constant__ Ca
   if constexpr (kStage == Stage::kCombineReceive) combine_receive(w, call);
   if (call.records == nullptr) return;
   __syncwarp();
-  if (Worker::lane() == 0) {
-    call.records[w.block * Worker::warps + w.warp] = {begin, device::detail::now_ns(), w.waited_ns,
-                                                      w.rows, 1};
-  }
+  if (Worker::lane() != 0) return;
+  Record& mine = *record();
+  mine.end_ns = device::detail::now_ns();
+  mine.waited_ns = w.waited_ns;
+  mine.rows = w.rows;
+  mine.valid = 1;
 }
 
 __global__ void __launch_bounds__(kMaxPeers)

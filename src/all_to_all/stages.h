@@ -22,36 +22,29 @@ SWITCHYARD_STAGE std::uint64_t count_flag(const Call& call, std::uint32_t count)
 }
 
 // Calls row(group, i) for this worker's share of the rows 0 ... count_of(group) - 1 of `groups`
-// groups: of one group if there are more blocks than groups, which is fair if groups are equal.
+// groups, until it returns false, and returns that.
+//
+// In groups: blocks are dealt to the groups in turn, so a block has one group's rows, and more of
+// them if the group has more; with fewer blocks than groups a block has some whole groups.
+// Flattened: the rows of all groups are one list, of which all workers take equal parts.
 template <typename Worker, typename CountOf, typename Row>
-SWITCHYARD_STAGE bool by_group(const Worker& w, int groups, const CountOf& count_of,
-                               const Row& row) {
-  for (int group = w.block % groups; group < groups; group += w.blocks) {
-    const int sharers = w.blocks >= groups ? (w.blocks - group + groups - 1) / groups : 1;
+SWITCHYARD_STAGE bool deal_rows(const Worker& w, bool flattened, int groups,
+                                const CountOf& count_of, const Row& row) {
+  const bool shared = w.blocks >= groups;  // groups by blocks
+  auto stride = static_cast<std::uint32_t>(w.blocks * w.warps);
+  auto i = static_cast<std::uint32_t>(w.block * w.warps + w.warp);
+  for (int group = flattened ? 0 : w.block % groups; group < groups;
+       group += flattened ? 1 : w.blocks) {
+    if (!flattened) {
+      const int sharers = shared ? (w.blocks - group + groups - 1) / groups : 1;
+      stride = static_cast<std::uint32_t>(sharers * w.warps);
+      i = static_cast<std::uint32_t>((shared ? w.block / groups : 0) * w.warps + w.warp);
+    }
     const std::uint32_t count = count_of(group);
-    const auto stride = static_cast<std::uint32_t>(sharers * w.warps);
-    const auto first = static_cast<std::uint32_t>(w.block / groups * w.warps + w.warp);
-    for (std::uint32_t i = w.blocks >= groups ? first : static_cast<std::uint32_t>(w.warp);
-         i < count; i += stride) {
+    for (; i < count; i += stride) {
       if (!row(group, i)) return false;
     }
-  }
-  return true;
-}
-
-// The same with all groups' rows as one list, of which every worker takes an equal part.
-template <typename Worker, typename CountOf, typename Row>
-SWITCHYARD_STAGE bool flattened(const Worker& w, int groups, const CountOf& count_of,
-                                const Row& row) {
-  const auto stride = static_cast<std::uint32_t>(w.blocks * w.warps);
-  auto at = static_cast<std::uint32_t>(w.block * w.warps + w.warp);
-  std::uint32_t begin = 0;
-  for (int group = 0; group < groups; ++group) {
-    const std::uint32_t end = begin + count_of(group);
-    for (; at < end; at += stride) {
-      if (!row(group, at - begin)) return false;
-    }
-    begin = end;
+    i -= count;  // of the list: the worker's first row of the next group
   }
   return true;
 }
@@ -157,29 +150,20 @@ SWITCHYARD_STAGE bool dispatch_receive(Worker& w, const Call& call) {
   // stage that used them.
   if (call.epochs && w.block == 0) w.clear(m.sent, call.map.size);
   const std::uint64_t* const counts = m.counts + call.of_rank(call.window, 0);
-  const auto row = [&](int rank, std::uint32_t i) { return receive_row(w, call, rank, i); };
-  if (!call.flattened) {
-    const auto count_of = [&](int rank) { return w.load(counts + rank); };
-    // A block waits for the ranks that it receives from, and for no other.
-    for (int rank = w.block % call.map.size; !call.host && rank < call.map.size; rank += w.blocks) {
-      if (!w.wait(
-              1, [&](int) { return counts + rank; }, count_flag(call, 0),
-              [&](int) { return rank; })) {
-        return false;
-      }
-    }
-    return by_group(
-        w, call.map.size, [&](int rank) { return static_cast<std::uint32_t>(count_of(rank)); },
-        row);
-  }
+  // Flattened, every worker needs the counts of all ranks. Else a block waits for those ranks whose
+  // rows it receives: w.block % ranks, and every w.blocks-th after it.
+  const int first = call.flattened ? 0 : w.block % call.map.size;
+  const int step = call.flattened ? 1 : w.blocks;
+  const int awaited = call.host ? 0 : (call.map.size - first + step - 1) / step;
+  const auto rank_of = [&](int i) { return first + i * step; };
   if (!w.wait(
-          call.map.size, [&](int rank) { return counts + rank; }, count_flag(call, 0),
-          [](int rank) { return rank; })) {
+          awaited, [&](int i) { return counts + rank_of(i); }, count_flag(call, 0), rank_of)) {
     return false;
   }
   const auto all = w.gather(counts, call.map.size);
-  return flattened(
-      w, call.map.size, [&](int rank) { return all.of(rank); }, row);
+  return deal_rows(
+      w, call.flattened, call.map.size, [&](int rank) { return all.of(rank); },
+      [&](int rank, std::uint32_t i) { return receive_row(w, call, rank, i); });
 }
 
 // The stand-in for the experts, as a stage of its own.
@@ -194,12 +178,9 @@ SWITCHYARD_STAGE void multiply_by_experts(Worker& w, const Call& call) {
     ++w.rows;
     return true;
   };
-  const auto count_of = [&](int expert) { return m.expert_counts[expert]; };
-  if (call.flattened) {
-    flattened(w, call.sizes.experts_per_rank, count_of, row);
-  } else {
-    by_group(w, call.sizes.experts_per_rank, count_of, row);
-  }
+  deal_rows(
+      w, call.flattened, call.sizes.experts_per_rank,
+      [&](int expert) { return m.expert_counts[expert]; }, row);
 }
 
 template <typename Worker>
@@ -228,22 +209,18 @@ SWITCHYARD_STAGE void send_result(Worker& w, const Call& call, std::size_t place
 template <typename Worker>
 SWITCHYARD_STAGE void combine_send(Worker& w, const Call& call) {
   const Memory& m = call.memory;
-  if (call.flattened) {
-    const auto all = w.gather(m.counts + call.of_rank(call.window, 0), call.map.size);
-    flattened(
-        w, call.map.size, [&](int rank) { return all.of(rank); },
-        [&](int rank, std::uint32_t i) {
-          send_result(w, call, m.placed[call.of_row(0, rank, i)]);
-          return true;
-        });
-  } else {
-    by_group(
-        w, call.sizes.experts_per_rank, [&](int expert) { return m.expert_counts[expert]; },
-        [&](int expert, std::uint32_t i) {
-          send_result(w, call, static_cast<std::size_t>(expert) * call.expert_room() + i);
-          return true;
-        });
-  }
+  // Groups are experts; flattened, there is no need to go through all experts, and rows are taken
+  // in the order in which they came.
+  const auto all = w.gather(m.counts + call.of_rank(call.window, 0), call.map.size);
+  deal_rows(
+      w, call.flattened, call.flattened ? call.map.size : call.sizes.experts_per_rank,
+      [&](int group) { return call.flattened ? all.of(group) : m.expert_counts[group]; },
+      [&](int group, std::uint32_t i) {
+        send_result(w, call,
+                    call.flattened ? m.placed[call.of_row(0, group, i)]
+                                   : static_cast<std::size_t>(group) * call.expert_room() + i);
+        return true;
+      });
   if (call.host || call.flag_per_token || !w.last_of_grid(m.ticket)) return;
   for (int rank = w.warp; rank < call.map.size; rank += w.warps) {
     std::uint64_t* const flag = m.rank_flags + call.of_rank(call.window, call.map.rank);

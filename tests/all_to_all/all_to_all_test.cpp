@@ -148,10 +148,10 @@ TEST(AllToAllWork, EveryRowIsOneWorkers) {
           const Place place{block, blocks, warp, warps};
           const auto count_of = [&](int g) { return counts[static_cast<std::size_t>(g)]; };
           std::uint32_t mine = 0;
-          by_group(place, groups, count_of, [&](int g, std::uint32_t i) {
+          deal_rows(place, false, groups, count_of, [&](int g, std::uint32_t i) {
             return ++grouped[static_cast<std::size_t>(g)][i], true;
           });
-          flattened(place, groups, count_of, [&](int g, std::uint32_t i) {
+          deal_rows(place, true, groups, count_of, [&](int g, std::uint32_t i) {
             ++mine;
             return ++listed[static_cast<std::size_t>(g)][i], true;
           });
