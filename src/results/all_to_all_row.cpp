@@ -84,4 +84,13 @@ std::vector<AllToAllRow> read_all_to_all_rows(const std::filesystem::path& file)
   return parse_all_to_all_rows(read_text(file, kMostFileBytes), file.string());
 }
 
+bool has_all_to_all_rows(const std::filesystem::path& file) {
+  try {
+    const Json list = parse(read_text(file, kMostFileBytes), file.string(), kRemedy);
+    return list.is_array() && !list.elements().empty() && list.elements().front().contains("rung");
+  } catch (const Error&) {
+    return false;  // whoever reads it for its rows says what is wrong
+  }
+}
+
 }  // namespace switchyard::results

@@ -54,6 +54,9 @@ Json to_json(const AllToAllRow& row);
 // These are as those of Row (results/row.h).
 std::vector<AllToAllRow> parse_all_to_all_rows(std::string_view text, const std::string& source);
 std::vector<AllToAllRow> read_all_to_all_rows(const std::filesystem::path& file);
+// True if the file is a list whose first element has a rung. False for everything else, also for
+// files that cannot be read.
+bool has_all_to_all_rows(const std::filesystem::path& file);
 void require_mergeable_all_to_all(const std::filesystem::path& file);
 void merge_rows(const std::filesystem::path& file, std::span<const AllToAllRow> rows);
 
