@@ -12,6 +12,8 @@
 namespace switchyard::all_to_all {
 namespace {
 
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
 constexpr double kRelative = 1e-2, kAbsolute = 5e-3;
 
 // Vigna's splitmix64: any seed will do, also one beside another.
@@ -129,7 +131,8 @@ std::vector<float> expert_factors(const Case& problem, int ranks, StandIn stand_
   std::vector<float> factors;
   Random random = random_of(problem, 1'000'003, Use::kFactors);
   for (int e = 0; e < problem.num_experts; ++e) {
-    factors.push_back(stand_in == StandIn::kRank ? 1.0f + static_cast<float>(e / experts_per_rank)
+    const int rank = e / experts_per_rank;
+    factors.push_back(stand_in == StandIn::kRank ? 1.0f + static_cast<float>(rank)
                                                  : 2 * random.share() - 1);
   }
   return factors;
@@ -153,12 +156,12 @@ Traffic traffic_of(const Case& problem, int ranks) {
   const int experts_per_rank = problem.num_experts / ranks;
   Traffic traffic;
   traffic.ranks = ranks;
-  traffic.rows.resize(static_cast<std::size_t>(ranks * ranks));
+  traffic.rows.resize(at(ranks) * at(ranks));
   traffic.expert_rows.resize(static_cast<std::size_t>(problem.num_experts));
   for (int r = 0; r < ranks; ++r) {
     for (const std::int32_t id : routing_of(problem, r).ids) {
-      ++traffic.rows[static_cast<std::size_t>(r * ranks + id / experts_per_rank)];
-      ++traffic.expert_rows[static_cast<std::size_t>(id)];
+      ++traffic.rows[at(r) * at(ranks) + at(id / experts_per_rank)];
+      ++traffic.expert_rows[at(id)];
     }
   }
   return traffic;
