@@ -12,8 +12,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # From the lowest to the highest.
 ROOMS = ["base", "protocol", "model", "routing", "reference", "fabric", "trace", "layer", "exchange",
-         "symmetric", "cpu", "gpu", "operators", "tuner", "c_api", "results", "report", "machine", "run", "bench",
-         "cli"]
+         "symmetric", "cpu", "gpu", "operators", "tuner", "c_api", "results", "report", "machine", "run",
+         "all_to_all", "bench", "cli"]
 # Rooms that stand side by side, although one comes first above.
 STRANGERS = {
     ("gpu", "cpu"): "the engines do not know each other",
@@ -40,6 +40,12 @@ STRANGERS = {
     ("report", "cpu"): "a report is made of files",
     ("machine", "results"): "a machine's facts do not depend on what was measured on it",
     ("machine", "report"): "a machine's facts do not depend on what was measured on it",
+    ("all_to_all", "cpu"): "it is written on the symmetric heap alone, as a user would",
+    ("all_to_all", "exchange"): "it is written on the symmetric heap alone, as a user would",
+    ("all_to_all", "protocol"): "it is written on the symmetric heap alone, as a user would",
+    ("all_to_all", "layer"): "it is written on the symmetric heap alone, as a user would",
+    ("all_to_all", "results"): "its numbers are not yet a result",
+    ("all_to_all", "report"): "a report is made of files",
     ("run", "cpu"): "the layer chooses the engine",
     ("run", "results"): "a run is not yet a result",
     ("run", "report"): "a run is not yet a result",

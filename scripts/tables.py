@@ -313,6 +313,74 @@ def grouped_table():
     return "\n".join(lines + ["", gpu_provenance(rows)])
 
 
+NOT_MEASURED = "Nothing is measured yet: the file of this table is not there."
+
+
+def exchange_table():
+    """Exchange beside the rivals of bench/exchange_rivals.py."""
+    rows = load("exchange.json")
+    if not rows:
+        return NOT_MEASURED
+    lines = [
+        "**Dispatch and combine alone.** Times are those of a call among several in a CUDA graph, of the slowest rank. "
+        "Floor: two flags of 1.37 µs, and the bytes of the busiest rank at 330 GB/s.",
+    ]
+    tables = {}
+    for row in rows:
+        if not row["pre_sum"]:
+            key = (row["ranks"], row["hidden"], row["top_k"], row["experts"], row["dtype"])
+            tables.setdefault(key, {}).setdefault(row["tokens_per_rank"], {})[row["stage"]] = row
+    heads = ["time µs", "floor / time", "rival µs", "speed-up"]
+    for (ranks, hidden, top_k, experts, dtype), by_tokens in sorted(tables.items()):
+        columns = [f"{stage}: {head}" for stage in ("dispatch", "combine") for head in heads]
+        rivals = sorted({row["rival"] for found in by_tokens.values() for row in found.values() if row.get("rival")})
+        name = {"fp8": "FP8 there, bf16 back"}.get(dtype, dtype)
+        beside = f". Rival, the fastest: {' or '.join(rivals)}" if rivals else ""
+        lines += ["", f"{ranks} ranks, H {hidden}, top-{top_k} of {experts}, {name}{beside}", ""]
+        lines += ["| tokens per rank | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        for tokens, found in sorted(by_tokens.items()):
+            cells = []
+            for stage in ("dispatch", "combine"):
+                row = found.get(stage)
+                cells += gpu_row_cells(row, True) if row else ["–"] * 4
+            lines.append(f"| {tokens} | " + " | ".join(cells) + " |")
+    return "\n".join(lines + ["", gpu_provenance(rows)])
+
+
+def all_to_all_table():
+    """The rungs of the all-to-all problem: a column for each case, and their geometric mean."""
+    rows = load("all_to_all.json")
+    if not rows:
+        return NOT_MEASURED
+    tables = {}
+    for row in rows:
+        tables.setdefault((row["ranks"], row.get("gpus") or 0, row["stand_in"]), []).append(row)
+    lines = [
+        "**The all-to-all problem, rung by rung:** µs of the slowest rank, in brackets how often the floor goes into "
+        "it. Each rung has one step more than the one above it; `_alone` is a step without the others.",
+    ]
+    for (ranks, gpus, stand_in), found in sorted(tables.items()):
+        cases = list(dict.fromkeys(row["case"] for row in found))
+        where = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "the processor"
+        random = ", experts multiply by random weights" if stand_in == "random" else ""
+        lines += ["", f"{ranks} ranks on {where}{random}", "", "| rung | " + " | ".join(cases) + " | geometric mean |"]
+        lines.append("|---" * (len(cases) + 2) + "|")
+        for rung in dict.fromkeys(row["rung"] for row in found):
+            of_rung = {row["case"]: row for row in found if row["rung"] == rung}
+            cells = []
+            for case in cases:
+                row = of_rung.get(case)
+                over = time_over_floor(row) if row else None
+                times = f" ({over:.2f}×)" if over is not None else ""
+                cells.append("–" if row is None else microseconds(row["median_us"]) + times)
+            # A mean of other cases would not compare with the other rungs' means.
+            whole = len(of_rung) == len(cases)
+            mean = statistics.geometric_mean([row["median_us"] for row in of_rung.values()])
+            cells.append(microseconds(mean if whole else None))
+            lines.append(f"| {rung} | " + " | ".join(cells) + " |")
+    return "\n".join(lines + ["", gpu_provenance(rows)])
+
+
 def astero_table():
     """DeepSeek-V3's whole layer on one GPU: TFLOP/s over the batch, a pair of columns for every type."""
     rows = load("astero.json")
@@ -566,6 +634,8 @@ def main():
         "one_gpu_fp8_more": gpu_table("one_gpu_fp8_more", "One H200, FP8, four models with fewer and larger experts."),
         "products": products_table(),
         "grouped": grouped_table(),
+        "exchange": exchange_table(),
+        "all_to_all": all_to_all_table(),
         "astero": astero_table(),
         "ep_fp8": ranks_table("ep_fp8", "FP8, dispatch and combine inside the kernel."),
         "ep_bf16": ranks_table("ep_bf16", "bf16, dispatch and combine inside the kernel."),

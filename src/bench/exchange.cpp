@@ -13,6 +13,7 @@
 #include "base/convert.h"
 #include "base/names.h"
 #include "base/threads.h"
+#include "bench/floor.h"
 #include "bench/load.h"
 #include "gpu/device.h"
 #include "machine/description.h"
@@ -405,6 +406,8 @@ void ExchangeSession::run(const std::vector<ExchangePoint>& points) {
       row.p90_us = percentile(times, 0.9);
       row.repeats = static_cast<std::int64_t>(times.size());
       row.nvlink_bytes = static_cast<double>(bytes);
+      row.floor_us = links_floor_us(row.nvlink_bytes, options_.ranks,
+                                    options_.backend == Backend::kCuda ? gpu::device_count() : 0);
       row.times_us = times;
       return row;
     };

@@ -41,4 +41,10 @@ FloorChoice choose_floor(const std::string& gpu, int num_gpus, int ranks, DType 
   return choice;
 }
 
+std::optional<double> links_floor_us(double bytes, int ranks, int num_gpus) {
+  constexpr double kFlagUs = 1.37, kBytesPerUs = 330e3;
+  if (ranks < 2 || num_gpus < ranks) return {};
+  return 2 * kFlagUs + bytes / kBytesPerUs;
+}
+
 }  // namespace switchyard::bench

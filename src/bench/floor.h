@@ -20,4 +20,10 @@ struct FloorChoice {
 FloorChoice choose_floor(const std::string& gpu, int num_gpus, int ranks, DType compute,
                          std::optional<machine::GpuFacts> given);
 
+// The least time in which rows cross NVLink to another rank and back, or one way if the reader also
+// says that it is done: two flags of 1.37 us, and `bytes` of the busiest rank at 330 GB/s, which is
+// what each of eight H200s gets out while it writes to the seven others. Empty without GPUs, on
+// one rank, and where ranks share GPUs: their rows do not cross.
+std::optional<double> links_floor_us(double bytes, int ranks, int num_gpus);
+
 }  // namespace switchyard::bench

@@ -18,6 +18,7 @@
 #include "base/numbers.h"
 #include "base/printable.h"
 #include "bench/session.h"
+#include "cli/bench_all_to_all.h"
 #include "cli/bench_exchange.h"
 #include "cli/bench_grouped.h"
 #include "cli/bench_report.h"
@@ -54,6 +55,9 @@ struct BenchOptions {
   bool swiglu = false;
   // Of the suite exchange.
   bool pre_sum = false;
+  // Of the suite all_to_all.
+  std::string rungs, trace;
+  bool random_experts = false;
 
   std::optional<Backend> backend;
   std::optional<int> ranks;
@@ -80,6 +84,7 @@ constexpr const char* kExamples = R"(Examples:
   switchyard bench --suite grouped --rows 4,64,512 --balancedness 0.9
   switchyard bench --suite grouped --experts 16 --n 4096 --k 2048 --rows 32 --swiglu
   switchyard bench --suite exchange --ranks 4 --tokens 128,512 --dtype fp8
+  switchyard bench --suite all_to_all --ranks 8 --json results/all_to_all.json --trace rungs.json
   switchyard bench --suite ep_fp8 --model v3-routed --tokens 8,512,4096 --ranks 2 --json ep.json
 
 Each point is one layer with random weights, gate included. On a GPU its device's clock counts, for
@@ -111,6 +116,13 @@ on the cpu, or, with --backend cuda, on GPUs, which they share if there are fewe
 that of a call among ten in a graph. Where more than two ranks share a GPU, set
 CUDA_DEVICE_MAX_CONNECTIONS=32.
 
+--suite all_to_all plays GPU MODE's all-to-all problem rung by rung, over ranks that are threads
+(default 2) as those of --suite exchange: the nine test cases are checked, the five benchmark cases
+checked and timed. Rungs: host (the host reads the counts and copies), flag_per_rank, and each with
+one step more flag_per_token, fused (no kernel for the stand-in experts), epochs (no memset),
+flattened (no block has one rank's rows), tuned (numbers of blocks). NAME_alone is that step without
+those before it. 'uneven' is the rows of the block that received most over the blocks' mean.
+
 With --ranks, each rank has tokens of its own and its share of the experts, and the slowest rank's
 time counts. F is that of the most loaded GPU, with a launch that includes a signal to another rank
 and back, and not below its time to send. There is none where ranks share a GPU.
@@ -141,6 +153,7 @@ std::vector<std::string> suite_names() {
   std::vector<std::string> names = bench::bench_suite_names();
   names.emplace_back(bench::kGroupedSuite);
   names.emplace_back(bench::kExchangeSuite);
+  names.emplace_back(bench::kAllToAllSuite);
   return names;
 }
 
@@ -174,6 +187,14 @@ void add_point_options(Command& command, BenchOptions& o) {
   command.heading("Points of --suite exchange");
   command.add_flag("--pre-sum", o.pre_sum,
                    "A token's results of one rank are summed before they travel");
+
+  command.heading("Points of --suite all_to_all");
+  command.add_text("--rung", o.rungs, "NAME,...",
+                   "Only these rungs; all (default), or alone: each step without the others");
+  command.add_flag("--random-experts", o.random_experts,
+                   "Each expert multiplies by a weight of its own, not by 1 + its rank");
+  command.add_text("--trace", o.trace, "FILE",
+                   "What each block did in a call of each rung, in Chrome's format");
 }
 
 void add_measure_options(Command& command, BenchOptions& o) {
@@ -611,7 +632,7 @@ int run_grouped(BenchOptions options) {
   return print_grouped(grouped, points, json);
 }
 
-// --suite exchange: Exchange alone.
+// --suite exchange: Exchange alone. The suite all_to_all has no more of these options.
 void require_exchange(const BenchOptions& o) {
   const std::pair<const char*, bool> of_others[] = {
       {"--model", !o.models.empty()},
@@ -635,11 +656,12 @@ void require_exchange(const BenchOptions& o) {
       {"--against", !o.against.empty()},
       {"--keep-rival", o.keep_rival}};
   for (const auto& [name, given] : of_others) {
-    if (given) refuse(fmt::format("{} is not for --suite exchange; leave it out", name));
+    if (given) refuse(fmt::format("{} is not for --suite {}; leave it out", name, o.suite));
   }
   if (o.backend == Backend::kCuda && gpu::device_count() == 0) {
-    throw Error(ErrorCode::kUnsupported,
-                "--suite exchange has no GPU here; use --backend cpu, or leave it out");
+    throw Error(
+        ErrorCode::kUnsupported,
+        fmt::format("--suite {} has no GPU here; use --backend cpu, or leave it out", o.suite));
   }
 }
 
@@ -696,7 +718,48 @@ int run_exchange(const BenchOptions& options) {
   return print_exchange(exchange, points, json);
 }
 
+// --suite all_to_all: the all-to-all problem, rung by rung.
+int run_all_to_all(const BenchOptions& o) {
+  // The cases are the problem's: sizes and types cannot be chosen, either.
+  const std::pair<const char*, bool> of_points[] = {{"--experts", o.overrides.num_experts > 0},
+                                                    {"--top-k", o.overrides.top_k > 0},
+                                                    {"--hidden", o.overrides.hidden > 0},
+                                                    {"--tokens", !o.tokens.empty()},
+                                                    {"--dtype", o.dtype.has_value()},
+                                                    {"--seed", o.seed != 0},
+                                                    {"--pre-sum", o.pre_sum}};
+  for (const auto& [name, given] : of_points) {
+    if (given) refuse(fmt::format("{} is not for --suite {}; leave it out", name, o.suite));
+  }
+  require_exchange(o);
+  bench::AllToAllOptions all_to_all;
+  all_to_all.rungs = all_to_all::find_rungs(o.rungs.empty() ? "all" : o.rungs);
+  const std::vector<std::string> outputs = {o.json};
+  const std::filesystem::path json =
+      o.json.empty() ? std::filesystem::path() : output_file("--json", o.json);
+  const std::filesystem::path trace =
+      o.trace.empty() ? std::filesystem::path() : output_file("--trace", o.trace, outputs);
+  if (!json.empty()) results::require_mergeable_all_to_all(json);
+  all_to_all.backend = o.backend.value_or(Backend::kCpu);
+  all_to_all.ranks = o.ranks.value_or(2);
+  if (o.random_experts) all_to_all.stand_in = all_to_all::StandIn::kRandom;
+  all_to_all.repeat = o.measure.repeat;
+  if (o.quick) {
+    // The smaller cases.
+    all_to_all.tests.resize(3);
+    all_to_all.benchmarks.resize(3);
+    if (all_to_all.repeat == 0) all_to_all.repeat = 3;
+  }
+  all_to_all.commit = o.commit;
+  all_to_all.command = o.command;
+  return print_all_to_all(all_to_all, json, trace);
+}
+
 int run(BenchOptions options) {
+  if (options.suite == bench::kAllToAllSuite) return run_all_to_all(options);
+  if (!options.rungs.empty() || !options.trace.empty() || options.random_experts) {
+    refuse("--rung, --trace and --random-experts are for --suite all_to_all; leave them out");
+  }
   if (options.suite == bench::kExchangeSuite) return run_exchange(options);
   if (options.pre_sum) refuse("--pre-sum is for --suite exchange; leave it out");
   if (options.suite == bench::kGroupedSuite) return run_grouped(std::move(options));

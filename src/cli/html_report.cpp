@@ -5,6 +5,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/join.h"
@@ -33,7 +34,8 @@ prints. It shows time against the floor and the rival over tokens, with --publis
 publish of the same layers, the roofline, a heat map of time over floor, the load of the experts
 where rows tell it, and with --trace the timeline of a pass. With --profile it shows the choice of a
 kernel's configurations: time over tokens and balancedness, regions, regret, and predicted against
-measured. The numbers of every chart are in a table below it.
+measured. Of rows of --suite all_to_all it shows each rung's stages, ranks and geometric mean. The
+numbers of every chart are in a table below it.
 
 Exit codes: 0 done; 2 unusable files or arguments.)";
 
@@ -82,7 +84,16 @@ int run(const HtmlReportOptions& o) {
         "--help'");
   }
   const std::filesystem::path output = output_file("-o", o.output, inputs);
-  const std::vector<std::filesystem::path> paths(o.files.begin(), o.files.end());
+  std::vector<std::filesystem::path> paths;  // of layers' rows
+  std::vector<report::Ladder> ladders;
+  for (const std::string& file : o.files) {
+    if (results::has_all_to_all_rows(file)) {
+      ladders.push_back(
+          {results::read_all_to_all_rows(file), std::filesystem::path(file).filename().string()});
+    } else {
+      paths.emplace_back(file);
+    }
+  }
   const std::vector<results::Row> rows = results::read_rows(paths);
   std::optional<machine::GpuFacts> facts;
   if (!o.machine_facts.empty()) facts = machine::read_gpu_facts(o.machine_facts);
@@ -99,11 +110,17 @@ int run(const HtmlReportOptions& o) {
     input.files.push_back(name);
   }
   std::string traced;
+  for (const report::Ladder& ladder : ladders) {
+    input.files.push_back(ladder.file);
+    traced += fmt::format("; {} points of the all-to-all problem",
+                          format_count(static_cast<std::int64_t>(ladder.rows.size())));
+  }
+  input.ladders = std::move(ladders);
   if (!o.trace.empty()) {
     input.timeline = report::read_timeline(o.trace);
     input.trace_file = std::filesystem::path(o.trace).filename().string();
-    traced = fmt::format("; {} slices of {} ranks", format_count(input.timeline->num_slices),
-                         input.timeline->ranks.size());
+    traced += fmt::format("; {} slices of {} ranks", format_count(input.timeline->num_slices),
+                          input.timeline->ranks.size());
   }
   for (const report::Tuning& tuning : input.tunings) {
     traced += fmt::format("; {} points of a profile of {}",

@@ -74,7 +74,7 @@ void add_fractions(Command& command, const std::string& name, std::vector<double
 
 std::string command_of(const std::vector<std::string>& arguments) {
   constexpr std::string_view kOwn[] = {"--json", "--commit", "--torch-script", "--python",
-                                       "-o",     "--out",    "--regions"};
+                                       "-o",     "--out",    "--regions",      "--trace"};
   std::string command = "switchyard";
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     const std::string_view argument = arguments[i];

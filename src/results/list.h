@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "results/all_to_all_row.h"
 #include "results/exchange_row.h"
 #include "results/fields.h"
 #include "results/grouped_row.h"
@@ -19,6 +20,8 @@ std::vector<GroupedRow> grouped_rows_of(const Json& file, const std::string& sou
                                         const char* remedy);
 std::vector<ExchangeRow> exchange_rows_of(const Json& file, const std::string& source,
                                           const char* remedy);
+std::vector<AllToAllRow> all_to_all_rows_of(const Json& file, const std::string& source,
+                                            const char* remedy);
 std::vector<RampRow> ramp_rows_of(const Json& file, const std::string& source, const char* remedy);
 std::vector<RegionRow> region_rows_of(const Json& file, const std::string& source,
                                       const char* remedy);

@@ -129,6 +129,9 @@ std::vector<Row> rows_of(const Json& file, const std::string& source, const char
   if (!file.elements().empty() && file.elements().front().contains("stage")) {
     refuse_file(source, "has rows of an exchange, which are no layers", remedy);
   }
+  if (!file.elements().empty() && file.elements().front().contains("rung")) {
+    refuse_file(source, "has rows of the suite all_to_all, which are no layers", remedy);
+  }
   std::vector<Row> rows;
   for (const Json& element : file.elements()) {
     rows.push_back(row_of(element, source, rows.size() + 1, remedies));

@@ -310,6 +310,58 @@ TEST(Bench, ExchangeRefusesWhatMakesNoSense) {
   expect_refused({"--model", "olmoe", "--pre-sum"}, invalid, {"--pre-sum", "--suite exchange"});
 }
 
+TEST(Bench, AllToAllChecksMeasuresAndTraces) {
+  const TemporaryDirectory directory;
+  const std::string path = (directory / "rows.json").string();
+  const std::string trace = (directory / "trace.json").string();
+  const Arguments suite = {"bench",    "--suite", "all_to_all", "--backend", "cpu",    "--quick",
+                           "--repeat", "2",       "--ranks",    "4",         "--json", path};
+  const Completed done = run_switchyard(
+      join(suite, {"--rung", "host,flattened", "--trace", trace, "--commit", "abc1234"}));
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr("3 test cases: right on all rungs"));
+  EXPECT_THAT(done.out, HasSubstr("geometric mean of 3 cases"));
+  std::istringstream lines(done.out);
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;
+  const nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 6u);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const nlohmann::json& row = rows[i];
+    EXPECT_EQ(row["suite"], "all_to_all");
+    EXPECT_EQ(row["rung"], i % 2 == 0 ? "host" : "flattened");
+    EXPECT_EQ(row["ranks"], 4);
+    EXPECT_EQ(row["commit"], "abc1234");
+    EXPECT_EQ(row["times_us"].size(), 2u);
+    EXPECT_EQ(row["rank_us"].size(), 4u);
+    EXPECT_EQ(row["dispatch_receive_us"].size(), 4u);
+    EXPECT_EQ(row.contains("experts_us"), i % 2 == 0);
+    EXPECT_TRUE(row["floor_us"].is_null());
+  }
+  std::size_t slices = 0;
+  const nlohmann::json traced = nlohmann::json::parse(read_file(trace));
+  for (const nlohmann::json& event : traced["traceEvents"]) slices += event["ph"] == "X";
+  EXPECT_EQ(slices, 2u * 4 * 4 * 2);  // rungs, ranks, stages, blocks
+
+  expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), "invalid_file", {"all_to_all"});
+}
+
+TEST(Bench, AllToAllRefusesWhatMakesNoSense) {
+  const std::string invalid = "invalid_argument";
+  const Arguments suite = {"--suite", "all_to_all"};
+  for (const Arguments& option :
+       {Arguments{"--model", "olmoe"}, Arguments{"--tokens", "8"}, Arguments{"--hidden", "64"},
+        Arguments{"--dtype", "fp8"}, Arguments{"--cold"}, Arguments{"--pre-sum"},
+        Arguments{"--against", "torch"}}) {
+    expect_refused(join(suite, option), invalid, {option[0], "not for --suite all_to_all"});
+  }
+  expect_refused(join(suite, {"--rung", "fast"}), invalid, {"'fast' is no rung", "flag_per_token"});
+  expect_refused(join(suite, {"--ranks", "3"}), invalid, {"3 ranks do not divide 8 experts"});
+  if (gpu::device_count() == 0) {
+    expect_refused(join(suite, {"--backend", "cuda"}), "unsupported", {"--backend cpu"});
+  }
+  expect_refused({"--model", "olmoe", "--rung", "host"}, invalid, {"--suite all_to_all"});
+}
+
 TEST(Bench, RefusesOptionsThatWouldDoNothing) {
   const std::string invalid = "invalid_argument";
   for (const Arguments& option : {Arguments{"--graph"}, Arguments{"--cold"}, Arguments{"--traced"},

@@ -48,6 +48,18 @@ class ReportCommand : public ::testing::Test {
 constexpr const char* kTrace =
     R"([{"ph": "X", "name": "gate", "pid": 0, "tid": 0, "ts": 1, "dur": 2}])";
 
+TEST_F(ReportCommand, DrawsTheAllToAllProblemBesideLayers) {
+  const std::string rows = path("all_to_all.json"), page = path("made.html");
+  const Completed measured =
+      run_switchyard({"bench", "--suite", "all_to_all", "--backend", "cpu", "--quick", "--repeat",
+                      "1", "--rung", "flag_per_rank,fused", "--json", rows});
+  ASSERT_EQ(measured.exit_code, 0) << measured.err;
+  const Completed done = run_switchyard({"report", rows, "-o", page});
+  EXPECT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr("6 points of the all-to-all problem"));
+  EXPECT_THAT(read_file(page), HasSubstr("\"ladders\":[{\"file\":\"all_to_all.json\""));
+}
+
 TEST_F(ReportCommand, MakesAPageOfAProfile) {
   const Completed tuned = run_switchyard(
       {"tune", "--backend",      "cpu",   "--models",       "olmoe",  "--experts",
