@@ -20,14 +20,15 @@
 #include "machine/description.h"
 #include "machine/host.h"
 #include "switchyard/error.h"
+#include "switchyard/grouped_gemm.h"
 
 namespace switchyard::bench {
 namespace {
 
 using tuner::Timing;
 
-// To be increased whenever a kernel's times change: older profiles are then refused.
-constexpr std::int64_t kGroupedVersion = 1, kLayerVersion = 1;
+// To be increased whenever the kernel's times change: older profiles are then refused.
+constexpr std::int64_t kLayerVersion = 1;
 
 struct RampModel {
   const char* name;
@@ -237,8 +238,9 @@ tuner::Kernel make_tuned_kernel(const TuneOptions& options) {
   const bool grouped = options.kernel == TunedKernel::kGrouped;
   const auto bench = std::make_shared<Bench>(options);
   tuner::Kernel kernel;
-  kernel.name = fmt::format("{}_{}", grouped ? "grouped" : "layer", short_name(options.dtype));
-  kernel.version = grouped ? kGroupedVersion : kLayerVersion;
+  kernel.name = grouped ? grouped_kernel_name(options.dtype)
+                        : fmt::format("layer_{}", short_name(options.dtype));
+  kernel.version = grouped ? kGroupedKernelVersion : kLayerVersion;
   kernel.configurations = bench->configurations();
   kernel.time = [bench](const tuner::Model& model, std::size_t configuration,
                         std::span<const std::int64_t> counts) {
