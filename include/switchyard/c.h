@@ -568,6 +568,11 @@ typedef struct sy_grouped_gemm_options {
   sy_choice paired;
   int32_t band;
   int32_t splits;
+  uint32_t reserved2;  // 0
+  // SY_CUDA: a table that `switchyard tune --kernel grouped` wrote for this shape, type and GPU.
+  // The kernel chooses from it by `ends`. Only `paired` may be chosen beside it. Null: the rules.
+  // Errors: as GroupedGemmOptions::table, and those of reading a file.
+  const char* table_file;
 } sy_grouped_gemm_options;
 #define SY_GROUPED_GEMM_OPTIONS_INIT                                                      \
   {                                                                                       \
@@ -611,6 +616,7 @@ typedef struct sy_grouped_gemm_call {
   sy_tensor out_index;    // [rows in packed order], i32: each row's place in out; -1: not stored
   sy_tensor row_weights;  // [rows in packed order], f32
   sy_tensor products;     // [rows, N], of out's type: what the epilogue is applied to
+  sy_tensor chosen;       // SY_CUDA: [1], i32, out: the table's entry that was chosen; -1: none
 } sy_grouped_gemm_call;
 #define SY_GROUPED_GEMM_CALL_INIT \
   { .struct_size = sizeof(sy_grouped_gemm_call) }

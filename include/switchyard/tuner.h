@@ -298,6 +298,8 @@ Table make_table(const Fit& fit, std::size_t model, int most_tokens = 1024);
 std::size_t select(const Table& table, std::span<const std::int64_t> counts);
 std::string to_json(const Table& table);
 Table parse_table(std::string_view text, const std::string& source);
+// Reads a table for whoever checks it against a kernel by itself, as GroupedGemm does.
+Table read_table(const std::filesystem::path& file);
 // As read_fit(), of a table; and of another model, also a MismatchError.
 Table read_table(const std::filesystem::path& file, std::string_view kernel, std::int64_t version,
                  std::string_view machine, const Model& model);

@@ -309,6 +309,8 @@ class GroupedGemmOptions(_Sized):
         ("paired", c_int32),
         ("band", c_int32),
         ("splits", c_int32),
+        ("reserved2", c_uint32),
+        ("table_file", c_char_p),
     ]
 
 
@@ -342,6 +344,7 @@ class GroupedGemmCall(_Sized):
         ("out_index", Tensor),
         ("row_weights", Tensor),
         ("products", Tensor),
+        ("chosen", Tensor),
     ]
 
 

@@ -27,6 +27,9 @@ inline constexpr std::size_t kFirstSize = sizeof(Struct);
 template <>
 inline constexpr std::size_t kFirstSize<sy_grouped_gemm_options> = offsetof(sy_grouped_gemm_options,
                                                                             tile_rows);
+template <>
+inline constexpr std::size_t kFirstSize<sy_grouped_gemm_call> = offsetof(sy_grouped_gemm_call,
+                                                                         chosen);
 
 template <typename Struct>
 void check_size(const char* name, const Struct* given) {

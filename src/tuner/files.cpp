@@ -446,9 +446,12 @@ Table parse_table(std::string_view text, const std::string& source) {
   return table;
 }
 
+Table read_table(const std::filesystem::path& file) {
+  return parse_table(read_named(file, kMostFileBytes), file.string());
+}
 Table read_table(const std::filesystem::path& file, std::string_view kernel, std::int64_t version,
                  std::string_view machine, const Model& model) {
-  Table table = parse_table(read_named(file, kMostFileBytes), file.string());
+  Table table = read_table(file);
   const Match match{"the table", printable(file)};
   match.require_kernel(table.kernel, table.version, std::string(kernel), version);
   match.require_machine(table.device.machine, std::string(machine));
