@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "switchyard/error.h"
+#include "switchyard/recording.h"
 
 namespace switchyard::tuner {
 
@@ -137,7 +138,18 @@ struct Plan {
   std::vector<double> test_betas{0.2, 0.5, 0.8, 1};
   Generator generator = Generator::kDistinct;
   std::uint64_t seed = 0;
+  // Histograms that were met, beside the grids. All are judged by, and of each model three of four
+  // are fitted on. Their beta is their own.
+  struct Recorded {
+    std::size_t model = 0;  // index in `models`
+    std::vector<std::int64_t> counts;
+  };
+  std::vector<Recorded> recorded;
 };
+// Adds histograms of recorded layers to every model of the plan, whose experts and top_k they must
+// have: at most so many for a model, evenly over all different ones. Throws Error{kInvalidArgument}
+// for a model that no layer is of.
+void add_recorded(Plan& plan, const Recordings& recordings, std::size_t most = 24);
 
 inline constexpr double kNotTimed = -1;    // yet
 inline constexpr double kUnsupported = 0;  // the configuration cannot run this model

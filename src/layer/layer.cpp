@@ -7,6 +7,7 @@
 #include "layer/compute.h"
 #include "layer/engine.h"
 #include "layer/pass_memory.h"
+#include "layer/recorder.h"
 
 namespace switchyard {
 namespace {
@@ -55,6 +56,10 @@ void check_options(const LayerOptions& options) {
   if (options.reserved_sms < 0) {
     refuse(fmt::format("reserved_sms is {}; use 0 to leave none, or at least 1",
                        options.reserved_sms));
+  }
+  if (options.recorded_steps < 0 || options.recorded_steps > kMostRecordedSteps) {
+    refuse(fmt::format("recorded_steps is {}; use 0 to record nothing, or at most {}",
+                       options.recorded_steps, kMostRecordedSteps));
   }
   if (options.compute) check_compute_type(*options.compute);
   check_schedule(options.schedule);
@@ -192,6 +197,12 @@ void MoeLayer::rebind(const MoeWeights& weights, const ExpertPlacement& placemen
 }
 void MoeLayer::check() { engine_->check(); }
 const ForwardStats& MoeLayer::stats() const { return engine_->stats(); }
+Recording MoeLayer::recording() const {
+  if (!engine_->records()) {
+    refuse("the layer records no routing; make it with recorded_steps of 1 or more");
+  }
+  return engine_->recording();
+}
 PassTrace MoeLayer::trace() const {
   if (!engine_->traces()) {
     refuse("the layer records no trace; make it with the option trace set");

@@ -4,6 +4,7 @@
 #include <bit>
 #include <chrono>
 #include <cmath>
+#include <numeric>
 #include <set>
 
 #include "base/printable.h"
@@ -62,6 +63,10 @@ void check_kernel(const Kernel& kernel) {
   }
 }
 
+std::int64_t rows_of(const std::vector<std::int64_t>& counts) {
+  return std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
+}
+
 void check_plan(const Plan& plan) {
   if (plan.models.empty()) refuse("the plan has no models; give it some");
   std::set<std::string> names;
@@ -72,8 +77,24 @@ void check_plan(const Plan& plan) {
           fmt::format("two models are named '{}'; names tell them apart", printable(model.name)));
     }
   }
-  if (plan.tokens.empty() || plan.betas.empty()) {
+  if (plan.recorded.empty() && (plan.tokens.empty() || plan.betas.empty())) {
     refuse("the plan has no points to fit on; give it tokens and betas");
+  }
+  for (const Plan::Recorded& recorded : plan.recorded) {
+    const std::size_t experts = recorded.counts.size();
+    if (recorded.model >= plan.models.size()) {
+      refuse(fmt::format("a recorded histogram is of model {} of {}; use the index of one",
+                         recorded.model, plan.models.size()));
+    }
+    const Model& model = plan.models[recorded.model];
+    if (experts != static_cast<std::size_t>(model.num_experts)) {
+      refuse(fmt::format("a recorded histogram has {} experts, and the model {} has {}", experts,
+                         printable(model.name), model.num_experts));
+    }
+    if (rows_of(recorded.counts) < 1) {
+      refuse(fmt::format("a recorded histogram of the model {} has no rows; leave it out",
+                         printable(model.name)));
+    }
   }
   for (const std::vector<int>* all : {&plan.tokens, &plan.test_tokens}) {
     for (const int tokens : *all) {
@@ -97,15 +118,13 @@ std::uint64_t seed_of(std::uint64_t seed, const Model& model, int tokens, double
   return mix64(key ^ std::bit_cast<std::uint64_t>(beta));
 }
 
-Point new_point(const Profile& profile, std::size_t model, int tokens, double beta) {
-  const Model& its = profile.models[model];
+Point new_point(const Profile& profile, std::size_t model, int tokens,
+                std::vector<std::int64_t> counts) {
   Point point;
   point.model = model;
   point.tokens = tokens;
-  point.beta = beta;
-  point.counts = draw_counts(profile.generator, tokens, its.num_experts, its.top_k, beta,
-                             seed_of(profile.seed, its, tokens, beta));
-  point.beta_reached = balancedness(point.counts);
+  point.counts = std::move(counts);
+  point.beta = point.beta_reached = balancedness(point.counts);
   point.times_us.assign(profile.configurations.size(), kNotTimed);
   point.variations.assign(profile.configurations.size(), 0);
   return point;
@@ -120,17 +139,46 @@ void add_grid(Profile& profile, std::size_t model, const std::vector<int>& token
         return p.model == model && p.tokens == t && p.beta == beta;
       });
       if (point == profile.points.end()) {
-        profile.points.push_back(new_point(profile, model, t, beta));
+        const Model& its = profile.models[model];
+        profile.points.push_back(
+            new_point(profile, model, t,
+                      draw_counts(profile.generator, t, its.num_experts, its.top_k, beta,
+                                  seed_of(profile.seed, its, t, beta))));
         point = std::prev(profile.points.end());
+        point->beta = beta;
       }
       (*point).*role = true;
     }
   }
 }
 
-void add_points(Profile& profile, std::size_t model, const Plan& plan) {
+// `plan_model`: the model's index in the plan.
+void add_recorded_points(Profile& profile, std::size_t model, const Plan& plan,
+                         std::size_t plan_model) {
+  std::size_t count = 0;
+  for (const Plan::Recorded& recorded : plan.recorded) {
+    if (recorded.model != plan_model) continue;
+    const int top_k = profile.models[model].top_k;
+    auto point = std::find_if(profile.points.begin(), profile.points.end(), [&](const Point& p) {
+      return p.model == model && p.counts == recorded.counts;
+    });
+    if (point == profile.points.end()) {
+      // Slots may have been dropped or have had no expert, so the rows need be no multiple of
+      // top_k.
+      profile.points.push_back(
+          new_point(profile, model, static_cast<int>(ceil_div(rows_of(recorded.counts), top_k)),
+                    recorded.counts));
+      point = std::prev(profile.points.end());
+    }
+    point->test = true;
+    if (count++ % 4 != 3) point->fit = true;
+  }
+}
+
+void add_points(Profile& profile, std::size_t model, const Plan& plan, std::size_t plan_model) {
   add_grid(profile, model, plan.tokens, plan.betas, &Point::fit);
   add_grid(profile, model, plan.test_tokens, plan.test_betas, &Point::test);
+  add_recorded_points(profile, model, plan, plan_model);
 }
 
 // A model's points stand together, because a kernel that changes its model may have to make weights
@@ -199,7 +247,8 @@ Profile new_profile(const Kernel& kernel, const Device& device, const Plan& plan
   profile.configurations = kernel.configurations;
   for (const Model& model : plan.models) {
     profile.models.push_back(model);
-    add_points(profile, profile.models.size() - 1, plan);
+    const std::size_t index = profile.models.size() - 1;
+    add_points(profile, index, plan, index);
   }
   sort_points(profile);
   return profile;
@@ -223,7 +272,8 @@ Profile resumed_profile(const std::filesystem::path& file, const Kernel& kernel,
       same = std::prev(profile.models.end());
     }
     match.require_model(*same, model);
-    add_points(profile, static_cast<std::size_t>(same - profile.models.begin()), plan);
+    add_points(profile, static_cast<std::size_t>(same - profile.models.begin()), plan,
+               static_cast<std::size_t>(&model - wanted.models.data()));
   }
   sort_points(profile);
   return profile;

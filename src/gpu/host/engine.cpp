@@ -26,6 +26,7 @@
 #include "layer/call.h"
 #include "layer/compute.h"
 #include "layer/failure.h"
+#include "layer/recorder.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
 
@@ -83,6 +84,8 @@ class Engine final : public LayerEngine {
   void refresh(void* stream) override;
   void rebind(const MoeWeights& weights, const ExpertPlacement* placement) override;
   const ForwardStats& stats() override;
+  Recording recording() override;
+  bool records() const override { return options_.recorded_steps > 0; }
   PassTrace trace() override;
   bool traces() const override { return trace_.has_value(); }
   const LayerSpec& spec() const override { return spec_; }
@@ -90,7 +93,7 @@ class Engine final : public LayerEngine {
   DType compute() const override { return policy().numerics.token; }
   int num_threads() const override { return 0; }
   std::uint64_t workspace_bytes() const override {
-    return memory_->private_bytes() + (trace_ ? trace_->bytes() : 0);
+    return memory_->private_bytes() + ring_.bytes() + (trace_ ? trace_->bytes() : 0);
   }
   std::shared_ptr<switchyard::PassMemory> memory() const override { return memory_; }
 
@@ -112,6 +115,7 @@ class Engine final : public LayerEngine {
                                    cudaStream_t stream) const;
   void describe_memory();
   void count_traffic(const std::uint32_t* counters);
+  std::uint64_t recorded_steps() const;
   std::string describe(const BadId& bad) const;
 
   World world_;
@@ -138,6 +142,9 @@ class Engine final : public LayerEngine {
   std::optional<PassLayout> layout_;
   unsigned described_ = 0;  // the memory's version() then
   DeviceBuffer counts_;     // see LayerParams::stats
+  DeviceBuffer ring_;       // see LayerParams::ring
+  // The experts of places from a step on, where a recording layer got others.
+  std::vector<std::pair<std::uint64_t, ExpertPlacement>> placements_;
   std::optional<DeviceTrace> trace_;
   std::unique_ptr<MappedMemory<Failures>> failures_ = std::make_unique<MappedMemory<Failures>>();
   LayerParams params_{};
@@ -224,6 +231,14 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
     SWITCHYARD_CUDA(cudaMemset(counts_.data(), 0, counts_.bytes()));
     SWITCHYARD_CUDA(cudaDeviceSynchronize());
     params_.stats = reinterpret_cast<std::uint32_t*>(counts_.data());
+    if (options_.recorded_steps > 0) {
+      params_.ring.slots = static_cast<std::uint32_t>(options_.recorded_steps);
+      params_.ring.experts = static_cast<std::uint32_t>(num_places());
+      ring_ = DeviceBuffer(params_.ring.num_words() * sizeof(std::uint64_t));
+      SWITCHYARD_CUDA(cudaMemset(ring_.data(), 0, ring_.bytes()));
+      params_.ring.words = reinterpret_cast<std::uint64_t*>(ring_.data());
+      placements_.emplace_back(0, options_.placement);
+    }
     params_.failures = failures_->on_device();
     describe_memory();
     abort_link_ = std::make_unique<AbortLink>(device_);
@@ -315,6 +330,7 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
   Weights fresh = lay_out_weights(weights);
   weights_ = weights;
   if (placement != nullptr) {
+    if (options_.recorded_steps > 0) placements_.emplace_back(recorded_steps(), *placement);
     place_of_ = upload_places(*placement);
     options_.placement = *placement;
   }
@@ -332,6 +348,7 @@ Engine::~Engine() {
   const auto leak = [](auto& owner) { (void)new (std::nothrow) auto(std::move(owner)); };
   leak(memory_);
   leak(counts_);
+  leak(ring_);
   leak(on_device_);
   leak(place_of_);
   leak(trace_);
@@ -574,6 +591,36 @@ const ForwardStats& Engine::stats() {
   stats_.heap_bytes_reserved = memory_->heap().bytes();
   stats_.workspace_bytes_used = memory_->private_bytes();
   return stats_;
+}
+
+// Of passes that the device has done; waits for those that it was given.
+std::uint64_t Engine::recorded_steps() const {
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  std::uint64_t steps = 0;
+  SWITCHYARD_CUDA(cudaMemcpy(&steps, ring_.data(), sizeof steps, cudaMemcpyDeviceToHost));
+  return steps;
+}
+
+Recording Engine::recording() {
+  const HostRange range{"read recording"};
+  const DeviceScope scope(device_);
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  check();
+  std::vector<std::uint64_t> words(ring_.bytes() / sizeof(std::uint64_t));
+  SWITCHYARD_CUDA(cudaMemcpy(words.data(), ring_.data(), ring_.bytes(), cudaMemcpyDeviceToHost));
+  protocol::RoutingRing ring = params_.ring;
+  ring.words = words.data();
+  Recording recording = empty_recording(spec_, options_, world_);
+  read_ring(
+      ring,
+      [&](std::uint64_t step, int place) {
+        const auto after = std::find_if(placements_.begin(), placements_.end(),
+                                        [&](const auto& its) { return its.first > step; });
+        const std::vector<std::int32_t>& experts = std::prev(after)->second.expert_at;
+        return experts.empty() ? place : experts[static_cast<std::size_t>(place)];
+      },
+      recording);
+  return recording;
 }
 
 PassTrace Engine::trace() {
