@@ -314,6 +314,10 @@ typedef struct sy_layer_options {
   // another layer's memory. Both null: memory of its own. The same on all ranks.
   const sy_workspace* workspace;
   const sy_layer* share_memory_with;
+  // Keep the rows of each expert of so many last passes, for sy_layer_recording(); 0: none.
+  int32_t recorded_steps;
+  uint32_t reserved;  // 0
+  const char* name;   // of the layer, as its recording has it; null: none
 } sy_layer_options;
 #define SY_LAYER_OPTIONS_INIT \
   { .struct_size = sizeof(sy_layer_options), .backend = SY_CPU, .max_tokens = 8192, .device = -1 }
@@ -409,6 +413,11 @@ SY_API sy_status sy_layer_get_stats(sy_layer* layer, sy_stats* out);
 // the room in `text`; it becomes the bytes needed, with the final zero. Nothing is written where
 // the room is too small; `text` may be null to ask. SY_INVALID_ARGUMENT unless the layer records.
 SY_API sy_status sy_layer_trace(sy_layer* layer, char* text, uint64_t* size);
+// What the last passes routed, as a file of recordings (JSON) with this one layer; `machine`: in
+// words, may be null. *size is as above, and grows from pass to pass. SY_INVALID_ARGUMENT unless the
+// layer records. See MoeLayer::recording().
+SY_API sy_status sy_layer_recording(sy_layer* layer, const char* machine, char* text,
+                                    uint64_t* size);
 
 // ----------------------------------------------------------------------------------- workspace
 
@@ -982,6 +991,12 @@ typedef struct sy_tune_plan {
   const double* betas;
   const int32_t* test_tokens;
   const double* test_betas;
+  // A file of recordings, whose histograms are fitted on and judged by, too: at most so many of each
+  // model (0: 24). Every model must be that of a recorded layer, by its experts and top_k. Null:
+  // none.
+  const char* recordings_file;
+  int32_t most_recorded;
+  uint32_t reserved2;  // 0
 } sy_tune_plan;
 #define SY_TUNE_PLAN_INIT \
   { .struct_size = sizeof(sy_tune_plan) }

@@ -175,6 +175,9 @@ class LayerOptions(_Sized):
         ("deadline_seconds", c_double),
         ("workspace", c_void_p),
         ("share_memory_with", c_void_p),
+        ("recorded_steps", c_int32),
+        ("reserved", c_uint32),
+        ("name", c_char_p),
     ]
 
 
@@ -591,6 +594,9 @@ class TunePlan(_Sized):
         ("betas", POINTER(c_double)),
         ("test_tokens", POINTER(c_int32)),
         ("test_betas", POINTER(c_double)),
+        ("recordings_file", c_char_p),
+        ("most_recorded", c_int32),
+        ("reserved2", c_uint32),
     ]
 
 
@@ -652,6 +658,7 @@ _FUNCTIONS: dict[str, list[object]] = {
     "sy_layer_rebind": [_HANDLE, POINTER(LayerWeights)],
     "sy_layer_get_info": [_HANDLE, POINTER(LayerInfo)],
     "sy_layer_get_stats": [_HANDLE, POINTER(Stats)],
+    "sy_layer_recording": [_HANDLE, c_char_p, c_void_p, POINTER(c_uint64)],
     "sy_layer_trace": [_HANDLE, c_void_p, POINTER(c_uint64)],
     "sy_workspace_create": [
         _HANDLE,

@@ -49,6 +49,36 @@ def files(tmp_path):
     return profile, fitted
 
 
+def test_points_of_a_recording(tmp_path):
+    steps = [
+        {"step": i, "epoch": i + 1, "tokens": 8 + i, "counts": tuner.draw_counts("distinct", 8 + i, 32, 4, 0.8, i)}
+        for i in range(9)
+    ]
+    layer = {
+        "layer": "layers.0", "rank": 0, "ranks": 1, "experts": 32, "top_k": 4, "n": 1024, "k": 1024,
+        "overwritten": 3, "steps": steps,
+    }
+    recordings, profile = tmp_path / "routing.json", tmp_path / "p.json"
+    tuner.write_recordings(recordings, [layer], "a machine")
+    assert json.loads(recordings.read_text())["layers"] == [layer]
+    grids = {"tokens": [8, 32, 128], "betas": [0.6, 1], "test_tokens": [], "test_betas": []}
+    assert tuner.profile(
+        KERNEL, MODELS[:1], cost, profile, recordings=recordings, most_recorded=8, **grids
+    )
+    points = json.loads(profile.read_text())["points"]
+    recorded = [point for point in points if point["test"]]
+    assert [p["counts"] for p in recorded if p["fit"]] == [steps[i]["counts"] for i in (0, 1, 2, 4, 5, 6)]
+    assert [p["counts"] for p in recorded if not p["fit"]] == [steps[i]["counts"] for i in (3, 7)]
+    assert recorded[0]["beta"] == pytest.approx(tuner.balancedness(steps[0]["counts"]))
+    assert len(tuner.evaluate(profile)) == 8
+    with pytest.raises(switchyard.InvalidArgument, match="8 experts with top-2"):
+        tuner.profile(KERNEL, MODELS[1:], cost, tmp_path / "q.json", recordings=recordings)
+    with pytest.raises(switchyard.InvalidArgument, match="most_recorded is 0"):
+        tuner.profile(
+            KERNEL, MODELS[:1], cost, tmp_path / "q.json", recordings=recordings, most_recorded=0
+        )
+
+
 def test_histograms_of_both_kinds():
     distinct = tuner.draw_counts("distinct", 256, 64, 8, 0.2)
     repeated = tuner.draw_counts("repeated", 256, 64, 8, 0.2)
