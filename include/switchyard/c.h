@@ -414,8 +414,8 @@ SY_API sy_status sy_layer_get_stats(sy_layer* layer, sy_stats* out);
 // the room is too small; `text` may be null to ask. SY_INVALID_ARGUMENT unless the layer records.
 SY_API sy_status sy_layer_trace(sy_layer* layer, char* text, uint64_t* size);
 // What the last passes routed, as a file of recordings (JSON) with this one layer; `machine`: in
-// words, may be null. *size is as above, and grows from pass to pass. SY_INVALID_ARGUMENT unless the
-// layer records. See MoeLayer::recording().
+// words, may be null. *size is as above, and grows from pass to pass. SY_INVALID_ARGUMENT unless
+// the layer records. See MoeLayer::recording().
 SY_API sy_status sy_layer_recording(sy_layer* layer, const char* machine, char* text,
                                     uint64_t* size);
 
@@ -991,9 +991,9 @@ typedef struct sy_tune_plan {
   const double* betas;
   const int32_t* test_tokens;
   const double* test_betas;
-  // A file of recordings, whose histograms are fitted on and judged by, too: at most so many of each
-  // model (0: 24). Every model must be that of a recorded layer, by its experts and top_k. Null:
-  // none.
+  // A file of recordings, whose histograms are fitted on and judged by, too: at most so many of
+  // each model (0: 24). Every model must be that of a recorded layer, by its experts and top_k.
+  // Null: none.
   const char* recordings_file;
   int32_t most_recorded;
   uint32_t reserved2;  // 0
@@ -1020,6 +1020,9 @@ typedef struct sy_tune_options {
   sy_tune_time time;
   sy_tune_progress progress;  // may be null
   void* user;                 // of both
+  // Leave out what is slower than the best by more than this share at all pilots; 0: nothing. See
+  // MeasureOptions::prune in tuner.h.
+  double prune;
 } sy_tune_options;
 #define SY_TUNE_OPTIONS_INIT \
   { .struct_size = sizeof(sy_tune_options), .budget_seconds = INFINITY }

@@ -153,6 +153,7 @@ void add_recorded(Plan& plan, const Recordings& recordings, std::size_t most = 2
 
 inline constexpr double kNotTimed = -1;    // yet
 inline constexpr double kUnsupported = 0;  // the configuration cannot run this model
+inline constexpr double kPruned = -2;      // not to be timed: see MeasureOptions::prune
 
 struct Point {
   std::size_t model = 0;  // index in Profile::models
@@ -162,7 +163,7 @@ struct Point {
   bool fit = false;         // in the grid to fit on
   bool test = false;        // in the grid to judge by; held out unless it is in both
   std::vector<std::int64_t> counts;
-  std::vector<double> times_us;    // [configurations]; kNotTimed, kUnsupported or above 0
+  std::vector<double> times_us;    // [configurations]; kNotTimed, kUnsupported, kPruned, above 0
   std::vector<double> variations;  // [configurations]; 0 without a time
 
   bool held_out() const { return !fit; }
@@ -203,9 +204,18 @@ struct MeasureOptions {
   std::filesystem::path file;
   // No timing begins after so many seconds.
   double budget_seconds = std::numeric_limits<double>::infinity();
+  // Leaves out configurations that are slower than the best by more than this share (0.25 is 25 %)
+  // at every pilot of a model: its points to fit on with the fewest, the middle and the most
+  // tokens, at the lowest and highest beta, which are timed first. They are neither fitted nor
+  // chosen, and what is called exhaustive is the best of the others. Kept in any case are the
+  // kernel's rule and, of those with and without each feature that a Prediction is about, the best
+  // at each pilot.
+  std::optional<double> prune;
   std::function<void(const Progress&)> progress;  // before each timing, and at the end
   std::function<double()> clock;                  // seconds; empty: the steady clock
 };
+// How many configurations of a model are pruned.
+std::size_t num_pruned(const Profile& profile, std::size_t model);
 // Times whatever the profile lacks. Returns true if it lacks nothing now, false if the budget ended
 // first. Throws what the kernel's callback throws, and Error{kSystem} if the file cannot be
 // written.
@@ -249,8 +259,9 @@ struct FitOptions {
 
 struct Coefficients {
   float a = 0, b = 0, c = 0, d = 0;
-  int points = 0;  // fitted on; 0: the configuration cannot run this model, and is never chosen
-  double r2 = 0;   // 1 - residual / total sum of squares of the times
+  // Fitted on. 0: the configuration cannot run this model or is pruned, and is never chosen.
+  int points = 0;
+  double r2 = 0;  // 1 - residual / total sum of squares of the times
 
   bool operator==(const Coefficients&) const = default;
 };

@@ -622,6 +622,7 @@ class TuneOptions(_Sized):
         ("time", TUNE_TIME),
         ("progress", TUNE_PROGRESS),
         ("user", c_void_p),
+        ("prune", c_double),
     ]
 
 

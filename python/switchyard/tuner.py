@@ -310,6 +310,7 @@ def profile(
     recordings: Path | None = None,
     most_recorded: int = 24,
     budget: float = math.inf,
+    prune: float | None = None,
     resume: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> bool:
@@ -334,6 +335,10 @@ def profile(
         Histograms that are taken of a model's recordings, evenly over all different ones.
     budget : float
         Seconds after which no timing begins.
+    prune : float, optional
+        Leave out configurations that are slower than the best by more than this share (0.25 is 25 %)
+        at all pilots of a model: its points to fit on with the fewest, the middle and the most tokens,
+        at the lowest and highest beta. They are neither fitted nor chosen.
     resume : bool
         Go on with the file if it exists. Without, it must not exist.
     progress : callable, optional
@@ -406,6 +411,7 @@ def profile(
         resume=int(resume),
         file=_file(file),
         budget_seconds=budget,
+        prune=prune or 0.0,
         time=_abi.TUNE_TIME(timed_unless_failed),
         progress=_abi.TUNE_PROGRESS(told),
     )

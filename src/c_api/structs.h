@@ -35,6 +35,8 @@ template <>
 inline constexpr std::size_t kFirstSize<sy_layer_options> = offsetof(sy_layer_options,
                                                                      recorded_steps);
 template <>
+inline constexpr std::size_t kFirstSize<sy_tune_options> = offsetof(sy_tune_options, prune);
+template <>
 inline constexpr std::size_t kFirstSize<sy_tune_plan> = offsetof(sy_tune_plan, recordings_file);
 
 template <typename Struct>

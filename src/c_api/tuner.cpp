@@ -177,6 +177,7 @@ bool measure(const sy_tune_kernel& kernel_given, const Plan& plan, const sy_tune
   tuner::MeasureOptions measuring;
   measuring.file = file;
   measuring.budget_seconds = options.budget_seconds;
+  if (options.prune != 0) measuring.prune = options.prune;
   if (options.progress != nullptr) {
     measuring.progress = [&](const tuner::Progress& p) {
       options.progress(options.user, p.done, p.total, p.seconds, p.seconds_left,

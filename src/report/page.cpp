@@ -107,6 +107,8 @@ Json data_of(const PageInput& input, std::span<const Suite> suites) {
   for (const Published& series : input.published) published.push_back(page_json(series));
   Json tunings = Json::array();
   for (const Tuning& tuning : input.tunings) tunings.push_back(tuning_json(tuning));
+  Json routings = Json::array();
+  for (const Routing& routing : input.routings) routings.push_back(routing_json(routing));
   return {{"roofs",
            {{"read_bytes_per_second", input.roofs.read_bytes_per_second},
             {"flops_per_second",
@@ -115,6 +117,7 @@ Json data_of(const PageInput& input, std::span<const Suite> suites) {
           {"suites", json_suites},
           {"published", published},
           {"tunings", tunings},
+          {"routings", routings},
           {"timeline", input.timeline ? page_json(*input.timeline, input.trace_file) : Json()}};
 }
 
@@ -244,6 +247,9 @@ std::string make_page(const PageInput& input) {
   }
   std::size_t points = input.rows.size();
   for (const Tuning& tuning : input.tunings) points += tuning.profile.points.size();
+  for (const Routing& routing : input.routings) {
+    for (const Recording& recording : routing.recordings.layers) points += recording.steps.size();
+  }
   const Part parts[] = {{"style", std::string(assets::kStyle)},
                         {"files", files},
                         {"points", fmt::format("{}", points)},
@@ -254,6 +260,7 @@ std::string make_page(const PageInput& input) {
                         {"plot", std::string(assets::kPlot)},
                         {"charts", std::string(assets::kCharts)},
                         {"tuning", std::string(assets::kTuning)},
+                        {"routing", std::string(assets::kRouting)},
                         {"timeline", std::string(assets::kTimeline)},
                         {"main", std::string(assets::kMain)}};
   return fill(assets::kPage, parts);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/json.h"
+#include "report/routing.h"
 #include "report/timeline.h"
 #include "report/tuning.h"
 #include "results/published.h"
@@ -33,6 +34,7 @@ struct PageInput {
   std::optional<Timeline> timeline;
   std::string trace_file;
   std::vector<Tuning> tunings;
+  std::vector<Routing> routings;
 };
 
 std::string make_page(const PageInput& input);

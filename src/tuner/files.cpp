@@ -111,7 +111,10 @@ Json json_of(const Point& point, const Profile& profile) {
   Json times = Json::array(), variations = Json::array();
   for (std::size_t c = 0; c < point.times_us.size(); ++c) {
     const double time = point.times_us[c];
-    times.push_back(time == kNotTimed ? Json() : time == kUnsupported ? Json(0) : Json(time));
+    times.push_back(time == kNotTimed      ? Json()
+                    : time == kUnsupported ? Json(0)
+                    : time == kPruned      ? Json(-1)
+                                           : Json(time));
     variations.push_back(rounded(point.variations[c]));
   }
   return {{"model", profile.models[point.model].name},
@@ -156,10 +159,12 @@ Point point_of(const Reader& from, const Profile& profile) {
   for (const Json& time : from.list("times_us")) {
     if (time.is_null()) {
       point.times_us.push_back(kNotTimed);
+    } else if (time.is_number() && time.number() == -1) {
+      point.times_us.push_back(kPruned);
     } else if (time.is_number() && time.number() >= 0 && std::isfinite(time.number())) {
       point.times_us.push_back(time.number());
     } else {
-      from.fail(from.name("times_us"), "a list of numbers from 0 on, and nulls", time);
+      from.fail(from.name("times_us"), "a list of numbers from 0 on, -1 and nulls", time);
     }
   }
   for (const Json& variation : from.list("variations")) {

@@ -51,6 +51,7 @@ try {
   const most = Math.max(1, ...data.suites.flatMap(({ rows }) => rows.map(overFloor)));
   for (const suite of data.suites) place.append(suiteSection(suite, most));
   for (const tuning of data.tunings) place.append(tuningSection(tuning));
+  for (const routing of data.routings) place.append(routingSection(routing));
   if (data.timeline) timelineSection();
   document.documentElement.dataset.charts =
     document.querySelectorAll('figure > .chart, figure > canvas').length;
