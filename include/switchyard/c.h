@@ -318,6 +318,9 @@ typedef struct sy_layer_options {
   int32_t recorded_steps;
   uint32_t reserved;  // 0
   const char* name;   // of the layer, as its recording has it; null: none
+  // SY_CUDA: a table that `switchyard tune --kernel layer` wrote for this shape, type and GPU, by
+  // which the host chooses each pass's schedule. Null: the rules.
+  const char* table_file;
 } sy_layer_options;
 #define SY_LAYER_OPTIONS_INIT \
   { .struct_size = sizeof(sy_layer_options), .backend = SY_CPU, .max_tokens = 8192, .device = -1 }

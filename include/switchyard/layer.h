@@ -24,6 +24,9 @@ namespace switchyard {
 class LayerEngine;
 class MoeLayer;
 class Workspace;
+namespace tuner {
+struct Table;
+}
 
 // A point in the protocol, for step hooks.
 struct ProtocolStep {
@@ -131,7 +134,17 @@ struct LayerOptions {
   int recorded_steps = 0;
   // Of the layer, as its recording has it: "layers.3". Any text, or none.
   std::string name;
+  // kCuda only, in place of `schedule`. Schedules to choose from by the tokens of each pass: a
+  // table of tuner.h for this layer's shape, compute type and GPU. The host chooses, for rows that
+  // are balanced over the experts, since a launch fixes whether a pass is small and whether blocks
+  // go in pairs, and since the host knows no more; a graph keeps the choice that was captured.
+  // Memory has room for the schedule that needs the most. Null: the rules.
+  std::shared_ptr<const tuner::Table> table;
 };
+// The kernel and version of tables for layers: "layer_bf16", "layer_fp8". The version grows
+// whenever the kernel's times change.
+std::string layer_kernel_name(DType compute);
+inline constexpr std::int64_t kLayerKernelVersion = 1;
 
 // One rank's share of a batch. T may differ between ranks and calls, and may be 0.
 //

@@ -369,6 +369,15 @@ struct DeviceConstants {
   double l2_share = 0.75;  // of the L2 cache that weights can have
   int num_sms = 132;
 };
+// The same as a profile's own times tell them. Of calls of at most one wave, without splits, in the
+// configuration of the fewest token rows whose tasks are nearest to kReferenceRows wide, a time is
+// block_start_us + kappa * tile_us: least squares of errors over times, over models of different K.
+// A product of another width counts in proportion. split_us is the mean of what the best
+// configuration with splits loses of the kappa * tile_us * (1 - 1 / splits) that it would save;
+// without such configurations it stays that of `others`, as do the L2 cache, if the profile does
+// not know it, and its share. None if the models have one K, or times do not grow with it.
+std::optional<DeviceConstants> measured_constants(const Profile& profile,
+                                                  const DeviceConstants& others = {});
 inline constexpr int kTileColumns = 128;    // tile_k
 inline constexpr int kReferenceRows = 256;  // ttn of the reference configuration
 inline constexpr int kReferenceSplits = 4;

@@ -178,6 +178,7 @@ class LayerOptions(_Sized):
         ("recorded_steps", c_int32),
         ("reserved", c_uint32),
         ("name", c_char_p),
+        ("table_file", c_char_p),
     ]
 
 

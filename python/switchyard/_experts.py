@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+import os
 import math
 import sys
 import threading
@@ -421,6 +422,9 @@ class Experts(Handle):
         Keep the rows of each expert of so many last passes, for `recording()`. 0: none, at no cost.
     name : str
         Of the layer, as its recording has it.
+    table : path, optional
+        On GPUs: a table that ``switchyard tune --kernel layer`` wrote for this shape, type and GPU, by
+        which the host chooses each pass's schedule from its tokens.
 
     Raises
     ------
@@ -468,6 +472,7 @@ class Experts(Handle):
         trace: bool = False,
         recorded_steps: int = 0,
         name: str = "",
+        table: str | os.PathLike[str] | None = None,
     ) -> None:
         if bad_ids not in ("raise", "skip"):
             raise InvalidArgument(f"bad_ids is {bad_ids!r}; use 'raise' or 'skip'")
@@ -514,6 +519,7 @@ class Experts(Handle):
             deadline_seconds=deadline,
             recorded_steps=recorded_steps,
             name=name.encode(),
+            table_file=None if table is None else os.fsencode(table),
         )
         handle = choose_memory(options, workspace, workspace_slot, share_memory_with)
         check(

@@ -28,9 +28,6 @@ namespace {
 
 using tuner::Timing;
 
-// To be increased whenever the kernel's times change: older profiles are then refused.
-constexpr std::int64_t kLayerVersion = 1;
-
 struct RampModel {
   const char* name;
   int num_experts, top_k, n, k;
@@ -259,9 +256,8 @@ tuner::Kernel make_tuned_kernel(const TuneOptions& options) {
   const bool grouped = options.kernel == TunedKernel::kGrouped;
   const auto bench = std::make_shared<Bench>(options);
   tuner::Kernel kernel;
-  kernel.name = grouped ? grouped_kernel_name(options.dtype)
-                        : fmt::format("layer_{}", short_name(options.dtype));
-  kernel.version = grouped ? kGroupedKernelVersion : kLayerVersion;
+  kernel.name = grouped ? grouped_kernel_name(options.dtype) : layer_kernel_name(options.dtype);
+  kernel.version = grouped ? kGroupedKernelVersion : kLayerKernelVersion;
   kernel.configurations = bench->configurations();
   kernel.time = [bench](const tuner::Model& model, std::size_t configuration,
                         std::span<const std::int64_t> counts) {

@@ -17,6 +17,7 @@
 #include "c_api/structs.h"
 #include "switchyard/recording.h"
 #include "switchyard/routing.h"
+#include "switchyard/tuner.h"
 #include "trace/chrome_trace.h"
 
 namespace switchyard::c_api {
@@ -55,6 +56,9 @@ Options options_of(const sy_layer_options* pointer) {
   layer.workspace_slot = given.workspace_slot;
   layer.recorded_steps = given.recorded_steps;
   if (given.name != nullptr) layer.name = given.name;
+  if (given.table_file != nullptr) {
+    layer.table = std::make_shared<tuner::Table>(tuner::read_table(given.table_file));
+  }
   if (given.share_memory_with != nullptr) layer.share_memory_with = &given.share_memory_with->layer;
   return options;
 }

@@ -55,6 +55,7 @@ struct TuneCommandOptions {
   std::string form = tuner::to_string(tuner::FitOptions{}.form);
   bool absolute = false;
   std::optional<double> block_start_us, tile_us, split_us;
+  bool measured_constants = false;
   std::string json, regions, commit = "unknown", command;
 };
 
@@ -146,6 +147,10 @@ void add_judgement(Command& command, TuneCommandOptions& o) {
                    "default)");
   command.add_flag("--absolute", o.absolute,
                    "Fit to the least squares of errors, as RaMP, not of errors over\ntimes");
+  command.add_flag(
+      "--measured-constants", o.measured_constants,
+      "Take the constants that follow, for the regions, from the profile's\ntimes of at "
+      "most one wave, where they are not given");
   command.add_real("--block-start-us", o.block_start_us, 1e-3, 1e6,
                    "Measured start of a lone block, for the regions (default 24)");
   command.add_real("--tile-us", o.tile_us, 1e-6, 1e6,
@@ -203,6 +208,20 @@ Judging judging_of(const TuneCommandOptions& o, const tuner::Profile& profile) {
   judging.fit.form = tuner::form_named(o.form);
   judging.fit.relative = !o.absolute;
   tuner::DeviceConstants& device = judging.constants;
+  if (o.measured_constants) {
+    const auto measured = tuner::measured_constants(profile);
+    if (!measured) {
+      refuse(
+          "--measured-constants needs points of at most one wave of models of different K, and "
+          "times that grow with K; give --block-start-us, --tile-us and --split-us instead");
+    }
+    device = *measured;
+    fmt::print(
+        "measured: a lone block starts in {:.2f} us, a product of {} x {} takes {:.4f} us, "
+        "splitting K costs {:.2f} us\n",
+        device.block_start_us, tuner::kReferenceRows, tuner::kTileColumns, device.tile_us,
+        device.split_us);
+  }
   device.block_start_us = o.block_start_us.value_or(device.block_start_us);
   device.tile_us = o.tile_us.value_or(device.tile_us);
   device.split_us = o.split_us.value_or(device.split_us);

@@ -3,6 +3,7 @@
 
 #include <fmt/core.h>
 
+#include "base/names.h"
 #include "base/posix.h"
 #include "layer/compute.h"
 #include "layer/engine.h"
@@ -63,6 +64,11 @@ void check_options(const LayerOptions& options) {
   }
   if (options.compute) check_compute_type(*options.compute);
   check_schedule(options.schedule);
+  if (options.table != nullptr && options.schedule != Schedule{}) {
+    refuse(
+        "both a table and a schedule are given, and each tells how work is cut; leave out one of "
+        "them");
+  }
 }
 
 void check_cpu_options(const LayerOptions& options) {
@@ -85,6 +91,11 @@ void check_cpu_options(const LayerOptions& options) {
     refuse(
         "schedule is set, but the backend is cpu, which has one; use Backend::kCuda, or leave it "
         "empty");
+  }
+  if (options.table != nullptr) {
+    refuse(
+        "a table is given, but the backend is cpu, which has one schedule; use Backend::kCuda, or "
+        "leave it out");
   }
   if (!options.cooperative_launch) {
     refuse(
@@ -165,6 +176,8 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
 }
 
 }  // namespace
+
+std::string layer_kernel_name(DType compute) { return std::string("layer_") + short_name(compute); }
 
 const char* to_string(Backend backend) {
   switch (backend) {

@@ -16,6 +16,7 @@
 #include "gpu/host/abort_link.h"
 #include "gpu/host/cuda_error.h"
 #include "gpu/host/device_scope.h"
+#include "gpu/host/layer_choices.h"
 #include "gpu/host/mapped_memory.h"
 #include "gpu/host/pass_memory.h"
 #include "gpu/host/tensor_map.h"
@@ -106,6 +107,8 @@ class Engine final : public LayerEngine {
   }
   DeviceBuffer upload_places(const ExpertPlacement& placement) const;
   void choose_grid();
+  TileOrder order_of(const Schedule& schedule) const;
+  const Schedule& schedule_for(std::int64_t tokens);
   void require_room();
   PassSizes pass_sizes() const;
   bool distributed() const { return world_.size() > 1; }
@@ -146,6 +149,7 @@ class Engine final : public LayerEngine {
   // The experts of places from a step on, where a recording layer got others.
   std::vector<std::pair<std::uint64_t, ExpertPlacement>> placements_;
   std::optional<DeviceTrace> trace_;
+  std::optional<LayerChoices> choices_;  // of a table
   std::unique_ptr<MappedMemory<Failures>> failures_ = std::make_unique<MappedMemory<Failures>>();
   LayerParams params_{};
   ForwardStats stats_;
@@ -217,6 +221,10 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   describe_weights();
   attempt_together(world_.fabric(), [&] { choose_grid(); });
   if (distributed()) require_room();
+  attempt_together(world_.fabric(), [&] {
+    if (options_.table == nullptr) return;
+    choices_.emplace(*options_.table, spec_, policy().numerics.token, device_info(device_).num_sms);
+  });
   const PassSizes sizes = pass_sizes();
   params_.order = sizes.order;
   layout_.emplace(sizes);
@@ -407,13 +415,39 @@ void Engine::require_room() {
   });
 }
 
-PassSizes Engine::pass_sizes() const {
+TileOrder Engine::order_of(const Schedule& schedule) const {
   int depth = std::max(1, params_.routed.intermediate);
   if (spec_.shared_intermediate > 0) depth = std::min(depth, params_.shared.intermediate);
+  return tile_order(policy(), schedule, grid_, params_.routed.gemm1_rows, params_.shared.gemm1_rows,
+                    depth);
+}
+
+// What the pass is to choose by itself, or the table's choice for it.
+const Schedule& Engine::schedule_for(std::int64_t tokens) {
+  if (!choices_) return options_.schedule;
+  Schedule small;
+  small.small_tokens = kMostSmallTokens;
+  const bool can_be_small = choose_launch(small, {tokens, num_places(), spec_.top_k, world_.size(),
+                                                  0, 0, false}) == Launch::kSmall;
+  // (Of other ranks' tokens the host assumes as many as its own.)
+  const Schedule& chosen =
+      choices_->schedules()[choices_->choose(tokens * world_.size(), can_be_small)];
+  params_.order = order_of(chosen);
+  return chosen;
+}
+
+PassSizes Engine::pass_sizes() const {
   PassSizes sizes;
   sizes.policy = policy();
-  sizes.order = tile_order(policy(), options_.schedule, grid_, params_.routed.gemm1_rows,
-                           params_.shared.gemm1_rows, depth);
+  sizes.order = order_of(options_.schedule);
+  if (choices_) {
+    // Room for any of the table's orders.
+    constexpr std::uint64_t kAnyTiles = std::uint64_t{1} << 40;
+    for (const Schedule& schedule : choices_->schedules()) {
+      const TileOrder order = order_of(schedule);
+      if (h_slots(order, kAnyTiles) > h_slots(sizes.order, kAnyTiles)) sizes.order = order;
+    }
+  }
   sizes.num_ranks = world_.size();
   sizes.num_places = num_places();
   sizes.own_places = params_.local_experts;
@@ -472,8 +506,8 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
 
   const DeviceScope scope(device_);
   const Launch launch = choose_launch(
-      options_.schedule, {x.rows, num_places(), spec_.top_k, world_.size(), policy().small_tokens,
-                          policy().small_logits, paired_grid_ >= kPair});
+      schedule_for(x.rows), {x.rows, num_places(), spec_.top_k, world_.size(),
+                             policy().small_tokens, policy().small_logits, paired_grid_ >= kPair});
   const bool small = launch == Launch::kSmall, pairs = launch == Launch::kPaired;
   call.paired = pairs ? 1 : 0;
   const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;

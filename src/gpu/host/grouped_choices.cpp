@@ -24,31 +24,6 @@ constexpr int kMostTokenRows = 256;  // of a task; see TileHeights
   throw Error(ErrorCode::kInvalidArgument, message);
 }
 
-void require_same(const char* field, const std::string& found, const std::string& wanted) {
-  if (found == wanted) return;
-  throw tuner::MismatchError(
-      fmt::format("the table is of the {} '{}', and the grouped GEMM of '{}'; tune that, or give "
-                  "its table",
-                  field, printable(found), printable(wanted)),
-      field, found, wanted);
-}
-void require_same(const char* field, std::int64_t found, std::int64_t wanted) {
-  require_same(field, fmt::format("{}", found), fmt::format("{}", wanted));
-}
-
-void check_table(const tuner::Table& table, const TableFacts& facts) {
-  require_same("kernel", table.kernel, grouped_kernel_name(facts.compute));
-  require_same("version", table.version, kGroupedKernelVersion);
-  require_same("number of SMs", table.device.num_sms, facts.num_sms);
-  require_same("number of experts", table.model.num_experts, facts.num_experts);
-  require_same("N", table.model.n, facts.n);
-  require_same("K", table.model.k, facts.k);
-  if (table.entries.empty() || table.entries.size() > kMostCandidates) {
-    refuse(fmt::format("the table has {} entries; use 1 to {}, as tuner::make_table() does",
-                       table.entries.size(), kMostCandidates));
-  }
-}
-
 // The index of a height, which is added if it is new.
 std::uint32_t height_index(TileHeights& heights, std::uint32_t& count, int rows) {
   if (rows < 2 || rows > kMostTokenRows) {
@@ -70,6 +45,61 @@ std::uint32_t height_index(TileHeights& heights, std::uint32_t& count, int rows)
 }
 
 }  // namespace
+
+void check_table(const tuner::Table& table, const char* what, const WantedTable& wanted) {
+  const auto require_text = [&](const char* field, const std::string& found,
+                                const std::string& its) {
+    if (found == its) return;
+    throw tuner::MismatchError(
+        fmt::format("the table is of the {} '{}', and the {} of '{}'; tune that, or give its table",
+                    field, printable(found), what, printable(its)),
+        field, found, its);
+  };
+  const auto require_number = [&](const char* field, std::int64_t found, std::int64_t its) {
+    require_text(field, fmt::format("{}", found), fmt::format("{}", its));
+  };
+  require_text("kernel", table.kernel, wanted.kernel);
+  require_number("version", table.version, wanted.version);
+  require_number("number of SMs", table.device.num_sms, wanted.num_sms);
+  require_number("number of experts", table.model.num_experts, wanted.num_experts);
+  require_number("N", table.model.n, wanted.n);
+  require_number("K", table.model.k, wanted.k);
+  if (table.entries.empty() || table.entries.size() > kMostCandidates) {
+    refuse(fmt::format("the table has {} entries; use 1 to {}, as tuner::make_table() does",
+                       table.entries.size(), kMostCandidates));
+  }
+}
+
+CandidateMaker::CandidateMaker(const tuner::Table& table, int n, ChoiceRule& rule)
+    : table_(table), n_(n), rule_(rule) {
+  rule_.num_sms = static_cast<std::uint32_t>(table.device.num_sms);
+  rule_.rounded_waves = table.rounded_waves;
+}
+
+Candidate CandidateMaker::operator()(std::size_t entry) {
+  const tuner::Table::Entry& its = table_.entries[entry];
+  const tuner::Configuration& c = its.configuration;
+  Candidate candidate{};
+  candidate.a = its.a;
+  candidate.b = its.b;
+  candidate.c = its.c;
+  candidate.d = its.d;
+  candidate.height = height_index(rule_.heights, heights_, c.token_rows);
+  // As tuner::grid_of() of one tile.
+  candidate.tasks_of_tile = static_cast<std::uint32_t>(
+      std::int64_t{protocol::ceil_div(n_, std::max(c.weight_rows, 1))} * c.splits * c.blocks);
+  candidate.entry = static_cast<std::uint32_t>(entry);
+  return candidate;
+}
+
+std::vector<std::uint32_t> balanced_rows(int num_experts, std::int64_t rows) {
+  std::vector<std::uint32_t> balanced(static_cast<std::size_t>(num_experts));
+  for (std::size_t e = 0; e < balanced.size(); ++e) {
+    const auto experts = static_cast<std::int64_t>(num_experts), i = static_cast<std::int64_t>(e);
+    balanced[e] = static_cast<std::uint32_t>(rows * (i + 1) / experts - rows * i / experts);
+  }
+  return balanced;
+}
 
 GroupedCut cut_of(const GroupedSchedule& schedule, const CutFacts& facts) {
   const auto refuse_value = [](const char* name, int value, const char* use) {
@@ -154,27 +184,15 @@ std::uint32_t GroupedChoices::count(const std::vector<Candidate>& candidates,
 }
 
 GroupedChoices choices_of(const tuner::Table& table, const TableFacts& facts) {
-  check_table(table, facts);
+  check_table(table, "grouped GEMM",
+              {grouped_kernel_name(facts.compute), kGroupedKernelVersion, facts.num_experts,
+               facts.n, facts.k, facts.num_sms});
   GroupedChoices choices{};
-  choices.rule.num_sms = static_cast<std::uint32_t>(table.device.num_sms);
-  choices.rule.rounded_waves = table.rounded_waves;
-  std::uint32_t heights = 0;
+  CandidateMaker make(table, facts.n, choices.rule);
   for (std::size_t i = 0; i < table.entries.size(); ++i) {
-    const tuner::Table::Entry& entry = table.entries[i];
-    const tuner::Configuration& c = entry.configuration;
-    const GroupedSchedule schedule = schedule_of(c);
+    const GroupedSchedule schedule = schedule_of(table.entries[i].configuration);
     const GroupedCut cut = cut_of(schedule, facts.cut);
-    // As tuner::grid_of() of one tile.
-    const std::int64_t tasks =
-        std::int64_t{protocol::ceil_div(facts.n, std::max(c.weight_rows, 1))} * c.splits * c.blocks;
-    Candidate candidate{};
-    candidate.a = entry.a;
-    candidate.b = entry.b;
-    candidate.c = entry.c;
-    candidate.d = entry.d;
-    candidate.height = height_index(choices.rule.heights, heights, c.token_rows);
-    candidate.tasks_of_tile = static_cast<std::uint32_t>(tasks);
-    candidate.entry = static_cast<std::uint32_t>(i);
+    Candidate candidate = make(i);
     candidate.band = cut.band;
     candidate.max_height = static_cast<std::uint16_t>(cut.tile.max_height);
     candidate.granule = static_cast<std::uint16_t>(cut.tile.granule);
@@ -203,18 +221,13 @@ std::uint32_t most_log2_splits(std::int64_t rows, std::int64_t width) {
 
 bool choose_pairs(const GroupedChoices& choices, int num_experts, std::int64_t rows,
                   std::uint32_t log2_splits) {
-  std::vector<std::uint32_t> balanced(static_cast<std::size_t>(num_experts));
-  for (std::size_t e = 0; e < balanced.size(); ++e) {
-    const auto experts = static_cast<std::int64_t>(num_experts), i = static_cast<std::int64_t>(e);
-    balanced[e] = static_cast<std::uint32_t>(rows * (i + 1) / experts - rows * i / experts);
-  }
   std::vector<Candidate> all;
   for (const std::vector<Candidate>* some : {&choices.single, &choices.paired}) {
     all.insert(all.end(), some->begin(), some->begin() + GroupedChoices::count(*some, log2_splits));
   }
   // (Without any the caller has no choice, and the rule decides.)
   if (all.empty()) return false;
-  const Candidate& best = choose(all, choices.rule, balanced);
+  const Candidate& best = choose(all, choices.rule, balanced_rows(num_experts, rows));
   return std::any_of(choices.paired.begin(), choices.paired.end(),
                      [&](const Candidate& c) { return c.entry == best.entry; });
 }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "gpu/grouped/choice.h"
@@ -37,6 +38,35 @@ struct GroupedChoices {
   // How many of them have at most so many splits.
   static std::uint32_t count(const std::vector<Candidate>& candidates, std::uint32_t log2_splits);
 };
+
+// What a table must be of.
+struct WantedTable {
+  std::string kernel;
+  std::int64_t version;
+  int num_experts, n, k;
+  int num_sms;  // of the device
+};
+// `what`: whom the table is for. Throws tuner::MismatchError naming both sides, and
+// Error{kInvalidArgument} for no entries, or more than a kernel takes.
+void check_table(const tuner::Table& table, const char* what, const WantedTable& wanted);
+
+// Makes candidates of a table's entries, without their cuts.
+class CandidateMaker {
+ public:
+  // Fills in `rule`, which must outlive this. `n`: rows of an expert's first matrix.
+  CandidateMaker(const tuner::Table& table, int n, ChoiceRule& rule);
+  // Throws Error{kInvalidArgument} for a height that kernels do not have, or too many of them.
+  Candidate operator()(std::size_t entry);
+
+ private:
+  const tuner::Table& table_;
+  int n_;
+  ChoiceRule& rule_;
+  std::uint32_t heights_ = 0;
+};
+
+// So many rows in equal shares.
+std::vector<std::uint32_t> balanced_rows(int num_experts, std::int64_t rows);
 
 struct TableFacts {
   CutFacts cut;
