@@ -314,6 +314,13 @@ typedef struct sy_layer_options {
   // another layer's memory. Both null: memory of its own. The same on all ranks.
   const sy_workspace* workspace;
   const sy_layer* share_memory_with;
+  // Keep the rows of each expert of so many last passes, for sy_layer_recording(); 0: none.
+  int32_t recorded_steps;
+  uint32_t reserved;  // 0
+  const char* name;   // of the layer, as its recording has it; null: none
+  // SY_CUDA: a table that `switchyard tune --kernel layer` wrote for this shape, type and GPU, by
+  // which the host chooses each pass's schedule. Null: the rules.
+  const char* table_file;
 } sy_layer_options;
 #define SY_LAYER_OPTIONS_INIT \
   { .struct_size = sizeof(sy_layer_options), .backend = SY_CPU, .max_tokens = 8192, .device = -1 }
@@ -409,6 +416,11 @@ SY_API sy_status sy_layer_get_stats(sy_layer* layer, sy_stats* out);
 // the room in `text`; it becomes the bytes needed, with the final zero. Nothing is written where
 // the room is too small; `text` may be null to ask. SY_INVALID_ARGUMENT unless the layer records.
 SY_API sy_status sy_layer_trace(sy_layer* layer, char* text, uint64_t* size);
+// What the last passes routed, as a file of recordings (JSON) with this one layer; `machine`: in
+// words, may be null. *size is as above, and grows from pass to pass. SY_INVALID_ARGUMENT unless
+// the layer records. See MoeLayer::recording().
+SY_API sy_status sy_layer_recording(sy_layer* layer, const char* machine, char* text,
+                                    uint64_t* size);
 
 // ----------------------------------------------------------------------------------- workspace
 
@@ -568,6 +580,11 @@ typedef struct sy_grouped_gemm_options {
   sy_choice paired;
   int32_t band;
   int32_t splits;
+  uint32_t reserved2;  // 0
+  // SY_CUDA: a table that `switchyard tune --kernel grouped` wrote for this shape, type and GPU.
+  // The kernel chooses from it by `ends`. Only `paired` may be chosen beside it. Null: the rules.
+  // Errors: as GroupedGemmOptions::table, and those of reading a file.
+  const char* table_file;
 } sy_grouped_gemm_options;
 #define SY_GROUPED_GEMM_OPTIONS_INIT                                                      \
   {                                                                                       \
@@ -611,6 +628,7 @@ typedef struct sy_grouped_gemm_call {
   sy_tensor out_index;    // [rows in packed order], i32: each row's place in out; -1: not stored
   sy_tensor row_weights;  // [rows in packed order], f32
   sy_tensor products;     // [rows, N], of out's type: what the epilogue is applied to
+  sy_tensor chosen;       // SY_CUDA: [1], i32, out: the table's entry that was chosen; -1: none
 } sy_grouped_gemm_call;
 #define SY_GROUPED_GEMM_CALL_INIT \
   { .struct_size = sizeof(sy_grouped_gemm_call) }
@@ -976,6 +994,12 @@ typedef struct sy_tune_plan {
   const double* betas;
   const int32_t* test_tokens;
   const double* test_betas;
+  // A file of recordings, whose histograms are fitted on and judged by, too: at most so many of
+  // each model (0: 24). Every model must be that of a recorded layer, by its experts and top_k.
+  // Null: none.
+  const char* recordings_file;
+  int32_t most_recorded;
+  uint32_t reserved2;  // 0
 } sy_tune_plan;
 #define SY_TUNE_PLAN_INIT \
   { .struct_size = sizeof(sy_tune_plan) }
@@ -999,6 +1023,9 @@ typedef struct sy_tune_options {
   sy_tune_time time;
   sy_tune_progress progress;  // may be null
   void* user;                 // of both
+  // Leave out what is slower than the best by more than this share at all pilots; 0: nothing. See
+  // MeasureOptions::prune in tuner.h.
+  double prune;
 } sy_tune_options;
 #define SY_TUNE_OPTIONS_INIT \
   { .struct_size = sizeof(sy_tune_options), .budget_seconds = INFINITY }

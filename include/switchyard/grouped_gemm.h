@@ -16,6 +16,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "switchyard/layer.h"
@@ -24,6 +25,10 @@
 #include "switchyard/tensor.h"
 
 namespace switchyard {
+
+namespace tuner {
+struct Table;
+}
 
 // Where the rows of each expert are, in an array of rows that are sorted by expert. "Packed order"
 // is the order of these rows without any gaps, whatever the layout.
@@ -85,7 +90,19 @@ struct GroupedGemmOptions {
   int reserved_sms = 0;          // kCuda only, as in LayerOptions
   std::optional<DType> compute;  // as LayerOptions::compute; kF8E4M3 quantises x as layers do
   GroupedSchedule schedule;      // kCuda only
+  // kCuda only. Configurations to choose from by the rows of each expert, inside the launch: a
+  // table of tuner.h for this operator's shape, compute type and GPU. It takes the place of all of
+  // `schedule` but `paired`, which stay empty. What a launch fixes (pairs) the host chooses by the
+  // number of rows; the kernel chooses the rest by `ends`, so replays of a graph with other ends
+  // choose anew. Configurations that split K are left out of calls in which the sums of the parts
+  // would take more than 64 MiB. Output rows then also depend on the rows of other experts, in bits
+  // that splitting K changes. Null: the rules.
+  std::shared_ptr<const tuner::Table> table;
 };
+// The kernel and version of tables for this operator: "grouped_bf16", "grouped_fp8". The version
+// grows whenever the kernel's times change.
+std::string grouped_kernel_name(DType compute);
+inline constexpr std::int64_t kGroupedKernelVersion = 1;
 
 // With kCuda every address is the device's, and nothing is read by the host.
 struct GroupedInput {
@@ -122,6 +139,9 @@ struct GroupedOutput {
   // without `index`. Null: not stored.
   void* products = nullptr;
   std::int64_t products_stride = 0;  // in elements; 0: N
+  // kCuda only, in device memory: [1], out: the entry of GroupedGemmOptions::table that was chosen;
+  // -1: none, by the rules. Null: not wanted.
+  std::int32_t* chosen = nullptr;
 };
 
 class GroupedGemm {

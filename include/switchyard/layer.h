@@ -7,10 +7,12 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "switchyard/error.h"
 #include "switchyard/layer_spec.h"
+#include "switchyard/recording.h"
 #include "switchyard/schedule.h"
 #include "switchyard/tensor.h"
 #include "switchyard/trace.h"
@@ -22,6 +24,9 @@ namespace switchyard {
 class LayerEngine;
 class MoeLayer;
 class Workspace;
+namespace tuner {
+struct Table;
+}
 
 // A point in the protocol, for step hooks.
 struct ProtocolStep {
@@ -123,7 +128,23 @@ struct LayerOptions {
   // Called at every protocol step of this rank, from any of its threads. For fault injection and
   // tracing; an empty function costs one test per step. kCpu only.
   std::function<void(const ProtocolStep&)> on_step;
+  // Keep the rows of each expert of so many last passes, for MoeLayer::recording(): in a ring of
+  // recorded_steps * (16 + 4 bytes for each place of an expert), with kCuda in device memory, which
+  // one warp of the kernel writes. 0: record nothing, at no cost; at most 2^20. Ranks may differ.
+  int recorded_steps = 0;
+  // Of the layer, as its recording has it: "layers.3". Any text, or none.
+  std::string name;
+  // kCuda only, in place of `schedule`. Schedules to choose from by the tokens of each pass: a
+  // table of tuner.h for this layer's shape, compute type and GPU. The host chooses, for rows that
+  // are balanced over the experts, since a launch fixes whether a pass is small and whether blocks
+  // go in pairs, and since the host knows no more; a graph keeps the choice that was captured.
+  // Memory has room for the schedule that needs the most. Null: the rules.
+  std::shared_ptr<const tuner::Table> table;
 };
+// The kernel and version of tables for layers: "layer_bf16", "layer_fp8". The version grows
+// whenever the kernel's times change.
+std::string layer_kernel_name(DType compute);
+inline constexpr std::int64_t kLayerKernelVersion = 1;
 
 // One rank's share of a batch. T may differ between ranks and calls, and may be 0.
 //
@@ -277,6 +298,12 @@ class MoeLayer {
   // this one's next pass; passes that a graph launched count, and times and used heap bytes are not
   // known.
   const ForwardStats& stats() const;
+
+  // What the last passes routed, of all ranks' tokens. With kCuda it waits for all that the device
+  // has been given, like stats(), and passes that a graph launched count. Throws
+  // Error{kInvalidArgument} without LayerOptions::recorded_steps, and what forward() throws of a
+  // pass that failed.
+  Recording recording() const;
 
   // What this rank did in the last pass, for which it waits like stats(). Throws
   // Error{kInvalidArgument} without LayerOptions::trace, and what forward() throws of a pass that

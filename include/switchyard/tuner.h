@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "switchyard/error.h"
+#include "switchyard/recording.h"
 
 namespace switchyard::tuner {
 
@@ -137,10 +138,22 @@ struct Plan {
   std::vector<double> test_betas{0.2, 0.5, 0.8, 1};
   Generator generator = Generator::kDistinct;
   std::uint64_t seed = 0;
+  // Histograms that were met, beside the grids. All are judged by, and of each model three of four
+  // are fitted on. Their beta is their own.
+  struct Recorded {
+    std::size_t model = 0;  // index in `models`
+    std::vector<std::int64_t> counts;
+  };
+  std::vector<Recorded> recorded;
 };
+// Adds histograms of recorded layers to every model of the plan, whose experts and top_k they must
+// have: at most so many for a model, evenly over all different ones. Throws Error{kInvalidArgument}
+// for a model that no layer is of.
+void add_recorded(Plan& plan, const Recordings& recordings, std::size_t most = 24);
 
 inline constexpr double kNotTimed = -1;    // yet
 inline constexpr double kUnsupported = 0;  // the configuration cannot run this model
+inline constexpr double kPruned = -2;      // not to be timed: see MeasureOptions::prune
 
 struct Point {
   std::size_t model = 0;  // index in Profile::models
@@ -150,7 +163,7 @@ struct Point {
   bool fit = false;         // in the grid to fit on
   bool test = false;        // in the grid to judge by; held out unless it is in both
   std::vector<std::int64_t> counts;
-  std::vector<double> times_us;    // [configurations]; kNotTimed, kUnsupported or above 0
+  std::vector<double> times_us;    // [configurations]; kNotTimed, kUnsupported, kPruned, above 0
   std::vector<double> variations;  // [configurations]; 0 without a time
 
   bool held_out() const { return !fit; }
@@ -191,9 +204,18 @@ struct MeasureOptions {
   std::filesystem::path file;
   // No timing begins after so many seconds.
   double budget_seconds = std::numeric_limits<double>::infinity();
+  // Leaves out configurations that are slower than the best by more than this share (0.25 is 25 %)
+  // at every pilot of a model: its points to fit on with the fewest, the middle and the most
+  // tokens, at the lowest and highest beta, which are timed first. They are neither fitted nor
+  // chosen, and what is called exhaustive is the best of the others. Kept in any case are the
+  // kernel's rule and, of those with and without each feature that a Prediction is about, the best
+  // at each pilot.
+  std::optional<double> prune;
   std::function<void(const Progress&)> progress;  // before each timing, and at the end
   std::function<double()> clock;                  // seconds; empty: the steady clock
 };
+// How many configurations of a model are pruned.
+std::size_t num_pruned(const Profile& profile, std::size_t model);
 // Times whatever the profile lacks. Returns true if it lacks nothing now, false if the budget ended
 // first. Throws what the kernel's callback throws, and Error{kSystem} if the file cannot be
 // written.
@@ -237,8 +259,9 @@ struct FitOptions {
 
 struct Coefficients {
   float a = 0, b = 0, c = 0, d = 0;
-  int points = 0;  // fitted on; 0: the configuration cannot run this model, and is never chosen
-  double r2 = 0;   // 1 - residual / total sum of squares of the times
+  // Fitted on. 0: the configuration cannot run this model or is pruned, and is never chosen.
+  int points = 0;
+  double r2 = 0;  // 1 - residual / total sum of squares of the times
 
   bool operator==(const Coefficients&) const = default;
 };
@@ -298,6 +321,8 @@ Table make_table(const Fit& fit, std::size_t model, int most_tokens = 1024);
 std::size_t select(const Table& table, std::span<const std::int64_t> counts);
 std::string to_json(const Table& table);
 Table parse_table(std::string_view text, const std::string& source);
+// Reads a table for whoever checks it against a kernel by itself, as GroupedGemm does.
+Table read_table(const std::filesystem::path& file);
 // As read_fit(), of a table; and of another model, also a MismatchError.
 Table read_table(const std::filesystem::path& file, std::string_view kernel, std::int64_t version,
                  std::string_view machine, const Model& model);
@@ -344,6 +369,15 @@ struct DeviceConstants {
   double l2_share = 0.75;  // of the L2 cache that weights can have
   int num_sms = 132;
 };
+// The same as a profile's own times tell them. Of calls of at most one wave, without splits, in the
+// configuration of the fewest token rows whose tasks are nearest to kReferenceRows wide, a time is
+// block_start_us + kappa * tile_us: least squares of errors over times, over models of different K.
+// A product of another width counts in proportion. split_us is the mean of what the best
+// configuration with splits loses of the kappa * tile_us * (1 - 1 / splits) that it would save;
+// without such configurations it stays that of `others`, as do the L2 cache, if the profile does
+// not know it, and its share. None if the models have one K, or times do not grow with it.
+std::optional<DeviceConstants> measured_constants(const Profile& profile,
+                                                  const DeviceConstants& others = {});
 inline constexpr int kTileColumns = 128;    // tile_k
 inline constexpr int kReferenceRows = 256;  // ttn of the reference configuration
 inline constexpr int kReferenceSplits = 4;

@@ -175,6 +175,10 @@ class LayerOptions(_Sized):
         ("deadline_seconds", c_double),
         ("workspace", c_void_p),
         ("share_memory_with", c_void_p),
+        ("recorded_steps", c_int32),
+        ("reserved", c_uint32),
+        ("name", c_char_p),
+        ("table_file", c_char_p),
     ]
 
 
@@ -309,6 +313,8 @@ class GroupedGemmOptions(_Sized):
         ("paired", c_int32),
         ("band", c_int32),
         ("splits", c_int32),
+        ("reserved2", c_uint32),
+        ("table_file", c_char_p),
     ]
 
 
@@ -342,6 +348,7 @@ class GroupedGemmCall(_Sized):
         ("out_index", Tensor),
         ("row_weights", Tensor),
         ("products", Tensor),
+        ("chosen", Tensor),
     ]
 
 
@@ -588,6 +595,9 @@ class TunePlan(_Sized):
         ("betas", POINTER(c_double)),
         ("test_tokens", POINTER(c_int32)),
         ("test_betas", POINTER(c_double)),
+        ("recordings_file", c_char_p),
+        ("most_recorded", c_int32),
+        ("reserved2", c_uint32),
     ]
 
 
@@ -613,6 +623,7 @@ class TuneOptions(_Sized):
         ("time", TUNE_TIME),
         ("progress", TUNE_PROGRESS),
         ("user", c_void_p),
+        ("prune", c_double),
     ]
 
 
@@ -649,6 +660,7 @@ _FUNCTIONS: dict[str, list[object]] = {
     "sy_layer_rebind": [_HANDLE, POINTER(LayerWeights)],
     "sy_layer_get_info": [_HANDLE, POINTER(LayerInfo)],
     "sy_layer_get_stats": [_HANDLE, POINTER(Stats)],
+    "sy_layer_recording": [_HANDLE, c_char_p, c_void_p, POINTER(c_uint64)],
     "sy_layer_trace": [_HANDLE, c_void_p, POINTER(c_uint64)],
     "sy_workspace_create": [
         _HANDLE,

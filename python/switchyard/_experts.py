@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+import os
 import math
 import sys
 import threading
@@ -210,6 +211,27 @@ class Handle:
         check(_abi.library.sy_layer_trace(self._open(), text, byref(size)))
         return json.loads(text.value)
 
+    def recording(self) -> dict[str, Any]:
+        """What the last passes routed, of all ranks' tokens; for ``tuner.write_recordings``.
+
+        Returns
+        -------
+        dict
+            `layer`, `rank`, `ranks`, `experts`, `top_k`, `n`, `k`; `overwritten`, the number of steps
+            that are not there any more; and `steps`, the oldest first, of `step`, `epoch`, `tokens`
+            (of this rank) and `counts` (the rows of each expert).
+
+        Raises
+        ------
+        InvalidArgument
+            Unless the layer was made with ``recorded_steps`` of 1 or more.
+        """
+        size = ctypes.c_uint64()
+        check(_abi.library.sy_layer_recording(self._open(), None, None, byref(size)))
+        text = ctypes.create_string_buffer(size.value)
+        check(_abi.library.sy_layer_recording(self._open(), None, text, byref(size)))
+        return json.loads(text.value)["layers"][0]
+
     def _open(self) -> ctypes.c_void_p:
         if not self._handle:
             raise InvalidArgument("the layer is closed; make another")
@@ -396,6 +418,13 @@ class Experts(Handle):
         Seconds; 0: the world's.
     trace : bool
         Record what every role does, for `trace()`.
+    recorded_steps : int
+        Keep the rows of each expert of so many last passes, for `recording()`. 0: none, at no cost.
+    name : str
+        Of the layer, as its recording has it.
+    table : path, optional
+        On GPUs: a table that ``switchyard tune --kernel layer`` wrote for this shape, type and GPU, by
+        which the host chooses each pass's schedule from its tokens.
 
     Raises
     ------
@@ -441,6 +470,9 @@ class Experts(Handle):
         device: int | None = None,
         deadline: float = 0.0,
         trace: bool = False,
+        recorded_steps: int = 0,
+        name: str = "",
+        table: str | os.PathLike[str] | None = None,
     ) -> None:
         if bad_ids not in ("raise", "skip"):
             raise InvalidArgument(f"bad_ids is {bad_ids!r}; use 'raise' or 'skip'")
@@ -485,6 +517,9 @@ class Experts(Handle):
             bad_ids=int(bad_ids == "skip"),
             large_ids_are_none=int(large_ids_are_none),
             deadline_seconds=deadline,
+            recorded_steps=recorded_steps,
+            name=name.encode(),
+            table_file=None if table is None else os.fsencode(table),
         )
         handle = choose_memory(options, workspace, workspace_slot, share_memory_with)
         check(

@@ -55,6 +55,8 @@ class MoeLayer(torch.nn.Module):
         num_threads: int = 0,
         deadline: float = 0.0,
         trace: bool = False,
+        recorded_steps: int = 0,
+        name: str = "",
     ) -> MoeLayer:
         """A layer of a checkpoint in Hugging Face format (config.json and safetensors).
 
@@ -75,7 +77,7 @@ class MoeLayer(torch.nn.Module):
             As of `Experts`.
         compute : str or dtype, optional
             "bf16", "f32" or "f8_e4m3". None: by the weights' type.
-        reserved_sms, num_threads, deadline, trace
+        reserved_sms, num_threads, deadline, trace, recorded_steps, name
             As of `Experts`.
 
         Raises
@@ -98,6 +100,8 @@ class MoeLayer(torch.nn.Module):
             compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
             trace=int(trace),
             deadline_seconds=deadline,
+            recorded_steps=recorded_steps,
+            name=name.encode(),
         )
         handle = choose_memory(options, workspace, workspace_slot)
         check(
@@ -121,6 +125,8 @@ class MoeLayer(torch.nn.Module):
         num_threads: int = 0,
         deadline: float = 0.0,
         trace: bool = False,
+        recorded_steps: int = 0,
+        name: str = "",
         check: bool = True,
     ) -> MoeLayer:
         """A sparse MoE block of transformers 5, such as ``model.model.layers[0].mlp``, with its router
@@ -139,6 +145,7 @@ class MoeLayer(torch.nn.Module):
             None: that of `workspace`, or a world of one. With more ranks, every rank's block has all
             experts.
         max_tokens, workspace, workspace_slot, compute, reserved_sms, num_threads, deadline, trace
+        recorded_steps, name
             As of `from_checkpoint`.
         check : bool
             Compare the layer with the block, on the same tokens.
@@ -161,6 +168,8 @@ class MoeLayer(torch.nn.Module):
                 compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
                 trace=int(trace),
                 deadline_seconds=deadline,
+                recorded_steps=recorded_steps,
+                name=name.encode(),
             )
             handle = choose_memory(options, workspace, workspace_slot)
             layer = cls._of_block(parts, world, options, handle)
@@ -301,6 +310,10 @@ class MoeLayer(torch.nn.Module):
     def trace(self) -> dict[str, Any]:
         """As ``Experts.trace``."""
         return self._layer.trace()
+
+    def recording(self) -> dict[str, Any]:
+        """As ``Experts.recording``."""
+        return self._layer.recording()
 
     def close(self) -> None:
         """As ``Experts.close``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 import threading
 import weakref
 from ctypes import byref
@@ -154,6 +155,10 @@ class GroupedGemm:
         0: those of the hardware.
     schedule : GroupedSchedule, optional
         On a GPU. None: the rules.
+    table : path, optional
+        On a GPU: a table that ``switchyard tune --kernel grouped`` wrote for this shape, type and GPU.
+        The kernel chooses from it by `ends`, also in a graph's replays. Of `schedule` only `paired`
+        may be given beside it.
 
     Raises
     ------
@@ -177,6 +182,7 @@ class GroupedGemm:
         max_rows: int = 65536,
         num_threads: int = 0,
         schedule: GroupedSchedule | None = None,
+        table: str | os.PathLike[str] | None = None,
     ) -> None:
         if order not in ORDERS:
             raise InvalidArgument(f"order is {order!r}; use one of {', '.join(ORDERS)}")
@@ -213,6 +219,8 @@ class GroupedGemm:
         )
         if schedule is not None:
             schedule._put(options)
+        if table is not None:
+            options.table_file = os.fsencode(table)
         handle = ctypes.c_void_p()
         check(_abi.library.sy_grouped_gemm_create(byref(spec), byref(options), byref(handle)))
         self._handle = handle
@@ -261,6 +269,7 @@ class GroupedGemm:
         out_index: Any = None,
         row_weights: Any = None,
         products: Any = None,
+        chosen: Any = None,
     ) -> Any:
         """The products of one batch.
 
@@ -288,6 +297,8 @@ class GroupedGemm:
             Multiply the rows of the output, before they are rounded.
         products : array [rows of out_layout, N], optional
             Of out's type: filled with what the activation is applied to.
+        chosen : array [1], int32, optional
+            On a GPU: filled with the entry of the table that was chosen; -1: none, by the rules.
 
         Returns
         -------
@@ -332,6 +343,7 @@ class GroupedGemm:
         put("out_index", out_index)
         put("row_weights", row_weights)
         put("products", products)
+        put("chosen", chosen)
         if self.backend == "cuda":
             call.stream = _arrays.current_stream(x)
         with self._busy:

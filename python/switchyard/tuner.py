@@ -46,10 +46,12 @@ __all__ = [
     "Outcome",
     "Progress",
     "Selector",
+    "balancedness",
     "draw_counts",
     "evaluate",
     "fit",
     "profile",
+    "write_recordings",
 ]
 
 Generator = Literal["distinct", "repeated"]
@@ -253,6 +255,46 @@ def draw_counts(
     return list(counts)[:num_experts]
 
 
+def balancedness(counts: Any) -> float:
+    """The entropy of a histogram over its maximum: 1 is uniform, and what nobody routed.
+
+    Parameters
+    ----------
+    counts : sequence of int, array or tensor [num_experts]
+        The rows of each expert, such as a recorded step's.
+    """
+    values = counts.tolist() if hasattr(counts, "tolist") else list(counts)
+    total = sum(values)
+    if total == 0 or len(values) < 2:
+        return 1.0
+    shares = [value / total for value in values if value > 0]
+    return -sum(share * math.log(share) for share in shares) / math.log(len(values))
+
+
+def write_recordings(file: Path, recordings: Sequence[Mapping[str, Any]], machine: str = "") -> None:
+    """Write what layers recorded, for ``profile(recordings=...)``, ``switchyard tune --histograms`` and
+    ``switchyard report --routing``.
+
+    Parameters
+    ----------
+    recordings : sequence of dict
+        What ``Experts.recording`` and ``MoeLayer.recording`` returned, of one rank.
+    machine : str
+        In words.
+    """
+    layers = []
+    for recording in recordings:
+        head = json.dumps({key: value for key, value in recording.items() if key != "steps"})
+        steps = ",".join("\n" + json.dumps(step) for step in recording["steps"])
+        layers.append(f'\n{head[:-1]}, "steps": [{steps}]}}')
+    text = (
+        f'{{\n"file": "switchyard routing",\n"file_version": 1,\n"machine": {json.dumps(machine)},\n'
+        f'"layers": [{",".join(layers)}\n]\n}}\n'
+    )
+    with open(file, "w", encoding="utf-8") as out:
+        out.write(text)
+
+
 def profile(
     kernel: Kernel,
     models: Sequence[Model],
@@ -265,7 +307,10 @@ def profile(
     test_betas: Sequence[float] | None = None,
     generator: Generator = "distinct",
     seed: int = 0,
+    recordings: Path | None = None,
+    most_recorded: int = 24,
     budget: float = math.inf,
+    prune: float | None = None,
     resume: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> bool:
@@ -283,8 +328,17 @@ def profile(
     test_tokens, test_betas : sequences, optional
         The grid to judge by. None: 16, 32, 64, 128, 256, 1024 and 0.2, 0.5, 0.8, 1. Points that are
         not in the first grid are held out.
+    recordings : path, optional
+        A file of `write_recordings`: its histograms are fitted on (three of four) and judged by (all),
+        beside the grids. Every model must be that of a recorded layer, by its experts and top_k.
+    most_recorded : int
+        Histograms that are taken of a model's recordings, evenly over all different ones.
     budget : float
         Seconds after which no timing begins.
+    prune : float, optional
+        Leave out configurations that are slower than the best by more than this share (0.25 is 25 %)
+        at all pilots of a model: its points to fit on with the fewest, the middle and the most tokens,
+        at the lowest and highest beta. They are neither fitted nor chosen.
     resume : bool
         Go on with the file if it exists. Without, it must not exist.
     progress : callable, optional
@@ -338,6 +392,10 @@ def profile(
         num_models=len(known),
         models=described,
     )
+    if recordings is not None:
+        if most_recorded < 1:
+            raise InvalidArgument(f"most_recorded is {most_recorded}; use 1 or more")
+        plan.recordings_file, plan.most_recorded = _file(recordings), most_recorded
     for name, kind, values in (
         ("tokens", ctypes.c_int32, tokens),
         ("betas", ctypes.c_double, betas),
@@ -353,6 +411,7 @@ def profile(
         resume=int(resume),
         file=_file(file),
         budget_seconds=budget,
+        prune=prune or 0.0,
         time=_abi.TUNE_TIME(timed_unless_failed),
         progress=_abi.TUNE_PROGRESS(told),
     )

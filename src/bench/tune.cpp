@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -20,14 +21,12 @@
 #include "machine/description.h"
 #include "machine/host.h"
 #include "switchyard/error.h"
+#include "switchyard/grouped_gemm.h"
 
 namespace switchyard::bench {
 namespace {
 
 using tuner::Timing;
-
-// To be increased whenever a kernel's times change: older profiles are then refused.
-constexpr std::int64_t kGroupedVersion = 1, kLayerVersion = 1;
 
 struct RampModel {
   const char* name;
@@ -44,6 +43,7 @@ constexpr RampModel kRampModels[] = {
 constexpr int kWarmUps = 3;
 constexpr int kLeastRepeats = 7;
 constexpr int kTimedPasses = 50;
+constexpr int kQuickPasses = 4;  // of a replay
 // Two configurations of one kernel add up the same products, in another order at most.
 constexpr double kMostDifference = 0.02;
 
@@ -69,12 +69,24 @@ std::vector<double> time_on_host(TuneSubject& subject, int repeat) {
   return times;
 }
 
-std::vector<double> time_on_gpu(TuneSubject& subject, const Rotation& rotation, int repeat) {
+// `best_us`: of other configurations; infinity if there are none yet.
+std::vector<double> time_quickly(const gpu::Stream& stream, const Rotation& rotation,
+                                 double best_us, const std::function<void()>& replay) {
+  constexpr double kFarFromBest = 1.5, kEnoughUs = 8000;
+  const double first = time_on_stream(stream, rotation, 1, replay).front();
+  if (first > kFarFromBest * best_us) return {first};
+  const double replays = kEnoughUs / (first * rotation.passes);
+  return time_on_stream(stream, rotation, static_cast<int>(std::clamp(replays, 3.0, 7.0)), replay);
+}
+
+std::vector<double> time_on_gpu(TuneSubject& subject, const Rotation& rotation, int repeat,
+                                bool quick, double best_us) {
   const auto passes = [&] {
     for (int i = 0; i < rotation.passes; ++i) subject.run(i % rotation.copies);
   };
   gpu::Graph graph = gpu::Graph::capture(subject.stream(), passes);
   const auto replay = [&] { graph.launch(subject.stream()); };
+  if (quick) return time_quickly(subject.stream(), rotation, best_us, replay);
   time_on_stream(subject.stream(), rotation, kWarmUps, replay);
   const int chosen =
       std::max(kLeastRepeats, (kTimedPasses + rotation.passes - 1) / rotation.passes);
@@ -117,23 +129,29 @@ class Bench {
       reference_.clear();
       subject_->set_counts(counts);
       counts_.assign(counts.begin(), counts.end());
+      best_us_ = std::numeric_limits<double>::infinity();
     }
     const bool gpu = options_.backend == Backend::kCuda;
-    const Rotation rotation = gpu ? choose_rotation(subject_->touched_bytes(counts)) : Rotation{};
+    const bool quick = gpu && options_.quick;
+    Rotation rotation = gpu ? choose_rotation(subject_->touched_bytes(counts)) : Rotation{};
+    if (quick) rotation.passes = std::max(rotation.copies, kQuickPasses);
     try {
       subject_->choose(configuration, rotation.copies);
       // Every copy's first call may allocate, which a captured one may not.
       for (int copy = rotation.copies; copy-- > 1;) subject_->run(copy);
       subject_->poison_output();
-      for (int i = 0; i < kWarmUps; ++i) subject_->run(0);
+      for (int i = 0; i < (quick ? 1 : kWarmUps); ++i) subject_->run(0);
     } catch (const Error& error) {
       // A configuration may need more memory than there is, for sums of parts of K, say.
       if (error.code() != ErrorCode::kCapacityExceeded) throw;
       throw Error(ErrorCode::kUnsupported, error.what());
     }
     require_same_output(configuration);
-    return timing_of(gpu ? time_on_gpu(*subject_, rotation, options_.repeat)
-                         : time_on_host(*subject_, options_.repeat));
+    const Timing timing =
+        timing_of(gpu ? time_on_gpu(*subject_, rotation, options_.repeat, quick, best_us_)
+                      : time_on_host(*subject_, options_.repeat));
+    best_us_ = std::min(best_us_, timing.median_us);
+    return timing;
   }
 
  private:
@@ -183,6 +201,7 @@ class Bench {
   std::string prepared_;
   std::unique_ptr<TuneSubject> subject_;
   std::vector<std::int64_t> counts_;
+  double best_us_ = std::numeric_limits<double>::infinity();  // of these counts
   std::vector<float> reference_;  // rows of the first configuration's output for these counts
 };
 
@@ -237,8 +256,8 @@ tuner::Kernel make_tuned_kernel(const TuneOptions& options) {
   const bool grouped = options.kernel == TunedKernel::kGrouped;
   const auto bench = std::make_shared<Bench>(options);
   tuner::Kernel kernel;
-  kernel.name = fmt::format("{}_{}", grouped ? "grouped" : "layer", short_name(options.dtype));
-  kernel.version = grouped ? kGroupedVersion : kLayerVersion;
+  kernel.name = grouped ? grouped_kernel_name(options.dtype) : layer_kernel_name(options.dtype);
+  kernel.version = grouped ? kGroupedKernelVersion : kLayerKernelVersion;
   kernel.configurations = bench->configurations();
   kernel.time = [bench](const tuner::Model& model, std::size_t configuration,
                         std::span<const std::int64_t> counts) {

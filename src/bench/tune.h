@@ -41,6 +41,9 @@ struct TuneOptions {
   std::vector<TuneModel> models;
   int max_tokens = 1024;
   int repeat = 0;  // timed repetitions; 0: at least 50 passes on a GPU, 3 to 20 elsewhere
+  // On a GPU: fewer passes for each timing (12 to 28 in place of 50), and 4 alone where the first
+  // ones take half again as long as the best configuration at the point, which decides nothing.
+  bool quick = false;
   std::uint64_t seed = 0;
   std::function<void(const std::string& model)> preparing;  // before weights are made; or empty
 };

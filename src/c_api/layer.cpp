@@ -15,7 +15,9 @@
 #include "c_api/handles.h"
 #include "c_api/specs.h"
 #include "c_api/structs.h"
+#include "switchyard/recording.h"
 #include "switchyard/routing.h"
+#include "switchyard/tuner.h"
 #include "trace/chrome_trace.h"
 
 namespace switchyard::c_api {
@@ -52,6 +54,11 @@ Options options_of(const sy_layer_options* pointer) {
   if (given.compute != SY_DTYPE_NONE) layer.compute = dtype_of("compute", given.compute);
   if (given.workspace != nullptr) layer.workspace = &given.workspace->workspace;
   layer.workspace_slot = given.workspace_slot;
+  layer.recorded_steps = given.recorded_steps;
+  if (given.name != nullptr) layer.name = given.name;
+  if (given.table_file != nullptr) {
+    layer.table = std::make_shared<tuner::Table>(tuner::read_table(given.table_file));
+  }
   if (given.share_memory_with != nullptr) layer.share_memory_with = &given.share_memory_with->layer;
   return options;
 }
@@ -400,6 +407,17 @@ sy_status sy_layer_get_stats(sy_layer* layer, sy_stats* out) {
     require("layer", layer);
     require("sy_stats", out);
     fill_stats(*layer, out);
+  });
+}
+
+sy_status sy_layer_recording(sy_layer* layer, const char* machine, char* text, uint64_t* size) {
+  return guarded([&] {
+    require("layer", layer);
+    require("size", size);
+    const std::string json =
+        switchyard::to_json({machine == nullptr ? "" : machine, {layer->layer.recording()}});
+    if (text != nullptr && *size > json.size()) std::memcpy(text, json.c_str(), json.size() + 1);
+    *size = json.size() + 1;
   });
 }
 

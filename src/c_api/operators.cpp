@@ -12,6 +12,7 @@
 #include "c_api/tensors.h"
 #include "switchyard/error.h"
 #include "switchyard/grouped_gemm.h"
+#include "switchyard/tuner.h"
 
 struct sy_grouped_gemm {
   // Copies of scales among its weights.
@@ -61,6 +62,9 @@ std::unique_ptr<sy_grouped_gemm> create(const sy_grouped_gemm_spec* given_spec,
   options.reserved_sms = asked.reserved_sms;
   if (asked.compute != SY_DTYPE_NONE) options.compute = dtype_of("compute", asked.compute);
   options.schedule = schedule_of(asked);
+  if (asked.table_file != nullptr) {
+    options.table = std::make_shared<tuner::Table>(tuner::read_table(asked.table_file));
+  }
 
   ScaleCopies scales;
   const GroupedGemmWeights weights = weights_of(given.weights, asked.backend, scales);
@@ -115,6 +119,14 @@ GroupedOutput output_of(const sy_grouped_gemm_call& call, sy_device_type device,
   }
   if (is_given(call.row_weights)) {
     output.weights = elements("row_weights", call.row_weights, 1, device, {DType::kF32});
+  }
+  if (is_given(call.chosen)) {
+    const SlotView chosen = elements("chosen", call.chosen, 1, device, {DType::kI32});
+    if (chosen.size() != 1) {
+      throw Error(ErrorCode::kShapeMismatch,
+                  fmt::format("chosen is {}; pass [1]", shape_text(call.chosen)));
+    }
+    output.chosen = static_cast<std::int32_t*>(call.chosen.data);
   }
   if (!is_given(call.products)) return output;
   check_tensor("products", call.products, 2, device);

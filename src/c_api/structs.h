@@ -27,6 +27,17 @@ inline constexpr std::size_t kFirstSize = sizeof(Struct);
 template <>
 inline constexpr std::size_t kFirstSize<sy_grouped_gemm_options> = offsetof(sy_grouped_gemm_options,
                                                                             tile_rows);
+template <>
+inline constexpr std::size_t kFirstSize<sy_grouped_gemm_call> = offsetof(sy_grouped_gemm_call,
+                                                                         chosen);
+
+template <>
+inline constexpr std::size_t kFirstSize<sy_layer_options> = offsetof(sy_layer_options,
+                                                                     recorded_steps);
+template <>
+inline constexpr std::size_t kFirstSize<sy_tune_options> = offsetof(sy_tune_options, prune);
+template <>
+inline constexpr std::size_t kFirstSize<sy_tune_plan> = offsetof(sy_tune_plan, recordings_file);
 
 template <typename Struct>
 void check_size(const char* name, const Struct* given) {

@@ -16,6 +16,7 @@
 #include "c_api/guard.h"
 #include "c_api/structs.h"
 #include "switchyard/error.h"
+#include "switchyard/recording.h"
 
 struct sy_tuner {
   switchyard::tuner::Fit fit;
@@ -113,6 +114,13 @@ Plan plan_of(const sy_tune_plan& given) {
   put_list("betas", given.betas, given.num_betas, plan.betas);
   put_list("test_tokens", given.test_tokens, given.num_test_tokens, plan.test_tokens);
   put_list("test_betas", given.test_betas, given.num_test_betas, plan.test_betas);
+  if (given.recordings_file != nullptr) {
+    constexpr int kMost = 24;
+    const int most = given.most_recorded == 0 ? kMost : given.most_recorded;
+    if (most < 1) refuse(fmt::format("most_recorded is {}; use 1 or more, or 0 for 24", most));
+    tuner::add_recorded(plan, read_recordings(given.recordings_file),
+                        static_cast<std::size_t>(most));
+  }
   return plan;
 }
 
@@ -169,6 +177,7 @@ bool measure(const sy_tune_kernel& kernel_given, const Plan& plan, const sy_tune
   tuner::MeasureOptions measuring;
   measuring.file = file;
   measuring.budget_seconds = options.budget_seconds;
+  if (options.prune != 0) measuring.prune = options.prune;
   if (options.progress != nullptr) {
     measuring.progress = [&](const tuner::Progress& p) {
       options.progress(options.user, p.done, p.total, p.seconds, p.seconds_left,

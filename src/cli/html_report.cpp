@@ -27,6 +27,7 @@ namespace {
 constexpr const char* kExamples = R"(Examples:
   switchyard report results/one_gpu_bf16.json results/one_gpu_fp8.json
   switchyard report --profile grouped.profile.json -o tuning.html
+  switchyard report --routing routing.json -o routing.html
   switchyard report ep.json -o ep.html --published results/published.json --trace trace.json
 
 The page holds its data, style and program: it opens without a network, also from a mail, and
@@ -34,7 +35,8 @@ prints. It shows time against the floor and the rival over tokens, with --publis
 publish of the same layers, the roofline, a heat map of time over floor, the load of the experts
 where rows tell it, and with --trace the timeline of a pass. With --profile it shows the choice of a
 kernel's configurations: time over tokens and balancedness, regions, regret, and predicted against
-measured. Of rows of --suite all_to_all it shows each rung's stages, ranks and geometric mean. The
+measured. With --routing it shows, and prints, the balancedness of each recorded layer over its
+steps. Of rows of --suite all_to_all it shows each rung's stages, ranks and geometric mean. The
 numbers of every chart are in a table below it.
 
 Exit codes: 0 done; 2 unusable files or arguments.)";
@@ -43,7 +45,7 @@ struct HtmlReportOptions {
   std::vector<std::string> files;
   std::string output = "report.html";
   std::string published, trace, machine_facts;
-  std::vector<std::string> profiles;
+  std::vector<std::string> profiles, routings;
 };
 
 // Returns the roofs of the GPU model that the rows' floors belong to. Returns none if no row has a
@@ -77,11 +79,12 @@ int run(const HtmlReportOptions& o) {
   std::vector<std::string> inputs = o.files;
   inputs.insert(inputs.end(), {o.published, o.trace, o.machine_facts});
   inputs.insert(inputs.end(), o.profiles.begin(), o.profiles.end());
-  if (o.files.empty() && o.profiles.empty()) {
+  inputs.insert(inputs.end(), o.routings.begin(), o.routings.end());
+  if (o.files.empty() && o.profiles.empty() && o.routings.empty()) {
     throw Error(
         ErrorCode::kInvalidArgument,
-        "there is nothing to show; give files of rows, or --profile; see 'switchyard report "
-        "--help'");
+        "there is nothing to show; give files of rows, --profile or --routing; see 'switchyard "
+        "report --help'");
   }
   const std::filesystem::path output = output_file("-o", o.output, inputs);
   std::vector<std::filesystem::path> paths;  // of layers' rows
@@ -109,6 +112,11 @@ int run(const HtmlReportOptions& o) {
     input.tunings.push_back(report::read_tuning(profile, name));
     input.files.push_back(name);
   }
+  for (const std::string& routing : o.routings) {
+    const std::string name = std::filesystem::path(routing).filename().string();
+    input.routings.push_back({read_recordings(routing), name});
+    input.files.push_back(name);
+  }
   std::string traced;
   for (const report::Ladder& ladder : ladders) {
     input.files.push_back(ladder.file);
@@ -127,11 +135,20 @@ int run(const HtmlReportOptions& o) {
                           format_count(static_cast<std::int64_t>(tuning.profile.points.size())),
                           printable(tuning.profile.kernel));
   }
+  for (const report::Routing& routing : input.routings) {
+    traced +=
+        fmt::format("; {} layers of {}", routing.recordings.layers.size(), printable(routing.file));
+  }
   const std::string page = report::make_page(input);
   write_whole(output, page);
   fmt::print("{}: {}; {} points of {} files{}\n", printable(o.output),
              format_bytes(static_cast<double>(page.size())),
              format_count(static_cast<std::int64_t>(rows.size())), paths.size(), traced);
+  for (const report::Routing& routing : input.routings) {
+    for (const Recording& recording : routing.recordings.layers) {
+      fmt::print("{}\n", report::routing_text(recording));
+    }
+  }
   return kExitOk;
 }
 
@@ -149,6 +166,8 @@ void add_report(CommandLine& line) {
                    "Timeline of one pass: a trace in Chrome's format, as of 'switchyard\ntrace'");
   command.add_texts("--profile", options->profiles, "FILE",
                     "Profiles of kernels, as 'switchyard tune' writes them");
+  command.add_texts("--routing", options->routings, "FILE",
+                    "Recordings of layers' routings, as 'switchyard run --record' writes\nthem");
   command.add_text("--machine-facts", options->machine_facts, "FILE",
                    "The roofs of the rows' GPU, as given to 'switchyard bench'");
   command.footer(kExamples);

@@ -2,6 +2,7 @@
 #include <fmt/core.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -10,13 +11,15 @@
 #include "cli/format.h"
 #include "cli/layer_run.h"
 #include "cli/run_report.h"
+#include "machine/description.h"
 #include "model/safetensors.h"
+#include "switchyard/recording.h"
 
 namespace switchyard::cli {
 namespace {
 
 struct RunOptions : LayerRunOptions {
-  std::string output;
+  std::string output, record;
   bool verify = false;
   bool json = false;
   bool quiet = false;
@@ -44,6 +47,9 @@ void add_run_options(Command& command, RunOptions& o) {
   command.heading("Batch");
   command.add_text("-o,--output,--out", o.output, "FILE",
                    "Write output, topk_ids and topk_weights there");
+  command.add_text("--record", o.record, "FILE",
+                   "Write the rows of each expert in every pass there, as 'switchyard\nreport "
+                   "--routing' and 'switchyard tune --histograms' take them");
   command.heading("Execution");
   command.add_whole("--repeat", o.ranks.repeat, 1, 1'000'000,
                     "Timed passes after a warm-up (default 5)");
@@ -99,9 +105,22 @@ int report(const RunOptions& options, const Source& source, const Batch& batch,
 
 int run(RunOptions& options) {
   const std::filesystem::path output = place_for("--output", options.output, options);
+  const std::filesystem::path record = place_for("--record", options.record, options);
+  if (!record.empty()) {
+    constexpr int kMostKept = 1 << 16;
+    options.ranks.recorded_steps = std::min(options.ranks.repeat + 1, kMostKept);
+    options.ranks.recorded_name = options.source.layer >= 0
+                                      ? fmt::format("layers.{}", options.source.layer)
+                                  : options.source.model.empty() ? "layers"
+                                                                 : options.source.model;
+  }
   LayerRun run = run_layer(options, !options.quiet);
   if (!run.result) return kExitOk;
   if (!output.empty()) write_output(output, run.source.spec, *run.result);
+  if (!record.empty()) {
+    write_recordings(record, {machine::describe_machine(run.result->backend, 1),
+                              {run.result->recording.value()}});
+  }
   return report(options, run.source, run.batch, *run.result);
 }
 

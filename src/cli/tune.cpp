@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -24,6 +25,7 @@
 #include "cli/tune_report.h"
 #include "gpu/device.h"
 #include "switchyard/error.h"
+#include "switchyard/recording.h"
 #include "switchyard/tuner.h"
 
 namespace switchyard::cli {
@@ -36,13 +38,16 @@ struct TuneCommandOptions {
   std::vector<std::int64_t> tokens, test_tokens;
   std::vector<double> betas, test_betas;
   bool no_test = false;
+  std::string histograms;
+  int most_histograms = 24;
   std::string generator = "distinct";
   std::optional<DType> dtype;
   std::uint64_t seed = 0;
 
   std::optional<Backend> backend;
   std::optional<double> budget;
-  bool resume = false;
+  bool resume = false, quick = false;
+  std::optional<double> prune;
   int repeat = 0;
   std::string out = "tuned";
 
@@ -50,6 +55,7 @@ struct TuneCommandOptions {
   std::string form = tuner::to_string(tuner::FitOptions{}.form);
   bool absolute = false;
   std::optional<double> block_start_us, tile_us, split_us;
+  bool measured_constants = false;
   std::string json, regions, commit = "unknown", command;
 };
 
@@ -58,6 +64,7 @@ constexpr const char* kExamples = R"(Examples:
   switchyard tune --kernel grouped --dtype fp8 --out grouped --resume --json results/ramp.json
   switchyard tune --kernel layer --models olmoe,qwen3-30b --tokens 8,64,512 --out layer
   switchyard tune --kernel grouped --generator repeated --out repeated
+  switchyard tune --kernel grouped --models olmoe --histograms routing.json --out served
   switchyard tune --evaluate grouped.profile.json --json results/ramp.json \
                   --regions results/ramp_regions.json
 
@@ -67,7 +74,8 @@ one to judge by. A point of the second that is not in the first is held out. --o
   NAME.fit.json            the cost model's coefficients
   NAME.MODEL.table.json    the configurations that the fit chooses for a model, four floats each
 After --budget seconds it stops, and with --resume goes on where it stopped. A file of another
-machine, or of an older version of the kernel, is refused.
+machine, or of an older version of the kernel, is refused. --quick and --prune save most of the time;
+what is called exhaustive is then the best of the configurations that were not pruned.
 
 The kernel grouped is GroupedGemm with SwiGLU, on gate and up of the experts; layer is a whole layer
 whose routing is given. On a GPU grouped has more than 134 configurations and layer 53; on the CPU
@@ -101,6 +109,12 @@ void add_what(Command& command, TuneCommandOptions& o) {
   add_fractions(command, "--test-balancedness", o.test_betas,
                 "Balancedness to judge by (default 0.2,0.5,0.8,1)");
   command.add_flag("--no-test", o.no_test, "Time only what the fit needs");
+  command.add_text(
+      "--histograms", o.histograms, "FILE",
+      "Recordings of layers' routings, which take the place of the grid to\njudge by; "
+      "three of four are fitted on, too. Every model must be that\nof a recorded layer");
+  command.add_whole("--most-histograms", o.most_histograms, 1, 1 << 16,
+                    "Of them, for each model (default 24)");
   command.add_text("--generator", o.generator, "NAME",
                    "Of histograms: distinct or repeated (default distinct)");
   command.add_whole("--seed", o.seed, 0, std::numeric_limits<std::int64_t>::max(),
@@ -112,6 +126,13 @@ void add_how(Command& command, TuneCommandOptions& o) {
   command.add_backend("--backend", o.backend, "cpu or cuda (default: cuda where there is a GPU)");
   command.add_real("--budget", o.budget, 0, 1e9, "Seconds after which no timing begins");
   command.add_flag("--resume", o.resume, "Go on with the profile of an earlier run");
+  command.add_flag("--quick", o.quick,
+                   "On a GPU: 12 to 28 timed passes in place of 50, and 4 of what is far\nfrom the "
+                   "best");
+  command.add_real(
+      "--prune", o.prune, 0, 100,
+      "Do not time on what is slower than the best by more than this share\nat the six "
+      "corners of the grid to fit on, such as 0.25");
   command.add_whole("--repeat", o.repeat, 1, 1'000'000,
                     "Timed repetitions (default: of 50 passes or more on a GPU, 3\nto 20 "
                     "elsewhere)");
@@ -126,6 +147,10 @@ void add_judgement(Command& command, TuneCommandOptions& o) {
                    "default)");
   command.add_flag("--absolute", o.absolute,
                    "Fit to the least squares of errors, as RaMP, not of errors over\ntimes");
+  command.add_flag(
+      "--measured-constants", o.measured_constants,
+      "Take the constants that follow, for the regions, from the profile's\ntimes of at "
+      "most one wave, where they are not given");
   command.add_real("--block-start-us", o.block_start_us, 1e-3, 1e6,
                    "Measured start of a lone block, for the regions (default 24)");
   command.add_real("--tile-us", o.tile_us, 1e-6, 1e6,
@@ -156,6 +181,13 @@ tuner::Plan plan_of(const TuneCommandOptions& o, const std::vector<bench::TuneMo
     plan.test_tokens.clear();
     plan.test_betas.clear();
   }
+  if (!o.histograms.empty()) {
+    if (o.no_test) refuse("--no-test leaves out what --histograms is judged by; give one");
+    if (o.test_tokens.empty()) plan.test_tokens.clear();
+    if (o.test_betas.empty()) plan.test_betas.clear();
+    tuner::add_recorded(plan, read_recordings(o.histograms),
+                        static_cast<std::size_t>(o.most_histograms));
+  }
   plan.generator = tuner::generator_named(o.generator);
   plan.seed = o.seed;
   return plan;
@@ -176,6 +208,20 @@ Judging judging_of(const TuneCommandOptions& o, const tuner::Profile& profile) {
   judging.fit.form = tuner::form_named(o.form);
   judging.fit.relative = !o.absolute;
   tuner::DeviceConstants& device = judging.constants;
+  if (o.measured_constants) {
+    const auto measured = tuner::measured_constants(profile);
+    if (!measured) {
+      refuse(
+          "--measured-constants needs points of at most one wave of models of different K, and "
+          "times that grow with K; give --block-start-us, --tile-us and --split-us instead");
+    }
+    device = *measured;
+    fmt::print(
+        "measured: a lone block starts in {:.2f} us, a product of {} x {} takes {:.4f} us, "
+        "splitting K costs {:.2f} us\n",
+        device.block_start_us, tuner::kReferenceRows, tuner::kTileColumns, device.tile_us,
+        device.split_us);
+  }
   device.block_start_us = o.block_start_us.value_or(device.block_start_us);
   device.tile_us = o.tile_us.value_or(device.tile_us);
   device.split_us = o.split_us.value_or(device.split_us);
@@ -279,6 +325,7 @@ int measure(const TuneCommandOptions& o) {
   options.backend = choose_backend(o);
   options.dtype = o.dtype.value_or(DType::kBF16);
   options.repeat = o.repeat;
+  options.quick = o.quick;
   options.seed = o.seed;
   for (const std::string& name : o.models.empty() ? bench::ramp_models() : o.models) {
     options.models.push_back(bench::tune_model(name, o.overrides));
@@ -287,6 +334,12 @@ int measure(const TuneCommandOptions& o) {
   options.max_tokens = *std::max_element(plan.tokens.begin(), plan.tokens.end());
   for (const int tokens : plan.test_tokens)
     options.max_tokens = std::max(options.max_tokens, tokens);
+  for (const tuner::Plan::Recorded& recorded : plan.recorded) {
+    const int top_k = plan.models[recorded.model].top_k;
+    const std::int64_t rows =
+        std::accumulate(recorded.counts.begin(), recorded.counts.end(), std::int64_t{0});
+    options.max_tokens = std::max(options.max_tokens, static_cast<int>((rows + top_k - 1) / top_k));
+  }
   if (options.kernel == bench::TunedKernel::kLayer &&
       plan.generator == tuner::Generator::kRepeated) {
     throw Error(ErrorCode::kUnsupported,
@@ -317,6 +370,7 @@ int measure(const TuneCommandOptions& o) {
   tuner::MeasureOptions measuring;
   measuring.file = file;
   measuring.budget_seconds = o.budget.value_or(measuring.budget_seconds);
+  measuring.prune = o.prune;
   tuner::Progress last;
   measuring.progress = [&](const tuner::Progress& p) {
     last = p;
@@ -324,6 +378,12 @@ int measure(const TuneCommandOptions& o) {
   };
   const bool complete = tuner::measure(profile, kernel, measuring);
   lines.end();
+  for (std::size_t m = 0; m < profile.models.size(); ++m) {
+    const std::size_t pruned = tuner::num_pruned(profile, m);
+    if (pruned == 0) continue;
+    fmt::print("{}: {} of {} configurations are pruned\n", printable(profile.models[m].name),
+               pruned, profile.configurations.size());
+  }
   fmt::print("{}: {} of {} timings, {:.0f} s\n", printable(o.out + ".profile.json"), last.done,
              last.total, last.seconds);
   if (!complete) {
@@ -345,7 +405,8 @@ int run(const Command& command, const TuneCommandOptions& o) {
   if (o.evaluate.empty()) return measure(o);
   for (const char* option : {"--kernel", "--models", "--tokens", "--balancedness", "--generator",
                              "--budget", "--resume", "--out", "--backend", "--repeat", "--dtype",
-                             "--seed", "--test-tokens", "--test-balancedness", "--no-test"}) {
+                             "--seed", "--test-tokens", "--test-balancedness", "--no-test",
+                             "--histograms", "--most-histograms", "--quick", "--prune"}) {
     if (command.has(option)) {
       refuse(fmt::format("{} is for timing, and --evaluate times nothing; leave one of them out",
                          option));

@@ -71,6 +71,12 @@ void add_head(std::vector<std::string>& lines, const Profile& profile) {
       "{} of them held out; {} histograms",
       profile.models.size(), profile.configurations.size() - rules,
       rules > 0 ? " and the rule" : "", fit, test, held_out, to_string(profile.generator)));
+  std::size_t pruned = 0;
+  for (std::size_t m = 0; m < profile.models.size(); ++m) pruned += num_pruned(profile, m);
+  if (pruned == 0) return;
+  lines.push_back(fmt::format(
+      "{} of {} configurations of the models are pruned: exhaustive is the best of the others",
+      pruned, profile.models.size() * profile.configurations.size()));
 }
 
 void add_regrets(std::vector<std::string>& lines, const Profile& profile, const Fit& fit,
@@ -218,6 +224,7 @@ std::string point_text(const Profile& profile, const Point& point) {
   std::optional<double> rule;
   std::size_t unsupported = 0;
   for (std::size_t c = 0; c < point.times_us.size(); ++c) {
+    if (point.times_us[c] == tuner::kPruned) continue;
     if (point.times_us[c] <= 0) {
       ++unsupported;
     } else if (profile.configurations[c].is_rule) {

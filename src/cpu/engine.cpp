@@ -30,6 +30,7 @@
 #include "layer/call.h"
 #include "layer/compute.h"
 #include "layer/failure.h"
+#include "layer/recorder.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
 #include "switchyard/routing.h"
@@ -172,6 +173,8 @@ class Engine final : public LayerEngine {
   void refresh(void* stream) override;
   void rebind(const MoeWeights& weights, const ExpertPlacement* placement) override;
   const ForwardStats& stats() override { return stats_; }
+  Recording recording() override;
+  bool records() const override { return options_.recorded_steps > 0; }
   PassTrace trace() override;
   bool traces() const override { return options_.trace; }
   const LayerSpec& spec() const override { return layer_.spec; }
@@ -242,6 +245,8 @@ class Engine final : public LayerEngine {
   std::mutex exception_mutex_;
   std::exception_ptr exception_;
   ForwardStats stats_;
+  std::vector<std::uint64_t> ring_words_;  // of ring_
+  protocol::RoutingRing ring_;
   std::optional<Fabric::AbortHook> abort_hook_;  // last: it uses the heap
 };
 
@@ -288,7 +293,14 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
 
   // Told to all ranks if it fails here. Also a barrier: nobody writes into a heap before everybody
   // has mapped it.
-  attempt_together(world.fabric(), [&] { make_processors(threads); });
+  attempt_together(world.fabric(), [&] {
+    make_processors(threads);
+    if (options_.recorded_steps == 0) return;
+    ring_.slots = static_cast<std::uint32_t>(options_.recorded_steps);
+    ring_.experts = static_cast<std::uint32_t>(spec.num_experts);
+    ring_words_.resize(ring_.num_words());
+    ring_.words = ring_words_.data();
+  });
 }
 
 // What is made of the weights: again when they change.
@@ -410,10 +422,14 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   stats_.plan_seconds = seconds_since(start);
   run_tasks();
   finish(output, start);
+  if (ring_.words != nullptr) {
+    record_step(ring_, stats_.epoch, stats_.tokens, stats_.tokens_per_expert);
+  }
 }
 
 std::uint64_t Engine::workspace_bytes() const {
   std::uint64_t bytes = memory_->bytes() - memory_->heap().bytes() +
+                        ring_words_.size() * sizeof(std::uint64_t) +
                         traces_.size() * kMostTraceEvents * sizeof(TraceEvent);
   for (const Processor& processor : processors_) bytes += processor.scratch_bytes();
   return bytes;
@@ -795,6 +811,15 @@ TraceEvent Engine::event_of(const protocol::Task& task, const Waited& waited) co
   }
   event.tile = index;
   return event;
+}
+
+Recording Engine::recording() {
+  if (aborted()) fail();
+  Recording recording = empty_recording(spec(), options_, world_);
+  // (The ring is of experts: finish() has turned places back.)
+  read_ring(
+      ring_, [](std::uint64_t, int expert) { return expert; }, recording);
+  return recording;
 }
 
 PassTrace Engine::trace() {

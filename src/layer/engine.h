@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "switchyard/layer.h"
+#include "switchyard/recording.h"
 
 namespace switchyard {
 
@@ -22,6 +23,8 @@ class LayerEngine {
   // Null: the placement stays.
   virtual void rebind(const MoeWeights& weights, const ExpertPlacement* placement) = 0;
   virtual const ForwardStats& stats() = 0;
+  virtual Recording recording() = 0;  // only with LayerOptions::recorded_steps
+  virtual bool records() const = 0;
   virtual PassTrace trace() = 0;  // only with LayerOptions::trace
   virtual bool traces() const = 0;
   virtual const LayerSpec& spec() const = 0;

@@ -3,10 +3,12 @@
 
 #include <fmt/core.h>
 
+#include "base/names.h"
 #include "base/posix.h"
 #include "layer/compute.h"
 #include "layer/engine.h"
 #include "layer/pass_memory.h"
+#include "layer/recorder.h"
 
 namespace switchyard {
 namespace {
@@ -56,8 +58,17 @@ void check_options(const LayerOptions& options) {
     refuse(fmt::format("reserved_sms is {}; use 0 to leave none, or at least 1",
                        options.reserved_sms));
   }
+  if (options.recorded_steps < 0 || options.recorded_steps > kMostRecordedSteps) {
+    refuse(fmt::format("recorded_steps is {}; use 0 to record nothing, or at most {}",
+                       options.recorded_steps, kMostRecordedSteps));
+  }
   if (options.compute) check_compute_type(*options.compute);
   check_schedule(options.schedule);
+  if (options.table != nullptr && options.schedule != Schedule{}) {
+    refuse(
+        "both a table and a schedule are given, and each tells how work is cut; leave out one of "
+        "them");
+  }
 }
 
 void check_cpu_options(const LayerOptions& options) {
@@ -80,6 +91,11 @@ void check_cpu_options(const LayerOptions& options) {
     refuse(
         "schedule is set, but the backend is cpu, which has one; use Backend::kCuda, or leave it "
         "empty");
+  }
+  if (options.table != nullptr) {
+    refuse(
+        "a table is given, but the backend is cpu, which has one schedule; use Backend::kCuda, or "
+        "leave it out");
   }
   if (!options.cooperative_launch) {
     refuse(
@@ -161,6 +177,8 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
 
 }  // namespace
 
+std::string layer_kernel_name(DType compute) { return std::string("layer_") + short_name(compute); }
+
 const char* to_string(Backend backend) {
   switch (backend) {
     case Backend::kCpu:
@@ -192,6 +210,12 @@ void MoeLayer::rebind(const MoeWeights& weights, const ExpertPlacement& placemen
 }
 void MoeLayer::check() { engine_->check(); }
 const ForwardStats& MoeLayer::stats() const { return engine_->stats(); }
+Recording MoeLayer::recording() const {
+  if (!engine_->records()) {
+    refuse("the layer records no routing; make it with recorded_steps of 1 or more");
+  }
+  return engine_->recording();
+}
 PassTrace MoeLayer::trace() const {
   if (!engine_->traces()) {
     refuse("the layer records no trace; make it with the option trace set");

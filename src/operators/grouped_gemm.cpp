@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "base/names.h"
 #include "base/quantize.h"
 #include "cpu/grouped_gemm.h"
 #include "gpu/grouped_gemm.h"
@@ -106,7 +107,26 @@ void require_no_choice(const GroupedSchedule& schedule) {
   require("splits", schedule.splits);
 }
 
+// A table takes the place of a schedule, but for what a launch fixes.
+void check_table(const GroupedGemmOptions& options) {
+  if (options.table == nullptr) return;
+  if (options.backend == Backend::kCpu) {
+    refuse(
+        "a table is given, but the backend is cpu, which has one schedule; use the backend cuda, "
+        "or "
+        "leave it out");
+  }
+  GroupedSchedule others = options.schedule;
+  others.paired.reset();
+  if (others != GroupedSchedule{}) {
+    refuse(
+        "both a table and a schedule are given, and each tells how work is cut; leave out one of "
+        "them, or all of the schedule but `paired`");
+  }
+}
+
 void check_options(const GroupedGemmOptions& options) {
+  check_table(options);
   if (options.max_rows < 1) {
     refuse(fmt::format("max_rows is {}; declare at least 1", options.max_rows));
   }
@@ -355,6 +375,10 @@ struct GroupedGemm::Engine {
   }
 };
 
+std::string grouped_kernel_name(DType compute) {
+  return std::string("grouped_") + short_name(compute);
+}
+
 GroupedGemm::GroupedGemm(const GroupedGemmSpec& spec, const GroupedGemmWeights& weights,
                          const GroupedGemmOptions& options)
     : engine_(std::make_unique<Engine>(spec, weights, options)) {}
@@ -368,6 +392,9 @@ void GroupedGemm::run(const GroupedInput& input, const GroupedOutput& output) {
   if (engine_->gpu != nullptr) return engine_->gpu->run(input, output);
   if (input.stream != nullptr) {
     refuse("a stream is given, but the operator's backend is cpu; leave it null");
+  }
+  if (output.chosen != nullptr) {
+    refuse("`chosen` is given, but the operator's backend is cpu, which chooses nothing; leave it");
   }
   const std::vector<std::int64_t> ends = check_rows(engine_->options, input, output);
   engine_->cpu->run(input, output, ends);

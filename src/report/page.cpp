@@ -109,6 +109,8 @@ Json data_of(const PageInput& input, std::span<const Suite> suites) {
   for (const Tuning& tuning : input.tunings) tunings.push_back(tuning_json(tuning));
   Json ladders = Json::array();
   for (const Ladder& ladder : input.ladders) ladders.push_back(ladder_json(ladder));
+  Json routings = Json::array();
+  for (const Routing& routing : input.routings) routings.push_back(routing_json(routing));
   return {{"roofs",
            {{"read_bytes_per_second", input.roofs.read_bytes_per_second},
             {"flops_per_second",
@@ -118,6 +120,7 @@ Json data_of(const PageInput& input, std::span<const Suite> suites) {
           {"published", published},
           {"tunings", tunings},
           {"ladders", ladders},
+          {"routings", routings},
           {"timeline", input.timeline ? page_json(*input.timeline, input.trace_file) : Json()}};
 }
 
@@ -248,6 +251,9 @@ std::string make_page(const PageInput& input) {
   std::size_t points = input.rows.size();
   for (const Tuning& tuning : input.tunings) points += tuning.profile.points.size();
   for (const Ladder& ladder : input.ladders) points += ladder.rows.size();
+  for (const Routing& routing : input.routings) {
+    for (const Recording& recording : routing.recordings.layers) points += recording.steps.size();
+  }
   const Part parts[] = {{"style", std::string(assets::kStyle)},
                         {"files", files},
                         {"points", fmt::format("{}", points)},
@@ -259,6 +265,7 @@ std::string make_page(const PageInput& input) {
                         {"charts", std::string(assets::kCharts)},
                         {"tuning", std::string(assets::kTuning)},
                         {"ladder", std::string(assets::kLadder)},
+                        {"routing", std::string(assets::kRouting)},
                         {"timeline", std::string(assets::kTimeline)},
                         {"main", std::string(assets::kMain)}};
   return fill(assets::kPage, parts);

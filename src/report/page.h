@@ -9,6 +9,7 @@
 
 #include "base/json.h"
 #include "report/ladder.h"
+#include "report/routing.h"
 #include "report/timeline.h"
 #include "report/tuning.h"
 #include "results/published.h"
@@ -35,6 +36,7 @@ struct PageInput {
   std::string trace_file;
   std::vector<Tuning> tunings;
   std::vector<Ladder> ladders;
+  std::vector<Routing> routings;
 };
 
 std::string make_page(const PageInput& input);

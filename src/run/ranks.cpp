@@ -200,6 +200,8 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   layer_options.num_threads = options.threads;
   layer_options.compute = options.compute;
   layer_options.trace = options.trace;
+  layer_options.recorded_steps = options.recorded_steps;
+  layer_options.name = options.recorded_name;
   std::optional<RankDevice> device;
   if (options.backend == Backend::kCuda) {
     device = rank_device(is_process ? local_rank(std::getenv, world.rank()) : world.rank(),
@@ -238,6 +240,7 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   result.pass_seconds = seconds_per_pass(all_times, result.ranks, options.repeat);
   copy_shares(result, *segment, layout, tokens);
   result.traces = std::move(traces);
+  if (options.recorded_steps > 0) result.recording = layer.recording();
   return result;
 }
 

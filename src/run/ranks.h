@@ -25,7 +25,9 @@ struct RankOptions {
   DType compute = DType::kBF16;
   int repeat = 5;  // timed passes; at least one untimed pass comes before
   std::chrono::milliseconds deadline{30'000};
-  bool trace = false;  // fill RunResult::traces
+  bool trace = false;         // fill RunResult::traces
+  int recorded_steps = 0;     // above 0: fill RunResult::recording
+  std::string recorded_name;  // see LayerOptions::name
 };
 
 // The results of all ranks. Bytes and counts are sums over the ranks of the last pass.
@@ -58,6 +60,7 @@ struct RunResult {
   std::vector<std::int32_t> topk_ids;  // [T, K]
   std::vector<float> topk_weights;     // [T, K]
   std::vector<PassTrace> traces;       // of the last pass, by rank; empty if not asked for
+  std::optional<Recording> recording;  // of rank 0; empty if not asked for
 
   MatrixView output_view(int hidden) const {
     const auto row_bytes = static_cast<std::size_t>(hidden) * size_of(output_dtype);

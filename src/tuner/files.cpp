@@ -10,102 +10,13 @@
 #include "switchyard/tuner.h"
 #include "tuner/match.h"
 #include "tuner/names.h"
+#include "tuner/reader.h"
 
 namespace switchyard::tuner {
 namespace {
 
 constexpr std::int64_t kFileVersion = 1;
 constexpr std::uint64_t kMostFileBytes = std::uint64_t{1} << 30;
-constexpr std::int64_t kMostInt = std::numeric_limits<int>::max();
-
-// An object of a file and its place in it, "points[3]". Every getter refuses a field that is absent
-// or out of its domain.
-class Reader {
- public:
-  Reader(const Json& json, const std::string& source, std::string where)
-      : json_(json), source_(source), where_(std::move(where)) {
-    if (!json_.is_object()) fail(where_.empty() ? "the file" : where_, "an object", json_);
-  }
-
-  std::string text(const char* field) const {
-    const Json& value = required(field);
-    if (!value.is_string()) fail(name(field), "a text", value);
-    return value.text();
-  }
-  std::int64_t whole(const char* field, std::int64_t least, std::int64_t most = kMostInt) const {
-    const Json& value = required(field);
-    if (!value.is_integer() || value.number() < static_cast<double>(least) ||
-        value.number() > static_cast<double>(most)) {
-      fail(name(field), fmt::format("a whole number from {} to {}", least, most), value);
-    }
-    return value.integer();
-  }
-  int number_of(const char* field, int least = 1) const {
-    return static_cast<int>(whole(field, least));
-  }
-  std::uint64_t any_whole(const char* field) const {
-    const Json& value = required(field);
-    if (!value.is_integer() || value.number() < 0) fail(name(field), "a whole number", value);
-    return value.unsigned_integer();
-  }
-  bool yes(const char* field) const {
-    const Json& value = required(field);
-    if (!value.is_boolean()) fail(name(field), "true or false", value);
-    return value.boolean();
-  }
-  double real(const char* field) const {
-    const Json& value = required(field);
-    if (!value.is_number() || !std::isfinite(value.number())) fail(name(field), "a number", value);
-    return value.number();
-  }
-  double share(const char* field) const {
-    const double value = real(field);
-    if (value < 0 || value > 1) fail(name(field), "a number from 0 to 1", required(field));
-    return value;
-  }
-  const Json::Array& list(const char* field) const {
-    const Json& value = required(field);
-    if (!value.is_array()) fail(name(field), "a list", value);
-    return value.elements();
-  }
-  Reader object(const char* field) const { return {required(field), source_, name(field)}; }
-  std::vector<Reader> objects(const char* field) const {
-    std::vector<Reader> all;
-    for (const Json& element : list(field)) {
-      all.emplace_back(element, source_, fmt::format("{}[{}]", name(field), all.size()));
-    }
-    return all;
-  }
-  const Json& json() const { return json_; }
-  bool has(const char* field) const { return json_.contains(field); }
-  std::string name(const char* field) const {
-    return where_.empty() ? field : fmt::format("{}.{}", where_, field);
-  }
-
-  [[noreturn]] void fail(const std::string& field, const std::string& wanted,
-                         const Json& value) const {
-    throw Error(ErrorCode::kInvalidFile,
-                fmt::format("{}: {} is {}, but must be {}; {}", printable(source_), field,
-                            excerpt(value), wanted, kRemedy));
-  }
-  [[noreturn]] void refuse(const std::string& problem) const {
-    throw Error(ErrorCode::kInvalidFile,
-                fmt::format("{}: {}; {}", printable(source_), problem, kRemedy));
-  }
-
- private:
-  static constexpr const char* kRemedy = "give a file that the tuner wrote, or make it anew";
-
-  const Json& required(const char* field) const {
-    const Json* const value = json_.find(field);
-    if (value == nullptr) refuse(fmt::format("{} is absent", name(field)));
-    return *value;
-  }
-
-  const Json& json_;
-  const std::string& source_;
-  std::string where_;
-};
 
 // Numbers of six digits: clocks resolve no more.
 double rounded(double value) {
@@ -200,7 +111,10 @@ Json json_of(const Point& point, const Profile& profile) {
   Json times = Json::array(), variations = Json::array();
   for (std::size_t c = 0; c < point.times_us.size(); ++c) {
     const double time = point.times_us[c];
-    times.push_back(time == kNotTimed ? Json() : time == kUnsupported ? Json(0) : Json(time));
+    times.push_back(time == kNotTimed      ? Json()
+                    : time == kUnsupported ? Json(0)
+                    : time == kPruned      ? Json(-1)
+                                           : Json(time));
     variations.push_back(rounded(point.variations[c]));
   }
   return {{"model", profile.models[point.model].name},
@@ -245,10 +159,12 @@ Point point_of(const Reader& from, const Profile& profile) {
   for (const Json& time : from.list("times_us")) {
     if (time.is_null()) {
       point.times_us.push_back(kNotTimed);
+    } else if (time.is_number() && time.number() == -1) {
+      point.times_us.push_back(kPruned);
     } else if (time.is_number() && time.number() >= 0 && std::isfinite(time.number())) {
       point.times_us.push_back(time.number());
     } else {
-      from.fail(from.name("times_us"), "a list of numbers from 0 on, and nulls", time);
+      from.fail(from.name("times_us"), "a list of numbers from 0 on, -1 and nulls", time);
     }
   }
   for (const Json& variation : from.list("variations")) {
@@ -446,9 +362,12 @@ Table parse_table(std::string_view text, const std::string& source) {
   return table;
 }
 
+Table read_table(const std::filesystem::path& file) {
+  return parse_table(read_named(file, kMostFileBytes), file.string());
+}
 Table read_table(const std::filesystem::path& file, std::string_view kernel, std::int64_t version,
                  std::string_view machine, const Model& model) {
-  Table table = parse_table(read_named(file, kMostFileBytes), file.string());
+  Table table = read_table(file);
   const Match match{"the table", printable(file)};
   match.require_kernel(table.kernel, table.version, std::string(kernel), version);
   match.require_machine(table.device.machine, std::string(machine));

@@ -35,6 +35,12 @@ std::vector<Sample> samples_of(const Profile& profile, std::size_t model, std::s
   return samples;
 }
 
+bool is_pruned(const Profile& profile, std::size_t model, std::size_t configuration) {
+  return std::any_of(profile.points.begin(), profile.points.end(), [&](const Point& point) {
+    return point.model == model && point.times_us[configuration] == kPruned;
+  });
+}
+
 bool is_below_a_wave(std::vector<Sample> samples, int num_sms) {
   const auto middle = samples.begin() + static_cast<std::ptrdiff_t>(samples.size() / 2);
   std::nth_element(samples.begin(), middle, samples.end(),
@@ -102,7 +108,10 @@ Fit fit(const Profile& profile, const FitOptions& options) {
     std::vector<Coefficients>& of_model = fit.coefficients.emplace_back();
     std::size_t most = 0;
     for (std::size_t c = 0; c < profile.configurations.size(); ++c) {
-      const std::vector<Sample> samples = samples_of(profile, m, c, options.from_other_models);
+      std::vector<Sample> samples = samples_of(profile, m, c, options.from_other_models);
+      // Pilots alone are no grid to fit on, and a pruned one's prediction could be chosen where
+      // nothing was timed.
+      if (is_pruned(profile, m, c)) samples.clear();
       most = std::max(most, samples.size());
       of_model.push_back(samples.size() < fewest ? Coefficients{}
                                                  : solve(samples, options, profile.device.num_sms));

@@ -4,6 +4,8 @@
 #include <bit>
 #include <chrono>
 #include <cmath>
+#include <numeric>
+#include <optional>
 #include <set>
 
 #include "base/printable.h"
@@ -62,6 +64,10 @@ void check_kernel(const Kernel& kernel) {
   }
 }
 
+std::int64_t rows_of(const std::vector<std::int64_t>& counts) {
+  return std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
+}
+
 void check_plan(const Plan& plan) {
   if (plan.models.empty()) refuse("the plan has no models; give it some");
   std::set<std::string> names;
@@ -72,8 +78,24 @@ void check_plan(const Plan& plan) {
           fmt::format("two models are named '{}'; names tell them apart", printable(model.name)));
     }
   }
-  if (plan.tokens.empty() || plan.betas.empty()) {
+  if (plan.recorded.empty() && (plan.tokens.empty() || plan.betas.empty())) {
     refuse("the plan has no points to fit on; give it tokens and betas");
+  }
+  for (const Plan::Recorded& recorded : plan.recorded) {
+    const std::size_t experts = recorded.counts.size();
+    if (recorded.model >= plan.models.size()) {
+      refuse(fmt::format("a recorded histogram is of model {} of {}; use the index of one",
+                         recorded.model, plan.models.size()));
+    }
+    const Model& model = plan.models[recorded.model];
+    if (experts != static_cast<std::size_t>(model.num_experts)) {
+      refuse(fmt::format("a recorded histogram has {} experts, and the model {} has {}", experts,
+                         printable(model.name), model.num_experts));
+    }
+    if (rows_of(recorded.counts) < 1) {
+      refuse(fmt::format("a recorded histogram of the model {} has no rows; leave it out",
+                         printable(model.name)));
+    }
   }
   for (const std::vector<int>* all : {&plan.tokens, &plan.test_tokens}) {
     for (const int tokens : *all) {
@@ -97,15 +119,13 @@ std::uint64_t seed_of(std::uint64_t seed, const Model& model, int tokens, double
   return mix64(key ^ std::bit_cast<std::uint64_t>(beta));
 }
 
-Point new_point(const Profile& profile, std::size_t model, int tokens, double beta) {
-  const Model& its = profile.models[model];
+Point new_point(const Profile& profile, std::size_t model, int tokens,
+                std::vector<std::int64_t> counts) {
   Point point;
   point.model = model;
   point.tokens = tokens;
-  point.beta = beta;
-  point.counts = draw_counts(profile.generator, tokens, its.num_experts, its.top_k, beta,
-                             seed_of(profile.seed, its, tokens, beta));
-  point.beta_reached = balancedness(point.counts);
+  point.counts = std::move(counts);
+  point.beta = point.beta_reached = balancedness(point.counts);
   point.times_us.assign(profile.configurations.size(), kNotTimed);
   point.variations.assign(profile.configurations.size(), 0);
   return point;
@@ -120,17 +140,46 @@ void add_grid(Profile& profile, std::size_t model, const std::vector<int>& token
         return p.model == model && p.tokens == t && p.beta == beta;
       });
       if (point == profile.points.end()) {
-        profile.points.push_back(new_point(profile, model, t, beta));
+        const Model& its = profile.models[model];
+        profile.points.push_back(
+            new_point(profile, model, t,
+                      draw_counts(profile.generator, t, its.num_experts, its.top_k, beta,
+                                  seed_of(profile.seed, its, t, beta))));
         point = std::prev(profile.points.end());
+        point->beta = beta;
       }
       (*point).*role = true;
     }
   }
 }
 
-void add_points(Profile& profile, std::size_t model, const Plan& plan) {
+// `plan_model`: the model's index in the plan.
+void add_recorded_points(Profile& profile, std::size_t model, const Plan& plan,
+                         std::size_t plan_model) {
+  std::size_t count = 0;
+  for (const Plan::Recorded& recorded : plan.recorded) {
+    if (recorded.model != plan_model) continue;
+    const int top_k = profile.models[model].top_k;
+    auto point = std::find_if(profile.points.begin(), profile.points.end(), [&](const Point& p) {
+      return p.model == model && p.counts == recorded.counts;
+    });
+    if (point == profile.points.end()) {
+      // Slots may have been dropped or have had no expert, so the rows need be no multiple of
+      // top_k.
+      profile.points.push_back(
+          new_point(profile, model, static_cast<int>(ceil_div(rows_of(recorded.counts), top_k)),
+                    recorded.counts));
+      point = std::prev(profile.points.end());
+    }
+    point->test = true;
+    if (count++ % 4 != 3) point->fit = true;
+  }
+}
+
+void add_points(Profile& profile, std::size_t model, const Plan& plan, std::size_t plan_model) {
   add_grid(profile, model, plan.tokens, plan.betas, &Point::fit);
   add_grid(profile, model, plan.test_tokens, plan.test_betas, &Point::test);
+  add_recorded_points(profile, model, plan, plan_model);
 }
 
 // A model's points stand together, because a kernel that changes its model may have to make weights
@@ -153,6 +202,97 @@ std::uint64_t timings_left(const Profile& profile) {
         std::count(point.times_us.begin(), point.times_us.end(), kNotTimed));
   }
   return left;
+}
+
+// The points of a model that tell which configurations are worth timing at the others.
+std::vector<std::size_t> pilots_of(const Profile& profile, std::size_t model) {
+  std::set<int> tokens;
+  std::set<double> betas;
+  for (const Point& point : profile.points) {
+    if (point.model != model || !point.fit) continue;
+    tokens.insert(point.tokens);
+    betas.insert(point.beta);
+  }
+  if (tokens.empty()) return {};
+  const std::set<int> chosen{
+      *tokens.begin(), *std::next(tokens.begin(), static_cast<std::ptrdiff_t>(tokens.size() / 2)),
+      *tokens.rbegin()};
+  std::vector<std::size_t> pilots;
+  for (std::size_t p = 0; p < profile.points.size(); ++p) {
+    const Point& point = profile.points[p];
+    if (point.model != model || !point.fit || !chosen.contains(point.tokens)) continue;
+    if (point.beta == *betas.begin() || point.beta == *betas.rbegin()) pilots.push_back(p);
+  }
+  return pilots;
+}
+
+bool is_timed(const Point& point) {
+  return std::find(point.times_us.begin(), point.times_us.end(), kNotTimed) == point.times_us.end();
+}
+
+// Of those for which `counts`, the configuration with the least time; or none.
+template <typename Counts>
+std::optional<std::size_t> best_of(const Profile& profile, const Point& point, Counts&& counts) {
+  std::optional<std::size_t> best;
+  for (std::size_t c = 0; c < point.times_us.size(); ++c) {
+    if (point.times_us[c] <= 0 || profile.configurations[c].is_rule) continue;
+    if (!counts(profile.configurations[c])) continue;
+    if (!best || point.times_us[c] < point.times_us[*best]) best = c;
+  }
+  return best;
+}
+
+// Marks what need not be timed of a model any more, once its pilots are timed. See MeasureOptions.
+// Returns whether it marked anything.
+bool prune(Profile& profile, std::size_t model, double share) {
+  const std::vector<std::size_t> pilots = pilots_of(profile, model);
+  std::set<std::size_t> kept;
+  for (const std::size_t p : pilots) {
+    const Point& point = profile.points[p];
+    if (!is_timed(point)) return false;
+    const auto keep = [&](auto&& counts) {
+      if (const auto best = best_of(profile, point, counts)) kept.insert(*best);
+    };
+    keep([](const Configuration&) { return true; });
+    for (const bool with : {false, true}) {
+      keep([&](const Configuration& c) { return (c.splits > 1) == with; });
+      keep([&](const Configuration& c) { return (c.group_m > 1) == with; });
+      keep([&](const Configuration& c) { return (c.weight_rows > kReferenceRows) == with; });
+    }
+  }
+  bool marked = false;
+  for (std::size_t c = 0; c < profile.configurations.size(); ++c) {
+    if (profile.configurations[c].is_rule || kept.contains(c)) continue;
+    const bool near = std::any_of(pilots.begin(), pilots.end(), [&](std::size_t p) {
+      const Point& point = profile.points[p];
+      const auto best = best_of(profile, point, [](const Configuration&) { return true; });
+      return best && point.times_us[c] > 0 &&
+             point.times_us[c] <= (1 + share) * point.times_us[*best];
+    });
+    if (near) continue;
+    for (Point& point : profile.points) {
+      if (point.model != model || point.times_us[c] != kNotTimed) continue;
+      point.times_us[c] = kPruned;
+      marked = true;
+    }
+  }
+  return marked;
+}
+
+// The order in which points are timed: a model's pilots first, where there is to be pruning.
+std::vector<std::size_t> order_of(const Profile& profile, bool pilots_first) {
+  std::vector<std::size_t> order;
+  for (std::size_t m = 0; m < profile.models.size(); ++m) {
+    std::set<std::size_t> first;
+    if (pilots_first) {
+      for (const std::size_t p : pilots_of(profile, m)) first.insert(p);
+    }
+    order.insert(order.end(), first.begin(), first.end());
+    for (std::size_t p = 0; p < profile.points.size(); ++p) {
+      if (profile.points[p].model == m && !first.contains(p)) order.push_back(p);
+    }
+  }
+  return order;
 }
 
 // Times one configuration at a point.
@@ -199,7 +339,8 @@ Profile new_profile(const Kernel& kernel, const Device& device, const Plan& plan
   profile.configurations = kernel.configurations;
   for (const Model& model : plan.models) {
     profile.models.push_back(model);
-    add_points(profile, profile.models.size() - 1, plan);
+    const std::size_t index = profile.models.size() - 1;
+    add_points(profile, index, plan, index);
   }
   sort_points(profile);
   return profile;
@@ -223,7 +364,8 @@ Profile resumed_profile(const std::filesystem::path& file, const Kernel& kernel,
       same = std::prev(profile.models.end());
     }
     match.require_model(*same, model);
-    add_points(profile, static_cast<std::size_t>(same - profile.models.begin()), plan);
+    add_points(profile, static_cast<std::size_t>(same - profile.models.begin()), plan,
+               static_cast<std::size_t>(&model - wanted.models.data()));
   }
   sort_points(profile);
   return profile;
@@ -234,11 +376,15 @@ bool measure(Profile& profile, const Kernel& kernel, const MeasureOptions& optio
   match.require_kernel(profile.kernel, profile.version, kernel.name, kernel.version);
   match.require_configurations(profile.configurations, kernel.configurations);
   if (!kernel.time) refuse("the kernel has no callback that times it; set Kernel::time");
+  if (options.prune && !(*options.prune >= 0)) {
+    refuse(fmt::format("the share beyond which configurations are pruned is {}; use 0 or more",
+                       *options.prune));
+  }
   const std::function<double()> clock = options.clock ? options.clock : steady_seconds;
   const double begin = clock();
   Progress progress;
   for (const Point& point : profile.points) progress.total += point.times_us.size();
-  const std::uint64_t left = timings_left(profile);
+  std::uint64_t left = timings_left(profile);
   progress.done = progress.total - left;
   std::uint64_t timed = 0;
   const auto tell = [&](const Model* next) {
@@ -253,8 +399,17 @@ bool measure(Profile& profile, const Kernel& kernel, const MeasureOptions& optio
     if (!options.file.empty()) write_profile(options.file, profile);
   };
   bool in_time = true;
-  for (Point& point : profile.points) {
+  for (const std::size_t index : order_of(profile, options.prune.has_value())) {
+    Point& point = profile.points[index];
     bool changed = false;
+    if (options.prune) {
+      changed = prune(profile, point.model, *options.prune);
+      if (changed) {
+        const std::uint64_t now = timings_left(profile) + timed;
+        progress.done += left - now;
+        left = now;
+      }
+    }
     for (std::size_t c = 0; c < point.times_us.size() && in_time; ++c) {
       if (point.times_us[c] != kNotTimed) continue;
       tell(&profile.models[point.model]);
@@ -276,6 +431,19 @@ bool measure(Profile& profile, const Kernel& kernel, const MeasureOptions& optio
   tell(nullptr);
   if (timed == 0) keep();
   return progress.done == progress.total;
+}
+
+std::size_t num_pruned(const Profile& profile, std::size_t model) {
+  std::size_t count = 0;
+  for (std::size_t c = 0; c < profile.configurations.size(); ++c) {
+    count += std::any_of(profile.points.begin(), profile.points.end(),
+                         [&](const Point& point) {
+                           return point.model == model && point.times_us[c] == kPruned;
+                         })
+                 ? 1
+                 : 0;
+  }
+  return count;
 }
 
 Profile complete_models(const Profile& profile) {

@@ -1,5 +1,9 @@
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <optional>
+#include <utility>
+#include <vector>
 
 #include "switchyard/tuner.h"
 
@@ -43,6 +47,79 @@ Thresholds thresholds_of(const DeviceConstants& device, int element_bytes, int s
   t.kappa = device.split_us / (device.tile_us * (1 - 1.0 / splits));
   t.split_omega = 1.0 / (splits + 1);
   return t;
+}
+
+std::optional<DeviceConstants> measured_constants(const Profile& profile,
+                                                  const DeviceConstants& others) {
+  // The reference among the kernel's own configurations.
+  const auto distance = [](const Configuration& c) {
+    return std::pair(std::abs(std::log2(static_cast<double>(c.weight_rows) / kReferenceRows)),
+                     c.token_rows);
+  };
+  std::optional<std::size_t> reference;
+  for (std::size_t c = 0; c < profile.configurations.size(); ++c) {
+    const Configuration& its = profile.configurations[c];
+    if (its.is_rule || its.splits > 1 || its.blocks > 1) continue;
+    if (!reference || distance(its) < distance(profile.configurations[*reference])) reference = c;
+  }
+  if (!reference) return {};
+  const Configuration& its = profile.configurations[*reference];
+  struct Sample {
+    double kappa, time_us;
+    const Point* point;
+  };
+  std::vector<Sample> samples;
+  for (const Point& point : profile.points) {
+    const Model& model = profile.models[point.model];
+    // Any configuration of this width and without splits: what differs costs a lone wave little.
+    double least = std::numeric_limits<double>::infinity();
+    for (std::size_t c = 0; c < point.times_us.size(); ++c) {
+      const Configuration& other = profile.configurations[c];
+      if (other.is_rule || other.splits > 1 || other.weight_rows != its.weight_rows) continue;
+      if (point.times_us[c] > 0) least = std::min(least, point.times_us[c]);
+    }
+    const RegionVariables v = region_variables(model, its, point.counts, profile.device.num_sms);
+    if (!point.fit || v.omega > 1 || !std::isfinite(least)) continue;
+    samples.push_back({v.kappa, least, &point});
+  }
+  // Weights of 1 / time^2: errors over times.
+  double w = 0, x = 0, y = 0, xx = 0, xy = 0;
+  for (const Sample& s : samples) {
+    const double weight = 1 / (s.time_us * s.time_us);
+    w += weight;
+    x += weight * s.kappa;
+    y += weight * s.time_us;
+    xx += weight * s.kappa * s.kappa;
+    xy += weight * s.kappa * s.time_us;
+  }
+  const double determinant = w * xx - x * x;
+  if (samples.size() < 2 || determinant <= 1e-9 * w * xx) return {};
+  const double slope = (w * xy - x * y) / determinant, start = (y - slope * x) / w;
+  if (!(slope > 0) || !(start > 0)) return {};
+  DeviceConstants constants = others;
+  constants.num_sms = profile.device.num_sms;
+  if (profile.device.l2_bytes > 0) constants.l2_bytes = profile.device.l2_bytes;
+  constants.block_start_us = start;
+  constants.tile_us = slope * kReferenceRows / its.weight_rows;
+  double lost = 0;
+  std::size_t split = 0;
+  for (const Sample& s : samples) {
+    double least = std::numeric_limits<double>::infinity();
+    int splits = 1;
+    for (std::size_t c = 0; c < s.point->times_us.size(); ++c) {
+      const Configuration& other = profile.configurations[c];
+      if (other.is_rule || other.splits <= 1 || other.weight_rows != its.weight_rows) continue;
+      if (s.point->times_us[c] <= 0 || s.point->times_us[c] >= least) continue;
+      least = s.point->times_us[c];
+      splits = other.splits;
+    }
+    if (splits == 1) continue;
+    const double saved = s.kappa * slope * (1 - 1.0 / splits);
+    lost += saved - (s.time_us - least);
+    ++split;
+  }
+  if (split > 0 && lost > 0) constants.split_us = lost / static_cast<double>(split);
+  return constants;
 }
 
 RegionVariables region_variables(const Model& model, const Configuration& configuration,

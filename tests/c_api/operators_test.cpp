@@ -201,7 +201,7 @@ TEST_F(GroupedGemm, OptionsOfOtherVersions) {
     std::int32_t behind[5] = {7, 7, 7, 7, 7};
   };
   static_assert(offsetof(Earlier, behind) == offsetof(sy_grouped_gemm_options, tile_rows));
-  static_assert(sizeof(Earlier) == sizeof(sy_grouped_gemm_options));
+  static_assert(sizeof(Earlier) == offsetof(sy_grouped_gemm_options, reserved2));
   const auto create_with = [&](const void* options) {
     return sy_grouped_gemm_create(&spec_, static_cast<const sy_grouped_gemm_options*>(options),
                                   &gemm_);
@@ -231,6 +231,26 @@ TEST_F(GroupedGemm, OptionsOfOtherVersions) {
   ASSERT_EQ(sy_grouped_gemm_destroy(&gemm_), SY_OK);
   later.unknown = 1;
   EXPECT_EQ(create_with(&later), SY_UNSUPPORTED);
+}
+
+// Callers that were compiled before a call could tell what was chosen.
+TEST_F(GroupedGemm, CallsOfAnEarlierVersion) {
+  ASSERT_EQ(create(), SY_OK) << last_error().message;
+  std::vector<std::int32_t> behind{7};
+  call_.chosen = tensor(behind, SY_I32, {1});  // would be refused on the CPU
+  call_.struct_size = offsetof(sy_grouped_gemm_call, chosen);
+  EXPECT_EQ(run(), SY_OK) << last_error().message;
+  call_.struct_size = sizeof(sy_grouped_gemm_call);
+  EXPECT_EQ(run(), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("chosen"));
+  call_.chosen.shape[0] = 2;
+  EXPECT_EQ(run(), SY_SHAPE_MISMATCH);
+}
+
+TEST_F(GroupedGemm, TheCpuHasNoTable) {
+  options_.table_file = "no_such.table.json";
+  EXPECT_EQ(create(), SY_INVALID_FILE);
+  EXPECT_THAT(last_error().message, HasSubstr("no_such.table.json"));
 }
 
 TEST_F(GroupedGemm, RefusesWhatItCannotRun) {

@@ -77,6 +77,39 @@ TEST_F(ReportCommand, MakesAPageOfAProfile) {
   expect_refused({"--profile", path("absent.json")}, "invalid_file", {"absent.json"});
 }
 
+// From a run to its recording, a page of it, and a profile of its histograms.
+TEST_F(ReportCommand, MakesAPageOfARecordedRouting) {
+  const Arguments model{"--experts", "16", "--top-k",        "4",
+                        "--hidden",  "64", "--intermediate", "64"};
+  const std::string recorded = path("routing.json");
+  const Completed run = run_switchyard(
+      join({"run", "--backend", "cpu", "--model", "olmoe", "--tokens", "40", "--balancedness",
+            "0.7", "--repeat", "3", "--ranks", "2", "--quiet", "--record", recorded},
+           model));
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  const std::string page = path("made.html");
+  const Completed done = run_switchyard({"report", "--routing", recorded, "-o", page});
+  EXPECT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr("olmoe: 4 steps; beta "));
+  EXPECT_THAT(read_file(page), HasSubstr("\"routings\":[{\"file\":\"routing.json\""));
+  expect_refused({"--routing", file("other.json", "{}")}, "invalid_file", {"other.json"});
+
+  const Arguments tune =
+      join({"tune", "--backend", "cpu", "--models", "olmoe", "--repeat", "1", "--tokens", "2,8",
+            "--balancedness", "0.8,1", "--histograms", recorded, "--out", path("t")},
+           model);
+  const Completed tuned = run_switchyard(tune);
+  EXPECT_EQ(tuned.exit_code, 0) << tuned.err;
+  // Four passes with one routing are one histogram, which is fitted on and judged by.
+  EXPECT_THAT(tuned.out, HasSubstr("5 points"));
+  EXPECT_THAT(tuned.out, HasSubstr("40 tokens"));
+  const Completed other = run_switchyard(join({"tune", "--backend", "cpu", "--models", "ramp-phi",
+                                               "--histograms", recorded, "--out", path("u")},
+                                              {}));
+  EXPECT_EQ(other.exit_code, 2);
+  EXPECT_THAT(other.err, HasSubstr("16 experts with top-2"));
+}
+
 TEST_F(ReportCommand, MakesAPageOfWhatBenchWrites) {
   const std::string rows = measured_rows();
   const std::string page = path("page.html");

@@ -466,6 +466,19 @@ def test_trace(batch):
         make().trace()
 
 
+def test_recording(batch):
+    layer = make(recorded_steps=2, name="layers.5")
+    for _ in range(3):
+        layer(*batch)
+    recording = layer.recording()
+    counts = torch.bincount(batch[1].flatten(), minlength=E).tolist()
+    assert recording["layer"] == "layers.5" and recording["overwritten"] == 1
+    assert [step["step"] for step in recording["steps"]] == [1, 2]
+    assert all(step["counts"] == counts and step["tokens"] == T for step in recording["steps"])
+    with pytest.raises(switchyard.InvalidArgument, match="recorded_steps"):
+        make().recording()
+
+
 EXIT = """
 import torch, switchyard
 layers = [switchyard.Experts(torch.zeros(4, 64, 32), torch.zeros(4, 32, 32), top_k=2) for _ in range(3)]

@@ -49,6 +49,36 @@ def files(tmp_path):
     return profile, fitted
 
 
+def test_points_of_a_recording(tmp_path):
+    steps = [
+        {"step": i, "epoch": i + 1, "tokens": 8 + i, "counts": tuner.draw_counts("distinct", 8 + i, 32, 4, 0.8, i)}
+        for i in range(9)
+    ]
+    layer = {
+        "layer": "layers.0", "rank": 0, "ranks": 1, "experts": 32, "top_k": 4, "n": 1024, "k": 1024,
+        "overwritten": 3, "steps": steps,
+    }
+    recordings, profile = tmp_path / "routing.json", tmp_path / "p.json"
+    tuner.write_recordings(recordings, [layer], "a machine")
+    assert json.loads(recordings.read_text())["layers"] == [layer]
+    grids = {"tokens": [8, 32, 128], "betas": [0.6, 1], "test_tokens": [], "test_betas": []}
+    assert tuner.profile(
+        KERNEL, MODELS[:1], cost, profile, recordings=recordings, most_recorded=8, **grids
+    )
+    points = json.loads(profile.read_text())["points"]
+    recorded = [point for point in points if point["test"]]
+    assert [p["counts"] for p in recorded if p["fit"]] == [steps[i]["counts"] for i in (0, 1, 2, 4, 5, 6)]
+    assert [p["counts"] for p in recorded if not p["fit"]] == [steps[i]["counts"] for i in (3, 7)]
+    assert recorded[0]["beta"] == pytest.approx(tuner.balancedness(steps[0]["counts"]))
+    assert len(tuner.evaluate(profile)) == 8
+    with pytest.raises(switchyard.InvalidArgument, match="8 experts with top-2"):
+        tuner.profile(KERNEL, MODELS[1:], cost, tmp_path / "q.json", recordings=recordings)
+    with pytest.raises(switchyard.InvalidArgument, match="most_recorded is 0"):
+        tuner.profile(
+            KERNEL, MODELS[:1], cost, tmp_path / "q.json", recordings=recordings, most_recorded=0
+        )
+
+
 def test_histograms_of_both_kinds():
     distinct = tuner.draw_counts("distinct", 256, 64, 8, 0.2)
     repeated = tuner.draw_counts("repeated", 256, 64, 8, 0.2)
@@ -206,3 +236,74 @@ def test_learned_baselines_stand_beside_the_same_least_squares(files):
     assert "random forest" in done.stdout and "MLP" in done.stdout
     wrong = subprocess.run([sys.executable, script, files[1]], capture_output=True, text=True)
     assert wrong.returncode == 1 and "no profile" in wrong.stderr
+
+
+BENCH = pathlib.Path(__file__).resolve().parent.parent.parent / "bench"
+
+
+@pytest.fixture
+def triton_bench(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(BENCH))
+    import tune_triton
+
+    return tune_triton
+
+
+def test_triton_blocks_have_every_row_once(triton_bench):
+    for counts in ([3, 0, 17, 16, 1], [0, 0], [64]):
+        for height in (16, 64):
+            places, experts = triton_bench.align(counts, height)
+            assert len(places) == height * len(experts)
+            assert sorted(p for p in places if p >= 0) == list(range(sum(counts)))
+            for i, place in enumerate(places):
+                if place >= 0:
+                    expert = experts[i // height]
+                    assert sum(counts[:expert]) <= place < sum(counts[: expert + 1])
+    configurations = triton_bench.triton_configurations()
+    assert len({name for name, _ in configurations}) == len(configurations) > 20
+    for _, v in configurations:
+        used = v["num_stages"] * (v["BLOCK_M"] + v["BLOCK_N"]) * v["BLOCK_K"] * 2
+        assert v["num_stages"] >= 2 and used <= triton_bench.SHARED_BYTES
+
+
+def test_triton_bench_checks_what_it_times(triton_bench):
+    import torch
+
+    shape = triton_bench.Shape("small", 5, 2, 192, 96)
+    problem = triton_bench.Problem(shape, 1, torch.device("cpu"))
+    for counts in ([3, 0, 17, 40, 2], [0, 0, 0, 0, 8]):
+        problem.set_counts(counts)
+        problem.y.fill_(float("nan"))
+        triton_bench.TorchCall(triton_bench.TORCH_WAYS["loop"], problem)(problem.weights[0])
+        problem.check("loop")
+        problem.y[-1] += 0.1
+        with pytest.raises(triton_bench.Wrong, match="'loop' on small"):
+            problem.check("loop")
+
+
+def test_triton_bench_without_a_gpu():
+    def run(*arguments):
+        command = [sys.executable, str(BENCH / "tune_triton.py"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    listed = run("--list")
+    assert listed.returncode == 0 and len(listed.stdout.splitlines()) > 20, listed.stderr
+    assert "BLOCK_M" in listed.stdout
+    assert run("--models", "gpt").returncode == 2
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    timed = run("--kernel", "torch")
+    assert timed.returncode == 77 and "no GPU" in timed.stderr
+
+
+def test_prune_leaves_out_what_is_far_from_the_best(tmp_path):
+    calls = []
+
+    def time(model, c, counts):
+        calls.append(c.name)
+        return cost(model, c, counts) * (10 if c.name == "4 x 128" else 1)
+
+    assert tuner.profile(KERNEL, MODELS[:1], time, tmp_path / "p.json", prune=0.3)
+    assert calls.count("4 x 128") == 6 and calls.count("rule") == 43

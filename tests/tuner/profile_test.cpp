@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <set>
 
 #include "model/temporary_directory.h"
 #include "tuner/known_kernel.h"
@@ -301,6 +302,89 @@ TEST(Resume, AddsPointsToWhatTheFileHas) {
     EXPECT_EQ(same->fit, point.fit);
     EXPECT_EQ(same->test, point.test);
   }
+}
+
+// A kernel of which two configurations are hopeless everywhere, one of them the only one that
+// splits.
+struct PrunedKernel : KnownKernel {
+  PrunedKernel() {
+    kernel.configurations[1].is_rule = true;
+    kernel.configurations[5].splits = 2;
+    const Timer honest = kernel.time;
+    kernel.time = [honest](const Model& model, std::size_t c,
+                           std::span<const std::int64_t> counts) {
+      Timing timing = honest(model, c, counts);
+      if (c == 1 || c == 2 || c == 5) timing.median_us *= 10;
+      return timing;
+    };
+  }
+};
+
+TEST(Prune, LeavesOutWhatIsFarFromTheBestAtAllPilots) {
+  PrunedKernel known;
+  Profile profile = new_profile(known.kernel, kDevice, plan_of({kSmall, kLarge}));
+  const TemporaryDirectory directory;
+  MeasureOptions options;
+  options.file = directory.path() / "p.json";
+  options.prune = 0.3;
+  Progress last;
+  options.progress = [&](const Progress& p) { last = p; };
+  EXPECT_TRUE(measure(profile, known.kernel, options));
+  EXPECT_EQ(last.done, last.total);
+  for (std::size_t m = 0; m < 2; ++m) {
+    int pilots = 0;
+    for (const Point& point : profile.points) {
+      if (point.model != m) continue;
+      EXPECT_GT(point.times_us[1], 0) << "the rule is a baseline";
+      EXPECT_GT(point.times_us[5], 0) << "what splits tells whether splitting helps";
+      if (point.times_us[2] > 0) {
+        ++pilots;
+        EXPECT_TRUE(point.fit);
+        EXPECT_TRUE(point.tokens == 8 || point.tokens == 128 || point.tokens == 512);
+        EXPECT_TRUE(point.beta == 0.35 || point.beta == 1);
+      } else {
+        EXPECT_EQ(point.times_us[2], kPruned);
+      }
+    }
+    EXPECT_EQ(pilots, 6);
+    EXPECT_GE(num_pruned(profile, m), 1u);
+  }
+  EXPECT_EQ(read_profile(options.file), profile);
+
+  // The pruned one is never fitted, so never chosen; the rest is judged as without pruning.
+  const Fit its = fit(profile);
+  EXPECT_EQ(its.coefficients[0][2].points, 0);
+  Profile all = new_profile(known.kernel, kDevice, plan_of({kSmall, kLarge}));
+  EXPECT_TRUE(measure(all, known.kernel));
+  const std::vector<Outcome> pruned = evaluate(profile, its), complete = evaluate(all, fit(all));
+  ASSERT_EQ(pruned.size(), complete.size());
+  for (std::size_t i = 0; i < pruned.size(); ++i) {
+    EXPECT_EQ(pruned[i].exhaustive_us, complete[i].exhaustive_us);
+  }
+}
+
+TEST(Prune, GoesOnAfterABudget) {
+  PrunedKernel known;
+  const TemporaryDirectory directory;
+  const Plan plan = plan_of({kSmall});
+  MeasureOptions options;
+  options.file = directory.path() / "p.json";
+  options.prune = 0.3;
+  Profile profile = new_profile(known.kernel, kDevice, plan);
+  Profile whole = profile;
+  EXPECT_TRUE(measure(whole, known.kernel, {.prune = 0.3}));
+  double now = 0;
+  options.clock = [&] { return now += 1; };
+  options.budget_seconds = 20;
+  int runs = 0;
+  while (!measure(profile, known.kernel, options)) {
+    profile = resumed_profile(options.file, known.kernel, kDevice, plan);
+    ASSERT_LT(++runs, 100);
+  }
+  EXPECT_GT(runs, 3);
+  EXPECT_EQ(profile, whole);
+  options.prune = -1;
+  EXPECT_THROW(measure(profile, known.kernel, options), Error);
 }
 
 }  // namespace

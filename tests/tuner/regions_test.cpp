@@ -152,6 +152,47 @@ TEST(Predictions, WideTilesAreForMoreThanOneWave) {
   EXPECT_TRUE(wide_tiles_help({.omega = 1.01}, t));
 }
 
+// A kernel of which a lone block starts in 7 us and does a product of 256 rows in 0.2 us, and for
+// which splitting K costs 3 us: its profile tells these.
+TEST(Regions, ConstantsFollowFromAProfile) {
+  Kernel kernel;
+  kernel.name = "timed";
+  for (const int splits : {1, 4}) {
+    for (const int rows : {16, 64}) {
+      Configuration c = reference();
+      c.name = std::to_string(splits) + " of " + std::to_string(rows);
+      c.token_rows = rows;
+      c.weight_rows = 128;  // half of the reference's
+      c.splits = splits;
+      kernel.configurations.push_back(c);
+    }
+  }
+  kernel.time = [&](const Model& model, std::size_t c, std::span<const std::int64_t> counts) {
+    const Configuration& its = kernel.configurations[c];
+    const double waves = std::ceil(static_cast<double>(grid_of(its, model.n, counts)) / 132);
+    const double task = 0.1 * model.k / 128 / its.splits;
+    return Timing{7 + task * waves + (its.splits > 1 ? 3 : 0)};
+  };
+  Plan plan;
+  plan.models = {{"short", 8, 1, 256, 1024}, {"long", 8, 1, 256, 8192}};
+  plan.tokens = {1, 4, 2048};
+  plan.betas = {1};
+  plan.test_tokens = {};
+  const auto measured = [&] {
+    Profile profile = new_profile(kernel, {"machine", 132, 1 << 20}, plan);
+    measure(profile, kernel);
+    return measured_constants(profile);
+  };
+  const auto constants = measured();
+  ASSERT_TRUE(constants);
+  EXPECT_NEAR(constants->block_start_us, 7, 1e-6);
+  EXPECT_NEAR(constants->tile_us, 0.2, 1e-6);
+  EXPECT_NEAR(constants->split_us, 3, 1e-6);
+  EXPECT_EQ(constants->l2_bytes, 1u << 20);
+  plan.models.pop_back();
+  EXPECT_FALSE(measured()) << "one K tells nothing";
+}
+
 // A kernel on which splitting K helps exactly where it is forced to.
 Profile forced(bool split_helps) {
   Kernel kernel;

@@ -60,12 +60,15 @@ __device__ __forceinline__ void store_value(void* data, std::size_t at, DType ty
 struct TileOutput {
   const GroupedCall& call;
   const TileTask& task;
-  std::uint32_t packed;  // the tile's first row in packed order
-  std::uint32_t first;   // and in the output's layout
+  const std::uint32_t& log2_splits;  // of the call
+  std::uint32_t packed;              // the tile's first row in packed order
+  std::uint32_t first;               // and in the output's layout
 
-  __device__ TileOutput(const GroupedCall& its_call, const RowTable& rows, const TileTask& its)
+  __device__ TileOutput(const GroupedCall& its_call, const RowTable& rows, const TileTask& its,
+                        const std::uint32_t& its_log2_splits)
       : call(its_call),
         task(its),
+        log2_splits(its_log2_splits),
         packed(rows.packed_begin[its.expert] + its.first_row),
         first(first_row(its_call.out, rows, rows.out_begin, its.expert) + its.first_row) {}
 
@@ -140,7 +143,7 @@ __device__ __forceinline__ bool join_parts(const GroupedParams& params, const Ti
   });
   __threadfence();
   named_barrier<kWarpgroup>(group_barrier(group));
-  const std::uint32_t parts = 1u << params.log2_splits;
+  const std::uint32_t parts = 1u << to.log2_splits;
   if (fresh_thread_index<kWarpgroup>() == 0) {
     std::uint32_t* const stored =
         call.stored +
@@ -199,7 +202,7 @@ __device__ __forceinline__ void finish_grouped(const GroupedParams& params,
   constexpr std::uint32_t kHalves = kGated ? 2 : 1;
   // (With more sums there are no registers for it: split tiles are low.)
   if constexpr (N <= kMostSplitRows) {
-    if (params.log2_splits != 0 &&
+    if (to.log2_splits != 0 &&
         !join_parts(params, to, places, group, kHalves * params.columns, last, sum)) {
       return;
     }
@@ -251,7 +254,7 @@ __device__ __forceinline__ void finish_grouped(const GroupedParams& params,
     return acc[i / (kBoxColumns / 2)][i % (kBoxColumns / 2)];
   };
   constexpr std::uint32_t kHalves = kGated ? 2 : 1;
-  if (params.log2_splits != 0 &&
+  if (to.log2_splits != 0 &&
       !join_parts(params, to, places, group, kHalves * params.columns, last, sum)) {
     return;
   }

@@ -11,6 +11,7 @@
 //   math      two warpgroups: matrix instructions over the ring, the epilogue
 #pragma once
 
+#include "gpu/grouped/choose.cuh"
 #include "gpu/grouped/finish.cuh"
 #include "gpu/ptx/cluster.cuh"
 #include "gpu/tile/load.cuh"
@@ -60,6 +61,7 @@ struct GroupedStorage {
   ScaleMemory<C> scales;
   RingBarriers barriers;
   RowTable rows;
+  GroupedCut cut;
   LifeState life;
   StageShape<StageLayout<C>> shape;
   std::uint32_t last_part[kMathGroups];  // see join_parts()
@@ -80,23 +82,24 @@ struct GroupedStorage {
 template <typename C, bool kFirst>
 class GroupedTasks {
  public:
-  __device__ GroupedTasks(const GroupedParams& params, const RowTable& rows,
+  __device__ GroupedTasks(const GroupedParams& params, const GroupedCut& cut, const RowTable& rows,
                           const std::uint32_t& paired)
-      : params_(params), rows_(rows), paired_(paired), next_(blockIdx.x >> paired) {}
+      : params_(params), cut_(cut), rows_(rows), paired_(paired), next_(blockIdx.x >> paired) {}
 
   // False when there are no more.
   __device__ __forceinline__ bool next(TileTask& task) {
     const auto num_experts = static_cast<std::uint32_t>(params_.num_experts);
-    const std::uint32_t parts = 1u << params_.log2_splits;
+    const std::uint32_t log2_splits = cut_.log2_splits;
+    const std::uint32_t parts = 1u << log2_splits;
     const std::uint32_t blocks = (params_.row_blocks + paired_) >> paired_;
-    const std::uint32_t of_tile = blocks << params_.log2_splits;  // tasks
+    const std::uint32_t of_tile = blocks << log2_splits;  // tasks
     if (next_ >= rows_.tile_begin[num_experts] * of_tile) return false;
     const std::uint32_t expert = find_expert(rows_.tile_begin, num_experts, next_ / of_tile);
     const std::uint32_t rows = rows_.packed_begin[expert + 1] - rows_.packed_begin[expert];
-    const protocol::TokenTiles tiles(rows, params_.tile);
+    const protocol::TokenTiles tiles(rows, cut_.tile);
     std::uint32_t place = next_ - rows_.tile_begin[expert] * of_tile;
-    const std::uint32_t first_of_band = place / of_tile / params_.band * params_.band;
-    const std::uint32_t band = min(params_.band, tiles.count - first_of_band);
+    const std::uint32_t first_of_band = place / of_tile / cut_.band * cut_.band;
+    const std::uint32_t band = min(cut_.band, tiles.count - first_of_band);
     place -= first_of_band * of_tile;
     std::uint32_t of_expert = first_of_band + place % band;
     place /= band;
@@ -105,7 +108,7 @@ class GroupedTasks {
     task.kind = kFirst ? TaskKind::kGemm1 : TaskKind::kGemm2;
     task.expert = expert;
     task.split = place & (parts - 1);
-    task.block = (place >> params_.log2_splits << paired_) + share;
+    task.block = (place >> log2_splits << paired_) + share;
     if constexpr (kPairsTiles<C>) {
       // As in the layer kernel (schedule/scheduler.cuh): two tall tiles and half of the rows for
       // each task, in place of one tile and all rows.
@@ -121,9 +124,8 @@ class GroupedTasks {
     task.first_row = tiles.begin(of_expert);
     task.rows = tiles.end(of_expert) - task.first_row;
     task.units = protocol::ceil_div(task.rows, kUnitRows);
-    task.first_k_block = params_.k_blocks * task.split >> params_.log2_splits;
-    task.k_blocks =
-        (params_.k_blocks * (task.split + 1) >> params_.log2_splits) - task.first_k_block;
+    task.first_k_block = params_.k_blocks * task.split >> log2_splits;
+    task.k_blocks = (params_.k_blocks * (task.split + 1) >> log2_splits) - task.first_k_block;
     task.one_tile = tiles.count == 1 ? 1 : 0;
     next_ += gridDim.x >> paired_;
     return true;
@@ -131,6 +133,7 @@ class GroupedTasks {
 
  private:
   const GroupedParams& params_;
+  const GroupedCut& cut_;
   const RowTable& rows_;
   const std::uint32_t& paired_;
   std::uint32_t next_;
@@ -174,6 +177,7 @@ struct RowsSink {
   const GroupedCall& call;
   const Epilogue<C>& epilogue;
   const RowTable& rows;
+  const std::uint32_t& log2_splits;
   std::uint32_t* last_part;
   const TileTask& task;
 
@@ -181,7 +185,8 @@ struct RowsSink {
   __device__ void multiplied() {}
   template <int kVariant, typename Sums>
   __device__ __forceinline__ void finish(Sums& acc) {
-    finish_grouped<kVariant, kGated, kActivates>(params, epilogue, TileOutput(call, rows, task),
+    finish_grouped<kVariant, kGated, kActivates>(params, epilogue,
+                                                 TileOutput(call, rows, task, log2_splits),
                                                  math_group(), last_part + math_group(), acc);
     // After this barrier all of the warpgroup has stored, so the next tile may use its places in
     // shared memory. (A token-major warp has places of its own.)
@@ -206,11 +211,20 @@ __global__ void __launch_bounds__(kThreads, 1)
       block.life.going = Going::kOn;
     }
   } else if (warp == 1) {
+    if (call.num_candidates != 0) {
+      choose_cut(call, params.rule, params.num_experts, block.cut);
+    } else {
+      if (elect()) {
+        block.cut = params.cut;
+        if (blockIdx.x == 0 && call.chosen != nullptr) *call.chosen = -1;
+      }
+      __syncwarp();
+    }
     const std::uint32_t height = protocol::round_up(
-        place_rows(call, params.num_experts, params.tile, block.rows), kUnitRows);
+        place_rows(call, params.num_experts, block.cut.tile, block.rows), kUnitRows);
     if constexpr (!StageLayout<C>::kFixed) {
       if (elect()) {
-        block.shape = {min(StageLayout<C>::count(height), params.most_stages),
+        block.shape = {min(StageLayout<C>::count(height), block.cut.most_stages),
                        StageLayout<C>::bytes(height)};
       }
     }
@@ -222,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                                  block.barriers.full,  block.barriers.empty, block.ring_scales(),
                                  call.paired};
   constexpr bool kMeets = kActivates && kGated;
-  GroupedTasks<C, kActivates> tasks(params, block.rows, call.paired);
+  GroupedTasks<C, kActivates> tasks(params, block.cut, block.rows, call.paired);
   TileTask task;
   RingPlace place;
   if (warp < kWarpgroup / 32) {
@@ -259,8 +273,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters.math>();
     const Epilogue<C> epilogue{params, params, params, block.staging.bytes, nullptr, nullptr};
     while (tasks.next(task)) {
-      RowsSink<C, kGated, kActivates> sink{params,          call, epilogue, block.rows,
-                                           block.last_part, task};
+      RowsSink<C, kGated, kActivates> sink{
+          params, call, epilogue, block.rows, block.cut.log2_splits, block.last_part, task};
       gemm_tile_of(__shfl_sync(~0u, task.units, 0), pipeline, task,
                    __shfl_sync(~0u, task.k_blocks, 0), kMeets, place, sink);
       if (!pipeline.goes_on()) {

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "gpu/grouped/choice.h"
+#include "gpu/grouped/limits.h"
 #include "gpu/pipeline/params.h"
 #include "gpu/tile/params.h"
 #include "protocol/partition.h"
@@ -14,7 +16,6 @@
 namespace switchyard::gpu {
 
 inline constexpr std::uint32_t kMostGroupedExperts = 1024;
-inline constexpr int kMostSplitRows = 64;  // of a weight-major tile whose K is split
 
 // Activations, computed in one of two ways that coefficients tell apart. So there is one kernel for
 // all of them. See activate() in grouped/finish.cuh.
@@ -31,10 +32,8 @@ struct ActivationForm {
 // one: `hidden` is then the columns of the product.
 struct GroupedParams : ExpertParams, WaitParams, ModelShape, ActivationParams {
   ActivationForm form;
-  protocol::TileShape tile;
-  std::uint32_t most_stages;
-  std::uint32_t band;  // see GroupedSchedule
-  std::uint32_t log2_splits;
+  GroupedCut cut;            // of calls without candidates
+  ChoiceRule rule;           // of calls with some
   std::uint32_t columns;     // of the output
   std::uint32_t k_blocks;    // stages of a token
   std::uint32_t row_blocks;  // tasks of one block that the weight rows of one tile make
@@ -67,6 +66,11 @@ struct GroupedCall : GroupedRows {
   std::int64_t split_rows;
   std::uint32_t* stored;
   std::uint32_t paired;  // 1: blocks are launched in pairs
+  // Configurations in device memory, of which the call's rows choose one: choose.cuh. 0: there is
+  // no choice.
+  const Candidate* candidates;
+  std::uint32_t num_candidates;
+  std::int32_t* chosen;  // [1] out: the choice's entry in the table, -1 without any; or null
 };
 
 // kActivates: false if the output is the product itself.

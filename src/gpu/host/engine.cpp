@@ -16,6 +16,7 @@
 #include "gpu/host/abort_link.h"
 #include "gpu/host/cuda_error.h"
 #include "gpu/host/device_scope.h"
+#include "gpu/host/layer_choices.h"
 #include "gpu/host/mapped_memory.h"
 #include "gpu/host/pass_memory.h"
 #include "gpu/host/tensor_map.h"
@@ -26,6 +27,7 @@
 #include "layer/call.h"
 #include "layer/compute.h"
 #include "layer/failure.h"
+#include "layer/recorder.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
 
@@ -83,6 +85,8 @@ class Engine final : public LayerEngine {
   void refresh(void* stream) override;
   void rebind(const MoeWeights& weights, const ExpertPlacement* placement) override;
   const ForwardStats& stats() override;
+  Recording recording() override;
+  bool records() const override { return options_.recorded_steps > 0; }
   PassTrace trace() override;
   bool traces() const override { return trace_.has_value(); }
   const LayerSpec& spec() const override { return spec_; }
@@ -90,7 +94,7 @@ class Engine final : public LayerEngine {
   DType compute() const override { return policy().numerics.token; }
   int num_threads() const override { return 0; }
   std::uint64_t workspace_bytes() const override {
-    return memory_->private_bytes() + (trace_ ? trace_->bytes() : 0);
+    return memory_->private_bytes() + ring_.bytes() + (trace_ ? trace_->bytes() : 0);
   }
   std::shared_ptr<switchyard::PassMemory> memory() const override { return memory_; }
 
@@ -103,6 +107,8 @@ class Engine final : public LayerEngine {
   }
   DeviceBuffer upload_places(const ExpertPlacement& placement) const;
   void choose_grid();
+  TileOrder order_of(const Schedule& schedule) const;
+  const Schedule& schedule_for(std::int64_t tokens);
   void require_room();
   PassSizes pass_sizes() const;
   bool distributed() const { return world_.size() > 1; }
@@ -112,6 +118,7 @@ class Engine final : public LayerEngine {
                                    cudaStream_t stream) const;
   void describe_memory();
   void count_traffic(const std::uint32_t* counters);
+  std::uint64_t recorded_steps() const;
   std::string describe(const BadId& bad) const;
 
   World world_;
@@ -138,7 +145,11 @@ class Engine final : public LayerEngine {
   std::optional<PassLayout> layout_;
   unsigned described_ = 0;  // the memory's version() then
   DeviceBuffer counts_;     // see LayerParams::stats
+  DeviceBuffer ring_;       // see LayerParams::ring
+  // The experts of places from a step on, where a recording layer got others.
+  std::vector<std::pair<std::uint64_t, ExpertPlacement>> placements_;
   std::optional<DeviceTrace> trace_;
+  std::optional<LayerChoices> choices_;  // of a table
   std::unique_ptr<MappedMemory<Failures>> failures_ = std::make_unique<MappedMemory<Failures>>();
   LayerParams params_{};
   ForwardStats stats_;
@@ -212,6 +223,10 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   describe_weights();
   attempt_together(world_.fabric(), [&] { choose_grid(); });
   if (distributed()) require_room();
+  attempt_together(world_.fabric(), [&] {
+    if (options_.table == nullptr) return;
+    choices_.emplace(*options_.table, spec_, policy().numerics.token, device_info(device_).num_sms);
+  });
   const PassSizes sizes = pass_sizes();
   params_.order = sizes.order;
   static_cast<LargeStorage&>(params_) = num_places() > kUsualExperts ? kernel_.many : kernel_.usual;
@@ -227,6 +242,14 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
     SWITCHYARD_CUDA(cudaMemset(counts_.data(), 0, counts_.bytes()));
     SWITCHYARD_CUDA(cudaDeviceSynchronize());
     params_.stats = reinterpret_cast<std::uint32_t*>(counts_.data());
+    if (options_.recorded_steps > 0) {
+      params_.ring.slots = static_cast<std::uint32_t>(options_.recorded_steps);
+      params_.ring.experts = static_cast<std::uint32_t>(num_places());
+      ring_ = DeviceBuffer(params_.ring.num_words() * sizeof(std::uint64_t));
+      SWITCHYARD_CUDA(cudaMemset(ring_.data(), 0, ring_.bytes()));
+      params_.ring.words = reinterpret_cast<std::uint64_t*>(ring_.data());
+      placements_.emplace_back(0, options_.placement);
+    }
     params_.failures = failures_->on_device();
     describe_memory();
     abort_link_ = std::make_unique<AbortLink>(device_);
@@ -318,6 +341,7 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
   Weights fresh = lay_out_weights(weights);
   weights_ = weights;
   if (placement != nullptr) {
+    if (options_.recorded_steps > 0) placements_.emplace_back(recorded_steps(), *placement);
     place_of_ = upload_places(*placement);
     options_.placement = *placement;
   }
@@ -335,6 +359,7 @@ Engine::~Engine() {
   const auto leak = [](auto& owner) { (void)new (std::nothrow) auto(std::move(owner)); };
   leak(memory_);
   leak(counts_);
+  leak(ring_);
   leak(on_device_);
   leak(place_of_);
   leak(trace_);
@@ -393,13 +418,39 @@ void Engine::require_room() {
   });
 }
 
-PassSizes Engine::pass_sizes() const {
+TileOrder Engine::order_of(const Schedule& schedule) const {
   int depth = std::max(1, params_.routed.intermediate);
   if (spec_.shared_intermediate > 0) depth = std::min(depth, params_.shared.intermediate);
+  return tile_order(policy(), schedule, grid_, params_.routed.gemm1_rows, params_.shared.gemm1_rows,
+                    depth);
+}
+
+// What the pass is to choose by itself, or the table's choice for it.
+const Schedule& Engine::schedule_for(std::int64_t tokens) {
+  if (!choices_) return options_.schedule;
+  Schedule small;
+  small.small_tokens = kMostSmallTokens;
+  const bool can_be_small = choose_launch(small, {tokens, num_places(), spec_.top_k, world_.size(),
+                                                  0, 0, false}) == Launch::kSmall;
+  // (Of other ranks' tokens the host assumes as many as its own.)
+  const Schedule& chosen =
+      choices_->schedules()[choices_->choose(tokens * world_.size(), can_be_small)];
+  params_.order = order_of(chosen);
+  return chosen;
+}
+
+PassSizes Engine::pass_sizes() const {
   PassSizes sizes;
   sizes.policy = policy();
-  sizes.order = tile_order(policy(), options_.schedule, grid_, params_.routed.gemm1_rows,
-                           params_.shared.gemm1_rows, depth);
+  sizes.order = order_of(options_.schedule);
+  if (choices_) {
+    // Room for any of the table's orders.
+    constexpr std::uint64_t kAnyTiles = std::uint64_t{1} << 40;
+    for (const Schedule& schedule : choices_->schedules()) {
+      const TileOrder order = order_of(schedule);
+      if (h_slots(order, kAnyTiles) > h_slots(sizes.order, kAnyTiles)) sizes.order = order;
+    }
+  }
   sizes.num_ranks = world_.size();
   sizes.num_places = num_places();
   sizes.own_places = params_.local_experts;
@@ -458,8 +509,8 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
 
   const DeviceScope scope(device_);
   const Launch launch = choose_launch(
-      options_.schedule, {x.rows, num_places(), spec_.top_k, world_.size(), policy().small_tokens,
-                          policy().small_logits, paired_grid_ >= kPair});
+      schedule_for(x.rows), {x.rows, num_places(), spec_.top_k, world_.size(),
+                             policy().small_tokens, policy().small_logits, paired_grid_ >= kPair});
   const bool small = launch == Launch::kSmall, pairs = launch == Launch::kPaired;
   call.paired = pairs ? 1 : 0;
   const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;
@@ -577,6 +628,36 @@ const ForwardStats& Engine::stats() {
   stats_.heap_bytes_reserved = memory_->heap().bytes();
   stats_.workspace_bytes_used = memory_->private_bytes();
   return stats_;
+}
+
+// Of passes that the device has done; waits for those that it was given.
+std::uint64_t Engine::recorded_steps() const {
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  std::uint64_t steps = 0;
+  SWITCHYARD_CUDA(cudaMemcpy(&steps, ring_.data(), sizeof steps, cudaMemcpyDeviceToHost));
+  return steps;
+}
+
+Recording Engine::recording() {
+  const HostRange range{"read recording"};
+  const DeviceScope scope(device_);
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  check();
+  std::vector<std::uint64_t> words(ring_.bytes() / sizeof(std::uint64_t));
+  SWITCHYARD_CUDA(cudaMemcpy(words.data(), ring_.data(), ring_.bytes(), cudaMemcpyDeviceToHost));
+  protocol::RoutingRing ring = params_.ring;
+  ring.words = words.data();
+  Recording recording = empty_recording(spec_, options_, world_);
+  read_ring(
+      ring,
+      [&](std::uint64_t step, int place) {
+        const auto after = std::find_if(placements_.begin(), placements_.end(),
+                                        [&](const auto& its) { return its.first > step; });
+        const std::vector<std::int32_t>& experts = std::prev(after)->second.expert_at;
+        return experts.empty() ? place : experts[static_cast<std::size_t>(place)];
+      },
+      recording);
+  return recording;
 }
 
 PassTrace Engine::trace() {

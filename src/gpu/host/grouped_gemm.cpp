@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -15,6 +16,7 @@
 #include "gpu/grouped/params.h"
 #include "gpu/host/cuda_error.h"
 #include "gpu/host/device_scope.h"
+#include "gpu/host/grouped_choices.h"
 #include "gpu/host/mapped_memory.h"
 #include "gpu/host/tensor_map.h"
 #include "gpu/host/weights.h"
@@ -23,12 +25,14 @@
 #include "layer/engine.h"
 #include "protocol/partition.h"
 #include "switchyard/error.h"
+#include "switchyard/tuner.h"
 
 namespace switchyard::gpu {
 namespace {
 
 // Longest wait within a block, where nothing waits for anything but memory.
 constexpr std::uint64_t kDeadlineNs = 10'000'000'000;
+constexpr int kMostLog2Splits = std::countr_zero(static_cast<unsigned>(kMostGroupedSplits));
 
 [[noreturn]] void unsupported(const std::string& message) {
   throw Error(ErrorCode::kUnsupported, message);
@@ -151,14 +155,20 @@ struct GroupedGemmEngine::State {
     // numbers of parts that are stored.
     DeviceBuffer data, more;
   };
-  std::vector<Room> prepared, split;
+  std::vector<Room> prepared;
+  std::array<std::vector<Room>, kMostLog2Splits + 1> split;  // by log2 of the splits
+  GroupedChoices choices{};                                  // of a table; or none
+  std::array<DeviceBuffer, 2> candidates;                    // of single blocks and of pairs
   MappedMemory<Failures> failures;
   GroupedParams params{};
 
   State(const GroupedGemmSpec& its, const GroupedSchedule& how, int on, const PolicyFacts& facts)
       : spec(its), schedule(how), device(on), policy(facts) {}
   bool scaled() const { return policy.numerics.scaled(); }
-  void choose_schedule();
+  // Of sums that an output row has.
+  std::int64_t width() const { return std::int64_t{params.columns} * (params.up_at != 0 ? 2 : 1); }
+  void choose_schedule(const tuner::Table* table, int num_sms);
+  void describe_choice(std::int64_t rows, GroupedCall& call) const;
   // Room for so many rows. Allocates, if need be, which a stream cannot do while it is captured:
   // allocate(Room&).
   template <typename Allocate>
@@ -191,62 +201,60 @@ const GroupedGemmEngine::State::Room& GroupedGemmEngine::State::room_for(std::ve
   return rooms.back();
 }
 
-// Values that make sense, or the rules'.
-void GroupedGemmEngine::State::choose_schedule() {
-  const auto refuse = [](const char* name, int value, const char* use) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("schedule.{} is {}; use {}", name, value, use));
-  };
-  params.tile = policy.tile.token_rows;
-  if (const auto rows = schedule.tile_rows) {
-    const int most = params.tile.max_height;
-    if (scaled() ? *rows != most && *rows != most / 2
-                 : *rows < static_cast<int>(kUnitRows) || *rows > most || *rows % 16 != 0) {
-      refuse("tile_rows", *rows, scaled() ? "64 or 128" : "a multiple of 16 up to 256");
-    }
-    params.tile.max_height = *rows;
-    params.tile.granule = std::min(params.tile.granule, *rows);
-  }
-  params.most_stages = kMaxStages;
-  if (const auto stages = schedule.stages) {
-    if (scaled()) {
-      unsupported("schedule.stages is given, but tiles in f8_e4m3 have 4 stages; leave it");
-    }
-    if (*stages < 2 || *stages > static_cast<int>(kMaxStages)) {
-      refuse("stages", *stages, "2 to 12");
-    }
-    params.most_stages = static_cast<std::uint32_t>(*stages);
-  }
+// Values that make sense, or the rules', and the configurations of a table.
+void GroupedGemmEngine::State::choose_schedule(const tuner::Table* table, int num_sms) {
+  const CutFacts facts{policy.tile.token_rows, scaled(), params.k_blocks};
+  params.cut = cut_of(schedule, facts);
   if (schedule.paired.value_or(false) && blocks < kPair) {
     unsupported("schedule.paired is true, but there is one multiprocessor; leave it");
   }
-  params.band = 1u << 20;
-  if (const auto band = schedule.band) {
-    if (*band < 1) refuse("band", *band, "1 or more");
-    params.band = static_cast<std::uint32_t>(*band);
+  if (table == nullptr) return;
+  choices =
+      choices_of(*table, {facts, policy.numerics.token, spec.num_experts, spec.n, spec.k, num_sms});
+  if (schedule.paired && choices.of(*schedule.paired).empty()) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("schedule.paired is {}, but all of the table's configurations are {}; "
+                            "leave it",
+                            *schedule.paired, *schedule.paired ? "single" : "paired"));
   }
-  if (const auto splits = schedule.splits) {
-    if (*splits < 1 || *splits > kMostGroupedSplits ||
-        !std::has_single_bit(static_cast<unsigned>(*splits))) {
-      refuse("splits", *splits, "1, 2, 4 or 8");
-    }
-    const unsigned whole = std::bit_floor(params.k_blocks);
-    params.log2_splits = static_cast<std::uint32_t>(
-        std::countr_zero(std::min(static_cast<unsigned>(*splits), whole)));
-    if (params.log2_splits != 0 && !scaled()) {
-      params.tile.max_height = std::min(params.tile.max_height, kMostSplitRows);
-    }
+  params.rule = choices.rule;
+  for (const bool pairs : {false, true}) {
+    const std::vector<Candidate>& list = choices.of(pairs);
+    if (list.empty()) continue;
+    candidates[pairs ? 1 : 0] = DeviceBuffer(list.size() * sizeof(Candidate));
+    candidates[pairs ? 1 : 0].upload(list.data(), list.size() * sizeof(Candidate));
   }
 }
 
+// How the call is launched and what it may choose from. `rows`: the most that it may have, which is
+// all that the host knows of them.
+void GroupedGemmEngine::State::describe_choice(std::int64_t rows, GroupedCall& call) const {
+  const bool pairs_fit = blocks >= kPair;
+  const bool by_rule = rows >= std::int64_t{kPairedRows} * spec.num_experts && pairs_fit;
+  if (choices.single.empty() && choices.paired.empty()) {
+    call.paired = schedule.paired.value_or(by_rule) ? 1 : 0;
+    return;
+  }
+  const std::uint32_t most = most_log2_splits(rows, width());
+  const bool pairs =
+      schedule.paired.value_or(pairs_fit && choose_pairs(choices, spec.num_experts, rows, most));
+  call.paired = pairs ? 1 : 0;
+  call.candidates = reinterpret_cast<const Candidate*>(candidates[pairs ? 1 : 0].data());
+  call.num_candidates = GroupedChoices::count(choices.of(pairs), most);
+}
+
 void GroupedGemmEngine::State::describe_parts(std::int64_t rows, void* stream, GroupedCall& call) {
-  if (params.log2_splits == 0) return;
-  const Room& room = room_for(split, "parts of K", rows, stream, [&](Room& its) {
+  // Candidates stand in the order of their splits.
+  const std::uint32_t log2_splits =
+      call.num_candidates == 0 ? params.cut.log2_splits
+                               : choices.of(call.paired != 0)[call.num_candidates - 1].log2_splits;
+  if (log2_splits == 0) return;
+  const Room& room = room_for(split[log2_splits], "parts of K", rows, stream, [&](Room& its) {
     const auto count = static_cast<std::size_t>(rows);
-    const std::size_t width = std::size_t{params.columns} * (params.up_at != 0 ? 2 : 1);
     // An expert's last tile may be lower than the others.
     const std::size_t tiles = static_cast<std::size_t>(spec.num_experts) + count / kUnitRows;
-    its.data = DeviceBuffer((count << params.log2_splits) * width * sizeof(float));
+    its.data =
+        DeviceBuffer((count << log2_splits) * static_cast<std::size_t>(width()) * sizeof(float));
     its.more = DeviceBuffer((tiles * params.row_blocks + 1) * kMathGroups * sizeof(std::uint32_t));
     SWITCHYARD_CUDA(cudaMemset(its.more.data(), 0, its.more.bytes()));
     SWITCHYARD_CUDA(cudaStreamSynchronize(nullptr));
@@ -360,7 +368,7 @@ GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec& spec, const GroupedG
       protocol::ceil_div(spec.k * policy.numerics.token_bytes(), kStageRowBytes));
   params.row_blocks = protocol::ceil_div(first ? ffn.gemm1_rows : ffn.gemm2_rows,
                                          static_cast<std::uint32_t>(state.entry.weight_rows));
-  state.choose_schedule();
+  state.choose_schedule(options.table.get(), device_info(device).num_sms);
   params.deadline_ns = kDeadlineNs;
   params.block_deadline_ns = block_deadline(kDeadlineNs);
   params.failures = state.failures.on_device();
@@ -403,10 +411,8 @@ void GroupedGemmEngine::run(const GroupedInput& input, const GroupedOutput& outp
   call.products_stride = output.products_stride == 0 ? spec.n : output.products_stride;
   call.nowhere = state.nowhere.data();
   // (Rows may be fewer than x has room for; which the host does not know.)
-  call.paired = state.schedule.paired.value_or(
-                    rows >= std::int64_t{kPairedRows} * spec.num_experts && state.blocks >= kPair)
-                    ? 1
-                    : 0;
+  state.describe_choice(rows, call);
+  call.chosen = output.chosen;
   const DeviceScope scope(state.device);
   state.describe_rows(input, call);
   state.describe_parts(rows, input.stream, call);

@@ -15,6 +15,7 @@
 #include "gpu/schedule/params.h"
 #include "gpu/tile/params.h"
 #include "gpu/tokens/params.h"
+#include "protocol/recorder.h"
 #include "switchyard/layer_spec.h"
 
 namespace switchyard::gpu {
@@ -44,6 +45,7 @@ struct LayerParams : ExpertParams,
   PassWords pass_words[2];
   std::uint32_t num_pass_words;  // of all layers that use them
   std::uint32_t* stats;  // [E] rows per expert of the last pass, of all ranks; then its tokens
+  protocol::RoutingRing ring;  // of the same, of the last passes; see record.cuh
 };
 
 struct CallParams : RouteCall, InputCall, OutputCall {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "gpu/exchange/counts.cuh"
+#include "gpu/layer/record.cuh"
 #include "gpu/layer/storage.cuh"
 #include "gpu/tokens/activations.cuh"
 
@@ -79,6 +80,8 @@ __device__ __forceinline__ void store_stats(const Pass<P>& pass) {
     pass.layer.stats[e] = pass.tiles().expert_rows[e];
   }
   if (threadIdx.x == 0) pass.layer.stats[pass.layer.num_experts] = pass.call.tokens;
+  // (The weights and tokens warps are wanted for the first task.)
+  if (threadIdx.x / 32 == kPackWarp) record_routing(pass);
 }
 
 // Does the block's part of the gate and of quantization in the math warps. If `shares`, other

@@ -52,6 +52,7 @@ try {
   for (const suite of data.suites) place.append(suiteSection(suite, most));
   for (const tuning of data.tunings) place.append(tuningSection(tuning));
   for (const ladder of data.ladders) place.append(ladderSection(ladder));
+  for (const routing of data.routings) place.append(routingSection(routing));
   if (data.timeline) timelineSection();
   document.documentElement.dataset.charts =
     document.querySelectorAll('figure > .chart, figure > canvas').length;

@@ -1,0 +1,93 @@
+// How a grouped GEMM's work is cut, by a schedule or by a table of configurations. It calls no
+// CUDA, so that tests need no GPU.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "gpu/grouped/choice.h"
+#include "switchyard/schedule.h"
+#include "switchyard/tensor.h"
+#include "switchyard/tuner.h"
+
+namespace switchyard::gpu {
+
+// What a cut depends on beside the schedule.
+struct CutFacts {
+  protocol::TileShape tile;  // the highest
+  bool scaled;               // FP8
+  std::uint32_t k_blocks;    // stages of a token
+};
+// The cut of a schedule that makes sense, or the rules'. Throws Error{kInvalidArgument} or
+// {kUnsupported} for one that does not. `paired` is no part of it.
+GroupedCut cut_of(const GroupedSchedule& schedule, const CutFacts& facts);
+
+// The schedule that a configuration's values tell: those of `switchyard tune --kernel grouped`.
+// Throws Error{kInvalidArgument} for one that has not exactly them.
+GroupedSchedule schedule_of(const tuner::Configuration& configuration);
+
+// A table as kernels read it. What a launch fixes splits it in two: blocks go singly or in pairs.
+struct GroupedChoices {
+  ChoiceRule rule;
+  // Those of fewer splits first, since splits need memory that a call may not have.
+  std::vector<Candidate> single, paired;
+
+  const std::vector<Candidate>& of(bool pairs) const { return pairs ? paired : single; }
+  // How many of them have at most so many splits.
+  static std::uint32_t count(const std::vector<Candidate>& candidates, std::uint32_t log2_splits);
+};
+
+// What a table must be of.
+struct WantedTable {
+  std::string kernel;
+  std::int64_t version;
+  int num_experts, n, k;
+  int num_sms;  // of the device
+};
+// `what`: whom the table is for. Throws tuner::MismatchError naming both sides, and
+// Error{kInvalidArgument} for no entries, or more than a kernel takes.
+void check_table(const tuner::Table& table, const char* what, const WantedTable& wanted);
+
+// Makes candidates of a table's entries, without their cuts.
+class CandidateMaker {
+ public:
+  // Fills in `rule`, which must outlive this. `n`: rows of an expert's first matrix.
+  CandidateMaker(const tuner::Table& table, int n, ChoiceRule& rule);
+  // Throws Error{kInvalidArgument} for a height that kernels do not have, or too many of them.
+  Candidate operator()(std::size_t entry);
+
+ private:
+  const tuner::Table& table_;
+  int n_;
+  ChoiceRule& rule_;
+  std::uint32_t heights_ = 0;
+};
+
+// So many rows in equal shares.
+std::vector<std::uint32_t> balanced_rows(int num_experts, std::int64_t rows);
+
+struct TableFacts {
+  CutFacts cut;
+  DType compute;
+  int num_experts, n, k;
+  int num_sms;  // of the device
+};
+// Throws tuner::MismatchError for a table of another kernel, version, shape or device, naming both;
+// Error{kInvalidArgument} for one whose configurations are none of this kernel's, or that has more
+// heights or entries than a kernel takes.
+GroupedChoices choices_of(const tuner::Table& table, const TableFacts& facts);
+
+// log2 of the most splits for which a call of so many rows has memory: the sums of all parts take
+// at most kMostSplitBytes. More sums than that do not stay in the L2 cache, from which they are
+// read again.
+inline constexpr std::uint64_t kMostSplitBytes = std::uint64_t{64} << 20;
+std::uint32_t most_log2_splits(std::int64_t rows, std::int64_t width);
+
+// Whether a call of so many rows is launched in pairs: what the candidate with the least time for
+// balanced experts does. The host knows nothing of the rows but their number.
+bool choose_pairs(const GroupedChoices& choices, int num_experts, std::int64_t rows,
+                  std::uint32_t log2_splits);
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,23 @@
+// Recorded routings on the page: the balancedness of each layer over its steps.
+#pragma once
+
+#include <string>
+
+#include "base/json.h"
+#include "switchyard/recording.h"
+
+namespace switchyard::report {
+
+struct Routing {
+  Recordings recordings;
+  std::string file;  // the name that the page shows
+};
+
+// "layers.3: 1000 steps, 17 before them overwritten; beta 0.62 to 0.91, mean 0.80".
+std::string routing_text(const Recording& recording);
+
+// What the page's script draws of it. Of many steps every so many are drawn, so that the page stays
+// small; the numbers in words are of all.
+Json routing_json(const Routing& routing);
+
+}  // namespace switchyard::report
