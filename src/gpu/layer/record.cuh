@@ -18,7 +18,7 @@ __device__ __forceinline__ void record_routing(const Pass<P>& pass) {
   std::uint32_t* const rows = protocol::RoutingRing::rows(slot);
 #pragma unroll 1
   for (std::uint32_t e = lane; e < ring.experts; e += 32) {
-    rows[e] = pass.block.tiles.expert_rows[e];
+    rows[e] = pass.tiles().expert_rows[e];
   }
   __syncwarp();  // all lanes have read the step
   if (lane == 0) {
