@@ -74,8 +74,8 @@ one to judge by. A point of the second that is not in the first is held out. --o
   NAME.fit.json            the cost model's coefficients
   NAME.MODEL.table.json    the configurations that the fit chooses for a model, four floats each
 After --budget seconds it stops, and with --resume goes on where it stopped. A file of another
-machine, or of an older version of the kernel, is refused. --quick and --prune save most of the time;
-what is called exhaustive is then the best of the configurations that were not pruned.
+machine, or of an older version of the kernel, is refused. --quick and --prune save most of the
+time; what is called exhaustive is then the best of the configurations that were not pruned.
 
 The kernel grouped is GroupedGemm with SwiGLU, on gate and up of the experts; layer is a whole layer
 whose routing is given. On a GPU grouped has more than 134 configurations and layer 53; on the CPU

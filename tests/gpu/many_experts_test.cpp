@@ -27,7 +27,10 @@ struct Many {
   DType weights() const { return fp8 ? kFp8 : DType::kBF16; }
   void expect(const LayerSpec& spec, const MoeWeights& w, const Batch& batch,
               const BatchResult& result) const {
-    if (fp8) return expect_accurate_fp8(spec, w, batch, result, 0.8);
+    // Of a few tokens, one code that rounds the other way makes much of the distance to the FP8
+    // program.
+    const bool few = batch.x.view().rows < 40;
+    if (fp8) return expect_accurate_fp8(spec, w, batch, result, few ? 2 : 0.8);
     expect_accurate(spec, w, batch, result);
   }
 };
