@@ -127,7 +127,8 @@ class GpuRank : public Rank {
       StageRecords& of_stage = fetched[index_of(stage)];
       of_stage.blocks = grids_[index_of(stage)];
       of_stage.warps = kWarpsOfBlock;
-      of_stage.of_worker.resize(static_cast<std::size_t>(of_stage.blocks * of_stage.warps));
+      of_stage.of_worker.resize(static_cast<std::size_t>(of_stage.blocks) *
+                                static_cast<std::size_t>(of_stage.warps));
       download(of_stage.of_worker.data(), records_of(stage),
                of_stage.of_worker.size() * sizeof(Record));
     }
