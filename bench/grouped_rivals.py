@@ -345,7 +345,8 @@ def deepgemm_masked(problem, copies):
     else:
         x = spread_rows(problem.x_blocks[0])
         scales = mn_major(spread_rows(problem.x_blocks[1]))
-        call = deep_gemm.m_grouped_fp8_gemm_nt_masked
+        # The name in newer versions, and in older ones.
+        call = getattr(deep_gemm, "fp8_m_grouped_gemm_nt_masked", None) or deep_gemm.m_grouped_fp8_gemm_nt_masked
         calls = [lambda w=w: call((x, scales), w, y, masked, expected) for w in copies_of(problem.w_blocks, copies)]
 
     def packed():
