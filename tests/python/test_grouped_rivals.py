@@ -48,6 +48,39 @@ def test_right_results_pass_and_wrong_ones_do_not(rivals, dtype, swiglu):
         rivals.check(problem, candidate._replace(output=lambda: good[:-1]))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("layout", ["index", "padded"])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_other_layouts_give_the_packed_bits(rivals, dtype, layout, uneven):
+    problem = rivals.Problem(point(rivals, uneven=uneven), dtype, 3)
+    results = []
+    for make in (rivals.ours, {"index": rivals.ours_indexed, "padded": rivals.ours_padded}[layout]):
+        candidate = make(problem, 1)
+        candidate.output().fill_(float("nan"))
+        candidate.calls[0]()
+        rivals.check(problem, candidate)
+        results.append(candidate.output())
+    assert torch.equal(*results)
+
+
+def test_scales_are_side_by_side_and_aligned(rivals):
+    scales = torch.randn((2, 6, 3))
+    spread = rivals.mn_major(scales)
+    assert torch.equal(spread, scales) and spread.stride() == (24, 1, 8)
+
+
+def test_our_rows_name_the_fastest_rival(rivals):
+    rows = [
+        {"implementation": name, "median_us": us}
+        for name, us in [("switchyard", 3.0), ("switchyard, index", 1.0), ("a", 5.0), ("b", 4.0)]
+    ]
+    rivals.note_rivals(rows)
+    assert [(row.get("rival"), row.get("rival_us")) for row in rows] == [("b", 4.0)] * 2 + [(None, None)] * 2
+    alone = [{"implementation": "switchyard", "median_us": 3.0}]
+    rivals.note_rivals(alone)
+    assert alone[0]["rival"] is None and alone[0]["rival_us"] is None
+
+
 def test_quantised_operands_are_near_the_originals(rivals):
     problem = rivals.Problem(point(rivals), "fp8", 1)
     rows = torch.arange(problem.rows)
