@@ -26,12 +26,13 @@ Exit codes: 0 done; 1 a result is wrong; 2 unusable arguments; 77 there is no Py
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import statistics
 import sys
 import tempfile
 import time
+
+from result_rows import merge
 
 try:
     import torch
@@ -429,16 +430,6 @@ def row_of(stage, point, ranks, ours, rivals, sent, gpus, about):
     return row
 
 
-def merge(path, rows):
-    """Replaces the rows of the same points, a row per line, as `switchyard bench --json` does."""
-    kept = {tuple(row[key] for key in KEY): row for row in (json.loads(path.read_text()) if path.exists() else [])}
-    kept.update({tuple(row[key] for key in KEY): row for row in rows})
-    partial = path.with_suffix(".partial")
-    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in kept.values())
-    partial.write_text(f"[\n{lines}\n]\n")
-    partial.replace(path)
-
-
 def makers(problem, world):
     return [lambda: Ours(problem, world), lambda: Collective(problem), lambda: Collective(problem, counted=True),
             lambda: DeepEP(problem)]
@@ -515,7 +506,7 @@ def run_rank(rank, args, rendezvous):
                 rows.append(row_of(stage, point, args.ranks, ours, of_stage, sent[stage], gpus, about))
                 print_row(rows[-1])
             if args.json:
-                merge(args.json, rows)
+                merge(args.json, rows, KEY)
     dist.barrier()
     world.close()
     dist.destroy_process_group()

@@ -28,6 +28,7 @@ import statistics
 import sys
 import typing
 
+from result_rows import merge
 from torch_chain import CUDA, DEVICE, Clock, quantise, relative_error  # which ends with 77 without PyTorch
 
 import torch
@@ -551,16 +552,6 @@ def row_of(problem, name, version, times, accuracy, rotation, args):
 KEY = ["suite", "implementation", "experts", "n", "k", "rows_per_expert", "activation", "dtype", "compute", "beta"]
 
 
-def merge(path, rows):
-    """Replaces the rows of the same points, a row per line, as `switchyard bench --json` does."""
-    kept = {tuple(row[key] for key in KEY): row for row in (json.loads(path.read_text()) if path.exists() else [])}
-    kept.update({tuple(row[key] for key in KEY): row for row in rows})
-    partial = path.with_suffix(".partial")
-    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in kept.values())
-    partial.write_text(f"[\n{lines}\n]\n")
-    partial.replace(path)
-
-
 def measure(point, dtype, args, clock, said):
     """The rows of one point, and what was wrong."""
     problem = Problem(point, dtype, args.seed, args.tune)
@@ -682,7 +673,7 @@ def main():
             rows, failed = measure(point, dtype, args, clock, said)
             wrong += failed
             if args.json and rows:
-                merge(args.json, rows)
+                merge(args.json, rows, KEY)
     return 1 if wrong else 0
 
 

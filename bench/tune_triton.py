@@ -50,7 +50,7 @@ class Shape:
     unseen: bool = False
 
 
-# Those of ramp_models() in src/bench/tune.cpp.
+# These models are those of ramp_models() in src/bench/tune.cpp.
 SHAPES = [
     Shape("ramp-olmoe", 64, 8, 2048, 2048),
     Shape("ramp-qwen3", 128, 8, 1536, 2048),

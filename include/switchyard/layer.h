@@ -132,7 +132,7 @@ struct LayerOptions {
   // recorded_steps * (16 + 4 bytes for each place of an expert), with kCuda in device memory, which
   // one warp of the kernel writes. 0: record nothing, at no cost; at most 2^20. Ranks may differ.
   int recorded_steps = 0;
-  // Of the layer, as its recording has it: "layers.3". Any text, or none.
+  // The layer's name in its recording: "layers.3". It may be any text, or none.
   std::string name;
   // kCuda only, in place of `schedule`. Schedules to choose from by the tokens of each pass: a
   // table of tuner.h for this layer's shape, compute type and GPU. The host chooses, for rows that

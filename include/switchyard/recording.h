@@ -1,4 +1,4 @@
-// What a layer routed in its last steps: MoeLayer::recording(), and files of it.
+// Recordings of the routing of a layer's last steps (MoeLayer::recording()), and their files.
 //
 //   options.recorded_steps = 1000;
 //   options.name = "layers.3";

@@ -1,4 +1,5 @@
-// What a call of one rank works on. Compiles as C++ and as CUDA: kernels take it by value.
+// The memory and sizes of one rank's call. The file compiles as C++ and as CUDA: kernels take the
+// struct by value.
 #pragma once
 
 #include <cstddef>
@@ -67,7 +68,7 @@ struct Memory {
   std::uint32_t* sent_to;         // [slots]: which row of `staging` is the slot's
 };
 
-// What a warp (on a CPU: a thread) did in a stage, for traces.
+// A record of one warp's work in a stage (on a CPU, a thread's), for traces.
 struct Record {
   std::uint64_t begin_ns, end_ns;
   std::uint64_t waited_ns;  // within; waits that took a few looks count as 0

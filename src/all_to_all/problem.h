@@ -29,7 +29,7 @@ const std::vector<Case>& benchmark_cases();
 // "E 8, K 2, H 6144, up to 15 tokens"
 std::string name_of(const Case& problem);
 
-// What an expert multiplies by.
+// The factor that an expert multiplies by.
 enum class StandIn {
   kRank,    // 1 + its rank
   kRandom,  // a weight of its own

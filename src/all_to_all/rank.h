@@ -29,12 +29,12 @@ using Grids = std::array<int, kNumStages>;
 
 struct CallTimes {
   std::array<double, kNumStages> stage_us{};
-  // Of the whole call. On a GPU by its clock, and so are the stages; waits are in the stage that
-  // waits.
+  // The time of the whole call. On a GPU it and the stages' are by the GPU's clock. A wait counts
+  // in the stage that waits.
   double total_us = 0;
 };
 
-// What a stage's workers did, in order of blocks and warps; of kExperts nothing is kept.
+// The records of a stage's workers, in order of blocks and warps. The stage kExperts has none.
 struct StageRecords {
   int blocks = 0, warps = 0;
   std::vector<Record> of_worker;

@@ -49,7 +49,7 @@ int repeats_of(const AllToAllOptions& options) {
   return options.backend == Backend::kCuda ? 100 : 5;
 }
 
-// What a rank found on a rung.
+// The results of one rank on a rung.
 struct RankOutcome {
   std::vector<CallTimes> calls;  // the timed ones
   Grids grids{};

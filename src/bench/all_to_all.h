@@ -55,7 +55,7 @@ class AllToAllSession {
   const std::string& machine() const { return machine_; }
   // Checks and measures. Returns the rows of all cases.
   std::vector<results::AllToAllRow> run();
-  // Of the last case that was measured, a call of each rung.
+  // The traces belong to the last case that was measured: a call of each rung.
   const std::vector<AllToAllTrace>& traces() const { return traces_; }
 
  private:

@@ -55,7 +55,7 @@ struct BenchOptions {
   bool swiglu = false;
   // Of the suite exchange.
   bool pre_sum = false;
-  // Of the suite all_to_all.
+  // These belong to the suite all_to_all.
   std::string rungs, trace;
   bool random_experts = false;
 

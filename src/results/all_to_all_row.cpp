@@ -58,22 +58,18 @@ Json to_json(const AllToAllRow& row) {
 
 std::vector<AllToAllRow> all_to_all_rows_of(const Json& file, const std::string& source,
                                             const char* remedy) {
-  if (!file.is_array()) refuse_file(source, "is not a list of rows", remedy);
-  const Remedies remedies = remedies_of(remedy);
-  std::vector<AllToAllRow> rows;
-  for (const Json& element : file.elements()) {
-    const FieldReader read(element, source, rows.size() + 1, remedies);
-    visit(rows.emplace_back(), FieldFiller(read));
-    const AllToAllRow& row = rows.back();
-    require_ordered(read, row.p10_us, row.median_us, row.p90_us);
-    const auto require_ranks = [&](const char* field, const std::vector<double>& times) {
-      if (times.empty() || times.size() == static_cast<std::size_t>(row.ranks)) return;
-      read.refuse(field, fmt::format("a time of each of the {} ranks", row.ranks));
-    };
-    require_ranks("rank_us", row.rank_us);
-    for (std::size_t s = 0; s < kNumStages; ++s) require_ranks(kStageFields[s], row.stage_us[s]);
-  }
-  return rows;
+  return rows_of_list<AllToAllRow>(
+      file, source, remedy, [](auto& row, auto&& field) { visit(row, field); },
+      [](const FieldReader& read, const AllToAllRow& row) {
+        const auto require_ranks = [&](const char* field, const std::vector<double>& times) {
+          if (times.empty() || times.size() == static_cast<std::size_t>(row.ranks)) return;
+          read.refuse(field, fmt::format("a time of each of the {} ranks", row.ranks));
+        };
+        require_ranks("rank_us", row.rank_us);
+        for (std::size_t s = 0; s < kNumStages; ++s) {
+          require_ranks(kStageFields[s], row.stage_us[s]);
+        }
+      });
 }
 
 std::vector<AllToAllRow> parse_all_to_all_rows(std::string_view text, const std::string& source) {

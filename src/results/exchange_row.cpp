@@ -53,16 +53,9 @@ Json to_json(const ExchangeRow& row) {
 
 std::vector<ExchangeRow> exchange_rows_of(const Json& file, const std::string& source,
                                           const char* remedy) {
-  if (!file.is_array()) refuse_file(source, "is not a list of rows", remedy);
-  const Remedies remedies = remedies_of(remedy);
-  std::vector<ExchangeRow> rows;
-  for (const Json& element : file.elements()) {
-    const FieldReader read(element, source, rows.size() + 1, remedies);
-    visit(rows.emplace_back(), FieldFiller(read));
-    const ExchangeRow& row = rows.back();
-    require_ordered(read, row.p10_us, row.median_us, row.p90_us);
-  }
-  return rows;
+  return rows_of_list<ExchangeRow>(
+      file, source, remedy, [](auto& row, auto&& field) { visit(row, field); },
+      [](const FieldReader&, const ExchangeRow&) {});
 }
 
 std::vector<ExchangeRow> parse_exchange_rows(std::string_view text, const std::string& source) {

@@ -65,16 +65,9 @@ Json to_json(const GroupedRow& row) {
 
 std::vector<GroupedRow> grouped_rows_of(const Json& file, const std::string& source,
                                         const char* remedy) {
-  if (!file.is_array()) refuse_file(source, "is not a list of rows", remedy);
-  const Remedies remedies = remedies_of(remedy);
-  std::vector<GroupedRow> rows;
-  for (const Json& element : file.elements()) {
-    const FieldReader read(element, source, rows.size() + 1, remedies);
-    visit(rows.emplace_back(), FieldFiller(read));
-    const GroupedRow& row = rows.back();
-    require_ordered(read, row.p10_us, row.median_us, row.p90_us);
-  }
-  return rows;
+  return rows_of_list<GroupedRow>(
+      file, source, remedy, [](auto& row, auto&& field) { visit(row, field); },
+      [](const FieldReader&, const GroupedRow&) {});
 }
 
 std::vector<GroupedRow> parse_grouped_rows(std::string_view text, const std::string& source) {

@@ -85,4 +85,22 @@ class FieldFiller {
   const FieldReader& from_;
 };
 
+// Reads a list of rows: fill(row, filler) visits a row's fields, and judge(read, row) refuses
+// values that do not fit together.
+template <typename RowType, typename Fill, typename Judge>
+std::vector<RowType> rows_of_list(const Json& file, const std::string& source, const char* remedy,
+                                  Fill&& fill, Judge&& judge) {
+  if (!file.is_array()) refuse_file(source, "is not a list of rows", remedy);
+  const Remedies remedies = remedies_of(remedy);
+  std::vector<RowType> rows;
+  for (const Json& element : file.elements()) {
+    const FieldReader read(element, source, rows.size() + 1, remedies);
+    fill(rows.emplace_back(), FieldFiller(read));
+    const RowType& row = rows.back();
+    require_ordered(read, row.p10_us, row.median_us, row.p90_us);
+    judge(read, row);
+  }
+  return rows;
+}
+
 }  // namespace switchyard::results
