@@ -409,11 +409,55 @@ TEST_F(GpuGroupedGemm, EveryConfiguration) {
   EXPECT_GE(count, 134);
 }
 
+// The rows of a tile come one by one: at every height, by blocks and by pairs. An entry that names
+// no row stands for zeros.
+TEST_F(GpuGroupedGemm, RowsThroughAnIndexAtEveryHeight) {
+  for (const bool fp8 : {false, true}) {
+    for (const int height : {1, 16, 31, 64, 65, 96, 120, 128, 200, 256, 300}) {
+      Case c = fp8 ? fp8_case(Scales::kBlocks) : wide_case();
+      c.x = fp8 ? DType::kF8E4M3 : DType::kBF16;
+      c.rows = {height, 0, height / 2 + 1};
+      c.gathered = false;
+      const Problem problem(c);
+      for (const bool paired : {false, true}) {
+        SCOPED_TRACE(::testing::Message() << c << (paired ? ", paired" : ""));
+        GroupedSchedule schedule;
+        schedule.paired = paired;
+        const Rows all = run_on_gpu(problem, schedule);
+        expect_as_good(problem, all);
+        GroupedGemmOptions options;
+        options.schedule = schedule;
+        options.backend = Backend::kCuda;
+        GroupedGemm gemm(problem.spec(), problem.weights(), options);
+        std::vector<std::int32_t> index;
+        const Rows some =
+            problem.run(gemm, [&](GroupedGemm& op, GroupedInput input, const GroupedOutput& output,
+                                  std::span<const std::byte> x, std::span<std::byte> out,
+                                  std::span<std::byte> products) {
+              const auto* const entries = static_cast<const std::int32_t*>(input.index.data());
+              index.assign(entries, entries + input.index.size());
+              for (std::size_t i = 0; i < index.size(); i += 3) {
+                index[i] = i % 2 == 0 ? -1 : static_cast<std::int32_t>(input.x.rows);
+              }
+              input.index = SlotView(index.data(), DType::kI32, input.index.size());
+              call_on_device(op, input, output, x, out, products);
+            });
+        ASSERT_EQ(some.output.size(), all.output.size());
+        for (std::size_t row = 0; row < all.output.size(); ++row) {
+          const std::vector<float> zeros(all.output[row].size());
+          ASSERT_EQ(some.output[row], row % 3 == 0 ? zeros : all.output[row]) << "row " << row;
+        }
+      }
+    }
+  }
+}
+
 // What needs memory of its own is refused while it cannot be had.
-TEST_F(GpuGroupedGemm, GatheredRowsAreCapturedAfterACallOfTheirSize) {
+TEST_F(GpuGroupedGemm, ConvertedRowsAreCapturedAfterACallOfTheirSize) {
   Case c = wide_case();
   c.rows = {30, 0, 70, 9};
   c.gathered = false;
+  c.x = DType::kF16;
   const Problem problem(c);
   const Rows expected = run_on_gpu(problem);
   GroupedGemmOptions options;

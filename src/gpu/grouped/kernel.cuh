@@ -7,12 +7,14 @@
 // kernel (layer/kernel.cuh), whose roles they have, too (pipeline/roles.h):
 //   weights   tasks -> the copy engine: 128 or 256 weight rows x 128 bytes per stage
 //   tokens    tasks -> the copy engine: the tile's rows x 128 bytes per stage; in FP8 also the
-//             rows' scales, multiplied by the weights'
+//             rows' scales, multiplied by the weights'. Through an index a second warp, otherwise
+//             idle, asks for half of the rows (grouped/gather.cuh)
 //   math      two warpgroups: matrix instructions over the ring, the epilogue
 #pragma once
 
 #include "gpu/grouped/choose.cuh"
 #include "gpu/grouped/finish.cuh"
+#include "gpu/grouped/gather.cuh"
 #include "gpu/ptx/cluster.cuh"
 #include "gpu/tile/load.cuh"
 
@@ -63,6 +65,7 @@ struct GroupedStorage {
   RowTable rows;
   GroupedCut cut;
   LifeState life;
+  alignas(16) IndexMemory index;
   StageShape<StageLayout<C>> shape;
   std::uint32_t last_part[kMathGroups];  // see join_parts()
 
@@ -205,7 +208,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp == 0) {
     if (elect()) {
-      make_ring_barriers<C::kTokens>(block.barriers, call.paired);
+      make_ring_barriers<C::kTokens>(block.barriers, call.paired,
+                                     call.index_in != nullptr ? kIndexWarps - 1 : 0);
       fence_new_barriers();
       block.life.epoch = 0;
       block.life.going = Going::kOn;
@@ -251,6 +255,23 @@ __global__ void __launch_bounds__(kThreads, 1)
                                   task.one_tile != 0 ? kEvictFirst : kEvictLast, nullptr};
         if (!load_weights(pipeline, pipeline.ring(), source, task, place, false,
                           [](std::uint32_t) {})) {
+          break;
+        }
+      }
+    } else if (call.index_in != nullptr) {
+      const std::uint32_t of_index = warp - kTokensWarp;
+      while (of_index < kIndexWarps && tasks.next(task)) {
+        const IndexedRows rows{
+            call, first_row(call.in, block.rows, block.rows.in_begin, task.expert) + task.first_row,
+            of_index, block.index.rows[of_index]};
+        if (kJoinedScales<C> && of_index == 0) {
+          if constexpr (kJoinedScales<C>) {
+            if (!load_scaled_tile(pipeline, rows, weight_scales<C>(params, params.hidden, task),
+                                  task, place, false)) {
+              break;
+            }
+          }
+        } else if (!load_indexed_tile(pipeline, rows, task, place)) {
           break;
         }
       }

@@ -16,6 +16,7 @@
 namespace switchyard::gpu {
 
 inline constexpr std::uint32_t kMostGroupedExperts = 1024;
+inline constexpr std::uint32_t kMostTileRows = 256;
 
 // Activations, computed in one of two ways that coefficients tell apart. So there is one kernel for
 // all of them. See activate() in grouped/finish.cuh.
@@ -52,6 +53,9 @@ struct GroupedCall : GroupedRows {
   TokenMaps x_maps;       // over all rows of the input
   const float* x_scales;  // [rows, scale_stride], of FP8 rows
   std::int64_t scale_stride;
+  const std::int32_t* index_in;  // [rows of the layout `in`] the rows of x; or null
+  CUtensorMap row_map;           // of calls with one: boxes of one row
+  std::uint32_t x_rows;
   const std::int32_t* index;  // [rows] the place of each row in the output; or null
   const float* weights;       // [rows], by which the output is multiplied; or null
   void* y;

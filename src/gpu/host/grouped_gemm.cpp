@@ -267,12 +267,19 @@ void GroupedGemmEngine::State::describe_parts(std::int64_t rows, void* stream, G
 void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedCall& call) {
   const MatrixView& x = input.x;
   const int element = policy.numerics.token_bytes();
-  const bool as_they_are = x.dtype == policy.numerics.token && input.index.empty() &&
+  const bool as_they_are = x.dtype == policy.numerics.token &&
                            reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 &&
                            (x.rows <= 1 || (x.row_stride > 0 && x.row_stride * element % 16 == 0));
   if (as_they_are) {
-    call.x_maps = token_maps(static_cast<const std::byte*>(x.data), element, x.rows, spec.k,
-                             x.rows > 1 ? x.row_stride : spec.k);
+    const auto* const data = static_cast<const std::byte*>(x.data);
+    const std::int64_t row_stride = x.rows > 1 ? x.row_stride : spec.k;
+    if (input.index.empty()) {
+      call.x_maps = token_maps(data, element, x.rows, spec.k, row_stride);
+    } else {
+      call.row_map = rows_map(data, element, x.rows, spec.k, row_stride, 1);
+      call.index_in = static_cast<const std::int32_t*>(input.index.data());
+      call.x_rows = static_cast<std::uint32_t>(x.rows);
+    }
     call.x_scales = x.scale;
     call.scale_stride = x.scale_stride;
     return;

@@ -89,13 +89,15 @@ struct RingBarriers {
   alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
 };
 // Initialises them, by one thread. `paired`: 1 if a pair of blocks fills and frees the stages, else
-// 0. A fence has to follow.
+// 0. `more_fillers`: threads that arrive at a full stage beside those of arrivals_of(). A fence has
+// to follow.
 template <TokenSource kTokens>
 __device__ __forceinline__ void make_ring_barriers(RingBarriers& barriers,
-                                                   const std::uint32_t& paired) {
+                                                   const std::uint32_t& paired,
+                                                   std::uint32_t more_fillers = 0) {
   constexpr Arrivals kArrivals = arrivals_of(kTokens);
   for (std::uint32_t s = 0; s < kMaxStages; ++s) {
-    init_barrier(shared_address(&barriers.full[s]), kArrivals.full);
+    init_barrier(shared_address(&barriers.full[s]), kArrivals.full + more_fillers);
     init_barrier(shared_address(&barriers.empty[s]), kArrivals.empty << paired);
   }
 }
