@@ -648,7 +648,9 @@ def main():
     parser.add_argument("--shape", type=shape, help="experts x N x K instead of the suite's, as in 32x4096x7168")
     parser.add_argument("--rows", type=lambda text: [int(word) for word in text.split(",")], help="per expert")
     parser.add_argument("--uneven", action="store_true", help="rows as a router with favourites deals them")
-    parser.add_argument("--implementations", type=lambda text: text.split(","), help="only these, by name")
+    parser.add_argument(
+        "--implementations", type=lambda text: text.split(";"), help="only these, by name, with ; between them"
+    )
     parser.add_argument("--cold", action="store_true", help="one call at a time behind a flush of the L2 cache")
     parser.add_argument("--tune", action="store_true", help="let quack try its configurations, which takes minutes")
     parser.add_argument("--repeats", type=int, default=0, help="default 12 to 200 on a GPU")

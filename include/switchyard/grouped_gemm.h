@@ -115,7 +115,8 @@ struct GroupedInput {
   // [E] i32 or i64: ends[e] is the number of rows of experts 0 to e together, whatever the layout.
   SlotView ends;
   // Tokens that are not gathered: [rows of the layout] i32, the row of x that each row is. Entries
-  // of rows that no expert has are not read. Empty: x has the rows themselves.
+  // of rows that no expert has are not read. An entry that names no row of x is refused with kCpu,
+  // and stands for zeros with kCuda. Empty: x has the rows themselves.
   SlotView index;
   void* stream = nullptr;  // kCuda only: a cudaStream_t
 };

@@ -111,7 +111,7 @@ def test_script_writes_rows(tmp_path):
     file = tmp_path / "grouped.json"
     command = [sys.executable, str(SCRIPT), "--shape", "4x256x384", "--rows", "3", "--repeats", "3"]
     done = subprocess.run(
-        [*command, "--dtype", "bf16", "--implementations", "switchyard,quack", "--json", str(file)],
+        [*command, "--dtype", "bf16", "--implementations", "switchyard;quack", "--json", str(file)],
         env=os.environ,
         capture_output=True,
         text=True,

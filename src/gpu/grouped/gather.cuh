@@ -1,31 +1,32 @@
-// Rows through an index, by the copy engine: a box of one row for each. The swizzle goes by the
-// address in shared memory, so a row comes to lie as it would in a box of many.
+// Rows through an index: two warps copy them from where they are, 16 bytes per lane at a time. (The
+// copy engine takes as long for a box of one row as for many, which is twice to three times too
+// long: docs/lab/packing.md.)
 #pragma once
 
 #include "gpu/grouped/params.h"
+#include "gpu/ptx/memory.cuh"
 #include "gpu/tile/load.cuh"
 
 namespace switchyard::gpu {
 
-// Two warps ask for the rows of a tile, each for half of those that the block loads: asking is what
-// takes time. The first one announces the bytes and, in FP8, stores the scales.
-inline constexpr std::uint32_t kIndexWarps = 2;
+inline constexpr std::uint32_t kIndexWarps = 2, kIndexThreads = 32 * kIndexWarps;
+// The arrivals at a full stage, beside those of packed rows: one for each thread's copies.
+inline constexpr std::uint32_t kIndexArrivals = kIndexThreads;
 
+// The rows of x that a tile's entries of the index name, or -1. Each warp keeps its half of them.
 struct IndexMemory {
   std::int32_t rows[kIndexWarps][kMostTileRows / kIndexWarps];
 };
 
-// The rows that a tile's entries of the index name. An entry that names no row of x, such as -1,
-// stands for zeros.
+// A tile's entries of the index. One that names no row of x, such as -1, stands for zeros.
 struct IndexedRows {
   const GroupedCall& call;
   std::uint32_t first;  // the tile's first entry in the index
-  std::uint32_t warp;   // below kIndexWarps
-  std::int32_t* own;    // in shared memory, of this warp
 
   // Entries past the tile's end take the last one's row: behind it there may be nothing.
   __device__ std::int32_t entry(const TileTask& task, std::uint32_t row) const {
-    return __ldg(call.index_in + first + min(row, task.rows - 1));
+    const std::int32_t named = __ldg(call.index_in + first + min(row, task.rows - 1));
+    return static_cast<std::uint32_t>(named) < call.x_rows ? named : -1;
   }
 
   template <typename C>
@@ -33,11 +34,9 @@ struct IndexedRows {
     const float* at[4];
     std::uint32_t absent = 0;  // a bit for each entry that names no row
     __device__ float4 next() {
-      const auto scale = [&](int i) {
-        const float value = __ldg(at[i]++);
-        return (absent >> i & 1) != 0 ? 0.0f : value;
-      };
-      return {scale(0), scale(1), scale(2), scale(3)};
+      const float4 four{__ldg(at[0]++), __ldg(at[1]++), __ldg(at[2]++), __ldg(at[3]++)};
+      return {(absent & 1) != 0 ? 0 : four.x, (absent & 2) != 0 ? 0 : four.y,
+              (absent & 4) != 0 ? 0 : four.z, (absent & 8) != 0 ? 0 : four.w};
     }
   };
   template <typename C>
@@ -46,76 +45,63 @@ struct IndexedRows {
 #pragma unroll
     for (std::uint32_t i = 0; i < 4; ++i) {
       const std::int32_t row = entry(task, token + i);
-      const bool absent = static_cast<std::uint32_t>(row) >= call.x_rows;
-      scales.absent |= std::uint32_t{absent} << i;
-      scales.at[i] = call.x_scales + (absent ? 0 : row) * call.scale_stride + task.first_k_block;
+      scales.absent |= std::uint32_t{row < 0} << i;
+      scales.at[i] = call.x_scales + max(row, 0) * call.scale_stride + task.first_k_block;
     }
     return scales;
   }
 };
-
-// Made by a whole warp; load() is called by one thread of it.
 template <typename C>
 class TileRows<C, IndexedRows> {
  public:
-  __device__ TileRows(const TilePipeline<C>& pipeline, const IndexedRows& tokens,
-                      const TileTask& task)
-      : map_(tokens.call.row_map),
-        paired_(C::kTile.cluster != 1 && pipeline.paired != 0 && !with_two_tiles<C>(task)),
-        own_(shared_address(tokens.own)) {
-    static_assert(C::kTile.max_height() <= kMostTileRows);
-    const std::uint32_t share = paired_ ? rank_in_pair() : 0, shares = paired_ ? kPair : 1;
-    const std::uint32_t begin = task.units * share / shares * kUnitRows;
-    const std::uint32_t rows = task.units * (share + 1) / shares * kUnitRows - begin;
-    begin_ = begin + rows / kIndexWarps * tokens.warp;
-    count_ = rows / kIndexWarps;
-    __syncwarp();  // the previous tile's entries have been used
-    for (std::uint32_t i = threadIdx.x % 32; i < count_; i += 32) {
-      tokens.own[i] = tokens.entry(task, begin_ + i);
-    }
-    __syncwarp();
-  }
-  __device__ void load(std::uint32_t to, std::uint32_t full, std::uint32_t k) const {
-    static_assert(kUnitRows / kIndexWarps % 4 == 0);
-    to += begin_ * kStageRowBytes;
-#pragma unroll 1
-    for (std::uint32_t i = 0; i < count_; i += 4) {
-      const uint4 rows = load_shared_vector(own_ + 4 * i);
-      const std::uint32_t four[] = {rows.x, rows.y, rows.z, rows.w};
-#pragma unroll
-      for (const std::uint32_t row : four) {
-        load_rows(map_, to, full, static_cast<int>(k), static_cast<int>(row), paired_);
-        to += kStageRowBytes;
-      }
-    }
-  }
-
- private:
-  const CUtensorMap& map_;
-  bool paired_;
-  std::uint32_t own_;
-  std::uint32_t begin_, count_;  // this warp's rows of the tile
+  static constexpr bool kScalesAlone = true;
+  __device__ TileRows(const TilePipeline<C>&, const IndexedRows&, const TileTask&) {}
+  __device__ void load(std::uint32_t, std::uint32_t, std::uint32_t) const {}
 };
 
-// Loads this warp's rows of all stages of a tile. Returns false if the call was given up.
+// Copies this warp's half of a tile's rows, of all stages. (Both blocks of a pair copy all rows of
+// a tile that they share.) `own`: of this warp, in IndexMemory. Returns false if the call was given
+// up.
 template <typename C>
-__device__ __forceinline__ bool load_indexed_tile(const TilePipeline<C>& pipeline,
-                                                  const IndexedRows& tokens, const TileTask& task,
-                                                  RingPlace& place) {
+__device__ __forceinline__ bool gather_rows(const TilePipeline<C>& pipeline,
+                                            const IndexedRows& tokens, std::uint32_t columns,
+                                            const TileTask& task, RingPlace& place,
+                                            std::uint32_t warp, std::int32_t* own) {
+  // A lane has 16 of the 128 bytes that a row has in a stage.
+  constexpr std::uint32_t kLanesOfRow = kStageRowBytes / 16, kRowsAtOnce = 32 / kLanesOfRow;
+  static_assert(C::kTile.max_height() <= kMostTileRows);
+  // The swizzle repeats after eight rows, so a lane has two places in it.
+  static_assert(kRowsAtOnce == 4 && kUnitRows / kIndexWarps % (2 * kRowsAtOnce) == 0);
   const Ring<StageLayout<C>> ring = pipeline.ring();
-  const TileRows<C, IndexedRows> rows(pipeline, tokens, task);
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint32_t count = task.units * kUnitRows / kIndexWarps, begin = count * warp;
+  __syncwarp();  // the previous tile's entries have been used
+  for (std::uint32_t i = lane; i < count; i += 32) own[i] = tokens.entry(task, begin + i);
+  __syncwarp();
+  const std::uint32_t chunk = lane % kLanesOfRow, row = lane / kLanesOfRow;
+  const std::uint32_t first_place = (begin + row) * kStageRowBytes + ((chunk ^ row) << 4);
+  const std::uint32_t second_place =
+      (begin + row + kRowsAtOnce) * kStageRowBytes + ((chunk ^ (row + kRowsAtOnce)) << 4);
+  const std::int64_t row_bytes = tokens.call.x_row_bytes;
+  const std::uint32_t bytes = columns * C::kNumerics.token_bytes();
+  std::uint32_t column = task.first_k_block * kStageRowBytes + 16 * chunk;
   for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
     if (!ring.template await_free<true>(pipeline.waiter(), place)) return false;
-    if (elect()) {
-      const std::uint32_t full = ring.full_barrier(place.stage);
-      if (tokens.warp == 0) {
-        arrive_expect_bytes(full, task.units * kUnitBytes);
-      } else {
-        arrive(full);
-      }
-      rows.load(ring.tokens(place.stage), full, (task.first_k_block + kb) * kStageColumns<C>);
+    const std::uint32_t full = ring.full_barrier(place.stage);
+    const bool inside = column < bytes;
+    const auto* const from = static_cast<const std::byte*>(tokens.call.x) + (inside ? column : 0);
+    std::uint32_t to = ring.tokens(place.stage);
+#pragma unroll 2
+    for (std::uint32_t i = row; i < count; i += 2 * kRowsAtOnce) {
+      const std::int32_t one = own[i], other = own[i + kRowsAtOnce];
+      copy_async(to + first_place, from + max(one, 0) * row_bytes, inside && one >= 0);
+      copy_async(to + second_place, from + max(other, 0) * row_bytes, inside && other >= 0);
+      to += 2 * kRowsAtOnce * kStageRowBytes;
     }
-    __syncwarp();
+    arrive_after_copies(full);
+    // In the place of the thread that announces packed rows. In FP8 it is that of the scales.
+    if (!kJoinedScales<C> && warp == 0 && lane == 0) arrive(full);
+    column += kStageRowBytes;
     place.advance(ring.stages);
   }
   return true;

@@ -7,8 +7,8 @@
 // kernel (layer/kernel.cuh), whose roles they have, too (pipeline/roles.h):
 //   weights   tasks -> the copy engine: 128 or 256 weight rows x 128 bytes per stage
 //   tokens    tasks -> the copy engine: the tile's rows x 128 bytes per stage; in FP8 also the
-//             rows' scales, multiplied by the weights'. Through an index a second warp, otherwise
-//             idle, asks for half of the rows (grouped/gather.cuh)
+//             rows' scales, multiplied by the weights'. Through an index two other warps copy
+//             the rows (grouped/gather.cuh)
 //   math      two warpgroups: matrix instructions over the ring, the epilogue
 #pragma once
 
@@ -31,6 +31,7 @@ struct BF16Grouped {
                                     .cluster = kPair,
                                     .most_log2_split = 0};
   static constexpr TokenSource kTokens = TokenSource::kPacked;
+  static constexpr bool kMayGather = true;
   static constexpr std::uint32_t kStagesTogether = 1;
   static constexpr int kSlotRows = kTile.max_height();
   static constexpr int kStagedTokens = 16;
@@ -49,6 +50,7 @@ struct FP8Grouped {
                                     .cluster = kPair,
                                     .most_log2_split = 0};
   static constexpr TokenSource kTokens = TokenSource::kPacked;
+  static constexpr bool kMayGather = true;
   static constexpr std::uint32_t kStagesTogether = 1;
   static constexpr int kSlotRows = kTile.max_height();
   static constexpr int kStagedTokens = 16;
@@ -209,7 +211,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp == 0) {
     if (elect()) {
       make_ring_barriers<C::kTokens>(block.barriers, call.paired,
-                                     call.index_in != nullptr ? kIndexWarps - 1 : 0);
+                                     call.gathers != 0 ? kIndexArrivals : 0);
       fence_new_barriers();
       block.life.epoch = 0;
       block.life.going = Going::kOn;
@@ -238,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (call.paired != 0) pair_sync();
   const TilePipeline<C> pipeline{{params, block.life}, block.shape,          block.memory.ring,
                                  block.barriers.full,  block.barriers.empty, block.ring_scales(),
-                                 call.paired};
+                                 call.paired,          call.gathers};
   constexpr bool kMeets = kActivates && kGated;
   GroupedTasks<C, kActivates> tasks(params, block.cut, block.rows, call.paired);
   TileTask task;
@@ -258,20 +260,25 @@ __global__ void __launch_bounds__(kThreads, 1)
           break;
         }
       }
-    } else if (call.index_in != nullptr) {
-      const std::uint32_t of_index = warp - kTokensWarp;
-      while (of_index < kIndexWarps && tasks.next(task)) {
+    } else if (call.gathers != 0) {
+      const bool scales = kJoinedScales<C> && warp == kTokensWarp;
+      const bool gathers = warp == kSchedulerWarp || warp == kPackWarp;
+      const std::uint32_t of_index = warp == kSchedulerWarp ? 0 : 1;
+      while ((scales || gathers) && tasks.next(task)) {
         const IndexedRows rows{
-            call, first_row(call.in, block.rows, block.rows.in_begin, task.expert) + task.first_row,
-            of_index, block.index.rows[of_index]};
-        if (kJoinedScales<C> && of_index == 0) {
-          if constexpr (kJoinedScales<C>) {
+            call,
+            first_row(call.in, block.rows, block.rows.in_begin, task.expert) + task.first_row};
+        if constexpr (kJoinedScales<C>) {
+          if (scales) {
             if (!load_scaled_tile(pipeline, rows, weight_scales<C>(params, params.hidden, task),
                                   task, place, false)) {
               break;
             }
+            continue;
           }
-        } else if (!load_indexed_tile(pipeline, rows, task, place)) {
+        }
+        if (!gather_rows(pipeline, rows, params.in_columns, task, place, of_index,
+                         block.index.rows[of_index])) {
           break;
         }
       }

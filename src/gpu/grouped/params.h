@@ -36,6 +36,7 @@ struct GroupedParams : ExpertParams, WaitParams, ModelShape, ActivationParams {
   GroupedCut cut;            // of calls without candidates
   ChoiceRule rule;           // of calls with some
   std::uint32_t columns;     // of the output
+  std::uint32_t in_columns;  // of the input
   std::uint32_t k_blocks;    // stages of a token
   std::uint32_t row_blocks;  // tasks of one block that the weight rows of one tile make
   // The products' columns: gate i is at gate_at + i * product_step, up i likewise.
@@ -53,8 +54,10 @@ struct GroupedCall : GroupedRows {
   TokenMaps x_maps;       // over all rows of the input
   const float* x_scales;  // [rows, scale_stride], of FP8 rows
   std::int64_t scale_stride;
-  const std::int32_t* index_in;  // [rows of the layout `in`] the rows of x; or null
-  CUtensorMap row_map;           // of calls with one: boxes of one row
+  std::uint32_t gathers;         // 1: blocks copy the rows that index_in names
+  const std::int32_t* index_in;  // [rows of the layout `in`] the rows of x
+  const void* x;                 // of calls with one, in place of x_maps
+  std::int64_t x_row_bytes;
   std::uint32_t x_rows;
   const std::int32_t* index;  // [rows] the place of each row in the output; or null
   const float* weights;       // [rows], by which the output is multiplied; or null
@@ -95,6 +98,7 @@ struct PrepareCall : GroupedRows {
   const void* x;
   DType type;             // kBF16, kF16 or kF32; kF8E4M3 only to gather
   std::int64_t x_stride;  // in elements
+  std::int64_t x_rows;    // an index that names none of them, such as -1, gives zeros
   const float* x_scales;  // of FP8 rows
   std::int64_t scale_stride;
   const std::int32_t* index;  // [rows of the layout]; or null

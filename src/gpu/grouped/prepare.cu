@@ -58,8 +58,9 @@ __global__ void __launch_bounds__(kPrepareThreads)
     const std::uint32_t expert = find_expert(table.packed_begin, num_experts, r);
     const std::uint32_t place =
         first_row(call.in, table, table.in_begin, expert) + r - table.packed_begin[expert];
-    const std::int64_t row =
+    std::int64_t row =
         call.index != nullptr ? std::int64_t{__ldg(call.index + place)} : std::int64_t{place};
+    if (row >= call.x_rows) row = -1;
     if (call.to_scales == nullptr) {
       auto* const to = static_cast<std::uint16_t*>(call.to) + std::int64_t{r} * call.columns;
       for (int column = 8 * static_cast<int>(threadIdx.x); column < call.columns;

@@ -267,16 +267,21 @@ void GroupedGemmEngine::State::describe_parts(std::int64_t rows, void* stream, G
 void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedCall& call) {
   const MatrixView& x = input.x;
   const int element = policy.numerics.token_bytes();
-  const bool as_they_are = x.dtype == policy.numerics.token &&
+  // Rows through an index: blocks that stand alone copy them from where they are. In pairs every
+  // block would copy the rows that both share.
+  const bool in_place = !input.index.empty() && call.paired == 0;
+  const bool as_they_are = x.dtype == policy.numerics.token && (input.index.empty() || in_place) &&
                            reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 &&
                            (x.rows <= 1 || (x.row_stride > 0 && x.row_stride * element % 16 == 0));
   if (as_they_are) {
     const auto* const data = static_cast<const std::byte*>(x.data);
     const std::int64_t row_stride = x.rows > 1 ? x.row_stride : spec.k;
-    if (input.index.empty()) {
+    if (!in_place) {
       call.x_maps = token_maps(data, element, x.rows, spec.k, row_stride);
     } else {
-      call.row_map = rows_map(data, element, x.rows, spec.k, row_stride, 1);
+      call.x = data;
+      call.x_row_bytes = row_stride * element;
+      call.gathers = 1;
       call.index_in = static_cast<const std::int32_t*>(input.index.data());
       call.x_rows = static_cast<std::uint32_t>(x.rows);
     }
@@ -300,6 +305,7 @@ void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedC
   prepare.x = x.data;
   prepare.type = x.dtype;
   prepare.x_stride = x.row_stride;
+  prepare.x_rows = x.rows;
   prepare.x_scales = x.scale;
   prepare.scale_stride = x.scale_stride;
   prepare.index = static_cast<const std::int32_t*>(input.index.data());
@@ -352,6 +358,7 @@ GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec& spec, const GroupedG
   params.num_experts = spec.num_experts;
   params.hidden = first ? spec.k : spec.n;
   params.columns = static_cast<std::uint32_t>(spec.output_columns());
+  params.in_columns = static_cast<std::uint32_t>(spec.k);
   params.alpha = 1;
   params.limit = INFINITY;
   params.product_step = 1;

@@ -107,6 +107,7 @@ template <typename Layout>
 struct Pipeline {
   // A pass that chooses the shape may do so later.
   static constexpr bool kChosenLater = !Layout::kFixed;
+  static constexpr bool kMayGather = requires { requires Layout::kMayGather; };
   using Shape =
       std::conditional_t<kChosenLater, const StageShape<Layout>&, const StageShape<Layout>>;
 
@@ -116,6 +117,9 @@ struct Pipeline {
   const std::uint64_t *full, *empty;
   const std::byte* scales;      // null where stages have none
   const std::uint32_t& paired;  // 1: the pair's blocks fill each other's rings, too
+  // 1: ordinary copies write the tokens of the stages. Absent where no launch decides it.
+  struct Absent {};
+  std::conditional_t<kMayGather, const std::uint32_t&, Absent> gathers;
 
   __device__ Ring<Layout> ring() const {
     Ring<Layout> ring{shape, shared_address(bytes), shared_address(full), shared_address(empty), 0};

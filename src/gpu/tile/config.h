@@ -80,6 +80,10 @@ inline constexpr bool kPairsTiles = C::kTile.cluster == 2 && kBoxes<C> == 2;
 template <typename C>
 inline constexpr bool kGathers = C::kTokens == TokenSource::kGathered;
 
+// True if a launch decides whether ordinary copies write them.
+template <typename C>
+inline constexpr bool kMayGather = requires { requires C::kMayGather; };
+
 // True if a stage holds products of scales. Token-major tiles have, with each stage, the scales of
 // its tokens multiplied by the two scales of its weights: of gate and up, or of the first 128 rows
 // and the next. Weight-major tiles have both kinds of scales as they are.
@@ -108,6 +112,7 @@ template <typename C>
 struct StageLayout {
   static constexpr bool kFixed = kJoinedScales<C>;
   static constexpr bool kFixedCount = kFixed && !kLendsRing<C>;
+  static constexpr bool kMayGather = gpu::kMayGather<C>;
   static constexpr std::uint32_t kTokensAt = kBoxes<C> * kBoxBytes;
   static constexpr std::uint32_t bytes(std::uint32_t height) {
     return kTokensAt + (kFixed ? kMaxHeight<C> : height) * kStageRowBytes;

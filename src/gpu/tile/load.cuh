@@ -125,6 +125,12 @@ struct SlottedTokens {
 
 inline constexpr std::uint32_t kUnitBytes = kUnitRows * kStageRowBytes;
 
+// True if other warps load the rows: the caller of load_scaled_tile() has their scales alone.
+template <typename Rows>
+inline constexpr bool kScalesAlone = requires {
+  requires Rows::kScalesAlone;
+};
+
 // The rows of a task's tokens that this block loads. If both blocks of a pair have the same tile,
 // each loads half of its rows for both.
 // Tokens: SlottedTokens, or others with maps and a place in them.
@@ -207,7 +213,8 @@ __device__ __forceinline__ bool load_scaled_tile(const TilePipeline<C>& pipeline
                                                  bool rehearsal) {
   static_assert(kMaxHeight<C> == 4 * 32 && kStageColumns<C> == kQuantGroup);
   const Ring<StageLayout<C>> ring = pipeline.ring();
-  const TileRows<C, Tokens> rows(pipeline, tokens, task);
+  using Rows = TileRows<C, Tokens>;
+  const Rows rows(pipeline, tokens, task);
   const std::uint32_t lane = threadIdx.x % 32;
   auto of_tokens = tokens.template scales_of<C>(task, 4 * lane);
   // The scales of two stages are under way, because loading them takes as long as multiplying a
@@ -247,7 +254,9 @@ __device__ __forceinline__ bool load_scaled_tile(const TilePipeline<C>& pipeline
       }
       __syncwarp();
       if (rehearsal) return true;
-      if (lane == 0) arrive_expect_bytes(full, task.units * kUnitBytes);
+      if (lane == 0) {
+        arrive_expect_bytes(full, kScalesAlone<Rows> ? 0 : task.units * kUnitBytes);
+      }
       place.advance(ring.stages);
       if (++block + 1 < end) fetch(of);
     }

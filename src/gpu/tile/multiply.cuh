@@ -49,7 +49,11 @@ class Multiplier {
     }
     // Gathered tokens were written by ordinary copies; the matrix unit reads through the async
     // proxy.
-    if (kGathers<C>) fence_async_proxy_shared();
+    if (gathered()) fence_async_proxy_shared();
+  }
+  __device__ bool gathered() const {
+    if constexpr (kMayGather<C>) return pipeline_.gathers != 0;
+    return kGathers<C>;
   }
   // The addresses of the stage's operands. A reduction tells the compiler that a number is the same
   // in all lanes. It then keeps the descriptors in uniform registers, where the instructions need
@@ -281,6 +285,8 @@ __device__ __forceinline__ void multiply_token_major(const TilePipeline<C>& pipe
   };
   // Multiplies the stage at `place`. The products with its last box stay under way.
   const auto begin = [&](const auto& operands) {
+    // (A stage that was found full was not waited for.)
+    if (kMayGather<C> && stage.gathered()) fence_async_proxy_shared();
     stage.issue(operands, 0, part, false);
     if constexpr (kTaskBoxes == 2) {
       load_scales(0);
