@@ -820,6 +820,9 @@ SY_API sy_status sy_exchange_dispatch_send(sy_exchange* exchange, const sy_dispa
                                            sy_exchange_handle* handle);
 SY_API sy_status sy_exchange_dispatch_recv(sy_exchange* exchange, const sy_dispatch_output* output,
                                            sy_exchange_handle* handle);
+// Both. With SY_CUDA what arrives can be put in its place while more is sent.
+SY_API sy_status sy_exchange_dispatch(sy_exchange* exchange, const sy_dispatch_input* input,
+                                      const sy_dispatch_output* output, sy_exchange_handle* handle);
 SY_API sy_status sy_exchange_combine_send(sy_exchange* exchange, const sy_combine_input* input,
                                           sy_exchange_handle* handle);
 SY_API sy_status sy_exchange_combine_recv(sy_exchange* exchange, const sy_combine_output* output,

@@ -724,6 +724,12 @@ _FUNCTIONS: dict[str, list[object]] = {
     "sy_exchange_handle_destroy": [POINTER(_HANDLE)],
     "sy_exchange_dispatch_send": [_HANDLE, POINTER(DispatchInput), _HANDLE],
     "sy_exchange_dispatch_recv": [_HANDLE, POINTER(DispatchOutput), _HANDLE],
+    "sy_exchange_dispatch": [
+        _HANDLE,
+        POINTER(DispatchInput),
+        POINTER(DispatchOutput),
+        _HANDLE,
+    ],
     "sy_exchange_combine_send": [_HANDLE, POINTER(CombineInput), _HANDLE],
     "sy_exchange_combine_recv": [_HANDLE, POINTER(CombineOutput), _HANDLE],
     "sy_exchange_rows_needed": [_HANDLE, _HANDLE, c_void_p, POINTER(c_int64)],

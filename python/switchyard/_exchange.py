@@ -314,6 +314,19 @@ class Exchange:
         Unsupported
             If a gradient is asked for.
         """
+        handle, call, keep = self._send_call(x, ids, weights, x_scale, handle)
+        with self._busy:
+            check(
+                _abi.library.sy_exchange_dispatch_send(self._open(), byref(call), handle._handle)
+            )
+        del keep
+        _note_sent(handle, x, call)
+        return handle
+
+    def _send_call(
+        self, x: Any, ids: Any, weights: Any, x_scale: Any, handle: ExchangeHandle | None
+    ) -> tuple[ExchangeHandle, _abi.DispatchInput, list[Any]]:
+        """The handle, the call, and what must live until it is made."""
         _refuse_gradient(x, weights)
         if ids is None and handle is None:
             raise InvalidArgument("there are no ids, and no handle whose ids are reused; pass either")
@@ -325,17 +338,7 @@ class Exchange:
             if array is not None:
                 keep.append(_put(call, name, array))
         call.stream = self._stream(x)
-        with self._busy:
-            check(
-                _abi.library.sy_exchange_dispatch_send(self._open(), byref(call), handle._handle)
-            )
-        del keep
-        # Of the tokens themselves nothing is kept.
-        known = _arrays.is_torch(x) or _arrays.is_numpy(x)
-        handle._like = _empty(x, (0,)) if known else x
-        if ids is not None:
-            handle.tokens = call.x.shape[0]
-        return handle
+        return handle, call, keep
 
     def dispatch_recv(
         self,
@@ -373,12 +376,24 @@ class Exchange:
         like = handle._like
         if like is None:
             raise InvalidArgument("nothing was sent with the handle; call dispatch_send() first")
+        rows = self._exact_rows(handle, like) if exact and out is None else None
+        received, call, keep = self._receive_call(handle, like, rows, out, scales_out)
+        with self._busy:
+            check(
+                _abi.library.sy_exchange_dispatch_recv(self._open(), byref(call), handle._handle)
+            )
+        del keep
+        return received
+
+    def _receive_call(
+        self, handle: ExchangeHandle, like: Any, rows: int | None, out: Any, scales_out: Any
+    ) -> tuple[Received, _abi.DispatchOutput, list[Any]]:
+        """What is received, the call, and what must live until it is made. `rows`: if there is no
+        `out`; None: as many as there can be."""
         if out is not None:
             out = out.reshape(-1, out.shape[-1]) if len(out.shape) == 3 else out
             rows = out.shape[0]
-        elif exact:
-            rows = self._exact_rows(handle, like)
-        else:
+        elif rows is None:
             rows = self.rows_needed
         if out is None:
             out = _empty(like, (rows, self.hidden), _TYPES[self._code])
@@ -403,12 +418,7 @@ class Exchange:
             keep.append(_put(call, name, getattr(received, name)))
         if scales_out is not None:
             keep.append(_put(call, "scales", scales_out))
-        with self._busy:
-            check(
-                _abi.library.sy_exchange_dispatch_recv(self._open(), byref(call), handle._handle)
-            )
-        del keep
-        return received
+        return received, call, keep
 
     def dispatch(
         self,
@@ -435,8 +445,21 @@ class Exchange:
         -------
         Received
         """
-        handle = self.dispatch_send(x, ids, weights, x_scale=x_scale, handle=handle)
-        return self.dispatch_recv(handle, out=out, scales_out=scales_out, exact=exact)
+        # On processors a receive can be refused and made again when the send is done.
+        if exact or self.backend != "cuda":
+            handle = self.dispatch_send(x, ids, weights, x_scale=x_scale, handle=handle)
+            return self.dispatch_recv(handle, out=out, scales_out=scales_out, exact=exact)
+        handle, send, keep = self._send_call(x, ids, weights, x_scale, handle)
+        received, receive, kept = self._receive_call(handle, _like(x), None, out, scales_out)
+        with self._busy:
+            check(
+                _abi.library.sy_exchange_dispatch(
+                    self._open(), byref(send), byref(receive), handle._handle
+                )
+            )
+        del keep, kept
+        _note_sent(handle, x, send)
+        return received
 
     def _exact_rows(self, handle: ExchangeHandle, like: Any) -> int:
         rows = ctypes.c_int64()
@@ -592,6 +615,17 @@ class Exchange:
 
     def _stream(self, array: Any) -> int | None:
         return _arrays.current_stream(array) if self.backend == "cuda" else None
+
+
+def _like(x: Any) -> Any:
+    """Something that arrays can be made like: of the tokens themselves nothing is kept."""
+    return _empty(x, (0,)) if _arrays.is_torch(x) or _arrays.is_numpy(x) else x
+
+
+def _note_sent(handle: ExchangeHandle, x: Any, call: _abi.DispatchInput) -> None:
+    handle._like = _like(x)
+    if not call.reuse:
+        handle.tokens = call.x.shape[0]
 
 
 def _put(call: ctypes.Structure, name: str, array: Any) -> Any:

@@ -300,6 +300,18 @@ sy_status sy_exchange_dispatch_recv(sy_exchange* exchange, const sy_dispatch_out
   });
 }
 
+sy_status sy_exchange_dispatch(sy_exchange* exchange, const sy_dispatch_input* input,
+                               const sy_dispatch_output* output, sy_exchange_handle* handle) {
+  return guarded([&] {
+    require("exchange", exchange);
+    require("handle", handle);
+    const sy_dispatch_input sent = read_struct("sy_dispatch_input", input);
+    const sy_dispatch_output received = read_struct("sy_dispatch_output", output);
+    exchange->exchange.dispatch(input_of(*exchange, sent), output_of(*exchange, received),
+                                handle->handle);
+  });
+}
+
 sy_status sy_exchange_combine_send(sy_exchange* exchange, const sy_combine_input* input,
                                    sy_exchange_handle* handle) {
   return guarded([&] {

@@ -2,6 +2,7 @@
 // the other.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "exchange/problem.h"
@@ -48,6 +49,15 @@ class ExchangeEngine {
   virtual void dispatch_send(const DispatchInput& input, State& handle) = 0;
   // May throw Error{kCapacityExceeded}, and is called again then.
   virtual void dispatch_recv(const DispatchOutput& output, State& handle) = 0;
+  // Both, one after the other; calls `sent` in between. Throws before anything is sent, or what
+  // check() and dispatch_recv() throw.
+  virtual void dispatch(const DispatchInput& input, const DispatchOutput& output, State& handle,
+                        const std::function<void()>& sent) {
+    dispatch_send(input, handle);
+    sent();
+    check();
+    dispatch_recv(output, handle);
+  }
   // The rows of the layout for the dispatch that was sent with the handle.
   virtual std::int64_t rows_needed(State& handle, void* stream) = 0;
   virtual void combine_send(const CombineInput& input, State& handle) = 0;

@@ -55,6 +55,30 @@ void require_received(const State& state, const char* call) {
                   call));
 }
 
+// The handle's, if a dispatch can be sent with it.
+State& state_to_send(const DispatchInput& input, const std::unique_ptr<State>& handle,
+                     ExchangeEngine& engine) {
+  State& state = state_of(handle, engine);
+  engine.check();
+  const ExchangeCalls& calls = *engine.calls();
+  check_turn_to_send("dispatch", calls.dispatch, calls);
+  if (!input.reuse && calls.combine == &state) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "a combine with the handle is on its way, which needs its contents; call "
+                "combine_recv() first, or dispatch with another handle");
+  }
+  check_dispatch(engine.problem(), input, state);
+  return state;
+}
+
+void note_sent(const DispatchInput& input, State& state) {
+  if (!input.reuse) {
+    state.tokens = input.tokens.rows;
+    state.received = false;
+  }
+  state.calls->dispatch = &state;
+}
+
 }  // namespace
 
 const char* to_string(CombineWeights weights) {
@@ -90,22 +114,9 @@ ExchangeHandle Exchange::make_handle() const {
 }
 
 void Exchange::dispatch_send(const DispatchInput& input, ExchangeHandle& handle) {
-  State& state = state_of(handle.state_, *engine_);
-  engine_->check();
-  ExchangeCalls& calls = *engine_->calls();
-  check_turn_to_send("dispatch", calls.dispatch, calls);
-  if (!input.reuse && calls.combine == &state) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "a combine with the handle is on its way, which needs its contents; call "
-                "combine_recv() first, or dispatch with another handle");
-  }
-  check_dispatch(engine_->problem(), input, state);
+  State& state = state_to_send(input, handle.state_, *engine_);
   engine_->dispatch_send(input, state);
-  if (!input.reuse) {
-    state.tokens = input.tokens.rows;
-    state.received = false;
-  }
-  calls.dispatch = &state;
+  note_sent(input, state);
 }
 
 void Exchange::dispatch_recv(const DispatchOutput& output, ExchangeHandle& handle) {
@@ -122,8 +133,10 @@ void Exchange::dispatch_recv(const DispatchOutput& output, ExchangeHandle& handl
 void Exchange::dispatch(const DispatchInput& input, const DispatchOutput& output,
                         ExchangeHandle& handle) {
   check_received(engine_->problem(), output);
-  dispatch_send(input, handle);
-  dispatch_recv(output, handle);
+  State& state = state_to_send(input, handle.state_, *engine_);
+  engine_->dispatch(input, output, state, [&] { note_sent(input, state); });
+  state.received = true;
+  engine_->calls()->dispatch = nullptr;
 }
 
 std::int64_t Exchange::rows_needed() const { return engine_->problem().rows_needed(); }

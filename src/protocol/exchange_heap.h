@@ -7,9 +7,18 @@
 //   counts     [parity][s][expert of d]   its rows of each expert, the call's number in every word
 //   arrived    [parity][s]                the call's number, and that of the dispatch whose rows
 //                                         they are, when all entries and tokens came
+//   heads      [parity][s]                two words, early: as `arrived`; and how many tokens s has
+//   come       [parity][s][part]          as `arrived`, when kPartTokens tokens of s came, and
+//   their
+//                                         entries. `heads` and `come` are of GPUs alone, and only
+//                                         for who does not want to wait for all: no call depends on
+//                                         them
 //   returned   [parity][s]                the call's number, when all cells that s computes came
-//   entries    [parity][s][position]      whose each row is, sorted by expert, then by slot
-//   pool       [parity][s][position]      tokens of s that have an expert of d, each once
+//   entries    [parity][s][position]      whose each row is, sorted by expert, then by slot; of
+//   GPUs
+//                                         by token, each with room for as many as a token can have
+//   pool       [parity][s][position]      tokens of s that have an expert of d, each once; of GPUs
+//                                         the position is the token's number
 //   cells      [parity][token][k]         results of d's tokens, by the owner of the slot's expert
 //   control    own words only; but see abort_world
 //
@@ -80,6 +89,9 @@ class ExchangeHeap {
     counts_ = place(2 * num_ranks_ * counts_row_ * sizeof(std::uint64_t));
     arrived_ = place(2 * num_ranks_ * kFlagBytes);
     returned_ = place(2 * num_ranks_ * kFlagBytes);
+    heads_ = place(2 * num_ranks_ * kFlagBytes);
+    come_row_ = round_up<std::uint64_t>(ceil_div<std::uint64_t>(max_tokens_, kPartTokens), 8);
+    come_ = place(2 * num_ranks_ * come_row_ * sizeof(std::uint64_t));
     entry_bytes_ = shape.entry_bytes;
     entries_ = place(2 * num_ranks_ * list_ * entry_bytes_);
     pool_ = place(2 * num_ranks_ * max_tokens_ * token_bytes_);
@@ -91,6 +103,7 @@ class ExchangeHeap {
   // The bytes, from the start, that must be zero before the first call.
   std::uint64_t flag_bytes() const { return entries_; }
   std::uint64_t list() const { return list_; }  // the most entries of one source
+  static constexpr std::uint32_t kPartTokens = 64;
   SWITCHYARD_HOST_DEVICE std::uint64_t scale_offset() const { return scale_offset_; }
 
   // Regions of the heap at `base`, for call number `call` of its kind.
@@ -105,6 +118,16 @@ class ExchangeHeap {
   SWITCHYARD_HOST_DEVICE std::uint64_t* returned(std::byte* base, std::uint64_t call,
                                                  int source) const {
     return reinterpret_cast<std::uint64_t*>(base + returned_ + part(call, source) * kFlagBytes);
+  }
+  // At a 16-byte boundary.
+  SWITCHYARD_HOST_DEVICE std::uint64_t* head(std::byte* base, std::uint64_t call,
+                                             int source) const {
+    return reinterpret_cast<std::uint64_t*>(base + heads_ + part(call, source) * kFlagBytes);
+  }
+  SWITCHYARD_HOST_DEVICE std::uint64_t* come(std::byte* base, std::uint64_t call, int source,
+                                             std::uint64_t token) const {
+    return reinterpret_cast<std::uint64_t*>(base + come_) + part(call, source) * come_row_ +
+           token / kPartTokens;
   }
   template <typename Entry = ExchangeEntry>
   SWITCHYARD_HOST_DEVICE Entry* entries(std::byte* base, std::uint64_t call, int source) const {
@@ -136,8 +159,9 @@ class ExchangeHeap {
   std::uint64_t list_ = 0;        // entries of one source
   std::uint64_t entry_bytes_ = 0;
   std::uint64_t scale_offset_ = 0, token_bytes_ = 0, cell_bytes_ = 0;
-  std::uint64_t counts_ = 0, arrived_ = 0, returned_ = 0, entries_ = 0, pool_ = 0, cells_ = 0,
-                bytes_ = 0;
+  std::uint64_t come_row_ = 0;  // words of one source
+  std::uint64_t counts_ = 0, arrived_ = 0, returned_ = 0, heads_ = 0, come_ = 0, entries_ = 0,
+                pool_ = 0, cells_ = 0, bytes_ = 0;
 };
 
 }  // namespace switchyard::protocol

@@ -64,6 +64,8 @@ __global__ void __launch_bounds__(kMoverThreads)
                  const __grid_constant__ HandleSite handle,
                  const __grid_constant__ CombineSend call) {
   __shared__ Sources sources;
+  await_kernel_before();
+  invite_next_kernel();
   if (!is_alive(site)) return;
   const std::uint64_t number = site.words->combine + 1;
   const int me = site.heaps.rank, ranks = site.heaps.size();
@@ -114,7 +116,7 @@ __global__ void __launch_bounds__(kMoverThreads)
     if (part == 0 && to != me) ++returned;
   }
   add_counts(site, returned, 0);
-  if (!ends_last(site)) return;
+  if (!ends_last(site.words->ended_blocks, gridDim.x)) return;
   if (static_cast<int>(threadIdx.x) < ranks) {
     const int to = static_cast<int>(threadIdx.x);
     protocol::store_release(site.heap.returned(site.heaps.base[to], number, me),
@@ -133,11 +135,13 @@ __global__ void __launch_bounds__(kMoverThreads)
 }
 
 __global__ void __launch_bounds__(32) await_combine(const __grid_constant__ ExchangeSite site) {
+  await_kernel_before();
   if (!is_alive(site)) return;
   const std::uint64_t number = site.words->combine;
   const bool came =
       await_all(site, protocol::Phase::kCombine, number, site.words->combine_of_all,
                 [&](int r) { return site.heap.returned(site.heaps.mine(), number, r); });
+  invite_next_kernel();
   if (came && threadIdx.x == 0) protocol::note_progress(site.heaps);
 }
 
@@ -146,6 +150,8 @@ __global__ void __launch_bounds__(kMoverThreads)
     sum_tokens(const __grid_constant__ ExchangeSite site, const __grid_constant__ HandleSite handle,
                const __grid_constant__ CombineReceive call) {
   constexpr std::uint32_t kAtOnce = kIn == DType::kF32 ? 4 : 8;
+  await_kernel_before();
+  invite_next_kernel();
   if (!is_alive(site)) return;
   const std::uint64_t number = site.words->combine;
   const std::uint32_t lane = threadIdx.x % 32;
@@ -196,21 +202,22 @@ __global__ void __launch_bounds__(kMoverThreads)
 }
 
 template <Return kReturn, DType kType>
-void launch(const ExchangeSite& site, const HandleSite& handle, const CombineSend& call,
-            unsigned blocks, cudaStream_t stream) {
+cudaError_t launch(const ExchangeSite& site, const HandleSite& handle, const CombineSend& call,
+                   unsigned blocks, cudaStream_t stream) {
   const std::uint32_t steps = kReturn == Return::kRow
                                   ? CopySteps::count(site.hidden * size_of(kType))
                                   : protocol::ceil_div(site.hidden, kElementColumns);
   const unsigned count = blocks_for(static_cast<std::uint64_t>(call.num_rows) * steps, blocks);
-  send_results<kReturn, kType><<<count, kMoverThreads, 0, stream>>>(site, handle, call);
+  return launch_early(send_results<kReturn, kType>, count, kMoverThreads, stream, site, handle,
+                      call);
 }
 
 template <DType kType>
-void launch_return(const ExchangeSite& site, const HandleSite& handle, const CombineSend& call,
-                   unsigned blocks, cudaStream_t stream) {
+cudaError_t launch_return(const ExchangeSite& site, const HandleSite& handle,
+                          const CombineSend& call, unsigned blocks, cudaStream_t stream) {
   if (call.pre_sum) return launch<Return::kSum, kType>(site, handle, call, blocks, stream);
   if (call.weighs) return launch<Return::kWeighed, kType>(site, handle, call, blocks, stream);
-  launch<Return::kRow, kType>(site, handle, call, blocks, stream);
+  return launch<Return::kRow, kType>(site, handle, call, blocks, stream);
 }
 
 template <DType kType>
@@ -232,20 +239,16 @@ cudaError_t launch_combine_send(const ExchangeSite& site, const HandleSite& hand
                                 cudaStream_t stream) {
   switch (dtype) {
     case DType::kF32:
-      launch_return<DType::kF32>(site, handle, call, blocks, stream);
-      break;
+      return launch_return<DType::kF32>(site, handle, call, blocks, stream);
     case DType::kF16:
-      launch_return<DType::kF16>(site, handle, call, blocks, stream);
-      break;
+      return launch_return<DType::kF16>(site, handle, call, blocks, stream);
     default:
-      launch_return<DType::kBF16>(site, handle, call, blocks, stream);
+      return launch_return<DType::kBF16>(site, handle, call, blocks, stream);
   }
-  return cudaGetLastError();
 }
 
 cudaError_t launch_await_combine(const ExchangeSite& site, cudaStream_t stream) {
-  await_combine<<<1, 32, 0, stream>>>(site);
-  return cudaGetLastError();
+  return launch_early(await_combine, 1, 32, stream, site);
 }
 
 cudaError_t launch_sum_tokens(const ExchangeSite& site, const HandleSite& handle,
@@ -256,15 +259,15 @@ cudaError_t launch_sum_tokens(const ExchangeSite& site, const HandleSite& handle
   const unsigned count = blocks_for(steps, blocks);
   switch (dtype) {
     case DType::kF32:
-      sum_tokens<DType::kF32><<<count, kMoverThreads, 0, stream>>>(site, handle, call);
-      break;
+      return launch_early(sum_tokens<DType::kF32>, count, kMoverThreads, stream, site, handle,
+                          call);
     case DType::kF16:
-      sum_tokens<DType::kF16><<<count, kMoverThreads, 0, stream>>>(site, handle, call);
-      break;
+      return launch_early(sum_tokens<DType::kF16>, count, kMoverThreads, stream, site, handle,
+                          call);
     default:
-      sum_tokens<DType::kBF16><<<count, kMoverThreads, 0, stream>>>(site, handle, call);
+      return launch_early(sum_tokens<DType::kBF16>, count, kMoverThreads, stream, site, handle,
+                          call);
   }
-  return cudaGetLastError();
 }
 
 cudaError_t load_combine_kernels() {

@@ -1,10 +1,14 @@
 // Dispatch: tokens into the pools of the ranks of their experts, and from the pool into rows.
 //
-//   prepare         places and weights of slots (then permute() numbers the slots by place)
-//   send_tokens     counts, entries and tokens to all ranks, each token once; the last block raises
-//                   the flags
+//   send_tokens     some blocks sort the slots by expert, and send counts and entries to all ranks;
+//                   others send tokens, each once to a rank, and need no order for that. The last
+//                   block raises the flags
 //   await_dispatch  one block waits for the flags of all ranks, and plans where rows go
 //   place_rows      copies them there; it waits for nobody
+//
+// If the receive follows the send at once, and the rank has its device for itself, further blocks
+// of send_tokens plan and place what comes while it comes. They have little patience: a rank that
+// is late is waited for by await_dispatch, and place_rows goes on where they stopped.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -20,48 +24,285 @@ namespace {
 
 using protocol::SlotEntry;
 
-// ------------------------------------------------------------------------------------ prepare
+constexpr std::uint32_t kPartTokens = protocol::ExchangeHeap::kPartTokens;
 
-constexpr std::uint32_t kPrepareThreads = 256;
-
-__device__ __forceinline__ std::int64_t id_of(const PrepareCall& call, std::uint32_t slot) {
-  return call.wide_ids ? static_cast<const std::int64_t*>(call.ids)[slot]
-                       : static_cast<const std::int32_t*>(call.ids)[slot];
+__device__ __forceinline__ std::uint64_t sum_up_to_lane(std::uint64_t value) {
+#pragma unroll
+  for (std::uint32_t distance = 1; distance < 32; distance *= 2) {
+    const std::uint64_t below = __shfl_up_sync(~0u, value, distance);
+    if (threadIdx.x % 32 >= distance) value += below;
+  }
+  return value;
+}
+// The sum of the values of this thread and those before it.
+__device__ __forceinline__ std::uint64_t sum_up_to_thread(std::uint64_t value) {
+  __shared__ std::uint64_t of_warps[32];
+  std::uint64_t sum = sum_up_to_lane(value);
+  if (threadIdx.x % 32 == 31) of_warps[threadIdx.x / 32] = sum;
+  __syncthreads();
+  for (std::uint32_t w = 0; w < threadIdx.x / 32; ++w) sum += of_warps[w];
+  return sum;
 }
 
-__device__ __forceinline__ void prepare_slot(const ExchangeSite& site, const PrepareCall& call,
-                                             std::uint32_t slot) {
-  const std::int64_t id = id_of(call, slot);
-  std::int32_t place = -1;
-  if (id >= 0 && id < call.num_experts) {
-    bool twice = false;
-    for (std::uint32_t other = slot - slot % call.top_k; other < slot; ++other) {
-      twice |= id_of(call, other) == id;
-    }
+// What a send tells of itself, and of what came of it.
+struct Sending {
+  std::uint64_t number;  // of this dispatch
+  std::uint64_t layout;  // of the dispatch whose rows it uses
+  std::uint32_t parts;   // units of a token
+};
+
+// By one thread, which has fenced what `count` more units of tokens in part `part` wrote, or the
+// entries of so many of them. The last one tells all ranks.
+__device__ __forceinline__ void note_came(const ExchangeSite& site, const DispatchSend& call,
+                                          const Sending& sending, std::uint32_t part,
+                                          std::uint32_t count) {
+  const std::uint32_t tokens = min(kPartTokens, call.count - part * kPartTokens);
+  const std::uint32_t all = tokens * (sending.parts + (call.fresh ? 1 : 0));
+  if (atomicAdd(site.came + part, count) + count != all) return;
+  fence_system();
+  site.came[part] = 0;
+  for (int r = 0; r < site.heaps.size(); ++r) {
+    protocol::store_relaxed(site.heap.come(site.heaps.base[r], sending.number, site.heaps.rank,
+                                           std::uint64_t{part} * kPartTokens),
+                            protocol::numbered(sending.number, sending.layout));
+  }
+}
+
+// ------------------------------------------------------------------------------------- sorting
+//
+// A stable counting sort of slots by place. Each sorting block has neighbouring tokens, and each of
+// its warps. A block learns from the blocks before it how many slots they have of each place, and
+// waits for no other: blocks start in order, so it waits for blocks that run.
+
+constexpr std::uint32_t kSortWarps = 8;
+
+struct SortStorage {
+  std::uint32_t counts[kSortWarps][kMostPlaces];  // of a warp; then of the warps before, and so far
+  std::uint32_t before[kMostPlaces];              // of the blocks before
+  std::uint32_t up_to[kMostPlaces];               // of all blocks; then of all places up to each
+};
+
+// -1: none.
+__device__ __forceinline__ std::int32_t id_of(const SlotsCall& call, std::size_t slot) {
+  const std::int64_t id = call.wide_ids ? static_cast<const std::int64_t*>(call.ids)[slot]
+                                        : static_cast<const std::int32_t*>(call.ids)[slot];
+  return id >= 0 && id < call.num_experts ? static_cast<std::int32_t>(id) : -1;
+}
+__device__ __forceinline__ std::int32_t place_of(const SlotsCall& call, std::int32_t id) {
+  return id < 0 || call.place_of == nullptr ? id : call.place_of[id];
+}
+__device__ __forceinline__ float weight_of(const SlotsCall& call, std::size_t slot) {
+  if (call.weights == nullptr) return 1;
+  return call.bf16_weights ? __bfloat162float(static_cast<const __nv_bfloat16*>(call.weights)[slot])
+                           : static_cast<const float*>(call.weights)[slot];
+}
+
+// A warp's tokens, as many at a time as it has lanes for their slots.
+struct SortLanes {
+  std::uint32_t begin, end, at_once;
+  std::uint32_t local, k;  // this lane's token among those, and its slot
+  bool inside;
+
+  __device__ SortLanes(const ExchangeSite& site, const DispatchSend& call) {
+    const std::uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    at_once = 32 / site.top_k;
+    local = lane / site.top_k;
+    k = lane % site.top_k;
+    inside = local < at_once;
+    const std::uint32_t all = call.slots.tokens_of_sorter;
+    const std::uint32_t each = protocol::ceil_div(all, kSortWarps);
+    const std::uint32_t first = min(blockIdx.x * all, call.count);
+    const std::uint32_t last = min(first + all, call.count);
+    begin = warp < kSortWarps ? min(first + warp * each, last) : last;
+    end = warp < kSortWarps ? min(begin + each, last) : last;
+  }
+  __device__ bool has(std::uint32_t first) const { return inside && first + local < end; }
+};
+
+// The lanes with the same value, and how many of them come before this one.
+struct Equals {
+  std::uint32_t lanes, count, before;
+
+  __device__ explicit Equals(std::uint32_t value) {
+    lanes = __match_any_sync(~0u, value);
+    count = __popc(lanes);
+    before = __popc(lanes & ((1u << threadIdx.x % 32) - 1));
+  }
+};
+// A value that no other lane has, nor a lane with something in its lower bits.
+__device__ __forceinline__ std::uint32_t unlike_others() { return 1u << 31 | threadIdx.x % 32; }
+
+// Places and weights of a warp's slots, and how many there are of each place.
+__device__ __forceinline__ void count_slots(const ExchangeSite& site, const HandleSite& handle,
+                                            const DispatchSend& call, const SortLanes& lanes,
+                                            std::uint32_t* counts) {
+#pragma unroll 1
+  for (std::uint32_t first = lanes.begin; first < lanes.end; first += lanes.at_once) {
+    const bool has = lanes.has(first);
+    const std::uint32_t token = first + lanes.local;
+    const std::size_t slot = std::size_t{token} * site.top_k + lanes.k;
+    const std::int32_t id = has ? id_of(call.slots, slot) : -1;
+    const float weight = has ? weight_of(call.slots, slot) : 0;
+    const Equals same(id < 0 ? unlike_others()
+                             : lanes.local << 12 | static_cast<std::uint32_t>(id));
+    const bool twice = id >= 0 && same.before != 0;
     if (twice) {
-      tell(site.failures->twice, ExchangeFailures::kFound | std::uint64_t{slot / call.top_k} << 32 |
-                                     static_cast<std::uint64_t>(id));
-    } else {
-      place = call.place_of == nullptr ? static_cast<std::int32_t>(id) : call.place_of[id];
+      tell(site.failures->twice,
+           ExchangeFailures::kFound | std::uint64_t{token} << 32 | static_cast<std::uint64_t>(id));
     }
+    const std::int32_t place = twice ? -1 : place_of(call.slots, id);
+    if (has) {
+      handle.places[slot] = place;
+      handle.weights[slot] = weight;
+    }
+    const Equals equals(static_cast<std::uint32_t>(place));
+    if (place >= 0 && equals.before == 0) counts[place] += equals.count;
+    __syncwarp();
   }
-  call.places[slot] = place;
-  float weight = 1;
-  if (call.weights != nullptr) {
-    weight = call.bf16_weights
-                 ? __bfloat162float(static_cast<const __nv_bfloat16*>(call.weights)[slot])
-                 : static_cast<const float*>(call.weights)[slot];
-  }
-  call.to[slot] = weight;
 }
 
-__global__ void __launch_bounds__(kPrepareThreads)
-    prepare(const __grid_constant__ ExchangeSite site, const __grid_constant__ PrepareCall call) {
-  if (!is_alive(site)) return;
-  for (std::uint32_t slot = blockIdx.x * kPrepareThreads + threadIdx.x; slot < call.slots;
-       slot += gridDim.x * kPrepareThreads) {
-    prepare_slot(site, call, slot);
+// The slots of each place in the blocks before this one. False if the exchange died.
+__device__ __forceinline__ bool sum_blocks_before(const ExchangeSite& site,
+                                                  const DispatchSend& call, std::uint64_t number,
+                                                  SortStorage& storage) {
+  for (std::uint32_t p = threadIdx.x; p < call.num_places; p += kMoverThreads) {
+    std::uint32_t sum = 0;
+#pragma unroll
+    for (std::uint32_t w = 0; w < kSortWarps; ++w) {
+      const std::uint32_t count = storage.counts[w][p];
+      storage.counts[w][p] = sum;
+      sum += count;
+    }
+    storage.before[p] = 0;
+    storage.up_to[p] = sum;
+    if (call.sorters > 1) site.totals[std::size_t{blockIdx.x} * call.num_places + p] = sum;
   }
+  if (call.sorters > 1) {
+    __syncthreads();
+    if (threadIdx.x == 0) protocol::store_release(site.totalled + blockIdx.x, number);
+    bool came = true;
+    if (threadIdx.x < blockIdx.x) {
+      for (std::uint32_t looks = 1; came; ++looks) {
+        if (protocol::load_acquire(site.totalled + threadIdx.x) == number) break;
+        // Blocks of an exchange that died do not begin.
+        if (looks % 256 == 0) came = !protocol::aborted(site.heaps);
+      }
+    }
+    if (__syncthreads_and(came) == 0) return false;
+    for (std::uint32_t p = threadIdx.x; p < call.num_places; p += kMoverThreads) {
+      std::uint32_t sum = 0;
+#pragma unroll 8
+      for (std::uint32_t b = 0; b < blockIdx.x; ++b) {
+        sum += __ldcg(site.totals + std::size_t{b} * call.num_places + p);
+      }
+      storage.before[p] = sum;
+      storage.up_to[p] += sum;
+    }
+  }
+  __syncthreads();
+  return true;
+}
+
+// By the last sorting block. The words say themselves of which dispatch they are.
+__device__ __forceinline__ void publish_counts(const ExchangeSite& site, const DispatchSend& call,
+                                               std::uint64_t number, SortStorage& storage) {
+  const std::uint32_t p = 2 * threadIdx.x;
+  const std::uint32_t low = p < call.num_places ? storage.up_to[p] : 0;
+  const std::uint32_t high = p + 1 < call.num_places ? storage.up_to[p + 1] : 0;
+  const auto sum = static_cast<std::uint32_t>(sum_up_to_thread(low + high));
+  storage.up_to[p] = sum - high;
+  storage.up_to[p + 1] = sum;
+  __syncthreads();
+  const protocol::ExpertPartition& places = site.heaps.experts;
+  for (std::uint32_t i = threadIdx.x; i < call.num_places; i += kMoverThreads) {
+    const int to = places.owner(static_cast<int>(i)), begin = places.begin(to);
+    const std::uint32_t before = begin == 0 ? 0 : storage.up_to[begin - 1];
+    protocol::store_relaxed(
+        site.heap.counts(site.heaps.base[to], number, site.heaps.rank) + i - begin,
+        protocol::numbered(number, storage.up_to[i] - before));
+  }
+}
+
+// Returns how many went to other ranks, to lane 0.
+__device__ __forceinline__ std::uint32_t send_entries(
+    const ExchangeSite& site, const HandleSite& handle, const DispatchSend& call,
+    const Sending& sending, const SortLanes& lanes, SortStorage& storage) {
+  const protocol::ExpertPartition& places = site.heaps.experts;
+  const int me = site.heaps.rank, ranks = site.heaps.size();
+  std::uint32_t* const counts = storage.counts[threadIdx.x / 32];
+  std::uint32_t sent = 0;
+#pragma unroll 1
+  for (std::uint32_t first = lanes.begin; first < lanes.end; first += lanes.at_once) {
+    const bool has = lanes.has(first);
+    const std::uint32_t token = first + lanes.local;
+    const std::size_t slot = std::size_t{token} * site.top_k + lanes.k;
+    // This thread's own, of count_slots().
+    const std::int32_t place = has ? handle.places[slot] : -1;
+    const Equals equals(static_cast<std::uint32_t>(place));
+    const std::uint32_t so_far = place >= 0 ? counts[place] : 0;
+    __syncwarp();  // all have read the count before one of them raises it
+    if (place >= 0 && equals.before == 0) counts[place] = so_far + equals.count;
+    __syncwarp();
+    const int owner = place < 0 ? -1 : places.owner(place);
+    const Equals same(owner < 0 ? unlike_others()
+                                : lanes.local << 6 | static_cast<std::uint32_t>(owner));
+    const std::size_t entry_of = std::size_t{token} * site.slots;
+    if (owner >= 0) {
+      const auto expert = static_cast<std::uint32_t>(place - places.begin(owner));
+      const uint4 entry{storage.before[place] + so_far + equals.before, lanes.k << 16 | expert,
+                        __float_as_uint(handle.weights[slot]),
+                        same.lanes >> (lanes.local * site.top_k)};
+      store_vector(site.heap.entries<DeviceEntry>(site.heaps.base[owner], sending.number, me) +
+                       entry_of + same.before,
+                   entry);
+      if (owner != me) ++sent;
+    }
+    std::uint64_t owners = 0;  // of the token
+    for (std::uint32_t i = 0; i < site.top_k; ++i) {
+      const int one = __shfl_sync(~0u, owner, lanes.inside ? lanes.local * site.top_k + i : 0);
+      if (one >= 0) owners |= std::uint64_t{1} << one;
+    }
+    for (int r = static_cast<int>(lanes.k); has && r < ranks; r += static_cast<int>(site.top_k)) {
+      if ((owners >> r & 1) != 0) continue;
+      store_vector(
+          site.heap.entries<DeviceEntry>(site.heaps.base[r], sending.number, me) + entry_of,
+          uint4{0, 0, 0, 0});
+      if (r != me) ++sent;
+    }
+    __syncwarp();
+  }
+  if (threadIdx.x % 32 == 0 && lanes.begin < lanes.end) {
+    fence_system();  // of all lanes' stores: they came before the warp's barrier
+    for (std::uint32_t token = lanes.begin; token < lanes.end;) {
+      const std::uint32_t part = token / kPartTokens;
+      const std::uint32_t next = min((part + 1) * kPartTokens, lanes.end);
+      note_came(site, call, sending, part, next - token);
+      token = next;
+    }
+  }
+  return __reduce_add_sync(~0u, sent);
+}
+
+// False if the exchange died.
+__device__ __forceinline__ bool sort_slots(const ExchangeSite& site, const HandleSite& handle,
+                                           const DispatchSend& call, const Sending& sending,
+                                           std::uint32_t& entries_sent) {
+  __shared__ SortStorage storage;
+  const SortLanes lanes(site, call);
+  for (std::uint32_t p = threadIdx.x; p < call.num_places; p += kMoverThreads) {
+#pragma unroll
+    for (std::uint32_t w = 0; w < kSortWarps; ++w) storage.counts[w][p] = 0;
+  }
+  __syncthreads();
+  // Warps from kSortWarps on have no tokens.
+  count_slots(site, handle, call, lanes, storage.counts[threadIdx.x / 32 % kSortWarps]);
+  __syncthreads();
+  if (!sum_blocks_before(site, call, sending.number, storage)) return false;
+  if (blockIdx.x == call.sorters - 1) publish_counts(site, call, sending.number, storage);
+  if (threadIdx.x / 32 < kSortWarps) {
+    entries_sent = send_entries(site, handle, call, sending, lanes, storage);
+  }
+  return true;
 }
 
 // --------------------------------------------------------------------------------------- send
@@ -113,119 +354,107 @@ struct Targets {
   }
 };
 
+// A unit of a token: few enough steps that its flag is not long in coming, and enough for a fence.
 template <Wire kWire>
-__device__ __forceinline__ void send_steps(const ExchangeSite& site, const DispatchSend& call,
-                                           const std::byte* token, const Targets& targets,
-                                           std::uint32_t begin, std::uint32_t end) {
-#pragma unroll 1
-  for (std::uint32_t step = begin; step < end; ++step) {
-    if constexpr (kWire == Wire::kCopy) {
-      Vectors v;
-      load_step(v, token, step, call.wire_bytes);
-      targets.for_each([&](std::byte* to) { store_step(to, v, step, call.wire_bytes); });
-    } else {
-      const std::uint32_t lane = threadIdx.x % 32;
-      const std::uint32_t column = step * kQuantStep + lane * kLaneColumns;
-      uint4 v[2];
-      load_columns<kWire>(v, token, column, site.hidden);
-      float scale;
-      const uint4 codes = quantize_together(v[0], v[1], scale);
-      targets.for_each([&](std::byte* to) {
-        if (column >= site.hidden) return;
-        store_vector(to + column, codes);
-        if (lane % kGroupLanes != 0) return;
-        reinterpret_cast<float*>(to + site.heap.scale_offset())[column / kQuantGroup] = scale;
-      });
-    }
+__device__ __forceinline__ Units units_to_send(const ExchangeSite& site, const DispatchSend& call) {
+  const std::uint32_t senders = gridDim.x - call.placers - call.first_sender;
+  if constexpr (kWire == Wire::kCopy) {
+    return {call.count, CopySteps::count(call.wire_bytes), senders, 2};
+  } else {
+    return {call.count, protocol::ceil_div(site.hidden, kQuantStep), senders, 4};
   }
 }
 
-// Numbers of rows up to and with each place of a rank: the receiver's counts, and where each place
-// begins in the list of entries.
-__device__ __forceinline__ void publish_counts(const ExchangeSite& site, const HandleSite& handle,
-                                               std::uint32_t num_places, std::uint64_t number) {
-  const protocol::ExpertPartition& places = site.heaps.experts;
-  for (std::uint32_t p = threadIdx.x; p < num_places; p += kMoverThreads) {
-    const int to = places.owner(static_cast<int>(p)), begin = places.begin(to);
-    const std::int32_t before = begin == 0 ? 0 : handle.ends[begin - 1];
-    protocol::store_relaxed(
-        site.heap.counts(site.heaps.base[to], number, site.heaps.rank) + p - begin,
-        protocol::numbered(number, static_cast<std::uint64_t>(handle.ends[p] - before)));
+template <Wire kWire>
+__device__ __forceinline__ void send_step(const ExchangeSite& site, const DispatchSend& call,
+                                          const std::byte* token, const Targets& targets,
+                                          std::uint32_t step) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint32_t column = step * kQuantStep + lane * kLaneColumns;
+  uint4 v[2];
+  load_columns<kWire>(v, token, column, site.hidden);
+  float scale;
+  const uint4 codes = quantize_together(v[0], v[1], scale);
+  targets.for_each([&](std::byte* to) {
+    if (column >= site.hidden) return;
+    store_vector(to + column, codes);
+    if (lane % kGroupLanes != 0) return;
+    reinterpret_cast<float*>(to + site.heap.scale_offset())[column / kQuantGroup] = scale;
+  });
+}
+
+// Scales of FP8 tokens that are copied.
+__device__ __forceinline__ void send_scales(const ExchangeSite& site, const DispatchSend& call,
+                                            std::uint32_t token, const Targets& targets) {
+  const float* const scales = call.scales + token * call.scale_stride;
+  for (std::uint32_t g = threadIdx.x % 32; g - threadIdx.x % 32 < call.groups; g += 32) {
+    const float scale = g < call.groups ? scales[g] : 0;
+    targets.for_each([&](std::byte* to) {
+      if (g < call.groups) reinterpret_cast<float*>(to + site.heap.scale_offset())[g] = scale;
+    });
   }
 }
 
-// Two blocks of an SM: the compiler would aim at three, and spill.
+// Returns how many tokens went to other ranks.
 template <Wire kWire>
-__global__ void __launch_bounds__(kMoverThreads, 2)
-    send_tokens(const __grid_constant__ ExchangeSite site,
-                const __grid_constant__ HandleSite handle,
-                const __grid_constant__ DispatchSend call) {
-  if (!is_alive(site)) return;
-  const std::uint64_t number = site.words->dispatch + 1;
+__device__ __forceinline__ std::uint32_t send_units(const ExchangeSite& site,
+                                                    const HandleSite& handle,
+                                                    const DispatchSend& call,
+                                                    const Sending& sending, const Units& units) {
   const protocol::ExpertPartition& places = site.heaps.experts;
   const int me = site.heaps.rank;
   const std::uint32_t lane = threadIdx.x % 32;
-  if (call.fresh && blockIdx.x == gridDim.x - 1) {
-    publish_counts(site, handle, call.num_places, number);
-  }
-  const Units units(call.count, kWire == Wire::kCopy ? CopySteps::count(call.wire_bytes)
-                                                     : protocol::ceil_div(site.hidden, kQuantStep));
-  std::uint32_t tokens_sent = 0, entries_sent = 0;
+  const std::uint32_t senders = gridDim.x - call.placers - call.first_sender;
+  const std::uint32_t first = threadIdx.x / 32 * senders + blockIdx.x - call.first_sender;
+  std::uint32_t tokens_sent = 0;
 #pragma unroll 1
-  for (std::uint32_t unit = units.first(); unit < units.count; unit += units.stride()) {
+  for (std::uint32_t unit = first; unit < units.count; unit += senders * kMoverWarps) {
     const std::uint32_t token = units.row(unit), part = units.part(unit);
+    const std::byte* const from = call.tokens + token * call.token_stride;
+    std::uint32_t step = units.begin(part);
+    const std::uint32_t end = units.end(part);
+    Vectors v;  // on its way while it is found out where to
+    if constexpr (kWire == Wire::kCopy) load_step(v, from, step, step < end ? call.wire_bytes : 0);
     const std::size_t slot = std::size_t{token} * site.top_k + lane;
-    const std::int32_t place = lane < site.top_k ? handle.places[slot] : -1;
+    std::int32_t place = -1;
+    if (lane < site.top_k) {
+      place = call.fresh ? place_of(call.slots, id_of(call.slots, slot)) : handle.places[slot];
+    }
     const int owner = place < 0 ? -1 : places.owner(place);
     const std::uint32_t same = __match_any_sync(~0u, owner);
     const bool leads = owner >= 0 && lane == static_cast<std::uint32_t>(__ffs(same)) - 1;
     const Targets targets{
         __ballot_sync(~0u, leads),
-        leads ? site.heap.pool(site.heaps.base[owner], number, me, token) : nullptr};
-    if (targets.lanes == 0) continue;
+        leads ? site.heap.pool(site.heaps.base[owner], sending.number, me, token) : nullptr};
     if (part == 0) {
       tokens_sent += __popc(__ballot_sync(~0u, leads && owner != me));
-      if (call.fresh) {
-        entries_sent += __popc(__ballot_sync(~0u, owner >= 0 && owner != me));
-        if (owner >= 0) {
-          const int begin = places.begin(owner);
-          const std::int32_t before = begin == 0 ? 0 : handle.ends[begin - 1];
-          const uint4 entry{SlotEntry::pack(token, lane), static_cast<std::uint32_t>(place - begin),
-                            __float_as_uint(handle.weights[slot]), same};
-          store_vector(site.heap.entries<DeviceEntry>(site.heaps.base[owner], number, me) +
-                           (handle.positions[slot] - before),
-                       entry);
-        }
-      }
-      if (kWire == Wire::kCopy && call.groups != 0) {
-        const float* const scales = call.scales + token * call.scale_stride;
-        for (std::uint32_t first = 0; first < call.groups; first += 32) {
-          const std::uint32_t g = first + lane;
-          const float scale = g < call.groups ? scales[g] : 0;
-          targets.for_each([&](std::byte* to) {
-            if (g < call.groups) {
-              reinterpret_cast<float*>(to + site.heap.scale_offset())[g] = scale;
-            }
-          });
-        }
-      }
+      if (kWire == Wire::kCopy && call.groups != 0) send_scales(site, call, token, targets);
     }
-    send_steps<kWire>(site, call, call.tokens + token * call.token_stride, targets,
-                      units.begin(part), units.end(part));
+    if constexpr (kWire == Wire::kCopy) {
+#pragma unroll 1
+      while (step < end) {
+        targets.for_each([&](std::byte* to) { store_step(to, v, step, call.wire_bytes); });
+        if (++step < end) load_step(v, from, step, call.wire_bytes);
+      }
+    } else {
+#pragma unroll 1
+      for (; step < end; ++step) send_step<kWire>(site, call, from, targets, step);
+    }
+    __syncwarp();
+    if (lane == 0) {
+      fence_system();
+      note_came(site, call, sending, token / kPartTokens, 1);
+    }
   }
-  add_counts(site, tokens_sent, entries_sent);
-  if (!ends_last(site)) return;
-  const std::uint64_t layout = call.fresh ? number : handle.plan->layout;
-  if (static_cast<int>(threadIdx.x) < site.heaps.size()) {
-    const int to = static_cast<int>(threadIdx.x);
-    protocol::store_release(site.heap.arrived(site.heaps.base[to], number, me),
-                            protocol::numbered(number, layout));
-  }
-  __syncthreads();  // all have read the layout
-  if (threadIdx.x != 0) return;
-  handle.plan->layout = layout;
+  return tokens_sent;
+}
+
+// By one thread, when all blocks of the send have ended.
+__device__ __forceinline__ void advance(const ExchangeSite& site, const HandleSite& handle,
+                                        const DispatchSend& call, const Sending& sending) {
+  handle.plan->layout = sending.layout;
   ExchangeWords& words = *site.words;
-  words.dispatch = number;
+  words.dispatch = sending.number;
   words.dispatch_of_all = ++words.calls;
   words.tokens = call.count;
   words.tokens_sent = take_count(site, 0);
@@ -237,24 +466,6 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
 // ------------------------------------------------------------------------------------ receive
 
 constexpr std::uint32_t kMostOwn = 1024;  // a thread for each of this rank's experts
-
-__device__ __forceinline__ std::uint64_t sum_up_to_lane(std::uint64_t value) {
-#pragma unroll
-  for (std::uint32_t distance = 1; distance < 32; distance *= 2) {
-    const std::uint64_t below = __shfl_up_sync(~0u, value, distance);
-    if (threadIdx.x % 32 >= distance) value += below;
-  }
-  return value;
-}
-// The sum of the values of this thread and those before it.
-__device__ __forceinline__ std::uint64_t sum_up_to_thread(std::uint64_t value) {
-  __shared__ std::uint64_t of_warps[32];
-  std::uint64_t sum = sum_up_to_lane(value);
-  if (threadIdx.x % 32 == 31) of_warps[threadIdx.x / 32] = sum;
-  __syncthreads();
-  for (std::uint32_t w = 0; w < threadIdx.x / 32; ++w) sum += of_warps[w];
-  return sum;
-}
 
 // Rows of a source up to its expert e, from 0 on; they have come.
 __device__ __forceinline__ std::uint32_t listed(const std::uint64_t* counts, std::uint32_t e) {
@@ -293,15 +504,19 @@ __device__ void plan_rows(const ExchangeSite& site, const HandleSite& handle,
     for (int r = 0; r < ranks; ++r) {
       const std::uint32_t begin = listed(counts(r), e), end = listed(counts(r), e + 1);
       const std::size_t at = static_cast<std::size_t>(r) * own + e;
-      // Numbers modulo 2^32.
-      handle.row_base[at] = first + before - begin;
-      handle.packed_base[at] = packed + before - begin;
+      handle.row_base[at] = first + before;
+      handle.packed_base[at] = packed + before;
+      handle.list_base[at] = begin;
       before += end - begin;
     }
   }
   if (e + 1 == own || (own == 0 && e == 0)) {
     handle.plan->num_rows = own == 0 ? 0 : packed + kept;
     handle.plan->layout_rows = own == 0 ? 0 : padded ? own * size : first + room;
+  }
+  for (int r = static_cast<int>(threadIdx.x); r < ranks; r += static_cast<int>(blockDim.x)) {
+    handle.plan->tokens[r] =
+        static_cast<std::uint32_t>(load_words(site.heap.head(site.heaps.mine(), number, r)).second);
   }
   // Arrivals of ranks: two of each lane of a warp.
   if (threadIdx.x < 32) {
@@ -335,6 +550,7 @@ __global__ void __launch_bounds__(kMostOwn)
     await_dispatch(const __grid_constant__ ExchangeSite site,
                    const __grid_constant__ HandleSite handle,
                    const __grid_constant__ DispatchReceive call) {
+  await_kernel_before();
   if (!is_alive(site)) return;
   const std::uint64_t number = site.words->dispatch, layout = handle.plan->layout;
   const int ranks = site.heaps.size();
@@ -342,6 +558,7 @@ __global__ void __launch_bounds__(kMostOwn)
   const bool came = threadIdx.x >= 32 || await_all(site, protocol::Phase::kDispatch, number,
                                                    site.words->dispatch_of_all, flag_of);
   if (__syncthreads_and(came) == 0) return;
+  invite_next_kernel();
   const int r = static_cast<int>(threadIdx.x);
   const std::uint64_t word = r < ranks ? protocol::load_relaxed(flag_of(r)) : 0;
   const bool mixed = r < ranks && static_cast<std::uint32_t>(word) != protocol::flag_of(layout);
@@ -354,7 +571,10 @@ __global__ void __launch_bounds__(kMostOwn)
     }
     return;
   }
-  if (call.fresh) plan_rows(site, handle, call, number);
+  if (call.fresh && handle.plan->planned != number) {
+    plan_rows(site, handle, call, number);
+    if (threadIdx.x == 0) handle.plan->planned = number;
+  }
   __syncthreads();
   if (threadIdx.x == 0) protocol::note_progress(site.heaps);
   if (call.capacity < 0) return;
@@ -373,113 +593,316 @@ __global__ void __launch_bounds__(kMostOwn)
   if (call.counts != nullptr) call.counts[e] = end - begin;
 }
 
+// ----------------------------------------------------------------------------------- placing
+
+// Steps of a token to all of its rows: it is read once. Plans, entries and tokens are read past the
+// L1 cache, as they may have been written since this kernel began.
+__device__ __forceinline__ void place_token(const ExchangeSite& site, const HandleSite& handle,
+                                            const DispatchReceive& call, std::uint64_t number,
+                                            int source, std::uint32_t token, bool first_part,
+                                            std::uint32_t step, std::uint32_t end) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::size_t list = static_cast<std::size_t>(source) * site.list;
+  const std::size_t entry_at = std::size_t{token} * site.slots + lane;
+  DeviceEntry* const kept = handle.entries + list + entry_at;
+  uint4 entry{0, 0, 0, 0};
+  if (lane < site.slots) {
+    const DeviceEntry* const came =
+        call.fresh ? site.heap.entries<DeviceEntry>(site.heaps.mine(), number, source) + entry_at
+                   : kept;
+    entry = __ldcg(reinterpret_cast<const uint4*>(came));
+  }
+  const std::uint32_t count = __popc(__shfl_sync(~0u, entry.w, 0));
+  const bool there = lane < count;
+  if (call.fresh && first_part && (there || lane == 0)) *reinterpret_cast<uint4*>(kept) = entry;
+  if (count == 0) return;
+  const std::byte* const from = site.heap.pool(site.heaps.mine(), number, source, token);
+  std::uint32_t row = kNoRow;
+  if (there) {
+    const std::uint32_t expert = entry.y & 0xffff, k = entry.y >> 16;
+    const std::size_t at = static_cast<std::size_t>(source) * call.own_experts + expert;
+    row = __ldcg(handle.row_base + at) + entry.x;
+    if (row >= __ldcg(handle.limit + expert)) row = kNoRow;
+    if (first_part) {
+      const std::uint32_t packed = __ldcg(handle.packed_base + at) + entry.x;
+      if (call.fresh) {
+        const std::uint32_t i = __ldcg(handle.list_base + at) + entry.x;
+        *reinterpret_cast<uint4*>(handle.arrivals + list + i) =
+            uint4{row, packed, SlotEntry::pack(token, k), entry.z};
+        if (handle.siblings != nullptr) {
+          handle.siblings[list + i] = entry.w;
+          const std::size_t slots = std::size_t{site.most_tokens} * site.top_k;
+          handle.index_of[source * slots + std::size_t{token} * site.top_k + k] = i;
+        }
+      }
+      if (row != kNoRow && row < call.capacity) {
+        if (call.origins != nullptr) {
+          call.origins[row] = {source, static_cast<std::int32_t>(token),
+                               static_cast<std::int32_t>(k)};
+        }
+        if (call.weights != nullptr && packed < call.capacity) {
+          call.weights[packed] = __uint_as_float(entry.z);
+        }
+      }
+    }
+  }
+  const std::uint32_t rows = __ballot_sync(~0u, row != kNoRow && row < call.capacity);
+  const auto for_each_row = [&](auto&& store) {
+#pragma unroll 1
+    for (std::uint32_t rest = rows; rest != 0; rest &= rest - 1) {
+      store(__shfl_sync(~0u, row, __ffs(static_cast<int>(rest)) - 1));
+    }
+  };
+  if (first_part && call.groups != 0) {
+    const auto* const scales = reinterpret_cast<const float*>(from + site.heap.scale_offset());
+    for (std::uint32_t g = lane; g - lane < call.groups; g += 32) {
+      const float scale = g < call.groups ? __ldcg(scales + g) : 0;
+      for_each_row([&](std::uint32_t to) {
+        if (g < call.groups) call.scales[to * call.scale_stride + g] = scale;
+      });
+    }
+  }
+#pragma unroll 1
+  for (; step < end; ++step) {
+    Vectors v;
+    load_step(v, from, step, call.wire_bytes);
+    for_each_row([&](std::uint32_t to) {
+      store_step(call.rows + to * call.row_stride, v, step, call.wire_bytes);
+    });
+  }
+}
+
+// How long a block that places early waits for a rank, in ns. Longer than ranks are apart that
+// started together; others have a use for its SM.
+constexpr std::uint64_t kPatience = 100'000;
+
+// False if it took too long.
+template <typename Ready>
+__device__ __forceinline__ bool wait_a_little(Ready&& ready) {
+  if (ready()) return true;
+  const std::uint64_t begin = device_now_ns();
+  do {
+    if (ready()) return true;
+  } while (device_now_ns() - begin < kPatience);
+  return false;
+}
+
+// Whether the part of a source's tokens came; the same for all lanes of a warp.
+__device__ __forceinline__ bool await_part(const ExchangeSite& site, const Sending& sending,
+                                           int source, std::uint32_t token) {
+  const std::uint64_t* const flag =
+      site.heap.come(site.heaps.mine(), sending.number, source, token);
+  const std::uint64_t raised = protocol::numbered(sending.number, sending.layout);
+  const bool came = wait_a_little([&] { return protocol::load_acquire(flag) == raised; });
+  return __all_sync(~0u, came) != 0;
+}
+
+// The share of block `index` of `blocks`, but for the first `done` units of each warp. Tokens of
+// the ranks alternate, as they come. Returns how many units of the warp are done then: all, unless
+// kWait, when it is left off if something does not come.
+template <bool kWait>
+__device__ __forceinline__ std::uint32_t place_units(const ExchangeSite& site,
+                                                     const HandleSite& handle,
+                                                     const DispatchReceive& call,
+                                                     const Sending& sending, std::uint32_t blocks,
+                                                     std::uint32_t index, std::uint32_t done) {
+  __shared__ std::uint32_t tokens[protocol::kMaxRanks];
+  const int ranks = site.heaps.size();
+  std::uint32_t most = 0;
+  for (int r = 0; r < ranks; ++r) {
+    const std::uint32_t count = __ldcg(handle.plan->tokens + r);
+    most = max(most, count);
+    if (threadIdx.x == 0) tokens[r] = count;
+  }
+  __syncthreads();
+  const auto sources = static_cast<std::uint32_t>(ranks);
+  const Units units(sources * most, CopySteps::count(call.wire_bytes), blocks, 2);
+  const std::uint32_t stride = blocks * kMoverWarps;
+#pragma unroll 1
+  for (std::uint64_t at = threadIdx.x / 32 * blocks + index + std::uint64_t{done} * stride;
+       at < units.count; at += stride, ++done) {
+    const auto unit = static_cast<std::uint32_t>(at);
+    const std::uint32_t row = units.row(unit), part = units.part(unit), token = row / sources;
+    const auto source = static_cast<int>((site.heaps.rank + row % sources) % sources);
+    if (token >= tokens[source]) continue;
+    if (kWait && !await_part(site, sending, source, token)) break;
+    place_token(site, handle, call, sending.number, source, token, part == 0, units.begin(part),
+                units.end(part));
+  }
+  return done;
+}
+
+// The plan from what came early; false if something did not come.
+__device__ __forceinline__ bool plan_early(const ExchangeSite& site, const HandleSite& handle,
+                                           const DispatchReceive& call, const Sending& sending) {
+  const int ranks = site.heaps.size();
+  const auto thread = threadIdx.x;
+  bool came = true;
+  // These words say of which dispatch they are, and nothing else is read because of them.
+  if (static_cast<int>(thread) < ranks) {
+    const std::uint64_t* const head =
+        site.heap.head(site.heaps.mine(), sending.number, static_cast<int>(thread));
+    came = wait_a_little([&] {
+      const WordPair words = load_words(head);
+      return words.first == protocol::numbered(sending.number, sending.layout) &&
+             protocol::is_of(words.second, sending.number);
+    });
+  }
+  for (int r = 0; came && thread < call.own_experts && r < ranks; ++r) {
+    const std::uint64_t* const count =
+        site.heap.counts(site.heaps.mine(), sending.number, r) + thread;
+    came = wait_a_little(
+        [&] { return protocol::is_of(protocol::load_relaxed(count), sending.number); });
+  }
+  if (__syncthreads_and(came) == 0) return false;
+  plan_rows(site, handle, call, sending.number);
+  __syncthreads();
+  if (thread == 0) protocol::store_release(&handle.plan->planned, sending.number);
+  return true;
+}
+
+// By the blocks of a send that place.
+__device__ __forceinline__ void place_early(const ExchangeSite& site, const HandleSite& handle,
+                                            const DispatchReceive& call, const Sending& sending,
+                                            std::uint32_t blocks, std::uint32_t index) {
+  bool planned = !call.fresh;  // then by an earlier dispatch
+  if (call.fresh && index == 0) {
+    planned = plan_early(site, handle, call, sending);
+  } else if (call.fresh) {
+    bool came = true;
+    if (threadIdx.x == 0) {
+      came = wait_a_little(
+          [&] { return protocol::load_acquire(&handle.plan->planned) == sending.number; });
+    }
+    planned = __syncthreads_and(came) != 0;
+  }
+  const std::uint32_t done =
+      planned ? place_units<true>(site, handle, call, sending, blocks, index, 0) : 0;
+  if (threadIdx.x % 32 == 0) site.placed[threadIdx.x / 32 * blocks + index] = done;
+}
+
 __global__ void __launch_bounds__(kMoverThreads)
     place_rows(const __grid_constant__ ExchangeSite site, const __grid_constant__ HandleSite handle,
                const __grid_constant__ DispatchReceive call) {
-  __shared__ Sources sources;
+  await_kernel_before();
+  invite_next_kernel();
   if (!is_alive(site)) return;
-  const int ranks = site.heaps.size();
-  load_sources(sources, *handle.plan, ranks);
-  const std::uint64_t number = site.words->dispatch;
-  const std::uint32_t lane = threadIdx.x % 32;
-  const Units units(sources.first[ranks], CopySteps::count(call.wire_bytes));
-#pragma unroll 1
-  for (std::uint32_t unit = units.first(); unit < units.count; unit += units.stride()) {
-    const std::uint32_t number_of_all = units.row(unit), part = units.part(unit);
-    const int source = source_of(sources, ranks, number_of_all);
-    const std::uint32_t i = number_of_all - sources.first[source];
-    const std::size_t at = static_cast<std::size_t>(source) * site.list + i;
-    uint4 words;  // of the arrival
-    if (call.fresh) {
-      // Of all lanes the same.
-      const uint4 entry = __ldcg(reinterpret_cast<const uint4*>(
-          site.heap.entries<DeviceEntry>(site.heaps.mine(), number, source) + i));
-      const std::size_t base = static_cast<std::size_t>(source) * call.own_experts + entry.y;
-      const std::uint32_t row = handle.row_base[base] + i;
-      words = {row < handle.limit[entry.y] ? row : kNoRow, handle.packed_base[base] + i, entry.x,
-               entry.z};
-      if (part == 0 && lane == 0) {
-        *reinterpret_cast<uint4*>(handle.arrivals + at) = words;
-        if (handle.siblings != nullptr) {
-          handle.siblings[at] = entry.w;
-          const std::size_t slots = std::size_t{site.most_tokens} * site.top_k;
-          handle.index_of[source * slots + std::size_t{SlotEntry::token(entry.x)} * site.top_k +
-                          SlotEntry::k(entry.x)] = i;
-        }
-      }
-    } else {
-      words = *reinterpret_cast<const uint4*>(handle.arrivals + at);
+  const Sending sending{site.words->dispatch, handle.plan->layout, 0};
+  const std::uint32_t done =
+      call.placers == 0 ? 0 : site.placed[threadIdx.x / 32 * gridDim.x + blockIdx.x];
+  place_units<false>(site, handle, call, sending, gridDim.x, blockIdx.x, done);
+}
+
+// ------------------------------------------------------------------------------ the send's kernel
+
+// Two blocks of an SM: the compiler would aim at three, and spill.
+template <Wire kWire, bool kPlaces>
+__global__ void __launch_bounds__(kMoverThreads, 2)
+    send_tokens(const __grid_constant__ ExchangeSite site,
+                const __grid_constant__ HandleSite handle,
+                const __grid_constant__ DispatchSend call,
+                const __grid_constant__ DispatchReceive receive) {
+  await_kernel_before();
+  invite_next_kernel();
+  if (!is_alive(site)) return;
+  const Units units = units_to_send<kWire>(site, call);
+  const std::uint64_t number = site.words->dispatch + 1;
+  const Sending sending{number, call.fresh ? number : handle.plan->layout, units.parts};
+  const int me = site.heaps.rank;
+  const std::uint32_t others = gridDim.x - call.placers;
+  if (!kPlaces || blockIdx.x < others) {
+    if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < site.heaps.size()) {
+      store_words(
+          site.heap.head(site.heaps.base[threadIdx.x], number, me),
+          {protocol::numbered(number, sending.layout), protocol::numbered(number, call.count)});
     }
-    const DeviceArrival arrival{words.x, words.y, words.z, words.w};
-    if (arrival.row == kNoRow || arrival.row >= call.capacity) continue;
-    const std::uint32_t token = SlotEntry::token(arrival.slot);
-    const std::byte* const from = site.heap.pool(site.heaps.mine(), number, source, token);
-    if (part == 0) {
-      if (lane == 0) {
-        if (call.origins != nullptr) {
-          call.origins[arrival.row] = {source, static_cast<std::int32_t>(token),
-                                       static_cast<std::int32_t>(SlotEntry::k(arrival.slot))};
-        }
-        if (call.weights != nullptr && arrival.packed < call.capacity) {
-          call.weights[arrival.packed] = __uint_as_float(arrival.weight);
-        }
-      }
-      const auto* const scales = reinterpret_cast<const float*>(from + site.heap.scale_offset());
-      for (std::uint32_t g = lane; g < call.groups; g += 32) {
-        call.scales[arrival.row * call.scale_stride + g] = __ldcg(scales + g);
-      }
+    std::uint32_t tokens_sent = 0, entries_sent = 0;
+    if (blockIdx.x < call.sorters && !sort_slots(site, handle, call, sending, entries_sent)) return;
+    if (blockIdx.x >= call.first_sender) {
+      tokens_sent = send_units<kWire>(site, handle, call, sending, units);
     }
-    std::byte* const to = call.rows + arrival.row * call.row_stride;
-#pragma unroll 1
-    for (std::uint32_t step = units.begin(part); step < units.end(part); ++step) {
-      Vectors v;
-      load_step(v, from, step, call.wire_bytes);
-      store_step(to, v, step, call.wire_bytes);
+    add_counts(site, tokens_sent, entries_sent);
+    const bool last = ends_last(site.words->ended_blocks, others);
+    if (last && static_cast<int>(threadIdx.x) < site.heaps.size()) {
+      const int to = static_cast<int>(threadIdx.x);
+      protocol::store_release(site.heap.arrived(site.heaps.base[to], number, me),
+                              protocol::numbered(number, sending.layout));
     }
+    if constexpr (!kPlaces) {
+      if (last && threadIdx.x == 0) advance(site, handle, call, sending);
+      return;
+    }
+  } else {
+    place_early(site, handle, receive, sending, call.placers, blockIdx.x - others);
+  }
+  if (ends_last(site.words->ended_placers, gridDim.x) && threadIdx.x == 0) {
+    advance(site, handle, call, sending);
   }
 }
 
 }  // namespace
 
-cudaError_t launch_prepare(const ExchangeSite& site, const PrepareCall& call, unsigned blocks,
-                           cudaStream_t stream) {
-  if (call.slots == 0) return cudaSuccess;
-  const unsigned count = std::min(blocks, protocol::ceil_div(call.slots, kPrepareThreads));
-  prepare<<<count, kPrepareThreads, 0, stream>>>(site, call);
-  return cudaGetLastError();
-}
-
 namespace {
 
+constexpr std::uint32_t kSorterTokens = 64;  // at least, of a sorting block
+
 template <Wire kWire>
-void launch_send(const ExchangeSite& site, const HandleSite& handle, const DispatchSend& call,
-                 unsigned blocks, cudaStream_t stream) {
-  send_tokens<kWire><<<blocks, kMoverThreads, 0, stream>>>(site, handle, call);
+cudaError_t launch_send(const ExchangeSite& site, const HandleSite& handle,
+                        const DispatchSend& call, const DispatchReceive& receive, unsigned blocks,
+                        cudaStream_t stream) {
+  if (call.placers != 0) {
+    return launch_early(send_tokens<kWire, true>, blocks, kMoverThreads, stream, site, handle, call,
+                        receive);
+  }
+  return launch_early(send_tokens<kWire, false>, blocks, kMoverThreads, stream, site, handle, call,
+                      receive);
 }
 
 }  // namespace
 
 cudaError_t launch_dispatch_send(const ExchangeSite& site, const HandleSite& handle,
-                                 const DispatchSend& call, Wire wire, unsigned blocks,
+                                 DispatchSend call, const DispatchReceive* receive, Wire wire,
+                                 const MoverBlocks& blocks, unsigned* placers,
                                  cudaStream_t stream) {
   const std::uint32_t steps = wire == Wire::kCopy ? CopySteps::count(call.wire_bytes)
                                                   : protocol::ceil_div(site.hidden, kQuantStep);
-  const unsigned count = blocks_for(std::uint64_t{call.count} * steps, blocks);
+  call.sorters = 0;
+  if (call.fresh) {
+    const unsigned most = std::clamp(blocks.most / 4, 1u, kMostSorters);
+    call.sorters = std::clamp(protocol::ceil_div(call.count, kSorterTokens), 1u, most);
+    call.slots.tokens_of_sorter = protocol::ceil_div(call.count, call.sorters);
+  }
+  // Sorting ends soon. Unless there is a limit, other blocks take its place then.
+  const unsigned room = !blocks.strict               ? blocks.most
+                        : blocks.most > call.sorters ? blocks.most - call.sorters
+                                                     : 0;
+  call.placers = 0;
+  unsigned most_senders = std::max(room, 1u);
+  if (receive != nullptr && room >= 4) {
+    // The links need few blocks. With fewer of them tokens come one after another rather than all
+    // at the end; and a fence in many SMs at a time costs less than in few.
+    const bool few = call.count < 16 * room;
+    most_senders = few ? room / 4 : room / 2;
+    call.placers = room - most_senders;
+  }
+  const unsigned senders = blocks_for(std::uint64_t{call.count} * steps, most_senders);
+  call.first_sender = room == 0 ? 0 : call.sorters;
+  const unsigned count =
+      call.placers + (room == 0 ? std::max(call.sorters, 1u) : call.sorters + senders);
+  *placers = call.placers;
+  const DispatchReceive nothing{};
+  const DispatchReceive& to = receive == nullptr ? nothing : *receive;
   switch (wire) {
     case Wire::kCopy:
-      launch_send<Wire::kCopy>(site, handle, call, count, stream);
-      break;
+      return launch_send<Wire::kCopy>(site, handle, call, to, count, stream);
     case Wire::kFromBF16:
-      launch_send<Wire::kFromBF16>(site, handle, call, count, stream);
-      break;
+      return launch_send<Wire::kFromBF16>(site, handle, call, to, count, stream);
     case Wire::kFromF16:
-      launch_send<Wire::kFromF16>(site, handle, call, count, stream);
-      break;
+      return launch_send<Wire::kFromF16>(site, handle, call, to, count, stream);
     case Wire::kFromF32:
-      launch_send<Wire::kFromF32>(site, handle, call, count, stream);
-      break;
+      return launch_send<Wire::kFromF32>(site, handle, call, to, count, stream);
   }
-  return cudaGetLastError();
+  return cudaErrorInvalidValue;
 }
 
 cudaError_t launch_await_dispatch(const ExchangeSite& site, const HandleSite& handle,
@@ -487,18 +910,25 @@ cudaError_t launch_await_dispatch(const ExchangeSite& site, const HandleSite& ha
   const auto ranks = static_cast<std::uint32_t>(site.heaps.size());
   const std::uint32_t threads =
       std::max(64u, protocol::round_up(std::max(call.own_experts, ranks), 32u));
-  await_dispatch<<<1, threads, 0, stream>>>(site, handle, call);
-  return cudaGetLastError();
+  return launch_early(await_dispatch, 1, threads, stream, site, handle, call);
 }
+
+namespace {
+
+template <Wire kWire>
+cudaError_t load_of_wire() {
+  cudaFuncAttributes facts;
+  const cudaError_t result = cudaFuncGetAttributes(&facts, send_tokens<kWire, false>);
+  return result != cudaSuccess ? result : cudaFuncGetAttributes(&facts, send_tokens<kWire, true>);
+}
+
+}  // namespace
 
 cudaError_t load_dispatch_kernels() {
   cudaFuncAttributes facts;
   for (const cudaError_t result :
-       {cudaFuncGetAttributes(&facts, prepare),
-        cudaFuncGetAttributes(&facts, send_tokens<Wire::kCopy>),
-        cudaFuncGetAttributes(&facts, send_tokens<Wire::kFromBF16>),
-        cudaFuncGetAttributes(&facts, send_tokens<Wire::kFromF16>),
-        cudaFuncGetAttributes(&facts, send_tokens<Wire::kFromF32>),
+       {load_of_wire<Wire::kCopy>(), load_of_wire<Wire::kFromBF16>(),
+        load_of_wire<Wire::kFromF16>(), load_of_wire<Wire::kFromF32>(),
         cudaFuncGetAttributes(&facts, await_dispatch), cudaFuncGetAttributes(&facts, place_rows)}) {
     if (result != cudaSuccess) return result;
   }
@@ -510,8 +940,9 @@ cudaError_t launch_place_rows(const ExchangeSite& site, const HandleSite& handle
   // The host does not know how many rows come, but how many there is room for.
   const std::uint64_t steps =
       static_cast<std::uint64_t>(call.capacity) * CopySteps::count(call.wire_bytes);
-  place_rows<<<blocks_for(steps, blocks), kMoverThreads, 0, stream>>>(site, handle, call);
-  return cudaGetLastError();
+  // The share of each block of the send is left to one block.
+  const unsigned count = call.placers != 0 ? call.placers : blocks_for(steps, blocks);
+  return launch_early(place_rows, count, kMoverThreads, stream, site, handle, call);
 }
 
 }  // namespace switchyard::gpu

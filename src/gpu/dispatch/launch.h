@@ -1,6 +1,8 @@
 // Enqueues the kernels of Exchange on the current device. `blocks` is the most blocks of a kernel
-// that moves rows. Only await_* wait for other ranks, with one block each: the others end by
-// themselves, so several ranks may share a GPU whatever part of it each uses.
+// that moves rows. Only await_* wait for other ranks as long as it takes, with one block each: the
+// others end by themselves, so several ranks may share a GPU whatever part of it each uses. The
+// blocks of a send that place rows wait too, for a time that is bounded and short: what they do not
+// get done is left to the receive.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,12 +16,18 @@ namespace switchyard::gpu {
 cudaError_t load_dispatch_kernels();
 cudaError_t load_combine_kernels();
 
-// Places and weights of slots.
-cudaError_t launch_prepare(const ExchangeSite& site, const PrepareCall& call, unsigned blocks,
-                           cudaStream_t stream);
+// The blocks that a kernel may have; not one more if `strict`, though it has parts that end soon.
+struct MoverBlocks {
+  unsigned most;
+  bool strict;
+};
+// Sets how call's blocks share the work. `receive`, if not null: the call's receive follows at
+// once, so blocks may place rows already; for a rank alone on its device, with kMostEarlyExperts or
+// fewer. Returns in `placers` how many do, at most blocks.most.
+inline constexpr std::uint32_t kMostEarlyExperts = 512;
 cudaError_t launch_dispatch_send(const ExchangeSite& site, const HandleSite& handle,
-                                 const DispatchSend& call, Wire wire, unsigned blocks,
-                                 cudaStream_t stream);
+                                 DispatchSend call, const DispatchReceive* receive, Wire wire,
+                                 const MoverBlocks& blocks, unsigned* placers, cudaStream_t stream);
 // Waits for all tokens, and plans where they go.
 cudaError_t launch_await_dispatch(const ExchangeSite& site, const HandleSite& handle,
                                   const DispatchReceive& call, cudaStream_t stream);

@@ -10,10 +10,11 @@
 
 namespace switchyard::gpu {
 
-// A row as its source describes it: 16 bytes, one store.
+// A row as its source describes it: 16 bytes, one store. A token's entries stand together, those it
+// has first. A token without any has one, without siblings.
 struct DeviceEntry {
-  std::uint32_t slot;      // a SlotEntry of the source
-  std::uint32_t expert;    // of the receiver's, from 0
+  std::uint32_t number;    // among the source's rows of the expert, in the order of tokens
+  std::uint32_t expert;    // k << 16 | the receiver's expert, from 0
   std::uint32_t weight;    // an f32's bits
   std::uint32_t siblings;  // the token's slots with an expert of the receiver's, a bit for each
 };
@@ -31,15 +32,17 @@ inline constexpr std::uint32_t kNoRow = 0xffff'ffffu;
 
 // Numbers that advance on the device, so that a graph's replays advance them too. Kernels of one
 // exchange follow one another, so each reads what the ones before it wrote. The blocks of a send
-// read the numbers when they begin, and its last block advances them when all have ended.
+// read the numbers when they begin, and its last block advances them when all have ended; those
+// that place rows end later than those that send, so there are two counts of blocks.
 struct ExchangeWords {
   std::uint64_t calls;     // that were sent, of both kinds
   std::uint64_t dispatch;  // the last dispatch that was sent; its number among all calls
   std::uint64_t dispatch_of_all;
   std::uint64_t combine;
   std::uint64_t combine_of_all;
-  std::uint32_t ended_blocks;  // of the send that runs
-  std::uint32_t counting[2];   // what the send that runs has counted
+  std::uint32_t ended_blocks;   // of those that send, of the send that runs
+  std::uint32_t ended_placers;  // and of all, where some place
+  std::uint32_t counting[2];    // what the send that runs has counted
   // Of the last calls.
   std::uint32_t tokens, tokens_sent, entries_sent, fresh;
   std::uint32_t rows_received, rows_returned;
@@ -48,10 +51,12 @@ struct ExchangeWords {
 // What became of a handle's dispatch; written by the kernel that waits for it.
 struct PlanWords {
   std::uint64_t layout;       // the number of the dispatch that made it; by the send
+  std::uint64_t planned;      // the same, when all below is of that dispatch
   std::uint32_t end_of_rows;  // one behind the last row that is somebody's
   std::uint32_t layout_rows;  // that the layout has
   std::uint32_t num_rows;
   std::uint32_t first[protocol::kMaxRanks + 1];  // arrivals of the ranks before each
+  std::uint32_t tokens[protocol::kMaxRanks];     // of each rank
 };
 
 // In memory that the host and the kernels share. Kernels write these words, the host clears them.
@@ -77,36 +82,45 @@ struct ExchangeSite {
   std::uint32_t top_k;
   std::uint32_t hidden;
   std::uint32_t list;         // the most rows of one source
+  std::uint32_t slots;        // and of one of its tokens
   std::uint32_t most_tokens;  // of one source
+  // Of the send that runs.
+  std::uint32_t* came;      // [parts of most_tokens]: what was done of each; zeros between sends
+  std::uint32_t* totals;    // [kMostSorters][places]: slots of each sorting block
+  std::uint64_t* totalled;  // [kMostSorters]: the number of the dispatch whose totals they are
+  std::uint32_t* placed;    // [warps]: units that a warp placed before the receive began
 };
+inline constexpr std::uint32_t kMostSorters = 64;
+// Of the blocks that move rows, and sort.
+inline constexpr std::uint32_t kMoverThreads = 512, kMoverWarps = kMoverThreads / 32;
+inline constexpr std::uint32_t kMostPlaces = 2 * kMoverThreads;  // a thread scans two
 
 // A handle's memory.
 struct HandleSite {
-  std::int32_t* places;     // [T, K]: the place of each slot, or -1
-  float* weights;           // [T, K]
-  std::int32_t* positions;  // [T, K]: of a slot among all of this rank's, sorted by place
-  std::int32_t* ends;       // [places]: of them
+  std::int32_t* places;  // [T, K]: the place of each slot, or -1
+  float* weights;        // [T, K]
   // Of what came.
   PlanWords* plan;
-  std::uint32_t* row_base;     // [ranks][own]: plus a row's number in its source's list: its row
+  std::uint32_t* row_base;     // [ranks][own]: plus a DeviceEntry's number: its row
   std::uint32_t* packed_base;  // [ranks][own]: the same, in packed order
+  std::uint32_t* list_base;    // [ranks][own]: the same, among all rows of its source
   std::uint32_t* limit;        // [own]: one behind the expert's last row in the layout
   std::int32_t* own_ends;      // [own]
-  DeviceArrival* arrivals;     // [ranks][list]
+  DeviceEntry* entries;        // [ranks][max_tokens][slots]: as they came
+  DeviceArrival* arrivals;     // [ranks][list], sorted by expert
   std::uint32_t* siblings;     // [ranks][list], with pre_sum
   std::uint32_t* index_of;     // [ranks][max_tokens * K], with pre_sum: the arrival of a slot
 };
 
-struct PrepareCall {
+// A token's slots as the caller has them.
+struct SlotsCall {
   const void* ids;  // [T, K]
   bool wide_ids;
   const void* weights;  // [T, K] or null
   bool bf16_weights;
   const std::int32_t* place_of;  // [E] or null
   std::int32_t num_experts;
-  std::uint32_t slots, top_k;
-  std::int32_t* places;
-  float* to;
+  std::uint32_t tokens_of_sorter;
 };
 
 // How tokens become what travels.
@@ -122,6 +136,10 @@ struct DispatchSend {
   std::uint32_t groups;      // scales of a token
   std::uint32_t num_places;
   bool fresh;
+  SlotsCall slots;
+  // How blocks share the work out: the first sort slots, those from first_sender on send tokens
+  // (sorters too, when they are done, if it is 0), and the last place rows.
+  std::uint32_t sorters, first_sender, placers;
 };
 
 struct DispatchReceive {
@@ -139,6 +157,7 @@ struct DispatchReceive {
   RowLayout layout;
   std::uint32_t own_experts;
   bool fresh;
+  std::uint32_t placers;  // blocks of the send that placed rows already
 };
 
 struct CombineSend {

@@ -11,7 +11,30 @@
 
 namespace switchyard::gpu {
 
-inline constexpr std::uint32_t kMoverThreads = 512, kMoverWarps = kMoverThreads / 32;
+// Kernels of an exchange are launched while the one before them in the stream still runs, so that
+// they are there when it ends. Until then they read and write nothing.
+__device__ __forceinline__ void await_kernel_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+// Lets the next kernel come to the SMs, if it can wait there as this one does. It must not when
+// this one waits for other ranks: ranks that share the device would find no room.
+__device__ __forceinline__ void invite_next_kernel() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+template <typename... Params>
+cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, unsigned threads,
+                         cudaStream_t stream, const Params&... params) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params...);
+}
 
 // A word that the host reads while kernels run.
 template <typename T>
@@ -67,6 +90,17 @@ struct Units {
     parts = rows >= warps ? 1 : rows == 0 ? 1 : min(warps / rows, steps);
     steps_of_part = protocol::ceil_div(steps, parts);
     count = rows * parts;  // at most the larger of rows and warps
+  }
+  // Of warps of `blocks` blocks; no part has more than `most` steps, if that gives no more units
+  // than 32 bits number.
+  __device__ Units(std::uint32_t rows, std::uint32_t steps_of_row, std::uint32_t blocks,
+                   std::uint32_t most)
+      : steps(steps_of_row) {
+    const std::uint32_t warps = blocks * kMoverWarps;
+    const std::uint32_t wanted = max(protocol::ceil_div(steps, most), warps / max(rows, 1u));
+    parts = max(1u, min(min(wanted, steps), 0x7fffffffu / max(rows, 1u)));
+    steps_of_part = protocol::ceil_div(steps, parts);
+    count = rows * parts;
   }
   __device__ static std::uint32_t first() {
     // Neighbouring units in different blocks: few rows use as many SMs as there are.
@@ -165,14 +199,14 @@ __device__ __forceinline__ std::uint32_t take_count(const ExchangeSite& site, in
 // before what that block writes afterwards with release order at system scope. The fence is of
 // system scope because the writes were to other GPUs, and one thread's is enough: it has passed
 // the block's barrier after all of its threads' writes, and fences are cumulative.
-__device__ __forceinline__ bool ends_last(const ExchangeSite& site) {
+__device__ __forceinline__ bool ends_last(std::uint32_t& ended, std::uint32_t blocks) {
   __syncthreads();
   bool last = false;
   if (threadIdx.x == 0) {
     fence_system();
-    last = atomicAdd(&site.words->ended_blocks, 1u) == gridDim.x - 1;
+    last = atomicAdd(&ended, 1u) == blocks - 1;
     fence_system();
-    if (last) site.words->ended_blocks = 0;
+    if (last) ended = 0;
   }
   return __syncthreads_or(last) != 0;
 }

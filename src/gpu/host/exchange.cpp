@@ -6,6 +6,7 @@
 #include <new>
 #include <nvtx3/nvtx3.hpp>
 #include <optional>
+#include <string_view>
 #include <vector>
 
 #include "exchange/engine.h"
@@ -19,7 +20,6 @@
 #include "gpu/host/mapped_memory.h"
 #include "gpu/host/pass_memory.h"
 #include "gpu/host/symmetric_memory.h"
-#include "gpu/operators/launch.h"
 #include "layer/failure.h"
 #include "switchyard/error.h"
 
@@ -62,6 +62,9 @@ class Cutter {
   std::size_t bytes_ = 0;
 };
 
+// Tokens of a dispatch whose rows are placed while others are still sent.
+constexpr std::int64_t kLeastEarlyTokens = 256;
+
 class Handle final : public ExchangeHandle::State {
  public:
   DeviceBuffer memory;
@@ -79,6 +82,8 @@ class Engine final : public ExchangeEngine {
   std::unique_ptr<State> make_handle() override;
   void dispatch_send(const DispatchInput& input, State& handle) override;
   void dispatch_recv(const DispatchOutput& output, State& handle) override;
+  void dispatch(const DispatchInput& input, const DispatchOutput& output, State& handle,
+                const std::function<void()>& sent) override;
   std::int64_t rows_needed(State& handle, void* stream) override;
   void combine_send(const CombineInput& input, State& handle) override;
   void combine_recv(const CombineOutput& output, State& handle) override;
@@ -93,14 +98,19 @@ class Engine final : public ExchangeEngine {
   void require_supported() const;
   void prepare();
   void describe();
-  void list_slots(const DispatchInput& input, const Handle& handle, cudaStream_t stream);
+  SlotsCall slots_call(const DispatchInput& input) const;
+  void send(const DispatchInput& input, Handle& handle, DispatchReceive* early);
+  void receive(const DispatchReceive& call, const Handle& handle, void* stream);
   DispatchReceive receive_call(const Handle& handle) const;
+  DispatchReceive receive_call(const DispatchOutput& output, const Handle& handle) const;
   void throw_found(volatile std::uint64_t& word, ErrorCode code, const std::string& message);
   [[noreturn]] void fail();
 
   World world_;
   int device_;
   unsigned blocks_ = 1;
+  // No other rank has this rank's device: blocks may wait for other ranks there, for a while.
+  bool alone_ = false;
   protocol::ExchangeHeap heap_;
   std::optional<SymmetricMemory> memory_;
   DeviceBuffer words_, place_of_, workspace_;
@@ -131,6 +141,10 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
   shape.entry_bytes = sizeof(DeviceEntry);
   heap_ = protocol::ExchangeHeap(shape);
   const DeviceScope scope(device_);
+  const std::vector<DeviceSite> sites = gather_device_sites(world_.fabric());
+  const std::string_view own_site = sites[static_cast<std::size_t>(problem_.rank)].bus_id;
+  alone_ = std::ranges::count_if(
+               sites, [&](const DeviceSite& site) { return site.bus_id == own_site; }) == 1;
   memory_.emplace(world_.fabric(), heap_.bytes());
   // Told to all ranks if it fails here. Also a barrier: nobody writes into a heap before its flags
   // are down.
@@ -145,9 +159,9 @@ void Engine::require_supported() const {
   if (options_.trace) {
     unsupported("trace is set, and exchanges on GPUs record none; leave it unset");
   }
-  if (problem_.places.num_experts > static_cast<int>(kMostPermutedExperts)) {
+  if (problem_.places.num_experts > static_cast<int>(kMostPlaces)) {
     unsupported(fmt::format("{} experts, or places of them; exchanges on GPUs have up to {}",
-                            problem_.places.num_experts, kMostPermutedExperts));
+                            problem_.places.num_experts, kMostPlaces));
   }
   const int columns = problem_.quantised() ? 16 : 8;
   if (spec().hidden % columns != 0) {
@@ -168,7 +182,6 @@ void Engine::prepare() {
                                   : 2 * static_cast<unsigned>(device_info(device_).num_sms);
   SWITCHYARD_CUDA(load_dispatch_kernels());
   SWITCHYARD_CUDA(load_combine_kernels());
-  SWITCHYARD_CUDA(load_permute_kernels());
   std::byte* const mine = memory_->base(problem_.rank);
   SWITCHYARD_CUDA(cudaMemset(mine, 0, heap_.flag_bytes()));
   // NaN, so that no call gets away with reading what nobody wrote.
@@ -179,11 +192,20 @@ void Engine::prepare() {
     place_of_ = DeviceBuffer(problem_.place_of.size() * sizeof(std::int32_t));
     place_of_.upload(problem_.place_of.data(), place_of_.bytes());
   }
-  const auto most_slots =
-      static_cast<std::uint32_t>(spec().max_tokens) * static_cast<std::uint32_t>(spec().top_k);
-  const std::size_t chunks = std::max(PermutePlan::kChunks, PermutePlan(most_slots).chunks);
-  workspace_ = DeviceBuffer(static_cast<std::size_t>(problem_.places.num_experts) * (chunks + 1) *
-                            sizeof(std::uint32_t));
+  Cutter cut;
+  const auto parts = ceil_div<std::size_t>(static_cast<std::size_t>(spec().max_tokens),
+                                           protocol::ExchangeHeap::kPartTokens);
+  const auto places = static_cast<std::size_t>(problem_.places.num_experts);
+  const std::size_t came = cut.add<std::uint32_t>(parts),
+                    totals = cut.add<std::uint32_t>(kMostSorters * places),
+                    totalled = cut.add<std::uint64_t>(kMostSorters),
+                    placed = cut.add<std::uint32_t>(std::size_t{blocks_} * kMoverWarps);
+  workspace_ = DeviceBuffer(cut.bytes());
+  SWITCHYARD_CUDA(cudaMemset(workspace_.data(), 0, workspace_.bytes()));
+  site_.came = reinterpret_cast<std::uint32_t*>(workspace_.data() + came);
+  site_.totals = reinterpret_cast<std::uint32_t*>(workspace_.data() + totals);
+  site_.totalled = reinterpret_cast<std::uint64_t*>(workspace_.data() + totalled);
+  site_.placed = reinterpret_cast<std::uint32_t*>(workspace_.data() + placed);
   failures_ = std::make_unique<MappedMemory<ExchangeFailures>>();
   abort_link_ = std::make_unique<AbortLink>(device_);
   words_copy_ = std::make_unique<WordsCopy>();
@@ -203,6 +225,7 @@ void Engine::describe() {
   site_.top_k = static_cast<std::uint32_t>(spec().top_k);
   site_.hidden = static_cast<std::uint32_t>(spec().hidden);
   site_.list = static_cast<std::uint32_t>(heap_.list());
+  site_.slots = site_.list / static_cast<std::uint32_t>(spec().max_tokens);
   site_.most_tokens = static_cast<std::uint32_t>(spec().max_tokens);
   stats_.heap_bytes_reserved = heap_.bytes();
 }
@@ -232,31 +255,32 @@ std::unique_ptr<ExchangeHandle::State> Engine::make_handle() {
   const std::size_t arrivals = ranks * site_.list;
   Cutter cut;
   const std::size_t places = cut.add<std::int32_t>(slots), weights = cut.add<float>(slots),
-                    positions = cut.add<std::int32_t>(slots),
-                    ends = cut.add<std::int32_t>(
-                        static_cast<std::size_t>(problem_.places.num_experts)),
                     plan = cut.add<PlanWords>(1), row_base = cut.add<std::uint32_t>(ranks * own),
                     packed_base = cut.add<std::uint32_t>(ranks * own),
+                    list_base = cut.add<std::uint32_t>(ranks * own),
                     limit = cut.add<std::uint32_t>(own), own_ends = cut.add<std::int32_t>(own),
+                    entries = cut.add<DeviceEntry>(arrivals),
                     list = cut.add<DeviceArrival>(arrivals),
                     siblings = cut.add<std::uint32_t>(spec().pre_sum ? arrivals : 0),
                     index_of = cut.add<std::uint32_t>(spec().pre_sum ? ranks * slots : 0);
   auto handle = std::make_unique<Handle>();
   const DeviceScope scope(device_);
   handle->memory = DeviceBuffer(cut.bytes());
+  // No dispatch has number 0: nothing is planned.
+  SWITCHYARD_CUDA(cudaMemset(handle->memory.data() + plan, 0, sizeof(PlanWords)));
   const auto at = [&]<typename T>(T*& pointer, std::size_t offset) {
     pointer = reinterpret_cast<T*>(handle->memory.data() + offset);
   };
   HandleSite& site = handle->site;
   at(site.places, places);
   at(site.weights, weights);
-  at(site.positions, positions);
-  at(site.ends, ends);
   at(site.plan, plan);
   at(site.row_base, row_base);
   at(site.packed_base, packed_base);
+  at(site.list_base, list_base);
   at(site.limit, limit);
   at(site.own_ends, own_ends);
+  at(site.entries, entries);
   at(site.arrivals, list);
   if (spec().pre_sum) {
     at(site.siblings, siblings);
@@ -267,44 +291,19 @@ std::unique_ptr<ExchangeHandle::State> Engine::make_handle() {
 
 // ------------------------------------------------------------------------------------ dispatch
 
-// Places, weights, and each slot's number among those of its place.
-void Engine::list_slots(const DispatchInput& input, const Handle& handle, cudaStream_t stream) {
-  PrepareCall call{};
-  call.slots = static_cast<std::uint32_t>(input.tokens.rows) * site_.top_k;
-  call.top_k = site_.top_k;
+SlotsCall Engine::slots_call(const DispatchInput& input) const {
+  SlotsCall call{};
   call.ids = input.ids.data();
   call.wide_ids = input.ids.dtype() == DType::kI64;
   call.weights = input.weights.empty() ? nullptr : input.weights.data();
   call.bf16_weights = input.weights.dtype() == DType::kBF16;
   call.place_of = reinterpret_cast<const std::int32_t*>(place_of_.data());
   call.num_experts = spec().num_experts;
-  call.places = handle.site.places;
-  call.to = handle.site.weights;
-  SWITCHYARD_CUDA(launch_prepare(site_, call, blocks_, stream));
-  PermuteCall permute{};
-  permute.ids = handle.site.places;
-  permute.slots = call.slots;
-  permute.top_k = call.top_k;
-  permute.num_experts = static_cast<std::uint32_t>(problem_.places.num_experts);
-  permute.ends = handle.site.ends;
-  permute.positions = handle.site.positions;
-  const PermutePlan plan(call.slots);
-  permute.chunks = plan.chunks;
-  permute.chunk = plan.chunk;
-  if (plan.chunks > blocks_) {
-    permute.chunk = std::clamp(
-        protocol::round_up(ceil_div<std::uint32_t>(call.slots, blocks_), PermutePlan::kStep),
-        plan.chunk, std::max(plan.chunk, PermutePlan::kMostSlots));
-    permute.chunks = ceil_div(call.slots, permute.chunk);
-  }
-  permute.totals = reinterpret_cast<std::uint32_t*>(workspace_.data());
-  permute.counts = permute.totals + problem_.places.num_experts;
-  SWITCHYARD_CUDA(launch_permute(permute, stream));
+  return call;
 }
 
-void Engine::dispatch_send(const DispatchInput& input, State& state) {
-  const HostRange range{"dispatch_send", nvtx3::payload{input.tokens.rows}};
-  auto& handle = static_cast<Handle&>(state);
+// `early`, if not null, is the receive that follows; how many blocks place for it is noted there.
+void Engine::send(const DispatchInput& input, Handle& handle, DispatchReceive* early) {
   const MatrixView& tokens = input.tokens;
   const auto element = static_cast<std::int64_t>(size_of(tokens.dtype));
   if (tokens.rows > 0) {
@@ -312,8 +311,6 @@ void Engine::dispatch_send(const DispatchInput& input, State& state) {
                     tokens.rows);
   }
   const DeviceScope scope(device_);
-  const cudaStream_t stream = stream_of(input.stream);
-  if (!input.reuse) list_slots(input, handle, stream);
   DispatchSend call{};
   call.tokens = static_cast<const std::byte*>(tokens.data);
   call.token_stride = tokens.row_stride * element;
@@ -324,14 +321,24 @@ void Engine::dispatch_send(const DispatchInput& input, State& state) {
   call.groups = static_cast<std::uint32_t>(problem_.groups());
   call.num_places = static_cast<std::uint32_t>(problem_.places.num_experts);
   call.fresh = !input.reuse;
+  if (call.fresh) call.slots = slots_call(input);
   Wire wire = Wire::kCopy;
   if (problem_.quantised() && tokens.rows > 0 && tokens.dtype != DType::kF8E4M3) {
     wire = tokens.dtype == DType::kBF16  ? Wire::kFromBF16
            : tokens.dtype == DType::kF16 ? Wire::kFromF16
                                          : Wire::kFromF32;
   }
-  SWITCHYARD_CUDA(launch_dispatch_send(site_, handle.site, call, wire, blocks_, stream));
+  unsigned placers = 0;
+  SWITCHYARD_CUDA(launch_dispatch_send(site_, handle.site, call, early, wire,
+                                       {blocks_, options_.max_sms != 0}, &placers,
+                                       stream_of(input.stream)));
+  if (early != nullptr) early->placers = placers;
   handle.fresh = !input.reuse;
+}
+
+void Engine::dispatch_send(const DispatchInput& input, State& state) {
+  const HostRange range{"dispatch_send", nvtx3::payload{input.tokens.rows}};
+  send(input, static_cast<Handle&>(state), nullptr);
 }
 
 DispatchReceive Engine::receive_call(const Handle& handle) const {
@@ -344,9 +351,7 @@ DispatchReceive Engine::receive_call(const Handle& handle) const {
   return call;
 }
 
-void Engine::dispatch_recv(const DispatchOutput& output, State& state) {
-  const HostRange range{"dispatch_recv"};
-  const auto& handle = static_cast<Handle&>(state);
+DispatchReceive Engine::receive_call(const DispatchOutput& output, const Handle& handle) const {
   DispatchReceive call = receive_call(handle);
   call.rows = static_cast<std::byte*>(output.rows);
   call.capacity = output.capacity;
@@ -360,10 +365,36 @@ void Engine::dispatch_recv(const DispatchOutput& output, State& state) {
   call.num_rows = output.num_rows;
   call.origins = output.origins;
   call.weights = output.weights;
+  return call;
+}
+
+void Engine::receive(const DispatchReceive& call, const Handle& handle, void* where) {
   const DeviceScope scope(device_);
-  const cudaStream_t stream = stream_of(output.stream);
+  const cudaStream_t stream = stream_of(where);
   SWITCHYARD_CUDA(launch_await_dispatch(site_, handle.site, call, stream));
   SWITCHYARD_CUDA(launch_place_rows(site_, handle.site, call, blocks_, stream));
+}
+
+void Engine::dispatch_recv(const DispatchOutput& output, State& state) {
+  const HostRange range{"dispatch_recv"};
+  const auto& handle = static_cast<Handle&>(state);
+  receive(receive_call(output, handle), handle, output.stream);
+}
+
+void Engine::dispatch(const DispatchInput& input, const DispatchOutput& output, State& state,
+                      const std::function<void()>& sent) {
+  const HostRange range{"dispatch", nvtx3::payload{input.tokens.rows}};
+  auto& handle = static_cast<Handle&>(state);
+  DispatchReceive call = receive_call(output, handle);
+  call.fresh = !input.reuse;
+  // Few tokens are sent before their receive can begin anyway. A device that others share has no
+  // blocks to spare for waiting, and another stream may have other work before the receive.
+  const bool early = alone_ && num_ranks() > 1 && input.stream == output.stream &&
+                     input.tokens.rows >= kLeastEarlyTokens &&
+                     call.own_experts <= kMostEarlyExperts;
+  send(input, handle, early ? &call : nullptr);
+  sent();
+  receive(call, handle, output.stream);
 }
 
 std::int64_t Engine::rows_needed(State& state, void* where) {
@@ -525,9 +556,12 @@ const ExchangeStats& Engine::stats() {
   stats_.dispatch_bytes = words.tokens_sent * problem_.wire_bytes() +
                           words.entries_sent * std::uint64_t{sizeof(DeviceEntry)};
   stats_.combine_bytes = words.rows_returned * problem_.result_bytes();
+  // Of a dispatch: its flag, its head, and a flag for each part of its tokens.
+  const std::uint64_t parts =
+      ceil_div<std::uint64_t>(words.tokens, protocol::ExchangeHeap::kPartTokens);
   stats_.signal_bytes =
       sizeof(std::uint64_t) *
-      (others * ((words.dispatch != 0 ? 1u : 0u) + (words.combine != 0 ? 1u : 0u)) +
+      (others * ((words.dispatch != 0 ? 3 + parts : 0u) + (words.combine != 0 ? 1u : 0u)) +
        words.fresh * far_places);
   return stats_;
 }
