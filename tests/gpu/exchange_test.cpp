@@ -594,7 +594,8 @@ TEST_F(GpuExchange, AnExpertTwiceIsTold) {
   });
 }
 
-// A send ends although nobody receives, and no other rank has sent.
+// A send ends although nobody receives, and no other rank has sent. So what comes between it and
+// the receive runs meanwhile: rank 0 has done it before rank 1 sends.
 TEST_F(GpuExchange, SendsWaitForNobody) {
   const ExchangeSpec spec = small_spec();
   const ExchangeBatch batch(spec, 2, DType::kBF16, 1, {20, 20});
@@ -603,12 +604,20 @@ TEST_F(GpuExchange, SendsWaitForNobody) {
     Player player(world, spec);
     player.arrays().load(batch, world.rank());
     player.arrays().poison(player.spec(), player.own());
+    gpu::DeviceBuffer other(std::size_t{1} << 26);
+    gpu::Event sent, worked, received;
     if (world.rank() == 1) world.barrier();
     player.exchange().dispatch_send(player.arrays().input(*player.stream), player.handle);
-    player.stream->synchronize();
+    sent.record(*player.stream);
+    other.fill(1, *player.stream);
+    worked.record(*player.stream);
+    worked.synchronize();
     if (world.rank() == 0) world.barrier();
     player.exchange().dispatch_recv(player.arrays().output(player.spec(), *player.stream),
                                     player.handle);
+    received.record(*player.stream);
+    EXPECT_GT(gpu::Event::elapsed_us(sent, worked), 0);
+    EXPECT_GT(gpu::Event::elapsed_us(worked, received), 0);
     wrong_rows(batch, world.rank(), player.spec().layout, player.got());
   });
 }

@@ -51,6 +51,16 @@ struct Sending {
   std::uint32_t parts;   // units of a token
 };
 
+// By one thread, behind a fence.
+__device__ __forceinline__ void raise_part(const ExchangeSite& site, const Sending& sending,
+                                           std::uint32_t part) {
+  for (int r = 0; r < site.heaps.size(); ++r) {
+    protocol::store_relaxed(site.heap.come(site.heaps.base[r], sending.number, site.heaps.rank,
+                                           std::uint64_t{part} * kPartTokens),
+                            protocol::numbered(sending.number, sending.layout));
+  }
+}
+
 // By one thread, which has fenced what `count` more units of tokens in part `part` wrote, or the
 // entries of so many of them. The last one tells all ranks.
 __device__ __forceinline__ void note_came(const ExchangeSite& site, const DispatchSend& call,
@@ -61,11 +71,7 @@ __device__ __forceinline__ void note_came(const ExchangeSite& site, const Dispat
   if (atomicAdd(site.came + part, count) + count != all) return;
   fence_system();
   site.came[part] = 0;
-  for (int r = 0; r < site.heaps.size(); ++r) {
-    protocol::store_relaxed(site.heap.come(site.heaps.base[r], sending.number, site.heaps.rank,
-                                           std::uint64_t{part} * kPartTokens),
-                            protocol::numbered(sending.number, sending.layout));
-  }
+  raise_part(site, sending, part);
 }
 
 // ------------------------------------------------------------------------------------- sorting
@@ -271,7 +277,7 @@ __device__ __forceinline__ std::uint32_t send_entries(
     }
     __syncwarp();
   }
-  if (threadIdx.x % 32 == 0 && lanes.begin < lanes.end) {
+  if (call.by_parts && threadIdx.x % 32 == 0 && lanes.begin < lanes.end) {
     fence_system();  // of all lanes' stores: they came before the warp's barrier
     for (std::uint32_t token = lanes.begin; token < lanes.end;) {
       const std::uint32_t part = token / kPartTokens;
@@ -441,7 +447,7 @@ __device__ __forceinline__ std::uint32_t send_units(const ExchangeSite& site,
       for (; step < end; ++step) send_step<kWire>(site, call, from, targets, step);
     }
     __syncwarp();
-    if (lane == 0) {
+    if (call.by_parts && lane == 0) {
       fence_system();
       note_came(site, call, sending, token / kPartTokens, 1);
     }
@@ -479,9 +485,20 @@ __device__ void plan_rows(const ExchangeSite& site, const HandleSite& handle,
   const int ranks = site.heaps.size();
   if (threadIdx.x == 0) end_of_rows = 0;
   const auto counts = [&](int r) { return site.heap.counts(site.heaps.mine(), number, r); };
+  // Of the first ranks all counts are on their way at the same time.
+  constexpr int kAtOnce = 8;
+  std::uint32_t begins[kAtOnce] = {}, ends[kAtOnce] = {};
+#pragma unroll
+  for (int r = 0; r < kAtOnce; ++r) {
+    if (r >= ranks || e >= own) continue;
+    begins[r] = listed(counts(r), e);
+    ends[r] = listed(counts(r), e + 1);
+  }
   std::uint32_t total = 0;
-  if (e < own) {
-    for (int r = 0; r < ranks; ++r) total += listed(counts(r), e + 1) - listed(counts(r), e);
+#pragma unroll
+  for (int r = 0; r < kAtOnce; ++r) total += ends[r] - begins[r];
+  for (int r = kAtOnce; e < own && r < ranks; ++r) {
+    total += listed(counts(r), e + 1) - listed(counts(r), e);
   }
   const auto size = static_cast<std::uint32_t>(call.layout.size);
   const bool padded = call.layout.kind == RowLayout::Kind::kPadded;
@@ -501,13 +518,19 @@ __device__ void plan_rows(const ExchangeSite& site, const HandleSite& handle,
     handle.own_ends[e] = static_cast<std::int32_t>(packed + kept);
     if (kept != 0) atomicMax(&end_of_rows, first + kept);
     std::uint32_t before = 0;
-    for (int r = 0; r < ranks; ++r) {
-      const std::uint32_t begin = listed(counts(r), e), end = listed(counts(r), e + 1);
+    const auto tell_base = [&](int r, std::uint32_t begin, std::uint32_t end) {
       const std::size_t at = static_cast<std::size_t>(r) * own + e;
       handle.row_base[at] = first + before;
       handle.packed_base[at] = packed + before;
       handle.list_base[at] = begin;
       before += end - begin;
+    };
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      if (r < ranks) tell_base(r, begins[r], ends[r]);
+    }
+    for (int r = kAtOnce; r < ranks; ++r) {
+      tell_base(r, listed(counts(r), e), listed(counts(r), e + 1));
     }
   }
   if (e + 1 == own || (own == 0 && e == 0)) {
@@ -551,8 +574,9 @@ __global__ void __launch_bounds__(kMostOwn)
                    const __grid_constant__ HandleSite handle,
                    const __grid_constant__ DispatchReceive call) {
   await_kernel_before();
-  if (!is_alive(site)) return;
   const std::uint64_t number = site.words->dispatch, layout = handle.plan->layout;
+  const bool planned = !call.fresh || handle.plan->planned == number;
+  if (!is_alive(site)) return;
   const int ranks = site.heaps.size();
   const auto flag_of = [&](int r) { return site.heap.arrived(site.heaps.mine(), number, r); };
   const bool came = threadIdx.x >= 32 || await_all(site, protocol::Phase::kDispatch, number,
@@ -571,7 +595,7 @@ __global__ void __launch_bounds__(kMostOwn)
     }
     return;
   }
-  if (call.fresh && handle.plan->planned != number) {
+  if (!planned) {
     plan_rows(site, handle, call, number);
     if (threadIdx.x == 0) handle.plan->planned = number;
   }
@@ -786,10 +810,10 @@ __global__ void __launch_bounds__(kMoverThreads)
                const __grid_constant__ DispatchReceive call) {
   await_kernel_before();
   invite_next_kernel();
-  if (!is_alive(site)) return;
   const Sending sending{site.words->dispatch, handle.plan->layout, 0};
   const std::uint32_t done =
       call.placers == 0 ? 0 : site.placed[threadIdx.x / 32 * gridDim.x + blockIdx.x];
+  if (!is_alive(site)) return;
   place_units<false>(site, handle, call, sending, gridDim.x, blockIdx.x, done);
 }
 
@@ -804,10 +828,10 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
                 const __grid_constant__ DispatchReceive receive) {
   await_kernel_before();
   invite_next_kernel();
-  if (!is_alive(site)) return;
   const Units units = units_to_send<kWire>(site, call);
   const std::uint64_t number = site.words->dispatch + 1;
   const Sending sending{number, call.fresh ? number : handle.plan->layout, units.parts};
+  if (!is_alive(site)) return;
   const int me = site.heaps.rank;
   const std::uint32_t others = gridDim.x - call.placers;
   if (!kPlaces || blockIdx.x < others) {
@@ -822,12 +846,16 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
       tokens_sent = send_units<kWire>(site, handle, call, sending, units);
     }
     add_counts(site, tokens_sent, entries_sent);
-    const bool last = ends_last(site.words->ended_blocks, others);
-    if (last && static_cast<int>(threadIdx.x) < site.heaps.size()) {
-      const int to = static_cast<int>(threadIdx.x);
-      protocol::store_release(site.heap.arrived(site.heaps.base[to], number, me),
-                              protocol::numbered(number, sending.layout));
-    }
+    const bool last = ends_last(site.words->ended_blocks, others, [&] {
+      for (int r = 0; r < site.heaps.size(); ++r) {
+        protocol::store_relaxed(site.heap.arrived(site.heaps.base[r], number, me),
+                                protocol::numbered(number, sending.layout));
+      }
+      if (call.by_parts) return;
+      for (std::uint32_t part = 0; part * kPartTokens < call.count; ++part) {
+        raise_part(site, sending, part);
+      }
+    });
     if constexpr (!kPlaces) {
       if (last && threadIdx.x == 0) advance(site, handle, call, sending);
       return;
@@ -845,6 +873,8 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
 namespace {
 
 constexpr std::uint32_t kSorterTokens = 64;  // at least, of a sorting block
+// Of so few tokens none comes much before the others, and fences take time.
+constexpr std::uint32_t kLeastByParts = 2 * kPartTokens;
 
 template <Wire kWire>
 cudaError_t launch_send(const ExchangeSite& site, const HandleSite& handle,
@@ -876,6 +906,7 @@ cudaError_t launch_dispatch_send(const ExchangeSite& site, const HandleSite& han
   const unsigned room = !blocks.strict               ? blocks.most
                         : blocks.most > call.sorters ? blocks.most - call.sorters
                                                      : 0;
+  call.by_parts = call.count > kLeastByParts;
   call.placers = 0;
   unsigned most_senders = std::max(room, 1u);
   if (receive != nullptr && room >= 4) {

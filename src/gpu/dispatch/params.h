@@ -140,6 +140,7 @@ struct DispatchSend {
   // How blocks share the work out: the first sort slots, those from first_sender on send tokens
   // (sorters too, when they are done, if it is 0), and the last place rows.
   std::uint32_t sorters, first_sender, placers;
+  bool by_parts;  // a part's flag is raised when it came, not when all did
 };
 
 struct DispatchReceive {

@@ -42,9 +42,12 @@ __device__ __forceinline__ void tell(T& word, T value) {
   *static_cast<volatile T*>(&word) = value;
 }
 
-// False if the exchange is dead: then the kernel does nothing. Called by all threads of a block.
+// False if the exchange is dead: then the kernel does nothing. Called by all threads of a block,
+// after the loads that the kernel begins with, which then are under way at the same time.
 __device__ __forceinline__ bool is_alive(const ExchangeSite& site) {
-  const bool dead = threadIdx.x == 0 && protocol::aborted(site.heaps);
+  // Nothing is read because of this word, so it need not be acquired: loads may pass it.
+  const bool dead =
+      threadIdx.x == 0 && protocol::load_relaxed(&site.heaps.control(site.heaps.rank)->abort) != 0;
   if (__syncthreads_or(dead) == 0) return true;
   if (threadIdx.x == 0) tell(site.failures->given_up, std::uint32_t{1});
   return false;
@@ -199,16 +202,25 @@ __device__ __forceinline__ std::uint32_t take_count(const ExchangeSite& site, in
 // before what that block writes afterwards with release order at system scope. The fence is of
 // system scope because the writes were to other GPUs, and one thread's is enough: it has passed
 // the block's barrier after all of its threads' writes, and fences are cumulative.
-__device__ __forceinline__ bool ends_last(std::uint32_t& ended, std::uint32_t blocks) {
+// One thread of it calls tell_all() first, which may write so with relaxed order.
+template <typename Tell>
+__device__ __forceinline__ bool ends_last(std::uint32_t& ended, std::uint32_t blocks,
+                                          Tell&& tell_all) {
   __syncthreads();
   bool last = false;
   if (threadIdx.x == 0) {
     fence_system();
     last = atomicAdd(&ended, 1u) == blocks - 1;
     fence_system();
-    if (last) ended = 0;
+    if (last) {
+      tell_all();
+      ended = 0;
+    }
   }
   return __syncthreads_or(last) != 0;
+}
+__device__ __forceinline__ bool ends_last(std::uint32_t& ended, std::uint32_t blocks) {
+  return ends_last(ended, blocks, [] {});
 }
 
 }  // namespace switchyard::gpu
