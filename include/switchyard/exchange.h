@@ -83,9 +83,10 @@ struct ExchangeOptions {
   int num_threads = 0;  // kCpu only; as in LayerOptions
   int device = -1;      // kCuda only; as in LayerOptions
   // kCuda only. The most SMs that a call uses for rows; 0: all. One block of a call waits for other
-  // ranks, and it needs little: ranks may share a device whatever they use. In a process with
-  // several ranks on a device, set CUDA_DEVICE_MAX_CONNECTIONS to 32 before the first of them: each
-  // rank's stream needs a queue of its own, or its sends can stand behind another's receive.
+  // ranks as long as it takes, and it needs little: ranks may share a device whatever they use. In
+  // a process with several ranks on a device, set CUDA_DEVICE_MAX_CONNECTIONS to 32 before the
+  // first of them: each rank's stream needs a queue of its own, or its sends can stand behind
+  // another's receive.
   int max_sms = 0;
   // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's. What
   // callers compute between calls, experts say, is no progress: it must take less.
@@ -241,6 +242,9 @@ class Exchange {
   // Error{kCapacityExceeded} if the rows do not have room, before anything is stored; it can then
   // be called again with more. (kCuda: from a later call; rows without room are not stored.)
   void dispatch_recv(const DispatchOutput& output, ExchangeHandle& handle);
+  // Both, of many tokens faster: with kCuda rows are put where they go while more are sent, if the
+  // rank has its device for itself and both are on one stream. Blocks that do so wait for other
+  // ranks for 100 us at most.
   void dispatch(const DispatchInput& input, const DispatchOutput& output, ExchangeHandle& handle);
 
   // Rows that dispatch_recv() needs: for all that may arrive, and, for callers that allocate

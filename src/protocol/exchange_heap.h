@@ -90,8 +90,8 @@ class ExchangeHeap {
     arrived_ = place(2 * num_ranks_ * kFlagBytes);
     returned_ = place(2 * num_ranks_ * kFlagBytes);
     heads_ = place(2 * num_ranks_ * kFlagBytes);
-    come_row_ = round_up<std::uint64_t>(ceil_div<std::uint64_t>(max_tokens_, kPartTokens), 8);
-    come_ = place(2 * num_ranks_ * come_row_ * sizeof(std::uint64_t));
+    parts_ = ceil_div<std::uint64_t>(max_tokens_, kPartTokens);
+    come_ = place(2 * num_ranks_ * parts_ * kFlagBytes);
     entry_bytes_ = shape.entry_bytes;
     entries_ = place(2 * num_ranks_ * list_ * entry_bytes_);
     pool_ = place(2 * num_ranks_ * max_tokens_ * token_bytes_);
@@ -126,8 +126,8 @@ class ExchangeHeap {
   }
   SWITCHYARD_HOST_DEVICE std::uint64_t* come(std::byte* base, std::uint64_t call, int source,
                                              std::uint64_t token) const {
-    return reinterpret_cast<std::uint64_t*>(base + come_) + part(call, source) * come_row_ +
-           token / kPartTokens;
+    return reinterpret_cast<std::uint64_t*>(
+        base + come_ + (part(call, source) * parts_ + token / kPartTokens) * kFlagBytes);
   }
   template <typename Entry = ExchangeEntry>
   SWITCHYARD_HOST_DEVICE Entry* entries(std::byte* base, std::uint64_t call, int source) const {
@@ -159,7 +159,7 @@ class ExchangeHeap {
   std::uint64_t list_ = 0;        // entries of one source
   std::uint64_t entry_bytes_ = 0;
   std::uint64_t scale_offset_ = 0, token_bytes_ = 0, cell_bytes_ = 0;
-  std::uint64_t come_row_ = 0;  // words of one source
+  std::uint64_t parts_ = 0;  // of the tokens of one source
   std::uint64_t counts_ = 0, arrived_ = 0, returned_ = 0, heads_ = 0, come_ = 0, entries_ = 0,
                 pool_ = 0, cells_ = 0, bytes_ = 0;
 };

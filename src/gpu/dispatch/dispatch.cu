@@ -706,6 +706,7 @@ __device__ __forceinline__ bool wait_a_little(Ready&& ready) {
   if (ready()) return true;
   const std::uint64_t begin = device_now_ns();
   do {
+    __nanosleep(200);  // thousands of warps look at the same few words
     if (ready()) return true;
   } while (device_now_ns() - begin < kPatience);
   return false;
