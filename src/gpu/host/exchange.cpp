@@ -62,8 +62,9 @@ class Cutter {
   std::size_t bytes_ = 0;
 };
 
-// Tokens of a dispatch whose rows are placed while others are still sent.
-constexpr std::int64_t kLeastEarlyTokens = 256;
+// Tokens of a dispatch whose rows are placed while others are still sent. Of more, sending and
+// placing hinder each other: docs/lab/dispatch.md.
+constexpr std::int64_t kLeastEarlyTokens = 256, kMostEarlyTokens = 4096;
 
 class Handle final : public ExchangeHandle::State {
  public:
@@ -391,6 +392,7 @@ void Engine::dispatch(const DispatchInput& input, const DispatchOutput& output, 
   // blocks to spare for waiting, and another stream may have other work before the receive.
   const bool early = alone_ && num_ranks() > 1 && input.stream == output.stream &&
                      input.tokens.rows >= kLeastEarlyTokens &&
+                     input.tokens.rows <= kMostEarlyTokens &&
                      call.own_experts <= kMostEarlyExperts;
   send(input, handle, early ? &call : nullptr);
   sent();
