@@ -949,7 +949,8 @@ enum {  // the forms of the cost model: tuner::Form
   SY_FORM_WAVES = 1,
   SY_FORM_ROUNDED_WAVES = 2,
   SY_FORM_FULL = 3,
-  SY_FORM_ROUNDED_FULL = 4
+  SY_FORM_ROUNDED_FULL = 4,
+  SY_FORM_EXPERTS = 5
 };
 
 typedef struct sy_tune_model {

@@ -209,7 +209,8 @@ struct MeasureOptions {
   // tokens, at the lowest and highest beta, which are timed first. They are neither fitted nor
   // chosen, and what is called exhaustive is the best of the others. Kept in any case are the
   // kernel's rule and, of those with and without each feature that a Prediction is about, the best
-  // at each pilot.
+  // at each pilot. Of what is kept, fit() leaves out what is slower than the best by more than 25 %
+  // at every point to fit on.
   std::optional<double> prune;
   std::function<void(const Progress&)> progress;  // before each timing, and at the end
   std::function<double()> clock;                  // seconds; empty: the steady clock
@@ -233,27 +234,36 @@ void write_profile(const std::filesystem::path& file, const Profile& profile);
 
 // ---------------------------------------------------------------------------------- cost model
 
-// T = a + b * waves + c * g + d * log(g + 1), with waves = g / SMs as RaMP prints it, or rounded
-// up. As printed, b's and c's regressors are multiples of each other: the fit is that with b = 0.
-// d is 0 unless the median grid of the points fitted on is below the SMs.
+// RaMP's model is T = a + b * waves + c * g + d * log(g + 1), with waves = g / SMs as it prints it,
+// or rounded up. As printed, b's and c's regressors are multiples of each other: the fit is that
+// with b = 0. d is 0 unless the median grid of the points fitted on is below the SMs.
+//
+// kExperts has two other regressors. e is what g would be if the rows of every expert were one
+// tile: the tasks that have to read weights, whatever the rows. h is the rows of the highest tile,
+// because the longest task ends last.
 enum class Form : std::uint8_t {
   kTasks,         // a + c g
   kWaves,         // a + b g / SMs + c g
   kRoundedWaves,  // a + b ceil(g / SMs) + c g
   kFull,          // a + b g / SMs + c g + d log(g + 1)
   kRoundedFull,   // a + b ceil(g / SMs) + c g + d log(g + 1)
+  kExperts,       // a + b ceil(g / SMs) + c e + d h
 };
-inline constexpr std::array<Form, 5> kForms{Form::kTasks, Form::kWaves, Form::kRoundedWaves,
-                                            Form::kFull, Form::kRoundedFull};
-const char* to_string(Form form);  // "tasks", "waves", "rounded_waves", "full", "rounded_full"
+inline constexpr std::array<Form, 6> kForms{Form::kTasks, Form::kWaves,       Form::kRoundedWaves,
+                                            Form::kFull,  Form::kRoundedFull, Form::kExperts};
+// "tasks", "waves", "rounded_waves", "full", "rounded_full", "experts"
+const char* to_string(Form form);
+constexpr bool rounds_waves(Form form) {
+  return form == Form::kRoundedWaves || form == Form::kRoundedFull || form == Form::kExperts;
+}
 Form form_named(std::string_view name);
 
 struct FitOptions {
-  Form form = Form::kRoundedFull;
+  Form form = Form::kExperts;
   // What least squares minimise: the error over the time, or, as RaMP, the error.
   bool relative = true;
-  // A model's coefficients come from the other models' points: b and c are those of a column of K.
-  // For judging how far a fit carries to models that were never timed.
+  // A model's coefficients come from the other models' points: what belongs to tasks is that of a
+  // column of K. For judging how far a fit carries to models that were never timed.
   bool from_other_models = false;
 };
 
@@ -306,7 +316,7 @@ struct Table {
   std::int64_t version = 0;
   Device device;
   Model model;
-  bool rounded_waves = false;
+  Form form = Form::kExperts;
   struct Entry {
     Configuration configuration;
     float a = 0, b = 0, c = 0, d = 0;
@@ -316,8 +326,7 @@ struct Table {
 // The configurations that the fit chooses for at least one of the routings: every beta of 0, 0.05,
 // ... 1 from both generators, and every power of two of tokens up to `most_tokens`.
 Table make_table(const Fit& fit, std::size_t model, int most_tokens = 1024);
-// Evaluates in float, in the order a + b * waves + c * g + d * log(g + 1), as a device would. Ties
-// go to the earlier entry.
+// Evaluates in float, in the order of Form, as a device would. Ties go to the earlier entry.
 std::size_t select(const Table& table, std::span<const std::int64_t> counts);
 std::string to_json(const Table& table);
 Table parse_table(std::string_view text, const std::string& source);

@@ -55,11 +55,11 @@ __all__ = [
 ]
 
 Generator = Literal["distinct", "repeated"]
-Form = Literal["tasks", "waves", "rounded_waves", "full", "rounded_full"]
+Form = Literal["tasks", "waves", "rounded_waves", "full", "rounded_full", "experts"]
 Path = Union[str, "os.PathLike[str]"]
 
 _GENERATORS = ("distinct", "repeated")
-_FORMS = ("tasks", "waves", "rounded_waves", "full", "rounded_full")
+_FORMS = ("tasks", "waves", "rounded_waves", "full", "rounded_full", "experts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -423,7 +423,7 @@ def profile(
     return bool(complete.value)
 
 
-def fit(profile: Path, file: Path, *, form: Form = "rounded_full", relative: bool = True) -> None:
+def fit(profile: Path, file: Path, *, form: Form = "experts", relative: bool = True) -> None:
     """Fit the cost model to a profile's times, into a file.
 
     Models that are not timed completely are left out.
@@ -443,7 +443,7 @@ def fit(profile: Path, file: Path, *, form: Form = "rounded_full", relative: boo
     )
 
 
-def evaluate(profile: Path, *, form: Form = "rounded_full", relative: bool = True) -> list[Outcome]:
+def evaluate(profile: Path, *, form: Form = "experts", relative: bool = True) -> list[Outcome]:
     """What each way to choose costs, at the points to judge by: measured times of the best
     configuration, of the cost model's choice, of the best at balanced routing, and of the rule."""
     arguments = (_file(profile), _index("form", form, _FORMS), int(relative))

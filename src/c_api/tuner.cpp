@@ -58,10 +58,10 @@ tuner::Generator generator_of(sy_generator generator) {
 }
 
 tuner::Form form_of(sy_form form) {
-  if (form >= SY_FORM_TASKS && form <= SY_FORM_ROUNDED_FULL) {
+  if (form >= SY_FORM_TASKS && form <= SY_FORM_EXPERTS) {
     return tuner::kForms[static_cast<std::size_t>(form)];
   }
-  refuse(fmt::format("the form is {}; use SY_FORM_TASKS to SY_FORM_ROUNDED_FULL", form));
+  refuse(fmt::format("the form is {}; use SY_FORM_TASKS to SY_FORM_EXPERTS", form));
 }
 
 Configuration configuration_of(const sy_tune_configuration& given) {

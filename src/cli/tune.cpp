@@ -143,8 +143,8 @@ void add_judgement(Command& command, TuneCommandOptions& o) {
   command.heading("Fit and judgement");
   command.add_text("--evaluate", o.evaluate, "PROFILE", "Judge a profile; time nothing");
   command.add_text("--form", o.form, "NAME",
-                   "Of the cost model: tasks, waves, rounded_waves, full or\nrounded_full (the "
-                   "default)");
+                   "Of the cost model: tasks, waves, rounded_waves, full,\nrounded_full or experts "
+                   "(the default)");
   command.add_flag("--absolute", o.absolute,
                    "Fit to the least squares of errors, as RaMP, not of errors over\ntimes");
   command.add_flag(

@@ -142,7 +142,8 @@ void add_ablation(std::vector<std::string>& lines, const Profile& profile) {
   }
   add_table(lines,
             "Ablation, regret mean / max in % (tasks: a + c g; waves: + b g / SMs, which is c g "
-            "again; rounded: b ceil(g / SMs); full: + d log(g + 1)):",
+            "again; rounded: b ceil(g / SMs); full: + d log(g + 1); experts: a + b ceil(g / SMs) + "
+            "c e + d h):",
             cells);
 }
 

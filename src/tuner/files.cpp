@@ -207,6 +207,15 @@ constexpr const char* kProfile = "switchyard profile";
 constexpr const char* kFit = "switchyard fit";
 constexpr const char* kTable = "switchyard table";
 
+Form form_of(const Reader& from) {
+  const std::string form = from.text("form");
+  try {
+    return form_named(form);
+  } catch (const Error& error) {
+    from.refuse(error.what());
+  }
+}
+
 float real32(const Reader& from, const char* field) { return static_cast<float>(from.real(field)); }
 
 Coefficients coefficients_of(const Reader& from) {
@@ -298,12 +307,7 @@ Fit parse_fit(std::string_view text, const std::string& source) {
   const Reader from(json, source, "");
   Fit fit;
   read_head(from, kFit, fit);
-  const std::string form = from.text("form");
-  try {
-    fit.options.form = form_named(form);
-  } catch (const Error& error) {
-    from.refuse(error.what());
-  }
+  fit.options.form = form_of(from);
   fit.options.relative = from.yes("relative");
   fit.options.from_other_models = from.yes("from_other_models");
   fit.configurations = list_from(from, "configurations", configuration_of);
@@ -334,7 +338,7 @@ void write_fit(const std::filesystem::path& file, const Fit& fit) {
 std::string to_json(const Table& table) {
   Json file = new_file(kTable, table.kernel, table.version, table.device);
   file["model"] = json_of(table.model);
-  file["rounded_waves"] = table.rounded_waves;
+  file["form"] = to_string(table.form);
   Json entries = Json::array();
   for (const Table::Entry& entry : table.entries) {
     Json json = json_of(Coefficients{entry.a, entry.b, entry.c, entry.d});
@@ -353,7 +357,7 @@ Table parse_table(std::string_view text, const std::string& source) {
   Table table;
   read_head(from, kTable, table);
   table.model = model_of(from.object("model"));
-  table.rounded_waves = from.yes("rounded_waves");
+  table.form = form_of(from);
   for (const Reader& entry : from.objects("entries")) {
     table.entries.push_back({configuration_of(entry.object("configuration")), real32(entry, "a"),
                              real32(entry, "b"), real32(entry, "c"), real32(entry, "d")});

@@ -2,7 +2,10 @@
 
 #include <Eigen/QR>
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <limits>
+#include <vector>
 
 #include "base/join.h"
 #include "base/printable.h"
@@ -14,13 +17,13 @@ namespace {
 
 // What a configuration is fitted on.
 struct Sample {
-  double grid = 0;
-  double scale = 1;  // of waves and tasks
+  Work work;
+  double scale = 1;  // of what belongs to tasks
   double time_us = 0;
 };
 
-// The samples of a configuration. Of other models waves and tasks count as many times as K has
-// columns, because a task's time grows with them.
+// The samples of a configuration. Of other models what belongs to tasks counts as many times as K
+// has columns, because a task's time grows with them.
 std::vector<Sample> samples_of(const Profile& profile, std::size_t model, std::size_t configuration,
                                bool from_other_models) {
   std::vector<Sample> samples;
@@ -28,42 +31,67 @@ std::vector<Sample> samples_of(const Profile& profile, std::size_t model, std::s
     if (!point.fit || (point.model == model) == from_other_models) continue;
     if (point.times_us[configuration] <= 0) continue;
     const Model& its = profile.models[point.model];
-    const auto grid =
-        static_cast<double>(grid_of(profile.configurations[configuration], its.n, point.counts));
-    samples.push_back({grid, from_other_models ? its.k : 1.0, point.times_us[configuration]});
+    samples.push_back({work_of(profile.configurations[configuration], its.n, point.counts),
+                       from_other_models ? its.k : 1.0, point.times_us[configuration]});
   }
   return samples;
 }
 
-bool is_pruned(const Profile& profile, std::size_t model, std::size_t configuration) {
-  return std::any_of(profile.points.begin(), profile.points.end(), [&](const Point& point) {
-    return point.model == model && point.times_us[configuration] == kPruned;
-  });
+// The configurations of a model that are not to be chosen. Those that are pruned: pilots alone are
+// no grid to fit on, and a prediction could be chosen where nothing was timed. And where some are
+// pruned, those that were timed on for the sake of a Prediction alone, which are far from the best
+// at every point to fit on: what a line through their times says elsewhere is no reason to choose
+// them.
+std::vector<bool> left_out(const Profile& profile, std::size_t model) {
+  constexpr double kFar = 1.25, kNever = std::numeric_limits<double>::infinity();
+  const std::size_t count = profile.configurations.size();
+  std::vector<bool> pruned(count);
+  std::vector<double> least(count, kNever);  // time over the best one's, at any point to fit on
+  for (const Point& point : profile.points) {
+    if (point.model != model) continue;
+    double best = kNever;
+    for (std::size_t c = 0; c < count; ++c) {
+      const double time = point.times_us[c];
+      if (time == kPruned) pruned[c] = true;
+      if (time > 0 && !profile.configurations[c].is_rule) best = std::min(best, time);
+    }
+    for (std::size_t c = 0; c < count; ++c) {
+      const double time = point.times_us[c];
+      if (point.fit && time > 0) least[c] = std::min(least[c], time / best);
+    }
+  }
+  if (std::find(pruned.begin(), pruned.end(), true) == pruned.end()) return pruned;
+  std::vector<bool> out(count);
+  for (std::size_t c = 0; c < count; ++c) out[c] = pruned[c] || least[c] > kFar;
+  return out;
 }
 
 bool is_below_a_wave(std::vector<Sample> samples, int num_sms) {
   const auto middle = samples.begin() + static_cast<std::ptrdiff_t>(samples.size() / 2);
   std::nth_element(samples.begin(), middle, samples.end(),
-                   [](const Sample& a, const Sample& b) { return a.grid < b.grid; });
-  return middle->grid < num_sms;
+                   [](const Sample& a, const Sample& b) { return a.work.grid < b.work.grid; });
+  return middle->work.grid < num_sms;
 }
 
 Coefficients solve(const std::vector<Sample>& samples, const FitOptions& options, int num_sms) {
   const Terms terms{options.form, num_sms};
-  const bool with_log = terms.may_have_log() && is_below_a_wave(samples, num_sms);
+  const bool with_last =
+      terms.of_experts() || (terms.may_have_log() && is_below_a_wave(samples, num_sms));
   const int rounds = terms.rounds() ? 1 : 0;
   const auto rows = static_cast<Eigen::Index>(samples.size());
-  // One row for each sample: 1, waves if they are rounded, tasks, and the logarithm.
-  Eigen::MatrixXd x(rows, 2 + rounds + (with_log ? 1 : 0));
+  // One row for each sample: 1, waves if they are rounded, tasks, and the last term.
+  Eigen::MatrixXd x(rows, 2 + rounds + (with_last ? 1 : 0));
   Eigen::VectorXd times(rows), weights(rows);
   for (Eigen::Index i = 0; i < rows; ++i) {
     const Sample& sample = samples[static_cast<std::size_t>(i)];
     times(i) = sample.time_us;
     weights(i) = options.relative ? 1 / sample.time_us : 1;
     x(i, 0) = 1;
-    if (terms.rounds()) x(i, 1) = sample.scale * terms.waves(sample.grid);
-    x(i, 1 + rounds) = sample.scale * sample.grid;
-    if (with_log) x(i, 2 + rounds) = std::log(sample.grid + 1);
+    if (terms.rounds()) x(i, 1) = sample.scale * terms.waves(sample.work);
+    x(i, 1 + rounds) = sample.scale * terms.tasks(sample.work);
+    if (with_last) {
+      x(i, 2 + rounds) = (terms.of_experts() ? sample.scale : 1) * terms.last(sample.work);
+    }
   }
   // Columns of the same length: otherwise the rank would be a matter of units.
   const Eigen::MatrixXd weighted = weights.asDiagonal() * x;
@@ -78,7 +106,7 @@ Coefficients solve(const std::vector<Sample>& samples, const FitOptions& options
   k.a = static_cast<float>(solution(0));
   if (terms.rounds()) k.b = static_cast<float>(solution(1));
   k.c = static_cast<float>(solution(1 + rounds));
-  if (with_log) k.d = static_cast<float>(solution(2 + rounds));
+  if (with_last) k.d = static_cast<float>(solution(2 + rounds));
   k.points = static_cast<int>(samples.size());
   const Eigen::VectorXd errors = times - x * solution;
   const Eigen::VectorXd from_mean = times.array() - times.mean();
@@ -88,6 +116,19 @@ Coefficients solve(const std::vector<Sample>& samples, const FitOptions& options
 }
 
 }  // namespace
+
+Work work_of(const Configuration& configuration, int n, std::span<const std::int64_t> counts) {
+  Work work;
+  std::int64_t with_rows = 0;
+  for (const std::int64_t count : counts) {
+    if (count > 0) ++with_rows;
+    work.highest = std::max(work.highest, std::min<std::int64_t>(count, configuration.token_rows));
+  }
+  work.grid = grid_of(configuration, n, counts);
+  // One row is one tile.
+  work.experts = with_rows * grid_of(configuration, n, std::array<std::int64_t, 1>{1});
+  return work;
+}
 
 Fit fit(const Profile& profile, const FitOptions& options) {
   Fit fit;
@@ -106,19 +147,19 @@ Fit fit(const Profile& profile, const FitOptions& options) {
   const auto fewest = static_cast<std::size_t>(Terms{options.form, 1}.fewest_points());
   for (std::size_t m = 0; m < profile.models.size(); ++m) {
     std::vector<Coefficients>& of_model = fit.coefficients.emplace_back();
+    const std::vector<bool> out = left_out(profile, m);
     std::size_t most = 0;
     for (std::size_t c = 0; c < profile.configurations.size(); ++c) {
       std::vector<Sample> samples = samples_of(profile, m, c, options.from_other_models);
-      // Pilots alone are no grid to fit on, and a pruned one's prediction could be chosen where
-      // nothing was timed.
-      if (is_pruned(profile, m, c)) samples.clear();
+      if (out[c]) samples.clear();
       most = std::max(most, samples.size());
       of_model.push_back(samples.size() < fewest ? Coefficients{}
                                                  : solve(samples, options, profile.device.num_sms));
       if (!options.from_other_models) continue;
-      // A model's own K.
-      of_model.back().b *= static_cast<float>(profile.models[m].k);
-      of_model.back().c *= static_cast<float>(profile.models[m].k);
+      const auto columns = static_cast<float>(profile.models[m].k);  // its own
+      of_model.back().b *= columns;
+      of_model.back().c *= columns;
+      if (Terms{options.form, 1}.of_experts()) of_model.back().d *= columns;
     }
     if (most >= fewest) continue;
     throw Error(
@@ -134,10 +175,9 @@ Fit fit(const Profile& profile, const FitOptions& options) {
 double predict_us(const Fit& fit, std::size_t model, std::size_t configuration,
                   std::span<const std::int64_t> counts) {
   const Coefficients& k = fit.coefficients[model][configuration];
-  const auto grid =
-      static_cast<double>(grid_of(fit.configurations[configuration], fit.models[model].n, counts));
-  return k.a + k.b * Terms{fit.options.form, fit.device.num_sms}.waves(grid) + k.c * grid +
-         k.d * std::log(grid + 1);
+  const Work work = work_of(fit.configurations[configuration], fit.models[model].n, counts);
+  const Terms terms{fit.options.form, fit.device.num_sms};
+  return k.a + k.b * terms.waves(work) + k.c * terms.tasks(work) + k.d * terms.last(work);
 }
 
 std::size_t select(const Fit& fit, std::size_t model, std::span<const std::int64_t> counts) {

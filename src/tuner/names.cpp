@@ -24,9 +24,11 @@ const char* to_string(Form form) {
     case Form::kFull:
       return "full";
     case Form::kRoundedFull:
+      return "rounded_full";
+    case Form::kExperts:
       break;
   }
-  return "rounded_full";
+  return "experts";
 }
 
 Form form_named(std::string_view name) { return named<Form>("the form", name, kForms); }

@@ -26,7 +26,7 @@ Table make_table(const Fit& fit, std::size_t model, int most_tokens) {
   table.version = fit.version;
   table.device = fit.device;
   table.model = its;
-  table.rounded_waves = Terms{fit.options.form, 1}.rounds();
+  table.form = fit.options.form;
   for (const std::size_t c : chosen) {
     const Coefficients& k = fit.coefficients[model][c];
     table.entries.push_back({fit.configurations[c], k.a, k.b, k.c, k.d});
@@ -35,17 +35,20 @@ Table make_table(const Fit& fit, std::size_t model, int most_tokens) {
 }
 
 std::size_t select(const Table& table, std::span<const std::int64_t> counts) {
+  const Terms terms{table.form, table.device.num_sms};
   std::size_t best = 0;
   float least = std::numeric_limits<float>::infinity();
   for (std::size_t i = 0; i < table.entries.size(); ++i) {
     const Table::Entry& entry = table.entries[i];
-    const std::int64_t grid = grid_of(entry.configuration, table.model.n, counts);
+    const Work work = work_of(entry.configuration, table.model.n, counts);
     const std::int64_t sms = table.device.num_sms;
-    const std::int64_t whole_waves = (grid + sms - 1) / sms;
-    const auto tasks = static_cast<float>(grid);
+    const std::int64_t whole_waves = (work.grid + sms - 1) / sms;
+    const auto grid = static_cast<float>(work.grid);
     const float waves =
-        table.rounded_waves ? static_cast<float>(whole_waves) : tasks / static_cast<float>(sms);
-    const float time = entry.a + entry.b * waves + entry.c * tasks + entry.d * std::log(tasks + 1);
+        terms.rounds() ? static_cast<float>(whole_waves) : grid / static_cast<float>(sms);
+    const float tasks = terms.of_experts() ? static_cast<float>(work.experts) : grid;
+    const float last = terms.of_experts() ? static_cast<float>(work.highest) : std::log(grid + 1);
+    const float time = entry.a + entry.b * waves + entry.c * tasks + entry.d * last;
     if (time < least) {
       best = i;
       least = time;

@@ -2,21 +2,46 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
+#include <span>
 
 #include "switchyard/tuner.h"
 
 namespace switchyard::tuner {
 
+// What a configuration makes of a histogram.
+struct Work {
+  std::int64_t grid = 0;     // g: see grid_of()
+  std::int64_t experts = 0;  // e: the grid if the rows of every expert were one tile
+  std::int64_t highest = 0;  // h: rows of the highest tile
+};
+Work work_of(const Configuration& configuration, int n, std::span<const std::int64_t> counts);
+
 struct Terms {
   Form form;
   int num_sms;
 
-  bool rounds() const { return form == Form::kRoundedWaves || form == Form::kRoundedFull; }
+  bool of_experts() const { return form == Form::kExperts; }
+  bool rounds() const { return rounds_waves(form); }
   bool may_have_log() const { return form == Form::kFull || form == Form::kRoundedFull; }
-  int fewest_points() const { return form == Form::kTasks ? 2 : may_have_log() ? 4 : 3; }
+  int fewest_points() const {
+    if (form == Form::kTasks) return 2;
+    return may_have_log() || of_experts() ? 4 : 3;
+  }
   // b's regressor. Unrounded waves would only be c's again, in other units, so b stays 0 (see
   // Form).
-  double waves(double grid) const { return rounds() ? std::ceil(grid / num_sms) : 0; }
+  double waves(const Work& work) const {
+    return rounds() ? std::ceil(static_cast<double>(work.grid) / num_sms) : 0;
+  }
+  // c's.
+  double tasks(const Work& work) const {
+    return static_cast<double>(of_experts() ? work.experts : work.grid);
+  }
+  // d's.
+  double last(const Work& work) const {
+    return of_experts() ? static_cast<double>(work.highest)
+                        : std::log(static_cast<double>(work.grid) + 1);
+  }
 };
 
 }  // namespace switchyard::tuner

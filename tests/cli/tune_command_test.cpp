@@ -139,12 +139,12 @@ TEST_F(TuneCommand, JudgesAProfileOfAnotherMachine) {
       run_switchyard({"tune", "--evaluate", path("p.json"), "--json", path("rows.json")}).exit_code,
       0);
   EXPECT_EQ(json("rows.json").size(), 8u);
-  EXPECT_EQ(json("rows.json")[0]["form"], "rounded_full");
+  EXPECT_EQ(json("rows.json")[0]["form"], "experts");
 }
 
 TEST_F(TuneCommand, RefusesWhatMakesNoSense) {
   expect_refused(tune({"--kernel", "attention"}), {"'attention'", "grouped or layer"});
-  expect_refused(tune({"--form", "cubic"}), {"'cubic'", "rounded_full"});
+  expect_refused(tune({"--form", "cubic"}), {"'cubic'", "experts"});
   expect_refused(tune({"--generator", "zipf"}), {"'zipf'"});
   expect_refused(tune({"--kernel", "layer", "--generator", "repeated"}), {"--generator distinct"});
   expect_refused(tune({"--no-test"}), {"--no-test"});

@@ -48,7 +48,7 @@ tuner::Table table_of(const Problem& problem, std::vector<tuner::Table::Entry> e
   table.version = kGroupedKernelVersion;
   table.device = {"this machine", gpu::device_info(gpu::current_device()).num_sms, 0};
   table.model = {"a model", spec.num_experts, 1, spec.n, spec.k};
-  table.rounded_waves = true;
+  table.form = tuner::Form::kRoundedFull;
   table.entries = std::move(entries);
   return table;
 }
@@ -227,7 +227,11 @@ TEST_F(GpuGroupedTable, ChoosesAsTheTuner) {
         entries.push_back(
             entry(schedule, 128, 20 * real(random), 5 * real(random), 0.05f * real(random)));
       }
-      const tuner::Table table = table_of(problem, entries);
+      tuner::Table table = table_of(problem, entries);
+      if (round == 1) {
+        table.form = tuner::Form::kExperts;
+        for (tuner::Table::Entry& its : table.entries) its.d = 0.5f * real(random);
+      }
       const auto gemm = calls.make(table), plain = calls.make(GroupedSchedule{});
       calls.with_arrays(*gemm, [&] {
         for (int i = 0; i < 6; ++i) {

@@ -33,6 +33,7 @@ tuner::Table table() {
   its.version = kLayerKernelVersion;
   its.device = {"a machine", 132, 0};
   its.model = {"a model", 64, 8, 2048, 2048};
+  its.form = tuner::Form::kFull;
   its.entries = {
       entry("small", 32, 5, 0.1f, {{"small_tokens", 32}, {"splits", 2}}),
       entry("single", 256, 40, 0.05f, {{"small_tokens", 0}, {"paired_rows", -1}, {"band", 2}}),

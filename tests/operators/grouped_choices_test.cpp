@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <functional>
 #include <random>
 #include <set>
@@ -32,13 +33,14 @@ TableFacts facts(bool fp8 = false) {
   return its;
 }
 
-tuner::Table table_of(const std::vector<tuner::Table::Entry>& entries, bool rounded = true) {
+tuner::Table table_of(const std::vector<tuner::Table::Entry>& entries,
+                      tuner::Form form = tuner::Form::kRoundedFull) {
   tuner::Table table;
   table.kernel = "grouped_bf16";
   table.version = kGroupedKernelVersion;
   table.device = {"a machine", kSms, 0};
   table.model = {"a model", kExperts, 8, kN, kK};
-  table.rounded_waves = rounded;
+  table.form = form;
   table.entries = entries;
   return table;
 }
@@ -75,12 +77,14 @@ TEST(GroupedChoices, ChooseAsTheTuner) {
       for (const int splits : {1, 4}) {
         if (splits > 1 && rows > 64) continue;
         entries.push_back(entry(rows, false, splits, 10 * real(random), 3 * real(random),
-                                0.02f * real(random), round % 3 == 0 ? real(random) : 0));
+                                0.02f * real(random), round % 2 == 0 ? real(random) : 0));
       }
     }
     // A tie: the earlier one is chosen.
     entries.push_back(entries[3]);
-    const tuner::Table table = table_of(entries, round % 2 == 0);
+    constexpr std::array kForms{tuner::Form::kRoundedFull, tuner::Form::kFull,
+                                tuner::Form::kExperts};
+    const tuner::Table table = table_of(entries, kForms[static_cast<std::size_t>(round) % 3]);
     const GroupedChoices choices = choices_of(table, facts());
     ASSERT_EQ(choices.single.size(), entries.size());
     for (int i = 0; i < 40; ++i) {

@@ -67,6 +67,29 @@ TEST(Fit, RoundedWavesAreWhatMakesTheThirdTermMean) {
   EXPECT_LT(worst_error(profile, fit(profile, options_of(Form::kRoundedWaves)), false), 1e-4);
 }
 
+// A kernel that reads the weights of every expert with rows once, and whose highest tile ends last.
+TEST(Fit, TellsTheWeightsThatAreReadAndTheLongestTask) {
+  KnownKernel known;
+  known.kernel.time = [&](const Model& model, std::size_t c, std::span<const std::int64_t> counts) {
+    const Configuration& its = known.kernel.configurations[c];
+    const auto grid = static_cast<double>(grid_of(its, model.n, counts));
+    double with_rows = 0, most = 0;
+    for (const std::int64_t count : counts) {
+      with_rows += count > 0 ? 1 : 0;
+      most = std::max(most, static_cast<double>(count));
+    }
+    const double blocks = std::ceil(model.n / static_cast<double>(its.weight_rows));
+    return Timing{7 + 2 * std::ceil(grid / kDevice.num_sms) + 0.1 * with_rows * blocks +
+                  0.3 * std::min<double>(most, its.token_rows)};
+  };
+  Profile profile = new_profile(known.kernel, kDevice, plan_of({kSmall, kLarge}));
+  measure(profile, known.kernel);
+  const Fit its = fit(profile, options_of(Form::kExperts));
+  EXPECT_LT(worst_error(profile, its, false), 1e-4);
+  EXPECT_LT(worst_error(profile, its, true), 1e-4);
+  EXPECT_GT(worst_error(profile, fit(profile, options_of(Form::kRoundedFull)), false), 0.02);
+}
+
 TEST(Fit, LogTermOnlyWhereTheMedianGridIsBelowAWave) {
   const KnownKernel known(0, 3);
   const Profile profile = measured(known, {kTiny, kLarge});

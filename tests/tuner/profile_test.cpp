@@ -351,9 +351,12 @@ TEST(Prune, LeavesOutWhatIsFarFromTheBestAtAllPilots) {
   }
   EXPECT_EQ(read_profile(options.file), profile);
 
-  // The pruned one is never fitted, so never chosen; the rest is judged as without pruning.
+  // The pruned one is never fitted, so never chosen, and neither is the one that was timed on for
+  // the prediction alone; the rest is judged as without pruning.
   const Fit its = fit(profile);
   EXPECT_EQ(its.coefficients[0][2].points, 0);
+  EXPECT_EQ(its.coefficients[0][5].points, 0);
+  EXPECT_EQ(its.coefficients[0][0].points, 25);
   Profile all = new_profile(known.kernel, kDevice, plan_of({kSmall, kLarge}));
   EXPECT_TRUE(measure(all, known.kernel));
   const std::vector<Outcome> pruned = evaluate(profile, its), complete = evaluate(all, fit(all));

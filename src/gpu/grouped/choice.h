@@ -61,26 +61,35 @@ static_assert(sizeof(Candidate) == 48);
 struct ChoiceRule {
   TileHeights heights;
   std::uint32_t num_sms;
-  bool rounded_waves;
+  bool rounded_waves, of_experts;  // see tuner::Form
 };
 
-// The time of a candidate whose height makes so many tiles. In float, in the order of
-// tuner::select(), and without fusing, so that host and device agree (but for the logarithm's last
-// bit).
-SWITCHYARD_HOST_DEVICE inline float predicted_us(const Candidate& candidate, std::uint32_t tiles,
+// What the rows of the experts make of a candidate.
+struct ExpertWork {
+  std::uint32_t tiles;    // of its height
+  std::uint32_t experts;  // that have rows
+  std::uint32_t highest;  // rows of the highest tile
+};
+
+// The time of a candidate. In float, in the order of tuner::select(), and without fusing, so that
+// host and device agree (but for the logarithm's last bit).
+SWITCHYARD_HOST_DEVICE inline float predicted_us(const Candidate& candidate, const ExpertWork& work,
                                                  const ChoiceRule& rule) {
-  const std::uint32_t grid = tiles * candidate.tasks_of_tile;
-  const auto tasks = static_cast<float>(grid);
+  const std::uint32_t grid = work.tiles * candidate.tasks_of_tile;
   const float waves = rule.rounded_waves
                           ? static_cast<float>(protocol::ceil_div(grid, rule.num_sms))
-                          : tasks / static_cast<float>(rule.num_sms);
+                          : static_cast<float>(grid) / static_cast<float>(rule.num_sms);
+  const auto tasks =
+      static_cast<float>(rule.of_experts ? work.experts * candidate.tasks_of_tile : grid);
 #if defined(__CUDA_ARCH__)
   const float linear = __fadd_rn(__fadd_rn(candidate.a, __fmul_rn(candidate.b, waves)),
                                  __fmul_rn(candidate.c, tasks));
-  return candidate.d == 0 ? linear : __fadd_rn(linear, __fmul_rn(candidate.d, logf(tasks + 1)));
+  if (candidate.d == 0) return linear;
+  const float last = rule.of_experts ? static_cast<float>(work.highest) : logf(tasks + 1);
+  return __fadd_rn(linear, __fmul_rn(candidate.d, last));
 #else
-  return candidate.a + candidate.b * waves + candidate.c * tasks +
-         candidate.d * std::log(tasks + 1);
+  const float last = rule.of_experts ? static_cast<float>(work.highest) : std::log(tasks + 1);
+  return candidate.a + candidate.b * waves + candidate.c * tasks + candidate.d * last;
 #endif
 }
 
@@ -93,14 +102,18 @@ SWITCHYARD_HOST_DEVICE constexpr bool is_better(float time, std::uint32_t entry,
 // The best of some candidates, of which there is one or more.
 inline const Candidate& choose(std::span<const Candidate> candidates, const ChoiceRule& rule,
                                std::span<const std::uint32_t> expert_rows) {
-  std::uint32_t tiles[kMostHeights] = {};
+  std::uint32_t tiles[kMostHeights] = {}, experts = 0, most = 0;
   for (const std::uint32_t rows : expert_rows) {
+    if (rows != 0) ++experts;
+    most = most < rows ? rows : most;
     for (std::uint32_t h = 0; h < kMostHeights; ++h) tiles[h] += rule.heights.tiles(h, rows);
   }
   const Candidate* best = nullptr;
   float least = 0;
   for (const Candidate& candidate : candidates) {
-    const float time = predicted_us(candidate, tiles[candidate.height], rule);
+    const std::uint32_t height = rule.heights.rows[candidate.height];
+    const ExpertWork work{tiles[candidate.height], experts, most < height ? most : height};
+    const float time = predicted_us(candidate, work, rule);
     if (best != nullptr && !is_better(time, candidate.entry, least, best->entry)) continue;
     best = &candidate;
     least = time;

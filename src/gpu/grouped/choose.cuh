@@ -23,7 +23,7 @@ __device__ __forceinline__ void choose_cut(const GroupedCall& call, const Choice
     return __builtin_bit_cast(Candidate, Words{{__ldg(words), __ldg(words + 1), __ldg(words + 2)}});
   };
   Candidate mine = load(lane);
-  std::uint32_t tiles[kMostHeights];
+  std::uint32_t tiles[kMostHeights], experts_with_rows = 0, most_rows = 0;
 #pragma unroll
   for (std::uint32_t h = 0; h < kMostHeights; ++h) tiles[h] = 0;
 #pragma unroll 1
@@ -38,23 +38,32 @@ __device__ __forceinline__ void choose_cut(const GroupedCall& call, const Choice
     std::uint32_t before = __shfl_up_sync(~0u, end, 1);
     if (lane == 0) before = e == 0 ? 0 : end_of(e - 1);
     const std::uint32_t rows = e < num_experts ? end - before : 0;
+    experts_with_rows += rows != 0 ? 1 : 0;
+    most_rows = max(most_rows, rows);
 #pragma unroll
     for (std::uint32_t h = 0; h < kMostHeights; ++h) tiles[h] += rule.heights.tiles(h, rows);
   }
-  // Lane h gets the tiles of height h. (A register cannot be indexed, a lane can.)
-  std::uint32_t of_lane = 0;
+  experts_with_rows = __reduce_add_sync(~0u, experts_with_rows);
+  most_rows = __reduce_max_sync(~0u, most_rows);
+  // Lane h gets the tiles of height h and the rows of the highest. (A register cannot be indexed, a
+  // lane can.)
+  std::uint32_t of_lane = 0, highest_of_lane = 0;
 #pragma unroll
   for (std::uint32_t h = 0; h < kMostHeights; ++h) {
     const std::uint32_t all = __reduce_add_sync(~0u, tiles[h]);
-    if (lane == h) of_lane = all;
+    if (lane == h) {
+      of_lane = all;
+      highest_of_lane = min(most_rows, rule.heights.rows[h]);
+    }
   }
   Candidate best = mine;
   float least = INFINITY;
 #pragma unroll 1
   for (std::uint32_t first = 0; first < call.num_candidates; first += 32) {
     if (first != 0) mine = load(first + lane);
-    const std::uint32_t its_tiles = __shfl_sync(~0u, of_lane, mine.height);
-    const float time = predicted_us(mine, its_tiles, rule);
+    const ExpertWork work{__shfl_sync(~0u, of_lane, mine.height), experts_with_rows,
+                          __shfl_sync(~0u, highest_of_lane, mine.height)};
+    const float time = predicted_us(mine, work, rule);
     // (Behind the last candidate a lane has that one again, which changes nothing.)
     if (!is_better(time, mine.entry, least, best.entry)) continue;
     best = mine;

@@ -73,7 +73,8 @@ void check_table(const tuner::Table& table, const char* what, const WantedTable&
 CandidateMaker::CandidateMaker(const tuner::Table& table, int n, ChoiceRule& rule)
     : table_(table), n_(n), rule_(rule) {
   rule_.num_sms = static_cast<std::uint32_t>(table.device.num_sms);
-  rule_.rounded_waves = table.rounded_waves;
+  rule_.rounded_waves = tuner::rounds_waves(table.form);
+  rule_.of_experts = table.form == tuner::Form::kExperts;
 }
 
 Candidate CandidateMaker::operator()(std::size_t entry) {
