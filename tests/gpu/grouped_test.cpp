@@ -452,6 +452,26 @@ TEST_F(GpuGroupedGemm, RowsThroughAnIndexAtEveryHeight) {
   }
 }
 
+// The rule of FP8 goes by the rows of each expert, which only the device knows: on both sides of it
+// the bits are those of either height.
+TEST_F(GpuGroupedGemm, TilesOfHalfTheRowsWhereEveryTaskFindsABlock) {
+  for (const std::vector<int>& rows :
+       {std::vector<int>{200, 0, 90}, {1000, 900, 70, 0, 64, 65}, {9000, 300}}) {
+    Case c = fp8_case(Scales::kBlocks);
+    c.rows = rows;
+    c.x = DType::kF8E4M3;
+    const Problem problem(c);
+    GroupedSchedule low, high;
+    low.paired = high.paired = false;
+    const Rows by_rule = run_on_gpu(problem, high);
+    expect_as_good(problem, by_rule);
+    low.tile_rows = 64;
+    high.tile_rows = 128;
+    EXPECT_TRUE(run_on_gpu(problem, low) == by_rule);
+    EXPECT_TRUE(run_on_gpu(problem, high) == by_rule);
+  }
+}
+
 // What needs memory of its own is refused while it cannot be had.
 TEST_F(GpuGroupedGemm, ConvertedRowsAreCapturedAfterACallOfTheirSize) {
   Case c = wide_case();

@@ -220,5 +220,25 @@ TEST(GroupedChoices, TheCpuHasNoTable) {
               AllOf(HasSubstr("table"), HasSubstr("schedule")));
 }
 
+TEST(HalfTiles, WhereEveryTaskFindsABlock) {
+  const protocol::TileShape half = half_as_high({128, 128, 16});
+  EXPECT_EQ(half.max_height, 64);
+  EXPECT_EQ(half.granule, 64);
+  EXPECT_EQ(half.least, 16);
+  EXPECT_EQ(half_as_high({256, 32, 16}).granule, 32);
+  // DeepSeek-V3's hidden size in slices of 512 rows: two blocks of weight rows, 132 SMs.
+  EXPECT_TRUE(takes_half(66, 2, kSms));
+  EXPECT_FALSE(takes_half(67, 2, kSms)) << "one task would wait";
+  EXPECT_TRUE(takes_half(0, 28, kSms));
+  EXPECT_FALSE(takes_half(1, kSms + 1, kSms)) << "a tile is more than a wave";
+  // The height that it comes to is the one that a caller may force.
+  GroupedSchedule forced;
+  forced.tile_rows = 64;
+  const GroupedCut cut = cut_of(forced, facts(true).cut);
+  EXPECT_EQ(cut.tile.max_height, half.max_height);
+  EXPECT_EQ(cut.tile.granule, half.granule);
+  EXPECT_EQ(cut.tile.least, half.least);
+}
+
 }  // namespace
 }  // namespace switchyard::gpu

@@ -20,6 +20,21 @@ struct GroupedCut {
   std::uint32_t log2_splits;
 };
 
+// Tiles of at most half the rows.
+SWITCHYARD_HOST_DEVICE constexpr protocol::TileShape half_as_high(protocol::TileShape shape) {
+  const int height = shape.max_height / 2;
+  return {height, shape.granule < height ? shape.granule : height, shape.least};
+}
+// The rule for token-major tiles of blocks that stand alone: half as high where every task still
+// finds a block at once. A call then takes as long as its longest task, which is half as long. (On
+// an H200, 27 points of RaMP's models in FP8 with experts of more than 64 rows: 21 to 35 % less;
+// with a second wave it would be 5 to 19 % more.)
+SWITCHYARD_HOST_DEVICE constexpr bool takes_half(std::uint32_t tiles_of_half,
+                                                 std::uint32_t tasks_of_tile,
+                                                 std::uint32_t blocks) {
+  return tiles_of_half <= blocks / tasks_of_tile;
+}
+
 // A lane keeps the tiles of its experts for every height in a register.
 inline constexpr std::uint32_t kMostHeights = 16;
 

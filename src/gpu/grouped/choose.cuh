@@ -7,6 +7,23 @@
 
 namespace switchyard::gpu {
 
+// Without candidates: halves the height of tiles if takes_half() says so. Called by one warp;
+// afterwards all of it sees `cut`, which is in shared memory.
+__device__ __forceinline__ void halve_tiles(const GroupedRows& call, std::uint32_t experts,
+                                            std::uint32_t tasks_of_tile, GroupedCut& cut) {
+  const protocol::TileShape half = half_as_high(cut.tile);
+  std::uint32_t tiles = 0;
+#pragma unroll 1
+  for (std::uint32_t e = threadIdx.x % 32; e < experts; e += 32) {
+    const std::uint32_t before = e == 0 ? 0 : end_of_rows(call, e - 1);
+    tiles += protocol::TokenTiles(end_of_rows(call, e) - before, half).count;
+  }
+  tiles = __reduce_add_sync(~0u, tiles);
+  __syncwarp();  // all have read the old height
+  if (takes_half(tiles, tasks_of_tile, gridDim.x) && threadIdx.x % 32 == 0) cut.tile = half;
+  __syncwarp();
+}
+
 // Called by one warp; afterwards all of it sees `cut`, which is in shared memory. Lanes first take
 // the experts, each for all heights, and then the candidates. A lane's first candidate is loaded
 // before the rows are: neither is in this block's cache yet, so the two waits become one.
@@ -29,14 +46,9 @@ __device__ __forceinline__ void choose_cut(const GroupedCall& call, const Choice
 #pragma unroll 1
   for (std::uint32_t first = 0; first < num_experts; first += 32) {
     const std::uint32_t e = first + lane;
-    const auto end_of = [&](std::uint32_t expert) {
-      return call.wide_ends
-                 ? static_cast<std::uint32_t>(static_cast<const std::int64_t*>(call.ends)[expert])
-                 : static_cast<const std::uint32_t*>(call.ends)[expert];
-    };
-    const std::uint32_t end = e < num_experts ? end_of(e) : 0;
+    const std::uint32_t end = e < num_experts ? end_of_rows(call, e) : 0;
     std::uint32_t before = __shfl_up_sync(~0u, end, 1);
-    if (lane == 0) before = e == 0 ? 0 : end_of(e - 1);
+    if (lane == 0) before = e == 0 ? 0 : end_of_rows(call, e - 1);
     const std::uint32_t rows = e < num_experts ? end - before : 0;
     experts_with_rows += rows != 0 ? 1 : 0;
     most_rows = max(most_rows, rows);

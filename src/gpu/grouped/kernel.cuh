@@ -225,6 +225,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (blockIdx.x == 0 && call.chosen != nullptr) *call.chosen = -1;
       }
       __syncwarp();
+      if (kTokenMajor<C> && params.may_halve && call.paired == 0) {
+        halve_tiles(call, static_cast<std::uint32_t>(params.num_experts), params.row_blocks,
+                    block.cut);
+      }
     }
     const std::uint32_t height = protocol::round_up(
         place_rows(call, params.num_experts, block.cut.tile, block.rows), kUnitRows);

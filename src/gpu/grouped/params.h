@@ -34,6 +34,7 @@ struct ActivationForm {
 struct GroupedParams : ExpertParams, WaitParams, ModelShape, ActivationParams {
   ActivationForm form;
   GroupedCut cut;            // of calls without candidates
+  bool may_halve;            // its tiles
   ChoiceRule rule;           // of calls with some
   std::uint32_t columns;     // of the output
   std::uint32_t in_columns;  // of the input

@@ -29,6 +29,14 @@ __device__ __forceinline__ std::uint32_t first_row(const RowLayout& layout, cons
   return 0;
 }
 
+// The number of rows of an expert and those before it.
+__device__ __forceinline__ std::uint32_t end_of_rows(const GroupedRows& call,
+                                                     std::uint32_t expert) {
+  return call.wide_ends
+             ? static_cast<std::uint32_t>(static_cast<const std::int64_t*>(call.ends)[expert])
+             : static_cast<const std::uint32_t*>(call.ends)[expert];
+}
+
 // Computes the table. Called by one warp; each lane takes a run of experts. Returns the height of
 // the highest tile. Loops are not unrolled: the code runs once.
 __device__ __forceinline__ std::uint32_t place_rows(const GroupedRows& call, int experts,
@@ -38,20 +46,15 @@ __device__ __forceinline__ std::uint32_t place_rows(const GroupedRows& call, int
   const std::uint32_t per_lane = protocol::ceil_div(num_experts, 32u);
   const std::uint32_t begin = min(lane * per_lane, num_experts);
   const std::uint32_t end = min(begin + per_lane, num_experts);
-  const auto end_of = [&](std::uint32_t e) {
-    return call.wide_ends
-               ? static_cast<std::uint32_t>(static_cast<const std::int64_t*>(call.ends)[e])
-               : static_cast<const std::uint32_t*>(call.ends)[e];
-  };
   const auto block_of = [](const RowLayout& layout) {
     return static_cast<std::uint32_t>(layout.kind == RowLayout::Kind::kBlocked ? layout.size : 1);
   };
   const std::uint32_t in_block = block_of(call.in), out_block = block_of(call.out);
   std::uint32_t tiles = 0, in = 0, out = 0, height = shape.least;
-  std::uint32_t row = begin == 0 || begin == end ? 0 : end_of(begin - 1);
+  std::uint32_t row = begin == 0 || begin == end ? 0 : end_of_rows(call, begin - 1);
 #pragma unroll 1
   for (std::uint32_t e = begin; e < end; ++e) {
-    const std::uint32_t next = end_of(e), rows = next - row;
+    const std::uint32_t next = end_of_rows(call, e), rows = next - row;
     const protocol::TokenTiles cut(rows, shape);
     table.packed_begin[e] = row;
     table.tile_begin[e] = tiles;
@@ -82,7 +85,7 @@ __device__ __forceinline__ std::uint32_t place_rows(const GroupedRows& call, int
   }
   if (lane == 31) {
     table.tile_begin[num_experts] = tiles_to;
-    table.packed_begin[num_experts] = end_of(num_experts - 1);
+    table.packed_begin[num_experts] = end_of_rows(call, num_experts - 1);
   }
   return __reduce_max_sync(~0u, height);
 }

@@ -205,6 +205,7 @@ const GroupedGemmEngine::State::Room& GroupedGemmEngine::State::room_for(std::ve
 void GroupedGemmEngine::State::choose_schedule(const tuner::Table* table, int num_sms) {
   const CutFacts facts{policy.tile.token_rows, scaled(), params.k_blocks};
   params.cut = cut_of(schedule, facts);
+  params.may_halve = scaled() && !schedule.tile_rows && params.cut.log2_splits == 0;
   if (schedule.paired.value_or(false) && blocks < kPair) {
     unsupported("schedule.paired is true, but there is one multiprocessor; leave it");
   }
