@@ -35,10 +35,10 @@ struct ProtocolStep {
     kPublishCounts,  // before a counts row is written to `peer`
     kPlan,           // after all counts rows have arrived
     kDispatch,       // before a chunk is written to `peer`
-    kArrived,        // before the arrival of a tile's rows is signalled to `peer`
+    kArrived,        // before the arrival of an expert's rows is signalled to `peer`
     kGemm1,
     kGemm2,
-    kFinished,  // before the completion of a tile is signalled to `peer`
+    kFinished,  // before the completion of an expert's rows is signalled to `peer`
     kCombine,
     kWait,  // again and again while a thread waits for `peer`, perhaps for other threads of its own
   };
@@ -140,6 +140,12 @@ struct LayerOptions {
   // go in pairs, and since the host knows no more; a graph keeps the choice that was captured.
   // Memory has room for the schedule that needs the most. Null: the rules.
   std::shared_ptr<const tuner::Table> table;
+  // kCpu only. How long a thread that has nothing else to do waits for late ranks' counts before
+  // it computes rows that are here, expert by expert. Rows of late ranks are computed when they
+  // come, which reads an expert's weights again. Outputs are the same bits either way; on
+  // processors whose products depend on a tile's height, rows wait for all counts. Empty: the time
+  // that reading an expert takes; at most a year. Ranks may differ.
+  std::optional<std::chrono::microseconds> patience;
 };
 // The kernel and version of tables for layers: "layer_bf16", "layer_fp8". The version grows
 // whenever the kernel's times change.

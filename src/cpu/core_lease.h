@@ -63,6 +63,13 @@ class CoreLease {
     next->granted_signal.notify_one();
   }
 
+  bool held() const { return held_; }
+  // True if no rank of this process holds some core or waits for it.
+  static bool core_is_free() {
+    const std::lock_guard lock(Cores::all().mutex);
+    return Cores::all().free > 0;
+  }
+
   // Passes the core on if the turn is over and another rank waits for it; returns true if it did.
   // Call it between tasks.
   bool offer() {

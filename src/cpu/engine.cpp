@@ -22,6 +22,7 @@
 #include "cpu/processor.h"
 #include "cpu/products.h"
 #include "cpu/scheduler.h"
+#include "cpu/split.h"
 #include "cpu/thread_trace.h"
 #include "cpu/worker_pool.h"
 #include "fabric/collective.h"
@@ -90,9 +91,7 @@ MemoryNeeds needs_of(const LayerState& layer, int threads) {
   shape.element_bytes = layer.quantised() ? 1 : static_cast<int>(size_of(layer.value));
   shape.scaled = layer.quantised();
   shape.weighs_input = layer.spec.weight_on_input;
-  shape.max_tiles = static_cast<std::uint32_t>(shape.num_experts +
-                                               shape.num_ranks * std::int64_t{layer.max_tokens} *
-                                                   layer.spec.top_k / layer.tile.max_height);
+  shape.max_tiles = static_cast<std::uint32_t>(shape.num_experts);
   shape.cell_bytes =
       max_tokens * static_cast<std::uint64_t>(layer.cells_per_token()) * layer.cell_bytes();
   needs.converted = max_tokens * layer.cell_bytes();
@@ -195,6 +194,7 @@ class Engine final : public LayerEngine {
   ExpertRange own_places() const { return own_experts(num_places(), world_.rank(), world_.size()); }
   // Threads and their buffers: what this rank may not be able to get.
   void make_processors(int threads);
+  std::size_t most_tiles() const;
   void begin_pass(const ForwardInput& input, const ForwardOutput& output, std::uint64_t epoch);
   void route(const ForwardInput& input);
   bool in_table(std::int32_t token_id) const {
@@ -205,14 +205,11 @@ class Engine final : public LayerEngine {
   void drop_over_capacity();
   void list_slots();
   void publish_counts();
-  Waited await_counts();
   std::uint32_t count(int source, int expert) const;
-  void plan(const Waited& waited);
-  void place_slots();
-  void list_tiles();
+  void start_tasks();
   void run_tasks();
-  std::optional<protocol::Task> await_task(CoreLease& lease, const ThreadTrace* trace,
-                                           Waited& waited);
+  bool place(const CoreLease& lease, ThreadTrace* trace, Waited& waited);
+  std::optional<protocol::Task> await_task(CoreLease& lease, ThreadTrace* trace, Waited& waited);
   TraceEvent event_of(const protocol::Task& task, const Waited& waited) const;
   void finish(const ForwardOutput& output, Clock::time_point start);
 
@@ -240,6 +237,7 @@ class Engine final : public LayerEngine {
 
   Pass pass_;
   Scheduler scheduler_{layer_, pass_};
+  bool splits_ = false;  // an expert's rows may be in several segments
   std::vector<std::int32_t> hashed_ids_;
   std::vector<std::int32_t> place_of_;  // [E]: see places_for(); empty: without a placement
   std::mutex exception_mutex_;
@@ -374,7 +372,9 @@ void Engine::make_processors(int threads) {
   pool_ = std::make_unique<WorkerPool>(threads,
                                        [] { thread_local const SingleThreadedLibrary confined; });
 
-  pass_.placement = protocol::Placement(layer_.heaps.experts, rank(), layer_.tile);
+  pass_.placement = protocol::Placement(layer_.heaps.experts, rank());
+  pass_.tiles.reserve(most_tiles());
+  splits_ = num_ranks() > 1 && bits_ignore_height(layer_);
   pass_.num_intermediate_slots = intermediate_slots(threads);
   pass_.intermediate_slot_bytes = intermediate_slot_bytes(layer_);
   pass_.intermediate = memory_->intermediate();
@@ -418,9 +418,9 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   }
   publish_counts();
   stats_.gate_seconds = seconds_since(start);
-  plan(await_counts());
-  stats_.plan_seconds = seconds_since(start);
+  start_tasks();
   run_tasks();
+  stats_.plan_seconds = std::chrono::duration<double>(scheduler_.placed_at() - start).count();
   finish(output, start);
   if (ring_.words != nullptr) {
     record_step(ring_, stats_.epoch, stats_.tokens, stats_.tokens_per_expert);
@@ -576,8 +576,9 @@ void Engine::list_slots() {
     for (std::int64_t i = t * spec().top_k; i < (t + 1) * spec().top_k; ++i) {
       const std::int32_t e = pass_.ids[static_cast<std::size_t>(i)];
       Slot& slot = pass_.slots[static_cast<std::size_t>(i)];
-      slot.owner = e < 0 ? -1 : experts.owner(e);
+      slot = Slot{};
       if (e < 0) continue;
+      slot.owner = experts.owner(e);
       slot.position = pass_.counts[static_cast<std::size_t>(e)]++;
       if (slot.owner == rank()) {
         pass_.own_entries[static_cast<std::size_t>(e - experts.begin(rank()))].push_back(
@@ -615,93 +616,38 @@ void Engine::publish_counts() {
   }
 }
 
-Waited Engine::await_counts() {
-  HostPace pace;
-  const auto deadline =
-      static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
-  Waited waited;
-  const std::uint64_t flag = protocol::flag_of(pass_.epoch);
-  for (int s = 0; s < num_ranks(); ++s) {
-    if (s == rank()) continue;
-    const std::uint64_t* const row = layer_.heap.counts(layer_.heaps.mine(), pass_.epoch, s);
-    std::size_t e = 0;  // the first count that has not come
-    const protocol::WaitResult result = protocol::wait_until(
-        layer_.heaps, pass_.epoch, deadline, pace,
-        [&] {
-          while (e < pass_.counts.size() && protocol::load_acquire(row + e) >> 32 == flag) ++e;
-          if (e == pass_.counts.size()) return true;
-          waited = {TraceWait::kCounts, s};
-          return false;
-        },
-        [&] {
-          layer_.waiting(s, pass_.epoch);
-          return Missing{Phase::kCounts, s, e, flag, protocol::load_acquire(row + e) >> 32};
-        });
-    if (result != protocol::WaitResult::kReady) fail();
-  }
-  return waited;
-}
-
-// The counts matrix, once all rows have come. Relaxed: await_counts() has acquired every word.
+// The counts matrix, once the source's row has come.
 std::uint32_t Engine::count(int source, int expert) const {
-  const auto e = static_cast<std::size_t>(expert);
-  if (source == rank()) return pass_.counts[e];
-  return static_cast<std::uint32_t>(
-      protocol::load_relaxed(layer_.heap.counts(layer_.heaps.mine(), pass_.epoch, source) + e));
+  if (source == rank()) return pass_.counts[static_cast<std::size_t>(expert)];
+  return count_of(layer_, pass_.epoch, source, expert);
 }
 
-void Engine::plan(const Waited& waited) {
-  const Stage stage(trace_of(0), TraceKind::kPlan, pass_.tokens, waited);
-  layer_.step(ProtocolStep::Kind::kPlan, rank(), pass_.epoch);
-  pass_.placement.compute([this](int source, int expert) { return count(source, expert); });
-  place_slots();
-  list_tiles();
-  pass_.received.assign(
-      static_cast<std::size_t>(num_ranks() - 1) * pass_.received_words(options_.max_tokens), 0);
-  scheduler_.start();
+// Tiles of a pass in which every rank has as many tokens as it may, and every expert's rows are
+// placed for each source alone.
+std::size_t Engine::most_tiles() const {
+  const auto u = [](int value) { return static_cast<std::size_t>(value); };
+  const std::size_t ranks = u(num_ranks()), tokens = u(options_.max_tokens),
+                    experts = layer_.experts.size();
+  const std::size_t rows = ranks * tokens * std::min(u(spec().top_k), experts);
+  return protocol::ceil_div(tokens, u(kOwnTokensShape.max_height)) + experts * ranks +
+         rows / u(layer_.tile.max_height);
 }
 
-// Finds the tile that computes each slot.
-void Engine::place_slots() {
-  const protocol::Placement& placement = pass_.placement;
-  for (std::size_t i = 0; i < pass_.slots.size(); ++i) {
-    Slot& slot = pass_.slots[i];
-    if (slot.owner < 0) continue;
-    const std::int32_t e = pass_.ids[i];
-    slot.tile = placement.first_tile(e) +
-                (placement.my_first_row(e) + slot.position) / placement.tiles_of(e).height;
-  }
-}
-
-void Engine::list_tiles() {
-  const protocol::ExpertPartition& experts = layer_.heaps.experts;
+// Lists what needs nobody's counts: the shared expert's tiles, sending, and what is last,
+// combining.
+void Engine::start_tasks() {
   pass_.tiles.clear();
-  const auto add = [&](const protocol::TokenTiles& tiles, protocol::TileShape shape, int expert,
-                       std::uint32_t flag) {
-    for (std::uint32_t j = 0; j < tiles.count; ++j) {
-      Tile tile;
-      tile.expert = expert;
-      tile.first_row = tiles.begin(j);
-      tile.rows = tiles.end(j) - tiles.begin(j);
-      tile.padded = protocol::round_up(tile.rows, static_cast<std::uint32_t>(shape.granule));
-      tile.flag = flag + j;
-      pass_.tiles.push_back(tile);
-    }
-  };
+  pass_.placement.clear();
   pass_.shared_tiles = protocol::TokenTiles(
       spec().shared_intermediate > 0 ? static_cast<std::uint32_t>(pass_.tokens) : 0,
       kOwnTokensShape);
-  add(pass_.shared_tiles, kOwnTokensShape, -1, 0);
-  for (int e = experts.begin(rank()); e < experts.end(rank()); ++e) {
-    add(pass_.placement.tiles_of(e), layer_.tile, e, pass_.placement.first_tile(e));
-  }
+  pass_.add_tiles(pass_.shared_tiles, kOwnTokensShape, -1, 0);
 
   protocol::Workload& work = pass_.work;
   work.rank = rank();
   work.num_ranks = num_ranks();
   work.dispatch_chunks = pass_.dispatch_chunks.data();
   work.num_shared_tiles = pass_.shared_tiles.count;
-  work.num_routed_tiles = pass_.placement.num_tiles();
   work.num_combine_chunks =
       static_cast<std::uint32_t>(protocol::ceil_div<std::int64_t>(pass_.tokens, kCombineChunk));
   if (work.num_shared_tiles > 0) {
@@ -712,6 +658,10 @@ void Engine::list_tiles() {
     work.routed_gemm1_blocks = layer_.experts[0].gemm1_blocks();
     work.routed_gemm2_blocks = layer_.experts[0].gemm2_blocks(spec().hidden);
   }
+  pass_.received.assign(
+      static_cast<std::size_t>(num_ranks() - 1) * pass_.received_words(options_.max_tokens), 0);
+  pass_.unfinished.assign(layer_.experts.size() * static_cast<std::size_t>(num_ranks()), 0);
+  scheduler_.start(options_.patience ? *options_.patience : patience_for(layer_), splits_);
 }
 
 void Engine::run_tasks() {
@@ -723,6 +673,7 @@ void Engine::run_tasks() {
     Waited waited{TraceWait::kCore, -1};
     for (;;) {
       std::optional<protocol::Task> task = scheduler_.next();
+      if (!task && place(lease, trace, waited)) task = scheduler_.next();
       if (!task) task = await_task(lease, trace, waited);
       if (!task) return;
       if (trace == nullptr) {
@@ -740,9 +691,26 @@ void Engine::run_tasks() {
   if (aborted()) fail();
 }
 
+// Places rows if it is time (see Scheduler); returns true if it did. The thread has nothing else to
+// do, for the reason `waited`, which then is at an end.
+bool Engine::place(const CoreLease& lease, ThreadTrace* trace, Waited& waited) {
+  if (scheduler_.all_placed()) return false;
+  if (trace != nullptr) {
+    TraceEvent event{TraceKind::kPlan, TraceRole::kPass, waited.wait};
+    event.peer = waited.peer;
+    trace->begin(event);
+  }
+  // A thread that holds its core may have to give it to another rank.
+  const bool idle = !lease.held() && CoreLease::core_is_free();
+  if (!scheduler_.place(idle)) return false;
+  if (trace != nullptr) trace->end(static_cast<std::int32_t>(pass_.tokens));
+  waited = {};
+  return true;
+}
+
 // Empty once all tasks are complete, or where the pass has failed. With a trace, `waited` becomes
 // what was lacking at the last look.
-std::optional<protocol::Task> Engine::await_task(CoreLease& lease, const ThreadTrace* trace,
+std::optional<protocol::Task> Engine::await_task(CoreLease& lease, ThreadTrace* trace,
                                                  Waited& waited) {
   const auto deadline =
       static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
@@ -754,6 +722,7 @@ std::optional<protocol::Task> Engine::await_task(CoreLease& lease, const ThreadT
       layer_.heaps, pass_.epoch, deadline, pace,
       [&] {
         task = scheduler_.next();
+        if (!task && place(lease, trace, waited)) task = scheduler_.next();
         if (task.has_value() || scheduler_.all_complete()) return true;
         if (trace != nullptr) waited = Waited::of(scheduler_.missing());
         return false;
@@ -849,12 +818,15 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
   std::uint32_t fullest = 0;
   stats_.tokens_per_expert.assign(static_cast<std::size_t>(spec().num_experts), 0);
   for (int e = 0; e < num_experts; ++e) {
-    stats_.tokens_per_expert[static_cast<std::size_t>(layer_.expert_of(e))] +=
-        pass_.placement.rows(e);
-    for (int s = 0; s < num_ranks(); ++s) fullest = std::max(fullest, count(s, e));
+    std::uint32_t rows = 0;
+    for (int s = 0; s < num_ranks(); ++s) {
+      rows += count(s, e);
+      fullest = std::max(fullest, count(s, e));
+    }
+    stats_.tokens_per_expert[static_cast<std::size_t>(layer_.expert_of(e))] += rows;
     const std::uint32_t own = pass_.counts[static_cast<std::size_t>(e)];
     (experts.owner(e) == rank() ? rows_received : rows_sent) +=
-        experts.owner(e) == rank() ? pass_.placement.rows(e) - own : own;
+        experts.owner(e) == rank() ? rows - own : own;
   }
   for (const auto& tokens : pass_.tokens_for) tokens_sent += tokens.size();
   for (const std::uint64_t word : pass_.received) tokens_received += std::popcount(word);
@@ -863,7 +835,7 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
   stats_.padded_all_to_all_bytes = static_cast<std::uint64_t>(num_experts - experts.count(rank())) *
                                    fullest * (layer_.wire_bytes() + layer_.cell_bytes());
   stats_.heap_bytes_used = layer_.heap.bytes_used(
-      tokens_received, rows_received, pass_.placement.num_tiles_of_all(),
+      tokens_received, rows_received, static_cast<std::uint64_t>(num_experts),
       static_cast<std::uint64_t>(pass_.tokens * layer_.cells_per_token()) * layer_.cell_bytes());
   stats_.heap_bytes_reserved = layer_.heap.bytes();
   stats_.workspace_bytes_used =

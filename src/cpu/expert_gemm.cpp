@@ -35,9 +35,9 @@ void ExpertGemm::requantize(const std::uint16_t* row, std::int64_t cols, void* t
 }
 
 ExpertGemm::WeightRows ExpertGemm::weight_rows(const MatrixView& weight, const WeightBlock& block) {
-  const bool direct = weight.dtype == dtype() && weight.scale == nullptr &&
-                      (weight.col_stride == 1 || (weight.row_stride == 1 && block.step == 1));
-  if (direct) return {weight.row(block.first), weight.row_stride * block.step, weight.col_stride};
+  if (is_direct(weight, block.step)) {
+    return {weight.row(block.first), weight.row_stride * block.step, weight.col_stride};
+  }
 
   const std::int64_t cols = weight.cols;
   converted_.resize(

@@ -53,6 +53,17 @@ class ExpertGemm {
   void multiply(const MatrixView& weight, const WeightBlock& block, int n, const void* x,
                 std::int64_t x_stride, float* result);
 
+  // How the rows of a weight are strided when they are multiplied: as they are given, or, where
+  // they are converted first, contiguous.
+  struct Strides {
+    std::int64_t row, col;
+    bool operator==(const Strides&) const = default;
+  };
+  Strides strides_of(const MatrixView& weight, int step = 1) const {
+    return is_direct(weight, step) ? Strides{weight.row_stride * step, weight.col_stride}
+                                   : Strides{weight.cols, 1};
+  }
+
   // One row of FP8 codes with a scale for every kQuantGroup columns, times `factor`, in dtype().
   void unpack(const std::uint8_t* codes, const float* scales, std::int64_t cols, float factor,
               void* to);
@@ -68,6 +79,10 @@ class ExpertGemm {
     std::int64_t row_stride, col_stride;
   };
   WeightRows weight_rows(const MatrixView& weight, const WeightBlock& block);
+  bool is_direct(const MatrixView& weight, int step) const {
+    return weight.dtype == dtype() && weight.scale == nullptr &&
+           (weight.col_stride == 1 || (weight.row_stride == 1 && step == 1));
+  }
 
   const Kernels& kernels_;
   TileGemm gemm_;

@@ -2,6 +2,7 @@
 // every forward.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -82,12 +83,12 @@ struct LayerState {
 // A token tile of an expert that this rank computes.
 struct Tile {
   std::int32_t expert = 0;      // global index; unused for the shared expert
-  std::uint32_t first_row = 0;  // in the expert's segment; the first token for the shared expert
+  std::uint32_t segment = 0;    // of Placement; unused for the shared expert
+  std::uint32_t first_row = 0;  // in its segment; the first token for the shared expert
   std::uint32_t rows = 0;
   std::uint32_t padded = 0;  // rows rounded up to the matrix unit's width
   // Where its intermediate activations are, from its first GEMM1 task to its last GEMM2 task.
   std::int32_t intermediate_slot = -1;
-  std::uint32_t flag = 0;        // its number among all ranks' tiles; routed tiles only
   std::uint32_t gemm1_done = 0;  // blocks completed, counted by processors
   std::uint32_t gemm2_done = 0;
   std::uint32_t finished = 0;  // all of GEMM2, for this rank's own tokens
@@ -96,7 +97,7 @@ struct Tile {
 // Where a slot's row is.
 struct Slot {
   std::uint32_t position = 0;  // in this rank's list of its slots with the expert
-  std::uint32_t tile = 0;      // of all ranks' tiles, the one that computes it
+  std::int32_t tile = -1;      // in Pass::tiles, once it is placed, if the expert is this rank's
   std::int32_t owner = -1;     // the expert's rank; -1: no expert
 };
 
@@ -133,11 +134,41 @@ struct Pass {
   std::vector<std::uint32_t> dispatch_chunks;          // [rank]
   // [distance - 1][token]: a bit for each token of another rank that has a row here.
   std::vector<std::uint64_t> received;
+  // [expert of this rank][source]: placed rows whose cells are still to be stored.
+  std::vector<std::uint32_t> unfinished;
 
   protocol::TokenTiles shared_tiles;
-  std::vector<Tile> tiles;  // shared tiles, then this rank's routed tiles in the order of experts
-  protocol::Workload work;
+  // Shared tiles, then routed tiles in the order in which they were placed. Tiles are added while
+  // processors work on earlier ones, so the memory for all is reserved before the pass.
+  std::vector<Tile> tiles;
+  protocol::Workload work;  // without routed tiles: see routed_work()
 
+  // Appends tiles of one segment, or the shared expert's.
+  void add_tiles(const protocol::TokenTiles& of, const protocol::TileShape& shape, int expert,
+                 std::uint32_t segment) {
+    for (std::uint32_t j = 0; j < of.count; ++j) {
+      Tile tile;
+      tile.expert = expert;
+      tile.segment = segment;
+      tile.first_row = of.begin(j);
+      tile.rows = of.end(j) - of.begin(j);
+      tile.padded = protocol::round_up(tile.rows, static_cast<std::uint32_t>(shape.granule));
+      tiles.push_back(tile);
+    }
+  }
+  // The GEMM tasks of the routed tiles from `first_tile` on, which has number 0 there.
+  protocol::Workload routed_work(std::uint32_t first_tile) const {
+    protocol::Workload routed;
+    routed.num_ranks = 0;  // nothing is sent
+    routed.num_routed_tiles = static_cast<std::uint32_t>(tiles.size()) - first_tile;
+    routed.routed_gemm1_blocks = work.routed_gemm1_blocks;
+    routed.routed_gemm2_blocks = work.routed_gemm2_blocks;
+    return routed;
+  }
+  std::uint32_t* unfinished_rows(std::uint32_t expert_of_owner, int source, int num_ranks) {
+    return &unfinished[expert_of_owner * static_cast<std::size_t>(num_ranks) +
+                       static_cast<std::size_t>(source)];
+  }
   static std::size_t received_words(int max_tokens) {
     return static_cast<std::size_t>(protocol::ceil_div(max_tokens, 64));
   }
@@ -150,6 +181,14 @@ struct Pass {
   const std::byte* wire_row(std::int64_t token) const { return wire + token * wire_row_bytes; }
 };
 
+// What another rank has for an expert, once its counts are here. Relaxed: the look that found them
+// has acquired every word.
+inline std::uint32_t count_of(const LayerState& layer, std::uint64_t epoch, int source,
+                              int expert) {
+  return static_cast<std::uint32_t>(
+      protocol::load_relaxed(layer.heap.counts(layer.heaps.mine(), epoch, source) + expert));
+}
+
 inline constexpr std::uint32_t kDispatchChunk = 64;  // tokens
 inline constexpr std::uint32_t kCombineChunk = 32;   // tokens
 
@@ -159,15 +198,16 @@ inline constexpr std::uint32_t kCombineChunk = 32;   // tokens
 // so that a token's result does not depend on how tokens are dealt to ranks.
 inline constexpr protocol::TileShape kOwnTokensShape{32, 32};
 
-// Calls visit(source, its distance) for every rank of which the routed tile has rows.
+// Calls visit(source, its distance, its rows) for every rank of which the routed tile has rows.
 template <typename Visit>
 void for_each_source(const LayerState& layer, const Pass& pass, const Tile& tile, Visit&& visit) {
   const std::uint32_t end = tile.first_row + tile.rows;
   for (int source = 0; source < layer.heaps.size(); ++source) {
-    const std::uint32_t begin = pass.placement.source_begin(tile.expert, source);
-    const std::uint32_t next = pass.placement.source_begin(tile.expert, source + 1);
+    const std::uint32_t begin = pass.placement.source_begin(tile.segment, source);
+    const std::uint32_t next = pass.placement.source_begin(tile.segment, source + 1);
     if (begin < next && begin < end && next > tile.first_row) {
-      visit(source, static_cast<std::uint32_t>(pass.placement.distance_of(source)));
+      visit(source, static_cast<std::uint32_t>(pass.placement.distance_of(source)),
+            std::min(next, end) - std::max(begin, tile.first_row));
     }
   }
 }
@@ -183,9 +223,9 @@ inline Row row_of(const LayerState& layer, const Pass& pass, const Tile& tile, s
   const std::uint32_t row = tile.first_row + r;
   const auto of_owner = static_cast<std::uint32_t>(tile.expert - layer.first_expert());
   Row result;
-  result.source = pass.placement.source_of(tile.expert, row);
+  result.source = pass.placement.source_of(tile.segment, row);
   result.distance = static_cast<std::uint32_t>(pass.placement.distance_of(result.source));
-  result.position = row - pass.placement.source_begin(tile.expert, result.source);
+  result.position = row - pass.placement.source_begin(tile.segment, result.source);
   const std::uint32_t entry =
       result.distance == 0
           ? pass.own_entries[of_owner][result.position]

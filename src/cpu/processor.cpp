@@ -289,18 +289,24 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
     protocol::store_release(&tile.finished, std::uint32_t{1});
     return;
   }
-  for_each_source(layer_, pass, tile, [&](int source, std::uint32_t distance) {
-    layer_.step(Step::kFinished, source, pass.epoch);
+  const auto of_owner = static_cast<std::uint32_t>(tile.expert - layer_.first_expert());
+  for_each_source(layer_, pass, tile, [&](int source, std::uint32_t distance, std::uint32_t rows) {
     if (distance == 0) {
+      layer_.step(Step::kFinished, source, pass.epoch);
       protocol::store_release(&tile.finished, std::uint32_t{1});
       return;
     }
+    // As in dispatch: whoever finishes a source's last rows of the expert signals for all tiles.
+    std::uint32_t* const unfinished = pass.unfinished_rows(of_owner, source, layer_.heaps.size());
+    if (protocol::fetch_add(unfinished, ~rows + 1) != rows) return;
+    layer_.step(Step::kFinished, source, pass.epoch);
     if (trace_ != nullptr) {
       trace_->tell(TraceKind::kSignal, source, static_cast<std::int32_t>(tile_index),
                    layer_.expert_of(tile.expert), static_cast<std::int32_t>(tile.rows));
     }
-    protocol::store_release(layer_.heap.finished(layer_.heaps.base[source], tile.flag),
-                            protocol::flag_of(pass.epoch));
+    protocol::store_release(
+        layer_.heap.finished(layer_.heaps.base[source], static_cast<std::uint32_t>(tile.expert)),
+        protocol::flag_of(pass.epoch));
   });
 }
 

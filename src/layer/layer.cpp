@@ -62,6 +62,11 @@ void check_options(const LayerOptions& options) {
     refuse(fmt::format("recorded_steps is {}; use 0 to record nothing, or at most {}",
                        options.recorded_steps, kMostRecordedSteps));
   }
+  constexpr std::chrono::years kMostPatience(1);
+  if (options.patience && (options.patience->count() < 0 || *options.patience > kMostPatience)) {
+    refuse(fmt::format("patience is {} us; use 0 for none, or at most a year",
+                       options.patience->count()));
+  }
   if (options.compute) check_compute_type(*options.compute);
   check_schedule(options.schedule);
   if (options.table != nullptr && options.schedule != Schedule{}) {
@@ -105,6 +110,9 @@ void check_cpu_options(const LayerOptions& options) {
 }
 
 void check_cuda_options(const LayerOptions& options) {
+  if (options.patience) {
+    refuse("patience is set, but the backend is cuda, which has none; leave it empty");
+  }
   if (options.num_threads != 0) {
     refuse(fmt::format("num_threads is {}, but the backend is cuda, which has none; leave it at 0",
                        options.num_threads));

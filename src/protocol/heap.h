@@ -9,7 +9,9 @@
 //   counts     [epoch parity][s][expert]    its row of the counts matrix, the epoch in every word
 //   arrived    [expert of d][s]             the epoch, when all these rows' entries and tokens came
 //   finished   [tile]                       the epoch, when s has stored the tile's cells of d
-//                                           (tiles are numbered over all ranks; s computes it)
+//                                           (tiles are numbered over all ranks; s computes it).
+//                                           On the CPU [expert], over all ranks: the epoch, when s
+//                                           has stored all cells of d's slots with its expert
 //   entries    [expert of d][s][position]   which slot (token, k) of s the row is of: a SlotEntry
 //   weights    [expert of d][s][position]   its routing weight, in layers that weight the input
 //   pool       [s][token]                   tokens of s that have an expert of d, each once
@@ -71,7 +73,7 @@ class Heap {
     int element_bytes = 0;  // per element of a token
     bool scaled = false;    // tokens have a scale for every kQuantGroup columns
     bool weighs_input = false;
-    std::uint32_t max_tiles = 0;  // over all ranks
+    std::uint32_t max_tiles = 0;  // flags in `finished`: tiles or experts, over all ranks
     std::uint64_t cell_bytes = 0;
     bool operator==(const Shape&) const = default;
   };

@@ -1,5 +1,4 @@
-// From the counts matrix to where rows lie: in each expert's segment, and in token tiles. Every
-// rank computes the same numbers.
+// From counts to rows: which rows of its experts a rank computes together, on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -9,63 +8,77 @@
 
 namespace switchyard::protocol {
 
-// One rank's view of a pass. Rows of an expert are ordered by source, and within a source by token.
-// So a row has the same place as if one rank had all tokens, whatever the number of ranks. Its tile
-// then has the same shape, and the GEMM library, which chooses instructions by shape, gives it the
-// same bits. (The GPU's products do not depend on the shape; there the owner's own rows come first:
-// first_row_in_segment().)
+// A set of ranks, a bit for each.
+using RankSet = std::uint64_t;
+constexpr RankSet set_of(int rank) { return RankSet{1} << rank; }
+constexpr RankSet all_ranks(int num_ranks) {
+  return num_ranks == 64 ? ~RankSet{0} : set_of(num_ranks) - 1;
+}
+
+// How the owner of experts places rows in one pass. A segment has the rows of one expert that are
+// placed together, cut into token tiles. Where all ranks are in time, each expert has one segment.
+// The rows of a late rank get a segment of their own when they come, so that the others' need not
+// wait for its counts.
+//
+// Only the owner numbers segments and tiles. A source is told when all of its rows of an expert
+// are finished, so no two ranks need the same numbers.
+//
+// Rows of a segment are ordered by source, and within a source by token. So where no rank is late,
+// a row has the place that it has when one rank has all tokens. (The GPU has the owner's own rows
+// first: first_row_in_segment().)
 class Placement {
  public:
   Placement() = default;
-  Placement(const ExpertPartition& experts, int rank, const TileShape& tile)
-      : experts_(experts),
-        rank_(rank),
-        tile_(tile),
-        rows_(u(experts.num_experts)),
-        my_first_row_(rows_.size()),
-        first_tile_(rows_.size() + 1),
-        source_begin_(u(experts.count(rank)) * (u(experts.num_ranks) + 1)) {}
-
-  // `count(source, expert)` is the counts matrix.
-  template <typename Count>
-  void compute(Count&& count) {
-    const int ranks = experts_.num_ranks;
-    std::uint32_t tiles = 0;
-    for (int owner = 0; owner < ranks; ++owner) {
-      for (int e = experts_.begin(owner); e < experts_.end(owner); ++e) {
-        std::uint32_t all = 0, before_me = 0;
-        for (int s = 0; s < ranks; ++s) {
-          if (s == rank_) before_me = all;
-          all += count(s, e);
-        }
-        rows_[u(e)] = all;
-        my_first_row_[u(e)] = before_me;
-        first_tile_[u(e)] = tiles;
-        tiles += tiles_of(e).count;
-        if (owner != rank_) continue;
-        std::uint32_t* const begin = sources(e);
-        for (int s = 0; s < ranks; ++s) begin[s + 1] = begin[s] + count(s, e);
-      }
-    }
-    first_tile_.back() = tiles;
+  Placement(const ExpertPartition& experts, int rank)
+      : experts_(experts), rank_(rank), placed_(u(experts.count(rank))) {
+    // Segments are added while other threads read earlier ones, so they must not move.
+    const std::size_t most = placed_.size() * u(experts.num_ranks);
+    expert_of_.reserve(most);
+    begins_.reserve(most * (u(experts.num_ranks) + 1));
   }
 
-  // The rows of an expert, over all ranks.
-  std::uint32_t rows(int expert) const { return rows_[u(expert)]; }
-  TokenTiles tiles_of(int expert) const { return TokenTiles(rows(expert), tile_); }
-  // The number of an expert's first tile among all experts' tiles, on all ranks.
-  std::uint32_t first_tile(int expert) const { return first_tile_[u(expert)]; }
-  // Where this rank's rows begin in the expert's segment.
-  std::uint32_t my_first_row(int expert) const { return my_first_row_[u(expert)]; }
+  // Starts a pass, in which nothing is placed yet.
+  void clear() {
+    placed_.assign(placed_.size(), 0);
+    expert_of_.clear();
+    begins_.clear();
+  }
 
-  // Where a source's rows begin in the segment of one of this rank's experts; for source num_ranks,
-  // the number of rows.
-  std::uint32_t source_begin(int expert, int source) const { return sources(expert)[source]; }
+  // Places the rows that `sources` have for one of this rank's experts, and returns how many there
+  // are. If there are any, they are the segment num_segments() - 1. `count(source)` is the number
+  // of a source's rows for the expert. No source may be placed twice.
+  template <typename Count>
+  std::uint32_t place(int expert, RankSet sources, Count&& count) {
+    if (sources == 0) return 0;
+    placed_[of_owner(expert)] |= sources;
+    const std::size_t first = begins_.size();
+    std::uint32_t rows = 0;
+    for (int s = 0; s < experts_.num_ranks; ++s) {
+      begins_.push_back(rows);
+      if ((sources & set_of(s)) != 0) rows += count(s);
+    }
+    begins_.push_back(rows);
+    if (rows == 0) {
+      begins_.resize(first);
+    } else {
+      expert_of_.push_back(expert);
+    }
+    return rows;
+  }
+
+  // The sources whose rows of the expert are placed.
+  RankSet placed(int expert) const { return placed_[of_owner(expert)]; }
+
+  std::uint32_t num_segments() const { return static_cast<std::uint32_t>(expert_of_.size()); }
+  int expert_of(std::uint32_t segment) const { return expert_of_[segment]; }
+  // Where a source's rows begin in a segment; for source num_ranks, the number of rows.
+  std::uint32_t source_begin(std::uint32_t segment, int source) const {
+    return begins_[segment * (u(experts_.num_ranks) + 1) + u(source)];
+  }
   // The source of a row.
-  int source_of(int expert, std::uint32_t row) const {
-    const std::uint32_t* const begin = sources(expert);
+  int source_of(std::uint32_t segment, std::uint32_t row) const {
     int source = 0;
-    while (begin[source + 1] <= row) ++source;
+    while (source_begin(segment, source + 1) <= row) ++source;
     return source;
   }
   // The distance of a source from this rank, around the circle of ranks.
@@ -73,24 +86,15 @@ class Placement {
     return (source - rank_ + experts_.num_ranks) % experts_.num_ranks;
   }
 
-  std::uint32_t num_tiles_of_all() const { return first_tile_.back(); }
-  std::uint32_t num_tiles() const { return first_tile_[u(experts_.end(rank_))] - my_first_tile(); }
-  // The number of this rank's first tile among all ranks' tiles.
-  std::uint32_t my_first_tile() const { return first_tile_[u(experts_.begin(rank_))]; }
-
  private:
   static std::size_t u(int value) { return static_cast<std::size_t>(value); }
-  const std::uint32_t* sources(int expert) const {
-    return source_begin_.data() + u(expert - experts_.begin(rank_)) * (u(experts_.num_ranks) + 1);
-  }
-  std::uint32_t* sources(int expert) {
-    return const_cast<std::uint32_t*>(static_cast<const Placement*>(this)->sources(expert));
-  }
+  std::size_t of_owner(int expert) const { return u(expert - experts_.begin(rank_)); }
 
   ExpertPartition experts_;
   int rank_ = 0;
-  TileShape tile_;
-  std::vector<std::uint32_t> rows_, my_first_row_, first_tile_, source_begin_;
+  std::vector<RankSet> placed_;        // [expert of this rank]
+  std::vector<int> expert_of_;         // [segment]
+  std::vector<std::uint32_t> begins_;  // [segment][num_ranks + 1]
 };
 
 }  // namespace switchyard::protocol

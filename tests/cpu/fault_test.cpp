@@ -68,10 +68,10 @@ const char* phase_of(Kind kind) {
     case Kind::kGate:
     case Kind::kPublishCounts:
       return "counts";
-    case Kind::kPlan:
     case Kind::kDispatch:
     case Kind::kArrived:
       return "dispatch";
+    case Kind::kPlan:  // what needs no counts, sending included, is done before
     case Kind::kGemm1:
     case Kind::kGemm2:
     case Kind::kFinished:

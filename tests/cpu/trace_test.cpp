@@ -40,6 +40,7 @@ Traced run_traced(const LayerSpec& spec, int ranks, int threads) {
     LayerOptions options;
     options.num_threads = threads;
     options.trace = true;
+    options.patience = std::chrono::hours(1);  // every expert's rows are placed together
     MoeLayer layer(world, spec, weights, options);
     for (int pass = 0; pass < 2; ++pass) {
       forward_share(layer, batch, shares, world.rank(), result);
@@ -293,7 +294,8 @@ TEST_P(EveryWorld, WaitsAreForWhomTheyMayBe) {
       if (!remote || e.kind == TraceKind::kSend) continue;
       EXPECT_GE(e.peer, 0);
       EXPECT_LT(e.peer, ranks());
-      if (e.wait == TraceWait::kCounts) {
+      // Another thread may have placed the rows that this one waited for.
+      if (e.wait == TraceWait::kCounts && GetParam().threads == 1) {
         EXPECT_EQ(e.kind, TraceKind::kPlan);
       }
     }

@@ -44,6 +44,8 @@ TEST_F(LayerOptionsTest, ValuesOutOfRange) {
     refused({.device = -2}, "device is -2");
     refused({.reserved_sms = -1}, "reserved_sms is -1");
     refused({.deadline = std::chrono::milliseconds(-1)}, "deadline is -1 ms");
+    refused({.patience = std::chrono::microseconds(-1)}, "patience is -1 us");
+    refused({.patience = std::chrono::years(2)}, "patience is 63113904000000 us");
     refused({.compute = DType::kF16}, "compute type f16");
     refused({.compute = DType::kU8}, "bf16, f32 or f8_e4m3");
     refused({.schedule = {.small_tokens = 33}}, "schedule.small_tokens is 33");
