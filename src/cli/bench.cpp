@@ -21,6 +21,7 @@
 #include "cli/bench_all_to_all.h"
 #include "cli/bench_exchange.h"
 #include "cli/bench_grouped.h"
+#include "cli/bench_late.h"
 #include "cli/bench_report.h"
 #include "cli/commands.h"
 #include "cli/format.h"
@@ -58,6 +59,8 @@ struct BenchOptions {
   // These belong to the suite all_to_all.
   std::string rungs, trace;
   bool random_experts = false;
+  // Of the suite late.
+  std::vector<std::int64_t> late_us;
 
   std::optional<Backend> backend;
   std::optional<int> ranks;
@@ -85,6 +88,7 @@ constexpr const char* kExamples = R"(Examples:
   switchyard bench --suite grouped --experts 16 --n 4096 --k 2048 --rows 32 --swiglu
   switchyard bench --suite exchange --ranks 4 --tokens 128,512 --dtype fp8
   switchyard bench --suite all_to_all --ranks 8 --json results/all_to_all.json --trace rungs.json
+  switchyard bench --suite late --model olmoe --tokens 8,512 --late 200,2000 --json late.json
   switchyard bench --suite ep_fp8 --model v3-routed --tokens 8,512,4096 --ranks 2 --json ep.json
 
 Each point is one layer with random weights, gate included. On a GPU its device's clock counts, for
@@ -123,6 +127,11 @@ one step more flag_per_token, fused (no kernel for the stand-in experts), epochs
 flattened (no block has one rank's rows), tuned (numbers of blocks). NAME_alone is that step without
 those before it. 'uneven' is the rows of the block that received most over the blocks' mean.
 
+--suite late lets the last of the ranks (default 2), or every rank, come late by --late, and tells
+how long the others take from its start on ('after us'). 'own' is the share of their work that is
+the late rank's tokens', 'early' that of their tasks that they had done when it came. The policy
+'waits' computes nothing routed before all counts are there; 'works' (cpu) is the layer as it is.
+
 With --ranks, each rank has tokens of its own and its share of the experts, and the slowest rank's
 time counts. F is that of the most loaded GPU, with a launch that includes a signal to another rank
 and back, and not below its time to send. There is none where ranks share a GPU.
@@ -154,6 +163,7 @@ std::vector<std::string> suite_names() {
   names.emplace_back(bench::kGroupedSuite);
   names.emplace_back(bench::kExchangeSuite);
   names.emplace_back(bench::kAllToAllSuite);
+  names.emplace_back(bench::kLateSuite);
   return names;
 }
 
@@ -187,6 +197,10 @@ void add_point_options(Command& command, BenchOptions& o) {
   command.heading("Points of --suite exchange");
   command.add_flag("--pre-sum", o.pre_sum,
                    "A token's results of one rank are summed before they travel");
+
+  command.heading("Points of --suite late");
+  add_wholes(command, "--late", o.late_us, 10'000'000,
+             "Microseconds by which a rank comes late (default the suite's)");
 
   command.heading("Points of --suite all_to_all");
   command.add_text("--rung", o.rungs, "NAME,...",
@@ -755,12 +769,62 @@ int run_all_to_all(const BenchOptions& o) {
   return print_all_to_all(all_to_all, json, trace);
 }
 
+// --suite late: ranks that are late.
+int run_late(const BenchOptions& o) {
+  const std::pair<const char*, bool> of_others[] = {
+      {"--experts", o.overrides.num_experts > 0},
+      {"--top-k", o.overrides.top_k > 0},
+      {"--hidden", o.overrides.hidden > 0},
+      {"--intermediate", o.overrides.intermediate > 0},
+      {"--compute", o.compute.has_value()},
+      {"--balancedness", !o.betas.empty()},
+      {"--n", o.n > 0},
+      {"--k", o.k > 0},
+      {"--rows", !o.rows.empty()},
+      {"--swiglu", o.swiglu},
+      {"--pre-sum", o.pre_sum},
+      {"--reserved-sms", o.measure.reserved_sms.has_value()},
+      {"--uncooperative", o.measure.uncooperative},
+      {"--traced", o.measure.traced},
+      {"--graph", o.only_graph},
+      {"--no-graph", o.no_graph},
+      {"--cold", o.measure.cold},
+      {"--given-routing", o.measure.given_routing},
+      {"--gated", o.gated},
+      {"--machine-facts", !o.machine_facts.empty()},
+      {"--verify", o.measure.verify},
+      {"--against", !o.against.empty()},
+      {"--keep-rival", o.keep_rival}};
+  for (const auto& [name, given] : of_others) {
+    if (given) refuse(fmt::format("{} is not for --suite {}; leave it out", name, o.suite));
+  }
+  const std::filesystem::path json =
+      o.json.empty() ? std::filesystem::path() : output_file("--json", o.json);
+  if (!json.empty()) results::require_mergeable_late(json);
+  bench::LateOptions late = bench::late_suite(o.backend.value_or(Backend::kCpu));
+  if (!o.models.empty()) late.models = o.models;
+  if (!o.tokens.empty()) late.tokens = o.tokens;
+  if (o.quick && o.tokens.empty()) late.tokens = {8};
+  if (!o.late_us.empty()) late.late_us = o.late_us;
+  late.ranks = o.ranks.value_or(2);
+  late.dtype = o.dtype.value_or(DType::kBF16);
+  late.repeat = o.quick && o.measure.repeat == 0 ? 5 : o.measure.repeat;
+  late.seed = o.seed;
+  late.commit = o.commit;
+  late.command = o.command;
+  return print_late(late, json);
+}
+
 int run(BenchOptions options) {
+  if (!options.late_us.empty() && options.suite != bench::kLateSuite) {
+    refuse("--late is for --suite late; leave it out");
+  }
   if (options.suite == bench::kAllToAllSuite) return run_all_to_all(options);
   if (!options.rungs.empty() || !options.trace.empty() || options.random_experts) {
     refuse("--rung, --trace and --random-experts are for --suite all_to_all; leave them out");
   }
   if (options.suite == bench::kExchangeSuite) return run_exchange(options);
+  if (options.suite == bench::kLateSuite) return run_late(options);
   if (options.pre_sum) refuse("--pre-sum is for --suite exchange; leave it out");
   if (options.suite == bench::kGroupedSuite) return run_grouped(std::move(options));
   if (options.n > 0 || options.k > 0 || !options.rows.empty() || options.swiglu) {

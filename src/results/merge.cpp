@@ -105,6 +105,7 @@ void require_mergeable(const fs::path& file) { read_kept(file, rows_of); }
 void require_mergeable_grouped(const fs::path& file) { read_kept(file, grouped_rows_of); }
 void require_mergeable_exchange(const fs::path& file) { read_kept(file, exchange_rows_of); }
 void require_mergeable_all_to_all(const fs::path& file) { read_kept(file, all_to_all_rows_of); }
+void require_mergeable_late(const fs::path& file) { read_kept(file, late_rows_of); }
 void require_mergeable_ramp(const fs::path& file) { read_kept(file, ramp_rows_of); }
 void require_mergeable_regions(const fs::path& file) { read_kept(file, region_rows_of); }
 
@@ -133,6 +134,9 @@ void merge_rows(const fs::path& file, std::span<const ExchangeRow> rows) {
 }
 void merge_rows(const fs::path& file, std::span<const AllToAllRow> rows) {
   merge(file, rows, all_to_all_rows_of);
+}
+void merge_rows(const fs::path& file, std::span<const LateRow> rows) {
+  merge(file, rows, late_rows_of);
 }
 
 }  // namespace switchyard::results

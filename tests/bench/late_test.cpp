@@ -1,0 +1,94 @@
+// The suite late, on a small layer: its rows, and what it finds out about late ranks.
+#include "bench/late.h"
+
+#include <gmock/gmock.h>
+
+#include "model/errors.h"
+#include "support/specs.h"
+
+namespace switchyard::bench {
+namespace {
+
+using results::LateRow;
+
+class Recorder : public LateObserver {
+ public:
+  void measuring(std::uint64_t, std::uint64_t) override {}
+  void measured(const LateRow& row) override { rows.push_back(row); }
+  void keep(const std::vector<LateRow>& kept) override { num_kept += kept.size(); }
+  void failed(const std::string& what, const std::string& problem) override {
+    failures.push_back(what + ": " + problem);
+  }
+
+  std::size_t num_kept = 0;
+  std::vector<LateRow> rows;
+  std::vector<std::string> failures;
+};
+
+LateOptions small_options() {
+  LateOptions options;
+  options.ranks = 2;
+  options.models = {"small"};
+  options.spec = testing::spec_of(128, 64, 8, 2);
+  options.spec->shared_intermediate = 64;
+  options.tokens = {96};
+  options.late_us = {30'000};
+  options.dtype = DType::kF32;
+  options.repeat = 3;
+  return options;
+}
+
+TEST(LateSuite, MeasuresBothPoliciesAndWays) {
+  Recorder recorder;
+  LateSession session(small_options(), recorder);
+  session.run();
+  EXPECT_THAT(recorder.failures, ::testing::IsEmpty());
+  ASSERT_EQ(recorder.rows.size(), 6u);  // no rank, one and all late, with each policy
+  EXPECT_EQ(recorder.num_kept, 6u);
+  for (const LateRow& row : recorder.rows) {
+    EXPECT_EQ(row.engine, "cpu");
+    EXPECT_EQ(row.model, "small");
+    EXPECT_EQ(row.repeats, 3);
+    EXPECT_GT(row.prompt_us, 0);
+    if (row.jitter) {
+      EXPECT_FALSE(row.early_share.has_value());
+      continue;
+    }
+    // The shared expert's tokens are a rank's own; the late rank has about half of the rest.
+    EXPECT_GT(row.own_share, 0.2);
+    EXPECT_LT(row.own_share, 0.45);
+    ASSERT_TRUE(row.early_share.has_value());
+    if (row.late_us == 0) {
+      EXPECT_LT(*row.early_share, 0.5);
+    }
+  }
+  // Thirty milliseconds suffice for what a rank can do alone: with "waits" the shared expert's
+  // tiles, 6 of some 14 to 16 tasks.
+  const LateRow& waits = recorder.rows[1];
+  const LateRow& works = recorder.rows[4];
+  EXPECT_EQ(waits.policy, "waits");
+  EXPECT_EQ(waits.late_us, 30'000);
+  EXPECT_GT(*waits.early_share, 0.1);
+  EXPECT_EQ(works.policy, "works");
+  EXPECT_GE(*works.early_share, *waits.early_share);
+}
+
+TEST(LateSuite, OneRankWaitsForNobody) {
+  Recorder recorder;
+  LateOptions options = small_options();
+  options.ranks = 1;
+  EXPECT_ERROR(LateSession(options, recorder), ErrorCode::kInvalidArgument, "--ranks is 1");
+}
+
+TEST(LateSuite, APointThatFailsIsToldAndLeftOut) {
+  Recorder recorder;
+  LateOptions options = small_options();
+  options.spec->top_k = 9;  // of 8 experts
+  LateSession session(options, recorder);
+  session.run();
+  EXPECT_EQ(recorder.failures.size(), 1u);
+  EXPECT_TRUE(recorder.rows.empty());
+}
+
+}  // namespace
+}  // namespace switchyard::bench

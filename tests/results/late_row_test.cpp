@@ -1,0 +1,98 @@
+// Rows of the suite late: written, read strictly, merged by their points.
+#include "results/late_row.h"
+
+#include <gmock/gmock.h>
+
+#include <functional>
+#include <nlohmann/json.hpp>
+
+#include "base/parsed.h"
+#include "base/read_file.h"
+#include "model/temporary_directory.h"
+#include "switchyard/error.h"
+
+namespace switchyard::results {
+namespace {
+
+using ::testing::HasSubstr;
+
+LateRow example_row() {
+  LateRow row;
+  row.suite = "late";
+  row.machine = "AMD EPYC, 2 hardware threads";
+  row.commit = "0123abc";
+  row.command = "switchyard bench --suite late";
+  row.engine = "cpu";
+  row.policy = "works";
+  row.model = "olmoe";
+  row.dtype = "bf16";
+  row.ranks = 2;
+  row.tokens_per_rank = 8;
+  row.late_us = 2000;
+  row.prompt_us = 500;
+  row.median_us = 300;
+  row.p10_us = 250;
+  row.p90_us = 400;
+  row.repeats = 20;
+  row.own_share = 0.5;
+  row.early_share = 0.25;
+  return row;
+}
+
+TEST(LateRow, ComesBackAsItWas) {
+  LateRow row = example_row();
+  const auto json = test::parsed(to_json(row));
+  for (const char* field : {"suite", "engine", "model", "ranks", "tokens_per_rank", "late_us",
+                            "prompt_us", "after_start_us", "own_share"}) {
+    EXPECT_TRUE(json.contains(field)) << field;
+  }
+  EXPECT_EQ(json["after_start_us"], 300);
+  for (const bool jitter : {false, true}) {
+    row.jitter = jitter;
+    if (jitter) row.early_share.reset();
+    const std::string text = to_json(row).dump();
+    const std::vector<LateRow> rows = parse_late_rows("[" + text + "]", "late.json");
+    ASSERT_EQ(rows.size(), 1u);
+    EXPECT_EQ(to_json(rows[0]).dump(), text);
+  }
+}
+
+TEST(LateRow, RefusesOthersAndSaysWhich) {
+  const auto message_of = [](const std::function<void(nlohmann::json&)>& change) {
+    nlohmann::json json = test::parsed(to_json(example_row()));
+    change(json);
+    try {
+      parse_late_rows("[" + json.dump() + "]", "late.json");
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidFile);
+      return std::string(error.what());
+    }
+    return std::string("no error");
+  };
+  EXPECT_EQ(message_of([](auto&) {}), "no error");
+  EXPECT_THAT(message_of([](auto& j) { j.erase("policy"); }), HasSubstr("has no 'policy'"));
+  EXPECT_THAT(message_of([](auto& j) { j["policy"] = "sleeps"; }), HasSubstr("'policy'"));
+  EXPECT_THAT(message_of([](auto& j) { j["engine"] = "tpu"; }), HasSubstr("'engine'"));
+  EXPECT_THAT(message_of([](auto& j) { j["own_share"] = 1.5; }), HasSubstr("'own_share'"));
+  EXPECT_THAT(message_of([](auto& j) { j["p90_us"] = 1; }), HasSubstr("'p90_us'"));
+  EXPECT_THAT(message_of([](auto& j) { j["late_us"] = -1; }), HasSubstr("'late_us'"));
+}
+
+TEST(LateRow, MergesByPoint) {
+  const test::TemporaryDirectory directory;
+  const std::filesystem::path file = directory.path() / "late.json";
+  LateRow row = example_row(), other = example_row(), jitter = example_row();
+  other.policy = "waits";
+  jitter.jitter = true;
+  merge_rows(file, std::vector{row, other, jitter});
+  row.median_us = 310;
+  merge_rows(file, std::vector{row});
+  const std::vector<LateRow> rows = parse_late_rows(read_text(file, 1 << 20), "late.json");
+  ASSERT_EQ(rows.size(), 3u);
+  EXPECT_EQ(rows[0].median_us, 310);
+  EXPECT_EQ(rows[1].median_us, 300);
+  EXPECT_NO_THROW(require_mergeable_late(file));
+}
+
+}  // namespace
+}  // namespace switchyard::results
