@@ -225,6 +225,10 @@ typedef struct sy_routing {
     .group_score = SY_GROUP_SUM_TOP_TWO, .scale = 1.0f, .jitter_eps = 0.01f \
   }
 
+typedef int32_t sy_capacity_rule;
+// An expert keeps ceil(factor K T / E) slots of a rank's T tokens, or ceil(factor T / E).
+enum { SY_CAPACITY_OF_SLOTS = 0, SY_CAPACITY_OF_TOKENS = 1 };
+
 // What a layer computes: LayerSpec in layer_spec.h.
 typedef struct sy_layer_spec {
   uint32_t struct_size;
@@ -237,8 +241,8 @@ typedef struct sy_layer_spec {
   int32_t shared_intermediate;  // 0: no shared expert
   int32_t shared_sigmoid_gate;
   int32_t weight_on_input;
-  float capacity_factor;  // 0: nothing is dropped
-  uint32_t reserved;      // 0
+  float capacity_factor;           // 0: nothing is dropped
+  sy_capacity_rule capacity_rule;  // 0: SY_CAPACITY_OF_SLOTS
   sy_activation activation;
   // Needed only where the layer has a router or is given logits; null: the defaults.
   const sy_routing* routing;

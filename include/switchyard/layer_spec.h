@@ -74,6 +74,12 @@ struct RoutingSpec {
   friend bool operator==(const RoutingSpec&, const RoutingSpec&) = default;
 };
 
+// How many slots an expert keeps of a rank's T tokens, with a factor F.
+enum class CapacityRule : std::uint8_t {
+  kSlots,   // ceil(F * K * T / E): F = 1 is an even share of all slots (GShard)
+  kTokens,  // ceil(F * T / E): F = 1 is an even share of one slot for each token (FlashDMoE)
+};
+
 struct LayerSpec {
   int hidden = 0;        // H, columns of an activation row
   int intermediate = 0;  // I, rows of gate_proj / up_proj of one routed expert
@@ -88,13 +94,18 @@ struct LayerSpec {
   bool shared_sigmoid_gate = false;
   // Llama-4: the routing weight multiplies the expert's input instead of its output.
   bool weight_on_input = false;
-  // 0: nothing is ever dropped. Otherwise each expert keeps at most
-  // ceil(capacity_factor * K * T_rank / E) slots of each rank's T_rank tokens (GShard's rule), in
-  // token order; a dropped slot contributes nothing and is counted.
+  // 0: nothing is ever dropped. Otherwise each expert keeps at most expert_capacity() slots of each
+  // rank's tokens, in token order; a dropped slot contributes nothing and is counted.
   float capacity_factor = 0.0f;
+  CapacityRule capacity_rule = CapacityRule::kSlots;
 
   friend bool operator==(const LayerSpec&, const LayerSpec&) = default;
 };
+
+// The most slots of one rank with `tokens` tokens that an expert keeps; kNoCapacity where nothing
+// is dropped.
+inline constexpr std::uint32_t kNoCapacity = 0xffffffff;
+std::uint32_t expert_capacity(const LayerSpec& spec, std::int64_t tokens);
 
 // Throws Error{kInvalidArgument} naming the first field that makes no sense and its value.
 void validate(const LayerSpec& spec);

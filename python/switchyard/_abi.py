@@ -123,7 +123,7 @@ class LayerSpec(_Sized):
         ("shared_sigmoid_gate", c_int32),
         ("weight_on_input", c_int32),
         ("capacity_factor", c_float),
-        ("reserved", c_uint32),
+        ("capacity_rule", c_int32),
         ("activation", Activation),
         ("routing", POINTER(Routing)),
     ]

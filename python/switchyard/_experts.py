@@ -32,6 +32,7 @@ from ._world import World, close_handle
 
 Order = Literal["gate_up", "up_gate", "interleaved"]
 BadIds = Literal["raise", "skip"]
+CapacityRule = Literal["slots", "tokens"]
 
 _forward = _abi.library.sy_layer_forward
 # Of torch, once it is there: set by _torch.py.
@@ -403,6 +404,13 @@ class Experts(Handle):
         "bf16", "f32" or "f8_e4m3". None: by the weights' type.
     weight_on_input : bool
         The routing weight multiplies the expert's input, as in Llama-4.
+    capacity_factor : float
+        0: nothing is dropped. Otherwise an expert keeps so many times its even share of a rank's slots,
+        the first ones in the order of tokens, and the rest contribute nothing and count in
+        ``stats().dropped_slots``.
+    capacity_rule : {"slots", "tokens"}
+        An even share of T tokens is T top_k / E, as in GShard, or T / E, as in FlashDMoE; rounded up
+        with its factor.
     bad_ids : {"raise", "skip"}
         What becomes of an id that no expert has, or that a token names twice: an error, or a slot
         that contributes nothing and counts in ``stats().bad_slots``.
@@ -463,6 +471,8 @@ class Experts(Handle):
         share_memory_with: Experts | None = None,
         compute: Any = None,
         weight_on_input: bool = False,
+        capacity_factor: float = 0.0,
+        capacity_rule: CapacityRule = "slots",
         bad_ids: BadIds = "raise",
         large_ids_are_none: bool = False,
         reserved_sms: int = 0,
@@ -476,6 +486,8 @@ class Experts(Handle):
     ) -> None:
         if bad_ids not in ("raise", "skip"):
             raise InvalidArgument(f"bad_ids is {bad_ids!r}; use 'raise' or 'skip'")
+        if capacity_rule not in ("slots", "tokens"):
+            raise InvalidArgument(f"capacity_rule is {capacity_rule!r}; use 'slots' or 'tokens'")
         world = world or world_of(workspace)
         weights, sizes, keep = _weights(
             w13, w2, activation, order, transposed, w13_scale, w2_scale, block, w13_bias, w2_bias
@@ -503,6 +515,8 @@ class Experts(Handle):
             top_k=top_k,
             expert_bias=int(w13_bias is not None or w2_bias is not None),
             weight_on_input=int(weight_on_input),
+            capacity_factor=capacity_factor,
+            capacity_rule=int(capacity_rule == "tokens"),
             activation=activation._to_c(),
         )
         cuda = weights.down.weight.device_type == _abi.CUDA

@@ -89,6 +89,7 @@ LayerSpec spec_of(const sy_layer_spec& pointed) {
   spec.shared_sigmoid_gate = given.shared_sigmoid_gate != 0;
   spec.weight_on_input = given.weight_on_input != 0;
   spec.capacity_factor = given.capacity_factor;
+  spec.capacity_rule = checked("capacity_rule", given.capacity_rule, CapacityRule::kTokens);
   spec.activation = activation_of(given.activation);
   if (given.routing != nullptr) spec.routing = routing_of(*given.routing);
   return spec;

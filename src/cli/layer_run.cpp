@@ -21,6 +21,9 @@ namespace {
 
 // Refuses what the chosen backend cannot do. This is done before weights are generated.
 void require_consistent(const LayerRunOptions& options) {
+  if (options.capacity_of_tokens && !options.capacity_factor) {
+    refuse("--capacity-of-tokens says what --capacity-factor is of; give that, too");
+  }
   if (options.backend != Backend::kCuda) {
     if (options.backend && options.ranks.reserved_sms) {
       refuse("--reserved-sms is for --backend cuda; leave it out");
@@ -39,8 +42,7 @@ void require_consistent(const LayerRunOptions& options) {
 
 // Chooses the GPUs if there is one per rank and no option or type suits the CPU only.
 Backend default_backend(const LayerRunOptions& options, int ranks, int rank) {
-  const bool suits = options.ranks.threads == 0 && options.ranks.compute != DType::kF32 &&
-                     !options.capacity_factor;
+  const bool suits = options.ranks.threads == 0 && options.ranks.compute != DType::kF32;
   const int num_devices = gpu::device_count();
   if (suits && ranks <= num_devices && gpu::device_info(rank % num_devices).runs_our_kernels()) {
     return Backend::kCuda;
@@ -70,6 +72,8 @@ void add_source_options(Command& command, LayerRunOptions& o) {
                     "Of made-up weights, activations and routing (default 0)");
   command.add_real("--capacity-factor", o.capacity_factor, 1e-6, 1e6,
                    "Drop slots beyond this multiple of an even share (default: never)");
+  command.add_flag("--capacity-of-tokens", o.capacity_of_tokens,
+                   "An even share is one slot for each token, over the experts, not top-k");
 }
 
 void add_batch_options(Command& command, LayerRunOptions& o) {
@@ -118,6 +122,7 @@ LayerRun run_layer(LayerRunOptions& options, bool show_progress) {
   run.source = load_source(options.source, as_process ? ranks : 1, leads && show_progress);
   if (options.capacity_factor) {
     run.source.spec.capacity_factor = static_cast<float>(*options.capacity_factor);
+    if (options.capacity_of_tokens) run.source.spec.capacity_rule = CapacityRule::kTokens;
   }
   options.ranks.compute = resolve_compute(run.source.weights, options.compute);
   options.ranks.backend = options.backend

@@ -25,6 +25,7 @@ struct LayerRunOptions {
   std::optional<Backend> backend;
   std::optional<DType> compute;
   std::optional<double> capacity_factor;
+  bool capacity_of_tokens = false;  // CapacityRule::kTokens
 };
 
 // Adds --checkpoint, --model and the other options that choose a layer.

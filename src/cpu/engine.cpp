@@ -543,9 +543,7 @@ void Engine::prepare_token(const MatrixView& x, std::int64_t token) {
 
 void Engine::drop_over_capacity() {
   if (spec().capacity_factor <= 0) return;
-  const auto capacity = static_cast<std::uint32_t>(
-      std::ceil(static_cast<double>(spec().capacity_factor) * spec().top_k *
-                static_cast<double>(pass_.tokens) / spec().num_experts));
+  const std::uint32_t capacity = expert_capacity(spec(), pass_.tokens);
   std::vector<std::uint32_t> kept(static_cast<std::size_t>(spec().num_experts));
   for (std::size_t i = 0; i < pass_.ids.size(); ++i) {
     if (pass_.ids[i] < 0) continue;

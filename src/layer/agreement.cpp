@@ -39,6 +39,16 @@ const char* name_of(GroupScore score) {
   return "unknown";
 }
 
+const char* name_of(CapacityRule rule) {
+  switch (rule) {
+    case CapacityRule::kSlots:
+      return "of slots";
+    case CapacityRule::kTokens:
+      return "of tokens";
+  }
+  return "unknown";
+}
+
 // A field's value as a user knows it.
 template <typename T>
 auto shown(const T& value) {
@@ -86,6 +96,7 @@ std::string difference(const Declaration& here, const Declaration& there) {
   SWITCHYARD_COMPARE(spec.shared_sigmoid_gate);
   SWITCHYARD_COMPARE(spec.weight_on_input);
   SWITCHYARD_COMPARE(spec.capacity_factor);
+  SWITCHYARD_COMPARE(spec.capacity_rule);
   SWITCHYARD_COMPARE(max_tokens);
   SWITCHYARD_COMPARE(compute);
   if (found.empty() && here.placement != there.placement) {

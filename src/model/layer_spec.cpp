@@ -99,6 +99,9 @@ void require_valid(const LayerSpec& spec) {
   if (!std::isfinite(spec.capacity_factor) || spec.capacity_factor < 0)
     reject("capacity_factor", spec.capacity_factor,
            "set it to 0 (nothing is dropped) or to a finite value above 0");
+  if (spec.capacity_rule != CapacityRule::kSlots && spec.capacity_rule != CapacityRule::kTokens)
+    reject("capacity_rule", static_cast<int>(spec.capacity_rule),
+           "use CapacityRule::kSlots (0) or kTokens (1)");
 }
 
 template <class Check>
@@ -190,8 +193,20 @@ std::string describe(const LayerSpec& spec) {
   if (spec.shared_intermediate > 0)
     line += fmt::format(", shared {}{}", spec.shared_intermediate,
                         spec.shared_sigmoid_gate ? " (sigmoid-gated)" : "");
-  if (spec.capacity_factor > 0) line += fmt::format(", capacity {}", spec.capacity_factor);
+  if (spec.capacity_factor > 0) {
+    line += fmt::format(", capacity {}{}", spec.capacity_factor,
+                        spec.capacity_rule == CapacityRule::kTokens ? " of T/E" : "");
+  }
   return line;
+}
+
+std::uint32_t expert_capacity(const LayerSpec& spec, std::int64_t tokens) {
+  if (spec.capacity_factor <= 0) return kNoCapacity;
+  const int choices = spec.capacity_rule == CapacityRule::kSlots ? spec.top_k : 1;
+  const double capacity = std::ceil(static_cast<double>(spec.capacity_factor) * choices *
+                                    static_cast<double>(tokens) / spec.num_experts);
+  return capacity < static_cast<double>(kNoCapacity) ? static_cast<std::uint32_t>(capacity)
+                                                     : kNoCapacity;
 }
 
 }  // namespace switchyard

@@ -291,7 +291,8 @@ void assign_slots(const LayerSpec& spec, const ReferenceInput& input, Plan& plan
   for (std::int64_t rank_tokens : tokens_per_rank) {
     double capacity = std::numeric_limits<double>::infinity();
     if (spec.capacity_factor > 0) {
-      capacity = std::ceil(double{spec.capacity_factor} * spec.top_k *
+      const int per_token = spec.capacity_rule == CapacityRule::kTokens ? 1 : spec.top_k;
+      capacity = std::ceil(double{spec.capacity_factor} * per_token *
                            static_cast<double>(rank_tokens) / spec.num_experts);
     }
     std::vector<std::int64_t> used(static_cast<std::size_t>(spec.num_experts), 0);

@@ -104,9 +104,7 @@ class CapacityRule {
   }
   bool keeps(std::int32_t id) {
     if (spec_.capacity_factor <= 0 || id == kNoExpert) return true;
-    const double capacity = std::ceil(static_cast<double>(spec_.capacity_factor) * spec_.top_k *
-                                      static_cast<double>(ends_[rank_]) / spec_.num_experts);
-    return static_cast<double>(kept_[static_cast<std::size_t>(id)]++) < capacity;
+    return kept_[static_cast<std::size_t>(id)]++ < expert_capacity(spec_, ends_[rank_]);
   }
 
  private:

@@ -183,21 +183,44 @@ TEST(Capacity, DropsAreCountedAndContributeNothing) {
   const SyntheticRouting routing = synthetic_routing(128, 8, 2, 0.6, 1);
   const Batch batch{
       Matrix::random(128, spec.hidden, DType::kF32, 1), routing.ids, routing.weights, {}};
-  for (const int ranks : {1, 4}) {
-    const Shares shares = Shares::even(128, ranks);
-    const BatchResult result = run_batch(spec, w, batch, shares, DType::kF32);
-    reference::ReferenceInput input;
-    input.activations = batch.x.view();
-    input.topk_ids = routing.ids;
-    input.topk_weights = routing.weights;
-    input.tokens_per_rank = shares.count;
-    const auto expected = reference::forward(spec, w, input);
-    std::int64_t dropped = 0;
-    for (const ForwardStats& stats : result.stats) dropped += stats.dropped_slots;
-    EXPECT_GT(dropped, 0);
-    EXPECT_EQ(dropped, expected.num_dropped);
-    EXPECT_LE(reference::relative_error(result.output.floats(), expected.output), 1e-5);
+  std::int64_t dropped_by_slots = 0;
+  for (const CapacityRule rule : {CapacityRule::kSlots, CapacityRule::kTokens}) {
+    spec.capacity_rule = rule;
+    for (const int ranks : {1, 4}) {
+      const Shares shares = Shares::even(128, ranks);
+      const BatchResult result = run_batch(spec, w, batch, shares, DType::kF32);
+      reference::ReferenceInput input;
+      input.activations = batch.x.view();
+      input.topk_ids = routing.ids;
+      input.topk_weights = routing.weights;
+      input.tokens_per_rank = shares.count;
+      const auto expected = reference::forward(spec, w, input);
+      std::int64_t dropped = 0;
+      for (const ForwardStats& stats : result.stats) dropped += stats.dropped_slots;
+      EXPECT_GT(dropped, 0);
+      EXPECT_EQ(dropped, expected.num_dropped);
+      EXPECT_LE(reference::relative_error(result.output.floats(), expected.output), 1e-5);
+      if (rule == CapacityRule::kSlots) dropped_by_slots = dropped;
+    }
   }
+  // FlashDMoE's rule: 8 experts keep 16 of 256 slots each at most.
+  const BatchResult half = run_batch(spec, w, batch, Shares::even(128, 1), DType::kF32);
+  EXPECT_GE(half.stats[0].dropped_slots, 128);
+  EXPECT_GT(half.stats[0].dropped_slots, dropped_by_slots);
+}
+
+TEST(Capacity, RulesRoundUp) {
+  LayerSpec spec = plain_spec(8, 3);
+  EXPECT_EQ(expert_capacity(spec, 100), kNoCapacity);
+  spec.capacity_factor = 1;
+  EXPECT_EQ(expert_capacity(spec, 100), 38u);  // 300 / 8
+  EXPECT_EQ(expert_capacity(spec, 8), 3u);
+  spec.capacity_rule = CapacityRule::kTokens;
+  EXPECT_EQ(expert_capacity(spec, 100), 13u);  // 100 / 8
+  EXPECT_EQ(expert_capacity(spec, 8), 1u);
+  EXPECT_EQ(expert_capacity(spec, 0), 0u);
+  spec.capacity_factor = 1e30f;
+  EXPECT_EQ(expert_capacity(spec, 100), kNoCapacity);
 }
 
 TEST(Types, Fp16Fp8AndMixedTypes) {

@@ -484,9 +484,6 @@ TEST_F(GpuOptions, WhatItDoesNotDoIsRefused) {
   LayerSpec spec = wide_spec(16, 4);
   spec.hidden = 36;
   EXPECT_EQ(build(spec), ErrorCode::kUnsupported);
-  spec = wide_spec(16, 4);
-  spec.capacity_factor = 1;
-  EXPECT_EQ(build(spec), ErrorCode::kUnsupported);
   LayerOptions options;
   options.compute = DType::kF32;
   EXPECT_EQ(build(wide_spec(16, 4), options), ErrorCode::kUnsupported);

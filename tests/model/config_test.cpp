@@ -490,6 +490,8 @@ TEST(LayerSpecValidation, NamesFieldValueAndRemedy) {
   expect_bad([](LayerSpec& s) { s.shared_sigmoid_gate = true; }, {"shared_sigmoid_gate is true"});
   expect_bad([](LayerSpec& s) { s.shared_intermediate = -1; }, {"shared_intermediate is -1"});
   expect_bad([](LayerSpec& s) { s.capacity_factor = kNan; }, {"capacity_factor is nan"});
+  expect_bad([](LayerSpec& s) { s.capacity_rule = static_cast<CapacityRule>(2); },
+             {"capacity_rule is 2", "kTokens (1)"});
 }
 
 }  // namespace

@@ -615,3 +615,30 @@ def test_experts_stand_where_a_placement_says(batch):
     assert error(layer(*batch), expected) < F32_ERROR
     with pytest.raises(switchyard.InvalidArgument, match="place"):
         Experts(w13[places], down[places], top_k=K, num_experts=E, placement=[0] * 7)
+
+
+@pytest.mark.parametrize("rule", ["slots", "tokens"])
+def test_capacity(batch, rule):
+    gate, up, down = weights()
+    x, ids, topk_weights = batch
+    layer = Experts(
+        torch.cat((gate, up), dim=1), down, top_k=K, capacity_factor=0.75, capacity_rule=rule
+    )
+    capacity = -(-3 * T * (K if rule == "slots" else 1) // (4 * E))
+    kept, used = ids.clone(), [0] * E
+    for t in range(T):
+        for k in range(K):
+            used[ids[t, k]] += 1
+            if used[ids[t, k]] > capacity:
+                kept[t, k] = -1
+    dropped = int((kept < 0).sum())
+    assert dropped > 0
+    expected = experts(x, gate, up, down, kept, topk_weights, Activation())
+    assert error(layer(x, ids, topk_weights), expected) < F32_ERROR
+    assert layer.stats().dropped_slots == dropped
+
+
+def test_capacity_rule_is_checked():
+    gate, up, down = weights()
+    with pytest.raises(switchyard.InvalidArgument, match="capacity_rule is 'gshard'"):
+        Experts(torch.cat((gate, up), dim=1), down, top_k=K, capacity_rule="gshard")

@@ -294,6 +294,12 @@ TEST_F(TwoExperts, CapacityDropsInTokenOrderPerRank) {
   expect_values(result.output, {1, 2, 2, 4, 3, 6, 0, 0});
   EXPECT_EQ(result.num_dropped, 1);
 
+  // By tokens: ceil(.5 * 1 / 2) = 1 slot, ceil(.5 * 3 / 2) = 1.
+  spec.capacity_rule = CapacityRule::kTokens;
+  result = forward(spec, weights, input);
+  expect_values(result.output, {1, 2, 2, 4, 0, 0, 0, 0});
+  EXPECT_EQ(result.num_dropped, 3);
+
   const std::vector<std::int64_t> too_many = {1, 4};
   input.tokens_per_rank = too_many;
   EXPECT_THROW(forward(spec, weights, input), Error);

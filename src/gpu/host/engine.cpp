@@ -94,7 +94,8 @@ class Engine final : public LayerEngine {
   DType compute() const override { return policy().numerics.token; }
   int num_threads() const override { return 0; }
   std::uint64_t workspace_bytes() const override {
-    return memory_->private_bytes() + ring_.bytes() + (trace_ ? trace_->bytes() : 0);
+    return memory_->private_bytes() + ring_.bytes() + block_rows_.bytes() +
+           (trace_ ? trace_->bytes() : 0);
   }
   std::shared_ptr<switchyard::PassMemory> memory() const override { return memory_; }
 
@@ -143,9 +144,10 @@ class Engine final : public LayerEngine {
   DeviceBuffer place_of_;  // see RouterParams
   std::shared_ptr<PassMemory> memory_;
   std::optional<PassLayout> layout_;
-  unsigned described_ = 0;  // the memory's version() then
-  DeviceBuffer counts_;     // see LayerParams::stats
-  DeviceBuffer ring_;       // see LayerParams::ring
+  unsigned described_ = 0;   // the memory's version() then
+  DeviceBuffer counts_;      // see LayerParams::stats
+  DeviceBuffer ring_;        // see LayerParams::ring
+  DeviceBuffer block_rows_;  // see ListParams
   // The experts of places from a step on, where a recording layer got others.
   std::vector<std::pair<std::uint64_t, ExpertPlacement>> placements_;
   std::optional<DeviceTrace> trace_;
@@ -173,10 +175,6 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   if (spec.hidden % policy().alignment() != 0) {
     unsupported(fmt::format("hidden size {}; in {} the GPU engine needs a multiple of {}",
                             spec.hidden, to_string(policy().numerics.token), policy().alignment()));
-  }
-  if (spec.capacity_factor > 0) {
-    unsupported(fmt::format("capacity factor {}; the GPU engine drops nothing, use 0",
-                            spec.capacity_factor));
   }
   const int cells = spec.top_k + (spec.shared_intermediate > 0 ? 1 : 0);
   if (cells > protocol::kMaxTopK) {
@@ -242,6 +240,12 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
     SWITCHYARD_CUDA(cudaMemset(counts_.data(), 0, counts_.bytes()));
     SWITCHYARD_CUDA(cudaDeviceSynchronize());
     params_.stats = reinterpret_cast<std::uint32_t*>(counts_.data());
+    if (spec_.capacity_factor > 0) {
+      const auto blocks = static_cast<std::size_t>(device_info(device_).num_sms);
+      block_rows_ =
+          DeviceBuffer(blocks * static_cast<std::size_t>(num_places()) * sizeof(std::uint32_t));
+      params_.block_rows = reinterpret_cast<std::uint32_t*>(block_rows_.data());
+    }
     if (options_.recorded_steps > 0) {
       params_.ring.slots = static_cast<std::uint32_t>(options_.recorded_steps);
       params_.ring.experts = static_cast<std::uint32_t>(num_places());
@@ -486,6 +490,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   call.x_scales = x.scale;
   call.x_scale_stride = x.scale_stride;
   call.tokens = static_cast<std::uint32_t>(x.rows);
+  call.capacity = expert_capacity(spec_, x.rows);
   call.y = output.data;
   call.y_stride = output.row_stride == 0 ? spec_.hidden : output.row_stride;
   call.y_type = output.dtype;
@@ -624,6 +629,7 @@ const ForwardStats& Engine::stats() {
   stats_.nan_logits = counters[kNanLogits];
   stats_.nan_tokens = counters[kNanTokens];
   stats_.bad_slots = counters[kBadSlots];
+  stats_.dropped_slots = counters[kDroppedSlots];
   if (distributed()) count_traffic(counters.data());
   stats_.heap_bytes_reserved = memory_->heap().bytes();
   stats_.workspace_bytes_used = memory_->private_bytes();

@@ -196,8 +196,15 @@ class PassStart {
       __syncthreads();
     } else {
       // tile_begin serves as scratch memory: tiles are placed later.
-      list_shared_slots(pass_.routing(), pass_.tiles().tile_begin, pass_.state().life.words, begin_,
-                        end_);
+      if (pass_.call.capacity != kNoCapacity) {
+        if (!list_kept_slots(pass_.routing(), pass_.tiles().tile_begin, pass_.state().life.words,
+                             begin_, end_)) {
+          return Next::kGivenUp;
+        }
+      } else {
+        list_shared_slots(pass_.routing(), pass_.tiles().tile_begin, pass_.state().life.words,
+                          begin_, end_);
+      }
       pass_.trace().turn(kRouteRecord, TraceKind::kRoute, kCountsRecord);
       if (!pass_.exchange().distributed()) {
         grid_arrive(pass_.life().barrier(kListsReady));

@@ -8,7 +8,7 @@
 namespace switchyard::gpu {
 
 // Barriers of all blocks, in the order in which a pass comes to them.
-enum GridBarrier : std::uint32_t { kConverted, kLogitsReady, kListsReady };
+enum GridBarrier : std::uint32_t { kConverted, kLogitsReady, kSlotsCounted, kListsReady };
 
 // There are two sets of words, for even and odd passes: a pass counts in one and clears the other
 // for its successor, so nobody resets what somebody still reads.
@@ -16,7 +16,7 @@ struct PassWords {
   std::uint32_t* words;
 
   // Layout: the next task, grid barriers, counters, then arrays.
-  static constexpr std::uint32_t kBarriers = 3;
+  static constexpr std::uint32_t kBarriers = 4;
   SWITCHYARD_HOST_DEVICE std::uint32_t* next_task() const { return words; }
   // Each on a line of its own: all blocks poll it.
   SWITCHYARD_HOST_DEVICE std::uint32_t* barrier(std::uint32_t i) const {
@@ -54,11 +54,12 @@ struct PassWords {
   }
 };
 
-// What a pass counts for its statistics. All but the first three concern what went to other ranks.
+// What a pass counts for its statistics. All but the first four concern what went to other ranks.
 enum PassCounter : std::uint32_t {
   kNanLogits,
   kNanTokens,
   kBadSlots,
+  kDroppedSlots,
   kSentTokens,
   kSentRows,
   kReturnedRows,

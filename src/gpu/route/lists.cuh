@@ -92,6 +92,18 @@ __device__ __forceinline__ const std::uint32_t* shared_list(const ListParams& li
   return lists.lists + static_cast<std::size_t>(expert) * shape.max_tokens;
 }
 
+// Takes a slot's expert away, as if it had been routed to none.
+template <typename P>
+__device__ __forceinline__ void drop_slot(const Routing<P>& routing, const RoutingTables& tables,
+                                          std::uint32_t slot, bool report) {
+  tables.ids[slot] = -1;
+  tables.weights[slot / tables.top_k * tables.cells_per_token + slot % tables.top_k] = 0;
+  if (!report) return;
+  if (routing.call.out_ids != nullptr) routing.call.out_ids[slot] = -1;
+  if (routing.call.out_weights != nullptr) routing.call.out_weights[slot] = 0;
+  atomicAdd(routing.life.state.words.counters() + kDroppedSlots, 1u);
+}
+
 // Makes the lists of a pass that this block routes for itself, and counts the experts' rows. The
 // position of a slot among its expert's is the number of earlier slots, so all blocks agree.
 // `scratch`: [warps of slots, E] bytes.
@@ -126,14 +138,18 @@ __device__ __forceinline__ void list_own_slots(const Routing<P>& routing, Word* 
       count = static_cast<std::uint8_t>(rows);
       rows += here;
     }
-    expert_rows[e] = static_cast<Word>(rows);
+    expert_rows[e] = static_cast<Word>(min(rows, routing.call.capacity));
   }
   __syncthreads();
   for (std::uint32_t slot = threadIdx.x; slot < slots; slot += kThreads) {
     const std::int32_t id = routing.own.ids[slot];
     if (id < 0) continue;
-    routing.own.positions[slot] = static_cast<std::uint16_t>(routing.own.positions[slot] +
-                                                             scratch[slot / 32 * num_experts + id]);
+    const std::uint32_t position =
+        routing.own.positions[slot] + std::uint32_t{scratch[slot / 32 * num_experts + id]};
+    routing.own.positions[slot] = static_cast<std::uint16_t>(position);
+    if (position >= routing.call.capacity) {
+      drop_slot(routing, routing.tables(true), slot, blockIdx.x == 0);
+    }
   }
 }
 
@@ -170,6 +186,59 @@ __device__ __forceinline__ void list_shared_slots(const Routing<P>& routing, std
     routing.lists.lists[static_cast<std::size_t>(id) * routing.shape.max_tokens + position] =
         SlotEntry::pack(slot / top_k, slot % top_k);
   }
+}
+
+// The same for layers with a capacity: an expert keeps its first slots in the order of tokens. So
+// lists stand in that order here, and blocks wait for each other's counts. Returns false if the
+// pass was given up. Called by all threads of the block.
+template <typename P>
+__device__ __forceinline__ bool list_kept_slots(const Routing<P>& routing, std::uint32_t* base,
+                                                const PassWords& words, std::uint32_t begin,
+                                                std::uint32_t end) {
+  const auto num_experts = static_cast<std::uint32_t>(routing.shape.num_experts);
+  const std::uint32_t capacity = routing.call.capacity;
+  std::uint32_t* const counts = routing.lists.block_rows;
+  SWITCHYARD_ROLLED
+  for (std::uint32_t e = threadIdx.x; e < num_experts; e += kThreads) {
+    counts[blockIdx.x * num_experts + e] = routing.routed[e];
+  }
+  std::uint32_t* const counted = routing.life.barrier(kSlotsCounted);
+  grid_arrive(counted);
+  if (!grid_await(routing.life.waiter(), counted)) return false;
+  SWITCHYARD_ROLLED
+  for (std::uint32_t e = threadIdx.x; e < num_experts; e += kThreads) {
+    std::uint32_t before = 0;
+    for (std::uint32_t b = 0; b < blockIdx.x; ++b) before += __ldcg(counts + b * num_experts + e);
+    base[e] = before;
+    const std::uint32_t kept = before < capacity ? min(routing.routed[e], capacity - before) : 0;
+    if (kept != 0) atomicAdd(words.expert_rows() + e, kept);
+  }
+  __syncthreads();
+  const auto top_k = static_cast<std::uint32_t>(routing.shape.top_k);
+  SWITCHYARD_ROLLED
+  for (std::uint32_t slot = begin * top_k + threadIdx.x; slot < end * top_k; slot += kThreads) {
+    const std::int32_t id = routing.lists.ids[slot];
+    if (id < 0) continue;
+    std::uint32_t position = base[id];
+    SWITCHYARD_ROLLED
+    for (std::uint32_t s = begin * top_k; s < slot; ++s) position += routing.lists.ids[s] == id;
+    routing.lists.positions[slot] = position;
+  }
+  __syncthreads();  // slots are dropped after all have been counted
+  const RoutingTables tables = routing.tables(false);
+  SWITCHYARD_ROLLED
+  for (std::uint32_t slot = begin * top_k + threadIdx.x; slot < end * top_k; slot += kThreads) {
+    const std::int32_t id = routing.lists.ids[slot];
+    if (id < 0) continue;
+    const std::uint32_t position = routing.lists.positions[slot];
+    if (position < capacity) {
+      routing.lists.lists[static_cast<std::size_t>(id) * routing.shape.max_tokens + position] =
+          SlotEntry::pack(slot / top_k, slot % top_k);
+    } else {
+      drop_slot(routing, tables, slot, true);
+    }
+  }
+  return true;
 }
 
 }  // namespace switchyard::gpu

@@ -70,10 +70,11 @@ struct RouterParams {
 
 // The lists of a pass whose tokens the blocks share out.
 struct ListParams {
-  std::int32_t* ids;         // [T, K]
-  float* weights;            // [T, cells_per_token]
-  std::uint32_t* positions;  // [T, K]: of the slot in its expert's list
-  std::uint32_t* lists;      // [E, max_tokens]: the SlotEntry of each row of the expert
+  std::int32_t* ids;          // [T, K]
+  float* weights;             // [T, cells_per_token]
+  std::uint32_t* positions;   // [T, K]: of the slot in its expert's list
+  std::uint32_t* lists;       // [E, max_tokens]: the SlotEntry of each row of the expert
+  std::uint32_t* block_rows;  // [blocks, E]: slots of each block; only in layers with a capacity
 };
 
 struct RouteCall {
@@ -91,6 +92,9 @@ struct RouteCall {
   const std::int32_t* token_ids;  // [T], hash routing
   std::int32_t* out_ids;          // [T, K] or null
   float* out_weights;
+  // An expert's slots from this position on, in the order of tokens, are dropped; kNoCapacity:
+  // none.
+  std::uint32_t capacity;
 };
 
 }  // namespace switchyard::gpu
