@@ -140,6 +140,7 @@ results::Row Session::row_of(const BenchLayer& layer, std::int64_t tokens, doubl
   row.graph_nodes = measured.graph_nodes;
   row.error = measured.error;
   row.error_bound = measured.error_bound;
+  if (plan.checked_with_gate) row.gate = !options_.measure.given_routing;
   row.times_us = times;
   if (graph && no_graph) row.times_us_no_graph = measured.no_graph_us;
   return row;

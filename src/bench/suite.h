@@ -22,6 +22,8 @@ struct BenchPlan {
   std::string suite;
   bool over_ranks = false;     // two or more ranks, a GPU each
   bool given_routing = false;  // the gate is not timed
+  // One rank or more, the gate in the time, and every point compared with fp64; rows say so.
+  bool checked_with_gate = false;
   DType dtype = DType::kBF16;  // of the expert weights
   DType compute = DType::kBF16;
   // A suite's types, both of weights and of arithmetic, which it is measured in one after the

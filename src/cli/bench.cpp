@@ -88,6 +88,7 @@ constexpr const char* kExamples = R"(Examples:
   switchyard bench --suite grouped --experts 16 --n 4096 --k 2048 --rows 32 --swiglu
   switchyard bench --suite exchange --ranks 4 --tokens 128,512 --dtype fp8
   switchyard bench --suite all_to_all --ranks 8 --json results/all_to_all.json --trace rungs.json
+  switchyard bench --suite thesis --ranks 2 --json results/thesis.json
   switchyard bench --suite late --model olmoe --tokens 8,512 --late 200,2000 --json late.json
   switchyard bench --suite ep_fp8 --model v3-routed --tokens 8,512,4096 --ranks 2 --json ep.json
 
@@ -109,6 +110,9 @@ GPU, measure them and give them in a file with --machine-facts; without it, rows
              "bf16_tflop_per_s": {...}, "fp8_tflop_per_s": {...},
              "ranks_launch_us": {...}, "nvlink_gb_per_s": {...}}}
 The last two are for --ranks; the arithmetic that is not measured may be left out, too.
+
+--suite thesis has the layers of the FlashDMoE thesis, one rank for each GPU or --ranks, with the
+gate in the time and every point compared with fp64.
 
 --suite grouped times GroupedGemm alone: [rows, K] of tokens and a matrix [N, K] of each expert.
 Rows are equal for all experts or, with --balancedness, as a random router of that balancedness
@@ -396,9 +400,10 @@ int choose_ranks(const BenchOptions& o, const BenchPlan& plan) {
                             "('switchyard doctor' tells more); with --ranks, ranks may share one",
                             plan.suite, ranks));
   }
-  const int ranks = o.ranks.value_or(1);
+  const bool on_gpus = plan.checked_with_gate && o.backend != Backend::kCpu;
+  const int ranks = o.ranks.value_or(on_gpus ? std::max(gpu::device_count(), 1) : 1);
   if (ranks == 1) return ranks;
-  if (!o.suite.empty()) {
+  if (!o.suite.empty() && !plan.checked_with_gate) {
     refuse(
         fmt::format("--ranks is {}, but the suite {} is measured on one rank; leave it out, or "
                     "give --model without --suite",
@@ -457,6 +462,10 @@ void require_consistent(const BenchOptions& o, const BenchPlan& plan) {
   }
   if (o.measure.given_routing && o.gated) {
     refuse("--given-routing leaves out the gate, and --gated does not; give one of them");
+  }
+  if (o.measure.given_routing && plan.checked_with_gate) {
+    refuse(fmt::format("--given-routing leaves out the gate, which the suite {} has; leave it out",
+                       plan.suite));
   }
   if (o.gated && !plan.given_routing) {
     refuse("--gated is for suites ep_*, which otherwise leave out the gate; leave it out");
@@ -840,6 +849,7 @@ int run(BenchOptions options) {
   options.measure.backend = choose_backend(options, options.measure.ranks);
   options.measure.given_routing =
       options.measure.given_routing || (plan.given_routing && !options.gated);
+  options.measure.verify = options.measure.verify || plan.checked_with_gate;
   require_backend(options);
   if (!options.machine_facts.empty()) {
     session_options.facts = machine::read_gpu_facts(options.machine_facts);

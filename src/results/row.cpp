@@ -54,6 +54,7 @@ void visit(RowType& row, Visitor&& field) {
   field.whole("graph_nodes", row.graph_nodes);
   field.error("error", row.error);
   field.error("error_bound", row.error_bound);
+  field.flag("gate", row.gate);
   field.times("times_us", row.times_us);
   field.times("times_us_no_graph", row.times_us_no_graph);
 }
@@ -88,6 +89,9 @@ Row row_of(const Json& json, const std::string& source, std::size_t number,
   Row row;
   visit(row, Reader(read));
   require_ordered(read, row.p10_us, row.median_us, row.p90_us);
+  if (row.gate && *row.gate != (row.routing == "gate")) {
+    read.refuse("gate", fmt::format("{}, since 'routing' is '{}'", !*row.gate, row.routing));
+  }
   return row;
 }
 

@@ -48,6 +48,7 @@ struct Row {
   std::optional<std::int64_t> rotation_passes;  // timed together
   std::optional<std::int64_t> graph_nodes;      // GPU operations of one pass
   std::optional<double> error, error_bound;     // of --verify
+  std::optional<bool> gate;                     // of the suite thesis: the gate is in the time
   std::vector<double> times_us;                 // of every repetition, in their order
   std::vector<double> times_us_no_graph;        // the same of plain calls, where both were timed
 

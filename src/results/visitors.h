@@ -32,6 +32,9 @@ class FieldWriter {
   void share(const char* field, double value) { put(field, value); }
   void share(const char* field, const std::optional<double>& value);
   void flag(const char* field, bool value) { put(field, value); }
+  void flag(const char* field, const std::optional<bool>& value) {
+    if (value) put(field, *value);
+  }
   void ratio(const char* field, double value);
   void time(const char* field, double value);
   void time(const char* field, const std::optional<double>& value);
@@ -63,6 +66,9 @@ class FieldFiller {
   }
   void share(const char* field, double& value) { value = from_.share(field); }
   void flag(const char* field, bool& value) { value = from_.flag(field); }
+  void flag(const char* field, std::optional<bool>& value) {
+    if (from_.present(field)) value = from_.flag(field);
+  }
   void ratio(const char* field, double& value) { value = from_.at_least_zero(field); }
   void share(const char* field, std::optional<double>& value) {
     if (from_.present(field)) value = from_.share(field);

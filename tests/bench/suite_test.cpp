@@ -125,6 +125,17 @@ TEST(BenchSuite, OverRanksAreTheRoutedExpertsAlone) {
     }
   }
 
+  const BenchPlan gated = bench_suite("thesis");
+  EXPECT_TRUE(gated.checked_with_gate);
+  EXPECT_FALSE(gated.over_ranks);
+  EXPECT_FALSE(gated.given_routing);
+  ASSERT_EQ(gated.layers.size(), 4u);
+  EXPECT_EQ(gated.layers[0].spec.hidden, 1024);
+  EXPECT_EQ(gated.layers[0].spec.intermediate, 4096);
+  EXPECT_EQ(gated.layers[0].spec.top_k, 2);
+  EXPECT_EQ(gated.layers[0].spec.activation.kind, ActivationKind::kGelu);
+  EXPECT_TRUE(gated.layers[0].spec.expert_bias);
+  EXPECT_THAT(gated.tokens, ElementsAre(1024, 2048, 4096, 8192));
   const BenchPlan thesis = bench_suite("ep_thesis");
   EXPECT_TRUE(thesis.over_ranks);
   EXPECT_THAT(thesis.tokens, ElementsAre(1024, 2048, 4096, 8192));

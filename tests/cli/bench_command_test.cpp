@@ -433,6 +433,14 @@ TEST(Bench, RefusesRanksThatMakeNoSense) {
   expect_refused({"--suite", "ep_bf16", "--backend", "cpu"}, invalid,
                  {"ep_bf16 is measured over ranks", "--backend is cpu"});
   expect_refused({"--suite", "ep_thesis", "--tokens", "8"}, invalid, {"has 8", "1024"});
+  expect_refused({"--suite", "thesis", "--given-routing", "--backend", "cpu"}, invalid,
+                 {"--given-routing", "thesis"});
+  expect_refused({"--suite", "thesis", "--ranks", "2", "--backend", "cpu"}, invalid,
+                 {"--ranks is 2", "one rank"});
+  expect_refused({"--suite", "late", "--ranks", "1", "--backend", "cpu"}, invalid,
+                 {"--ranks is 1"});
+  expect_refused({"--suite", "late", "--verify"}, invalid, {"--verify is not for --suite late"});
+  expect_refused({"--suite", "exchange", "--late", "50"}, invalid, {"--late is for --suite late"});
   expect_refused({"--suite", "ep_thesis", "--against", "torch"}, invalid,
                  {"--against", "ep_thesis"});
   expect_refused({"--model", "olmoe", "--ranks", "2", "--against", "torch", "--torch-script",

@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 
+#include "base/parsed.h"
 #include "model/errors.h"
 #include "model/temporary_directory.h"
 #include "results/published.h"
@@ -47,6 +48,17 @@ TEST(ResultRows, AreReadWhole) {
   EXPECT_EQ(row.rival->p90_us, std::nullopt);
   EXPECT_EQ(row.speed_up(), 2);
   EXPECT_THAT(row.expert_load, ElementsAre(0, 0.5, 2.5));
+}
+
+// Rows of the suite thesis say that the gate is in the time, which must be true.
+TEST(ResultRows, TheGateIsAsTheRoutingSays) {
+  EXPECT_FALSE(parsed(good_row()).gate.has_value());
+  const Row row = parsed(good_row_with("gate", true));
+  EXPECT_EQ(row.gate, true);
+  EXPECT_EQ(test::parsed(to_json(row))["gate"], true);
+  json given = good_row_with("routing", "given");
+  given["gate"] = true;
+  EXPECT_THROW(parsed(given), Error);
 }
 
 TEST(ResultRows, OlderAndFloorlessRowsLackFields) {
