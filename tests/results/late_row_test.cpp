@@ -94,5 +94,18 @@ TEST(LateRow, MergesByPoint) {
   EXPECT_NO_THROW(require_mergeable_late(file));
 }
 
+// The file of this repository.
+TEST(LateRow, TheKeptFileIsReadWithoutLoss) {
+  const std::string path = std::string(SWITCHYARD_RESULTS) + "/late.json";
+  const std::string text = read_text(path, 1 << 20);
+  const auto kept = nlohmann::ordered_json::parse(text);
+  const std::vector<LateRow> rows = parse_late_rows(text, path);
+  ASSERT_EQ(rows.size(), kept.size());
+  EXPECT_GE(rows.size(), 56u);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    EXPECT_EQ(to_json(rows[i]).dump(), kept[i].dump()) << path << " row " << i + 1;
+  }
+}
+
 }  // namespace
 }  // namespace switchyard::results
