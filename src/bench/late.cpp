@@ -31,7 +31,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using results::LateRow;
 
-constexpr int kWarmUps = 3;
+constexpr std::uint64_t kWarmUps = 3;
 constexpr int kRepeats = 20;
 // As before a rank could work ahead of late counts: longer than any pass.
 constexpr std::chrono::microseconds kForEver = std::chrono::hours(1);
@@ -354,16 +354,16 @@ class Point {
         places.push_back(std::make_unique<HostRank>(worlds_[p][r], problems_[p], tasks_[p]));
       }
     }
-    const int repeat = options_.repeat > 0 ? options_.repeat : kRepeats;
+    const auto repeat =
+        static_cast<std::uint64_t>(options_.repeat > 0 ? options_.repeat : kRepeats);
     std::vector<std::byte> expected;
-    for (int n = -kWarmUps; n < repeat; ++n) {
+    for (std::uint64_t n = 0; n < kWarmUps + repeat; ++n) {
       for (std::size_t w = 0; w < ways_.size(); ++w) {
         for (std::size_t p = 0; p < places.size(); ++p) {
           const std::uint64_t early = tasks_[p].early, all = tasks_[p].all;
-          passes_[r] = places[p]->pass(lateness_of(ways_[w], rank, options_.ranks,
-                                                   static_cast<std::uint64_t>(n + kWarmUps)));
+          passes_[r] = places[p]->pass(lateness_of(ways_[w], rank, options_.ranks, n));
           worlds_[p][r].barrier();
-          if (rank == 0 && n >= 0) {
+          if (rank == 0 && n >= kWarmUps) {
             Times& times = times_[p][w];
             times.us.push_back(after_start_us(passes_, ways_[w]));
             times.early_tasks += tasks_[p].early - early;
