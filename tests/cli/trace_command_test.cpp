@@ -75,9 +75,14 @@ TEST(Trace, FileHasEveryRankAndEveryTask) {
     for (const auto& [pid, rows] : combined) EXPECT_EQ(rows, 100 / num_ranks) << pid;
     EXPECT_EQ(static_cast<int>(combined.size()), num_ranks);
     // 16 experts with 50 rows each or so: a tile of one block of both GEMMs.
-    EXPECT_EQ(count(run.file, "gemm1"), 16);
-    EXPECT_EQ(count(run.file, "gemm2"), 16);
-    EXPECT_EQ(count(run.file, "plan"), num_ranks);
+    // A rank that found others late has done some experts' rows in two tiles, each placed in a step
+    // of its own.
+    const auto early = count(run.file, "gemm1") - 16;
+    EXPECT_GE(early, 0);
+    EXPECT_LE(early, num_ranks == 1 ? 0 : 16 * (num_ranks - 1));
+    EXPECT_EQ(count(run.file, "gemm2"), 16 + early);
+    EXPECT_GE(count(run.file, "plan"), num_ranks);
+    EXPECT_GE(count(run.file, "plan") - num_ranks, early);
 
     EXPECT_EQ(run.summary["unit"], "thread");
     EXPECT_EQ(run.summary["dropped_events"], 0);
@@ -126,8 +131,8 @@ TEST(Trace, LaunchedProcessesShareAFile) {
                            "--backend", "cpu", "--threads", "1", "--json", "-o", path},
                           kTiny));
   ASSERT_EQ(done.exit_code, 0) << done.err;
-  EXPECT_EQ(nlohmann::json::parse(done.out)["ranks"].size(), 2u);  // one rank reports
-  EXPECT_EQ(count(nlohmann::json::parse(read_file(path)), "plan"), 2);
+  EXPECT_EQ(nlohmann::json::parse(done.out)["ranks"].size(), 2u);       // one rank reports
+  EXPECT_GE(count(nlohmann::json::parse(read_file(path)), "plan"), 2);  // more if one came late
 }
 
 TEST(Trace, WhatCannotBeWrittenIsToldBeforeTheRun) {
