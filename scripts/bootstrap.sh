@@ -51,7 +51,7 @@ fetch_cuobjdump() {
 
 # Debian's oneDNN wants OpenCL's headers when CMake looks for it, but does not depend on them.
 build=(g++ cmake ninja-build libdnnl-dev ocl-icd-opencl-dev nlohmann-json3-dev libfmt-dev libcli11-dev
-  libeigen3-dev)
+  libeigen3-dev libfabric-dev libssl-dev pkg-config)
 test=(libgtest-dev libgmock-dev libbenchmark-dev clang libclang-rt-14-dev python3)
 lint=(clang-format-14 clang-tidy-14)
 
@@ -79,7 +79,7 @@ if [ $cuda = yes ]; then fetch_cuobjdump || true; fi
 if ! command -v dpkg-query >/dev/null; then
   echo "This is not a Debian-like system, so nothing was installed. Switchyard needs: a C++20" >&2
   echo "compiler, CMake 3.24+, Ninja, oneDNN 2.6+ or 3 (with OpenCL's headers if it was built with" >&2
-  echo "OpenCL), nlohmann-json 3.11, fmt 9, CLI11 2.1, Eigen 3.3, and for the tests GoogleTest 1.12 and" >&2
+  echo "OpenCL), nlohmann-json 3.11, fmt 9, CLI11 2.1, Eigen 3.3, for several hosts libfabric 1.11 and OpenSSL 3, and for the tests GoogleTest 1.12 and" >&2
   echo "Google Benchmark 1.7. With these installed, run:" >&2
   echo "  cmake -S . -B build -G Ninja && cmake --build build && ctest --test-dir build" >&2
   exit 1

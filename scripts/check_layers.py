@@ -11,7 +11,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # From the lowest to the highest.
-ROOMS = ["base", "protocol", "model", "routing", "reference", "fabric", "trace", "layer", "exchange",
+ROOMS = ["base", "protocol", "model", "routing", "reference", "network", "fabric", "trace", "layer", "exchange",
          "symmetric", "cpu", "gpu", "operators", "tuner", "c_api", "results", "report", "machine", "run",
          "all_to_all", "bench", "cli"]
 # Rooms that stand side by side, although one comes first above.

@@ -347,6 +347,87 @@ def exchange_table():
     return "\n".join(lines + ["", gpu_provenance(rows)])
 
 
+def hosts_table():
+    """What crosses hosts, beside the model of its way."""
+    rows = load("hosts.json")
+    if not rows:
+        return NOT_MEASURED
+    tables = {}
+    for row in rows:
+        tables.setdefault((row["hosts"], row["ranks"], row["link"]), []).append(row)
+    lines = []
+    for (hosts, ranks, link), found in sorted(tables.items()):
+        of_stage = {row["stage"]: row for row in found if row.get("tokens_per_rank") is None}
+        rate = of_stage["stream"]["link_bytes"] / of_stage["stream"]["median_us"]
+        lines += [
+            f"{hosts} hosts, {ranks} ranks, {link}: a flag and back {microseconds(of_stage['flag']['median_us'])} µs, "
+            f"a host's stream {rate:.0f} MB/s",
+            "",
+            "| tokens per rank | dispatch: µs | model µs | MB a host | combine: µs | model µs | MB a host | wrong |",
+            "|---" * 8 + "|",
+        ]
+        by_tokens = {}
+        for row in found:
+            if row.get("tokens_per_rank") is not None:
+                by_tokens.setdefault(row["tokens_per_rank"], {})[row["stage"]] = row
+        for tokens, stages in sorted(by_tokens.items()):
+            cells = []
+            for stage in ("dispatch", "combine"):
+                row = stages[stage]
+                cells += [microseconds(row["median_us"]), microseconds(row["model_us"]), f"{row['link_bytes'] * 1e-6:.3g}"]
+            wrong = sum(row["wrong"] for row in stages.values())
+            lines.append(f"| {tokens} | " + " | ".join(cells) + f" | {wrong} |")
+        lines.append("")
+    first = rows[0]
+    lines.append(f"*{first['machine']}; commit {', '.join(sorted({row['commit'] for row in rows}))}; "
+                 f"`switchyard launch -n RANKS --namespaces HOSTS -- switchyard {first['command'].split(' ', 1)[1]}`*")
+    return "\n".join(lines)
+
+
+def hosts_on_paper_table():
+    """The model of hosts.json's rows for a network that nobody here has: no measurement."""
+    hidden, top_k, tokens, ranks, flag_us, bytes_per_us = 7168, 8, 4096, 8, 5, 50_000
+    lines = [
+        f"**On paper**, not measured: DeepSeek-V3's routing (H {hidden}, top-{top_k}, bf16), {tokens} tokens on each of "
+        f"{ranks} ranks a host, a link of 400 Gb/s for each rank, a flag's way {flag_us} µs. \"Summed\" is what combine "
+        "would take if a host summed a token's results before they cross. A world has at most 64 ranks today, 8 such hosts.",
+        "",
+        "| hosts | hosts of a token | dispatch: MB a rank | µs | combine: MB a rank | µs | summed: µs |",
+        "|---" * 7 + "|",
+    ]
+    for hosts in (2, 4, 8, 16, 32, 64):
+        # A token's experts are dealt evenly: how many other hosts have one, and how many rows are there.
+        reached = (hosts - 1) * (1 - (1 - 1 / hosts) ** top_k)
+        rows = top_k * (hosts - 1) / hosts
+        row_bytes = 2 * hidden + 32
+        times = [flag_us + tokens * count * row_bytes / bytes_per_us for count in (reached, rows, reached)]
+        lines.append(
+            f"| {hosts} | {reached:.2f} | {tokens * reached * row_bytes * 1e-6:.0f} | {times[0]:.0f} | "
+            f"{tokens * rows * row_bytes * 1e-6:.0f} | {times[1]:.0f} | {times[2]:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def hosts_chaos_table():
+    """Trials of ranks over hosts that fail, or have a chaotic network."""
+    rows = load("hosts_chaos.json")
+    if not rows:
+        return NOT_MEASURED
+    lines = [
+        "| trials | sanitizer | number | hangs | wrong words | wrong names | median (longest) until named |",
+        "|---" * 7 + "|",
+    ]
+    for row in rows:
+        words = "–" if row["wrong_words"] is None else row["wrong_words"]
+        time = f"{row['median_ms']:.0f} ms ({row['longest_ms']:.0f} ms)" if "median_ms" in row else "–"
+        lines.append(
+            f"| {row['kind']} | {row['sanitizer'] or '–'} | {row['trials']:,} | {row['hangs']} | {words} | "
+            f"{row['wrong_names']} | {time} |"
+        )
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    return "\n".join(lines + ["", f"*Commit {commits}; `bench/hosts_chaos.py`*"])
+
+
 def all_to_all_table():
     """The rungs of the all-to-all problem: a column for each case, and their geometric mean."""
     rows = load("all_to_all.json")
@@ -636,6 +717,9 @@ def main():
         "grouped": grouped_table(),
         "exchange": exchange_table(),
         "all_to_all": all_to_all_table(),
+        "hosts": hosts_table(),
+        "hosts_on_paper": hosts_on_paper_table(),
+        "hosts_chaos": hosts_chaos_table(),
         "astero": astero_table(),
         "ep_fp8": ranks_table("ep_fp8", "FP8, dispatch and combine inside the kernel."),
         "ep_bf16": ranks_table("ep_bf16", "bf16, dispatch and combine inside the kernel."),

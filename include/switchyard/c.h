@@ -153,7 +153,8 @@ SY_API sy_status sy_world_threads(int32_t size, const sy_world_options* options,
 SY_API sy_status sy_world_processes(int32_t rank, int32_t size, const sy_world_options* options,
                                     sy_world** out);
 // Rank and size from the launcher's environment (RANK and WORLD_SIZE, Open MPI's, PMI's, SLURM's);
-// a world of one where there is none. SY_UNSUPPORTED if the ranks are spread over several hosts.
+// a world of one where there is none. Ranks on several hosts need a shared secret and a build with
+// libfabric (SY_UNSUPPORTED without): docs/hosts.md.
 SY_API sy_status sy_world_from_environment(const sy_world_options* options, sy_world** out);
 
 typedef struct sy_world_info {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -10,18 +11,30 @@ namespace switchyard {
 
 class Fabric;
 
+// Of a world over several hosts: what is on its way between two ranks, in each direction, are at
+// most so many chunks of dispatch and as many of combine. The same on all ranks. chunk_bytes *
+// window should exceed the network's bandwidth times its time there and back.
+struct NetworkOptions {
+  std::uint32_t chunk_bytes = 256 << 10;  // 2 KiB to 1 GiB, a multiple of 64
+  std::uint32_t window = 4;               // 1 to 32768
+};
+
 struct WorldOptions {
   // Longest time any rank waits for another, at start-up and in a forward pass.
   std::chrono::milliseconds deadline{30'000};
   // Process worlds only: a string that all ranks of this world share and no other world on this
   // host uses at the same time. Empty: derived from the launcher's environment and a per-process
-  // count of worlds made.
+  // count of worlds made. "tcp://HOST:PORT", with the host of rank 0, joins ranks of several hosts:
+  // see docs/hosts.md.
   std::string rendezvous;
+  NetworkOptions network;
 };
 
 // A handle; copies refer to the same rank of the same world. Thread-compatible: one thread per
 // rank, except for abort(). Letting go of the last handle waits for nobody; other ranks that wait
-// for this one in a collective call learn of it.
+// for this one in a collective call learn of it. (Over several hosts, letting go of a layer or an
+// exchange waits, at most for the deadline, until the host's other ranks have ended their calls,
+// because this rank may have to pass on what they still receive.)
 class World {
  public:
   // A world of `size` ranks in this process; element r is to be used by the thread that plays rank
@@ -31,20 +44,24 @@ class World {
   // A world of one.
   static World single(const WorldOptions& options = {});
 
-  // This process as rank `rank` of `size` processes on this host. Collective: returns when all have
-  // arrived. Throws TimeoutError naming the ranks that did not arrive within the deadline.
+  // This process as rank `rank` of `size` processes, on this host or, with a rendezvous tcp://...,
+  // on several. Collective: returns when all have arrived. Throws TimeoutError naming the ranks
+  // that did not arrive within the deadline.
   static World processes(int rank, int size, WorldOptions options = {});
 
   // As above, with rank and size from the environment: RANK / WORLD_SIZE (torchrun,
   // `switchyard launch`), OMPI_COMM_WORLD_RANK / _SIZE, PMI_RANK / PMI_SIZE, or SLURM_PROCID /
-  // SLURM_NTASKS. A world of one where none is set. Throws Error{kInvalidArgument} for values that
-  // make no sense, Error{kUnsupported} if the ranks are spread over several hosts.
+  // SLURM_NTASKS. A world of one where none is set. Ranks on several hosts meet at
+  // SWITCHYARD_RENDEZVOUS=tcp://HOST:PORT or at MASTER_ADDR, and need a shared secret: see
+  // docs/hosts.md. Throws Error{kInvalidArgument} for values that make no sense and where no secret
+  // is set, Error{kUnsupported} for several hosts in a build without libfabric.
   static World from_environment(WorldOptions options = {});
 
   int rank() const;
   int size() const;
   std::chrono::milliseconds deadline() const;
-  const char* fabric_name() const;  // "threads", "shared memory"
+  // "threads", "shared memory", or "2 hosts, libfabric tcp;ofi_rxm"
+  const char* fabric_name() const;
 
   // Collective, for start-up and tests; forward passes never use one.
   void barrier();

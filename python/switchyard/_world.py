@@ -96,12 +96,16 @@ class World:
     @staticmethod
     def from_env(*, deadline: float = 30.0) -> World:
         """Rank and size from the launcher's environment: torchrun, mpirun, srun or
-        ``python -m switchyard launch``. A world of one where there is none. Collective.
+        ``python -m switchyard launch``. A world of one where there is none. Collective. Ranks on
+        several hosts meet at MASTER_ADDR or SWITCHYARD_RENDEZVOUS and need a shared secret:
+        docs/hosts.md.
 
         Raises
         ------
+        InvalidArgument
+            If the ranks are spread over several hosts and there is no secret.
         Unsupported
-            If the ranks are spread over several hosts.
+            If they are, and this build has no libfabric.
         Timeout
             If a rank does not come within the deadline.
         """
@@ -149,8 +153,8 @@ class World:
             if place != everyone[0][0]:
                 raise Unsupported(
                     f"rank {other} is on {place[0]} and rank 0 on {everyone[0][0][0]}, or in another "
-                    "network namespace; a world has to be on one host: make groups of the ranks of "
-                    "one host"
+                    "network namespace; the ranks of a group have to be on one host: use "
+                    "World.from_env() over hosts, or make groups of the ranks of one host"
                 )
         return World.processes(rank, size, rendezvous=everyone[0][1], deadline=deadline)
 

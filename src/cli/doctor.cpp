@@ -24,6 +24,7 @@
 #include "layer/compute.h"
 #include "machine/host.h"
 #include "machine/host_rates.h"
+#include "network/network.h"
 #include "run/verify.h"
 
 namespace switchyard::cli {
@@ -89,6 +90,8 @@ void find_machine(std::vector<Finding>& findings) {
                                               "transparent_hugepage/enabled makes weights faster"
                                             : policy,
                           policy));
+  const std::string network = network::describe();
+  findings.push_back(fact("network", network, network));
 }
 
 std::string cuda_version(int version) {

@@ -1,4 +1,4 @@
-// `switchyard launch`: a command as the ranks of a world of processes on this host.
+// `switchyard launch`: a command as the ranks of a world of processes, on this host or on several.
 #include "fabric/launch.h"
 
 #include <fmt/core.h>
@@ -16,9 +16,24 @@ namespace {
 constexpr const char* kExamples = R"(Examples:
   switchyard launch -n 4 -- switchyard run --model olmoe --tokens 1024
   switchyard launch -n 2 --label -- ./my_program --its-own-option
+  switchyard launch -n 8 --hosts node1,node2 -- ./my_program          # over ssh: docs/hosts.md
+  switchyard launch -n 4 --namespaces 2 -- switchyard run --model olmoe --tokens 256
 
 The exit code is that of the rank that failed first; 124 if --timeout passed; 127 if the command
 cannot be run.)";
+
+// Empty parts are kept: launch() refuses them by name.
+std::vector<std::string> split_at_commas(const std::string& text) {
+  std::vector<std::string> parts{""};
+  for (const char c : text) {
+    if (c == ',') {
+      parts.emplace_back();
+    } else {
+      parts.back() += c;
+    }
+  }
+  return parts;
+}
 
 }  // namespace
 
@@ -29,6 +44,11 @@ void add_launch(CommandLine& line, std::vector<std::string> after_dashes) {
   const auto timeout = std::make_shared<std::chrono::milliseconds>(0);
   command.add_whole("-n,--ranks", options->num_ranks, 1, protocol::kMaxRanks, "How many")
       .required();
+  command.add_parsed(
+      "--hosts", [options](const std::string& text) { options->hosts = split_at_commas(text); },
+      "HOST,...", "Deal the ranks to these machines, over ssh (default: this host)");
+  command.add_whole("--namespaces", options->namespaces, 0, 64,
+                    "Deal them to so many network namespaces, to try several hosts; as root");
   command.add_flag("--label", options->label_output,
                    "Start every line with the rank that wrote it");
   command.add_seconds("--timeout", *timeout, "End the ranks after this time (default: never)");

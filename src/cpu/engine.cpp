@@ -70,7 +70,7 @@ void set_compute(LayerState& layer, DType compute) {
 // Each thread may work on a tile of its own and find the next one ready.
 int intermediate_slots(int threads) { return 2 * threads + 2; }
 
-std::size_t intermediate_slot_bytes(const LayerState& layer) {
+std::size_t h_bytes(const LayerState& layer) {
   const auto elements = [](int rows, int columns) {
     return static_cast<std::size_t>(rows) * static_cast<std::size_t>(columns);
   };
@@ -79,8 +79,19 @@ std::size_t intermediate_slot_bytes(const LayerState& layer) {
                   elements(kOwnTokensShape.max_height, layer.spec.shared_intermediate));
 }
 
+// Rows for other hosts begin at a line of their own.
+std::size_t staging_offset(const LayerState& layer) {
+  return protocol::round_up<std::size_t>(h_bytes(layer), 64);
+}
+
+std::size_t intermediate_slot_bytes(const LayerState& layer, bool over_hosts) {
+  if (!over_hosts) return h_bytes(layer);
+  return staging_offset(layer) +
+         static_cast<std::size_t>(layer.tile.max_height) * layer.cell_bytes();
+}
+
 // What passes of the layer work in, by its spec, compute type, max_tokens and partition of experts.
-MemoryNeeds needs_of(const LayerState& layer, int threads) {
+MemoryNeeds needs_of(const LayerState& layer, int threads, bool over_hosts) {
   const auto max_tokens = static_cast<std::uint64_t>(layer.max_tokens);
   MemoryNeeds needs;
   protocol::Heap::Shape& shape = needs.heap;
@@ -96,8 +107,8 @@ MemoryNeeds needs_of(const LayerState& layer, int threads) {
       max_tokens * static_cast<std::uint64_t>(layer.cells_per_token()) * layer.cell_bytes();
   needs.converted = max_tokens * layer.cell_bytes();
   if (layer.quantised()) needs.quantised = max_tokens * protocol::Heap::bytes_of_token(shape);
-  needs.intermediate =
-      static_cast<std::size_t>(intermediate_slots(threads)) * intermediate_slot_bytes(layer);
+  needs.intermediate = static_cast<std::size_t>(intermediate_slots(threads)) *
+                       intermediate_slot_bytes(layer, over_hosts);
   return needs;
 }
 
@@ -118,6 +129,8 @@ TraceWait to_wait(Phase phase) {
       return TraceWait::kDispatch;
     case Phase::kCombine:
       return TraceWait::kCombine;
+    case Phase::kLink:
+      return TraceWait::kNothing;
   }
   return TraceWait::kNothing;
 }
@@ -159,6 +172,8 @@ void require_no_stream(const void* stream) {
   throw Error(ErrorCode::kInvalidArgument,
               "a stream is given, but the layer's backend is cpu; leave it null");
 }
+
+bool spans_hosts(const World& world) { return world.fabric().proxy() != nullptr; }
 
 class Engine final : public LayerEngine {
  public:
@@ -205,6 +220,7 @@ class Engine final : public LayerEngine {
   void drop_over_capacity();
   void list_slots();
   void publish_counts();
+  void send_counts(int gateway);
   std::uint32_t count(int source, int expert) const;
   void start_tasks();
   void run_tasks();
@@ -275,11 +291,17 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   agree(world.fabric(), {spec, options.max_tokens, layer_.compute, summary_of(options.placement)});
   const std::uint64_t id = agree_on_memory(world.fabric(), memory_.get());
   const int threads = threads_of(options.num_threads, world.size());
-  const MemoryNeeds needs = needs_of(layer_, threads);
+  const MemoryNeeds needs = needs_of(layer_, threads, spans_hosts(world));
   if (memory_ == nullptr) memory_ = std::make_shared<PassMemory>(world, needs, id);
   attempt_together(world.fabric(), [&] { memory_->require_room(needs); });
   layer_.heap = protocol::Heap::within(memory_->needs().heap, needs.heap);
   for (int r = 0; r < num_ranks(); ++r) layer_.heaps.base[r] = memory_->heap().base(r);
+  if (network::RemoteHeap* const remote = memory_->heap().remote()) {
+    layer_.heaps.arbiter = remote->arbiter();
+    layer_.remote =
+        RemotePeers(remote, layer_.heaps,
+                    static_cast<std::uint64_t>(std::chrono::nanoseconds(options.deadline).count()));
+  }
 
   abort_hook_.emplace(world_.fabric(), [heaps = layer_.heaps] {
     const std::uint64_t word = protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1);
@@ -376,7 +398,8 @@ void Engine::make_processors(int threads) {
   pass_.tiles.reserve(most_tiles());
   splits_ = num_ranks() > 1 && bits_ignore_height(layer_);
   pass_.num_intermediate_slots = intermediate_slots(threads);
-  pass_.intermediate_slot_bytes = intermediate_slot_bytes(layer_);
+  pass_.intermediate_slot_bytes = intermediate_slot_bytes(layer_, bool{layer_.remote});
+  pass_.staging_offset = staging_offset(layer_);
   pass_.intermediate = memory_->intermediate();
   pass_.tokens_for.resize(static_cast<std::size_t>(num_ranks()));
   pass_.dispatch_chunks.resize(static_cast<std::size_t>(num_ranks()));
@@ -421,6 +444,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   start_tasks();
   run_tasks();
   stats_.plan_seconds = std::chrono::duration<double>(scheduler_.placed_at() - start).count();
+  layer_.remote.end_call();
   finish(output, start);
   if (ring_.words != nullptr) {
     record_step(ring_, stats_.epoch, stats_.tokens, stats_.tokens_per_expert);
@@ -584,10 +608,10 @@ void Engine::list_slots() {
                                       static_cast<std::uint32_t>(i - t * spec().top_k)));
         continue;
       }
-      if (ranks_seen >> slot.owner & 1) continue;
-      ranks_seen |= std::uint64_t{1} << slot.owner;
-      pass_.tokens_for[static_cast<std::size_t>(slot.owner)].push_back(
-          static_cast<std::uint32_t>(t));
+      const int via = layer_.remote.via(slot.owner);
+      if (ranks_seen >> via & 1) continue;
+      ranks_seen |= std::uint64_t{1} << via;
+      pass_.tokens_for[static_cast<std::size_t>(via)].push_back(static_cast<std::uint32_t>(t));
     }
   }
   pass_.unsent = pass_.counts;
@@ -604,6 +628,11 @@ void Engine::publish_counts() {
   for (int i = 1; i < num_ranks(); ++i) {
     const int peer = (rank() + i) % num_ranks();
     layer_.step(ProtocolStep::Kind::kPublishCounts, peer, pass_.epoch);
+    if (!layer_.remote.reaches(peer)) {
+      // The first of a host's ranks in this order stands for all of them.
+      if (layer_.remote.via(peer) == peer) send_counts(peer);
+      continue;
+    }
     std::uint64_t* const row = layer_.heap.counts(layer_.heaps.base[peer], pass_.epoch, rank());
     // Release: the row is also the credit for the peer to send (heap.h), so it must follow all that
     // this rank did in the previous pass.
@@ -612,6 +641,23 @@ void Engine::publish_counts() {
     }
     stats_.signal_bytes += pass_.counts.size() * sizeof(std::uint64_t);
   }
+}
+
+// To all ranks of the gateway's host. What follows in this lane follows the counts.
+void Engine::send_counts(int gateway) {
+  const std::uint64_t flag = std::uint64_t{protocol::flag_of(pass_.epoch)} << 32;
+  std::vector<std::uint64_t> row;
+  row.reserve(pass_.counts.size());
+  for (const std::uint32_t count : pass_.counts) row.push_back(flag | count);
+  std::vector<network::Target> targets;
+  for (const int r : layer_.remote.ranks_beside(gateway)) {
+    targets.push_back(
+        layer_.remote.target(r, layer_.heap.counts(layer_.heaps.base[r], pass_.epoch, rank())));
+  }
+  const int host = layer_.remote.host_of(gateway);
+  layer_.remote.words(network::Lane::kDispatch, pass_.epoch, host, targets, row);
+  layer_.remote.flush(network::Lane::kDispatch, host);
+  stats_.signal_bytes += row.size() * sizeof(std::uint64_t);
 }
 
 // The counts matrix, once the source's row has come.
@@ -712,7 +758,7 @@ std::optional<protocol::Task> Engine::await_task(CoreLease& lease, ThreadTrace* 
                                                  Waited& waited) {
   const auto deadline =
       static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
-  HostPace pace;
+  HostPace pace(layer_.remote.heap());
   std::optional<protocol::Task> task;
   lease.give();
   if (trace != nullptr) waited = Waited::of(scheduler_.missing());
@@ -883,7 +929,8 @@ std::shared_ptr<switchyard::PassMemory> make_memory(const World& world,
     layer.max_tokens = options.max_tokens;
     set_compute(layer, options.compute);
     layer.heaps.experts = {spec.num_experts, world.size()};
-    const MemoryNeeds its = needs_of(layer, threads_of(options.num_threads, world.size()));
+    const MemoryNeeds its =
+        needs_of(layer, threads_of(options.num_threads, world.size()), spans_hosts(world));
     needs = needs ? MemoryNeeds::largest(*needs, its) : its;
   }
   return std::make_shared<PassMemory>(world, needs.value(), id);

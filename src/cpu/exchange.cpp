@@ -13,6 +13,7 @@
 #include "cpu/kernels.h"
 #include "cpu/lazy_buffer.h"
 #include "cpu/pace.h"
+#include "cpu/remote_peers.h"
 #include "cpu/thread_trace.h"
 #include "cpu/worker_pool.h"
 #include "exchange/call.h"
@@ -37,6 +38,21 @@ using Step = ProtocolStep::Kind;
 constexpr std::size_t kChunk = 32;
 constexpr std::size_t kMostTraceEvents = 1 << 14;
 
+// A token for the ranks of another host, which crosses once for all of them.
+struct HostToken {
+  std::uint32_t token = 0;
+  std::uint32_t first_place = 0;  // among the host's places; the next token's is behind the last
+};
+// Where it goes: to a rank's pool, at a position.
+struct HostPlace {
+  int rank = 0;
+  std::uint32_t position = 0;
+};
+struct ForHost {
+  std::vector<HostToken> tokens;
+  std::vector<HostPlace> places;
+};
+
 // A row that this rank received.
 struct Arrival {
   std::uint32_t row;       // in the layout
@@ -56,6 +72,7 @@ class Handle final : public ExchangeHandle::State {
   std::vector<float> weights;                         // [T, K]
   std::vector<std::vector<std::uint32_t>> tokens_to;  // [ranks]: tokens that each rank gets
   std::vector<std::vector<ExchangeEntry>> entries_to;
+  std::vector<ForHost> for_host;  // [ranks]: with the gateway of a host; empty on one host
   // What this rank received.
   bool planned = false;
   std::vector<std::int64_t> ends;                 // [own experts]
@@ -99,6 +116,7 @@ class Engine final : public ExchangeEngine {
   }
 
   void list_slots(Handle& handle) const;
+  void list_for_hosts(Handle& handle) const;
   void publish_counts(const Handle& handle);
   void prepare_tokens(const MatrixView& tokens);
   const std::byte* prepared(std::uint32_t token) const {
@@ -106,16 +124,26 @@ class Engine final : public ExchangeEngine {
   }
   std::size_t prepared_bytes() const { return problem_.wire_bytes(); }
   void send_tokens(const MatrixView& tokens, const Handle& handle, bool entries);
+  void send_to_host(const MatrixView& tokens, const Handle& handle, int gateway, bool entries,
+                    std::size_t begin, std::size_t end) const;
+  void return_to_host(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
+                      std::size_t end) const;
+  // Raises the flag at `word` of `to`, behind all that was sent there in the lane.
+  void raise(network::Lane lane, const Call& call, int to, std::uint64_t* word,
+             std::uint64_t value) const;
   void put_token(const MatrixView& tokens, std::uint32_t token, std::byte* to) const;
   void plan(Handle& handle);
   void await_counts(Handle& handle);
   void list_arrivals(Handle& handle, int source) const;
   void await_arrived(int source, std::uint64_t layout);
   void put_rows(const DispatchOutput& output, const Handle& handle, int source);
+  // A result for a cell is made at place(cell); stored(cell) follows.
+  template <typename Place, typename Stored>
   void return_rows(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
-                   std::size_t end) const;
+                   std::size_t end, const Place& place, const Stored& stored) const;
+  template <typename Place, typename Stored>
   void return_sums(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
-                   std::size_t end) const;
+                   std::size_t end, const Place& place, const Stored& stored) const;
   float weight_of_sent(const Arrival& arrival) const {
     return spec().weights == CombineWeights::kBySender ? arrival.weight : 1.0f;
   }
@@ -154,6 +182,7 @@ class Engine final : public ExchangeEngine {
   protocol::ExchangeHeap heap_;
   protocol::Heaps heaps_;
   std::shared_ptr<SymmetricSegment> segment_;
+  RemotePeers remote_;
   LazyBuffer quantised_;  // this rank's tokens as they travel, where they are quantised
   std::vector<ThreadTrace> traces_;
   std::unique_ptr<WorkerPool> pool_;
@@ -177,10 +206,16 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
   shape.scale_bytes = problem_.wire_bytes() - problem_.token_bytes();
   shape.result_bytes = problem_.result_bytes();
   heap_ = protocol::ExchangeHeap(shape);
-  segment_ = world.fabric().allocate(heap_.bytes());
+  segment_ = world.fabric().allocate_heap(heap_.bytes());
   heaps_.experts = problem_.places;
   heaps_.rank = rank();
   for (int r = 0; r < num_ranks(); ++r) heaps_.base[r] = segment_->base(r);
+  if (network::RemoteHeap* const remote = segment_->remote()) {
+    heaps_.arbiter = remote->arbiter();
+    remote_ = RemotePeers(
+        remote, heaps_,
+        static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count()));
+  }
 
   abort_hook_.emplace(world_.fabric(), [heaps = heaps_] {
     const std::uint64_t word = protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1);
@@ -290,6 +325,35 @@ void Engine::list_slots(Handle& handle) const {
         SlotEntry::pack(token, static_cast<std::uint32_t>(i % top_k)),
         static_cast<std::uint32_t>(tokens.size() - 1), handle.weights[i]};
   }
+  if (remote_) list_for_hosts(handle);
+}
+
+// The tokens of all ranks of a host, in order, each with its places in their pools.
+void Engine::list_for_hosts(Handle& handle) const {
+  handle.for_host.assign(static_cast<std::size_t>(num_ranks()), {});
+  for (int gateway = 0; gateway < num_ranks(); ++gateway) {
+    if (remote_.reaches(gateway) || remote_.via(gateway) != gateway) continue;
+    ForHost& list = handle.for_host[static_cast<std::size_t>(gateway)];
+    const std::span<const int> ranks = remote_.ranks_beside(gateway);
+    std::vector<std::uint32_t> next(ranks.size());
+    for (;;) {
+      // The lowest token that some rank's list still has.
+      constexpr std::uint32_t kNone = ~std::uint32_t{0};
+      std::uint32_t token = kNone;
+      for (std::size_t i = 0; i < ranks.size(); ++i) {
+        const auto& tokens = handle.tokens_to[static_cast<std::size_t>(ranks[i])];
+        if (next[i] < tokens.size()) token = std::min(token, tokens[next[i]]);
+      }
+      if (token == kNone) break;
+      list.tokens.push_back({token, static_cast<std::uint32_t>(list.places.size())});
+      for (std::size_t i = 0; i < ranks.size(); ++i) {
+        const auto& tokens = handle.tokens_to[static_cast<std::size_t>(ranks[i])];
+        if (next[i] < tokens.size() && tokens[next[i]] == token) {
+          list.places.push_back({ranks[i], next[i]++});
+        }
+      }
+    }
+  }
 }
 
 void Engine::publish_counts(const Handle& handle) {
@@ -304,7 +368,17 @@ void Engine::publish_counts(const Handle& handle) {
     std::uint64_t* const row = heap_.counts(heaps_.base[to], dispatch_.number, rank());
     const int num = problem_.places.count(to);
     const std::uint32_t* const count = counts.data() + problem_.places.begin(to);
-    for (int e = 0; e < num; ++e) {
+    if (!remote_.reaches(to)) {
+      std::vector<std::uint64_t> words;
+      for (int e = 0; e < num; ++e) {
+        words.push_back(protocol::numbered(dispatch_.number, count[e]));
+      }
+      const network::Target target = remote_.target(to, row);
+      remote_.words(network::Lane::kDispatch, dispatch_.of_all, remote_.host_of(to), {&target, 1},
+                    words);
+      remote_.flush(network::Lane::kDispatch, remote_.host_of(to));
+    }
+    for (int e = 0; e < num && remote_.reaches(to); ++e) {
       // Release: what this rank read of the window before comes before others' next writes there.
       protocol::store_release(row + e, protocol::numbered(dispatch_.number, count[e]));
     }
@@ -351,27 +425,83 @@ void Engine::put_token(const MatrixView& tokens, std::uint32_t token, std::byte*
 }
 
 void Engine::send_tokens(const MatrixView& tokens, const Handle& handle, bool entries) {
-  send_to_all([&](int to) { return handle.tokens_to[static_cast<std::size_t>(to)].size(); },
-              [&](int to, std::size_t begin, std::size_t end) {
-                step(Step::kDispatch, to, dispatch_);
-                const auto& list = handle.entries_to[static_cast<std::size_t>(to)];
-                if (entries && begin == 0 && !list.empty()) {
-                  std::memcpy(heap_.entries(heaps_.base[to], dispatch_.number, rank()), list.data(),
-                              list.size() * sizeof(ExchangeEntry));
-                }
-                const auto& sent = handle.tokens_to[static_cast<std::size_t>(to)];
-                for (std::size_t i = begin; i < end; ++i) {
-                  put_token(tokens, sent[i],
-                            heap_.pool(heaps_.base[to], dispatch_.number, rank(), i));
-                }
-              },
-              [&](int to) {
-                step(Step::kArrived, to, dispatch_);
-                // Release: after the tokens and entries of all threads, which the last of them
-                // acquired.
-                protocol::store_release(heap_.arrived(heaps_.base[to], dispatch_.number, rank()),
-                                        protocol::numbered(dispatch_.number, handle.layout));
-              });
+  send_to_all(
+      [&](int to) {
+        return remote_.reaches(to) ? handle.tokens_to[static_cast<std::size_t>(to)].size()
+                                   : handle.for_host[static_cast<std::size_t>(to)].tokens.size();
+      },
+      [&](int to, std::size_t begin, std::size_t end) {
+        step(Step::kDispatch, to, dispatch_);
+        if (!remote_.reaches(to)) {
+          return send_to_host(tokens, handle, to, entries, begin, end);
+        }
+        const auto& list = handle.entries_to[static_cast<std::size_t>(to)];
+        if (entries && begin == 0 && !list.empty()) {
+          std::memcpy(heap_.entries(heaps_.base[to], dispatch_.number, rank()), list.data(),
+                      list.size() * sizeof(ExchangeEntry));
+        }
+        const auto& sent = handle.tokens_to[static_cast<std::size_t>(to)];
+        for (std::size_t i = begin; i < end; ++i) {
+          put_token(tokens, sent[i], heap_.pool(heaps_.base[to], dispatch_.number, rank(), i));
+        }
+      },
+      [&](int to) {
+        const std::uint64_t value = protocol::numbered(dispatch_.number, handle.layout);
+        if (remote_.reaches(to)) {
+          step(Step::kArrived, to, dispatch_);
+          // Release: after the tokens and entries of all threads, which the last of them
+          // acquired.
+          protocol::store_release(heap_.arrived(heaps_.base[to], dispatch_.number, rank()), value);
+          return;
+        }
+        // With the gateway's tokens went those of all ranks of its host.
+        if (remote_.via(to) != to) return;
+        for (const int r : remote_.ranks_beside(to)) {
+          step(Step::kArrived, r, dispatch_);
+          raise(network::Lane::kDispatch, dispatch_, r,
+                heap_.arrived(heaps_.base[r], dispatch_.number, rank()), value);
+        }
+      });
+}
+
+void Engine::raise(network::Lane lane, const Call& call, int to, std::uint64_t* word,
+                   std::uint64_t value) const {
+  const network::Target target = remote_.target(to, word);
+  remote_.words(lane, call.of_all, remote_.host_of(to), {&target, 1}, {&value, 1});
+  remote_.flush(lane, remote_.host_of(to));
+}
+
+void Engine::send_to_host(const MatrixView& tokens, const Handle& handle, int gateway, bool entries,
+                          std::size_t begin, std::size_t end) const {
+  constexpr auto kLane = network::Lane::kDispatch;
+  const int host = remote_.host_of(gateway);
+  for (const int r : remote_.ranks_beside(gateway)) {
+    const auto& list = handle.entries_to[static_cast<std::size_t>(r)];
+    if (!entries || begin != 0 || list.empty()) continue;
+    const network::Target target =
+        remote_.target(r, heap_.entries(heaps_.base[r], dispatch_.number, rank()));
+    remote_.copy(kLane, dispatch_.of_all, host, {&target, 1}, list.data(),
+                 list.size() * sizeof(ExchangeEntry));
+  }
+  const ForHost& list = handle.for_host[static_cast<std::size_t>(gateway)];
+  // As in a pool: the scales behind the codes, at their offset.
+  const std::size_t scale_bytes = problem_.wire_bytes() - problem_.token_bytes();
+  std::vector<std::byte> row(scale_bytes == 0 ? problem_.token_bytes()
+                                              : heap_.scale_offset() + scale_bytes);
+  std::vector<network::Target> targets;
+  for (std::size_t i = begin; i < end; ++i) {
+    const std::size_t last =
+        i + 1 < list.tokens.size() ? list.tokens[i + 1].first_place : list.places.size();
+    targets.clear();
+    for (std::size_t p = list.tokens[i].first_place; p < last; ++p) {
+      const HostPlace& place = list.places[p];
+      targets.push_back(remote_.target(
+          place.rank,
+          heap_.pool(heaps_.base[place.rank], dispatch_.number, rank(), place.position)));
+    }
+    put_token(tokens, list.tokens[i].token, row.data());
+    remote_.copy(kLane, dispatch_.of_all, host, targets, row.data(), row.size());
+  }
 }
 
 void Engine::dispatch_recv(const DispatchOutput& output, State& state) {
@@ -403,6 +533,7 @@ void Engine::dispatch_recv(const DispatchOutput& output, State& state) {
   if (output.num_rows != nullptr) {
     *output.num_rows = static_cast<std::int32_t>(stats_.rows_received);
   }
+  remote_.end_call();
 }
 
 std::int64_t Engine::rows_needed(State& state, void*) {
@@ -580,16 +711,24 @@ void Engine::combine_send(const CombineInput& input, State& state) {
   combine_ = {combine_.number + 1, ++calls_};
   stats_.combine_bytes = 0;
   stats_.rows_returned = 0;
+  const auto in_place = [](std::byte* cell) { return cell; };
   send_to_all([&](int to) { return handle.arrivals[static_cast<std::size_t>(to)].size(); },
               [&](int to, std::size_t begin, std::size_t end) {
-                if (spec().pre_sum) {
-                  return_sums(input, handle, to, begin, end);
+                if (!remote_.reaches(to)) {
+                  return_to_host(input, handle, to, begin, end);
+                } else if (spec().pre_sum) {
+                  return_sums(input, handle, to, begin, end, in_place, [](std::byte*) {});
                 } else {
-                  return_rows(input, handle, to, begin, end);
+                  return_rows(input, handle, to, begin, end, in_place, [](std::byte*) {});
                 }
               },
               [&](int to) {
                 step(Step::kFinished, to, combine_);
+                if (!remote_.reaches(to)) {
+                  return raise(network::Lane::kCombine, combine_, to,
+                               heap_.returned(heaps_.base[to], combine_.number, rank()),
+                               protocol::numbered(combine_.number, 0));
+                }
                 // Release: after the cells of all threads, which the last of them acquired.
                 protocol::store_release(heap_.returned(heaps_.base[to], combine_.number, rank()),
                                         protocol::numbered(combine_.number, 0));
@@ -612,8 +751,26 @@ void Engine::combine_send(const CombineInput& input, State& state) {
   stats_.combine_bytes = static_cast<std::uint64_t>(stats_.rows_returned) * problem_.result_bytes();
 }
 
+// Of a rank of another host: results are made here, and then sent to their cells.
+void Engine::return_to_host(const CombineInput& input, const Handle& handle, int to,
+                            std::size_t begin, std::size_t end) const {
+  std::vector<std::byte> result(problem_.result_bytes());
+  const auto send = [&](std::byte* cell) {
+    const network::Target target = remote_.target(to, cell);
+    remote_.copy(network::Lane::kCombine, combine_.of_all, remote_.host_of(to), {&target, 1},
+                 result.data(), result.size());
+  };
+  const auto here = [&](std::byte*) { return result.data(); };
+  if (spec().pre_sum) {
+    return_sums(input, handle, to, begin, end, here, send);
+  } else {
+    return_rows(input, handle, to, begin, end, here, send);
+  }
+}
+
+template <typename Place, typename Stored>
 void Engine::return_rows(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
-                         std::size_t end) const {
+                         std::size_t end, const Place& place, const Stored& stored) const {
   const auto& arrivals = handle.arrivals[static_cast<std::size_t>(to)];
   for (std::size_t i = begin; i < end; ++i) {
     const Arrival& arrival = arrivals[i];
@@ -621,17 +778,20 @@ void Engine::return_rows(const CombineInput& input, const Handle& handle, int to
     std::byte* const cell = heap_.cell(heaps_.base[to], combine_.number,
                                        SlotEntry::token(arrival.slot), SlotEntry::k(arrival.slot));
     if (spec().weights == CombineWeights::kBySender) {
-      kernels().convert(row, spec().combine, cell, spec().combine, spec().hidden, arrival.weight);
+      kernels().convert(row, spec().combine, place(cell), spec().combine, spec().hidden,
+                        arrival.weight);
     } else {
-      std::memcpy(cell, row, problem_.result_bytes());
+      std::memcpy(place(cell), row, problem_.result_bytes());
     }
+    stored(cell);
   }
 }
 
 // The sums of tokens of which a row stands in [begin, end) of the order by token, and no row
 // before.
+template <typename Place, typename Stored>
 void Engine::return_sums(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
-                         std::size_t end) const {
+                         std::size_t end, const Place& place, const Stored& stored) const {
   const auto& arrivals = handle.arrivals[static_cast<std::size_t>(to)];
   const auto& order = handle.by_token[static_cast<std::size_t>(to)];
   const auto token_at = [&](std::size_t i) { return SlotEntry::token(arrivals[order[i]].slot); };
@@ -647,8 +807,9 @@ void Engine::return_sums(const CombineInput& input, const Handle& handle, int to
     }
     std::byte* const cell = heap_.cell(heaps_.base[to], combine_.number, token_at(i),
                                        SlotEntry::k(arrivals[order[i]].slot));
-    kernels().combine(rows, weights, count, spec().combine, cell, spec().combine, spec().hidden, 1,
-                      false);
+    kernels().combine(rows, weights, count, spec().combine, place(cell), spec().combine,
+                      spec().hidden, 1, false);
+    stored(cell);
   }
 }
 
@@ -681,6 +842,7 @@ void Engine::combine_recv(const CombineOutput& output, State& state) {
                step(Step::kCombine, rank(), combine_);
                sum_tokens(output, handle, begin, end);
              });
+  remote_.end_call();
 }
 
 void Engine::sum_tokens(const CombineOutput& output, const Handle& handle, std::size_t begin,
@@ -796,7 +958,7 @@ void Engine::in_parallel(const std::function<void(int)>& body) {
 
 template <typename Ready, typename WhatIsMissing>
 void Engine::wait(const Call& call, Ready&& ready, WhatIsMissing&& missing) {
-  HostPace pace;
+  HostPace pace(remote_.heap());
   const auto deadline =
       static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
   const protocol::WaitResult result =

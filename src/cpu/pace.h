@@ -6,12 +6,17 @@
 #include <cstdint>
 #include <thread>
 
+#include "network/proxy.h"
 #include "protocol/wait.h"
 #include "trace/clock.h"
 
 namespace switchyard::cpu {
 
-struct HostPace : protocol::WaitsAlone {
+class HostPace : public protocol::WaitsAlone {
+ public:
+  // `remote`: of the heap, where some ranks are on other hosts; else null.
+  explicit HostPace(const network::RemoteHeap* remote = nullptr) : remote_(remote) {}
+
   static constexpr std::uint32_t kLooksPerAbortCheck = 1;
   static constexpr std::uint32_t kLeastLooksOfAJudge = 64;
   // Peers must see that a waiting rank still runs, and they see it when the rank looks at the
@@ -26,6 +31,9 @@ struct HostPace : protocol::WaitsAlone {
     return time - last_read_ >= kLongestSilence;
   }
   std::uint64_t now() { return last_read_ = clock(); }
+  int silent_rank(std::uint64_t deadline_ns) const {
+    return remote_ == nullptr ? -1 : remote_->silent_rank(deadline_ns);
+  }
   // Ranks may outnumber cores, so after a few looks the thread leaves the core to others. Every
   // wake-up takes the core from them for some microseconds, so sleeps grow with the time already
   // waited. Even the longest sleep is a few hundredths of that time.
@@ -48,6 +56,7 @@ struct HostPace : protocol::WaitsAlone {
 
   static std::uint64_t clock() { return static_cast<std::uint64_t>(trace::now_ns()); }
 
+  const network::RemoteHeap* remote_;
   std::uint64_t last_read_ = 0;
 };
 

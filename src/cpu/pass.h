@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/lazy_buffer.h"
+#include "cpu/remote_peers.h"
 #include "protocol/heap.h"
 #include "protocol/placement.h"
 #include "protocol/task.h"
@@ -39,6 +40,7 @@ struct LayerState {
   MoeWeights weights;
   protocol::Heaps heaps;
   protocol::Heap heap;
+  RemotePeers remote;
   int max_tokens = 0;
   protocol::TileShape tile;      // of routed experts
   DType compute = DType::kBF16;  // of operands; kF8E4M3: activations travel as codes and scales
@@ -92,6 +94,7 @@ struct Tile {
   std::uint32_t gemm1_done = 0;  // blocks completed, counted by processors
   std::uint32_t gemm2_done = 0;
   std::uint32_t finished = 0;  // all of GEMM2, for this rank's own tokens
+  std::uint32_t returned = 0;  // all of GEMM2, and what it sends, so that its slot is free
 };
 
 // Where a slot's row is.
@@ -115,6 +118,7 @@ struct Pass {
   // their memory does not grow with the batch.
   std::byte* intermediate = nullptr;
   std::size_t intermediate_slot_bytes = 0;
+  std::size_t staging_offset = 0;  // in a slot: rows for other hosts, until the tile is complete
   std::int32_t num_intermediate_slots = 0;
   MatrixView logits;  // given, or empty
   ForwardOutput output;
@@ -129,9 +133,10 @@ struct Pass {
   // [expert of this rank][position]: entries of its slots with it; those with experts of others go
   // into their heaps.
   std::vector<std::vector<std::uint32_t>> own_entries;
-  std::vector<std::vector<std::uint32_t>> tokens_for;  // [rank]: tokens with an expert there
-  std::vector<std::uint32_t> unsent;                   // [E]: slots that are still to be sent
-  std::vector<std::uint32_t> dispatch_chunks;          // [rank]
+  // [rank]: tokens with an expert there; of another host's ranks, all stand with its gateway.
+  std::vector<std::vector<std::uint32_t>> tokens_for;
+  std::vector<std::uint32_t> unsent;           // [E]: slots that are still to be sent
+  std::vector<std::uint32_t> dispatch_chunks;  // [rank]
   // [distance - 1][token]: a bit for each token of another rank that has a row here.
   std::vector<std::uint64_t> received;
   // [expert of this rank][source]: placed rows whose cells are still to be stored.

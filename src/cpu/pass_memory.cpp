@@ -32,7 +32,7 @@ MemoryNeeds MemoryNeeds::largest(const MemoryNeeds& a, const MemoryNeeds& b) {
 PassMemory::PassMemory(const World& world, const MemoryNeeds& needs, std::uint64_t id)
     : switchyard::PassMemory(world, Backend::kCpu, id),
       needs_(needs),
-      heap_(world.fabric().allocate(protocol::Heap(needs.heap).bytes())) {
+      heap_(world.fabric().allocate_heap(protocol::Heap(needs.heap).bytes())) {
   attempt_together(world.fabric(), [&] {
     converted_ = LazyBuffer(needs.converted);
     quantised_ = LazyBuffer(needs.quantised);

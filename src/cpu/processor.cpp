@@ -1,6 +1,7 @@
 #include "cpu/processor.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -108,6 +109,7 @@ void Processor::run(Pass& pass, const Task& task) {
 
 // A rank's own tokens and entries stay where they are: `peer` is another rank.
 void Processor::dispatch(Pass& pass, int peer, std::uint32_t chunk) {
+  if (!layer_.remote.reaches(peer)) return dispatch_to_host(pass, peer, chunk);
   const protocol::Heap& heap = layer_.heap;
   std::byte* const target = layer_.heaps.base[peer];
   const auto distance = static_cast<std::uint32_t>(
@@ -156,6 +158,79 @@ void Processor::dispatch(Pass& pass, int peer, std::uint32_t chunk) {
                                             protocol::flag_of(pass.epoch));
                   });
   }
+}
+
+// A token crosses once, for all ranks of the host that have an expert of it.
+void Processor::dispatch_to_host(Pass& pass, int gateway, std::uint32_t chunk) {
+  const protocol::Heap& heap = layer_.heap;
+  const protocol::Heaps& heaps = layer_.heaps;
+  const RemotePeers& remote = layer_.remote;
+  const int host = remote.host_of(gateway);
+  constexpr auto kLane = network::Lane::kDispatch;
+  const std::vector<std::uint32_t>& tokens = pass.tokens_for[static_cast<std::size_t>(gateway)];
+  const std::size_t begin = std::size_t{chunk} * kDispatchChunk;
+  const std::size_t end = std::min(begin + kDispatchChunk, tokens.size());
+  const auto top_k = static_cast<std::size_t>(layer_.spec.top_k);
+  const auto distance_from = [&](int owner) {
+    return static_cast<std::uint32_t>((heaps.rank - owner + heaps.size()) % heaps.size());
+  };
+  // Calls visit(slot's index, k, expert, its owner, the owner's number of the expert).
+  const auto for_each_slot = [&](std::uint32_t token, auto&& visit) {
+    for (std::size_t k = 0; k < top_k; ++k) {
+      const std::size_t s = token * top_k + k;
+      const int owner = pass.slots[s].owner;
+      if (owner < 0 || remote.host_of(owner) != host) continue;
+      const std::int32_t expert = pass.ids[s];
+      visit(s, static_cast<std::uint32_t>(k), expert, owner,
+            static_cast<std::uint32_t>(expert - heaps.experts.begin(owner)));
+    }
+  };
+  layer_.step(Step::kDispatch, gateway, pass.epoch);
+  for (std::size_t i = begin; i < end; ++i) {
+    const std::uint32_t token = tokens[i];
+    std::uint64_t ranks_seen = 0;
+    targets_.clear();
+    stores_.clear();
+    for_each_slot(token, [&](std::size_t s, std::uint32_t k, std::int32_t, int owner,
+                             std::uint32_t of_owner) {
+      std::byte* const target = heaps.base[owner];
+      const std::uint32_t distance = distance_from(owner);
+      if ((ranks_seen >> owner & 1) == 0) {
+        ranks_seen |= std::uint64_t{1} << owner;
+        targets_.push_back(remote.target(owner, heap.pool(target, distance, token)));
+      }
+      const std::uint32_t position = pass.slots[s].position;
+      stores_.push_back(remote.store(owner, heap.entries(target, of_owner, distance) + position,
+                                     protocol::SlotEntry::pack(token, k)));
+      if (layer_.spec.weight_on_input) {
+        stores_.push_back(remote.store(owner, heap.weights(target, of_owner, distance) + position,
+                                       std::bit_cast<std::uint32_t>(pass.weights[s])));
+      }
+    });
+    remote.copy(kLane, pass.epoch, host, targets_, pass.wire_row(token), layer_.wire_bytes());
+    remote.stores(kLane, pass.epoch, host, stores_);
+  }
+  if (trace_ != nullptr) trace_->complete();
+  stores_.clear();
+  for (std::size_t i = begin; i < end; ++i) {
+    for_each_slot(tokens[i], [&](std::size_t, std::uint32_t, std::int32_t expert, int owner,
+                                 std::uint32_t of_owner) {
+      // As in dispatch(). The other threads' records stand before their counts in the same lane, so
+      // that this flag is raised behind their data.
+      std::uint32_t* const unsent = &pass.unsent[static_cast<std::size_t>(expert)];
+      if (protocol::fetch_add(unsent, ~std::uint32_t{0}) != 1) return;
+      layer_.step(Step::kArrived, owner, pass.epoch);
+      if (trace_ != nullptr) {
+        trace_->tell(TraceKind::kSend, owner, -1, layer_.expert_of(expert), 0);
+      }
+      stores_.push_back(
+          remote.store(owner, heap.arrived(heaps.base[owner], of_owner, distance_from(owner)),
+                       protocol::flag_of(pass.epoch)));
+    });
+  }
+  if (stores_.empty()) return;
+  remote.stores(kLane, pass.epoch, host, stores_);
+  remote.flush(kLane, host);
 }
 
 bool Processor::is_shared(const Pass& pass, const Tile& tile) const {
@@ -276,7 +351,10 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
                           offset;
     } else {
       const Row row = row_of(layer_, pass, tile, r);
-      row_addresses_[r] = layer_.cell(row.source, row.token, row.k) + offset;
+      row_addresses_[r] =
+          (layer_.remote.reaches(row.source) ? layer_.cell(row.source, row.token, row.k)
+                                             : staged(pass, tile, r)) +
+          offset;
     }
   }
   kernels_.scatter(product_.data(), f.down_bias.empty() ? nullptr : f.down_bias.data() + first, m,
@@ -287,6 +365,7 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
   if (protocol::fetch_add(&tile.gemm2_done, std::uint32_t{1}) + 1 != f.gemm2_blocks(hidden)) return;
   if (shared) {
     protocol::store_release(&tile.finished, std::uint32_t{1});
+    protocol::store_release(&tile.returned, std::uint32_t{1});
     return;
   }
   const auto of_owner = static_cast<std::uint32_t>(tile.expert - layer_.first_expert());
@@ -296,6 +375,9 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
       protocol::store_release(&tile.finished, std::uint32_t{1});
       return;
     }
+    const bool reached = layer_.remote.reaches(source);
+    // Before they are counted, so that the flag stands behind the rows of all tiles in their lane.
+    if (!reached) return_to_host(pass, tile, source);
     // As in dispatch: whoever finishes a source's last rows of the expert signals for all tiles.
     std::uint32_t* const unfinished = pass.unfinished_rows(of_owner, source, layer_.heaps.size());
     if (protocol::fetch_add(unfinished, ~rows + 1) != rows) return;
@@ -304,10 +386,31 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
       trace_->tell(TraceKind::kSignal, source, static_cast<std::int32_t>(tile_index),
                    layer_.expert_of(tile.expert), static_cast<std::int32_t>(tile.rows));
     }
-    protocol::store_release(
-        layer_.heap.finished(layer_.heaps.base[source], static_cast<std::uint32_t>(tile.expert)),
-        protocol::flag_of(pass.epoch));
+    std::uint32_t* const finished =
+        layer_.heap.finished(layer_.heaps.base[source], static_cast<std::uint32_t>(tile.expert));
+    if (reached) {
+      protocol::store_release(finished, protocol::flag_of(pass.epoch));
+      return;
+    }
+    const network::Store flag =
+        layer_.remote.store(source, finished, protocol::flag_of(pass.epoch));
+    const int host = layer_.remote.host_of(source);
+    layer_.remote.stores(network::Lane::kCombine, pass.epoch, host, {&flag, 1});
+    layer_.remote.flush(network::Lane::kCombine, host);
   });
+  protocol::store_release(&tile.returned, std::uint32_t{1});
+}
+
+void Processor::return_to_host(const Pass& pass, const Tile& tile, int source) {
+  const RemotePeers& remote = layer_.remote;
+  const int host = remote.host_of(source);
+  constexpr auto kLane = network::Lane::kCombine;
+  for (std::uint32_t r = 0; r < tile.rows; ++r) {
+    const Row row = row_of(layer_, pass, tile, r);
+    if (row.source != source) continue;
+    const network::Target cell = remote.target(source, layer_.cell(source, row.token, row.k));
+    remote.copy(kLane, pass.epoch, host, {&cell, 1}, staged(pass, tile, r), layer_.cell_bytes());
+  }
 }
 
 void Processor::combine(Pass& pass, std::uint32_t chunk) {

@@ -34,8 +34,10 @@ class Processor {
  private:
   void multiply_gate(const Pass& pass, std::int64_t begin, int n);
   void dispatch(Pass& pass, int peer, std::uint32_t chunk);
+  void dispatch_to_host(Pass& pass, int gateway, std::uint32_t chunk);
   void gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block);
   void gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block);
+  void return_to_host(const Pass& pass, const Tile& tile, int source);
   void combine(Pass& pass, std::uint32_t chunk);
 
   bool is_shared(const Pass& pass, const Tile& tile) const;
@@ -44,6 +46,10 @@ class Processor {
   // A token's row of the wire, times `scale`, in the GEMM's type.
   void unpack(const std::byte* from, float scale, std::byte* to);
   static std::byte* intermediate(const Pass& pass, const Tile& tile);
+  // Where the tile's row waits for its other columns, if its token's rank is on another host.
+  std::byte* staged(const Pass& pass, const Tile& tile, std::uint32_t row) const {
+    return intermediate(pass, tile) + pass.staging_offset + row * layer_.cell_bytes();
+  }
 
   const LayerState& layer_;
   ThreadTrace* trace_;
@@ -54,6 +60,8 @@ class Processor {
   std::vector<std::byte> gathered_;  // one tile of activations, [padded][H] in the GEMM's type
   std::vector<std::uint16_t> h_;     // a block of h that is to be quantised
   std::vector<void*> row_addresses_;
+  std::vector<network::Target> targets_;
+  std::vector<network::Store> stores_;
   std::uint64_t gathered_epoch_ = 0;
   std::uint32_t gathered_tile_ = 0;
 };

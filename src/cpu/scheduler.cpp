@@ -264,9 +264,8 @@ void Scheduler::complete(const Task& task) {
   if (task.kind == TaskKind::kGemm2) {
     const std::lock_guard lock(mutex_);
     Tile& tile = pass_.tiles[task.index];
-    // Two processors may find the count complete; the first takes the slot back.
-    if (tile.intermediate_slot >= 0 &&
-        protocol::load_acquire(&tile.gemm2_done) == pass_.work.gemm2_blocks(task.index)) {
+    // Two processors may find the tile complete; the first takes the slot back.
+    if (tile.intermediate_slot >= 0 && protocol::load_acquire(&tile.returned) != 0) {
       free_slots_.push_back(tile.intermediate_slot);
       tile.intermediate_slot = -1;
     }

@@ -26,6 +26,7 @@ std::unique_ptr<ExchangeEngine> make_engine(const World& world, const ExchangeSp
   if (options.backend == Backend::kCpu) {
     return cpu::make_exchange(world, problem, options);
   }
+  require_one_host(world.fabric(), kGpuRanks);
   attempt_together(world.fabric(), [&] {
     LayerOptions device;
     device.backend = Backend::kCuda;

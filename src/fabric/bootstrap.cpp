@@ -43,57 +43,6 @@ constexpr std::size_t kMaxRejectionBytes = 2000;
   throw Error(code, message);
 }
 
-struct SocketAddress {
-  explicit SocketAddress(std::string_view rendezvous) {
-    const std::string name = rendezvous_socket_name(rendezvous);
-    address.sun_family = AF_UNIX;
-    // sun_path[0] stays 0, which puts the name in the abstract namespace.
-    std::memcpy(address.sun_path + 1, name.data(), name.size());
-    length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  }
-
-  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&address); }
-
-  sockaddr_un address{};
-  socklen_t length = 0;
-};
-
-UniqueFd make_socket() {
-  UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (!socket) throw_errno("cannot create a Unix socket for the rendezvous");
-  return socket;
-}
-
-// The longest time of one attempt to connect. Another attempt follows.
-constexpr std::chrono::seconds kLongestConnect{1};
-
-// Connects to rank 0. Returns a closed channel if nobody listens yet, or if the listener has no
-// room for a connection until `until`.
-Channel try_connect(const SocketAddress& address, const std::string& rendezvous, int size,
-                    Clock::time_point until) {
-  UniqueFd socket = make_socket();
-  // The connections of others may fill the listener's queue. Then connect() waits for its turn. A
-  // process that polled instead would leave every free place to those that wait.
-  const auto left = std::clamp<Clock::duration>(until - Clock::now(), std::chrono::milliseconds(1),
-                                                kLongestConnect);
-  const auto microseconds = std::chrono::duration_cast<std::chrono::microseconds>(left).count();
-  const timeval patience{microseconds / 1'000'000, microseconds % 1'000'000};
-  if (::setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience) != 0) {
-    throw_errno("cannot set the timeout of a rendezvous connection");
-  }
-  if (::connect(socket.get(), address.get(), address.length) != 0) {
-    if (errno == ECONNREFUSED || errno == EAGAIN || errno == EINTR) return Channel();
-    throw_errno(fmt::format("cannot connect to rendezvous '{}'", rendezvous));
-  }
-  if (const uid_t uid = credentials(socket.get()).uid; uid != ::geteuid()) {
-    throw Error(ErrorCode::kSystem,
-                fmt::format("the socket of rendezvous '{}' is held by user {}, not by this user "
-                            "({}); choose another rendezvous string",
-                            rendezvous, uid, ::geteuid()));
-  }
-  return Channel(std::move(socket), intake_before_welcome(size));
-}
-
 void sleep_until(Clock::time_point until) {
   std::vector<pollfd> nothing;
   wait_ready(nothing, until);
@@ -123,19 +72,16 @@ std::string rendezvous_socket_name(std::string_view rendezvous) {
   return fmt::format("switchyard-{:016x}{:016x}", high, low);
 }
 
-Bootstrap::Bootstrap(int rank, int size, std::string rendezvous, std::chrono::milliseconds deadline,
-                     std::string job)
-    : rank_(rank),
-      size_(size),
-      rendezvous_(std::move(rendezvous)),
-      deadline_(checked_deadline(deadline)),
-      job_(std::move(job)) {
+Bootstrap::Bootstrap(int rank, int size, const std::string& rendezvous,
+                     std::chrono::milliseconds deadline, std::string job)
+    : rank_(rank), size_(size), deadline_(checked_deadline(deadline)), job_(std::move(job)) {
   if (size < 1 || rank < 0 || rank >= size) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("rank {} of {} was asked for; ranks are 0 to size - 1, and a world has "
                             "at least one",
                             rank, size));
   }
+  place_ = Place::of(rendezvous, rank, size);
   channels_.resize(static_cast<std::size_t>(size));
   pids_.resize(static_cast<std::size_t>(size), 0);
   pids_[static_cast<std::size_t>(rank)] = ::getpid();
@@ -145,6 +91,16 @@ Bootstrap::Bootstrap(int rank, int size, std::string rendezvous, std::chrono::mi
   } else {
     join();
   }
+}
+
+std::int64_t Bootstrap::deadline_on_wire(Clock::time_point until) const {
+  // Clocks of hosts differ, so between them the time that is left travels.
+  return to_wire(place_->is_one_host() ? until : Clock::time_point(until - Clock::now()));
+}
+
+Clock::time_point Bootstrap::until_on_wire(std::int64_t nanoseconds) const {
+  const Clock::time_point time = from_wire(nanoseconds);
+  return place_->is_one_host() ? time : Clock::now() + time.time_since_epoch();
 }
 
 Bootstrap::Wait Bootstrap::start_wait() const { return {Clock::now() + deadline_, rank_}; }
@@ -178,36 +134,26 @@ Frame Bootstrap::failure_frame(ErrorCode code, std::string_view message,
 }
 
 UniqueFd Bootstrap::listen_as_root(const Wait& wait) {
-  const SocketAddress address(rendezvous_);
   for (;;) {
-    UniqueFd listener = make_socket();
-    ::fcntl(listener.get(), F_SETFL, O_NONBLOCK);
-    if (::bind(listener.get(), address.get(), address.length) == 0) {
-      if (::listen(listener.get(), SOMAXCONN) != 0)
-        throw_errno("cannot listen for the other ranks");
-      return listener;
-    }
-    if (errno != EADDRINUSE) {
-      throw_errno(fmt::format("cannot bind the socket of rendezvous '{}'", rendezvous_));
-    }
+    if (UniqueFd listener = place_->try_listen()) return listener;
     // Another process is rank 0 here. introduce() asks it as any rank would, and throws what it
     // says.
-    Channel holder = try_connect(address, rendezvous_, size_, wait.until);
+    Channel holder = place_->try_connect(wait.until);
     if (holder.fd() >= 0) {
-      const pid_t holder_pid = credentials(holder.fd()).pid;
+      const std::string who = place_->describe(holder.fd());
       Wait asking = wait;
       introduce(holder, asking);
       if (Clock::now() >= wait.until) {
         throw Error(ErrorCode::kSystem,
-                    fmt::format("the socket of rendezvous '{}' is held by process {}, which does "
-                                "not answer; choose another rendezvous string",
-                                rendezvous_, holder_pid));
+                    fmt::format("the socket of rendezvous '{}' is held by {}, which does not "
+                                "answer; choose another rendezvous string",
+                                place_->rendezvous(), who));
       }
     } else if (Clock::now() >= wait.until) {
       throw Error(ErrorCode::kSystem,
                   fmt::format("the socket of rendezvous '{}' is bound by another process that does "
                               "not accept connections; choose another rendezvous string",
-                              rendezvous_));
+                              place_->rendezvous()));
     }
     sleep_until(retry_time(wait.until));
   }
@@ -215,7 +161,7 @@ UniqueFd Bootstrap::listen_as_root(const Wait& wait) {
 
 void Bootstrap::admit_members() {
   Wait wait = start_wait();
-  std::optional<Lobby> lobby(listen_as_root(wait));
+  std::optional<Lobby> lobby(place_->make_lobby(listen_as_root(wait)));
   world_ = random_world();
   const auto joined = [&] {
     std::vector<bool> ranks(channels_.size());
@@ -240,7 +186,8 @@ void Bootstrap::admit_members() {
       }
       fail(ErrorCode::kTimeout,
            fmt::format("{} of {} did not arrive at rendezvous '{}' within {} ms{}",
-                       list_ranks(missing), size_, rendezvous_, deadline_.count(), rejections_),
+                       list_ranks(missing), size_, place_->rendezvous(), deadline_.count(),
+                       rejections_ + lobby->refusals()),
            failure_record(wait, missing.front()), arrived);
     }
     std::vector<pollfd> fds;
@@ -283,37 +230,37 @@ void Bootstrap::admit(Lobby::Arrival& arrival, const std::vector<bool>& taken, W
       return;
     case Admission::kOtherVersion:
       return give_up(fmt::format(
-          "process {} at rendezvous '{}' speaks version {} of the bootstrap protocol, rank 0 "
+          "{} at rendezvous '{}' speaks version {} of the bootstrap protocol, rank 0 "
           "(process {}) version {}; use one build of Switchyard for all ranks",
-          pid, rendezvous_, header.version, ::getpid(), kProtocolVersion));
+          arrival.who, place_->rendezvous(), header.version, ::getpid(), kProtocolVersion));
     case Admission::kOtherJob:
       return turn_away(fmt::format(
-          "two jobs use rendezvous '{}' at the same time: process {} wants to be rank {} there, "
+          "two jobs use rendezvous '{}' at the same time: {} wants to be rank {} there, "
           "but is not of the job of rank 0 (process {}; {}); give each world a rendezvous string "
           "of its own, or set SWITCHYARD_RENDEZVOUS to the same string on all ranks if they are "
           "one world",
-          rendezvous_, pid, body.rank, ::getpid(), job_));
+          place_->rendezvous(), arrival.who, body.rank, ::getpid(), job_));
     case Admission::kOtherSize:
       return give_up(
           fmt::format("the ranks disagree on the size of the world at rendezvous '{}': rank 0 "
-                      "(process {}) says {}, rank {} (process {}) says {}",
-                      rendezvous_, ::getpid(), size_, body.rank, pid, body.size));
+                      "(process {}) says {}, rank {} ({}) says {}",
+                      place_->rendezvous(), ::getpid(), size_, body.rank, arrival.who, body.size));
     case Admission::kTaken:
-      return turn_away(
-          fmt::format("{} of rendezvous '{}' is already taken; process {} claimed it as well",
-                      describe(body.rank), rendezvous_, pid));
+      return turn_away(fmt::format("{} of rendezvous '{}' is already taken; {} claimed it as well",
+                                   describe(body.rank), place_->rendezvous(), arrival.who));
     case Admission::kAdmitted:
       break;
   }
+  if (arrival.proved_rank && body.rank != *arrival.proved_rank) return;
   Channel& member = channels_[static_cast<std::size_t>(body.rank)];
   member = std::move(arrival.channel);
   member.set_intake(intake_from_waiting_member());
   member.queue(frame_of(FrameKind::kEntered));
   // The kernel translates the pid into our namespace. If that changed it, the ranks do not share a
   // namespace, and the number would mean another process to some of them.
-  pids_[static_cast<std::size_t>(body.rank)] = pid == body.pid ? pid : 0;
+  pids_[static_cast<std::size_t>(body.rank)] = pid != 0 && pid == body.pid ? pid : 0;
   ++wait.num_arrived;
-  if (const auto until = from_wire(header.deadline_ns); until < wait.until) {
+  if (const auto until = until_on_wire(header.deadline_ns); until < wait.until) {
     wait.until = until;
     wait.waiter = body.rank;
   }
@@ -321,9 +268,8 @@ void Bootstrap::admit(Lobby::Arrival& arrival, const std::vector<bool>& taken, W
 
 void Bootstrap::join() {
   Wait wait = start_wait();
-  const SocketAddress address(rendezvous_);
   for (;;) {
-    Channel root = try_connect(address, rendezvous_, size_, wait.until);
+    Channel root = place_->try_connect(wait.until);
     if (root.fd() >= 0) {
       if (const std::optional<Frame> welcome = introduce(root, wait)) {
         const std::optional<std::vector<pid_t>> pids = read_welcome(*welcome, size_);
@@ -331,7 +277,7 @@ void Bootstrap::join() {
           throw Error(ErrorCode::kSystem,
                       fmt::format("rank 0 at rendezvous '{}' sent a malformed welcome; are all "
                                   "ranks of the same build?",
-                                  rendezvous_));
+                                  place_->rendezvous()));
         }
         // If the root does not know our pid, we are in another PID namespace, where the root's
         // numbers mean nothing.
@@ -345,7 +291,7 @@ void Bootstrap::join() {
           ErrorCode::kTimeout,
           fmt::format("rank 0 of {} did not arrive at rendezvous '{}' within {} ms, "
                       "or had given up or found all its ranks before; rank {} was waiting",
-                      size_, rendezvous_, deadline_.count(), rank_),
+                      size_, place_->rendezvous(), deadline_.count(), rank_),
           failure_record(wait, kRoot));
     }
     sleep_until(retry_time(wait.until));
@@ -356,7 +302,7 @@ std::optional<Frame> Bootstrap::introduce(Channel& root, Wait& wait) {
   world_ = 0;
   const HelloBody body{rank_, size_, ::getpid(), hash_of_job(job_)};
   Frame hello = frame_of(FrameKind::kHello, payload_of(body));
-  hello.header.deadline_ns = to_wire(wait.until);
+  hello.header.deadline_ns = deadline_on_wire(wait.until);
   root.queue(std::move(hello));
   bool entered = false;
   return hear_root(root, wait, entered);
@@ -367,11 +313,12 @@ std::optional<Frame> Bootstrap::hear_root(Channel& root, const Wait& wait, bool&
     root.flush();
     while (std::optional<Frame> frame = root.receive()) {
       if (frame->header.version != kProtocolVersion) {
-        throw Error(ErrorCode::kSpecMismatch,
-                    fmt::format("rank 0 at rendezvous '{}' speaks version {} of the bootstrap "
-                                "protocol, rank {} version {}; use one build of Switchyard for all "
-                                "ranks",
-                                rendezvous_, frame->header.version, rank_, kProtocolVersion));
+        throw Error(
+            ErrorCode::kSpecMismatch,
+            fmt::format("rank 0 at rendezvous '{}' speaks version {} of the bootstrap "
+                        "protocol, rank {} version {}; use one build of Switchyard for all "
+                        "ranks",
+                        place_->rendezvous(), frame->header.version, rank_, kProtocolVersion));
       }
       if (world_ == 0 && frame->header.kind != FrameKind::kFailure) world_ = frame->header.world;
       if (world_ != 0 && frame->header.world != world_) fail_of_other_world(kRoot, wait, {});
@@ -397,10 +344,11 @@ std::optional<Frame> Bootstrap::hear_root(Channel& root, const Wait& wait, bool&
            failure_record(wait, kRoot), {});
     }
     if (root.garbled()) {
-      throw Error(ErrorCode::kSystem,
-                  fmt::format("the socket of rendezvous '{}' is held by process {}, which is not a "
-                              "rank of a Switchyard world; choose another rendezvous string",
-                              rendezvous_, credentials(root.fd()).pid));
+      throw Error(
+          ErrorCode::kSystem,
+          fmt::format("the socket of rendezvous '{}' is held by {}, which is not a rank of a "
+                      "Switchyard world; choose another rendezvous string",
+                      place_->rendezvous(), place_->describe(root.fd())));
     }
     if (root.at_end()) {
       if (!entered && num_collectives_ == 0) return std::nullopt;
@@ -570,7 +518,7 @@ std::vector<Frame> Bootstrap::exchange_as_root(const Call& call, Frame mine) {
         }
         arrived[i] = true;
         ++wait.num_arrived;
-        if (const auto until = from_wire(frame->header.deadline_ns); until < wait.until) {
+        if (const auto until = until_on_wire(frame->header.deadline_ns); until < wait.until) {
           wait.until = until;
           wait.waiter = r;
         }
@@ -640,7 +588,7 @@ std::vector<Frame> Bootstrap::exchange_as_member(const Call& call, Frame mine) {
   const Wait wait = start_wait();
   Channel& root = channels_[kRoot];
   root.set_intake(intake_of_parts(call));
-  mine.header.deadline_ns = to_wire(wait.until);
+  mine.header.deadline_ns = deadline_on_wire(wait.until);
   root.queue(std::move(mine));
   bool entered = false;
   std::vector<Frame> parts;

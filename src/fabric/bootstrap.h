@@ -6,6 +6,8 @@
 // for the life of the world, so that a process's end is seen at once. Abstract names leave nothing
 // in the file system, however the processes end. All ranks must share a network namespace. Any
 // process of the host can connect to an abstract socket: docs/security.md tells what that allows.
+// Where the rendezvous is tcp://host:port, ranks of several hosts meet at that port in the same
+// way. They have no descriptors to exchange, and no clock in common.
 #pragma once
 
 #include <sys/types.h>
@@ -25,6 +27,7 @@
 #include "fabric/channel.h"
 #include "fabric/collective.h"
 #include "fabric/lobby.h"
+#include "fabric/place.h"
 #include "switchyard/error.h"
 
 namespace switchyard {
@@ -41,7 +44,7 @@ class Bootstrap {
   //                             another job's world forms at this rendezvous,
   //   Error{kSpecMismatch}      if two processes disagree on the size, or on the protocol version.
   // `job` is launched_job(): ranks whose jobs are known and differ do not meet.
-  Bootstrap(int rank, int size, std::string rendezvous, std::chrono::milliseconds deadline,
+  Bootstrap(int rank, int size, const std::string& rendezvous, std::chrono::milliseconds deadline,
             std::string job = "");
   Bootstrap(const Bootstrap&) = delete;
   Bootstrap& operator=(const Bootstrap&) = delete;
@@ -65,6 +68,11 @@ class Bootstrap {
   // the connection end. May be called from any thread.
   void abort() noexcept;
 
+  // A random number of the world, the same on all ranks; 0 in a world of one.
+  std::uint64_t world_number() const { return world_; }
+  // The connection to a member, on rank 0, or to rank 0; -1 if there is none.
+  int connection(int rank) const { return channels_[static_cast<std::size_t>(rank)].fd(); }
+
   // Returns "process 4711 has exited" or the like. Empty if nothing is known.
   std::string liveness(int rank) const;
 
@@ -80,6 +88,8 @@ class Bootstrap {
     int num_arrived = 1;
   };
 
+  std::int64_t deadline_on_wire(Clock::time_point until) const;
+  Clock::time_point until_on_wire(std::int64_t nanoseconds) const;
   Wait start_wait() const;
   std::chrono::nanoseconds waited(const Wait& wait) const;
   WaitFailure failure_record(const Wait& wait, int peer) const;
@@ -119,7 +129,7 @@ class Bootstrap {
 
   int rank_;
   int size_;
-  std::string rendezvous_;
+  std::unique_ptr<Place> place_;
   std::chrono::milliseconds deadline_;
   std::string job_;
   // A random number that rank 0 gives the world and every frame carries; 0 until it is known.

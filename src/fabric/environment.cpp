@@ -7,9 +7,12 @@
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
+#include "fabric/hash.h"
+#include "fabric/place.h"
 #include "protocol/control.h"
 #include "switchyard/error.h"
 #include "switchyard/world.h"
@@ -79,13 +82,46 @@ void require_below(const char* name, int value, const char* size_name, int size)
                           set_name, value, unset_name));
 }
 
-[[noreturn]] void throw_several_hosts(const char* name, int value, const char* size_name,
-                                      int size) {
-  throw Error(ErrorCode::kUnsupported,
-              fmt::format("{}={} with {}={} in the environment: the ranks are spread over several "
-                          "hosts, but this fabric joins processes of one; start them all on one "
-                          "host",
-                          name, value, size_name, size));
+// The first host of a list as Slurm writes it: "node[003-010,12],other" begins with node003.
+std::string first_of_node_list(std::string_view list) {
+  const std::size_t end = list.find_first_of(",[");
+  std::string host(list.substr(0, end));
+  if (end == std::string_view::npos || list[end] == ',') return host;
+  const std::string_view numbers = list.substr(end + 1);
+  host += numbers.substr(0, numbers.find_first_of("-,]"));
+  const std::size_t closed = list.find(']', end);
+  // What stands behind the numbers belongs to every name.
+  if (closed != std::string_view::npos) {
+    const std::string_view rest = list.substr(closed + 1);
+    host += rest.substr(0, rest.find(','));
+  }
+  return host;
+}
+
+// Ports from here on, below those that kernels give to connections.
+constexpr std::uint64_t kFirstPort = 20'000, kNumPorts = 10'000;
+
+std::string rendezvous_of_hosts(const EnvironmentLookup& lookup, const char* name, int value,
+                                const char* size_name, int size) {
+  const auto text_of = [&](const char* variable) {
+    const char* const text = lookup(variable);
+    return std::string(text == nullptr ? "" : text);
+  };
+  std::string given = text_of("SWITCHYARD_RENDEZVOUS");
+  if (given.starts_with(kTcpScheme)) return given;
+  std::string host = text_of("MASTER_ADDR");
+  if (host.empty()) host = first_of_node_list(text_of("SLURM_STEP_NODELIST"));
+  if (host.empty()) {
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        fmt::format("{}={} with {}={} in the environment: the ranks are spread over several "
+                    "hosts, but where rank 0 runs is not said; set MASTER_ADDR to its host, "
+                    "or SWITCHYARD_RENDEZVOUS to tcp://HOST:PORT, on all ranks",
+                    name, value, size_name, size));
+  }
+  const std::uint64_t port = kFirstPort + fnv1a(kFnvBasis, launched_job(lookup)) % kNumPorts;
+  const bool v6 = host.find(':') != std::string::npos;
+  return fmt::format("{}{}{}{}:{}", kTcpScheme, v6 ? "[" : "", host, v6 ? "]" : "", port);
 }
 
 }  // namespace
@@ -112,12 +148,6 @@ std::optional<LaunchedRank> parse_launched_rank(const EnvironmentLookup& lookup)
                   fmt::format("{}={} in the environment is more than {}={}", names.local_size,
                               *local_size, names.size, *size));
     }
-    if (local_size && *local_size < *size) {
-      throw_several_hosts(names.local_size, *local_size, names.size, *size);
-    }
-    if (num_hosts && *num_hosts > 1) {
-      throw_several_hosts(names.num_hosts, *num_hosts, names.size, *size);
-    }
     // Every rank reports this by itself, without first waiting for so many other ranks.
     if (*size > protocol::kMaxRanks) {
       throw Error(ErrorCode::kInvalidArgument,
@@ -125,7 +155,15 @@ std::optional<LaunchedRank> parse_launched_rank(const EnvironmentLookup& lookup)
                               "have; start fewer",
                               names.size, *size, protocol::kMaxRanks));
     }
-    return LaunchedRank{*rank, *size, names.rank, names.size};
+    LaunchedRank launched{*rank, *size, names.rank, names.size, std::nullopt};
+    if (local_size && *local_size < *size) {
+      launched.rendezvous =
+          rendezvous_of_hosts(lookup, names.local_size, *local_size, names.size, *size);
+    } else if (num_hosts && *num_hosts > 1) {
+      launched.rendezvous =
+          rendezvous_of_hosts(lookup, names.num_hosts, *num_hosts, names.size, *size);
+    }
+    return launched;
   }
   return std::nullopt;
 }
@@ -149,6 +187,12 @@ std::string job_identity(const EnvironmentLookup& lookup) {
 }
 
 std::string next_rendezvous() {
+  // Worlds that are made one after the other at a port need no numbers: rank 0 closes the port
+  // before it lets any rank go on.
+  if (const char* const given = std::getenv("SWITCHYARD_RENDEZVOUS");
+      given != nullptr && std::string_view(given).starts_with(kTcpScheme)) {
+    return given;
+  }
   static std::atomic<std::uint64_t> num_taken{0};
   // Relaxed: the count orders nothing but itself.
   return fmt::format("{}#{}", job_identity([](const char* name) { return std::getenv(name); }),
@@ -159,6 +203,8 @@ World World::from_environment(WorldOptions options) {
   const std::optional<LaunchedRank> launched =
       parse_launched_rank([](const char* name) { return std::getenv(name); });
   if (!launched) return single(options);
+  if (launched->rendezvous && options.rendezvous.empty())
+    options.rendezvous = *launched->rendezvous;
   try {
     return processes(launched->rank, launched->size, std::move(options));
   } catch (const TimeoutError& error) {

@@ -16,6 +16,8 @@ struct LaunchedRank {
   // The names of the variables that rank and size come from.
   const char* rank_variable = "";
   const char* size_variable = "";
+  // tcp://host:port, where the ranks are spread over several hosts.
+  std::optional<std::string> rendezvous;
 };
 
 // Returns rank and size from the first of these pairs that is set:
@@ -26,8 +28,13 @@ struct LaunchedRank {
 //                                              shell, does not count
 // Returns nothing if none is set. Throws Error{kInvalidArgument} naming the variable and its value
 // if only one of a pair is set, if a value is not a decimal number, or if a rank is not below its
-// size. Throws Error{kUnsupported} if LOCAL_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_SIZE, MPI_LOCALNRANKS
-// or SLURM_STEP_NUM_NODES tells that the ranks are spread over several hosts.
+// size.
+//
+// Ranks are spread over several hosts if LOCAL_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_SIZE or
+// MPI_LOCALNRANKS is below the size, or SLURM_STEP_NUM_NODES above 1. They meet at
+// SWITCHYARD_RENDEZVOUS if that is a tcp://, else on the host of rank 0: MASTER_ADDR, or the first
+// of SLURM_STEP_NODELIST. The port is then a hash of launched_job(), from 20000 to 29999;
+// torchrun's own store has MASTER_PORT. Throws Error{kInvalidArgument} if no host is known.
 std::optional<LaunchedRank> parse_launched_rank(const EnvironmentLookup& lookup);
 
 // Returns a string that all ranks of this job share. It is SWITCHYARD_RENDEZVOUS if that is set.

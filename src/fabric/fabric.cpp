@@ -28,6 +28,15 @@ void Fabric::abort() noexcept {
   abort_collectives();
 }
 
+void require_one_host(const Fabric& fabric, const char* what) {
+  if (fabric.proxy() == nullptr) return;
+  throw Error(ErrorCode::kUnsupported,
+              fmt::format("{}; the ranks of this world are on several hosts. Over hosts, MoeLayer "
+                          "and Exchange run on CPUs (Backend::kCpu), and nothing else; start all "
+                          "ranks on one host",
+                          what));
+}
+
 WaitFailure abort_failure(int rank) {
   WaitFailure failure;
   failure.waiter_rank = rank;

@@ -17,14 +17,23 @@
 
 namespace switchyard {
 
+namespace network {
+class Proxy;
+class RemoteHeap;
+}  // namespace network
+
 // Memory with the same number of bytes on every rank. This rank can load from and store to all of
-// it. It is zero-filled, and committed page by page when touched. It is unmapped when the last
-// owner on this rank lets go. Peers keep their own mappings, so letting go early harms nobody.
+// it, except where remote() says otherwise. It is zero-filled, and committed page by page when
+// touched. It is unmapped when the last owner on this rank lets go. Peers keep their own mappings,
+// so letting go early harms nobody.
 class SymmetricSegment {
  public:
   virtual ~SymmetricSegment() = default;
   std::byte* base(int rank) const { return bases_[static_cast<std::size_t>(rank)]; }
   std::size_t bytes() const { return bytes_; }
+  // Null where all ranks' memory is mapped. Otherwise base() of a rank that it does not reach has
+  // that rank's protocol::Control, and behind it addresses that only stand for offsets.
+  virtual network::RemoteHeap* remote() const { return nullptr; }
 
  protected:
   std::vector<std::byte*> bases_;
@@ -47,6 +56,14 @@ class Fabric {
   // Collective, start-up only. Throws Error{kSpecMismatch} if the ranks ask for different sizes,
   // Error{kCapacityExceeded} if memory cannot be had.
   virtual std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes) = 0;
+
+  // The same for a heap that begins with a protocol::Control, and whose owner sends to ranks of
+  // other hosts through remote().
+  virtual std::shared_ptr<SymmetricSegment> allocate_heap(std::size_t bytes) {
+    return allocate(bytes);
+  }
+  // Null in a world of one host.
+  virtual const network::Proxy* proxy() const { return nullptr; }
 
   // Collective, start-up only. Every rank gives one open descriptor, which stays its own, and
   // receives one of each rank, by rank, its own included.
@@ -90,6 +107,11 @@ class Fabric {
   std::mutex hooks_mutex_;
   std::vector<AbortHook*> hooks_;
 };
+
+// Throws Error{kUnsupported} if the ranks are on several hosts. `what` was asked for, and needs
+// one.
+void require_one_host(const Fabric& fabric, const char* what);
+inline constexpr const char* kGpuRanks = "ranks on GPUs (Backend::kCuda) were asked for";
 
 // The record and the message of a world that `rank` aborted.
 WaitFailure abort_failure(int rank);

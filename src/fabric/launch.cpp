@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/core.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/random.h>
@@ -15,13 +16,18 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <map>
+#include <optional>
 #include <string_view>
 
 #include "base/posix.h"
 #include "base/printable.h"
 #include "fabric/launch_report.h"
+#include "fabric/namespaces.h"
+#include "fabric/place.h"
 #include "switchyard/error.h"
 
 extern char** environ;
@@ -163,20 +169,106 @@ class LabelledOutput {
   std::string pending_;
 };
 
-std::string random_token() {
+std::string random_digits() {
   std::array<unsigned char, 16> bytes;
   if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
     throw_errno("cannot read random bytes for the rendezvous");
   }
-  std::string token = "launch-";
-  for (const unsigned char byte : bytes) token += fmt::format("{:02x}", byte);
-  return token;
+  std::string digits;
+  for (const unsigned char byte : bytes) digits += fmt::format("{:02x}", byte);
+  return digits;
 }
 
-std::vector<std::string> rank_environment(const LaunchOptions& options, int rank,
-                                          const std::string& rendezvous,
+// The world that is launched: where its ranks are, and where they meet.
+struct Plan {
+  int num_hosts = 1;
+  int ranks_per_host = 1;
+  std::string address = "127.0.0.1";  // of rank 0's host
+  std::string rendezvous;
+  std::string secret;  // empty on one host
+
+  int host_of(int rank) const { return rank / ranks_per_host; }
+};
+
+Plan make_plan(const LaunchOptions& options, const NetworkNamespaces* namespaces) {
+  Plan plan;
+  plan.rendezvous = "launch-" + random_digits();
+  plan.ranks_per_host = options.num_ranks;
+  if (options.hosts.empty() && namespaces == nullptr) return plan;
+  plan.num_hosts =
+      namespaces != nullptr ? namespaces->size() : static_cast<int>(options.hosts.size());
+  if (options.num_ranks % plan.num_hosts != 0) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} ranks cannot be dealt evenly to {} hosts; launch a multiple of {}",
+                            options.num_ranks, plan.num_hosts, plan.num_hosts));
+  }
+  plan.ranks_per_host = options.num_ranks / plan.num_hosts;
+  if (namespaces != nullptr) {
+    plan.address = namespaces->ip(0);
+  } else {
+    // ssh's "user@host".
+    const std::string& first = options.hosts.front();
+    plan.address = first.substr(first.find('@') == std::string::npos ? 0 : first.find('@') + 1);
+  }
+  // Below the ports that kernels give to connections, as for other launchers.
+  const auto number = std::strtoul(random_digits().substr(0, 8).c_str(), nullptr, 16);
+  const bool v6 = plan.address.find(':') != std::string::npos;
+  plan.rendezvous = fmt::format("{}{}{}{}:{}", kTcpScheme, v6 ? "[" : "", plan.address,
+                                v6 ? "]" : "", 20'000 + number % 10'000);
+  const char* const given = std::getenv("SWITCHYARD_SECRET");
+  plan.secret = given != nullptr && *given != 0 ? given : random_digits();
+  return plan;
+}
+
+std::string shell_word(std::string_view text) {
+  std::string word = "'";
+  for (const char c : text) {
+    if (c == '\'') {
+      word += "'\\''";
+    } else {
+      word += c;
+    }
+  }
+  return word + "'";
+}
+
+using Variables = std::map<std::string, std::string>;
+
+// What the launcher tells a rank of its place.
+Variables variables_of_rank(const LaunchOptions& options, const Plan& plan, int rank) {
+  Variables variables;
+  variables["MASTER_ADDR"] = plan.address;
+  variables["RANK"] = std::to_string(rank);
+  variables["WORLD_SIZE"] = std::to_string(options.num_ranks);
+  variables["LOCAL_RANK"] = std::to_string(rank % plan.ranks_per_host);
+  variables["LOCAL_WORLD_SIZE"] = std::to_string(plan.ranks_per_host);
+  variables["SWITCHYARD_RENDEZVOUS"] = plan.rendezvous;
+  for (const auto& [name, value] : options.environment) variables[name] = value;
+  return variables;
+}
+
+// Runs the rank's command on its host. The script's standard input has the secret in its first
+// line, and stays open as long as the launcher wants the rank to run.
+std::vector<std::string> ssh_command(const LaunchOptions& options, const Plan& plan, int rank) {
+  std::string words = "env";
+  for (const auto& [name, value] : variables_of_rank(options, plan, rank)) {
+    words += fmt::format(" {}", shell_word(fmt::format("{}={}", name, value)));
+  }
+  for (const std::string& word : options.command) words += fmt::format(" {}", shell_word(word));
+  std::string script = fmt::format(
+      "exec 3<&0; IFS= read -r SWITCHYARD_SECRET <&3; export SWITCHYARD_SECRET; "
+      "unset SWITCHYARD_SECRET_FILE MASTER_PORT; cd {} || exit {}; "
+      "{} </dev/null 3<&- & child=$!; "
+      "{{ cat <&3; kill -TERM $child; }} >/dev/null 2>&1 & watcher=$!; "
+      "wait $child; code=$?; kill $watcher 2>/dev/null; exit $code",
+      shell_word(std::filesystem::current_path().string()), kExitCannotRun, words);
+  return {"ssh", "-o", "BatchMode=yes", options.hosts[static_cast<std::size_t>(plan.host_of(rank))],
+          fmt::format("sh -c {}", shell_word(script))};
+}
+
+std::vector<std::string> rank_environment(const LaunchOptions& options, const Plan& plan, int rank,
                                           const std::string& launcher) {
-  std::map<std::string, std::string> variables;
+  Variables variables;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string_view text = *entry;
     const std::size_t equals = text.find('=');
@@ -185,12 +277,19 @@ std::vector<std::string> rank_environment(const LaunchOptions& options, int rank
   }
   // A port of an outer job belongs to that job's store, not to these ranks.
   variables.erase("MASTER_PORT");
-  variables["MASTER_ADDR"] = "127.0.0.1";
-  variables["RANK"] = variables["LOCAL_RANK"] = std::to_string(rank);
-  variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = std::to_string(options.num_ranks);
-  variables["SWITCHYARD_RENDEZVOUS"] = rendezvous;
-  variables[kLauncherVariable] = launcher;
-  for (const auto& [name, value] : options.environment) variables[name] = value;
+  // ssh itself is no rank, and what it needs is the launcher's own.
+  if (options.hosts.empty()) {
+    variables[kLauncherVariable] = launcher;
+    if (plan.num_hosts > 1) {
+      variables["SWITCHYARD_SECRET"] = plan.secret;
+      variables.erase("SWITCHYARD_SECRET_FILE");
+      // Namespaces are joined by virtual Ethernet, which providers of fabrics do not see.
+      variables.try_emplace("FI_PROVIDER", "tcp");
+    }
+    for (const auto& [name, value] : variables_of_rank(options, plan, rank)) {
+      variables[name] = value;
+    }
+  }
   std::vector<std::string> entries;
   for (const auto& [name, value] : variables) entries.push_back(fmt::format("{}={}", name, value));
   return entries;
@@ -213,6 +312,7 @@ struct ChildSetup {
   int stderr_fd;
   int error_pipe;  // receives errno if the command cannot be run
   int report_socket;
+  int network_namespace;  // -1: the launcher's own
 };
 
 // Between fork and exec only async-signal-safe calls are allowed: another thread of the launcher
@@ -227,6 +327,9 @@ struct ChildSetup {
   for (const int number : kHandledSignals) ::sigaction(number, &standard, nullptr);
   ::sigaction(SIGPIPE, &standard, nullptr);
   ::pthread_sigmask(SIG_SETMASK, &setup.signal_mask, nullptr);
+  if (setup.network_namespace >= 0 && ::setns(setup.network_namespace, CLONE_NEWNET) != 0) {
+    ::_exit(kExitCannotRun);
+  }
   ::dup2(setup.stdin_fd, STDIN_FILENO);
   if (setup.stdout_fd >= 0) ::dup2(setup.stdout_fd, STDOUT_FILENO);
   if (setup.stderr_fd >= 0) ::dup2(setup.stderr_fd, STDERR_FILENO);
@@ -241,7 +344,10 @@ struct ChildSetup {
 
 class Launch {
  public:
-  explicit Launch(const LaunchOptions& options) : options_(options) {}
+  explicit Launch(const LaunchOptions& options) : options_(options) {
+    if (options.namespaces > 0) namespaces_.emplace(options.namespaces);
+    plan_ = make_plan(options, namespaces_ ? &*namespaces_ : nullptr);
+  }
   Launch(const Launch&) = delete;
   Launch& operator=(const Launch&) = delete;
   ~Launch() {
@@ -305,17 +411,26 @@ class Launch {
 
   // Starts the ranks. If the command cannot be run, kills the ranks begun so far and returns false.
   bool start() {
-    std::vector<std::string> command = options_.command;
-    const std::vector<char*> command_pointers = pointers_to(command);
-    const std::string rendezvous = random_token();
     // A rank in a background process group that reads the terminal would be stopped.
     const UniqueFd null_input(::open("/dev/null", O_RDONLY | O_CLOEXEC));
     if (!null_input) throw_errno("cannot open /dev/null");
 
     for (int rank = 0; rank < options_.num_ranks; ++rank) {
+      std::vector<std::string> command =
+          options_.hosts.empty() ? options_.command : ssh_command(options_, plan_, rank);
+      const std::vector<char*> command_pointers = pointers_to(command);
       std::vector<std::string> environment =
-          rank_environment(options_, rank, rendezvous, reports_.variable());
+          rank_environment(options_, plan_, rank, reports_.variable());
       const std::vector<char*> environment_pointers = pointers_to(environment);
+      Pipe secret;
+      if (!options_.hosts.empty()) {
+        secret = make_pipe();
+        const std::string line = plan_.secret + "\n";
+        if (::write(secret.write_end.get(), line.data(), line.size()) !=
+            static_cast<ssize_t>(line.size())) {
+          throw_errno("cannot hand the secret to ssh");
+        }
+      }
       Pipe error_pipe = make_pipe();
       Pipe out;
       Pipe err;
@@ -323,17 +438,23 @@ class Launch {
         out = make_pipe();
         err = make_pipe();
       }
-      const ChildSetup setup{command_pointers.data(),  environment_pointers.data(),
-                             signals_.previous_mask(), ::getpid(),
-                             null_input.get(),         out.write_end.get(),
-                             err.write_end.get(),      error_pipe.write_end.get(),
-                             reports_.rank_end()};
+      const ChildSetup setup{command_pointers.data(),
+                             environment_pointers.data(),
+                             signals_.previous_mask(),
+                             ::getpid(),
+                             secret.read_end ? secret.read_end.get() : null_input.get(),
+                             out.write_end.get(),
+                             err.write_end.get(),
+                             error_pipe.write_end.get(),
+                             reports_.rank_end(),
+                             namespaces_ ? namespaces_->fd(plan_.host_of(rank)) : -1};
       const pid_t pid = ::fork();
       if (pid < 0) throw_errno(fmt::format("cannot fork rank {}", rank));
       if (pid == 0) become_rank(setup);
       // The child does the same. Whoever is first, the group exists before anyone signals it.
       ::setpgid(pid, pid);
       ranks_.push_back({pid, false});
+      secrets_.push_back(std::move(secret.write_end));
       if (options_.label_output) {
         outputs_.emplace_back(rank, std::move(out.read_end), stdout);
         outputs_.emplace_back(rank, std::move(err.read_end), stderr);
@@ -346,8 +467,7 @@ class Launch {
         got = ::read(error_pipe.read_end.get(), &error_number, sizeof error_number);
       } while (got < 0 && errno == EINTR);
       if (got == static_cast<ssize_t>(sizeof error_number)) {
-        print_error(
-            fmt::format("cannot run '{}': {}", options_.command.front(), errno_text(error_number)));
+        print_error(fmt::format("cannot run '{}': {}", command.front(), errno_text(error_number)));
         return false;
       }
     }
@@ -456,6 +576,10 @@ class Launch {
   }
 
   const LaunchOptions& options_;
+  std::optional<NetworkNamespaces> namespaces_;
+  Plan plan_;
+  // By rank: open while its ssh is to run; closed on one host.
+  std::vector<UniqueFd> secrets_;
   SignalInbox signals_;
   LaunchReports reports_;
   std::chrono::milliseconds patience_{0};  // the longest that a rank waits for others
@@ -478,6 +602,18 @@ int launch(const LaunchOptions& options) {
   if (options.num_ranks < 1) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("{} ranks were asked for; launch at least 1", options.num_ranks));
+  }
+  if (!options.hosts.empty() && options.namespaces > 0) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "both hosts and namespaces were given; namespaces stand for hosts, so use one of "
+                "them");
+  }
+  for (const std::string& host : options.hosts) {
+    // ssh would take it for an option.
+    if (host.empty() || host.front() == '-') {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("'{}' is no name of a host", printable(host)));
+    }
   }
   if (options.command.empty()) {
     throw Error(ErrorCode::kInvalidArgument, "no command was given; name the program to launch");

@@ -1,4 +1,4 @@
-// Starts the ranks of a world as processes of this host and sees them to their end:
+// Starts the ranks of a world as processes, of this host or of several, and sees them to their end:
 // `switchyard launch -n 4 -- command arguments`.
 #pragma once
 
@@ -11,7 +11,13 @@
 namespace switchyard {
 
 struct LaunchOptions {
-  int num_ranks = 1;
+  int num_ranks = 1;  // a multiple of the number of hosts
+  // Names of other machines, which `ssh` reaches without a password, and under which they reach
+  // each other. The first has the lowest ranks. Empty: this host.
+  std::vector<std::string> hosts;
+  // Instead: so many network namespaces of this host, each a host to its ranks. For tests; needs
+  // root.
+  int namespaces = 0;
   std::vector<std::string> command;  // the program, found through PATH, and its arguments
   // Variables set for every rank. They override the launcher's own environment and the variables
   // that the launcher sets.
@@ -28,8 +34,12 @@ struct LaunchOptions {
 
 // Every rank runs in a process group of its own, reads /dev/null, and finds RANK, WORLD_SIZE,
 // LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR=127.0.0.1 and a fresh SWITCHYARD_RENDEZVOUS in its
-// environment; MASTER_PORT is not set. SIGINT, SIGTERM and SIGHUP are forwarded to the ranks; a
-// second signal kills them. The ranks are killed if the calling thread ends before they do.
+// environment; MASTER_PORT is not set. On several hosts MASTER_ADDR is the first, the rendezvous a
+// tcp:// there, and SWITCHYARD_SECRET the launcher's own or a fresh one, which travels through
+// ssh's standard input. There a rank begins in the launcher's working directory, finds what
+// `environment` sets, and is ended when its ssh is. SIGINT, SIGTERM and SIGHUP are forwarded to the
+// ranks; a second signal kills them. The ranks are killed if the calling thread ends before they
+// do.
 //
 // Returns 0 if all ranks return 0. Otherwise it returns the exit code of the rank that failed
 // first, or 128 + the signal's number if a signal ended that rank. It then names a rank on stderr:

@@ -1,4 +1,6 @@
 // Ranks as processes of one host: they meet through a Bootstrap and map each other's memory.
+#include "fabric/process_fabric.h"
+
 #include <fcntl.h>
 #include <fmt/core.h>
 #include <sys/mman.h>
@@ -15,6 +17,7 @@
 #include "fabric/collective.h"
 #include "fabric/environment.h"
 #include "fabric/fabric.h"
+#include "fabric/hosts_fabric.h"
 #include "fabric/launch_report.h"
 #include "fabric/mapping.h"
 #include "switchyard/error.h"
@@ -64,14 +67,15 @@ class ProcessSegment final : public SymmetricSegment {
   std::vector<Mapping> mappings_;
 };
 
-class ProcessFabric final : public Fabric {
+class Processes final : public ProcessFabric {
  public:
-  ProcessFabric(int rank, int size, std::string rendezvous, std::chrono::milliseconds deadline)
-      : Fabric(deadline),
-        bootstrap_(rank, size, std::move(rendezvous), deadline, launched_job(std::getenv)) {
+  Processes(int rank, int size, const std::string& rendezvous, std::chrono::milliseconds deadline)
+      : ProcessFabric(deadline),
+        bootstrap_(rank, size, rendezvous, deadline, launched_job(std::getenv)) {
     tell_launcher_deadline(rank, deadline);
   }
 
+  const Bootstrap& bootstrap() const override { return bootstrap_; }
   int rank() const override { return bootstrap_.rank(); }
   int size() const override { return bootstrap_.size(); }
   const char* name() const override { return "shared memory"; }
@@ -124,11 +128,21 @@ class ProcessFabric final : public Fabric {
 
 }  // namespace
 
+std::shared_ptr<ProcessFabric> make_process_fabric(int rank, int size,
+                                                   const std::string& rendezvous,
+                                                   std::chrono::milliseconds deadline) {
+  return std::make_shared<Processes>(rank, size, rendezvous, deadline);
+}
+
 World World::processes(int rank, int size, WorldOptions options) {
   const std::chrono::milliseconds deadline = checked_deadline(options.deadline);
-  std::string rendezvous =
+  const std::string rendezvous =
       options.rendezvous.empty() ? next_rendezvous() : std::move(options.rendezvous);
-  return World(std::make_shared<ProcessFabric>(rank, size, std::move(rendezvous), deadline));
+  if (rendezvous.starts_with(kTcpScheme)) {
+    const network::WindowOptions windows{options.network.chunk_bytes, options.network.window};
+    return World(join_hosts(rank, size, rendezvous, deadline, windows));
+  }
+  return World(make_process_fabric(rank, size, rendezvous, deadline));
 }
 
 }  // namespace switchyard

@@ -5,6 +5,7 @@
 
 #include "base/names.h"
 #include "base/posix.h"
+#include "fabric/fabric.h"
 #include "layer/compute.h"
 #include "layer/engine.h"
 #include "layer/pass_memory.h"
@@ -176,6 +177,7 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
       return cpu::make_engine(world, spec, weights, options, std::move(memory));
     case Backend::kCuda:
       check_cuda_options(options);
+      require_one_host(world.fabric(), kGpuRanks);
       options.device = gpu::choose_device(options);
       return gpu::make_engine(world, spec, weights, options, std::move(memory));
   }

@@ -60,7 +60,10 @@ void check_options(std::span<const LayerSpec> specs, const WorkspaceOptions& opt
 Workspace::Workspace(const World& world, std::span<const LayerSpec> specs,
                      const WorkspaceOptions& options)
     : state_(std::make_shared<State>()) {
-  attempt_together(world.fabric(), [&] { check_options(specs, options); });
+  attempt_together(world.fabric(), [&] {
+    check_options(specs, options);
+    if (options.backend == Backend::kCuda) require_one_host(world.fabric(), kGpuRanks);
+  });
   state_->options = options;
   for (int i = 0; i < options.slots; ++i) {
     const std::uint64_t id = agree_on_memory(world.fabric(), nullptr);

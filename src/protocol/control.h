@@ -12,7 +12,8 @@ namespace switchyard::protocol {
 inline constexpr int kMaxRanks = 64;
 inline constexpr int kMaxTopK = 32;
 
-enum class Phase : std::uint8_t { kNone, kGate, kCounts, kDispatch, kExperts, kCombine };
+// kLink: a rank of another host is lost. No rank waits in that phase; failures have it.
+enum class Phase : std::uint8_t { kNone, kGate, kCounts, kDispatch, kExperts, kCombine, kLink };
 
 SWITCHYARD_HOST_DEVICE constexpr const char* phase_name(Phase phase) {
   switch (phase) {
@@ -28,6 +29,8 @@ SWITCHYARD_HOST_DEVICE constexpr const char* phase_name(Phase phase) {
       return "experts";
     case Phase::kCombine:
       return "combine";
+    case Phase::kLink:
+      return "link";
   }
   return "?";
 }
@@ -84,11 +87,12 @@ struct Control {
   // 0, or 1 + the rank whose `failure` ended the world; with kCalledOff, the rank that called off
   // all passes.
   alignas(64) std::uint64_t abort;
-  std::uint64_t verdict;                // rank 0's: what every rank's `abort` will be
+  std::uint64_t verdict;                // the arbiter's: what every rank's `abort` will be
   std::uint64_t claim;                  // 0, or 1 once a thread of the owner writes `failure`
   FailureRecord failure;                // what ended the owner's own patience
   alignas(64) std::uint64_t waits_for;  // WaitsFor::pack of what the owner waits for; 0: it works
   alignas(64) std::uint64_t progress;   // steps the owner has completed since the layer was made
+  std::uint64_t ended;  // calls the owner has ended; kept only where the world spans hosts
   // The owner's alone: 1 while one of its threads looks for a culprit, and what that thread saw.
   alignas(64) std::uint64_t judging;
   Sighting sightings[kMaxRanks];
@@ -99,6 +103,9 @@ struct Control {
 struct Heaps {
   ExpertPartition experts;
   int rank = 0;
+  // The rank whose `verdict` word decides, and whose heap all that use the word have mapped: rank
+  // 0, or the first of the rank's host.
+  int arbiter = 0;
   std::byte* base[kMaxRanks] = {};
 
   SWITCHYARD_HOST_DEVICE int size() const { return experts.num_ranks; }

@@ -16,7 +16,10 @@ TimeoutError timeout_error(const FailureRecord& record, int rank, const std::str
   failure.observed = record.observed;
   failure.waited_seconds = static_cast<double>(record.waited_ns) * 1e-9;
   std::string message =
-      record.waited_ns == 0
+      record.phase == Phase::kLink
+          ? fmt::format("rank {} was lost in epoch {}, {:.3f} s after rank {} had heard of it last",
+                        record.peer, record.epoch, failure.waited_seconds, record.waiter)
+      : record.waited_ns == 0
           ? fmt::format("rank {} gave up epoch {} because of an error of its own", record.waiter,
                         record.epoch)
           : fmt::format(
@@ -29,7 +32,8 @@ TimeoutError timeout_error(const FailureRecord& record, int rank, const std::str
                     : fmt::format("rank {} waits for rank {}", record.witness, record.peer));
   if (!liveness.empty()) message += "; " + liveness;
   message += fmt::format("; this {} cannot be used any more, make a new one on every rank", what);
-  const bool first = record.waiter == rank;
+  // (A lost link is no wait of anybody's.)
+  const bool first = record.waiter == rank && record.phase != Phase::kLink;
   return {first ? ErrorCode::kTimeout : ErrorCode::kAborted, message, failure};
 }
 

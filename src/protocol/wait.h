@@ -97,7 +97,7 @@ SWITCHYARD_HOST_DEVICE inline Culprit find_culprit(const Heaps& heaps, const Wai
 }
 
 // Raises every rank's abort word. Deadlines of several ranks may pass at once, and all must report
-// the same failure. So each writes a record of its own, and rank 0's verdict word takes the first.
+// the same failure. So each writes a record of its own, and one verdict word takes the first.
 // Later ranks spread that verdict, too. Thus no rank waits for another here, and a rank that dies
 // here is not missed. A record is complete before its rank can become the verdict.
 SWITCHYARD_HOST_DEVICE inline void abort_world(const Heaps& heaps, const FailureRecord& record) {
@@ -106,7 +106,7 @@ SWITCHYARD_HOST_DEVICE inline void abort_world(const Heaps& heaps, const Failure
   if (compare_exchange(&mine->claim, kNone, std::uint64_t{1}) != kNone) return;  // another thread
   mine->failure = record;
   const std::uint64_t own = static_cast<std::uint64_t>(heaps.rank) + 1;
-  std::uint64_t first = compare_exchange(&heaps.control(0)->verdict, kNone, own);
+  std::uint64_t first = compare_exchange(&heaps.control(heaps.arbiter)->verdict, kNone, own);
   if (first == kNone) first = own;
   SWITCHYARD_ROLLED
   for (int r = 0; r < heaps.size(); ++r) store_release(&heaps.control(r)->abort, first);
@@ -179,7 +179,14 @@ class Patience {
     }
     look_around(heaps);
     if (++judging_ <= Pace::kLeastLooksOfAJudge || waited_ <= deadline_ns) return false;
-    const Culprit culprit = find_culprit(heaps, wait);
+    Culprit culprit = find_culprit(heaps, wait);
+    // Between hosts one rank passes on what another has sent, which waits do not show. But a rank
+    // that is silent altogether has stopped, or cannot be reached, whatever others wait for.
+    if constexpr (requires { pace.silent_rank(deadline_ns); }) {
+      const int silent = pace.silent_rank(deadline_ns);
+      if (silent >= 0 && silent != culprit.rank)
+        culprit = {silent, wait.phase, wait.epoch, heaps.rank};
+    }
     abort_world(heaps, {heaps.rank, culprit.rank, culprit.phase, culprit.epoch, lack.slot,
                         lack.expected, lack.observed, waited_, culprit.witness});
     return true;
@@ -211,6 +218,8 @@ class Patience {
 //              reads_clock(n): true if a look at the clock and at other ranks follows the n-th look
 //              kLooksPerAbortCheck: on a GPU, a look at another word doubles the time of a look
 //              kLeastLooksOfAJudge, and the members of WaitsAlone
+//              silent_rank(deadline in ns), where ranks may be on other hosts: a rank that was not
+//              heard of for a good part of the deadline, or -1
 // The deadline counts from the last step that any rank completed. A pass has finitely many steps,
 // so a slow world is waited for, and one in which nothing moves for deadline_ns is not. A rank that
 // was itself stopped for a while cannot judge that time, and does not count it.

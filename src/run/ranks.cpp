@@ -116,6 +116,38 @@ RankRecord record_of(const MoeLayer& layer) {
           s.workspace_bytes_used,    peak_resident_bytes()};
 }
 
+// A block of bytes that every rank writes its own of, and that rank 0 reads of all: mapped memory
+// on one host. Between hosts the blocks are gathered.
+class Blocks {
+ public:
+  // Collective.
+  Blocks(World& world, std::size_t bytes) : world_(world), bytes_(bytes) {
+    if (world.fabric().proxy() == nullptr) {
+      segment_ = world.fabric().allocate(bytes);
+    } else {
+      own_.resize(bytes);
+    }
+  }
+  std::byte* own() { return segment_ ? segment_->base(world_.rank()) : own_.data(); }
+  // Collective: returns when all ranks have written theirs.
+  void collect() {
+    if (segment_) {
+      world_.barrier();
+    } else {
+      all_ = gather_all<std::byte>(world_.fabric(), own_);
+    }
+  }
+  std::byte* of(int rank) {
+    return segment_ ? segment_->base(rank) : all_.data() + static_cast<std::size_t>(rank) * bytes_;
+  }
+
+ private:
+  World& world_;
+  std::size_t bytes_;
+  std::shared_ptr<SymmetricSegment> segment_;
+  std::vector<std::byte> own_, all_;
+};
+
 // Returns all ranks' traces on rank 0, and none on the other ranks.
 std::vector<PassTrace> gather_traces(World& world, const PassTrace& mine) {
   struct Header {
@@ -127,14 +159,13 @@ std::vector<PassTrace> gather_traces(World& world, const PassTrace& mine) {
   const auto headers = gather(world.fabric(), header);
   std::int64_t most = 1;
   for (const Header& h : headers) most = std::max(most, h.events);
-  const auto segment = world.fabric().allocate(static_cast<std::size_t>(most) * sizeof(TraceEvent));
-  std::copy(mine.events.begin(), mine.events.end(),
-            reinterpret_cast<TraceEvent*>(segment->base(world.rank())));
-  world.barrier();
+  Blocks blocks(world, static_cast<std::size_t>(most) * sizeof(TraceEvent));
+  std::copy(mine.events.begin(), mine.events.end(), reinterpret_cast<TraceEvent*>(blocks.own()));
+  blocks.collect();
   std::vector<PassTrace> traces;
   for (int r = 0; world.rank() == 0 && r < world.size(); ++r) {
     const Header& h = headers[static_cast<std::size_t>(r)];
-    const auto* const events = reinterpret_cast<const TraceEvent*>(segment->base(r));
+    const auto* const events = reinterpret_cast<const TraceEvent*>(blocks.of(r));
     traces.push_back({r, world.size(), h.epoch, h.dropped, {events, events + h.events}});
   }
   return traces;
@@ -160,9 +191,22 @@ void add_record(RunResult& result, const RankRecord& r) {
                                    : std::max(result.peak_resident_bytes, r.peak_resident_bytes);
 }
 
-std::vector<double> seconds_per_pass(const std::vector<PassTimes>& all, int ranks, int repeat) {
+// `one_clock`: times of different ranks may be compared.
+std::vector<double> seconds_per_pass(const std::vector<PassTimes>& all, int ranks, int repeat,
+                                     bool one_clock) {
   std::vector<double> seconds;
   for (int i = 0; i < repeat; ++i) {
+    if (!one_clock) {
+      // The barrier before the pass is short beside it.
+      std::int64_t longest = 0;
+      for (int r = 0; r < ranks; ++r) {
+        const PassTimes& pass = all[static_cast<std::size_t>(r) * static_cast<std::size_t>(repeat) +
+                                    static_cast<std::size_t>(i)];
+        longest = std::max(longest, pass.end - pass.begin);
+      }
+      seconds.push_back(static_cast<double>(longest) * 1e-9);
+      continue;
+    }
     std::int64_t begin = all[static_cast<std::size_t>(i)].begin;
     std::int64_t end = all[static_cast<std::size_t>(i)].end;
     for (int r = 1; r < ranks; ++r) {
@@ -176,12 +220,12 @@ std::vector<double> seconds_per_pass(const std::vector<PassTimes>& all, int rank
   return seconds;
 }
 
-void copy_shares(RunResult& result, const SymmetricSegment& segment, const ShareLayout& layout,
+void copy_shares(RunResult& result, Blocks& blocks, const ShareLayout& layout,
                  std::int64_t tokens) {
   for (int r = 0; r < result.ranks; ++r) {
     const auto count = static_cast<std::size_t>(share_of(tokens, r, result.ranks).count);
     const std::size_t slots = count * layout.slots_per_token;
-    std::byte* const base = segment.base(r);
+    std::byte* const base = blocks.of(r);
     result.output.insert(result.output.end(), base, base + count * layout.row_bytes);
     result.topk_ids.insert(result.topk_ids.end(), layout.ids(base), layout.ids(base) + slots);
     result.topk_weights.insert(result.topk_weights.end(), layout.weights(base),
@@ -214,15 +258,15 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
 
   const DType output_dtype = value_type(options.compute);
   const ShareLayout layout(source.spec, most_tokens, output_dtype);
-  const auto segment = world.fabric().allocate(layout.bytes);
+  Blocks outputs(world, layout.bytes);
   const Share share = share_of(tokens, world.rank(), world.size());
-  const std::vector<PassTimes> times = time_passes(
-      world, layer, input_of(batch, share, layout.slots_per_token),
-      output_to(segment->base(world.rank()), layout, share, output_dtype), options.repeat);
+  const std::vector<PassTimes> times =
+      time_passes(world, layer, input_of(batch, share, layout.slots_per_token),
+                  output_to(outputs.own(), layout, share, output_dtype), options.repeat);
 
   const RankRecord record = record_of(layer);
   const auto records = gather(world.fabric(), record);
-  // A gather returns when all have called it, so every rank's share is in the segment after it.
+  outputs.collect();
   const auto all_times = gather_all<PassTimes>(world.fabric(), times);
   std::vector<PassTrace> traces;
   if (options.trace) traces = gather_traces(world, layer.trace());
@@ -237,8 +281,9 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   result.output_dtype = output_dtype;
   result.tokens_per_expert = layer.stats().tokens_per_expert;
   for (const RankRecord& r : records) add_record(result, r);
-  result.pass_seconds = seconds_per_pass(all_times, result.ranks, options.repeat);
-  copy_shares(result, *segment, layout, tokens);
+  result.pass_seconds =
+      seconds_per_pass(all_times, result.ranks, options.repeat, world.fabric().proxy() == nullptr);
+  copy_shares(result, outputs, layout, tokens);
   result.traces = std::move(traces);
   if (options.recorded_steps > 0) result.recording = layer.recording();
   return result;

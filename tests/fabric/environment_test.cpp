@@ -95,20 +95,55 @@ TEST(Environment, NamesTheVariableAndItsValue) {
        "LOCAL_WORLD_SIZE='x'"},
       {{{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "2"}}, invalid, "LOCAL_RANK=2"},
       {{{"RANK", "0"}, {"WORLD_SIZE", "16"}, {"LOCAL_WORLD_SIZE", "8"}},
-       ErrorCode::kUnsupported,
-       "LOCAL_WORLD_SIZE=8"},
+       invalid,
+       "LOCAL_WORLD_SIZE=8 with WORLD_SIZE=16"},
       {{{"OMPI_COMM_WORLD_RANK", "1"},
         {"OMPI_COMM_WORLD_SIZE", "2"},
         {"OMPI_COMM_WORLD_LOCAL_SIZE", "1"}},
-       ErrorCode::kUnsupported,
-       "OMPI_COMM_WORLD_LOCAL_SIZE=1"},
+       invalid,
+       "set MASTER_ADDR to its host"},
       {{{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_STEP_NUM_NODES", "2"}},
-       ErrorCode::kUnsupported,
-       "SLURM_STEP_NUM_NODES=2"},
+       invalid,
+       "SWITCHYARD_RENDEZVOUS to tcp://HOST:PORT"},
   };
   for (const Case& c : cases) {
     EXPECT_THAT(error_of(c.code, [&] { parse_launched_rank(lookup_in(c.variables)); }),
                 HasSubstr(c.named));
+  }
+}
+
+TEST(Environment, SeveralHostsMeetAtAPort) {
+  const auto rendezvous = [](const Variables& variables) {
+    return parse_launched_rank(lookup_in(variables))->rendezvous;
+  };
+  const Variables torch{{"RANK", "3"},
+                        {"WORLD_SIZE", "4"},
+                        {"LOCAL_WORLD_SIZE", "2"},
+                        {"MASTER_ADDR", "node1"},
+                        {"MASTER_PORT", "29500"}};
+  Variables other_job = torch;
+  other_job["MASTER_PORT"] = "29501";
+  ASSERT_TRUE(rendezvous(torch));
+  EXPECT_THAT(*rendezvous(torch), ::testing::StartsWith("tcp://node1:2"));
+  EXPECT_EQ(rendezvous(torch), rendezvous(torch));
+  EXPECT_NE(rendezvous(torch), rendezvous(other_job));
+
+  Variables given = torch;
+  given["SWITCHYARD_RENDEZVOUS"] = "tcp://10.0.0.1:5000";
+  EXPECT_EQ(rendezvous(given), "tcp://10.0.0.1:5000");
+  given["LOCAL_WORLD_SIZE"] = "4";
+  EXPECT_EQ(rendezvous(given), std::nullopt);
+
+  const Variables six{
+      {"PMI_RANK", "0"}, {"PMI_SIZE", "2"}, {"MPI_LOCALNRANKS", "1"}, {"MASTER_ADDR", "fd00::7"}};
+  EXPECT_THAT(*rendezvous(six), ::testing::StartsWith("tcp://[fd00::7]:2"));
+
+  Variables slurm{{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "4"}, {"SLURM_STEP_NUM_NODES", "2"}};
+  for (const auto& [list, first] :
+       {std::pair("node3,node4", "node3"), std::pair("gpu[007-009,12],x", "gpu007"),
+        std::pair("r[1,3-4]-n,x", "r1-n"), std::pair("alone", "alone")}) {
+    slurm["SLURM_STEP_NODELIST"] = list;
+    EXPECT_THAT(*rendezvous(slurm), ::testing::StartsWith(std::string("tcp://") + first + ":2"));
   }
 }
 

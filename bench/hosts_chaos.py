@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+"""Plays the trials of ranks over hosts that fail or have a chaotic network, and keeps their counts.
+
+  bench/hosts_chaos.py --build build --json results/hosts_chaos.json [--seeds 1000] [--stops 100]
+                       [--sanitizer thread]
+
+The trials are those of tests/network/chaos_test.cpp (layers and exchanges over a network in one process that
+reorders, delays, refuses and breaks) and of tests/network/hosts_test.cpp (processes in network namespaces
+that are killed or stopped). A row of the same kind and sanitizer is replaced.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+# kind, executable, test, the variable that says how many trials
+KINDS = [
+    ("layers, chaotic network", "hosts_chaos_test", "HostsChaos.LayersHaveTheBitsOfOneHost", "SWITCHYARD_CHAOS_SEEDS"),
+    ("exchanges, chaotic network", "hosts_chaos_test", "HostsChaos.ExchangesBringEveryRowAndSum", "SWITCHYARD_CHAOS_SEEDS"),
+    ("cut link, chaotic network", "hosts_chaos_test", "HostsChaos.ACutLinkEndsAllRanks", "SWITCHYARD_CHAOS_SEEDS"),
+    ("kill -9, namespaces", "hosts_test", "Namespaces/HostsStops.EveryRankNamesTheOneThatStopped/Kill", "SWITCHYARD_HOSTS_TRIALS"),
+    ("SIGSTOP, namespaces", "hosts_test", "Namespaces/HostsStops.EveryRankNamesTheOneThatStopped/Stop", "SWITCHYARD_HOSTS_TRIALS"),
+]
+
+
+def play(build, kind, executable, test, variable, trials, first):
+    with tempfile.TemporaryDirectory() as directory:
+        report = pathlib.Path(directory) / "report.json"
+        environment = dict(os.environ, **{variable: str(trials)})
+        environment["SWITCHYARD_CHAOS_FIRST"] = environment["SWITCHYARD_HOSTS_SEED"] = str(first)
+        command = [build / "tests/network" / executable, f"--gtest_filter={test}", f"--gtest_output=json:{report}"]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if not report.exists():
+            sys.exit(f"{kind}: the test ended with {done.returncode} and no report\n{done.stdout[-2000:]}")
+        cases = [case for suite in json.loads(report.read_text())["testsuites"] for case in suite["testsuite"]]
+    [case] = [case for case in cases if case["status"] == "RUN"]
+    if case["result"] == "SKIPPED":
+        print(f"{kind}: skipped, namespaces may not be made here")
+        return None
+    row = {"suite": "hosts_chaos", "kind": kind, "trials": int(case["trials"]), "hangs": int(case["hangs"])}
+    row["wrong_words"] = int(case["wrong_words"]) if "wrong_words" in case else None
+    row["wrong_names"] = int(case["wrong_names"]) if "wrong_names" in case else None
+    for name in ("median_ms", "longest_ms"):
+        if name in case:
+            row[name] = round(float(case[name]), 1)
+    row["failed"] = "failures" in case
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", type=pathlib.Path, default=pathlib.Path("build"))
+    parser.add_argument("--json", type=pathlib.Path, required=True)
+    parser.add_argument("--seeds", type=int, default=1000, help="of each kind with a chaotic network; 0: none")
+    parser.add_argument("--stops", type=int, default=100, help="of each kind with processes that fail; 0: none")
+    parser.add_argument("--first", type=int, default=1, help="the first seed")
+    parser.add_argument("--only", default="", help="only kinds whose name has this in it")
+    parser.add_argument("--sanitizer", default="", help="what the build has: thread or address")
+    options = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    rows = json.loads(options.json.read_text()) if options.json.exists() else []
+    failed = False
+    for kind, executable, test, variable in KINDS:
+        trials = options.seeds if executable == "hosts_chaos_test" else options.stops
+        if trials == 0 or options.only not in kind:
+            continue
+        row = play(options.build, kind, executable, test, variable, trials, options.first)
+        if row is None:
+            continue
+        row |= {"sanitizer": options.sanitizer, "first_seed": options.first, "commit": commit}
+        rows = [old for old in rows if (old["kind"], old["sanitizer"]) != (kind, options.sanitizer)] + [row]
+        failed = failed or row["failed"]
+        print(json.dumps(row))
+        text = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+        options.json.write_text(f"[\n{text}\n]\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,377 @@
+#include "fabric/hosts_fabric.h"
+
+#include <fmt/core.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "fabric/collective.h"
+#include "fabric/environment.h"
+#include "fabric/handshake.h"
+#include "fabric/hash.h"
+#include "fabric/launch_report.h"
+#include "fabric/place.h"
+#include "fabric/process_fabric.h"
+#include "protocol/control.h"
+#include "switchyard/error.h"
+
+namespace switchyard {
+namespace {
+
+std::size_t page_size() { return static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)); }
+
+// Stands for the heap of a rank of another host. Only its Control is memory; a store behind it, of
+// code that forgot to ask, ends the process at once.
+class Mirror {
+ public:
+  explicit Mirror(std::size_t bytes)
+      : bytes_((bytes + page_size() - 1) / page_size() * page_size()) {
+    void* const memory =
+        ::mmap(nullptr, bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) refuse();
+    data_ = static_cast<std::byte*>(memory);
+    const std::size_t control =
+        (sizeof(protocol::Control) + page_size() - 1) / page_size() * page_size();
+    if (::mprotect(data_, std::min(control, bytes_), PROT_READ | PROT_WRITE) != 0) {
+      ::munmap(data_, bytes_);
+      refuse();
+    }
+  }
+  Mirror(Mirror&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
+  Mirror& operator=(Mirror&&) = delete;
+  ~Mirror() {
+    if (data_ != nullptr) ::munmap(data_, bytes_);
+  }
+
+  std::byte* data() const { return data_; }
+
+ private:
+  [[noreturn]] void refuse() const {
+    throw Error(ErrorCode::kCapacityExceeded,
+                fmt::format("cannot reserve {} bytes of addresses for the heap of another host's "
+                            "rank: {}; raise `ulimit -v`",
+                            bytes_, errno_text(errno)));
+  }
+
+  std::byte* data_ = nullptr;
+  std::size_t bytes_;
+};
+
+class HostsSegment final : public SymmetricSegment {
+ public:
+  HostsSegment(std::shared_ptr<SymmetricSegment> host, std::vector<Mirror> mirrors,
+               std::vector<std::byte*> bases, std::shared_ptr<network::Proxy> proxy)
+      : host_(std::move(host)), mirrors_(std::move(mirrors)) {
+    bytes_ = host_->bytes();
+    bases_ = std::move(bases);
+    remote_ = std::make_unique<network::RemoteHeap>(std::move(proxy), bases_, bytes_);
+  }
+  network::RemoteHeap* remote() const override { return remote_.get(); }
+
+ private:
+  std::shared_ptr<SymmetricSegment> host_;
+  std::vector<Mirror> mirrors_;
+  std::unique_ptr<network::RemoteHeap> remote_;  // last: it uses the memory until it is gone
+};
+
+class HostsFabric final : public Fabric {
+ public:
+  explicit HostsFabric(HostsParts parts)
+      : Fabric(parts.world->deadline()),
+        world_(std::move(parts.world)),
+        host_(std::move(parts.host)),
+        hosts_(std::move(parts.hosts)) {
+    const std::string network_name = parts.network->name();
+    // A line of its own for each rank's clock.
+    constexpr std::size_t kLine = 64;
+    const std::shared_ptr<SymmetricSegment> clocks = host_->allocate(kLine);
+    std::vector<std::uint64_t*> alive(static_cast<std::size_t>(size()));
+    for (const int r : hosts_.ranks_of(hosts_.host_of(rank()))) {
+      alive[static_cast<std::size_t>(r)] =
+          reinterpret_cast<std::uint64_t*>(clocks->base(hosts_.local_index(r)));
+    }
+    attempt_together(*world_, [&] {
+      proxy_ = std::make_shared<network::Proxy>(hosts_, rank(), parts.options,
+                                                std::move(parts.network), std::move(alive), clocks,
+                                                std::move(parts.channels), std::move(parts.where));
+    });
+    // Windows that differ would be written in the wrong places.
+    const std::array<std::uint32_t, 2> windows{parts.options.windows.chunk_bytes,
+                                               parts.options.windows.window};
+    const auto all_windows = gather(*world_, windows);
+    for (std::size_t r = 1; r < all_windows.size(); ++r) {
+      if (all_windows[r] == all_windows[0]) continue;
+      throw Error(
+          ErrorCode::kSpecMismatch,
+          fmt::format("the network's windows are {} chunks of {} bytes on rank 0, and {} of "
+                      "{} on rank {}; use the same on all ranks",
+                      all_windows[0][1], all_windows[0][0], all_windows[r][1], all_windows[r][0],
+                      r));
+    }
+    const network::Blob mine = proxy_->address();
+    std::vector<std::byte> all = gather_all<std::byte>(*world_, mine);
+    std::vector<network::Blob> addresses(static_cast<std::size_t>(size()));
+    for (int r = 0; r < size(); ++r) {
+      if (hosts_.same_host(r, rank())) continue;
+      const auto begin =
+          all.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(r) * mine.size());
+      addresses[static_cast<std::size_t>(r)].assign(
+          begin, begin + static_cast<std::ptrdiff_t>(mine.size()));
+    }
+    attempt_together(*world_, [&] { proxy_->start(addresses); });
+    name_ = fmt::format("{} hosts, {}", hosts_.num_hosts(), network_name);
+  }
+  // Goodbye first, then the connections.
+  ~HostsFabric() override { proxy_.reset(); }
+
+  int rank() const override { return world_->rank(); }
+  int size() const override { return world_->size(); }
+  const char* name() const override { return name_.c_str(); }
+  const network::Proxy* proxy() const override { return proxy_.get(); }
+
+  void all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
+    world_->all_gather(mine, all);
+  }
+
+  std::shared_ptr<SymmetricSegment> allocate(std::size_t) override {
+    require_one_host(*this, "memory that every rank maps was asked for");
+    return nullptr;
+  }
+
+  std::vector<UniqueFd> exchange_fds(int) override {
+    require_one_host(*this, "ranks that share file descriptors were asked for");
+    return {};
+  }
+
+  std::shared_ptr<SymmetricSegment> allocate_heap(std::size_t bytes) override {
+    std::vector<Call> calls;
+    for (const std::uint64_t theirs : gather<std::uint64_t>(*world_, bytes)) {
+      calls.push_back({CallKind::kAllocate, theirs});
+    }
+    require_same_call(calls);
+    std::shared_ptr<SymmetricSegment> here;
+    std::vector<Mirror> mirrors;
+    std::vector<std::byte*> bases(static_cast<std::size_t>(size()));
+    std::shared_ptr<SymmetricSegment> segment;
+    attempt_together(*world_, [&] {
+      here = host_->allocate(bytes);
+      for (int r = 0; r < size(); ++r) {
+        const auto i = static_cast<std::size_t>(r);
+        if (hosts_.same_host(r, rank())) {
+          bases[i] = here->base(hosts_.local_index(r));
+        } else {
+          mirrors.emplace_back(bytes);
+          bases[i] = mirrors.back().data();
+        }
+      }
+    });
+    segment = std::make_shared<HostsSegment>(std::move(here), std::move(mirrors), std::move(bases),
+                                             proxy_);
+    // Nobody sends before all proxies know the heap.
+    attempt_together(*world_, [] {});
+    return segment;
+  }
+
+  std::string liveness(int rank) const override {
+    if (!hosts_.same_host(rank, this->rank())) return proxy_->liveness(rank);
+    return host_->liveness(hosts_.local_index(rank));
+  }
+  void report(const WaitFailure& failure) const noexcept override {
+    tell_launcher_failure(rank(), failure);
+  }
+
+ private:
+  void abort_collectives() noexcept override {
+    world_->abort();
+    host_->abort();
+  }
+
+  std::shared_ptr<Fabric> world_, host_;
+  network::Hosts hosts_;
+  std::shared_ptr<network::Proxy> proxy_;
+  std::string name_;
+};
+
+// The connections of this rank to all ranks of other hosts: it connects to lower ones, and accepts
+// those of higher ones. By induction over ranks nobody waits for one that waits for it.
+std::vector<network::ControlChannel> connect_proxies(int rank, const network::Hosts& hosts,
+                                                     const std::vector<TcpEndpoint>& endpoints,
+                                                     const UniqueFd& listener,
+                                                     const HandshakeTerms& terms,
+                                                     std::chrono::milliseconds deadline) {
+  const Clock::time_point until = Clock::now() + deadline;
+  std::vector<network::ControlChannel> channels(endpoints.size());
+  const auto fail = [&](int peer) {
+    const WaitFailure failure =
+        bootstrap_failure(rank, peer, 0, hosts.num_ranks(), 0, std::chrono::nanoseconds(deadline));
+    throw TimeoutError(
+        ErrorCode::kTimeout,
+        fmt::format("rank {} could not connect to rank {} at {} within {} ms; does a firewall let "
+                    "TCP connections between the hosts through?",
+                    rank, peer, endpoints[static_cast<std::size_t>(peer)].host, deadline.count()),
+        failure);
+  };
+  for (int peer = 0; peer < rank; ++peer) {
+    if (hosts.same_host(peer, rank)) continue;
+    const auto i = static_cast<std::size_t>(peer);
+    while (!channels[i].is_open()) {
+      if (Clock::now() >= until) fail(peer);
+      UniqueFd socket = connect_tcp(endpoints[i], until);
+      if (socket && join_handshake(socket.get(), terms, rank, until) == JoinResult::kProved) {
+        channels[i] = network::ControlChannel(std::move(socket), hosts.num_ranks());
+        break;
+      }
+      std::vector<pollfd> nothing;
+      wait_ready(nothing, std::min(until, Clock::now() + std::chrono::milliseconds(5)));
+    }
+  }
+  struct Stranger {
+    UniqueFd socket;
+    ListenerHandshake handshake;
+    Clock::time_point since;
+  };
+  std::vector<Stranger> strangers;
+  constexpr std::size_t kMostStrangers = Lobby::kMaxWaiting;
+  for (;;) {
+    int missing = -1;
+    for (int peer = hosts.num_ranks() - 1; peer > rank; --peer) {
+      if (!hosts.same_host(peer, rank) && !channels[static_cast<std::size_t>(peer)].is_open()) {
+        missing = peer;
+      }
+    }
+    if (missing < 0) return channels;
+    if (Clock::now() >= until) fail(missing);
+    while (strangers.size() < kMostStrangers) {
+      UniqueFd socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (!socket) break;
+      set_no_delay(socket.get());
+      strangers.push_back({std::move(socket), ListenerHandshake(terms), Clock::now()});
+    }
+    std::erase_if(strangers, [&](Stranger& stranger) {
+      const ListenerHandshake::State state = stranger.handshake.advance(stranger.socket.get());
+      if (state == ListenerHandshake::State::kUnderWay) {
+        return Clock::now() - stranger.since > Lobby::kHelloTime;
+      }
+      if (state == ListenerHandshake::State::kRefused) return true;
+      const int peer = stranger.handshake.rank();
+      network::ControlChannel& channel = channels[static_cast<std::size_t>(peer)];
+      if (peer <= rank || hosts.same_host(peer, rank) || channel.is_open()) return true;
+      channel = network::ControlChannel(std::move(stranger.socket), hosts.num_ranks());
+      return true;
+    });
+    std::vector<pollfd> fds{{listener.get(), POLLIN, 0}};
+    for (const Stranger& stranger : strangers) fds.push_back({stranger.socket.get(), POLLIN, 0});
+    wait_ready(fds, std::min(until, Clock::now() + std::chrono::milliseconds(100)));
+  }
+}
+
+// What ranks tell each other of themselves before they know who shares a host.
+struct Introduction {
+  std::uint64_t host = 0;
+  std::array<char, 48> ip{};  // empty: that of rank 0
+  std::int32_t port = 0;      // of the listener for proxies
+  std::int32_t reserved = 0;
+};
+
+}  // namespace
+
+std::shared_ptr<Fabric> make_hosts_fabric(HostsParts parts) {
+  return std::make_shared<HostsFabric>(std::move(parts));
+}
+
+std::uint64_t host_number() {
+  std::ifstream boot("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  std::getline(boot, id);
+  struct stat status {};
+  if (id.empty() || ::stat("/proc/self/ns/net", &status) != 0) {
+    throw_errno("cannot tell this host from others by /proc (boot_id and ns/net)");
+  }
+  return fnv1a(kFnvBasis, fmt::format("{}/{}", id, status.st_ino));
+}
+
+std::shared_ptr<Fabric> join_hosts(int rank, int size, const std::string& rendezvous,
+                                   std::chrono::milliseconds deadline,
+                                   const network::WindowOptions& windows) {
+  network::require_built_in();
+  network::check(windows);
+  const TcpEndpoint root = parse_tcp(rendezvous);
+  const std::shared_ptr<ProcessFabric> world =
+      make_process_fabric(rank, size, rendezvous, deadline);
+  const Bootstrap& meeting = world->bootstrap();
+
+  const std::vector<std::uint64_t> numbers = gather(*world, host_number());
+  std::map<std::uint64_t, int> dense;
+  std::vector<int> host_by_rank;
+  for (const std::uint64_t number : numbers) {
+    host_by_rank.push_back(dense.try_emplace(number, static_cast<int>(dense.size())).first->second);
+  }
+  const network::Hosts hosts(host_by_rank);
+  // With one host after all, its ranks meet as they would have without a port.
+  const std::string local_name = fmt::format(
+      "host-{:016x}-{}", gather(*world, meeting.world_number())[0], hosts.host_of(rank));
+  const std::vector<int>& neighbours = hosts.ranks_of(hosts.host_of(rank));
+  std::shared_ptr<Fabric> host;
+  attempt_together(*world, [&] {
+    host = make_process_fabric(hosts.local_index(rank), static_cast<int>(neighbours.size()),
+                               local_name, deadline);
+  });
+  if (hosts.num_hosts() == 1) return host;
+
+  // The address by which others reach this host is that of its connection to another host.
+  Introduction mine;
+  UniqueFd listener;
+  attempt_together(*world, [&] {
+    std::string ip;
+    if (rank == 0) {
+      ip = local_ip(meeting.connection(hosts.ranks_of(1).front()));
+    } else if (!hosts.same_host(rank, 0)) {
+      ip = local_ip(meeting.connection(0));
+    }
+    if (ip.size() >= mine.ip.size()) {
+      throw Error(ErrorCode::kSystem, fmt::format("the address '{}' is too long", ip));
+    }
+    std::copy(ip.begin(), ip.end(), mine.ip.begin());
+    listener = listen_tcp(ip.empty() ? local_ip(meeting.connection(0)) : ip, 0);
+    if (!listener) throw Error(ErrorCode::kSystem, "this host has no free TCP port");
+    mine.port = port_of(listener.get());
+  });
+  const std::vector<Introduction> all = gather(*world, mine);
+  std::vector<TcpEndpoint> endpoints;
+  HostsParts parts;
+  for (const Introduction& one : all) {
+    const auto ip_of = [](const Introduction& of) {
+      return std::string(of.ip.data(), ::strnlen(of.ip.data(), of.ip.size()));
+    };
+    const std::string ip = ip_of(one).empty() ? ip_of(all[0]) : ip_of(one);
+    endpoints.push_back({ip, std::to_string(one.port)});
+    parts.where.push_back(ip);
+  }
+  attempt_together(*world, [&] {
+    const HandshakeTerms terms{network::secret_from_environment(std::getenv), Purpose::kControl,
+                               size};
+    parts.channels = connect_proxies(rank, hosts, endpoints, listener, terms, deadline);
+    parts.network = network::make_libfabric(endpoints[static_cast<std::size_t>(rank)].host);
+  });
+  parts.world = world;
+  parts.host = host;
+  parts.hosts = hosts;
+  parts.options.windows = windows;
+  parts.options.deadline = deadline;
+  return make_hosts_fabric(std::move(parts));
+}
+
+}  // namespace switchyard

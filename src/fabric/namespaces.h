@@ -1,0 +1,42 @@
+// Network namespaces of this kernel as hosts, for tests and demonstrations of worlds over hosts
+// without a second machine: `switchyard launch --namespaces 2`.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/unique_fd.h"
+
+namespace switchyard {
+
+// A bridge in a namespace of its own, and one namespace for each host, connected by a pair of
+// virtual Ethernet devices. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN) and iproute2.
+class NetworkNamespaces {
+ public:
+  // Throws Error{kUnsupported}, saying why this process may not make them.
+  explicit NetworkNamespaces(int num_hosts);
+  ~NetworkNamespaces();
+  NetworkNamespaces(const NetworkNamespaces&) = delete;
+  NetworkNamespaces& operator=(const NetworkNamespaces&) = delete;
+
+  int size() const { return static_cast<int>(entrances_.size()); }
+  std::string ip(int host) const;
+  const std::string& name(int host) const { return names_[static_cast<std::size_t>(host)]; }
+  // To call setns() with, which a forked child may do before exec.
+  int fd(int host) const { return entrances_[static_cast<std::size_t>(host)].get(); }
+  // Moves the calling thread into the host. Throws Error{kSystem}.
+  void enter(int host) const;
+  // Takes the host's cable out, or puts it in again. Throws Error{kSystem}.
+  void set_connected(int host, bool connected) const;
+  // What leaves the host leaves at this rate at most, in Mbit/s. Throws Error{kSystem}.
+  void limit_rate(int host, int megabits) const;
+
+ private:
+  void remove() const noexcept;
+
+  std::string bridge_;
+  std::vector<std::string> names_;
+  std::vector<UniqueFd> entrances_;
+};
+
+}  // namespace switchyard

@@ -1,0 +1,432 @@
+// Network over libfabric: fi_writedata() between endpoints of type RDM.
+//
+// The library is loaded when a world over hosts asks for it, and not before: with some of its
+// providers come libraries that set signal handlers of their own as they are loaded (PSM's, which
+// print a backtrace), in every process that links to it.
+#include <dlfcn.h>
+#include <fmt/core.h>
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+
+#include "network/network.h"
+#include "switchyard/error.h"
+
+namespace switchyard::network {
+namespace {
+
+constexpr std::uint32_t kApi = FI_VERSION(1, 11);
+constexpr std::size_t kMostNameBytes = 224;
+constexpr std::size_t kSignalBytes = 8;
+// Completions that may be waiting to be read. Chunks on their way are bounded by windows.
+constexpr std::size_t kQueueEntries = 4096;
+
+// What others need: where the endpoint is, and how to write into the memory behind it.
+struct Address {
+  std::uint64_t key = 0;
+  std::uint64_t base = 0;  // 0 where remote addresses are offsets
+  std::uint64_t name_bytes = 0;
+  std::array<std::byte, kMostNameBytes> name{};
+};
+
+// The functions of libfabric.so.1 that are not inline, in the versions that the headers describe.
+struct Library {
+  decltype(&::fi_getinfo) getinfo = nullptr;
+  decltype(&::fi_freeinfo) freeinfo = nullptr;
+  decltype(&::fi_dupinfo) dupinfo = nullptr;
+  decltype(&::fi_fabric) fabric = nullptr;
+  decltype(&::fi_strerror) strerror = nullptr;
+  decltype(&::fi_version) version = nullptr;
+  std::string problem;  // why it is not there; empty if it is
+
+  Library() {
+    // A handler that the process had stays.
+    constexpr std::array<int, 5> kSignals = {SIGSEGV, SIGBUS, SIGILL, SIGABRT, SIGFPE};
+    std::array<struct sigaction, kSignals.size()> handlers{};
+    for (std::size_t i = 0; i < kSignals.size(); ++i) {
+      ::sigaction(kSignals[i], nullptr, &handlers[i]);
+    }
+    // It is never unloaded: some of its providers keep threads.
+    void* const handle = ::dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    for (std::size_t i = 0; i < kSignals.size(); ++i) {
+      ::sigaction(kSignals[i], &handlers[i], nullptr);
+    }
+    if (handle == nullptr) {
+      problem = ::dlerror();
+      return;
+    }
+    const auto find = [&](auto& function, const char* name, const char* of_headers) {
+      // As a linker would: the version that the headers were written for, because fi_info grows. Of
+      // headers that are newer than those known here, the library of the same package.
+      void* const found = FI_MAJOR_VERSION == 1 && FI_MINOR_VERSION <= 17
+                              ? ::dlvsym(handle, name, of_headers)
+                              : ::dlsym(handle, name);
+      if (found == nullptr) problem = fmt::format("it has no {} of {}", name, of_headers);
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(found);
+    };
+    find(getinfo, "fi_getinfo", "FABRIC_1.3");
+    find(freeinfo, "fi_freeinfo", "FABRIC_1.3");
+    find(dupinfo, "fi_dupinfo", "FABRIC_1.3");
+    find(fabric, "fi_fabric", "FABRIC_1.1");
+    find(strerror, "fi_strerror", "FABRIC_1.0");
+    find(version, "fi_version", "FABRIC_1.0");
+  }
+};
+
+const Library& library() {
+  static const Library loaded;
+  return loaded;
+}
+
+const Library& require_library() {
+  if (library().problem.empty()) return library();
+  throw Error(ErrorCode::kUnsupported,
+              fmt::format("worlds over several hosts need libfabric, and "
+                          "libfabric.so.1 cannot be used: {}; install libfabric1",
+                          library().problem));
+}
+
+[[noreturn]] void throw_fabric(std::string_view what, std::int64_t code) {
+  throw Error(
+      ErrorCode::kSystem,
+      fmt::format("libfabric: {}: {} ({}); `fi_info` lists what this host offers, and "
+                  "FI_LOG_LEVEL=warn tells more",
+                  what, library().strerror(static_cast<int>(code < 0 ? -code : code)), code));
+}
+
+void require(std::int64_t code, std::string_view what) {
+  if (code != 0) throw_fabric(what, code);
+}
+
+template <typename T>
+struct Closes {
+  void operator()(T* object) const { fi_close(&object->fid); }
+};
+template <typename T>
+using Owned = std::unique_ptr<T, Closes<T>>;
+
+struct FreesInfo {
+  void operator()(fi_info* info) const { library().freeinfo(info); }
+};
+using Info = std::unique_ptr<fi_info, FreesInfo>;
+
+Info wanted() {
+  Info hints(library().dupinfo(nullptr));
+  if (!hints) throw_fabric("cannot describe an endpoint", FI_ENOMEM);
+  hints->caps = FI_RMA | FI_MSG;
+  hints->mode = FI_CONTEXT | FI_CONTEXT2;
+  hints->ep_attr->type = FI_EP_RDM;
+  hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+  // One thread uses the domain.
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  hints->domain_attr->cq_data_size = sizeof(std::uint32_t);
+  hints->tx_attr->inject_size = kSignalBytes;
+  return hints;
+}
+
+// Providers that reach other hosts, the best first. Whatever is not here (shm, sockets, udp) does
+// not, is out of use, or cannot write into remote memory; FI_PROVIDER can still ask for it.
+constexpr std::array<std::string_view, 5> kProviders = {"efa", "verbs;ofi_rxm", "psm3",
+                                                        "tcp;ofi_rxm", "tcp"};
+
+Info choose(const std::string& local_address) {
+  const bool asked = std::getenv("FI_PROVIDER") != nullptr;
+  const auto find = [&](const char* node) {
+    const Info hints = wanted();
+    fi_info* found = nullptr;
+    const int code = library().getinfo(kApi, node, nullptr, node == nullptr ? 0 : FI_SOURCE,
+                                       hints.get(), &found);
+    if (code != 0 && code != -FI_ENODATA) throw_fabric("cannot look for providers", code);
+    return Info(found);
+  };
+  // EFA has addresses of its own, which an IP address does not find.
+  const Info by_address = find(local_address.c_str());
+  const Info by_itself = find(nullptr);
+  const auto copy = [](const fi_info* info) {
+    Info one(library().dupinfo(info));
+    if (!one) throw_fabric("cannot keep a provider", FI_ENOMEM);
+    return one;
+  };
+  for (const std::string_view provider : kProviders) {
+    const fi_info* const first = provider == "efa" ? by_itself.get() : by_address.get();
+    for (const fi_info* info = first; info != nullptr; info = info->next) {
+      if (info->fabric_attr->prov_name == provider) return copy(info);
+    }
+  }
+  if (asked && by_address) return copy(by_address.get());
+  throw Error(
+      ErrorCode::kSystem,
+      fmt::format("libfabric has no provider that reaches other hosts from {}; see `fi_info`, and "
+                  "unset FI_PROVIDER or set it to tcp, verbs or efa",
+                  local_address));
+}
+
+class Libfabric final : public Network {
+ public:
+  explicit Libfabric(const std::string& local_address) : info_(choose(local_address)) {
+    fid_fabric* fabric = nullptr;
+    require(library().fabric(info_->fabric_attr, &fabric, nullptr), "cannot open the fabric");
+    fabric_.reset(fabric);
+    fid_domain* domain = nullptr;
+    require(fi_domain(fabric, info_.get(), &domain, nullptr), "cannot open the domain");
+    domain_.reset(domain);
+
+    fi_av_attr addresses{};
+    addresses.type = FI_AV_TABLE;
+    fid_av* av = nullptr;
+    require(fi_av_open(domain, &addresses, &av, nullptr), "cannot open an address vector");
+    av_.reset(av);
+
+    fi_cq_attr completions{};
+    completions.size = kQueueEntries;
+    completions.format = FI_CQ_FORMAT_DATA;
+    completions.wait_obj = FI_WAIT_FD;
+    fid_cq* cq = nullptr;
+    if (fi_cq_open(domain, &completions, &cq, nullptr) == 0) {
+      cq_.reset(cq);
+      if (fi_control(&cq->fid, FI_GETWAIT, &wait_fd_) != 0) wait_fd_ = -1;
+    } else {
+      // Some providers have no descriptor to wait for: the proxy then looks now and then.
+      completions.wait_obj = FI_WAIT_NONE;
+      require(fi_cq_open(domain, &completions, &cq, nullptr), "cannot open a completion queue");
+      cq_.reset(cq);
+    }
+
+    fid_ep* endpoint = nullptr;
+    require(fi_endpoint(domain, info_.get(), &endpoint, nullptr), "cannot open an endpoint");
+    endpoint_.reset(endpoint);
+    require(fi_ep_bind(endpoint, &av->fid, 0), "cannot bind the address vector");
+    require(fi_ep_bind(endpoint, &cq->fid, FI_TRANSMIT | FI_RECV), "cannot bind the queue");
+    require(fi_enable(endpoint), "cannot enable the endpoint");
+  }
+
+  void add(std::span<std::byte> memory) override {
+    memory_ = memory;
+    fid_mr* region = nullptr;
+    const std::uint64_t key = 1;  // where the provider does not choose
+    require(fi_mr_reg(domain_.get(), memory.data(), memory.size(), FI_WRITE | FI_REMOTE_WRITE, 0,
+                      key, 0, &region, nullptr),
+            fmt::format("cannot register {} bytes of windows (is `ulimit -l` too small?)",
+                        memory.size()));
+    region_.reset(region);
+    if ((info_->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0) {
+      require(fi_mr_bind(region, &endpoint_->fid, 0), "cannot bind the memory to the endpoint");
+      require(fi_mr_enable(region), "cannot enable the memory");
+    }
+  }
+
+  Blob address() override {
+    Address mine;
+    std::size_t bytes = mine.name.size();
+    require(fi_getname(&endpoint_->fid, mine.name.data(), &bytes), "cannot read the address");
+    mine.name_bytes = bytes;
+    mine.key = fi_mr_key(region_.get());
+    if ((info_->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0) {
+      mine.base = reinterpret_cast<std::uint64_t>(memory_.data());
+    }
+    Blob blob(sizeof mine);
+    std::memcpy(blob.data(), &mine, sizeof mine);
+    return blob;
+  }
+
+  void connect(std::span<const Blob> by_rank) override {
+    peers_.resize(by_rank.size());
+    for (std::size_t r = 0; r < by_rank.size(); ++r) {
+      if (by_rank[r].empty()) continue;
+      Address theirs;
+      if (by_rank[r].size() != sizeof theirs) {
+        throw Error(ErrorCode::kSpecMismatch,
+                    fmt::format("the network address of rank {} has {} bytes; use one build of "
+                                "Switchyard for all ranks",
+                                r, by_rank[r].size()));
+      }
+      std::memcpy(&theirs, by_rank[r].data(), sizeof theirs);
+      Peer& peer = peers_[r];
+      peer.key = theirs.key;
+      peer.base = theirs.base;
+      if (fi_av_insert(av_.get(), theirs.name.data(), 1, &peer.address, 0, nullptr) != 1) {
+        throw_fabric(fmt::format("cannot use the address of rank {}", r), FI_EADDRNOTAVAIL);
+      }
+    }
+  }
+
+  bool put(int rank, std::uint64_t from, std::uint32_t bytes, std::uint64_t to,
+           std::uint32_t immediate, std::uint64_t context) override {
+    Operation* const operation = take_operation();
+    operation->rank = rank;
+    operation->context = context;
+    const Peer& peer = peers_[static_cast<std::size_t>(rank)];
+    const ssize_t code =
+        fi_writedata(endpoint_.get(), memory_.data() + from, bytes, fi_mr_desc(region_.get()),
+                     immediate, peer.address, peer.base + to, peer.key, operation);
+    if (code == 0) return true;
+    give_back(operation);
+    if (code != -FI_EAGAIN) tell_lost(rank, library().strerror(static_cast<int>(-code)));
+    return code != -FI_EAGAIN;
+  }
+
+  bool signal(int rank, std::uint32_t immediate) override {
+    const Peer& peer = peers_[static_cast<std::size_t>(rank)];
+    // Not every provider writes nothing: the bytes go to the front of the memory, where nobody
+    // reads.
+    constexpr std::array<std::byte, kSignalBytes> kNothing{};
+    const ssize_t code = fi_inject_writedata(endpoint_.get(), kNothing.data(), kNothing.size(),
+                                             immediate, peer.address, peer.base, peer.key);
+    if (code == 0) return true;
+    if (code != -FI_EAGAIN) tell_lost(rank, library().strerror(static_cast<int>(-code)));
+    return code != -FI_EAGAIN;
+  }
+
+  std::size_t poll(std::span<Event> events) override {
+    std::size_t count = 0;
+    while (count < events.size() && !untold_.empty()) {
+      events[count++] = std::move(untold_.front());
+      untold_.pop_front();
+    }
+    std::array<fi_cq_data_entry, 16> entries;
+    while (count < events.size()) {
+      const std::size_t most = std::min(entries.size(), events.size() - count);
+      const ssize_t got = fi_cq_read(cq_.get(), entries.data(), most);
+      if (got == -FI_EAVAIL) {
+        if (!read_error(events[count])) break;
+        ++count;
+        continue;
+      }
+      if (got <= 0) break;
+      for (ssize_t i = 0; i < got; ++i) {
+        Event& event = events[count];
+        event = {};
+        const fi_cq_data_entry& entry = entries[static_cast<std::size_t>(i)];
+        if ((entry.flags & FI_REMOTE_CQ_DATA) != 0) {
+          event.kind = Event::Kind::kArrived;
+          event.immediate = static_cast<std::uint32_t>(entry.data);
+        } else if (entry.op_context != nullptr) {
+          auto* const operation = static_cast<Operation*>(entry.op_context);
+          event.kind = Event::Kind::kSent;
+          event.context = operation->context;
+          give_back(operation);
+        } else {
+          continue;
+        }
+        ++count;
+      }
+    }
+    return count;
+  }
+
+  int wait_fd() const override { return wait_fd_; }
+  bool may_sleep() override {
+    if (!untold_.empty()) return false;
+    if (wait_fd_ < 0) return true;
+    fid* waits_for = &cq_->fid;
+    return fi_trywait(fabric_.get(), &waits_for, 1) == FI_SUCCESS;
+  }
+  std::string name() const override {
+    return fmt::format("libfabric {}", info_->fabric_attr->prov_name);
+  }
+
+ private:
+  // libfabric may use the first words of what an operation's context points to.
+  struct Operation {
+    fi_context2 for_the_provider{};
+    int rank = -1;
+    std::uint64_t context = 0;
+  };
+  struct Peer {
+    fi_addr_t address = FI_ADDR_NOTAVAIL;
+    std::uint64_t key = 0, base = 0;
+  };
+
+  Operation* take_operation() {
+    if (free_.empty()) {
+      operations_.emplace_back();
+      free_.push_back(&operations_.back());
+    }
+    Operation* const operation = free_.back();
+    free_.pop_back();
+    return operation;
+  }
+  void give_back(Operation* operation) { free_.push_back(operation); }
+
+  void tell_lost(int rank, const std::string& why) {
+    Event event;
+    event.kind = Event::Kind::kLost;
+    event.rank = rank;
+    event.why = why;
+    untold_.push_back(std::move(event));
+  }
+
+  bool read_error(Event& event) {
+    fi_cq_err_entry error{};
+    if (fi_cq_readerr(cq_.get(), &error, 0) <= 0) return false;
+    event = {};
+    event.kind = Event::Kind::kLost;
+    event.why = library().strerror(error.err);
+    if (error.op_context != nullptr) {
+      auto* const operation = static_cast<Operation*>(error.op_context);
+      event.rank = operation->rank;
+      give_back(operation);
+    }
+    return true;
+  }
+
+  Info info_;
+  Owned<fid_fabric> fabric_;
+  Owned<fid_domain> domain_;
+  Owned<fid_av> av_;
+  Owned<fid_cq> cq_;
+  Owned<fid_mr> region_;
+  Owned<fid_ep> endpoint_;  // closed first
+  int wait_fd_ = -1;
+  std::span<std::byte> memory_;
+  std::vector<Peer> peers_;
+  std::deque<Operation> operations_;
+  std::vector<Operation*> free_;
+  std::deque<Event> untold_;
+};
+
+}  // namespace
+
+bool is_built_in() { return true; }
+
+void require_built_in() {}
+
+std::string describe() {
+  if (!library().problem.empty()) return "none: " + library().problem;
+  const std::uint32_t version = library().version();
+  std::string text = fmt::format("libfabric {}.{}", FI_MAJOR(version), FI_MINOR(version));
+  const Info hints = wanted();
+  fi_info* found = nullptr;
+  if (library().getinfo(kApi, nullptr, nullptr, 0, hints.get(), &found) != 0) found = nullptr;
+  const Info all(found);
+  bool any = false;
+  for (const std::string_view provider : kProviders) {
+    for (const fi_info* info = all.get(); info != nullptr; info = info->next) {
+      if (info->fabric_attr->prov_name != provider) continue;
+      text += fmt::format("{} {}", any ? "," : ":", provider);
+      any = true;
+      break;
+    }
+  }
+  return any ? text : text + ", without a provider that reaches other hosts";
+}
+
+std::unique_ptr<Network> make_libfabric(const std::string& local_address) {
+  require_library();
+  return std::make_unique<Libfabric>(local_address);
+}
+
+}  // namespace switchyard::network

@@ -1,0 +1,650 @@
+#include "network/proxy.h"
+
+#include <fmt/core.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <system_error>
+#include <utility>
+
+#include "base/threads.h"
+#include "protocol/wait.h"
+#include "switchyard/error.h"
+
+namespace switchyard::network {
+namespace {
+
+using std::chrono::milliseconds;
+
+// How often control channels are read while chunks keep coming.
+constexpr milliseconds kControlInterval{1};
+// How long the proxy beats fast after the last change.
+constexpr milliseconds kActiveTime{1'000};
+// A network may notice that a rank has left before the rank's goodbye is here.
+constexpr milliseconds kGoodbyeGrace{50};
+// A process that ended may have ended because it was told why the world failed, and the kernel may
+// have dropped its last words. Then others tell the same within this time.
+constexpr milliseconds kDeathGrace{20};
+constexpr milliseconds kFarewell{1'000};
+// The longest sleep where the network has no descriptor to wait for.
+constexpr std::chrono::microseconds kBriefSleep{100};
+// A rank that was heard of within this time is not called silent, however short the deadline.
+constexpr std::int64_t kLeastSilence = 150'000'000;
+// In the place of a time: the rank of this host has left.
+constexpr auto kGone = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+// A turn of the proxy takes at most so many events, so that everything has its turn.
+constexpr std::size_t kEventsPerTurn = 64;
+
+std::int64_t to_ns(Clock::time_point time) {
+  return std::chrono::nanoseconds(time.time_since_epoch()).count();
+}
+std::int64_t now_ns() { return to_ns(Clock::now()); }
+
+std::uint64_t num_slots(const Hosts& hosts, const WindowOptions& options) {
+  return static_cast<std::uint64_t>(hosts.num_hosts()) * kNumLanes * options.window;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------- RemoteHeap
+
+RemoteHeap::RemoteHeap(std::shared_ptr<Proxy> proxy, std::span<std::byte* const> bases,
+                       std::size_t bytes)
+    : proxy_(std::move(proxy)),
+      control_(
+          reinterpret_cast<protocol::Control*>(bases[static_cast<std::size_t>(proxy_->rank_)])),
+      segment_(proxy_->enter(bases, bytes)) {}
+
+RemoteHeap::~RemoteHeap() { proxy_->leave(segment_); }
+
+const Hosts& RemoteHeap::hosts() const { return proxy_->hosts_; }
+
+int RemoteHeap::arbiter() const {
+  return proxy_->hosts_.ranks_of(proxy_->hosts_.host_of(proxy_->rank_)).front();
+}
+
+bool RemoteHeap::reaches(int rank) const { return proxy_->hosts_.same_host(rank, proxy_->rank_); }
+
+int RemoteHeap::gateway_to(int rank) const {
+  return proxy_->hosts_.gateway(proxy_->rank_, proxy_->hosts_.host_of(rank));
+}
+
+bool RemoteHeap::append(Lane lane, int host, RecordKind kind, std::span<const Target> targets,
+                        const void* payload, std::size_t bytes, std::size_t& done) {
+  return proxy_->outbox(lane, host).append(kind, segment_, targets, payload, bytes, done);
+}
+
+void RemoteHeap::flush(Lane lane, int host) { proxy_->outbox(lane, host).flush(); }
+
+void RemoteHeap::flush() {
+  for (const auto& outbox : proxy_->outboxes_) {
+    if (outbox) outbox->flush();
+  }
+}
+
+bool RemoteHeap::may_append(Lane lane, int host) const {
+  return proxy_->outbox(lane, host).may_append();
+}
+
+void RemoteHeap::end_call() {
+  protocol::store_release(&control_->ended, protocol::load_relaxed(&control_->ended) + 1);
+}
+
+int RemoteHeap::silent_rank(std::uint64_t deadline_ns) const {
+  const std::int64_t now = now_ns();
+  std::int64_t longest = std::max(static_cast<std::int64_t>(deadline_ns / 2), kLeastSilence);
+  int silent = -1;
+  for (int r = 0; r < proxy_->hosts_.num_ranks(); ++r) {
+    const auto i = static_cast<std::size_t>(r);
+    // Who has said goodbye is silent with good reason. If it is missed, waits for it say so.
+    if (r == proxy_->rank_ ||
+        proxy_->peers_[i].load(std::memory_order_acquire) == Proxy::Peer::kDeparted) {
+      continue;
+    }
+    const std::int64_t heard =
+        reaches(r) ? static_cast<std::int64_t>(protocol::load_acquire(proxy_->alive_[i]))
+                   : proxy_->last_heard_[i].load(std::memory_order_acquire);
+    if (now - heard <= longest) continue;
+    longest = now - heard;
+    silent = r;
+  }
+  return silent;
+}
+
+// --------------------------------------------------------------------------------------- Proxy
+
+Proxy::Proxy(const Hosts& hosts, int rank, const ProxyOptions& options,
+             std::unique_ptr<Network> network, std::vector<std::uint64_t*> alive,
+             std::shared_ptr<const void> keeps_alive, std::vector<ControlChannel> channels,
+             std::vector<std::string> where)
+    : hosts_(hosts),
+      rank_(rank),
+      options_(options),
+      alive_(std::move(alive)),
+      keeps_alive_(std::move(keeps_alive)),
+      where_(std::move(where)),
+      arena_(hosts, rank, options.windows),
+      network_(std::move(network)),
+      wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      channels_(std::move(channels)),
+      ring_(num_slots(hosts, options.windows)),
+      last_heard_(static_cast<std::size_t>(hosts.num_ranks())),
+      peers_(static_cast<std::size_t>(hosts.num_ranks())),
+      why_lost_(static_cast<std::size_t>(hosts.num_ranks())),
+      suspected_(static_cast<std::size_t>(hosts.num_ranks())) {
+  if (!wake_fd_) throw_errno("cannot make an eventfd for the network's thread");
+  network_->add(arena_.memory());
+  const WindowOptions& windows = options_.windows;
+  for (int host = 0; host < hosts_.num_hosts(); ++host) {
+    for (int l = 0; l < kNumLanes; ++l) {
+      if (host == hosts_.host_of(rank_)) {
+        outboxes_.push_back(nullptr);
+        continue;
+      }
+      const auto lane = static_cast<Lane>(l);
+      Outbox::Place place;
+      place.gateway = hosts_.gateway(rank_, host);
+      place.number = static_cast<std::uint32_t>(outboxes_.size());
+      place.from = arena_.outgoing_at(host, lane);
+      place.to = Arena::window_at(hosts_, windows, place.gateway, rank_, lane);
+      place.immediate = {lane == Lane::kDispatch ? Immediate::Kind::kDispatchChunk
+                                                 : Immediate::Kind::kCombineChunk,
+                         rank_, 0};
+      outboxes_.push_back(
+          std::make_unique<Outbox>(arena_, windows, place, ring_, [this] { wake(); }));
+    }
+  }
+  queued_.resize(outboxes_.size());
+  for (const int source : hosts_.sources_of(rank_)) {
+    for (int l = 0; l < kNumLanes; ++l) {
+      Inbox inbox;
+      inbox.source = source;
+      inbox.lane = static_cast<Lane>(l);
+      inbox.at = Arena::window_at(hosts_, windows, rank_, source, inbox.lane);
+      inbox.arrived.resize(windows.window);
+      inboxes_.push_back(std::move(inbox));
+    }
+  }
+}
+
+void Proxy::start(std::span<const Blob> addresses) {
+  network_->connect(addresses);
+  const std::int64_t now = now_ns();
+  for (auto& heard : last_heard_) heard.store(now, std::memory_order_relaxed);
+  protocol::store_release(alive_[static_cast<std::size_t>(rank_)], static_cast<std::uint64_t>(now));
+  next_beat_ = next_control_ = last_active_ = Clock::now();
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (const std::system_error& error) {
+    throw Error(ErrorCode::kSystem,
+                fmt::format("the network's thread could not be started ({}); {}",
+                            error.code().message(), kThreadRemedy));
+  }
+}
+
+Proxy::~Proxy() {
+  if (!thread_.joinable()) return;
+  stopping_.store(true, std::memory_order_seq_cst);
+  wake();
+  thread_.join();
+}
+
+Traffic Proxy::traffic() const {
+  Traffic traffic;
+  for (const auto& outbox : outboxes_) {
+    if (outbox) traffic.bytes_sent += outbox->bytes_sent();
+  }
+  traffic.chunks_sent = chunks_sent_.load(std::memory_order_relaxed);
+  traffic.chunks_received = chunks_received_.load(std::memory_order_relaxed);
+  return traffic;
+}
+
+std::string Proxy::liveness(int rank) const {
+  if (!is_rank_elsewhere(rank)) return "";
+  const auto i = static_cast<std::size_t>(rank);
+  switch (peers_[i].load(std::memory_order_acquire)) {
+    case Peer::kLost: {
+      const std::lock_guard lock(words_mutex_);
+      return fmt::format("rank {} on {} {}", rank, where_[i], why_lost_[i]);
+    }
+    case Peer::kDeparted:
+      return fmt::format("rank {} on {} has destroyed its World", rank, where_[i]);
+    case Peer::kHere:
+      break;
+  }
+  const std::int64_t age = now_ns() - last_heard_[i].load(std::memory_order_acquire);
+  if (age < kLeastSilence) return "";
+  return fmt::format(
+      "rank {} on {} was last heard of {:.3f} s ago: it is stopped, or its host "
+      "cannot be reached",
+      rank, where_[i], static_cast<double>(age) * 1e-9);
+}
+
+// The proxy looks for commands once more after it has said that it sleeps (ring.h).
+void Proxy::wake() {
+  if (!sleeping_.load(std::memory_order_seq_cst)) return;
+  const std::uint64_t one = 1;
+  // It fails only where the counter is full, which wakes as well.
+  [[maybe_unused]] const ssize_t written = ::write(wake_fd_.get(), &one, sizeof one);
+}
+
+std::uint32_t Proxy::enter(std::span<std::byte* const> bases, std::size_t bytes) {
+  const std::lock_guard lock(heaps_mutex_);
+  Heap heap;
+  heap.heaps.experts.num_ranks = hosts_.num_ranks();
+  heap.heaps.rank = rank_;
+  heap.heaps.arbiter = hosts_.ranks_of(hosts_.host_of(rank_)).front();
+  std::copy(bases.begin(), bases.end(), heap.heaps.base);
+  heap.bytes = bytes;
+  heaps_.emplace(next_segment_, heap);
+  return next_segment_++;
+}
+
+bool Proxy::is_quiet(const Heap& heap) const {
+  for (std::size_t o = 0; o < outboxes_.size(); ++o) {
+    if (!outboxes_[o] || outboxes_[o]->is_idle()) continue;
+    // A rank that has left has read all that it wanted, though its last credits may be lost.
+    const auto gateway = static_cast<std::size_t>(outboxes_[o]->gateway());
+    if (peers_[gateway].load(std::memory_order_acquire) == Peer::kHere) return false;
+  }
+  const std::uint64_t ended = protocol::load_relaxed(&heap.heaps.control(rank_)->ended);
+  const std::vector<int>& neighbours = hosts_.ranks_of(hosts_.host_of(rank_));
+  return std::all_of(neighbours.begin(), neighbours.end(), [&](int r) {
+    return protocol::load_acquire(&heap.heaps.control(r)->ended) >= ended;
+  });
+}
+
+void Proxy::leave(std::uint32_t segment) {
+  Heap heap;
+  {
+    const std::lock_guard lock(heaps_mutex_);
+    heap = heaps_.at(segment);
+  }
+  for (const auto& outbox : outboxes_) {
+    if (outbox) outbox->flush();
+  }
+  const Clock::time_point until = Clock::now() + options_.deadline;
+  while (!protocol::aborted(heap.heaps) && !is_quiet(heap) && Clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  // Others must learn why before they see this rank leave.
+  const Clock::time_point told_by = std::min(until, Clock::now() + kFarewell);
+  std::unique_lock lock(heaps_mutex_);
+  while (protocol::aborted(heap.heaps) && !heaps_.at(segment).told_abort &&
+         Clock::now() < told_by) {
+    lock.unlock();
+    wake();
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+    lock.lock();
+  }
+  heaps_.erase(segment);
+}
+
+std::byte* Proxy::at(std::uint32_t segment, const Target& target, std::uint64_t bytes,
+                     std::string& fault) {
+  const auto heap = heaps_.find(segment);
+  if (heap == heaps_.end()) {
+    if (segment >= next_segment_) fault = fmt::format("a record for heap {}", segment);
+    return nullptr;
+  }
+  if (target.rank < 0 || target.rank >= hosts_.num_ranks() ||
+      !hosts_.same_host(target.rank, rank_)) {
+    fault = fmt::format("a record for rank {}, which is not of this host", target.rank);
+    return nullptr;
+  }
+  // Nobody but its rank writes a Control, except through messages of its own kind.
+  const std::uint64_t end = heap->second.bytes;
+  if (target.offset < sizeof(protocol::Control) || target.offset > end ||
+      bytes > end - target.offset) {
+    fault = fmt::format("a record of {} bytes for offset {} of a heap of {}", bytes, target.offset,
+                        end);
+    return nullptr;
+  }
+  return heap->second.heaps.base[target.rank] + target.offset;
+}
+
+// ----------------------------------------------------------------------------------- the thread
+
+void Proxy::run() {
+  while (!stopping_.load(std::memory_order_acquire)) {
+    bool busy = hear_network();
+    busy |= apply_arrived();
+    busy |= send_commands();
+    const Clock::time_point now = Clock::now();
+    if (busy) last_active_ = now;
+    if (now >= next_control_) {
+      for (int r = 0; r < hosts_.num_ranks(); ++r) hear_control(r);
+      next_control_ = now + kControlInterval;
+      check_suspects(now);
+    }
+    tell_aborts();
+    if (now >= next_beat_) beat(now);
+    if (!busy) sleep(network_->wait_fd() < 0);
+  }
+  say_goodbye();
+}
+
+bool Proxy::hear_network() {
+  std::array<Event, kEventsPerTurn> events;
+  const std::size_t count = network_->poll(events);
+  for (std::size_t i = 0; i < count; ++i) hear(events[i]);
+  return count > 0;
+}
+
+void Proxy::hear(const Event& event) {
+  switch (event.kind) {
+    case Event::Kind::kSent: {
+      const auto number = static_cast<std::size_t>(event.context >> 32);
+      outboxes_[number]->sent(static_cast<std::uint32_t>(event.context));
+      return;
+    }
+    case Event::Kind::kLost:
+      if (!is_rank_elsewhere(event.rank)) return;  // whose it was shows at the deadline
+      return suspect(event.rank, "cannot be reached: " + event.why, kGoodbyeGrace);
+    case Event::Kind::kArrived:
+      break;
+  }
+  const Immediate immediate = Immediate::unpack(event.immediate);
+  if (!is_rank_elsewhere(immediate.source)) return;  // nobody to blame
+  last_heard_[static_cast<std::size_t>(immediate.source)].store(now_ns(),
+                                                                std::memory_order_release);
+  switch (immediate.kind) {
+    case Immediate::Kind::kDispatchChunk:
+      return hear_chunk(immediate, Lane::kDispatch);
+    case Immediate::Kind::kCombineChunk:
+      return hear_chunk(immediate, Lane::kCombine);
+    case Immediate::Kind::kDispatchCredit:
+      return hear_credit(immediate, Lane::kDispatch);
+    case Immediate::Kind::kCombineCredit:
+      return hear_credit(immediate, Lane::kCombine);
+  }
+}
+
+void Proxy::hear_chunk(const Immediate& immediate, Lane lane) {
+  const auto inbox = std::find_if(inboxes_.begin(), inboxes_.end(), [&](const Inbox& i) {
+    return i.source == immediate.source && i.lane == lane;
+  });
+  if (inbox == inboxes_.end() || immediate.value >= options_.windows.window ||
+      inbox->arrived[immediate.value]) {
+    lose(immediate.source, fmt::format("broke the protocol: a chunk in slot {}", immediate.value));
+    return;
+  }
+  inbox->arrived[immediate.value] = true;
+  chunks_received_.fetch_add(1, std::memory_order_relaxed);
+}
+
+void Proxy::hear_credit(const Immediate& immediate, Lane lane) {
+  Outbox& credited = outbox(lane, hosts_.host_of(immediate.source));
+  if (credited.gateway() != immediate.source || !credited.credited(immediate.value)) {
+    lose(immediate.source, fmt::format("broke the protocol: {} credits too many", immediate.value));
+  }
+}
+
+bool Proxy::apply_arrived() {
+  bool any = false;
+  for (Inbox& inbox : inboxes_) {
+    const std::uint32_t window = options_.windows.window;
+    while (inbox.arrived[inbox.next % window]) {
+      if (peers_[static_cast<std::size_t>(inbox.source)].load(std::memory_order_relaxed) ==
+          Peer::kLost) {
+        break;
+      }
+      const std::uint64_t slot = inbox.next % window;
+      std::string fault;
+      {
+        const std::lock_guard lock(heaps_mutex_);
+        fault =
+            apply(arena_.chunk(inbox.at + slot * options_.windows.chunk_bytes), inbox.next, *this);
+      }
+      if (!fault.empty()) {
+        lose(inbox.source, "broke the protocol: " + fault);
+        break;
+      }
+      inbox.arrived[slot] = false;
+      ++inbox.next;
+      ++inbox.owed;
+      any = true;
+    }
+    if (inbox.owed == 0) continue;
+    const Immediate credit{inbox.lane == Lane::kDispatch ? Immediate::Kind::kDispatchCredit
+                                                         : Immediate::Kind::kCombineCredit,
+                           rank_, inbox.owed};
+    // Where the queue is full, they go with the next turn.
+    if (network_->signal(inbox.source, credit.pack())) inbox.owed = 0;
+  }
+  return any;
+}
+
+bool Proxy::send_commands() {
+  Command command;
+  bool any = false;
+  while (ring_.pop(command)) {
+    queued_[command.outbox].push_back(command);
+    any = true;
+  }
+  for (std::deque<Command>& commands : queued_) {
+    while (!commands.empty()) {
+      const Command& next = commands.front();
+      if (peers_[static_cast<std::size_t>(next.rank)].load(std::memory_order_relaxed) !=
+          Peer::kHere) {
+        commands.clear();
+        break;
+      }
+      const std::uint64_t context = std::uint64_t{next.outbox} << 32 | next.context;
+      if (!network_->put(next.rank, next.from, next.bytes, next.to, next.immediate, context)) break;
+      chunks_sent_.fetch_add(1, std::memory_order_relaxed);
+      commands.pop_front();
+      any = true;
+    }
+  }
+  return any;
+}
+
+void Proxy::hear_control(int rank) {
+  ControlChannel& channel = channels_[static_cast<std::size_t>(rank)];
+  if (!channel.is_open()) return;
+  channel.flush();
+  while (const std::optional<ControlMessage> message = channel.receive()) hear(rank, *message);
+  if (channel.garbled()) {
+    lose(rank, "broke the protocol of control messages");
+    channel.close();
+  } else if (channel.at_end()) {
+    suspect(rank, "closed its connection: its process has ended", kDeathGrace);
+    channel.close();
+  }
+}
+
+void Proxy::hear(int rank, const ControlMessage& message) {
+  const auto i = static_cast<std::size_t>(rank);
+  last_heard_[i].store(now_ns(), std::memory_order_release);
+  if (message.kind == ControlMessage::Kind::kGoodbye) {
+    Peer here = Peer::kHere;
+    peers_[i].compare_exchange_strong(here, Peer::kDeparted, std::memory_order_acq_rel);
+    // The other end waits for this, so that it does not close with messages unread: the kernel
+    // would take the goodbye back.
+    channels_[i].close();
+    return;
+  }
+  if (message.kind == ControlMessage::Kind::kAlive) return;
+  const std::lock_guard lock(heaps_mutex_);
+  const auto entry = heaps_.find(message.segment);
+  if (entry == heaps_.end()) return;
+  const protocol::Heaps& heaps = entry->second.heaps;
+  if (message.kind == ControlMessage::Kind::kBeat) {
+    protocol::store_release(&heaps.control(rank)->waits_for, message.word);
+    protocol::store_release(&heaps.control(rank)->progress, message.progress);
+    last_active_ = Clock::now();
+    return;
+  }
+  if (protocol::aborted(heaps)) return;
+  const auto failed = static_cast<int>(message.word & (protocol::kCalledOff - 1)) - 1;
+  if ((message.word & protocol::kCalledOff) == 0) {
+    // The record of a rank of this host is in its own heap.
+    if (is_rank_elsewhere(failed)) heaps.control(failed)->failure = message.record;
+  }
+  // Release, so that whoever sees the word sees the record.
+  protocol::compare_exchange(&heaps.control(rank_)->abort, std::uint64_t{0}, message.word);
+  tell_abort(message.segment, entry->second);
+}
+
+void Proxy::tell(const ControlMessage& message) {
+  for (ControlChannel& channel : channels_) {
+    if (channel.is_open()) channel.send(message);
+  }
+}
+
+void Proxy::tell_abort(std::uint32_t segment, Heap& heap) {
+  const std::uint64_t word = protocol::load_acquire(&heap.heaps.control(rank_)->abort);
+  if (word == 0 || heap.told_abort) return;
+  heap.told_abort = true;
+  ControlMessage message;
+  message.kind = ControlMessage::Kind::kAbort;
+  message.segment = segment;
+  message.word = word;
+  if ((word & protocol::kCalledOff) == 0) {
+    message.record = heap.heaps.control(static_cast<int>(word) - 1)->failure;
+  }
+  tell(message);
+}
+
+void Proxy::tell_aborts() {
+  const std::lock_guard lock(heaps_mutex_);
+  for (auto& [segment, heap] : heaps_) tell_abort(segment, heap);
+}
+
+void Proxy::beat(Clock::time_point now) {
+  protocol::store_release(alive_[static_cast<std::size_t>(rank_)],
+                          static_cast<std::uint64_t>(to_ns(now)));
+  bool told = false;
+  {
+    const std::lock_guard lock(heaps_mutex_);
+    for (auto& [segment, heap] : heaps_) {
+      ControlMessage message;
+      message.kind = ControlMessage::Kind::kBeat;
+      message.segment = segment;
+      message.word = protocol::load_acquire(&heap.heaps.control(rank_)->waits_for);
+      message.progress = protocol::load_relaxed(&heap.heaps.control(rank_)->progress);
+      if (message.word == heap.told_waits_for && message.progress == heap.told_progress) continue;
+      heap.told_waits_for = message.word;
+      heap.told_progress = message.progress;
+      for (ControlChannel& channel : channels_) {
+        if (channel.is_open()) channel.send_if_idle(message);
+      }
+      told = true;
+    }
+  }
+  if (told) {
+    last_active_ = now;
+  } else {
+    const ControlMessage alive;
+    for (ControlChannel& channel : channels_) {
+      if (channel.is_open()) channel.send_if_idle(alive);
+    }
+  }
+  next_beat_ = now + (now - last_active_ < kActiveTime ? options_.beat : options_.idle_beat);
+}
+
+void Proxy::suspect(int rank, const std::string& why, Clock::duration grace) {
+  const auto i = static_cast<std::size_t>(rank);
+  if (suspected_[i] || peers_[i].load(std::memory_order_relaxed) != Peer::kHere) return;
+  suspected_[i] = Suspicion{Clock::now() + grace, why};
+  next_beat_ = std::min(next_beat_, Clock::now() + grace);
+}
+
+void Proxy::check_suspects(Clock::time_point now) {
+  for (std::size_t i = 0; i < suspected_.size(); ++i) {
+    if (!suspected_[i] || now < suspected_[i]->due) continue;
+    const std::string why = suspected_[i]->why;
+    suspected_[i].reset();
+    if (peers_[i].load(std::memory_order_relaxed) == Peer::kHere) lose(static_cast<int>(i), why);
+  }
+}
+
+void Proxy::lose(int rank, const std::string& why) {
+  const auto i = static_cast<std::size_t>(rank);
+  if (peers_[i].load(std::memory_order_relaxed) == Peer::kLost) return;
+  {
+    const std::lock_guard lock(words_mutex_);
+    why_lost_[i] = why;
+  }
+  peers_[i].store(Peer::kLost, std::memory_order_release);
+  const std::int64_t silence = now_ns() - last_heard_[i].load(std::memory_order_relaxed);
+  const std::lock_guard lock(heaps_mutex_);
+  for (auto& [segment, heap] : heaps_) {
+    protocol::FailureRecord record{};
+    record.waiter = record.witness = rank_;
+    record.peer = rank;
+    record.phase = protocol::Phase::kLink;
+    record.epoch = protocol::load_relaxed(&heap.heaps.control(rank_)->ended) + 1;
+    record.waited_ns = static_cast<std::uint64_t>(std::max<std::int64_t>(silence, 1));
+    protocol::abort_world(heap.heaps, record);
+    tell_abort(segment, heap);
+  }
+}
+
+void Proxy::sleep(bool briefly) {
+  sleeping_.store(true, std::memory_order_seq_cst);
+  if (ring_.empty() && !stopping_.load(std::memory_order_seq_cst) && network_->may_sleep()) {
+    std::vector<pollfd> fds{{wake_fd_.get(), POLLIN, 0}};
+    if (network_->wait_fd() >= 0) fds.push_back({network_->wait_fd(), POLLIN, 0});
+    const std::size_t first_channel = fds.size();
+    for (const ControlChannel& channel : channels_) {
+      if (!channel.is_open()) continue;
+      fds.push_back(
+          {channel.fd(), static_cast<short>(POLLIN | (channel.has_unsent() ? POLLOUT : 0)), 0});
+    }
+    Clock::time_point until = next_beat_;
+    if (briefly) until = std::min(until, Clock::now() + kBriefSleep);
+    const auto left =
+        std::max(std::chrono::nanoseconds(0), std::chrono::nanoseconds(until - Clock::now()));
+    const timespec timeout{left.count() / 1'000'000'000, left.count() % 1'000'000'000};
+    if (::ppoll(fds.data(), fds.size(), &timeout, nullptr) > 0) {
+      std::uint64_t count = 0;
+      if (fds[0].revents != 0) {
+        [[maybe_unused]] const ssize_t got = ::read(wake_fd_.get(), &count, sizeof count);
+      }
+      for (std::size_t i = first_channel; i < fds.size(); ++i) {
+        if (fds[i].revents != 0) next_control_ = Clock::time_point();
+      }
+    }
+  }
+  sleeping_.store(false, std::memory_order_seq_cst);
+}
+
+// Closes no connection before the other end has: a kernel that finds messages unread then drops
+// what it has not delivered yet, the goodbye or the reason of an abort.
+void Proxy::say_goodbye() {
+  ControlMessage goodbye;
+  goodbye.kind = ControlMessage::Kind::kGoodbye;
+  // The same to the ranks of this host: never silent from now on.
+  protocol::store_release(alive_[static_cast<std::size_t>(rank_)], kGone);
+  tell_aborts();
+  tell(goodbye);
+  const Clock::time_point until = Clock::now() + kFarewell;
+  for (;;) {
+    std::vector<pollfd> fds;
+    for (std::size_t r = 0; r < channels_.size(); ++r) {
+      ControlChannel& channel = channels_[r];
+      if (!channel.is_open()) continue;
+      channel.flush();
+      if (!channel.has_unsent()) channel.end_sending();
+      while (channel.receive()) last_heard_[r].store(now_ns(), std::memory_order_relaxed);
+      if (channel.at_end() || channel.garbled()) {
+        channel.close();
+        continue;
+      }
+      // One that has stopped will not answer; its kernel has what it was told.
+      if (now_ns() - last_heard_[r].load(std::memory_order_relaxed) > kLeastSilence) continue;
+      fds.push_back(
+          {channel.fd(), static_cast<short>(POLLIN | (channel.has_unsent() ? POLLOUT : 0)), 0});
+    }
+    if (fds.empty() || Clock::now() >= until) return;
+    wait_ready(fds, until);
+  }
+}
+
+}  // namespace switchyard::network

@@ -1,0 +1,209 @@
+// The thread of a rank that talks to other hosts, and the heaps that it talks about.
+//
+// A rank's threads put records into outboxes; the proxy sends them, and stores what comes from
+// other hosts into the heaps of this host's ranks, flags after data, as a local sender would have
+// done. It only ever stores, and never waits for a credit. So credits always come back, and no two
+// proxies wait for each other.
+//
+// Of every rank elsewhere a heap has the words that ranks show each other (protocol::Control), and
+// nothing else: a mirror that beats of the other proxy fill. See docs/hosts.md and decision 38.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/posix.h"
+#include "network/arena.h"
+#include "network/control_channel.h"
+#include "network/hosts.h"
+#include "network/network.h"
+#include "network/outbox.h"
+#include "network/records.h"
+#include "network/ring.h"
+#include "protocol/control.h"
+
+namespace switchyard::network {
+
+class Proxy;
+
+// A heap of which some ranks are on other hosts, as one rank sees it. Sending is for any thread.
+class RemoteHeap {
+ public:
+  // Collective, in the same order on all ranks. `bases` has the heaps of all ranks as this rank
+  // maps them, and of ranks of other hosts a mirror of their Control. Nobody may send before all
+  // ranks have made theirs.
+  RemoteHeap(std::shared_ptr<Proxy> proxy, std::span<std::byte* const> bases, std::size_t bytes);
+  // Waits until nothing of this heap is under way through this rank: until its own chunks have been
+  // read, and the ranks of its host have ended as many calls as it has, because it may have to pass
+  // on what they still wait for. At most for the deadline, and not after an abort.
+  ~RemoteHeap();
+  RemoteHeap(const RemoteHeap&) = delete;
+  RemoteHeap& operator=(const RemoteHeap&) = delete;
+
+  const Hosts& hosts() const;
+  // The rank whose verdict word this host's ranks share.
+  int arbiter() const;
+  // True if the rank's heap is mapped here.
+  bool reaches(int rank) const;
+  // The rank that takes what goes to this rank's host.
+  int gateway_to(int rank) const;
+
+  // Both copy: `payload` may change when they return. As Outbox::append().
+  bool append(Lane lane, int host, RecordKind kind, std::span<const Target> targets,
+              const void* payload, std::size_t bytes, std::size_t& done);
+  void flush(Lane lane, int host);
+  void flush();
+  bool may_append(Lane lane, int host) const;
+
+  // What this rank has ended: its destructor waits for the others of the host to have done so.
+  void end_call();
+
+  // The rank that has been silent for longest, if that is a good part of the deadline; or -1.
+  int silent_rank(std::uint64_t deadline_ns) const;
+
+ private:
+  std::shared_ptr<Proxy> proxy_;
+  protocol::Control* control_;  // this rank's
+  std::uint32_t segment_ = 0;
+};
+
+struct ProxyOptions {
+  WindowOptions windows;
+  std::chrono::milliseconds deadline{30'000};
+  // How often it tells others that it runs, while anything changes and while nothing does.
+  std::chrono::milliseconds beat{10}, idle_beat{100};
+};
+
+struct Traffic {
+  std::uint64_t bytes_sent = 0;  // in chunks, headers included
+  std::uint64_t chunks_sent = 0, chunks_received = 0;
+};
+
+class Proxy final : private Landing {
+ public:
+  // `alive`: for every rank of this host a word that its proxy keeps writing the time into, and
+  // null for others; `keeps_alive` owns them. `channels`: to every rank of other hosts. `where`:
+  // what to call each rank's host.
+  Proxy(const Hosts& hosts, int rank, const ProxyOptions& options, std::unique_ptr<Network> network,
+        std::vector<std::uint64_t*> alive, std::shared_ptr<const void> keeps_alive,
+        std::vector<ControlChannel> channels, std::vector<std::string> where);
+  // Says goodbye; waits at most a second for the others' sockets.
+  ~Proxy() override;
+  Proxy(const Proxy&) = delete;
+  Proxy& operator=(const Proxy&) = delete;
+
+  // Address and connections of the network: exchange addresses, then start().
+  Blob address() { return network_->address(); }
+  void start(std::span<const Blob> addresses);
+
+  int rank() const { return rank_; }
+  const Hosts& hosts() const { return hosts_; }
+  std::string network_name() const { return network_->name(); }
+  Traffic traffic() const;
+  // What is known of a rank of another host that does not answer; empty if it was heard of lately.
+  std::string liveness(int rank) const;
+
+ private:
+  friend class RemoteHeap;
+
+  struct Heap {
+    protocol::Heaps heaps;  // bases; ExpertPartition has the number of ranks only
+    std::size_t bytes = 0;
+    std::uint64_t told_waits_for = 0, told_progress = 0;
+    bool told_abort = false;
+  };
+  // A window of this rank.
+  struct Inbox {
+    int source = 0;
+    Lane lane = Lane::kDispatch;
+    std::uint64_t at = 0;    // offset of the window
+    std::uint64_t next = 0;  // number of the chunk that is applied next
+    std::uint32_t owed = 0;  // credits
+    std::vector<bool> arrived;
+  };
+  enum class Peer : std::uint8_t { kHere, kDeparted, kLost };
+
+  Outbox& outbox(Lane lane, int host) {
+    return *outboxes_[static_cast<std::size_t>(host) * kNumLanes + static_cast<std::size_t>(lane)];
+  }
+  void wake();
+  std::uint32_t enter(std::span<std::byte* const> bases, std::size_t bytes);
+  void leave(std::uint32_t segment);
+  bool is_quiet(const Heap& heap) const;
+
+  // By the thread.
+  void run();
+  bool hear_network();
+  void hear(const Event& event);
+  void hear_chunk(const Immediate& immediate, Lane lane);
+  void hear_credit(const Immediate& immediate, Lane lane);
+  bool apply_arrived();
+  bool send_commands();
+  void hear_control(int rank);
+  void hear(int rank, const ControlMessage& message);
+  void tell(const ControlMessage& message);
+  void beat(Clock::time_point now);
+  void tell_abort(std::uint32_t segment, Heap& heap);
+  void tell_aborts();
+  void check_suspects(Clock::time_point now);
+  void suspect(int rank, const std::string& why, Clock::duration grace);
+  void lose(int rank, const std::string& why);
+  void sleep(bool briefly);
+  void say_goodbye();
+  bool is_rank_elsewhere(int rank) const {
+    return rank >= 0 && rank < hosts_.num_ranks() && !hosts_.same_host(rank, rank_);
+  }
+
+  std::byte* at(std::uint32_t segment, const Target& target, std::uint64_t bytes,
+                std::string& fault) override;
+
+  const Hosts hosts_;
+  const int rank_;
+  const ProxyOptions options_;
+  std::vector<std::uint64_t*> alive_;
+  std::shared_ptr<const void> keeps_alive_;
+  std::vector<std::string> where_;
+  Arena arena_;
+  std::unique_ptr<Network> network_;
+  UniqueFd wake_fd_;
+  std::vector<ControlChannel> channels_;
+  CommandRing ring_;
+  std::vector<std::unique_ptr<Outbox>> outboxes_;  // [host][lane]; null for the own host
+
+  // Held while records are applied, so that a heap that was left is not stored into any more.
+  mutable std::mutex heaps_mutex_;
+  std::map<std::uint32_t, Heap> heaps_;
+  std::uint32_t next_segment_ = 0;
+
+  std::vector<std::atomic<std::int64_t>> last_heard_;  // by rank, ns
+  std::vector<std::atomic<Peer>> peers_;
+  mutable std::mutex words_mutex_;
+  std::vector<std::string> why_lost_;  // by rank
+
+  // The thread's alone.
+  std::vector<Inbox> inboxes_;
+  std::vector<std::deque<Command>> queued_;  // by outbox
+  struct Suspicion {
+    Clock::time_point due;
+    std::string why;
+  };
+  std::vector<std::optional<Suspicion>> suspected_;  // by rank
+  Clock::time_point next_beat_, next_control_, last_active_;
+  std::atomic<std::uint64_t> chunks_sent_{0}, chunks_received_{0};
+
+  std::atomic<bool> sleeping_{false}, stopping_{false};
+  std::thread thread_;
+};
+
+}  // namespace switchyard::network

@@ -1,0 +1,283 @@
+// Layers and exchanges over hosts, with a network that reorders, delays and refuses whatever it
+// likes: the same bits as on one host. Each trial follows from a seed, which a failure prints.
+//
+//   SWITCHYARD_CHAOS_SEEDS=10000    trials of each kind (default 40)
+//   SWITCHYARD_CHAOS_FIRST=7        the first seed
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "support/exchanges.h"
+#include "support/hosts.h"
+#include "support/layers.h"
+#include "support/numbers.h"
+
+namespace switchyard::testing {
+namespace {
+
+std::uint64_t num_seeds() { return test::number_from("SWITCHYARD_CHAOS_SEEDS", 40); }
+std::uint64_t first_seed() { return test::number_from("SWITCHYARD_CHAOS_FIRST", 1); }
+
+struct Trial {
+  test::ChaosHosts hosts;
+  int ranks = 0;
+  std::uint64_t seed;
+  test::Numbers numbers;
+
+  explicit Trial(std::uint64_t its_seed) : seed(its_seed), numbers(its_seed) {
+    const int num_hosts = numbers.between(2, 4);
+    for (int h = 0; h < num_hosts; ++h) {
+      hosts.ranks_of_hosts.push_back(numbers.between(1, num_hosts == 4 ? 2 : 3));
+      ranks += hosts.ranks_of_hosts.back();
+    }
+    hosts.chaos.seed = seed;
+    hosts.chaos.longest_delay = std::chrono::microseconds(numbers.between(0, 400));
+    hosts.chaos.full_queue = numbers.between(0, 3) * 0.1;
+    hosts.windows.window = static_cast<std::uint32_t>(numbers.between(1, 3));
+    hosts.windows.chunk_bytes = static_cast<std::uint32_t>(numbers.between(32, 80) * 64);
+  }
+  std::string name() const {
+    std::string text = "seed " + std::to_string(seed) + ": ranks on hosts";
+    for (const int count : hosts.ranks_of_hosts) text += " " + std::to_string(count);
+    return text + ", window " + std::to_string(hosts.windows.window) + " of " +
+           std::to_string(hosts.windows.chunk_bytes);
+  }
+};
+
+// What came of all trials of a test. `bench/hosts_chaos.py` keeps these numbers.
+struct Tally {
+  std::uint64_t trials = 0, hangs = 0, wrong_words = 0, wrong_names = 0;
+
+  // No rank may throw here. One that waited for its deadline hung.
+  void require_nothing_thrown(const std::vector<std::exception_ptr>& thrown) {
+    for (const std::exception_ptr& failure : thrown) {
+      try {
+        if (failure) std::rethrow_exception(failure);
+      } catch (const TimeoutError& error) {
+        ++hangs;
+        ADD_FAILURE() << error.what();
+        return;
+      } catch (const std::exception& error) {
+        ADD_FAILURE() << error.what();
+      }
+    }
+  }
+  // After a few failures the next ones tell nothing new.
+  bool may_go_on() const { return hangs + wrong_words + wrong_names < 3; }
+  ~Tally() {
+    for (const auto& [name, number] : {std::pair("trials", trials),
+                                       {"hangs", hangs},
+                                       {"wrong_words", wrong_words},
+                                       {"wrong_names", wrong_names}}) {
+      ::testing::Test::RecordProperty(name, std::to_string(number));
+    }
+  }
+};
+
+TEST(HostsChaos, LayersHaveTheBitsOfOneHost) {
+  Tally tally;
+  for (std::uint64_t seed = first_seed(); seed < first_seed() + num_seeds() && tally.may_go_on();
+       ++seed) {
+    ++tally.trials;
+    Trial trial(seed);
+    SCOPED_TRACE(trial.name());
+    LayerSpec spec = spec_of(32, 16, trial.numbers.between(std::max(3, trial.ranks), 24), 3);
+    if (trial.numbers.between(0, 1) == 1) spec.shared_intermediate = 16;
+    spec.weight_on_input = trial.numbers.between(0, 3) == 0;
+    const MoeWeights weights = generate_weights(spec, DType::kF32, seed, {.num_threads = 1});
+    constexpr int kPasses = 3;
+    std::vector<Batch> batches;
+    std::vector<Shares> shares;
+    std::vector<Matrix> expected;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      std::vector<std::int64_t> counts;
+      std::int64_t total = 0;
+      for (int r = 0; r < trial.ranks; ++r) {
+        counts.push_back(trial.numbers.between(0, 3) == 0 ? 0 : trial.numbers.between(0, 70));
+        total += counts.back();
+      }
+      const SyntheticRouting routing =
+          synthetic_routing(static_cast<int>(total), spec.num_experts, spec.top_k, 0.7, seed);
+      batches.push_back({Matrix::random(total, spec.hidden, DType::kF32, seed + 1000),
+                         routing.ids,
+                         routing.weights,
+                         {}});
+      shares.push_back(Shares::of(counts));
+      expected.push_back(
+          run_batch(spec, weights, batches.back(), Shares::of({total}), DType::kF32).output);
+    }
+    std::vector<BatchResult> results;
+    for (const Batch& batch : batches) {
+      results.push_back(empty_result(spec, batch, trial.ranks, DType::kF32));
+    }
+    const auto thrown = test::run_over_chaos(trial.hosts, [&](const World& world) {
+      LayerOptions options;
+      options.max_tokens = 70;
+      options.num_threads = world.rank() % 2 + 1;
+      MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), trial.ranks), options);
+      for (std::size_t pass = 0; pass < kPasses; ++pass) {
+        forward_share(layer, batches[pass], shares[pass], world.rank(), results[pass]);
+      }
+    });
+    tally.require_nothing_thrown(thrown);
+    for (std::size_t pass = 0; pass < kPasses; ++pass) {
+      std::uint64_t wrong = 0;
+      for (std::int64_t i = 0; i < expected[pass].rows() * spec.hidden; ++i) {
+        wrong += results[pass].output.get(i) != expected[pass].get(i);
+      }
+      EXPECT_EQ(wrong, 0u) << "pass " << pass;
+      tally.wrong_words += wrong;
+    }
+  }
+}
+
+TEST(HostsChaos, ExchangesBringEveryRowAndSum) {
+  Tally tally;
+  for (std::uint64_t seed = first_seed(); seed < first_seed() + num_seeds() && tally.may_go_on();
+       ++seed) {
+    ++tally.trials;
+    Trial trial(seed);
+    SCOPED_TRACE(trial.name());
+    ExchangeSpec spec;
+    spec.hidden = 24;
+    spec.num_experts = trial.numbers.between(trial.ranks, 16);
+    spec.top_k = 3;
+    spec.max_tokens = 40;
+    spec.combine = DType::kF32;
+    spec.pre_sum = trial.numbers.between(0, 1) == 1;
+    spec.weights = spec.pre_sum ? CombineWeights::kBySender : CombineWeights::kByReceiver;
+    std::vector<ExchangeBatch> batches;
+    for (std::uint64_t b = 0; b < 3; ++b) {
+      batches.emplace_back(spec, trial.ranks, DType::kBF16, seed * 8 + b);
+    }
+    std::vector<int> wrong(static_cast<std::size_t>(trial.ranks), -1);
+    const auto thrown = test::run_over_chaos(trial.hosts, [&](const World& world) {
+      ExchangeOptions options;
+      options.num_threads = world.rank() % 2 + 1;
+      Exchange exchange(world, spec, options);
+      ExchangeHandle handle = exchange.make_handle();
+      int& mine = wrong[static_cast<std::size_t>(world.rank())];
+      mine = 0;
+      for (int round = 0; round < 4; ++round) {
+        const bool reuse = round == 2;
+        const ExchangeBatch& batch = batches[static_cast<std::size_t>(reuse ? 1 : round % 3)];
+        DispatchInput input = input_of(batch, world.rank());
+        if (reuse) {
+          input = {};
+          input.tokens = batch.tokens[static_cast<std::size_t>(world.rank())].view();
+          input.reuse = true;
+        }
+        ExchangeArrays got{exchange.spec(), exchange.own_places(), exchange.rows_needed()};
+        exchange.dispatch_send(input, handle);
+        exchange.dispatch_recv(got.output(), handle);
+        mine += wrong_rows(batch, world.rank(), exchange.spec().layout, got);
+        const Matrix results = results_of(batch, got);
+        exchange.combine_send({results.view()}, handle);
+        Matrix out(batch.count(world.rank()), spec.hidden, DType::kF32);
+        exchange.combine_recv(output_of(out), handle);
+        mine += wrong_sums(batch, world.rank(), out);
+      }
+    });
+    tally.require_nothing_thrown(thrown);
+    EXPECT_EQ(wrong, std::vector<int>(wrong.size(), 0));
+    for (const int count : wrong) tally.wrong_words += count > 0 ? static_cast<unsigned>(count) : 0;
+  }
+}
+
+// A link between two ranks breaks at some put. Everybody ends with an error that names one of the
+// two, long before the deadline.
+TEST(HostsChaos, ACutLinkEndsAllRanks) {
+  Tally tally;
+  for (std::uint64_t seed = first_seed(); seed < first_seed() + num_seeds() && tally.may_go_on();
+       ++seed) {
+    ++tally.trials;
+    Trial trial(seed);
+    SCOPED_TRACE(trial.name());
+    // One rank a host: every pair of ranks has a link.
+    trial.ranks = static_cast<int>(trial.hosts.ranks_of_hosts.size());
+    trial.hosts.ranks_of_hosts.assign(static_cast<std::size_t>(trial.ranks), 1);
+    trial.hosts.chaos.cut_after = trial.numbers.between(0, 60);
+    trial.hosts.chaos.cut_rank = trial.numbers.between(0, trial.ranks - 1);
+    const LayerSpec spec = spec_of(32, 16, 12, 3);
+    const MoeWeights weights = generate_weights(spec, DType::kF32, seed, {.num_threads = 1});
+    const Batch batch{Matrix::random(40 * trial.ranks, spec.hidden, DType::kF32, seed), {}, {}, {}};
+    const Shares shares = Shares::even(batch.x.rows(), trial.ranks);
+    BatchResult result = empty_result(spec, batch, trial.ranks, DType::kF32);
+    const auto start = test::Clock::now();
+    std::vector<std::array<int, 2>> blamed(static_cast<std::size_t>(trial.ranks), {-1, -1});
+    const auto thrown = test::run_over_chaos(trial.hosts, [&](const World& world) {
+      LayerOptions options;
+      options.max_tokens = 40;
+      options.num_threads = 1;
+      options.deadline = test::kGenerous;
+      MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), trial.ranks), options);
+      try {
+        for (;;) forward_share(layer, batch, shares, world.rank(), result);
+      } catch (const TimeoutError& error) {
+        blamed[static_cast<std::size_t>(world.rank())] = {error.failure().waiter_rank,
+                                                          error.failure().peer_rank};
+        EXPECT_STREQ(error.failure().phase, "link") << error.what();
+      }
+    });
+    tally.require_nothing_thrown(thrown);
+    EXPECT_LT(test::since(start), test::kAtOnce);
+    for (const std::array<int, 2>& ends : blamed) {
+      const bool right = ends[1] != -1 && (ends[0] == trial.hosts.chaos.cut_rank ||
+                                           ends[1] == trial.hosts.chaos.cut_rank);
+      EXPECT_TRUE(right) << "rank " << ends[0] << " blames rank " << ends[1];
+      tally.wrong_names += right ? 0 : 1;
+    }
+  }
+}
+
+// A rank that has done its part and left is silent, and no culprit: the one that stalls is.
+TEST(HostsChaos, WhoHasLeftIsNotBlamed) {
+  test::ChaosHosts hosts;
+  hosts.ranks_of_hosts = {1, 1, 1};
+  const LayerSpec spec = spec_of(32, 16, 3, 1);
+  const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+  constexpr std::int64_t kEach = 8;
+  Batch batch{Matrix::random(3 * kEach, spec.hidden, DType::kF32, 1), {}, {}, {}};
+  for (const std::int32_t expert : {0, 2, 2}) {  // of ranks 0, 1 and 2
+    batch.topk_ids.insert(batch.topk_ids.end(), kEach, expert);
+    batch.topk_weights.insert(batch.topk_weights.end(), kEach, 1.0f);
+  }
+  const Shares shares = Shares::even(3 * kEach, 3);
+  BatchResult result = empty_result(spec, batch, 3, DType::kF32);
+  std::atomic<bool> others_are_done{false};
+  int blamed = -1;
+  const auto thrown = test::run_over_chaos(hosts, [&](const World& world) {
+    LayerOptions options;
+    options.max_tokens = kEach;
+    options.num_threads = 1;
+    options.deadline = std::chrono::milliseconds(1'500);
+    if (world.rank() == 2) {
+      options.deadline = test::kGenerous;
+      options.on_step = [&](const ProtocolStep& step) {
+        if (step.kind != ProtocolStep::Kind::kGemm2) return;
+        test::eventually([&] { return others_are_done.load(); });
+      };
+    }
+    MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), 3), options);
+    try {
+      forward_share(layer, batch, shares, world.rank(), result);
+      EXPECT_EQ(world.rank(), 0);
+    } catch (const TimeoutError& error) {
+      EXPECT_NE(world.rank(), 0) << error.what();
+      if (world.rank() == 1) blamed = error.failure().peer_rank;
+    }
+    if (world.rank() == 1) others_are_done = true;
+  });
+  for (const std::exception_ptr& failure : thrown) EXPECT_EQ(failure, nullptr);
+  EXPECT_EQ(blamed, 2);
+}
+
+}  // namespace
+}  // namespace switchyard::testing

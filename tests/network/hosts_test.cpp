@@ -1,0 +1,741 @@
+// Worlds over hosts, end to end: network namespaces are the hosts, and libfabric and TCP are
+// between them. Skipped, with the reason, where namespaces may not be made.
+//
+//   SWITCHYARD_HOSTS_TRIALS=1000    stopped and killed ranks of each kind (default 6)
+//   SWITCHYARD_HOSTS_SEED=7         another set of trials
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <numeric>
+#include <optional>
+
+#include "fabric/launch.h"
+#include "fabric/namespaces.h"
+#include "fabric/place.h"
+#include "model/model_table.h"
+#include "network/proxy.h"
+#include "support/accuracy.h"
+#include "support/exchanges.h"
+#include "support/layers.h"
+#include "support/numbers.h"
+#include "support/ranks.h"
+#include "switchyard/symmetric_heap.h"
+
+namespace switchyard::testing {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+constexpr const char* kSecret = "a secret for tests only";
+constexpr int kPort = 24'680;  // each test has namespaces of its own
+
+class HostsTest : public ::testing::Test {
+ protected:
+  void make_hosts(int num_hosts) {
+    try {
+      hosts_.emplace(num_hosts);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kUnsupported) throw;
+      GTEST_SKIP() << error.what();
+    }
+    // Providers of real fabrics have nothing to do with namespaces.
+    ::setenv("FI_PROVIDER", "tcp", 1);
+    ::setenv("SWITCHYARD_SECRET", kSecret, 1);
+    ::unsetenv("SWITCHYARD_SECRET_FILE");
+  }
+
+  std::string rendezvous() const { return "tcp://" + hosts_->ip(0) + ":" + std::to_string(kPort); }
+
+  // This process, which runs on `host`, as a rank.
+  World join(int rank, int size, milliseconds deadline = test::kGenerous,
+             NetworkOptions network = {}) const {
+    WorldOptions options = test::with_deadline(deadline, rendezvous());
+    options.network = network;
+    return World::processes(rank, size, options);
+  }
+
+  // Ranks in turn: the first `ranks_of_host` on host 0, and so on.
+  void enter_host_of(int rank, int ranks_of_host) const { hosts_->enter(rank / ranks_of_host); }
+
+  std::optional<NetworkNamespaces> hosts_;
+};
+
+// ----------------------------------------------------------------------------------- same bits
+
+class HostsAndRanks : public HostsTest, public ::testing::WithParamInterface<std::tuple<int, int>> {
+ protected:
+  int num_hosts() const { return std::get<0>(GetParam()); }
+  int ranks_of_host() const { return std::get<1>(GetParam()); }
+  int size() const { return num_hosts() * ranks_of_host(); }
+
+  // Runs body(world) as every rank.
+  void run(const std::function<void(World&)>& body) {
+    const std::vector<int> codes = test::run_processes(
+        size(),
+        [&](int rank) {
+          enter_host_of(rank, ranks_of_host());
+          World world = join(rank, size());
+          EXPECT_THAT(world.fabric_name(), HasSubstr(std::to_string(num_hosts()) + " hosts"));
+          body(world);
+        },
+        std::chrono::minutes(5));
+    EXPECT_THAT(codes, Each(0));
+  }
+};
+
+// `mine` has the rank's rows, and all others are as they were made.
+void expect_same_rows(const Matrix& mine, const Matrix& expected, const Shares& shares, int rank,
+                      int hidden) {
+  const auto r = static_cast<std::size_t>(rank);
+  std::int64_t wrong = 0;
+  for (std::int64_t i = shares.first[r] * hidden; i < (shares.first[r] + shares.count[r]) * hidden;
+       ++i) {
+    wrong += mine.get(i) != expected.get(i);
+  }
+  EXPECT_EQ(wrong, 0) << "rank " << rank;
+}
+
+TEST_P(HostsAndRanks, EveryModelHasTheBitsOfOneHost) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(num_hosts()));
+  if (IsSkipped()) return;
+  constexpr std::int64_t kTokens = 203;
+  struct Case {
+    LayerSpec spec;
+    MoeWeights weights;
+    Batch batch;
+    Matrix expected;
+  };
+  std::vector<Case> cases;
+  for (const ModelEntry& model : model_table()) {
+    const LayerSpec spec = small_spec(model);
+    const MoeWeights weights = make_weights(spec, DType::kBF16, 11, 1);
+    const Batch batch = random_batch(spec, kTokens, DType::kBF16, 5);
+    cases.push_back({spec, weights, batch,
+                     run_batch(spec, weights, batch, Shares::of({kTokens}), DType::kBF16).output});
+  }
+  run([&](World& world) {
+    const Shares shares = Shares::even(kTokens, world.size());
+    for (std::size_t c = 0; c < cases.size(); ++c) {
+      SCOPED_TRACE(model_table()[c].name);
+      const auto& [spec, weights, batch, expected] = cases[c];
+      LayerOptions options;
+      options.num_threads = 1;
+      options.max_tokens = static_cast<int>(kTokens);
+      MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), world.size()), options);
+      for (int pass = 0; pass < 3; ++pass) {
+        BatchResult result = empty_result(spec, batch, world.size(), DType::kBF16);
+        forward_share(layer, batch, shares, world.rank(), result);
+        expect_same_rows(result.output, expected, shares, world.rank(), spec.hidden);
+      }
+    }
+  });
+}
+
+TEST_P(HostsAndRanks, ExchangesBringEveryRowAndSum) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(num_hosts()));
+  if (IsSkipped()) return;
+  ExchangeSpec spec;
+  spec.hidden = 48;
+  spec.num_experts = 24;
+  spec.top_k = 4;
+  spec.max_tokens = 64;
+  spec.combine = DType::kF32;
+  run([&](World& world) {
+    for (const bool pre_sum : {false, true}) {
+      spec.pre_sum = pre_sum;
+      spec.weights = pre_sum ? CombineWeights::kBySender : CombineWeights::kByReceiver;
+      ExchangeOptions options;
+      options.num_threads = 1;
+      Exchange exchange(world, spec, options);
+      ExchangeHandle handle = exchange.make_handle();
+      for (std::uint64_t round = 0; round < 20; ++round) {
+        const ExchangeBatch batch(spec, world.size(), DType::kBF16, round);
+        ExchangeArrays got{exchange.spec(), exchange.own_places(), exchange.rows_needed()};
+        exchange.dispatch_send(input_of(batch, world.rank()), handle);
+        exchange.dispatch_recv(got.output(), handle);
+        EXPECT_EQ(wrong_rows(batch, world.rank(), exchange.spec().layout, got), 0);
+        const Matrix results = results_of(batch, got);
+        exchange.combine_send({results.view()}, handle);
+        Matrix out(batch.count(world.rank()), spec.hidden, DType::kF32);
+        exchange.combine_recv(output_of(out), handle);
+        EXPECT_EQ(wrong_sums(batch, world.rank(), out), 0);
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Namespaces, HostsAndRanks,
+                         ::testing::Combine(::testing::Values(2, 3, 4), ::testing::Values(1, 2, 4)),
+                         [](const auto& param) {
+                           return std::to_string(std::get<0>(param.param)) + "_hosts_of_" +
+                                  std::to_string(std::get<1>(param.param));
+                         });
+
+// ------------------------------------------------------------------------------- flow control
+
+struct Flow {
+  const char* name;
+  int hosts;
+  int tokens;   // of each rank that has some
+  bool incast;  // all tokens go to rank 0
+  NetworkOptions network;
+};
+
+class Flows : public HostsTest, public ::testing::WithParamInterface<Flow> {};
+
+TEST_P(Flows, MoreThanAllWindowsHold) {
+  const Flow flow = GetParam();
+  ASSERT_NO_FATAL_FAILURE(make_hosts(flow.hosts));
+  if (IsSkipped()) return;
+  const LayerSpec spec = spec_of(128, 32, 2 * flow.hosts, 2);
+  const MoeWeights weights = generate_weights(spec, DType::kBF16, 1, {.num_threads = 1});
+  const std::int64_t total = std::int64_t{flow.tokens} * flow.hosts;
+  const Shares shares = Shares::even(total, flow.hosts);
+  Batch batch{Matrix::random(total, spec.hidden, DType::kBF16, 2), {}, {}, {}};
+  for (std::int64_t token = 0; token < total; ++token) {
+    // Each token goes to the two experts of one rank: as many pairs as there can be, or one target.
+    const int owner = flow.incast ? 0 : static_cast<int>(token % flow.hosts);
+    batch.topk_ids.insert(batch.topk_ids.end(), {2 * owner, 2 * owner + 1});
+    batch.topk_weights.insert(batch.topk_weights.end(), {0.75f, 0.25f});
+  }
+  LayerOptions options;
+  options.num_threads = 1;
+  options.max_tokens = static_cast<int>(total);
+  const Matrix expected =
+      run_batch(spec, weights, batch, Shares::of({total}), DType::kBF16, options).output;
+  const std::vector<int> codes = test::run_processes(
+      flow.hosts,
+      [&](int rank) {
+        hosts_->enter(rank);
+        const World world = join(rank, flow.hosts, test::kGenerous, flow.network);
+        LayerOptions mine = options;
+        mine.max_tokens = flow.tokens;
+        MoeLayer layer(world, spec, weights_of_rank(weights, rank, flow.hosts), mine);
+        for (int pass = 0; pass < 2; ++pass) {
+          BatchResult result = empty_result(spec, batch, flow.hosts, DType::kBF16);
+          forward_share(layer, batch, shares, rank, result);
+          expect_same_rows(result.output, expected, shares, rank, spec.hidden);
+        }
+      },
+      std::chrono::minutes(5));
+  EXPECT_THAT(codes, Each(0));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Namespaces, Flows,
+    ::testing::Values(Flow{"Tokens8192APair", 2, 16'384, false, {}},
+                      Flow{"Incast", 4, 4'096, true, {}},
+                      Flow{"WindowsOfOneChunk", 3, 2'048, false, {2 << 10, 1}},
+                      Flow{"IncastThroughOneChunk", 3, 1'024, true, {4 << 10, 1}}),
+    [](const auto& param) { return std::string(param.param.name); });
+
+// ------------------------------------------------------------------------- ranks that fail
+
+enum class Stop { kKill, kStop };
+
+class HostsStops : public HostsTest, public ::testing::WithParamInterface<Stop> {};
+
+// What a test shares with the ranks it forks.
+struct Board {
+  std::atomic<std::uint64_t> epochs[8];
+  std::atomic<int> blamed[8];
+  std::atomic<std::int64_t> failed_at[8];  // ns
+  char words[8][500];
+};
+
+std::int64_t now_ns() {
+  return std::chrono::nanoseconds(test::Clock::now().time_since_epoch()).count();
+}
+
+TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(3));
+  if (IsSkipped()) return;
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+  constexpr milliseconds kDeadline{4'000};
+#else
+  constexpr milliseconds kDeadline{2'000};
+#endif
+  const std::uint64_t trials = test::number_from("SWITCHYARD_HOSTS_TRIALS", 6);
+  const std::uint64_t seed = test::number_from("SWITCHYARD_HOSTS_SEED", 1);
+  const bool kill = GetParam() == Stop::kKill;
+  std::vector<std::int64_t> delays;
+  std::uint64_t played = 0, hangs = 0, wrong_names = 0;
+  for (std::uint64_t trial = seed; trial < seed + trials; ++trial) {
+    ++played;
+    test::Numbers numbers(trial);
+    const int ranks_of_host = numbers.between(1, 2);
+    const int size = 3 * ranks_of_host;
+    const int victim = numbers.between(0, size - 1);
+    const auto moment = std::chrono::microseconds(numbers.between(0, 20'000));
+    SCOPED_TRACE(::testing::Message() << "seed " << trial << ": rank " << victim << " of " << size);
+    void* const memory =
+        ::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    ASSERT_NE(memory, MAP_FAILED);
+    Board* const board = new (memory) Board{};
+    std::vector<pid_t> pids;
+    for (int rank = 0; rank < size; ++rank) {
+      const pid_t pid = ::fork();
+      ASSERT_GE(pid, 0);
+      if (pid == 0) {
+        ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+        board->blamed[rank] = -1;
+        try {
+          enter_host_of(rank, ranks_of_host);
+          const World world = join(rank, size);
+          const LayerSpec spec = spec_of(64, 32, 16, 4);
+          const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+          LayerOptions options;
+          options.max_tokens = 64;
+          options.deadline = kDeadline;
+          options.num_threads = 1;
+          MoeLayer layer(world, spec, weights, options);
+          const Matrix x = Matrix::random(40, spec.hidden, DType::kF32, 1);
+          Matrix y(40, spec.hidden, DType::kF32);
+          ForwardInput input;
+          input.activations = x.view();
+          ForwardOutput output;
+          output.data = y.row(0);
+          output.dtype = DType::kF32;
+          try {
+            for (std::uint64_t epoch = 1;; ++epoch) {
+              board->epochs[rank] = epoch;
+              layer.forward(input, output);
+            }
+          } catch (const TimeoutError& error) {
+            board->failed_at[rank] = now_ns();
+            board->blamed[rank] = error.failure().peer_rank;
+            std::snprintf(board->words[rank], sizeof board->words[rank], "%s", error.what());
+          }
+        } catch (const std::exception& error) {
+          std::snprintf(board->words[rank], sizeof board->words[rank], "%s", error.what());
+        }
+        ::_exit(0);
+      }
+      pids.push_back(pid);
+    }
+    EXPECT_TRUE(test::eventually([&] {
+      return std::all_of(board->epochs, board->epochs + size,
+                         [](const auto& epoch) { return epoch >= 3; });
+    })) << board->words[0];
+    std::this_thread::sleep_for(moment);
+    const std::int64_t stopped_at = now_ns();
+    ::kill(pids[static_cast<std::size_t>(victim)], kill ? SIGKILL : SIGSTOP);
+    const auto expect_name = [&](int rank) {
+      const pid_t pid = pids[static_cast<std::size_t>(rank)];
+      int status = 0;
+      if (!test::eventually([&] { return ::waitpid(pid, &status, WNOHANG) == pid; },
+                            milliseconds(30'000))) {
+        ADD_FAILURE() << "rank " << rank << " hangs";
+        ++hangs;
+        ::kill(pid, SIGKILL);
+        ::waitpid(pid, &status, 0);
+        return;
+      }
+      wrong_names += board->blamed[rank] != victim;
+      EXPECT_EQ(board->blamed[rank], victim) << "rank " << rank << ": " << board->words[rank];
+      if (rank != victim) delays.push_back(board->failed_at[rank] - stopped_at);
+    };
+    for (int rank = 0; rank < size; ++rank) {
+      if (rank != victim) expect_name(rank);
+    }
+    if (kill) {
+      ::waitpid(pids[static_cast<std::size_t>(victim)], nullptr, 0);
+    } else {
+      ::kill(pids[static_cast<std::size_t>(victim)], SIGCONT);
+      expect_name(victim);
+    }
+    ::munmap(memory, sizeof(Board));
+    if (hangs + wrong_names > 3) break;
+  }
+  // bench/hosts_chaos.py keeps these.
+  for (const auto& [name, number] :
+       {std::pair("trials", played), {"hangs", hangs}, {"wrong_names", wrong_names}}) {
+    RecordProperty(name, std::to_string(number));
+  }
+  ASSERT_FALSE(delays.empty());
+  std::sort(delays.begin(), delays.end());
+  const double median_ms = static_cast<double>(delays[delays.size() / 2]) * 1e-6;
+  const double longest_ms = static_cast<double>(delays.back()) * 1e-6;
+  RecordProperty("median_ms", std::to_string(median_ms));
+  RecordProperty("longest_ms", std::to_string(longest_ms));
+  std::printf("%s: %zu ranks ended after a median of %.1f ms, at most %.1f ms\n",
+              kill ? "kill" : "stop", delays.size(), median_ms, longest_ms);
+  if (kill) {
+    EXPECT_LT(median_ms, 200);
+    EXPECT_LT(longest_ms, 2'000);  // on a machine that is busy with something else
+  } else {
+    EXPECT_LT(longest_ms, 3.0 * static_cast<double>(kDeadline.count()));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Namespaces, HostsStops, ::testing::Values(Stop::kKill, Stop::kStop),
+                         [](const auto& param) {
+                           return std::string(param.param == Stop::kKill ? "Kill" : "Stop");
+                         });
+
+// A cable comes out during passes, and comes back before the deadline, or does not.
+class HostsCable : public HostsTest, public ::testing::WithParamInterface<bool> {};
+
+TEST_P(HostsCable, OutForAWhileOrForGood) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(3));
+  if (IsSkipped()) return;
+  const bool comes_back = GetParam();
+  const milliseconds deadline{comes_back ? 20'000 : 2'000};
+  void* const memory =
+      ::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  Board* const board = new (memory) Board{};
+  std::atomic<bool>* const enough = new (&board->words[7]) std::atomic<bool>(false);
+  std::thread cable([&] {
+    EXPECT_TRUE(test::eventually([&] { return board->epochs[0] >= 3; }));
+    hosts_->set_connected(2, false);
+    std::this_thread::sleep_for(milliseconds(700));
+    if (comes_back) {
+      hosts_->set_connected(2, true);
+      const std::uint64_t seen = board->epochs[0];
+      EXPECT_TRUE(test::eventually([&] { return board->epochs[0] > seen + 3; }));
+      *enough = true;
+    }
+  });
+  const std::vector<int> codes = test::run_processes(3, [&](int rank) {
+    hosts_->enter(rank);
+    const World world = join(rank, 3);
+    const LayerSpec spec = spec_of(64, 32, 6, 2);
+    const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+    LayerOptions options;
+    options.max_tokens = 64;
+    options.deadline = deadline;
+    options.num_threads = 1;
+    MoeLayer layer(world, spec, weights, options);
+    const Batch batch = random_batch(spec, 60, DType::kF32, 1);
+    const Shares shares = Shares::even(60, 3);
+    const Matrix expected = run_batch(spec, weights, batch, Shares::of({60}), DType::kF32).output;
+    BatchResult result = empty_result(spec, batch, 3, DType::kF32);
+    int blamed = -1;
+    try {
+      // All ranks must agree on the last pass: it is the first that begins after rank 0 said so.
+      for (std::uint64_t epoch = 1;; ++epoch) {
+        board->epochs[rank] = epoch;
+        forward_share(layer, batch, shares, rank, result);
+        expect_same_rows(result.output, expected, shares, rank, spec.hidden);
+        if (rank == 0 && *enough && board->blamed[0] == 0) {
+          board->blamed[0] = static_cast<int>(epoch) + 2;
+        }
+        if (board->blamed[0] != 0 && epoch >= static_cast<std::uint64_t>(board->blamed[0])) break;
+      }
+    } catch (const TimeoutError& error) {
+      blamed = error.failure().peer_rank;
+    }
+    if (comes_back) {
+      EXPECT_EQ(blamed, -1);
+    } else if (rank == 2) {
+      EXPECT_THAT(blamed, ::testing::AnyOf(0, 1));  // both are beyond its cable
+    } else {
+      EXPECT_EQ(blamed, 2);
+    }
+  });
+  cable.join();
+  EXPECT_THAT(codes, Each(0));
+  ::munmap(memory, sizeof(Board));
+}
+
+INSTANTIATE_TEST_SUITE_P(Namespaces, HostsCable, ::testing::Bool(), [](const auto& param) {
+  return std::string(param.param ? "ComesBack" : "StaysOut");
+});
+
+// --------------------------------------------------------------------- who is let in, and what
+
+TEST_F(HostsTest, StrangersAndOtherSecretsAreRefusedAndTheWorldForms) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(3));
+  if (IsSkipped()) return;
+  const std::vector<int> codes = test::run_processes(6, [&](int child) {
+    if (child < 3) {  // the ranks
+      hosts_->enter(child);
+      // The last one comes when the others have been tried.
+      if (child == 2) std::this_thread::sleep_for(milliseconds(1'500));
+      World world = join(child, 3);
+      test::check_all_gather(world, 100);
+      return;
+    }
+    hosts_->enter(child - 3);
+    if (child == 3) {  // the right rank with the wrong secret
+      ::setenv("SWITCHYARD_SECRET", "not the secret of these ranks", 1);
+      EXPECT_THAT(test::error_of(ErrorCode::kInvalidArgument, [&] { join(2, 3); }),
+                  HasSubstr("SWITCHYARD_SECRET"));
+      return;
+    }
+    const TcpEndpoint endpoint = parse_tcp(rendezvous());
+    const auto until = test::Clock::now() + milliseconds(1'200);
+    test::Numbers numbers(static_cast<std::uint64_t>(child));
+    std::vector<UniqueFd> idle;
+    while (test::Clock::now() < until) {
+      UniqueFd socket = connect_tcp(endpoint, until);
+      if (!socket) continue;
+      if (child == 5 && idle.size() < 200) {  // says nothing, and does not go
+        idle.push_back(std::move(socket));
+        continue;
+      }
+      std::vector<char> garbage(static_cast<std::size_t>(numbers.between(1, 300)));
+      for (char& byte : garbage) byte = static_cast<char>(numbers.between(0, 255));
+      ::send(socket.get(), garbage.data(), garbage.size(), MSG_NOSIGNAL);
+      std::this_thread::sleep_for(milliseconds(2));
+    }
+  });
+  EXPECT_THAT(codes, Each(0));
+}
+
+TEST_F(HostsTest, AMissingRankIsNamed) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(2));
+  if (IsSkipped()) return;
+  const std::vector<int> codes = test::run_processes(2, [&](int rank) {
+    hosts_->enter(rank);
+    const std::string words =
+        test::timeout_of(ErrorCode::kTimeout, 2, [&] { join(rank, 3, milliseconds(600)); });
+    EXPECT_THAT(words, HasSubstr("rank 2"));
+  });
+  EXPECT_THAT(codes, Each(0));
+}
+
+TEST_F(HostsTest, RanksOfOneHostNeedNoNetwork) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(1));
+  if (IsSkipped()) return;
+  const std::vector<int> codes = test::run_processes(2, [&](int rank) {
+    hosts_->enter(0);
+    World world = join(rank, 2);
+    EXPECT_STREQ(world.fabric_name(), "shared memory");
+    test::check_symmetric_memory(world, 8192);
+  });
+  EXPECT_THAT(codes, Each(0));
+}
+
+TEST_F(HostsTest, WhatNeedsOneHostIsRefusedWithARemedy) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(2));
+  if (IsSkipped()) return;
+  const std::vector<int> codes = test::run_processes(2, [&](int rank) {
+    hosts_->enter(rank);
+    World world = join(rank, 2);
+    EXPECT_THAT(test::error_of(ErrorCode::kUnsupported, [&] { SymmetricHeap heap(world, 4096); }),
+                HasSubstr("several hosts"));
+    EXPECT_THAT(test::error_of(ErrorCode::kUnsupported, [&] { world.fabric().exchange_fds(0); }),
+                HasSubstr("file descriptors"));
+    const LayerSpec spec = spec_of(64, 32, 8, 2);
+    const MoeWeights weights = generate_weights(spec, DType::kBF16, 1, {.num_threads = 1});
+    LayerOptions on_gpu;
+    on_gpu.backend = Backend::kCuda;
+    EXPECT_THAT(test::error_of(ErrorCode::kUnsupported,
+                               [&] { MoeLayer layer(world, spec, weights, on_gpu); }),
+                HasSubstr("ranks on GPUs"));
+    ExchangeSpec exchange;
+    exchange.hidden = 64;
+    exchange.num_experts = 8;
+    exchange.top_k = 2;
+    exchange.max_tokens = 8;
+    ExchangeOptions exchange_on_gpu;
+    exchange_on_gpu.backend = Backend::kCuda;
+    EXPECT_THAT(test::error_of(ErrorCode::kUnsupported,
+                               [&] { Exchange made(world, exchange, exchange_on_gpu); }),
+                HasSubstr("ranks on GPUs"));
+    test::check_all_gather(world, 10);  // it stays usable
+  });
+  EXPECT_THAT(codes, Each(0));
+}
+
+TEST_F(HostsTest, WindowsThatDifferAreRefused) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(2));
+  if (IsSkipped()) return;
+  const std::vector<int> codes = test::run_processes(2, [&](int rank) {
+    hosts_->enter(rank);
+    NetworkOptions network;
+    network.window = rank == 0 ? 4 : 5;
+    EXPECT_THAT(
+        test::error_of(ErrorCode::kSpecMismatch, [&] { join(rank, 2, test::kGenerous, network); }),
+        HasSubstr("5 of"));
+  });
+  EXPECT_THAT(codes, Each(0));
+}
+
+TEST_F(HostsTest, TorchrunsVariablesJoinHosts) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(2));
+  if (IsSkipped()) return;
+  const std::vector<int> codes = test::run_processes(4, [&](int rank) {
+    hosts_->enter(rank / 2);
+    ::unsetenv("SWITCHYARD_RENDEZVOUS");
+    ::setenv("RANK", std::to_string(rank).c_str(), 1);
+    ::setenv("WORLD_SIZE", "4", 1);
+    ::setenv("LOCAL_RANK", std::to_string(rank % 2).c_str(), 1);
+    ::setenv("LOCAL_WORLD_SIZE", "2", 1);
+    ::setenv("MASTER_ADDR", hosts_->ip(0).c_str(), 1);
+    ::setenv("MASTER_PORT", "29500", 1);
+    for (int world_number = 0; world_number < 3; ++world_number) {  // at the same port in turn
+      World world = World::from_environment(test::with_deadline(test::kGenerous));
+      EXPECT_EQ(world.rank(), rank);
+      test::check_all_gather(world, 10);
+    }
+  });
+  EXPECT_THAT(codes, Each(0));
+}
+
+TEST_F(HostsTest, AbortReachesOtherHosts) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(2));
+  if (IsSkipped()) return;
+  const std::vector<int> codes = test::run_processes(4, [&](int rank) {
+    hosts_->enter(rank / 2);
+    const World world = join(rank, 4);
+    const LayerSpec spec = spec_of(64, 32, 8, 2);
+    const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+    LayerOptions options;
+    options.max_tokens = 64;
+    options.num_threads = 1;
+    MoeLayer layer(world, spec, weights, options);
+    const auto start = test::Clock::now();
+    if (rank == 3) {
+      std::this_thread::sleep_for(milliseconds(100));
+      world.abort();
+      std::this_thread::sleep_for(milliseconds(200));
+      return;
+    }
+    const Batch batch = random_batch(spec, 40, DType::kF32, 1);
+    BatchResult result = empty_result(spec, batch, 4, DType::kF32);
+    try {
+      forward_share(layer, batch, Shares::even(40, 4), rank, result);
+      ADD_FAILURE() << "no error";
+    } catch (const TimeoutError& error) {
+      EXPECT_EQ(error.failure().peer_rank, 3) << error.what();
+      EXPECT_STREQ(error.failure().phase, "abort");
+    }
+    EXPECT_LT(test::since(start), test::kAtOnce);
+  });
+  EXPECT_THAT(codes, Each(0));
+}
+
+// -------------------------------------------------------------------------------- the launcher
+
+// A rank of the tests below, as a program of its own.
+TEST(LaunchedOverHosts, DISABLED_Rank) {
+  World world = World::from_environment(test::with_deadline(test::kGenerous));
+  test::check_all_gather(world, 10);
+  if (std::getenv("TEST_STAYS") != nullptr) {
+    std::ofstream(std::getenv("TEST_STAYS")) << ::getpid();
+    std::this_thread::sleep_for(std::chrono::minutes(10));
+  }
+  std::printf("rank %d of %d, local %s of %s: %s\n", world.rank(), world.size(),
+              std::getenv("LOCAL_RANK"), std::getenv("LOCAL_WORLD_SIZE"), world.fabric_name());
+  std::fflush(stdout);
+}
+
+class HostsLaunch : public HostsTest {
+ protected:
+  static LaunchOptions options() {
+    LaunchOptions options;
+    options.num_ranks = 4;
+    options.command = {std::filesystem::read_symlink("/proc/self/exe"),
+                       "--gtest_also_run_disabled_tests", "--gtest_filter=LaunchedOverHosts.*"};
+    options.label_output = true;
+    return options;
+  }
+  // An `ssh` that goes into the namespace of an address.
+  void fake_ssh() {
+    directory_ = ::testing::TempDir() + "ssh" + std::to_string(::getpid());
+    std::filesystem::create_directory(directory_);
+    std::ofstream script(directory_ + "/ssh");
+    script << "#!/bin/sh\n[ \"$1 $2\" = '-o BatchMode=yes' ] || exit 90\ncase $3 in\n";
+    for (int h = 0; h < hosts_->size(); ++h) {
+      script << "  " << hosts_->ip(h) << ") namespace=" << hosts_->name(h) << " ;;\n";
+    }
+    // As sshd: the words after the host are one command for a shell, in the home directory and with
+    // an environment of its own.
+    script << "esac\nshift 3\ncd /\nexec env -i PATH=\"$PATH\" FI_PROVIDER=tcp "
+              "ip netns exec $namespace sh -c \"$*\"\n";
+    script.close();
+    std::filesystem::permissions(directory_ + "/ssh", std::filesystem::perms::owner_all);
+    ::setenv("PATH", (directory_ + ":" + std::getenv("PATH")).c_str(), 1);
+  }
+  void TearDown() override {
+    if (!directory_.empty()) std::filesystem::remove_all(directory_);
+  }
+  std::string directory_;
+};
+
+void expect_four_ranks_on_two_hosts(const std::string& lines) {
+  for (int rank = 0; rank < 4; ++rank) {
+    const std::string number = std::to_string(rank);
+    EXPECT_THAT(lines, HasSubstr("[rank " + number + "] rank " + number + " of 4, local " +
+                                 std::to_string(rank % 2) + " of 2: 2 hosts, libfabric"));
+  }
+}
+
+TEST_F(HostsLaunch, NamespacesAsHosts) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(1));  // asks if they can be made
+  if (IsSkipped()) return;
+  LaunchOptions how = options();
+  how.namespaces = 2;
+  ::testing::internal::CaptureStdout();
+  const int code = launch(how);
+  const std::string lines = ::testing::internal::GetCapturedStdout();
+  EXPECT_EQ(code, 0) << lines;
+  expect_four_ranks_on_two_hosts(lines);
+}
+
+TEST_F(HostsLaunch, OverSsh) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(2));
+  if (IsSkipped()) return;
+  fake_ssh();
+  LaunchOptions how = options();
+  how.hosts = {hosts_->ip(0), hosts_->ip(1)};
+  ::testing::internal::CaptureStdout();
+  const int code = launch(how);
+  const std::string lines = ::testing::internal::GetCapturedStdout();
+  EXPECT_EQ(code, 0) << lines;
+  expect_four_ranks_on_two_hosts(lines);
+}
+
+// A rank on another machine does not outlive its launcher.
+TEST_F(HostsLaunch, RanksEndWithTheirSsh) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(2));
+  if (IsSkipped()) return;
+  fake_ssh();
+  LaunchOptions how = options();
+  how.hosts = {hosts_->ip(0), hosts_->ip(1)};
+  how.num_ranks = 2;
+  const std::string file = directory_ + "/pid";
+  how.environment = {{"TEST_STAYS", file}};
+  how.deadline = milliseconds(4'000);
+  how.grace = milliseconds(500);
+  ::testing::internal::CaptureStderr();
+  EXPECT_EQ(launch(how), 124);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("still run after"));
+  pid_t pid = 0;
+  std::ifstream(file) >> pid;
+  ASSERT_GT(pid, 0);
+  EXPECT_TRUE(test::eventually([&] { return ::kill(pid, 0) != 0; }, milliseconds(10'000)));
+}
+
+TEST(HostsLaunchOptions, NonsenseIsRefused) {
+  LaunchOptions how;
+  how.command = {"true"};
+  how.num_ranks = 3;
+  how.hosts = {"a", "b"};
+  EXPECT_THAT(test::error_of(ErrorCode::kInvalidArgument, [&] { launch(how); }),
+              HasSubstr("3 ranks cannot be dealt evenly to 2 hosts"));
+  how.hosts = {"-oProxyCommand=x"};
+  EXPECT_THAT(test::error_of(ErrorCode::kInvalidArgument, [&] { launch(how); }),
+              HasSubstr("no name of a host"));
+  how.hosts = {"a"};
+  how.namespaces = 2;
+  EXPECT_THAT(test::error_of(ErrorCode::kInvalidArgument, [&] { launch(how); }),
+              HasSubstr("use one of them"));
+}
+
+}  // namespace
+}  // namespace switchyard::testing
