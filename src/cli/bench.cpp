@@ -21,6 +21,7 @@
 #include "cli/bench_all_to_all.h"
 #include "cli/bench_exchange.h"
 #include "cli/bench_grouped.h"
+#include "cli/bench_hosts.h"
 #include "cli/bench_late.h"
 #include "cli/bench_report.h"
 #include "cli/commands.h"
@@ -87,6 +88,7 @@ constexpr const char* kExamples = R"(Examples:
   switchyard bench --suite grouped --rows 4,64,512 --balancedness 0.9
   switchyard bench --suite grouped --experts 16 --n 4096 --k 2048 --rows 32 --swiglu
   switchyard bench --suite exchange --ranks 4 --tokens 128,512 --dtype fp8
+  switchyard launch --hosts node1,node2 -n 4 -- switchyard bench --suite hosts --json hosts.json
   switchyard bench --suite all_to_all --ranks 8 --json results/all_to_all.json --trace rungs.json
   switchyard bench --suite thesis --ranks 2 --json results/thesis.json
   switchyard bench --suite late --model olmoe --tokens 8,512 --late 200,2000 --json late.json
@@ -123,6 +125,11 @@ DeepSeek-V3's routing or that of --hidden, --experts and --top-k. All results ar
 on the cpu, or, with --backend cuda, on GPUs, which they share if there are fewer; there a time is
 that of a call among ten in a graph. Where more than two ranks share a GPU, set
 CUDA_DEVICE_MAX_CONNECTIONS=32.
+
+--suite hosts is a rank of a world over hosts, which a launcher starts: docs/hosts.md. It times a
+flag to another host and back, a stream of all ranks to the next host, and Exchange with OLMoE's
+routing or that of --hidden, --experts and --top-k. 'model us' is a flag's way and the bytes of the
+busiest host at the stream's rate. All results are checked; rank 0 prints.
 
 --suite all_to_all plays GPU MODE's all-to-all problem rung by rung, over ranks that are threads
 (default 2) as those of --suite exchange: the nine test cases are checked, the five benchmark cases
@@ -166,6 +173,7 @@ std::vector<std::string> suite_names() {
   std::vector<std::string> names = bench::bench_suite_names();
   names.emplace_back(bench::kGroupedSuite);
   names.emplace_back(bench::kExchangeSuite);
+  names.emplace_back(bench::kHostsSuite);
   names.emplace_back(bench::kAllToAllSuite);
   names.emplace_back(bench::kLateSuite);
   return names;
@@ -741,6 +749,40 @@ int run_exchange(const BenchOptions& options) {
   return print_exchange(exchange, points, json);
 }
 
+// --suite hosts: what crosses hosts, as a rank of a world that a launcher has started.
+int run_hosts(const BenchOptions& o) {
+  require_exchange(o);
+  const std::pair<const char*, bool> of_one_process[] = {
+      {"--ranks", o.ranks.has_value()}, {"--dtype", o.dtype.has_value()}, {"--pre-sum", o.pre_sum}};
+  for (const auto& [name, given] : of_one_process) {
+    if (given) refuse(fmt::format("{} is not for --suite {}; leave it out", name, o.suite));
+  }
+  if (o.backend == Backend::kCuda) {
+    refuse("--backend is cuda, and ranks over hosts are on cpus; use --backend cpu");
+  }
+  const std::filesystem::path json =
+      o.json.empty() ? std::filesystem::path() : output_file("--json", o.json);
+  if (!json.empty()) results::require_mergeable_hosts(json);
+  bench::HostsBenchOptions hosts;
+  if (o.overrides.hidden > 0) hosts.hidden = o.overrides.hidden;
+  if (o.overrides.num_experts > 0) hosts.experts = o.overrides.num_experts;
+  if (o.overrides.top_k > 0) hosts.top_k = o.overrides.top_k;
+  if (hosts.top_k > hosts.experts) {
+    refuse(fmt::format("top-{} of {} experts; use --top-k up to --experts", hosts.top_k,
+                       hosts.experts));
+  }
+  if (!o.tokens.empty()) {
+    hosts.tokens = o.tokens;
+  } else if (o.quick) {
+    hosts.tokens = {8, 512};
+  }
+  hosts.repeat = o.quick && o.measure.repeat == 0 ? 10 : o.measure.repeat;
+  hosts.seed = o.seed;
+  hosts.commit = o.commit;
+  hosts.command = o.command;
+  return print_hosts(hosts, json);
+}
+
 // --suite all_to_all: the all-to-all problem, rung by rung.
 int run_all_to_all(const BenchOptions& o) {
   // The cases are the problem's: sizes and types cannot be chosen, either.
@@ -833,6 +875,7 @@ int run(BenchOptions options) {
     refuse("--rung, --trace and --random-experts are for --suite all_to_all; leave them out");
   }
   if (options.suite == bench::kExchangeSuite) return run_exchange(options);
+  if (options.suite == bench::kHostsSuite) return run_hosts(options);
   if (options.suite == bench::kLateSuite) return run_late(options);
   if (options.pre_sum) refuse("--pre-sum is for --suite exchange; leave it out");
   if (options.suite == bench::kGroupedSuite) return run_grouped(std::move(options));

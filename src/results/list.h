@@ -8,6 +8,7 @@
 #include "results/exchange_row.h"
 #include "results/fields.h"
 #include "results/grouped_row.h"
+#include "results/hosts_row.h"
 #include "results/late_row.h"
 #include "results/ramp_row.h"
 #include "results/row.h"
@@ -21,6 +22,8 @@ std::vector<GroupedRow> grouped_rows_of(const Json& file, const std::string& sou
                                         const char* remedy);
 std::vector<ExchangeRow> exchange_rows_of(const Json& file, const std::string& source,
                                           const char* remedy);
+std::vector<HostsRow> hosts_rows_of(const Json& file, const std::string& source,
+                                    const char* remedy);
 std::vector<AllToAllRow> all_to_all_rows_of(const Json& file, const std::string& source,
                                             const char* remedy);
 std::vector<LateRow> late_rows_of(const Json& file, const std::string& source, const char* remedy);

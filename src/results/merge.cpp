@@ -104,6 +104,7 @@ std::optional<Rival> rival_of(const std::vector<KeptRow>& all, const std::string
 void require_mergeable(const fs::path& file) { read_kept(file, rows_of); }
 void require_mergeable_grouped(const fs::path& file) { read_kept(file, grouped_rows_of); }
 void require_mergeable_exchange(const fs::path& file) { read_kept(file, exchange_rows_of); }
+void require_mergeable_hosts(const fs::path& file) { read_kept(file, hosts_rows_of); }
 void require_mergeable_all_to_all(const fs::path& file) { read_kept(file, all_to_all_rows_of); }
 void require_mergeable_late(const fs::path& file) { read_kept(file, late_rows_of); }
 void require_mergeable_ramp(const fs::path& file) { read_kept(file, ramp_rows_of); }
@@ -131,6 +132,9 @@ void merge_rows(const fs::path& file, std::span<const RegionRow> rows) {
 
 void merge_rows(const fs::path& file, std::span<const ExchangeRow> rows) {
   merge(file, rows, exchange_rows_of);
+}
+void merge_rows(const fs::path& file, std::span<const HostsRow> rows) {
+  merge(file, rows, hosts_rows_of);
 }
 void merge_rows(const fs::path& file, std::span<const AllToAllRow> rows) {
   merge(file, rows, all_to_all_rows_of);

@@ -130,6 +130,9 @@ std::vector<Row> rows_of(const Json& file, const std::string& source, const char
   if (!file.elements().empty() && file.elements().front().contains("implementation")) {
     refuse_file(source, "has rows of the grouped GEMM, which are no layers", remedy);
   }
+  if (!file.elements().empty() && file.elements().front().contains("link_bytes")) {
+    refuse_file(source, "has rows of the suite hosts, which are no layers", remedy);
+  }
   if (!file.elements().empty() && file.elements().front().contains("stage")) {
     refuse_file(source, "has rows of an exchange, which are no layers", remedy);
   }

@@ -293,6 +293,64 @@ TEST(Bench, ExchangeMeasuresChecksAndKeepsRows) {
   expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), "invalid_file", {"exchange"});
 }
 
+// In namespaces as hosts, where they may be made.
+TEST(Bench, HostsMeasuresChecksAndKeepsRows) {
+  const TemporaryDirectory directory;
+  const std::string path = (directory / "rows.json").string();
+  const Arguments bench = {
+      "launch",   "-n",      "2",         "--namespaces", "2",       "--",       SWITCHYARD_COMMAND,
+      "bench",    "--suite", "hosts",     "--tokens",     "1,40",    "--repeat", "3",
+      "--hidden", "96",      "--experts", "12",           "--top-k", "3",        "--json",
+      path};
+  const Completed done = run_switchyard(bench);
+  if (done.exit_code == 2 && done.err.find("unsupported") != std::string::npos) {
+    GTEST_SKIP() << done.err;
+  }
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr("2 ranks on 2 hosts, libfabric"));
+  const nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 6u);  // a flag, a stream, and two stages of two sizes
+  for (const nlohmann::json& row : rows) {
+    EXPECT_EQ(row["suite"], "hosts");
+    EXPECT_EQ(row["engine"], "cpu");
+    EXPECT_EQ(row["hosts"], 2);
+    EXPECT_EQ(row["ranks"], 2);
+    EXPECT_EQ(row["wrong"], 0);
+    EXPECT_GT(row["median_us"], 0);
+    EXPECT_GT(row["link_bytes"], 0);
+  }
+  EXPECT_EQ(rows[0]["stage"], "flag");
+  EXPECT_EQ(rows[1]["stage"], "stream");
+  EXPECT_GT(rows[1]["link_bytes"], 32e6);
+  EXPECT_EQ(rows[4]["stage"], "dispatch");
+  EXPECT_EQ(rows[4]["tokens_per_rank"], 40);
+  // Half of the 3 choices of 40 tokens are elsewhere: most tokens cross once, 1.5 rows each return.
+  EXPECT_GT(rows[4]["link_bytes"], 25 * 96 * 2);
+  EXPECT_LT(rows[4]["link_bytes"], 40 * (96 * 2 + 64) + 2000);
+  EXPECT_GT(rows[5]["link_bytes"], rows[4]["link_bytes"]);
+  // The model: a flag's way, and the bytes at the stream's rate.
+  const double rate = rows[1]["link_bytes"].get<double>() / rows[1]["median_us"].get<double>();
+  EXPECT_NEAR(rows[5]["model_us"].get<double>(),
+              rows[0]["median_us"].get<double>() / 2 + rows[5]["link_bytes"].get<double>() / rate,
+              0.1);
+
+  EXPECT_EQ(run_switchyard(bench).exit_code, 0);
+  EXPECT_EQ(rows_of(path).size(), 6u);
+  expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), "invalid_file", {"hosts"});
+}
+
+TEST(Bench, HostsRefusesWhatMakesNoSense) {
+  const std::string invalid = "invalid_argument";
+  const Arguments suite = {"--suite", "hosts"};
+  for (const Arguments& option :
+       {Arguments{"--model", "olmoe"}, Arguments{"--ranks", "2"}, Arguments{"--dtype", "bf16"},
+        Arguments{"--pre-sum"}, Arguments{"--verify"}}) {
+    expect_refused(join(suite, option), invalid, {option[0], "not for --suite hosts"});
+  }
+  expect_refused(join(suite, {"--experts", "4"}), invalid, {"top-8 of 4 experts"});
+  expect_refused(suite, invalid, {"world of one", "launch --namespaces"});
+}
+
 TEST(Bench, ExchangeRefusesWhatMakesNoSense) {
   const std::string invalid = "invalid_argument";
   const Arguments suite = {"--suite", "exchange"};
