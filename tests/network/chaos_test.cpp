@@ -268,7 +268,8 @@ TEST(HostsChaos, WhoHasLeftIsNotBlamed) {
     MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), 3), options);
     try {
       forward_share(layer, batch, shares, world.rank(), result);
-      EXPECT_EQ(world.rank(), 0);
+      // The late rank has all that it needs, and may end its pass before it hears of the others'.
+      EXPECT_NE(world.rank(), 1);
     } catch (const TimeoutError& error) {
       EXPECT_NE(world.rank(), 0) << error.what();
       if (world.rank() == 1) blamed = error.failure().peer_rank;
