@@ -392,8 +392,7 @@ void Engine::dispatch(const DispatchInput& input, const DispatchOutput& output, 
   // blocks to spare for waiting, and another stream may have other work before the receive.
   const bool early = alone_ && num_ranks() > 1 && input.stream == output.stream &&
                      input.tokens.rows >= kLeastEarlyTokens &&
-                     input.tokens.rows <= kMostEarlyTokens &&
-                     call.own_experts <= kMostEarlyExperts;
+                     input.tokens.rows <= kMostEarlyTokens && call.own_experts <= kMostEarlyExperts;
   send(input, handle, early ? &call : nullptr);
   sent();
   receive(call, handle, output.stream);
