@@ -82,7 +82,9 @@ inline constexpr bool kGathers = C::kTokens == TokenSource::kGathered;
 
 // True if a launch decides whether ordinary copies write them.
 template <typename C>
-inline constexpr bool kMayGather = requires { requires C::kMayGather; };
+inline constexpr bool kMayGather = requires {
+  requires C::kMayGather;
+};
 
 // True if a stage holds products of scales. Token-major tiles have, with each stage, the scales of
 // its tokens multiplied by the two scales of its weights: of gate and up, or of the first 128 rows
