@@ -9,6 +9,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <span>
 #include <sstream>
 #include <string_view>
 #include <utility>
@@ -60,7 +61,7 @@ struct BenchOptions {
   // These belong to the suite all_to_all.
   std::string rungs, trace;
   bool random_experts = false;
-  // Of the suite late.
+  // The suite late has these.
   std::vector<std::int64_t> late_us;
 
   std::optional<Backend> backend;
@@ -663,32 +664,43 @@ int run_grouped(BenchOptions options) {
   return print_grouped(grouped, points, json);
 }
 
-// --suite exchange: Exchange alone. The suite all_to_all has no more of these options.
-void require_exchange(const BenchOptions& o) {
-  const std::pair<const char*, bool> of_others[] = {
-      {"--model", !o.models.empty()},
-      {"--intermediate", o.overrides.intermediate > 0},
-      {"--compute", o.compute.has_value()},
-      {"--balancedness", !o.betas.empty()},
-      {"--n", o.n > 0},
-      {"--k", o.k > 0},
-      {"--rows", !o.rows.empty()},
-      {"--swiglu", o.swiglu},
-      {"--reserved-sms", o.measure.reserved_sms.has_value()},
-      {"--uncooperative", o.measure.uncooperative},
-      {"--traced", o.measure.traced},
-      {"--graph", o.only_graph},
-      {"--no-graph", o.no_graph},
-      {"--cold", o.measure.cold},
-      {"--given-routing", o.measure.given_routing},
-      {"--gated", o.gated},
-      {"--machine-facts", !o.machine_facts.empty()},
-      {"--verify", o.measure.verify},
-      {"--against", !o.against.empty()},
-      {"--keep-rival", o.keep_rival}};
-  for (const auto& [name, given] : of_others) {
-    if (given) refuse(fmt::format("{} is not for --suite {}; leave it out", name, o.suite));
+using Given = std::pair<const char*, bool>;  // an option's name, and whether it was given
+
+void require_absent(const std::string& suite, std::span<const Given> options) {
+  for (const auto& [name, given] : options) {
+    if (given) refuse(fmt::format("{} is not for --suite {}; leave it out", name, suite));
   }
+}
+
+// Options of the suites that time layers or GroupedGemm, which no other suite has.
+void require_no_timing_options(const BenchOptions& o) {
+  const Given of_others[] = {{"--intermediate", o.overrides.intermediate > 0},
+                             {"--compute", o.compute.has_value()},
+                             {"--balancedness", !o.betas.empty()},
+                             {"--n", o.n > 0},
+                             {"--k", o.k > 0},
+                             {"--rows", !o.rows.empty()},
+                             {"--swiglu", o.swiglu},
+                             {"--reserved-sms", o.measure.reserved_sms.has_value()},
+                             {"--uncooperative", o.measure.uncooperative},
+                             {"--traced", o.measure.traced},
+                             {"--graph", o.only_graph},
+                             {"--no-graph", o.no_graph},
+                             {"--cold", o.measure.cold},
+                             {"--given-routing", o.measure.given_routing},
+                             {"--gated", o.gated},
+                             {"--machine-facts", !o.machine_facts.empty()},
+                             {"--verify", o.measure.verify},
+                             {"--against", !o.against.empty()},
+                             {"--keep-rival", o.keep_rival}};
+  require_absent(o.suite, of_others);
+}
+
+// --suite exchange: Exchange alone. The suites all_to_all and hosts have no more of these options.
+void require_exchange(const BenchOptions& o) {
+  const Given of_layers[] = {{"--model", !o.models.empty()}};
+  require_absent(o.suite, of_layers);
+  require_no_timing_options(o);
   if (o.backend == Backend::kCuda && gpu::device_count() == 0) {
     throw Error(
         ErrorCode::kUnsupported,
@@ -752,11 +764,9 @@ int run_exchange(const BenchOptions& options) {
 // --suite hosts: what crosses hosts, as a rank of a world that a launcher has started.
 int run_hosts(const BenchOptions& o) {
   require_exchange(o);
-  const std::pair<const char*, bool> of_one_process[] = {
+  const Given of_one_process[] = {
       {"--ranks", o.ranks.has_value()}, {"--dtype", o.dtype.has_value()}, {"--pre-sum", o.pre_sum}};
-  for (const auto& [name, given] : of_one_process) {
-    if (given) refuse(fmt::format("{} is not for --suite {}; leave it out", name, o.suite));
-  }
+  require_absent(o.suite, of_one_process);
   if (o.backend == Backend::kCuda) {
     refuse("--backend is cuda, and ranks over hosts are on cpus; use --backend cpu");
   }
@@ -786,16 +796,14 @@ int run_hosts(const BenchOptions& o) {
 // --suite all_to_all: the all-to-all problem, rung by rung.
 int run_all_to_all(const BenchOptions& o) {
   // The cases are the problem's: sizes and types cannot be chosen, either.
-  const std::pair<const char*, bool> of_points[] = {{"--experts", o.overrides.num_experts > 0},
-                                                    {"--top-k", o.overrides.top_k > 0},
-                                                    {"--hidden", o.overrides.hidden > 0},
-                                                    {"--tokens", !o.tokens.empty()},
-                                                    {"--dtype", o.dtype.has_value()},
-                                                    {"--seed", o.seed != 0},
-                                                    {"--pre-sum", o.pre_sum}};
-  for (const auto& [name, given] : of_points) {
-    if (given) refuse(fmt::format("{} is not for --suite {}; leave it out", name, o.suite));
-  }
+  const Given of_points[] = {{"--experts", o.overrides.num_experts > 0},
+                             {"--top-k", o.overrides.top_k > 0},
+                             {"--hidden", o.overrides.hidden > 0},
+                             {"--tokens", !o.tokens.empty()},
+                             {"--dtype", o.dtype.has_value()},
+                             {"--seed", o.seed != 0},
+                             {"--pre-sum", o.pre_sum}};
+  require_absent(o.suite, of_points);
   require_exchange(o);
   bench::AllToAllOptions all_to_all;
   all_to_all.rungs = all_to_all::find_rungs(o.rungs.empty() ? "all" : o.rungs);
@@ -822,33 +830,13 @@ int run_all_to_all(const BenchOptions& o) {
 
 // --suite late: ranks that are late.
 int run_late(const BenchOptions& o) {
-  const std::pair<const char*, bool> of_others[] = {
-      {"--experts", o.overrides.num_experts > 0},
-      {"--top-k", o.overrides.top_k > 0},
-      {"--hidden", o.overrides.hidden > 0},
-      {"--intermediate", o.overrides.intermediate > 0},
-      {"--compute", o.compute.has_value()},
-      {"--balancedness", !o.betas.empty()},
-      {"--n", o.n > 0},
-      {"--k", o.k > 0},
-      {"--rows", !o.rows.empty()},
-      {"--swiglu", o.swiglu},
-      {"--pre-sum", o.pre_sum},
-      {"--reserved-sms", o.measure.reserved_sms.has_value()},
-      {"--uncooperative", o.measure.uncooperative},
-      {"--traced", o.measure.traced},
-      {"--graph", o.only_graph},
-      {"--no-graph", o.no_graph},
-      {"--cold", o.measure.cold},
-      {"--given-routing", o.measure.given_routing},
-      {"--gated", o.gated},
-      {"--machine-facts", !o.machine_facts.empty()},
-      {"--verify", o.measure.verify},
-      {"--against", !o.against.empty()},
-      {"--keep-rival", o.keep_rival}};
-  for (const auto& [name, given] : of_others) {
-    if (given) refuse(fmt::format("{} is not for --suite {}; leave it out", name, o.suite));
-  }
+  // The layers are the models', as they are.
+  const Given of_points[] = {{"--experts", o.overrides.num_experts > 0},
+                             {"--top-k", o.overrides.top_k > 0},
+                             {"--hidden", o.overrides.hidden > 0},
+                             {"--pre-sum", o.pre_sum}};
+  require_absent(o.suite, of_points);
+  require_no_timing_options(o);
   const std::filesystem::path json =
       o.json.empty() ? std::filesystem::path() : output_file("--json", o.json);
   if (!json.empty()) results::require_mergeable_late(json);

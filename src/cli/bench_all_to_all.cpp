@@ -10,7 +10,7 @@
 #include "base/whole_file.h"
 #include "cli/arguments.h"
 #include "cli/format.h"
-#include "cli/progress.h"
+#include "cli/rows_printer.h"
 
 namespace switchyard::cli {
 namespace {
@@ -28,21 +28,18 @@ std::string line(const std::string& name, const std::string& time,
   return text;
 }
 
-class AllToAllPrinter : public bench::AllToAllObserver {
+class AllToAllPrinter : public RowsPrinter<bench::AllToAllObserver, AllToAllRow> {
  public:
-  // `json` is the file for the rows. If it is empty, they are only printed.
-  explicit AllToAllPrinter(std::filesystem::path json) : json_(std::move(json)) {}
+  using RowsPrinter::RowsPrinter;
 
-  bool failed_any() const { return failed_; }
-
-  void measuring(std::uint64_t done, std::uint64_t all) override { progress_.update(done, all); }
   void checked(std::size_t cases) override {
-    progress_.clear();
+    clear_progress();
     fmt::print("{} test cases: right on all rungs\n", cases);
     std::fflush(stdout);
   }
-  void measured(const AllToAllRow& row) override {
-    progress_.clear();
+
+ private:
+  void print(const AllToAllRow& row) override {
     if (row.problem != case_) {
       case_ = row.problem;
       fmt::print("\n{}{}\n", case_,
@@ -50,23 +47,9 @@ class AllToAllPrinter : public bench::AllToAllObserver {
       fmt::print("{}\n", Palette::for_output(STDOUT_FILENO).bold(all_to_all_heading()));
     }
     for (const std::string& text : all_to_all_text(row)) fmt::print("{}\n", text);
-    std::fflush(stdout);
-  }
-  void keep(const std::vector<AllToAllRow>& rows) override {
-    if (!json_.empty()) results::merge_rows(json_, rows);
-  }
-  void failed(const std::string& what, const std::string& problem) override {
-    failed_ = true;
-    progress_.clear();
-    std::fflush(stdout);
-    std::fprintf(stderr, "switchyard: %s: %s\n", what.c_str(), problem.c_str());
   }
 
- private:
-  std::filesystem::path json_;
   std::string case_;
-  ProgressBar progress_{"measuring", true, Counted::kPoints};
-  bool failed_ = false;
 };
 
 }  // namespace

@@ -8,42 +8,19 @@
 
 #include "cli/arguments.h"
 #include "cli/format.h"
-#include "cli/progress.h"
+#include "cli/rows_printer.h"
 
 namespace switchyard::cli {
 namespace {
 
 using results::ExchangeRow;
 
-class ExchangePrinter : public bench::ExchangeObserver {
+class ExchangePrinter : public RowsPrinter<bench::ExchangeObserver, ExchangeRow> {
  public:
-  // `json` is the file for the rows. If it is empty, they are only printed.
-  explicit ExchangePrinter(std::filesystem::path json) : json_(std::move(json)) {}
-
-  bool failed_any() const { return failed_; }
-
-  void measuring(std::uint64_t done_points, std::uint64_t all_points) override {
-    progress_.update(done_points, all_points);
-  }
-  void measured(const ExchangeRow& row) override {
-    progress_.clear();
-    fmt::print("{}\n", exchange_text(row));
-    std::fflush(stdout);
-  }
-  void keep(const std::vector<ExchangeRow>& rows) override {
-    if (!json_.empty()) results::merge_rows(json_, rows);
-  }
-  void failed(const std::string& what, const std::string& problem) override {
-    failed_ = true;
-    progress_.clear();
-    std::fflush(stdout);
-    std::fprintf(stderr, "switchyard: %s: %s\n", what.c_str(), problem.c_str());
-  }
+  using RowsPrinter::RowsPrinter;
 
  private:
-  std::filesystem::path json_;
-  ProgressBar progress_{"measuring", true, Counted::kPoints};
-  bool failed_ = false;
+  void print(const ExchangeRow& row) override { fmt::print("{}\n", exchange_text(row)); }
 };
 
 }  // namespace
