@@ -11,14 +11,15 @@
 #include <random>
 #include <thread>
 
-#include "base/convert.h"
 #include "base/names.h"
+#include "bench/activations.h"
 #include "bench/load.h"
 #include "bench/measure.h"
 #include "bench/suite.h"
 #include "gpu/device.h"
 #include "machine/description.h"
 #include "model/generate.h"
+#include "model/random_tensor.h"
 #include "protocol/control.h"
 #include "run/devices.h"
 #include "run/ranks.h"
@@ -89,26 +90,7 @@ void wait_until(Clock::time_point time) {
   }
 }
 
-// Tokens of one rank, in the layer's activation type.
-std::vector<std::byte> random_tokens(const LayerSpec& spec, std::int64_t tokens, DType dtype,
-                                     std::uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::normal_distribution<float> normal;
-  const auto count = static_cast<std::size_t>(tokens) * static_cast<std::size_t>(spec.hidden);
-  std::vector<std::byte> bytes(count * size_of(dtype));
-  for (std::size_t i = 0; i < count; ++i) {
-    const float value = normal(random);
-    if (dtype == DType::kF32) {
-      std::memcpy(&bytes[i * 4], &value, 4);
-    } else {
-      const std::uint16_t code = f32_to_bf16(value);
-      std::memcpy(&bytes[i * 2], &code, 2);
-    }
-  }
-  return bytes;
-}
-
-// What all ranks of a point have in common.
+// All ranks of a point have this in common.
 struct Problem {
   const LayerSpec& spec;
   const MoeWeights& weights;
@@ -120,6 +102,10 @@ struct Problem {
   DType dtype() const { return activation_dtype(compute); }
   std::size_t slots() const {
     return static_cast<std::size_t>(tokens) * static_cast<std::size_t>(spec.top_k);
+  }
+  std::vector<std::byte> activations_of(int rank) const {
+    return random_activations(dtype(), tokens, spec.hidden,
+                              mix64(seed + static_cast<std::uint64_t>(rank)));
   }
   LayerOptions options() const {
     LayerOptions o;
@@ -141,8 +127,7 @@ class HostRank final : public LateRank {
       : world_(world),
         problem_(problem),
         tasks_(tasks),
-        x_(random_tokens(problem.spec, problem.tokens, problem.dtype(),
-                         problem.seed + static_cast<std::uint64_t>(world.rank()))),
+        x_(problem.activations_of(world.rank())),
         y_(x_.size()),
         ids_(problem.slots()),
         layer_(world, problem.spec, problem.weights, options()) {}
@@ -203,9 +188,7 @@ class DeviceRank final : public LateRank {
         place_(run::rank_device(world.rank(), world.size(), {})),
         device_(on_device(place_.device)),
         layer_(world, problem.spec, problem.weights, options()) {
-    const std::vector<std::byte> x =
-        random_tokens(problem.spec, problem.tokens, problem.dtype(),
-                      problem.seed + static_cast<std::uint64_t>(world.rank()));
+    const std::vector<std::byte> x = problem.activations_of(world.rank());
     x_ = gpu::DeviceBuffer(x.size());
     x_.upload(x.data(), x.size());
     y_ = gpu::DeviceBuffer(x.size());

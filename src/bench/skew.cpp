@@ -10,6 +10,7 @@
 
 #include "base/convert.h"
 #include "base/threads.h"
+#include "bench/activations.h"
 #include "machine/host.h"
 #include "model/random_tensor.h"
 #include "reference/decode.h"
@@ -155,14 +156,8 @@ SkewedGate::SkewedGate(const LayerSpec& spec, MoeWeights& weights, std::int64_t 
   popularity_ = draw_popularity(spec, seed);
   plant(weights, popularity_);
 
-  RandomTensor tensor;
-  tensor.dtype = dtype;
-  tensor.rows = max_tokens;
-  tensor.cols = spec.hidden;
-  tensor.deviation = 1;
-  tensor.key = seed_of(Draw::kActivations, seed);
-  activations_.resize(tensor.data_bytes());
-  fill(tensor, activations_.data());
+  activations_ =
+      random_activations(dtype, max_tokens, spec.hidden, seed_of(Draw::kActivations, seed));
 
   const MatrixView x{activations_.data(), dtype, max_tokens, spec.hidden, spec.hidden};
   logits_ =

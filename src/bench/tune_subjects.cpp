@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "bench/activations.h"
 #include "bench/grouped_operands.h"
 #include "bench/measure.h"
 #include "model/random_tensor.h"
@@ -201,19 +202,6 @@ class GroupedSubject : public TuneSubject {
   std::int64_t rows_ = 0;
 };
 
-std::vector<std::byte> random_activations(DType dtype, std::int64_t tokens, std::int64_t columns,
-                                          std::uint64_t seed) {
-  RandomTensor tensor;
-  tensor.dtype = dtype;
-  tensor.rows = tokens;
-  tensor.cols = columns;
-  tensor.deviation = 1;
-  tensor.key = mix64(seed ^ 0x7a9e);
-  std::vector<std::byte> values(tensor.data_bytes());
-  fill(tensor, values.data());
-  return values;
-}
-
 class LayerSubject : public TuneSubject {
  public:
   LayerSubject(const TuneModel& model, const TuneOptions& options,
@@ -234,7 +222,7 @@ class LayerSubject : public TuneSubject {
         ids_(backend_, slots(max_tokens_) * sizeof(std::int32_t)),
         weights_(backend_, slots(max_tokens_) * sizeof(float)) {
     const std::vector<std::byte> x =
-        random_activations(dtype_, max_tokens_, spec_.hidden, options.seed);
+        random_activations(dtype_, max_tokens_, spec_.hidden, mix64(options.seed ^ 0x7a9e));
     x_.set(x.data(), x.size());
     const std::vector<float> equal(slots(max_tokens_), 1.0f / static_cast<float>(spec_.top_k));
     weights_.set(equal.data(), equal.size() * sizeof(float));
