@@ -186,8 +186,8 @@ struct Pass {
   const std::byte* wire_row(std::int64_t token) const { return wire + token * wire_row_bytes; }
 };
 
-// What another rank has for an expert, once its counts are here. Relaxed: the look that found them
-// has acquired every word.
+// Returns the rows that another rank has for an expert, once its counts are here. Relaxed: the look
+// that found them has acquired every word.
 inline std::uint32_t count_of(const LayerState& layer, std::uint64_t epoch, int source,
                               int expert) {
   return static_cast<std::uint32_t>(
@@ -203,17 +203,26 @@ inline constexpr std::uint32_t kCombineChunk = 32;   // tokens
 // so that a token's result does not depend on how tokens are dealt to ranks.
 inline constexpr protocol::TileShape kOwnTokensShape{32, 32};
 
+// The rows of a routed tile that are of one source.
+struct RowRange {
+  std::uint32_t begin, end;  // in the tile
+};
+inline RowRange rows_of_source(const Pass& pass, const Tile& tile, int source) {
+  const auto in_tile = [&](std::uint32_t row) {
+    return std::clamp(row, tile.first_row, tile.first_row + tile.rows) - tile.first_row;
+  };
+  return {in_tile(pass.placement.source_begin(tile.segment, source)),
+          in_tile(pass.placement.source_begin(tile.segment, source + 1))};
+}
+
 // Calls visit(source, its distance, its rows) for every rank of which the routed tile has rows.
 template <typename Visit>
 void for_each_source(const LayerState& layer, const Pass& pass, const Tile& tile, Visit&& visit) {
-  const std::uint32_t end = tile.first_row + tile.rows;
   for (int source = 0; source < layer.heaps.size(); ++source) {
-    const std::uint32_t begin = pass.placement.source_begin(tile.segment, source);
-    const std::uint32_t next = pass.placement.source_begin(tile.segment, source + 1);
-    if (begin < next && begin < end && next > tile.first_row) {
-      visit(source, static_cast<std::uint32_t>(pass.placement.distance_of(source)),
-            std::min(next, end) - std::max(begin, tile.first_row));
-    }
+    const RowRange rows = rows_of_source(pass, tile, source);
+    if (rows.begin == rows.end) continue;
+    visit(source, static_cast<std::uint32_t>(pass.placement.distance_of(source)),
+          rows.end - rows.begin);
   }
 }
 

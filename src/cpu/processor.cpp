@@ -405,14 +405,10 @@ void Processor::return_to_host(const Pass& pass, const Tile& tile, int source) {
   const RemotePeers& remote = layer_.remote;
   const int host = remote.host_of(source);
   constexpr auto kLane = network::Lane::kCombine;
-  // Of this source alone: another one that has all its rows may be a pass further, and its entries
-  // are then no longer this pass's.
-  const std::uint32_t end =
-      std::min(tile.first_row + tile.rows, pass.placement.source_begin(tile.segment, source + 1));
-  for (std::uint32_t row_in_segment =
-           std::max(tile.first_row, pass.placement.source_begin(tile.segment, source));
-       row_in_segment < end; ++row_in_segment) {
-    const std::uint32_t r = row_in_segment - tile.first_row;
+  // Other sources' rows are not looked at: a source that has all its rows may be a pass further,
+  // and its entries are then no longer this pass's.
+  const RowRange rows = rows_of_source(pass, tile, source);
+  for (std::uint32_t r = rows.begin; r < rows.end; ++r) {
     const Row row = row_of(layer_, pass, tile, r);
     const network::Target cell = remote.target(source, layer_.cell(source, row.token, row.k));
     remote.copy(kLane, pass.epoch, host, {&cell, 1}, staged(pass, tile, r), layer_.cell_bytes());
