@@ -1,6 +1,6 @@
-// Rows through an index: two warps copy them from where they are, 16 bytes per lane at a time. (The
-// copy engine takes as long for a box of one row as for many, which is twice to three times too
-// long: docs/lab/packing.md.)
+// Rows through an index: two warps of a block that stands alone copy them from where they are, 16
+// bytes per lane at a time. (A box of one row takes the copy engine as long as a box of many: with
+// such boxes calls took two to three times as long, see docs/lab/packing.md.)
 #pragma once
 
 #include "gpu/grouped/params.h"
@@ -59,9 +59,8 @@ class TileRows<C, IndexedRows> {
   __device__ void load(std::uint32_t, std::uint32_t, std::uint32_t) const {}
 };
 
-// Copies this warp's half of a tile's rows, of all stages. (Both blocks of a pair copy all rows of
-// a tile that they share.) `own`: of this warp, in IndexMemory. Returns false if the call was given
-// up.
+// Copies this warp's half of a tile's rows, of all stages. `own`: of this warp, in IndexMemory.
+// Returns false if the call was given up.
 template <typename C>
 __device__ __forceinline__ bool gather_rows(const TilePipeline<C>& pipeline,
                                             const IndexedRows& tokens, std::uint32_t columns,
@@ -79,9 +78,8 @@ __device__ __forceinline__ bool gather_rows(const TilePipeline<C>& pipeline,
   for (std::uint32_t i = lane; i < count; i += 32) own[i] = tokens.entry(task, begin + i);
   __syncwarp();
   const std::uint32_t chunk = lane % kLanesOfRow, row = lane / kLanesOfRow;
-  const std::uint32_t first_place = (begin + row) * kStageRowBytes + ((chunk ^ row) << 4);
-  const std::uint32_t second_place =
-      (begin + row + kRowsAtOnce) * kStageRowBytes + ((chunk ^ (row + kRowsAtOnce)) << 4);
+  const std::uint32_t first_place = swizzled_place(begin + row, chunk);
+  const std::uint32_t second_place = swizzled_place(begin + row + kRowsAtOnce, chunk);
   const std::int64_t row_bytes = tokens.call.x_row_bytes;
   const std::uint32_t bytes = columns * C::kNumerics.token_bytes();
   std::uint32_t column = task.first_k_block * kStageRowBytes + 16 * chunk;

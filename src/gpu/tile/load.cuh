@@ -123,6 +123,12 @@ struct SlottedTokens {
   }
 };
 
+// Where 16 bytes of a token, `chunk` of its 128, lie in a stage's tokens: as the copy engine would
+// put them.
+__device__ __forceinline__ std::uint32_t swizzled_place(std::uint32_t row, std::uint32_t chunk) {
+  return row * kStageRowBytes + ((chunk ^ (row & 7)) << 4);
+}
+
 inline constexpr std::uint32_t kUnitBytes = kUnitRows * kStageRowBytes;
 
 // True if other warps load the rows: the caller of load_scaled_tile() has their scales alone.

@@ -7,6 +7,7 @@
 #include "gpu/route/lists.cuh"
 #include "gpu/schedule/progress.cuh"
 #include "gpu/tile/epilogue.cuh"
+#include "gpu/tile/load.cuh"
 #include "gpu/tile/multiply.cuh"
 #include "gpu/tile/quantize.cuh"
 
@@ -19,9 +20,6 @@ template <typename P>  // of an expert's rows
 inline constexpr std::uint32_t kMostRounds = kMaxHeight<P> / kRowsAtOnce;
 inline constexpr std::uint32_t kRoundBytes = kRowsAtOnce * kStageRowBytes;
 static_assert(kRowsAtOnce % 8 == 0);
-__device__ __forceinline__ std::uint32_t swizzled_place(std::uint32_t row, std::uint32_t chunk) {
-  return row * kStageRowBytes + ((chunk ^ (row & 7)) << 4);
-}
 
 // Fills all stages with a tile of h that it quantizes from bf16. Eight threads share a row. Returns
 // false if the pass was given up.
