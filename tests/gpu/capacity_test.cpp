@@ -16,15 +16,6 @@ namespace {
 
 using GpuCapacity = OnGpu<::testing::Test>;
 
-Batch routed(const LayerSpec& spec, std::int64_t tokens, double beta) {
-  SyntheticRouting routing =
-      synthetic_routing(static_cast<int>(tokens), spec.num_experts, spec.top_k, beta, 9);
-  return {Matrix::random(tokens, spec.hidden, DType::kBF16, 17),
-          std::move(routing.ids),
-          std::move(routing.weights),
-          {}};
-}
-
 // The batch without the slots that each rank drops, counted here in the plainest way.
 Batch kept_of(const LayerSpec& spec, Batch batch, const Shares& shares, std::int64_t& dropped) {
   for (std::size_t r = 0; r < shares.count.size(); ++r) {

@@ -57,15 +57,6 @@ LayerSpec ragged_spec(int experts, int top_k, bool fp8) {
   return spec_of(fp8 ? 592 : 584, 360, experts, top_k);
 }
 
-Batch routed(const LayerSpec& spec, std::int64_t tokens, double beta) {
-  SyntheticRouting routing =
-      synthetic_routing(static_cast<int>(tokens), spec.num_experts, spec.top_k, beta, 9);
-  return {Matrix::random(tokens, spec.hidden, DType::kBF16, 17),
-          std::move(routing.ids),
-          std::move(routing.weights),
-          {}};
-}
-
 TEST_F(RanksTest, EverySkew) {
   for (const bool fp8 : {false, true}) {
     for (const int top_k : {1, 8}) {

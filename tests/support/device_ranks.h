@@ -11,9 +11,20 @@
 #include "gpu/device.h"
 #include "support/device_batch.h"
 #include "support/layers.h"
+#include "switchyard/routing.h"
 #include "switchyard/world.h"
 
 namespace switchyard::testing {
+
+// A batch in bf16 whose routing is drawn with this balancedness.
+inline Batch routed(const LayerSpec& spec, std::int64_t tokens, double beta) {
+  SyntheticRouting routing =
+      synthetic_routing(static_cast<int>(tokens), spec.num_experts, spec.top_k, beta, 9);
+  return {Matrix::random(tokens, spec.hidden, DType::kBF16, 17),
+          std::move(routing.ids),
+          std::move(routing.weights),
+          {}};
+}
 
 // Makes `options` those of one of `ranks` ranks, rank r on GPU r modulo their number. All blocks of
 // ranks on the same GPU must run at once: each rank gets its part of the multiprocessors, and a few
