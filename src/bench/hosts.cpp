@@ -38,7 +38,7 @@ double microseconds_since(Clock::time_point start) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
 }
 
-// What a rank measured: times, wrong results, and the bytes that it sent in each repetition.
+// A rank's measurements: times, wrong results, and the bytes that it sent in each repetition.
 struct Measured {
   std::vector<double> times_us;
   std::uint64_t wrong = 0;

@@ -1,4 +1,5 @@
-// What an engine on the CPU sends to ranks of other hosts, where a store would do on one host.
+// An engine on the CPU sends through this to ranks of other hosts, where a store would do on one
+// host.
 #pragma once
 
 #include <cstddef>

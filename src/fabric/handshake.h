@@ -11,7 +11,7 @@
 
 namespace switchyard {
 
-// What a connection between hosts is for: proofs of one kind are none of the other.
+// A connection between hosts is for one of these. A proof of one kind is none of the other.
 enum class Purpose : std::uint32_t { kRendezvous = 1, kControl };
 
 // What both sides must agree on, beside the secret.

@@ -17,7 +17,7 @@
 namespace switchyard {
 namespace {
 
-// What a command printed, and its exit status. Only fixed words and names made here are in it.
+// A command's output and its exit status. The command has only fixed words, and names made here.
 struct Outcome {
   int status = -1;
   std::string text;

@@ -44,7 +44,7 @@ __device__ __forceinline__ std::uint64_t sum_up_to_thread(std::uint64_t value) {
   return sum;
 }
 
-// What a send tells of itself, and of what came of it.
+// A send tells this with its flags: which dispatch it is, and whose rows it uses.
 struct Sending {
   std::uint64_t number;  // of this dispatch
   std::uint64_t layout;  // of the dispatch whose rows it uses
@@ -485,7 +485,7 @@ __device__ void plan_rows(const ExchangeSite& site, const HandleSite& handle,
   const int ranks = site.heaps.size();
   if (threadIdx.x == 0) end_of_rows = 0;
   const auto counts = [&](int r) { return site.heap.counts(site.heaps.mine(), number, r); };
-  // Of the first ranks all counts are on their way at the same time.
+  // All counts of the first ranks are on their way at the same time.
   constexpr int kAtOnce = 8;
   std::uint32_t begins[kAtOnce] = {}, ends[kAtOnce] = {};
 #pragma unroll

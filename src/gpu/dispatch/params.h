@@ -84,7 +84,7 @@ struct ExchangeSite {
   std::uint32_t list;         // the most rows of one source
   std::uint32_t slots;        // and of one of its tokens
   std::uint32_t most_tokens;  // of one source
-  // Of the send that runs.
+  // These are of the send that runs.
   std::uint32_t* came;      // [parts of most_tokens]: what was done of each; zeros between sends
   std::uint32_t* totals;    // [kMostSorters][places]: slots of each sorting block
   std::uint64_t* totalled;  // [kMostSorters]: the number of the dispatch whose totals they are
