@@ -10,37 +10,6 @@
 
 namespace switchyard::gpu {
 
-// The coefficients of a tanh are those of tile/activation.cuh.
-__device__ __forceinline__ float activate_tanh(const ActivationForm& form, float v) {
-  const float square = at_most(v * v, form.most), half = 0.5f * v;
-  const float u = v * ((form.third * square + form.second) * square + form.first);
-  return half * fast_tanh(u) + half;
-}
-__device__ __forceinline__ float activate_ramp(const ActivationForm& form, float v) {
-  const float r = at_least(v, form.least);
-  return form.squares ? r * r : r;
-}
-// Activates sums in place. Of every kStep of them the first kPart are gate's, if kGated, and are
-// multiplied by up's, which follow them.
-template <int kPart, int kStep, bool kGated, int kCount>
-__device__ __forceinline__ void activate_sums(const ActivationForm& form, float (&sums)[kCount]) {
-  const auto each = [&](auto&& value) {
-#pragma unroll
-    for (int first = 0; first < kCount; first += kStep) {
-#pragma unroll
-      for (int i = first; i < first + kPart; ++i) {
-        const float v = value(sums[i]);
-        sums[i] = kGated ? v * sums[i + kPart] : v;
-      }
-    }
-  };
-  if (form.is_tanh) {
-    each([&](float v) { return activate_tanh(form, v); });
-  } else {
-    each([&](float v) { return activate_ramp(form, v); });
-  }
-}
-
 __device__ __forceinline__ std::uint32_t pack_half(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const std::uint32_t*>(&pair);

@@ -18,21 +18,9 @@ namespace switchyard::gpu {
 inline constexpr std::uint32_t kMostGroupedExperts = 1024;
 inline constexpr std::uint32_t kMostTileRows = 256;
 
-// Activations, computed in one of two ways that coefficients tell apart. So there is one kernel for
-// all of them. See activate() in grouped/finish.cuh.
-struct ActivationForm {
-  bool is_tanh;
-  // v (1 + tanh(v p(v^2))) / 2 with p(s) = first + s (second + s third), of s up to `most`.
-  float first, second, third, most;
-  // Or max(v, least), squared or not.
-  float least;
-  bool squares;
-};
-
 // With an activation the weights are those of a first GEMM (ExpertParams::routed), else of a second
 // one: `hidden` is then the columns of the product.
 struct GroupedParams : ExpertParams, WaitParams, ModelShape, ActivationParams {
-  ActivationForm form;
   GroupedCut cut;            // of calls without candidates
   bool may_halve;            // its tiles
   ChoiceRule rule;           // of calls with some

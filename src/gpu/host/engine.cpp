@@ -14,6 +14,7 @@
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "gpu/host/abort_link.h"
+#include "gpu/host/activation_form.h"
 #include "gpu/host/cuda_error.h"
 #include "gpu/host/device_scope.h"
 #include "gpu/host/layer_choices.h"
@@ -214,7 +215,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   params_.cells_per_token = cells;
   params_.max_tokens = options.max_tokens;
   params_.weight_on_input = spec.weight_on_input;
-  params_.alpha = spec.activation.alpha;
+  params_.form = form_of(spec.activation);
   params_.limit = spec.activation.limit;
   params_.up_bias = spec.activation.up_bias;
   params_.clamps = std::isfinite(params_.limit) || params_.up_bias != 0;

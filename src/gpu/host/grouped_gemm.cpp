@@ -14,6 +14,7 @@
 #include "base/quantize.h"
 #include "gpu/device.h"
 #include "gpu/grouped/params.h"
+#include "gpu/host/activation_form.h"
 #include "gpu/host/cuda_error.h"
 #include "gpu/host/device_scope.h"
 #include "gpu/host/grouped_choices.h"
@@ -42,32 +43,6 @@ template <typename C>
 GroupedEntry entry_of(const GroupedGemmSpec& spec) {
   if (!spec.epilogue) return grouped_entry<C, false, false>();
   return spec.epilogue->gated ? grouped_entry<C, true, true>() : grouped_entry<C, false, true>();
-}
-
-ActivationForm form_of(const Activation& activation) {
-  constexpr float kNone = std::numeric_limits<float>::infinity();
-  constexpr float kMost = std::numeric_limits<float>::max();
-  const auto tanh = [](float first, float second, float third, float most) {
-    return ActivationForm{true, first, second, third, most, 0, false};
-  };
-  const auto ramp = [](float least, bool squares) {
-    return ActivationForm{false, 0, 0, 0, 0, least, squares};
-  };
-  switch (activation.kind) {
-    case ActivationKind::kSilu:
-      return tanh(0.5f * activation.alpha, 0, 0, kMost);
-    case ActivationKind::kGelu:
-      return tanh(0.797507884f, 3.70056462e-2f, -3.51516815e-4f, 20);
-    case ActivationKind::kGeluTanh:
-      return tanh(0.79788456f, 0.035677408f, 0, kMost);
-    case ActivationKind::kRelu:
-      return ramp(0, false);
-    case ActivationKind::kRelu2:
-      return ramp(0, true);
-    case ActivationKind::kIdentity:
-      break;
-  }
-  return ramp(-kNone, false);
 }
 
 // An expert's matrix as a layer has it: gate and up with an activation, else down.
@@ -360,12 +335,10 @@ GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec& spec, const GroupedG
   params.hidden = first ? spec.k : spec.n;
   params.columns = static_cast<std::uint32_t>(spec.output_columns());
   params.in_columns = static_cast<std::uint32_t>(spec.k);
-  params.alpha = 1;
   params.limit = INFINITY;
   params.product_step = 1;
   if (first) {
     params.form = form_of(*spec.epilogue);
-    params.alpha = spec.epilogue->alpha;
     params.limit = spec.epilogue->limit;
     params.up_bias = spec.epilogue->up_bias;
     if (spec.epilogue->gated) {

@@ -7,10 +7,12 @@
 namespace switchyard::gpu {
 
 KernelEntry find_kernel(const Activation& activation, DType compute, bool traced) {
-#define SWITCHYARD_KERNEL(policy, name, is_gated)                                  \
-  if (compute == policy::kNumerics.token && traced == policy::kTraced &&           \
-      activation.kind == ActivationKind::name && activation.gated == (is_gated)) { \
-    return kernel_entry<policy, ActivationKind::name, is_gated>();                 \
+  const bool is_silu = activation.kind == ActivationKind::kSilu;
+  // Those that are for SiLU only come first.
+#define SWITCHYARD_KERNEL(policy, silu, is_gated)                                                \
+  if (compute == policy::kNumerics.token && traced == policy::kTraced && (is_silu || !(silu)) && \
+      activation.gated == (is_gated)) {                                                          \
+    return kernel_entry<policy, silu, is_gated>();                                               \
   }
 #include "gpu/kernel_list.inc"
 #undef SWITCHYARD_KERNEL

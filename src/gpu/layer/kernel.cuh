@@ -203,7 +203,7 @@ __device__ __forceinline__ void pack_first_rows(const Pass<P>& pass) {
                         {TraceKind::kPack, -1, -1, -1, static_cast<std::int32_t>(packed)});
 }
 
-template <typename P, ActivationKind kKind, bool kGated>
+template <typename P, bool kSilu, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1)
     layer_kernel(const __grid_constant__ LayerParams layer,
                  const __grid_constant__ CallParams call) {
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if constexpr (P::kTokens == TokenSource::kPacked) pack_first_rows(pass);
       if (!block.pass.life.plan_failed) {
         cutlass::arch::warpgroup_reg_alloc<P::kRegisters.math>();
-        math_role<kKind, kGated>(pass);
+        math_role<kSilu, kGated>(pass);
       }
     }
   }

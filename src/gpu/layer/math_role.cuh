@@ -9,7 +9,7 @@
 namespace switchyard::gpu {
 
 // Stores a tile's products: as h, or as rows in their tokens' cells. See gemm_tile().
-template <ActivationKind kKind, bool kGated, typename P>
+template <bool kSilu, bool kGated, typename P>
 class LayerSink {
  public:
   __device__ LayerSink(const Pass<P>& pass, const TileTask& task, bool first,
@@ -30,7 +30,7 @@ class LayerSink {
   __device__ __forceinline__ void finish(Sums& acc) {
     const Epilogue<P> epilogue = pass_.epilogue();
     if (first_) {
-      finish_hidden<kVariant, kKind, kGated>(
+      finish_hidden<kVariant, kSilu, kGated>(
           epilogue, task_, math_group(), pass_.hidden(),
           [&](std::uint32_t group) {
             fetch_weights(pass_.exchange(), epilogue, pass_.state().route.tables.weights, task_,
@@ -92,7 +92,7 @@ __device__ __forceinline__ void report_stuck_ring(const Pass<P>& pass) {
   pass.layer.failures->given_up = 1;
 }
 
-template <ActivationKind kKind, bool kGated, typename P>
+template <bool kSilu, bool kGated, typename P>
 __device__ __forceinline__ void math_role(const Pass<P>& pass) {
   TaskReader<P> reader(pass.queue());
   StoredPart<kGated, P> stored(pass.progress(), pass.hidden());
@@ -125,7 +125,7 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
       const bool first = kind == TaskKind::kGemm1;
       // The tile's slot may become free only when the work that was put off is done.
       if (StoredPart<kGated, P>::kExists && task->tile >= pass.layer.h_slots) stored.finish();
-      LayerSink<kKind, kGated, P> sink(pass, *task, first, reader, stored);
+      LayerSink<kSilu, kGated, P> sink(pass, *task, first, reader, stored);
       gemm_tile_of(head >> 3 & 63, pass.pipeline(), *task, head >> 9, kGated && first, place, sink);
     }
     pass.trace().math(kFirstTaskRecord + reader.index(), &TraceRecord::end);

@@ -68,8 +68,10 @@ struct KernelEntry {
   // Of layers with up to kUsualExperts places of experts, and with more.
   LargeStorage usual, many;
 };
-template <typename P, ActivationKind kKind, bool kGated>
-KernelEntry kernel_entry();  // each is defined in an object file of its own
+// kSilu: the activation is SiLU; else LayerParams::form says which it is. Each is defined in an
+// object file of its own.
+template <typename P, bool kSilu, bool kGated>
+KernelEntry kernel_entry();
 // Returns the kernel for an activation and a compute type. Throws Error{kUnsupported} if it was not
 // compiled.
 KernelEntry find_kernel(const Activation& activation, DType compute, bool traced);

@@ -2,33 +2,68 @@
 #pragma once
 
 #include "gpu/ptx/convert.cuh"
-#include "switchyard/layer_spec.h"
+#include "gpu/tile/params.h"
 
 namespace switchyard::gpu {
 
-// Most activations are v (1 + tanh(u)) / 2 for some u. They must take few instructions: every tile
-// height has its own copy of the epilogue, unrolled over all accumulators, and code that does not
-// fit the instruction cache is fetched again for every tile. `slope` is alpha / 2.
-template <ActivationKind kKind>
-__device__ __forceinline__ float activate(float v, float slope) {
+// Activations must take few instructions: every tile height has its own copy of the epilogue,
+// unrolled over all accumulators, and code that does not fit the instruction cache is fetched again
+// for every tile. `slope` is alpha / 2.
+__device__ __forceinline__ float silu(float v, float slope) {
   const float half = 0.5f * v;
-  if constexpr (kKind == ActivationKind::kSilu) {
-    return half * fast_tanh(slope * v) + half;
-  } else if constexpr (kKind == ActivationKind::kGelu) {
-    // A minimax fit for v^2 up to 20: the result is within 2.5e-5, with an exact tanh.
-    const float square = at_most(v * v, 20.0f);
-    const float u = v * ((-3.51516815e-4f * square + 3.70056462e-2f) * square + 0.797507884f);
-    return half * fast_tanh(u) + half;
-  } else if constexpr (kKind == ActivationKind::kGeluTanh) {
-    return half * fast_tanh(v * (0.035677408f * v * v + 0.79788456f)) + half;
-  } else if constexpr (kKind == ActivationKind::kRelu) {
-    return at_least(v, 0.0f);
-  } else if constexpr (kKind == ActivationKind::kRelu2) {
-    const float r = at_least(v, 0.0f);
-    return r * r;
+  return half * fast_tanh(slope * v) + half;
+}
+__device__ __forceinline__ float activate_tanh(const ActivationForm& form, float v) {
+  const float square = at_most(v * v, form.most), half = 0.5f * v;
+  const float u = v * ((form.third * square + form.second) * square + form.first);
+  return half * fast_tanh(u) + half;
+}
+__device__ __forceinline__ float activate_ramp(const ActivationForm& form, float v) {
+  const float r = at_least(v, form.least);
+  return form.squares ? r * r : r;
+}
+// Activates sums in place. Of every kStep of them the first kPart are gate's, if kGated, and are
+// multiplied by up's, which follow them.
+template <int kPart, int kStep, bool kGated, int kCount>
+__device__ __forceinline__ void activate_sums(const ActivationForm& form, float (&sums)[kCount]) {
+  const auto each = [&](auto&& value) {
+#pragma unroll
+    for (int first = 0; first < kCount; first += kStep) {
+#pragma unroll
+      for (int i = first; i < first + kPart; ++i) {
+        const float v = value(sums[i]);
+        sums[i] = kGated ? v * sums[i + kPart] : v;
+      }
+    }
+  };
+  if (form.is_tanh) {
+    each([&](float v) { return activate_tanh(form, v); });
   } else {
-    return v;
+    each([&](float v) { return activate_ramp(form, v); });
   }
 }
+
+// Values of h from a thread's sums. With kSilu the activation is compiled in: most models have it.
+// `gate` points at a gate's sum, up's follows kPart behind it; or at up's, if not kGated.
+template <bool kSilu, bool kGated, int kPart>
+class HiddenValues {
+ public:
+  __device__ explicit HiddenValues(const ActivationForm& form) : form_(form), slope_(form.first) {}
+
+  // Before the first value.
+  template <int kStep, int kCount>
+  __device__ __forceinline__ void prepare(float (&sums)[kCount]) const {
+    if constexpr (!kSilu) activate_sums<kGated ? kPart : kStep, kStep, kGated>(form_, sums);
+  }
+  __device__ __forceinline__ float operator()(const float* gate) const {
+    if constexpr (!kSilu) return *gate;
+    const float v = silu(*gate, slope_);
+    return kGated ? v * gate[kPart] : v;
+  }
+
+ private:
+  const ActivationForm& form_;
+  const float slope_;
+};
 
 }  // namespace switchyard::gpu

@@ -68,9 +68,20 @@ struct ExpertParams {
   }
 };
 
+// Activations, computed in one of two ways that coefficients tell apart. So one kernel computes all
+// of them. See tile/activation.cuh.
+struct ActivationForm {
+  bool is_tanh;
+  // v (1 + tanh(v p(v^2))) / 2 with p(s) = first + s (second + s third), of s up to `most`.
+  float first, second, third, most;
+  // Or max(v, least), squared or not.
+  float least;
+  bool squares;
+};
 struct ActivationParams {
   bool weight_on_input;  // routing weights multiply the experts' input, not their output
-  float alpha, limit, up_bias;
+  ActivationForm form;
+  float limit, up_bias;
   bool clamps;  // limit or up_bias have an effect
 };
 

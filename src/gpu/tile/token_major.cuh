@@ -159,14 +159,15 @@ __device__ __forceinline__ void store_codes(const Epilogue<C>& epilogue, const T
 }
 
 // Stores a first GEMM's tile: h, as codes and scales.
-template <int kTaskBoxes, ActivationKind kKind, bool kGated, typename C, typename FetchWeights>
+template <int kTaskBoxes, bool kSilu, bool kGated, typename C, typename FetchWeights>
 __device__ __forceinline__ void finish_hidden(const Epilogue<C>& epilogue, const TileTask& task,
                                               std::uint32_t group, const HiddenSlots<C>& to_slots,
                                               FetchWeights&& fetch_weights,
                                               TokenMajorSums<kTaskBoxes>& acc) {
   finish_products<kTaskBoxes, kGated>(epilogue, task, group, fetch_weights, acc);
-  const float slope = 0.5f * epilogue.activation.alpha;
-  const auto value = [slope](float v) { return activate<kKind>(v, slope); };
+  const HiddenValues<kSilu, kGated, kBoxColumns / 4> value(epilogue.activation.form);
+#pragma unroll
+  for (auto& box : acc) value.template prepare<kBoxColumns / 2>(box);
   if constexpr (kGated) {
     // Each box has 64 columns.
     std::uint32_t values[8 * kTaskBoxes][2];
@@ -174,8 +175,8 @@ __device__ __forceinline__ void finish_hidden(const Epilogue<C>& epilogue, const
     for (int n = 0; n < 8 * kTaskBoxes; ++n) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float *gate = acc[n / 8] + 4 * (n % 8) + 2 * r, *up = gate + kBoxColumns / 4;
-        values[n][r] = pack_bf16(value(gate[0]) * up[0], value(gate[1]) * up[1]);
+        const float* const gate = acc[n / 8] + 4 * (n % 8) + 2 * r;
+        values[n][r] = pack_bf16(value(gate), value(gate + 1));
       }
     }
     store_codes<kTaskBoxes>(epilogue, task, to_slots.layer, group,
@@ -189,7 +190,7 @@ __device__ __forceinline__ void finish_hidden(const Epilogue<C>& epilogue, const
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float* const up = acc[i] + 4 * n + 2 * r;
-          values[n][r] = pack_bf16(value(up[0]), value(up[1]));
+          values[n][r] = pack_bf16(value(up), value(up + 1));
         }
       }
       store_codes<kTaskBoxes>(

@@ -75,7 +75,7 @@ __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, con
 }
 
 // Stores a first GEMM's tile: h, in bf16.
-template <int N, ActivationKind kKind, bool kGated, typename C, typename FetchWeights>
+template <int N, bool kSilu, bool kGated, typename C, typename FetchWeights>
 __device__ __forceinline__ void finish_hidden(const Epilogue<C>& epilogue, const TileTask& task,
                                               std::uint32_t group, const HiddenSlots<C>& to_slots,
                                               FetchWeights&& fetch_weights, float (&acc)[N / 2]) {
@@ -88,16 +88,12 @@ __device__ __forceinline__ void finish_hidden(const Epilogue<C>& epilogue, const
   const std::uint32_t column0 = (task.block * kMathGroups + group) * kColumns;
   finish_products<N, kGated>(epilogue, task, group, column0 + warp * (kColumns / 4) + lane / 4,
                              fetch_weights, acc);
-  const float slope = 0.5f * epilogue.activation.alpha;
+  const HiddenValues<kSilu, kGated, 2> value(epilogue.activation.form);
+  value.template prepare<4>(acc);
   const auto pair = [&](int n) {
     const float *first = acc + 4 * n, *second = first + 2;
-    const auto value = [slope](float v) { return activate<kKind>(v, slope); };
-    if constexpr (kGated) {
-      return uint2{pack_bf16(value(first[0]) * second[0], value(first[1]) * second[1]), 0};
-    } else {
-      return uint2{pack_bf16(value(first[0]), value(first[1])),
-                   pack_bf16(value(second[0]), value(second[1]))};
-    }
+    return uint2{pack_bf16(value(first), value(first + 1)),
+                 kGated ? 0 : pack_bf16(value(second), value(second + 1))};
   };
   const std::uint32_t stride = layer.h_stride / 8;
   const std::uint32_t to =
