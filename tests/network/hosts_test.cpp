@@ -397,7 +397,7 @@ TEST_P(HostsCable, OutForAWhileOrForGood) {
   ASSERT_NE(memory, MAP_FAILED);
   Board* const board = new (memory) Board{};
   std::atomic<bool>* const enough = new (&board->words[7]) std::atomic<bool>(false);
-  std::thread cable([&] {
+  const auto play_cable = [&] {
     EXPECT_TRUE(test::eventually([&] { return board->epochs[0] >= 3; }));
     hosts_->set_connected(2, false);
     std::this_thread::sleep_for(milliseconds(700));
@@ -407,8 +407,9 @@ TEST_P(HostsCable, OutForAWhileOrForGood) {
       EXPECT_TRUE(test::eventually([&] { return board->epochs[0] > seen + 3; }));
       *enough = true;
     }
-  });
-  const std::vector<int> codes = test::run_processes(3, [&](int rank) {
+  };
+  const std::vector<int> codes = test::run_processes(4, [&](int rank) {
+    if (rank == 3) return play_cable();
     hosts_->enter(rank);
     const World world = join(rank, 3);
     const LayerSpec spec = spec_of(64, 32, 6, 2);
@@ -445,7 +446,6 @@ TEST_P(HostsCable, OutForAWhileOrForGood) {
       EXPECT_EQ(blamed, 2);
     }
   });
-  cable.join();
   EXPECT_THAT(codes, Each(0));
   ::munmap(memory, sizeof(Board));
 }

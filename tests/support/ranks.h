@@ -12,7 +12,9 @@
 #include <cstdint>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <functional>
+#include <iterator>
 #include <span>
 #include <string>
 #include <thread>
@@ -74,10 +76,25 @@ inline void run_threads(std::vector<World>& worlds, const std::function<void(Wor
 
 constexpr int kKilled = 128 + SIGKILL;
 
+// True if this thread is the only one of its process. A child forked while another thread holds a
+// lock, of the allocator for example, can never take that lock.
+inline bool may_fork() {
+#if defined(__SANITIZE_THREAD__)
+  return true;  // the sanitizer has a thread of its own, and takes care of its locks
+#else
+  // A thread that was joined may still be listed for a moment.
+  return eventually([] {
+    namespace fs = std::filesystem;
+    return std::distance(fs::directory_iterator("/proc/self/task"), fs::directory_iterator()) == 1;
+  });
+#endif
+}
+
 // Runs body(rank) in `count` forked children and returns their exit codes, 128 + signal for those
 // that were killed. A child's failed expectation or escaped exception is a non-zero exit code.
 inline std::vector<int> run_processes(int count, const std::function<void(int)>& body,
                                       milliseconds limit = kGenerous) {
+  EXPECT_TRUE(may_fork()) << "start threads after the processes, or in one of them";
   std::fflush(nullptr);
   const pid_t parent = ::getpid();
   std::vector<pid_t> children;
