@@ -44,8 +44,9 @@ std::int64_t to_ns(Clock::time_point time) {
 }
 std::int64_t now_ns() { return to_ns(Clock::now()); }
 
+// Slots of all windows that a rank writes into.
 std::uint64_t num_slots(const Hosts& hosts, const WindowOptions& options) {
-  return static_cast<std::uint64_t>(hosts.num_hosts()) * kNumLanes * options.window;
+  return static_cast<std::uint64_t>(hosts.num_hosts() - 1) * kNumLanes * options.window;
 }
 
 }  // namespace

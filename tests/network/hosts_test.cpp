@@ -26,6 +26,7 @@
 #include "support/accuracy.h"
 #include "support/exchanges.h"
 #include "support/layers.h"
+#include "support/namespaces.h"
 #include "support/numbers.h"
 #include "support/ranks.h"
 #include "switchyard/symmetric_heap.h"
@@ -36,40 +37,6 @@ namespace {
 using std::chrono::milliseconds;
 using ::testing::Each;
 using ::testing::HasSubstr;
-
-constexpr const char* kSecret = "a secret for tests only";
-constexpr int kPort = 24'680;  // each test has namespaces of its own
-
-class HostsTest : public ::testing::Test {
- protected:
-  void make_hosts(int num_hosts) {
-    try {
-      hosts_.emplace(num_hosts);
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::kUnsupported) throw;
-      GTEST_SKIP() << error.what();
-    }
-    // Providers of real fabrics have nothing to do with namespaces.
-    ::setenv("FI_PROVIDER", "tcp", 1);
-    ::setenv("SWITCHYARD_SECRET", kSecret, 1);
-    ::unsetenv("SWITCHYARD_SECRET_FILE");
-  }
-
-  std::string rendezvous() const { return "tcp://" + hosts_->ip(0) + ":" + std::to_string(kPort); }
-
-  // This process, which runs on `host`, as a rank.
-  World join(int rank, int size, milliseconds deadline = test::kGenerous,
-             NetworkOptions network = {}) const {
-    WorldOptions options = test::with_deadline(deadline, rendezvous());
-    options.network = network;
-    return World::processes(rank, size, options);
-  }
-
-  // Ranks in turn: the first `ranks_of_host` on host 0, and so on.
-  void enter_host_of(int rank, int ranks_of_host) const { hosts_->enter(rank / ranks_of_host); }
-
-  std::optional<NetworkNamespaces> hosts_;
-};
 
 // ----------------------------------------------------------------------------------- same bits
 
@@ -93,18 +60,6 @@ class HostsAndRanks : public HostsTest, public ::testing::WithParamInterface<std
     EXPECT_THAT(codes, Each(0));
   }
 };
-
-// `mine` has the rank's rows, and all others are as they were made.
-void expect_same_rows(const Matrix& mine, const Matrix& expected, const Shares& shares, int rank,
-                      int hidden) {
-  const auto r = static_cast<std::size_t>(rank);
-  std::int64_t wrong = 0;
-  for (std::int64_t i = shares.first[r] * hidden; i < (shares.first[r] + shares.count[r]) * hidden;
-       ++i) {
-    wrong += mine.get(i) != expected.get(i);
-  }
-  EXPECT_EQ(wrong, 0) << "rank " << rank;
-}
 
 TEST_P(HostsAndRanks, EveryModelHasTheBitsOfOneHost) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(num_hosts()));
@@ -235,8 +190,11 @@ TEST_P(Flows, MoreThanAllWindowsHold) {
 INSTANTIATE_TEST_SUITE_P(
     Namespaces, Flows,
     ::testing::Values(Flow{"Tokens8192APair", 2, 16'384, false, {}},
+                      Flow{"Tokens32768APair", 2, 65'536, false, {}},
                       Flow{"Incast", 4, 4'096, true, {}},
                       Flow{"WindowsOfOneChunk", 3, 2'048, false, {2 << 10, 1}},
+                      // A window of one chunk in each lane: the ring of commands has two lines.
+                      Flow{"RingOfTwo", 2, 2'048, false, {2 << 10, 1}},
                       Flow{"IncastThroughOneChunk", 3, 1'024, true, {4 << 10, 1}}),
     [](const auto& param) { return std::string(param.param.name); });
 
@@ -245,18 +203,6 @@ INSTANTIATE_TEST_SUITE_P(
 enum class Stop { kKill, kStop };
 
 class HostsStops : public HostsTest, public ::testing::WithParamInterface<Stop> {};
-
-// What a test shares with the ranks it forks.
-struct Board {
-  std::atomic<std::uint64_t> epochs[8];
-  std::atomic<int> blamed[8];
-  std::atomic<std::int64_t> failed_at[8];  // ns
-  char words[8][500];
-};
-
-std::int64_t now_ns() {
-  return std::chrono::nanoseconds(test::Clock::now().time_since_epoch()).count();
-}
 
 TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(3));
@@ -501,7 +447,7 @@ TEST_F(HostsTest, AMissingRankIsNamed) {
   const std::vector<int> codes = test::run_processes(2, [&](int rank) {
     hosts_->enter(rank);
     const std::string words =
-        test::timeout_of(ErrorCode::kTimeout, 2, [&] { join(rank, 3, milliseconds(600)); });
+        test::timeout_of(ErrorCode::kTimeout, 2, [&] { join(rank, 3, milliseconds(3'000)); });
     EXPECT_THAT(words, HasSubstr("rank 2"));
   });
   EXPECT_THAT(codes, Each(0));

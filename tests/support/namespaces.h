@@ -1,0 +1,80 @@
+// Worlds over network namespaces as hosts: who makes them, how a rank joins, and what ranks tell
+// the test.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <optional>
+#include <string>
+
+#include "fabric/namespaces.h"
+#include "support/layers.h"
+#include "support/ranks.h"
+#include "switchyard/error.h"
+#include "switchyard/world.h"
+
+namespace switchyard::testing {
+
+inline constexpr const char* kSecret = "a secret for tests only";
+inline constexpr int kPort = 24'680;  // each test has namespaces of its own
+
+class HostsTest : public ::testing::Test {
+ protected:
+  void make_hosts(int num_hosts) {
+    try {
+      hosts_.emplace(num_hosts);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kUnsupported) throw;
+      GTEST_SKIP() << error.what();
+    }
+    // Providers of real fabrics have nothing to do with namespaces.
+    ::setenv("FI_PROVIDER", "tcp", 1);
+    ::setenv("SWITCHYARD_SECRET", kSecret, 1);
+    ::unsetenv("SWITCHYARD_SECRET_FILE");
+  }
+
+  // Ranks meet on the cables between the hosts, or where a test says.
+  virtual std::string root_ip() const { return hosts_->ip(0); }
+  std::string rendezvous() const { return "tcp://" + root_ip() + ":" + std::to_string(kPort); }
+
+  // This process, which runs on `host`, as a rank.
+  World join(int rank, int size, test::milliseconds deadline = test::kGenerous,
+             NetworkOptions network = {}) const {
+    WorldOptions options = test::with_deadline(deadline, rendezvous());
+    options.network = network;
+    return World::processes(rank, size, options);
+  }
+
+  // Ranks in turn: the first `ranks_of_host` on host 0, and so on.
+  void enter_host_of(int rank, int ranks_of_host) const { hosts_->enter(rank / ranks_of_host); }
+
+  std::optional<NetworkNamespaces> hosts_;
+};
+
+// `mine` has the rank's rows, and all others are as they were made.
+inline void expect_same_rows(const Matrix& mine, const Matrix& expected, const Shares& shares,
+                             int rank, int hidden) {
+  const auto r = static_cast<std::size_t>(rank);
+  std::int64_t wrong = 0;
+  for (std::int64_t i = shares.first[r] * hidden; i < (shares.first[r] + shares.count[r]) * hidden;
+       ++i) {
+    wrong += mine.get(i) != expected.get(i);
+  }
+  EXPECT_EQ(wrong, 0) << "rank " << rank;
+}
+
+// What a test shares with the ranks it forks.
+struct Board {
+  std::atomic<std::uint64_t> epochs[8];
+  std::atomic<int> blamed[8];
+  std::atomic<std::int64_t> failed_at[8];  // ns
+  char words[8][500];
+};
+
+inline std::int64_t now_ns() {
+  return std::chrono::nanoseconds(test::Clock::now().time_since_epoch()).count();
+}
+
+}  // namespace switchyard::testing
