@@ -2,7 +2,7 @@
 """Plays the trials of ranks over hosts that fail or have a chaotic network, and keeps their counts.
 
   bench/hosts_chaos.py --build build --json results/hosts_chaos.json [--seeds 1000] [--stops 100]
-                       [--sanitizer thread]
+                       [--sanitizer thread] [--jobs 2]
 
 The trials are those of tests/network/chaos_test.cpp (layers and exchanges over a network in one process that
 reorders, delays, refuses and breaks) and of tests/network/hosts_test.cpp (processes in network namespaces
@@ -10,9 +10,11 @@ that are killed or stopped). A row of the same kind and sanitizer is replaced.
 """
 
 import argparse
+import concurrent.futures
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,7 +29,11 @@ KINDS = [
 ]
 
 
+BATCH = 50  # trials of one run of a test: what has ended is kept when the rest is cut off
+
+
 def play(build, kind, executable, test, variable, trials, first):
+    """Plays some trials, and returns what the test told of them; None if it was skipped."""
     with tempfile.TemporaryDirectory() as directory:
         report = pathlib.Path(directory) / "report.json"
         environment = dict(os.environ, **{variable: str(trials)})
@@ -39,17 +45,20 @@ def play(build, kind, executable, test, variable, trials, first):
         cases = [case for suite in json.loads(report.read_text())["testsuites"] for case in suite["testsuite"]]
     [case] = [case for case in cases if case["status"] == "RUN"]
     if case["result"] == "SKIPPED":
-        print(f"{kind}: skipped, namespaces may not be made here")
         return None
-    row = {"suite": "hosts_chaos", "kind": kind, "trials": int(case["trials"]), "hangs": int(case["hangs"])}
-    row["wrong_words"] = int(case["wrong_words"]) if "wrong_words" in case else None
-    row["wrong_names"] = int(case["wrong_names"]) if "wrong_names" in case else None
-    for name in ("median_ms", "longest_ms"):
-        if name in case:
-            row[name] = round(float(case[name]), 1)
     # A sanitizer that found something tells it by the exit code alone.
-    row["failed"] = done.returncode != 0
-    return row
+    if done.returncode != 0:
+        print(done.stdout, file=sys.stderr)
+    return case | {"failed": done.returncode != 0}
+
+
+def row_of(kind, cases):
+    row = {"suite": "hosts_chaos", "kind": kind}
+    for name in ("trials", "hangs", "wrong_words", "wrong_names"):
+        row[name] = sum(int(case[name]) for case in cases) if name in cases[0] else None
+    if delays := [float(ms) for case in cases for ms in case.get("delays_ms", "").split()]:
+        row |= {"median_ms": round(statistics.median(delays), 1), "longest_ms": round(max(delays), 1)}
+    return row | {"failed": any(case["failed"] for case in cases)}
 
 
 def main():
@@ -58,6 +67,7 @@ def main():
     parser.add_argument("--json", type=pathlib.Path, required=True)
     parser.add_argument("--seeds", type=int, default=1000, help="of each kind with a chaotic network; 0: none")
     parser.add_argument("--stops", type=int, default=100, help="of each kind with processes that fail; 0: none")
+    parser.add_argument("--jobs", type=int, default=1, help="batches of trials that run at once")
     parser.add_argument("--first", type=int, default=1, help="the first seed")
     parser.add_argument("--only", default="", help="only kinds whose name has this in it")
     parser.add_argument("--sanitizer", default="", help="what the build has: thread or address")
@@ -69,15 +79,28 @@ def main():
         trials = options.seeds if executable == "hosts_chaos_test" else options.stops
         if trials == 0 or options.only not in kind:
             continue
-        row = play(options.build, kind, executable, test, variable, trials, options.first)
-        if row is None:
-            continue
-        row |= {"sanitizer": options.sanitizer, "first_seed": options.first, "commit": commit}
-        rows = [old for old in rows if (old["kind"], old["sanitizer"]) != (kind, options.sanitizer)] + [row]
-        failed = failed or row["failed"]
-        print(json.dumps(row))
-        text = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
-        options.json.write_text(f"[\n{text}\n]\n")
+        end = options.first + trials
+        cases = []
+        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            batches = [
+                pool.submit(play, options.build, kind, executable, test, variable, min(BATCH, end - first), first)
+                for first in range(options.first, end, BATCH)
+            ]
+            for batch in concurrent.futures.as_completed(batches):
+                if batch.result() is None:
+                    print(f"{kind}: skipped, namespaces may not be made here")
+                    for other in batches:
+                        other.cancel()
+                    break
+                cases.append(batch.result())
+                row = row_of(kind, cases)
+                row |= {"sanitizer": options.sanitizer, "first_seed": options.first, "commit": commit}
+                rows = [old for old in rows if (old["kind"], old["sanitizer"]) != (kind, options.sanitizer)] + [row]
+                text = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+                options.json.write_text(f"[\n{text}\n]\n")
+        if cases:
+            failed = failed or row["failed"]
+            print(json.dumps(row))
     return 1 if failed else 0
 
 

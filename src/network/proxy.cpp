@@ -482,13 +482,13 @@ void Proxy::hear(int rank, const ControlMessage& message) {
     return;
   }
   if (protocol::aborted(heaps)) return;
-  const auto failed = static_cast<int>(message.word & (protocol::kCalledOff - 1)) - 1;
-  if ((message.word & protocol::kCalledOff) == 0) {
-    // The record of a rank of this host is in its own heap.
-    if (is_rank_elsewhere(failed)) heaps.control(failed)->failure = message.record;
+  if ((message.word & protocol::kCalledOff) != 0) {
+    protocol::compare_exchange(&heaps.control(rank_)->abort, std::uint64_t{0}, message.word);
+  } else {
+    // As if this rank had found it: the first of what the ranks of a host hear and find is the
+    // verdict of all of them.
+    protocol::abort_world(heaps, message.record);
   }
-  // Release, so that whoever sees the word sees the record.
-  protocol::compare_exchange(&heaps.control(rank_)->abort, std::uint64_t{0}, message.word);
   tell_abort(message.segment, entry->second);
 }
 

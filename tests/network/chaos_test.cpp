@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "support/accuracy.h"
 #include "support/exchanges.h"
 #include "support/hosts.h"
 #include "support/layers.h"
@@ -234,6 +235,43 @@ TEST(HostsChaos, ACutLinkEndsAllRanks) {
       EXPECT_TRUE(right) << "rank " << ends[0] << " blames rank " << ends[1];
       tally.wrong_names += right ? 0 : 1;
     }
+  }
+}
+
+// Both ends of a cut link name each other, and a neighbour of one end hears of both. The ranks of a
+// host report the same failure all the same.
+TEST(HostsChaos, RanksOfAHostReportOneFailure) {
+  constexpr int kRanks = 3;
+  for (std::uint64_t seed = first_seed(); seed < first_seed() + num_seeds(); ++seed) {
+    SCOPED_TRACE(::testing::Message() << "seed " << seed);
+    test::Numbers numbers(seed);
+    test::ChaosHosts hosts;
+    hosts.ranks_of_hosts = {2, 1};
+    hosts.chaos.seed = seed;
+    hosts.chaos.cut_after = numbers.between(0, 60);
+    hosts.chaos.cut_rank = 2;
+    const LayerSpec spec = spec_of(32, 16, 12, 3);
+    const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+    const Batch batch = random_batch(spec, 40 * kRanks, DType::kF32, seed);
+    const Shares shares = Shares::even(batch.x.rows(), kRanks);
+    BatchResult result = empty_result(spec, batch, kRanks, DType::kF32);
+    std::array<WaitFailure, kRanks> failures;
+    const auto thrown = test::run_over_chaos(hosts, [&](const World& world) {
+      LayerOptions options;
+      options.max_tokens = 40;
+      options.num_threads = 1;
+      MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), kRanks), options);
+      try {
+        for (;;) forward_share(layer, batch, shares, world.rank(), result);
+      } catch (const TimeoutError& error) {
+        failures[static_cast<std::size_t>(world.rank())] = error.failure();
+      }
+    });
+    for (const std::exception_ptr& failure : thrown) EXPECT_EQ(failure, nullptr);
+    EXPECT_STREQ(failures[0].phase, "link");
+    EXPECT_EQ(failures[0].waiter_rank, failures[1].waiter_rank);
+    EXPECT_EQ(failures[0].peer_rank, failures[1].peer_rank);
+    EXPECT_EQ(failures[0].epoch, failures[1].epoch);
   }
 }
 

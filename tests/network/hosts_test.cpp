@@ -313,8 +313,10 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
   std::sort(delays.begin(), delays.end());
   const double median_ms = static_cast<double>(delays[delays.size() / 2]) * 1e-6;
   const double longest_ms = static_cast<double>(delays.back()) * 1e-6;
-  RecordProperty("median_ms", std::to_string(median_ms));
-  RecordProperty("longest_ms", std::to_string(longest_ms));
+  std::string all;
+  for (const std::int64_t delay : delays)
+    all += std::to_string(static_cast<double>(delay) * 1e-6) + " ";
+  RecordProperty("delays_ms", all);
   std::printf("%s: %zu ranks ended after a median of %.1f ms, at most %.1f ms\n",
               kill ? "kill" : "stop", delays.size(), median_ms, longest_ms);
   if (kill) {
