@@ -18,6 +18,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <optional>
 #include <string_view>
 #include <type_traits>
 #include <utility>
@@ -30,7 +31,7 @@ namespace {
 
 constexpr std::uint32_t kApi = FI_VERSION(1, 11);
 constexpr std::size_t kMostNameBytes = 224;
-constexpr std::size_t kSignalBytes = 8;
+constexpr std::uint32_t kSignalBytes = 8;
 // Completions that may be waiting to be read. Chunks on their way are bounded by windows.
 constexpr std::size_t kQueueEntries = 4096;
 
@@ -133,7 +134,6 @@ Info wanted() {
   // One thread uses the domain.
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
   hints->domain_attr->cq_data_size = sizeof(std::uint32_t);
-  hints->tx_attr->inject_size = kSignalBytes;
   return hints;
 }
 
@@ -265,29 +265,14 @@ class Libfabric final : public Network {
 
   bool put(int rank, std::uint64_t from, std::uint32_t bytes, std::uint64_t to,
            std::uint32_t immediate, std::uint64_t context) override {
-    Operation* const operation = take_operation();
-    operation->rank = rank;
-    operation->context = context;
-    const Peer& peer = peers_[static_cast<std::size_t>(rank)];
-    const ssize_t code =
-        fi_writedata(endpoint_.get(), memory_.data() + from, bytes, fi_mr_desc(region_.get()),
-                     immediate, peer.address, peer.base + to, peer.key, operation);
-    if (code == 0) return true;
-    give_back(operation);
-    if (code != -FI_EAGAIN) tell_lost(rank, library().strerror(static_cast<int>(-code)));
-    return code != -FI_EAGAIN;
+    return write(rank, from, bytes, to, immediate, context);
   }
 
+  // Not every provider writes nothing: bytes of the front of the memory go to the front of the
+  // other's, where nobody reads. No fi_inject_writedata(): in libfabric 1.17 an injected write that
+  // fails has no context, and ofi_rxm then follows a null pointer as it handles the error.
   bool signal(int rank, std::uint32_t immediate) override {
-    const Peer& peer = peers_[static_cast<std::size_t>(rank)];
-    // Not every provider writes nothing: the bytes go to the front of the memory, where nobody
-    // reads.
-    constexpr std::array<std::byte, kSignalBytes> kNothing{};
-    const ssize_t code = fi_inject_writedata(endpoint_.get(), kNothing.data(), kNothing.size(),
-                                             immediate, peer.address, peer.base, peer.key);
-    if (code == 0) return true;
-    if (code != -FI_EAGAIN) tell_lost(rank, library().strerror(static_cast<int>(-code)));
-    return code != -FI_EAGAIN;
+    return write(rank, 0, kSignalBytes, 0, immediate, std::nullopt);
   }
 
   std::size_t poll(std::span<Event> events) override {
@@ -315,9 +300,10 @@ class Libfabric final : public Network {
           event.immediate = static_cast<std::uint32_t>(entry.data);
         } else if (entry.op_context != nullptr) {
           auto* const operation = static_cast<Operation*>(entry.op_context);
-          event.kind = Event::Kind::kSent;
-          event.context = operation->context;
           give_back(operation);
+          if (!operation->context) continue;  // a signal
+          event.kind = Event::Kind::kSent;
+          event.context = *operation->context;
         } else {
           continue;
         }
@@ -343,12 +329,27 @@ class Libfabric final : public Network {
   struct Operation {
     fi_context2 for_the_provider{};
     int rank = -1;
-    std::uint64_t context = 0;
+    std::optional<std::uint64_t> context;  // the caller's; none of a signal
   };
   struct Peer {
     fi_addr_t address = FI_ADDR_NOTAVAIL;
     std::uint64_t key = 0, base = 0;
   };
+
+  bool write(int rank, std::uint64_t from, std::uint32_t bytes, std::uint64_t to,
+             std::uint32_t immediate, std::optional<std::uint64_t> context) {
+    Operation* const operation = take_operation();
+    operation->rank = rank;
+    operation->context = context;
+    const Peer& peer = peers_[static_cast<std::size_t>(rank)];
+    const ssize_t code =
+        fi_writedata(endpoint_.get(), memory_.data() + from, bytes, fi_mr_desc(region_.get()),
+                     immediate, peer.address, peer.base + to, peer.key, operation);
+    if (code == 0) return true;
+    give_back(operation);
+    if (code != -FI_EAGAIN) tell_lost(rank, library().strerror(static_cast<int>(-code)));
+    return code != -FI_EAGAIN;
+  }
 
   Operation* take_operation() {
     if (free_.empty()) {

@@ -290,6 +290,7 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
       }
       wrong_names += board->blamed[rank] != victim;
       EXPECT_EQ(board->blamed[rank], victim) << "rank " << rank << ": " << board->words[rank];
+      EXPECT_EQ(status, 0) << "rank " << rank << " crashed";
       if (rank != victim) delays.push_back(board->failed_at[rank] - stopped_at);
     };
     for (int rank = 0; rank < size; ++rank) {
