@@ -45,19 +45,24 @@ class HostsOverRelay : public HostsTest {
   std::string root_ip() const override { return relay_->ip(0); }
 
   // Runs body(rank) as `size` ranks in turn on all hosts, and `beside` in a process of its own.
+  // `killed` is a rank that does not return.
   void run(
-      int size, const std::function<void(int)>& body, const std::function<void()>& beside = [] {}) {
+      int size, const std::function<void(int)>& body, const std::function<void()>& beside = [] {},
+      int killed = -1) {
     const std::vector<int> codes = test::run_processes(
         size + 2,
         [&](int child) {
-          if (child == size) return relay_->play(size, kLimit);
+          if (child == size) return relay_->play(size - (killed < 0 ? 0 : 1), kLimit);
           if (child == size + 1) return beside();
           const test::Relay::Leaves leaves(*relay_);
           enter_host_of(child, size / hosts_->size());
           body(child);
         },
         kLimit);
-    EXPECT_THAT(codes, Each(0));
+    for (int child = 0; child < size + 2; ++child) {
+      EXPECT_EQ(codes[static_cast<std::size_t>(child)], child == killed ? test::kKilled : 0)
+          << "process " << child;
+    }
   }
 
   std::optional<test::Relay> relay_;
@@ -252,6 +257,46 @@ TEST_P(Partition, IsWaitedForUntilTheDeadline) {
 INSTANTIATE_TEST_SUITE_P(Namespaces, Partition, ::testing::Bool(), [](const auto& param) {
   return std::string(param.param ? "Heals" : "Stays");
 });
+
+// ------------------------------------------------------------------------------------- deaths
+
+// A rank dies while others have half of its chunk, and while credits of theirs are on their way to
+// it: a chunk takes longer than anything else here.
+TEST_F(HostsOverRelay, ADeathInTheMiddleOfAChunkIsNamed) {
+  ASSERT_NO_FATAL_FAILURE(make_relay(3, {}));
+  if (IsSkipped()) return;
+  constexpr int kRanks = 3, kVictim = 2, kTokens = 512;
+  const LayerSpec spec = spec_of(512, 32, 6, 2);
+  const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+  const Batch batch = random_batch(spec, kTokens * kRanks, DType::kF32, 1);
+  relay_->set_rate(16);
+  run(
+      kRanks,
+      [&](int rank) {
+        const World world = join(rank, kRanks);
+        LayerOptions options;
+        options.max_tokens = kTokens;
+        options.deadline = test::kGenerous;
+        options.num_threads = 1;
+        MoeLayer layer(world, spec, weights, options);
+        BatchResult result = empty_result(spec, batch, kRanks, DType::kF32);
+        std::thread killer;
+        if (rank == kVictim) {
+          killer = std::thread([] {
+            std::this_thread::sleep_for(milliseconds(300));
+            ::kill(::getpid(), SIGKILL);
+          });
+        }
+        try {
+          for (;;)
+            forward_share(layer, batch, Shares::even(kTokens * kRanks, kRanks), rank, result);
+        } catch (const TimeoutError& error) {
+          EXPECT_EQ(error.failure().peer_rank, kVictim) << error.what();
+        }
+        if (killer.joinable()) killer.join();
+      },
+      [] {}, kVictim);
+}
 
 }  // namespace
 }  // namespace switchyard::testing
