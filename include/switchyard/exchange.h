@@ -73,6 +73,12 @@ struct ExchangeSpec {
   // fewer bytes. It changes bits: partial sums are rounded, and the token's rank adds them in the
   // order of their lowest k. Not with CombineWeights::kByReceiver.
   bool pre_sum = false;
+  // Of ranks on several hosts. A host's ranks sum the rows that they have of one token of another
+  // host, in fp32 in the order of k, round the sum to `combine`, and send it as one row. That is at
+  // most one row for each token and host, so fewer bytes between hosts; within a host rows travel
+  // as `pre_sum` says. It changes bits, as pre_sum does. They are the same on every repetition. Not
+  // with CombineWeights::kByReceiver. Of one host nothing changes.
+  bool pre_sum_per_host = false;
   // Which experts each rank has, if not own_experts(). Rows are then sorted by place (weights.h):
   // this rank's experts are own_experts(places, rank, ranks).
   ExpertPlacement placement;
@@ -195,7 +201,10 @@ struct ExchangeStats {
   std::int64_t tokens = 0;         // of this rank
   std::int64_t tokens_sent = 0;    // to other ranks: one for each token and rank
   std::int64_t rows_received = 0;  // n
-  std::int64_t rows_returned = 0;  // to other ranks, by combine
+  // To other ranks, by combine. With ExchangeSpec::pre_sum_per_host rows for which another rank of
+  // this host keeps the sum, and sums that this rank sent, which vary: whoever has the last of a
+  // token's rows sends its sum.
+  std::int64_t rows_returned = 0;
   // Bytes this rank wrote into other ranks' heaps.
   std::uint64_t dispatch_bytes = 0;  // tokens and descriptions of rows
   std::uint64_t combine_bytes = 0;   // results

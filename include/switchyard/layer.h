@@ -118,6 +118,14 @@ struct LayerOptions {
   // an expert go to one place. On the CPU the bits of an output may depend on how many rows share
   // it.)
   ExpertPlacement placement;
+  // Of ranks on several hosts; the same on all ranks. A host's ranks sum the outputs that they have
+  // for one token of another host, times their weights, in fp32 in the order of k, round the sum to
+  // the outputs' type (kBF16, or kF32 where that is computed in), and send it as one row. That is
+  // at most one row for each token and host, so fewer bytes between hosts. It changes bits: partial
+  // sums are rounded, and the token's rank adds them in the order of their lowest k. They are the
+  // same bits on every repetition, and for all numbers of ranks that these hosts may have if each
+  // host keeps its experts and tokens. Of one host nothing changes.
+  bool pre_sum_per_host = false;
   // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's.
   std::chrono::milliseconds deadline{0};
   // Record what every role does in each pass, for MoeLayer::trace(). With kCuda a second variant of
@@ -209,8 +217,11 @@ struct ForwardStats {
   std::int64_t nan_tokens = 0;
   // Bytes this rank wrote into other ranks' heaps.
   std::uint64_t dispatch_bytes = 0;  // activations and row descriptors
-  std::uint64_t combine_bytes = 0;   // expert outputs
-  std::uint64_t signal_bytes = 0;    // counts rows and flags
+  // Expert outputs. With LayerOptions::pre_sum_per_host those for which another rank of this host
+  // keeps the sums, and sums that this rank sent: whoever has the last of a token's outputs sends
+  // its sum, so that these numbers vary.
+  std::uint64_t combine_bytes = 0;
+  std::uint64_t signal_bytes = 0;  // counts rows and flags
   // What an all-to-all would have sent from this rank, there and back, with every (rank, expert)
   // buffer padded to the fullest one. kCpu only.
   std::uint64_t padded_all_to_all_bytes = 0;

@@ -33,6 +33,8 @@ struct WorkspaceOptions {
   int num_threads = 0;   // kCpu only; as in LayerOptions
   int device = -1;       // kCuda only; as in LayerOptions
   int reserved_sms = 0;  // kCuda only; as in LayerOptions
+  // With room for layers with LayerOptions::pre_sum_per_host. The same on all ranks.
+  bool pre_sum_per_host = false;
   // kCuda only. For all memory that other ranks do not write: everything, in a world of one rank.
   // The rest is physical memory of its own, because other processes map it. Empty: all is.
   DeviceAllocator allocator;

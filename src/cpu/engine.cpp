@@ -84,14 +84,17 @@ std::size_t staging_offset(const LayerState& layer) {
   return protocol::round_up<std::size_t>(h_bytes(layer), 64);
 }
 
-std::size_t intermediate_slot_bytes(const LayerState& layer, bool over_hosts) {
-  if (!over_hosts) return h_bytes(layer);
+std::size_t intermediate_slot_bytes(const LayerState& layer, bool stages_rows) {
+  if (!stages_rows) return h_bytes(layer);
   return staging_offset(layer) +
          static_cast<std::size_t>(layer.tile.max_height) * layer.cell_bytes();
 }
 
 // What passes of the layer work in, by its spec, compute type, max_tokens and partition of experts.
-MemoryNeeds needs_of(const LayerState& layer, int threads, bool over_hosts) {
+// `hosts`: null in a world of one host.
+MemoryNeeds needs_of(const LayerState& layer, int threads, const network::Hosts* hosts,
+                     bool pre_sum_per_host) {
+  const bool sums = hosts != nullptr && pre_sum_per_host;
   const auto max_tokens = static_cast<std::uint64_t>(layer.max_tokens);
   MemoryNeeds needs;
   protocol::Heap::Shape& shape = needs.heap;
@@ -107,8 +110,14 @@ MemoryNeeds needs_of(const LayerState& layer, int threads, bool over_hosts) {
       max_tokens * static_cast<std::uint64_t>(layer.cells_per_token()) * layer.cell_bytes();
   needs.converted = max_tokens * layer.cell_bytes();
   if (layer.quantised()) needs.quantised = max_tokens * protocol::Heap::bytes_of_token(shape);
+  if (sums) {
+    needs.sums.num_sources = hosts->max_sources();
+    needs.sums.max_tokens = max_tokens;
+    needs.sums.max_slots = max_tokens * static_cast<std::uint64_t>(layer.spec.top_k);
+    needs.sums.rows_bytes = needs.sums.max_slots * layer.cell_bytes();
+  }
   needs.intermediate = static_cast<std::size_t>(intermediate_slots(threads)) *
-                       intermediate_slot_bytes(layer, over_hosts);
+                       intermediate_slot_bytes(layer, hosts != nullptr && !sums);
   return needs;
 }
 
@@ -173,7 +182,11 @@ void require_no_stream(const void* stream) {
               "a stream is given, but the layer's backend is cpu; leave it null");
 }
 
-bool spans_hosts(const World& world) { return world.fabric().proxy() != nullptr; }
+// Null in a world of one host.
+const network::Hosts* hosts_of(const World& world) {
+  const network::Proxy* const proxy = world.fabric().proxy();
+  return proxy == nullptr ? nullptr : &proxy->hosts();
+}
 
 class Engine final : public LayerEngine {
  public:
@@ -288,13 +301,15 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
 
   prepare_weights();
 
-  agree(world.fabric(), {spec, options.max_tokens, layer_.compute, summary_of(options.placement)});
+  agree(world.fabric(), {spec, options.max_tokens, layer_.compute, summary_of(options.placement),
+                         options.pre_sum_per_host});
   const std::uint64_t id = agree_on_memory(world.fabric(), memory_.get());
   const int threads = threads_of(options.num_threads, world.size());
-  const MemoryNeeds needs = needs_of(layer_, threads, spans_hosts(world));
+  const MemoryNeeds needs = needs_of(layer_, threads, hosts_of(world), options.pre_sum_per_host);
   if (memory_ == nullptr) memory_ = std::make_shared<PassMemory>(world, needs, id);
   attempt_together(world.fabric(), [&] { memory_->require_room(needs); });
   layer_.heap = protocol::Heap::within(memory_->needs().heap, needs.heap);
+  if (needs.sums.num_sources > 0) layer_.sums = memory_->needs().host_sums();
   for (int r = 0; r < num_ranks(); ++r) layer_.heaps.base[r] = memory_->heap().base(r);
   if (network::RemoteHeap* const remote = memory_->heap().remote()) {
     layer_.heaps.arbiter = remote->arbiter();
@@ -398,7 +413,8 @@ void Engine::make_processors(int threads) {
   pass_.tiles.reserve(most_tiles());
   splits_ = num_ranks() > 1 && bits_ignore_height(layer_);
   pass_.num_intermediate_slots = intermediate_slots(threads);
-  pass_.intermediate_slot_bytes = intermediate_slot_bytes(layer_, bool{layer_.remote});
+  pass_.intermediate_slot_bytes =
+      intermediate_slot_bytes(layer_, bool{layer_.remote} && !layer_.sums);
   pass_.staging_offset = staging_offset(layer_);
   pass_.intermediate = memory_->intermediate();
   pass_.tokens_for.resize(static_cast<std::size_t>(num_ranks()));
@@ -705,6 +721,7 @@ void Engine::start_tasks() {
   pass_.received.assign(
       static_cast<std::size_t>(num_ranks() - 1) * pass_.received_words(options_.max_tokens), 0);
   pass_.unfinished.assign(layer_.experts.size() * static_cast<std::size_t>(num_ranks()), 0);
+  pass_.sums_sent = 0;
   scheduler_.start(options_.patience ? *options_.patience : patience_for(layer_), splits_);
 }
 
@@ -859,6 +876,9 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
   stats_.epoch = pass_.epoch;
   stats_.tokens = pass_.tokens;
   std::uint64_t rows_sent = 0, rows_received = 0, tokens_sent = 0, tokens_received = 0;
+  // Of tokens that hosts sum: rows whose sums this rank keeps, those of its experts, and its own
+  // tokens' on other hosts.
+  std::uint64_t collected = 0, collected_own = 0, summed_slots = 0;
   std::uint32_t fullest = 0;
   stats_.tokens_per_expert.assign(static_cast<std::size_t>(spec().num_experts), 0);
   for (int e = 0; e < num_experts; ++e) {
@@ -871,17 +891,31 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
     const std::uint32_t own = pass_.counts[static_cast<std::size_t>(e)];
     (experts.owner(e) == rank() ? rows_received : rows_sent) +=
         experts.owner(e) == rank() ? rows - own : own;
+    if (!layer_.sums) continue;
+    if (!layer_.remote.reaches(experts.owner(e))) {
+      summed_slots += own;
+      continue;
+    }
+    for (int s = 0; s < num_ranks(); ++s) {
+      if (layer_.remote.reaches(s) || layer_.remote.collector_of(s).rank != rank()) continue;
+      collected += count(s, e);
+      if (experts.owner(e) == rank()) collected_own += count(s, e);
+    }
   }
   for (const auto& tokens : pass_.tokens_for) tokens_sent += tokens.size();
   for (const std::uint64_t word : pass_.received) tokens_received += std::popcount(word);
   stats_.dispatch_bytes = tokens_sent * layer_.wire_bytes() + rows_sent * layer_.heap.entry_bytes();
-  stats_.combine_bytes = rows_received * layer_.cell_bytes();
+  if (layer_.sums && !spec().weight_on_input) {
+    stats_.dispatch_bytes += summed_slots * sizeof(float);
+  }
+  stats_.combine_bytes = (rows_received - collected_own + pass_.sums_sent) * layer_.cell_bytes();
   stats_.padded_all_to_all_bytes = static_cast<std::uint64_t>(num_experts - experts.count(rank())) *
                                    fullest * (layer_.wire_bytes() + layer_.cell_bytes());
   stats_.heap_bytes_used = layer_.heap.bytes_used(
       tokens_received, rows_received, static_cast<std::uint64_t>(num_experts),
       static_cast<std::uint64_t>(pass_.tokens * layer_.cells_per_token()) * layer_.cell_bytes());
-  stats_.heap_bytes_reserved = layer_.heap.bytes();
+  stats_.heap_bytes_used += collected * layer_.cell_bytes();
+  stats_.heap_bytes_reserved = layer_.sums ? layer_.sums.end() : layer_.heap.bytes();
   stats_.workspace_bytes_used =
       std::min(static_cast<std::size_t>(pass_.num_intermediate_slots), pass_.tiles.size()) *
       pass_.intermediate_slot_bytes;
@@ -929,8 +963,8 @@ std::shared_ptr<switchyard::PassMemory> make_memory(const World& world,
     layer.max_tokens = options.max_tokens;
     set_compute(layer, options.compute);
     layer.heaps.experts = {spec.num_experts, world.size()};
-    const MemoryNeeds its =
-        needs_of(layer, threads_of(options.num_threads, world.size()), spans_hosts(world));
+    const MemoryNeeds its = needs_of(layer, threads_of(options.num_threads, world.size()),
+                                     hosts_of(world), options.pre_sum_per_host);
     needs = needs ? MemoryNeeds::largest(*needs, its) : its;
   }
   return std::make_shared<PassMemory>(world, needs.value(), id);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <exception>
 #include <mutex>
@@ -22,6 +23,7 @@
 #include "fabric/fabric.h"
 #include "layer/failure.h"
 #include "protocol/exchange_heap.h"
+#include "protocol/host_sums.h"
 #include "protocol/wait.h"
 #include "switchyard/routing.h"
 
@@ -42,6 +44,7 @@ constexpr std::size_t kMostTraceEvents = 1 << 14;
 struct HostToken {
   std::uint32_t token = 0;
   std::uint32_t first_place = 0;  // among the host's places; the next token's is behind the last
+  std::uint32_t slots = 0;        // a bit for each k whose expert is on the host
 };
 // Where it goes: to a rank's pool, at a position.
 struct HostPlace {
@@ -78,9 +81,12 @@ class Handle final : public ExchangeHandle::State {
   std::vector<std::int64_t> ends;                 // [own experts]
   std::vector<std::vector<std::uint32_t>> count;  // [ranks][own experts]
   std::vector<std::vector<Arrival>> arrivals;     // [ranks], in the order of the source's entries
-  std::vector<std::vector<std::uint32_t>> by_token;  // [ranks], with pre_sum: arrivals by slot
-  std::int64_t layout_rows = 0;                      // that the layout has
-  std::int64_t end_of_rows = 0;                      // one behind the last row that is somebody's
+  // [ranks], where rows are summed: arrivals by slot.
+  std::vector<std::vector<std::uint32_t>> by_token;
+  // [ranks], where this host sums: for each arrival the slots of its token on this host.
+  std::vector<std::vector<std::uint32_t>> host_slots;
+  std::int64_t layout_rows = 0;  // that the layout has
+  std::int64_t end_of_rows = 0;  // one behind the last row that is somebody's
 };
 
 class Engine final : public ExchangeEngine {
@@ -117,6 +123,8 @@ class Engine final : public ExchangeEngine {
 
   void list_slots(Handle& handle) const;
   void list_for_hosts(Handle& handle) const;
+  // A bit for each k of the token whose expert is on the host.
+  std::uint32_t slots_on(int host, const Handle& handle, std::uint32_t token) const;
   void publish_counts(const Handle& handle);
   void prepare_tokens(const MatrixView& tokens);
   const std::byte* prepared(std::uint32_t token) const {
@@ -127,7 +135,7 @@ class Engine final : public ExchangeEngine {
   void send_to_host(const MatrixView& tokens, const Handle& handle, int gateway, bool entries,
                     std::size_t begin, std::size_t end) const;
   void return_to_host(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
-                      std::size_t end) const;
+                      std::size_t end);
   // Raises the flag at `word` of `to`, behind all that was sent there in the lane.
   void raise(network::Lane lane, const Call& call, int to, std::uint64_t* word,
              std::uint64_t value) const;
@@ -144,6 +152,12 @@ class Engine final : public ExchangeEngine {
   template <typename Place, typename Stored>
   void return_sums(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
                    std::size_t end, const Place& place, const Stored& stored) const;
+  void return_sums_of_host(const CombineInput& input, const Handle& handle, int to,
+                           std::size_t begin, std::size_t end);
+  // True if the rows for a rank are summed with those of this host's other ranks.
+  bool sums_per_host(int to) const { return sums_ && !remote_.reaches(to); }
+  // True if they are summed at all.
+  bool sums_for(int to) const { return spec().pre_sum || sums_per_host(to); }
   float weight_of_sent(const Arrival& arrival) const {
     return spec().weights == CombineWeights::kBySender ? arrival.weight : 1.0f;
   }
@@ -180,14 +194,16 @@ class Engine final : public ExchangeEngine {
 
   World world_;
   protocol::ExchangeHeap heap_;
+  protocol::HostSums sums_;  // false unless rows are summed per host
   protocol::Heaps heaps_;
   std::shared_ptr<SymmetricSegment> segment_;
   RemotePeers remote_;
   LazyBuffer quantised_;  // this rank's tokens as they travel, where they are quantised
   std::vector<ThreadTrace> traces_;
   std::unique_ptr<WorkerPool> pool_;
-  Call dispatch_, combine_;  // the last ones that were sent
-  std::uint64_t calls_ = 0;  // of both kinds
+  Call dispatch_, combine_;                 // the last ones that were sent
+  std::uint64_t calls_ = 0;                 // of both kinds
+  std::atomic<std::int64_t> host_rows_{0};  // of the last combine: rows_returned because of sums
   std::vector<std::int32_t> ids_;
   std::mutex exception_mutex_;
   std::exception_ptr exception_;
@@ -206,7 +222,18 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
   shape.scale_bytes = problem_.wire_bytes() - problem_.token_bytes();
   shape.result_bytes = problem_.result_bytes();
   heap_ = protocol::ExchangeHeap(shape);
-  segment_ = world.fabric().allocate_heap(heap_.bytes());
+  const network::Proxy* const proxy = world.fabric().proxy();
+  if (spec().pre_sum_per_host && proxy != nullptr) {
+    protocol::HostSums::Shape sums;
+    sums.num_sources = proxy->hosts().max_sources();
+    sums.windows = 2;
+    sums.max_tokens = static_cast<std::uint64_t>(spec().max_tokens);
+    sums.max_slots = sums.max_tokens * static_cast<std::uint64_t>(spec().top_k);
+    sums.rows_bytes = sums.max_slots * problem_.result_bytes();
+    sums_ = protocol::HostSums(sums, heap_.bytes());
+  }
+  const std::uint64_t heap_bytes = sums_ ? sums_.end() : heap_.bytes();
+  segment_ = world.fabric().allocate_heap(heap_bytes);
   heaps_.experts = problem_.places;
   heaps_.rank = rank();
   for (int r = 0; r < num_ranks(); ++r) heaps_.base[r] = segment_->base(r);
@@ -237,7 +264,7 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
     }
     pool_ = std::make_unique<WorkerPool>(threads, [] {});
   });
-  stats_.heap_bytes_reserved = heap_.bytes();
+  stats_.heap_bytes_reserved = heap_bytes;
 }
 
 std::unique_ptr<ExchangeHandle::State> Engine::make_handle() { return std::make_unique<Handle>(); }
@@ -335,6 +362,7 @@ void Engine::list_for_hosts(Handle& handle) const {
     if (remote_.reaches(gateway) || remote_.via(gateway) != gateway) continue;
     ForHost& list = handle.for_host[static_cast<std::size_t>(gateway)];
     const std::span<const int> ranks = remote_.ranks_beside(gateway);
+    const int host = remote_.host_of(gateway);
     std::vector<std::uint32_t> next(ranks.size());
     for (;;) {
       // The lowest token that some rank's list still has.
@@ -345,7 +373,8 @@ void Engine::list_for_hosts(Handle& handle) const {
         if (next[i] < tokens.size()) token = std::min(token, tokens[next[i]]);
       }
       if (token == kNone) break;
-      list.tokens.push_back({token, static_cast<std::uint32_t>(list.places.size())});
+      list.tokens.push_back({token, static_cast<std::uint32_t>(list.places.size()),
+                             sums_ ? slots_on(host, handle, token) : 0});
       for (std::size_t i = 0; i < ranks.size(); ++i) {
         const auto& tokens = handle.tokens_to[static_cast<std::size_t>(ranks[i])];
         if (next[i] < tokens.size() && tokens[next[i]] == token) {
@@ -354,6 +383,17 @@ void Engine::list_for_hosts(Handle& handle) const {
       }
     }
   }
+}
+
+std::uint32_t Engine::slots_on(int host, const Handle& handle, std::uint32_t token) const {
+  const auto top_k = static_cast<std::size_t>(spec().top_k);
+  std::uint32_t slots = 0;
+  for (std::size_t k = 0; k < top_k; ++k) {
+    const std::int32_t place = handle.places[token * top_k + k];
+    if (place < 0 || remote_.host_of(problem_.places.owner(place)) != host) continue;
+    slots |= std::uint32_t{1} << k;
+  }
+  return slots;
 }
 
 void Engine::publish_counts(const Handle& handle) {
@@ -502,6 +542,16 @@ void Engine::send_to_host(const MatrixView& tokens, const Handle& handle, int ga
     put_token(tokens, list.tokens[i].token, row.data());
     remote_.copy(kLane, dispatch_.of_all, host, targets, row.data(), row.size());
   }
+  if (!sums_ || !entries) return;
+  const RemotePeers::Collector collector = remote_.collector_on(host);
+  std::uint32_t* const slots =
+      sums_.part(heaps_.base[collector.rank], collector.source, dispatch_.number & 1).slots;
+  std::vector<network::Store> stores;
+  for (std::size_t i = begin; i < end; ++i) {
+    stores.push_back(
+        remote_.store(collector.rank, slots + list.tokens[i].token, list.tokens[i].slots));
+  }
+  remote_.stores(kLane, dispatch_.of_all, host, stores);
 }
 
 void Engine::dispatch_recv(const DispatchOutput& output, State& state) {
@@ -571,6 +621,7 @@ void Engine::plan(Handle& handle) {
   }
   handle.arrivals.assign(static_cast<std::size_t>(num_ranks()), {});
   handle.by_token.assign(static_cast<std::size_t>(num_ranks()), {});
+  handle.host_slots.assign(static_cast<std::size_t>(num_ranks()), {});
   handle.planned = true;
 }
 
@@ -654,7 +705,16 @@ void Engine::list_arrivals(Handle& handle, int source) const {
                           entry->weight});
     }
   }
-  if (!spec().pre_sum) return;
+  if (sums_per_host(source)) {
+    const RemotePeers::Collector collector = remote_.collector_of(source);
+    const std::uint32_t* const slots =
+        sums_.part(heaps_.base[collector.rank], collector.source, dispatch_.number & 1).slots;
+    auto& of_arrivals = handle.host_slots[static_cast<std::size_t>(source)];
+    for (const Arrival& arrival : arrivals) {
+      of_arrivals.push_back(slots[SlotEntry::token(arrival.slot)]);
+    }
+  }
+  if (!sums_for(source)) return;
   auto& order = handle.by_token[static_cast<std::size_t>(source)];
   order.resize(arrivals.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::uint32_t>(i);
@@ -711,6 +771,7 @@ void Engine::combine_send(const CombineInput& input, State& state) {
   combine_ = {combine_.number + 1, ++calls_};
   stats_.combine_bytes = 0;
   stats_.rows_returned = 0;
+  host_rows_.store(0, std::memory_order_relaxed);
   const auto in_place = [](std::byte* cell) { return cell; };
   send_to_all([&](int to) { return handle.arrivals[static_cast<std::size_t>(to)].size(); },
               [&](int to, std::size_t begin, std::size_t end) {
@@ -738,7 +799,9 @@ void Engine::combine_send(const CombineInput& input, State& state) {
     if (r == rank()) continue;
     const auto& arrivals = handle.arrivals[static_cast<std::size_t>(r)];
     std::size_t rows = arrivals.size();
-    if (spec().pre_sum) {
+    if (sums_per_host(r)) {
+      rows = 0;  // in host_rows_
+    } else if (spec().pre_sum) {
       // One for each token; the pool has each once.
       rows = 0;
       for (const Arrival& arrival : arrivals) {
@@ -748,12 +811,14 @@ void Engine::combine_send(const CombineInput& input, State& state) {
     stats_.rows_returned += static_cast<std::int64_t>(rows);
     stats_.signal_bytes += sizeof(std::uint64_t);
   }
+  stats_.rows_returned += host_rows_.load(std::memory_order_relaxed);
   stats_.combine_bytes = static_cast<std::uint64_t>(stats_.rows_returned) * problem_.result_bytes();
 }
 
 // Of a rank of another host: results are made here, and then sent to their cells.
 void Engine::return_to_host(const CombineInput& input, const Handle& handle, int to,
-                            std::size_t begin, std::size_t end) const {
+                            std::size_t begin, std::size_t end) {
+  if (sums_) return return_sums_of_host(input, handle, to, begin, end);
   std::vector<std::byte> result(problem_.result_bytes());
   const auto send = [&](std::byte* cell) {
     const network::Target target = remote_.target(to, cell);
@@ -813,6 +878,65 @@ void Engine::return_sums(const CombineInput& input, const Handle& handle, int to
   }
 }
 
+// As return_sums(), with the rows that this host's other ranks have: whoever has the last sums
+// them.
+void Engine::return_sums_of_host(const CombineInput& input, const Handle& handle, int to,
+                                 std::size_t begin, std::size_t end) {
+  const auto& arrivals = handle.arrivals[static_cast<std::size_t>(to)];
+  const auto& order = handle.by_token[static_cast<std::size_t>(to)];
+  const auto& host_slots = handle.host_slots[static_cast<std::size_t>(to)];
+  const auto token_at = [&](std::size_t i) { return SlotEntry::token(arrivals[order[i]].slot); };
+  const RemotePeers::Collector collector = remote_.collector_of(to);
+  const protocol::HostSums::Part sums =
+      sums_.part(heaps_.base[collector.rank], collector.source, combine_.number & 1);
+  const auto slot_index = [&](std::uint32_t token, std::uint32_t k) {
+    return token * static_cast<std::size_t>(spec().top_k) + k;
+  };
+  const std::size_t row_bytes = problem_.result_bytes();
+  std::vector<std::byte> sum(row_bytes);
+  std::int64_t rows_sent = 0;
+  const void* rows[protocol::kMaxTopK];
+  float weights[protocol::kMaxTopK];
+  for (std::size_t i = begin; i < end; ++i) {
+    if (i > 0 && token_at(i) == token_at(i - 1)) continue;
+    const std::uint32_t token = token_at(i);
+    const std::uint32_t all = host_slots[order[i]];
+    std::uint32_t mine = 0;
+    int count = 0;
+    for (std::size_t j = i; j < order.size() && token_at(j) == token; ++j) {
+      const Arrival& arrival = arrivals[order[j]];
+      mine |= std::uint32_t{1} << SlotEntry::k(arrival.slot);
+      rows[count] = input.rows.row(arrival.row);
+      weights[count++] = weight_of_sent(arrival);
+    }
+    if (mine != all) {
+      int row = 0;
+      for (std::uint32_t left = mine; left != 0; left &= left - 1, ++row) {
+        const std::size_t s = slot_index(token, static_cast<std::uint32_t>(std::countr_zero(left)));
+        std::memcpy(sums.rows + s * row_bytes, rows[row], row_bytes);
+        sums.weights[s] = weights[row];
+      }
+      if (collector.rank != rank()) rows_sent += count;
+      if (!sums.complete(token, mine, all)) continue;
+      count = 0;
+      for (std::uint32_t left = all; left != 0; left &= left - 1) {
+        const std::size_t s = slot_index(token, static_cast<std::uint32_t>(std::countr_zero(left)));
+        rows[count] = sums.rows + s * row_bytes;
+        weights[count++] = sums.weights[s];
+      }
+    }
+    kernels().combine(rows, weights, count, spec().combine, sum.data(), spec().combine,
+                      spec().hidden, 1, false);
+    const std::byte* const cell = heap_.cell(heaps_.base[to], combine_.number, token,
+                                             static_cast<std::uint64_t>(std::countr_zero(all)));
+    const network::Target target = remote_.target(to, cell);
+    remote_.copy(network::Lane::kCombine, combine_.of_all, remote_.host_of(to), {&target, 1},
+                 sum.data(), sum.size());
+    ++rows_sent;
+  }
+  host_rows_.fetch_add(rows_sent, std::memory_order_relaxed);
+}
+
 void Engine::combine_recv(const CombineOutput& output, State& state) {
   if (output.stream != nullptr) {
     throw Error(ErrorCode::kInvalidArgument,
@@ -854,12 +978,15 @@ void Engine::sum_tokens(const CombineOutput& output, const Handle& handle, std::
   float weights[protocol::kMaxTopK];
   for (std::size_t t = begin; t < end; ++t) {
     int count = 0;
-    std::uint64_t ranks_seen = 0;
+    std::uint64_t ranks_seen = 0;  // a rank whose sum stands for its host's is the host's gateway
     for (std::size_t k = 0; k < top_k; ++k) {
       const std::int32_t place = handle.places[t * top_k + k];
       if (place < 0) continue;
-      if (spec().pre_sum) {
-        const std::uint64_t owner = std::uint64_t{1} << problem_.places.owner(place);
+      const int rank_of_place = problem_.places.owner(place);
+      if (sums_for(rank_of_place)) {
+        const std::uint64_t owner = std::uint64_t{1}
+                                    << (sums_per_host(rank_of_place) ? remote_.via(rank_of_place)
+                                                                     : rank_of_place);
         if ((ranks_seen & owner) != 0) continue;
         ranks_seen |= owner;
       }

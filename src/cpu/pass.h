@@ -11,6 +11,7 @@
 #include "cpu/lazy_buffer.h"
 #include "cpu/remote_peers.h"
 #include "protocol/heap.h"
+#include "protocol/host_sums.h"
 #include "protocol/placement.h"
 #include "protocol/task.h"
 #include "protocol/wait.h"
@@ -41,6 +42,7 @@ struct LayerState {
   protocol::Heaps heaps;
   protocol::Heap heap;
   RemotePeers remote;
+  protocol::HostSums sums;  // false unless results are summed per host
   int max_tokens = 0;
   protocol::TileShape tile;      // of routed experts
   DType compute = DType::kBF16;  // of operands; kF8E4M3: activations travel as codes and scales
@@ -63,6 +65,11 @@ struct LayerState {
   std::byte* cell(int rank, std::uint64_t token, std::uint64_t k) const {
     return heap.cells(heaps.base[rank]) +
            (token * static_cast<std::uint64_t>(cells_per_token()) + k) * cell_bytes();
+  }
+  // Where the output for a slot of a token waits for its sum.
+  std::byte* summand(const protocol::HostSums::Part& part, std::uint64_t token,
+                     std::uint64_t k) const {
+    return part.rows + (token * static_cast<std::uint64_t>(spec.top_k) + k) * cell_bytes();
   }
   int expert_of(int place) const {
     return expert_at.empty() ? place : expert_at[static_cast<std::size_t>(place)];
@@ -141,6 +148,7 @@ struct Pass {
   std::vector<std::uint64_t> received;
   // [expert of this rank][source]: placed rows whose cells are still to be stored.
   std::vector<std::uint32_t> unfinished;
+  std::uint64_t sums_sent = 0;  // to other hosts, counted by processors
 
   protocol::TokenTiles shared_tiles;
   // Shared tiles, then routed tiles in the order in which they were placed. Tiles are added while

@@ -25,14 +25,15 @@ void give_back(std::byte* memory, std::size_t bytes) {
 }  // namespace
 
 MemoryNeeds MemoryNeeds::largest(const MemoryNeeds& a, const MemoryNeeds& b) {
-  return {protocol::Heap::largest(a.heap, b.heap), std::max(a.converted, b.converted),
+  return {protocol::Heap::largest(a.heap, b.heap),
+          protocol::HostSums::Shape::largest(a.sums, b.sums), std::max(a.converted, b.converted),
           std::max(a.quantised, b.quantised), std::max(a.intermediate, b.intermediate)};
 }
 
 PassMemory::PassMemory(const World& world, const MemoryNeeds& needs, std::uint64_t id)
     : switchyard::PassMemory(world, Backend::kCpu, id),
       needs_(needs),
-      heap_(world.fabric().allocate_heap(protocol::Heap(needs.heap).bytes())) {
+      heap_(world.fabric().allocate_heap(needs.heap_bytes())) {
   attempt_together(world.fabric(), [&] {
     converted_ = LazyBuffer(needs.converted);
     quantised_ = LazyBuffer(needs.quantised);
@@ -43,7 +44,7 @@ PassMemory::PassMemory(const World& world, const MemoryNeeds& needs, std::uint64
 void PassMemory::require_room(const MemoryNeeds& needs) const {
   if (MemoryNeeds::largest(needs_, needs) == needs_) return;
   const auto bytes = [](const MemoryNeeds& of) {
-    return protocol::Heap(of.heap).bytes() + of.converted + of.quantised + of.intermediate;
+    return of.heap_bytes() + of.converted + of.quantised + of.intermediate;
   };
   throw_no_room(bytes(MemoryNeeds::largest(needs_, needs)), bytes(needs_));
 }

@@ -10,16 +10,23 @@
 #include "fabric/fabric.h"
 #include "layer/pass_memory.h"
 #include "protocol/heap.h"
+#include "protocol/host_sums.h"
 
 namespace switchyard::cpu {
 
 // The sizes of what a pass works in.
 struct MemoryNeeds {
   protocol::Heap::Shape heap;
+  protocol::HostSums::Shape sums;
   std::size_t converted = 0;     // bytes of activations in the type of the arithmetic
   std::size_t quantised = 0;     // bytes of activations as they travel in FP8
   std::size_t intermediate = 0;  // bytes of all slots for tiles of h
 
+  // Behind the heap, in the same memory.
+  protocol::HostSums host_sums() const {
+    return protocol::HostSums(sums, protocol::Heap(heap).bytes());
+  }
+  std::uint64_t heap_bytes() const { return host_sums().end(); }
   static MemoryNeeds largest(const MemoryNeeds& a, const MemoryNeeds& b);
   bool operator==(const MemoryNeeds&) const = default;
 };

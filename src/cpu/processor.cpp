@@ -185,10 +185,16 @@ void Processor::dispatch_to_host(Pass& pass, int gateway, std::uint32_t chunk) {
             static_cast<std::uint32_t>(expert - heaps.experts.begin(owner)));
     }
   };
+  protocol::HostSums::Part sums{};
+  if (layer_.sums) {
+    const RemotePeers::Collector collector = remote.collector_on(host);
+    sums = layer_.sums.part(heaps.base[collector.rank], collector.source);
+  }
   layer_.step(Step::kDispatch, gateway, pass.epoch);
   for (std::size_t i = begin; i < end; ++i) {
     const std::uint32_t token = tokens[i];
     std::uint64_t ranks_seen = 0;
+    std::uint32_t slots = 0;
     targets_.clear();
     stores_.clear();
     for_each_slot(token, [&](std::size_t s, std::uint32_t k, std::int32_t, int owner,
@@ -200,13 +206,18 @@ void Processor::dispatch_to_host(Pass& pass, int gateway, std::uint32_t chunk) {
         targets_.push_back(remote.target(owner, heap.pool(target, distance, token)));
       }
       const std::uint32_t position = pass.slots[s].position;
+      slots |= std::uint32_t{1} << k;
       stores_.push_back(remote.store(owner, heap.entries(target, of_owner, distance) + position,
                                      protocol::SlotEntry::pack(token, k)));
       if (layer_.spec.weight_on_input) {
         stores_.push_back(remote.store(owner, heap.weights(target, of_owner, distance) + position,
                                        std::bit_cast<std::uint32_t>(pass.weights[s])));
+      } else if (layer_.sums) {
+        stores_.push_back(
+            remote.store(gateway, sums.weights + s, std::bit_cast<std::uint32_t>(pass.weights[s])));
       }
     });
+    if (layer_.sums) stores_.push_back(remote.store(gateway, sums.slots + token, slots));
     remote.copy(kLane, pass.epoch, host, targets_, pass.wire_row(token), layer_.wire_bytes());
     remote.stores(kLane, pass.epoch, host, stores_);
   }
@@ -283,6 +294,18 @@ void Processor::unpack(const std::byte* from, float scale, std::byte* to) {
                to);
 }
 
+protocol::HostSums::Part Processor::sums_for(int source) const {
+  const RemotePeers::Collector collector = layer_.remote.collector_of(source);
+  return layer_.sums.part(layer_.heaps.base[collector.rank], collector.source);
+}
+
+std::byte* Processor::result_address(const Pass& pass, const Tile& tile, std::uint32_t r,
+                                     const Row& row) const {
+  if (layer_.remote.reaches(row.source)) return layer_.cell(row.source, row.token, row.k);
+  if (layer_.sums) return layer_.summand(sums_for(row.source), row.token, row.k);
+  return staged(pass, tile, r);
+}
+
 std::byte* Processor::intermediate(const Pass& pass, const Tile& tile) {
   return pass.intermediate +
          static_cast<std::size_t>(tile.intermediate_slot) * pass.intermediate_slot_bytes;
@@ -351,10 +374,7 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
                           offset;
     } else {
       const Row row = row_of(layer_, pass, tile, r);
-      row_addresses_[r] =
-          (layer_.remote.reaches(row.source) ? layer_.cell(row.source, row.token, row.k)
-                                             : staged(pass, tile, r)) +
-          offset;
+      row_addresses_[r] = result_address(pass, tile, r, row) + offset;
     }
   }
   kernels_.scatter(product_.data(), f.down_bias.empty() ? nullptr : f.down_bias.data() + first, m,
@@ -377,7 +397,8 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
     }
     const bool reached = layer_.remote.reaches(source);
     // Before they are counted, so that the flag stands behind the rows of all tiles in their lane.
-    if (!reached) return_to_host(pass, tile, source);
+    if (!reached && layer_.sums) sum_for_host(pass, tile, source);
+    if (!reached && !layer_.sums) return_to_host(pass, tile, source);
     // As in dispatch: whoever finishes a source's last rows of the expert signals for all tiles.
     std::uint32_t* const unfinished = pass.unfinished_rows(of_owner, source, layer_.heaps.size());
     if (protocol::fetch_add(unfinished, ~rows + 1) != rows) return;
@@ -415,6 +436,36 @@ void Processor::return_to_host(const Pass& pass, const Tile& tile, int source) {
   }
 }
 
+void Processor::sum_for_host(Pass& pass, const Tile& tile, int source) {
+  const RemotePeers& remote = layer_.remote;
+  const int host = remote.host_of(source);
+  const protocol::HostSums::Part sums = sums_for(source);
+  const void* rows[protocol::kMaxTopK];
+  float weights[protocol::kMaxTopK];
+  const RowRange range = rows_of_source(pass, tile, source);
+  for (std::uint32_t r = range.begin; r < range.end; ++r) {
+    const Row row = row_of(layer_, pass, tile, r);
+    const std::uint32_t slots = sums.slots[row.token];
+    if (!sums.complete(row.token, std::uint32_t{1} << row.k, slots)) continue;
+    int count = 0;
+    for (std::uint32_t left = slots; left != 0; left &= left - 1) {
+      const auto k = static_cast<std::uint32_t>(std::countr_zero(left));
+      rows[count] = layer_.summand(sums, row.token, k);
+      weights[count++] =
+          layer_.spec.weight_on_input
+              ? 1.0f
+              : sums.weights[row.token * static_cast<std::size_t>(layer_.spec.top_k) + k];
+    }
+    sum_.resize(layer_.cell_bytes());
+    kernels_.combine(rows, weights, count, layer_.value, sum_.data(), layer_.value,
+                     layer_.spec.hidden, 1, false);
+    const auto first_k = static_cast<std::uint32_t>(std::countr_zero(slots));
+    const network::Target cell = remote.target(source, layer_.cell(source, row.token, first_k));
+    remote.copy(network::Lane::kCombine, pass.epoch, host, {&cell, 1}, sum_.data(), sum_.size());
+    std::atomic_ref(pass.sums_sent).fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
 void Processor::combine(Pass& pass, std::uint32_t chunk) {
   layer_.step(Step::kCombine, layer_.heaps.rank, pass.epoch);
   const LayerSpec& spec = layer_.spec;
@@ -424,6 +475,7 @@ void Processor::combine(Pass& pass, std::uint32_t chunk) {
   float weights[protocol::kMaxTopK + 1];
   for (std::int64_t token = begin; token < end; ++token) {
     int count = 0;
+    std::uint64_t hosts_seen = 0;
     const auto add = [&](int k, float weight) {
       cells[count] = layer_.cell(layer_.heaps.rank, static_cast<std::uint64_t>(token),
                                  static_cast<std::uint64_t>(k));
@@ -431,7 +483,15 @@ void Processor::combine(Pass& pass, std::uint32_t chunk) {
     };
     for (int k = 0; k < spec.top_k; ++k) {
       const auto s = static_cast<std::size_t>(token * spec.top_k + k);
-      if (pass.slots[s].owner < 0) continue;
+      const int owner = pass.slots[s].owner;
+      if (owner < 0) continue;
+      if (layer_.sums && !layer_.remote.reaches(owner)) {
+        // The host's sum, which has its weights, is in the cell of the first of its slots.
+        const std::uint64_t host = std::uint64_t{1} << layer_.remote.host_of(owner);
+        if ((hosts_seen & host) == 0) add(k, 1.0f);
+        hosts_seen |= host;
+        continue;
+      }
       add(k, spec.weight_on_input ? 1.0f : pass.weights[s]);
     }
     if (spec.shared_intermediate > 0) {

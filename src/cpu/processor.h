@@ -38,6 +38,9 @@ class Processor {
   void gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block);
   void gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block);
   void return_to_host(const Pass& pass, const Tile& tile, int source);
+  // Marks the tile's rows of the source as there, and sends the sums of tokens of which they are
+  // this host's last.
+  void sum_for_host(Pass& pass, const Tile& tile, int source);
   void combine(Pass& pass, std::uint32_t chunk);
 
   bool is_shared(const Pass& pass, const Tile& tile) const;
@@ -51,6 +54,12 @@ class Processor {
     return intermediate(pass, tile) + pass.staging_offset + row * layer_.cell_bytes();
   }
 
+  // Where the layer keeps the sums for tokens of a rank of another host.
+  protocol::HostSums::Part sums_for(int source) const;
+  // Where GEMM2 puts row `r` of the tile.
+  std::byte* result_address(const Pass& pass, const Tile& tile, std::uint32_t r,
+                            const Row& row) const;
+
   const LayerState& layer_;
   ThreadTrace* trace_;
   const Kernels& kernels_;
@@ -62,6 +71,7 @@ class Processor {
   std::vector<void*> row_addresses_;
   std::vector<network::Target> targets_;
   std::vector<network::Store> stores_;
+  std::vector<std::byte> sum_;  // a token's, for another host
   std::uint64_t gathered_epoch_ = 0;
   std::uint32_t gathered_tile_ = 0;
 };

@@ -32,6 +32,18 @@ class RemotePeers {
   }
   network::RemoteHeap* heap() const { return heap_; }
 
+  // Whose heap has the sums (protocol/host_sums.h) for a rank, and which of its parts.
+  struct Collector {
+    int rank;
+    int source;
+  };
+  // Of tokens of a rank of another host, which this rank's host sums.
+  Collector collector_of(int source) const {
+    return collector(source, heap_->hosts().host_of(heaps_->rank));
+  }
+  // Of this rank's own tokens on another host.
+  Collector collector_on(int host) const { return collector(heaps_->rank, host); }
+
   // A place in the heap of a rank that this one does not reach.
   network::Target target(int rank, const void* address) const {
     return {offset(rank, address), rank, 0};
@@ -62,6 +74,10 @@ class RemotePeers {
   }
 
  private:
+  Collector collector(int source, int host) const {
+    const network::Hosts& hosts = heap_->hosts();
+    return {hosts.gateway(source, host), hosts.source_index(source, host)};
+  }
   std::uint64_t offset(int rank, const void* address) const {
     return static_cast<std::uint64_t>(static_cast<const std::byte*>(address) - heaps_->base[rank]);
   }

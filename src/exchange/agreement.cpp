@@ -19,8 +19,8 @@ struct ExchangeDeclaration {
   RowLayout::Kind layout;
   CombineWeights weights;
   Backend backend;
-  std::uint8_t pre_sum;
-  std::uint8_t reserved[2];
+  std::uint8_t pre_sum, pre_sum_per_host;
+  std::uint8_t reserved[1];
   std::int64_t layout_size;
   std::uint64_t placement;
 };
@@ -67,6 +67,7 @@ std::string difference(const ExchangeDeclaration& here, const ExchangeDeclaratio
   compare("layout.size", here.layout_size, there.layout_size);
   compare("weights", here.weights, there.weights);
   compare("pre_sum", int{here.pre_sum}, int{there.pre_sum});
+  compare("pre_sum_per_host", int{here.pre_sum_per_host}, int{there.pre_sum_per_host});
   if (found.empty() && here.placement != there.placement) {
     found = "placement: another table of experts here than there";
   }
@@ -87,6 +88,7 @@ void agree(Fabric& fabric, const ExchangeProblem& mine, Backend backend) {
                                         spec.weights,
                                         backend,
                                         static_cast<std::uint8_t>(spec.pre_sum ? 1 : 0),
+                                        static_cast<std::uint8_t>(spec.pre_sum_per_host ? 1 : 0),
                                         {},
                                         spec.layout.size,
                                         summary_of(spec.placement)};

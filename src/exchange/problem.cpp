@@ -49,6 +49,11 @@ void check_spec(const ExchangeSpec& spec) {
         "pre_sum is set, but the token's rank multiplies the weights, for which it needs every "
         "row; use CombineWeights::kBySender or kNone");
   }
+  if (spec.pre_sum_per_host && spec.weights == CombineWeights::kByReceiver) {
+    refuse(
+        "pre_sum_per_host is set, but the token's rank multiplies the weights, for which it needs "
+        "every row; use CombineWeights::kBySender or kNone");
+  }
   validate(spec.placement, spec.num_experts);
   require_range("the number of places", spec.placement.num_places(spec.num_experts), 1,
                 kMostExperts);

@@ -99,6 +99,7 @@ std::string difference(const Declaration& here, const Declaration& there) {
   SWITCHYARD_COMPARE(spec.capacity_rule);
   SWITCHYARD_COMPARE(max_tokens);
   SWITCHYARD_COMPARE(compute);
+  SWITCHYARD_COMPARE(pre_sum_per_host);
   if (found.empty() && here.placement != there.placement) {
     found = "placement: another table of experts here than there";
   }

@@ -16,6 +16,7 @@ struct Declaration {
   DType compute;
   // Of LayerOptions::placement; see summary_of().
   std::uint64_t placement = 0;
+  bool pre_sum_per_host = false;
 };
 
 // The same for equal placements, and hardly ever for others; 0 for none.

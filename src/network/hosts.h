@@ -31,9 +31,17 @@ class Hosts {
   }
   // The ranks of other hosts whose gateway is `rank`, in order.
   std::vector<int> sources_of(int rank) const;
+  // The place of `from` among the sources of its gateway on `host`, another than its own.
+  int source_index(int from, int host) const {
+    return source_index_[static_cast<std::size_t>(from * num_hosts() + host)];
+  }
+  // The most sources that a rank has.
+  int max_sources() const { return max_sources_; }
 
  private:
   std::vector<int> host_of_, index_;
+  std::vector<int> source_index_;  // [rank][host]
+  int max_sources_ = 0;
   std::vector<std::vector<int>> ranks_;
 };
 

@@ -284,7 +284,8 @@ inline int wrong_sums(const ExchangeBatch& batch, int rank, const Matrix& out, f
       }
       // A product and a sum for each k, and the scale.
       double bound = (2.0 * spec.top_k + 1) * 0x1p-24 * sum;
-      const bool rounded_on_the_way = spec.weights == CombineWeights::kBySender || spec.pre_sum;
+      const bool rounded_on_the_way =
+          spec.weights == CombineWeights::kBySender || spec.pre_sum || spec.pre_sum_per_host;
       if (rounded_on_the_way) bound += 1.01 * unit_of(spec.combine) * sum;
       exact *= static_cast<double>(scale);
       bound *= std::abs(static_cast<double>(scale));
