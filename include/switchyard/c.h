@@ -140,6 +140,13 @@ typedef struct sy_world_options {
   // Process worlds: a name that all ranks of this world share and no other world on this host uses
   // at the same time. Null: derived from the launcher's environment.
   const char* rendezvous;
+  // Ranks on several hosts: what is on its way between two ranks, in each direction, are at most
+  // `network_window` chunks of `network_chunk_bytes` of dispatch, and as many of combine. The same
+  // on all ranks. Their product should exceed the network's bandwidth times its time there and
+  // back. SY_INVALID_ARGUMENT naming a value that makes no sense, SY_SPEC_MISMATCH where ranks
+  // differ.
+  uint32_t network_chunk_bytes;  // 2 KiB to 1 GiB, a multiple of 64; 0: 256 KiB
+  uint32_t network_window;       // 1 to 32768; 0: 4
 } sy_world_options;
 #define SY_WORLD_OPTIONS_INIT \
   { .struct_size = sizeof(sy_world_options), .deadline_seconds = 30.0 }
@@ -321,8 +328,10 @@ typedef struct sy_layer_options {
   const sy_layer* share_memory_with;
   // Keep the rows of each expert of so many last passes, for sy_layer_recording(); 0: none.
   int32_t recorded_steps;
-  uint32_t reserved;  // 0
-  const char* name;   // of the layer, as its recording has it; null: none
+  // Ranks on several hosts: a host sums its outputs of one token of another host, rounds the sum,
+  // and sends it as one row. The same on all ranks. See LayerOptions in layer.h.
+  int32_t pre_sum_per_host;
+  const char* name;  // of the layer, as its recording has it; null: none
   // SY_CUDA: a table that `switchyard tune --kernel layer` wrote for this shape, type and GPU, by
   // which the host chooses each pass's schedule. Null: the rules.
   const char* table_file;
@@ -449,6 +458,8 @@ typedef struct sy_workspace_options {
   void* (*allocate)(uint64_t bytes, void* user);
   void (*release)(void* memory, void* user);
   void* user;
+  int32_t pre_sum_per_host;  // with room for layers with that option
+  uint32_t reserved;         // 0
 } sy_workspace_options;
 #define SY_WORKSPACE_OPTIONS_INIT                                                       \
   {                                                                                     \
@@ -728,8 +739,9 @@ typedef struct sy_exchange_spec {
   sy_dtype dispatch;    // of received rows: SY_BF16, SY_F16, SY_F32 or SY_F8_E4M3
   sy_dtype combine;     // of results: SY_BF16, SY_F16 or SY_F32
   sy_combine_weights weights;
-  int32_t pre_sum;       // rows of one token on the same rank are summed there; not by receiver
-  uint32_t reserved;     // 0
+  int32_t pre_sum;  // rows of one token on the same rank are summed there; not by receiver
+  // A host sums the rows of one token of another host before they cross; not by receiver.
+  int32_t pre_sum_per_host;
   sy_row_layout layout;  // padded with size 0: with room for all tokens of all ranks
   sy_tensor placement;   // as in sy_layer_weights
 } sy_exchange_spec;

@@ -27,6 +27,7 @@ struct WorldOptions {
   // count of worlds made. "tcp://HOST:PORT", with the host of rank 0, joins ranks of several hosts:
   // see docs/hosts.md.
   std::string rendezvous;
+  // Of worlds of processes; used over several hosts.
   NetworkOptions network;
 };
 
@@ -46,7 +47,8 @@ class World {
 
   // This process as rank `rank` of `size` processes, on this host or, with a rendezvous tcp://...,
   // on several. Collective: returns when all have arrived. Throws TimeoutError naming the ranks
-  // that did not arrive within the deadline.
+  // that did not arrive within the deadline, Error{kInvalidArgument} for network options that make
+  // no sense, and Error{kSpecMismatch} where they differ between ranks of several hosts.
   static World processes(int rank, int size, WorldOptions options = {});
 
   // As above, with rank and size from the environment: RANK / WORLD_SIZE (torchrun,

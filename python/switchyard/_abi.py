@@ -68,6 +68,8 @@ class WorldOptions(_Sized):
         ("reserved", c_uint32),
         ("deadline_seconds", c_double),
         ("rendezvous", c_char_p),
+        ("network_chunk_bytes", c_uint32),
+        ("network_window", c_uint32),
     ]
 
 
@@ -176,7 +178,7 @@ class LayerOptions(_Sized):
         ("workspace", c_void_p),
         ("share_memory_with", c_void_p),
         ("recorded_steps", c_int32),
-        ("reserved", c_uint32),
+        ("pre_sum_per_host", c_int32),
         ("name", c_char_p),
         ("table_file", c_char_p),
     ]
@@ -260,6 +262,8 @@ class WorkspaceOptions(_Sized):
         ("allocate", ALLOCATE),
         ("release", RELEASE),
         ("user", c_void_p),
+        ("pre_sum_per_host", c_int32),
+        ("reserved", c_uint32),
     ]
 
 
@@ -405,7 +409,7 @@ class ExchangeSpec(_Sized):
         ("combine", c_int32),
         ("weights", c_int32),
         ("pre_sum", c_int32),
-        ("reserved", c_uint32),
+        ("pre_sum_per_host", c_int32),
         ("layout", RowLayout),
         ("placement", Tensor),
     ]

@@ -154,6 +154,10 @@ class Exchange:
     pre_sum : bool
         Sum a token's rows on the expert's rank and send one: fewer bytes, one rounding more. Not
         with "receiver".
+    pre_sum_per_host : bool
+        Ranks on several hosts: a host sums the rows of one token of another host in fp32, in the
+        order of k, rounds the sum to `combine`, and sends it as one row. Fewer bytes between hosts,
+        one rounding more. Not with "receiver". Of one host nothing changes.
     placement : sequence of int [places], optional
         The expert at each place, as of `Experts`.
     device : str, int or torch.device
@@ -194,6 +198,7 @@ class Exchange:
         layout: Layout = "packed",
         weights: CombineWeights = "receiver",
         pre_sum: bool = False,
+        pre_sum_per_host: bool = False,
         placement: Sequence[int] | None = None,
         device: Any = "cpu",
         num_threads: int = 0,
@@ -220,6 +225,7 @@ class Exchange:
             combine=back,
             weights=_WEIGHTS.index(weights),
             pre_sum=int(pre_sum),
+            pre_sum_per_host=int(pre_sum_per_host),
             layout=c_layout,
         )
         if placement is not None:
@@ -259,6 +265,7 @@ class Exchange:
         self.layout: Layout = "packed" if kind == "packed" else (kind, info.layout.size)
         self.weights: CombineWeights = weights
         self.pre_sum = pre_sum
+        self.pre_sum_per_host = pre_sum_per_host
         self.own_experts = range(info.own_begin, info.own_end)
         """This rank's experts, or places with a placement."""
         self.rows_needed: int = info.rows_needed

@@ -416,6 +416,10 @@ class Experts(Handle):
         that contributes nothing and counts in ``stats().bad_slots``.
     large_ids_are_none : bool
         Ids of num_experts or more mean "no expert", as -1 does.
+    pre_sum_per_host : bool
+        Ranks on several hosts, the same on all: a host sums its weighted outputs of one token of
+        another host in fp32, in the order of k, rounds the sum to the outputs' type, and sends it as
+        one row. Fewer bytes between hosts, one rounding more. Of one host nothing changes.
     reserved_sms : int
         On GPUs: SMs left to other kernels, NCCL's among them.
     num_threads : int
@@ -475,6 +479,7 @@ class Experts(Handle):
         capacity_rule: CapacityRule = "slots",
         bad_ids: BadIds = "raise",
         large_ids_are_none: bool = False,
+        pre_sum_per_host: bool = False,
         reserved_sms: int = 0,
         num_threads: int = 0,
         device: int | None = None,
@@ -530,6 +535,7 @@ class Experts(Handle):
             trace=int(trace),
             bad_ids=int(bad_ids == "skip"),
             large_ids_are_none=int(large_ids_are_none),
+            pre_sum_per_host=int(pre_sum_per_host),
             deadline_seconds=deadline,
             recorded_steps=recorded_steps,
             name=name.encode(),

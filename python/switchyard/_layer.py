@@ -55,6 +55,7 @@ class MoeLayer(torch.nn.Module):
         num_threads: int = 0,
         deadline: float = 0.0,
         trace: bool = False,
+        pre_sum_per_host: bool = False,
         recorded_steps: int = 0,
         name: str = "",
     ) -> MoeLayer:
@@ -77,7 +78,7 @@ class MoeLayer(torch.nn.Module):
             As of `Experts`.
         compute : str or dtype, optional
             "bf16", "f32" or "f8_e4m3". None: by the weights' type.
-        reserved_sms, num_threads, deadline, trace, recorded_steps, name
+        reserved_sms, num_threads, deadline, trace, pre_sum_per_host, recorded_steps, name
             As of `Experts`.
 
         Raises
@@ -100,6 +101,7 @@ class MoeLayer(torch.nn.Module):
             compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
             trace=int(trace),
             deadline_seconds=deadline,
+            pre_sum_per_host=int(pre_sum_per_host),
             recorded_steps=recorded_steps,
             name=name.encode(),
         )
@@ -125,6 +127,7 @@ class MoeLayer(torch.nn.Module):
         num_threads: int = 0,
         deadline: float = 0.0,
         trace: bool = False,
+        pre_sum_per_host: bool = False,
         recorded_steps: int = 0,
         name: str = "",
         check: bool = True,
@@ -145,7 +148,7 @@ class MoeLayer(torch.nn.Module):
             None: that of `workspace`, or a world of one. With more ranks, every rank's block has all
             experts.
         max_tokens, workspace, workspace_slot, compute, reserved_sms, num_threads, deadline, trace
-        recorded_steps, name
+        pre_sum_per_host, recorded_steps, name
             As of `from_checkpoint`.
         check : bool
             Compare the layer with the block, on the same tokens.
@@ -168,6 +171,7 @@ class MoeLayer(torch.nn.Module):
                 compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
                 trace=int(trace),
                 deadline_seconds=deadline,
+                pre_sum_per_host=pre_sum_per_host,
                 recorded_steps=recorded_steps,
                 name=name.encode(),
             )

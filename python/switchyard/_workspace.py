@@ -141,6 +141,8 @@ class Workspace:
         On GPUs: as of `Experts`.
     num_threads : int
         On CPUs: as of `Experts`. Layers may have fewer.
+    pre_sum_per_host : bool
+        With room for layers with that option of `Experts`.
     allocator : "torch" or DeviceAllocator, optional
         On GPUs: where memory comes from that other ranks do not write, which is all of it in a world
         of one. "torch": torch's caching allocator, so that its statistics and memory pools see it. Or
@@ -187,6 +189,7 @@ class Workspace:
         device: torch.device | str | int | None = None,
         reserved_sms: int = 0,
         num_threads: int = 0,
+        pre_sum_per_host: bool = False,
         allocator: Literal["torch"] | DeviceAllocator | None = None,
     ) -> None:
         world = world or default_world()
@@ -210,6 +213,7 @@ class Workspace:
             num_threads=num_threads,
             device=number,
             reserved_sms=reserved_sms,
+            pre_sum_per_host=int(pre_sum_per_host),
         )
         self._callbacks = _callbacks_of(allocator, backend)
         if self._callbacks is not None:

@@ -73,44 +73,74 @@ class World:
 
     @staticmethod
     def processes(
-        rank: int, size: int, *, rendezvous: str = "", deadline: float = 30.0
+        rank: int,
+        size: int,
+        *,
+        rendezvous: str = "",
+        deadline: float = 30.0,
+        network_chunk_bytes: int = 0,
+        network_window: int = 0,
     ) -> World:
-        """This process as rank `rank` of `size` processes on this host. Collective.
+        """This process as rank `rank` of `size` processes. Collective.
 
         Parameters
         ----------
         rendezvous : str
             A name that all ranks of this world share and no other world on this host uses at the
-            same time. Empty: derived from the launcher's environment.
+            same time. Empty: derived from the launcher's environment. ``tcp://HOST:PORT``, with the
+            host of rank 0, joins ranks of several hosts: docs/hosts.md.
+        deadline : float
+            Seconds.
+        network_chunk_bytes, network_window : int
+            Over several hosts: what is on its way between two ranks, in each direction, are at most
+            so many chunks (1 to 32768) of so many bytes (2048 to 2**30, a multiple of 64) of
+            dispatch, and as many of combine. The same on all ranks. 0: 4 chunks of 256 KiB. Their
+            product should exceed the network's bandwidth times its time there and back.
 
         Raises
         ------
+        InvalidArgument
+            For options that make no sense.
+        SpecMismatch
+            If ranks of several hosts disagree on the network's options.
         Timeout
             If a rank does not come within the deadline.
         """
         handle = ctypes.c_void_p()
-        options = _options(deadline, rendezvous)
+        options = _options(deadline, rendezvous, network_chunk_bytes, network_window)
         check(_abi.library.sy_world_processes(rank, size, byref(options), byref(handle)))
         return World(handle)
 
     @staticmethod
-    def from_env(*, deadline: float = 30.0) -> World:
+    def from_env(
+        *, deadline: float = 30.0, network_chunk_bytes: int = 0, network_window: int = 0
+    ) -> World:
         """Rank and size from the launcher's environment: torchrun, mpirun, srun or
         ``python -m switchyard launch``. A world of one where there is none. Collective. Ranks on
         several hosts meet at MASTER_ADDR or SWITCHYARD_RENDEZVOUS and need a shared secret:
         docs/hosts.md.
 
+        Parameters
+        ----------
+        deadline : float
+            Seconds.
+        network_chunk_bytes, network_window : int
+            As of `processes`.
+
         Raises
         ------
         InvalidArgument
-            If the ranks are spread over several hosts and there is no secret.
+            If the ranks are spread over several hosts and there is no secret, and for options that
+            make no sense.
+        SpecMismatch
+            If ranks of several hosts disagree on the network's options.
         Unsupported
             If they are, and this build has no libfabric.
         Timeout
             If a rank does not come within the deadline.
         """
         handle = ctypes.c_void_p()
-        options = _options(deadline)
+        options = _options(deadline, "", network_chunk_bytes, network_window)
         check(_abi.library.sy_world_from_environment(byref(options), byref(handle)))
         return World(handle)
 
@@ -207,9 +237,18 @@ class World:
         return self._handle
 
 
-def _options(deadline: float, rendezvous: str = "") -> _abi.WorldOptions:
+def _options(
+    deadline: float, rendezvous: str = "", chunk_bytes: int = 0, window: int = 0
+) -> _abi.WorldOptions:
+    for name, value in (("network_chunk_bytes", chunk_bytes), ("network_window", window)):
+        # ctypes would take it modulo 2**32.
+        if not 0 <= value < 2**32:
+            raise InvalidArgument(f"{name} is {value}; use a number from 0 to {2**32 - 1}")
     return _abi.WorldOptions(
-        deadline_seconds=deadline, rendezvous=rendezvous.encode() if rendezvous else None
+        deadline_seconds=deadline,
+        rendezvous=rendezvous.encode() if rendezvous else None,
+        network_chunk_bytes=chunk_bytes,
+        network_window=window,
     )
 
 

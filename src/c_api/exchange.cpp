@@ -71,6 +71,7 @@ std::unique_ptr<sy_exchange> create(const sy_world& world, const sy_exchange_spe
   spec.layout = layout_of(given.layout);
   spec.weights = combine_weights_of(given.weights);
   spec.pre_sum = given.pre_sum != 0;
+  spec.pre_sum_per_host = given.pre_sum_per_host != 0;
   spec.placement = placement_of(given.placement);
   return std::unique_ptr<sy_exchange>(
       new sy_exchange{world.world, Exchange(world.world, spec, options)});

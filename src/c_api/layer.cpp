@@ -55,6 +55,7 @@ Options options_of(const sy_layer_options* pointer) {
   if (given.workspace != nullptr) layer.workspace = &given.workspace->workspace;
   layer.workspace_slot = given.workspace_slot;
   layer.recorded_steps = given.recorded_steps;
+  layer.pre_sum_per_host = given.pre_sum_per_host != 0;
   if (given.name != nullptr) layer.name = given.name;
   if (given.table_file != nullptr) {
     layer.table = std::make_shared<tuner::Table>(tuner::read_table(given.table_file));

@@ -32,6 +32,12 @@ inline constexpr std::size_t kFirstSize<sy_grouped_gemm_call> = offsetof(sy_grou
                                                                          chosen);
 
 template <>
+inline constexpr std::size_t kFirstSize<sy_world_options> = offsetof(sy_world_options,
+                                                                     network_chunk_bytes);
+template <>
+inline constexpr std::size_t kFirstSize<sy_workspace_options> = offsetof(sy_workspace_options,
+                                                                         pre_sum_per_host);
+template <>
 inline constexpr std::size_t kFirstSize<sy_layer_options> = offsetof(sy_layer_options,
                                                                      recorded_steps);
 template <>

@@ -41,6 +41,7 @@ switchyard::WorkspaceOptions options_of(const sy_workspace_options* pointer) {
   options.num_threads = given.num_threads;
   options.device = given.device;
   options.reserved_sms = given.reserved_sms;
+  options.pre_sum_per_host = given.pre_sum_per_host != 0;
   options.allocator = allocator_of(given);
   return options;
 }

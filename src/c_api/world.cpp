@@ -24,6 +24,8 @@ WorldOptions options_of(const sy_world_options* given) {
   WorldOptions options;
   options.deadline = milliseconds_of("deadline_seconds", read.deadline_seconds);
   if (read.rendezvous != nullptr) options.rendezvous = read.rendezvous;
+  if (read.network_chunk_bytes != 0) options.network.chunk_bytes = read.network_chunk_bytes;
+  if (read.network_window != 0) options.network.window = read.network_window;
   return options;
 }
 

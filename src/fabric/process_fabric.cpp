@@ -138,8 +138,9 @@ World World::processes(int rank, int size, WorldOptions options) {
   const std::chrono::milliseconds deadline = checked_deadline(options.deadline);
   const std::string rendezvous =
       options.rendezvous.empty() ? next_rendezvous() : std::move(options.rendezvous);
+  const network::WindowOptions windows{options.network.chunk_bytes, options.network.window};
+  network::check(windows);
   if (rendezvous.starts_with(kTcpScheme)) {
-    const network::WindowOptions windows{options.network.chunk_bytes, options.network.window};
     return World(join_hosts(rank, size, rendezvous, deadline, windows));
   }
   return World(make_process_fabric(rank, size, rendezvous, deadline));

@@ -2,11 +2,14 @@
 // computes is tested in C++ and Python.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <array>
 #include <cmath>
+#include <cstddef>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "c_api/calls.h"
@@ -408,6 +411,34 @@ TEST_F(Workspaces, TakeArraysOfLongerSpecs) {
       << last_error().message;
   for (std::size_t i = 0; i < 2; ++i) ASSERT_EQ(create_layer(i), SY_OK) << last_error().message;
   expect_same_bits();
+}
+
+TEST(WorldOptions, OfTheNetworkAreChecked) {
+  sy_world* world = nullptr;
+  const std::string name = "c_api_test " + std::to_string(getpid());
+  const auto make = [&](std::uint32_t chunk_bytes, std::uint32_t window) {
+    sy_world_options options = SY_WORLD_OPTIONS_INIT;
+    options.rendezvous = name.c_str();
+    options.network_chunk_bytes = chunk_bytes;
+    options.network_window = window;
+    return sy_world_processes(0, 1, &options, &world);
+  };
+  EXPECT_EQ(make(100, 0), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("chunk_bytes is 100; use 2048 to 1073741824"));
+  EXPECT_EQ(make(2080, 0), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("chunk_bytes is 2080; use a multiple of 64"));
+  EXPECT_EQ(make(0, 32'769), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("window is 32769; use 1 to 32768"));
+  for (const auto& [chunk_bytes, window] : {std::pair(0u, 0u), {2048u, 1u}}) {
+    ASSERT_EQ(make(chunk_bytes, window), SY_OK) << last_error().message;
+    EXPECT_EQ(sy_world_destroy(&world), SY_OK);
+  }
+  // A caller of the first version has no such fields.
+  sy_world_options first = SY_WORLD_OPTIONS_INIT;
+  first.struct_size = offsetof(sy_world_options, network_chunk_bytes);
+  first.network_chunk_bytes = 100;
+  ASSERT_EQ(sy_world_single(&first, &world), SY_OK) << last_error().message;
+  EXPECT_EQ(sy_world_destroy(&world), SY_OK);
 }
 
 TEST(Errors, BelongToTheirThread) {

@@ -153,5 +153,13 @@ TEST(WindowOptionsTest, NonsenseIsNamed) {
   EXPECT_THAT(refused(4096, 40'000), HasSubstr("window is 40000"));
 }
 
+// Also where there is one host, so that a program that runs there runs on several.
+TEST(WindowOptionsTest, EveryWorldOfProcessesChecksThem) {
+  WorldOptions options = test::with_deadline(test::kShort, test::fresh_rendezvous());
+  options.network.window = 0;
+  EXPECT_THAT(test::error_of(ErrorCode::kInvalidArgument, [&] { World::processes(0, 2, options); }),
+              HasSubstr("window is 0"));
+}
+
 }  // namespace
 }  // namespace switchyard::network

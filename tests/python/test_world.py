@@ -32,6 +32,21 @@ def test_worlds_that_make_no_sense():
         World.single(deadline=-1)
 
 
+def test_network_options_that_make_no_sense():
+    name = f"test_world {os.getpid()}"
+    for options, message in (
+        ({"network_chunk_bytes": 100}, "chunk_bytes is 100; use 2048"),
+        ({"network_chunk_bytes": 2080}, "multiple of 64"),
+        ({"network_chunk_bytes": 2**32}, "network_chunk_bytes is 4294967296"),
+        ({"network_window": 32769}, "window is 32769; use 1 to 32768"),
+        ({"network_window": -1}, "network_window is -1"),
+    ):
+        with pytest.raises(switchyard.InvalidArgument, match=message):
+            World.processes(0, 1, rendezvous=name, **options)
+    assert World.processes(0, 1, rendezvous=name, network_chunk_bytes=2048, network_window=1).size == 1
+    assert World.from_env(network_window=2).size == 1
+
+
 def run_ranks(worlds, body):
     results, failures = [None] * len(worlds), [None] * len(worlds)
 
