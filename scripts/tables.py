@@ -363,8 +363,9 @@ def hosts_table():
             f"{hosts} hosts, {ranks} ranks, {link}: a flag and back {microseconds(of_stage['flag']['median_us'])} µs, "
             f"a host's stream {rate:.0f} MB/s",
             "",
-            "| tokens per rank | dispatch: µs | model µs | MB a host | combine: µs | model µs | MB a host | wrong |",
-            "|---" * 8 + "|",
+            "| tokens per rank | dispatch: µs | model µs | MB a host | combine: µs | model µs | MB a host "
+            "| summed: µs | model µs | MB a host | wrong |",
+            "|---" * 11 + "|",
         ]
         by_tokens = {}
         for row in found:
@@ -372,8 +373,11 @@ def hosts_table():
                 by_tokens.setdefault(row["tokens_per_rank"], {})[row["stage"]] = row
         for tokens, stages in sorted(by_tokens.items()):
             cells = []
-            for stage in ("dispatch", "combine"):
-                row = stages[stage]
+            for stage in ("dispatch", "combine", "combine_summed"):
+                row = stages.get(stage)
+                if row is None:
+                    cells += ["–"] * 3
+                    continue
                 cells += [microseconds(row["median_us"]), microseconds(row["model_us"]), f"{row['link_bytes'] * 1e-6:.3g}"]
             wrong = sum(row["wrong"] for row in stages.values())
             lines.append(f"| {tokens} | " + " | ".join(cells) + f" | {wrong} |")
@@ -389,11 +393,11 @@ def hosts_on_paper_table():
     hidden, top_k, tokens, ranks, flag_us, bytes_per_us = 7168, 8, 4096, 8, 5, 50_000
     lines = [
         f"**On paper**, not measured: DeepSeek-V3's routing (H {hidden}, top-{top_k}, bf16), {tokens} tokens on each of "
-        f"{ranks} ranks a host, a link of 400 Gb/s for each rank, a flag's way {flag_us} µs. \"Summed\" is what combine "
-        "would take if a host summed a token's results before they cross. A world has at most 64 ranks today, 8 such hosts.",
+        f"{ranks} ranks a host, a link of 400 Gb/s for each rank, a flag's way {flag_us} µs. \"Summed\" is combine "
+        "with `pre_sum_per_host`. A world has at most 64 ranks today, 8 such hosts.",
         "",
-        "| hosts | hosts of a token | dispatch: MB a rank | µs | combine: MB a rank | µs | summed: µs |",
-        "|---" * 7 + "|",
+        "| hosts | hosts of a token | dispatch: MB a rank | µs | combine: MB a rank | µs | summed: MB a rank | µs |",
+        "|---" * 8 + "|",
     ]
     for hosts in (2, 4, 8, 16, 32, 64):
         # A token's experts are dealt evenly: how many other hosts have one, and how many rows are there.
@@ -403,7 +407,8 @@ def hosts_on_paper_table():
         times = [flag_us + tokens * count * row_bytes / bytes_per_us for count in (reached, rows, reached)]
         lines.append(
             f"| {hosts} | {reached:.2f} | {tokens * reached * row_bytes * 1e-6:.0f} | {times[0]:.0f} | "
-            f"{tokens * rows * row_bytes * 1e-6:.0f} | {times[1]:.0f} | {times[2]:.0f} |"
+            f"{tokens * rows * row_bytes * 1e-6:.0f} | {times[1]:.0f} | "
+            f"{tokens * reached * row_bytes * 1e-6:.0f} | {times[2]:.0f} |"
         )
     return "\n".join(lines)
 

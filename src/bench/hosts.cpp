@@ -67,6 +67,7 @@ class Session {
       auto [dispatch, combine] = measure_exchange(tokens);
       rows.push_back(collect("dispatch", dispatch, tokens));
       rows.push_back(collect("combine", combine, tokens));
+      rows.push_back(collect("combine_summed", measure_exchange(tokens, true).second, tokens));
     }
     return rows;
   }
@@ -185,12 +186,15 @@ class Session {
   }
 
   // Experts return what they get, so that a token's sum is the token times the sum of its weights.
-  std::pair<Measured, Measured> measure_exchange(std::int64_t tokens) const {
+  // Of dispatch and of combine; `summed`: with sums per host.
+  std::pair<Measured, Measured> measure_exchange(std::int64_t tokens, bool summed = false) const {
     ExchangeSpec spec;
     spec.hidden = options_.hidden;
     spec.num_experts = options_.experts;
     spec.top_k = options_.top_k;
     spec.max_tokens = static_cast<int>(tokens);
+    spec.pre_sum_per_host = summed;
+    if (summed) spec.weights = CombineWeights::kBySender;
     Exchange exchange(world_, spec);
     ExchangeHandle handle = exchange.make_handle();
     const auto hidden = static_cast<std::size_t>(spec.hidden);

@@ -1,5 +1,5 @@
-// Times what crosses hosts: a flag, a stream, and the dispatch and combine of an Exchange, by
-// programs that are ranks of one world over hosts.
+// Times what crosses hosts: a flag, a stream, and the dispatch and combine of an Exchange, with and
+// without sums per host, by programs that are ranks of one world over hosts.
 #pragma once
 
 #include <cstdint>

@@ -13,13 +13,13 @@ namespace switchyard::cli {
 using results::HostsRow;
 
 std::string hosts_heading() {
-  return fmt::format("{:>8} {:>7} {:>11} {:>23} {:>10} {:>7} {:>11} {:>6}", "stage", "tokens",
+  return fmt::format("{:>14} {:>7} {:>11} {:>23} {:>10} {:>7} {:>11} {:>6}", "stage", "tokens",
                      "time us", "p10 .. p90 us", "MB a host", "MB/s", "model us", "wrong");
 }
 
 std::string hosts_text(const HostsRow& row) {
   return fmt::format(
-      "{:>8} {:>7} {:>11.1f} {:>10.1f} .. {:>9.1f} {:>10.3f} {:>7.0f} {:>11} {:>6.0f}", row.stage,
+      "{:>14} {:>7} {:>11.1f} {:>10.1f} .. {:>9.1f} {:>10.3f} {:>7.0f} {:>11} {:>6.0f}", row.stage,
       row.tokens_per_rank ? std::to_string(*row.tokens_per_rank) : "-", row.median_us, row.p10_us,
       row.p90_us, row.link_bytes * 1e-6, row.link_bytes / row.median_us,
       row.model_us ? fmt::format("{:.1f}", *row.model_us) : "-", row.wrong);

@@ -16,13 +16,12 @@ Hosts::Hosts(const std::vector<int>& number_by_rank) {
     index_.push_back(static_cast<int>(ranks.size()));
     ranks.push_back(static_cast<int>(rank));
   }
-  source_index_.assign(static_cast<std::size_t>(num_ranks() * num_hosts()), 0);
+  source_index_.assign(host_of_.size() * ranks_.size(), 0);
   for (int rank = 0; rank < num_ranks(); ++rank) {
     const std::vector<int> sources = sources_of(rank);
     max_sources_ = std::max(max_sources_, static_cast<int>(sources.size()));
     for (std::size_t i = 0; i < sources.size(); ++i) {
-      source_index_[static_cast<std::size_t>(sources[i] * num_hosts() + host_of(rank))] =
-          static_cast<int>(i);
+      source_index_[index(sources[i], host_of(rank))] = static_cast<int>(i);
     }
   }
 }

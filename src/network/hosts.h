@@ -1,6 +1,7 @@
 // Which ranks share a host, and who takes what comes from other hosts.
 #pragma once
 
+#include <cstddef>
 #include <vector>
 
 namespace switchyard::network {
@@ -32,13 +33,15 @@ class Hosts {
   // The ranks of other hosts whose gateway is `rank`, in order.
   std::vector<int> sources_of(int rank) const;
   // The place of `from` among the sources of its gateway on `host`, another than its own.
-  int source_index(int from, int host) const {
-    return source_index_[static_cast<std::size_t>(from * num_hosts() + host)];
-  }
+  int source_index(int from, int host) const { return source_index_[index(from, host)]; }
   // The most sources that a rank has.
   int max_sources() const { return max_sources_; }
 
  private:
+  std::size_t index(int rank, int host) const {
+    return static_cast<std::size_t>(rank) * ranks_.size() + static_cast<std::size_t>(host);
+  }
+
   std::vector<int> host_of_, index_;
   std::vector<int> source_index_;  // [rank][host]
   int max_sources_ = 0;

@@ -19,7 +19,8 @@ struct HostsRow {
   std::string suite, machine, commit, command;
   std::string engine;  // "cpu"
   // "flag": a flag to another host and back; "stream": all ranks send to the next host at once;
-  // "dispatch" and "combine": those of Exchange, of which the fields up to tokens_per_rank speak.
+  // "dispatch" and "combine": those of Exchange, of which the fields up to tokens_per_rank speak;
+  // "combine_summed": with ExchangeSpec::pre_sum_per_host.
   std::string stage;
   std::string link;  // the network, as World::fabric_name() ends
   std::int64_t hosts = 0, ranks = 0;

@@ -309,7 +309,7 @@ TEST(Bench, HostsMeasuresChecksAndKeepsRows) {
   ASSERT_EQ(done.exit_code, 0) << done.err;
   EXPECT_THAT(done.out, HasSubstr("2 ranks on 2 hosts, libfabric"));
   const nlohmann::json rows = rows_of(path);
-  ASSERT_EQ(rows.size(), 6u);  // a flag, a stream, and two stages of two sizes
+  ASSERT_EQ(rows.size(), 8u);  // a flag, a stream, and three stages of two sizes
   for (const nlohmann::json& row : rows) {
     EXPECT_EQ(row["suite"], "hosts");
     EXPECT_EQ(row["engine"], "cpu");
@@ -322,20 +322,24 @@ TEST(Bench, HostsMeasuresChecksAndKeepsRows) {
   EXPECT_EQ(rows[0]["stage"], "flag");
   EXPECT_EQ(rows[1]["stage"], "stream");
   EXPECT_GT(rows[1]["link_bytes"], 32e6);
-  EXPECT_EQ(rows[4]["stage"], "dispatch");
-  EXPECT_EQ(rows[4]["tokens_per_rank"], 40);
+  EXPECT_EQ(rows[5]["stage"], "dispatch");
+  EXPECT_EQ(rows[5]["tokens_per_rank"], 40);
   // Half of the 3 choices of 40 tokens are elsewhere: most tokens cross once, 1.5 rows each return.
-  EXPECT_GT(rows[4]["link_bytes"], 25 * 96 * 2);
-  EXPECT_LT(rows[4]["link_bytes"], 40 * (96 * 2 + 64) + 2000);
-  EXPECT_GT(rows[5]["link_bytes"], rows[4]["link_bytes"]);
+  EXPECT_GT(rows[5]["link_bytes"], 25 * 96 * 2);
+  EXPECT_LT(rows[5]["link_bytes"], 40 * (96 * 2 + 64) + 2000);
+  EXPECT_GT(rows[6]["link_bytes"], rows[5]["link_bytes"]);
+  EXPECT_EQ(rows[7]["stage"], "combine_summed");
+  // One row for each token that crossed.
+  EXPECT_LT(rows[7]["link_bytes"], rows[6]["link_bytes"]);
+  EXPECT_LT(rows[7]["link_bytes"], 40 * (96 * 2 + 64) + 2000);
   // The model: a flag's way, and the bytes at the stream's rate.
   const double rate = rows[1]["link_bytes"].get<double>() / rows[1]["median_us"].get<double>();
-  EXPECT_NEAR(rows[5]["model_us"].get<double>(),
-              rows[0]["median_us"].get<double>() / 2 + rows[5]["link_bytes"].get<double>() / rate,
+  EXPECT_NEAR(rows[6]["model_us"].get<double>(),
+              rows[0]["median_us"].get<double>() / 2 + rows[6]["link_bytes"].get<double>() / rate,
               0.1);
 
   EXPECT_EQ(run_switchyard(bench).exit_code, 0);
-  EXPECT_EQ(rows_of(path).size(), 6u);
+  EXPECT_EQ(rows_of(path).size(), 8u);
   expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), "invalid_file", {"hosts"});
 }
 
