@@ -34,6 +34,7 @@
 namespace switchyard {
 
 class ExchangeEngine;
+struct ExchangeMaker;
 
 // Who multiplies a row of results with its slot's weight, in combine.
 enum class CombineWeights : std::uint8_t {
@@ -286,6 +287,9 @@ class Exchange {
   ExpertRange own_places() const;  // this rank's experts, or places with a placement
 
  private:
+  friend struct ExchangeMaker;
+  explicit Exchange(std::unique_ptr<ExchangeEngine> engine);
+
   std::unique_ptr<ExchangeEngine> engine_;
 };
 

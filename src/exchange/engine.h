@@ -83,6 +83,11 @@ class ExchangeEngine {
   std::shared_ptr<ExchangeCalls> calls_ = std::make_shared<ExchangeCalls>();
 };
 
+// For tests, which have engines of their own.
+struct ExchangeMaker {
+  static Exchange make(std::unique_ptr<ExchangeEngine> engine);
+};
+
 // Collective. The ranks agree on spec and backend, and the options have been checked.
 namespace cpu {
 std::unique_ptr<ExchangeEngine> make_exchange(const World& world, const ExchangeProblem& problem,

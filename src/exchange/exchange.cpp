@@ -7,6 +7,7 @@
 #include "exchange/agreement.h"
 #include "exchange/call.h"
 #include "exchange/engine.h"
+#include "exchange/staging.h"
 #include "fabric/collective.h"
 #include "layer/engine.h"
 #include "switchyard/error.h"
@@ -26,13 +27,16 @@ std::unique_ptr<ExchangeEngine> make_engine(const World& world, const ExchangeSp
   if (options.backend == Backend::kCpu) {
     return cpu::make_exchange(world, problem, options);
   }
-  require_one_host(world.fabric(), kGpuRanks);
+  const bool over_hosts = world.fabric().proxy() != nullptr;
+  std::unique_ptr<StagingDevice> staging;
   attempt_together(world.fabric(), [&] {
     LayerOptions device;
     device.backend = Backend::kCuda;
     device.device = options.device;
     options.device = gpu::choose_device(device);
+    if (over_hosts) staging = gpu::make_staging_device(options.device);
   });
+  if (over_hosts) return make_staged_exchange(world, problem, options, std::move(staging));
   return gpu::make_exchange(world, problem, options);
 }
 
@@ -103,7 +107,11 @@ bool ExchangeHandle::dispatched() const { return state_ != nullptr && state_->re
 std::int64_t ExchangeHandle::tokens() const { return state_ == nullptr ? 0 : state_->tokens; }
 
 Exchange::Exchange(const World& world, const ExchangeSpec& spec, const ExchangeOptions& options)
-    : engine_(make_engine(world, spec, options)) {}
+    : Exchange(make_engine(world, spec, options)) {}
+Exchange::Exchange(std::unique_ptr<ExchangeEngine> engine) : engine_(std::move(engine)) {}
+Exchange ExchangeMaker::make(std::unique_ptr<ExchangeEngine> engine) {
+  return Exchange(std::move(engine));
+}
 Exchange::~Exchange() = default;
 Exchange::Exchange(Exchange&&) noexcept = default;
 Exchange& Exchange::operator=(Exchange&&) noexcept = default;

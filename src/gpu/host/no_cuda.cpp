@@ -2,6 +2,7 @@
 #include <memory>
 
 #include "exchange/engine.h"
+#include "exchange/staging.h"
 #include "gpu/device.h"
 #include "gpu/grouped_gemm.h"
 #include "gpu/operators.h"
@@ -69,6 +70,8 @@ std::shared_ptr<PassMemory> make_memory(const World&, std::span<const LayerSpec>
                                         const WorkspaceOptions&, std::uint64_t) {
   unsupported();
 }
+
+std::unique_ptr<StagingDevice> make_staging_device(int) { unsupported(); }
 
 std::unique_ptr<ExchangeEngine> make_exchange(const World&, const ExchangeProblem&,
                                               const ExchangeOptions&) {

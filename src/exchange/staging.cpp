@@ -1,0 +1,529 @@
+#include "exchange/staging.h"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <list>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "fabric/collective.h"
+#include "fabric/fabric.h"
+#include "fabric/mapping.h"
+#include "layer/failure.h"
+#include "switchyard/error.h"
+#include "switchyard/routing.h"
+
+namespace switchyard {
+namespace {
+
+using Rows = StagingDevice::Rows;
+
+// Rows of one expert, or of several that follow one another in both places.
+struct Segment {
+  std::int64_t staged, row, count;  // the first row in host memory, and in the caller's layout
+};
+
+class Handle final : public ExchangeHandle::State {
+ public:
+  std::unique_ptr<ExchangeHandle::State> inner;
+  std::vector<Segment> segments;  // of the rows that have room
+  std::int64_t staged_rows = 0;   // of the host's layout
+};
+
+// The layout in host memory. Padded rows may not have room, which ends a call of the CPU engine.
+ExchangeProblem staged_problem(const ExchangeProblem& problem) {
+  if (problem.spec.layout.kind != RowLayout::Kind::kPadded) return problem;
+  ExchangeSpec spec = problem.spec;
+  spec.layout = RowLayout::packed();
+  return {spec, problem.rank, problem.num_ranks};
+}
+
+ExchangeOptions staged_options(ExchangeOptions options) {
+  options.backend = Backend::kCpu;
+  options.device = -1;
+  options.max_sms = 0;
+  return options;
+}
+
+// All that calls use. It has a thread of its own: a stream that stands still must not keep the
+// threads of the device's driver, which other streams need. If the device never becomes idle, it is
+// left behind.
+class Core {
+ public:
+  Core(const World& world, const ExchangeProblem& problem, const ExchangeOptions& options,
+       std::unique_ptr<StagingDevice> device);
+  ~Core();
+  Core(const Core&) = delete;
+  Core& operator=(const Core&) = delete;
+
+  StagingDevice& device() { return *device_; }
+  const std::unique_ptr<ExchangeEngine>& engine() { return engine_; }
+
+  // Has `work` done when the stream comes there.
+  void enqueue(void* stream, std::function<void()> work);
+  // Does `work` when no call is under way. What it throws ends the exchange.
+  template <typename Work>
+  void alone(const Work& work) {
+    const std::lock_guard turn(turn_);
+    throw_found();
+    try {
+      work();
+    } catch (...) {
+      end(std::current_exception());
+      throw;
+    }
+  }
+  // Throws what ended the exchange, or, once, what was found.
+  void throw_found();
+
+  void send(const DispatchInput& input, Handle& handle);
+  void receive(const DispatchOutput& output, Handle& handle);
+  void send_results(const CombineInput& input, Handle& handle);
+  void receive_sums(const CombineOutput& output, Handle& handle);
+
+ private:
+  struct Call final : StagingDevice::Call {
+    void reached() noexcept override { core->push(*this); }
+
+    Core* core = nullptr;
+    std::function<void()> work;
+    bool is_free = false, is_captured = false;
+    Call* next = nullptr;  // that was reached
+  };
+
+  void push(Call& call) noexcept;
+  void serve();
+  void serve(Call& call) noexcept;
+  void end(std::exception_ptr failure);
+  void note(ErrorCode code, const std::string& message);
+  const ExchangeSpec& spec() const { return problem_.spec; }
+  void read_ids(const SlotView& given);
+  void find_segments(Handle& handle, const DispatchOutput& output);
+  template <typename T>
+  void put(T* to, const T* from, std::int64_t count) {
+    if (to == nullptr || count <= 0) return;
+    const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
+    device_->to_device(to, bytes, reinterpret_cast<const std::byte*>(from), bytes, {bytes, 1});
+  }
+
+  const ExchangeProblem problem_, staged_;
+  const std::unique_ptr<StagingDevice> device_;
+  const std::unique_ptr<ExchangeEngine> engine_;
+  // Memory is committed by what really goes through it.
+  Mapping tokens_, scales_, slots_, rows_, row_scales_, origins_, weights_, results_, sums_;
+  std::vector<std::int32_t> ids_, ends_, counts_;
+  std::int32_t num_rows_ = 0;
+
+  std::mutex turn_;   // whose turn the engine is: the thread's, or a caller's
+  std::mutex mutex_;  // of all that follows
+  std::condition_variable is_reached_;
+  std::list<Call> calls_;
+  Call *first_ = nullptr, *last_ = nullptr;
+  bool stops_ = false;
+  std::exception_ptr end_, found_;
+  std::thread thread_;  // last: it uses the rest
+};
+
+std::size_t bytes_of(std::int64_t rows, std::size_t row_bytes) {
+  return std::max<std::size_t>(static_cast<std::size_t>(rows) * row_bytes, 1);
+}
+
+Core::Core(const World& world, const ExchangeProblem& problem, const ExchangeOptions& options,
+           std::unique_ptr<StagingDevice> device)
+    : problem_(problem),
+      staged_(staged_problem(problem)),
+      device_(std::move(device)),
+      engine_(cpu::make_exchange(world, staged_, staged_options(options))) {
+  const auto columns = static_cast<std::size_t>(spec().hidden);
+  const std::int64_t tokens = spec().max_tokens, rows = staged_.rows_needed();
+  const auto groups = static_cast<std::size_t>(problem_.groups()) * sizeof(float);
+  tokens_ = Mapping::anonymous(bytes_of(tokens, columns * sizeof(float)));
+  scales_ = Mapping::anonymous(bytes_of(tokens, groups));
+  slots_ = Mapping::anonymous(
+      bytes_of(tokens, static_cast<std::size_t>(spec().top_k) * sizeof(std::int64_t)));
+  rows_ = Mapping::anonymous(bytes_of(rows, problem_.token_bytes()));
+  row_scales_ = Mapping::anonymous(bytes_of(rows, groups));
+  origins_ = Mapping::anonymous(bytes_of(rows, sizeof(RowOrigin)));
+  weights_ = Mapping::anonymous(bytes_of(rows, sizeof(float)));
+  results_ = Mapping::anonymous(bytes_of(rows, problem_.result_bytes()));
+  sums_ = Mapping::anonymous(bytes_of(tokens, columns * sizeof(float)));
+  ends_.resize(static_cast<std::size_t>(problem_.num_own()));
+  counts_.resize(ends_.size());
+  thread_ = std::thread([this] { serve(); });
+}
+
+Core::~Core() {
+  {
+    const std::lock_guard lock(mutex_);
+    stops_ = true;
+  }
+  is_reached_.notify_one();
+  thread_.join();
+}
+
+// -------------------------------------------------------------------------------------- calls
+
+void Core::enqueue(void* stream, std::function<void()> work) {
+  Call* call = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto free = std::ranges::find_if(calls_, &Call::is_free);
+    call = free != calls_.end() ? &*free : &calls_.emplace_back();
+    call->core = this;
+    call->work = std::move(work);
+    call->is_free = false;
+  }
+  try {
+    const bool is_captured = device_->enqueue(stream, *call);
+    const std::lock_guard lock(mutex_);
+    call->is_captured = is_captured;
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    call->is_free = true;
+    throw;
+  }
+}
+
+void Core::push(Call& call) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    call.next = nullptr;
+    (last_ == nullptr ? first_ : last_->next) = &call;
+    last_ = &call;
+  }
+  is_reached_.notify_one();
+}
+
+void Core::serve() {
+  for (;;) {
+    Call* call = nullptr;
+    {
+      std::unique_lock lock(mutex_);
+      is_reached_.wait(lock, [this] { return first_ != nullptr || stops_; });
+      if (first_ == nullptr) return;
+      call = first_;
+      first_ = call->next;
+      if (first_ == nullptr) last_ = nullptr;
+    }
+    serve(*call);
+    {
+      const std::lock_guard lock(mutex_);
+      call->is_free = !call->is_captured;
+    }
+    device_->release();
+  }
+}
+
+void Core::serve(Call& call) noexcept {
+  const std::lock_guard turn(turn_);
+  {
+    const std::lock_guard lock(mutex_);
+    if (end_) return;
+  }
+  try {
+    engine_->check();
+    call.work();
+  } catch (...) {
+    end(std::current_exception());
+  }
+}
+
+void Core::end(std::exception_ptr failure) {
+  const std::lock_guard lock(mutex_);
+  if (!end_) end_ = std::move(failure);
+}
+
+void Core::note(ErrorCode code, const std::string& message) {
+  const std::lock_guard lock(mutex_);
+  if (found_) return;
+  found_ = std::make_exception_ptr(Error(code, message + " (in a call that has ended)"));
+}
+
+void Core::throw_found() {
+  std::exception_ptr found;
+  {
+    const std::lock_guard lock(mutex_);
+    found = end_ ? end_ : std::exchange(found_, nullptr);
+  }
+  if (found) std::rethrow_exception(found);
+}
+
+// ----------------------------------------------------------------------------------- dispatch
+
+// As read_ids() of exchange/call.h, but nothing may be refused any more: the others' part is on its
+// way.
+void Core::read_ids(const SlotView& given) {
+  const auto top_k = static_cast<std::size_t>(spec().top_k);
+  ids_.resize(given.size());
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    const std::int64_t id = given.dtype() == DType::kI64
+                                ? static_cast<const std::int64_t*>(given.data())[i]
+                                : static_cast<const std::int32_t*>(given.data())[i];
+    const bool exists = id >= 0 && id < spec().num_experts;
+    ids_[i] = exists ? static_cast<std::int32_t>(id) : kNoExpert;
+    const auto token = ids_.begin() + static_cast<std::ptrdiff_t>(i - i % top_k);
+    const auto slot = ids_.begin() + static_cast<std::ptrdiff_t>(i);
+    if (!exists || std::find(token, slot, *slot) == slot) continue;
+    note(ErrorCode::kInvalidArgument,
+         fmt::format("token {} names expert {} twice; ids must be distinct within a token, and the "
+                     "later slot was none",
+                     i / top_k, id));
+    ids_[i] = kNoExpert;
+  }
+}
+
+void Core::send(const DispatchInput& input, Handle& handle) {
+  DispatchInput staged = input;
+  staged.stream = nullptr;
+  MatrixView& tokens = staged.tokens;
+  const auto count = static_cast<std::size_t>(tokens.rows);
+  if (count > 0) {
+    const std::size_t element = size_of(tokens.dtype);
+    const std::size_t width = static_cast<std::size_t>(spec().hidden) * element;
+    device_->to_host(tokens_.data(), width, tokens.data,
+                     static_cast<std::size_t>(tokens.row_stride) * element, {width, count});
+    tokens.data = tokens_.data();
+    tokens.row_stride = spec().hidden;
+    if (tokens.scale != nullptr) {
+      const std::size_t scales = static_cast<std::size_t>(problem_.groups()) * sizeof(float);
+      device_->to_host(scales_.data(), scales, tokens.scale,
+                       static_cast<std::size_t>(tokens.scale_stride) * sizeof(float),
+                       {scales, count});
+      tokens.scale = reinterpret_cast<const float*>(scales_.data());
+      tokens.scale_stride = problem_.groups();
+    }
+    const auto fetch = [&](const SlotView& slots) {
+      const std::size_t bytes = slots.size() * size_of(slots.dtype());
+      device_->to_host(slots_.data(), bytes, slots.data(), bytes, {bytes, 1});
+      return SlotView(slots_.data(), slots.dtype(), slots.size());
+    };
+    if (!input.reuse) {
+      read_ids(fetch(input.ids));
+      staged.ids = ids_;
+      if (!input.weights.empty()) staged.weights = fetch(input.weights);
+    }
+  }
+  engine_->dispatch_send(staged, *handle.inner);
+  if (input.reuse) return;
+  handle.inner->tokens = tokens.rows;
+  handle.inner->received = false;
+}
+
+// By ends_ and counts_, which it shortens where rows have no room.
+void Core::find_segments(Handle& handle, const DispatchOutput& output) {
+  const std::vector<std::int64_t> ends(ends_.begin(), ends_.end());
+  const std::vector<std::int64_t> staged = first_rows(staged_.spec.layout, ends);
+  handle.staged_rows = staged.back();
+  handle.segments.clear();
+  const bool is_padded = spec().layout.kind == RowLayout::Kind::kPadded;
+  std::int32_t end = 0;
+  for (std::size_t e = 0; e < counts_.size(); ++e) {
+    std::int64_t row = staged[e], count = counts_[e];
+    if (is_padded) {
+      row = static_cast<std::int64_t>(e) * spec().layout.size;
+      if (count > spec().layout.size) {
+        note(ErrorCode::kCapacityExceeded,
+             fmt::format("expert {} got {} rows, and the padded layout has room for {}; make an "
+                         "exchange with more (layout.size), or with another layout; rows without "
+                         "room were not stored, and count as zeros in combine",
+                         static_cast<std::size_t>(problem_.own().begin) + e, count,
+                         spec().layout.size));
+        count = spec().layout.size;
+        counts_[e] = static_cast<std::int32_t>(count);
+      }
+    }
+    ends_[e] = end += counts_[e];
+    if (count > 0 && row + count > output.capacity) {
+      note(ErrorCode::kCapacityExceeded,
+           fmt::format("{} rows came to rank {}, and the output had room for {} (capacity); "
+                       "rows_needed() says how many there are; rows without room were not stored",
+                       num_rows_, problem_.rank, output.capacity));
+      count = std::max<std::int64_t>(output.capacity - row, 0);
+    }
+    if (count == 0) continue;
+    if (!handle.segments.empty()) {
+      Segment& last = handle.segments.back();
+      if (last.staged + last.count == staged[e] && last.row + last.count == row) {
+        last.count += count;
+        continue;
+      }
+    }
+    handle.segments.push_back({staged[e], row, count});
+  }
+}
+
+void Core::receive(const DispatchOutput& output, Handle& handle) {
+  DispatchOutput staged;
+  staged.rows = rows_.data();
+  staged.capacity = staged_.rows_needed();
+  staged.scales = problem_.quantised() ? reinterpret_cast<float*>(row_scales_.data()) : nullptr;
+  staged.ends = ends_.data();
+  staged.counts = counts_.data();
+  staged.num_rows = &num_rows_;
+  staged.origins = reinterpret_cast<RowOrigin*>(origins_.data());
+  staged.weights = reinterpret_cast<float*>(weights_.data());
+  engine_->dispatch_recv(staged, *handle.inner);
+  handle.inner->received = true;
+  find_segments(handle, output);
+  const std::size_t width = problem_.token_bytes();
+  const std::size_t scales = static_cast<std::size_t>(problem_.groups()) * sizeof(float);
+  const std::size_t pitch = output.row_stride == 0 ? width
+                                                   : static_cast<std::size_t>(output.row_stride) *
+                                                         size_of(spec().dispatch);
+  const std::size_t scale_pitch =
+      output.scale_stride == 0 ? scales
+                               : static_cast<std::size_t>(output.scale_stride) * sizeof(float);
+  for (const Segment& segment : handle.segments) {
+    const auto from = static_cast<std::size_t>(segment.staged);
+    const auto to = static_cast<std::size_t>(segment.row);
+    const auto count = static_cast<std::size_t>(segment.count);
+    device_->to_device(static_cast<std::byte*>(output.rows) + to * pitch, pitch,
+                       rows_.data() + from * width, width, {width, count});
+    if (scales != 0) {
+      device_->to_device(reinterpret_cast<std::byte*>(output.scales) + to * scale_pitch,
+                         scale_pitch, row_scales_.data() + from * scales, scales, {scales, count});
+    }
+    if (output.origins != nullptr) {
+      put(output.origins + to, staged.origins + from, segment.count);
+    }
+  }
+  const auto own = static_cast<std::int64_t>(ends_.size());
+  num_rows_ = ends_.empty() ? 0 : ends_.back();
+  put(output.ends, ends_.data(), own);
+  put(output.counts, counts_.data(), own);
+  put(output.num_rows, &num_rows_, 1);
+  put(output.weights, staged.weights, std::min<std::int64_t>(num_rows_, output.capacity));
+}
+
+// ------------------------------------------------------------------------------------ combine
+
+void Core::send_results(const CombineInput& input, Handle& handle) {
+  const MatrixView& given = input.rows;
+  const std::size_t width = problem_.result_bytes();
+  const std::size_t pitch = static_cast<std::size_t>(given.row_stride) * size_of(spec().combine);
+  // What has no room in the layout, or no result, counts as zeros.
+  std::fill_n(results_.data(), static_cast<std::size_t>(handle.staged_rows) * width, std::byte{});
+  for (const Segment& segment : handle.segments) {
+    const std::int64_t count = std::clamp<std::int64_t>(given.rows - segment.row, 0, segment.count);
+    if (count < segment.count) {
+      note(ErrorCode::kShapeMismatch,
+           fmt::format("combine got {} rows of results, fewer than {}, the last row that was "
+                       "received; pass a result for each; what was missing counted as zeros",
+                       given.rows, segment.row + segment.count - 1));
+    }
+    if (count == 0) continue;
+    device_->to_host(
+        results_.data() + static_cast<std::size_t>(segment.staged) * width, width,
+        static_cast<const std::byte*>(given.data) + static_cast<std::size_t>(segment.row) * pitch,
+        pitch, {width, static_cast<std::size_t>(count)});
+  }
+  CombineInput staged;
+  staged.rows = {results_.data(), spec().combine, handle.staged_rows, spec().hidden, spec().hidden};
+  engine_->combine_send(staged, *handle.inner);
+}
+
+void Core::receive_sums(const CombineOutput& output, Handle& handle) {
+  const std::size_t element = size_of(output.dtype);
+  const std::size_t width = static_cast<std::size_t>(spec().hidden) * element;
+  const std::size_t pitch =
+      output.row_stride == 0 ? width : static_cast<std::size_t>(output.row_stride) * element;
+  const Rows rows{width, static_cast<std::size_t>(handle.inner->tokens)};
+  CombineOutput staged = output;
+  staged.data = sums_.data();
+  staged.row_stride = 0;
+  staged.stream = nullptr;
+  if (output.accumulate && rows.count > 0) {
+    device_->to_host(sums_.data(), width, output.data, pitch, rows);
+  }
+  engine_->combine_recv(staged, *handle.inner);
+  if (rows.count > 0) device_->to_device(output.data, pitch, sums_.data(), width, rows);
+}
+
+// ------------------------------------------------------------------------------------- engine
+
+class Engine final : public ExchangeEngine {
+ public:
+  Engine(const World& world, const ExchangeProblem& problem, const ExchangeOptions& options,
+         std::unique_ptr<StagingDevice> device)
+      : ExchangeEngine(problem, options),
+        world_(world),
+        core_(std::make_unique<Core>(world, problem, options, std::move(device))) {}
+  ~Engine() override {
+    // A stream that does not come to an end may still reach a call.
+    if (!core_->device().is_idle(options_.deadline)) (void)core_.release();
+  }
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  std::unique_ptr<State> make_handle() override {
+    auto handle = std::make_unique<Handle>();
+    core_->alone([&] { handle->inner = core_->engine()->make_handle(); });
+    return handle;
+  }
+  void dispatch_send(const DispatchInput& input, State& state) override {
+    enqueue(&Core::send, input, state);
+  }
+  void dispatch_recv(const DispatchOutput& output, State& state) override {
+    enqueue(&Core::receive, output, state);
+  }
+  void combine_send(const CombineInput& input, State& state) override {
+    enqueue(&Core::send_results, input, state);
+  }
+  void combine_recv(const CombineOutput& output, State& state) override {
+    enqueue(&Core::receive_sums, output, state);
+  }
+  std::int64_t rows_needed(State& state, void* stream) override {
+    if (problem_.spec.layout.kind == RowLayout::Kind::kPadded) return problem_.rows_needed();
+    core_->device().synchronize(stream);
+    std::int64_t rows = 0;
+    core_->alone(
+        [&] { rows = core_->engine()->rows_needed(*static_cast<Handle&>(state).inner, nullptr); });
+    return rows;
+  }
+  void check() override {
+    core_->throw_found();
+    if (world_.fabric().was_aborted()) throw_called_off(world_.rank(), "exchange");
+  }
+  const ExchangeStats& stats() override {
+    core_->alone([&] { stats_ = core_->engine()->stats(); });
+    return stats_;
+  }
+  PassTrace trace() override { return {}; }  // Refused when the exchange is made.
+  int num_threads() const override { return 0; }
+
+ private:
+  template <typename Arguments>
+  void enqueue(void (Core::*work)(const Arguments&, Handle&), const Arguments& arguments,
+               State& state) {
+    core_->enqueue(arguments.stream,
+                   [core = core_.get(), work, arguments, &handle = static_cast<Handle&>(state)] {
+                     (core->*work)(arguments, handle);
+                   });
+  }
+
+  const World world_;
+  std::unique_ptr<Core> core_;
+  ExchangeStats stats_;
+};
+
+}  // namespace
+
+std::unique_ptr<ExchangeEngine> make_staged_exchange(const World& world,
+                                                     const ExchangeProblem& problem,
+                                                     const ExchangeOptions& options,
+                                                     std::unique_ptr<StagingDevice> device) {
+  attempt_together(world.fabric(), [&] {
+    if (!options.trace) return;
+    throw Error(ErrorCode::kUnsupported,
+                "trace is set, and exchanges on GPUs record none; leave it unset");
+  });
+  return std::make_unique<Engine>(world, problem, options, std::move(device));
+}
+
+}  // namespace switchyard

@@ -1,0 +1,62 @@
+// An exchange whose arrays are in the memory of a device, where no rank may store into another's:
+// over several hosts. The CPU engine plays it on copies in host memory.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+
+#include "exchange/engine.h"
+
+namespace switchyard {
+
+// What is asked of the device. A test's is host memory.
+class StagingDevice {
+ public:
+  // A call of the exchange, enqueued.
+  class Call {
+   public:
+    // The stream has come to the call. From any thread; it may not wait.
+    virtual void reached() noexcept = 0;
+
+   protected:
+    ~Call() = default;
+  };
+  virtual ~StagingDevice() = default;
+
+  // When `stream` comes here, it calls reached() and then stands still until release(). Returns
+  // whether the stream is being captured: then each replay of the graph reaches the call. The
+  // streams of an exchange wait for each other, so one call at a time has been reached and not been
+  // released.
+  virtual bool enqueue(void* stream, Call& call) = 0;
+  // From the exchange's thread.
+  virtual void release() noexcept = 0;
+
+  // Copies `rows` of `width` bytes that stand so many bytes apart, and waits for it. From the
+  // exchange's thread.
+  struct Rows {
+    std::size_t width, count;
+  };
+  virtual void to_host(std::byte* to, std::size_t to_pitch, const void* from,
+                       std::size_t from_pitch, const Rows& rows) = 0;
+  virtual void to_device(void* to, std::size_t to_pitch, const std::byte* from,
+                         std::size_t from_pitch, const Rows& rows) = 0;
+
+  virtual void synchronize(void* stream) = 0;
+  // Waits until nothing that was enqueued is left, at most so long; says whether it is so.
+  virtual bool is_idle(std::chrono::milliseconds patience) = 0;
+};
+
+// Collective. As cpu::make_exchange(), with the calls' arrays on the device, and with the order and
+// the errors that Exchange has for Backend::kCuda.
+std::unique_ptr<ExchangeEngine> make_staged_exchange(const World& world,
+                                                     const ExchangeProblem& problem,
+                                                     const ExchangeOptions& options,
+                                                     std::unique_ptr<StagingDevice> device);
+
+namespace gpu {
+// Throws Error{kUnsupported} in a build without CUDA.
+std::unique_ptr<StagingDevice> make_staging_device(int device);
+}  // namespace gpu
+
+}  // namespace switchyard
