@@ -1,4 +1,4 @@
-// activate() on the device against fp64.
+// Activations on the device against fp64.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "gpu/device.h"
+#include "gpu/host/activation_form.h"
 #include "gpu/tile/activation.cuh"
 #include "support/on_gpu.h"
 
@@ -14,22 +15,26 @@ namespace {
 
 using ActivationTest = OnGpu<::testing::Test>;
 
-template <ActivationKind kKind>
-__global__ void evaluate(const float* v, float* result, std::size_t count, float slope) {
+__global__ void evaluate(gpu::ActivationForm form, bool compiled_in, const float* v, float* result,
+                         std::size_t count) {
   const std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x;
-  if (i < count) result[i] = gpu::activate<kKind>(v[i], slope);
+  if (i >= count) return;
+  result[i] = compiled_in    ? gpu::silu(v[i], form.first)
+              : form.is_tanh ? gpu::activate_tanh(form, v[i])
+                             : gpu::activate_ramp(form, v[i]);
 }
 
-template <ActivationKind kKind>
-std::vector<float> on_device(const std::vector<float>& values, double alpha) {
+// compiled_in: as kernels for SiLU alone compute it.
+std::vector<float> on_device(const std::vector<float>& values, const Activation& activation,
+                             bool compiled_in) {
   constexpr unsigned kBlock = 256;
   const std::size_t bytes = values.size() * sizeof(float);
   gpu::DeviceBuffer from(bytes), to(bytes);
   from.upload(values.data(), bytes);
   const auto blocks = static_cast<unsigned>((values.size() + kBlock - 1) / kBlock);
-  evaluate<kKind><<<blocks, kBlock>>>(reinterpret_cast<const float*>(from.data()),
-                                      reinterpret_cast<float*>(to.data()), values.size(),
-                                      static_cast<float>(0.5 * alpha));
+  evaluate<<<blocks, kBlock>>>(gpu::form_of(activation), compiled_in,
+                               reinterpret_cast<const float*>(from.data()),
+                               reinterpret_cast<float*>(to.data()), values.size());
   gpu::synchronize_device();
   std::vector<float> results(values.size());
   to.download(results.data(), bytes);
@@ -39,41 +44,46 @@ std::vector<float> on_device(const std::vector<float>& values, double alpha) {
 // A hundredth of the rounding of values near 1 to bf16, 2^-9. Beyond, rounding grows with them.
 constexpr double kBound = 4e-5;
 
-template <ActivationKind kKind, typename Exact>
-void expect_close(double alpha, Exact&& exact) {
+template <typename Exact>
+void expect_close(const Activation& activation, Exact&& exact, bool compiled_in = false) {
   std::vector<float> values;
   for (int i = -400'000; i <= 400'000; ++i) values.push_back(static_cast<float>(i) * 1e-4f);
   for (float v = 50; v < 1e37f; v *= 7) {
     values.push_back(v);
     values.push_back(-v);
   }
-  const std::vector<float> results = on_device<kKind>(values, alpha);
+  const std::vector<float> results = on_device(values, activation, compiled_in);
   for (std::size_t i = 0; i < values.size(); ++i) {
     const double v = values[i], expected = exact(v);
     ASSERT_NEAR(results[i], expected, kBound + 1e-6 * std::abs(expected)) << "of " << v;
   }
-  const auto special =
-      on_device<kKind>({std::nanf(""), std::numeric_limits<float>::infinity(), 0.0f}, alpha);
+  const auto special = on_device({std::nanf(""), std::numeric_limits<float>::infinity(), 0.0f},
+                                 activation, compiled_in);
   EXPECT_TRUE(std::isnan(special[0]));
   EXPECT_EQ(special[1], std::numeric_limits<float>::infinity());
   EXPECT_EQ(special[2], 0.0f);
 }
 
+Activation of_kind(ActivationKind kind) { return {.kind = kind}; }
+
 TEST_F(ActivationTest, SiluIsCloseToFp64) {
-  for (const double alpha : {1.0, 1.702}) {
-    SCOPED_TRACE(alpha);
-    expect_close<ActivationKind::kSilu>(alpha,
-                                        [=](double v) { return v / (1 + std::exp(-alpha * v)); });
+  for (const float alpha : {1.0f, 1.702f}) {
+    for (const bool compiled_in : {true, false}) {
+      SCOPED_TRACE(::testing::Message() << alpha << (compiled_in ? ", compiled in" : ""));
+      expect_close(
+          {.kind = ActivationKind::kSilu, .alpha = alpha},
+          [=](double v) { return v / (1 + std::exp(-double{alpha} * v)); }, compiled_in);
+    }
   }
 }
 
 TEST_F(ActivationTest, GeluIsCloseToFp64) {
-  expect_close<ActivationKind::kGelu>(
-      1.0, [](double v) { return 0.5 * v * std::erfc(-v / std::sqrt(2.0)); });
+  expect_close(of_kind(ActivationKind::kGelu),
+               [](double v) { return 0.5 * v * std::erfc(-v / std::sqrt(2.0)); });
 }
 
 TEST_F(ActivationTest, GeluByTanhIsCloseToFp64) {
-  expect_close<ActivationKind::kGeluTanh>(1.0, [](double v) {
+  expect_close(of_kind(ActivationKind::kGeluTanh), [](double v) {
     const double u = std::sqrt(2 / 3.14159265358979324) * (v + 0.044715 * v * v * v);
     return 0.5 * v * (1 + std::tanh(u));
   });
