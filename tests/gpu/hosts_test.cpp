@@ -71,12 +71,12 @@ TEST_F(GpuHosts, GraphsAreReplayedWithOtherRouting) {
   }
   require_nothing_thrown(test::run_over_chaos({{1, 1}}, [&](World world) {
     Player player(world, spec);
+    player.arrays().load(batches[0], world.rank());
     gpu::Graph dispatch = gpu::Graph::capture(*player.stream, [&] { player.enqueue_dispatch(); });
     gpu::Graph both = gpu::Graph::capture(*player.stream, [&] {
       player.enqueue_dispatch();
       player.enqueue_combine(DType::kF32);
     });
-    player.arrays().load(batches[0], world.rank());
     dispatch.launch(*player.stream);
     both.launch(*player.stream);
     player.stream->synchronize();
