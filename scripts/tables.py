@@ -354,18 +354,20 @@ def hosts_table():
         return NOT_MEASURED
     tables = {}
     for row in rows:
-        tables.setdefault((row["hosts"], row["ranks"], row["link"]), []).append(row)
+        tables.setdefault((row["engine"], row["hosts"], row["ranks"], row["link"]), []).append(row)
     lines = []
-    for (hosts, ranks, link), found in sorted(tables.items()):
+    for (engine, hosts, ranks, link), found in sorted(tables.items()):
         of_stage = {row["stage"]: row for row in found if row.get("tokens_per_rank") is None}
         rate = of_stage["stream"]["link_bytes"] / of_stage["stream"]["median_us"]
+        names = {"dispatch": "dispatch", "combine": "combine", "combine_summed": "summed"}
+        if engine == "cuda":
+            names["layer"] = "layer"
         lines += [
-            f"{hosts} hosts, {ranks} ranks, {link}: a flag and back {microseconds(of_stage['flag']['median_us'])} µs, "
-            f"a host's stream {rate:.0f} MB/s",
+            f"{'GPUs' if engine == 'cuda' else 'CPUs'}, {hosts} hosts, {ranks} ranks, {link}: "
+            f"a flag and back {microseconds(of_stage['flag']['median_us'])} µs, a host's stream {rate:.0f} MB/s",
             "",
-            "| tokens per rank | dispatch: µs | model µs | MB a host | combine: µs | model µs | MB a host "
-            "| summed: µs | model µs | MB a host | wrong |",
-            "|---" * 11 + "|",
+            "| tokens per rank | " + "".join(f"{name}: µs | model µs | MB a host | " for name in names.values()) + "wrong |",
+            "|---" * (3 * len(names) + 2) + "|",
         ]
         by_tokens = {}
         for row in found:
@@ -373,7 +375,7 @@ def hosts_table():
                 by_tokens.setdefault(row["tokens_per_rank"], {})[row["stage"]] = row
         for tokens, stages in sorted(by_tokens.items()):
             cells = []
-            for stage in ("dispatch", "combine", "combine_summed"):
+            for stage in names:
                 row = stages.get(stage)
                 if row is None:
                     cells += ["–"] * 3
@@ -382,10 +384,10 @@ def hosts_table():
             wrong = sum(row["wrong"] for row in stages.values())
             lines.append(f"| {tokens} | " + " | ".join(cells) + f" | {wrong} |")
         lines.append("")
-    first = rows[0]
-    lines.append(f"*{first['machine']}; commit {', '.join(sorted({row['commit'] for row in rows}))}; "
-                 f"`switchyard launch -n RANKS --namespaces HOSTS -- switchyard {first['command'].split(' ', 1)[1]}`*")
-    return "\n".join(lines)
+        lines.append(f"*{found[0]['machine']}; commit {', '.join(sorted({row['commit'] for row in found}))}; "
+                     f"`switchyard launch -n RANKS --namespaces HOSTS -- switchyard {found[0]['command'].split(' ', 1)[1]}`*")
+        lines.append("")
+    return "\n".join(lines[:-1])
 
 
 def hosts_on_paper_table():

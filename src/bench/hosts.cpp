@@ -14,7 +14,9 @@
 #include "base/convert.h"
 #include "bench/load.h"
 #include "fabric/fabric.h"
+#include "gpu/device.h"
 #include "machine/description.h"
+#include "model/generate.h"
 #include "network/proxy.h"
 #include "protocol/atomics.h"
 #include "switchyard/error.h"
@@ -45,6 +47,46 @@ struct Measured {
   double bytes = 0;
 };
 
+// What calls read and write, in the memory of the engine.
+class Memory {
+ public:
+  Memory(Backend backend, std::size_t bytes)
+      : host_(backend == Backend::kCpu ? bytes : 0),
+        device_(backend == Backend::kCuda ? gpu::DeviceBuffer(bytes) : gpu::DeviceBuffer()) {}
+  template <typename T>
+  Memory(Backend backend, const std::vector<T>& from) : Memory(backend, from.size() * sizeof(T)) {
+    if (device_.data() != nullptr) {
+      device_.upload(from.data(), device_.bytes());
+    } else if (!host_.empty()) {
+      std::memcpy(host_.data(), from.data(), host_.size());
+    }
+  }
+  template <typename T>
+  T* as() {
+    return reinterpret_cast<T*>(device_.data() != nullptr ? device_.data() : host_.data());
+  }
+  template <typename T>
+  std::vector<T> read() const {
+    std::vector<T> values(std::max(host_.size(), device_.bytes()) / sizeof(T));
+    if (device_.data() != nullptr) {
+      device_.download(values.data(), device_.bytes());
+    } else if (!host_.empty()) {
+      std::memcpy(values.data(), host_.data(), host_.size());
+    }
+    return values;
+  }
+
+ private:
+  std::vector<std::byte> host_;
+  gpu::DeviceBuffer device_;
+};
+
+// One rank's tokens and their routing.
+struct Tokens {
+  std::vector<std::uint16_t> x;  // bf16
+  SyntheticRouting routing;
+};
+
 class Session {
  public:
   Session(World& world, const HostsBenchOptions& options)
@@ -68,6 +110,13 @@ class Session {
       rows.push_back(collect("dispatch", dispatch, tokens));
       rows.push_back(collect("combine", combine, tokens));
       rows.push_back(collect("combine_summed", measure_exchange(tokens, true).second, tokens));
+    }
+    if (options_.backend == Backend::kCuda) {
+      const LayerSpec spec = layer_spec();
+      const MoeWeights weights = generate_weights(spec, DType::kBF16, options_.seed);
+      for (const std::int64_t tokens : options_.tokens) {
+        rows.push_back(collect("layer", measure_layer(spec, weights, tokens), tokens));
+      }
     }
     return rows;
   }
@@ -195,52 +244,135 @@ class Session {
     spec.max_tokens = static_cast<int>(tokens);
     spec.pre_sum_per_host = summed;
     if (summed) spec.weights = CombineWeights::kBySender;
-    Exchange exchange(world_, spec);
+    ExchangeOptions how;
+    how.backend = options_.backend;
+    how.device = options_.device;
+    Exchange exchange(world_, spec, how);
     ExchangeHandle handle = exchange.make_handle();
     const auto hidden = static_cast<std::size_t>(spec.hidden);
+    const Tokens mine = tokens_of_rank(tokens);
+    Memory x(options_.backend, mine.x), y(options_.backend, mine.x.size() * 2),
+        ids(options_.backend, mine.routing.ids), weights(options_.backend, mine.routing.weights),
+        rows(options_.backend, static_cast<std::size_t>(exchange.rows_needed()) * hidden * 2);
+    const std::optional<gpu::Stream> stream = make_stream();
+    DispatchInput input;
+    input.tokens = {x.as<std::uint16_t>(), DType::kBF16, tokens, spec.hidden, spec.hidden};
+    input.ids = SlotView(ids.as<std::int32_t>(), mine.routing.ids.size());
+    input.weights = SlotView(weights.as<float>(), mine.routing.weights.size());
+    DispatchOutput received;
+    received.rows = rows.as<std::byte>();
+    received.capacity = exchange.rows_needed();
+    CombineInput results;
+    results.rows = {rows.as<std::byte>(), DType::kBF16, exchange.rows_needed(), spec.hidden,
+                    spec.hidden};
+    CombineOutput output;
+    output.data = y.as<std::byte>();
+    input.stream = received.stream = results.stream = output.stream =
+        stream ? stream->handle() : nullptr;
+
+    Measured dispatch, combine;
+    const int repeat = repeats_of(tokens);
+    for (int i = 0; i < kWarmUps + repeat; ++i) {
+      time(dispatch, i >= kWarmUps, repeat, stream,
+           [&] { exchange.dispatch(input, received, handle); });
+      time(combine, i >= kWarmUps, repeat, stream,
+           [&] { exchange.combine(results, output, handle); });
+    }
+    exchange.check();
+    combine.wrong = wrong_sums(mine.x, y.read<std::uint16_t>(), mine.routing, hidden);
+    world_.barrier();  // freeing memory waits for the device
+    return {dispatch, combine};
+  }
+
+  LayerSpec layer_spec() const {
+    LayerSpec spec;
+    spec.hidden = options_.hidden;
+    spec.intermediate = options_.intermediate;
+    spec.num_experts = options_.experts;
+    spec.top_k = options_.top_k;
+    return spec;
+  }
+
+  // On GPUs. What comes out must have the bits that one rank computes alone.
+  Measured measure_layer(const LayerSpec& spec, const MoeWeights& weights,
+                         std::int64_t tokens) const {
+    const Tokens mine = tokens_of_rank(tokens);
+    Memory x(options_.backend, mine.x), y(options_.backend, mine.x.size() * 2),
+        ids(options_.backend, mine.routing.ids),
+        weights_of_ids(options_.backend, mine.routing.weights);
+    const std::optional<gpu::Stream> stream = make_stream();
+    ForwardInput input;
+    input.activations = {x.as<std::uint16_t>(), DType::kBF16, tokens, spec.hidden, spec.hidden};
+    input.topk_ids = SlotView(ids.as<std::int32_t>(), mine.routing.ids.size());
+    input.topk_weights = SlotView(weights_of_ids.as<float>(), mine.routing.weights.size());
+    input.stream = stream->handle();
+    ForwardOutput output;
+    output.data = y.as<std::byte>();
+    LayerOptions how;
+    how.backend = options_.backend;
+    how.device = options_.device;
+    how.max_tokens = static_cast<int>(tokens);
+    std::vector<std::uint16_t> expected;
+    {
+      LayerOptions alone = how;
+      alone.schedule.splits = 1;  // as over several ranks
+      const World world = World::single();
+      MoeLayer layer(world, spec, weights, alone);
+      layer.forward(input, output);
+      stream->synchronize();
+      expected = y.read<std::uint16_t>();
+    }
+    MoeLayer layer(world_, spec, weights, how);
+    Measured measured;
+    const int repeat = repeats_of(tokens);
+    for (int i = 0; i < kWarmUps + repeat; ++i) {
+      time(measured, i >= kWarmUps, repeat, stream, [&] { layer.forward(input, output); });
+    }
+    layer.check();
+    const std::vector<std::uint16_t> found = y.read<std::uint16_t>();
+    for (std::size_t i = 0; i < found.size(); ++i) measured.wrong += found[i] != expected[i];
+    world_.barrier();
+    return measured;
+  }
+
+  int repeats_of(std::int64_t tokens) const {
+    if (options_.repeat > 0) return options_.repeat;
+    return static_cast<int>(std::clamp<std::int64_t>(8192 / tokens, 5, 50));
+  }
+
+  std::optional<gpu::Stream> make_stream() const {
+    std::optional<gpu::Stream> stream;
+    if (options_.backend == Backend::kCuda) stream.emplace();
+    return stream;
+  }
+
+  Tokens tokens_of_rank(std::int64_t tokens) const {
     const std::uint64_t seed = options_.seed * 64 + static_cast<std::uint64_t>(rank());
-    const SyntheticRouting routing =
-        synthetic_routing(static_cast<int>(tokens), spec.num_experts, spec.top_k, 1.0, seed);
-    std::vector<std::uint16_t> x(static_cast<std::size_t>(tokens) * hidden), y(x.size());
+    Tokens mine;
+    mine.routing =
+        synthetic_routing(static_cast<int>(tokens), options_.experts, options_.top_k, 1.0, seed);
+    mine.x.resize(static_cast<std::size_t>(tokens) * static_cast<std::size_t>(options_.hidden));
     std::uint64_t state = seed * 2 + 1;
-    for (std::uint16_t& value : x) {
+    for (std::uint16_t& value : mine.x) {
       state = state * 6364136223846793005u + 1442695040888963407u;
       value = f32_to_bf16(static_cast<float>(static_cast<std::int32_t>(state >> 33) - (1 << 30)) *
                           0x1p-30f);
     }
-    std::vector<std::uint16_t> rows(static_cast<std::size_t>(exchange.rows_needed()) * hidden);
-    DispatchInput input;
-    input.tokens = {x.data(), DType::kBF16, tokens, spec.hidden, spec.hidden};
-    input.ids = routing.ids;
-    input.weights = routing.weights;
-    DispatchOutput received;
-    received.rows = rows.data();
-    received.capacity = exchange.rows_needed();
-    CombineInput results;
-    results.rows = {rows.data(), DType::kBF16, exchange.rows_needed(), spec.hidden, spec.hidden};
-    CombineOutput output;
-    output.data = y.data();
+    return mine;
+  }
 
-    Measured dispatch, combine;
-    const int repeat = options_.repeat > 0
-                           ? options_.repeat
-                           : static_cast<int>(std::clamp<std::int64_t>(8192 / tokens, 5, 50));
-    const auto timed = [&](Measured& into, bool warm_up, const std::function<void()>& call) {
-      world_.barrier();
-      const std::uint64_t before = proxy_.traffic().bytes_sent;
-      const Clock::time_point start = Clock::now();
-      call();
-      const double time = microseconds_since(start);
-      if (warm_up) return;
-      into.times_us.push_back(time);
-      into.bytes += static_cast<double>(proxy_.traffic().bytes_sent - before) / repeat;
-    };
-    for (int i = 0; i < kWarmUps + repeat; ++i) {
-      timed(dispatch, i < kWarmUps, [&] { exchange.dispatch(input, received, handle); });
-      timed(combine, i < kWarmUps, [&] { exchange.combine(results, output, handle); });
-    }
-    combine.wrong = wrong_sums(x, y, routing, hidden);
-    return {dispatch, combine};
+  // Until the call's stream has passed it.
+  void time(Measured& into, bool counts, int repeat, const std::optional<gpu::Stream>& stream,
+            const std::function<void()>& call) const {
+    world_.barrier();
+    const std::uint64_t before = proxy_.traffic().bytes_sent;
+    const Clock::time_point start = Clock::now();
+    call();
+    if (stream) stream->synchronize();
+    const double elapsed = microseconds_since(start);
+    if (!counts) return;
+    into.times_us.push_back(elapsed);
+    into.bytes += static_cast<double>(proxy_.traffic().bytes_sent - before) / repeat;
   }
 
   std::uint64_t wrong_sums(const std::vector<std::uint16_t>& x, const std::vector<std::uint16_t>& y,
@@ -283,10 +415,11 @@ class Session {
       row.wrong += sums[i][1];
     }
     row.suite = kHostsSuite;
-    row.machine = machine::describe_machine(Backend::kCpu, world_.size());
+    row.machine = machine::describe_machine(options_.backend,
+                                            options_.backend == Backend::kCuda ? 1 : world_.size());
     row.commit = options_.commit;
     row.command = options_.command;
-    row.engine = "cpu";
+    row.engine = to_string(options_.backend);
     row.stage = stage;
     row.link = proxy_.network_name();
     row.hosts = hosts_.num_hosts();

@@ -1,5 +1,6 @@
 // Times what crosses hosts: a flag, a stream, and the dispatch and combine of an Exchange, with and
-// without sums per host, by programs that are ranks of one world over hosts.
+// without sums per host, by programs that are ranks of one world over hosts. On GPUs a whole layer,
+// too.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include "results/hosts_row.h"
+#include "switchyard/layer.h"
 #include "switchyard/world.h"
 
 namespace switchyard::bench {
@@ -14,7 +16,10 @@ namespace switchyard::bench {
 inline constexpr const char* kHostsSuite = "hosts";
 
 struct HostsBenchOptions {
+  Backend backend = Backend::kCpu;
+  int device = -1;                                              // kCuda only: this rank's
   int hidden = 2048, experts = 64, top_k = 8;                   // OLMoE's
+  int intermediate = 1024;                                      // of the layer, kCuda only
   std::vector<std::int64_t> tokens = {1, 16, 128, 1024, 4096};  // of each rank
   int repeat = 0;          // timed repetitions; 0: by the number of tokens
   std::uint64_t seed = 0;  // of everything random

@@ -3,10 +3,14 @@
 #include <fmt/core.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 
 #include "cli/arguments.h"
 #include "cli/format.h"
+#include "gpu/device.h"
+#include "run/devices.h"
 
 namespace switchyard::cli {
 
@@ -25,13 +29,21 @@ std::string hosts_text(const HostsRow& row) {
       row.model_us ? fmt::format("{:.1f}", *row.model_us) : "-", row.wrong);
 }
 
-int print_hosts(const bench::HostsBenchOptions& options, const std::filesystem::path& json) {
+int print_hosts(bench::HostsBenchOptions options, const std::filesystem::path& json) {
   World world = World::from_environment();
+  if (options.backend == Backend::kCuda) {
+    options.device = run::local_rank(std::getenv, world.rank()) % std::max(1, gpu::device_count());
+    gpu::set_device(options.device);
+  }
   const std::vector<HostsRow> rows = bench::measure_hosts(world, options);
   if (world.rank() != 0) return kExitOk;
   fmt::print("{}; {} ranks on {}\n", rows.front().machine, world.size(), world.fabric_name());
-  fmt::print("Exchange: H {}, top-{} of {} experts, bf16\n\n{}\n", options.hidden, options.top_k,
-             options.experts, Palette::for_output(STDOUT_FILENO).bold(hosts_heading()));
+  fmt::print("Exchange{}: H {}, top-{} of {} experts, bf16\n\n{}\n",
+             options.backend == Backend::kCuda
+                 ? fmt::format(" and layer of I {}", options.intermediate)
+                 : "",
+             options.hidden, options.top_k, options.experts,
+             Palette::for_output(STDOUT_FILENO).bold(hosts_heading()));
   bool wrong = false;
   for (const HostsRow& row : rows) {
     fmt::print("{}\n", hosts_text(row));

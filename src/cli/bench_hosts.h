@@ -14,6 +14,6 @@ std::string hosts_text(const results::HostsRow& row);
 
 // Measures as this process's rank. Rank 0 prints the table, and writes the rows to `json` if it is
 // not empty. Returns the exit code.
-int print_hosts(const bench::HostsBenchOptions& options, const std::filesystem::path& json);
+int print_hosts(bench::HostsBenchOptions options, const std::filesystem::path& json);
 
 }  // namespace switchyard::cli

@@ -230,7 +230,6 @@ class Engine final : public LayerEngine {
   }
   void skip_bad_tokens(const ForwardInput& input);
   void prepare_token(const MatrixView& x, std::int64_t token);
-  void drop_over_capacity();
   void list_slots();
   void publish_counts();
   void send_counts(int gateway);
@@ -451,7 +450,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   route(input);
   {
     const Stage stage(trace_of(0), TraceKind::kRoute, pass_.tokens);
-    drop_over_capacity();
+    stats_.dropped_slots = drop_over_capacity(spec(), pass_.tokens, pass_.ids, pass_.weights);
     send_to_places();
     list_slots();
   }
@@ -578,19 +577,6 @@ void Engine::prepare_token(const MatrixView& x, std::int64_t token) {
   } else {
     kernels().quantize(reinterpret_cast<const std::uint16_t*>(pass_.x_row(token)), codes, scales,
                        x.cols);
-  }
-}
-
-void Engine::drop_over_capacity() {
-  if (spec().capacity_factor <= 0) return;
-  const std::uint32_t capacity = expert_capacity(spec(), pass_.tokens);
-  std::vector<std::uint32_t> kept(static_cast<std::size_t>(spec().num_experts));
-  for (std::size_t i = 0; i < pass_.ids.size(); ++i) {
-    if (pass_.ids[i] < 0) continue;
-    if (kept[static_cast<std::size_t>(pass_.ids[i])]++ < capacity) continue;
-    pass_.ids[i] = kNoExpert;
-    pass_.weights[i] = 0;
-    ++stats_.dropped_slots;
   }
 }
 

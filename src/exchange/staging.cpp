@@ -3,15 +3,10 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <condition_variable>
-#include <exception>
-#include <functional>
-#include <list>
-#include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
+#include "exchange/staged_calls.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "fabric/mapping.h"
@@ -51,36 +46,14 @@ ExchangeOptions staged_options(ExchangeOptions options) {
   return options;
 }
 
-// All that calls use. It has a thread of its own: a stream that stands still must not keep the
-// threads of the device's driver, which other streams need. If the device never becomes idle, it is
-// left behind.
+// All that calls use. If the device never becomes idle, it is left behind.
 class Core {
  public:
   Core(const World& world, const ExchangeProblem& problem, const ExchangeOptions& options,
        std::unique_ptr<StagingDevice> device);
-  ~Core();
-  Core(const Core&) = delete;
-  Core& operator=(const Core&) = delete;
 
-  StagingDevice& device() { return *device_; }
+  StagedCalls& calls() { return calls_; }
   const std::unique_ptr<ExchangeEngine>& engine() { return engine_; }
-
-  // Has `work` done when the stream comes there.
-  void enqueue(void* stream, std::function<void()> work);
-  // Does `work` when no call is under way. What it throws ends the exchange.
-  template <typename Work>
-  void alone(const Work& work) {
-    const std::lock_guard turn(turn_);
-    throw_found();
-    try {
-      work();
-    } catch (...) {
-      end(std::current_exception());
-      throw;
-    }
-  }
-  // Throws what ended the exchange, or, once, what was found.
-  void throw_found();
 
   void send(const DispatchInput& input, Handle& handle);
   void receive(const DispatchOutput& output, Handle& handle);
@@ -88,20 +61,6 @@ class Core {
   void receive_sums(const CombineOutput& output, Handle& handle);
 
  private:
-  struct Call final : StagingDevice::Call {
-    void reached() noexcept override { core->push(*this); }
-
-    Core* core = nullptr;
-    std::function<void()> work;
-    bool is_free = false, is_captured = false;
-    Call* next = nullptr;  // that was reached
-  };
-
-  void push(Call& call) noexcept;
-  void serve();
-  void serve(Call& call) noexcept;
-  void end(std::exception_ptr failure);
-  void note(ErrorCode code, const std::string& message);
   const ExchangeSpec& spec() const { return problem_.spec; }
   void read_ids(const SlotView& given);
   void find_segments(Handle& handle, const DispatchOutput& output);
@@ -109,25 +68,17 @@ class Core {
   void put(T* to, const T* from, std::int64_t count) {
     if (to == nullptr || count <= 0) return;
     const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
-    device_->to_device(to, bytes, reinterpret_cast<const std::byte*>(from), bytes, {bytes, 1});
+    device_.to_device(to, bytes, reinterpret_cast<const std::byte*>(from), bytes, {bytes, 1});
   }
 
   const ExchangeProblem problem_, staged_;
-  const std::unique_ptr<StagingDevice> device_;
   const std::unique_ptr<ExchangeEngine> engine_;
   // Memory is committed by what really goes through it.
   Mapping tokens_, scales_, slots_, rows_, row_scales_, origins_, weights_, results_, sums_;
   std::vector<std::int32_t> ids_, ends_, counts_;
   std::int32_t num_rows_ = 0;
-
-  std::mutex turn_;   // whose turn the engine is: the thread's, or a caller's
-  std::mutex mutex_;  // of all that follows
-  std::condition_variable is_reached_;
-  std::list<Call> calls_;
-  Call *first_ = nullptr, *last_ = nullptr;
-  bool stops_ = false;
-  std::exception_ptr end_, found_;
-  std::thread thread_;  // last: it uses the rest
+  StagingDevice& device_;  // of the calls
+  StagedCalls calls_;      // last: its thread uses the rest
 };
 
 std::size_t bytes_of(std::int64_t rows, std::size_t row_bytes) {
@@ -138,8 +89,9 @@ Core::Core(const World& world, const ExchangeProblem& problem, const ExchangeOpt
            std::unique_ptr<StagingDevice> device)
     : problem_(problem),
       staged_(staged_problem(problem)),
-      device_(std::move(device)),
-      engine_(cpu::make_exchange(world, staged_, staged_options(options))) {
+      engine_(cpu::make_exchange(world, staged_, staged_options(options))),
+      device_(*device),
+      calls_(std::move(device)) {
   const auto columns = static_cast<std::size_t>(spec().hidden);
   const std::int64_t tokens = spec().max_tokens, rows = staged_.rows_needed();
   const auto groups = static_cast<std::size_t>(problem_.groups()) * sizeof(float);
@@ -155,103 +107,6 @@ Core::Core(const World& world, const ExchangeProblem& problem, const ExchangeOpt
   sums_ = Mapping::anonymous(bytes_of(tokens, columns * sizeof(float)));
   ends_.resize(static_cast<std::size_t>(problem_.num_own()));
   counts_.resize(ends_.size());
-  thread_ = std::thread([this] { serve(); });
-}
-
-Core::~Core() {
-  {
-    const std::lock_guard lock(mutex_);
-    stops_ = true;
-  }
-  is_reached_.notify_one();
-  thread_.join();
-}
-
-// -------------------------------------------------------------------------------------- calls
-
-void Core::enqueue(void* stream, std::function<void()> work) {
-  Call* call = nullptr;
-  {
-    const std::lock_guard lock(mutex_);
-    const auto free = std::ranges::find_if(calls_, &Call::is_free);
-    call = free != calls_.end() ? &*free : &calls_.emplace_back();
-    call->core = this;
-    call->work = std::move(work);
-    call->is_free = false;
-  }
-  try {
-    const bool is_captured = device_->enqueue(stream, *call);
-    const std::lock_guard lock(mutex_);
-    call->is_captured = is_captured;
-  } catch (...) {
-    const std::lock_guard lock(mutex_);
-    call->is_free = true;
-    throw;
-  }
-}
-
-void Core::push(Call& call) noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    call.next = nullptr;
-    (last_ == nullptr ? first_ : last_->next) = &call;
-    last_ = &call;
-  }
-  is_reached_.notify_one();
-}
-
-void Core::serve() {
-  for (;;) {
-    Call* call = nullptr;
-    {
-      std::unique_lock lock(mutex_);
-      is_reached_.wait(lock, [this] { return first_ != nullptr || stops_; });
-      if (first_ == nullptr) return;
-      call = first_;
-      first_ = call->next;
-      if (first_ == nullptr) last_ = nullptr;
-    }
-    serve(*call);
-    {
-      const std::lock_guard lock(mutex_);
-      call->is_free = !call->is_captured;
-    }
-    device_->release();
-  }
-}
-
-void Core::serve(Call& call) noexcept {
-  const std::lock_guard turn(turn_);
-  {
-    const std::lock_guard lock(mutex_);
-    if (end_) return;
-  }
-  try {
-    engine_->check();
-    call.work();
-  } catch (...) {
-    end(std::current_exception());
-  }
-}
-
-void Core::end(std::exception_ptr failure) {
-  const std::lock_guard lock(mutex_);
-  if (!end_) end_ = std::move(failure);
-}
-
-void Core::note(ErrorCode code, const std::string& message) {
-  const std::lock_guard lock(mutex_);
-  if (found_) return;
-  found_ = std::make_exception_ptr(Error(code, message + " (in a call that has ended)"));
-}
-
-void Core::throw_found() {
-  std::exception_ptr found;
-  {
-    const std::lock_guard lock(mutex_);
-    found = end_ ? end_ : std::exchange(found_, nullptr);
-  }
-  if (found) std::rethrow_exception(found);
 }
 
 // ----------------------------------------------------------------------------------- dispatch
@@ -270,10 +125,11 @@ void Core::read_ids(const SlotView& given) {
     const auto token = ids_.begin() + static_cast<std::ptrdiff_t>(i - i % top_k);
     const auto slot = ids_.begin() + static_cast<std::ptrdiff_t>(i);
     if (!exists || std::find(token, slot, *slot) == slot) continue;
-    note(ErrorCode::kInvalidArgument,
-         fmt::format("token {} names expert {} twice; ids must be distinct within a token, and the "
-                     "later slot was none",
-                     i / top_k, id));
+    calls_.note(
+        ErrorCode::kInvalidArgument,
+        fmt::format("token {} names expert {} twice; ids must be distinct within a token, and the "
+                    "later slot was none",
+                    i / top_k, id));
     ids_[i] = kNoExpert;
   }
 }
@@ -286,21 +142,21 @@ void Core::send(const DispatchInput& input, Handle& handle) {
   if (count > 0) {
     const std::size_t element = size_of(tokens.dtype);
     const std::size_t width = static_cast<std::size_t>(spec().hidden) * element;
-    device_->to_host(tokens_.data(), width, tokens.data,
-                     static_cast<std::size_t>(tokens.row_stride) * element, {width, count});
+    device_.to_host(tokens_.data(), width, tokens.data,
+                    static_cast<std::size_t>(tokens.row_stride) * element, {width, count});
     tokens.data = tokens_.data();
     tokens.row_stride = spec().hidden;
     if (tokens.scale != nullptr) {
       const std::size_t scales = static_cast<std::size_t>(problem_.groups()) * sizeof(float);
-      device_->to_host(scales_.data(), scales, tokens.scale,
-                       static_cast<std::size_t>(tokens.scale_stride) * sizeof(float),
-                       {scales, count});
+      device_.to_host(scales_.data(), scales, tokens.scale,
+                      static_cast<std::size_t>(tokens.scale_stride) * sizeof(float),
+                      {scales, count});
       tokens.scale = reinterpret_cast<const float*>(scales_.data());
       tokens.scale_stride = problem_.groups();
     }
     const auto fetch = [&](const SlotView& slots) {
       const std::size_t bytes = slots.size() * size_of(slots.dtype());
-      device_->to_host(slots_.data(), bytes, slots.data(), bytes, {bytes, 1});
+      device_.to_host(slots_.data(), bytes, slots.data(), bytes, {bytes, 1});
       return SlotView(slots_.data(), slots.dtype(), slots.size());
     };
     if (!input.reuse) {
@@ -328,22 +184,24 @@ void Core::find_segments(Handle& handle, const DispatchOutput& output) {
     if (is_padded) {
       row = static_cast<std::int64_t>(e) * spec().layout.size;
       if (count > spec().layout.size) {
-        note(ErrorCode::kCapacityExceeded,
-             fmt::format("expert {} got {} rows, and the padded layout has room for {}; make an "
-                         "exchange with more (layout.size), or with another layout; rows without "
-                         "room were not stored, and count as zeros in combine",
-                         static_cast<std::size_t>(problem_.own().begin) + e, count,
-                         spec().layout.size));
+        calls_.note(
+            ErrorCode::kCapacityExceeded,
+            fmt::format("expert {} got {} rows, and the padded layout has room for {}; make an "
+                        "exchange with more (layout.size), or with another layout; rows without "
+                        "room were not stored, and count as zeros in combine",
+                        static_cast<std::size_t>(problem_.own().begin) + e, count,
+                        spec().layout.size));
         count = spec().layout.size;
         counts_[e] = static_cast<std::int32_t>(count);
       }
     }
     ends_[e] = end += counts_[e];
     if (count > 0 && row + count > output.capacity) {
-      note(ErrorCode::kCapacityExceeded,
-           fmt::format("{} rows came to rank {}, and the output had room for {} (capacity); "
-                       "rows_needed() says how many there are; rows without room were not stored",
-                       num_rows_, problem_.rank, output.capacity));
+      calls_.note(
+          ErrorCode::kCapacityExceeded,
+          fmt::format("{} rows came to rank {}, and the output had room for {} (capacity); "
+                      "rows_needed() says how many there are; rows without room were not stored",
+                      num_rows_, problem_.rank, output.capacity));
       count = std::max<std::int64_t>(output.capacity - row, 0);
     }
     if (count == 0) continue;
@@ -383,11 +241,11 @@ void Core::receive(const DispatchOutput& output, Handle& handle) {
     const auto from = static_cast<std::size_t>(segment.staged);
     const auto to = static_cast<std::size_t>(segment.row);
     const auto count = static_cast<std::size_t>(segment.count);
-    device_->to_device(static_cast<std::byte*>(output.rows) + to * pitch, pitch,
-                       rows_.data() + from * width, width, {width, count});
+    device_.to_device(static_cast<std::byte*>(output.rows) + to * pitch, pitch,
+                      rows_.data() + from * width, width, {width, count});
     if (scales != 0) {
-      device_->to_device(reinterpret_cast<std::byte*>(output.scales) + to * scale_pitch,
-                         scale_pitch, row_scales_.data() + from * scales, scales, {scales, count});
+      device_.to_device(reinterpret_cast<std::byte*>(output.scales) + to * scale_pitch, scale_pitch,
+                        row_scales_.data() + from * scales, scales, {scales, count});
     }
     if (output.origins != nullptr) {
       put(output.origins + to, staged.origins + from, segment.count);
@@ -412,13 +270,14 @@ void Core::send_results(const CombineInput& input, Handle& handle) {
   for (const Segment& segment : handle.segments) {
     const std::int64_t count = std::clamp<std::int64_t>(given.rows - segment.row, 0, segment.count);
     if (count < segment.count) {
-      note(ErrorCode::kShapeMismatch,
-           fmt::format("combine got {} rows of results, fewer than {}, the last row that was "
-                       "received; pass a result for each; what was missing counted as zeros",
-                       given.rows, segment.row + segment.count - 1));
+      calls_.note(
+          ErrorCode::kShapeMismatch,
+          fmt::format("combine got {} rows of results, fewer than {}, the last row that was "
+                      "received; pass a result for each; what was missing counted as zeros",
+                      given.rows, segment.row + segment.count - 1));
     }
     if (count == 0) continue;
-    device_->to_host(
+    device_.to_host(
         results_.data() + static_cast<std::size_t>(segment.staged) * width, width,
         static_cast<const std::byte*>(given.data) + static_cast<std::size_t>(segment.row) * pitch,
         pitch, {width, static_cast<std::size_t>(count)});
@@ -439,10 +298,10 @@ void Core::receive_sums(const CombineOutput& output, Handle& handle) {
   staged.row_stride = 0;
   staged.stream = nullptr;
   if (output.accumulate && rows.count > 0) {
-    device_->to_host(sums_.data(), width, output.data, pitch, rows);
+    device_.to_host(sums_.data(), width, output.data, pitch, rows);
   }
   engine_->combine_recv(staged, *handle.inner);
-  if (rows.count > 0) device_->to_device(output.data, pitch, sums_.data(), width, rows);
+  if (rows.count > 0) device_.to_device(output.data, pitch, sums_.data(), width, rows);
 }
 
 // ------------------------------------------------------------------------------------- engine
@@ -456,14 +315,14 @@ class Engine final : public ExchangeEngine {
         core_(std::make_unique<Core>(world, problem, options, std::move(device))) {}
   ~Engine() override {
     // A stream that does not come to an end may still reach a call.
-    if (!core_->device().is_idle(options_.deadline)) (void)core_.release();
+    if (!core_->calls().device().is_idle(options_.deadline)) (void)core_.release();
   }
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
   std::unique_ptr<State> make_handle() override {
     auto handle = std::make_unique<Handle>();
-    core_->alone([&] { handle->inner = core_->engine()->make_handle(); });
+    core_->calls().alone([&] { handle->inner = core_->engine()->make_handle(); });
     return handle;
   }
   void dispatch_send(const DispatchInput& input, State& state) override {
@@ -480,18 +339,18 @@ class Engine final : public ExchangeEngine {
   }
   std::int64_t rows_needed(State& state, void* stream) override {
     if (problem_.spec.layout.kind == RowLayout::Kind::kPadded) return problem_.rows_needed();
-    core_->device().synchronize(stream);
+    core_->calls().device().synchronize(stream);
     std::int64_t rows = 0;
-    core_->alone(
+    core_->calls().alone(
         [&] { rows = core_->engine()->rows_needed(*static_cast<Handle&>(state).inner, nullptr); });
     return rows;
   }
   void check() override {
-    core_->throw_found();
+    core_->calls().throw_found();
     if (world_.fabric().was_aborted()) throw_called_off(world_.rank(), "exchange");
   }
   const ExchangeStats& stats() override {
-    core_->alone([&] { stats_ = core_->engine()->stats(); });
+    core_->calls().alone([&] { stats_ = core_->engine()->stats(); });
     return stats_;
   }
   PassTrace trace() override { return {}; }  // Refused when the exchange is made.
@@ -501,10 +360,11 @@ class Engine final : public ExchangeEngine {
   template <typename Arguments>
   void enqueue(void (Core::*work)(const Arguments&, Handle&), const Arguments& arguments,
                State& state) {
-    core_->enqueue(arguments.stream,
-                   [core = core_.get(), work, arguments, &handle = static_cast<Handle&>(state)] {
-                     (core->*work)(arguments, handle);
-                   });
+    core_->calls().enqueue(arguments.stream, [core = core_.get(), work, arguments,
+                                              &handle = static_cast<Handle&>(state)] {
+      core->engine()->check();
+      (core->*work)(arguments, handle);
+    });
   }
 
   const World world_;

@@ -42,7 +42,16 @@ class StagingDevice {
   virtual void to_device(void* to, std::size_t to_pitch, const std::byte* from,
                          std::size_t from_pitch, const Rows& rows) = 0;
 
+  // The device's memory, which is freed with its last owner: not while a stream stands still, since
+  // that may wait for the whole device. Throws Error{kCapacityExceeded}.
+  virtual std::shared_ptr<std::byte> allocate(std::size_t bytes) = 0;
+  // Where the exchange's thread has kernels run, and where copies follow them. It waits for no
+  // other stream.
+  virtual void* stream() = 0;
+
   virtual void synchronize(void* stream) = 0;
+  // Waits for all that was enqueued.
+  virtual void synchronize_all() = 0;
   // Waits until nothing that was enqueued is left, at most so long; says whether it is so.
   virtual bool is_idle(std::chrono::milliseconds patience) = 0;
 };

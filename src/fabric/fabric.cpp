@@ -30,11 +30,12 @@ void Fabric::abort() noexcept {
 
 void require_one_host(const Fabric& fabric, const char* what) {
   if (fabric.proxy() == nullptr) return;
-  throw Error(ErrorCode::kUnsupported,
-              fmt::format("{}; the ranks of this world are on several hosts. Over hosts there are "
-                          "Exchange, and MoeLayer on CPUs (Backend::kCpu), and nothing else; start "
-                          "all ranks on one host",
-                          what));
+  throw Error(
+      ErrorCode::kUnsupported,
+      fmt::format("{}; the ranks of this world are on several hosts. Over hosts there are "
+                  "Exchange and MoeLayer, and on CPUs (Backend::kCpu) Workspace, and nothing "
+                  "else; start all ranks on one host",
+                  what));
 }
 
 WaitFailure abort_failure(int rank) {

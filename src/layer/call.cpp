@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <vector>
 
 #include "base/convert.h"
 #include "base/quantize.h"
@@ -267,6 +268,38 @@ std::int64_t read_routing(const LayerSpec& spec, const ForwardInput& input, cons
                      : static_cast<const float*>(input.topk_weights.data())[i];
   }
   return num_bad;
+}
+
+std::int64_t drop_over_capacity(const LayerSpec& spec, std::int64_t tokens,
+                                std::span<std::int32_t> ids, std::span<float> weights) {
+  if (spec.capacity_factor <= 0) return 0;
+  const std::uint32_t capacity = expert_capacity(spec, tokens);
+  std::vector<std::uint32_t> kept(static_cast<std::size_t>(spec.num_experts));
+  std::int64_t dropped = 0;
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] < 0) continue;
+    if (kept[static_cast<std::size_t>(ids[i])]++ < capacity) continue;
+    ids[i] = kNoExpert;
+    weights[i] = 0;
+    ++dropped;
+  }
+  return dropped;
+}
+
+void require_aligned(const char* what, const void* data, std::int64_t row_stride, DType dtype,
+                     std::int64_t rows) {
+  const std::size_t stride = static_cast<std::size_t>(row_stride) * size_of(dtype);
+  if (rows > 1 && row_stride < 0) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} have a row stride of {} elements; the GPU engine takes rows in the "
+                            "order of their addresses: pass a copy with row_stride >= 0",
+                            what, row_stride));
+  }
+  if (rows == 0 || (reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && stride % 16 == 0)) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("{} start at {} with {} bytes from row to row; the GPU engine moves 16 "
+                          "bytes at a time, so both must be multiples of 16",
+                          what, data, stride));
 }
 
 }  // namespace switchyard

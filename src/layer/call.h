@@ -38,4 +38,13 @@ void check_ids(const LayerSpec& spec, const MoeWeights& weights, const ForwardIn
 std::int64_t read_routing(const LayerSpec& spec, const ForwardInput& input, const IdRules& rules,
                           std::span<std::int32_t> ids, std::span<float> weights);
 
+// Takes slots from experts that have more than expert_capacity() of this rank's: in the order of
+// tokens, they become kNoExpert with weight 0. Returns their number.
+std::int64_t drop_over_capacity(const LayerSpec& spec, std::int64_t tokens,
+                                std::span<std::int32_t> ids, std::span<float> weights);
+
+// Rows that a device reads or writes 16 bytes at a time. Throws Error{kInvalidArgument}.
+void require_aligned(const char* what, const void* data, std::int64_t row_stride, DType dtype,
+                     std::int64_t rows);
+
 }  // namespace switchyard

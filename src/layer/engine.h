@@ -55,6 +55,11 @@ int choose_device(const LayerOptions& options);
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
                                          const MoeWeights& weights, const LayerOptions& options,
                                          std::shared_ptr<PassMemory> memory);
+
+// The same for ranks on several hosts (exchange/staged_layer.h), which share no memory.
+std::unique_ptr<LayerEngine> make_engine_over_hosts(const World& world, const LayerSpec& spec,
+                                                    const MoeWeights& weights,
+                                                    const LayerOptions& options);
 }  // namespace gpu
 
 }  // namespace switchyard

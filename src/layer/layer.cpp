@@ -177,8 +177,10 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
       return cpu::make_engine(world, spec, weights, options, std::move(memory));
     case Backend::kCuda:
       check_cuda_options(options);
-      require_one_host(world.fabric(), kGpuRanks);
       options.device = gpu::choose_device(options);
+      if (world.fabric().proxy() != nullptr) {
+        return gpu::make_engine_over_hosts(world, spec, weights, options);
+      }
       return gpu::make_engine(world, spec, weights, options, std::move(memory));
   }
   refuse(fmt::format("backend is {}; use Backend::kCpu or Backend::kCuda",

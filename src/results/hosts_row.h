@@ -17,10 +17,10 @@ namespace switchyard::results {
 // Fields that are optional may be absent from files.
 struct HostsRow {
   std::string suite, machine, commit, command;
-  std::string engine;  // "cpu"
+  std::string engine;  // "cpu", "cuda"
   // "flag": a flag to another host and back; "stream": all ranks send to the next host at once;
   // "dispatch" and "combine": those of Exchange, of which the fields up to tokens_per_rank speak;
-  // "combine_summed": with ExchangeSpec::pre_sum_per_host.
+  // "combine_summed": with ExchangeSpec::pre_sum_per_host; "layer": a pass of MoeLayer.
   std::string stage;
   std::string link;  // the network, as World::fabric_name() ends
   std::int64_t hosts = 0, ranks = 0;

@@ -1,15 +1,19 @@
-// Exchanges of GPUs over hosts: ranks of one process with a chaotic network between them, and, as
-// ranks of `switchyard launch`, processes in network namespaces. Ranks share GPUs if they must.
+// Exchanges and layers of GPUs over hosts: ranks of one process with a chaotic network between
+// them, and, as ranks of `switchyard launch`, processes in network namespaces. Ranks share GPUs if
+// they must.
 #include "support/hosts.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <random>
 #include <vector>
 
+#include "support/accuracy.h"
 #include "support/device_exchange.h"
+#include "support/device_ranks.h"
 #include "support/numbers.h"
 #include "support/on_gpu.h"
 
@@ -120,6 +124,108 @@ TEST_F(GpuHosts, ARankThatDoesNotComeIsNamed) {
   });
 }
 
+// ----------------------------------------------------------------------------------- layers
+
+const std::vector<int> kHosts = {2, 1};
+constexpr int kRanks = 3;
+
+BatchResult run_over_hosts(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
+                           const Shares& shares, DType output, LayerOptions options = {}) {
+  std::vector<BatchResult> results(2, empty_result(spec, batch, kRanks, output));
+  const auto most =
+      static_cast<int>(std::max<std::int64_t>(1, *std::ranges::max_element(shares.count)));
+  test::ChaosHosts hosts;
+  hosts.ranks_of_hosts = kHosts;
+  hosts.windows = {};
+  require_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+    DeviceRank rank(world, spec, weights, most, options);
+    for (BatchResult& result : results) rank.run(batch, shares, result);
+  }));
+  EXPECT_TRUE(results[0].output == results[1].output) << "repeated";
+  EXPECT_EQ(results[0].ids, results[1].ids) << "repeated";
+  return std::move(results[0]);
+}
+
+class EveryModelOverHosts : public OnGpu<::testing::TestWithParam<ModelEntry>> {};
+
+TEST_P(EveryModelOverHosts, IsAsGoodAsAStraightforwardProgram) {
+  const LayerSpec spec = small_spec(GetParam());
+  const MoeWeights weights = make_weights(spec, DType::kBF16);
+  const Batch batch = random_batch(spec, 90, DType::kBF16, 5);
+  const BatchResult result =
+      run_over_hosts(spec, weights, batch, Shares::of({50, 0, 40}), DType::kBF16);
+  expect_same_routing(spec, weights, batch, result);
+  expect_accurate(spec, weights, batch, result);
+}
+INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelOverHosts, ::testing::ValuesIn(model_table()),
+                         name_of_model);
+
+TEST_F(GpuHosts, LayersHaveTheBitsOfOneHost) {
+  for (const bool fp8 : {false, true}) {
+    for (const bool weighs_input : {false, true}) {
+      SCOPED_TRACE(::testing::Message() << (fp8 ? "fp8 " : "bf16 ") << weighs_input);
+      LayerSpec spec = spec_of(256, 384, 13, 4);
+      spec.shared_intermediate = 256;
+      spec.weight_on_input = weighs_input;
+      const MoeWeights weights = make_weights(spec, fp8 ? DType::kF8E4M3 : DType::kBF16);
+      const Batch batch = routed(spec, 700, 0.8);
+      for (const Shares& shares : {Shares::of({300, 0, 400}), Shares::of({1, 690, 9})}) {
+        const BatchResult result = run_over_hosts(spec, weights, batch, shares, DType::kBF16);
+        const BatchResult expected = run_on_gpus(spec, weights, batch, shares, DType::kBF16);
+        EXPECT_TRUE(result.output == expected.output);
+        EXPECT_EQ(result.ids, expected.ids);
+        for (std::size_t r = 0; r < kRanks; ++r) {
+          EXPECT_EQ(result.stats[r].tokens, shares.count[r]);
+        }
+      }
+    }
+  }
+}
+
+// `mine` has the rows of one rank, `all` those of all.
+void expect_same_rows_of(const BatchResult& mine, const BatchResult& all, const Shares& shares,
+                         int rank, const LayerSpec& spec) {
+  const auto r = static_cast<std::size_t>(rank);
+  std::int64_t wrong = 0;
+  for (std::int64_t i = 0; i < shares.count[r] * spec.hidden; ++i) {
+    wrong += mine.output.get(i) != all.output.get(shares.first[r] * spec.hidden + i);
+  }
+  EXPECT_EQ(wrong, 0) << "rank " << rank;
+}
+
+TEST_F(GpuHosts, LayersReplayInGraphs) {
+  const LayerSpec spec = spec_of(256, 128, 12, 3);
+  const MoeWeights weights = make_weights(spec, DType::kBF16);
+  const Batch first = random_batch(spec, 120, DType::kBF16, 4);
+  const Batch second = random_batch(spec, 120, DType::kBF16, 5);
+  const Shares shares = Shares::of({40, 40, 40});
+  const BatchResult expected = run_over_hosts(spec, weights, second, shares, DType::kBF16);
+  test::ChaosHosts hosts;
+  hosts.ranks_of_hosts = kHosts;
+  require_nothing_thrown(test::run_over_chaos(hosts, [&](World world) {
+    DeviceRank rank(world, spec, weights, 40);
+    DeviceBatch share(spec, share_of_batch(first, shares, world.rank(), spec.top_k), DType::kBF16);
+    rank.forward(share);
+    gpu::Graph graph =
+        gpu::Graph::capture(rank.stream(), [&] { share.enqueue(rank.layer(), rank.stream()); });
+    share.replace_activations(share_of_batch(second, shares, world.rank(), spec.top_k));
+    world.barrier();
+    for (int i = 0; i < 3; ++i) {
+      share.poison(rank.stream());
+      graph.launch(rank.stream());
+      rank.stream().synchronize();
+      rank.layer().check();
+      const BatchResult result = share.fetch();
+      expect_same_rows_of(result, expected, shares, world.rank(), spec);
+      world.barrier();
+    }
+    EXPECT_EQ(rank.layer().stats().epoch, 4u);
+    world.barrier();
+  }));
+}
+
+// --------------------------------------------------------------------------------- processes
+
 // As a rank of a world over hosts, with the GPUs that this process sees.
 class GpuHostsLaunched : public OnGpu<::testing::Test> {
  protected:
@@ -154,6 +260,57 @@ TEST_F(GpuHostsLaunched, ExchangesOfEverySize) {
                  DType::kF32);
   }
   EXPECT_EQ(player.exchange().stats().combines, calls);
+}
+
+// Each rank has a few batches, whose outputs it computes alone beforehand.
+TEST_F(GpuHostsLaunched, LayersOfEverySize) {
+  World world = World::from_environment(test::with_deadline(test::kGenerous));
+  const LayerSpec spec = spec_of(256, 128, 16, 4);
+  const MoeWeights weights = make_weights(spec, DType::kBF16);
+  constexpr int kMostTokens = 8192;
+  constexpr int kSizes[] = {1, 2, 7, 30, 100, 300, 1000, kMostTokens};
+  std::vector<DeviceBatch> batches;
+  std::vector<std::size_t> expected;
+  {
+    LayerOptions options;
+    options.schedule.splits = 1;
+    DeviceLayer alone(spec, weights, kMostTokens, options);
+    for (const int size : kSizes) {
+      const auto seed = static_cast<std::uint64_t>(size * world.size() + world.rank());
+      const SyntheticRouting routing =
+          synthetic_routing(size, spec.num_experts, spec.top_k, 0.9, seed);
+      batches.emplace_back(spec,
+                           Batch{Matrix::random(size, spec.hidden, DType::kBF16, seed),
+                                 routing.ids,
+                                 routing.weights,
+                                 {}},
+                           DType::kBF16);
+      const AdjustCall none;
+      batches.back().poison(alone.stream());
+      batches.back().enqueue(alone.layer(), alone.stream(), none);
+      alone.stream().synchronize();
+      expected.push_back(batches.back().checksum());
+    }
+  }
+  LayerOptions options;
+  options.deadline = test::kGenerous;
+  DeviceRank rank(world, spec, weights, kMostTokens, options);
+  world.barrier();
+  std::mt19937 random(12);  // the same on all ranks
+  std::discrete_distribution<std::size_t> choose{64, 64, 64, 32, 16, 8, 4, 1};
+  const std::uint64_t passes = test::number_from("SWITCHYARD_HOSTS_CALLS", 100);
+  for (std::uint64_t i = 0; i < passes && !HasFailure(); ++i) {
+    SCOPED_TRACE(i);
+    DeviceBatch& batch =
+        batches[i < std::size(kSizes) ? std::size(kSizes) - 1 - i : choose(random)];
+    batch.poison(rank.stream());
+    batch.enqueue(rank.layer(), rank.stream());
+    rank.stream().synchronize();
+    const std::size_t which = static_cast<std::size_t>(&batch - batches.data());
+    ASSERT_EQ(batch.checksum(), expected[which]) << kSizes[which] << " tokens";
+  }
+  rank.layer().check();
+  EXPECT_EQ(rank.layer().stats().epoch, passes);
 }
 
 }  // namespace

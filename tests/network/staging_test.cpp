@@ -1,6 +1,5 @@
 // Exchanges whose arrays are a device's, played on copies over a network that reorders, delays and
-// refuses: the rows and sums of exchanges that need no copies. The device is a thread that takes
-// what was enqueued one by one, as a stream does, and its memory is the host's.
+// refuses: the rows and sums of exchanges that need no copies.
 #include "exchange/staging.h"
 
 #include <gmock/gmock.h>
@@ -8,104 +7,16 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstring>
-#include <deque>
-#include <mutex>
-#include <thread>
 #include <vector>
 
 #include "model/errors.h"
 #include "support/exchanges.h"
 #include "support/hosts.h"
+#include "support/thread_device.h"
 
 namespace switchyard::testing {
 namespace {
-
-class ThreadDevice final : public StagingDevice {
- public:
-  ThreadDevice() : thread_([this] { run(); }) {}
-  ~ThreadDevice() override {
-    {
-      const std::lock_guard lock(mutex_);
-      ends_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
-
-  bool enqueue(void*, Call& call) override {
-    if (captures) {
-      graph_.push_back(&call);
-      return true;
-    }
-    push(call);
-    return false;
-  }
-  void release() noexcept override {
-    {
-      const std::lock_guard lock(mutex_);
-      released_ = true;
-    }
-    changed_.notify_all();
-  }
-  void to_host(std::byte* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
-               const Rows& rows) override {
-    copy(to, to_pitch, static_cast<const std::byte*>(from), from_pitch, rows);
-  }
-  void to_device(void* to, std::size_t to_pitch, const std::byte* from, std::size_t from_pitch,
-                 const Rows& rows) override {
-    copy(static_cast<std::byte*>(to), to_pitch, from, from_pitch, rows);
-  }
-  void synchronize(void*) override { is_idle(test::kGenerous); }
-  bool is_idle(std::chrono::milliseconds patience) override {
-    std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, patience, [this] { return stream_.empty(); });
-  }
-
-  // Whether calls become nodes of a graph, and that graph's launch.
-  bool captures = false;
-  void replay() {
-    for (Call* const call : graph_) push(*call);
-  }
-
- private:
-  void push(Call& call) {
-    {
-      const std::lock_guard lock(mutex_);
-      stream_.push_back(&call);
-    }
-    changed_.notify_all();
-  }
-  void run() {
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      changed_.wait(lock, [this] { return !stream_.empty() || ends_; });
-      if (stream_.empty()) return;
-      Call* const call = stream_.front();
-      released_ = false;
-      lock.unlock();
-      call->reached();
-      lock.lock();
-      changed_.wait(lock, [this] { return released_; });
-      stream_.pop_front();
-      changed_.notify_all();
-    }
-  }
-  static void copy(std::byte* to, std::size_t to_pitch, const std::byte* from,
-                   std::size_t from_pitch, const Rows& rows) {
-    for (std::size_t i = 0; i < rows.count; ++i) {
-      std::memcpy(to + i * to_pitch, from + i * from_pitch, rows.width);
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Call*> stream_;
-  std::vector<Call*> graph_;
-  bool released_ = false, ends_ = false;
-  std::thread thread_;
-};
 
 ExchangeSpec spec_with(RowLayout layout, DType dispatch = DType::kBF16) {
   ExchangeSpec spec;
@@ -173,7 +84,7 @@ TEST_P(StagedExchange, BringsEveryRowAndSum) {
         EXPECT_GE(needed, rows);
       }
       exchange.dispatch_recv(got.output(), handle);
-      staged.device->synchronize(nullptr);
+      staged.device->synchronize_all();
       mine += wrong_rows(batch, world.rank(), exchange.spec().layout, got);
       const Matrix results = results_of(batch, got);
       Matrix out = Matrix::random(count, spec.hidden, DType::kF32, 5), before = out;
@@ -181,7 +92,7 @@ TEST_P(StagedExchange, BringsEveryRowAndSum) {
       output.accumulate = true;
       output.scale = 0.5f;
       exchange.combine({results.view()}, output, handle);
-      staged.device->synchronize(nullptr);
+      staged.device->synchronize_all();
       exchange.check();
       mine += wrong_sums(batch, world.rank(), out, 0.5f, &before);
       EXPECT_EQ(exchange.stats().rows_received, rows);
@@ -238,7 +149,7 @@ TEST(Staging, ReplaysAreCallsOfTheirOwn) {
                   static_cast<std::size_t>(got.capacity * spec.hidden) * size_of(spec.dispatch));
       std::fill(got.origins.begin(), got.origins.end(), RowOrigin{-7, -7, -7});
       staged.device->replay();
-      staged.device->synchronize(nullptr);
+      staged.device->synchronize_all();
       exchange.check();
       // Results were all zeros, so only what was received can be judged.
       wrong[r] += wrong_rows(batch, world.rank(), spec.layout, got);
@@ -263,7 +174,7 @@ TEST(Staging, TellsWhatWasFoundOnceAndLives) {
       input.tokens = tokens.view();
       input.ids = ids;
       exchange.dispatch(input, got.output(), handle);
-      staged.device->synchronize(nullptr);
+      staged.device->synchronize_all();
     };
     // Expert 0 gets 8 rows of both ranks, and has room for 2.
     std::vector<std::int32_t> ids(kTokens * 3, kNoExpert);
@@ -279,7 +190,7 @@ TEST(Staging, TellsWhatWasFoundOnceAndLives) {
     for (std::int64_t i = 0; i < results.rows() * spec.hidden; ++i) results.set(i, 1.0f);
     Matrix out(kTokens, spec.hidden, DType::kF32);
     exchange.combine({results.view()}, output_of(out), handle);
-    staged.device->synchronize(nullptr);
+    staged.device->synchronize_all();
     for (std::int64_t t = 0; t < kTokens; ++t) {
       EXPECT_EQ(out.get(t * spec.hidden), world.rank() == 0 && t < 2 ? 1.0f : 0.0f);
     }

@@ -45,22 +45,6 @@ using HostRange = nvtx3::scoped_range_in<NvtxDomain>;
   throw Error(ErrorCode::kUnsupported, message);
 }
 
-void require_aligned(const char* what, const void* data, std::int64_t row_stride, DType dtype,
-                     std::int64_t rows) {
-  const std::size_t stride = static_cast<std::size_t>(row_stride) * size_of(dtype);
-  if (rows > 1 && row_stride < 0) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("{} have a row stride of {} elements; the GPU engine takes rows in the "
-                            "order of their addresses: pass a copy with row_stride >= 0",
-                            what, row_stride));
-  }
-  if (rows == 0 || (reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && stride % 16 == 0)) return;
-  throw Error(ErrorCode::kInvalidArgument,
-              fmt::format("{} start at {} with {} bytes from row to row; the GPU engine moves 16 "
-                          "bytes at a time, so both must be multiples of 16",
-                          what, data, stride));
-}
-
 KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWeights& weights,
                           const LayerOptions& options) {
   validate(spec);

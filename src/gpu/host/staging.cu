@@ -65,8 +65,19 @@ class Staging final : public StagingDevice {
     copy(to, to_pitch, from, from_pitch, rows, cudaMemcpyHostToDevice);
   }
 
+  std::shared_ptr<std::byte> allocate(std::size_t bytes) override {
+    const DeviceScope scope(device_);
+    const auto buffer = std::make_shared<DeviceBuffer>(bytes);
+    return {buffer, static_cast<std::byte*>(buffer->data())};
+  }
+  void* stream() override { return stream_.handle(); }
+
   void synchronize(void* stream) override {
     SWITCHYARD_CUDA(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
+  }
+  void synchronize_all() override {
+    const DeviceScope scope(device_);
+    SWITCHYARD_CUDA(cudaDeviceSynchronize());
   }
   bool is_idle(std::chrono::milliseconds patience) override {
     return device_is_idle(device_, patience);

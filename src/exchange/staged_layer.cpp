@@ -1,0 +1,846 @@
+#include "exchange/staged_layer.h"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/convert.h"
+#include "base/quantize.h"
+#include "exchange/engine.h"
+#include "exchange/staged_calls.h"
+#include "fabric/collective.h"
+#include "fabric/fabric.h"
+#include "fabric/mapping.h"
+#include "layer/agreement.h"
+#include "layer/call.h"
+#include "layer/compute.h"
+#include "layer/failure.h"
+#include "protocol/partition.h"
+#include "routing/route.h"
+#include "switchyard/grouped_gemm.h"
+#include "switchyard/routing.h"
+
+namespace switchyard {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Device = StagingDevice;
+
+// Columns of the gate's product come in multiples of this.
+constexpr int kGateMultiple = 8;
+
+std::size_t bytes_of(std::int64_t rows, std::size_t row_bytes) {
+  return std::max<std::size_t>(static_cast<std::size_t>(rows) * row_bytes, 1);
+}
+
+[[noreturn]] void refuse(const char* what, const char* remedy) {
+  throw Error(
+      ErrorCode::kUnsupported,
+      fmt::format("{}; layers of GPUs on several hosts do not have that: {}", what, remedy));
+}
+
+void check_options(const LayerOptions& options) {
+  if (options.trace) refuse("trace is set", "leave it unset, or trace a world of one host");
+  if (options.recorded_steps > 0) {
+    refuse("recorded_steps is set", "leave it at 0, or record on the CPU or on one host");
+  }
+  if (options.table != nullptr) refuse("a table is given", "leave it out");
+  if (options.share_memory_with != nullptr) refuse("share_memory_with is set", "leave it empty");
+}
+
+// What one rank computes without the others: networks that are chosen from outside.
+LayerSpec spec_of_networks(const LayerSpec& spec, int networks, int intermediate, bool biased) {
+  LayerSpec inner;
+  inner.hidden = spec.hidden;
+  inner.intermediate = intermediate;
+  inner.num_experts = networks;
+  inner.top_k = 1;
+  inner.activation = spec.activation;
+  inner.expert_bias = biased;
+  return inner;
+}
+
+float as_float(const std::byte* from, DType dtype) {
+  if (dtype == DType::kF32) {
+    float value = 0;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+  }
+  std::uint16_t code = 0;
+  std::memcpy(&code, from, sizeof code);
+  return dtype == DType::kBF16 ? bf16_to_f32(code) : f16_to_f32(code);
+}
+
+// The router's rows and the shared gate's, as sums of bf16 matrices that hold all their bits.
+struct GatePlanes {
+  int columns = 0;  // of one plane
+  int planes = 0;
+  std::vector<std::uint16_t> values;  // [planes, columns, H]
+};
+
+class Core {
+ public:
+  Core(const World& world, const LayerSpec& spec, const MoeWeights& weights,
+       const LayerOptions& options, std::unique_ptr<Device> device, Backend kernels,
+       std::int64_t most_rows);
+
+  StagedCalls& calls() { return calls_; }
+  DType compute() const { return compute_; }
+  const MoeWeights& weights() const { return weights_; }
+  std::uint64_t device_bytes() const { return device_bytes_; }
+  const ForwardStats& stats() const { return stats_; }
+
+  void pass(const ForwardInput& input, const ForwardOutput& output);
+  void refresh();
+  void rebind(const MoeWeights& weights);
+
+ private:
+  using Buffer = std::shared_ptr<std::byte>;
+
+  bool quantised() const { return compute_ == DType::kF8E4M3; }
+  DType value() const { return value_type(compute_); }
+  ExpertRange own() const { return problem_->own(); }
+  MoeWeights own_weights(const MoeWeights& all) const;
+  static MoeWeights shared_weights(const MoeWeights& all);
+  std::unique_ptr<LayerEngine> make_networks(const LayerSpec& spec, const MoeWeights& weights,
+                                             std::int64_t max_tokens) const;
+  std::vector<float> floats(const VectorView& v) const;
+  GatePlanes gate_planes() const;
+  void make_gate();
+  void warm_gate();
+  Buffer allocate(std::int64_t rows, std::size_t row_bytes);
+  void set_up(const LayerOptions& options, std::int64_t most_rows);
+
+  void start_own(const ForwardInput& input);
+  void route(const ForwardInput& input);
+  void read_logits(std::int64_t tokens);
+  void send(const MatrixView& x);
+  void round(MatrixView& tokens) const;
+  void compute_rows();
+  void finish(const ForwardInput& input, const ForwardOutput& output);
+  void add_shared(std::size_t tokens, const ForwardOutput& output) const;
+  int expert_at(int place) const {
+    const std::vector<std::int32_t>& experts = options_.placement.expert_at;
+    return experts.empty() ? place : experts[static_cast<std::size_t>(place)];
+  }
+
+  template <typename T>
+  std::vector<T> fetch(const void* from, std::size_t count) const {
+    std::vector<T> values(count);
+    const std::size_t bytes = count * sizeof(T);
+    if (count != 0) {
+      device_.to_host(reinterpret_cast<std::byte*>(values.data()), bytes, from, bytes, {bytes, 1});
+    }
+    return values;
+  }
+  void store(void* to, const void* from, std::size_t bytes) const {
+    if (bytes != 0) {
+      device_.to_device(to, bytes, static_cast<const std::byte*>(from), bytes, {bytes, 1});
+    }
+  }
+
+  const LayerSpec spec_;
+  MoeWeights weights_;
+  const LayerOptions options_;
+  const Backend kernels_;
+  Device& device_;  // of the calls
+  DType compute_ = DType::kBF16;
+  // What the device computes: this rank's experts, the shared expert, and the gate's product.
+  World alone_;
+  std::unique_ptr<LayerEngine> experts_, shared_;
+  std::optional<GroupedGemm> gate_;
+  GatePlanes planes_;
+  std::optional<ExchangeProblem> problem_;
+  std::unique_ptr<ExchangeEngine> exchange_;
+  std::unique_ptr<ExchangeHandle::State> handle_;
+  std::int64_t chunk_ = 0;  // rows of the device's arrays
+  // The device's: received rows, their scales, experts and weights, and results; the shared
+  // expert's results; the gate's products; and for the last two what chooses their only network.
+  Buffer rows_, row_scales_, ids_of_rows_, weights_of_rows_, results_;
+  Buffer shared_results_, products_, first_, ones_, end_;
+  std::uint64_t device_bytes_ = 0;
+  // The host's, committed by what really goes through it.
+  Mapping host_tokens_, host_scales_, host_rows_, host_row_scales_, host_weights_, host_results_,
+      host_sums_, host_shared_, host_products_, host_out_;
+  std::vector<std::int32_t> ids_, ends_, expert_of_row_;
+  std::vector<float> token_weights_, shared_factors_, router_bias_, correction_bias_;
+  MatrixView hash_table_;  // in host memory
+  std::vector<std::byte> hash_copy_;
+  std::int32_t num_rows_ = 0;
+  ForwardStats stats_;
+  StagedCalls calls_;  // last: its thread uses the rest
+};
+
+// ------------------------------------------------------------------------------------- making
+
+Core::Core(const World& world, const LayerSpec& spec, const MoeWeights& weights,
+           const LayerOptions& options, std::unique_ptr<Device> device, Backend kernels,
+           std::int64_t most_rows)
+    : spec_(spec),
+      weights_(weights),
+      options_(options),
+      kernels_(kernels),
+      device_(*device),
+      alone_(World::single()),
+      calls_(std::move(device)) {
+  Fabric& fabric = world.fabric();
+  const int places = options.placement.num_places(spec.num_experts);
+  attempt_together(fabric, [&] {
+    check_options(options);
+    validate(spec);
+    validate(options.placement, spec.num_experts);
+    validate(spec, weights, own_experts(places, world.rank(), world.size()), places);
+    routing::check_routable(spec);
+    compute_ = resolve_compute(weights, options.compute);
+    if (kernels == Backend::kCuda && compute_ == DType::kF32) {
+      if (options.compute) refuse("compute is f32", "use bf16 or f8_e4m3, or the CPU engine");
+      compute_ = DType::kBF16;
+    }
+  });
+  agree(fabric, {spec, options.max_tokens, compute_, summary_of(options.placement),
+                 options.pre_sum_per_host});
+  ExchangeSpec exchange;
+  exchange.hidden = spec.hidden;
+  exchange.num_experts = spec.num_experts;
+  exchange.top_k = spec.top_k;
+  exchange.max_tokens = options.max_tokens;
+  exchange.dispatch = quantised() ? DType::kF8E4M3 : value();
+  exchange.combine = value();
+  exchange.weights = spec.weight_on_input       ? CombineWeights::kNone
+                     : options.pre_sum_per_host ? CombineWeights::kBySender
+                                                : CombineWeights::kByReceiver;
+  exchange.pre_sum_per_host = options.pre_sum_per_host;
+  exchange.placement = options.placement;
+  problem_.emplace(exchange, world.rank(), world.size());
+  ExchangeOptions exchanging;
+  exchanging.deadline = options.deadline;
+  exchange_ = cpu::make_exchange(world, *problem_, exchanging);
+  attempt_together(fabric, [&] { set_up(options, most_rows); });
+  handle_ = exchange_->make_handle();
+}
+
+MoeWeights Core::own_weights(const MoeWeights& all) const {
+  MoeWeights own;
+  own.experts.assign(all.experts.begin() + problem_->own().begin,
+                     all.experts.begin() + problem_->own().end);
+  own.owner = all.owner;
+  return own;
+}
+
+MoeWeights Core::shared_weights(const MoeWeights& all) {
+  MoeWeights shared;
+  shared.experts = {all.shared};
+  shared.owner = all.owner;
+  return shared;
+}
+
+std::unique_ptr<LayerEngine> Core::make_networks(const LayerSpec& spec, const MoeWeights& weights,
+                                                 std::int64_t max_tokens) const {
+  LayerOptions options;
+  options.backend = kernels_;
+  options.max_tokens = static_cast<int>(std::max<std::int64_t>(max_tokens, 1));
+  options.compute = compute_;
+  options.deadline = options_.deadline;
+  if (kernels_ == Backend::kCpu) return cpu::make_engine(alone_, spec, weights, options, nullptr);
+  options.device = options_.device;
+  // One is left for the kernel that waits in the caller's stream: a launch that needs all others'
+  // blocks at once could never begin beside it.
+  options.reserved_sms = options_.reserved_sms + 1;
+  options.schedule = options_.schedule;
+  // How many rows came must not change bits, as it does not on one host.
+  if (!options.schedule.splits) options.schedule.splits = 1;
+  options.cooperative_launch = options_.cooperative_launch;
+  return gpu::make_engine(alone_, spec, weights, options, nullptr);
+}
+
+Core::Buffer Core::allocate(std::int64_t rows, std::size_t row_bytes) {
+  const std::size_t bytes = bytes_of(rows, row_bytes);
+  device_bytes_ += bytes;
+  return device_.allocate(bytes);
+}
+
+void Core::set_up(const LayerOptions& options, std::int64_t most_rows) {
+  const auto hidden = static_cast<std::size_t>(spec_.hidden);
+  const std::int64_t tokens = options.max_tokens, rows = problem_->rows_needed();
+  const std::size_t token_bytes = problem_->token_bytes(), cell = hidden * size_of(value());
+  const auto groups = static_cast<std::size_t>(problem_->groups()) * sizeof(float);
+  chunk_ = std::min(rows, most_rows);
+  if (problem_->num_own() > 0) {
+    LayerSpec inner =
+        spec_of_networks(spec_, problem_->num_own(), spec_.intermediate, spec_.expert_bias);
+    inner.weight_on_input = spec_.weight_on_input;
+    experts_ = make_networks(inner, own_weights(weights_), chunk_);
+    rows_ = allocate(chunk_, token_bytes);
+    if (groups != 0) row_scales_ = allocate(chunk_, groups);
+    ids_of_rows_ = allocate(chunk_, sizeof(std::int32_t));
+    weights_of_rows_ = allocate(chunk_, sizeof(float));
+    results_ = allocate(chunk_, cell);
+  }
+  if (spec_.shared_intermediate > 0) {
+    const FfnWeights& shared = weights_.shared;
+    const bool biased = !shared.up_bias.empty() || !shared.down_bias.empty();
+    shared_ = make_networks(spec_of_networks(spec_, 1, spec_.shared_intermediate, biased),
+                            shared_weights(weights_), tokens);
+    shared_results_ = allocate(tokens, hidden * sizeof(float));
+    host_shared_ = Mapping::anonymous(bytes_of(tokens, hidden * sizeof(float)));
+    first_ = allocate(tokens, sizeof(std::int32_t));
+    const std::vector<std::int32_t> zeros(static_cast<std::size_t>(tokens));
+    store(first_.get(), zeros.data(), zeros.size() * sizeof(std::int32_t));
+  }
+  const std::int64_t most_ones = std::max(chunk_, shared_ ? tokens : 0);
+  ones_ = allocate(most_ones, sizeof(float));
+  const std::vector<float> ones(static_cast<std::size_t>(most_ones), 1.0f);
+  store(ones_.get(), ones.data(), ones.size() * sizeof(float));
+  make_gate();
+  host_tokens_ = Mapping::anonymous(bytes_of(tokens, hidden * sizeof(float)));
+  host_scales_ = Mapping::anonymous(bytes_of(tokens, groups));
+  host_rows_ = Mapping::anonymous(bytes_of(rows, token_bytes));
+  host_row_scales_ = Mapping::anonymous(bytes_of(rows, groups));
+  host_weights_ = Mapping::anonymous(bytes_of(rows, sizeof(float)));
+  host_results_ = Mapping::anonymous(bytes_of(rows, cell));
+  host_sums_ = Mapping::anonymous(bytes_of(tokens, hidden * sizeof(float)));
+  host_out_ = Mapping::anonymous(bytes_of(tokens, hidden * sizeof(float)));
+  ends_.resize(static_cast<std::size_t>(problem_->num_own()));
+}
+
+// Numbers that stand `stride` elements apart, in the host's memory or the device's.
+std::vector<float> Core::floats(const VectorView& v) const {
+  const std::size_t element = size_of(v.dtype), count = static_cast<std::size_t>(v.size);
+  std::vector<float> values(v.empty() ? 0 : count);
+  if (values.empty()) return values;
+  std::vector<std::byte> bytes(count * element);
+  device_.to_host(bytes.data(), element, v.data, static_cast<std::size_t>(v.stride) * element,
+                  {element, count});
+  for (std::size_t i = 0; i < count; ++i) values[i] = as_float(&bytes[i * element], v.dtype);
+  return values;
+}
+
+GatePlanes Core::gate_planes() const {
+  const auto num_planes = [](DType dtype) {
+    return dtype == DType::kBF16 ? 1 : dtype == DType::kF16 ? 2 : 3;
+  };
+  GatePlanes gate;
+  const MatrixView& router = weights_.router;
+  const bool sigmoid = spec_.shared_sigmoid_gate;
+  if (router.empty() && !sigmoid) return gate;
+  gate.planes = std::max(router.empty() ? 0 : num_planes(router.dtype),
+                         sigmoid ? num_planes(weights_.shared_gate.dtype) : 0);
+  gate.columns = protocol::round_up(spec_.num_experts + 1, kGateMultiple);
+  const auto hidden = static_cast<std::size_t>(spec_.hidden);
+  gate.values.resize(static_cast<std::size_t>(gate.planes * gate.columns) * hidden);
+  const auto put = [&](int column, std::vector<float> rest) {
+    for (int p = 0; p < gate.planes; ++p) {
+      const auto row = static_cast<std::size_t>(p * gate.columns + column);
+      for (std::size_t i = 0; i < hidden; ++i) {
+        const std::uint16_t code = f32_to_bf16(rest[i]);
+        gate.values[row * hidden + i] = code;
+        rest[i] -= bf16_to_f32(code);
+      }
+    }
+  };
+  for (int e = 0; e < spec_.num_experts && !router.empty(); ++e) {
+    put(e, floats({router.row(e), router.dtype, router.cols, router.col_stride}));
+  }
+  if (sigmoid) put(spec_.num_experts, floats(weights_.shared_gate));
+  return gate;
+}
+
+// Also the vectors and tables that the host routes by.
+void Core::make_gate() {
+  router_bias_ = floats(weights_.router_bias);
+  correction_bias_ = floats(weights_.correction_bias);
+  const MatrixView& table = weights_.hash_table;
+  if (!table.empty() && spec_.routing.method == RoutingMethod::kHash) {
+    const std::size_t element = size_of(table.dtype),
+                      width = static_cast<std::size_t>(table.cols) * element;
+    hash_copy_.resize(static_cast<std::size_t>(table.rows) * width);
+    device_.to_host(hash_copy_.data(), width, table.data,
+                    static_cast<std::size_t>(table.row_stride) * element,
+                    {width, static_cast<std::size_t>(table.rows)});
+    hash_table_ = table;
+    hash_table_.data = hash_copy_.data();
+    hash_table_.row_stride = table.cols;
+  }
+  planes_ = gate_planes();
+  if (planes_.planes == 0) return;
+  const int n = planes_.planes * planes_.columns;
+  GroupedGemmSpec spec;
+  spec.num_experts = 1;
+  spec.n = n;
+  spec.k = spec_.hidden;
+  GroupedGemmWeights weights;
+  weights.matrices = {{planes_.values.data(), DType::kBF16, n, spec_.hidden, spec_.hidden}};
+  GroupedGemmOptions options;
+  options.backend = kernels_;
+  options.max_rows = options_.max_tokens;
+  if (kernels_ == Backend::kCuda) {
+    options.device = options_.device;
+    options.compute = DType::kBF16;
+    options.reserved_sms = options_.reserved_sms + 1;
+  } else {
+    options.compute = value();
+  }
+  gate_.emplace(spec, weights, options);
+  if (products_ != nullptr) return;
+  products_ = allocate(options_.max_tokens, static_cast<std::size_t>(n) * sizeof(float));
+  end_ = allocate(1, sizeof(std::int32_t));
+  host_products_ = Mapping::anonymous(
+      bytes_of(options_.max_tokens, static_cast<std::size_t>(n) * sizeof(float)));
+  warm_gate();
+}
+
+// The operator's memory for rows that it converts grows with a call's, and freeing the old memory
+// would wait for a stream that stands still.
+void Core::warm_gate() {
+  const auto elements = static_cast<std::size_t>(spec_.hidden);
+  const Buffer x = device_.allocate(bytes_of(options_.max_tokens, elements * sizeof(float)));
+  const std::int32_t none = 0;
+  store(end_.get(), &none, sizeof none);
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    GroupedInput input;
+    input.x = {x.get(), dtype, options_.max_tokens, spec_.hidden, spec_.hidden};
+    input.ends = SlotView(end_.get(), DType::kI32, 1);
+    input.stream = device_.stream();
+    GroupedOutput output;
+    output.data = products_.get();
+    output.dtype = DType::kF32;
+    gate_->run(input, output);
+  }
+  device_.synchronize(device_.stream());
+}
+
+void Core::refresh() {
+  if (experts_) experts_->refresh(device_.stream());
+  if (shared_) shared_->refresh(device_.stream());
+  make_gate();
+  device_.synchronize(device_.stream());
+}
+
+void Core::rebind(const MoeWeights& weights) {
+  if (experts_) experts_->rebind(own_weights(weights), nullptr);
+  if (shared_) shared_->rebind(shared_weights(weights), nullptr);
+  weights_ = weights;
+  make_gate();
+}
+
+// -------------------------------------------------------------------------------------- a pass
+
+void Core::pass(const ForwardInput& input, const ForwardOutput& output) {
+  const Clock::time_point start = Clock::now();
+  const auto seconds = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
+  exchange_->check();
+  const std::uint64_t epoch = stats_.epoch + 1;
+  stats_ = {};
+  stats_.epoch = epoch;
+  stats_.tokens = input.activations.rows;
+  stats_.tokens_per_expert.assign(static_cast<std::size_t>(spec_.num_experts), 0);
+  start_own(input);
+  route(input);
+  stats_.gate_seconds = seconds();
+  send(input.activations);
+  stats_.plan_seconds = seconds();
+  compute_rows();
+  finish(input, output);
+  const ExchangeStats& traffic = exchange_->stats();
+  stats_.dispatch_bytes = traffic.dispatch_bytes;
+  stats_.combine_bytes = traffic.combine_bytes;
+  stats_.signal_bytes = traffic.signal_bytes;
+  stats_.heap_bytes_reserved = traffic.heap_bytes_reserved;
+  stats_.workspace_bytes_used = device_bytes_;
+  stats_.total_seconds = seconds();
+}
+
+// What needs no other rank: the gate's product, and the shared expert.
+void Core::start_own(const ForwardInput& input) {
+  const MatrixView& x = input.activations;
+  if (x.rows == 0) return;
+  const bool gates = input.topk_ids.empty() && input.logits.empty();
+  if (gate_ && (gates || spec_.shared_sigmoid_gate)) {
+    const auto rows = static_cast<std::int32_t>(x.rows);
+    store(end_.get(), &rows, sizeof rows);
+    GroupedInput of_gate;
+    of_gate.x = x;
+    of_gate.ends = SlotView(end_.get(), DType::kI32, 1);
+    of_gate.stream = device_.stream();
+    GroupedOutput products;
+    products.data = products_.get();
+    products.dtype = DType::kF32;
+    gate_->run(of_gate, products);
+  }
+  if (shared_) {
+    ForwardInput of_shared;
+    of_shared.activations = x;
+    of_shared.topk_ids = SlotView(first_.get(), DType::kI32, static_cast<std::size_t>(x.rows));
+    of_shared.topk_weights = SlotView(ones_.get(), DType::kF32, static_cast<std::size_t>(x.rows));
+    of_shared.stream = device_.stream();
+    ForwardOutput results;
+    results.data = shared_results_.get();
+    results.dtype = DType::kF32;
+    shared_->forward(of_shared, results);
+  }
+}
+
+// Makes ids_ and token_weights_, and the shared expert's factors.
+void Core::route(const ForwardInput& input) {
+  const std::int64_t tokens = input.activations.rows;
+  const auto top_k = static_cast<std::size_t>(spec_.top_k);
+  const std::size_t slots = static_cast<std::size_t>(tokens) * top_k;
+  ids_.assign(slots, kNoExpert);
+  token_weights_.assign(slots, 0.0f);
+  if (tokens == 0) return;
+  const bool given = !input.topk_ids.empty();
+  const bool gates = !given && input.logits.empty();
+  if (gate_ && (gates || spec_.shared_sigmoid_gate)) read_logits(tokens);
+  ForwardInput host = input;  // with what the host reads in its memory
+  std::vector<std::byte> ids, weights;
+  const auto fetch_slots = [&](const SlotView& view, std::vector<std::byte>& into) {
+    into = fetch<std::byte>(view.data(), view.size() * size_of(view.dtype()));
+    return SlotView(into.data(), view.dtype(), view.size());
+  };
+  std::vector<std::int32_t> token_ids;
+  if (given) {
+    host.topk_ids = fetch_slots(input.topk_ids, ids);
+    host.topk_weights = fetch_slots(input.topk_weights, weights);
+  } else if (spec_.routing.method == RoutingMethod::kHash) {
+    token_ids = fetch<std::int32_t>(input.token_ids.data(), input.token_ids.size());
+    host.token_ids = token_ids;
+  }
+  MoeWeights tables;  // what check_ids() reads of weights
+  tables.hash_table = hash_table_;
+  try {
+    check_ids(spec_, tables, host, {options_.bad_ids, options_.large_ids_are_none});
+  } catch (const Error& error) {
+    calls_.note(error.code(), std::string(error.what()) + "; such slots were skipped");
+  }
+  const IdRules skip{BadIds::kSkip, options_.large_ids_are_none};
+  if (given) {
+    stats_.bad_slots = read_routing(spec_, host, skip, ids_, token_weights_);
+  } else {
+    std::vector<std::byte> logits_bytes;
+    const MatrixView& logits = input.logits;
+    const std::size_t element = gates ? sizeof(float) : size_of(logits.dtype);
+    const auto experts = static_cast<std::size_t>(spec_.num_experts);
+    if (!gates) {
+      logits_bytes.resize(static_cast<std::size_t>(tokens) * experts * element);
+      device_.to_host(logits_bytes.data(), experts * element, logits.data,
+                      static_cast<std::size_t>(logits.row_stride) * element,
+                      {experts * element, static_cast<std::size_t>(tokens)});
+    }
+    const auto* const products = reinterpret_cast<const float*>(host_products_.data());
+    const auto columns = static_cast<std::size_t>(planes_.columns),
+               stride = columns * static_cast<std::size_t>(planes_.planes);
+    std::vector<float> row(experts);
+    std::vector<std::int32_t> hashed;
+    for (std::size_t t = 0; t < static_cast<std::size_t>(tokens); ++t) {
+      for (std::size_t e = 0; e < experts; ++e) {
+        if (!gates) {
+          row[e] = as_float(&logits_bytes[(t * experts + e) * element], logits.dtype);
+          continue;
+        }
+        row[e] = router_bias_.empty() ? 0.0f : router_bias_[e];
+        for (std::size_t p = 0; p < static_cast<std::size_t>(planes_.planes); ++p) {
+          row[e] += products[t * stride + p * columns + e];
+        }
+      }
+      const bool is_hashed = spec_.routing.method == RoutingMethod::kHash;
+      bool is_bad = false;
+      if (is_hashed) {
+        hashed.clear();
+        is_bad = token_ids[t] < 0 || token_ids[t] >= hash_table_.rows;
+        routing::append_hashed_ids(hash_table_, is_bad ? 0 : token_ids[t], hashed);
+      }
+      const int nan = routing::route_token(spec_, row.data(), correction_bias_.data(),
+                                           is_hashed ? hashed.data() : nullptr, &ids_[t * top_k],
+                                           &token_weights_[t * top_k]);
+      stats_.nan_logits += nan;
+      stats_.nan_tokens += nan > 0 ? 1 : 0;
+      if (!is_bad) continue;
+      std::fill_n(&ids_[t * top_k], top_k, kNoExpert);
+      std::fill_n(&token_weights_[t * top_k], top_k, 0.0f);
+      stats_.bad_slots += spec_.top_k;
+    }
+  }
+  stats_.dropped_slots = drop_over_capacity(spec_, tokens, ids_, token_weights_);
+}
+
+// The gate's products, and of them the shared expert's factors.
+void Core::read_logits(std::int64_t tokens) {
+  const auto columns = static_cast<std::size_t>(planes_.columns),
+             stride = columns * static_cast<std::size_t>(planes_.planes);
+  const std::size_t width = stride * sizeof(float);
+  device_.to_host(host_products_.data(), width, products_.get(), width,
+                  {width, static_cast<std::size_t>(tokens)});
+  if (!spec_.shared_sigmoid_gate) return;
+  shared_factors_.resize(static_cast<std::size_t>(tokens));
+  const auto* const products = reinterpret_cast<const float*>(host_products_.data());
+  for (std::size_t t = 0; t < shared_factors_.size(); ++t) {
+    float sum = 0;
+    for (std::size_t p = 0; p < static_cast<std::size_t>(planes_.planes); ++p) {
+      sum += products[t * stride + p * columns + static_cast<std::size_t>(spec_.num_experts)];
+    }
+    shared_factors_[t] = 1.0f / (1.0f + std::exp(-sum));
+  }
+}
+
+void Core::send(const MatrixView& x) {
+  DispatchInput input;
+  input.tokens = x;
+  const auto count = static_cast<std::size_t>(x.rows);
+  if (count != 0) {
+    const std::size_t element = size_of(x.dtype);
+    const std::size_t width = static_cast<std::size_t>(spec_.hidden) * element;
+    device_.to_host(host_tokens_.data(), width, x.data,
+                    static_cast<std::size_t>(x.row_stride) * element, {width, count});
+    input.tokens.data = host_tokens_.data();
+    input.tokens.row_stride = spec_.hidden;
+    if (x.scale != nullptr) {
+      const std::size_t scales = static_cast<std::size_t>(problem_->groups()) * sizeof(float);
+      device_.to_host(host_scales_.data(), scales, x.scale,
+                      static_cast<std::size_t>(x.scale_stride) * sizeof(float), {scales, count});
+      input.tokens.scale = reinterpret_cast<const float*>(host_scales_.data());
+      input.tokens.scale_stride = problem_->groups();
+    }
+    if (x.dtype != problem_->spec.dispatch && !quantised()) round(input.tokens);
+  }
+  input.ids = ids_;
+  input.weights = token_weights_;
+  DispatchOutput output;
+  output.rows = host_rows_.data();
+  output.capacity = problem_->rows_needed();
+  if (quantised()) output.scales = reinterpret_cast<float*>(host_row_scales_.data());
+  output.ends = ends_.data();
+  output.num_rows = &num_rows_;
+  output.weights = reinterpret_cast<float*>(host_weights_.data());
+  exchange_->dispatch(input, output, *handle_, [] {});
+  handle_->tokens = x.rows;
+  handle_->received = true;
+}
+
+// To the value type, in place: the exchange takes no other.
+void Core::round(MatrixView& tokens) const {
+  const auto count = static_cast<std::size_t>(tokens.rows * spec_.hidden);
+  std::byte* const data = host_tokens_.data();
+  const std::size_t from = size_of(tokens.dtype), to = size_of(value());
+  const auto convert = [&](std::size_t i) {
+    const float number = as_float(data + i * from, tokens.dtype);
+    if (to == sizeof(float)) {
+      std::memcpy(data + i * to, &number, sizeof number);
+      return;
+    }
+    const std::uint16_t code = f32_to_bf16(number);
+    std::memcpy(data + i * to, &code, sizeof code);
+  };
+  // Numbers that become longer are written from the end, so that none is lost.
+  if (to > from) {
+    for (std::size_t i = count; i-- > 0;) convert(i);
+  } else {
+    for (std::size_t i = 0; i < count; ++i) convert(i);
+  }
+  tokens.dtype = value();
+}
+
+void Core::compute_rows() {
+  const auto hidden = static_cast<std::size_t>(spec_.hidden);
+  const std::size_t token_bytes = problem_->token_bytes(), cell = hidden * size_of(value());
+  const std::size_t scales = static_cast<std::size_t>(problem_->groups()) * sizeof(float);
+  expert_of_row_.resize(static_cast<std::size_t>(num_rows_));
+  std::int32_t row = 0;
+  for (std::size_t e = 0; e < ends_.size(); ++e) {
+    const int place = own().begin + static_cast<int>(e);
+    stats_.tokens_per_expert[static_cast<std::size_t>(expert_at(place))] += ends_[e] - row;
+    for (; row < ends_[e]; ++row)
+      expert_of_row_[static_cast<std::size_t>(row)] = static_cast<std::int32_t>(e);
+  }
+  for (std::int64_t first = 0; first < num_rows_; first += chunk_) {
+    const std::int64_t count = std::min<std::int64_t>(chunk_, num_rows_ - first);
+    const auto at = static_cast<std::size_t>(first), n = static_cast<std::size_t>(count);
+    store(rows_.get(), host_rows_.data() + at * token_bytes, n * token_bytes);
+    store(ids_of_rows_.get(), &expert_of_row_[at], n * sizeof(std::int32_t));
+    ForwardInput input;
+    input.activations = {rows_.get(), problem_->spec.dispatch, count, spec_.hidden, spec_.hidden};
+    if (quantised()) {
+      store(row_scales_.get(), host_row_scales_.data() + at * scales, n * scales);
+      input.activations.scale = reinterpret_cast<const float*>(row_scales_.get());
+      input.activations.scale_rows = 1;
+      input.activations.scale_cols = kQuantGroup;
+      input.activations.scale_stride = problem_->groups();
+    }
+    input.topk_ids = SlotView(ids_of_rows_.get(), DType::kI32, n);
+    const std::byte* weights = ones_.get();
+    if (spec_.weight_on_input) {
+      store(weights_of_rows_.get(), host_weights_.data() + at * sizeof(float), n * sizeof(float));
+      weights = weights_of_rows_.get();
+    }
+    input.topk_weights = SlotView(weights, DType::kF32, n);
+    input.stream = device_.stream();
+    ForwardOutput output;
+    output.data = results_.get();
+    output.dtype = value();
+    experts_->forward(input, output);
+    device_.to_host(host_results_.data() + at * cell, n * cell, results_.get(), n * cell,
+                    {n * cell, 1});
+  }
+}
+
+void Core::finish(const ForwardInput& input, const ForwardOutput& output) {
+  CombineInput results;
+  results.rows = {host_results_.data(), value(), num_rows_, spec_.hidden, spec_.hidden};
+  exchange_->combine_send(results, *handle_);
+  const std::int64_t tokens = input.activations.rows;
+  const auto n = static_cast<std::size_t>(tokens), hidden = static_cast<std::size_t>(spec_.hidden);
+  const std::size_t element = size_of(output.dtype), width = hidden * element;
+  const std::size_t pitch =
+      output.row_stride == 0 ? width : static_cast<std::size_t>(output.row_stride) * element;
+  if (output.accumulate && tokens > 0) {
+    device_.to_host(host_out_.data(), width, output.data, pitch, {width, n});
+  }
+  CombineOutput sums;
+  sums.data = shared_ ? host_sums_.data() : host_out_.data();
+  sums.dtype = shared_ ? DType::kF32 : output.dtype;
+  sums.scale = shared_ ? 1.0f : output.scale;
+  sums.accumulate = !shared_ && output.accumulate;
+  exchange_->combine_recv(sums, *handle_);
+  if (tokens == 0) return;
+  if (shared_) {
+    const std::size_t bytes = n * hidden * sizeof(float);
+    device_.to_host(host_shared_.data(), bytes, shared_results_.get(), bytes, {bytes, 1});
+    add_shared(n, output);
+  }
+  device_.to_device(output.data, pitch, host_out_.data(), width, {width, n});
+  if (!output.topk_ids.empty()) {
+    store(output.topk_ids.data(), ids_.data(), ids_.size() * sizeof(std::int32_t));
+  }
+  if (!output.topk_weights.empty()) {
+    store(output.topk_weights.data(), token_weights_.data(), token_weights_.size() * sizeof(float));
+  }
+}
+
+// out = scale * (sums + factor * shared), with `accumulate` out + that.
+void Core::add_shared(std::size_t tokens, const ForwardOutput& output) const {
+  const auto hidden = static_cast<std::size_t>(spec_.hidden);
+  const auto* const sums = reinterpret_cast<const float*>(host_sums_.data());
+  const auto* const shared = reinterpret_cast<const float*>(host_shared_.data());
+  const std::size_t element = size_of(output.dtype);
+  for (std::size_t t = 0; t < tokens; ++t) {
+    const float factor = spec_.shared_sigmoid_gate ? shared_factors_[t] : 1.0f;
+    for (std::size_t i = t * hidden; i < (t + 1) * hidden; ++i) {
+      std::byte* const to = host_out_.data() + i * element;
+      float value = (sums[i] + factor * shared[i]) * output.scale;
+      if (output.accumulate) value += as_float(to, output.dtype);
+      if (output.dtype == DType::kF32) {
+        std::memcpy(to, &value, sizeof value);
+        continue;
+      }
+      const std::uint16_t code =
+          output.dtype == DType::kBF16 ? f32_to_bf16(value) : f32_to_f16(value);
+      std::memcpy(to, &code, sizeof code);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------- engine
+
+class Engine final : public LayerEngine {
+ public:
+  Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
+         const LayerOptions& options, std::unique_ptr<Device> device, Backend kernels,
+         std::int64_t most_rows)
+      : world_(world),
+        spec_(spec),
+        options_(options),
+        core_(std::make_unique<Core>(world, spec, weights, options, std::move(device), kernels,
+                                     most_rows)) {}
+  ~Engine() override {
+    // A stream that does not come to an end may still reach a call.
+    if (!core_->calls().device().is_idle(options_.deadline)) (void)core_.release();
+  }
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  void forward(const ForwardInput& input, const ForwardOutput& output) override {
+    check_call(spec_, core_->weights(), options_.max_tokens, world_.rank(), input, output,
+               core_->compute());
+    check();
+    require_aligned("activations", input.activations.data, input.activations.row_stride,
+                    input.activations.dtype, input.activations.rows);
+    require_aligned("outputs", output.data,
+                    output.row_stride == 0 ? spec_.hidden : output.row_stride, output.dtype,
+                    input.activations.rows);
+    core_->calls().enqueue(input.stream,
+                           [core = core_.get(), input, output] { core->pass(input, output); });
+  }
+  void check() override {
+    core_->calls().throw_found();
+    if (world_.fabric().was_aborted()) throw_called_off(world_.rank());
+  }
+  void refresh(void* stream) override {
+    core_->calls().device().synchronize(stream);
+    core_->calls().alone([&] { core_->refresh(); });
+  }
+  void rebind(const MoeWeights& weights, const ExpertPlacement* placement) override {
+    if (placement != nullptr) {
+      refuse("rebind() is called with a placement", "make the layer anew with it");
+    }
+    const int places = options_.placement.num_places(spec_.num_experts);
+    validate(spec_, weights, own_experts(places, world_.rank(), world_.size()), places);
+    const DType compute = resolve_compute(weights, options_.compute);
+    const bool rounds = compute == DType::kF32 && !options_.compute;
+    require_same_weights(core_->weights(), weights, core_->compute(),
+                         rounds ? core_->compute() : compute);
+    core_->calls().device().synchronize_all();
+    core_->calls().alone([&] { core_->rebind(weights); });
+  }
+  const ForwardStats& stats() override {
+    core_->calls().device().synchronize_all();
+    core_->calls().alone([&] { stats_ = core_->stats(); });
+    return stats_;
+  }
+  Recording recording() override { return {}; }  // Refused when the layer is made, as traces are.
+  bool records() const override { return false; }
+  PassTrace trace() override { return {}; }
+  bool traces() const override { return false; }
+  const LayerSpec& spec() const override { return spec_; }
+  Backend backend() const override { return options_.backend; }
+  DType compute() const override { return core_->compute(); }
+  int num_threads() const override { return 0; }
+  std::uint64_t workspace_bytes() const override { return core_->device_bytes(); }
+  std::shared_ptr<PassMemory> memory() const override { return nullptr; }
+
+ private:
+  const World world_;
+  const LayerSpec spec_;
+  const LayerOptions options_;
+  std::unique_ptr<Core> core_;
+  ForwardStats stats_;
+};
+
+}  // namespace
+
+std::unique_ptr<LayerEngine> make_staged_layer(const World& world, const LayerSpec& spec,
+                                               const MoeWeights& weights,
+                                               const LayerOptions& options,
+                                               std::unique_ptr<StagingDevice> device,
+                                               Backend kernels, std::int64_t most_rows) {
+  return std::make_unique<Engine>(world, spec, weights, options, std::move(device), kernels,
+                                  most_rows);
+}
+
+namespace gpu {
+
+std::unique_ptr<LayerEngine> make_engine_over_hosts(const World& world, const LayerSpec& spec,
+                                                    const MoeWeights& weights,
+                                                    const LayerOptions& options) {
+  std::unique_ptr<StagingDevice> device;
+  attempt_together(world.fabric(), [&] { device = make_staging_device(options.device); });
+  return make_staged_layer(world, spec, weights, options, std::move(device));
+}
+
+}  // namespace gpu
+
+}  // namespace switchyard

@@ -1,0 +1,349 @@
+// Layers of devices on several hosts, played on copies over a network that reorders, delays and
+// refuses, with the CPU engine's kernels in place of the device's.
+#include "exchange/staged_layer.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <functional>
+#include <vector>
+
+#include "model/errors.h"
+#include "reference/reference.h"
+#include "support/accuracy.h"
+#include "support/hosts.h"
+#include "support/layers.h"
+#include "support/thread_device.h"
+
+namespace switchyard::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+struct Staged {
+  ThreadDevice* device;  // the layer's
+  std::unique_ptr<LayerEngine> layer;
+};
+
+Staged make_staged(const World& world, const LayerSpec& spec, const MoeWeights& weights,
+                   LayerOptions options = {}, std::int64_t most_rows = 50) {
+  if (options.deadline.count() == 0) options.deadline = test::kGenerous;
+  auto device = std::make_unique<ThreadDevice>();
+  ThreadDevice* const known = device.get();
+  return {known,
+          make_staged_layer(world, spec, weights_of_rank(weights, world.rank(), world.size()),
+                            options, std::move(device), Backend::kCpu, most_rows)};
+}
+
+// As forward_share() for a layer by itself.
+void forward(Staged& staged, const Batch& batch, const Shares& shares, int rank,
+             BatchResult& result, const AdjustCall& adjust = {}) {
+  const auto r = static_cast<std::size_t>(rank);
+  const auto k = static_cast<std::size_t>(staged.layer->spec().top_k);
+  const auto first = static_cast<std::size_t>(shares.first[r]);
+  const auto count = static_cast<std::size_t>(shares.count[r]);
+  ForwardInput input;
+  input.activations = batch.x.rows_from(shares.first[r], shares.count[r]);
+  if (!batch.topk_ids.empty()) {
+    input.topk_ids = std::span(batch.topk_ids).subspan(first * k, count * k);
+    input.topk_weights = std::span(batch.topk_weights).subspan(first * k, count * k);
+  }
+  if (!batch.token_ids.empty()) {
+    input.token_ids = std::span(batch.token_ids).subspan(first, count);
+  }
+  ForwardOutput output;
+  output.data = result.output.row(shares.first[r]);
+  output.dtype = result.output.dtype();
+  output.topk_ids = std::span(result.ids).subspan(first * k, count * k);
+  output.topk_weights = std::span(result.weights).subspan(first * k, count * k);
+  if (adjust) adjust(input, output, first);
+  staged.layer->forward(input, output);
+  result.stats[r] = staged.layer->stats();
+}
+
+void expect_nothing_thrown(const std::vector<std::exception_ptr>& thrown) {
+  for (const std::exception_ptr& failure : thrown) {
+    try {
+      if (failure) std::rethrow_exception(failure);
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << error.what();
+    }
+  }
+}
+
+const std::vector<int> kHosts = {2, 1};
+constexpr int kRanks = 3;
+
+BatchResult run(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
+                const Shares& shares, DType output, LayerOptions options = {},
+                const AdjustCall& adjust = {}, std::uint64_t seed = 1) {
+  test::ChaosHosts hosts;
+  hosts.ranks_of_hosts = kHosts;
+  hosts.chaos.seed = seed;
+  options.max_tokens = static_cast<int>(batch.x.rows());
+  BatchResult result = empty_result(spec, batch, kRanks, output), again = result;
+  const Matrix before = result.output;
+  expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+    Staged staged = make_staged(world, spec, weights, options);
+    forward(staged, batch, shares, world.rank(), result, adjust);
+    forward(staged, batch, shares, world.rank(), again, adjust);
+  }));
+  EXPECT_TRUE(result.output == again.output) << "repeated";
+  EXPECT_EQ(result.ids, again.ids) << "repeated";
+  return result;
+}
+
+class EveryModelStaged : public ::testing::TestWithParam<ModelEntry> {};
+
+TEST_P(EveryModelStaged, IsAsGoodAsAStraightforwardProgram) {
+  const LayerSpec spec = small_spec(GetParam());
+  const MoeWeights weights = make_weights(spec, DType::kBF16, 3, 1);
+  const Batch batch = random_batch(spec, 90, DType::kBF16, 5);
+  const BatchResult result = run(spec, weights, batch, Shares::of({50, 0, 40}), DType::kBF16);
+  expect_same_routing(spec, weights, batch, result);
+  expect_accurate(spec, weights, batch, result);
+}
+INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelStaged, ::testing::ValuesIn(model_table()),
+                         name_of_model);
+
+Batch routed_batch(const LayerSpec& spec, std::int64_t tokens, DType dtype, std::uint64_t seed) {
+  const SyntheticRouting routing =
+      synthetic_routing(static_cast<int>(tokens), spec.num_experts, spec.top_k, 0.6, seed);
+  return {Matrix::random(tokens, spec.hidden, dtype, seed), routing.ids, routing.weights, {}};
+}
+
+// What one host computes with the same routing.
+TEST(StagedLayer, HasTheBitsOfOneHost) {
+  for (const bool shared : {false, true}) {
+    for (const bool weighs_input : {false, true}) {
+      for (const DType dtype : {DType::kF32, DType::kBF16}) {
+        SCOPED_TRACE(::testing::Message() << shared << weighs_input << to_string(dtype));
+        LayerSpec spec = spec_of(64, 32, 13, 3);
+        if (shared) spec.shared_intermediate = 48;
+        spec.weight_on_input = weighs_input;
+        const MoeWeights weights = make_weights(spec, dtype, 4, 1);
+        const Batch batch = routed_batch(spec, 120, DType::kF32, 7);
+        const Shares shares = Shares::of({60, 1, 59});
+        LayerOptions options;
+        options.compute = dtype;
+        const BatchResult result = run(spec, weights, batch, shares, DType::kF32, options);
+        options.max_tokens = 120;
+        const BatchResult expected = run_batch(spec, weights, batch, shares, DType::kF32, options);
+        EXPECT_TRUE(result.output == expected.output);
+        for (std::size_t r = 0; r < kRanks; ++r) {
+          EXPECT_EQ(result.stats[r].tokens, shares.count[r]);
+          EXPECT_EQ(result.stats[r].epoch, 1u);
+        }
+      }
+    }
+  }
+}
+
+TEST(StagedLayer, ScalesAddsAndConverts) {
+  LayerSpec spec = spec_of(64, 32, 9, 2);
+  spec.shared_intermediate = 16;
+  const MoeWeights weights = make_weights(spec, DType::kBF16, 4, 1);
+  for (const DType x : {DType::kF32, DType::kF16, DType::kBF16}) {
+    for (const DType y : {DType::kF32, DType::kF16, DType::kBF16}) {
+      Batch batch = routed_batch(spec, 33, x, 8);
+      const Shares shares = Shares::of({11, 12, 10});
+      const AdjustCall adjust = [&](ForwardInput& input, ForwardOutput& output, std::size_t) {
+        output.scale = -0.5f;
+        output.accumulate = true;
+        for (std::int64_t i = 0; i < input.activations.rows * spec.hidden; ++i) {
+          const float value = static_cast<float>(i % 5) - 2;
+          std::byte* const to = static_cast<std::byte*>(output.data);
+          if (y == DType::kF32) {
+            std::memcpy(to + i * 4, &value, 4);
+            continue;
+          }
+          const std::uint16_t code = y == DType::kBF16 ? f32_to_bf16(value) : f32_to_f16(value);
+          std::memcpy(to + i * 2, &code, 2);
+        }
+      };
+      LayerOptions options;
+      options.compute = DType::kBF16;
+      const BatchResult result = run(spec, weights, batch, shares, y, options, adjust);
+      options.max_tokens = 33;
+      const BatchResult expected = run_batch(spec, weights, batch, shares, y, options, adjust);
+      EXPECT_TRUE(result.output == expected.output) << to_string(x) << to_string(y);
+    }
+  }
+}
+
+TEST(StagedLayer, Fp8IsAccurate) {
+  const LayerSpec spec = spec_of(256, 128, 12, 4);
+  GenerateOptions how;
+  how.num_threads = 1;
+  const MoeWeights weights = generate_weights(spec, DType::kF8E4M3, 3, how);
+  const Batch batch = random_batch(spec, 60, DType::kBF16, 5);
+  LayerOptions options;
+  options.compute = DType::kF8E4M3;
+  const BatchResult result =
+      run(spec, weights, batch, Shares::of({20, 40, 0}), DType::kBF16, options);
+  double yardstick = 0;
+  const double error = output_error(spec, weights, batch, result, &yardstick, true);
+  EXPECT_LE(error, 2 * yardstick);
+  EXPECT_LE(distance_to_fp8_program(spec, weights, batch, result), 0.5 * yardstick);
+}
+
+TEST(StagedLayer, DropsAndSumsPerHostAsTheCpuEngine) {
+  LayerSpec spec = spec_of(64, 32, 11, 4);
+  const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
+  const Batch batch = routed_batch(spec, 90, DType::kF32, 7);
+  const Shares shares = Shares::of({30, 30, 30});
+  spec.capacity_factor = 1;
+  LayerOptions options;
+  options.pre_sum_per_host = true;
+  const BatchResult result = run(spec, weights, batch, shares, DType::kF32, options);
+  test::ChaosHosts hosts;
+  hosts.ranks_of_hosts = kHosts;
+  options.max_tokens = 90;
+  options.num_threads = 1;
+  BatchResult expected = empty_result(spec, batch, kRanks, DType::kF32);
+  expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+    MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), kRanks), options);
+    forward_share(layer, batch, shares, world.rank(), expected);
+  }));
+  // (Rows of the same host travel with their weights here, and are rounded once more.)
+  const std::vector<float> sums = expected.output.floats();
+  EXPECT_LE(reference::relative_error(result.output.floats(),
+                                      std::vector<double>(sums.begin(), sums.end())),
+            1e-6);
+  EXPECT_EQ(result.ids, expected.ids);
+  for (std::size_t r = 0; r < kRanks; ++r) {
+    EXPECT_GT(result.stats[r].dropped_slots, 0);
+    EXPECT_EQ(result.stats[r].dropped_slots, expected.stats[r].dropped_slots);
+  }
+}
+
+// A graph is made once and launched with other tokens and ids in the same memory.
+TEST(StagedLayer, ReplaysArePassesOfTheirOwn) {
+  const LayerSpec spec = spec_of(64, 32, 13, 3);
+  const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
+  const Shares shares = Shares::of({20, 20, 20});
+  std::vector<Batch> batches;
+  std::vector<BatchResult> results, expected;
+  LayerOptions options;
+  options.max_tokens = 20;
+  for (std::uint64_t seed = 1; seed <= 3; ++seed) {
+    batches.push_back(routed_batch(spec, 60, DType::kF32, seed));
+    results.push_back(empty_result(spec, batches.back(), kRanks, DType::kF32));
+    expected.push_back(run_batch(spec, weights, batches.back(), shares, DType::kF32, options));
+  }
+  test::ChaosHosts hosts;
+  hosts.ranks_of_hosts = kHosts;
+  expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+    Staged staged = make_staged(world, spec, weights, options);
+    const auto first =
+        static_cast<std::size_t>(shares.first[static_cast<std::size_t>(world.rank())]);
+    Matrix x = Matrix::random(20, spec.hidden, DType::kF32, 9), y(20, spec.hidden, DType::kF32);
+    std::vector<std::int32_t> ids(60);
+    std::vector<float> weights_of_ids(60);
+    ForwardInput input;
+    input.activations = x.view();
+    input.topk_ids = ids;
+    input.topk_weights = weights_of_ids;
+    ForwardOutput output;
+    output.data = y.row(0);
+    output.dtype = DType::kF32;
+    staged.device->captures = true;
+    staged.layer->forward(input, output);
+    for (std::size_t i = 0; i < batches.size(); ++i) {
+      const std::size_t row = static_cast<std::size_t>(spec.hidden) * sizeof(float);
+      std::memcpy(x.row(0), batches[i].x.rows_from(static_cast<std::int64_t>(first), 20).data,
+                  20 * row);
+      std::copy_n(batches[i].topk_ids.begin() + static_cast<std::ptrdiff_t>(first * 3), 60,
+                  ids.begin());
+      std::copy_n(batches[i].topk_weights.begin() + static_cast<std::ptrdiff_t>(first * 3), 60,
+                  weights_of_ids.begin());
+      staged.device->replay();
+      staged.device->synchronize_all();
+      staged.layer->check();
+      std::memcpy(results[i].output.row(static_cast<std::int64_t>(first)), y.row(0), 20 * row);
+      EXPECT_EQ(staged.layer->stats().epoch, i + 1);
+    }
+  }));
+  for (std::size_t i = 0; i < batches.size(); ++i) {
+    EXPECT_TRUE(results[i].output == expected[i].output) << "pass " << i;
+  }
+}
+
+TEST(StagedLayer, ABadIdIsToldOnceAndTheLayerLives) {
+  const LayerSpec spec = spec_of(64, 32, 13, 3);
+  const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
+  const Batch good = routed_batch(spec, 9, DType::kF32, 3);
+  Batch bad = good;
+  bad.topk_ids[4] = 99;
+  const Shares shares = Shares::of({3, 3, 3});
+  BatchResult result = empty_result(spec, good, kRanks, DType::kF32);
+  LayerOptions options;
+  options.max_tokens = 3;
+  test::ChaosHosts hosts;
+  hosts.ranks_of_hosts = kHosts;
+  expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+    Staged staged = make_staged(world, spec, weights, options);
+    if (world.rank() == 0) {
+      EXPECT_ERROR(forward(staged, bad, shares, 0, result), ErrorCode::kInvalidArgument,
+                   "topk_ids[1][1] is 99");
+      EXPECT_EQ(staged.layer->stats().bad_slots, 1);
+    } else {
+      forward(staged, bad, shares, world.rank(), result);
+    }
+    forward(staged, good, shares, world.rank(), result);
+  }));
+  EXPECT_TRUE(result.output == run_batch(spec, weights, good, shares, DType::kF32, options).output);
+}
+
+TEST(StagedLayer, NamesARankThatDoesNotCome) {
+  const LayerSpec spec = spec_of(64, 32, 4, 2);
+  const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
+  const Batch batch = routed_batch(spec, 8, DType::kF32, 3);
+  std::atomic<bool> is_over{false};
+  test::ChaosHosts hosts;
+  hosts.ranks_of_hosts = {1, 1};
+  const auto thrown = test::run_over_chaos(hosts, [&](const World& world) {
+    LayerOptions options;
+    options.max_tokens = 4;
+    options.deadline = std::chrono::milliseconds(500);
+    Staged staged = make_staged(world, spec, weights, options);
+    if (world.rank() == 1) {
+      test::eventually([&] { return is_over.load(); });
+      return;
+    }
+    BatchResult result = empty_result(spec, batch, 2, DType::kF32);
+    for (int i = 0; i < 2; ++i) {
+      try {
+        forward(staged, batch, Shares::of({4, 4}), 0, result);
+        ADD_FAILURE() << "no error";
+      } catch (const TimeoutError& error) {
+        EXPECT_EQ(error.failure().peer_rank, 1) << error.what();
+      }
+    }
+    is_over = true;
+  });
+  EXPECT_EQ(thrown[0], nullptr);
+}
+
+TEST(StagedLayer, OptionsThatItDoesNotHaveAreRefusedOnAllRanks) {
+  const LayerSpec spec = spec_of(64, 32, 4, 2);
+  const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
+  test::ChaosHosts hosts;
+  hosts.ranks_of_hosts = {1, 1};
+  for (const bool trace : {true, false}) {
+    const auto thrown = test::run_over_chaos(hosts, [&](const World& world) {
+      LayerOptions options;
+      options.trace = trace;
+      options.recorded_steps = trace ? 0 : 4;
+      make_staged(world, spec, weights, options);
+    });
+    for (const std::exception_ptr& failure : thrown) {
+      EXPECT_ERROR(std::rethrow_exception(failure), ErrorCode::kUnsupported,
+                   trace ? "trace is set" : "recorded_steps is set");
+    }
+  }
+}
+
+}  // namespace
+}  // namespace switchyard::testing

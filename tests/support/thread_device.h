@@ -1,0 +1,109 @@
+// A device for tests of what is staged in the host's memory: a thread that takes what was enqueued
+// one by one, as a stream does, and whose memory is the host's.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "exchange/staging.h"
+#include "support/ranks.h"
+
+namespace switchyard::testing {
+
+class ThreadDevice final : public StagingDevice {
+ public:
+  ThreadDevice() : thread_([this] { run(); }) {}
+  ~ThreadDevice() override {
+    {
+      const std::lock_guard lock(mutex_);
+      ends_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+
+  bool enqueue(void*, Call& call) override {
+    if (captures) {
+      graph_.push_back(&call);
+      return true;
+    }
+    push(call);
+    return false;
+  }
+  void release() noexcept override {
+    {
+      const std::lock_guard lock(mutex_);
+      released_ = true;
+    }
+    changed_.notify_all();
+  }
+  void to_host(std::byte* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+               const Rows& rows) override {
+    copy(to, to_pitch, static_cast<const std::byte*>(from), from_pitch, rows);
+  }
+  void to_device(void* to, std::size_t to_pitch, const std::byte* from, std::size_t from_pitch,
+                 const Rows& rows) override {
+    copy(static_cast<std::byte*>(to), to_pitch, from, from_pitch, rows);
+  }
+  std::shared_ptr<std::byte> allocate(std::size_t bytes) override {
+    return std::shared_ptr<std::byte>(new std::byte[bytes], std::default_delete<std::byte[]>());
+  }
+  void* stream() override { return nullptr; }
+  void synchronize(void*) override { is_idle(test::kGenerous); }
+  void synchronize_all() override { is_idle(test::kGenerous); }
+  bool is_idle(std::chrono::milliseconds patience) override {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, patience, [this] { return stream_.empty(); });
+  }
+
+  // Whether calls become nodes of a graph, and that graph's launch.
+  bool captures = false;
+  void replay() {
+    for (Call* const call : graph_) push(*call);
+  }
+
+ private:
+  void push(Call& call) {
+    {
+      const std::lock_guard lock(mutex_);
+      stream_.push_back(&call);
+    }
+    changed_.notify_all();
+  }
+  void run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [this] { return !stream_.empty() || ends_; });
+      if (stream_.empty()) return;
+      Call* const call = stream_.front();
+      released_ = false;
+      lock.unlock();
+      call->reached();
+      lock.lock();
+      changed_.wait(lock, [this] { return released_; });
+      stream_.pop_front();
+      changed_.notify_all();
+    }
+  }
+  static void copy(std::byte* to, std::size_t to_pitch, const std::byte* from,
+                   std::size_t from_pitch, const Rows& rows) {
+    for (std::size_t i = 0; i < rows.count; ++i) {
+      std::memcpy(to + i * to_pitch, from + i * from_pitch, rows.width);
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Call*> stream_;
+  std::vector<Call*> graph_;
+  bool released_ = false, ends_ = false;
+  std::thread thread_;
+};
+
+}  // namespace switchyard::testing
