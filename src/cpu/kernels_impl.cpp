@@ -1,4 +1,6 @@
 // Compiled once per instruction set with SWITCHYARD_ISA naming it (see CMakeLists.txt).
+#include <immintrin.h>
+
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -271,7 +273,7 @@ void combine(const void* const* cells, const float* weights, int count, DType ce
         for (int k = 0; k < count; ++k) {
           const Floats cell =
               lanes == kLanes ? load<kCell>(cells[k], i) : load_first<kCell>(cells[k], i, lanes);
-          sum += weights[k] * cell;
+          sum = fma(splat(weights[k]), cell, sum);
         }
         sum *= scale;
         if (accumulate) {

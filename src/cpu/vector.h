@@ -21,6 +21,23 @@ using Words = std::uint32_t __attribute__((vector_size(kLanes * 4)));
 
 inline Floats splat(float value) { return Floats{} + value; }
 
+// a * b + c, rounded once. Written out, because compilers fuse in one version and not in the next,
+// and sums are to have the bits that they have on GPUs. Without FMA instructions the product is
+// exact and the sum is rounded twice, which hardly ever shows.
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  using Doubles = double __attribute__((vector_size(kLanes * 8)));
+  return __builtin_convertvector(
+      __builtin_convertvector(a, Doubles) * __builtin_convertvector(b, Doubles) +
+          __builtin_convertvector(c, Doubles),
+      Floats);
+#endif
+}
+
 template <typename To, typename From>
 inline To bits(From value) {
   static_assert(sizeof(To) == sizeof(From));

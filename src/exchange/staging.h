@@ -33,7 +33,7 @@ class StagingDevice {
   virtual void release() noexcept = 0;
 
   // Copies `rows` of `width` bytes that stand so many bytes apart, and waits for it. From the
-  // exchange's thread.
+  // exchange's thread. to_host() may also be given host memory.
   struct Rows {
     std::size_t width, count;
   };

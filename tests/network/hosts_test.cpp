@@ -30,6 +30,7 @@
 #include "support/numbers.h"
 #include "support/ranks.h"
 #include "switchyard/symmetric_heap.h"
+#include "switchyard/workspace.h"
 
 namespace switchyard::testing {
 namespace {
@@ -479,12 +480,11 @@ TEST_F(HostsTest, WhatNeedsOneHostIsRefusedWithARemedy) {
     EXPECT_THAT(test::error_of(ErrorCode::kUnsupported, [&] { world.fabric().exchange_fds(0); }),
                 HasSubstr("file descriptors"));
     const LayerSpec spec = spec_of(64, 32, 8, 2);
-    const MoeWeights weights = generate_weights(spec, DType::kBF16, 1, {.num_threads = 1});
-    LayerOptions on_gpu;
+    WorkspaceOptions on_gpu;
     on_gpu.backend = Backend::kCuda;
-    EXPECT_THAT(test::error_of(ErrorCode::kUnsupported,
-                               [&] { MoeLayer layer(world, spec, weights, on_gpu); }),
-                HasSubstr("ranks on GPUs"));
+    EXPECT_THAT(
+        test::error_of(ErrorCode::kUnsupported, [&] { Workspace workspace(world, spec, on_gpu); }),
+        HasSubstr("ranks on GPUs"));
     test::check_all_gather(world, 10);  // it stays usable
   });
   EXPECT_THAT(codes, Each(0));

@@ -58,11 +58,11 @@ class Staging final : public StagingDevice {
 
   void to_host(std::byte* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
                const Rows& rows) override {
-    copy(to, to_pitch, from, from_pitch, rows, cudaMemcpyDeviceToHost);
+    copy(to, to_pitch, from, from_pitch, rows);
   }
   void to_device(void* to, std::size_t to_pitch, const std::byte* from, std::size_t from_pitch,
                  const Rows& rows) override {
-    copy(to, to_pitch, from, from_pitch, rows, cudaMemcpyHostToDevice);
+    copy(to, to_pitch, from, from_pitch, rows);
   }
 
   std::shared_ptr<std::byte> allocate(std::size_t bytes) override {
@@ -86,21 +86,23 @@ class Staging final : public StagingDevice {
  private:
   // On a stream of its own, which passes by the one that stands still.
   void copy(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
-            const Rows& rows, cudaMemcpyKind kind) {
+            const Rows& rows) {
+    // Weights, which a layer reads by to_host(), may be in either memory.
+    constexpr cudaMemcpyKind kKind = cudaMemcpyDefault;
     const DeviceScope scope(device_);
     const RelaxedCapture relaxed;
     const auto on = static_cast<cudaStream_t>(stream_.handle());
     if (rows.count == 1 || (to_pitch == rows.width && from_pitch == rows.width)) {
-      SWITCHYARD_CUDA(cudaMemcpyAsync(to, from, rows.width * rows.count, kind, on));
+      SWITCHYARD_CUDA(cudaMemcpyAsync(to, from, rows.width * rows.count, kKind, on));
     } else if (from_pitch < rows.width) {  // rows that are all the same, say
       for (std::size_t i = 0; i < rows.count; ++i) {
         SWITCHYARD_CUDA(cudaMemcpyAsync(static_cast<std::byte*>(to) + i * to_pitch,
                                         static_cast<const std::byte*>(from) + i * from_pitch,
-                                        rows.width, kind, on));
+                                        rows.width, kKind, on));
       }
     } else {
       SWITCHYARD_CUDA(
-          cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, rows.width, rows.count, kind, on));
+          cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, rows.width, rows.count, kKind, on));
     }
     SWITCHYARD_CUDA(cudaStreamSynchronize(on));
   }
