@@ -333,10 +333,12 @@ GatePlanes Core::gate_planes() const {
                          sigmoid ? num_planes(weights_.shared_gate.dtype) : 0);
   gate.columns = protocol::round_up(spec_.num_experts + 1, kGateMultiple);
   const auto hidden = static_cast<std::size_t>(spec_.hidden);
-  gate.values.resize(static_cast<std::size_t>(gate.planes * gate.columns) * hidden);
+  gate.values.resize(static_cast<std::size_t>(gate.planes) *
+                     static_cast<std::size_t>(gate.columns) * hidden);
   const auto put = [&](int column, std::vector<float> rest) {
     for (int p = 0; p < gate.planes; ++p) {
-      const auto row = static_cast<std::size_t>(p * gate.columns + column);
+      const auto row = static_cast<std::size_t>(p) * static_cast<std::size_t>(gate.columns) +
+                       static_cast<std::size_t>(column);
       for (std::size_t i = 0; i < hidden; ++i) {
         const std::uint16_t code = f32_to_bf16(rest[i]);
         gate.values[row * hidden + i] = code;
