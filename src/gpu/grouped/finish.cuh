@@ -3,20 +3,11 @@
 // tile/token_major.cuh.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include "gpu/grouped/rows.cuh"
 #include "gpu/tile/gemm.cuh"
 
 namespace switchyard::gpu {
 
-__device__ __forceinline__ std::uint32_t pack_half(float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const std::uint32_t*>(&pair);
-}
-__device__ __forceinline__ std::uint32_t pack(DType type, float low, float high) {
-  return type == DType::kF16 ? pack_half(low, high) : pack_bf16(low, high);
-}
 __device__ __forceinline__ void store_value(void* data, std::size_t at, DType type, float v) {
   if (type == DType::kF32) {
     static_cast<float*>(data)[at] = v;

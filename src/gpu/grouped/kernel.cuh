@@ -39,6 +39,13 @@ struct BF16Grouped {
 };
 static_assert(suffice(BF16Grouped::kRegisters));
 
+// The same tiles in fp16: the matrix instruction takes other operands, at the same rate. Its sums
+// are fp32, and so is everything behind it, up to the output.
+struct F16Grouped : BF16Grouped {
+  static constexpr Numerics kNumerics{
+      .weight = DType::kF16, .token = DType::kF16, .scale_group = 0};
+};
+
 // Token-major tiles of 16 to 128 tokens and 256 weight rows.
 struct FP8Grouped {
   static constexpr Numerics kNumerics{

@@ -79,10 +79,11 @@ struct GroupedEntry {
 template <typename C, bool kGated, bool kActivates>
 GroupedEntry grouped_entry();
 struct BF16Grouped;
+struct F16Grouped;
 struct FP8Grouped;
 
 // Rows that have to be gathered, converted or quantised before they can be multiplied: into packed
-// order, in bf16, or in E4M3 with scales.
+// order, in bf16 or fp16, or in E4M3 with scales.
 struct PrepareCall : GroupedRows {
   const void* x;
   DType type;             // kBF16, kF16 or kF32; kF8E4M3 only to gather
@@ -92,8 +93,9 @@ struct PrepareCall : GroupedRows {
   std::int64_t scale_stride;
   const std::int32_t* index;  // [rows of the layout]; or null
   int num_experts, columns;
-  void* to;          // [rows, columns]
-  float* to_scales;  // [rows, groups of 128 columns]; null: `to` is bf16
+  void* to;  // [rows, columns] of to_type: kBF16, kF16 or kF8E4M3
+  DType to_type;
+  float* to_scales;  // [rows, groups of 128 columns], of kF8E4M3
 };
 // Enqueues it. `rows`: the most that there may be.
 cudaError_t prepare_rows(const PrepareCall& call, std::int64_t rows, int num_sms,

@@ -1,6 +1,4 @@
 // Gathers, converts and quantises rows, where the multiplying kernel cannot take them as they are.
-#include <cuda_fp16.h>
-
 #include <algorithm>
 
 #include "gpu/grouped/rows.cuh"
@@ -12,12 +10,13 @@ namespace {
 
 constexpr int kPrepareThreads = 256;
 
-// Eight elements from `column` on, in bf16; zeros past the last column, of which there are whole
-// eights.
-__device__ __forceinline__ uint4 load_eight(const PrepareCall& call, std::int64_t row, int column) {
+// Eight elements from `column` on, in `as`, bf16 or fp16; zeros past the last column, of which
+// there are whole eights.
+__device__ __forceinline__ uint4 load_eight(const PrepareCall& call, DType as, std::int64_t row,
+                                            int column) {
   if (row < 0 || column >= call.columns) return {0, 0, 0, 0};
   const std::int64_t at = row * call.x_stride + column;
-  if (call.type == DType::kBF16) {
+  if (call.type == as) {
     const auto* const from = static_cast<const std::uint16_t*>(call.x) + at;
     if (reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
       return __ldg(reinterpret_cast<const uint4*>(from));
@@ -28,10 +27,12 @@ __device__ __forceinline__ uint4 load_eight(const PrepareCall& call, std::int64_
     return {pair(0), pair(1), pair(2), pair(3)};
   }
   const auto value = [&](int i) {
-    return call.type == DType::kF32 ? __ldg(static_cast<const float*>(call.x) + at + i)
-                                    : __half2float(static_cast<const __half*>(call.x)[at + i]);
+    if (call.type == DType::kF32) return __ldg(static_cast<const float*>(call.x) + at + i);
+    return call.type == DType::kF16
+               ? __half2float(static_cast<const __half*>(call.x)[at + i])
+               : __bfloat162float(static_cast<const __nv_bfloat16*>(call.x)[at + i]);
   };
-  const auto pair = [&](int i) { return pack_bf16(value(2 * i), value(2 * i + 1)); };
+  const auto pair = [&](int i) { return pack(as, value(2 * i), value(2 * i + 1)); };
   return {pair(0), pair(1), pair(2), pair(3)};
 }
 
@@ -61,11 +62,11 @@ __global__ void __launch_bounds__(kPrepareThreads)
     std::int64_t row =
         call.index != nullptr ? std::int64_t{__ldg(call.index + place)} : std::int64_t{place};
     if (row >= call.x_rows) row = -1;
-    if (call.to_scales == nullptr) {
+    if (call.to_type != DType::kF8E4M3) {
       auto* const to = static_cast<std::uint16_t*>(call.to) + std::int64_t{r} * call.columns;
       for (int column = 8 * static_cast<int>(threadIdx.x); column < call.columns;
            column += 8 * kPrepareThreads) {
-        store_vector(to + column, load_eight(call, row, column));
+        store_vector(to + column, load_eight(call, call.to_type, row, column));
       }
       continue;
     }
@@ -86,8 +87,8 @@ __global__ void __launch_bounds__(kPrepareThreads)
          first += static_cast<int>(kLaneColumns) * kPrepareThreads) {
       const int column = first + static_cast<int>(kLaneColumns * threadIdx.x);
       float scale;
-      const uint4 codes = quantize_together(load_eight(call, row, column),
-                                            load_eight(call, row, column + 8), scale);
+      const uint4 codes = quantize_together(load_eight(call, DType::kBF16, row, column),
+                                            load_eight(call, DType::kBF16, row, column + 8), scale);
       if (column < call.columns) store_vector(to + column, codes);
       if (threadIdx.x % kGroupLanes == 0 && column < call.columns) {
         scales[column / kQuantGroup] = scale;

@@ -45,6 +45,29 @@ GroupedEntry entry_of(const GroupedGemmSpec& spec) {
   return spec.epilogue->gated ? grouped_entry<C, true, true>() : grouped_entry<C, false, true>();
 }
 
+// Of the compiled kernels.
+GroupedEntry entry_of(const GroupedGemmSpec& spec, DType compute) {
+  std::string types;
+#define SWITCHYARD_GROUPED(config, type)                \
+  if (compute == (type)) return entry_of<config>(spec); \
+  types += (types.empty() ? "" : ", ") + std::string(to_string(type));
+#include "gpu/grouped_list.inc"
+#undef SWITCHYARD_GROUPED
+  unsupported(
+      fmt::format("GroupedGemm computes in {} here, and on the GPU this build has kernels for {}; "
+                  "set compute to one of them, use Backend::kCpu, or see "
+                  "SWITCHYARD_GPU_GROUPED_TYPES in src/gpu/CMakeLists.txt",
+                  to_string(compute), types));
+}
+
+// What a tile's multiplication needs to know. fp16 differs from bf16 in the operands' type alone.
+PolicyFacts policy_of(DType compute) {
+  if (compute == DType::kF8E4M3) return facts_of<FP8Policy>();
+  PolicyFacts facts = facts_of<BF16Policy>();
+  facts.numerics.weight = facts.numerics.token = compute;
+  return facts;
+}
+
 // An expert's matrix as a layer has it: gate and up with an activation, else down.
 FfnWeights as_ffn(const GroupedGemmSpec& spec, const MatrixView& matrix, const VectorView& bias) {
   FfnWeights ffn;
@@ -288,6 +311,7 @@ void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedC
   prepare.num_experts = spec.num_experts;
   prepare.columns = spec.k;
   prepare.to = room.data.data();
+  prepare.to_type = policy.numerics.token;
   prepare.to_scales = reinterpret_cast<float*>(room.more.data());
   SWITCHYARD_CUDA(prepare_rows(prepare, rows, static_cast<int>(blocks),
                                static_cast<cudaStream_t>(input.stream)));
@@ -300,20 +324,14 @@ void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedC
 GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec& spec, const GroupedGemmWeights& weights,
                                      DType compute, const GroupedGemmOptions& options) {
   const int device = checked_device(options);
-  if (compute != DType::kBF16 && compute != DType::kF8E4M3) {
-    unsupported(
-        fmt::format("GroupedGemm computes in {} here, and on the GPU in bf16 and f8_e4m3; set "
-                    "compute to one of them, or use Backend::kCpu",
-                    to_string(compute)));
-  }
-  const bool fp8 = compute == DType::kF8E4M3;
-  const PolicyFacts policy = fp8 ? facts_of<FP8Policy>() : facts_of<BF16Policy>();
+  const GroupedEntry entry = entry_of(spec, compute);
+  const PolicyFacts policy = policy_of(compute);
   require_multiple("k", spec.k, policy.alignment());
   require_multiple("the number of output columns", spec.output_columns(), 8);
   const DeviceScope scope(device);
   state_ = std::make_unique<State>(spec, options.schedule, device, policy);
   State& state = *state_;
-  state.entry = fp8 ? entry_of<FP8Grouped>(spec) : entry_of<BF16Grouped>(spec);
+  state.entry = entry;
   state.blocks = static_cast<unsigned>(device_info(device).num_sms - options.reserved_sms);
   SWITCHYARD_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(state.entry.kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize,

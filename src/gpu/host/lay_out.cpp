@@ -112,7 +112,9 @@ void copy_from_host(const MatrixCopy& copy, cudaStream_t stream) {
         if (fp8) {
           *next = static_cast<const std::byte*>(m.data)[r * m.row_stride + c * m.col_stride];
         } else {
-          const std::uint16_t code = f32_to_bf16(element(m, r, c));
+          const float value = element(m, r, c);
+          const std::uint16_t code =
+              copy.to_type == DType::kF16 ? f32_to_f16(value) : f32_to_bf16(value);
           std::memcpy(next, &code, sizeof code);
         }
       }

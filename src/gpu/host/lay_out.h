@@ -15,7 +15,7 @@ namespace switchyard::gpu {
 struct MatrixCopy {
   MatrixView from;               // bf16, f16, f32 or f8_e4m3, with any strides
   void* to = nullptr;            // [rows, cols], columns one behind the other
-  DType to_type = DType::kBF16;  // kBF16, kF32, or kF8E4M3 for the codes that `from` has
+  DType to_type = DType::kBF16;  // kBF16, kF16, kF32, or kF8E4M3 for the codes that `from` has
   std::int64_t to_stride = 0;    // elements
   // Of kBF16: what the value leaves when it has been rounded to bf16 so often, each time less that.
   // Three planes sum up to an fp32.
@@ -41,8 +41,8 @@ struct ScaleCopy {
 // kernels; others pass through memory of the device.
 class WeightLayout {
  public:
-  // Experts' matrices, to kBF16 or as the codes that they have. In host memory they are converted
-  // there.
+  // Experts' matrices, to kBF16 or kF16, or as the codes that they have. In host memory they are
+  // converted there.
   void copy(const MatrixView& from, void* to, DType to_type, std::int64_t to_stride);
   // One of the bf16 planes of a matrix.
   void copy_plane(const MatrixView& from, std::uint16_t* to, std::int64_t to_stride, int plane);

@@ -48,6 +48,8 @@ __device__ void store(const MatrixCopy& copy, std::int64_t row, std::int64_t col
     static_cast<float*>(copy.to)[at] = value;
   } else if (copy.to_type == DType::kF8E4M3) {
     static_cast<std::uint8_t*>(copy.to)[at] = static_cast<std::uint8_t>(value);
+  } else if (copy.to_type == DType::kF16) {
+    static_cast<__half*>(copy.to)[at] = __float2half_rn(value);
   } else {
     for (int i = 0; i < copy.plane; ++i) value -= __bfloat162float(__float2bfloat16_rn(value));
     static_cast<__nv_bfloat16*>(copy.to)[at] = __float2bfloat16_rn(value);

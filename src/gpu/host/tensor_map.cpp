@@ -41,8 +41,9 @@ CUtensorMap encode(const void* data, int element_bytes, std::span<const cuuint64
                    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
   constexpr cuuint32_t kSteps[] = {1, 1, 1, 1, 1};
   CUtensorMap map;
+  // Elements are copied as they are, and zero is the same in all types.
   const CUtensorMapDataType type =
-      element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+      element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   static const PFN_cuTensorMapEncodeTiled_v12000 encoder = find_encoder();
   const CUresult result =
       encoder(&map, type, static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(data),

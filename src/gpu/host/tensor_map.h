@@ -14,7 +14,7 @@ struct WeightArray {
   std::int64_t num_experts = 0;
   int halves = 1;
   int rows = 0, columns = 0;  // whole groups of rows, columns of whole 16 bytes
-  int element_bytes = 2;      // 2 for bf16, 1 for E4M3
+  int element_bytes = 2;      // 2 for bf16 and fp16, 1 for E4M3
   // Distances in bytes between rows, halves and experts; multiples of 16.
   std::int64_t row_stride = 0, half_stride = 0, expert_stride = 0;
 };

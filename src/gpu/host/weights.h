@@ -14,9 +14,9 @@ class DeviceFfn {
  public:
   // `experts` all have the shape [intermediate, hidden]. Matrices of the policy's type in device
   // memory that lie there as one array, at one distance from expert to expert and between gate and
-  // up, are used where they are and must stay there. Others are copied, for bf16 from any type, for
-  // FP8 from FP8 of block or row form. Everything may be in either memory. All experts may lack
-  // gate and up, or down.
+  // up, are used where they are and must stay there. Others are copied, for bf16 and fp16 from any
+  // type, for FP8 from FP8 of block or row form. Everything may be in either memory. All experts
+  // may lack gate and up, or down.
   DeviceFfn() = default;
   DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> experts, int hidden,
             int intermediate, bool gated);

@@ -1,9 +1,12 @@
-// Arithmetic of single instructions: bounds, magnitudes, and conversions to bf16 and E4M3.
+// Arithmetic of single instructions: bounds, magnitudes, and conversions to bf16, fp16 and E4M3.
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
+
+#include "switchyard/tensor.h"
 
 namespace switchyard::gpu {
 
@@ -20,19 +23,32 @@ __device__ __forceinline__ float at_least(float x, float limit) {
 }
 
 // The hardware's approximation of tanh. PTX promises 2^-11 of the value; an H200's is within 8e-6
-// (see ActivationTest), a hundredth of the error of rounding the activations to bf16.
+// (see ActivationTest), a hundredth of the error of rounding the activations to bf16, and a tenth
+// of that of rounding them to fp16.
 __device__ __forceinline__ float fast_tanh(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// --- Pairs of bf16 numbers in one word.
+// --- Pairs of numbers of 16 bits in one word.
 
 __device__ __forceinline__ std::uint32_t pack_bf16(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const std::uint32_t*>(&pair);
 }
+// In fp16. As in torch, a number beyond the range becomes infinite.
+__device__ __forceinline__ std::uint32_t pack_f16(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const std::uint32_t*>(&pair);
+}
+// In `type`, kBF16 or kF16.
+__device__ __forceinline__ std::uint32_t pack(DType type, float low, float high) {
+  return type == DType::kF16 ? pack_f16(low, high) : pack_bf16(low, high);
+}
+
+// Of bf16.
+
 __device__ __forceinline__ float low_half(std::uint32_t pair) {
   return __uint_as_float(pair << 16);
 }

@@ -40,6 +40,10 @@ struct Instruction;
       : cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K,     \
                                                          cute::SM90::GMMA::Major::K> {}; \
   template <>                                                                            \
+  struct Instruction<DType::kF16, n>                                                     \
+      : cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<cute::SM90::GMMA::Major::K,       \
+                                                       cute::SM90::GMMA::Major::K> {};   \
+  template <>                                                                            \
   struct Instruction<DType::kF8E4M3, n> : cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E4M3_SS_TN<> {}
 SWITCHYARD_INSTRUCTIONS(16);
 SWITCHYARD_INSTRUCTIONS(32);
