@@ -587,8 +587,10 @@ typedef struct sy_grouped_gemm_options {
   int32_t num_threads;     // SY_CPU: 0: the hardware's
   int32_t device;          // SY_CUDA: -1: the current one
   int32_t reserved_sms;    // SY_CUDA: SMs left to other kernels
-  sy_dtype compute;        // SY_F32, SY_BF16, SY_F8_E4M3, or SY_DTYPE_NONE: by the weights' type
-  uint32_t reserved;       // 0
+  // SY_CPU: SY_F32, SY_BF16 or SY_F8_E4M3. SY_CUDA: SY_BF16, SY_F16 or SY_F8_E4M3. SY_DTYPE_NONE:
+  // by the weights' type, which for f16 is SY_F32 on a CPU, and SY_F16 on a GPU.
+  sy_dtype compute;
+  uint32_t reserved;  // 0
   // SY_CUDA: choices in place of rules. GroupedSchedule in schedule.h has their values. 0: the
   // rule. Structs without these fields leave all to the rules.
   int32_t tile_rows;

@@ -84,12 +84,16 @@ struct GroupedGemmWeights {
 
 struct GroupedGemmOptions {
   Backend backend = Backend::kCpu;
-  int max_rows = 65536;          // most rows of a call, over all experts
-  int num_threads = 0;           // kCpu only, the calling thread included; 0: the hardware's
-  int device = -1;               // kCuda only, as in LayerOptions
-  int reserved_sms = 0;          // kCuda only, as in LayerOptions
-  std::optional<DType> compute;  // as LayerOptions::compute; kF8E4M3 quantises x as layers do
-  GroupedSchedule schedule;      // kCuda only
+  int max_rows = 65536;  // most rows of a call, over all experts
+  int num_threads = 0;   // kCpu only, the calling thread included; 0: the hardware's
+  int device = -1;       // kCuda only, as in LayerOptions
+  int reserved_sms = 0;  // kCuda only, as in LayerOptions
+  // As LayerOptions::compute; kF8E4M3 quantises x as layers do. But with kCuda it may be kF16, too:
+  // the choice for f16 weights. x and weights of other types are rounded to it, and numbers beyond
+  // its range become infinite. (With kCpu that is Error{kUnsupported}; kF32 has every number of
+  // f16, and is the choice for such weights.)
+  std::optional<DType> compute;
+  GroupedSchedule schedule;  // kCuda only
   // kCuda only. Configurations to choose from by the rows of each expert, inside the launch: a
   // table of tuner.h for this operator's shape, compute type and GPU. It takes the place of all of
   // `schedule` but `paired`, which stay empty. What a launch fixes (pairs) the host chooses by the
@@ -99,8 +103,9 @@ struct GroupedGemmOptions {
   // that splitting K changes. Null: the rules.
   std::shared_ptr<const tuner::Table> table;
 };
-// The kernel and version of tables for this operator: "grouped_bf16", "grouped_fp8". The version
-// grows whenever the kernel's times change.
+// The kernel and version of tables for this operator: "grouped_bf16", "grouped_fp8". kF16 has the
+// tables of bf16, whose code it runs with another matrix instruction of the same peak rate. The
+// version grows whenever the kernel's times change.
 std::string grouped_kernel_name(DType compute);
 inline constexpr std::int64_t kGroupedKernelVersion = 1;
 

@@ -148,7 +148,9 @@ class GroupedGemm:
     block : (int, int), optional
         Rows and columns of a block of w, not transposed. None: 128 x 128.
     compute : str or dtype, optional
-        "bf16", "f32" or "f8_e4m3". None: by the weights' type.
+        "bf16" or "f8_e4m3"; on a CPU also "f32", on a GPU also "f16". None: by the weights' type;
+        for fp16 that is "f32" on a CPU and "f16" on a GPU. Other types of x and w are rounded to
+        it; in "f16" numbers beyond its range become infinite, as in torch.
     max_rows : int
         Most rows of a call, over all experts.
     num_threads : int

@@ -108,9 +108,19 @@ DType resolve_compute(const MoeWeights& weights, std::optional<DType> asked) {
   return as_asked(find_obstacle(weights), *asked);
 }
 
-DType resolve_compute(std::span<const MatrixView> matrices, std::optional<DType> asked) {
+DType resolve_compute(std::span<const MatrixView> matrices, std::optional<DType> asked,
+                      Backend backend) {
+  if (asked == DType::kF16) {
+    if (backend == Backend::kCuda) return DType::kF16;
+    throw Error(ErrorCode::kUnsupported,
+                "compute type f16, but the backend is cpu; use f32, which has every number of f16, "
+                "or the backend cuda");
+  }
   const Obstacle obstacle = find_obstacle(matrices);
-  return asked ? as_asked(obstacle, *asked) : by_weights(obstacle, matrices.front().dtype);
+  if (asked) return as_asked(obstacle, *asked);
+  const DType weight = matrices.front().dtype, compute = by_weights(obstacle, weight);
+  if (backend == Backend::kCpu || compute != DType::kF32) return compute;
+  return weight == DType::kF16 ? DType::kF16 : DType::kBF16;
 }
 
 }  // namespace switchyard

@@ -4,6 +4,7 @@
 #include <optional>
 #include <span>
 
+#include "switchyard/layer.h"
 #include "switchyard/tensor.h"
 #include "switchyard/weights.h"
 
@@ -19,7 +20,7 @@ bool is_block_form(const MatrixView& matrix);
 // results (per channel).
 bool is_row_form(const MatrixView& matrix);
 
-// Throws Error{kInvalidArgument} unless an engine computes in that type: kBF16, kF32 or kF8E4M3.
+// Throws Error{kInvalidArgument} unless layers compute in that type: kBF16, kF32 or kF8E4M3.
 void check_compute_type(DType compute);
 
 // Returns LayerOptions::compute or, if that is empty, a choice by the weights: kF8E4M3 if every
@@ -30,8 +31,11 @@ void check_compute_type(DType compute);
 // if an FP8 matrix has neither form.
 DType resolve_compute(const MoeWeights& weights, std::optional<DType> asked);
 
-// The same for the weights of a grouped GEMM, one matrix an expert, at least one.
-DType resolve_compute(std::span<const MatrixView> matrices, std::optional<DType> asked);
+// The same for the weights of a grouped GEMM, one matrix an expert, at least one; but with kCuda,
+// where f32 must be asked for, kF16 for f16 weights and kBF16 for f32 ones. Only there kF16 may be
+// asked for: throws Error{kUnsupported} for it with kCpu.
+DType resolve_compute(std::span<const MatrixView> matrices, std::optional<DType> asked,
+                      Backend backend);
 
 // The type of all values that are never quantised in a layer that computes in `compute`: the gates'
 // activations, experts' outputs, and by default the caller's activations.

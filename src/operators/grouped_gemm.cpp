@@ -355,13 +355,11 @@ struct GroupedGemm::Engine {
   Engine(const GroupedGemmSpec& s, const GroupedGemmWeights& weights, const GroupedGemmOptions& o)
       : spec(checked(s, weights, o)),
         options(o),
-        compute(resolve_compute(weights.matrices, o.compute)) {
+        compute(resolve_compute(weights.matrices, o.compute, o.backend)) {
     if (o.backend == Backend::kCpu) {
       cpu = std::make_unique<cpu::GroupedGemmEngine>(s, weights, compute, o.num_threads);
       return;
     }
-    // As in layers: what needs fp32 of itself gets bf16 unless fp32 was asked for.
-    if (compute == DType::kF32 && !o.compute) compute = DType::kBF16;
     gpu = std::make_unique<gpu::GroupedGemmEngine>(s, weights, compute, o);
   }
 
@@ -376,7 +374,7 @@ struct GroupedGemm::Engine {
 };
 
 std::string grouped_kernel_name(DType compute) {
-  return std::string("grouped_") + short_name(compute);
+  return std::string("grouped_") + short_name(compute == DType::kF16 ? DType::kBF16 : compute);
 }
 
 GroupedGemm::GroupedGemm(const GroupedGemmSpec& spec, const GroupedGemmWeights& weights,

@@ -152,6 +152,8 @@ TEST_F(GroupedGemm, RefusesWhatItCannotBeMadeOf) {
   options_.backend = SY_CPU;
   options_.compute = 77;
   refused(SY_DTYPE_MISMATCH, "dtype 77");
+  options_.compute = SY_F16;
+  refused(SY_UNSUPPORTED, "compute type f16, but the backend is cpu; use f32");
   options_.compute = SY_DTYPE_NONE;
   spec_.order = 3;
   refused(SY_INVALID_ARGUMENT, "order is 3");

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <span>
+
 #include "model/errors.h"
 #include "model/generate.h"
 #include "switchyard/layer.h"
@@ -68,6 +70,38 @@ TEST(Compute, ByTheWeightsUnlessAskedFor) {
   EXPECT_EQ(resolve_compute(weights(kFp8), kFp8), kFp8);
   EXPECT_ERROR(resolve_compute(weights(kFp8), DType::kF16), ErrorCode::kInvalidArgument,
                "compute type f16");
+}
+
+// A grouped GEMM on a GPU has fp16, and no fp32.
+TEST(Compute, OfAGroupedGemm) {
+  const auto chosen = [](DType weight, Backend backend, std::optional<DType> asked) {
+    static const float scale = 1;
+    MatrixView matrix{&scale, weight, 192, 256, 256};
+    if (weight == kFp8) matrix = scaled(128, 128);
+    return resolve_compute(std::span(&matrix, 1), asked, backend);
+  };
+  constexpr Backend kCpu = Backend::kCpu, kCuda = Backend::kCuda;
+  for (const Backend backend : {kCpu, kCuda}) {
+    EXPECT_EQ(chosen(kFp8, backend, {}), kFp8);
+    EXPECT_EQ(chosen(DType::kBF16, backend, {}), DType::kBF16);
+    for (const DType weight : {kFp8, DType::kBF16, DType::kF16, DType::kF32}) {
+      EXPECT_EQ(chosen(weight, backend, DType::kBF16), DType::kBF16);
+      EXPECT_EQ(chosen(weight, backend, DType::kF32), DType::kF32);
+    }
+    EXPECT_ERROR(chosen(DType::kF16, backend, kFp8), ErrorCode::kInvalidArgument,
+                 "matrices[0] is f16");
+    EXPECT_ERROR(chosen(DType::kF16, backend, DType::kU8), ErrorCode::kInvalidArgument,
+                 "compute type u8");
+  }
+  EXPECT_EQ(chosen(DType::kF16, kCpu, {}), DType::kF32);
+  EXPECT_EQ(chosen(DType::kF32, kCpu, {}), DType::kF32);
+  EXPECT_EQ(chosen(DType::kF16, kCuda, {}), DType::kF16);
+  EXPECT_EQ(chosen(DType::kF32, kCuda, {}), DType::kBF16);
+  for (const DType weight : {kFp8, DType::kBF16, DType::kF16, DType::kF32}) {
+    EXPECT_EQ(chosen(weight, kCuda, DType::kF16), DType::kF16);
+    EXPECT_ERROR(chosen(weight, kCpu, DType::kF16), ErrorCode::kUnsupported, "compute type f16",
+                 "backend is cpu", "use f32", "backend cuda");
+  }
 }
 
 TEST(Compute, EveryMatrixCounts) {

@@ -177,6 +177,10 @@ TEST(GroupedChoices, OtherTablesAreRefused) {
     return message_of([&] { choices_of(table, facts()); });
   };
   EXPECT_EQ(refusal([](tuner::Table&) {}), "nothing was thrown");
+  TableFacts f16 = facts();
+  f16.compute = DType::kF16;
+  EXPECT_EQ(choices_of(table_of({entry(16, false, 1, 5, 0, 0.02f, 0)}), f16).single.size(), 1u)
+      << "fp16 has bf16's tables";
   EXPECT_THAT(refusal([](tuner::Table& t) { t.kernel = "grouped_fp8"; }),
               AllOf(HasSubstr("grouped_fp8"), HasSubstr("grouped_bf16")));
   EXPECT_THAT(refusal([](tuner::Table& t) { t.version = 99; }), HasSubstr("version '99'"));

@@ -34,6 +34,7 @@ struct Case {
   DType weight = DType::kBF16, x = DType::kBF16, out = DType::kBF16;
   Scales scales = Scales::kWhole;
   std::optional<DType> compute;
+  Backend backend = Backend::kCpu;
   RowLayout in, to;
   bool biased = false;
   bool weighted = false;   // row weights
@@ -140,11 +141,12 @@ class Problem {
   const GroupedGemmWeights& weights() const { return weights_; }
   GroupedGemmOptions options() const {
     GroupedGemmOptions options;
-    options.num_threads = case_.threads;
+    options.backend = case_.backend;
+    if (case_.backend == Backend::kCpu) options.num_threads = case_.threads;
     options.compute = case_.compute;
     return options;
   }
-  DType compute() const { return resolve_compute(weights_.matrices, case_.compute); }
+  DType compute() const { return resolve_compute(weights_.matrices, case_.compute, case_.backend); }
   int columns() const { return spec().output_columns(); }
   // Makes a value of the token of a row, the same for all rows of the token.
   void set_token(int row, int column, float value) {
@@ -462,7 +464,7 @@ Rows Problem::solve() const {
   const auto operand = [&](double value) -> Real {
     if (kExact) return static_cast<Real>(value);
     const auto single = static_cast<float>(value);
-    return type == DType::kBF16 ? rounded(single, DType::kBF16) : single;
+    return type == DType::kBF16 || type == DType::kF16 ? rounded(single, type) : single;
   };
   const auto k = static_cast<std::size_t>(case_.k), n = static_cast<std::size_t>(case_.n);
   std::vector<double> row(k);

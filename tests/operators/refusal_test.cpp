@@ -160,8 +160,9 @@ TEST(GroupedGemmRefusals, Options) {
   EXPECT_ERROR(scheduled({.paired = false}), kInvalid, "schedule.paired is false");
   EXPECT_ERROR(scheduled({.band = 1}), kInvalid, "schedule.band is 1");
   EXPECT_ERROR(scheduled({.splits = 1}), kInvalid, "schedule.splits is 1");
-  EXPECT_ERROR(make([](Good& g) { g.options.compute = DType::kF16; }), kInvalid,
-               "compute type f16");
+  EXPECT_ERROR(make([](Good& g) { g.options.compute = DType::kF16; }), ErrorCode::kUnsupported,
+               "compute type f16", "backend is cpu", "use f32");
+  EXPECT_ERROR(make([](Good& g) { g.options.compute = DType::kU8; }), kInvalid, "compute type u8");
   EXPECT_ERROR(make([](Good& g) { g.options.compute = DType::kF8E4M3; }), kInvalid,
                "matrices[0] is bf16");
 }

@@ -370,6 +370,7 @@ def make(**more):
         (dict(order="down_up"), (switchyard.InvalidArgument, ValueError), "down_up"),
         (dict(bad_ids="maybe"), (switchyard.InvalidArgument, ValueError), "maybe"),
         (dict(compute="f8_e4m3"), (switchyard.InvalidArgument, ValueError), "f8_e4m3"),
+        (dict(compute="f16"), (switchyard.InvalidArgument, ValueError), "compute type f16; use bf16"),
         (dict(w13_bias=torch.zeros(E, 2 * I)), (switchyard.MissingTensor,), "w2_bias"),
         (dict(w13_scale=torch.zeros(E)), (switchyard.DTypeMismatch, TypeError), "w13_scale"),
         (dict(workspace=1), (switchyard.InvalidArgument, ValueError), "workspace is a int"),

@@ -118,6 +118,19 @@ def test_types(problem, dtype, ends_type):
     assert error(y, wanted) <= 2 * error(plain, wanted) + F32_ERROR
 
 
+def test_fp16_is_computed_in_fp32_on_a_cpu(problem):
+    x, w = (a.half() for a in problem)
+    gemm = GroupedGemm(w)
+    assert gemm.compute == "f32"
+    y = gemm(x, ENDS, out=torch.empty(len(x), N))
+    assert error(y, expected(x, w)[0]) < F32_ERROR
+    for name in ("f16", "float16", torch.float16):
+        with pytest.raises(switchyard.Unsupported, match="compute type f16.*use f32"):
+            GroupedGemm(w, compute=name)
+    with pytest.raises(switchyard.Unsupported, match="compute type f16"):
+        grouped_gemm(x, w, ENDS, compute="f16")
+
+
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no _grouped_mm")
 def test_beside_torch(problem):
     """What torch computes itself, to bf16's accuracy."""
