@@ -301,8 +301,11 @@ std::string name_of(const GroupedPoint& point) {
                      point.rows, point.swiglu ? ", SwiGLU" : "");
 }
 
-// As LayerOptions::compute that is empty: what the operator computes in by its weights.
-DType compute_of(DType weights) { return weights == DType::kF16 ? DType::kF32 : weights; }
+// As GroupedGemmOptions::compute that is empty: what the operator computes in by its weights.
+DType compute_of(DType weights, Backend backend) {
+  if (weights == DType::kF16) return backend == Backend::kCuda ? DType::kF16 : DType::kF32;
+  return weights == DType::kF32 && backend == Backend::kCuda ? DType::kBF16 : weights;
+}
 
 }  // namespace
 
@@ -371,7 +374,7 @@ GroupedSession::GroupedSession(GroupedOptions options, GroupedObserver& observer
       machine_(machine::describe_machine(options_.backend, 1)) {
   if (options_.backend == Backend::kCpu) return;
   floor_ = choose_floor(gpu::device_info(gpu::current_device()).name, gpu::device_count(), 1,
-                        compute_of(options_.dtype), options_.facts);
+                        compute_of(options_.dtype, options_.backend), options_.facts);
 }
 
 std::vector<results::GroupedRow> GroupedSession::run(const std::vector<GroupedPoint>& points) {
@@ -398,7 +401,7 @@ std::vector<results::GroupedRow> GroupedSession::run(const std::vector<GroupedPo
     row.rows_per_expert = point.rows;
     row.activation = point.swiglu ? "swiglu" : "none";
     row.dtype = short_name(options_.dtype);
-    row.compute = short_name(compute_of(options_.dtype));
+    row.compute = short_name(compute_of(options_.dtype, options_.backend));
     row.beta = point.beta;
     if (point.beta) row.beta_reached = balancedness(counts);
     row.rows = ends.back();
@@ -410,7 +413,8 @@ std::vector<results::GroupedRow> GroupedSession::run(const std::vector<GroupedPo
     row.touched_bytes = static_cast<double>(load.touched_bytes);
     row.flops = load.flops;
     if (floor_.facts) {
-      row.floor_us = machine::floor_us(*floor_.facts, load, compute_of(options_.dtype), 1);
+      row.floor_us =
+          machine::floor_us(*floor_.facts, load, compute_of(options_.dtype, options_.backend), 1);
     }
     if (no_graph) row.median_us_no_graph = percentile(timed.no_graph_us, 0.5);
     row.rotation_copies = timed.rotation.copies;
