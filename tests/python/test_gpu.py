@@ -410,6 +410,25 @@ def products_of(x, w, dtype):
     return torch.cat(rows)
 
 
+@pytest.mark.parametrize("out", [torch.float16, torch.float32])
+def test_fp16_operands_are_not_rounded_to_bf16(out):
+    x = torch.randn(sum(COUNTS), 1024, device=GPU).half()
+    w = (torch.randn(len(COUNTS), 512, 1024, device=GPU) / 32).half()
+    ends = torch.tensor(COUNTS, device=GPU).cumsum(0)
+    exact = products_of(x, w, torch.float64)
+    bound = 2 * error(products_of(x, w, torch.float16), exact)
+    room = torch.empty(len(x), 256, device=GPU, dtype=out)
+    gemm = GroupedGemm(w, activation=Activation())
+    assert gemm.compute == "f16"
+    assert error(gemm(x, ends, out=room), exact) < bound
+    # From other types, and in bf16, which has an eighth of the precision.
+    assert error(GroupedGemm(w.float(), activation=Activation(), compute="f16")(x, ends, out=room), exact) < bound
+    assert error(gemm(x.float(), ends, out=room), exact) < bound
+    assert error(GroupedGemm(w, activation=Activation(), compute="bf16")(x, ends, out=room), exact) > bound
+    with pytest.raises(switchyard.Unsupported, match="computes in f32"):
+        GroupedGemm(w, compute="f32")
+
+
 @pytest.mark.parametrize("splits", [None, 1, 2, 4, 8])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_schedules(fp8, splits):
