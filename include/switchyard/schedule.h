@@ -26,7 +26,7 @@ struct Schedule {
   // The parts that K of the second GEMM is cut into in small passes: 1, 2 or 4. Each part is summed
   // by itself and rounded to bf16. Where K is so short that a part would have no stage of the ring
   // (64 columns in bf16, 128 in FP8), there are fewer. The rule: as many as give every block a
-  // task.
+  // task, and no part longer than 8192 columns.
   std::optional<int> splits;
 
   bool operator==(const Schedule&) const = default;

@@ -44,6 +44,21 @@ TEST(ChooseLaunch, ByTheCaller) {
   EXPECT_EQ(choose_launch({.paired_rows = -1}, olmoe(1 << 20)), Launch::kSingle);
 }
 
+TEST(Splits, GiveEveryBlockATaskAndAreNotTooLong) {
+  const TileOrder rule{};
+  EXPECT_EQ(log2_splits(rule, 64, 2048, 512, 2), 1u);  // 128 tasks
+  EXPECT_EQ(log2_splits(rule, 32, 2048, 512, 2), 2u);
+  EXPECT_EQ(log2_splits(rule, 32, 2048, 1024, 2), 1u);  // no shorter parts
+  EXPECT_EQ(log2_splits(rule, 256, 2048, 512, 2), 0u);
+  EXPECT_EQ(log2_splits(rule, 256, 8192, 512, 2), 0u);
+  EXPECT_EQ(log2_splits(rule, 256, 14336, 512, 2), 1u);  // Mixtral's
+  EXPECT_EQ(log2_splits(rule, 256, 32768, 512, 2), 2u);
+  EXPECT_EQ(log2_splits(rule, 256, 32768, 512, 0), 0u);  // of large passes
+  TileOrder forced{};
+  forced.forced_splits = 1;
+  EXPECT_EQ(log2_splits(forced, 256, 14336, 512, 2), 0u);
+}
+
 // A gated FFN with so many rows of gate and up, on 132 blocks.
 OrderFacts facts_of(std::uint32_t rows) { return {132, rows, 128, 256, 4096, 8}; }
 

@@ -95,13 +95,17 @@ constexpr std::uint64_t h_slots(const TileOrder& order, std::uint64_t tiles) {
 // --- How a pass is cut. The device decides this once it knows its tiles.
 
 // log2 of the parts of GEMM2's K. If a small pass has fewer GEMM2 tasks than blocks, K is split
-// into as many parts as give every block a task, none shorter than `fewest` columns.
+// into as many parts as give every block a task, none shorter than `fewest` columns. A part is no
+// longer than so many columns either: the tasks of Mixtral's 14,336 columns end so far apart that
+// blocks wait for the last (docs/lab/where-time-goes.md).
+inline constexpr int kLongestPart = 8192;
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t log2_splits(const TileOrder& order,
                                                            std::uint32_t tasks, int depth,
                                                            int fewest, std::uint32_t most) {
   if (order.forced_splits != 0) return order.forced_splits - 1;
   std::uint32_t log2 = 0;
-  while (log2 < most && tasks << (log2 + 1) <= kNominalBlocks && depth >> (log2 + 1) >= fewest) {
+  while (log2 < most && ((tasks << (log2 + 1) <= kNominalBlocks && depth >> (log2 + 1) >= fewest) ||
+                         depth >> log2 > kLongestPart)) {
     ++log2;
   }
   return log2;
