@@ -147,6 +147,9 @@ typedef struct sy_world_options {
   // differ.
   uint32_t network_chunk_bytes;  // 2 KiB to 1 GiB, a multiple of 64; 0: 256 KiB
   uint32_t network_window;       // 1 to 32768; 0: 4
+  // With a rendezvous tcp://...: what ranks prove to each other that they know, at least 16 bytes,
+  // the same on all ranks. Null or empty: that of SWITCHYARD_SECRET_FILE or SWITCHYARD_SECRET.
+  const char* secret;
 } sy_world_options;
 #define SY_WORLD_OPTIONS_INIT \
   { .struct_size = sizeof(sy_world_options), .deadline_seconds = 30.0 }

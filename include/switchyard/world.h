@@ -29,6 +29,9 @@ struct WorldOptions {
   std::string rendezvous;
   // Of worlds of processes; used over several hosts.
   NetworkOptions network;
+  // With a rendezvous tcp://...: what ranks prove to each other that they know, at least 16 bytes,
+  // the same on all ranks. Empty: that of SWITCHYARD_SECRET_FILE or SWITCHYARD_SECRET.
+  std::string secret;
 };
 
 // A handle; copies refer to the same rank of the same world. Thread-compatible: one thread per

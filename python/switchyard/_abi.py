@@ -70,6 +70,7 @@ class WorldOptions(_Sized):
         ("rendezvous", c_char_p),
         ("network_chunk_bytes", c_uint32),
         ("network_window", c_uint32),
+        ("secret", c_char_p),
     ]
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import os
+import secrets
+import socket
 import threading
 import weakref
 from ctypes import byref
 from typing import Any
 
 from . import _abi
-from .errors import InvalidArgument, Unsupported, check
+from .errors import InvalidArgument, check
 
 
 def close_handle(destroy: Any, handle: ctypes.c_void_p, kept: object = None) -> None:
@@ -80,6 +83,7 @@ class World:
         deadline: float = 30.0,
         network_chunk_bytes: int = 0,
         network_window: int = 0,
+        secret: str = "",
     ) -> World:
         """This process as rank `rank` of `size` processes. Collective.
 
@@ -96,18 +100,22 @@ class World:
             so many chunks (1 to 32768) of so many bytes (2048 to 2**30, a multiple of 64) of
             dispatch, and as many of combine. The same on all ranks. 0: 4 chunks of 256 KiB. Their
             product should exceed the network's bandwidth times its time there and back.
+        secret : str
+            With ``tcp://HOST:PORT``: what ranks prove to each other that they know, at least 16
+            random characters, the same on all ranks. Empty: that of SWITCHYARD_SECRET_FILE or
+            SWITCHYARD_SECRET.
 
         Raises
         ------
         InvalidArgument
-            For options that make no sense.
+            For options that make no sense, and where ranks of several hosts have no secret.
         SpecMismatch
             If ranks of several hosts disagree on the network's options.
         Timeout
             If a rank does not come within the deadline.
         """
         handle = ctypes.c_void_p()
-        options = _options(deadline, rendezvous, network_chunk_bytes, network_window)
+        options = _options(deadline, rendezvous, network_chunk_bytes, network_window, secret)
         check(_abi.library.sy_world_processes(rank, size, byref(options), byref(handle)))
         return World(handle)
 
@@ -145,22 +153,40 @@ class World:
         return World(handle)
 
     @staticmethod
-    def from_process_group(group: Any = None, *, deadline: float = 30.0) -> World:
+    def from_process_group(
+        group: Any = None,
+        *,
+        deadline: float = 30.0,
+        network_chunk_bytes: int = 0,
+        network_window: int = 0,
+    ) -> World:
         """The ranks of a group of torch.distributed, whatever its backend. Collective over it.
 
-        Switchyard opens its own channels; the group is used once, to agree on a name for them.
+        Switchyard opens its own channels; the group is used at the start only, to agree on where
+        ranks meet. Over several hosts that is a free port of rank 0, at its address on the way to
+        the group's store (MASTER_ADDR). If no rank has SWITCHYARD_SECRET_FILE or SWITCHYARD_SECRET,
+        rank 0 makes a secret, which travels through the group: whoever can read torch's traffic
+        can then join (docs/security.md).
 
         Parameters
         ----------
         group : torch.distributed.ProcessGroup, optional
             None: the default group.
+        deadline : float
+            Seconds.
+        network_chunk_bytes, network_window : int
+            As of `processes`.
 
         Raises
         ------
         InvalidArgument
-            If torch.distributed is not initialised, or this rank is not in the group.
+            If torch.distributed is not initialised, or this rank is not in the group. Over several
+            hosts, on every rank, if only some have a secret, or if rank 0 knows no address that
+            other hosts reach.
+        SpecMismatch
+            If ranks of several hosts disagree on the network's options.
         Unsupported
-            If the ranks are spread over several hosts or network namespaces.
+            If the ranks are spread over several hosts, and this build has no libfabric.
         Timeout
             If a rank does not come within the deadline.
         """
@@ -176,17 +202,42 @@ class World:
             raise InvalidArgument("this rank is not in the group; call it on the group's ranks")
         if size == 1:
             return World.single(deadline=deadline)
-        mine = (_place(), f"pg {os.getpid()}.{_next_name()}")
+        options: dict[str, Any] = {
+            "deadline": deadline,
+            "network_chunk_bytes": network_chunk_bytes,
+            "network_window": network_window,
+        }
+        mine = (_place(), f"pg {os.getpid()}.{_next_name()}", _has_secret())
         everyone: list[Any] = [None] * size
         dist.all_gather_object(everyone, mine, group=group)
-        for other, (place, _) in enumerate(everyone):
-            if place != everyone[0][0]:
-                raise Unsupported(
-                    f"rank {other} is on {place[0]} and rank 0 on {everyone[0][0][0]}, or in another "
-                    "network namespace; the ranks of a group have to be on one host: use "
-                    "World.from_env() over hosts, or make groups of the ranks of one host"
-                )
-        return World.processes(rank, size, rendezvous=everyone[0][1], deadline=deadline)
+        if all(place == everyone[0][0] for place, _, _ in everyone):
+            return World.processes(rank, size, rendezvous=everyone[0][1], **options)
+        without = [r for r, (_, _, has_secret) in enumerate(everyone) if not has_secret]
+        if 0 < len(without) < size:
+            raise InvalidArgument(
+                f"the group is spread over several hosts, and {_ranks(without)} of {size} "
+                f"{'has' if len(without) == 1 else 'have'} neither SWITCHYARD_SECRET_FILE nor "
+                "SWITCHYARD_SECRET, which others have; set it on all ranks or on none"
+            )
+        # The port is kept until rank 0 listens there.
+        kept: socket.socket | None = None
+        meeting: list[Any] = [None, "", ""]  # what is wrong, or the rendezvous and the secret
+        try:
+            if rank == 0:
+                try:
+                    rendezvous, kept = _keep_port(_own_address(_store_hosts(dist)))
+                    meeting[1:] = rendezvous, secrets.token_hex(32) if without else ""
+                except Exception as error:  # the others wait for a word
+                    meeting[0] = str(error)
+            first = 0 if group is None else dist.get_global_rank(group, 0)
+            dist.broadcast_object_list(meeting, src=first, group=group)
+            wrong, rendezvous, secret = meeting
+            if wrong is not None:
+                raise InvalidArgument(f"rank 0 of the group: {wrong}")
+            return World.processes(rank, size, rendezvous=rendezvous, secret=secret, **options)
+        finally:
+            if kept is not None:
+                kept.close()
 
     def own_experts(self, num_experts: int) -> range:
         """The experts that this rank has, and whose weights it must be given.
@@ -238,8 +289,15 @@ class World:
 
 
 def _options(
-    deadline: float, rendezvous: str = "", chunk_bytes: int = 0, window: int = 0
+    deadline: float,
+    rendezvous: str = "",
+    chunk_bytes: int = 0,
+    window: int = 0,
+    secret: str = "",
 ) -> _abi.WorldOptions:
+    if "\0" in secret:
+        # The library would take the part before it.
+        raise InvalidArgument("the secret has a zero byte; use random printable characters")
     for name, value in (("network_chunk_bytes", chunk_bytes), ("network_window", window)):
         # ctypes would take it modulo 2**32.
         if not 0 <= value < 2**32:
@@ -249,11 +307,12 @@ def _options(
         rendezvous=rendezvous.encode() if rendezvous else None,
         network_chunk_bytes=chunk_bytes,
         network_window=window,
+        secret=secret.encode() if secret else None,
     )
 
 
-def _place() -> tuple[str, str, str]:
-    """What ranks must have in common to meet: host name, boot and network namespace."""
+def _place() -> tuple[str, str]:
+    """What ranks of one host have in common: its boot and the network namespace."""
 
     def read(path: str) -> str:
         try:
@@ -268,7 +327,87 @@ def _place() -> tuple[str, str, str]:
         except OSError:
             return ""
 
-    return os.uname().nodename, read("/proc/sys/kernel/random/boot_id"), link("/proc/self/ns/net")
+    boot = read("/proc/sys/kernel/random/boot_id") or os.uname().nodename
+    return boot, link("/proc/self/ns/net")
+
+
+def _has_secret() -> bool:
+    return any(os.environ.get(name) for name in ("SWITCHYARD_SECRET_FILE", "SWITCHYARD_SECRET"))
+
+
+def _ranks(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"ranks {shown}{', …' if len(numbers) > 8 else ''}"
+
+
+def _store_hosts(dist: Any) -> list[tuple[str, bool]]:
+    """Where torch's store may be, and if the other ranks know it by that name."""
+    hosts = [(os.environ.get("MASTER_ADDR", ""), True)]
+    # With init_method="tcp://..." or a store of the caller's, no variable has it.
+    store = getattr(dist.distributed_c10d, "_get_default_store", lambda: None)()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    hosts.append((getattr(store, "host", ""), True))
+    hosts.append((os.uname().nodename, False))
+    return [(host, known) for host, known in hosts if host]
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _reached_by_others(ip: str) -> bool:
+    address = ipaddress.ip_address(ip.partition("%")[0])
+    return not (address.is_loopback or (address.version == 6 and address.is_link_local))
+
+
+def _own_address(hosts: list[tuple[str, bool]]) -> str:
+    """The address by which this process reaches the first of `hosts` that others can use, too."""
+    tried = []
+    for host, known in hosts:
+        try:
+            found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        except OSError as error:
+            tried.append(f"{host}: {error}")
+            continue
+        for family, kind, protocol, _, address in found:
+            try:
+                # Nothing is sent: a datagram socket that is connected knows its own address. On
+                # the way to this host itself, that is the host's address.
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.connect(address)
+                    ip = probe.getsockname()[0]
+            except OSError as error:
+                tried.append(f"{host}: {error}")
+                continue
+            if _reached_by_others(ip):
+                return ip
+            tried.append(f"{host}: {ip}")
+        # A host's own name often means loopback there. The others found the store by that name.
+        if known and host != "localhost" and not _is_ip(host):
+            return host
+    raise InvalidArgument(
+        "the group is spread over several hosts, and this process knows no address of its host "
+        f"that others reach ({'; '.join(tried)}); set MASTER_ADDR to the host of the group's "
+        "store, as the others know it"
+    )
+
+
+def _keep_port(address: str) -> tuple[str, socket.socket]:
+    """A rendezvous at a port that is free, and a socket that keeps it from others, except from
+    those that, like the library, want to listen where nobody listens."""
+    v6 = ":" in address
+    kept = socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_STREAM)
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("::" if v6 else "", 0))
+    port = kept.getsockname()[1]
+    return f"tcp://[{address}]:{port}" if v6 else f"tcp://{address}:{port}", kept
 
 
 _names = 0

@@ -26,6 +26,7 @@ WorldOptions options_of(const sy_world_options* given) {
   if (read.rendezvous != nullptr) options.rendezvous = read.rendezvous;
   if (read.network_chunk_bytes != 0) options.network.chunk_bytes = read.network_chunk_bytes;
   if (read.network_window != 0) options.network.window = read.network_window;
+  if (read.secret != nullptr) options.secret = read.secret;
   return options;
 }
 

@@ -73,7 +73,8 @@ std::string rendezvous_socket_name(std::string_view rendezvous) {
 }
 
 Bootstrap::Bootstrap(int rank, int size, const std::string& rendezvous,
-                     std::chrono::milliseconds deadline, std::string job)
+                     std::chrono::milliseconds deadline, std::string job,
+                     const network::Secret& secret)
     : rank_(rank), size_(size), deadline_(checked_deadline(deadline)), job_(std::move(job)) {
   if (size < 1 || rank < 0 || rank >= size) {
     throw Error(ErrorCode::kInvalidArgument,
@@ -81,7 +82,7 @@ Bootstrap::Bootstrap(int rank, int size, const std::string& rendezvous,
                             "at least one",
                             rank, size));
   }
-  place_ = Place::of(rendezvous, rank, size);
+  place_ = Place::of(rendezvous, rank, size, secret);
   channels_.resize(static_cast<std::size_t>(size));
   pids_.resize(static_cast<std::size_t>(size), 0);
   pids_[static_cast<std::size_t>(rank)] = ::getpid();

@@ -43,9 +43,10 @@ class Bootstrap {
   //   Error{kInvalidArgument}   for a rank outside [0, size) or claimed by two processes, or if
   //                             another job's world forms at this rendezvous,
   //   Error{kSpecMismatch}      if two processes disagree on the size, or on the protocol version.
-  // `job` is launched_job(): ranks whose jobs are known and differ do not meet.
+  // `job` is launched_job(): ranks whose jobs are known and differ do not meet. `secret`: of ranks
+  // that meet at a port.
   Bootstrap(int rank, int size, const std::string& rendezvous, std::chrono::milliseconds deadline,
-            std::string job = "");
+            std::string job = "", const network::Secret& secret = {});
   Bootstrap(const Bootstrap&) = delete;
   Bootstrap& operator=(const Bootstrap&) = delete;
 

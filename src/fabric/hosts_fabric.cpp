@@ -305,12 +305,14 @@ std::uint64_t host_number() {
 
 std::shared_ptr<Fabric> join_hosts(int rank, int size, const std::string& rendezvous,
                                    std::chrono::milliseconds deadline,
-                                   const network::WindowOptions& windows) {
+                                   const network::WindowOptions& windows,
+                                   const std::string& secret) {
   network::require_built_in();
   network::check(windows);
-  const TcpEndpoint root = parse_tcp(rendezvous);
+  parse_tcp(rendezvous);  // a string that makes no sense is told before a missing secret
+  const network::Secret proven = network::secret_of(secret, std::getenv);
   const std::shared_ptr<ProcessFabric> world =
-      make_process_fabric(rank, size, rendezvous, deadline);
+      make_process_fabric(rank, size, rendezvous, deadline, proven);
   const Bootstrap& meeting = world->bootstrap();
 
   const std::vector<std::uint64_t> numbers = gather(*world, host_number());
@@ -361,8 +363,7 @@ std::shared_ptr<Fabric> join_hosts(int rank, int size, const std::string& rendez
     parts.where.push_back(ip);
   }
   attempt_together(*world, [&] {
-    const HandshakeTerms terms{network::secret_from_environment(std::getenv), Purpose::kControl,
-                               size};
+    const HandshakeTerms terms{proven, Purpose::kControl, size};
     parts.channels = connect_proxies(rank, hosts, endpoints, listener, terms, deadline);
     parts.network = network::make_libfabric(endpoints[static_cast<std::size_t>(rank)].host);
   });

@@ -29,11 +29,13 @@ struct HostsParts {
 // Collective.
 std::shared_ptr<Fabric> make_hosts_fabric(HostsParts parts);
 
-// Collective: this process as a rank of a world that meets at tcp://host:port. Throws what
-// Bootstrap does, and Error{kUnsupported} if this build has no network.
+// Collective: this process as a rank of a world that meets at tcp://host:port. `secret` as in
+// WorldOptions. Throws what Bootstrap and network::secret_of() do, and Error{kUnsupported} if this
+// build has no network.
 std::shared_ptr<Fabric> join_hosts(int rank, int size, const std::string& rendezvous,
                                    std::chrono::milliseconds deadline,
-                                   const network::WindowOptions& windows);
+                                   const network::WindowOptions& windows,
+                                   const std::string& secret);
 
 // A number that processes have in common if they share a kernel and a network namespace, so that
 // they can share memory through its abstract sockets. Throws Error{kSystem}.

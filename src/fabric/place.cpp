@@ -141,11 +141,11 @@ std::string ip_of(const sockaddr_storage& address) {
 
 class TcpPlace final : public Place {
  public:
-  TcpPlace(const std::string& rendezvous, int rank, int size)
+  TcpPlace(const std::string& rendezvous, int rank, int size, const network::Secret& secret)
       : Place(rendezvous),
         endpoint_(parse_tcp(rendezvous)),
         rank_(rank),
-        terms_{network::secret_from_environment(std::getenv), Purpose::kRendezvous, size} {}
+        terms_{secret, Purpose::kRendezvous, size} {}
 
   bool is_one_host() const override { return false; }
 
@@ -190,12 +190,13 @@ class TcpPlace final : public Place {
 
 }  // namespace
 
-std::unique_ptr<Place> Place::of(const std::string& rendezvous, int rank, int size) {
+std::unique_ptr<Place> Place::of(const std::string& rendezvous, int rank, int size,
+                                 const network::Secret& secret) {
   if (!std::string_view(rendezvous).starts_with(kTcpScheme)) {
     return std::make_unique<UnixPlace>(rendezvous, size);
   }
   network::require_built_in();
-  return std::make_unique<TcpPlace>(rendezvous, rank, size);
+  return std::make_unique<TcpPlace>(rendezvous, rank, size, secret);
 }
 
 void set_no_delay(int socket) {

@@ -10,15 +10,17 @@
 #include "base/posix.h"
 #include "fabric/channel.h"
 #include "fabric/lobby.h"
+#include "network/secret.h"
 
 namespace switchyard {
 
 class Place {
  public:
-  // tcp://host:port is a port, and every other string the name of a Unix socket. Throws
-  // Error{kInvalidArgument} for a tcp:// that is none, and for a port what
-  // secret_from_environment() and network::require_built_in() throw.
-  static std::unique_ptr<Place> of(const std::string& rendezvous, int rank, int size);
+  // tcp://host:port is a port, whose ranks prove that they know `secret`; every other string is the
+  // name of a Unix socket. Throws Error{kInvalidArgument} for a tcp:// that is none, and for a port
+  // what network::require_built_in() throws.
+  static std::unique_ptr<Place> of(const std::string& rendezvous, int rank, int size,
+                                   const network::Secret& secret);
 
   explicit Place(std::string rendezvous) : rendezvous_(std::move(rendezvous)) {}
   virtual ~Place() = default;

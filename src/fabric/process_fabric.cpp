@@ -69,9 +69,10 @@ class ProcessSegment final : public SymmetricSegment {
 
 class Processes final : public ProcessFabric {
  public:
-  Processes(int rank, int size, const std::string& rendezvous, std::chrono::milliseconds deadline)
+  Processes(int rank, int size, const std::string& rendezvous, std::chrono::milliseconds deadline,
+            const network::Secret& secret)
       : ProcessFabric(deadline),
-        bootstrap_(rank, size, rendezvous, deadline, launched_job(std::getenv)) {
+        bootstrap_(rank, size, rendezvous, deadline, launched_job(std::getenv), secret) {
     tell_launcher_deadline(rank, deadline);
   }
 
@@ -130,8 +131,9 @@ class Processes final : public ProcessFabric {
 
 std::shared_ptr<ProcessFabric> make_process_fabric(int rank, int size,
                                                    const std::string& rendezvous,
-                                                   std::chrono::milliseconds deadline) {
-  return std::make_shared<Processes>(rank, size, rendezvous, deadline);
+                                                   std::chrono::milliseconds deadline,
+                                                   const network::Secret& secret) {
+  return std::make_shared<Processes>(rank, size, rendezvous, deadline, secret);
 }
 
 World World::processes(int rank, int size, WorldOptions options) {
@@ -141,7 +143,7 @@ World World::processes(int rank, int size, WorldOptions options) {
   const network::WindowOptions windows{options.network.chunk_bytes, options.network.window};
   network::check(windows);
   if (rendezvous.starts_with(kTcpScheme)) {
-    return World(join_hosts(rank, size, rendezvous, deadline, windows));
+    return World(join_hosts(rank, size, rendezvous, deadline, windows, options.secret));
   }
   return World(make_process_fabric(rank, size, rendezvous, deadline));
 }

@@ -18,6 +18,11 @@ constexpr const char* kRemedy =
     "put at least 16 random characters into a file that only you can read, such as `umask 077; "
     "openssl rand -hex 32 > secret`, and set SWITCHYARD_SECRET_FILE to its name on every rank";
 
+Secret bytes_of(std::string_view text) {
+  const auto* const bytes = reinterpret_cast<const std::byte*>(text.data());
+  return Secret(bytes, bytes + text.size());
+}
+
 }  // namespace
 
 Nonce random_nonce() {
@@ -56,8 +61,19 @@ Secret secret_from_environment(const std::function<const char*(const char*)>& lo
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("the secret of {} has {} bytes; {}", source, text.size(), kRemedy));
   }
-  const auto* const bytes = reinterpret_cast<const std::byte*>(text.data());
-  return Secret(bytes, bytes + text.size());
+  return bytes_of(text);
+}
+
+Secret secret_of(std::string_view given, const std::function<const char*(const char*)>& lookup) {
+  if (given.empty()) return secret_from_environment(lookup);
+  if (given.size() < kLeastSecretBytes) {
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        fmt::format("the secret of the world's options has {} bytes; use at least {} random "
+                    "ones, the same on all ranks",
+                    given.size(), kLeastSecretBytes));
+  }
+  return bytes_of(given);
 }
 
 Digest prove(const Secret& secret, Side side, const Opening& opening, const Nonce& listeners) {

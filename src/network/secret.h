@@ -16,6 +16,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace switchyard::network {
@@ -38,6 +39,9 @@ Nonce random_nonce();  // throws Error{kSystem}
 // Error{kInvalidArgument} if neither is set, or the secret is shorter than kLeastSecretBytes, and
 // Error{kInvalidFile} if the file cannot be read or others may read it.
 Secret secret_from_environment(const std::function<const char*(const char*)>& lookup);
+// `given` as it is, or if that is empty secret_from_environment(). Throws Error{kInvalidArgument}
+// if it is shorter than kLeastSecretBytes.
+Secret secret_of(std::string_view given, const std::function<const char*(const char*)>& lookup);
 
 // The messages, as they lie in memory; both ends are little-endian, which the magic number shows.
 struct Opening {

@@ -441,6 +441,21 @@ TEST(WorldOptions, OfTheNetworkAreChecked) {
   EXPECT_EQ(sy_world_destroy(&world), SY_OK);
 }
 
+TEST(WorldOptions, SecretsThatAreTooShortAreRefused) {
+  sy_world* world = nullptr;
+  sy_world_options options = SY_WORLD_OPTIONS_INIT;
+  options.rendezvous = "tcp://127.0.0.1:29124";
+  options.secret = "short";
+  const sy_status status = sy_world_processes(0, 2, &options, &world);
+  if (status == SY_UNSUPPORTED) GTEST_SKIP() << last_error().message;
+  EXPECT_EQ(status, SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("has 5 bytes; use at least 16"));
+  // Callers that were compiled before it was there do not have it.
+  options.struct_size = offsetof(sy_world_options, secret);
+  EXPECT_EQ(sy_world_single(&options, &world), SY_OK) << last_error().message;
+  EXPECT_EQ(sy_world_destroy(&world), SY_OK);
+}
+
 TEST(Errors, BelongToTheirThread) {
   sy_world* world = nullptr;
   ASSERT_EQ(sy_world_threads(0, nullptr, &world), SY_INVALID_ARGUMENT);

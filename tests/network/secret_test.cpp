@@ -49,6 +49,19 @@ TEST(SecretTest, MissingAndShortOnesAreRefusedWithARemedy) {
   EXPECT_THAT(refused({{"SWITCHYARD_SECRET", "short"}}), HasSubstr("has 5 bytes"));
 }
 
+TEST(SecretTest, AGivenOneGoesBeforeTheEnvironments) {
+  const auto nothing = [](const char*) -> const char* { return nullptr; };
+  const auto set = [](const char* name) -> const char* {
+    return std::string_view(name) == "SWITCHYARD_SECRET" ? "0123456789abcdef" : nullptr;
+  };
+  EXPECT_EQ(network::secret_of("another 16 bytes", set), secret_of("another 16 bytes"));
+  EXPECT_EQ(network::secret_of("", set), secret_of("0123456789abcdef"));
+  EXPECT_THAT(error_of(ErrorCode::kInvalidArgument, [&] { network::secret_of("short", set); }),
+              HasSubstr("has 5 bytes; use at least 16"));
+  EXPECT_THAT(error_of(ErrorCode::kInvalidArgument, [&] { network::secret_of("", nothing); }),
+              HasSubstr("SWITCHYARD_SECRET_FILE"));
+}
+
 TEST(SecretTest, AFileMustBeTheUsersAlone) {
   std::string path = ::testing::TempDir() + "secretXXXXXX";
   const int fd = ::mkstemp(path.data());

@@ -1,6 +1,7 @@
 """Worlds: threads, processes, groups of torch.distributed."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -171,8 +172,6 @@ dist.destroy_process_group()
 
 
 def free_port():
-    import socket
-
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
@@ -194,6 +193,128 @@ def test_process_group():
     assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
     assert "rank 0 is outside" in outputs[0][0]
     assert "rank 1 agrees" in outputs[1][0] and "rank 2 agrees" in outputs[2][0]
+
+
+# A rank of a group over two network namespaces. Arguments: ranks without the launcher's secret, how
+# they find torch's store, and MASTER_ADDR from then on.
+HOSTS = """
+import os, sys, torch, torch.distributed as dist, switchyard
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+without, store, address = sys.argv[1:]
+if str(rank) in without:
+    del os.environ["SWITCHYARD_SECRET"]
+if store == "env":
+    os.environ["MASTER_PORT"] = "29123"
+    dist.init_process_group("gloo")
+else:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+if address:
+    os.environ["MASTER_ADDR"] = address
+else:
+    del os.environ["MASTER_ADDR"]
+before = dict(os.environ)
+
+def agree(world):
+    torch.manual_seed(0)
+    w13, w2 = torch.randn(8, 64, 32) / 6, torch.randn(8, 32, 32) / 6
+    x = torch.randn(5, 32)
+    ids, weights = torch.tensor([[0, 3], [7, 1], [2, 6], [4, 5], [6, 0]]), torch.ones(5, 2)
+    own = world.own_experts(8)
+    layer = switchyard.Experts(
+        w13[own.start : own.stop], w2[own.start : own.stop], top_k=2, num_experts=8, world=world, num_threads=1
+    )
+    assert torch.equal(layer(x, ids, weights), switchyard.Experts(w13, w2, top_k=2)(x, ids, weights))
+
+try:
+    world = switchyard.World.from_process_group(deadline=100, network_window=2)
+    assert (world.rank, world.size) == (rank, size)
+    assert "2 hosts" in world.fabric, world.fabric
+    agree(world)
+    group = dist.new_group([1, 3]) if size == 4 else None  # one rank of each host
+    if group is not None and rank in (1, 3):
+        part = switchyard.World.from_process_group(group, deadline=100)
+        assert (part.rank, part.size) == (rank // 2, 2)
+        agree(part)
+    said = "agrees"
+except switchyard.Error as error:
+    said = f"{type(error).__name__} {error}"
+sys.stdout.write(f"rank {rank} {said}\\n")  # at once: ranks share the pipe
+assert dict(os.environ) == before  # no secret is left in it
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def run_over_hosts(size, without, store, address):
+    """What the ranks said, half of which are on each of two hosts."""
+    launch = [sys.executable, "-m", "switchyard", "launch", "-n", str(size), "--namespaces", "2", "--"]
+    probe = subprocess.run([*launch, "true"], capture_output=True, text=True, timeout=60)
+    if probe.returncode != 0:
+        pytest.skip("no network namespaces: " + probe.stderr.strip()[:200])
+    done = subprocess.run(
+        [*launch, sys.executable, "-c", HOSTS, without, store, address],
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "eth0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if "joins ranks of one host only" in done.stdout:
+        pytest.skip("this build of Switchyard joins ranks of one host only")
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("size", "without", "store", "address"),
+    [
+        (4, "0123", "env", "10.77.0.1"),  # a fresh secret
+        (2, "none", "env", "10.77.0.1"),  # the environment's
+        (2, "01", "tcp://10.77.0.1:29123", ""),  # the address is that of torch's store
+        (2, "01", "file", "10.77.0.2"),  # the address is the one on the way to another host
+    ],
+)
+def test_process_group_over_hosts(size, without, store, address, tmp_path):
+    said = run_over_hosts(size, without, f"file://{tmp_path}/store" if store == "file" else store, address)
+    for rank in range(size):
+        assert f"rank {rank} agrees" in said, said
+
+
+def test_process_group_over_hosts_where_some_have_a_secret():
+    said = run_over_hosts(2, "1", "env", "10.77.0.1")
+    for rank in range(2):
+        assert f"rank {rank} InvalidArgument" in said, said
+    assert said.count("rank 1 of 2 has neither") == 2
+
+
+def test_process_group_over_hosts_without_an_address(tmp_path):
+    said = run_over_hosts(2, "01", f"file://{tmp_path}/store", "127.0.0.1")
+    for rank in range(2):
+        assert f"rank {rank} InvalidArgument rank 0 of the group:" in said, said
+    assert said.count("set MASTER_ADDR") == 2 and "127.0.0.1" in said
+
+
+def test_addresses_of_rank_0():
+    from switchyard import _world
+
+    useless = [("no-such-host.invalid", False), ("127.0.0.1", True), ("localhost", True)]
+    with pytest.raises(switchyard.InvalidArgument, match="set MASTER_ADDR"):
+        _world._own_address(useless)
+    for address, written in (("10.0.0.1", "10.0.0.1"), ("node1", "node1"), ("fd00::1", "[fd00::1]")):
+        rendezvous, kept = _world._keep_port(address)
+        with kept:
+            assert rendezvous == f"tcp://{written}:{kept.getsockname()[1]}"
+            # The library listens at a port that nobody listens at yet.
+            other = socket.socket(kept.family)
+            with other:
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                other.bind(kept.getsockname())
+                other.listen()
+
+
+def test_secrets_that_make_no_sense():
+    for secret, message in (("short", "has 5 bytes"), ("a zero byte \0 in it", "zero byte")):
+        with pytest.raises(switchyard.InvalidArgument, match=message):
+            World.processes(0, 2, rendezvous="tcp://127.0.0.1:29124", secret=secret, deadline=1)
 
 
 def test_process_group_that_is_not_there():
