@@ -99,6 +99,8 @@ void add_execution_options(Command& command, LayerRunOptions& o) {
   command.add_dtype("--compute", o.compute, false,
                     "Arithmetic and wire type: bf16, f32 or fp8 (default: by the weights)");
   command.add_seconds("--deadline", o.ranks.deadline, "Longest wait for another rank (default 30)");
+  command.add_flag("--pre-sum-per-host", o.ranks.pre_sum_per_host,
+                   "Over hosts, sum a token's results of one host before they travel");
 }
 
 std::filesystem::path place_for(const char* option, const std::string& path,

@@ -243,6 +243,7 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   layer_options.max_tokens = static_cast<int>(most_tokens);
   layer_options.num_threads = options.threads;
   layer_options.compute = options.compute;
+  layer_options.pre_sum_per_host = options.pre_sum_per_host;
   layer_options.trace = options.trace;
   layer_options.recorded_steps = options.recorded_steps;
   layer_options.name = options.recorded_name;

@@ -25,9 +25,10 @@ struct RankOptions {
   DType compute = DType::kBF16;
   int repeat = 5;  // timed passes; at least one untimed pass comes before
   std::chrono::milliseconds deadline{30'000};
-  bool trace = false;         // fill RunResult::traces
-  int recorded_steps = 0;     // above 0: fill RunResult::recording
-  std::string recorded_name;  // see LayerOptions::name
+  bool pre_sum_per_host = false;  // LayerOptions::pre_sum_per_host
+  bool trace = false;             // fill RunResult::traces
+  int recorded_steps = 0;         // above 0: fill RunResult::recording
+  std::string recorded_name;      // see LayerOptions::name
 };
 
 // The results of all ranks. Bytes and counts are sums over the ranks of the last pass.

@@ -15,14 +15,16 @@
 
 #include "cli/command.h"
 #include "cli/format.h"
+#include "fabric/namespaces.h"
 #include "gpu/device.h"
 #include "model/model_table.h"
+#include "network/network.h"
+#include "switchyard/error.h"
 
 namespace switchyard::cli {
 namespace {
 
 using ::testing::HasSubstr;
-using ::testing::Not;
 
 // No number of ranks gets whole tiles of them.
 constexpr const char* kTokens = "37";
@@ -91,6 +93,43 @@ TEST(Run, LaunchedProcessesGiveTheBytesOfThreads) {
   for (const char* field : {"dispatch_bytes", "combine_bytes", "signal_bytes"}) {
     EXPECT_EQ(of_threads["crossing"][field], of_processes["crossing"][field]) << field;
   }
+}
+
+TEST(Run, SumsPerHostSendFewerBytesBetweenHosts) {
+  if (!network::is_built_in()) GTEST_SKIP() << "this build joins ranks of one host only";
+  try {
+    const NetworkNamespaces probe(1);
+  } catch (const Error& error) {
+    GTEST_SKIP() << error.what();
+  }
+  const TemporaryDirectory directory;
+  const auto run = [&](const char* name, const Arguments& options) {
+    const Arguments launch = {"launch", "-n", "4", "--namespaces", "2", "--", SWITCHYARD_COMMAND};
+    const Completed done = run_switchyard(
+        join(join(join(launch, {"run", "--tokens", kTokens, "--threads", "1", "--json", "--verify",
+                                "--repeat", "1", "--output", (directory / name).string()}),
+                  kTiny),
+             options));
+    EXPECT_EQ(done.exit_code, 0) << done.err;
+    return nlohmann::json::parse(done.out)["crossing"]["combine_bytes"].get<std::int64_t>();
+  };
+  const std::int64_t rows = run("rows", {});
+  EXPECT_LT(run("sums", {"--pre-sum-per-host"}), rows);
+  // A rounding more, so other bits.
+  EXPECT_NE(tensor_bytes(directory / "rows", "output"), tensor_bytes(directory / "sums", "output"));
+}
+
+TEST(Run, SumsPerHostChangeNothingOnOneHost) {
+  const TemporaryDirectory directory;
+  for (const Arguments& options : {Arguments{}, Arguments{"--pre-sum-per-host"}}) {
+    const Completed done = run_switchyard(
+        join(join({"run", "--tokens", kTokens, "--ranks", "2", "--threads", "1", "--quiet",
+                   "--output", (directory / std::to_string(options.size())).string()},
+                  kTiny),
+             options));
+    ASSERT_EQ(done.exit_code, 0) << done.err;
+  }
+  EXPECT_EQ(tensor_bytes(directory / "0", "output"), tensor_bytes(directory / "1", "output"));
 }
 
 TEST(Run, LauncherWithoutDashesPassesOptionsOn) {
