@@ -65,5 +65,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     const auto failed = static_cast<std::int64_t>(read->word & 0xffff'ffffu) - 1;
     if (failed < 0 || failed >= kRanks) std::abort();
   }
+  if (read && read->kind == network::ControlMessage::Kind::kPropose) {
+    const int accused = read->record.peer;
+    if (accused < 0 || accused >= kRanks) std::abort();
+  }
   return 0;
 }

@@ -34,6 +34,9 @@ class HostPace : public protocol::WaitsAlone {
   int silent_rank(std::uint64_t deadline_ns) const {
     return remote_ == nullptr ? -1 : remote_->silent_rank(deadline_ns);
   }
+  bool propose(const protocol::FailureRecord& record) const {
+    return remote_ != nullptr && remote_->propose(record);
+  }
   // Ranks may outnumber cores, so after a few looks the thread leaves the core to others. Every
   // wake-up takes the core from them for some microseconds, so sleeps grow with the time already
   // waited. Even the longest sleep is a few hundredths of that time.

@@ -98,6 +98,16 @@ void NetworkNamespaces::set_connected(int host, bool connected) const {
   }
 }
 
+void NetworkNamespaces::cut_path(int from, int to) const {
+  // To an address that no card has: frames go out, and nobody takes them.
+  const Outcome outcome =
+      run(fmt::format("ip -n {} neigh replace {} lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
+                      name(from), ip(to)));
+  if (outcome.status != 0) {
+    throw Error(ErrorCode::kSystem, fmt::format("cannot cut a path: {}", printable(outcome.text)));
+  }
+}
+
 void NetworkNamespaces::limit_rate(int host, int megabits) const {
   const Outcome outcome =
       run(fmt::format("ip netns exec {} tc qdisc replace dev eth0 root tbf rate {}mbit burst 256kb "

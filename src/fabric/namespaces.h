@@ -28,6 +28,8 @@ class NetworkNamespaces {
   void enter(int host) const;
   // Takes the host's cable out, or puts it in again. Throws Error{kSystem}.
   void set_connected(int host, bool connected) const;
+  // From now on nothing of what one host sends to the other arrives. Throws Error{kSystem}.
+  void cut_path(int from, int to) const;
   // What leaves the host leaves at this rate at most, in Mbit/s. Throws Error{kSystem}.
   void limit_rate(int host, int megabits) const;
 

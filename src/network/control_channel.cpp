@@ -19,20 +19,20 @@ std::optional<ControlMessage> read_control_message(const std::byte* bytes, int n
   if (phase > static_cast<std::uint8_t>(protocol::Phase::kLink)) return std::nullopt;
   std::uint32_t kind = 0;
   std::memcpy(&kind, bytes + offsetof(ControlMessage, kind), sizeof kind);
-  if (kind < 1 || kind > static_cast<std::uint32_t>(ControlMessage::Kind::kGoodbye)) {
+  if (kind < 1 || kind > static_cast<std::uint32_t>(ControlMessage::Kind::kDecline)) {
     return std::nullopt;
   }
   std::memcpy(&message, bytes, sizeof message);
   if (message.magic != ControlMessage::kMagic) return std::nullopt;
   const auto is_rank = [&](std::int64_t rank) { return rank >= 0 && rank < num_ranks; };
+  const bool names_ranks = is_rank(message.record.waiter) && is_rank(message.record.peer) &&
+                           is_rank(message.record.witness);
+  if (message.kind == ControlMessage::Kind::kPropose && !names_ranks) return std::nullopt;
   if (message.kind == ControlMessage::Kind::kAbort) {
     const auto failed = static_cast<std::int64_t>(message.word & (protocol::kCalledOff - 1)) - 1;
     const bool called_off = (message.word & protocol::kCalledOff) != 0;
     if (message.word >> 33 != 0 || !is_rank(failed)) return std::nullopt;
-    if (!called_off && (!is_rank(message.record.waiter) || !is_rank(message.record.peer) ||
-                        !is_rank(message.record.witness))) {
-      return std::nullopt;
-    }
+    if (!called_off && !names_ranks) return std::nullopt;
   }
   return message;
 }

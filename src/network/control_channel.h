@@ -21,6 +21,8 @@ struct ControlMessage {
     kBeat,       // the words that its rank shows others in the heap of `segment`
     kAbort,      // the heap of `segment` is given up; `word` is its abort word
     kGoodbye,    // the rank let go of its World, and needs nothing more
+    kPropose,    // the heap of `segment` should be given up because of `record`: decide
+    kDecline,    // to who proposed: the rank does not have that heap any more
   };
   std::uint32_t magic = kMagic;
   Kind kind = Kind::kAlive;
@@ -28,7 +30,7 @@ struct ControlMessage {
   std::uint32_t reserved = 0;
   std::uint64_t word = 0;            // kBeat: waits_for; kAbort: abort
   std::uint64_t progress = 0;        // kBeat
-  protocol::FailureRecord record{};  // kAbort: of the rank that `word` names
+  protocol::FailureRecord record{};  // kAbort: of the rank that `word` names; kPropose
 
   static constexpr std::uint32_t kMagic = 0x6c74'6373;  // "sctl", little-endian
 };

@@ -30,6 +30,11 @@ constexpr milliseconds kGoodbyeGrace{50};
 // have dropped its last words. Then others tell the same within this time.
 constexpr milliseconds kDeathGrace{20};
 constexpr milliseconds kFarewell{1'000};
+// ProxyOptions::verdict_time is for deaths, which are told within 200 ms. Other failures took a
+// deadline to find, so their verdict may take this many times longer.
+constexpr int kVerdictTimes = 5;
+// A proxy that has not dealt with a proposal so long after it was due does not run.
+constexpr milliseconds kProxyTime{1'000};
 // The longest sleep where the network has no descriptor to wait for.
 constexpr std::chrono::microseconds kBriefSleep{100};
 // A rank that was heard of within this time is not called silent, however short the deadline.
@@ -116,6 +121,10 @@ int RemoteHeap::silent_rank(std::uint64_t deadline_ns) const {
   return silent;
 }
 
+bool RemoteHeap::propose(const protocol::FailureRecord& record) const {
+  return proxy_->propose(segment_, record);
+}
+
 // --------------------------------------------------------------------------------------- Proxy
 
 Proxy::Proxy(const Hosts& hosts, int rank, const ProxyOptions& options,
@@ -136,7 +145,8 @@ Proxy::Proxy(const Hosts& hosts, int rank, const ProxyOptions& options,
       last_heard_(static_cast<std::size_t>(hosts.num_ranks())),
       peers_(static_cast<std::size_t>(hosts.num_ranks())),
       why_lost_(static_cast<std::size_t>(hosts.num_ranks())),
-      suspected_(static_cast<std::size_t>(hosts.num_ranks())) {
+      suspected_(static_cast<std::size_t>(hosts.num_ranks())),
+      distrusted_(static_cast<std::size_t>(hosts.num_ranks())) {
   if (!wake_fd_) throw_errno("cannot make an eventfd for the network's thread");
   network_->add(arena_.memory());
   const WindowOptions& windows = options_.windows;
@@ -269,7 +279,12 @@ void Proxy::leave(std::uint32_t segment) {
     if (outbox) outbox->flush();
   }
   const Clock::time_point until = Clock::now() + options_.deadline;
-  while (!protocol::aborted(heap.heaps) && !is_quiet(heap) && Clock::now() < until) {
+  const auto is_settled = [&] {
+    const std::lock_guard lock(heaps_mutex_);
+    return !heaps_.at(segment).proposal;
+  };
+  while (!protocol::aborted(heap.heaps) && !(is_quiet(heap) && is_settled()) &&
+         Clock::now() < until) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
   // Others must learn why before they see this rank leave.
@@ -317,13 +332,16 @@ void Proxy::run() {
     busy |= send_commands();
     const Clock::time_point now = Clock::now();
     if (busy) last_active_ = now;
+    // First, because what follows may want the next turn before the next beat.
+    if (now >= next_beat_) beat(now);
     if (now >= next_control_) {
       for (int r = 0; r < hosts_.num_ranks(); ++r) hear_control(r);
       next_control_ = now + kControlInterval;
       check_suspects(now);
     }
+    // Before the heaps are looked at: a proposal that comes later is not missed.
+    proposed_.store(false, std::memory_order_seq_cst);
     tell_aborts();
-    if (now >= next_beat_) beat(now);
     if (!busy) sleep(network_->wait_fd() < 0);
   }
   say_goodbye();
@@ -371,7 +389,7 @@ void Proxy::hear_chunk(const Immediate& immediate, Lane lane) {
   });
   if (inbox == inboxes_.end() || immediate.value >= options_.windows.window ||
       inbox->arrived[immediate.value]) {
-    lose(immediate.source, fmt::format("broke the protocol: a chunk in slot {}", immediate.value));
+    distrust(immediate.source, fmt::format(": a chunk in slot {}", immediate.value));
     return;
   }
   inbox->arrived[immediate.value] = true;
@@ -381,7 +399,7 @@ void Proxy::hear_chunk(const Immediate& immediate, Lane lane) {
 void Proxy::hear_credit(const Immediate& immediate, Lane lane) {
   Outbox& credited = outbox(lane, hosts_.host_of(immediate.source));
   if (credited.gateway() != immediate.source || !credited.credited(immediate.value)) {
-    lose(immediate.source, fmt::format("broke the protocol: {} credits too many", immediate.value));
+    distrust(immediate.source, fmt::format(": {} credits too many", immediate.value));
   }
 }
 
@@ -402,7 +420,7 @@ bool Proxy::apply_arrived() {
             apply(arena_.chunk(inbox.at + slot * options_.windows.chunk_bytes), inbox.next, *this);
       }
       if (!fault.empty()) {
-        lose(inbox.source, "broke the protocol: " + fault);
+        distrust(inbox.source, ": " + fault);
         break;
       }
       inbox.arrived[slot] = false;
@@ -451,7 +469,7 @@ void Proxy::hear_control(int rank) {
   channel.flush();
   while (const std::optional<ControlMessage> message = channel.receive()) hear(rank, *message);
   if (channel.garbled()) {
-    lose(rank, "broke the protocol of control messages");
+    distrust(rank, " of control messages");
     channel.close();
   } else if (channel.at_end()) {
     suspect(rank, "closed its connection: its process has ended", kDeathGrace);
@@ -470,32 +488,113 @@ void Proxy::hear(int rank, const ControlMessage& message) {
     channels_[i].close();
     return;
   }
-  if (message.kind == ControlMessage::Kind::kAlive) return;
+  if (message.kind == ControlMessage::Kind::kAlive || distrusted_[i]) return;
   const std::lock_guard lock(heaps_mutex_);
   const auto entry = heaps_.find(message.segment);
-  if (entry == heaps_.end()) return;
-  const protocol::Heaps& heaps = entry->second.heaps;
+  if (entry == heaps_.end()) {
+    if (message.kind == ControlMessage::Kind::kPropose) {
+      ControlMessage decline;
+      decline.kind = ControlMessage::Kind::kDecline;
+      decline.segment = message.segment;
+      channels_[i].send(decline);
+    }
+    return;
+  }
+  Heap& heap = entry->second;
+  const protocol::Heaps& heaps = heap.heaps;
   if (message.kind == ControlMessage::Kind::kBeat) {
     protocol::store_release(&heaps.control(rank)->waits_for, message.word);
     protocol::store_release(&heaps.control(rank)->progress, message.progress);
     last_active_ = Clock::now();
     return;
   }
+  // What was decided has been told to everybody.
   if (protocol::aborted(heaps)) return;
+  if (message.kind == ControlMessage::Kind::kPropose) {
+    note_proposal(heap, message.record);
+    return pursue(message.segment, heap);
+  }
+  if (message.kind == ControlMessage::Kind::kDecline) {
+    if (heap.proposal) heap.proposal->declined[i] = true;
+    return pursue(message.segment, heap);
+  }
   if ((message.word & protocol::kCalledOff) != 0) {
     protocol::compare_exchange(&heaps.control(rank_)->abort, std::uint64_t{0}, message.word);
   } else {
-    // As if this rank had found it: the first of what the ranks of a host hear and find is the
-    // verdict of all of them.
+    // It is decided. As if this rank had found it: the first of what the ranks of a host take over
+    // is the verdict of all of them.
     protocol::abort_world(heaps, message.record);
   }
-  tell_abort(message.segment, entry->second);
+  tell_abort(message.segment, heap);
 }
 
 void Proxy::tell(const ControlMessage& message) {
   for (ControlChannel& channel : channels_) {
     if (channel.is_open()) channel.send(message);
   }
+}
+
+bool Proxy::propose(std::uint32_t segment, const protocol::FailureRecord& record) {
+  {
+    const std::lock_guard lock(heaps_mutex_);
+    const auto entry = heaps_.find(segment);
+    if (entry == heaps_.end()) return false;
+    Heap& heap = entry->second;
+    if (protocol::aborted(heap.heaps)) return true;
+    if (heap.proposal) return Clock::now() < heap.proposal->due + kProxyTime;
+    note_proposal(heap, record);
+  }
+  proposed_.store(true, std::memory_order_seq_cst);
+  wake();
+  return true;
+}
+
+// The first one stays. A later one is of the same failure or of another, and either may be told.
+void Proxy::note_proposal(Heap& heap, const protocol::FailureRecord& record) const {
+  if (heap.proposal || protocol::aborted(heap.heaps)) return;
+  const int times = record.phase == protocol::Phase::kLink ? 1 : kVerdictTimes;
+  heap.proposal = Proposal{record, Clock::now() + times * options_.verdict_time, -1,
+                           std::vector<bool>(static_cast<std::size_t>(hosts_.num_ranks()))};
+}
+
+// A rank of a host before this rank's own that can still answer; -1: this rank decides. Proposals
+// thus go from host to host towards the first one, in no circle. A host that cannot reach the first
+// one asks the next one, which may reach it.
+int Proxy::who_decides(const Proposal& proposal, Clock::time_point now) const {
+  if (now >= proposal.due) return -1;
+  const std::int64_t silent =
+      std::chrono::nanoseconds(kVerdictTimes * options_.verdict_time).count();
+  for (int host = 0; host < hosts_.host_of(rank_); ++host) {
+    for (const int r : hosts_.ranks_of(host)) {
+      const auto i = static_cast<std::size_t>(r);
+      if (channels_[i].is_open() && !distrusted_[i] && !proposal.declined[i] &&
+          to_ns(now) - last_heard_[i].load(std::memory_order_relaxed) < silent) {
+        return r;
+      }
+    }
+  }
+  return -1;
+}
+
+void Proxy::pursue(std::uint32_t segment, Heap& heap) {
+  if (!heap.proposal) return;
+  if (protocol::aborted(heap.heaps)) return heap.proposal.reset();
+  Proposal& proposal = *heap.proposal;
+  const int decides = who_decides(proposal, Clock::now());
+  if (decides < 0) {
+    protocol::abort_world(heap.heaps, proposal.record);
+    heap.proposal.reset();
+    return tell_abort(segment, heap);
+  }
+  if (decides != proposal.asked) {
+    ControlMessage message;
+    message.kind = ControlMessage::Kind::kPropose;
+    message.segment = segment;
+    message.record = proposal.record;
+    channels_[static_cast<std::size_t>(decides)].send(message);
+    proposal.asked = decides;
+  }
+  next_beat_ = std::min(next_beat_, proposal.due);
 }
 
 void Proxy::tell_abort(std::uint32_t segment, Heap& heap) {
@@ -514,7 +613,10 @@ void Proxy::tell_abort(std::uint32_t segment, Heap& heap) {
 
 void Proxy::tell_aborts() {
   const std::lock_guard lock(heaps_mutex_);
-  for (auto& [segment, heap] : heaps_) tell_abort(segment, heap);
+  for (auto& [segment, heap] : heaps_) {
+    pursue(segment, heap);
+    tell_abort(segment, heap);
+  }
 }
 
 void Proxy::beat(Clock::time_point now) {
@@ -582,14 +684,20 @@ void Proxy::lose(int rank, const std::string& why) {
     record.phase = protocol::Phase::kLink;
     record.epoch = protocol::load_relaxed(&heap.heaps.control(rank_)->ended) + 1;
     record.waited_ns = static_cast<std::uint64_t>(std::max<std::int64_t>(silence, 1));
-    protocol::abort_world(heap.heaps, record);
-    tell_abort(segment, heap);
+    note_proposal(heap, record);
+    pursue(segment, heap);
   }
+}
+
+void Proxy::distrust(int rank, const std::string& fault) {
+  distrusted_[static_cast<std::size_t>(rank)] = true;
+  lose(rank, "broke the protocol" + fault);
 }
 
 void Proxy::sleep(bool briefly) {
   sleeping_.store(true, std::memory_order_seq_cst);
-  if (ring_.empty() && !stopping_.load(std::memory_order_seq_cst) && network_->may_sleep()) {
+  if (ring_.empty() && !proposed_.load(std::memory_order_seq_cst) &&
+      !stopping_.load(std::memory_order_seq_cst) && network_->may_sleep()) {
     std::vector<pollfd> fds{{wake_fd_.get(), POLLIN, 0}};
     if (network_->wait_fd() >= 0) fds.push_back({network_->wait_fd(), POLLIN, 0});
     const std::size_t first_channel = fds.size();

@@ -72,6 +72,11 @@ class RemoteHeap {
   // The rank that has been silent for longest, if that is a good part of the deadline; or -1.
   int silent_rank(std::uint64_t deadline_ns) const;
 
+  // Has the heap given up because of `record`, or of what another host found first: all hosts that
+  // can still talk to each other learn the same. Returns at once; the abort word is raised soon.
+  // False if that takes too long: then the caller raises it.
+  bool propose(const protocol::FailureRecord& record) const;
+
  private:
   std::shared_ptr<Proxy> proxy_;
   protocol::Control* control_;  // this rank's
@@ -83,6 +88,10 @@ struct ProxyOptions {
   std::chrono::milliseconds deadline{30'000};
   // How often it tells others that it runs, while anything changes and while nothing does.
   std::chrono::milliseconds beat{10}, idle_beat{100};
+  // How long the death of a rank may wait for the rank that decides what all hosts report; five
+  // times that where a deadline has passed already. A rank that was silent for so long is not
+  // asked. With 0 every host decides for itself.
+  std::chrono::milliseconds verdict_time{100};
 };
 
 struct Traffic {
@@ -117,7 +126,16 @@ class Proxy final : private Landing {
  private:
   friend class RemoteHeap;
 
+  // A failure that this rank has found or heard of, until somebody decides if it is what ended the
+  // world.
+  struct Proposal {
+    protocol::FailureRecord record{};
+    Clock::time_point due;       // then this rank decides
+    int asked = -1;              // the rank that decides, as far as this one can tell
+    std::vector<bool> declined;  // by rank
+  };
   struct Heap {
+    std::optional<Proposal> proposal;
     protocol::Heaps heaps;  // bases; ExpertPartition has the number of ranks only
     std::size_t bytes = 0;
     std::uint64_t told_waits_for = 0, told_progress = 0;
@@ -141,6 +159,7 @@ class Proxy final : private Landing {
   std::uint32_t enter(std::span<std::byte* const> bases, std::size_t bytes);
   void leave(std::uint32_t segment);
   bool is_quiet(const Heap& heap) const;
+  bool propose(std::uint32_t segment, const protocol::FailureRecord& record);
 
   // By the thread.
   void run();
@@ -154,11 +173,15 @@ class Proxy final : private Landing {
   void hear(int rank, const ControlMessage& message);
   void tell(const ControlMessage& message);
   void beat(Clock::time_point now);
+  void note_proposal(Heap& heap, const protocol::FailureRecord& record) const;
+  int who_decides(const Proposal& proposal, Clock::time_point now) const;
+  void pursue(std::uint32_t segment, Heap& heap);
   void tell_abort(std::uint32_t segment, Heap& heap);
   void tell_aborts();
   void check_suspects(Clock::time_point now);
   void suspect(int rank, const std::string& why, Clock::duration grace);
   void lose(int rank, const std::string& why);
+  void distrust(int rank, const std::string& fault);
   void sleep(bool briefly);
   void say_goodbye();
   bool is_rank_elsewhere(int rank) const {
@@ -199,10 +222,12 @@ class Proxy final : private Landing {
     std::string why;
   };
   std::vector<std::optional<Suspicion>> suspected_;  // by rank
+  std::vector<bool> distrusted_;                     // by rank: it broke the protocol
   Clock::time_point next_beat_, next_control_, last_active_;
   std::atomic<std::uint64_t> chunks_sent_{0}, chunks_received_{0};
 
   std::atomic<bool> sleeping_{false}, stopping_{false};
+  std::atomic<bool> proposed_{false};  // by a thread of the rank, and not looked at yet
   std::thread thread_;
 };
 

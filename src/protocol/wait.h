@@ -187,8 +187,15 @@ class Patience {
       if (silent >= 0 && silent != culprit.rank)
         culprit = {silent, wait.phase, wait.epoch, heaps.rank};
     }
-    abort_world(heaps, {heaps.rank, culprit.rank, culprit.phase, culprit.epoch, lack.slot,
-                        lack.expected, lack.observed, waited_, culprit.witness});
+    const FailureRecord record{heaps.rank,    culprit.rank, culprit.phase,
+                               culprit.epoch, lack.slot,    lack.expected,
+                               lack.observed, waited_,      culprit.witness};
+    // Other hosts may find a failure of their own. One of all ranks decides then, and the abort
+    // word tells what.
+    if constexpr (requires { pace.propose(record); }) {
+      if (pace.propose(record)) return false;
+    }
+    abort_world(heaps, record);
     return true;
   }
 
@@ -220,6 +227,8 @@ class Patience {
 //              kLeastLooksOfAJudge, and the members of WaitsAlone
 //              silent_rank(deadline in ns), where ranks may be on other hosts: a rank that was not
 //              heard of for a good part of the deadline, or -1
+//              propose(record), there, too: false if this rank has to end the world itself, else
+//              somebody does soon
 // The deadline counts from the last step that any rank completed. A pass has finitely many steps,
 // so a slow world is waited for, and one in which nothing moves for deadline_ns is not. A rank that
 // was itself stopped for a while cannot judge that time, and does not count it.

@@ -10,7 +10,9 @@
 #include <array>
 #include <atomic>
 #include <exception>
+#include <numeric>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -273,6 +275,158 @@ TEST(HostsChaos, RanksOfAHostReportOneFailure) {
     EXPECT_EQ(failures[0].peer_rank, failures[1].peer_rank);
     EXPECT_EQ(failures[0].epoch, failures[1].epoch);
   }
+}
+
+bool same_failure(const WaitFailure& a, const WaitFailure& b) {
+  return a.waiter_rank == b.waiter_rank && a.peer_rank == b.peer_rank && a.epoch == b.epoch &&
+         std::string_view(a.phase) == b.phase;
+}
+
+// A rank's link to one other is cut. Both ends find that out by themselves and accuse each other,
+// and the other ranks hear of both. All report the same of the two.
+TEST(HostsChaos, AllHostsReportOneFailure) {
+  Tally tally;
+  for (std::uint64_t seed = first_seed(); seed < first_seed() + num_seeds() && tally.may_go_on();
+       ++seed) {
+    ++tally.trials;
+    Trial trial(seed);
+    // The rank is alone on its host: it has links to all others.
+    const auto alone = static_cast<std::size_t>(
+        trial.numbers.between(0, static_cast<int>(trial.hosts.ranks_of_hosts.size()) - 1));
+    trial.hosts.ranks_of_hosts[alone] = 1;
+    const auto first = trial.hosts.ranks_of_hosts.begin();
+    trial.ranks = std::accumulate(first, trial.hosts.ranks_of_hosts.end(), 0);
+    const int cut = std::accumulate(first, first + static_cast<std::ptrdiff_t>(alone), 0);
+    trial.hosts.chaos.cut_rank = cut;
+    trial.hosts.chaos.cut_after = trial.numbers.between(0, 60);
+    SCOPED_TRACE(trial.name() + ", cut off: rank " + std::to_string(cut));
+    const LayerSpec spec = spec_of(32, 16, 12, 3);
+    const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+    const Batch batch = random_batch(spec, 40 * trial.ranks, DType::kF32, seed);
+    const Shares shares = Shares::even(batch.x.rows(), trial.ranks);
+    BatchResult result = empty_result(spec, batch, trial.ranks, DType::kF32);
+    std::vector<WaitFailure> failures(static_cast<std::size_t>(trial.ranks));
+    const auto thrown = test::run_over_chaos(trial.hosts, [&](const World& world) {
+      LayerOptions options;
+      options.max_tokens = 40;
+      options.num_threads = 1;
+      options.deadline = test::kGenerous;
+      MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), trial.ranks), options);
+      try {
+        for (;;) forward_share(layer, batch, shares, world.rank(), result);
+      } catch (const TimeoutError& error) {
+        failures[static_cast<std::size_t>(world.rank())] = error.failure();
+      }
+    });
+    tally.require_nothing_thrown(thrown);
+    EXPECT_STREQ(failures[0].phase, "link");
+    EXPECT_TRUE(failures[0].waiter_rank == cut || failures[0].peer_rank == cut);
+    for (const WaitFailure& other : failures) {
+      const bool same = same_failure(other, failures[0]);
+      EXPECT_TRUE(same) << "rank " << other.waiter_rank << " blames rank " << other.peer_rank
+                        << " in pass " << other.epoch << ", and rank " << failures[0].waiter_rank
+                        << " rank " << failures[0].peer_rank << " in pass " << failures[0].epoch;
+      tally.wrong_names += same ? 0 : 1;
+    }
+  }
+}
+
+// A rank stalls. The deadlines of all others pass at the same time, and each may find the failure.
+// All of them, and the late rank when it goes on, report one, and that names the late rank.
+TEST(HostsChaos, AllHostsReportOneLateRank) {
+  Tally tally;
+  constexpr std::uint64_t kTakesLong = 8;  // a deadline passes in each trial
+  for (std::uint64_t seed = first_seed(); seed < first_seed() + num_seeds() && tally.may_go_on();
+       seed += kTakesLong) {
+    ++tally.trials;
+    Trial trial(seed);
+    const int late = trial.numbers.between(0, trial.ranks - 1);
+    SCOPED_TRACE(trial.name() + ", late: rank " + std::to_string(late));
+    const LayerSpec spec = spec_of(32, 16, 12, 3);
+    const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+    const Batch batch = random_batch(spec, 40 * trial.ranks, DType::kF32, seed);
+    const Shares shares = Shares::even(batch.x.rows(), trial.ranks);
+    BatchResult result = empty_result(spec, batch, trial.ranks, DType::kF32);
+    std::vector<WaitFailure> failures(static_cast<std::size_t>(trial.ranks));
+    std::atomic<int> done{0};
+    const auto thrown = test::run_over_chaos(trial.hosts, [&](const World& world) {
+      LayerOptions options;
+      options.max_tokens = 40;
+      options.num_threads = 1;
+      options.deadline = std::chrono::milliseconds(1'500);
+      if (world.rank() == late) {
+        options.on_step = [&](const ProtocolStep& step) {
+          if (step.kind != ProtocolStep::Kind::kGemm2) return;
+          test::eventually([&] { return done.load() == trial.ranks - 1; });
+        };
+      }
+      MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), trial.ranks), options);
+      try {
+        for (;;) forward_share(layer, batch, shares, world.rank(), result);
+      } catch (const TimeoutError& error) {
+        failures[static_cast<std::size_t>(world.rank())] = error.failure();
+      }
+      ++done;
+    });
+    for (const std::exception_ptr& failure : thrown) EXPECT_EQ(failure, nullptr);
+    for (const WaitFailure& failure : failures) {
+      const bool right = failure.peer_rank == late && same_failure(failure, failures[0]);
+      EXPECT_TRUE(right) << "rank " << failure.waiter_rank << " blames rank " << failure.peer_rank
+                         << " in pass " << failure.epoch;
+      tally.wrong_names += right ? 0 : 1;
+    }
+  }
+}
+
+// A rank that has let go of its layer has no part in what ended it. The first host's has, so the
+// others decide, and do not wait for it.
+TEST(HostsChaos, WhoHasLetGoOfTheLayerDecidesNothing) {
+  test::ChaosHosts hosts;
+  hosts.ranks_of_hosts = {1, 1, 1};
+  const LayerSpec spec = spec_of(32, 16, 3, 1);
+  const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+  constexpr std::int64_t kEach = 8;
+  Batch batch{Matrix::random(3 * kEach, spec.hidden, DType::kF32, 1), {}, {}, {}};
+  for (const std::int32_t expert : {0, 2, 1}) {  // of ranks 0, 1 and 2
+    batch.topk_ids.insert(batch.topk_ids.end(), kEach, expert);
+    batch.topk_weights.insert(batch.topk_weights.end(), kEach, 1.0f);
+  }
+  const Shares shares = Shares::even(3 * kEach, 3);
+  BatchResult result = empty_result(spec, batch, 3, DType::kF32);
+  std::atomic<int> done{0};
+  std::array<WaitFailure, 3> failures;
+  const auto start = test::Clock::now();
+  const auto thrown = test::run_over_chaos(hosts, [&](const World& world) {
+    const int rank = world.rank();
+    {
+      LayerOptions options;
+      options.max_tokens = kEach;
+      options.num_threads = 1;
+      options.deadline = std::chrono::milliseconds(1'500);
+      if (rank == 2) {
+        options.deadline = test::kGenerous;
+        options.on_step = [&](const ProtocolStep& step) {
+          if (step.kind != ProtocolStep::Kind::kGemm2) return;
+          test::eventually([&] { return done.load() == 2; });
+        };
+      }
+      MoeLayer layer(world, spec, weights_of_rank(weights, rank, 3), options);
+      try {
+        forward_share(layer, batch, shares, rank, result);
+        if (rank == 2) forward_share(layer, batch, shares, rank, result);
+        EXPECT_EQ(rank, 0);
+      } catch (const TimeoutError& error) {
+        failures[static_cast<std::size_t>(rank)] = error.failure();
+      }
+    }
+    ++done;
+    // Its World stays, and with it what answers the others.
+    test::eventually([&] { return done.load() == 3; });
+  });
+  for (const std::exception_ptr& failure : thrown) EXPECT_EQ(failure, nullptr);
+  EXPECT_EQ(failures[1].peer_rank, 2);
+  EXPECT_TRUE(same_failure(failures[1], failures[2]));
+  EXPECT_LT(test::since(start), test::kAtOnce);  // verdict_time is far longer
 }
 
 // A rank that has done its part and left is silent, and no culprit: the one that stalls is.

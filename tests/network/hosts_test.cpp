@@ -3,6 +3,7 @@
 //
 //   SWITCHYARD_HOSTS_TRIALS=1000    stopped and killed ranks of each kind (default 6)
 //   SWITCHYARD_HOSTS_SEED=7         another set of trials
+#include <fmt/core.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -17,6 +18,7 @@
 #include <fstream>
 #include <numeric>
 #include <optional>
+#include <set>
 
 #include "fabric/launch.h"
 #include "fabric/namespaces.h"
@@ -217,7 +219,7 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
   const std::uint64_t seed = test::number_from("SWITCHYARD_HOSTS_SEED", 1);
   const bool kill = GetParam() == Stop::kKill;
   std::vector<std::int64_t> delays;
-  std::uint64_t played = 0, hangs = 0, wrong_names = 0;
+  std::uint64_t played = 0, hangs = 0, wrong_names = 0, two_verdicts = 0;
   for (std::uint64_t trial = seed; trial < seed + trials; ++trial) {
     ++played;
     test::Numbers numbers(trial);
@@ -262,6 +264,7 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
           } catch (const TimeoutError& error) {
             board->failed_at[rank] = now_ns();
             board->blamed[rank] = error.failure().peer_rank;
+            board->found[rank] = number_of(error.failure());
             std::snprintf(board->words[rank], sizeof board->words[rank], "%s", error.what());
           }
         } catch (const std::exception& error) {
@@ -303,12 +306,19 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
       ::kill(pids[static_cast<std::size_t>(victim)], SIGCONT);
       expect_name(victim);
     }
+    std::set<std::uint64_t> verdicts;
+    for (int rank = 0; rank < size; ++rank) {
+      if (rank != victim) verdicts.insert(board->found[rank]);
+    }
+    two_verdicts += verdicts.size() > 1;
     ::munmap(memory, sizeof(Board));
     if (hangs + wrong_names > 3) break;
   }
   // bench/hosts_chaos.py keeps these.
-  for (const auto& [name, number] :
-       {std::pair("trials", played), {"hangs", hangs}, {"wrong_names", wrong_names}}) {
+  for (const auto& [name, number] : {std::pair("trials", played),
+                                     {"hangs", hangs},
+                                     {"wrong_names", wrong_names},
+                                     {"two_verdicts", two_verdicts}}) {
     RecordProperty(name, std::to_string(number));
   }
   ASSERT_FALSE(delays.empty());
@@ -319,8 +329,13 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
   for (const std::int64_t delay : delays)
     all += std::to_string(static_cast<double>(delay) * 1e-6) + " ";
   RecordProperty("delays_ms", all);
-  std::printf("%s: %zu ranks ended after a median of %.1f ms, at most %.1f ms\n",
-              kill ? "kill" : "stop", delays.size(), median_ms, longest_ms);
+  std::printf(
+      "%s: %zu ranks ended after a median of %.1f ms, at most %.1f ms; %zu of %zu worlds "
+      "with more than one verdict\n",
+      kill ? "kill" : "stop", delays.size(), median_ms, longest_ms,
+      static_cast<std::size_t>(two_verdicts), static_cast<std::size_t>(played));
+  // A verdict that takes too long is not waited for. That is rare, also on a busy machine.
+  EXPECT_LE(two_verdicts, 1 + played / 20);
   if (kill) {
     EXPECT_LT(median_ms, 200);
     EXPECT_LT(longest_ms, 2'000);  // on a machine that is busy with something else
@@ -403,6 +418,53 @@ TEST_P(HostsCable, OutForAWhileOrForGood) {
 INSTANTIATE_TEST_SUITE_P(Namespaces, HostsCable, ::testing::Bool(), [](const auto& param) {
   return std::string(param.param ? "ComesBack" : "StaysOut");
 });
+
+// Two of three hosts cannot reach each other, and each takes the other for silent. Both reach a
+// third one in front of one of them, and report the same failure.
+TEST_F(HostsTest, HostsThatCannotReachEachOtherReportOneFailure) {
+  constexpr int kOther = 2;
+  for (const int one : {0, 1}) {
+    SCOPED_TRACE(::testing::Message() << "hosts " << one << " and " << kOther);
+    ASSERT_NO_FATAL_FAILURE(make_hosts(3));
+    if (IsSkipped()) return;
+    void* const memory =
+        ::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    ASSERT_NE(memory, MAP_FAILED);
+    Board* const board = new (memory) Board{};
+    const std::vector<int> codes = test::run_processes(4, [&](int rank) {
+      if (rank == 3) {
+        EXPECT_TRUE(test::eventually([&] { return board->epochs[0] >= 3; }));
+        hosts_->cut_path(one, kOther);
+        hosts_->cut_path(kOther, one);
+        return;
+      }
+      hosts_->enter(rank);
+      const World world = join(rank, 3);
+      const LayerSpec spec = spec_of(64, 32, 6, 2);
+      const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+      LayerOptions options;
+      options.max_tokens = 64;
+      options.deadline = milliseconds(2'000);
+      options.num_threads = 1;
+      MoeLayer layer(world, spec, weights, options);
+      const Batch batch = random_batch(spec, 60, DType::kF32, 1);
+      BatchResult result = empty_result(spec, batch, 3, DType::kF32);
+      try {
+        for (std::uint64_t epoch = 1;; ++epoch) {
+          board->epochs[rank] = epoch;
+          forward_share(layer, batch, Shares::even(60, 3), rank, result);
+        }
+      } catch (const TimeoutError& error) {
+        board->found[rank] = number_of(error.failure());
+        EXPECT_THAT(error.failure().peer_rank, ::testing::AnyOf(one, kOther)) << error.what();
+      }
+    });
+    EXPECT_THAT(codes, Each(0));
+    EXPECT_EQ(board->found[0], board->found[1]);
+    EXPECT_EQ(board->found[0], board->found[2]);
+    ::munmap(memory, sizeof(Board));
+  }
+}
 
 // --------------------------------------------------------------------- who is let in, and what
 
@@ -608,9 +670,9 @@ class HostsLaunch : public HostsTest {
 
 void expect_four_ranks_on_two_hosts(const std::string& lines) {
   for (int rank = 0; rank < 4; ++rank) {
-    const std::string number = std::to_string(rank);
-    EXPECT_THAT(lines, HasSubstr("[rank " + number + "] rank " + number + " of 4, local " +
-                                 std::to_string(rank % 2) + " of 2: 2 hosts, libfabric"));
+    EXPECT_THAT(lines, HasSubstr(fmt::format("[rank {0}] rank {0} of 4, local {1} of 2: 2 hosts, "
+                                             "libfabric",
+                                             rank, rank % 2)));
   }
 }
 

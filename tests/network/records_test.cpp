@@ -193,7 +193,17 @@ TEST(ControlMessages, OnlyThoseThatMakeSenseAreRead) {
   message.word = 3;
   message.record.peer = -1;
   EXPECT_FALSE(read());
+  message.kind = ControlMessage::Kind::kPropose;
+  EXPECT_FALSE(read());
   message.record.peer = 0;
+  EXPECT_TRUE(read());
+  message.record.witness = 4;
+  EXPECT_FALSE(read());
+  message.record.witness = 0;
+  message.kind = static_cast<ControlMessage::Kind>(7);
+  EXPECT_FALSE(read());
+  message.kind = ControlMessage::Kind::kDecline;
+  EXPECT_TRUE(read());
   message.magic = 1;
   EXPECT_FALSE(read());
 }

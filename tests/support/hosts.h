@@ -32,6 +32,8 @@ struct ChaosHosts {
   network::ChaosOptions chaos;
   network::WindowOptions windows{4 << 10, 2};
   milliseconds deadline = kGenerous;
+  // Long, because threads of many ranks share few cores: who decides is no question of time here.
+  milliseconds verdict_time = kGenerous;
 };
 
 // Plays body(world) as every rank, each on a thread, and returns what each threw.
@@ -63,6 +65,7 @@ inline std::vector<std::exception_ptr> run_over_chaos(
     mine.hosts = hosts;
     mine.options.windows = how.windows;
     mine.options.deadline = how.deadline;
+    mine.options.verdict_time = how.verdict_time;
     mine.network = chaos->attach(a);
     mine.channels.resize(static_cast<std::size_t>(size));
     for (const int host : host_of) mine.where.push_back("host " + std::to_string(host));

@@ -69,9 +69,16 @@ inline void expect_same_rows(const Matrix& mine, const Matrix& expected, const S
 struct Board {
   std::atomic<std::uint64_t> epochs[8];
   std::atomic<int> blamed[8];
+  std::atomic<std::uint64_t> found[8];     // number_of() the failure
   std::atomic<std::int64_t> failed_at[8];  // ns
   char words[8][500];
 };
+
+// The same for ranks that report the same failure.
+inline std::uint64_t number_of(const WaitFailure& failure) {
+  return static_cast<std::uint64_t>(failure.waiter_rank) << 56 |
+         static_cast<std::uint64_t>(failure.peer_rank) << 48 | failure.epoch;
+}
 
 inline std::int64_t now_ns() {
   return std::chrono::nanoseconds(test::Clock::now().time_since_epoch()).count();
