@@ -354,7 +354,8 @@ struct Outcome {
 
   double regret() const { return chosen_us / exhaustive_us - 1; }
 };
-// Points without times of all their configurations are left out.
+// At each point the cost model chooses among the configurations that can run it. Points without
+// times of all their configurations are left out.
 std::vector<Outcome> evaluate(const Profile& profile, const Fit& fit);
 
 struct Regret {

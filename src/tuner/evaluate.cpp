@@ -3,6 +3,7 @@
 #include <set>
 
 #include "switchyard/tuner.h"
+#include "tuner/terms.h"
 
 namespace switchyard::tuner {
 namespace {
@@ -18,6 +19,11 @@ std::size_t best_of(const Profile& profile, const Point& point) {
 
 bool is_timed(const Point& point) {
   return std::find(point.times_us.begin(), point.times_us.end(), kNotTimed) == point.times_us.end();
+}
+
+// Kernels do not choose what cannot run the call that they are given.
+bool runs(const Point& point, std::size_t configuration) {
+  return point.times_us[configuration] > 0;
 }
 
 double distance(int a, int b) { return std::abs(std::log(static_cast<double>(a) / b)); }
@@ -57,8 +63,10 @@ std::vector<Outcome> evaluate(const Profile& profile, const Fit& fit) {
     outcome.point = p;
     outcome.best = best_of(profile, point);
     if (outcome.best == point.times_us.size()) continue;  // nothing can run it
-    outcome.chosen = select(fit, model_index(fit, profile.models[point.model].name), point.counts);
-    if (point.times_us[outcome.chosen] <= 0) continue;
+    const auto chosen = select_among(fit, model_index(fit, profile.models[point.model].name),
+                                     point.counts, [&](std::size_t c) { return runs(point, c); });
+    if (!chosen) continue;
+    outcome.chosen = *chosen;
     outcome.exhaustive_us = point.times_us[outcome.best];
     outcome.chosen_us = point.times_us[outcome.chosen];
     outcome.predicted_us = predict_us(fit, point.model, outcome.chosen, point.counts);

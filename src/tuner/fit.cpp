@@ -180,6 +180,24 @@ double predict_us(const Fit& fit, std::size_t model, std::size_t configuration,
   return k.a + k.b * terms.waves(work) + k.c * terms.tasks(work) + k.d * terms.last(work);
 }
 
+std::optional<std::size_t> select_among(const Fit& fit, std::size_t model,
+                                        std::span<const std::int64_t> counts,
+                                        const std::function<bool(std::size_t)>& may) {
+  std::optional<std::size_t> best;
+  double least = std::numeric_limits<double>::infinity();
+  for (std::size_t c = 0; c < fit.configurations.size(); ++c) {
+    if (fit.coefficients[model][c].points == 0 || fit.configurations[c].is_rule || !may(c)) {
+      continue;
+    }
+    const double time = predict_us(fit, model, c, counts);
+    if (!best || time < least) {
+      best = c;
+      least = time;
+    }
+  }
+  return best;
+}
+
 std::size_t select(const Fit& fit, std::size_t model, std::span<const std::int64_t> counts) {
   if (model >= fit.models.size()) {
     throw Error(ErrorCode::kInvalidArgument,
@@ -190,22 +208,13 @@ std::size_t select(const Fit& fit, std::size_t model, std::span<const std::int64
                 fmt::format("counts are of {} experts, and the model {} has {}", counts.size(),
                             printable(fit.models[model].name), fit.models[model].num_experts));
   }
-  std::size_t best = fit.configurations.size();
-  double least = std::numeric_limits<double>::infinity();
-  for (std::size_t c = 0; c < fit.configurations.size(); ++c) {
-    if (fit.coefficients[model][c].points == 0 || fit.configurations[c].is_rule) continue;
-    const double time = predict_us(fit, model, c, counts);
-    if (best == fit.configurations.size() || time < least) {
-      best = c;
-      least = time;
-    }
-  }
-  if (best == fit.configurations.size()) {
+  const auto best = select_among(fit, model, counts, [](std::size_t) { return true; });
+  if (!best) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("no configuration of the model {} is fitted; measure some",
                             printable(fit.models[model].name)));
   }
-  return best;
+  return *best;
 }
 
 std::size_t model_index(const Fit& fit, std::string_view name) {

@@ -3,6 +3,8 @@
 
 #include <cmath>
 #include <cstdint>
+#include <functional>
+#include <optional>
 #include <span>
 
 #include "switchyard/tuner.h"
@@ -43,5 +45,10 @@ struct Terms {
                         : std::log(static_cast<double>(work.grid) + 1);
   }
 };
+
+// The configuration with the least predicted time of those that may be chosen, if there is one.
+std::optional<std::size_t> select_among(const Fit& fit, std::size_t model,
+                                        std::span<const std::int64_t> counts,
+                                        const std::function<bool(std::size_t configuration)>& may);
 
 }  // namespace switchyard::tuner

@@ -111,6 +111,23 @@ TEST(Evaluate, LeavesOutWhatIsNotTimed) {
   EXPECT_EQ(evaluate(profile, its).size(), 2u);
 }
 
+// What cannot run a point is no choice there, even where its predicted time is the least.
+TEST(Evaluate, ChoosesAmongWhatCanRun) {
+  Profile profile = two_sided({0.1, 1}, false);
+  const Fit its = fit(profile, {Form::kTasks, false, false});
+  std::vector<std::size_t> before;
+  for (const Outcome& outcome : evaluate(profile, its)) before.push_back(outcome.chosen);
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    Profile without = profile;
+    const std::size_t at = evaluate(profile, its)[i].point;
+    without.points[at].times_us[before[i]] = kUnsupported;
+    const std::vector<Outcome> outcomes = evaluate(without, its);
+    ASSERT_EQ(outcomes.size(), before.size());
+    EXPECT_EQ(outcomes[i].chosen, 1 - before[i]);
+    EXPECT_GT(outcomes[i].chosen_us, 0);
+  }
+}
+
 TEST(Evaluate, HasNoStaticWithoutBalancedRouting) {
   Profile profile = two_sided({0.1}, false);
   const Fit its = fit(profile, {Form::kTasks, false, false});
