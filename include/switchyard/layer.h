@@ -143,10 +143,11 @@ struct LayerOptions {
   // The layer's name in its recording: "layers.3". It may be any text, or none.
   std::string name;
   // kCuda only, in place of `schedule`. Schedules to choose from by the tokens of each pass: a
-  // table of tuner.h for this layer's shape, compute type and GPU. The host chooses, for rows that
-  // are balanced over the experts, since a launch fixes whether a pass is small and whether blocks
-  // go in pairs, and since the host knows no more; a graph keeps the choice that was captured.
-  // Memory has room for the schedule that needs the most. Null: the rules.
+  // table of tuner.h for this layer's shape, compute type and GPU. The host chooses, since a launch
+  // fixes whether a pass is small and whether blocks go in pairs, and knows the tokens alone: by
+  // Table::by_tokens, on one rank, or for rows that are balanced over the experts. A graph keeps
+  // the choice that was captured. Memory has room for the schedule that needs the most. Null, and
+  // passes for which the table has no choice: the rules.
   std::shared_ptr<const tuner::Table> table;
   // kCpu only. How long a thread that has nothing else to do waits for late ranks' counts before
   // it computes rows that are here, expert by expert. Rows of late ranks are computed when they

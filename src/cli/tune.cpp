@@ -72,7 +72,8 @@ It times every configuration of a kernel at two grids of tokens and balancedness
 one to judge by. A point of the second that is not in the first is held out. --out NAME makes
   NAME.profile.json        every time, whole after each point
   NAME.fit.json            the cost model's coefficients
-  NAME.MODEL.table.json    the configurations that the fit chooses for a model, four floats each
+  NAME.MODEL.table.json    the configurations that the fit chooses for a model, four floats each;
+                           for layers those that gain 2 % over the rule at a number of tokens
 After --budget seconds it stops, and with --resume goes on where it stopped. A file of another
 machine, or of an older version of the kernel, is refused. --quick and --prune save most of the
 time; what is called exhaustive is then the best of the configurations that were not pruned.
@@ -84,7 +85,8 @@ differ, so that beta is ln K / ln E or more) or RaMP's (repeated), which no laye
 
 --evaluate reads a profile and times nothing. It prints the regret of the cost model's choices in
 sample, held out and for models that were left out, of each of its forms, the gain over static
-choice and over the kernel's own rule, and RaMP's regions: predicted against found.
+choice and over the kernel's own rule, and RaMP's regions: predicted against found. With --out it
+writes the fit and the tables anew.
 
 Exit codes: 0 done, or the budget ended; 2 unusable arguments, files or machine.)";
 
@@ -261,11 +263,6 @@ tuner::Profile models_to_fit(const tuner::Profile& profile, const std::string& f
   return complete;
 }
 
-int evaluate(const TuneCommandOptions& o) {
-  judge(o, models_to_fit(tuner::read_profile(o.evaluate), o.evaluate));
-  return kExitOk;
-}
-
 // Prints a line for each point when all of its times are there.
 class TunePrinter {
  public:
@@ -312,11 +309,21 @@ void write_choices(const TuneCommandOptions& o, const tuner::Profile& profile) {
     for (const tuner::Point& point : profile.points) {
       if (point.model == m) most_tokens = std::max(most_tokens, point.tokens);
     }
-    const tuner::Table table = tuner::make_table(its, m, most_tokens);
+    const tuner::Table table = chooses_by_tokens(profile)
+                                   ? tuner::make_table_by_tokens(profile, its, m)
+                                   : tuner::make_table(its, m, most_tokens);
     const std::string file = fmt::format("{}.{}.table.json", o.out, its.models[m].name);
     tuner::write_table(output_file("--out", file), table);
-    fmt::print("{}: {} configurations\n", printable(file), table.entries.size());
+    fmt::print("{}: {}\n", printable(file), table_text(table));
   }
+}
+
+// `with_choices`: writes the fit and the tables, too.
+int evaluate(const TuneCommandOptions& o, bool with_choices) {
+  const tuner::Profile profile = models_to_fit(tuner::read_profile(o.evaluate), o.evaluate);
+  judge(o, profile);
+  if (with_choices) write_choices(o, profile);
+  return kExitOk;
 }
 
 int measure(const TuneCommandOptions& o) {
@@ -403,16 +410,16 @@ int run(const Command& command, const TuneCommandOptions& o) {
   if (!o.json.empty()) results::require_mergeable_ramp(output_file("--json", o.json));
   if (!o.regions.empty()) results::require_mergeable_regions(output_file("--regions", o.regions));
   if (o.evaluate.empty()) return measure(o);
-  for (const char* option : {"--kernel", "--models", "--tokens", "--balancedness", "--generator",
-                             "--budget", "--resume", "--out", "--backend", "--repeat", "--dtype",
-                             "--seed", "--test-tokens", "--test-balancedness", "--no-test",
-                             "--histograms", "--most-histograms", "--quick", "--prune"}) {
+  for (const char* option :
+       {"--kernel", "--models", "--tokens", "--balancedness", "--generator", "--budget", "--resume",
+        "--backend", "--repeat", "--dtype", "--seed", "--test-tokens", "--test-balancedness",
+        "--no-test", "--histograms", "--most-histograms", "--quick", "--prune"}) {
     if (command.has(option)) {
       refuse(fmt::format("{} is for timing, and --evaluate times nothing; leave one of them out",
                          option));
     }
   }
-  return evaluate(o);
+  return evaluate(o, command.has("--out"));
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <functional>
 
+#include "base/join.h"
 #include "base/printable.h"
 #include "cli/format.h"
 #include "switchyard/routing.h"
@@ -171,6 +172,33 @@ void add_other_models(std::vector<std::string>& lines, const Profile& profile,
             "Held-out models: regret in % of a fit to the other models' points alone:", cells);
 }
 
+void add_tokens(std::vector<std::string>& lines, const Profile& profile) {
+  if (!chooses_by_tokens(profile)) return;
+  Cells cells{{"model", "tokens", "points", "left", "gain", "least", "", "configuration"}};
+  for (std::size_t m = 0; m < profile.models.size(); ++m) {
+    for (const tuner::TokensChoice& choice : choices_by_tokens(profile, m)) {
+      std::vector<std::string> row{
+          printable(profile.models[m].name), fmt::format("{}", choice.tokens),
+          fmt::format("{}", choice.points),
+          fmt::format("{} / {}", percent(choice.left_mean), percent(choice.left_max))};
+      if (choice.configuration) {
+        row.insert(row.end(), {percent(choice.gain), percent(choice.least),
+                               choice.gain >= tuner::kLeastGain ? "table" : "rule",
+                               printable(profile.configurations[*choice.configuration].name)});
+      } else {
+        row.insert(row.end(), {"-", "-", "rule", "-"});
+      }
+      cells.push_back(row);
+    }
+  }
+  if (cells.size() == 1) return;
+  add_table(lines,
+            "By tokens, which are all that the host knows: what exhaustive search leaves of the "
+            "rule's time, mean / max in %; and the configuration that gains the most over it, of "
+            "those that lose 2 % nowhere:",
+            cells);
+}
+
 void add_regions(std::vector<std::string>& lines, const Profile& profile, const Judging& judging) {
   const tuner::Thresholds thresholds =
       tuner::thresholds_of(judging.constants, judging.element_bytes);
@@ -220,6 +248,21 @@ void add_regions(std::vector<std::string>& lines, const Profile& profile, const 
 
 }  // namespace
 
+bool chooses_by_tokens(const Profile& profile) { return profile.kernel.starts_with("layer_"); }
+
+std::string table_text(const tuner::Table& table) {
+  if (!table.by_tokens) return fmt::format("{} configurations", table.entries.size());
+  std::vector<std::string> ranges;
+  for (const tuner::Table::Range& range : *table.by_tokens) {
+    ranges.push_back(fmt::format("{} tokens {}",
+                                 range.first == range.last
+                                     ? fmt::format("{}", range.first)
+                                     : fmt::format("{} to {}", range.first, range.last),
+                                 printable(table.entries[range.entry].configuration.name)));
+  }
+  return ranges.empty() ? "the rule for all tokens" : join(ranges, ", ");
+}
+
 std::string point_text(const Profile& profile, const Point& point) {
   std::size_t best = point.times_us.size();
   std::optional<double> rule;
@@ -259,6 +302,7 @@ std::vector<std::string> judgement_text(const Profile& profile, const Judging& j
   add_regrets(lines, profile, its, outcomes);
   add_ablation(lines, profile);
   add_other_models(lines, profile, judging.fit);
+  add_tokens(lines, profile);
   add_regions(lines, profile, judging);
   return lines;
 }

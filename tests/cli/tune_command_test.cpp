@@ -47,6 +47,9 @@ TEST_F(TuneCommand, ProfilesFitsAndWritesTables) {
     EXPECT_THAT(names_in(directory.path()),
                 UnorderedElementsAre("t.profile.json", "t.fit.json", "t.olmoe.table.json",
                                      "t.ramp-phi.table.json"));
+    // A layer's host knows only the tokens of a pass.
+    const nlohmann::json table = nlohmann::json::parse(read_file(out + ".olmoe.table.json"));
+    EXPECT_EQ(table.contains("by_tokens"), std::string(kernel) == "layer");
     // A line for each point, and the judgement.
     EXPECT_THAT(done.out, AllOf(HasSubstr("making weights of olmoe"), HasSubstr("32 tokens"),
                                 HasSubstr("timings, "), HasSubstr("s left]"), HasSubstr("Ablation"),
@@ -134,6 +137,17 @@ TEST_F(TuneCommand, JudgesAProfileOfAnotherMachine) {
     EXPECT_EQ(row["prediction"], "split_k");
     EXPECT_NEAR(row["measured_ratio"], 10.0 / 11.0, 1e-3);
   }
+  // A layer's table has what gains over the rule, by tokens, and is written without timing
+  // anything.
+  profile["kernel"] = "layer_bf16";
+  test::write_file(path("layer.json"), profile.dump());
+  const Completed layer =
+      run_switchyard({"tune", "--evaluate", path("layer.json"), "--out", path("e")});
+  ASSERT_EQ(layer.exit_code, 0) << layer.err;
+  EXPECT_THAT(layer.out,
+              AllOf(HasSubstr("By tokens"), HasSubstr("e.olmoe.table.json: 2 to 32 tokens")));
+  EXPECT_EQ(json("e.olmoe.table.json")["by_tokens"].dump(), R"([{"entry":0,"first":2,"last":32}])");
+  EXPECT_TRUE(std::filesystem::exists(path("e.fit.json")));
   // Rows of the same points replace those of before.
   ASSERT_EQ(
       run_switchyard({"tune", "--evaluate", path("p.json"), "--json", path("rows.json")}).exit_code,

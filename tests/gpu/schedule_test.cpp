@@ -108,6 +108,17 @@ TEST_P(GpuSchedule, ATableChoosesByTokens) {
     if (tokens <= 32) same.splits = 2;
     EXPECT_TRUE(layer.run(batch, DType::kBF16).output == run(same, batch).output);
   }
+  // By tokens: passes of other numbers of tokens run by the rules, in between.
+  table.by_tokens = {{20, 20, 0}, {1500, 1500, 2}};
+  options.table = std::make_shared<tuner::Table>(table);
+  DeviceLayer by_tokens(spec_, weights_, 1500, options);
+  for (const int tokens : {20, 40, 1500, 7, 20}) {
+    SCOPED_TRACE(::testing::Message() << tokens << " tokens of a table by tokens");
+    const Batch batch = random_batch(spec_, tokens, DType::kBF16, 70 + tokens);
+    Schedule same;
+    if (tokens == 20) same.splits = 2;
+    EXPECT_TRUE(by_tokens.run(batch, DType::kBF16).output == run(same, batch).output);
+  }
   ++table.device.num_sms;
   options.table = std::make_shared<tuner::Table>(table);
   EXPECT_THROW(DeviceLayer(spec_, weights_, 1500, options), tuner::MismatchError);

@@ -49,13 +49,36 @@ TEST(LayerChoices, AreThoseOfTheTokens) {
   EXPECT_EQ(choices.schedules()[2],
             (Schedule{.small_tokens = 0, .paired_rows = 0, .lag = 16, .band = 8}));
   // 16 blocks of weight rows for each tile.
-  EXPECT_EQ(choices.choose(1, true), 0u);
-  EXPECT_EQ(choices.choose(1, false), 1u) << "not a pass that can be small";
+  EXPECT_EQ(choices.choose(1, 1, true), 0u);
+  EXPECT_EQ(choices.choose(1, 1, false), 1u) << "not a pass that can be small";
   for (const int repeat : {1, 2}) {
     SCOPED_TRACE(repeat);
-    EXPECT_EQ(choices.choose(4, false), 1u);     // 32 tiles: 40 + 26 against 60 + 10
-    EXPECT_EQ(choices.choose(2048, false), 2u);  // 64 tiles: 40 + 51 against 60 + 20
+    EXPECT_EQ(choices.choose(4, 1, false), 1u);     // 32 tiles: 40 + 26 against 60 + 10
+    EXPECT_EQ(choices.choose(2048, 1, false), 2u);  // 64 tiles: 40 + 51 against 60 + 20
+    EXPECT_EQ(choices.choose(512, 4, false), 2u);   // as many tokens
   }
+}
+
+// What a table by tokens has no choice for, or what it was not measured on, is the rules'.
+TEST(LayerChoices, MayBeTheRules) {
+  tuner::Table its = table();
+  its.by_tokens = {{8, 32, 0}, {64, 64, 2}};
+  LayerChoices choices(its, spec(), DType::kBF16, 132);
+  EXPECT_EQ(choices.choose(8, 1, true), 0u);
+  EXPECT_EQ(choices.choose(32, 1, true), 0u);
+  EXPECT_EQ(choices.choose(32, 1, false), std::nullopt) << "not a pass that can be small";
+  EXPECT_EQ(choices.choose(64, 1, false), 2u);
+  EXPECT_EQ(choices.choose(32, 2, false), std::nullopt) << "two ranks";
+  for (const int tokens : {0, 7, 33, 63, 65, 4096}) {
+    EXPECT_EQ(choices.choose(tokens, 1, tokens <= 32), std::nullopt) << tokens;
+  }
+  its.entries.clear();
+  its.by_tokens->clear();
+  LayerChoices none(its, spec(), DType::kBF16, 132);
+  EXPECT_EQ(none.choose(8, 1, true), std::nullopt);
+  its.model.top_k = 4;
+  EXPECT_ERROR(LayerChoices(its, spec(), DType::kBF16, 132), ErrorCode::kInvalidArgument, "top-4",
+               "top-8");
 }
 
 TEST(LayerChoices, OtherTablesAreRefused) {
@@ -63,6 +86,9 @@ TEST(LayerChoices, OtherTablesAreRefused) {
   tuner::Table its = table();
   its.kernel = "layer_fp8";
   EXPECT_ERROR(make(its), ErrorCode::kInvalidArgument, "layer_fp8", "layer_bf16");
+  its = table();
+  its.entries.clear();
+  EXPECT_ERROR(make(its), ErrorCode::kInvalidArgument, "0 entries");
   its = table();
   its.model.k = 4096;
   EXPECT_ERROR(make(its), ErrorCode::kInvalidArgument, "K '4096'", "2048");

@@ -414,7 +414,8 @@ TileOrder Engine::order_of(const Schedule& schedule) const {
                     depth);
 }
 
-// What the pass is to choose by itself, or the table's choice for it.
+// What the pass is to choose by itself, where there is no table or it has no choice, or the table's
+// choice for it.
 const Schedule& Engine::schedule_for(std::int64_t tokens) {
   if (!choices_) return options_.schedule;
   Schedule small;
@@ -422,8 +423,8 @@ const Schedule& Engine::schedule_for(std::int64_t tokens) {
   const bool can_be_small = choose_launch(small, {tokens, num_places(), spec_.top_k, world_.size(),
                                                   0, 0, false}) == Launch::kSmall;
   // (Of other ranks' tokens the host assumes as many as its own.)
-  const Schedule& chosen =
-      choices_->schedules()[choices_->choose(tokens * world_.size(), can_be_small)];
+  const auto choice = choices_->choose(tokens, world_.size(), can_be_small);
+  const Schedule& chosen = choice ? choices_->schedules()[*choice] : options_.schedule;
   params_.order = order_of(chosen);
   return chosen;
 }
@@ -433,7 +434,7 @@ PassSizes Engine::pass_sizes() const {
   sizes.policy = policy();
   sizes.order = order_of(options_.schedule);
   if (choices_) {
-    // Room for any of the table's orders.
+    // Room for any of the table's orders, and the rules'.
     constexpr std::uint64_t kAnyTiles = std::uint64_t{1} << 40;
     for (const Schedule& schedule : choices_->schedules()) {
       const TileOrder order = order_of(schedule);

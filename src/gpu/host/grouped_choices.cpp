@@ -64,9 +64,10 @@ void check_table(const tuner::Table& table, const char* what, const WantedTable&
   require_number("number of experts", table.model.num_experts, wanted.num_experts);
   require_number("N", table.model.n, wanted.n);
   require_number("K", table.model.k, wanted.k);
-  if (table.entries.empty() || table.entries.size() > kMostCandidates) {
-    refuse(fmt::format("the table has {} entries; use 1 to {}, as tuner::make_table() does",
-                       table.entries.size(), kMostCandidates));
+  const std::size_t fewest = table.by_tokens ? 0 : 1;
+  if (table.entries.size() < fewest || table.entries.size() > kMostCandidates) {
+    refuse(fmt::format("the table has {} entries; use {} to {}, as tuner::make_table() does",
+                       table.entries.size(), fewest, kMostCandidates));
   }
 }
 
@@ -188,6 +189,11 @@ GroupedChoices choices_of(const tuner::Table& table, const TableFacts& facts) {
   check_table(table, "grouped GEMM",
               {grouped_kernel_name(facts.compute), kGroupedKernelVersion, facts.num_experts,
                facts.n, facts.k, facts.num_sms});
+  if (table.by_tokens) {
+    refuse(
+        "the table chooses by tokens, and a grouped GEMM by the histogram; use "
+        "tuner::make_table()");
+  }
   GroupedChoices choices{};
   CandidateMaker make(table, facts.n, choices.rule);
   for (std::size_t i = 0; i < table.entries.size(); ++i) {

@@ -47,7 +47,8 @@ struct WantedTable {
   int num_sms;  // of the device
 };
 // `what`: whom the table is for. Throws tuner::MismatchError naming both sides, and
-// Error{kInvalidArgument} for no entries, or more than a kernel takes.
+// Error{kInvalidArgument} for no entries, where the table is not by tokens, or more than a kernel
+// takes.
 void check_table(const tuner::Table& table, const char* what, const WantedTable& wanted);
 
 // Makes candidates of a table's entries, without their cuts.
@@ -75,8 +76,8 @@ struct TableFacts {
   int num_sms;  // of the device
 };
 // Throws tuner::MismatchError for a table of another kernel, version, shape or device, naming both;
-// Error{kInvalidArgument} for one whose configurations are none of this kernel's, or that has more
-// heights or entries than a kernel takes.
+// Error{kInvalidArgument} for one by tokens, whose configurations are none of this kernel's, or
+// that has more heights or entries than a kernel takes.
 GroupedChoices choices_of(const tuner::Table& table, const TableFacts& facts);
 
 // log2 of the most splits for which a call of so many rows has memory: the sums of all parts take

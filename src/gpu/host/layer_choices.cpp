@@ -47,11 +47,17 @@ Schedule layer_schedule_of(const tuner::Configuration& configuration) {
 
 LayerChoices::LayerChoices(const tuner::Table& table, const LayerSpec& spec, DType compute,
                            int num_sms)
-    : num_experts_(spec.num_experts), top_k_(spec.top_k) {
+    : table_(table), top_k_(spec.top_k) {
   const int n = spec.intermediate * (spec.activation.gated ? 2 : 1);
   check_table(
       table, "layer",
       {layer_kernel_name(compute), kLayerKernelVersion, spec.num_experts, n, spec.hidden, num_sms});
+  if (table.by_tokens && table.model.top_k != top_k_) {
+    throw tuner::MismatchError(
+        fmt::format("the table is of top-{}, and the layer of top-{}; tune that, or give its table",
+                    table.model.top_k, top_k_),
+        "top_k", fmt::format("{}", table.model.top_k), fmt::format("{}", top_k_));
+  }
   CandidateMaker make(table, n, rule_);
   for (std::size_t i = 0; i < table.entries.size(); ++i) {
     schedules_.push_back(layer_schedule_of(table.entries[i].configuration));
@@ -60,11 +66,19 @@ LayerChoices::LayerChoices(const tuner::Table& table, const LayerSpec& spec, DTy
   }
 }
 
-std::size_t LayerChoices::choose(std::int64_t tokens, bool can_be_small) {
-  const auto [known, is_new] = known_.try_emplace({tokens, can_be_small}, 0);
+std::optional<std::size_t> LayerChoices::choose(std::int64_t tokens, int num_ranks,
+                                                bool can_be_small) {
+  if (table_.by_tokens) {
+    const auto entry = num_ranks == 1 ? tuner::entry_for(table_, tokens) : std::nullopt;
+    const bool small = entry && *schedules_[*entry].small_tokens > 0;
+    return small && !can_be_small ? std::nullopt : entry;
+  }
+  const auto [known, is_new] = known_.try_emplace({tokens * num_ranks, can_be_small}, 0);
   if (is_new) {
     const std::vector<Candidate>& some = can_be_small || large_.empty() ? all_ : large_;
-    known->second = gpu::choose(some, rule_, balanced_rows(num_experts_, tokens * top_k_)).entry;
+    const std::vector<std::uint32_t> rows =
+        balanced_rows(table_.model.num_experts, tokens * num_ranks * top_k_);
+    known->second = gpu::choose(some, rule_, rows).entry;
   }
   return known->second;
 }

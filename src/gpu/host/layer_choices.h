@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "gpu/grouped/choice.h"
@@ -25,13 +27,18 @@ class LayerChoices {
   LayerChoices(const tuner::Table& table, const LayerSpec& spec, DType compute, int num_sms);
 
   const std::vector<Schedule>& schedules() const { return schedules_; }
-  // The index of the schedule with the least predicted time for so many tokens over all ranks,
-  // whose rows are assumed to be balanced: the host knows no more. Of passes that cannot be small,
-  // one of those without the small kernel; if there is none, any.
-  std::size_t choose(std::int64_t tokens, bool can_be_small);
+  // The index of the schedule for a pass of so many tokens of each rank. Of passes that cannot be
+  // small, one without the small kernel. None: the rules.
+  //
+  // A table by tokens was measured on one rank, and says nothing of more. Of any other table it is
+  // the schedule with the least predicted time for the tokens of all ranks, whose rows are assumed
+  // to be balanced: the host knows no more. There any pass may get the small kernel where there is
+  // no other schedule.
+  std::optional<std::size_t> choose(std::int64_t tokens, int num_ranks, bool can_be_small);
 
  private:
-  int num_experts_, top_k_;
+  tuner::Table table_;
+  int top_k_;
   ChoiceRule rule_{};
   std::vector<Schedule> schedules_;
   std::vector<Candidate> all_, large_;
