@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -9,12 +10,14 @@
 #include "model/config.h"
 #include "switchyard/layer_spec.h"
 #include "switchyard/tensor.h"
+#include "switchyard/tuner.h"
 
 namespace switchyard::bench {
 
 struct BenchLayer {
   std::string model;
   LayerSpec spec;
+  std::shared_ptr<const tuner::Table> table = nullptr;  // LayerOptions::table
 };
 
 // A plan measures every layer with every number of tokens (per rank) and every balancedness.

@@ -18,6 +18,7 @@
 #include "base/names.h"
 #include "base/numbers.h"
 #include "base/printable.h"
+#include "base/read_file.h"
 #include "bench/session.h"
 #include "cli/bench_all_to_all.h"
 #include "cli/bench_exchange.h"
@@ -31,9 +32,13 @@
 #include "cli/output_file.h"
 #include "cli/progress.h"
 #include "cli/source.h"
+#include "cli/tune_report.h"
 #include "gpu/device.h"
+#include "machine/description.h"
 #include "protocol/control.h"
 #include "switchyard/error.h"
+#include "switchyard/layer.h"
+#include "switchyard/tuner.h"
 
 namespace switchyard::cli {
 namespace {
@@ -71,6 +76,7 @@ struct BenchOptions {
   bool only_graph = false;
   bool no_graph = false;
   std::string machine_facts;
+  std::string table;
 
   std::string against;
   bench::TorchOptions torch;
@@ -93,6 +99,7 @@ constexpr const char* kExamples = R"(Examples:
   switchyard bench --suite all_to_all --ranks 8 --json results/all_to_all.json --trace rungs.json
   switchyard bench --suite thesis --ranks 2 --json results/thesis.json
   switchyard bench --suite late --model olmoe --tokens 8,512 --late 200,2000 --json late.json
+  switchyard bench --suite one_gpu_fp8 --table layer_fp8 --json tuned.json
   switchyard bench --suite ep_fp8 --model v3-routed --tokens 8,512,4096 --ranks 2 --json ep.json
 
 Each point is one layer with random weights, gate included. On a GPU its device's clock counts, for
@@ -248,6 +255,9 @@ void add_measure_options(Command& command, BenchOptions& o) {
   command.add_flag("--gated", o.gated, "Time passes with the gate in suites ep_*, too");
   command.add_text("--machine-facts", o.machine_facts, "FILE",
                    "What this GPU can do at most, for the floor (cuda; see below)");
+  command.add_text("--table", o.table, "NAME",
+                   "Layers' schedules from NAME.MODEL.table.json, as 'switchyard tune --out\n"
+                   "NAME' writes them; models without a file run by the rules (cuda)");
   command.add_flag("--verify", o.measure.verify, "Compare some tokens of each point with fp64");
 }
 
@@ -457,6 +467,7 @@ void require_backend(const BenchOptions& o) {
       {"--traced", o.measure.traced},
       {"--graph", o.only_graph},
       {"--cold", o.measure.cold},
+      {"--table", !o.table.empty()},
       {"--machine-facts", !o.machine_facts.empty()}};
   for (const auto& [name, given] : cuda_options) {
     if (!given) continue;
@@ -500,6 +511,52 @@ void require_consistent(const BenchOptions& o, const BenchPlan& plan) {
     const std::string refusal = bench::torch_refusal(layer.spec, plan.compute);
     if (refusal.empty()) continue;
     refuse(fmt::format("--against torch cannot compute {}: {}", layer.model, refusal));
+  }
+}
+
+std::string table_file(const BenchOptions& o, const BenchLayer& layer) {
+  return fmt::format("{}.{}.table.json", o.table, layer.model);
+}
+
+// Gives layers the tables that there are. Refuses those of other kernels.
+void read_tables(const BenchOptions& o, BenchPlan& plan) {
+  if (o.table.empty()) return;
+  if (plan.dtypes.size() > 1) {
+    refuse(fmt::format("--table is of one type of weights, and the suite {} has {}; give --dtype",
+                       plan.suite, plan.dtypes.size()));
+  }
+  if (o.measure.ranks > 1) {
+    refuse(fmt::format("--table is of layers on one rank, but there are {}; leave it out",
+                       o.measure.ranks));
+  }
+  if (o.measure.reserved_sms.value_or(0) > 0) {
+    refuse("--table is of layers that have all SMs; leave it out, or --reserved-sms");
+  }
+  std::vector<std::string> looked_for;
+  for (BenchLayer& layer : plan.layers) {
+    const std::string file = table_file(o, layer);
+    looked_for.push_back(printable(file));
+    if (is_absent(file)) continue;
+    const tuner::Table any = tuner::read_table(file);
+    layer.table = std::make_shared<tuner::Table>(tuner::read_table(
+        file, layer_kernel_name(plan.compute), kLayerKernelVersion, any.device.machine, any.model));
+  }
+  if (std::none_of(plan.layers.begin(), plan.layers.end(),
+                   [](const BenchLayer& layer) { return layer.table != nullptr; })) {
+    refuse(
+        fmt::format("--table is '{}', but there is no {}; give the NAME that 'switchyard tune "
+                    "--out NAME' wrote tables of these models by",
+                    printable(o.table), join(looked_for, ", ")));
+  }
+}
+
+// Refuses tables of another machine.
+void require_tables_of_this_machine(const BenchOptions& o, const BenchPlan& plan) {
+  for (const BenchLayer& layer : plan.layers) {
+    if (layer.table == nullptr) continue;
+    const tuner::Table& its = *layer.table;
+    tuner::read_table(table_file(o, layer), its.kernel, its.version,
+                      machine::describe_machine(o.measure.backend, 1), its.model);
   }
 }
 
@@ -553,6 +610,17 @@ class Printer : public bench::Observer {
   bool rival_begun_ = false;
 };
 
+// Which layers run by tables, if there are any.
+void print_tables(const BenchOptions& o, const BenchPlan& plan) {
+  if (o.table.empty()) return;
+  for (const BenchLayer& layer : plan.layers) {
+    const std::string file = printable(table_file(o, layer));
+    fmt::print("{}: {}\n", layer.model,
+               layer.table == nullptr ? fmt::format("the rules; there is no {}", file)
+                                      : fmt::format("{}: {}", file, table_text(*layer.table)));
+  }
+}
+
 void print_head(const bench::Session& session, const BenchPlan& plan, bool given_routing) {
   fmt::print("{}; weights in {}, arithmetic in {}{}\n", session.machine(), short_name(plan.dtype),
              short_name(plan.compute), given_routing ? ", gate not timed" : "");
@@ -589,6 +657,7 @@ void require_grouped(const BenchOptions& o) {
       {"--traced", o.measure.traced},
       {"--given-routing", o.measure.given_routing},
       {"--gated", o.gated},
+      {"--table", !o.table.empty()},
       {"--against", !o.against.empty()},
       {"--keep-rival", o.keep_rival}};
   for (const auto& [name, given] : of_layers) {
@@ -690,6 +759,7 @@ void require_no_timing_options(const BenchOptions& o) {
                              {"--given-routing", o.measure.given_routing},
                              {"--gated", o.gated},
                              {"--machine-facts", !o.machine_facts.empty()},
+                             {"--table", !o.table.empty()},
                              {"--verify", o.measure.verify},
                              {"--against", !o.against.empty()},
                              {"--keep-rival", o.keep_rival}};
@@ -871,17 +941,19 @@ int run(BenchOptions options) {
     refuse("--rows, --n, --k and --swiglu are for --suite grouped; leave them out");
   }
   bench::SessionOptions session_options;
-  const BenchPlan plan = make_plan(options);
+  BenchPlan plan = make_plan(options);
   require_consistent(options, plan);
   const std::filesystem::path json =
       options.json.empty() ? std::filesystem::path() : output_file("--json", options.json);
   if (!json.empty()) results::require_mergeable(json);
   options.measure.ranks = choose_ranks(options, plan);
+  read_tables(options, plan);
   options.measure.backend = choose_backend(options, options.measure.ranks);
   options.measure.given_routing =
       options.measure.given_routing || (plan.given_routing && !options.gated);
   options.measure.verify = options.measure.verify || plan.checked_with_gate;
   require_backend(options);
+  require_tables_of_this_machine(options, plan);
   if (!options.machine_facts.empty()) {
     session_options.facts = machine::read_gpu_facts(options.machine_facts);
   }
@@ -893,6 +965,7 @@ int run(BenchOptions options) {
   session_options.command = options.command;
   if (!options.against.empty()) session_options.torch = options.torch;
 
+  print_tables(options, plan);
   bool failed = false;
   for (const DType dtype : plan.dtypes) {
     session_options.plan = plan;

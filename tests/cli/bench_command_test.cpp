@@ -442,6 +442,47 @@ TEST(Bench, RefusesOptionsThatWouldDoNothing) {
                  {"--torch-variants requires --against"});
 }
 
+// They are read before anything runs; what runs by them needs a GPU.
+TEST(Bench, RefusesTablesThatItCannotUse) {
+  const TemporaryDirectory directory;
+  const std::string invalid = "invalid_argument";
+  const std::string name = (directory / "t").string();
+  expect_refused({"--model", "olmoe,dbrx", "--table", name}, invalid,
+                 {"there is no " + name + ".olmoe.table.json", "t.dbrx.table.json", "tune --out"});
+  nlohmann::json table = {{"file", "switchyard table"},
+                          {"file_version", 1},
+                          {"kernel", "layer_fp8"},
+                          {"kernel_version", 1},
+                          {"device", {{"machine", "Some GPU"}, {"num_sms", 132}, {"l2_bytes", 0}}},
+                          {"model",
+                           {{"name", "olmoe"},
+                            {"experts", 64},
+                            {"top_k", 8},
+                            {"n", 2048},
+                            {"k", 2048},
+                            {"unseen", false}}},
+                          {"form", "experts"},
+                          {"by_tokens", nlohmann::json::array()},
+                          {"entries", nlohmann::json::array()}};
+  test::write_file(name + ".olmoe.table.json", table.dump());
+  expect_refused({"--model", "olmoe", "--table", name}, invalid,
+                 {"t.olmoe.table.json", "'layer_fp8', and 'layer_bf16' is wanted"});
+  const Arguments fp8 = {"--model", "olmoe,dbrx", "--dtype", "fp8", "--table", name};
+  expect_refused(join({"--backend", "cpu"}, fp8), invalid,
+                 {"--table is for --backend cuda; leave it out"});
+  expect_refused(join({"--ranks", "2"}, fp8), invalid, {"--table is of layers on one rank", "2"});
+  expect_refused(join({"--reserved-sms", "2"}, fp8), invalid, {"--table is of layers", "all SMs"});
+  expect_refused({"--suite", "astero", "--table", name}, invalid, {"astero has 2", "--dtype"});
+  for (const char* suite : {"grouped", "exchange", "hosts", "all_to_all", "late"}) {
+    expect_refused({"--suite", suite, "--backend", "cpu", "--table", name}, invalid, {"--table"});
+  }
+  table["kernel_version"] = 0;
+  test::write_file(name + ".olmoe.table.json", table.dump());
+  expect_refused(fp8, invalid, {"version 0", "older than version 1"});
+  test::write_file(name + ".olmoe.table.json", "{");
+  expect_refused(fp8, "invalid_file", {"t.olmoe.table.json"});
+}
+
 // Nothing is printed before: not even the heading.
 TEST(Bench, RefusesFilesOfRowsBeforeItMeasures) {
   const TemporaryDirectory directory;
