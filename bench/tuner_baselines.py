@@ -111,6 +111,25 @@ class Squares:
         return [float(sum(a * b for a, b in zip(self.terms(g), self.solution))) for g in grids]
 
 
+def left_out(profile, points):
+    """The configurations of a model that are not to be chosen, as src/tuner/fit.cpp leaves them out:
+    those that are pruned, and where some are, those that are far from the best at every point."""
+    count = len(profile["configurations"])
+    pruned = {c for c in range(count) if any(p["times_us"][c] == -1 for p in points)}
+    if not pruned:
+        return pruned
+    least = [math.inf] * count
+    for point in points:
+        times = point["times_us"]
+        timed = [c for c in range(count) if times[c] is not None and times[c] > 0]
+        best = min(
+            (times[c] for c in timed if not profile["configurations"][c]["is_rule"]), default=math.inf
+        )
+        for c in timed if point["fit"] else []:
+            least[c] = min(least[c], times[c] / best)
+    return pruned | {c for c in range(count) if least[c] > 1.25}
+
+
 def regrets_of(profile, kind, seed):
     """(regret, held out) of each point to judge by."""
     num_sms = profile["device"]["num_sms"]
@@ -124,7 +143,10 @@ def regrets_of(profile, kind, seed):
             print(f"{model['name']} is not timed completely, and left out", file=sys.stderr)
             continue
         predicted = {}
+        out = left_out(profile, points)
         for c in choices:
+            if c in out:
+                continue
             configuration = profile["configurations"][c]
             timed = [p for p in fitted if p["times_us"][c] > 0]
             if len(timed) < 4:
