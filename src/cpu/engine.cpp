@@ -105,7 +105,6 @@ MemoryNeeds needs_of(const LayerState& layer, int threads, const network::Hosts*
   shape.element_bytes = layer.quantised() ? 1 : static_cast<int>(size_of(layer.value));
   shape.scaled = layer.quantised();
   shape.weighs_input = layer.spec.weight_on_input;
-  shape.max_tiles = static_cast<std::uint32_t>(shape.num_experts);
   shape.cell_bytes =
       max_tokens * static_cast<std::uint64_t>(layer.cells_per_token()) * layer.cell_bytes();
   needs.converted = max_tokens * layer.cell_bytes();
@@ -898,7 +897,7 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
   stats_.padded_all_to_all_bytes = static_cast<std::uint64_t>(num_experts - experts.count(rank())) *
                                    fullest * (layer_.wire_bytes() + layer_.cell_bytes());
   stats_.heap_bytes_used = layer_.heap.bytes_used(
-      tokens_received, rows_received, static_cast<std::uint64_t>(num_experts),
+      tokens_received, rows_received,
       static_cast<std::uint64_t>(pass_.tokens * layer_.cells_per_token()) * layer_.cell_bytes());
   stats_.heap_bytes_used += collected * layer_.cell_bytes();
   stats_.heap_bytes_reserved = layer_.sums ? layer_.sums.end() : layer_.heap.bytes();

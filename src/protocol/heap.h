@@ -8,10 +8,8 @@
 //   region     index                        written by s
 //   counts     [epoch parity][s][expert]    its row of the counts matrix, the epoch in every word
 //   arrived    [expert of d][s]             the epoch, when all these rows' entries and tokens came
-//   finished   [tile]                       the epoch, when s has stored the tile's cells of d
-//                                           (tiles are numbered over all ranks; s computes it).
-//                                           On the CPU [expert], over all ranks: the epoch, when s
-//                                           has stored all cells of d's slots with its expert
+//   finished   [expert]                     the epoch, when s has stored all cells of d's slots
+//                                           with its expert (numbered over all ranks)
 //   entries    [expert of d][s][position]   which slot (token, k) of s the row is of: a SlotEntry
 //   weights    [expert of d][s][position]   its routing weight, in layers that weight the input
 //   pool       [s][token]                   tokens of s that have an expert of d, each once
@@ -73,7 +71,6 @@ class Heap {
     int element_bytes = 0;  // per element of a token
     bool scaled = false;    // tokens have a scale for every kQuantGroup columns
     bool weighs_input = false;
-    std::uint32_t max_tiles = 0;  // flags in `finished`: tiles or experts, over all ranks
     std::uint64_t cell_bytes = 0;
     bool operator==(const Shape&) const = default;
   };
@@ -97,7 +94,7 @@ class Heap {
     };
     counts_ = place(2 * ranks * counts_row_bytes());
     arrived_ = place(4 * lists);
-    finished_ = place(ranks == 0 ? 0 : 4 * std::uint64_t{shape.max_tiles});
+    finished_ = place(ranks == 0 ? 0 : 4 * num_experts_);
     entries_ = place(4 * lists * max_tokens_);
     weights_ = place(shape.weighs_input ? 4 * lists * max_tokens_ : 0);
     pool_ = place(others_ * pool_part_);
@@ -118,7 +115,6 @@ class Heap {
     shape.num_experts = greatest(a.num_experts, b.num_experts);
     shape.max_tokens = greatest(a.max_tokens, b.max_tokens);
     shape.weighs_input = a.weighs_input || b.weighs_input;
-    shape.max_tiles = greatest(a.max_tiles, b.max_tiles);
     shape.cell_bytes = greatest(a.cell_bytes, b.cell_bytes);
     return shape;
   }
@@ -133,10 +129,10 @@ class Heap {
 
   std::uint64_t bytes() const { return bytes_; }
   // The bytes of the heap that a pass really uses if it receives `tokens` tokens and `rows` rows of
-  // other ranks, computes with `tiles` tiles over all ranks, and has `cell_bytes` bytes of cells.
-  std::uint64_t bytes_used(std::uint64_t tokens, std::uint64_t rows, std::uint64_t tiles,
+  // other ranks and has `cell_bytes` bytes of cells.
+  std::uint64_t bytes_used(std::uint64_t tokens, std::uint64_t rows,
                            std::uint64_t cell_bytes) const {
-    return finished_ + (others_ == 0 ? 0 : 4 * tiles) + rows * entry_bytes() +
+    return finished_ + (others_ == 0 ? 0 : 4 * num_experts_) + rows * entry_bytes() +
            tokens * token_bytes_ + cell_bytes;
   }
   // The bytes of a row beside its token: a SlotEntry and, in layers that weight the input, its
@@ -164,8 +160,8 @@ class Heap {
                                                 std::uint32_t distance) const {
     return reinterpret_cast<std::uint32_t*>(base + arrived_) + list(expert_of_owner, distance);
   }
-  SWITCHYARD_HOST_DEVICE std::uint32_t* finished(std::byte* base, std::uint32_t tile) const {
-    return reinterpret_cast<std::uint32_t*>(base + finished_) + tile;
+  SWITCHYARD_HOST_DEVICE std::uint32_t* finished(std::byte* base, std::uint32_t expert) const {
+    return reinterpret_cast<std::uint32_t*>(base + finished_) + expert;
   }
   SWITCHYARD_HOST_DEVICE std::uint32_t* entries(std::byte* base, std::uint32_t expert_of_owner,
                                                 std::uint32_t distance) const {

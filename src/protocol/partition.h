@@ -39,17 +39,6 @@ struct ExpertPartition {
   }
 };
 
-// The source's first row in an expert's segment on the GPU. That segment has the rows of the
-// expert's owner first, which need not travel, then those of the rank after the owner, and so on
-// around the circle of ranks. (On the CPU: see Placement.) `before` rows are of ranks below the
-// source, `before_owner` of ranks below the owner, `all` of all ranks.
-SWITCHYARD_HOST_DEVICE constexpr std::uint32_t first_row_in_segment(std::uint32_t before,
-                                                                    std::uint32_t before_owner,
-                                                                    std::uint32_t all,
-                                                                    bool source_is_below_owner) {
-  return before - before_owner + (source_is_below_owner ? all : 0);
-}
-
 // Rows of one expert in equal token tiles: as few tiles as `max_height` allows, and no taller than
 // they need be, in steps of `granule` (the matrix unit's width, or what is compiled for it).
 struct TileShape {

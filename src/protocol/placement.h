@@ -25,7 +25,7 @@ constexpr RankSet all_ranks(int num_ranks) {
 //
 // Rows of a segment are ordered by source, and within a source by token. So where no rank is late,
 // a row has the place that it has when one rank has all tokens. (The GPU has the owner's own rows
-// first: first_row_in_segment().)
+// first, then the others' by distance.)
 class Placement {
  public:
   Placement() = default;

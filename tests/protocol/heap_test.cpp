@@ -20,7 +20,6 @@ Heap::Shape small_shape(int ranks, int experts, int max_tokens, bool scaled) {
   shape.element_bytes = scaled ? 1 : 2;
   shape.scaled = scaled;
   shape.weighs_input = !scaled;
-  shape.max_tiles = static_cast<std::uint32_t>(experts + ranks);
   shape.cell_bytes = static_cast<std::uint64_t>(max_tokens) * 2 * 272 * 2;
   return shape;
 }
@@ -81,8 +80,8 @@ TEST(HeapTest, EveryByteHasOneWriter) {
             claims.claim(heap.pool(base, distance, token), heap.token_bytes(), source);
           }
         }
-        for (std::uint32_t tile = 0; tile < shape.max_tiles; ++tile) {
-          claims.claim(heap.finished(base, tile), 4, 0);
+        for (std::uint32_t e = 0; e < static_cast<std::uint32_t>(experts); ++e) {
+          claims.claim(heap.finished(base, e), 4, 0);
         }
         claims.claim(heap.cells(base), shape.cell_bytes, 0);
       }
@@ -99,7 +98,7 @@ TEST(HeapTest, FlagsComeFirst) {
   };
   EXPECT_LT(offset(heap.counts(base, 1, 3) + 9), heap.flag_bytes());
   EXPECT_LT(offset(heap.arrived(base, 2, 3)), heap.flag_bytes());
-  EXPECT_LT(offset(heap.finished(base, 13)), heap.flag_bytes());
+  EXPECT_LT(offset(heap.finished(base, 9)), heap.flag_bytes());
   EXPECT_GE(offset(heap.entries(base, 0, 1)), heap.flag_bytes());
 }
 
@@ -127,10 +126,9 @@ TEST(HeapTest, UsedBytesNeverExceedTheReservation) {
       const Heap heap(shape);
       const auto others = static_cast<std::uint64_t>(ranks - 1);
       const auto of_owner = static_cast<std::uint64_t>(ceil_div(16, ranks));
-      EXPECT_LE(
-          heap.bytes_used(others * 33, others * 33 * of_owner, shape.max_tiles, shape.cell_bytes),
-          heap.bytes());
-      EXPECT_LT(heap.bytes_used(0, 0, 0, 0), heap.bytes());
+      EXPECT_LE(heap.bytes_used(others * 33, others * 33 * of_owner, shape.cell_bytes),
+                heap.bytes());
+      EXPECT_LT(heap.bytes_used(0, 0, 0), heap.bytes());
     }
   }
 }
@@ -154,7 +152,6 @@ TEST(HeapTest, IsAsLargeAsWhatMayArrive) {
   shape.max_tokens = 8192;
   shape.element_bytes = 1;
   shape.scaled = true;
-  shape.max_tiles = 256 + 8 * 8192 * 6 / 128;
   shape.cell_bytes = std::uint64_t{8192} * 6 * 4096 * 2;
   constexpr std::uint64_t kMiB = 1 << 20;
   EXPECT_EQ(Heap(shape).bytes() / kMiB, 622u);

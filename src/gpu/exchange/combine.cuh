@@ -147,26 +147,24 @@ __device__ __forceinline__ void combine_task(const Combine<P>& combine, std::uin
   const std::size_t cell = static_cast<std::size_t>(token) * tables.cells_per_token + lane;
   bool exists = false;
   std::uint32_t tile = 0;
-  const std::uint32_t* finished = nullptr;  // the flag of another rank's tile
+  const std::uint32_t* finished = nullptr;  // the flag of another rank's expert
   float weight = 0;
   std::int32_t id = -1;
   if (lane < tables.top_k) {
     id = tables.ids[slot];
-    std::uint32_t position =
+    const std::uint32_t position =
         kOwnStart<P> ? combine.own_positions[slot] : __ldcg(exchange.lists.positions + slot);
     exists = id >= 0;
     if (exists) {
       weight = exchange.activation.weight_on_input ? 1.0f : tables.weights[cell];
-      const protocol::TokenTiles cut = exchange.table.tiles_of(id);
       const bool elsewhere =
           exchange.distributed() &&
           static_cast<std::uint32_t>(id - exchange.table.partition.first_expert) >=
               static_cast<std::uint32_t>(exchange.table.partition.local_experts);
-      if (elsewhere) position += exchange.table.block.row_begin[id];
-      tile = exchange.table.block.tile_begin[id] + position / cut.height;
       if (elsewhere) {
-        finished = exchange.layer.heap.finished(exchange.layer.mine,
-                                                tile + exchange.table.state.tile_offset);
+        finished = exchange.layer.heap.finished(exchange.layer.mine, id);
+      } else {
+        tile = exchange.table.block.tile_begin[id] + position / exchange.table.tiles_of(id).height;
       }
     }
   } else if (lane < tables.cells_per_token) {

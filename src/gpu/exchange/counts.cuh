@@ -64,61 +64,40 @@ __device__ __forceinline__ bool await_counts(const Exchange<P>& exchange) {
   return !named_barrier_any<kWarpgroup>(kOfLoading, !arrived);
 }
 
-// Computes from the counts matrix the rows per expert, and where each source's rows begin among
-// them. The rows of the expert's owner come first, since they need not travel, then the others by
-// distance. Called by the loading warps.
+// Computes from the counts matrix the rows per expert and, for this rank's experts, where each
+// source's rows begin among them. The rows of the owner come first, since they need not travel,
+// then the others by distance. Called by the loading warps.
 template <typename P>
 __device__ __forceinline__ void read_counts(const Exchange<P>& exchange) {
   const ExchangeParams& layer = exchange.layer;
-  const int size = exchange.life.num_ranks(), rank = exchange.life.rank();
-  const protocol::ExpertPartition experts = exchange.life.layer.heaps.experts;
+  const auto size = static_cast<std::uint32_t>(exchange.life.num_ranks());
 #pragma unroll 1
   for (int e0 = 2 * static_cast<int>(threadIdx.x); e0 < exchange.shape.num_experts;
        e0 += 2 * kWarpgroup) {
-    // For each of two experts: the rows of ranks below `source`, and that sum at the owner and
-    // here.
-    std::uint32_t rows[2] = {}, at_owner[2] = {}, here[2] = {};
+    // For each of two experts: the rows of the sources before this one, and where they are noted.
+    std::uint32_t rows[2] = {};
     std::uint32_t* begin[2] = {};  // [distance]; null for experts of other ranks
-    const int owner[2] = {experts.owner(e0),
-                          experts.owner(min(e0 + 1, exchange.shape.num_experts - 1))};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (owner[i] == rank && e0 + i < exchange.shape.num_experts) {
-        begin[i] =
-            exchange.ranks.source_begin + (e0 + i - exchange.table.partition.first_expert) * size;
+      const auto own = static_cast<std::uint32_t>(e0 + i - exchange.table.partition.first_expert);
+      if (own < static_cast<std::uint32_t>(exchange.table.partition.local_experts)) {
+        begin[i] = exchange.ranks.source_begin + own * size;
       }
     }
 #pragma unroll 2
-    for (int source = 0; source < size; ++source) {
-      const WordPair words =
-          load_words(layer.heap.counts(layer.mine, exchange.life.epoch(), source) + e0);
+    for (std::uint32_t distance = 0; distance < size; ++distance) {
+      const WordPair words = load_words(
+          layer.heap.counts(layer.mine, exchange.life.epoch(), exchange.life.rank_at(distance)) +
+          e0);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (source == owner[i]) at_owner[i] = rows[i];
-        if (source == rank) here[i] = rows[i];
-        if (begin[i] != nullptr) {
-          begin[i][source < rank ? source - rank + size : source - rank] = rows[i];
-        }
+        if (begin[i] != nullptr) begin[i][distance] = rows[i];
         rows[i] += static_cast<std::uint32_t>(i == 0 ? words.first : words.second);
       }
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int e = e0 + i;
-      if (e >= exchange.shape.num_experts) break;
-      exchange.table.block.expert_rows[e] = rows[i];
-      // Turns a sum over ranks from 0 into one from the owner on, around the circle of ranks.
-      const auto from_owner = [&](std::uint32_t at, bool before) {
-        return protocol::first_row_in_segment(at, at_owner[i], rows[i], before);
-      };
-      if (begin[i] == nullptr) {
-        exchange.table.block.row_begin[e] = from_owner(here[i], rank < owner[i]);
-        continue;
-      }
-#pragma unroll 1
-      for (int distance = 0; distance < size; ++distance) {
-        begin[i][distance] = from_owner(begin[i][distance], rank + distance >= size);
-      }
+      if (e0 + i < exchange.shape.num_experts) exchange.table.block.expert_rows[e0 + i] = rows[i];
     }
   }
 }

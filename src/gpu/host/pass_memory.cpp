@@ -62,7 +62,6 @@ protocol::Heap::Shape heap_shape(const PassSizes& sizes) {
   shape.element_bytes = sizes.policy.numerics.token_bytes();
   shape.scaled = sizes.policy.numerics.scaled();
   shape.weighs_input = sizes.weighs_input;
-  shape.max_tiles = most_tiles(sizes, sizes.num_places, sizes.num_ranks, sizes.top_k);
   shape.cell_bytes = cell_tokens * static_cast<std::size_t>(sizes.cells_per_token()) *
                      static_cast<std::size_t>(sizes.hidden) * 2;
   return shape;

@@ -67,7 +67,8 @@
 //   between ranks (their heaps, raised to the epoch):
 //   counts[s][e]   source s has counted its rows for expert e                  all blocks
 //   arrived[e][s]  all rows of s for expert e have arrived                     pack, math packing
-//   finished[t]    another rank has stored tile t's cells                      combine
+//   finished[e]    the cells of all slots with another rank's expert e are     combine
+//                  stored
 #pragma once
 
 #include "gpu/layer/loading_roles.cuh"

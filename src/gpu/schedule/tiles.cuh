@@ -21,19 +21,16 @@ using TableWord = std::conditional_t<kOwnStart<P>, std::uint16_t, std::uint32_t>
 template <typename P>
 struct TileTables {
   TableWord<P>* expert_rows;  // [E]
-  // [E + 1] the first tile of each expert. This rank's tiles are numbered after the shared
-  // expert's; those of other ranks continue the numbers in both directions.
+  // [E + 1] the first tile of each of this rank's experts, after the shared expert's tiles. (The
+  // experts of other ranks have none here.)
   TableWord<P>* tile_begin;
-  // [E] for this rank's experts, the first row, after the shared expert's rows; for others'
-  // experts, where this rank's rows begin among the expert's.
-  TableWord<P>* row_begin;
+  TableWord<P>* row_begin;  // [E] the first row of the same, after the shared expert's rows
 };
 struct TileTableState {
   protocol::TokenTiles shared_tiles;
-  std::uint32_t max_height;   // of any tile
-  std::uint32_t log2_band;    // tiles per band
-  std::uint32_t num_rows;     // in this rank's tiles
-  std::uint32_t tile_offset;  // add it to a tile's number to get the number among all ranks' tiles
+  std::uint32_t max_height;  // of any tile
+  std::uint32_t log2_band;   // tiles per band
+  std::uint32_t num_rows;    // in this rank's tiles
 };
 
 template <typename P>
@@ -82,20 +79,19 @@ __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint
   const protocol::TokenTiles shared_tiles(shared_rows, P::kTile.token_rows);
   const auto own_begin = static_cast<std::uint32_t>(table.partition.first_expert);
   const auto own_end = own_begin + static_cast<std::uint32_t>(table.partition.local_experts);
-  std::uint32_t tiles_before = 0;  // of the ranks below this one
+  const auto is_own = [&](std::uint32_t e) {
+    return P::kOneRank || (e >= own_begin && e < own_end);
+  };
   std::uint32_t tiles = 0, rows = 0, most = shared_tiles.count;
   std::uint32_t height = max(shared_tiles.height, P::kTile.token_rows.least);
 #pragma unroll 1
   for (std::uint32_t e = begin; e < end; ++e) {
-    const protocol::TokenTiles cut(block.expert_rows[e], P::kTile.token_rows);
+    const std::uint32_t rows_here = is_own(e) ? std::uint32_t{block.expert_rows[e]} : 0;
+    const protocol::TokenTiles cut(rows_here, P::kTile.token_rows);
     tiles += cut.count;
-    if (P::kOneRank || (e >= own_begin && e < own_end)) {
-      rows += cut.rows;
-      height = max(height, cut.height);
-      most = max(most, cut.count);
-    } else if (e < own_begin) {
-      tiles_before += cut.count;
-    }
+    rows += cut.rows;
+    height = max(height, cut.height);
+    most = max(most, cut.count);
     // Store the count for the loop below, so that it need not divide again.
     block.tile_begin[e] = static_cast<Word>(cut.count);
   }
@@ -109,15 +105,14 @@ __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint
       rows_to += other_rows;
     }
   }
-  if constexpr (!P::kOneRank) tiles_before = __reduce_add_sync(~0u, tiles_before);
-  std::uint32_t tile = shared_tiles.count - tiles_before + tiles_to - tiles;
+  std::uint32_t tile = shared_tiles.count + tiles_to - tiles;
   std::uint32_t row = shared_tiles.rows + rows_to - rows;
 #pragma unroll 1
   for (std::uint32_t e = begin; e < end; ++e) {
     const std::uint32_t count = block.tile_begin[e];
     block.tile_begin[e] = static_cast<Word>(tile);
     tile += count;
-    if (P::kOneRank || (e >= own_begin && e < own_end)) {
+    if (is_own(e)) {
       block.row_begin[e] = static_cast<Word>(row);
       row += block.expert_rows[e];
     }
@@ -129,7 +124,6 @@ __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint
     table.state.num_rows = row;
     table.state.shared_tiles = shared_tiles;
     table.state.max_height = height;
-    table.state.tile_offset = tiles_before - shared_tiles.count;
     table.state.log2_band = most > 1 ? table.layer.order.log2_band : 0;
   }
 }
