@@ -149,11 +149,17 @@ struct LayerOptions {
   // the choice that was captured. Memory has room for the schedule that needs the most. Null, and
   // passes for which the table has no choice: the rules.
   std::shared_ptr<const tuner::Table> table;
-  // kCpu only. How long a thread that has nothing else to do waits for late ranks' counts before
-  // it computes rows that are here, expert by expert. Rows of late ranks are computed when they
-  // come, which reads an expert's weights again. Outputs are the same bits either way; on
-  // processors whose products depend on a tile's height, rows wait for all counts. Empty: the time
-  // that reading an expert takes; at most a year. Ranks may differ.
+  // How long a rank waits for late ranks' counts before it computes rows that are here. Rows of
+  // late ranks are computed when they come, which reads weights again. Outputs are the same bits
+  // either way. At most a year; ranks may differ.
+  //   kCpu   a thread that has nothing else to do waits, and then computes expert by expert. On
+  //          processors whose products depend on a tile's height, rows wait for all counts. Empty:
+  //          the time that reading an expert takes.
+  //   kCuda  the rank waits, and then computes all rows that are here, and the others in a second
+  //          round; a rank that is late itself computes first the rows of those that went ahead
+  //          of it. Empty: passes of 2048 tokens or more (of this rank) wait for the time that a
+  //          second round costs, from 20 us on, and others for all counts; so does a patience of
+  //          `deadline` or more.
   std::optional<std::chrono::microseconds> patience;
 };
 // The kernel and version of tables for layers: "layer_bf16", "layer_fp8". The version grows

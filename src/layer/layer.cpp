@@ -111,9 +111,6 @@ void check_cpu_options(const LayerOptions& options) {
 }
 
 void check_cuda_options(const LayerOptions& options) {
-  if (options.patience) {
-    refuse("patience is set, but the backend is cuda, which has none; leave it empty");
-  }
   if (options.num_threads != 0) {
     refuse(fmt::format("num_threads is {}, but the backend is cuda, which has none; leave it at 0",
                        options.num_threads));

@@ -8,6 +8,9 @@
 //   region     index                        written by s
 //   counts     [epoch parity][s][expert]    its row of the counts matrix, the epoch in every word
 //   arrived    [expert of d][s]             the epoch, when all these rows' entries and tokens came
+//   ahead      [s]                          the epoch, when s computes without having waited for
+//   the
+//                                           counts of d (on GPUs)
 //   finished   [expert]                     the epoch, when s has stored all cells of d's slots
 //                                           with its expert (numbered over all ranks)
 //   entries    [expert of d][s][position]   which slot (token, k) of s the row is of: a SlotEntry
@@ -94,6 +97,7 @@ class Heap {
     };
     counts_ = place(2 * ranks * counts_row_bytes());
     arrived_ = place(4 * lists);
+    ahead_ = place(4 * ranks);
     finished_ = place(ranks == 0 ? 0 : 4 * num_experts_);
     entries_ = place(4 * lists * max_tokens_);
     weights_ = place(shape.weighs_input ? 4 * lists * max_tokens_ : 0);
@@ -160,6 +164,9 @@ class Heap {
                                                 std::uint32_t distance) const {
     return reinterpret_cast<std::uint32_t*>(base + arrived_) + list(expert_of_owner, distance);
   }
+  SWITCHYARD_HOST_DEVICE std::uint32_t* ahead(std::byte* base, int source) const {
+    return reinterpret_cast<std::uint32_t*>(base + ahead_) + source;
+  }
   SWITCHYARD_HOST_DEVICE std::uint32_t* finished(std::byte* base, std::uint32_t expert) const {
     return reinterpret_cast<std::uint32_t*>(base + finished_) + expert;
   }
@@ -201,8 +208,8 @@ class Heap {
 
   std::uint64_t others_ = 0, num_experts_ = 0, max_tokens_ = 0, scale_offset_ = 0, token_bytes_ = 0;
   std::uint64_t pool_part_ = 0;  // bytes of one source
-  std::uint64_t counts_ = 0, arrived_ = 0, finished_ = 0, entries_ = 0, weights_ = 0, pool_ = 0,
-                cells_ = 0, bytes_ = 0;
+  std::uint64_t counts_ = 0, arrived_ = 0, ahead_ = 0, finished_ = 0, entries_ = 0, weights_ = 0,
+                pool_ = 0, cells_ = 0, bytes_ = 0;
   bool weighs_input_ = false;
 };
 

@@ -59,6 +59,31 @@ TEST(Splits, GiveEveryBlockATaskAndAreNotTooLong) {
   EXPECT_EQ(log2_splits(forced, 256, 14336, 512, 2), 0u);
 }
 
+TEST(FirstSources, WaitUntilAllAreHereOrPatienceEnds) {
+  constexpr std::uint32_t kAll = 0b1111;
+  EXPECT_EQ(first_sources(kAll, kAll, 0, true), kAll);
+  EXPECT_EQ(first_sources(kAll, kAll, 0, false), kAll);
+  EXPECT_EQ(first_sources(kAll, 0b0011, 0, true), 0u);
+  EXPECT_EQ(first_sources(kAll, 0b0011, 0, false), 0b0011u);
+}
+
+// Ranks that did not wait for this one are served before it serves itself, and at once.
+TEST(FirstSources, OfALateRankAreThoseThatAreAhead) {
+  constexpr std::uint32_t kAll = 0b1111;
+  EXPECT_EQ(first_sources(kAll, kAll, 0b0101, true), 0b0101u);
+  EXPECT_EQ(first_sources(kAll, 0b0111, 0b0101, true), 0b0101u);
+}
+
+TEST(PatienceOfRounds, IsWhatASecondRoundCosts) {
+  // OLMoE on two ranks, 512 rows of each expert: reading is hidden in either round.
+  constexpr double kBytes = 32.0 * 3 * 2048 * 1024 * 2;
+  EXPECT_DOUBLE_EQ(patience_ns({2048, 64, 8, 2, kBytes}), 20'000);
+  // 64 rows: all of the time is reading, 100 us of it.
+  EXPECT_NEAR(patience_ns({256, 64, 8, 2, kBytes}), 20'000 + kBytes / 4000, 1);
+  // 300 rows: 1.5 readings or two.
+  EXPECT_NEAR(patience_ns({1200, 64, 8, 2, kBytes}), 20'000 + kBytes / 8000, 1);
+}
+
 // A gated FFN with so many rows of gate and up, on 132 blocks.
 OrderFacts facts_of(std::uint32_t rows) { return {132, rows, 128, 256, 4096, 8}; }
 

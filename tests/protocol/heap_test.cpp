@@ -80,6 +80,9 @@ TEST(HeapTest, EveryByteHasOneWriter) {
             claims.claim(heap.pool(base, distance, token), heap.token_bytes(), source);
           }
         }
+        for (int source = 1; source < ranks; ++source) {
+          claims.claim(heap.ahead(base, source), 4, source);
+        }
         for (std::uint32_t e = 0; e < static_cast<std::uint32_t>(experts); ++e) {
           claims.claim(heap.finished(base, e), 4, 0);
         }
@@ -98,6 +101,7 @@ TEST(HeapTest, FlagsComeFirst) {
   };
   EXPECT_LT(offset(heap.counts(base, 1, 3) + 9), heap.flag_bytes());
   EXPECT_LT(offset(heap.arrived(base, 2, 3)), heap.flag_bytes());
+  EXPECT_LT(offset(heap.ahead(base, 3)), heap.flag_bytes());
   EXPECT_LT(offset(heap.finished(base, 9)), heap.flag_bytes());
   EXPECT_GE(offset(heap.entries(base, 0, 1)), heap.flag_bytes());
 }

@@ -138,6 +138,11 @@ T __shfl_down_sync(std::uint32_t, T value, int distance) {
   const int lane = switchyard::test::EmulatedWarp::lane();
   return emulated_read(value, lane + distance < 32 ? lane + distance : lane, "__shfl_down_sync");
 }
+template <typename T>
+T __shfl_up_sync(std::uint32_t, T value, std::uint32_t distance) {
+  const int lane = switchyard::test::EmulatedWarp::lane(), from = lane - static_cast<int>(distance);
+  return emulated_read(value, from >= 0 ? from : lane, "__shfl_up_sync");
+}
 inline std::uint32_t __ballot_sync(std::uint32_t, bool vote) {
   const auto& words = switchyard::test::EmulatedWarp::meet(vote ? 1 : 0, "__ballot_sync");
   std::uint32_t ballot = 0;

@@ -147,7 +147,7 @@ __device__ __forceinline__ void combine_task(const Combine<P>& combine, std::uin
   const std::size_t cell = static_cast<std::size_t>(token) * tables.cells_per_token + lane;
   bool exists = false;
   std::uint32_t tile = 0;
-  const std::uint32_t* finished = nullptr;  // the flag of another rank's expert
+  const std::uint32_t* finished = nullptr;  // the flag of an expert, usually another rank's
   float weight = 0;
   std::int32_t id = -1;
   if (lane < tables.top_k) {
@@ -161,7 +161,8 @@ __device__ __forceinline__ void combine_task(const Combine<P>& combine, std::uin
           exchange.distributed() &&
           static_cast<std::uint32_t>(id - exchange.table.partition.first_expert) >=
               static_cast<std::uint32_t>(exchange.table.partition.local_experts);
-      if (elsewhere) {
+      // (Tables are those of the second round, if there are two. Then this rank has flags, too.)
+      if (elsewhere || exchange.table.round() != 0) {
         finished = exchange.layer.heap.finished(exchange.layer.mine, id);
       } else {
         tile = exchange.table.block.tile_begin[id] + position / exchange.table.tiles_of(id).height;
@@ -170,7 +171,7 @@ __device__ __forceinline__ void combine_task(const Combine<P>& combine, std::uin
   } else if (lane < tables.cells_per_token) {
     exists = true;
     weight = tables.weights[cell];
-    tile = token / exchange.table.state.shared_tiles.height;
+    tile = exchange.table.shared_tile() + token / exchange.table.state.shared_tiles.height;
   }
   const std::uint32_t present = __ballot_sync(~0u, exists);
   // Looked at again only while it is missing: own tiles and others' are two trips to memory.

@@ -25,24 +25,79 @@ __device__ __forceinline__ void publish_counts(const Exchange<P>& exchange) {
   }
 }
 
-// Waits until all ranks have sent the counts that this thread reads in read_counts(). Returns false
-// if the pass was given up. Called by the loading warps.
+// Chooses the sources of the first round, or learns what another block has chosen: all of them, or
+// if patience ends, those whose counts are here. Returns 0 if the pass was given up. Called by one
+// thread, when all blocks have listed their tokens.
 template <typename P>
-__device__ __forceinline__ bool await_counts(const Exchange<P>& exchange) {
+__device__ __forceinline__ std::uint32_t choose_sources(const Exchange<P>& exchange,
+                                                        std::uint64_t patience_ns) {
+  const ExchangeParams& layer = exchange.layer;
+  const auto size = static_cast<std::uint32_t>(exchange.life.num_ranks());
+  const int rank = exchange.life.rank();
+  const std::uint32_t all = exchange.all_sources(), flag = exchange.life.flag();
+  std::uint32_t* const word = exchange.life.state.words.first_sources();
+  const std::uint64_t start = device_now_ns();
+  std::uint32_t chosen = 0, here = 0;
+  const bool goes_on = exchange.life.waiter().wait_for(
+      [&] {
+        // (No branch before the last load: they are under way together.)
+        chosen = protocol::load_relaxed(word);
+        here = 1u << rank;
+        std::uint32_t ahead = 0;
+#pragma unroll 1
+        for (std::uint32_t distance = 1; distance < size; ++distance) {
+          const int source = exchange.life.rank_at(distance);
+          // The first word stands for all: they are stored at the same time.
+          const WordPair words =
+              load_words(layer.heap.counts(layer.mine, exchange.life.epoch(), source));
+          const std::uint32_t told = protocol::load_relaxed(layer.heap.ahead(layer.mine, source));
+          here |= (words.first >> 32 == flag ? 1u : 0u) << source;
+          ahead |= (told == flag ? 1u : 0u) << source;
+        }
+        if (chosen != 0) return true;
+        const bool patient = device_now_ns() - start < patience_ns;
+        const std::uint32_t choice = first_sources(all, here, ahead, patient);
+        if (choice == 0) return false;
+        chosen = atomicCAS(word, 0u, choice);
+        if (chosen != 0) return true;
+        chosen = choice;
+        // Tells those who are late that they are, so that they do the rows of this rank first. (If
+        // their counts come at this moment, they may miss it, and do all rows together.)
+        if (choice == all) return true;
+#pragma unroll 1
+        for (std::uint32_t distance = 1; distance < size; ++distance) {
+          const int peer = exchange.life.rank_at(distance);
+          if ((here >> peer & 1) != 0) continue;
+          protocol::store_relaxed(layer.heap.ahead(exchange.life.layer.heaps.base[peer], rank),
+                                  exchange.life.flag());
+        }
+        return true;
+      },
+      [&] {
+        const int missing = __ffs(static_cast<int>(all & ~here)) - 1;
+        return protocol::Missing{protocol::Phase::kCounts, missing < 0 ? rank : missing, 0,
+                                 exchange.life.flag(), 0};
+      });
+  return goes_on ? chosen : 0;
+}
+
+// Waits until all ranks, or the sources of a round, have sent the counts that this thread reads in
+// read_counts(). Returns false if the pass was given up. Called by kReaders threads.
+template <int kReaders, typename P>
+__device__ __forceinline__ bool await_words_of_counts(const Exchange<P>& exchange,
+                                                      std::uint32_t sources) {
   const ExchangeParams& layer = exchange.layer;
   const int size = exchange.life.num_ranks();
-  // This rank's counts show that its blocks have listed their tokens. Only the barrier makes these
-  // lists visible.
-  bool arrived =
-      threadIdx.x != 0 || all_arrived(exchange.life.waiter(), exchange.life.barrier(kListsReady));
+  bool arrived = true;
 #pragma unroll 1
-  for (int e = 2 * static_cast<int>(threadIdx.x); arrived && e < exchange.shape.num_experts;
-       e += 2 * kWarpgroup) {
+  for (int e = 2 * static_cast<int>(threadIdx.x % kReaders);
+       arrived && e < exchange.shape.num_experts; e += 2 * kReaders) {
     std::uint64_t seen = 0;
     const auto first_missing = [&] {  // the first rank that is missing; `size` if none is
       int missing = size;
 #pragma unroll 2
       for (int source = size; source-- > 0;) {
+        if (P::kRounds && (sources >> source & 1) == 0) continue;
         const WordPair words =
             load_words(layer.heap.counts(layer.mine, exchange.life.epoch(), source) + e);
         const std::uint64_t flag = exchange.life.flag();
@@ -61,19 +116,30 @@ __device__ __forceinline__ bool await_counts(const Exchange<P>& exchange) {
                                    static_cast<std::uint64_t>(e), exchange.life.flag(), seen};
         });
   }
+  return arrived;
+}
+// The same for all loading warps, which get the same answer.
+template <typename P>
+__device__ __forceinline__ bool await_counts(const Exchange<P>& exchange, std::uint32_t sources) {
+  // This rank's counts show that its blocks have listed their tokens. Only the barrier makes these
+  // lists visible.
+  const bool listed = P::kRounds || threadIdx.x != 0 ||
+                      all_arrived(exchange.life.waiter(), exchange.life.barrier(kListsReady));
+  const bool arrived = listed && await_words_of_counts<kWarpgroup>(exchange, sources);
   return !named_barrier_any<kWarpgroup>(kOfLoading, !arrived);
 }
 
 // Computes from the counts matrix the rows per expert and, for this rank's experts, where each
 // source's rows begin among them. The rows of the owner come first, since they need not travel,
-// then the others by distance. Called by the loading warps.
-template <typename P>
-__device__ __forceinline__ void read_counts(const Exchange<P>& exchange) {
+// then the others by distance. With rounds, sources that are not in this one have no rows. Called
+// by kReaders threads.
+template <int kReaders, typename P>
+__device__ __forceinline__ void read_counts(const Exchange<P>& exchange, std::uint32_t sources) {
   const ExchangeParams& layer = exchange.layer;
   const auto size = static_cast<std::uint32_t>(exchange.life.num_ranks());
 #pragma unroll 1
-  for (int e0 = 2 * static_cast<int>(threadIdx.x); e0 < exchange.shape.num_experts;
-       e0 += 2 * kWarpgroup) {
+  for (int e0 = 2 * static_cast<int>(threadIdx.x % kReaders); e0 < exchange.shape.num_experts;
+       e0 += 2 * kReaders) {
     // For each of two experts: the rows of the sources before this one, and where they are noted.
     std::uint32_t rows[2] = {};
     std::uint32_t* begin[2] = {};  // [distance]; null for experts of other ranks
@@ -86,9 +152,10 @@ __device__ __forceinline__ void read_counts(const Exchange<P>& exchange) {
     }
 #pragma unroll 2
     for (std::uint32_t distance = 0; distance < size; ++distance) {
-      const WordPair words = load_words(
-          layer.heap.counts(layer.mine, exchange.life.epoch(), exchange.life.rank_at(distance)) +
-          e0);
+      const int source = exchange.life.rank_at(distance);
+      WordPair words =
+          load_words(layer.heap.counts(layer.mine, exchange.life.epoch(), source) + e0);
+      if (P::kRounds && (sources >> source & 1) == 0) words = {0, 0};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (begin[i] != nullptr) begin[i][distance] = rows[i];

@@ -50,6 +50,9 @@ struct Exchange {
 
   // True if rows travel: there are several ranks. A single rank has all experts.
   __device__ bool distributed() const { return !P::kOneRank && life.num_ranks() > 1; }
+  // The ranks, a bit for each.
+  __device__ std::uint32_t all_sources() const { return ~0u >> (32 - life.num_ranks()); }
+  static_assert(kMaxDeviceRanks <= 32);
   // The number of this rank's slots whose experts other ranks have.
   __device__ std::uint32_t num_sends() const {
     return ranks

@@ -7,13 +7,16 @@ namespace switchyard::gpu {
 
 // Tells the sources of the rows of each of this rank's experts that all of them are finished, as
 // soon as they are. The lanes of one warp of each block share pairs of expert and source out.
-// Called by that warp after its other work.
+// Called by that warp after its other work, in each round. Returns false if the pass was given up.
 template <typename P>
-__device__ __forceinline__ void raise_finished(const Exchange<P>& exchange) {
+__device__ __forceinline__ bool raise_finished(const Exchange<P>& exchange) {
   const ExchangeParams& layer = exchange.layer;
   const protocol::Heaps& heaps = exchange.life.layer.heaps;
   const auto size = static_cast<std::uint32_t>(heaps.size());
-  const std::uint32_t others = size - 1, pairs = exchange.table.local_experts() * others;
+  // In passes with two rounds this rank is told, too: see combine_task().
+  const bool tells_itself = exchange.table.round() != 0 || !exchange.table.last_round();
+  const std::uint32_t nearest = tells_itself ? 0 : 1, sources = size - nearest;
+  const std::uint32_t pairs = exchange.table.local_experts() * sources;
   std::uint32_t returned = 0, flags = 0;
   const auto stamp = [&](TraceStamp which) {
     if (threadIdx.x % 32 == 0) exchange.trace.stamp(TraceRole::kSend, kSignalRecord, which);
@@ -27,7 +30,7 @@ __device__ __forceinline__ void raise_finished(const Exchange<P>& exchange) {
     std::uint32_t tile = 0, tiles = 0;  // the next to be finished, and how many are not yet
     std::uint32_t* flag = nullptr;
     if (pair < pairs) {
-      const std::uint32_t expert = pair / others, distance = 1 + pair % others;
+      const std::uint32_t expert = pair / sources, distance = nearest + pair % sources;
       const std::uint32_t of_all = exchange.table.first_expert() + expert;
       const std::uint32_t* const begins = exchange.ranks.source_begin + expert * size + distance;
       const protocol::TokenTiles cut = exchange.table.tiles_of(of_all);
@@ -37,8 +40,10 @@ __device__ __forceinline__ void raise_finished(const Exchange<P>& exchange) {
         tile = exchange.table.block.tile_begin[of_all] + first;
         tiles = (end - 1) / cut.height - first + 1;
         flag = layer.heap.finished(heaps.base[exchange.life.rank_at(distance)], of_all);
-        returned += end - begin;
-        ++flags;
+        if (distance != 0) {
+          returned += end - begin;
+          ++flags;
+        }
       }
     }
     while (__any_sync(~0u, tiles != 0)) {
@@ -47,7 +52,7 @@ __device__ __forceinline__ void raise_finished(const Exchange<P>& exchange) {
             done = tiles != 0 && exchange.progress.gemm2_complete(tile);
             return __any_sync(~0u, done);
           })) {
-        return;
+        return false;
       }
       stamp(&TraceRecord::begin);
       if (!done) continue;
@@ -59,12 +64,13 @@ __device__ __forceinline__ void raise_finished(const Exchange<P>& exchange) {
   }
   returned = __reduce_add_sync(~0u, returned);
   flags = __reduce_add_sync(~0u, flags);
-  if (threadIdx.x % 32 != 0 || flags == 0) return;
+  if (threadIdx.x % 32 != 0 || flags == 0) return true;
   exchange.trace.subject(TraceRole::kSend, kSignalRecord,
                          {TraceKind::kSignal, -1, -1, -1, static_cast<std::int32_t>(returned)});
   stamp(&TraceRecord::end);
   atomicAdd(exchange.life.state.words.counters() + kReturnedRows, returned);
   atomicAdd(exchange.life.state.words.counters() + kRaisedFlags, flags);
+  return true;
 }
 
 }  // namespace switchyard::gpu

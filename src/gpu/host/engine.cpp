@@ -95,6 +95,7 @@ class Engine final : public LayerEngine {
   void choose_grid();
   TileOrder order_of(const Schedule& schedule) const;
   const Schedule& schedule_for(std::int64_t tokens);
+  std::optional<std::uint64_t> patience_for(std::int64_t tokens) const;
   void require_room();
   PassSizes pass_sizes() const;
   bool distributed() const { return world_.size() > 1; }
@@ -360,7 +361,7 @@ Engine::~Engine() {
 void Engine::choose_grid() {
   const DeviceInfo info = device_info(device_);
   int blocks_per_sm = 1;
-  for (const LayerKernel kernel : {kernel_.small, kernel_.large}) {
+  for (const LayerKernel kernel : {kernel_.small, kernel_.large, kernel_.rounds}) {
     const auto* const function = reinterpret_cast<const void*>(kernel);
     SWITCHYARD_CUDA(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          static_cast<int>(kernel_.shape.shared_bytes)));
@@ -427,6 +428,20 @@ const Schedule& Engine::schedule_for(std::int64_t tokens) {
   const Schedule& chosen = choice ? choices_->schedules()[*choice] : options_.schedule;
   params_.order = order_of(chosen);
   return chosen;
+}
+
+// In ns; none where a pass waits for all ranks' counts.
+std::optional<std::uint64_t> Engine::patience_for(std::int64_t tokens) const {
+  if (!distributed()) return {};
+  if (options_.patience) {
+    if (*options_.patience >= options_.deadline) return {};
+    return static_cast<std::uint64_t>(options_.patience->count()) * 1000;
+  }
+  if (tokens < kLeastTokensOfRounds) return {};
+  const double weights = static_cast<double>(params_.local_experts) * params_.hidden *
+                         (params_.routed.gemm1_rows + params_.routed.intermediate);
+  return static_cast<std::uint64_t>(patience_ns({tokens, num_places(), spec_.top_k, world_.size(),
+                                                 weights * policy().numerics.weight_bytes()}));
 }
 
 PassSizes Engine::pass_sizes() const {
@@ -514,12 +529,14 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
     call.x_map = rows_map(call.converts ? params_.converted : x.data, sizeof(std::uint16_t), x.rows,
                           spec_.hidden, dense ? spec_.hidden : x.row_stride, kGateBoxRows);
   }
+  const std::optional<std::uint64_t> patience = patience_for(x.rows);
+  call.patience_ns = patience.value_or(0);
+  const LayerKernel kernel = small ? kernel_.small : patience ? kernel_.rounds : kernel_.large;
   void* arguments[] = {&params_, &call};
   cudaLaunchAttribute attributes[kMaxAttributes]{};
   const cudaLaunchConfig_t config =
       launch_config(pairs, attributes, static_cast<cudaStream_t>(input.stream));
-  SWITCHYARD_CUDA(cudaLaunchKernelExC(
-      &config, reinterpret_cast<const void*>(small ? kernel_.small : kernel_.large), arguments));
+  SWITCHYARD_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
 }
 
 cudaLaunchConfig_t Engine::launch_config(bool paired, cudaLaunchAttribute* attributes,

@@ -40,10 +40,12 @@ class Arena {
   std::size_t size_ = 0;
 };
 
-// Of tokens of so many ranks with so many slots each, over so many experts.
-std::uint32_t most_tiles(const PassSizes& sizes, int experts, int ranks, int slots_per_token) {
-  const std::int64_t rows = std::int64_t{sizes.max_tokens} * ranks * slots_per_token;
-  return static_cast<std::uint32_t>(experts + rows / sizes.policy.tile.max_height());
+// Of tokens of all ranks with so many slots each, over so many experts. Each of two rounds may end
+// in a tile that is not full.
+std::uint32_t most_tiles(const PassSizes& sizes, int experts, int slots_per_token) {
+  const std::int64_t rows = std::int64_t{sizes.max_tokens} * sizes.num_ranks * slots_per_token;
+  const int rounds = sizes.num_ranks > 1 ? 2 : 1;
+  return static_cast<std::uint32_t>(rounds * experts + rows / sizes.policy.tile.max_height());
 }
 
 protocol::Heap::Shape heap_shape(const PassSizes& sizes) {
@@ -93,9 +95,9 @@ PassLayout::PassLayout(const PassSizes& sizes) : sizes_(sizes) {
   const std::size_t slots = tokens * static_cast<std::size_t>(sizes.top_k);
   const auto height = static_cast<std::size_t>(sizes.policy.tile.max_height());
   const Numerics& numerics = sizes.policy.numerics;
-  const std::size_t tiles = most_tiles(sizes, std::max(1, sizes.own_places), sizes.num_ranks,
-                                       std::min(sizes.top_k, sizes.own_places)) +
-                            (sizes.has_shared ? protocol::ceil_div(tokens, height) : 0);
+  const std::size_t tiles =
+      most_tiles(sizes, std::max(1, sizes.own_places), std::min(sizes.top_k, sizes.own_places)) +
+      (sizes.has_shared ? protocol::ceil_div(tokens, height) : 0);
   max_tiles_ = static_cast<std::uint32_t>(tiles);
   h_slots_ = static_cast<std::uint32_t>(h_slots(sizes.order, tiles));
   h_stride_ = static_cast<std::uint32_t>(std::max(sizes.intermediate, sizes.shared_intermediate));

@@ -31,6 +31,10 @@
 // tiles of an expert together, if there are two: each block loads its own tokens and half of the
 // weights.
 //
+// Passes of several ranks with many tokens have a kernel (InRounds of a policy) in which rows of
+// late ranks may have a round of their own: see RoundState. Only two roles know of rounds: the
+// scheduler, which makes the tables for the second, and pack. The others go from task to task.
+//
 //   barrier      arrivals that complete a phase                                waited for by
 //   full[s]      weights: 1 arrival + bytes; tokens: 1 arrival + bytes, or     math
 //                in small passes 64 arrivals: copies of x, or one with h's
@@ -63,12 +67,13 @@
 //   gemm2_done[t]  counted as gemm1_done: cells of tile t are written          combine; tokens and
 //                                                                              pack, to reuse t's h
 //   sent[e]        8 per row of another rank's expert: the row is sent         the last sender
+//   first_sources  kernels with rounds: the first block that chooses them      all blocks
 //
 //   between ranks (their heaps, raised to the epoch):
 //   counts[s][e]   source s has counted its rows for expert e                  all blocks
+//   ahead[s]       source s has not waited for this rank's counts              who chooses sources
 //   arrived[e][s]  all rows of s for expert e have arrived                     pack, math packing
-//   finished[e]    the cells of all slots with another rank's expert e are     combine
-//                  stored
+//   finished[e]    cells of slots with expert e, of another rank, are stored   combine
 #pragma once
 
 #include "gpu/layer/loading_roles.cuh"
@@ -120,6 +125,7 @@ __device__ __forceinline__ void describe_pass(const Pass<P>& pass) {
   PassState<P>& state = block.pass;
   block.queue.handed_out = 1;  // see describe_first
   state.send.first_sends = state.send.send_lead = 0;
+  if constexpr (P::kRounds) state.tiles.round = {.last = true};
   state.life.going = Going::kOn;
   state.life.plan_failed = false;
   state.life.epoch = *pass.layer.epoch_word;
@@ -155,13 +161,23 @@ __device__ __forceinline__ void loading_group(const Pass<P>& pass) {
   if (warp == kWeightsWarp) {
     if (elect()) weights_role<kGated>(pass);
   } else if (warp == kSchedulerWarp) {
-    scheduler_role(pass.schedule());
+    scheduler_role(pass.schedule(), [&](bool stored) { return begin_second_round(pass, stored); });
+    if constexpr (P::kRounds) {
+      // The pass was given up, but the pack warp waits for the second round.
+      if (!pass.table().last_round()) give_up_second_round(pass);
+    }
   } else if constexpr (kGathers<P>) {
     gather_role(pass);
   } else if (warp == kTokensWarp) {
     tokens_role(pass);
-  } else if (!pass.state().life.plan_failed) {
-    pack_role(pass);
+  } else {
+    bool goes_on = !pass.state().life.plan_failed;
+#pragma unroll 1
+    for (;;) {
+      if (goes_on) goes_on = pack_role(pass);
+      if (pass.table().last_round()) break;
+      goes_on = await_second_round(pass) && goes_on;
+    }
   }
 }
 

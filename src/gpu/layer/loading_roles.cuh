@@ -158,9 +158,10 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
 // Sends and packs in order of levels: the n-th expert of every rank is level n. Rows of a level are
 // packed when those of the next levels have been sent. So a rank never waits for rows whose sender
 // waits for rows that this rank sends later. (Places are kept in memory, and bounds are looked up
-// again each time, because registers are few.)
+// again each time, because registers are few.) Once in each round. Returns false if the pass was
+// given up.
 template <typename P>
-__device__ __forceinline__ void pack_role(const Pass<P>& pass) {
+__device__ __forceinline__ bool pack_role(const Pass<P>& pass) {
   constexpr std::uint32_t kRows = kPackedTogether, kSlots = 8;
   const LayerParams& layer = pass.layer;
   volatile std::uint32_t &slot = pass.block.packing.pack_slot, &row = pass.block.packing.pack_row,
@@ -181,8 +182,12 @@ __device__ __forceinline__ void pack_role(const Pass<P>& pass) {
     return pass.ranks().send_begin[min(level + 1 + pass.state().send.send_lead, layer.levels) *
                                    static_cast<std::uint32_t>(layer.heaps.size() - 1)];
   };
-  set(pass.block.pass.send.first_rows, first_rows(pass.packing()));
-  set(slot, first_group<kSlots>(pass.state().send.first_sends / kSlots * kSlots));
+  // (In a second round math warps pack nothing.)
+  set(pass.block.pass.send.first_rows,
+      pass.table().round() == 0 ? first_rows(pass.packing()) : pass.table().first_row());
+  if (pass.table().round() == 0) {  // the first round sends all
+    set(slot, first_group<kSlots>(pass.state().send.first_sends / kSlots * kSlots));
+  }
   set(row, first_group<kRows>(pass.state().send.first_rows / kRows * kRows));
   const auto sends = [&] {
     return pass.exchange().distributed() && slot < pass.exchange().num_sends();
@@ -201,11 +206,11 @@ __device__ __forceinline__ void pack_role(const Pass<P>& pass) {
     if (row < pass.table().num_rows()) {
       if (!pack_rows<kRows>(pass.packing(), row, pass.state().send.first_rows,
                             pass.table().num_rows()))
-        return;
+        return false;
       set(row, row + kRows * gridDim.x);
     }
   }
-  if (pass.exchange().distributed()) raise_finished(pass.exchange());
+  return !pass.exchange().distributed() || raise_finished(pass.exchange());
 }
 
 }  // namespace switchyard::gpu

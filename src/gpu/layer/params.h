@@ -50,8 +50,9 @@ struct LayerParams : ExpertParams,
 
 struct CallParams : RouteCall, InputCall, OutputCall {
   std::uint32_t tokens;
-  std::uint32_t paired;  // 1: launched in pairs of blocks, which do each task together; 0: not
-  TraceBuffer trace;     // for traced kernels
+  std::uint32_t paired;       // 1: launched in pairs of blocks, which do each task together; 0: not
+  TraceBuffer trace;          // for traced kernels
+  std::uint64_t patience_ns;  // with late ranks' counts, in kernels that have rounds
 };
 
 // The launch parameters that the host must know.
@@ -63,7 +64,8 @@ struct KernelShape {
 using LayerKernel = void (*)(LayerParams, CallParams);
 struct KernelEntry {
   LayerKernel small, large;  // for small and large passes
-  KernelShape shape;         // of both kernels
+  LayerKernel rounds;        // for large passes that may have two rounds: see RoundState
+  KernelShape shape;         // of all kernels
   PolicyFacts policy;        // for large passes
   // Of layers with up to kUsualExperts places of experts, and with more.
   LargeStorage usual, many;

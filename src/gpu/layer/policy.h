@@ -26,6 +26,7 @@ struct LargePass {
   static constexpr std::uint32_t kStagesTogether = 1;
   static constexpr bool kLendsRing = true;  // to tables of many experts
   static constexpr bool kOneRank = false;   // true: the kernel is compiled for a world of one rank
+  static constexpr bool kRounds = false;    // true: a pass may have two rounds; see InRounds
   // The number of tokens that a math warpgroup transposes from its 64 weight rows into rows of
   // tokens at a time.
   static constexpr int kStagedTokens = 16;
@@ -117,6 +118,13 @@ template struct ValidPolicy<BF16Policy>;
 template struct ValidPolicy<SmallPass<BF16Policy>>;
 template struct ValidPolicy<FP8Policy>;
 template struct ValidPolicy<SmallPass<FP8Policy>>;
+
+// The policy of large passes of several ranks in which late ranks' rows may be left for a second
+// round: see RoundState. It is a kernel of its own, so that the others have nothing of it.
+template <typename P>
+struct InRounds : P {
+  static constexpr bool kRounds = true;
+};
 
 // Kernels that record when each role did what.
 template <typename P>

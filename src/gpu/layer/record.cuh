@@ -8,8 +8,8 @@ namespace switchyard::gpu {
 
 // Called by one warp of one block, once the block has the rows. Passes of a layer follow one
 // another, so nobody else counts steps meanwhile, and the next pass finds what this one stored.
-template <typename P>
-__device__ __forceinline__ void record_routing(const Pass<P>& pass) {
+template <typename P, typename Word>
+__device__ __forceinline__ void record_routing(const Pass<P>& pass, const Word* expert_rows) {
   const protocol::RoutingRing& ring = pass.layer.ring;
   if (ring.words == nullptr) return;
   const std::uint32_t lane = threadIdx.x % 32;
@@ -18,7 +18,7 @@ __device__ __forceinline__ void record_routing(const Pass<P>& pass) {
   std::uint32_t* const rows = protocol::RoutingRing::rows(slot);
 #pragma unroll 1
   for (std::uint32_t e = lane; e < ring.experts; e += 32) {
-    rows[e] = pass.tiles().expert_rows[e];
+    rows[e] = expert_rows[e];
   }
   __syncwarp();  // all lanes have read the step
   if (lane == 0) {

@@ -10,6 +10,108 @@
 
 namespace switchyard::gpu {
 
+// Finds out whose rows the first round has. Returns false if the pass was given up. Called by the
+// loading warps.
+template <typename P>
+__device__ __forceinline__ bool begin_first_round(const Pass<P>& pass) {
+  RoundState& round = pass.state().tiles.round;
+  if (threadIdx.x == 0) {
+    const bool listed = all_arrived(pass.waiter(), pass.life().barrier(kListsReady));
+    round.sources = listed ? choose_sources(pass.exchange(), pass.call.patience_ns) : 0;
+    round.last = round.sources == 0 || round.sources == pass.exchange().all_sources();
+  }
+  named_barrier<kWarpgroup>(kOfLoading);
+  return round.sources != 0;
+}
+
+// True if the round has the rows of this rank's own tokens.
+template <typename P>
+__device__ __forceinline__ bool own_rows(const Pass<P>& pass) {
+  return !P::kRounds || (pass.state().tiles.round.sources >> pass.life().rank() & 1) != 0;
+}
+
+// Stores the statistics of a pass with two rounds, of all ranks' counts. Called by one warp of each
+// block.
+template <typename P>
+__device__ __forceinline__ void store_stats_of_rounds(const Pass<P>& pass) {
+  if (blockIdx.x != 0) return;
+  const LayerParams& layer = pass.layer;
+  const auto num_experts = static_cast<std::uint32_t>(layer.num_experts);
+#pragma unroll 1
+  for (std::uint32_t e = threadIdx.x % 32; e < num_experts; e += 32) {
+    std::uint32_t rows = 0;
+#pragma unroll 1
+    for (int source = 0; source < pass.life().num_ranks(); ++source) {
+      rows += static_cast<std::uint32_t>(
+          protocol::load_relaxed(layer.heap.counts(layer.mine, pass.life().epoch(), source) + e));
+    }
+    layer.stats[e] = rows;
+  }
+  if (threadIdx.x % 32 == 0) layer.stats[num_experts] = pass.call.tokens;
+  record_routing(pass, layer.stats);  // a lane records what it has stored itself
+}
+
+// Begins the second round, once the first has no more tasks: see RoundState. `stored`: all of this
+// block's tasks are done. Returns false if the pass was given up. Called by the scheduler's warp,
+// while the pack warp is in await_second_round().
+template <typename P>
+__device__ __forceinline__ bool begin_second_round(const Pass<P>& pass, bool stored) {
+  const LayerParams& layer = pass.layer;
+  const std::uint32_t lane = threadIdx.x % 32;
+  RoundState& round = pass.state().tiles.round;
+  // All roles but the pack warp's have left the first round's tables. Now that one has, too.
+  named_barrier_anywhere<kSchedulerAndPack>(kBetweenRounds);
+  const std::uint32_t sources = pass.exchange().all_sources() & ~round.sources;
+  const std::uint32_t tiles = pass.table().num_tiles(), rows = pass.table().num_rows();
+  __syncwarp();
+  if (lane == 0) {
+    round.sources = sources;
+    round.number = 1;
+    round.first_tile = tiles;
+    round.first_row = rows;
+  }
+  __syncwarp();
+  const bool has_shared = layer.cells_per_token > layer.top_k;
+  bool counted = stored;
+  // The first iteration is a rehearsal, on what is there.
+#pragma unroll 1
+  for (std::uint32_t rehearsal = untold<1>(); counted; rehearsal = 0) {
+    if (rehearsal == 0) {
+      counted = __all_sync(~0u, await_words_of_counts<32>(pass.exchange(), sources)) != 0;
+      if (!counted) break;
+    }
+    read_counts<32>(pass.exchange(), sources);
+    __syncwarp();
+    place_tiles(pass.table(), has_shared && own_rows(pass) ? pass.call.tokens : 0);
+    __syncwarp();
+    if (rehearsal == 0) break;
+  }
+  if (counted) store_stats_of_rounds(pass);
+  if (lane == 0) {
+    round.failed = !counted;
+    round.last = true;
+  }
+  __syncwarp();
+  named_barrier_anywhere<kSchedulerAndPack>(kBetweenRounds);
+  return counted;
+}
+// Does this instead if the scheduler's role has ended before, because the pass was given up.
+template <typename P>
+__device__ __forceinline__ void give_up_second_round(const Pass<P>& pass) {
+  named_barrier_anywhere<kSchedulerAndPack>(kBetweenRounds);
+  RoundState& round = pass.state().tiles.round;
+  if (threadIdx.x % 32 == 0) round.failed = round.last = true;
+  __syncwarp();
+  named_barrier_anywhere<kSchedulerAndPack>(kBetweenRounds);
+}
+// The pack warp's part. Returns false if the pass was given up.
+template <typename P>
+__device__ __forceinline__ bool await_second_round(const Pass<P>& pass) {
+  named_barrier_anywhere<kSchedulerAndPack>(kBetweenRounds);
+  named_barrier_anywhere<kSchedulerAndPack>(kBetweenRounds);
+  return !pass.state().tiles.round.failed;
+}
+
 // Collects the rows per expert over all blocks and all ranks. Returns false if the pass was given
 // up. Called by the loading warps after their block has arrived with its lists.
 template <typename P>
@@ -19,9 +121,12 @@ __device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
     // rehearsal.
 #pragma unroll 1
     for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
-      read_counts(pass.exchange());
+      read_counts<kWarpgroup>(pass.exchange(), pass.state().tiles.round.sources);
       if (rehearsal == 0) break;
-      if (!await_counts(pass.exchange())) return false;
+      if constexpr (P::kRounds) {
+        if (!begin_first_round(pass)) return false;
+      }
+      if (!await_counts(pass.exchange(), pass.state().tiles.round.sources)) return false;
       pass.trace().pass(kCountsRecord, &TraceRecord::begin);
     }
     named_barrier<kWarpgroup>(kOfLoading);
@@ -75,13 +180,13 @@ __device__ __forceinline__ void tell_placed(std::uint32_t warp) {
 
 template <typename P>
 __device__ __forceinline__ void store_stats(const Pass<P>& pass) {
-  if (blockIdx.x != 0 || threadIdx.x >= kWarpgroup) return;
+  if (blockIdx.x != 0 || threadIdx.x >= kWarpgroup || !pass.table().last_round()) return;
   for (int e = threadIdx.x; e < pass.layer.num_experts; e += kWarpgroup) {
     pass.layer.stats[e] = pass.tiles().expert_rows[e];
   }
   if (threadIdx.x == 0) pass.layer.stats[pass.layer.num_experts] = pass.call.tokens;
   // (The weights and tokens warps are wanted for the first task.)
-  if (threadIdx.x / 32 == kPackWarp) record_routing(pass);
+  if (threadIdx.x / 32 == kPackWarp) record_routing(pass, pass.tiles().expert_rows);
 }
 
 // Does the block's part of the gate and of quantization in the math warps. If `shares`, other
@@ -245,7 +350,7 @@ class PassStart {
       if (rehearsal) {
         fill_together(pass_.tiles().expert_rows, layer.num_experts, TableWord<P>{1});
       }
-      place_tiles(pass_.table(), has_shared ? pass_.call.tokens : 0);
+      place_tiles(pass_.table(), has_shared && own_rows(pass_) ? pass_.call.tokens : 0);
       __syncwarp();
       if (threadIdx.x % 32 == 0) {
         auto& state = block.pass;
@@ -257,8 +362,11 @@ class PassStart {
         }
         if constexpr (!StageLayout<P>::kFixed) {
           const std::uint32_t ring_bytes = kLendsRing<P> ? layer.ring_bytes : kRingBytes;
-          state.stages.shape = {StageLayout<P>::count(state.tiles.max_height, ring_bytes),
-                                StageLayout<P>::bytes(state.tiles.max_height)};
+          // (The ring goes on through a second round, whose tiles are not known yet.)
+          const std::uint32_t height =
+              pass_.table().last_round() ? state.tiles.max_height : kMaxHeight<P>;
+          state.stages.shape = {StageLayout<P>::count(height, ring_bytes),
+                                StageLayout<P>::bytes(height)};
         }
       }
     }

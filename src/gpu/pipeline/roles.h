@@ -91,10 +91,12 @@ enum NamedBarrier : std::uint32_t {
   kOfLoading,       // the loading warps
   kTilesPlaced,     // the math warps wait until the scheduler has placed tiles
   kAllPlaced,       // and the math warps have placed what is sent: the pack warp waits
+  kBetweenRounds,   // the scheduler and the pack warp
 };
 constexpr std::uint32_t group_barrier(std::uint32_t group) { return 1 + group; }
 inline constexpr int kMathAndScheduler = kMathThreads + 32;
 inline constexpr int kMathSchedulerAndPack = kMathAndScheduler + 32;
+inline constexpr int kSchedulerAndPack = 2 * 32;
 
 // Registers per thread once the roles have begun. setmaxnreg hands out what the block got at
 // launch, and no more: a warpgroup that asks for more waits for ever, without a deadline. See

@@ -15,9 +15,14 @@ enum GridBarrier : std::uint32_t { kConverted, kLogitsReady, kSlotsCounted, kLis
 struct PassWords {
   std::uint32_t* words;
 
-  // Layout: the next task, grid barriers, counters, then arrays.
+  // Layout: the next tasks of both rounds, the choice of the first, grid barriers, counters, then
+  // arrays.
   static constexpr std::uint32_t kBarriers = 4;
-  SWITCHYARD_HOST_DEVICE std::uint32_t* next_task() const { return words; }
+  SWITCHYARD_HOST_DEVICE std::uint32_t* next_task(std::uint32_t round = 0) const {
+    return words + round;
+  }
+  // The sources of the first round, a bit for each rank; 0: not chosen yet. See RoundState.
+  SWITCHYARD_HOST_DEVICE std::uint32_t* first_sources() const { return words + 2; }
   // Each on a line of its own: all blocks poll it.
   SWITCHYARD_HOST_DEVICE std::uint32_t* barrier(std::uint32_t i) const {
     return words + 32 * (1 + i);

@@ -47,6 +47,43 @@ constexpr Launch choose_launch(const Schedule& asked, const LaunchFacts& facts) 
   return many && facts.pairs_fit ? Launch::kPaired : Launch::kSingle;
 }
 
+// --- The rounds of a pass; see RoundState.
+
+struct RoundFacts {
+  std::int64_t tokens;  // of this rank
+  int num_experts, top_k, num_ranks;
+  double weight_bytes;  // that this rank reads in a pass
+};
+
+// The time that a second round costs if the late rank then was hardly late: weights are read once
+// more, as far as that is not hidden behind products, and the kernel drains and fills once more.
+// Waiting as long as the mistake costs is never worse than twice the best.
+constexpr double patience_ns(const RoundFacts& facts) {
+  constexpr double kBetweenNs = 20'000;
+  constexpr double kBytesPerNs = 4000;
+  // With so many rows of an expert, products take as long as reading its weights.
+  constexpr double kBalancedRows = 200;
+  // (The host does not know other ranks' tokens and assumes as many as its own.)
+  const double rows = static_cast<double>(facts.tokens) * facts.num_ranks * facts.top_k /
+                      std::max(1, facts.num_experts);
+  // In readings: two rounds of half the rows, and one of all, each take at least one.
+  const double more = std::clamp(2 - rows / kBalancedRows, 0.0, 1.0);
+  return kBetweenNs + more * facts.weight_bytes / kBytesPerNs;
+}
+
+// Passes of fewer tokens wait for all ranks, unless the caller gives a patience: most of their time
+// is reading weights.
+inline constexpr std::int64_t kLeastTokensOfRounds = 2048;
+
+// Chooses the sources whose rows a pass takes up in its first round, a bit for each rank; 0: it
+// waits on. `here`: ranks whose counts are here. `ahead`: ranks that compute without having waited
+// for this one, so that their rows come before all others. `patient`: there is time to wait.
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t first_sources(std::uint32_t all, std::uint32_t here,
+                                                             std::uint32_t ahead, bool patient) {
+  if (ahead != 0) return ahead;
+  return here == all || !patient ? here : 0;
+}
+
 // --- The order of tiles.
 
 struct OrderFacts {

@@ -25,14 +25,14 @@ struct Schedule {
   }
 };
 
-// All the work of this rank.
+// All the work of this rank, or of a round. In the work, tiles are numbered from 0.
 template <typename P>
 __device__ __forceinline__ protocol::Workload workload_of(const Schedule<P>& schedule) {
   protocol::Workload work;
   const TileTable<P>& table = schedule.table;
   const WorkState& state = schedule.progress.work;
-  work.num_shared_tiles = table.state.shared_tiles.count;
-  work.num_routed_tiles = table.num_tiles() - table.state.shared_tiles.count;
+  work.num_shared_tiles = table.shared_of_round();
+  work.num_routed_tiles = table.num_tiles() - table.first_tile() - work.num_shared_tiles;
   work.shared_gemm1_blocks = schedule.progress.tasks(schedule.progress.experts.shared.gemm1_rows);
   work.shared_gemm2_blocks = schedule.progress.tasks(schedule.progress.experts.shared.gemm2_rows)
                              << state.log2_splits;
@@ -40,7 +40,8 @@ __device__ __forceinline__ protocol::Workload workload_of(const Schedule<P>& sch
   work.routed_gemm2_blocks = schedule.progress.tasks(schedule.progress.experts.routed.gemm2_rows)
                              << state.log2_splits;
   const std::uint32_t log2_chunk = state.log2_combine_chunk + schedule.paired;
-  work.num_combine_chunks = (schedule.progress.tokens + (1u << log2_chunk) - 1) >> log2_chunk;
+  work.num_combine_chunks =
+      table.last_round() ? (schedule.progress.tokens + (1u << log2_chunk) - 1) >> log2_chunk : 0;
   work.log2_band = P::kSize == PassSize::kSmall ? 0 : table.state.log2_band;  // as in place_tiles()
   work.lag = work.log2_band == 0 ? table.layer.order.lag : table.layer.order.banded_lag;
   return work;
@@ -55,29 +56,30 @@ __device__ __forceinline__ TileTask describe(const Schedule<P>& schedule,
   TileTask d{};
   d.kind = TaskKind::kNone;
   if (ticket >= work.num_gemm_tasks() + work.num_combine_chunks) return d;
-  const protocol::Task task = protocol::tile_task_at(work, ticket);
-  d.tile = task.index;
+  protocol::Task task = protocol::tile_task_at(work, ticket);
   d.block = (task.block << schedule.paired) + share;
   if (task.kind == TaskKind::kCombine) {
     d.kind = TaskKind::kCombine;
     d.tile = (task.index << schedule.paired) + share;
     return d;
   }
+  task.index += schedule.table.first_tile();
+  d.tile = task.index;
   d.shared = schedule.table.is_shared(task.index) ? 1 : 0;
   protocol::TokenTiles tiles = schedule.table.state.shared_tiles;
-  std::uint32_t tile_of_expert = task.index;
+  std::uint32_t tile_of_expert = task.index - schedule.table.shared_tile();
   if (d.shared == 0) {
     const auto* const tile_begin = schedule.table.block.tile_begin + schedule.table.first_expert();
     static_assert(kMaxDeviceExperts <= kMostFoundTogether);
     d.expert = find_expert_together(tile_begin, schedule.table.local_experts(), task.index,
                                     threadIdx.x % 32);
     tiles = schedule.table.tiles_of(schedule.table.first_expert() + d.expert);
-    tile_of_expert -= tile_begin[d.expert];
+    tile_of_expert = task.index - tile_begin[d.expert];
   }
   if constexpr (kPairsTiles<P>) {
     const std::uint32_t band = 1u << schedule.table.state.log2_band;
-    const std::uint32_t of_kind =
-        task.index - (d.shared != 0 ? 0 : schedule.table.state.shared_tiles.count);
+    const std::uint32_t of_kind = task.index - schedule.table.first_tile() -
+                                  (d.shared != 0 ? 0 : schedule.table.shared_of_round());
     const protocol::TilePair pair(tiles, tile_of_expert, of_kind & (band - 1), band,
                                   kInstructionRows + 1);
     // Two tiles together load 64 KB a stage for the pair. One tile with twice the weight rows would
@@ -119,8 +121,16 @@ __device__ __forceinline__ TileTask describe(const Schedule<P>& schedule,
 template <typename P>
 __device__ __forceinline__ void describe_first(const Schedule<P>& schedule, bool rehearsal) {
   const std::uint32_t paired = schedule.paired;
-  const TileTask task = describe(schedule, workload_of(schedule), blockIdx.x >> paired,
-                                 paired == 0 ? 0 : rank_in_pair());
+  TileTask task = describe(schedule, workload_of(schedule), blockIdx.x >> paired,
+                           paired == 0 ? 0 : rank_in_pair());
+  if constexpr (P::kRounds) {
+    if (task.kind == TaskKind::kNone && !schedule.table.last_round()) {
+      // Of a first round that has fewer tasks than there are blocks. The first task is one in any
+      // case: combining tokens that do not exist.
+      task.kind = TaskKind::kCombine;
+      task.tile = schedule.progress.tokens;
+    }
+  }
   // Orders the other lanes' writes for the task before it is handed out.
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
@@ -128,8 +138,12 @@ __device__ __forceinline__ void describe_first(const Schedule<P>& schedule, bool
   if (!rehearsal) arrive(shared_address(&schedule.queue.block.task_full[0]));
 }
 
-template <typename P>
-__device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule) {
+// When the first of two rounds has no more tasks, next_round(stored) is called, where `stored` says
+// that all of the block's tasks are; it returns false if the pass was given up. It is not called if
+// the role ends before.
+template <typename P, typename NextRound>
+__device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule,
+                                               NextRound&& next_round) {
   // The two blocks of a pair do each task together, and the first takes the tickets. In small
   // passes there are no pairs.
   const std::uint32_t paired = schedule.paired, share = paired == 0 ? 0 : rank_in_pair();
@@ -178,7 +192,7 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule) {
     });
   };
   if (!goes_on()) return;
-  const protocol::Workload work = workload_of(schedule);
+  protocol::Workload work = workload_of(schedule);
   std::uint32_t ticket = blockIdx.x >> paired;
   // The first iteration is a rehearsal, while no role asks for a task.
   for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
@@ -188,14 +202,25 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule) {
       if (share != 0) {
         ticket = load_ticket(schedule.queue.block);
       } else if (speaks) {
-        ticket = (gridDim.x >> paired) + atomicAdd(schedule.life.state.words.next_task(), 1u);
+        ticket = (gridDim.x >> paired) +
+                 atomicAdd(schedule.life.state.words.next_task(schedule.table.round()), 1u);
         if (paired != 0) send_ticket(schedule.queue.block, ticket);
       }
       ticket = __shfl_sync(~0u, ticket, 0);
       heard ^= 1;
       stamp(&TraceRecord::begin);
     }
-    const TileTask task = describe(schedule, work, ticket, share);
+    TileTask task;
+    for (;;) {
+      task = describe(schedule, work, ticket, share);
+      if (!P::kRounds || rehearsal != 0 || task.kind != TaskKind::kNone ||
+          schedule.table.last_round()) {
+        break;
+      }
+      if (!next_round(await([&] { return told == index; }))) return;
+      work = workload_of(schedule);
+      ticket = blockIdx.x >> paired;
+    }
     if (!await([&] { return index - told < kTaskSlots; })) return;
     if (speaks) schedule.queue.block.tasks[index % kTaskSlots] = task;
     __syncwarp();

@@ -26,11 +26,30 @@ struct TileTables {
   TableWord<P>* tile_begin;
   TableWord<P>* row_begin;  // [E] the first row of the same, after the shared expert's rows
 };
+// A pass in which a rank's counts are late may have two rounds. The first has the rows of the
+// sources whose counts are here, the second all others; each has tiles, rows and tickets of its
+// own, numbered on from the first round's. Between the two, a block's tables are made anew: by
+// then its tasks are done, and its pack warp has packed and signalled what it has to. The rows of a
+// source are in one round, so all else goes on as if there were one: the ring, slots, flags. Which
+// sources are in the first round is the same for all blocks of a rank (PassWords::first_sources()),
+// but not for all ranks. Late ranks do others' rows first, which others wait for.
+//
+// Where a kernel is not compiled for rounds, there is one.
+struct RoundState {
+  std::uint32_t sources;  // a bit for each rank
+  std::uint32_t number;   // 0 or 1
+  std::uint32_t first_tile, first_row;
+  std::uint32_t shared_tile, shared_row;  // the first ones of the shared expert
+  bool last;
+  bool failed;  // the second was given up before it began
+};
+
 struct TileTableState {
   protocol::TokenTiles shared_tiles;
   std::uint32_t max_height;  // of any tile
   std::uint32_t log2_band;   // tiles per band
   std::uint32_t num_rows;    // in this rank's tiles
+  RoundState round;
 };
 
 template <typename P>
@@ -52,7 +71,19 @@ struct TileTable {
     return block.tile_begin[first_expert() + local_experts()];
   }
   __device__ std::uint32_t num_rows() const { return state.num_rows; }
-  __device__ bool is_shared(std::uint32_t tile) const { return tile < state.shared_tiles.count; }
+  __device__ bool is_shared(std::uint32_t tile) const {
+    return tile - shared_tile() < state.shared_tiles.count;
+  }
+  __device__ bool last_round() const { return !P::kRounds || state.round.last; }
+  __device__ std::uint32_t round() const { return P::kRounds ? state.round.number : 0; }
+  __device__ std::uint32_t first_tile() const { return P::kRounds ? state.round.first_tile : 0; }
+  __device__ std::uint32_t first_row() const { return P::kRounds ? state.round.first_row : 0; }
+  __device__ std::uint32_t shared_tile() const { return P::kRounds ? state.round.shared_tile : 0; }
+  __device__ std::uint32_t shared_row() const { return P::kRounds ? state.round.shared_row : 0; }
+  // The shared expert's tiles of this round; they come before all others.
+  __device__ std::uint32_t shared_of_round() const {
+    return shared_tile() == first_tile() ? state.shared_tiles.count : 0;
+  }
   // The tiles of an expert, by its number among all ranks' experts.
   __device__ protocol::TokenTiles tiles_of(std::uint32_t expert) const {
     return protocol::TokenTiles(block.expert_rows[expert], P::kTile.token_rows);
@@ -64,9 +95,9 @@ struct TileTable {
   }
 };
 
-// Computes tile_begin, row_begin and the table's state from the experts' rows. Called by one warp.
-// Loops are not unrolled: the code runs once in a pass, and fetching it takes longer than running
-// it.
+// Computes tile_begin, row_begin and the table's state from the experts' rows of a round. The
+// shared expert has `shared_rows` in it. Called by one warp. Loops are not unrolled: the code runs
+// once in a pass, and fetching it takes longer than running it.
 template <typename P>
 __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint32_t shared_rows) {
   using Word = TableWord<P>;
@@ -105,8 +136,8 @@ __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint
       rows_to += other_rows;
     }
   }
-  std::uint32_t tile = shared_tiles.count + tiles_to - tiles;
-  std::uint32_t row = shared_tiles.rows + rows_to - rows;
+  std::uint32_t tile = table.first_tile() + shared_tiles.count + tiles_to - tiles;
+  std::uint32_t row = table.first_row() + shared_tiles.rows + rows_to - rows;
 #pragma unroll 1
   for (std::uint32_t e = begin; e < end; ++e) {
     const std::uint32_t count = block.tile_begin[e];
@@ -122,7 +153,13 @@ __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint
   if (lane == 31) {
     block.tile_begin[num_experts] = static_cast<Word>(tile);
     table.state.num_rows = row;
-    table.state.shared_tiles = shared_tiles;
+    if (!P::kRounds || shared_tiles.count != 0 || table.round() == 0) {
+      table.state.shared_tiles = shared_tiles;
+      if constexpr (P::kRounds) {
+        table.state.round.shared_tile = table.first_tile();
+        table.state.round.shared_row = table.first_row();
+      }
+    }
     table.state.max_height = height;
     table.state.log2_band = most > 1 ? table.layer.order.log2_band : 0;
   }

@@ -211,14 +211,15 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
   const auto distance = [&] { return ExpertSource::distance(told_anew(list)); };
   // The row's position in the source's list. For rows of this rank it becomes the token as soon as
   // that is known.
-  std::uint32_t position = row;
+  std::uint32_t position = row - packing.table.shared_row();
   const auto entry = [&] {
     return __ldcg(entry_of(packing.exchange, expert(), {distance(), position}));
   };
   if (row < row0 + kRows && row >= begin && row < end) {
     protocol::TokenTiles cut = packing.table.state.shared_tiles;
-    std::uint32_t of_expert = row, first_tile = 0;
-    if (row >= cut.rows) {
+    std::uint32_t of_expert = row - packing.table.shared_row();
+    std::uint32_t first_tile = packing.table.shared_tile();
+    if (of_expert >= cut.rows) {
       const auto* const row_begin = packing.table.block.row_begin + packing.table.first_expert();
       const std::uint32_t e = find_expert(row_begin, packing.table.local_experts(), row);
       of_expert = row - row_begin[e];
