@@ -111,6 +111,7 @@ struct Problem {
     LayerOptions o;
     o.max_tokens = static_cast<int>(tokens);
     o.compute = compute;
+    if (policy == Policy::kWaits) o.patience = kForEver;
     return o;
   }
 };
@@ -157,7 +158,6 @@ class HostRank final : public LateRank {
  private:
   LayerOptions options() {
     LayerOptions o = problem_.options();
-    if (problem_.policy == Policy::kWaits) o.patience = kForEver;
     if (world_.rank() + 1 == world_.size()) return o;
     o.on_step = [&tasks = tasks_](const ProtocolStep& step) {
       using Kind = ProtocolStep::Kind;
@@ -424,8 +424,7 @@ void LateSession::run() {
 
 void LateSession::measure(const std::string& model, const LayerSpec& spec) {
   const bool cuda = options_.backend == Backend::kCuda;
-  const std::vector<Policy> policies =
-      cuda ? std::vector{Policy::kWaits} : std::vector{Policy::kWaits, Policy::kWorks};
+  const std::vector<Policy> policies = {Policy::kWaits, Policy::kWorks};
   const std::vector<Way> ways = ways_of(options_.late_us);
   try {
     const MoeWeights weights =
