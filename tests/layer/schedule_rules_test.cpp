@@ -77,11 +77,14 @@ TEST(FirstSources, OfALateRankAreThoseThatAreAhead) {
 TEST(PatienceOfRounds, IsWhatASecondRoundCosts) {
   // OLMoE on two ranks, 512 rows of each expert: reading is hidden in either round.
   constexpr double kBytes = 32.0 * 3 * 2048 * 1024 * 2;
-  EXPECT_DOUBLE_EQ(patience_ns({2048, 64, 8, 2, kBytes}), 20'000);
+  EXPECT_DOUBLE_EQ(patience_ns({2048, 64, 8, 2, kBytes, 0, false}), 20'000);
   // 64 rows: all of the time is reading, 100 us of it.
-  EXPECT_NEAR(patience_ns({256, 64, 8, 2, kBytes}), 20'000 + kBytes / 4000, 1);
+  EXPECT_NEAR(patience_ns({256, 64, 8, 2, kBytes, 0, false}), 20'000 + kBytes / 4000, 1);
   // 300 rows: 1.5 readings or two.
-  EXPECT_NEAR(patience_ns({1200, 64, 8, 2, kBytes}), 20'000 + kBytes / 8000, 1);
+  EXPECT_NEAR(patience_ns({1200, 64, 8, 2, kBytes, 0, false}), 20'000 + kBytes / 8000, 1);
+  // Products of 300 us: a sixth of them. In FP8 they take half the time.
+  EXPECT_NEAR(patience_ns({2048, 64, 8, 2, kBytes, 97.5e9, false}), 70'000, 1);
+  EXPECT_NEAR(patience_ns({2048, 64, 8, 2, kBytes / 2, 97.5e9, true}), 45'000, 1);
 }
 
 // A gated FFN with so many rows of gate and up, on 132 blocks.

@@ -438,10 +438,14 @@ std::optional<std::uint64_t> Engine::patience_for(std::int64_t tokens) const {
     return static_cast<std::uint64_t>(options_.patience->count()) * 1000;
   }
   if (tokens < kLeastTokensOfRounds) return {};
-  const double weights = static_cast<double>(params_.local_experts) * params_.hidden *
-                         (params_.routed.gemm1_rows + params_.routed.intermediate);
-  return static_cast<std::uint64_t>(patience_ns({tokens, num_places(), spec_.top_k, world_.size(),
-                                                 weights * policy().numerics.weight_bytes()}));
+  const double expert = static_cast<double>(params_.hidden) *
+                        (params_.routed.gemm1_rows + params_.routed.intermediate);
+  const double shared = static_cast<double>(params_.hidden) *
+                        (params_.shared.gemm1_rows + params_.shared.intermediate);
+  return static_cast<std::uint64_t>(patience_ns(
+      {tokens, num_places(), spec_.top_k, world_.size(),
+       params_.local_experts * expert * policy().numerics.weight_bytes(),
+       static_cast<double>(tokens) * (spec_.top_k * expert + shared), policy().numerics.scaled()}));
 }
 
 PassSizes Engine::pass_sizes() const {
