@@ -22,6 +22,7 @@
 #include "model/random_tensor.h"
 #include "protocol/control.h"
 #include "run/devices.h"
+#include "run/late.h"
 #include "run/ranks.h"
 #include "switchyard/error.h"
 #include "switchyard/weights.h"
@@ -82,14 +83,6 @@ double microseconds_between(Clock::time_point start, Clock::time_point end) {
   return std::chrono::duration<double, std::micro>(end - start).count();
 }
 
-// Sleeps, so that a late rank takes no core from the others, and spins for the last bit.
-void wait_until(Clock::time_point time) {
-  constexpr std::chrono::microseconds kSleepsLonger(200);
-  if (time - Clock::now() > 2 * kSleepsLonger) std::this_thread::sleep_until(time - kSleepsLonger);
-  while (Clock::now() < time) {
-  }
-}
-
 // All ranks of a point have this in common.
 struct Problem {
   const LayerSpec& spec;
@@ -145,7 +138,7 @@ class HostRank final : public LateRank {
     if (last) tasks_.last_started = false;
     world_.barrier();
     const Clock::time_point ready = Clock::now();
-    wait_until(ready + late);
+    run::wait_until(ready + late);
     if (last) tasks_.last_started = true;
     const Clock::time_point start = Clock::now();
     layer_.forward(input, output);
@@ -216,7 +209,7 @@ class DeviceRank final : public LateRank {
     output.topk_ids = {reinterpret_cast<std::int32_t*>(ids_.data()), problem_.slots()};
     world_.barrier();
     const Clock::time_point ready = Clock::now();
-    wait_until(ready + late);
+    run::wait_until(ready + late);
     const double start = microseconds_between(ready, Clock::now());
     start_.record(stream_);
     layer_.forward(input, output);

@@ -119,6 +119,7 @@ LayerRun run_layer(LayerRunOptions& options, bool show_progress) {
 
   const int ranks = as_process ? launched->size : options.ranks.ranks;
   require_consistent(options);
+  if (options.ranks.late && ranks == 1) refuse("--late is for several ranks; give --ranks, too");
   options.batch.seed = options.source.seed;
   LayerRun run;
   run.source = load_source(options.source, as_process ? ranks : 1, leads && show_progress);

@@ -29,6 +29,7 @@ constexpr const char* kExamples = R"(Examples:
   switchyard trace --model olmoe --tokens 1024 --ranks 4
   switchyard trace --model deepseek-v3 --experts 32 --tokens 64 --balancedness 0.7 -o v3.json
   switchyard trace --model qwen3-30b --tokens 4096 --ranks 2 --backend cuda
+  switchyard trace --model olmoe --tokens 512 --ranks 2 --late 20000    # what is done meanwhile
 
 The file opens in https://ui.perfetto.dev, and in chrome://tracing.
 
@@ -38,6 +39,8 @@ void add_trace_options(Command& command, TraceOptions& o) {
   command.heading("Execution");
   command.add_whole("--passes", o.ranks.repeat, 1, 1'000'000,
                     "Passes after a warm-up, the last of which is told (default 5)");
+  command.add_whole("--late", o.ranks.late, 0, 10'000'000,
+                    "Microseconds by which the last rank begins each pass later than the others");
   command.heading("Report");
   command.add_text("-o,--output,--out", o.out, "FILE",
                    "Where to write the trace (default trace.json)");

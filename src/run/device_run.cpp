@@ -3,6 +3,7 @@
 #include <span>
 
 #include "gpu/device.h"
+#include "run/late.h"
 
 namespace switchyard::run {
 namespace {
@@ -76,10 +77,14 @@ class DeviceOutput {
   ForwardOutput output_;
 };
 
+// Until then the flush, and a pass before it, are done.
+constexpr std::chrono::milliseconds kSettled(20);
+
 }  // namespace
 
 std::vector<double> time_passes_on_device(World& world, MoeLayer& layer, const ForwardInput& input,
-                                          const ForwardOutput& output, int repeat) {
+                                          const ForwardOutput& output, int repeat,
+                                          std::optional<std::chrono::microseconds> late) {
   const gpu::Stream stream;
   const DeviceInput from(input, stream);
   const DeviceOutput to(output, input.activations.rows, layer.spec().hidden, stream);
@@ -92,13 +97,15 @@ std::vector<double> time_passes_on_device(World& world, MoeLayer& layer, const F
     // Between the barriers every rank only enqueues. None waits for its device or allocates,
     // because a kernel on the device may be waiting for one that another rank has yet to launch.
     world.barrier();
+    const auto ready = std::chrono::steady_clock::now();
     // This pass is not timed. Ranks end it together, however far apart their hosts began it, so the
     // timed pass does not wait for another rank's host. It also touches what a first pass has to
-    // load.
-    layer.forward(from.get(), to.get());
+    // load. Where a rank is late, only the first pass has that, because ranks are to be apart.
+    if (!late || i == 0) layer.forward(from.get(), to.get());
     // The flush also keeps the stream busy until the host has launched the next pass, so that the
     // host's time for it is not measured.
     gpu::flush_l2(stream);
+    if (late) wait_until(ready + kSettled + *late);
     start.record(stream);
     layer.forward(from.get(), to.get());
     end.record(stream);

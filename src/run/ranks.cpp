@@ -18,6 +18,7 @@
 #include "layer/compute.h"
 #include "run/device_run.h"
 #include "run/devices.h"
+#include "run/late.h"
 #include "trace/clock.h"
 
 namespace switchyard::run {
@@ -87,17 +88,21 @@ ForwardOutput output_to(std::byte* base, const ShareLayout& layout, Share share,
 }
 
 std::vector<PassTimes> time_passes(World& world, MoeLayer& layer, const ForwardInput& input,
-                                   const ForwardOutput& output, int repeat) {
+                                   const ForwardOutput& output, const RankOptions& options) {
+  std::optional<std::chrono::microseconds> late = options.late;
+  if (late && world.rank() + 1 != world.size()) late = std::chrono::microseconds(0);
   std::vector<PassTimes> times;
   if (layer.backend() == Backend::kCuda) {
-    for (const double us : time_passes_on_device(world, layer, input, output, repeat)) {
+    for (const double us :
+         time_passes_on_device(world, layer, input, output, options.repeat, late)) {
       times.push_back({0, std::llround(us * 1e3)});
     }
     return times;
   }
   layer.forward(input, output);  // generates kernels and touches pages
-  for (int i = 0; i < repeat; ++i) {
+  for (int i = 0; i < options.repeat; ++i) {
     world.barrier();
+    if (late) wait_until(std::chrono::steady_clock::now() + *late);
     PassTimes pass;
     pass.begin = trace::now_ns();
     layer.forward(input, output);
@@ -263,7 +268,7 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   const Share share = share_of(tokens, world.rank(), world.size());
   const std::vector<PassTimes> times =
       time_passes(world, layer, input_of(batch, share, layout.slots_per_token),
-                  output_to(outputs.own(), layout, share, output_dtype), options.repeat);
+                  output_to(outputs.own(), layout, share, output_dtype), options);
 
   const RankRecord record = record_of(layer);
   const auto records = gather(world.fabric(), record);

@@ -26,9 +26,11 @@ struct RankOptions {
   int repeat = 5;  // timed passes; at least one untimed pass comes before
   std::chrono::milliseconds deadline{30'000};
   bool pre_sum_per_host = false;  // LayerOptions::pre_sum_per_host
-  bool trace = false;             // fill RunResult::traces
-  int recorded_steps = 0;         // above 0: fill RunResult::recording
-  std::string recorded_name;      // see LayerOptions::name
+  // How much later than the others the last rank begins each pass; empty: as the others.
+  std::optional<std::chrono::microseconds> late;
+  bool trace = false;         // fill RunResult::traces
+  int recorded_steps = 0;     // above 0: fill RunResult::recording
+  std::string recorded_name;  // see LayerOptions::name
 };
 
 // The results of all ranks. Bytes and counts are sums over the ranks of the last pass.

@@ -135,6 +135,24 @@ TEST(Trace, LaunchedProcessesShareAFile) {
   EXPECT_GE(count(nlohmann::json::parse(read_file(path)), "plan"), 2);  // more if one came late
 }
 
+TEST(Trace, TheLastRankComesLate) {
+  const TracedRun run = trace(
+      {"--ranks", "2", "--tokens", "40", "--threads", "1", "--late", "200000", "--passes", "1"});
+  std::map<int, double> gate;  // its begin, by process
+  for (const auto& e : run.file["traceEvents"]) {
+    if (e["ph"] == "X" && e["name"] == "gate") gate.try_emplace(e["pid"], e["ts"].get<double>());
+  }
+  ASSERT_EQ(gate.size(), 2u);
+  const double apart = gate.rbegin()->second - gate.begin()->second;
+  EXPECT_GT(apart, 150e3);  // microseconds
+}
+
+TEST(Trace, OneRankIsNotLate) {
+  const Completed done = run_switchyard(join({"trace", "--ranks", "1", "--late", "10"}, kTiny));
+  EXPECT_EQ(done.exit_code, 2);
+  EXPECT_THAT(done.err, HasSubstr("--late is for several ranks; give --ranks, too"));
+}
+
 TEST(Trace, WhatCannotBeWrittenIsToldBeforeTheRun) {
   const Completed done = run_switchyard(join({"trace", "-o", "/nowhere/at/all/trace.json"}, kTiny));
   EXPECT_EQ(done.exit_code, 2);
