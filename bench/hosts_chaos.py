@@ -54,7 +54,7 @@ def play(build, kind, executable, test, variable, trials, first):
 
 def row_of(kind, cases):
     row = {"suite": "hosts_chaos", "kind": kind}
-    for name in ("trials", "hangs", "wrong_words", "wrong_names"):
+    for name in ("trials", "hangs", "wrong_words", "wrong_names", "two_verdicts"):
         row[name] = sum(int(case[name]) for case in cases) if name in cases[0] else None
     if delays := [float(ms) for case in cases for ms in case.get("delays_ms", "").split()]:
         row |= {"median_ms": round(statistics.median(delays), 1), "longest_ms": round(max(delays), 1)}
