@@ -93,7 +93,9 @@ TEST(Errors, EveryMessageIsOneHarmlessLineOfBoundedLength) {
                "tensor 'a\\nswitchyard: error (system): all is lost\\x1b[2J\\xff' is bad");
   const Error again(ErrorCode::kInvalidFile, error.what());
   EXPECT_STREQ(again.what(), error.what());
-  const TimeoutError timeout(ErrorCode::kTimeout, std::string(1 << 20, '\n') + "remedy", {});
+  std::string lines(1 << 20, '\n');
+  lines += "remedy";
+  const TimeoutError timeout(ErrorCode::kTimeout, lines, {});
   EXPECT_TRUE(is_shown_safely(timeout.what()));
   EXPECT_LE(std::string(timeout.what()).size(), 4096u);
   EXPECT_TRUE(std::string(timeout.what()).ends_with("remedy"));
