@@ -32,12 +32,14 @@ import sys
 import tempfile
 import time
 
-from result_rows import merge
+from result_rows import merge, percentile
+from script_arguments import command_of, numbers
 
 try:
     import torch
     import torch.distributed as dist
 
+    import rank_processes
     import switchyard
 except ImportError as missing:
     print(f"exchange_rivals: {missing}; set PYTHONPATH to python/", file=sys.stderr)
@@ -397,12 +399,6 @@ def time_calls(call, graphs, repeats, calls, device):
     return slowest(times, device)
 
 
-def percentile(values, share):
-    """Nearest rank, as in rows of the command."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]
-
-
 def floor_us(sent, ranks, gpus):
     """Two flags and the bytes at the links' rate; None without a GPU for each rank."""
     return 2 * FLAG_US + sent / LINK_BYTES_PER_US if ranks > 1 and gpus >= ranks else None
@@ -517,18 +513,12 @@ def run_rank(rank, args, rendezvous):
 def machine(args):
     if args.cpu:
         return "processor, by PyTorch"
-    properties = torch.cuda.get_device_properties(0)
-    return (f"{args.ranks} x {properties.name}, {properties.multi_processor_count} SMs, CUDA {torch.version.cuda}, "
-            f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    return rank_processes.gpus_with_nccl(args.ranks)
 
 
 def parse(words):
-    def numbers(text):
-        return [int(word) for word in text.split(",")]
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, help="processes (default: one per GPU; 2 with --cpu)")
-    parser.add_argument("--cpu", action="store_true", help="ranks on the processor, with Gloo")
+    rank_processes.add_options(parser)
     parser.add_argument("--dtype", type=lambda text: text.split(","), default=["bf16", "fp8"], help="bf16, fp8 or both")
     parser.add_argument("--tokens", type=numbers, default=TOKENS, help="of each rank")
     parser.add_argument("--hidden", type=int, default=7168)
@@ -542,17 +532,10 @@ def parse(words):
     args = parser.parse_args(words)
     if not set(args.dtype) <= {"bf16", "fp8"}:
         parser.error(f"--dtype is '{','.join(args.dtype)}'; use bf16, fp8 or bf16,fp8")
-    gpus = 0 if args.cpu else torch.cuda.device_count()
-    args.ranks = args.ranks or (2 if args.cpu else gpus)
-    if not args.cpu and gpus < max(args.ranks, 2):
-        parser.error(f"{args.ranks} ranks need a GPU each, 2 or more, and there are {gpus}; use --cpu, or fewer --ranks")
+    rank_processes.choose_ranks(args, parser)
     if args.experts % args.ranks != 0 or args.top_k > args.experts:
         parser.error(f"{args.ranks} ranks and top-{args.top_k} of {args.experts} experts; ranks must divide the experts")
-    own = {"--json", "--commit"}
-    args.command = " ".join(
-        ["bench/exchange_rivals.py"]
-        + [word for i, word in enumerate(words) if word.split("=")[0] not in own and (i == 0 or words[i - 1] not in own)]
-    )
+    args.command = command_of("bench/exchange_rivals.py", words)
     return args
 
 

@@ -29,6 +29,7 @@ import sys
 import typing
 
 from result_rows import merge
+from script_arguments import command_of
 from torch_chain import CUDA, DEVICE, Clock, quantise, relative_error  # which ends with 77 without PyTorch
 
 import torch
@@ -661,12 +662,7 @@ def main():
     dtypes = args.dtype.split(",")
     if not set(dtypes) <= set(IMPLEMENTATIONS):
         parser.error(f"--dtype is '{args.dtype}'; use bf16, fp8 or bf16,fp8")
-    own = {"--json", "--commit"}
-    words = sys.argv[1:]
-    args.command = " ".join(
-        ["bench/grouped_rivals.py"]
-        + [word for i, word in enumerate(words) if word.split("=")[0] not in own and (i == 0 or words[i - 1] not in own)]
-    )
+    args.command = command_of("bench/grouped_rivals.py", sys.argv[1:])
     clock = Clock(4 * torch.cuda.get_device_properties(0).L2_cache_size if CUDA else 0)
     print(f"{machine()}, PyTorch {torch.__version__}\n\n{HEADING}", flush=True)
     wrong, said = [], set()

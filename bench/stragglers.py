@@ -22,31 +22,31 @@ The output of every timed pass is compared with the layer in fp64, token by toke
 plain loop in bf16 as the bound. If one is wrong, no time is told or kept.
 
 Exit codes: 0 done; 1 a result is wrong; 2 unusable arguments; 3 a rank failed or did not come in time;
-77 there is no PyTorch or no switchyard.
+77 there is no PyTorch, no safetensors or no switchyard.
 """
 
 import argparse
 import dataclasses
 import datetime
-import json
 import math
-import mmap
 import os
 import pathlib
 import random
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
 import time
 
-from result_rows import merge
+from result_rows import merge, percentile
+from script_arguments import command_of, numbers
 
 try:
     import torch
     import torch.distributed as dist
+    from safetensors.torch import load_file
 
+    import rank_processes
     import switchyard
     import torch_chain
 except ImportError as missing:
@@ -63,19 +63,10 @@ class Wrong(Exception):
 
 
 def read_checkpoint(directory):
-    """{name: tensor} of all safetensors files; mapped, not read."""
+    """{name: tensor} of all safetensors files."""
     tensors = {}
     for path in sorted(pathlib.Path(directory).glob("*.safetensors")):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            about = json.loads(file.read(length))
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        for name, entry in about.items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            flat = torch.frombuffer(data, dtype=torch.bfloat16, count=(end - begin) // 2, offset=8 + length + begin)
-            tensors[name] = flat.view(entry["shape"])
+        tensors |= load_file(path)
     return tensors
 
 
@@ -284,12 +275,6 @@ def time_jitter(ways, x, reference, draws, warm_ups, rank, ranks):
     return {name: (spans[warm_ups:], worst) for name, (spans, worst) in found.items()}
 
 
-def percentile(values, share):
-    """Nearest rank, as in rows of the command."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]
-
-
 def shares(values):
     """Mean, median and p95 of times in microseconds."""
     mean, p95 = statistics.fmean(values), percentile(values, 0.95)
@@ -413,18 +398,12 @@ def leave(code):
 def machine(args):
     if args.cpu:
         return f"processor, {os.cpu_count()} hardware threads, by PyTorch {torch.__version__}"
-    properties = torch.cuda.get_device_properties(0)
-    return (f"{args.ranks} x {properties.name}, {properties.multi_processor_count} SMs, CUDA {torch.version.cuda}, "
-            f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    return rank_processes.gpus_with_nccl(args.ranks)
 
 
 def parse(words):
-    def numbers(text):
-        return [int(word) for word in text.split(",")]
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, help="processes (default: one per GPU; 2 with --cpu)")
-    parser.add_argument("--cpu", action="store_true", help="ranks on the processor, with Gloo")
+    rank_processes.add_options(parser)
     parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--intermediate", type=int, default=4096)
@@ -438,10 +417,7 @@ def parse(words):
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args(words)
-    gpus = 0 if args.cpu else torch.cuda.device_count()
-    args.ranks = args.ranks or (2 if args.cpu else gpus)
-    if not args.cpu and gpus < max(args.ranks, 2):
-        parser.error(f"{args.ranks} ranks need a GPU each, 2 or more, and there are {gpus}; use --cpu or fewer --ranks")
+    rank_processes.choose_ranks(args, parser)
     if args.ranks < 2 or args.experts % args.ranks != 0 or not 0 < args.top_k < args.experts:
         parser.error(f"{args.ranks} ranks and top-{args.top_k} of {args.experts} experts; use 2 ranks or more, which "
                      "must divide the experts, and fewer --top-k than experts")
@@ -452,10 +428,7 @@ def parse(words):
         parser.error(f"--jitter is {args.jitter} and --warm-ups {args.warm_ups}; use 0 or more")
     if not max(args.jitter) * 1e-6 < args.deadline:
         parser.error(f"--deadline is {args.deadline} s and --jitter up to {max(args.jitter)} us; use a longer deadline")
-    own = {"--json", "--commit"}
-    kept = [word for i, word in enumerate(words)
-            if word.split("=")[0] not in own and (i == 0 or words[i - 1] not in own)]
-    args.command = " ".join(["bench/stragglers.py", *kept])
+    args.command = command_of("bench/stragglers.py", words)
     return args
 
 

@@ -24,6 +24,7 @@ import sys
 import tempfile
 
 from result_rows import merge
+from script_arguments import numbers
 
 STAGES = ("memory", "utilisation")
 KEY = ("machine", "hidden", "intermediate", "experts", "top_k", "ranks", "tokens_per_rank")
@@ -117,9 +118,6 @@ def utilisation_row(args, tokens, experts, machine):
 
 
 def parse(words):
-    def numbers(text):
-        return [int(word) for word in text.split(",")]
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help="memory, utilisation (default: both)")
     parser.add_argument("--command", default="build/src/cli/switchyard", help="the built command")
