@@ -130,6 +130,11 @@ def microseconds(value):
     return "–" if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
+def table(heads, lines):
+    """Lines of cells, all of them texts."""
+    return ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|", *("| " + " | ".join(c) + " |" for c in lines)]
+
+
 def gpu_row_cells(row, has_rival):
     over = time_over_floor(row)
     rival = row.get("rival_us")
@@ -220,12 +225,12 @@ def gpu_table(suite, title, note=""):
     for row in rows:
         layers.setdefault(describe_layer(row), {}).setdefault(row["tokens_per_rank"], {})[row["beta"]] = row
     for layer, by_tokens in layers.items():
-        lines += ["", layer, "", "| tokens | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+        cells = []
         for tokens, by_beta in sorted(by_tokens.items()):
-            cells = []
+            cells.append([str(tokens)])
             for beta in betas:
-                cells += gpu_row_cells(by_beta[beta], has_rival) if beta in by_beta else absent
-            lines.append(f"| {tokens} | " + " | ".join(cells) + " |")
+                cells[-1] += gpu_row_cells(by_beta[beta], has_rival) if beta in by_beta else absent
+        lines += ["", layer, "", *table(["tokens", *heads], cells)]
     return "\n".join(lines + ["", gpu_provenance(rows)])
 
 
@@ -337,13 +342,13 @@ def exchange_table():
         name = {"fp8": "FP8 there, bf16 back"}.get(dtype, dtype)
         beside = f". Rival, the fastest: {' or '.join(rivals)}" if rivals else ""
         lines += ["", f"{ranks} ranks, H {hidden}, top-{top_k} of {experts}, {name}{beside}", ""]
-        lines += ["| tokens per rank | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        cells = []
         for tokens, found in sorted(by_tokens.items()):
-            cells = []
+            cells.append([str(tokens)])
             for stage in ("dispatch", "combine"):
                 row = found.get(stage)
-                cells += gpu_row_cells(row, True) if row else ["–"] * 4
-            lines.append(f"| {tokens} | " + " | ".join(cells) + " |")
+                cells[-1] += gpu_row_cells(row, True) if row else ["–"] * 4
+        lines += table(["tokens per rank", *columns], cells)
     return "\n".join(lines + ["", gpu_provenance(rows)])
 
 
@@ -485,17 +490,14 @@ def astero_table():
         f"**DeepSeek-V3's whole layer on one GPU** (H {rows[0]['hidden']}, I {rows[0]['intermediate']}, "
         f"{rows[0]['experts']} experts, top-{rows[0]['top_k']}, one shared expert): gate, quantisation and combine "
         "included.",
-        "",
-        "| tokens | " + " | ".join(heads) + " |",
-        "|---" * (len(heads) + 1) + "|",
     ]
+    cells = []
     for tokens, found in sorted(by_tokens.items()):
-        cells = []
+        cells.append([str(tokens)])
         for compute in types:
             row = found.get(compute)
-            cells += ["–"] * 4 if row is None else [microseconds(row["median_us"]), *rate_cells(row)]
-        lines.append(f"| {tokens} | " + " | ".join(cells) + " |")
-    return "\n".join(lines + ["", gpu_provenance(rows)])
+            cells[-1] += ["–"] * 4 if row is None else [microseconds(row["median_us"]), *rate_cells(row)]
+    return "\n".join([*lines, "", *table(["tokens", *heads], cells), "", gpu_provenance(rows)])
 
 
 def published(row, ranks):
@@ -556,10 +558,9 @@ def ranks_table(suite, title):
         layers.setdefault((describe_layer(row), row["ranks"]), []).append(row)
     for (layer, ranks), of_layer in layers.items():
         columns = [*heads, *others_cells(of_layer[0])]
-        lines += ["", f"{layer}, {ranks} GPUs", "", "| tokens per GPU | " + " | ".join(columns) + " |"]
-        lines.append("|---" * (len(columns) + 1) + "|")
-        for row in sorted(of_layer, key=lambda row: row["tokens_per_rank"]):
-            lines.append(f"| {row['tokens_per_rank']} | " + " | ".join(ranks_row_cells(row)) + " |")
+        cells = [[str(row["tokens_per_rank"]), *ranks_row_cells(row)]
+                 for row in sorted(of_layer, key=lambda row: row["tokens_per_rank"])]
+        lines += ["", f"{layer}, {ranks} GPUs", "", *table(["tokens per GPU", *columns], cells)]
     return "\n".join(lines + ["", gpu_provenance(rows)])
 
 
@@ -645,9 +646,15 @@ def thesis_rows():
     return [row for row in load("thesis.json") or [] if row["ranks"] > 1 and row["graph_nodes"] is not None]
 
 
-def table(heads, lines):
-    """Lines of cells, all of them texts."""
-    return ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|", *("| " + " | ".join(c) + " |" for c in lines)]
+def by_tokens_and_experts(rows):
+    return {(row["tokens_per_rank"], row["experts"]): row for row in rows}
+
+
+def thesis_grid(unit, points, cell):
+    """Lines of tokens and columns of experts. `cell` is called for every pair, also one that `points` lacks."""
+    experts = sorted({count for _, count in points})
+    lines = [[str(tokens), *(cell((tokens, count)) for count in experts)] for tokens in sorted({t for t, _ in points})]
+    return table(["tokens per GPU", *(f"{count} experts: {unit}" for count in experts)], lines)
 
 
 def milliseconds(us):
@@ -659,20 +666,19 @@ def thesis_times():
     rows = thesis_rows()
     if not rows:
         return NOT_MEASURED
-    lines = []
-    for tokens in sorted({row["tokens_per_rank"] for row in rows}):
-        for_tokens = sorted((row for row in rows if row["tokens_per_rank"] == tokens), key=lambda row: row["experts"])
-        spans = [f"{row['median_us']:.0f} ({row['p10_us']:.0f} to {row['p90_us']:.0f})" for row in for_tokens]
-        lines.append([str(tokens), *spans])
-    experts = sorted({row["experts"] for row in rows})
+    found = by_tokens_and_experts(rows)
+
+    def cell(point):
+        row = found.get(point)
+        return "–" if row is None else f"{row['median_us']:.0f} ({row['p10_us']:.0f} to {row['p90_us']:.0f})"
+
     worst = max(rows, key=lambda row: row["error"] / row["error_bound"])
     checked = (
         f"The outputs of all {len(rows)} points' timed passes were compared with fp64. The one nearest to its bound has an "
         f"error of {worst['error']:.2e}. Its bound, twice the error of a straightforward bf16 program, is "
         f"{worst['error_bound']:.2e}."
     )
-    heads = ["tokens per GPU", *(f"{count} experts: µs" for count in experts)]
-    return "\n".join([*table(heads, lines), "", checked, "", gpu_provenance(rows)])
+    return "\n".join([*thesis_grid("µs", found, cell), "", checked, "", gpu_provenance(rows)])
 
 
 def thesis_beside():
@@ -715,20 +721,15 @@ def thesis_bytes():
     rows = thesis_rows()
     if not rows:
         return NOT_MEASURED
-    experts = sorted({row["experts"] for row in rows})
-    found = {(row["tokens_per_rank"], row["experts"]): row for row in rows}
-    lines = []
-    for tokens in sorted({tokens for tokens, _ in found}):
-        cells = [str(tokens)]
-        for count in experts:
-            row = found.get((tokens, count))
-            if row is None:
-                cells.append("–")
-                continue
-            sent, padded = row["nvlink_bytes"], padded_bytes(row)
-            cells.append(f"{sent * 1e-6:.1f} of {padded * 1e-6:.1f} ({100 * sent / padded:.0f} %)")
-        lines.append(cells)
-    return "\n".join(table(["tokens per GPU", *(f"{count} experts: MB" for count in experts)], lines))
+    found = by_tokens_and_experts(rows)
+
+    def cell(point):
+        if point not in found:
+            return "–"
+        sent, padded = found[point]["nvlink_bytes"], padded_bytes(found[point])
+        return f"{sent * 1e-6:.1f} of {padded * 1e-6:.1f} ({100 * sent / padded:.0f} %)"
+
+    return "\n".join(thesis_grid("MB", found, cell))
 
 
 def thesis_utilisation():
@@ -751,7 +752,7 @@ def thesis_memory():
     rows = [row for row in load("thesis_memory.json") or [] if row["backend"] == "cuda"]
     if not rows:
         return NOT_MEASURED
-    found = {(row["tokens_per_rank"], row["experts"]): row for row in rows}
+    found = by_tokens_and_experts(rows)
 
     def cell(point):
         tensor, bookkeeping = THESIS_MEMORY_MB[point]
@@ -761,13 +762,9 @@ def thesis_memory():
         row = found[point]
         return f"{row['heap_reserved_bytes'] * 1e-6:.0f} + {row['workspace_bytes'] * 1e-6:.0f} {theirs}"
 
-    experts = sorted({count for _, count in THESIS_MEMORY_MB})
-    lines = [[str(tokens), *(cell((tokens, count)) for count in experts)]
-             for tokens in sorted({tokens for tokens, _ in THESIS_MEMORY_MB})]
-    heads = ["tokens per GPU", *(f"{count} experts: MB" for count in experts)]
     # Each row has the command of its own point.
     rows = [{**row, "command": "bench/thesis_tables.py memory"} for row in rows]
-    return "\n".join([*table(heads, lines), "", gpu_provenance(rows)])
+    return "\n".join([*thesis_grid("MB", THESIS_MEMORY_MB, cell), "", gpu_provenance(rows)])
 
 
 def stragglers_table():
