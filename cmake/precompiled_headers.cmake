@@ -1,6 +1,7 @@
 # More than half of a build's processor time is reading the headers that nearly every file includes.
-# With SWITCHYARD_PRECOMPILED_HEADERS, they are read once. Off by default, because a file then compiles
-# without the includes that it needs, and because compiler caches do not know such files by default.
+# With SWITCHYARD_PRECOMPILED_HEADERS, they are read once; if it is TESTS, by tests alone, which
+# tests/CMakeLists.txt sees to. Off by default, because a file then compiles without the includes that
+# it needs, and because compiler caches do not know such files by default.
 if(NOT SWITCHYARD_PRECOMPILED_HEADERS OR SWITCHYARD_PRECOMPILED_HEADERS STREQUAL "TESTS")
   return()
 endif()

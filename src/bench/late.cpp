@@ -9,7 +9,6 @@
 #include <memory>
 #include <mutex>
 #include <random>
-#include <thread>
 
 #include "base/names.h"
 #include "bench/activations.h"
