@@ -98,7 +98,7 @@ struct ExchangeOptions {
   // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's. What
   // callers compute between calls, experts say, is no progress: it must take less.
   std::chrono::milliseconds deadline{0};
-  // kCpu only. Record what was done in each call, for Exchange::trace().
+  // Record what was done in each call, for Exchange::trace().
   bool trace = false;
   // As in LayerOptions, at kPublishCounts, kDispatch, kArrived, kFinished, kCombine and kWait.
   // kCpu only.
@@ -277,8 +277,9 @@ class Exchange {
   // With kCuda of calls that have ended on the device: synchronise their stream first. It may not
   // be captured.
   const ExchangeStats& stats() const;
-  // What this rank did in its last dispatch and in combines since. kCpu only. Throws
-  // Error{kInvalidArgument} without ExchangeOptions::trace.
+  // What this rank did in its last dispatch and in combines since; with kCuda in the last of these,
+  // an event for each block of a kernel, of calls that have ended on the device. Of several hosts'
+  // GPUs it has what the host did. Throws Error{kInvalidArgument} without ExchangeOptions::trace.
   PassTrace trace() const;
 
   const ExchangeSpec& spec() const;  // with the room of padded experts

@@ -368,7 +368,7 @@ sy_status sy_exchange_trace(sy_exchange* exchange, char* text, uint64_t* size) {
     const switchyard::ExchangeSpec& spec = exchange->exchange.spec();
     options.title = fmt::format("exchange of {} experts, top-{}, hidden {}", spec.num_experts,
                                 spec.top_k, spec.hidden);
-    if (exchange->device_type() == SY_CUDA) options.unit = "SM";
+    if (exchange->device_type() == SY_CUDA) options.unit = "block";
     switchyard::trace::write_chrome_trace(out, {&trace, 1}, options);
     const std::string json = std::move(out).str();
     if (text != nullptr && *size > json.size()) std::memcpy(text, json.c_str(), json.size() + 1);

@@ -353,7 +353,12 @@ class Engine final : public ExchangeEngine {
     core_->calls().alone([&] { stats_ = core_->engine()->stats(); });
     return stats_;
   }
-  PassTrace trace() override { return {}; }  // Refused when the exchange is made.
+  // Of what the CPU engine does.
+  PassTrace trace() override {
+    PassTrace trace;
+    core_->calls().alone([&] { trace = core_->engine()->trace(); });
+    return trace;
+  }
   int num_threads() const override { return 0; }
 
  private:
@@ -378,11 +383,6 @@ std::unique_ptr<ExchangeEngine> make_staged_exchange(const World& world,
                                                      const ExchangeProblem& problem,
                                                      const ExchangeOptions& options,
                                                      std::unique_ptr<StagingDevice> device) {
-  attempt_together(world.fabric(), [&] {
-    if (!options.trace) return;
-    throw Error(ErrorCode::kUnsupported,
-                "trace is set, and exchanges on GPUs record none; leave it unset");
-  });
   return std::make_unique<Engine>(world, problem, options, std::move(device));
 }
 

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "gpu/exchange_soak_kernels.h"
+#include "gpu/ptx/clock.cuh"
 
 namespace switchyard::testing {
 namespace {
@@ -128,6 +129,11 @@ __global__ void check_sums(const SoakCall call, const SoakMemory memory, SoakFin
   }
 }
 
+__global__ void wait_for(const volatile std::uint32_t* word) {
+  const std::uint64_t begin = gpu::device_now_ns();
+  while (*word == 0 && gpu::device_now_ns() - begin < 10'000'000'000ull) __nanosleep(1000);
+}
+
 void require(cudaError_t result) {
   if (result != cudaSuccess) throw std::runtime_error(cudaGetErrorString(result));
 }
@@ -155,5 +161,16 @@ void soak_load() {
   require(cudaFuncGetAttributes(&facts, check_rows));
   require(cudaFuncGetAttributes(&facts, check_sums));
 }
+
+Gate::Gate() {
+  require(cudaHostAlloc(&word_, sizeof *word_, cudaHostAllocMapped | cudaHostAllocPortable));
+  *word_ = 0;
+}
+Gate::~Gate() { cudaFreeHost(word_); }
+void Gate::hold(void* stream) const {
+  wait_for<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(word_);
+  require(cudaGetLastError());
+}
+void Gate::open() { *static_cast<volatile std::uint32_t*>(word_) = 1; }
 
 }  // namespace switchyard::testing

@@ -1,4 +1,4 @@
-// What exchange_soak_test.cpp computes on the device: batches, and whether they came right.
+// What the tests of exchanges run on the device: batches, whether they came right, and other work.
 #pragma once
 
 #include <cstdint>
@@ -72,5 +72,20 @@ void soak_check_sums(const SoakCall& call, const SoakMemory& memory, SoakFinding
                      void* stream);
 // Loads them all: that could wait for the device later.
 void soak_load();
+
+// A kernel that is busy until the gate is opened, or for ten seconds.
+class Gate {
+ public:
+  Gate();
+  ~Gate();
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+
+  void hold(void* stream) const;  // enqueues the kernel
+  void open();
+
+ private:
+  std::uint32_t* word_ = nullptr;  // in memory that the host and devices share
+};
 
 }  // namespace switchyard::testing

@@ -38,6 +38,7 @@ Staged make_staged(const World& world, const ExchangeSpec& spec,
   ExchangeOptions options;
   options.backend = Backend::kCuda;
   options.deadline = deadline;
+  options.trace = true;
   auto device = std::make_unique<ThreadDevice>();
   ThreadDevice* const known = device.get();
   return {known, ExchangeMaker::make(
@@ -153,6 +154,11 @@ TEST(Staging, ReplaysAreCallsOfTheirOwn) {
       exchange.check();
       // Results were all zeros, so only what was received can be judged.
       wrong[r] += wrong_rows(batch, world.rank(), spec.layout, got);
+      int placed = 0;
+      for (const TraceEvent& event : exchange.trace().events) {
+        if (event.kind == TraceKind::kPack) placed += event.rows;
+      }
+      EXPECT_EQ(placed, got.num_rows);
     }
   });
   require_nothing_thrown(thrown);

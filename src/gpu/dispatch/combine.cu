@@ -66,8 +66,10 @@ __global__ void __launch_bounds__(kMoverThreads)
   __shared__ Sources sources;
   await_kernel_before();
   invite_next_kernel();
-  if (!is_alive(site)) return;
   const std::uint64_t number = site.words->combine + 1;
+  const BlockTrace trace(site, ExchangeStage::kSendResults, TraceKind::kSend, site.words->dispatch,
+                         number);
+  if (!is_alive(site)) return;
   const int me = site.heaps.rank, ranks = site.heaps.size();
   const std::uint32_t lane = threadIdx.x % 32;
   load_sources(sources, *handle.plan, ranks);
@@ -116,7 +118,9 @@ __global__ void __launch_bounds__(kMoverThreads)
     if (part == 0 && to != me) ++returned;
   }
   add_counts(site, returned, 0);
-  if (!ends_last(site.words->ended_blocks, gridDim.x)) return;
+  const bool last = ends_last(site.words->ended_blocks, gridDim.x);
+  if (threadIdx.x == 0) trace.end();
+  if (!last) return;
   if (static_cast<int>(threadIdx.x) < ranks) {
     const int to = static_cast<int>(threadIdx.x);
     protocol::store_release(site.heap.returned(site.heaps.base[to], number, me),
@@ -136,11 +140,17 @@ __global__ void __launch_bounds__(kMoverThreads)
 
 __global__ void __launch_bounds__(32) await_combine(const __grid_constant__ ExchangeSite site) {
   await_kernel_before();
-  if (!is_alive(site)) return;
   const std::uint64_t number = site.words->combine;
+  const BlockTrace trace(site, ExchangeStage::kAwaitCombine, TraceKind::kCombine,
+                         site.words->dispatch, number);
+  if (!is_alive(site)) return;
   const bool came =
       await_all(site, protocol::Phase::kCombine, number, site.words->combine_of_all,
                 [&](int r) { return site.heap.returned(site.heaps.mine(), number, r); });
+  if (came && threadIdx.x == 0) {
+    trace.begin();
+    trace.end();
+  }
   invite_next_kernel();
   if (came && threadIdx.x == 0) protocol::note_progress(site.heaps);
 }
@@ -152,8 +162,10 @@ __global__ void __launch_bounds__(kMoverThreads)
   constexpr std::uint32_t kAtOnce = kIn == DType::kF32 ? 4 : 8;
   await_kernel_before();
   invite_next_kernel();
-  if (!is_alive(site)) return;
   const std::uint64_t number = site.words->combine;
+  const BlockTrace trace(site, ExchangeStage::kSumTokens, TraceKind::kCombine,
+                         site.words->dispatch, number);
+  if (!is_alive(site)) return;
   const std::uint32_t lane = threadIdx.x % 32;
   const Units units(call.tokens, protocol::ceil_div(site.hidden, kElementColumns));
 #pragma unroll 1
@@ -199,6 +211,7 @@ __global__ void __launch_bounds__(kMoverThreads)
       store_sum(call, token, columns, sum);
     }
   }
+  trace.warp_ends();
 }
 
 template <Return kReturn, DType kType>

@@ -576,12 +576,14 @@ __global__ void __launch_bounds__(kMostOwn)
   await_kernel_before();
   const std::uint64_t number = site.words->dispatch, layout = handle.plan->layout;
   const bool planned = !call.fresh || handle.plan->planned == number;
+  const BlockTrace trace(site, ExchangeStage::kAwaitDispatch, TraceKind::kCounts, number);
   if (!is_alive(site)) return;
   const int ranks = site.heaps.size();
   const auto flag_of = [&](int r) { return site.heap.arrived(site.heaps.mine(), number, r); };
   const bool came = threadIdx.x >= 32 || await_all(site, protocol::Phase::kDispatch, number,
                                                    site.words->dispatch_of_all, flag_of);
   if (__syncthreads_and(came) == 0) return;
+  if (threadIdx.x == 0) trace.begin();
   invite_next_kernel();
   const int r = static_cast<int>(threadIdx.x);
   const std::uint64_t word = r < ranks ? protocol::load_relaxed(flag_of(r)) : 0;
@@ -600,7 +602,10 @@ __global__ void __launch_bounds__(kMostOwn)
     if (threadIdx.x == 0) handle.plan->planned = number;
   }
   __syncthreads();
-  if (threadIdx.x == 0) protocol::note_progress(site.heaps);
+  if (threadIdx.x == 0) {
+    trace.end();
+    protocol::note_progress(site.heaps);
+  }
   if (call.capacity < 0) return;
   const PlanWords& plan = *handle.plan;
   if (threadIdx.x == 0) {
@@ -814,8 +819,10 @@ __global__ void __launch_bounds__(kMoverThreads)
   const Sending sending{site.words->dispatch, handle.plan->layout, 0};
   const std::uint32_t done =
       call.placers == 0 ? 0 : site.placed[threadIdx.x / 32 * gridDim.x + blockIdx.x];
+  const BlockTrace trace(site, ExchangeStage::kPlaceRows, TraceKind::kPack, sending.number);
   if (!is_alive(site)) return;
   place_units<false>(site, handle, call, sending, gridDim.x, blockIdx.x, done);
+  trace.warp_ends();
 }
 
 // ------------------------------------------------------------------------------ the send's kernel
@@ -832,9 +839,14 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
   const Units units = units_to_send<kWire>(site, call);
   const std::uint64_t number = site.words->dispatch + 1;
   const Sending sending{number, call.fresh ? number : handle.plan->layout, units.parts};
+  const std::uint32_t others = gridDim.x - call.placers;
+  const BlockTrace trace(site, ExchangeStage::kSendTokens,
+                         blockIdx.x >= others         ? TraceKind::kPack
+                         : blockIdx.x >= call.sorters ? TraceKind::kSend
+                                                      : TraceKind::kRoute,
+                         number);
   if (!is_alive(site)) return;
   const int me = site.heaps.rank;
-  const std::uint32_t others = gridDim.x - call.placers;
   if (!kPlaces || blockIdx.x < others) {
     if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < site.heaps.size()) {
       store_words(
@@ -857,12 +869,14 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
         raise_part(site, sending, part);
       }
     });
+    if (threadIdx.x == 0) trace.end();
     if constexpr (!kPlaces) {
       if (last && threadIdx.x == 0) advance(site, handle, call, sending);
       return;
     }
   } else {
     place_early(site, handle, receive, sending, call.placers, blockIdx.x - others);
+    trace.warp_ends();
   }
   if (ends_last(site.words->ended_placers, gridDim.x) && threadIdx.x == 0) {
     advance(site, handle, call, sending);

@@ -7,6 +7,7 @@
 #include "protocol/control.h"
 #include "protocol/exchange_heap.h"
 #include "switchyard/exchange.h"
+#include "switchyard/trace.h"
 
 namespace switchyard::gpu {
 
@@ -72,6 +73,31 @@ struct ExchangeFailures {
   static constexpr std::uint64_t kFound = std::uint64_t{1} << 63;
 };
 
+// The kernels of a dispatch and a combine, in the order of a stream.
+enum class ExchangeStage : std::uint8_t {
+  kSendTokens,
+  kAwaitDispatch,
+  kPlaceRows,
+  kSendResults,
+  kAwaitCombine,
+  kSumTokens,
+};
+inline constexpr std::uint32_t kExchangeStages = 6;
+
+// What a block of a traced exchange did, in nanoseconds of the device's global timer.
+struct ExchangeRecord {
+  std::uint64_t ready;     // the kernels before it had ended
+  std::uint64_t begin;     // what it waited for had come
+  std::uint64_t end;       // its last warp was done
+  std::uint64_t dispatch;  // the number of the last dispatch
+  std::uint64_t combine;   // of a combine's blocks: its number
+  TraceKind kind;
+};
+struct ExchangeRecords {
+  ExchangeRecord* records;  // [kExchangeStages][blocks]; null: nothing is recorded
+  std::uint32_t blocks;     // the most of a kernel
+};
+
 // What all kernels of an exchange take.
 struct ExchangeSite {
   protocol::Heaps heaps;
@@ -89,6 +115,7 @@ struct ExchangeSite {
   std::uint32_t* totals;    // [kMostSorters][places]: slots of each sorting block
   std::uint64_t* totalled;  // [kMostSorters]: the number of the dispatch whose totals they are
   std::uint32_t* placed;    // [warps]: units that a warp placed before the receive began
+  ExchangeRecords trace;
 };
 inline constexpr std::uint32_t kMostSorters = 64;
 // Of the blocks that move rows, and sort.

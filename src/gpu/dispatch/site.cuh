@@ -36,6 +36,42 @@ cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, unsigned th
   return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
+// Stamps of a block, where the exchange is traced.
+class BlockTrace {
+ public:
+  // When the kernels before have ended, and before the block's first barrier. Number `dispatch` is
+  // that of the last dispatch, or of the one that this kernel sends.
+  __device__ __forceinline__ BlockTrace(const ExchangeSite& site, ExchangeStage stage,
+                                        TraceKind kind, std::uint64_t dispatch,
+                                        std::uint64_t combine = 0) {
+    const ExchangeRecords& trace = site.trace;
+    if (trace.records == nullptr || blockIdx.x >= trace.blocks) return;
+    record_ = trace.records + static_cast<std::uint32_t>(stage) * trace.blocks + blockIdx.x;
+    if (threadIdx.x != 0) return;
+    const std::uint64_t now = device_now_ns();
+    *record_ = {now, now, now, dispatch, combine, kind};
+  }
+  // What the block waited for has come; by its first thread.
+  __device__ __forceinline__ void begin() const {
+    if (record_ != nullptr) record_->begin = device_now_ns();
+  }
+  // The warp is done, or the thread that does the rest; by one thread, behind a barrier of the
+  // block.
+  __device__ __forceinline__ void end() const {
+    if (record_ == nullptr) return;
+    static_assert(sizeof(unsigned long long) == sizeof(std::uint64_t));
+    atomicMax(reinterpret_cast<unsigned long long*>(&record_->end), device_now_ns());
+  }
+  __device__ __forceinline__ void warp_ends() const {
+    if (record_ == nullptr) return;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) end();
+  }
+
+ private:
+  ExchangeRecord* record_ = nullptr;
+};
+
 // A word that the host reads while kernels run.
 template <typename T>
 __device__ __forceinline__ void tell(T& word, T value) {

@@ -17,6 +17,7 @@
 #include "gpu/host/abort_link.h"
 #include "gpu/host/cuda_error.h"
 #include "gpu/host/device_scope.h"
+#include "gpu/host/exchange_trace.h"
 #include "gpu/host/mapped_memory.h"
 #include "gpu/host/pass_memory.h"
 #include "gpu/host/symmetric_memory.h"
@@ -90,7 +91,7 @@ class Engine final : public ExchangeEngine {
   void combine_recv(const CombineOutput& output, State& handle) override;
   void check() override;
   const ExchangeStats& stats() override;
-  PassTrace trace() override { return {}; }  // Refused when the exchange is made.
+  PassTrace trace() override;
   int num_threads() const override { return 0; }
 
  private:
@@ -104,6 +105,7 @@ class Engine final : public ExchangeEngine {
   void receive(const DispatchReceive& call, const Handle& handle, void* stream);
   DispatchReceive receive_call(const Handle& handle) const;
   DispatchReceive receive_call(const DispatchOutput& output, const Handle& handle) const;
+  ExchangeWords read_words();
   void throw_found(volatile std::uint64_t& word, ErrorCode code, const std::string& message);
   [[noreturn]] void fail();
 
@@ -118,8 +120,9 @@ class Engine final : public ExchangeEngine {
   std::unique_ptr<MappedMemory<ExchangeFailures>> failures_;
   ExchangeSite site_{};
   ExchangeStats stats_;
+  std::optional<ExchangeTrace> trace_;
   std::unique_ptr<AbortLink> abort_link_;
-  // For stats(). A copy of a stream of its own passes by kernels that wait.
+  // For stats() and trace(). A copy of a stream of its own passes by kernels that wait.
   struct WordsCopy {
     Stream stream;
     MappedMemory<ExchangeWords> words;
@@ -157,9 +160,6 @@ void Engine::require_supported() const {
   const auto unsupported = [](const std::string& message) {
     throw Error(ErrorCode::kUnsupported, message);
   };
-  if (options_.trace) {
-    unsupported("trace is set, and exchanges on GPUs record none; leave it unset");
-  }
   if (problem_.places.num_experts > static_cast<int>(kMostPlaces)) {
     unsupported(fmt::format("{} experts, or places of them; exchanges on GPUs have up to {}",
                             problem_.places.num_experts, kMostPlaces));
@@ -207,6 +207,8 @@ void Engine::prepare() {
   site_.totals = reinterpret_cast<std::uint32_t*>(workspace_.data() + totals);
   site_.totalled = reinterpret_cast<std::uint64_t*>(workspace_.data() + totalled);
   site_.placed = reinterpret_cast<std::uint32_t*>(workspace_.data() + placed);
+  // A send that places rows, too, has the most blocks.
+  if (options_.trace) site_.trace = trace_.emplace(blocks_ + kMostSorters + 1).records();
   failures_ = std::make_unique<MappedMemory<ExchangeFailures>>();
   abort_link_ = std::make_unique<AbortLink>(device_);
   words_copy_ = std::make_unique<WordsCopy>();
@@ -246,6 +248,7 @@ Engine::~Engine() {
   leak(failures_);
   leak(abort_link_);
   leak(words_copy_);
+  leak(trace_);
 }
 
 std::unique_ptr<ExchangeHandle::State> Engine::make_handle() {
@@ -537,14 +540,29 @@ void Engine::fail() {
       world_, abort, [&](int failed) { return control_of(failed).failure; }, "exchange");
 }
 
-const ExchangeStats& Engine::stats() {
-  const DeviceScope scope(device_);
-  check();
+ExchangeWords Engine::read_words() {
   const auto stream = stream_of(words_copy_->stream.handle());
   auto* const to = const_cast<ExchangeWords*>(&*words_copy_->words);
   SWITCHYARD_CUDA(cudaMemcpyAsync(to, words_.data(), sizeof *to, cudaMemcpyDeviceToHost, stream));
   SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
-  const ExchangeWords words = *to;
+  return *to;
+}
+
+PassTrace Engine::trace() {
+  const DeviceScope scope(device_);
+  check();
+  const ExchangeWords words = read_words();
+  PassTrace trace;
+  trace.rank = problem_.rank;
+  trace.num_ranks = num_ranks();
+  trace_->read(words.dispatch, words.combine, words_copy_->stream, trace);
+  return trace;
+}
+
+const ExchangeStats& Engine::stats() {
+  const DeviceScope scope(device_);
+  check();
+  const ExchangeWords words = read_words();
   const auto others = static_cast<std::uint64_t>(num_ranks() - 1);
   const auto far_places =
       static_cast<std::uint64_t>(problem_.places.num_experts - problem_.num_own());

@@ -1,0 +1,29 @@
+// The memory that the kernels of a traced exchange write their records to, and reading it.
+#pragma once
+
+#include <cstdint>
+
+#include "gpu/device.h"
+#include "gpu/dispatch/params.h"
+
+namespace switchyard::gpu {
+
+// On the device that is current at construction.
+class ExchangeTrace {
+ public:
+  explicit ExchangeTrace(unsigned blocks);  // the most of a kernel
+
+  ExchangeRecords records() const;
+  std::size_t bytes() const { return records_.bytes(); }
+  // Reads the events of dispatch `dispatch` and, if it is one since, of combine `combine` into
+  // `trace`, by way of a stream that waits for no other. They must have ended. Asks the device for
+  // its time.
+  void read(std::uint64_t dispatch, std::uint64_t combine, const Stream& stream,
+            PassTrace& trace) const;
+
+ private:
+  std::uint32_t blocks_;
+  DeviceBuffer records_;
+};
+
+}  // namespace switchyard::gpu
