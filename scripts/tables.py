@@ -318,6 +318,20 @@ def grouped_table():
     return "\n".join(lines + ["", gpu_provenance(rows)])
 
 
+def sonic_moe_table():
+    """Whole layers beside SonicMoE, of bench/sonic_moe.py."""
+    rows = [row for row in load("sonic_moe.json") or [] if row["rival_us"]]
+    if not rows:
+        return NOT_MEASURED
+    lines = [[row["model"], "in the time" if row["gate"] else "given", str(row["tokens_per_rank"]),
+              microseconds(row["median_us"]), f"{row['tflops']:.0f}", microseconds(row["rival_us"]),
+              f"{row['rival_us'] / row['median_us']:.2f}×"] for row in rows]
+    heads = ["layer", "routing", "tokens", "ours: time µs", "TFLOP/s", f"{rows[0]['rival']}: time µs", "speed-up"]
+    # Each row has the command of its own call.
+    rows = [{**row, "command": "bench/sonic_moe.py"} for row in rows]
+    return "\n".join([*table(heads, lines), "", gpu_provenance(rows)])
+
+
 NOT_MEASURED = "Nothing is measured yet: the file of this table is not there."
 
 
@@ -896,6 +910,7 @@ def main():
         "one_gpu_fp8_more": gpu_table("one_gpu_fp8_more", "One H200, FP8, four models with fewer and larger experts."),
         "products": products_table(),
         "grouped": grouped_table(),
+        "sonic_moe": sonic_moe_table(),
         "exchange": exchange_table(),
         "all_to_all": all_to_all_table(),
         "hosts": hosts_table(),
