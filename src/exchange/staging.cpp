@@ -105,6 +105,10 @@ Core::Core(const World& world, const ExchangeProblem& problem, const ExchangeOpt
   weights_ = Mapping::anonymous(bytes_of(rows, sizeof(float)));
   results_ = Mapping::anonymous(bytes_of(rows, problem_.result_bytes()));
   sums_ = Mapping::anonymous(bytes_of(tokens, columns * sizeof(float)));
+  device_.lend(tokens_.data(), bytes_of(tokens, columns * sizeof(float)));
+  device_.lend(rows_.data(), bytes_of(rows, problem_.token_bytes()));
+  device_.lend(results_.data(), bytes_of(rows, problem_.result_bytes()));
+  device_.lend(sums_.data(), bytes_of(tokens, columns * sizeof(float)));
   ends_.resize(static_cast<std::size_t>(problem_.num_own()));
   counts_.resize(ends_.size());
 }
@@ -266,9 +270,15 @@ void Core::send_results(const CombineInput& input, Handle& handle) {
   const std::size_t width = problem_.result_bytes();
   const std::size_t pitch = static_cast<std::size_t>(given.row_stride) * size_of(spec().combine);
   // What has no room in the layout, or no result, counts as zeros.
-  std::fill_n(results_.data(), static_cast<std::size_t>(handle.staged_rows) * width, std::byte{});
+  std::int64_t filled = 0;
+  const auto fill_to = [&](std::int64_t row) {
+    std::fill(results_.data() + static_cast<std::size_t>(filled) * width,
+              results_.data() + static_cast<std::size_t>(row) * width, std::byte{});
+  };
   for (const Segment& segment : handle.segments) {
     const std::int64_t count = std::clamp<std::int64_t>(given.rows - segment.row, 0, segment.count);
+    fill_to(segment.staged);
+    filled = segment.staged + count;
     if (count < segment.count) {
       calls_.note(
           ErrorCode::kShapeMismatch,
@@ -282,6 +292,7 @@ void Core::send_results(const CombineInput& input, Handle& handle) {
         static_cast<const std::byte*>(given.data) + static_cast<std::size_t>(segment.row) * pitch,
         pitch, {width, static_cast<std::size_t>(count)});
   }
+  fill_to(handle.staged_rows);
   CombineInput staged;
   staged.rows = {results_.data(), spec().combine, handle.staged_rows, spec().hidden, spec().hidden};
   engine_->combine_send(staged, *handle.inner);

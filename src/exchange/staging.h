@@ -42,6 +42,10 @@ class StagingDevice {
   virtual void to_device(void* to, std::size_t to_pitch, const std::byte* from,
                          std::size_t from_pitch, const Rows& rows) = 0;
 
+  // Host memory that copies come from and go to, used from its start on, until the device ends: it
+  // may be made faster to copy as far as it is used.
+  virtual void lend(std::byte* data, std::size_t bytes) = 0;
+
   // The device's memory, which is freed with its last owner: not while a stream stands still, since
   // that may wait for the whole device. Throws Error{kCapacityExceeded}.
   virtual std::shared_ptr<std::byte> allocate(std::size_t bytes) = 0;

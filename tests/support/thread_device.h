@@ -51,6 +51,7 @@ class ThreadDevice final : public StagingDevice {
                  const Rows& rows) override {
     copy(static_cast<std::byte*>(to), to_pitch, from, from_pitch, rows);
   }
+  void lend(std::byte*, std::size_t) override {}
   std::shared_ptr<std::byte> allocate(std::size_t bytes) override {
     return std::shared_ptr<std::byte>(new std::byte[bytes], std::default_delete<std::byte[]>());
   }

@@ -1,7 +1,10 @@
 // The device's side of an exchange in copies: exchange/staging.h.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <vector>
 
 #include "exchange/staging.h"
 #include "gpu/device.h"
@@ -33,6 +36,57 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+// Host memory whose start is pinned, as far as it was used: copies of pinned memory are several
+// times as fast, and what may be used is gigabytes more. It is pinned in pieces, each as long as
+// all before it, because pinning anew would unpin, and that waits for streams that stand still.
+class Lent {
+ public:
+  Lent(std::byte* data, std::size_t bytes) : data_(data), bytes_(bytes) {}
+
+  bool has(const void* address) const {
+    return std::less_equal<>()(static_cast<const void*>(data_), address) &&
+           std::less<>()(address, static_cast<const void*>(data_ + bytes_));
+  }
+  // Pins up to `end`, if the system lets it.
+  void pin_up_to(const std::byte* end) {
+    constexpr std::size_t kLeast = std::size_t{8} << 20, kStep = std::size_t{2} << 20;
+    const auto wanted = static_cast<std::size_t>(end - data_);
+    while (!refused_ && pinned() < wanted) {
+      const std::size_t longer = std::max({wanted, 2 * pinned(), kLeast});
+      const std::size_t to = std::min((longer + kStep - 1) / kStep * kStep, bytes_);
+      if (cudaHostRegister(data_ + pinned(), to - pinned(), cudaHostRegisterPortable) ==
+          cudaSuccess) {
+        ends_.push_back(to);
+      } else {
+        cudaGetLastError();  // what is not pinned is copied, too
+        refused_ = true;
+      }
+    }
+  }
+  void unpin() {
+    std::size_t begin = 0;
+    for (const std::size_t end : ends_) {
+      cudaHostUnregister(data_ + begin);
+      begin = end;
+    }
+    ends_.clear();
+  }
+  // The bytes from `address` on that one copy may have: none goes across the end of a piece.
+  std::size_t in_one_piece(const std::byte* address) const {
+    const auto at = static_cast<std::size_t>(address - data_);
+    const auto end = std::upper_bound(ends_.begin(), ends_.end(), at);
+    return (end == ends_.end() ? bytes_ : *end) - at;
+  }
+
+ private:
+  std::size_t pinned() const { return ends_.empty() ? 0 : ends_.back(); }
+
+  std::byte* data_;
+  std::size_t bytes_;
+  std::vector<std::size_t> ends_;  // of the pieces
+  bool refused_ = false;
+};
+
 class Staging final : public StagingDevice {
  public:
   // With the device current.
@@ -40,6 +94,13 @@ class Staging final : public StagingDevice {
     cudaFuncAttributes attributes;
     SWITCHYARD_CUDA(cudaFuncGetAttributes(&attributes, await_release));  // loads it
   }
+
+  ~Staging() override {
+    const DeviceScope scope(device_);
+    for (Lent& memory : lent_) memory.unpin();
+  }
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
 
   bool enqueue(void* stream, Call& call) override {
     const DeviceScope scope(device_);
@@ -58,12 +119,13 @@ class Staging final : public StagingDevice {
 
   void to_host(std::byte* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
                const Rows& rows) override {
-    copy(to, to_pitch, from, from_pitch, rows);
+    copy({to, to_pitch}, {const_cast<void*>(from), from_pitch}, to, rows);
   }
   void to_device(void* to, std::size_t to_pitch, const std::byte* from, std::size_t from_pitch,
                  const Rows& rows) override {
-    copy(to, to_pitch, from, from_pitch, rows);
+    copy({to, to_pitch}, {const_cast<std::byte*>(from), from_pitch}, from, rows);
   }
+  void lend(std::byte* data, std::size_t bytes) override { lent_.emplace_back(data, bytes); }
 
   std::shared_ptr<std::byte> allocate(std::size_t bytes) override {
     const DeviceScope scope(device_);
@@ -84,32 +146,80 @@ class Staging final : public StagingDevice {
   }
 
  private:
-  // On a stream of its own, which passes by the one that stands still.
-  void copy(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
-            const Rows& rows) {
-    // Weights, which a layer reads by to_host(), may be in either memory.
-    constexpr cudaMemcpyKind kKind = cudaMemcpyDefault;
+  struct Place {
+    void* data;
+    std::size_t pitch;
+
+    std::byte* at(std::size_t row, std::size_t column) const {
+      return static_cast<std::byte*>(data) + row * pitch + column;
+    }
+  };
+
+  // On a stream of its own, which passes by the one that stands still. `host` is one of the two.
+  void copy(const Place& to, const Place& from, const std::byte* host, const Rows& rows) {
     const DeviceScope scope(device_);
     const RelaxedCapture relaxed;
-    const auto on = static_cast<cudaStream_t>(stream_.handle());
-    if (rows.count == 1 || (to_pitch == rows.width && from_pitch == rows.width)) {
-      SWITCHYARD_CUDA(cudaMemcpyAsync(to, from, rows.width * rows.count, kKind, on));
-    } else if (from_pitch < rows.width) {  // rows that are all the same, say
-      for (std::size_t i = 0; i < rows.count; ++i) {
-        SWITCHYARD_CUDA(cudaMemcpyAsync(static_cast<std::byte*>(to) + i * to_pitch,
-                                        static_cast<const std::byte*>(from) + i * from_pitch,
-                                        rows.width, kKind, on));
+    const auto memory = std::ranges::find_if(lent_, [&](const Lent& one) { return one.has(host); });
+    const bool whole = (host == from.data ? from.pitch : to.pitch) == rows.width;
+    if (memory == lent_.end() || !whole) {
+      enqueue_rows(to, from, {0, rows.count}, rows.width);
+    } else {
+      const std::size_t bytes = rows.width * rows.count;
+      memory->pin_up_to(host + bytes);
+      for (std::size_t at = 0; at < bytes;) {
+        const std::size_t end = std::min(bytes, at + memory->in_one_piece(host + at));
+        enqueue_part(to, from, {at, end}, rows.width);
+        at = end;
+      }
+    }
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_of_copies()));
+  }
+
+  struct Range {
+    std::size_t begin, end;
+  };
+  // Bytes of rows that are counted through all of them.
+  void enqueue_part(const Place& to, const Place& from, Range part, std::size_t width) {
+    // The end of a row, whole rows, and the start of one.
+    while (part.begin < part.end) {
+      const std::size_t row = part.begin / width, column = part.begin % width;
+      if (column == 0 && part.end - part.begin >= width) {
+        const std::size_t end = part.end / width;
+        enqueue_rows(to, from, {row, end}, width);
+        part.begin = end * width;
+        continue;
+      }
+      const std::size_t bytes = std::min(width - column, part.end - part.begin);
+      enqueue_bytes(to.at(row, column), from.at(row, column), bytes);
+      part.begin += bytes;
+    }
+  }
+  void enqueue_rows(const Place& to, const Place& from, const Range& rows, std::size_t width) {
+    const std::size_t count = rows.end - rows.begin;
+    if (count == 0) return;
+    if (count == 1 || (to.pitch == width && from.pitch == width)) {
+      enqueue_bytes(to.at(rows.begin, 0), from.at(rows.begin, 0), width * count);
+    } else if (from.pitch < width) {  // rows that are all the same, say
+      for (std::size_t i = rows.begin; i < rows.end; ++i) {
+        enqueue_bytes(to.at(i, 0), from.at(i, 0), width);
       }
     } else {
-      SWITCHYARD_CUDA(
-          cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, rows.width, rows.count, kKind, on));
+      SWITCHYARD_CUDA(cudaMemcpy2DAsync(to.at(rows.begin, 0), to.pitch, from.at(rows.begin, 0),
+                                        from.pitch, width, count, kKind, stream_of_copies()));
     }
-    SWITCHYARD_CUDA(cudaStreamSynchronize(on));
   }
+  void enqueue_bytes(void* to, const void* from, std::size_t bytes) {
+    SWITCHYARD_CUDA(cudaMemcpyAsync(to, from, bytes, kKind, stream_of_copies()));
+  }
+  cudaStream_t stream_of_copies() { return static_cast<cudaStream_t>(stream_.handle()); }
+
+  // Weights, which a layer reads by to_host(), may be in either memory.
+  static constexpr cudaMemcpyKind kKind = cudaMemcpyDefault;
 
   const int device_;
   Stream stream_;
   MappedMemory<std::uint64_t> released_;
+  std::vector<Lent> lent_;
 };
 
 }  // namespace
