@@ -273,9 +273,9 @@ def rate_cells(row):
     return ["–" if over is None else f"{100 / over:.0f} %", f"{tflops:.{0 if tflops >= 10 else 1}f}", f"{tbs:.2f}"]
 
 
-def grouped_table():
-    """GroupedGemm alone, beside other grouped GEMMs where bench/grouped_rivals.py timed them."""
-    rows = load("grouped.json")
+def grouped_table(name):
+    """GroupedGemm alone, beside other grouped GEMMs where bench/grouped_rivals.py timed them in the same run."""
+    rows = load(name)
     if not rows:
         return ""
     lines = [
@@ -909,7 +909,8 @@ def main():
         ),
         "one_gpu_fp8_more": gpu_table("one_gpu_fp8_more", "One H200, FP8, four models with fewer and larger experts."),
         "products": products_table(),
-        "grouped": grouped_table(),
+        "grouped": grouped_table("grouped.json"),
+        "grouped_quack": grouped_table("grouped_quack.json"),
         "sonic_moe": sonic_moe_table(),
         "exchange": exchange_table(),
         "all_to_all": all_to_all_table(),
