@@ -620,6 +620,11 @@ def comparisons_table():
             what = f"1 GPU, {name}, DeepSeek-V3's share, {min(tokens)} to {max(tokens)} tokens"
             rival = f"DeepGEMM {theirs[points[0]]['deepgemm']}, its two products alone"
             lines.append(comparison_row([ours[point] for point in points], what, rival, gains))
+    if rows := [row for row in load("sonic_moe.json") or [] if row["rival_us"]]:
+        gains = [row["rival_us"] / row["median_us"] for row in rows]
+        tokens = [row["tokens_per_rank"] for row in rows]
+        what = f"1 GPU, bf16, OLMoE, Qwen3-30B, DeepSeek-V3, {min(tokens)} to {max(tokens)} tokens"
+        lines.append(comparison_row(rows, what, rows[0]["rival"].split(",")[0], gains))
     rows = load("ep_thesis.json") or []
     pairs = [(row, published(row, row["ranks"]).get("FlashDMoE")) for row in rows]
     pairs = [(row, theirs) for row, theirs in pairs if theirs is not None]

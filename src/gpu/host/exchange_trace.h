@@ -14,7 +14,6 @@ class ExchangeTrace {
   explicit ExchangeTrace(unsigned blocks);  // the most of a kernel
 
   ExchangeRecords records() const;
-  std::size_t bytes() const { return records_.bytes(); }
   // Reads the events of dispatch `dispatch` and, if it is one since, of combine `combine` into
   // `trace`, by way of a stream that waits for no other. They must have ended. Asks the device for
   // its time.
