@@ -42,7 +42,7 @@ try:
     import rank_processes
     import switchyard
 except ImportError as missing:
-    print(f"exchange_rivals: {missing}; set PYTHONPATH to python/", file=sys.stderr)
+    print(f"exchange_rivals: {missing}; install it, or set PYTHONPATH to python/", file=sys.stderr)
     sys.exit(77)
 
 BLOCK = 128  # columns that share a scale

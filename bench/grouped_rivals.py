@@ -38,7 +38,7 @@ import torch.nn.functional as F
 try:
     import switchyard
 except ImportError as missing:
-    print(f"grouped_rivals: {missing}; set PYTHONPATH to python/", file=sys.stderr)
+    print(f"grouped_rivals: {missing}; install it, or set PYTHONPATH to python/", file=sys.stderr)
     sys.exit(77)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

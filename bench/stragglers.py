@@ -50,7 +50,7 @@ try:
     import switchyard
     import torch_chain
 except ImportError as missing:
-    print(f"stragglers: {missing}; set PYTHONPATH to python/", file=sys.stderr)
+    print(f"stragglers: {missing}; install it, or set PYTHONPATH to python/", file=sys.stderr)
     sys.exit(77)
 
 KEY = ("way", "machine", "hidden", "intermediate", "experts", "top_k", "ranks", "tokens_per_rank", "jitter_us")

@@ -369,7 +369,7 @@ def main():
     try:
         from switchyard import tuner
     except ImportError as missing:
-        stop(f"{missing}; set PYTHONPATH to python/")
+        stop(f"{missing}; install it, or set PYTHONPATH to python/")
     if options.list:
         for c in tuner_kernel(tuner, options.kernel, "", 1, 0).configurations:
             print(c.name, dict(c.values))

@@ -39,8 +39,11 @@ def dtype_name(dtype: Any) -> str:
     return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
 
 
-def dtype_code(dtype: Any) -> int:
-    """The number of a dtype of torch or numpy, or of a name: "bf16", "bfloat16", "fp8"."""
+def dtype_code(dtype: Any, of: str = "") -> int:
+    """The number of a dtype of torch or numpy, or of a name: "bf16", "bfloat16", "fp8".
+
+    `of`: what has it, for the error.
+    """
     code = DTYPES.get(dtype)
     if code is not None:
         return code
@@ -48,7 +51,11 @@ def dtype_code(dtype: Any) -> int:
     code = _NAMES.get(name, _SHORT.get(name))
     if code is None or code == _abi.NONE:
         known = ", ".join(_NAMES)
-        raise DTypeMismatch(f"dtype {dtype} is not known to Switchyard; use one of {known}")
+        what = f"{of} has dtype {dtype}, which" if of else f"dtype {dtype}"
+        raise DTypeMismatch(
+            f"{what} is not known to Switchyard; rows and weights are float32, float16, bfloat16 or "
+            f"float8_e4m3fn, and ids int32 or int64 (all that it knows: {known})"
+        )
     try:
         DTYPES[dtype] = code
     except TypeError:
@@ -131,10 +138,10 @@ def describe(name: str, array: Any) -> tuple[_abi.Tensor, Any]:
         if device.type not in ("cpu", "cuda"):
             raise InvalidArgument(f"{name} is on {device}; Switchyard takes cpu and cuda")
         kind = (_abi.CUDA, device.index or 0) if device.type == "cuda" else (_abi.CPU, 0)
-        dtype = dtype_code(array.dtype)
+        dtype = dtype_code(array.dtype, name)
         return _make(name, array.data_ptr(), dtype, kind, array.shape, array.stride()), array
     if is_numpy(array):
-        dtype = dtype_code(array.dtype)
+        dtype = dtype_code(array.dtype, name)
         size = _abi.ITEM_SIZES[dtype]
         if any(stride % size for stride in array.strides):
             raise InvalidArgument(f"{name} has strides that are no multiples of its elements")

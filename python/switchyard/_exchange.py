@@ -339,6 +339,7 @@ class Exchange:
             raise InvalidArgument("there are no ids, and no handle whose ids are reused; pass either")
         if handle is None:
             handle = self.make_handle()
+        _require_handle(handle)
         call = _abi.DispatchInput(reuse=int(ids is None))
         keep = [_put(call, "x", x)]
         for name, array in (("x_scale", x_scale), ("ids", ids), ("weights", weights)):
@@ -380,6 +381,7 @@ class Exchange:
         Error
             As `dispatch_send` does.
         """
+        _require_handle(handle)
         like = handle._like
         if like is None:
             raise InvalidArgument("nothing was sent with the handle; call dispatch_send() first")
@@ -495,6 +497,7 @@ class Exchange:
             As `dispatch_send` does.
         """
         _refuse_gradient(rows)
+        _require_handle(handle)
         if len(rows.shape) == 3:
             rows = rows.reshape(-1, rows.shape[-1])
         call = _abi.CombineInput(stream=self._stream(rows))
@@ -534,6 +537,7 @@ class Exchange:
         Error
             As `dispatch_send` does.
         """
+        _require_handle(handle)
         if out is None:
             if accumulate:
                 raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
@@ -630,6 +634,14 @@ class Exchange:
 def _like(x: Any) -> Any:
     """Something that arrays can be made like: of the tokens themselves nothing is kept."""
     return _empty(x, (0,)) if _arrays.is_torch(x) or _arrays.is_numpy(x) else x
+
+
+def _require_handle(handle: Any) -> None:
+    if not isinstance(handle, ExchangeHandle):
+        raise InvalidArgument(
+            f"handle is {handle!r}; pass an ExchangeHandle: that of the dispatch (Received.handle), "
+            "or of make_handle()"
+        )
 
 
 def _note_sent(handle: ExchangeHandle, x: Any, call: _abi.DispatchInput) -> None:

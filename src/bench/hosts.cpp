@@ -124,10 +124,11 @@ class Session {
  private:
   static const network::Proxy& proxy_of(const World& world) {
     if (const network::Proxy* const proxy = world.fabric().proxy()) return *proxy;
-    throw Error(ErrorCode::kInvalidArgument,
-                "--suite hosts measures between hosts, and this is a world of one; start it on "
-                "several, such as `switchyard launch --namespaces 2 -n 2 -- switchyard bench "
-                "--suite hosts`");
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        "--suite hosts measures between hosts, and all ranks are on this one; start them on "
+        "several, such as `switchyard launch --namespaces 2 -n 2 -- switchyard bench "
+        "--suite hosts`");
   }
 
   int rank() const { return world_.rank(); }

@@ -7,6 +7,7 @@
 
 #include "base/printable.h"
 #include "cli/commands.h"
+#include "machine/host.h"
 #include "protocol/control.h"
 #include "switchyard/error.h"
 
@@ -63,6 +64,11 @@ void add_launch(CommandLine& line, std::vector<std::string> after_dashes) {
                               printable(options->command.front())));
     }
     options->command.insert(options->command.end(), after_dashes.begin(), after_dashes.end());
+    // This command by its name, where it is not installed.
+    if (options->hosts.empty() && !options->command.empty() &&
+        options->command.front() == "switchyard" && machine::found_on_path("switchyard").empty()) {
+      options->command.front() = machine::own_executable();
+    }
     if (timeout->count() > 0) options->deadline = *timeout;
     return launch(*options);
   });

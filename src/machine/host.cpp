@@ -63,16 +63,20 @@ std::string abstract_socket_problem() {
   return problem;
 }
 
-std::string nvidia_device() {
+std::string found_on_path(const std::string& name) {
   std::error_code ignored;
-  if (fs::exists("/dev/nvidia0", ignored)) return "/dev/nvidia0";
   const char* const path = std::getenv("PATH");
   std::istringstream directories(path == nullptr ? "" : path);
   for (std::string directory; std::getline(directories, directory, ':');) {
-    const fs::path candidate = fs::path(directory) / "nvidia-smi";
+    const fs::path candidate = fs::path(directory) / name;
     if (fs::exists(candidate, ignored)) return candidate.string();
   }
   return "";
+}
+
+std::string nvidia_device() {
+  std::error_code ignored;
+  return fs::exists("/dev/nvidia0", ignored) ? "/dev/nvidia0" : found_on_path("nvidia-smi");
 }
 
 std::string own_executable() {

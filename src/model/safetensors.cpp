@@ -381,7 +381,7 @@ OwnedMatrix read_matrix(const std::shared_ptr<const SafetensorsFile>& file,
     throw Error(
         ErrorCode::kUnsupported,
         fmt::format("{}: tensor '{}' has dtype {}, which cannot be read; convert it to F32, "
-                    "BF16 or F16",
+                    "BF16 or F16, and ids to I32 or I64",
                     printable(path), printable(tensor->name), printable(tensor->dtype)));
   OwnedMatrix result;
   result.view.dtype = *dtype;

@@ -352,7 +352,7 @@ TEST(Bench, HostsRefusesWhatMakesNoSense) {
     expect_refused(join(suite, option), invalid, {option[0], "not for --suite hosts"});
   }
   expect_refused(join(suite, {"--experts", "4"}), invalid, {"top-8 of 4 experts"});
-  expect_refused(suite, invalid, {"world of one", "launch --namespaces"});
+  expect_refused(suite, invalid, {"all ranks are on this one", "launch --namespaces"});
 }
 
 TEST(Bench, ExchangeRefusesWhatMakesNoSense) {

@@ -344,6 +344,14 @@ TEST(Errors, StdoutThatCannotBeWrittenIsNoSuccess) {
   }
 }
 
+// The examples say `switchyard`, and it need not be installed.
+TEST(Launch, FindsItselfByName) {
+  const Completed done = run_switchyard(
+      {"launch", "-n", "2", "--label", "--", "switchyard", "--version"}, {"PATH=/usr/bin:/bin"});
+  EXPECT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr("switchyard"));
+}
+
 TEST(Launch, NeedsRanksAndACommand) {
   expect_error({"launch"}, 2, "invalid_argument", {"--ranks is required"});
   expect_error({"launch", "-n", "0", "--", "true"}, 2, "invalid_argument", {"'0'"});

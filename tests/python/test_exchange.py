@@ -304,6 +304,10 @@ def test_refusals():
     got = exchange.dispatch_recv(handle)
     with pytest.raises(switchyard.ShapeMismatch, match="a result for each"):
         exchange.combine(got.rows[:3], handle)
+    with pytest.raises(switchyard.InvalidArgument, match="handle is None; pass an ExchangeHandle"):
+        exchange.combine(got.rows, None)
+    with pytest.raises(switchyard.DTypeMismatch, match="ids has dtype torch.int16"):
+        exchange.dispatch(x, ids.short())
     exchange.combine_send(got.rows, handle)
     with pytest.raises(switchyard.ShapeMismatch, match="out is"):
         exchange.combine_recv(handle, out=x[:1])
