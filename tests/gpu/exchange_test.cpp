@@ -520,8 +520,8 @@ TEST_P(GpuExchangeStall, EveryOtherRankNamesTheStalledOne) {
 
 INSTANTIATE_TEST_SUITE_P(Calls, GpuExchangeStall, ::testing::Bool());
 
-// Sends wait for nobody: a kernel of rank 0's stream, between its send and its receive, ends when the
-// other rank has sent.
+// Sends wait for nobody: a kernel of rank 0's stream, between its send and its receive, ends when
+// the other rank has sent.
 TEST_F(GpuExchange, WorkBetweenSendAndReceive) {
   const ExchangeSpec spec = small_spec(12, 3, 300);
   const ExchangeBatch batch(spec, 2, DType::kBF16, 1, {300, 299});

@@ -163,8 +163,8 @@ __global__ void __launch_bounds__(kMoverThreads)
   await_kernel_before();
   invite_next_kernel();
   const std::uint64_t number = site.words->combine;
-  const BlockTrace trace(site, ExchangeStage::kSumTokens, TraceKind::kCombine,
-                         site.words->dispatch, number);
+  const BlockTrace trace(site, ExchangeStage::kSumTokens, TraceKind::kCombine, site.words->dispatch,
+                         number);
   if (!is_alive(site)) return;
   const std::uint32_t lane = threadIdx.x % 32;
   const Units units(call.tokens, protocol::ceil_div(site.hidden, kElementColumns));
