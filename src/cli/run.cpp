@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <memory>
 
+#include "base/printable.h"
 #include "cli/commands.h"
 #include "cli/format.h"
 #include "cli/layer_run.h"
@@ -75,6 +76,10 @@ void print(const Report& report, const RunOptions& options) {
   }
   for (const std::string& line : to_text(report, Palette::for_output(STDOUT_FILENO))) {
     fmt::print("{}\n", line);
+  }
+  if (!options.output.empty()) {
+    fmt::print("\nfile        {}, with output, topk_ids and topk_weights\n",
+               printable(options.output));
   }
 }
 

@@ -71,6 +71,15 @@ TEST(Run, AnotherSeedGivesOtherBytes) {
   EXPECT_NE(tensor_bytes(directory / "0", "output"), tensor_bytes(directory / "1", "output"));
 }
 
+TEST(Run, TellsWhereTheOutputIs) {
+  const TemporaryDirectory directory;
+  const std::string path = (directory / "y.safetensors").string();
+  const Completed done =
+      run_switchyard(join({"run", "--tokens", "8", "--threads", "1", "--output", path}, kTiny));
+  EXPECT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, ::testing::HasSubstr("file        " + path + ", with output"));
+}
+
 TEST(Run, LaunchedProcessesGiveTheBytesOfThreads) {
   const TemporaryDirectory directory;
   const Arguments layer = join({"run", "--tokens", kTokens, "--threads", "1", "--json"}, kTiny);
