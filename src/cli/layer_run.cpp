@@ -1,10 +1,14 @@
 #include "cli/layer_run.h"
 
+#include <fmt/core.h>
+
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
 #include <utility>
 
+#include "base/host_memory.h"
+#include "cli/format.h"
 #include "cli/output_file.h"
 #include "fabric/environment.h"
 #include "gpu/device.h"
@@ -53,6 +57,24 @@ Backend default_backend(const LayerRunOptions& options, int ranks, int rank) {
         "give --backend cuda as well");
   }
   return Backend::kCpu;
+}
+
+// Before minutes are spent on numbers that have no room: activations and outputs, and on CPUs a
+// result for each slot. It is the least; ranks' buffers come on top.
+void require_memory(std::int64_t tokens, const LayerSpec& spec, DType dtype, Backend backend) {
+  const auto element = static_cast<std::uint64_t>(size_of(dtype));
+  const std::uint64_t results =
+      backend == Backend::kCpu ? static_cast<std::uint64_t>(spec.top_k) * element : 0;
+  const std::uint64_t needed = static_cast<std::uint64_t>(tokens) *
+                               static_cast<std::uint64_t>(spec.hidden) *
+                               (element + sizeof(float) + results);
+  const std::uint64_t available = host_memory().available;
+  if (needed <= available) return;
+  throw Error(ErrorCode::kCapacityExceeded,
+              fmt::format("{} tokens of hidden size {} need {} at least, but {} of memory are "
+                          "available; give fewer --tokens, or scale the layer down with --hidden",
+                          tokens, spec.hidden, format_bytes(static_cast<double>(needed)),
+                          format_bytes(static_cast<double>(available))));
 }
 
 }  // namespace
@@ -131,6 +153,10 @@ LayerRun run_layer(LayerRunOptions& options, bool show_progress) {
   options.ranks.backend = options.backend
                               ? *options.backend
                               : default_backend(options, ranks, as_process ? launched->rank : 0);
+  if (options.batch.input.empty()) {
+    require_memory(options.batch.tokens, run.source.spec, value_type(options.ranks.compute),
+                   options.ranks.backend);
+  }
   run.batch = run::make_batch(options.batch, run.source, value_type(options.ranks.compute));
   run.result = as_process ? run::run_as_process(run.source, run.batch, options.ranks)
                           : run::run_as_threads(run.source, run.batch, options.ranks);
