@@ -417,7 +417,7 @@ def hosts_on_paper_table():
         f"{ranks} ranks a host, a link of 400 Gb/s for each rank, a flag's way {flag_us} µs. \"Summed\" is combine "
         "with `pre_sum_per_host`. A world has at most 64 ranks today, 8 such hosts.",
         "",
-        "| hosts | hosts of a token | dispatch: MB a rank | µs | combine: MB a rank | µs | summed: MB a rank | µs |",
+        "| hosts | other hosts of a token | dispatch: MB a rank | µs | combine: MB a rank | µs | summed: MB a rank | µs |",
         "|---" * 8 + "|",
     ]
     for hosts in (2, 4, 8, 16, 32, 64):
