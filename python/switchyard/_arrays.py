@@ -51,7 +51,7 @@ def dtype_code(dtype: Any, of: str = "") -> int:
     code = _NAMES.get(name, _SHORT.get(name))
     if code is None or code == _abi.NONE:
         known = ", ".join(_NAMES)
-        what = f"{of} has dtype {dtype}, which" if of else f"dtype {dtype}"
+        what = f"{of} has dtype {dtype}, which" if of else f"dtype {dtype!r}"
         raise DTypeMismatch(
             f"{what} is not known to Switchyard; rows and weights are float32, float16, bfloat16 or "
             f"float8_e4m3fn, and ids int32 or int64 (all that it knows: {known})"
