@@ -30,7 +30,7 @@ import typing
 
 from result_rows import merge
 from script_arguments import command_of
-from torch_chain import CUDA, DEVICE, Clock, quantise, relative_error  # which ends with 77 without PyTorch
+from torch_chain import CUDA, DEVICE, Clock, machine, quantise, relative_error  # which ends with 77 without PyTorch
 
 import torch
 import torch.nn.functional as F
@@ -483,13 +483,6 @@ def timed(candidate, passes, repeats, clock):
         budget, least, most = (100e3, 12, 200) if CUDA else (1e6, 5, 50)
         repeats = int(min(max(budget / max(pilot, 1), least), most))
     return [us / passes for us in clock.time(replay, repeats, every_time=passes == 1)]
-
-
-def machine():
-    if not CUDA:
-        return "processor, by PyTorch"
-    properties = torch.cuda.get_device_properties(0)
-    return f"{properties.name}, {properties.multi_processor_count} SMs, CUDA {torch.version.cuda}"
 
 
 def floor_us(problem):

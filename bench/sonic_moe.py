@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Whole layers in bf16 on one GPU, beside SonicMoE: same weights and tokens, same process, same clock.
+"""Layers in bf16 on one GPU, beside SonicMoE: same weights and tokens, same process, same clock.
 
     PYTHONPATH=python SWITCHYARD_LIBRARY=build/src/c_api/libswitchyard_c.so \\
         bench/sonic_moe.py [--model olmoe,qwen3-30b,deepseek-v3] [--tokens 2048,32768] [--json results/sonic_moe.json]
@@ -11,7 +11,8 @@
 SonicMoE wants the rows of gate and up in turn, so it gets such a copy of the first weights. Each way is
 captured in a CUDA graph of one pass, and the two are timed in turn, twice. Of both outputs 32 tokens are
 compared with fp64. There logits are bf16, as SonicMoE has them (ours are fp32), and of layers with a gate the
-three worst tokens are left out: their logits may be alike, and their experts others. --shrink N divides all sizes, to try it: without a GPU that has our part.
+three worst tokens are left out: their logits may be alike, and their experts others. --shrink N divides all
+sizes, to try it: without a GPU that has our part.
 
 Exit codes: 0 done; 1 a result is wrong; 77 there is no PyTorch, transformers or switchyard.
 """
@@ -26,7 +27,7 @@ import sys
 
 from result_rows import merge, percentile
 from script_arguments import command_of, numbers
-from torch_chain import CUDA, DEVICE, Clock, relative_error  # which ends with 77 without PyTorch
+from torch_chain import CUDA, DEVICE, Clock, machine, relative_error  # which ends with 77 without PyTorch
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,8 @@ KEY = ["suite", "model", "tokens_per_rank"]
 CHECKED_TOKENS = 32
 # A token whose logits are alike may go to another expert, and then counts as wrong in both.
 MOST_OTHER_TOKENS = 0.1
+# Twice the error of rounding the hidden values and the result once each.
+BOUND = 2 * 2 * 2.0**-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +74,6 @@ class Layer:
 
     def __init__(self, model, most_tokens):
         self.model = model
-        self.most_tokens = most_tokens
         random = lambda *shape: torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)  # noqa: E731
         self.w13 = random(model.experts, 2 * model.intermediate, model.hidden).mul_(model.hidden**-0.5)
         self.w2 = random(model.experts, model.hidden, model.intermediate).mul_(model.intermediate**-0.5)
@@ -79,8 +81,7 @@ class Layer:
         if model.block is None:
             self.ours = switchyard.Experts(self.w13, self.w2, top_k=model.top_k, max_tokens=most_tokens)
         else:
-            self.block = self.block_of(model)
-            self.ours = switchyard.MoeLayer.from_hf(self.block, max_tokens=most_tokens)
+            self.ours = switchyard.MoeLayer.from_hf(self.block_of(model), max_tokens=most_tokens)
 
     def block_of(self, model):
         """The block over these weights."""
@@ -113,8 +114,8 @@ class Layer:
         return out
 
     def our_call(self, x, routing):
-        out = torch.empty_like(x)
         if self.model.block is None:
+            out = torch.empty_like(x)
             return lambda: self.ours(x, *routing, out=out)
         return lambda: self.ours(x)
 
@@ -170,12 +171,11 @@ def error_of(layer, x, routing, out):
     at = torch.linspace(0, x.shape[0] - 1, min(CHECKED_TOKENS, x.shape[0]), device=DEVICE).long()
     exact = layer.exact(x[at], routing[0][at], routing[1][at])
     if not out.isfinite().all():
-        return float("inf"), 0.0
+        return float("inf")
     errors = torch.tensor([relative_error(out[t], exact[i]) for i, t in enumerate(at.tolist())])
     allowed = int(MOST_OTHER_TOKENS * len(at)) if layer.model.block is not None else 0
     kept = errors.sort().values[: len(at) - allowed]
-    # Twice the error of rounding the hidden values and the result once each.
-    return float(kept.max()), 2 * 2.0**-8 * 2
+    return float(kept.max())
 
 
 def measure(name, layer, tokens, sonic, version, clock, args):
@@ -184,14 +184,14 @@ def measure(name, layer, tokens, sonic, version, clock, args):
     calls = {"switchyard": layer.our_call(x, routing)}
     if sonic is not None:
         calls["SonicMoE"] = layer.sonic_call(sonic, x, routing)
-    replays, errors, bound, times = {}, {}, 0.0, {way: [] for way in calls}
+    replays, errors, times = {}, {}, {way: [] for way in calls}
     for way, call in calls.items():
         replays[way], out = captured(call)
         replays[way]()
-        errors[way], bound = error_of(layer, x, routing, out)
-        if not errors[way] <= bound:
+        errors[way] = error_of(layer, x, routing, out)
+        if not errors[way] <= BOUND:
             print(f"sonic_moe: {name}, {tokens} tokens: the error of {way} against fp64 is {errors[way]:.2e}, and the "
-                  f"bound {bound:.2e}", file=sys.stderr)
+                  f"bound {BOUND:.2e}", file=sys.stderr)
             return None
     for _ in range(2):
         for way, replay in replays.items():
@@ -217,20 +217,13 @@ def measure(name, layer, tokens, sonic, version, clock, args):
         "rival_us": theirs and round(statistics.median(theirs), 2),
         "error": errors["switchyard"],
         "rival_error": errors.get("SonicMoE"),
-        "error_bound": bound,
+        "error_bound": BOUND,
         "times_us": [round(us, 2) for us in ours],
         "rival_times_us": theirs and [round(us, 2) for us in theirs],
     }
     beside = f"{row['rival_us']:>10.1f} {row['rival_us'] / row['median_us']:>6.3f}x" if theirs else f"{'-':>10} {'-':>7}"
     print(f"{name:<12} {tokens:>6} {row['median_us']:>10.1f} {row['tflops']:>8.1f} {beside}", flush=True)
     return row
-
-
-def machine():
-    if not CUDA:
-        return "processor, by PyTorch"
-    properties = torch.cuda.get_device_properties(0)
-    return f"{properties.name}, {properties.multi_processor_count} SMs, CUDA {torch.version.cuda}"
 
 
 def main():

@@ -370,6 +370,14 @@ def relative_error(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
+def machine():
+    """This process's, as rows of scripts that time one GPU tell it."""
+    if not CUDA:
+        return "processor, by PyTorch"
+    properties = torch.cuda.get_device_properties(0)
+    return f"{properties.name}, {properties.multi_processor_count} SMs, CUDA {torch.version.cuda}"
+
+
 class Clock:
     """Times one call at a time. Before the first, or with every_time before each, it flushes the
     cache, which is not timed."""

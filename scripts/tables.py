@@ -273,9 +273,9 @@ def rate_cells(row):
     return ["–" if over is None else f"{100 / over:.0f} %", f"{tflops:.{0 if tflops >= 10 else 1}f}", f"{tbs:.2f}"]
 
 
-def grouped_table(name):
+def grouped_table(file):
     """GroupedGemm alone, beside other grouped GEMMs where bench/grouped_rivals.py timed them in the same run."""
-    rows = load(name)
+    rows = load(file)
     if not rows:
         return ""
     lines = [
@@ -300,9 +300,7 @@ def grouped_table(name):
                 else (f"{rival} µs", "speed-up")
             )
         ]
-        lines += ["", f"{name}, {experts} experts, N {n}, K {k}", "", "| " + " | ".join(heads) + " |"]
-        lines.append("|---" * len(heads) + "|")
-        points = {}
+        points, of_points = {}, []
         for row in of_table:
             point = (row["activation"] != "none", row["rows_per_expert"], -(row.get("beta") or 2))
             points.setdefault(point, {})[row["implementation"]] = row
@@ -314,13 +312,18 @@ def grouped_table(name):
                 theirs = found.get(rival)
                 cells.append(microseconds(theirs and theirs["median_us"]))
                 cells.append("–" if not (ours and theirs) else f"{theirs['median_us'] / ours['median_us']:.2f}×")
-            lines.append(f"| {what} | " + " | ".join(cells) + " |")
+            of_points.append([what, *cells])
+        lines += ["", f"{name}, {experts} experts, N {n}, K {k}", "", *table(heads, of_points)]
     return "\n".join(lines + ["", gpu_provenance(rows)])
 
 
+def sonic_moe_rows():
+    return [row for row in load("sonic_moe.json") or [] if row["rival_us"]]
+
+
 def sonic_moe_table():
-    """Whole layers beside SonicMoE, of bench/sonic_moe.py."""
-    rows = [row for row in load("sonic_moe.json") or [] if row["rival_us"]]
+    """Layers beside SonicMoE, of bench/sonic_moe.py."""
+    rows = sonic_moe_rows()
     if not rows:
         return NOT_MEASURED
     lines = [[row["model"], "in the time" if row["gate"] else "given", str(row["tokens_per_rank"]),
@@ -620,7 +623,7 @@ def comparisons_table():
             what = f"1 GPU, {name}, DeepSeek-V3's share, {min(tokens)} to {max(tokens)} tokens"
             rival = f"DeepGEMM {theirs[points[0]]['deepgemm']}, its two products alone"
             lines.append(comparison_row([ours[point] for point in points], what, rival, gains))
-    if rows := [row for row in load("sonic_moe.json") or [] if row["rival_us"]]:
+    if rows := sonic_moe_rows():
         gains = [row["rival_us"] / row["median_us"] for row in rows]
         tokens = [row["tokens_per_rank"] for row in rows]
         what = f"1 GPU, bf16, OLMoE, Qwen3-30B, DeepSeek-V3's experts, {min(tokens)} to {max(tokens)} tokens"

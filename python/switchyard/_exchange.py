@@ -208,12 +208,6 @@ class Exchange:
     ) -> None:
         if weights not in _WEIGHTS:
             raise InvalidArgument(f"weights is {weights!r}; use one of {', '.join(_WEIGHTS)}")
-        for name, asked in (("pre_sum", pre_sum), ("pre_sum_per_host", pre_sum_per_host)):
-            if asked and weights == "receiver":
-                raise InvalidArgument(
-                    f"{name} is True, and weights is 'receiver', which multiplies each row by itself; "
-                    "use 'sender' or 'none'"
-                )
         code = _arrays.dtype_code(dispatch, "dispatch")
         back = _arrays.dtype_code(combine, "combine") if combine is not None else code
         if combine is None and code == _abi.F8_E4M3:

@@ -47,12 +47,16 @@ void check_spec(const ExchangeSpec& spec) {
   if (spec.pre_sum && spec.weights == CombineWeights::kByReceiver) {
     refuse(
         "pre_sum is set, but the token's rank multiplies the weights, for which it needs every "
-        "row; use CombineWeights::kBySender or kNone");
+        "row; let the sender multiply them, or nobody (CombineWeights::kBySender or kNone; in "
+        "Python "
+        "'sender' or 'none')");
   }
   if (spec.pre_sum_per_host && spec.weights == CombineWeights::kByReceiver) {
     refuse(
         "pre_sum_per_host is set, but the token's rank multiplies the weights, for which it needs "
-        "every row; use CombineWeights::kBySender or kNone");
+        "every row; let the sender multiply them, or nobody (CombineWeights::kBySender or kNone; "
+        "in "
+        "Python 'sender' or 'none')");
   }
   validate(spec.placement, spec.num_experts);
   require_range("the number of places", spec.placement.num_places(spec.num_experts), 1,

@@ -115,12 +115,6 @@ class Core {
   void make_gate();
   void warm_gate();
   Buffer allocate(std::int64_t rows, std::size_t row_bytes);
-  // Host memory that much is copied from or to.
-  Mapping lent(std::size_t bytes) const {
-    Mapping memory = Mapping::anonymous(bytes);
-    device_.lend(memory.data(), bytes);
-    return memory;
-  }
   void set_up(const LayerOptions& options, std::int64_t most_rows);
 
   void start_own(const ForwardInput& input);
@@ -294,7 +288,7 @@ void Core::set_up(const LayerOptions& options, std::int64_t most_rows) {
     shared_ = make_networks(spec_of_networks(spec_, 1, spec_.shared_intermediate, biased),
                             shared_weights(weights_), tokens);
     shared_results_ = allocate(tokens, hidden * sizeof(float));
-    host_shared_ = lent(bytes_of(tokens, hidden * sizeof(float)));
+    host_shared_ = lent_memory(device_, bytes_of(tokens, hidden * sizeof(float)));
     first_ = allocate(tokens, sizeof(std::int32_t));
     const std::vector<std::int32_t> zeros(static_cast<std::size_t>(tokens));
     store(first_.get(), zeros.data(), zeros.size() * sizeof(std::int32_t));
@@ -304,14 +298,14 @@ void Core::set_up(const LayerOptions& options, std::int64_t most_rows) {
   const std::vector<float> ones(static_cast<std::size_t>(most_ones), 1.0f);
   store(ones_.get(), ones.data(), ones.size() * sizeof(float));
   make_gate();
-  host_tokens_ = lent(bytes_of(tokens, hidden * sizeof(float)));
+  host_tokens_ = lent_memory(device_, bytes_of(tokens, hidden * sizeof(float)));
   host_scales_ = Mapping::anonymous(bytes_of(tokens, groups));
-  host_rows_ = lent(bytes_of(rows, token_bytes));
+  host_rows_ = lent_memory(device_, bytes_of(rows, token_bytes));
   host_row_scales_ = Mapping::anonymous(bytes_of(rows, groups));
   host_weights_ = Mapping::anonymous(bytes_of(rows, sizeof(float)));
-  host_results_ = lent(bytes_of(rows, cell));
+  host_results_ = lent_memory(device_, bytes_of(rows, cell));
   host_sums_ = Mapping::anonymous(bytes_of(tokens, hidden * sizeof(float)));
-  host_out_ = lent(bytes_of(tokens, hidden * sizeof(float)));
+  host_out_ = lent_memory(device_, bytes_of(tokens, hidden * sizeof(float)));
   ends_.resize(static_cast<std::size_t>(problem_->num_own()));
 }
 
@@ -398,7 +392,8 @@ void Core::make_gate() {
   if (products_ != nullptr) return;
   products_ = allocate(options_.max_tokens, static_cast<std::size_t>(n) * sizeof(float));
   end_ = allocate(1, sizeof(std::int32_t));
-  host_products_ = lent(bytes_of(options_.max_tokens, static_cast<std::size_t>(n) * sizeof(float)));
+  host_products_ = lent_memory(
+      device_, bytes_of(options_.max_tokens, static_cast<std::size_t>(n) * sizeof(float)));
   warm_gate();
 }
 

@@ -95,20 +95,16 @@ Core::Core(const World& world, const ExchangeProblem& problem, const ExchangeOpt
   const auto columns = static_cast<std::size_t>(spec().hidden);
   const std::int64_t tokens = spec().max_tokens, rows = staged_.rows_needed();
   const auto groups = static_cast<std::size_t>(problem_.groups()) * sizeof(float);
-  tokens_ = Mapping::anonymous(bytes_of(tokens, columns * sizeof(float)));
+  tokens_ = lent_memory(device_, bytes_of(tokens, columns * sizeof(float)));
   scales_ = Mapping::anonymous(bytes_of(tokens, groups));
   slots_ = Mapping::anonymous(
       bytes_of(tokens, static_cast<std::size_t>(spec().top_k) * sizeof(std::int64_t)));
-  rows_ = Mapping::anonymous(bytes_of(rows, problem_.token_bytes()));
+  rows_ = lent_memory(device_, bytes_of(rows, problem_.token_bytes()));
   row_scales_ = Mapping::anonymous(bytes_of(rows, groups));
   origins_ = Mapping::anonymous(bytes_of(rows, sizeof(RowOrigin)));
   weights_ = Mapping::anonymous(bytes_of(rows, sizeof(float)));
-  results_ = Mapping::anonymous(bytes_of(rows, problem_.result_bytes()));
-  sums_ = Mapping::anonymous(bytes_of(tokens, columns * sizeof(float)));
-  device_.lend(tokens_.data(), bytes_of(tokens, columns * sizeof(float)));
-  device_.lend(rows_.data(), bytes_of(rows, problem_.token_bytes()));
-  device_.lend(results_.data(), bytes_of(rows, problem_.result_bytes()));
-  device_.lend(sums_.data(), bytes_of(tokens, columns * sizeof(float)));
+  results_ = lent_memory(device_, bytes_of(rows, problem_.result_bytes()));
+  sums_ = lent_memory(device_, bytes_of(tokens, columns * sizeof(float)));
   ends_.resize(static_cast<std::size_t>(problem_.num_own()));
   counts_.resize(ends_.size());
 }
@@ -364,7 +360,7 @@ class Engine final : public ExchangeEngine {
     core_->calls().alone([&] { stats_ = core_->engine()->stats(); });
     return stats_;
   }
-  // Of what the CPU engine does.
+  // It tells what the CPU engine does.
   PassTrace trace() override {
     PassTrace trace;
     core_->calls().alone([&] { trace = core_->engine()->trace(); });

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "exchange/engine.h"
+#include "fabric/mapping.h"
 
 namespace switchyard {
 
@@ -59,6 +60,13 @@ class StagingDevice {
   // Waits until nothing that was enqueued is left, at most so long; says whether it is so.
   virtual bool is_idle(std::chrono::milliseconds patience) = 0;
 };
+
+// Host memory that much is copied from or to. The device must end first.
+inline Mapping lent_memory(StagingDevice& device, std::size_t bytes) {
+  Mapping memory = Mapping::anonymous(bytes);
+  device.lend(memory.data(), bytes);
+  return memory;
+}
 
 // Collective. As cpu::make_exchange(), with the calls' arrays on the device, and with the order and
 // the errors that Exchange has for Backend::kCuda.

@@ -84,7 +84,8 @@ enum class ExchangeStage : std::uint8_t {
 };
 inline constexpr std::uint32_t kExchangeStages = 6;
 
-// What a block of a traced exchange did, in nanoseconds of the device's global timer.
+// A record tells what a block of a traced exchange did. Its times are nanoseconds of the device's
+// global timer.
 struct ExchangeRecord {
   std::uint64_t ready;     // the kernels before it had ended
   std::uint64_t begin;     // what it waited for had come

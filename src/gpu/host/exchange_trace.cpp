@@ -3,11 +3,11 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <tuple>
 #include <vector>
 
 #include "gpu/host/cuda_error.h"
 #include "gpu/host/device_clock.h"
+#include "gpu/host/trace.h"
 
 namespace switchyard::gpu {
 namespace {
@@ -80,10 +80,7 @@ void ExchangeTrace::read(std::uint64_t dispatch, std::uint64_t combine, const St
     if (event.begin_ns > event.ready_ns) event.wait = part.wait;
     trace.events.push_back(event);
   }
-  std::stable_sort(
-      trace.events.begin(), trace.events.end(), [](const TraceEvent& a, const TraceEvent& b) {
-        return std::tie(a.unit, a.role, a.ready_ns) < std::tie(b.unit, b.role, b.ready_ns);
-      });
+  sort_events(trace.events);
 }
 
 }  // namespace switchyard::gpu

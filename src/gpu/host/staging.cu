@@ -37,8 +37,9 @@ class RelaxedCapture {
 };
 
 // Host memory whose start is pinned, as far as it was used: copies of pinned memory are several
-// times as fast, and what may be used is gigabytes more. It is pinned in pieces, each as long as
-// all before it, because pinning anew would unpin, and that waits for streams that stand still.
+// times as fast, and what may be used is gigabytes more. It is pinned in pieces, each at least as
+// long as all before it, because pinning anew would unpin, and that waits for streams that stand
+// still.
 class Lent {
  public:
   Lent(std::byte* data, std::size_t bytes) : data_(data), bytes_(bytes) {}

@@ -71,6 +71,12 @@ TraceEvent event_of(const TraceRecord& record, TraceRole role, unsigned block,
 
 }  // namespace
 
+void sort_events(std::vector<TraceEvent>& events) {
+  std::ranges::stable_sort(events, [](const TraceEvent& a, const TraceEvent& b) {
+    return std::tie(a.unit, a.role, a.ready_ns) < std::tie(b.unit, b.role, b.ready_ns);
+  });
+}
+
 DeviceTrace::DeviceTrace(unsigned blocks)
     : records_(std::size_t{blocks} * kTraceRoles * kTraceRecords * sizeof(TraceRecord)),
       dropped_(sizeof(std::uint32_t)) {
@@ -105,11 +111,7 @@ void DeviceTrace::read(std::uint64_t epoch, PassTrace& trace) {
     const auto block = static_cast<unsigned>(i / kTraceRecords / kTraceRoles);
     trace.events.push_back(event_of(record, role, block, host_minus_device));
   }
-  // Some roles do not number their records in the order of time.
-  std::stable_sort(
-      trace.events.begin(), trace.events.end(), [](const TraceEvent& a, const TraceEvent& b) {
-        return std::tie(a.unit, a.role, a.ready_ns) < std::tie(b.unit, b.role, b.ready_ns);
-      });
+  sort_events(trace.events);
 }
 
 }  // namespace switchyard::gpu

@@ -3,11 +3,15 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "gpu/device.h"
 #include "gpu/pipeline/trace_record.h"
 
 namespace switchyard::gpu {
+
+// Puts events in the order of PassTrace: kernels do not write them in the order of time.
+void sort_events(std::vector<TraceEvent>& events);
 
 // Trace memory on the device that is current at construction.
 class DeviceTrace {
