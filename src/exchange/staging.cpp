@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -337,6 +338,14 @@ class Engine final : public ExchangeEngine {
   }
   void dispatch_recv(const DispatchOutput& output, State& state) override {
     enqueue(&Core::receive, output, state);
+  }
+  // What the send finds is told by a later call, as on one host: between the two it would leave the
+  // dispatch sent and not received.
+  void dispatch(const DispatchInput& input, const DispatchOutput& output, State& state,
+                const std::function<void()>& sent) override {
+    dispatch_send(input, state);
+    sent();
+    dispatch_recv(output, state);
   }
   void combine_send(const CombineInput& input, State& state) override {
     enqueue(&Core::send_results, input, state);
