@@ -102,6 +102,8 @@ class Engine final : public ExchangeEngine {
   void check() override {
     if (protocol::aborted(heaps_)) fail();
   }
+  void await_host() override;
+  void give_up(int peer, std::chrono::nanoseconds waited) override;
   const ExchangeStats& stats() override { return stats_; }
   PassTrace trace() override;
   int num_threads() const override { return pool_->size(); }
@@ -139,7 +141,8 @@ class Engine final : public ExchangeEngine {
   // Raises the flag at `word` of `to`, behind all that was sent there in the lane.
   void raise(network::Lane lane, const Call& call, int to, std::uint64_t* word,
              std::uint64_t value) const;
-  void put_token(const MatrixView& tokens, std::uint32_t token, std::byte* to) const;
+  void put_token(const MatrixView& tokens, const Handle& handle, std::uint32_t token,
+                 std::byte* to) const;
   void plan(Handle& handle);
   void await_counts(Handle& handle);
   void list_arrivals(Handle& handle, int source) const;
@@ -451,9 +454,14 @@ void Engine::prepare_tokens(const MatrixView& tokens) {
   });
 }
 
-void Engine::put_token(const MatrixView& tokens, std::uint32_t token, std::byte* to) const {
-  const std::size_t bytes = problem_.token_bytes();
-  const std::size_t scale_bytes = problem_.wire_bytes() - bytes;
+void Engine::put_token(const MatrixView& tokens, const Handle& handle, std::uint32_t token,
+                       std::byte* to) const {
+  const std::size_t bytes = problem_.token_bytes(), scale_bytes = problem_.scale_bytes();
+  const std::size_t attached_bytes = problem_.attached_bytes;
+  if (attached_bytes != 0) {
+    std::memcpy(to + heap_.scale_offset() + scale_bytes, handle.attached + token * attached_bytes,
+                attached_bytes);
+  }
   const bool as_is = !problem_.quantised() || tokens.dtype == DType::kF8E4M3;
   const void* const codes = as_is ? tokens.row(token) : prepared(token);
   std::memcpy(to, codes, bytes);
@@ -482,7 +490,8 @@ void Engine::send_tokens(const MatrixView& tokens, const Handle& handle, bool en
         }
         const auto& sent = handle.tokens_to[static_cast<std::size_t>(to)];
         for (std::size_t i = begin; i < end; ++i) {
-          put_token(tokens, sent[i], heap_.pool(heaps_.base[to], dispatch_.number, rank(), i));
+          put_token(tokens, handle, sent[i],
+                    heap_.pool(heaps_.base[to], dispatch_.number, rank(), i));
         }
       },
       [&](int to) {
@@ -524,10 +533,9 @@ void Engine::send_to_host(const MatrixView& tokens, const Handle& handle, int ga
                  list.size() * sizeof(ExchangeEntry));
   }
   const ForHost& list = handle.for_host[static_cast<std::size_t>(gateway)];
-  // As in a pool: the scales behind the codes, at their offset.
-  const std::size_t scale_bytes = problem_.wire_bytes() - problem_.token_bytes();
-  std::vector<std::byte> row(scale_bytes == 0 ? problem_.token_bytes()
-                                              : heap_.scale_offset() + scale_bytes);
+  // As in a pool: what travels with the codes is behind them, at its offset.
+  const std::size_t others = problem_.wire_bytes() - problem_.token_bytes();
+  std::vector<std::byte> row(others == 0 ? problem_.token_bytes() : heap_.scale_offset() + others);
   std::vector<network::Target> targets;
   for (std::size_t i = begin; i < end; ++i) {
     const std::size_t last =
@@ -539,7 +547,7 @@ void Engine::send_to_host(const MatrixView& tokens, const Handle& handle, int ga
           place.rank,
           heap_.pool(heaps_.base[place.rank], dispatch_.number, rank(), place.position)));
     }
-    put_token(tokens, list.tokens[i].token, row.data());
+    put_token(tokens, handle, list.tokens[i].token, row.data());
     remote_.copy(kLane, dispatch_.of_all, host, targets, row.data(), row.size());
   }
   if (!sums_ || !entries) return;
@@ -724,8 +732,8 @@ void Engine::list_arrivals(Handle& handle, int source) const {
 
 void Engine::put_rows(const DispatchOutput& output, const Handle& handle, int source) {
   const auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
-  const std::size_t bytes = problem_.token_bytes();
-  const std::size_t scale_bytes = problem_.wire_bytes() - bytes;
+  const std::size_t bytes = problem_.token_bytes(), scale_bytes = problem_.scale_bytes();
+  const std::size_t attached_bytes = problem_.attached_bytes;
   const std::int64_t stride = (output.row_stride == 0 ? spec().hidden : output.row_stride) *
                               static_cast<std::int64_t>(size_of(spec().dispatch));
   const std::int64_t scale_stride =
@@ -741,6 +749,10 @@ void Engine::put_rows(const DispatchOutput& output, const Handle& handle, int so
       if (scale_bytes != 0) {
         std::memcpy(output.scales + arrival.row * scale_stride, token + heap_.scale_offset(),
                     scale_bytes);
+      }
+      if (attached_bytes != 0) {
+        std::memcpy(handle.came_attached + arrival.row * attached_bytes,
+                    token + heap_.scale_offset() + scale_bytes, attached_bytes);
       }
       if (output.origins != nullptr) {
         output.origins[arrival.row] = {source,
@@ -1095,6 +1107,32 @@ void Engine::wait(const Call& call, Ready&& ready, WhatIsMissing&& missing) {
         return lack;
       });
   if (result != protocol::WaitResult::kReady) fail();
+}
+
+void Engine::await_host() {
+  if (!remote_) return;
+  const auto ended = [&](int r) { return protocol::load_acquire(&heaps_.control(r)->ended); };
+  const std::uint64_t mine = ended(rank());
+  for (const int r : remote_.ranks_beside(rank())) {
+    wait(
+        dispatch_, [&] { return ended(r) >= mine; },
+        [&] {
+          return Missing{Phase::kDispatch, r, static_cast<std::uint64_t>(r), mine, ended(r)};
+        });
+  }
+}
+
+void Engine::give_up(int peer, std::chrono::nanoseconds waited) {
+  const protocol::FailureRecord record{
+      rank(), peer, Phase::kExperts, calls_, 0, 0, 0, static_cast<std::uint64_t>(waited.count()),
+      rank()};
+  if (HostPace(remote_.heap()).propose(record)) {
+    // Somebody raises the word soon; a proxy that cannot any more has raised it itself.
+    for (int i = 0; i < 1000 && !protocol::aborted(heaps_); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+  if (!protocol::aborted(heaps_)) protocol::abort_world(heaps_, record);
 }
 
 void Engine::refuse_mixture(int source, std::uint64_t expected, std::uint64_t observed) {

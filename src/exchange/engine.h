@@ -2,6 +2,8 @@
 // the other.
 #pragma once
 
+#include <chrono>
+#include <cstddef>
 #include <functional>
 #include <memory>
 
@@ -33,6 +35,12 @@ class ExchangeHandle::State {
   std::shared_ptr<ExchangeCalls> calls;  // of the exchange that made it
   bool received = false;                 // a dispatch that gave it its contents
   std::int64_t tokens = 0;               // of that dispatch
+
+  // Where ExchangeProblem::attached_bytes is not 0: what travels beside each of this rank's tokens,
+  // and, by row of the layout, what came beside others'. The engine's user sets both, and keeps the
+  // memory.
+  const std::byte* attached = nullptr;
+  std::byte* came_attached = nullptr;
 };
 
 // Exchange has checked every call as far as that is possible without reading the memory that it
@@ -64,6 +72,15 @@ class ExchangeEngine {
   virtual void combine_recv(const CombineOutput& output, State& handle) = 0;
   // Throws what failed; called before each of the above.
   virtual void check() = 0;
+  // Of ranks on several hosts, on the CPU. Waits until all ranks of this host have received what
+  // this one has. From then on none of them waits for another host before it sends again.
+  virtual void await_host() {}
+  // The same. Ends the exchange on all ranks, because `peer` did not do its part of what this rank
+  // does with what it received. What all report is check()'s to throw.
+  virtual void give_up(int peer, std::chrono::nanoseconds waited) {
+    (void)peer;
+    (void)waited;
+  }
   virtual const ExchangeStats& stats() = 0;
   virtual PassTrace trace() = 0;  // only with ExchangeOptions::trace
   virtual int num_threads() const = 0;

@@ -15,6 +15,9 @@ struct ExchangeProblem {
   int num_ranks = 1;
   protocol::ExpertPartition places;    // of experts; without a placement a place is an expert
   std::vector<std::int32_t> place_of;  // [E], for this rank's tokens; empty: without a placement
+  // Bytes that travel beside each token, of whoever uses the CPU engine by itself: see
+  // ExchangeHandle::State.
+  std::size_t attached_bytes = 0;
 
   // Throws Error{kInvalidArgument, kUnsupported}.
   ExchangeProblem(const ExchangeSpec& given, int rank, int num_ranks);
@@ -24,11 +27,11 @@ struct ExchangeProblem {
   bool quantised() const { return spec.dispatch == DType::kF8E4M3; }
   // Scales of a token; 0 where tokens have none.
   int groups() const;
-  // Bytes of a token without its scales, and with them; and of a row of results.
+  // Bytes of a token without its scales; of these; of a token with all that travels with it; and of
+  // a row of results.
   std::size_t token_bytes() const;
-  std::size_t wire_bytes() const {
-    return token_bytes() + static_cast<std::size_t>(groups()) * sizeof(float);
-  }
+  std::size_t scale_bytes() const { return static_cast<std::size_t>(groups()) * sizeof(float); }
+  std::size_t wire_bytes() const { return token_bytes() + scale_bytes() + attached_bytes; }
   std::size_t result_bytes() const;
   // The most slots of one source that a rank with so many experts can have.
   std::int64_t most_rows_of_source(int experts) const;

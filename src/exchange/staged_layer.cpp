@@ -12,8 +12,8 @@
 
 #include "base/convert.h"
 #include "base/quantize.h"
-#include "exchange/engine.h"
 #include "exchange/staged_calls.h"
+#include "exchange/staged_experts.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "fabric/mapping.h"
@@ -35,10 +35,6 @@ using Device = StagingDevice;
 // Columns of the gate's product come in multiples of this.
 constexpr int kGateMultiple = 8;
 
-std::size_t bytes_of(std::int64_t rows, std::size_t row_bytes) {
-  return std::max<std::size_t>(static_cast<std::size_t>(rows) * row_bytes, 1);
-}
-
 [[noreturn]] void refuse(const char* what, const char* remedy) {
   throw Error(
       ErrorCode::kUnsupported,
@@ -52,18 +48,6 @@ void check_options(const LayerOptions& options) {
   }
   if (options.table != nullptr) refuse("a table is given", "leave it out");
   if (options.share_memory_with != nullptr) refuse("share_memory_with is set", "leave it empty");
-}
-
-// What one rank computes without the others: networks that are chosen from outside.
-LayerSpec spec_of_networks(const LayerSpec& spec, int networks, int intermediate, bool biased) {
-  LayerSpec inner;
-  inner.hidden = spec.hidden;
-  inner.intermediate = intermediate;
-  inner.num_experts = networks;
-  inner.top_k = 1;
-  inner.activation = spec.activation;
-  inner.expert_bias = biased;
-  return inner;
 }
 
 float as_float(const std::byte* from, DType dtype) {
@@ -88,12 +72,12 @@ class Core {
  public:
   Core(const World& world, const LayerSpec& spec, const MoeWeights& weights,
        const LayerOptions& options, std::unique_ptr<Device> device, Backend kernels,
-       std::int64_t most_rows);
+       std::int64_t most_rows, SharedBy shared_by);
 
   StagedCalls& calls() { return calls_; }
   DType compute() const { return compute_; }
   const MoeWeights& weights() const { return weights_; }
-  std::uint64_t device_bytes() const { return device_bytes_; }
+  std::uint64_t device_bytes() const { return site_->device_bytes; }
   const ForwardStats& stats() const { return stats_; }
 
   void pass(const ForwardInput& input, const ForwardOutput& output);
@@ -101,35 +85,23 @@ class Core {
   void rebind(const MoeWeights& weights);
 
  private:
-  using Buffer = std::shared_ptr<std::byte>;
+  using Buffer = StagedSite::Buffer;
 
-  bool quantised() const { return compute_ == DType::kF8E4M3; }
-  DType value() const { return value_type(compute_); }
-  ExpertRange own() const { return problem_->own(); }
-  MoeWeights own_weights(const MoeWeights& all) const;
+  DType value() const { return site_->value(); }
   static MoeWeights shared_weights(const MoeWeights& all);
-  std::unique_ptr<LayerEngine> make_networks(const LayerSpec& spec, const MoeWeights& weights,
-                                             std::int64_t max_tokens) const;
   std::vector<float> floats(const VectorView& v) const;
   GatePlanes gate_planes() const;
   void make_gate();
   void warm_gate();
-  Buffer allocate(std::int64_t rows, std::size_t row_bytes);
-  void set_up(const LayerOptions& options, std::int64_t most_rows);
+  void set_up_shared();
 
   void start_own(const ForwardInput& input);
   void route(const ForwardInput& input);
   void read_logits(std::int64_t tokens);
-  void send(const MatrixView& x);
+  MatrixView fetch_tokens(const MatrixView& x) const;
   void round(MatrixView& tokens) const;
-  void compute_rows();
   void finish(const ForwardInput& input, const ForwardOutput& output);
   void add_shared(std::size_t tokens, const ForwardOutput& output) const;
-  int expert_at(int place) const {
-    const std::vector<std::int32_t>& experts = options_.placement.expert_at;
-    return experts.empty() ? place : experts[static_cast<std::size_t>(place)];
-  }
-
   template <typename T>
   std::vector<T> fetch(const void* from, std::size_t count) const {
     std::vector<T> values(count);
@@ -139,40 +111,31 @@ class Core {
     }
     return values;
   }
-  void store(void* to, const void* from, std::size_t bytes) const {
-    if (bytes != 0) {
-      device_.to_device(to, bytes, static_cast<const std::byte*>(from), bytes, {bytes, 1});
-    }
-  }
+  void store(void* to, const void* from, std::size_t bytes) const { site_->store(to, from, bytes); }
 
+  const World world_;
   const LayerSpec spec_;
   MoeWeights weights_;
   const LayerOptions options_;
   const Backend kernels_;
   Device& device_;  // of the calls
   DType compute_ = DType::kBF16;
-  // What the device computes: this rank's experts, the shared expert, and the gate's product.
+  std::optional<StagedSite> site_;
+  std::unique_ptr<StagedExperts> experts_;
+  // What the device computes beside them: the shared expert, and the gate's product.
   World alone_;
-  std::unique_ptr<LayerEngine> experts_, shared_;
+  std::unique_ptr<LayerEngine> shared_;
   std::optional<GroupedGemm> gate_;
   GatePlanes planes_;
-  std::optional<ExchangeProblem> problem_;
-  std::unique_ptr<ExchangeEngine> exchange_;
-  std::unique_ptr<ExchangeHandle::State> handle_;
-  std::int64_t chunk_ = 0;  // rows of the device's arrays
-  // The device's: received rows, their scales, experts and weights, and results; the shared
-  // expert's results; the gate's products; and for the last two what chooses their only network.
-  Buffer rows_, row_scales_, ids_of_rows_, weights_of_rows_, results_;
+  // The device's: results of the shared expert, products of the gate, and for both what chooses
+  // their only network.
   Buffer shared_results_, products_, first_, ones_, end_;
-  std::uint64_t device_bytes_ = 0;
   // The host's, committed by what really goes through it.
-  Mapping host_tokens_, host_scales_, host_rows_, host_row_scales_, host_weights_, host_results_,
-      host_sums_, host_shared_, host_products_, host_out_;
-  std::vector<std::int32_t> ids_, ends_, expert_of_row_;
+  Mapping host_tokens_, host_scales_, host_sums_, host_shared_, host_products_, host_out_;
+  std::vector<std::int32_t> ids_;
   std::vector<float> token_weights_, shared_factors_, router_bias_, correction_bias_;
   MatrixView hash_table_;  // in host memory
   std::vector<std::byte> hash_copy_;
-  std::int32_t num_rows_ = 0;
   ForwardStats stats_;
   StagedCalls calls_;  // last: its thread uses the rest
 };
@@ -181,8 +144,9 @@ class Core {
 
 Core::Core(const World& world, const LayerSpec& spec, const MoeWeights& weights,
            const LayerOptions& options, std::unique_ptr<Device> device, Backend kernels,
-           std::int64_t most_rows)
-    : spec_(spec),
+           std::int64_t most_rows, SharedBy shared_by)
+    : world_(world),
+      spec_(spec),
       weights_(weights),
       options_(options),
       kernels_(kernels),
@@ -205,32 +169,21 @@ Core::Core(const World& world, const LayerSpec& spec, const MoeWeights& weights,
   });
   agree(fabric, {spec, options.max_tokens, compute_, summary_of(options.placement),
                  options.pre_sum_per_host});
-  ExchangeSpec exchange;
-  exchange.hidden = spec.hidden;
-  exchange.num_experts = spec.num_experts;
-  exchange.top_k = spec.top_k;
-  exchange.max_tokens = options.max_tokens;
-  exchange.dispatch = quantised() ? DType::kF8E4M3 : value();
-  exchange.combine = value();
-  exchange.weights = spec.weight_on_input       ? CombineWeights::kNone
-                     : options.pre_sum_per_host ? CombineWeights::kBySender
-                                                : CombineWeights::kByReceiver;
-  exchange.pre_sum_per_host = options.pre_sum_per_host;
-  exchange.placement = options.placement;
-  problem_.emplace(exchange, world.rank(), world.size());
-  ExchangeOptions exchanging;
-  exchanging.deadline = options.deadline;
-  exchange_ = cpu::make_exchange(world, *problem_, exchanging);
-  attempt_together(fabric, [&] { set_up(options, most_rows); });
-  handle_ = exchange_->make_handle();
-}
-
-MoeWeights Core::own_weights(const MoeWeights& all) const {
-  MoeWeights own;
-  own.experts.assign(all.experts.begin() + problem_->own().begin,
-                     all.experts.begin() + problem_->own().end);
-  own.owner = all.owner;
-  return own;
+  site_.emplace(StagedSite{world_, spec_, options_, device_, kernels_, compute_, most_rows});
+  const bool by_host = shared_by == SharedBy::kHost && can_share_by_host(world, places);
+  experts_ =
+      by_host ? make_experts_by_host(*site_, weights_) : make_experts_by_rank(*site_, weights_);
+  attempt_together(fabric, [&] {
+    const std::int64_t tokens = options.max_tokens;
+    const std::size_t row = static_cast<std::size_t>(spec.hidden) * sizeof(float);
+    set_up_shared();
+    make_gate();
+    host_tokens_ = lent_memory(device_, bytes_of_rows(tokens, row));
+    host_scales_ = Mapping::anonymous(
+        bytes_of_rows(tokens, static_cast<std::size_t>(experts_->groups()) * sizeof(float)));
+    host_sums_ = Mapping::anonymous(bytes_of_rows(tokens, row));
+    host_out_ = lent_memory(device_, bytes_of_rows(tokens, row));
+  });
 }
 
 MoeWeights Core::shared_weights(const MoeWeights& all) {
@@ -240,73 +193,23 @@ MoeWeights Core::shared_weights(const MoeWeights& all) {
   return shared;
 }
 
-std::unique_ptr<LayerEngine> Core::make_networks(const LayerSpec& spec, const MoeWeights& weights,
-                                                 std::int64_t max_tokens) const {
-  LayerOptions options;
-  options.backend = kernels_;
-  options.max_tokens = static_cast<int>(std::max<std::int64_t>(max_tokens, 1));
-  options.compute = compute_;
-  options.deadline = options_.deadline;
-  if (kernels_ == Backend::kCpu) return cpu::make_engine(alone_, spec, weights, options, nullptr);
-  options.device = options_.device;
-  // One is left for the kernel that waits in the caller's stream: a launch that needs all others'
-  // blocks at once could never begin beside it.
-  options.reserved_sms = options_.reserved_sms + 1;
-  options.schedule = options_.schedule;
-  // How many rows came must not change bits, as it does not on one host.
-  if (!options.schedule.splits) options.schedule.splits = 1;
-  options.cooperative_launch = options_.cooperative_launch;
-  return gpu::make_engine(alone_, spec, weights, options, nullptr);
-}
-
-Core::Buffer Core::allocate(std::int64_t rows, std::size_t row_bytes) {
-  const std::size_t bytes = bytes_of(rows, row_bytes);
-  device_bytes_ += bytes;
-  return device_.allocate(bytes);
-}
-
-void Core::set_up(const LayerOptions& options, std::int64_t most_rows) {
-  const auto hidden = static_cast<std::size_t>(spec_.hidden);
-  const std::int64_t tokens = options.max_tokens, rows = problem_->rows_needed();
-  const std::size_t token_bytes = problem_->token_bytes(), cell = hidden * size_of(value());
-  const auto groups = static_cast<std::size_t>(problem_->groups()) * sizeof(float);
-  chunk_ = std::min(rows, most_rows);
-  if (problem_->num_own() > 0) {
-    LayerSpec inner =
-        spec_of_networks(spec_, problem_->num_own(), spec_.intermediate, spec_.expert_bias);
-    inner.weight_on_input = spec_.weight_on_input;
-    experts_ = make_networks(inner, own_weights(weights_), chunk_);
-    rows_ = allocate(chunk_, token_bytes);
-    if (groups != 0) row_scales_ = allocate(chunk_, groups);
-    ids_of_rows_ = allocate(chunk_, sizeof(std::int32_t));
-    weights_of_rows_ = allocate(chunk_, sizeof(float));
-    results_ = allocate(chunk_, cell);
-  }
-  if (spec_.shared_intermediate > 0) {
-    const FfnWeights& shared = weights_.shared;
-    const bool biased = !shared.up_bias.empty() || !shared.down_bias.empty();
-    shared_ = make_networks(spec_of_networks(spec_, 1, spec_.shared_intermediate, biased),
-                            shared_weights(weights_), tokens);
-    shared_results_ = allocate(tokens, hidden * sizeof(float));
-    host_shared_ = lent_memory(device_, bytes_of(tokens, hidden * sizeof(float)));
-    first_ = allocate(tokens, sizeof(std::int32_t));
-    const std::vector<std::int32_t> zeros(static_cast<std::size_t>(tokens));
-    store(first_.get(), zeros.data(), zeros.size() * sizeof(std::int32_t));
-  }
-  const std::int64_t most_ones = std::max(chunk_, shared_ ? tokens : 0);
-  ones_ = allocate(most_ones, sizeof(float));
-  const std::vector<float> ones(static_cast<std::size_t>(most_ones), 1.0f);
+void Core::set_up_shared() {
+  if (spec_.shared_intermediate == 0) return;
+  const std::int64_t tokens = options_.max_tokens;
+  const std::size_t row = static_cast<std::size_t>(spec_.hidden) * sizeof(float);
+  const FfnWeights& shared = weights_.shared;
+  const bool biased = !shared.up_bias.empty() || !shared.down_bias.empty();
+  shared_ =
+      site_->make_networks(alone_, spec_of_networks(spec_, 1, spec_.shared_intermediate, biased),
+                           shared_weights(weights_), tokens, options_.deadline);
+  shared_results_ = site_->allocate(tokens, row);
+  host_shared_ = lent_memory(device_, bytes_of_rows(tokens, row));
+  first_ = site_->allocate(tokens, sizeof(std::int32_t));
+  const std::vector<std::int32_t> zeros(static_cast<std::size_t>(tokens));
+  store(first_.get(), zeros.data(), zeros.size() * sizeof(std::int32_t));
+  ones_ = site_->allocate(tokens, sizeof(float));
+  const std::vector<float> ones(static_cast<std::size_t>(tokens), 1.0f);
   store(ones_.get(), ones.data(), ones.size() * sizeof(float));
-  make_gate();
-  host_tokens_ = lent_memory(device_, bytes_of(tokens, hidden * sizeof(float)));
-  host_scales_ = Mapping::anonymous(bytes_of(tokens, groups));
-  host_rows_ = lent_memory(device_, bytes_of(rows, token_bytes));
-  host_row_scales_ = Mapping::anonymous(bytes_of(rows, groups));
-  host_weights_ = Mapping::anonymous(bytes_of(rows, sizeof(float)));
-  host_results_ = lent_memory(device_, bytes_of(rows, cell));
-  host_sums_ = Mapping::anonymous(bytes_of(tokens, hidden * sizeof(float)));
-  host_out_ = lent_memory(device_, bytes_of(tokens, hidden * sizeof(float)));
-  ends_.resize(static_cast<std::size_t>(problem_->num_own()));
 }
 
 // Numbers that stand `stride` elements apart, in the host's memory or the device's.
@@ -390,10 +293,10 @@ void Core::make_gate() {
   }
   gate_.emplace(spec, weights, options);
   if (products_ != nullptr) return;
-  products_ = allocate(options_.max_tokens, static_cast<std::size_t>(n) * sizeof(float));
-  end_ = allocate(1, sizeof(std::int32_t));
+  products_ = site_->allocate(options_.max_tokens, static_cast<std::size_t>(n) * sizeof(float));
+  end_ = site_->allocate(1, sizeof(std::int32_t));
   host_products_ = lent_memory(
-      device_, bytes_of(options_.max_tokens, static_cast<std::size_t>(n) * sizeof(float)));
+      device_, bytes_of_rows(options_.max_tokens, static_cast<std::size_t>(n) * sizeof(float)));
   warm_gate();
 }
 
@@ -401,7 +304,7 @@ void Core::make_gate() {
 // would wait for a stream that stands still.
 void Core::warm_gate() {
   const auto elements = static_cast<std::size_t>(spec_.hidden);
-  const Buffer x = device_.allocate(bytes_of(options_.max_tokens, elements * sizeof(float)));
+  const Buffer x = device_.allocate(bytes_of_rows(options_.max_tokens, elements * sizeof(float)));
   const std::int32_t none = 0;
   store(end_.get(), &none, sizeof none);
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
@@ -418,14 +321,14 @@ void Core::warm_gate() {
 }
 
 void Core::refresh() {
-  if (experts_) experts_->refresh(device_.stream());
+  experts_->refresh();
   if (shared_) shared_->refresh(device_.stream());
   make_gate();
   device_.synchronize(device_.stream());
 }
 
 void Core::rebind(const MoeWeights& weights) {
-  if (experts_) experts_->rebind(own_weights(weights), nullptr);
+  experts_->rebind(weights);
   if (shared_) shared_->rebind(shared_weights(weights), nullptr);
   weights_ = weights;
   make_gate();
@@ -436,7 +339,7 @@ void Core::rebind(const MoeWeights& weights) {
 void Core::pass(const ForwardInput& input, const ForwardOutput& output) {
   const Clock::time_point start = Clock::now();
   const auto seconds = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
-  exchange_->check();
+  experts_->check();
   const std::uint64_t epoch = stats_.epoch + 1;
   stats_ = {};
   stats_.epoch = epoch;
@@ -445,16 +348,16 @@ void Core::pass(const ForwardInput& input, const ForwardOutput& output) {
   start_own(input);
   route(input);
   stats_.gate_seconds = seconds();
-  send(input.activations);
+  const MatrixView tokens = fetch_tokens(input.activations);
   stats_.plan_seconds = seconds();
-  compute_rows();
+  experts_->compute(tokens, ids_, token_weights_, stats_.tokens_per_expert);
   finish(input, output);
-  const ExchangeStats& traffic = exchange_->stats();
+  const ExchangeStats& traffic = experts_->traffic();
   stats_.dispatch_bytes = traffic.dispatch_bytes;
   stats_.combine_bytes = traffic.combine_bytes;
   stats_.signal_bytes = traffic.signal_bytes;
   stats_.heap_bytes_reserved = traffic.heap_bytes_reserved;
-  stats_.workspace_bytes_used = device_bytes_;
+  stats_.workspace_bytes_used = site_->device_bytes;
   stats_.total_seconds = seconds();
 }
 
@@ -590,38 +493,25 @@ void Core::read_logits(std::int64_t tokens) {
   }
 }
 
-void Core::send(const MatrixView& x) {
-  DispatchInput input;
-  input.tokens = x;
+MatrixView Core::fetch_tokens(const MatrixView& x) const {
+  MatrixView tokens = x;
+  if (x.rows == 0) return tokens;
   const auto count = static_cast<std::size_t>(x.rows);
-  if (count != 0) {
-    const std::size_t element = size_of(x.dtype);
-    const std::size_t width = static_cast<std::size_t>(spec_.hidden) * element;
-    device_.to_host(host_tokens_.data(), width, x.data,
-                    static_cast<std::size_t>(x.row_stride) * element, {width, count});
-    input.tokens.data = host_tokens_.data();
-    input.tokens.row_stride = spec_.hidden;
-    if (x.scale != nullptr) {
-      const std::size_t scales = static_cast<std::size_t>(problem_->groups()) * sizeof(float);
-      device_.to_host(host_scales_.data(), scales, x.scale,
-                      static_cast<std::size_t>(x.scale_stride) * sizeof(float), {scales, count});
-      input.tokens.scale = reinterpret_cast<const float*>(host_scales_.data());
-      input.tokens.scale_stride = problem_->groups();
-    }
-    if (x.dtype != problem_->spec.dispatch && !quantised()) round(input.tokens);
+  const std::size_t element = size_of(x.dtype);
+  const std::size_t width = static_cast<std::size_t>(spec_.hidden) * element;
+  device_.to_host(host_tokens_.data(), width, x.data,
+                  static_cast<std::size_t>(x.row_stride) * element, {width, count});
+  tokens.data = host_tokens_.data();
+  tokens.row_stride = spec_.hidden;
+  if (x.scale != nullptr) {
+    const std::size_t scales = static_cast<std::size_t>(experts_->groups()) * sizeof(float);
+    device_.to_host(host_scales_.data(), scales, x.scale,
+                    static_cast<std::size_t>(x.scale_stride) * sizeof(float), {scales, count});
+    tokens.scale = reinterpret_cast<const float*>(host_scales_.data());
+    tokens.scale_stride = experts_->groups();
   }
-  input.ids = ids_;
-  input.weights = token_weights_;
-  DispatchOutput output;
-  output.rows = host_rows_.data();
-  output.capacity = problem_->rows_needed();
-  if (quantised()) output.scales = reinterpret_cast<float*>(host_row_scales_.data());
-  output.ends = ends_.data();
-  output.num_rows = &num_rows_;
-  output.weights = reinterpret_cast<float*>(host_weights_.data());
-  exchange_->dispatch(input, output, *handle_, [] {});
-  handle_->tokens = x.rows;
-  handle_->received = true;
+  if (x.dtype != experts_->token_type() && !site_->quantised()) round(tokens);
+  return tokens;
 }
 
 // To the value type, in place: the exchange takes no other.
@@ -647,53 +537,7 @@ void Core::round(MatrixView& tokens) const {
   tokens.dtype = value();
 }
 
-void Core::compute_rows() {
-  const auto hidden = static_cast<std::size_t>(spec_.hidden);
-  const std::size_t token_bytes = problem_->token_bytes(), cell = hidden * size_of(value());
-  const std::size_t scales = static_cast<std::size_t>(problem_->groups()) * sizeof(float);
-  expert_of_row_.resize(static_cast<std::size_t>(num_rows_));
-  std::int32_t row = 0;
-  for (std::size_t e = 0; e < ends_.size(); ++e) {
-    const int place = own().begin + static_cast<int>(e);
-    stats_.tokens_per_expert[static_cast<std::size_t>(expert_at(place))] += ends_[e] - row;
-    for (; row < ends_[e]; ++row)
-      expert_of_row_[static_cast<std::size_t>(row)] = static_cast<std::int32_t>(e);
-  }
-  for (std::int64_t first = 0; first < num_rows_; first += chunk_) {
-    const std::int64_t count = std::min<std::int64_t>(chunk_, num_rows_ - first);
-    const auto at = static_cast<std::size_t>(first), n = static_cast<std::size_t>(count);
-    store(rows_.get(), host_rows_.data() + at * token_bytes, n * token_bytes);
-    store(ids_of_rows_.get(), &expert_of_row_[at], n * sizeof(std::int32_t));
-    ForwardInput input;
-    input.activations = {rows_.get(), problem_->spec.dispatch, count, spec_.hidden, spec_.hidden};
-    if (quantised()) {
-      store(row_scales_.get(), host_row_scales_.data() + at * scales, n * scales);
-      input.activations.scale = reinterpret_cast<const float*>(row_scales_.get());
-      input.activations.scale_rows = 1;
-      input.activations.scale_cols = kQuantGroup;
-      input.activations.scale_stride = problem_->groups();
-    }
-    input.topk_ids = SlotView(ids_of_rows_.get(), DType::kI32, n);
-    const std::byte* weights = ones_.get();
-    if (spec_.weight_on_input) {
-      store(weights_of_rows_.get(), host_weights_.data() + at * sizeof(float), n * sizeof(float));
-      weights = weights_of_rows_.get();
-    }
-    input.topk_weights = SlotView(weights, DType::kF32, n);
-    input.stream = device_.stream();
-    ForwardOutput output;
-    output.data = results_.get();
-    output.dtype = value();
-    experts_->forward(input, output);
-    device_.to_host(host_results_.data() + at * cell, n * cell, results_.get(), n * cell,
-                    {n * cell, 1});
-  }
-}
-
 void Core::finish(const ForwardInput& input, const ForwardOutput& output) {
-  CombineInput results;
-  results.rows = {host_results_.data(), value(), num_rows_, spec_.hidden, spec_.hidden};
-  exchange_->combine_send(results, *handle_);
   const std::int64_t tokens = input.activations.rows;
   const auto n = static_cast<std::size_t>(tokens), hidden = static_cast<std::size_t>(spec_.hidden);
   const std::size_t element = size_of(output.dtype), width = hidden * element;
@@ -707,7 +551,7 @@ void Core::finish(const ForwardInput& input, const ForwardOutput& output) {
   sums.dtype = shared_ ? DType::kF32 : output.dtype;
   sums.scale = shared_ ? 1.0f : output.scale;
   sums.accumulate = !shared_ && output.accumulate;
-  exchange_->combine_recv(sums, *handle_);
+  experts_->sum(sums);
   if (tokens == 0) return;
   if (shared_) {
     const std::size_t bytes = n * hidden * sizeof(float);
@@ -752,12 +596,12 @@ class Engine final : public LayerEngine {
  public:
   Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
          const LayerOptions& options, std::unique_ptr<Device> device, Backend kernels,
-         std::int64_t most_rows)
+         std::int64_t most_rows, SharedBy shared_by)
       : world_(world),
         spec_(spec),
         options_(options),
         core_(std::make_unique<Core>(world, spec, weights, options, std::move(device), kernels,
-                                     most_rows)) {}
+                                     most_rows, shared_by)) {}
   ~Engine() override {
     // A stream that does not come to an end may still reach a call.
     if (!core_->calls().device().is_idle(options_.deadline)) (void)core_.release();
@@ -828,9 +672,10 @@ std::unique_ptr<LayerEngine> make_staged_layer(const World& world, const LayerSp
                                                const MoeWeights& weights,
                                                const LayerOptions& options,
                                                std::unique_ptr<StagingDevice> device,
-                                               Backend kernels, std::int64_t most_rows) {
+                                               Backend kernels, std::int64_t most_rows,
+                                               SharedBy shared_by) {
   return std::make_unique<Engine>(world, spec, weights, options, std::move(device), kernels,
-                                  most_rows);
+                                  most_rows, shared_by);
 }
 
 namespace gpu {

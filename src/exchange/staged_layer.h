@@ -10,6 +10,12 @@
 
 namespace switchyard {
 
+// Who computes a token's routed experts: every rank those that it has, by itself, so that a row
+// for each slot crosses; or the ranks of each host together, as a layer of their own, so that a
+// token crosses once for each host, and a sum comes back. Ranks go on alone where those of a host
+// cannot be such a layer.
+enum class SharedBy : std::uint8_t { kRank, kHost };
+
 // Collective. `options` as for gpu::make_engine(). The device's kernels are those of MoeLayer and
 // GroupedGemm with Backend `kernels`, which a test makes kCpu. Received rows go to the device and
 // through the experts `most_rows` at a time: enough that reading weights again costs little, and an
@@ -19,6 +25,7 @@ std::unique_ptr<LayerEngine> make_staged_layer(const World& world, const LayerSp
                                                const LayerOptions& options,
                                                std::unique_ptr<StagingDevice> device,
                                                Backend kernels = Backend::kCuda,
-                                               std::int64_t most_rows = 16'384);
+                                               std::int64_t most_rows = 16'384,
+                                               SharedBy shared_by = SharedBy::kRank);
 
 }  // namespace switchyard

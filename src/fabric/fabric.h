@@ -62,8 +62,10 @@ class Fabric {
   virtual std::shared_ptr<SymmetricSegment> allocate_heap(std::size_t bytes) {
     return allocate(bytes);
   }
-  // Null in a world of one host.
+  // Both null in a world of one host: what goes to other hosts, and the ranks of this one, in the
+  // order of the world.
   virtual const network::Proxy* proxy() const { return nullptr; }
+  virtual std::shared_ptr<Fabric> host() const { return nullptr; }
 
   // Collective, start-up only. Every rank gives one open descriptor, which stays its own, and
   // receives one of each rank, by rank, its own included.

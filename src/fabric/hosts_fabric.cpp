@@ -141,6 +141,7 @@ class HostsFabric final : public Fabric {
   int size() const override { return world_->size(); }
   const char* name() const override { return name_.c_str(); }
   const network::Proxy* proxy() const override { return proxy_.get(); }
+  std::shared_ptr<Fabric> host() const override { return host_; }
 
   void all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
     world_->all_gather(mine, all);

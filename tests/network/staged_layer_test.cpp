@@ -1,7 +1,5 @@
 // Layers of devices on several hosts, played on copies over a network that reorders, delays and
 // refuses, with the CPU engine's kernels in place of the device's.
-#include "exchange/staged_layer.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -12,86 +10,20 @@
 #include "model/errors.h"
 #include "reference/reference.h"
 #include "support/accuracy.h"
-#include "support/hosts.h"
-#include "support/layers.h"
-#include "support/thread_device.h"
+#include "support/staged_layers.h"
 
 namespace switchyard::testing {
 namespace {
 
 using ::testing::HasSubstr;
 
-struct Staged {
-  ThreadDevice* device;  // the layer's
-  std::unique_ptr<LayerEngine> layer;
-};
-
-Staged make_staged(const World& world, const LayerSpec& spec, const MoeWeights& weights,
-                   LayerOptions options = {}, std::int64_t most_rows = 50) {
-  if (options.deadline.count() == 0) options.deadline = test::kGenerous;
-  auto device = std::make_unique<ThreadDevice>();
-  ThreadDevice* const known = device.get();
-  return {known,
-          make_staged_layer(world, spec, weights_of_rank(weights, world.rank(), world.size()),
-                            options, std::move(device), Backend::kCpu, most_rows)};
-}
-
-// As forward_share() for a layer by itself.
-void forward(Staged& staged, const Batch& batch, const Shares& shares, int rank,
-             BatchResult& result, const AdjustCall& adjust = {}) {
-  const auto r = static_cast<std::size_t>(rank);
-  const auto k = static_cast<std::size_t>(staged.layer->spec().top_k);
-  const auto first = static_cast<std::size_t>(shares.first[r]);
-  const auto count = static_cast<std::size_t>(shares.count[r]);
-  ForwardInput input;
-  input.activations = batch.x.rows_from(shares.first[r], shares.count[r]);
-  if (!batch.topk_ids.empty()) {
-    input.topk_ids = std::span(batch.topk_ids).subspan(first * k, count * k);
-    input.topk_weights = std::span(batch.topk_weights).subspan(first * k, count * k);
-  }
-  if (!batch.token_ids.empty()) {
-    input.token_ids = std::span(batch.token_ids).subspan(first, count);
-  }
-  ForwardOutput output;
-  output.data = result.output.row(shares.first[r]);
-  output.dtype = result.output.dtype();
-  output.topk_ids = std::span(result.ids).subspan(first * k, count * k);
-  output.topk_weights = std::span(result.weights).subspan(first * k, count * k);
-  if (adjust) adjust(input, output, first);
-  staged.layer->forward(input, output);
-  result.stats[r] = staged.layer->stats();
-}
-
-void expect_nothing_thrown(const std::vector<std::exception_ptr>& thrown) {
-  for (const std::exception_ptr& failure : thrown) {
-    try {
-      if (failure) std::rethrow_exception(failure);
-    } catch (const std::exception& error) {
-      ADD_FAILURE() << error.what();
-    }
-  }
-}
-
 const std::vector<int> kHosts = {2, 1};
 constexpr int kRanks = 3;
 
 BatchResult run(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
-                const Shares& shares, DType output, LayerOptions options = {},
-                const AdjustCall& adjust = {}, std::uint64_t seed = 1) {
-  test::ChaosHosts hosts;
-  hosts.ranks_of_hosts = kHosts;
-  hosts.chaos.seed = seed;
-  options.max_tokens = static_cast<int>(batch.x.rows());
-  BatchResult result = empty_result(spec, batch, kRanks, output), again = result;
-  const Matrix before = result.output;
-  expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
-    Staged staged = make_staged(world, spec, weights, options);
-    forward(staged, batch, shares, world.rank(), result, adjust);
-    forward(staged, batch, shares, world.rank(), again, adjust);
-  }));
-  EXPECT_TRUE(result.output == again.output) << "repeated";
-  EXPECT_EQ(result.ids, again.ids) << "repeated";
-  return result;
+                const Shares& shares, DType output, const LayerOptions& options = {},
+                const AdjustCall& adjust = {}) {
+  return run_over(kHosts, SharedBy::kRank, spec, weights, batch, shares, output, options, adjust);
 }
 
 class EveryModelStaged : public ::testing::TestWithParam<ModelEntry> {};
@@ -100,18 +32,16 @@ TEST_P(EveryModelStaged, IsAsGoodAsAStraightforwardProgram) {
   const LayerSpec spec = small_spec(GetParam());
   const MoeWeights weights = make_weights(spec, DType::kBF16, 3, 1);
   const Batch batch = random_batch(spec, 90, DType::kBF16, 5);
-  const BatchResult result = run(spec, weights, batch, Shares::of({50, 0, 40}), DType::kBF16);
-  expect_same_routing(spec, weights, batch, result);
-  expect_accurate(spec, weights, batch, result);
+  for (const SharedBy shared_by : {SharedBy::kRank, SharedBy::kHost}) {
+    SCOPED_TRACE(shared_by == SharedBy::kHost);
+    const BatchResult result =
+        run_over(kHosts, shared_by, spec, weights, batch, Shares::of({50, 0, 40}), DType::kBF16);
+    expect_same_routing(spec, weights, batch, result);
+    expect_accurate(spec, weights, batch, result);
+  }
 }
 INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelStaged, ::testing::ValuesIn(model_table()),
                          name_of_model);
-
-Batch routed_batch(const LayerSpec& spec, std::int64_t tokens, DType dtype, std::uint64_t seed) {
-  const SyntheticRouting routing =
-      synthetic_routing(static_cast<int>(tokens), spec.num_experts, spec.top_k, 0.6, seed);
-  return {Matrix::random(tokens, spec.hidden, dtype, seed), routing.ids, routing.weights, {}};
-}
 
 // What one host computes with the same routing.
 TEST(StagedLayer, HasTheBitsOfOneHost) {

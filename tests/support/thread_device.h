@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -49,6 +50,7 @@ class ThreadDevice final : public StagingDevice {
   }
   void to_device(void* to, std::size_t to_pitch, const std::byte* from, std::size_t from_pitch,
                  const Rows& rows) override {
+    if (before_copy) before_copy();
     copy(static_cast<std::byte*>(to), to_pitch, from, from_pitch, rows);
   }
   void lend(std::byte*, std::size_t) override {}
@@ -62,6 +64,9 @@ class ThreadDevice final : public StagingDevice {
     std::unique_lock lock(mutex_);
     return changed_.wait_for(lock, patience, [this] { return stream_.empty(); });
   }
+
+  // Called before copies to the device.
+  std::function<void()> before_copy;
 
   // Whether calls become nodes of a graph, and that graph's launch.
   bool captures = false;

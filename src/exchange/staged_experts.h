@@ -1,0 +1,122 @@
+// The routed experts of a layer whose ranks are on several hosts and compute on devices: tokens go
+// from host memory to the hosts of their experts, devices compute, and what they made comes back.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "exchange/engine.h"
+#include "exchange/staged_layer.h"
+#include "exchange/staging.h"
+#include "fabric/mapping.h"
+#include "layer/compute.h"
+#include "layer/engine.h"
+#include "switchyard/world.h"
+
+namespace switchyard {
+
+inline std::size_t bytes_of_rows(std::int64_t rows, std::size_t row_bytes) {
+  return std::max<std::size_t>(static_cast<std::size_t>(rows) * row_bytes, 1);
+}
+
+// What the parts of a staged layer have in common.
+struct StagedSite {
+  using Buffer = std::shared_ptr<std::byte>;
+
+  const World& world;
+  const LayerSpec& spec;
+  const LayerOptions& options;
+  StagingDevice& device;
+  Backend kernels;
+  DType compute;
+  std::int64_t most_rows;          // that go through the experts at a time
+  std::uint64_t device_bytes = 0;  // of all allocate()
+
+  bool quantised() const { return compute == DType::kF8E4M3; }
+  DType value() const { return value_type(compute); }
+
+  Buffer allocate(std::int64_t rows, std::size_t row_bytes) {
+    const std::size_t bytes = bytes_of_rows(rows, row_bytes);
+    device_bytes += bytes;
+    return device.allocate(bytes);
+  }
+  void store(void* to, const void* from, std::size_t bytes) const {
+    if (bytes == 0) return;
+    device.to_device(to, bytes, static_cast<const std::byte*>(from), bytes, {bytes, 1});
+  }
+  // A layer of networks that are chosen from outside, for the device, of the ranks of `of`.
+  std::unique_ptr<LayerEngine> make_networks(const World& of, const LayerSpec& networks,
+                                             const MoeWeights& weights, std::int64_t max_tokens,
+                                             std::chrono::milliseconds deadline) const;
+};
+
+// The spec of such a layer.
+LayerSpec spec_of_networks(const LayerSpec& spec, int networks, int intermediate, bool biased);
+
+class StagedExperts {
+ public:
+  virtual ~StagedExperts() = default;
+  StagedExperts(const StagedExperts&) = delete;
+  StagedExperts& operator=(const StagedExperts&) = delete;
+
+  // What tokens must be of, unless they are quantised on the way.
+  DType token_type() const { return exchange_->problem().spec.dispatch; }
+  int groups() const { return exchange_->problem().groups(); }
+  void check() { exchange_->check(); }
+  const ExchangeStats& traffic() { return exchange_->stats(); }
+
+  // Tokens in host memory; ids and weights [T, K]. Adds to `rows` [E] how many rows came to this
+  // rank.
+  virtual void compute(const MatrixView& tokens, const std::vector<std::int32_t>& ids,
+                       const std::vector<float>& weights, std::vector<std::int64_t>& rows) = 0;
+  // Afterwards: the tokens' sums, into host memory.
+  void sum(const CombineOutput& output) { exchange_->combine_recv(output, *handle_); }
+
+  virtual void refresh() = 0;
+  virtual void rebind(const MoeWeights& weights) = 0;
+
+ protected:
+  explicit StagedExperts(StagedSite& site) : site_(site) {}
+  // Collective.
+  void make_exchange(const ExchangeProblem& problem);
+  // Of `capacity` rows that may come, and with `chunk` of them at a time on the device.
+  void make_rows(std::int64_t capacity, std::int64_t chunk);
+  // Both halves of a dispatch.
+  void dispatch(const DispatchInput& input, DispatchOutput output);
+  // The device's rows [first, first + count).
+  MatrixView load_rows(std::int64_t first, std::int64_t count);
+  void save_results(std::int64_t first, std::int64_t count);
+  void send_results();
+  const ExchangeProblem& problem() const { return exchange_->problem(); }
+  std::size_t result_bytes() const { return problem().result_bytes(); }
+  int expert_at(int place) const {
+    const std::vector<std::int32_t>& experts = site_.options.placement.expert_at;
+    return experts.empty() ? place : experts[static_cast<std::size_t>(place)];
+  }
+
+  StagedSite& site_;
+  std::unique_ptr<ExchangeEngine> exchange_;
+  std::unique_ptr<ExchangeHandle::State> handle_;
+  std::int64_t chunk_ = 0;
+  std::int32_t num_rows_ = 0;  // that came
+  // The device's, of a chunk.
+  StagedSite::Buffer rows_, row_scales_, results_;
+
+ private:
+  // The host's, committed by what really goes through it.
+  Mapping host_rows_, host_row_scales_, host_results_;
+};
+
+// Each rank computes the rows of its own experts, and a row for each slot crosses back. Collective.
+std::unique_ptr<StagedExperts> make_experts_by_rank(StagedSite& site, const MoeWeights& weights);
+
+// The ranks of a host are a layer of their own, with the host's experts. A token crosses once for
+// each host that has experts of it, to one rank there, and that layer's sum crosses back.
+std::unique_ptr<StagedExperts> make_experts_by_host(StagedSite& site, const MoeWeights& weights);
+// False if the ranks of some host do not have as many experts each as in a layer of their own.
+bool can_share_by_host(const World& world, int num_places);
+
+}  // namespace switchyard
