@@ -104,20 +104,24 @@ Finding describe_gpu(int device) {
   const std::string capability = fmt::format("{}.{}", d.compute_major, d.compute_minor);
   const std::string fit =
       d.runs_our_kernels() ? "" : "; not used: the kernels are compiled for capability 9.0";
-  return fact(fmt::format("gpu_{}", device),
-              fmt::format("{}, {} SMs, capability {}, {} of {} free, driver CUDA {}, runtime {}{}",
-                          d.name, d.num_sms, capability, bytes(d.free_bytes), bytes(d.memory_bytes),
-                          cuda_version(d.driver_version), cuda_version(d.runtime_version), fit),
-              {{"name", d.name},
-               {"num_sms", d.num_sms},
-               {"compute_capability", capability},
-               {"memory_bytes", d.memory_bytes},
-               {"free_bytes", d.free_bytes},
-               {"l2_bytes", d.l2_bytes},
-               {"max_shared_bytes_per_block", d.max_shared_bytes},
-               {"driver_version", cuda_version(d.driver_version)},
-               {"runtime_version", cuda_version(d.runtime_version)},
-               {"usable", d.runs_our_kernels()}});
+  return fact(
+      fmt::format("gpu_{}", device),
+      fmt::format(
+          "{}, {} SMs, capability {}, {} of {} free, driver CUDA {}, runtime {}, dmabuf {}{}",
+          d.name, d.num_sms, capability, bytes(d.free_bytes), bytes(d.memory_bytes),
+          cuda_version(d.driver_version), cuda_version(d.runtime_version),
+          d.exports_dmabuf ? "yes" : "no", fit),
+      {{"name", d.name},
+       {"num_sms", d.num_sms},
+       {"compute_capability", capability},
+       {"memory_bytes", d.memory_bytes},
+       {"free_bytes", d.free_bytes},
+       {"l2_bytes", d.l2_bytes},
+       {"max_shared_bytes_per_block", d.max_shared_bytes},
+       {"driver_version", cuda_version(d.driver_version)},
+       {"runtime_version", cuda_version(d.runtime_version)},
+       {"dmabuf", d.exports_dmabuf},
+       {"usable", d.runs_our_kernels()}});
 }
 
 // Describes the link by which ranks on two GPUs write into each other's memory.

@@ -785,34 +785,37 @@ void Engine::combine_send(const CombineInput& input, State& state) {
   stats_.rows_returned = 0;
   host_rows_.store(0, std::memory_order_relaxed);
   const auto in_place = [](std::byte* cell) { return cell; };
-  send_to_all([&](int to) { return handle.arrivals[static_cast<std::size_t>(to)].size(); },
-              [&](int to, std::size_t begin, std::size_t end) {
-                if (!remote_.reaches(to)) {
-                  return_to_host(input, handle, to, begin, end);
-                } else if (spec().pre_sum) {
-                  return_sums(input, handle, to, begin, end, in_place, [](std::byte*) {});
-                } else {
-                  return_rows(input, handle, to, begin, end, in_place, [](std::byte*) {});
-                }
-              },
-              [&](int to) {
-                step(Step::kFinished, to, combine_);
-                if (!remote_.reaches(to)) {
-                  return raise(network::Lane::kCombine, combine_, to,
-                               heap_.returned(heaps_.base[to], combine_.number, rank()),
-                               protocol::numbered(combine_.number, 0));
-                }
-                // Release: after the cells of all threads, which the last of them acquired.
-                protocol::store_release(heap_.returned(heaps_.base[to], combine_.number, rank()),
-                                        protocol::numbered(combine_.number, 0));
-              });
+  send_to_all(
+      [&](int to) {
+        return problem_.without_results ? 0 : handle.arrivals[static_cast<std::size_t>(to)].size();
+      },
+      [&](int to, std::size_t begin, std::size_t end) {
+        if (!remote_.reaches(to)) {
+          return_to_host(input, handle, to, begin, end);
+        } else if (spec().pre_sum) {
+          return_sums(input, handle, to, begin, end, in_place, [](std::byte*) {});
+        } else {
+          return_rows(input, handle, to, begin, end, in_place, [](std::byte*) {});
+        }
+      },
+      [&](int to) {
+        step(Step::kFinished, to, combine_);
+        if (!remote_.reaches(to)) {
+          return raise(network::Lane::kCombine, combine_, to,
+                       heap_.returned(heaps_.base[to], combine_.number, rank()),
+                       protocol::numbered(combine_.number, 0));
+        }
+        // Release: after the cells of all threads, which the last of them acquired.
+        protocol::store_release(heap_.returned(heaps_.base[to], combine_.number, rank()),
+                                protocol::numbered(combine_.number, 0));
+      });
   stats_.combines = combine_.number;
   for (int r = 0; r < num_ranks(); ++r) {
     if (r == rank()) continue;
     const auto& arrivals = handle.arrivals[static_cast<std::size_t>(r)];
     std::size_t rows = arrivals.size();
-    if (sums_per_host(r)) {
-      rows = 0;  // in host_rows_
+    if (sums_per_host(r) || problem_.without_results) {
+      rows = 0;  // in host_rows_, or none
     } else if (spec().pre_sum) {
       // One for each token; the pool has each once.
       rows = 0;
@@ -973,7 +976,7 @@ void Engine::combine_recv(const CombineOutput& output, State& state) {
         });
   }
   TraceEvent event{TraceKind::kCombine, TraceRole::kMath, TraceWait::kCombine};
-  for_chunks(static_cast<std::size_t>(handle.tokens), event,
+  for_chunks(problem_.without_results ? 0 : static_cast<std::size_t>(handle.tokens), event,
              [&](std::size_t begin, std::size_t end) {
                step(Step::kCombine, rank(), combine_);
                sum_tokens(output, handle, begin, end);

@@ -18,6 +18,8 @@ struct ExchangeProblem {
   // Bytes that travel beside each token, of whoever uses the CPU engine by itself: see
   // ExchangeHandle::State.
   std::size_t attached_bytes = 0;
+  // The same: combine only tells that all have sent their results, which travel otherwise.
+  bool without_results = false;
 
   // Throws Error{kInvalidArgument, kUnsupported}.
   ExchangeProblem(const ExchangeSpec& given, int rank, int num_ranks);

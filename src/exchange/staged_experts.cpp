@@ -120,7 +120,7 @@ class ByRank final : public StagedExperts {
     attempt_together(site.world.fabric(), [&] { set_up(weights); });
   }
 
-  void compute(const MatrixView& tokens, const std::vector<std::int32_t>& ids,
+  void compute(const Tokens& tokens, const std::vector<std::int32_t>& ids,
                const std::vector<float>& weights, std::vector<std::int64_t>& rows) override;
   void refresh() override {
     if (networks_) networks_->refresh(site_.device.stream());
@@ -164,10 +164,10 @@ void ByRank::set_up(const MoeWeights& weights) {
   site_.store(weights_.get(), ones.data(), ones.size() * sizeof(float));
 }
 
-void ByRank::compute(const MatrixView& tokens, const std::vector<std::int32_t>& ids,
+void ByRank::compute(const Tokens& tokens, const std::vector<std::int32_t>& ids,
                      const std::vector<float>& weights, std::vector<std::int64_t>& rows) {
   DispatchInput input;
-  input.tokens = tokens;
+  input.tokens = tokens.rows;
   input.ids = ids;
   input.weights = weights;
   DispatchOutput output;

@@ -63,17 +63,34 @@ class StagedExperts {
   StagedExperts& operator=(const StagedExperts&) = delete;
 
   // What tokens must be of, unless they are quantised on the way.
-  DType token_type() const { return exchange_->problem().spec.dispatch; }
+  virtual DType token_type() const { return exchange_->problem().spec.dispatch; }
   int groups() const { return exchange_->problem().groups(); }
+  // Host memory where tokens of token_type() are best put, in rows one behind the other; or null.
+  virtual std::byte* token_memory() { return nullptr; }
+  // True: tokens of token_type() are taken from the device.
+  virtual bool takes_from_device() const { return false; }
   void check() { exchange_->check(); }
-  const ExchangeStats& traffic() { return exchange_->stats(); }
+  virtual ExchangeStats traffic() { return exchange_->stats(); }
 
-  // Tokens in host memory; ids and weights [T, K]. Adds to `rows` [E] how many rows came to this
-  // rank.
-  virtual void compute(const MatrixView& tokens, const std::vector<std::int32_t>& ids,
+  // In host memory, or in the device's.
+  struct Tokens {
+    MatrixView rows;
+    bool on_device = false;
+  };
+  // `ids` and `weights` are [T, K]. Adds to `rows` [E] how many rows came to this rank.
+  virtual void compute(const Tokens& tokens, const std::vector<std::int32_t>& ids,
                        const std::vector<float>& weights, std::vector<std::int64_t>& rows) = 0;
-  // Afterwards: the tokens' sums, into host memory.
+  // Afterwards: the tokens' sums, into host memory,
   void sum(const CombineOutput& output) { exchange_->combine_recv(output, *handle_); }
+  // or, if so, into the device's, with the rows of shared_memory() times the factors [T] that there
+  // may be.
+  virtual bool sums_on_device() const { return false; }
+  virtual void sum_on_device(const ForwardOutput& output, std::int64_t tokens,
+                             const std::vector<float>& shared_factors) {
+    (void)output, (void)tokens, (void)shared_factors;
+  }
+  // Where the shared expert's results go then, in the value type; on the device.
+  virtual std::byte* shared_memory() { return nullptr; }
 
   virtual void refresh() = 0;
   virtual void rebind(const MoeWeights& weights) = 0;

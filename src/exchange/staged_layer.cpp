@@ -101,6 +101,7 @@ class Core {
   MatrixView fetch_tokens(const MatrixView& x) const;
   void round(MatrixView& tokens) const;
   void finish(const ForwardInput& input, const ForwardOutput& output);
+  void sum_on_host(std::int64_t tokens, const ForwardOutput& output);
   void add_shared(std::size_t tokens, const ForwardOutput& output) const;
   template <typename T>
   std::vector<T> fetch(const void* from, std::size_t count) const {
@@ -202,8 +203,10 @@ void Core::set_up_shared() {
   shared_ =
       site_->make_networks(alone_, spec_of_networks(spec_, 1, spec_.shared_intermediate, biased),
                            shared_weights(weights_), tokens, options_.deadline);
-  shared_results_ = site_->allocate(tokens, row);
-  host_shared_ = lent_memory(device_, bytes_of_rows(tokens, row));
+  if (!experts_->sums_on_device()) {
+    shared_results_ = site_->allocate(tokens, row);
+    host_shared_ = lent_memory(device_, bytes_of_rows(tokens, row));
+  }
   first_ = site_->allocate(tokens, sizeof(std::int32_t));
   const std::vector<std::int32_t> zeros(static_cast<std::size_t>(tokens));
   store(first_.get(), zeros.data(), zeros.size() * sizeof(std::int32_t));
@@ -317,14 +320,14 @@ void Core::warm_gate() {
     output.dtype = DType::kF32;
     gate_->run(input, output);
   }
-  device_.synchronize(device_.stream());
+  device_.await_kernels();
 }
 
 void Core::refresh() {
   experts_->refresh();
   if (shared_) shared_->refresh(device_.stream());
   make_gate();
-  device_.synchronize(device_.stream());
+  device_.await_kernels();
 }
 
 void Core::rebind(const MoeWeights& weights) {
@@ -348,11 +351,14 @@ void Core::pass(const ForwardInput& input, const ForwardOutput& output) {
   start_own(input);
   route(input);
   stats_.gate_seconds = seconds();
-  const MatrixView tokens = fetch_tokens(input.activations);
+  const bool on_device =
+      experts_->takes_from_device() && input.activations.dtype == experts_->token_type();
+  const StagedExperts::Tokens tokens{
+      on_device ? input.activations : fetch_tokens(input.activations), on_device};
   stats_.plan_seconds = seconds();
   experts_->compute(tokens, ids_, token_weights_, stats_.tokens_per_expert);
   finish(input, output);
-  const ExchangeStats& traffic = experts_->traffic();
+  const ExchangeStats traffic = experts_->traffic();
   stats_.dispatch_bytes = traffic.dispatch_bytes;
   stats_.combine_bytes = traffic.combine_bytes;
   stats_.signal_bytes = traffic.signal_bytes;
@@ -387,6 +393,10 @@ void Core::start_own(const ForwardInput& input) {
     ForwardOutput results;
     results.data = shared_results_.get();
     results.dtype = DType::kF32;
+    if (experts_->sums_on_device()) {
+      results.data = experts_->shared_memory();
+      results.dtype = value();
+    }
     shared_->forward(of_shared, results);
   }
 }
@@ -499,9 +509,12 @@ MatrixView Core::fetch_tokens(const MatrixView& x) const {
   const auto count = static_cast<std::size_t>(x.rows);
   const std::size_t element = size_of(x.dtype);
   const std::size_t width = static_cast<std::size_t>(spec_.hidden) * element;
-  device_.to_host(host_tokens_.data(), width, x.data,
-                  static_cast<std::size_t>(x.row_stride) * element, {width, count});
-  tokens.data = host_tokens_.data();
+  std::byte* const best = experts_->token_memory();
+  std::byte* const to =
+      best != nullptr && x.dtype == experts_->token_type() ? best : host_tokens_.data();
+  device_.to_host(to, width, x.data, static_cast<std::size_t>(x.row_stride) * element,
+                  {width, count});
+  tokens.data = to;
   tokens.row_stride = spec_.hidden;
   if (x.scale != nullptr) {
     const std::size_t scales = static_cast<std::size_t>(experts_->groups()) * sizeof(float);
@@ -539,6 +552,21 @@ void Core::round(MatrixView& tokens) const {
 
 void Core::finish(const ForwardInput& input, const ForwardOutput& output) {
   const std::int64_t tokens = input.activations.rows;
+  if (experts_->sums_on_device()) {
+    experts_->sum_on_device(output, tokens, shared_factors_);
+  } else {
+    sum_on_host(tokens, output);
+  }
+  if (tokens == 0) return;
+  if (!output.topk_ids.empty()) {
+    store(output.topk_ids.data(), ids_.data(), ids_.size() * sizeof(std::int32_t));
+  }
+  if (!output.topk_weights.empty()) {
+    store(output.topk_weights.data(), token_weights_.data(), token_weights_.size() * sizeof(float));
+  }
+}
+
+void Core::sum_on_host(std::int64_t tokens, const ForwardOutput& output) {
   const auto n = static_cast<std::size_t>(tokens), hidden = static_cast<std::size_t>(spec_.hidden);
   const std::size_t element = size_of(output.dtype), width = hidden * element;
   const std::size_t pitch =
@@ -559,12 +587,6 @@ void Core::finish(const ForwardInput& input, const ForwardOutput& output) {
     add_shared(n, output);
   }
   device_.to_device(output.data, pitch, host_out_.data(), width, {width, n});
-  if (!output.topk_ids.empty()) {
-    store(output.topk_ids.data(), ids_.data(), ids_.size() * sizeof(std::int32_t));
-  }
-  if (!output.topk_weights.empty()) {
-    store(output.topk_weights.data(), token_weights_.data(), token_weights_.size() * sizeof(float));
-  }
 }
 
 // out = scale * (sums + factor * shared), with `accumulate` out + that.

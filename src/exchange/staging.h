@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <memory>
 
+#include "base/unique_fd.h"
 #include "exchange/engine.h"
 #include "fabric/mapping.h"
 
@@ -43,6 +44,10 @@ class StagingDevice {
   virtual void to_device(void* to, std::size_t to_pitch, const std::byte* from,
                          std::size_t from_pitch, const Rows& rows) = 0;
 
+  // From one place of the device's memory to another.
+  virtual void on_device(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+                         const Rows& rows) = 0;
+
   // Host memory that copies come from and go to, used from its start on, until the device ends: it
   // may be made faster to copy as far as it is used.
   virtual void lend(std::byte* data, std::size_t bytes) = 0;
@@ -50,11 +55,20 @@ class StagingDevice {
   // The device's memory, which is freed with its last owner: not while a stream stands still, since
   // that may wait for the whole device. Throws Error{kCapacityExceeded}.
   virtual std::shared_ptr<std::byte> allocate(std::size_t bytes) = 0;
+  // The same, with a dmabuf descriptor by which networks can read and write it; null where that
+  // cannot be had.
+  struct NetworkMemory {
+    std::shared_ptr<std::byte> data;
+    UniqueFd dmabuf;
+  };
+  virtual NetworkMemory allocate_for_network(std::size_t bytes) = 0;
   // Where the exchange's thread has kernels run, and where copies follow them. It waits for no
   // other stream.
   virtual void* stream() = 0;
 
   virtual void synchronize(void* stream) = 0;
+  // Waits for what the exchange's thread has run on stream().
+  virtual void await_kernels() = 0;
   // Waits for all that was enqueued.
   virtual void synchronize_all() = 0;
   // Waits until nothing that was enqueued is left, at most so long; says whether it is so.

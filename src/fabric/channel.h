@@ -16,7 +16,7 @@
 namespace switchyard {
 
 inline constexpr std::uint64_t kFrameMagic = 0x6179'6863'7469'7773;  // "switchya", little-endian
-inline constexpr std::uint32_t kProtocolVersion = 3;
+inline constexpr std::uint32_t kProtocolVersion = 4;
 // The longest payload. No start-up exchange needs so much; a longer claim is garbage.
 inline constexpr std::uint64_t kMaxPayloadBytes = std::uint64_t{1} << 30;
 // The longest payload of a failure report, text included.

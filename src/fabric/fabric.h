@@ -20,6 +20,7 @@ namespace switchyard {
 namespace network {
 class Proxy;
 class RemoteHeap;
+class RowsRegion;
 }  // namespace network
 
 // Memory with the same number of bytes on every rank. This rank can load from and store to all of
@@ -66,6 +67,10 @@ class Fabric {
   // order of the world.
   virtual const network::Proxy* proxy() const { return nullptr; }
   virtual std::shared_ptr<Fabric> host() const { return nullptr; }
+  // See network::RowsRegion; null in a world of one host. Not collective.
+  virtual std::unique_ptr<network::RowsRegion> share_rows(std::span<std::byte> memory,
+                                                          std::shared_ptr<const void> owner,
+                                                          int dmabuf);
 
   // Collective, start-up only. Every rank gives one open descriptor, which stays its own, and
   // receives one of each rank, by rank, its own included.

@@ -24,6 +24,7 @@
 #include "fabric/launch_report.h"
 #include "fabric/place.h"
 #include "fabric/process_fabric.h"
+#include "network/rows.h"
 #include "protocol/control.h"
 #include "switchyard/error.h"
 
@@ -142,6 +143,11 @@ class HostsFabric final : public Fabric {
   const char* name() const override { return name_.c_str(); }
   const network::Proxy* proxy() const override { return proxy_.get(); }
   std::shared_ptr<Fabric> host() const override { return host_; }
+  std::unique_ptr<network::RowsRegion> share_rows(std::span<std::byte> memory,
+                                                  std::shared_ptr<const void> owner,
+                                                  int dmabuf) override {
+    return std::make_unique<network::RowsRegion>(proxy_, memory, std::move(owner), dmabuf);
+  }
 
   void all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
     world_->all_gather(mine, all);

@@ -31,6 +31,7 @@ struct DeviceInfo {
   std::uint64_t max_shared_bytes = 0;  // that a block can opt in to
   int driver_version = 0;              // newest CUDA the driver serves, 13000 for 13.0
   int runtime_version = 0;             // of the CUDA runtime in this build
+  bool exports_dmabuf = false;         // networks can reach its memory: see docs/hosts.md
 
   // True for compute capability 9.0: the kernels are compiled for sm_90a, whose instructions no
   // other architecture has.
@@ -38,6 +39,8 @@ struct DeviceInfo {
 };
 
 DeviceInfo device_info(int device);
+// As above, alone.
+bool exports_dmabuf(int device);
 
 int current_device();         // of this thread
 void set_device(int device);  // of this thread

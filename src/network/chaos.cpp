@@ -13,17 +13,36 @@ class ChaosNetwork final : public Network {
 
   void add(std::span<std::byte> memory) override {
     const std::lock_guard lock(chaos_->mutex_);
-    chaos_->sites_[static_cast<std::size_t>(rank_)].memory = memory;
+    chaos_->sites_[static_cast<std::size_t>(rank_)].regions = {memory};
   }
   Blob address() override { return Blob(1); }
   void connect(std::span<const Blob>) override {}
 
   bool put(int rank, std::uint64_t from, std::uint32_t bytes, std::uint64_t to,
            std::uint32_t immediate, std::uint64_t context) override {
-    return chaos_->start({rank_, rank, from, to, bytes, immediate, context, true, {}});
+    return chaos_->start({rank_, rank, from, to, bytes, immediate, context, true});
   }
   bool signal(int rank, std::uint32_t immediate) override {
-    return chaos_->start({rank_, rank, 0, 0, 0, immediate, 0, false, {}});
+    return chaos_->start({rank_, rank, 0, 0, 0, immediate, 0, false});
+  }
+  std::uint32_t add_rows(std::span<std::byte> memory, int) override {
+    const std::lock_guard lock(chaos_->mutex_);
+    auto& regions = chaos_->sites_[static_cast<std::size_t>(rank_)].regions;
+    regions.push_back(memory);
+    return static_cast<std::uint32_t>(regions.size() - 1);
+  }
+  void remove_rows(std::uint32_t region) override {
+    const std::lock_guard lock(chaos_->mutex_);
+    chaos_->sites_[static_cast<std::size_t>(rank_)].regions[region] = {};
+  }
+  RowsKey rows_key(std::uint32_t region) override { return {region, 0}; }
+  // What a device's memory is to a network, the host's is here.
+  bool takes_device_memory() const override { return true; }
+  bool put_rows(int rank, std::uint32_t region, std::uint64_t from, std::uint32_t bytes,
+                const RowsKey& key, std::uint64_t to, std::uint32_t immediate,
+                std::uint64_t context) override {
+    return chaos_->start({rank_, rank, from, to, bytes, immediate, context, true, region,
+                          static_cast<std::uint32_t>(key.key)});
   }
   std::size_t poll(std::span<Event> events) override { return chaos_->poll(rank_, events); }
   int wait_fd() const override { return -1; }
@@ -77,7 +96,7 @@ bool Chaos::start(Flight flight) {
   if (chance(options_.full_queue)) return false;
   if (flight.has_context && puts_++ == options_.cut_after) cut();
   if (is_cut_[pair_of(flight.from, flight.to)]) return true;
-  const std::span<std::byte> target = sites_[static_cast<std::size_t>(flight.to)].memory;
+  const std::span<std::byte> target = region_of(flight.to, flight.target_region);
   // From now on the target may hold anything: whoever still reads it has given a credit too early.
   if (!target.empty()) std::memset(target.data() + flight.target, 0xee, flight.bytes);
   flight.due = later();
@@ -92,11 +111,12 @@ std::size_t Chaos::poll(int rank, std::span<Event> events) {
   std::size_t count = 0;
   const auto landed = [&](const Flight& flight) {
     if (flight.to != rank || flight.due > now) return false;
-    const std::span<std::byte> source = sites_[static_cast<std::size_t>(flight.from)].memory;
-    if (source.empty()) return true;  // its rank has left
+    const std::span<std::byte> source = region_of(flight.from, flight.source_region);
+    const std::span<std::byte> target = region_of(flight.to, flight.target_region);
+    if (source.empty() || target.empty()) return true;  // its rank has left
     // Read only now: who writes the source before kSent sends something else.
     if (flight.bytes > 0) {
-      std::memcpy(mine.memory.data() + flight.target, source.data() + flight.source, flight.bytes);
+      std::memcpy(target.data() + flight.target, source.data() + flight.source, flight.bytes);
     }
     Event arrived;
     arrived.kind = Event::Kind::kArrived;

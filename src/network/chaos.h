@@ -41,19 +41,24 @@ class Chaos : public std::enable_shared_from_this<Chaos> {
     std::uint32_t bytes = 0, immediate = 0;
     std::uint64_t context = 0;
     bool has_context = false;
-    Time due;
+    std::uint32_t source_region = 0, target_region = 0;  // 0: that of add()
+    Time due{};
   };
   struct News {
     Event event;
     Time due;
   };
   struct Site {
-    std::span<std::byte> memory;
+    std::vector<std::span<std::byte>> regions;
     std::vector<News> news;
   };
 
   std::size_t pair_of(int from, int to) const {
     return static_cast<std::size_t>(from) * sites_.size() + static_cast<std::size_t>(to);
+  }
+  std::span<std::byte> region_of(int rank, std::uint32_t region) const {
+    const auto& regions = sites_[static_cast<std::size_t>(rank)].regions;
+    return region < regions.size() ? regions[region] : std::span<std::byte>();
   }
   bool start(Flight flight);
   std::size_t poll(int rank, std::span<Event> events);

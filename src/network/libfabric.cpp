@@ -124,7 +124,19 @@ struct FreesInfo {
 };
 using Info = std::unique_ptr<fi_info, FreesInfo>;
 
-Info wanted() {
+// Device memory is registered by a dmabuf, which libfabric knows from 1.20 on.
+#ifdef FI_MR_DMABUF
+constexpr bool kKnowsDeviceMemory = true;
+constexpr std::uint64_t kDeviceCapability = FI_HMEM;
+constexpr int kDeviceMode = FI_MR_HMEM;
+#else
+constexpr bool kKnowsDeviceMemory = false;
+constexpr std::uint64_t kDeviceCapability = 0;
+constexpr int kDeviceMode = 0;
+#endif
+constexpr std::uint32_t kDeviceApi = FI_VERSION(1, 20);
+
+Info wanted(bool device_memory = false) {
   Info hints(library().dupinfo(nullptr));
   if (!hints) throw_fabric("cannot describe an endpoint", FI_ENOMEM);
   hints->caps = FI_RMA | FI_MSG;
@@ -134,7 +146,31 @@ Info wanted() {
   // One thread uses the domain.
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
   hints->domain_attr->cq_data_size = sizeof(std::uint32_t);
+  if (device_memory) {
+    hints->caps |= kDeviceCapability;
+    hints->domain_attr->mr_mode |= kDeviceMode;
+  }
   return hints;
+}
+
+// Null: there is none.
+Info look(const char* node, bool device_memory) {
+  if (device_memory && !kKnowsDeviceMemory) return nullptr;
+  const Info hints = wanted(device_memory);
+  fi_info* found = nullptr;
+  const int code = library().getinfo(device_memory ? kDeviceApi : kApi, node, nullptr,
+                                     node == nullptr ? 0 : FI_SOURCE, hints.get(), &found);
+  if (code != 0 && code != -FI_ENODATA && !device_memory) {
+    throw_fabric("cannot look for providers", code);
+  }
+  return Info(code == 0 ? found : nullptr);
+}
+
+const fi_info* find_provider(const fi_info* among, std::string_view provider) {
+  for (; among != nullptr; among = among->next) {
+    if (among->fabric_attr->prov_name == provider) return among;
+  }
+  return nullptr;
 }
 
 // Providers that reach other hosts, the best first. Whatever is not here (shm, sockets, udp) does
@@ -144,27 +180,22 @@ constexpr std::array<std::string_view, 5> kProviders = {"efa", "verbs;ofi_rxm", 
 
 Info choose(const std::string& local_address) {
   const bool asked = std::getenv("FI_PROVIDER") != nullptr;
-  const auto find = [&](const char* node) {
-    const Info hints = wanted();
-    fi_info* found = nullptr;
-    const int code = library().getinfo(kApi, node, nullptr, node == nullptr ? 0 : FI_SOURCE,
-                                       hints.get(), &found);
-    if (code != 0 && code != -FI_ENODATA) throw_fabric("cannot look for providers", code);
-    return Info(found);
-  };
   // EFA has addresses of its own, which an IP address does not find.
-  const Info by_address = find(local_address.c_str());
-  const Info by_itself = find(nullptr);
+  const Info by_address = look(local_address.c_str(), false);
+  const Info by_itself = look(nullptr, false);
   const auto copy = [](const fi_info* info) {
     Info one(library().dupinfo(info));
     if (!one) throw_fabric("cannot keep a provider", FI_ENOMEM);
     return one;
   };
   for (const std::string_view provider : kProviders) {
-    const fi_info* const first = provider == "efa" ? by_itself.get() : by_address.get();
-    for (const fi_info* info = first; info != nullptr; info = info->next) {
-      if (info->fabric_attr->prov_name == provider) return copy(info);
-    }
+    const bool efa = provider == "efa";
+    const fi_info* const found = find_provider((efa ? by_itself : by_address).get(), provider);
+    if (found == nullptr) continue;
+    // The same with device memory, if it can.
+    const Info with_device = look(efa ? nullptr : local_address.c_str(), true);
+    const fi_info* const better = find_provider(with_device.get(), provider);
+    return copy(better != nullptr ? better : found);
   }
   if (asked && by_address) return copy(by_address.get());
   throw Error(
@@ -179,6 +210,7 @@ class Libfabric final : public Network {
   explicit Libfabric(const std::string& local_address) : info_(choose(local_address)) {
     told_apart_ = std::string_view(info_->fabric_attr->prov_name) == "tcp;ofi_rxm" &&
                   (info_->tx_attr->msg_order & FI_ORDER_WAW) != 0;
+    takes_device_memory_ = kKnowsDeviceMemory && (info_->caps & kDeviceCapability) != 0;
     fid_fabric* fabric = nullptr;
     require(library().fabric(info_->fabric_attr, &fabric, nullptr), "cannot open the fabric");
     fabric_.reset(fabric);
@@ -224,10 +256,39 @@ class Libfabric final : public Network {
             fmt::format("cannot register {} bytes of windows (is `ulimit -l` too small?)",
                         memory.size()));
     region_.reset(region);
-    if ((info_->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0) {
-      require(fi_mr_bind(region, &endpoint_->fid, 0), "cannot bind the memory to the endpoint");
-      require(fi_mr_enable(region), "cannot enable the memory");
+    enable(region);
+  }
+
+  std::uint32_t add_rows(std::span<std::byte> memory, int dmabuf) override {
+    const std::uint64_t access = FI_WRITE | FI_REMOTE_WRITE;
+    const std::uint64_t key = 2 + rows_.size();  // where the provider does not choose
+    fid_mr* region = nullptr;
+    if (dmabuf < 0) {
+      require(fi_mr_reg(domain_.get(), memory.data(), memory.size(), access, 0, key, 0, &region,
+                        nullptr),
+              fmt::format("cannot register {} bytes of rows (is `ulimit -l` too small?)",
+                          memory.size()));
+    } else {
+      region = register_device_memory(memory, dmabuf, access, key);
     }
+    rows_.push_back({memory, Owned<fid_mr>(region)});
+    enable(region);
+    return static_cast<std::uint32_t>(rows_.size() - 1);
+  }
+  void remove_rows(std::uint32_t region) override { rows_[region] = {}; }
+  RowsKey rows_key(std::uint32_t region) override {
+    const Rows& rows = rows_[region];
+    return {fi_mr_key(rows.region.get()), (info_->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0
+                                              ? reinterpret_cast<std::uint64_t>(rows.memory.data())
+                                              : 0};
+  }
+  bool takes_device_memory() const override { return takes_device_memory_; }
+  bool put_rows(int rank, std::uint32_t region, std::uint64_t from, std::uint32_t bytes,
+                const RowsKey& key, std::uint64_t to, std::uint32_t immediate,
+                std::uint64_t context) override {
+    const Rows& rows = rows_[region];
+    const Bytes source{rows.memory.data() + from, bytes, rows.region.get()};
+    return told(rank, source, key.base + to, key.key, immediate, context);
   }
 
   Blob address() override {
@@ -267,18 +328,18 @@ class Libfabric final : public Network {
 
   bool put(int rank, std::uint64_t from, std::uint32_t bytes, std::uint64_t to,
            std::uint32_t immediate, std::uint64_t context) override {
-    if (!told_apart_) return write(rank, from, bytes, to, immediate, context);
-    if (!write(rank, from, bytes, to, std::nullopt, context)) return false;
-    owed_.push_back({rank, immediate});
-    pay_owed();
-    return true;
+    const Peer& peer = peers_[static_cast<std::size_t>(rank)];
+    const Bytes source{memory_.data() + from, bytes, region_.get()};
+    return told(rank, source, peer.base + to, peer.key, immediate, context);
   }
 
   // Not every provider writes nothing: bytes of the front of the memory go to the front of the
   // other's, where nobody reads. No fi_inject_writedata(): in libfabric 1.17 an injected write that
   // fails has no context, and ofi_rxm then follows a null pointer as it handles the error.
   bool signal(int rank, std::uint32_t immediate) override {
-    return write(rank, 0, kSignalBytes, 0, immediate, std::nullopt);
+    const Peer& peer = peers_[static_cast<std::size_t>(rank)];
+    const Bytes source{memory_.data(), kSignalBytes, region_.get()};
+    return write(rank, source, peer.base, peer.key, immediate, std::nullopt);
   }
 
   std::size_t poll(std::span<Event> events) override {
@@ -343,20 +404,71 @@ class Libfabric final : public Network {
     std::uint64_t key = 0, base = 0;
   };
 
-  bool write(int rank, std::uint64_t from, std::uint32_t bytes, std::uint64_t to,
+  // What a put reads.
+  struct Bytes {
+    std::byte* data;
+    std::uint32_t count;
+    fid_mr* region;
+  };
+  struct Rows {
+    std::span<std::byte> memory;
+    Owned<fid_mr> region;
+  };
+
+  void enable(fid_mr* region) {
+    if ((info_->domain_attr->mr_mode & FI_MR_ENDPOINT) == 0) return;
+    require(fi_mr_bind(region, &endpoint_->fid, 0), "cannot bind the memory to the endpoint");
+    require(fi_mr_enable(region), "cannot enable the memory");
+  }
+
+  fid_mr* register_device_memory(std::span<std::byte> memory, int dmabuf, std::uint64_t access,
+                                 std::uint64_t key) {
+#ifdef FI_MR_DMABUF
+    fi_mr_dmabuf place{};
+    place.fd = dmabuf;
+    place.len = memory.size();
+    place.base_addr = memory.data();
+    fi_mr_attr how{};
+    how.dmabuf = &place;
+    how.iov_count = 1;
+    how.access = access;
+    how.requested_key = key;
+    how.iface = FI_HMEM_CUDA;
+    fid_mr* region = nullptr;
+    require(fi_mr_regattr(domain_.get(), &how, FI_MR_DMABUF, &region),
+            fmt::format("cannot register {} bytes of a device's memory", memory.size()));
+    return region;
+#else
+    (void)dmabuf, (void)access, (void)key;
+    throw Error(ErrorCode::kUnsupported,
+                fmt::format("{} bytes of a device's memory cannot be registered: this build knows "
+                            "libfabric {}.{}, and dmabuf comes with 1.20",
+                            memory.size(), FI_MAJOR_VERSION, FI_MINOR_VERSION));
+#endif
+  }
+
+  // A write, and the immediate with it or behind it.
+  bool told(int rank, const Bytes& source, std::uint64_t target, std::uint64_t key,
+            std::uint32_t immediate, std::uint64_t context) {
+    if (!told_apart_) return write(rank, source, target, key, immediate, context);
+    if (!write(rank, source, target, key, std::nullopt, context)) return false;
+    owed_.push_back({rank, immediate});
+    pay_owed();
+    return true;
+  }
+
+  bool write(int rank, const Bytes& source, std::uint64_t target, std::uint64_t key,
              std::optional<std::uint32_t> immediate, std::optional<std::uint64_t> context) {
     Operation* const operation = take_operation();
     operation->rank = rank;
     operation->context = context;
-    const Peer& peer = peers_[static_cast<std::size_t>(rank)];
-    std::byte* const source = memory_.data() + from;
-    void* const region = fi_mr_desc(region_.get());
-    const std::uint64_t target = peer.base + to;
+    const fi_addr_t address = peers_[static_cast<std::size_t>(rank)].address;
+    void* const region = fi_mr_desc(source.region);
     const ssize_t code = immediate
-                             ? fi_writedata(endpoint_.get(), source, bytes, region, *immediate,
-                                            peer.address, target, peer.key, operation)
-                             : fi_write(endpoint_.get(), source, bytes, region, peer.address,
-                                        target, peer.key, operation);
+                             ? fi_writedata(endpoint_.get(), source.data, source.count, region,
+                                            *immediate, address, target, key, operation)
+                             : fi_write(endpoint_.get(), source.data, source.count, region, address,
+                                        target, key, operation);
     if (code == 0) return true;
     give_back(operation);
     if (code != -FI_EAGAIN) tell_lost(rank, library().strerror(static_cast<int>(-code)));
@@ -408,6 +520,7 @@ class Libfabric final : public Network {
   Owned<fid_av> av_;
   Owned<fid_cq> cq_;
   Owned<fid_mr> region_;
+  std::vector<Rows> rows_;
   Owned<fid_ep> endpoint_;  // closed first
   int wait_fd_ = -1;
   std::span<std::byte> memory_;
@@ -424,6 +537,7 @@ class Libfabric final : public Network {
     std::uint32_t immediate;
   };
   bool told_apart_ = false;
+  bool takes_device_memory_ = false;
   std::deque<Owed> owed_;
 };
 
@@ -437,18 +551,13 @@ std::string describe() {
   if (!library().problem.empty()) return "none: " + library().problem;
   const std::uint32_t version = library().version();
   std::string text = fmt::format("libfabric {}.{}", FI_MAJOR(version), FI_MINOR(version));
-  const Info hints = wanted();
-  fi_info* found = nullptr;
-  if (library().getinfo(kApi, nullptr, nullptr, 0, hints.get(), &found) != 0) found = nullptr;
-  const Info all(found);
+  const Info all = look(nullptr, false), with_device = look(nullptr, true);
   bool any = false;
   for (const std::string_view provider : kProviders) {
-    for (const fi_info* info = all.get(); info != nullptr; info = info->next) {
-      if (info->fabric_attr->prov_name != provider) continue;
-      text += fmt::format("{} {}", any ? "," : ":", provider);
-      any = true;
-      break;
-    }
+    if (find_provider(all.get(), provider) == nullptr) continue;
+    const bool device = find_provider(with_device.get(), provider) != nullptr;
+    text += fmt::format("{} {}{}", any ? "," : ":", provider, device ? " (device memory)" : "");
+    any = true;
   }
   return any ? text : text + ", without a provider that reaches other hosts";
 }

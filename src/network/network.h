@@ -29,6 +29,12 @@ struct Event {
 
 using Blob = std::vector<std::byte>;
 
+// What others need in order to put rows into a region of a rank's memory.
+struct RowsKey {
+  std::uint64_t key = 0;
+  std::uint64_t base = 0;  // 0 where remote addresses are offsets
+};
+
 class Network {
  public:
   virtual ~Network() = default;
@@ -49,6 +55,19 @@ class Network {
                    std::uint32_t immediate, std::uint64_t context) = 0;
   // Sends an immediate without bytes. It has no kSent.
   virtual bool signal(int rank, std::uint32_t immediate) = 0;
+
+  // A region of memory beside that of add(), for rows that are copied neither into chunks nor out
+  // of them: puts read it here, or others write it. It stays the caller's until remove_rows().
+  // `dmabuf`: a descriptor of the memory if it is a device's, which only networks that
+  // take_device_memory() take; -1: host memory. Throws Error{kSystem}.
+  virtual std::uint32_t add_rows(std::span<std::byte> memory, int dmabuf) = 0;
+  virtual void remove_rows(std::uint32_t region) = 0;
+  virtual RowsKey rows_key(std::uint32_t region) = 0;
+  virtual bool takes_device_memory() const = 0;
+  // As put(), from offset `from` of a region of this rank's to offset `to` of one of `rank`.
+  virtual bool put_rows(int rank, std::uint32_t region, std::uint64_t from, std::uint32_t bytes,
+                        const RowsKey& key, std::uint64_t to, std::uint32_t immediate,
+                        std::uint64_t context) = 0;
 
   // Fills in what happened, and returns how much of `events` that is.
   virtual std::size_t poll(std::span<Event> events) = 0;
@@ -80,11 +99,12 @@ void check(const WindowOptions& options);
 // What an immediate says. 2 bits of kind, 14 of the sender's rank, 16 of a slot or a number.
 struct Immediate {
   enum class Kind : std::uint8_t {
-    kDispatchChunk,  // `value`: the window's slot that was written
+    kDispatchChunk,  // `value`: the window's slot that was written; kRows: a put of rows came
     kCombineChunk,
     kDispatchCredit,  // `value`: so many chunks were read, and their slots are free
     kCombineCredit,
   };
+  static constexpr std::uint32_t kRows = 1 << 15;  // above all slots
   Kind kind;
   int source;
   std::uint32_t value;

@@ -38,7 +38,7 @@ bool Outbox::open() {
 }
 
 void Outbox::close() {
-  chunk_.finish();
+  chunk_.finish(rows_.load(std::memory_order_acquire));
   const std::uint64_t slot = (next_.load(std::memory_order_relaxed) - 1) % window_;
   Command command;
   command.from = place_.from + slot * chunk_bytes_;

@@ -42,6 +42,8 @@ class Outbox {
   void flush();
   // True if append() can go on.
   bool may_append() const;
+  // So many puts of rows are started: what is appended from now on is applied behind them.
+  void count_rows(std::uint64_t puts) { rows_.fetch_add(puts, std::memory_order_release); }
 
   // By the proxy.
   void sent(std::uint32_t slot);
@@ -70,6 +72,7 @@ class Outbox {
   // Chunks whose slots are free again. Release by the proxy, acquire by whoever fills the slot.
   std::atomic<std::uint64_t> released_{0};
   std::atomic<std::uint64_t> bytes_sent_{0};
+  std::atomic<std::uint64_t> rows_{0};
 
   // The proxy's alone.
   std::uint64_t credits_ = 0;

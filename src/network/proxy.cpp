@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <limits>
 #include <system_error>
 #include <utility>
@@ -170,6 +171,8 @@ Proxy::Proxy(const Hosts& hosts, int rank, const ProxyOptions& options,
     }
   }
   queued_.resize(outboxes_.size());
+  rows_.resize(outboxes_.size());
+  going_.resize(outboxes_.size());
   for (const int source : hosts_.sources_of(rank_)) {
     for (int l = 0; l < kNumLanes; ++l) {
       Inbox inbox;
@@ -241,6 +244,31 @@ void Proxy::wake() {
   const std::uint64_t one = 1;
   // It fails only where the counter is full, which wakes as well.
   [[maybe_unused]] const ssize_t written = ::write(wake_fd_.get(), &one, sizeof one);
+}
+
+void Proxy::on_thread(const std::function<void(Network&)>& task) {
+  std::packaged_task<void(Network&)> packaged(task);
+  std::future<void> done = packaged.get_future();
+  {
+    const std::lock_guard lock(tasks_mutex_);
+    tasks_.push_back(std::move(packaged));
+  }
+  has_tasks_.store(true, std::memory_order_seq_cst);
+  wake();
+  done.get();
+}
+
+void Proxy::put_rows(Lane lane, int host, std::vector<RowsCommand> commands) {
+  Outbox& behind = outbox(lane, host);
+  behind.count_rows(commands.size());
+  {
+    const std::lock_guard lock(tasks_mutex_);
+    auto& queue =
+        rows_[static_cast<std::size_t>(host) * kNumLanes + static_cast<std::size_t>(lane)];
+    std::move(commands.begin(), commands.end(), std::back_inserter(queue));
+  }
+  has_tasks_.store(true, std::memory_order_seq_cst);
+  wake();
 }
 
 std::uint32_t Proxy::enter(std::span<std::byte* const> bases, std::size_t bytes) {
@@ -329,6 +357,8 @@ void Proxy::run() {
   while (!stopping_.load(std::memory_order_acquire)) {
     bool busy = hear_network();
     busy |= apply_arrived();
+    busy |= do_tasks();
+    busy |= send_rows();
     busy |= send_commands();
     const Clock::time_point now = Clock::now();
     if (busy) last_active_ = now;
@@ -357,6 +387,13 @@ bool Proxy::hear_network() {
 void Proxy::hear(const Event& event) {
   switch (event.kind) {
     case Event::Kind::kSent: {
+      if (event.context >= kRowsContext) {
+        const auto sent = sending_.find(event.context);
+        if (sent == sending_.end()) return;
+        sent->second.unsent->fetch_sub(1, std::memory_order_release);
+        sending_.erase(sent);
+        return;
+      }
       const auto number = static_cast<std::size_t>(event.context >> 32);
       outboxes_[number]->sent(static_cast<std::uint32_t>(event.context));
       return;
@@ -387,6 +424,10 @@ void Proxy::hear_chunk(const Immediate& immediate, Lane lane) {
   const auto inbox = std::find_if(inboxes_.begin(), inboxes_.end(), [&](const Inbox& i) {
     return i.source == immediate.source && i.lane == lane;
   });
+  if (inbox != inboxes_.end() && immediate.value == Immediate::kRows) {
+    ++inbox->rows;
+    return;
+  }
   if (inbox == inboxes_.end() || immediate.value >= options_.windows.window ||
       inbox->arrived[immediate.value]) {
     distrust(immediate.source, fmt::format(": a chunk in slot {}", immediate.value));
@@ -413,11 +454,13 @@ bool Proxy::apply_arrived() {
         break;
       }
       const std::uint64_t slot = inbox.next % window;
+      const std::span<const std::byte> chunk =
+          arena_.chunk(inbox.at + slot * options_.windows.chunk_bytes);
+      if (rows_before(chunk) > inbox.rows) break;
       std::string fault;
       {
         const std::lock_guard lock(heaps_mutex_);
-        fault =
-            apply(arena_.chunk(inbox.at + slot * options_.windows.chunk_bytes), inbox.next, *this);
+        fault = apply(chunk, inbox.next, *this);
       }
       if (!fault.empty()) {
         distrust(inbox.source, ": " + fault);
@@ -463,6 +506,63 @@ bool Proxy::send_commands() {
   return any;
 }
 
+bool Proxy::do_tasks() {
+  if (!has_tasks_.load(std::memory_order_seq_cst)) return false;
+  std::deque<std::packaged_task<void(Network&)>> tasks;
+  {
+    const std::lock_guard lock(tasks_mutex_);
+    has_tasks_.store(false, std::memory_order_seq_cst);
+    tasks.swap(tasks_);
+    for (std::size_t o = 0; o < rows_.size(); ++o) {
+      std::move(rows_[o].begin(), rows_[o].end(), std::back_inserter(going_[o]));
+      rows_[o].clear();
+    }
+  }
+  for (auto& task : tasks) task(*network_);
+  return true;
+}
+
+bool Proxy::send_rows() {
+  bool any = false;
+  for (std::size_t o = 0; o < going_.size(); ++o) {
+    std::deque<RowsCommand>& commands = going_[o];
+    while (!commands.empty()) {
+      const RowsCommand& next = commands.front();
+      const int gateway = outboxes_[o]->gateway();
+      if (peers_[static_cast<std::size_t>(gateway)].load(std::memory_order_relaxed) !=
+          Peer::kHere) {
+        // Nobody waits for them any more.
+        for (const RowsCommand& lost : commands) {
+          lost.unsent->fetch_sub(1, std::memory_order_release);
+        }
+        commands.clear();
+        break;
+      }
+      const Immediate immediate{o % kNumLanes == static_cast<std::size_t>(Lane::kDispatch)
+                                    ? Immediate::Kind::kDispatchChunk
+                                    : Immediate::Kind::kCombineChunk,
+                                rank_, Immediate::kRows};
+      if (!network_->put_rows(gateway, next.region, next.from, next.bytes, next.key, next.to,
+                              immediate.pack(), next_context_)) {
+        break;
+      }
+      sending_.emplace(next_context_++, RowsFlight{gateway, next.unsent});
+      commands.pop_front();
+      any = true;
+    }
+  }
+  return any;
+}
+
+// Of a rank that has left or is lost: whether they have left this one is nothing to anybody.
+void Proxy::forget_rows(int rank) {
+  std::erase_if(sending_, [&](const auto& entry) {
+    if (entry.second.rank != rank) return false;
+    entry.second.unsent->fetch_sub(1, std::memory_order_release);
+    return true;
+  });
+}
+
 void Proxy::hear_control(int rank) {
   ControlChannel& channel = channels_[static_cast<std::size_t>(rank)];
   if (!channel.is_open()) return;
@@ -486,6 +586,7 @@ void Proxy::hear(int rank, const ControlMessage& message) {
     // The other end waits for this, so that it does not close with messages unread: the kernel
     // would take the goodbye back.
     channels_[i].close();
+    forget_rows(rank);
     return;
   }
   if (message.kind == ControlMessage::Kind::kAlive || distrusted_[i]) return;
@@ -675,6 +776,7 @@ void Proxy::lose(int rank, const std::string& why) {
     why_lost_[i] = why;
   }
   peers_[i].store(Peer::kLost, std::memory_order_release);
+  forget_rows(rank);
   const std::int64_t silence = now_ns() - last_heard_[i].load(std::memory_order_relaxed);
   const std::lock_guard lock(heaps_mutex_);
   for (auto& [segment, heap] : heaps_) {
@@ -697,7 +799,8 @@ void Proxy::distrust(int rank, const std::string& fault) {
 void Proxy::sleep(bool briefly) {
   sleeping_.store(true, std::memory_order_seq_cst);
   if (ring_.empty() && !proposed_.load(std::memory_order_seq_cst) &&
-      !stopping_.load(std::memory_order_seq_cst) && network_->may_sleep()) {
+      !has_tasks_.load(std::memory_order_seq_cst) && !stopping_.load(std::memory_order_seq_cst) &&
+      network_->may_sleep()) {
     std::vector<pollfd> fds{{wake_fd_.get(), POLLIN, 0}};
     if (network_->wait_fd() >= 0) fds.push_back({network_->wait_fd(), POLLIN, 0});
     const std::size_t first_channel = fds.size();

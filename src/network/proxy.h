@@ -14,6 +14,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,6 +23,7 @@
 #include <span>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "base/posix.h"
@@ -122,9 +125,12 @@ class Proxy final : private Landing {
   Traffic traffic() const;
   // What is known of a rank of another host that does not answer; empty if it was heard of lately.
   std::string liveness(int rank) const;
+  // Whether rows may be in a device's memory.
+  bool takes_device_memory() const { return network_->takes_device_memory(); }
 
  private:
   friend class RemoteHeap;
+  friend class RowsRegion;
 
   // A failure that this rank has found or heard of, until somebody decides if it is what ended the
   // world.
@@ -141,6 +147,15 @@ class Proxy final : private Landing {
     std::uint64_t told_waits_for = 0, told_progress = 0;
     bool told_abort = false;
   };
+  // A put of rows that the thread has to start.
+  struct RowsCommand {
+    std::uint32_t region;
+    std::uint64_t from;
+    std::uint32_t bytes;
+    RowsKey key;
+    std::uint64_t to;
+    std::shared_ptr<std::atomic<std::uint64_t>> unsent;  // of the region
+  };
   // A window of this rank.
   struct Inbox {
     int source = 0;
@@ -148,14 +163,20 @@ class Proxy final : private Landing {
     std::uint64_t at = 0;    // offset of the window
     std::uint64_t next = 0;  // number of the chunk that is applied next
     std::uint32_t owed = 0;  // credits
+    std::uint64_t rows = 0;  // puts of rows that came
     std::vector<bool> arrived;
   };
   enum class Peer : std::uint8_t { kHere, kDeparted, kLost };
+  // Contexts of rows are from here on; below are those of chunks.
+  static constexpr std::uint64_t kRowsContext = std::uint64_t{1} << 63;
 
   Outbox& outbox(Lane lane, int host) {
     return *outboxes_[static_cast<std::size_t>(host) * kNumLanes + static_cast<std::size_t>(lane)];
   }
   void wake();
+  // Has the thread do it, and throws what it throws.
+  void on_thread(const std::function<void(Network&)>& task);
+  void put_rows(Lane lane, int host, std::vector<RowsCommand> commands);
   std::uint32_t enter(std::span<std::byte* const> bases, std::size_t bytes);
   void leave(std::uint32_t segment);
   bool is_quiet(const Heap& heap) const;
@@ -169,6 +190,9 @@ class Proxy final : private Landing {
   void hear_credit(const Immediate& immediate, Lane lane);
   bool apply_arrived();
   bool send_commands();
+  bool send_rows();
+  void forget_rows(int rank);
+  bool do_tasks();
   void hear_control(int rank);
   void hear(int rank, const ControlMessage& message);
   void tell(const ControlMessage& message);
@@ -198,11 +222,17 @@ class Proxy final : private Landing {
   std::shared_ptr<const void> keeps_alive_;
   std::vector<std::string> where_;
   Arena arena_;
+  std::vector<std::shared_ptr<const void>> kept_;  // memory that puts may still read
   std::unique_ptr<Network> network_;
   UniqueFd wake_fd_;
   std::vector<ControlChannel> channels_;
   CommandRing ring_;
   std::vector<std::unique_ptr<Outbox>> outboxes_;  // [host][lane]; null for the own host
+
+  std::mutex tasks_mutex_;
+  std::deque<std::packaged_task<void(Network&)>> tasks_;
+  std::vector<std::deque<RowsCommand>> rows_;  // by outbox
+  std::atomic<bool> has_tasks_{false};         // there may be some of both
 
   // Held while records are applied, so that a heap that was left is not stored into any more.
   mutable std::mutex heaps_mutex_;
@@ -216,7 +246,15 @@ class Proxy final : private Landing {
 
   // The thread's alone.
   std::vector<Inbox> inboxes_;
-  std::vector<std::deque<Command>> queued_;  // by outbox
+  std::vector<std::deque<Command>> queued_;     // by outbox
+  std::vector<std::deque<RowsCommand>> going_;  // by outbox
+  // Of the puts of rows that are on their way, by context.
+  struct RowsFlight {
+    int rank;
+    std::shared_ptr<std::atomic<std::uint64_t>> unsent;
+  };
+  std::unordered_map<std::uint64_t, RowsFlight> sending_;
+  std::uint64_t next_context_ = kRowsContext;
   struct Suspicion {
     Clock::time_point due;
     std::string why;

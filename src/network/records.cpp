@@ -49,11 +49,16 @@ void ChunkWriter::add(RecordKind kind, std::uint32_t segment, std::span<const Ta
   used_ += sizeof header + targets.size_bytes() + padded(bytes);
 }
 
-void ChunkWriter::finish() {
+void ChunkWriter::finish(std::uint64_t rows) {
   ChunkHeader header;
   header.number = number_;
+  header.rows = rows;
   header.bytes = bytes();
   std::memcpy(memory_.data(), &header, sizeof header);
+}
+
+std::uint64_t rows_before(std::span<const std::byte> memory) {
+  return memory.size() < sizeof(ChunkHeader) ? 0 : read<ChunkHeader>(memory.data()).rows;
 }
 
 std::string apply(std::span<const std::byte> memory, std::uint64_t number, Landing& landing) {

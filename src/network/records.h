@@ -32,12 +32,16 @@ static_assert(sizeof(Store) == 16, "no padding: every byte of it is sent");
 
 struct ChunkHeader {
   std::uint64_t number = 0;  // of the chunk among those of its sender and lane, from 0
-  std::uint32_t bytes = 0;   // with this header
+  // Puts of rows of the sender and lane that must have come before the chunk is applied: those that
+  // were started before it was closed. So a flag is raised behind them, too.
+  std::uint64_t rows = 0;
+  std::uint32_t bytes = 0;  // with this header
   std::uint32_t magic = kMagic;
+  std::uint64_t reserved = 0;
 
   static constexpr std::uint32_t kMagic = 0x6b68'6373;  // "schk", little-endian
 };
-static_assert(sizeof(ChunkHeader) == 16);
+static_assert(sizeof(ChunkHeader) == 32);
 
 enum class RecordKind : std::uint32_t {
   kCopy,    // `bytes` go to each target
@@ -73,7 +77,7 @@ class ChunkWriter {
   void add(RecordKind kind, std::uint32_t segment, std::span<const Target> targets,
            std::uint64_t skipped, const void* payload, std::size_t bytes);
   // Writes the header.
-  void finish();
+  void finish(std::uint64_t rows);
 
  private:
   std::span<std::byte> memory_;
@@ -91,6 +95,9 @@ class Landing {
   virtual std::byte* at(std::uint32_t segment, const Target& target, std::uint64_t bytes,
                         std::string& fault) = 0;
 };
+
+// ChunkHeader::rows of a chunk that has arrived.
+std::uint64_t rows_before(std::span<const std::byte> memory);
 
 // Applies the records of a chunk of `memory`, which must be number `number` of its sender and lane.
 // Returns what is wrong with it, or nothing. What came before the fault is stored.

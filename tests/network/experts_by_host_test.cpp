@@ -29,50 +29,76 @@ double distance(const BatchResult& result, const BatchResult& expected) {
                                    std::vector<double>(values.begin(), values.end()));
 }
 
+// How tokens and sums travel.
+struct Way {
+  const char* name;
+  std::vector<int> hosts;       // for three ranks
+  bool networks_reach_devices;  // rows go from one device's memory to another's
+};
+const std::vector<Way>& ways() {
+  static const std::vector<Way> all = {{"carried by the exchange", {2, 1}, false},
+                                       {"rows of hosts", {1, 1, 1}, false},
+                                       {"rows of devices", {1, 1, 1}, true}};
+  return all;
+}
+
 BatchResult run_by_host(const std::vector<int>& hosts, const LayerSpec& spec,
                         const MoeWeights& weights, const Batch& batch, const Shares& shares,
                         DType output, const LayerOptions& options = {},
-                        const AdjustCall& adjust = {}) {
-  return run_over(hosts, SharedBy::kHost, spec, weights, batch, shares, output, options, adjust);
+                        const AdjustCall& adjust = {}, bool networks_reach_devices = false) {
+  return run_over(hosts, SharedBy::kHost, spec, weights, batch, shares, output, options, adjust,
+                  networks_reach_devices);
+}
+BatchResult run_by_host(const Way& way, const LayerSpec& spec, const MoeWeights& weights,
+                        const Batch& batch, const Shares& shares, DType output,
+                        const LayerOptions& options = {}, const AdjustCall& adjust = {}) {
+  return run_by_host(way.hosts, spec, weights, batch, shares, output, options, adjust,
+                     way.networks_reach_devices);
 }
 
 TEST(ExpertsByHost, ATokenCrossesOnceForEachHostAndASumComesBack) {
-  const std::vector<int> hosts = {2, 2, 1};
-  const LayerSpec spec = spec_of(64, 32, 20, 5);
-  const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
-  const Batch batch = routed_batch(spec, 100, DType::kF32, 7);
-  const Shares shares = Shares::of({30, 0, 25, 20, 25});
-  LayerOptions options;
-  const BatchResult result = run_by_host(hosts, spec, weights, batch, shares, DType::kF32, options);
-  options.max_tokens = 100;
-  const BatchResult expected = run_batch(spec, weights, batch, shares, DType::kF32, options);
-  EXPECT_LE(distance(result, expected), 1e-6);
-  // 4 experts a rank: the hosts' are [0, 8), [8, 16), [16, 20).
-  const auto host_of_expert = [](int e) { return e / 8; };
-  std::uint64_t crossings = 0, rows_back = 0;
-  std::vector<std::int64_t> rows(20);
-  for (std::size_t r = 0; r < 5; ++r) {
-    for (std::int64_t t = shares.first[r]; t < shares.first[r] + shares.count[r]; ++t) {
-      std::set<int> others;
-      for (int k = 0; k < 5; ++k) {
-        const int e = batch.topk_ids[static_cast<std::size_t>(5 * t + k)];
-        ++rows[static_cast<std::size_t>(e)];
-        if (host_of_expert(e) != static_cast<int>(r / 2)) others.insert(host_of_expert(e));
+  // The exchange carries tokens where hosts have different numbers of ranks.
+  for (const std::vector<int>& hosts : {std::vector{2, 2, 1}, std::vector{2, 2, 2}}) {
+    const bool carried = hosts[2] == 1;
+    SCOPED_TRACE(carried);
+    const int ranks = carried ? 5 : 6;
+    const LayerSpec spec = spec_of(64, 32, 4 * ranks, 5);
+    const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
+    const Batch batch = routed_batch(spec, 100, DType::kF32, 7);
+    std::vector<std::int64_t> counts = {30, 0, 25, 20, 25};
+    counts.resize(static_cast<std::size_t>(ranks));
+    const Shares shares = Shares::of(counts);
+    LayerOptions options;
+    const BatchResult result =
+        run_by_host(hosts, spec, weights, batch, shares, DType::kF32, options);
+    options.max_tokens = 100;
+    const BatchResult expected = run_batch(spec, weights, batch, shares, DType::kF32, options);
+    EXPECT_LE(distance(result, expected), 1e-6);
+    // 4 experts a rank: the hosts' are [0, 8), [8, 16) and the rest.
+    const auto host_of_expert = [](int e) { return e / 8; };
+    std::uint64_t crossings = 0, rows_back = 0, sent = 0;
+    std::vector<std::int64_t> rows(static_cast<std::size_t>(spec.num_experts)), counted = rows;
+    for (std::size_t r = 0; r < static_cast<std::size_t>(ranks); ++r) {
+      for (std::int64_t t = shares.first[r]; t < shares.first[r] + shares.count[r]; ++t) {
+        std::set<int> others;
+        for (int k = 0; k < 5; ++k) {
+          const int e = batch.topk_ids[static_cast<std::size_t>(5 * t + k)];
+          ++rows[static_cast<std::size_t>(e)];
+          if (host_of_expert(e) != static_cast<int>(r / 2)) others.insert(host_of_expert(e));
+        }
+        crossings += others.size();
       }
-      crossings += others.size();
+      const ForwardStats& stats = result.stats[r];
+      rows_back += stats.combine_bytes;
+      sent += stats.dispatch_bytes;
+      for (std::size_t e = 0; e < rows.size(); ++e) counted[e] += stats.tokens_per_expert[e];
     }
-    rows_back += result.stats[r].combine_bytes;
+    EXPECT_EQ(rows_back, crossings * 64 * sizeof(float));
+    // The token, its five slots, and an entry of 12 bytes; where the exchange carries no tokens, a
+    // word in the place of each.
+    EXPECT_EQ(sent, crossings * (64 * sizeof(float) + 5 * 8 + 12 + (carried ? 0 : 4)));
+    EXPECT_EQ(counted, rows);
   }
-  EXPECT_EQ(rows_back, crossings * 64 * sizeof(float));
-  std::uint64_t sent = 0;
-  std::vector<std::int64_t> counted(20);
-  for (const ForwardStats& stats : result.stats) {
-    sent += stats.dispatch_bytes;
-    for (std::size_t e = 0; e < 20; ++e) counted[e] += stats.tokens_per_expert[e];
-  }
-  // The token, its five slots, and an entry of 12 bytes.
-  EXPECT_EQ(sent, crossings * (64 * sizeof(float) + 5 * 8 + 12));
-  EXPECT_EQ(counted, rows);
 }
 
 // Whose host a token is on, and how many ranks hosts have, is nothing to its sum.
@@ -91,18 +117,21 @@ TEST(ExpertsByHost, HasTheBitsOfAnyNumberOfRanks) {
       for (const Shares& shares : {Shares::even(120, ranks), Shares::even(120, 1)}) {
         std::vector<std::int64_t> counts = shares.count;
         counts.resize(static_cast<std::size_t>(ranks));
-        const BatchResult result =
-            run_by_host(hosts, spec, weights, batch, Shares::of(counts), DType::kF32, options);
-        EXPECT_TRUE(result.output == expected.output) << ranks;
+        for (const bool networks_reach_devices : {false, true}) {
+          const BatchResult result = run_by_host(hosts, spec, weights, batch, Shares::of(counts),
+                                                 DType::kF32, options, {}, networks_reach_devices);
+          EXPECT_TRUE(result.output == expected.output) << ranks << networks_reach_devices;
+        }
       }
     }
   }
 }
 
 TEST(ExpertsByHost, WeighsInputsAndAddsSharedExperts) {
-  for (const bool shared : {false, true}) {
-    for (const bool weighs_input : {false, true}) {
-      SCOPED_TRACE(::testing::Message() << shared << weighs_input);
+  for (const int kind : {0, 1, 2, 3}) {
+    for (const Way& way : ways()) {
+      const bool shared = kind % 2 != 0, weighs_input = kind / 2 != 0;
+      SCOPED_TRACE(::testing::Message() << shared << weighs_input << ", " << way.name);
       LayerSpec spec = spec_of(64, 32, 12, 3);
       if (shared) spec.shared_intermediate = 48;
       spec.weight_on_input = weighs_input;
@@ -111,7 +140,7 @@ TEST(ExpertsByHost, WeighsInputsAndAddsSharedExperts) {
       const Shares shares = Shares::of({60, 1, 59});
       LayerOptions options;
       const BatchResult result =
-          run_by_host({2, 1}, spec, weights, batch, shares, DType::kF32, options);
+          run_by_host(way, spec, weights, batch, shares, DType::kF32, options);
       options.max_tokens = 120;
       EXPECT_LE(distance(result, run_batch(spec, weights, batch, shares, DType::kF32, options)),
                 1e-6);
@@ -122,7 +151,13 @@ TEST(ExpertsByHost, WeighsInputsAndAddsSharedExperts) {
 TEST(ExpertsByHost, ScalesAddsAndConverts) {
   const LayerSpec spec = spec_of(64, 32, 9, 2);
   const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
-  for (const DType x : {DType::kF32, DType::kF16, DType::kBF16}) {
+  for (const auto& [x, way] : {std::pair(DType::kF32, ways()[0]),
+                               {DType::kF16, ways()[0]},
+                               {DType::kBF16, ways()[0]},
+                               {DType::kF32, ways()[1]},
+                               {DType::kF16, ways()[1]},
+                               {DType::kF32, ways()[2]},
+                               {DType::kBF16, ways()[2]}}) {
     const Batch batch = routed_batch(spec, 33, x, 8);
     const Shares shares = Shares::of({11, 12, 10});
     const AdjustCall adjust = [&](ForwardInput& input, ForwardOutput& output, std::size_t) {
@@ -132,12 +167,29 @@ TEST(ExpertsByHost, ScalesAddsAndConverts) {
     };
     LayerOptions options;
     const BatchResult result =
-        run_by_host({2, 1}, spec, weights, batch, shares, DType::kF32, options, adjust);
+        run_by_host(way, spec, weights, batch, shares, DType::kF32, options, adjust);
     options.max_tokens = 33;
     EXPECT_LE(
         distance(result, run_batch(spec, weights, batch, shares, DType::kF32, options, adjust)),
         1e-6)
-        << to_string(x);
+        << to_string(x) << ", " << way.name;
+  }
+}
+
+TEST(ExpertsByHost, Bf16IsAccurate) {
+  LayerSpec spec = spec_of(64, 32, 12, 4);
+  spec.shared_intermediate = 24;
+  const MoeWeights weights = make_weights(spec, DType::kBF16, 3, 1);
+  for (const DType x : {DType::kBF16, DType::kF32}) {
+    const Batch batch =
+        x == DType::kBF16 ? random_batch(spec, 90, x, 5) : routed_batch(spec, 90, x, 5);
+    for (const Way& way : ways()) {
+      SCOPED_TRACE(way.name);
+      const BatchResult result =
+          run_by_host(way, spec, weights, batch, Shares::of({50, 0, 40}), DType::kBF16);
+      if (x == DType::kBF16) expect_same_routing(spec, weights, batch, result);
+      expect_accurate(spec, weights, batch, result);
+    }
   }
 }
 
@@ -163,16 +215,18 @@ TEST(ExpertsByHost, DropsOverCapacityAsOneHostDoes) {
   const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
   const Batch batch = routed_batch(spec, 90, DType::kF32, 7);
   const Shares shares = Shares::of({30, 30, 30});
-  LayerOptions options;
-  const BatchResult result =
-      run_by_host({2, 1}, spec, weights, batch, shares, DType::kF32, options);
-  options.max_tokens = 90;
-  const BatchResult expected = run_batch(spec, weights, batch, shares, DType::kF32, options);
-  EXPECT_LE(distance(result, expected), 1e-6);
-  EXPECT_EQ(result.ids, expected.ids);
-  for (std::size_t r = 0; r < 3; ++r) {
-    EXPECT_GT(result.stats[r].dropped_slots, 0);
-    EXPECT_EQ(result.stats[r].dropped_slots, expected.stats[r].dropped_slots);
+  LayerOptions alone;
+  alone.max_tokens = 90;
+  const BatchResult expected = run_batch(spec, weights, batch, shares, DType::kF32, alone);
+  for (const Way& way : ways()) {
+    SCOPED_TRACE(way.name);
+    const BatchResult result = run_by_host(way, spec, weights, batch, shares, DType::kF32);
+    EXPECT_LE(distance(result, expected), 1e-6);
+    EXPECT_EQ(result.ids, expected.ids);
+    for (std::size_t r = 0; r < 3; ++r) {
+      EXPECT_GT(result.stats[r].dropped_slots, 0);
+      EXPECT_EQ(result.stats[r].dropped_slots, expected.stats[r].dropped_slots);
+    }
   }
 }
 
@@ -234,8 +288,9 @@ TEST(ExpertsByHost, NewWeightsAreUsed) {
 // ------------------------------------------------------------------------------------ failures
 
 struct Fault {
-  int rank;          // that stops
-  bool in_its_pass;  // having received its tokens, or before it sends any
+  int rank;               // that stops
+  bool in_its_pass;       // having received its tokens, or before it sends any
+  int last_of_the_first;  // rank of the first host
 };
 
 class ExpertsByHostFault : public ::testing::TestWithParam<Fault> {};
@@ -248,7 +303,7 @@ TEST_P(ExpertsByHostFault, EveryOtherRankNamesTheOneThatStops) {
   const Shares shares = Shares::even(40, 4);
   std::atomic<int> told{0};
   test::ChaosHosts hosts;
-  hosts.ranks_of_hosts = {2, 2};
+  hosts.ranks_of_hosts = {fault.last_of_the_first + 1, 3 - fault.last_of_the_first};
   BatchResult result = empty_result(spec, batch, 4, DType::kF32);
   const auto thrown = test::run_over_chaos(hosts, [&](const World& world) {
     LayerOptions options;
@@ -268,6 +323,8 @@ TEST_P(ExpertsByHostFault, EveryOtherRankNamesTheOneThatStops) {
     const auto start = std::chrono::steady_clock::now();
     try {
       forward(staged, batch, shares, world.rank(), result);
+      // One that had all it needed before it stopped hears of it in its next call.
+      if (world.rank() == fault.rank) forward(staged, batch, shares, world.rank(), result);
       ADD_FAILURE() << "no error on rank " << world.rank();
     } catch (const TimeoutError& error) {
       EXPECT_EQ(error.failure().peer_rank, fault.rank)
@@ -281,11 +338,14 @@ TEST_P(ExpertsByHostFault, EveryOtherRankNamesTheOneThatStops) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, ExpertsByHostFault,
-                         ::testing::Values(Fault{0, false}, Fault{3, false}, Fault{0, true},
-                                           Fault{1, true}, Fault{2, true}, Fault{3, true}),
+                         ::testing::Values(Fault{0, false, 1}, Fault{3, false, 1},
+                                           Fault{0, true, 1}, Fault{1, true, 1}, Fault{2, true, 1},
+                                           Fault{3, true, 1}, Fault{1, false, 2}, Fault{1, true, 2},
+                                           Fault{3, true, 2}),
                          [](const ::testing::TestParamInfo<Fault>& fault) {
                            return "Rank" + std::to_string(fault.param.rank) +
-                                  (fault.param.in_its_pass ? "InItsPass" : "BeforeItSends");
+                                  (fault.param.in_its_pass ? "InItsPass" : "BeforeItSends") +
+                                  (fault.param.last_of_the_first == 1 ? "" : "Carried");
                          });
 
 // ------------------------------------------------------------------------------- random worlds
@@ -300,9 +360,10 @@ TEST(HostsChaos, LayersInTwoLevelsAreRight) {
     test::Numbers numbers(seed);
     test::ChaosHosts hosts;
     const int num_hosts = numbers.between(2, 4), most = numbers.between(1, 3);
+    const bool alike = numbers.between(0, 3) != 0, reached = numbers.between(0, 1) == 1;
     int ranks = 0;
     for (int h = 0; h < num_hosts; ++h) {
-      hosts.ranks_of_hosts.push_back(numbers.between(0, 2) == 0 ? numbers.between(1, most) : most);
+      hosts.ranks_of_hosts.push_back(alike ? most : numbers.between(1, most));
       ranks += hosts.ranks_of_hosts.back();
     }
     hosts.chaos.seed = seed;
@@ -338,7 +399,8 @@ TEST(HostsChaos, LayersInTwoLevelsAreRight) {
     }
     const std::int64_t most_rows = numbers.between(20, 300);
     for (const std::exception_ptr& failure : test::run_over_chaos(hosts, [&](const World& world) {
-           Staged staged = make_staged(world, spec, weights, options, SharedBy::kHost, most_rows);
+           Staged staged =
+               make_staged(world, spec, weights, options, SharedBy::kHost, most_rows, reached);
            for (std::size_t pass = 0; pass < kPasses; ++pass) {
              forward(staged, batches[pass], shares[pass], world.rank(), results[pass]);
            }

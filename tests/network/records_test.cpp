@@ -51,7 +51,7 @@ class RecordsTest : public ::testing::Test {
   RecordsTest() : chunk_(512), writer_(chunk_, 5), heaps_(3) {}
 
   std::string apply_chunk(std::uint64_t number = 5) {
-    writer_.finish();
+    writer_.finish(0);
     return apply(chunk_, number, heaps_);
   }
   template <typename T>
@@ -127,7 +127,7 @@ TEST_F(RecordsTest, LengthsBeyondTheChunkAreRefused) {
   const std::uint64_t payload = 5;
   const Target target{8, 1, 0};
   writer_.add(RecordKind::kCopy, 1, {&target, 1}, 0, &payload, sizeof payload);
-  writer_.finish();
+  writer_.finish(0);
   poke(kFirstRecord + offsetof(RecordHeader, bytes), std::uint32_t{0xffff'fff0});
   EXPECT_THAT(apply(chunk_, 5, heaps_), HasSubstr("are left"));
   poke(kFirstRecord + offsetof(RecordHeader, bytes), std::uint32_t{8});
@@ -155,7 +155,7 @@ TEST_F(RecordsTest, ChangedBytesDoNoHarm) {
   writer_.add(RecordKind::kCopy, 1, targets, 0, payload.data(), sizeof payload);
   writer_.add(RecordKind::kWords, 1, targets, 8, payload.data(), sizeof payload);
   writer_.add(RecordKind::kStores, 1, {}, 0, stores.data(), sizeof stores);
-  writer_.finish();
+  writer_.finish(0);
   const std::vector<std::byte> good = chunk_;
   std::mt19937 random(1);
   int refused = 0;

@@ -23,9 +23,10 @@ struct Staged {
 
 inline Staged make_staged(const World& world, const LayerSpec& spec, const MoeWeights& weights,
                           LayerOptions options = {}, SharedBy shared_by = SharedBy::kRank,
-                          std::int64_t most_rows = 50) {
+                          std::int64_t most_rows = 50, bool networks_reach_devices = false) {
   if (options.deadline.count() == 0) options.deadline = test::kGenerous;
   auto device = std::make_unique<ThreadDevice>();
+  device->networks_reach_it = networks_reach_devices;
   ThreadDevice* const known = device.get();
   return {known,
           make_staged_layer(world, spec, weights_of_rank(weights, world.rank(), world.size()),
@@ -71,15 +72,15 @@ inline void expect_nothing_thrown(const std::vector<std::exception_ptr>& thrown)
 inline BatchResult run_over(const std::vector<int>& ranks_of_hosts, SharedBy shared_by,
                             const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                             const Shares& shares, DType output, LayerOptions options = {},
-                            const AdjustCall& adjust = {}, std::uint64_t seed = 1) {
+                            const AdjustCall& adjust = {}, bool networks_reach_devices = false) {
   test::ChaosHosts hosts;
   hosts.ranks_of_hosts = ranks_of_hosts;
-  hosts.chaos.seed = seed;
   options.max_tokens = static_cast<int>(batch.x.rows());
   BatchResult result = empty_result(spec, batch, static_cast<int>(shares.count.size()), output),
               again = result;
   expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
-    Staged staged = make_staged(world, spec, weights, options, shared_by);
+    Staged staged =
+        make_staged(world, spec, weights, options, shared_by, 50, networks_reach_devices);
     forward(staged, batch, shares, world.rank(), result, adjust);
     forward(staged, batch, shares, world.rank(), again, adjust);
   }));

@@ -2,6 +2,8 @@
 // one by one, as a stream does, and whose memory is the host's.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -53,18 +55,30 @@ class ThreadDevice final : public StagingDevice {
     if (before_copy) before_copy();
     copy(static_cast<std::byte*>(to), to_pitch, from, from_pitch, rows);
   }
+  void on_device(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+                 const Rows& rows) override {
+    copy(static_cast<std::byte*>(to), to_pitch, static_cast<const std::byte*>(from), from_pitch,
+         rows);
+  }
   void lend(std::byte*, std::size_t) override {}
   std::shared_ptr<std::byte> allocate(std::size_t bytes) override {
     return std::shared_ptr<std::byte>(new std::byte[bytes], std::default_delete<std::byte[]>());
   }
+  NetworkMemory allocate_for_network(std::size_t bytes) override {
+    if (!networks_reach_it) return {};
+    return {allocate(bytes), UniqueFd(::memfd_create("device", MFD_CLOEXEC))};
+  }
   void* stream() override { return nullptr; }
   void synchronize(void*) override { is_idle(test::kGenerous); }
+  void await_kernels() override {}  // They run at once.
   void synchronize_all() override { is_idle(test::kGenerous); }
   bool is_idle(std::chrono::milliseconds patience) override {
     std::unique_lock lock(mutex_);
     return changed_.wait_for(lock, patience, [this] { return stream_.empty(); });
   }
 
+  // Whether a network can read and write the device's memory.
+  bool networks_reach_it = false;
   // Called before copies to the device.
   std::function<void()> before_copy;
 

@@ -27,6 +27,7 @@ namespace {
 bool built_with_cuda() { return false; }
 int device_count() { return 0; }
 DeviceInfo device_info(int) { unsupported(); }
+bool exports_dmabuf(int) { unsupported(); }
 int current_device() { unsupported(); }
 void set_device(int) { unsupported(); }
 void synchronize_device() { unsupported(); }

@@ -10,6 +10,7 @@
 #include "gpu/device.h"
 #include "gpu/host/cuda_error.h"
 #include "gpu/host/device_scope.h"
+#include "gpu/host/driver_function.h"
 #include "gpu/host/mapped_memory.h"
 #include "gpu/host/pass_memory.h"
 #include "protocol/atomics.h"
@@ -126,6 +127,14 @@ class Staging final : public StagingDevice {
                  const Rows& rows) override {
     copy({to, to_pitch}, {const_cast<std::byte*>(from), from_pitch}, from, rows);
   }
+  void on_device(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+                 const Rows& rows) override {
+    const DeviceScope scope(device_);
+    const RelaxedCapture relaxed;
+    enqueue_rows({to, to_pitch}, {const_cast<void*>(from), from_pitch}, {0, rows.count},
+                 rows.width);
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_of_copies()));
+  }
   void lend(std::byte* data, std::size_t bytes) override { lent_.emplace_back(data, bytes); }
 
   std::shared_ptr<std::byte> allocate(std::size_t bytes) override {
@@ -133,11 +142,31 @@ class Staging final : public StagingDevice {
     const auto buffer = std::make_shared<DeviceBuffer>(bytes);
     return {buffer, static_cast<std::byte*>(buffer->data())};
   }
+  NetworkMemory allocate_for_network(std::size_t bytes) override {
+    if (!exports_dmabuf(device_)) return {};
+    // A descriptor is of whole pages.
+    constexpr std::size_t kPages = std::size_t{2} << 20;
+    const std::size_t whole = (bytes + kPages - 1) / kPages * kPages;
+    NetworkMemory memory{allocate(whole), {}};
+    const auto address = reinterpret_cast<CUdeviceptr>(memory.data.get());
+    const auto get_handle = find_driver_function<PFN_cuMemGetHandleForAddressRange_v11070>(
+        "cuMemGetHandleForAddressRange");
+    int descriptor = -1;
+    const DeviceScope scope(device_);
+    if (get_handle == nullptr || address % kPages != 0 ||
+        get_handle(&descriptor, address, whole, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0) !=
+            CUDA_SUCCESS) {
+      return {};
+    }
+    memory.dmabuf = UniqueFd(descriptor);
+    return memory;
+  }
   void* stream() override { return stream_.handle(); }
 
   void synchronize(void* stream) override {
     SWITCHYARD_CUDA(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
   }
+  void await_kernels() override { SWITCHYARD_CUDA(cudaStreamSynchronize(stream_of_copies())); }
   void synchronize_all() override {
     const DeviceScope scope(device_);
     SWITCHYARD_CUDA(cudaDeviceSynchronize());

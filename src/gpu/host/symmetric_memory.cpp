@@ -1,6 +1,5 @@
 #include "gpu/host/symmetric_memory.h"
 
-#include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 #include <unistd.h>
@@ -12,24 +11,14 @@
 #include "fabric/collective.h"
 #include "gpu/device.h"
 #include "gpu/host/cuda_error.h"
+#include "gpu/host/driver_function.h"
 #include "protocol/partition.h"
 #include "switchyard/error.h"
 
 namespace switchyard::gpu {
 namespace {
 
-// Returns one of the driver's functions for physical memory, which the runtime library lacks.
-template <typename Function>
-Function driver_function(const char* name) {
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  SWITCHYARD_CUDA(cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found));
-  if (found != cudaDriverEntryPointSuccess) {
-    throw Error(ErrorCode::kUnsupported,
-                fmt::format("the NVIDIA driver has no {}; it must be 525 or newer", name));
-  }
-  return reinterpret_cast<Function>(entry);
-}
+// The driver's functions for physical memory.
 struct Driver {
 #define SWITCHYARD_DRIVER(name, version) \
   PFN_##name##_v##version name = driver_function<PFN_##name##_v##version>(#name)

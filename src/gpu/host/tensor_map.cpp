@@ -1,6 +1,5 @@
 #include "gpu/host/tensor_map.h"
 
-#include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
@@ -8,6 +7,7 @@
 #include <utility>
 
 #include "gpu/host/cuda_error.h"
+#include "gpu/host/driver_function.h"
 #include "switchyard/error.h"
 
 namespace switchyard::gpu {
@@ -23,18 +23,6 @@ cuuint64_t u(T value) {
   return static_cast<cuuint64_t>(value);
 }
 
-PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  SWITCHYARD_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
-                                                   cudaEnableDefault, &found));
-  if (found != cudaDriverEntryPointSuccess) {
-    throw Error(ErrorCode::kUnsupported,
-                "the NVIDIA driver has no cuTensorMapEncodeTiled; it must be 525 or newer");
-  }
-  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
-}
-
 // sizes and box: innermost first; strides in bytes, from the second dimension on.
 CUtensorMap encode(const void* data, int element_bytes, std::span<const cuuint64_t> sizes,
                    std::span<const cuuint64_t> strides, std::span<const cuuint32_t> box,
@@ -44,7 +32,8 @@ CUtensorMap encode(const void* data, int element_bytes, std::span<const cuuint64
   // Elements are copied as they are, and zero is the same in all types.
   const CUtensorMapDataType type =
       element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
-  static const PFN_cuTensorMapEncodeTiled_v12000 encoder = find_encoder();
+  static const auto encoder =
+      driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled");
   const CUresult result =
       encoder(&map, type, static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(data),
               sizes.data(), strides.data(), box.data(), kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE,
