@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "gpu/host/cuda_error.h"
-#include "gpu/host/driver_function.h"
 #include "gpu/host/flush_l2.h"
 #include "switchyard/error.h"
 
@@ -107,18 +106,6 @@ DeviceInfo device_info(int device) {
   SWITCHYARD_CUDA(cudaRuntimeGetVersion(&info.runtime_version));
   info.exports_dmabuf = exports_dmabuf(device);
   return info;
-}
-
-bool exports_dmabuf(int device) {
-  const auto get_device = find_driver_function<PFN_cuDeviceGet_v2000>("cuDeviceGet");
-  const auto get_attribute =
-      find_driver_function<PFN_cuDeviceGetAttribute_v2000>("cuDeviceGetAttribute");
-  CUdevice handle = 0;
-  int supported = 0;
-  return get_device != nullptr && get_attribute != nullptr &&
-         get_device(&handle, device) == CUDA_SUCCESS &&
-         get_attribute(&supported, CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, handle) == CUDA_SUCCESS &&
-         supported != 0;
 }
 
 int current_device() {

@@ -10,7 +10,7 @@
 #include "gpu/device.h"
 #include "gpu/host/cuda_error.h"
 #include "gpu/host/device_scope.h"
-#include "gpu/host/driver_function.h"
+#include "gpu/host/dmabuf.h"
 #include "gpu/host/mapped_memory.h"
 #include "gpu/host/pass_memory.h"
 #include "protocol/atomics.h"
@@ -144,21 +144,11 @@ class Staging final : public StagingDevice {
   }
   NetworkMemory allocate_for_network(std::size_t bytes) override {
     if (!exports_dmabuf(device_)) return {};
-    // A descriptor is of whole pages.
-    constexpr std::size_t kPages = std::size_t{2} << 20;
-    const std::size_t whole = (bytes + kPages - 1) / kPages * kPages;
+    const std::size_t whole = (bytes + kDmabufPages - 1) / kDmabufPages * kDmabufPages;
     NetworkMemory memory{allocate(whole), {}};
-    const auto address = reinterpret_cast<CUdeviceptr>(memory.data.get());
-    const auto get_handle = find_driver_function<PFN_cuMemGetHandleForAddressRange_v11070>(
-        "cuMemGetHandleForAddressRange");
-    int descriptor = -1;
     const DeviceScope scope(device_);
-    if (get_handle == nullptr || address % kPages != 0 ||
-        get_handle(&descriptor, address, whole, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0) !=
-            CUDA_SUCCESS) {
-      return {};
-    }
-    memory.dmabuf = UniqueFd(descriptor);
+    memory.dmabuf = export_dmabuf(memory.data.get(), whole);
+    if (!memory.dmabuf) return {};
     return memory;
   }
   void* stream() override { return stream_.handle(); }
