@@ -384,6 +384,8 @@ def hosts_table():
         names = {"dispatch": "dispatch", "combine": "combine", "combine_summed": "summed"}
         if engine == "cuda":
             names["layer"] = "layer"
+        if any(row["stage"] == "layer_summed" for row in found):
+            names["layer_summed"] = "layer, summed"
         lines += [
             f"{'GPUs' if engine == 'cuda' else 'CPUs'}, {hosts} hosts, {ranks} ranks, {link}: "
             f"a flag and back {microseconds(of_stage['flag']['median_us'])} µs, a host's stream {rate:.0f} MB/s",

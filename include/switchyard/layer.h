@@ -124,7 +124,8 @@ struct LayerOptions {
   // at most one row for each token and host, so fewer bytes between hosts. It changes bits: partial
   // sums are rounded, and the token's rank adds them in the order of their lowest k. They are the
   // same bits on every repetition, and for all numbers of ranks that these hosts may have if each
-  // host keeps its experts and tokens. Of one host nothing changes.
+  // host keeps its experts and tokens. Of one host nothing changes. With kCuda the ranks of a host
+  // are a layer of their own then (docs/hosts.md), and sums of a token's own host are rounded, too.
   bool pre_sum_per_host = false;
   // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's.
   std::chrono::milliseconds deadline{0};

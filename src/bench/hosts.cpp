@@ -115,7 +115,8 @@ class Session {
       const LayerSpec spec = layer_spec();
       const MoeWeights weights = generate_weights(spec, DType::kBF16, options_.seed);
       for (const std::int64_t tokens : options_.tokens) {
-        rows.push_back(collect("layer", measure_layer(spec, weights, tokens), tokens));
+        rows.push_back(collect("layer", measure_layer(spec, weights, tokens, false), tokens));
+        rows.push_back(collect("layer_summed", measure_layer(spec, weights, tokens, true), tokens));
       }
     }
     return rows;
@@ -294,9 +295,10 @@ class Session {
     return spec;
   }
 
-  // On GPUs. What comes out must have the bits that one rank computes alone.
-  Measured measure_layer(const LayerSpec& spec, const MoeWeights& weights,
-                         std::int64_t tokens) const {
+  // On GPUs. What comes out must have the bits that one rank computes alone; `summed`, with sums
+  // per host: that but for their rounding.
+  Measured measure_layer(const LayerSpec& spec, const MoeWeights& weights, std::int64_t tokens,
+                         bool summed) const {
     const Tokens mine = tokens_of_rank(tokens);
     Memory x(options_.backend, mine.x), y(options_.backend, mine.x.size() * 2),
         ids(options_.backend, mine.routing.ids),
@@ -323,6 +325,7 @@ class Session {
       stream->synchronize();
       expected = y.read<std::uint16_t>();
     }
+    how.pre_sum_per_host = summed;
     MoeLayer layer(world_, spec, weights, how);
     Measured measured;
     const int repeat = repeats_of(tokens);
@@ -331,9 +334,34 @@ class Session {
     }
     layer.check();
     const std::vector<std::uint16_t> found = y.read<std::uint16_t>();
-    for (std::size_t i = 0; i < found.size(); ++i) measured.wrong += found[i] != expected[i];
+    measured.wrong = summed ? wrong_rows(found, expected) : wrong_values(found, expected);
     world_.barrier();
     return measured;
+  }
+
+  static std::uint64_t wrong_values(const std::vector<std::uint16_t>& found,
+                                    const std::vector<std::uint16_t>& expected) {
+    std::uint64_t wrong = 0;
+    for (std::size_t i = 0; i < found.size(); ++i) wrong += found[i] != expected[i];
+    return wrong;
+  }
+  // Sums of hosts are rounded to bf16, and so is their sum.
+  std::uint64_t wrong_rows(const std::vector<std::uint16_t>& found,
+                           const std::vector<std::uint16_t>& expected) const {
+    constexpr double kRoundings = 4 * 0x1p-8;
+    const auto hidden = static_cast<std::size_t>(options_.hidden);
+    std::uint64_t wrong = 0;
+    for (std::size_t first = 0; first < found.size(); first += hidden) {
+      double error = 0, norm = 0;
+      for (std::size_t i = first; i < first + hidden; ++i) {
+        const double is = static_cast<double>(bf16_to_f32(found[i])),
+                     should_be = static_cast<double>(bf16_to_f32(expected[i]));
+        error += (is - should_be) * (is - should_be);
+        norm += should_be * should_be;
+      }
+      wrong += !(error <= kRoundings * kRoundings * norm);
+    }
+    return wrong;
   }
 
   int repeats_of(std::int64_t tokens) const {

@@ -707,7 +707,9 @@ std::unique_ptr<LayerEngine> make_engine_over_hosts(const World& world, const La
                                                     const LayerOptions& options) {
   std::unique_ptr<StagingDevice> device;
   attempt_together(world.fabric(), [&] { device = make_staging_device(options.device); });
-  return make_staged_layer(world, spec, weights, options, std::move(device));
+  const SharedBy shared_by = options.pre_sum_per_host ? SharedBy::kHost : SharedBy::kRank;
+  return make_staged_layer(world, spec, weights, options, std::move(device), Backend::kCuda,
+                           kMostRows, shared_by);
 }
 
 }  // namespace gpu

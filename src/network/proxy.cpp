@@ -212,6 +212,7 @@ Traffic Proxy::traffic() const {
   for (const auto& outbox : outboxes_) {
     if (outbox) traffic.bytes_sent += outbox->bytes_sent();
   }
+  traffic.bytes_sent += row_bytes_sent_.load(std::memory_order_relaxed);
   traffic.chunks_sent = chunks_sent_.load(std::memory_order_relaxed);
   traffic.chunks_received = chunks_received_.load(std::memory_order_relaxed);
   return traffic;
@@ -261,6 +262,9 @@ void Proxy::on_thread(const std::function<void(Network&)>& task) {
 void Proxy::put_rows(Lane lane, int host, std::vector<RowsCommand> commands) {
   Outbox& behind = outbox(lane, host);
   behind.count_rows(commands.size());
+  for (const RowsCommand& command : commands) {
+    row_bytes_sent_.fetch_add(command.bytes, std::memory_order_relaxed);
+  }
   {
     const std::lock_guard lock(tasks_mutex_);
     auto& queue =

@@ -98,7 +98,7 @@ struct ProxyOptions {
 };
 
 struct Traffic {
-  std::uint64_t bytes_sent = 0;  // in chunks, headers included
+  std::uint64_t bytes_sent = 0;  // in chunks, headers included, and rows
   std::uint64_t chunks_sent = 0, chunks_received = 0;
 };
 
@@ -262,7 +262,7 @@ class Proxy final : private Landing {
   std::vector<std::optional<Suspicion>> suspected_;  // by rank
   std::vector<bool> distrusted_;                     // by rank: it broke the protocol
   Clock::time_point next_beat_, next_control_, last_active_;
-  std::atomic<std::uint64_t> chunks_sent_{0}, chunks_received_{0};
+  std::atomic<std::uint64_t> chunks_sent_{0}, chunks_received_{0}, row_bytes_sent_{0};
 
   std::atomic<bool> sleeping_{false}, stopping_{false};
   std::atomic<bool> proposed_{false};  // by a thread of the rank, and not looked at yet

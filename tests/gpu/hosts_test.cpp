@@ -9,8 +9,10 @@
 #include <atomic>
 #include <cstdlib>
 #include <random>
+#include <string>
 #include <vector>
 
+#include "reference/reference.h"
 #include "support/accuracy.h"
 #include "support/device_exchange.h"
 #include "support/device_ranks.h"
@@ -130,12 +132,13 @@ const std::vector<int> kHosts = {2, 1};
 constexpr int kRanks = 3;
 
 BatchResult run_over_hosts(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
-                           const Shares& shares, DType output, LayerOptions options = {}) {
+                           const Shares& shares, DType output, LayerOptions options = {},
+                           const std::vector<int>& ranks_of_hosts = kHosts) {
   std::vector<BatchResult> results(2, empty_result(spec, batch, kRanks, output));
   const auto most =
       static_cast<int>(std::max<std::int64_t>(1, *std::ranges::max_element(shares.count)));
   test::ChaosHosts hosts;
-  hosts.ranks_of_hosts = kHosts;
+  hosts.ranks_of_hosts = ranks_of_hosts;
   hosts.windows = {};
   require_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
     DeviceRank rank(world, spec, weights, most, options);
@@ -152,10 +155,17 @@ TEST_P(EveryModelOverHosts, IsAsGoodAsAStraightforwardProgram) {
   const LayerSpec spec = small_spec(GetParam());
   const MoeWeights weights = make_weights(spec, DType::kBF16);
   const Batch batch = random_batch(spec, 90, DType::kBF16, 5);
-  const BatchResult result =
-      run_over_hosts(spec, weights, batch, Shares::of({50, 0, 40}), DType::kBF16);
-  expect_same_routing(spec, weights, batch, result);
-  expect_accurate(spec, weights, batch, result);
+  for (const std::vector<int>& hosts : {kHosts, {1, 1, 1}}) {
+    for (const bool summed : {false, true}) {
+      SCOPED_TRACE(::testing::Message() << hosts.size() << (summed ? " summed" : ""));
+      LayerOptions options;
+      options.pre_sum_per_host = summed;
+      const BatchResult result = run_over_hosts(spec, weights, batch, Shares::of({50, 0, 40}),
+                                                DType::kBF16, options, hosts);
+      expect_same_routing(spec, weights, batch, result);
+      expect_accurate(spec, weights, batch, result);
+    }
+  }
 }
 INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelOverHosts, ::testing::ValuesIn(model_table()),
                          name_of_model);
@@ -180,6 +190,44 @@ TEST_F(GpuHosts, LayersHaveTheBitsOfOneHost) {
       }
     }
   }
+}
+
+// The sums of one host are those of any other number of its ranks.
+TEST_F(GpuHosts, LayersInTwoLevelsHaveTheBitsOfAnyNumberOfRanks) {
+  LayerSpec spec = spec_of(256, 384, 12, 4);
+  spec.shared_intermediate = 256;
+  const MoeWeights weights = make_weights(spec, DType::kBF16);
+  const Batch batch = routed(spec, 700, 0.8);
+  LayerOptions options;
+  options.pre_sum_per_host = true;
+  std::vector<Matrix> outputs;
+  for (const int ranks : {1, 2}) {
+    const Shares shares = Shares::even(700, 2 * ranks);
+    BatchResult result = empty_result(spec, batch, 2 * ranks, DType::kBF16);
+    test::ChaosHosts hosts;
+    hosts.ranks_of_hosts = {ranks, ranks};
+    hosts.windows = {};
+    require_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+      DeviceRank rank(world, spec, weights, 350, options);
+      for (int pass = 0; pass < 3; ++pass) rank.run(batch, shares, result);
+    }));
+    expect_accurate(spec, weights, batch, result);
+    outputs.push_back(result.output);
+  }
+  EXPECT_TRUE(outputs[0] == outputs[1]);
+}
+
+TEST_F(GpuHosts, Fp8LayersInTwoLevelsAreAccurate) {
+  const LayerSpec spec = spec_of(256, 384, 12, 4);
+  const MoeWeights weights = make_weights(spec, DType::kF8E4M3);
+  const Batch batch = routed(spec, 300, 0.8);
+  LayerOptions options;
+  options.pre_sum_per_host = true;
+  const BatchResult result =
+      run_over_hosts(spec, weights, batch, Shares::of({100, 0, 200}), DType::kBF16, options);
+  double yardstick = 0;
+  const double error = output_error(spec, weights, batch, result, &yardstick, true);
+  EXPECT_LE(error, 2 * yardstick);
 }
 
 // `mine` has the rows of one rank, `all` those of all.
@@ -262,15 +310,21 @@ TEST_F(GpuHostsLaunched, ExchangesOfEverySize) {
   EXPECT_EQ(player.exchange().stats().combines, calls);
 }
 
-// Each rank has a few batches, whose outputs it computes alone beforehand.
-TEST_F(GpuHostsLaunched, LayersOfEverySize) {
+// Each rank has a few batches, whose outputs it computes alone beforehand. Over hosts they have the
+// same bits, or, where hosts round their sums, the same bits in every pass.
+class GpuHostsLaunchedLayers : public GpuHostsLaunched,
+                               public ::testing::WithParamInterface<bool> {};
+
+TEST_P(GpuHostsLaunchedLayers, OfEverySize) {
+  const bool summed = GetParam();
   World world = World::from_environment(test::with_deadline(test::kGenerous));
   const LayerSpec spec = spec_of(256, 128, 16, 4);
   const MoeWeights weights = make_weights(spec, DType::kBF16);
   constexpr int kMostTokens = 8192;
   constexpr int kSizes[] = {1, 2, 7, 30, 100, 300, 1000, kMostTokens};
   std::vector<DeviceBatch> batches;
-  std::vector<std::size_t> expected;
+  std::vector<std::size_t> expected(std::size(kSizes));
+  std::vector<std::vector<float>> values;
   {
     LayerOptions options;
     options.schedule.splits = 1;
@@ -289,11 +343,17 @@ TEST_F(GpuHostsLaunched, LayersOfEverySize) {
       batches.back().poison(alone.stream());
       batches.back().enqueue(alone.layer(), alone.stream(), none);
       alone.stream().synchronize();
-      expected.push_back(batches.back().checksum());
+      if (summed) {
+        values.push_back(batches.back().fetch().output.floats());
+      } else {
+        expected[values.size()] = batches.back().checksum();
+        values.emplace_back();
+      }
     }
   }
   LayerOptions options;
   options.deadline = test::kGenerous;
+  options.pre_sum_per_host = summed;
   DeviceRank rank(world, spec, weights, kMostTokens, options);
   world.barrier();
   std::mt19937 random(12);  // the same on all ranks
@@ -301,17 +361,25 @@ TEST_F(GpuHostsLaunched, LayersOfEverySize) {
   const std::uint64_t passes = test::number_from("SWITCHYARD_HOSTS_CALLS", 100);
   for (std::uint64_t i = 0; i < passes && !HasFailure(); ++i) {
     SCOPED_TRACE(i);
-    DeviceBatch& batch =
-        batches[i < std::size(kSizes) ? std::size(kSizes) - 1 - i : choose(random)];
+    const std::size_t which = i < std::size(kSizes) ? std::size(kSizes) - 1 - i : choose(random);
+    DeviceBatch& batch = batches[which];
     batch.poison(rank.stream());
     batch.enqueue(rank.layer(), rank.stream());
     rank.stream().synchronize();
-    const std::size_t which = static_cast<std::size_t>(&batch - batches.data());
+    if (summed && expected[which] == 0) {
+      const std::vector<double> alone(values[which].begin(), values[which].end());
+      EXPECT_LE(reference::relative_error(batch.fetch().output.floats(), alone), 0x1p-7);
+      expected[which] = batch.checksum();
+    }
     ASSERT_EQ(batch.checksum(), expected[which]) << kSizes[which] << " tokens";
   }
   rank.layer().check();
   EXPECT_EQ(rank.layer().stats().epoch, passes);
 }
+
+INSTANTIATE_TEST_SUITE_P(Sums, GpuHostsLaunchedLayers, ::testing::Bool(), [](const auto& sums) {
+  return std::string(sums.param ? "PerHost" : "OfSlots");
+});
 
 }  // namespace
 }  // namespace switchyard::testing
