@@ -4,7 +4,7 @@
   bench/hosts_chaos.py --build build --json results/hosts_chaos.json [--seeds 1000] [--stops 100]
                        [--sanitizer thread] [--jobs 2]
 
-The trials are those of tests/network/chaos_test.cpp (layers and exchanges over a network in one process that
+The trials are those of tests/network/chaos_test.cpp and experts_by_host_test.cpp (layers and exchanges over a network in one process that
 reorders, delays, refuses and breaks) and of tests/network/hosts_test.cpp (processes in network namespaces
 that are killed or stopped). A row of the same kind and sanitizer is replaced.
 """
@@ -24,8 +24,11 @@ KINDS = [
     ("layers, chaotic network", "hosts_chaos_test", "HostsChaos.LayersHaveTheBitsOfOneHost", "SWITCHYARD_CHAOS_SEEDS"),
     ("exchanges, chaotic network", "hosts_chaos_test", "HostsChaos.ExchangesBringEveryRowAndSum", "SWITCHYARD_CHAOS_SEEDS"),
     ("cut link, chaotic network", "hosts_chaos_test", "HostsChaos.ACutLinkEndsAllRanks", "SWITCHYARD_CHAOS_SEEDS"),
+    ("layers in two levels, chaotic network", "hosts_chaos_test", "HostsChaos.LayersInTwoLevelsAreRight", "SWITCHYARD_CHAOS_SEEDS"),
     ("kill -9, namespaces", "hosts_test", "Namespaces/HostsStops.EveryRankNamesTheOneThatStopped/Kill", "SWITCHYARD_HOSTS_TRIALS"),
     ("SIGSTOP, namespaces", "hosts_test", "Namespaces/HostsStops.EveryRankNamesTheOneThatStopped/Stop", "SWITCHYARD_HOSTS_TRIALS"),
+    ("kill -9, in two levels", "hosts_test", "Namespaces/HostsStops.EveryRankNamesTheOneThatStopped/KillInTwoLevels", "SWITCHYARD_HOSTS_TRIALS"),
+    ("SIGSTOP, in two levels", "hosts_test", "Namespaces/HostsStops.EveryRankNamesTheOneThatStopped/StopInTwoLevels", "SWITCHYARD_HOSTS_TRIALS"),
 ]
 
 
