@@ -449,11 +449,11 @@ def hosts_chaos_table():
         "|---" * 7 + "|",
     ]
     for row in rows:
-        words = "–" if row["wrong_words"] is None else row["wrong_words"]
+        words, names = ("–" if row[of] is None else row[of] for of in ("wrong_words", "wrong_names"))
         time = f"{row['median_ms']:.0f} ms ({row['longest_ms']:.0f} ms)" if "median_ms" in row else "–"
         lines.append(
             f"| {row['kind']} | {row['sanitizer'] or '–'} | {row['trials']:,} | {row['hangs']} | {words} | "
-            f"{row['wrong_names']} | {time} |"
+            f"{names} | {time} |"
         )
     commits = ", ".join(sorted({row["commit"] for row in rows}))
     return "\n".join(lines + ["", f"*Commit {commits}; `bench/hosts_chaos.py`*"])

@@ -125,7 +125,8 @@ struct LayerOptions {
   // sums are rounded, and the token's rank adds them in the order of their lowest k. They are the
   // same bits on every repetition, and for all numbers of ranks that these hosts may have if each
   // host keeps its experts and tokens. Of one host nothing changes. With kCuda the ranks of a host
-  // are a layer of their own then (docs/hosts.md), and sums of a token's own host are rounded, too.
+  // are a layer of their own then (docs/hosts.md), and sums of a token's own host are rounded, too,
+  // and so is the shared expert's output.
   bool pre_sum_per_host = false;
   // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's.
   std::chrono::milliseconds deadline{0};

@@ -6,9 +6,11 @@
 #include <bit>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <utility>
 
 #include "base/convert.h"
 #include "cpu/kernels.h"
@@ -104,6 +106,9 @@ class Engine final : public ExchangeEngine {
   }
   void await_host() override;
   void give_up(int peer, std::chrono::nanoseconds waited) override;
+  void on_abort(std::function<void()> hook) override {
+    if (remote_) remote_.heap()->on_abort(std::move(hook));
+  }
   const ExchangeStats& stats() override { return stats_; }
   PassTrace trace() override;
   int num_threads() const override { return pool_->size(); }

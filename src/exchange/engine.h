@@ -81,6 +81,9 @@ class ExchangeEngine {
     (void)peer;
     (void)waited;
   }
+  // The same. `hook` is called once when the exchange has been given up, by another thread; it may
+  // not wait for other ranks, nor throw.
+  virtual void on_abort(std::function<void()> hook) { (void)hook; }
   virtual const ExchangeStats& stats() = 0;
   virtual PassTrace trace() = 0;  // only with ExchangeOptions::trace
   virtual int num_threads() const = 0;

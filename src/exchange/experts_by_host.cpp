@@ -9,6 +9,7 @@
 #include "exchange/experts_by_rows.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
+#include "fabric/scoped_fabric.h"
 #include "network/proxy.h"
 #include "switchyard/error.h"
 
@@ -19,7 +20,7 @@ ExpertsByHost::ExpertsByHost(StagedSite& site)
       hosts_(site.world.fabric().proxy()->hosts()),
       host_(hosts_.host_of(site.world.rank())),
       places_{site.options.placement.num_places(site.spec.num_experts), site.world.size()},
-      beside_(site.world.fabric().host()) {
+      beside_(make_scoped_fabric(site.world.fabric().host())) {
   if (!site.options.placement.expert_at.empty()) {
     place_of_ =
         places_for(site.options.placement, site.spec.num_experts, rank(), site.world.size());
@@ -54,6 +55,8 @@ void ExpertsByHost::make_slots(std::int64_t most) {
 }
 
 void ExpertsByHost::make_layer(const MoeWeights& weights) {
+  // A rank that waits in the host's layer learns by this that the world has failed.
+  exchange_->on_abort([beside = beside_] { beside.abort(); });
   attempt_together(site_.world.fabric(), [&] {
     if (num_on_host_ == 0) return;
     LayerSpec spec =

@@ -58,7 +58,7 @@ class ExpertsByHost : public StagedExperts {
   // The host's layer with the rows that were added.
   void pass(const MatrixView& tokens, void* results);
   // Waits for the host's ranks, and has `passes` done. If they fail, all ranks of the world learn
-  // which rank is to blame.
+  // which rank is to blame, and if this rank fails, those that wait for it in the host's layer.
   template <typename Passes>
   void together(const Passes& passes);
 
@@ -104,12 +104,16 @@ void ExpertsByHost::address(const std::vector<std::int32_t>& ids, const std::vec
 
 template <typename Passes>
 void ExpertsByHost::together(const Passes& passes) {
-  // A rank of this host that still waits for another host is no fault of its own.
-  exchange_->await_host();
   try {
+    // A rank of this host that still waits for another host is no fault of its own.
+    exchange_->await_host();
     passes();
   } catch (const TimeoutError& error) {
+    beside_.abort();
     blame(error);
+  } catch (...) {
+    beside_.abort();
+    throw;
   }
 }
 

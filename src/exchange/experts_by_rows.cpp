@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <span>
 #include <thread>
 #include <utility>
@@ -20,17 +21,28 @@ namespace {
 using network::Lane;
 using network::RowsPut;
 
-// Where everything is in the memory that networks read and write. T is max_tokens, S the number of
-// other hosts, which number from 0 on without the own one. Windows are there twice, and used in
-// turn: see docs/exchange.md, "Why nobody is lapped".
+// Where everything is in the memory that networks read and write. T is max_tokens, or a little more
+// so that every part begins a page, as pinning wants it; S is the number of other hosts, which
+// number from 0 on without the own one. Windows are there twice, and used in turn: see
+// docs/exchange.md, "Why nobody is lapped".
 //
 //   tokens   [T]           this rank's, as they leave
 //   came     [2][S][T]     others'
 //   results  [T + S T]     of this rank's tokens, then of what came
 //   back     [2][S][T]     sums of this rank's tokens
 struct Layout {
+  static constexpr std::uint64_t kPage = 4096;
+
   std::uint64_t tokens = 0, hosts = 0;  // T and S
   std::uint64_t token_bytes = 0, result_bytes = 0;
+
+  Layout() = default;
+  // Rows of tokens and of results are of one type.
+  Layout(std::uint64_t max_tokens, std::uint64_t others, std::uint64_t row_bytes)
+      : tokens(protocol::round_up(max_tokens, kPage / std::gcd(kPage, row_bytes))),
+        hosts(others),
+        token_bytes(row_bytes),
+        result_bytes(row_bytes) {}
 
   std::uint64_t window(std::uint64_t parity, std::uint64_t host) const {
     return (parity * hosts + host) * tokens;
@@ -43,8 +55,7 @@ struct Layout {
     return (1 + hosts) * tokens + window(parity, host);
   }
   std::uint64_t result(std::uint64_t row) const {
-    const std::uint64_t begin = (1 + 2 * hosts) * tokens * token_bytes;
-    return (begin + 255) / 256 * 256 + row * result_bytes;
+    return (1 + 2 * hosts) * tokens * token_bytes + row * result_bytes;
   }
   std::uint64_t bytes() const { return result((1 + 3 * hosts) * tokens); }
 };
@@ -105,7 +116,6 @@ class ByRows final : public ExpertsByHost {
   void await_sent();
 
   Layout layout_;
-
   std::shared_ptr<Mapping> host_memory_;  // the memory that networks see,
   StagedSite::Buffer device_memory_;      // or this
   StagedSite::Buffer sums_;               // where that is the host's: [T + 2 S T, + T] results
@@ -138,11 +148,9 @@ ByRows::ByRows(StagedSite& site, const MoeWeights& weights)
 }
 
 void ByRows::set_up() {
-  const std::size_t element = size_of(site_.value());
-  layout_.tokens = static_cast<std::uint64_t>(site_.options.max_tokens);
-  layout_.hosts = static_cast<std::uint64_t>(hosts_.num_hosts() - 1);
-  layout_.token_bytes = layout_.result_bytes =
-      static_cast<std::uint64_t>(site_.spec.hidden) * element;
+  layout_ = Layout(static_cast<std::uint64_t>(site_.options.max_tokens),
+                   static_cast<std::uint64_t>(hosts_.num_hosts() - 1),
+                   static_cast<std::uint64_t>(site_.spec.hidden) * size_of(site_.value()));
   for (int h = 0; h < hosts_.num_hosts(); ++h) {
     if (h == host_) continue;
     Way way;
@@ -151,7 +159,7 @@ void ByRows::set_up() {
     way.own_number = static_cast<std::uint64_t>(host_ < h ? host_ : host_ - 1);
     ways_.push_back(way);
   }
-  const auto tokens = static_cast<std::int64_t>(layout_.tokens);
+  const std::int64_t tokens = site_.options.max_tokens;
   const std::int64_t most = tokens * hosts_.num_hosts();
   chunk_ = std::min(most, std::max(site_.most_rows, std::int64_t{1}));
   rows_ = site_.allocate(chunk_, layout_.token_bytes);
@@ -245,14 +253,17 @@ void ByRows::compute(const Tokens& given, const std::vector<std::int32_t>& ids,
     for (int i = 0; i < passes_ && layer_; ++i) {
       const std::int64_t first = std::min<std::int64_t>(i * chunk_, all);
       const std::int64_t last = std::min<std::int64_t>(first + chunk_, all);
-      const std::int64_t own = std::clamp<std::int64_t>(tokens.rows, first, last);
+      // Own tokens come first.
       const auto slots_between = [&](const Slot* from, std::int64_t begin, std::int64_t end) {
-        return std::span(from + static_cast<std::size_t>(begin) * top_k(),
-                         static_cast<std::size_t>(end - begin) * top_k());
+        const std::int64_t slots = std::max<std::int64_t>(end - begin, 0);
+        return std::span(slots == 0 ? from : from + static_cast<std::size_t>(begin) * top_k(),
+                         static_cast<std::size_t>(slots) * top_k());
       };
       clear_rows();
-      add_rows(slots_between(slots().data(), std::min(first, own), own), rows);
-      add_rows(slots_between(came_slots(), own - tokens.rows, last - tokens.rows), rows);
+      add_rows(slots_between(slots().data(), first, std::min(last, tokens.rows)), rows);
+      add_rows(slots_between(came_slots(), std::max(first - tokens.rows, std::int64_t{0}),
+                             last - tokens.rows),
+               rows);
       load(first, last - first, tokens.rows);
       pass({rows_.get(), site_.value(), last - first, site_.spec.hidden, site_.spec.hidden},
            sums_at(first));
@@ -375,10 +386,7 @@ void ByRows::put_results(std::int64_t tokens) {
 
 void ByRows::sum_on_device(const ForwardOutput& output, std::int64_t tokens,
                            const std::vector<float>& shared_factors) {
-  CombineOutput nothing;
-  rows_of_exchange_.resize(std::max(rows_of_exchange_.size(), static_cast<std::size_t>(tokens)));
-  nothing.data = rows_of_exchange_.data();
-  exchange_->combine_recv(nothing, *handle_);
+  exchange_->combine_recv({}, *handle_);  // Its sums come otherwise.
   await_sent();
   if (tokens == 0) return;
   const std::size_t terms = order_.size() / static_cast<std::size_t>(tokens);
@@ -419,10 +427,20 @@ void ByRows::sum_on_device(const ForwardOutput& output, std::int64_t tokens,
   site_.device.await_kernels();
 }
 
-// Before the memory is written again.
+// Before the memory is written again. Rows leave as their receiver takes them, whatever it waits
+// for: if none of them leaves for so long, it has stopped, or the way to it is cut.
 void ByRows::await_sent() {
-  while (!region_->all_sent()) {
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point since = Clock::now();
+  for (std::uint64_t before = 0, left; (left = region_->unsent()) != 0;) {
     exchange_->check();
+    const Clock::time_point now = Clock::now();
+    if (left != before) since = now;
+    before = left;
+    if (now - since >= site_.options.deadline) {
+      const int host = region_->unsent_host();
+      if (host >= 0) exchange_->give_up(hosts_.gateway(rank(), host), now - since);
+    }
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
 }

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "exchange/engine.h"
-#include "exchange/staged_layer.h"
 #include "exchange/staging.h"
 #include "fabric/mapping.h"
 #include "layer/compute.h"

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "base/convert.h"
-#include "base/quantize.h"
 #include "exchange/staged_calls.h"
 #include "exchange/staged_experts.h"
 #include "fabric/collective.h"

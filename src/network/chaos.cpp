@@ -36,8 +36,7 @@ class ChaosNetwork final : public Network {
     chaos_->sites_[static_cast<std::size_t>(rank_)].regions[region] = {};
   }
   RowsKey rows_key(std::uint32_t region) override { return {region, 0}; }
-  // What a device's memory is to a network, the host's is here.
-  bool takes_device_memory() const override { return true; }
+  bool takes_device_memory() const override { return chaos_->options_.takes_device_memory; }
   bool put_rows(int rank, std::uint32_t region, std::uint64_t from, std::uint32_t bytes,
                 const RowsKey& key, std::uint64_t to, std::uint32_t immediate,
                 std::uint64_t context) override {

@@ -271,8 +271,9 @@ class Libfabric final : public Network {
     } else {
       region = register_device_memory(memory, dmabuf, access, key);
     }
-    rows_.push_back({memory, Owned<fid_mr>(region)});
+    Owned<fid_mr> owned(region);
     enable(region);
+    rows_.push_back({memory, std::move(owned)});
     return static_cast<std::uint32_t>(rows_.size() - 1);
   }
   void remove_rows(std::uint32_t region) override { rows_[region] = {}; }

@@ -122,6 +122,13 @@ int RemoteHeap::silent_rank(std::uint64_t deadline_ns) const {
   return silent;
 }
 
+void RemoteHeap::on_abort(std::function<void()> hook) {
+  const std::lock_guard lock(proxy_->heaps_mutex_);
+  Proxy::Heap& heap = proxy_->heaps_.at(segment_);
+  heap.on_abort = std::move(hook);
+  if (heap.told_abort) heap.on_abort();
+}
+
 bool RemoteHeap::propose(const protocol::FailureRecord& record) const {
   return proxy_->propose(segment_, record);
 }
@@ -262,9 +269,7 @@ void Proxy::on_thread(const std::function<void(Network&)>& task) {
 void Proxy::put_rows(Lane lane, int host, std::vector<RowsCommand> commands) {
   Outbox& behind = outbox(lane, host);
   behind.count_rows(commands.size());
-  for (const RowsCommand& command : commands) {
-    row_bytes_sent_.fetch_add(command.bytes, std::memory_order_relaxed);
-  }
+
   {
     const std::lock_guard lock(tasks_mutex_);
     auto& queue =
@@ -551,6 +556,7 @@ bool Proxy::send_rows() {
         break;
       }
       sending_.emplace(next_context_++, RowsFlight{gateway, next.unsent});
+      row_bytes_sent_.fetch_add(next.bytes, std::memory_order_relaxed);
       commands.pop_front();
       any = true;
     }
@@ -706,6 +712,7 @@ void Proxy::tell_abort(std::uint32_t segment, Heap& heap) {
   const std::uint64_t word = protocol::load_acquire(&heap.heaps.control(rank_)->abort);
   if (word == 0 || heap.told_abort) return;
   heap.told_abort = true;
+  if (heap.on_abort) heap.on_abort();
   ControlMessage message;
   message.kind = ControlMessage::Kind::kAbort;
   message.segment = segment;

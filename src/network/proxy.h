@@ -79,6 +79,9 @@ class RemoteHeap {
   // can still talk to each other learn the same. Returns at once; the abort word is raised soon.
   // False if that takes too long: then the caller raises it.
   bool propose(const protocol::FailureRecord& record) const;
+  // `hook` is called once by the proxy's thread when the heap has been given up. It may not wait
+  // for other ranks, nor throw.
+  void on_abort(std::function<void()> hook);
 
  private:
   std::shared_ptr<Proxy> proxy_;
@@ -146,6 +149,7 @@ class Proxy final : private Landing {
     std::size_t bytes = 0;
     std::uint64_t told_waits_for = 0, told_progress = 0;
     bool told_abort = false;
+    std::function<void()> on_abort;
   };
   // A put of rows that the thread has to start.
   struct RowsCommand {

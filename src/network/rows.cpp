@@ -17,6 +17,9 @@ constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 20;
 RowsRegion::RowsRegion(std::shared_ptr<Proxy> proxy, std::span<std::byte> memory,
                        std::shared_ptr<const void> owner, int dmabuf)
     : proxy_(std::move(proxy)), owner_(std::move(owner)) {
+  for (int host = 0; host < proxy_->hosts().num_hosts(); ++host) {
+    unsent_.push_back(std::make_shared<std::atomic<std::uint64_t>>(0));
+  }
   proxy_->on_thread([&](Network& network) {
     region_ = network.add_rows(memory, dmabuf);
     key_ = network.rows_key(region_);
@@ -33,16 +36,30 @@ RowsRegion::~RowsRegion() {
   });
 }
 
+int RowsRegion::unsent_host() const {
+  for (std::size_t host = 0; host < unsent_.size(); ++host) {
+    if (unsent_[host]->load(std::memory_order_acquire) != 0) return static_cast<int>(host);
+  }
+  return -1;
+}
+
+std::uint64_t RowsRegion::unsent() const {
+  std::uint64_t puts = 0;
+  for (const auto& of_host : unsent_) puts += of_host->load(std::memory_order_acquire);
+  return puts;
+}
+
 void RowsRegion::put(Lane lane, int host, const RowsKey& to, std::span<const RowsPut> puts) {
+  const auto& unsent = unsent_[static_cast<std::size_t>(host)];
   std::vector<Proxy::RowsCommand> commands;
   for (const RowsPut& put : puts) {
     for (std::uint64_t done = 0; done < put.bytes; done += kMostBytes) {
       const auto bytes = static_cast<std::uint32_t>(std::min(kMostBytes, put.bytes - done));
-      commands.push_back({region_, put.from + done, bytes, to, put.to + done, unsent_});
+      commands.push_back({region_, put.from + done, bytes, to, put.to + done, unsent});
     }
   }
   if (commands.empty()) return;
-  unsent_->fetch_add(commands.size(), std::memory_order_relaxed);
+  unsent->fetch_add(commands.size(), std::memory_order_relaxed);
   proxy_->put_rows(lane, host, std::move(commands));
 }
 

@@ -39,15 +39,18 @@ class RowsRegion {
   // Starts puts into the region `to` of this rank's gateway on `host`. What the rank appends to the
   // lane and host from now on is applied behind them. The rows must stay until all_sent().
   void put(Lane lane, int host, const RowsKey& to, std::span<const RowsPut> puts);
-  bool all_sent() const { return unsent_->load(std::memory_order_acquire) == 0; }
+  bool all_sent() const { return unsent_host() < 0; }
+  // A host for which some rows have not left yet; -1: none.
+  int unsent_host() const;
+  // How many puts have not left.
+  std::uint64_t unsent() const;
 
  private:
   const std::shared_ptr<Proxy> proxy_;
   std::shared_ptr<const void> owner_;
   std::uint32_t region_ = 0;
   RowsKey key_;
-  std::shared_ptr<std::atomic<std::uint64_t>> unsent_ =
-      std::make_shared<std::atomic<std::uint64_t>>(0);
+  std::vector<std::shared_ptr<std::atomic<std::uint64_t>>> unsent_;  // by host
 };
 
 }  // namespace switchyard::network

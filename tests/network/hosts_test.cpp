@@ -284,10 +284,13 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
         try {
           enter_host_of(rank, ranks_of_host);
           const World world = join(rank, size);
-          const LayerSpec spec = spec_of(64, 32, 16, 4);
+          // Ranks that stop in two levels leave others with more rows than sockets hold.
+          const bool large = two_levels && !kill;
+          const LayerSpec spec = large ? spec_of(2048, 8, 16, 4) : spec_of(64, 32, 16, 4);
+          const std::int64_t tokens = large ? 800 : 40;
           const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
           LayerOptions options;
-          options.max_tokens = 64;
+          options.max_tokens = static_cast<int>(tokens);
           options.deadline = kDeadline;
           options.num_threads = 1;
           std::optional<MoeLayer> layer;
@@ -298,8 +301,8 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
           } else {
             layer.emplace(world, spec, weights, options);
           }
-          const Matrix x = Matrix::random(40, spec.hidden, DType::kF32, 1);
-          Matrix y(40, spec.hidden, DType::kF32);
+          const Matrix x = Matrix::random(tokens, spec.hidden, DType::kF32, 1);
+          Matrix y(tokens, spec.hidden, DType::kF32);
           ForwardInput input;
           input.activations = x.view();
           ForwardOutput output;
@@ -393,9 +396,7 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
   EXPECT_LE(two_verdicts, 1 + played / 20);
   if (kill) {
     EXPECT_LT(median_ms, 200);
-    // On a machine that is busy with something else. A rank that waits for one of its own host, in
-    // the layer of that host, hears of its death as on one host: at the deadline.
-    EXPECT_LT(longest_ms, two_levels ? static_cast<double>(kDeadline.count()) : 2'000);
+    EXPECT_LT(longest_ms, 2'000);  // on a machine that is busy with something else
   } else {
     EXPECT_LT(longest_ms, 3.0 * static_cast<double>(kDeadline.count()));
   }

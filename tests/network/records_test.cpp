@@ -66,6 +66,13 @@ class RecordsTest : public ::testing::Test {
 
 constexpr std::size_t kFirstRecord = sizeof(ChunkHeader);
 
+TEST_F(RecordsTest, AChunkSaysHowManyRowsComeBeforeIt) {
+  writer_.finish(0x1'2345'6789);
+  EXPECT_EQ(rows_before(chunk_), 0x1'2345'6789u);
+  EXPECT_EQ(rows_before(std::span(chunk_).first(8)), 0u);
+  EXPECT_EQ(apply(chunk_, 5, heaps_), "");
+}
+
 TEST_F(RecordsTest, OnePayloadGoesToSeveralRanks) {
   const std::array<std::uint64_t, 3> payload{11, 12, 13};
   const std::array<Target, 2> targets{Target{64, 0, 0}, Target{128, 2, 0}};

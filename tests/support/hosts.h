@@ -18,9 +18,19 @@
 
 namespace switchyard::test {
 
-// Ranks in turn: {2, 1} is ranks 0 and 1 on host 0, and rank 2 on host 1.
-inline std::vector<int> hosts_by_rank(const std::vector<int>& ranks_of_hosts) {
+// {2, 1} is ranks 0 and 1 on host 0, and rank 2 on host 1; or, dealt out in turn, ranks 0 and 2 on
+// host 0.
+inline std::vector<int> hosts_by_rank(std::vector<int> ranks_of_hosts, bool in_turn = false) {
   std::vector<int> hosts;
+  for (bool any = in_turn; any;) {
+    any = false;
+    for (std::size_t h = 0; h < ranks_of_hosts.size(); ++h) {
+      if (ranks_of_hosts[h]-- <= 0) continue;
+      hosts.push_back(static_cast<int>(h));
+      any = true;
+    }
+  }
+  if (in_turn) return hosts;
   for (std::size_t h = 0; h < ranks_of_hosts.size(); ++h) {
     hosts.insert(hosts.end(), static_cast<std::size_t>(ranks_of_hosts[h]), static_cast<int>(h));
   }
@@ -29,6 +39,7 @@ inline std::vector<int> hosts_by_rank(const std::vector<int>& ranks_of_hosts) {
 
 struct ChaosHosts {
   std::vector<int> ranks_of_hosts;
+  bool in_turn = false;  // see hosts_by_rank()
   network::ChaosOptions chaos;
   network::WindowOptions windows{4 << 10, 2};
   milliseconds deadline = kGenerous;
@@ -39,21 +50,23 @@ struct ChaosHosts {
 // Plays body(world) as every rank, each on a thread, and returns what each threw.
 inline std::vector<std::exception_ptr> run_over_chaos(
     const ChaosHosts& how, const std::function<void(const World&)>& body) {
-  const std::vector<int> host_of = hosts_by_rank(how.ranks_of_hosts);
+  const std::vector<int> host_of = hosts_by_rank(how.ranks_of_hosts, how.in_turn);
   const network::Hosts hosts(host_of);
   const int size = hosts.num_ranks();
   const auto fabric_of = [](World world) {
     const auto owner = std::make_shared<World>(std::move(world));
     return std::shared_ptr<Fabric>(owner, &owner->fabric());
   };
-  std::vector<std::shared_ptr<Fabric>> all, host_fabrics;
+  std::vector<std::shared_ptr<Fabric>> all, host_fabrics(static_cast<std::size_t>(size));
   for (World& world : World::threads(size, with_deadline(how.deadline))) {
     all.push_back(fabric_of(std::move(world)));
   }
   for (int h = 0; h < hosts.num_hosts(); ++h) {
-    const int ranks = static_cast<int>(hosts.ranks_of(h).size());
-    for (World& world : World::threads(ranks, with_deadline(how.deadline))) {
-      host_fabrics.push_back(fabric_of(std::move(world)));
+    const std::vector<int>& ranks = hosts.ranks_of(h);
+    std::vector<World> worlds =
+        World::threads(static_cast<int>(ranks.size()), with_deadline(how.deadline));
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      host_fabrics[static_cast<std::size_t>(ranks[i])] = fabric_of(std::move(worlds[i]));
     }
   }
   const auto chaos = std::make_shared<network::Chaos>(size, how.chaos);

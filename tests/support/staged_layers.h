@@ -75,6 +75,7 @@ inline BatchResult run_over(const std::vector<int>& ranks_of_hosts, SharedBy sha
                             const AdjustCall& adjust = {}, bool networks_reach_devices = false) {
   test::ChaosHosts hosts;
   hosts.ranks_of_hosts = ranks_of_hosts;
+  hosts.chaos.takes_device_memory = networks_reach_devices;
   options.max_tokens = static_cast<int>(batch.x.rows());
   BatchResult result = empty_result(spec, batch, static_cast<int>(shares.count.size()), output),
               again = result;

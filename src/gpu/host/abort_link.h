@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "gpu/device.h"
+#include "gpu/host/cuda_error.h"
 #include "gpu/host/mapped_memory.h"
 #include "protocol/control.h"
 
@@ -41,11 +42,22 @@ class AbortLink {
     (void)cudaStreamSynchronize(stream);
     if (known) (void)cudaSetDevice(before);
   }
+  // What a rank's Control has, by a copy that passes by kernels, too: a stream of the device may
+  // stand still until this has been read. With the device current, and once at a time.
+  protocol::Control read(const protocol::Heaps& heaps, int rank) const {
+    auto* const control = const_cast<protocol::Control*>(&*control_);
+    const auto stream = static_cast<cudaStream_t>(reading_.handle());
+    SWITCHYARD_CUDA(
+        cudaMemcpyAsync(control, heaps.control(rank), sizeof *control, cudaMemcpyDefault, stream));
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+    return *control;
+  }
 
  private:
   int device_;
-  Stream stream_;
+  Stream stream_, reading_;
   MappedMemory<std::uint64_t> word_;
+  MappedMemory<protocol::Control> control_;
 };
 
 }  // namespace switchyard::gpu

@@ -13,6 +13,7 @@
 #include "gpu/host/dmabuf.h"
 #include "gpu/host/mapped_memory.h"
 #include "gpu/host/pass_memory.h"
+#include "gpu/operators/launch.h"
 #include "protocol/atomics.h"
 
 namespace switchyard::gpu {
@@ -95,6 +96,8 @@ class Staging final : public StagingDevice {
   explicit Staging(int device) : device_(device) {
     cudaFuncAttributes attributes;
     SWITCHYARD_CUDA(cudaFuncGetAttributes(&attributes, await_release));  // loads it
+    // Layers sum with these while a stream stands still, and loading may wait for that.
+    SWITCHYARD_CUDA(load_unpermute_kernels());
   }
 
   ~Staging() override {

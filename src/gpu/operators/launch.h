@@ -7,8 +7,9 @@
 
 namespace switchyard::gpu {
 
-// Loads its kernels, which the first launch would otherwise do.
+// Load their kernels, which the first launch would otherwise do.
 cudaError_t load_permute_kernels();
+cudaError_t load_unpermute_kernels();
 cudaError_t launch_permute(const PermuteCall& call, cudaStream_t stream);
 // At least one token.
 cudaError_t launch_unpermute(const UnpermuteCall& call, cudaStream_t stream);

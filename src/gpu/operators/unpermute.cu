@@ -75,7 +75,22 @@ void launch(const UnpermuteCall& call, unsigned blocks, bool vectors, cudaStream
   }
 }
 
+template <DType kIn>
+cudaError_t load_of_type() {
+  cudaFuncAttributes facts;
+  const cudaError_t result = cudaFuncGetAttributes(&facts, sum_rows<kIn, true>);
+  return result != cudaSuccess ? result : cudaFuncGetAttributes(&facts, sum_rows<kIn, false>);
+}
+
 }  // namespace
+
+cudaError_t load_unpermute_kernels() {
+  for (const cudaError_t result :
+       {load_of_type<DType::kF32>(), load_of_type<DType::kF16>(), load_of_type<DType::kBF16>()}) {
+    if (result != cudaSuccess) return result;
+  }
+  return cudaSuccess;
+}
 
 cudaError_t launch_unpermute(const UnpermuteCall& call, cudaStream_t stream) {
   const bool vectors = call.columns % 8 == 0 && aligned(call.rows, call.row_stride, call.in) &&
