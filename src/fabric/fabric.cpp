@@ -31,7 +31,7 @@ void Fabric::abort() noexcept {
 }
 
 std::unique_ptr<network::RowsRegion> Fabric::share_rows(std::span<std::byte>,
-                                                        std::shared_ptr<const void>, int) {
+                                                        const std::shared_ptr<const void>&, int) {
   return nullptr;
 }
 

@@ -69,7 +69,7 @@ class Fabric {
   virtual std::shared_ptr<Fabric> host() const { return nullptr; }
   // See network::RowsRegion; null in a world of one host. Not collective.
   virtual std::unique_ptr<network::RowsRegion> share_rows(std::span<std::byte> memory,
-                                                          std::shared_ptr<const void> owner,
+                                                          const std::shared_ptr<const void>& owner,
                                                           int dmabuf);
 
   // Collective, start-up only. Every rank gives one open descriptor, which stays its own, and

@@ -144,9 +144,9 @@ class HostsFabric final : public Fabric {
   const network::Proxy* proxy() const override { return proxy_.get(); }
   std::shared_ptr<Fabric> host() const override { return host_; }
   std::unique_ptr<network::RowsRegion> share_rows(std::span<std::byte> memory,
-                                                  std::shared_ptr<const void> owner,
+                                                  const std::shared_ptr<const void>& owner,
                                                   int dmabuf) override {
-    return std::make_unique<network::RowsRegion>(proxy_, memory, std::move(owner), dmabuf);
+    return std::make_unique<network::RowsRegion>(proxy_, memory, owner, dmabuf);
   }
 
   void all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
