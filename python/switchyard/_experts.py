@@ -419,7 +419,9 @@ class Experts(Handle):
     pre_sum_per_host : bool
         Ranks on several hosts, the same on all: a host sums its weighted outputs of one token of
         another host in fp32, in the order of k, rounds the sum to the outputs' type, and sends it as
-        one row. Fewer bytes between hosts, one rounding more. Of one host nothing changes.
+        one row. Fewer bytes between hosts, one rounding more. Of one host nothing changes. On GPUs
+        a host's ranks are one layer then, with the fused kernel between them: set it where hosts
+        have several GPUs.
     reserved_sms : int
         On GPUs: SMs left to other kernels, NCCL's among them.
     num_threads : int
