@@ -90,9 +90,10 @@ void ExpertsByHost::add_rows(std::span<const Slot> slots, std::vector<std::int64
   for (std::size_t first = 0; first < slots.size(); first += top_k(), to += of_row) {
     std::size_t next = to;
     for (const Slot& slot : slots.subspan(first, top_k())) {
-      if (slot.place < 0) continue;
+      // (It comes from another host.)
+      if (slot.place < 0 || slot.place >= places_.num_experts) continue;
       const std::int32_t number = on_host_[static_cast<std::size_t>(slot.place)];
-      if (number < 0) continue;
+      if (number < 0 || next == to + of_row) continue;
       host_ids_[next] = number;
       host_weights_[next++] = slot.weight;
       ++rows[static_cast<std::size_t>(expert_at(slot.place))];

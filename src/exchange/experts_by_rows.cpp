@@ -318,12 +318,8 @@ void ByRows::exchange_slots(std::int64_t tokens) {
   DispatchOutput output;
   rows_of_exchange_.resize(origins_.size());
   output.rows = rows_of_exchange_.data();
-  output.capacity = problem().rows_needed();
-  output.num_rows = &num_rows_;
   output.origins = origins_.data();
-  exchange_->dispatch(input, output, *handle_, [] {});
-  handle_->tokens = tokens;
-  handle_->received = true;
+  exchange(input, output);
 }
 
 // Where among all rows those of each host are: by rank, as they come.

@@ -60,8 +60,12 @@ void StagedExperts::make_rows(std::int64_t capacity, std::int64_t chunk) {
 
 void StagedExperts::dispatch(const DispatchInput& input, DispatchOutput output) {
   output.rows = host_rows_.data();
-  output.capacity = problem().rows_needed();
   if (site_.quantised()) output.scales = reinterpret_cast<float*>(host_row_scales_.data());
+  exchange(input, output);
+}
+
+void StagedExperts::exchange(const DispatchInput& input, DispatchOutput output) {
+  output.capacity = problem().rows_needed();
   output.num_rows = &num_rows_;
   exchange_->dispatch(input, output, *handle_, [] {});
   handle_->tokens = input.tokens.rows;

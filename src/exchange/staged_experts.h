@@ -100,8 +100,9 @@ class StagedExperts {
   void make_exchange(const ExchangeProblem& problem);
   // Of `capacity` rows that may come, and with `chunk` of them at a time on the device.
   void make_rows(std::int64_t capacity, std::int64_t chunk);
-  // Both halves of a dispatch.
+  // Both halves of a dispatch: into the host's rows, or as `output` says.
   void dispatch(const DispatchInput& input, DispatchOutput output);
+  void exchange(const DispatchInput& input, DispatchOutput output);
   // The device's rows [first, first + count).
   MatrixView load_rows(std::int64_t first, std::int64_t count);
   void save_results(std::int64_t first, std::int64_t count);
