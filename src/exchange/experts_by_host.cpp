@@ -63,10 +63,10 @@ void ExpertsByHost::make_layer(const MoeWeights& weights) {
         spec_of_networks(site_.spec, num_on_host_, site_.spec.intermediate, site_.spec.expert_bias);
     spec.top_k = top_k_;
     spec.weight_on_input = site_.spec.weight_on_input;
-    // Shorter than that of ranks of other hosts, which wait for results: they would see only who
-    // has none yet, not who is to blame.
+    // Much shorter than that of ranks of other hosts, which wait for results: they would see only
+    // who has none yet, not who is to blame. Busy machines make short waits long.
     const std::chrono::milliseconds deadline =
-        std::max(site_.options.deadline * 3 / 4, std::chrono::milliseconds(1));
+        std::max(site_.options.deadline / 2, std::chrono::milliseconds(1));
     layer_ = site_.make_networks(beside_, spec, weights_of_host(weights), chunk_, deadline);
   });
 }
