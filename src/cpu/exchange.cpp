@@ -184,6 +184,8 @@ class Engine final : public ExchangeEngine {
   // Waits until ready(); `missing` as in wait_until().
   template <typename Ready, typename WhatIsMissing>
   void wait(const Call& call, Ready&& ready, WhatIsMissing&& missing);
+  // Until the abort word is raised, for a second at most.
+  void await_abort() const;
   [[noreturn]] void fail();
   [[noreturn]] void refuse_mixture(int source, std::uint64_t expected, std::uint64_t observed);
 
@@ -1130,16 +1132,17 @@ void Engine::await_host() {
   }
 }
 
+void Engine::await_abort() const {
+  for (int i = 0; i < 1000 && !protocol::aborted(heaps_); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
 void Engine::give_up(int peer, std::chrono::nanoseconds waited) {
   const protocol::FailureRecord record{
       rank(), peer, Phase::kExperts, calls_, 0, 0, 0, static_cast<std::uint64_t>(waited.count()),
       rank()};
-  if (HostPace(remote_.heap()).propose(record)) {
-    // Somebody raises the word soon; a proxy that cannot any more has raised it itself.
-    for (int i = 0; i < 1000 && !protocol::aborted(heaps_); ++i) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-  }
+  if (HostPace(remote_.heap()).propose(record)) await_abort();  // Somebody raises the word soon.
   if (!protocol::aborted(heaps_)) protocol::abort_world(heaps_, record);
 }
 
@@ -1158,10 +1161,7 @@ void Engine::refuse_mixture(int source, std::uint64_t expected, std::uint64_t ob
 }
 
 void Engine::fail() {
-  // Another thread of this rank may be about to raise the word.
-  for (int i = 0; i < 1000 && !protocol::aborted(heaps_); ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  await_abort();  // Another thread of this rank may be about to raise the word.
   std::uint64_t abort = protocol::load_acquire(&heaps_.control(rank())->abort);
   if (abort == 0) abort = static_cast<std::uint64_t>(rank()) + 1;
   throw_abort(

@@ -34,28 +34,26 @@ struct Layout {
   static constexpr std::uint64_t kPage = 4096;
 
   std::uint64_t tokens = 0, hosts = 0;  // T and S
-  std::uint64_t token_bytes = 0, result_bytes = 0;
+  std::uint64_t row_bytes = 0;          // of tokens and of results, which are of one type
 
   Layout() = default;
-  // Rows of tokens and of results are of one type.
-  Layout(std::uint64_t max_tokens, std::uint64_t others, std::uint64_t row_bytes)
-      : tokens(protocol::round_up(max_tokens, kPage / std::gcd(kPage, row_bytes))),
+  Layout(std::uint64_t max_tokens, std::uint64_t others, std::uint64_t bytes_of_row)
+      : tokens(protocol::round_up(max_tokens, kPage / std::gcd(kPage, bytes_of_row))),
         hosts(others),
-        token_bytes(row_bytes),
-        result_bytes(row_bytes) {}
+        row_bytes(bytes_of_row) {}
 
   std::uint64_t window(std::uint64_t parity, std::uint64_t host) const {
     return (parity * hosts + host) * tokens;
   }
   std::uint64_t came(std::uint64_t parity, std::uint64_t host) const {
-    return (tokens + window(parity, host)) * token_bytes;
+    return (tokens + window(parity, host)) * row_bytes;
   }
   // Rows of results, and what comes back behind them, are numbered together.
   std::uint64_t back_row(std::uint64_t parity, std::uint64_t host) const {
     return (1 + hosts) * tokens + window(parity, host);
   }
   std::uint64_t result(std::uint64_t row) const {
-    return (1 + 2 * hosts) * tokens * token_bytes + row * result_bytes;
+    return ((1 + 2 * hosts) * tokens + row) * row_bytes;
   }
   std::uint64_t bytes() const { return result((1 + 3 * hosts) * tokens); }
 };
@@ -100,7 +98,7 @@ class ByRows final : public ExpertsByHost {
   // The device's results, and what came back.
   std::byte* sums_at(std::int64_t row) const {
     return (on_device() ? device_memory_.get() + layout_.result(0) : sums_.get()) +
-           static_cast<std::uint64_t>(row) * layout_.result_bytes;
+           static_cast<std::uint64_t>(row) * layout_.row_bytes;
   }
   std::size_t number_of(int host) const {
     return static_cast<std::size_t>(host < host_ ? host : host - 1);
@@ -162,7 +160,7 @@ void ByRows::set_up() {
   const std::int64_t tokens = site_.options.max_tokens;
   const std::int64_t most = tokens * hosts_.num_hosts();
   chunk_ = std::min(most, std::max(site_.most_rows, std::int64_t{1}));
-  rows_ = site_.allocate(chunk_, layout_.token_bytes);
+  rows_ = site_.allocate(chunk_, layout_.row_bytes);
   make_slots(most);
 
   shared_row_ = (1 + 3 * layout_.hosts) * layout_.tokens;
@@ -176,7 +174,7 @@ void ByRows::set_up() {
 bool ByRows::share_device_memory() {
   Fabric& fabric = site_.world.fabric();
   if (!fabric.proxy()->takes_device_memory()) return false;
-  const std::uint64_t shared = shared_ ? layout_.tokens * layout_.result_bytes : 0;
+  const std::uint64_t shared = shared_ ? layout_.tokens * layout_.row_bytes : 0;
   StagingDevice::NetworkMemory memory = site_.device.allocate_for_network(layout_.bytes() + shared);
   if (memory.data == nullptr) return false;
   device_memory_ = std::move(memory.data);
@@ -184,7 +182,7 @@ bool ByRows::share_device_memory() {
     region_ = fabric.share_rows({device_memory_.get(), layout_.bytes()}, device_memory_,
                                 memory.dmabuf.get());
   } catch (const Error&) {
-    // What a network says that it can, it may not be able to do with this device.
+    // A network may say that it takes device memory, and not be able to take this device's.
     device_memory_.reset();
     return false;
   }
@@ -196,19 +194,18 @@ void ByRows::share_host_memory() {
   // What comes back is copied to the device, where one window is enough.
   shared_row_ = (1 + 2 * layout_.hosts) * layout_.tokens;
   sums_ = site_.allocate(static_cast<std::int64_t>(shared_row_ + (shared_ ? layout_.tokens : 0)),
-                         layout_.result_bytes);
+                         layout_.row_bytes);
   host_memory_ = std::make_shared<Mapping>(Mapping::anonymous(layout_.bytes()));
   const auto lend = [&](std::uint64_t at, std::uint64_t bytes) {
     site_.device.lend(host_memory_->data() + at, bytes);
   };
-  const std::uint64_t tokens = layout_.tokens * layout_.token_bytes,
-                      results = layout_.tokens * layout_.result_bytes;
-  lend(0, tokens);
-  lend(layout_.result(layout_.tokens), layout_.hosts * results);
+  const std::uint64_t window = layout_.tokens * layout_.row_bytes;
+  lend(0, window);
+  lend(layout_.result(layout_.tokens), layout_.hosts * window);
   for (std::uint64_t parity = 0; parity < 2; ++parity) {
     for (std::uint64_t host = 0; host < layout_.hosts; ++host) {
-      lend(layout_.came(parity, host), tokens);
-      lend(layout_.result(layout_.back_row(parity, host)), results);
+      lend(layout_.came(parity, host), window);
+      lend(layout_.result(layout_.back_row(parity, host)), window);
     }
   }
   region_ =
@@ -282,7 +279,7 @@ void ByRows::take(const Tokens& given) {
   if (tokens.data == memory() || tokens.rows == 0) return;
   const auto* const from = static_cast<const std::byte*>(tokens.data);
   const std::size_t pitch = static_cast<std::size_t>(tokens.row_stride) * size_of(tokens.dtype);
-  const StagingDevice::Rows rows{layout_.token_bytes, static_cast<std::size_t>(tokens.rows)};
+  const StagingDevice::Rows rows{layout_.row_bytes, static_cast<std::size_t>(tokens.rows)};
   if (given.on_device) {
     site_.device.on_device(memory(), rows.width, from, pitch, rows);
   } else if (on_device()) {
@@ -300,11 +297,11 @@ void ByRows::put_tokens() {
     for (std::size_t i = 0; i < way.sent.size();) {
       std::size_t end = i + 1;
       while (end < way.sent.size() && way.sent[end] == way.sent[end - 1] + 1) ++end;
-      puts_.push_back({way.sent[i] * layout_.token_bytes, window + i * layout_.token_bytes,
-                       (end - i) * layout_.token_bytes});
+      puts_.push_back({way.sent[i] * layout_.row_bytes, window + i * layout_.row_bytes,
+                       (end - i) * layout_.row_bytes});
       i = end;
     }
-    token_bytes_sent_ += way.sent.size() * layout_.token_bytes;
+    token_bytes_sent_ += way.sent.size() * layout_.row_bytes;
     region_->put(Lane::kDispatch, way.host, keys_[static_cast<std::size_t>(way.rank)], puts_);
   }
 }
@@ -337,8 +334,8 @@ void ByRows::load(std::int64_t first, std::int64_t count, std::int64_t tokens) {
   const auto copy = [&](std::int64_t begin, std::int64_t rows, std::uint64_t at) {
     const std::int64_t from = std::max(begin, first), to = std::min(begin + rows, first + count);
     if (from >= to) return;
-    copy_token_rows(rows_.get() + static_cast<std::uint64_t>(from - first) * layout_.token_bytes,
-                    at + static_cast<std::uint64_t>(from - begin) * layout_.token_bytes, to - from);
+    copy_token_rows(rows_.get() + static_cast<std::uint64_t>(from - first) * layout_.row_bytes,
+                    at + static_cast<std::uint64_t>(from - begin) * layout_.row_bytes, to - from);
   };
   copy(0, tokens, 0);
   for (std::size_t number = 0; number < ways_.size(); ++number) {
@@ -347,7 +344,7 @@ void ByRows::load(std::int64_t first, std::int64_t count, std::int64_t tokens) {
 }
 
 void ByRows::copy_token_rows(std::byte* to, std::uint64_t from, std::int64_t count) {
-  const std::size_t bytes = static_cast<std::size_t>(count) * layout_.token_bytes;
+  const std::size_t bytes = static_cast<std::size_t>(count) * layout_.row_bytes;
   if (on_device()) {
     site_.device.on_device(to, bytes, memory() + from, bytes, {bytes, 1});
   } else {
@@ -359,7 +356,7 @@ void ByRows::copy_token_rows(std::byte* to, std::uint64_t from, std::int64_t cou
 
 void ByRows::put_results(std::int64_t tokens) {
   result_bytes_sent_ = 0;
-  const std::size_t bytes = static_cast<std::size_t>(num_rows_) * layout_.result_bytes;
+  const std::size_t bytes = static_cast<std::size_t>(num_rows_) * layout_.row_bytes;
   // In the network's memory results of what came stand behind room for all of this rank's.
   std::uint64_t first = on_device() ? static_cast<std::uint64_t>(tokens) : layout_.tokens;
   if (!on_device() && bytes != 0) {
@@ -374,7 +371,7 @@ void ByRows::put_results(std::int64_t tokens) {
     const std::uint64_t row = first + static_cast<std::uint64_t>(way.first - tokens);
     const RowsPut put{layout_.result(row),
                       layout_.result(layout_.back_row(parity(), way.own_number)),
-                      static_cast<std::uint64_t>(way.came) * layout_.result_bytes};
+                      static_cast<std::uint64_t>(way.came) * layout_.row_bytes};
     result_bytes_sent_ += put.bytes;
     region_->put(Lane::kCombine, way.host, keys_[static_cast<std::size_t>(way.rank)], {&put, 1});
   }
@@ -388,7 +385,7 @@ void ByRows::sum_on_device(const ForwardOutput& output, std::int64_t tokens,
   const std::size_t terms = order_.size() / static_cast<std::size_t>(tokens);
   const std::uint64_t moved = on_device() ? layout_.window(parity(), 0) : 0;
   for (std::size_t number = 0; number < ways_.size() && !on_device(); ++number) {
-    const std::size_t bytes = ways_[number].sent.size() * layout_.result_bytes;
+    const std::size_t bytes = ways_[number].sent.size() * layout_.row_bytes;
     if (bytes == 0) continue;
     site_.device.to_device(sums_at(static_cast<std::int64_t>(layout_.back_row(0, number))), bytes,
                            memory() + layout_.result(layout_.back_row(parity(), number)), bytes,

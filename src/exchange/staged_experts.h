@@ -17,10 +17,6 @@
 
 namespace switchyard {
 
-inline std::size_t bytes_of_rows(std::int64_t rows, std::size_t row_bytes) {
-  return std::max<std::size_t>(static_cast<std::size_t>(rows) * row_bytes, 1);
-}
-
 // What the parts of a staged layer have in common.
 struct StagedSite {
   using Buffer = std::shared_ptr<std::byte>;

@@ -10,10 +10,10 @@
 
 namespace switchyard {
 
-// Who computes a token's routed experts: every rank those that it has, by itself, so that a row
-// for each slot crosses; or the ranks of each host together, as a layer of their own, so that a
-// token crosses once for each host, and a sum comes back. Ranks go on alone where those of a host
-// cannot be such a layer.
+// kRank: every rank computes the routed experts that it has by itself, and a row for each slot
+// crosses. kHost: the ranks of each host are a layer of their own, a token crosses once for each
+// host, and a sum comes back. Ranks go on as with kRank where those of a host cannot be such a
+// layer.
 enum class SharedBy : std::uint8_t { kRank, kHost };
 
 // Collective. `options` as for gpu::make_engine(). The device's kernels are those of MoeLayer and

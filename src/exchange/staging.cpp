@@ -82,10 +82,6 @@ class Core {
   StagedCalls calls_;      // last: its thread uses the rest
 };
 
-std::size_t bytes_of(std::int64_t rows, std::size_t row_bytes) {
-  return std::max<std::size_t>(static_cast<std::size_t>(rows) * row_bytes, 1);
-}
-
 Core::Core(const World& world, const ExchangeProblem& problem, const ExchangeOptions& options,
            std::unique_ptr<StagingDevice> device)
     : problem_(problem),
@@ -96,16 +92,16 @@ Core::Core(const World& world, const ExchangeProblem& problem, const ExchangeOpt
   const auto columns = static_cast<std::size_t>(spec().hidden);
   const std::int64_t tokens = spec().max_tokens, rows = staged_.rows_needed();
   const auto groups = static_cast<std::size_t>(problem_.groups()) * sizeof(float);
-  tokens_ = lent_memory(device_, bytes_of(tokens, columns * sizeof(float)));
-  scales_ = Mapping::anonymous(bytes_of(tokens, groups));
+  tokens_ = lent_memory(device_, bytes_of_rows(tokens, columns * sizeof(float)));
+  scales_ = Mapping::anonymous(bytes_of_rows(tokens, groups));
   slots_ = Mapping::anonymous(
-      bytes_of(tokens, static_cast<std::size_t>(spec().top_k) * sizeof(std::int64_t)));
-  rows_ = lent_memory(device_, bytes_of(rows, problem_.token_bytes()));
-  row_scales_ = Mapping::anonymous(bytes_of(rows, groups));
-  origins_ = Mapping::anonymous(bytes_of(rows, sizeof(RowOrigin)));
-  weights_ = Mapping::anonymous(bytes_of(rows, sizeof(float)));
-  results_ = lent_memory(device_, bytes_of(rows, problem_.result_bytes()));
-  sums_ = lent_memory(device_, bytes_of(tokens, columns * sizeof(float)));
+      bytes_of_rows(tokens, static_cast<std::size_t>(spec().top_k) * sizeof(std::int64_t)));
+  rows_ = lent_memory(device_, bytes_of_rows(rows, problem_.token_bytes()));
+  row_scales_ = Mapping::anonymous(bytes_of_rows(rows, groups));
+  origins_ = Mapping::anonymous(bytes_of_rows(rows, sizeof(RowOrigin)));
+  weights_ = Mapping::anonymous(bytes_of_rows(rows, sizeof(float)));
+  results_ = lent_memory(device_, bytes_of_rows(rows, problem_.result_bytes()));
+  sums_ = lent_memory(device_, bytes_of_rows(tokens, columns * sizeof(float)));
   ends_.resize(static_cast<std::size_t>(problem_.num_own()));
   counts_.resize(ends_.size());
 }

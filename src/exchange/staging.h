@@ -2,8 +2,10 @@
 // over several hosts. The CPU engine plays it on copies in host memory.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 
 #include "base/unique_fd.h"
@@ -74,6 +76,11 @@ class StagingDevice {
   // Waits until nothing that was enqueued is left, at most so long; says whether it is so.
   virtual bool is_idle(std::chrono::milliseconds patience) = 0;
 };
+
+// Never 0: there is no memory of no bytes.
+inline std::size_t bytes_of_rows(std::int64_t rows, std::size_t row_bytes) {
+  return std::max<std::size_t>(static_cast<std::size_t>(rows) * row_bytes, 1);
+}
 
 // Host memory that much is copied from or to. The device must end first.
 inline Mapping lent_memory(StagingDevice& device, std::size_t bytes) {

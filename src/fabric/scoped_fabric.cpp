@@ -24,7 +24,7 @@ class ScopedFabric final : public Fabric {
   }
   std::vector<UniqueFd> exchange_fds(int fd) override { return of_->exchange_fds(fd); }
   std::string liveness(int rank) const override { return of_->liveness(rank); }
-  // Whoever uses it tells of failures, with the numbers of the whole world.
+  // Its user tells of failures, with the ranks' numbers in the whole world.
   void report(const WaitFailure&) const noexcept override {}
 
  private:

@@ -405,7 +405,7 @@ class Libfabric final : public Network {
     std::uint64_t key = 0, base = 0;
   };
 
-  // What a put reads.
+  // A put reads these.
   struct Bytes {
     std::byte* data;
     std::uint32_t count;

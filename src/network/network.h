@@ -29,7 +29,7 @@ struct Event {
 
 using Blob = std::vector<std::byte>;
 
-// What others need in order to put rows into a region of a rank's memory.
+// A rank tells others this of a region of its memory, so that they can put rows there.
 struct RowsKey {
   std::uint64_t key = 0;
   std::uint64_t base = 0;  // 0 where remote addresses are offsets

@@ -55,6 +55,10 @@ std::uint64_t num_slots(const Hosts& hosts, const WindowOptions& options) {
   return static_cast<std::uint64_t>(hosts.num_hosts() - 1) * kNumLanes * options.window;
 }
 
+Immediate::Kind chunk_of(Lane lane) {
+  return lane == Lane::kDispatch ? Immediate::Kind::kDispatchChunk : Immediate::Kind::kCombineChunk;
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------------------------- RemoteHeap
@@ -170,9 +174,7 @@ Proxy::Proxy(const Hosts& hosts, int rank, const ProxyOptions& options,
       place.number = static_cast<std::uint32_t>(outboxes_.size());
       place.from = arena_.outgoing_at(host, lane);
       place.to = Arena::window_at(hosts_, windows, place.gateway, rank_, lane);
-      place.immediate = {lane == Lane::kDispatch ? Immediate::Kind::kDispatchChunk
-                                                 : Immediate::Kind::kCombineChunk,
-                         rank_, 0};
+      place.immediate = {chunk_of(lane), rank_, 0};
       outboxes_.push_back(
           std::make_unique<Outbox>(arena_, windows, place, ring_, [this] { wake(); }));
     }
@@ -267,13 +269,10 @@ void Proxy::on_thread(const std::function<void(Network&)>& task) {
 }
 
 void Proxy::put_rows(Lane lane, int host, std::vector<RowsCommand> commands) {
-  Outbox& behind = outbox(lane, host);
-  behind.count_rows(commands.size());
-
+  outbox(lane, host).count_rows(commands.size());
   {
     const std::lock_guard lock(tasks_mutex_);
-    auto& queue =
-        rows_[static_cast<std::size_t>(host) * kNumLanes + static_cast<std::size_t>(lane)];
+    auto& queue = rows_[outbox_number(lane, host)];
     std::move(commands.begin(), commands.end(), std::back_inserter(queue));
   }
   has_tasks_.store(true, std::memory_order_seq_cst);
@@ -547,10 +546,8 @@ bool Proxy::send_rows() {
         commands.clear();
         break;
       }
-      const Immediate immediate{o % kNumLanes == static_cast<std::size_t>(Lane::kDispatch)
-                                    ? Immediate::Kind::kDispatchChunk
-                                    : Immediate::Kind::kCombineChunk,
-                                rank_, Immediate::kRows};
+      const Immediate immediate{chunk_of(static_cast<Lane>(o % kNumLanes)), rank_,
+                                Immediate::kRows};
       if (!network_->put_rows(gateway, next.region, next.from, next.bytes, next.key, next.to,
                               immediate.pack(), next_context_)) {
         break;

@@ -174,9 +174,10 @@ class Proxy final : private Landing {
   // Contexts of rows are from here on; below are those of chunks.
   static constexpr std::uint64_t kRowsContext = std::uint64_t{1} << 63;
 
-  Outbox& outbox(Lane lane, int host) {
-    return *outboxes_[static_cast<std::size_t>(host) * kNumLanes + static_cast<std::size_t>(lane)];
+  static std::size_t outbox_number(Lane lane, int host) {
+    return static_cast<std::size_t>(host) * kNumLanes + static_cast<std::size_t>(lane);
   }
+  Outbox& outbox(Lane lane, int host) { return *outboxes_[outbox_number(lane, host)]; }
   void wake();
   // Has the thread do it, and throws what it throws.
   void on_thread(const std::function<void(Network&)>& task);
@@ -252,7 +253,7 @@ class Proxy final : private Landing {
   std::vector<Inbox> inboxes_;
   std::vector<std::deque<Command>> queued_;     // by outbox
   std::vector<std::deque<RowsCommand>> going_;  // by outbox
-  // Of the puts of rows that are on their way, by context.
+  // Puts of rows that are on their way, by context.
   struct RowsFlight {
     int rank;
     std::shared_ptr<std::atomic<std::uint64_t>> unsent;

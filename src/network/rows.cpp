@@ -8,8 +8,7 @@
 namespace switchyard::network {
 namespace {
 
-// What is on its way is told by immediates of at most so many bytes, so that one put does not keep
-// the others waiting.
+// A put has at most so many bytes, so that one does not keep the others waiting.
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 20;
 
 }  // namespace

@@ -103,21 +103,7 @@ TEST(StagedLayer, ScalesAddsAndConverts) {
   }
 }
 
-TEST(StagedLayer, Fp8IsAccurate) {
-  const LayerSpec spec = spec_of(256, 128, 12, 4);
-  GenerateOptions how;
-  how.num_threads = 1;
-  const MoeWeights weights = generate_weights(spec, DType::kF8E4M3, 3, how);
-  const Batch batch = random_batch(spec, 60, DType::kBF16, 5);
-  LayerOptions options;
-  options.compute = DType::kF8E4M3;
-  const BatchResult result =
-      run(spec, weights, batch, Shares::of({20, 40, 0}), DType::kBF16, options);
-  double yardstick = 0;
-  const double error = output_error(spec, weights, batch, result, &yardstick, true);
-  EXPECT_LE(error, 2 * yardstick);
-  EXPECT_LE(distance_to_fp8_program(spec, weights, batch, result), 0.5 * yardstick);
-}
+TEST(StagedLayer, Fp8IsAccurate) { expect_accurate_in_fp8(SharedBy::kRank); }
 
 TEST(StagedLayer, DropsAndSumsPerHostAsTheCpuEngine) {
   LayerSpec spec = spec_of(64, 32, 11, 4);

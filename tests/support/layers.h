@@ -183,9 +183,10 @@ struct Batch {
 // Changes a call before it is made; `first` is the rank's first token.
 using AdjustCall = std::function<void(ForwardInput&, ForwardOutput&, std::size_t first)>;
 
-// One forward of `layer` for this rank's share of the batch.
-inline void forward_share(MoeLayer& layer, const Batch& batch, const Shares& shares, int rank,
-                          BatchResult& result, const AdjustCall& adjust = {}) {
+// One forward of `layer`, a MoeLayer or a LayerEngine, for this rank's share of the batch.
+template <typename Layer>
+void forward_share(Layer& layer, const Batch& batch, const Shares& shares, int rank,
+                   BatchResult& result, const AdjustCall& adjust = {}) {
   const auto r = static_cast<std::size_t>(rank);
   const auto k = static_cast<std::size_t>(layer.spec().top_k);
   const auto first = static_cast<std::size_t>(shares.first[r]);

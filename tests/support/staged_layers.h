@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "exchange/staged_layer.h"
+#include "support/accuracy.h"
 #include "support/hosts.h"
 #include "support/layers.h"
 #include "support/thread_device.h"
@@ -33,30 +34,9 @@ inline Staged make_staged(const World& world, const LayerSpec& spec, const MoeWe
                             options, std::move(device), Backend::kCpu, most_rows, shared_by)};
 }
 
-// As forward_share() for a layer by itself.
 inline void forward(Staged& staged, const Batch& batch, const Shares& shares, int rank,
                     BatchResult& result, const AdjustCall& adjust = {}) {
-  const auto r = static_cast<std::size_t>(rank);
-  const auto k = static_cast<std::size_t>(staged.layer->spec().top_k);
-  const auto first = static_cast<std::size_t>(shares.first[r]);
-  const auto count = static_cast<std::size_t>(shares.count[r]);
-  ForwardInput input;
-  input.activations = batch.x.rows_from(shares.first[r], shares.count[r]);
-  if (!batch.topk_ids.empty()) {
-    input.topk_ids = std::span(batch.topk_ids).subspan(first * k, count * k);
-    input.topk_weights = std::span(batch.topk_weights).subspan(first * k, count * k);
-  }
-  if (!batch.token_ids.empty()) {
-    input.token_ids = std::span(batch.token_ids).subspan(first, count);
-  }
-  ForwardOutput output;
-  output.data = result.output.row(shares.first[r]);
-  output.dtype = result.output.dtype();
-  output.topk_ids = std::span(result.ids).subspan(first * k, count * k);
-  output.topk_weights = std::span(result.weights).subspan(first * k, count * k);
-  if (adjust) adjust(input, output, first);
-  staged.layer->forward(input, output);
-  result.stats[r] = staged.layer->stats();
+  forward_share(*staged.layer, batch, shares, rank, result, adjust);
 }
 
 inline void expect_nothing_thrown(const std::vector<std::exception_ptr>& thrown) {
@@ -88,6 +68,23 @@ inline BatchResult run_over(const std::vector<int>& ranks_of_hosts, SharedBy sha
   EXPECT_TRUE(result.output == again.output) << "repeated";
   EXPECT_EQ(result.ids, again.ids) << "repeated";
   return result;
+}
+
+// FP8 over hosts of two ranks and one.
+inline void expect_accurate_in_fp8(SharedBy shared_by) {
+  const LayerSpec spec = spec_of(256, 128, 12, 4);
+  GenerateOptions how;
+  how.num_threads = 1;
+  const MoeWeights weights = generate_weights(spec, DType::kF8E4M3, 3, how);
+  const Batch batch = random_batch(spec, 60, DType::kBF16, 5);
+  LayerOptions options;
+  options.compute = DType::kF8E4M3;
+  const BatchResult result = run_over({2, 1}, shared_by, spec, weights, batch,
+                                      Shares::of({20, 40, 0}), DType::kBF16, options);
+  double yardstick = 0;
+  const double error = output_error(spec, weights, batch, result, &yardstick, true);
+  EXPECT_LE(error, 2 * yardstick);
+  EXPECT_LE(distance_to_fp8_program(spec, weights, batch, result), 0.5 * yardstick);
 }
 
 inline Batch routed_batch(const LayerSpec& spec, std::int64_t tokens, DType dtype,

@@ -42,8 +42,8 @@ class AbortLink {
     (void)cudaStreamSynchronize(stream);
     if (known) (void)cudaSetDevice(before);
   }
-  // What a rank's Control has, by a copy that passes by kernels, too: a stream of the device may
-  // stand still until this has been read. With the device current, and once at a time.
+  // Reads a rank's Control by a copy that passes by kernels, too: a stream of the device may stand
+  // still until this has been read. With the device current, and once at a time.
   protocol::Control read(const protocol::Heaps& heaps, int rank) const {
     auto* const control = const_cast<protocol::Control*>(&*control_);
     const auto stream = static_cast<cudaStream_t>(reading_.handle());
