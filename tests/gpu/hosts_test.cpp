@@ -3,8 +3,12 @@
 // they must.
 #include "support/hosts.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -12,12 +16,16 @@
 #include <string>
 #include <vector>
 
+#include "exchange/staged_layer.h"
 #include "reference/reference.h"
 #include "support/accuracy.h"
 #include "support/device_exchange.h"
 #include "support/device_ranks.h"
+#include "support/held_device.h"
+#include "support/namespaces.h"
 #include "support/numbers.h"
 #include "support/on_gpu.h"
+#include "support/stops.h"
 
 namespace switchyard::testing {
 namespace {
@@ -230,6 +238,64 @@ TEST_F(GpuHosts, Fp8LayersInTwoLevelsAreAccurate) {
   EXPECT_LE(error, 2 * yardstick);
 }
 
+// It stops before it enters its host's layer, where another rank waits for it in the kernel.
+class GpuHostsStop : public OnGpu<::testing::TestWithParam<int>> {};
+
+TEST_P(GpuHostsStop, InTheLayerOfItsHostIsNamedByAll) {
+  constexpr int kAll = 4;
+  const int stops = GetParam();
+  const LayerSpec spec = spec_of(256, 128, 16, 4);
+  const MoeWeights weights = make_weights(spec, DType::kBF16);
+  const Batch batch = routed(spec, 160, 0.8);
+  const Shares shares = Shares::even(160, kAll);
+  std::atomic<int> told{0}, ended{0};
+  test::ChaosHosts hosts;
+  hosts.ranks_of_hosts = {2, 2};
+  hosts.windows = {};
+  require_nothing_thrown(test::run_over_chaos(hosts, [&](World world) {
+    const int rank = world.rank();
+    LayerOptions options;
+    options.max_tokens = 40;
+    options.deadline = std::chrono::seconds(2);
+    options.pre_sum_per_host = true;
+    options = options_of_rank(rank, kAll, options);
+    gpu::set_device(options.device);
+    const gpu::Stream stream;
+    auto owned = std::make_unique<HeldDevice>(gpu::make_staging_device(options.device));
+    HeldDevice& device = *owned;
+    const std::unique_ptr<LayerEngine> layer =
+        make_staged_layer(world, spec, weights_of_rank(weights, rank, kAll), options,
+                          std::move(owned), Backend::kCuda, kMostRows, SharedBy::kHost);
+    DeviceBatch share(spec, share_of_batch(batch, shares, rank, spec.top_k), DType::kBF16);
+    world.barrier();
+    const auto pass = [&] {
+      share.enqueue(*layer, stream);
+      stream.synchronize();
+      layer->check();
+    };
+    pass();
+    if (rank == stops) {
+      device.before_copy = [&, once = true]() mutable {
+        if (!std::exchange(once, false)) return;
+        EXPECT_TRUE(test::eventually([&] { return told.load() == kAll - 1; }));
+      };
+    }
+    try {
+      pass();
+      // It may have had all it needed.
+      if (rank == stops) pass();
+      ADD_FAILURE() << "no error on rank " << rank;
+    } catch (const TimeoutError& error) {
+      EXPECT_EQ(error.failure().peer_rank, stops) << "rank " << rank << ": " << error.what();
+    }
+    ++(rank == stops ? ended : told);
+    // Nothing is freed while the stream of another rank stands still.
+    EXPECT_TRUE(test::eventually([&] { return told.load() == kAll - 1 && ended.load() == 1; }));
+  }));
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, GpuHostsStop, ::testing::Values(0, 1, 2, 3));
+
 // `mine` has the rows of one rank, `all` those of all.
 void expect_same_rows_of(const BatchResult& mine, const BatchResult& all, const Shares& shares,
                          int rank, const LayerSpec& spec) {
@@ -380,6 +446,108 @@ TEST_P(GpuHostsLaunchedLayers, OfEverySize) {
 INSTANTIATE_TEST_SUITE_P(Sums, GpuHostsLaunchedLayers, ::testing::Bool(), [](const auto& sums) {
   return std::string(sums.param ? "PerHost" : "OfSlots");
 });
+
+// ----------------------------------------------------------------- processes that are stopped
+
+constexpr const char* kBoard = "SWITCHYARD_TEST_BOARD";  // its descriptor
+constexpr std::chrono::milliseconds kDeadlineOfStops{2'000};
+
+// A rank that the next test watches: a program of its own, because CUDA does not go on after
+// fork().
+class GpuHostsStopped : public OnGpu<::testing::TestWithParam<bool>> {};
+
+TEST_P(GpuHostsStopped, PlaysPassesUntilOneFails) {
+  if (std::getenv(kBoard) == nullptr) GTEST_SKIP() << "for ranks that GpuHostsStops starts";
+  const SharedBoard board(static_cast<int>(test::number_from(kBoard, 0)));
+  const World world = World::from_environment(test::with_deadline(test::kGenerous));
+  LayerOptions options;
+  options.deadline = kDeadlineOfStops;
+  options.pre_sum_per_host = GetParam();
+  const LayerSpec spec = spec_of(256, 128, 16, 4);
+  DeviceRank rank(world, spec, make_weights(spec, DType::kBF16), 300, options);
+  DeviceBatch batch(spec, routed(spec, 300, 0.8), DType::kBF16);
+  pass_until_failure(*board, world.rank(), [&] {
+    batch.enqueue(rank.layer(), rank.stream());
+    rank.stream().synchronize();
+    rank.layer().check();
+  });
+  // Without the world's goodbye, which waits for the rank that was stopped.
+  rank.destroy_layer();
+  std::_Exit(0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Levels, GpuHostsStopped, ::testing::Bool(), [](const auto& two) {
+  return std::string(two.param ? "InTwoLevels" : "InOneLevel");
+});
+
+class GpuHostsStops : public OnGpu<HostsTest>,
+                      public ::testing::WithParamInterface<std::tuple<Stop, bool>> {
+ protected:
+  // This child becomes the program that plays a rank.
+  [[noreturn]] void play(int rank, int size, int host, int board) const {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    hosts_->enter(host);
+    for (const auto& [name, value] : {std::pair("RANK", std::to_string(rank)),
+                                      {"WORLD_SIZE", std::to_string(size)},
+                                      {"SWITCHYARD_RENDEZVOUS", rendezvous()},
+                                      {kBoard, std::to_string(board)}}) {
+      ::setenv(name, value.c_str(), 1);
+    }
+    const UniqueFd nowhere(::open("/dev/null", O_WRONLY));
+    ::dup2(nowhere.get(), STDOUT_FILENO);
+    std::string filter = "--gtest_filter=Levels/GpuHostsStopped.PlaysPassesUntilOneFails/";
+    filter += std::get<1>(GetParam()) ? "InTwoLevels" : "InOneLevel";
+    ::execl("/proc/self/exe", "rank", filter.c_str(), nullptr);
+    ::_exit(127);
+  }
+};
+
+//   SWITCHYARD_HOSTS_TRIALS=100    of each kind (default 2); a rank takes seconds to start
+//   SWITCHYARD_HOSTS_SEED=7        another set of trials
+TEST_P(GpuHostsStops, EveryRankNamesTheOneThatStopped) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(2));
+  if (IsSkipped()) return;
+  const Stop how = std::get<0>(GetParam());
+  const std::uint64_t trials = test::number_from("SWITCHYARD_HOSTS_TRIALS", 2);
+  const std::uint64_t seed = test::number_from("SWITCHYARD_HOSTS_SEED", 1);
+  StopTally tally;
+  for (std::uint64_t trial = seed; trial < seed + trials && !tally.is_enough(); ++trial) {
+    test::Numbers numbers(trial);
+    const int ranks_of_host = numbers.between(1, 2);
+    const int size = 2 * ranks_of_host;
+    const int victim = numbers.between(0, size - 1);
+    const auto moment = std::chrono::microseconds(numbers.between(0, 20'000));
+    SCOPED_TRACE(::testing::Message() << "seed " << trial << ": rank " << victim << " of " << size);
+    const UniqueFd memory(::memfd_create("board", 0));
+    ASSERT_EQ(::ftruncate(memory.get(), sizeof(Board)), 0);
+    const SharedBoard board(memory.get());
+    std::vector<pid_t> pids;
+    for (int rank = 0; rank < size; ++rank) {
+      const pid_t pid = ::fork();
+      ASSERT_GE(pid, 0);
+      if (pid == 0) play(rank, size, rank / ranks_of_host, memory.get());
+      pids.push_back(pid);
+    }
+    tally.play(*board, pids, victim, how, moment);
+  }
+  tally.record(how == Stop::kKill ? "kill" : "stop");
+  ASSERT_FALSE(tally.delays.empty());
+  EXPECT_LE(tally.two_verdicts, 1 + tally.played / 20);
+  if (how == Stop::kKill) {
+    EXPECT_LT(tally.median_ms(), 200);
+  } else {
+    EXPECT_LT(tally.longest_ms(), 3.0 * static_cast<double>(kDeadlineOfStops.count()));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Namespaces, GpuHostsStops,
+                         ::testing::Combine(::testing::Values(Stop::kKill, Stop::kStop),
+                                            ::testing::Bool()),
+                         [](const auto& param) {
+                           return std::string(std::get<0>(param.param) == Stop::kKill ? "Kill"
+                                                                                      : "Stop") +
+                                  (std::get<1>(param.param) ? "InTwoLevels" : "");
+                         });
 
 }  // namespace
 }  // namespace switchyard::testing

@@ -33,6 +33,7 @@
 #include "support/numbers.h"
 #include "support/ranks.h"
 #include "support/staged_layers.h"
+#include "support/stops.h"
 #include "switchyard/symmetric_heap.h"
 #include "switchyard/workspace.h"
 
@@ -241,7 +242,6 @@ INSTANTIATE_TEST_SUITE_P(
 
 // ------------------------------------------------------------------------- ranks that fail
 
-enum class Stop { kKill, kStop };
 // What stops: a layer, or one whose ranks share experts by host.
 enum class Layers { kOneLevel, kTwoLevels };
 
@@ -256,36 +256,30 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
 #else
   constexpr milliseconds kDeadline{2'000};
 #endif
-  const bool kill = std::get<0>(GetParam()) == Stop::kKill;
+  const Stop how = std::get<0>(GetParam());
   const bool two_levels = std::get<1>(GetParam()) == Layers::kTwoLevels;
   const std::uint64_t trials = test::number_from("SWITCHYARD_HOSTS_TRIALS", two_levels ? 3 : 6);
   const std::uint64_t seed = test::number_from("SWITCHYARD_HOSTS_SEED", 1);
-  std::vector<std::int64_t> delays;
-  std::uint64_t played = 0, hangs = 0, wrong_names = 0, two_verdicts = 0;
-  for (std::uint64_t trial = seed; trial < seed + trials; ++trial) {
-    ++played;
+  StopTally tally;
+  for (std::uint64_t trial = seed; trial < seed + trials && !tally.is_enough(); ++trial) {
     test::Numbers numbers(trial);
     const int ranks_of_host = numbers.between(1, 2);
     const int size = 3 * ranks_of_host;
     const int victim = numbers.between(0, size - 1);
     const auto moment = std::chrono::microseconds(numbers.between(0, 20'000));
     SCOPED_TRACE(::testing::Message() << "seed " << trial << ": rank " << victim << " of " << size);
-    void* const memory =
-        ::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    ASSERT_NE(memory, MAP_FAILED);
-    Board* const board = new (memory) Board{};
+    const SharedBoard board;
     std::vector<pid_t> pids;
     for (int rank = 0; rank < size; ++rank) {
       const pid_t pid = ::fork();
       ASSERT_GE(pid, 0);
       if (pid == 0) {
         ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-        board->blamed[rank] = -1;
         try {
           enter_host_of(rank, ranks_of_host);
           const World world = join(rank, size);
           // Ranks that stop in two levels leave others with more rows than sockets hold.
-          const bool large = two_levels && !kill;
+          const bool large = two_levels && how == Stop::kStop;
           const LayerSpec spec = large ? spec_of(2048, 8, 16, 4) : spec_of(64, 32, 16, 4);
           const std::int64_t tokens = large ? 800 : 40;
           const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
@@ -308,23 +302,15 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
           ForwardOutput output;
           output.data = y.row(0);
           output.dtype = DType::kF32;
-          try {
-            for (std::uint64_t epoch = 1;; ++epoch) {
-              board->epochs[rank] = epoch;
-              if (layer) {
-                layer->forward(input, output);
-              } else {
-                staged->layer->forward(input, output);
-                staged->device->synchronize_all();
-                staged->layer->check();
-              }
+          pass_until_failure(*board, rank, [&] {
+            if (layer) {
+              layer->forward(input, output);
+            } else {
+              staged->layer->forward(input, output);
+              staged->device->synchronize_all();
+              staged->layer->check();
             }
-          } catch (const TimeoutError& error) {
-            board->failed_at[rank] = now_ns();
-            board->blamed[rank] = error.failure().peer_rank;
-            board->found[rank] = number_of(error.failure());
-            std::snprintf(board->words[rank], sizeof board->words[rank], "%s", error.what());
-          }
+          });
         } catch (const std::exception& error) {
           std::snprintf(board->words[rank], sizeof board->words[rank], "%s", error.what());
         }
@@ -332,73 +318,17 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
       }
       pids.push_back(pid);
     }
-    EXPECT_TRUE(test::eventually([&] {
-      return std::all_of(board->epochs, board->epochs + size,
-                         [](const auto& epoch) { return epoch >= 3; });
-    })) << board->words[0];
-    std::this_thread::sleep_for(moment);
-    const std::int64_t stopped_at = now_ns();
-    ::kill(pids[static_cast<std::size_t>(victim)], kill ? SIGKILL : SIGSTOP);
-    const auto expect_name = [&](int rank) {
-      const pid_t pid = pids[static_cast<std::size_t>(rank)];
-      int status = 0;
-      if (!test::eventually([&] { return ::waitpid(pid, &status, WNOHANG) == pid; },
-                            milliseconds(30'000))) {
-        ADD_FAILURE() << "rank " << rank << " hangs";
-        ++hangs;
-        ::kill(pid, SIGKILL);
-        ::waitpid(pid, &status, 0);
-        return;
-      }
-      wrong_names += board->blamed[rank] != victim;
-      EXPECT_EQ(board->blamed[rank], victim) << "rank " << rank << ": " << board->words[rank];
-      EXPECT_EQ(status, 0) << "rank " << rank << " crashed";
-      if (rank != victim) delays.push_back(board->failed_at[rank] - stopped_at);
-    };
-    for (int rank = 0; rank < size; ++rank) {
-      if (rank != victim) expect_name(rank);
-    }
-    if (kill) {
-      ::waitpid(pids[static_cast<std::size_t>(victim)], nullptr, 0);
-    } else {
-      ::kill(pids[static_cast<std::size_t>(victim)], SIGCONT);
-      expect_name(victim);
-    }
-    std::set<std::uint64_t> verdicts;
-    for (int rank = 0; rank < size; ++rank) {
-      if (rank != victim) verdicts.insert(board->found[rank]);
-    }
-    two_verdicts += verdicts.size() > 1;
-    ::munmap(memory, sizeof(Board));
-    if (hangs + wrong_names > 3) break;
+    tally.play(*board, pids, victim, how, moment);
   }
-  // bench/hosts_chaos.py keeps these.
-  for (const auto& [name, number] : {std::pair("trials", played),
-                                     {"hangs", hangs},
-                                     {"wrong_names", wrong_names},
-                                     {"two_verdicts", two_verdicts}}) {
-    RecordProperty(name, std::to_string(number));
-  }
-  ASSERT_FALSE(delays.empty());
-  std::sort(delays.begin(), delays.end());
-  const double median_ms = static_cast<double>(delays[delays.size() / 2]) * 1e-6;
-  const double longest_ms = static_cast<double>(delays.back()) * 1e-6;
-  std::string all;
-  for (const std::int64_t delay : delays)
-    all += std::to_string(static_cast<double>(delay) * 1e-6) + " ";
-  RecordProperty("delays_ms", all);
-  std::printf(
-      "%s: %zu ranks ended after a median of %.1f ms, at most %.1f ms; %zu of %zu worlds "
-      "with more than one verdict\n",
-      kill ? "kill" : "stop", delays.size(), median_ms, longest_ms,
-      static_cast<std::size_t>(two_verdicts), static_cast<std::size_t>(played));
+  tally.record(how == Stop::kKill ? "kill" : "stop");
+  ASSERT_FALSE(tally.delays.empty());
   // A verdict that takes too long is not waited for. That is rare, also on a busy machine.
-  EXPECT_LE(two_verdicts, 1 + played / 20);
-  if (kill) {
-    EXPECT_LT(median_ms, 200);
-    EXPECT_LT(longest_ms, 2'000);  // on a machine that is busy with something else
+  EXPECT_LE(tally.two_verdicts, 1 + tally.played / 20);
+  if (how == Stop::kKill) {
+    EXPECT_LT(tally.median_ms(), 200);
+    EXPECT_LT(tally.longest_ms(), 2'000);  // on a machine that is busy with something else
   } else {
-    EXPECT_LT(longest_ms, 3.0 * static_cast<double>(kDeadline.count()));
+    EXPECT_LT(tally.longest_ms(), 3.0 * static_cast<double>(kDeadline.count()));
   }
 }
 

@@ -47,7 +47,9 @@ class DeviceBatch {
     }
   }
 
-  void enqueue(MoeLayer& layer, const gpu::Stream& stream, const AdjustCall& adjust = {}) {
+  // `Layer` is MoeLayer or LayerEngine.
+  template <typename Layer>
+  void enqueue(Layer& layer, const gpu::Stream& stream, const AdjustCall& adjust = {}) {
     const auto words = [](const gpu::DeviceBuffer& b) { return b.bytes() / 4; };
     ForwardInput input;
     input.activations = batch_.x.view();
