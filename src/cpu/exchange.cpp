@@ -180,7 +180,8 @@ class Engine final : public ExchangeEngine {
   // body(begin, end) for chunks of `count` items, by all threads.
   template <typename Body>
   void for_chunks(std::size_t count, const TraceEvent& event, const Body& body);
-  void in_parallel(const std::function<void(int)>& body);
+  // body(thread) on every thread; or, of so little that waking them would take longer, on this one.
+  void in_parallel(std::size_t items, const std::function<void(int)>& body);
   // Waits until ready(); `missing` as in wait_until().
   template <typename Ready, typename WhatIsMissing>
   void wait(const Call& call, Ready&& ready, WhatIsMissing&& missing);
@@ -1032,7 +1033,7 @@ void Engine::send_to_all(const Items& items, const Body& body, const Sent& sent)
     std::atomic<std::size_t> left{0};
   };
   std::vector<Part> parts(static_cast<std::size_t>(num_ranks()));
-  std::size_t tasks = 0;
+  std::size_t tasks = 0, all_items = 0;
   for (int i = 0; i < num_ranks(); ++i) {
     // This rank itself last: others wait for their flags.
     Part& part = parts[static_cast<std::size_t>(i)];
@@ -1042,9 +1043,10 @@ void Engine::send_to_all(const Items& items, const Body& body, const Sent& sent)
     // A rank that gets nothing has one task, too: its flag.
     part.left = std::max<std::size_t>(1, protocol::ceil_div(part.items, kChunk));
     tasks += part.left;
+    all_items += part.items;
   }
   std::atomic<std::size_t> next{0};
-  in_parallel([&](int thread) {
+  in_parallel(all_items, [&](int thread) {
     std::size_t p = 0;
     for (std::size_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
       while (p + 1 < parts.size() && parts[p + 1].first_task <= task) ++p;
@@ -1082,7 +1084,7 @@ void Engine::for_chunks(std::size_t count, const TraceEvent& event, const Body& 
   };
   if (count <= kChunk) return run(0, 0, count);
   std::atomic<std::size_t> next{0};
-  in_parallel([&](int thread) {
+  in_parallel(count, [&](int thread) {
     for (std::size_t first; (first = next.fetch_add(kChunk, std::memory_order_relaxed)) < count;) {
       run(thread, first, std::min(first + kChunk, count));
       protocol::note_progress(heaps_);
@@ -1090,8 +1092,8 @@ void Engine::for_chunks(std::size_t count, const TraceEvent& event, const Body& 
   });
 }
 
-void Engine::in_parallel(const std::function<void(int)>& body) {
-  pool_->run([&](int thread) {
+void Engine::in_parallel(std::size_t items, const std::function<void(int)>& body) {
+  const auto on_thread = [&](int thread) {
     try {
       body(thread);
     } catch (...) {
@@ -1101,7 +1103,12 @@ void Engine::in_parallel(const std::function<void(int)>& body) {
       // The rank cannot do its part: the others need not wait for their deadlines to learn it.
       protocol::abort_world(heaps_, {rank(), rank(), Phase::kExperts, calls_, 0, 0, 0, 0, rank()});
     }
-  });
+  };
+  if (items <= kChunk) {
+    on_thread(0);
+  } else {
+    pool_->run(on_thread);
+  }
   if (exception_) std::rethrow_exception(exception_);
 }
 

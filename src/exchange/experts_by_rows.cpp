@@ -250,6 +250,7 @@ void ByRows::compute(const Tokens& given, const std::vector<std::int32_t>& ids,
     for (int i = 0; i < passes_ && layer_; ++i) {
       const std::int64_t first = std::min<std::int64_t>(i * chunk_, all);
       const std::int64_t last = std::min<std::int64_t>(first + chunk_, all);
+      if (i > 0) site_.device.await_stream();  // It reads what is made anew.
       // Own tokens come first.
       const auto slots_between = [&](const Slot* from, std::int64_t begin, std::int64_t end) {
         const std::int64_t slots = std::max<std::int64_t>(end - begin, 0);
@@ -346,9 +347,9 @@ void ByRows::load(std::int64_t first, std::int64_t count, std::int64_t tokens) {
 void ByRows::copy_token_rows(std::byte* to, std::uint64_t from, std::int64_t count) {
   const std::size_t bytes = static_cast<std::size_t>(count) * layout_.row_bytes;
   if (on_device()) {
-    site_.device.on_device(to, bytes, memory() + from, bytes, {bytes, 1});
+    site_.device.enqueue_on_device(to, bytes, memory() + from, bytes, {bytes, 1});
   } else {
-    site_.device.to_device(to, bytes, memory() + from, bytes, {bytes, 1});
+    site_.device.enqueue_to_device(to, bytes, memory() + from, bytes, {bytes, 1});
   }
 }
 
@@ -360,10 +361,10 @@ void ByRows::put_results(std::int64_t tokens) {
   // In the network's memory results of what came stand behind room for all of this rank's.
   std::uint64_t first = on_device() ? static_cast<std::uint64_t>(tokens) : layout_.tokens;
   if (!on_device() && bytes != 0) {
-    site_.device.to_host(memory() + layout_.result(first), bytes, sums_at(tokens), bytes,
-                         {bytes, 1});
+    site_.device.enqueue_to_host(memory() + layout_.result(first), bytes, sums_at(tokens), bytes,
+                                 {bytes, 1});
   }
-  site_.device.await_kernels();
+  site_.device.await_stream();
   // Kernels find only at their end that somebody did not come: then there are no results.
   if (layer_) layer_->check();
   for (const Way& way : ways_) {
@@ -387,9 +388,9 @@ void ByRows::sum_on_device(const ForwardOutput& output, std::int64_t tokens,
   for (std::size_t number = 0; number < ways_.size() && !on_device(); ++number) {
     const std::size_t bytes = ways_[number].sent.size() * layout_.row_bytes;
     if (bytes == 0) continue;
-    site_.device.to_device(sums_at(static_cast<std::int64_t>(layout_.back_row(0, number))), bytes,
-                           memory() + layout_.result(layout_.back_row(parity(), number)), bytes,
-                           {bytes, 1});
+    site_.device.enqueue_to_device(
+        sums_at(static_cast<std::int64_t>(layout_.back_row(0, number))), bytes,
+        memory() + layout_.result(layout_.back_row(parity(), number)), bytes, {bytes, 1});
   }
   factor_of_slot_.assign(order_.size(), 1.0f);
   const auto first_back = static_cast<std::int32_t>(layout_.back_row(0, 0));
@@ -417,7 +418,7 @@ void ByRows::sum_on_device(const ForwardOutput& output, std::int64_t tokens,
     unpermute(sums, positions, factors, static_cast<int>(terms), out,
               {site_.device.stream(), site_.options.device});
   }
-  site_.device.await_kernels();
+  site_.device.await_stream();
 }
 
 // Before the memory is written again. Rows leave as their receiver takes them, whatever it waits

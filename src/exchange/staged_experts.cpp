@@ -40,9 +40,14 @@ std::unique_ptr<LayerEngine> StagedSite::make_networks(const World& of, const La
   return gpu::make_engine(of, networks, weights, how, nullptr);
 }
 
+// A thread lists slots of a thousand tokens in some tens of microseconds.
+constexpr int kThreadsOfSlots = 2;
+
 void StagedExperts::make_exchange(const ExchangeProblem& problem) {
   ExchangeOptions options;
   options.deadline = site_.options.deadline;
+  // Where it carries only what tokens' slots are, waking more threads takes longer than the work.
+  if (problem.without_results) options.num_threads = kThreadsOfSlots;
   exchange_ = cpu::make_exchange(site_.world, problem, options);
   handle_ = exchange_->make_handle();
 }
@@ -166,6 +171,7 @@ void ByRank::set_up(const MoeWeights& weights) {
   weights_ = site_.allocate(chunk_, sizeof(float));
   const std::vector<float> ones(static_cast<std::size_t>(chunk_), 1.0f);
   site_.store(weights_.get(), ones.data(), ones.size() * sizeof(float));
+  site_.device.await_stream();
 }
 
 void ByRank::compute(const Tokens& tokens, const std::vector<std::int32_t>& ids,

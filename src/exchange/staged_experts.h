@@ -38,9 +38,10 @@ struct StagedSite {
     device_bytes += bytes;
     return device.allocate(bytes);
   }
+  // Behind what stream() was given: `from` must stay until await_stream().
   void store(void* to, const void* from, std::size_t bytes) const {
     if (bytes == 0) return;
-    device.to_device(to, bytes, static_cast<const std::byte*>(from), bytes, {bytes, 1});
+    device.enqueue_to_device(to, bytes, static_cast<const std::byte*>(from), bytes, {bytes, 1});
   }
   // A layer of networks that are chosen from outside, for the device, of the ranks of `of`.
   std::unique_ptr<LayerEngine> make_networks(const World& of, const LayerSpec& networks,

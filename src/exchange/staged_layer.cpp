@@ -95,9 +95,9 @@ class Core {
   void set_up_shared();
 
   void start_own(const ForwardInput& input);
-  void route(const ForwardInput& input);
-  void read_logits(std::int64_t tokens);
   MatrixView fetch_tokens(const MatrixView& x) const;
+  void route(const ForwardInput& input);
+  void read_shared_factors(std::int64_t tokens);
   void round(MatrixView& tokens) const;
   void finish(const ForwardInput& input, const ForwardOutput& output);
   void sum_on_host(std::int64_t tokens, const ForwardOutput& output);
@@ -131,7 +131,9 @@ class Core {
   // their only network.
   Buffer shared_results_, products_, first_, ones_, end_;
   // The host's, committed by what really goes through it.
-  Mapping host_tokens_, host_scales_, host_sums_, host_shared_, host_products_, host_out_;
+  Mapping host_tokens_, host_scales_, host_slots_, host_sums_, host_shared_, host_products_,
+      host_out_;
+  std::int32_t num_tokens_ = 0;  // of the gate's product
   std::vector<std::int32_t> ids_;
   std::vector<float> token_weights_, shared_factors_, router_bias_, correction_bias_;
   MatrixView hash_table_;  // in host memory
@@ -179,6 +181,9 @@ Core::Core(const World& world, const LayerSpec& spec, const MoeWeights& weights,
     set_up_shared();
     make_gate();
     host_tokens_ = lent_memory(device_, bytes_of_rows(tokens, row));
+    host_slots_ =
+        lent_memory(device_, bytes_of_rows(tokens, static_cast<std::size_t>(spec.top_k) *
+                                                       (sizeof(std::int64_t) + sizeof(float))));
     host_scales_ = Mapping::anonymous(
         bytes_of_rows(tokens, static_cast<std::size_t>(experts_->groups()) * sizeof(float)));
     host_sums_ = Mapping::anonymous(bytes_of_rows(tokens, row));
@@ -212,6 +217,7 @@ void Core::set_up_shared() {
   ones_ = site_->allocate(tokens, sizeof(float));
   const std::vector<float> ones(static_cast<std::size_t>(tokens), 1.0f);
   store(ones_.get(), ones.data(), ones.size() * sizeof(float));
+  device_.await_stream();
 }
 
 // Numbers that stand `stride` elements apart, in the host's memory or the device's.
@@ -319,14 +325,14 @@ void Core::warm_gate() {
     output.dtype = DType::kF32;
     gate_->run(input, output);
   }
-  device_.await_kernels();
+  device_.await_stream();
 }
 
 void Core::refresh() {
   experts_->refresh();
   if (shared_) shared_->refresh(device_.stream());
   make_gate();
-  device_.await_kernels();
+  device_.await_stream();
 }
 
 void Core::rebind(const MoeWeights& weights) {
@@ -348,12 +354,15 @@ void Core::pass(const ForwardInput& input, const ForwardOutput& output) {
   stats_.tokens = input.activations.rows;
   stats_.tokens_per_expert.assign(static_cast<std::size_t>(spec_.num_experts), 0);
   start_own(input);
-  route(input);
-  stats_.gate_seconds = seconds();
   const bool on_device =
       experts_->takes_from_device() && input.activations.dtype == experts_->token_type();
-  const StagedExperts::Tokens tokens{
-      on_device ? input.activations : fetch_tokens(input.activations), on_device};
+  StagedExperts::Tokens tokens{on_device ? input.activations : fetch_tokens(input.activations),
+                               on_device};
+  route(input);
+  stats_.gate_seconds = seconds();
+  if (!on_device && tokens.rows.dtype != experts_->token_type() && !site_->quantised()) {
+    round(tokens.rows);
+  }
   stats_.plan_seconds = seconds();
   experts_->compute(tokens, ids_, token_weights_, stats_.tokens_per_expert);
   finish(input, output);
@@ -372,8 +381,8 @@ void Core::start_own(const ForwardInput& input) {
   if (x.rows == 0) return;
   const bool gates = input.topk_ids.empty() && input.logits.empty();
   if (gate_ && (gates || spec_.shared_sigmoid_gate)) {
-    const auto rows = static_cast<std::int32_t>(x.rows);
-    store(end_.get(), &rows, sizeof rows);
+    num_tokens_ = static_cast<std::int32_t>(x.rows);
+    store(end_.get(), &num_tokens_, sizeof num_tokens_);
     GroupedInput of_gate;
     of_gate.x = x;
     of_gate.ends = SlotView(end_.get(), DType::kI32, 1);
@@ -382,6 +391,10 @@ void Core::start_own(const ForwardInput& input) {
     products.data = products_.get();
     products.dtype = DType::kF32;
     gate_->run(of_gate, products);
+    const std::size_t width = static_cast<std::size_t>(planes_.columns) *
+                              static_cast<std::size_t>(planes_.planes) * sizeof(float);
+    device_.enqueue_to_host(host_products_.data(), width, products_.get(), width,
+                            {width, static_cast<std::size_t>(x.rows)});
   }
   if (shared_) {
     ForwardInput of_shared;
@@ -400,7 +413,7 @@ void Core::start_own(const ForwardInput& input) {
   }
 }
 
-// Makes ids_ and token_weights_, and the shared expert's factors.
+// Makes ids_ and token_weights_, and the shared expert's factors, once what was fetched has come.
 void Core::route(const ForwardInput& input) {
   const std::int64_t tokens = input.activations.rows;
   const auto top_k = static_cast<std::size_t>(spec_.top_k);
@@ -410,18 +423,22 @@ void Core::route(const ForwardInput& input) {
   if (tokens == 0) return;
   const bool given = !input.topk_ids.empty();
   const bool gates = !given && input.logits.empty();
-  if (gate_ && (gates || spec_.shared_sigmoid_gate)) read_logits(tokens);
   ForwardInput host = input;  // with what the host reads in its memory
-  std::vector<std::byte> ids, weights;
-  const auto fetch_slots = [&](const SlotView& view, std::vector<std::byte>& into) {
-    into = fetch<std::byte>(view.data(), view.size() * size_of(view.dtype()));
-    return SlotView(into.data(), view.dtype(), view.size());
+  std::size_t fetched = 0;
+  const auto fetch_slots = [&](const SlotView& view) {
+    const std::size_t bytes = view.size() * size_of(view.dtype());
+    std::byte* const to = host_slots_.data() + std::exchange(fetched, fetched + bytes);
+    device_.enqueue_to_host(to, bytes, view.data(), bytes, {bytes, 1});
+    return SlotView(to, view.dtype(), view.size());
   };
-  std::vector<std::int32_t> token_ids;
   if (given) {
-    host.topk_ids = fetch_slots(input.topk_ids, ids);
-    host.topk_weights = fetch_slots(input.topk_weights, weights);
-  } else if (spec_.routing.method == RoutingMethod::kHash) {
+    host.topk_ids = fetch_slots(input.topk_ids);
+    host.topk_weights = fetch_slots(input.topk_weights);
+  }
+  device_.await_stream();
+  if (gate_ && spec_.shared_sigmoid_gate) read_shared_factors(tokens);
+  std::vector<std::int32_t> token_ids;
+  if (!given && spec_.routing.method == RoutingMethod::kHash) {
     token_ids = fetch<std::int32_t>(input.token_ids.data(), input.token_ids.size());
     host.token_ids = token_ids;
   }
@@ -483,14 +500,10 @@ void Core::route(const ForwardInput& input) {
   stats_.dropped_slots = drop_over_capacity(spec_, tokens, ids_, token_weights_);
 }
 
-// The gate's products, and of them the shared expert's factors.
-void Core::read_logits(std::int64_t tokens) {
+// Of the gate's products.
+void Core::read_shared_factors(std::int64_t tokens) {
   const auto columns = static_cast<std::size_t>(planes_.columns),
              stride = columns * static_cast<std::size_t>(planes_.planes);
-  const std::size_t width = stride * sizeof(float);
-  device_.to_host(host_products_.data(), width, products_.get(), width,
-                  {width, static_cast<std::size_t>(tokens)});
-  if (!spec_.shared_sigmoid_gate) return;
   shared_factors_.resize(static_cast<std::size_t>(tokens));
   const auto* const products = reinterpret_cast<const float*>(host_products_.data());
   for (std::size_t t = 0; t < shared_factors_.size(); ++t) {
@@ -502,6 +515,7 @@ void Core::read_logits(std::int64_t tokens) {
   }
 }
 
+// They are there after await_stream().
 MatrixView Core::fetch_tokens(const MatrixView& x) const {
   MatrixView tokens = x;
   if (x.rows == 0) return tokens;
@@ -511,18 +525,18 @@ MatrixView Core::fetch_tokens(const MatrixView& x) const {
   std::byte* const best = experts_->token_memory();
   std::byte* const to =
       best != nullptr && x.dtype == experts_->token_type() ? best : host_tokens_.data();
-  device_.to_host(to, width, x.data, static_cast<std::size_t>(x.row_stride) * element,
-                  {width, count});
+  device_.enqueue_to_host(to, width, x.data, static_cast<std::size_t>(x.row_stride) * element,
+                          {width, count});
   tokens.data = to;
   tokens.row_stride = spec_.hidden;
   if (x.scale != nullptr) {
     const std::size_t scales = static_cast<std::size_t>(experts_->groups()) * sizeof(float);
-    device_.to_host(host_scales_.data(), scales, x.scale,
-                    static_cast<std::size_t>(x.scale_stride) * sizeof(float), {scales, count});
+    device_.enqueue_to_host(host_scales_.data(), scales, x.scale,
+                            static_cast<std::size_t>(x.scale_stride) * sizeof(float),
+                            {scales, count});
     tokens.scale = reinterpret_cast<const float*>(host_scales_.data());
     tokens.scale_stride = experts_->groups();
   }
-  if (x.dtype != experts_->token_type() && !site_->quantised()) round(tokens);
   return tokens;
 }
 
@@ -563,6 +577,7 @@ void Core::finish(const ForwardInput& input, const ForwardOutput& output) {
   if (!output.topk_weights.empty()) {
     store(output.topk_weights.data(), token_weights_.data(), token_weights_.size() * sizeof(float));
   }
+  device_.await_stream();
 }
 
 void Core::sum_on_host(std::int64_t tokens, const ForwardOutput& output) {

@@ -69,7 +69,8 @@ class Core {
   void put(T* to, const T* from, std::int64_t count) {
     if (to == nullptr || count <= 0) return;
     const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
-    device_.to_device(to, bytes, reinterpret_cast<const std::byte*>(from), bytes, {bytes, 1});
+    device_.enqueue_to_device(to, bytes, reinterpret_cast<const std::byte*>(from), bytes,
+                              {bytes, 1});
   }
 
   const ExchangeProblem problem_, staged_;
@@ -94,8 +95,8 @@ Core::Core(const World& world, const ExchangeProblem& problem, const ExchangeOpt
   const auto groups = static_cast<std::size_t>(problem_.groups()) * sizeof(float);
   tokens_ = lent_memory(device_, bytes_of_rows(tokens, columns * sizeof(float)));
   scales_ = Mapping::anonymous(bytes_of_rows(tokens, groups));
-  slots_ = Mapping::anonymous(
-      bytes_of_rows(tokens, static_cast<std::size_t>(spec().top_k) * sizeof(std::int64_t)));
+  slots_ = lent_memory(device_, bytes_of_rows(tokens, static_cast<std::size_t>(spec().top_k) *
+                                                          (sizeof(std::int64_t) + sizeof(float))));
   rows_ = lent_memory(device_, bytes_of_rows(rows, problem_.token_bytes()));
   row_scales_ = Mapping::anonymous(bytes_of_rows(rows, groups));
   origins_ = Mapping::anonymous(bytes_of_rows(rows, sizeof(RowOrigin)));
@@ -139,27 +140,33 @@ void Core::send(const DispatchInput& input, Handle& handle) {
   if (count > 0) {
     const std::size_t element = size_of(tokens.dtype);
     const std::size_t width = static_cast<std::size_t>(spec().hidden) * element;
-    device_.to_host(tokens_.data(), width, tokens.data,
-                    static_cast<std::size_t>(tokens.row_stride) * element, {width, count});
+    device_.enqueue_to_host(tokens_.data(), width, tokens.data,
+                            static_cast<std::size_t>(tokens.row_stride) * element, {width, count});
     tokens.data = tokens_.data();
     tokens.row_stride = spec().hidden;
     if (tokens.scale != nullptr) {
       const std::size_t scales = static_cast<std::size_t>(problem_.groups()) * sizeof(float);
-      device_.to_host(scales_.data(), scales, tokens.scale,
-                      static_cast<std::size_t>(tokens.scale_stride) * sizeof(float),
-                      {scales, count});
+      device_.enqueue_to_host(scales_.data(), scales, tokens.scale,
+                              static_cast<std::size_t>(tokens.scale_stride) * sizeof(float),
+                              {scales, count});
       tokens.scale = reinterpret_cast<const float*>(scales_.data());
       tokens.scale_stride = problem_.groups();
     }
+    std::size_t fetched = 0;
     const auto fetch = [&](const SlotView& slots) {
       const std::size_t bytes = slots.size() * size_of(slots.dtype());
-      device_.to_host(slots_.data(), bytes, slots.data(), bytes, {bytes, 1});
-      return SlotView(slots_.data(), slots.dtype(), slots.size());
+      std::byte* const to = slots_.data() + std::exchange(fetched, fetched + bytes);
+      if (bytes != 0) device_.enqueue_to_host(to, bytes, slots.data(), bytes, {bytes, 1});
+      return SlotView(to, slots.dtype(), slots.size());
     };
     if (!input.reuse) {
-      read_ids(fetch(input.ids));
-      staged.ids = ids_;
+      staged.ids = fetch(input.ids);
       if (!input.weights.empty()) staged.weights = fetch(input.weights);
+    }
+    device_.await_stream();
+    if (!input.reuse) {
+      read_ids(staged.ids);
+      staged.ids = ids_;
     }
   }
   engine_->dispatch_send(staged, *handle.inner);
@@ -238,11 +245,12 @@ void Core::receive(const DispatchOutput& output, Handle& handle) {
     const auto from = static_cast<std::size_t>(segment.staged);
     const auto to = static_cast<std::size_t>(segment.row);
     const auto count = static_cast<std::size_t>(segment.count);
-    device_.to_device(static_cast<std::byte*>(output.rows) + to * pitch, pitch,
-                      rows_.data() + from * width, width, {width, count});
+    device_.enqueue_to_device(static_cast<std::byte*>(output.rows) + to * pitch, pitch,
+                              rows_.data() + from * width, width, {width, count});
     if (scales != 0) {
-      device_.to_device(reinterpret_cast<std::byte*>(output.scales) + to * scale_pitch, scale_pitch,
-                        row_scales_.data() + from * scales, scales, {scales, count});
+      device_.enqueue_to_device(reinterpret_cast<std::byte*>(output.scales) + to * scale_pitch,
+                                scale_pitch, row_scales_.data() + from * scales, scales,
+                                {scales, count});
     }
     if (output.origins != nullptr) {
       put(output.origins + to, staged.origins + from, segment.count);
@@ -254,6 +262,7 @@ void Core::receive(const DispatchOutput& output, Handle& handle) {
   put(output.counts, counts_.data(), own);
   put(output.num_rows, &num_rows_, 1);
   put(output.weights, staged.weights, std::min<std::int64_t>(num_rows_, output.capacity));
+  device_.await_stream();
 }
 
 // ------------------------------------------------------------------------------------ combine
@@ -280,12 +289,13 @@ void Core::send_results(const CombineInput& input, Handle& handle) {
                       given.rows, segment.row + segment.count - 1));
     }
     if (count == 0) continue;
-    device_.to_host(
+    device_.enqueue_to_host(
         results_.data() + static_cast<std::size_t>(segment.staged) * width, width,
         static_cast<const std::byte*>(given.data) + static_cast<std::size_t>(segment.row) * pitch,
         pitch, {width, static_cast<std::size_t>(count)});
   }
   fill_to(handle.staged_rows);
+  device_.await_stream();
   CombineInput staged;
   staged.rows = {results_.data(), spec().combine, handle.staged_rows, spec().hidden, spec().hidden};
   engine_->combine_send(staged, *handle.inner);

@@ -36,19 +36,35 @@ class StagingDevice {
   // From the exchange's thread.
   virtual void release() noexcept = 0;
 
-  // Copies `rows` of `width` bytes that stand so many bytes apart, and waits for it. From the
-  // exchange's thread. to_host() may also be given host memory.
+  // Copies `rows` of `width` bytes that stand so many bytes apart, in the order of stream(): what
+  // they come from must stay, and what they make is there, once await_stream() has returned. From
+  // the exchange's thread. What goes to the host may also come from the host.
   struct Rows {
     std::size_t width, count;
   };
-  virtual void to_host(std::byte* to, std::size_t to_pitch, const void* from,
-                       std::size_t from_pitch, const Rows& rows) = 0;
-  virtual void to_device(void* to, std::size_t to_pitch, const std::byte* from,
-                         std::size_t from_pitch, const Rows& rows) = 0;
-
+  virtual void enqueue_to_host(std::byte* to, std::size_t to_pitch, const void* from,
+                               std::size_t from_pitch, const Rows& rows) = 0;
+  virtual void enqueue_to_device(void* to, std::size_t to_pitch, const std::byte* from,
+                                 std::size_t from_pitch, const Rows& rows) = 0;
   // From one place of the device's memory to another.
-  virtual void on_device(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
-                         const Rows& rows) = 0;
+  virtual void enqueue_on_device(void* to, std::size_t to_pitch, const void* from,
+                                 std::size_t from_pitch, const Rows& rows) = 0;
+  // The same, and wait.
+  void to_host(std::byte* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+               const Rows& rows) {
+    enqueue_to_host(to, to_pitch, from, from_pitch, rows);
+    await_stream();
+  }
+  void to_device(void* to, std::size_t to_pitch, const std::byte* from, std::size_t from_pitch,
+                 const Rows& rows) {
+    enqueue_to_device(to, to_pitch, from, from_pitch, rows);
+    await_stream();
+  }
+  void on_device(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+                 const Rows& rows) {
+    enqueue_on_device(to, to_pitch, from, from_pitch, rows);
+    await_stream();
+  }
 
   // Host memory that copies come from and go to, used from its start on, until the device ends: it
   // may be made faster to copy as far as it is used.
@@ -64,13 +80,12 @@ class StagingDevice {
     UniqueFd dmabuf;
   };
   virtual NetworkMemory allocate_for_network(std::size_t bytes) = 0;
-  // Where the exchange's thread has kernels run, and where copies follow them. It waits for no
-  // other stream.
+  // Where the exchange's thread has kernels and copies run. It waits for no other stream.
   virtual void* stream() = 0;
 
   virtual void synchronize(void* stream) = 0;
   // Waits for what the exchange's thread has run on stream().
-  virtual void await_kernels() = 0;
+  virtual void await_stream() = 0;
   // Waits for all that was enqueued.
   virtual void synchronize_all() = 0;
   // Waits until nothing that was enqueued is left, at most so long; says whether it is so.

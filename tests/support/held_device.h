@@ -18,18 +18,18 @@ class HeldDevice final : public StagingDevice {
 
   bool enqueue(void* stream, Call& call) override { return device_->enqueue(stream, call); }
   void release() noexcept override { device_->release(); }
-  void to_host(std::byte* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
-               const Rows& rows) override {
-    device_->to_host(to, to_pitch, from, from_pitch, rows);
+  void enqueue_to_host(std::byte* to, std::size_t to_pitch, const void* from,
+                       std::size_t from_pitch, const Rows& rows) override {
+    device_->enqueue_to_host(to, to_pitch, from, from_pitch, rows);
   }
-  void to_device(void* to, std::size_t to_pitch, const std::byte* from, std::size_t from_pitch,
-                 const Rows& rows) override {
+  void enqueue_to_device(void* to, std::size_t to_pitch, const std::byte* from,
+                         std::size_t from_pitch, const Rows& rows) override {
     if (before_copy) before_copy();
-    device_->to_device(to, to_pitch, from, from_pitch, rows);
+    device_->enqueue_to_device(to, to_pitch, from, from_pitch, rows);
   }
-  void on_device(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
-                 const Rows& rows) override {
-    device_->on_device(to, to_pitch, from, from_pitch, rows);
+  void enqueue_on_device(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+                         const Rows& rows) override {
+    device_->enqueue_on_device(to, to_pitch, from, from_pitch, rows);
   }
   void lend(std::byte* data, std::size_t bytes) override { device_->lend(data, bytes); }
   std::shared_ptr<std::byte> allocate(std::size_t bytes) override {
@@ -40,7 +40,7 @@ class HeldDevice final : public StagingDevice {
   }
   void* stream() override { return device_->stream(); }
   void synchronize(void* stream) override { device_->synchronize(stream); }
-  void await_kernels() override { device_->await_kernels(); }
+  void await_stream() override { device_->await_stream(); }
   void synchronize_all() override { device_->synchronize_all(); }
   bool is_idle(std::chrono::milliseconds patience) override { return device_->is_idle(patience); }
 

@@ -46,17 +46,17 @@ class ThreadDevice final : public StagingDevice {
     }
     changed_.notify_all();
   }
-  void to_host(std::byte* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
-               const Rows& rows) override {
+  void enqueue_to_host(std::byte* to, std::size_t to_pitch, const void* from,
+                       std::size_t from_pitch, const Rows& rows) override {
     copy(to, to_pitch, static_cast<const std::byte*>(from), from_pitch, rows);
   }
-  void to_device(void* to, std::size_t to_pitch, const std::byte* from, std::size_t from_pitch,
-                 const Rows& rows) override {
+  void enqueue_to_device(void* to, std::size_t to_pitch, const std::byte* from,
+                         std::size_t from_pitch, const Rows& rows) override {
     if (before_copy) before_copy();
     copy(static_cast<std::byte*>(to), to_pitch, from, from_pitch, rows);
   }
-  void on_device(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
-                 const Rows& rows) override {
+  void enqueue_on_device(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+                         const Rows& rows) override {
     copy(static_cast<std::byte*>(to), to_pitch, static_cast<const std::byte*>(from), from_pitch,
          rows);
   }
@@ -70,7 +70,7 @@ class ThreadDevice final : public StagingDevice {
   }
   void* stream() override { return nullptr; }
   void synchronize(void*) override { is_idle(test::kGenerous); }
-  void await_kernels() override {}  // They run at once.
+  void await_stream() override {}  // They run at once.
   void synchronize_all() override { is_idle(test::kGenerous); }
   bool is_idle(std::chrono::milliseconds patience) override {
     std::unique_lock lock(mutex_);

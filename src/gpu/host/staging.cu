@@ -122,21 +122,20 @@ class Staging final : public StagingDevice {
     __atomic_store_n(&*released_, std::uint64_t{1}, __ATOMIC_RELEASE);
   }
 
-  void to_host(std::byte* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
-               const Rows& rows) override {
+  void enqueue_to_host(std::byte* to, std::size_t to_pitch, const void* from,
+                       std::size_t from_pitch, const Rows& rows) override {
     copy({to, to_pitch}, {const_cast<void*>(from), from_pitch}, to, rows);
   }
-  void to_device(void* to, std::size_t to_pitch, const std::byte* from, std::size_t from_pitch,
-                 const Rows& rows) override {
+  void enqueue_to_device(void* to, std::size_t to_pitch, const std::byte* from,
+                         std::size_t from_pitch, const Rows& rows) override {
     copy({to, to_pitch}, {const_cast<std::byte*>(from), from_pitch}, from, rows);
   }
-  void on_device(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
-                 const Rows& rows) override {
+  void enqueue_on_device(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+                         const Rows& rows) override {
     const DeviceScope scope(device_);
     const RelaxedCapture relaxed;
     enqueue_rows({to, to_pitch}, {const_cast<void*>(from), from_pitch}, {0, rows.count},
                  rows.width);
-    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_of_copies()));
   }
   void lend(std::byte* data, std::size_t bytes) override { lent_.emplace_back(data, bytes); }
 
@@ -159,7 +158,10 @@ class Staging final : public StagingDevice {
   void synchronize(void* stream) override {
     SWITCHYARD_CUDA(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
   }
-  void await_kernels() override { SWITCHYARD_CUDA(cudaStreamSynchronize(stream_of_copies())); }
+  void await_stream() override {
+    const RelaxedCapture relaxed;
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_of_copies()));
+  }
   void synchronize_all() override {
     const DeviceScope scope(device_);
     SWITCHYARD_CUDA(cudaDeviceSynchronize());
@@ -195,7 +197,6 @@ class Staging final : public StagingDevice {
         at = end;
       }
     }
-    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_of_copies()));
   }
 
   struct Range {
