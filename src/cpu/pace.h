@@ -24,7 +24,7 @@ class HostPace : public protocol::WaitsAlone {
   // cores a yield may last for many time slices, so the number of looks alone does not tell how
   // long ago the last one was.
   bool reads_clock(std::uint32_t looks) {
-    if (looks % 64 == 0 || looks >= kFirstSleep) return true;
+    if (looks % 64 == 0 || first_sleep_ != 0) return true;
     if (looks < kFirstYield) return false;
     const std::uint64_t time = clock();
     if (last_read_ == 0) last_read_ = time;
@@ -40,15 +40,16 @@ class HostPace : public protocol::WaitsAlone {
   // Ranks may outnumber cores, so after a few looks the thread leaves the core to others. Every
   // wake-up takes the core from them for some microseconds, so sleeps grow with the time already
   // waited. Even the longest sleep is a few hundredths of that time.
-  void pause(std::uint32_t looks) const {
+  void pause(std::uint32_t looks) {
     if (looks < kFirstYield) {
+      first_sleep_ = 0;  // Another wait may have been before.
 #if defined(__x86_64__)
       __builtin_ia32_pause();
 #endif
-    } else if (looks < kFirstSleep) {
+    } else if (!sleeps(looks)) {
       std::this_thread::yield();
     } else {
-      const std::uint32_t microseconds = 50 + 10 * std::min(looks - kFirstSleep, 95u);
+      const std::uint32_t microseconds = 50 + 10 * std::min(looks - first_sleep_, 95u);
       std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
     }
   }
@@ -56,11 +57,28 @@ class HostPace : public protocol::WaitsAlone {
  private:
   static constexpr std::uint32_t kFirstYield = 32, kFirstSleep = 512;
   static constexpr std::uint64_t kLongestSilence = 1'000'000;  // ns
+  // What comes from another host takes hundreds of microseconds. Ranks that slept through them would
+  // wait for each other's sleeps, pass after pass. So they stay awake for so long, where yields are
+  // so short that nobody else wants the core.
+  static constexpr std::uint64_t kAwake = 2'000'000, kBriefYield = 2'000;  // ns
 
   static std::uint64_t clock() { return static_cast<std::uint64_t>(trace::now_ns()); }
 
+  bool sleeps(std::uint32_t looks) {
+    if (first_sleep_ != 0) return true;
+    if (looks == kFirstYield && remote_ != nullptr) yields_since_ = clock();
+    if (looks < kFirstSleep) return false;
+    if (remote_ != nullptr) {
+      const std::uint64_t yielded = clock() - yields_since_;
+      if (yielded < std::min(kAwake, (looks - kFirstYield) * kBriefYield)) return false;
+    }
+    first_sleep_ = looks;
+    return true;
+  }
+
   const network::RemoteHeap* remote_;
-  std::uint64_t last_read_ = 0;
+  std::uint64_t last_read_ = 0, yields_since_ = 0;
+  std::uint32_t first_sleep_ = 0;  // the look; 0: not yet
 };
 
 }  // namespace switchyard::cpu
