@@ -381,33 +381,34 @@ def hosts_table():
     for (engine, hosts, ranks, link), found in sorted(tables.items()):
         of_stage = {row["stage"]: row for row in found if row.get("tokens_per_rank") is None}
         rate = of_stage["stream"]["link_bytes"] / of_stage["stream"]["median_us"]
-        names = {"dispatch": "dispatch", "combine": "combine", "combine_summed": "summed"}
+        groups = [{"dispatch": "dispatch", "combine": "combine", "combine_summed": "summed"}]
         if engine == "cuda":
-            names["layer"] = "layer"
-        if any(row["stage"] == "layer_summed" for row in found):
-            names["layer_summed"] = "layer, summed"
+            groups.append({"layer": "layer", "layer_summed": "layer, summed", "layer_summed_fp8": "FP8, summed"})
         lines += [
             f"{'GPUs' if engine == 'cuda' else 'CPUs'}, {hosts} hosts, {ranks} ranks, {link}: "
             f"a flag and back {microseconds(of_stage['flag']['median_us'])} µs, a host's stream {rate:.0f} MB/s",
             "",
-            "| tokens per rank | " + "".join(f"{name}: µs | model µs | MB a host | " for name in names.values()) + "wrong |",
-            "|---" * (3 * len(names) + 2) + "|",
         ]
         by_tokens = {}
         for row in found:
             if row.get("tokens_per_rank") is not None:
                 by_tokens.setdefault(row["tokens_per_rank"], {})[row["stage"]] = row
-        for tokens, stages in sorted(by_tokens.items()):
-            cells = []
-            for stage in names:
-                row = stages.get(stage)
-                if row is None:
-                    cells += ["–"] * 3
-                    continue
-                cells += [microseconds(row["median_us"]), microseconds(row["model_us"]), f"{row['link_bytes'] * 1e-6:.3g}"]
-            wrong = sum(row["wrong"] for row in stages.values())
-            lines.append(f"| {tokens} | " + " | ".join(cells) + f" | {wrong} |")
-        lines.append("")
+        for names in groups:
+            lines += [
+                "| tokens per rank | " + "".join(f"{name}: µs | model µs | MB a host | " for name in names.values()) + "wrong |",
+                "|---" * (3 * len(names) + 2) + "|",
+            ]
+            for tokens, stages in sorted(by_tokens.items()):
+                cells = []
+                for stage in names:
+                    row = stages.get(stage)
+                    if row is None:
+                        cells += ["–"] * 3
+                        continue
+                    cells += [microseconds(row["median_us"]), microseconds(row["model_us"]), f"{row['link_bytes'] * 1e-6:.3g}"]
+                wrong = sum(stages[stage]["wrong"] for stage in names if stage in stages)
+                lines.append(f"| {tokens} | " + " | ".join(cells) + f" | {wrong} |")
+            lines.append("")
         lines.append(f"*{found[0]['machine']}; commit {', '.join(sorted({row['commit'] for row in found}))}; "
                      f"`switchyard launch -n RANKS --namespaces HOSTS -- switchyard {found[0]['command'].split(' ', 1)[1]}`*")
         lines.append("")

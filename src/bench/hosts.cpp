@@ -118,6 +118,11 @@ class Session {
         rows.push_back(collect("layer", measure_layer(spec, weights, tokens, false), tokens));
         rows.push_back(collect("layer_summed", measure_layer(spec, weights, tokens, true), tokens));
       }
+      const MoeWeights codes = generate_weights(spec, DType::kF8E4M3, options_.seed);
+      for (const std::int64_t tokens : options_.tokens) {
+        rows.push_back(
+            collect("layer_summed_fp8", measure_layer(spec, codes, tokens, true), tokens));
+      }
     }
     return rows;
   }

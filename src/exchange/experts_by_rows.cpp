@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/quantize.h"
 #include "exchange/experts_by_host.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
@@ -33,37 +34,49 @@ using network::RowsPut;
 struct Layout {
   static constexpr std::uint64_t kPage = 4096;
 
-  std::uint64_t tokens = 0, hosts = 0;  // T and S
-  std::uint64_t row_bytes = 0;          // of tokens and of results, which are of one type
+  std::uint64_t tokens = 0, hosts = 0;              // T and S
+  std::uint64_t token_bytes = 0, result_bytes = 0;  // of a row
 
   Layout() = default;
-  Layout(std::uint64_t max_tokens, std::uint64_t others, std::uint64_t bytes_of_row)
-      : tokens(protocol::round_up(max_tokens, kPage / std::gcd(kPage, bytes_of_row))),
-        hosts(others),
-        row_bytes(bytes_of_row) {}
+  Layout(std::uint64_t max_tokens, std::uint64_t others, std::uint64_t bytes_of_token,
+         std::uint64_t bytes_of_result)
+      : hosts(others), token_bytes(bytes_of_token), result_bytes(bytes_of_result) {
+    // (Both are powers of two, so the larger is a multiple of the other.)
+    tokens = protocol::round_up(max_tokens, std::max(kPage / std::gcd(kPage, token_bytes),
+                                                     kPage / std::gcd(kPage, result_bytes)));
+  }
 
   std::uint64_t window(std::uint64_t parity, std::uint64_t host) const {
     return (parity * hosts + host) * tokens;
   }
   std::uint64_t came(std::uint64_t parity, std::uint64_t host) const {
-    return (tokens + window(parity, host)) * row_bytes;
+    return (tokens + window(parity, host)) * token_bytes;
   }
   // Rows of results, and what comes back behind them, are numbered together.
   std::uint64_t back_row(std::uint64_t parity, std::uint64_t host) const {
     return (1 + hosts) * tokens + window(parity, host);
   }
   std::uint64_t result(std::uint64_t row) const {
-    return ((1 + 2 * hosts) * tokens + row) * row_bytes;
+    return (1 + 2 * hosts) * tokens * token_bytes + row * result_bytes;
   }
   std::uint64_t bytes() const { return result((1 + 3 * hosts) * tokens); }
 };
+
+// Codes, and their scales behind them, where tokens are quantised. Rows of a kernel begin at
+// multiples of 16 bytes.
+std::uint64_t bytes_of_token(const StagedSite& site) {
+  const auto columns = static_cast<std::uint64_t>(site.spec.hidden);
+  if (!site.quantised()) return columns * size_of(site.value());
+  const std::uint64_t groups = protocol::ceil_div(columns, std::uint64_t{kQuantGroup});
+  return protocol::round_up(columns + groups * sizeof(float), std::uint64_t{16});
+}
 
 class ByRows final : public ExpertsByHost {
  public:
   ByRows(StagedSite& site, const MoeWeights& weights);
 
-  std::byte* token_memory() override { return on_device() ? nullptr : memory(); }
-  bool takes_from_device() const override { return on_device(); }
+  std::byte* token_memory() override { return takes_from_device() ? nullptr : memory(); }
+  bool takes_from_device() const override { return on_device() || site_.quantised(); }
   DType token_type() const override { return site_.value(); }
   bool sums_on_device() const override { return true; }
   void compute(const Tokens& given, const std::vector<std::int32_t>& ids,
@@ -98,7 +111,7 @@ class ByRows final : public ExpertsByHost {
   // The device's results, and what came back.
   std::byte* sums_at(std::int64_t row) const {
     return (on_device() ? device_memory_.get() + layout_.result(0) : sums_.get()) +
-           static_cast<std::uint64_t>(row) * layout_.row_bytes;
+           static_cast<std::uint64_t>(row) * layout_.result_bytes;
   }
   std::size_t number_of(int host) const {
     return static_cast<std::size_t>(host < host_ ? host : host - 1);
@@ -108,14 +121,15 @@ class ByRows final : public ExpertsByHost {
   void put_tokens();
   void exchange_slots(std::int64_t tokens);
   void find_rows(std::int64_t tokens);
-  void load(std::int64_t first, std::int64_t count, std::int64_t tokens);
-  void copy_token_rows(std::byte* to, std::uint64_t from, std::int64_t count);
+  void quantise(const MatrixView& tokens, std::byte* to) const;
+  MatrixView load(std::int64_t first, std::int64_t count, std::int64_t tokens);
   void put_results(std::int64_t tokens);
   void await_sent();
 
   Layout layout_;
   std::shared_ptr<Mapping> host_memory_;  // the memory that networks see,
   StagedSite::Buffer device_memory_;      // or this
+  StagedSite::Buffer quantised_;          // where that is the host's: [T] tokens
   StagedSite::Buffer sums_;               // where that is the host's: [T + 2 S T, + T] results
   StagedSite::Buffer positions_, factors_;
   std::unique_ptr<network::RowsRegion> region_;
@@ -147,7 +161,7 @@ ByRows::ByRows(StagedSite& site, const MoeWeights& weights)
 
 void ByRows::set_up() {
   layout_ = Layout(static_cast<std::uint64_t>(site_.options.max_tokens),
-                   static_cast<std::uint64_t>(hosts_.num_hosts() - 1),
+                   static_cast<std::uint64_t>(hosts_.num_hosts() - 1), bytes_of_token(site_),
                    static_cast<std::uint64_t>(site_.spec.hidden) * size_of(site_.value()));
   for (int h = 0; h < hosts_.num_hosts(); ++h) {
     if (h == host_) continue;
@@ -160,7 +174,7 @@ void ByRows::set_up() {
   const std::int64_t tokens = site_.options.max_tokens;
   const std::int64_t most = tokens * hosts_.num_hosts();
   chunk_ = std::min(most, std::max(site_.most_rows, std::int64_t{1}));
-  rows_ = site_.allocate(chunk_, layout_.row_bytes);
+  rows_ = site_.allocate(chunk_, layout_.token_bytes);
   make_slots(most);
 
   shared_row_ = (1 + 3 * layout_.hosts) * layout_.tokens;
@@ -174,7 +188,7 @@ void ByRows::set_up() {
 bool ByRows::share_device_memory() {
   Fabric& fabric = site_.world.fabric();
   if (!fabric.proxy()->takes_device_memory()) return false;
-  const std::uint64_t shared = shared_ ? layout_.tokens * layout_.row_bytes : 0;
+  const std::uint64_t shared = shared_ ? layout_.tokens * layout_.result_bytes : 0;
   StagingDevice::NetworkMemory memory = site_.device.allocate_for_network(layout_.bytes() + shared);
   if (memory.data == nullptr) return false;
   device_memory_ = std::move(memory.data);
@@ -194,18 +208,20 @@ void ByRows::share_host_memory() {
   // What comes back is copied to the device, where one window is enough.
   shared_row_ = (1 + 2 * layout_.hosts) * layout_.tokens;
   sums_ = site_.allocate(static_cast<std::int64_t>(shared_row_ + (shared_ ? layout_.tokens : 0)),
-                         layout_.row_bytes);
+                         layout_.result_bytes);
+  if (site_.quantised()) quantised_ = site_.allocate(site_.options.max_tokens, layout_.token_bytes);
   host_memory_ = std::make_shared<Mapping>(Mapping::anonymous(layout_.bytes()));
   const auto lend = [&](std::uint64_t at, std::uint64_t bytes) {
     site_.device.lend(host_memory_->data() + at, bytes);
   };
-  const std::uint64_t window = layout_.tokens * layout_.row_bytes;
-  lend(0, window);
-  lend(layout_.result(layout_.tokens), layout_.hosts * window);
+  const std::uint64_t tokens = layout_.tokens * layout_.token_bytes,
+                      results = layout_.tokens * layout_.result_bytes;
+  lend(0, tokens);
+  lend(layout_.result(layout_.tokens), layout_.hosts * results);
   for (std::uint64_t parity = 0; parity < 2; ++parity) {
     for (std::uint64_t host = 0; host < layout_.hosts; ++host) {
-      lend(layout_.came(parity, host), window);
-      lend(layout_.result(layout_.back_row(parity, host)), window);
+      lend(layout_.came(parity, host), tokens);
+      lend(layout_.result(layout_.back_row(parity, host)), results);
     }
   }
   region_ =
@@ -262,9 +278,7 @@ void ByRows::compute(const Tokens& given, const std::vector<std::int32_t>& ids,
       add_rows(slots_between(came_slots(), std::max(first - tokens.rows, std::int64_t{0}),
                              last - tokens.rows),
                rows);
-      load(first, last - first, tokens.rows);
-      pass({rows_.get(), site_.value(), last - first, site_.spec.hidden, site_.spec.hidden},
-           sums_at(first));
+      pass(load(first, last - first, tokens.rows), sums_at(first));
     }
     put_results(tokens.rows);
   });
@@ -278,9 +292,18 @@ void ByRows::compute(const Tokens& given, const std::vector<std::int32_t>& ids,
 void ByRows::take(const Tokens& given) {
   const MatrixView& tokens = given.rows;
   if (tokens.data == memory() || tokens.rows == 0) return;
+  if (site_.quantised()) {
+    quantise(tokens, on_device() ? memory() : quantised_.get());
+    const std::size_t bytes = static_cast<std::size_t>(tokens.rows) * layout_.token_bytes;
+    if (!on_device()) {
+      site_.device.enqueue_to_host(memory(), bytes, quantised_.get(), bytes, {bytes, 1});
+    }
+    site_.device.await_stream();
+    return;
+  }
   const auto* const from = static_cast<const std::byte*>(tokens.data);
   const std::size_t pitch = static_cast<std::size_t>(tokens.row_stride) * size_of(tokens.dtype);
-  const StagingDevice::Rows rows{layout_.row_bytes, static_cast<std::size_t>(tokens.rows)};
+  const StagingDevice::Rows rows{layout_.token_bytes, static_cast<std::size_t>(tokens.rows)};
   if (given.on_device) {
     site_.device.on_device(memory(), rows.width, from, pitch, rows);
   } else if (on_device()) {
@@ -288,6 +311,20 @@ void ByRows::take(const Tokens& given) {
   } else {
     std::memcpy(memory(), from, rows.width * rows.count);  // as they were rounded, without gaps
   }
+}
+
+// Of the device, into rows of it.
+void ByRows::quantise(const MatrixView& tokens, std::byte* to) const {
+  const std::size_t pitch = layout_.token_bytes;
+  if (tokens.dtype != DType::kF8E4M3) return site_.device.enqueue_quantized(to, pitch, tokens);
+  const auto columns = static_cast<std::size_t>(tokens.cols),
+             rows = static_cast<std::size_t>(tokens.rows);
+  const std::size_t scales = protocol::ceil_div(columns, std::size_t{kQuantGroup}) * sizeof(float);
+  site_.device.enqueue_on_device(to, pitch, tokens.data,
+                                 static_cast<std::size_t>(tokens.row_stride), {columns, rows});
+  site_.device.enqueue_on_device(to + columns, pitch, tokens.scale,
+                                 static_cast<std::size_t>(tokens.scale_stride) * sizeof(float),
+                                 {scales, rows});
 }
 
 void ByRows::put_tokens() {
@@ -298,11 +335,11 @@ void ByRows::put_tokens() {
     for (std::size_t i = 0; i < way.sent.size();) {
       std::size_t end = i + 1;
       while (end < way.sent.size() && way.sent[end] == way.sent[end - 1] + 1) ++end;
-      puts_.push_back({way.sent[i] * layout_.row_bytes, window + i * layout_.row_bytes,
-                       (end - i) * layout_.row_bytes});
+      puts_.push_back({way.sent[i] * layout_.token_bytes, window + i * layout_.token_bytes,
+                       (end - i) * layout_.token_bytes});
       i = end;
     }
-    token_bytes_sent_ += way.sent.size() * layout_.row_bytes;
+    token_bytes_sent_ += way.sent.size() * layout_.token_bytes;
     region_->put(Lane::kDispatch, way.host, keys_[static_cast<std::size_t>(way.rank)], puts_);
   }
 }
@@ -330,34 +367,48 @@ void ByRows::find_rows(std::int64_t tokens) {
   }
 }
 
-// Rows [first, first + count) of all, into those of the pass.
-void ByRows::load(std::int64_t first, std::int64_t count, std::int64_t tokens) {
-  const auto copy = [&](std::int64_t begin, std::int64_t rows, std::uint64_t at) {
+// Rows [first, first + count) of all, as those of the pass.
+MatrixView ByRows::load(std::int64_t first, std::int64_t count, std::int64_t tokens) {
+  // What stands at `at` among rows that begin with `begin`.
+  const auto part = [&](std::int64_t begin, std::int64_t rows, const std::byte* at,
+                        bool of_device) {
     const std::int64_t from = std::max(begin, first), to = std::min(begin + rows, first + count);
     if (from >= to) return;
-    copy_token_rows(rows_.get() + static_cast<std::uint64_t>(from - first) * layout_.row_bytes,
-                    at + static_cast<std::uint64_t>(from - begin) * layout_.row_bytes, to - from);
+    const auto offset = [&](std::int64_t i) {
+      return static_cast<std::size_t>(i) * layout_.token_bytes;
+    };
+    std::byte* const into = rows_.get() + offset(from - first);
+    const std::size_t bytes = offset(to - from);
+    at += offset(from - begin);
+    if (of_device) {
+      site_.device.enqueue_on_device(into, bytes, at, bytes, {bytes, 1});
+    } else {
+      site_.device.enqueue_to_device(into, bytes, at, bytes, {bytes, 1});
+    }
   };
-  copy(0, tokens, 0);
+  const bool own_on_device = on_device() || quantised_ != nullptr;
+  part(0, tokens, quantised_ != nullptr ? quantised_.get() : memory(), own_on_device);
   for (std::size_t number = 0; number < ways_.size(); ++number) {
-    copy(ways_[number].first, ways_[number].came, layout_.came(parity(), number));
+    part(ways_[number].first, ways_[number].came, memory() + layout_.came(parity(), number),
+         on_device());
   }
-}
-
-void ByRows::copy_token_rows(std::byte* to, std::uint64_t from, std::int64_t count) {
-  const std::size_t bytes = static_cast<std::size_t>(count) * layout_.row_bytes;
-  if (on_device()) {
-    site_.device.enqueue_on_device(to, bytes, memory() + from, bytes, {bytes, 1});
-  } else {
-    site_.device.enqueue_to_device(to, bytes, memory() + from, bytes, {bytes, 1});
+  MatrixView rows{rows_.get(), site_.value(), count, site_.spec.hidden, site_.spec.hidden};
+  if (site_.quantised()) {
+    rows.dtype = DType::kF8E4M3;
+    rows.row_stride = static_cast<std::int64_t>(layout_.token_bytes);
+    rows.scale = reinterpret_cast<const float*>(rows_.get() + site_.spec.hidden);
+    rows.scale_rows = 1;
+    rows.scale_cols = kQuantGroup;
+    rows.scale_stride = static_cast<std::int64_t>(layout_.token_bytes / sizeof(float));
   }
+  return rows;
 }
 
 // ------------------------------------------------------------------------------------- combine
 
 void ByRows::put_results(std::int64_t tokens) {
   result_bytes_sent_ = 0;
-  const std::size_t bytes = static_cast<std::size_t>(num_rows_) * layout_.row_bytes;
+  const std::size_t bytes = static_cast<std::size_t>(num_rows_) * layout_.result_bytes;
   // In the network's memory results of what came stand behind room for all of this rank's.
   std::uint64_t first = on_device() ? static_cast<std::uint64_t>(tokens) : layout_.tokens;
   if (!on_device() && bytes != 0) {
@@ -372,7 +423,7 @@ void ByRows::put_results(std::int64_t tokens) {
     const std::uint64_t row = first + static_cast<std::uint64_t>(way.first - tokens);
     const RowsPut put{layout_.result(row),
                       layout_.result(layout_.back_row(parity(), way.own_number)),
-                      static_cast<std::uint64_t>(way.came) * layout_.row_bytes};
+                      static_cast<std::uint64_t>(way.came) * layout_.result_bytes};
     result_bytes_sent_ += put.bytes;
     region_->put(Lane::kCombine, way.host, keys_[static_cast<std::size_t>(way.rank)], {&put, 1});
   }
@@ -386,7 +437,7 @@ void ByRows::sum_on_device(const ForwardOutput& output, std::int64_t tokens,
   const std::size_t terms = order_.size() / static_cast<std::size_t>(tokens);
   const std::uint64_t moved = on_device() ? layout_.window(parity(), 0) : 0;
   for (std::size_t number = 0; number < ways_.size() && !on_device(); ++number) {
-    const std::size_t bytes = ways_[number].sent.size() * layout_.row_bytes;
+    const std::size_t bytes = ways_[number].sent.size() * layout_.result_bytes;
     if (bytes == 0) continue;
     site_.device.enqueue_to_device(
         sums_at(static_cast<std::int64_t>(layout_.back_row(0, number))), bytes,
@@ -446,7 +497,7 @@ bool can_put_rows(const StagedSite& site) {
   for (int h = 1; h < hosts.num_hosts(); ++h) {
     if (hosts.ranks_of(h).size() != hosts.ranks_of(0).size()) return false;
   }
-  return !site.quantised();
+  return true;
 }
 
 std::unique_ptr<StagedExperts> make_experts_by_rows(StagedSite& site, const MoeWeights& weights) {

@@ -9,7 +9,7 @@
 
 namespace switchyard {
 
-// Rank i of a host sends to rank i of every other, and tokens are not quantised on their way.
+// Rank i of a host sends to rank i of every other.
 bool can_put_rows(const StagedSite& site);
 // Collective.
 std::unique_ptr<StagedExperts> make_experts_by_rows(StagedSite& site, const MoeWeights& weights);

@@ -63,7 +63,7 @@ class StagedExperts {
   int groups() const { return exchange_->problem().groups(); }
   // Host memory where tokens of token_type() are best put, in rows one behind the other; or null.
   virtual std::byte* token_memory() { return nullptr; }
-  // True: tokens of token_type() are taken from the device.
+  // True: tokens of token_type() are taken from the device, or of any type if they are quantised.
   virtual bool takes_from_device() const { return false; }
   void check() { exchange_->check(); }
   virtual ExchangeStats traffic() { return exchange_->stats(); }

@@ -354,8 +354,8 @@ void Core::pass(const ForwardInput& input, const ForwardOutput& output) {
   stats_.tokens = input.activations.rows;
   stats_.tokens_per_expert.assign(static_cast<std::size_t>(spec_.num_experts), 0);
   start_own(input);
-  const bool on_device =
-      experts_->takes_from_device() && input.activations.dtype == experts_->token_type();
+  const bool on_device = experts_->takes_from_device() &&
+                         (site_->quantised() || input.activations.dtype == experts_->token_type());
   StagedExperts::Tokens tokens{on_device ? input.activations : fetch_tokens(input.activations),
                                on_device};
   route(input);

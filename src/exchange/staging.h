@@ -49,7 +49,11 @@ class StagingDevice {
   // From one place of the device's memory to another.
   virtual void enqueue_on_device(void* to, std::size_t to_pitch, const void* from,
                                  std::size_t from_pitch, const Rows& rows) = 0;
-  // The same, and wait.
+  // Rows of the device, in bf16, f16 or f32, quantised as layers do (base/quantize.h): of each row
+  // its codes and, behind them, its scales, in places that stand `pitch` bytes apart. All of them,
+  // and the columns, are multiples of 16 bytes.
+  virtual void enqueue_quantized(std::byte* to, std::size_t pitch, const MatrixView& x) = 0;
+  // The same as the copies, and wait.
   void to_host(std::byte* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
                const Rows& rows) {
     enqueue_to_host(to, to_pitch, from, from_pitch, rows);

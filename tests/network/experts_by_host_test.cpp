@@ -193,7 +193,12 @@ TEST(ExpertsByHost, Bf16IsAccurate) {
   }
 }
 
-TEST(ExpertsByHost, Fp8IsAccurate) { expect_accurate_in_fp8(SharedBy::kHost); }
+TEST(ExpertsByHost, Fp8IsAccurate) {
+  for (const Way& way : ways()) {
+    SCOPED_TRACE(way.name);
+    expect_accurate_in_fp8(SharedBy::kHost, way.hosts, way.networks_reach_devices);
+  }
+}
 
 TEST(ExpertsByHost, DropsOverCapacityAsOneHostDoes) {
   LayerSpec spec = spec_of(64, 32, 12, 4);

@@ -70,21 +70,32 @@ inline BatchResult run_over(const std::vector<int>& ranks_of_hosts, SharedBy sha
   return result;
 }
 
-// FP8 over hosts of two ranks and one.
-inline void expect_accurate_in_fp8(SharedBy shared_by) {
+// Over hosts with these ranks, three in all. Tokens that the caller has quantised have the same
+// bits.
+inline void expect_accurate_in_fp8(SharedBy shared_by, const std::vector<int>& ranks_of_hosts,
+                                   bool networks_reach_devices = false) {
   const LayerSpec spec = spec_of(256, 128, 12, 4);
   GenerateOptions how;
   how.num_threads = 1;
   const MoeWeights weights = generate_weights(spec, DType::kF8E4M3, 3, how);
-  const Batch batch = random_batch(spec, 60, DType::kBF16, 5);
+  Batch batch = random_batch(spec, 60, DType::kBF16, 5);
   LayerOptions options;
   options.compute = DType::kF8E4M3;
-  const BatchResult result = run_over({2, 1}, shared_by, spec, weights, batch,
-                                      Shares::of({20, 40, 0}), DType::kBF16, options);
+  const auto run = [&](const Batch& tokens) {
+    return run_over(ranks_of_hosts, shared_by, spec, weights, tokens, Shares::of({20, 40, 0}),
+                    DType::kBF16, options, {}, networks_reach_devices);
+  };
+  const BatchResult result = run(batch);
   double yardstick = 0;
   const double error = output_error(spec, weights, batch, result, &yardstick, true);
   EXPECT_LE(error, 2 * yardstick);
   EXPECT_LE(distance_to_fp8_program(spec, weights, batch, result), 0.5 * yardstick);
+  // The gate sees the tokens as they are given, so these get the routing that those had.
+  batch.topk_ids = result.ids;
+  batch.topk_weights = result.weights;
+  const BatchResult routed = run(batch);
+  batch.x = Matrix::quantised(batch.x);
+  EXPECT_TRUE(run(batch).output == routed.output);
 }
 
 inline Batch routed_batch(const LayerSpec& spec, std::int64_t tokens, DType dtype,

@@ -14,7 +14,9 @@
 #include <thread>
 #include <vector>
 
+#include "base/convert.h"
 #include "exchange/staging.h"
+#include "support/layers.h"
 #include "support/ranks.h"
 
 namespace switchyard::testing {
@@ -59,6 +61,20 @@ class ThreadDevice final : public StagingDevice {
                          const Rows& rows) override {
     copy(static_cast<std::byte*>(to), to_pitch, static_cast<const std::byte*>(from), from_pitch,
          rows);
+  }
+  void enqueue_quantized(std::byte* to, std::size_t pitch, const MatrixView& x) override {
+    Matrix rounded(x.rows, x.cols, DType::kBF16);
+    for (std::int64_t i = 0; i < x.rows * x.cols; ++i) {
+      rounded.set(i, element(x, i / x.cols * x.row_stride + i % x.cols));
+    }
+    const Matrix quantised = Matrix::quantised(rounded);
+    const MatrixView rows = quantised.view();
+    const std::size_t width = static_cast<std::size_t>(x.cols),
+                      scales = static_cast<std::size_t>(rows.scale_stride) * sizeof(float);
+    for (std::int64_t r = 0; r < x.rows; ++r, to += pitch) {
+      std::memcpy(to, rows.row(r), width);
+      std::memcpy(to + width, rows.scale + r * rows.scale_stride, scales);
+    }
   }
   void lend(std::byte*, std::size_t) override {}
   std::shared_ptr<std::byte> allocate(std::size_t bytes) override {
@@ -110,6 +126,11 @@ class ThreadDevice final : public StagingDevice {
       stream_.pop_front();
       changed_.notify_all();
     }
+  }
+  static float element(const MatrixView& x, std::int64_t i) {
+    if (x.dtype == DType::kF32) return static_cast<const float*>(x.data)[i];
+    const std::uint16_t code = static_cast<const std::uint16_t*>(x.data)[i];
+    return x.dtype == DType::kBF16 ? bf16_to_f32(code) : f16_to_f32(code);
   }
   static void copy(std::byte* to, std::size_t to_pitch, const std::byte* from,
                    std::size_t from_pitch, const Rows& rows) {

@@ -3,6 +3,7 @@
 
 #include "gpu/grouped/rows.cuh"
 #include "gpu/ptx/memory.cuh"
+#include "gpu/tile/load_eight.cuh"
 #include "gpu/tile/quantize.cuh"
 
 namespace switchyard::gpu {
@@ -12,28 +13,10 @@ constexpr int kPrepareThreads = 256;
 
 // Eight elements from `column` on, in `as`, bf16 or fp16; zeros past the last column, of which
 // there are whole eights.
-__device__ __forceinline__ uint4 load_eight(const PrepareCall& call, DType as, std::int64_t row,
+__device__ __forceinline__ uint4 columns_of(const PrepareCall& call, DType as, std::int64_t row,
                                             int column) {
   if (row < 0 || column >= call.columns) return {0, 0, 0, 0};
-  const std::int64_t at = row * call.x_stride + column;
-  if (call.type == as) {
-    const auto* const from = static_cast<const std::uint16_t*>(call.x) + at;
-    if (reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
-      return __ldg(reinterpret_cast<const uint4*>(from));
-    }
-    const auto pair = [&](int i) {
-      return std::uint32_t{__ldg(from + 2 * i)} | std::uint32_t{__ldg(from + 2 * i + 1)} << 16;
-    };
-    return {pair(0), pair(1), pair(2), pair(3)};
-  }
-  const auto value = [&](int i) {
-    if (call.type == DType::kF32) return __ldg(static_cast<const float*>(call.x) + at + i);
-    return call.type == DType::kF16
-               ? __half2float(static_cast<const __half*>(call.x)[at + i])
-               : __bfloat162float(static_cast<const __nv_bfloat16*>(call.x)[at + i]);
-  };
-  const auto pair = [&](int i) { return pack(as, value(2 * i), value(2 * i + 1)); };
-  return {pair(0), pair(1), pair(2), pair(3)};
+  return load_eight(call.x, call.type, row * call.x_stride + column, as);
 }
 
 __device__ __forceinline__ uint4 load_codes(const PrepareCall& call, std::int64_t row, int column) {
@@ -66,7 +49,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
       auto* const to = static_cast<std::uint16_t*>(call.to) + std::int64_t{r} * call.columns;
       for (int column = 8 * static_cast<int>(threadIdx.x); column < call.columns;
            column += 8 * kPrepareThreads) {
-        store_vector(to + column, load_eight(call, call.to_type, row, column));
+        store_vector(to + column, columns_of(call, call.to_type, row, column));
       }
       continue;
     }
@@ -87,8 +70,8 @@ __global__ void __launch_bounds__(kPrepareThreads)
          first += static_cast<int>(kLaneColumns) * kPrepareThreads) {
       const int column = first + static_cast<int>(kLaneColumns * threadIdx.x);
       float scale;
-      const uint4 codes = quantize_together(load_eight(call, DType::kBF16, row, column),
-                                            load_eight(call, DType::kBF16, row, column + 8), scale);
+      const uint4 codes = quantize_together(columns_of(call, DType::kBF16, row, column),
+                                            columns_of(call, DType::kBF16, row, column + 8), scale);
       if (column < call.columns) store_vector(to + column, codes);
       if (threadIdx.x % kGroupLanes == 0 && column < call.columns) {
         scales[column / kQuantGroup] = scale;

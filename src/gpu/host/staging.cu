@@ -98,6 +98,7 @@ class Staging final : public StagingDevice {
     SWITCHYARD_CUDA(cudaFuncGetAttributes(&attributes, await_release));  // loads it
     // Layers sum with these while a stream stands still, and loading may wait for that.
     SWITCHYARD_CUDA(load_unpermute_kernels());
+    SWITCHYARD_CUDA(load_quantize_kernel());
   }
 
   ~Staging() override {
@@ -136,6 +137,19 @@ class Staging final : public StagingDevice {
     const RelaxedCapture relaxed;
     enqueue_rows({to, to_pitch}, {const_cast<void*>(from), from_pitch}, {0, rows.count},
                  rows.width);
+  }
+  void enqueue_quantized(std::byte* to, std::size_t pitch, const MatrixView& x) override {
+    if (x.rows == 0) return;
+    const DeviceScope scope(device_);
+    QuantizeCall call{};
+    call.x = x.data;
+    call.type = x.dtype;
+    call.rows = x.rows;
+    call.columns = static_cast<std::uint32_t>(x.cols);
+    call.x_stride = x.row_stride;
+    call.to = reinterpret_cast<std::uint8_t*>(to);
+    call.to_bytes = static_cast<std::int64_t>(pitch);
+    SWITCHYARD_CUDA(launch_quantize(call, stream_of_copies()));
   }
   void lend(std::byte* data, std::size_t bytes) override { lent_.emplace_back(data, bytes); }
 

@@ -1,4 +1,5 @@
-// The host's parameters for the kernels of permute, unpermute and topk. Trivially copyable;
+// The host's parameters for the kernels of permute, unpermute and topk, and the
+// one that quantises rows. Trivially copyable;
 // pointers are device pointers.
 #pragma once
 
@@ -67,6 +68,18 @@ struct UnpermuteCall {
   std::int64_t out_stride;
   float scale;
   bool accumulate;
+};
+
+// `to_bytes` from one row of codes, with a scale for every kQuantGroup columns behind it, to the
+// next: 16 bytes times something, as `to` and `columns` are.
+struct QuantizeCall {
+  const void* x;  // [rows, columns]
+  DType type;     // kBF16, kF16 or kF32
+  std::int64_t rows;
+  std::uint32_t columns;
+  std::int64_t x_stride;  // in elements
+  std::uint8_t* to;
+  std::int64_t to_bytes;
 };
 
 struct TopkCall {
