@@ -1114,7 +1114,7 @@ void Engine::in_parallel(std::size_t items, const std::function<void(int)>& body
 
 template <typename Ready, typename WhatIsMissing>
 void Engine::wait(const Call& call, Ready&& ready, WhatIsMissing&& missing) {
-  HostPace pace(remote_.heap());
+  HostPace pace(remote_.heap(), static_cast<bool>(remote_));
   const auto deadline =
       static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
   const protocol::WaitResult result =

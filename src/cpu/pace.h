@@ -14,8 +14,10 @@ namespace switchyard::cpu {
 
 class HostPace : public protocol::WaitsAlone {
  public:
-  // `remote`: of the heap, where some ranks are on other hosts; else null.
-  explicit HostPace(const network::RemoteHeap* remote = nullptr) : remote_(remote) {}
+  // `remote`: of the heap, where some ranks are on other hosts; else null. `stays_awake`: see
+  // kAwake.
+  explicit HostPace(const network::RemoteHeap* remote = nullptr, bool stays_awake = false)
+      : remote_(remote), stays_awake_(stays_awake) {}
 
   static constexpr std::uint32_t kLooksPerAbortCheck = 1;
   static constexpr std::uint32_t kLeastLooksOfAJudge = 64;
@@ -57,18 +59,18 @@ class HostPace : public protocol::WaitsAlone {
  private:
   static constexpr std::uint32_t kFirstYield = 32, kFirstSleep = 512;
   static constexpr std::uint64_t kLongestSilence = 1'000'000;  // ns
-  // What comes from another host takes hundreds of microseconds. Ranks that slept through them would
-  // wait for each other's sleeps, pass after pass. So they stay awake for so long, where yields are
-  // so short that nobody else wants the core.
+  // What comes from another host takes hundreds of microseconds. Ranks that slept through them
+  // would wait for each other's sleeps, pass after pass. So a thread that waits for all of its rank
+  // may stay awake for so long, where yields are so short that nobody else wants the core.
   static constexpr std::uint64_t kAwake = 2'000'000, kBriefYield = 2'000;  // ns
 
   static std::uint64_t clock() { return static_cast<std::uint64_t>(trace::now_ns()); }
 
   bool sleeps(std::uint32_t looks) {
     if (first_sleep_ != 0) return true;
-    if (looks == kFirstYield && remote_ != nullptr) yields_since_ = clock();
+    if (looks == kFirstYield && stays_awake_) yields_since_ = clock();
     if (looks < kFirstSleep) return false;
-    if (remote_ != nullptr) {
+    if (stays_awake_) {
       const std::uint64_t yielded = clock() - yields_since_;
       if (yielded < std::min(kAwake, (looks - kFirstYield) * kBriefYield)) return false;
     }
@@ -77,6 +79,7 @@ class HostPace : public protocol::WaitsAlone {
   }
 
   const network::RemoteHeap* remote_;
+  const bool stays_awake_;
   std::uint64_t last_read_ = 0, yields_since_ = 0;
   std::uint32_t first_sleep_ = 0;  // the look; 0: not yet
 };

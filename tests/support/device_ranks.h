@@ -44,12 +44,11 @@ inline LayerOptions options_of_rank(int rank, int ranks, LayerOptions options) {
 inline Batch share_of_batch(const Batch& batch, const Shares& shares, int rank, int top_k) {
   const auto first = static_cast<std::size_t>(shares.first[static_cast<std::size_t>(rank)]);
   const auto count = static_cast<std::size_t>(shares.count[static_cast<std::size_t>(rank)]);
-  const MatrixView x = batch.x.view();
-  Batch share{Matrix(static_cast<std::int64_t>(count), x.cols, x.dtype), {}, {}, {}};
-  if (count != 0) {
-    std::memcpy(share.x.row(0), batch.x.rows_from(static_cast<std::int64_t>(first), 1).data,
-                count * static_cast<std::size_t>(x.cols) * size_of(x.dtype));
-  }
+  Batch share{
+      batch.x.copy_of_rows(static_cast<std::int64_t>(first), static_cast<std::int64_t>(count)),
+      {},
+      {},
+      {}};
   const auto cut = [&](const auto& from, auto& to, std::size_t k) {
     if (from.empty()) return;
     const auto begin = from.begin() + static_cast<std::ptrdiff_t>(first * k);

@@ -101,6 +101,15 @@ class Matrix {
     }
     return view;
   }
+  // A copy of some rows.
+  Matrix copy_of_rows(std::int64_t first, std::int64_t count) const {
+    Matrix some(count, cols_, dtype_);
+    const MatrixView from = rows_from(first, count);
+    if (count == 0) return some;
+    std::memcpy(some.bytes_.data(), from.data, some.bytes_.size());
+    if (from.scale != nullptr) std::copy_n(from.scale, some.scales_.size(), some.scales_.begin());
+    return some;
+  }
   void* row(std::int64_t r) {
     return bytes_.data() + static_cast<std::size_t>(r * cols_) * size_of(dtype_);
   }
