@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <initializer_list>
 #include <optional>
 #include <thread>
 
@@ -112,16 +113,10 @@ class Session {
       rows.push_back(collect("combine_summed", measure_exchange(tokens, true).second, tokens));
     }
     if (options_.backend == Backend::kCuda) {
-      const LayerSpec spec = layer_spec();
-      const MoeWeights weights = generate_weights(spec, DType::kBF16, options_.seed);
-      for (const std::int64_t tokens : options_.tokens) {
-        rows.push_back(collect("layer", measure_layer(spec, weights, tokens, false), tokens));
-        rows.push_back(collect("layer_summed", measure_layer(spec, weights, tokens, true), tokens));
-      }
-      const MoeWeights codes = generate_weights(spec, DType::kF8E4M3, options_.seed);
-      for (const std::int64_t tokens : options_.tokens) {
-        rows.push_back(
-            collect("layer_summed_fp8", measure_layer(spec, codes, tokens, true), tokens));
+      measure_layers(DType::kBF16, {{"layer", false}, {"layer_summed", true}}, rows);
+      // Others are not for FP8.
+      if (options_.hidden % 16 == 0 && options_.intermediate % 16 == 0) {
+        measure_layers(DType::kF8E4M3, {{"layer_summed_fp8", true}}, rows);
       }
     }
     return rows;
@@ -298,6 +293,18 @@ class Session {
     spec.num_experts = options_.experts;
     spec.top_k = options_.top_k;
     return spec;
+  }
+
+  // Stages, and whether they have sums per host.
+  void measure_layers(DType type, std::initializer_list<std::pair<const char*, bool>> stages,
+                      std::vector<HostsRow>& rows) {
+    const LayerSpec spec = layer_spec();
+    const MoeWeights weights = generate_weights(spec, type, options_.seed);
+    for (const std::int64_t tokens : options_.tokens) {
+      for (const auto& [stage, summed] : stages) {
+        rows.push_back(collect(stage, measure_layer(spec, weights, tokens, summed), tokens));
+      }
+    }
   }
 
   // On GPUs. What comes out must have the bits that one rank computes alone; `summed`, with sums

@@ -40,6 +40,8 @@ using Step = ProtocolStep::Kind;
 
 // Tokens or rows that a thread takes at a time.
 constexpr std::size_t kChunk = 32;
+// So little is sent sooner than other threads are awake.
+constexpr std::size_t kAloneBytes = 256 << 10;
 constexpr std::size_t kMostTraceEvents = 1 << 14;
 
 // A token for the ranks of another host, which crosses once for all of them.
@@ -172,16 +174,16 @@ class Engine final : public ExchangeEngine {
   void sum_tokens(const CombineOutput& output, const Handle& handle, std::size_t begin,
                   std::size_t end) const;
 
-  // Sends to all ranks by all threads: body(peer, begin, end) for chunks of items(peer), and
-  // sent(peer) after the last one of a rank. All chunks of the first rank come before those of the
-  // next.
+  // Sends to all ranks by all threads, or, if it is little, by this one: body(peer, begin, end) for
+  // chunks of items(peer), each of so many bytes, and sent(peer) after the last one of a rank. All
+  // chunks of the first rank come before those of the next.
   template <typename Items, typename Body, typename Sent>
-  void send_to_all(const Items& items, const Body& body, const Sent& sent);
+  void send_to_all(std::size_t item_bytes, const Items& items, const Body& body, const Sent& sent);
   // body(begin, end) for chunks of `count` items, by all threads.
   template <typename Body>
   void for_chunks(std::size_t count, const TraceEvent& event, const Body& body);
-  // body(thread) on every thread; or, of so little that waking them would take longer, on this one.
-  void in_parallel(std::size_t items, const std::function<void(int)>& body);
+  // body(thread) on every thread, or on this one alone.
+  void in_parallel(bool alone, const std::function<void(int)>& body);
   // Waits until ready(); `missing` as in wait_until().
   template <typename Ready, typename WhatIsMissing>
   void wait(const Call& call, Ready&& ready, WhatIsMissing&& missing);
@@ -482,6 +484,7 @@ void Engine::put_token(const MatrixView& tokens, const Handle& handle, std::uint
 
 void Engine::send_tokens(const MatrixView& tokens, const Handle& handle, bool entries) {
   send_to_all(
+      problem_.wire_bytes(),
       [&](int to) {
         return remote_.reaches(to) ? handle.tokens_to[static_cast<std::size_t>(to)].size()
                                    : handle.for_host[static_cast<std::size_t>(to)].tokens.size();
@@ -794,6 +797,7 @@ void Engine::combine_send(const CombineInput& input, State& state) {
   host_rows_.store(0, std::memory_order_relaxed);
   const auto in_place = [](std::byte* cell) { return cell; };
   send_to_all(
+      problem_.result_bytes(),
       [&](int to) {
         return problem_.without_results ? 0 : handle.arrivals[static_cast<std::size_t>(to)].size();
       },
@@ -1026,7 +1030,8 @@ void Engine::sum_tokens(const CombineOutput& output, const Handle& handle, std::
 // ------------------------------------------------------------------------- threads and waiting
 
 template <typename Items, typename Body, typename Sent>
-void Engine::send_to_all(const Items& items, const Body& body, const Sent& sent) {
+void Engine::send_to_all(std::size_t item_bytes, const Items& items, const Body& body,
+                         const Sent& sent) {
   struct Part {
     int to = 0;
     std::size_t items = 0, first_task = 0;
@@ -1046,7 +1051,7 @@ void Engine::send_to_all(const Items& items, const Body& body, const Sent& sent)
     all_items += part.items;
   }
   std::atomic<std::size_t> next{0};
-  in_parallel(all_items, [&](int thread) {
+  in_parallel(all_items * item_bytes <= kAloneBytes, [&](int thread) {
     std::size_t p = 0;
     for (std::size_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
       while (p + 1 < parts.size() && parts[p + 1].first_task <= task) ++p;
@@ -1084,7 +1089,7 @@ void Engine::for_chunks(std::size_t count, const TraceEvent& event, const Body& 
   };
   if (count <= kChunk) return run(0, 0, count);
   std::atomic<std::size_t> next{0};
-  in_parallel(count, [&](int thread) {
+  in_parallel(false, [&](int thread) {
     for (std::size_t first; (first = next.fetch_add(kChunk, std::memory_order_relaxed)) < count;) {
       run(thread, first, std::min(first + kChunk, count));
       protocol::note_progress(heaps_);
@@ -1092,7 +1097,7 @@ void Engine::for_chunks(std::size_t count, const TraceEvent& event, const Body& 
   });
 }
 
-void Engine::in_parallel(std::size_t items, const std::function<void(int)>& body) {
+void Engine::in_parallel(bool alone, const std::function<void(int)>& body) {
   const auto on_thread = [&](int thread) {
     try {
       body(thread);
@@ -1104,7 +1109,7 @@ void Engine::in_parallel(std::size_t items, const std::function<void(int)>& body
       protocol::abort_world(heaps_, {rank(), rank(), Phase::kExperts, calls_, 0, 0, 0, 0, rank()});
     }
   };
-  if (items <= kChunk) {
+  if (alone) {
     on_thread(0);
   } else {
     pool_->run(on_thread);

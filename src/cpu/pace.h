@@ -44,7 +44,7 @@ class HostPace : public protocol::WaitsAlone {
   // waited. Even the longest sleep is a few hundredths of that time.
   void pause(std::uint32_t looks) {
     if (looks < kFirstYield) {
-      first_sleep_ = 0;  // Another wait may have been before.
+      first_sleep_ = 0;  // A pace may serve several waits, one after the other.
 #if defined(__x86_64__)
       __builtin_ia32_pause();
 #endif

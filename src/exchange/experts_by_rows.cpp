@@ -129,8 +129,8 @@ class ByRows final : public ExpertsByHost {
   Layout layout_;
   std::shared_ptr<Mapping> host_memory_;  // the memory that networks see,
   StagedSite::Buffer device_memory_;      // or this
-  StagedSite::Buffer quantised_;          // where that is the host's: [T] tokens
-  StagedSite::Buffer sums_;               // where that is the host's: [T + 2 S T, + T] results
+  StagedSite::Buffer quantised_;          // beside host memory, of FP8: this rank's tokens
+  StagedSite::Buffer sums_;               // beside host memory: [T + 2 S T, + T] results
   StagedSite::Buffer positions_, factors_;
   std::unique_ptr<network::RowsRegion> region_;
   std::vector<network::RowsKey> keys_;  // by rank
@@ -266,7 +266,8 @@ void ByRows::compute(const Tokens& given, const std::vector<std::int32_t>& ids,
     for (int i = 0; i < passes_ && layer_; ++i) {
       const std::int64_t first = std::min<std::int64_t>(i * chunk_, all);
       const std::int64_t last = std::min<std::int64_t>(first + chunk_, all);
-      if (i > 0) site_.device.await_stream();  // It reads what is made anew.
+      // Copies of the last pass read the lists of slots that are made anew.
+      if (i > 0) site_.device.await_stream();
       // Own tokens come first.
       const auto slots_between = [&](const Slot* from, std::int64_t begin, std::int64_t end) {
         const std::int64_t slots = std::max<std::int64_t>(end - begin, 0);

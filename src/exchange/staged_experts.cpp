@@ -40,14 +40,11 @@ std::unique_ptr<LayerEngine> StagedSite::make_networks(const World& of, const La
   return gpu::make_engine(of, networks, weights, how, nullptr);
 }
 
-// A thread lists slots of a thousand tokens in some tens of microseconds.
-constexpr int kThreadsOfSlots = 2;
-
 void StagedExperts::make_exchange(const ExchangeProblem& problem) {
   ExchangeOptions options;
   options.deadline = site_.options.deadline;
-  // Where it carries only what tokens' slots are, waking more threads takes longer than the work.
-  if (problem.without_results) options.num_threads = kThreadsOfSlots;
+  // Where it carries only what tokens' slots are, waking threads takes longer than the work.
+  if (problem.without_results) options.num_threads = 1;
   exchange_ = cpu::make_exchange(site_.world, problem, options);
   handle_ = exchange_->make_handle();
 }

@@ -212,9 +212,9 @@ void Core::set_up_shared() {
     host_shared_ = lent_memory(device_, bytes_of_rows(tokens, row));
   }
   first_ = site_->allocate(tokens, sizeof(std::int32_t));
+  ones_ = site_->allocate(tokens, sizeof(float));
   const std::vector<std::int32_t> zeros(static_cast<std::size_t>(tokens));
   store(first_.get(), zeros.data(), zeros.size() * sizeof(std::int32_t));
-  ones_ = site_->allocate(tokens, sizeof(float));
   const std::vector<float> ones(static_cast<std::size_t>(tokens), 1.0f);
   store(ones_.get(), ones.data(), ones.size() * sizeof(float));
   device_.await_stream();
@@ -313,8 +313,8 @@ void Core::make_gate() {
 void Core::warm_gate() {
   const auto elements = static_cast<std::size_t>(spec_.hidden);
   const Buffer x = device_.allocate(bytes_of_rows(options_.max_tokens, elements * sizeof(float)));
-  const std::int32_t none = 0;
-  store(end_.get(), &none, sizeof none);
+  num_tokens_ = 0;
+  store(end_.get(), &num_tokens_, sizeof num_tokens_);
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
     GroupedInput input;
     input.x = {x.get(), dtype, options_.max_tokens, spec_.hidden, spec_.hidden};

@@ -510,6 +510,7 @@ class GpuHostsStops : public OnGpu<HostsTest>,
                                       {kBoard, std::to_string(board)}}) {
       ::setenv(name, value.c_str(), 1);
     }
+    for (const char* const name : {"GTEST_TOTAL_SHARDS", "GTEST_SHARD_INDEX"}) ::unsetenv(name);
     const UniqueFd nowhere(::open("/dev/null", O_WRONLY));
     ::dup2(nowhere.get(), STDOUT_FILENO);
     std::string filter = "--gtest_filter=Levels/GpuHostsStopped.PlaysPassesUntilOneFails/";
@@ -538,6 +539,7 @@ TEST_P(GpuHostsStops, EveryRankNamesTheOneThatStopped) {
     const UniqueFd memory(::memfd_create("board", 0));
     ASSERT_EQ(::ftruncate(memory.get(), sizeof(Board)), 0);
     const SharedBoard board(memory.get());
+    board.blame_nobody();
     std::vector<pid_t> pids;
     for (int rank = 0; rank < size; ++rank) {
       const pid_t pid = ::fork();

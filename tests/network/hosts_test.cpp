@@ -269,6 +269,7 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
     const auto moment = std::chrono::microseconds(numbers.between(0, 20'000));
     SCOPED_TRACE(::testing::Message() << "seed " << trial << ": rank " << victim << " of " << size);
     const SharedBoard board;
+    board.blame_nobody();
     std::vector<pid_t> pids;
     for (int rank = 0; rank < size; ++rank) {
       const pid_t pid = ::fork();

@@ -33,6 +33,10 @@ class SharedBoard {
     if (memory != MAP_FAILED) board_ = static_cast<Board*>(memory);
     EXPECT_NE(board_, nullptr);
   }
+  // Before any rank runs.
+  void blame_nobody() const {
+    for (std::atomic<int>& blamed : board_->blamed) blamed = -1;
+  }
   ~SharedBoard() {
     if (board_ != nullptr) ::munmap(board_, sizeof(Board));
   }
@@ -48,7 +52,6 @@ class SharedBoard {
 
 // Plays passes until one fails, and tells the board.
 inline void pass_until_failure(Board& board, int rank, const std::function<void()>& pass) {
-  board.blamed[rank] = -1;
   try {
     for (std::uint64_t epoch = 1;; ++epoch) {
       board.epochs[rank] = epoch;
@@ -87,7 +90,7 @@ struct StopTally {
     ::kill(pids[static_cast<std::size_t>(victim)], kill ? SIGKILL : SIGSTOP);
     for (int rank = 0; rank < size; ++rank) {
       if (rank == victim) continue;
-      if (expect_name(board, pids, rank, victim)) {
+      if (expect_name(board, pids, rank, victim) && board.failed_at[rank] != 0) {
         delays.push_back(board.failed_at[rank] - stopped_at);
       }
     }

@@ -1,5 +1,6 @@
 // A device for tests of what is staged in the host's memory: a thread that takes what was enqueued
-// one by one, as a stream does, and whose memory is the host's.
+// one by one, as a stream does, and whose memory is the host's. It finds out who reads what a copy
+// has not brought yet, or changes what a copy may still read.
 #pragma once
 
 #include <sys/mman.h>
@@ -12,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/convert.h"
@@ -50,12 +52,18 @@ class ThreadDevice final : public StagingDevice {
   }
   void enqueue_to_host(std::byte* to, std::size_t to_pitch, const void* from,
                        std::size_t from_pitch, const Rows& rows) override {
-    copy(to, to_pitch, static_cast<const std::byte*>(from), from_pitch, rows);
+    // The host has it after await_stream() only.
+    Pending pending{to, to_pitch, rows,
+                    packed(static_cast<const std::byte*>(from), from_pitch, rows)};
+    for (std::size_t i = 0; i < rows.count; ++i) std::memset(to + i * to_pitch, 0xff, rows.width);
+    to_host_.push_back(std::move(pending));
   }
   void enqueue_to_device(void* to, std::size_t to_pitch, const std::byte* from,
                          std::size_t from_pitch, const Rows& rows) override {
     if (before_copy) before_copy();
     copy(static_cast<std::byte*>(to), to_pitch, from, from_pitch, rows);
+    from_host_.push_back(
+        {const_cast<std::byte*>(from), from_pitch, rows, packed(from, from_pitch, rows)});
   }
   void enqueue_on_device(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
                          const Rows& rows) override {
@@ -86,7 +94,16 @@ class ThreadDevice final : public StagingDevice {
   }
   void* stream() override { return nullptr; }
   void synchronize(void*) override { is_idle(test::kGenerous); }
-  void await_stream() override {}  // They run at once.
+  // Kernels run at once, and so do copies, but that a copy may read its source until now.
+  void await_stream() override {
+    for (const Pending& copied : std::exchange(from_host_, {})) {
+      EXPECT_EQ(copied.bytes, packed(copied.host, copied.pitch, copied.rows))
+          << "host memory was changed while it was copied";
+    }
+    for (const Pending& copied : std::exchange(to_host_, {})) {
+      copy(copied.host, copied.pitch, copied.bytes.data(), copied.rows.width, copied.rows);
+    }
+  }
   void synchronize_all() override { is_idle(test::kGenerous); }
   bool is_idle(std::chrono::milliseconds patience) override {
     std::unique_lock lock(mutex_);
@@ -132,6 +149,18 @@ class ThreadDevice final : public StagingDevice {
     const std::uint16_t code = static_cast<const std::uint16_t*>(x.data)[i];
     return x.dtype == DType::kBF16 ? bf16_to_f32(code) : f16_to_f32(code);
   }
+  // A copy to the host that is not there yet, or one from it that may still read.
+  struct Pending {
+    std::byte* host;
+    std::size_t pitch;
+    Rows rows;
+    std::vector<std::byte> bytes;  // of the rows, one behind the other
+  };
+  static std::vector<std::byte> packed(const std::byte* from, std::size_t pitch, const Rows& rows) {
+    std::vector<std::byte> bytes(rows.width * rows.count);
+    copy(bytes.data(), rows.width, from, pitch, rows);
+    return bytes;
+  }
   static void copy(std::byte* to, std::size_t to_pitch, const std::byte* from,
                    std::size_t from_pitch, const Rows& rows) {
     for (std::size_t i = 0; i < rows.count; ++i) {
@@ -143,6 +172,7 @@ class ThreadDevice final : public StagingDevice {
   std::condition_variable changed_;
   std::deque<Call*> stream_;
   std::vector<Call*> graph_;
+  std::vector<Pending> from_host_, to_host_;  // since await_stream()
   bool released_ = false, ends_ = false;
   std::thread thread_;
 };
