@@ -163,6 +163,8 @@ TEST(LateRank, RowsThatComeLaterGetTilesOfTheirOwn) {
   const Shares shares = Shares::even(kTokens, 2);
   BatchResult result = empty_result(spec, batch, 2, DType::kF32);
   Watch watch;
+  // AMX has other tiles, whose number is not looked at.
+  const bool counts = std::string(cpu::gemm_instruction_set()) != "amx_bf16";
   run_all_ranks(World::threads(2), [&](const World& world) {
     LayerOptions options;
     options.num_threads = 1;
@@ -170,13 +172,14 @@ TEST(LateRank, RowsThatComeLaterGetTilesOfTheirOwn) {
     options.on_step = [&](const ProtocolStep& step) { watch.see(step); };
     MoeLayer layer(world, spec, weights, options);
     if (world.rank() == 1) {
-      test::eventually([&] { return watch.all[0] >= 6; }, milliseconds(500));
+      test::eventually([&] { return watch.all[0] >= 6; },
+                       counts ? test::kGenerous : milliseconds(500));
       watch.late_rank_came = true;
     }
     forward_share(layer, batch, shares, world.rank(), result);
   });
   EXPECT_TRUE(result.output == alone.output);
-  if (std::string(cpu::gemm_instruction_set()) == "amx_bf16") return;
+  if (!counts) return;
   EXPECT_EQ(watch.early[0], 6) << "three tiles of two tasks";
   EXPECT_EQ(watch.all[0], 12) << "and again for the rows of rank 1";
 }
