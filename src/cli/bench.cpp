@@ -136,8 +136,9 @@ CUDA_DEVICE_MAX_CONNECTIONS=32.
 
 --suite hosts is a rank of a world over hosts, which a launcher starts: docs/hosts.md. It times a
 flag to another host and back, a stream of all ranks to the next host, Exchange with OLMoE's routing
-or that of --hidden, --experts and --top-k, and on GPUs layers in bf16 and FP8. 'model us' is a flag's way and the bytes of the
-busiest host at the stream's rate. All results are checked; rank 0 prints.
+or that of --hidden, --experts and --top-k, and on GPUs layers in bf16 and FP8. 'model us' is a
+flag's way and the bytes of the busiest host at the stream's rate. All results are checked; rank 0
+prints.
 
 --suite all_to_all plays GPU MODE's all-to-all problem rung by rung, over ranks that are threads
 (default 2) as those of --suite exchange: the nine test cases are checked, the five benchmark cases
