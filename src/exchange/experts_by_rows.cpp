@@ -314,7 +314,7 @@ void ByRows::take(const Tokens& given) {
   }
 }
 
-// Of the device, into rows of it.
+// Quantises rows of the device into other rows of it.
 void ByRows::quantise(const MatrixView& tokens, std::byte* to) const {
   const std::size_t pitch = layout_.token_bytes;
   if (tokens.dtype != DType::kF8E4M3) return site_.device.enqueue_quantized(to, pitch, tokens);

@@ -500,7 +500,7 @@ void Core::route(const ForwardInput& input) {
   stats_.dropped_slots = drop_over_capacity(spec_, tokens, ids_, token_weights_);
 }
 
-// Of the gate's products.
+// Makes the shared expert's factors of the gate's products.
 void Core::read_shared_factors(std::int64_t tokens) {
   const auto columns = static_cast<std::size_t>(planes_.columns),
              stride = columns * static_cast<std::size_t>(planes_.planes);

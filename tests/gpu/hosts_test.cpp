@@ -529,25 +529,21 @@ TEST_P(GpuHostsStops, EveryRankNamesTheOneThatStopped) {
   const std::uint64_t trials = test::number_from("SWITCHYARD_HOSTS_TRIALS", 2);
   const std::uint64_t seed = test::number_from("SWITCHYARD_HOSTS_SEED", 1);
   StopTally tally;
-  for (std::uint64_t trial = seed; trial < seed + trials && !tally.is_enough(); ++trial) {
-    test::Numbers numbers(trial);
-    const int ranks_of_host = numbers.between(1, 2);
-    const int size = 2 * ranks_of_host;
-    const int victim = numbers.between(0, size - 1);
-    const auto moment = std::chrono::microseconds(numbers.between(0, 20'000));
-    SCOPED_TRACE(::testing::Message() << "seed " << trial << ": rank " << victim << " of " << size);
+  for (std::uint64_t number = seed; number < seed + trials && !tally.is_enough(); ++number) {
+    const StopTrial trial(number, 2);
+    SCOPED_TRACE(trial.words);
     const UniqueFd memory(::memfd_create("board", 0));
     ASSERT_EQ(::ftruncate(memory.get(), sizeof(Board)), 0);
     const SharedBoard board(memory.get());
     board.blame_nobody();
     std::vector<pid_t> pids;
-    for (int rank = 0; rank < size; ++rank) {
+    for (int rank = 0; rank < trial.size; ++rank) {
       const pid_t pid = ::fork();
       ASSERT_GE(pid, 0);
-      if (pid == 0) play(rank, size, rank / ranks_of_host, memory.get());
+      if (pid == 0) play(rank, trial.size, rank / trial.ranks_of_host, memory.get());
       pids.push_back(pid);
     }
-    tally.play(*board, pids, victim, how, moment);
+    tally.play(*board, pids, trial, how);
   }
   tally.record(how == Stop::kKill ? "kill" : "stop");
   ASSERT_FALSE(tally.delays.empty());

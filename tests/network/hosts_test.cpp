@@ -261,24 +261,20 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
   const std::uint64_t trials = test::number_from("SWITCHYARD_HOSTS_TRIALS", two_levels ? 3 : 6);
   const std::uint64_t seed = test::number_from("SWITCHYARD_HOSTS_SEED", 1);
   StopTally tally;
-  for (std::uint64_t trial = seed; trial < seed + trials && !tally.is_enough(); ++trial) {
-    test::Numbers numbers(trial);
-    const int ranks_of_host = numbers.between(1, 2);
-    const int size = 3 * ranks_of_host;
-    const int victim = numbers.between(0, size - 1);
-    const auto moment = std::chrono::microseconds(numbers.between(0, 20'000));
-    SCOPED_TRACE(::testing::Message() << "seed " << trial << ": rank " << victim << " of " << size);
+  for (std::uint64_t number = seed; number < seed + trials && !tally.is_enough(); ++number) {
+    const StopTrial trial(number, 3);
+    SCOPED_TRACE(trial.words);
     const SharedBoard board;
     board.blame_nobody();
     std::vector<pid_t> pids;
-    for (int rank = 0; rank < size; ++rank) {
+    for (int rank = 0; rank < trial.size; ++rank) {
       const pid_t pid = ::fork();
       ASSERT_GE(pid, 0);
       if (pid == 0) {
         ::prctl(PR_SET_PDEATHSIG, SIGKILL);
         try {
-          enter_host_of(rank, ranks_of_host);
-          const World world = join(rank, size);
+          enter_host_of(rank, trial.ranks_of_host);
+          const World world = join(rank, trial.size);
           // Ranks that stop in two levels leave others with more rows than sockets hold.
           const bool large = two_levels && how == Stop::kStop;
           const LayerSpec spec = large ? spec_of(2048, 8, 16, 4) : spec_of(64, 32, 16, 4);
@@ -319,7 +315,7 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
       }
       pids.push_back(pid);
     }
-    tally.play(*board, pids, victim, how, moment);
+    tally.play(*board, pids, trial, how);
   }
   tally.record(how == Stop::kKill ? "kill" : "stop");
   ASSERT_FALSE(tally.delays.empty());

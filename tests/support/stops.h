@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "support/namespaces.h"
+#include "support/numbers.h"
 #include "support/ranks.h"
 
 namespace switchyard::testing {
@@ -67,6 +68,23 @@ inline void pass_until_failure(Board& board, int rank, const std::function<void(
   }
 }
 
+// What is drawn for a trial.
+struct StopTrial {
+  StopTrial(std::uint64_t seed, int num_hosts) {
+    test::Numbers numbers(seed);
+    ranks_of_host = numbers.between(1, 2);
+    size = num_hosts * ranks_of_host;
+    victim = numbers.between(0, size - 1);
+    moment = std::chrono::microseconds(numbers.between(0, 20'000));
+    words = "seed " + std::to_string(seed) + ": rank " + std::to_string(victim) + " of " +
+            std::to_string(size);
+  }
+
+  int ranks_of_host, size, victim;
+  std::chrono::microseconds moment;  // of the stop, see StopTally::play()
+  std::string words;
+};
+
 // What came of all trials.
 struct StopTally {
   std::uint64_t played = 0, hangs = 0, wrong_names = 0, two_verdicts = 0;
@@ -74,18 +92,17 @@ struct StopTally {
 
   bool is_enough() const { return hangs + wrong_names > 3; }
 
-  // Stops the victim `moment` after all ranks, which play pass_until_failure(), are in their third
-  // pass; the others then end with its name.
-  void play(Board& board, const std::vector<pid_t>& pids, int victim, Stop how,
-            std::chrono::microseconds moment) {
+  // Stops the trial's victim at its moment after all ranks, which play pass_until_failure(), are in
+  // their third pass; the others then end with its name.
+  void play(Board& board, const std::vector<pid_t>& pids, const StopTrial& trial, Stop how) {
     ++played;
+    const int victim = trial.victim, size = trial.size;
     const bool kill = how == Stop::kKill;
-    const auto size = static_cast<int>(pids.size());
     EXPECT_TRUE(test::eventually([&] {
       return std::all_of(board.epochs, board.epochs + size,
                          [](const auto& epoch) { return epoch >= 3; });
     })) << board.words[0];
-    std::this_thread::sleep_for(moment);
+    std::this_thread::sleep_for(trial.moment);
     const std::int64_t stopped_at = now_ns();
     ::kill(pids[static_cast<std::size_t>(victim)], kill ? SIGKILL : SIGSTOP);
     for (int rank = 0; rank < size; ++rank) {

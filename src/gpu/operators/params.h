@@ -1,6 +1,5 @@
-// The host's parameters for the kernels of permute, unpermute and topk, and the
-// one that quantises rows. Trivially copyable;
-// pointers are device pointers.
+// The host's parameters for the kernels of permute, unpermute and topk, and the one that quantises
+// rows. Trivially copyable; pointers are device pointers.
 #pragma once
 
 #include <cstddef>
