@@ -209,9 +209,7 @@ class MoeLayer(torch.nn.Module):
         )
 
         def described(name: str, tensor: torch.Tensor) -> _abi.Tensor:
-            result, kept = _arrays.describe(name, tensor)
-            keep.append(kept)
-            return result
+            return keep.describe(name, tensor, copied=True)
 
         weights.router = described("router", parts.router)
         for name in ("router_bias", "correction_bias", "shared_sigmoid"):
@@ -242,8 +240,7 @@ class MoeLayer(torch.nn.Module):
                 world._open(), byref(spec), byref(weights), byref(options), byref(handle)
             )
         )
-        tensors = [t for t in keep if isinstance(t, torch.Tensor)]
-        layer = cls(handle, keep, tensors)
+        layer = cls(handle, keep, keep.tensors)
         layer.routing = parts.routing
         return layer
 

@@ -13,6 +13,7 @@ from .errors import Unsupported
 # Looked up once: they are asked for at every call.
 _layers._torch_module = torch
 _layers._Tensor = torch.Tensor
+_layers._strided = torch.strided
 _layers._is_compiling = torch.compiler.is_compiling
 _layers._is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _layers._is_grad_enabled = torch.is_grad_enabled
