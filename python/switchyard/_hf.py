@@ -20,7 +20,7 @@ import torch
 
 from . import _abi, _arrays, _probe
 from . import _torch as _torch_operators  # noqa: F401  # registers the operators
-from ._activation import Activation
+from ._activation import Activation, is_flag, is_real, is_whole
 from ._experts import Experts
 from ._watch import Copies, Watch, registered
 from ._world import World
@@ -701,12 +701,11 @@ def _warn_of_newer() -> None:
 
 
 def _is_count(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
+    return is_whole(value) and least <= value < 1 << 31
 
 
 def _is_number(value: Any) -> bool:
-    real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return real and math.isfinite(value) and value >= 0
+    return is_real(value) and 0 <= value < math.inf
 
 
 # Options of `Experts` that all layers of a model may have: what they have to be, and whether a value is.
@@ -719,8 +718,8 @@ _OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "deadline": ("seconds, a finite number of at least 0 (0: the world's)", _is_number),
     "capacity_factor": ("a finite number of at least 0 (0: nothing is dropped)", _is_number),
     "capacity_rule": ("'slots' or 'tokens'", lambda v: v in ("slots", "tokens")),
-    "pre_sum_per_host": ("True or False", lambda v: isinstance(v, bool)),
-    "trace": ("True or False", lambda v: isinstance(v, bool)),
+    "pre_sum_per_host": ("True or False", is_flag),
+    "trace": ("True or False", is_flag),
     "recorded_steps": ("an int of at least 0", _is_count),
     "table": ("None or the path of a file", lambda v: v is None or isinstance(v, (str, os.PathLike))),
 }
