@@ -229,10 +229,8 @@ def _activation_of(
                 both = torch.cat((gates, ups) if order == "gate_up" else (ups, gates), dim=-1)
             out = module._apply_gate(both)
             # Vector units round differently from what does the last columns.
-            alike = out.shape == gates.shape and torch.allclose(
-                out, out[:, :1], 1e-5, 1e-6, equal_nan=True
-            )
-            if not alike:
+            allowed = 1e-6 + _probe.slack(gates, ups)
+            if out.shape != gates.shape or not _probe.alike(out, out[:, :1].expand_as(out), allowed):
                 raise Unsupported(f"{_name(module)}: columns of the activation are not alike")
             return out[:, 0]
 
@@ -832,7 +830,9 @@ def patch(model: torch.nn.Module, *, partial: bool = False) -> list[str]:
                 _refuse_replacing(module, listed)
                 replaced.append((name, module, listed))
         except (Unsupported, DTypeMismatch) as refusal:
-            refused.append(f"{name or kind}: {refusal}")
+            # A reason of its own begins with the class.
+            where = name if name or str(refusal).startswith(kind) else kind
+            refused.append(f"{where}: {refusal}" if where else str(refusal))
     if refused and not partial:
         raise Unsupported(refused[0])
     if not decorated and not replaced:
