@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 
 from . import _abi
 from .errors import InvalidArgument
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
+
+
+def is_flag(value: object) -> bool:
+    """Whether a value is a bool, of Python or numpy."""
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
+
+
+def is_real(value: object) -> bool:
+    """Whether a value is a number, of Python or numpy; NaN and infinity are."""
+    return isinstance(value, numbers.Real) and not is_flag(value)
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is an integer, of Python or numpy."""
+    return isinstance(value, numbers.Integral) and not is_flag(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +50,8 @@ class Activation:
     Raises
     ------
     InvalidArgument
-        For a kind that is none of these.
+        For a kind that is none of these, a number that is none or out of its range, or one that the
+        kind has no use for: alpha without ``"silu"``, limit and up_bias without a gate.
     """
 
     kind: str = "silu"
@@ -44,9 +61,36 @@ class Activation:
     up_bias: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise InvalidArgument(
                 f"activation kind {self.kind!r} is not known; use one of {', '.join(KINDS)}"
+            )
+        if not is_flag(self.gated):
+            raise InvalidArgument(f"activation gated is {self.gated!r}; pass True or False")
+        for name in ("alpha", "limit", "up_bias"):
+            value = getattr(self, name)
+            if not is_real(value):
+                raise InvalidArgument(f"activation {name} is {value!r}; pass a number")
+            object.__setattr__(self, name, float(value))
+        if not (0 < self.alpha < math.inf):
+            raise InvalidArgument(
+                f"activation alpha is {self.alpha}; pass a finite number above 0 (1: plain SiLU)"
+            )
+        if self.alpha != 1 and self.kind != "silu":
+            raise InvalidArgument(
+                f"activation alpha is {self.alpha}, but only silu has one, not {self.kind}; leave it at 1"
+            )
+        if not self.limit > 0:
+            raise InvalidArgument(
+                f"activation limit is {self.limit}; pass a number above 0, or math.inf for no limit"
+            )
+        if not math.isfinite(self.up_bias):
+            raise InvalidArgument(f"activation up_bias is {self.up_bias}; pass a finite number")
+        if not self.gated and (self.limit != math.inf or self.up_bias != 0):
+            name, value = ("limit", self.limit) if self.limit != math.inf else ("up_bias", self.up_bias)
+            raise InvalidArgument(
+                f"activation {name} is {value}, but without a gate there is none; leave it out, or pass "
+                "gated=True"
             )
 
     def _to_c(self) -> _abi.Activation:

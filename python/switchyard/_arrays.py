@@ -407,6 +407,16 @@ def require_same_device(name: str, tensor: _abi.Tensor, other_name: str, other: 
         )
 
 
+def require_contiguous(name: str, tensor: _abi.Tensor) -> None:
+    shape = shape_of(tensor)
+    steps = zip(shape, tensor.strides, contiguous_strides(shape))
+    if any(length > 1 and stride != wanted for length, stride, wanted in steps):
+        raise InvalidArgument(
+            f"{name} {list(shape)} has strides that are not those of a contiguous array; pass a contiguous "
+            "copy"
+        )
+
+
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, size = [], 1
     for length in reversed(shape):

@@ -210,7 +210,7 @@ def check_class(family: str, name: str, decorated: bool) -> Row:
         _hf.patch(ours)
         # As a layer that is made says.
         row.f32_error = _error(_output(ours, _inputs(ours, torch.float32)), expected)
-        made = next(made for m, made in _hf._made.items() if m in set(ours.modules()))
+        made = next(made for m, made in list(_hf._made.items()) if m in set(ours.modules()))
         row.activation = _text(made.layer.activation)
         row.layout = made.layer.order + (", transposed" if made.layer.transposed else "")
         half = copy.deepcopy(eager).bfloat16()

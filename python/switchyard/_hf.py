@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import types
+import difflib
+import functools
+import inspect
+import itertools
+import math
+import operator
+import os
+import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from . import _probe
+from . import _abi, _arrays, _probe
 from . import _torch as _torch_operators  # noqa: F401  # registers the operators
-from ._activation import Activation
+from ._activation import Activation, is_flag, is_real, is_whole
 from ._experts import Experts
+from ._watch import Copies, Watch, registered
 from ._world import World
-from .errors import DTypeMismatch, Unsupported
+from .errors import DTypeMismatch, Error, InvalidArgument, Unsupported
 
 _LEAST_TOKENS = 1024
+# The newest transformers whose classes were all run beside eager: see results/check_hf.json.
+_NEWEST_CHECKED = (5, 24)
 
 
 @dataclasses.dataclass
@@ -27,17 +38,39 @@ class _Found:
     w13: Any
     w2: Any
     options: dict[str, Any]
+    # What was read of the module, by the names that it has there.
+    tensors: dict[str, torch.Tensor]
+    # Attributes that the activation follows from, and their values.
+    attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Beginnings of names of parameters that the module's new forward() itself applies.
+    applied: tuple[str, ...] = ()
+
+
+_Finder = Callable[[torch.nn.Module], _Found]
 
 
 @dataclasses.dataclass
 class _Made:
     layer: Experts
-    # Names of the module's parameters that are the weights and their addresses, to notice that a
-    # model was moved or loaded anew. Empty where the weights are views of others.
-    addresses: dict[str, int]
+    watch: Watch
+    attributes: list[tuple[Callable[[Any], Any], Any]]
+    copies: Copies | None
     # What layers have in common that work in the same memory: the model and what its size follows from.
     model: object
     form: tuple[Any, ...]
+    # Held during a pass, by all layers in the same memory.
+    lock: Any
+
+    def serves(self, module: torch.nn.Module, tokens: int, top_k: int) -> bool:
+        """Whether the layer is of what the module has now."""
+        layer = self.layer
+        return (
+            tokens <= layer.max_tokens
+            and top_k == layer.top_k
+            and not layer.closed
+            and self.watch.changed(module) is None
+            and all(_is_same(get(module), value) for get, value in self.attributes)
+        )
 
 
 @dataclasses.dataclass
@@ -48,43 +81,109 @@ class _Settings:
 
 _settings = _Settings()
 _made: weakref.WeakKeyDictionary[torch.nn.Module, _Made] = weakref.WeakKeyDictionary()
-# What `patch` replaced, with an object for each model.
-_models: weakref.WeakKeyDictionary[torch.nn.Module, object] = weakref.WeakKeyDictionary()
+# Held while layers are made.
+_making = threading.RLock()
 
 
 def _name(module: torch.nn.Module) -> str:
     return type(module).__name__
 
 
+def _is_same(value: Any, other: Any) -> bool:
+    return value is other or (isinstance(value, (int, float)) and value == other)
+
+
 # ------------------------------------------------------------------------------ what modules hold
 
 
-def _parameter(module: torch.nn.Module, *names: str) -> torch.Tensor:
-    for name in names:
-        found = getattr(module, name, None)
-        if found is not None:
-            if type(found).__name__ == "DTensor":
-                raise Unsupported(
-                    f"{_name(module)}.{name} is a DTensor (tensor parallelism); load the model with "
-                    "expert parallelism, or on one device"
-                )
-            return found
-    raise Unsupported(f"{_name(module)} has none of {', '.join(names)}: not a layout that is known")
+def _parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
+    found = getattr(module, name, None)
+    if found is None:
+        raise Unsupported(f"{_name(module)} has no {name}: not a layout that is known")
+    if type(found).__name__ == "DTensor":
+        raise Unsupported(
+            f"{_name(module)}.{name} is a DTensor (tensor parallelism); load the model with "
+            "expert parallelism, or on one device"
+        )
+    if not isinstance(found, torch.Tensor):
+        raise Unsupported(f"{_name(module)}.{name} is a {type(found).__name__}, not a tensor")
+    return found
+
+
+# What a decorated class may hold beside parameters. Sizes and settings follow from shapes, or are
+# seen in what _apply_gate() gives.
+_OF_ACTIVATION = "act_fn limit alpha swiglu_limit swiglu_alpha gate_softcap up_softcap".split()
+_KNOWN_ATTRIBUTES = frozenset(
+    "training config forward layer_idx num_experts hidden_dim hidden_size intermediate_dim "
+    "intermediate_size top_k block_size activation_scheme has_gate has_bias is_transposed "
+    "is_concatenated".split()
+) | set(_OF_ACTIVATION)
+_REFUSED_ATTRIBUTES = {
+    "has_post_expert_norm": (
+        "a norm stands behind the down projection of every expert, which Switchyard does not compute"
+    ),
+}
+_INSTEAD = "run it with another implementation, such as experts_implementation='grouped_mm'"
+
+
+@functools.cache
+def _flags() -> dict[str, Any]:
+    """Flags of the decorator of the installed transformers, and their defaults."""
+    from transformers.integrations.moe import use_experts_implementation
+
+    parameters = inspect.signature(use_experts_implementation).parameters.values()
+    return {p.name: p.default for p in parameters if p.name not in ("experts_class", "experts_interface")}
+
+
+def _refuse_unknown_attributes(module: torch.nn.Module) -> None:
+    """Refuse a decorated module that says of itself what Switchyard does not know."""
+    unknown = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and value is not None and value is not False
+    }
+    for name, default in _flags().items():
+        value = getattr(module, name, default)
+        if value != default:
+            unknown[name] = value
+    for name, value in unknown.items():
+        if name in _REFUSED_ATTRIBUTES:
+            raise Unsupported(f"{_name(module)}.{name} is {value!r}: {_REFUSED_ATTRIBUTES[name]}; {_INSTEAD}")
+        if name not in _KNOWN_ATTRIBUTES:
+            what = f"a tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
+            raise Unsupported(
+                f"{_name(module)}.{name} is {what}, and Switchyard does not know what the class does with "
+                f"it; {_INSTEAD}"
+            )
+    for name, value in vars(module).items():
+        if isinstance(value, torch.Tensor) and name.startswith("_"):
+            raise Unsupported(f"{_name(module)}.{name} is a tensor that Switchyard does not know; {_INSTEAD}")
+    for name, child in module.named_children():
+        if name not in ("act_fn", "parametrizations"):
+            raise Unsupported(
+                f"{_name(module)}.{name} is a {_name(child)}, which is no part of experts that Switchyard "
+                f"knows; {_INSTEAD}"
+            )
 
 
 def _of_decorated(module: Any) -> _Found:
     """Experts that go through the interface of transformers: what the decorator says of them."""
     gated = bool(getattr(module, "has_gate", True))
     transposed = bool(getattr(module, "is_transposed", False))
-    names = ("gate_up_proj", "up_proj") if gated else ("up_proj", "gate_up_proj")
-    w13, w2 = _parameter(module, names[0]), _parameter(module, "down_proj")
+    name = "gate_up_proj" if gated else "up_proj"
+    tensors = {name: _parameter(module, name), "down_proj": _parameter(module, "down_proj")}
+    w13, w2 = tensors.values()
     options: dict[str, Any] = {"transposed": transposed}
+
+    def read(option: str, attribute: str) -> None:
+        options[option] = tensors[attribute] = _parameter(module, attribute)
+
     if getattr(module, "has_bias", False):
-        options["w13_bias"] = _parameter(module, names[0] + "_bias")
-        options["w2_bias"] = _parameter(module, "down_proj_bias")
+        read("w13_bias", name + "_bias")
+        read("w2_bias", "down_proj_bias")
     if w13.dtype == torch.float8_e4m3fn:
-        options["w13_scale"] = _parameter(module, names[0] + "_scale_inv")
-        options["w2_scale"] = _parameter(module, "down_proj_scale_inv")
+        read("w13_scale", name + "_scale_inv")
+        read("w2_scale", "down_proj_scale_inv")
         options["block"] = getattr(module, "block_size", None)
         if getattr(module, "activation_scheme", "dynamic") == "static":
             raise Unsupported(
@@ -93,11 +192,14 @@ def _of_decorated(module: Any) -> _Found:
             )
     elif w13.dtype in (torch.int8, torch.uint8):
         raise Unsupported(_no_fp4(module))
+    if _is_decorated(module):
+        _refuse_unknown_attributes(module)
     if gated:
         options["activation"], options["order"] = _activation_of(module, w13, transposed)
     else:
         options["activation"] = _probe.plain(_name(module), module.act_fn, w13.device)
-    return _Found(w13, w2, options)
+    attributes = {n: getattr(module, n) for n in _OF_ACTIVATION if hasattr(module, n)}
+    return _Found(w13, w2, options, tensors, attributes)
 
 
 def _no_fp4(module: torch.nn.Module) -> str:
@@ -127,8 +229,8 @@ def _activation_of(
                 both = torch.cat((gates, ups) if order == "gate_up" else (ups, gates), dim=-1)
             out = module._apply_gate(both)
             # Vector units round differently from what does the last columns.
-            alike = out.shape == gates.shape and torch.allclose(out, out[:, :1], 1e-5, 1e-6)
-            if not alike:
+            allowed = 1e-6 + _probe.slack(gates, ups)
+            if out.shape != gates.shape or not _probe.alike(out, out[:, :1].expand_as(out), allowed):
                 raise Unsupported(f"{_name(module)}: columns of the activation are not alike")
             return out[:, 0]
 
@@ -143,23 +245,38 @@ def _of_act_fn(module: torch.nn.Module, act_fn: Callable[..., Any], device: Any)
     return _probe.gated(_name(module), lambda gate, up: act_fn(gate) * up, device)
 
 
-def _model_of(module: torch.nn.Module) -> object:
+def _read(module: torch.nn.Module, find: _Finder) -> tuple[_Found, Watch]:
+    """A module's weights, all of which are known, and all of which are its own."""
+    found = find(module)
+    watch = Watch(module, found.tensors)
+    for name, tensor in registered(module):
+        if name not in watch.names and not name.startswith(found.applied or ("\0",)):
+            raise Unsupported(
+                f"{_name(module)}.{name} ({list(tensor.shape)}) is no part of experts that Switchyard knows: "
+                f"gate, up and down projections, and their biases and scales; {_INSTEAD}"
+            )
+    return found, watch
+
+
+# ------------------------------------------------------------------------------- layers of modules
+
+
+def _model_of(module: torch.nn.Module, patched: object) -> object:
     """An object that the modules of one model have in common, and those of others have not; None if
     there is none. A copy of a model has a copy of its config.
     """
-    model = _models.get(module)
-    return getattr(module, "config", None) if model is None else model
+    return getattr(module, "config", None) if patched is None else patched
 
 
-def _sharing(model: object, form: tuple[Any, ...]) -> Experts | None:
-    """A layer whose memory another of its model and form can work in. Passes of one model follow one
-    another; those of others need not.
+def _sharing(model: object, form: tuple[Any, ...]) -> _Made | None:
+    """One whose memory another layer of its model and form can work in. Passes of one model follow
+    one another; those of others need not.
     """
     if model is None:
         return None
     for made in list(_made.values()):
         if made.model is model and made.form == form and not made.layer.closed:
-            return made.layer
+            return made
     return None
 
 
@@ -167,24 +284,35 @@ def _layer_of(
     module: torch.nn.Module,
     tokens: int,
     top_k: int,
-    find: Callable[[torch.nn.Module], _Found] = _of_decorated,
-) -> Experts:
+    find: _Finder = _of_decorated,
+    patched: object = None,
+) -> _Made:
     """The layer made for a module; a new one if its weights are others by now."""
     made = _made.get(module)
-    if made is not None and tokens <= made.layer.max_tokens and not made.layer.closed:
-        parameters: dict[str, Any] = module._parameters
-        for name, address in made.addresses.items():
-            if parameters[name].data_ptr() != address:
-                break
-        else:
-            return made.layer
-    if made is not None:
-        made.layer.close()
+    if made is None or not made.serves(module, tokens, top_k):
+        del made
+        with _making:
+            # Another thread may have made it meanwhile.
+            made = _made.get(module)
+            if made is None or not made.serves(module, tokens, top_k):
+                # The old layer goes when no thread runs it any more.
+                made = None
+                _made.pop(module, None)
+                made = _made[module] = _make(module, tokens, top_k, find, patched)
+    elif made.copies is not None:
+        with made.lock:
+            if made.copies.refresh():
+                made.layer.refresh()
+    return made
+
+
+def _make(module: torch.nn.Module, tokens: int, top_k: int, find: _Finder, patched: object) -> _Made:
+    _warn_of_newer()
     with torch.no_grad(), torch.inference_mode(False):
-        found = find(module)
+        found, watch = _read(module, find)
         options = dict(_settings.options) | found.options
         most = options.pop("max_tokens", None) or max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
-        options.setdefault("large_ids_are_none", True)
+        options["large_ids_are_none"] = True
         most = max(most, tokens)
         form = (
             found.w2.device,
@@ -199,30 +327,126 @@ def _layer_of(
             _settings.world,
             dict(_settings.options),
         )
-        model = _model_of(module)
+        model = _model_of(module, patched)
+        other = _sharing(model, form)
         layer = Experts(
             found.w13,
             found.w2,
             top_k=top_k,
             max_tokens=most,
             world=_settings.world,
-            share_memory_with=_sharing(model, form),
+            share_memory_with=None if other is None else other.layer,
             **options,
         )
-    addresses = {
-        name: parameter.data_ptr()
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter is found.w13 or parameter is found.w2
-    }
-    _made[module] = _Made(layer, addresses, model, form)
-    return layer
+        # Views of parameters do not say that a gradient of these is asked for.
+        layer._parameters = list(watch.tensors)
+        copied = [options[n] for n in ("w13_bias", "w2_bias", "w13_scale", "w2_scale") if n in options]
+        copies = Copies(copied) if copied and layer.backend == "cpu" else None
+    return _Made(
+        layer,
+        watch,
+        [(operator.attrgetter(name), value) for name, value in found.attributes.items()],
+        copies,
+        model,
+        form,
+        threading.RLock() if other is None else other.lock,
+    )
+
+
+def _run(
+    module: torch.nn.Module,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    find: _Finder = _of_decorated,
+    patched: object = None,
+) -> torch.Tensor:
+    """A module's experts, for tokens [T, H] and ids and weights [T, K]."""
+    if weights.dtype not in (torch.float32, torch.bfloat16):
+        weights = weights.float()
+    if torch.compiler.is_compiling():
+        return _compiled(module, x, ids, weights, find, patched)
+    made = _layer_of(module, x.shape[0], ids.shape[1], find, patched)
+    with made.lock:
+        return made.layer(x, ids, weights)
+
+
+# --------------------------------------------------------------------------------- compiled code
+
+_operator = torch.library.Library("switchyard", "FRAGMENT")
+# parameters: the module's, so that the output depends on them; empty where no gradient is wanted.
+_operator.define(
+    "module_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] parameters, int module) -> Tensor"
+)
+# Compiled code has modules by number, and the layer is looked up at each call as without a compiler.
+_numbers = itertools.count()
+_numbered: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
+_how: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, _Finder, object]] = weakref.WeakKeyDictionary()
 
 
 @torch.compiler.assume_constant_result
-def _number_of(module: torch.nn.Module, top_k: int) -> int:
-    """For compiled code, which must not see how a layer is made."""
-    made = _made.get(module)
-    return (made.layer if made is not None else _layer_of(module, 1, top_k))._number
+def _number_of(module: torch.nn.Module, find: _Finder, patched: object) -> int:
+    """Dynamo guards what it was called with: another module is compiled anew."""
+    known = _how.get(module)
+    if known is None:
+        known = _how[module] = (next(_numbers), find, patched)
+        _numbered[known[0]] = module
+    return known[0]
+
+
+def _compiled(
+    module: torch.nn.Module,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    find: _Finder,
+    patched: object,
+) -> torch.Tensor:
+    parameters = list(module.parameters()) if torch.is_grad_enabled() else []
+    number = _number_of(module, find, patched)
+    return torch.ops.switchyard.module_experts(x, ids, weights, parameters, number)
+
+
+def _module_experts(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    parameters: list[torch.Tensor],
+    module: int,
+) -> torch.Tensor:
+    owner = _numbered.get(module)
+    if owner is None:
+        raise InvalidArgument("compiled code runs the experts of a module that is gone; keep the module")
+    _, find, patched = _how[owner]
+    made = _layer_of(owner, x.shape[0], topk_ids.shape[1], find, patched)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    with made.lock:
+        made.layer._run(x, topk_ids, topk_weights, out)
+    return out
+
+
+def _remember_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, _, topk_weights, parameters, _ = inputs
+    ctx.save_for_backward(x, topk_weights, *parameters)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def missing(like: torch.Tensor) -> torch.Tensor:
+        return torch.ops.switchyard.missing_backward(gradient, like)
+
+    x, topk_weights, *parameters = ctx.saved_tensors
+    return missing(x), None, missing(topk_weights), [missing(p) for p in parameters], None
+
+
+_operator.impl("module_experts", _module_experts, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "switchyard::module_experts",
+    lambda x, topk_ids, topk_weights, parameters, module: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    lib=_operator,
+)
+torch.library.register_autograd(
+    "switchyard::module_experts", _backward, setup_context=_remember_inputs, lib=_operator
+)
 
 
 def experts_forward(
@@ -244,123 +468,154 @@ def experts_forward(
     -------
     Tensor [T, H]
         Of the type of hidden_states.
+
+    Raises
+    ------
+    Unsupported
+        For a module that computes what Switchyard does not, naming what of it.
     """
-    if top_k_weights.dtype not in (torch.float32, torch.bfloat16):
-        top_k_weights = top_k_weights.float()
-    if torch.compiler.is_compiling():
-        return torch.ops.switchyard.experts(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            None,
-            list(self.parameters()) if torch.is_grad_enabled() else [],
-            1.0,
-            _number_of(self, top_k_index.shape[1]),
-        )
-    layer = _layer_of(self, hidden_states.shape[0], top_k_index.shape[1])
-    return layer(hidden_states, top_k_index, top_k_weights)
+    return _run(self, hidden_states, top_k_index, top_k_weights)
 
 
 # -------------------------------------------------------------------- modules without the interface
 
 
 def _of_aria(module: Any) -> _Found:
-    w13, w2 = module.fc1.weight, module.fc2.weight
+    w13, w2 = _parameter(module.fc1, "weight"), _parameter(module.fc2, "weight")
     activation = _of_act_fn(module, torch.nn.functional.silu, w13.device)
-    return _Found(w13, w2, {"transposed": True, "activation": activation})
+    tensors = {"fc1.weight": w13, "fc2.weight": w2}
+    return _Found(w13, w2, {"transposed": True, "activation": activation}, tensors)
 
 
 def _aria_forward(
-    self: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor
+    self: Any, patched: object, hidden_states: torch.Tensor, router_logits: torch.Tensor
 ) -> torch.Tensor:
     ids, weights = self.route_tokens_to_experts(router_logits)
-    layer = _layer_of(self, hidden_states.shape[0], ids.shape[1], _of_aria)
-    return layer(hidden_states, ids, _as_weights(weights))
+    return _run(self, hidden_states, ids, weights, _of_aria, patched)
 
 
 def _of_dbrx(module: Any) -> _Found:
     mlp = module.mlp
     shape = (module.num_experts, module.ffn_hidden_size, module.hidden_size)
-    gate, up, down = (getattr(mlp, name).view(shape) for name in ("w1", "v1", "w2"))
+    tensors = {f"mlp.{name}": _parameter(mlp, name).view(shape) for name in ("w1", "v1", "w2")}
+    gate, up, down = tensors.values()
     activation = _of_act_fn(module, mlp.activation_fn, gate.device)
-    return _Found((gate, up), down.transpose(1, 2), {"activation": activation})
+    return _Found(
+        (gate, up),
+        down.transpose(1, 2),
+        {"activation": activation},
+        tensors,
+        {"mlp.activation_fn": mlp.activation_fn},
+    )
 
 
 def _dbrx_forward(
     self: Any,
+    patched: object,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     batch = hidden_states.shape[0]
     x = hidden_states.reshape(-1, self.hidden_size)
-    layer = _layer_of(self, x.shape[0], top_k_index.shape[1], _of_dbrx)
-    return layer(x, top_k_index, _as_weights(top_k_weights)).view(batch, -1, self.hidden_size)
+    out = _run(self, x, top_k_index, top_k_weights, _of_dbrx, patched)
+    return out.view(batch, -1, self.hidden_size)
 
 
 def _of_jetmoe(module: Any) -> _Found:
-    w13, w2 = module.input_linear.weight, module.output_linear.weight
-    return _Found(w13, w2, {"activation": _of_act_fn(module, module.activation, w13.device)})
+    w13, w2 = _parameter(module.input_linear, "weight"), _parameter(module.output_linear, "weight")
+    return _Found(
+        w13,
+        w2,
+        {"activation": _of_act_fn(module, module.activation, w13.device)},
+        {"input_linear.weight": w13, "output_linear.weight": w2},
+        {"activation": module.activation},
+        applied=("bias", "router."),
+    )
 
 
-def _jetmoe_forward(self: Any, layer_input: torch.Tensor) -> torch.Tensor:
+def _jetmoe_forward(self: Any, patched: object, layer_input: torch.Tensor) -> torch.Tensor:
     x = layer_input.reshape(-1, layer_input.shape[-1])
     # As in JetMoeTopKGating, of which the rest sorts tokens by expert.
     logits, ids = self.router.layer(x).float().topk(self.router.top_k, dim=1)
     weights = torch.softmax(logits, dim=1).type_as(x)
-    layer = _layer_of(self, x.shape[0], ids.shape[1], _of_jetmoe)
-    return layer(x, ids, _as_weights(weights)).view(layer_input.shape) + self.bias
+    return _run(self, x, ids, weights, _of_jetmoe, patched).view(layer_input.shape) + self.bias
 
 
 def _of_llama4(module: Any) -> _Found:
-    w13, w2 = module.gate_up_proj, module.down_proj
+    w13, w2 = _parameter(module, "gate_up_proj"), _parameter(module, "down_proj")
     activation = _of_act_fn(module, module.act_fn, w13.device)
     options = {"transposed": True, "weight_on_input": True, "activation": activation}
-    return _Found(w13, w2, options)
+    tensors = {"gate_up_proj": w13, "down_proj": w2}
+    return _Found(w13, w2, options, tensors, {"act_fn": module.act_fn})
 
 
 def _llama4_forward(
-    self: Any, hidden_states: torch.Tensor
+    self: Any, patched: object, hidden_states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(x)
     weights, ids = scores.topk(self.top_k, dim=1)
-    layer = _layer_of(self.experts, x.shape[0], self.top_k, _of_llama4)
-    return self.shared_expert(x) + layer(x, ids, _as_weights(weights)), logits
+    return self.shared_expert(x) + _run(self.experts, x, ids, weights, _of_llama4, patched), logits
 
 
 def _of_longcat(module: Any) -> _Found:
     w13, w2 = _parameter(module, "gate_up_proj"), _parameter(module, "down_proj")
     activation = _of_act_fn(module, module.act_fn, w13.device)
-    return _Found(w13[: module.num_routed_experts], w2, {"activation": activation})
+    return _Found(
+        w13[: module.num_routed_experts],
+        w2,
+        {"activation": activation},
+        {"gate_up_proj": w13, "down_proj": w2},
+        {"act_fn": module.act_fn},
+    )
 
 
 def _longcat_forward(
     self: Any,
+    patched: object,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    layer = _layer_of(self, hidden_states.shape[0], top_k_index.shape[1], _of_longcat)
     # Experts from num_routed_experts on give the token back as it is.
     identity = (top_k_weights * (top_k_index >= self.num_routed_experts)).sum(-1, keepdim=True)
-    out = layer(hidden_states, top_k_index, _as_weights(top_k_weights))
+    out = _run(self, hidden_states, top_k_index, top_k_weights, _of_longcat, patched)
     return out + hidden_states * identity.to(hidden_states.dtype)
 
 
-def _as_weights(weights: torch.Tensor) -> torch.Tensor:
-    kept = weights.dtype in (torch.float32, torch.bfloat16)
-    return weights if kept else weights.float()
+def _step3p7_forward(
+    self: Any,
+    patched: object,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    return _run(self, hidden_states, top_k_index, top_k_weights, patched=patched)
 
 
-# Class -> its forward(), where it does not go through the interface of transformers.
-_PATCHES: dict[str, Callable[..., Any]] = {
-    "AriaExperts": _aria_forward,
-    "DbrxExperts": _dbrx_forward,
-    "JetMoeMoE": _jetmoe_forward,
-    "Llama4TextMoe": _llama4_forward,
-    "LongcatFlashExperts": _longcat_forward,
-    "Step3p7Experts": experts_forward,
+@dataclasses.dataclass(frozen=True)
+class _Replacement:
+    """Of a class's forward()."""
+
+    forward: Callable[..., Any]
+    find: _Finder
+    # Where the weights are, if not in the module itself.
+    part: str = ""
+
+    def parameters(self) -> list[str]:
+        """Names of those that the class's own forward() has to have."""
+        return list(inspect.signature(self.forward).parameters)[2:]
+
+
+# Classes whose forward() does not go through the interface of transformers.
+_PATCHES: dict[str, _Replacement] = {
+    "AriaExperts": _Replacement(_aria_forward, _of_aria),
+    "DbrxExperts": _Replacement(_dbrx_forward, _of_dbrx),
+    "JetMoeMoE": _Replacement(_jetmoe_forward, _of_jetmoe),
+    "Llama4TextMoe": _Replacement(_llama4_forward, _of_llama4, "experts"),
+    "LongcatFlashExperts": _Replacement(_longcat_forward, _of_longcat),
+    "Step3p7Experts": _Replacement(_step3p7_forward, _of_decorated),
 }
 # Class -> why it cannot be.
 _REFUSED: dict[str, str] = {
@@ -379,7 +634,113 @@ _REFUSED: dict[str, str] = {
 }
 
 
+class _Model:
+    """What the patched modules of one model have in common; a copy of the model has a copy."""
+
+
+class _Patched:
+    """The forward() of a patched module. It is copied and pickled with the module."""
+
+    def __init__(self, module: torch.nn.Module, name: str, model: _Model) -> None:
+        self.module = module
+        self.name = name
+        self.model = model
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return _PATCHES[self.name].forward(self.module, self.model, *arguments, **named)
+
+
+def _listed(module: torch.nn.Module, table: dict[str, Any]) -> str | None:
+    """The name by which a table has a module's class or one that it is derived from."""
+    return next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in table), None)
+
+
+def _refuse_replacing(module: torch.nn.Module, name: str) -> None:
+    """Refuse a module whose forward() is not the one that a replacement was written for."""
+    cls = next(cls for cls in type(module).__mro__ if cls.__name__ == name)
+    replacement = _PATCHES[name]
+    signature = list(inspect.signature(cls.forward).parameters)[1:]
+    if type(module).forward is not cls.forward:
+        raise Unsupported(f"{_name(module)} has a forward() of its own, other than that of {name}")
+    if signature != replacement.parameters():
+        raise Unsupported(
+            f"{name}.forward() of this transformers takes {', '.join(signature)}; Switchyard replaces one "
+            f"that takes {', '.join(replacement.parameters())}"
+        )
+    own = vars(module).get("forward")
+    if own is not None and not isinstance(own, _Patched):
+        raise Unsupported(
+            f"forward() of this {name} was already replaced, by a {type(own).__name__}; patch() the model "
+            "before hooks, such as accelerate's, are put on it"
+        )
+    part = module.get_submodule(replacement.part)
+    try:
+        _read(part, replacement.find)
+    except AttributeError as error:
+        raise Unsupported(f"{name} is not as Switchyard knows it: {error}") from None
+
+
 # ---------------------------------------------------------------------------------- what users call
+
+
+def _warn_of_newer() -> None:
+    """Once, where transformers is newer than the newest whose classes were tried."""
+    import transformers
+
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version > _NEWEST_CHECKED and not _warn_of_newer.__dict__.get("done"):
+        _warn_of_newer.__dict__["done"] = True
+        newest = ".".join(map(str, _NEWEST_CHECKED))
+        warnings.warn(
+            f"transformers {transformers.__version__} is newer than {newest}, the newest that Switchyard was "
+            "checked with: run `python -m switchyard check-hf`, which compares every expert class with eager",
+            stacklevel=3,
+        )
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return is_whole(value) and least <= value < 1 << 31
+
+
+def _is_number(value: Any) -> bool:
+    return is_real(value) and 0 <= value < math.inf
+
+
+# Options of `Experts` that all layers of a model may have: what they have to be, and whether a value is.
+_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "max_tokens": ("an int of at least 1", lambda v: _is_count(v, 1)),
+    "num_threads": ("an int of at least 0 (0: hardware threads divided by ranks)", _is_count),
+    "reserved_sms": ("an int of at least 0", _is_count),
+    "compute": ("None, 'bf16', 'f32' or 'f8_e4m3'", lambda v: v is None or _is_compute(v)),
+    "bad_ids": ("'raise' or 'skip'", lambda v: v in ("raise", "skip")),
+    "deadline": ("seconds, a finite number of at least 0 (0: the world's)", _is_number),
+    "capacity_factor": ("a finite number of at least 0 (0: nothing is dropped)", _is_number),
+    "capacity_rule": ("'slots' or 'tokens'", lambda v: v in ("slots", "tokens")),
+    "pre_sum_per_host": ("True or False", is_flag),
+    "trace": ("True or False", is_flag),
+    "recorded_steps": ("an int of at least 0", _is_count),
+    "table": ("None or the path of a file", lambda v: v is None or isinstance(v, (str, os.PathLike))),
+}
+
+
+def _is_compute(value: Any) -> bool:
+    try:
+        return _arrays.dtype_code(value) in (_abi.BF16, _abi.F32, _abi.F8_E4M3)
+    except Error:
+        return False
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in _OPTIONS:
+            of_layers = name in inspect.signature(Experts.__init__).parameters
+            near = difflib.get_close_matches(name, _OPTIONS, n=1)
+            why = "every module says that of itself; leave it out" if of_layers else "there is no such option"
+            hint = f"; did you mean {near[0]}?" if near and not of_layers else ""
+            raise InvalidArgument(f"{name} is {value!r}, but {why}{hint} (options: {', '.join(_OPTIONS)})")
+        what, is_right = _OPTIONS[name]
+        if not is_right(value):
+            raise InvalidArgument(f"{name} is {value!r}; pass {what}")
 
 
 def register_with_transformers(
@@ -399,15 +760,26 @@ def register_with_transformers(
         None: a world of one. Under expert parallelism of transformers that is right: it replicates
         tokens, marks slots of other ranks' experts and adds results up.
     **options
-        Of `Experts`: max_tokens, num_threads, reserved_sms, compute, bad_ids, deadline.
+        Of `Experts`, for every layer: max_tokens, num_threads, reserved_sms, compute, bad_ids, deadline,
+        capacity_factor, capacity_rule, pre_sum_per_host, trace, recorded_steps, table.
 
     Raises
     ------
+    InvalidArgument
+        For an option that there is not, or of a value that it cannot have; nothing is registered then.
     ImportError
         If transformers is not installed, or older than 5.
     """
+    if not isinstance(name, str) or not name or name == "eager":
+        raise InvalidArgument(
+            f"name is {name!r}; pass a str other than 'eager', which transformers does not look up"
+        )
+    if world is not None and not isinstance(world, World):
+        raise InvalidArgument(f"world is a {type(world).__name__}; pass a World, or None")
+    _check_options(options)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    _warn_of_newer()
     _settings.world = world
     _settings.options = dict(options)
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
@@ -438,23 +810,29 @@ def patch(model: torch.nn.Module, *, partial: bool = False) -> list[str]:
 
     Raises
     ------
+    InvalidArgument
+        If `model` is no module.
     Unsupported
         Naming a module and the reason, or if the model has no experts. Nothing is patched then.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     decorated, replaced, refused = [], [], []
     for name, module in model.named_modules():
         kind = _name(module)
-        if kind in _REFUSED:
-            refused.append(f"{name or kind}: {_REFUSED[kind]}")
-        elif kind in _PATCHES:
-            replaced.append((name, module))
-        elif _is_decorated(module):
-            try:
-                _of_decorated(module)
-            except (Unsupported, DTypeMismatch) as refusal:
-                refused.append(f"{name or kind}: {refusal}")
-            else:
+        try:
+            if _is_decorated(module):
+                _read(module, _of_decorated)
                 decorated.append((name, module))
+            elif (listed := _listed(module, _REFUSED)) is not None:
+                raise Unsupported(_REFUSED[listed])
+            elif (listed := _listed(module, _PATCHES)) is not None:
+                _refuse_replacing(module, listed)
+                replaced.append((name, module, listed))
+        except (Unsupported, DTypeMismatch) as refusal:
+            # A reason of its own begins with the class.
+            where = name if name or str(refusal).startswith(kind) else kind
+            refused.append(f"{where}: {refusal}" if where else str(refusal))
     if refused and not partial:
         raise Unsupported(refused[0])
     if not decorated and not replaced:
@@ -466,12 +844,10 @@ def patch(model: torch.nn.Module, *, partial: bool = False) -> list[str]:
         register_with_transformers(world=_settings.world, **_settings.options)
     for _, module in decorated:
         module.config._experts_implementation = "switchyard"
-    its = object()
-    for _, module in replaced:
-        module.forward = types.MethodType(_PATCHES[_name(module)], module)
-        for part in module.modules():
-            _models[part] = its
-    return [name for name, _ in (*decorated, *replaced)]
+    its = _Model()
+    for _, module, listed in replaced:
+        module.forward = _Patched(module, listed, its)
+    return [name for name, *_ in (*decorated, *replaced)]
 
 
 def _is_decorated(module: torch.nn.Module) -> bool:

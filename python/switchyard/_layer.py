@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+import weakref
 from ctypes import byref
 from typing import Any
 
@@ -13,10 +13,16 @@ import torch
 from . import _abi, _arrays
 from ._experts import Handle, Stats, Kept, _weights
 from ._routing import Routing
-from ._torch import refuse_gradient
+from ._torch import apply_without_backward, refuse_gradient
+from ._watch import Watch
 from ._workspace import Workspace, choose_memory, world_of
-from ._world import World
-from .errors import check
+from ._world import World, checked_world
+from .errors import InvalidArgument, Unsupported, check
+
+_NO_COPY = (
+    "a MoeLayer cannot be {}: it is a running layer of this process over tensors of others. Take it out of "
+    "the module first, and make another of the copy with MoeLayer.from_hf() or from_checkpoint()"
+)
 
 
 class MoeLayer(torch.nn.Module):
@@ -30,12 +36,17 @@ class MoeLayer(torch.nn.Module):
         self,
         handle: ctypes.c_void_p,
         keep: Kept | None = None,
-        weights: Sequence[torch.Tensor] = (),
+        block: torch.nn.Module | None = None,
+        watch: Watch | None = None,
     ) -> None:
         super().__init__()
         self._layer = Handle(handle, keep)
-        # What can be asked for a gradient. Not this module's own: whose block it is saves and loads it.
-        self._weights = tuple(weights)
+        # The block's tensors can be asked for a gradient. They are not this module's own: the block saves
+        # and loads them.
+        self._watch = watch
+        self._weights = () if watch is None else tuple(watch.tensors)
+        # A module that is an attribute would be part of this one.
+        self._block = None if block is None else weakref.ref(block)
         #: How the layer chooses experts, where it was made by `from_hf`.
         self.routing: Routing | None = None
 
@@ -89,7 +100,7 @@ class MoeLayer(torch.nn.Module):
             If `layer` is no MoE layer.
         Unsupported, SpecMismatch, Timeout
         """
-        world = world or world_of(workspace)
+        world = checked_world(world) or world_of(workspace)
         where = torch.device(device)
         cuda = where.type == "cuda"
         options = _abi.LayerOptions(
@@ -99,18 +110,19 @@ class MoeLayer(torch.nn.Module):
             device=-1 if where.index is None or not cuda else where.index,
             reserved_sms=reserved_sms,
             compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
-            trace=int(trace),
+            trace=_abi.flag("trace", trace),
             deadline_seconds=deadline,
-            pre_sum_per_host=int(pre_sum_per_host),
+            pre_sum_per_host=_abi.flag("pre_sum_per_host", pre_sum_per_host),
             recorded_steps=recorded_steps,
-            name=name.encode(),
+            name=_abi.text("name", name),
         )
         handle = choose_memory(options, workspace, workspace_slot)
-        check(
-            _abi.library.sy_layer_from_checkpoint(
-                world._open(), os.fsencode(path), layer, byref(options), byref(handle)
+        with world._lock:
+            check(
+                _abi.library.sy_layer_from_checkpoint(
+                    world._open(), _abi.path("path", path), layer, byref(options), byref(handle)
+                )
             )
-        )
         return cls(handle)
 
     @classmethod
@@ -135,9 +147,11 @@ class MoeLayer(torch.nn.Module):
         """A sparse MoE block of transformers 5, such as ``model.model.layers[0].mlp``, with its router
         and shared expert. Matrices are used where they are.
 
-        How the block routes is found out by running it on 64 random tokens, for which its weights must
-        be loaded. `refresh` after you changed small weights (router, biases, scales) in place; make
-        another layer if the block is moved or cast.
+        How the block routes is found out by running it, without its experts, on tokens at which the rules
+        that there are differ, for which its weights must be loaded. Make another layer if the block is
+        moved or cast, or gets other parameters; a call says so. Call `refresh` after you wrote small
+        weights (router, biases, scales) through ``.data``, which PyTorch does not count as a change.
+        No other thread may run the block meanwhile.
 
         Parameters
         ----------
@@ -157,11 +171,11 @@ class MoeLayer(torch.nn.Module):
         ------
         Unsupported
             For what Switchyard does not have, naming the class and the attribute; or if layer and
-            block differ.
+            block differ, in their weights or, unless `check` is False, in their outputs.
         """
         from . import _hf_block
 
-        world = world or world_of(workspace)
+        world = checked_world(world) or world_of(workspace)
         with torch.inference_mode(False), torch.no_grad():
             parts = _hf_block.read(block)
             options = _abi.LayerOptions(
@@ -169,14 +183,14 @@ class MoeLayer(torch.nn.Module):
                 num_threads=num_threads,
                 reserved_sms=reserved_sms,
                 compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
-                trace=int(trace),
+                trace=_abi.flag("trace", trace),
                 deadline_seconds=deadline,
-                pre_sum_per_host=pre_sum_per_host,
+                pre_sum_per_host=_abi.flag("pre_sum_per_host", pre_sum_per_host),
                 recorded_steps=recorded_steps,
-                name=name.encode(),
+                name=_abi.text("name", name),
             )
             handle = choose_memory(options, workspace, workspace_slot)
-            layer = cls._of_block(parts, world, options, handle)
+            layer = cls._of_block(block, parts, world, options, handle)
             if check:
                 at_once = min(max_tokens, parts.x.shape[0])
                 out = torch.cat([layer(x) for x in parts.x.split(at_once)])
@@ -189,7 +203,12 @@ class MoeLayer(torch.nn.Module):
 
     @classmethod
     def _of_block(
-        cls, parts: Any, world: World, options: _abi.LayerOptions, handle: ctypes.c_void_p
+        cls,
+        block: torch.nn.Module,
+        parts: Any,
+        world: World,
+        options: _abi.LayerOptions,
+        handle: ctypes.c_void_p,
     ) -> MoeLayer:
         """Over the tensors of a block that was read, as the handle that is still null."""
         found = parts.found
@@ -235,12 +254,13 @@ class MoeLayer(torch.nn.Module):
         cuda = found.w2.device.type == "cuda"
         options.backend = _abi.CUDA if cuda else _abi.CPU
         options.device = (found.w2.device.index or 0) if cuda else -1
-        check(
-            _abi.library.sy_layer_create(
-                world._open(), byref(spec), byref(weights), byref(options), byref(handle)
+        with world._lock:
+            check(
+                _abi.library.sy_layer_create(
+                    world._open(), byref(spec), byref(weights), byref(options), byref(handle)
+                )
             )
-        )
-        layer = cls(handle, keep, keep.tensors)
+        layer = cls(handle, keep, block, parts.watch)
         layer.routing = parts.routing
         return layer
 
@@ -277,9 +297,27 @@ class MoeLayer(torch.nn.Module):
         Timeout, Aborted
             The layer is dead then; the world lives.
         Unsupported
-            If a gradient is asked for.
+            If a gradient is asked for: there is no backward pass. With `out` at once, otherwise by
+            ``backward()``.
         """
+        self._refuse_changes()
+        if out is None:
+            return apply_without_backward(
+                lambda: self._forward(hidden_states, token_ids, ids_out, weights_out, None),
+                hidden_states,
+                *self._weights,
+            )
         refuse_gradient(hidden_states, *self._weights)
+        return self._forward(hidden_states, token_ids, ids_out, weights_out, out)
+
+    def _forward(
+        self,
+        hidden_states: torch.Tensor,
+        token_ids: torch.Tensor | None,
+        ids_out: torch.Tensor | None,
+        weights_out: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         if out is None:
             out = torch.empty(hidden_states.shape, dtype=x.dtype, device=x.device)
@@ -295,6 +333,25 @@ class MoeLayer(torch.nn.Module):
             weights_out=weights_out,
         )
         return out
+
+    def _refuse_changes(self) -> None:
+        """Refuse to compute with tensors that the block does not have any more."""
+        block = None if self._block is None else self._block()
+        if block is None or self._watch is None:
+            return
+        changed = self._watch.changed(block)
+        if changed is not None:
+            raise InvalidArgument(
+                f"{type(block).__name__}.{changed} is another tensor, or elsewhere, than when this layer was "
+                "made of the block (it was moved, cast or assigned); make the layer anew with "
+                "MoeLayer.from_hf(block). Values that are written in place are seen"
+            )
+
+    def __deepcopy__(self, memo: Any) -> MoeLayer:
+        raise Unsupported(_NO_COPY.format("copied"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Unsupported(_NO_COPY.format("copied or pickled"))
 
     def check(self) -> None:
         """As ``Experts.check``."""

@@ -2,7 +2,8 @@
 
 A table of models would be wrong for the next one, and silently so. A module's own function is called
 with gates and ups of known values; from a few answers follow kind, alpha, limit and bias; and on
-hundreds of others the activation that was found must give what the module gives.
+thousands of others, small and large and of all signs, the activation that was found must give what the
+module gives.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ from typing import Any
 import torch
 
 from ._activation import Activation
-from .errors import Unsupported
+from .errors import InvalidArgument, Unsupported
 
 # Of fp32, over the few operations of an activation.
 _TOLERANCE = 3e-5
 _FAR = 1e4
+# Of either sign: small values, beside the limits of published models (5 to 30), and far beyond, where a
+# soft limit or one on one side only shows.
+_MAGNITUDES = (
+    *(0.0, 1e-4, 0.01, 0.1, 0.3, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 4.9, 5.1, 6.9, 7.1, 9.9, 10.1, 13.0, 17.0, 19.9),
+    *(20.1, 25.1, 30.1, 40.0, 60.0, 90.0, 110.0, 200.0, 500.0, 1e3, 3e3, _FAR),
+)
 
 
 def apply(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -56,8 +63,34 @@ def _candidates(f1: float) -> list[tuple[str, float]]:
     return found
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual - expected).abs() / expected.abs().clamp(min=1)).max().item()
+def _values(device: Any) -> torch.Tensor:
+    magnitudes = torch.tensor(_MAGNITUDES)
+    return torch.cat((-magnitudes, magnitudes)).to(device)
+
+
+def _pairs(device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gates and ups: random ones, and every known value with every other."""
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(2, 512, generator=generator) * 4).to(device)
+    values = _values(device)
+    gates, ups = torch.meshgrid(values, values, indexing="ij")
+    return torch.cat((gate, gates.flatten())), torch.cat((up, ups.flatten()))
+
+
+def slack(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """What rounding may change: an activation far below 0 is a small difference of large terms."""
+    return 3e-7 * (gate * up).abs().nan_to_num()
+
+
+def alike(actual: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor) -> bool:
+    """Whether values are the same but for rounding, and NaN where the others are."""
+    near = (actual - expected).abs() <= allowed + 1e-5 * expected.abs()
+    return (near | (actual.isnan() & expected.isnan())).all().item()
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor) -> float:
+    beyond = ((actual - expected).abs() - allowed).clamp(min=0)
+    return (beyond / expected.abs().clamp(min=1)).max().item()
 
 
 def gated(
@@ -82,16 +115,41 @@ def gated(
     up_bias = _rounded(at(1, 0) / slope) if abs(at(1, 0)) > 1e-6 else 0.0
     highest = at(1, _FAR) / slope - up_bias
     limit = math.inf if highest > 0.99 * _FAR else _rounded(highest)
-    generator = torch.Generator().manual_seed(0)
-    gate, up = (torch.randn(2, 512, generator=generator) * 4).to(device)
-    # Some beyond any limit.
-    gate[::17] *= 20
-    up[::13] *= 20
+    gate, up = _pairs(device)
     expected = apply_gate(gate, up)
+
+    def made(kind: str, alpha: float) -> Activation:
+        return Activation(kind, True, alpha, limit, up_bias)
+
+    def error_of(activation: Activation) -> float:
+        return _error(apply(activation, gate, up), expected, slack(gate, up))
+
+    best = _nearest(name, slope, made, error_of)
+    for words, values in (("gate", (math.nan, 1)), ("up", (1, math.nan))):
+        if not math.isnan(at(*values)):
+            raise Unsupported(
+                f"{name}: its activation gives {at(*values)} where {words} is NaN; Switchyard's give NaN, which "
+                "would otherwise be hidden from whoever looks for it"
+            )
+    return best
+
+
+def _nearest(
+    name: str,
+    f1: float,
+    made: Callable[[str, float], Activation],
+    error_of: Callable[[Activation], float],
+) -> Activation:
+    """The candidate that gives what the module gives."""
     errors = {}
-    for kind, alpha in _candidates(slope):
-        activation = Activation(kind, True, alpha, limit, up_bias)
-        errors[activation] = _error(apply(activation, gate, up), expected)
+    for kind, alpha in _candidates(f1):
+        try:
+            activation = made(kind, alpha)
+        except InvalidArgument:  # numbers that no activation of this kind has
+            continue
+        errors[activation] = error_of(activation)
+    if not errors:
+        raise Unsupported(f"{name}: its activation is none that Switchyard has")
     best = min(errors, key=lambda activation: errors[activation])
     if not errors[best] <= _TOLERANCE:
         raise Unsupported(
@@ -111,17 +169,15 @@ def plain(
     Unsupported
         If it is none that Switchyard has.
     """
-    v = (torch.randn(512, generator=torch.Generator().manual_seed(0)) * 4).to(device)
+    v, _ = _pairs(device)
     expected = f(v)
     f1 = f(torch.ones(1, device=device)).item()
-    errors = {
-        Activation(kind, False, alpha): _error(_f(kind, alpha, v), expected)
-        for kind, alpha in _candidates(f1)
-    }
-    best = min(errors, key=lambda activation: errors[activation])
-    if not errors[best] <= _TOLERANCE:
-        raise Unsupported(
-            f"{name}: its activation is none that Switchyard has; the nearest is {best}, which differs "
-            f"by {errors[best]:.1e} of the larger of 1 and the value"
-        )
+    best = _nearest(
+        name,
+        f1,
+        lambda kind, alpha: Activation(kind, False, alpha),
+        lambda activation: _error(_f(activation.kind, activation.alpha, v), expected, slack(v, torch.ones_like(v))),
+    )
+    if not f(torch.full((1,), math.nan, device=device)).isnan().item():
+        raise Unsupported(f"{name}: its activation hides NaN, which Switchyard's do not")
     return best

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import difflib
+import functools
+import math
 from ctypes import byref
 from typing import Any, Literal
 
 from . import _abi, _arrays
-from .errors import DTypeMismatch, InvalidArgument, check
+from ._activation import is_flag, is_real, is_whole
+from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch, check
 
 _SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 _GROUP_SCORES = ("max", "sum_top_two")
 _METHODS = ("top_k", "sparse_mixer")
+# As kMaxTopK in src/routing/route.h.
+_MOST_CHOSEN = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +34,22 @@ class Routing:
         Choose by logit and score only the chosen: GPT-OSS, Llama-4.
     renormalize : bool
         Divide the weights by their sum + renormalize_epsilon.
+    renormalize_epsilon : float
+        DeepSeek-V3: 1e-20, LFM2-MoE: 1e-6.
     groups, top_groups : int
         Experts form `groups` equal groups, of which the best `top_groups` compete.
     group_score : {"max", "sum_top_two"}
+        A group's score: its best expert's, or the sum of its best two.
     scale : float
         Multiplies the weights at the end.
+    jitter_eps : float
+        Of "sparse_mixer".
+
+    Raises
+    ------
+    InvalidArgument
+        Naming a field of a value that it cannot have, or that the others give no meaning:
+        "sparse_mixer" has one score and no groups, "top_k" no jitter_eps.
     """
 
     method: Literal["top_k", "sparse_mixer"] = "top_k"
@@ -46,14 +63,49 @@ class Routing:
     scale: float = 1.0
     jitter_eps: float = 0.01
 
-    def _to_c(self, has_correction_bias: bool) -> _abi.Routing:
-        for name, value, known in (
-            ("method", self.method, _METHODS),
-            ("score", self.score, _SCORES),
-            ("group_score", self.group_score, _GROUP_SCORES),
-        ):
-            if value not in known:
+    def __post_init__(self) -> None:
+        for name, known in (("method", _METHODS), ("score", _SCORES), ("group_score", _GROUP_SCORES)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in known:
                 raise InvalidArgument(f"{name} is {value!r}; use one of {', '.join(known)}")
+        for name in ("top_k_before_score", "renormalize"):
+            if not is_flag(getattr(self, name)):
+                raise InvalidArgument(f"{name} is {getattr(self, name)!r}; pass True or False")
+        for name in ("groups", "top_groups"):
+            value = getattr(self, name)
+            if not is_whole(value) or not 1 <= value < 1 << 31:
+                raise InvalidArgument(f"{name} is {value!r}; pass an int of at least 1")
+        for name in ("renormalize_epsilon", "scale", "jitter_eps"):
+            value = getattr(self, name)
+            above = name == "scale"
+            if not is_real(value) or not 0 <= value < math.inf or (above and value == 0):
+                bound = "above 0" if above else "of at least 0"
+                raise InvalidArgument(f"{name} is {value!r}; pass a finite number {bound}")
+        if self.top_groups > self.groups:
+            raise InvalidArgument(
+                f"top_groups is {self.top_groups}, but groups is {self.groups}; pass at most as many"
+            )
+        if self.renormalize_epsilon and not self.renormalize:
+            raise InvalidArgument(
+                f"renormalize_epsilon is {self.renormalize_epsilon}, but renormalize is False; pass "
+                "renormalize=True, or leave the epsilon out"
+            )
+        if self.method == "sparse_mixer":
+            unused = ("score", "top_k_before_score", "groups", "top_groups", "group_score")
+        else:
+            unused = ("jitter_eps",)
+        for name in unused:
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default:
+                raise InvalidArgument(
+                    f"{name} is {value!r}, but method={self.method!r} has no use for it; leave it out"
+                )
+
+    def _to_c(self, has_correction_bias: bool) -> _abi.Routing:
+        if has_correction_bias and self.method == "sparse_mixer":
+            raise InvalidArgument(
+                "correction_bias is given, but method='sparse_mixer' has no use for it; leave it out"
+            )
         return _abi.Routing(
             method=_METHODS.index(self.method),
             score=_SCORES.index(self.score),
@@ -66,6 +118,42 @@ class Routing:
             group_score=_GROUP_SCORES.index(self.group_score),
             scale=self.scale,
             jitter_eps=self.jitter_eps,
+        )
+
+
+@functools.lru_cache(64)
+def _described(fields: tuple[tuple[str, Any], ...], has_correction_bias: bool) -> _abi.Routing:
+    """Of fields of `Routing`, checked once."""
+    known = {field.name for field in dataclasses.fields(Routing)}
+    for name, value in fields:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InvalidArgument(
+                f"{name} is {value!r}, but a Routing has no such field{hint} (it has {', '.join(sorted(known))})"
+            )
+    return Routing(**dict(fields))._to_c(has_correction_bias)
+
+
+def _check_choice(k: Any, experts: int, routing: _abi.Routing) -> None:
+    most = min(experts, _MOST_CHOSEN)
+    if not is_whole(k) or not 1 <= k <= most:
+        raise InvalidArgument(f"k is {k!r}; of {experts} experts pass an int of 1 to {most}")
+    groups, top_groups = routing.num_groups, routing.top_k_groups
+    if experts % groups:
+        raise InvalidArgument(f"groups is {groups}, which does not divide the {experts} experts of logits")
+    if groups > 1 and k > top_groups * (experts // groups):
+        raise InvalidArgument(
+            f"k is {k}, but the best {top_groups} groups of {experts // groups} experts have only "
+            f"{top_groups * (experts // groups)}; pass a smaller k, or more top_groups"
+        )
+    if routing.method == _METHODS.index("sparse_mixer") and k != 2:
+        raise InvalidArgument(f"k is {k}, but method='sparse_mixer' chooses 2 experts; pass k=2")
+    one_each = groups > 1 and experts == groups
+    if one_each and routing.group_score == _GROUP_SCORES.index("sum_top_two"):
+        raise InvalidArgument(
+            f"groups is {groups}, so that each has one expert, but group_score='sum_top_two' adds up two; "
+            "pass fewer groups, or group_score='max'"
         )
 
 
@@ -106,48 +194,48 @@ def topk(
     Unsupported
         For tensors on a GPU that the library does not run on.
     """
-    c_routing = Routing(**routing)._to_c(correction_bias is not None)
-    described, keep = _arrays.describe("logits", logits)
+    try:
+        c_routing = _described(tuple(routing.items()), correction_bias is not None)
+    except TypeError:  # a value that cannot be hashed is none that a field can have
+        c_routing = _described.__wrapped__(tuple(routing.items()), correction_bias is not None)
+    try:
+        described, keep = _arrays.describe("logits", logits)
+    except DTypeMismatch:
+        raise DTypeMismatch(f"logits are {_arrays.dtype_name(logits.dtype)}; pass float32") from None
     cuda = described.device_type == _abi.CUDA
     if described.dtype != _abi.F32 and not (cuda and described.dtype in (_abi.BF16, _abi.F16)):
         types = "float32, bfloat16 or float16" if cuda else "float32"
         raise DTypeMismatch(f"logits are {_abi.DTYPE_NAMES[described.dtype]}; pass {types}")
-    if described.ndim != 2:
-        raise InvalidArgument(f"logits are {_arrays.shape_of(described)}; pass [T, E]")
+    shape_of_logits = _arrays.shape_of(described)
+    if len(shape_of_logits) != 2:
+        raise ShapeMismatch(f"logits are {shape_of_logits}; pass [T, E]")
+    _check_choice(k, described.shape[1], c_routing)
     shape = (described.shape[0], k)
-    if _arrays.is_torch(logits):
-        import torch
-
-        device = logits.device
-        ids = torch.empty(shape, dtype=torch.int32, device=device) if ids_out is None else ids_out
-        weights = torch.empty(shape, dtype=torch.float32, device=device) if weights_out is None else weights_out
-    elif cuda and (ids_out is None or weights_out is None):
-        raise InvalidArgument(
-            f"logits are a {type(logits).__name__} on a GPU; pass a tensor of torch, or ids_out and "
-            "weights_out"
-        )
-    elif ids_out is not None and weights_out is not None:
-        ids, weights = ids_out, weights_out
-    else:
-        import numpy
-
-        ids = numpy.empty(shape, dtype=numpy.int32) if ids_out is None else ids_out
-        weights = numpy.empty(shape, dtype=numpy.float32) if weights_out is None else weights_out
+    ids = _arrays.empty(logits, "logits", shape, "int32") if ids_out is None else ids_out
+    weights = _arrays.empty(logits, "logits", shape, "float32") if weights_out is None else weights_out
     call = _abi.TopkCall(top_k=k, routing=ctypes.pointer(c_routing), logits=described)
     kept = [keep]
-    for field, name, array in (
-        ("ids", "ids_out", ids),
-        ("weights", "weights_out", weights),
-        ("correction_bias", "correction_bias", correction_bias),
+    for field, name, array, needed, dtype in (
+        ("ids", "ids_out", ids, shape, _abi.I32),
+        ("weights", "weights_out", weights, shape, _abi.F32),
+        ("correction_bias", "correction_bias", correction_bias, shape_of_logits[1:], _abi.F32),
     ):
         if array is None:
             continue
-        tensor, kept_too = _arrays.describe(name, array)
+        tensor, kept_too = _arrays.describe(name, array, write=array is not correction_bias)
+        if _arrays.shape_of(tensor) != needed:
+            raise ShapeMismatch(f"{name} is {_arrays.shape_of(tensor)}; pass {needed}")
+        if tensor.dtype != dtype:
+            raise DTypeMismatch(
+                f"{name} is {_abi.DTYPE_NAMES[tensor.dtype]}; pass {'int32' if dtype == _abi.I32 else 'float32'}"
+            )
+        _arrays.require_contiguous(name, tensor)
         _arrays.require_same_device(name, tensor, "logits", described)
         setattr(call, field, tensor)
         kept.append(kept_too)
     if cuda:
         call.stream = _arrays.current_stream(logits)
     check(_abi.library.sy_topk_run(byref(call)))
+    _arrays.wrote(ids_out, weights_out)
     del kept
     return ids, weights

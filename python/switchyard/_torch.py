@@ -47,6 +47,18 @@ def refuse_gradient(*tensors: torch.Tensor) -> None:
         raise Unsupported(_NO_GRADIENT)
 
 
+def apply_without_backward(run: Any, *tensors: torch.Tensor) -> torch.Tensor:
+    """run(), whose output says that it depends on `tensors`, and fails where their gradient is asked for."""
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return run()
+
+    def without_gradient() -> torch.Tensor:
+        with torch.no_grad():
+            return run()
+
+    return _WithoutBackward.apply(without_gradient, *tensors)
+
+
 def without_backward(
     layer: Experts,
     x: torch.Tensor,

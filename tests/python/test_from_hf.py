@@ -1,6 +1,11 @@
 """MoeLayer.from_hf: blocks of transformers, with random weights, beside their own forward()."""
 
+import copy
+import dataclasses
+import gc
 import importlib
+import io
+import pickle
 import threading
 
 import pytest
@@ -8,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5")
 
-from switchyard import MoeLayer, Routing, Unsupported, World
+from switchyard import InvalidArgument, MoeLayer, Routing, Unsupported, World
 
 H, I, E, K, T = 64, 48, 8, 2, 33
 GROUPS = {"n_group": 4, "topk_group": 2}
@@ -39,7 +44,7 @@ BLOCKS = [
         "DeepseekV3",
         "MoE",
         GROUPS | {"routed_scaling_factor": 2.5},
-        Routing(score="sigmoid", renormalize=True, groups=4, top_groups=2, scale=2.5),
+        Routing(score="sigmoid", renormalize=True, renormalize_epsilon=1e-20, groups=4, top_groups=2, scale=2.5),
     ),
     (
         "glm4_moe",
@@ -48,7 +53,27 @@ BLOCKS = [
         GROUPS | {"norm_topk_prob": False},
         Routing(score="sigmoid", groups=4, top_groups=2),
     ),
-    ("dots1", "Dots1", "MoE", {"norm_topk_prob": True}, Routing(score="sigmoid", renormalize=True)),
+    (
+        "dots1",
+        "Dots1",
+        "MoE",
+        {"norm_topk_prob": True},
+        Routing(score="sigmoid", renormalize=True, renormalize_epsilon=1e-20),
+    ),
+    (
+        "lfm2_moe",
+        "Lfm2Moe",
+        "SparseMoeBlock",
+        {"norm_topk_prob": True, "use_expert_bias": True, "layer_types": ["full_attention"]},
+        Routing(score="sigmoid", renormalize=True, renormalize_epsilon=1e-6),
+    ),
+    (
+        "hy_v3",
+        "HYV3",
+        "MoE",
+        {"router_scaling_factor": 2.826},
+        Routing(score="sigmoid", renormalize=True, renormalize_epsilon=1e-20, scale=2.826),
+    ),
 ]
 
 
@@ -77,6 +102,11 @@ def make(family, prefix, name, more={}):
     return block.requires_grad_(False)
 
 
+def router_of(block):
+    found = [m for m in block.modules() if tuple(getattr(m, "weight", torch.empty(0)).shape) == (E, H)]
+    return found[0]
+
+
 def own(block, x):
     out = block(x)
     return out[0] if isinstance(out, tuple) else out
@@ -94,10 +124,16 @@ def test_a_block_is_read(family, prefix, name, more, routing):
     x = torch.randn(3, T // 3, H)
     out = layer(x)
     assert out.shape == x.shape and error(out, own(block, x)) < 1e-5
+    # Tokens whose logits are far below 0, where what a sum of weights is added to shows.
+    weight = router_of(block).weight
+    level = torch.linalg.lstsq(weight, torch.ones(E, 1)).solution.T
+    for depth in (-4, -8, -12, -20, -45, -70):
+        x = torch.randn(1, 9, H) / weight.norm(dim=1).mean() + depth * level
+        assert error(layer(x), own(block, x)) < 1e-4, depth
     assert list(layer.parameters()) == []  # the block's weights are not saved twice
 
 
-@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "gpt_oss", "lfm2_moe"])
 def test_a_block_in_bf16(family):
     (found,) = [block for block in BLOCKS if block[0] == family]
     exact = make(*found[:4])
@@ -106,7 +142,8 @@ def test_a_block_in_bf16(family):
     block.bfloat16()
     exact.load_state_dict(block.state_dict())  # the rounded weights
     layer = MoeLayer.from_hf(block)
-    assert layer.routing.score == found[4].score
+    # Rules are found in fp32, also those of which 16 bits would show little.
+    assert layer.routing == found[4]
     x = torch.randn(1, T, H, dtype=torch.bfloat16)
     expected = own(exact, x.float())
     # Tokens whose experts change places in bf16 are off by much, in either.
@@ -143,14 +180,85 @@ def test_several_ranks():
     assert max(errors) < 1e-5
 
 
-def test_gradients_are_refused():
-    block = make("olmoe", "Olmoe", "SparseMoeBlock").requires_grad_(True)
+def test_a_gradient_is_refused_by_backward():
+    block = make("olmoe", "Olmoe", "SparseMoeBlock")
     layer = MoeLayer.from_hf(block)
     x = torch.randn(1, T, H)
-    with pytest.raises(Unsupported, match="backward"):
+    expected = layer(x)
+    assert not expected.requires_grad
+    for of_block, of_x in ((True, False), (False, True)):
+        block.requires_grad_(of_block)
+        out = layer(x.clone().requires_grad_(of_x))
+        assert torch.equal(out.detach(), expected)
+        with pytest.raises(Unsupported, match="no backward pass.*torch.no_grad"):
+            out.sum().backward()
+        with pytest.raises(Unsupported, match="no backward pass"):
+            layer(x.clone().requires_grad_(of_x), out=torch.empty_like(x))
+        with torch.no_grad():
+            assert not layer(x, out=torch.empty_like(x)).requires_grad
+
+
+def rebind(block):
+    block.gate.weight = torch.nn.Parameter(block.gate.weight.clone())
+
+
+def assign(block):
+    block.load_state_dict({name: t.clone() for name, t in block.state_dict().items()}, assign=True)
+
+
+def data(block):
+    block.experts.down_proj.data = block.experts.down_proj.data.clone()
+
+
+def shared(block):
+    block.shared_expert.up_proj = torch.nn.Linear(H, 40, bias=False)
+
+
+@pytest.mark.parametrize(
+    "change,named",
+    [
+        (rebind, "gate.weight"),
+        (assign, "experts.gate_up_proj"),
+        (data, "experts.down_proj"),
+        (shared, "shared_expert.up_proj.weight"),
+        (lambda block: block.bfloat16(), "experts.gate_up_proj"),
+        (lambda block: block.double(), "experts.gate_up_proj"),
+        (lambda block: delattr(block, "gate"), "gate.weight"),
+        (lambda block: delattr(block.gate, "weight"), "gate.weight"),
+    ],
+    ids=["rebind", "assign", "data", "shared", "bfloat16", "double", "no gate", "no weight"],
+)
+def test_a_block_with_other_tensors_is_refused(change, named):
+    block = make("qwen2_moe", "Qwen2Moe", "SparseMoeBlock")
+    layer = MoeLayer.from_hf(block)
+    x = torch.randn(1, T, H)
+    layer(x)
+    change(block)
+    with pytest.raises(InvalidArgument, match=f"Qwen2MoeSparseMoeBlock.{named} is another tensor.*from_hf"):
         layer(x)
-    with torch.no_grad():
-        layer(x)
+
+
+def test_a_layer_outlives_its_block():
+    block = make("qwen2_moe", "Qwen2Moe", "SparseMoeBlock")
+    x = torch.randn(1, T, H)
+    expected = own(block, x)
+    layer = MoeLayer.from_hf(block)
+    del block
+    gc.collect()
+    assert error(layer(x), expected) < 1e-5
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, copy.copy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())])
+def test_a_layer_is_not_copied(copy_of, inside):
+    layer = MoeLayer.from_hf(make("olmoe", "Olmoe", "SparseMoeBlock"))
+    model = torch.nn.Sequential(layer) if inside else layer
+    if copy_of is copy.copy and inside:
+        assert copy_of(model)[0] is layer  # the same layer in another container
+        return
+    with pytest.raises(Unsupported, match="MoeLayer cannot be copied.*Take it out of the module first.*from_hf"):
+        copy_of(model)
+    assert list(model.state_dict()) == []
 
 
 def test_what_is_no_part_of_a_layer_is_refused():
@@ -203,6 +311,90 @@ def test_another_routing_is_refused():
     block.gate.forward = colder
     with pytest.raises(Unsupported, match="MixtralSparseMoeBlock routes as Switchyard cannot"):
         MoeLayer.from_hf(block)
+
+
+def top(scores):
+    return scores.topk(K, dim=-1)
+
+
+def normed(scores, epsilon=0.0, least=0.0, scale=1.0):
+    weights, ids = top(scores)
+    return scale * weights / (weights.sum(-1, keepdim=True) + epsilon).clamp(min=least), ids
+
+
+def changed(scores, change):
+    weights, ids = top(scores)
+    return change(weights), ids
+
+
+SIGMOID = {"score": "sigmoid", "renormalize": True}
+# What a router makes of its logits, and the fields of Routing that must be found; None: none fits.
+ROUTERS = {
+    "sigmoid": (lambda l: top(l.sigmoid()), {"score": "sigmoid"}),
+    "epsilon 1e-3": (lambda l: normed(l.sigmoid(), 1e-3), SIGMOID | {"renormalize_epsilon": 1e-3}),
+    "epsilon 1e-9": (lambda l: normed(l.sigmoid(), 1e-9), SIGMOID | {"renormalize_epsilon": 1e-9}),
+    "epsilon 1e-12": (lambda l: normed(l.sigmoid(), 1e-12), SIGMOID | {"renormalize_epsilon": 1e-12}),
+    "epsilon 1e-20": (lambda l: normed(l.sigmoid(), 1e-20), SIGMOID | {"renormalize_epsilon": 1e-20}),
+    "epsilon 0.1": (lambda l: normed(l.sigmoid(), 0.1), SIGMOID | {"renormalize_epsilon": 0.1}),
+    "epsilon 1, scale 3": (lambda l: normed(l.sigmoid(), 1.0, scale=3.0), SIGMOID | {"renormalize_epsilon": 1.0, "scale": 3.0}),
+    "epsilon of softmax": (lambda l: normed(l.softmax(-1), 1e-3), {"renormalize": True, "renormalize_epsilon": 1e-3}),
+    "scale 2.826": (lambda l: normed(l.softmax(-1), scale=2.826), {"renormalize": True, "scale": 2.826}),
+    "sqrt_softplus": (
+        lambda l: normed(torch.nn.functional.softplus(l).sqrt()),
+        {"score": "sqrt_softplus", "renormalize": True},
+    ),
+    "least sum 1e-6": (lambda l: normed(l.sigmoid(), least=1e-6), None),
+    "least sum 1e-12": (lambda l: normed(l.sigmoid(), least=1e-12), None),
+    "least sum 1e-20": (lambda l: normed(l.sigmoid(), least=1e-20), None),
+    "least weight": (lambda l: changed(l.sigmoid(), lambda w: w.clamp(min=1e-3)), None),
+    "most weight": (lambda l: changed(l.sigmoid(), lambda w: w.clamp(max=0.999)), None),
+    "threshold": (lambda l: changed(l.sigmoid(), lambda w: w.where(w > 1e-4, 0)), None),
+    "least logit": (lambda l: top(l.clamp(min=-20).sigmoid()), None),
+    "soft limit of logits": (lambda l: top((30 * torch.tanh(l / 30)).softmax(-1)), None),
+    "temperature": (lambda l: top((l / 1.01).softmax(-1)), None),
+    "softmax in bf16": (lambda l: top(l.bfloat16().softmax(-1).float()), None),
+    "L2 norm": (lambda l: changed(l.sigmoid(), lambda w: w / w.norm(dim=-1, keepdim=True)), None),
+    "softplus": (lambda l: top(torch.nn.functional.softplus(l)), None),
+    "offset": (lambda l: changed(l.sigmoid(), lambda w: w + 1e-3), None),
+    "even": (lambda l: changed(l, lambda w: torch.full_like(w, 1 / K)), None),
+    "worst first": (lambda l: top((-l).sigmoid()), None),
+    "no weight for a token of zeros": (
+        lambda l: changed(l.softmax(-1), lambda w: w.where((l != 0).any(1, keepdim=True), 0)),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_constants_of_routers(name):
+    """Each is seen at some tokens only."""
+    function, fields = ROUTERS[name]
+    block = make("mixtral", "Mixtral", "SparseMoeBlock")
+    weight = block.gate.weight
+
+    def forward(x):
+        logits = x.reshape(-1, H).float() @ weight.float().T
+        return logits, *function(logits)
+
+    block.gate.forward = forward
+    if fields is None:
+        with pytest.raises(Unsupported, match="MixtralSparseMoeBlock routes as Switchyard cannot"):
+            MoeLayer.from_hf(block)
+    else:
+        found = MoeLayer.from_hf(block).routing
+        for field, value in dataclasses.asdict(Routing(**fields)).items():
+            near = value if isinstance(value, str) else pytest.approx(value, rel=1e-4, abs=0)
+            assert getattr(found, field) == near, field
+
+
+@pytest.mark.parametrize("experts,chosen", [(8, 8), (128, 6)])
+def test_other_numbers_of_experts(experts, chosen):
+    """All of them chosen, and more than a token has numbers."""
+    more = {"num_local_experts": experts, "num_experts_per_tok": chosen}
+    block = make("minimax_m2", "MiniMaxM2", "SparseMoeBlock", more)
+    layer = MoeLayer.from_hf(block)
+    x = torch.randn(1, T, H)
+    assert layer.routing.score == "sigmoid" and error(layer(x), own(block, x)) < 1e-5
 
 
 def test_a_block_that_does_more_is_found_out_unless_it_is_not_checked():

@@ -482,6 +482,8 @@ def test_a_signal_in_the_midst_of_a_call():
         seen = []
 
         def again(*_):
+            if len(seen) == 30:
+                return
             seen.append(layer(**CALL))
             signal.setitimer(signal.ITIMER_REAL, 0.001 if len(seen) < 30 else 0)
 

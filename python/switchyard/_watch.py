@@ -1,0 +1,121 @@
+"""Notices that a module of PyTorch has other tensors than those that a layer was made of."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .errors import Unsupported
+
+
+def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Tells a tensor's memory, and how it is read, from others."""
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def registered(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of a module and of those in it, by name; shared ones by every name."""
+    return itertools.chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    # A storage has one address of its own, whatever memory it has or lacks.
+    return tensor.untyped_storage()._cdata
+
+
+class Watch:
+    """The parameters and buffers that tensors of a module are, or are views of.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+    tensors : dict of str to Tensor
+        By the names that a refusal gives them.
+
+    Raises
+    ------
+    Unsupported
+        For a tensor that is none of the module's own: nobody could tell when it changes.
+    """
+
+    def __init__(self, module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+        #: The parameters and buffers, each once.
+        self.tensors: list[torch.Tensor] = []
+        #: Their names.
+        self.names: set[str] = set()
+        self._marks: list[tuple[list[str], str, str, torch.Tensor, tuple[Any, ...]]] = []
+        own: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in registered(module):
+            own.setdefault(_storage(tensor), []).append((name, tensor))
+        for name, tensor in tensors.items():
+            found = own.get(_storage(tensor))
+            if found is None:
+                kind = type(module).__name__
+                raise Unsupported(
+                    f"{kind}.{name} ({list(tensor.shape)}) is neither a parameter or buffer of the module "
+                    "nor a view of one, but computed from others, as adapters (LoRA), parametrizations and "
+                    "weight norm do; Switchyard would not notice when it changes. Merge it into the "
+                    "weights first (peft: model.merge_and_unload(); torch: torch.nn.utils.parametrize."
+                    "remove_parametrizations()), or run this module with another implementation"
+                )
+            for source in found:
+                self._add(*source)
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        if name in self.names:
+            return
+        self.names.add(name)
+        if not any(tensor is known for known in self.tensors):
+            self.tensors.append(tensor)
+        *path, leaf = name.split(".")
+        kind = "_parameters" if isinstance(tensor, torch.nn.Parameter) else "_buffers"
+        self._marks.append((path, kind, leaf, tensor, _mark(tensor)))
+
+    def changed(self, module: Any) -> str | None:
+        """The name of a parameter or buffer that is another by now, or elsewhere; None if all are as
+        they were. Their values may have changed."""
+        for path, kind, leaf, tensor, (address, shape, strides, dtype, device) in self._marks:
+            holder = module
+            for name in path:
+                holder = holder._modules.get(name)
+                if holder is None:
+                    return ".".join((*path, leaf))
+            if (
+                holder.__dict__[kind].get(leaf) is not tensor
+                or tensor.data_ptr() != address
+                or tensor.shape != shape
+                or tensor.stride() != strides
+                or tensor.dtype is not dtype
+                or tensor.device != device
+            ):
+                return ".".join((*path, leaf))
+        return None
+
+
+class Copies:
+    """What a layer on the CPU copied of small tensors, to see changes of any origin.
+
+    PyTorch's version counters do not count what is written through ``.data``, as loaders of weights
+    and trainers do.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._pairs = []
+        for tensor in tensors:
+            # Integers: a NaN is unlike itself.
+            numbers = tensor.detach().view(getattr(torch, f"int{8 * tensor.element_size()}"))
+            self._pairs.append((numbers, numbers.clone(memory_format=torch.contiguous_format)))
+
+    def refresh(self) -> bool:
+        """Whether a tensor has other values than at the last call, or than when this was made."""
+        changed = False
+        for tensor, copy in self._pairs:
+            if not torch.equal(tensor, copy):
+                copy.copy_(tensor)
+                changed = True
+        return changed
