@@ -280,9 +280,9 @@ def _describe_dlpack(name: str, array: Any, write: bool) -> tuple[_abi.Tensor, A
 def wrote(*arrays: Any) -> None:
     """Tell torch that tensors of the caller's were written, so that a gradient that needs what was
     there before fails, and whoever watches their version counters sees it."""
-    for array in arrays:
-        if is_torch(array) and not array.is_inference():
-            sys.modules["torch"].autograd.graph.increment_version(array)
+    tensors = tuple(array for array in arrays if is_torch(array))
+    if tensors:
+        sys.modules["torch"].autograd.graph.increment_version(tensors)
 
 
 def version_of(array: Any) -> int | None:

@@ -44,6 +44,7 @@ _is_grad_enabled: Any = None
 _empty_like: Any = None
 _raw_stream: Any = None
 _strided: Any = None
+_increment_version: Any = None
 ORDERS = ("gate_up", "up_gate", "interleaved")
 
 
@@ -353,7 +354,7 @@ class Handle(Owned):
             if _forward(self._handle, self._call_address):
                 self._open()
                 raise_last()
-        _arrays.wrote(out)
+        _increment_version((out,))
 
 
 def layer_of(number: int) -> Handle:
@@ -748,7 +749,7 @@ class Experts(Handle):
             if _forward(handle, call):
                 raise_last()
         if out is not None:
-            _arrays.wrote(out)
+            _increment_version((out,))
         return result
 
     def _new_out(self, x: Any, x_scale: Any, accumulate: Any) -> Any:

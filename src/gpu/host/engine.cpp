@@ -540,6 +540,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   cudaLaunchAttribute attributes[kMaxAttributes]{};
   const cudaLaunchConfig_t config =
       launch_config(pairs, attributes, static_cast<cudaStream_t>(input.stream));
+  const LaunchTurn turn;
   SWITCHYARD_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
 }
 

@@ -342,6 +342,7 @@ void Engine::send(const DispatchInput& input, Handle& handle, DispatchReceive* e
                                          : Wire::kFromF32;
   }
   unsigned placers = 0;
+  const LaunchTurn turn;
   SWITCHYARD_CUDA(launch_dispatch_send(site_, handle.site, call, early, wire,
                                        {blocks_, options_.max_sms != 0}, &placers,
                                        stream_of(input.stream)));
@@ -392,6 +393,7 @@ DispatchReceive Engine::receive_call(const DispatchOutput& output, const Handle&
 void Engine::receive(const DispatchReceive& call, const Handle& handle, void* where) {
   const DeviceScope scope(device_);
   const cudaStream_t stream = stream_of(where);
+  const LaunchTurn turn;
   SWITCHYARD_CUDA(launch_await_dispatch(site_, handle.site, call, stream));
   SWITCHYARD_CUDA(launch_place_rows(site_, handle.site, call, blocks_, stream));
 }
@@ -432,6 +434,7 @@ std::int64_t Engine::rows_needed(State& state, void* where) {
   if (calls()->dispatch == &state) {
     DispatchReceive call = receive_call(handle);
     call.capacity = -1;
+    const LaunchTurn turn;
     SWITCHYARD_CUDA(launch_await_dispatch(site_, handle.site, call, stream));
   }
   // A copy to pageable memory holds the device's context until the stream has come to it, and other
@@ -458,6 +461,7 @@ void Engine::combine_send(const CombineInput& input, State& state) {
   call.weighs = spec().weights == CombineWeights::kBySender;
   call.pre_sum = spec().pre_sum;
   const DeviceScope scope(device_);
+  const LaunchTurn turn;
   SWITCHYARD_CUDA(launch_combine_send(site_, static_cast<Handle&>(state).site, call, spec().combine,
                                       blocks_, stream_of(input.stream)));
 }
@@ -475,6 +479,7 @@ void Engine::combine_recv(const CombineOutput& output, State& state) {
   call.pre_sum = spec().pre_sum;
   const DeviceScope scope(device_);
   const cudaStream_t stream = stream_of(output.stream);
+  const LaunchTurn turn;
   SWITCHYARD_CUDA(launch_await_combine(site_, stream));
   if (call.tokens == 0) return;
   SWITCHYARD_CUDA(launch_sum_tokens(site_, static_cast<Handle&>(state).site, call, spec().combine,

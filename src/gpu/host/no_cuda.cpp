@@ -50,6 +50,9 @@ void DeviceBuffer::upload(const void*, std::size_t, std::size_t) { unsupported()
 void DeviceBuffer::download(void*, std::size_t, std::size_t) const { unsupported(); }
 void DeviceBuffer::fill(std::uint8_t, const Stream&) { unsupported(); }
 
+LaunchTurn::LaunchTurn() { unsupported(); }
+LaunchTurn::~LaunchTurn() = default;
+
 Event::Event() { unsupported(); }
 void Event::record(const Stream&) { unsupported(); }
 void Event::synchronize() const { unsupported(); }
