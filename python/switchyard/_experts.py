@@ -96,6 +96,8 @@ class Handle(Owned):
     """A layer of the library: what `Experts` and `MoeLayer` have in common."""
 
     _noun = "layer"
+    # Whether it looks for changes of its arrays before each pass. Who is told of changes may turn it off.
+    _watches = True
 
     def __init__(self, handle: _abi.LayerHandle, keep: Kept | None) -> None:
         super().__init__(handle, _abi.library.sy_layer_destroy, lock=handle.lock)
@@ -132,7 +134,7 @@ class Handle(Owned):
         # The library does not own what the layer reads.
         self._keep: Kept | None = keep
         self._places = keep.places
-        self._watched = keep.watched and (self._copies or keep.repeats)
+        self._watched = self._watches and keep.watched and (self._copies or keep.repeats)
 
     def _inherit(self) -> None:
         super()._inherit()
