@@ -143,6 +143,7 @@ def _refuse_unknown_attributes(module: torch.nn.Module) -> None:
         if not name.startswith("_") and value is not None and value is not False
     }
     for name, default in _flags().items():
+        unknown.pop(name, None)
         value = getattr(module, name, default)
         if value != default:
             unknown[name] = value
@@ -192,8 +193,6 @@ def _of_decorated(module: Any) -> _Found:
             )
     elif w13.dtype in (torch.int8, torch.uint8):
         raise Unsupported(_no_fp4(module))
-    if _is_decorated(module):
-        _refuse_unknown_attributes(module)
     if gated:
         options["activation"], options["order"] = _activation_of(module, w13, transposed)
     else:
@@ -221,24 +220,38 @@ def _activation_of(
     refusals = []
     for order in orders:
 
-        def apply_gate(gate: torch.Tensor, up: torch.Tensor, order: str = order) -> torch.Tensor:
-            gates, ups = gate[:, None].expand(-1, width), up[:, None].expand(-1, width)
+        def of_rows(gates: torch.Tensor, ups: torch.Tensor, order: str = order) -> torch.Tensor:
             if order == "interleaved":
                 both = torch.stack((gates, ups), dim=-1).flatten(-2)
             else:
                 both = torch.cat((gates, ups) if order == "gate_up" else (ups, gates), dim=-1)
             out = module._apply_gate(both)
-            # Vector units round differently from what does the last columns.
-            allowed = 1e-6 + _probe.slack(gates, ups)
-            if out.shape != gates.shape or not _probe.alike(out, out[:, :1].expand_as(out), allowed):
-                raise Unsupported(f"{_name(module)}: columns of the activation are not alike")
-            return out[:, 0]
+            if out.shape != gates.shape:
+                raise Unsupported(
+                    f"{_name(module)}: the activation makes {list(out.shape)} of {list(both.shape)}"
+                )
+            return out
+
+        def apply_gate(gate: torch.Tensor, up: torch.Tensor, of_rows: Any = of_rows) -> torch.Tensor:
+            # As many in a row as the module has columns.
+            at = torch.arange(-(-len(gate) // width) * width, device=gate.device) % len(gate)
+            return of_rows(gate[at].view(-1, width), up[at].view(-1, width)).flatten()[: len(gate)]
 
         try:
+            _refuse_unlike_columns(module, of_rows, width, w13.device)
             return _probe.gated(_name(module), apply_gate, w13.device), order
         except Unsupported as refusal:
             refusals.append(refusal)
     raise refusals[0]
+
+
+def _refuse_unlike_columns(module: Any, of_rows: Callable[..., torch.Tensor], width: int, device: Any) -> None:
+    gates = torch.tensor([-30.0, -3.0, 0.3, 1.0, 8.0, 40.0], device=device)[:, None].expand(-1, width)
+    for ups in (gates, gates.flip(0), torch.ones_like(gates)):
+        out = of_rows(gates, ups)
+        # Vector units round differently from what does the last columns.
+        if not _probe.alike(out, out[:, :1].expand_as(out), 1e-6 + _probe.slack(gates, ups)):
+            raise Unsupported(f"{_name(module)}: columns of the activation are not alike")
 
 
 def _of_act_fn(module: torch.nn.Module, act_fn: Callable[..., Any], device: Any) -> Activation:
@@ -249,6 +262,8 @@ def _read(module: torch.nn.Module, find: _Finder) -> tuple[_Found, Watch]:
     """A module's weights, all of which are known, and all of which are its own."""
     found = find(module)
     watch = Watch(module, found.tensors)
+    if _is_decorated(module):
+        _refuse_unknown_attributes(module)
     for name, tensor in registered(module):
         if name not in watch.names and not name.startswith(found.applied or ("\0",)):
             raise Unsupported(
@@ -683,13 +698,18 @@ def _refuse_replacing(module: torch.nn.Module, name: str) -> None:
 # ---------------------------------------------------------------------------------- what users call
 
 
+_warned = False
+
+
 def _warn_of_newer() -> None:
     """Once, where transformers is newer than the newest whose classes were tried."""
+    global _warned
     import transformers
 
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if version > _NEWEST_CHECKED and not _warn_of_newer.__dict__.get("done"):
-        _warn_of_newer.__dict__["done"] = True
+    # Of 5.25.0.dev0, too.
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2] if part.isdigit())
+    if version > _NEWEST_CHECKED and not _warned:
+        _warned = True
         newest = ".".join(map(str, _NEWEST_CHECKED))
         warnings.warn(
             f"transformers {transformers.__version__} is newer than {newest}, the newest that Switchyard was "
