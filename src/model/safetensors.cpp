@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "base/file_error.h"
+#include "base/foreign_file.h"
 #include "base/join.h"
 #include "base/json.h"
 #include "base/printable.h"
@@ -161,6 +162,10 @@ const char* safetensors_name(DType dtype) {
 
 SafetensorsHeader parse_safetensors_header(std::span<const std::byte> prefix,
                                            std::uint64_t file_size, const std::string& source) {
+  if (file_size == 0) bad_file(source, "is empty; download it again");
+  const std::string what =
+      foreign_contents({reinterpret_cast<const char*>(prefix.data()), prefix.size()});
+  if (!what.empty()) bad_file(source, what);
   if (file_size < kLengthBytes || prefix.size() < kLengthBytes)
     bad_file(source, fmt::format("is {} bytes long; a safetensors file has at least 8, download it "
                                  "again",
