@@ -179,7 +179,7 @@ class LayerLoader {
     load_shared(weights);
     weights.owner = owner_;
     // A file that was cut meanwhile may have left zeros in what was copied from it.
-    for (const SafetensorsFile* const file : checked_) file->require_whole();
+    for (const SafetensorsFile* const file : checked_) file->mapping().require_size();
     validate(spec_, weights);
     return weights;
   }
@@ -217,7 +217,7 @@ class LayerLoader {
   Located require(const std::string& name) const {
     const Located found = state_.find(name);
     if (!found.info) state_.missing(name);
-    if (checked_.insert(found.file).second) found.file->require_whole();
+    if (checked_.insert(found.file).second) found.file->mapping().require_size();
     return found;
   }
 

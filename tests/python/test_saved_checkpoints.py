@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -328,3 +329,34 @@ def test_the_same_layers_have_experts(saved, tmp_path, family):
             if ours != right:
                 wrong.append(f"{key} {stated}: {ours}, but transformers has {right}; {config}")
     assert not wrong, "\n".join(wrong)
+
+
+CUT = """
+import faulthandler, os, sys, torch, switchyard
+faulthandler.enable()
+directory, shard, left = sys.argv[1], sys.argv[2], int(sys.argv[3])
+layer = switchyard.MoeLayer.from_checkpoint(directory, 0, max_tokens=8, num_threads=2)
+x = torch.randn(8, 64)
+layer(x)
+os.truncate(shard, left)
+for expected in (switchyard.InvalidFile, switchyard.Error):
+    try:
+        layer(x)
+        sys.exit("a layer whose weights are gone gave a result")
+    except expected as problem:
+        told = str(problem)
+    if expected is switchyard.InvalidFile:
+        assert shard in told and "became shorter while it was in use" in told, told
+"""
+
+
+@pytest.mark.parametrize("part", [0, 0.5, 0.001])
+def test_a_checkpoint_that_becomes_shorter_is_an_error_and_not_the_end(saved, tmp_path, part):
+    directory, _ = saved("olmoe")
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shard = tmp_path / "model.safetensors"
+    left = int(shard.stat().st_size * part)
+    arguments = [sys.executable, "-c", CUT, str(tmp_path), str(shard), str(left)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
