@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/host_memory.h"
+#include "base/mapped_file.h"
 #include "cli/format.h"
 #include "cli/output_file.h"
 #include "fabric/environment.h"
@@ -160,6 +161,7 @@ LayerRun run_layer(LayerRunOptions& options, bool show_progress) {
   run.batch = run::make_batch(options.batch, run.source, value_type(options.ranks.compute));
   run.result = as_process ? run::run_as_process(run.source, run.batch, options.ranks)
                           : run::run_as_threads(run.source, run.batch, options.ranks);
+  MappedFile::require_all_whole();  // --input, too
   return run;
 }
 

@@ -341,6 +341,7 @@ void Engine::prepare_weights() {
   const LayerSpec& spec = layer_.spec;
   const ExpertRange own = own_places();
   layer_.weights = weights_;
+  layer_.files = MappedWeights(weights_);
   layer_.experts.clear();
   for (int e = own.begin; e < own.end; ++e) {
     layer_.experts.push_back(prepare(layer_.weights.experts[static_cast<std::size_t>(e)],
@@ -721,7 +722,7 @@ void Engine::run_tasks() {
       std::optional<protocol::Task> task = scheduler_.next();
       if (!task && place(lease, trace, waited)) task = scheduler_.next();
       if (!task) task = await_task(lease, trace, waited);
-      if (!task) return;
+      if (!task) break;
       if (trace == nullptr) {
         processor.run(pass_, *task);
       } else {
@@ -733,6 +734,7 @@ void Engine::run_tasks() {
       waited = {lease.offer() ? TraceWait::kCore : TraceWait::kNothing, -1};
       if (aborted()) return;
     }
+    layer_.files.require_whole();
   });
   if (aborted()) fail();
 }

@@ -10,6 +10,7 @@
 
 #include "cpu/lazy_buffer.h"
 #include "cpu/remote_peers.h"
+#include "model/mapped_weights.h"
 #include "protocol/heap.h"
 #include "protocol/host_sums.h"
 #include "protocol/placement.h"
@@ -39,6 +40,7 @@ struct Ffn {
 struct LayerState {
   LayerSpec spec;
   MoeWeights weights;
+  MappedWeights files;  // of the weights
   protocol::Heaps heaps;
   protocol::Heap heap;
   RemotePeers remote;

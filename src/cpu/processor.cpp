@@ -364,6 +364,8 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
   product_.resize(std::max(product_.size(), static_cast<std::size_t>(m) * n));
   gemm_.multiply(f.weights->down, {first, m}, n, intermediate(pass, tile), f.intermediate,
                  product_.data());
+  layer_.files
+      .require_whole();  // before another rank can take what was made of a file that was cut
 
   const std::size_t offset = static_cast<std::size_t>(first) * size_of(layer_.value);
   row_addresses_.resize(tile.rows);

@@ -10,6 +10,7 @@
 #include "layer/engine.h"
 #include "layer/pass_memory.h"
 #include "layer/recorder.h"
+#include "model/mapped_weights.h"
 
 namespace switchyard {
 namespace {
@@ -184,6 +185,9 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
                      static_cast<int>(options.backend)));
 }
 
+// Weights may just have been copied from a mapped file that became shorter meanwhile.
+void require_whole(const MoeWeights& weights) { MappedWeights(weights).require_whole(); }
+
 }  // namespace
 
 std::string layer_kernel_name(DType compute) { return std::string("layer_") + short_name(compute); }
@@ -204,7 +208,9 @@ MoeLayer::MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& 
           world, spec, weights, options,
           options.workspace == nullptr ? nullptr : &options.workspace->state_->slots,
           options.share_memory_with == nullptr ? nullptr
-                                               : options.share_memory_with->engine_.get())) {}
+                                               : options.share_memory_with->engine_.get())) {
+  require_whole(weights);
+}
 MoeLayer::~MoeLayer() = default;
 MoeLayer::MoeLayer(MoeLayer&&) noexcept = default;
 MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;
@@ -213,9 +219,13 @@ void MoeLayer::forward(const ForwardInput& input, const ForwardOutput& output) {
   engine_->forward(input, output);
 }
 void MoeLayer::refresh(void* stream) { engine_->refresh(stream); }
-void MoeLayer::rebind(const MoeWeights& weights) { engine_->rebind(weights, nullptr); }
+void MoeLayer::rebind(const MoeWeights& weights) {
+  engine_->rebind(weights, nullptr);
+  require_whole(weights);
+}
 void MoeLayer::rebind(const MoeWeights& weights, const ExpertPlacement& placement) {
   engine_->rebind(weights, &placement);
+  require_whole(weights);
 }
 void MoeLayer::check() { engine_->check(); }
 const ForwardStats& MoeLayer::stats() const { return engine_->stats(); }
