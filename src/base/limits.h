@@ -15,6 +15,8 @@ namespace switchyard {
 inline constexpr int kMostThreads = 4096;
 // Tokens of a rank in a pass or a dispatch: a token and its slot have a word together.
 inline constexpr int kMostTokens = 1 << 26;
+// Experts of an operator.
+inline constexpr int kMostGroupedExperts = 1024;
 // Rows of an operator or an exchange are numbered by an i32.
 inline constexpr std::int64_t kMostRows = std::numeric_limits<std::int32_t>::max();
 

@@ -8,6 +8,7 @@
 namespace switchyard {
 
 std::atomic<std::uint64_t> process_generation{0};
+std::atomic<bool> process_is_ending{false};
 
 namespace {
 [[maybe_unused]] const int registered = pthread_atfork(

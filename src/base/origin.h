@@ -16,6 +16,9 @@ namespace switchyard {
 // Numbers this process among its forefathers: 0 in the one that loaded the library, and one more
 // after each fork().
 extern std::atomic<std::uint64_t> process_generation;
+// Set when exit() has begun to end what objects use. They are not destroyed any more, either: their
+// threads may be in the midst of work, and never come back.
+extern std::atomic<bool> process_is_ending;
 
 class Origin {
  public:
@@ -36,17 +39,22 @@ class Origin {
   std::uint64_t generation_ = process_generation.load(std::memory_order_relaxed);
 };
 
+// Whether an object is to be destroyed. Otherwise it is left behind.
+inline bool ends_here(const Origin& origin) noexcept {
+  return origin.is_here() && !process_is_ending.load(std::memory_order_relaxed);
+}
+
 // Leaves behind what an object of another process owns. T has a member `origin`.
 template <typename T>
 void leave_inherited(std::unique_ptr<T>& owned) noexcept {
-  if (owned != nullptr && !owned->origin.is_here()) (void)owned.release();
+  if (owned != nullptr && !ends_here(owned->origin)) (void)owned.release();
 }
 
 // As std::make_shared(), but the object is left behind in a process that inherited it.
 template <typename T, typename... Arguments>
 std::shared_ptr<T> make_shared_here(Arguments&&... arguments) {
   return {new T(std::forward<Arguments>(arguments)...), [origin = Origin()](T* object) {
-            if (origin.is_here()) delete object;
+            if (ends_here(origin)) delete object;
           }};
 }
 

@@ -94,6 +94,8 @@ GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec&, const GroupedGemmWe
 }
 GroupedGemmEngine::~GroupedGemmEngine() = default;
 void GroupedGemmEngine::run(const GroupedInput&, const GroupedOutput&) { unsupported(); }
+void GroupedGemmEngine::refresh(void*) { unsupported(); }
+bool GroupedGemmEngine::copies() const { return false; }
 
 // A caller may ask for it before it knows where it runs.
 std::size_t permute_workspace_bytes(std::int64_t slots, int num_experts) {
