@@ -12,6 +12,7 @@ if(SWITCHYARD_HAS_CUDA)
     find_package(CUDAToolkit 12.3 REQUIRED)
     set(SWITCHYARD_HAS_GPU ON)
   else()
+    set(SWITCHYARD_WHY_NO_CUDA "was configured without the CUTLASS headers; run 'scripts/bootstrap.sh cuda' and configure it anew")
     message(WARNING
       "nvcc is here, but the CUTLASS headers are not in ${SWITCHYARD_CUTLASS_INCLUDE}: building "
       "without the GPU engine. Run 'scripts/bootstrap.sh cuda' to fetch them, or set "

@@ -379,7 +379,8 @@ SY_API sy_status sy_layer_forward(sy_layer* layer, const sy_forward* call);
 // Fails as sy_layer_forward() would for passes that have ended, and waits for nothing.
 SY_API sy_status sy_layer_check(sy_layer* layer);
 // Lays out anew what the layer copied of its weights, which the caller has changed in place.
-// SY_CUDA: on `stream`. What was used where it is needs no call.
+// SY_CUDA: on `stream`. What was used where it is needs no call. It does next to nothing where
+// sy_layer_info.copies is 0.
 SY_API sy_status sy_layer_refresh(sy_layer* layer, void* stream);
 // Points the layer at other arrays of the same shapes and types. With a placement it is
 // collective.
@@ -397,6 +398,9 @@ typedef struct sy_layer_info {
   int32_t has_router;
   int32_t shared_intermediate;
   sy_activation activation;
+  // 1 if anything that the caller gave was copied or laid out anew, so that changes in place need
+  // sy_layer_refresh(); else 0.
+  int32_t copies;
 } sy_layer_info;
 #define SY_LAYER_INFO_INIT \
   { .struct_size = sizeof(sy_layer_info) }
@@ -627,7 +631,7 @@ typedef struct sy_grouped_gemm_info {
   int32_t num_experts, n, k;
   int32_t output_columns;  // n, or n / 2
   int32_t max_rows;
-  uint32_t reserved;  // 0
+  int32_t copies;  // as in sy_layer_info, of sy_grouped_gemm_refresh()
 } sy_grouped_gemm_info;
 #define SY_GROUPED_GEMM_INFO_INIT \
   { .struct_size = sizeof(sy_grouped_gemm_info) }
@@ -656,6 +660,10 @@ typedef struct sy_grouped_gemm_call {
 
 // Errors: as GroupedGemm::run() in grouped_gemm.h. A call that is refused has written nothing.
 SY_API sy_status sy_grouped_gemm_run(sy_grouped_gemm* gemm, const sy_grouped_gemm_call* call);
+// Lays out anew what the operator copied of its weights, scales and biases, which the caller has
+// changed in place. SY_CUDA: on `stream`. It does next to nothing where sy_grouped_gemm_info.copies
+// is 0.
+SY_API sy_status sy_grouped_gemm_refresh(sy_grouped_gemm* gemm, void* stream);
 
 // The order of slots (token, k) by expert, on the host; sy_permute_run() also on a GPU. All tensors
 // are contiguous.
@@ -749,6 +757,8 @@ typedef struct sy_exchange_spec {
   int32_t pre_sum_per_host;
   sy_row_layout layout;  // padded with size 0: with room for all tokens of all ranks
   sy_tensor placement;   // as in sy_layer_weights
+  // Ids of num_experts or more mean none, as -1 does; else they are errors.
+  int32_t large_ids_are_none;
 } sy_exchange_spec;
 #define SY_EXCHANGE_SPEC_INIT \
   { .struct_size = sizeof(sy_exchange_spec), .dispatch = SY_BF16, .combine = SY_BF16 }
@@ -849,6 +859,9 @@ SY_API sy_status sy_exchange_combine_send(sy_exchange* exchange, const sy_combin
                                           sy_exchange_handle* handle);
 SY_API sy_status sy_exchange_combine_recv(sy_exchange* exchange, const sy_combine_output* output,
                                           sy_exchange_handle* handle);
+// Both. Input and output are checked before anything is sent, as sy_exchange_dispatch() does.
+SY_API sy_status sy_exchange_combine(sy_exchange* exchange, const sy_combine_input* input,
+                                     const sy_combine_output* output, sy_exchange_handle* handle);
 // Rows that sy_exchange_dispatch_recv() needs for the dispatch that was sent with the handle. Waits
 // for the counts of all ranks.
 SY_API sy_status sy_exchange_rows_needed(sy_exchange* exchange, sy_exchange_handle* handle,

@@ -83,6 +83,9 @@ struct ExchangeSpec {
   // Which experts each rank has, if not own_experts(). Rows are then sorted by place (weights.h):
   // this rank's experts are own_experts(places, rank, ranks).
   ExpertPlacement placement;
+  // Ids that are num_experts or more mean none, as kNoExpert does. Otherwise they are bad ids: see
+  // DispatchInput::ids.
+  bool large_ids_are_none = false;
 };
 
 struct ExchangeOptions {
@@ -112,8 +115,10 @@ struct DispatchInput {
   // [T, H], rows contiguous (col_stride 1), of a type that ExchangeSpec::dispatch takes. FP8 with
   // scale_rows 1 and scale_cols 128.
   MatrixView tokens;
-  // [T, K], i32 or i64, distinct within a token; negative ones, and those of num_experts or more,
-  // are none.
+  // [T, K], i32 or i64: experts, distinct within a token; kNoExpert is none. Others, and an expert
+  // that a token names twice, are Error{kInvalidArgument}: with kCpu before anything is sent, with
+  // kCuda from a later call, and such a slot, or the later of two, is none. See
+  // ExchangeSpec::large_ids_are_none.
   SlotView ids;
   // [T, K], f32 or bf16; empty: all 1.
   SlotView weights;
@@ -131,7 +136,9 @@ struct RowOrigin {
 };
 
 // Where received rows go, n of them. Each but `rows` may be null. What is no row's stays as it was:
-// nothing is cleared.
+// nothing is cleared. No two of the arrays may overlap, nor, in dispatch(), any of them what is
+// sent: Error{kInvalidArgument}. (Between dispatch_send() and dispatch_recv() what was sent may be
+// received over.)
 struct DispatchOutput {
   void* rows = nullptr;         // [capacity, H] of ExchangeSpec::dispatch, in its layout
   std::int64_t capacity = 0;    // rows that there is room for; see Exchange::rows_needed()
@@ -158,7 +165,7 @@ struct CombineInput {
 // y[t] = scale * sum over k of [weight(t, k) *] row(t, k), in fp32, in the order of k; slots
 // without an expert are left out. With `accumulate` y[t] + that, rounded once.
 struct CombineOutput {
-  void* data = nullptr;         // [T, H]; may not overlap what is read
+  void* data = nullptr;         // [T, H]; in combine() it may not overlap the rows that are sent
   DType dtype = DType::kBF16;   // kBF16, kF16 or kF32
   std::int64_t row_stride = 0;  // in elements; 0: H
   float scale = 1;
@@ -244,15 +251,17 @@ class Exchange {
   ExchangeHandle make_handle() const;
 
   // Also throws Error{kCapacityExceeded} for more than max_tokens tokens, and
-  // Error{kInvalidArgument} for an id that a token names twice (kCuda: from a later call, and the
-  // later slot is none). The input's memory may be changed when it returns (kCuda: when the stream
-  // has passed it).
+  // Error{kInvalidArgument} for bad ids (kCuda: from a later call; see DispatchInput::ids). The
+  // input's memory may be changed when it returns (kCuda: when the stream has passed it).
   void dispatch_send(const DispatchInput& input, ExchangeHandle& handle);
   // Waits for all ranks' tokens and puts the rows where `output` says. Throws
-  // Error{kCapacityExceeded} if the rows do not have room, before anything is stored; it can then
-  // be called again with more. (kCuda: from a later call; rows without room are not stored.)
+  // Error{kCapacityExceeded} if the rows do not have room, before anything is stored. (kCuda: from
+  // a later call; rows without room are not stored.) A call that was refused, for that or for any
+  // other output that it cannot take, changes nothing: it can be made again with a right one.
   void dispatch_recv(const DispatchOutput& output, ExchangeHandle& handle);
-  // Both, of many tokens faster: with kCuda rows are put where they go while more are sent, if the
+  // Both. Input and output are checked before anything is sent. Only the room for the rows (kCpu)
+  // is known later: after that error call dispatch_recv() with more. Of many tokens it is faster
+  // than the two calls: with kCuda rows are put where they go while more are sent, if the
   // rank has its device for itself and both are on one stream. Blocks that do so wait for other
   // ranks for 100 us at most.
   void dispatch(const DispatchInput& input, const DispatchOutput& output, ExchangeHandle& handle);
@@ -267,8 +276,10 @@ class Exchange {
   // Sends results of the rows that were received with the handle to the ranks of their tokens. The
   // input's memory may be changed as after dispatch_send().
   void combine_send(const CombineInput& input, ExchangeHandle& handle);
-  // Waits for the results of this rank's tokens and sums them.
+  // Waits for the results of this rank's tokens and sums them. A call that was refused changes
+  // nothing: it can be made again with a right output.
   void combine_recv(const CombineOutput& output, ExchangeHandle& handle);
+  // Both. Input and output are checked before anything is sent.
   void combine(const CombineInput& input, const CombineOutput& output, ExchangeHandle& handle);
 
   // Throws what a call would throw of calls that failed, and otherwise does nothing: for callers
@@ -290,6 +301,7 @@ class Exchange {
  private:
   friend struct ExchangeMaker;
   explicit Exchange(std::unique_ptr<ExchangeEngine> engine);
+  ExchangeEngine& engine() const;  // of this process
 
   std::unique_ptr<ExchangeEngine> engine_;
 };

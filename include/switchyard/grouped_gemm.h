@@ -48,7 +48,8 @@ struct RowLayout {
 };
 // The rows that an array must have in that layout, for experts with any numbers of rows that sum up
 // to `rows`: an upper bound that depends on no expert's own number. Throws
-// Error{kInvalidArgument} for a layout without a size, or numbers below zero.
+// Error{kInvalidArgument} for a layout without a size, numbers below zero, and more rows than an
+// i32 can number, which no operator takes.
 std::int64_t rows_needed(const RowLayout& layout, int num_experts, std::int64_t rows);
 // The first row of each expert, [E + 1], the last being the end: the rows of the layout for experts
 // with these rows. `ends` as in GroupedInput. Throws Error{kInvalidArgument} for ends that
@@ -126,9 +127,12 @@ struct GroupedInput {
   void* stream = nullptr;  // kCuda only: a cudaStream_t
 };
 
+// No output may overlap an input or another output, not even in part: Error{kInvalidArgument}.
+// (Rows of one matrix may stand between those of another: two halves of the columns of one array.)
+// Where `rows` is -1 the end of `data` is not known, and only its first row is held against the
+// others.
 struct GroupedOutput {
-  void* data = nullptr;         // [rows of `layout`, output columns], contiguous rows; may not
-                                // overlap what is read
+  void* data = nullptr;         // [rows of `layout`, output columns], contiguous rows
   DType dtype = DType::kBF16;   // kBF16, kF16 or kF32
   std::int64_t row_stride = 0;  // in elements; 0: the output's columns
   std::int64_t rows = -1;       // how many there are at `data`, which `layout` and `index` are
@@ -152,7 +156,8 @@ struct GroupedOutput {
 
 class GroupedGemm {
  public:
-  // Weights stay where they are, as in MoeLayer, and must stay valid; biases are copied. Throws
+  // Weights stay where they are, as in MoeLayer, and must stay valid. With kCpu nothing is copied;
+  // with kCuda biases, scales and matrices that have to be laid out anew are: see refresh(). Throws
   // Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch, kMissingTensor} for what does not fit
   // together, {kUnsupported} for what the backend does not have.
   GroupedGemm(const GroupedGemmSpec& spec, const GroupedGemmWeights& weights,
@@ -172,6 +177,10 @@ class GroupedGemm {
   // Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch} for a call that does not fit,
   // {kCapacityExceeded} for more than max_rows, before anything is written.
   void run(const GroupedInput& input, const GroupedOutput& output);
+
+  // As MoeLayer::refresh() and copies(): reads anew what was copied of the weights and biases.
+  void refresh(void* stream = nullptr);
+  bool copies() const;
 
   const GroupedGemmSpec& spec() const;
   Backend backend() const;
@@ -193,8 +202,9 @@ struct Permutation {
   std::vector<std::int32_t> positions;
 };
 // On the host. Ids are [T, K], i32 or i64; negative ones, and those of num_experts or more, are
-// none. Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch} for arguments that make no
-// sense, for a padded expert without room for its rows, or for more rows than an i32 can number.
+// none. (On a GPU no two of its arrays may overlap.) Throws Error{kInvalidArgument, kShapeMismatch,
+// kDTypeMismatch} for arguments that make no sense, for a padded expert without room for its rows,
+// or for more rows than an i32 can number.
 Permutation permute(SlotView ids, int top_k, int num_experts, const RowLayout& layout = {});
 
 // out[t] = scale * sum over k of weights[t, k] * rows[positions[t, k]], summed in fp32 in the order
@@ -203,7 +213,7 @@ Permutation permute(SlotView ids, int top_k, int num_experts, const RowLayout& l
 //   positions  [T, K] i32
 //   weights    [T, K] f32 or bf16, or empty for 1
 //   out        [T, H] of any of these types; row_stride 0: H. `accumulate` adds to it. Its topk_ids
-//              and topk_weights stay empty.
+//              and topk_weights stay empty. It may not overlap rows, positions or weights.
 // Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch} before anything is written.
 void unpermute(const MatrixView& rows, SlotView positions, SlotView weights, int top_k,
                const ForwardOutput& out);
@@ -256,7 +266,7 @@ void unpermute(const MatrixView& rows, SlotView positions, SlotView weights, int
 //   routing          any but RoutingMethod::kHash, which needs a table: Error{kUnsupported}
 //   logits           [T, E] f32, bf16 or f16, rows contiguous, E up to 1024; K up to 32
 //   correction_bias  [E] f32, or empty if `routing` has none
-//   ids, weights     [T, K], out
+//   ids, weights     [T, K], out; they may not overlap each other, nor what is read
 // Throws Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch}.
 void topk(const RoutingSpec& routing, int top_k, const MatrixView& logits,
           std::span<const float> correction_bias, std::span<std::int32_t> ids,

@@ -198,8 +198,10 @@ struct ForwardInput {
   void* stream = nullptr;
 };
 
+// No output may overlap an input or another output, not even in part: Error{kInvalidArgument}.
+// (Rows of one matrix may stand between those of another: two halves of the columns of one array.)
 struct ForwardOutput {
-  void* data = nullptr;         // [T, H]; may not overlap what is read
+  void* data = nullptr;         // [T, H]
   DType dtype = DType::kBF16;   // kBF16, kF16 or kF32
   std::int64_t row_stride = 0;  // in elements; 0: H
   // y = scale * (weighted sum of the experts' and the shared expert's outputs), in fp32, and with
@@ -250,13 +252,15 @@ class MoeLayer {
   // matrices that form one array [E, I, H], [E, 2, I, H] (gate first), [E, I, 2, H] (gate and up
   // in turn) or [E, H, I], or parts of a larger one, with rows of multiples of 16 bytes, are used
   // where they are. Others are repacked by the device if they are in its memory, whatever their
-  // strides: transposed ones ([E, H, 2 I] and [E, I, H]), say, and those with up first. With kCpu
-  // matrices are always used where they are. Scales (with kCuda), biases, the router and its tables
-  // are copied: see refresh(). Throws Error{kInvalidArgument, kMissingTensor, kShapeMismatch,
-  // kDTypeMismatch} for a layer that cannot be built, {kSpecMismatch} naming the rank and the field
-  // if the ranks disagree, {kCapacityExceeded} if the heap cannot be had, {kUnsupported} for what
-  // the backend does not do on this machine or in this build, or for FP8 weights with scales that
-  // FP8 arithmetic does not take, TimeoutError if a rank does not come.
+  // strides: transposed ones ([E, H, 2 I] and [E, I, H]), say, and those with up first. With kCuda
+  // scales, biases, the router and its tables are copied, too. With kCpu everything is used where
+  // it is, but for a router of another type than the one that is multiplied: it is converted once.
+  // refresh() reads anew what was copied; copies() tells whether anything was. Throws
+  // Error{kInvalidArgument, kMissingTensor, kShapeMismatch, kDTypeMismatch} for a layer that cannot
+  // be built, {kSpecMismatch} naming the rank and the field if the ranks disagree,
+  // {kCapacityExceeded} if the heap cannot be had, {kUnsupported} for what the backend does not do
+  // on this machine or in this build, or for FP8 weights with scales that FP8 arithmetic does not
+  // take, TimeoutError if a rank does not come.
   MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& weights,
            const LayerOptions& options = {});
   // With kCpu it waits for nobody. With kCuda it waits until the device has done all that it was
@@ -290,15 +294,20 @@ class MoeLayer {
   void forward(const ForwardInput& input, const ForwardOutput& output);
 
   // Lays out anew what the layer copied of the weights that it was given, from the same memory, in
-  // which the caller has changed it: matrices and scales (kCuda), biases, router, correction bias
-  // and the shared expert's gate, but not the hash table. What is used where it is needs no call; a
-  // pass that runs while it changes may see either. With kCuda it is enqueued on `stream`, for
+  // which the caller has changed it: with kCuda matrices, scales, biases, router, correction bias
+  // and the shared expert's gate, but not the hash table; with kCpu a converted router. What is
+  // used where it is needs no call; a pass that runs while it changes may see either. It does next
+  // to nothing where copies() is false. With kCuda it is enqueued on `stream`, for
   // passes that follow there, and if all that was copied is in the device's memory it can be
   // captured in a graph (it is a few kernels); what is in host memory is read before it returns.
   // With kCpu it is done when it returns, and `stream` is null. Not collective. Throws
   // Error{kUnsupported} with kCuda where the layer holds no weights any more, since all were copied
   // from host memory and MoeWeights::owner was let go.
   void refresh(void* stream = nullptr);
+
+  // Whether anything that the layer was given was copied or laid out anew, so that changes in place
+  // need refresh().
+  bool copies() const;
 
   // Points the layer at other arrays of the same shapes and types, as if it had been made with
   // them; passes that were enqueued before still read the old ones, and graphs that captured
@@ -346,6 +355,8 @@ class MoeLayer {
   std::uint64_t workspace_bytes() const;
 
  private:
+  LayerEngine& engine() const;  // of this process
+
   std::unique_ptr<LayerEngine> engine_;
 };
 

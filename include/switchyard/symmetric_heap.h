@@ -125,6 +125,8 @@ class SymmetricHeap {
 
  private:
   class State;
+  State& state() const;  // of this process
+
   std::unique_ptr<State> state_;
 };
 

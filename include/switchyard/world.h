@@ -80,7 +80,8 @@ class World {
   // kCuda kernels end, and check() throws. No layer of the world can be used any more.
   void abort() const noexcept;
 
-  Fabric& fabric() const { return *fabric_; }
+  // Throws Error{kInvalidArgument} in a process that inherited the world through fork().
+  Fabric& fabric() const;
   explicit World(std::shared_ptr<Fabric> fabric) : fabric_(std::move(fabric)) {}
 
  private:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 import pathlib
+from typing import Any, NoReturn
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -25,6 +27,141 @@ NONE, F32, F16, BF16, F8_E4M3, I32, I64, U8, F8_E8M0 = range(9)
 DTYPE_NAMES = ["none", "f32", "f16", "bf16", "f8_e4m3", "i32", "i64", "u8", "f8_e8m0"]
 ITEM_SIZES = [0, 4, 2, 2, 1, 4, 8, 1, 1]
 CPU, CUDA = 1, 2
+# The most ranks of a world.
+MAX_RANKS = 64
+
+# ----------------------------------------------------------------------------- numbers that fit
+
+# ctypes takes integers modulo 2**32 and refuses floats in words of its own.
+_INTEGERS: dict[object, tuple[int, int]] = {
+    c_int32: (-(2**31), 2**31 - 1),
+    c_int64: (-(2**63), 2**63 - 1),
+    c_uint32: (0, 2**32 - 1),
+    c_uint64: (0, 2**64 - 1),
+}
+# Fields whose arguments have other names in Python.
+_ARGUMENTS = {
+    "budget_seconds": "budget",
+    "deadline_seconds": "deadline",
+    "num_groups": "groups",
+    "out_scale": "scale",
+    "scale_cols": "block",
+    "scale_rows": "block",
+    "top_k_groups": "top_groups",
+}
+
+
+def refuse(message: str) -> NoReturn:
+    from .errors import InvalidArgument
+
+    raise InvalidArgument(message)
+
+
+def integer(name: str, value: Any, low: int = -(2**63), high: int = 2**63 - 1) -> int:
+    """A whole number in a range."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        refuse(f"{name} is {value!r}; use a whole number")
+    if not low <= number <= high:
+        refuse(f"{name} is {number}; use a whole number from {low} to {high}")
+    return number
+
+
+def number(name: str, value: Any) -> float:
+    try:
+        # A text would do, too.
+        if hasattr(value, "__float__") or hasattr(value, "__index__"):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    refuse(f"{name} is {value!r}; use a number")
+
+
+def flag(name: str, value: Any) -> int:
+    """1 or 0 of a truth value, which a text or a count is not."""
+    if value is True or value is False:
+        return int(value)
+    # numpy has booleans of its own.
+    if type(value).__name__ in ("bool", "bool_"):
+        return int(bool(value))
+    refuse(f"{name} is {value!r}; use True or False")
+
+
+def text(name: str, value: Any) -> bytes:
+    if not isinstance(value, str):
+        refuse(f"{name} is {value!r}; use a str")
+    if "\0" in value:
+        # C would take the part before it.
+        refuse(f"the {name} has a zero byte; use printable characters")
+    return value.encode("utf-8", "surrogateescape")
+
+
+def path(name: str, value: Any) -> bytes:
+    try:
+        found = os.fsencode(value)
+    except TypeError:
+        refuse(f"{name} is {value!r}; use a path")
+    if b"\0" in found:
+        refuse(f"{name} is {value!r}, which has a zero byte; use a path")
+    return found
+
+
+def integers(name: str, kind: Any, values: Any) -> Any:
+    """An array of C of whole numbers; of one element, which nobody reads, where there are none."""
+    low, high = _INTEGERS[kind]
+    try:
+        found = values.tolist() if hasattr(values, "tolist") else list(values)
+    except TypeError:
+        refuse(f"{name} is {values!r}; use a sequence of whole numbers")
+    checked = [integer(f"{name}[{i}]", value, low, high) for i, value in enumerate(found)]
+    return (kind * max(len(checked), 1))(*checked)
+
+
+class _Number:
+    """A field of a struct that takes numbers which fit, and names the argument otherwise."""
+
+    def __init__(self, field: Any, name: str, kind: Any) -> None:
+        self._field, self._name = field, _ARGUMENTS.get(name, name)
+        self._range = _INTEGERS.get(kind)
+
+    def __get__(self, struct: Any, owner: Any = None) -> Any:
+        return self._field.__get__(struct, owner)
+
+    def __set__(self, struct: Any, value: Any) -> None:
+        if self._range is None:
+            value = number(self._name, value)
+        else:
+            value = integer(self._name, value, *self._range)
+        self._field.__set__(struct, value)
+
+
+class _Argument:
+    """A number that a function of the library is given by value."""
+
+    def __init__(self, name: str, kind: Any) -> None:
+        self._name, self.kind = name, kind
+        self._range = _INTEGERS.get(kind)
+
+    def check(self, value: Any) -> Any:
+        if self._range is None:
+            return number(self._name, value)
+        return integer(self._name, value, *self._range)
+
+
+def _with_checks(function: Any, arguments: list[Any]) -> Any:
+    """The function, with numbers that fit. An error of ctypes' own would hide which argument it is."""
+    checks = [(i, a.check) for i, a in enumerate(arguments) if isinstance(a, _Argument)]
+    if not checks:
+        return function
+
+    def checked(*values: Any) -> int:
+        fitting = list(values)
+        for i, check in checks:
+            fitting[i] = check(fitting[i])
+        return function(*fitting)
+
+    return checked
 
 
 class Tensor(Structure):
@@ -40,6 +177,8 @@ class Tensor(Structure):
 
 
 class _Sized(Structure):
+    """A struct that begins with its size."""
+
     def __init__(self, **fields: object) -> None:
         super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
 
@@ -220,6 +359,7 @@ class LayerInfo(_Sized):
         ("has_router", c_int32),
         ("shared_intermediate", c_int32),
         ("activation", Activation),
+        ("copies", c_int32),
     ]
 
 
@@ -279,9 +419,10 @@ class WorkspaceInfo(_Sized):
 
 
 class LayerHandle(c_void_p):
-    """With what has to stay until the layer is gone."""
+    """With what has to stay until the layer is gone, and the lock of the layers in the same memory."""
 
     kept: object = None
+    lock: Any = None
 
 
 class RowLayout(Structure):
@@ -334,7 +475,7 @@ class GroupedGemmInfo(_Sized):
         ("k", c_int32),
         ("output_columns", c_int32),
         ("max_rows", c_int32),
-        ("reserved", c_uint32),
+        ("copies", c_int32),
     ]
 
 
@@ -413,6 +554,7 @@ class ExchangeSpec(_Sized):
         ("pre_sum_per_host", c_int32),
         ("layout", RowLayout),
         ("placement", Tensor),
+        ("large_ids_are_none", c_int32),
     ]
 
 
@@ -632,18 +774,49 @@ class TuneOptions(_Sized):
     ]
 
 
+# Infos come from the library, and the tensors of a call are described elsewhere.
+for _struct in list(globals().values()):
+    if isinstance(_struct, type) and issubclass(_struct, Structure) and _struct is not Tensor:
+        for _name, _kind, *_ in getattr(_struct, "_fields_", ()):
+            if _kind in _INTEGERS or _kind in (c_float, c_double):
+                setattr(_struct, _name, _Number(getattr(_struct, _name), _name, _kind))
+
+
+def _i32(name: str) -> _Argument:
+    return _Argument(name, c_int32)
+
+
+def _i64(name: str) -> _Argument:
+    return _Argument(name, c_int64)
+
+
+def _u64(name: str) -> _Argument:
+    return _Argument(name, c_uint64)
+
+
+def _address(name: str) -> _Argument:
+    # An address is as wide as a pointer, which ctypes would cut to size.
+    return _Argument(name, c_uint64)
+
+
 _HANDLE = c_void_p
 _FUNCTIONS: dict[str, list[object]] = {
     "sy_last_error": [POINTER(ErrorInfo)],
     "sy_world_single": [POINTER(WorldOptions), POINTER(_HANDLE)],
-    "sy_world_threads": [c_int32, POINTER(WorldOptions), POINTER(_HANDLE)],
-    "sy_world_processes": [c_int32, c_int32, POINTER(WorldOptions), POINTER(_HANDLE)],
+    "sy_world_threads": [_i32("size"), POINTER(WorldOptions), POINTER(_HANDLE)],
+    "sy_world_processes": [_i32("rank"), _i32("size"), POINTER(WorldOptions), POINTER(_HANDLE)],
     "sy_world_from_environment": [POINTER(WorldOptions), POINTER(_HANDLE)],
     "sy_world_get_info": [_HANDLE, POINTER(WorldInfo)],
     "sy_world_barrier": [_HANDLE],
     "sy_world_abort": [_HANDLE],
     "sy_world_destroy": [POINTER(_HANDLE)],
-    "sy_own_experts": [c_int32, c_int32, c_int32, POINTER(c_int32), POINTER(c_int32)],
+    "sy_own_experts": [
+        _i32("num_experts"),
+        _i32("rank"),
+        _i32("size"),
+        POINTER(c_int32),
+        POINTER(c_int32),
+    ],
     "sy_layer_create": [
         _HANDLE,
         POINTER(LayerSpec),
@@ -654,7 +827,7 @@ _FUNCTIONS: dict[str, list[object]] = {
     "sy_layer_from_checkpoint": [
         _HANDLE,
         c_char_p,
-        c_int32,
+        _i32("layer"),
         POINTER(LayerOptions),
         POINTER(_HANDLE),
     ],
@@ -687,7 +860,7 @@ _FUNCTIONS: dict[str, list[object]] = {
         POINTER(Tensor),
         POINTER(c_int64),
     ],
-    "sy_rows_needed": [POINTER(RowLayout), c_int32, c_int64, POINTER(c_int64)],
+    "sy_rows_needed": [POINTER(RowLayout), _i32("num_experts"), _i64("rows"), POINTER(c_int64)],
     "sy_grouped_gemm_create": [
         POINTER(GroupedGemmSpec),
         POINTER(GroupedGemmOptions),
@@ -695,10 +868,11 @@ _FUNCTIONS: dict[str, list[object]] = {
     ],
     "sy_grouped_gemm_destroy": [POINTER(_HANDLE)],
     "sy_grouped_gemm_get_info": [_HANDLE, POINTER(GroupedGemmInfo)],
+    "sy_grouped_gemm_refresh": [_HANDLE, c_void_p],
     "sy_grouped_gemm_run": [_HANDLE, POINTER(GroupedGemmCall)],
     "sy_permute": [
         POINTER(Tensor),
-        c_int32,
+        _i32("num_experts"),
         POINTER(RowLayout),
         POINTER(Tensor),
         POINTER(Tensor),
@@ -715,7 +889,7 @@ _FUNCTIONS: dict[str, list[object]] = {
     ],
     "sy_topk_run": [POINTER(TopkCall)],
     "sy_permute_run": [POINTER(PermuteCall)],
-    "sy_permute_workspace": [c_int64, c_int32, POINTER(c_uint64)],
+    "sy_permute_workspace": [_i64("slots"), _i32("num_experts"), POINTER(c_uint64)],
     "sy_unpermute_run": [POINTER(UnpermuteCall)],
     "sy_exchange_create": [
         _HANDLE,
@@ -737,29 +911,35 @@ _FUNCTIONS: dict[str, list[object]] = {
     ],
     "sy_exchange_combine_send": [_HANDLE, POINTER(CombineInput), _HANDLE],
     "sy_exchange_combine_recv": [_HANDLE, POINTER(CombineOutput), _HANDLE],
+    "sy_exchange_combine": [
+        _HANDLE,
+        POINTER(CombineInput),
+        POINTER(CombineOutput),
+        _HANDLE,
+    ],
     "sy_exchange_rows_needed": [_HANDLE, _HANDLE, c_void_p, POINTER(c_int64)],
     "sy_exchange_check": [_HANDLE],
     "sy_exchange_get_stats": [_HANDLE, POINTER(ExchangeStats)],
     "sy_exchange_trace": [_HANDLE, c_void_p, POINTER(c_uint64)],
     "sy_heap_create": [_HANDLE, POINTER(HeapOptions), POINTER(_HANDLE)],
     "sy_heap_destroy": [POINTER(_HANDLE)],
-    "sy_heap_allocate": [_HANDLE, c_uint64, c_uint64, POINTER(c_void_p)],
-    "sy_heap_free": [_HANDLE, c_void_p],
+    "sy_heap_allocate": [_HANDLE, _u64("size"), _u64("alignment"), POINTER(c_void_p)],
+    "sy_heap_free": [_HANDLE, _address("array")],
     "sy_heap_reset": [_HANDLE],
-    "sy_heap_translate": [_HANDLE, c_void_p, c_int32, POINTER(c_void_p)],
+    "sy_heap_translate": [_HANDLE, _address("array"), _i32("rank"), POINTER(c_void_p)],
     "sy_heap_get_peer_map": [_HANDLE, POINTER(PeerMap)],
-    "sy_heap_signal": [_HANDLE, c_void_p, c_uint64],
-    "sy_heap_wait": [_HANDLE, c_void_p, c_uint64, c_int32],
+    "sy_heap_signal": [_HANDLE, _address("flag"), _u64("value")],
+    "sy_heap_wait": [_HANDLE, _address("flag"), _u64("value"), _i32("peer")],
     "sy_heap_barrier": [_HANDLE],
     "sy_heap_check": [_HANDLE],
     "sy_heap_get_info": [_HANDLE, POINTER(HeapInfo)],
     "sy_draw_counts": [
         c_int32,
-        c_int32,
-        c_int32,
-        c_int32,
-        c_double,
-        c_uint64,
+        _i32("tokens"),
+        _i32("num_experts"),
+        _i32("top_k"),
+        _Argument("beta", c_double),
+        _u64("seed"),
         POINTER(c_int64),
     ],
     "sy_tune_measure": [
@@ -809,8 +989,9 @@ def _load() -> ctypes.CDLL:
     library.sy_version.restype = c_char_p
     for name, arguments in _FUNCTIONS.items():
         function = getattr(library, name)
-        function.argtypes = arguments
+        function.argtypes = [a.kind if isinstance(a, _Argument) else a for a in arguments]
         function.restype = c_int32
+        setattr(library, name, _with_checks(function, arguments))
     return library
 
 

@@ -101,3 +101,13 @@ class Activation:
     @classmethod
     def _from_c(cls, c: _abi.Activation) -> Activation:
         return cls(KINDS[c.kind], bool(c.gated), c.alpha, c.limit, c.up_bias)
+
+
+def require_activation(activation: object) -> None:
+    """Raise `InvalidArgument` for what is no `Activation`."""
+    if isinstance(activation, Activation):
+        return
+    known = isinstance(activation, str) and activation in KINDS
+    raise InvalidArgument(
+        f"activation is {activation!r}; pass switchyard.Activation({activation if known else 'silu'!r})"
+    )

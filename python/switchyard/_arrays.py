@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from . import _abi
 from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch
@@ -44,9 +44,18 @@ def dtype_code(dtype: Any, of: str = "") -> int:
 
     `of`: what has it, for the error.
     """
-    code = DTYPES.get(dtype)
+    try:
+        code = DTYPES.get(dtype)
+    except TypeError:
+        code = None
     if code is not None:
         return code
+    if getattr(dtype, "isnative", True) is False:
+        # Its name is the same as in this machine's byte order.
+        raise DTypeMismatch(
+            f"{of or 'dtype'} has dtype {dtype.str!r}, of another byte order than this machine's; pass "
+            "array.astype(array.dtype.newbyteorder('='))"
+        )
     name = dtype_name(dtype)
     code = _NAMES.get(name, _SHORT.get(name))
     if code is None or code == _abi.NONE:
@@ -96,7 +105,19 @@ class _DLTensor(ctypes.Structure):
     ]
 
 
+class _DLVersioned(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    ]
+
+
 # DLPack's numbers: https://dmlc.github.io/dlpack/latest/c_api.html
+_DL_READ_ONLY, _DL_IS_COPY = 1, 2
 _DL_DTYPES = {
     (2, 32): _abi.F32,
     (2, 16): _abi.F16,
@@ -113,6 +134,9 @@ _DL_DEVICES = {1: _abi.CPU, 2: _abi.CUDA, 3: _abi.CPU, 13: _abi.CUDA}
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype = ctypes.c_void_p
 _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_capsule_name = ctypes.pythonapi.PyCapsule_GetName
+_capsule_name.restype = ctypes.c_char_p
+_capsule_name.argtypes = [ctypes.py_object]
 
 
 def _make(
@@ -125,52 +149,253 @@ def _make(
 ) -> _abi.Tensor:
     if not 1 <= len(shape) <= 4:
         raise ShapeMismatch(f"{name} has {len(shape)} dimensions; Switchyard takes 1 to 4")
+    if 0 in shape:
+        # Nothing is there, so no stride means anything; numpy has strides of 0.
+        strides = contiguous_strides(shape)
+    elif data % _abi.ITEM_SIZES[dtype]:
+        raise InvalidArgument(
+            f"{name} begins at an address that is no multiple of its elements' "
+            f"{_abi.ITEM_SIZES[dtype]} bytes; pass an aligned copy"
+        )
     tensor = _abi.Tensor(data, dtype, len(shape), *device)
     tensor.shape[: len(shape)] = shape
     tensor.strides[: len(shape)] = strides
     return tensor
 
 
-def describe(name: str, array: Any) -> tuple[_abi.Tensor, Any]:
-    """A descriptor of an array's memory, and what must be kept while it is used."""
+def describe(name: str, array: Any, *, write: bool = False) -> tuple[_abi.Tensor, Any]:
+    """A descriptor of an array's memory, and what must be kept while it is used.
+
+    All functions describe their arrays by this one.
+
+    Parameters
+    ----------
+    name : str
+        The argument's, for errors.
+    write : bool
+        Whether the library writes to it.
+
+    Raises
+    ------
+    InvalidArgument, ShapeMismatch, DTypeMismatch
+        For what is no array, and for memory that cannot be used as it is: read-only where it is
+        written, of another byte order, not aligned, not dense.
+    """
     if is_torch(array):
-        device = array.device
-        if device.type not in ("cpu", "cuda"):
-            raise InvalidArgument(f"{name} is on {device}; Switchyard takes cpu and cuda")
-        kind = (_abi.CUDA, device.index or 0) if device.type == "cuda" else (_abi.CPU, 0)
-        dtype = dtype_code(array.dtype, name)
-        return _make(name, array.data_ptr(), dtype, kind, array.shape, array.stride()), array
+        return _describe_torch(name, array, write)
     if is_numpy(array):
-        dtype = dtype_code(array.dtype, name)
-        size = _abi.ITEM_SIZES[dtype]
-        if any(stride % size for stride in array.strides):
-            raise InvalidArgument(f"{name} has strides that are no multiples of its elements")
-        strides = tuple(stride // size for stride in array.strides)
-        return _make(name, array.ctypes.data, dtype, (_abi.CPU, 0), array.shape, strides), array
+        return _describe_numpy(name, array, write)
     if hasattr(array, "__dlpack__"):
-        # The capsule is not consumed: it frees its tensor when it goes.
-        capsule = array.__dlpack__()
-        address = _capsule_pointer(capsule, b"dltensor")
-        dl = _DLTensor.from_address(address)
-        dl_dtype = _DL_DTYPES.get((dl.code, dl.bits)) if dl.lanes == 1 else None
-        device_type = _DL_DEVICES.get(dl.device_type)
-        if dl_dtype is None or device_type is None:
-            raise DTypeMismatch(
-                f"{name} has DLPack type ({dl.code}, {dl.bits}, {dl.lanes}) on device "
-                f"{dl.device_type}; Switchyard takes {', '.join(_NAMES)} on CPU and CUDA"
-            )
-        shape = tuple(dl.shape[i] for i in range(dl.ndim))
-        if dl.strides:
-            strides = tuple(dl.strides[i] for i in range(dl.ndim))
-        else:
-            strides = contiguous_strides(shape)
-        device_id = dl.device_id if device_type == _abi.CUDA else 0
-        data = (dl.data or 0) + dl.byte_offset
-        return _make(name, data, dl_dtype, (device_type, device_id), shape, strides), (array, capsule)
+        return _describe_dlpack(name, array, write)
     raise InvalidArgument(
         f"{name} is a {type(array).__name__}; pass a tensor of torch, an array of numpy, or another "
         "that has __dlpack__"
     )
+
+
+def _describe_torch(name: str, array: Any, write: bool) -> tuple[_abi.Tensor, Any]:
+    device = array.device
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f"{name} is on {device}; Switchyard takes cpu and cuda")
+    torch = sys.modules["torch"]
+    if array.layout is not torch.strided or array.is_nested:
+        raise InvalidArgument(f"{name} is {array.layout}, not dense; pass a dense copy")
+    if array.is_neg() or array.is_conj():
+        raise InvalidArgument(f"{name} is a negated view; pass {name}.resolve_neg()")
+    dtype = dtype_code(array.dtype, name)
+    try:
+        data = array.data_ptr()
+    except RuntimeError as error:
+        raise InvalidArgument(
+            f"{name} is a {type(array).__name__}, which has no memory of its own ({error}); pass a plain "
+            "tensor"
+        ) from error
+    kind = (_abi.CUDA, device.index or 0) if device.type == "cuda" else (_abi.CPU, 0)
+    return _make(name, data, dtype, kind, array.shape, array.stride()), array
+
+
+def _describe_numpy(name: str, array: Any, write: bool) -> tuple[_abi.Tensor, Any]:
+    numpy = sys.modules["numpy"]
+    if isinstance(array, numpy.ma.MaskedArray):
+        raise InvalidArgument(f"{name} is masked, and masks are not read; pass {name}.filled(...)")
+    if write and not array.flags.writeable:
+        raise InvalidArgument(f"{name} is read-only, and would be written; pass a writeable array")
+    dtype = dtype_code(array.dtype, name)
+    size = _abi.ITEM_SIZES[dtype]
+    if any(stride % size for stride in array.strides):
+        raise InvalidArgument(
+            f"{name} has strides that are no multiples of its elements; pass a contiguous copy"
+        )
+    strides = tuple(stride // size for stride in array.strides)
+    data = array.__array_interface__["data"][0]
+    return _make(name, data, dtype, (_abi.CPU, 0), array.shape, strides), array
+
+
+def _capsule_of(name: str, array: Any) -> Any:
+    # The capsule is not consumed: it frees its tensor when it goes.
+    try:
+        try:
+            return array.__dlpack__(max_version=(1, 0))
+        except TypeError:  # older than versions
+            return array.__dlpack__()
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"{name} is a {type(array).__name__} whose __dlpack__ refuses: {error}; pass a plain array"
+        ) from error
+
+
+def _describe_dlpack(name: str, array: Any, write: bool) -> tuple[_abi.Tensor, Any]:
+    capsule = _capsule_of(name, array)
+    flags = 0
+    if _capsule_name(capsule) == b"dltensor_versioned":
+        versioned = _DLVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
+        if versioned.major != 1:
+            raise InvalidArgument(
+                f"{name} speaks DLPack {versioned.major}.{versioned.minor}; Switchyard knows version 1"
+            )
+        flags, dl = versioned.flags, versioned.tensor
+    else:
+        dl = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+    if write and flags & (_DL_READ_ONLY | _DL_IS_COPY):
+        raise InvalidArgument(
+            f"{name} is a {type(array).__name__} that cannot be written in place; pass a writeable array"
+        )
+    dtype = _DL_DTYPES.get((dl.code, dl.bits)) if dl.lanes == 1 else None
+    device_type = _DL_DEVICES.get(dl.device_type)
+    if dtype is None or device_type is None:
+        raise DTypeMismatch(
+            f"{name} has DLPack type ({dl.code}, {dl.bits}, {dl.lanes}) on device "
+            f"{dl.device_type}; Switchyard takes {', '.join(_NAMES)} on CPU and CUDA"
+        )
+    shape = tuple(dl.shape[i] for i in range(dl.ndim))
+    if dl.strides:
+        strides = tuple(dl.strides[i] for i in range(dl.ndim))
+    else:
+        strides = contiguous_strides(shape)
+    device_id = dl.device_id if device_type == _abi.CUDA else 0
+    data = (dl.data or 0) + dl.byte_offset
+    return _make(name, data, dtype, (device_type, device_id), shape, strides), (array, capsule)
+
+
+def wrote(*arrays: Any) -> None:
+    """Tell torch that tensors of the caller's were written, so that a gradient that needs what was
+    there before fails, and whoever watches their version counters sees it."""
+    tensors = tuple(array for array in arrays if is_torch(array))
+    if tensors:
+        sys.modules["torch"].autograd.graph.increment_version(tensors)
+
+
+def version_of(array: Any) -> int | None:
+    """The counter of in-place changes, of which inference tensors and other arrays have none."""
+    return array._version if is_torch(array) and not array.is_inference() else None
+
+
+class Kept:
+    """The arrays that an object of the library reads at each call.
+
+    It keeps their memory, sees when an array has other memory by now, and sees when an array changed of
+    which the library may have laid out a copy.
+    """
+
+    def __init__(self) -> None:
+        self._memory: list[Any] = []
+        self._copies: list[Any] = []
+        # Tensors, their addresses and names. The memory of other arrays stays where it is.
+        self.places: list[tuple[Any, int, str]] = []
+        # Tensors and their version counters.
+        self._versions: list[tuple[Any, int]] = []
+        # Whether an array has none, so that nobody sees its changes.
+        self._uncounted = False
+        # (from, to, how many times each row)
+        self._repeated: list[tuple[Any, Any, int]] = []
+
+    def describe(self, name: str, array: Any, *, copied: bool = False) -> _abi.Tensor:
+        """As `describe`. copied: whether the library may lay out a copy."""
+        tensor, kept = describe(name, array)
+        if is_torch(array):
+            # The memory itself: the tensor may get another by `array.data = ...`.
+            self._memory.append(array.untyped_storage())
+            self.places.append((array, array.data_ptr(), name))
+        else:
+            (self._copies if copied else self._memory).append(kept)
+        if copied:
+            version = version_of(array)
+            if version is None:
+                self._uncounted = True
+            else:
+                self._versions.append((array, version))
+        return tensor
+
+    def repeat(self, name: str, scale: Any, times: int, rows: int) -> _abi.Tensor:
+        """A copy of scales [n, R, C] with each row `times` times, of which there are `rows`."""
+        copy = _repeat_rows(scale, times, rows)
+        self._repeated.append((scale, copy, times))
+        self._copies.append(copy)
+        return describe(name, copy)[0]
+
+    def keep(self, other: Any) -> None:
+        self._memory.append(other)
+
+    def forget_arrays(self) -> None:
+        """Keep no tensor of the caller's and no matrix, for a cache that sees when they change or go."""
+        self._memory = []
+        self.places = []
+        self._versions = []
+        if not self._uncounted:
+            self._repeated = []
+
+    @property
+    def tensors(self) -> list[Any]:
+        """Those of torch."""
+        return [tensor for tensor, _, _ in self.places]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether scales were repeated here."""
+        return bool(self._repeated)
+
+    @property
+    def watched(self) -> bool:
+        """Whether copies could become outdated."""
+        return self._uncounted or bool(self._versions)
+
+    def changed(self) -> bool:
+        """Whether copies may be outdated; they are taken as laid out anew then."""
+        found = self._uncounted
+        for i, (tensor, version) in enumerate(self._versions):
+            now = tensor._version
+            if now != version:
+                self._versions[i] = (tensor, now)
+                found = True
+        return found
+
+    def refresh(self) -> None:
+        for given, copy, times in self._repeated:
+            copy[...] = _repeat_rows(given, times, copy.shape[1])
+
+    def refuse_moved(self, noun: str, remedy: str) -> NoReturn:
+        """Name the array that has other memory by now."""
+        for tensor, address, name in self.places:
+            if tensor.data_ptr() != address:
+                raise InvalidArgument(
+                    f"{name} has other memory than when the {noun} was made: it was moved, cast or "
+                    f"replaced; {remedy}"
+                )
+        raise AssertionError("no array moved")
+
+
+def _repeat_rows(scale: Any, times: int, rows: int) -> Any:
+    if is_numpy(scale):
+        return scale.repeat(times, axis=1)[:, :rows]
+    return scale.detach().repeat_interleave(times, dim=1)[:, :rows]
+
+
+def shape(name: str, array: Any, ndim: int) -> tuple[int, ...]:
+    """The shape of an array of so many dimensions."""
+    found = array.shape if is_torch(array) or is_numpy(array) else shape_of(describe(name, array)[0])
+    if len(found) != ndim:
+        raise ShapeMismatch(f"{name} is {list(found)}; it needs {ndim} dimensions")
+    return tuple(found)
 
 
 def require_same_device(name: str, tensor: _abi.Tensor, other_name: str, other: _abi.Tensor) -> None:
@@ -179,6 +404,16 @@ def require_same_device(name: str, tensor: _abi.Tensor, other_name: str, other: 
         words = ["in host memory" if kind == _abi.CPU else f"on GPU {number}" for kind, number in places]
         raise InvalidArgument(
             f"{name} is {words[0]}, and {other_name} is {words[1]}; move it to the same place"
+        )
+
+
+def require_contiguous(name: str, tensor: _abi.Tensor) -> None:
+    shape = shape_of(tensor)
+    steps = zip(shape, tensor.strides, contiguous_strides(shape))
+    if any(length > 1 and stride != wanted for length, stride, wanted in steps):
+        raise InvalidArgument(
+            f"{name} {list(shape)} has strides that are not those of a contiguous array; pass a contiguous "
+            "copy"
         )
 
 
@@ -219,17 +454,22 @@ def rows(tensor: _abi.Tensor, first: int, count: int, step: int = 1) -> _abi.Ten
     return view(tensor, offset=offset, shape=tuple(shape), strides=tuple(strides))
 
 
-def empty_like(array: Any, name: str, *, bf16: bool = False) -> Any:
-    """A new array of the kind, device and shape of another, contiguous; of its type, or bf16."""
-    if is_torch(array):
+def empty(like: Any, name: str, shape: tuple[int, ...], dtype: str | None = None) -> Any:
+    """A new array of the kind and device of another, contiguous, of its dtype or of a named one. Of arrays
+    in host memory that only speak DLPack it is one of numpy."""
+    if is_torch(like):
         import torch
 
-        dtype = torch.bfloat16 if bf16 else array.dtype
-        return torch.empty(array.shape, dtype=dtype, device=array.device)
-    if is_numpy(array) and not bf16:
+        kind = like.dtype if dtype is None else getattr(torch, dtype)
+        return torch.empty(shape, dtype=kind, device=like.device)
+    described = describe(name, like)[0]
+    if dtype is None:
+        dtype = next(long for long, code in _NAMES.items() if code == described.dtype)
+    if described.device_type == _abi.CPU and dtype in ("float32", "float16", "int32", "int64", "uint8"):
         import numpy
 
-        return numpy.empty(array.shape, dtype=array.dtype)
+        return numpy.empty(shape, dtype=dtype)
     raise InvalidArgument(
-        f"{name} is a {type(array).__name__}, of which Switchyard cannot make another; pass out"
+        f"{name} is a {type(like).__name__}, and Switchyard cannot make an array of {dtype} beside it; pass "
+        "out, or a tensor of torch"
     )

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import json
-import threading
-import weakref
 from collections.abc import Sequence
 from ctypes import byref
 from typing import Any, Literal
 
 from . import _abi, _arrays
-from ._operators import _LAYOUTS, Layout, _empty, _layout, _refuse_gradient
-from ._world import World, close_handle
+from ._experts import placement_of
+from ._handle import Owned, read_json
+from ._operators import _LAYOUTS, Layout, _layout, _refuse_gradient
+from ._world import World, checked_world
 from .errors import InvalidArgument, ShapeMismatch, check
 
 CombineWeights = Literal["receiver", "sender", "none"]
@@ -27,7 +26,7 @@ _TYPES = {
 }
 
 
-class ExchangeHandle:
+class ExchangeHandle(Owned):
     """What became of one dispatch, as `Exchange.combine` needs it. Made by an `Exchange`.
 
     Attributes
@@ -36,12 +35,11 @@ class ExchangeHandle:
         This rank's in the dispatch that gave the handle its contents.
     """
 
+    _noun = "handle of a dispatch"
+
     def __init__(self, handle: ctypes.c_void_p, exchange: Exchange) -> None:
-        self._handle = handle
+        super().__init__(handle, _abi.library.sy_exchange_handle_destroy, lock=exchange._lock)
         self._exchange = exchange
-        self._finalizer = weakref.finalize(
-            self, close_handle, _abi.library.sy_exchange_handle_destroy, handle
-        )
         self._like: Any = None  # an array of the kind and device that were sent
         self.tokens = 0
 
@@ -121,11 +119,11 @@ class ExchangeStats:
     heap_bytes_reserved: int
 
 
-class Exchange:
+class Exchange(Owned):
     """Sends tokens to the ranks of their experts, and results back. Collective: all ranks make it alike.
 
     One-sided stores and numbered flags: no collective, no barrier between calls. All ranks make the
-    same calls in the same order. One thread at a time may use it.
+    same calls in the same order. Calls of several threads follow one another.
 
     ::
 
@@ -160,6 +158,8 @@ class Exchange:
         one rounding more. Not with "receiver". Of one host nothing changes.
     placement : sequence of int [places], optional
         The expert at each place, as of `Experts`.
+    large_ids_are_none : bool
+        Ids of num_experts or more mean "no expert", as negative ones do.
     device : str, int or torch.device
         "cpu", or the GPU.
     num_threads : int
@@ -185,6 +185,8 @@ class Exchange:
         If a rank does not come.
     """
 
+    _noun = "exchange"
+
     def __init__(
         self,
         world: World,
@@ -200,6 +202,7 @@ class Exchange:
         pre_sum: bool = False,
         pre_sum_per_host: bool = False,
         placement: Sequence[int] | None = None,
+        large_ids_are_none: bool = False,
         device: Any = "cpu",
         num_threads: int = 0,
         max_sms: int = 0,
@@ -208,8 +211,10 @@ class Exchange:
     ) -> None:
         if weights not in _WEIGHTS:
             raise InvalidArgument(f"weights is {weights!r}; use one of {', '.join(_WEIGHTS)}")
-        code = _arrays.dtype_code(dispatch, "dispatch")
-        back = _arrays.dtype_code(combine, "combine") if combine is not None else code
+        if checked_world(world) is None:
+            raise InvalidArgument("world is None; pass a switchyard.World, such as World.single()")
+        code = _arrays.dtype_code(dispatch)
+        back = _arrays.dtype_code(combine) if combine is not None else code
         if combine is None and code == _abi.F8_E4M3:
             back = _abi.BF16
         if isinstance(layout, (tuple, list)) and tuple(layout) == ("padded", 0):
@@ -224,35 +229,31 @@ class Exchange:
             dispatch=code,
             combine=back,
             weights=_WEIGHTS.index(weights),
-            pre_sum=int(pre_sum),
-            pre_sum_per_host=int(pre_sum_per_host),
+            pre_sum=_abi.flag("pre_sum", pre_sum),
+            pre_sum_per_host=_abi.flag("pre_sum_per_host", pre_sum_per_host),
+            large_ids_are_none=_abi.flag("large_ids_are_none", large_ids_are_none),
             layout=c_layout,
         )
         if placement is not None:
-            experts = [int(expert) for expert in placement]
-            table = (ctypes.c_int32 * len(experts))(*experts)
-            spec.placement = _abi.Tensor(ctypes.addressof(table), _abi.I32, 1, _abi.CPU, 0)
-            spec.placement.shape[0], spec.placement.strides[0] = len(experts), 1
+            table = _abi.integers("placement", ctypes.c_int32, placement)
+            spec.placement = placement_of(table, len(placement))
         gpu = _gpu_of(device)
         options = _abi.ExchangeOptions(
             backend=_abi.CPU if gpu is None else _abi.CUDA,
             num_threads=num_threads,
             device=-1 if gpu is None else gpu,
             max_sms=max_sms,
-            trace=int(trace),
+            trace=_abi.flag("trace", trace),
             deadline_seconds=deadline,
         )
         handle = ctypes.c_void_p()
-        check(
-            _abi.library.sy_exchange_create(
-                world._open(), byref(spec), byref(options), byref(handle)
+        with world._lock:
+            check(
+                _abi.library.sy_exchange_create(
+                    world._open(), byref(spec), byref(options), byref(handle)
+                )
             )
-        )
-        self._handle = handle
-        self._finalizer = weakref.finalize(
-            self, close_handle, _abi.library.sy_exchange_destroy, handle
-        )
-        self._busy = threading.Lock()
+        super().__init__(handle, _abi.library.sy_exchange_destroy)
         info = _abi.ExchangeInfo()
         check(_abi.library.sy_exchange_get_info(handle, byref(info)))
         self.hidden = hidden
@@ -279,7 +280,8 @@ class Exchange:
     def make_handle(self) -> ExchangeHandle:
         """A handle without contents. On a GPU it has memory for the most there can be."""
         handle = ctypes.c_void_p()
-        check(_abi.library.sy_exchange_handle_create(self._open(), byref(handle)))
+        with self._lock:
+            check(_abi.library.sy_exchange_handle_create(self._open(), byref(handle)))
         return ExchangeHandle(handle, self)
 
     def dispatch_send(
@@ -299,7 +301,8 @@ class Exchange:
             Of the exchange's dispatch type. For FP8: float8_e4m3fn with `x_scale`, or bf16, fp16 or
             fp32, which are quantised. T may be 0, and differ between ranks and calls.
         ids : array [T, K], int32 or int64, contiguous
-            Distinct within a token; negative ones, and those of E and more, are none. None: those of
+            Distinct within a token; negative ones are none, and with `large_ids_are_none` also those of E
+            and more. None: those of
             `handle` and their weights again, for as many other tokens. All ranks do so, or none.
         weights : array [T, K], float32 or bfloat16, contiguous, optional
             None: 1.
@@ -322,9 +325,9 @@ class Exchange:
             If a gradient is asked for.
         """
         handle, call, keep = self._send_call(x, ids, weights, x_scale, handle)
-        with self._busy:
+        with self._lock:
             check(
-                _abi.library.sy_exchange_dispatch_send(self._open(), byref(call), handle._handle)
+                _abi.library.sy_exchange_dispatch_send(self._open(), byref(call), handle._open())
             )
         del keep
         _note_sent(handle, x, call)
@@ -387,9 +390,9 @@ class Exchange:
             raise InvalidArgument("nothing was sent with the handle; call dispatch_send() first")
         rows = self._exact_rows(handle, like) if exact and out is None else None
         received, call, keep = self._receive_call(handle, like, rows, out, scales_out)
-        with self._busy:
+        with self._lock:
             check(
-                _abi.library.sy_exchange_dispatch_recv(self._open(), byref(call), handle._handle)
+                _abi.library.sy_exchange_dispatch_recv(self._open(), byref(call), handle._open())
             )
         del keep
         return received
@@ -400,23 +403,23 @@ class Exchange:
         """What is received, the call, and what must live until it is made. `rows`: if there is no
         `out`; None: as many as there can be."""
         if out is not None:
-            out = out.reshape(-1, out.shape[-1]) if len(out.shape) == 3 else out
+            out = self._flat(out)
             rows = out.shape[0]
         elif rows is None:
             rows = self.rows_needed
         if out is None:
-            out = _empty(like, (rows, self.hidden), _TYPES[self._code])
+            out = _arrays.empty(like, "x", (rows, self.hidden), _TYPES[self._code])
         fp8 = self._code == _abi.F8_E4M3
         if fp8 and scales_out is None:
-            scales_out = _empty(like, (rows, (self.hidden + 127) // 128), "float32")
+            scales_out = _arrays.empty(like, "x", (rows, (self.hidden + 127) // 128), "float32")
         experts = len(self.own_experts)
         received = Received(
             rows=out,
-            ends=_empty(like, (experts,), "int32"),
-            counts=_empty(like, (experts,), "int32"),
-            num_rows=_empty(like, (1,), "int32"),
-            origins=_empty(like, (rows, 3), "int32"),
-            weights=_empty(like, (rows,), "float32"),
+            ends=_arrays.empty(like, "x", (experts,), "int32"),
+            counts=_arrays.empty(like, "x", (experts,), "int32"),
+            num_rows=_arrays.empty(like, "x", (1,), "int32"),
+            origins=_arrays.empty(like, "x", (rows, 3), "int32"),
+            weights=_arrays.empty(like, "x", (rows,), "float32"),
             scales=scales_out,
             layout=self.layout,
             handle=handle,
@@ -424,9 +427,9 @@ class Exchange:
         call = _abi.DispatchOutput(stream=self._stream(like))
         keep = []
         for name in ("rows", "ends", "counts", "num_rows", "origins", "weights"):
-            keep.append(_put(call, name, getattr(received, name)))
+            keep.append(_put(call, name, getattr(received, name), write=True))
         if scales_out is not None:
-            keep.append(_put(call, "scales", scales_out))
+            keep.append(_put(call, "scales", scales_out, write=True))
         return received, call, keep
 
     def dispatch(
@@ -460,22 +463,35 @@ class Exchange:
             return self.dispatch_recv(handle, out=out, scales_out=scales_out, exact=exact)
         handle, send, keep = self._send_call(x, ids, weights, x_scale, handle)
         received, receive, kept = self._receive_call(handle, _like(x), None, out, scales_out)
-        with self._busy:
+        with self._lock:
             check(
                 _abi.library.sy_exchange_dispatch(
-                    self._open(), byref(send), byref(receive), handle._handle
+                    self._open(), byref(send), byref(receive), handle._open()
                 )
             )
         del keep, kept
         _note_sent(handle, x, send)
         return received
 
+    def _flat(self, out: Any) -> Any:
+        """[own experts, size, H] as [rows, H], of the same memory."""
+        described = _arrays.describe("out", out, write=True)[0]
+        shape = _arrays.shape_of(described)
+        if len(shape) not in (2, 3):
+            raise ShapeMismatch(f"out is {list(shape)}; pass [rows, {self.hidden}]")
+        if len(shape) == 2:
+            return out
+        flat = out.reshape(-1, shape[-1])
+        if _arrays.describe("out", flat)[0].data != described.data:
+            raise InvalidArgument("out has gaps between its experts; pass a contiguous array")
+        return flat
+
     def _exact_rows(self, handle: ExchangeHandle, like: Any) -> int:
         rows = ctypes.c_int64()
-        with self._busy:
+        with self._lock:
             check(
                 _abi.library.sy_exchange_rows_needed(
-                    self._open(), handle._handle, self._stream(like), byref(rows)
+                    self._open(), handle._open(), self._stream(like), byref(rows)
                 )
             )
         return rows.value
@@ -496,15 +512,21 @@ class Exchange:
         Error
             As `dispatch_send` does.
         """
+        call, keep = self._combine_send_call(rows, handle)
+        with self._lock:
+            check(_abi.library.sy_exchange_combine_send(self._open(), byref(call), handle._open()))
+        del keep
+
+    def _combine_send_call(
+        self, rows: Any, handle: ExchangeHandle
+    ) -> tuple[_abi.CombineInput, list[Any]]:
+        """The call, and what must live until it is made."""
         _refuse_gradient(rows)
         _require_handle(handle)
-        if len(rows.shape) == 3:
+        if len(getattr(rows, "shape", ())) == 3:
             rows = rows.reshape(-1, rows.shape[-1])
         call = _abi.CombineInput(stream=self._stream(rows))
-        keep = _put(call, "rows", rows)
-        with self._busy:
-            check(_abi.library.sy_exchange_combine_send(self._open(), byref(call), handle._handle))
-        del keep
+        return call, [rows, _put(call, "rows", rows)]
 
     def combine_recv(
         self,
@@ -537,25 +559,34 @@ class Exchange:
         Error
             As `dispatch_send` does.
         """
+        out, call, keep = self._combine_recv_call(handle, out, scale, accumulate)
+        with self._lock:
+            check(_abi.library.sy_exchange_combine_recv(self._open(), byref(call), handle._open()))
+        _arrays.wrote(out)
+        del keep
+        return out
+
+    def _combine_recv_call(
+        self, handle: ExchangeHandle, out: Any, scale: float, accumulate: bool
+    ) -> tuple[Any, _abi.CombineOutput, Any]:
+        """Where the results go, the call, and what must live until it is made."""
         _require_handle(handle)
         if out is None:
             if accumulate:
                 raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
             if handle._like is None:
                 raise InvalidArgument("nothing was dispatched with the handle; dispatch with it first")
-            out = _empty(handle._like, (handle.tokens, self.hidden), _TYPES[self._back])
-        elif len(out.shape) != 2 or out.shape[0] != handle.tokens:
-            raise ShapeMismatch(
-                f"out is {list(out.shape)}; the handle's tokens need [{handle.tokens}, {self.hidden}]"
-            )
+            out = _arrays.empty(handle._like, "x", (handle.tokens, self.hidden), _TYPES[self._back])
         call = _abi.CombineOutput(
-            accumulate=int(accumulate), scale=scale, stream=self._stream(out)
+            accumulate=_abi.flag("accumulate", accumulate), scale=scale, stream=self._stream(out)
         )
-        keep = _put(call, "out", out)
-        with self._busy:
-            check(_abi.library.sy_exchange_combine_recv(self._open(), byref(call), handle._handle))
-        del keep
-        return out
+        keep = _put(call, "out", out, write=True)
+        shape = _arrays.shape_of(call.out)
+        if shape != (handle.tokens, self.hidden):
+            raise ShapeMismatch(
+                f"out is {list(shape)}; the handle's tokens need [{handle.tokens}, {self.hidden}]"
+            )
+        return out, call, keep
 
     def combine(
         self,
@@ -579,19 +610,31 @@ class Exchange:
         -------
         array [T, H]
         """
-        self.combine_send(rows, handle)
-        return self.combine_recv(handle, out=out, scale=scale, accumulate=accumulate)
+        send, keep = self._combine_send_call(rows, handle)
+        out, receive, kept = self._combine_recv_call(handle, out, scale, accumulate)
+        # Both halves are looked at before anything is sent: the other ranks would wait for the second.
+        with self._lock:
+            check(
+                _abi.library.sy_exchange_combine(
+                    self._open(), byref(send), byref(receive), handle._open()
+                )
+            )
+        _arrays.wrote(out)
+        del keep, kept
+        return out
 
     # -------------------------------------------------------------------------------- the rest
 
     def check(self) -> None:
         """Raise what failed in earlier calls, for callers that replay graphs."""
-        check(_abi.library.sy_exchange_check(self._open()))
+        with self._lock:
+            check(_abi.library.sy_exchange_check(self._open()))
 
     def stats(self) -> ExchangeStats:
         """Of this rank's last dispatch and last combine. On a GPU it waits for the device."""
         stats = _abi.ExchangeStats()
-        check(_abi.library.sy_exchange_get_stats(self._open(), byref(stats)))
+        with self._lock:
+            check(_abi.library.sy_exchange_get_stats(self._open(), byref(stats)))
         names = [field.name for field in dataclasses.fields(ExchangeStats)]
         return ExchangeStats(**{name: getattr(stats, name) for name in names})
 
@@ -606,34 +649,16 @@ class Exchange:
         InvalidArgument
             Unless the exchange was made with ``trace=True``.
         """
-        size = ctypes.c_uint64()
-        check(_abi.library.sy_exchange_trace(self._open(), None, byref(size)))
-        text = ctypes.create_string_buffer(size.value)
-        check(_abi.library.sy_exchange_trace(self._open(), text, byref(size)))
-        return json.loads(text.value)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return not self._handle
-
-    def close(self) -> None:
-        """Give memory and threads back. May be called again."""
-        with self._busy:
-            self._finalizer()
-
-    def _open(self) -> ctypes.c_void_p:
-        if not self._handle:
-            raise InvalidArgument("the exchange is closed; make another")
-        return self._handle
+        with self._lock:
+            return read_json(_abi.library.sy_exchange_trace, self._open())
 
     def _stream(self, array: Any) -> int | None:
         return _arrays.current_stream(array) if self.backend == "cuda" else None
 
 
 def _like(x: Any) -> Any:
-    """Something that arrays can be made like: of the tokens themselves nothing is kept."""
-    return _empty(x, (0,)) if _arrays.is_torch(x) or _arrays.is_numpy(x) else x
+    """An array to make others like: nothing of the tokens themselves is kept."""
+    return _arrays.empty(x, "x", (0,)) if _arrays.is_torch(x) or _arrays.is_numpy(x) else x
 
 
 def _require_handle(handle: Any) -> None:
@@ -650,16 +675,16 @@ def _note_sent(handle: ExchangeHandle, x: Any, call: _abi.DispatchInput) -> None
         handle.tokens = call.x.shape[0]
 
 
-def _put(call: ctypes.Structure, name: str, array: Any) -> Any:
-    tensor, kept = _arrays.describe(name, array)
+def _put(call: ctypes.Structure, name: str, array: Any, write: bool = False) -> Any:
+    tensor, kept = _arrays.describe(name, array, write=write)
     setattr(call, name, tensor)
     return kept
 
 
 def _gpu_of(device: Any) -> int | None:
     """The number of a GPU, -1 for the current one, None for the CPU."""
-    if isinstance(device, int):
-        return device
+    if isinstance(device, int) and not isinstance(device, bool):
+        return _abi.integer("device", device, -1, 2**31 - 1)
     kind, _, number = str(device).partition(":")
     if kind == "cpu":
         return None

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import json
-import os
 import math
-import sys
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -16,7 +14,7 @@ from ctypes import byref
 from typing import Any, Literal
 
 from . import _abi, _arrays
-from ._activation import Activation
+from ._activation import Activation, require_activation
 from .errors import (
     DTypeMismatch,
     InvalidArgument,
@@ -26,9 +24,11 @@ from .errors import (
     check,
     raise_last,
 )
+from ._arrays import Kept
+from ._handle import Owned, in_child, read_json
 from ._routing import Routing
-from ._workspace import Workspace, choose_memory, world_of
-from ._world import World, close_handle
+from ._workspace import Workspace, choose_memory, creating, world_of
+from ._world import World, checked_world
 
 Order = Literal["gate_up", "up_gate", "interleaved"]
 BadIds = Literal["raise", "skip"]
@@ -43,6 +43,8 @@ _is_dynamo_compiling: Any = None
 _is_grad_enabled: Any = None
 _empty_like: Any = None
 _raw_stream: Any = None
+_strided: Any = None
+_increment_version: Any = None
 ORDERS = ("gate_up", "up_gate", "interleaved")
 
 
@@ -86,47 +88,23 @@ class Stats:
     total_seconds: float
 
 
-class Kept(list[Any]):
-    """What the caller gave, and the library reads; and copies of it in another form."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # (from, to, how many times each row)
-        self.repeated: list[tuple[Any, Any, int]] = []
-
-    def refresh(self) -> None:
-        for given, copy, times in self.repeated:
-            new = _repeat_rows(given, times, copy.shape[1])
-            copy[...] = new
-
-
-def _repeat_rows(scale: Any, times: int, rows: int) -> Any:
-    if _arrays.is_numpy(scale):
-        return scale.repeat(times, axis=1)[:, :rows]
-    return scale.detach().repeat_interleave(times, dim=1)[:, :rows]
-
-
 # Layers by number, for operators of torch, which take numbers but no objects.
 _by_number: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
-_numbers = 0
-_lock = threading.Lock()
 
 
-class Handle:
+class Handle(Owned):
     """A layer of the library: what `Experts` and `MoeLayer` have in common."""
 
-    def __init__(self, handle: ctypes.c_void_p, keep: Kept | None) -> None:
-        global _numbers
-        self._handle = handle
-        # The library does not own what the layer reads.
-        self._keep: Kept | None = keep
+    _noun = "layer"
+    # Whether it looks for changes of its arrays before each pass. Who is told of changes may turn it off.
+    _watches = True
+
+    def __init__(self, handle: _abi.LayerHandle, keep: Kept | None) -> None:
+        super().__init__(handle, _abi.library.sy_layer_destroy, lock=handle.lock)
         self._call = _abi.Forward(out_scale=1.0)
         self._call_address = ctypes.addressof(self._call)
         self._seen: Any = None
         self._fast: Any = None
-        self._finalizer = weakref.finalize(
-            self, close_handle, _abi.library.sy_layer_destroy, handle
-        )
         info = _abi.LayerInfo()
         check(_abi.library.sy_layer_get_info(handle, byref(info)))
         self.hidden: int = info.hidden
@@ -140,36 +118,68 @@ class Handle:
         self.device: int | None = info.device if info.device >= 0 else None
         self.workspace_bytes: int = info.workspace_bytes
         self._has_router = bool(info.has_router)
-        with _lock:
-            _numbers += 1
-            self._number = _numbers
+        self._copies = bool(info.copies)
+        self._set_keep(keep or Kept())
         _by_number[self._number] = self
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return not self._handle
-
     def close(self) -> None:
-        """Give memory and threads back. May be called again. Not while a pass is on its way."""
-        self._finalizer()
-        self._keep = None
+        """Give memory and threads back, after the pass under way. May be called again."""
+        with self._lock:
+            super().close()
+            self._keep = None
+            self._places = []
+            self._seen = self._fast = None
+
+    def _set_keep(self, keep: Kept) -> None:
+        # The library does not own what the layer reads.
+        self._keep: Kept | None = keep
+        self._places = keep.places
+        self._watched = self._watches and keep.watched and (self._copies or keep.repeats)
+
+    def _inherit(self) -> None:
+        super()._inherit()
         self._seen = self._fast = None
 
-    def check(self) -> None:
-        """Raise what a pass that has ended failed with. Waits for nothing.
+    def _see_changes(self, x: Any) -> None:
+        """Before a pass: of arrays that were given, some have other memory, or some may have changed."""
+        keep = self._keep
+        if keep is None:
+            self._open()
+            return
+        for tensor, address, _ in self._places:
+            if tensor.data_ptr() != address:
+                keep.refuse_moved("layer", "rebind() the layer, or make another")
+        if self._watched and keep.changed():
+            keep.refresh()
+            check(_abi.library.sy_layer_refresh(self._open(), self._stream(x)))
 
-        Call it where graphs are replayed instead of calling the layer.
+    def _forget_arrays(self) -> None:
+        """For the cache, whose key has the arrays' places."""
+        if self._keep is not None:
+            self._keep.forget_arrays()
+            self._set_keep(self._keep)
+
+    def _stream(self, x: Any) -> int | None:
+        return _arrays.current_stream(x) if self.backend == "cuda" else None
+
+    def check(self) -> None:
+        """Raise what a pass that has ended failed with. On GPUs it waits for nothing.
+
+        Call it when you replay graphs instead of calling the layer.
 
         Raises
         ------
         Timeout, Aborted, InvalidArgument
         """
-        check(_abi.library.sy_layer_check(self._open()))
+        with self._lock:
+            check(_abi.library.sy_layer_check(self._open()))
 
     def refresh(self, stream: int | None = None) -> None:
-        """Lay out anew what was copied of the weights (biases, scales on GPUs), which were changed in
-        place. Matrices that are used where they are need no call.
+        """Lay out anew what the library copied of the arrays: biases and scales, on CPUs scales that are
+        not float32 with contiguous rows.
+
+        The next call does so by itself where torch counts in-place changes. Call `refresh` after you
+        changed a copied array through ``.data`` or by a kernel of your own, and for replays of graphs.
 
         Parameters
         ----------
@@ -181,11 +191,14 @@ class Handle:
         Unsupported
             On GPUs, where all weights were copied from host memory.
         """
-        if self._keep is not None:
-            self._keep.refresh()
-        if stream is None and self.backend == "cuda" and _torch_module is not None:
-            stream = _torch_module.cuda.current_stream(self.device).cuda_stream
-        check(_abi.library.sy_layer_refresh(self._open(), stream))
+        with self._lock:
+            handle = self._open()
+            if self._keep is not None:
+                self._keep.refresh()
+                self._keep.changed()
+            if stream is None and self.backend == "cuda" and _torch_module is not None:
+                stream = _torch_module.cuda.current_stream(self.device).cuda_stream
+            check(_abi.library.sy_layer_refresh(handle, stream))
 
     def stats(self) -> Stats:
         """Of the last pass. On GPUs it waits for the device."""
@@ -194,7 +207,8 @@ class Handle:
             num_experts=self.num_experts,
             tokens_per_expert=ctypes.cast(counts, ctypes.POINTER(ctypes.c_int64)),
         )
-        check(_abi.library.sy_layer_get_stats(self._open(), byref(stats)))
+        with self._lock:
+            check(_abi.library.sy_layer_get_stats(self._open(), byref(stats)))
         values = {field.name: getattr(stats, field.name) for field in dataclasses.fields(Stats)}
         return Stats(**values | {"tokens_per_expert": tuple(counts)})
 
@@ -206,11 +220,8 @@ class Handle:
         InvalidArgument
             Unless the layer was made with ``trace=True``.
         """
-        size = ctypes.c_uint64()
-        check(_abi.library.sy_layer_trace(self._open(), None, byref(size)))
-        text = ctypes.create_string_buffer(size.value)
-        check(_abi.library.sy_layer_trace(self._open(), text, byref(size)))
-        return json.loads(text.value)
+        with self._lock:
+            return read_json(_abi.library.sy_layer_trace, self._open())
 
     def recording(self) -> dict[str, Any]:
         """What the last passes routed, of all ranks' tokens; for ``tuner.write_recordings``.
@@ -227,16 +238,8 @@ class Handle:
         InvalidArgument
             Unless the layer was made with ``recorded_steps`` of 1 or more.
         """
-        size = ctypes.c_uint64()
-        check(_abi.library.sy_layer_recording(self._open(), None, None, byref(size)))
-        text = ctypes.create_string_buffer(size.value)
-        check(_abi.library.sy_layer_recording(self._open(), None, text, byref(size)))
-        return json.loads(text.value)["layers"][0]
-
-    def _open(self) -> ctypes.c_void_p:
-        if not self._handle:
-            raise InvalidArgument("the layer is closed; make another")
-        return self._handle
+        with self._lock:
+            return read_json(_abi.library.sy_layer_recording, self._open(), None)["layers"][0]
 
     # ------------------------------------------------------------------------------- one pass
 
@@ -252,36 +255,54 @@ class Handle:
         **more: Any,
     ) -> None:
         """One pass of arrays of any kind."""
-        call = self._call
-        self._seen = self._fast = None
-        keep = []
+        with self._lock:
+            call = self._call
+            self._seen = self._fast = None
+            keep = []
 
-        def put(name: str, array: Any) -> None:
-            if array is None:
-                getattr(call, name).ndim = 0
-                return
-            tensor, kept = _arrays.describe(name, array)
-            setattr(call, name, tensor)
-            keep.append(kept)
+            def put(name: str, array: Any, write: bool = False) -> None:
+                if array is None:
+                    getattr(call, name).ndim = 0
+                    return
+                tensor, kept = _arrays.describe(name, array, write=write)
+                setattr(call, name, tensor)
+                keep.append(kept)
 
-        put("x", x)
-        put("topk_ids", topk_ids)
-        put("topk_weights", topk_weights)
-        put("out", out)
-        put("x_scale", x_scale)
-        for name in ("logits", "token_ids", "ids_out", "weights_out"):
-            put(name, more.get(name))
-        call.accumulate = int(accumulate)
-        call.out_scale = scale
-        call.stream = _arrays.current_stream(x) if self.backend == "cuda" else None
-        if _forward(self._open(), self._call_address):
-            raise_last()
-        del keep
+            self._open()
+            self._see_changes(x)
+            put("x", x)
+            self._require_columns(_arrays.shape_of(call.x))
+            if x_scale is not None and call.x.dtype != _abi.F8_E4M3:
+                raise DTypeMismatch(
+                    f"x_scale is given, but x is {_abi.DTYPE_NAMES[call.x.dtype]}, which has no scales; "
+                    "leave it None"
+                )
+            put("topk_ids", topk_ids)
+            put("topk_weights", topk_weights)
+            put("out", out, True)
+            put("x_scale", x_scale)
+            for name in ("logits", "token_ids"):
+                put(name, more.get(name))
+            written = [array for array in (more.get("ids_out"), more.get("weights_out")) if array is not None]
+            for name in ("ids_out", "weights_out"):
+                put(name, more.get(name), True)
+            call.accumulate = _abi.flag("accumulate", accumulate)
+            call.out_scale = scale
+            call.stream = self._stream(x)
+            if _forward(self._handle, self._call_address):
+                raise_last()
+            _arrays.wrote(out, *written)
+            del keep
+
+    def _require_columns(self, shape: Sequence[int]) -> None:
+        """Or else an `out` that was made like x would be blamed."""
+        if len(shape) != 2 or shape[1] != self.hidden:
+            raise ShapeMismatch(f"x is {list(shape)}; the layer takes [T, {self.hidden}]")
 
     def _run_tensors(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> None:
         """As _run(), for tensors of torch and the plainest of calls, which servers make at each
-        layer of each step. What the tensors look like is described once, until it changes; then
-        only addresses are passed.
+        layer of each step. Tensors are described once, until they look different; then only addresses
+        are passed.
         """
         seen = (
             x.shape,
@@ -301,38 +322,41 @@ class Handle:
             out.dtype,
             out.device,
         )
-        if seen != self._seen:
-            self._run(x, topk_ids, topk_weights, out)
-            call = self._call
-            self._seen = seen
-            self._slots = (call.x, call.topk_ids, call.topk_weights, call.out)
-            tensors = (x, topk_ids, topk_weights, out)
-            alike = out.shape == x.shape and out.dtype == x.dtype
-            together = all(t.device == x.device and t.is_contiguous() for t in tensors)
-            if alike and together and topk_weights.shape == topk_ids.shape:
-                self._fast = (
-                    x.shape,
-                    x.dtype,
-                    x.device,
-                    topk_ids.shape,
-                    topk_ids.dtype,
-                    topk_weights.dtype,
-                    self._slots,
-                    self._handle,
-                    self._call_address,
-                    x.device.index if x.device.type == "cuda" else None,
-                )
-            return
-        a, b, c, d = self._slots
-        a.data = x.data_ptr()
-        b.data = topk_ids.data_ptr()
-        c.data = topk_weights.data_ptr()
-        d.data = out.data_ptr()
-        if self.backend == "cuda":
-            self._call.stream = _arrays.current_stream(x)
-        if _forward(self._handle, self._call_address):
-            self._open()
-            raise_last()
+        with self._lock:
+            if seen != self._seen:
+                self._run(x, topk_ids, topk_weights, out)
+                call = self._call
+                self._seen = seen
+                self._slots = (call.x, call.topk_ids, call.topk_weights, call.out)
+                tensors = (x, topk_ids, topk_weights, out)
+                alike = out.shape == x.shape and out.dtype == x.dtype
+                together = all(t.device == x.device and t.is_contiguous() for t in tensors)
+                if alike and together and topk_weights.shape == topk_ids.shape:
+                    self._fast = (
+                        x.shape,
+                        x.dtype,
+                        x.device,
+                        topk_ids.shape,
+                        topk_ids.dtype,
+                        topk_weights.dtype,
+                        self._slots,
+                        self._handle,
+                        self._call_address,
+                        x.device.index if x.device.type == "cuda" else None,
+                    )
+                return
+            self._see_changes(x)
+            a, b, c, d = self._slots
+            a.data = x.data_ptr()
+            b.data = topk_ids.data_ptr()
+            c.data = topk_weights.data_ptr()
+            d.data = out.data_ptr()
+            if self.backend == "cuda":
+                self._call.stream = _arrays.current_stream(x)
+            if _forward(self._handle, self._call_address):
+                self._open()
+                raise_last()
+        _increment_version((out,))
 
 
 def layer_of(number: int) -> Handle:
@@ -495,7 +519,14 @@ class Experts(Handle):
             raise InvalidArgument(f"bad_ids is {bad_ids!r}; use 'raise' or 'skip'")
         if capacity_rule not in ("slots", "tokens"):
             raise InvalidArgument(f"capacity_rule is {capacity_rule!r}; use 'slots' or 'tokens'")
-        world = world or world_of(workspace)
+        if capacity_rule != "slots" and not capacity_factor:
+            raise InvalidArgument(
+                f"capacity_rule is {capacity_rule!r}, but capacity_factor is 0, which drops nothing; give "
+                "a factor, or leave the rule"
+            )
+        if routing is not None and not isinstance(routing, Routing):
+            raise InvalidArgument(f"routing is {routing!r}; pass a switchyard.Routing")
+        world = checked_world(world) or world_of(workspace)
         weights, sizes, keep = _weights(
             w13, w2, activation, order, transposed, w13_scale, w2_scale, block, w13_bias, w2_bias
         )
@@ -511,8 +542,7 @@ class Experts(Handle):
         if correction_bias is not None:
             if routing is None:
                 raise InvalidArgument("correction_bias is given without routing; pass both")
-            weights.correction_bias, kept = _arrays.describe("correction_bias", correction_bias)
-            keep.append(kept)
+            weights.correction_bias = keep.describe("correction_bias", correction_bias, copied=True)
         c_routing = (routing or Routing())._to_c(correction_bias is not None)
         spec = _abi.LayerSpec(
             routing=ctypes.pointer(c_routing),
@@ -521,12 +551,17 @@ class Experts(Handle):
             num_experts=num_experts,
             top_k=top_k,
             expert_bias=int(w13_bias is not None or w2_bias is not None),
-            weight_on_input=int(weight_on_input),
+            weight_on_input=_abi.flag("weight_on_input", weight_on_input),
             capacity_factor=capacity_factor,
             capacity_rule=int(capacity_rule == "tokens"),
             activation=activation._to_c(),
         )
         cuda = weights.down.weight.device_type == _abi.CUDA
+        if device is not None and not cuda:
+            raise InvalidArgument(
+                f"device is {device!r}, but w2 is in host memory, so a CPU computes; leave it None, or move "
+                "the weights to the GPU"
+            )
         options = _abi.LayerOptions(
             backend=_abi.CUDA if cuda else _abi.CPU,
             max_tokens=max_tokens,
@@ -534,29 +569,29 @@ class Experts(Handle):
             device=(weights.down.weight.device_id if device is None else device) if cuda else -1,
             reserved_sms=reserved_sms,
             compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
-            trace=int(trace),
+            trace=_abi.flag("trace", trace),
             bad_ids=int(bad_ids == "skip"),
-            large_ids_are_none=int(large_ids_are_none),
-            pre_sum_per_host=int(pre_sum_per_host),
+            large_ids_are_none=_abi.flag("large_ids_are_none", large_ids_are_none),
+            pre_sum_per_host=_abi.flag("pre_sum_per_host", pre_sum_per_host),
             deadline_seconds=deadline,
             recorded_steps=recorded_steps,
-            name=name.encode(),
-            table_file=None if table is None else os.fsencode(table),
+            name=_abi.text("name", name),
+            table_file=None if table is None else _abi.path("table", table),
         )
-        handle = choose_memory(options, workspace, workspace_slot, share_memory_with)
-        check(
-            _abi.library.sy_layer_create(
-                world._open(), byref(spec), byref(weights), byref(options), byref(handle)
+        with creating(world, workspace, share_memory_with):
+            handle = choose_memory(options, workspace, workspace_slot, share_memory_with)
+            check(
+                _abi.library.sy_layer_create(
+                    world._open(), byref(spec), byref(weights), byref(options), byref(handle)
+                )
             )
-        )
         super().__init__(handle, keep)
         self.order: Order = order
         self.transposed = transposed
         self.routing = routing
         self._block = block
         # What can be asked for a gradient.
-        both = w13 if isinstance(w13, tuple) else (w13,)
-        self._parameters: Iterable[Any] = [a for a in (*both, w2, w13_bias, w2_bias) if _arrays.is_torch(a)]
+        self._parameters: Iterable[Any] = keep.tensors
         if self._parameters:
             from . import _torch  # noqa: F401  # the operators
 
@@ -620,44 +655,9 @@ class Experts(Handle):
             and not accumulate
             and scale == 1.0
             and not _is_grad_enabled()
+            and (done := self._call_again(x, topk_ids, topk_weights, out)) is not None
         ):
-            shape, dtype, device, ids_shape, ids_dtype, w_dtype, slots, handle, call, cuda = self._fast
-            if (
-                x.shape == shape
-                and x.dtype is dtype
-                and x.device == device
-                and x.is_contiguous()
-                and topk_ids.shape == ids_shape
-                and topk_ids.dtype is ids_dtype
-                and topk_ids.device == device
-                and topk_ids.is_contiguous()
-                and topk_weights.shape == ids_shape
-                and topk_weights.dtype is w_dtype
-                and topk_weights.device == device
-                and topk_weights.is_contiguous()
-                and (
-                    out is None
-                    or (
-                        type(out) is _Tensor
-                        and out.shape == shape
-                        and out.dtype is dtype
-                        and out.device == device
-                        and out.is_contiguous()
-                    )
-                )
-            ):
-                if out is None:
-                    out = _empty_like(x)
-                a, b, c, d = slots
-                a.data = x.data_ptr()
-                b.data = topk_ids.data_ptr()
-                c.data = topk_weights.data_ptr()
-                d.data = out.data_ptr()
-                if cuda is not None:
-                    self._call.stream = _raw_stream(cuda)
-                if _forward(handle, call):
-                    raise_last()
-                return out
+            return done
         torch = _torch_module
         if torch is None or not isinstance(x, _Tensor):
             if _arrays.is_torch(x):
@@ -674,14 +674,14 @@ class Experts(Handle):
                     scale=scale,
                 )
             if out is None:
-                out = _arrays.empty_like(x, "x")
+                out = self._new_out(x, x_scale, accumulate)
             self._run(x, topk_ids, topk_weights, out, x_scale, accumulate, scale)
             return out
         if _is_compiling():
             return self._compiled(x, topk_ids, topk_weights, x_scale, out, accumulate, scale)
         if _is_grad_enabled() and (
             x.requires_grad
-            or topk_weights.requires_grad
+            or getattr(topk_weights, "requires_grad", False)
             or any(p.requires_grad for p in self._parameters)
         ):
             from . import _torch
@@ -689,22 +689,77 @@ class Experts(Handle):
             return _torch.without_backward(
                 self, x, topk_ids, topk_weights, x_scale, out, accumulate, scale
             )
-        plain = x_scale is None and not accumulate and scale == 1.0
-        if plain and isinstance(topk_ids, _Tensor) and isinstance(topk_weights, _Tensor):
-            if out is None:
-                out = torch.empty_like(x, memory_format=torch.contiguous_format)
-            if isinstance(out, _Tensor):
-                self._run_tensors(x, topk_ids, topk_weights, out)
-            else:
-                self._run(x, topk_ids, topk_weights, out)
-            return out
         if out is None:
-            dtype = torch.bfloat16 if x_scale is not None else x.dtype
-            out = torch.empty(x.shape, dtype=dtype, device=x.device)
-            if accumulate:
-                raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
-        self._run(x, topk_ids, topk_weights, out, x_scale, accumulate, scale)
+            out = self._new_out(x, x_scale, accumulate)
+        plain = x_scale is None and accumulate is False and scale == 1.0
+        if (
+            plain
+            and isinstance(topk_ids, _Tensor)
+            and isinstance(topk_weights, _Tensor)
+            and isinstance(out, _Tensor)
+        ):
+            self._run_tensors(x, topk_ids, topk_weights, out)
+        else:
+            self._run(x, topk_ids, topk_weights, out, x_scale, accumulate, scale)
         return out
+
+    def _call_again(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:
+        """A pass of tensors that look like those of the pass before; None if they do not."""
+        with self._lock:
+            if self._fast is None:
+                return None
+            shape, dtype, device, ids_shape, ids_dtype, w_dtype, slots, handle, call, cuda = self._fast
+            if not (
+                x.shape == shape
+                and x.dtype is dtype
+                and x.device == device
+                and x.is_contiguous()
+                and topk_ids.shape == ids_shape
+                and topk_ids.dtype is ids_dtype
+                and topk_ids.device == device
+                and topk_ids.is_contiguous()
+                and topk_weights.shape == ids_shape
+                and topk_weights.dtype is w_dtype
+                and topk_weights.device == device
+                and topk_weights.is_contiguous()
+            ):
+                return None
+            if out is None:
+                result = _empty_like(x)
+            elif (
+                type(out) is _Tensor
+                and out.shape == shape
+                and out.dtype is dtype
+                and out.device == device
+                and out.is_contiguous()
+            ):
+                result = out
+            else:
+                return None
+            for tensor, address, _ in self._places:
+                if tensor.data_ptr() != address:
+                    self._see_changes(x)
+            if self._watched:
+                self._see_changes(x)
+            a, b, c, d = slots
+            a.data = x.data_ptr()
+            b.data = topk_ids.data_ptr()
+            c.data = topk_weights.data_ptr()
+            d.data = result.data_ptr()
+            if cuda is not None:
+                self._call.stream = _raw_stream(cuda)
+            if _forward(handle, call):
+                raise_last()
+        if out is not None:
+            _increment_version((out,))
+        return result
+
+    def _new_out(self, x: Any, x_scale: Any, accumulate: Any) -> Any:
+        if accumulate:
+            raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
+        shape = _arrays.shape("x", x, 2)
+        self._require_columns(shape)
+        return _arrays.empty(x, "x", shape, "bfloat16" if x_scale is not None else None)
 
     def _compiled(
         self,
@@ -781,9 +836,7 @@ class Experts(Handle):
 
             refuse_gradient(x, logits, *self._parameters)
         if out is None:
-            if accumulate:
-                raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
-            out = _arrays.empty_like(x, "x", bf16=x_scale is not None)
+            out = self._new_out(x, x_scale, accumulate)
         self._run(
             x,
             None,
@@ -839,11 +892,13 @@ class Experts(Handle):
             w2_bias,
         )
         _put_placement(weights, placement)
-        check(_abi.library.sy_layer_rebind(self._open(), byref(weights)))
-        # What was bound before may still be read.
-        if self.backend == "cuda":
-            keep.append(self._keep)
-        self._keep = keep
+        with self._lock:
+            check(_abi.library.sy_layer_rebind(self._open(), byref(weights)))
+            # What was bound before may still be read.
+            if self.backend == "cuda":
+                keep.keep(self._keep)
+            self._set_keep(keep)
+        self._parameters = keep.tensors
 
 
 # ----------------------------------------------------------------------------------- weights
@@ -862,13 +917,18 @@ def _weights(
     w2_bias: Any,
 ) -> tuple[_abi.LayerWeights, tuple[int, int, int], Kept]:
     """Descriptors of gate, up and down; (n, I, H); and what must be kept."""
+    require_activation(activation)
     if order not in ORDERS:
         raise InvalidArgument(f"order is {order!r}; use one of {', '.join(ORDERS)}")
+    if order != "gate_up" and not activation.gated:
+        raise InvalidArgument(f"order is {order!r}, but {activation} has no gate; leave it out")
+    if block is not None and w13_scale is None and w2_scale is None:
+        raise InvalidArgument(f"block is {block!r}, but there are no scales; leave it None, or pass them")
+    _abi.flag("transposed", transposed)
     keep = Kept()
 
-    def described(name: str, array: Any, ndim: int) -> _abi.Tensor:
-        tensor, kept = _arrays.describe(name, array)
-        keep.append(kept)
+    def described(name: str, array: Any, ndim: int, copied: bool = False) -> _abi.Tensor:
+        tensor = keep.describe(name, array, copied=copied)
         if tensor.ndim != ndim:
             raise ShapeMismatch(f"{name} is {_arrays.shape_of(tensor)}; it needs {ndim} dimensions")
         return tensor
@@ -903,8 +963,12 @@ def _weights(
     if w2_scale is not None:
         put_scale("w2_scale", w2_scale, weights.down, block, keep)
     if w2_bias is not None:
-        weights.down.bias = described("w2_bias", w2_bias, 2)
-    bias = None if w13_bias is None else described("w13_bias", w13_bias, 2)
+        weights.down.bias = described("w2_bias", w2_bias, 2, copied=True)
+        if _arrays.shape_of(weights.down.bias) != (count, hidden):
+            raise ShapeMismatch(
+                f"w2_bias is {_arrays.shape_of(weights.down.bias)}; it needs ({count}, {hidden})"
+            )
+    bias = None if w13_bias is None else described("w13_bias", w13_bias, 2, copied=True)
     if (w13_bias is None) != (w2_bias is None):
         missing = "w13_bias" if w13_bias is None else "w2_bias"
         raise MissingTensor(f"only one bias is given; pass {missing}, too (of zeros if there is none)")
@@ -939,14 +1003,16 @@ def _put_placement(weights: _abi.LayerWeights, placement: Sequence[int] | None) 
     """The library reads the table at once, and keeps no address of it."""
     if placement is None:
         return
-    experts = [int(expert) for expert in placement]
-    table = (ctypes.c_int32 * len(experts))(*experts)
-    weights.placement = _arrays.view(
-        _abi.Tensor(ctypes.addressof(table), _abi.I32, 1, _abi.CPU, 0),
-        shape=(len(experts),),
-        strides=(1,),
-    )
+    table = _abi.integers("placement", ctypes.c_int32, placement)
+    weights.placement = placement_of(table, len(placement))
     weights._table = table
+
+
+def placement_of(table: Any, places: int) -> _abi.Tensor:
+    """[places], of a table that stays until the library has read it."""
+    return _arrays.view(
+        _abi.Tensor(ctypes.addressof(table), _abi.I32, 1, _abi.CPU, 0), shape=(places,), strides=(1,)
+    )
 
 
 def _of_two(
@@ -964,14 +1030,22 @@ def _of_two(
         raise Unsupported("w13 as (gate, up) with scales or biases is not there yet; pass one array")
     weights = _abi.LayerWeights()
     for name, array in zip(("gate", "up"), w13):
-        tensor, kept = _arrays.describe(f"w13 ({name})", array)
-        keep.append(kept)
+        tensor = keep.describe(f"w13 ({name})", array)
         if tensor.ndim != 3:
             raise ShapeMismatch(f"{name} is {_arrays.shape_of(tensor)}; it needs 3 dimensions")
         getattr(weights, name).weight = _arrays.transpose(tensor) if transposed else tensor
     weights.down.weight = _arrays.transpose(down) if transposed else down
     count, intermediate, hidden = _arrays.shape_of(weights.up.weight)
     return weights, (count, intermediate, hidden), keep
+
+
+def _block_of(block: Sequence[int] | None) -> tuple[int, int]:
+    if block is None:
+        return 128, 128
+    if not isinstance(block, (tuple, list)) or len(block) != 2:
+        raise InvalidArgument(f"block is {block!r}; pass (rows, columns) of a block, or None for 128 x 128")
+    height, width = (_abi.integer("block", size, 1) for size in block)
+    return height, width
 
 
 def put_scale(
@@ -986,8 +1060,7 @@ def put_scale(
 
     halves: rows of gate, and of up, if the matrix has both.
     """
-    tensor, kept = _arrays.describe(name, scale)
-    keep.append(kept)
+    tensor = keep.describe(name, scale, copied=True)
     count, rows, cols = _arrays.shape_of(matrices.weight)
     given = _arrays.shape_of(tensor)
     shape, strides = list(given), list(tensor.strides[: tensor.ndim])
@@ -997,7 +1070,7 @@ def put_scale(
     if shape[0] != count:
         raise ShapeMismatch(f"{name} is {given}, but there are {count} experts")
     tensor = _arrays.view(tensor, shape=tuple(shape), strides=tuple(strides))
-    height, width = block or (128, 128)
+    height, width = _block_of(block)
     if shape[1:] == [1, 1]:
         per = (rows, cols)
     elif halves and shape[1:] == [2, 1] and rows != 2:
@@ -1020,11 +1093,7 @@ def put_scale(
                 f"blocks of {per[0]} rows do not divide the {halves} of gate; repeat the scales for "
                 f"blocks of {smaller} rows and pass block=({smaller}, {per[1]})"
             )
-        times = per[0] // smaller
-        repeated = _repeat_rows(scale, times, math.ceil(rows / smaller))
-        keep.repeated.append((scale, repeated, times))
-        tensor, kept = _arrays.describe(name, repeated)
-        keep.append(kept)
+        tensor = keep.repeat(name, scale, per[0] // smaller, math.ceil(rows / smaller))
         per = (smaller, per[1])
     matrices.scale = tensor
     matrices.scale_rows, matrices.scale_cols = per
@@ -1060,8 +1129,10 @@ def _put_part_of_scale(
 # ------------------------------------------------------------------------------ cached experts
 
 _CACHED_LAYERS = 512
-# Layers and operators, and the versions of what they copied.
+# Layers and operators, and what their small arrays were like.
 _cache: OrderedDict[Any, tuple[Any, list[Any]]] = OrderedDict()
+# Reentrant: garbage is collected, and arrays end, wherever memory is asked for.
+_lock = threading.RLock()
 
 
 class _Weak:
@@ -1075,14 +1146,15 @@ class _Weak:
         return (tensor for tensor in found if tensor is not None)
 
 
-def fingerprint(array: Any) -> Any:
+def fingerprint(name: str, array: Any) -> Any:
     """What tells an array from others, for the cache."""
     if array is None:
         return None
-    if _arrays.is_torch(array):
+    if type(array) is _Tensor and array.is_cpu | array.is_cuda and array.layout is _strided:
         return (array.data_ptr(), tuple(array.shape), array.stride(), array.dtype, array.device)
-    tensor, _ = _arrays.describe("a weight", array)
-    return (tensor.data, _arrays.shape_of(tensor), tuple(tensor.strides), tensor.dtype)
+    tensor, _ = _arrays.describe(name, array)
+    strides = tuple(tensor.strides[: tensor.ndim])
+    return (tensor.data, _arrays.shape_of(tensor), strides, tensor.dtype, tensor.device_type, tensor.device_id)
 
 
 def experts(
@@ -1101,7 +1173,7 @@ def experts(
     """The experts of one layer, as a function. Layers are made once for their weights and cached.
 
     A layer is kept while the arrays it was made of are: pass the same objects, not views made for
-    each call. Scales and biases that were changed in place are seen, if they are tensors of torch.
+    each call. Scales and biases that were changed in place are seen. Several threads may call it.
     Under torch.compile() make an `Experts` instead.
 
     Parameters
@@ -1124,7 +1196,13 @@ def experts(
     Error
         As `Experts` and ``Experts.__call__`` do.
     """
-    layer = cached(w13, w2, top_k=topk_ids.shape[-1], tokens=x.shape[0], **options)
+    layer = cached(
+        w13,
+        w2,
+        top_k=_arrays.shape("topk_ids", topk_ids, 2)[1],
+        tokens=_arrays.shape("x", x, 2)[0],
+        **options,
+    )
     return layer(
         x, topk_ids, topk_weights, x_scale=x_scale, out=out, accumulate=accumulate, scale=scale
     )
@@ -1132,61 +1210,93 @@ def experts(
 
 def cached(w13: Any, w2: Any, *, top_k: int, tokens: int, **options: Any) -> Experts:
     """The layer of these weights; a new one where `tokens` are more than that takes."""
-    small: list[Any] = [options.get(name) for name in ("w13_scale", "w2_scale", "w13_bias", "w2_bias")]
+    names = ("w13_scale", "w2_scale", "w13_bias", "w2_bias", "correction_bias")
+    small: list[Any] = [options.get(name) for name in names]
     rest = tuple(
-        (name, value)
+        (name, tuple(value) if isinstance(value, list) else value)
         for name, value in sorted(options.items())
-        if name not in ("w13_scale", "w2_scale", "w13_bias", "w2_bias", "max_tokens")
+        if name not in (*names, "max_tokens")
     )
-    key = (fingerprint(w13), fingerprint(w2), *map(fingerprint, small), top_k, rest)
-    # In-place changes of what the layer copies.
-    versions = [array._version for array in small if _arrays.is_torch(array)]
-    found = find(key, versions, lambda layer: tokens <= layer.max_tokens)
+    large = w13 if isinstance(w13, tuple) else (w13,)
+    key = (
+        *(fingerprint("w13", array) for array in large),
+        fingerprint("w2", w2),
+        *map(fingerprint, names, small),
+        top_k,
+        rest,
+    )
+    found = find(key, small, lambda layer: tokens <= layer.max_tokens)
     if found is not None:
         return found
     most = options.pop("max_tokens", None) or max(1024, 1 << (tokens - 1).bit_length())
     layer = Experts(w13, w2, top_k=top_k, max_tokens=max(most, tokens), **options)
     # The cache must not keep weights alive: it forgets the layer when one of them goes.
-    arrays = [array for array in (w13, w2, *small) if array is not None]
-    # A changed scale makes another layer: what this one copied need not be refreshed.
-    copies = Kept()
-    if layer._keep is not None:
-        copies.extend(copy for _, copy, _ in layer._keep.repeated)
-    layer._keep = copies
+    layer._forget_arrays()
     layer._parameters = _Weak(list(layer._parameters))
-    remember(key, versions, layer, arrays, copies)
+    remember(key, layer, (*large, w2), small)
     return layer
 
 
-def find(key: Any, versions: list[Any], fits: Callable[[Any], bool]) -> Any:
-    """What was made of these arrays, if it still serves; or None."""
+def find(key: Any, small: Sequence[Any], fits: Callable[[Any], bool]) -> Any:
+    """The layer or operator made of these arrays, if it still serves; or None.
+
+    small: arrays that the library may have copied. They have to be the same objects, unchanged: others
+    may have come to the same place.
+    """
     with _lock:
         found = _cache.get(key)
         if found is None:
             return None
-        made, made_of = found
-        if made_of != versions or made.closed or not fits(made):
+        made, states = found
+        if made.closed or not fits(made) or not all(map(_is_as_then, small, states)):
             return None
-        _cache.move_to_end(key)
+        try:
+            _cache.move_to_end(key)
+        except KeyError:  # garbage was collected just now, and one of its arrays with it
+            pass
         return made
 
 
-def remember(key: Any, versions: list[Any], made: Any, arrays: list[Any], copies: list[Any]) -> None:
-    """Keep what was made of `arrays` until one of them goes. Those that cannot say so go to `copies`."""
-    for array in arrays:
+def _state(array: Any) -> Any:
+    """A reference to a tensor of torch and its version counter. Changes of other arrays are not seen, but
+    looked for at each call."""
+    if not _arrays.is_torch(array):
+        return None
+    return weakref.ref(array), _arrays.version_of(array)
+
+
+def _is_as_then(array: Any, state: Any) -> bool:
+    if state is None:
+        return not _arrays.is_torch(array)
+    return state[0]() is array and state[1] == _arrays.version_of(array)
+
+
+def remember(key: Any, made: Any, large: Sequence[Any], small: Sequence[Any]) -> None:
+    """Keep a layer or an operator until one of its arrays goes."""
+    kept = []
+    for array in (*large, *small):
         try:
-            weakref.finalize(array, _forget, key).atexit = False
-        except TypeError:
-            copies.append(array)
+            if array is not None:
+                weakref.finalize(array, _forget, key).atexit = False
+        except TypeError:  # not to be told of its end
+            kept.append(array)
+    made._cached_arrays = kept
     with _lock:
         old = _cache.pop(key, None)
-        _cache[key] = (made, versions)
+        _cache[key] = (made, [_state(array) for array in small])
         dropped = _cache.popitem(last=False)[1][0] if len(_cache) > _CACHED_LAYERS else None
     del old, dropped
 
 
 def _forget(key: Any) -> None:
+    # Whoever is in a call of it has a reference, and it ends after that.
     with _lock:
         found = _cache.pop(key, None)
-    if found is not None:
-        found[0].close()
+    del found
+
+
+@in_child
+def _forget_all() -> None:
+    global _lock
+    _lock = threading.RLock()
+    _cache.clear()

@@ -6,14 +6,14 @@ import ctypes
 import dataclasses
 import importlib.util
 import math
-import weakref
 from collections.abc import Sequence
 from ctypes import byref
 from typing import Any, Literal
 
 from . import _abi, _arrays
 from ._exchange import _gpu_of
-from ._world import World, close_handle
+from ._handle import Owned, in_child
+from ._world import World, checked_world
 from .errors import DTypeMismatch, InvalidArgument, check
 
 
@@ -75,14 +75,15 @@ class HeapStats:
 
 # GPU heaps that gave out tensors, which do not keep them: they live until close().
 _pinned: set[SymmetricHeap] = set()
+in_child(_pinned.clear)
 
 
-class SymmetricHeap:
+class SymmetricHeap(Owned):
     """Memory of the same size on every rank, which all ranks read and write. Collective.
 
     An allocation has the same place on all ranks, so its address there follows from the one here.
-    All ranks allocate and free alike, in the same order; `barrier` finds it if they do not. One
-    thread at a time may use it.
+    All ranks allocate and free alike, in the same order; `barrier` finds it if they do not. Calls of
+    several threads follow one another, but for `signal`, `wait` and `translate`.
 
     ::
 
@@ -117,6 +118,8 @@ class SymmetricHeap:
         If a rank does not come.
     """
 
+    _noun = "heap"
+
     def __init__(
         self,
         world: World,
@@ -133,8 +136,9 @@ class SymmetricHeap:
             raise InvalidArgument(
                 f"arrays is {arrays!r}, and device {device!r}; use 'torch', or 'numpy' on the CPU"
             )
-        if not 0 < bytes < 1 << 64:
-            raise InvalidArgument(f"a heap of {bytes} bytes was asked for; ask for at least 1")
+        if checked_world(world) is None:
+            raise InvalidArgument("world is None; pass a switchyard.World, such as World.single()")
+        bytes = _abi.integer("bytes", bytes, 1, (1 << 64) - 1)
         options = _abi.HeapOptions(
             backend=_abi.CPU if gpu is None else _abi.CUDA,
             device=-1 if gpu is None else gpu,
@@ -142,11 +146,9 @@ class SymmetricHeap:
             deadline_seconds=deadline,
         )
         handle = ctypes.c_void_p()
-        check(_abi.library.sy_heap_create(world._open(), byref(options), byref(handle)))
-        self._handle = handle
-        self._finalizer = weakref.finalize(
-            self, close_handle, _abi.library.sy_heap_destroy, handle
-        )
+        with world._lock:
+            check(_abi.library.sy_heap_create(world._open(), byref(options), byref(handle)))
+        super().__init__(handle, _abi.library.sy_heap_destroy)
         self.world = world
         self.bytes = bytes
         self.arrays = arrays
@@ -192,15 +194,18 @@ class SymmetricHeap:
         InvalidArgument, DTypeMismatch
             For an alignment, a shape or a type that is none.
         """
-        sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
-        if any(size < 0 for size in sizes):
-            raise InvalidArgument(f"shape is {sizes}; sizes are 0 or more")
+        try:
+            sizes = (shape,) if isinstance(shape, (int, str, bytes)) else tuple(shape)
+        except TypeError:
+            sizes = (shape,)
+        sizes = tuple(_abi.integer("shape", size, 0) for size in sizes)
         kind, item = self._dtype(dtype)
         size = math.prod(sizes) * item
         if size >= 1 << 63:
             raise InvalidArgument(f"shape is {sizes}, which is {size} bytes; no memory has so many")
         pointer = ctypes.c_void_p()
-        check(_abi.library.sy_heap_allocate(self._open(), size, alignment, byref(pointer)))
+        with self._lock:
+            check(_abi.library.sy_heap_allocate(self._open(), size, alignment, byref(pointer)))
         return self._array(pointer.value or 0, size, kind, sizes, _arrays.contiguous_strides(sizes))
 
     def translate(self, array: Any, rank: int) -> Any:
@@ -250,11 +255,13 @@ class SymmetricHeap:
             If nothing is allocated there.
         """
         address = array if isinstance(array, int) else self._address(array)[0]
-        check(_abi.library.sy_heap_free(self._open(), address))
+        with self._lock:
+            check(_abi.library.sy_heap_free(self._open(), address))
 
     def reset(self) -> None:
         """Give everything back. All ranks do so alike."""
-        check(_abi.library.sy_heap_reset(self._open()))
+        with self._lock:
+            check(_abi.library.sy_heap_reset(self._open()))
 
     # ----------------------------------------------------------------------------------- flags
 
@@ -276,7 +283,9 @@ class SymmetricHeap:
         InvalidArgument
             For a flag that is not in the heap.
         """
-        check(_abi.library.sy_heap_signal(self._open(), self._flag(flag), value))
+        address = self._flag(flag)
+        with self._shared() as handle:
+            check(_abi.library.sy_heap_signal(handle, address, value))
 
     def wait(self, flag: Any, value: int, peer: int) -> None:
         """Wait until a flag in this rank's host memory, which `peer` raises, has at least a value.
@@ -299,7 +308,9 @@ class SymmetricHeap:
         Unsupported
             On a GPU.
         """
-        check(_abi.library.sy_heap_wait(self._open(), self._flag(flag), value, peer))
+        address = self._flag(flag)
+        with self._shared() as handle:
+            check(_abi.library.sy_heap_wait(handle, address, value, peer))
 
     def barrier(self) -> None:
         """Wait for all ranks, and check that all have allocated and freed alike. Collective.
@@ -313,39 +324,33 @@ class SymmetricHeap:
         Timeout, Aborted
             If a rank does not come, or the heap is dead.
         """
-        check(_abi.library.sy_heap_barrier(self._open()))
+        with self._lock:
+            check(_abi.library.sy_heap_barrier(self._open()))
 
     def check(self) -> None:
         """Raise `Timeout` or `Aborted` if a wait was given up on any rank, kernels' waits included."""
-        check(_abi.library.sy_heap_check(self._open()))
+        with self._shared() as handle:
+            check(_abi.library.sy_heap_check(handle))
 
     def stats(self) -> HeapStats:
         """How much is used."""
         info = _abi.HeapInfo()
-        check(_abi.library.sy_heap_get_info(self._open(), byref(info)))
+        with self._lock:
+            check(_abi.library.sy_heap_get_info(self._open(), byref(info)))
         names = [field.name for field in dataclasses.fields(HeapStats)]
         return HeapStats(**{name: getattr(info, name) for name in names})
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return not self._handle
 
     def close(self) -> None:
         """Give the memory back. May be called again. Arrays of the heap must not be used any more."""
         _pinned.discard(self)
-        self._finalizer()
+        super().close()
 
     # --------------------------------------------------------------------------------- private
 
-    def _open(self) -> ctypes.c_void_p:
-        if not self._handle:
-            raise InvalidArgument("the heap is closed; make another")
-        return self._handle
-
     def _translate(self, address: int, rank: int) -> int:
         pointer = ctypes.c_void_p()
-        check(_abi.library.sy_heap_translate(self._open(), address, rank, byref(pointer)))
+        with self._shared() as handle:
+            check(_abi.library.sy_heap_translate(handle, address, rank, byref(pointer)))
         return pointer.value or 0
 
     def _dtype(self, dtype: Any) -> tuple[Any, int]:
@@ -370,7 +375,7 @@ class SymmetricHeap:
                 pass
         raise DTypeMismatch(f"dtype {dtype} is not known to {self.arrays}; use one of its own")
 
-    def _address(self, array: Any) -> tuple[int, tuple[int, ...], int]:
+    def _address(self, array: Any, name: str = "array") -> tuple[int, tuple[int, ...], int]:
         """Address, strides in elements, and an element's bytes."""
         if self.arrays == "torch" and _arrays.is_torch(array):
             return array.data_ptr(), tuple(array.stride()), array.element_size()
@@ -380,13 +385,14 @@ class SymmetricHeap:
                 raise InvalidArgument("the array has strides that are no multiples of its elements")
             return array.ctypes.data, tuple(stride // item for stride in array.strides), item
         raise InvalidArgument(
-            f"a {type(array).__name__} was passed; the heap's arrays are of {self.arrays}"
+            f"{name} is a {type(array).__name__}; pass an array of {self.arrays} that empty() made, or an "
+            "address"
         )
 
     def _flag(self, flag: Any) -> int:
         if isinstance(flag, int):
             return flag
-        address, _, item = self._address(flag)
+        address, _, item = self._address(flag, "flag")
         if math.prod(flag.shape) != 1 or item != 8:
             raise InvalidArgument(
                 f"the flag has shape {tuple(flag.shape)} and {item} bytes an element; pass one int64"

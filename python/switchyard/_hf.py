@@ -21,7 +21,8 @@ from . import _abi, _arrays, _probe
 from . import _torch as _torch_operators  # noqa: F401  # registers the operators
 from ._activation import Activation, is_flag, is_real, is_whole
 from ._experts import Experts
-from ._watch import Copies, Watch, registered
+from ._handle import in_child
+from ._watch import Watch, registered
 from ._world import World
 from .errors import DTypeMismatch, Error, InvalidArgument, Unsupported
 
@@ -54,12 +55,9 @@ class _Made:
     watch: Watch
     # Of the module: the name of a child or None, the attribute there, and its value.
     attributes: list[tuple[str | None, str, Any]]
-    copies: Copies | None
     # What layers have in common that work in the same memory: the model and what its size follows from.
     model: object
     form: tuple[Any, ...]
-    # Held during a pass, by all layers in the same memory.
-    lock: Any
 
     def serves(self, module: torch.nn.Module, tokens: int, top_k: int) -> bool:
         """Whether the layer is of what the module has now."""
@@ -91,6 +89,13 @@ _settings = _Settings()
 _made: weakref.WeakKeyDictionary[torch.nn.Module, _Made] = weakref.WeakKeyDictionary()
 # Held while layers are made.
 _making = threading.RLock()
+
+
+@in_child
+def _forget_all() -> None:
+    global _making
+    _making = threading.RLock()
+    _made.clear()
 
 
 def _name(module: torch.nn.Module) -> str:
@@ -318,10 +323,6 @@ def _layer_of(
                 made = None
                 _made.pop(module, None)
                 made = _made[module] = _make(module, tokens, top_k, find, patched)
-    elif made.copies is not None:
-        with made.lock:
-            if made.copies.refresh():
-                made.layer.refresh()
     return made
 
 
@@ -359,16 +360,12 @@ def _make(module: torch.nn.Module, tokens: int, top_k: int, find: _Finder, patch
         )
         # Views of parameters do not say that a gradient of these is asked for.
         layer._parameters = list(watch.tensors)
-        copied = [options[n] for n in ("w13_bias", "w2_bias", "w13_scale", "w2_scale") if n in options]
-        copies = Copies(copied) if copied and layer.backend == "cpu" else None
     return _Made(
         layer,
         watch,
         [(*_split(name), value) for name, value in found.attributes.items()],
-        copies,
         model,
         form,
-        threading.RLock() if other is None else other.lock,
     )
 
 
@@ -391,8 +388,7 @@ def _run(
     if torch.compiler.is_compiling():
         return _compiled(module, x, ids, weights, find, patched)
     made = _layer_of(module, x.shape[0], ids.shape[1], find, patched)
-    with made.lock:
-        return made.layer(x, ids, weights)
+    return made.layer(x, ids, weights)
 
 
 # --------------------------------------------------------------------------------- compiled code
@@ -444,8 +440,7 @@ def _module_experts(
     _, find, patched = _how[owner]
     made = _layer_of(owner, x.shape[0], topk_ids.shape[1], find, patched)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    with made.lock:
-        made.layer._run(x, topk_ids, topk_weights, out)
+    made.layer._run(x, topk_ids, topk_weights, out)
     return out
 
 

@@ -16,7 +16,7 @@ from ._routing import Routing
 from ._torch import apply_without_backward, refuse_gradient
 from ._watch import Watch
 from ._workspace import Workspace, choose_memory, world_of
-from ._world import World
+from ._world import World, checked_world
 from .errors import InvalidArgument, Unsupported, check
 
 _NO_COPY = (
@@ -100,7 +100,7 @@ class MoeLayer(torch.nn.Module):
             If `layer` is no MoE layer.
         Unsupported, SpecMismatch, Timeout
         """
-        world = world or world_of(workspace)
+        world = checked_world(world) or world_of(workspace)
         where = torch.device(device)
         cuda = where.type == "cuda"
         options = _abi.LayerOptions(
@@ -110,18 +110,19 @@ class MoeLayer(torch.nn.Module):
             device=-1 if where.index is None or not cuda else where.index,
             reserved_sms=reserved_sms,
             compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
-            trace=int(trace),
+            trace=_abi.flag("trace", trace),
             deadline_seconds=deadline,
-            pre_sum_per_host=int(pre_sum_per_host),
+            pre_sum_per_host=_abi.flag("pre_sum_per_host", pre_sum_per_host),
             recorded_steps=recorded_steps,
-            name=name.encode(),
+            name=_abi.text("name", name),
         )
         handle = choose_memory(options, workspace, workspace_slot)
-        check(
-            _abi.library.sy_layer_from_checkpoint(
-                world._open(), os.fsencode(path), layer, byref(options), byref(handle)
+        with world._lock:
+            check(
+                _abi.library.sy_layer_from_checkpoint(
+                    world._open(), _abi.path("path", path), layer, byref(options), byref(handle)
+                )
             )
-        )
         return cls(handle)
 
     @classmethod
@@ -174,7 +175,7 @@ class MoeLayer(torch.nn.Module):
         """
         from . import _hf_block
 
-        world = world or world_of(workspace)
+        world = checked_world(world) or world_of(workspace)
         with torch.inference_mode(False), torch.no_grad():
             parts = _hf_block.read(block)
             options = _abi.LayerOptions(
@@ -182,11 +183,11 @@ class MoeLayer(torch.nn.Module):
                 num_threads=num_threads,
                 reserved_sms=reserved_sms,
                 compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
-                trace=int(trace),
+                trace=_abi.flag("trace", trace),
                 deadline_seconds=deadline,
-                pre_sum_per_host=pre_sum_per_host,
+                pre_sum_per_host=_abi.flag("pre_sum_per_host", pre_sum_per_host),
                 recorded_steps=recorded_steps,
-                name=name.encode(),
+                name=_abi.text("name", name),
             )
             handle = choose_memory(options, workspace, workspace_slot)
             layer = cls._of_block(block, parts, world, options, handle)
@@ -227,9 +228,7 @@ class MoeLayer(torch.nn.Module):
         )
 
         def described(name: str, tensor: torch.Tensor) -> _abi.Tensor:
-            result, kept = _arrays.describe(name, tensor)
-            keep.append(kept)
-            return result
+            return keep.describe(name, tensor, copied=True)
 
         weights.router = described("router", parts.router)
         for name in ("router_bias", "correction_bias", "shared_sigmoid"):
@@ -255,11 +254,12 @@ class MoeLayer(torch.nn.Module):
         cuda = found.w2.device.type == "cuda"
         options.backend = _abi.CUDA if cuda else _abi.CPU
         options.device = (found.w2.device.index or 0) if cuda else -1
-        check(
-            _abi.library.sy_layer_create(
-                world._open(), byref(spec), byref(weights), byref(options), byref(handle)
+        with world._lock:
+            check(
+                _abi.library.sy_layer_create(
+                    world._open(), byref(spec), byref(weights), byref(options), byref(handle)
+                )
             )
-        )
         layer = cls(handle, keep, block, parts.watch)
         layer.routing = parts.routing
         return layer

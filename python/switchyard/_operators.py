@@ -5,16 +5,15 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
-import threading
-import weakref
 from ctypes import byref
 from numbers import Integral
 from typing import Any, Literal, Union
 
 from . import _abi, _arrays
-from ._activation import Activation
-from ._experts import ORDERS, Kept, Order, find, fingerprint, put_scale, remember
-from ._world import close_handle
+from ._activation import Activation, require_activation
+from ._arrays import Kept
+from ._experts import ORDERS, Order, find, fingerprint, put_scale, remember
+from ._handle import Owned
 from .errors import DTypeMismatch, InvalidArgument, MissingTensor, ShapeMismatch, check
 
 # "packed"; ("blocked", rows of a block); ("padded", an expert's room in rows)
@@ -31,30 +30,13 @@ def _layout(name: str, layout: Any) -> _abi.RowLayout:
             f"{name} is {layout!r}; use 'packed', ('blocked', rows of a block) or ('padded', rows of "
             "an expert)"
         )
-    return _abi.RowLayout(_LAYOUTS.index(kind), 0, int(size))
+    return _abi.RowLayout(_LAYOUTS.index(kind), 0, _abi.integer(f"the size of {name}", size, 0))
 
 
 def _rows_needed(layout: _abi.RowLayout, num_experts: int, rows: int) -> int:
     needed = ctypes.c_int64()
     check(_abi.library.sy_rows_needed(byref(layout), num_experts, rows, byref(needed)))
     return needed.value
-
-
-def _empty(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
-    """A new array of the kind and device of another, of its type or of another one."""
-    if _arrays.is_torch(like):
-        import torch
-
-        return torch.empty(
-            shape, dtype=like.dtype if dtype is None else getattr(torch, dtype), device=like.device
-        )
-    if _arrays.is_numpy(like) and dtype != "bfloat16":
-        import numpy
-
-        return numpy.empty(shape, dtype=like.dtype if dtype is None else dtype)
-    raise InvalidArgument(
-        f"an array of a {type(like).__name__} is to be made, which Switchyard cannot; pass out"
-    )
 
 
 def _refuse_gradient(*arrays: Any) -> None:
@@ -126,7 +108,7 @@ def _check_schedule(schedule: Any) -> None:
     raise InvalidArgument(f"schedule is {schedule!r}; use a GroupedSchedule, or None for the rules")
 
 
-class GroupedGemm:
+class GroupedGemm(Owned):
     """The products of experts with their rows: ``out[r] = activation(w[e] @ x[r] + bias[e])``.
 
     It owns and copies no weight matrix. One call at a time runs; others wait.
@@ -170,6 +152,8 @@ class GroupedGemm:
         For what the library does not do in this build, or on GPUs: see docs/operators.md.
     """
 
+    _noun = "operator"
+
     def __init__(
         self,
         w: Any,
@@ -188,16 +172,22 @@ class GroupedGemm:
     ) -> None:
         if order not in ORDERS:
             raise InvalidArgument(f"order is {order!r}; use one of {', '.join(ORDERS)}")
+        if activation is not None:
+            require_activation(activation)
+        if order != "gate_up" and (activation is None or not activation.gated):
+            raise InvalidArgument(f"order is {order!r}, but no activation has a gate; leave it out")
+        if block is not None and w_scale is None:
+            raise InvalidArgument(f"block is {block!r}, but there is no w_scale; leave it None, or pass it")
         _check_schedule(schedule)
         keep = Kept()
-        weight, kept = _arrays.describe("w", w)
-        keep.append(kept)
+        weight = keep.describe("w", w)
         if weight.ndim != 3:
             raise ShapeMismatch(f"w is {_arrays.shape_of(weight)}; it needs 3 dimensions")
         spec = _abi.GroupedGemmSpec(order=ORDERS.index(order))
         if activation is not None:
             spec.has_epilogue = 1
             spec.epilogue = activation._to_c()
+        transposed = bool(_abi.flag("transposed", transposed))
         spec.weights.weight = _arrays.transpose(weight) if transposed else weight
         if weight.dtype == _abi.F8_E4M3 and w_scale is None:
             raise MissingTensor("w is float8_e4m3fn; pass w_scale, too")
@@ -209,8 +199,7 @@ class GroupedGemm:
                 )
             put_scale("w_scale", w_scale, spec.weights, block, keep)
         if bias is not None:
-            spec.weights.bias, kept = _arrays.describe("bias", bias)
-            keep.append(kept)
+            spec.weights.bias = keep.describe("bias", bias, copied=True)
         cuda = weight.device_type == _abi.CUDA
         options = _abi.GroupedGemmOptions(
             backend=_abi.CUDA if cuda else _abi.CPU,
@@ -222,16 +211,10 @@ class GroupedGemm:
         if schedule is not None:
             schedule._put(options)
         if table is not None:
-            options.table_file = os.fsencode(table)
+            options.table_file = _abi.path("table", table)
         handle = ctypes.c_void_p()
         check(_abi.library.sy_grouped_gemm_create(byref(spec), byref(options), byref(handle)))
-        self._handle = handle
-        # The library does not own what the operator reads.
-        self._keep: list[Any] | None = keep
-        self._busy = threading.Lock()
-        self._finalizer = weakref.finalize(
-            self, close_handle, _abi.library.sy_grouped_gemm_destroy, handle
-        )
+        super().__init__(handle, _abi.library.sy_grouped_gemm_destroy)
         info = _abi.GroupedGemmInfo()
         check(_abi.library.sy_grouped_gemm_get_info(handle, byref(info)))
         self.num_experts: int = info.num_experts
@@ -245,18 +228,39 @@ class GroupedGemm:
         self.activation = activation
         self.order: Order = order
         self.schedule = schedule
-        self._parameters = [array for array in (w, bias) if _arrays.is_torch(array)]
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return not self._handle
+        # The library does not own what the operator reads.
+        self._keep: Kept | None = keep
+        self._parameters = keep.tensors
+        self._copies = bool(info.copies)
 
     def close(self) -> None:
-        """Give memory and threads back. May be called again."""
-        with self._busy:
-            self._finalizer()
-        self._keep = None
+        """Give memory and threads back, after the call under way. May be called again."""
+        with self._lock:
+            super().close()
+            self._keep = None
+
+    def refresh(self, stream: int | None = None) -> None:
+        """As ``Experts.refresh``."""
+        with self._lock:
+            handle = self._open()
+            if self._keep is not None:
+                self._keep.refresh()
+                self._keep.changed()
+            check(_abi.library.sy_grouped_gemm_refresh(handle, stream))
+
+    def _see_changes(self, stream: int | None) -> None:
+        keep = self._keep
+        if keep is None:
+            return
+        if any(tensor.data_ptr() != address for tensor, address, _ in keep.places):
+            keep.refuse_moved("operator", "make another")
+        if keep.watched and (self._copies or keep.repeats) and keep.changed():
+            self.refresh(stream)
+
+    def _forget_arrays(self) -> None:
+        """For the cache, whose key has the arrays' places."""
+        if self._keep is not None:
+            self._keep.forget_arrays()
 
     def __call__(
         self,
@@ -322,14 +326,16 @@ class GroupedGemm:
             call.out_layout = call.x_layout
         keep = []
 
-        def put(name: str, array: Any) -> None:
+        def put(name: str, array: Any, write: bool = False) -> None:
             if array is None:
                 return
-            tensor, kept = _arrays.describe(name, array)
+            tensor, kept = _arrays.describe(name, array, write=write)
             setattr(call, name, tensor)
             keep.append(kept)
 
         put("x", x)
+        if call.x.ndim != 2 or (call.x.shape[1] != self.k):
+            raise ShapeMismatch(f"x is {list(_arrays.shape_of(call.x))}; the operator takes [rows, {self.k}]")
         put("index", index)
         if out is None:
             if out_index is not None:
@@ -338,20 +344,21 @@ class GroupedGemm:
             if bytes(call.out_layout) != bytes(call.x_layout):
                 rows = _rows_needed(call.out_layout, self.num_experts, rows)
             fp8 = call.x.dtype == _abi.F8_E4M3
-            out = _empty(x, (rows, self.output_columns), "bfloat16" if fp8 else None)
+            out = _arrays.empty(x, "x", (rows, self.output_columns), "bfloat16" if fp8 else None)
         put("ends", ends)
         put("x_scale", x_scale)
-        put("out", out)
+        put("out", out, True)
         put("out_index", out_index)
         put("row_weights", row_weights)
-        put("products", products)
-        put("chosen", chosen)
+        put("products", products, True)
+        put("chosen", chosen, True)
         if self.backend == "cuda":
             call.stream = _arrays.current_stream(x)
-        with self._busy:
-            if not self._handle:
-                raise InvalidArgument("the operator is closed; make another")
-            check(_abi.library.sy_grouped_gemm_run(self._handle, byref(call)))
+        with self._lock:
+            handle = self._open()
+            self._see_changes(call.stream)
+            check(_abi.library.sy_grouped_gemm_run(handle, byref(call)))
+        _arrays.wrote(out, products, chosen)
         del keep
         return out
 
@@ -381,7 +388,7 @@ def grouped_gemm(
     """`GroupedGemm` as a function. Operators are made once for their weights and cached.
 
     An operator is kept while the arrays it was made of are: pass the same objects, not views made
-    for each call. A scale or a bias that was changed in place is seen, if it is a tensor of torch.
+    for each call. A scale or a bias that was changed in place is seen. Several threads may call it.
 
     Parameters
     ----------
@@ -403,7 +410,7 @@ def grouped_gemm(
         As `GroupedGemm` and ``GroupedGemm.__call__`` do.
     """
     _check_schedule(schedule)
-    rows = x.shape[0] if index is None else index.shape[0]
+    rows = _arrays.shape("x", x, 2)[0] if index is None else _arrays.shape("index", index, 1)[0]
     gemm = _cached(
         rows, w, bias, w_scale, activation=activation, order=order, transposed=transposed, block=block,
         compute=compute, schedule=schedule,
@@ -424,19 +431,16 @@ def grouped_gemm(
 
 def _cached(rows: int, w: Any, bias: Any, w_scale: Any, **options: Any) -> GroupedGemm:
     arrays = (w, bias, w_scale)
-    key = ("grouped_gemm", *map(fingerprint, arrays), tuple(options.items()))
-    # In-place changes of what the operator copies.
-    versions = [array._version for array in (bias, w_scale) if _arrays.is_torch(array)]
-    gemm = find(key, versions, lambda made: rows <= made.max_rows)
+    key = ("grouped_gemm", *map(fingerprint, ("w", "bias", "w_scale"), arrays), tuple(options.items()))
+    small = (bias, w_scale)
+    gemm = find(key, small, lambda made: rows <= made.max_rows)
     if gemm is None:
         most = max(65536, 1 << (rows - 1).bit_length())
         gemm = GroupedGemm(w, bias=bias, w_scale=w_scale, max_rows=most, **options)
         # The cache must not keep weights alive: it forgets the operator when one of them goes.
-        copies: list[Any] = []
-        gemm._keep = copies
+        gemm._forget_arrays()
         gemm._parameters = []
-        given = [array for array in arrays if array is not None]
-        remember(key, versions, gemm, given, copies)
+        remember(key, gemm, (w,), small)
     _refuse_gradient(*arrays)
     return gemm
 
@@ -501,23 +505,16 @@ def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutatio
         raise ShapeMismatch(f"ids are {_arrays.shape_of(described)}; pass [T, K]")
     c_layout = _layout("layout", layout)
     shape = _arrays.shape_of(described)
-    most = _rows_needed(c_layout, max(num_experts, 0), shape[0] * shape[1])
+    num_experts = _abi.integer("num_experts", num_experts, 1, 1024)
+    most = _rows_needed(c_layout, num_experts, shape[0] * shape[1])
     cuda = described.device_type == _abi.CUDA
-    if _arrays.is_torch(ids):
-        like = ids
-    elif cuda:
-        raise InvalidArgument(f"ids are a {type(ids).__name__} on a GPU; pass a tensor of torch")
-    else:
-        import numpy
-
-        like = numpy.empty(0)
-    shapes = ((max(num_experts, 0),), (most,), shape)
-    ends, tokens, positions = arrays = [_empty(like, shape, "int32") for shape in shapes]
+    shapes = ((num_experts,), (most,), shape)
+    ends, tokens, positions = arrays = [_arrays.empty(ids, "ids", shape, "int32") for shape in shapes]
     c_ends, c_tokens, c_positions = (_arrays.describe("an output", array)[0] for array in arrays)
     if cuda:
         size = ctypes.c_uint64()
         check(_abi.library.sy_permute_workspace(shape[0] * shape[1], num_experts, byref(size)))
-        workspace = _empty(like, (size.value,), "uint8")
+        workspace = _arrays.empty(ids, "ids", (size.value,), "uint8")
         call = _abi.PermuteCall(
             num_experts=num_experts,
             stream=_arrays.current_stream(ids),
@@ -530,7 +527,7 @@ def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutatio
         )
         dropped = None
         if c_layout.kind == _LAYOUTS.index("padded"):
-            dropped = _empty(like, (1,), "int32")
+            dropped = _arrays.empty(ids, "ids", (1,), "int32")
             call.dropped = _arrays.describe("dropped", dropped)[0]
         check(_abi.library.sy_permute_run(byref(call)))
         del keep
@@ -603,10 +600,10 @@ def unpermute(
     if out is None:
         if accumulate:
             raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
-        out = _empty(rows, (c_positions.shape[0], c_rows.shape[1]))
-    c_out, keep_out = _arrays.describe("out", out)
+        out = _arrays.empty(rows, "rows", (c_positions.shape[0], c_rows.shape[1]))
+    c_out, keep_out = _arrays.describe("out", out, write=True)
     call = _abi.UnpermuteCall(
-        accumulate=int(accumulate), scale=scale, rows=c_rows, positions=c_positions, out=c_out
+        accumulate=_abi.flag("accumulate", accumulate), scale=scale, rows=c_rows, positions=c_positions, out=c_out
     )
     if c_weights is not None:
         call.weights = c_weights
@@ -616,5 +613,6 @@ def unpermute(
     if c_rows.device_type == _abi.CUDA:
         call.stream = _arrays.current_stream(rows)
     check(_abi.library.sy_unpermute_run(byref(call)))
+    _arrays.wrote(out)
     del keep_rows, keep_positions, keep_weights, keep_out
     return out

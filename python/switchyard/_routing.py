@@ -211,24 +211,8 @@ def topk(
         raise ShapeMismatch(f"logits are {shape_of_logits}; pass [T, E]")
     _check_choice(k, described.shape[1], c_routing)
     shape = (described.shape[0], k)
-    if _arrays.is_torch(logits):
-        import torch
-
-        device = logits.device
-        ids = torch.empty(shape, dtype=torch.int32, device=device) if ids_out is None else ids_out
-        weights = torch.empty(shape, dtype=torch.float32, device=device) if weights_out is None else weights_out
-    elif cuda and (ids_out is None or weights_out is None):
-        raise InvalidArgument(
-            f"logits are a {type(logits).__name__} on a GPU; pass a tensor of torch, or ids_out and "
-            "weights_out"
-        )
-    elif ids_out is not None and weights_out is not None:
-        ids, weights = ids_out, weights_out
-    else:
-        import numpy
-
-        ids = numpy.empty(shape, dtype=numpy.int32) if ids_out is None else ids_out
-        weights = numpy.empty(shape, dtype=numpy.float32) if weights_out is None else weights_out
+    ids = _arrays.empty(logits, "logits", shape, "int32") if ids_out is None else ids_out
+    weights = _arrays.empty(logits, "logits", shape, "float32") if weights_out is None else weights_out
     call = _abi.TopkCall(top_k=k, routing=ctypes.pointer(c_routing), logits=described)
     kept = [keep]
     for field, name, array, needed, dtype in (
@@ -238,18 +222,20 @@ def topk(
     ):
         if array is None:
             continue
-        tensor, kept_too = _arrays.describe(name, array)
+        tensor, kept_too = _arrays.describe(name, array, write=array is not correction_bias)
         if _arrays.shape_of(tensor) != needed:
             raise ShapeMismatch(f"{name} is {_arrays.shape_of(tensor)}; pass {needed}")
         if tensor.dtype != dtype:
             raise DTypeMismatch(
                 f"{name} is {_abi.DTYPE_NAMES[tensor.dtype]}; pass {'int32' if dtype == _abi.I32 else 'float32'}"
             )
+        _arrays.require_contiguous(name, tensor)
         _arrays.require_same_device(name, tensor, "logits", described)
         setattr(call, field, tensor)
         kept.append(kept_too)
     if cuda:
         call.stream = _arrays.current_stream(logits)
     check(_abi.library.sy_topk_run(byref(call)))
+    _arrays.wrote(ids_out, weights_out)
     del kept
     return ids, weights

@@ -249,6 +249,9 @@ class Binding:
             deadline=self.options.deadline,
             **small,
         )
+        # Servers load weights as inference tensors, which count no changes, and say when they did:
+        # weights_changed().
+        experts._watches = experts._watched = False
         _first_of_form.setdefault(form, experts)
         return experts
 

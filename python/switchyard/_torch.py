@@ -13,10 +13,15 @@ from .errors import Unsupported
 # Looked up once: they are asked for at every call.
 _layers._torch_module = torch
 _layers._Tensor = torch.Tensor
+_layers._strided = torch.strided
 _layers._is_compiling = torch.compiler.is_compiling
 _layers._is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _layers._is_grad_enabled = torch.is_grad_enabled
 _layers._empty_like = torch.empty_like
+# torch.autograd.graph.increment_version() without its checks of types.
+_layers._increment_version = getattr(
+    torch._C, "_increment_version", torch.autograd.graph.increment_version
+)
 # Not in builds without CUDA, which have no tensors on GPUs either.
 _layers._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 

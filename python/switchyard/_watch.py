@@ -92,26 +92,3 @@ class Watch:
                 return ".".join((*path, leaf))
         return None
 
-
-class Copies:
-    """What a layer on the CPU copied of small tensors, to see changes of any origin.
-
-    PyTorch's version counters do not count what is written through ``.data``, as loaders of weights
-    and trainers do.
-    """
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._pairs = []
-        for tensor in tensors:
-            # Integers: a NaN is unlike itself.
-            numbers = tensor.detach().view(getattr(torch, f"int{8 * tensor.element_size()}"))
-            self._pairs.append((numbers, numbers.clone(memory_format=torch.contiguous_format)))
-
-    def refresh(self) -> bool:
-        """Whether a tensor has other values than at the last call, or than when this was made."""
-        changed = False
-        for tensor, copy in self._pairs:
-            if not torch.equal(tensor, copy):
-                copy.copy_(tensor)
-                changed = True
-        return changed

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import operator
-import weakref
+import threading
+from collections.abc import Iterator
 from ctypes import byref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from . import _abi, _arrays
-from ._activation import Activation
-from ._world import World, close_handle, default_world
+from ._activation import Activation, require_activation
+from ._handle import Owned
+from ._world import World, checked_world, default_world
 from .errors import Error, InvalidArgument, check, raise_last
 
 if TYPE_CHECKING:
@@ -100,7 +103,7 @@ def _device_of(device: torch.device | str | int | None) -> tuple[int, int]:
     return _abi.CUDA, int(number) if number else -1
 
 
-class Workspace:
+class Workspace(Owned):
     """Memory that the layers of a model work in one after the other, in place of one each.
 
     Collective: every rank of the world makes it. It has room for every layer that is no larger in
@@ -172,6 +175,8 @@ class Workspace:
         If a rank does not come.
     """
 
+    _noun = "workspace"
+
     def __init__(
         self,
         world: World | None = None,
@@ -192,7 +197,9 @@ class Workspace:
         pre_sum_per_host: bool = False,
         allocator: Literal["torch"] | DeviceAllocator | None = None,
     ) -> None:
-        world = world or default_world()
+        world = checked_world(world) or default_world()
+        if activation is not None:
+            require_activation(activation)
         backend, number = _device_of(device)
         spec = _abi.LayerSpec(
             hidden=hidden,
@@ -202,7 +209,7 @@ class Workspace:
             shared_intermediate=shared_intermediate,
             # Needs one column of logits more than one without.
             shared_sigmoid_gate=int(shared_intermediate != 0),
-            weight_on_input=int(weight_on_input),
+            weight_on_input=_abi.flag("weight_on_input", weight_on_input),
             activation=(activation or Activation())._to_c(),
         )
         options = _abi.WorkspaceOptions(
@@ -213,23 +220,23 @@ class Workspace:
             num_threads=num_threads,
             device=number,
             reserved_sms=reserved_sms,
-            pre_sum_per_host=int(pre_sum_per_host),
+            pre_sum_per_host=_abi.flag("pre_sum_per_host", pre_sum_per_host),
         )
         self._callbacks = _callbacks_of(allocator, backend)
         if self._callbacks is not None:
             options.allocate = self._callbacks.allocate
             options.release = self._callbacks.release
         handle = ctypes.c_void_p()
-        self._check(
-            _abi.library.sy_workspace_create(
-                world._open(), byref(spec), 1, byref(options), byref(handle)
+        with world._lock:
+            self._check(
+                _abi.library.sy_workspace_create(
+                    world._open(), byref(spec), 1, byref(options), byref(handle)
+                )
             )
-        )
-        self._handle = handle
         # Keeps the callbacks until the handle is gone.
-        self._finalizer = weakref.finalize(
-            self, close_handle, _abi.library.sy_workspace_destroy, handle, self._callbacks
-        )
+        super().__init__(handle, _abi.library.sy_workspace_destroy, kept=self._callbacks)
+        # Of the layers in each slot, whose passes follow one another.
+        self._slot_locks: dict[int, Any] = {}
         info = self._info()
         self.world = world
         self.slots: int = info.slots
@@ -245,11 +252,6 @@ class Workspace:
         """Whether the memory was given back by `release`."""
         return bool(self._info().released)
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return not self._handle
-
     def release(self) -> None:
         """Give the memory back until `restore`; contents are lost. Collective.
 
@@ -264,7 +266,8 @@ class Workspace:
         Timeout, Aborted
             If a pass was given up, or the device does not come to rest.
         """
-        check(_abi.library.sy_workspace_release(self._open()))
+        with self._lock:
+            check(_abi.library.sy_workspace_release(self._open()))
 
     def restore(self) -> None:
         """Get memory again. Collective. Does nothing if there is nothing to restore.
@@ -274,11 +277,12 @@ class Workspace:
         CapacityExceeded
             If memory is short; it is released then.
         """
-        self._check(_abi.library.sy_workspace_restore(self._open()))
+        with self._lock:
+            self._check(_abi.library.sy_workspace_restore(self._open()))
 
     def close(self) -> None:
         """Give the handle back. The memory stays for the layers in it. May be called again."""
-        self._finalizer()
+        super().close()
 
     def __enter__(self) -> Workspace:
         return self
@@ -298,13 +302,9 @@ class Workspace:
 
     def _info(self) -> _abi.WorkspaceInfo:
         info = _abi.WorkspaceInfo()
-        check(_abi.library.sy_workspace_get_info(self._open(), byref(info)))
+        with self._lock:
+            check(_abi.library.sy_workspace_get_info(self._open(), byref(info)))
         return info
-
-    def _open(self) -> ctypes.c_void_p:
-        if not self._handle:
-            raise InvalidArgument("the workspace is closed; make another")
-        return self._handle
 
 
 def _callbacks_of(allocator: Any, backend: int) -> _Callbacks | None:
@@ -343,6 +343,16 @@ def _checked(workspace: Any) -> Workspace:
     )
 
 
+@contextlib.contextmanager
+def creating(world: World, *others: Owned | None) -> Iterator[None]:
+    """Keeps other threads from ending what a layer is made of."""
+    with contextlib.ExitStack() as stack:
+        for owned in (world, *others):
+            if isinstance(owned, Owned):
+                stack.enter_context(owned._lock)
+        yield
+
+
 def choose_memory(
     options: _abi.LayerOptions,
     workspace: Workspace | None,
@@ -357,7 +367,15 @@ def choose_memory(
     if workspace is not None:
         options.workspace = _checked(workspace)._open()
         handle.kept = workspace._callbacks
+        handle.lock = workspace._slot_locks.setdefault(slot, threading.RLock())
+    elif slot != 0:
+        raise InvalidArgument(f"workspace_slot is {slot}, but there is no workspace; pass both")
     if share_memory_with is not None:
+        if not isinstance(share_memory_with, Owned):
+            raise InvalidArgument(
+                f"share_memory_with is a {type(share_memory_with).__name__}; pass an Experts, or None"
+            )
         options.share_memory_with = share_memory_with._open()
         handle.kept = handle.kept or getattr(share_memory_with._handle, "kept", None)
+        handle.lock = share_memory_with._lock
     return handle

@@ -8,34 +8,25 @@ import os
 import secrets
 import socket
 import threading
-import weakref
 from ctypes import byref
 from typing import Any
 
 from . import _abi
+from ._handle import Owned, in_child
 from .errors import InvalidArgument, check
 
 
-def close_handle(destroy: Any, handle: ctypes.c_void_p, kept: object = None) -> None:
-    """End a handle once: the library sets it to null, and does nothing for null.
-
-    A finalizer that calls this keeps `kept` until then.
-    """
-    destroy(byref(handle))
-
-
-class World:
+class World(Owned):
     """A rank among the ranks that share a layer: a process, or a thread.
 
-    Made by `single`, `threads`, `from_env` or `from_process_group`. One thread at a time may use
-    it. A layer keeps its world alive.
+    Made by `single`, `threads`, `from_env` or `from_process_group`. Calls of several threads follow one
+    another. A layer keeps its world alive.
     """
 
+    _noun = "world"
+
     def __init__(self, handle: ctypes.c_void_p) -> None:
-        self._handle = handle
-        self._finalizer = weakref.finalize(
-            self, close_handle, _abi.library.sy_world_destroy, handle
-        )
+        super().__init__(handle, _abi.library.sy_world_destroy)
         info = _abi.WorldInfo()
         check(_abi.library.sy_world_get_info(handle, byref(info)))
         self.rank: int = info.rank
@@ -69,7 +60,9 @@ class World:
         InvalidArgument
             For a size that is no number of ranks.
         """
-        handles = (ctypes.c_void_p * max(size, 1))()
+        # The library refuses other sizes.
+        room = min(max(_abi.integer("size", size), 1), _abi.MAX_RANKS)
+        handles = (ctypes.c_void_p * room)()
         options = _options(deadline)
         check(_abi.library.sy_world_threads(size, byref(options), handles))
         return [World(ctypes.c_void_p(handle)) for handle in handles]
@@ -268,7 +261,8 @@ class World:
         Timeout
             If a rank does not come within the deadline.
         """
-        check(_abi.library.sy_world_barrier(self._open()))
+        with self._lock:
+            check(_abi.library.sy_world_barrier(self._open()))
 
     def abort(self) -> None:
         """End the world for all its ranks: every wait, now and later, raises `Aborted`.
@@ -276,16 +270,12 @@ class World:
         For a rank that cannot go on. From any thread; waits for nobody. Layers of the world cannot
         be used any more.
         """
-        check(_abi.library.sy_world_abort(self._open()))
+        with self._shared() as handle:
+            check(_abi.library.sy_world_abort(handle))
 
     def close(self) -> None:
         """Give the handle back. Layers of this world live on. May be called again."""
-        self._finalizer()
-
-    def _open(self) -> ctypes.c_void_p:
-        if not self._handle:
-            raise InvalidArgument("the world is closed; make another")
-        return self._handle
+        super().close()
 
 
 def _options(
@@ -295,19 +285,15 @@ def _options(
     window: int = 0,
     secret: str = "",
 ) -> _abi.WorldOptions:
-    if "\0" in secret:
-        # The library would take the part before it.
-        raise InvalidArgument("the secret has a zero byte; use random printable characters")
-    for name, value in (("network_chunk_bytes", chunk_bytes), ("network_window", window)):
-        # ctypes would take it modulo 2**32.
-        if not 0 <= value < 2**32:
-            raise InvalidArgument(f"{name} is {value}; use a number from 0 to {2**32 - 1}")
+    if not isinstance(secret, str):
+        # Its value is nobody else's business.
+        raise InvalidArgument(f"secret is a {type(secret).__name__}; use a str of random characters")
     return _abi.WorldOptions(
         deadline_seconds=deadline,
-        rendezvous=rendezvous.encode() if rendezvous else None,
+        rendezvous=_abi.text("rendezvous", rendezvous) or None,
         network_chunk_bytes=chunk_bytes,
         network_window=window,
-        secret=secret.encode() if secret else None,
+        secret=_abi.text("secret", secret) or None,
     )
 
 
@@ -411,8 +397,14 @@ def _keep_port(address: str) -> tuple[str, socket.socket]:
 
 
 _names = 0
-_lock = threading.Lock()
+_lock = threading.RLock()
 _default: World | None = None
+
+
+@in_child
+def _forget_default() -> None:
+    global _lock, _default
+    _lock, _default = threading.RLock(), None
 
 
 def _next_name() -> int:
@@ -426,6 +418,12 @@ def default_world() -> World:
     """The world of one that layers use where none is given."""
     global _default
     with _lock:
-        if _default is None or not _default._handle:
+        if _default is None or _default.closed:
             _default = World.single()
         return _default
+
+
+def checked_world(world: Any) -> World | None:
+    if world is None or isinstance(world, World):
+        return world
+    raise InvalidArgument(f"world is a {type(world).__name__}; pass a switchyard.World, or None")

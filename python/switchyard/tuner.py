@@ -31,12 +31,11 @@ import dataclasses
 import json
 import math
 import os
-import weakref
 from ctypes import byref
 from typing import Any, Callable, Literal, Mapping, Sequence, Union
 
 from . import _abi
-from ._world import close_handle
+from ._handle import Owned, read_json
 from .errors import InvalidArgument, Unsupported, check
 
 __all__ = [
@@ -184,25 +183,20 @@ def _index(name: str, value: Any, all_values: Sequence[str]) -> int:
     return all_values.index(value)
 
 
-def _text(text: str) -> bytes:
-    return str(text).encode()
-
-
-def _file(path: Path) -> bytes:
-    return os.fsencode(path)
-
-
-def _array(kind: Any, values: Sequence[Any] | None) -> tuple[Any, int]:
+def _array(name: str, kind: Any, values: Sequence[Any] | None) -> tuple[Any, int]:
     """An array and its length. None: null, which stands for the default."""
     if values is None:
         return None, 0
+    if kind is ctypes.c_int32:
+        return _abi.integers(name, kind, values), len(values)
+    if kind is ctypes.c_double:
+        values = [_abi.number(f"{name}[{i}]", value) for i, value in enumerate(values)]
     # An empty list is not the default, so it has an address: that of an element that nobody reads.
     return (kind * max(len(values), 1))(*values), len(values)
 
 
 def _counts(counts: Any) -> tuple[Any, int]:
-    values = counts.tolist() if hasattr(counts, "tolist") else list(counts)
-    return (ctypes.c_int64 * max(len(values), 1))(*values), len(values)
+    return _abi.integers("counts", ctypes.c_int64, counts), len(counts)
 
 
 def _kernel(kernel: Kernel) -> tuple[_abi.TuneKernel, list[Any]]:
@@ -210,19 +204,19 @@ def _kernel(kernel: Kernel) -> tuple[_abi.TuneKernel, list[Any]]:
     keep: list[Any] = []
     described = (_abi.TuneConfiguration * max(len(kernel.configurations), 1))()
     for to, c in zip(described, kernel.configurations):
-        names, count = _array(ctypes.c_char_p, [_text(name) for name in c.values])
-        values, _ = _array(ctypes.c_int64, list(c.values.values()))
+        names, count = _array("values", ctypes.c_char_p, [_abi.text("values", n) for n in c.values])
+        values = _abi.integers("values", ctypes.c_int64, c.values.values())
         keep += [names, values]
-        to.name = _text(c.name)
+        to.name = _abi.text("name", c.name)
         to.token_rows, to.weight_rows, to.splits = c.token_rows, c.weight_rows, c.splits
-        to.blocks, to.group_m, to.is_rule = c.blocks, c.group_m, int(c.is_rule)
+        to.blocks, to.group_m, to.is_rule = c.blocks, c.group_m, _abi.flag("is_rule", c.is_rule)
         to.num_values, to.value_names, to.values = count, names, values
     keep.append(described)
     struct = _abi.TuneKernel(
         num_configurations=len(kernel.configurations),
-        name=_text(kernel.name),
+        name=_abi.text("name", kernel.name),
         version=kernel.version,
-        machine=_text(kernel.machine),
+        machine=_abi.text("machine", kernel.machine),
         l2_bytes=kernel.l2_bytes,
         num_sms=kernel.num_sms,
         configurations=described,
@@ -246,7 +240,7 @@ def draw_counts(
     seed : int
         The histogram depends on the arguments alone, on every platform.
     """
-    counts = (ctypes.c_int64 * max(num_experts, 1))()
+    counts = (ctypes.c_int64 * _abi.integer("num_experts", num_experts, 1, 1 << 20))()
     check(
         _abi.library.sy_draw_counts(
             _index("generator", generator, _GENERATORS), tokens, num_experts, top_k, beta, seed, counts
@@ -384,8 +378,8 @@ def profile(
     struct, keep = _kernel(kernel)
     described = (_abi.TuneModel * max(len(known), 1))()
     for to, m in zip(described, known):
-        to.name, to.num_experts, to.top_k = _text(m.name), m.num_experts, m.top_k
-        to.n, to.k, to.unseen = m.n, m.k, int(m.unseen)
+        to.name, to.num_experts, to.top_k = _abi.text("name", m.name), m.num_experts, m.top_k
+        to.n, to.k, to.unseen = m.n, m.k, _abi.flag("unseen", m.unseen)
     plan = _abi.TunePlan(
         generator=_index("generator", generator, _GENERATORS),
         seed=seed,
@@ -395,21 +389,21 @@ def profile(
     if recordings is not None:
         if most_recorded < 1:
             raise InvalidArgument(f"most_recorded is {most_recorded}; use 1 or more")
-        plan.recordings_file, plan.most_recorded = _file(recordings), most_recorded
+        plan.recordings_file, plan.most_recorded = _abi.path("recordings", recordings), most_recorded
     for name, kind, values in (
         ("tokens", ctypes.c_int32, tokens),
         ("betas", ctypes.c_double, betas),
         ("test_tokens", ctypes.c_int32, test_tokens),
         ("test_betas", ctypes.c_double, test_betas),
     ):
-        array, count = _array(kind, values)
+        array, count = _array(name, kind, values)
         keep.append(array)
         setattr(plan, f"num_{name}", count)
         if array is not None:
             setattr(plan, name, array)
     options = _abi.TuneOptions(
-        resume=int(resume),
-        file=_file(file),
+        resume=_abi.flag("resume", resume),
+        file=_abi.path("file", file),
         budget_seconds=budget,
         prune=prune or 0.0,
         time=_abi.TUNE_TIME(timed_unless_failed),
@@ -438,7 +432,10 @@ def fit(profile: Path, file: Path, *, form: Form = "experts", relative: bool = T
     """
     check(
         _abi.library.sy_tune_fit(
-            _file(profile), _index("form", form, _FORMS), int(relative), _file(file)
+            _abi.path("profile", profile),
+            _index("form", form, _FORMS),
+            _abi.flag("relative", relative),
+            _abi.path("file", file),
         )
     )
 
@@ -446,15 +443,15 @@ def fit(profile: Path, file: Path, *, form: Form = "experts", relative: bool = T
 def evaluate(profile: Path, *, form: Form = "experts", relative: bool = True) -> list[Outcome]:
     """What each way to choose costs, at the points to judge by: measured times of the best
     configuration, of the cost model's choice, of the best at balanced routing, and of the rule."""
-    arguments = (_file(profile), _index("form", form, _FORMS), int(relative))
-    size = ctypes.c_uint64()
-    check(_abi.library.sy_tune_evaluate(*arguments, None, byref(size)))
-    text = ctypes.create_string_buffer(size.value)
-    check(_abi.library.sy_tune_evaluate(*arguments, text, byref(size)))
-    return [Outcome(**row) for row in json.loads(text.value)]
+    arguments = (
+        _abi.path("profile", profile),
+        _index("form", form, _FORMS),
+        _abi.flag("relative", relative),
+    )
+    return [Outcome(**row) for row in read_json(_abi.library.sy_tune_evaluate, *arguments)]
 
 
-class Selector:
+class Selector(Owned):
     """Chooses configurations by a fit.
 
     Parameters
@@ -469,18 +466,15 @@ class Selector:
         For a fit of another machine or kernel, or older than the kernel, naming both.
     """
 
+    _noun = "selector"
+
     def __init__(self, kernel: Kernel, fit: Path) -> None:
         struct, keep = _kernel(kernel)
         handle = ctypes.c_void_p()
-        check(_abi.library.sy_tuner_open(byref(struct), _file(fit), byref(handle)))
+        check(_abi.library.sy_tuner_open(byref(struct), _abi.path("fit", fit), byref(handle)))
         del keep
+        super().__init__(handle, _abi.library.sy_tuner_destroy)
         self.kernel = kernel
-        self._handle = handle
-        self._finalizer = weakref.finalize(self, close_handle, _abi.library.sy_tuner_destroy, handle)
-
-    def close(self) -> None:
-        """Give the fit's memory back. May be called again."""
-        self._finalizer()
 
     def select(self, model: str, counts: Any) -> Configuration:
         """The configuration with the least predicted time for the tokens of each expert."""
@@ -494,13 +488,13 @@ class Selector:
         counts : sequence of int, array or tensor [num_experts]
             In host memory.
         """
-        if not self._handle:
-            raise InvalidArgument("the selector is closed; make another one")
         values, count = _counts(counts)
+        name = _abi.text("model", model)
         index, time = ctypes.c_int32(), ctypes.c_double()
-        check(
-            _abi.library.sy_tuner_select(
-                self._handle, _text(model), values, count, byref(index), byref(time)
+        with self._lock:
+            check(
+                _abi.library.sy_tuner_select(
+                    self._open(), name, values, count, byref(index), byref(time)
+                )
             )
-        )
         return self.kernel.configurations[index.value], time.value

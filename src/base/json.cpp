@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "base/foreign_file.h"
 #include "base/printable.h"
 
 namespace switchyard {
@@ -296,6 +297,10 @@ Json parse_json(std::string_view text, ErrorCode code, const std::string& source
                                 "that any model publisher writes, download it again",
                                 printable(source), kMaxDepth, error.byte()));
       case JsonError::Reason::kSyntax:
+        if (text.empty())
+          throw Error(code, fmt::format("{}: is empty; download it again", printable(source)));
+        if (const std::string what = foreign_contents(text); !what.empty())
+          throw Error(code, fmt::format("{}: {}", printable(source), what));
         throw Error(
             code, fmt::format("{}: not valid JSON at byte {} of {}; the file is damaged or is not "
                               "what it claims to be, download it again",

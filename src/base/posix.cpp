@@ -75,7 +75,7 @@ void wait_ready(std::vector<pollfd>& fds, Clock::time_point until) {
 std::chrono::milliseconds checked_deadline(std::chrono::milliseconds deadline) {
   if (deadline.count() <= 0) {
     throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("the deadline is {} ms; give a positive one", deadline.count()));
+                fmt::format("deadline is {} ms; give a positive one", deadline.count()));
   }
   return std::min<std::chrono::milliseconds>(deadline, std::chrono::hours(24 * 365));
 }

@@ -60,7 +60,7 @@ std::unique_ptr<sy_exchange> create(const sy_world& world, const sy_exchange_spe
   options.device = asked.device;
   options.max_sms = asked.max_sms;
   options.trace = asked.trace != 0;
-  options.deadline = milliseconds_of("deadline_seconds", asked.deadline_seconds);
+  options.deadline = milliseconds_of("deadline", asked.deadline_seconds);
   ExchangeSpec spec;
   spec.hidden = given.hidden;
   spec.num_experts = given.num_experts;
@@ -73,6 +73,7 @@ std::unique_ptr<sy_exchange> create(const sy_world& world, const sy_exchange_spe
   spec.pre_sum = given.pre_sum != 0;
   spec.pre_sum_per_host = given.pre_sum_per_host != 0;
   spec.placement = placement_of(given.placement);
+  spec.large_ids_are_none = given.large_ids_are_none != 0;
   return std::unique_ptr<sy_exchange>(
       new sy_exchange{world.world, Exchange(world.world, spec, options)});
 }
@@ -331,6 +332,19 @@ sy_status sy_exchange_combine_recv(sy_exchange* exchange, const sy_combine_outpu
     const sy_combine_output call = read_struct("sy_combine_output", output);
     exchange->exchange.combine_recv(sums_of(*exchange, call, handle->handle.tokens()),
                                     handle->handle);
+  });
+}
+
+sy_status sy_exchange_combine(sy_exchange* exchange, const sy_combine_input* input,
+                              const sy_combine_output* output, sy_exchange_handle* handle) {
+  return guarded([&] {
+    require("exchange", exchange);
+    require("handle", handle);
+    const sy_combine_input sent = read_struct("sy_combine_input", input);
+    const sy_combine_output received = read_struct("sy_combine_output", output);
+    exchange->exchange.combine(results_of(*exchange, sent),
+                               sums_of(*exchange, received, handle->handle.tokens()),
+                               handle->handle);
   });
 }
 

@@ -33,7 +33,7 @@ std::unique_ptr<sy_heap> create(const sy_world& world, const sy_heap_options* op
   SymmetricHeapOptions given;
   given.backend = backend_of(asked.backend);
   given.device = asked.device;
-  given.deadline = milliseconds_of("deadline_seconds", asked.deadline_seconds);
+  given.deadline = milliseconds_of("deadline", asked.deadline_seconds);
   return std::unique_ptr<sy_heap>(
       new sy_heap{SymmetricHeap(world.world, static_cast<std::size_t>(asked.bytes), given)});
 }

@@ -50,7 +50,7 @@ Options options_of(const sy_layer_options* pointer) {
   layer.reserved_sms = given.reserved_sms;
   layer.cooperative_launch = given.no_cooperative_launch == 0;
   layer.trace = given.trace != 0;
-  layer.deadline = milliseconds_of("deadline_seconds", given.deadline_seconds);
+  layer.deadline = milliseconds_of("deadline", given.deadline_seconds);
   if (given.compute != SY_DTYPE_NONE) layer.compute = dtype_of("compute", given.compute);
   if (given.workspace != nullptr) layer.workspace = &given.workspace->workspace;
   layer.workspace_slot = given.workspace_slot;
@@ -78,7 +78,6 @@ std::unique_ptr<sy_layer> create(const sy_world& world, const sy_layer_spec& giv
   Options options = options_of(given_options);
   const LayerSpec spec = spec_of(given_spec);
   const sy_layer_weights given = read_struct("sy_layer_weights", &given_weights);
-  validate(spec);
   options.layer.placement = placement_of(given.placement);
   ScaleCopies scales;
   const int places = options.layer.placement.num_places(spec.num_experts);
@@ -114,9 +113,7 @@ void refresh(sy_layer& layer, void* stream) {
     ScaleCopies scales;
     read_weights(layer.world, layer.layer.spec(), layer.given, layer.places, layer.layer.backend(),
                  scales);
-    for (std::size_t i = 0; i < scales.size(); ++i) {
-      std::copy(scales[i].begin(), scales[i].end(), layer.scales[i].begin());
-    }
+    copy_into(scales, layer.scales);
   }
   layer.layer.refresh(stream);
 }
@@ -399,6 +396,7 @@ sy_status sy_layer_get_info(const sy_layer* layer, sy_layer_info* out) {
     info.has_router = layer->has_router ? 1 : 0;
     info.shared_intermediate = spec.shared_intermediate;
     info.activation = to_c(spec.activation);
+    info.copies = layer->layer.copies() || !layer->scales.empty() ? 1 : 0;
     write_struct("sy_layer_info", info, out);
   });
 }

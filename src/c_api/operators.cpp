@@ -6,6 +6,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/overlap.h"
 #include "c_api/guard.h"
 #include "c_api/specs.h"
 #include "c_api/structs.h"
@@ -15,7 +16,8 @@
 #include "switchyard/tuner.h"
 
 struct sy_grouped_gemm {
-  // Copies of scales among its weights.
+  // What the weights were made of, and copies of scales among them.
+  sy_matrices given;
   switchyard::c_api::ScaleCopies scales;
   int max_rows = 0;
   switchyard::GroupedGemm gemm;
@@ -69,14 +71,23 @@ std::unique_ptr<sy_grouped_gemm> create(const sy_grouped_gemm_spec* given_spec,
   ScaleCopies scales;
   const GroupedGemmWeights weights = weights_of(given.weights, asked.backend, scales);
   GroupedGemmSpec spec;
-  spec.num_experts = static_cast<int>(given.weights.weight.shape[0]);
-  spec.n = static_cast<int>(given.weights.weight.shape[1]);
-  spec.k = static_cast<int>(given.weights.weight.shape[2]);
+  spec.num_experts = whole("num_experts", given.weights.weight.shape[0]);
+  spec.n = whole("n", given.weights.weight.shape[1]);
+  spec.k = whole("k", given.weights.weight.shape[2]);
   if (given.has_epilogue != 0) spec.epilogue = activation_of(given.epilogue);
   spec.order = order_of(given.order);
   GroupedGemm gemm(spec, weights, options);
   return std::unique_ptr<sy_grouped_gemm>(
-      new sy_grouped_gemm{std::move(scales), asked.max_rows, std::move(gemm)});
+      new sy_grouped_gemm{given.weights, std::move(scales), asked.max_rows, std::move(gemm)});
+}
+
+void refresh(sy_grouped_gemm& gemm, void* stream) {
+  if (!gemm.scales.empty()) {
+    ScaleCopies scales;
+    weights_of(gemm.given, gemm.device_type(), scales);
+    copy_into(scales, gemm.scales);
+  }
+  gemm.gemm.refresh(stream);
 }
 
 GroupedInput input_of(const sy_grouped_gemm_call& call, sy_device_type device, int k) {
@@ -173,10 +184,13 @@ std::int64_t permute_on_host(const sy_tensor& ids, int num_experts, const RowLay
                              const sy_tensor& ends, const sy_tensor& positions,
                              const sy_tensor* tokens) {
   const SlotView slots = elements("ids", ids, 2, SY_CPU, {DType::kI32, DType::kI64});
-  elements("ends", ends, 1, SY_CPU, {DType::kI32});
-  elements("positions", positions, 2, SY_CPU, {DType::kI32});
-  if (tokens != nullptr) elements("tokens", *tokens, 1, SY_CPU, {DType::kI32});
-  const Permutation order = permute(slots, static_cast<int>(ids.shape[1]), num_experts, layout);
+  const SlotView ends_out = elements("ends", ends, 1, SY_CPU, {DType::kI32});
+  const SlotView positions_out = elements("positions", positions, 2, SY_CPU, {DType::kI32});
+  SlotView tokens_out;
+  if (tokens != nullptr) tokens_out = elements("tokens", *tokens, 1, SY_CPU, {DType::kI32});
+  require_apart({{"ends", ends_out}, {"positions", positions_out}, {"tokens", tokens_out}},
+                {{"ids", slots}});
+  const Permutation order = permute(slots, whole("top_k", ids.shape[1]), num_experts, layout);
   require_elements("ends", ends, order.ends.size(), false);
   require_elements("positions", positions, order.positions.size(), false);
   if (tokens != nullptr) require_elements("tokens", *tokens, order.tokens.size(), true);
@@ -190,6 +204,16 @@ std::int64_t permute_on_host(const sy_tensor& ids, int num_experts, const RowLay
               static_cast<std::int32_t*>(tokens->data) + tokens->shape[0], -1);
   }
   return static_cast<std::int64_t>(order.tokens.size());
+}
+
+// (permute_on_host() looks at the others.)
+void require_apart_from_outputs(const SlotView& dropped, const sy_permute_call& call) {
+  const SlotView ends = elements("ends", call.ends, 1, SY_CPU, {DType::kI32});
+  const SlotView positions = elements("positions", call.positions, 2, SY_CPU, {DType::kI32});
+  SlotView tokens;
+  if (is_given(call.tokens)) tokens = elements("tokens", call.tokens, 1, SY_CPU, {DType::kI32});
+  require_apart(
+      {{"dropped", dropped}, {"ends", ends}, {"positions", positions}, {"tokens", tokens}}, {});
 }
 
 std::int32_t* numbers(const char* name, const sy_tensor& tensor, int ndim) {
@@ -217,13 +241,13 @@ void permute_on_device(const sy_permute_call& call) {
   const SlotView workspace = elements("workspace", call.workspace, 1, SY_CUDA, {DType::kU8});
   out.workspace = call.workspace.data;
   out.workspace_bytes = workspace.size();
-  permute(slots, static_cast<int>(call.ids.shape[1]), call.num_experts, out,
+  permute(slots, whole("top_k", call.ids.shape[1]), call.num_experts, out,
           stream_on(call.ids, call.stream));
 }
 
 void unpermute_tensors(const sy_unpermute_call& call, sy_device_type device) {
   MatrixView view = matrix("rows", call.rows, device);
-  require_columns("rows", call.rows, -1, static_cast<int>(call.rows.shape[1]));
+  require_columns("rows", call.rows, -1, whole("the number of columns", call.rows.shape[1]));
   view.col_stride = 1;
   const SlotView slots = elements("positions", call.positions, 2, device, {DType::kI32});
   SlotView factors;
@@ -231,7 +255,8 @@ void unpermute_tensors(const sy_unpermute_call& call, sy_device_type device) {
     factors = elements("weights", call.weights, 2, device, {DType::kF32, DType::kBF16});
   }
   check_tensor("out", call.out, 2, device);
-  require_columns("out", call.out, call.positions.shape[0], static_cast<int>(call.rows.shape[1]));
+  require_columns("out", call.out, call.positions.shape[0],
+                  whole("the number of columns", call.rows.shape[1]));
   require_rows_apart("out", call.out);
   ForwardOutput output;
   output.data = call.out.data;
@@ -239,7 +264,7 @@ void unpermute_tensors(const sy_unpermute_call& call, sy_device_type device) {
   output.row_stride = call.out.shape[0] > 1 ? call.out.strides[0] : 0;
   output.scale = call.scale;
   output.accumulate = call.accumulate != 0;
-  const int top_k = static_cast<int>(call.positions.shape[1]);
+  const int top_k = whole("top_k", call.positions.shape[1]);
   if (device == SY_CPU) {
     require_no_stream(call.stream);
     unpermute(view, slots, factors, top_k, output);
@@ -291,6 +316,7 @@ sy_status sy_grouped_gemm_get_info(const sy_grouped_gemm* gemm, sy_grouped_gemm_
     info.k = spec.k;
     info.output_columns = spec.output_columns();
     info.max_rows = gemm->max_rows;
+    info.copies = gemm->gemm.copies() || !gemm->scales.empty() ? 1 : 0;
     write_struct("sy_grouped_gemm_info", info, out);
   });
 }
@@ -303,6 +329,13 @@ sy_status sy_grouped_gemm_run(sy_grouped_gemm* gemm, const sy_grouped_gemm_call*
     require_rows_apart("products", call.products);
     const switchyard::GroupedInput input = input_of(call, gemm->device_type(), gemm->gemm.spec().k);
     gemm->gemm.run(input, output_of(call, gemm->device_type(), gemm->gemm.spec()));
+  });
+}
+
+sy_status sy_grouped_gemm_refresh(sy_grouped_gemm* gemm, void* stream) {
+  return guarded([&] {
+    require("gemm", gemm);
+    refresh(*gemm, stream);
   });
 }
 
@@ -325,8 +358,10 @@ sy_status sy_permute_run(const sy_permute_call* given) {
     if (call.ids.device_type == SY_CUDA) return permute_on_device(call);
     require_no_stream(call.stream);
     if (is_given(call.dropped)) {
-      elements("dropped", call.dropped, 1, SY_CPU, {DType::kI32});
+      const switchyard::SlotView dropped =
+          elements("dropped", call.dropped, 1, SY_CPU, {DType::kI32});
       require_elements("dropped", call.dropped, 1, false);
+      require_apart_from_outputs(dropped, call);
     }
     permute_on_host(call.ids, call.num_experts, layout_of(call.layout), call.ends, call.positions,
                     is_given(call.tokens) ? &call.tokens : nullptr);

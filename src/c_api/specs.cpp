@@ -5,6 +5,7 @@
 #include <cstddef>
 
 #include "c_api/structs.h"
+#include "model/layer_problem.h"
 #include "switchyard/error.h"
 
 namespace switchyard::c_api {
@@ -92,7 +93,13 @@ LayerSpec spec_of(const sy_layer_spec& pointed) {
   spec.capacity_rule = checked("capacity_rule", given.capacity_rule, CapacityRule::kTokens);
   spec.activation = activation_of(given.activation);
   if (given.routing != nullptr) spec.routing = routing_of(*given.routing);
+  require_valid(spec);
   return spec;
+}
+
+void require_valid(const LayerSpec& spec) {
+  const std::string problem = layer_problem(spec);
+  if (!problem.empty()) throw Error(ErrorCode::kInvalidArgument, problem);
 }
 
 std::vector<LayerSpec> specs_of(const sy_layer_spec* specs, std::int32_t count) {

@@ -1,4 +1,4 @@
-// Specs of the C interface as the C++ interface has them. They are checked by validate().
+// Specs of the C interface as the C++ interface has them.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,11 @@
 
 namespace switchyard::c_api {
 
-// Throws Error{kInvalidArgument} for a kind that is none.
+// All throw Error{kInvalidArgument} for a kind that is none.
+// Passes require_valid().
 LayerSpec spec_of(const sy_layer_spec& given);
+// As validate(), but the message names fields as callers of C and Python know them.
+void require_valid(const LayerSpec& spec);
 // An array, whose elements are as long as its first one says.
 std::vector<LayerSpec> specs_of(const sy_layer_spec* specs, std::int32_t count);
 Backend backend_of(sy_device_type given);

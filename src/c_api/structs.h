@@ -41,6 +41,11 @@ template <>
 inline constexpr std::size_t kFirstSize<sy_layer_options> = offsetof(sy_layer_options,
                                                                      recorded_steps);
 template <>
+inline constexpr std::size_t kFirstSize<sy_layer_info> = offsetof(sy_layer_info, copies);
+template <>
+inline constexpr std::size_t kFirstSize<sy_exchange_spec> = offsetof(sy_exchange_spec,
+                                                                     large_ids_are_none);
+template <>
 inline constexpr std::size_t kFirstSize<sy_tune_options> = offsetof(sy_tune_options, prune);
 template <>
 inline constexpr std::size_t kFirstSize<sy_tune_plan> = offsetof(sy_tune_plan, recordings_file);

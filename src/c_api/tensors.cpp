@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 
+#include "base/limits.h"
 #include "switchyard/error.h"
 
 namespace switchyard::c_api {
@@ -29,7 +30,7 @@ std::span<const std::int64_t> shape_of(const sy_tensor& tensor) {
   return {tensor.shape, static_cast<std::size_t>(tensor.ndim)};
 }
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return a == 0 ? 0 : (a - 1) / b + 1; }
 
 float scale_value(const sy_tensor& scale, std::int64_t index) {
   if (scale.dtype == SY_F32) return static_cast<const float*>(scale.data)[index];
@@ -125,38 +126,41 @@ class Scales {
   std::int64_t copy_rows_ = 0, copy_cols_ = 0;
 };
 
-// Fills `matrix` and `bias` of experts[first + i] with the i-th of the tensors.
+// Fills `matrix` and `bias` of experts[first + i] with the i-th of the tensors. `name` is that of
+// the struct that has them; empty where a caller has one only.
 void spread(const std::string& name, const sy_matrices& matrices, std::span<FfnWeights> experts,
             MatrixView FfnWeights::*matrix, VectorView FfnWeights::*bias, ExpertRange own,
             sy_device_type device_type, ScaleCopies& copies) {
+  const auto part = [&](const char* tensor) {
+    return name.empty() ? std::string(tensor) : name + "." + tensor;
+  };
   if (!is_given(matrices.weight)) {
     if (is_given(matrices.bias)) {
       throw Error(ErrorCode::kMissingTensor,
-                  fmt::format("{}.bias is given without {}.weight; pass both", name, name));
+                  fmt::format("{} is given without {}; pass both", part("bias"), part("weight")));
     }
     return;
   }
-  check_tensor((name + ".weight").c_str(), matrices.weight, 3, device_type);
+  check_tensor(part("weight").c_str(), matrices.weight, 3, device_type);
   const std::int64_t count = matrices.weight.shape[0];
   const auto all = static_cast<std::int64_t>(experts.size());
   if (count != all && count != own.end - own.begin) {
-    throw Error(
-        ErrorCode::kShapeMismatch,
-        fmt::format("{}.weight is {}; its first dimension must be all {} experts, or the {} "
-                    "that this rank has ({} to {})",
-                    name, shape_text(matrices.weight), all, own.end - own.begin, own.begin,
-                    own.end - 1));
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("{} is {}; its first dimension must be all {} experts, or the {} "
+                            "that this rank has ({} to {})",
+                            part("weight"), shape_text(matrices.weight), all, own.end - own.begin,
+                            own.begin, own.end - 1));
   }
   const auto first = static_cast<std::size_t>(count == all ? 0 : own.begin);
-  const DType dtype = dtype_of((name + ".weight").c_str(), matrices.weight.dtype);
-  const Scales scales(name + ".scale", matrices, device_type, copies);
+  const DType dtype = dtype_of(part("weight").c_str(), matrices.weight.dtype);
+  const Scales scales(part("scale"), matrices, device_type, copies);
   DType bias_dtype{};
   if (is_given(matrices.bias)) {
-    check_tensor((name + ".bias").c_str(), matrices.bias, 2, device_type);
-    bias_dtype = dtype_of((name + ".bias").c_str(), matrices.bias.dtype);
+    check_tensor(part("bias").c_str(), matrices.bias, 2, device_type);
+    bias_dtype = dtype_of(part("bias").c_str(), matrices.bias.dtype);
     if (matrices.bias.shape[0] != count || matrices.bias.shape[1] != matrices.weight.shape[1]) {
       throw Error(ErrorCode::kShapeMismatch,
-                  fmt::format("{}.bias is {}, but weights {} need [{}, {}]", name,
+                  fmt::format("{} is {}, but weights {} need [{}, {}]", part("bias"),
                               shape_text(matrices.bias), shape_text(matrices.weight), count,
                               matrices.weight.shape[1]));
     }
@@ -174,6 +178,12 @@ void spread(const std::string& name, const sy_matrices& matrices, std::span<FfnW
 }
 
 }  // namespace
+
+void copy_into(const ScaleCopies& fresh, ScaleCopies& older) {
+  for (std::size_t i = 0; i < fresh.size(); ++i) {
+    std::copy(fresh[i].begin(), fresh[i].end(), older[i].begin());
+  }
+}
 
 std::string shape_text(const sy_tensor& tensor) {
   return fmt::format("[{}]", fmt::join(shape_of(tensor), ", "));
@@ -236,7 +246,12 @@ void check_tensor(const char* name, const sy_tensor& tensor, int ndim, sy_device
       throw Error(ErrorCode::kInvalidArgument,
                   fmt::format("{} is {}; sizes are 0 or more", name, shape_text(tensor)));
     }
-    elements *= size;
+    constexpr std::int64_t kMost = std::int64_t{1} << 60;  // bytes of them fit in 64 bits
+    if (__builtin_mul_overflow(elements, size, &elements) || elements > kMost) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("{} is {}, which is more than there can be memory for", name,
+                              shape_text(tensor)));
+    }
   }
   if (elements > 0 && tensor.data == nullptr) {
     throw Error(ErrorCode::kInvalidArgument,
@@ -259,6 +274,11 @@ MatrixView matrix(const char* name, const sy_tensor& tensor, sy_device_type devi
 VectorView vector(const char* name, const sy_tensor& tensor, sy_device_type device_type) {
   check_tensor(name, tensor, 1, device_type);
   return {tensor.data, dtype_of(name, tensor.dtype), tensor.shape[0], tensor.strides[0]};
+}
+
+int whole(const char* name, std::int64_t value) {
+  require_within(name, value, 0, std::numeric_limits<std::int32_t>::max());
+  return static_cast<int>(value);
 }
 
 void require_columns(const char* name, const sy_tensor& tensor, std::int64_t rows, int cols) {
@@ -287,6 +307,8 @@ ExpertPlacement placement_of(const sy_tensor& given) {
   if (given.dtype != SY_I32 || (given.shape[0] > 1 && given.strides[0] != 1)) {
     throw Error(ErrorCode::kDTypeMismatch, "placement must be i32 and contiguous; convert it");
   }
+  constexpr std::int64_t kMostPlaces = 4096;
+  require_within("the number of places", given.shape[0], 1, kMostPlaces);
   const auto* experts = static_cast<const std::int32_t*>(given.data);
   placement.expert_at.assign(experts, experts + given.shape[0]);
   return placement;
@@ -358,10 +380,11 @@ MoeWeights weights_of(const sy_layer_weights& given, int num_experts, ExpertRang
 
 GroupedGemmWeights weights_of(const sy_matrices& given, sy_device_type device_type,
                               ScaleCopies& copies) {
-  check_tensor("weights.weight", given.weight, 3, device_type);
+  check_tensor("weight", given.weight, 3, device_type);
+  require_within("num_experts", given.weight.shape[0], 1, kMostGroupedExperts);
   const auto num_experts = static_cast<std::size_t>(given.weight.shape[0]);
   std::vector<FfnWeights> experts(num_experts);
-  spread("weights", given, experts, &FfnWeights::up, &FfnWeights::up_bias,
+  spread("", given, experts, &FfnWeights::up, &FfnWeights::up_bias,
          {0, static_cast<int>(num_experts)}, device_type, copies);
   GroupedGemmWeights weights;
   for (const FfnWeights& expert : experts) {

@@ -34,6 +34,10 @@ MatrixView matrix(const char* name, const sy_tensor& tensor, sy_device_type devi
 // [size].
 VectorView vector(const char* name, const sy_tensor& tensor, sy_device_type device_type);
 
+// A size of a tensor that the C++ interface has as an int. Throws Error{kInvalidArgument} for one
+// that is none.
+int whole(const char* name, std::int64_t value);
+
 // Throws Error{kShapeMismatch} unless a matrix has that many columns, and so many rows or more
 // where `rows` is not -1; {kInvalidArgument} unless its rows are contiguous.
 void require_columns(const char* name, const sy_tensor& tensor, std::int64_t rows, int cols);
@@ -50,6 +54,9 @@ ExpertPlacement placement_of(const sy_tensor& given);
 
 // Scales in the form that MatrixView refers to, where the caller's have another.
 using ScaleCopies = std::deque<std::vector<float>>;
+// Puts fresh copies where the older ones are, whose addresses are in use. They are of the same
+// tensors, so their sizes are the same.
+void copy_into(const ScaleCopies& fresh, ScaleCopies& older);
 
 // The weights of a layer with `num_experts` experts, of which this rank has `own`.
 MoeWeights weights_of(const sy_layer_weights& given, int num_experts, ExpertRange own, bool gated,

@@ -1,6 +1,7 @@
 // Routing of logits in the C interface.
 #include <span>
 
+#include "base/overlap.h"
 #include "c_api/guard.h"
 #include "c_api/specs.h"
 #include "c_api/structs.h"
@@ -27,10 +28,10 @@ std::int64_t route_on_host(const sy_routing& routing, int top_k, const sy_tensor
   LayerSpec spec;
   // What route() does not look at must make sense, too.
   spec.hidden = spec.intermediate = 1;
-  spec.num_experts = static_cast<int>(logits->shape[1]);
+  spec.num_experts = whole("num_experts", logits->shape[1]);
   spec.top_k = top_k;
   spec.routing = routing_of(routing);
-  validate(spec);
+  require_valid(spec);
   std::span<const float> bias;
   if (correction_bias != nullptr) {
     bias = numbers<const float>("correction_bias", correction_bias, 1, DType::kF32);
@@ -38,8 +39,11 @@ std::int64_t route_on_host(const sy_routing& routing, int top_k, const sy_tensor
   if (spec.routing.method == RoutingMethod::kHash) {
     throw Error(ErrorCode::kUnsupported, "hash routing needs a table; make a layer with a router");
   }
-  return route(spec, scores, bias, {}, numbers<std::int32_t>("ids", ids, 2, DType::kI32),
-               numbers<float>("weights", weights, 2, DType::kF32));
+  const std::span<std::int32_t> chosen = numbers<std::int32_t>("ids", ids, 2, DType::kI32);
+  const std::span<float> factors = numbers<float>("weights", weights, 2, DType::kF32);
+  require_apart({{"ids", chosen}, {"weights", factors}},
+                {{"logits", scores}, {"correction_bias", bias}});
+  return route(spec, scores, bias, {}, chosen, factors);
 }
 
 void route_on_device(const sy_topk_call& call) {

@@ -22,7 +22,7 @@ WorldOptions options_of(const sy_world_options* given) {
   const auto read =
       read_struct_or("sy_world_options", given, sy_world_options SY_WORLD_OPTIONS_INIT);
   WorldOptions options;
-  options.deadline = milliseconds_of("deadline_seconds", read.deadline_seconds);
+  options.deadline = milliseconds_of("deadline", read.deadline_seconds);
   if (read.rendezvous != nullptr) options.rendezvous = read.rendezvous;
   if (read.network_chunk_bytes != 0) options.network.chunk_bytes = read.network_chunk_bytes;
   if (read.network_window != 0) options.network.window = read.network_window;
@@ -36,7 +36,7 @@ std::chrono::milliseconds switchyard::c_api::milliseconds_of(const char* name, d
   constexpr double kMost = 1e12;  // the library itself takes no more than a year
   if (!(seconds >= 0) || seconds > kMost) {
     throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("{} is {}; pass a number of seconds from 0 on", name, seconds));
+                fmt::format("{} is {} s; pass a number of seconds from 0 on", name, seconds));
   }
   return std::chrono::milliseconds(static_cast<std::int64_t>(std::ceil(seconds * 1000)));
 }

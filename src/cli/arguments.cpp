@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/join.h"
 #include "base/names.h"
+#include "base/nearest.h"
 #include "base/numbers.h"
 #include "base/printable.h"
 #include "switchyard/error.h"
@@ -42,17 +44,55 @@ void refuse_empty_values(CLI::App& app) {
   }
 }
 
-// Refuses an unknown command by its name. The parser would only say that a subcommand is required.
+// Refuses an unknown command by its name, and a line without one. The parser would only say that a
+// subcommand is required.
 void require_known(const std::vector<std::string>& arguments,
                    const std::vector<std::unique_ptr<Command>>& commands) {
-  if (arguments.empty() || arguments.front().starts_with("-")) return;
-  std::string names;
-  for (const std::unique_ptr<Command>& command : commands) {
-    if (command->name() == arguments.front()) return;
-    names += (names.empty() ? "" : ", ") + command->name();
+  std::vector<std::string> names;
+  for (const std::unique_ptr<Command>& command : commands) names.push_back(command->name());
+  const std::string list = join(names, ", ");
+  if (arguments.empty())
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        fmt::format("no command is given; the commands are {}; see 'switchyard --help'", list));
+  const std::string& first = arguments.front();
+  if (first == "--help" || first == "-h" || first == "--version") return;
+  if (std::find(names.begin(), names.end(), first) != names.end()) return;
+  if (first.starts_with("-"))
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("'{}' stands where a command is expected; the commands are {}",
+                            printable(first), list));
+  const std::string near = likely_name(first, names);
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("unknown command '{}'{}; the commands are {}", printable(first),
+                          near.empty() ? "" : fmt::format(", perhaps '{}'", near), list));
+}
+
+std::vector<std::string> names_of(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::Option* const option : app.get_options()) {
+    for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+    for (const std::string& name : option->get_snames()) names.push_back("-" + name);
   }
-  throw Error(ErrorCode::kInvalidArgument, fmt::format("unknown command '{}'; the commands are {}",
-                                                       printable(arguments.front()), names));
+  return names;
+}
+
+bool looks_like_option(const std::string& text) {
+  return text.size() > 1 && text[0] == '-' && !parse_real(text);
+}
+
+// A value that was given to a flag, as in --verify=no.
+std::optional<std::string> valued_flag(const std::vector<std::string>& arguments,
+                                       const CLI::App& command) {
+  for (const std::string& argument : arguments) {
+    const std::string name = argument.substr(0, argument.find('='));
+    if (name.size() == argument.size()) continue;
+    for (const CLI::Option* const option : command.get_options())
+      if (option->get_items_expected_max() == 0 && option->check_name(name))
+        return fmt::format("'{}' gives a value to {}, which takes none; leave out '{}'",
+                           printable(argument), name, printable(argument.substr(name.size())));
+  }
+  return std::nullopt;
 }
 
 // Says that an option is repeated, where the parser says "At Most 1 required but received 2". Other
@@ -89,7 +129,7 @@ Option Command::add(CLI::Option& option) const {
 }
 
 Option Command::add_flag(const std::string& name, bool& target, const std::string& help) {
-  return add(*app_.add_flag(name, target, help));
+  return add(*app_.add_flag(name, target, help)->disable_flag_override());
 }
 
 Option Command::add_text(const std::string& name, std::string& target, const std::string& type,
@@ -183,6 +223,12 @@ Option Command::add_backend(const std::string& name, std::optional<Backend>& tar
 
 bool Command::has(const std::string& option) const { return app_.count(option) > 0; }
 
+std::string Command::told(const std::string& name) const {
+  const CLI::Option& option = *app_.get_option(name);
+  if (option.get_items_expected_max() == 0) return name;
+  return fmt::format("{} {}", name, printable(join(option.results(), " ")));
+}
+
 std::vector<std::string> Command::taken_command() const { return app_.remaining(); }
 
 CommandLine::CommandLine(const ProgramText& text)
@@ -200,9 +246,44 @@ Command& CommandLine::add_command(const std::string& name, const std::string& de
   return *commands_.emplace_back(std::make_unique<Command>(app, name));
 }
 
+// Names one argument that the parser could do nothing with. An option that is not known goes before
+// its value, which the parser could not place either.
+std::string CommandLine::describe_unexpected(const std::vector<std::string>& arguments,
+                                             const CLI::App* command) const {
+  if (command == nullptr) return "there are arguments without a command";
+  const std::vector<std::string> left = root_->remaining(true);  // of the command, too
+  const auto is_left = [&](const std::string& argument) {
+    return argument != "--" && std::find(left.begin(), left.end(), argument) != left.end();
+  };
+  const auto option = std::find_if(arguments.begin(), arguments.end(), [&](const auto& argument) {
+    return looks_like_option(argument) && is_left(argument);
+  });
+  const std::string& command_name = command->get_name();
+  if (option == arguments.end()) {
+    const auto value = std::find_if(arguments.begin(), arguments.end(), is_left);
+    return fmt::format(
+        "'{}' was not expected: {} takes no such argument; a value stands behind "
+        "its option",
+        printable(value == arguments.end() ? left.front() : *value), command_name);
+  }
+  const std::string name = option->substr(0, option->find('='));
+  std::string text = fmt::format("{} has no option '{}'", command_name, printable(name));
+  std::vector<std::string> others;
+  for (const CLI::App* const other : root_->get_subcommands({})) {
+    const std::vector<std::string> its = names_of(*other);
+    if (std::find(its.begin(), its.end(), name) != its.end()) others.push_back(other->get_name());
+  }
+  if (const std::string near = likely_name(name, names_of(*command)); !near.empty())
+    text += fmt::format("; perhaps '{}' is meant", near);
+  else if (!others.empty())
+    text += fmt::format("; it is an option of {}", join(others, " and "));
+  return text;
+}
+
 const Command* CommandLine::read(std::vector<std::string> arguments) {
   require_known(arguments, commands_);
   for (CLI::App* const command : root_->get_subcommands({})) refuse_empty_values(*command);
+  const std::vector<std::string> given = arguments;
   try {
     std::reverse(arguments.begin(), arguments.end());  // the parser takes the last one first
     root_->parse(arguments);
@@ -213,9 +294,15 @@ const Command* CommandLine::read(std::vector<std::string> arguments) {
     }
     const CLI::App* const command =
         root_->get_subcommands().empty() ? nullptr : root_->get_subcommands().front();
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("{}; see 'switchyard{} --help'", describe(error, command),
-                            command == nullptr ? "" : " " + command->get_name()));
+    std::optional<std::string> text;
+    if (dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr)
+      text = describe_unexpected(given, command);
+    else if (command != nullptr)
+      text = valued_flag(given, *command);
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        fmt::format("{}; see 'switchyard{} --help'", text ? *text : describe(error, command),
+                    command == nullptr ? "" : " " + command->get_name()));
   }
   const std::string name = root_->get_subcommands().front()->get_name();
   return std::find_if(commands_.begin(), commands_.end(),

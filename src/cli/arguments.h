@@ -94,6 +94,8 @@ class Command {
 
   // These are valid once the command line is read. has() tells whether an option was given.
   bool has(const std::string& option) const;
+  // An option and what was given to it, for messages: "--late 5".
+  std::string told(const std::string& option) const;
   std::vector<std::string> taken_command() const;
 
  private:
@@ -124,6 +126,9 @@ class CommandLine {
   const Command* read(std::vector<std::string> arguments);
 
  private:
+  std::string describe_unexpected(const std::vector<std::string>& arguments,
+                                  const CLI::App* command) const;
+
   std::unique_ptr<CLI::App> root_;
   std::vector<std::unique_ptr<Command>> commands_;
 };

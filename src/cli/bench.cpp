@@ -29,6 +29,7 @@
 #include "cli/commands.h"
 #include "cli/format.h"
 #include "cli/lists.h"
+#include "cli/no_gpu.h"
 #include "cli/output_file.h"
 #include "cli/progress.h"
 #include "cli/source.h"
@@ -85,6 +86,7 @@ struct BenchOptions {
   std::string commit = "unknown";
   bool keep_rival = false;
   std::string command;
+  const Command* line = nullptr;  // tells what was given
 };
 
 constexpr const char* kExamples = R"(Examples:
@@ -303,10 +305,6 @@ void add_report_options(Command& command, BenchOptions& o) {
   throw Error(ErrorCode::kInvalidArgument, message);
 }
 
-bool any(const ConfigOverrides& o) {
-  return o.num_experts > 0 || o.top_k > 0 || o.hidden > 0 || o.intermediate > 0;
-}
-
 template <typename T>
 void keep(std::vector<T>& all, const std::vector<T>& wanted, const std::string& option,
           const std::string& suite) {
@@ -332,10 +330,9 @@ void keep_type(const char* option, const std::optional<DType>& given, BenchPlan&
 }
 
 BenchPlan suite_plan(const BenchOptions& o) {
-  if (any(o.overrides)) {
-    refuse(
-        "--experts, --top-k, --hidden and --intermediate change a --model; a suite is what it "
-        "is");
+  if (const std::vector<std::string> given = told_overrides(o.overrides); !given.empty()) {
+    refuse(fmt::format("{} would change a --model, but a suite is what it is; leave it out",
+                       join(given, ", ")));
   }
   BenchPlan plan = bench::bench_suite(o.suite);
   keep_type("--dtype", o.dtype, plan);
@@ -380,7 +377,8 @@ BenchPlan model_plan(const BenchOptions& o) {
   choose_types(o, plan);
   plan.dtypes = {plan.dtype};
   for (const std::string& model : o.models)
-    plan.layers.push_back(bench::bench_layer(model, o.overrides));
+    plan.layers.push_back(naming_overrides(model, o.overrides,
+                                           [&] { return bench::bench_layer(model, o.overrides); }));
   plan.tokens =
       o.tokens.empty() ? std::vector<std::int64_t>{1, 8, 32, 128, 512, 2048, 8192} : o.tokens;
   plan.betas = o.betas.empty() ? std::vector<double>{1} : o.betas;
@@ -448,31 +446,24 @@ Backend choose_backend(const BenchOptions& o, int ranks) {
   const bool asked = o.backend == Backend::kCuda || !o.suite.empty() || ranks > 1;
   if (o.backend == Backend::kCpu || (!there && !asked)) return Backend::kCpu;
   if (there) return Backend::kCuda;
-  throw Error(
-      ErrorCode::kUnsupported,
-      fmt::format("{} needs a GPU, and there is none that CUDA can use ('switchyard doctor' tells "
-                  "more){}",
-                  ranks > 1   ? fmt::format("--ranks {}", ranks)
-                  : o.backend ? "--backend cuda"
-                              : "--suite " + o.suite,
-                  ranks > 1 ? "" : "; --backend cpu measures the processor"));
+  throw Error(ErrorCode::kUnsupported,
+              fmt::format("{} needs a GPU, and {}{}",
+                          ranks > 1   ? fmt::format("--ranks {}", ranks)
+                          : o.backend ? "--backend cuda"
+                                      : "--suite " + o.suite,
+                          why_no_gpu(), ranks > 1 ? "" : "; --backend cpu measures the processor"));
 }
 
 // Refuses options for CUDA if another backend runs. They would change nothing, but the row's
 // command would name them.
 void require_backend(const BenchOptions& o) {
   if (o.measure.backend == Backend::kCuda) return;
-  const std::pair<const char*, bool> cuda_options[] = {
-      {"--reserved-sms", o.measure.reserved_sms.has_value()},
-      {"--uncooperative", o.measure.uncooperative},
-      {"--traced", o.measure.traced},
-      {"--graph", o.only_graph},
-      {"--cold", o.measure.cold},
-      {"--table", !o.table.empty()},
-      {"--machine-facts", !o.machine_facts.empty()}};
-  for (const auto& [name, given] : cuda_options) {
-    if (!given) continue;
-    refuse(fmt::format("{} is for --backend cuda{}; leave it out", name,
+  constexpr const char* kOptions[] = {"--reserved-sms", "--uncooperative", "--traced",
+                                      "--graph",        "--no-graph",      "--cold",
+                                      "--table",        "--machine-facts"};
+  for (const char* const name : kOptions) {
+    if (!o.line->has(name)) continue;
+    refuse(fmt::format("{} is for --backend cuda{}; leave it out", o.line->told(name),
                        o.backend ? "" : ", but this would run on the cpu"));
   }
 }
@@ -645,24 +636,15 @@ void print_end(const std::vector<Row>& rows, bool with_rival) {
 
 // --suite grouped: GroupedGemm alone. Layers' options would change nothing there.
 void require_grouped(const BenchOptions& o) {
-  const std::pair<const char*, bool> of_layers[] = {
-      {"--model", !o.models.empty()},
-      {"--top-k", o.overrides.top_k > 0},
-      {"--hidden", o.overrides.hidden > 0},
-      {"--intermediate", o.overrides.intermediate > 0},
-      {"--tokens", !o.tokens.empty()},
-      {"--compute", o.compute.has_value()},
-      {"--ranks", o.ranks.has_value()},
-      {"--reserved-sms", o.measure.reserved_sms.has_value()},
-      {"--uncooperative", o.measure.uncooperative},
-      {"--traced", o.measure.traced},
-      {"--given-routing", o.measure.given_routing},
-      {"--gated", o.gated},
-      {"--table", !o.table.empty()},
-      {"--against", !o.against.empty()},
-      {"--keep-rival", o.keep_rival}};
-  for (const auto& [name, given] : of_layers) {
-    if (given) refuse(fmt::format("{} is for layers, not for --suite grouped; leave it out", name));
+  constexpr const char* kOfLayers[] = {
+      "--model",         "--top-k", "--hidden",       "--intermediate",  "--tokens",
+      "--compute",       "--ranks", "--reserved-sms", "--uncooperative", "--traced",
+      "--given-routing", "--gated", "--table",        "--against",       "--keep-rival"};
+  for (const char* const name : kOfLayers) {
+    if (o.line->has(name)) {
+      refuse(fmt::format("{} is for layers, not for --suite grouped; leave it out",
+                         o.line->told(name)));
+    }
   }
   if (o.measure.verify) {
     refuse("--suite grouped compares every point with fp64 as it is; leave out --verify");
@@ -734,43 +716,54 @@ int run_grouped(BenchOptions options) {
   return print_grouped(grouped, points, json);
 }
 
-using Given = std::pair<const char*, bool>;  // an option's name, and whether it was given
+void require_absent(const BenchOptions& o, std::span<const char* const> options) {
+  for (const char* const name : options) {
+    if (o.line->has(name)) {
+      refuse(fmt::format("{} is not for --suite {}; leave it out", o.line->told(name), o.suite));
+    }
+  }
+}
 
-void require_absent(const std::string& suite, std::span<const Given> options) {
-  for (const auto& [name, given] : options) {
-    if (given) refuse(fmt::format("{} is not for --suite {}; leave it out", name, suite));
+// Refuses options of a suite that is not the one asked for.
+void require_suite(const BenchOptions& o, std::string_view suite,
+                   std::span<const char* const> options) {
+  if (o.suite == suite) return;
+  for (const char* const name : options) {
+    if (o.line->has(name)) {
+      refuse(fmt::format("{} is for --suite {}; leave it out", o.line->told(name), suite));
+    }
   }
 }
 
 // Options of the suites that time layers or GroupedGemm, which no other suite has.
 void require_no_timing_options(const BenchOptions& o) {
-  const Given of_others[] = {{"--intermediate", o.overrides.intermediate > 0},
-                             {"--compute", o.compute.has_value()},
-                             {"--balancedness", !o.betas.empty()},
-                             {"--n", o.n > 0},
-                             {"--k", o.k > 0},
-                             {"--rows", !o.rows.empty()},
-                             {"--swiglu", o.swiglu},
-                             {"--reserved-sms", o.measure.reserved_sms.has_value()},
-                             {"--uncooperative", o.measure.uncooperative},
-                             {"--traced", o.measure.traced},
-                             {"--graph", o.only_graph},
-                             {"--no-graph", o.no_graph},
-                             {"--cold", o.measure.cold},
-                             {"--given-routing", o.measure.given_routing},
-                             {"--gated", o.gated},
-                             {"--machine-facts", !o.machine_facts.empty()},
-                             {"--table", !o.table.empty()},
-                             {"--verify", o.measure.verify},
-                             {"--against", !o.against.empty()},
-                             {"--keep-rival", o.keep_rival}};
-  require_absent(o.suite, of_others);
+  constexpr const char* kOfOthers[] = {"--intermediate",
+                                       "--compute",
+                                       "--balancedness",
+                                       "--n",
+                                       "--k",
+                                       "--rows",
+                                       "--swiglu",
+                                       "--reserved-sms",
+                                       "--uncooperative",
+                                       "--traced",
+                                       "--graph",
+                                       "--no-graph",
+                                       "--cold",
+                                       "--given-routing",
+                                       "--gated",
+                                       "--machine-facts",
+                                       "--table",
+                                       "--verify",
+                                       "--against",
+                                       "--keep-rival"};
+  require_absent(o, kOfOthers);
 }
 
 // --suite exchange: Exchange alone. The suites all_to_all and hosts have no more of these options.
 void require_exchange(const BenchOptions& o) {
-  const Given of_layers[] = {{"--model", !o.models.empty()}};
-  require_absent(o.suite, of_layers);
+  constexpr const char* kOfLayers[] = {"--model"};
+  require_absent(o, kOfLayers);
   require_no_timing_options(o);
   if (o.backend == Backend::kCuda && gpu::device_count() == 0) {
     throw Error(
@@ -835,9 +828,8 @@ int run_exchange(const BenchOptions& options) {
 // --suite hosts: what crosses hosts, as a rank of a world that a launcher has started.
 int run_hosts(const BenchOptions& o) {
   require_exchange(o);
-  const Given of_one_process[] = {
-      {"--ranks", o.ranks.has_value()}, {"--dtype", o.dtype.has_value()}, {"--pre-sum", o.pre_sum}};
-  require_absent(o.suite, of_one_process);
+  constexpr const char* kOfOneProcess[] = {"--ranks", "--dtype", "--pre-sum"};
+  require_absent(o, kOfOneProcess);
   const std::filesystem::path json =
       o.json.empty() ? std::filesystem::path() : output_file("--json", o.json);
   if (!json.empty()) results::require_mergeable_hosts(json);
@@ -867,14 +859,9 @@ int run_hosts(const BenchOptions& o) {
 // --suite all_to_all: the all-to-all problem, rung by rung.
 int run_all_to_all(const BenchOptions& o) {
   // The cases are the problem's: sizes and types cannot be chosen, either.
-  const Given of_points[] = {{"--experts", o.overrides.num_experts > 0},
-                             {"--top-k", o.overrides.top_k > 0},
-                             {"--hidden", o.overrides.hidden > 0},
-                             {"--tokens", !o.tokens.empty()},
-                             {"--dtype", o.dtype.has_value()},
-                             {"--seed", o.seed != 0},
-                             {"--pre-sum", o.pre_sum}};
-  require_absent(o.suite, of_points);
+  constexpr const char* kOfPoints[] = {"--experts", "--top-k", "--hidden", "--tokens",
+                                       "--dtype",   "--seed",  "--pre-sum"};
+  require_absent(o, kOfPoints);
   require_exchange(o);
   bench::AllToAllOptions all_to_all;
   all_to_all.rungs = all_to_all::find_rungs(o.rungs.empty() ? "all" : o.rungs);
@@ -902,11 +889,8 @@ int run_all_to_all(const BenchOptions& o) {
 // --suite late: ranks that are late.
 int run_late(const BenchOptions& o) {
   // The layers are the models', as they are.
-  const Given of_points[] = {{"--experts", o.overrides.num_experts > 0},
-                             {"--top-k", o.overrides.top_k > 0},
-                             {"--hidden", o.overrides.hidden > 0},
-                             {"--pre-sum", o.pre_sum}};
-  require_absent(o.suite, of_points);
+  constexpr const char* kOfPoints[] = {"--experts", "--top-k", "--hidden", "--pre-sum"};
+  require_absent(o, kOfPoints);
   require_no_timing_options(o);
   const std::filesystem::path json =
       o.json.empty() ? std::filesystem::path() : output_file("--json", o.json);
@@ -926,21 +910,19 @@ int run_late(const BenchOptions& o) {
 }
 
 int run(BenchOptions options) {
-  if (!options.late_us.empty() && options.suite != bench::kLateSuite) {
-    refuse("--late is for --suite late; leave it out");
-  }
+  constexpr const char* kOfLate[] = {"--late"};
+  constexpr const char* kOfAllToAll[] = {"--rung", "--trace", "--random-experts"};
+  constexpr const char* kOfExchange[] = {"--pre-sum"};
+  constexpr const char* kOfGrouped[] = {"--rows", "--n", "--k", "--swiglu"};
+  require_suite(options, bench::kLateSuite, kOfLate);
+  require_suite(options, bench::kAllToAllSuite, kOfAllToAll);
   if (options.suite == bench::kAllToAllSuite) return run_all_to_all(options);
-  if (!options.rungs.empty() || !options.trace.empty() || options.random_experts) {
-    refuse("--rung, --trace and --random-experts are for --suite all_to_all; leave them out");
-  }
   if (options.suite == bench::kExchangeSuite) return run_exchange(options);
   if (options.suite == bench::kHostsSuite) return run_hosts(options);
   if (options.suite == bench::kLateSuite) return run_late(options);
-  if (options.pre_sum) refuse("--pre-sum is for --suite exchange; leave it out");
+  require_suite(options, bench::kExchangeSuite, kOfExchange);
   if (options.suite == bench::kGroupedSuite) return run_grouped(std::move(options));
-  if (options.n > 0 || options.k > 0 || !options.rows.empty() || options.swiglu) {
-    refuse("--rows, --n, --k and --swiglu are for --suite grouped; leave them out");
-  }
+  require_suite(options, bench::kGroupedSuite, kOfGrouped);
   bench::SessionOptions session_options;
   BenchPlan plan = make_plan(options);
   require_consistent(options, plan);
@@ -995,6 +977,7 @@ void add_bench(CommandLine& line, const std::vector<std::string>& arguments) {
   add_report_options(command, *options);
   command.footer(kExamples);
   options->command = command_of(arguments);
+  options->line = &command;
   command.runs([options] { return run(*options); });
 }
 

@@ -86,6 +86,15 @@ int run(const HtmlReportOptions& o) {
         "there is nothing to show; give files of rows, --profile or --routing; see 'switchyard "
         "report --help'");
   }
+  for (const auto& [name, file] :
+       {std::pair{"--published", &o.published}, {"--machine-facts", &o.machine_facts}}) {
+    if (o.files.empty() && !file->empty()) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("{} {} is for rows, and no file of rows is given; give one, or leave "
+                              "it out",
+                              name, printable(*file)));
+    }
+  }
   const std::filesystem::path output = output_file("-o", o.output, inputs);
   std::vector<std::filesystem::path> paths;  // of layers' rows
   std::vector<report::Ladder> ladders;

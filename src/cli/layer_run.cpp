@@ -8,7 +8,10 @@
 #include <utility>
 
 #include "base/host_memory.h"
+#include "base/mapped_file.h"
+#include "base/names.h"
 #include "cli/format.h"
+#include "cli/no_gpu.h"
 #include "cli/output_file.h"
 #include "fabric/environment.h"
 #include "gpu/device.h"
@@ -30,18 +33,41 @@ void require_consistent(const LayerRunOptions& options) {
   }
   if (options.backend != Backend::kCuda) {
     if (options.backend && options.ranks.reserved_sms) {
-      refuse("--reserved-sms is for --backend cuda; leave it out");
+      refuse(fmt::format("--reserved-sms {} is for --backend cuda; leave it out",
+                         *options.ranks.reserved_sms));
     }
     return;
   }
-  if (options.ranks.threads > 0) refuse("--threads is for --backend cpu; leave it out");
+  if (options.ranks.threads > 0) {
+    refuse(fmt::format("--threads {} is for --backend cpu; leave it out", options.ranks.threads));
+  }
   if (gpu::device_count() > 0) return;
   throw Error(ErrorCode::kUnsupported,
-              gpu::built_with_cuda()
-                  ? "--backend cuda needs a GPU, and there is none that CUDA can use "
-                    "('switchyard doctor' tells more); use --backend cpu"
-                  : "--backend cuda is not part of this build, which found no nvcc or no CUTLASS "
-                    "headers; use --backend cpu");
+              fmt::format("--backend cuda needs a GPU, and {}; use --backend cpu", why_no_gpu()));
+}
+
+// Refuses options that would change nothing, now that it is known what they could change.
+void require_used(const LayerRunOptions& options, const LayerRun& run) {
+  const bool draws = options.source.checkpoint.empty() || options.batch.input.empty() ||
+                     options.batch.balancedness ||
+                     run.source.spec.routing.method == RoutingMethod::kHash;
+  if (options.seed_given && !draws) {
+    refuse(
+        fmt::format("--seed is {}, but nothing is drawn at random where --checkpoint and "
+                    "--input are given; leave it out",
+                    options.source.seed));
+  }
+}
+
+// Says in the command's words what resolve_compute() says in the library's.
+DType compute_of(const LayerRunOptions& options, const MoeWeights& weights) {
+  try {
+    return resolve_compute(weights, options.compute);
+  } catch (const Error& error) {
+    if (!options.compute) throw;
+    throw Error(error.code(),
+                fmt::format("--compute is {}: {}", short_name(*options.compute), error.what()));
+  }
 }
 
 // Chooses the GPUs if there is one per rank and no option or type suits the CPU only.
@@ -53,8 +79,9 @@ Backend default_backend(const LayerRunOptions& options, int ranks, int rank) {
   }
   if (options.ranks.reserved_sms) {
     refuse(
-        "--reserved-sms is for --backend cuda, but this would run on the cpu; leave it out, or "
-        "give --backend cuda as well");
+        fmt::format("--reserved-sms {} is for --backend cuda, but this would run on the cpu; leave "
+                    "it out, or give --backend cuda as well",
+                    *options.ranks.reserved_sms));
   }
   return Backend::kCpu;
 }
@@ -141,7 +168,10 @@ LayerRun run_layer(LayerRunOptions& options, bool show_progress) {
 
   const int ranks = as_process ? launched->size : options.ranks.ranks;
   require_consistent(options);
-  if (options.ranks.late && ranks == 1) refuse("--late is for several ranks; give --ranks, too");
+  if (options.ranks.late && ranks == 1) {
+    refuse(fmt::format("--late {} is for several ranks; give --ranks, too",
+                       options.ranks.late->count()));
+  }
   options.batch.seed = options.source.seed;
   LayerRun run;
   run.source = load_source(options.source, as_process ? ranks : 1, leads && show_progress);
@@ -149,7 +179,8 @@ LayerRun run_layer(LayerRunOptions& options, bool show_progress) {
     run.source.spec.capacity_factor = static_cast<float>(*options.capacity_factor);
     if (options.capacity_of_tokens) run.source.spec.capacity_rule = CapacityRule::kTokens;
   }
-  options.ranks.compute = resolve_compute(run.source.weights, options.compute);
+  require_used(options, run);
+  options.ranks.compute = compute_of(options, run.source.weights);
   options.ranks.backend = options.backend
                               ? *options.backend
                               : default_backend(options, ranks, as_process ? launched->rank : 0);
@@ -160,6 +191,7 @@ LayerRun run_layer(LayerRunOptions& options, bool show_progress) {
   run.batch = run::make_batch(options.batch, run.source, value_type(options.ranks.compute));
   run.result = as_process ? run::run_as_process(run.source, run.batch, options.ranks)
                           : run::run_as_threads(run.source, run.batch, options.ranks);
+  MappedFile::require_all_whole();  // --input, too
   return run;
 }
 

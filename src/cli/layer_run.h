@@ -21,7 +21,7 @@ struct LayerRunOptions {
   SourceOptions source;
   BatchOptions batch;
   RankOptions ranks;
-  bool ranks_given = false;
+  bool ranks_given = false, seed_given = false;
   std::optional<Backend> backend;
   std::optional<DType> compute;
   std::optional<double> capacity_factor;

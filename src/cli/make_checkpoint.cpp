@@ -13,6 +13,7 @@
 #include "cli/format.h"
 #include "cli/progress.h"
 #include "cli/source.h"
+#include "model/config.h"
 #include "model/generate.h"
 #include "model/model_table.h"
 #include "switchyard/weights.h"
@@ -101,6 +102,10 @@ struct Interrupted {};
 
 int make_checkpoint(MakeOptions& options) {
   const ModelEntry& entry = find_model(options.model);
+  naming_overrides(entry.name, options.write.overrides, [&] {
+    return rewrite_config(entry.config_json, options.write.overrides,
+                          options.write.dtype.value_or(entry.dtype));
+  });
   try {
     const DelayedSignals signals;
     ProgressBar bar("writing", !options.quiet);

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <memory>
 
+#include "base/mapped_file.h"
 #include "base/printable.h"
 #include "cli/commands.h"
 #include "cli/format.h"
@@ -93,7 +94,10 @@ int report(const RunOptions& options, const Source& source, const Batch& batch,
   if (!silent && result.backend == Backend::kCpu) {
     told.rates = measure_rates(source, batch, result, options.ranks.compute);
   }
-  if (options.verify) told.verification = run::verify(source, batch, result, options.ranks.compute);
+  if (options.verify) {
+    told.verification = run::verify(source, batch, result, options.ranks.compute);
+    MappedFile::require_all_whole();
+  }
   if (!silent) print(told, options);
   const bool shown = !silent && !options.json;
   if (result.nan_tokens > 0 && (!shown || options.verify)) {
@@ -141,6 +145,7 @@ void add_run(CommandLine& line) {
   command.footer(kExamples);
   command.runs([&command, options] {
     options->ranks_given = command.has("--ranks");
+    options->seed_given = command.has("--seed");
     return run(*options);
   });
 }

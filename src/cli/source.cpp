@@ -3,8 +3,10 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/host_memory.h"
+#include "base/join.h"
 #include "base/names.h"
 #include "base/printable.h"
 #include "cli/format.h"
@@ -21,10 +23,6 @@ namespace {
   throw Error(ErrorCode::kInvalidArgument, message);
 }
 
-bool any(const ConfigOverrides& o) {
-  return o.num_experts > 0 || o.top_k > 0 || o.hidden > 0 || o.intermediate > 0;
-}
-
 void require_consistent(const SourceOptions& options) {
   if (options.checkpoint.empty() == options.model.empty()) {
     contradiction(
@@ -34,11 +32,13 @@ void require_consistent(const SourceOptions& options) {
             : "--checkpoint and --model are both given; the weights come from one of them");
   }
   if (options.checkpoint.empty()) return;
-  if (any(options.overrides) || options.dtype) {
-    contradiction(
-        "--experts, --top-k, --hidden, --intermediate and --dtype change a --model; a checkpoint "
-        "is "
-        "what it is ('switchyard make-checkpoint' takes them)");
+  std::vector<std::string> given = told_overrides(options.overrides);
+  if (options.dtype) given.push_back(fmt::format("--dtype {}", short_name(*options.dtype)));
+  if (!given.empty()) {
+    contradiction(fmt::format(
+        "{} would change a --model, but a checkpoint is what it is; leave it out ('switchyard "
+        "make-checkpoint' takes it)",
+        join(given, ", ")));
   }
 }
 
@@ -97,8 +97,9 @@ void require_memory(const std::string& name, std::uint64_t bytes, int num_proces
 Source generate(const SourceOptions& options, int num_processes, bool show_progress) {
   const ModelEntry& entry = find_model(options.model);
   const DType dtype = options.dtype.value_or(entry.dtype);
-  const ModelConfig config =
-      parse_config(rewrite_config(entry.config_json, options.overrides, dtype), entry.name);
+  const ModelConfig config = naming_overrides(entry.name, options.overrides, [&] {
+    return parse_config(rewrite_config(entry.config_json, options.overrides, dtype), entry.name);
+  });
   const int layer = choose_layer(options.layer, config.moe_layers(), entry.name);
   Source source;
   source.name = fmt::format("{}, layer {}", entry.name, layer);
@@ -129,6 +130,20 @@ void add_override_options(Command& command, ConfigOverrides& overrides) {
   command.add_whole("--hidden", overrides.hidden, 1, kMost, "Scale the hidden size to N");
   command.add_whole("--intermediate", overrides.intermediate, 1, kMost,
                     "Scale the experts' intermediate size to N");
+}
+
+std::vector<std::string> told_overrides(const ConfigOverrides& overrides) {
+  std::vector<std::string> told;
+  // 1 is the default.
+  if (overrides.num_moe_layers > 1)
+    told.push_back(fmt::format("--layers {}", overrides.num_moe_layers));
+  for (const auto& [name, value] : {std::pair{"--experts", overrides.num_experts},
+                                    {"--top-k", overrides.top_k},
+                                    {"--hidden", overrides.hidden},
+                                    {"--intermediate", overrides.intermediate}}) {
+    if (value > 0) told.push_back(fmt::format("{} {}", name, value));
+  }
+  return told;
 }
 
 Source load_source(const SourceOptions& options, int num_processes, bool show_progress) {

@@ -2,13 +2,18 @@
 // weights.
 #pragma once
 
+#include <fmt/core.h>
+
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "base/join.h"
 #include "cli/arguments.h"
 #include "model/config.h"
 #include "run/source.h"
+#include "switchyard/error.h"
 
 namespace switchyard::cli {
 
@@ -25,6 +30,21 @@ struct SourceOptions {
 
 // Adds --experts, --top-k, --hidden and --intermediate.
 void add_override_options(Command& command, ConfigOverrides& overrides);
+
+// The overrides that are set, as they are given: "--experts 8".
+std::vector<std::string> told_overrides(const ConfigOverrides& overrides);
+
+// Calls `make`, and puts the overrides before what it finds wrong with the model.
+template <typename Make>
+auto naming_overrides(const std::string& model, const ConfigOverrides& overrides, Make make) {
+  try {
+    return make();
+  } catch (const Error& error) {
+    const std::vector<std::string> told = told_overrides(overrides);
+    if (told.empty()) throw;
+    throw Error(error.code(), fmt::format("{} of {}: {}", join(told, ", "), model, error.what()));
+  }
+}
 
 // Loads a layer and its weights. `num_processes` processes of this host do so at the same time.
 // Each of them needs its own memory for generated weights, but not for a checkpoint. Throws

@@ -107,6 +107,7 @@ void add_trace(CommandLine& line) {
   command.footer(kExamples);
   command.runs([&command, options] {
     options->ranks_given = command.has("--ranks");
+    options->seed_given = command.has("--seed");
     return run(*options);
   });
 }

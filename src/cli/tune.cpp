@@ -19,6 +19,7 @@
 #include "cli/commands.h"
 #include "cli/format.h"
 #include "cli/lists.h"
+#include "cli/no_gpu.h"
 #include "cli/output_file.h"
 #include "cli/progress.h"
 #include "cli/source.h"
@@ -199,8 +200,8 @@ Backend choose_backend(const TuneCommandOptions& o) {
   const bool there = gpu::device_count() > 0;
   if (!there && o.backend == Backend::kCuda) {
     throw Error(ErrorCode::kUnsupported,
-                "--backend cuda needs a GPU, and there is none that CUDA can use ('switchyard "
-                "doctor' tells more); --backend cpu tunes the processor");
+                fmt::format("--backend cuda needs a GPU, and {}; --backend cpu tunes the processor",
+                            why_no_gpu()));
   }
   return o.backend.value_or(there ? Backend::kCuda : Backend::kCpu);
 }
@@ -409,14 +410,31 @@ int run(const Command& command, const TuneCommandOptions& o) {
   tuner::form_named(o.form);
   if (!o.json.empty()) results::require_mergeable_ramp(output_file("--json", o.json));
   if (!o.regions.empty()) results::require_mergeable_regions(output_file("--regions", o.regions));
-  if (o.evaluate.empty()) return measure(o);
+  if (o.histograms.empty() && command.has("--most-histograms")) {
+    refuse(fmt::format("{} is of --histograms; give that, too, or leave it out",
+                       command.told("--most-histograms")));
+  }
+  if (o.evaluate.empty()) {
+    for (const char* option : {"--json", "--regions"}) {
+      if (o.no_test && command.has(option)) {
+        refuse(
+            fmt::format("{} takes points that are judged by, and --no-test has none; leave one "
+                        "of them out",
+                        command.told(option)));
+      }
+    }
+    if (o.quick && choose_backend(o) == Backend::kCpu) {
+      refuse("--quick is for --backend cuda, and this would run on the cpu; leave it out");
+    }
+    return measure(o);
+  }
   for (const char* option :
        {"--kernel", "--models", "--tokens", "--balancedness", "--generator", "--budget", "--resume",
         "--backend", "--repeat", "--dtype", "--seed", "--test-tokens", "--test-balancedness",
         "--no-test", "--histograms", "--most-histograms", "--quick", "--prune"}) {
     if (command.has(option)) {
       refuse(fmt::format("{} is for timing, and --evaluate times nothing; leave one of them out",
-                         option));
+                         command.told(option)));
     }
   }
   return evaluate(o, command.has("--out"));

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/origin.h"
 #include "protocol/wait.h"
 
 namespace switchyard::cpu {
@@ -100,9 +101,10 @@ class CoreLease {
     int free = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
     std::deque<Waiter*> waiters;
 
+    // A child of fork() has cores of its own: the threads that hold the parent's are not there.
     static Cores& all() {
-      static Cores cores;
-      return cores;
+      static constinit PerProcess<Cores> cores;
+      return cores.get();
     }
   };
 

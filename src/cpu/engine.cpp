@@ -54,9 +54,6 @@ Ffn prepare(const FfnWeights& weights, int hidden, int intermediate, bool quanti
   ffn.intermediate = intermediate;
   ffn.gemm1_rows = rows_per_activated_task(hidden, quantised);
   ffn.gemm2_rows = rows_per_task(intermediate);
-  ffn.gate_bias = to_floats(weights.gate_bias);
-  ffn.up_bias = to_floats(weights.up_bias);
-  ffn.down_bias = to_floats(weights.down_bias);
   return ffn;
 }
 
@@ -197,6 +194,7 @@ class Engine final : public LayerEngine {
     if (aborted()) fail();
   }
   void refresh(void* stream) override;
+  bool copies() const override { return !router_f32_.empty(); }
   void rebind(const MoeWeights& weights, const ExpertPlacement* placement) override;
   const ForwardStats& stats() override { return stats_; }
   Recording recording() override;
@@ -212,6 +210,7 @@ class Engine final : public LayerEngine {
 
  private:
   void prepare_weights();
+  void convert_router();
   void place_experts(const ExpertPlacement& placement);
   void send_to_places();
   // Of experts on all ranks; without a placement an expert's place is its number.
@@ -255,8 +254,9 @@ class Engine final : public LayerEngine {
   World world_;
   LayerOptions options_;
   LayerState layer_;
-  MoeWeights weights_;  // as given; layer_.weights has the router as it is multiplied
-  std::vector<float> router_f32_;
+  MoeWeights weights_;             // as given; layer_.weights has the router as it is multiplied
+  std::vector<float> router_f32_;  // the router, if it has to be converted
+  std::vector<float> router_bias_, correction_bias_, shared_gate_;  // see floats_of()
   std::shared_ptr<PassMemory> memory_;
   std::vector<ThreadTrace> traces_;  // of every thread, or empty
   std::vector<Processor> processors_;
@@ -341,6 +341,7 @@ void Engine::prepare_weights() {
   const LayerSpec& spec = layer_.spec;
   const ExpertRange own = own_places();
   layer_.weights = weights_;
+  layer_.files = MappedWeights(weights_);
   layer_.experts.clear();
   for (int e = own.begin; e < own.end; ++e) {
     layer_.experts.push_back(prepare(layer_.weights.experts[static_cast<std::size_t>(e)],
@@ -349,32 +350,29 @@ void Engine::prepare_weights() {
   if (spec.shared_intermediate > 0) {
     layer_.shared =
         prepare(layer_.weights.shared, spec.hidden, spec.shared_intermediate, layer_.quantised());
-    layer_.shared_gate = to_floats(weights_.shared_gate);
   }
-  layer_.router_bias = to_floats(weights_.router_bias);
-  layer_.correction_bias = to_floats(weights_.correction_bias);
-
-  MatrixView& router = layer_.weights.router;
+  const MatrixView& router = weights_.router;
   const bool router_as_is =
       router.dtype == DType::kF32 || (router.dtype == DType::kBF16 && layer_.gemm == DType::kBF16);
-  if (router.empty() || router_as_is) return;
+  if (!router.empty() && !router_as_is) convert_router();
+}
+
+// All else is read where it is, in every pass. To convert the router there would cost time.
+void Engine::convert_router() {
+  const MatrixView& router = weights_.router;
   router_f32_.resize(static_cast<std::size_t>(router.rows * router.cols));
   for (std::int64_t r = 0; r < router.rows; ++r) {
-    for (std::int64_t c = 0; c < router.cols; ++c) {
-      const auto* element = static_cast<const std::byte*>(router.data) +
-                            (r * router.row_stride + c * router.col_stride) *
-                                static_cast<std::int64_t>(size_of(router.dtype));
-      kernels().convert(element, router.dtype,
-                        &router_f32_[static_cast<std::size_t>(r * router.cols + c)], DType::kF32, 1,
-                        1);
-    }
+    float* const to = &router_f32_[static_cast<std::size_t>(r * router.cols)];
+    const VectorView row{router.row(r), router.dtype, router.cols, router.col_stride};
+    std::vector<float> converted;
+    std::copy_n(floats_of(row, 0, static_cast<int>(router.cols), 1, converted), router.cols, to);
   }
-  router = {router_f32_.data(), DType::kF32, router.rows, router.cols, router.cols};
+  layer_.weights.router = {router_f32_.data(), DType::kF32, router.rows, router.cols, router.cols};
 }
 
 void Engine::refresh(void* stream) {
   require_no_stream(stream);
-  prepare_weights();
+  if (!router_f32_.empty()) convert_router();
 }
 
 void Engine::place_experts(const ExpertPlacement& placement) {
@@ -485,6 +483,13 @@ void Engine::begin_pass(const ForwardInput& input, const ForwardOutput& output,
   pass_.tokens = x.rows;
   pass_.logits = input.logits;
   pass_.output = output;
+  const bool routes = input.topk_ids.empty();
+  const auto floats = [](bool wanted, const VectorView& values, std::vector<float>& scratch) {
+    return wanted ? floats_of(values, 0, static_cast<int>(values.size), 1, scratch) : nullptr;
+  };
+  pass_.router_bias = floats(routes, weights_.router_bias, router_bias_);
+  pass_.correction_bias = floats(routes, weights_.correction_bias, correction_bias_);
+  pass_.shared_gate = floats(spec().shared_intermediate > 0, weights_.shared_gate, shared_gate_);
   const auto slots = static_cast<std::size_t>(x.rows) * static_cast<std::size_t>(spec().top_k);
   pass_.ids.resize(slots);
   pass_.weights.resize(slots);
@@ -721,7 +726,7 @@ void Engine::run_tasks() {
       std::optional<protocol::Task> task = scheduler_.next();
       if (!task && place(lease, trace, waited)) task = scheduler_.next();
       if (!task) task = await_task(lease, trace, waited);
-      if (!task) return;
+      if (!task) break;
       if (trace == nullptr) {
         processor.run(pass_, *task);
       } else {
@@ -733,6 +738,7 @@ void Engine::run_tasks() {
       waited = {lease.offer() ? TraceWait::kCore : TraceWait::kNothing, -1};
       if (aborted()) return;
     }
+    layer_.files.require_whole();
   });
   if (aborted()) fail();
 }

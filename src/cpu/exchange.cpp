@@ -93,6 +93,12 @@ class Handle final : public ExchangeHandle::State {
   std::int64_t end_of_rows = 0;  // one behind the last row that is somebody's
 };
 
+void require_no_stream(const void* stream) {
+  if (stream == nullptr) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              "a stream is given, but the exchange's backend is cpu; leave it null");
+}
+
 class Engine final : public ExchangeEngine {
  public:
   Engine(const World& world, const ExchangeProblem& problem, const ExchangeOptions& options);
@@ -105,6 +111,12 @@ class Engine final : public ExchangeEngine {
   void combine_recv(const CombineOutput& output, State& handle) override;
   void check() override {
     if (protocol::aborted(heaps_)) fail();
+  }
+  void check_received(const DispatchOutput& output) const override {
+    require_no_stream(output.stream);
+  }
+  void check_combined(const CombineOutput& output, const State&) const override {
+    require_no_stream(output.stream);
   }
   void await_host() override;
   void give_up(int peer, std::chrono::nanoseconds waited) override;
@@ -285,10 +297,7 @@ std::unique_ptr<ExchangeHandle::State> Engine::make_handle() { return std::make_
 // ------------------------------------------------------------------------------------ dispatch
 
 void Engine::dispatch_send(const DispatchInput& input, State& state) {
-  if (input.stream != nullptr) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "a stream is given, but the exchange's backend is cpu; leave it null");
-  }
+  require_no_stream(input.stream);
   auto& handle = static_cast<Handle&>(state);
   const auto slots =
       static_cast<std::size_t>(input.tokens.rows) * static_cast<std::size_t>(spec().top_k);
@@ -779,10 +788,7 @@ void Engine::put_rows(const DispatchOutput& output, const Handle& handle, int so
 // ------------------------------------------------------------------------------------- combine
 
 void Engine::combine_send(const CombineInput& input, State& state) {
-  if (input.stream != nullptr) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "a stream is given, but the exchange's backend is cpu; leave it null");
-  }
+  require_no_stream(input.stream);
   auto& handle = static_cast<Handle&>(state);
   if (input.rows.rows < handle.end_of_rows) {
     throw Error(ErrorCode::kShapeMismatch,
@@ -965,10 +971,6 @@ void Engine::return_sums_of_host(const CombineInput& input, const Handle& handle
 }
 
 void Engine::combine_recv(const CombineOutput& output, State& state) {
-  if (output.stream != nullptr) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "a stream is given, but the exchange's backend is cpu; leave it null");
-  }
   auto& handle = static_cast<Handle&>(state);
   set_free();
   // All ranks, also those that had no rows: the flag is their leave to send the combine after next.

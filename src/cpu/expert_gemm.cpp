@@ -4,15 +4,23 @@
 
 namespace switchyard::cpu {
 
-std::vector<float> to_floats(const VectorView& v) {
-  std::vector<float> out(static_cast<std::size_t>(v.empty() ? 0 : v.size));
-  for (std::size_t i = 0; i < out.size(); ++i) {
-    const auto* element =
-        static_cast<const std::byte*>(v.data) +
-        static_cast<std::int64_t>(i) * v.stride * static_cast<std::int64_t>(size_of(v.dtype));
-    kernels().convert(element, v.dtype, &out[i], DType::kF32, 1, 1);
+const float* floats_of(const VectorView& v, int first, int count, int step,
+                       std::vector<float>& scratch) {
+  if (v.empty()) return nullptr;
+  const auto element = static_cast<std::int64_t>(size_of(v.dtype));
+  const std::byte* from = static_cast<const std::byte*>(v.data) + first * v.stride * element;
+  const std::int64_t stride = v.stride * step;
+  const bool contiguous = stride == 1 || count <= 1;
+  if (contiguous && v.dtype == DType::kF32) return reinterpret_cast<const float*>(from);
+  scratch.resize(std::max(scratch.size(), static_cast<std::size_t>(count)));
+  if (contiguous) {
+    kernels().convert(from, v.dtype, scratch.data(), DType::kF32, count, 1);
+    return scratch.data();
   }
-  return out;
+  for (int i = 0; i < count; ++i, from += stride * element) {
+    kernels().convert(from, v.dtype, &scratch[static_cast<std::size_t>(i)], DType::kF32, 1, 1);
+  }
+  return scratch.data();
 }
 
 std::size_t ExpertGemm::scratch_bytes() const {

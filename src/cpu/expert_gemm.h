@@ -29,7 +29,11 @@ inline int rows_per_activated_task(int cols, bool quantised) {
   return quantised ? protocol::round_up(rows, kQuantGroup) : rows;
 }
 
-std::vector<float> to_floats(const VectorView& vector);
+// Values first, first + step, ... of a vector, `count` of them: where they are if they are f32 that
+// stand one behind the other, and else converted into `scratch`. Null for an empty vector. Callers
+// ask for them in every pass, so that the vector's owner may change it between passes.
+const float* floats_of(const VectorView& vector, int first, int count, int step,
+                       std::vector<float>& scratch);
 
 // Rows first, first + step, ... of a weight.
 struct WeightBlock {

@@ -20,26 +20,10 @@ std::byte* element(void* data, std::int64_t i, DType dtype) {
   return static_cast<std::byte*>(data) + i * static_cast<std::int64_t>(size_of(dtype));
 }
 
-// Every `step`-th value from `first` on, `count` of them.
-std::vector<float> part_of(const std::vector<float>& values, int first, int count, int step) {
-  std::vector<float> part(values.empty() ? 0 : static_cast<std::size_t>(count));
-  for (std::size_t i = 0; i < part.size(); ++i) {
-    part[i] = values[static_cast<std::size_t>(first) + i * static_cast<std::size_t>(step)];
-  }
-  return part;
-}
-
-const float* from(const std::vector<float>& values, int first) {
-  return values.empty() ? nullptr : values.data() + first;
-}
-
 }  // namespace
 
 // What calls have in common.
 struct GroupedGemmEngine::Problem {
-  struct Biases {
-    std::vector<float> gate, up;  // a plain product has `up` only; empty: none
-  };
   // Rows of a weight that are gate's or up's: first, first + step, ...
   struct Rows {
     int first = 0, step = 1;
@@ -52,8 +36,7 @@ struct GroupedGemmEngine::Problem {
   bool gated = false;
   int columns = 0;  // of the output
   int columns_per_task = 0;
-  Rows gate, up;
-  std::vector<Biases> biases;  // [E]
+  Rows gate, up;  // a plain product has `up` only
 
   Problem(const GroupedGemmSpec& s, const GroupedGemmWeights& w, DType c)
       : spec(s),
@@ -70,12 +53,6 @@ struct GroupedGemmEngine::Problem {
     if (gated && spec.order == GateOrder::kInterleaved) {
       gate = {0, 2};
       up = {1, 2};
-    }
-    biases.resize(static_cast<std::size_t>(spec.num_experts));
-    for (std::size_t e = 0; e < weights.biases.size(); ++e) {
-      const std::vector<float> all = to_floats(weights.biases[e]);
-      if (gated) biases[e].gate = part_of(all, gate.first, columns, gate.step);
-      biases[e].up = part_of(all, up.first, columns, up.step);
     }
   }
 
@@ -172,8 +149,12 @@ class GroupedGemmEngine::Worker {
   void store_products(const Call& call, const Tile& tile, int first, int m);
   // Rows of a block in scratch, [rows][m] of `dtype`, to the output, times their weights.
   void store_rows(const Call& call, const Tile& tile, int first, int m, DType dtype);
-  const Problem::Biases& biases(const Tile& tile) const {
-    return problem_.biases[static_cast<std::size_t>(tile.expert)];
+  // Of a block of gate's or up's rows; null where there are none.
+  const float* bias(const Tile& tile, const WeightBlock& block, std::vector<float>& scratch) const {
+    const std::vector<VectorView>& all = problem_.weights.biases;
+    if (all.empty()) return nullptr;
+    return floats_of(all[static_cast<std::size_t>(tile.expert)], block.first, block.rows,
+                     block.step, scratch);
   }
   std::byte* scratch(int rows, int m, DType dtype) {
     rows_.resize(std::max(rows_.size(), static_cast<std::size_t>(rows) *
@@ -197,7 +178,8 @@ class GroupedGemmEngine::Worker {
   std::size_t gathered_tile_ = 0;
   std::vector<std::byte> row_;  // a token on its way there, in the value type
   std::vector<float> product_gate_, product_up_;
-  std::vector<std::byte> rows_;  // a block of the output
+  std::vector<float> gate_bias_, up_bias_;  // where they have to be converted
+  std::vector<std::byte> rows_;             // a block of the output
   std::vector<void*> addresses_;
 };
 
@@ -243,10 +225,12 @@ void GroupedGemmEngine::Worker::read_row(const MatrixView& x, std::int64_t row, 
 void GroupedGemmEngine::Worker::activate(const Call& call, const Tile& tile, int first, int m) {
   // One rounding: weights multiply values that are not rounded yet.
   const DType dtype = call.output.weights.empty() ? call.output.dtype : DType::kF32;
-  kernels_.activate(*problem_.spec.epilogue, problem_.gated ? product_gate_.data() : nullptr,
-                    product_up_.data(), from(biases(tile).gate, first),
-                    from(biases(tile).up, first), m, tile.padded, scratch(tile.padded, m, dtype),
-                    dtype, m);
+  const bool gated = problem_.gated;
+  kernels_.activate(*problem_.spec.epilogue, gated ? product_gate_.data() : nullptr,
+                    product_up_.data(),
+                    gated ? bias(tile, problem_.gate.block(first, m), gate_bias_) : nullptr,
+                    bias(tile, problem_.up.block(first, m), up_bias_), m, tile.padded,
+                    scratch(tile.padded, m, dtype), dtype, m);
   store_rows(call, tile, first, m, dtype);
 }
 
@@ -255,7 +239,8 @@ void GroupedGemmEngine::Worker::store_product(const Call& call, const Tile& tile
   const bool weighted = !call.output.weights.empty();
   const DType dtype = weighted ? DType::kF32 : call.output.dtype;
   std::byte* const rows = scratch(tile.rows, m, dtype);
-  scatter(product_up_, from(biases(tile).up, first), tile, m, dtype, [&](int r) -> void* {
+  const float* const its_bias = bias(tile, problem_.up.block(first, m), up_bias_);
+  scatter(product_up_, its_bias, tile, m, dtype, [&](int r) -> void* {
     void* const out = weighted ? nullptr : call.output_row(tile, r);
     // Rows that are not stored have to go somewhere.
     return out == nullptr ? element(rows, std::int64_t{r} * m, dtype) : element(out, first, dtype);
@@ -277,18 +262,18 @@ void GroupedGemmEngine::Worker::store_rows(const Call& call, const Tile& tile, i
 void GroupedGemmEngine::Worker::store_products(const Call& call, const Tile& tile, int first,
                                                int m) {
   const DType dtype = call.output.dtype;
-  const auto store = [&](const std::vector<float>& product, const std::vector<float>& bias,
-                         const Problem::Rows& part) {
+  const auto store = [&](const std::vector<float>& product, const Problem::Rows& part) {
+    const float* const its_bias = bias(tile, part.block(first, m), up_bias_);
     const int column = part.first + first * part.step;
     const auto in_place = [&](int r) {
       return static_cast<void*>(element(call.products_row(tile, r), column, dtype));
     };
     if (part.step == 1) {
-      scatter(product, from(bias, first), tile, m, dtype, in_place);
+      scatter(product, its_bias, tile, m, dtype, in_place);
       return;
     }
     std::byte* const rows = scratch(tile.rows, m, dtype);
-    scatter(product, from(bias, first), tile, m, dtype,
+    scatter(product, its_bias, tile, m, dtype,
             [&](int r) -> void* { return element(rows, std::int64_t{r} * m, dtype); });
     const std::size_t size = size_of(dtype);
     for (int r = 0; r < tile.rows; ++r) {
@@ -299,8 +284,8 @@ void GroupedGemmEngine::Worker::store_products(const Call& call, const Tile& til
       }
     }
   };
-  store(product_up_, biases(tile).up, problem_.up);
-  if (problem_.gated) store(product_gate_, biases(tile).gate, problem_.gate);
+  store(product_up_, problem_.up);
+  if (problem_.gated) store(product_gate_, problem_.gate);
 }
 
 GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec& spec, const GroupedGemmWeights& weights,

@@ -10,6 +10,7 @@
 
 #include "cpu/lazy_buffer.h"
 #include "cpu/remote_peers.h"
+#include "model/mapped_weights.h"
 #include "protocol/heap.h"
 #include "protocol/host_sums.h"
 #include "protocol/placement.h"
@@ -25,7 +26,6 @@ struct Ffn {
   int intermediate = 0;
   int gemm1_rows = 0;  // rows of gate and of up that one GEMM1 task takes
   int gemm2_rows = 0;  // rows of down that one GEMM2 task takes
-  std::vector<float> gate_bias, up_bias, down_bias;  // empty where the model has none
 
   std::uint32_t gemm1_blocks() const { return blocks(intermediate, gemm1_rows); }
   std::uint32_t gemm2_blocks(int hidden) const { return blocks(hidden, gemm2_rows); }
@@ -39,6 +39,7 @@ struct Ffn {
 struct LayerState {
   LayerSpec spec;
   MoeWeights weights;
+  MappedWeights files;  // of the weights
   protocol::Heaps heaps;
   protocol::Heap heap;
   RemotePeers remote;
@@ -51,7 +52,6 @@ struct LayerState {
   std::vector<Ffn> experts;      // of this rank, or the places that it has
   std::vector<std::int32_t> expert_at;  // [places], or empty: see ExpertPlacement
   Ffn shared;
-  std::vector<float> router_bias, correction_bias, shared_gate;
   std::function<void(const ProtocolStep&)> on_step;
 
   bool quantised() const { return compute == DType::kF8E4M3; }
@@ -129,6 +129,8 @@ struct Pass {
   std::int32_t num_intermediate_slots = 0;
   MatrixView logits;  // given, or empty
   ForwardOutput output;
+  // The layer's, as it has them in this pass: [E], [E] and [H]; null where it has none.
+  const float *router_bias = nullptr, *correction_bias = nullptr, *shared_gate = nullptr;
 
   std::vector<std::int32_t> ids;  // [tokens, K]
   std::vector<float> weights;     // [tokens, K]

@@ -33,7 +33,8 @@ Processor::Processor(const LayerState& layer, ThreadTrace* trace)
 
 std::size_t Processor::scratch_bytes() const {
   return (product_.capacity() + product_up_.capacity()) * sizeof(float) + gathered_.capacity() +
-         h_.capacity() * sizeof(std::uint16_t) + gemm_.scratch_bytes();
+         h_.capacity() * sizeof(std::uint16_t) +
+         (bias_.capacity() + up_bias_.capacity()) * sizeof(float) + gemm_.scratch_bytes();
 }
 
 // Fills product_, [experts][kOwnTokensShape.max_height].
@@ -76,10 +77,10 @@ NanCounts Processor::gate(Pass& pass, std::int64_t begin, std::int64_t end,
     }
     for (int e = 0; e < experts && !given; ++e) {
       logits[e] = product_[static_cast<std::size_t>(e) * padded + j];
-      if (!layer_.router_bias.empty()) logits[e] += layer_.router_bias[static_cast<std::size_t>(e)];
+      if (pass.router_bias != nullptr) logits[e] += pass.router_bias[e];
     }
     const std::int64_t slot = (begin + j) * spec.top_k;
-    const int num_nan = routing::route_token(spec, logits, layer_.correction_bias.data(),
+    const int num_nan = routing::route_token(spec, logits, pass.correction_bias,
                                              hashed_ids == nullptr ? nullptr : hashed_ids + slot,
                                              pass.ids.data() + slot, pass.weights.data() + slot);
     nan.logits += num_nan;
@@ -328,14 +329,14 @@ void Processor::gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
     gemm_.multiply(f.weights->gate, {first, m}, n, gathered_.data(), layer_.spec.hidden,
                    product_.data());
   }
-  const auto bias = [first](const std::vector<float>& values) {
-    return values.empty() ? nullptr : values.data() + first;
-  };
+  const float* const gate_bias =
+      gated ? floats_of(f.weights->gate_bias, first, m, 1, bias_) : nullptr;
+  const float* const up_bias = floats_of(f.weights->up_bias, first, m, 1, up_bias_);
   std::byte* const h =
       intermediate(pass, tile) + static_cast<std::size_t>(first) * size_of(layer_.gemm);
   const auto activate = [&](void* out, DType dtype, std::int64_t stride) {
     kernels_.activate(layer_.spec.activation, gated ? product_.data() : nullptr, product_up_.data(),
-                      bias(f.gate_bias), bias(f.up_bias), m, n, out, dtype, stride);
+                      gate_bias, up_bias, m, n, out, dtype, stride);
   };
   if (layer_.quantised()) {
     h_.resize(std::max(h_.size(), size));
@@ -364,6 +365,8 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
   product_.resize(std::max(product_.size(), static_cast<std::size_t>(m) * n));
   gemm_.multiply(f.weights->down, {first, m}, n, intermediate(pass, tile), f.intermediate,
                  product_.data());
+  layer_.files
+      .require_whole();  // before another rank can take what was made of a file that was cut
 
   const std::size_t offset = static_cast<std::size_t>(first) * size_of(layer_.value);
   row_addresses_.resize(tile.rows);
@@ -377,8 +380,8 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
       row_addresses_[r] = result_address(pass, tile, r, row) + offset;
     }
   }
-  kernels_.scatter(product_.data(), f.down_bias.empty() ? nullptr : f.down_bias.data() + first, m,
-                   n, static_cast<int>(tile.rows), row_addresses_.data(), layer_.value);
+  kernels_.scatter(product_.data(), floats_of(f.weights->down_bias, first, m, 1, bias_), m, n,
+                   static_cast<int>(tile.rows), row_addresses_.data(), layer_.value);
 
   if (trace_ != nullptr) trace_->complete();
   // As in dispatch: the last block signals for all blocks, after having acquired their writes.
@@ -496,9 +499,9 @@ void Processor::combine(Pass& pass, std::uint32_t chunk) {
     }
     if (spec.shared_intermediate > 0) {
       float weight = 1;
-      if (!layer_.shared_gate.empty()) {
+      if (pass.shared_gate != nullptr) {
         const float logit =
-            kernels_.dot(pass.x_row(token), layer_.value, layer_.shared_gate.data(), spec.hidden);
+            kernels_.dot(pass.x_row(token), layer_.value, pass.shared_gate, spec.hidden);
         weight = 1.0f / (1.0f + std::exp(-logit));
       }
       add(spec.top_k, weight);

@@ -66,8 +66,9 @@ class Processor {
   ExpertGemm gemm_;
   TileGemm gate_gemm_;
   std::vector<float> product_, product_up_;
-  std::vector<std::byte> gathered_;  // one tile of activations, [padded][H] in the GEMM's type
-  std::vector<std::uint16_t> h_;     // a block of h that is to be quantised
+  std::vector<float> bias_, up_bias_;  // of a block, where they have to be converted
+  std::vector<std::byte> gathered_;    // one tile of activations, [padded][H] in the GEMM's type
+  std::vector<std::uint16_t> h_;       // a block of h that is to be quantised
   std::vector<void*> row_addresses_;
   std::vector<network::Target> targets_;
   std::vector<network::Store> stores_;

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "base/convert.h"
+#include "base/origin.h"
 #include "cpu/expert_gemm.h"
 
 namespace switchyard::cpu {
@@ -84,11 +85,15 @@ bool bits_ignore_height(const LayerState& layer) {
     add(expert.weights->up, expert.gemm1_rows);
     add(expert.weights->down, expert.gemm2_rows);
   }
-  static std::mutex mutex;
-  static std::map<Shape, bool> known;
-  const std::lock_guard lock(mutex);
+  struct Known {
+    std::mutex mutex;
+    std::map<Shape, bool> shapes;
+  };
+  static constinit PerProcess<Known> of_process;
+  Known& known = of_process.get();
+  const std::lock_guard lock(known.mutex);
   return std::all_of(shapes.begin(), shapes.end(), [&](const Shape& shape) {
-    const auto [at, unknown] = known.try_emplace(shape, false);
+    const auto [at, unknown] = known.shapes.try_emplace(shape, false);
     if (unknown) at->second = product_ignores_height(layer.gemm, shape, layer.tile);
     return at->second;
   });

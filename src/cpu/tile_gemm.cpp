@@ -6,10 +6,15 @@
 #include <array>
 #include <cerrno>
 #include <map>
+#include <mutex>
 #include <oneapi/dnnl/dnnl.hpp>
+#include <set>
 #include <unordered_map>
+#include <utility>
 
+#include "base/origin.h"
 #include "base/posix.h"
+#include "cpu/library_gate.h"
 #include "switchyard/error.h"
 
 namespace switchyard::cpu {
@@ -49,6 +54,18 @@ void require_room_for_library() {
   ::munmap(room, kRoom);
 }
 
+// Of products of the whole process: another thread's first use of a shape makes nothing new.
+void note_first_use(const std::array<std::int64_t, 7>& shape) {
+  struct Known {
+    std::mutex mutex;
+    std::set<std::array<std::int64_t, 7>> shapes;
+  };
+  static constinit PerProcess<Known> of_process;
+  Known& known = of_process.get();
+  const std::lock_guard lock(known.mutex);
+  if (known.shapes.insert(shape).second) close_gate_first();
+}
+
 }  // namespace
 
 struct TileGemm::State {
@@ -57,8 +74,10 @@ struct TileGemm::State {
     dnnl::matmul matmul;
     dnnl::memory a, x, c;
     std::unordered_map<int, dnnl::memory> arguments;
+    bool is_used = false;
   };
 
+  LibraryUser user;
   DType dtype;
   dnnl::engine engine{dnnl::engine::kind::cpu, 0};
   dnnl::stream stream{engine};
@@ -91,6 +110,8 @@ struct TileGemm::State {
 };
 
 TileGemm::TileGemm(DType dtype) {
+  LibraryUser user;
+  const LibraryUser::Visit visit(user);
   prepare_gemm_library();
   require_room_for_library();
   state_ = std::make_unique<State>();
@@ -99,16 +120,29 @@ TileGemm::TileGemm(DType dtype) {
 
 void TileGemm::multiply(int m, int n, int k, const void* a, std::int64_t a_row_stride,
                         std::int64_t a_col_stride, const void* x, std::int64_t x_stride, float* c) {
+  const LibraryUser::Visit visit(state_->user);
   State::Generated& product = state_->get({m, n, k, a_row_stride, a_col_stride, x_stride});
   product.a.set_data_handle(const_cast<void*>(a));
   product.x.set_data_handle(const_cast<void*>(x));
   product.c.set_data_handle(c);
   product.matmul.execute(state_->stream, product.arguments);
+  if (std::exchange(product.is_used, true)) return;
+  note_first_use(
+      {static_cast<std::int64_t>(dtype()), m, n, k, a_row_stride, a_col_stride, x_stride});
 }
 
 DType TileGemm::dtype() const { return state_->dtype; }
 
-TileGemm::~TileGemm() = default;
+TileGemm::~TileGemm() {
+  if (state_ == nullptr) return;
+  if (process_is_ending) {
+    (void)state_.release();
+    return;
+  }
+  LibraryUser user;
+  const LibraryUser::Visit visit(user);
+  state_.reset();
+}
 TileGemm::TileGemm(TileGemm&&) noexcept = default;
 
 }  // namespace switchyard::cpu

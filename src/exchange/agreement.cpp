@@ -19,8 +19,7 @@ struct ExchangeDeclaration {
   RowLayout::Kind layout;
   CombineWeights weights;
   Backend backend;
-  std::uint8_t pre_sum, pre_sum_per_host;
-  std::uint8_t reserved[1];
+  std::uint8_t pre_sum, pre_sum_per_host, large_ids_are_none;
   std::int64_t layout_size;
   std::uint64_t placement;
 };
@@ -68,6 +67,7 @@ std::string difference(const ExchangeDeclaration& here, const ExchangeDeclaratio
   compare("weights", here.weights, there.weights);
   compare("pre_sum", int{here.pre_sum}, int{there.pre_sum});
   compare("pre_sum_per_host", int{here.pre_sum_per_host}, int{there.pre_sum_per_host});
+  compare("large_ids_are_none", int{here.large_ids_are_none}, int{there.large_ids_are_none});
   if (found.empty() && here.placement != there.placement) {
     found = "placement: another table of experts here than there";
   }
@@ -89,7 +89,7 @@ void agree(Fabric& fabric, const ExchangeProblem& mine, Backend backend) {
                                         backend,
                                         static_cast<std::uint8_t>(spec.pre_sum ? 1 : 0),
                                         static_cast<std::uint8_t>(spec.pre_sum_per_host ? 1 : 0),
-                                        {},
+                                        static_cast<std::uint8_t>(spec.large_ids_are_none ? 1 : 0),
                                         spec.layout.size,
                                         summary_of(spec.placement)};
   const std::vector<ExchangeDeclaration> all = gather(fabric, declaration);

@@ -6,10 +6,11 @@
 #include <cstdlib>
 #include <string>
 
+#include "base/limits.h"
+#include "base/overlap.h"
 #include "base/quantize.h"
 #include "model/check_tensor.h"
 #include "switchyard/error.h"
-#include "switchyard/routing.h"
 
 namespace switchyard {
 namespace {
@@ -100,21 +101,52 @@ void check_stride(const char* name, std::int64_t stride, std::int64_t columns) {
                   name, stride, columns));
 }
 
+// Where rows and scales go.
+CallArray rows_of(const ExchangeProblem& problem, const DispatchOutput& output) {
+  const auto bytes = static_cast<std::int64_t>(problem.token_bytes());
+  const auto element = static_cast<std::int64_t>(size_of(problem.spec.dispatch));
+  return {"rows (out)", output.rows, output.capacity, bytes,
+          output.row_stride == 0 ? bytes : output.row_stride * element};
+}
+CallArray scales_of(const ExchangeProblem& problem, const DispatchOutput& output) {
+  const auto bytes = static_cast<std::int64_t>(problem.scale_bytes());
+  constexpr auto kElement = static_cast<std::int64_t>(sizeof(float));
+  return {"scales", output.scales, output.capacity, bytes,
+          output.scale_stride == 0 ? bytes : output.scale_stride * kElement};
+}
+CallArray sums_of(const ExchangeProblem& problem, const CombineOutput& output,
+                  std::int64_t tokens) {
+  const auto element = static_cast<std::int64_t>(size_of(output.dtype));
+  const std::int64_t stride = output.row_stride == 0 ? problem.spec.hidden : output.row_stride;
+  return {"out", output.data, tokens, problem.spec.hidden * element, stride * element};
+}
+
 }  // namespace
 
+void require_apart_from_sent(const ExchangeProblem& problem, const DispatchInput& input,
+                             const DispatchOutput& output) {
+  const std::int64_t own = problem.num_own();
+  const CallArray x("x", input.tokens);
+  const CallArray x_scale = CallArray::scales("x_scale", input.tokens, kQuantGroup);
+  const CallArray ids("ids", input.ids), weights("weights", input.weights);
+  require_apart(
+      {rows_of(problem, output), scales_of(problem, output),
+       CallArray::of("ends", output.ends, own), CallArray::of("counts", output.counts, own),
+       CallArray::of("num_rows", output.num_rows, 1),
+       CallArray::of("origins", output.origins, output.capacity),
+       CallArray::of("the received weights", output.weights, output.capacity)},
+      {x, x_scale, ids, weights});
+}
+
+void require_apart_from_sent(const ExchangeProblem& problem, const CombineInput& input,
+                             const CombineOutput& output, std::int64_t tokens) {
+  require_apart({sums_of(problem, output, tokens)}, {{"rows", input.rows}});
+}
+
 void check_options(const ExchangeOptions& options) {
-  if (options.num_threads < 0) {
-    refuse(fmt::format("num_threads is {}; use 0 to choose it automatically, or at least 1",
-                       options.num_threads));
-  }
-  if (options.device < -1) {
-    refuse(fmt::format("device is {}; use the number of a GPU, or -1 for the current one",
-                       options.device));
-  }
-  if (options.max_sms < 0) {
-    refuse(fmt::format("max_sms is {}; use 0 to choose it automatically, or at least 1",
-                       options.max_sms));
-  }
+  require_threads(options.num_threads);
+  require_device(options.device);
+  require_sms("max_sms", options.max_sms);
   switch (options.backend) {
     case Backend::kCpu:
       if (options.device != -1) {
@@ -210,6 +242,7 @@ void check_received(const ExchangeProblem& problem, const DispatchOutput& output
     refuse(fmt::format("the output has scales, but rows are {}, which have none; leave them null",
                        to_string(problem.spec.dispatch)));
   }
+  require_apart_from_sent(problem, {}, output);
 }
 
 void check_results(const ExchangeProblem& problem, const CombineInput& input) {
@@ -242,22 +275,19 @@ void check_combined(const ExchangeProblem& problem, const CombineOutput& output,
   if (!std::isfinite(output.scale)) {
     refuse(fmt::format("the output's scale is {}; use a finite number", output.scale));
   }
+  require_apart_from_sent(problem, {}, output, handle.tokens);
 }
 
 void read_ids(const ExchangeProblem& problem, const SlotView& given, std::int32_t* ids) {
-  const auto top_k = static_cast<std::size_t>(problem.spec.top_k);
-  for (std::size_t i = 0; i < given.size(); ++i) {
-    const std::int64_t id = given.dtype() == DType::kI64
-                                ? static_cast<const std::int64_t*>(given.data())[i]
-                                : static_cast<const std::int32_t*>(given.data())[i];
-    ids[i] = id >= 0 && id < problem.spec.num_experts ? static_cast<std::int32_t>(id) : kNoExpert;
-    if (ids[i] == kNoExpert) continue;
-    for (std::size_t j = i - i % top_k; j < i; ++j) {
-      if (ids[j] != ids[i]) continue;
-      refuse(fmt::format("token {} names expert {} twice; ids must be distinct within a token",
-                         i / top_k, id));
-    }
-  }
+  const ExchangeSpec& spec = problem.spec;
+  const auto top_k = static_cast<std::size_t>(spec.top_k);
+  for_each_id(
+      spec.num_experts, spec.top_k, given, id_rules(spec),
+      [&](std::size_t i, std::int32_t id) { ids[i] = id; },
+      [&](std::size_t i, std::int64_t id, bool twice) {
+        refuse(twice ? named_twice_text(i / top_k, id)
+                     : bad_id_text("ids", i / top_k, i % top_k, id, spec.num_experts));
+      });
 }
 
 }  // namespace switchyard

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "exchange/engine.h"
+#include "layer/ids.h"
 
 namespace switchyard {
 
@@ -21,10 +22,18 @@ void check_received(const ExchangeProblem& problem, const DispatchOutput& output
 void check_results(const ExchangeProblem& problem, const CombineInput& input);
 void check_combined(const ExchangeProblem& problem, const CombineOutput& output,
                     const ExchangeHandle::State& handle);
+// Of calls that send and receive: that no output is memory that is sent.
+void require_apart_from_sent(const ExchangeProblem& problem, const DispatchInput& input,
+                             const DispatchOutput& output);
+void require_apart_from_sent(const ExchangeProblem& problem, const CombineInput& input,
+                             const CombineOutput& output, std::int64_t tokens);
 
+inline IdRules id_rules(const ExchangeSpec& spec) {
+  return {BadIds::kRaise, spec.large_ids_are_none};
+}
 // The ids of a call that check_dispatch() has passed, in memory that the host can read: reads them
-// into `ids`, [T, K], where kNoExpert is none. Throws Error{kInvalidArgument} for an expert that a
-// token names twice; `ids` may then hold anything.
+// into `ids`, [T, K], where kNoExpert is none. Throws Error{kInvalidArgument} for an id that no
+// expert has, and for an expert that a token names twice; `ids` may then hold anything.
 void read_ids(const ExchangeProblem& problem, const SlotView& given, std::int32_t* ids);
 
 }  // namespace switchyard

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 
+#include "base/origin.h"
 #include "exchange/problem.h"
 #include "switchyard/exchange.h"
 
@@ -30,6 +31,7 @@ class ExchangeHandle::State {
   State() = default;
   State(const State&) = delete;
   State& operator=(const State&) = delete;
+  const Origin origin;
 
   // Exchange keeps all of these, not the engine.
   std::shared_ptr<ExchangeCalls> calls;  // of the exchange that made it
@@ -50,6 +52,7 @@ class ExchangeEngine {
   using State = ExchangeHandle::State;
 
   virtual ~ExchangeEngine() = default;
+  const Origin origin;
 
   virtual std::unique_ptr<State> make_handle() = 0;
   // With `reuse` the handle has contents for as many tokens. May throw for ids that it finds wrong,
@@ -72,6 +75,13 @@ class ExchangeEngine {
   virtual void combine_recv(const CombineOutput& output, State& handle) = 0;
   // Throws what failed; called before each of the above.
   virtual void check() = 0;
+  // Throw Error{kInvalidArgument} for outputs that this engine cannot fill. Called before a
+  // receive, and before the send of a call that does both.
+  virtual void check_received(const DispatchOutput& output) const { (void)output; }
+  virtual void check_combined(const CombineOutput& output, const State& handle) const {
+    (void)output;
+    (void)handle;
+  }
   // Of ranks on several hosts, on the CPU. Waits until all ranks of this host have received what
   // this one has. From then on none of them waits for another host before it sends again.
   virtual void await_host() {}

@@ -100,9 +100,13 @@ const char* to_string(CombineWeights weights) {
 
 ExchangeHandle::ExchangeHandle() = default;
 ExchangeHandle::ExchangeHandle(std::unique_ptr<State> state) : state_(std::move(state)) {}
-ExchangeHandle::~ExchangeHandle() = default;
+ExchangeHandle::~ExchangeHandle() { leave_inherited(state_); }
 ExchangeHandle::ExchangeHandle(ExchangeHandle&&) noexcept = default;
-ExchangeHandle& ExchangeHandle::operator=(ExchangeHandle&&) noexcept = default;
+ExchangeHandle& ExchangeHandle::operator=(ExchangeHandle&& other) noexcept {
+  leave_inherited(state_);
+  state_ = std::move(other.state_);
+  return *this;
+}
 bool ExchangeHandle::dispatched() const { return state_ != nullptr && state_->received; }
 std::int64_t ExchangeHandle::tokens() const { return state_ == nullptr ? 0 : state_->tokens; }
 
@@ -112,88 +116,106 @@ Exchange::Exchange(std::unique_ptr<ExchangeEngine> engine) : engine_(std::move(e
 Exchange ExchangeMaker::make(std::unique_ptr<ExchangeEngine> engine) {
   return Exchange(std::move(engine));
 }
-Exchange::~Exchange() = default;
+Exchange::~Exchange() { leave_inherited(engine_); }
 Exchange::Exchange(Exchange&&) noexcept = default;
-Exchange& Exchange::operator=(Exchange&&) noexcept = default;
+Exchange& Exchange::operator=(Exchange&& other) noexcept {
+  leave_inherited(engine_);
+  engine_ = std::move(other.engine_);
+  return *this;
+}
+
+ExchangeEngine& Exchange::engine() const {
+  engine_->origin.require_here("the exchange");
+  return *engine_;
+}
 
 ExchangeHandle Exchange::make_handle() const {
-  std::unique_ptr<State> state = engine_->make_handle();
-  state->calls = engine_->calls();
+  std::unique_ptr<State> state = engine().make_handle();
+  state->calls = engine().calls();
   return ExchangeHandle(std::move(state));
 }
 
 void Exchange::dispatch_send(const DispatchInput& input, ExchangeHandle& handle) {
-  State& state = state_to_send(input, handle.state_, *engine_);
-  engine_->dispatch_send(input, state);
+  State& state = state_to_send(input, handle.state_, engine());
+  engine().dispatch_send(input, state);
   note_sent(input, state);
 }
 
 void Exchange::dispatch_recv(const DispatchOutput& output, ExchangeHandle& handle) {
-  State& state = state_of(handle.state_, *engine_);
-  engine_->check();
-  ExchangeCalls& calls = *engine_->calls();
+  State& state = state_of(handle.state_, engine());
+  engine().check();
+  ExchangeCalls& calls = *engine().calls();
   check_turn_to_receive("dispatch", calls.dispatch, state, calls);
-  check_received(engine_->problem(), output);
-  engine_->dispatch_recv(output, state);
+  check_received(engine().problem(), output);
+  engine().check_received(output);
+  engine().dispatch_recv(output, state);
   state.received = true;
   calls.dispatch = nullptr;
 }
 
 void Exchange::dispatch(const DispatchInput& input, const DispatchOutput& output,
                         ExchangeHandle& handle) {
-  check_received(engine_->problem(), output);
-  State& state = state_to_send(input, handle.state_, *engine_);
-  engine_->dispatch(input, output, state, [&] { note_sent(input, state); });
+  check_received(engine().problem(), output);
+  engine().check_received(output);
+  State& state = state_to_send(input, handle.state_, engine());
+  require_apart_from_sent(engine().problem(), input, output);
+  engine().dispatch(input, output, state, [&] { note_sent(input, state); });
   state.received = true;
-  engine_->calls()->dispatch = nullptr;
+  engine().calls()->dispatch = nullptr;
 }
 
-std::int64_t Exchange::rows_needed() const { return engine_->problem().rows_needed(); }
+std::int64_t Exchange::rows_needed() const { return engine().problem().rows_needed(); }
 std::int64_t Exchange::rows_needed(ExchangeHandle& handle, void* stream) {
-  State& state = state_of(handle.state_, *engine_);
-  engine_->check();
-  if (engine_->calls()->dispatch != &state) {
+  State& state = state_of(handle.state_, engine());
+  engine().check();
+  if (engine().calls()->dispatch != &state) {
     require_received(state, "rows_needed(), which counts rows");
   }
-  return engine_->rows_needed(state, stream);
+  return engine().rows_needed(state, stream);
 }
 
 void Exchange::combine_send(const CombineInput& input, ExchangeHandle& handle) {
-  State& state = state_of(handle.state_, *engine_);
-  engine_->check();
-  ExchangeCalls& calls = *engine_->calls();
+  State& state = state_of(handle.state_, engine());
+  engine().check();
+  ExchangeCalls& calls = *engine().calls();
   check_turn_to_send("combine", calls.combine, calls);
   require_received(state, "combine_send()");
-  check_results(engine_->problem(), input);
-  engine_->combine_send(input, state);
+  check_results(engine().problem(), input);
+  engine().combine_send(input, state);
   calls.combine = &state;
 }
 
 void Exchange::combine_recv(const CombineOutput& output, ExchangeHandle& handle) {
-  State& state = state_of(handle.state_, *engine_);
-  engine_->check();
-  ExchangeCalls& calls = *engine_->calls();
+  State& state = state_of(handle.state_, engine());
+  engine().check();
+  ExchangeCalls& calls = *engine().calls();
   check_turn_to_receive("combine", calls.combine, state, calls);
-  check_combined(engine_->problem(), output, state);
-  engine_->combine_recv(output, state);
+  check_combined(engine().problem(), output, state);
+  engine().check_combined(output, state);
+  engine().combine_recv(output, state);
   calls.combine = nullptr;
 }
 
 void Exchange::combine(const CombineInput& input, const CombineOutput& output,
                        ExchangeHandle& handle) {
-  check_combined(engine_->problem(), output, state_of(handle.state_, *engine_));
+  const State& state = state_of(handle.state_, engine());
+  require_received(state, "combine()");
+  check_combined(engine().problem(), output, state);
+  engine().check_combined(output, state);
+  check_results(engine().problem(), input);
+  require_apart_from_sent(engine().problem(), input, output, state.tokens);
   combine_send(input, handle);
   combine_recv(output, handle);
 }
 
-void Exchange::check() { engine_->check(); }
-const ExchangeStats& Exchange::stats() const { return engine_->stats(); }
+void Exchange::check() { engine().check(); }
+const ExchangeStats& Exchange::stats() const { return engine().stats(); }
 PassTrace Exchange::trace() const {
-  if (!engine_->options().trace) {
+  if (!engine().options().trace) {
     throw Error(ErrorCode::kInvalidArgument,
                 "the exchange records no trace; make it with the option trace set");
   }
-  return engine_->trace();
+  return engine().trace();
 }
 
 const ExchangeSpec& Exchange::spec() const { return engine_->problem().spec; }

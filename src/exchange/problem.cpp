@@ -3,9 +3,9 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <limits>
 #include <string>
 
+#include "base/limits.h"
 #include "base/quantize.h"
 #include "model/check_tensor.h"
 #include "protocol/control.h"
@@ -17,23 +17,16 @@ namespace {
 // As for layers: low enough that products of sizes fit in 64 bits.
 constexpr int kMostColumns = 1 << 23;
 constexpr int kMostExperts = 4096;
-// A token and its slot have a word together.
-constexpr int kMostTokens = 1 << 26;
 
 [[noreturn]] void refuse(const std::string& message) {
   throw Error(ErrorCode::kInvalidArgument, message);
 }
 
-void require_range(const char* name, int value, int low, int high) {
-  if (value >= low && value <= high) return;
-  refuse(fmt::format("{} is {}; use a value in [{}, {}]", name, value, low, high));
-}
-
 void check_spec(const ExchangeSpec& spec) {
-  require_range("hidden", spec.hidden, 1, kMostColumns);
-  require_range("num_experts", spec.num_experts, 1, kMostExperts);
-  require_range("top_k", spec.top_k, 1, protocol::kMaxTopK);
-  require_range("max_tokens", spec.max_tokens, 1, kMostTokens);
+  require_within("hidden", spec.hidden, 1, kMostColumns);
+  require_within("num_experts", spec.num_experts, 1, kMostExperts);
+  require_within("top_k", spec.top_k, 1, protocol::kMaxTopK);
+  require_within("max_tokens", spec.max_tokens, 1, kMostTokens);
   if (!is_float(spec.dispatch) && spec.dispatch != DType::kF8E4M3) {
     refuse(fmt::format("dispatch is {}; use bf16, f16, f32 or f8_e4m3", to_string(spec.dispatch)));
   }
@@ -59,8 +52,8 @@ void check_spec(const ExchangeSpec& spec) {
         "Python 'sender' or 'none')");
   }
   validate(spec.placement, spec.num_experts);
-  require_range("the number of places", spec.placement.num_places(spec.num_experts), 1,
-                kMostExperts);
+  require_within("the number of places", spec.placement.num_places(spec.num_experts), 1,
+                 kMostExperts);
 }
 
 }  // namespace
@@ -80,16 +73,17 @@ ExchangeProblem::ExchangeProblem(const ExchangeSpec& given, int its_rank, int ra
   if (spec.layout.kind == RowLayout::Kind::kPadded && spec.layout.size == 0) {
     spec.layout.size = std::int64_t{spec.max_tokens} * ranks;
   }
-  constexpr std::int64_t kMostRows = std::numeric_limits<std::int32_t>::max();
-  // The rank with the most experts, so that all ranks accept the spec or none.
-  const std::int64_t most = switchyard::rows_needed(
-      spec.layout, places.max_count(), most_rows_of_source(places.max_count()) * ranks);
-  if (most > kMostRows) {
+  first_rows(spec.layout, {});  // refuses what is no layout
+  try {
+    // The rank with the most experts, so that all ranks accept the spec or none.
+    switchyard::rows_needed(spec.layout, places.max_count(),
+                            most_rows_of_source(places.max_count()) * ranks);
+  } catch (const Error&) {
     refuse(
-        fmt::format("a rank could receive {} rows of {} tokens of each of {} ranks, in its layout; "
-                    "an i32 numbers up to {}: declare fewer tokens (max_tokens), or use a layout "
-                    "with less padding",
-                    most, spec.max_tokens, ranks, kMostRows));
+        fmt::format("a rank could receive more rows of {} tokens of each of {} ranks, in its "
+                    "layout, than can be numbered: an i32 numbers up to {}; declare fewer tokens "
+                    "(max_tokens), or use a layout with less padding",
+                    spec.max_tokens, ranks, kMostRows));
   }
 }
 

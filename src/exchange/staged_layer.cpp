@@ -665,6 +665,8 @@ class Engine final : public LayerEngine {
     core_->calls().device().synchronize(stream);
     core_->calls().alone([&] { core_->refresh(); });
   }
+  // The gate at least.
+  bool copies() const override { return true; }
   void rebind(const MoeWeights& weights, const ExpertPlacement* placement) override {
     if (placement != nullptr) {
       refuse("rebind() is called with a placement", "make the layer anew with it");

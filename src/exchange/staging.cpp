@@ -7,13 +7,13 @@
 #include <utility>
 #include <vector>
 
+#include "exchange/call.h"
 #include "exchange/staged_calls.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "fabric/mapping.h"
 #include "layer/failure.h"
 #include "switchyard/error.h"
-#include "switchyard/routing.h"
 
 namespace switchyard {
 namespace {
@@ -114,22 +114,15 @@ Core::Core(const World& world, const ExchangeProblem& problem, const ExchangeOpt
 void Core::read_ids(const SlotView& given) {
   const auto top_k = static_cast<std::size_t>(spec().top_k);
   ids_.resize(given.size());
-  for (std::size_t i = 0; i < given.size(); ++i) {
-    const std::int64_t id = given.dtype() == DType::kI64
-                                ? static_cast<const std::int64_t*>(given.data())[i]
-                                : static_cast<const std::int32_t*>(given.data())[i];
-    const bool exists = id >= 0 && id < spec().num_experts;
-    ids_[i] = exists ? static_cast<std::int32_t>(id) : kNoExpert;
-    const auto token = ids_.begin() + static_cast<std::ptrdiff_t>(i - i % top_k);
-    const auto slot = ids_.begin() + static_cast<std::ptrdiff_t>(i);
-    if (!exists || std::find(token, slot, *slot) == slot) continue;
-    calls_.note(
-        ErrorCode::kInvalidArgument,
-        fmt::format("token {} names expert {} twice; ids must be distinct within a token, and the "
-                    "later slot was none",
-                    i / top_k, id));
-    ids_[i] = kNoExpert;
-  }
+  for_each_id(
+      spec().num_experts, spec().top_k, given, id_rules(spec()),
+      [&](std::size_t i, std::int32_t id) { ids_[i] = id; },
+      [&](std::size_t i, std::int64_t id, bool twice) {
+        calls_.note(ErrorCode::kInvalidArgument,
+                    twice ? named_twice_text(i / top_k, id) + ", and the later slot was none"
+                          : bad_id_text("ids", i / top_k, i % top_k, id, spec().num_experts) +
+                                "; the slot was none");
+      });
 }
 
 void Core::send(const DispatchInput& input, Handle& handle) {

@@ -4,7 +4,9 @@
 
 #include <utility>
 
+#include "base/limits.h"
 #include "network/rows.h"
+#include "protocol/control.h"
 
 namespace switchyard {
 
@@ -33,6 +35,11 @@ void Fabric::abort() noexcept {
 std::unique_ptr<network::RowsRegion> Fabric::share_rows(std::span<std::byte>,
                                                         const std::shared_ptr<const void>&, int) {
   return nullptr;
+}
+
+void require_world(int rank, int size) {
+  require_within("size", size, 1, protocol::kMaxRanks, " (the ranks of a world)");
+  require_within("rank", rank, 0, size - 1);
 }
 
 void require_one_host(const Fabric& fabric, const char* what) {

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "base/origin.h"
 #include "base/posix.h"
 #include "switchyard/error.h"
 
@@ -44,6 +45,7 @@ class SymmetricSegment {
 class Fabric {
  public:
   virtual ~Fabric() = default;
+  const Origin origin;
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual const char* name() const = 0;
@@ -114,6 +116,9 @@ class Fabric {
   std::mutex hooks_mutex_;
   std::vector<AbortHook*> hooks_;
 };
+
+// Throws Error{kInvalidArgument} for a number of ranks, or a rank, that no world has.
+void require_world(int rank, int size);
 
 // Throws Error{kUnsupported} if the ranks are on several hosts. `what` was asked for, and needs
 // one.

@@ -296,7 +296,7 @@ struct Introduction {
 }  // namespace
 
 std::shared_ptr<Fabric> make_hosts_fabric(HostsParts parts) {
-  return std::make_shared<HostsFabric>(std::move(parts));
+  return make_shared_here<HostsFabric>(std::move(parts));
 }
 
 std::uint64_t host_number() {

@@ -133,10 +133,11 @@ std::shared_ptr<ProcessFabric> make_process_fabric(int rank, int size,
                                                    const std::string& rendezvous,
                                                    std::chrono::milliseconds deadline,
                                                    const network::Secret& secret) {
-  return std::make_shared<Processes>(rank, size, rendezvous, deadline, secret);
+  return make_shared_here<Processes>(rank, size, rendezvous, deadline, secret);
 }
 
 World World::processes(int rank, int size, WorldOptions options) {
+  require_world(rank, size);
   const std::chrono::milliseconds deadline = checked_deadline(options.deadline);
   const std::string rendezvous =
       options.rendezvous.empty() ? next_rendezvous() : std::move(options.rendezvous);

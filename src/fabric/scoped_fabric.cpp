@@ -37,7 +37,7 @@ class ScopedFabric final : public Fabric {
 }  // namespace
 
 std::shared_ptr<Fabric> make_scoped_fabric(std::shared_ptr<Fabric> of) {
-  return std::make_shared<ScopedFabric>(std::move(of));
+  return make_shared_here<ScopedFabric>(std::move(of));
 }
 
 }  // namespace switchyard

@@ -11,6 +11,7 @@
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "fabric/mapping.h"
+#include "network/network.h"
 #include "switchyard/error.h"
 #include "switchyard/world.h"
 
@@ -248,16 +249,14 @@ class ThreadFabric final : public Fabric {
 }  // namespace
 
 std::vector<World> World::threads(int size, const WorldOptions& options) {
-  if (size < 1) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("a world of {} ranks was asked for; ask for at least 1", size));
-  }
+  require_world(0, size);
   const std::chrono::milliseconds deadline = checked_deadline(options.deadline);
+  network::check(network::WindowOptions{options.network.chunk_bytes, options.network.window});
   const auto meeting = std::make_shared<Meeting>(size, deadline);
   std::vector<World> worlds;
   worlds.reserve(static_cast<std::size_t>(size));
   for (int rank = 0; rank < size; ++rank) {
-    worlds.emplace_back(std::make_shared<ThreadFabric>(meeting, rank, deadline));
+    worlds.emplace_back(make_shared_here<ThreadFabric>(meeting, rank, deadline));
   }
   return worlds;
 }

@@ -101,6 +101,21 @@ class DeviceBuffer {
   std::size_t bytes_ = 0;
 };
 
+// Held while a kernel is launched that waits for other ranks' kernels: one thread of this process at a
+// time launches on the current device. When two streams begin to work at the same moment, the driver may
+// give both the same hardware queue. Then the first kernel of one rank stands behind the second kernel of
+// another, which waits for it: docs/symmetric_heap.md. Nothing may be waited for while a turn is held.
+class LaunchTurn {
+ public:
+  LaunchTurn();
+  ~LaunchTurn();
+  LaunchTurn(const LaunchTurn&) = delete;
+  LaunchTurn& operator=(const LaunchTurn&) = delete;
+
+ private:
+  void* held_ = nullptr;
+};
+
 // A point in a stream, with a time.
 class Event {
  public:

@@ -21,6 +21,10 @@ class GroupedGemmEngine {
   // one kernel on the input's stream.
   void run(const GroupedInput& input, const GroupedOutput& output);
 
+  // See GroupedGemm.
+  void refresh(void* stream);
+  bool copies() const;
+
  private:
   struct State;
   std::unique_ptr<State> state_;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/convert.h"
+#include "base/overlap.h"
 #include "base/quantize.h"
 #include "protocol/partition.h"
 #include "routing/route.h"
@@ -134,43 +135,14 @@ void check_logits(const LayerSpec& spec, const MoeWeights& weights, const Forwar
   routing::check_routable(spec);
 }
 
-std::int64_t id_at(const SlotView& ids, std::size_t i) {
-  return ids.dtype() == DType::kI64 ? static_cast<const std::int64_t*>(ids.data())[i]
-                                    : static_cast<const std::int32_t*>(ids.data())[i];
-}
-
-// The given ids one after the other, as take(index, expert or kNoExpert); bad(index, id, twice) for
-// those that may not be, each before it is taken as none.
-template <typename Take, typename Bad>
-void for_each_id(const LayerSpec& spec, const SlotView& given, const IdRules& rules, Take&& take,
-                 Bad&& bad) {
-  const auto top_k = static_cast<std::size_t>(spec.top_k);
-  for (std::size_t i = 0; i < given.size(); ++i) {
-    const std::int64_t id = id_at(given, i);
-    const bool large = id >= spec.num_experts;
-    bool exists = id >= 0 && !large;
-    if (!exists && id != kNoExpert && !(large && rules.large_are_none)) bad(i, id, false);
-    for (std::size_t j = i - i % top_k; exists && j < i; ++j) {
-      if (id_at(given, j) != id) continue;
-      bad(i, id, true);
-      exists = false;
-    }
-    take(i, exists ? static_cast<std::int32_t>(id) : kNoExpert);
-  }
-}
-
 void check_given_routing(const LayerSpec& spec, const ForwardInput& input, const IdRules& rules) {
   const auto top_k = static_cast<std::size_t>(spec.top_k);
   for_each_id(
-      spec, input.topk_ids, rules, [](std::size_t, std::int32_t) {},
+      spec.num_experts, spec.top_k, input.topk_ids, rules, [](std::size_t, std::int32_t) {},
       [&](std::size_t i, std::int64_t id, bool twice) {
-        throw Error(
-            ErrorCode::kInvalidArgument,
-            twice
-                ? fmt::format("token {} names expert {} twice; ids must be distinct within a token",
-                              i / top_k, id)
-                : fmt::format("topk_ids[{}][{}] is {}; expert ids are 0 to {}, or {} for none",
-                              i / top_k, i % top_k, id, spec.num_experts - 1, kNoExpert));
+        throw Error(ErrorCode::kInvalidArgument,
+                    twice ? named_twice_text(i / top_k, id)
+                          : bad_id_text("topk_ids", i / top_k, i % top_k, id, spec.num_experts));
       });
 }
 
@@ -181,6 +153,22 @@ void check_hashed_tokens(const MoeWeights& weights, const ForwardInput& input) {
                 fmt::format("token id {} is outside the routing table's vocabulary of {}", id,
                             weights.hash_table.rows));
   }
+}
+
+void require_memory_apart(const LayerSpec& spec, const ForwardInput& input,
+                          const ForwardOutput& output) {
+  const MatrixView& x = input.activations;
+  const auto element = static_cast<std::int64_t>(size_of(output.dtype));
+  const std::int64_t stride = output.row_stride == 0 ? spec.hidden : output.row_stride;
+  require_apart({{"out", output.data, x.rows, spec.hidden * element, stride * element},
+                 {"ids_out", output.topk_ids},
+                 {"weights_out", output.topk_weights}},
+                {{"x", x},
+                 CallArray::scales("x_scale", x, kQuantGroup),
+                 {"topk_ids", input.topk_ids},
+                 {"topk_weights", input.topk_weights},
+                 {"logits", input.logits},
+                 {"token_ids", input.token_ids}});
 }
 
 }  // namespace
@@ -212,6 +200,7 @@ void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens
   if (!output.topk_weights.empty()) {
     require_size("output topk_weights", output.topk_weights.size(), slots, tokens);
   }
+  require_memory_apart(spec, input, output);
 }
 
 void require_same_weights(const MoeWeights& old, const MoeWeights& fresh, DType old_compute,
@@ -260,7 +249,8 @@ std::int64_t read_routing(const LayerSpec& spec, const ForwardInput& input, cons
                           std::span<std::int32_t> ids, std::span<float> weights) {
   std::int64_t num_bad = 0;
   for_each_id(
-      spec, input.topk_ids, rules, [&](std::size_t i, std::int32_t id) { ids[i] = id; },
+      spec.num_experts, spec.top_k, input.topk_ids, rules,
+      [&](std::size_t i, std::int32_t id) { ids[i] = id; },
       [&](std::size_t, std::int64_t, bool) { ++num_bad; });
   for (std::size_t i = 0; i < weights.size(); ++i) {
     weights[i] = input.topk_weights.dtype() == DType::kBF16

@@ -1,6 +1,7 @@
 // Whether a forward call can be served, decided before anything is sent.
 #pragma once
 
+#include "layer/ids.h"
 #include "switchyard/layer.h"
 
 namespace switchyard {
@@ -20,12 +21,6 @@ void require_same_weights(const MoeWeights& old, const MoeWeights& fresh, DType 
 
 // Throws Error{kInvalidArgument} unless a new placement has as many places as the old one.
 void require_as_many_places(int now, int before);
-
-// What ids are held against; see LayerOptions.
-struct IdRules {
-  BadIds bad = BadIds::kRaise;
-  bool large_are_none = false;
-};
 
 // The expert ids or token ids themselves, for a call that passed check_call() and whose memory the
 // host can read. Throws Error{kInvalidArgument} naming the first that is wrong, with

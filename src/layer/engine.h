@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "base/origin.h"
 #include "switchyard/layer.h"
 #include "switchyard/recording.h"
 
@@ -15,11 +16,13 @@ class PassMemory;
 class LayerEngine {
  public:
   virtual ~LayerEngine() = default;
+  const Origin origin;
 
   // See MoeLayer.
   virtual void forward(const ForwardInput& input, const ForwardOutput& output) = 0;
   virtual void check() = 0;
   virtual void refresh(void* stream) = 0;
+  virtual bool copies() const = 0;
   // Null: the placement stays.
   virtual void rebind(const MoeWeights& weights, const ExpertPlacement* placement) = 0;
   virtual const ForwardStats& stats() = 0;

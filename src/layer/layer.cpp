@@ -3,6 +3,7 @@
 
 #include <fmt/core.h>
 
+#include "base/limits.h"
 #include "base/names.h"
 #include "base/posix.h"
 #include "fabric/fabric.h"
@@ -10,6 +11,7 @@
 #include "layer/engine.h"
 #include "layer/pass_memory.h"
 #include "layer/recorder.h"
+#include "model/mapped_weights.h"
 
 namespace switchyard {
 namespace {
@@ -44,24 +46,15 @@ void check_schedule(const Schedule& schedule) {
 }
 
 void check_options(const LayerOptions& options) {
-  if (options.max_tokens < 1) {
-    refuse(fmt::format("max_tokens is {}; declare at least 1", options.max_tokens));
-  }
-  if (options.num_threads < 0) {
-    refuse(fmt::format("num_threads is {}; use 0 to choose it automatically, or at least 1",
-                       options.num_threads));
-  }
-  if (options.device < -1) {
-    refuse(fmt::format("device is {}; use the number of a GPU, or -1 for the current one",
-                       options.device));
-  }
-  if (options.reserved_sms < 0) {
-    refuse(fmt::format("reserved_sms is {}; use 0 to leave none, or at least 1",
-                       options.reserved_sms));
-  }
-  if (options.recorded_steps < 0 || options.recorded_steps > kMostRecordedSteps) {
-    refuse(fmt::format("recorded_steps is {}; use 0 to record nothing, or at most {}",
-                       options.recorded_steps, kMostRecordedSteps));
+  require_max_tokens(options.max_tokens);
+  require_threads(options.num_threads);
+  require_device(options.device);
+  require_sms("reserved_sms", options.reserved_sms);
+  require_within("recorded_steps", options.recorded_steps, 0, kMostRecordedSteps,
+                 " (0: nothing is recorded)");
+  if (options.bad_ids > BadIds::kSkip) {
+    refuse(fmt::format("bad_ids is {}; use BadIds::kRaise or BadIds::kSkip",
+                       static_cast<int>(options.bad_ids)));
   }
   constexpr std::chrono::years kMostPatience(1);
   if (options.patience && (options.patience->count() < 0 || *options.patience > kMostPatience)) {
@@ -184,6 +177,9 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
                      static_cast<int>(options.backend)));
 }
 
+// Weights may just have been copied from a mapped file that became shorter meanwhile.
+void require_whole(const MoeWeights& weights) { MappedWeights(weights).require_whole(); }
+
 }  // namespace
 
 std::string layer_kernel_name(DType compute) { return std::string("layer_") + short_name(compute); }
@@ -204,32 +200,48 @@ MoeLayer::MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& 
           world, spec, weights, options,
           options.workspace == nullptr ? nullptr : &options.workspace->state_->slots,
           options.share_memory_with == nullptr ? nullptr
-                                               : options.share_memory_with->engine_.get())) {}
-MoeLayer::~MoeLayer() = default;
+                                               : options.share_memory_with->engine_.get())) {
+  require_whole(weights);
+}
+MoeLayer::~MoeLayer() { leave_inherited(engine_); }
 MoeLayer::MoeLayer(MoeLayer&&) noexcept = default;
-MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;
+MoeLayer& MoeLayer::operator=(MoeLayer&& other) noexcept {
+  leave_inherited(engine_);
+  engine_ = std::move(other.engine_);
+  return *this;
+}
+
+LayerEngine& MoeLayer::engine() const {
+  engine_->origin.require_here("the layer");
+  return *engine_;
+}
 
 void MoeLayer::forward(const ForwardInput& input, const ForwardOutput& output) {
-  engine_->forward(input, output);
+  engine().forward(input, output);
 }
-void MoeLayer::refresh(void* stream) { engine_->refresh(stream); }
-void MoeLayer::rebind(const MoeWeights& weights) { engine_->rebind(weights, nullptr); }
+void MoeLayer::refresh(void* stream) { engine().refresh(stream); }
+bool MoeLayer::copies() const { return engine().copies(); }
+void MoeLayer::rebind(const MoeWeights& weights) {
+  engine().rebind(weights, nullptr);
+  require_whole(weights);
+}
 void MoeLayer::rebind(const MoeWeights& weights, const ExpertPlacement& placement) {
-  engine_->rebind(weights, &placement);
+  engine().rebind(weights, &placement);
+  require_whole(weights);
 }
-void MoeLayer::check() { engine_->check(); }
-const ForwardStats& MoeLayer::stats() const { return engine_->stats(); }
+void MoeLayer::check() { engine().check(); }
+const ForwardStats& MoeLayer::stats() const { return engine().stats(); }
 Recording MoeLayer::recording() const {
-  if (!engine_->records()) {
+  if (!engine().records()) {
     refuse("the layer records no routing; make it with recorded_steps of 1 or more");
   }
-  return engine_->recording();
+  return engine().recording();
 }
 PassTrace MoeLayer::trace() const {
-  if (!engine_->traces()) {
+  if (!engine().traces()) {
     refuse("the layer records no trace; make it with the option trace set");
   }
-  return engine_->trace();
+  return engine().trace();
 }
 const LayerSpec& MoeLayer::spec() const { return engine_->spec(); }
 Backend MoeLayer::backend() const { return engine_->backend(); }

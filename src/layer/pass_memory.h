@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/origin.h"
 #include "switchyard/layer.h"
 #include "switchyard/workspace.h"
 #include "switchyard/world.h"
@@ -68,6 +69,7 @@ std::shared_ptr<PassMemory> make_memory(const World& world, std::span<const Laye
 }
 
 struct Workspace::State {
+  Origin origin;
   WorkspaceOptions options;
   std::vector<std::shared_ptr<PassMemory>> slots;
 };

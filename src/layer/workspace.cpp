@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/limits.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "layer/compute.h"
@@ -24,18 +25,17 @@ constexpr int kMostSlots = 16;
 void check_options(std::span<const LayerSpec> specs, const WorkspaceOptions& options) {
   if (specs.empty()) refuse("a workspace for no layers; give the spec of the largest");
   for (const LayerSpec& spec : specs) validate(spec);
-  if (options.max_tokens < 1) {
-    refuse(fmt::format("max_tokens is {}; declare at least 1", options.max_tokens));
-  }
+  require_max_tokens(options.max_tokens);
   if (options.slots < 1 || options.slots > kMostSlots) {
     refuse(fmt::format("slots is {}; use 1 to {}", options.slots, kMostSlots));
   }
   check_compute_type(options.compute);
-  if (options.num_threads < 0 || options.reserved_sms < 0 || options.device < -1) {
-    refuse(
-        fmt::format("num_threads {}, reserved_sms {}, device {}; none may be negative but "
-                    "device, which is -1 for the current one",
-                    options.num_threads, options.reserved_sms, options.device));
+  require_threads(options.num_threads);
+  require_sms("reserved_sms", options.reserved_sms);
+  require_device(options.device);
+  if (options.backend != Backend::kCpu && options.backend != Backend::kCuda) {
+    refuse(fmt::format("backend is {}; use Backend::kCpu or Backend::kCuda",
+                       static_cast<int>(options.backend)));
   }
   const bool cpu = options.backend == Backend::kCpu;
   if (cpu && (options.device != -1 || options.reserved_sms != 0)) {
@@ -59,7 +59,7 @@ void check_options(std::span<const LayerSpec> specs, const WorkspaceOptions& opt
 
 Workspace::Workspace(const World& world, std::span<const LayerSpec> specs,
                      const WorkspaceOptions& options)
-    : state_(std::make_shared<State>()) {
+    : state_(make_shared_here<State>()) {
   attempt_together(world.fabric(), [&] {
     check_options(specs, options);
     if (options.backend == Backend::kCuda) require_one_host(world.fabric(), kGpuRanks);
@@ -91,6 +91,7 @@ bool Workspace::released() const {
 }
 
 void Workspace::release() {
+  state_->origin.require_here("the workspace");
   attempt_together(state_->slots.front()->world().fabric(), [&] {
     for (const auto& slot : state_->slots) slot->end_passes();
   });
@@ -98,6 +99,7 @@ void Workspace::release() {
 }
 
 void Workspace::restore() {
+  state_->origin.require_here("the workspace");
   for (const auto& slot : state_->slots) slot->restore();
 }
 

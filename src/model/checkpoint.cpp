@@ -1,7 +1,9 @@
 #include <fmt/core.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <string_view>
@@ -104,16 +106,34 @@ struct Checkpoint::State {
                                   printable(index), printable(tensor), printable(shard)));
       return;
     }
+    // transformers' name for a checkpoint in one file. Others beside it, such as
+    // consolidated.safetensors, hold the same tensors once more.
+    if (const std::filesystem::path whole = directory / "model.safetensors"; !is_absent(whole))
+      return add(SafetensorsFile::open(whole));
     std::set<std::filesystem::path> paths;
-    for (const auto& entry : std::filesystem::directory_iterator(directory))
-      if (entry.path().extension() == ".safetensors") paths.insert(entry.path());
-    if (paths.empty())
+    std::set<std::string> others;
+    for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+      const std::filesystem::path extension = entry.path().extension();
+      if (extension == ".safetensors") paths.insert(entry.path());
+      for (const char* const other : {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack"})
+        if (extension == other) others.insert(entry.path().filename().string());
+    }
+    if (paths.empty()) throw_no_weights(others);
+    for (const std::filesystem::path& path : paths) add(SafetensorsFile::open(path));
+  }
+
+  [[noreturn]] void throw_no_weights(const std::set<std::string>& others) const {
+    if (others.empty())
       throw Error(
           ErrorCode::kInvalidFile,
-          fmt::format("{}: has no *.safetensors file; convert the checkpoint to safetensors "
-                      "(transformers' save_pretrained does)",
-                      printable(directory)));
-    for (const std::filesystem::path& path : paths) add(SafetensorsFile::open(path));
+          fmt::format("{}: has no *.safetensors file; download the weights", printable(directory)));
+    throw Error(
+        ErrorCode::kInvalidFile,
+        fmt::format("{}: has no *.safetensors file, only {}{}, which is another format; download "
+                    "the safetensors files, or load the model in transformers and save it with "
+                    "save_pretrained()",
+                    printable(directory), printable(*others.begin()),
+                    others.size() > 1 ? fmt::format(" and {} more", others.size() - 1) : ""));
   }
 };
 
@@ -138,6 +158,12 @@ class LayerLoader {
     return std::nullopt;
   }
 
+  bool has_shared_experts() {
+    return locate() && (state_.has(shared_name(names_->shared_up)) ||
+                        state_.has(shared_name(names_->packed_shared_gate_up)));
+  }
+  bool has_correction_bias() { return locate() && find_correction_bias().has_value(); }
+
   MoeWeights load() {
     if (!locate())
       state_.missing(base(published_names(state_.config).stack, published_names(state_.config)) +
@@ -153,7 +179,7 @@ class LayerLoader {
     load_shared(weights);
     weights.owner = owner_;
     // A file that was cut meanwhile may have left zeros in what was copied from it.
-    for (const SafetensorsFile* const file : checked_) file->require_whole();
+    for (const SafetensorsFile* const file : checked_) file->mapping().require_size();
     validate(spec_, weights);
     return weights;
   }
@@ -191,7 +217,7 @@ class LayerLoader {
   Located require(const std::string& name) const {
     const Located found = state_.find(name);
     if (!found.info) state_.missing(name);
-    if (checked_.insert(found.file).second) found.file->require_whole();
+    if (checked_.insert(found.file).second) found.file->mapping().require_size();
     return found;
   }
 
@@ -295,10 +321,14 @@ class LayerLoader {
     state_.missing(name + "_scale_inv");
   }
 
-  // Attaches the scales of `matrices` consecutive [rows, cols] FP8 matrices stored as one tensor,
-  // and returns the view of number `index`.
+  // Attaches the scales of `matrices` consecutive FP8 matrices stored as one tensor, to the view of
+  // number `index`. A view whose col_stride is not 1 is stored transposed, as are its scales.
   void attach_scale(MatrixView& view, const std::string& name, std::int64_t matrices,
                     std::int64_t index) {
+    const Quantization& quantization = state_.config.quantization;
+    if (!quantization.problem.empty())
+      throw Error(ErrorCode::kUnsupported,
+                  fmt::format("{}; tensor '{}' is FP8", quantization.problem, printable(name)));
     const Located tensor = find_scale(name);
     std::vector<std::int64_t> shape = tensor.info->shape;
     if (matrices > 1 || (shape.size() == 3 && shape[0] == 1)) {
@@ -306,36 +336,64 @@ class LayerLoader {
         bad_shape(tensor, fmt::format("{} leading entries, one for each expert", matrices));
       shape.erase(shape.begin());
     }
-    const Quantization& quantization = state_.config.quantization;
+    const bool transposed = view.col_stride != 1;
+    const std::int64_t rows = transposed ? view.cols : view.rows;  // as stored
+    const std::int64_t cols = transposed ? view.rows : view.cols;
+    const ScaleGrid grid = scale_grid(tensor, shape, rows, cols, transposed);
+    view.scale_rows = transposed ? grid.block_cols : grid.block_rows;
+    view.scale_cols = transposed ? grid.block_rows : grid.block_cols;
+    view.scale_stride = transposed ? grid.rows : grid.cols;
+    const float* scales =
+        scale_values(tensor, static_cast<std::size_t>(matrices * grid.rows * grid.cols));
+    if (transposed && grid.rows > 1 && grid.cols > 1)
+      scales = transposed_scales(tensor, scales, matrices, grid);
+    view.scale = scales + index * grid.rows * grid.cols;
+  }
+
+  // How the scales of a matrix are laid out: rows x cols of them, each of a block of the matrix.
+  struct ScaleGrid {
+    std::int64_t rows, cols, block_rows, block_cols;
+  };
+
+  // `shape` is that of the scales of one matrix, which is stored as [rows, cols].
+  ScaleGrid scale_grid(const Located& tensor, const std::vector<std::int64_t>& shape,
+                       std::int64_t rows, std::int64_t cols, bool transposed) const {
+    using Shape = std::vector<std::int64_t>;
+    const std::int64_t block_rows = state_.config.quantization.block_rows;
+    const std::int64_t block_cols = state_.config.quantization.block_cols;
+    if (block_rows > 0) {
+      const std::int64_t down = (rows + block_rows - 1) / block_rows;
+      const std::int64_t across = (cols + block_cols - 1) / block_cols;
+      if (shape == Shape{down, across}) return {down, across, block_rows, block_cols};
+    }
     std::int64_t count = 1;
     for (const std::int64_t extent : shape) count *= extent;
-    const std::int64_t block_rows = quantization.block_rows;
-    const std::int64_t block_cols = quantization.block_cols;
-    const bool is_blocked = block_rows > 0 && shape.size() == 2 &&
-                            shape[0] == (view.rows + block_rows - 1) / block_rows &&
-                            shape[1] == (view.cols + block_cols - 1) / block_cols;
-    if (is_blocked) {
-      view.scale_rows = block_rows;
-      view.scale_cols = block_cols;
-      view.scale_stride = shape[1];
-    } else if (count == 1) {
-      view.scale_rows = view.rows;
-      view.scale_cols = view.cols;
-      view.scale_stride = 1;
-    } else if (count == view.rows && shape[0] == view.rows) {
-      view.scale_rows = 1;
-      view.scale_cols = view.cols;
-      view.scale_stride = 1;
-    } else {
-      bad_shape(tensor,
-                block_rows > 0
-                    ? fmt::format("one scale for each {} x {} block of [{}, {}]", block_rows,
-                                  block_cols, view.rows, view.cols)
-                    : fmt::format("one scale for [{}, {}] or for each of its rows (there is no "
-                                  "quantization_config.weight_block_size)",
-                                  view.rows, view.cols));
-    }
-    view.scale = scale_values(tensor, static_cast<std::size_t>(matrices * count)) + index * count;
+    if (count == 1) return {1, 1, rows, cols};
+    // A scale for each output of the matrix, which is a row unless it is stored transposed.
+    if (!transposed && (shape == Shape{rows} || shape == Shape{rows, 1})) return {rows, 1, 1, cols};
+    if (transposed && (shape == Shape{cols} || shape == Shape{1, cols})) return {1, cols, rows, 1};
+    bad_shape(tensor,
+              block_rows > 0
+                  ? fmt::format("one scale for each {} x {} block of [{}, {}]", block_rows,
+                                block_cols, rows, cols)
+                  : fmt::format("one scale for [{}, {}] or for each of its {} (config.json tells "
+                                "no size of blocks)",
+                                rows, cols, transposed ? "columns" : "rows"));
+  }
+
+  const float* transposed_scales(const Located& tensor, const float* scales, std::int64_t matrices,
+                                 const ScaleGrid& grid) {
+    if (const auto known = transposed_.find(tensor.info); known != transposed_.end())
+      return known->second;
+    const std::int64_t count = grid.rows * grid.cols;
+    owner_->scales.emplace_back(new float[static_cast<std::size_t>(matrices * count)]);
+    float* const result = owner_->scales.back().get();
+    for (std::int64_t m = 0; m < matrices; ++m)
+      for (std::int64_t r = 0; r < grid.rows; ++r)
+        for (std::int64_t c = 0; c < grid.cols; ++c)
+          result[m * count + c * grid.rows + r] = scales[m * count + r * grid.cols + c];
+    transposed_[tensor.info] = result;
+    return result;
   }
 
   MatrixView matrix(const std::string& name, std::int64_t rows, std::int64_t cols) {
@@ -371,11 +429,17 @@ class LayerLoader {
   }
 
   // MiniMax keeps the bias in the block, DeepSeek in the gate, re-saved checkpoints in either.
-  VectorView correction_bias() {
+  std::optional<std::string> find_correction_bias() const {
     for (const char* name :
          {names_->correction_bias, "gate.e_score_correction_bias", "e_score_correction_bias"})
-      if (state_.has(base_ + name)) return vector(base_ + name, spec_.num_experts);
-    state_.missing(base_ + names_->correction_bias);
+      if (state_.has(base_ + name)) return base_ + name;
+    return std::nullopt;
+  }
+
+  VectorView correction_bias() {
+    const std::optional<std::string> name = find_correction_bias();
+    if (!name) state_.missing(base_ + names_->correction_bias);
+    return vector(*name, spec_.num_experts);
   }
 
   MatrixView hash_table() {
@@ -454,7 +518,6 @@ class LayerLoader {
     const std::int64_t e_count = spec_.num_experts;
     const std::int64_t h = spec_.hidden;
     const std::int64_t i = spec_.intermediate;
-    const bool by_rows = names_->packing == Packing::kRows;
     const bool interleaved = names_->packing == Packing::kInterleavedColumns;
     const std::string gate_up_name = base_ + names_->packed_gate_up;
     const std::string down_name = base_ + names_->packed_down;
@@ -462,19 +525,7 @@ class LayerLoader {
     const Located down = require(down_name);
     const DType dtype = float_dtype(gate_up);
     const DType down_dtype = float_dtype(down);
-    using Shape = std::vector<std::int64_t>;
-    if (gate_up.info->shape != (by_rows ? Shape{e_count, 2 * i, h} : Shape{e_count, h, 2 * i}))
-      bad_shape(gate_up, by_rows ? fmt::format("[{}, {}, {}]", e_count, 2 * i, h)
-                                 : fmt::format("[{}, {}, {}]", e_count, h, 2 * i));
-    if (down.info->shape != (by_rows ? Shape{e_count, h, i} : Shape{e_count, i, h}))
-      bad_shape(down, by_rows ? fmt::format("[{}, {}, {}]", e_count, h, i)
-                              : fmt::format("[{}, {}, {}]", e_count, i, h));
-    if (!by_rows && (dtype == DType::kF8E4M3 || down_dtype == DType::kF8E4M3))
-      throw Error(
-          ErrorCode::kUnsupported,
-          fmt::format("{}: '{}' is FP8 packed by columns, whose scales have no fixed layout; "
-                      "store the experts one by one or convert them to bf16",
-                      printable(gate_up.file->path()), gate_up_name));
+    const bool by_rows = is_packed_by_rows(gate_up, down);
     const std::byte* gate_up_data = aligned_data(gate_up, size_of(dtype));
     const std::byte* down_data = aligned_data(down, size_of(down_dtype));
 
@@ -488,8 +539,8 @@ class LayerLoader {
       both.row_stride = by_rows ? h : 1;
       both.col_stride = by_rows ? 1 : 2 * i;
       if (dtype == DType::kF8E4M3) attach_scale(both, gate_up_name, e_count, e);
-      expert.gate = half(both, 0, interleaved, gate_up);
-      expert.up = half(both, 1, interleaved, gate_up);
+      expert.gate = half(both, 0, interleaved);
+      expert.up = half(both, 1, interleaved);
 
       expert.down.dtype = down_dtype;
       expert.down.data = down_data + static_cast<std::size_t>(e * i * h) * size_of(down_dtype);
@@ -502,28 +553,71 @@ class LayerLoader {
     if (spec_.expert_bias) load_packed_biases(weights, interleaved);
   }
 
+  // Whether experts are packed as [E, 2I, H] and [E, H, I], or transposed, as [E, H, 2I] and
+  // [E, I, H]. The shapes of both tensors together always tell: 2I = H and I = H cannot both hold.
+  bool is_packed_by_rows(const Located& gate_up, const Located& down) const {
+    using Shape = std::vector<std::int64_t>;
+    const std::int64_t e = spec_.num_experts;
+    const std::int64_t h = spec_.hidden;
+    const std::int64_t i = spec_.intermediate;
+    const Shape& first = gate_up.info->shape;
+    const Shape& second = down.info->shape;
+    if (first == Shape{e, 2 * i, h} && second == Shape{e, h, i}) return true;
+    if (first == Shape{e, h, 2 * i} && second == Shape{e, i, h}) return false;
+    const bool first_fits = first == Shape{e, 2 * i, h} || first == Shape{e, h, 2 * i};
+    const bool second_fits = second == Shape{e, h, i} || second == Shape{e, i, h};
+    if (!first_fits)
+      bad_shape(gate_up, fmt::format("[{0}, {1}, {2}] or [{0}, {2}, {1}]", e, 2 * i, h));
+    if (!second_fits) bad_shape(down, fmt::format("[{0}, {1}, {2}] or [{0}, {2}, {1}]", e, h, i));
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("{}: tensor '{}' has shape {}, but '{}' has {}: one of them is "
+                            "transposed; save both as [{}, {}, {}] and [{}, {}, {}]",
+                            printable(gate_up.file->path()), printable(gate_up.info->name),
+                            shape_text(first), printable(down.info->name), shape_text(second), e,
+                            2 * i, h, e, h, i));
+  }
+
   // Half 0 (gate) or 1 (up) of the rows of a packed gate_up matrix.
-  MatrixView half(const MatrixView& both, int which, bool interleaved,
-                  const Located& tensor) const {
+  MatrixView half(const MatrixView& both, int which, bool interleaved) {
     MatrixView view = both;
     view.rows = both.rows / 2;
-    const std::int64_t first_row = which * (interleaved ? 1 : view.rows);
-    view.data = both.row(first_row);
-    if (interleaved) view.row_stride = 2 * both.row_stride;
-    if (!both.scale) return view;
-    if (both.scale_rows == both.rows) {
-      view.scale_rows = view.rows;
-    } else if (which == 1) {
-      if (view.rows % both.scale_rows != 0)
-        throw Error(
-            ErrorCode::kUnsupported,
-            fmt::format("{}: '{}' has scale blocks of {} rows that straddle gate and up ({} "
-                        "rows each); store the experts one by one",
-                        printable(tensor.file->path()), printable(tensor.info->name),
-                        both.scale_rows, view.rows));
-      view.scale += view.rows / both.scale_rows * both.scale_stride;
-    }
+    const std::int64_t first = which * (interleaved ? 1 : view.rows);
+    const std::int64_t step = interleaved ? 2 : 1;
+    view.data = both.row(first);
+    view.row_stride = step * both.row_stride;
+    if (both.scale) take_scales(view, both, first, step);
     return view;
+  }
+
+  // Gives `view`, the rows first, first + step, ... of `both`, its part of the scales. They are
+  // copied where a block of `both` begins in the middle of one of the view.
+  void take_scales(MatrixView& view, const MatrixView& both, std::int64_t first,
+                   std::int64_t step) {
+    const std::int64_t block = both.scale_rows;
+    if (block >= both.rows) {
+      view.scale_rows = view.rows;
+      return;
+    }
+    if (block == 1 || (step == 1 && first % block == 0)) {
+      view.scale += first / block * both.scale_stride;
+      if (block == 1) view.scale_stride = step * both.scale_stride;
+      return;
+    }
+    if (step == 2 && block % 2 == 0) {
+      view.scale_rows = block / 2;
+      return;
+    }
+    // Rows that share a block in `both` wherever they begin.
+    view.scale_rows = step == 1 ? std::gcd(block, first) : 1;
+    const std::int64_t count = (view.rows + view.scale_rows - 1) / view.scale_rows;
+    const std::int64_t columns = (both.cols + both.scale_cols - 1) / both.scale_cols;
+    owner_->scales.emplace_back(new float[static_cast<std::size_t>(count * columns)]);
+    float* const copied = owner_->scales.back().get();
+    for (std::int64_t r = 0; r < count; ++r)
+      std::copy_n(both.scale + (first + r * view.scale_rows * step) / block * both.scale_stride,
+                  columns, copied + r * columns);
+    view.scale = copied;
+    view.scale_stride = columns;
   }
 
   void load_packed_biases(MoeWeights& weights, bool interleaved) {
@@ -599,8 +693,8 @@ class LayerLoader {
     const std::string gate_up = shared_name(names_->packed_shared_gate_up);
     if (spec_.activation.gated && !state_.has(up) && state_.has(gate_up)) {
       const MatrixView both = matrix(gate_up, 2 * i, h);
-      weights.shared.gate = half(both, 0, false, require(gate_up));
-      weights.shared.up = half(both, 1, false, require(gate_up));
+      weights.shared.gate = half(both, 0, false);
+      weights.shared.up = half(both, 1, false);
       prefetch(gate_up);
     } else {
       if (spec_.activation.gated) {
@@ -624,7 +718,7 @@ class LayerLoader {
   const std::shared_ptr<LayerOwner> owner_;
   const TensorNames* names_ = nullptr;
   std::string base_;
-  std::unordered_map<const TensorInfo*, const float*> converted_;
+  std::unordered_map<const TensorInfo*, const float*> converted_, transposed_;  // scales
   mutable std::set<const SafetensorsFile*> checked_;  // that have not become shorter
 };
 
@@ -659,8 +753,16 @@ Checkpoint Checkpoint::open(const std::filesystem::path& directory) {
                                                 printable(directory), error.code().message()));
   }
   const int first = state->config.moe_layers().front();
-  const LayerSpec& spec = *state->config.layers[static_cast<std::size_t>(first)];
-  state->dtype = LayerLoader(*state, first, spec).expert_dtype().value_or(state->config.dtype);
+  const LayerSpec spec = *state->config.layers[static_cast<std::size_t>(first)];
+  LayerLoader loader(*state, first, spec);
+  state->dtype = loader.expert_dtype().value_or(state->config.dtype);
+  const OptionalParts optional = state->config.optional;
+  if (optional.shared_experts && !loader.has_shared_experts())
+    for (std::optional<LayerSpec>& layer : state->config.layers)
+      if (layer) layer->shared_intermediate = 0;
+  if (optional.correction_bias && !loader.has_correction_bias())
+    for (std::optional<LayerSpec>& layer : state->config.layers)
+      if (layer) layer->routing.has_correction_bias = false;
 
   Checkpoint checkpoint;
   checkpoint.state_ = std::move(state);

@@ -2,16 +2,12 @@
 
 #include <fmt/core.h>
 
-#include <algorithm>
-#include <array>
-#include <cmath>
 #include <initializer_list>
-#include <limits>
-#include <span>
 
 #include "base/join.h"
 #include "base/json.h"
 #include "base/printable.h"
+#include "model/config_keys.h"
 #include "model/layer_problem.h"
 #include "switchyard/error.h"
 
@@ -69,122 +65,6 @@ bool starts_with(const std::string& text, std::string_view prefix) {
   return std::string_view(text).substr(0, prefix.size()) == prefix;
 }
 
-// Typed access to one JSON object. null counts as absent: it is what transformers writes for a key
-// whose default is None.
-class Keys {
- public:
-  Keys(const Json& object, std::string source, std::string path)
-      : object_(&object), source_(std::move(source)), path_(std::move(path)) {}
-
-  [[noreturn]] void fail(std::string_view key, const std::string& problem) const {
-    throw Error(ErrorCode::kInvalidConfig,
-                fmt::format("{}: '{}{}' {}", printable(source_), path_, key, problem));
-  }
-
-  const Json* find(std::string_view key) const {
-    const Json* const found = object_->find(key);
-    return found == nullptr || found->is_null() ? nullptr : found;
-  }
-  bool has(std::string_view key) const { return find(key) != nullptr; }
-  // Written out as null, for the rare key whose default is something else.
-  bool is_null(std::string_view key) const {
-    const Json* const found = object_->find(key);
-    return found != nullptr && found->is_null();
-  }
-
-  int integer(std::initializer_list<std::string_view> names, int low, int high) const {
-    for (const std::string_view name : names)
-      if (const Json* value = find(name)) return to_integer(name, *value, low, high);
-    fail(*names.begin(),
-         fmt::format("is missing{}; it has no default, use the config.json that the model's "
-                     "publisher ships",
-                     names.size() > 1
-                         ? fmt::format(" (also looked for: {})",
-                                       join(std::span(names.begin() + 1, names.end()), ", "))
-                         : std::string()));
-  }
-  int integer(std::string_view name, int low, int high) const { return integer({name}, low, high); }
-  int integer_or(std::string_view name, int fallback, int low, int high) const {
-    const Json* value = find(name);
-    return value ? to_integer(name, *value, low, high) : fallback;
-  }
-
-  float number_or(std::string_view name, float fallback, float low, float high) const {
-    const Json* value = find(name);
-    if (!value) return fallback;
-    if (!value->is_number()) fail(name, fmt::format("is {}; expected a number", excerpt(*value)));
-    const double number = value->number();
-    if (!(number >= low && number <= high))
-      fail(name, fmt::format("is {}; expected a number in [{}, {}]", excerpt(*value), low, high));
-    return static_cast<float>(number);
-  }
-
-  bool boolean_or(std::string_view name, bool fallback) const {
-    const Json* value = find(name);
-    if (!value) return fallback;
-    if (!value->is_boolean())
-      fail(name, fmt::format("is {}; expected true or false", excerpt(*value)));
-    return value->boolean();
-  }
-
-  std::string text_or(std::string_view name, const char* fallback) const {
-    const Json* value = find(name);
-    if (!value) return fallback;
-    if (!value->is_string()) fail(name, fmt::format("is {}; expected a string", excerpt(*value)));
-    return value->text();
-  }
-
-  std::string text_in(std::string_view name, const char* fallback,
-                      std::initializer_list<std::string_view> allowed) const {
-    std::string value = text_or(name, fallback);
-    if (std::find(allowed.begin(), allowed.end(), value) == allowed.end())
-      fail(name, fmt::format("is {}; this model family has only: {}", excerpt(Json(value)),
-                             join(allowed, ", ")));
-    return value;
-  }
-
-  // An array of integers in [low, high], or nothing if absent.
-  std::optional<std::vector<int>> integers(std::string_view name, int low, int high) const {
-    const Json* value = find(name);
-    if (!value) return std::nullopt;
-    if (!value->is_array())
-      fail(name, fmt::format("is {}; expected an array of integers", excerpt(*value)));
-    std::vector<int> result;
-    for (const Json& element : value->elements())
-      result.push_back(to_integer(name, element, low, high));
-    return result;
-  }
-
-  std::optional<Keys> object(std::string_view name) const {
-    const Json* value = find(name);
-    if (!value) return std::nullopt;
-    if (!value->is_object()) fail(name, fmt::format("is {}; expected an object", excerpt(*value)));
-    return Keys(*value, source_, fmt::format("{}{}.", path_, name));
-  }
-
- private:
-  int to_integer(std::string_view name, const Json& value, int low, int high) const {
-    bool fits = false;
-    std::int64_t number = 0;
-    if (value.is_unsigned()) {
-      const std::uint64_t magnitude = value.unsigned_integer();
-      fits = magnitude <= static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
-      number = fits ? static_cast<std::int64_t>(magnitude) : 0;
-    } else if (value.is_integer()) {
-      fits = true;
-      number = value.integer();
-    }
-    if (!fits || number < low || number > high)
-      fail(name, fmt::format("is {}; expected an integer in [{}, {}], use the config.json that the "
-                             "model's publisher ships",
-                             excerpt(value), low, high));
-    return static_cast<int>(number);
-  }
-
-  const Json* object_;
-  std::string source_, path_;
-};
-
 ActivationKind activation_kind(const Keys& keys, std::string_view key, const std::string& name) {
   struct Entry {
     std::string_view name;
@@ -208,6 +88,7 @@ struct Draft {
   LayerSpec spec;
   std::vector<bool> is_moe;     // [num_layers]
   std::vector<bool> is_hashed;  // [num_layers] or empty
+  OptionalParts optional = {};
 };
 
 // 1 << 20 and friends: validate(LayerSpec) has the same bounds and the final word.
@@ -226,18 +107,24 @@ LayerSpec common_spec(const Keys& keys, std::initializer_list<std::string_view> 
   return spec;
 }
 
-int shared_experts_width(const Keys& keys, int count, int width) {
-  // transformers would give the shared experts biases; no published MoE model has any.
+// transformers gives the shared experts biases for it; no published MoE model has any.
+void refuse_mlp_bias(const Keys& keys) {
   if (keys.boolean_or("mlp_bias", false))
     keys.fail("mlp_bias",
               "is true; shared experts with biases are not supported, use the "
               "config.json that the model's publisher ships");
-  const std::int64_t total = static_cast<std::int64_t>(count) * width;
+}
+
+// The experts that every token takes are stored as one of `count` times the width.
+void set_shared_experts(Draft& draft, const Keys& keys, int default_count) {
+  const int count = keys.integer_or("n_shared_experts", default_count, 0, kMaxExperts);
+  const std::int64_t total = static_cast<std::int64_t>(count) * draft.spec.intermediate;
   if (total > kMaxIntermediate)
     keys.fail("n_shared_experts",
               fmt::format("is {}, which makes a shared expert of {} rows; the limit is {}", count,
                           total, kMaxIntermediate));
-  return static_cast<int>(total);
+  draft.spec.shared_intermediate = static_cast<int>(total);
+  draft.optional.shared_experts = keys.is_null("n_shared_experts");
 }
 
 std::vector<bool> layers_from_types(const Keys& keys, int num_layers, std::string_view key,
@@ -258,55 +145,91 @@ std::vector<bool> layers_from_types(const Keys& keys, int num_layers, std::strin
   return result;
 }
 
-// mlp_layer_types, which transformers writes in place of the keys that it read; else
-// first_k_dense_replace and moe_layer_freq, either a period or a 0/1 list per layer.
-std::vector<bool> deepseek_layers(const Keys& keys, int num_layers, int default_first_dense) {
+std::vector<bool> layers_from(int first, int num_layers) {
+  std::vector<bool> result;
+  for (int layer = 0; layer < num_layers; ++layer) result.push_back(layer >= first);
+  return result;
+}
+
+// The layers of a family whose first ones are dense. Its code reads no moe_layer_freq.
+std::vector<bool> layers_after_dense(const Keys& keys, int num_layers, int default_dense) {
+  return layers_from(keys.integer_or("first_k_dense_replace", default_dense, 0, kMaxLayers),
+                     num_layers);
+}
+
+// The same where mlp_layer_types goes before: transformers writes it in place of the count.
+std::vector<bool> typed_layers(const Keys& keys, int num_layers, int default_dense) {
   if (keys.has("mlp_layer_types"))
     return layers_from_types(keys, num_layers, "mlp_layer_types", "sparse", "dense");
-  const int first_dense =
-      keys.integer_or("first_k_dense_replace", default_first_dense, 0, kMaxLayers);
-  const Json* freq = keys.find("moe_layer_freq");
-  std::vector<bool> result(static_cast<std::size_t>(num_layers));
-  if (freq && freq->is_array()) {
+  return layers_after_dense(keys, num_layers, default_dense);
+}
+
+// moe_layer_freq: a 0/1 list with an entry for each layer, or a period.
+std::vector<bool> layers_by_frequency(const Keys& keys, std::vector<bool> layers) {
+  const Json* const freq = keys.find("moe_layer_freq");
+  if (freq == nullptr) return layers;
+  if (freq->is_array()) {
     const std::vector<int> flags = *keys.integers("moe_layer_freq", 0, 1);
-    if (flags.size() < result.size())
+    if (flags.size() < layers.size())
       keys.fail("moe_layer_freq", fmt::format("has {} entries; expected one for each of {} layers",
-                                              flags.size(), num_layers));
-    for (std::size_t layer = 0; layer < result.size(); ++layer) result[layer] = flags[layer] == 1;
-    return result;
+                                              flags.size(), layers.size()));
+    for (std::size_t layer = 0; layer < layers.size(); ++layer) layers[layer] = flags[layer] == 1;
+    return layers;
   }
-  const int period = keys.integer_or("moe_layer_freq", 1, 1, kMaxLayers);
-  for (int layer = 0; layer < num_layers; ++layer)
-    result[static_cast<std::size_t>(layer)] = layer >= first_dense && layer % period == 0;
-  return result;
+  const int period = keys.integer("moe_layer_freq", 1, kMaxLayers);
+  for (std::size_t layer = 0; layer < layers.size(); ++layer)
+    layers[layer] = layers[layer] && layer % static_cast<std::size_t>(period) == 0;
+  return layers;
 }
 
 std::vector<bool> all_layers(int num_layers) {
   return std::vector<bool>(static_cast<std::size_t>(num_layers), true);
 }
 
+// The parsers below follow transformers' code of each family, key by key: what it does without a
+// key is the default, and a key that it never reads is not read here. config.h tells the
+// exceptions.
+
 Draft parse_olmoe(const Keys& keys, int num_layers) {
-  Draft draft{
-      common_spec(keys, {"intermediate_size"}, {"num_experts"}), all_layers(num_layers), {}};
+  Draft draft{common_spec(keys, {"intermediate_size"}, {"num_experts", "num_local_experts"}),
+              all_layers(num_layers),
+              {}};
   draft.spec.routing.renormalize = keys.boolean_or("norm_topk_prob", false);
   return draft;
 }
 
+struct QwenRules {
+  bool always_renormalizes;  // the router of VL and 3.5 reads no norm_topk_prob
+  bool default_renormalize;
+  bool has_shared_expert;
+  bool has_dense_layers;  // 3.5 makes every layer an MoE layer
+};
+
+QwenRules qwen_rules(const std::string& model_type) {
+  if (model_type == "qwen2_moe") return {false, false, true, true};
+  if (starts_with(model_type, "qwen3_vl_moe")) return {true, true, false, true};
+  if (model_type == "qwen3_next") return {false, true, true, true};
+  if (starts_with(model_type, "qwen3_5_moe")) return {true, true, true, false};
+  return {false, false, false, true};  // qwen3_moe
+}
+
 Draft parse_qwen(const Keys& keys, int num_layers, const std::string& model_type) {
-  // Next and 3.5 have a gated shared expert like 1.5 and 2, and renormalise like 3.
-  const bool is_qwen2 = model_type == "qwen2_moe";
-  const bool is_next = starts_with(model_type, "qwen3_next") || starts_with(model_type, "qwen3_5");
+  const QwenRules rules = qwen_rules(model_type);
   // transformers 5 saves Qwen3's num_experts as num_local_experts.
-  Draft draft{
-      common_spec(keys, {"moe_intermediate_size"}, {"num_experts", "num_local_experts"}), {}, {}};
-  draft.spec.routing.renormalize = keys.boolean_or("norm_topk_prob", is_next);
-  if (is_qwen2 || is_next) {
+  Draft draft{common_spec(keys, {"moe_intermediate_size"}, {"num_experts", "num_local_experts"}),
+              all_layers(num_layers),
+              {}};
+  draft.spec.routing.renormalize =
+      rules.always_renormalizes || keys.boolean_or("norm_topk_prob", rules.default_renormalize);
+  if (rules.has_shared_expert) {
     draft.spec.shared_intermediate =
         keys.integer("shared_expert_intermediate_size", 0, kMaxIntermediate);
     draft.spec.shared_sigmoid_gate = draft.spec.shared_intermediate > 0;
   }
+  if (!rules.has_dense_layers) return draft;
   const int step = keys.integer_or("decoder_sparse_step", 1, 1, kMaxLayers);
-  for (int layer = 0; layer < num_layers; ++layer) draft.is_moe.push_back((layer + 1) % step == 0);
+  for (int layer = 0; layer < num_layers; ++layer)
+    draft.is_moe[static_cast<std::size_t>(layer)] = (layer + 1) % step == 0;
   if (const auto dense = keys.integers("mlp_only_layers", 0, kMaxLayers))
     for (const int layer : *dense)
       if (layer < num_layers) draft.is_moe[static_cast<std::size_t>(layer)] = false;
@@ -314,27 +237,23 @@ Draft parse_qwen(const Keys& keys, int num_layers, const std::string& model_type
 }
 
 Draft parse_mixtral(const Keys& keys, int num_layers) {
-  Draft draft{
-      common_spec(keys, {"intermediate_size"}, {"num_local_experts"}), all_layers(num_layers), {}};
+  Draft draft{common_spec(keys, {"intermediate_size"}, {"num_local_experts", "num_experts"}),
+              all_layers(num_layers),
+              {}};
   draft.spec.routing.renormalize = true;
   return draft;
 }
 
 Draft parse_deepseek_v2(const Keys& keys, int num_layers) {
-  Draft draft{common_spec(keys, {"moe_intermediate_size"}, {"n_routed_experts"}),
-              deepseek_layers(keys, num_layers, 0),
+  Draft draft{common_spec(keys, {"moe_intermediate_size"}, {"n_routed_experts", "num_experts"}),
+              layers_after_dense(keys, num_layers, 0),
               {}};
   LayerSpec& spec = draft.spec;
+  refuse_mlp_bias(keys);
+  set_shared_experts(draft, keys, 2);
   keys.text_in("scoring_func", "softmax", {"softmax"});
-  spec.shared_intermediate = shared_experts_width(
-      keys, keys.integer_or("n_shared_experts", 0, 0, kMaxExperts), spec.intermediate);
-  spec.routing.renormalize = keys.boolean_or("norm_topk_prob", false) && spec.top_k > 1;
-  if (spec.routing.renormalize) {
-    // DeepSeek-V2's gate scales only weights that it has not renormalised.
-    spec.routing.renormalize_epsilon = kDeepseekEpsilon;
-  } else {
-    spec.routing.scale = keys.number_or("routed_scaling_factor", 1.0f, 1e-6f, 1e6f);
-  }
+  // transformers' router never renormalises and always scales, whatever norm_topk_prob says.
+  spec.routing.scale = keys.number_or("routed_scaling_factor", 1.0f, 1e-6f, 1e6f);
   if (keys.text_in("topk_method", "greedy", {"greedy", "group_limited_greedy"}) != "greedy") {
     spec.routing.num_groups = keys.integer("n_group", 1, spec.num_experts);
     spec.routing.top_k_groups = keys.integer("topk_group", 1, spec.routing.num_groups);
@@ -343,20 +262,39 @@ Draft parse_deepseek_v2(const Keys& keys, int num_layers) {
   return draft;
 }
 
+// Kimi-K2's code is in the model's own repository, so that no default of it is known for sure.
+void require_kimi_keys(const Keys& keys) {
+  for (const char* key : {"norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group",
+                          "first_k_dense_replace", "n_shared_experts"})
+    if (!keys.has(key) && !keys.is_null(key))
+      keys.fail(key,
+                "is missing, and its default in this family is not known; use the config.json "
+                "that the model's publisher ships");
+}
+
 Draft parse_deepseek_v3(const Keys& keys, int num_layers, const std::string& model_type) {
+  const bool is_kimi = model_type == "kimi_k2";
   const bool is_glm = starts_with(model_type, "glm");
-  const bool is_glm5 = model_type == "glm_moe_dsa";
-  const bool is_glm4 = is_glm && !is_glm5;
-  Draft draft{common_spec(keys, {"moe_intermediate_size"}, {"n_routed_experts"}), {}, {}};
+  const bool is_glm4 = is_glm && model_type != "glm_moe_dsa";
+  const bool is_typed = model_type == "glm_moe_dsa" || model_type == "deepseek_v32";
+  if (is_kimi) require_kimi_keys(keys);
+  Draft draft{common_spec(keys, {"moe_intermediate_size"},
+                          {"n_routed_experts", "num_local_experts", "num_experts"}),
+              {},
+              {}};
   LayerSpec& spec = draft.spec;
-  draft.is_moe = deepseek_layers(keys, num_layers, is_glm4 ? 1 : 3);
-  spec.shared_intermediate = shared_experts_width(
-      keys, keys.integer_or("n_shared_experts", 1, 0, kMaxExperts), spec.intermediate);
+  const int default_dense = is_glm4 ? 1 : 3;
+  draft.is_moe = is_typed ? typed_layers(keys, num_layers, default_dense)
+                          : layers_after_dense(keys, num_layers, default_dense);
+  if (is_kimi) draft.is_moe = layers_by_frequency(keys, draft.is_moe);
+  set_shared_experts(draft, keys, 1);
   keys.text_in("scoring_func", "sigmoid", {"sigmoid"});
   keys.text_in("topk_method", "noaux_tc", {"noaux_tc"});
   spec.routing.score = ScoreFunction::kSigmoid;
   spec.routing.has_correction_bias = true;
-  spec.routing.renormalize = keys.boolean_or("norm_topk_prob", true);
+  // Here null is a value, and false: the classes of GLM and DeepSeek-V3.2 take no null.
+  spec.routing.renormalize =
+      !keys.is_null("norm_topk_prob") && keys.boolean_or("norm_topk_prob", true);
   if (spec.routing.renormalize) spec.routing.renormalize_epsilon = kDeepseekEpsilon;
   spec.routing.scale = keys.number_or("routed_scaling_factor", is_glm4 ? 1.0f : 2.5f, 1e-6f, 1e6f);
   spec.routing.num_groups = keys.integer_or("n_group", is_glm ? 1 : 8, 1, spec.num_experts);
@@ -368,23 +306,26 @@ Draft parse_deepseek_v3(const Keys& keys, int num_layers, const std::string& mod
 }
 
 Draft parse_deepseek_v4(const Keys& keys, int num_layers) {
-  Draft draft{common_spec(keys, {"moe_intermediate_size"}, {"n_routed_experts"}),
-              all_layers(num_layers),
-              {}};
+  Draft draft{
+      common_spec(keys, {"moe_intermediate_size"}, {"n_routed_experts", "num_local_experts"}),
+      all_layers(num_layers),
+      {}};
   LayerSpec& spec = draft.spec;
-  spec.shared_intermediate = shared_experts_width(
-      keys, keys.integer_or("n_shared_experts", 1, 0, kMaxExperts), spec.intermediate);
+  refuse_mlp_bias(keys);
+  spec.shared_intermediate = spec.intermediate;  // one, whatever n_shared_experts says
   const std::string score =
-      keys.text_in("scoring_func", "sqrtsoftplus", {"sqrtsoftplus", "sigmoid", "softmax"});
-  spec.routing.score = score == "softmax"   ? ScoreFunction::kSoftmax
-                       : score == "sigmoid" ? ScoreFunction::kSigmoid
-                                            : ScoreFunction::kSqrtSoftplus;
+      keys.text_in("scoring_func", "sqrtsoftplus", {"sqrtsoftplus", "sigmoid"});
+  spec.routing.score = score == "sigmoid" ? ScoreFunction::kSigmoid : ScoreFunction::kSqrtSoftplus;
   spec.routing.has_correction_bias = true;
-  spec.routing.renormalize = keys.boolean_or("norm_topk_prob", true);
-  if (spec.routing.renormalize) spec.routing.renormalize_epsilon = kDeepseekEpsilon;
+  spec.routing.renormalize = true;  // whatever norm_topk_prob says
+  spec.routing.renormalize_epsilon = kDeepseekEpsilon;
   spec.routing.scale = keys.number_or("routed_scaling_factor", 1.5f, 1e-6f, 1e6f);
-  const float limit = keys.number_or("swiglu_limit", 10.0f, 0.0f, 1e6f);
-  if (limit > 0) spec.activation.limit = limit;  // 0 is DeepSeek's "no clamp"
+  if (const Json* limit = keys.find("swiglu_limit");
+      limit && limit->is_number() && limit->number() == 0)
+    keys.fail("swiglu_limit",
+              "is 0, which transformers takes for a clamp to 0 and DeepSeek's own code for none; "
+              "for none write 1e6");
+  spec.activation.limit = keys.number_or("swiglu_limit", 10.0f, 1e-6f, 1e6f);
   if (keys.has("mlp_layer_types")) {
     draft.is_hashed = layers_from_types(keys, num_layers, "mlp_layer_types", "hash_moe", "moe");
   } else {
@@ -414,8 +355,9 @@ Draft parse_llama4(const Keys& keys, int num_layers) {
 }
 
 Draft parse_gpt_oss(const Keys& keys, int num_layers) {
-  Draft draft{
-      common_spec(keys, {"intermediate_size"}, {"num_local_experts"}), all_layers(num_layers), {}};
+  Draft draft{common_spec(keys, {"intermediate_size"}, {"num_local_experts", "num_experts"}),
+              all_layers(num_layers),
+              {}};
   LayerSpec& spec = draft.spec;
   spec.routing.top_k_before_score = true;
   spec.router_bias = true;
@@ -426,25 +368,29 @@ Draft parse_gpt_oss(const Keys& keys, int num_layers) {
   return draft;
 }
 
+std::vector<bool> minimax_m3_layers(const Keys& keys, int num_layers) {
+  if (keys.has("mlp_layer_types")) return typed_layers(keys, num_layers, 0);
+  return layers_by_frequency(keys, all_layers(num_layers));
+}
+
 Draft parse_minimax(const Keys& keys, int num_layers, const std::string& model_type) {
   const bool is_m3 = starts_with(model_type, "minimax_m3");
-  Draft draft{common_spec(keys, {"intermediate_size"}, {"num_local_experts"}),
-              is_m3 ? deepseek_layers(keys, num_layers, 0) : all_layers(num_layers),
+  Draft draft{common_spec(keys, {"intermediate_size"}, {"num_local_experts", "num_experts"}),
+              is_m3 ? minimax_m3_layers(keys, num_layers) : all_layers(num_layers),
               {}};
   LayerSpec& spec = draft.spec;
   keys.text_in("scoring_func", "sigmoid", {"sigmoid"});
   spec.routing.score = ScoreFunction::kSigmoid;
   spec.routing.renormalize = true;
-  spec.routing.has_correction_bias = keys.boolean_or("use_routing_bias", true);
+  spec.routing.has_correction_bias = true;
+  draft.optional.correction_bias = !keys.boolean_or("use_routing_bias", true);
   if (is_m3) {
     spec.routing.scale = keys.number_or("routed_scaling_factor", 2.0f, 1e-6f, 1e6f);
     spec.activation.alpha = keys.number_or("swiglu_alpha", 1.702f, 1e-6f, 1e6f);
     spec.activation.limit = keys.number_or("swiglu_limit", 7.0f, 1e-6f, 1e6f);
     spec.activation.up_bias = 1.0f;
-    const int count = keys.integer_or("n_shared_experts", 1, 0, kMaxExperts);
-    if (count > 0)
-      spec.shared_intermediate = shared_experts_width(
-          keys, count, keys.integer("shared_intermediate_size", 1, kMaxIntermediate));
+    // One, whatever n_shared_experts says.
+    spec.shared_intermediate = keys.integer("shared_intermediate_size", 1, kMaxIntermediate);
   } else {
     spec.shared_intermediate = keys.integer_or("shared_intermediate_size", 0, 0, kMaxIntermediate);
   }
@@ -459,7 +405,7 @@ Draft parse_dbrx(const Keys& keys, int num_layers) {
               "model's publisher ships");
   Draft draft;
   LayerSpec& spec = draft.spec;
-  spec.hidden = keys.integer("d_model", 1, kMaxHidden);
+  spec.hidden = keys.integer({"d_model", "hidden_size"}, 1, kMaxHidden);
   spec.intermediate = ffn->integer("ffn_hidden_size", 1, kMaxIntermediate);
   spec.num_experts = ffn->integer("moe_num_experts", 1, kMaxExperts);
   spec.top_k = ffn->integer("moe_top_k", 1, spec.num_experts);
@@ -487,7 +433,8 @@ Draft parse_phimoe(const Keys& keys, int num_layers) {
 }
 
 Draft parse_jamba(const Keys& keys, int num_layers) {
-  Draft draft{common_spec(keys, {"intermediate_size"}, {"num_experts"}), {}, {}};
+  Draft draft{
+      common_spec(keys, {"intermediate_size"}, {"num_experts", "num_local_experts"}), {}, {}};
   const int period = keys.integer_or("expert_layer_period", 2, 1, kMaxLayers);
   const int offset = keys.integer_or("expert_layer_offset", 1, 0, kMaxLayers);
   // Jamba's models without experts have the same keys and num_experts 1.
@@ -537,10 +484,11 @@ Draft parse_family(Family family, const Keys& keys, int num_layers, const std::s
   throw Error(ErrorCode::kInvalidConfig, "a model family without a parser");
 }
 
-// All but DBRX, which names its activation inside ffn_config, and MiniMax-M3, whose "swigluoai" is
-// spelt out by swiglu_alpha and swiglu_limit.
+// False for DBRX, which names its activation inside ffn_config, and for GPT-OSS and MiniMax-M3,
+// whose code is SiLU with swiglu_alpha and swiglu_limit whatever hidden_act says.
 bool has_hidden_act(Family family, const std::string& model_type) {
-  return family != Family::kDbrx && !starts_with(model_type, "minimax_m3");
+  return family != Family::kDbrx && family != Family::kGptOss &&
+         !starts_with(model_type, "minimax_m3");
 }
 
 DType parse_dtype(const Keys& root, const Keys& text) {
@@ -558,22 +506,6 @@ DType parse_dtype(const Keys& root, const Keys& text) {
     }
   }
   return DType::kBF16;
-}
-
-Quantization parse_quantization(const Keys& root, const Keys& text) {
-  Quantization result;
-  std::optional<Keys> keys = root.object("quantization_config");
-  if (!keys) keys = text.object("quantization_config");
-  if (!keys) return result;
-  result.method = keys->text_or("quant_method", "unnamed");
-  if (const auto block = keys->integers("weight_block_size", 1, kMaxHidden)) {
-    if (block->size() != 2)
-      keys->fail("weight_block_size",
-                 fmt::format("has {} entries; expected two, as in [128, 128]", block->size()));
-    result.block_rows = (*block)[0];
-    result.block_cols = (*block)[1];
-  }
-  return result;
 }
 
 // The object with the language model's keys, and the model_type that decides its family.
@@ -600,9 +532,13 @@ Located locate(const Json& document, const std::string& source) {
   for (const FamilyName& family : kFamilies) known.push_back(family.model_type);
   if (outer.empty() && inner.empty())
     root.fail("model_type", fmt::format("is missing; expected one of: {}", join(known, ", ")));
-  root.fail("model_type",
-            fmt::format("is {}, an unknown family; known are: {}",
-                        excerpt(Json(outer.empty() ? inner : outer)), join(known, ", ")));
+  root.fail(
+      "model_type",
+      fmt::format("is {}, a family whose checkpoints are not read; known are: {}. For another "
+                  "model, load it in transformers with experts_implementation=\"switchyard\" "
+                  "(after 'import switchyard'), or give one of its MoE blocks to "
+                  "switchyard.MoeLayer.from_hf()",
+                  excerpt(Json(outer.empty() ? inner : outer)), join(known, ", ")));
 }
 
 ModelConfig parse_document(const Json& document, const std::string& source) {
@@ -613,13 +549,15 @@ ModelConfig parse_document(const Json& document, const std::string& source) {
   ModelConfig config;
   config.model_type = located.model_type;
   config.family = located.family;
-  config.num_layers = text.integer(
-      {located.family == Family::kDbrx ? "n_layers" : "num_hidden_layers"}, 1, kMaxLayers);
+  config.num_layers = located.family == Family::kDbrx
+                          ? text.integer({"n_layers", "num_hidden_layers"}, 1, kMaxLayers)
+                          : text.integer("num_hidden_layers", 1, kMaxLayers);
   config.vocab_size = text.integer_or("vocab_size", 0, 1, kMaxVocabulary);
   config.dtype = parse_dtype(root, text);
   config.quantization = parse_quantization(root, text);
 
   Draft draft = parse_family(located.family, text, config.num_layers, located.model_type);
+  config.optional = draft.optional;
   if (has_hidden_act(located.family, located.model_type))
     draft.spec.activation.kind =
         activation_kind(text, "hidden_act", text.text_or("hidden_act", "silu"));

@@ -1,8 +1,13 @@
 // config.json of every supported model family -> LayerSpecs.
 //
-// Semantics and defaults follow Hugging Face transformers' modeling_*.py of each family: a key gets
-// a default only where transformers itself has one and published configs rely on it; sizes, expert
-// counts and top-k have none.
+// Semantics follow Hugging Face transformers' code of each family, of version 5.24: a key that is
+// absent means what that code does without it, and a key that the code never reads is not read here
+// (norm_topk_prob of DeepSeek-V2 and V4, of Qwen3-VL-MoE and of Qwen3.5, say). null counts as
+// absent, where the code does not take it for a value of its own. The exceptions:
+//   - sizes, expert counts and top-k have no default, though transformers' classes have one;
+//   - scoring_func, topk_method and mlp_bias are refused where they ask for what the code does not
+//     do: other engines do it, so that the checkpoint is of another family;
+//   - Kimi-K2, whose code is not part of transformers, has no defaults.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +16,7 @@
 #include <string_view>
 #include <vector>
 
+#include "model/quantization.h"
 #include "switchyard/layer_spec.h"
 #include "switchyard/tensor.h"
 
@@ -32,10 +38,12 @@ enum class Family : std::uint8_t {
   kPlainFfn,  // "switchyard_ffn": plain FFN experts with biases, of the FlashDMoE thesis
 };
 
-struct Quantization {
-  std::string method;  // quantization_config.quant_method: "fp8", "mxfp4", ...; empty: none
-  int block_rows = 0;  // weight_block_size; 0: not given
-  int block_cols = 0;
+// Parts of a layer of which config.json leaves open whether the checkpoint has them. Its tensors
+// decide: without them the LayerSpecs lose the part.
+struct OptionalParts {
+  bool shared_experts = false;  // n_shared_experts is null
+  bool correction_bias =
+      false;  // use_routing_bias is false, and transformers adds one that is there
 };
 
 struct ModelConfig {
@@ -47,6 +55,7 @@ struct ModelConfig {
   // decide).
   DType dtype = DType::kBF16;
   Quantization quantization;
+  OptionalParts optional;
   std::vector<std::optional<LayerSpec>> layers;  // [num_layers]; empty for dense layers
 
   std::vector<int> moe_layers() const;

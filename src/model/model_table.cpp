@@ -2,31 +2,16 @@
 
 #include <fmt/core.h>
 
-#include <algorithm>
 #include <iterator>
-#include <numeric>
-#include <utility>
+#include <string>
+#include <vector>
 
+#include "base/nearest.h"
 #include "base/printable.h"
 #include "switchyard/error.h"
 
 namespace switchyard {
 namespace {
-
-std::size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), std::size_t{0});
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    std::size_t diagonal = row[0];
-    row[0] = i + 1;
-    for (std::size_t j = 0; j < b.size(); ++j) {
-      const std::size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({replaced, row[j] + 1, row[j + 1] + 1});
-    }
-  }
-  return row.back();
-}
 
 constexpr ModelEntry kTable[] = {
     {"olmoe", R"({
@@ -238,16 +223,15 @@ const std::vector<ModelEntry>& model_table() {
 }
 
 const ModelEntry& find_model(std::string_view name) {
-  std::vector<std::pair<std::size_t, std::string_view>> ranked;
+  std::vector<std::string> names;
   for (const ModelEntry& entry : kTable) {
     if (name == entry.name) return entry;
-    // Cut off, so that a megabyte of argument costs no quadratic time.
-    ranked.emplace_back(edit_distance(name.substr(0, 64), entry.name), entry.name);
+    names.emplace_back(entry.name);
   }
-  std::partial_sort(ranked.begin(), ranked.begin() + 3, ranked.end());
+  const std::vector<std::string> near = nearest(name, names, 3);
   throw Error(ErrorCode::kInvalidArgument,
               fmt::format("unknown model '{}'; the nearest known names are {}, {} and {}",
-                          printable(name), ranked[0].second, ranked[1].second, ranked[2].second));
+                          printable(name), near[0], near[1], near[2]));
 }
 
 }  // namespace switchyard

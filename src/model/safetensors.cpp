@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "base/file_error.h"
+#include "base/foreign_file.h"
 #include "base/join.h"
 #include "base/json.h"
 #include "base/printable.h"
@@ -161,6 +162,10 @@ const char* safetensors_name(DType dtype) {
 
 SafetensorsHeader parse_safetensors_header(std::span<const std::byte> prefix,
                                            std::uint64_t file_size, const std::string& source) {
+  if (file_size == 0) bad_file(source, "is empty; download it again");
+  const std::string what =
+      foreign_contents({reinterpret_cast<const char*>(prefix.data()), prefix.size()});
+  if (!what.empty()) bad_file(source, what);
   if (file_size < kLengthBytes || prefix.size() < kLengthBytes)
     bad_file(source, fmt::format("is {} bytes long; a safetensors file has at least 8, download it "
                                  "again",
@@ -239,39 +244,18 @@ std::string safetensors_index_json(const std::map<std::string, std::string>& wei
 }
 
 std::shared_ptr<const SafetensorsFile> SafetensorsFile::open(const std::filesystem::path& path) {
-  const InputFile input = open_input(path);
   std::shared_ptr<SafetensorsFile> file(new SafetensorsFile);
-  file->path_ = path;
-  if (input.bytes > 0) {
-    // Shared, so that ranks in several processes use one copy of the page cache.
-    void* mapping = ::mmap(nullptr, static_cast<std::size_t>(input.bytes), PROT_READ, MAP_SHARED,
-                           input.fd.get(), 0);
-    if (mapping == MAP_FAILED) throw_file_error(path, "mmap");
-    file->mapping_ = static_cast<const std::byte*>(mapping);
-    file->size_ = static_cast<std::size_t>(input.bytes);
+  file->mapping_ = MappedFile::map(path);
+  const MappedFile& mapping = *file->mapping_;
+  try {
+    file->header_ =
+        parse_safetensors_header({mapping.data(), mapping.size()}, mapping.size(), path.string());
+  } catch (const Error&) {
+    mapping.require_whole();  // which tells more of a header that was cut just now
+    throw;
   }
-  file->device_ = input.device;
-  file->inode_ = input.inode;
-  file->header_ =
-      parse_safetensors_header({file->mapping_, file->size_}, file->size_, path.string());
   for (const TensorInfo& tensor : file->header_.tensors) file->by_name_[tensor.name] = &tensor;
   return file;
-}
-
-void SafetensorsFile::require_whole() const {
-  struct stat now = {};
-  // Where another file has taken the name, or none has it, the mapped one lives on untouched.
-  if (::stat(path_.c_str(), &now) != 0 || now.st_dev != device_ || now.st_ino != inode_) return;
-  const auto bytes = static_cast<std::size_t>(now.st_size);
-  if (bytes < size_)
-    bad_file(path_.string(),
-             fmt::format("had {} bytes when it was opened and has {} now; wait until whatever "
-                         "writes to it is done, or download it again",
-                         size_, bytes));
-}
-
-SafetensorsFile::~SafetensorsFile() {
-  if (mapping_) ::munmap(const_cast<std::byte*>(mapping_), size_);
 }
 
 const TensorInfo* SafetensorsFile::find(std::string_view name) const {
@@ -355,6 +339,7 @@ OwnedMatrix read_matrix(const std::filesystem::path& path, const std::string& na
 OwnedMatrix read_matrix(const std::shared_ptr<const SafetensorsFile>& file,
                         const std::string& name) {
   const std::filesystem::path& path = file->path();
+  file->mapping().require_size();
   const std::vector<TensorInfo>& tensors = file->header().tensors;
   const TensorInfo* tensor = nullptr;
   if (!name.empty()) {

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/mapped_file.h"
 #include "base/whole_file.h"
 #include "switchyard/tensor.h"
 
@@ -59,30 +60,24 @@ class SafetensorsFile {
  public:
   // Maps a file and parses its header. Throws Error{kSystem, kInvalidFile}.
   static std::shared_ptr<const SafetensorsFile> open(const std::filesystem::path& path);
-  ~SafetensorsFile();
   SafetensorsFile(const SafetensorsFile&) = delete;
   SafetensorsFile& operator=(const SafetensorsFile&) = delete;
 
-  const std::filesystem::path& path() const { return path_; }
+  const std::filesystem::path& path() const { return mapping_->path(); }
   const SafetensorsHeader& header() const { return header_; }
   const TensorInfo* find(std::string_view name) const;  // nullptr if there is none
   const std::byte* data(const TensorInfo& tensor) const {
-    return mapping_ + header_.data_begin + tensor.begin;
+    return mapping_->data() + header_.data_begin + tensor.begin;
   }
-  // Throws Error{kInvalidFile} if the file has become shorter since it was opened. Touching the
-  // missing bytes would end the process with SIGBUS. Call it before reading many bytes. It costs a
-  // system call, and cannot see what happens later.
-  void require_whole() const;
+  // What tells whether the file was cut since it was opened. Whoever reads its bytes asks.
+  const MappedFile& mapping() const { return *mapping_; }
   // Asks the kernel to start reading, for tensors that every forward pass needs.
   void will_need(const TensorInfo& tensor) const;
 
  private:
   SafetensorsFile() = default;
 
-  std::filesystem::path path_;
-  const std::byte* mapping_ = nullptr;
-  std::size_t size_ = 0;
-  std::uint64_t device_ = 0, inode_ = 0;
+  std::shared_ptr<const MappedFile> mapping_;
   SafetensorsHeader header_;
   std::unordered_map<std::string_view, const TensorInfo*> by_name_;
 };

@@ -88,7 +88,8 @@ struct Library {
 };
 
 const Library& library() {
-  static const Library loaded;
+  // Never destroyed: threads may use it while the process ends.
+  static const Library& loaded = *new Library();
   return loaded;
 }
 

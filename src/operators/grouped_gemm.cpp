@@ -7,7 +7,10 @@
 #include <cstdlib>
 #include <string>
 
+#include "base/limits.h"
 #include "base/names.h"
+#include "base/origin.h"
+#include "base/overlap.h"
 #include "base/quantize.h"
 #include "cpu/grouped_gemm.h"
 #include "gpu/grouped_gemm.h"
@@ -28,11 +31,6 @@ constexpr int kMostColumns = 1 << 23;
   throw Error(ErrorCode::kInvalidArgument, message);
 }
 
-void require_range(const char* name, int value, int low, int high) {
-  if (value >= low && value <= high) return;
-  refuse(fmt::format("{} is {}; use a value in [{}, {}]", name, value, low, high));
-}
-
 void require_dtype(const char* name, const SlotView& view, DType expected) {
   if (view.empty() || view.dtype() == expected) return;
   throw Error(ErrorCode::kDTypeMismatch,
@@ -40,9 +38,9 @@ void require_dtype(const char* name, const SlotView& view, DType expected) {
 }
 
 void check_spec(const GroupedGemmSpec& spec) {
-  require_range("num_experts", spec.num_experts, 1, kMostGroupedExperts);
-  require_range("n", spec.n, 1, kMostColumns);
-  require_range("k", spec.k, 1, kMostColumns);
+  require_within("num_experts", spec.num_experts, 1, kMostGroupedExperts);
+  require_within("n", spec.n, 1, kMostColumns);
+  require_within("k", spec.k, 1, kMostColumns);
   if (spec.order > GateOrder::kInterleaved) {
     refuse(fmt::format("order is {}; use a named GateOrder", static_cast<int>(spec.order)));
   }
@@ -127,13 +125,10 @@ void check_table(const GroupedGemmOptions& options) {
 
 void check_options(const GroupedGemmOptions& options) {
   check_table(options);
-  if (options.max_rows < 1) {
-    refuse(fmt::format("max_rows is {}; declare at least 1", options.max_rows));
-  }
-  if (options.num_threads < 0) {
-    refuse(fmt::format("num_threads is {}; use 0 to choose it automatically, or at least 1",
-                       options.num_threads));
-  }
+  require_within("max_rows", options.max_rows, 1, kMostRows);
+  require_threads(options.num_threads);
+  require_device(options.device);
+  require_sms("reserved_sms", options.reserved_sms);
   switch (options.backend) {
     case Backend::kCpu:
       break;
@@ -343,9 +338,35 @@ std::vector<std::int64_t> check_rows(const GroupedGemmOptions& options, const Gr
   return ends;
 }
 
+// `least_rows`: that the output has where the caller does not say how many.
+void require_memory_apart(const GroupedGemmSpec& spec, const GroupedInput& input,
+                          const GroupedOutput& output, std::int64_t least_rows) {
+  const auto element = static_cast<std::int64_t>(size_of(output.dtype));
+  const std::int64_t rows = output.rows < 0 ? least_rows : output.rows;
+  const auto array = [&](const char* name, void* data, std::int64_t columns, std::int64_t stride) {
+    return CallArray(name, data, rows, columns * element,
+                     (stride == 0 ? columns : stride) * element);
+  };
+  require_apart({array("out", output.data, spec.output_columns(), output.row_stride),
+                 array("products", output.products, spec.n, output.products_stride),
+                 CallArray::of("chosen", output.chosen, 1)},
+                {{"x", input.x},
+                 CallArray::scales("x_scale", input.x, kQuantGroup),
+                 {"ends", input.ends},
+                 {"index", input.index},
+                 {"out_index", output.index},
+                 {"row_weights", output.weights}});
+}
+
+void require_no_stream(const void* stream) {
+  if (stream == nullptr) return;
+  refuse("a stream is given, but the operator's backend is cpu; leave it null");
+}
+
 }  // namespace
 
 struct GroupedGemm::Engine {
+  const Origin origin;
   GroupedGemmSpec spec;
   GroupedGemmOptions options;
   DType compute;
@@ -380,21 +401,36 @@ std::string grouped_kernel_name(DType compute) {
 GroupedGemm::GroupedGemm(const GroupedGemmSpec& spec, const GroupedGemmWeights& weights,
                          const GroupedGemmOptions& options)
     : engine_(std::make_unique<Engine>(spec, weights, options)) {}
-GroupedGemm::~GroupedGemm() = default;
+GroupedGemm::~GroupedGemm() { leave_inherited(engine_); }
 GroupedGemm::GroupedGemm(GroupedGemm&&) noexcept = default;
-GroupedGemm& GroupedGemm::operator=(GroupedGemm&&) noexcept = default;
+GroupedGemm& GroupedGemm::operator=(GroupedGemm&& other) noexcept {
+  leave_inherited(engine_);
+  engine_ = std::move(other.engine_);
+  return *this;
+}
+
+void GroupedGemm::refresh(void* stream) {
+  engine_->origin.require_here("the operator");
+  if (engine_->gpu != nullptr) return engine_->gpu->refresh(stream);
+  require_no_stream(stream);
+}
+bool GroupedGemm::copies() const { return engine_->gpu != nullptr && engine_->gpu->copies(); }
 
 void GroupedGemm::run(const GroupedInput& input, const GroupedOutput& output) {
+  engine_->origin.require_here("the operator");
   check_input(engine_->spec, engine_->compute, input);
   check_output(engine_->spec, output);
-  if (engine_->gpu != nullptr) return engine_->gpu->run(input, output);
-  if (input.stream != nullptr) {
-    refuse("a stream is given, but the operator's backend is cpu; leave it null");
+  if (engine_->gpu != nullptr) {
+    // The host does not know how many rows there are.
+    require_memory_apart(engine_->spec, input, output, 1);
+    return engine_->gpu->run(input, output);
   }
+  require_no_stream(input.stream);
   if (output.chosen != nullptr) {
     refuse("`chosen` is given, but the operator's backend is cpu, which chooses nothing; leave it");
   }
   const std::vector<std::int64_t> ends = check_rows(engine_->options, input, output);
+  require_memory_apart(engine_->spec, input, output, end_of_rows(output.layout, ends));
   engine_->cpu->run(input, output, ends);
 }
 

@@ -3,9 +3,10 @@
 
 #include <cmath>
 #include <cstdlib>
-#include <limits>
 
 #include "base/convert.h"
+#include "base/limits.h"
+#include "base/overlap.h"
 #include "cpu/kernels.h"
 #include "gpu/operators.h"
 #include "model/check_tensor.h"
@@ -36,12 +37,11 @@ std::size_t tokens_of(const char* name, const SlotView& slots, int top_k) {
 }
 
 void require_i32(std::int64_t rows) {
-  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-  if (rows <= kMost) return;
+  if (rows <= kMostRows) return;
   refuse(
       fmt::format("{} rows; an i32 numbers up to {}: permute fewer tokens at a time, or use a "
                   "layout with less padding",
-                  rows, kMost));
+                  rows, kMostRows));
 }
 
 float weight_of(const SlotView& weights, std::size_t i) {
@@ -91,6 +91,15 @@ void check_unpermute(const MatrixView& rows, const SlotView& positions, const Sl
                     "that, or 0 for rows one behind the other",
                     out.row_stride, rows.cols));
   }
+}
+
+void require_memory_apart(const MatrixView& rows, const SlotView& positions,
+                          const SlotView& weights, std::size_t tokens, const ForwardOutput& out) {
+  const auto element = static_cast<std::int64_t>(size_of(out.dtype));
+  const std::int64_t stride = out.row_stride == 0 ? rows.cols : out.row_stride;
+  require_apart(
+      {{"out", out.data, static_cast<std::int64_t>(tokens), rows.cols * element, stride * element}},
+      {{"rows", rows}, {"positions", positions}, {"weights", weights}});
 }
 
 void check_positions(const MatrixView& rows, const SlotView& positions) {
@@ -169,6 +178,7 @@ void unpermute(const MatrixView& rows, SlotView positions, SlotView weights, int
   check_positions(rows, positions);
   if (tokens == 0) return;
   if (out.data == nullptr) refuse("the output is null; pass its memory");
+  require_memory_apart(rows, positions, weights, tokens, out);
   const auto k = static_cast<std::size_t>(top_k);
   const auto* const position = static_cast<const std::int32_t*>(positions.data());
   const std::int64_t stride = out.row_stride == 0 ? rows.cols : out.row_stride;
@@ -218,6 +228,13 @@ void permute(SlotView ids, int top_k, int num_experts, const DevicePermutation& 
                     "multiple of 4 (permute_workspace_bytes())",
                     out.workspace_bytes, out.workspace, slots, num_experts, bytes));
   }
+  require_apart(
+      {CallArray::of("ends", out.ends, num_experts),
+       CallArray::of("positions", out.positions, slots),
+       CallArray::of("tokens", out.tokens, out.rows), CallArray::of("dropped", out.dropped, 1),
+       CallArray::of("workspace", static_cast<const std::byte*>(out.workspace),
+                     static_cast<std::int64_t>(out.workspace_bytes))},
+      {{"ids", ids}});
   gpu::permute(ids, top_k, num_experts, out, where);
 }
 
@@ -228,6 +245,7 @@ void unpermute(const MatrixView& rows, SlotView positions, SlotView weights, int
   require_i32(static_cast<std::int64_t>(positions.size()));
   if (tokens == 0) return;
   require_memory("the output", out.data);
+  require_memory_apart(rows, positions, weights, tokens, out);
   gpu::unpermute(rows, positions, weights, top_k, out, where);
 }
 

@@ -3,7 +3,9 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <limits>
 
+#include "base/limits.h"
 #include "protocol/partition.h"
 #include "switchyard/error.h"
 
@@ -24,10 +26,10 @@ void check_layout(const char* name, const RowLayout& layout) {
       return;
     case Kind::kBlocked:
     case Kind::kPadded: {
-      constexpr std::int64_t kMost = std::int64_t{1} << 31;
-      if (layout.size >= 1 && layout.size <= kMost) return;
+      if (layout.size >= 1 && layout.size <= kMostRows) return;
       refuse(fmt::format("is {} with size {}; use 1 to {} rows",
-                         layout.kind == Kind::kBlocked ? "blocked" : "padded", layout.size, kMost));
+                         layout.kind == Kind::kBlocked ? "blocked" : "padded", layout.size,
+                         kMostRows));
     }
   }
   refuse(fmt::format("has kind {}; use packed, blocked or padded", static_cast<int>(layout.kind)));
@@ -35,22 +37,22 @@ void check_layout(const char* name, const RowLayout& layout) {
 
 std::int64_t rows_needed(const RowLayout& layout, int num_experts, std::int64_t rows) {
   check_layout("the layout", layout);
-  if (num_experts < 0 || rows < 0) {
-    throw Error(
-        ErrorCode::kInvalidArgument,
-        fmt::format("{} experts with {} rows; use numbers of at least 0", num_experts, rows));
-  }
-  switch (layout.kind) {
-    case Kind::kBlocked:
-      // The most gaps are in blocks of one row; no expert without rows has a block.
-      return (rows + std::min<std::int64_t>(num_experts, rows) * (layout.size - 1)) / layout.size *
+  require_within("num_experts", num_experts, 0, std::numeric_limits<std::int32_t>::max());
+  require_within("the number of rows", rows, 0, kMostRows);
+  std::int64_t needed = rows;
+  if (layout.kind == Kind::kBlocked) {
+    // The most gaps are in blocks of one row; no expert without rows has a block.
+    needed = (rows + std::min<std::int64_t>(num_experts, rows) * (layout.size - 1)) / layout.size *
              layout.size;
-    case Kind::kPadded:
-      return num_experts * layout.size;
-    case Kind::kPacked:
-      break;
+  } else if (layout.kind == Kind::kPadded) {
+    needed = num_experts * layout.size;
   }
-  return rows;
+  if (needed <= kMostRows) return needed;
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("{} rows of {} experts may need {} rows in a layout of size {}; an i32 "
+                          "numbers up to {}: use a layout with less padding, or fewer rows at a "
+                          "time",
+                          rows, num_experts, needed, layout.size, kMostRows));
 }
 
 std::vector<std::int64_t> first_rows(const RowLayout& layout, std::span<const std::int64_t> ends) {
@@ -72,6 +74,7 @@ std::vector<std::int64_t> first_rows(const RowLayout& layout, std::span<const st
                               "size at least that, or use a packed or blocked one",
                               e, rows, layout.size));
     }
+    require_within("the experts' rows together", ends[e], 0, kMostRows);
     before = ends[e];
     first.push_back(first.back() + (layout.kind == Kind::kPacked ? rows
                                     : layout.kind == Kind::kBlocked

@@ -3,6 +3,7 @@
 
 #include <limits>
 
+#include "base/overlap.h"
 #include "gpu/operators.h"
 #include "model/check_tensor.h"
 #include "routing/route.h"
@@ -67,6 +68,8 @@ void topk(const RoutingSpec& routing, int top_k, const MatrixView& logits,
   require_memory("correction_bias", correction_bias.data(), correction_bias.size());
   require_memory("ids", ids.data(), slots);
   require_memory("weights", weights.data(), slots);
+  require_apart({{"ids", ids}, {"weights", weights}},
+                {{"logits", logits}, {"correction_bias", correction_bias}});
   gpu::topk(spec, logits, correction_bias.data(), ids.data(), weights.data(), where);
 }
 

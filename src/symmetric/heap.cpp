@@ -7,6 +7,8 @@
 #include <thread>
 #include <vector>
 
+#include "base/limits.h"
+#include "base/origin.h"
 #include "base/posix.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
@@ -54,6 +56,12 @@ std::unique_ptr<HeapMemory> make_memory(const World& world, std::size_t bytes,
     if (bytes == 0) {
       throw Error(ErrorCode::kInvalidArgument,
                   "a symmetric heap of 0 bytes was asked for; ask for at least 1");
+    }
+    require_device(options.device);
+    if (options.backend != Backend::kCpu && options.backend != Backend::kCuda) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  fmt::format("backend is {}; use Backend::kCpu or Backend::kCuda",
+                              static_cast<int>(options.backend)));
     }
     if (options.backend == Backend::kCpu && options.device >= 0) {
       throw Error(ErrorCode::kInvalidArgument,
@@ -118,6 +126,7 @@ class SymmetricHeap::State {
   [[noreturn]] void fail(std::uint64_t abort) const;
   [[noreturn]] void fail(const PeerControl::Failure& seen) const;
 
+  const Origin origin;
   World world;
   std::size_t bytes;
   Backend backend;
@@ -164,9 +173,18 @@ void SymmetricHeap::State::fail(const PeerControl::Failure& seen) const {
 SymmetricHeap::SymmetricHeap(const World& world, std::size_t bytes,
                              const SymmetricHeapOptions& options)
     : state_(std::make_unique<State>(world, bytes, options)) {}
-SymmetricHeap::~SymmetricHeap() = default;
+SymmetricHeap::~SymmetricHeap() { leave_inherited(state_); }
 SymmetricHeap::SymmetricHeap(SymmetricHeap&&) noexcept = default;
-SymmetricHeap& SymmetricHeap::operator=(SymmetricHeap&&) noexcept = default;
+SymmetricHeap& SymmetricHeap::operator=(SymmetricHeap&& other) noexcept {
+  leave_inherited(state_);
+  state_ = std::move(other.state_);
+  return *this;
+}
+
+SymmetricHeap::State& SymmetricHeap::state() const {
+  state_->origin.require_here("the symmetric heap");
+  return *state_;
+}
 
 void* SymmetricHeap::allocate(std::size_t bytes, std::size_t alignment) {
   if (!std::has_single_bit(alignment) || alignment > kMostAlignment) {
@@ -175,77 +193,77 @@ void* SymmetricHeap::allocate(std::size_t bytes, std::size_t alignment) {
                             alignment, kMostAlignment));
   }
   const std::optional<std::uint64_t> offset =
-      state_->blocks.allocate(bytes == 0 ? 1 : bytes, alignment);
+      state().blocks.allocate(bytes == 0 ? 1 : bytes, alignment);
   if (!offset) {
     throw Error(ErrorCode::kCapacityExceeded,
                 fmt::format("{} bytes at a multiple of {} were asked for, and the symmetric heap "
                             "of {} bytes has {} in one piece; make a larger heap, or free some of "
                             "it",
-                            bytes, alignment, state_->bytes, state_->blocks.largest_free()));
+                            bytes, alignment, state().bytes, state().blocks.largest_free()));
   }
-  state_->calls.add({HeapCall::Kind::kAllocate, bytes, alignment, *offset});
-  return state_->map.bases[state_->map.rank] + *offset;
+  state().calls.add({HeapCall::Kind::kAllocate, bytes, alignment, *offset});
+  return state().map.bases[state().map.rank] + *offset;
 }
 
 void SymmetricHeap::free(void* pointer) {
   if (pointer == nullptr) return;
-  const std::uint64_t offset = state_->offset_of(pointer);
-  if (!state_->blocks.free(offset)) {
+  const std::uint64_t offset = state().offset_of(pointer);
+  if (!state().blocks.free(offset)) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("nothing is allocated at offset {} of the symmetric heap; pass what "
                             "allocate() returned, once",
                             offset));
   }
-  state_->calls.add({HeapCall::Kind::kFree, 0, 0, offset});
+  state().calls.add({HeapCall::Kind::kFree, 0, 0, offset});
 }
 
 void SymmetricHeap::reset() {
-  state_->blocks.reset();
-  state_->calls.add({HeapCall::Kind::kReset, 0, 0, 0});
+  state().blocks.reset();
+  state().calls.add({HeapCall::Kind::kReset, 0, 0, 0});
 }
 
 void* SymmetricHeap::translate(const void* pointer, int rank) const {
-  std::byte* const base = state_->base(rank);
-  return base + state_->offset_of(pointer);
+  std::byte* const base = state().base(rank);
+  return base + state().offset_of(pointer);
 }
-std::byte* SymmetricHeap::base(int rank) const { return state_->base(rank); }
-PeerMap SymmetricHeap::peer_map() const { return state_->map; }
+std::byte* SymmetricHeap::base(int rank) const { return state().base(rank); }
+PeerMap SymmetricHeap::peer_map() const { return state().map; }
 
 void SymmetricHeap::wait(const std::uint64_t* flag, std::uint64_t value, int peer) {
-  if (state_->backend != Backend::kCpu) {
+  if (state().backend != Backend::kCpu) {
     throw Error(ErrorCode::kUnsupported,
                 "wait() is for heaps of CPU memory; on a GPU a kernel waits, with "
                 "device::wait_until()");
   }
-  (void)state_->base(peer);
-  const std::uint64_t offset = state_->offset_of(flag);
-  if (offset % sizeof *flag != 0 || offset + sizeof *flag > state_->bytes) {
+  (void)state().base(peer);
+  const std::uint64_t offset = state().offset_of(flag);
+  if (offset % sizeof *flag != 0 || offset + sizeof *flag > state().bytes) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("the flag is at offset {} of the symmetric heap's {} bytes; it must be "
                             "at a multiple of 8, and all of it in the heap",
-                            offset, state_->bytes));
+                            offset, state().bytes));
   }
-  const PeerWait outcome = host::wait_until(state_->map, flag, value, peer);
+  const PeerWait outcome = host::wait_until(state().map, flag, value, peer);
   if (outcome) return;
-  host::give_up(state_->map, outcome);
+  host::give_up(state().map, outcome);
   // Another thread of this rank may be about to raise the word.
   for (int i = 0; i < 1000; ++i) {
     check();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  state_->fail({state_->map.rank, outcome.rank, outcome.flag, outcome.expected, outcome.seen,
+  state().fail({state().map.rank, outcome.rank, outcome.flag, outcome.expected, outcome.seen,
                 outcome.waited_ns});
 }
 
 void SymmetricHeap::check() const {
-  const State& state = *state_;
+  const State& state = this->state();
   if (const std::uint64_t abort = state.memory->control(state.map.rank).abort; abort != 0) {
     state.fail(abort);
   }
 }
 
 void SymmetricHeap::barrier() {
-  State& state = *state_;
+  State& state = this->state();
   struct Arrival {
     HeapCalls::Summary calls;
     std::uint64_t abort;
@@ -262,14 +280,14 @@ void SymmetricHeap::barrier() {
 }
 
 SymmetricHeapStats SymmetricHeap::stats() const {
-  const Blocks& blocks = state_->blocks;
-  return {state_->bytes,
-          state_->memory->reserved(),
+  const Blocks& blocks = state().blocks;
+  return {state().bytes,
+          state().memory->reserved(),
           blocks.allocated(),
           blocks.most_allocated(),
           blocks.largest_free(),
           blocks.count(),
-          state_->calls.summary().count};
+          state().calls.summary().count};
 }
 std::size_t SymmetricHeap::bytes() const { return state_->bytes; }
 Backend SymmetricHeap::backend() const { return state_->backend; }

@@ -57,10 +57,7 @@ class Exchange : public ::testing::Test {
     const sy_status sent = sy_exchange_dispatch_send(exchange_, &input_, handle_);
     return sent != SY_OK ? sent : sy_exchange_dispatch_recv(exchange_, &output_, handle_);
   }
-  sy_status combine() {
-    const sy_status sent = sy_exchange_combine_send(exchange_, &results_, handle_);
-    return sent != SY_OK ? sent : sy_exchange_combine_recv(exchange_, &sums_, handle_);
-  }
+  sy_status combine() { return sy_exchange_combine(exchange_, &results_, &sums_, handle_); }
 
   std::vector<float> x_{1, 2, 3, 4}, weights_{10, 20, 30, 40}, rows_ = std::vector<float>(8, -1.0f);
   std::vector<std::int64_t> ids_{2, 0, 0, -1};
@@ -167,12 +164,28 @@ TEST_F(Exchange, RefusesWhatItCannotBeMadeOf) {
   refused(SY_DTYPE_MISMATCH, "dispatch", [&] { spec_.dispatch = 77; });
   refused(SY_INVALID_ARGUMENT, "backend", [&] { options_.backend = 9; });
   refused(SY_INVALID_ARGUMENT, "struct_size", [&] { spec_.struct_size = 8; });
-  refused(SY_INVALID_ARGUMENT, "deadline_seconds", [&] { options_.deadline_seconds = -1; });
+  refused(SY_INVALID_ARGUMENT, "deadline is -1 s", [&] { options_.deadline_seconds = -1; });
   std::vector<std::int32_t> places{0, 1};
   refused(SY_INVALID_ARGUMENT, "no place for expert 2",
           [&] { spec_.placement = tensor(places, SY_I32, {2}); });
   EXPECT_EQ(sy_exchange_create(nullptr, &spec_, nullptr, &exchange_), SY_INVALID_ARGUMENT);
   EXPECT_EQ(sy_exchange_handle_create(nullptr, &handle_), SY_INVALID_ARGUMENT);
+}
+
+TEST_F(Exchange, LargeIdsAreErrorsUnlessTheyMayMeanNone) {
+  ids_[3] = 3;
+  // As of a caller that knows no such field.
+  spec_.struct_size = offsetof(sy_exchange_spec, large_ids_are_none);
+  create();
+  EXPECT_EQ(dispatch(), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("ids[1][1] is 3; expert ids are 0 to 2"));
+  EXPECT_EQ(sy_exchange_destroy(&exchange_), SY_OK);
+  EXPECT_EQ(sy_exchange_handle_destroy(&handle_), SY_OK);
+  spec_.struct_size = sizeof spec_;
+  spec_.large_ids_are_none = 1;
+  create();
+  ASSERT_EQ(dispatch(), SY_OK) << last_error().message;
+  EXPECT_THAT(counts_, ElementsAre(2, 0, 1));
 }
 
 TEST_F(Exchange, RefusesCalls) {
@@ -231,8 +244,16 @@ TEST_F(Exchange, RefusesCalls) {
   EXPECT_EQ(combine(), SY_SHAPE_MISMATCH);
   EXPECT_THAT(last_error().message, HasSubstr("out is [1, 2]; it must be [2, 2]"));
   sums_.out = tensor(out_, SY_F32, {2, 2});
-  ASSERT_EQ(sy_exchange_combine_recv(exchange_, &sums_, handle_), SY_OK) << last_error().message;
+  // Nothing was sent.
+  ASSERT_EQ(combine(), SY_OK) << last_error().message;
   EXPECT_THAT(out_, ElementsAre(30, 60, 90, 120));
+  EXPECT_EQ(sy_exchange_combine(exchange_, &results_, nullptr, handle_), SY_INVALID_ARGUMENT);
+  // In two calls a sum that is refused can be asked for again.
+  ASSERT_EQ(sy_exchange_combine_send(exchange_, &results_, handle_), SY_OK);
+  sums_.out = tensor(out_, SY_F32, {1, 2});
+  EXPECT_EQ(sy_exchange_combine_recv(exchange_, &sums_, handle_), SY_SHAPE_MISMATCH);
+  sums_.out = tensor(out_, SY_F32, {2, 2});
+  ASSERT_EQ(sy_exchange_combine_recv(exchange_, &sums_, handle_), SY_OK) << last_error().message;
   EXPECT_EQ(sy_exchange_dispatch_send(exchange_, nullptr, handle_), SY_INVALID_ARGUMENT);
   EXPECT_EQ(sy_exchange_dispatch_send(exchange_, &input_, nullptr), SY_INVALID_ARGUMENT);
 }

@@ -146,7 +146,7 @@ TEST_F(GroupedGemm, RefusesWhatItCannotBeMadeOf) {
   spec_.weights.weight.device_type = SY_CUDA;
   refused(SY_INVALID_ARGUMENT, "num_threads is 2, but the backend is cuda");
   spec_.weights.weight.device_type = SY_CPU;
-  refused(SY_INVALID_ARGUMENT, "weights.weight is in host memory");
+  refused(SY_INVALID_ARGUMENT, "weight is in host memory");
   options_.backend = 9;
   refused(SY_INVALID_ARGUMENT, "backend is 9");
   options_.backend = SY_CPU;

@@ -5,6 +5,7 @@
 
 #include <sstream>
 
+#include "base/join.h"
 #include "cli/command.h"
 #include "gpu/device.h"
 #include "machine/gpu_facts.h"
@@ -430,7 +431,7 @@ TEST(Bench, RefusesOptionsThatWouldDoNothing) {
                                   Arguments{"--reserved-sms", "2"}, Arguments{"--uncooperative"},
                                   Arguments{"--machine-facts", "facts.json"}}) {
     expect_refused(join({"--model", "olmoe", "--backend", "cpu"}, option), invalid,
-                   {option[0] + " is for --backend cuda; leave it out"});
+                   {switchyard::join(option, " ") + " is for --backend cuda; leave it out"});
     if (gpu::device_count() > 0) continue;
     expect_refused(join({"--model", "olmoe"}, option), invalid, {option[0], "on the cpu"});
   }
@@ -469,7 +470,7 @@ TEST(Bench, RefusesTablesThatItCannotUse) {
                  {"t.olmoe.table.json", "'layer_fp8', and 'layer_bf16' is wanted"});
   const Arguments fp8 = {"--model", "olmoe,dbrx", "--dtype", "fp8", "--table", name};
   expect_refused(join({"--backend", "cpu"}, fp8), invalid,
-                 {"--table is for --backend cuda; leave it out"});
+                 {" is for --backend cuda; leave it out"});
   expect_refused(join({"--ranks", "2"}, fp8), invalid, {"--table is of layers on one rank", "2"});
   expect_refused(join({"--reserved-sms", "2"}, fp8), invalid, {"--table is of layers", "all SMs"});
   expect_refused({"--suite", "astero", "--table", name}, invalid, {"astero has 2", "--dtype"});
@@ -543,7 +544,8 @@ TEST(Bench, RefusesRanksThatMakeNoSense) {
   expect_refused({"--suite", "late", "--ranks", "1", "--backend", "cpu"}, invalid,
                  {"--ranks is 1"});
   expect_refused({"--suite", "late", "--verify"}, invalid, {"--verify is not for --suite late"});
-  expect_refused({"--suite", "exchange", "--late", "50"}, invalid, {"--late is for --suite late"});
+  expect_refused({"--suite", "exchange", "--late", "50"}, invalid,
+                 {"--late 50 is for --suite late"});
   expect_refused({"--suite", "ep_thesis", "--against", "torch"}, invalid,
                  {"--against", "ep_thesis"});
   expect_refused({"--model", "olmoe", "--ranks", "2", "--against", "torch", "--torch-script",

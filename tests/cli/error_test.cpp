@@ -30,7 +30,7 @@ void expect_error(const Arguments& arguments, int exit_code, const std::string& 
 }
 
 TEST(Errors, Usage) {
-  expect_error({}, 2, "invalid_argument", {"subcommand is required", "--help"});
+  expect_error({}, 2, "invalid_argument", {"no command is given", "--help"});
   expect_error({"frobnicate"}, 2, "invalid_argument", {"'frobnicate'", "make-checkpoint"});
   expect_error(join({"run", "--bogus"}, kTiny), 2, "invalid_argument",
                {"--bogus", "switchyard run --help"});
@@ -43,6 +43,78 @@ TEST(Errors, Usage) {
   expect_error(join({"run", "--layer", "16"}, kTiny), 2, "invalid_argument",
                {"--layer is 16", "0 to 15"});
   expect_error({"make-checkpoint", "--model", "olmoe"}, 2, "invalid_argument", {"--output"});
+}
+
+// The option is named before its value, with the name that was probably meant.
+TEST(Errors, ArgumentsThatAreNotKnown) {
+  struct Case {
+    Arguments arguments;
+    std::vector<std::string> parts;
+  };
+  const Case kCases[] = {
+      {{"run", "--model", "olmoe", "--tokns", "5"},
+       {"run has no option '--tokns'; perhaps '--tokens' is meant; see", "switchyard run --help"}},
+      {{"run", "--model", "olmoe", "--tokns=5"}, {"run has no option '--tokns'", "'--tokens'"}},
+      {{"run", "--no-verify"}, {"'--no-verify'", "'--verify'"}},
+      {{"run", "--check", "/tmp"}, {"'--check'", "'--checkpoint'"}},
+      {{"run", "--zzzzzzzz", "5"}, {"run has no option '--zzzzzzzz'; see"}},
+      {{"run", "stray", "--tokns", "5"}, {"'--tokns'"}},
+      {{"bench", "--threads", "2"}, {"bench has no option '--threads'; it is an option of run"}},
+      {{"trace", "--quiet"}, {"'--quiet'; it is an option of run and make-checkpoint"}},
+      {{"run", "--model", "olmoe", "5"}, {"'5' was not expected", "behind its option"}},
+      {{"run", "--model", "olmoe", "--", "5"}, {"'5' was not expected"}},
+      {{"models", "extra", "more"}, {"'extra' was not expected: models"}},
+      {{"models", "--jsn"}, {"'--jsn'", "'--json'"}},
+      {{"doctor", "-v"}, {"doctor has no option '-v'"}},
+      {{"runn"}, {"unknown command 'runn', perhaps 'run'", "make-checkpoint"}},
+      {{"--modle", "olmoe"}, {"'--modle' stands where a command is expected"}},
+      {{"run", "--verify=maybe"}, {"'--verify=maybe'", "leave out '=maybe'"}},
+      {{"run", "--quiet=false"}, {"'--quiet=false'", "takes none"}},
+      {{"run", "--tokens", "--ranks", "2"}, {"--tokens"}},
+  };
+  for (const Case& c : kCases) expect_error(c.arguments, 2, "invalid_argument", c.parts);
+}
+
+// What is given and would change nothing is named, with its value.
+TEST(Errors, OptionsThatWouldChangeNothing) {
+  const TemporaryDirectory directory;
+  const std::string checkpoint = (directory / "m").string();
+  const std::string input = (directory / "x.safetensors").string();
+  ASSERT_EQ(run_switchyard({"make-checkpoint", "--model", "olmoe", "--out", checkpoint, "--experts",
+                            "8", "--hidden", "64", "--intermediate", "32", "--quiet"})
+                .exit_code,
+            0);
+  const std::vector<float> x(64, 1.0f);
+  write_matrices(input, {{"activations", {x.data(), DType::kF32, 1, 64, 64}}});
+  struct Case {
+    Arguments arguments;
+    const char* part;
+  };
+  const Case kCases[] = {
+      {{"run", "--checkpoint", checkpoint, "--input", input, "--seed", "3"}, "--seed is 3"},
+      {{"run", "--checkpoint", checkpoint, "--experts", "4"}, "--experts 4 would change a --model"},
+      {{"run", "--checkpoint", checkpoint, "--dtype", "f32"}, "--dtype f32 would change a --model"},
+      {{"run", "--checkpoint", checkpoint, "--backend", "cpu", "--reserved-sms", "2"},
+       "--reserved-sms"},
+      {{"run", "--checkpoint", checkpoint, "--capacity-of-tokens"}, "--capacity-of-tokens"},
+      {{"run", "--checkpoint", checkpoint, "--compute", "fp8"}, "--compute is fp8"},
+      {{"run", "--model", "olmoe", "--experts", "4", "--top-k", "9"},
+       "--experts 4, --top-k 9 of olmoe"},
+      {{"make-checkpoint", "--model", "olmoe", "--experts", "4", "--out", input + "2"},
+       "--experts 4 of olmoe"},
+      {{"bench", "--model", "olmoe", "--rows", "4"}, "--rows 4 is for --suite grouped"},
+      {{"bench", "--model", "olmoe", "--swiglu"}, "--swiglu is for --suite grouped"},
+      {{"bench", "--model", "olmoe", "--rung", "all"}, "--rung all is for --suite all_to_all"},
+      {{"bench", "--model", "olmoe", "--pre-sum"}, "--pre-sum is for --suite exchange"},
+      {{"bench", "--suite", "all_to_all", "--seed", "0"}, "--seed 0 is not for --suite all_to_all"},
+      {{"bench", "--suite", "late", "--rows", "4,8"}, "--rows 4,8 is not for --suite late"},
+      {{"bench", "--model", "olmoe", "--backend", "cpu", "--no-graph"}, "--no-graph is for"},
+      {{"tune", "--most-histograms", "4"}, "--most-histograms 4 is of --histograms"},
+      {{"tune", "--no-test", "--json", input + ".json"}, "--json"},
+      {{"tune", "--backend", "cpu", "--quick"}, "--quick is for --backend cuda"},
+      {{"report", "--profile", input, "--published", "p.json"}, "--published p.json is for rows"},
+  };
+  for (const Case& c : kCases) expect_error(c.arguments, 2, "invalid_argument", {c.part});
 }
 
 TEST(Errors, OptionsThatAreGivenTwice) {

@@ -150,7 +150,7 @@ TEST(Trace, TheLastRankComesLate) {
 TEST(Trace, OneRankIsNotLate) {
   const Completed done = run_switchyard(join({"trace", "--ranks", "1", "--late", "10"}, kTiny));
   EXPECT_EQ(done.exit_code, 2);
-  EXPECT_THAT(done.err, HasSubstr("--late is for several ranks; give --ranks, too"));
+  EXPECT_THAT(done.err, HasSubstr("--late 10 is for several ranks; give --ranks, too"));
 }
 
 TEST(Trace, WhatCannotBeWrittenIsToldBeforeTheRun) {

@@ -166,7 +166,7 @@ TEST_F(TuneCommand, RefusesWhatMakesNoSense) {
                  {"no-such-model"});
   expect_refused(run_switchyard({"tune", "--evaluate", path("absent.json")}), {"absent.json"});
   expect_refused(run_switchyard({"tune", "--evaluate", path("x"), "--budget", "3"}),
-                 {"--budget is for timing"});
+                 {"--budget 3 is for timing"});
   test::write_file(path("other.json"), "[{\"suite\": \"grouped\"}]");
   expect_refused(tune({"--json", path("other.json")}), {"other.json"});
   EXPECT_THAT(names_in(directory_.path()), UnorderedElementsAre("other.json"));

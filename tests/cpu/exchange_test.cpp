@@ -72,6 +72,7 @@ TEST_P(ExchangeShapes, RowsArriveAndResultsComeBack) {
     if (seed % 3 == 2) spec.weights = CombineWeights::kNone;
     spec.pre_sum = seed % 3 != 0 && seed > 3;
     spec.combine = seed % 2 == 0 ? DType::kBF16 : DType::kF32;
+    spec.large_ids_are_none = seed % 2 == 0;
     check_round_trip(ExchangeBatch(spec, shape.ranks, DType::kBF16, seed), DType::kF32,
                      shape.threads);
   }
@@ -479,6 +480,7 @@ TEST_F(BadExchange, RanksThatDisagree) {
   differ("layout: ", [](ExchangeSpec& s) { s.layout = RowLayout::blocked(2); });
   differ("weights: ", [](ExchangeSpec& s) { s.weights = CombineWeights::kBySender; });
   differ("pre_sum: ", [](ExchangeSpec& s) { s.pre_sum = true; });
+  differ("large_ids_are_none: ", [](ExchangeSpec& s) { s.large_ids_are_none = true; });
   differ("placement: ", [](ExchangeSpec& s) {
     for (int e = 0; e < 12; ++e) s.placement.expert_at.push_back(e);
   });

@@ -1,8 +1,10 @@
 // Weights as callers have them: in other layouts, changed in place, in other memory.
 #include <gtest/gtest.h>
 
+#include "cpu/tile_gemm.h"
 #include "model/errors.h"
 #include "support/accuracy.h"
+#include "support/fp8.h"
 #include "support/layers.h"
 
 namespace switchyard::testing {
@@ -22,34 +24,58 @@ LayerSpec spec_with_everything() {
   return spec;
 }
 
-// Copies `from` over the weights that `to` views, of the same shapes.
-void overwrite(const MoeWeights& to, const MoeWeights& from) {
-  const auto matrix = [](const MatrixView& a, const MatrixView& b) {
-    if (a.empty()) return;
-    ASSERT_EQ(a.row_stride, b.row_stride);
-    std::memcpy(const_cast<void*>(a.data), b.data,
-                static_cast<std::size_t>(a.rows * a.row_stride) * size_of(a.dtype));
+// The bytes of one kind of tensor, of all experts.
+struct Part {
+  std::string name;
+  struct Bytes {
+    void* to;
+    const void* from;
+    std::size_t count;
   };
-  const auto vector = [](const VectorView& a, const VectorView& b) {
+  std::vector<Bytes> bytes;
+
+  void overwrite() const {
+    for (const Bytes& b : bytes) std::memcpy(b.to, b.from, b.count);
+  }
+};
+
+// What turns the weights that `to` views into those of `from`, of the same shapes.
+std::vector<Part> parts_of(const MoeWeights& to, const MoeWeights& from) {
+  std::vector<Part> parts;
+  const auto add = [&](const std::string& name, const void* a, const void* b, std::size_t count) {
+    if (a == nullptr || count == 0) return;
+    auto part = std::ranges::find(parts, name, &Part::name);
+    if (part == parts.end()) part = parts.insert(parts.end(), {name, {}});
+    part->bytes.push_back({const_cast<void*>(a), b, count});
+  };
+  const auto matrix = [&](const std::string& name, const MatrixView& a, const MatrixView& b) {
+    ASSERT_EQ(a.row_stride, b.row_stride);
+    add(name, a.data, b.data, static_cast<std::size_t>(a.rows * a.row_stride) * size_of(a.dtype));
+    if (a.scale == nullptr) return;
+    const std::int64_t rows = (a.rows + a.scale_rows - 1) / a.scale_rows;
+    add(name + " scales", a.scale, b.scale,
+        static_cast<std::size_t>(rows * a.scale_stride) * sizeof(float));
+  };
+  const auto vector = [&](const std::string& name, const VectorView& a, const VectorView& b) {
     if (a.empty()) return;
     ASSERT_EQ(a.stride, 1);
-    std::memcpy(const_cast<void*>(a.data), b.data,
-                static_cast<std::size_t>(a.size) * size_of(a.dtype));
+    add(name, a.data, b.data, static_cast<std::size_t>(a.size) * size_of(a.dtype));
   };
-  const auto ffn = [&](const FfnWeights& a, const FfnWeights& b) {
-    matrix(a.gate, b.gate);
-    matrix(a.up, b.up);
-    matrix(a.down, b.down);
-    vector(a.gate_bias, b.gate_bias);
-    vector(a.up_bias, b.up_bias);
-    vector(a.down_bias, b.down_bias);
+  const auto ffn = [&](const std::string& of, const FfnWeights& a, const FfnWeights& b) {
+    matrix(of + "gate", a.gate, b.gate);
+    matrix(of + "up", a.up, b.up);
+    matrix(of + "down", a.down, b.down);
+    vector(of + "gate_bias", a.gate_bias, b.gate_bias);
+    vector(of + "up_bias", a.up_bias, b.up_bias);
+    vector(of + "down_bias", a.down_bias, b.down_bias);
   };
-  for (std::size_t e = 0; e < to.experts.size(); ++e) ffn(to.experts[e], from.experts[e]);
-  ffn(to.shared, from.shared);
-  matrix(to.router, from.router);
-  vector(to.router_bias, from.router_bias);
-  vector(to.correction_bias, from.correction_bias);
-  vector(to.shared_gate, from.shared_gate);
+  for (std::size_t e = 0; e < to.experts.size(); ++e) ffn("", to.experts[e], from.experts[e]);
+  ffn("shared ", to.shared, from.shared);
+  matrix("router", to.router, from.router);
+  vector("router_bias", to.router_bias, from.router_bias);
+  vector("correction_bias", to.correction_bias, from.correction_bias);
+  vector("shared_gate", to.shared_gate, from.shared_gate);
+  return parts;
 }
 
 class ChangedWeights : public ::testing::TestWithParam<std::tuple<int, DType>> {
@@ -73,7 +99,14 @@ class ChangedWeights : public ::testing::TestWithParam<std::tuple<int, DType>> {
     return {std::move(before), std::move(after)};
   }
   MoeWeights weights(std::uint64_t seed) const {
-    return generate_weights(spec_, std::get<1>(GetParam()), seed, {.num_threads = 1});
+    const DType dtype = std::get<1>(GetParam());
+    return dtype == kFp8 ? fp8_weights(spec_, seed)
+                         : generate_weights(spec_, dtype, seed, {.num_threads = 1});
+  }
+  // Only a router is ever copied: one that is not of the type in which the gate multiplies.
+  static bool converts(const MatrixView& router) {
+    const bool multiplies_bf16 = std::get<1>(GetParam()) == DType::kBF16 && cpu::has_native_bf16();
+    return router.dtype != DType::kF32 && !(router.dtype == DType::kBF16 && multiplies_bf16);
   }
   BatchResult fresh(const MoeWeights& w) const {
     return run_batch(spec_, w, batch_, Shares::even(kTokens, std::get<0>(GetParam())), DType::kF32);
@@ -85,13 +118,15 @@ class ChangedWeights : public ::testing::TestWithParam<std::tuple<int, DType>> {
 INSTANTIATE_TEST_SUITE_P(RanksAndTypes, ChangedWeights,
                          ::testing::Combine(::testing::Values(1, 2),
                                             ::testing::Values(DType::kF32, DType::kF16,
-                                                              DType::kBF16)));
+                                                              DType::kBF16, kFp8)));
 
 TEST_P(ChangedWeights, InPlaceAreSeenAfterRefresh) {
   const MoeWeights mine = weights(3), next = weights(7);
   const BatchResult expected[] = {fresh(mine), fresh(next)};
   const auto [before, after] = around(mine, [&](MoeLayer& layer, World& world) {
-    if (world.rank() == 0) overwrite(mine, next);
+    if (world.rank() == 0) {
+      for (const Part& part : parts_of(mine, next)) part.overwrite();
+    }
     world.barrier();
     layer.refresh();
   });
@@ -102,14 +137,30 @@ TEST_P(ChangedWeights, InPlaceAreSeenAfterRefresh) {
   EXPECT_EQ(after.weights, expected[1].weights);
 }
 
-// What would go stale: without refresh() the gate and the biases are the old ones.
-TEST_P(ChangedWeights, InPlaceAreNotAllSeenWithoutIt) {
-  const MoeWeights mine = weights(3), next = weights(7);
-  const BatchResult expected = fresh(next);
-  const auto [before, after] = around(mine, [&](MoeLayer&, World& world) {
-    if (world.rank() == 0) overwrite(mine, next);
-  });
-  EXPECT_FALSE(after.output == expected.output);
+// Every tensor by itself: a layer sees its change at once, unless it says that it has copies, and
+// after refresh() in any case.
+TEST_P(ChangedWeights, InPlaceAreSeenTensorByTensor) {
+  for (std::size_t i = 0;; ++i) {
+    const MoeWeights mine = weights(3), next = weights(7);
+    const std::vector<Part> parts = parts_of(mine, next);
+    if (i == parts.size()) break;
+    SCOPED_TRACE(parts[i].name);
+    const BatchResult old = fresh(mine);
+    for (const bool refreshes : {false, true}) {
+      const MoeWeights changed = weights(3);
+      const auto [before, after] = around(changed, [&](MoeLayer& layer, World& world) {
+        if (world.rank() == 0) parts_of(changed, next)[i].overwrite();
+        world.barrier();
+        EXPECT_EQ(layer.copies(), converts(mine.router));
+        if (refreshes) layer.refresh();
+      });
+      const BatchResult expected = fresh(changed);
+      EXPECT_TRUE(before.output == old.output);
+      EXPECT_FALSE(expected.output == old.output);
+      const bool stale = converts(mine.router) && parts[i].name == "router" && !refreshes;
+      EXPECT_EQ(after.output == expected.output, !stale);
+    }
+  }
 }
 
 TEST_P(ChangedWeights, OfAnotherArrayAreSeenAfterRebind) {

@@ -200,7 +200,7 @@ TEST(Workspace, BadOptionsAreRefused) {
   refused({.compute = DType::kF16}, "compute type f16");
   refused({.slots = 0}, "slots is 0");
   refused({.slots = 17}, "slots is 17; use 1 to 16");
-  refused({.num_threads = -1}, "num_threads -1");
+  refused({.num_threads = -1}, "num_threads is -1");
   refused({.device = 0}, "backend is cpu");
   refused({.allocator = {[](std::size_t) -> void* { return nullptr; }, [](void*) {}}},
           "an allocator is given, but the backend is cpu");

@@ -296,6 +296,33 @@ TEST_F(GpuExchange, HandlesAreUsedAgain) {
   }
 }
 
+// As RanksTest.AThousandStartsOnASharedGpu; an exchange's calls are several kernels each.
+TEST_F(GpuExchange, AThousandStartsOnASharedGpu) {
+  const int starts = static_cast<int>(test::number_from("SWITCHYARD_STARTS", 1000)) / 3;
+  for (const int ranks : {2, 4, 8}) {
+    const ExchangeSpec spec = small_spec();
+    const ExchangeBatch batch(spec, ranks, DType::kBF16, 7);
+    std::vector<World> worlds = worlds_of(ranks);
+    test::run_threads(worlds, [&](World& world) {
+      ExchangeOptions options;
+      options.deadline = std::chrono::seconds(5);
+      Player player(world, spec, 1, options);
+      player.round(batch, DType::kF32);
+      for (int start = 0; start < starts; ++start) {
+        world.barrier();
+        for (int i = 0; i < 2; ++i) {
+          player.enqueue_dispatch();
+          player.enqueue_combine(DType::kF32);
+        }
+        player.stream->synchronize();
+      }
+      player.exchange().check();
+      wrong_sums(batch, world.rank(), player.sums(batch, DType::kF32));
+      world.barrier();
+    });
+  }
+}
+
 TEST_F(GpuExchange, RanksThatReuseDifferentHandlesAreTold) {
   const ExchangeSpec spec = small_spec();
   const ExchangeBatch batch(spec, 2, DType::kBF16, 1, {5, 6});
@@ -535,11 +562,17 @@ TEST_F(GpuExchange, WorkBetweenSendAndReceive) {
     player.arrays().load(batch, world.rank());
     player.arrays().poison(player.spec(), player.own());
     world.barrier();
-    player.exchange().dispatch_send(player.arrays().input(*player.stream), player.handle);
+    const auto send = [&] {
+      player.exchange().dispatch_send(player.arrays().input(*player.stream), player.handle);
+      player.stream->synchronize();
+    };
+    // Rank 1 sends when rank 0 has sent, and rank 0 receives when rank 1 has.
+    if (world.rank() == 0) send();
+    world.barrier();
     if (world.rank() == 0) {
       gate.hold(player.stream->handle());
     } else {
-      player.stream->synchronize();
+      send();
       gate.open();
     }
     player.exchange().dispatch_recv(player.arrays().output(player.spec(), *player.stream),

@@ -310,6 +310,40 @@ TEST_F(RanksTest, OneKernelPerRankInAGraph) {
   });
 }
 
+// Ranks that share a GPU begin on idle streams at the same moment, with passes behind their first. Were two
+// streams given one hardware queue, a rank's first pass would stand behind a second that waits for it.
+TEST_F(RanksTest, AThousandStartsOnASharedGpu) {
+  constexpr int kPasses = 4;
+  const int starts = static_cast<int>(test::number_from("SWITCHYARD_STARTS", 1000)) / 3;
+  const LayerSpec spec = ragged_spec(16, 2, false);
+  const MoeWeights w = make_weights(spec, DType::kBF16);
+  for (const int ranks : {2, 4, 8}) {
+    const Batch batch = random_batch(spec, 4 * ranks, DType::kBF16, 6);
+    const Shares shares = Shares::even(4 * ranks, ranks);
+    const BatchResult expected = run_on_gpus(spec, w, batch, Shares::even(4 * ranks, 1), DType::kBF16);
+    run_all_ranks(World::threads(ranks), [&](const World& world) {
+      DeviceRank rank(world, spec, w, 4, {.deadline = std::chrono::seconds(5)});
+      DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k), DType::kBF16);
+      share.poison(rank.stream());
+      rank.stream().synchronize();
+      for (int start = 0; start < starts; ++start) {
+        rank.world().barrier();
+        for (int i = 0; i < kPasses; ++i) share.enqueue(rank.layer(), rank.stream());
+        rank.stream().synchronize();
+      }
+      rank.layer().check();
+      const BatchResult mine = share.fetch();
+      const auto r = static_cast<std::size_t>(world.rank());
+      EXPECT_EQ(std::memcmp(mine.output.view().data,
+                            expected.output.rows_from(shares.first[r], shares.count[r]).data,
+                            static_cast<std::size_t>(shares.count[r] * spec.hidden) * 2),
+                0);
+      EXPECT_EQ(rank.layer().stats().epoch, static_cast<std::uint64_t>(starts * kPasses));
+      rank.world().barrier();
+    });
+  }
+}
+
 // A rank that does not call is named, on all ranks that do; the process lives.
 TEST_F(RanksTest, ARankThatSkipsACallIsNamed) {
   const LayerSpec spec = ragged_spec(16, 4, false);

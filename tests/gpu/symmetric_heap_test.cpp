@@ -23,8 +23,8 @@ using test::run_threads;
 using test::with_deadline;
 using ::testing::HasSubstr;
 
-// Streams that share one of a device's queues wait for each other, and a rank's kernel would wait
-// behind another's that waits for it.
+// A stream with work behind a kernel that waits holds one of the device's queues, of which there are 8
+// unless this says otherwise.
 const bool kManyQueues = ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0) == 0;
 
 constexpr milliseconds kDeadline{10'000};
@@ -104,6 +104,7 @@ void gather(World& world) {
         for (const std::uint64_t bytes :
              {std::uint64_t{0}, std::uint64_t{1}, std::uint64_t{1000}, kRoom - 16}) {
           call.bytes = bytes;
+          const gpu::LaunchTurn turn;
           ASSERT_EQ(launch_gather(call, player.stream.handle()), 0);
           call.first_round += kRounds;
         }
@@ -135,7 +136,10 @@ TEST_P(GpuSymmetricHeap, PassesValuesAroundTheRing) {
     call.wrong = player.wrong();
     call.failed = player.wait();
     player.heap.barrier();
-    ASSERT_EQ(launch_ring(call, player.stream.handle()), 0);
+    {
+      const gpu::LaunchTurn turn;
+      ASSERT_EQ(launch_ring(call, player.stream.handle()), 0);
+    }
     EXPECT_EQ(player.fetch().wrong, 0u) << "rank " << world.rank();
     player.heap.check();
     std::uint32_t flag = 0;
@@ -190,7 +194,10 @@ TEST_F(GpuSymmetricHeapFault, ARankThatDoesNotSignalIsNamedOnAllRanks) {
     player.heap.barrier();
     const auto start = test::Clock::now();
     if (world.rank() != kLate) {
-      ASSERT_EQ(launch_stall(call, player.stream.handle()), 0);
+      {
+        const gpu::LaunchTurn turn;
+        ASSERT_EQ(launch_stall(call, player.stream.handle()), 0);
+      }
       const PeerWait wait = player.fetch().wait;
       EXPECT_EQ(wait.state,
                 world.rank() == 0 ? PeerWait::State::kTimeout : PeerWait::State::kAborted);

@@ -17,10 +17,10 @@ LayerSpec spec() {
   return s;
 }
 
-// An address that nobody can read, as device memory is to the host.
+// Addresses that nobody can read, as device memory is to the host. Each number has its own page.
 template <typename T>
-T* unreadable() {
-  return reinterpret_cast<T*>(std::uintptr_t{0x1000});
+T* unreadable(std::uintptr_t page = 1) {
+  return reinterpret_cast<T*>(page * 0x1000);
 }
 
 struct Call {
@@ -29,11 +29,11 @@ struct Call {
 
   Call() {
     input.activations = {unreadable<void>(), DType::kBF16, 3, 8, 8};
-    input.topk_ids = {unreadable<std::int32_t>(), 6};
-    input.topk_weights = {unreadable<float>(), 6};
-    output.data = unreadable<void>();
-    output.topk_ids = {unreadable<std::int32_t>(), 6};
-    output.topk_weights = {unreadable<float>(), 6};
+    input.topk_ids = {unreadable<std::int32_t>(2), 6};
+    input.topk_weights = {unreadable<float>(3), 6};
+    output.data = unreadable<void>(4);
+    output.topk_ids = {unreadable<std::int32_t>(5), 6};
+    output.topk_weights = {unreadable<float>(6), 6};
   }
   void check(const LayerSpec& s, const MoeWeights& weights = {},
              DType compute = DType::kBF16) const {
@@ -47,13 +47,13 @@ TEST(Call, IsCheckedWithoutReadingThroughItsAddresses) {
   Call hashed;
   hashed.input.topk_ids = {};
   hashed.input.topk_weights = {};
-  hashed.input.token_ids = {unreadable<std::int32_t>(), 3};
+  hashed.input.token_ids = {unreadable<std::int32_t>(7), 3};
   LayerSpec by_table = spec();
   by_table.routing.method = RoutingMethod::kHash;
   MoeWeights weights;
   weights.router = {unreadable<void>(), DType::kBF16, 4, 8, 8};
   hashed.check(by_table, weights);
-  hashed.input.token_ids = {unreadable<std::int32_t>(), 2};
+  hashed.input.token_ids = {unreadable<std::int32_t>(7), 2};
   EXPECT_ERROR(hashed.check(by_table, weights), ErrorCode::kShapeMismatch, "token_ids has 2");
 }
 

@@ -194,6 +194,13 @@ class DamagedCheckpoint : public ::testing::Test {
                      {.dtype = dtype, .max_shard_bytes = max_shard_bytes, .overrides = overrides});
   }
 
+  // Replaces the checkpoint by one in bf16, of the given config.json.
+  void write_unquantised(const std::string& config) {
+    std::filesystem::remove_all(path_);
+    write();
+    test::write_file(path_ / "config.json", config);
+  }
+
   // Rewrites model.safetensors with each tensor passed through `change`; false drops it.
   template <class Change>
   void rewrite(Change change) {
@@ -226,7 +233,39 @@ TEST_F(DamagedCheckpoint, AbsentFiles) {
   test::write_file(path_ / "config.json", "{}");
   EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidConfig, "config.json", "model_type");
   test::write_file(path_ / "config.json", find_model("olmoe").config_json);
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "no *.safetensors", "convert");
+  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "no *.safetensors", "download");
+  test::write_file(path_ / "pytorch_model.bin", "PK");
+  test::write_file(path_ / "model.gguf", "GGUF");
+  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "no *.safetensors",
+               "model.gguf and 1 more", "save_pretrained");
+}
+
+// Downloads that went wrong, in place of the weights, of the index and of config.json.
+TEST_F(DamagedCheckpoint, FilesThatAreSomethingElseAreToldSo) {
+  const std::pair<std::string, const char*> kFiles[] = {
+      {"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4995584424\n",
+       "Git LFS pointer"},
+      {"<!DOCTYPE html><html><head><title>401</title></head></html>", "HTML page"},
+      {"\n  <HTML lang=\"en\">", "HTML page"},
+      {"", "is empty"},
+      {std::string("PK\x03\x04 archive/data.pkl"), "zip archive"},
+  };
+  write();
+  const std::string weights = test::read_file(path_ / "model.safetensors");
+  const std::string config = test::read_file(path_ / "config.json");
+  for (const auto& [contents, what] : kFiles) {
+    SCOPED_TRACE(what);
+    test::write_file(path_ / "model.safetensors", contents);
+    EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "/m/model.safetensors: ", what);
+    test::write_file(path_ / "model.safetensors", weights);
+    test::write_file(path_ / "model.safetensors.index.json", contents);
+    EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile,
+                 "/m/model.safetensors.index.json: ", what);
+    std::filesystem::remove(path_ / "model.safetensors.index.json");
+    test::write_file(path_ / "config.json", contents);
+    EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidConfig, "/m/config.json: ", what);
+    test::write_file(path_ / "config.json", config);
+  }
 }
 
 // An entry that cannot be read is told apart from an absent one.
@@ -318,7 +357,9 @@ TEST_F(DamagedCheckpoint, IndexThatPromisesAnAbsentTensor) {
 
 TEST_F(DamagedCheckpoint, DuplicateTensor) {
   write();
-  std::filesystem::copy(path_ / "model.safetensors", path_ / "other.safetensors");
+  std::filesystem::copy(path_ / "model.safetensors", path_ / "consolidated.safetensors");
+  load();  // model.safetensors alone is the checkpoint
+  std::filesystem::rename(path_ / "model.safetensors", path_ / "other.safetensors");
   EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "is in both", "other.safetensors");
 }
 
@@ -398,6 +439,54 @@ TEST_F(DamagedCheckpoint, NotAnMoeLayer) {
   for (const int layer : {-1, 1, 99})
     EXPECT_ERROR(checkpoint.load_layer(layer), ErrorCode::kInvalidArgument,
                  ("layer " + std::to_string(layer)).c_str(), "1 MoE layers");
+}
+
+TEST_F(DamagedCheckpoint, SharedExpertsThatConfigLeavesOpenAreThoseOfTheTensors) {
+  write("kimi-k2");
+  std::string config = test::read_file(path_ / "config.json");
+  const std::size_t at = config.find("\"n_shared_experts\": 1");
+  ASSERT_NE(at, std::string::npos);
+  config.replace(at, 21, "\"n_shared_experts\": null");
+  test::write_file(path_ / "config.json", config);
+  const auto shared = [&] {
+    const Checkpoint checkpoint = Checkpoint::open(path_);
+    const int layer = checkpoint.moe_layers().front();
+    EXPECT_EQ(checkpoint.load_layer(layer).shared.up.rows,
+              checkpoint.layer_spec(layer).shared_intermediate);
+    return checkpoint.layer_spec(layer).shared_intermediate;
+  };
+  EXPECT_EQ(shared(), 136);
+  rewrite([&](TensorInfo& info, auto&) {
+    return info.name.find("shared_experts") == std::string::npos;
+  });
+  EXPECT_EQ(shared(), 0);
+}
+
+// transformers adds MiniMax's bias whatever use_routing_bias says, if there is one.
+TEST_F(DamagedCheckpoint, ACorrectionBiasThatConfigDeniesIsThatOfTheTensors) {
+  write("minimax-m2");
+  std::string config = test::read_file(path_ / "config.json");
+  const std::size_t at = config.find("\"use_routing_bias\": true");
+  ASSERT_NE(at, std::string::npos);
+  config.replace(at, 24, "\"use_routing_bias\": false");
+  test::write_file(path_ / "config.json", config);
+  EXPECT_FALSE(load().correction_bias.empty());
+  rewrite([&](TensorInfo& info, auto&) { return !info.name.ends_with("correction_bias"); });
+  EXPECT_TRUE(load().correction_bias.empty());
+  EXPECT_FALSE(Checkpoint::open(path_).layer_spec(0).routing.has_correction_bias);
+}
+
+TEST_F(DamagedCheckpoint, QuantizationThatIsNotKnownIsRefusedWhereItMatters) {
+  write("mixtral-8x7b", DType::kF8E4M3);
+  std::string config = test::read_file(path_ / "config.json");
+  const std::size_t at = config.find("\"dynamic\"");
+  ASSERT_NE(at, std::string::npos);
+  config.replace(at, 9, "\"static\"");
+  test::write_file(path_ / "config.json", config);
+  EXPECT_ERROR(load(), ErrorCode::kUnsupported, "'quantization_config.activation_scheme'",
+               "\"static\"", "experts.0.w1.weight' is FP8");
+  write_unquantised(config);
+  load();
 }
 
 // Scales of other granularities and dtypes than the writer's.

@@ -2,9 +2,10 @@
 
 #include <gtest/gtest.h>
 
-#include <limits>
+#include <cstdint>
 #include <numeric>
 #include <string>
+#include <utility>
 
 #include "model/errors.h"
 #include "model/model_table.h"
@@ -37,6 +38,15 @@ LayerSpec deepseek_spec(int hidden, int intermediate, int experts, int top_k, fl
   spec.routing.renormalize_epsilon = 1e-20f;
   spec.routing.scale = scale;
   return spec;
+}
+
+// A config of any family that has four layers, and `keys` at its end.
+std::string any_family(const std::string& model_type, const std::string& keys) {
+  return R"({"model_type": ")" + model_type + R"(", "hidden_size": 16, "intermediate_size": 8,
+      "moe_intermediate_size": 8, "num_hidden_layers": 4, "num_experts_per_tok": 2,
+      "shared_expert_intermediate_size": 8, "shared_intermediate_size": 8, "num_hash_layers": 0,
+      "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16)" +
+         keys + "}";
 }
 
 void expect_same(const LayerSpec& actual, const LayerSpec& expected) {
@@ -161,11 +171,11 @@ TEST(Config, DeepseekV4) {
 TEST(Config, DeepseekV4LayerTypes) {
   const std::string head = R"({"model_type": "deepseek_v4", "hidden_size": 64,
     "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
-    "num_hidden_layers": 3, "swiglu_limit": 0, "mlp_layer_types": )";
+    "num_hidden_layers": 3, "mlp_layer_types": )";
   const ModelConfig config = parse_config(head + R"(["hash_moe", "moe", "moe"]})", "config.json");
   EXPECT_EQ(spec_of(config, 0).routing.method, RoutingMethod::kHash);
   EXPECT_EQ(spec_of(config, 1).routing.method, RoutingMethod::kTopK);
-  EXPECT_EQ(spec_of(config, 1).activation.limit, std::numeric_limits<float>::infinity());
+  EXPECT_EQ(spec_of(config, 1).activation.limit, 10.0f);
   EXPECT_ERROR(parse_config(head + R"(["hash_moe", "moe"]})", "config.json"),
                ErrorCode::kInvalidConfig, "mlp_layer_types", "3 layers");
   EXPECT_ERROR(parse_config(head + R"(["hash_moe", "moe", 7]})", "config.json"),
@@ -310,7 +320,9 @@ TEST(Config, DtypeAndQuantization) {
   EXPECT_EQ(fp8.quantization.block_cols, 32);
   EXPECT_ERROR(parse_config(head + R"("torch_dtype": "int7"})", "c"), ErrorCode::kInvalidConfig,
                "'torch_dtype' is \"int7\"", "bfloat16");
-  EXPECT_ERROR(parse_config(head + R"("quantization_config": {"weight_block_size": [128]}})", "c"),
+  EXPECT_ERROR(parse_config(head + R"("quantization_config": {"quant_method": "fp8",
+                                      "weight_block_size": [128]}})",
+                            "c"),
                ErrorCode::kInvalidConfig, "quantization_config.weight_block_size", "1 entries");
   EXPECT_ERROR(parse_config(head + R"("quantization_config": 5})", "c"), ErrorCode::kInvalidConfig,
                "'quantization_config' is 5");
@@ -326,11 +338,18 @@ TEST(Config, BadInputNamesKeyValueAndRemedy) {
     test::expect_error([&] { parse_config(text, "/m/config.json"); }, ErrorCode::kInvalidConfig,
                        parts);
   };
-  expect_bad("", {"/m/config.json", "not valid JSON"});
+  expect_bad("", {"/m/config.json", "is empty", "download"});
   expect_bad("\xff\xfe\x00", {"not valid JSON"});
   expect_bad("[1, 2]", {"top level is [1,2]", "model_type"});
   expect_bad("{}", {"'model_type' is missing", "olmoe"});
-  expect_bad(R"({"model_type": "bert"})", {"'model_type' is \"bert\"", "mixtral"});
+  expect_bad(R"({"model_type": "bert"})",
+             {"'model_type' is \"bert\"", "mixtral", "experts_implementation=\"switchyard\"",
+              "MoeLayer.from_hf()"});
+  expect_bad(mixtral(R"("num_experts_per_tok": 2, "num_experts": 8)"),
+             {"'num_experts' is 8, but 'num_local_experts' is 4", "correct one"});
+  expect_bad(R"({"model_type": "deepseek_v4", "hidden_size": 8, "moe_intermediate_size": 8,
+    "n_routed_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 9, "swiglu_limit": 0})",
+             {"'swiglu_limit' is 0", "write 1e6"});
   expect_bad(R"({"model_type": 3})", {"'model_type' is 3", "string"});
   expect_bad(std::string(100000, '['), {"nested deeper"});
   expect_bad(mixtral(""), {"not valid JSON"});
@@ -371,6 +390,185 @@ TEST(Config, BadInputNamesKeyValueAndRemedy) {
   expect_bad(R"({"model_type": "phimoe", "hidden_size": 8, "intermediate_size": 8,
     "num_local_experts": 16, "num_experts_per_tok": 3, "num_hidden_layers": 1})",
              {"'num_experts_per_tok' is 3", "top-2"});
+}
+
+// What the routers of transformers do with one key, in every family of softmax or sigmoid scores.
+enum class Norm : std::uint8_t { kNo, kYes };
+struct NormRule {
+  const char* model_type;
+  Norm absent, when_true, when_false;
+};
+
+TEST(Config, NormTopkProbMeansWhatTheFamilysCodeDoes) {
+  using enum Norm;
+  constexpr NormRule kRules[] = {
+      {"olmoe", kNo, kYes, kNo},
+      {"qwen2_moe", kNo, kYes, kNo},
+      {"qwen3_moe", kNo, kYes, kNo},
+      {"qwen3_vl_moe", kYes, kYes, kYes},
+      {"qwen3_vl_moe_text", kYes, kYes, kYes},
+      {"qwen3_next", kYes, kYes, kNo},
+      {"qwen3_5_moe", kYes, kYes, kYes},
+      {"qwen3_5_moe_text", kYes, kYes, kYes},
+      {"mixtral", kYes, kYes, kYes},
+      {"deepseek_v2", kNo, kNo, kNo},
+      {"deepseek_v3", kYes, kYes, kNo},
+      {"deepseek_v32", kYes, kYes, kNo},
+      {"glm4_moe", kYes, kYes, kNo},
+      {"glm4v_moe", kYes, kYes, kNo},
+      {"glm4v_moe_text", kYes, kYes, kNo},
+      {"glm_moe_dsa", kYes, kYes, kNo},
+      {"deepseek_v4", kYes, kYes, kYes},
+      {"llama4_text", kNo, kNo, kNo},
+      {"gpt_oss", kNo, kNo, kNo},
+      {"minimax_m2", kYes, kYes, kYes},
+      {"minimax_m3_vl_text", kYes, kYes, kYes},
+      {"phimoe", kNo, kNo, kNo},
+      {"jamba", kNo, kNo, kNo},
+  };
+  for (const NormRule& rule : kRules) {
+    SCOPED_TRACE(rule.model_type);
+    const auto renormalizes = [&](const std::string& key) {
+      return parse_config(any_family(rule.model_type, key), "c").layers.back()->routing.renormalize
+                 ? kYes
+                 : kNo;
+    };
+    EXPECT_EQ(renormalizes(""), rule.absent);
+    EXPECT_EQ(renormalizes(R"(, "norm_topk_prob": true)"), rule.when_true);
+    EXPECT_EQ(renormalizes(R"(, "norm_topk_prob": false)"), rule.when_false);
+    // null is absent, but DeepSeek-V3's class takes it, and its router for false.
+    const bool is_v3 = std::string(rule.model_type) == "deepseek_v3";
+    if (!std::string(rule.model_type).starts_with("glm") &&
+        std::string(rule.model_type) != "deepseek_v32") {
+      EXPECT_EQ(renormalizes(R"(, "norm_topk_prob": null)"), is_v3 ? kNo : rule.absent);
+    }
+  }
+}
+
+TEST(Config, KeysThatAFamilysCodeDoesNotReadChangeNothing) {
+  struct Case {
+    const char* model_type;
+    const char* keys;
+  };
+  constexpr Case kCases[] = {
+      {"deepseek_v2", R"(, "moe_layer_freq": 2, "mlp_layer_types": ["dense"])"},
+      {"deepseek_v3", R"(, "moe_layer_freq": 2, "mlp_bias": true)"},
+      {"glm4_moe", R"(, "moe_layer_freq": 2, "mlp_bias": true)"},
+      {"glm_moe_dsa", R"(, "moe_layer_freq": 2)"},
+      {"deepseek_v4", R"(, "n_shared_experts": 4, "norm_topk_prob": false)"},
+      {"qwen3_5_moe", R"(, "decoder_sparse_step": 2, "mlp_only_layers": [0])"},
+      {"gpt_oss", R"(, "hidden_act": "gelu", "norm_topk_prob": true)"},
+      {"minimax_m3_vl_text", R"(, "hidden_act": "gelu", "n_shared_experts": 4)"},
+      {"mixtral", R"(, "routed_scaling_factor": 2.0, "router_jitter_noise": 0.5)"},
+      {"olmoe", R"(, "routed_scaling_factor": 2.0, "n_shared_experts": 1)"},
+  };
+  for (const Case& c : kCases) {
+    SCOPED_TRACE(c.model_type);
+    const ModelConfig plain = parse_config(any_family(c.model_type, ""), "c");
+    EXPECT_EQ(parse_config(any_family(c.model_type, c.keys), "c").layers, plain.layers);
+  }
+}
+
+TEST(Config, DefaultsOfEachFamily) {
+  const auto last = [](const char* model_type, const std::string& keys = "") {
+    return parse_config(any_family(model_type, keys), "c").layers.back().value();
+  };
+  EXPECT_EQ(last("deepseek_v2").shared_intermediate, 2 * 8);
+  EXPECT_EQ(last("deepseek_v2").routing.scale, 1.0f);
+  EXPECT_EQ(
+      last("deepseek_v2", R"(, "routed_scaling_factor": 4, "norm_topk_prob": true)").routing.scale,
+      4.0f);
+  EXPECT_EQ(last("deepseek_v3").routing.scale, 2.5f);
+  EXPECT_EQ(last("deepseek_v3").routing.num_groups, 8);
+  EXPECT_EQ(last("deepseek_v3").shared_intermediate, 8);
+  EXPECT_EQ(last("glm4_moe").routing.scale, 1.0f);
+  EXPECT_EQ(last("glm_moe_dsa").routing.scale, 2.5f);
+  EXPECT_EQ(last("glm_moe_dsa").routing.num_groups, 1);
+  EXPECT_EQ(last("deepseek_v4").routing.scale, 1.5f);
+  EXPECT_EQ(last("minimax_m3_vl_text").routing.scale, 2.0f);
+  EXPECT_EQ(parse_config(any_family("deepseek_v3", ""), "c").moe_layers(), range(3, 4));
+  EXPECT_EQ(parse_config(any_family("glm4_moe", ""), "c").moe_layers(), range(1, 4));
+  EXPECT_EQ(parse_config(any_family("deepseek_v2", ""), "c").moe_layers(), range(0, 4));
+}
+
+// Its code is in the model's own repository, and its defaults in nobody's.
+TEST(Config, KimiHasNoDefaults) {
+  const std::string keys[] = {
+      R"("norm_topk_prob": true)", R"("routed_scaling_factor": 2.5)", R"("n_group": 1)",
+      R"("topk_group": 1)",        R"("first_k_dense_replace": 1)",   R"("n_shared_experts": 1)"};
+  std::string all;
+  for (const std::string& key : keys) all += ", " + key;
+  EXPECT_EQ(parse_config(any_family("kimi_k2", all), "c").moe_layers(), range(1, 4));
+  for (const std::string& missing : keys) {
+    std::string some;
+    for (const std::string& key : keys)
+      if (key != missing) some += ", " + key;
+    EXPECT_ERROR(parse_config(any_family("kimi_k2", some), "c"), ErrorCode::kInvalidConfig,
+                 missing.substr(1, missing.find(':') - 2).c_str(), "is missing", "publisher");
+  }
+}
+
+TEST(Config, QuantizationIsReadOrItsKeyIsNamed) {
+  const std::string weights = R"("weights": {"num_bits": 8, "type": "float", "symmetric": true,
+      "dynamic": false, "strategy": "block", "block_structure": [128, 128]})";
+  const auto group = [&](const std::string& more) {
+    return R"("quant_method": "compressed-tensors", "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], )" +
+           more + "}}";
+  };
+  const std::string inputs = R"(, "input_activations": {"num_bits": 8, "type": "float", )";
+  // The object, and the key that is named, or null where it can be read.
+  const std::pair<std::string, const char*> kCases[] = {
+      {R"("quant_method": "fp8", "weight_block_size": [128, 128])", nullptr},
+      {R"("quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+          "fmt": "e4m3", "scale_fmt": "ue8m0", "ignored_layers": ["lm_head"])",
+       nullptr},
+      {R"("quant_method": "fp8")", nullptr},
+      {R"("quant_method": "fp8", "activation_scheme": "static")", "activation_scheme"},
+      {R"("quant_method": "fp8", "fmt": "e5m2")", "fmt"},
+      {R"("quant_method": "fp8", "expert_dtype": "fp4")", "expert_dtype"},
+      {R"("quant_method": "fp8", "rotation": "hadamard")", "rotation"},
+      {R"("quant_method": "modelopt", "quant_algo": "FP8")", "quant_method"},
+      {R"("weight_block_size": [128, 128])", "quant_method"},
+      {R"("quant_method": "fbgemm_fp8")", "activation_scale_ub"},
+      {R"("quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0)", "activation_scale_ub"},
+      {R"("quant_method": "fbgemm_fp8", "activation_scale_ub": null)", nullptr},
+      {group(weights), nullptr},
+      {group(weights + inputs + R"("dynamic": true, "strategy": "group", "group_size": 128})"),
+       nullptr},
+      {group(weights + inputs + R"("dynamic": false, "strategy": "tensor"})"),
+       "config_groups.group_0.input_activations.dynamic"},
+      {group(weights + inputs + R"("dynamic": "local", "strategy": "tensor"})"),
+       "config_groups.group_0.input_activations.dynamic"},
+      {group(weights + R"(, "output_activations": {"num_bits": 8})"), "output_activations"},
+      {group(R"("weights": {"num_bits": 4, "type": "int", "strategy": "group"})"), "num_bits"},
+      {group(R"("weights": {"num_bits": 8, "type": "int", "strategy": "channel"})"), "type"},
+      {group(R"("weights": {"num_bits": 8, "type": "float", "strategy": "block"})"),
+       "block_structure"},
+      {group(R"("weights": {"num_bits": 8, "type": "float", "symmetric": false})"), "symmetric"},
+      {group(R"("weights": {"num_bits": 8, "type": "float", "twist": 1})"), "twist"},
+      {group(weights) + R"(, "transform_config": {"config_groups": {}})", "transform_config"},
+      {group(weights) + R"(, "transform_config": {}, "sparsity_config": {"format": "dense"})",
+       nullptr},
+      {group(weights) + R"(, "sparsity_config": {"format": "sparse-24-bitmask"})",
+       "sparsity_config.format"},
+      {R"("quant_method": "compressed-tensors", "format": "pack-quantized")", "format"},
+  };
+  for (const auto& [json, problem] : kCases) {
+    SCOPED_TRACE(json);
+    for (const char* name : {"quantization_config", "compression_config"}) {
+      const Quantization quantization =
+          parse_config(any_family("mixtral", std::string(", \"") + name + "\": {" + json + "}"),
+                       "c")
+              .quantization;
+      if (problem == nullptr) {
+        EXPECT_EQ(quantization.problem, "");
+      } else {
+        EXPECT_NE(quantization.problem.find(problem), std::string::npos) << quantization.problem;
+        EXPECT_NE(quantization.problem.find("convert the checkpoint"), std::string::npos);
+      }
+    }
+  }
 }
 
 TEST(Config, OverridesRewriteTheModelsOwnKeys) {

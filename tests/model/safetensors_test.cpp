@@ -159,7 +159,7 @@ TEST(SafetensorsFile, UnreadableFilesAreNamed) {
                "No such file");
   EXPECT_ERROR(SafetensorsFile::open(directory.path()), ErrorCode::kInvalidFile, "regular file");
   test::write_file(directory / "empty", "");
-  EXPECT_ERROR(SafetensorsFile::open(directory / "empty"), ErrorCode::kInvalidFile, "0 bytes long");
+  EXPECT_ERROR(SafetensorsFile::open(directory / "empty"), ErrorCode::kInvalidFile, "is empty");
 }
 
 // If opening the pipe blocked, the alarm would end the test.
@@ -180,19 +180,32 @@ TEST(SafetensorsFile, OneThatBecomesShorterIsNoticed) {
       .data = values.data(), .dtype = DType::kF32, .rows = 10, .cols = 100, .row_stride = 100};
   write_matrices(path, {{"a", view}});
   const auto file = SafetensorsFile::open(path);
-  file->require_whole();
+  file->mapping().require_size();
   const std::uintmax_t bytes = std::filesystem::file_size(path);
   std::filesystem::resize_file(path, bytes - 1);
-  EXPECT_ERROR(file->require_whole(), ErrorCode::kInvalidFile, path.c_str(),
+  EXPECT_ERROR(file->mapping().require_size(), ErrorCode::kInvalidFile, path.c_str(),
                std::to_string(bytes).c_str(), std::to_string(bytes - 1).c_str());
+  // A byte that was cut is a zero after the file has grown again.
   std::filesystem::resize_file(path, bytes);
-  file->require_whole();
-  // Another file of that name is none of its business: the mapped one lives on.
+  EXPECT_ERROR(file->mapping().require_size(), ErrorCode::kInvalidFile, path.c_str(),
+               "was written to");
+}
+
+// Another file of that name is none of its business: the mapped one lives on.
+TEST(SafetensorsFile, OneWhoseNameIsTakenLivesOn) {
+  const test::TemporaryDirectory directory;
+  const std::filesystem::path path = directory / "x";
+  const std::vector<float> values(1000, 1.0f);
+  const MatrixView view{
+      .data = values.data(), .dtype = DType::kF32, .rows = 10, .cols = 100, .row_stride = 100};
+  write_matrices(path, {{"a", view}});
+  const auto file = SafetensorsFile::open(path);
+  file->mapping().require_size();
   write_matrices(path, {{"a", {view.data, DType::kF32, 1, 1, 1}}});
-  file->require_whole();
+  file->mapping().require_size();
   std::filesystem::remove(path);
-  file->require_whole();
-  EXPECT_EQ(std::memcmp(file->data(*file->find("a")), values.data(), 3999), 0);
+  file->mapping().require_size();
+  EXPECT_EQ(std::memcmp(file->data(*file->find("a")), values.data(), 4000), 0);
 }
 
 TEST(SafetensorsHeader, NamesCannotForgeLinesNorFloodTheTerminal) {

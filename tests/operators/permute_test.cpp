@@ -56,7 +56,7 @@ TEST(RowLayout, FirstRows) {
                "packed, but has size 3");
   EXPECT_ERROR(rows_needed({static_cast<RowLayout::Kind>(7), 3}, 3, 4), ErrorCode::kInvalidArgument,
                "kind 7");
-  EXPECT_ERROR(rows_needed({}, -1, 4), ErrorCode::kInvalidArgument, "-1 experts");
+  EXPECT_ERROR(rows_needed({}, -1, 4), ErrorCode::kInvalidArgument, "num_experts is -1");
 }
 
 // Every slot by its definition: the order of (expert, token, k).

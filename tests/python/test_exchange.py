@@ -1,5 +1,6 @@
 """Exchange: dispatch and combine alone, over ranks that are threads and processes."""
 
+import functools
 import gc
 import os
 import subprocess
@@ -15,6 +16,8 @@ from switchyard import Exchange, World
 from test_world import run_ranks
 
 E, H, K, M = 10, 136, 3, 12
+# batch() has ids of E, for experts that are none.
+exchange_of = functools.partial(Exchange, large_ids_are_none=True)
 
 
 def batch(ranks, seed=0, tokens=None, dtype=torch.bfloat16):
@@ -101,7 +104,7 @@ def test_there_and_back(ranks, layout):
     x, ids, weights = batch(ranks, seed=ranks)
 
     def body(world):
-        exchange = Exchange(
+        exchange = exchange_of(
             world, hidden=H, num_experts=E, top_k=K, max_tokens=M, layout=layout, combine="bf16"
         )
         assert exchange.own_experts == world.own_experts(E)
@@ -130,7 +133,7 @@ def test_arrays_of_numpy():
     x, ids, weights = ([a.numpy() for a in arrays] for arrays in (x, ids, weights))
 
     def body(world):
-        exchange = Exchange(world, hidden=H, num_experts=E, top_k=K, max_tokens=M, dispatch="fp16")
+        exchange = exchange_of(world, hidden=H, num_experts=E, top_k=K, max_tokens=M, dispatch="fp16")
         handle = exchange.dispatch_send(x[world.rank], ids[world.rank].astype("int32"), weights[world.rank])
         got = exchange.dispatch_recv(handle, exact=True)
         assert isinstance(got.rows, numpy.ndarray) and got.rows.dtype == numpy.float16
@@ -153,7 +156,7 @@ def test_fp8_rows_feed_a_grouped_gemm():
 
     def body(world):
         own = world.own_experts(E)
-        exchange = Exchange(
+        exchange = exchange_of(
             world, hidden=H, num_experts=E, top_k=K, max_tokens=M, dispatch="fp8", combine="f32"
         )
         got = exchange.dispatch(x[world.rank], ids[world.rank], weights[world.rank])
@@ -196,7 +199,7 @@ def test_fp8_rows_feed_a_grouped_gemm():
 def test_given_fp8_and_outputs_of_the_callers():
     x = torch.randn(5, H).to(torch.float8_e4m3fn)
     scale = torch.rand(5, 2)
-    exchange = Exchange(
+    exchange = exchange_of(
         World.single(), hidden=H, num_experts=E, top_k=1, max_tokens=M, dispatch="fp8", layout=("padded", 6)
     )
     ids = torch.tensor([[3], [3], [9], [0], [3]])
@@ -220,7 +223,7 @@ def test_weights_of_the_sender_and_sums_before_the_way():
     def body(world):
         outs = []
         for pre_sum in (False, True):
-            exchange = Exchange(
+            exchange = exchange_of(
                 world, hidden=H, num_experts=E, top_k=K, max_tokens=M, dispatch="f32",
                 weights="sender", pre_sum=pre_sum,
             )
@@ -245,7 +248,7 @@ def test_reuse_and_order_of_calls():
     others = batch(2, seed=7, tokens=[4, 7])[0]
 
     def body(world):
-        exchange = Exchange(world, hidden=H, num_experts=E, top_k=K, max_tokens=M, trace=True)
+        exchange = exchange_of(world, hidden=H, num_experts=E, top_k=K, max_tokens=M, trace=True)
         handle = exchange.make_handle()
         with pytest.raises(switchyard.InvalidArgument, match="nothing was sent"):
             exchange.dispatch_recv(handle)
@@ -324,7 +327,7 @@ def test_refusals():
 
 def test_a_rank_that_does_not_come_is_named():
     def body(world):
-        exchange = Exchange(world, hidden=H, num_experts=E, top_k=K, max_tokens=M, deadline=0.3)
+        exchange = exchange_of(world, hidden=H, num_experts=E, top_k=K, max_tokens=M, deadline=0.3)
         if world.rank == 1:
             return
         with pytest.raises((switchyard.Timeout, switchyard.Aborted)) as caught:
@@ -376,3 +379,26 @@ def test_processes():
     for rank in ranks:
         _, stderr = rank.communicate(timeout=120)
         assert rank.returncode == 0, stderr
+
+
+@pytest.mark.parametrize("bad", [E, E + 1, 2**31 - 1, -2, -(2**31)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_an_id_that_no_expert_has_is_refused_and_ends_nothing(bad, dtype):
+    def body(world):
+        exchange = Exchange(world, hidden=H, num_experts=E, top_k=1, max_tokens=M)
+        x, ids = torch.ones(2, H, dtype=torch.bfloat16), torch.tensor([[0], [-1]], dtype=dtype)
+        if world.rank == 0:
+            with pytest.raises(switchyard.InvalidArgument, match=rf"ids\[1\]\[0\] is {bad}"):
+                exchange.dispatch(x, torch.tensor([[0], [bad]], dtype=dtype))
+        got = exchange.dispatch(x, ids)
+        with pytest.raises(switchyard.ShapeMismatch, match="out is"):
+            exchange.combine(got.rows, got.handle, out=torch.empty(2, H + 1))
+        with pytest.raises(switchyard.DTypeMismatch, match="out"):
+            exchange.combine(got.rows, got.handle, out=torch.empty(2, H, dtype=torch.int32))
+        with pytest.raises(switchyard.ShapeMismatch, match="rows"):
+            exchange.combine(got.rows[:, :-8], got.handle)
+        return exchange.combine(got.rows, got.handle).float().sum(1)
+
+    sums, failures = run_ranks(World.threads(2), body)
+    assert failures == [None] * 2
+    assert all(torch.equal(s, torch.tensor([float(H), 0.0])) for s in sums)

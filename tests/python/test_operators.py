@@ -96,6 +96,10 @@ def test_epilogues(problem, order, transposed, activation):
     bias = torch.randn(E, N)
     given = w.transpose(1, 2).contiguous() if transposed else w
     products = torch.empty(TOTAL, N) if activation is not None else None
+    if order != "gate_up" and (activation is None or not activation.gated):
+        with pytest.raises(switchyard.InvalidArgument, match="order"):
+            grouped_gemm(x, given, ENDS, activation=activation, order=order, transposed=transposed)
+        order = "gate_up"
     y = grouped_gemm(
         x, given, ENDS, activation=activation, order=order, transposed=transposed, bias=bias,
         products=products,

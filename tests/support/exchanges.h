@@ -52,8 +52,9 @@ struct ExchangeBatch {
           const std::int64_t id = numbers.between(0, last);
           const bool there = std::count(chosen.begin(), chosen.end(), id) != 0;
           if (there || numbers.between(0, 7) == 0) {
-            chosen.push_back(numbers.between(0, 1) == 0 ? -1 - numbers.between(0, 5)
-                                                        : spec.num_experts + numbers.between(0, 5));
+            chosen.push_back(spec.large_ids_are_none && numbers.between(0, 1) == 0
+                                 ? spec.num_experts + numbers.between(0, 5)
+                                 : -1);
           } else {
             chosen.push_back(id);
           }

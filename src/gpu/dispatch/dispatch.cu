@@ -13,6 +13,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <climits>
 
 #include "gpu/dispatch/launch.h"
 #include "gpu/dispatch/site.cuh"
@@ -88,11 +89,19 @@ struct SortStorage {
   std::uint32_t up_to[kMostPlaces];               // of all blocks; then of all places up to each
 };
 
+__device__ __forceinline__ std::int32_t given_id(const SlotsCall& call, std::size_t slot) {
+  if (!call.wide_ids) return static_cast<const std::int32_t*>(call.ids)[slot];
+  const std::int64_t id = static_cast<const std::int64_t*>(call.ids)[slot];
+  // What no i32 holds no expert has, either.
+  const auto narrow = static_cast<std::int32_t>(id);
+  return narrow == id ? narrow : id < 0 ? INT_MIN : INT_MAX;
+}
 // -1: none.
-__device__ __forceinline__ std::int32_t id_of(const SlotsCall& call, std::size_t slot) {
-  const std::int64_t id = call.wide_ids ? static_cast<const std::int64_t*>(call.ids)[slot]
-                                        : static_cast<const std::int32_t*>(call.ids)[slot];
-  return id >= 0 && id < call.num_experts ? static_cast<std::int32_t>(id) : -1;
+__device__ __forceinline__ std::int32_t id_of(const SlotsCall& call, std::int32_t given) {
+  return given >= 0 && given < call.num_experts ? given : -1;
+}
+__device__ __forceinline__ bool is_bad(const SlotsCall& call, std::int32_t given) {
+  return given < -1 || (given >= call.num_experts && !call.large_ids_are_none);
 }
 __device__ __forceinline__ std::int32_t place_of(const SlotsCall& call, std::int32_t id) {
   return id < 0 || call.place_of == nullptr ? id : call.place_of[id];
@@ -147,7 +156,12 @@ __device__ __forceinline__ void count_slots(const ExchangeSite& site, const Hand
     const bool has = lanes.has(first);
     const std::uint32_t token = first + lanes.local;
     const std::size_t slot = std::size_t{token} * site.top_k + lanes.k;
-    const std::int32_t id = has ? id_of(call.slots, slot) : -1;
+    const std::int32_t given = has ? given_id(call.slots, slot) : -1;
+    if (is_bad(call.slots, given)) {
+      tell(site.failures->unknown, ExchangeFailures::kFound | std::uint64_t{token} << 32 |
+                                       static_cast<std::uint32_t>(given));
+    }
+    const std::int32_t id = id_of(call.slots, given);
     const float weight = has ? weight_of(call.slots, slot) : 0;
     const Equals same(id < 0 ? unlike_others()
                              : lanes.local << 12 | static_cast<std::uint32_t>(id));
@@ -424,7 +438,8 @@ __device__ __forceinline__ std::uint32_t send_units(const ExchangeSite& site,
     const std::size_t slot = std::size_t{token} * site.top_k + lane;
     std::int32_t place = -1;
     if (lane < site.top_k) {
-      place = call.fresh ? place_of(call.slots, id_of(call.slots, slot)) : handle.places[slot];
+      place = call.fresh ? place_of(call.slots, id_of(call.slots, given_id(call.slots, slot)))
+                         : handle.places[slot];
     }
     const int owner = place < 0 ? -1 : places.owner(place);
     const std::uint32_t same = __match_any_sync(~0u, owner);

@@ -63,6 +63,7 @@ struct PlanWords {
 // In memory that the host and the kernels share. Kernels write these words, the host clears them.
 struct ExchangeFailures {
   std::uint64_t twice;       // kFound | token << 32 | id: an id that a token names twice
+  std::uint64_t unknown;     // kFound | token << 32 | id: one that no expert has
   std::uint64_t padded;      // kFound | expert << 32 | rows: more than its room
   std::uint64_t capacity;    // kFound | rows: that the output has no room for
   std::uint64_t results;     // kFound | rows: that combine's input should have had
@@ -148,6 +149,7 @@ struct SlotsCall {
   bool bf16_weights;
   const std::int32_t* place_of;  // [E] or null
   std::int32_t num_experts;
+  bool large_ids_are_none;  // ids of num_experts or more; else they are bad
   std::uint32_t tokens_of_sorter;
 };
 

@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -243,7 +245,32 @@ Graph Graph::capture(const Stream& stream, const std::function<void()>& enqueue)
 }
 
 void Graph::launch(const Stream& stream) {
+  const LaunchTurn turn;
   SWITCHYARD_CUDA(cudaGraphLaunch(static_cast<cudaGraphExec_t>(handle_.get()), native(stream)));
+}
+
+namespace {
+
+constexpr std::size_t kMostDevices = 64;
+
+std::timed_mutex& launch_mutex(int device) {
+  // Never destroyed: threads may launch while the process ends.
+  static auto& mutexes = *new std::array<std::timed_mutex, kMostDevices>;
+  return mutexes[static_cast<std::size_t>(device) % kMostDevices];
+}
+
+}  // namespace
+
+LaunchTurn::LaunchTurn() {
+  // A launch may itself wait for room in a stream that is a thousand launches behind, and so for a rank
+  // that wants its turn.
+  constexpr std::chrono::milliseconds kPatience{100};
+  std::timed_mutex& mutex = launch_mutex(current_device());
+  if (mutex.try_lock_for(kPatience)) held_ = &mutex;
+}
+
+LaunchTurn::~LaunchTurn() {
+  if (held_ != nullptr) static_cast<std::timed_mutex*>(held_)->unlock();
 }
 
 void flush_l2(const Stream& stream) {

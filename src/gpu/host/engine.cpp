@@ -68,6 +68,10 @@ class Engine final : public LayerEngine {
   void forward(const ForwardInput& input, const ForwardOutput& output) override;
   void check() override;
   void refresh(void* stream) override;
+  bool copies() const override {
+    return std::ranges::any_of(on_device_.layouts(),
+                               [](const WeightLayout* layout) { return !layout->empty(); });
+  }
   void rebind(const MoeWeights& weights, const ExpertPlacement* placement) override;
   const ForwardStats& stats() override;
   Recording recording() override;
@@ -540,6 +544,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   cudaLaunchAttribute attributes[kMaxAttributes]{};
   const cudaLaunchConfig_t config =
       launch_config(pairs, attributes, static_cast<cudaStream_t>(input.stream));
+  const LaunchTurn turn;
   SWITCHYARD_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
 }
 

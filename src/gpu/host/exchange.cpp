@@ -22,6 +22,7 @@
 #include "gpu/host/pass_memory.h"
 #include "gpu/host/symmetric_memory.h"
 #include "layer/failure.h"
+#include "layer/ids.h"
 #include "switchyard/error.h"
 
 namespace switchyard::gpu {
@@ -90,6 +91,8 @@ class Engine final : public ExchangeEngine {
   void combine_send(const CombineInput& input, State& handle) override;
   void combine_recv(const CombineOutput& output, State& handle) override;
   void check() override;
+  void check_received(const DispatchOutput& output) const override;
+  void check_combined(const CombineOutput& output, const State& handle) const override;
   const ExchangeStats& stats() override;
   PassTrace trace() override;
   int num_threads() const override { return 0; }
@@ -105,6 +108,11 @@ class Engine final : public ExchangeEngine {
   void receive(const DispatchReceive& call, const Handle& handle, void* stream);
   DispatchReceive receive_call(const Handle& handle) const;
   DispatchReceive receive_call(const DispatchOutput& output, const Handle& handle) const;
+  // From row to row.
+  std::int64_t row_bytes_of(const DispatchOutput& output) const {
+    return (output.row_stride == 0 ? spec().hidden : output.row_stride) *
+           static_cast<std::int64_t>(size_of(spec().dispatch));
+  }
   ExchangeWords read_words();
   void throw_found(volatile std::uint64_t& word, ErrorCode code, const std::string& message);
   [[noreturn]] void fail();
@@ -303,6 +311,7 @@ SlotsCall Engine::slots_call(const DispatchInput& input) const {
   call.bf16_weights = input.weights.dtype() == DType::kBF16;
   call.place_of = reinterpret_cast<const std::int32_t*>(place_of_.data());
   call.num_experts = spec().num_experts;
+  call.large_ids_are_none = spec().large_ids_are_none;
   return call;
 }
 
@@ -333,6 +342,7 @@ void Engine::send(const DispatchInput& input, Handle& handle, DispatchReceive* e
                                          : Wire::kFromF32;
   }
   unsigned placers = 0;
+  const LaunchTurn turn;
   SWITCHYARD_CUDA(launch_dispatch_send(site_, handle.site, call, early, wire,
                                        {blocks_, options_.max_sms != 0}, &placers,
                                        stream_of(input.stream)));
@@ -343,6 +353,16 @@ void Engine::send(const DispatchInput& input, Handle& handle, DispatchReceive* e
 void Engine::dispatch_send(const DispatchInput& input, State& state) {
   const HostRange range{"dispatch_send", nvtx3::payload{input.tokens.rows}};
   send(input, static_cast<Handle&>(state), nullptr);
+}
+
+void Engine::check_received(const DispatchOutput& output) const {
+  require_aligned("the output's rows", output.rows, row_bytes_of(output), output.capacity);
+}
+
+void Engine::check_combined(const CombineOutput& output, const State& handle) const {
+  const std::int64_t stride = output.row_stride == 0 ? spec().hidden : output.row_stride;
+  require_aligned("the output's rows", output.data,
+                  stride * static_cast<std::int64_t>(size_of(output.dtype)), handle.tokens);
 }
 
 DispatchReceive Engine::receive_call(const Handle& handle) const {
@@ -359,9 +379,7 @@ DispatchReceive Engine::receive_call(const DispatchOutput& output, const Handle&
   DispatchReceive call = receive_call(handle);
   call.rows = static_cast<std::byte*>(output.rows);
   call.capacity = output.capacity;
-  call.row_stride = (output.row_stride == 0 ? spec().hidden : output.row_stride) *
-                    static_cast<std::int64_t>(size_of(spec().dispatch));
-  require_aligned("the output's rows", output.rows, call.row_stride, output.capacity);
+  call.row_stride = row_bytes_of(output);
   call.scales = output.scales;
   call.scale_stride = output.scale_stride == 0 ? problem_.groups() : output.scale_stride;
   call.ends = output.ends;
@@ -375,6 +393,7 @@ DispatchReceive Engine::receive_call(const DispatchOutput& output, const Handle&
 void Engine::receive(const DispatchReceive& call, const Handle& handle, void* where) {
   const DeviceScope scope(device_);
   const cudaStream_t stream = stream_of(where);
+  const LaunchTurn turn;
   SWITCHYARD_CUDA(launch_await_dispatch(site_, handle.site, call, stream));
   SWITCHYARD_CUDA(launch_place_rows(site_, handle.site, call, blocks_, stream));
 }
@@ -415,6 +434,7 @@ std::int64_t Engine::rows_needed(State& state, void* where) {
   if (calls()->dispatch == &state) {
     DispatchReceive call = receive_call(handle);
     call.capacity = -1;
+    const LaunchTurn turn;
     SWITCHYARD_CUDA(launch_await_dispatch(site_, handle.site, call, stream));
   }
   // A copy to pageable memory holds the device's context until the stream has come to it, and other
@@ -441,6 +461,7 @@ void Engine::combine_send(const CombineInput& input, State& state) {
   call.weighs = spec().weights == CombineWeights::kBySender;
   call.pre_sum = spec().pre_sum;
   const DeviceScope scope(device_);
+  const LaunchTurn turn;
   SWITCHYARD_CUDA(launch_combine_send(site_, static_cast<Handle&>(state).site, call, spec().combine,
                                       blocks_, stream_of(input.stream)));
 }
@@ -456,10 +477,9 @@ void Engine::combine_recv(const CombineOutput& output, State& state) {
   call.accumulate = output.accumulate;
   call.weighs = spec().weights == CombineWeights::kByReceiver;
   call.pre_sum = spec().pre_sum;
-  require_aligned("the output's rows", output.data,
-                  call.out_stride * static_cast<std::int64_t>(size_of(output.dtype)), state.tokens);
   const DeviceScope scope(device_);
   const cudaStream_t stream = stream_of(output.stream);
+  const LaunchTurn turn;
   SWITCHYARD_CUDA(launch_await_combine(site_, stream));
   if (call.tokens == 0) return;
   SWITCHYARD_CUDA(launch_sum_tokens(site_, static_cast<Handle&>(state).site, call, spec().combine,
@@ -484,9 +504,15 @@ void Engine::check() {
   };
   if (const std::uint64_t word = failures.twice; word != 0) {
     throw_found(failures.twice, ErrorCode::kInvalidArgument,
-                fmt::format("token {} names expert {} twice; ids must be distinct within a token, "
-                            "and the later slot was none",
-                            high(word), low(word)));
+                named_twice_text(high(word), low(word)) + ", and the later slot was none");
+  }
+  if (const std::uint64_t word = failures.unknown; word != 0) {
+    throw_found(failures.unknown, ErrorCode::kInvalidArgument,
+                fmt::format("token {} has expert id {}; expert ids are 0 to {}, or {} for none; "
+                            "the slot was none (large_ids_are_none lets ids of num_experts or "
+                            "more mean none)",
+                            high(word), static_cast<std::int32_t>(low(word)),
+                            spec().num_experts - 1, kNoExpert));
   }
   if (const std::uint64_t word = failures.padded; word != 0) {
     throw_found(

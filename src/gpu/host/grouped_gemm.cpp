@@ -381,6 +381,22 @@ GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec& spec, const GroupedG
 }
 GroupedGemmEngine::~GroupedGemmEngine() = default;
 
+bool GroupedGemmEngine::copies() const { return !state_->weights.layout().empty(); }
+
+void GroupedGemmEngine::refresh(void* stream) {
+  const WeightLayout& layout = state_->weights.layout();
+  if (layout.empty()) return;
+  const DeviceScope scope(state_->device);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  SWITCHYARD_CUDA(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture));
+  if (capture != cudaStreamCaptureStatusNone && !layout.capturable()) {
+    unsupported(
+        "refresh() is captured in a graph, but weights that the operator copied are in host "
+        "memory; put them into the device's, or call it outside of graphs");
+  }
+  layout.run(stream);
+}
+
 void GroupedGemmEngine::run(const GroupedInput& input, const GroupedOutput& output) {
   State& state = *state_;
   const GroupedGemmSpec& spec = state.spec;

@@ -55,6 +55,8 @@ class WeightLayout {
   void run(void* stream) const;
   // Whether run() only enqueues kernels, so that it can be captured in a graph.
   bool capturable() const { return staged_.empty() && from_host_.empty(); }
+  // Whether nothing is laid out.
+  bool empty() const { return copies_.empty() && from_host_.empty() && scales_.empty(); }
   // Whether any source is in memory of the device.
   bool reads_device() const { return reads_device_; }
 

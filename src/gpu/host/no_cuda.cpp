@@ -50,6 +50,9 @@ void DeviceBuffer::upload(const void*, std::size_t, std::size_t) { unsupported()
 void DeviceBuffer::download(void*, std::size_t, std::size_t) const { unsupported(); }
 void DeviceBuffer::fill(std::uint8_t, const Stream&) { unsupported(); }
 
+LaunchTurn::LaunchTurn() { unsupported(); }
+LaunchTurn::~LaunchTurn() = default;
+
 Event::Event() { unsupported(); }
 void Event::record(const Stream&) { unsupported(); }
 void Event::synchronize() const { unsupported(); }
@@ -91,6 +94,8 @@ GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec&, const GroupedGemmWe
 }
 GroupedGemmEngine::~GroupedGemmEngine() = default;
 void GroupedGemmEngine::run(const GroupedInput&, const GroupedOutput&) { unsupported(); }
+void GroupedGemmEngine::refresh(void*) { unsupported(); }
+bool GroupedGemmEngine::copies() const { return false; }
 
 // A caller may ask for it before it knows where it runs.
 std::size_t permute_workspace_bytes(std::int64_t slots, int num_experts) {

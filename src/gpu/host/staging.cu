@@ -113,6 +113,7 @@ class Staging final : public StagingDevice {
     const auto on = static_cast<cudaStream_t>(stream);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     SWITCHYARD_CUDA(cudaStreamIsCapturing(on, &status));
+    const LaunchTurn turn;
     SWITCHYARD_CUDA(cudaLaunchHostFunc(
         on, [](void* reached) { static_cast<Call*>(reached)->reached(); }, &call));
     await_release<<<1, 1, 0, on>>>(const_cast<std::uint64_t*>(released_.on_device()));

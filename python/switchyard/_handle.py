@@ -1,0 +1,163 @@
+"""One guard around every call of the library: the object is open, of this process, and used by one thread."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from ctypes import byref
+from typing import Any, NoReturn
+
+from .errors import InvalidArgument, Unsupported, check
+
+# How long the end of the process waits for threads that are still in a call.
+_EXIT_SECONDS = 5.0
+_live: weakref.WeakSet[Owned] = weakref.WeakSet()
+_numbers = itertools.count()
+
+
+def _destroy(destroy: Any, handle: ctypes.c_void_p, kept: object) -> None:
+    """End a handle once: the library sets it to null, and does nothing for null.
+
+    A finalizer that calls this keeps `kept` until then.
+    """
+    destroy(byref(handle))
+
+
+def read_json(function: Callable[..., int], *arguments: Any) -> Any:
+    """What a function of the library writes as JSON. Its last arguments are a text, null to ask for its
+    size, and that size."""
+    size = ctypes.c_uint64()
+    check(function(*arguments, None, byref(size)))
+    text = ctypes.create_string_buffer(size.value)
+    check(function(*arguments, text, byref(size)))
+    return json.loads(text.value)
+
+
+class Owned:
+    """An object of the library.
+
+    Methods call the library under `_lock` with the handle that `_open` returns, so calls from several
+    threads follow one another, and `close` waits for the call under way. Methods that must not wait for
+    other calls use `_shared` instead.
+
+    A child of fork() has none of the threads that stand behind the object, so it is refused there, and
+    its end in the child leaves the parent's alone.
+    """
+
+    _noun = "object"
+
+    def __init__(
+        self,
+        handle: ctypes.c_void_p,
+        destroy: Any,
+        *,
+        lock: Any = None,
+        kept: object = None,
+    ) -> None:
+        self._handle = handle
+        # Reentrant: a signal's handler or an allocator of the caller's may use the object, too.
+        self._lock = lock or threading.RLock()
+        self._idle = threading.Condition(threading.Lock())
+        self._sharers = 0
+        self._made_in = os.getpid()
+        self._number = next(_numbers)
+        # The end of an object that nobody can reach needs no lock: no call of it is under way. A lock
+        # could be waited for here in the midst of any other thread's work, wherever garbage is collected.
+        self._finalizer = weakref.finalize(self, _destroy, destroy, handle, kept)
+        self._finalizer.atexit = False
+        _live.add(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._handle
+
+    def close(self) -> None:
+        """Give memory and threads back, after the call under way. May be called again."""
+        with self._lock, self._idle:
+            while self._sharers:
+                self._idle.wait()
+            self._finalizer()
+
+    def _open(self) -> ctypes.c_void_p:
+        if not self._handle:
+            self._refuse()
+        return self._handle
+
+    def _refuse(self) -> NoReturn:
+        here = os.getpid()
+        if here != self._made_in:
+            raise InvalidArgument(
+                f"the {self._noun} was made by process {self._made_in}, and this is its child {here}: "
+                "threads and devices do not survive fork(); make it after fork(), or start processes "
+                "with the start method 'spawn'"
+            )
+        raise InvalidArgument(f"the {self._noun} is closed; make another")
+
+    @contextlib.contextmanager
+    def _shared(self) -> Iterator[ctypes.c_void_p]:
+        """The handle, for calls that the library allows beside others."""
+        with self._idle:
+            handle = self._open()
+            self._sharers += 1
+        try:
+            yield handle
+        finally:
+            with self._idle:
+                self._sharers -= 1
+                self._idle.notify_all()
+
+    def _inherit(self) -> None:
+        """In a child of fork()."""
+        self._finalizer.detach()
+        self._handle = ctypes.c_void_p()
+        # Threads that are not here may have held them.
+        self._lock = threading.RLock()
+        self._idle = threading.Condition(threading.Lock())
+        self._sharers = 0
+
+    def _end(self, deadline: float) -> None:
+        """At the end of the process. The lock is kept for good, so that daemon threads stop before
+        their next call. An object in use is left to the operating system."""
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return
+        with self._idle:
+            while self._sharers and self._idle.wait(deadline - time.monotonic()):
+                pass
+            if not self._sharers:
+                self._finalizer()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise Unsupported(
+            f"a {type(self).__name__} cannot be copied or pickled: it is memory and threads of this "
+            "process; make another from the same arguments where it is needed"
+        )
+
+
+def _exit() -> None:
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for owned in sorted(_live, key=lambda owned: owned._number, reverse=True):
+        owned._end(deadline)
+
+
+def _forked() -> None:
+    for owned in list(_live):
+        owned._inherit()
+    _live.clear()
+
+
+def in_child(forget: Callable[[], None]) -> None:
+    """Have a function called in each child of fork(), where it forgets what the parent made."""
+    os.register_at_fork(after_in_child=forget)
+
+
+atexit.register(_exit)
+os.register_at_fork(after_in_child=_forked)
