@@ -833,7 +833,7 @@ def transformers_table():
         head = f"| {model}, {dtype} | first token |"
         head += "".join(f" batch {batch}{', graph' if graph else ''} |" for batch, graph in decoded)
         lines = [head + " error |", "|---|" + "---:|" * (len(decoded) + 2)]
-        reasons = []
+        reasons, absent = [], []
         for implementation in dict.fromkeys(r["implementation"] for r in rows):
             own = [r for r in rows if r["implementation"] == implementation]
             first = next((r["ttft_ms"] for r in own if "ttft_ms" in r), None)
@@ -844,8 +844,12 @@ def transformers_table():
                 cells.append("–" if value is None else f"{value:.2f}")
             error = next((r["error"] for r in own if "error" in r), None)
             cells.append("–" if error is None else f"{error:.1e}")
-            lines.append(f"| {implementation} | " + " | ".join(cells) + " |")
             reason = next((r["refused"] for r in own if "refused" in r), None)
+            if set(cells) == {"–"}:
+                # Nothing was measured: the reason is all there is to say.
+                absent.append(f"{implementation} ({(reason or 'not run').split('. ')[0]})")
+                continue
+            lines.append(f"| {implementation} | " + " | ".join(cells) + " |")
             if reason is not None:
                 reasons.append(f"{implementation}: {reason.split('. ')[0]}")
         row = next(r for r in rows if "prompt" in r and "ttft_ms" in r)
@@ -855,19 +859,19 @@ def transformers_table():
             f"Milliseconds on one {row['machine']}, torch {row['torch']}, transformers {row['transformers']}, commit "
             f"{row['commit']}; random weights, {row['layers']} layers. First token: one prompt of {row['prompt']} "
             f"tokens. Batches: one decoding step after {prompt} tokens, without and in a CUDA graph. Error: of the "
-            f"prompt's logits against the first line's." + (" –: " + "; ".join(reasons) + "." if reasons else "")
+            f"prompt's logits against the first line's."
+            + (" –: " + "; ".join(reasons) + "." if reasons else "")
+            + (" Did not run: " + "; ".join(absent) + "." if absent else "")
         )
     return "\n\n".join(text)
 
 
 def check_hf():
-    """Expert classes of transformers, from `python -m switchyard check-hf`."""
-    found = load("check_hf.json")
-    if found is None:
+    """Expert classes of transformers, from `python -m switchyard check-hf` with the newest transformers and with
+    the one that the other tests run with."""
+    found, older = load("check_hf.json"), load("check_hf_older.json")
+    if found is None or older is None:
         return ""
-
-    def number(value):
-        return "–" if value is None else f"{value:.0e}"
 
     def table(rows, refused=False):
         if refused:
@@ -876,22 +880,28 @@ def check_hf():
         head = "| family | class | activation | order of w13 | error f32 | bf16 | eager's own bf16 |\n"
         head += "|---|---|---|---|---|---|---|\n"
         return head + "\n".join(
-            f"| {r['family']} | `{r['name']}` | {r['activation']} | {r['layout']} | {number(r['f32_error'])} "
-            f"| {number(r['bf16_error'])} | {number(r['bf16_error_of_eager'])} |"
+            f"| {r['family']} | `{r['name']}` | {r['activation']} | {r['layout']} | {r['f32_error']:.0e} "
+            f"| {r['bf16_error']:.0e} | {r['bf16_error_of_eager']:.0e} |"
             for r in rows
         )
 
-    def agreeing(reached_by):
-        return [r for r in found["classes"] if r["status"] == "agrees" and r["reached_by"] == reached_by]
+    def agreeing(document, reached_by):
+        return [r for r in document["classes"] if r["status"] == "agrees" and r["reached_by"] == reached_by]
 
-    through = [r for r in found["classes"] if r["reached_by"] == "experts_implementation"]
-    interface, patched = agreeing("experts_implementation"), agreeing("patch")
+    def counts(document):
+        through = [r for r in document["classes"] if r["reached_by"] == "experts_implementation"]
+        refused = [r for r in document["classes"] if r["status"] == "refused"]
+        return (
+            f"With transformers {document['transformers']}, {len(agreeing(document, 'experts_implementation'))} of the "
+            f"{len(through)} expert classes that go through `experts_implementation` agree with eager, and "
+            f"{len(agreeing(document, 'patch'))} that need `patch()`; {len(refused)} are refused."
+        )
+
     others = [r for r in found["classes"] if r["status"] != "agrees"]
     return (
-        f"With transformers {found['transformers']}, {len(interface)} of the {len(through)} expert classes that go "
-        f"through `experts_implementation` agree with eager, and {len(patched)} that need `patch()`.\n\n"
-        f"**`experts_implementation=\"switchyard\"`**\n\n{table(interface)}\n\n"
-        f"**`switchyard.patch(model)`**\n\n{table(patched)}\n\n"
+        f"{counts(found)} {counts(older)} The tables are of {found['transformers']}.\n\n"
+        f"**`experts_implementation=\"switchyard\"`**\n\n{table(agreeing(found, 'experts_implementation'))}\n\n"
+        f"**`switchyard.patch(model)`**\n\n{table(agreeing(found, 'patch'))}\n\n"
         f"**Refused**\n\n{table(others, refused=True)}"
     )
 

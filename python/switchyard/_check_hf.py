@@ -191,7 +191,7 @@ def check_class(family: str, name: str, decorated: bool) -> Row:
     import torch
 
     from . import _hf
-    from .errors import Error
+    from .errors import DTypeMismatch, Unsupported
 
     reached_by = "experts_implementation" if decorated else "patch"
     row = Row(family, name, reached_by, "refused")
@@ -221,7 +221,7 @@ def check_class(family: str, name: str, decorated: bool) -> Row:
         row.bf16_error_of_eager = _error(_output(half, inputs), exact)
         _hf.patch(half)
         row.bf16_error = _error(_output(half, inputs), exact)
-    except Error as error:
+    except (Unsupported, DTypeMismatch) as error:
         row.reason = str(error)
         return row
     except Exception as error:  # one class must not hide the others
@@ -315,7 +315,7 @@ def main(arguments: list[str]) -> int:
         document = {
             "transformers": transformers.__version__,
             "torch": torch.__version__,
-            "command": "python -m switchyard check-hf --json results/check_hf.json",
+            "command": f"python -m switchyard check-hf --json {parsed.json}",
             "classes": [dataclasses.asdict(row) for row in rows],
         }
         with open(parsed.json, "w") as file:

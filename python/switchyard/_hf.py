@@ -8,7 +8,6 @@ import functools
 import inspect
 import itertools
 import math
-import operator
 import os
 import threading
 import warnings
@@ -54,7 +53,8 @@ _Finder = Callable[[torch.nn.Module], _Found]
 class _Made:
     layer: Experts
     watch: Watch
-    attributes: list[tuple[Callable[[Any], Any], Any]]
+    # Of the module: the name of a child or None, the attribute there, and its value.
+    attributes: list[tuple[str | None, str, Any]]
     # What layers have in common that work in the same memory: the model and what its size follows from.
     model: object
     form: tuple[Any, ...]
@@ -62,13 +62,21 @@ class _Made:
     def serves(self, module: torch.nn.Module, tokens: int, top_k: int) -> bool:
         """Whether the layer is of what the module has now."""
         layer = self.layer
-        return (
-            tokens <= layer.max_tokens
-            and top_k == layer.top_k
-            and not layer.closed
-            and self.watch.changed(module) is None
-            and all(_is_same(get(module), value) for get, value in self.attributes)
-        )
+        if tokens > layer.max_tokens or top_k != layer.top_k or layer.closed:
+            return False
+        if self.watch.changed(module) is not None:
+            return False
+        for child, name, value in self.attributes:
+            holder = module if child is None else module._modules.get(child)
+            if holder is None:
+                return False
+            # As getattr(), which is slow for what is a module.
+            found = holder.__dict__.get(name)
+            if found is None:
+                found = holder._modules.get(name)
+            if found is not value and (found != value or type(found) is not type(value)):
+                return False
+        return True
 
 
 @dataclasses.dataclass
@@ -92,10 +100,6 @@ def _forget_all() -> None:
 
 def _name(module: torch.nn.Module) -> str:
     return type(module).__name__
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    return value is other or (isinstance(value, (int, float)) and value == other)
 
 
 # ------------------------------------------------------------------------------ what modules hold
@@ -359,10 +363,15 @@ def _make(module: torch.nn.Module, tokens: int, top_k: int, find: _Finder, patch
     return _Made(
         layer,
         watch,
-        [(operator.attrgetter(name), value) for name, value in found.attributes.items()],
+        [(*_split(name), value) for name, value in found.attributes.items()],
         model,
         form,
     )
+
+
+def _split(name: str) -> tuple[str | None, str]:
+    child, _, attribute = name.rpartition(".")
+    return child or None, attribute
 
 
 def _run(

@@ -11,11 +11,6 @@ import torch
 from .errors import Unsupported
 
 
-def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Tells a tensor's memory, and how it is read, from others."""
-    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
 def registered(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers of a module and of those in it, by name; shared ones by every name."""
     return itertools.chain(
@@ -48,7 +43,9 @@ class Watch:
         self.tensors: list[torch.Tensor] = []
         #: Their names.
         self.names: set[str] = set()
-        self._marks: list[tuple[list[str], str, str, torch.Tensor, tuple[Any, ...]]] = []
+        # Where each is, whether it is a parameter, and what tells its memory, and how it is read, from
+        # others.
+        self._marks: list[tuple[Any, ...]] = []
         own: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in registered(module):
             own.setdefault(_storage(tensor), []).append((name, tensor))
@@ -73,25 +70,24 @@ class Watch:
         if not any(tensor is known for known in self.tensors):
             self.tensors.append(tensor)
         *path, leaf = name.split(".")
-        kind = "_parameters" if isinstance(tensor, torch.nn.Parameter) else "_buffers"
-        self._marks.append((path, kind, leaf, tensor, _mark(tensor)))
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        self._marks.append((path, isinstance(tensor, torch.nn.Parameter), leaf, tensor, *memory))
 
     def changed(self, module: Any) -> str | None:
         """The name of a parameter or buffer that is another by now, or elsewhere; None if all are as
         they were. Their values may have changed."""
-        for path, kind, leaf, tensor, (address, shape, strides, dtype, device) in self._marks:
+        for path, is_parameter, leaf, tensor, address, shape, strides, dtype in self._marks:
             holder = module
             for name in path:
                 holder = holder._modules.get(name)
                 if holder is None:
                     return ".".join((*path, leaf))
             if (
-                holder.__dict__[kind].get(leaf) is not tensor
+                (holder._parameters if is_parameter else holder._buffers).get(leaf) is not tensor
                 or tensor.data_ptr() != address
                 or tensor.shape != shape
                 or tensor.stride() != strides
                 or tensor.dtype is not dtype
-                or tensor.device != device
             ):
                 return ".".join((*path, leaf))
         return None
