@@ -391,8 +391,6 @@ Draft parse_minimax(const Keys& keys, int num_layers, const std::string& model_t
     spec.activation.up_bias = 1.0f;
     // One, whatever n_shared_experts says.
     spec.shared_intermediate = keys.integer("shared_intermediate_size", 1, kMaxIntermediate);
-  } else {
-    spec.shared_intermediate = keys.integer_or("shared_intermediate_size", 0, 0, kMaxIntermediate);
   }
   return draft;
 }

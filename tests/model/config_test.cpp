@@ -458,6 +458,7 @@ TEST(Config, KeysThatAFamilysCodeDoesNotReadChangeNothing) {
       {"deepseek_v4", R"(, "n_shared_experts": 4, "norm_topk_prob": false)"},
       {"qwen3_5_moe", R"(, "decoder_sparse_step": 2, "mlp_only_layers": [0])"},
       {"gpt_oss", R"(, "hidden_act": "gelu", "norm_topk_prob": true)"},
+      {"minimax_m2", R"(, "n_shared_experts": 1, "routed_scaling_factor": 2.0)"},
       {"minimax_m3_vl_text", R"(, "hidden_act": "gelu", "n_shared_experts": 4)"},
       {"mixtral", R"(, "routed_scaling_factor": 2.0, "router_jitter_noise": 0.5)"},
       {"olmoe", R"(, "routed_scaling_factor": 2.0, "n_shared_experts": 1)"},
