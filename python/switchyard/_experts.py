@@ -312,6 +312,7 @@ class Handle(Owned):
             x.stride(),
             x.dtype,
             x.device,
+            x.is_neg() or topk_weights.is_neg() or out.is_neg(),
             topk_ids.shape,
             topk_ids.stride(),
             topk_ids.dtype,
