@@ -9,7 +9,8 @@
 //   says what was wrong, on the same thread. No C++ exception leaves this library.
 // - A handle is made by one function and ended by its sy_..._destroy(), which takes the address of
 //   the handle and sets it to null: ending it twice does nothing. A layer keeps its world alive,
-//   and the memory of its workspace.
+//   and the memory of its workspace. What a thread is in the midst of a call with is not destroyed
+//   but left behind. After fork() the child may end what it inherited, and do nothing else with it.
 // - A struct that is passed to this library starts with struct_size, which must be sizeof the
 //   struct as the caller was compiled with it. The initialisers below (SY_..._INIT) set it. Later
 //   versions append fields: a shorter struct means defaults for them. A longer one is accepted if

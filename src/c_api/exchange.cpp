@@ -19,6 +19,7 @@
 struct sy_exchange {
   switchyard::World world;
   switchyard::Exchange exchange;
+  switchyard::c_api::Calls calls{};
 
   sy_device_type device_type() const {
     return exchange.backend() == switchyard::Backend::kCpu ? SY_CPU : SY_CUDA;
@@ -27,6 +28,7 @@ struct sy_exchange {
 
 struct sy_exchange_handle {
   switchyard::ExchangeHandle handle;
+  switchyard::c_api::Calls calls{};
 };
 
 namespace switchyard::c_api {
@@ -252,8 +254,7 @@ sy_status sy_exchange_create(sy_world* world, const sy_exchange_spec* spec,
 sy_status sy_exchange_destroy(sy_exchange** exchange) {
   return guarded([&] {
     require("exchange", exchange);
-    delete *exchange;
-    *exchange = nullptr;
+    destroy(*exchange);
   });
 }
 
@@ -277,8 +278,7 @@ sy_status sy_exchange_handle_create(sy_exchange* exchange, sy_exchange_handle** 
 sy_status sy_exchange_handle_destroy(sy_exchange_handle** handle) {
   return guarded([&] {
     require("handle", handle);
-    delete *handle;
-    *handle = nullptr;
+    destroy(*handle);
   });
 }
 
@@ -287,6 +287,7 @@ sy_status sy_exchange_dispatch_send(sy_exchange* exchange, const sy_dispatch_inp
   return guarded([&] {
     require("exchange", exchange);
     require("handle", handle);
+    const Call in_call(exchange->calls), with_handle(handle->calls);
     const sy_dispatch_input call = read_struct("sy_dispatch_input", input);
     exchange->exchange.dispatch_send(input_of(*exchange, call), handle->handle);
   });
@@ -297,6 +298,7 @@ sy_status sy_exchange_dispatch_recv(sy_exchange* exchange, const sy_dispatch_out
   return guarded([&] {
     require("exchange", exchange);
     require("handle", handle);
+    const Call in_call(exchange->calls), with_handle(handle->calls);
     const sy_dispatch_output call = read_struct("sy_dispatch_output", output);
     exchange->exchange.dispatch_recv(output_of(*exchange, call), handle->handle);
   });
@@ -307,6 +309,7 @@ sy_status sy_exchange_dispatch(sy_exchange* exchange, const sy_dispatch_input* i
   return guarded([&] {
     require("exchange", exchange);
     require("handle", handle);
+    const Call in_call(exchange->calls), with_handle(handle->calls);
     const sy_dispatch_input sent = read_struct("sy_dispatch_input", input);
     const sy_dispatch_output received = read_struct("sy_dispatch_output", output);
     exchange->exchange.dispatch(input_of(*exchange, sent), output_of(*exchange, received),
@@ -319,6 +322,7 @@ sy_status sy_exchange_combine_send(sy_exchange* exchange, const sy_combine_input
   return guarded([&] {
     require("exchange", exchange);
     require("handle", handle);
+    const Call in_call(exchange->calls), with_handle(handle->calls);
     const sy_combine_input call = read_struct("sy_combine_input", input);
     exchange->exchange.combine_send(results_of(*exchange, call), handle->handle);
   });
@@ -329,6 +333,7 @@ sy_status sy_exchange_combine_recv(sy_exchange* exchange, const sy_combine_outpu
   return guarded([&] {
     require("exchange", exchange);
     require("handle", handle);
+    const Call in_call(exchange->calls), with_handle(handle->calls);
     const sy_combine_output call = read_struct("sy_combine_output", output);
     exchange->exchange.combine_recv(sums_of(*exchange, call, handle->handle.tokens()),
                                     handle->handle);
@@ -340,6 +345,7 @@ sy_status sy_exchange_combine(sy_exchange* exchange, const sy_combine_input* inp
   return guarded([&] {
     require("exchange", exchange);
     require("handle", handle);
+    const Call in_call(exchange->calls), with_handle(handle->calls);
     const sy_combine_input sent = read_struct("sy_combine_input", input);
     const sy_combine_output received = read_struct("sy_combine_output", output);
     exchange->exchange.combine(results_of(*exchange, sent),
@@ -353,6 +359,7 @@ sy_status sy_exchange_rows_needed(sy_exchange* exchange, sy_exchange_handle* han
   return guarded([&] {
     require("exchange", exchange);
     require("handle", handle);
+    const Call in_call(exchange->calls), with_handle(handle->calls);
     require("out", out);
     *out = exchange->exchange.rows_needed(handle->handle, stream);
   });

@@ -1,6 +1,7 @@
 // What the handles of the C interface are.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <vector>
 
@@ -10,8 +11,44 @@
 #include "switchyard/workspace.h"
 #include "switchyard/world.h"
 
+namespace switchyard::c_api {
+
+// Counts the calls that are in the midst of something with a handle.
+class Calls {
+ public:
+  bool any() const { return count_.load(std::memory_order_acquire) != 0; }
+
+ private:
+  friend class Call;
+  std::atomic<int> count_{0};
+};
+class Call {
+ public:
+  explicit Call(Calls& calls) : calls_(calls) {
+    calls_.count_.fetch_add(1, std::memory_order_relaxed);
+  }
+  // Release: whoever sees that there is no call sees what the call did.
+  ~Call() { calls_.count_.fetch_sub(1, std::memory_order_release); }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+ private:
+  Calls& calls_;
+};
+
+// Destroys a handle. One with which another thread is in the midst of a call is left behind, as at
+// the end of a process whose threads nobody joined: Python closes what it has while they run.
+template <typename Handle>
+void destroy(Handle*& handle) {
+  if (handle != nullptr && !handle->calls.any()) delete handle;
+  handle = nullptr;
+}
+
+}  // namespace switchyard::c_api
+
 struct sy_world {
   switchyard::World world;
+  switchyard::c_api::Calls calls{};
 };
 
 struct sy_workspace {
@@ -30,6 +67,7 @@ struct sy_layer {
   // Routing of the caller's that is not contiguous. Host memory.
   std::vector<std::byte> ids{}, weights{};
   switchyard::MoeLayer layer;
+  switchyard::c_api::Calls calls{};
 
   sy_device_type device_type() const {
     return layer.backend() == switchyard::Backend::kCpu ? SY_CPU : SY_CUDA;

@@ -15,6 +15,7 @@
 
 struct sy_heap {
   switchyard::SymmetricHeap heap;
+  switchyard::c_api::Calls calls{};
 };
 
 namespace switchyard::c_api {
@@ -93,8 +94,7 @@ sy_status sy_heap_create(sy_world* world, const sy_heap_options* options, sy_hea
 sy_status sy_heap_destroy(sy_heap** heap) {
   return guarded([&] {
     require("heap", heap);
-    delete *heap;
-    *heap = nullptr;
+    destroy(*heap);
   });
 }
 
@@ -150,6 +150,7 @@ sy_status sy_heap_wait(sy_heap* heap, const uint64_t* flag, uint64_t value, int3
   return guarded([&] {
     require("heap", heap);
     require("flag", flag);
+    const Call in_call(heap->calls);
     heap->heap.wait(flag, value, peer);
   });
 }
@@ -157,6 +158,7 @@ sy_status sy_heap_wait(sy_heap* heap, const uint64_t* flag, uint64_t value, int3
 sy_status sy_heap_barrier(sy_heap* heap) {
   return guarded([&] {
     require("heap", heap);
+    const Call in_call(heap->calls);
     heap->heap.barrier();
   });
 }

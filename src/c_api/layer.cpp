@@ -347,14 +347,14 @@ sy_status sy_layer_from_checkpoint(sy_world* world, const char* directory, int32
 sy_status sy_layer_destroy(sy_layer** layer) {
   return guarded([&] {
     require("layer", layer);
-    delete *layer;
-    *layer = nullptr;
+    destroy(*layer);
   });
 }
 
 sy_status sy_layer_forward(sy_layer* layer, const sy_forward* call) {
   return guarded([&] {
     require("layer", layer);
+    const Call in_call(layer->calls);
     require("sy_forward", call);
     forward(*layer, *call);
   });
@@ -363,6 +363,7 @@ sy_status sy_layer_forward(sy_layer* layer, const sy_forward* call) {
 sy_status sy_layer_check(sy_layer* layer) {
   return guarded([&] {
     require("layer", layer);
+    const Call in_call(layer->calls);
     layer->layer.check();
   });
 }
@@ -370,6 +371,7 @@ sy_status sy_layer_check(sy_layer* layer) {
 sy_status sy_layer_refresh(sy_layer* layer, void* stream) {
   return guarded([&] {
     require("layer", layer);
+    const Call in_call(layer->calls);
     refresh(*layer, stream);
   });
 }
@@ -377,6 +379,7 @@ sy_status sy_layer_refresh(sy_layer* layer, void* stream) {
 sy_status sy_layer_rebind(sy_layer* layer, const sy_layer_weights* weights) {
   return guarded([&] {
     require("layer", layer);
+    const Call in_call(layer->calls);
     require("sy_layer_weights", weights);
     rebind(*layer, *weights);
   });
@@ -408,6 +411,7 @@ sy_status sy_layer_get_info(const sy_layer* layer, sy_layer_info* out) {
 sy_status sy_layer_get_stats(sy_layer* layer, sy_stats* out) {
   return guarded([&] {
     require("layer", layer);
+    const Call in_call(layer->calls);
     require("sy_stats", out);
     fill_stats(*layer, out);
   });
@@ -416,6 +420,7 @@ sy_status sy_layer_get_stats(sy_layer* layer, sy_stats* out) {
 sy_status sy_layer_recording(sy_layer* layer, const char* machine, char* text, uint64_t* size) {
   return guarded([&] {
     require("layer", layer);
+    const Call in_call(layer->calls);
     require("size", size);
     const std::string json =
         switchyard::to_json({machine == nullptr ? "" : machine, {layer->layer.recording()}});
@@ -427,6 +432,7 @@ sy_status sy_layer_recording(sy_layer* layer, const char* machine, char* text, u
 sy_status sy_layer_trace(sy_layer* layer, char* text, uint64_t* size) {
   return guarded([&] {
     require("layer", layer);
+    const Call in_call(layer->calls);
     require("size", size);
     const switchyard::PassTrace trace = layer->layer.trace();
     std::ostringstream out;

@@ -8,6 +8,7 @@
 
 #include "base/overlap.h"
 #include "c_api/guard.h"
+#include "c_api/handles.h"
 #include "c_api/specs.h"
 #include "c_api/structs.h"
 #include "c_api/tensors.h"
@@ -21,6 +22,7 @@ struct sy_grouped_gemm {
   switchyard::c_api::ScaleCopies scales;
   int max_rows = 0;
   switchyard::GroupedGemm gemm;
+  switchyard::c_api::Calls calls{};
 
   sy_device_type device_type() const {
     return gemm.backend() == switchyard::Backend::kCpu ? SY_CPU : SY_CUDA;
@@ -298,8 +300,7 @@ sy_status sy_grouped_gemm_create(const sy_grouped_gemm_spec* spec,
 sy_status sy_grouped_gemm_destroy(sy_grouped_gemm** gemm) {
   return guarded([&] {
     require("gemm", gemm);
-    delete *gemm;
-    *gemm = nullptr;
+    destroy(*gemm);
   });
 }
 
@@ -324,6 +325,7 @@ sy_status sy_grouped_gemm_get_info(const sy_grouped_gemm* gemm, sy_grouped_gemm_
 sy_status sy_grouped_gemm_run(sy_grouped_gemm* gemm, const sy_grouped_gemm_call* given) {
   return guarded([&] {
     require("gemm", gemm);
+    const Call in_call(gemm->calls);
     const sy_grouped_gemm_call call = read_struct("sy_grouped_gemm_call", given);
     require_rows_apart("out", call.out);
     require_rows_apart("products", call.products);
@@ -335,6 +337,7 @@ sy_status sy_grouped_gemm_run(sy_grouped_gemm* gemm, const sy_grouped_gemm_call*
 sy_status sy_grouped_gemm_refresh(sy_grouped_gemm* gemm, void* stream) {
   return guarded([&] {
     require("gemm", gemm);
+    const Call in_call(gemm->calls);
     refresh(*gemm, stream);
   });
 }

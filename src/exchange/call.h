@@ -22,7 +22,8 @@ void check_received(const ExchangeProblem& problem, const DispatchOutput& output
 void check_results(const ExchangeProblem& problem, const CombineInput& input);
 void check_combined(const ExchangeProblem& problem, const CombineOutput& output,
                     const ExchangeHandle::State& handle);
-// Of calls that send and receive: that no output is memory that is sent.
+// That outputs share no memory with each other, nor with what is sent, which is empty where a call
+// only receives.
 void require_apart_from_sent(const ExchangeProblem& problem, const DispatchInput& input,
                              const DispatchOutput& output);
 void require_apart_from_sent(const ExchangeProblem& problem, const CombineInput& input,

@@ -147,6 +147,7 @@ void Exchange::dispatch_recv(const DispatchOutput& output, ExchangeHandle& handl
   ExchangeCalls& calls = *engine().calls();
   check_turn_to_receive("dispatch", calls.dispatch, state, calls);
   check_received(engine().problem(), output);
+  require_apart_from_sent(engine().problem(), {}, output);
   engine().check_received(output);
   engine().dispatch_recv(output, state);
   state.received = true;
@@ -191,6 +192,7 @@ void Exchange::combine_recv(const CombineOutput& output, ExchangeHandle& handle)
   ExchangeCalls& calls = *engine().calls();
   check_turn_to_receive("combine", calls.combine, state, calls);
   check_combined(engine().problem(), output, state);
+  require_apart_from_sent(engine().problem(), {}, output, state.tokens);
   engine().check_combined(output, state);
   engine().combine_recv(output, state);
   calls.combine = nullptr;

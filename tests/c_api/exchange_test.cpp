@@ -4,8 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "c_api/calls.h"
@@ -256,6 +259,48 @@ TEST_F(Exchange, RefusesCalls) {
   ASSERT_EQ(sy_exchange_combine_recv(exchange_, &sums_, handle_), SY_OK) << last_error().message;
   EXPECT_EQ(sy_exchange_dispatch_send(exchange_, nullptr, handle_), SY_INVALID_ARGUMENT);
   EXPECT_EQ(sy_exchange_dispatch_send(exchange_, &input_, nullptr), SY_INVALID_ARGUMENT);
+}
+
+// Rank 1 never comes. What rank 0's thread waits in is ended meanwhile, as by a program that ends.
+TEST(HandlesInUse, AreLeftBehind) {
+  sy_world_options patient = SY_WORLD_OPTIONS_INIT;
+  patient.deadline_seconds = 0.5;
+  sy_world* worlds[2] = {};
+  ASSERT_EQ(sy_world_threads(2, &patient, worlds), SY_OK);
+  sy_exchange_spec spec = SY_EXCHANGE_SPEC_INIT;
+  spec.hidden = 2;
+  spec.num_experts = 2;
+  spec.top_k = 1;
+  spec.max_tokens = 1;
+  spec.dispatch = spec.combine = SY_F32;
+  sy_exchange* exchanges[2] = {};
+  std::thread other(
+      [&] { EXPECT_EQ(sy_exchange_create(worlds[1], &spec, nullptr, &exchanges[1]), SY_OK); });
+  ASSERT_EQ(sy_exchange_create(worlds[0], &spec, nullptr, &exchanges[0]), SY_OK);
+  other.join();
+  sy_exchange_handle* handle = nullptr;
+  ASSERT_EQ(sy_exchange_handle_create(exchanges[0], &handle), SY_OK);
+  std::atomic<bool> sent{false};
+  std::thread waits([&sent, exchange = exchanges[0], its = handle] {
+    std::vector<float> x{1, 2}, rows(4);
+    std::vector<std::int32_t> ids{0};
+    sy_dispatch_input input = SY_DISPATCH_INPUT_INIT;
+    input.x = tensor(x, SY_F32, {1, 2});
+    input.ids = tensor(ids, SY_I32, {1, 1});
+    sy_dispatch_output output = SY_DISPATCH_OUTPUT_INIT;
+    output.rows = tensor(rows, SY_F32, {2, 2});
+    EXPECT_EQ(sy_exchange_dispatch_send(exchange, &input, its), SY_OK) << last_error().message;
+    sent = true;
+    EXPECT_EQ(sy_exchange_dispatch_recv(exchange, &output, its), SY_TIMEOUT);
+  });
+  while (!sent) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_EQ(sy_exchange_handle_destroy(&handle), SY_OK);
+  EXPECT_EQ(sy_exchange_destroy(&exchanges[0]), SY_OK);
+  EXPECT_EQ(exchanges[0], nullptr);
+  waits.join();
+  EXPECT_EQ(sy_exchange_destroy(&exchanges[1]), SY_OK);
+  for (sy_world*& world : worlds) EXPECT_EQ(sy_world_destroy(&world), SY_OK);
 }
 
 }  // namespace

@@ -81,6 +81,7 @@ TEST_P(GpuExchangeShapes, RowsArriveAndResultsComeBack) {
     if (seed % 3 == 2) spec.weights = CombineWeights::kNone;
     spec.pre_sum = seed % 3 != 0 && seed > 3;
     spec.combine = seed % 2 == 0 ? DType::kBF16 : DType::kF32;
+    spec.large_ids_are_none = seed % 2 == 0;
     check_round_trip(ExchangeBatch(spec, shape.ranks, DType::kBF16, seed));
     if (HasFatalFailure() || HasNonfatalFailure()) return;
   }
@@ -408,6 +409,33 @@ TEST_F(GpuExchange, MoreRowsThanAPaddedExpertHasRoomFor) {
       EXPECT_TRUE(std::isfinite(value));
     }
   });
+}
+
+TEST_F(GpuExchange, IdsThatNoExpertHasAreTold) {
+  const ExchangeSpec spec = small_spec();
+  for (const std::int64_t bad :
+       {std::int64_t{spec.num_experts}, std::int64_t{-2}, std::int64_t{1} << 40}) {
+    ExchangeBatch batch(spec, 2, DType::kBF16, 1, {7, 9});
+    batch.ids[1][4] = bad;
+    std::vector<World> worlds = worlds_of(2);
+    test::run_threads(worlds, [&](World& world) {
+      Player player(world, spec);
+      player.arrays().load(batch, world.rank());
+      player.exchange().dispatch_send(player.arrays().input(*player.stream), player.handle);
+      player.stream->synchronize();
+      if (world.rank() == 1) {
+        const std::string message =
+            test::error_of(ErrorCode::kInvalidArgument, [&] { player.exchange().check(); });
+        EXPECT_THAT(message, HasSubstr("token 1 has expert id"));
+      }
+      // It is told once. The other slots arrive.
+      player.exchange().dispatch_recv(player.arrays().output(player.spec(), *player.stream),
+                                      player.handle);
+      player.stream->synchronize();
+      wrong_rows(batch, world.rank(), spec.layout, player.got());
+      player.exchange().check();
+    });
+  }
 }
 
 TEST_F(GpuExchange, AnExpertTwiceIsTold) {

@@ -28,7 +28,7 @@ def batch(ranks, seed=0, tokens=None, dtype=torch.bfloat16):
         t = tokens[r] if tokens else int(torch.randint(0, M + 1, (), generator=generator))
         x.append(torch.randn(t, H, generator=generator).to(dtype))
         chosen = torch.stack(
-            [torch.randperm(E + 2, generator=generator)[:K] - 1 for _ in range(t)] or [torch.empty(0, K)]
+            [torch.randperm(E + 1, generator=generator)[:K] - 1 for _ in range(t)] or [torch.empty(0, K)]
         )
         ids.append(chosen.reshape(t, K).to(torch.int64))
         weights.append(torch.rand(t, K, generator=generator))
