@@ -272,11 +272,8 @@ class Handle(Owned):
             self._see_changes(x)
             put("x", x)
             self._require_columns(_arrays.shape_of(call.x))
-            if x_scale is not None and call.x.dtype != _abi.F8_E4M3:
-                raise DTypeMismatch(
-                    f"x_scale is given, but x is {_abi.DTYPE_NAMES[call.x.dtype]}, which has no scales; "
-                    "leave it None"
-                )
+            if x_scale is not None:
+                self._require_scales(call.x)
             put("topk_ids", topk_ids)
             put("topk_weights", topk_weights)
             put("out", out, True)
@@ -298,6 +295,12 @@ class Handle(Owned):
         """Or else an `out` that was made like x would be blamed."""
         if len(shape) != 2 or shape[1] != self.hidden:
             raise ShapeMismatch(f"x is {list(shape)}; the layer takes [T, {self.hidden}]")
+
+    def _require_scales(self, x: _abi.Tensor) -> None:
+        if x.dtype != _abi.F8_E4M3:
+            raise DTypeMismatch(
+                f"x_scale is given, but x is {_abi.DTYPE_NAMES[x.dtype]}, which has no scales; leave it None"
+            )
 
     def _run_tensors(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> None:
         """As _run(), for tensors of torch and the plainest of calls, which servers make at each
@@ -759,6 +762,8 @@ class Experts(Handle):
             raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
         shape = _arrays.shape("x", x, 2)
         self._require_columns(shape)
+        if x_scale is not None:
+            self._require_scales(_arrays.describe("x", x)[0])
         return _arrays.empty(x, "x", shape, "bfloat16" if x_scale is not None else None)
 
     def _compiled(

@@ -58,7 +58,7 @@ void signal(const SymmetricHeap& heap, std::uint64_t* flag, std::uint64_t value)
   throw Error(
       ErrorCode::kInvalidArgument,
       fmt::format("the flag, at {}, is not at a multiple of 8 bytes in any rank's memory of "
-                  "the symmetric heap; pass an address of sy_heap_translate()",
+                  "the symmetric heap; pass an address that translate() gave",
                   static_cast<const void*>(flag)));
 }
 

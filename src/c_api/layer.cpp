@@ -157,6 +157,13 @@ void require_rows(const char* name, const sy_tensor& tensor, std::int64_t tokens
                                                 shape_text(tensor), tokens, tokens, cols));
 }
 
+void require_dense_rows(const char* name, const MatrixView& matrix) {
+  if (matrix.cols <= 1 || matrix.col_stride == 1) return;
+  refuse(ErrorCode::kInvalidArgument,
+         fmt::format("{} has a column stride of {}; its rows must be contiguous", name,
+                     matrix.col_stride));
+}
+
 template <typename T>
 std::span<T> span_of(const char* name, const sy_tensor& tensor, sy_dtype dtype,
                      sy_device_type device_type, std::int64_t tokens, std::int64_t cols) {
@@ -206,6 +213,7 @@ void forward(sy_layer& layer, const sy_forward& given) {
   const sy_device_type device_type = layer.device_type();
   ForwardInput input;
   input.activations = matrix("x", call.x, device_type);
+  require_dense_rows("x", input.activations);
   const std::int64_t tokens = input.activations.rows;
   if (is_given(call.x_scale)) {
     const MatrixView scale = matrix("x_scale", call.x_scale, device_type);
@@ -244,11 +252,7 @@ void forward(sy_layer& layer, const sy_forward& given) {
 
   const MatrixView out = matrix("out", call.out, device_type);
   require_rows("out", call.out, tokens, layer.layer.spec().hidden);
-  if (out.cols > 1 && out.col_stride != 1) {
-    refuse(
-        ErrorCode::kInvalidArgument,
-        fmt::format("out has a column stride of {}; its rows must be contiguous", out.col_stride));
-  }
+  require_dense_rows("out", out);
   ForwardOutput output;
   output.data = call.out.data;
   output.dtype = out.dtype;

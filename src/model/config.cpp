@@ -621,7 +621,7 @@ void apply_overrides(Json& text, const ModelConfig& config, const ConfigOverride
                   fmt::format("{} MoE layers were asked for, but {} has {}; ask for fewer",
                               overrides.num_moe_layers, config.model_type, moe.size()));
     const int layers = moe[static_cast<std::size_t>(overrides.num_moe_layers - 1)] + 1;
-    text[config.family == Family::kDbrx ? "n_layers" : "num_hidden_layers"] = layers;
+    for (const char* key : {"num_hidden_layers", "n_layers"}) set_if_present(text, key, layers);
     for (const char* key : {"moe_layer_freq", "mlp_layer_types"})
       if (Json* const list = text.find(key); list && list->is_array())
         list->elements().resize(static_cast<std::size_t>(layers));
@@ -631,7 +631,8 @@ void apply_overrides(Json& text, const ModelConfig& config, const ConfigOverride
          {"num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"})
       set_if_present(sizes, key, overrides.num_experts);
   if (overrides.top_k > 0)
-    for (const char* key : {"num_experts_per_tok", "experts_per_token", "moe_top_k"})
+    for (const char* key :
+         {"num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k"})
       set_if_present(sizes, key, overrides.top_k);
   if (overrides.hidden > 0)
     for (const char* key : {"hidden_size", "d_model"}) set_if_present(text, key, overrides.hidden);
@@ -670,8 +671,9 @@ std::string rewrite_config(std::string_view json_text, const ConfigOverrides& ov
   const ModelConfig config = parse_document(document, source);
   Json& text = locate(document, source).nested ? document["text_config"] : document;
   apply_overrides(text, config, overrides);
-  text.erase("quantization_config");
-  document.erase("quantization_config");  // from here on `text` is not to be used
+  for (const char* key : {"quantization_config", "compression_config"}) text.erase(key);
+  // From here on `text` is not to be used.
+  for (const char* key : {"quantization_config", "compression_config"}) document.erase(key);
   document["torch_dtype"] = dtype == DType::kF32   ? "float32"
                             : dtype == DType::kF16 ? "float16"
                                                    : "bfloat16";

@@ -225,7 +225,7 @@ void check_output(const GroupedGemmSpec& spec, const GroupedOutput& output) {
                        output.rows));
   }
   require_dtype("the output's index", output.index, DType::kI32);
-  require_dtype("the row weights", output.weights, DType::kF32);
+  require_dtype("row_weights", output.weights, DType::kF32);
   if (!output.index.empty() && output.layout != RowLayout()) {
     refuse("the output has both an index and a layout that is not packed; use one of them");
   }
@@ -292,7 +292,7 @@ void check_rows_of_x(const GroupedInput& input, std::span<const std::int64_t> en
 void check_rows_of_output(const GroupedOutput& output, std::span<const std::int64_t> ends) {
   const std::int64_t total = ends.back();
   if (total > 0 && output.data == nullptr) refuse("the output is null; pass its memory");
-  require_entries("the row weights", output.weights, total);
+  require_entries("row_weights", output.weights, total);
   if (output.index.empty()) {
     const std::int64_t needed = end_of_rows(output.layout, ends);
     if (output.rows < 0 || output.rows >= needed) return;

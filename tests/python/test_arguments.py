@@ -324,12 +324,8 @@ def test_every_function_with_each_kind_of_array(plain, case, name, kind):
         assert "array([" not in str(error) and len(str(error)) < 600
         return
     assert wanted != REFUSED, f"{case} took {name}"
-    if kind == "None":
-        return
-    if kind == "expanded":
+    if kind in ("None", "expanded", "a column less"):
         return  # other numbers
-    if kind == "read-only" and output:
-        return
     numpy.testing.assert_allclose(found, plain[case], rtol=1e-5, atol=1e-5)
 
 
@@ -485,9 +481,9 @@ def _heap_of(**options):
     return SymmetricHeap(World.single(), **dict(bytes=4096) | options)
 
 
-HEAP = _heap_of()
-FLAG = HEAP.empty(1, torch.int64)
-HEAP.signal(FLAG, 2**63)
+HEAP, WAITED = _heap_of(), _heap_of()
+FLAG, RAISED = (heap.empty(1, torch.int64) for heap in (HEAP, WAITED))
+WAITED.signal(RAISED, 2**63)
 
 # Every public callable that has arguments which are numbers, truth values or texts, with those that it needs.
 CALLABLES = {
@@ -515,7 +511,7 @@ CALLABLES = {
     "SymmetricHeap.translate": (HEAP.translate, dict(array=FLAG, rank=0)),
     "SymmetricHeap.free": (HEAP.free, dict(array=0)),
     "SymmetricHeap.signal": (HEAP.signal, dict(flag=FLAG, value=1)),
-    "SymmetricHeap.wait": (HEAP.wait, dict(flag=FLAG, value=1, peer=0)),
+    "SymmetricHeap.wait": (WAITED.wait, dict(flag=RAISED, value=1, peer=0)),
     "tuner.draw_counts": (
         tuner.draw_counts, dict(generator="distinct", tokens=8, num_experts=E, top_k=1, beta=0.5)
     ),
@@ -538,7 +534,8 @@ MEANT = {
     ("up_bias", -1.0), ("alpha", -1.0), ("seed", 2**32 + 8), ("seed", 2**32), ("seed", 2**31),
     ("seed", 2**63), ("seed", 10**8), ("value", 2**32 + 8), ("value", 2**32), ("value", 2**31),
     ("value", 2**63), ("value", 10**8), ("max_tokens", 10**8), ("recorded_steps", 10**8),
-    ("reserved_sms", 10**8), ("deadline", 1e300),
+    ("reserved_sms", 10**8), ("deadline", 1e300), ("network_chunk_bytes", 10**8), ("num_experts", 10**8),
+    ("size", 10**8), ("tokens", 10**8),
 }  # fmt: skip
 
 
