@@ -116,6 +116,9 @@ def _parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
         )
     if not isinstance(found, torch.Tensor):
         raise Unsupported(f"{_name(module)}.{name} is a {type(found).__name__}, not a tensor")
+    if found.device.type not in ("cpu", "cuda"):
+        hint = "load the weights first" if found.device.type == "meta" else "move the model to cpu or cuda"
+        raise Unsupported(f"{_name(module)}.{name} is on {found.device}; {hint}")
     return found
 
 
