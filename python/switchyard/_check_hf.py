@@ -283,7 +283,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m switchyard check-hf",
         description="Runs every expert class of the installed transformers beside its eager forward().",
-        epilog="Exit code: 0 if all that run agree, 1 if some differ.",
+        epilog="Exit code: 0 if all that run agree, 1 if some differ, 2 if there is nothing to run.",
     )
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEXT", help="classes whose name has TEXT"
@@ -296,6 +296,7 @@ def main(arguments: list[str]) -> int:
     try:
         import torch
         import transformers
+        import transformers.integrations.moe  # noqa: F401  # of 5
     except ImportError as error:
         print(f"check-hf needs torch and transformers 5: {error}", file=sys.stderr)
         return 2
@@ -303,6 +304,9 @@ def main(arguments: list[str]) -> int:
     print(f"transformers {transformers.__version__}, torch {torch.__version__}")
     print(f"{'class':34} {'':9} {'f32':>6} {'bf16':>6} {'eager':>6}  activation")
     rows = check_all(parsed.only)
+    if not rows:
+        print(f"no class or family has {' or '.join(parsed.only)} in its name", file=sys.stderr)
+        return 2
     counts = {status: sum(row.status == status for row in rows) for status in
               ("agrees", "differs", "refused", "fails", "not made")}
     decorated = [row for row in rows if row.reached_by == "experts_implementation"]

@@ -116,6 +116,9 @@ def _parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
         )
     if not isinstance(found, torch.Tensor):
         raise Unsupported(f"{_name(module)}.{name} is a {type(found).__name__}, not a tensor")
+    if found.device.type not in ("cpu", "cuda"):
+        hint = "load the weights first" if found.device.type == "meta" else "move the model to cpu or cuda"
+        raise Unsupported(f"{_name(module)}.{name} is on {found.device}; {hint}")
     return found
 
 
@@ -132,7 +135,13 @@ _REFUSED_ATTRIBUTES = {
         "a norm stands behind the down projection of every expert, which Switchyard does not compute"
     ),
 }
-_INSTEAD = "run it with another implementation, such as experts_implementation='grouped_mm'"
+
+
+def _instead(module: torch.nn.Module) -> str:
+    """What to do with a module that is refused."""
+    if _is_decorated(module):
+        return "run it with another implementation, such as experts_implementation='grouped_mm'"
+    return "leave it as it is, which patch(model, partial=True) does"
 
 
 @functools.cache
@@ -158,21 +167,21 @@ def _refuse_unknown_attributes(module: torch.nn.Module) -> None:
             unknown[name] = value
     for name, value in unknown.items():
         if name in _REFUSED_ATTRIBUTES:
-            raise Unsupported(f"{_name(module)}.{name} is {value!r}: {_REFUSED_ATTRIBUTES[name]}; {_INSTEAD}")
+            raise Unsupported(f"{_name(module)}.{name} is {value!r}: {_REFUSED_ATTRIBUTES[name]}; {_instead(module)}")
         if name not in _KNOWN_ATTRIBUTES:
             what = f"a tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
             raise Unsupported(
                 f"{_name(module)}.{name} is {what}, and Switchyard does not know what the class does with "
-                f"it; {_INSTEAD}"
+                f"it; {_instead(module)}"
             )
     for name, value in vars(module).items():
         if isinstance(value, torch.Tensor) and name.startswith("_"):
-            raise Unsupported(f"{_name(module)}.{name} is a tensor that Switchyard does not know; {_INSTEAD}")
+            raise Unsupported(f"{_name(module)}.{name} is a tensor that Switchyard does not know; {_instead(module)}")
     for name, child in module.named_children():
         if name not in ("act_fn", "parametrizations"):
             raise Unsupported(
                 f"{_name(module)}.{name} is a {_name(child)}, which is no part of experts that Switchyard "
-                f"knows; {_INSTEAD}"
+                f"knows; {_instead(module)}"
             )
 
 
@@ -270,6 +279,11 @@ def _of_act_fn(module: torch.nn.Module, act_fn: Callable[..., Any], device: Any)
 def _read(module: torch.nn.Module, find: _Finder) -> tuple[_Found, Watch]:
     """A module's weights, all of which are known, and all of which are its own."""
     found = find(module)
+    for name, tensor in found.tensors.items():
+        if tensor.dtype == torch.float64:
+            raise DTypeMismatch(
+                f"{_name(module)}.{name} is float64; cast the model to float32, bfloat16 or float16"
+            )
     watch = Watch(module, found.tensors)
     if _is_decorated(module):
         _refuse_unknown_attributes(module)
@@ -277,7 +291,7 @@ def _read(module: torch.nn.Module, find: _Finder) -> tuple[_Found, Watch]:
         if name not in watch.names and not name.startswith(found.applied or ("\0",)):
             raise Unsupported(
                 f"{_name(module)}.{name} ({list(tensor.shape)}) is no part of experts that Switchyard knows: "
-                f"gate, up and down projections, and their biases and scales; {_INSTEAD}"
+                f"gate, up and down projections, and their biases and scales; {_instead(module)}"
             )
     return found, watch
 

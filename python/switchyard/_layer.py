@@ -11,18 +11,31 @@ from typing import Any
 import torch
 
 from . import _abi, _arrays
+from ._activation import is_whole
 from ._experts import Handle, Stats, Kept, _weights
 from ._routing import Routing
 from ._torch import apply_without_backward, refuse_gradient
 from ._watch import Watch
 from ._workspace import Workspace, choose_memory, world_of
 from ._world import World, checked_world
-from .errors import InvalidArgument, Unsupported, check
+from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch, Unsupported, check
 
 _NO_COPY = (
     "a MoeLayer cannot be {}: it is a running layer of this process over tensors of others. Take it out of "
     "the module first, and make another of the copy with MoeLayer.from_hf() or from_checkpoint()"
 )
+
+_ROWS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError):
+        where = None
+    if where is None or where.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f"device is {device!r}; pass 'cpu', 'cuda' or 'cuda:N'")
+    return where
 
 
 class MoeLayer(torch.nn.Module):
@@ -101,8 +114,10 @@ class MoeLayer(torch.nn.Module):
         Unsupported, SpecMismatch, Timeout
         """
         world = checked_world(world) or world_of(workspace)
-        where = torch.device(device)
+        where = _device(device)
         cuda = where.type == "cuda"
+        if not is_whole(layer) or not 0 <= layer < 1 << 31:
+            raise InvalidArgument(f"layer is {layer!r}; pass the index of a layer, an int from 0 on")
         options = _abi.LayerOptions(
             backend=_abi.CUDA if cuda else _abi.CPU,
             max_tokens=max_tokens,
@@ -150,7 +165,7 @@ class MoeLayer(torch.nn.Module):
         How the block routes is found out by running it, without its experts, on tokens at which the rules
         that there are differ, for which its weights must be loaded. Make another layer if the block is
         moved or cast, or gets other parameters; a call says so. Call `refresh` after you wrote small
-        weights (router, biases, scales) through ``.data``, which PyTorch does not count as a change.
+        weights that the layer keeps a copy of through ``.data``, which PyTorch does not count as a change.
         No other thread may run the block meanwhile.
 
         Parameters
@@ -175,6 +190,8 @@ class MoeLayer(torch.nn.Module):
         """
         from . import _hf_block
 
+        if not isinstance(block, torch.nn.Module):
+            raise InvalidArgument(f"block is a {type(block).__name__}; pass a torch.nn.Module")
         world = checked_world(world) or world_of(workspace)
         with torch.inference_mode(False), torch.no_grad():
             parts = _hf_block.read(block)
@@ -191,11 +208,11 @@ class MoeLayer(torch.nn.Module):
             )
             handle = choose_memory(options, workspace, workspace_slot)
             layer = cls._of_block(block, parts, world, options, handle)
-            if check:
+            if _abi.flag("check", check):
                 at_once = min(max_tokens, parts.x.shape[0])
                 out = torch.cat([layer(x) for x in parts.x.split(at_once)])
                 try:
-                    _hf_block.compare(type(block).__name__, parts, out)
+                    _hf_block.compare(type(block).__name__, parts, out, layer._layer.compute)
                 except BaseException:
                     layer.close()
                     raise
@@ -301,6 +318,7 @@ class MoeLayer(torch.nn.Module):
             ``backward()``.
         """
         self._refuse_changes()
+        self._check_arguments(hidden_states, token_ids, out)
         if out is None:
             return apply_without_backward(
                 lambda: self._forward(hidden_states, token_ids, ids_out, weights_out, None),
@@ -333,6 +351,28 @@ class MoeLayer(torch.nn.Module):
             weights_out=weights_out,
         )
         return out
+
+    def _check_arguments(self, hidden_states: Any, token_ids: Any, out: Any) -> None:
+        for name, array in (("hidden_states", hidden_states), ("token_ids", token_ids), ("out", out)):
+            if not isinstance(array, torch.Tensor) and (array is not None or name == "hidden_states"):
+                raise InvalidArgument(f"{name} is a {type(array).__name__}; pass a torch.Tensor")
+        shape, hidden = tuple(hidden_states.shape), self._layer.hidden
+        if not shape or shape[-1] != hidden:
+            raise ShapeMismatch(f"hidden_states is {shape}; its last dimension has to be H, {hidden}")
+        if hidden_states.device.type not in ("cpu", "cuda"):
+            raise InvalidArgument(f"hidden_states are on {hidden_states.device}; pass a tensor on cpu or cuda")
+        if hidden_states.dtype not in _ROWS:
+            raise DTypeMismatch(
+                f"hidden_states is {_arrays.dtype_name(hidden_states.dtype)}; pass bfloat16, float16 or float32"
+            )
+        if out is not None and tuple(out.shape) != shape:
+            raise ShapeMismatch(f"out is {tuple(out.shape)}; it has to be as hidden_states, {shape}")
+        if out is not None and not out.is_contiguous():
+            raise InvalidArgument(f"out has strides {out.stride()}; pass a contiguous tensor")
+        if token_ids is not None and self._watch is not None:
+            raise InvalidArgument("token_ids are given, but no block of from_hf() routes by them; leave them out")
+        if token_ids is not None and tuple(token_ids.shape) != shape[:-1]:
+            raise ShapeMismatch(f"token_ids is {tuple(token_ids.shape)}; pass one for each token, {shape[:-1]}")
 
     def _refuse_changes(self) -> None:
         """Refuse to compute with tensors that the block does not have any more."""

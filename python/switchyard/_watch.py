@@ -61,17 +61,21 @@ class Watch:
                     "remove_parametrizations()), or run this module with another implementation"
                 )
             for source in found:
-                self._add(*source)
+                self._add(module, *source)
 
-    def _add(self, name: str, tensor: torch.Tensor) -> None:
+    def _add(self, module: Any, name: str, tensor: torch.Tensor) -> None:
         if name in self.names:
             return
         self.names.add(name)
         if not any(tensor is known for known in self.tensors):
             self.tensors.append(tensor)
         *path, leaf = name.split(".")
+        holder = module
+        for child in path:
+            holder = holder._modules[child]
         memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        self._marks.append((path, isinstance(tensor, torch.nn.Parameter), leaf, tensor, *memory))
+        # Not by its type: functional_call() puts plain tensors in the place of parameters.
+        self._marks.append((path, leaf in holder._parameters, leaf, tensor, *memory))
 
     def changed(self, module: Any) -> str | None:
         """The name of a parameter or buffer that is another by now, or elsewhere; None if all are as

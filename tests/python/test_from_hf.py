@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5")
 
-from switchyard import InvalidArgument, MoeLayer, Routing, Unsupported, World
+from switchyard import DTypeMismatch, InvalidArgument, MoeLayer, Routing, ShapeMismatch, Unsupported, World
 
 H, I, E, K, T = 64, 48, 8, 2, 33
 GROUPS = {"n_group": 4, "topk_group": 2}
@@ -413,3 +413,49 @@ def test_the_block_is_left_as_it_was():
     MoeLayer.from_hf(block)
     assert block.training and not block.experts._forward_pre_hooks
     assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compute", [None, "bf16", "f32"])
+def test_types_that_are_computed_in(dtype, compute):
+    block = make("qwen2_moe", "Qwen2Moe", "SparseMoeBlock").to(dtype)
+    layer = MoeLayer.from_hf(block, compute=compute)
+    assert layer.routing == Routing()
+    x = torch.randn(1, T, H).to(dtype)
+    errors = (layer(x) - own(block, x)).float().norm(dim=-1) / own(block, x).float().norm(dim=-1)
+    assert errors.median() < (1e-5 if dtype == torch.float32 and compute != "bf16" else 2e-2)
+
+
+def test_a_block_of_float64_is_refused():
+    block = make("qwen2_moe", "Qwen2Moe", "SparseMoeBlock").double()
+    with pytest.raises(DTypeMismatch, match="Qwen2MoeExperts.gate_up_proj is float64; cast"):
+        MoeLayer.from_hf(block)
+
+
+ARGUMENTS = [
+    (InvalidArgument, "hidden_states is a list; pass a torch.Tensor", lambda l, x: l([1.0])),
+    (InvalidArgument, "hidden_states is a ndarray", lambda l, x: l(x.numpy())),
+    (InvalidArgument, "hidden_states are on meta", lambda l, x: l(x.to("meta"))),
+    (ShapeMismatch, r"hidden_states is \(\); its last dimension has to be H, 64", lambda l, x: l(torch.tensor(1.0))),
+    (ShapeMismatch, r"hidden_states is \(1, 33, 5\)", lambda l, x: l(x[..., :5])),
+    (DTypeMismatch, "hidden_states is float64; pass", lambda l, x: l(x.double())),
+    (DTypeMismatch, "hidden_states is int32; pass", lambda l, x: l(x.int())),
+    (ShapeMismatch, r"out is \(3,\); it has to be as hidden_states", lambda l, x: l(x, out=torch.empty(3))),
+    (InvalidArgument, "out has strides", lambda l, x: l(x, out=torch.empty(1, H, T).transpose(1, 2))),
+    (InvalidArgument, "out is a ndarray", lambda l, x: l(x, out=x.numpy())),
+    (InvalidArgument, "token_ids are given", lambda l, x: l(x, token_ids=torch.zeros(1, T, dtype=torch.int32))),
+    (InvalidArgument, "token_ids is a list", lambda l, x: l(x, token_ids=[1])),
+    (InvalidArgument, "block is a str", lambda l, x: MoeLayer.from_hf("block")),
+    (InvalidArgument, "check is 'no'", lambda l, x: MoeLayer.from_hf(make(*BLOCKS[0][:3]), check="no")),
+    (InvalidArgument, "device is 'tpu'; pass 'cpu'", lambda l, x: MoeLayer.from_checkpoint("/", 0, device="tpu")),
+    (InvalidArgument, "device is 5.5; pass", lambda l, x: MoeLayer.from_checkpoint("/", 0, device=5.5)),
+    (InvalidArgument, "layer is '0'; pass the index", lambda l, x: MoeLayer.from_checkpoint("/", "0")),
+    (InvalidArgument, "layer is -1; pass the index", lambda l, x: MoeLayer.from_checkpoint("/", -1)),
+]
+
+
+@pytest.mark.parametrize("kind,message,call", ARGUMENTS, ids=[message[:30] for _, message, _ in ARGUMENTS])
+def test_arguments(kind, message, call):
+    layer = MoeLayer.from_hf(make("olmoe", "Olmoe", "SparseMoeBlock"))
+    with pytest.raises(kind, match=message):
+        call(layer, torch.randn(1, T, H))

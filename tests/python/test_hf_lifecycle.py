@@ -148,6 +148,17 @@ def in_inference_mode(module, seed):
             p.add_(draw(p, seed))
 
 
+def shared_with_other_processes(module, seed):
+    module.share_memory()
+    through_data(module, seed)
+
+
+def away_for_a_while(module, seed):
+    module.to("meta")
+    module.to_empty(device="cpu")
+    load(module, seed)
+
+
 CHANGES = [
     in_place,
     through_data,
@@ -163,6 +174,8 @@ CHANGES = [
     twice_cast,
     twice_cast_by_half,
     trained,
+    shared_with_other_processes,
+    away_for_a_while,
     in_inference_mode,
 ]
 
@@ -300,6 +313,26 @@ def test_weights_that_are_computed_are_refused(family, name, weight, called):
     for module in (eager, ours):
         torch.nn.utils.parametrize.remove_parametrizations(*owner(module, weight))
     assert off(ours, eager) < 1e-5
+
+
+@pytest.mark.parametrize("family,name", [w[:2] for w in WRAPPED], ids=[w[1] for w in WRAPPED])
+@torch.no_grad()
+def test_weights_for_one_call(family, name):
+    """Plain tensors in the place of parameters."""
+    eager, ours = pair(family, name)
+    for seed in range(2):
+        weights = {n: draw(p, seed) for n, p in parameters(ours)}
+        outs = [torch.func.functional_call(m, weights, tuple(m._its_inputs)) for m in (eager, ours)]
+        expected, out = [out[0] if isinstance(out, tuple) else out for out in outs]
+        assert _check_hf._error(out.double(), expected.double()) < 1e-5
+        assert off(ours, eager) < 1e-5
+
+
+@pytest.mark.parametrize("family,name", [w[:2] for w in WRAPPED], ids=[w[1] for w in WRAPPED])
+def test_weights_that_are_not_loaded_are_refused(family, name):
+    eager, _ = pair(family, name)
+    with pytest.raises(switchyard.Unsupported, match="is on meta; load the weights first"):
+        switchyard.patch(eager.to("meta"))
 
 
 @torch.no_grad()

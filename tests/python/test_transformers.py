@@ -225,6 +225,15 @@ def test_fp8_experts(registered):
     assert error(out, expected) < 0.06
     made = _hf._made[module]
     assert made.layer.compute == "f8_e4m3"
+    # Scales that change: in place, as another parameter, and with other memory. Powers of 2 round nothing.
+    module.down_proj_scale_inv.mul_(2)
+    assert torch.equal(module(x.bfloat16(), ids, weights), 2 * out)
+    module.down_proj_scale_inv = torch.nn.Parameter(module.down_proj_scale_inv / 4)
+    assert torch.equal(module(x.bfloat16(), ids, weights), out / 2)
+    module.down_proj_scale_inv.data = module.down_proj_scale_inv * 2
+    assert torch.equal(module(x.bfloat16(), ids, weights), out)
+    module.down_proj.data = (-module.down_proj.float()).to(torch.float8_e4m3fn)
+    assert torch.equal(module(x.bfloat16(), ids, weights), -out)
 
 
 @torch.no_grad()
