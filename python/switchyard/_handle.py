@@ -67,6 +67,7 @@ class Owned:
         self._lock = lock or threading.RLock()
         self._idle = threading.Condition(threading.Lock())
         self._sharers = 0
+        self._closing = False
         self._made_in = os.getpid()
         self._number = next(_numbers)
         # The end of an object that nobody can reach needs no lock: no call of it is under way. A lock
@@ -83,9 +84,12 @@ class Owned:
     def close(self) -> None:
         """Give memory and threads back, after the call under way. May be called again."""
         with self._lock, self._idle:
+            self._closing = True
             while self._sharers:
                 self._idle.wait()
             self._finalizer()
+            self._closing = False
+            self._idle.notify_all()
 
     def _open(self) -> ctypes.c_void_p:
         if not self._handle:
@@ -106,6 +110,8 @@ class Owned:
     def _shared(self) -> Iterator[ctypes.c_void_p]:
         """The handle, for calls that the library allows beside others."""
         with self._idle:
+            while self._closing:
+                self._idle.wait()
             handle = self._open()
             self._sharers += 1
         try:
@@ -123,6 +129,7 @@ class Owned:
         self._lock = threading.RLock()
         self._idle = threading.Condition(threading.Lock())
         self._sharers = 0
+        self._closing = False
 
     def _end(self, deadline: float) -> None:
         """At the end of the process. The lock is kept for good, so that daemon threads stop before
@@ -130,9 +137,8 @@ class Owned:
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return
         with self._idle:
-            while self._sharers and self._idle.wait(deadline - time.monotonic()):
-                pass
-            if not self._sharers:
+            self._closing = True
+            if self._idle.wait_for(lambda: not self._sharers, deadline - time.monotonic()):
                 self._finalizer()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

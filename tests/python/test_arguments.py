@@ -535,12 +535,11 @@ MEANT = {
     ("seed", 2**63), ("seed", 10**8), ("value", 2**32 + 8), ("value", 2**32), ("value", 2**31),
     ("value", 2**63), ("value", 10**8), ("max_tokens", 10**8), ("recorded_steps", 10**8),
     ("reserved_sms", 10**8), ("deadline", 1e300), ("network_chunk_bytes", 10**8), ("num_experts", 10**8),
-    ("size", 10**8), ("tokens", 10**8),
 }  # fmt: skip
 
 
-# A path, and a shape without dimensions.
-ELSEWISE = [("table", b"x"), ("shape", [])]
+# A path, a shape without dimensions, and what takes seconds.
+ELSEWISE = [("table", b"x"), ("shape", []), ("size", 10**8), ("tokens", 10**8)]
 
 
 def _kind_of(annotation):
