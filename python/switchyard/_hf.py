@@ -264,7 +264,8 @@ def _activation_of(
 
 
 def _refuse_unlike_columns(module: Any, of_rows: Callable[..., torch.Tensor], width: int, device: Any) -> None:
-    gates = torch.tensor([-30.0, -3.0, 0.3, 1.0, 8.0, 40.0], device=device)[:, None].expand(-1, width)
+    gates = torch.tensor([-30.0, -3.0, 0.3, 1.0, 8.0, 40.0], dtype=torch.float32, device=device)
+    gates = gates[:, None].expand(-1, width)
     for ups in (gates, gates.flip(0), torch.ones_like(gates)):
         out = of_rows(gates, ups)
         # Vector units round differently from what does the last columns.
@@ -671,6 +672,10 @@ class _Model:
     """What the patched modules of one model have in common; a copy of the model has a copy."""
 
 
+# In place of a class's name: a module that goes through the interface, though its config says otherwise.
+_INTERFACE = ""
+
+
 class _Patched:
     """The forward() of a patched module. It is copied and pickled with the module."""
 
@@ -680,6 +685,8 @@ class _Patched:
         self.model = model
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self.name == _INTERFACE:
+            return experts_forward(self.module, *arguments, **named)
         return _PATCHES[self.name].forward(self.module, self.model, *arguments, **named)
 
 
@@ -855,7 +862,7 @@ def patch(model: torch.nn.Module, *, partial: bool = False) -> list[str]:
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(f"model is a {type(model).__name__}; pass a torch.nn.Module")
-    decorated, replaced, refused = [], [], []
+    decorated, replaced, refused, eager = [], [], [], []
     for name, module in model.named_modules():
         kind = _name(module)
         try:
@@ -868,6 +875,7 @@ def patch(model: torch.nn.Module, *, partial: bool = False) -> list[str]:
                 _refuse_replacing(module, listed)
                 replaced.append((name, module, listed))
         except (Unsupported, DTypeMismatch) as refusal:
+            eager.append(getattr(module, "config", None))
             # A reason of its own begins with the class.
             where = name if name or str(refusal).startswith(kind) else kind
             refused.append(f"{where}: {refusal}" if where else str(refusal))
@@ -880,9 +888,13 @@ def patch(model: torch.nn.Module, *, partial: bool = False) -> list[str]:
         )
     if decorated:
         register_with_transformers(world=_settings.world, **_settings.options)
-    for _, module in decorated:
-        module.config._experts_implementation = "switchyard"
     its = _Model()
+    for _, module in decorated:
+        # A module that was refused may have the same config.
+        if any(module.config is config for config in eager):
+            module.forward = _Patched(module, _INTERFACE, its)
+        else:
+            module.config._experts_implementation = "switchyard"
     for _, module, listed in replaced:
         module.forward = _Patched(module, listed, its)
     return [name for name, *_ in (*decorated, *replaced)]

@@ -30,6 +30,7 @@ _ROUTING_ERROR = 1e-4
 # Of outputs. In 16 bits logits round, and experts whose logits are alike change places.
 _OUTPUT_ERROR = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _MOST_CHANGED = 0.1
+_EXACT: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 # Held while a block is read: its experts are taken out meanwhile, and ranks that are threads may read the
 # same one.
 _reading = threading.Lock()
@@ -61,8 +62,26 @@ def read(block: torch.nn.Module) -> Block:
     Unsupported
         Naming the class and the attribute, or how it routes otherwise.
     """
-    with _reading:
+    with _reading, _exact_products():
         return _read(block)
+
+
+@contextlib.contextmanager
+def _exact_products() -> Iterator[None]:
+    """fp32 as it is, without TF32, bf16 or autocast."""
+    backends = [getattr(getattr(torch.backends, name), "matmul", None) for name in ("cuda", "mkldnn")]
+    # Since 2.9; before, only TF32 was there to allow.
+    kept = [(b, "fp32_precision", "ieee") for b in backends if hasattr(b, "fp32_precision")]
+    kept = kept or [(torch.backends.cuda.matmul, "allow_tf32", False)]
+    were = [getattr(backend, name) for backend, name, _ in kept]
+    try:
+        for backend, name, exact in kept:
+            setattr(backend, name, exact)
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        for (backend, name, _), was in zip(kept, were):
+            setattr(backend, name, was)
 
 
 def _read(block: torch.nn.Module) -> Block:
@@ -186,8 +205,8 @@ def _computes(mlp: torch.nn.Module, projections: list[Any], activation: Activati
     gate, up, down = (p.weight.float() for p in projections)
     dtype = projections[0].weight.dtype
     spread = max(gate.norm(dim=1).mean().item(), 1e-20)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(_TOKENS, gate.shape[1], generator=generator) * (8 / spread)
+    generator = torch.Generator("cpu").manual_seed(1)
+    x = torch.randn(_TOKENS, gate.shape[1], generator=generator, **_EXACT) * (8 / spread)
     x = x.to(gate.device, dtype)
     hidden = _probe.apply(activation, x.float() @ gate.T, x.float() @ up.T)
     if any(projection.bias is not None for projection in projections):
@@ -248,18 +267,18 @@ def _probes(router: torch.Tensor) -> torch.Tensor:
     weight = router.detach().double().cpu()
     hidden = weight.shape[1]
     unit = 1 / weight.norm(dim=1).mean()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(count: int) -> torch.Tensor:
-        return torch.randn(count, hidden, generator=generator).double() * unit
+        return torch.randn(count, hidden, generator=generator, **_EXACT) * unit
 
     plain = 2 * draw(_TOKENS)
-    ones = torch.ones(weight.shape[0], 1, dtype=torch.float64)
     # The shortest token whose logits are all 1; if there is none, the nearest to it.
-    level = torch.linalg.lstsq(weight, ones, driver="gelsd").solution.T
-    ladder = torch.arange(-75, 76, 3).double()[:, None] * level
-    spread = torch.tensor([1e-4, 1e-2, 0.2, 4.0, 8.0, 16.0, 32.0]).double()[:, None]
-    zero = torch.zeros(1, hidden).double()
+    ones = torch.ones(weight.shape[0], 1, **_EXACT)
+    level = (weight.T @ (torch.linalg.pinv(weight @ weight.T, rtol=1e-12, hermitian=True) @ ones)).T
+    ladder = torch.arange(-75, 76, 3, **_EXACT)[:, None] * level
+    spread = torch.tensor([1e-4, 1e-2, 0.2, 4.0, 8.0, 16.0, 32.0], **_EXACT)[:, None]
+    zero = torch.zeros(1, hidden, **_EXACT)
     return torch.cat((plain, ladder + draw(len(ladder)), draw(len(spread)) * spread, zero)).float()
 
 
@@ -306,7 +325,8 @@ def _output(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def _dense(ids: torch.Tensor, weights: torch.Tensor, experts: int) -> torch.Tensor:
     """[T, E] of ids and weights [T, K]."""
-    return torch.zeros(ids.shape[0], experts).scatter_(1, ids.cpu().long(), weights.float().cpu())
+    none = torch.zeros(ids.shape[0], experts, dtype=torch.float32, device="cpu")
+    return none.scatter_(1, ids.cpu().long(), weights.float().cpu())
 
 
 def _candidates(block: Any, gate: Any, has_correction: bool) -> Iterator[dict[str, Any]]:
@@ -369,14 +389,14 @@ class _Answers:
             scores, relative = _scores(fields["score"], self.logits), True
         values = scores if self.correction is None else scores + self.correction
         error = 2 * self.slack[:, None] * (scores.abs() if relative else 1) + 4e-6 * values.abs() + 1e-37
-        unsure = torch.zeros(len(values), dtype=torch.bool)
+        unsure = torch.zeros(len(values), dtype=torch.bool, device="cpu")
         groups, top_groups = fields.get("groups", 1), fields.get("top_groups", 1)
         if groups > 1:
             parts = values.view(len(values), groups, -1)
             best = parts.topk(2 if fields["group_score"] == "sum_top_two" else 1, dim=2).values.sum(2)
             errors = error.view(parts.shape).amax(2) * 2
             unsure |= _close(best, errors, top_groups)
-            outside = torch.ones(best.shape, dtype=torch.bool).scatter_(1, best.topk(top_groups).indices, False)
+            outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, best.topk(top_groups).indices, False)
             values = parts.masked_fill(outside[:, :, None], -math.inf).flatten(1)
         return unsure | _close(values, error, self.top_k)
 
@@ -384,7 +404,7 @@ class _Answers:
 def _close(values: torch.Tensor, errors: torch.Tensor, count: int) -> torch.Tensor:
     """[T]: whether the last of the `count` largest and the next one are nearer than their errors."""
     if count >= values.shape[1]:
-        return torch.zeros(len(values), dtype=torch.bool)
+        return torch.zeros(len(values), dtype=torch.bool, device="cpu")
     best, at = values.topk(count + 1, dim=1)
     reach = errors.gather(1, at[:, -2:]).sum(1)
     return ~(best[:, -2] - best[:, -1] > reach)

@@ -17,6 +17,8 @@ import torch
 from ._activation import Activation
 from .errors import InvalidArgument, Unsupported
 
+# Whatever torch's defaults are set to.
+_HOST: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 # Of fp32, over the few operations of an activation.
 _TOLERANCE = 3e-5
 _FAR = 1e4
@@ -64,14 +66,14 @@ def _candidates(f1: float) -> list[tuple[str, float]]:
 
 
 def _values(device: Any) -> torch.Tensor:
-    magnitudes = torch.tensor(_MAGNITUDES)
+    magnitudes = torch.tensor(_MAGNITUDES, **_HOST)
     return torch.cat((-magnitudes, magnitudes)).to(device)
 
 
 def _pairs(device: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Gates and ups: random ones, and every known value with every other."""
-    generator = torch.Generator().manual_seed(0)
-    gate, up = (torch.randn(2, 512, generator=generator) * 4).to(device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    gate, up = (torch.randn(2, 512, generator=generator, **_HOST) * 4).to(device)
     values = _values(device)
     gates, ups = torch.meshgrid(values, values, indexing="ij")
     return torch.cat((gate, gates.flatten())), torch.cat((up, ups.flatten()))
@@ -105,9 +107,8 @@ def gated(
     """
 
     def at(gate: float, up: float) -> float:
-        return apply_gate(
-            torch.tensor([float(gate)], device=device), torch.tensor([float(up)], device=device)
-        ).item()
+        values = torch.tensor([[gate], [up]], **_HOST).to(device)
+        return apply_gate(values[0], values[1]).item()
 
     slope = (at(1, 0.25) - at(1, 0)) / 0.25
     if abs(slope) < 1e-6 or not math.isfinite(slope):
@@ -171,13 +172,13 @@ def plain(
     """
     v, _ = _pairs(device)
     expected = f(v)
-    f1 = f(torch.ones(1, device=device)).item()
+    f1 = f(torch.ones(1, **_HOST).to(device)).item()
     best = _nearest(
         name,
         f1,
         lambda kind, alpha: Activation(kind, False, alpha),
         lambda activation: _error(_f(activation.kind, activation.alpha, v), expected, slack(v, torch.ones_like(v))),
     )
-    if not f(torch.full((1,), math.nan, device=device)).isnan().item():
+    if not f(torch.full((1,), math.nan, **_HOST).to(device)).isnan().item():
         raise Unsupported(f"{name}: its activation hides NaN, which Switchyard's do not")
     return best

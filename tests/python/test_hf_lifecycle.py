@@ -424,6 +424,62 @@ def test_a_forward_of_another_signature_is_not_replaced(family, name, monkeypatc
         switchyard.patch(module)
 
 
+@torch.no_grad()
+def test_what_is_refused_stays_as_it_is():
+    """Also where it shares its config with what is patched."""
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=96,
+        moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2, head_dim=16,
+    )
+    config._experts_implementation = "eager"
+    model = transformers.Qwen3MoeForCausalLM(config).eval()
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    first.act_fn = torch.nn.Tanh()
+    ids = torch.arange(9)[None]
+    expected = model(ids).logits
+    with pytest.raises(switchyard.Unsupported, match="layers.0.mlp.experts: .*activation"):
+        switchyard.patch(model)
+    assert switchyard.patch(model, partial=True) == ["model.layers.1.mlp.experts"]
+    for ours in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.allclose(ours(ids).logits, expected, atol=1e-5)
+        first, second = (layer.mlp.experts for layer in ours.model.layers)
+        assert first not in _hf._made and second in _hf._made
+
+
+@pytest.mark.parametrize("change", [torch.bfloat16, torch.float64, "meta", "tf32", "autocast"], ids=str)
+@torch.no_grad()
+def test_settings_of_torch_do_not_matter(change, monkeypatch):
+    """The default type and device, and what fp32 is multiplied in: modules are asked in fp32 on the host."""
+    modules = [pair(*family)[1] for family in (("gpt_oss", "GptOssExperts"), ("nemotron_h", "NemotronHExperts"))]
+    activations = [_hf._of_decorated(module).options["activation"] for module in modules]
+    deepseek = importlib.import_module("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    config = deepseek.DeepseekV3Config(
+        hidden_size=64, moe_intermediate_size=48, n_routed_experts=8, num_experts_per_tok=2, n_group=4,
+        topk_group=2, n_shared_experts=1,
+    )
+    block = deepseek.DeepseekV3MoE(config).eval()
+    for tensor in (*block.parameters(), *block.buffers()):
+        tensor.data.normal_(std=0.3)
+    routing = switchyard.MoeLayer.from_hf(block).routing
+    assert routing.renormalize_epsilon == 1e-20
+    context = torch.autocast("cpu", torch.bfloat16) if change == "autocast" else torch.no_grad()
+    try:
+        if change == "meta":
+            torch.set_default_device("meta")
+        elif change == "tf32":
+            torch.set_float32_matmul_precision("medium")
+        elif change != "autocast":
+            torch.set_default_dtype(change)
+        with context:
+            assert [_hf._of_decorated(module).options["activation"] for module in modules] == activations
+            assert switchyard.MoeLayer.from_hf(block).routing == routing
+        assert torch.get_float32_matmul_precision() == ("medium" if change == "tf32" else "highest")
+    finally:
+        torch.set_default_device(None)
+        torch.set_float32_matmul_precision("highest")
+        torch.set_default_dtype(torch.float32)
+
+
 def test_patching_twice_is_patching_once():
     eager, ours = pair("jetmoe", "JetMoeMoE")
     with torch.no_grad():

@@ -320,6 +320,8 @@ def test_check_hf(tmp_path, capsys):
     assert rows["GptOssExperts"]["layout"] == "interleaved, transposed"
     assert rows["GptOssExperts"]["activation"] == "silu, gated, alpha 1.702, limit 7, up_bias 1"
     assert rows["Mxfp4GptOssExperts"]["status"] == "refused"
+    assert _check_hf.main(["--only", "no such class"]) == 2
+    assert "no class or family has no such class" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
