@@ -101,10 +101,11 @@ class DeviceBuffer {
   std::size_t bytes_ = 0;
 };
 
-// Held while a kernel is launched that waits for other ranks' kernels: one thread of this process at a
-// time launches on the current device. When two streams begin to work at the same moment, the driver may
-// give both the same hardware queue. Then the first kernel of one rank stands behind the second kernel of
-// another, which waits for it: docs/symmetric_heap.md. Nothing may be waited for while a turn is held.
+// Held while a kernel is launched that waits for other ranks' kernels: one thread of this process
+// at a time launches on the current device. When two streams begin to work at the same moment, the
+// driver may give both the same hardware queue. Then the first kernel of one rank stands behind the
+// second kernel of another, which waits for it: docs/symmetric_heap.md. Nothing may be waited for
+// while a turn is held.
 class LaunchTurn {
  public:
   LaunchTurn();

@@ -310,8 +310,9 @@ TEST_F(RanksTest, OneKernelPerRankInAGraph) {
   });
 }
 
-// Ranks that share a GPU begin on idle streams at the same moment, with passes behind their first. Were two
-// streams given one hardware queue, a rank's first pass would stand behind a second that waits for it.
+// Ranks that share a GPU begin on idle streams at the same moment, with passes behind their first.
+// Were two streams given one hardware queue, a rank's first pass would stand behind a second that
+// waits for it.
 TEST_F(RanksTest, AThousandStartsOnASharedGpu) {
   constexpr int kPasses = 4;
   const int starts = static_cast<int>(test::number_from("SWITCHYARD_STARTS", 1000)) / 3;
@@ -321,10 +322,12 @@ TEST_F(RanksTest, AThousandStartsOnASharedGpu) {
     // With routing given: a gate's sums depend on how many tokens a rank has.
     const Batch batch = routed(spec, 4 * ranks, 0.9);
     const Shares shares = Shares::even(4 * ranks, ranks);
-    const BatchResult expected = run_on_gpus(spec, w, batch, Shares::even(4 * ranks, 1), DType::kBF16);
+    const BatchResult expected =
+        run_on_gpus(spec, w, batch, Shares::even(4 * ranks, 1), DType::kBF16);
     run_all_ranks(World::threads(ranks), [&](const World& world) {
       DeviceRank rank(world, spec, w, 4, {.deadline = std::chrono::seconds(5)});
-      DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k), DType::kBF16);
+      DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k),
+                        DType::kBF16);
       share.poison(rank.stream());
       rank.stream().synchronize();
       for (int start = 0; start < starts; ++start) {

@@ -23,8 +23,8 @@ using test::run_threads;
 using test::with_deadline;
 using ::testing::HasSubstr;
 
-// A stream with work behind a kernel that waits holds one of the device's queues, of which there are 8
-// unless this says otherwise.
+// A stream with work behind a kernel that waits holds one of the device's queues, of which there
+// are 8 unless this says otherwise.
 const bool kManyQueues = ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0) == 0;
 
 constexpr milliseconds kDeadline{10'000};

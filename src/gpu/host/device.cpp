@@ -262,8 +262,8 @@ std::timed_mutex& launch_mutex(int device) {
 }  // namespace
 
 LaunchTurn::LaunchTurn() {
-  // A launch may itself wait for room in a stream that is a thousand launches behind, and so for a rank
-  // that wants its turn.
+  // A launch may itself wait for room in a stream that is a thousand launches behind, and so for a
+  // rank that wants its turn.
   constexpr std::chrono::milliseconds kPatience{100};
   std::timed_mutex& mutex = launch_mutex(current_device());
   if (mutex.try_lock_for(kPatience)) held_ = &mutex;
