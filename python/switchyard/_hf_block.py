@@ -114,6 +114,12 @@ def _read(block: torch.nn.Module) -> Block:
             )
 
     x, ids, weights = _run(block, kind, router)
+    lowest, highest = ids.min().item(), ids.max().item()
+    if lowest < 0 or highest >= len(router):
+        raise Unsupported(
+            f"{kind} hands ids from {lowest} to {highest} to its experts, but its router has {len(router)}; "
+            "experts beside those of the router are none that a layer has"
+        )
     answers = _answers(x, ids, weights, router, router_bias, correction)
     routing = _routing_of(block, gate, kind, answers)
     sure = ~answers.ambiguous(dataclasses.asdict(routing)) & answers.weights.isfinite().all(1)

@@ -387,6 +387,19 @@ def test_constants_of_routers(name):
             assert getattr(found, field) == near, field
 
 
+def test_ids_that_the_router_does_not_have_are_refused():
+    block = make("mixtral", "Mixtral", "SparseMoeBlock")
+    forward = block.gate.forward
+
+    def more(x):
+        logits, weights, ids = forward(x)
+        return logits, weights, ids + 1
+
+    block.gate.forward = more
+    with pytest.raises(Unsupported, match="hands ids from 1 to 8 to its experts, but its router has 8"):
+        MoeLayer.from_hf(block)
+
+
 @pytest.mark.parametrize("experts,chosen", [(8, 8), (128, 6)])
 def test_other_numbers_of_experts(experts, chosen):
     """All of them chosen, and more than a token has numbers."""
