@@ -39,6 +39,9 @@ struct WorldOptions {
 // for this one in a collective call learn of it. (Over several hosts, letting go of a layer or an
 // exchange waits, at most for the deadline, until the host's other ranks have ended their calls,
 // because this rank may have to pass on what they still receive.)
+//
+// After fork() the child may let go of the world and of all that was made with it, which disturbs
+// nobody. Calls with them throw Error{kInvalidArgument} there: the child makes its own.
 class World {
  public:
   // A world of `size` ranks in this process; element r is to be used by the thread that plays rank

@@ -22,6 +22,8 @@ extern std::atomic<bool> process_is_ending;
 
 class Origin {
  public:
+  Origin() noexcept : generation_(process_generation.load(std::memory_order_relaxed)) {}
+
   bool is_here() const noexcept {
     return generation_ == process_generation.load(std::memory_order_relaxed);
   }
@@ -36,7 +38,7 @@ class Origin {
  private:
   [[noreturn]] static void refuse_inherited(const char* what);
 
-  std::uint64_t generation_ = process_generation.load(std::memory_order_relaxed);
+  std::uint64_t generation_;
 };
 
 // Whether an object is to be destroyed. Otherwise it is left behind.

@@ -36,11 +36,18 @@ class Call {
   Calls& calls_;
 };
 
+// Keeps the address of what is never destroyed, so that tools that look for leaks find it.
+void leave_behind(void* handle);
+
 // Destroys a handle. One with which another thread is in the midst of a call is left behind, as at
 // the end of a process whose threads nobody joined: Python closes what it has while they run.
 template <typename Handle>
 void destroy(Handle*& handle) {
-  if (handle != nullptr && !handle->calls.any()) delete handle;
+  if (handle != nullptr && handle->calls.any()) {
+    leave_behind(handle);
+  } else {
+    delete handle;
+  }
   handle = nullptr;
 }
 
