@@ -426,6 +426,15 @@ def _near(value: float) -> float:
     return 1.0 if abs(value - 1) < _ROUTING_ERROR else _probe._rounded(value)
 
 
+def _written(value: float) -> float:
+    """The number of few digits that somebody wrote, from one that was measured."""
+    for digits in range(1, 5):
+        short = float(f"{value:.{digits}g}")
+        if abs(short - value) <= 3e-4 * abs(value):
+            return short
+    return value
+
+
 def _constants(answers: _Answers, fields: dict[str, Any]) -> Iterator[dict[str, float]]:
     """Scales of a routing, and epsilons of its renormalisation, that fit the answers: first without an
     epsilon, which often nothing shows.
@@ -456,7 +465,7 @@ def _constants(answers: _Answers, fields: dict[str, Any]) -> Iterator[dict[str, 
         scale = (found * (plain + epsilon) / plain)[large].median()
     # Beside a much larger epsilon the sum would not count: that is no renormalisation.
     if 0 < epsilon < 4 * plain.max():
-        yield {"scale": _near(scale.item()), "renormalize_epsilon": _probe._rounded(epsilon.item())}
+        yield {"scale": _near(scale.item()), "renormalize_epsilon": _written(epsilon.item())}
 
 
 def _wrong(answers: _Answers, fields: dict[str, Any]) -> torch.Tensor:
