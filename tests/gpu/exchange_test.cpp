@@ -421,6 +421,7 @@ TEST_F(GpuExchange, IdsThatNoExpertHasAreTold) {
     test::run_threads(worlds, [&](World& world) {
       Player player(world, spec);
       player.arrays().load(batch, world.rank());
+      player.arrays().poison(player.spec(), player.own());
       player.exchange().dispatch_send(player.arrays().input(*player.stream), player.handle);
       player.stream->synchronize();
       if (world.rank() == 1) {
