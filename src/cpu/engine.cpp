@@ -373,6 +373,7 @@ void Engine::convert_router() {
 void Engine::refresh(void* stream) {
   require_no_stream(stream);
   if (!router_f32_.empty()) convert_router();
+  layer_.files.require_whole();
 }
 
 void Engine::place_experts(const ExpertPlacement& placement) {

@@ -284,9 +284,9 @@ TEST(GroupedGemmRefusals, Outputs) {
                  g.output.index = g.index;
                }),
                kInvalid, "row 1 twice");
-  EXPECT_ERROR(run([](Good& g) { g.output.weights = g.index; }), kType, "row weights is i32");
+  EXPECT_ERROR(run([](Good& g) { g.output.weights = g.index; }), kType, "row_weights is i32");
   EXPECT_ERROR(run([](Good& g) { g.output.weights = SlotView(g.bias).first(5); }), kShape,
-               "row weights has 5 entries", "need 6");
+               "row_weights has 5 entries", "need 6");
 }
 
 TEST(GroupedGemmRefusals, Products) {
