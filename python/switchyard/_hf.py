@@ -401,12 +401,28 @@ def _run(
     if weights.dtype not in (torch.float32, torch.bfloat16):
         weights = weights.float()
     if torch.compiler.is_compiling():
-        return _compiled(module, x, ids, weights, find, patched)
+        return (_compiled if _IN_GRAPHS else _between_graphs)(module, x, ids, weights, find, patched)
+    return _run_now(module, x, ids, weights, find, patched)
+
+
+def _run_now(
+    module: torch.nn.Module,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    find: _Finder,
+    patched: object,
+) -> torch.Tensor:
     made = _layer_of(module, x.shape[0], ids.shape[1], find, patched)
     return made.layer(x, ids, weights)
 
 
 # --------------------------------------------------------------------------------- compiled code
+
+# In torch 2.11 no module can be the argument of a function whose result is a constant of the graph; in
+# 2.15 it can.
+_IN_GRAPHS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+_between_graphs = torch.compiler.disable(_run_now)
 
 _operator = torch.library.Library("switchyard", "FRAGMENT")
 # parameters: the module's, so that the output depends on them; empty where no gradient is wanted.
