@@ -33,10 +33,32 @@ template <typename T>
 Array input(const char* name, std::vector<T>& values) {
   return {name, reinterpret_cast<std::byte*>(values.data()), values.size() * sizeof(T), {}};
 }
-Array input(const char* name, Matrix& m) {
+// A matrix with as much memory behind it.
+class Roomy {
+ public:
+  Roomy(std::int64_t rows, std::int64_t cols, DType dtype)
+      : memory_(rows + kRoom, cols, dtype), rows_(rows) {}
+  static Roomy random(std::int64_t rows, std::int64_t cols, DType dtype, std::uint64_t seed) {
+    Roomy made(rows, cols, dtype);
+    made.memory_ = Matrix::random(rows + kRoom, cols, dtype, seed);
+    return made;
+  }
+  MatrixView view() const { return memory_.rows_from(0, rows_); }
+
+ private:
+  static constexpr std::int64_t kRoom = 2048;
+  Matrix memory_;
+  std::int64_t rows_;
+};
+template <typename M>
+concept HasView = requires(const M& m) {
+  m.view();
+};
+Array input(const char* name, const HasView auto& m) {
+  const MatrixView view = m.view();
   return {name,
-          static_cast<std::byte*>(const_cast<void*>(m.view().data)),
-          static_cast<std::size_t>(m.rows() * m.view().cols) * size_of(m.dtype()),
+          static_cast<std::byte*>(const_cast<void*>(view.data)),
+          static_cast<std::size_t>(view.rows * view.cols) * size_of(view.dtype),
           {}};
 }
 template <typename T>
@@ -53,7 +75,7 @@ Array output(const char* name, std::vector<T>& values, std::span<T>& span) {
   array.put = [&span](std::byte* to) { span = {reinterpret_cast<T*>(to), span.size()}; };
   return array;
 }
-Array output(const char* name, Matrix& m, void*& pointer) {
+Array output(const char* name, const HasView auto& m, void*& pointer) {
   Array array = input(name, m);
   pointer = array.data;
   array.put = [&pointer](std::byte* to) { pointer = to; };
@@ -85,8 +107,8 @@ TEST(OverlappingMemory, OfALayer) {
   const LayerSpec spec = spec_of(64, 32, 8, 2);
   const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {});
   MoeLayer layer(World::single(), spec, weights, {.num_threads = 1});
-  Matrix x = Matrix::random(6, 64, DType::kF32, 2), y(6, 64, DType::kF32);
-  Matrix logits = Matrix::random(6, 8, DType::kF32, 3);
+  Roomy x = Roomy::random(6, 64, DType::kF32, 2), y(6, 64, DType::kF32);
+  Roomy logits = Roomy::random(6, 8, DType::kF32, 3);
   std::vector<std::int64_t> ids{0, 1, 2, 3, 4, 5, 6, 7, 0, 2, 1, 3};
   std::vector<float> factors(12, 0.5f), factors_out(12);
   std::vector<std::int32_t> ids_out(12);
@@ -139,8 +161,8 @@ TEST(OverlappingMemory, HalvesOfOneArrayAreNone) {
 }
 
 TEST(OverlappingMemory, OfAGroupedGemm) {
-  Matrix w = Matrix::random(3 * 8, 4, DType::kF32, 1), x = Matrix::random(6, 4, DType::kF32, 2),
-         y(6, 4, DType::kF32), products(6, 8, DType::kF32);
+  Matrix w = Matrix::random(3 * 8, 4, DType::kF32, 1);
+  Roomy x = Roomy::random(6, 4, DType::kF32, 2), y(6, 4, DType::kF32), products(6, 8, DType::kF32);
   std::vector<std::int32_t> ends{2, 2, 6}, index{5, 4, 3, 2, 1, 0}, out_index = index;
   std::vector<float> factors(6, 1.0f);
   keep_apart(ends, index, out_index, factors);
@@ -171,7 +193,7 @@ TEST(OverlappingMemory, OfAGroupedGemm) {
 }
 
 TEST(OverlappingMemory, OfUnpermute) {
-  Matrix rows = Matrix::random(8, 16, DType::kF32, 1), y(4, 16, DType::kF32);
+  Roomy rows = Roomy::random(8, 16, DType::kF32, 1), y(4, 16, DType::kF32);
   std::vector<std::int32_t> positions{0, 1, 2, 3, 4, 5, 6, 7};
   std::vector<float> factors(8, 0.5f);
   keep_apart(positions, factors);
@@ -195,7 +217,7 @@ TEST(OverlappingMemory, OfAnExchange) {
     Exchange exchange(World::single(), spec, {.num_threads = 1});
     ExchangeHandle handle = exchange.make_handle();
     ExchangeArrays got(exchange.spec(), exchange.own_places(), exchange.rows_needed());
-    Matrix x = Matrix::random(6, 64, DType::kF32, 2), y(6, 64, DType::kF32);
+    Roomy x = Roomy::random(6, 64, DType::kF32, 2), y(6, 64, DType::kF32);
     std::vector<std::int64_t> ids{0, 1, 2, 3, 0, 1, 2, 3, 0, 2, 1, 3};
     std::vector<float> factors(12, 0.5f);
     std::vector<std::int32_t> num_rows(1);
@@ -225,7 +247,7 @@ TEST(OverlappingMemory, OfAnExchange) {
       array.put(array.data);
     }
     exchange.dispatch_recv(out, handle);
-    Matrix results = Matrix::random(got.capacity, 64, DType::kF32, 4);
+    Roomy results = Roomy::random(got.capacity, 64, DType::kF32, 4);
     CombineOutput sums;
     const Array result = output("out", y, sums.data);
     sums.dtype = DType::kF32;
