@@ -103,6 +103,8 @@ class Handle(Owned):
         super().__init__(handle, _abi.library.sy_layer_destroy, lock=handle.lock)
         self._call = _abi.Forward(out_scale=1.0)
         self._call_address = ctypes.addressof(self._call)
+        # Whether _call is in use: a signal's handler may make a call in the midst of one.
+        self._in_call = False
         self._seen: Any = None
         self._fast: Any = None
         info = _abi.LayerInfo()
@@ -256,40 +258,62 @@ class Handle(Owned):
     ) -> None:
         """One pass of arrays of any kind."""
         with self._lock:
-            call = self._call
-            self._seen = self._fast = None
-            keep = []
+            if self._in_call:
+                call = _abi.Forward(out_scale=1.0)
+                self._run_with(call, x, topk_ids, topk_weights, out, x_scale, accumulate, scale, more)
+                return
+            self._in_call = True
+            try:
+                self._seen = self._fast = None
+                self._run_with(
+                    self._call, x, topk_ids, topk_weights, out, x_scale, accumulate, scale, more
+                )
+            finally:
+                self._in_call = False
 
-            def put(name: str, array: Any, write: bool = False) -> None:
-                if array is None:
-                    getattr(call, name).ndim = 0
-                    return
-                tensor, kept = _arrays.describe(name, array, write=write)
-                setattr(call, name, tensor)
-                keep.append(kept)
+    def _run_with(
+        self,
+        call: _abi.Forward,
+        x: Any,
+        topk_ids: Any,
+        topk_weights: Any,
+        out: Any,
+        x_scale: Any,
+        accumulate: bool,
+        scale: float,
+        more: dict[str, Any],
+    ) -> None:
+        keep = []
 
-            self._open()
-            self._see_changes(x)
-            put("x", x)
-            self._require_columns(_arrays.shape_of(call.x))
-            if x_scale is not None:
-                self._require_scales(call.x)
-            put("topk_ids", topk_ids)
-            put("topk_weights", topk_weights)
-            put("out", out, True)
-            put("x_scale", x_scale)
-            for name in ("logits", "token_ids"):
-                put(name, more.get(name))
-            written = [array for array in (more.get("ids_out"), more.get("weights_out")) if array is not None]
-            for name in ("ids_out", "weights_out"):
-                put(name, more.get(name), True)
-            call.accumulate = _abi.flag("accumulate", accumulate)
-            call.out_scale = scale
-            call.stream = self._stream(x)
-            if _forward(self._handle, self._call_address):
-                raise_last()
-            _arrays.wrote(out, *written)
-            del keep
+        def put(name: str, array: Any, write: bool = False) -> None:
+            if array is None:
+                getattr(call, name).ndim = 0
+                return
+            tensor, kept = _arrays.describe(name, array, write=write)
+            setattr(call, name, tensor)
+            keep.append(kept)
+
+        self._open()
+        self._see_changes(x)
+        put("x", x)
+        self._require_columns(_arrays.shape_of(call.x))
+        if x_scale is not None:
+            self._require_scales(call.x)
+        put("topk_ids", topk_ids)
+        put("topk_weights", topk_weights)
+        put("out", out, True)
+        put("x_scale", x_scale)
+        for name in ("logits", "token_ids"):
+            put(name, more.get(name))
+        for name in ("ids_out", "weights_out"):
+            put(name, more.get(name), True)
+        call.accumulate = _abi.flag("accumulate", accumulate)
+        call.out_scale = scale
+        call.stream = self._stream(x)
+        if _forward(self._handle, ctypes.addressof(call)):
+            raise_last()
+        _arrays.wrote(out, more.get("ids_out"), more.get("weights_out"))
+        del keep
 
     def _require_columns(self, shape: Sequence[int]) -> None:
         """Or else an `out` that was made like x would be blamed."""
@@ -327,40 +351,52 @@ class Handle(Owned):
             out.device,
         )
         with self._lock:
-            if seen != self._seen:
+            if self._in_call:
                 self._run(x, topk_ids, topk_weights, out)
-                call = self._call
-                self._seen = seen
-                self._slots = (call.x, call.topk_ids, call.topk_weights, call.out)
-                tensors = (x, topk_ids, topk_weights, out)
-                alike = out.shape == x.shape and out.dtype == x.dtype
-                together = all(t.device == x.device and t.is_contiguous() for t in tensors)
-                if alike and together and topk_weights.shape == topk_ids.shape:
-                    self._fast = (
-                        x.shape,
-                        x.dtype,
-                        x.device,
-                        topk_ids.shape,
-                        topk_ids.dtype,
-                        topk_weights.dtype,
-                        self._slots,
-                        self._handle,
-                        self._call_address,
-                        x.device.index if x.device.type == "cuda" else None,
-                    )
                 return
-            self._see_changes(x)
-            a, b, c, d = self._slots
-            a.data = x.data_ptr()
-            b.data = topk_ids.data_ptr()
-            c.data = topk_weights.data_ptr()
-            d.data = out.data_ptr()
-            if self.backend == "cuda":
-                self._call.stream = _arrays.current_stream(x)
-            if _forward(self._handle, self._call_address):
-                self._open()
-                raise_last()
+            self._in_call = True
+            try:
+                if seen != self._seen:
+                    self._seen = self._fast = None
+                    self._run_with(self._call, x, topk_ids, topk_weights, out, None, False, 1.0, {})
+                    self._remember(seen, x, topk_ids, topk_weights, out)
+                    return
+                self._see_changes(x)
+                a, b, c, d = self._slots
+                a.data = x.data_ptr()
+                b.data = topk_ids.data_ptr()
+                c.data = topk_weights.data_ptr()
+                d.data = out.data_ptr()
+                if self.backend == "cuda":
+                    self._call.stream = _arrays.current_stream(x)
+                if _forward(self._handle, self._call_address):
+                    self._open()
+                    raise_last()
+            finally:
+                self._in_call = False
         _increment_version((out,))
+
+    def _remember(self, seen: Any, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> None:
+        """That _call describes tensors that look like these."""
+        call = self._call
+        self._seen = seen
+        self._slots = (call.x, call.topk_ids, call.topk_weights, call.out)
+        tensors = (x, topk_ids, topk_weights, out)
+        alike = out.shape == x.shape and out.dtype == x.dtype
+        together = all(t.device == x.device and t.is_contiguous() for t in tensors)
+        if alike and together and topk_weights.shape == topk_ids.shape:
+            self._fast = (
+                x.shape,
+                x.dtype,
+                x.device,
+                topk_ids.shape,
+                topk_ids.dtype,
+                topk_weights.dtype,
+                self._slots,
+                self._handle,
+                self._call_address,
+                x.device.index if x.device.type == "cuda" else None,
+            )
 
 
 def layer_of(number: int) -> Handle:
@@ -710,50 +746,56 @@ class Experts(Handle):
     def _call_again(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:
         """A pass of tensors that look like those of the pass before; None if they do not."""
         with self._lock:
-            if self._fast is None:
+            if self._in_call:
                 return None
-            shape, dtype, device, ids_shape, ids_dtype, w_dtype, slots, handle, call, cuda = self._fast
-            if not (
-                x.shape == shape
-                and x.dtype is dtype
-                and x.device == device
-                and x.is_contiguous()
-                and topk_ids.shape == ids_shape
-                and topk_ids.dtype is ids_dtype
-                and topk_ids.device == device
-                and topk_ids.is_contiguous()
-                and topk_weights.shape == ids_shape
-                and topk_weights.dtype is w_dtype
-                and topk_weights.device == device
-                and topk_weights.is_contiguous()
-            ):
-                return None
-            if out is None:
-                result = _empty_like(x)
-            elif (
-                type(out) is _Tensor
-                and out.shape == shape
-                and out.dtype is dtype
-                and out.device == device
-                and out.is_contiguous()
-            ):
-                result = out
-            else:
-                return None
-            for tensor, address, _ in self._places:
-                if tensor.data_ptr() != address:
+            self._in_call = True
+            try:
+                if self._fast is None:
+                    return None
+                shape, dtype, device, ids_shape, ids_dtype, w_dtype, slots, handle, call, cuda = self._fast
+                if not (
+                    x.shape == shape
+                    and x.dtype is dtype
+                    and x.device == device
+                    and x.is_contiguous()
+                    and topk_ids.shape == ids_shape
+                    and topk_ids.dtype is ids_dtype
+                    and topk_ids.device == device
+                    and topk_ids.is_contiguous()
+                    and topk_weights.shape == ids_shape
+                    and topk_weights.dtype is w_dtype
+                    and topk_weights.device == device
+                    and topk_weights.is_contiguous()
+                ):
+                    return None
+                if out is None:
+                    result = _empty_like(x)
+                elif (
+                    type(out) is _Tensor
+                    and out.shape == shape
+                    and out.dtype is dtype
+                    and out.device == device
+                    and out.is_contiguous()
+                ):
+                    result = out
+                else:
+                    return None
+                for tensor, address, _ in self._places:
+                    if tensor.data_ptr() != address:
+                        self._see_changes(x)
+                if self._watched:
                     self._see_changes(x)
-            if self._watched:
-                self._see_changes(x)
-            a, b, c, d = slots
-            a.data = x.data_ptr()
-            b.data = topk_ids.data_ptr()
-            c.data = topk_weights.data_ptr()
-            d.data = result.data_ptr()
-            if cuda is not None:
-                self._call.stream = _raw_stream(cuda)
-            if _forward(handle, call):
-                raise_last()
+                a, b, c, d = slots
+                a.data = x.data_ptr()
+                b.data = topk_ids.data_ptr()
+                c.data = topk_weights.data_ptr()
+                d.data = result.data_ptr()
+                if cuda is not None:
+                    self._call.stream = _raw_stream(cuda)
+                if _forward(handle, call):
+                    raise_last()
+            finally:
+                self._in_call = False
         if out is not None:
             _increment_version((out,))
         return result
