@@ -578,6 +578,15 @@ class Experts(Handle):
                     "num_experts how many experts all ranks have together"
                 )
             num_experts = count
+        num_experts = _abi.integer("num_experts", num_experts, 1, 2**31 - 1)
+        places = num_experts if placement is None else len(placement)
+        own = len(world.own_experts(places))
+        if count not in (own, places):
+            raise ShapeMismatch(
+                f"w13 has {count} experts; pass this rank's {own}, or all {places} of "
+                f"{'num_experts' if placement is None else 'placement'}"
+            )
+        compute_code = _compute(compute, weights.down.weight.dtype)
         _put_placement(weights, placement)
         if correction_bias is not None:
             if routing is None:
@@ -608,7 +617,7 @@ class Experts(Handle):
             num_threads=num_threads,
             device=(weights.down.weight.device_id if device is None else device) if cuda else -1,
             reserved_sms=reserved_sms,
-            compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
+            compute=compute_code,
             trace=_abi.flag("trace", trace),
             bad_ids=int(bad_ids == "skip"),
             large_ids_are_none=_abi.flag("large_ids_are_none", large_ids_are_none),
@@ -630,6 +639,8 @@ class Experts(Handle):
         self.transposed = transposed
         self.routing = routing
         self._block = block
+        self._sizes = sizes
+        self._has_biases = w13_bias is not None
         # What can be asked for a gradient.
         self._parameters: Iterable[Any] = keep.tensors
         if self._parameters:
@@ -927,7 +938,12 @@ class Experts(Handle):
         ShapeMismatch, DTypeMismatch, MissingTensor, InvalidArgument, SpecMismatch
             The layer is then as it was.
         """
-        weights, _, keep = _weights(
+        for name, bias in (("w13_bias", w13_bias), ("w2_bias", w2_bias)):
+            if self._has_biases and bias is None:
+                raise MissingTensor(f"the layer was made with biases; pass {name}, too")
+            if not self._has_biases and bias is not None:
+                raise ShapeMismatch(f"{name} is given, but the layer was made without; leave it None")
+        weights, sizes, keep = _weights(
             w13,
             w2,
             self.activation,
@@ -939,6 +955,12 @@ class Experts(Handle):
             w13_bias,
             w2_bias,
         )
+        if sizes != self._sizes:
+            raise ShapeMismatch(
+                "w13 and w2 make {} experts with I {} and H {}; the layer was made of {}, {} and {}".format(
+                    *sizes, *self._sizes
+                )
+            )
         _put_placement(weights, placement)
         with self._lock:
             check(_abi.library.sy_layer_rebind(self._open(), byref(weights)))
@@ -1045,6 +1067,20 @@ def _weights(
         if w13_scale is not None:
             _put_part_of_scale(matrices, whole, start, intermediate, step)
     return weights, (count, intermediate, hidden), keep
+
+
+def _compute(compute: Any, weights: int) -> int:
+    """The code of the type to compute in; none: by the weights' type."""
+    if compute is None:
+        return _abi.NONE
+    code = _arrays.dtype_code(compute)
+    if code not in (_abi.BF16, _abi.F32, _abi.F8_E4M3):
+        raise InvalidArgument(f"compute is {compute!r}; use 'bf16', 'f32' or 'f8_e4m3'")
+    if code == _abi.F8_E4M3 and weights != _abi.F8_E4M3:
+        raise InvalidArgument(
+            f"compute is {compute!r}, but w2 is {_abi.DTYPE_NAMES[weights]}; use 'bf16' or 'f32', or FP8 weights"
+        )
+    return code
 
 
 def _put_placement(weights: _abi.LayerWeights, placement: Sequence[int] | None) -> None:

@@ -513,3 +513,19 @@ def test_a_read_only_map_is_not_written(tmp_path):
     with pytest.raises(switchyard.InvalidArgument, match="out is read-only"):
         layer(**CALL, out=rows)
     assert path.read_bytes() == bytes(4 * T * H)
+
+
+def test_rebind_takes_what_the_layer_was_made_of():
+    given = tensors(WEIGHTS | BIASES)
+    with_biases = Experts(**given, top_k=K, max_tokens=T)
+    plain = Experts(given["w13"], given["w2"], top_k=K, max_tokens=T)
+    before = call(with_biases), call(plain)
+    with pytest.raises(switchyard.MissingTensor, match="made with biases; pass w13_bias"):
+        with_biases.rebind(given["w13"], given["w2"])
+    with pytest.raises(switchyard.ShapeMismatch, match="w13_bias is given.*without"):
+        plain.rebind(**given)
+    with pytest.raises(switchyard.ShapeMismatch, match="make 2 experts .* made of 4"):
+        plain.rebind(given["w13"][:2], given["w2"][:2])
+    assert torch.equal(call(with_biases), before[0]) and torch.equal(call(plain), before[1])
+    with pytest.raises(switchyard.ShapeMismatch, match="w13 has 3 experts; pass this rank's 4"):
+        Experts(given["w13"][:3], given["w2"][:3], num_experts=4, top_k=K)
