@@ -78,12 +78,14 @@ def number(name: str, value: Any) -> float:
     refuse(f"{name} is {value!r}; use a number")
 
 
+def is_flag(value: object) -> bool:
+    """Whether a value is a bool, of Python or numpy."""
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
+
+
 def flag(name: str, value: Any) -> int:
     """1 or 0 of a truth value, which a text or a count is not."""
-    if value is True or value is False:
-        return int(value)
-    # numpy has booleans of its own.
-    if type(value).__name__ in ("bool", "bool_"):
+    if is_flag(value):
         return int(bool(value))
     refuse(f"{name} is {value!r}; use True or False")
 

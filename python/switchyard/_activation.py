@@ -7,14 +7,10 @@ import math
 import numbers
 
 from . import _abi
+from ._abi import is_flag
 from .errors import InvalidArgument
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
-
-
-def is_flag(value: object) -> bool:
-    """Whether a value is a bool, of Python or numpy."""
-    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
 
 
 def is_real(value: object) -> bool:

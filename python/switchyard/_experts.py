@@ -25,7 +25,7 @@ from .errors import (
     raise_last,
 )
 from ._arrays import Kept
-from ._handle import Owned, in_child, read_json
+from ._handle import Reader, in_child, read_json
 from ._routing import Routing
 from ._workspace import Workspace, choose_memory, creating, world_of
 from ._world import World, checked_world
@@ -92,12 +92,12 @@ class Stats:
 _by_number: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 
 
-class Handle(Owned):
+class Handle(Reader):
     """A layer of the library: what `Experts` and `MoeLayer` have in common."""
 
     _noun = "layer"
-    # Whether it looks for changes of its arrays before each pass. Who is told of changes may turn it off.
-    _watches = True
+    _remedy = "rebind() the layer, or make another"
+    _lay_out = staticmethod(_abi.library.sy_layer_refresh)
 
     def __init__(self, handle: _abi.LayerHandle, keep: Kept | None) -> None:
         super().__init__(handle, _abi.library.sy_layer_destroy, lock=handle.lock)
@@ -128,41 +128,11 @@ class Handle(Owned):
         """Give memory and threads back, after the pass under way. May be called again."""
         with self._lock:
             super().close()
-            self._keep = None
-            self._places = []
             self._seen = self._fast = None
-
-    def _set_keep(self, keep: Kept) -> None:
-        # The library does not own what the layer reads.
-        self._keep: Kept | None = keep
-        self._places = keep.places
-        self._watched = self._watches and keep.watched and (self._copies or keep.repeats)
 
     def _inherit(self) -> None:
         super()._inherit()
         self._seen = self._fast = None
-
-    def _see_changes(self, x: Any) -> None:
-        """Before a pass: of arrays that were given, some have other memory, or some may have changed."""
-        keep = self._keep
-        if keep is None:
-            self._open()
-            return
-        for tensor, address, _ in self._places:
-            if tensor.data_ptr() != address:
-                keep.refuse_moved("layer", "rebind() the layer, or make another")
-        if self._watched and keep.changed():
-            keep.refresh()
-            check(_abi.library.sy_layer_refresh(self._open(), self._stream(x)))
-
-    def _forget_arrays(self) -> None:
-        """For the cache, whose key has the arrays' places."""
-        if self._keep is not None:
-            self._keep.forget_arrays()
-            self._set_keep(self._keep)
-
-    def _stream(self, x: Any) -> int | None:
-        return _arrays.current_stream(x) if self.backend == "cuda" else None
 
     def check(self) -> None:
         """Raise what a pass that has ended failed with. On GPUs it waits for nothing.
@@ -175,32 +145,6 @@ class Handle(Owned):
         """
         with self._lock:
             check(_abi.library.sy_layer_check(self._open()))
-
-    def refresh(self, stream: int | None = None) -> None:
-        """Lay out anew what the library copied of the arrays: biases and scales, on CPUs scales that are
-        not float32 with contiguous rows.
-
-        The next call does so by itself where torch counts in-place changes. Call `refresh` after you
-        changed a copied array through ``.data`` or by a kernel of your own, and for replays of graphs.
-
-        Parameters
-        ----------
-        stream : int, optional
-            On GPUs, a cudaStream_t. None: torch's current one of the layer's device.
-
-        Raises
-        ------
-        Unsupported
-            On GPUs, where all weights were copied from host memory.
-        """
-        with self._lock:
-            handle = self._open()
-            if self._keep is not None:
-                self._keep.refresh()
-                self._keep.changed()
-            if stream is None and self.backend == "cuda" and _torch_module is not None:
-                stream = _torch_module.cuda.current_stream(self.device).cuda_stream
-            check(_abi.library.sy_layer_refresh(handle, stream))
 
     def stats(self) -> Stats:
         """Of the last pass. On GPUs it waits for the device."""

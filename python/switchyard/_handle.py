@@ -8,6 +8,7 @@ import ctypes
 import itertools
 import json
 import os
+import sys
 import threading
 import time
 import weakref
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator
 from ctypes import byref
 from typing import Any, NoReturn
 
+from . import _arrays
+from ._arrays import Kept
 from .errors import InvalidArgument, Unsupported, check
 
 # How long the end of the process waits for threads that are still in a call.
@@ -148,6 +151,85 @@ class Owned:
         )
 
 
+class Reader(Owned):
+    """An object that reads arrays of the caller's at each call: a layer, or an operator with weights."""
+
+    # What to do if an array has other memory by now.
+    _remedy = "make another"
+    # Whether it looks for changes of its arrays before each call. A server that is told of changes turns it
+    # off.
+    _watches = True
+    # Lays out anew what the library copied, given the handle and a stream.
+    _lay_out: Any
+    # Whether the library copied anything.
+    _copies: bool
+    backend: str
+    device: int | None
+
+    def _set_keep(self, keep: Kept) -> None:
+        # The library does not own what it reads.
+        self._keep: Kept | None = keep
+        self._places = keep.places
+        self._watched = self._watches and keep.watched and (self._copies or keep.repeats)
+
+    def _forget_arrays(self) -> None:
+        """For the cache, whose key has the arrays' places."""
+        if self._keep is not None:
+            self._keep.forget_arrays()
+            self._set_keep(self._keep)
+
+    def _see_changes(self, x: Any) -> None:
+        """Before a call: refuses arrays that have other memory by now, and lays out anew what may have
+        changed."""
+        keep = self._keep
+        if keep is None:
+            self._open()
+            return
+        for tensor, address, _ in self._places:
+            if tensor.data_ptr() != address:
+                keep.refuse_moved(self._noun, self._remedy)
+        if self._watched and keep.changed():
+            keep.refresh()
+            check(self._lay_out(self._open(), self._stream(x)))
+
+    def _stream(self, x: Any) -> int | None:
+        return _arrays.current_stream(x) if self.backend == "cuda" else None
+
+    def close(self) -> None:
+        """Give memory and threads back, after the call under way. May be called again."""
+        with self._lock:
+            super().close()
+            self._keep = None
+            self._places = []
+
+    def refresh(self, stream: int | None = None) -> None:
+        """Lay out anew what the library copied of the arrays: biases and scales, on CPUs scales that are
+        not float32 with contiguous rows.
+
+        The next call does so by itself where torch counts in-place changes. Call `refresh` after you
+        changed a copied array through ``.data`` or by a kernel of your own, and for replays of graphs.
+
+        Parameters
+        ----------
+        stream : int, optional
+            On GPUs, a cudaStream_t. None: torch's current one of the object's device.
+
+        Raises
+        ------
+        Unsupported
+            On GPUs, where all weights were copied from host memory.
+        """
+        with self._lock:
+            handle = self._open()
+            if self._keep is not None:
+                self._keep.refresh()
+                self._keep.changed()
+            torch = sys.modules.get("torch")
+            if stream is None and self.backend == "cuda" and torch is not None:
+                stream = torch.cuda.current_stream(self.device).cuda_stream
+            check(self._lay_out(handle, stream))
+
+
 def _exit() -> None:
     deadline = time.monotonic() + _EXIT_SECONDS
     for owned in sorted(_live, key=lambda owned: owned._number, reverse=True):
@@ -160,9 +242,10 @@ def _forked() -> None:
     _live.clear()
 
 
-def in_child(forget: Callable[[], None]) -> None:
+def in_child(forget: Callable[[], None]) -> Callable[[], None]:
     """Have a function called in each child of fork(), where it forgets what the parent made."""
     os.register_at_fork(after_in_child=forget)
+    return forget
 
 
 atexit.register(_exit)

@@ -13,7 +13,7 @@ from . import _abi, _arrays
 from ._activation import Activation, require_activation
 from ._arrays import Kept
 from ._experts import ORDERS, Order, find, fingerprint, put_scale, remember
-from ._handle import Owned
+from ._handle import Reader
 from .errors import DTypeMismatch, InvalidArgument, MissingTensor, ShapeMismatch, check
 
 # "packed"; ("blocked", rows of a block); ("padded", an expert's room in rows)
@@ -108,7 +108,7 @@ def _check_schedule(schedule: Any) -> None:
     raise InvalidArgument(f"schedule is {schedule!r}; use a GroupedSchedule, or None for the rules")
 
 
-class GroupedGemm(Owned):
+class GroupedGemm(Reader):
     """The products of experts with their rows: ``out[r] = activation(w[e] @ x[r] + bias[e])``.
 
     It owns and copies no weight matrix. One call at a time runs; others wait.
@@ -153,6 +153,7 @@ class GroupedGemm(Owned):
     """
 
     _noun = "operator"
+    _lay_out = staticmethod(_abi.library.sy_grouped_gemm_refresh)
 
     def __init__(
         self,
@@ -228,39 +229,10 @@ class GroupedGemm(Owned):
         self.activation = activation
         self.order: Order = order
         self.schedule = schedule
-        # The library does not own what the operator reads.
-        self._keep: Kept | None = keep
-        self._parameters = keep.tensors
+        self.device: int | None = weight.device_id if cuda else None
         self._copies = bool(info.copies)
-
-    def close(self) -> None:
-        """Give memory and threads back, after the call under way. May be called again."""
-        with self._lock:
-            super().close()
-            self._keep = None
-
-    def refresh(self, stream: int | None = None) -> None:
-        """As ``Experts.refresh``."""
-        with self._lock:
-            handle = self._open()
-            if self._keep is not None:
-                self._keep.refresh()
-                self._keep.changed()
-            check(_abi.library.sy_grouped_gemm_refresh(handle, stream))
-
-    def _see_changes(self, stream: int | None) -> None:
-        keep = self._keep
-        if keep is None:
-            return
-        if any(tensor.data_ptr() != address for tensor, address, _ in keep.places):
-            keep.refuse_moved("operator", "make another")
-        if keep.watched and (self._copies or keep.repeats) and keep.changed():
-            self.refresh(stream)
-
-    def _forget_arrays(self) -> None:
-        """For the cache, whose key has the arrays' places."""
-        if self._keep is not None:
-            self._keep.forget_arrays()
+        self._set_keep(keep)
+        self._parameters = keep.tensors
 
     def __call__(
         self,
@@ -352,11 +324,10 @@ class GroupedGemm(Owned):
         put("row_weights", row_weights)
         put("products", products, True)
         put("chosen", chosen, True)
-        if self.backend == "cuda":
-            call.stream = _arrays.current_stream(x)
+        call.stream = self._stream(x)
         with self._lock:
             handle = self._open()
-            self._see_changes(call.stream)
+            self._see_changes(x)
             check(_abi.library.sy_grouped_gemm_run(handle, byref(call)))
         _arrays.wrote(out, products, chosen)
         del keep

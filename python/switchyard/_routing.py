@@ -122,17 +122,17 @@ class Routing:
 
 
 @functools.lru_cache(64)
-def _described(fields: tuple[tuple[str, Any], ...], has_correction_bias: bool) -> _abi.Routing:
-    """Of fields of `Routing`, checked once."""
+def _described(fields: tuple[tuple[str, Any, type], ...], has_correction_bias: bool) -> _abi.Routing:
+    """Of fields of `Routing`, checked once. With their types: 1 is like True to a cache, and no flag."""
     known = {field.name for field in dataclasses.fields(Routing)}
-    for name, value in fields:
+    for name, value, _ in fields:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise InvalidArgument(
                 f"{name} is {value!r}, but a Routing has no such field{hint} (it has {', '.join(sorted(known))})"
             )
-    return Routing(**dict(fields))._to_c(has_correction_bias)
+    return Routing(**{name: value for name, value, _ in fields})._to_c(has_correction_bias)
 
 
 def _check_choice(k: Any, experts: int, routing: _abi.Routing) -> None:
@@ -194,10 +194,11 @@ def topk(
     Unsupported
         For tensors on a GPU that the library does not run on.
     """
+    fields = tuple((name, value, type(value)) for name, value in routing.items())
     try:
-        c_routing = _described(tuple(routing.items()), correction_bias is not None)
+        c_routing = _described(fields, correction_bias is not None)
     except TypeError:  # a value that cannot be hashed is none that a field can have
-        c_routing = _described.__wrapped__(tuple(routing.items()), correction_bias is not None)
+        c_routing = _described.__wrapped__(fields, correction_bias is not None)
     try:
         described, keep = _arrays.describe("logits", logits)
     except DTypeMismatch:
@@ -222,7 +223,7 @@ def topk(
     ):
         if array is None:
             continue
-        tensor, kept_too = _arrays.describe(name, array, write=array is not correction_bias)
+        tensor, kept_too = _arrays.describe(name, array, write=field != "correction_bias")
         if _arrays.shape_of(tensor) != needed:
             raise ShapeMismatch(f"{name} is {_arrays.shape_of(tensor)}; pass {needed}")
         if tensor.dtype != dtype:

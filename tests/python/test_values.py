@@ -157,3 +157,10 @@ def test_options_of_all_layers(options, message):
     with pytest.raises(InvalidArgument, match=message):
         switchyard.register_with_transformers(**options)
     assert _hf._settings.options == before
+
+
+def test_what_a_cache_takes_for_true_is_no_flag():
+    logits = torch.zeros(2, 4)
+    switchyard.topk(logits, 2, renormalize=True)
+    with pytest.raises(switchyard.InvalidArgument, match="renormalize is 1;"):
+        switchyard.topk(logits, 2, renormalize=1)
