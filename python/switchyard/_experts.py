@@ -908,7 +908,7 @@ class Experts(Handle):
         _put_placement(weights, placement)
         with self._lock:
             check(_abi.library.sy_layer_rebind(self._open(), byref(weights)))
-            # What was bound before may still be read.
+            # Passes under way may still read the arrays that were bound before.
             if self.backend == "cuda":
                 keep.keep(self._keep)
             self._set_keep(keep)
@@ -1317,7 +1317,7 @@ def remember(key: Any, made: Any, large: Sequence[Any], small: Sequence[Any]) ->
 
 
 def _forget(key: Any) -> None:
-    # Whoever is in a call of it has a reference, and it ends after that.
+    # A thread in a call of it has a reference, so it ends after that call.
     with _lock:
         found = _cache.pop(key, None)
     del found

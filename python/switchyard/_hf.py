@@ -38,7 +38,7 @@ class _Found:
     w13: Any
     w2: Any
     options: dict[str, Any]
-    # What was read of the module, by the names that it has there.
+    # The tensors that were read of the module, by their names there.
     tensors: dict[str, torch.Tensor]
     # Attributes that the activation follows from, and their values.
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -53,7 +53,7 @@ _Finder = Callable[[torch.nn.Module], _Found]
 class _Made:
     layer: Experts
     watch: Watch
-    # Of the module: the name of a child or None, the attribute there, and its value.
+    # An attribute of the module: the name of its child or None, the attribute there, and its value.
     attributes: list[tuple[str | None, str, Any]]
     # What layers have in common that work in the same memory: the model and what its size follows from.
     model: object

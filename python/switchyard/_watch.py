@@ -30,7 +30,7 @@ class Watch:
     ----------
     module : torch.nn.Module
     tensors : dict of str to Tensor
-        By the names that a refusal gives them.
+        Keys are the names that a refusal gives them.
 
     Raises
     ------

@@ -235,7 +235,7 @@ class Workspace(Owned):
             )
         # Keeps the callbacks until the handle is gone.
         super().__init__(handle, _abi.library.sy_workspace_destroy, kept=self._callbacks)
-        # Of the layers in each slot, whose passes follow one another.
+        # A lock for each slot: passes of the layers in it follow one another.
         self._slot_locks: dict[int, Any] = {}
         info = self._info()
         self.world = world

@@ -22,7 +22,7 @@
 
 namespace switchyard {
 
-// What the signal handler knows of a mapping. 0 at `begin` makes a slot free: it is written last
+// A mapping as the signal handler sees it. 0 at `begin` makes a slot free: it is written last
 // when a slot is taken, and first when it is given back, so that the handler sees a pair that
 // belongs together.
 struct MappingSlot {

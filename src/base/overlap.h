@@ -61,7 +61,7 @@ class CallArray {
   static std::int64_t bytes(DType dtype) { return static_cast<std::int64_t>(size_of(dtype)); }
   bool meets(const CallArray& other) const { return begin_ < other.end_ && other.begin_ < end_; }
   bool overlaps_itself() const { return rows_ > 1 && stride_ < row_bytes_; }
-  // Of arrays that meet: false if their rows stand between each other's.
+  // For arrays whose addresses meet: false if their rows stand between each other's.
   bool shares_bytes(const CallArray& other) const;
   bool has_gaps() const { return rows_ > 1 && stride_ > row_bytes_; }
   bool piece_shares_bytes(const CallArray& piece) const;
