@@ -31,4 +31,5 @@ write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/switchyardConfigVer
   COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/switchyardConfig.cmake
               ${CMAKE_CURRENT_BINARY_DIR}/switchyardConfigVersion.cmake
+              cmake/FindoneDNN.cmake
         DESTINATION ${package_dir})

@@ -67,7 +67,7 @@ struct ExchangeSpec {
   // Where received rows stand, and results: by this rank's experts, as in GroupedInput. An expert's
   // rows are in the order of ranks, of a rank's in the order of tokens. Padded with size 0: with
   // room for all tokens of all ranks, max_tokens * world.
-  RowLayout layout;
+  RowLayout layout{};
   CombineWeights weights = CombineWeights::kByReceiver;
   // The expert's rank sums the rows that it has of one token, in fp32 in the order of k, rounds the
   // sum to `combine`, and sends it as one row. That is at most one row for each token and rank, so
@@ -82,7 +82,7 @@ struct ExchangeSpec {
   bool pre_sum_per_host = false;
   // Which experts each rank has, if not own_experts(). Rows are then sorted by place (weights.h):
   // this rank's experts are own_experts(places, rank, ranks).
-  ExpertPlacement placement;
+  ExpertPlacement placement{};
   // Ids that are num_experts or more mean none, as kNoExpert does. Otherwise they are bad ids: see
   // DispatchInput::ids.
   bool large_ids_are_none = false;
@@ -105,7 +105,7 @@ struct ExchangeOptions {
   bool trace = false;
   // As in LayerOptions, at kPublishCounts, kDispatch, kArrived, kFinished, kCombine and kWait.
   // kCpu only.
-  std::function<void(const ProtocolStep&)> on_step;
+  std::function<void(const ProtocolStep&)> on_step{};
 };
 
 // One rank's tokens. T may differ between ranks and calls, and may be 0. With kCuda every address
@@ -114,14 +114,14 @@ struct ExchangeOptions {
 struct DispatchInput {
   // [T, H], rows contiguous (col_stride 1), of a type that ExchangeSpec::dispatch takes. FP8 with
   // scale_rows 1 and scale_cols 128.
-  MatrixView tokens;
+  MatrixView tokens{};
   // [T, K], i32 or i64: experts, distinct within a token; kNoExpert is none. Others, and an expert
   // that a token names twice, are Error{kInvalidArgument}: with kCpu before anything is sent, with
   // kCuda from a later call, and such a slot, or the later of two, is none. See
   // ExchangeSpec::large_ids_are_none.
-  SlotView ids;
+  SlotView ids{};
   // [T, K], f32 or bf16; empty: all 1.
-  SlotView weights;
+  SlotView weights{};
   // The handle's ids and weights again, for other tokens: see ExchangeHandle. `ids` and `weights`
   // are then empty.
   bool reuse = false;
@@ -130,9 +130,9 @@ struct DispatchInput {
 
 // Whose a received row is.
 struct RowOrigin {
-  std::int32_t rank;
-  std::int32_t token;  // of that rank
-  std::int32_t k;      // the slot of the token
+  std::int32_t rank{};
+  std::int32_t token{};  // of that rank
+  std::int32_t k{};      // the slot of the token
 };
 
 // Where received rows go, n of them. Each but `rows` may be null. What is no row's stays as it was:
@@ -158,7 +158,7 @@ struct DispatchOutput {
 struct CombineInput {
   // [rows, H] of ExchangeSpec::combine, rows contiguous (col_stride 1), in the layout and the order
   // of the rows that were received. Rows that are nobody's are not read.
-  MatrixView rows;
+  MatrixView rows{};
   void* stream = nullptr;  // kCuda only: a cudaStream_t
 };
 

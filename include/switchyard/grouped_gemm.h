@@ -68,7 +68,7 @@ struct GroupedGemmSpec {
   int n = 0;            // rows of a weight: the columns of the product
   int k = 0;            // its columns: those of a token
   // None: the output is the product itself. Gated: the output has n / 2 columns, and n is even.
-  std::optional<Activation> epilogue;
+  std::optional<Activation> epilogue{};
   GateOrder order = GateOrder::kGateUp;  // gated only
 
   int output_columns() const { return epilogue && epilogue->gated ? n / 2 : n; }
@@ -78,9 +78,9 @@ struct GroupedGemmWeights {
   // [E] matrices [N, K] in any strides, so also those that are stored as [K, N]; bf16, f16, f32, or
   // FP8 with scales of blocks, of rows or of the whole. One type, and scales of one form, for all
   // experts.
-  std::vector<MatrixView> matrices;
-  std::vector<VectorView> biases;     // [E] of [N], bf16, f16 or f32; or empty
-  std::shared_ptr<const void> owner;  // keeps them alive; or null
+  std::vector<MatrixView> matrices{};
+  std::vector<VectorView> biases{};     // [E] of [N], bf16, f16 or f32; or empty
+  std::shared_ptr<const void> owner{};  // keeps them alive; or null
 };
 
 struct GroupedGemmOptions {
@@ -93,8 +93,8 @@ struct GroupedGemmOptions {
   // the choice for f16 weights. x and weights of other types are rounded to it, and numbers beyond
   // its range become infinite. (With kCpu that is Error{kUnsupported}; kF32 has every number of
   // f16, and is the choice for such weights.)
-  std::optional<DType> compute;
-  GroupedSchedule schedule;  // kCuda only
+  std::optional<DType> compute{};
+  GroupedSchedule schedule{};  // kCuda only
   // kCuda only. Configurations to choose from by the rows of each expert, inside the launch: a
   // table of tuner.h for this operator's shape, compute type and GPU. It takes the place of all of
   // `schedule` but `paired`, which stay empty. What a launch fixes (pairs) the host chooses by the
@@ -102,7 +102,7 @@ struct GroupedGemmOptions {
   // choose anew. Configurations that split K are left out of calls in which the sums of the parts
   // would take more than 64 MiB. Output rows then also depend on the rows of other experts, in bits
   // that splitting K changes. Null: the rules.
-  std::shared_ptr<const tuner::Table> table;
+  std::shared_ptr<const tuner::Table> table{};
 };
 // The kernel and version of tables for this operator: "grouped_bf16", "grouped_fp8". kF16 has the
 // tables of bf16, whose code it runs with another matrix instruction of the same peak rate. The
@@ -116,14 +116,14 @@ struct GroupedInput {
   // f32, which is rounded to the compute type; or, where that is FP8, f8_e4m3 with a scale for
   // every 128 columns (scale_rows 1, scale_cols 128), used as they are. Rows that no expert has are
   // not read and may hold anything, and need not be there behind the last row that one has.
-  MatrixView x;
-  RowLayout layout;
+  MatrixView x{};
+  RowLayout layout{};
   // [E] i32 or i64: ends[e] is the number of rows of experts 0 to e together, whatever the layout.
-  SlotView ends;
+  SlotView ends{};
   // Tokens that are not gathered: [rows of the layout] i32, the row of x that each row is. Entries
   // of rows that no expert has are not read. An entry that names no row of x is refused with kCpu,
   // and stands for zeros with kCuda. Empty: x has the rows themselves.
-  SlotView index;
+  SlotView index{};
   void* stream = nullptr;  // kCuda only: a cudaStream_t
 };
 
@@ -137,13 +137,13 @@ struct GroupedOutput {
   std::int64_t row_stride = 0;  // in elements; 0: the output's columns
   std::int64_t rows = -1;       // how many there are at `data`, which `layout` and `index` are
                                 // held against; -1: enough
-  RowLayout layout;             // packed where `index` is given
+  RowLayout layout{};           // packed where `index` is given
   // [rows, in packed order] i32: instead of `layout` each row's own place in the output; -1: it is
   // not stored. No two rows may have the same.
-  SlotView index;
+  SlotView index{};
   // [rows, in packed order] f32: what each row of the output is multiplied by, before it is
   // rounded; or empty.
-  SlotView weights;
+  SlotView weights{};
   // What the activation is applied to, stored as well: [rows of `layout`, N] of the same type, its
   // columns in the order of the weights' rows, for a backward pass. Only with an epilogue, and
   // without `index`. Null: not stored.
@@ -195,11 +195,11 @@ class GroupedGemm {
 
 // The order of slots (token, k) by expert: first all of expert 0, token by token, and so on.
 struct Permutation {
-  RowLayout layout;
-  std::vector<std::int32_t> ends;    // [E]: as in GroupedInput
-  std::vector<std::int32_t> tokens;  // [rows of the layout]: whose row it is; -1: nobody's
+  RowLayout layout{};
+  std::vector<std::int32_t> ends{};    // [E]: as in GroupedInput
+  std::vector<std::int32_t> tokens{};  // [rows of the layout]: whose row it is; -1: nobody's
   // [T, K]: the slot's row in the layout; -1: it has no expert.
-  std::vector<std::int32_t> positions;
+  std::vector<std::int32_t> positions{};
 };
 // On the host. Ids are [T, K], i32 or i64; negative ones, and those of num_experts or more, are
 // none. (On a GPU no two of its arrays may overlap.) Throws Error{kInvalidArgument, kShapeMismatch,
@@ -230,7 +230,7 @@ struct DeviceStream {
 
 // Where permute() puts its results. The arrays are as in Permutation.
 struct DevicePermutation {
-  RowLayout layout;
+  RowLayout layout{};
   std::int32_t* ends = nullptr;       // [E], out
   std::int32_t* positions = nullptr;  // [T, K], out
   // [rows], out: -1 where a row is nobody's, and behind the layout's last row. `rows` is at least

@@ -42,10 +42,10 @@ struct ProtocolStep {
     kCombine,
     kWait,  // again and again while a thread waits for `peer`, perhaps for other threads of its own
   };
-  Kind kind;
-  int rank;
-  int peer;
-  std::uint64_t epoch;
+  Kind kind{};
+  int rank{};
+  int peer{};
+  std::uint64_t epoch{};
 };
 
 enum class Backend : std::uint8_t {
@@ -107,7 +107,7 @@ struct LayerOptions {
   //   scale = amax / 448,  code = f8_e4m3(x * 448 / amax),  with amax = max(2^-100, max |x|)
   // Experts' outputs are rounded to bf16. The gates see bf16. A NaN or an infinity in a group makes
   // the token's output NaN, and no other's. kBF16 and kF32 dequantise FP8 weights instead.
-  std::optional<DType> compute;
+  std::optional<DType> compute{};
   // Ids given and what is wrong with them; ranks may differ.
   BadIds bad_ids = BadIds::kRaise;
   // Ids given that are num_experts or more mean none, as kNoExpert does, and are not bad:
@@ -117,7 +117,7 @@ struct LayerOptions {
   // are then those of places; ids, routing and statistics are of experts as ever. (A rank's rows of
   // an expert go to one place. On the CPU the bits of an output may depend on how many rows share
   // it.)
-  ExpertPlacement placement;
+  ExpertPlacement placement{};
   // Of ranks on several hosts; the same on all ranks. A host's ranks sum the outputs that they have
   // for one token of another host, times their weights, in fp32 in the order of k, round the sum to
   // the outputs' type (kBF16, or kF32 where that is computed in), and send it as one row. That is
@@ -134,23 +134,23 @@ struct LayerOptions {
   // the kernel does so, which is compiled for some activations only; the other has no trace of it.
   bool trace = false;
   // kCuda only, and only with `trace`: fault injection.
-  std::optional<SlowRole> slow_role;
+  std::optional<SlowRole> slow_role{};
   // Called at every protocol step of this rank, from any of its threads. For fault injection and
   // tracing; an empty function costs one test per step. kCpu only.
-  std::function<void(const ProtocolStep&)> on_step;
+  std::function<void(const ProtocolStep&)> on_step{};
   // Keep the rows of each expert of so many last passes, for MoeLayer::recording(): in a ring of
   // recorded_steps * (16 + 4 bytes for each place of an expert), with kCuda in device memory, which
   // one warp of the kernel writes. 0: record nothing, at no cost; at most 2^20. Ranks may differ.
   int recorded_steps = 0;
   // The layer's name in its recording: "layers.3". It may be any text, or none.
-  std::string name;
+  std::string name{};
   // kCuda only, in place of `schedule`. Schedules to choose from by the tokens of each pass: a
   // table of tuner.h for this layer's shape, compute type and GPU. The host chooses, since a launch
   // fixes whether a pass is small and whether blocks go in pairs, and knows the tokens alone: by
   // Table::by_tokens, on one rank, or for rows that are balanced over the experts. A graph keeps
   // the choice that was captured. Memory has room for the schedule that needs the most. Null, and
   // passes for which the table has no choice: the rules.
-  std::shared_ptr<const tuner::Table> table;
+  std::shared_ptr<const tuner::Table> table{};
   // How long a rank waits for late ranks' counts before it computes rows that are here. Rows of
   // late ranks are computed when they come, which reads weights again. Outputs are the same bits
   // either way. At most a year; ranks may differ.
@@ -162,7 +162,7 @@ struct LayerOptions {
   //          of it. Empty: passes of 2048 tokens or more (of this rank) wait for the time that a
   //          second round costs, from 20 us on, and others for all counts; so does a patience of
   //          `deadline` or more.
-  std::optional<std::chrono::microseconds> patience;
+  std::optional<std::chrono::microseconds> patience{};
 };
 // The kernel and version of tables for layers: "layer_bf16", "layer_fp8". The version grows
 // whenever the kernel's times change.
@@ -180,19 +180,19 @@ struct ForwardInput {
   // kF8E4M3, f8_e4m3 with a scale for every 128 columns of a token (scale_rows 1, scale_cols 128),
   // which are used as they are; then topk_ids or logits must be given, and the shared expert have
   // no gate.
-  MatrixView activations;
+  MatrixView activations{};
   // Either both empty (the layer's gate routes) or both [T, K]: expert ids in i32 or i64, distinct
   // within a token, kNoExpert for none (see LayerOptions::bad_ids, large_ids_are_none); and weights
   // in f32 or bf16, applied as given. Weights of slots without an expert may be anything.
-  SlotView topk_ids;
-  SlotView topk_weights;
+  SlotView topk_ids{};
+  SlotView topk_weights{};
   // [T, num_experts], f32 or bf16, rows contiguous (col_stride 1): router logits with the router's
   // bias in them. The layer's routing makes ids and weights of them as of its own gate's, which
   // then does not run (a sigmoid-gated shared expert is weighed as ever). Empty: none. Not together
   // with topk_ids. The layer needs no router for it, but MoeWeights::correction_bias and hash_table
   // where its routing has them.
-  MatrixView logits;
-  std::span<const std::int32_t> token_ids;  // [T], hash-routed layers only
+  MatrixView logits{};
+  std::span<const std::int32_t> token_ids{};  // [T], hash-routed layers only
   // kCuda only: a cudaStream_t; null: the default stream. Ranks on one device need streams that do
   // not wait for each other, which the default stream does.
   void* stream = nullptr;
@@ -211,17 +211,17 @@ struct ForwardOutput {
   bool accumulate = false;
   // Where to put the routing that was used; each may be empty or [T, K]. Dropped slots have
   // kNoExpert.
-  std::span<std::int32_t> topk_ids;
-  std::span<float> topk_weights;
+  std::span<std::int32_t> topk_ids{};
+  std::span<float> topk_weights{};
 };
 
 struct ForwardStats {
   std::uint64_t epoch = 0;
-  std::int64_t tokens = 0;                      // of this rank
-  std::vector<std::int64_t> tokens_per_expert;  // [E], over all ranks
-  std::int64_t dropped_slots = 0;               // of this rank
-  std::int64_t bad_slots = 0;                   // of this rank, skipped; see LayerOptions::bad_ids
-  std::int64_t nan_logits = 0;                  // of this rank
+  std::int64_t tokens = 0;                        // of this rank
+  std::vector<std::int64_t> tokens_per_expert{};  // [E], over all ranks
+  std::int64_t dropped_slots = 0;                 // of this rank
+  std::int64_t bad_slots = 0;   // of this rank, skipped; see LayerOptions::bad_ids
+  std::int64_t nan_logits = 0;  // of this rank
   // Tokens of this rank with a NaN among their logits. Such an expert is never chosen, so these
   // tokens lose experts: all of them, if a NaN or an infinity among the activations is the cause.
   // Where routing is given there are no logits, and such a token's output is NaN instead.

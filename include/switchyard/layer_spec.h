@@ -85,8 +85,8 @@ struct LayerSpec {
   int intermediate = 0;  // I, rows of gate_proj / up_proj of one routed expert
   int num_experts = 0;   // E, routed experts over all ranks
   int top_k = 0;         // K, experts per token
-  Activation activation;
-  RoutingSpec routing;
+  Activation activation{};
+  RoutingSpec routing{};
   bool router_bias = false;  // logits += bias
   bool expert_bias = false;  // gate/up/down projections of routed experts have biases
   // Intermediate size of the shared expert (several are one FFN of the summed width); 0: none.

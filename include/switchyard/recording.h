@@ -24,19 +24,19 @@ struct RecordedStep {
   std::int64_t tokens = 0;  // of the rank that recorded
   // [E]: the rows of each expert, of all ranks' tokens, after slots were dropped. So every rank of
   // a world records the same, and a rank's own experts are the part own_experts() tells.
-  std::vector<std::int64_t> counts;
+  std::vector<std::int64_t> counts{};
 
   bool operator==(const RecordedStep&) const = default;
 };
 
 struct Recording {
-  std::string layer;  // LayerOptions::name
+  std::string layer{};  // LayerOptions::name
   int rank = 0, num_ranks = 1;
   int num_experts = 0, top_k = 0;
   int n = 0, k = 0;  // of an expert's first matrix, as tuner::Model has them
   // Steps that the layer recorded once and does not have any more.
   std::uint64_t overwritten = 0;
-  std::vector<RecordedStep> steps;  // the oldest first
+  std::vector<RecordedStep> steps{};  // the oldest first
 
   bool operator==(const Recording&) const = default;
 };
@@ -45,8 +45,8 @@ struct Recording {
 std::vector<double> balancedness_of(const Recording& recording);
 
 struct Recordings {
-  std::string machine;  // in words; may be empty
-  std::vector<Recording> layers;
+  std::string machine{};  // in words; may be empty
+  std::vector<Recording> layers{};
 
   bool operator==(const Recordings&) const = default;
 };

@@ -40,8 +40,8 @@ double lowest_balancedness(int num_experts, int top_k);
 // seed, lambda found by bisection; each token draws K distinct experts. The weights are uniform in
 // [0.5, 1.5] / K. Deterministic in (arguments, seed), on every platform.
 struct SyntheticRouting {
-  std::vector<std::int32_t> ids;  // [T, K]
-  std::vector<float> weights;     // [T, K]
+  std::vector<std::int32_t> ids{};  // [T, K]
+  std::vector<float> weights{};     // [T, K]
 };
 SyntheticRouting synthetic_routing(int num_tokens, int num_experts, int top_k, double beta,
                                    std::uint64_t seed);

@@ -12,22 +12,22 @@ struct Schedule {
   // routes all tokens for itself, and tasks are the smallest. 0: no pass runs it; at most
   // kMostSmallTokens. The rule: 32 tokens, and 6144 logits in bf16 or 3072 in FP8. (Passes of
   // several ranks, and those of more than 512 slots, never run it.)
-  std::optional<int> small_tokens;
+  std::optional<int> small_tokens{};
   // The fewest rows per expert, on average, at which blocks work in pairs that share a task's
   // tokens. 0: in all passes that are not small; -1: in none. The rule: 96.
-  std::optional<int> paired_rows;
+  std::optional<int> paired_rows{};
   // The second GEMM of a tile (or band of tiles) is handed out after the first GEMM of the tile
   // (band) that stands `lag` places later. At least 1. The rule: two rounds of all blocks.
-  std::optional<int> lag;
+  std::optional<int> lag{};
   // The tiles of an expert that are taken up together and share the weights they read, where
   // experts have several tiles: 1, or a power of two up to 64. The rule: the tiles of 2048 rows, if
   // a tile's first GEMM has 4096 rows of weights or more.
-  std::optional<int> band;
+  std::optional<int> band{};
   // The parts that K of the second GEMM is cut into in small passes: 1, 2 or 4. Each part is summed
   // by itself and rounded to bf16. Where K is so short that a part would have no stage of the ring
   // (64 columns in bf16, 128 in FP8), there are fewer. The rule: as many as give every block a
   // task, and no part longer than 8192 columns.
-  std::optional<int> splits;
+  std::optional<int> splits{};
 
   bool operator==(const Schedule&) const = default;
 };
@@ -37,21 +37,21 @@ struct GroupedSchedule {
   // The most token rows of a tile: a multiple of 16, up to 256 in bf16; 64 or 128 in FP8. An
   // expert's rows are cut into tiles of about the same height. The rule: 256 in bf16. In FP8 128,
   // or 64 where blocks stand alone and all tasks then find a block at once.
-  std::optional<int> tile_rows;
+  std::optional<int> tile_rows{};
   // The most stages of 64 columns (bf16) of a tile's weights and tokens that a block has in shared
   // memory at a time: 2 to 12. Fewer if they do not fit: 4 of tiles of 256 rows. Not in FP8, where
   // there are always 4. The rule: 12.
-  std::optional<int> stages;
+  std::optional<int> stages{};
   // Whether blocks work in pairs, on twice the weight rows of one tile (or, in FP8, on two tiles),
   // and load tokens once for both. The rule: from 96 rows per expert on, on average.
-  std::optional<bool> paired;
+  std::optional<bool> paired{};
   // The tiles of an expert that are multiplied with one block of weight rows before the next block
   // has its turn: 1 or more. The rule: all of them.
-  std::optional<int> band;
+  std::optional<int> band{};
   // The parts that K is cut into: 1, 2, 4 or 8; fewer if a part would have no stage. They are
   // summed in fp32, in their order. Tiles in bf16 then have at most 64 rows, and calls need
   // memory for splits x rows x N sums, which the operator keeps. The rule: 1.
-  std::optional<int> splits;
+  std::optional<int> splits{};
 
   bool operator==(const GroupedSchedule&) const = default;
 };

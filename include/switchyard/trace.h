@@ -51,8 +51,8 @@ enum class TraceWait : std::uint8_t {
 };
 
 struct TraceEvent {
-  TraceKind kind;
-  TraceRole role;
+  TraceKind kind{};
+  TraceRole role{};
   TraceWait wait = TraceWait::kNothing;
   std::int32_t unit = 0;  // the block (CUDA, one per SM) or the thread (CPU)
   // Nanoseconds on the host's steady clock, on all ranks of one host. The role was free at
@@ -77,7 +77,7 @@ struct PassTrace {
   std::uint64_t epoch = 0;
   // Events lost for lack of room; with kCuda lost stamps, counted since the previous trace.
   std::int64_t dropped = 0;
-  std::vector<TraceEvent> events;
+  std::vector<TraceEvent> events{};
 };
 
 // The values' names: "pass", "scheduler", ...; "gate", "route", ...; "nothing", "task", ...

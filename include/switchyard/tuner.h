@@ -52,7 +52,7 @@ std::vector<std::int64_t> draw_counts(Generator generator, int tokens, int num_e
 
 // A layer's shape, as the cost model and the regions see it.
 struct Model {
-  std::string name;
+  std::string name{};
   int num_experts = 0, top_k = 0;
   int n = 0, k = 0;     // of an expert's first matrix: N rows (gate and up together), K columns
   bool unseen = false;  // nothing was developed on this model; results tell it apart
@@ -62,7 +62,7 @@ struct Model {
 
 // A way to run a kernel.
 struct Configuration {
-  std::string name;  // no two of a kernel are equal
+  std::string name{};  // no two of a kernel are equal
   // A task is the product of up to `token_rows` tokens of an expert with `weight_rows` rows of its
   // matrix, over 1 / `splits` of its columns.
   int token_rows = 1;   // RaMP's bm
@@ -73,7 +73,7 @@ struct Configuration {
   // The configuration stands for the kernel's own rule. It is timed as a baseline and never chosen.
   bool is_rule = false;
   // What the kernel makes of it, by name. The tuner only keeps these.
-  std::vector<std::pair<std::string, std::int64_t>> values;
+  std::vector<std::pair<std::string, std::int64_t>> values{};
 
   bool operator==(const Configuration&) const = default;
 };
@@ -93,16 +93,16 @@ using Timer = std::function<Timing(const Model& model, std::size_t configuration
                                    std::span<const std::int64_t> counts)>;
 
 struct Kernel {
-  std::string name;
+  std::string name{};
   std::int64_t version = 1;  // to be increased with every change that changes times
-  std::vector<Configuration> configurations;
-  Timer time;
+  std::vector<Configuration> configurations{};
+  Timer time{};
 };
 
 // Where a kernel runs.
 struct Device {
-  std::string machine;  // in words, with what times depend on: "NVIDIA H200, 132 SMs, CUDA 13.0"
-  int num_sms = 0;      // blocks that run at the same time
+  std::string machine{};  // in words, with what times depend on: "NVIDIA H200, 132 SMs, CUDA 13.0"
+  int num_sms = 0;        // blocks that run at the same time
   std::uint64_t l2_bytes = 0;  // 0: unknown
 
   bool operator==(const Device&) const = default;
@@ -131,7 +131,7 @@ class MismatchError : public Error {
 // What is to be timed: a grid to fit on, and a grid to judge the fit by. Points of the second grid
 // that are not in the first are held out.
 struct Plan {
-  std::vector<Model> models;
+  std::vector<Model> models{};
   std::vector<int> tokens{8, 32, 128, 256, 512};
   std::vector<double> betas{0.35, 0.5, 0.65, 0.9, 1};
   std::vector<int> test_tokens{16, 32, 64, 128, 256, 1024};
@@ -142,9 +142,9 @@ struct Plan {
   // are fitted on. Their beta is their own.
   struct Recorded {
     std::size_t model = 0;  // index in `models`
-    std::vector<std::int64_t> counts;
+    std::vector<std::int64_t> counts{};
   };
-  std::vector<Recorded> recorded;
+  std::vector<Recorded> recorded{};
 };
 // Adds histograms of recorded layers to every model of the plan, whose experts and top_k they must
 // have: at most so many for a model, evenly over all different ones. Throws Error{kInvalidArgument}
@@ -162,23 +162,23 @@ struct Point {
   double beta_reached = 0;  // of `counts`
   bool fit = false;         // in the grid to fit on
   bool test = false;        // in the grid to judge by; held out unless it is in both
-  std::vector<std::int64_t> counts;
-  std::vector<double> times_us;    // [configurations]; kNotTimed, kUnsupported, kPruned, above 0
-  std::vector<double> variations;  // [configurations]; 0 without a time
+  std::vector<std::int64_t> counts{};
+  std::vector<double> times_us{};    // [configurations]; kNotTimed, kUnsupported, kPruned, above 0
+  std::vector<double> variations{};  // [configurations]; 0 without a time
 
   bool held_out() const { return !fit; }
   bool operator==(const Point&) const = default;
 };
 
 struct Profile {
-  std::string kernel;
+  std::string kernel{};
   std::int64_t version = 0;
-  Device device;
+  Device device{};
   Generator generator = Generator::kDistinct;
   std::uint64_t seed = 0;
-  std::vector<Configuration> configurations;
-  std::vector<Model> models;
-  std::vector<Point> points;  // a model's stand together: first those to fit on
+  std::vector<Configuration> configurations{};
+  std::vector<Model> models{};
+  std::vector<Point> points{};  // a model's stand together: first those to fit on
 
   bool operator==(const Profile&) const = default;
 };
@@ -201,7 +201,7 @@ struct Progress {
 
 struct MeasureOptions {
   // Where the profile is kept, whole at any time: after each point, and at the end. Empty: nowhere.
-  std::filesystem::path file;
+  std::filesystem::path file{};
   // No timing begins after so many seconds.
   double budget_seconds = std::numeric_limits<double>::infinity();
   // Leaves out configurations that are slower than the best by more than this share (0.25 is 25 %)
@@ -211,9 +211,9 @@ struct MeasureOptions {
   // kernel's rule and, of those with and without each feature that a Prediction is about, the best
   // at each pilot. Of what is kept, fit() leaves out what is slower than the best by more than 25 %
   // at every point to fit on.
-  std::optional<double> prune;
-  std::function<void(const Progress&)> progress;  // before each timing, and at the end
-  std::function<double()> clock;                  // seconds; empty: the steady clock
+  std::optional<double> prune{};
+  std::function<void(const Progress&)> progress{};  // before each timing, and at the end
+  std::function<double()> clock{};                  // seconds; empty: the steady clock
 };
 // How many configurations of a model are pruned.
 std::size_t num_pruned(const Profile& profile, std::size_t model);
@@ -277,13 +277,13 @@ struct Coefficients {
 };
 
 struct Fit {
-  std::string kernel;
+  std::string kernel{};
   std::int64_t version = 0;
-  Device device;
-  FitOptions options;
-  std::vector<Configuration> configurations;
-  std::vector<Model> models;
-  std::vector<std::vector<Coefficients>> coefficients;  // [models][configurations]
+  Device device{};
+  FitOptions options{};
+  std::vector<Configuration> configurations{};
+  std::vector<Model> models{};
+  std::vector<std::vector<Coefficients>> coefficients{};  // [models][configurations]
 };
 
 // Fits every configuration of every model of the profile on its points that are to fit on and have
@@ -312,16 +312,16 @@ void write_fit(const std::filesystem::path& file, const Fit& fit);
 
 // What a kernel needs to choose for one model: four floats for each configuration.
 struct Table {
-  std::string kernel;
+  std::string kernel{};
   std::int64_t version = 0;
-  Device device;
-  Model model;
+  Device device{};
+  Model model{};
   Form form = Form::kExperts;
   struct Entry {
-    Configuration configuration;
+    Configuration configuration{};
     float a = 0, b = 0, c = 0, d = 0;
   };
-  std::vector<Entry> entries;
+  std::vector<Entry> entries{};
   // For kernels whose host chooses, and knows of a pass only its tokens: the entry of each range
   // of tokens. No two ranges overlap, and the kernel's own rule has all other passes. Such a table
   // may have no entry. If empty, T chooses.
@@ -329,7 +329,7 @@ struct Table {
     int first = 0, last = 0;  // tokens
     std::size_t entry = 0;
   };
-  std::optional<std::vector<Range>> by_tokens;
+  std::optional<std::vector<Range>> by_tokens{};
 };
 // The configurations that the fit chooses for at least one of the routings: every beta of 0, 0.05,
 // ... 1 from both generators, and every power of two of tokens up to `most_tokens`.
@@ -363,8 +363,8 @@ struct Outcome {
   // The best configuration at beta 1 and the nearest number of tokens with times: what tuners that
   // look at the tokens alone produce. With coarse buckets only every second number of tokens is
   // known.
-  std::optional<double> static_us, coarse_static_us;  // none if no point has beta 1
-  std::optional<double> rule_us;  // the kernel's own rule, if a configuration stands for it
+  std::optional<double> static_us{}, coarse_static_us{};  // none if no point has beta 1
+  std::optional<double> rule_us{};  // the kernel's own rule, if a configuration stands for it
 
   double regret() const { return chosen_us / exhaustive_us - 1; }
 };
@@ -382,7 +382,7 @@ struct TokensChoice {
   double left_mean = 0, left_max = 0;
   // The configuration that gains the most over the rule at all points together, of those that lose
   // more than kMostLoss at none. None if all do.
-  std::optional<std::size_t> configuration;
+  std::optional<std::size_t> configuration{};
   // By how much the rule is slower than it: in the geometric mean, and where it is least.
   double gain = 0, least = 0;
 };

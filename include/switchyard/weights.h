@@ -14,21 +14,21 @@ namespace switchyard {
 
 // One feed-forward network. gate is empty for a plain FFN. gate, up: [I, H]; down: [H, I].
 struct FfnWeights {
-  MatrixView gate, up, down;
-  VectorView gate_bias, up_bias, down_bias;  // [I], [I], [H]; empty where the model has none
+  MatrixView gate{}, up{}, down{};
+  VectorView gate_bias{}, up_bias{}, down_bias{};  // [I], [I], [H]; empty where the model has none
 };
 
 // The weights of one MoE layer: views into memory that `owner` keeps alive.
 struct MoeWeights {
-  MatrixView router;           // [E, H]; empty where routing is given from outside
-  VectorView router_bias;      // [E]
-  VectorView correction_bias;  // [E]
-  MatrixView hash_table;       // [vocabulary, K] of i32 or i64: DeepSeek-V4's token-id table
+  MatrixView router{};           // [E, H]; empty where routing is given from outside
+  VectorView router_bias{};      // [E]
+  VectorView correction_bias{};  // [E]
+  MatrixView hash_table{};       // [vocabulary, K] of i32 or i64: DeepSeek-V4's token-id table
   // [E]; a rank's own are enough, see own_experts(). With an ExpertPlacement [places].
-  std::vector<FfnWeights> experts;
-  FfnWeights shared;       // empty() up: none
-  VectorView shared_gate;  // [H]
-  std::shared_ptr<const void> owner;
+  std::vector<FfnWeights> experts{};
+  FfnWeights shared{};       // empty() up: none
+  VectorView shared_gate{};  // [H]
+  std::shared_ptr<const void> owner{};
 };
 
 // Experts [begin, end).
@@ -44,7 +44,8 @@ ExpertRange own_experts(int num_experts, int rank, int num_ranks);
 // over all ranks, and rank r of R has those that own_experts(places, r, R) says. This is the table
 // that vLLM and SGLang call physical_to_logical_map.
 struct ExpertPlacement {
-  std::vector<std::int32_t> expert_at;  // [places]; empty: expert e is at place e, and nowhere else
+  std::vector<std::int32_t>
+      expert_at{};  // [places]; empty: expert e is at place e, and nowhere else
 
   int num_places(int num_experts) const {
     return expert_at.empty() ? num_experts : static_cast<int>(expert_at.size());

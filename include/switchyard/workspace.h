@@ -18,8 +18,8 @@ namespace switchyard {
 // by the thread that makes, releases, restores or ends the workspace; the last layer in it may be
 // what ends it. allocate() returns device memory, or null; free() gets what it returned.
 struct DeviceAllocator {
-  std::function<void*(std::size_t bytes)> allocate;
-  std::function<void(void* memory)> free;
+  std::function<void*(std::size_t bytes)> allocate{};
+  std::function<void(void* memory)> free{};
   explicit operator bool() const { return allocate != nullptr; }
 };
 
@@ -37,7 +37,7 @@ struct WorkspaceOptions {
   bool pre_sum_per_host = false;
   // kCuda only. For all memory that other ranks do not write: everything, in a world of one rank.
   // The rest is physical memory of its own, because other processes map it. Empty: all is.
-  DeviceAllocator allocator;
+  DeviceAllocator allocator{};
 };
 
 // Passes of layers in the same slot must follow one another: on one stream, or on streams that

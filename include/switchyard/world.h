@@ -26,12 +26,12 @@ struct WorldOptions {
   // host uses at the same time. Empty: derived from the launcher's environment and a per-process
   // count of worlds made. "tcp://HOST:PORT", with the host of rank 0, joins ranks of several hosts:
   // see docs/hosts.md.
-  std::string rendezvous;
+  std::string rendezvous{};
   // Of worlds of processes; used over several hosts.
-  NetworkOptions network;
+  NetworkOptions network{};
   // With a rendezvous tcp://...: what ranks prove to each other that they know, at least 16 bytes,
   // the same on all ranks. Empty: that of SWITCHYARD_SECRET_FILE or SWITCHYARD_SECRET.
-  std::string secret;
+  std::string secret{};
 };
 
 // A handle; copies refer to the same rank of the same world. Thread-compatible: one thread per

@@ -32,7 +32,7 @@ class CommandRing {
         lines_(std::make_unique<Command[]>(mask_ + 1)) {}
 
   // From any thread.
-  void push(Command command) {
+  void push(const Command& command) {
     // Acquire and release: that a line is free was seen by the writer of some earlier ticket.
     const std::uint64_t ticket = tail_.fetch_add(1, std::memory_order_acq_rel);
     Command& line = lines_[ticket & mask_];

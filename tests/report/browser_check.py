@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Opens pages of `switchyard report` in headless Chromium: everything is drawn, no label lies on
 another or leaves its chart, keys work, dark and paper differ from light, and A4 holds every chart.
-Exits with 77 where there is no Chromium.
+Exits with 77 where there is no Chromium, after it has made the pages.
 
     browser_check.py --switchyard build/src/cli/switchyard --results results [--keep DIRECTORY]
 """
@@ -18,6 +18,8 @@ import sys
 import tempfile
 
 SKIPPED = 77
+# Suites whose rows the repository's results have, and `switchyard report` draws.
+DRAWN = {"one_gpu_bf16", "one_gpu_fp8", "one_gpu_thesis", "ep_bf16", "ep_fp8", "ep_thesis"}
 BROWSERS = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"]
 
 # Runs in a copy of the page, behind its own script, and leaves what it saw in an attribute.
@@ -133,6 +135,22 @@ def with_loads(path, copy):
     copy.write_text(json.dumps(rows[: len(rows) // 2]))
 
 
+def files_of_layers(switchyard, results, directory):
+    """The results that `switchyard report` draws together. It says why it refuses another: the rows are no layers, or
+    their points are those of a file before it."""
+    files = []
+    for path in sorted(results.glob("*.json")):
+        done = subprocess.run([switchyard, "report", *files, path, "-o", directory / "one.html"], capture_output=True,
+                              text=True, check=False)
+        if done.returncode == 0:
+            files.append(path)
+        else:
+            require(f"error (invalid_file): {path}" in done.stderr, f"{path} is refused without its name: {done.stderr}")
+    suites = {row["suite"] for path in files for row in json.loads(path.read_text())}
+    require(suites >= DRAWN, f"`switchyard report` refuses the results of {', '.join(sorted(DRAWN - suites))}")
+    return files
+
+
 def panels_of(rows):
     keys = ["model", "hidden", "intermediate", "experts", "top_k", "dtype", "compute", "ranks", "beta", "routing"]
     return len({(row["suite"], *(row.get(key) for key in keys)) for row in rows})
@@ -153,26 +171,24 @@ def main():
     parser.add_argument("--results", required=True, type=pathlib.Path)
     parser.add_argument("--keep", type=pathlib.Path, help="Leave pages, screenshots and the PDF here")
     arguments = parser.parse_args()
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:
-        print(f"skipped: there is no Chromium here (looked for {', '.join(BROWSERS)}); apt-get install chromium")
-        return SKIPPED
 
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.keep or pathlib.Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         directory = directory.resolve()
-        # The others there are of Google Benchmark.
         published = arguments.results / "published.json"
-        files = [path for path in sorted(arguments.results.glob("*.json"))
-                 if path != published and isinstance(json.loads(path.read_text()), list)]
-        require(files, f"there are no rows in {arguments.results}")
-        with_loads(files[0], directory / "loads.json")
+        files = files_of_layers(arguments.switchyard, arguments.results, directory)
+        with_loads(arguments.results / "one_gpu_bf16.json", directory / "loads.json")
         files.append(directory / "loads.json")
         write_trace(directory / "trace.json")
         page = directory / "report.html"
         subprocess.run([arguments.switchyard, "report", *files, "-o", page, "--published", published,
                         "--trace", directory / "trace.json"], check=True)
+
+        program = next(filter(None, map(shutil.which, BROWSERS)), None)
+        if program is None:
+            print(f"skipped: no Chromium (looked for {', '.join(BROWSERS)}); apt-get install chromium")
+            return SKIPPED
 
         rows = [row for path in files for row in json.loads(path.read_text())]
         suites = {row["suite"] for row in rows}

@@ -115,7 +115,7 @@ function timePanel(rows, yRange) {
   const y = logScale(...yRange, height - margin.bottom, margin.top);
   const chart = frame(width, height, margin,
     { scale: x, ticks: tokens, format: String, name: 'tokens per rank' },
-    { scale: y, ticks: logTicks(...yRange, 9), format: count, name: 'time of a pass (µs)' });
+    { scale: y, ticks: logTicks(...yRange, 9), format: axisCount, name: 'time of a pass (µs)' });
   const sorted = [...rows].sort((a, b) => a.tokens - b.tokens);
   const floors = sorted.filter((row) => row.floor_us !== null);
   const rivals = sorted.filter((row) => row.rival);

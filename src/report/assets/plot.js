@@ -42,6 +42,10 @@ function logScale(low, high, from, to) {
   return Object.assign(scale, { low, high });
 }
 
+// Labels beside an axis have room for six characters.
+const axisCount = (value) =>
+  value >= 1e6 ? `${count(value / 1e6)}M` : value >= 1e5 ? `${count(value / 1e3)}k` : count(value);
+
 // At most `most` round numbers: every digit, 1-2-5, decades, or every second decade and so on.
 function logTicks(low, high, most) {
   const first = Math.floor(Math.log10(low));

@@ -243,7 +243,7 @@ function predictedFigure(tuning) {
   const y = logScale(...range, height - margin.bottom, margin.top);
   const chart = frame(width, height, margin,
     { scale: x, ticks: logTicks(...range, 9), format: count, name: 'measured (µs)' },
-    { scale: y, ticks: logTicks(...range, 9), format: count, name: 'predicted (µs)' });
+    { scale: y, ticks: logTicks(...range, 9), format: axisCount, name: 'predicted (µs)' });
   chart.append(polyline('floor', [[x(range[0]), y(range[0])], [x(range[1]), y(range[1])]]));
   const marks = items.map(({ point, c, measured, predicted }) => ({
     x: x(measured), y: y(predicted),
