@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs the Debian packages named on the command line that are missing, or says how to. With cuda,
-# also fetches what the GPU engine is built with beside the CUDA toolkit: the CUTLASS headers.
-#   scripts/bootstrap.sh build|test|lint|cuda...
+# Installs the missing packages of groups of cmake/packages.txt, or says how to. With cuda, also fetches
+# what the GPU engine is built with beside the CUDA toolkit: the CUTLASS headers.
+#   scripts/bootstrap.sh build|test|browser|lint|cuda...
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -49,21 +49,17 @@ fetch_cuobjdump() {
     chmod +x $cuobjdump_directory/$bin/cuobjdump $cuobjdump_directory/$bin/nvdisasm
 }
 
-# Debian's oneDNN wants OpenCL's headers when CMake looks for it, but does not depend on them.
-build=(g++ cmake ninja-build libdnnl-dev ocl-icd-opencl-dev nlohmann-json3-dev libfmt-dev libcli11-dev
-  libeigen3-dev libfabric-dev libssl-dev pkg-config)
-test=(libgtest-dev libgmock-dev libbenchmark-dev clang libclang-rt-14-dev python3)
-lint=(clang-format-14 clang-tidy-14)
+# Lint and format of version 14, for releases that have others only (.ci/run has it on its path).
+lint_version=14.0.6
+lint_directory=.cache/lint-14
 
-wanted=()
+groups=()
 cuda=no
 for group in "$@"; do
   case $group in
-    build) wanted+=("${build[@]}") ;;
-    test) wanted+=("${test[@]}") ;;
-    lint) wanted+=("${lint[@]}") ;;
+    build|test|browser|lint) groups+=("$group") ;;
     cuda) cuda=yes ;;
-    *) echo "bootstrap: unknown group '$group'; use build, test, lint or cuda" >&2; exit 2 ;;
+    *) echo "bootstrap: unknown group '$group'; use build, test, browser, lint or cuda" >&2; exit 2 ;;
   esac
 done
 
@@ -75,27 +71,64 @@ if [ $cuda = yes ] && ! fetch_cutlass; then
 fi
 # Only reports need it.
 if [ $cuda = yes ]; then fetch_cuobjdump || true; fi
-[ ${#wanted[@]} -gt 0 ] || exit 0
+[ ${#groups[@]} -gt 0 ] || exit 0
 if ! command -v dpkg-query >/dev/null; then
-  echo "This is not a Debian-like system, so nothing was installed. Switchyard needs: a C++20" >&2
-  echo "compiler, CMake 3.24+, Ninja, oneDNN 2.6+ or 3 (with OpenCL's headers if it was built with" >&2
-  echo "OpenCL), nlohmann-json 3.11, fmt 9, CLI11 2.1, Eigen 3.3, for several hosts libfabric 1.11 and OpenSSL 3, and for the tests GoogleTest 1.12 and" >&2
-  echo "Google Benchmark 1.7. With these installed, run:" >&2
+  echo "This is not a Debian-like system, so nothing was installed. Switchyard needs: a C++20 compiler," >&2
+  echo "CMake 3.24+, Ninja, oneDNN 2.6+ or 3 built for OpenMP, nlohmann-json 3.11, fmt 9, CLI11 2.1, Eigen 3.3," >&2
+  echo "for several hosts libfabric 1.11 and OpenSSL 3, and for the tests GoogleTest 1.12 and Google Benchmark" >&2
+  echo "1.7. With these installed, run:" >&2
   echo "  cmake -S . -B build -G Ninja && cmake --build build && ctest --test-dir build" >&2
   exit 1
 fi
+
+is_installed() { [ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]; }
+has_candidate() { apt-cache policy "$1" 2>/dev/null | grep -q '^  Candidate: [^(]'; }
+
+# Lines of cmake/packages.txt, of which nothing is installed.
 missing=()
-for package in "${wanted[@]}"; do
-  [ "$(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null)" = installed ] ||
-    missing+=("$package")
+for group in "${groups[@]}"; do
+  while read -r names; do
+    for name in $names; do
+      if is_installed "$name" || [ -x "$lint_directory/bin/$name" ]; then continue 2; fi
+    done
+    missing+=("$names")
+  done < <(sed -n "s/^$group //p" cmake/packages.txt)
 done
 [ ${#missing[@]} -gt 0 ] || exit 0
-if [ "$(id -u)" != 0 ]; then
+
+if [ "$(id -u)" = 0 ]; then
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get update -qq >&2
+fi
+packages=()
+from_pypi=()
+for names in "${missing[@]}"; do
+  for name in $names; do
+    if has_candidate "$name"; then packages+=("$name"); continue 2; fi
+  done
+  # Without root, lists of packages may never have been read.
+  [ "$(id -u)" = 0 ] || { packages+=("${names%% *}"); continue; }
+  case $names in
+    clang-format-14|clang-tidy-14) from_pypi+=("$names") ;;
+    *) echo "bootstrap: this release has no package ${names// / or }; run 'apt-get update', or add its source" >&2
+       exit 1 ;;
+  esac
+done
+if [ "$(id -u)" != 0 ] && [ ${#packages[@]} -gt 0 ]; then
   echo "These packages are missing, and installing them needs root:" >&2
-  echo "  sudo apt-get install ${missing[*]}" >&2
+  echo "  sudo apt-get install ${packages[*]}" >&2
   exit 1
 fi
-echo "Installing ${missing[*]} ..." >&2
-export DEBIAN_FRONTEND=noninteractive
-apt-get update -qq >&2
-apt-get install -y -qq --no-install-recommends "${missing[@]}" >&2
+if [ ${#packages[@]} -gt 0 ]; then
+  echo "Installing ${packages[*]} ..." >&2
+  apt-get install -y -qq --no-install-recommends "${packages[@]}" >&2
+fi
+if [ ${#from_pypi[@]} -gt 0 ]; then
+  echo "Fetching ${from_pypi[*]} from PyPI into $lint_directory ..." >&2
+  rm -rf "$lint_directory"
+  "${PYTHON:-python3}" -m venv "$lint_directory" >&2
+  for name in "${from_pypi[@]}"; do
+    "$lint_directory/bin/python" -m pip --quiet --disable-pip-version-check install "${name%-14}==$lint_version" >&2
+    ln -s "${name%-14}" "$lint_directory/bin/$name"
+  done
+fi

@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Does what README says on a machine where nothing is installed: a fresh root file system of a Debian release, in which
+# README's first commands, ./run and ./test run one after the other.
+#   scripts/fresh_machine.sh [--steps "install run test"] [--keep] [RELEASE...]     default: bookworm trixie
+# Needs root and debootstrap, and 12 GB in build/fresh, which --keep leaves there. Packages come from this machine's own
+# sources of apt and pip. The logs are build/fresh/RELEASE.log.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+fail() { echo "fresh_machine: $1" >&2; exit "${2:-1}"; }
+steps="install run test"
+keep=
+releases=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --steps) [ $# -ge 2 ] || fail "--steps needs steps" 2; steps=$2; shift ;;
+    --keep) keep=yes ;;
+    -*) fail "unknown option '$1'; use --steps or --keep" 2 ;;
+    *) releases+=("$1") ;;
+  esac
+  shift
+done
+[ ${#releases[@]} -gt 0 ] || releases=(bookworm trixie)
+for step in $steps; do
+  case $step in install|run|test) ;; *) fail "unknown step '$step'; use install, run or test" 2 ;; esac
+done
+[ "$(id -u)" = 0 ] || fail "making a root file system needs root"
+command -v debootstrap >/dev/null || fail "there is no debootstrap; run 'apt-get install debootstrap'"
+mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' 'Label: Debian' | head -1)
+[ -n "$mirror" ] || fail "apt has no source of Debian's packages; run 'apt-get update'"
+
+# What README tells a user to type: the first block of commands behind its mark.
+readme_commands() { sed -n '/^<!-- install -->$/,/^```$/p' README.md | sed '1,2d;$d'; }
+[ -n "$(readme_commands)" ] || fail "README.md has no commands behind its mark"
+
+# make_root DIRECTORY RELEASE
+make_root() {
+  debootstrap --variant=minbase "$2" "$1" "$mirror"
+  echo "deb $mirror $2 main" >"$1/etc/apt/sources.list"
+  # How this machine reaches its sources, and nothing else of it.
+  apt-config dump | grep '^Acquire::' >"$1/etc/apt/apt.conf.d/99machine" || true
+  cp /etc/resolv.conf "$1/etc/"
+  mkdir -p "$1/etc/ssl/certs"
+  cp /etc/ssl/certs/ca-certificates.crt "$1/etc/ssl/certs/" 2>/dev/null || true
+  cp /etc/pip.conf "$1/etc/" 2>/dev/null || true
+  mkdir "$1/switchyard"
+  git archive HEAD | tar -x -C "$1/switchyard"
+  {
+    echo 'set -euo pipefail; cd /switchyard'
+    echo 'say() { printf "\n### %s (%d s; processor time of the steps before: %s)\n" "$1" "$SECONDS" "$(times | tail -1)"; }'
+    for step in $steps; do
+      echo "say $step"
+      case $step in
+        install) readme_commands; echo 'deactivate' ;;
+        run) echo './run' ;;
+        test) echo './test' ;;
+      esac
+    done
+    echo 'say "all passed"'
+  } >"$1/steps.sh"
+}
+
+# run_in DIRECTORY: mounts end with the process that made them.
+run_in() {
+  local variables=(HOME=/root LANG=C.UTF-8 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) name
+  for name in http_proxy https_proxy no_proxy PIP_INDEX_URL PIP_CERT PIP_DEFAULT_TIMEOUT; do
+    [ -z "${!name:-}" ] || variables+=("$name=${!name}")
+  done
+  unshare --mount --pid --fork sh -c '
+    mount -t proc proc "$0/proc" && mount --rbind /sys "$0/sys" && mount --rbind /dev "$0/dev" &&
+    mount -t tmpfs tmpfs "$0/tmp" && shift 0 && exec env -i "$@" chroot "$0" bash /steps.sh' "$1" "${variables[@]}"
+}
+
+mkdir -p build/fresh
+failed=()
+for release in "${releases[@]}"; do
+  root=$PWD/build/fresh/$release
+  log=build/fresh/$release.log
+  rm -rf --one-file-system "$root"
+  echo "== $release, log in $log"
+  if make_root "$root" "$release" >"$log" 2>&1 && run_in "$root" >>"$log" 2>&1 </dev/null; then
+    grep -A1 '^###' "$log" | grep -v '^--' || true
+  else
+    failed+=("$release")
+    tail -30 "$log"
+  fi
+  [ -n "$keep" ] || rm -rf --one-file-system "$root"
+done
+[ ${#failed[@]} -eq 0 ] || fail "these releases failed: ${failed[*]}"
+echo "all passed"
