@@ -82,7 +82,7 @@ if ! command -v dpkg-query >/dev/null; then
 fi
 
 is_installed() { [ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]; }
-has_candidate() { apt-cache policy "$1" 2>/dev/null | grep -q '^  Candidate: [^(]'; }
+has_candidate() { [[ $(LC_ALL=C apt-cache policy "$1" 2>/dev/null) == *"Candidate: "[!\(]* ]]; }
 
 # Lines of cmake/packages.txt, of which nothing is installed.
 missing=()
