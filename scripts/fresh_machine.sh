@@ -40,8 +40,8 @@ make_root() {
   # How this machine reaches its sources, and nothing else of it.
   apt-config dump | grep '^Acquire::' >"$1/etc/apt/apt.conf.d/99machine" || true
   cp /etc/resolv.conf "$1/etc/"
-  mkdir -p "$1/etc/ssl/certs"
-  cp /etc/ssl/certs/ca-certificates.crt "$1/etc/ssl/certs/" 2>/dev/null || true
+  # Not under /etc/ssl, which the package ca-certificates writes anew.
+  cp "${PIP_CERT:-/etc/ssl/certs/ca-certificates.crt}" "$1/etc/machine-certificates.crt" 2>/dev/null || true
   cp /etc/pip.conf "$1/etc/" 2>/dev/null || true
   mkdir "$1/switchyard"
   git archive HEAD | tar -x -C "$1/switchyard"
@@ -63,7 +63,8 @@ make_root() {
 # run_in DIRECTORY: mounts end with the process that made them.
 run_in() {
   local variables=(HOME=/root LANG=C.UTF-8 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) name
-  for name in http_proxy https_proxy no_proxy PIP_INDEX_URL PIP_CERT PIP_DEFAULT_TIMEOUT; do
+  [ ! -e "$1/etc/machine-certificates.crt" ] || variables+=(PIP_CERT=/etc/machine-certificates.crt)
+  for name in http_proxy https_proxy no_proxy PIP_INDEX_URL PIP_DEFAULT_TIMEOUT; do
     [ -z "${!name:-}" ] || variables+=("$name=${!name}")
   done
   unshare --mount --pid --fork sh -c '

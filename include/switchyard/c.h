@@ -14,8 +14,9 @@
 // - A struct that is passed to this library starts with struct_size, which must be sizeof the
 //   struct as the caller was compiled with it. The initialisers below (SY_..._INIT) set it. Later
 //   versions append fields: a shorter struct means defaults for them. A longer one is accepted if
-//   what this library does not know is all zeros, and refused with SY_UNSUPPORTED otherwise.
-//   sy_tensor, sy_matrices, sy_activation and sy_row_layout are parts of other structs and never
+//   what this library does not know is all zeros, and refused with SY_UNSUPPORTED otherwise; so is
+//   a reserved field that is not 0. sy_tensor, sy_matrices, sy_activation, sy_row_layout,
+//   sy_tune_model and sy_tune_configuration are parts of other structs and, as sy_peer_map, never
 //   grow.
 // - The library never owns memory that a sy_tensor points to. Weights must outlive the layer.
 // - One thread at a time may use a handle, but for sy_world_abort(); different handles may be used

@@ -59,9 +59,27 @@ void check_size(const char* name, const Struct* given) {
                           given->struct_size, sizeof(Struct), name));
 }
 
+// A newer library may give a reserved field a meaning, which this one must not ignore.
+template <typename Struct>
+void check_reserved(const char* name, const Struct& given) {
+  const auto check = [&](const char* field, std::uint32_t value) {
+    if (value == 0) return;
+    throw Error(ErrorCode::kUnsupported,
+                fmt::format("{}.{} is {}, and this library knows no meaning of it; use a newer "
+                            "libswitchyard_c, or set it to 0",
+                            name, field, value));
+  };
+  if constexpr (requires { given.reserved; }) {
+    check("reserved", static_cast<std::uint32_t>(given.reserved));
+  }
+  if constexpr (requires { given.reserved2; }) {
+    check("reserved2", static_cast<std::uint32_t>(given.reserved2));
+  }
+}
+
 // The fields that this library knows. Appended ones that the caller does not have are 0, which is
 // their default. Throws Error{kInvalidArgument} without the fields of the first version,
-// {kUnsupported} if unknown ones are set.
+// {kUnsupported} if unknown or reserved ones are set.
 template <typename Struct>
 Struct read_struct(const char* name, const Struct* given) {
   check_size(name, given);
@@ -77,6 +95,7 @@ Struct read_struct(const char* name, const Struct* given) {
   }
   Struct result{};
   std::memcpy(&result, bytes, known);
+  check_reserved(name, result);
   return result;
 }
 

@@ -441,6 +441,16 @@ TEST(WorldOptions, OfTheNetworkAreChecked) {
   EXPECT_EQ(sy_world_destroy(&world), SY_OK);
 }
 
+// Another library may know what it means.
+TEST(WorldOptions, ReservedFieldsAreZero) {
+  sy_world* world = nullptr;
+  sy_world_options options = SY_WORLD_OPTIONS_INIT;
+  options.reserved = 7;
+  EXPECT_EQ(sy_world_single(&options, &world), SY_UNSUPPORTED);
+  EXPECT_THAT(last_error().message, HasSubstr("sy_world_options.reserved is 7"));
+  EXPECT_EQ(world, nullptr);
+}
+
 TEST(WorldOptions, SecretsThatAreTooShortAreRefused) {
   sy_world* world = nullptr;
   sy_world_options options = SY_WORLD_OPTIONS_INIT;
