@@ -53,6 +53,11 @@ _ARGUMENTS = {
 }
 
 
+def count_text(count: int, noun: str) -> str:
+    """Such as "1 token" and "12,345 tokens"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def refuse(message: str) -> NoReturn:
     from .errors import InvalidArgument
 

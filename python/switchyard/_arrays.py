@@ -290,6 +290,19 @@ def version_of(array: Any) -> int | None:
     return array._version if is_torch(array) and not array.is_inference() else None
 
 
+def shown(array: Any) -> str:
+    """An array's type, shape and device: "bfloat16 [8, 64] on cuda:0". Reads none of its elements, which may be
+    gone with the memory that they were in."""
+    if array is None:
+        return "None"
+    try:
+        dtype = str(array.dtype).rpartition(".")[2]
+        device = str(getattr(array, "device", "cpu"))
+        return f"{dtype} {list(array.shape)}" + ("" if device == "cpu" else f" on {device}")
+    except Exception:
+        return type(array).__name__
+
+
 class Kept:
     """The arrays that an object of the library reads at each call.
 

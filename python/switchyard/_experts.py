@@ -14,6 +14,7 @@ from ctypes import byref
 from typing import Any, Literal
 
 from . import _abi, _arrays
+from ._abi import count_text
 from ._activation import Activation, require_activation
 from .errors import (
     DTypeMismatch,
@@ -122,7 +123,20 @@ class Handle(Reader):
         self._has_router = bool(info.has_router)
         self._copies = bool(info.copies)
         self._set_keep(keep or Kept())
+        # By whoever makes it: the rank of its world, and what its weights are stored in.
+        self._place = (0, 1)
+        self._stored: str | None = None
         _by_number[self._number] = self
+
+    def _shown(self) -> str:
+        stored = "" if self._stored is None else f"weights {self._stored}, "
+        activation = self.activation.kind + (", gated" if self.activation.gated else "")
+        return (
+            f"H {self.hidden}, I {self.intermediate}, {count_text(self.num_experts, 'expert')}, top-{self.top_k}, "
+            f"{activation}, up to {count_text(self.max_tokens, 'token')}; {stored}computing in {self.compute} on "
+            f"{self.backend if self.device is None or self.backend == 'cpu' else f'cuda:{self.device}'}, "
+            f"rank {self._place[0]} of {self._place[1]}"
+        )
 
     def close(self) -> None:
         """Give memory and threads back, after the pass under way. May be called again."""
@@ -579,6 +593,8 @@ class Experts(Handle):
                 )
             )
         super().__init__(handle, keep)
+        self._place = (world.rank, world.size)
+        self._stored = _abi.DTYPE_NAMES[weights.down.weight.dtype]
         self.order: Order = order
         self.transposed = transposed
         self.routing = routing

@@ -120,6 +120,12 @@ class SymmetricHeap(Owned):
 
     _noun = "heap"
 
+    def _shown(self) -> str:
+        where = self.backend if self.device < 0 else f"cuda:{self.device}"
+        return (
+            f"{self.bytes:,} bytes on {where}, arrays of {self.arrays}, rank {self.world.rank} of {self.world.size}"
+        )
+
     def __init__(
         self,
         world: World,

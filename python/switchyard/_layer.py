@@ -138,7 +138,9 @@ class MoeLayer(torch.nn.Module):
                     world._open(), _abi.path("path", path), layer, byref(options), byref(handle)
                 )
             )
-        return cls(handle)
+        made = cls(handle)
+        made._layer._place = (world.rank, world.size)
+        return made
 
     @classmethod
     def from_hf(
@@ -278,6 +280,8 @@ class MoeLayer(torch.nn.Module):
                 )
             )
         layer = cls(handle, keep, block, parts.watch)
+        layer._layer._place = (world.rank, world.size)
+        layer._layer._stored = _abi.DTYPE_NAMES[weights.down.weight.dtype]
         layer.routing = parts.routing
         return layer
 
@@ -418,8 +422,5 @@ class MoeLayer(torch.nn.Module):
         self._layer.close()
 
     def extra_repr(self) -> str:
-        layer = self._layer
-        return (
-            f"H {layer.hidden}, I {layer.intermediate}, {layer.num_experts} experts, top-{layer.top_k}, "
-            f"computing in {layer.compute} on {layer.backend}"
-        )
+        layer = self.__dict__.get("_layer")
+        return "not made" if layer is None else f"{layer._shown()}, {layer._state()}"

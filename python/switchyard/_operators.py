@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Any, Literal, Union
 
 from . import _abi, _arrays
+from ._abi import count_text
 from ._activation import Activation, require_activation
 from ._arrays import Kept
 from ._experts import ORDERS, Order, find, fingerprint, put_scale, remember
@@ -153,6 +154,15 @@ class GroupedGemm(Reader):
     """
 
     _noun = "operator"
+
+    def _shown(self) -> str:
+        activation = "" if self.activation is None else f", {self.activation.kind}"
+        where = self.backend if self.device is None else f"cuda:{self.device}"
+        return (
+            f"{count_text(self.num_experts, 'expert')}, N {self.n}, K {self.k}{activation}, up to "
+            f"{count_text(self.max_rows, 'row')}; weights {self._stored}, computing in {self.compute} on {where}"
+        )
+
     _lay_out = staticmethod(_abi.library.sy_grouped_gemm_refresh)
 
     def __init__(
@@ -231,6 +241,7 @@ class GroupedGemm(Reader):
         self.schedule = schedule
         self.device: int | None = weight.device_id if cuda else None
         self._copies = bool(info.copies)
+        self._stored = _abi.DTYPE_NAMES[weight.dtype]
         self._set_keep(keep)
         self._parameters = keep.tensors
 
@@ -443,6 +454,12 @@ class Permutation:
     positions: Any
     layout: Layout
     dropped: Any = None
+
+    def __repr__(self) -> str:
+        # A tensor's own text would wait for its GPU.
+        arrays = ("ends", "tokens", "positions", "dropped")
+        fields = ", ".join(f"{name} {_arrays.shown(getattr(self, name, None))}" for name in arrays)
+        return f"<Permutation: {fields}, layout {getattr(self, 'layout', None)!r}>"
 
 
 def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutation:
