@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from . import _abi
 from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch
+
+# What comes out is of the kind that goes in: checkers of types then know that a layer of tensors gives tensors.
+Array = TypeVar("Array")
 
 _NAMES = {
     "float32": _abi.F32,

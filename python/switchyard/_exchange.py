@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from . import _abi, _arrays
 from ._abi import count_text
+from ._arrays import Array
 from ._experts import placement_of
 from ._handle import Owned, read_json
 from ._operators import _LAYOUTS, Layout, _layout, _refuse_gradient
@@ -608,13 +609,13 @@ class Exchange(Owned):
 
     def combine(
         self,
-        rows: Any,
+        rows: Array,
         handle: ExchangeHandle,
         *,
         out: Any = None,
         scale: float = 1.0,
         accumulate: bool = False,
-    ) -> Any:
+    ) -> Array:
         """`combine_send` and `combine_recv`.
 
         Parameters

@@ -25,7 +25,7 @@ from .errors import (
     check,
     raise_last,
 )
-from ._arrays import Kept
+from ._arrays import Array, Kept
 from ._handle import Reader, in_child, read_json
 from ._routing import Routing
 from ._workspace import Workspace, choose_memory, creating, world_of
@@ -608,7 +608,7 @@ class Experts(Handle):
 
     def __call__(
         self,
-        x: Any,
+        x: Array,
         topk_ids: Any,
         topk_weights: Any,
         *,
@@ -616,7 +616,7 @@ class Experts(Handle):
         out: Any = None,
         accumulate: bool = False,
         scale: float = 1.0,
-    ) -> Any:
+    ) -> Array:
         """One pass; every rank of the world must call it.
 
         On CPUs it returns when `out` is complete. On GPUs it enqueues one kernel on torch's current
@@ -815,7 +815,7 @@ class Experts(Handle):
 
     def from_logits(
         self,
-        x: Any,
+        x: Array,
         logits: Any,
         *,
         x_scale: Any = None,
@@ -824,7 +824,7 @@ class Experts(Handle):
         out: Any = None,
         accumulate: bool = False,
         scale: float = 1.0,
-    ) -> Any:
+    ) -> Array:
         """One pass whose experts the layer chooses, as its `routing` says.
 
         Parameters
@@ -1202,7 +1202,7 @@ def fingerprint(name: str, array: Any) -> Any:
 
 
 def experts(
-    x: Any,
+    x: Array,
     w13: Any,
     w2: Any,
     topk_ids: Any,
@@ -1213,7 +1213,7 @@ def experts(
     accumulate: bool = False,
     scale: float = 1.0,
     **options: Any,
-) -> Any:
+) -> Array:
     """The experts of one layer, as a function. Layers are made once for their weights and cached.
 
     A layer is kept while the arrays it was made of are: pass the same objects, not views made for

@@ -6,7 +6,7 @@ import ctypes
 import os
 import weakref
 from ctypes import byref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,6 +44,10 @@ class MoeLayer(torch.nn.Module):
     Made by `from_checkpoint` or `from_hf`. Collective: every rank of the world makes it, and calls
     it with its own tokens.
     """
+
+    if TYPE_CHECKING:
+        # torch says of a module's call that it returns anything.
+        def __call__(self, hidden_states: torch.Tensor, **more: Any) -> torch.Tensor: ...
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from typing import Any, Literal, Union
 from . import _abi, _arrays
 from ._abi import count_text
 from ._activation import Activation, require_activation
-from ._arrays import Kept
+from ._arrays import Array, Kept
 from ._experts import ORDERS, Order, find, fingerprint, put_scale, remember
 from ._handle import Reader
 from .errors import DTypeMismatch, InvalidArgument, MissingTensor, ShapeMismatch, check
@@ -247,7 +247,7 @@ class GroupedGemm(Reader):
 
     def __call__(
         self,
-        x: Any,
+        x: Array,
         ends: Any,
         *,
         x_scale: Any = None,
@@ -259,7 +259,7 @@ class GroupedGemm(Reader):
         row_weights: Any = None,
         products: Any = None,
         chosen: Any = None,
-    ) -> Any:
+    ) -> Array:
         """The products of one batch.
 
         Parameters
@@ -346,7 +346,7 @@ class GroupedGemm(Reader):
 
 
 def grouped_gemm(
-    x: Any,
+    x: Array,
     w: Any,
     ends: Any,
     *,
@@ -366,7 +366,7 @@ def grouped_gemm(
     products: Any = None,
     compute: Any = None,
     schedule: GroupedSchedule | None = None,
-) -> Any:
+) -> Array:
     """`GroupedGemm` as a function. Operators are made once for their weights and cached.
 
     An operator is kept while the arrays it was made of are: pass the same objects, not views made
@@ -537,14 +537,14 @@ def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutatio
 
 
 def unpermute(
-    rows: Any,
+    rows: Array,
     positions: Any,
     weights: Any = None,
     *,
     out: Any = None,
     scale: float = 1.0,
     accumulate: bool = False,
-) -> Any:
+) -> Array:
     """``out[t] = scale * sum_k weights[t, k] * rows[positions[t, k]]``, where the rows are.
 
     On a GPU it goes to the current stream, waits for nothing, and may be captured.
