@@ -101,12 +101,15 @@ _LATER = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        import importlib
+# Checkers of types would take any name for one of a module that has it, and misspelt ones, too.
+if not TYPE_CHECKING:
 
-        return getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _LATER:
+            import importlib
+
+            return getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,8 @@ from ctypes import (
     c_void_p,
 )
 
+from ._missing import explain
+
 ABI_VERSION = 2
 
 NONE, F32, F16, BF16, F8_E4M3, I32, I64, U8, F8_E8M0 = range(9)
@@ -49,6 +51,11 @@ _ARGUMENTS = {
     "scale_rows": "block",
     "top_k_groups": "top_groups",
 }
+
+
+def count_text(count: int, noun: str) -> str:
+    """Such as "1 token" and "12,345 tokens"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def refuse(message: str) -> NoReturn:
@@ -978,15 +985,21 @@ def _load() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
+        raise ImportError(explain(str(path), str(error))) from error
+    try:
+        found = library.sy_abi_version()
+        missing = [name for name in _FUNCTIONS if not hasattr(library, name)]
+    except AttributeError:
         raise ImportError(
-            f"switchyard's library {path} cannot be loaded: {error}. Install the package for this "
-            "platform (Linux, x86-64 or AArch64), or build it with: pip install ."
-        ) from error
-    found = library.sy_abi_version()
-    if found != ABI_VERSION:
+            f"{path} has no function sy_abi_version: it is no library of Switchyard's; leave SWITCHYARD_LIBRARY "
+            "unset, or let it name a libswitchyard_c.so"
+        ) from None
+    if found != ABI_VERSION or missing:
+        what = f"lacks {missing[0]}" if found == ABI_VERSION else f"has version {found} of the C interface"
         raise ImportError(
-            f"{path} has version {found} of the C interface, and this package needs {ABI_VERSION}: "
-            "library and package come from different versions. Install the package anew."
+            f"{path} {what}, and this package needs version {ABI_VERSION} with all its functions: library and "
+            "package come from different versions. Install the package anew, or build what SWITCHYARD_LIBRARY names "
+            "anew if it is set."
         )
     library.sy_version.restype = c_char_p
     for name, arguments in _FUNCTIONS.items():

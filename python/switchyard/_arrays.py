@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from . import _abi
 from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch
+
+# What comes out is of the kind that goes in: checkers of types then know that a layer of tensors gives tensors.
+Array = TypeVar("Array")
 
 _NAMES = {
     "float32": _abi.F32,
@@ -288,6 +291,19 @@ def wrote(*arrays: Any) -> None:
 def version_of(array: Any) -> int | None:
     """The counter of in-place changes, of which inference tensors and other arrays have none."""
     return array._version if is_torch(array) and not array.is_inference() else None
+
+
+def shown(array: Any) -> str:
+    """An array's type, shape and device: "bfloat16 [8, 64] on cuda:0". Reads none of its elements, which may be
+    gone with the memory that they were in."""
+    if array is None:
+        return "None"
+    try:
+        dtype = str(array.dtype).rpartition(".")[2]
+        device = str(getattr(array, "device", "cpu"))
+        return f"{dtype} {list(array.shape)}" + ("" if device == "cpu" else f" on {device}")
+    except Exception:
+        return type(array).__name__
 
 
 class Kept:

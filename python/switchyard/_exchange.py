@@ -9,6 +9,8 @@ from ctypes import byref
 from typing import Any, Literal
 
 from . import _abi, _arrays
+from ._abi import count_text
+from ._arrays import Array
 from ._experts import placement_of
 from ._handle import Owned, read_json
 from ._operators import _LAYOUTS, Layout, _layout, _refuse_gradient
@@ -36,6 +38,9 @@ class ExchangeHandle(Owned):
     """
 
     _noun = "handle of a dispatch"
+
+    def _shown(self) -> str:
+        return f"dispatch of {count_text(self.tokens, 'token')}, of an exchange of {self._exchange._shown()}"
 
     def __init__(self, handle: ctypes.c_void_p, exchange: Exchange) -> None:
         super().__init__(handle, _abi.library.sy_exchange_handle_destroy, lock=exchange._lock)
@@ -77,6 +82,12 @@ class Received:
     scales: Any
     layout: Layout
     handle: ExchangeHandle
+
+    def __repr__(self) -> str:
+        # The memory of the arrays may be gone with the exchange.
+        arrays = ("rows", "ends", "counts", "num_rows", "origins", "weights", "scales")
+        fields = ", ".join(f"{name} {_arrays.shown(getattr(self, name, None))}" for name in arrays)
+        return f"<Received: {fields}, layout {getattr(self, 'layout', None)!r}>"
 
     @property
     def by_expert(self) -> Any:
@@ -187,6 +198,13 @@ class Exchange(Owned):
 
     _noun = "exchange"
 
+    def _shown(self) -> str:
+        return (
+            f"H {self.hidden}, {count_text(self.num_experts, 'expert')}, top-{self.top_k}, up to "
+            f"{count_text(self.max_tokens, 'token')}, {self.dispatch_dtype} there and {self.combine_dtype} back, layout "
+            f"{self.layout!r}, on {self.backend}, rank {self._place[0]} of {self._place[1]}"
+        )
+
     def __init__(
         self,
         world: World,
@@ -274,6 +292,7 @@ class Exchange(Owned):
         self.num_threads: int = info.num_threads
         self.backend: str = "cuda" if info.backend == _abi.CUDA else "cpu"
         self._code, self._back = code, back
+        self._place = (world.rank, world.size)
 
     # -------------------------------------------------------------------------------- dispatch
 
@@ -590,13 +609,13 @@ class Exchange(Owned):
 
     def combine(
         self,
-        rows: Any,
+        rows: Array,
         handle: ExchangeHandle,
         *,
         out: Any = None,
         scale: float = 1.0,
         accumulate: bool = False,
-    ) -> Any:
+    ) -> Array:
         """`combine_send` and `combine_recv`.
 
         Parameters

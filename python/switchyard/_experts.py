@@ -14,6 +14,7 @@ from ctypes import byref
 from typing import Any, Literal
 
 from . import _abi, _arrays
+from ._abi import count_text
 from ._activation import Activation, require_activation
 from .errors import (
     DTypeMismatch,
@@ -24,7 +25,7 @@ from .errors import (
     check,
     raise_last,
 )
-from ._arrays import Kept
+from ._arrays import Array, Kept
 from ._handle import Reader, in_child, read_json
 from ._routing import Routing
 from ._workspace import Workspace, choose_memory, creating, world_of
@@ -122,7 +123,20 @@ class Handle(Reader):
         self._has_router = bool(info.has_router)
         self._copies = bool(info.copies)
         self._set_keep(keep or Kept())
+        # By whoever makes it: the rank of its world, and what its weights are stored in.
+        self._place = (0, 1)
+        self._stored: str | None = None
         _by_number[self._number] = self
+
+    def _shown(self) -> str:
+        stored = "" if self._stored is None else f"weights {self._stored}, "
+        activation = self.activation.kind + (", gated" if self.activation.gated else "")
+        return (
+            f"H {self.hidden}, I {self.intermediate}, {count_text(self.num_experts, 'expert')}, top-{self.top_k}, "
+            f"{activation}, up to {count_text(self.max_tokens, 'token')}; {stored}computing in {self.compute} on "
+            f"{self.backend if self.device is None or self.backend == 'cpu' else f'cuda:{self.device}'}, "
+            f"rank {self._place[0]} of {self._place[1]}"
+        )
 
     def close(self) -> None:
         """Give memory and threads back, after the pass under way. May be called again."""
@@ -579,6 +593,8 @@ class Experts(Handle):
                 )
             )
         super().__init__(handle, keep)
+        self._place = (world.rank, world.size)
+        self._stored = _abi.DTYPE_NAMES[weights.down.weight.dtype]
         self.order: Order = order
         self.transposed = transposed
         self.routing = routing
@@ -592,7 +608,7 @@ class Experts(Handle):
 
     def __call__(
         self,
-        x: Any,
+        x: Array,
         topk_ids: Any,
         topk_weights: Any,
         *,
@@ -600,7 +616,7 @@ class Experts(Handle):
         out: Any = None,
         accumulate: bool = False,
         scale: float = 1.0,
-    ) -> Any:
+    ) -> Array:
         """One pass; every rank of the world must call it.
 
         On CPUs it returns when `out` is complete. On GPUs it enqueues one kernel on torch's current
@@ -799,7 +815,7 @@ class Experts(Handle):
 
     def from_logits(
         self,
-        x: Any,
+        x: Array,
         logits: Any,
         *,
         x_scale: Any = None,
@@ -808,7 +824,7 @@ class Experts(Handle):
         out: Any = None,
         accumulate: bool = False,
         scale: float = 1.0,
-    ) -> Any:
+    ) -> Array:
         """One pass whose experts the layer chooses, as its `routing` says.
 
         Parameters
@@ -1186,7 +1202,7 @@ def fingerprint(name: str, array: Any) -> Any:
 
 
 def experts(
-    x: Any,
+    x: Array,
     w13: Any,
     w2: Any,
     topk_ids: Any,
@@ -1197,7 +1213,7 @@ def experts(
     accumulate: bool = False,
     scale: float = 1.0,
     **options: Any,
-) -> Any:
+) -> Array:
     """The experts of one layer, as a function. Layers are made once for their weights and cached.
 
     A layer is kept while the arrays it was made of are: pass the same objects, not views made for

@@ -57,6 +57,23 @@ class Owned:
 
     _noun = "object"
 
+    def __repr__(self) -> str:
+        # A debugger shows it anywhere: in the midst of __init__, after close() and in a child of fork(). It takes
+        # no lock and calls no library, both of which another thread may hold up.
+        try:
+            return f"<{type(self).__name__}: {self._shown()}, {self._state()}>"
+        except Exception:
+            return f"<{type(self).__name__}: not made>"
+
+    def _shown(self) -> str:
+        """What it is, from attributes alone."""
+        return self._noun
+
+    def _state(self) -> str:
+        if os.getpid() != self._made_in:
+            return f"of process {self._made_in}, which this one is a child of"
+        return "open" if self._handle else "closed"
+
     def __init__(
         self,
         handle: ctypes.c_void_p,

@@ -11,6 +11,7 @@ from ctypes import byref
 from typing import Any, Literal
 
 from . import _abi, _arrays
+from ._arrays import Array
 from ._exchange import _gpu_of
 from ._handle import Owned, in_child
 from ._world import World, checked_world
@@ -120,6 +121,12 @@ class SymmetricHeap(Owned):
 
     _noun = "heap"
 
+    def _shown(self) -> str:
+        where = self.backend if self.device < 0 else f"cuda:{self.device}"
+        return (
+            f"{self.bytes:,} bytes on {where}, arrays of {self.arrays}, rank {self.world.rank} of {self.world.size}"
+        )
+
     def __init__(
         self,
         world: World,
@@ -208,7 +215,7 @@ class SymmetricHeap(Owned):
             check(_abi.library.sy_heap_allocate(self._open(), size, alignment, byref(pointer)))
         return self._array(pointer.value or 0, size, kind, sizes, _arrays.contiguous_strides(sizes))
 
-    def translate(self, array: Any, rank: int) -> Any:
+    def translate(self, array: Array, rank: int) -> Array:
         """The array of `rank` that stands where `array` stands here.
 
         Parameters

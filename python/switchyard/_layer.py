@@ -6,7 +6,7 @@ import ctypes
 import os
 import weakref
 from ctypes import byref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,6 +44,10 @@ class MoeLayer(torch.nn.Module):
     Made by `from_checkpoint` or `from_hf`. Collective: every rank of the world makes it, and calls
     it with its own tokens.
     """
+
+    if TYPE_CHECKING:
+        # torch says of a module's call that it returns anything.
+        def __call__(self, hidden_states: torch.Tensor, **more: Any) -> torch.Tensor: ...
 
     def __init__(
         self,
@@ -138,7 +142,9 @@ class MoeLayer(torch.nn.Module):
                     world._open(), _abi.path("path", path), layer, byref(options), byref(handle)
                 )
             )
-        return cls(handle)
+        made = cls(handle)
+        made._layer._place = (world.rank, world.size)
+        return made
 
     @classmethod
     def from_hf(
@@ -278,6 +284,8 @@ class MoeLayer(torch.nn.Module):
                 )
             )
         layer = cls(handle, keep, block, parts.watch)
+        layer._layer._place = (world.rank, world.size)
+        layer._layer._stored = _abi.DTYPE_NAMES[weights.down.weight.dtype]
         layer.routing = parts.routing
         return layer
 
@@ -418,8 +426,5 @@ class MoeLayer(torch.nn.Module):
         self._layer.close()
 
     def extra_repr(self) -> str:
-        layer = self._layer
-        return (
-            f"H {layer.hidden}, I {layer.intermediate}, {layer.num_experts} experts, top-{layer.top_k}, "
-            f"computing in {layer.compute} on {layer.backend}"
-        )
+        layer = self.__dict__.get("_layer")
+        return "not made" if layer is None else f"{layer._shown()}, {layer._state()}"

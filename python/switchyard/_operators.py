@@ -10,8 +10,9 @@ from numbers import Integral
 from typing import Any, Literal, Union
 
 from . import _abi, _arrays
+from ._abi import count_text
 from ._activation import Activation, require_activation
-from ._arrays import Kept
+from ._arrays import Array, Kept
 from ._experts import ORDERS, Order, find, fingerprint, put_scale, remember
 from ._handle import Reader
 from .errors import DTypeMismatch, InvalidArgument, MissingTensor, ShapeMismatch, check
@@ -153,6 +154,15 @@ class GroupedGemm(Reader):
     """
 
     _noun = "operator"
+
+    def _shown(self) -> str:
+        activation = "" if self.activation is None else f", {self.activation.kind}"
+        where = self.backend if self.device is None else f"cuda:{self.device}"
+        return (
+            f"{count_text(self.num_experts, 'expert')}, N {self.n}, K {self.k}{activation}, up to "
+            f"{count_text(self.max_rows, 'row')}; weights {self._stored}, computing in {self.compute} on {where}"
+        )
+
     _lay_out = staticmethod(_abi.library.sy_grouped_gemm_refresh)
 
     def __init__(
@@ -231,12 +241,13 @@ class GroupedGemm(Reader):
         self.schedule = schedule
         self.device: int | None = weight.device_id if cuda else None
         self._copies = bool(info.copies)
+        self._stored = _abi.DTYPE_NAMES[weight.dtype]
         self._set_keep(keep)
         self._parameters = keep.tensors
 
     def __call__(
         self,
-        x: Any,
+        x: Array,
         ends: Any,
         *,
         x_scale: Any = None,
@@ -248,7 +259,7 @@ class GroupedGemm(Reader):
         row_weights: Any = None,
         products: Any = None,
         chosen: Any = None,
-    ) -> Any:
+    ) -> Array:
         """The products of one batch.
 
         Parameters
@@ -335,7 +346,7 @@ class GroupedGemm(Reader):
 
 
 def grouped_gemm(
-    x: Any,
+    x: Array,
     w: Any,
     ends: Any,
     *,
@@ -355,7 +366,7 @@ def grouped_gemm(
     products: Any = None,
     compute: Any = None,
     schedule: GroupedSchedule | None = None,
-) -> Any:
+) -> Array:
     """`GroupedGemm` as a function. Operators are made once for their weights and cached.
 
     An operator is kept while the arrays it was made of are: pass the same objects, not views made
@@ -444,6 +455,12 @@ class Permutation:
     layout: Layout
     dropped: Any = None
 
+    def __repr__(self) -> str:
+        # A tensor's own text would wait for its GPU.
+        arrays = ("ends", "tokens", "positions", "dropped")
+        fields = ", ".join(f"{name} {_arrays.shown(getattr(self, name, None))}" for name in arrays)
+        return f"<Permutation: {fields}, layout {getattr(self, 'layout', None)!r}>"
+
 
 def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutation:
     """Sort slots by expert, where the ids are: on the host, or on their GPU's current stream.
@@ -520,14 +537,14 @@ def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutatio
 
 
 def unpermute(
-    rows: Any,
+    rows: Array,
     positions: Any,
     weights: Any = None,
     *,
     out: Any = None,
     scale: float = 1.0,
     accumulate: bool = False,
-) -> Any:
+) -> Array:
     """``out[t] = scale * sum_k weights[t, k] * rows[positions[t, k]]``, where the rows are.
 
     On a GPU it goes to the current stream, waits for nothing, and may be captured.

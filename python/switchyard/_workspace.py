@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from . import _abi, _arrays
+from ._abi import count_text
 from ._activation import Activation, require_activation
 from ._handle import Owned
 from ._world import World, checked_world, default_world
@@ -155,6 +156,7 @@ class Workspace(Owned):
     ----------
     world : World
     slots : int
+    compute : str
     bytes : int
         Of this rank and all slots, released or not. On CPUs address space, of which passes commit
         what they use.
@@ -237,15 +239,27 @@ class Workspace(Owned):
         super().__init__(handle, _abi.library.sy_workspace_destroy, kept=self._callbacks)
         # A lock for each slot: passes of the layers in it follow one another.
         self._slot_locks: dict[int, Any] = {}
+        # For a look that asks nobody.
+        self._released = False
+        self._sizes = spec
+        self.compute: str = _abi.DTYPE_NAMES[options.compute]
         info = self._info()
         self.world = world
         self.slots: int = info.slots
         self.bytes: int = info.bytes
         self.backend: str = "cuda" if info.backend == _abi.CUDA else "cpu"
 
-    def __repr__(self) -> str:
-        state = "closed" if self.closed else "released" if self.released else f"slots {self.slots}"
-        return f"<Workspace: {self.bytes / 2**20:.1f} MiB on {self.backend}, {state}>"
+    def _shown(self) -> str:
+        slots = count_text(self.slots, "slot")
+        form = f"H {self._sizes.hidden}, I {self._sizes.intermediate}, {count_text(self._sizes.num_experts, 'expert')}"
+        return (
+            f"{form}, top-{self._sizes.top_k}, in {self.compute}; {self.bytes / 2**20:.1f} MiB on {self.backend} in "
+            f"{slots}, rank {self.world.rank} of {self.world.size}"
+        )
+
+    def _state(self) -> str:
+        state = super()._state()
+        return "released" if state == "open" and self._released else state
 
     @property
     def released(self) -> bool:
@@ -268,6 +282,7 @@ class Workspace(Owned):
         """
         with self._lock:
             check(_abi.library.sy_workspace_release(self._open()))
+            self._released = True
 
     def restore(self) -> None:
         """Get memory again. Collective. Does nothing if there is nothing to restore.
@@ -279,6 +294,7 @@ class Workspace(Owned):
         """
         with self._lock:
             self._check(_abi.library.sy_workspace_restore(self._open()))
+            self._released = False
 
     def close(self) -> None:
         """Give the handle back. The memory stays for the layers in it. May be called again."""

@@ -34,8 +34,8 @@ class World(Owned):
         self.deadline: float = info.deadline_seconds
         self.fabric: str = info.fabric.decode()
 
-    def __repr__(self) -> str:
-        return f"<World: rank {self.rank} of {self.size} ({self.fabric})>"
+    def _shown(self) -> str:
+        return f"rank {self.rank} of {self.size} ({self.fabric})"
 
     @staticmethod
     def single(*, deadline: float = 30.0) -> World:

@@ -35,6 +35,7 @@ from ctypes import byref
 from typing import Any, Callable, Literal, Mapping, Sequence, Union
 
 from . import _abi
+from ._abi import count_text
 from ._handle import Owned, read_json
 from .errors import InvalidArgument, Unsupported, check
 
@@ -140,6 +141,12 @@ class Kernel:
     machine: str
     num_sms: int
     l2_bytes: int = 0
+
+    def __repr__(self) -> str:
+        # What is no sequence is refused, in a message that may show this.
+        its = self.configurations
+        text = count_text(len(its), "configuration") if isinstance(its, Sequence) else repr(its)
+        return f"<Kernel: {self.name} version {self.version}, {text}, on {self.machine}>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -467,6 +474,9 @@ class Selector(Owned):
     """
 
     _noun = "selector"
+
+    def _shown(self) -> str:
+        return f"of {self.kernel!r}"
 
     def __init__(self, kernel: Kernel, fit: Path) -> None:
         struct, keep = _kernel(kernel)

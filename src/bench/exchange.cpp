@@ -12,6 +12,7 @@
 
 #include "base/convert.h"
 #include "base/names.h"
+#include "base/plural.h"
 #include "base/threads.h"
 #include "bench/floor.h"
 #include "bench/load.h"
@@ -30,8 +31,8 @@ constexpr int kWarmUps = 2;
 constexpr DType kResults = DType::kBF16;
 
 std::string name_of(const ExchangePoint& point) {
-  return fmt::format("H {}, top-{} of {}, {} tokens a rank, {}", point.hidden, point.top_k,
-                     point.experts, point.tokens, short_name(point.dtype));
+  return fmt::format("H {}, top-{} of {}, {} a rank, {}", point.hidden, point.top_k, point.experts,
+                     plural(point.tokens, "token"), short_name(point.dtype));
 }
 
 // Fewer repetitions of what takes long.

@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include "base/join.h"
+#include "base/plural.h"
 #include "base/printable.h"
 #include "switchyard/error.h"
 
@@ -18,9 +19,9 @@ FloorChoice choose_floor(const std::string& gpu, int num_gpus, int ranks, DType 
   }
   if (ranks > num_gpus) {
     return {{},
-            fmt::format("no floor: {} ranks share {} GPU{}, and a floor is a whole GPU's; give "
+            fmt::format("no floor: {} share {}, and a floor is a whole GPU's; give "
                         "each rank its own",
-                        ranks, num_gpus, num_gpus == 1 ? "" : "s")};
+                        plural(ranks, "rank"), plural(num_gpus, "GPU"))};
   }
   FloorChoice choice;
   choice.facts = given ? std::move(given) : machine::known_gpu_facts(gpu);

@@ -11,6 +11,7 @@
 
 #include "base/convert.h"
 #include "base/names.h"
+#include "base/plural.h"
 #include "bench/gpu_timing.h"
 #include "bench/grouped_operands.h"
 #include "bench/load.h"
@@ -297,8 +298,8 @@ bool same_matrices(const GroupedPoint& a, const GroupedPoint& b) {
 }
 
 std::string name_of(const GroupedPoint& point) {
-  return fmt::format("{} experts, N {}, K {}, {} rows each{}", point.experts, point.n, point.k,
-                     point.rows, point.swiglu ? ", SwiGLU" : "");
+  return fmt::format("{}, N {}, K {}, {} each{}", plural(point.experts, "expert"), point.n, point.k,
+                     plural(point.rows, "row"), point.swiglu ? ", SwiGLU" : "");
 }
 
 // As GroupedGemmOptions::compute that is empty: what the operator computes in by its weights.

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "base/convert.h"
+#include "base/plural.h"
 #include "bench/load.h"
 #include "fabric/fabric.h"
 #include "gpu/device.h"
@@ -94,10 +95,11 @@ class Session {
       : world_(world), options_(options), proxy_(proxy_of(world)), hosts_(proxy_.hosts()) {
     for (int h = 0; h < hosts_.num_hosts(); ++h) {
       if (hosts_.ranks_of(h).size() == hosts_.ranks_of(0).size()) continue;
-      throw Error(ErrorCode::kInvalidArgument,
-                  fmt::format("host {} has {} ranks, and host 0 has {}; measure with as many on "
-                              "every host",
-                              h, hosts_.ranks_of(h).size(), hosts_.ranks_of(0).size()));
+      throw Error(
+          ErrorCode::kInvalidArgument,
+          fmt::format("host {} has {}, and host 0 has {}; measure with as many on "
+                      "every host",
+                      h, plural(hosts_.ranks_of(h).size(), "rank"), hosts_.ranks_of(0).size()));
     }
   }
 

@@ -11,6 +11,7 @@
 #include <random>
 
 #include "base/names.h"
+#include "base/plural.h"
 #include "bench/activations.h"
 #include "bench/load.h"
 #include "bench/measure.h"
@@ -425,7 +426,8 @@ void LateSession::measure(const std::string& model, const LayerSpec& spec) {
       observer_.measuring(done_++, options_.models.size() * options_.tokens.size());
       const Point point(options_, spec, weights, tokens, policies, ways);
       if (!point.problem().empty()) {
-        observer_.failed(fmt::format("{}, {} tokens a rank", model, tokens), point.problem());
+        observer_.failed(fmt::format("{}, {} a rank", model, plural(tokens, "token")),
+                         point.problem());
         continue;
       }
       std::vector<LateRow> rows;

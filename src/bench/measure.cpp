@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "base/plural.h"
 #include "bench/load.h"
 #include "gpu/device.h"
 #include "run/devices.h"
@@ -474,8 +475,8 @@ void add_verification(Measured& measured, const Source& source, const Sample& sa
                 fmt::format("its error is {:.2e}, and the bound {:.2e}", v.error, v.bound));
   }
   if (v.misrouted_tokens > 0) {
-    add_problem(measured, fmt::format("{} of {} tokens are routed wrongly", v.misrouted_tokens,
-                                      sample.batch.tokens()));
+    add_problem(measured, fmt::format("{} of {} routed wrongly", v.misrouted_tokens,
+                                      plural(sample.batch.tokens(), "token")));
   }
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/names.h"
+#include "base/plural.h"
 #include "bench/load.h"
 #include "bench/skew.h"
 #include "gpu/device.h"
@@ -87,7 +88,7 @@ void Session::measure_layer(const BenchLayer& layer) {
       rows_.push_back(row_of(layer, tokens, beta, measured));
       observer_.measured(rows_.back());
       if (!measured.problem.empty()) {
-        observer_.failed(fmt::format("{}, {} tokens, beta {}", layer.model, tokens, beta),
+        observer_.failed(fmt::format("{}, {}, beta {}", layer.model, plural(tokens, "token"), beta),
                          measured.problem);
       }
       if (job_) {
@@ -163,8 +164,8 @@ void Session::add_rivals() {
   observer_.rival_begins();
   const std::map<std::size_t, TimedRival> rivals = run_rival();
   if (rivals.size() < rows_.size()) {
-    observer_.note(fmt::format("{} of {} points have no time of the rival",
-                               rows_.size() - rivals.size(), rows_.size()));
+    observer_.note(fmt::format("no time of the rival at {} of {}", rows_.size() - rivals.size(),
+                               plural(rows_.size(), "point")));
   }
   for (const auto& [index, timed] : rivals) {
     results::Row& row = rows_.at(index);
@@ -172,9 +173,9 @@ void Session::add_rivals() {
     // The rival has the same activations and the same router, so only a near tie may be decided
     // differently.
     if (std::abs(timed.experts_hit - *row.experts_hit) > 1) {
-      observer_.failed(fmt::format("{}, {} tokens", row.model, row.tokens_per_rank),
-                       fmt::format("the rival's gate hit {} experts, ours {}", timed.experts_hit,
-                                   *row.experts_hit));
+      observer_.failed(fmt::format("{}, {}", row.model, plural(row.tokens_per_rank, "token")),
+                       fmt::format("experts hit by the rival's gate: {}, by ours: {}",
+                                   timed.experts_hit, *row.experts_hit));
     }
   }
   observer_.keep(rows_);

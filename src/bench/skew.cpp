@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "base/plural.h"
 #include "base/threads.h"
 #include "bench/activations.h"
 #include "machine/host.h"
@@ -203,8 +204,8 @@ float SkewedGate::skew_for(std::int64_t tokens, double beta) const {
 
 MatrixView SkewedGate::activations(std::int64_t tokens, float skew) {
   if (tokens < 0 || tokens > max_tokens_) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("{} tokens were asked for, but {} were drawn", tokens, max_tokens_));
+    throw Error(ErrorCode::kInvalidArgument, fmt::format("{} were asked for, but {} were drawn",
+                                                         plural(tokens, "token"), max_tokens_));
   }
   const std::size_t row_bytes = static_cast<std::size_t>(spec_.hidden) * size_of(dtype_);
   for (std::int64_t t = 0; t < tokens; ++t) {

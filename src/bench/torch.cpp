@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "base/names.h"
+#include "base/plural.h"
 #include "base/printable.h"
 #include "fabric/launch.h"
 #include "machine/host.h"
@@ -215,8 +216,8 @@ std::map<std::size_t, TimedRival> TorchJob::run(
                             printable(options.python)));
   }
   if (status == kExitDeadline) {
-    note(fmt::format("PyTorch timed {} of {} points in {} s; --torch-limit is more", rivals.size(),
-                     points_.elements().size(), options.limit.count()));
+    note(fmt::format("PyTorch timed {} of {} in {} s; --torch-limit is more", rivals.size(),
+                     plural(points_.elements().size(), "point"), options.limit.count()));
   } else if (status != 0 && rivals.empty()) {
     throw Error(ErrorCode::kSystem,
                 fmt::format("{} ended with exit code {} and no times; see its messages above",

@@ -13,6 +13,7 @@
 
 #include "base/join.h"
 #include "base/names.h"
+#include "base/plural.h"
 #include "base/printable.h"
 #include "bench/gpu_timing.h"
 #include "bench/load.h"
@@ -293,9 +294,9 @@ std::vector<std::int32_t> ids_of(std::span<const std::int64_t> counts, int top_k
   for (std::size_t e = 0; e < counts.size(); ++e) {
     if (counts[e] > tokens) {
       throw Error(ErrorCode::kUnsupported,
-                  fmt::format("expert {} has {} rows of {} tokens, which no router chooses; draw "
+                  fmt::format("expert {} has {} of {}, which no router chooses; draw "
                               "with --generator distinct",
-                              e, counts[e], tokens));
+                              e, plural(counts[e], "row"), plural(tokens, "token")));
     }
     for (std::int64_t i = 0; i < counts[e]; ++i, ++slot) {
       ids[static_cast<std::size_t>(slot % tokens * top_k + slot / tokens)] =

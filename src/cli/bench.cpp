@@ -14,6 +14,7 @@
 #include <string_view>
 #include <utility>
 
+#include "base/host_memory.h"
 #include "base/join.h"
 #include "base/names.h"
 #include "base/numbers.h"
@@ -36,6 +37,7 @@
 #include "cli/tune_report.h"
 #include "gpu/device.h"
 #include "machine/description.h"
+#include "model/generate.h"
 #include "protocol/control.h"
 #include "switchyard/error.h"
 #include "switchyard/layer.h"
@@ -207,7 +209,9 @@ void add_point_options(Command& command, BenchOptions& o) {
   add_fractions(command, "--balancedness", o.betas, "Of the routing (default 1)");
   command.add_whole("--seed", o.seed, 0, std::numeric_limits<std::int64_t>::max(),
                     "Of weights and activations (default 0)");
-  command.add_flag("--quick", o.quick, "Only 8 and 512 tokens, 20 passes each");
+  command.add_flag("--quick", o.quick,
+                   "Only 8 and 512 tokens, 20 passes each. With --backend cpu a try\nof seconds: "
+                   "the suite's smallest layer, 8 tokens, 3 passes");
 
   command.heading("Points of --suite grouped");
   command.add_whole("--n", o.n, 1, 1 << 23,
@@ -385,7 +389,10 @@ BenchPlan model_plan(const BenchOptions& o) {
   return plan;
 }
 
-BenchPlan make_plan(BenchOptions& o) {
+// Timed passes of --quick.
+int quick_repeats(bool on_cpu) { return on_cpu ? 3 : 20; }
+
+BenchPlan make_plan(const BenchOptions& o) {
   BenchPlan plan = o.suite.empty() ? model_plan(o) : suite_plan(o);
   if (!o.quick) return plan;
   if (o.tokens.empty()) {
@@ -393,8 +400,24 @@ BenchPlan make_plan(BenchOptions& o) {
     if (plan.tokens.empty()) plan.tokens = bench::bench_suite(plan.suite).tokens;
     plan.tokens.resize(std::min<std::size_t>(plan.tokens.size(), 2));
   }
-  if (o.measure.repeat == 0) o.measure.repeat = 20;
   return plan;
+}
+
+// The layer with the fewest bytes of weights.
+std::vector<BenchLayer>::const_iterator smallest_layer(const BenchPlan& plan, DType dtype) {
+  return std::min_element(plan.layers.begin(), plan.layers.end(),
+                          [dtype](const BenchLayer& a, const BenchLayer& b) {
+                            return generated_bytes(a.spec, dtype) < generated_bytes(b.spec, dtype);
+                          });
+}
+
+// How to try a suite over ranks where there are no GPUs for them: its smallest layer on one rank,
+// with fewer experts.
+std::string try_on_cpu(const BenchPlan& plan) {
+  return fmt::format(
+      "to try its layer on the processor, as one rank: switchyard bench --backend cpu --model {} "
+      "--experts 16 --dtype {} --given-routing --tokens 8 --quick",
+      smallest_layer(plan, plan.dtypes.front())->model, short_name(plan.dtypes.front()));
 }
 
 // Returns the number of ranks that was asked for. The default is one per GPU for a suite over
@@ -404,8 +427,8 @@ int choose_ranks(const BenchOptions& o, const BenchPlan& plan) {
     if (o.backend == Backend::kCpu) {
       refuse(
           fmt::format("the suite {} is measured over ranks on GPUs, but --backend is cpu; leave "
-                      "it out",
-                      plan.suite));
+                      "it out, or, {}",
+                      plan.suite, try_on_cpu(plan)));
     }
     const int ranks = o.ranks.value_or(gpu::device_count());
     if (ranks >= 2) return ranks;
@@ -415,8 +438,9 @@ int choose_ranks(const BenchOptions& o, const BenchPlan& plan) {
     }
     throw Error(ErrorCode::kUnsupported,
                 fmt::format("--suite {} needs 2 or more GPUs, a rank to each, and CUDA can use {} "
-                            "('switchyard doctor' tells more); with --ranks, ranks may share one",
-                            plan.suite, ranks));
+                            "('switchyard doctor' tells more); {}",
+                            plan.suite, ranks,
+                            ranks == 1 ? "with --ranks, ranks may share one" : try_on_cpu(plan)));
   }
   const bool on_gpus = plan.checked_with_gate && o.backend != Backend::kCpu;
   const int ranks = o.ranks.value_or(on_gpus ? std::max(gpu::device_count(), 1) : 1);
@@ -451,7 +475,45 @@ Backend choose_backend(const BenchOptions& o, int ranks) {
                           ranks > 1   ? fmt::format("--ranks {}", ranks)
                           : o.backend ? "--backend cuda"
                                       : "--suite " + o.suite,
-                          why_no_gpu(), ranks > 1 ? "" : "; --backend cpu measures the processor"));
+                          why_no_gpu(),
+                          ranks > 1         ? ""
+                          : o.suite.empty() ? "; --backend cpu measures the processor"
+                                            : "; --backend cpu --quick tries the suite on the "
+                                              "processor, in seconds"));
+}
+
+// A suite on the processor: with --quick what takes seconds, unless the options name points.
+void choose_for_cpu(const BenchOptions& o, BenchPlan& plan) {
+  if (!o.quick || o.suite.empty()) return;
+  if (!o.line->has("--dtype") && !o.line->has("--compute")) plan.dtypes.resize(1);
+  if (o.models.empty()) plan.layers = {*smallest_layer(plan, plan.dtypes.front())};
+  if (o.tokens.empty()) plan.tokens.resize(1);
+  if (o.betas.empty()) plan.betas.resize(1);
+  std::vector<std::string> models;
+  for (const BenchLayer& layer : plan.layers) models.push_back(layer.model);
+  fmt::print(
+      "--quick on the processor: {}, tokens {}, in {}; --model, --tokens, --balancedness and "
+      "--dtype choose other points\n",
+      join(models, ", "), join(plan.tokens, ", "), short_name(plan.dtypes.front()));
+}
+
+// Refuses a suite whose weights do not fit before any layer is measured, not hours later.
+void require_memory(const BenchPlan& plan) {
+  const std::uint64_t available = host_memory().available;
+  for (const DType dtype : plan.dtypes) {
+    for (const BenchLayer& layer : plan.layers) {
+      const std::uint64_t needed = generated_bytes(layer.spec, dtype);
+      if (needed <= available) continue;
+      throw Error(
+          ErrorCode::kCapacityExceeded,
+          fmt::format("the weights of {} in {} need {}, but {} of memory are available; "
+                      "choose another --model{}, or give --model without --suite and fewer "
+                      "--experts",
+                      layer.model, short_name(dtype), format_bytes(static_cast<double>(needed)),
+                      format_bytes(static_cast<double>(available)),
+                      dtype == DType::kF8E4M3 ? "" : " or --dtype fp8"));
+    }
+  }
 }
 
 // Refuses options for CUDA if another backend runs. They would change nothing, but the row's
@@ -689,9 +751,20 @@ std::vector<bench::GroupedPoint> grouped_points(const BenchOptions& o) {
   return bench::with_balancedness(points, o.betas);
 }
 
+// On the processor the smallest point of the suite, unless the options name points.
+void choose_for_cpu(const BenchOptions& o, std::vector<bench::GroupedPoint>& points) {
+  if (!o.quick || o.n > 0 || !o.rows.empty()) return;
+  const auto products = [](const bench::GroupedPoint& point) {
+    return static_cast<double>(point.rows) * point.experts * point.n * point.k;
+  };
+  points = {*std::min_element(points.begin(), points.end(), [&](const auto& a, const auto& b) {
+    return products(a) < products(b);
+  })};
+}
+
 int run_grouped(BenchOptions options) {
   require_grouped(options);
-  const std::vector<bench::GroupedPoint> points = grouped_points(options);
+  std::vector<bench::GroupedPoint> points = grouped_points(options);
   if (options.only_graph && options.no_graph) {
     refuse("--graph and --no-graph leave nothing to time; both are timed without either");
   }
@@ -700,10 +773,13 @@ int run_grouped(BenchOptions options) {
   if (!json.empty()) results::require_mergeable_grouped(json);
   options.measure.backend = choose_backend(options, 1);
   require_backend(options);
+  const bool on_cpu = options.measure.backend == Backend::kCpu;
+  if (on_cpu) choose_for_cpu(options, points);
   bench::GroupedOptions grouped;
   grouped.backend = options.measure.backend;
   grouped.dtype = options.dtype.value_or(DType::kBF16);
-  grouped.repeat = options.quick && options.measure.repeat == 0 ? 20 : options.measure.repeat;
+  grouped.repeat =
+      options.quick && options.measure.repeat == 0 ? quick_repeats(on_cpu) : options.measure.repeat;
   grouped.graph = !options.no_graph;
   grouped.no_graph = !options.only_graph;
   grouped.cold = options.measure.cold;
@@ -801,8 +877,8 @@ std::vector<bench::ExchangePoint> exchange_points(const BenchOptions& o) {
     if (o.overrides.num_experts > 0) point.experts = o.overrides.num_experts;
     if (o.overrides.top_k > 0) point.top_k = o.overrides.top_k;
     if (point.top_k > point.experts) {
-      refuse(fmt::format("top-{} of {} experts; use --top-k up to --experts", point.top_k,
-                         point.experts));
+      refuse(fmt::format("top-{} of {}; use --top-k up to --experts", point.top_k,
+                         plural(point.experts, "expert")));
     }
   }
   return points;
@@ -841,8 +917,8 @@ int run_hosts(const BenchOptions& o) {
   if (o.overrides.num_experts > 0) hosts.experts = o.overrides.num_experts;
   if (o.overrides.top_k > 0) hosts.top_k = o.overrides.top_k;
   if (hosts.top_k > hosts.experts) {
-    refuse(fmt::format("top-{} of {} experts; use --top-k up to --experts", hosts.top_k,
-                       hosts.experts));
+    refuse(fmt::format("top-{} of {}; use --top-k up to --experts", hosts.top_k,
+                       plural(hosts.experts, "expert")));
   }
   if (!o.tokens.empty()) {
     hosts.tokens = o.tokens;
@@ -899,6 +975,8 @@ int run_late(const BenchOptions& o) {
   if (!o.models.empty()) late.models = o.models;
   if (!o.tokens.empty()) late.tokens = o.tokens;
   if (o.quick && o.tokens.empty()) late.tokens = {8};
+  if (o.quick && o.models.empty()) late.models.resize(1);
+  if (o.quick && o.late_us.empty()) late.late_us = {late.late_us.front(), late.late_us.back()};
   if (!o.late_us.empty()) late.late_us = o.late_us;
   late.ranks = o.ranks.value_or(2);
   late.dtype = o.dtype.value_or(DType::kBF16);
@@ -932,11 +1010,18 @@ int run(BenchOptions options) {
   options.measure.ranks = choose_ranks(options, plan);
   read_tables(options, plan);
   options.measure.backend = choose_backend(options, options.measure.ranks);
+  if (options.quick && options.measure.repeat == 0) {
+    options.measure.repeat = quick_repeats(options.measure.backend == Backend::kCpu);
+  }
   options.measure.given_routing =
       options.measure.given_routing || (plan.given_routing && !options.gated);
   options.measure.verify = options.measure.verify || plan.checked_with_gate;
   require_backend(options);
   require_tables_of_this_machine(options, plan);
+  if (options.measure.backend == Backend::kCpu) {
+    choose_for_cpu(options, plan);
+    require_memory(plan);
+  }
   if (!options.machine_facts.empty()) {
     session_options.facts = machine::read_gpu_facts(options.machine_facts);
   }

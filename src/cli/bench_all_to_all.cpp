@@ -7,6 +7,7 @@
 #include <sstream>
 #include <utility>
 
+#include "base/plural.h"
 #include "base/whole_file.h"
 #include "cli/arguments.h"
 #include "cli/format.h"
@@ -34,7 +35,7 @@ class AllToAllPrinter : public RowsPrinter<bench::AllToAllObserver, AllToAllRow>
 
   void checked(std::size_t cases) override {
     clear_progress();
-    fmt::print("{} test cases: right on all rungs\n", cases);
+    fmt::print("{}: right on all rungs\n", plural(cases, "test case"));
     std::fflush(stdout);
   }
 
@@ -83,16 +84,16 @@ int print_all_to_all(const bench::AllToAllOptions& options, const std::filesyste
                      const std::filesystem::path& trace) {
   AllToAllPrinter printer(json);
   bench::AllToAllSession session(options, printer);
-  fmt::print("{}; the all-to-all problem over {} ranks{}\n", session.machine(), options.ranks,
-             options.stand_in == all_to_all::StandIn::kRandom
-                 ? ", experts multiply by random weights"
-                 : "");
+  fmt::print(
+      "{}; the all-to-all problem over {}{}\n", session.machine(), plural(options.ranks, "rank"),
+      options.stand_in == all_to_all::StandIn::kRandom ? ", experts multiply by random weights"
+                                                       : "");
   std::fflush(stdout);
   const std::vector<AllToAllRow> rows = session.run();
   if (!rows.empty()) fmt::print("\n");
   for (const bench::RungMean& mean : bench::rung_means(rows)) {
-    fmt::print("{:<20} {:>9.1f} us, geometric mean of {} cases\n", mean.rung, mean.mean_us,
-               mean.cases);
+    fmt::print("{:<20} {:>9.1f} us, geometric mean of {}\n", mean.rung, mean.mean_us,
+               plural(mean.cases, "case"));
   }
   if (!trace.empty() && !session.traces().empty()) {
     std::ostringstream text;

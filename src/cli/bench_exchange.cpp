@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <utility>
 
+#include "base/plural.h"
 #include "cli/arguments.h"
 #include "cli/format.h"
 #include "cli/rows_printer.h"
@@ -44,7 +45,7 @@ int print_exchange(const bench::ExchangeBenchOptions& options,
                    const std::filesystem::path& json) {
   ExchangePrinter printer(json);
   bench::ExchangeSession session(options, printer);
-  fmt::print("{}; Exchange alone over {} ranks{}\n", session.machine(), options.ranks,
+  fmt::print("{}; Exchange alone over {}{}\n", session.machine(), plural(options.ranks, "rank"),
              options.pre_sum ? ", a token's results of one rank summed before they travel" : "");
   fmt::print("\n{}\n", Palette::for_output(STDOUT_FILENO).bold(exchange_heading()));
   std::fflush(stdout);

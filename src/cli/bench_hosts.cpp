@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "base/plural.h"
 #include "cli/arguments.h"
 #include "cli/format.h"
 #include "gpu/device.h"
@@ -37,12 +38,13 @@ int print_hosts(bench::HostsBenchOptions options, const std::filesystem::path& j
   }
   const std::vector<HostsRow> rows = bench::measure_hosts(world, options);
   if (world.rank() != 0) return kExitOk;
-  fmt::print("{}; {} ranks on {}\n", rows.front().machine, world.size(), world.fabric_name());
-  fmt::print("Exchange{}: H {}, top-{} of {} experts, bf16\n\n{}\n",
+  fmt::print("{}; {} on {}\n", rows.front().machine, plural(world.size(), "rank"),
+             world.fabric_name());
+  fmt::print("Exchange{}: H {}, top-{} of {}, bf16\n\n{}\n",
              options.backend == Backend::kCuda
                  ? fmt::format(" and layer of I {}", options.intermediate)
                  : "",
-             options.hidden, options.top_k, options.experts,
+             options.hidden, options.top_k, plural(options.experts, "expert"),
              Palette::for_output(STDOUT_FILENO).bold(hosts_heading()));
   bool wrong = false;
   for (const HostsRow& row : rows) {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/names.h"
+#include "base/plural.h"
 #include "cli/arguments.h"
 #include "cli/format.h"
 #include "cli/rows_printer.h"
@@ -44,8 +45,8 @@ std::string late_text(const LateRow& row) {
 int print_late(const bench::LateOptions& options, const std::filesystem::path& json) {
   LatePrinter printer(json);
   bench::LateSession session(options, printer);
-  fmt::print("{}; {} ranks, weights and arithmetic in {}\n", session.machine(), options.ranks,
-             short_name(options.dtype));
+  fmt::print("{}; {}, weights and arithmetic in {}\n", session.machine(),
+             plural(options.ranks, "rank"), short_name(options.dtype));
   fmt::print("\n{}\n", Palette::for_output(STDOUT_FILENO).bold(late_heading()));
   std::fflush(stdout);
   session.run();

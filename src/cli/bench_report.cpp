@@ -4,6 +4,8 @@
 
 #include <cmath>
 
+#include "base/plural.h"
+
 namespace switchyard::cli {
 namespace {
 
@@ -16,9 +18,10 @@ std::string point_text(const Row& row) {
 }
 
 std::string point_name(const Row& row) {
-  return fmt::format(
-      "{}, {} experts, {} tokens{}, beta {:.2g}", row.model, row.experts, row.tokens_per_rank,
-      row.ranks == 1 ? "" : fmt::format(" on each of {} ranks", row.ranks), row.beta);
+  return fmt::format("{}, {}, {}{}, beta {:.2g}", row.model, plural(row.experts, "expert"),
+                     plural(row.tokens_per_rank, "token"),
+                     row.ranks == 1 ? "" : fmt::format(" on each of {}", plural(row.ranks, "rank")),
+                     row.beta);
 }
 
 }  // namespace
@@ -74,14 +77,15 @@ std::vector<std::string> summary_text(std::span<const Row> rows) {
                                  row.rival->name, row.rival->median_us));
   }
   if (worst != nullptr) {
-    lines.push_back(fmt::format("time / floor: geometric mean {:.3f} over {} points",
-                                std::exp(log_sum / static_cast<double>(with_floor)), with_floor));
+    lines.push_back(fmt::format("time / floor: geometric mean {:.3f} over {}",
+                                std::exp(log_sum / static_cast<double>(with_floor)),
+                                plural(with_floor, "point")));
     lines.push_back(
         fmt::format("worst: {:.3f} ({})", *worst->time_over_floor(), point_name(*worst)));
   }
   if (with_rival > 0) {
-    lines.push_back(fmt::format("slower than the rival: {} of {} points{}", slower.size(),
-                                with_rival, slower.empty() ? "" : ":"));
+    lines.push_back(fmt::format("slower than the rival: {} of {}{}", slower.size(),
+                                plural(with_rival, "point"), slower.empty() ? "" : ":"));
     lines.insert(lines.end(), slower.begin(), slower.end());
   }
   return lines;

@@ -11,6 +11,7 @@
 #include "base/host_memory.h"
 #include "base/json.h"
 #include "base/names.h"
+#include "base/plural.h"
 #include "cli/arguments.h"
 #include "cli/commands.h"
 #include "cli/format.h"
@@ -106,11 +107,10 @@ Finding describe_gpu(int device) {
       d.runs_our_kernels() ? "" : "; not used: the kernels are compiled for capability 9.0";
   return fact(
       fmt::format("gpu_{}", device),
-      fmt::format(
-          "{}, {} SMs, capability {}, {} of {} free, driver CUDA {}, runtime {}, dmabuf {}{}",
-          d.name, d.num_sms, capability, bytes(d.free_bytes), bytes(d.memory_bytes),
-          cuda_version(d.driver_version), cuda_version(d.runtime_version),
-          d.exports_dmabuf ? "yes" : "no", fit),
+      fmt::format("{}, {}, capability {}, {} of {} free, driver CUDA {}, runtime {}, dmabuf {}{}",
+                  d.name, plural(d.num_sms, "SM"), capability, bytes(d.free_bytes),
+                  bytes(d.memory_bytes), cuda_version(d.driver_version),
+                  cuda_version(d.runtime_version), d.exports_dmabuf ? "yes" : "no", fit),
       {{"name", d.name},
        {"num_sms", d.num_sms},
        {"compute_capability", capability},
@@ -210,8 +210,8 @@ Finding check_layer(const std::string& name, Backend backend, DType compute, int
     const run::RunResult result = run::run_as_threads(source, batch, ranks);
     const run::Verification v = run::verify(source, batch, result, compute);
     return check(name, v.ok(),
-                 fmt::format("{} rank{}, error {:.1e} with a bound of {:.1e}", num_ranks,
-                             num_ranks == 1 ? "" : "s", v.error, v.bound),
+                 fmt::format("{}, error {:.1e} with a bound of {:.1e}", plural(num_ranks, "rank"),
+                             v.error, v.bound),
                  remedy);
   } catch (const std::exception& error) {
     return check(name, false, error.what(), remedy);

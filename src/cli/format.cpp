@@ -60,20 +60,6 @@ std::string format_seconds(double seconds) {
   return scaled(seconds, kPrefixes, "s");
 }
 
-std::string format_count(std::int64_t value) {
-  std::string digits = fmt::format("{}", value);
-  const std::size_t sign = value < 0 ? 1 : 0;
-  for (std::size_t at = digits.size(); at > sign + 3;) {
-    at -= 3;
-    digits.insert(at, 1, ',');
-  }
-  return digits;
-}
-
-std::string plural(std::int64_t count, const char* noun) {
-  return fmt::format("{} {}{}", format_count(count), noun, count == 1 ? "" : "s");
-}
-
 std::string format_percent(double fraction) {
   const double percent = 100 * fraction;
   const int decimals = percent >= 9.95 || percent == 0 ? 0 : percent >= 0.995 ? 1 : 2;

@@ -7,6 +7,8 @@
 #include <string_view>
 #include <vector>
 
+#include "base/plural.h"
+
 namespace switchyard::cli {
 
 // The width that every report fits in.
@@ -17,10 +19,6 @@ std::string format_quantity(double value, std::string_view unit);
 std::string format_bytes(double bytes);
 // A duration with a unit: "41.2 ms", "3.07 s", "812 us".
 std::string format_seconds(double seconds);
-// 12345 -> "12,345".
-std::string format_count(std::int64_t value);
-// "1 rank", "12,345 tokens".
-std::string plural(std::int64_t count, const char* noun);
 // 0.7132 -> "71 %"; small fractions keep two significant digits: "0.42 %".
 std::string format_percent(double fraction);
 

@@ -129,30 +129,28 @@ int run(const HtmlReportOptions& o) {
   std::string traced;
   for (const report::Ladder& ladder : ladders) {
     input.files.push_back(ladder.file);
-    traced += fmt::format("; {} points of the all-to-all problem",
-                          format_count(static_cast<std::int64_t>(ladder.rows.size())));
+    traced += fmt::format("; {} of the all-to-all problem", plural(ladder.rows.size(), "point"));
   }
   input.ladders = std::move(ladders);
   if (!o.trace.empty()) {
     input.timeline = report::read_timeline(o.trace);
     input.trace_file = std::filesystem::path(o.trace).filename().string();
-    traced += fmt::format("; {} slices of {} ranks", format_count(input.timeline->num_slices),
-                          input.timeline->ranks.size());
+    traced += fmt::format("; {} of {}", plural(input.timeline->num_slices, "slice"),
+                          plural(input.timeline->ranks.size(), "rank"));
   }
   for (const report::Tuning& tuning : input.tunings) {
-    traced += fmt::format("; {} points of a profile of {}",
-                          format_count(static_cast<std::int64_t>(tuning.profile.points.size())),
+    traced += fmt::format("; {} of a profile of {}", plural(tuning.profile.points.size(), "point"),
                           printable(tuning.profile.kernel));
   }
   for (const report::Routing& routing : input.routings) {
-    traced +=
-        fmt::format("; {} layers of {}", routing.recordings.layers.size(), printable(routing.file));
+    traced += fmt::format("; {} of {}", plural(routing.recordings.layers.size(), "layer"),
+                          printable(routing.file));
   }
   const std::string page = report::make_page(input);
   write_whole(output, page);
-  fmt::print("{}: {}; {} points of {} files{}\n", printable(o.output),
-             format_bytes(static_cast<double>(page.size())),
-             format_count(static_cast<std::int64_t>(rows.size())), paths.size(), traced);
+  fmt::print("{}: {}; {} of {}{}\n", printable(o.output),
+             format_bytes(static_cast<double>(page.size())), plural(rows.size(), "point"),
+             plural(paths.size(), "file"), traced);
   for (const report::Routing& routing : input.routings) {
     for (const Recording& recording : routing.recordings.layers) {
       fmt::print("{}\n", report::routing_text(recording));

@@ -17,8 +17,11 @@ namespace {
 constexpr const char* kExamples = R"(Examples:
   switchyard launch -n 4 -- switchyard run --model olmoe --tokens 1024
   switchyard launch -n 2 --label -- ./my_program --its-own-option
+  switchyard launch -n 2 -- python my_torch_program.py                # in place of torchrun
   switchyard launch -n 8 --hosts node1,node2 -- ./my_program          # over ssh: docs/hosts.md
   switchyard launch -n 4 --namespaces 2 -- switchyard run --model olmoe --tokens 256
+
+Ranks find the variables that torchrun sets, so torch.distributed starts as under it.
 
 The exit code is that of the rank that failed first; 124 if --timeout passed; 127 if the command
 cannot be run.)";
@@ -50,6 +53,8 @@ void add_launch(CommandLine& line, std::vector<std::string> after_dashes) {
       "HOST,...", "Deal the ranks to these machines, over ssh (default: this host)");
   command.add_whole("--namespaces", options->namespaces, 0, 64,
                     "Deal them to so many network namespaces, to try several hosts; as root");
+  command.add_whole("--master-port", options->master_port, 1, 65'535,
+                    "MASTER_PORT of the ranks, for torch.distributed (default: a free one)");
   command.add_flag("--label", options->label_output,
                    "Start every line with the rank that wrote it");
   command.add_seconds("--timeout", *timeout, "End the ranks after this time (default: never)");
@@ -64,9 +69,10 @@ void add_launch(CommandLine& line, std::vector<std::string> after_dashes) {
                               printable(options->command.front())));
     }
     options->command.insert(options->command.end(), after_dashes.begin(), after_dashes.end());
-    // This command by its name, where it is not installed.
+    // This command by its name: ranks are of the launcher's version, whatever is installed beside
+    // it.
     if (options->hosts.empty() && !options->command.empty() &&
-        options->command.front() == "switchyard" && machine::found_on_path("switchyard").empty()) {
+        options->command.front() == "switchyard") {
       options->command.front() = machine::own_executable();
     }
     if (timeout->count() > 0) options->deadline = *timeout;

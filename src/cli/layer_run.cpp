@@ -10,6 +10,7 @@
 #include "base/host_memory.h"
 #include "base/mapped_file.h"
 #include "base/names.h"
+#include "base/plural.h"
 #include "cli/format.h"
 #include "cli/no_gpu.h"
 #include "cli/output_file.h"
@@ -97,11 +98,12 @@ void require_memory(std::int64_t tokens, const LayerSpec& spec, DType dtype, Bac
                                (element + sizeof(float) + results);
   const std::uint64_t available = host_memory().available;
   if (needed <= available) return;
-  throw Error(ErrorCode::kCapacityExceeded,
-              fmt::format("{} tokens of hidden size {} need {} at least, but {} of memory are "
-                          "available; give fewer --tokens, or scale the layer down with --hidden",
-                          tokens, spec.hidden, format_bytes(static_cast<double>(needed)),
-                          format_bytes(static_cast<double>(available))));
+  throw Error(
+      ErrorCode::kCapacityExceeded,
+      fmt::format("{} of hidden size {} need {} at least, but {} of memory are "
+                  "available; give fewer --tokens, or scale the layer down with --hidden",
+                  plural(tokens, "token"), spec.hidden, format_bytes(static_cast<double>(needed)),
+                  format_bytes(static_cast<double>(available))));
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <memory>
 
+#include "base/join.h"
 #include "base/names.h"
 #include "base/printable.h"
 #include "cli/commands.h"
@@ -52,14 +53,14 @@ void print_summary(const MakeOptions& options) {
   const Written written = measure_directory(options.directory);
   const Checkpoint checkpoint = Checkpoint::open(options.directory);
   const std::vector<int> layers = checkpoint.moe_layers();
-  fmt::print("{}: {} in {} safetensors {}\n", printable(options.directory),
-             format_bytes(static_cast<double>(written.bytes)), written.shards,
-             written.shards == 1 ? "file" : "files");
-  fmt::print("{} MoE {} of {} in {}, seed {}:", layers.size(),
-             layers.size() == 1 ? "layer" : "layers", options.model, short_name(checkpoint.dtype()),
-             options.write.seed);
-  for (const int layer : layers) fmt::print(" {}", layer);
-  fmt::print("\n");
+  fmt::print("{}: {} in {}\n", printable(options.directory),
+             format_bytes(static_cast<double>(written.bytes)),
+             plural(written.shards, "safetensors file"));
+  const std::string made =
+      fmt::format("{} of {} in {}, made with --seed {}: {} {}", plural(layers.size(), "MoE layer"),
+                  options.model, short_name(checkpoint.dtype()), options.write.seed,
+                  layers.size() == 1 ? "layer" : "layers", join(layers, ", "));
+  for (const std::string& line : wrap(made, kReportColumns)) fmt::print("{}\n", line);
   for (const std::string& line :
        wrap(describe(checkpoint.layer_spec(layers.front())), kReportColumns)) {
     fmt::print("{}\n", line);

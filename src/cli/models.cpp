@@ -6,6 +6,7 @@
 
 #include "base/json.h"
 #include "base/names.h"
+#include "base/plural.h"
 #include "cli/commands.h"
 #include "cli/format.h"
 #include "model/config.h"
@@ -37,7 +38,7 @@ std::string routing_name(const LayerSpec& spec) {
   if (routing.method == RoutingMethod::kHash) return "hash";
   std::string name = name_of(routing.score);
   if (routing.num_groups > 1) {
-    name += fmt::format(" {}/{} groups", routing.top_k_groups, routing.num_groups);
+    name += fmt::format(" {}/{}", routing.top_k_groups, plural(routing.num_groups, "group"));
   }
   return name;
 }

@@ -105,10 +105,9 @@ int report(const RunOptions& options, const Source& source, const Batch& batch,
   }
   if (!told.verification || told.verification->ok()) return kExitOk;
   const Verification& v = *told.verification;
-  say(
-      fmt::format("verification failed: error {:.3e} with a bound of {:.3e}, {} misrouted tokens, "
-                  "{} tokens with NaN logits",
-                  v.error, v.bound, v.misrouted_tokens, v.nan_tokens));
+  say(fmt::format(
+      "verification failed: error {:.3e} with a bound of {:.3e}, {}, {} with NaN logits", v.error,
+      v.bound, plural(v.misrouted_tokens, "misrouted token"), plural(v.nan_tokens, "token")));
   return kExitVerification;
 }
 

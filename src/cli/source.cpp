@@ -8,6 +8,7 @@
 #include "base/host_memory.h"
 #include "base/join.h"
 #include "base/names.h"
+#include "base/plural.h"
 #include "base/printable.h"
 #include "cli/format.h"
 #include "cli/progress.h"
@@ -76,10 +77,11 @@ void require_memory(const std::string& name, std::uint64_t bytes, int num_proces
   const std::uint64_t needed = bytes * static_cast<std::uint64_t>(num_processes);
   const std::uint64_t available = host_memory().available;
   if (needed <= available) return;
-  const std::string each = num_processes == 1
-                               ? ""
-                               : fmt::format(" for {} processes of {}", num_processes,
-                                             format_bytes(static_cast<double>(bytes)));
+  const std::string each =
+      num_processes == 1
+          ? ""
+          : fmt::format(" for {} of {}", plural(num_processes, "process", "processes"),
+                        format_bytes(static_cast<double>(bytes)));
   const char* const share = num_processes == 1
                                 ? ""
                                 : ", or let the processes share a checkpoint ('switchyard "

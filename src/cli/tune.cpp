@@ -14,6 +14,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/plural.h"
 #include "base/printable.h"
 #include "base/read_file.h"
 #include "cli/commands.h"
@@ -258,8 +259,8 @@ tuner::Profile models_to_fit(const tuner::Profile& profile, const std::string& f
                             printable(file)));
   }
   if (complete.models.size() < profile.models.size()) {
-    fmt::print("{} of {} models are timed completely; the others are left out\n",
-               complete.models.size(), profile.models.size());
+    fmt::print("timed completely: {} of {}; the others are left out\n", complete.models.size(),
+               plural(profile.models.size(), "model"));
   }
   return complete;
 }
@@ -279,9 +280,9 @@ class TunePrinter {
   void tell(const tuner::Progress& p) {
     for (; next_ < profile_.points.size() && is_timed(profile_.points[next_]); ++next_) {
       progress_.clear();
-      fmt::print("{}  [{} of {} timings, {:.0f} s, {:.0f} s left]\n",
-                 point_text(profile_, profile_.points[next_]), p.done, p.total, p.seconds,
-                 p.seconds_left);
+      fmt::print("{}  [{} of {}, {:.0f} s, {:.0f} s left]\n",
+                 point_text(profile_, profile_.points[next_]), p.done, plural(p.total, "timing"),
+                 p.seconds, p.seconds_left);
       std::fflush(stdout);
     }
     progress_.update(p.done, p.total);
@@ -303,8 +304,8 @@ void write_choices(const TuneCommandOptions& o, const tuner::Profile& profile) {
   const tuner::Fit its = tuner::fit(profile, {tuner::form_named(o.form), !o.absolute, false});
   const std::string fit_file = o.out + ".fit.json";
   tuner::write_fit(output_file("--out", fit_file), its);
-  fmt::print("\n{}: {} models, {} configurations\n", printable(fit_file), its.models.size(),
-             its.configurations.size());
+  fmt::print("\n{}: {}, {}\n", printable(fit_file), plural(its.models.size(), "model"),
+             plural(its.configurations.size(), "configuration"));
   for (std::size_t m = 0; m < its.models.size(); ++m) {
     int most_tokens = 1;
     for (const tuner::Point& point : profile.points) {
@@ -368,9 +369,10 @@ int measure(const TuneCommandOptions& o) {
   const bool there = o.resume && !is_absent(file);
   tuner::Profile profile = there ? tuner::resumed_profile(file, kernel, device, plan)
                                  : tuner::new_profile(kernel, device, plan);
-  fmt::print("{} version {} on {}\n{} models, {} configurations, {} points{}\n", kernel.name,
-             kernel.version, printable(device.machine), profile.models.size(),
-             kernel.configurations.size(), profile.points.size(), there ? "; going on" : "");
+  fmt::print("{} version {} on {}\n{}, {}, {}{}\n", kernel.name, kernel.version,
+             printable(device.machine), plural(profile.models.size(), "model"),
+             plural(kernel.configurations.size(), "configuration"),
+             plural(profile.points.size(), "point"), there ? "; going on" : "");
   std::fflush(stdout);
 
   TunePrinter lines(profile);
@@ -389,11 +391,11 @@ int measure(const TuneCommandOptions& o) {
   for (std::size_t m = 0; m < profile.models.size(); ++m) {
     const std::size_t pruned = tuner::num_pruned(profile, m);
     if (pruned == 0) continue;
-    fmt::print("{}: {} of {} configurations are pruned\n", printable(profile.models[m].name),
-               pruned, profile.configurations.size());
+    fmt::print("{}: pruned are {} of {}\n", printable(profile.models[m].name), pruned,
+               plural(profile.configurations.size(), "configuration"));
   }
-  fmt::print("{}: {} of {} timings, {:.0f} s\n", printable(o.out + ".profile.json"), last.done,
-             last.total, last.seconds);
+  fmt::print("{}: {} of {}, {:.0f} s\n", printable(o.out + ".profile.json"), last.done,
+             plural(last.total, "timing"), last.seconds);
   if (!complete) {
     fmt::print("the budget ended; --resume goes on, for about {:.0f} s\n", last.seconds_left);
     if (tuner::complete_models(profile).models.empty()) return kExitOk;

@@ -7,6 +7,7 @@
 #include <functional>
 
 #include "base/join.h"
+#include "base/plural.h"
 #include "base/printable.h"
 #include "cli/format.h"
 #include "switchyard/routing.h"
@@ -67,17 +68,18 @@ void add_head(std::vector<std::string>& lines, const Profile& profile) {
     test += point.test ? 1 : 0;
     held_out += point.held_out() ? 1 : 0;
   }
-  lines.push_back(fmt::format(
-      "{} models, {} configurations{}; {} points to fit on, {} to judge by, "
-      "{} of them held out; {} histograms",
-      profile.models.size(), profile.configurations.size() - rules,
-      rules > 0 ? " and the rule" : "", fit, test, held_out, to_string(profile.generator)));
+  lines.push_back(
+      fmt::format("{}, {}{}; {} to fit on, {} to judge by, {} of them held out; histograms are {}",
+                  plural(profile.models.size(), "model"),
+                  plural(profile.configurations.size() - rules, "configuration"),
+                  rules > 0 ? " and the rule" : "", plural(fit, "point"), test, held_out,
+                  to_string(profile.generator)));
   std::size_t pruned = 0;
   for (std::size_t m = 0; m < profile.models.size(); ++m) pruned += num_pruned(profile, m);
   if (pruned == 0) return;
-  lines.push_back(fmt::format(
-      "{} of {} configurations of the models are pruned: exhaustive is the best of the others",
-      pruned, profile.models.size() * profile.configurations.size()));
+  lines.push_back(
+      fmt::format("pruned: {} of the models' {}; exhaustive is the best of the others", pruned,
+                  plural(profile.models.size() * profile.configurations.size(), "configuration")));
 }
 
 void add_regrets(std::vector<std::string>& lines, const Profile& profile, const Fit& fit,
@@ -117,9 +119,9 @@ void add_regrets(std::vector<std::string>& lines, const Profile& profile, const 
                         to_string(fit.options.form), fit.options.relative ? "" : " (absolute)"),
             cells);
   const Regret all = regret_of(outcomes);
-  lines.push_back(fmt::format("  all points: mean {} % (standard error {}), max {} %, {} points",
+  lines.push_back(fmt::format("  all points: mean {} % (standard error {}), max {} %, {}",
                               percent(all.mean), percent(all.standard_error), percent(all.max),
-                              all.points));
+                              plural(all.points, "point")));
 }
 
 void add_ablation(std::vector<std::string>& lines, const Profile& profile) {
@@ -246,44 +248,69 @@ void add_regions(std::vector<std::string>& lines, const Profile& profile, const 
             findings_cells);
 }
 
+std::string named_time(const Profile& profile, const Point& point, std::size_t configuration) {
+  return fmt::format("best {:.1f} us  {}", point.times_us[configuration],
+                     printable(profile.configurations[configuration].name));
+}
+
+// The rule often runs what one of the configurations is, so the less of two such times is chance. A
+// configuration counts as faster where the difference is above the variation of both times'
+// repetitions. Few repetitions can vary by anything: above kMostNoise they tell nothing.
+bool beats(const Point& point, std::size_t configuration, std::size_t rule) {
+  constexpr double kMostNoise = 0.2;
+  const double noise =
+      std::clamp(std::hypot(point.variations[configuration], point.variations[rule]),
+                 tuner::kLeastGain, kMostNoise);
+  return point.times_us[configuration] < (1 - noise) * point.times_us[rule];
+}
+
 }  // namespace
 
 bool chooses_by_tokens(const Profile& profile) { return profile.kernel.starts_with("layer_"); }
 
 std::string table_text(const tuner::Table& table) {
-  if (!table.by_tokens) return fmt::format("{} configurations", table.entries.size());
+  if (!table.by_tokens) return plural(table.entries.size(), "configuration");
   std::vector<std::string> ranges;
   for (const tuner::Table::Range& range : *table.by_tokens) {
-    ranges.push_back(fmt::format("{} tokens {}",
-                                 range.first == range.last
-                                     ? fmt::format("{}", range.first)
-                                     : fmt::format("{} to {}", range.first, range.last),
-                                 printable(table.entries[range.entry].configuration.name)));
+    ranges.push_back(
+        fmt::format("{} {}",
+                    range.first == range.last
+                        ? plural(range.first, "token")
+                        : fmt::format("{} to {}", range.first, plural(range.last, "token")),
+                    printable(table.entries[range.entry].configuration.name)));
   }
   return ranges.empty() ? "the rule for all tokens" : join(ranges, ", ");
 }
 
 std::string point_text(const Profile& profile, const Point& point) {
-  std::size_t best = point.times_us.size();
-  std::optional<double> rule;
-  std::size_t unsupported = 0;
-  for (std::size_t c = 0; c < point.times_us.size(); ++c) {
+  const std::size_t none = point.times_us.size();
+  std::size_t best = none, rule = none, unsupported = 0;
+  for (std::size_t c = 0; c < none; ++c) {
     if (point.times_us[c] == tuner::kPruned) continue;
     if (point.times_us[c] <= 0) {
       ++unsupported;
     } else if (profile.configurations[c].is_rule) {
-      rule = point.times_us[c];
-    } else if (best == point.times_us.size() || point.times_us[c] < point.times_us[best]) {
+      rule = c;
+    } else if (best == none || point.times_us[c] < point.times_us[best]) {
       best = c;
     }
   }
-  std::string text = fmt::format("{:<14} {:>5} tokens  beta {:.2f} ({:.2f})  ",
-                                 printable(profile.models[point.model].name), point.tokens,
-                                 point.beta, point.beta_reached);
-  if (best == point.times_us.size()) return text + "nothing runs it";
-  text += fmt::format("best {:.1f} us  {}", point.times_us[best],
-                      printable(profile.configurations[best].name));
-  if (rule) text += fmt::format("  rule {:.1f} us", *rule);
+  std::string text = fmt::format("{:<14} {:>12}  beta {:.2f} ({:.2f})  ",
+                                 printable(profile.models[point.model].name),
+                                 plural(point.tokens, "token"), point.beta, point.beta_reached);
+  if (best == none && rule == none) return text + "nothing runs it";
+  if (rule == none) {
+    text += named_time(profile, point, best);
+  } else if (best == none) {
+    text += fmt::format("the rule {:.1f} us", point.times_us[rule]);
+  } else if (beats(point, best, rule)) {
+    text +=
+        fmt::format("{}  rule {:.1f} us", named_time(profile, point, best), point.times_us[rule]);
+  } else {
+    text +=
+        fmt::format("best: the rule {:.1f} us  (of the others {:.1f} us  {})", point.times_us[rule],
+                    point.times_us[best], printable(profile.configurations[best].name));
+  }
   if (unsupported > 0) text += fmt::format("  ({} cannot run)", unsupported);
   return text;
 }

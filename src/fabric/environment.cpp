@@ -13,6 +13,7 @@
 
 #include "fabric/hash.h"
 #include "fabric/place.h"
+#include "fabric/port.h"
 #include "protocol/control.h"
 #include "switchyard/error.h"
 #include "switchyard/world.h"
@@ -97,9 +98,6 @@ std::string first_of_node_list(std::string_view list) {
   }
   return host;
 }
-
-// Ports from here on, below those that kernels give to connections.
-constexpr std::uint64_t kFirstPort = 20'000, kNumPorts = 10'000;
 
 std::string rendezvous_of_hosts(const EnvironmentLookup& lookup, const char* name, int value,
                                 const char* size_name, int size) {

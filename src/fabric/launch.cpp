@@ -28,6 +28,7 @@
 #include "fabric/launch_report.h"
 #include "fabric/namespaces.h"
 #include "fabric/place.h"
+#include "fabric/port.h"
 #include "switchyard/error.h"
 
 extern char** environ;
@@ -184,6 +185,8 @@ struct Plan {
   int num_hosts = 1;
   int ranks_per_host = 1;
   std::string address = "127.0.0.1";  // of rank 0's host
+  int master_port = 0;                // there, for stores such as torch.distributed's
+  std::string job;                    // a name that no other launch has
   std::string rendezvous;
   std::string secret;  // empty on one host
 
@@ -192,9 +195,14 @@ struct Plan {
 
 Plan make_plan(const LaunchOptions& options, const NetworkNamespaces* namespaces) {
   Plan plan;
-  plan.rendezvous = "launch-" + random_digits();
+  plan.job = "launch-" + random_digits();
+  plan.rendezvous = plan.job;
   plan.ranks_per_host = options.num_ranks;
-  if (options.hosts.empty() && namespaces == nullptr) return plan;
+  plan.master_port = options.master_port;
+  if (options.hosts.empty() && namespaces == nullptr) {
+    if (plan.master_port == 0) plan.master_port = free_port();
+    return plan;
+  }
   plan.num_hosts =
       namespaces != nullptr ? namespaces->size() : static_cast<int>(options.hosts.size());
   if (options.num_ranks % plan.num_hosts != 0) {
@@ -210,11 +218,12 @@ Plan make_plan(const LaunchOptions& options, const NetworkNamespaces* namespaces
     const std::string& first = options.hosts.front();
     plan.address = first.substr(first.find('@') == std::string::npos ? 0 : first.find('@') + 1);
   }
-  // Below the ports that kernels give to connections, as for other launchers.
-  const auto number = std::strtoul(random_digits().substr(0, 8).c_str(), nullptr, 16);
+  int port = random_port();
+  if (plan.master_port == 0) plan.master_port = random_port();
+  while (port == plan.master_port) port = random_port();
   const bool v6 = plan.address.find(':') != std::string::npos;
-  plan.rendezvous = fmt::format("{}{}{}{}:{}", kTcpScheme, v6 ? "[" : "", plan.address,
-                                v6 ? "]" : "", 20'000 + number % 10'000);
+  plan.rendezvous =
+      fmt::format("{}{}{}{}:{}", kTcpScheme, v6 ? "[" : "", plan.address, v6 ? "]" : "", port);
   const char* const given = std::getenv("SWITCHYARD_SECRET");
   plan.secret = given != nullptr && *given != 0 ? given : random_digits();
   return plan;
@@ -234,14 +243,24 @@ std::string shell_word(std::string_view text) {
 
 using Variables = std::map<std::string, std::string>;
 
-// What the launcher tells a rank of its place.
+constexpr std::string_view kTorchPrefix = "TORCHELASTIC_";
+
+// What the launcher tells a rank of its place: all that torchrun does, and where Switchyard's ranks
+// meet. A host is a group, and all ranks have one role.
 Variables variables_of_rank(const LaunchOptions& options, const Plan& plan, int rank) {
   Variables variables;
   variables["MASTER_ADDR"] = plan.address;
-  variables["RANK"] = std::to_string(rank);
-  variables["WORLD_SIZE"] = std::to_string(options.num_ranks);
+  variables["MASTER_PORT"] = std::to_string(plan.master_port);
+  variables["RANK"] = variables["ROLE_RANK"] = std::to_string(rank);
+  variables["WORLD_SIZE"] = variables["ROLE_WORLD_SIZE"] = std::to_string(options.num_ranks);
   variables["LOCAL_RANK"] = std::to_string(rank % plan.ranks_per_host);
   variables["LOCAL_WORLD_SIZE"] = std::to_string(plan.ranks_per_host);
+  variables["GROUP_RANK"] = std::to_string(plan.host_of(rank));
+  variables["GROUP_WORLD_SIZE"] = std::to_string(plan.num_hosts);
+  variables["ROLE_NAME"] = "default";
+  variables["TORCHELASTIC_RUN_ID"] = plan.job;
+  variables["TORCHELASTIC_RESTART_COUNT"] = "0";
+  variables["TORCHELASTIC_MAX_RESTARTS"] = "0";
   variables["SWITCHYARD_RENDEZVOUS"] = plan.rendezvous;
   for (const auto& [name, value] : options.environment) variables[name] = value;
   return variables;
@@ -257,7 +276,8 @@ std::vector<std::string> ssh_command(const LaunchOptions& options, const Plan& p
   for (const std::string& word : options.command) words += fmt::format(" {}", shell_word(word));
   std::string script = fmt::format(
       "exec 3<&0; IFS= read -r SWITCHYARD_SECRET <&3; export SWITCHYARD_SECRET; "
-      "unset SWITCHYARD_SECRET_FILE MASTER_PORT; cd {} || exit {}; "
+      "unset SWITCHYARD_SECRET_FILE TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_ERROR_FILE; "
+      "cd {} || exit {}; "
       "{} </dev/null 3<&- & child=$!; "
       "{{ cat <&3; kill -TERM $child; }} >/dev/null 2>&1 & watcher=$!; "
       "wait $child; code=$?; kill $watcher 2>/dev/null; exit $code",
@@ -275,8 +295,9 @@ std::vector<std::string> rank_environment(const LaunchOptions& options, const Pl
     if (equals == std::string_view::npos) continue;
     variables[std::string(text.substr(0, equals))] = text.substr(equals + 1);
   }
-  // A port of an outer job belongs to that job's store, not to these ranks.
-  variables.erase("MASTER_PORT");
+  // An outer job's agent serves that job's ranks only. With TORCHELASTIC_USE_AGENT_STORE=True rank
+  // 0 would wait for a store of it in place of making one.
+  std::erase_if(variables, [](const auto& entry) { return entry.first.starts_with(kTorchPrefix); });
   // ssh itself is no rank, and what it needs is the launcher's own.
   if (options.hosts.empty()) {
     variables[kLauncherVariable] = launcher;
@@ -617,6 +638,11 @@ int launch(const LaunchOptions& options) {
   }
   if (options.command.empty()) {
     throw Error(ErrorCode::kInvalidArgument, "no command was given; name the program to launch");
+  }
+  if (options.master_port < 0 || options.master_port > 65'535) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("the master's port is {}; use one from 1 to 65535, or 0 for a free one",
+                            options.master_port));
   }
   if (options.grace.count() < 0) {
     throw Error(

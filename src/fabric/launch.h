@@ -19,6 +19,9 @@ struct LaunchOptions {
   // root.
   int namespaces = 0;
   std::vector<std::string> command;  // the program, found through PATH, and its arguments
+  // MASTER_PORT. 0: a free one of this host, or, for several hosts, a random one from 20000 to
+  // 29999.
+  int master_port = 0;
   // Variables set for every rank. They override the launcher's own environment and the variables
   // that the launcher sets.
   std::vector<std::pair<std::string, std::string>> environment;
@@ -32,14 +35,17 @@ struct LaunchOptions {
   bool label_output = false;
 };
 
-// Every rank runs in a process group of its own, reads /dev/null, and finds RANK, WORLD_SIZE,
-// LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR=127.0.0.1 and a fresh SWITCHYARD_RENDEZVOUS in its
-// environment; MASTER_PORT is not set. On several hosts MASTER_ADDR is the first, the rendezvous a
-// tcp:// there, and SWITCHYARD_SECRET the launcher's own or a fresh one, which travels through
-// ssh's standard input. There a rank begins in the launcher's working directory, finds what
-// `environment` sets, and is ended when its ssh is. SIGINT, SIGTERM and SIGHUP are forwarded to the
-// ranks; a second signal kills them. The ranks are killed if the calling thread ends before they
-// do.
+// Every rank runs in a process group of its own, reads /dev/null, and finds a fresh
+// SWITCHYARD_RENDEZVOUS in its environment, and what torchrun sets: RANK, LOCAL_RANK, GROUP_RANK
+// (its host's number), ROLE_RANK, their WORLD_SIZEs, ROLE_NAME=default, MASTER_ADDR=127.0.0.1,
+// MASTER_PORT, and TORCHELASTIC_RUN_ID, _RESTART_COUNT=0 and _MAX_RESTARTS=0. Not set are
+// TORCHELASTIC_USE_AGENT_STORE, because rank 0 serves the store itself, and OMP_NUM_THREADS, which
+// is the user's. Others of TORCHELASTIC_ are an outer job's and removed. On several hosts
+// MASTER_ADDR is the first, the rendezvous a tcp:// there, and SWITCHYARD_SECRET the launcher's own
+// or a fresh one, which travels through ssh's standard input. There a rank begins in the launcher's
+// working directory, finds what `environment` sets, and is ended when its ssh is. SIGINT, SIGTERM
+// and SIGHUP are forwarded to the ranks; a second signal kills them. The ranks are killed if the
+// calling thread ends before they do.
 //
 // Returns 0 if all ranks return 0. Otherwise it returns the exit code of the rank that failed
 // first, or 128 + the signal's number if a signal ended that rank. It then names a rank on stderr:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/plural.h"
 #include "gpu/device.h"
 #include "machine/host.h"
 
@@ -11,12 +12,12 @@ namespace switchyard::machine {
 
 std::string describe_machine(Backend backend, int ranks) {
   if (backend == Backend::kCpu) {
-    return fmt::format("{}, {} hardware threads", cpu_name(), hardware_threads());
+    return fmt::format("{}, {}", cpu_name(), plural(hardware_threads(), "hardware thread"));
   }
   const gpu::DeviceInfo info = gpu::device_info(gpu::current_device());
   const int used = std::min(ranks, gpu::device_count());
-  return fmt::format("{}{}, {} SMs, CUDA {}.{}", used == 1 ? "" : fmt::format("{} x ", used),
-                     info.name, info.num_sms, info.driver_version / 1000,
+  return fmt::format("{}{}, {}, CUDA {}.{}", used == 1 ? "" : fmt::format("{} x ", used), info.name,
+                     plural(info.num_sms, "SM"), info.driver_version / 1000,
                      info.driver_version % 1000 / 10);
 }
 

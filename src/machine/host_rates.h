@@ -16,8 +16,8 @@ namespace switchyard::machine {
 using cpu::TileProduct;
 
 // Useful FLOP/s of the small-GEMM library over a random sample of `products` on `num_threads`
-// threads for about `seconds`. Every tile has its own operands, which stay in cache, so memory does
-// not count.
+// threads: the best of ten windows that take about `seconds` together, as for measure_read_rate().
+// Every thread has its own operands, which stay in cache, so memory does not count.
 double measure_gemm_rate(std::vector<TileProduct> products, DType dtype, int num_threads,
                          double seconds);
 

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "base/plural.h"
 #include "report/assets.h"
 #include "report/summary.h"
 
@@ -139,9 +140,10 @@ std::string list_cell(const std::vector<std::string>& values, const char* open, 
 }
 
 std::string point_text(const Row& row) {
-  return fmt::format(
-      "{}, {} experts, {} tokens{}, β {:g}", row.model, row.experts, row.tokens_per_rank,
-      row.ranks == 1 ? "" : fmt::format(" on each of {} ranks", row.ranks), row.beta);
+  return fmt::format("{}, {}, {}{}, β {:g}", row.model, plural(row.experts, "expert"),
+                     plural(row.tokens_per_rank, "token"),
+                     row.ranks == 1 ? "" : fmt::format(" on each of {}", plural(row.ranks, "rank")),
+                     row.beta);
 }
 
 // Returns three cells: the mean, the worst value and its point. They are dashes if no row has the

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "base/plural.h"
 #include "base/printable.h"
 
 namespace switchyard::report {
@@ -31,8 +32,8 @@ std::string routing_text(const Recording& recording) {
   const std::vector<double> betas = balancedness_of(recording);
   if (betas.empty()) return fmt::format("{}: no steps{}", name, overwritten);
   const auto [least, most] = std::minmax_element(betas.begin(), betas.end());
-  return fmt::format("{}: {} steps{}; beta {:.2f} to {:.2f}, mean {:.2f}", name, betas.size(),
-                     overwritten, *least, *most, mean_of(betas));
+  return fmt::format("{}: {}{}; beta {:.2f} to {:.2f}, mean {:.2f}", name,
+                     plural(betas.size(), "step"), overwritten, *least, *most, mean_of(betas));
 }
 
 Json routing_json(const Routing& routing) {

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 
+#include "base/plural.h"
 #include "base/printable.h"
 #include "model/random_tensor.h"
 #include "model/safetensors.h"
@@ -156,9 +157,9 @@ std::string activations_name(const SafetensorsFile& file, const std::string& pat
   std::vector<std::string_view> names;
   for (const TensorInfo& tensor : tensors) names.push_back(tensor.name);
   misfit(ErrorCode::kMissingTensor, path,
-         fmt::format("has {} tensors, and none is named 'activations'; give the one that holds "
+         fmt::format("has {}, and none is named 'activations'; give the one that holds "
                      "them that name{}",
-                     tensors.size(), closest_names("activations", names)));
+                     plural(tensors.size(), "tensor"), closest_names("activations", names)));
 }
 
 void read_input(Batch& batch, const BatchOptions& options, const Source& source) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/numbers.h"
+#include "base/plural.h"
 #include "base/printable.h"
 #include "gpu/device.h"
 #include "switchyard/error.h"
@@ -50,8 +51,8 @@ std::string describe_devices(const RankDevice& of_one_rank, int num_ranks) {
   const int used = std::min(num_ranks, gpu::device_count());
   const std::string which =
       used == 1 ? fmt::format("GPU {}", of_one_rank.device) : fmt::format("GPUs 0 to {}", used - 1);
-  return fmt::format("{} ({}, {} of {} SMs{})", which, info.name,
-                     info.num_sms - of_one_rank.reserved_sms, info.num_sms,
+  return fmt::format("{} ({}, {} of {}{})", which, info.name,
+                     info.num_sms - of_one_rank.reserved_sms, plural(info.num_sms, "SM"),
                      num_ranks == 1 ? "" : " for each rank");
 }
 

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "base/json.h"
+#include "base/plural.h"
 #include "base/printable.h"
 #include "base/read_file.h"
 #include "base/whole_file.h"
@@ -151,8 +152,8 @@ Point point_of(const Reader& from, const Profile& profile) {
   }
   const auto require_length = [&](const char* field, std::size_t found, std::size_t wanted) {
     if (found == wanted) return;
-    from.refuse(
-        fmt::format("{} has {} elements, but must have {}", from.name(field), found, wanted));
+    from.refuse(fmt::format("{} has {}, but must have {}", from.name(field),
+                            plural(found, "element"), wanted));
   };
   require_length("counts", point.counts.size(),
                  static_cast<std::size_t>(profile.models[point.model].num_experts));
@@ -252,8 +253,8 @@ std::vector<Table::Range> ranges_of(const Reader& from, std::size_t entries) {
     range.last = its.number_of("last", range.first);
     range.entry = its.any_whole("entry");
     if (range.entry >= entries) {
-      from.refuse(fmt::format("{} is {}, but there are {} entries", its.name("entry"), range.entry,
-                              entries));
+      from.refuse(fmt::format("{} is {}, but the number of entries is {}", its.name("entry"),
+                              range.entry, entries));
     }
     ranges.push_back(range);
   }
@@ -331,9 +332,9 @@ Fit parse_fit(std::string_view text, const std::string& source) {
   for (const Reader& model : from.objects("models")) {
     fit.coefficients.push_back(list_from(model, "coefficients", coefficients_of));
     if (fit.coefficients.back().size() != fit.configurations.size()) {
-      from.refuse(fmt::format("{} has {} elements, but there are {} configurations",
-                              model.name("coefficients"), fit.coefficients.back().size(),
-                              fit.configurations.size()));
+      from.refuse(fmt::format(
+          "{} has {}, but must have {}, one for each configuration", model.name("coefficients"),
+          plural(fit.coefficients.back().size(), "element"), fit.configurations.size()));
     }
   }
   return fit;

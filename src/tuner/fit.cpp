@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/join.h"
+#include "base/plural.h"
 #include "base/printable.h"
 #include "switchyard/tuner.h"
 #include "tuner/terms.h"
@@ -162,12 +163,12 @@ Fit fit(const Profile& profile, const FitOptions& options) {
       if (Terms{options.form, 1}.of_experts()) of_model.back().d *= columns;
     }
     if (most >= fewest) continue;
-    throw Error(
-        ErrorCode::kInvalidArgument,
-        fmt::format("the model {} has at most {} points with times of one configuration, "
-                    "and the form {} has {} coefficients; go on measuring (--resume), or "
-                    "leave the model out",
-                    printable(profile.models[m].name), most, to_string(options.form), fewest));
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("the model {} has at most {} with times of one configuration, "
+                            "and the form {} has {}; go on measuring (--resume), or "
+                            "leave the model out",
+                            printable(profile.models[m].name), plural(most, "point"),
+                            to_string(options.form), plural(fewest, "coefficient")));
   }
   return fit;
 }
@@ -204,9 +205,10 @@ std::size_t select(const Fit& fit, std::size_t model, std::span<const std::int64
                 fmt::format("there is no model {}; the fit has {}", model, fit.models.size()));
   }
   if (counts.size() != static_cast<std::size_t>(fit.models[model].num_experts)) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("counts are of {} experts, and the model {} has {}", counts.size(),
-                            printable(fit.models[model].name), fit.models[model].num_experts));
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        fmt::format("counts are of {}, and the model {} has {}", plural(counts.size(), "expert"),
+                    printable(fit.models[model].name), fit.models[model].num_experts));
   }
   const auto best = select_among(fit, model, counts, [](std::size_t) { return true; });
   if (!best) {

@@ -1,5 +1,6 @@
 #include <fmt/core.h>
 
+#include "base/plural.h"
 #include "base/printable.h"
 #include "switchyard/routing.h"
 #include "switchyard/tuner.h"
@@ -10,9 +11,9 @@ std::vector<std::int64_t> draw_counts(Generator generator, int tokens, int num_e
                                       double beta, std::uint64_t seed) {
   if (top_k < 1 || top_k > num_experts || tokens < 0) {
     throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("{} tokens cannot choose {} of {} experts; use 0 tokens or more, and a "
+                fmt::format("{} cannot choose {} of {}; use 0 tokens or more, and a "
                             "top_k from 1 to the experts",
-                            tokens, top_k, num_experts));
+                            plural(tokens, "token"), top_k, plural(num_experts, "expert")));
   }
   // Draws with repetition are those of tokens that choose one expert each.
   const bool distinct = generator == Generator::kDistinct;

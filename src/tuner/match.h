@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/plural.h"
 #include "base/printable.h"
 #include "switchyard/tuner.h"
 
@@ -58,8 +59,8 @@ struct Match {
   }
   void require_model(const Model& found, const Model& wanted) const {
     const auto text = [](const Model& m) {
-      return fmt::format("{}: {} experts, top-{}, N {}, K {}{}", m.name, m.num_experts, m.top_k,
-                         m.n, m.k, m.unseen ? ", unseen" : "");
+      return fmt::format("{}: {}, top-{}, N {}, K {}{}", m.name, plural(m.num_experts, "expert"),
+                         m.top_k, m.n, m.k, m.unseen ? ", unseen" : "");
     };
     require("model", text(found), text(wanted));
   }

@@ -8,6 +8,7 @@
 #include <optional>
 #include <set>
 
+#include "base/plural.h"
 #include "base/printable.h"
 #include "model/random_tensor.h"
 #include "switchyard/routing.h"
@@ -27,10 +28,10 @@ void check_model(const Model& model) {
   if (model.name.empty()) refuse("a model has no name; give it one");
   if (model.num_experts < 1 || model.top_k < 1 || model.top_k > model.num_experts || model.n < 1 ||
       model.k < 1) {
-    refuse(
-        fmt::format("the model {} has {} experts, top_k {}, n {} and k {}; all are 1 or more, "
-                    "and top_k at most the experts",
-                    printable(model.name), model.num_experts, model.top_k, model.n, model.k));
+    refuse(fmt::format(
+        "the model {} has {}, top_k {}, n {} and k {}; all are 1 or more, "
+        "and top_k at most the experts",
+        printable(model.name), plural(model.num_experts, "expert"), model.top_k, model.n, model.k));
   }
 }
 
@@ -89,8 +90,8 @@ void check_plan(const Plan& plan) {
     }
     const Model& model = plan.models[recorded.model];
     if (experts != static_cast<std::size_t>(model.num_experts)) {
-      refuse(fmt::format("a recorded histogram has {} experts, and the model {} has {}", experts,
-                         printable(model.name), model.num_experts));
+      refuse(fmt::format("a recorded histogram has {}, and the model {} has {}",
+                         plural(experts, "expert"), printable(model.name), model.num_experts));
     }
     if (rows_of(recorded.counts) < 1) {
       refuse(fmt::format("a recorded histogram of the model {} has no rows; leave it out",
@@ -99,7 +100,8 @@ void check_plan(const Plan& plan) {
   }
   for (const std::vector<int>* all : {&plan.tokens, &plan.test_tokens}) {
     for (const int tokens : *all) {
-      if (tokens < 1) refuse(fmt::format("the plan has {} tokens; use 1 or more", tokens));
+      if (tokens < 1)
+        refuse(fmt::format("the plan has {}; use 1 or more", plural(tokens, "token")));
     }
   }
   for (const std::vector<double>* all : {&plan.betas, &plan.test_betas}) {
@@ -328,7 +330,8 @@ Profile new_profile(const Kernel& kernel, const Device& device, const Plan& plan
   check_kernel(kernel);
   check_plan(plan);
   if (device.num_sms < 1) {
-    refuse(fmt::format("the device runs {} blocks at a time; use 1 or more", device.num_sms));
+    refuse(fmt::format("the device runs {} at a time; use 1 or more",
+                       plural(device.num_sms, "block")));
   }
   Profile profile;
   profile.kernel = kernel.name;

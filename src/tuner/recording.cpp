@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <set>
 
+#include "base/plural.h"
 #include "base/read_file.h"
 #include "base/whole_file.h"
 #include "switchyard/routing.h"
@@ -38,8 +39,8 @@ RecordedStep step_of(const Reader& from, int num_experts) {
     step.counts.push_back(count.integer());
   }
   if (step.counts.size() != static_cast<std::size_t>(num_experts)) {
-    from.refuse(fmt::format("{} has {} elements, but must have {}", from.name("counts"),
-                            step.counts.size(), num_experts));
+    from.refuse(fmt::format("{} has {}, but must have {}", from.name("counts"),
+                            plural(step.counts.size(), "element"), num_experts));
   }
   return step;
 }
@@ -55,8 +56,8 @@ Recording recording_of(const Reader& from) {
   recording.k = from.number_of("k");
   recording.overwritten = from.any_whole("overwritten");
   if (recording.rank >= recording.num_ranks) {
-    from.refuse(fmt::format("{} is {} of {} ranks", from.name("rank"), recording.rank,
-                            recording.num_ranks));
+    from.refuse(fmt::format("{} is {} of {}", from.name("rank"), recording.rank,
+                            plural(recording.num_ranks, "rank")));
   }
   for (const Reader& step : from.objects("steps")) {
     recording.steps.push_back(step_of(step, recording.num_experts));
@@ -146,10 +147,11 @@ void add_recorded(Plan& plan, const Recordings& recordings, std::size_t most) {
       }
     }
     if (found.empty()) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  fmt::format("no layer of the recordings has routed tokens to {} experts with "
-                              "top-{}, as the model {} does; name the model that was recorded",
-                              model.num_experts, model.top_k, printable(model.name)));
+      throw Error(
+          ErrorCode::kInvalidArgument,
+          fmt::format("no layer of the recordings has routed tokens to {} with "
+                      "top-{}, as the model {} does; name the model that was recorded",
+                      plural(model.num_experts, "expert"), model.top_k, printable(model.name)));
     }
     const std::size_t taken = std::min(found.size(), most);
     for (std::size_t i = 0; i < taken; ++i) {

@@ -3,9 +3,12 @@
 #include <gmock/gmock.h>
 #include <sys/stat.h>
 
+#include <algorithm>
+#include <chrono>
 #include <sstream>
 
 #include "base/join.h"
+#include "bench/suite.h"
 #include "cli/command.h"
 #include "gpu/device.h"
 #include "machine/gpu_facts.h"
@@ -114,7 +117,7 @@ TEST(Bench, ARivalThatFailsLeavesTheRows) {
                                    SWITCHYARD_COMMAND, "--python", "/bin/false"}));
   EXPECT_EQ(done.exit_code, 1);
   EXPECT_THAT(done.err, HasSubstr("the rival: "));
-  EXPECT_THAT(done.err, HasSubstr("4 of 4 points have no time of the rival"));
+  EXPECT_THAT(done.err, HasSubstr("no time of the rival at 4 of 4 points"));
   const nlohmann::json rows = rows_of(path);
   ASSERT_EQ(rows.size(), 4u);
   for (const nlohmann::json& row : rows) {
@@ -556,7 +559,40 @@ TEST(Bench, RefusesRanksThatMakeNoSense) {
 TEST(Bench, SuitesOverRanksNeedTwoGpus) {
   if (gpu::device_count() > 1) GTEST_SKIP() << "there are GPUs enough";
   expect_refused({"--suite", "ep_fp8"}, "unsupported",
-                 {"--suite ep_fp8 needs 2 or more GPUs", "switchyard doctor", "--ranks"});
+                 {"--suite ep_fp8 needs 2 or more GPUs", "switchyard doctor",
+                  gpu::device_count() == 1 ? "--ranks" : "--backend cpu --model "});
+}
+
+// Whoever has no GPU must be able to try what a suite does, or be told how before anything is
+// timed.
+TEST(Bench, EverySuiteCanBeTriedWithoutAGpu) {
+  if (gpu::device_count() > 0) GTEST_SKIP() << "there is a GPU";
+  std::vector<std::string> suites = bench::bench_suite_names();
+  suites.emplace_back(bench::kGroupedSuite);
+  for (const std::string& suite : suites) {
+    SCOPED_TRACE(suite);
+    const auto begin = std::chrono::steady_clock::now();
+    const Completed refused = run_switchyard({"bench", "--suite", suite});
+    EXPECT_EQ(refused.exit_code, 2);
+    EXPECT_EQ(refused.out, "");
+    EXPECT_THAT(refused.err, HasSubstr("--backend cpu"));
+    EXPECT_THAT(refused.err, HasSubstr("--quick"));
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  }
+}
+
+// The smallest of the suites' layers. What the refusals above tell to do, other tests and people
+// do.
+TEST(Bench, QuickSuitesOnTheProcessorTakeOnePoint) {
+  const Completed done =
+      run_switchyard({"bench", "--suite", "one_gpu_thesis", "--backend", "cpu", "--quick"});
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr("--quick on the processor: thesis, tokens 1024, in bf16"));
+  const Completed all = run_switchyard({"bench", "--suite", "one_gpu_thesis", "--backend", "cpu",
+                                        "--quick", "--tokens", "1024,2048", "--repeat", "1"});
+  ASSERT_EQ(all.exit_code, 0) << all.err;
+  EXPECT_EQ(std::count(all.out.begin(), all.out.end(), '\n'),
+            std::count(done.out.begin(), done.out.end(), '\n') + 1);
 }
 
 TEST(Bench, MeasuresOverRanks) {

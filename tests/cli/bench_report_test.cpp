@@ -26,13 +26,13 @@ TEST(BenchReport, TextFitsAndSumsUp) {
   const std::vector<std::string> summary = summary_text(rows);
   // (10 / 8 * 32 / 8) ^ (1 / 2)
   EXPECT_THAT(summary[0], HasSubstr("geometric mean 2.236 over 2 points"));
-  EXPECT_THAT(summary[1], HasSubstr("worst: 4.000 (olmoe, 64 experts, 8192 tokens"));
+  EXPECT_THAT(summary[1], HasSubstr("worst: 4.000 (olmoe, 64 experts, 8,192 tokens"));
   EXPECT_THAT(summary[2], HasSubstr("slower than the rival: 1 of 2 points"));
   EXPECT_THAT(summary[3], HasSubstr("8 tokens, beta"));
   for (Row& row : rows) row.ranks = 64;
   EXPECT_LE(row_text(rows[1]).size(), 100u);
   EXPECT_THAT(row_text(rows[1]), HasSubstr(" 64   8192 "));
-  EXPECT_THAT(summary_text(rows)[1], HasSubstr("8192 tokens on each of 64 ranks, beta"));
+  EXPECT_THAT(summary_text(rows)[1], HasSubstr("8,192 tokens on each of 64 ranks, beta"));
 }
 
 TEST(BenchReport, RowsGoWhereALinkLeads) {

@@ -419,7 +419,7 @@ TEST(Errors, StdoutThatCannotBeWrittenIsNoSuccess) {
 TEST(Errors, TokensThatHaveNoRoomAreRefusedAtOnce) {
   expect_error({"run", "--model", "olmoe", "--experts", "2", "--top-k", "1", "--hidden", "8192",
                 "--intermediate", "8", "--tokens", "16777216"},
-               2, "capacity_exceeded", {"16777216 tokens of hidden size 8192", "fewer --tokens"});
+               2, "capacity_exceeded", {"16,777,216 tokens of hidden size 8192", "fewer --tokens"});
 }
 
 // The examples say `switchyard`, and it need not be installed.

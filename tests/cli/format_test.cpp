@@ -49,6 +49,14 @@ TEST(FormatCount, GroupsByThousands) {
   EXPECT_EQ(format_count(-1234), "-1,234");
 }
 
+TEST(Plural, OneIsSingular) {
+  EXPECT_EQ(plural(1, "rank"), "1 rank");
+  EXPECT_EQ(plural(0, "rank"), "0 ranks");
+  EXPECT_EQ(plural(12345, "token"), "12,345 tokens");
+  EXPECT_EQ(plural(std::size_t{1}, "process", "processes"), "1 process");
+  EXPECT_EQ(plural(std::size_t{2}, "process", "processes"), "2 processes");
+}
+
 TEST(FormatPercent, KeepsTwoDigitsOfSmallFractions) {
   EXPECT_EQ(format_percent(0.7132), "71 %");
   EXPECT_EQ(format_percent(0.0123), "1.2 %");

@@ -117,7 +117,7 @@ TEST_F(ReportCommand, MakesAPageOfWhatBenchWrites) {
       run_switchyard({"report", rows, "-o", page, "--trace", file("trace.json", kTrace)});
   EXPECT_EQ(done.exit_code, 0) << done.err;
   EXPECT_EQ(done.err, "");
-  EXPECT_THAT(done.out, HasSubstr("2 points of 1 files; 1 slices of 1 ranks"));
+  EXPECT_THAT(done.out, HasSubstr("2 points of 1 file; 1 slice of 1 rank"));
   const std::string text = read_file(page);
   EXPECT_THAT(text, StartsWith("<!doctype html>"));
   EXPECT_THAT(text, HasSubstr("<code>rows.json</code>"));

@@ -512,7 +512,7 @@ TEST(Run, NaNIsToldAndFailsVerification) {
         join({"run", "--input", gated, "--verify", "--quiet", "--ranks", ranks}, kTiny));
     EXPECT_EQ(done.exit_code, 1);
     EXPECT_THAT(done.err, HasSubstr(told));
-    EXPECT_THAT(done.err, HasSubstr("0 misrouted tokens, 1 tokens with NaN logits"));
+    EXPECT_THAT(done.err, HasSubstr("0 misrouted tokens, 1 token with NaN logits"));
   }
 
   const std::string routed = (directory / "routed").string();

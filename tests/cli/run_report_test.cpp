@@ -70,6 +70,41 @@ TEST(Report, OfSeveralGpus) {
   EXPECT_GT(told.json["crossing"]["total_bytes"], 0);
 }
 
+// A share above all of it says nothing. The rate is what the products reach alone, so if it is
+// below what the layer reached, the machine was busy while it was measured.
+TEST(Report, NoShareIsAboveAllOfIt) {
+  SourceOptions source_options;
+  source_options.model = "olmoe";
+  source_options.overrides.num_experts = 16;
+  source_options.overrides.hidden = 64;
+  source_options.overrides.intermediate = 32;
+  const Source source = load_source(source_options, 1, false);
+  const Batch batch = make_batch({.tokens = 37}, source, DType::kBF16);
+  RankOptions options;
+  options.ranks = 1;
+  options.threads = 1;
+  options.compute = DType::kBF16;
+  options.repeat = 2;
+  const RunResult result = run_as_threads(source, batch, options);
+  for (const double share : {0.5, 1.51}) {
+    Report report{source, batch, options, result, {}, {}};
+    report.rates.gemm_dtype = DType::kBF16;
+    report.rates.read_bytes = 1e12;
+    report.rates.gemm_flops = 1;
+    report.rates.gemm_flops =
+        test::parsed(to_json(report))["compute"]["flops_per_second"].get<double>() / share;
+    std::string text;
+    for (const std::string& line : to_text(report, Palette(false))) text += line + "\n";
+    if (share < 1) {
+      EXPECT_THAT(text, HasSubstr("FLOP/s  50 % of the "));
+      EXPECT_THAT(text, HasSubstr("small GEMMs reach here"));
+    } else {
+      EXPECT_THAT(text, Not(HasSubstr("151 %")));
+      EXPECT_THAT(text, HasSubstr("small GEMMs reached beside other processes"));
+    }
+  }
+}
+
 // Gate, up and down of an expert, each with one scale.
 TEST(Report, Fp8WeightsAreReadAsTheyAre) {
   EXPECT_EQ(told_as_if_on_gpus(2, DType::kF8E4M3).json["streaming"]["touched_weight_bytes"],

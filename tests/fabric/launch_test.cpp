@@ -2,6 +2,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -9,8 +11,11 @@
 #include <fstream>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "base/unique_fd.h"
+#include "fabric/port.h"
 #include "support/ranks.h"
 
 namespace switchyard::test {
@@ -69,23 +74,74 @@ constexpr const char* kSleepForever =
     "echo $$ > $DIR/new$RANK; mv $DIR/new$RANK $DIR/pid$RANK; exec sleep 1000";
 
 TEST_F(LaunchTest, GivesEveryRankItsEnvironment) {
-  ::setenv("MASTER_PORT", "29500", 1);
+  // An outer job's, which must not reach the ranks.
+  ::setenv("MASTER_PORT", "1", 1);
+  ::setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1);
+  ::setenv("TORCHELASTIC_ERROR_FILE", "/tmp/outer", 1);
   const int code = launch(shell(3,
-                                "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE "
-                                "$MASTER_ADDR ${MASTER_PORT-unset} > $DIR/env$RANK; "
+                                "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK "
+                                "$GROUP_WORLD_SIZE $ROLE_NAME $ROLE_RANK $ROLE_WORLD_SIZE "
+                                "$TORCHELASTIC_RESTART_COUNT $TORCHELASTIC_MAX_RESTARTS "
+                                "$MASTER_ADDR > $DIR/env$RANK; "
+                                "echo ${TORCHELASTIC_USE_AGENT_STORE-unset} "
+                                "${TORCHELASTIC_ERROR_FILE-unset} > $DIR/unset$RANK; "
+                                "echo $MASTER_PORT > $DIR/port$RANK; "
+                                "echo $TORCHELASTIC_RUN_ID > $DIR/job$RANK; "
                                 "echo $SWITCHYARD_RENDEZVOUS > $DIR/token$RANK; "
                                 "cat > $DIR/input$RANK"));
   ::unsetenv("MASTER_PORT");
+  ::unsetenv("TORCHELASTIC_USE_AGENT_STORE");
+  ::unsetenv("TORCHELASTIC_ERROR_FILE");
   EXPECT_EQ(code, 0);
-  EXPECT_EQ(contents("env0"), "0 3 0 3 127.0.0.1 unset\n");
-  EXPECT_EQ(contents("env1"), "1 3 1 3 127.0.0.1 unset\n");
-  EXPECT_EQ(contents("env2"), "2 3 2 3 127.0.0.1 unset\n");
+  EXPECT_EQ(contents("env0"), "0 3 0 3 0 1 default 0 3 0 0 127.0.0.1\n");
+  EXPECT_EQ(contents("env1"), "1 3 1 3 0 1 default 1 3 0 0 127.0.0.1\n");
+  EXPECT_EQ(contents("env2"), "2 3 2 3 0 1 default 2 3 0 0 127.0.0.1\n");
+  EXPECT_EQ(contents("unset1"), "unset unset\n");
+  const int port = std::stoi(contents("port0"));
+  EXPECT_GE(port, 20'000);
+  EXPECT_LT(port, 30'000);
+  EXPECT_EQ(contents("port2"), contents("port0"));
+  EXPECT_EQ(contents("job0"), contents("token0"));
   EXPECT_GT(contents("token0").size(), 30U);
   EXPECT_EQ(contents("token0"), contents("token2"));
   EXPECT_EQ(contents("input0"), "");
   const std::string token = contents("token0");
   EXPECT_EQ(launch(shell(1, "echo $SWITCHYARD_RENDEZVOUS > $DIR/token0")), 0);
   EXPECT_NE(contents("token0"), token);
+}
+
+TEST_F(LaunchTest, GivesRanksThePortThatIsAskedFor) {
+  LaunchOptions options = shell(1, "echo $MASTER_PORT > $DIR/port");
+  options.master_port = 29'511;
+  EXPECT_EQ(launch(options), 0);
+  EXPECT_EQ(contents("port"), "29511\n");
+  options.master_port = 65'536;
+  const std::string said = error_of(ErrorCode::kInvalidArgument, [&] { launch(options); });
+  EXPECT_THAT(said, HasSubstr("65536"));
+}
+
+TEST_F(LaunchTest, TakesNoPortThatSomethingListensAt) {
+  // All ports but one, at which the search must arrive, would take long to open: a thousand of ten
+  // thousand make a search that does not look fail in two hundred trials.
+  std::vector<UniqueFd> listeners;
+  std::vector<int> taken;
+  for (int port = kFirstPort; listeners.size() < 1'000 && port < kFirstPort + kNumPorts; ++port) {
+    UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(static_cast<std::uint16_t>(port));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
+        ::listen(fd.get(), 1) != 0) {
+      continue;
+    }
+    listeners.push_back(std::move(fd));
+    taken.push_back(port);
+  }
+  ASSERT_GE(taken.size(), 100U);
+  for (int i = 0; i < 200; ++i) {
+    EXPECT_EQ(std::count(taken.begin(), taken.end(), free_port()), 0);
+  }
 }
 
 TEST_F(LaunchTest, ReturnsTheExitCodeOfTheFirstToFail) {

@@ -23,6 +23,13 @@ for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
     os.environ.pop(variable, None)
 
 
+def scripts():
+    """The commands of pyproject.toml: what pip makes scripts of."""
+    text = (ROOT / "pyproject.toml").read_text()
+    entries = re.search(r"\[project.scripts\]\n((?:.+\n)+)", text)[1]
+    return dict(re.findall(r'(\S+) = "(.+)"', entries))
+
+
 def installed(directory):
     """Puts the entry points of pyproject.toml into a directory, as an installed package has them."""
     text = (ROOT / "pyproject.toml").read_text()
@@ -31,6 +38,7 @@ def installed(directory):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: switchyard-moe\nVersion: 0\n")
     lines = [f"[{group}]\n{entries}" for group, entries in groups]
+    lines += [f"[console_scripts]\n{name} = {target}\n" for name, target in scripts().items()]
     (info / "entry_points.txt").write_text("".join(lines).replace('"', ""))
 
 

@@ -22,10 +22,11 @@ function pointText(tuning, point) {
   const best = bestOf(tuning, point);
   const lines = [
     `${tuning.models[point.model].name}, ${point.tokens} tokens, β ${point.beta} (reached ${ratio(point.beta_reached)})`,
-    `best ${microseconds(point.times[best])} µs: ${tuning.configurations[best]}`,
+    `best configuration ${microseconds(point.times[best])} µs: ${tuning.configurations[best]}`,
   ];
   if (tuning.rule !== null && point.times[tuning.rule] !== null) {
-    lines.push(`the kernel's rule ${microseconds(point.times[tuning.rule])} µs`);
+    const nothing = point.times[tuning.rule] <= point.times[best] ? '; nothing is faster' : '';
+    lines.push(`the kernel's rule ${microseconds(point.times[tuning.rule])} µs${nothing}`);
   }
   if (point.outcome) {
     lines.push(
