@@ -35,10 +35,12 @@ export PATH="$PWD/$tools/bin:$PATH"
 
 options=()
 if [ -n "$reuse" ]; then
-  cuda=$(sed -n 's/^SWITCHYARD_CUDA:[A-Z]*=//p' "$reuse/CMakeCache.txt")
+  # As it was configured: other options would compile everything again.
+  cached() { sed -n "s/^$1:[A-Z]*=//p" "$reuse/CMakeCache.txt"; }
   cp "$reuse/CMakeCache.txt" "$work/"
   options=(-C "build-dir=$reuse" -C cmake.define.SWITCHYARD_WERROR=ON
-           -C "cmake.define.SWITCHYARD_CUDA=$cuda")
+           -C "cmake.define.SWITCHYARD_CUDA=$(cached SWITCHYARD_CUDA)"
+           -C "cmake.define.SWITCHYARD_PRECOMPILED_HEADERS=$(cached SWITCHYARD_PRECOMPILED_HEADERS)")
 fi
 CMAKE_GENERATOR=Ninja python -m pip --quiet --disable-pip-version-check wheel . --no-deps --no-build-isolation \
   -w "$work/raw" "${options[@]}"
