@@ -47,7 +47,7 @@ CombineWeights combine_weights_of(sy_combine_weights given) {
           ErrorCode::kInvalidArgument,
           fmt::format("weights is {}; use SY_WEIGHTS_BY_RECEIVER ({}), "
                       "SY_WEIGHTS_BY_SENDER ({}) or SY_WEIGHTS_NONE ({})",
-                      given, SY_WEIGHTS_BY_RECEIVER, SY_WEIGHTS_BY_SENDER, SY_WEIGHTS_NONE));
+                      given, +SY_WEIGHTS_BY_RECEIVER, +SY_WEIGHTS_BY_SENDER, +SY_WEIGHTS_NONE));
   }
 }
 

@@ -40,7 +40,7 @@ Options options_of(const sy_layer_options* pointer) {
   if (given.bad_ids != SY_BAD_IDS_RAISE && given.bad_ids != SY_BAD_IDS_SKIP) {
     refuse(ErrorCode::kInvalidArgument,
            fmt::format("bad_ids is {}; use SY_BAD_IDS_RAISE ({}) or SY_BAD_IDS_SKIP ({})",
-                       given.bad_ids, SY_BAD_IDS_RAISE, SY_BAD_IDS_SKIP));
+                       given.bad_ids, +SY_BAD_IDS_RAISE, +SY_BAD_IDS_SKIP));
   }
   layer.bad_ids = given.bad_ids == SY_BAD_IDS_SKIP ? BadIds::kSkip : BadIds::kRaise;
   layer.large_ids_are_none = given.large_ids_are_none != 0;

@@ -41,7 +41,7 @@ GroupedSchedule schedule_of(const sy_grouped_gemm_options& asked) {
   if (asked.paired < SY_BY_RULE || asked.paired > SY_NO) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("paired is {}; use SY_BY_RULE ({}), SY_YES ({}) or SY_NO ({})",
-                            asked.paired, SY_BY_RULE, SY_YES, SY_NO));
+                            asked.paired, +SY_BY_RULE, +SY_YES, +SY_NO));
   }
   GroupedSchedule schedule;
   schedule.tile_rows = chosen(asked.tile_rows);

@@ -127,7 +127,7 @@ Backend backend_of(sy_device_type given) {
   if (given == SY_CUDA) return Backend::kCuda;
   throw Error(
       ErrorCode::kInvalidArgument,
-      fmt::format("backend is {}; use SY_CPU ({}) or SY_CUDA ({})", given, SY_CPU, SY_CUDA));
+      fmt::format("backend is {}; use SY_CPU ({}) or SY_CUDA ({})", given, +SY_CPU, +SY_CUDA));
 }
 
 sy_activation to_c(const Activation& activation) {
