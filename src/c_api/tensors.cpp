@@ -65,7 +65,7 @@ class Scales {
     if (scale.dtype != SY_F32 && scale.dtype != SY_F8_E8M0) {
       throw Error(ErrorCode::kDTypeMismatch,
                   fmt::format("{} has dtype {}; scales are f32 ({}) or f8_e8m0 ({})", name,
-                              scale.dtype, SY_F32, SY_F8_E8M0));
+                              scale.dtype, +SY_F32, +SY_F8_E8M0));
     }
     if (matrices.scale_rows < 1 || matrices.scale_cols < 1) {
       throw Error(ErrorCode::kInvalidArgument,
