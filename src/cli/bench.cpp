@@ -211,7 +211,7 @@ void add_point_options(Command& command, BenchOptions& o) {
                     "Of weights and activations (default 0)");
   command.add_flag("--quick", o.quick,
                    "Only 8 and 512 tokens, 20 passes each. With --backend cpu a try\nof seconds: "
-                   "the suite's smallest layer, its fewest tokens from 8 on, 3 passes");
+                   "3 passes of the suite's smallest layer with its fewest\ntokens from 8 on");
 
   command.heading("Points of --suite grouped");
   command.add_whole("--n", o.n, 1, 1 << 23,
