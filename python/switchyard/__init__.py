@@ -8,7 +8,7 @@
     y = experts(x, topk_ids, topk_weights)              # one kernel on the current stream
 
 ``switchyard.register_with_transformers()`` makes ``experts_implementation="switchyard"`` known to
-transformers. ``python -m switchyard doctor`` says what this machine can do.
+transformers. ``switchyard doctor`` says what this machine can do.
 """
 
 from __future__ import annotations

@@ -151,14 +151,14 @@ def _make(
     strides: tuple[int, ...],
 ) -> _abi.Tensor:
     if not 1 <= len(shape) <= 4:
-        raise ShapeMismatch(f"{name} has {len(shape)} dimensions; Switchyard takes 1 to 4")
+        raise ShapeMismatch(f"{name} has {_abi.count_text(len(shape), 'dimension')}; Switchyard takes 1 to 4")
     if 0 in shape:
         # Nothing is there, so no stride means anything; numpy has strides of 0.
         strides = contiguous_strides(shape)
     elif data % _abi.ITEM_SIZES[dtype]:
         raise InvalidArgument(
             f"{name} begins at an address that is no multiple of its elements' "
-            f"{_abi.ITEM_SIZES[dtype]} bytes; pass an aligned copy"
+            f"{_abi.count_text(_abi.ITEM_SIZES[dtype], 'byte')}; pass an aligned copy"
         )
     tensor = _abi.Tensor(data, dtype, len(shape), *device)
     tensor.shape[: len(shape)] = shape

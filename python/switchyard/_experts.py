@@ -532,7 +532,7 @@ class Experts(Handle):
         if num_experts is None:
             if world.size > 1 or placement is not None:
                 raise InvalidArgument(
-                    f"w13 has {count} experts, and the world {world.size} ranks; say with "
+                    f"w13 has {count_text(count, 'expert')}, and the world {count_text(world.size, 'rank')}; say with "
                     "num_experts how many experts all ranks have together"
                 )
             num_experts = count
@@ -541,7 +541,7 @@ class Experts(Handle):
         own = len(world.own_experts(places))
         if count not in (own, places):
             raise ShapeMismatch(
-                f"w13 has {count} experts; pass this rank's {own}, or all {places} of "
+                f"w13 has {count_text(count, 'expert')}; pass this rank's {own}, or all {places} of "
                 f"{'num_experts' if placement is None else 'placement'}"
             )
         compute_code = _compute(compute, weights.down.weight.dtype)
@@ -917,8 +917,8 @@ class Experts(Handle):
         )
         if sizes != self._sizes:
             raise ShapeMismatch(
-                "w13 and w2 make {} experts with I {} and H {}; the layer was made of {}, {} and {}".format(
-                    *sizes, *self._sizes
+                "w13 and w2 make {} with I {} and H {}; the layer was made of {}, {} and {}".format(
+                    count_text(sizes[0], "expert"), *sizes[1:], *self._sizes
                 )
             )
         _put_placement(weights, placement)
@@ -972,11 +972,11 @@ def _weights(
     count, rows, hidden = _arrays.shape_of(up)
     gated = activation.gated
     if gated and rows % 2:
-        raise ShapeMismatch(f"w13 has {rows} rows, but gate and up have as many each")
+        raise ShapeMismatch(f"w13 has {count_text(rows, 'row')}, but gate and up have as many each")
     intermediate = rows // 2 if gated else rows
     if _arrays.shape_of(down) != (count, hidden, intermediate):
         raise ShapeMismatch(
-            f"w2 is {_arrays.shape_of(down)}, but w13 makes {count} experts with H {hidden} and I "
+            f"w2 is {_arrays.shape_of(down)}, but w13 makes {count_text(count, 'expert')} with H {hidden} and I "
             f"{intermediate}{' (not transposed)' if transposed else ''}; it needs "
             f"({count}, {hidden}, {intermediate})"
         )
@@ -1112,7 +1112,7 @@ def put_scale(
         shape.append(1)
         strides.append(1)
     if shape[0] != count:
-        raise ShapeMismatch(f"{name} is {given}, but there are {count} experts")
+        raise ShapeMismatch(f"{name} is {given}, but the number of experts is {count}")
     tensor = _arrays.view(tensor, shape=tuple(shape), strides=tuple(strides))
     height, width = _block_of(block)
     if shape[1:] == [1, 1]:
@@ -1134,8 +1134,8 @@ def put_scale(
         smaller = math.gcd(halves, per[0])
         if not hasattr(scale, "repeat_interleave") and not _arrays.is_numpy(scale):
             raise Unsupported(
-                f"blocks of {per[0]} rows do not divide the {halves} of gate; repeat the scales for "
-                f"blocks of {smaller} rows and pass block=({smaller}, {per[1]})"
+                f"blocks of {count_text(per[0], 'row')} do not divide the {halves} of gate; repeat the scales for "
+                f"blocks of {count_text(smaller, 'row')} and pass block=({smaller}, {per[1]})"
             )
         tensor = keep.repeat(name, scale, per[0] // smaller, math.ceil(rows / smaller))
         per = (smaller, per[1])

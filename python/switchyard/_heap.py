@@ -209,7 +209,7 @@ class SymmetricHeap(Owned):
         kind, item = self._dtype(dtype)
         size = math.prod(sizes) * item
         if size >= 1 << 63:
-            raise InvalidArgument(f"shape is {sizes}, which is {size} bytes; no memory has so many")
+            raise InvalidArgument(f"shape is {sizes}, which is {size:,} bytes; no memory has so many")
         pointer = ctypes.c_void_p()
         with self._lock:
             check(_abi.library.sy_heap_allocate(self._open(), size, alignment, byref(pointer)))
@@ -402,7 +402,7 @@ class SymmetricHeap(Owned):
         address, _, item = self._address(flag, "flag")
         if math.prod(flag.shape) != 1 or item != 8:
             raise InvalidArgument(
-                f"the flag has shape {tuple(flag.shape)} and {item} bytes an element; pass one int64"
+                f"the flag has shape {tuple(flag.shape)} and {_abi.count_text(item, 'byte')} an element; pass one int64"
             )
         return address
 

@@ -138,13 +138,13 @@ def _described(fields: tuple[tuple[str, Any, type], ...], has_correction_bias: b
 def _check_choice(k: Any, experts: int, routing: _abi.Routing) -> None:
     most = min(experts, _MOST_CHOSEN)
     if not is_whole(k) or not 1 <= k <= most:
-        raise InvalidArgument(f"k is {k!r}; of {experts} experts pass an int of 1 to {most}")
+        raise InvalidArgument(f"k is {k!r}; of {_abi.count_text(experts, 'expert')} pass an int of 1 to {most}")
     groups, top_groups = routing.num_groups, routing.top_k_groups
     if experts % groups:
-        raise InvalidArgument(f"groups is {groups}, which does not divide the {experts} experts of logits")
+        raise InvalidArgument(f"groups is {groups}, which does not divide the {_abi.count_text(experts, 'expert')} of logits")
     if groups > 1 and k > top_groups * (experts // groups):
         raise InvalidArgument(
-            f"k is {k}, but the best {top_groups} groups of {experts // groups} experts have only "
+            f"k is {k}, but the best {_abi.count_text(top_groups, 'group')} of {_abi.count_text(experts // groups, 'expert')} have only "
             f"{top_groups * (experts // groups)}; pass a smaller k, or more top_groups"
         )
     if routing.method == _METHODS.index("sparse_mixer") and k != 2:

@@ -117,7 +117,7 @@ class World(Owned):
         *, deadline: float = 30.0, network_chunk_bytes: int = 0, network_window: int = 0
     ) -> World:
         """Rank and size from the launcher's environment: torchrun, mpirun, srun or
-        ``python -m switchyard launch``. A world of one where there is none. Collective. Ranks on
+        ``switchyard launch``. A world of one where there is none. Collective. Ranks on
         several hosts meet at MASTER_ADDR or SWITCHYARD_RENDEZVOUS and need a shared secret:
         docs/hosts.md.
 

@@ -45,6 +45,12 @@ constexpr int kWarmUps = 3;
 constexpr int kLeastRepeats = 7;
 constexpr int kTimedPasses = 50;
 constexpr int kQuickPasses = 4;  // of a replay
+// Threads that were started beside another process may share a processor with it for as long as
+// they live, and passes then take three times as long. So the rule would look slower than the same
+// number of threads. Each configuration is timed with several sets of threads, and the best one's
+// time is taken.
+constexpr int kHostRounds = 3;
+constexpr double kHostRoundUs = 1e5, kLeastHostRepeats = 3, kMostHostRepeats = 200;
 // Two configurations of one kernel add up the same products, in another order at most.
 constexpr double kMostDifference = 0.02;
 
@@ -64,7 +70,8 @@ std::vector<double> time_on_host(TuneSubject& subject, int repeat) {
     return std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
   };
   const double pilot = once();
-  const int chosen = static_cast<int>(std::clamp(2e5 / std::max(pilot, 1.0), 3.0, 20.0));
+  const int chosen = static_cast<int>(
+      std::clamp(kHostRoundUs / std::max(pilot, 1.0), kLeastHostRepeats, kMostHostRepeats));
   std::vector<double> times(static_cast<std::size_t>(repeat > 0 ? repeat : chosen));
   std::generate(times.begin(), times.end(), once);
   return times;
@@ -148,9 +155,15 @@ class Bench {
       throw Error(ErrorCode::kUnsupported, error.what());
     }
     require_same_output(configuration);
-    const Timing timing =
+    Timing timing =
         timing_of(gpu ? time_on_gpu(*subject_, rotation, options_.repeat, quick, best_us_)
                       : time_on_host(*subject_, options_.repeat));
+    for (int round = 1; !gpu && round < kHostRounds; ++round) {
+      subject_->choose(configuration, 1);
+      for (int i = 0; i < kWarmUps; ++i) subject_->run(0);
+      const Timing again = timing_of(time_on_host(*subject_, options_.repeat));
+      if (again.median_us < timing.median_us) timing = again;
+    }
     best_us_ = std::min(best_us_, timing.median_us);
     return timing;
   }

@@ -211,7 +211,7 @@ void add_point_options(Command& command, BenchOptions& o) {
                     "Of weights and activations (default 0)");
   command.add_flag("--quick", o.quick,
                    "Only 8 and 512 tokens, 20 passes each. With --backend cpu a try\nof seconds: "
-                   "the suite's smallest layer, 8 tokens, 3 passes");
+                   "3 passes of the suite's smallest layer with its fewest\ntokens from 8 on");
 
   command.heading("Points of --suite grouped");
   command.add_whole("--n", o.n, 1, 1 << 23,
@@ -476,7 +476,8 @@ Backend choose_backend(const BenchOptions& o, int ranks) {
                           : o.backend ? "--backend cuda"
                                       : "--suite " + o.suite,
                           why_no_gpu(),
-                          ranks > 1         ? ""
+                          ranks > 1         ? "; without --ranks, --backend cpu measures the "
+                                              "processor as one rank"
                           : o.suite.empty() ? "; --backend cpu measures the processor"
                                             : "; --backend cpu --quick tries the suite on the "
                                               "processor, in seconds"));
@@ -487,7 +488,11 @@ void choose_for_cpu(const BenchOptions& o, BenchPlan& plan) {
   if (!o.quick || o.suite.empty()) return;
   if (!o.line->has("--dtype") && !o.line->has("--compute")) plan.dtypes.resize(1);
   if (o.models.empty()) plan.layers = {*smallest_layer(plan, plan.dtypes.front())};
-  if (o.tokens.empty()) plan.tokens.resize(1);
+  if (o.tokens.empty()) {
+    // The suite's, of which --quick for a GPU leaves others.
+    const std::vector<std::int64_t> all = bench::bench_suite(o.suite).tokens;
+    plan.tokens = {*std::find_if(all.begin(), all.end(), [](std::int64_t t) { return t >= 8; })};
+  }
   if (o.betas.empty()) plan.betas.resize(1);
   std::vector<std::string> models;
   for (const BenchLayer& layer : plan.layers) models.push_back(layer.model);

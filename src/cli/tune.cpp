@@ -138,8 +138,8 @@ void add_how(Command& command, TuneCommandOptions& o) {
       "Do not time on what is slower than the best by more than this share\nat the six "
       "corners of the grid to fit on, such as 0.25");
   command.add_whole("--repeat", o.repeat, 1, 1'000'000,
-                    "Timed repetitions (default: of 50 passes or more on a GPU, 3\nto 20 "
-                    "elsewhere)");
+                    "Timed repetitions (default: of 50 passes or more on a GPU, 3\nto 200 in "
+                    "each of three rounds elsewhere)");
   command.add_text("-o,--out", o.out, "NAME", "What the files' names begin with (default tuned)");
 }
 

@@ -307,9 +307,10 @@ std::string point_text(const Profile& profile, const Point& point) {
     text +=
         fmt::format("{}  rule {:.1f} us", named_time(profile, point, best), point.times_us[rule]);
   } else {
-    text +=
-        fmt::format("best: the rule {:.1f} us  (of the others {:.1f} us  {})", point.times_us[rule],
-                    point.times_us[best], printable(profile.configurations[best].name));
+    text += fmt::format("best: the rule {:.1f} us{}  (of the others {:.1f} us  {})",
+                        point.times_us[rule],
+                        point.times_us[best] < point.times_us[rule] ? ", within noise" : "",
+                        point.times_us[best], printable(profile.configurations[best].name));
   }
   if (unsupported > 0) text += fmt::format("  ({} cannot run)", unsupported);
   return text;

@@ -306,6 +306,9 @@ std::vector<std::string> rank_environment(const LaunchOptions& options, const Pl
       variables.erase("SWITCHYARD_SECRET_FILE");
       // Namespaces are joined by virtual Ethernet, which providers of fabrics do not see.
       variables.try_emplace("FI_PROVIDER", "tcp");
+      // The host's name is that of 127.0.0.1 in each of them, which torch's libraries would use.
+      variables.try_emplace("GLOO_SOCKET_IFNAME", kNamespaceInterface);
+      variables.try_emplace("NCCL_SOCKET_IFNAME", kNamespaceInterface);
     }
     for (const auto& [name, value] : variables_of_rank(options, plan, rank)) {
       variables[name] = value;

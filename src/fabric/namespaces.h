@@ -9,6 +9,9 @@
 
 namespace switchyard {
 
+// The name of each host's virtual Ethernet device in its own namespace.
+inline constexpr const char* kNamespaceInterface = "eth0";
+
 // A bridge in a namespace of its own, and one namespace for each host, connected by a pair of
 // virtual Ethernet devices. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN) and iproute2.
 class NetworkNamespaces {

@@ -38,7 +38,8 @@ TEST(TuneReport, NothingSlowerThanTheRuleIsTheBest) {
 TEST(TuneReport, TheBestBeatsTheRuleByMoreThanNoise) {
   EXPECT_THAT(told(100, 200, 95, 0.01), HasSubstr("best 95.0 us  threads=2  rule 100.0 us"));
   // Nor by less than 2 %, however steady both are.
-  EXPECT_THAT(told(100, 200, 99, 0), HasSubstr("best: the rule 100.0 us"));
+  EXPECT_THAT(told(100, 200, 99, 0),
+              HasSubstr("best: the rule 100.0 us, within noise  (of the others 99.0 us"));
   EXPECT_THAT(told(100, 200, 95, 0.1), HasSubstr("best: the rule 100.0 us"));
   // Noise is no excuse for a time that is far better.
   EXPECT_THAT(told(100, 200, 70, 3), HasSubstr("best 70.0 us  threads=2"));

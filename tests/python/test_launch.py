@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -64,6 +65,19 @@ def test_an_outer_jobs_variables_do_not_reach_the_ranks(tmp_path):
         )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(": 3.0, True") == 2
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None or subprocess.run(["ip", "netns", "list"], capture_output=True).returncode != 0,
+    reason="needs root and iproute2, for network namespaces",
+)
+def test_torch_distributed_starts_over_hosts(tmp_path):
+    """On each of several hosts the ranks find where rank 0 is."""
+    done = launch(tmp_path, 4, SUM, "--namespaces", "2")
+    if "namespaces" in done.stderr and done.returncode == 2:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(": 10.0, True") == 4
 
 
 def test_a_port_can_be_given(tmp_path):

@@ -111,12 +111,15 @@ def test_the_script_tells_what_only_python_does(script):
 
 def test_the_script_never_runs_itself(script, tmp_path):
     """Without a program in the package it looks on the PATH, where it stands itself, perhaps first."""
+    from switchyard import _abi
+
     package = tmp_path / "package" / "switchyard"
     shutil.copytree(
         pathlib.Path(switchyard.__file__).parent, package, ignore=shutil.ignore_patterns("bin", "lib", "__pycache__")
     )
     environment = os.environ | {"PYTHONPATH": str(package.parent), "PATH": str(pathlib.Path(script).parent)}
     environment.pop("SWITCHYARD_COMMAND", None)
+    environment["SWITCHYARD_LIBRARY"] = os.path.abspath(_abi._path())
     done = run(sys.executable, script, "models", env=environment)
     assert done.returncode == 127 and "neither in this package nor on the PATH" in done.stderr
     # One in C++ behind it is found.

@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+import switchyard
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 # Rooms of src/ whose texts people read at the command line. Counts go through plural() there.
 ROOMS = ["cli", "run", "report", "machine", "bench", "tuner"]
@@ -27,6 +29,23 @@ def literals(path):
     """A file's lines, those of one text joined."""
     text = re.sub(r'"\s*\n\s*"', "", path.read_text())
     return [line.strip() for line in text.split("\n") if '"' in line]
+
+
+# In the package: numbers that are never 1.
+ALLOWED_IN_PYTHON = ["tokens {wrong:", "{len(sensible)} tokens", "{ranks} ranks exchange", "{} moves experts", "dimensions, ", "it needs {ndim} dimensions"]
+
+
+def test_a_count_of_one_is_singular_in_the_package():
+    package = pathlib.Path(switchyard.__file__).parent
+    pattern = re.compile(r"(\{[^{}]*\})(?: [a-z]+)? (%s|bytes|dimensions)\b" % "|".join(NOUNS))
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in sorted(package.glob("*.py"))
+        for line in path.read_text().split("\n")
+        if ('f"' in line or "{}" in line) and "{" in line and pattern.search(line.replace(":,}", "}"))
+        if not any(text in line for text in ALLOWED_IN_PYTHON) and ":,} bytes" not in line
+    ]
+    assert not found, "use count_text() of _abi:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize("room", ROOMS)

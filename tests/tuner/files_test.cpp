@@ -140,7 +140,7 @@ TEST(TunerFiles, TablesAreReadStrictly) {
   refused([](auto& j) { j["by_tokens"][1]["last"] = 15; }, "by_tokens[1].last is 15");
   refused([](auto& j) { j["by_tokens"][0]["entry"] = 256; }, "by_tokens[0].entry is 256");
   refused([](auto& j) { j["by_tokens"] = 8; }, "by_tokens is 8");
-  refused([](auto& j) { j["entries"] = nlohmann::json::array(); }, "there are 0 entries");
+  refused([](auto& j) { j["entries"] = nlohmann::json::array(); }, "the number of entries is 0");
   refused(
       [](auto& j) {
         j["entries"] = nlohmann::json::array();
