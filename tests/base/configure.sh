@@ -1,8 +1,9 @@
 #!/bin/sh
 # What CMake says where something is missing: everything at once, with the command that installs it.
-#   configure.sh SOURCES
+#   configure.sh SOURCES GENERATOR
 set -eu
 sources=$1
+generator=$2
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 unset CXX CMAKE_GENERATOR
@@ -11,7 +12,7 @@ unset CXX CMAKE_GENERATOR
 expect_failure() {
   name=$1
   shift
-  if cmake -S "$sources" -B "$work/$name" -DSWITCHYARD_CUDA=OFF "$@" >"$work/$name.log" 2>&1; then
+  if cmake -G "$generator" -S "$sources" -B "$work/$name" -DSWITCHYARD_CUDA=OFF "$@" >"$work/$name.log" 2>&1; then
     echo "configured without what is missing: $name"
     exit 1
   fi
@@ -31,7 +32,7 @@ says compiler 'C++20 compiler'
 says compiler 'scripts/bootstrap.sh build'
 
 # The libraries of tests and benchmarks are not a user's: without them, they are left out.
-cmake -S "$sources" -B "$work/plain" -DSWITCHYARD_CUDA=OFF -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON \
+cmake -G "$generator" -S "$sources" -B "$work/plain" -DSWITCHYARD_CUDA=OFF -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON \
   -DCMAKE_DISABLE_FIND_PACKAGE_benchmark=ON >"$work/plain.log" 2>&1 || { cat "$work/plain.log"; exit 1; }
 says plain 'GoogleTest 1.12 is not installed, so SWITCHYARD_BUILD_TESTS is OFF'
 says plain 'Google Benchmark 1.7 is not installed, so SWITCHYARD_BUILD_BENCH is OFF'
