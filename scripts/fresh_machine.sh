@@ -47,7 +47,8 @@ make_root() {
   git archive HEAD | tar -x -C "$1/switchyard"
   {
     echo 'set -euo pipefail; cd /switchyard'
-    echo 'say() { printf "\n### %s (%d s; processor time of the steps before: %s)\n" "$1" "$SECONDS" "$(times | tail -1)"; }'
+    # Processor time of children, which `times` has on its second line.
+    echo 'say() { times >/times; printf "\n### %s (%d s; processor time so far: %s)\n" "$1" "$SECONDS" "$(tail -1 /times)"; }'
     for step in $steps; do
       echo "say $step"
       case $step in

@@ -58,7 +58,8 @@ case $wheel in *-py3-none-manylinux*) ;; *) echo "$wheel is no py3-none-manylinu
 "$python" -m venv "$work/empty"
 "$work/empty/bin/python" -m pip --quiet --disable-pip-version-check install --no-index "$wheel"
 cd "$work"  # where no sources are
-empty/bin/python -m switchyard doctor
+empty/bin/switchyard doctor
+empty/bin/python -m switchyard models >/dev/null
 empty/bin/python - <<'PYTHON'
 import switchyard
 
