@@ -61,16 +61,39 @@ make_root() {
   } >"$1/steps.sh"
 }
 
-# run_in DIRECTORY: mounts end with the process that made them.
+# run_in DIRECTORY. Devices, processes and mounts are the machine's own, and end with the process that made them: what
+# runs there as root can spoil nothing here.
 run_in() {
   local variables=(HOME=/root LANG=C.UTF-8 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) name
   [ ! -e "$1/etc/machine-certificates.crt" ] || variables+=(PIP_CERT=/etc/machine-certificates.crt)
   for name in http_proxy https_proxy no_proxy PIP_INDEX_URL PIP_DEFAULT_TIMEOUT; do
     [ -z "${!name:-}" ] || variables+=("$name=${!name}")
   done
-  unshare --mount --pid --fork sh -c '
-    mount -t proc proc "$0/proc" && mount --rbind /sys "$0/sys" && mount --rbind /dev "$0/dev" &&
-    mount -t tmpfs tmpfs "$0/tmp" && shift 0 && exec env -i "$@" chroot "$0" bash /steps.sh' "$1" "${variables[@]}"
+  unshare --mount --pid --ipc --fork sh -c '
+    set -e
+    root=$0
+    mount -t proc proc "$root/proc"
+    mount -t sysfs sysfs "$root/sys"
+    mount -t tmpfs tmpfs "$root/tmp"
+    mount -t tmpfs -o mode=755 tmpfs "$root/dev"
+    mkdir "$root/dev/pts" "$root/dev/shm" "$root/dev/net"
+    mount -t devpts -o newinstance,ptmxmode=0666 devpts "$root/dev/pts"
+    mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
+    while read -r device major minor; do
+      mknod -m 666 "$root/dev/$device" c "$major" "$minor"
+    done <<DEVICES
+null 1 3
+zero 1 5
+full 1 7
+random 1 8
+urandom 1 9
+tty 5 0
+net/tun 10 200
+DEVICES
+    ln -s pts/ptmx "$root/dev/ptmx"
+    ln -s /proc/self/fd "$root/dev/fd"
+    for number in 0 1 2; do ln -s "fd/$number" "$root/dev/$(echo stdin stdout stderr | cut -d" " -f$((number + 1)))"; done
+    exec env -i "$@" chroot "$root" bash /steps.sh' "$1" "${variables[@]}"
 }
 
 mkdir -p build/fresh
