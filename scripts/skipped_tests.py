@@ -12,6 +12,7 @@ import collections
 import pathlib
 import re
 import sys
+import textwrap
 import xml.etree.ElementTree as ElementTree
 
 
@@ -24,9 +25,8 @@ def reason_of(case: ElementTree.Element) -> str:
     found = re.search(r": Skipped\n(.*?)\n\s*(?:\n|\[)", output, re.S) or re.search(r"^skipped: (.*)$", output, re.M)
     if found:
         return " ".join(found.group(1).split())
-    # The line that ctest was told to look for.
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1] if lines else "no reason was given"
+    # ctest looked for a text somewhere in it (SKIP_REGULAR_EXPRESSION).
+    return " ".join(output.split()) or "no reason was given"
 
 
 def skips(path: pathlib.Path) -> list[tuple[str, str]]:
@@ -63,7 +63,7 @@ def main() -> int:
     refused = 0
     for reason, names in sorted(by_reason.items()):
         few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        print(f"  {len(names):4d}  {reason}\n        {few}")
+        print(f"  {len(names):4d}  {textwrap.shorten(reason, 200)}\n        {few}")
         if arguments.allow and not any(expression.search(reason) for expression in allowed):
             print(f"        this reason is not in {arguments.allow}: the test could run here")
             refused += len(names)
