@@ -40,6 +40,8 @@ make_root() {
   # How this machine reaches its sources, and nothing else of it.
   apt-config dump | grep '^Acquire::' >"$1/etc/apt/apt.conf.d/99machine" || true
   cp /etc/resolv.conf "$1/etc/"
+  # As an installer leaves it.
+  printf '127.0.0.1 localhost %s\n::1 localhost\n' "$(uname -n)" >"$1/etc/hosts"
   # Not under /etc/ssl, which the package ca-certificates writes anew.
   cp "${PIP_CERT:-/etc/ssl/certs/ca-certificates.crt}" "$1/etc/machine-certificates.crt" 2>/dev/null || true
   cp /etc/pip.conf "$1/etc/" 2>/dev/null || true
