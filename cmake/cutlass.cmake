@@ -12,10 +12,10 @@ if(SWITCHYARD_HAS_CUDA)
     find_package(CUDAToolkit 12.3 REQUIRED)
     set(SWITCHYARD_HAS_GPU ON)
   else()
-    set(SWITCHYARD_WHY_NO_CUDA "was configured without the CUTLASS headers; run 'scripts/bootstrap.sh cuda' and configure it anew")
-    message(WARNING
-      "nvcc is here, but the CUTLASS headers are not in ${SWITCHYARD_CUTLASS_INCLUDE}: building "
-      "without the GPU engine. Run 'scripts/bootstrap.sh cuda' to fetch them, or set "
-      "SWITCHYARD_CUTLASS_INCLUDE to a copy of version 4.2 or later.")
+    # Not a warning, which pip would hide: the package would have no engine for the GPU that is here.
+    message(FATAL_ERROR
+      "nvcc is here, but the CUTLASS headers are not in ${SWITCHYARD_CUTLASS_INCLUDE}. Run "
+      "'scripts/bootstrap.sh cuda' to fetch them, set SWITCHYARD_CUTLASS_INCLUDE to a copy of version 4.2 or "
+      "later, or set SWITCHYARD_CUDA to OFF to build without the GPU engine.")
   endif()
 endif()

@@ -20,13 +20,18 @@ nvdisasm_directory=.cache/nvdisasm/$cuobjdump_version
 fetch_wheel() {
   local python=${PYTHON:-python3} work
   [ ! -d "$4" ] || return 0
-  if ! "$python" -m pip --version >/dev/null 2>&1; then
-    echo "Fetching $1 needs Python with pip (apt-get install python3-pip)." >&2
-    return 1
-  fi
   echo "Fetching $1 $2 ..." >&2
   mkdir -p "$(dirname "$4")"
   work=$(mktemp -d "$4.XXXXXX")
+  # Debian's python3 has pip in virtual environments only.
+  if ! "$python" -m pip --version >/dev/null 2>&1; then
+    if ! "$python" -m venv "$work/venv" >&2; then
+      echo "Fetching $1 needs Python with venv or pip (apt-get install python3-venv)." >&2
+      rm -rf "$work"
+      return 1
+    fi
+    python=$work/venv/bin/python
+  fi
   # pip refuses a file with another hash. The directory gets its name when it is complete.
   echo "$1==$2 --hash=sha256:$3" >"$work/requirements.txt"
   if "$python" -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes \
@@ -63,6 +68,71 @@ for group in "$@"; do
   esac
 done
 
+is_installed() { [ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]; }
+has_candidate() { [[ $(LC_ALL=C apt-cache policy "$1" 2>/dev/null) == *"Candidate: "[!\(]* ]]; }
+
+install_packages() {
+  local group names name missing packages from_pypi
+  if ! command -v dpkg-query >/dev/null; then
+    echo "This is not a Debian-like system, so nothing was installed. Switchyard needs: a C++20 compiler," >&2
+    echo "CMake 3.24+, Ninja, oneDNN 2.6+ or 3 built for OpenMP, nlohmann-json 3.11, fmt 9, CLI11 2.1, Eigen 3.3," >&2
+    echo "for several hosts libfabric 1.11 and OpenSSL 3, and for the tests GoogleTest 1.12 and Google Benchmark" >&2
+    echo "1.7. With these installed, run:" >&2
+    echo "  cmake -S . -B build -G Ninja && cmake --build build && ctest --test-dir build" >&2
+    exit 1
+  fi
+
+  # Lines of cmake/packages.txt, of which nothing is installed.
+  missing=()
+  for group in "${groups[@]}"; do
+    while read -r names; do
+      for name in $names; do
+        if is_installed "$name" || [ -x "$lint_directory/bin/$name" ]; then continue 2; fi
+      done
+      missing+=("$names")
+    done < <(sed -n "s/^$group //p" cmake/packages.txt)
+  done
+  [ ${#missing[@]} -gt 0 ] || return 0
+
+  if [ "$(id -u)" = 0 ]; then
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update -qq >&2
+  fi
+  packages=()
+  from_pypi=()
+  for names in "${missing[@]}"; do
+    for name in $names; do
+      if has_candidate "$name"; then packages+=("$name"); continue 2; fi
+    done
+    # Without root, lists of packages may never have been read.
+    [ "$(id -u)" = 0 ] || { packages+=("${names%% *}"); continue; }
+    case $names in
+      clang-format-14|clang-tidy-14) from_pypi+=("$names") ;;
+      *) echo "bootstrap: this release has no package ${names// / or }; run 'apt-get update', or add its source" >&2
+         exit 1 ;;
+    esac
+  done
+  if [ "$(id -u)" != 0 ] && [ ${#packages[@]} -gt 0 ]; then
+    echo "These packages are missing, and installing them needs root:" >&2
+    echo "  sudo apt-get install ${packages[*]}" >&2
+    exit 1
+  fi
+  if [ ${#packages[@]} -gt 0 ]; then
+    echo "Installing ${packages[*]} ..." >&2
+    apt-get install -y -qq --no-install-recommends "${packages[@]}" >&2
+  fi
+  if [ ${#from_pypi[@]} -gt 0 ]; then
+    echo "Fetching ${from_pypi[*]} from PyPI into $lint_directory ..." >&2
+    rm -rf "$lint_directory"
+    "${PYTHON:-python3}" -m venv "$lint_directory" >&2
+    for name in "${from_pypi[@]}"; do
+      "$lint_directory/bin/python" -m pip --quiet --disable-pip-version-check install "${name%-14}==$lint_version" >&2
+      ln -s "${name%-14}" "$lint_directory/bin/$name"
+    done
+  fi
+}
+
+[ ${#groups[@]} -eq 0 ] || install_packages
 if [ $cuda = yes ] && ! fetch_cutlass; then
   echo "The CUTLASS headers could not be fetched. Unpack nvidia-cutlass $cutlass_version from PyPI into" >&2
   echo "$PWD/$cutlass_directory, or configure with" >&2
@@ -71,64 +141,3 @@ if [ $cuda = yes ] && ! fetch_cutlass; then
 fi
 # Only reports need it.
 if [ $cuda = yes ]; then fetch_cuobjdump || true; fi
-[ ${#groups[@]} -gt 0 ] || exit 0
-if ! command -v dpkg-query >/dev/null; then
-  echo "This is not a Debian-like system, so nothing was installed. Switchyard needs: a C++20 compiler," >&2
-  echo "CMake 3.24+, Ninja, oneDNN 2.6+ or 3 built for OpenMP, nlohmann-json 3.11, fmt 9, CLI11 2.1, Eigen 3.3," >&2
-  echo "for several hosts libfabric 1.11 and OpenSSL 3, and for the tests GoogleTest 1.12 and Google Benchmark" >&2
-  echo "1.7. With these installed, run:" >&2
-  echo "  cmake -S . -B build -G Ninja && cmake --build build && ctest --test-dir build" >&2
-  exit 1
-fi
-
-is_installed() { [ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]; }
-has_candidate() { [[ $(LC_ALL=C apt-cache policy "$1" 2>/dev/null) == *"Candidate: "[!\(]* ]]; }
-
-# Lines of cmake/packages.txt, of which nothing is installed.
-missing=()
-for group in "${groups[@]}"; do
-  while read -r names; do
-    for name in $names; do
-      if is_installed "$name" || [ -x "$lint_directory/bin/$name" ]; then continue 2; fi
-    done
-    missing+=("$names")
-  done < <(sed -n "s/^$group //p" cmake/packages.txt)
-done
-[ ${#missing[@]} -gt 0 ] || exit 0
-
-if [ "$(id -u)" = 0 ]; then
-  export DEBIAN_FRONTEND=noninteractive
-  apt-get update -qq >&2
-fi
-packages=()
-from_pypi=()
-for names in "${missing[@]}"; do
-  for name in $names; do
-    if has_candidate "$name"; then packages+=("$name"); continue 2; fi
-  done
-  # Without root, lists of packages may never have been read.
-  [ "$(id -u)" = 0 ] || { packages+=("${names%% *}"); continue; }
-  case $names in
-    clang-format-14|clang-tidy-14) from_pypi+=("$names") ;;
-    *) echo "bootstrap: this release has no package ${names// / or }; run 'apt-get update', or add its source" >&2
-       exit 1 ;;
-  esac
-done
-if [ "$(id -u)" != 0 ] && [ ${#packages[@]} -gt 0 ]; then
-  echo "These packages are missing, and installing them needs root:" >&2
-  echo "  sudo apt-get install ${packages[*]}" >&2
-  exit 1
-fi
-if [ ${#packages[@]} -gt 0 ]; then
-  echo "Installing ${packages[*]} ..." >&2
-  apt-get install -y -qq --no-install-recommends "${packages[@]}" >&2
-fi
-if [ ${#from_pypi[@]} -gt 0 ]; then
-  echo "Fetching ${from_pypi[*]} from PyPI into $lint_directory ..." >&2
-  rm -rf "$lint_directory"
-  "${PYTHON:-python3}" -m venv "$lint_directory" >&2
-  for name in "${from_pypi[@]}"; do
-    "$lint_directory/bin/python" -m pip --quiet --disable-pip-version-check install "${name%-14}==$lint_version" >&2
-    ln -s "${name%-14}" "$lint_directory/bin/$name"
-  done
-fi
