@@ -1,4 +1,4 @@
-"""Switchyard as a runner core of SGLang, below SGLang's own method for unquantised experts.
+"""Switchyard as a runner of SGLang, below SGLang's own method for unquantised experts.
 
 Runs without a GPU and without a server. A server says instead:
     python -m sglang.launch_server --model-path MODEL --moe-runner-backend switchyard
@@ -14,16 +14,17 @@ import switchyard.sglang
 
 switchyard.sglang.register()  # SGLang calls it by the entry point of an installed package
 
+from sglang.srt.layers.moe import utils
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput
-from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_flags
 
 HookRegistry.apply_hooks()
-get_flags().moe.runner_backend = resolve_moe_runner_backend("switchyard")
+resolve = getattr(utils, "resolve_moe_runner_backend", utils.MoeRunnerBackend)  # SGLang 0.5.23, 0.5.16
+get_flags().moe.runner_backend = resolve("switchyard")
 
 layer = torch.nn.Module()
 layer.moe_runner_config = MoeRunnerConfig(num_experts=8, num_local_experts=8, top_k=2, layer=layer)

@@ -1,12 +1,14 @@
 """The plugin for SGLang: what needs no SGLang, always; its runner core below SGLang's own methods of
-quantisation, hooks and all, on the CPU engine, where SGLang 0.5.23 can be imported. No GPU is used, no
+quantisation, hooks and all, on the CPU engine, where SGLang (0.5.16, 0.5.23) can be imported. No GPU is used, no
 server is started, and SGLang's Triton kernels do not run: what Switchyard computes is compared with fp64
 and with SGLang's experts in torch."""
 
+import copy
 import importlib
 import importlib.util
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -40,6 +42,17 @@ def test_importing_the_plugin_imports_no_sglang():
     script = "import sys, switchyard.sglang; assert not {'sglang', 'torch'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_interface_that_is_not_known_is_left_alone():
+    script = (
+        "import sys, switchyard.sglang as plugin; sys.modules['sglang.srt.plugins.hook_registry'] = None; "
+        "plugin.register(); "
+        "utils = sys.modules.get('sglang.srt.layers.moe.utils'); "
+        "assert utils is None or 'switchyard' not in utils.MoeRunnerBackend._value2member_map_"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "does not know the interface of this SGLang" in done.stderr, done.stderr
 
 
 def test_options_are_read_from_the_environment():
@@ -93,6 +106,9 @@ def test_activations():
     assert plugin.activation_of(config(activation="gelu")) == (Activation("gelu"), "gate_up")
     plain = Activation("relu2", gated=False)
     assert plugin.activation_of(config(activation="relu2", is_gated=False)) == (plain, "gate_up")
+    older = config(**given)
+    del older.gemm1_beta  # as in SGLang 0.5.16
+    assert plugin.activation_of(older) == (oai, "interleaved")
     for changes in (
         {"activation": "situ"},
         {"activation": "relu2"},
@@ -137,14 +153,14 @@ def sglang():
         pytest.skip("SGLang is not installed: see docs/frameworks/sglang.md for how these tests were run")
     plugin.register()
     plugin.register()
-    from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.runtime_context import get_flags
+    from switchyard._sglang_runner import backend
 
     HookRegistry.apply_hooks()
     flags = get_flags().moe
     before = flags.runner_backend
-    flags.runner_backend = resolve_moe_runner_backend("switchyard")
+    flags.runner_backend = backend()
     yield flags
     flags.runner_backend = before
 
@@ -154,6 +170,7 @@ def make(quantised=None, dtype=torch.bfloat16, with_bias=False, **changes):
     from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
     from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+    from sglang.srt.runtime_context import get_parallel
 
     layer = torch.nn.Module()
     layer.num_experts = layer.num_local_experts = E
@@ -180,7 +197,8 @@ def make(quantised=None, dtype=torch.bfloat16, with_bias=False, **changes):
             )
         )
     more = {"weight_loader": None} | ({"with_bias": True} if with_bias else {})
-    method.create_weights(layer, E, H, I, dtype, **more)
+    with get_parallel().override(tp_size=1):  # what SGLang 0.5.16 asks for; there are no groups here
+        method.create_weights(layer, E, H, I, dtype, **more)
     method.create_moe_runner(layer, layer.moe_runner_config)
     return layer, method
 
@@ -193,9 +211,8 @@ def load(layer, method):
 
 def processed(layer, method):
     """The hook's part: SGLang's own repacks for AMX where it takes the machine for a CPU server."""
-    core = method.runner.runner_core
-    core.binding.weights_changed()
-    core.bind(method.get_triton_quant_info(layer))
+    method.runner.binding.weights_changed()
+    method.runner.bind(method.get_triton_quant_info(layer))
 
 
 def run(layer, method, x, ids, weights):
@@ -215,15 +232,19 @@ def batch(dtype=torch.bfloat16):
 
 
 def test_switchyard_is_a_choice(sglang):
-    from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
+    from sglang.srt.layers.moe.utils import get_moe_runner_backend
+    from sglang.srt.server_args import MOE_RUNNER_BACKEND_CHOICES
 
+    backend = get_moe_runner_backend()
+    assert backend.value == "switchyard" and not backend.is_triton() and not backend.is_auto()
+    assert copy.deepcopy(backend) == backend and pickle.loads(pickle.dumps(backend)) == backend
     assert MOE_RUNNER_BACKEND_CHOICES.count("switchyard") == 1
 
 
 @pytest.mark.parametrize("dtype,bound", [(torch.bfloat16, BF16_ERROR), (torch.float32, 1e-5)])
 def test_the_runner_computes_as_the_reference(sglang, dtype, bound):
     layer, method = make(dtype=dtype)
-    assert method.runner.runner_core.__class__.__name__ == "SwitchyardRunnerCore"
+    assert type(method.runner).__name__ == "SwitchyardRunner"
     load(layer, method)
     x, ids, weights = batch(dtype)
     ids[3] = -1  # padding
@@ -286,7 +307,7 @@ def test_fp8_in_blocks_and_an_update(sglang):
     exact = []
     for name in ("w13", "w2"):
         weight, scale = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale_inv")
-        weight.data.copy_((torch.randn(weight.shape) * 100).to(torch.float8_e4m3fn))
+        weight.data.copy_((torch.randn(weight.shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn))
         scale.data.copy_(torch.rand(scale.shape) / 500 + 1e-3)
         wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
         exact.append(weight.data.float() * wide[:, : weight.shape[1], : weight.shape[2]])
@@ -317,10 +338,9 @@ def test_what_sglang_is_configured_for_is_refused(sglang, monkeypatch):
 
 
 def test_eplb_is_refused_where_it_would_move_what_was_copied(sglang, monkeypatch):
-    from sglang.srt import runtime_context
+    from switchyard import _sglang_runner
 
-    balanced = SimpleNamespace(moe=SimpleNamespace(enable_eplb=True))
-    monkeypatch.setattr(runtime_context, "get_exec", lambda: balanced)
+    monkeypatch.setattr(_sglang_runner, "setting", {"enable_eplb": True}.get)
     make()
     with pytest.raises(Unsupported, match="--enable-eplb moves experts"):
         make(with_bias=True)
@@ -331,11 +351,9 @@ def test_another_method_is_refused(sglang):
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     hooks = HookRegistry._hooks["sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__"]
-    layer = SimpleNamespace(runner_backend=SimpleNamespace(value="marlin"), quant_method=object())
     with pytest.raises(Unsupported, match="object quantises"):
-        hooks[0][1](None, layer)
-    layer.runner_backend.value = "switchyard"
-    hooks[0][1](None, layer)
+        hooks[0][1](None, SimpleNamespace(quant_method=object()))
+    hooks[0][1](None, SimpleNamespace(quant_method=make()[1]))
 
 
 def test_sglang_is_its_own_unless_asked(sglang, monkeypatch):
@@ -368,12 +386,18 @@ model = pathlib.Path(tempfile.mkdtemp())
     "vocab_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
     "intermediate_size": 256, "max_position_embeddings": 512, "torch_dtype": "bfloat16"}))
 arguments = ServerArgs(
-    model_path=str(model), device="cpu", moe_runner_backend="switchyard", skip_tokenizer_init=True)
-runtime_context.publish(arguments, role="scheduler")
+    model_path=str(model), device="cpu", moe_runner_backend="switchyard", skip_tokenizer_init=True,
+    chunked_prefill_size=512)
+if hasattr(runtime_context, "publish"):
+    runtime_context.publish(arguments, role="scheduler")
+else:  # SGLang 0.5.16
+    runtime_context.get_context().set_server_args(arguments)
+    initialize_moe_config(arguments)
 init_distributed_environment(
     world_size=1, rank=0, distributed_init_method=f"file://{model}/rendezvous", local_rank=0, backend="gloo")
 initialize_model_parallel()
-initialize_moe_config()
+if hasattr(runtime_context, "publish"):
+    initialize_moe_config()
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
 ranks = dict.fromkeys(("moe_ep_rank", "moe_tp_rank", "moe_dp_rank", "tp_rank", "attn_tp_rank", "attn_dp_rank"), 0)
@@ -381,12 +405,15 @@ with runtime_context.get_parallel().override(**ranks):
     layer = FusedMoE(
         num_experts=8, hidden_size=256, intermediate_size=128, layer_id=0, top_k=2,
         params_dtype=torch.bfloat16)
-assert layer.runner_backend.value == "switchyard"
+from switchyard import _sglang_runner
+assert isinstance(layer.quant_method.runner, _sglang_runner.SwitchyardRunner)
+assert _sglang_runner.setting("chunked_prefill_size") == 512 and _sglang_runner.setting("device") == "cpu"
+assert _sglang_runner.setting("enable_eplb") is False and not _sglang_runner.setting("lora_paths")
 for parameter in layer.parameters():
     parameter.data.normal_(std=0.1)
 method = layer.quant_method
 method.process_weights_after_loading(layer)
-assert method.runner.runner_core.binding.experts is not None
+assert method.runner.binding.experts is not None and method.runner.binding.max_tokens == 512
 x = torch.randn(5, 256).bfloat16()
 ids, weights = routing(5, 8, 2)
 given = StandardDispatchOutput(x, None, StandardTopKOutput(weights, ids.int(), None))
@@ -412,7 +439,10 @@ def test_sglangs_own_layer(sglang):
 def test_updates_of_weights_are_hooked(sglang):
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
-    for name in plugin._UPDATES:
+    from switchyard._sglang_runner import updates
+
+    assert {"update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc"} < set(updates())
+    for name in updates():
         assert hasattr(getattr(WeightUpdater, name), "__wrapped__"), name
 
 
@@ -421,7 +451,7 @@ def test_sglang_finds_the_entry_point(sglang, tmp_path):
     installed(tmp_path)
     script = (
         "from sglang.srt.plugins import load_plugins; load_plugins(); "
-        "from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES as choices; "
+        "from sglang.srt.server_args import MOE_RUNNER_BACKEND_CHOICES as choices; "
         "assert 'switchyard' in choices; "
         "from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod; "
         "assert hasattr(Fp8MoEMethod.apply, '__wrapped__')"

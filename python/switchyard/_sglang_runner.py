@@ -1,0 +1,261 @@
+"""The part of the SGLang plugin that is built on SGLang: only `switchyard.sglang.register` imports it.
+
+Releases of SGLang differ here in three places, which are decided by what the installed one has: how a
+backend's name becomes known (`add_backend`), where settings are read (`setting`), and what its
+WeightUpdater calls its methods (`updates`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.layers.moe import utils as moe_utils
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.moe_runner import MoeRunner
+from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.server_args import add_moe_runner_backend_choices
+
+from ._serving import NO_EPLB, Binding, refresh_all
+from .errors import Unsupported
+from .sglang import Deployment, activation_of, capacity, options_of, refuse
+
+NAME = "switchyard"
+_WEIGHTS = "Switchyard takes bf16, fp16 and fp32 weights, and FP8 in blocks of 128 x 128"
+_METHODS = (UnquantizedFusedMoEMethod, Fp8MoEMethod)
+_SIGNATURES = (
+    (MoeRunner.run, "self dispatch_output quant_info lora_info"),
+    *((method.create_moe_runner, "self layer moe_runner_config") for method in _METHODS),
+    *((method.get_triton_quant_info, "self layer") for method in _METHODS),
+    (Fp8MoEMethod.apply, "self layer dispatch_output"),
+)
+
+
+# --------------------------------------------------------------------------- what SGLang is set up for
+
+
+def setting(name: str, default: Any = None) -> Any:
+    """A server's setting after SGLang resolved it, by its flat name. The default outside of a server."""
+    context = runtime_context.get_context()
+    try:
+        if hasattr(context, "config_leaf"):
+            return context.config_leaf(name)
+        return getattr(context.server_args, name)
+    except ValueError:
+        return default
+
+
+def group_size(name: str) -> int:
+    """Number of ranks in one of the server's groups. 1 outside of a server, where there are no groups."""
+    try:
+        return getattr(runtime_context.get_parallel(), name) or 1
+    except (AttributeError, ValueError, KeyError, AssertionError, RuntimeError):
+        return 1
+
+
+def deployment(config: Any) -> Deployment:
+    flags = runtime_context.get_flags().moe
+    return Deployment(
+        device=setting("device") or "cuda",
+        ranks=max(map(group_size, ("moe_ep_size", "moe_tp_size", "tp_size", "attn_dp_size"))),
+        a2a_backend=moe_utils.get_moe_a2a_backend().value,
+        two_batch_overlap=bool(flags.tbo_enabled),
+        single_batch_overlap=bool(flags.sbo_enabled),
+        lora=bool(setting("enable_lora") or setting("lora_paths")),
+        no_combine=config.no_combine,
+    )
+
+
+# ------------------------------------------------------------------------------------ the backend's name
+
+
+def add_backend() -> None:
+    """Make ``--moe-runner-backend switchyard`` a choice."""
+    add_moe_runner_backend_choices([NAME])
+    if hasattr(moe_utils, "register_moe_runner_backend_name"):
+        moe_utils.register_moe_runner_backend_name(NAME)
+        return
+    # The older releases keep the names in an Enum, which has no call that adds one. This makes a member
+    # as enum.Flag makes those for combinations.
+    backends = moe_utils.MoeRunnerBackend
+    member = object.__new__(backends)
+    member._name_, member._value_ = NAME.upper(), NAME
+    backends._value2member_map_[NAME] = member
+
+
+def backend() -> Any:
+    """SGLang's identifier of this backend."""
+    return getattr(moe_utils, "resolve_moe_runner_backend", moe_utils.MoeRunnerBackend)(NAME)
+
+
+def asked_for() -> bool:
+    return bool(moe_utils.get_moe_runner_backend().value == NAME)
+
+
+# -------------------------------------------------------------------------------------- one layer's runner
+
+
+class SwitchyardRunner(MoeRunner):
+    """The experts of one layer.
+
+    It replaces the runner that a quantisation method made for itself. It is a Triton runner to its base
+    class, because it takes the weights in the form in which Triton's takes them.
+    """
+
+    def __init__(self, config: Any) -> None:
+        options = options_of()
+        refuse(options, deployment(config))
+        activation, order = activation_of(config)
+        super().__init__(moe_utils.MoeRunnerBackend.TRITON, config)
+        self.runner_backend = backend()
+        self.binding = Binding(
+            options,
+            activation=activation,
+            order=order,
+            top_k=config.top_k,
+            max_tokens=capacity(
+                setting("chunked_prefill_size"), setting("max_prefill_tokens"), group_size("attn_dp_size")
+            ),
+            weight_on_input=config.apply_router_weight_on_input,
+        )
+
+    def bind(self, info: Any, tokens: int = 0) -> Any:
+        """The layer over the weights of a TritonMoeQuantInfo."""
+        if not isinstance(info, TritonMoeQuantInfo):
+            raise Unsupported(f"the experts come as {type(info).__name__}; {_WEIGHTS}")
+        return self.binding.bind(
+            info.w13_weight,
+            info.w2_weight,
+            tokens=tokens,
+            w13_scale=info.w13_scale,
+            w2_scale=info.w2_scale,
+            w13_bias=info.b13,
+            w2_bias=info.b2,
+        )
+
+    def run(self, dispatch_output: Any, quant_info: Any, lora_info: Any = None) -> Any:
+        if lora_info is not None:
+            raise Unsupported("LoRA is asked for, which Switchyard does not do between its products")
+        if dispatch_output.format.value != "standard" or dispatch_output.hidden_states_scale is not None:
+            raise Unsupported(
+                f"tokens come in the format {dispatch_output.format.value!r}, or quantised; "
+                "Switchyard takes the standard one: use --moe-a2a-backend none"
+            )
+        x = dispatch_output.hidden_states
+        weights, ids = dispatch_output.topk_output[:2]
+        if weights.dtype not in (torch.float32, torch.bfloat16):
+            weights = weights.float()
+        if ids.dtype not in (torch.int32, torch.int64):
+            ids = ids.to(torch.int32)
+        factor = self.config.routed_scaling_factor
+        layer = self.bind(quant_info, x.shape[0])
+        return StandardCombineInput(
+            hidden_states=layer(x, ids, weights, scale=1.0 if factor is None else factor)
+        )
+
+
+# ------------------------------------------------------------------------------------------------- hooks
+
+
+def runner_of(method: Any) -> SwitchyardRunner | None:
+    """The runner of a quantisation method, if it is ours."""
+    runner = getattr(method, "runner", None)
+    return runner if isinstance(runner, SwitchyardRunner) else None
+
+
+def runner_made(result: Any, method: Any, layer: Any, moe_runner_config: Any) -> Any:
+    """After create_moe_runner(), which knows no names but SGLang's own."""
+    if not asked_for():
+        return result
+    fp8 = isinstance(method, Fp8MoEMethod)
+    if fp8:
+        block = list(method.quant_config.weight_block_size or ())
+        if method.use_mxfp8 or method.is_fp4_expert or not method.block_quant or block != [128, 128]:
+            raise Unsupported(
+                f"the experts are quantised by {type(method).__name__} with weight_block_size {block}, "
+                f"mxfp8 {method.use_mxfp8}, fp4 {method.is_fp4_expert}; {_WEIGHTS}"
+            )
+        method._owns_moe_runner = True  # newer releases use no runner of an Fp8MoEMethod without it
+    if setting("enable_eplb") and (fp8 or method.with_bias):
+        raise Unsupported(NO_EPLB.format("--enable-eplb"))
+    method.runner = SwitchyardRunner(moe_runner_config)
+    return result
+
+
+def apply_fp8(original: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Around Fp8MoEMethod.apply(), which chooses what it hands to the runner by SGLang's own names."""
+    runner = runner_of(method)
+    if runner is None:
+        return original(method, layer, dispatch_output)
+    return runner.run(dispatch_output, method.get_triton_quant_info(layer))
+
+
+def weights_processed(result: Any, method: Any, layer: Any, *more: Any, **named: Any) -> Any:
+    """After process_weights_after_loading()."""
+    runner = runner_of(method)
+    if runner is not None:
+        runner.binding.weights_changed()
+        # Now, so that SGLang counts the memory, and errors come before the first request.
+        runner.bind(method.get_triton_quant_info(layer))
+    return result
+
+
+def layer_made(result: Any, layer: Any, *more: Any, **named: Any) -> Any:
+    """After FusedMoE.__init__(): methods of quantisation without a hook above keep runners of their own."""
+    if asked_for() and runner_of(layer.quant_method) is None:
+        raise Unsupported(
+            f"--moe-runner-backend is switchyard, but {type(layer.quant_method).__name__} quantises "
+            f"the experts; {_WEIGHTS}"
+        )
+    return result
+
+
+def weights_updated(result: Any, *more: Any, **named: Any) -> Any:
+    """After an update of a running server's weights."""
+    refresh_all()
+    return result
+
+
+# ---------------------------------------------------------------------------------------------- install
+
+
+def updates() -> list[str]:
+    """WeightUpdater's methods that change weights; releases name that for torch.distributed differently."""
+    return [name for name in vars(WeightUpdater) if name.startswith(("update_weights_", "load_weights_"))]
+
+
+def check_interface() -> None:
+    """Raise `Unsupported` for an SGLang that lacks what the hooks rely on, naming it."""
+    for function, expected in _SIGNATURES:
+        found = list(inspect.signature(function).parameters)
+        if found != expected.split():
+            raise Unsupported(f"{function.__qualname__}() takes {', '.join(found)}")
+    if not updates():
+        raise Unsupported("WeightUpdater has no update_weights_...()")
+
+
+@functools.cache
+def install() -> None:
+    """Register the name and the hooks, once a process. SGLang applies hooks itself."""
+    check_interface()
+    add_backend()
+    for method in _METHODS:
+        hook(method, "create_moe_runner", runner_made)
+        hook(method, "process_weights_after_loading", weights_processed)
+    hook(Fp8MoEMethod, "apply", apply_fp8, HookType.AROUND)
+    hook(FusedMoE, "__init__", layer_made)
+    for name in updates():
+        hook(WeightUpdater, name, weights_updated)
+
+
+def hook(owner: type, name: str, function: Any, kind: Any = HookType.AFTER) -> None:
+    """Register a hook on a method of one of SGLang's classes."""
+    HookRegistry.register(f"{owner.__module__}.{owner.__qualname__}.{name}", function, kind)
