@@ -175,8 +175,29 @@ class Binding:
         # Layers that became too small, which graphs may have captured.
         self._outgrown: list[Experts] = []
         self._addresses: tuple[int, ...] = ()
+        self._small: dict[str, Any] = {}
         self._stale = False
         _bindings.add(self)
+
+    def weights_loaded(self, w13: Any, w2: Any, **small: Any) -> None:
+        """Weights were loaded for the first time, or anew.
+
+        A server that loads anew may do it into other tensors, whose values it copies into those that
+        graphs have captured. What is copied of scales and biases must follow at once: replays of
+        graphs call nothing.
+        """
+        if self.experts is None:
+            self.bind(w13, w2, **small)
+            return
+        for name, array in small.items():
+            bound = self._small[name]
+            if bound is not array and bound is not None and bound.shape == array.shape:
+                bound.data.copy_(array.data)
+        self.refresh()
+
+    def reads(self, tensor: Any) -> bool:
+        """Whether the layer keeps a copy of this tensor in a layout of its own."""
+        return any(tensor is array for array in self._small.values())
 
     def weights_changed(self) -> None:
         """Weights were loaded, perhaps into the same memory."""
@@ -213,6 +234,7 @@ class Binding:
         else:
             return self.experts
         self._addresses = addresses
+        self._small = small
         self._stale = False
         return self.experts
 

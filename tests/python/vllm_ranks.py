@@ -18,12 +18,33 @@ from reference import error, experts
 E, H, I, T = 8, 256, 128, 9
 
 
+def on_cpus():
+    """Before anything else of vLLM is imported: its wheel for GPUs takes a machine without one for a CPU server."""
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+    from vllm import platforms
+
+    if platforms.current_platform.is_unspecified():
+        # So it is before 0.33.
+        from vllm.platforms.cpu import CpuPlatform
+
+        platforms._current_platform = platforms.current_platform = CpuPlatform()
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    init_workspace_manager(torch.device("cpu"))  # as a worker does
+
+
+def chosen(hidden_states, gating_output, topk, renormalize):
+    weights, ids = gating_output.softmax(-1).topk(topk)
+    return weights / weights.sum(-1, keepdim=True), ids.int()
+
+
 def rank_body(rank, ranks, rendezvous, expert_parallel):
+    on_cpus()
     switchyard.vllm.register()
     from vllm.config import DeviceConfig, ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.forward_context import set_forward_context
-    from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+    from vllm.model_executor.layers.fused_moe import layer as module
 
     config = VllmConfig(
         additional_config={"switchyard": {"num_threads": 1}},
@@ -37,11 +58,18 @@ def rank_body(rank, ranks, rendezvous, expert_parallel):
     with set_current_vllm_config(config):
         init_distributed_environment(ranks, rank, rendezvous, rank, "gloo")
         initialize_model_parallel(tensor_model_parallel_size=ranks)
-        runner = FusedMoEFactory(
-            num_experts=E, top_k=2, hidden_size=H, intermediate_size=I, params_dtype=torch.bfloat16, prefix="experts"
+        factory = getattr(module, "FusedMoEFactory", None) or module.FusedMoE
+        runner = factory(
+            num_experts=E,
+            top_k=2,
+            hidden_size=H,
+            intermediate_size=I,
+            params_dtype=torch.bfloat16,
+            prefix="experts",
+            custom_routing_function=chosen,  # vLLM's own is a CUDA kernel in some releases
         )
     layer = runner.routed_experts
-    assert layer.quant_method.experts_cls.__module__ == "switchyard.vllm"
+    assert layer.quant_method.experts_cls.__module__ == "switchyard._vllm"
     own = E // ranks if expert_parallel else E
     assert layer.w13_weight.shape == (own, 2 * I // (1 if expert_parallel else ranks), H)
 
@@ -64,7 +92,6 @@ def rank_body(rank, ranks, rendezvous, expert_parallel):
 
 
 def main():
-    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     ranks, split = int(sys.argv[1]), sys.argv[2]
     with tempfile.TemporaryDirectory() as directory:
         rendezvous = f"file://{pathlib.Path(directory) / 'rendezvous'}"

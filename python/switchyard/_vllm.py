@@ -1,0 +1,264 @@
+"""vLLM's layer of experts with Switchyard's kernel in it. It imports vLLM: only vllm.register() imports it.
+
+What it uses of vLLM is what 0.26 and 0.33 have in common; `missing` says what another version lacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.quantization import fp8
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
+from vllm.platforms import current_platform
+
+from . import has_cuda
+from ._serving import NO_EPLB, Binding, Options, local_ids
+from .errors import Error, Unsupported
+from .vllm import activation_of, capacity, options_of, refuse
+
+# Parameters of the methods that are overridden here.
+_SIGNATURES = {
+    modular_kernel.FusedMoEExpertsModular.apply: (
+        "self output hidden_states w1 w2 topk_weights topk_ids activation global_num_experts expert_map a1q_scale "
+        "a2_scale workspace13 workspace2 expert_tokens_meta apply_router_weight_on_input"
+    ),
+    RoutedExperts._get_quant_method: "self prefix quant_config moe_config",
+    RoutedExperts.weight_loader: "self param loaded_weight weight_name shard_id expert_id return_success",
+}
+# Where methods whose weights can be used as they are choose a kernel, and the choice whose layout of weights
+# is that of the checkpoint.
+_SELECTORS = {
+    unquantized: ("select_unquantized_moe_backend", UnquantizedMoeBackend.TRITON),
+    fp8: ("select_fp8_moe_backend", Fp8MoeBackend.TRITON),
+}
+_FP8_SCHEME = (kFp8Static128BlockSym, kFp8Dynamic128Sym)
+# What a layer may have besides its matrices: Switchyard's names, and the layer's.
+_SMALL = {
+    "w13_scale": "w13_weight_scale_inv",
+    "w2_scale": "w2_weight_scale_inv",
+    "w13_bias": "w13_bias",
+    "w2_bias": "w2_bias",
+}
+
+
+class SwitchyardExperts(modular_kernel.FusedMoEExpertsModular):
+    """The experts of one layer, for vLLM's modular kernel: unquantised tokens in, their sums out."""
+
+    def __init__(self, moe_config: Any, quant_config: Any, *arguments: Any, **named: Any) -> None:
+        super().__init__(moe_config, quant_config, *arguments, **named)
+        # vLLM makes these objects anew when weights are reloaded. What lasts is the layer.
+        self.layer: SwitchyardRoutedExperts = moe_config.switchyard_layer()
+
+    @staticmethod
+    def activation_format() -> Any:
+        return modular_kernel.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return current_platform.is_cpu() or (current_platform.is_cuda() and has_cuda())
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return (weight_key, activation_key) in ((None, None), _FP8_SCHEME)
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        try:
+            activation_of(activation.value, None, 1.0, 0.0)
+        except Unsupported:
+            return False
+        return True
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return not moe_parallel_config.use_batched_activation_format
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        # The layer quantises: for each token, 128 columns at a time.
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(self, M: int, N: int, K: int, *rest: Any, **named: Any) -> Any:
+        return (0,), (0,), (M, K)
+
+    def apply(
+        self,
+        output: Any,
+        hidden_states: Any,
+        w1: Any,
+        w2: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Any,
+        a1q_scale: Any,
+        a2_scale: Any,
+        workspace13: Any,
+        workspace2: Any,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        if a1q_scale is not None:
+            raise Unsupported("activations were quantised before the experts; Switchyard takes them as they are")
+        if apply_router_weight_on_input:
+            # hidden_states have been multiplied.
+            topk_weights = torch.ones_like(topk_weights)
+        if topk_weights.dtype not in (torch.float32, torch.bfloat16):
+            topk_weights = topk_weights.float()
+        if topk_ids.dtype not in (torch.int32, torch.int64):
+            topk_ids = topk_ids.to(torch.int32)
+        experts = self.layer.binding.bind(w1, w2, tokens=hidden_states.shape[0], **self.layer.small())
+        experts(hidden_states, local_ids(topk_ids, expert_map), topk_weights, out=output)
+
+
+class SwitchyardRoutedExperts(RoutedExperts):
+    """RoutedExperts that Switchyard runs where the user asks for it."""
+
+    binding: Binding | None = None
+
+    def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+        config = get_current_vllm_config_or_none()
+        options = options_of(config)
+        if options is None:
+            return super()._get_quant_method(prefix, quant_config, moe_config)
+        try:
+            refuse(options, config, moe_config)
+            self.binding = self._binding(options, config, moe_config)
+            moe_config.switchyard_layer = lambda: self
+            method = super()._get_quant_method(prefix, quant_config, moe_config)
+            self._refuse_method(method, moe_config)
+        except Error as error:
+            raise type(error)(f"{prefix}: {error}") from error
+        process = method.process_weights_after_loading
+
+        def process_weights_after_loading(layer: Any) -> None:
+            process(layer)
+            # Now, so that vLLM counts the memory, errors come before the first request, and graphs that
+            # were captured before read what is new.
+            self.binding.weights_loaded(self.w13_weight, self.w2_weight, **self.small())
+
+        method.process_weights_after_loading = process_weights_after_loading
+        return method
+
+    def _binding(self, options: Options, config: Any, moe_config: Any) -> Binding:
+        def of_layer(name: str, otherwise: Any) -> Any:
+            value = getattr(self, name, None)
+            value = getattr(moe_config, name, None) if value is None else value
+            return otherwise if value is None else value
+
+        activation, order = activation_of(
+            moe_config.activation.value,
+            of_layer("swiglu_limit", None),
+            of_layer("swiglu_alpha", 1.0),
+            of_layer("swiglu_beta", 0.0),
+        )
+        return Binding(
+            options,
+            activation=activation,
+            order=order,
+            top_k=moe_config.experts_per_token,
+            max_tokens=capacity(config, moe_config),
+            refresh_in_graphs=getattr(config, "weight_transfer_config", None) is not None,
+        )
+
+    def _refuse_method(self, method: Any, moe_config: Any) -> None:
+        quantised = isinstance(method, fp8.Fp8MoEMethod)
+        blocks = getattr(method, "moe_block_shape", None) or getattr(method, "weight_block_size", None)
+        if getattr(method, "experts_cls", None) is not SwitchyardExperts or (
+            quantised and (list(blocks or ()) != [128, 128] or getattr(method, "weight_scale_refine", None))
+        ):
+            raise Unsupported(
+                f"the experts are quantised by {type(method).__name__}"
+                + (f" in blocks of {blocks}" if quantised else "")
+                + "; Switchyard takes bf16, fp16 and fp32 weights, and FP8 in blocks of 128 x 128"
+            )
+        supported, reason = SwitchyardExperts.is_supported_config(
+            SwitchyardExperts,
+            moe_config,
+            *(_FP8_SCHEME if quantised else (None, None)),
+            modular_kernel.FusedMoEActivationFormat.Standard,
+        )
+        if not supported:
+            raise Unsupported(f"Switchyard cannot run this layer: {reason}")
+        if moe_config.moe_parallel_config.enable_eplb and (moe_config.has_bias or quantised):
+            raise Unsupported(NO_EPLB.format("--enable-eplb"))
+
+    def small(self) -> dict[str, Any]:
+        """Scales and biases, by the names that `Experts` has for them."""
+        return {ours: getattr(self, theirs, None) for ours, theirs in _SMALL.items()}
+
+    def weight_loader(
+        self,
+        param: Any,
+        loaded_weight: Any,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        done = super().weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
+        if self.binding is not None and self.binding.reads(param):
+            # Trainers write into a running server's weights, and nothing else is called.
+            self.binding.refresh()
+        return done
+
+
+def selecting(original: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    """vLLM's choice of a kernel, but Switchyard's experts for layers that are Switchyard's."""
+
+    @functools.wraps(original)
+    def select(*arguments: Any, **named: Any) -> Any:
+        config = inspect.signature(original).bind(*arguments, **named).arguments
+        config = config.get("moe_config", config.get("config"))
+        if hasattr(config, "switchyard_layer"):
+            return backend, SwitchyardExperts
+        return original(*arguments, **named)
+
+    return select
+
+
+def missing() -> str | None:
+    """What this vLLM has otherwise than the plugin expects; None: nothing."""
+    for method, expected in _SIGNATURES.items():
+        found = " ".join(inspect.signature(method).parameters)
+        if found != expected:
+            return f"{method.__qualname__}() takes {found}"
+    for module, (name, _) in _SELECTORS.items():
+        if not {"moe_config", "config"} & set(inspect.signature(getattr(module, name)).parameters):
+            return f"{module.__name__}.{name}() takes no configuration"
+    if new := ", ".join(sorted(SwitchyardExperts.__abstractmethods__)):
+        return f"FusedMoEExpertsModular has methods to define that are not known: {new}"
+    return None
+
+
+def install() -> str | None:
+    """Let vLLM make Switchyard's layers in the place of its own; what is in the way, if something is."""
+    taken = op_registry_oot.get("RoutedExperts")
+    if taken is SwitchyardRoutedExperts:
+        return None
+    if taken is not None:
+        return f"another plugin, {taken.__module__}.{taken.__qualname__}, has replaced RoutedExperts"
+    PluggableLayer.register_oot(SwitchyardRoutedExperts, name="RoutedExperts")
+    for module, (name, backend) in _SELECTORS.items():
+        setattr(module, name, selecting(getattr(module, name), backend))
+    return None
