@@ -866,6 +866,54 @@ def transformers_table():
     return "\n\n".join(text)
 
 
+def engines_table():
+    """Whole models in serving engines, from bench/engines.py."""
+    text = []
+    groups = {}
+    for row in load("engines.json") or []:
+        groups.setdefault(tuple(row[k] for k in ("engine", "model", "dtype", "topology", "machine")), []).append(row)
+    for (engine, model, dtype, topology, machine), rows in groups.items():
+        points = sorted({(("tpot_ms", "ttft_ms", "requests_per_s")[kind], r["batch"], r["prompt"]) for r in rows
+                         for kind, name in enumerate(("tpot_ms", "ttft_ms", "requests_per_s")) if name in r},
+                        key=lambda p: (("tpot_ms", "ttft_ms", "requests_per_s").index(p[0]), p[1:]))
+        heads = {"tpot_ms": "batch {}", "ttft_ms": "first token, {1}", "requests_per_s": "requests/s"}
+        lines = [f"| {model}, {dtype} | " + " | ".join(heads[n].format(b, p) for n, b, p in points) + " | error |",
+                 "|---|" + "---:|" * (len(points) + 1)]
+        found = {}
+        for row in rows:
+            for name in heads:
+                if name in row:
+                    found[row["backend"], name, row["batch"], row["prompt"]] = row
+        backends = list(dict.fromkeys(r["backend"] for r in rows if r["backend"] != "none"))
+        for backend in backends:
+            cells = [found.get((backend, *point), {}).get(point[0]) for point in points]
+            error = next((r["error"] for r in rows if r["backend"] == backend and r.get("error") is not None), None)
+            lines.append(f"| {backend} | " + " | ".join("–" if c is None else f"{c:.2f}" for c in cells)
+                         + (" | – |" if error is None else f" | {error:.4f} |"))
+        gains, shares = [], []
+        for name, batch, prompt in points:
+            others = [found[b, name, batch, prompt][name] for b in backends
+                      if b != "switchyard" and (b, name, batch, prompt) in found]
+            ours = found.get(("switchyard", name, batch, prompt))
+            if not others or ours is None:
+                gains.append("–"), shares.append("–")
+                continue
+            gain = ours[name] / max(others) if name == "requests_per_s" else min(others) / ours[name]
+            gains.append(f"**{gain:.2f} ×**")
+            part = ours.get("moe_share")
+            shares.append("–" if part is None or part <= 0 else f"{part:.0%}")
+        lines.append("| best other / switchyard | " + " | ".join(gains) + " | |")
+        lines.append("| experts' share of the time | " + " | ".join(shares) + " | |")
+        row = next((r for r in rows if r["backend"] == "switchyard"), rows[0])
+        made = (f" Switchyard's {row['made_layers']} layers took {row['made_s']:.2f} s of the start and "
+                f"{row['made_mib']:.0f} MiB." if "made_s" in row else "")
+        text += ["\n".join(lines),
+                 f"{engine} {row['version']}, one {machine}, {row['layers']} layers, topology {topology}, torch "
+                 f"{row['torch']}, commit {row['commit']}. Milliseconds a token after a prompt of 128, milliseconds to "
+                 f"the first token, and requests of 512 tokens in and 128 out with 64 under way.{made}"]
+    return "\n\n".join(text)
+
+
 def check_hf():
     """Expert classes of transformers, from `python -m switchyard check-hf` with the newest transformers and with
     the one that the other tests run with."""
@@ -918,6 +966,7 @@ def main():
         "example": example("examples/forward/main.cpp"),
         "check-hf": check_hf(),
         "transformers": transformers_table(),
+        "engines": engines_table(),
         "cpu": cpu_table(),
         "libraries": library_table(),
         "one_gpu_bf16": gpu_table("one_gpu_bf16", "One H200, bf16, gate and combine included."),

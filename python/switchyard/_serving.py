@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import time
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -141,6 +143,25 @@ def local_ids(ids: Any, expert_map: Any) -> Any:
 _first_of_form: weakref.WeakValueDictionary[Any, Experts] = weakref.WeakValueDictionary()
 
 
+@dataclasses.dataclass
+class Made:
+    """What the layers of this process took to make.
+
+    Attributes
+    ----------
+    layers : int
+    seconds : float
+    bytes : int
+        Memory beside the weights.
+    """
+
+    layers: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+made = Made()
+
 # Of this process, so that an update of weights reaches all.
 _bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
 
@@ -162,8 +183,10 @@ class Binding:
         max_tokens: int,
         weight_on_input: bool = False,
         refresh_in_graphs: bool = False,
+        log: logging.Logger | None = None,
     ) -> None:
         self.options = options
+        self.log = log or logging.getLogger(__name__)
         self.activation = activation
         self.order: Order = order
         self.top_k = top_k
@@ -256,6 +279,7 @@ class Binding:
             self.weight_on_input,
         )
         shared = _first_of_form.get(form) if w2.device.type == "cuda" else None
+        start = time.perf_counter()
         experts = Experts(
             w13,
             w2,
@@ -274,6 +298,15 @@ class Binding:
         # Servers load weights as inference tensors, which count no changes, and say when they did:
         # weights_changed().
         experts._watches = experts._watched = False
+        made.layers += 1
+        made.seconds += time.perf_counter() - start
+        if shared is None:
+            made.bytes += experts.workspace_bytes
+            self.log.info(
+                "Switchyard: layers of this form work in %.1f MiB beside their weights, for up to %d tokens",
+                experts.workspace_bytes / 2**20,
+                self.max_tokens,
+            )
         _first_of_form.setdefault(form, experts)
         return experts
 

@@ -26,6 +26,7 @@ from sglang.srt.server_args import add_moe_runner_backend_choices
 
 from ._serving import NO_EPLB, Binding, refresh_all
 from .errors import Unsupported
+from .sglang import _log as log
 from .sglang import Deployment, activation_of, capacity, options_of, refuse
 
 NAME = "switchyard"
@@ -125,6 +126,7 @@ class SwitchyardRunner(MoeRunner):
                 setting("chunked_prefill_size"), setting("max_prefill_tokens"), group_size("attn_dp_size")
             ),
             weight_on_input=config.apply_router_weight_on_input,
+            log=log,
         )
 
     def bind(self, info: Any, tokens: int = 0) -> Any:

@@ -26,6 +26,7 @@ from vllm.platforms import current_platform
 from . import has_cuda
 from ._serving import NO_EPLB, Binding, Options, local_ids
 from .errors import Error, Unsupported
+from .vllm import _log as log
 from .vllm import activation_of, capacity, options_of, refuse
 
 # Parameters of the methods that are overridden here.
@@ -179,6 +180,7 @@ class SwitchyardRoutedExperts(RoutedExperts):
             top_k=moe_config.experts_per_token,
             max_tokens=capacity(config, moe_config),
             refresh_in_graphs=getattr(config, "weight_transfer_config", None) is not None,
+            log=log,
         )
 
     def _refuse_method(self, method: Any, moe_config: Any) -> None:

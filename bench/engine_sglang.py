@@ -1,0 +1,169 @@
+"""SGLang for bench/engines.py: one engine with one runner for its experts, and what is asked of it.
+
+SGLang's processes are spawned, so what is changed in them is a plugin of SGLang's: `plugin` below, which an entry
+point in a temporary folder names.
+"""
+
+import asyncio
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import time
+
+import engine_models
+from engine_models import DECODE_PROMPT, DECODE_TOKENS, prompts_of
+
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", "FLASHINFER_USE_CUDA_NORM": "1"}
+_TOLD = "SWITCHYARD_BENCH_ENGINE"  # what the processes are told, as JSON
+_PURPOSES = {
+    "serve": {},
+    "logits": {"disable_radix_cache": True},
+    "reference": {"disable_radix_cache": True, "dtype": "float32", "disable_cuda_graph": True},
+    "life": {"enable_memory_saver": True, "chunked_prefill_size": 2048},
+}
+
+
+def load():
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import sglang  # noqa: F401
+
+
+def plugin():
+    """Called by SGLang in each of its processes."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    told = json.loads(os.environ[_TOLD])
+
+    def fill(model, *arguments, **named):
+        engine_models.fill(model, told["seed"], told["quantised"])
+
+    def zero_after(result, *arguments, **named):
+        result.hidden_states.zero_()
+        return result
+
+    def zero_at_once(original, runner, dispatched, *arguments, **named):
+        from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+
+        return StandardCombineInput(hidden_states=dispatched.hidden_states.new_zeros(dispatched.hidden_states.shape))
+
+    HookRegistry.register(
+        "sglang.srt.model_loader.weight_utils.initialize_dummy_weights", fill, HookType.REPLACE
+    )
+    if told["backend"] == "zeroed":
+        HookRegistry.register("switchyard._sglang_runner.SwitchyardRunner.run", zero_after, HookType.AFTER)
+    if told["backend"] == "none":
+        HookRegistry.register("sglang.srt.layers.moe.moe_runner.MoeRunner.run", zero_at_once, HookType.AROUND)
+
+
+def entry_points():
+    """A folder in which SGLang finds this plugin, and Switchyard's."""
+    folder = pathlib.Path(tempfile.mkdtemp())
+    for name, what in (("switchyard", "switchyard.sglang:register"), ("engine_sglang", "engine_sglang:plugin")):
+        info = folder / f"{name}-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {what}\n")
+    return str(folder)
+
+
+class Engine:
+    """An engine of SGLang with one runner for its experts."""
+
+    def __init__(self, path, backend, purpose, *, seed=1, quantised=False, more={}):
+        folder = entry_points()
+        sys.path.insert(0, folder)
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+        os.environ[_TOLD] = json.dumps({"seed": seed, "quantised": quantised, "backend": backend})
+        import sglang
+
+        self.version = sglang.__version__
+        self.vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
+        runner = {"zeroed": "switchyard", "none": "triton"}.get(backend, backend)
+        given = {
+            "model_path": str(path), "load_format": "dummy", "skip_tokenizer_init": True, "log_level": "error",
+            "moe_runner_backend": runner, "attention_backend": "triton", "sampling_backend": "pytorch",
+            "grammar_backend": "none", "random_seed": 0, "context_length": 16384, "max_running_requests": 128,
+            "chunked_prefill_size": 8192, "mem_fraction_static": 0.8, "skip_server_warmup": True,
+            "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 64, 128],
+            "cuda_graph_bs_prefill": [128, 512, 1024, 2048, 4096, 8192],
+        }
+        start = time.monotonic()
+        self.engine = sglang.Engine(**given | _PURPOSES[purpose] | more)
+        self.start_s = time.monotonic() - start
+
+    def generate(self, prompts, tokens, **named):
+        """Outputs of SGLang, greedy, in the order of the prompts."""
+        sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
+        return self.engine.generate(input_ids=prompts, sampling_params=sampling, **named)
+
+    def tokens_and_gaps(self, prompts, tokens):
+        """Of each prompt: the tokens, the best logprobs, and the gaps to the second best."""
+        found = []
+        for output in self.generate(prompts, tokens, return_logprob=True, top_logprobs_num=2):
+            pairs = [sorted((entry[0] for entry in at), reverse=True)[:2]
+                     for at in output["meta_info"]["output_top_logprobs"]]
+            found.append((output["output_ids"], [a for a, _ in pairs], [a - b for a, b in pairs]))
+        return found
+
+    def first_logits(self, prompts):
+        """[prompts, vocabulary] of numpy, with a mean of zero: SGLang gives logprobs."""
+        import numpy
+
+        rows = numpy.zeros((len(prompts), self.vocabulary), numpy.float32)
+        for row, prompt in zip(rows, prompts):
+            output = self.generate([prompt], 1, return_logprob=True, top_logprobs_num=self.vocabulary)[0]
+            for logprob, token, *_ in output["meta_info"]["output_top_logprobs"][0]:
+                row[token] = logprob
+            row -= row.mean()
+        return rows
+
+    def tpot(self, batch, seed):
+        """ms a token: what more tokens take of the same number of requests."""
+        times = []
+        for tokens in (1, DECODE_TOKENS + 1):
+            prompts = prompts_of(self.vocabulary, batch, DECODE_PROMPT, 1000 * seed + tokens)
+            start = time.monotonic()
+            self.generate(prompts, tokens)
+            times.append(time.monotonic() - start)
+        return (times[1] - times[0]) / DECODE_TOKENS * 1e3
+
+    def ttft(self, length, seed):
+        prompts = prompts_of(self.vocabulary, 1, length, seed)
+        start = time.monotonic()
+        self.generate(prompts, 1)
+        return (time.monotonic() - start) * 1e3
+
+    def rate(self, under_way, total, prompt, tokens, seed):
+        """Requests per second, a new one for each that ends."""
+        sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
+
+        async def all_of_them():
+            free = asyncio.Semaphore(under_way)
+
+            async def one(ids):
+                async with free:
+                    await self.engine.async_generate(input_ids=ids, sampling_params=sampling)
+
+            start = time.monotonic()
+            await asyncio.gather(*map(one, prompts_of(self.vocabulary, total, prompt, seed)))
+            return total / (time.monotonic() - start)
+
+        return self.engine.loop.run_until_complete(all_of_them())
+
+    def made(self):
+        return {}  # in SGLang's log
+
+    def live(self, see):
+        """What happens to an engine; see(what, seed) after each, with the weights that it must have."""
+        see("started", 1)
+        see("prompts again, from the prefix cache", 1)
+        self.engine.release_memory_occupation(tags=["kv_cache"])
+        self.engine.resume_memory_occupation(tags=["kv_cache"])
+        self.engine.flush_cache()
+        see("cache given up and taken back", 1)
+
+    def close(self):
+        self.engine.shutdown()

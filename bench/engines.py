@@ -1,0 +1,311 @@
+#!/usr/bin/env python3
+"""Serves whole models by vLLM or SGLang with each of their kernels for experts and with Switchyard's, and times them.
+
+    PYTHONPATH=python:bench bench/engines.py qwen3-30b:bf16:triton qwen3-30b:bf16:switchyard --json engines.json
+    PYTHONPATH=python:bench bench/engines.py --engine sglang qwen3-30b:bf16:triton qwen3-30b:bf16:switchyard
+
+A cell is MODEL:DTYPE:BACKEND. Models are those of engine_models.py, with seeded weights; dtypes are bf16 and fp8;
+backends are `switchyard`, the engine's own (`triton`, `deep_gemm`, `flashinfer_cutlass`, `marlin`, ...), and two that
+are no rivals: `none`, whose experts return zeros at once, so that the others' share of a step is known, and
+`zeroed`, which is Switchyard's with its output set to zero: the comparison of tokens must fail there.
+
+What is done with a cell, in this order (--do leaves out):
+  logits   ≤ --layers layers; first logits of prompts of 1 to 2048 tokens against the same model in fp32
+  tokens   greedy decoding of --prompts prompts, 256 tokens each, against the first cell of the same model and
+           dtype up to the first near-tie
+  times    TPOT at batches 1, 8, 32, 128; TTFT at 2048 and 8192 tokens; requests per second at 64 under way
+  life     prompts again (prefix cache), sleep and wake, weights written in place, weights loaded anew: each time
+           the logits of an engine that was started so
+
+--more is JSON of further arguments for the engine. Exit codes: 0 all is right; 1 a wrong token or a failure; 2
+unusable arguments; 77 the engine is not installed.
+"""
+
+import argparse
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import traceback
+
+import engine_models
+from engine_models import DECODE_PROMPT, prompts_of
+from result_rows import merge
+from script_arguments import command_of, numbers
+
+SKIPPED = 77
+LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 64, 100, 128, 200, 256, 400, 513, 700, 1000, 1500, 2048)
+KEY = ("suite", "engine", "version", "machine", "model", "layers", "dtype", "backend", "topology", "batch", "prompt")
+# A divergence is a near-tie where the reference's two best logits are no farther apart than this many times the
+# most that the two engines' gaps differ by where their tokens agree.
+NEAR_TIE = 1.5
+
+
+# ------------------------------------------------------------------------------------------- what is done
+
+
+def model_of(cell, args, directory, dtype=None):
+    """Of few layers, for comparisons."""
+    return engine_models.write(directory, cell.model, dtype or cell.dtype, min(args.layers, cell.layers))[0]
+
+
+def first_prompts(engine):
+    return [prompts_of(engine.vocabulary, 1, n, n)[0] for n in LENGTHS]
+
+
+def logits_of(cell, args, directory):
+    engine = args.adapter.Engine(model_of(cell, args, directory), cell.backend, "logits", more=args.more)
+    return engine.first_logits(first_prompts(engine))
+
+
+def reference_logits(cell, args, directory):
+    """The same values in fp32."""
+    path = model_of(cell, args, directory, "fp32")
+    engine = args.adapter.Engine(path, "triton", "reference", quantised=cell.dtype == "fp8", more=args.more)
+    return engine.first_logits(first_prompts(engine))
+
+
+def relative_error(found, expected):
+    return float(((found - expected) ** 2).sum() ** 0.5 / (expected**2).sum() ** 0.5)
+
+
+def tokens_of(engine, args):
+    prompts = [prompts_of(engine.vocabulary, 1, 16 + 7 * i, 1000 + i)[0] for i in range(args.prompts)]
+    return engine.tokens_and_gaps(prompts, 256)
+
+
+# Logits of the same weights differ by less: batches are others, and kernels round in another order.
+LIFE_ERROR = {"bf16": 0.05, "fp8": 0.1}
+
+
+def life_prompts(engine):
+    # The longest is prefilled in chunks.
+    return [prompts_of(engine.vocabulary, 1, n, n)[0] for n in (1, 17, 300, 1000, 5000)]
+
+
+def fresh_life(cell, args, directory, seed):
+    """First logits of an engine that was started with these weights."""
+    path = model_of(cell, args, directory)
+    engine = args.adapter.Engine(path, cell.backend, "life", seed=seed, more=args.more)
+    return engine.first_logits(life_prompts(engine))
+
+
+def life_of(cell, args, directory):
+    """What happened, and the first logits after it with the seed that they must be those of."""
+    engine = args.adapter.Engine(model_of(cell, args, directory), cell.backend, "life", more=args.more)
+    prompts, seen = life_prompts(engine), []
+
+    def see(what, seed):
+        engine.generate(prompts, 8)  # a batch, in graphs
+        seen.append((what, seed, engine.first_logits(prompts)))
+
+    engine.live(see)
+    return seen
+
+
+def compare_tokens(found, expected):
+    """(what to print, whether the tokens agree up to near-ties)."""
+    lengths, differences, at = [], [], []
+    for (tokens, _, gaps), (wanted, _, wanted_gaps) in zip(found, expected, strict=True):
+        same = next((i for i, (a, b) in enumerate(zip(tokens, wanted)) if a != b), len(wanted))
+        lengths.append(same)
+        differences += [abs(a - b) for a, b in zip(gaps[:same], wanted_gaps[:same])]
+        if same < len(wanted):
+            at.append(wanted_gaps[same])
+    rms = math.sqrt(sum(d * d for d in differences) / len(differences)) if differences else math.inf
+    worst = max(at, default=0.0)
+    right = bool(differences) and rms < 0.2 and worst <= NEAR_TIE * max(differences)
+    text = (
+        f"{statistics.mean(lengths):.0f} of {len(expected[0][0])} tokens alike on average, "
+        f"{len(expected) - len(at)} of {len(expected)} prompts wholly; gaps differ by {rms:.4f} rms and "
+        f"{max(differences, default=math.inf):.4f} at most, and the largest gap at a divergence is {worst:.4f}"
+    )
+    return text, right
+
+
+def times_of(engine, args):
+    """(batch, prompt) to what was measured."""
+    rows = {}
+    for batch in args.batches:
+        engine.tpot(batch, seed=1)
+        times = [engine.tpot(batch, seed=10 + i) for i in range(args.repeats)]
+        rows[(batch, DECODE_PROMPT)] = {
+            "tpot_ms": round(statistics.median(times), 4), "times_ms": [round(t, 4) for t in times],
+            "tokens_per_s": round(batch * 1e3 / statistics.median(times), 1),
+        }
+    for length in args.first:
+        engine.ttft(length, seed=2)
+        times = [engine.ttft(length, seed=100 + i) for i in range(2 * args.repeats + 1)]
+        rows[(1, length)] = {
+            "ttft_ms": round(statistics.median(times), 3), "times_ms": [round(t, 3) for t in times],
+        }
+    if args.rate:
+        rate = engine.rate(64, args.rate, 512, 128, seed=3)
+        rows[(64, 512)] = {"requests_per_s": round(rate, 3), "tokens_per_s": round(rate * 128, 1)}
+    return rows
+
+
+class Cell:
+    def __init__(self, text):
+        parts = text.split(":")
+        if len(parts) != 3 or parts[0] not in engine_models.MODELS or parts[1] not in ("bf16", "fp8"):
+            raise SystemExit(f"{text!r} is no cell; use MODEL:bf16|fp8:BACKEND, of {', '.join(engine_models.MODELS)}")
+        self.text, (self.model, self.dtype, self.backend) = text, parts
+        self.layers = engine_models.MODELS[self.model]["num_hidden_layers"]
+
+
+def in_a_process(function, *arguments):
+    """What a function returns, run in a fork: vLLM was imported once, and a GPU's memory comes back."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+
+    def run():
+        try:
+            there.send((function(*arguments), None))
+        except BaseException:
+            there.send((None, traceback.format_exc()))
+        finally:
+            sys.stdout.flush()
+            there.close()
+            os._exit(0)
+
+    process = context.Process(target=run)
+    process.start()
+    there.close()
+    try:
+        result, problem = here.recv()
+    except EOFError:
+        result, problem = None, "the process died"
+    process.join(60)
+    if process.is_alive():
+        process.kill()
+    if problem:
+        raise RuntimeError(problem)
+    return result
+
+
+def device():
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {"machine": torch.cuda.get_device_name() if cuda else "CPU", "torch": torch.__version__}
+
+
+def serve(cell, args, directory):
+    """Of one engine: about it, its tokens, its times."""
+    path, layers = engine_models.write(directory, cell.model, cell.dtype, args.only_layers)
+    engine = args.adapter.Engine(path, cell.backend, "serve", more=args.more)
+    try:
+        about = {"engine": args.engine, "version": engine.version, "layers": layers, "start_s": round(engine.start_s, 1)}
+        about |= device()
+        if cell.backend == "switchyard":
+            about |= engine.made()
+        tokens = tokens_of(engine, args) if "tokens" in args.do and cell.backend != "none" else None
+        times = times_of(engine, args) if "times" in args.do and cell.backend != "zeroed" else {}
+    finally:
+        engine.close()
+    return about, tokens, times
+
+
+def share(rows, cells):
+    """Adds moe_share: how much of a step is the experts, by the engine without them."""
+    without = {}
+    for cell, _, times in rows:
+        if cell.backend == "none":
+            without[(cell.model, cell.dtype)] = times
+    for cell, _, times in rows:
+        for key, row in times.items():
+            name = "tpot_ms" if "tpot_ms" in row else "ttft_ms" if "ttft_ms" in row else None
+            base = without.get((cell.model, cell.dtype), {}).get(key)
+            if name and base and cell.backend != "none":
+                row["moe_share"] = round(1 - base[name] / row[name], 3)
+
+
+def parse():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cells", nargs="+", type=Cell, metavar="MODEL:DTYPE:BACKEND")
+    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
+    parser.add_argument("--more", type=json.loads, default={}, metavar="JSON")
+    parser.add_argument("--do", default="logits,tokens,times")
+    parser.add_argument("--layers", type=int, default=12, help="of the models whose logits are compared")
+    parser.add_argument("--only-layers", type=int, help="of the others (default: as many as the model has)")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--batches", type=numbers, default=[1, 8, 32, 128])
+    parser.add_argument("--first", type=numbers, default=[2048, 8192])
+    parser.add_argument("--rate", type=int, default=192, help="requests; 0: none")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    args.do = args.do.split(",")
+    args.adapter = importlib.import_module(f"engine_{args.engine}")
+    return args
+
+
+def main():
+    args = parse()
+    try:
+        args.adapter.load()
+    except ImportError as error:
+        print(f"engines: {error}", file=sys.stderr)
+        sys.exit(SKIPPED)
+    commit = args.commit or subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    directory = tempfile.mkdtemp()
+    failed, rows, expected, references = False, [], {}, {}
+    for cell in args.cells:
+        name, key = cell.text, (cell.model, cell.dtype)
+        error = None
+        try:
+            if "logits" in args.do and cell.backend not in ("none", "zeroed"):
+                if key not in references:
+                    references[key] = in_a_process(reference_logits, cell, args, directory)
+                found = in_a_process(logits_of, cell, args, directory)
+                error = relative_error(found, references[key])
+                print(f"{name}: error of logits {error:.4f}", flush=True)
+            if "life" in args.do:
+                fresh = {seed: in_a_process(fresh_life, cell, args, directory, seed) for seed in (1, 2)}
+                for what, seed, found in in_a_process(life_of, cell, args, directory):
+                    off, other = (relative_error(found, fresh[s]) for s in (seed, 3 - seed))
+                    right = off < LIFE_ERROR[cell.dtype] < other / 2
+                    failed |= not right
+                    print(f"{name}: {what}: {'agrees' if right else 'WRONG'}: logits are off by {off:.4f}, and by "
+                          f"{other:.4f} from those of the other weights", flush=True)
+            if {"tokens", "times"} & set(args.do):
+                about, tokens, times = in_a_process(serve, cell, args, directory)
+                print(f"{name}: started: " + ", ".join(f"{k} {v}" for k, v in about.items() if k.startswith(("start", "made"))),
+                      flush=True)
+                rows.append((cell, about | {"error": error}, times))
+                if tokens is not None and expected.setdefault(key, tokens) is not tokens:
+                    text, right = compare_tokens(tokens, expected[key])
+                    failed |= right == (cell.backend == "zeroed")
+                    print(f"{name}: {'agrees' if right else 'differs'}: {text}", flush=True)
+                for (batch, prompt), row in times.items():
+                    print(f"{name}: batch {batch}, prompt {prompt}: "
+                          + ", ".join(f"{k} {v}" for k, v in row.items() if k != "times_ms"), flush=True)
+        except Exception as problem:
+            failed = True
+            print(f"{name}: failed: {problem}", flush=True)
+    share(rows, args.cells)
+    if args.json:
+        command = command_of("engines.py", sys.argv[1:])
+        merge(args.json, [
+            {"suite": "engines", "topology": "1"} | about
+            | {"model": cell.model, "dtype": cell.dtype, "backend": cell.backend, "batch": batch, "prompt": prompt}
+            | row | {"commit": commit, "command": command}
+            for cell, about, times in rows for (batch, prompt), row in times.items()
+        ], KEY)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
