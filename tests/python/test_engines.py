@@ -1,0 +1,138 @@
+"""bench/engines.py without an engine: the weights that it fills in, and the comparison that must find a wrong token."""
+
+import json
+import random
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "bench"))
+import engine_models
+import engines
+
+E, I, H = 3, 128, 256
+
+
+def parameters(dtype=torch.bfloat16, fp8=False):
+    """By the names that engines have."""
+    matrix = torch.float8_e4m3fn if fp8 else dtype
+    found = {
+        "model.embed_tokens.weight": torch.empty(64, H, dtype=dtype),
+        "model.layers.0.input_layernorm.weight": torch.empty(H, dtype=dtype),
+        "model.layers.0.self_attn.qkv_proj.weight": torch.empty(512, H, dtype=matrix),
+        "model.layers.0.mlp.gate.weight": torch.empty(E, H, dtype=dtype),
+        "model.layers.0.mlp.experts.routed_experts.w13_weight": torch.empty(E, 2 * I, H, dtype=matrix),
+        "model.layers.0.mlp.experts.routed_experts.w2_weight": torch.empty(E, H, I, dtype=matrix),
+    }
+    if fp8:
+        for name, p in list(found.items()):
+            if p.dtype == torch.float8_e4m3fn:
+                blocks = [-(-n // 128) for n in p.shape[-2:]]
+                found[name + "_scale_inv"] = torch.empty(*p.shape[:-2], *blocks)
+        found["model.layers.0.self_attn.attn.k_scale"] = torch.tensor(-1.0)
+    return found
+
+
+def filled(found, **more):
+    model = torch.nn.Module()
+    model.named_parameters = lambda: iter(found.items())
+    engine_models.fill(model, **more)
+    return found
+
+
+def test_the_same_values_in_every_type_and_under_every_default():
+    wide = filled(parameters(torch.float32))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as engines do while they load
+    try:
+        narrow = filled(parameters())
+    finally:
+        torch.set_default_dtype(before)
+    for name, value in narrow.items():
+        assert torch.equal(value.float(), wide[name]), name
+        assert value.float().std() > 0 or "norm" in name
+    other = filled(parameters(), seed=2)
+    assert not torch.equal(other["model.embed_tokens.weight"], narrow["model.embed_tokens.weight"])
+
+
+def test_the_reference_of_fp8_has_its_values():
+    model, reference = filled(parameters(fp8=True)), filled(parameters(torch.float32), quantised=True)
+    assert model["model.layers.0.self_attn.attn.k_scale"] == -1
+    for name, value in model.items():
+        if value.dtype == torch.float8_e4m3fn:
+            wide = model[name + "_scale_inv"].repeat_interleave(128, -2).repeat_interleave(128, -1)
+            assert torch.equal(value.float() * wide[..., : value.shape[-2], : value.shape[-1]], reference[name])
+            # Outputs of unit scale, from inputs of unit scale.
+            assert 0.5 < float(reference[name].std() * value.shape[-1] ** 0.5) < 2
+
+
+def test_what_is_not_known_is_refused():
+    with pytest.raises(SystemExit, match="rotary.inv of shape"):
+        filled({"rotary.inv": torch.empty(7)})
+    with pytest.raises(SystemExit, match="gate.weight is FP8"):
+        filled({"mlp.gate.weight": torch.empty(E, H, dtype=torch.float8_e4m3fn)})
+
+
+def test_a_checkpoint_has_all_values_once():
+    found = filled(parameters(fp8=True))
+    loose = {name: p for name, p in found.items() if not name.endswith("k_scale")}
+    made = dict(engine_models.checkpoint(parameters(fp8=True), [256, 128, 128], seed=1))
+    assert sum(p.numel() for p in made.values()) == sum(p.numel() for p in loose.values())
+    w13 = found["model.layers.0.mlp.experts.routed_experts.w13_weight"]
+    assert torch.equal(made["model.layers.0.mlp.experts.2.up_proj.weight"].float(), w13[2, I:].float())
+    scale = found["model.layers.0.mlp.experts.routed_experts.w2_weight_scale_inv"]
+    assert torch.equal(made["model.layers.0.mlp.experts.1.down_proj.weight_scale_inv"], scale[1])
+    qkv = found["model.layers.0.self_attn.qkv_proj.weight"]
+    assert torch.equal(made["model.layers.0.self_attn.v_proj.weight"].float(), qkv[384:].float())
+    assert made["model.layers.0.self_attn.k_proj.weight_scale_inv"].shape == (1, 2)
+
+
+def tokens(seed, noise=0.0, changed=None):
+    """Of four prompts; `changed`: where a token differs, and the gap there."""
+    draw, found = random.Random(seed), []
+    for prompt in range(4):
+        ids = [random.Random(i * 7 + prompt).randrange(1000) for i in range(64)]
+        gaps = [0.5 + abs(draw.gauss(0, noise)) for _ in ids]
+        if changed:
+            ids[changed[0]] += 1
+            gaps[changed[0]] = changed[1]
+        found.append((ids, [-1.0] * 64, gaps))
+    return found
+
+
+def test_the_comparison_of_tokens():
+    expected = tokens(1, noise=0.01)
+    assert engines.compare_tokens(tokens(2, noise=0.01), expected)[1]
+    near = [(ids, best, [0.005 if i == 9 else gap for i, gap in enumerate(gaps)]) for ids, best, gaps in expected]
+    assert engines.compare_tokens(tokens(2, noise=0.01, changed=(9, 0.01)), near)[1]
+    text, right = engines.compare_tokens(tokens(2, noise=0.01, changed=(9, 0.5)), expected)
+    assert not right and "9 of 64 tokens alike" in text and "0 of 4 prompts wholly" in text
+    # Different from the first token on, as a layer of zeros makes it.
+    assert not engines.compare_tokens(tokens(2, changed=(0, 0.0)), expected)[1]
+    # Alike by luck, with gaps that are not.
+    assert not engines.compare_tokens(tokens(3, noise=2.0), expected)[1]
+
+
+def test_cells_and_shares():
+    for text in ("olmoe:bf16", "gpt-5:bf16:triton", "olmoe:int4:triton"):
+        with pytest.raises(SystemExit, match="is no cell"):
+            engines.Cell(text)
+    cells = [engines.Cell(f"olmoe:bf16:{name}") for name in ("triton", "none")]
+    rows = [(cell, {}, {(8, 128): {"tpot_ms": ms}}) for cell, ms in zip(cells, (4.0, 1.0))]
+    engines.share(rows, cells)
+    assert rows[0][2][(8, 128)]["moe_share"] == 0.75 and "moe_share" not in rows[1][2][(8, 128)]
+
+
+def test_models_are_written(tmp_path):
+    path, layers = engine_models.write(tmp_path, "qwen3-30b", "fp8", 2)
+    config = json.loads((path / "config.json").read_text())
+    assert layers == config["num_hidden_layers"] == 2
+    assert config["quantization_config"]["modules_to_not_convert"][1:] == [
+        "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"
+    ]
+    path, layers = engine_models.write(tmp_path, "gpt-oss-20b", "bf16")
+    assert len(json.loads((path / "config.json").read_text())["layer_types"]) == layers == 24
