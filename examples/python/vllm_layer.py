@@ -1,6 +1,6 @@
 """A layer of vLLM whose experts Switchyard computes, as `vllm serve` with --additional-config makes it.
 
-Runs without a GPU, on vLLM's platform for CPUs. A server says instead:
+Runs without a GPU, on the platform for CPUs of vLLM 0.33. A server says instead:
     vllm serve MODEL --additional-config '{"switchyard": {"reserved_sms": 0}}'
 """
 

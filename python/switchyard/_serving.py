@@ -169,6 +169,10 @@ _bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
 class Binding:
     """The experts of one layer of a server, over the tensors it is called with.
 
+    What a plugin owes it are two calls: `weights_loaded` whenever the server has loaded this layer's
+    weights, and `bind` before each pass, whose result it calls. A server that changes weights without
+    loading them calls `refresh`, or `refresh_all` for all of its layers.
+
     Servers make the objects around a layer anew when weights are reloaded, while graphs that were
     captured before still use the layer. So a binding belongs to the server's layer.
     """
@@ -199,7 +203,6 @@ class Binding:
         self._outgrown: list[Experts] = []
         self._addresses: tuple[int, ...] = ()
         self._small: dict[str, Any] = {}
-        self._stale = False
         _bindings.add(self)
 
     def weights_loaded(self, w13: Any, w2: Any, **small: Any) -> None:
@@ -221,10 +224,6 @@ class Binding:
     def reads(self, tensor: Any) -> bool:
         """Whether the layer keeps a copy of this tensor in a layout of its own."""
         return any(tensor is array for array in self._small.values())
-
-    def weights_changed(self) -> None:
-        """Weights were loaded, perhaps into the same memory."""
-        self._stale = True
 
     def bind(self, w13: Any, w2: Any, *, tokens: int = 0, **small: Any) -> Experts:
         """The layer over these tensors: made, bound anew or refreshed if need be.
@@ -252,13 +251,12 @@ class Binding:
             self.experts = self._make(w13, w2, small)
         elif addresses != self._addresses:
             self.experts.rebind(w13, w2, **small)
-        elif self._stale or (self.refresh_in_graphs and _capturing(w13)):
+        elif self.refresh_in_graphs and _capturing(w13):
             self.refresh()
         else:
             return self.experts
         self._addresses = addresses
         self._small = small
-        self._stale = False
         return self.experts
 
     def refresh(self) -> None:
@@ -296,7 +294,7 @@ class Binding:
             **small,
         )
         # Servers load weights as inference tensors, which count no changes, and say when they did:
-        # weights_changed().
+        # weights_loaded().
         experts._watches = experts._watched = False
         made.layers += 1
         made.seconds += time.perf_counter() - start

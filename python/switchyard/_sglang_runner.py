@@ -104,6 +104,20 @@ def asked_for() -> bool:
 # -------------------------------------------------------------------------------------- one layer's runner
 
 
+def arrays(info: Any) -> dict[str, Any]:
+    """What a layer reads, by the names that `Experts` has for it, of a TritonMoeQuantInfo."""
+    if not isinstance(info, TritonMoeQuantInfo):
+        raise Unsupported(f"the experts come as {type(info).__name__}; {_WEIGHTS}")
+    return {
+        "w13": info.w13_weight,
+        "w2": info.w2_weight,
+        "w13_scale": info.w13_scale,
+        "w2_scale": info.w2_scale,
+        "w13_bias": info.b13,
+        "w2_bias": info.b2,
+    }
+
+
 class SwitchyardRunner(MoeRunner):
     """The experts of one layer.
 
@@ -129,20 +143,6 @@ class SwitchyardRunner(MoeRunner):
             log=log,
         )
 
-    def bind(self, info: Any, tokens: int = 0) -> Any:
-        """The layer over the weights of a TritonMoeQuantInfo."""
-        if not isinstance(info, TritonMoeQuantInfo):
-            raise Unsupported(f"the experts come as {type(info).__name__}; {_WEIGHTS}")
-        return self.binding.bind(
-            info.w13_weight,
-            info.w2_weight,
-            tokens=tokens,
-            w13_scale=info.w13_scale,
-            w2_scale=info.w2_scale,
-            w13_bias=info.b13,
-            w2_bias=info.b2,
-        )
-
     def run(self, dispatch_output: Any, quant_info: Any, lora_info: Any = None) -> Any:
         if lora_info is not None:
             raise Unsupported("LoRA is asked for, which Switchyard does not do between its products")
@@ -158,7 +158,7 @@ class SwitchyardRunner(MoeRunner):
         if ids.dtype not in (torch.int32, torch.int64):
             ids = ids.to(torch.int32)
         factor = self.config.routed_scaling_factor
-        layer = self.bind(quant_info, x.shape[0])
+        layer = self.binding.bind(tokens=x.shape[0], **arrays(quant_info))
         return StandardCombineInput(
             hidden_states=layer(x, ids, weights, scale=1.0 if factor is None else factor)
         )
@@ -204,9 +204,8 @@ def weights_processed(result: Any, method: Any, layer: Any, *more: Any, **named:
     """After process_weights_after_loading()."""
     runner = runner_of(method)
     if runner is not None:
-        runner.binding.weights_changed()
         # Now, so that SGLang counts the memory, and errors come before the first request.
-        runner.bind(method.get_triton_quant_info(layer))
+        runner.binding.weights_loaded(**arrays(method.get_triton_quant_info(layer)))
     return result
 
 

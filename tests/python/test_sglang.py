@@ -211,8 +211,9 @@ def load(layer, method):
 
 def processed(layer, method):
     """The hook's part: SGLang's own repacks for AMX where it takes the machine for a CPU server."""
-    method.runner.binding.weights_changed()
-    method.runner.bind(method.get_triton_quant_info(layer))
+    from switchyard._sglang_runner import arrays
+
+    method.runner.binding.weights_loaded(**arrays(method.get_triton_quant_info(layer)))
 
 
 def run(layer, method, x, ids, weights):
