@@ -136,6 +136,8 @@ class SwitchyardRoutedExperts(RoutedExperts):
     """RoutedExperts that Switchyard runs where the user asks for it."""
 
     binding: Binding | None = None
+    # Of _SMALL, what the layer has: it is looked up in every pass, and what a module lacks takes long to miss.
+    present: dict[str, str] = {}
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         config = get_current_vllm_config_or_none()
@@ -154,6 +156,9 @@ class SwitchyardRoutedExperts(RoutedExperts):
 
         def process_weights_after_loading(layer: Any) -> None:
             process(layer)
+            self.present = {
+                ours: theirs for ours, theirs in _SMALL.items() if getattr(self, theirs, None) is not None
+            }
             # Now, so that vLLM counts the memory, errors come before the first request, and graphs that
             # were captured before read what is new.
             self.binding.weights_loaded(self.w13_weight, self.w2_weight, **self.small())
@@ -207,7 +212,7 @@ class SwitchyardRoutedExperts(RoutedExperts):
 
     def small(self) -> dict[str, Any]:
         """Scales and biases, by the names that `Experts` has for them."""
-        return {ours: getattr(self, theirs, None) for ours, theirs in _SMALL.items()}
+        return {ours: getattr(self, theirs) for ours, theirs in self.present.items()}
 
     def weight_loader(
         self,
