@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import os
 import time
@@ -18,6 +19,7 @@ from .errors import InvalidArgument, Unsupported
 # but it takes no more than 32 on machines with NVLink unless it is told to.
 _NCCL_CTAS = 32
 
+WEIGHTS = "Switchyard takes bf16, fp16 and fp32 weights, and FP8 in blocks of 128 x 128"
 NO_EPLB = (
     "{} moves experts between ranks without a word to the layer, which on GPUs keeps scales and biases in "
     "a layout of its own: they would be those of other experts. It works with bf16 experts without biases"
@@ -139,6 +141,26 @@ def local_ids(ids: Any, expert_map: Any) -> Any:
     return expert_map[known.long()].masked_fill(known != ids, -1)
 
 
+def taken_types(ids: Any, weights: Any) -> tuple[Any, Any]:
+    """A router's ids and weights, converted where `Experts` does not take their types."""
+    import torch
+
+    if ids.dtype not in (torch.int32, torch.int64):
+        ids = ids.to(torch.int32)
+    if weights.dtype not in (torch.float32, torch.bfloat16):
+        weights = weights.float()
+    return ids, weights
+
+
+def other_signature(expected: Mapping[Any, str]) -> str | None:
+    """The first of a server's functions that has other parameters than the plugin knows; None: none."""
+    for function, parameters in expected.items():
+        found = list(inspect.signature(function).parameters)
+        if found != parameters.split():
+            return f"{function.__qualname__}() takes {', '.join(found)}"
+    return None
+
+
 # On GPUs layers of one form work in the memory of the first: a server runs one at a time.
 _first_of_form: weakref.WeakValueDictionary[Any, Experts] = weakref.WeakValueDictionary()
 
@@ -169,9 +191,9 @@ _bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
 class Binding:
     """The experts of one layer of a server, over the tensors it is called with.
 
-    What a plugin owes it are two calls: `weights_loaded` whenever the server has loaded this layer's
-    weights, and `bind` before each pass, whose result it calls. A server that changes weights without
-    loading them calls `refresh`, or `refresh_all` for all of its layers.
+    A plugin makes two calls: `weights_loaded` whenever the server has loaded this layer's weights, and
+    `bind` before each pass, whose result it then calls. A plugin of a server that changes weights
+    without loading them calls `refresh`, or `refresh_all` for all layers.
 
     Servers make the objects around a layer anew when weights are reloaded, while graphs that were
     captured before still use the layer. So a binding belongs to the server's layer.

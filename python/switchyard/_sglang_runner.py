@@ -8,10 +8,8 @@ WeightUpdater calls its methods (`updates`).
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
-import torch
 from sglang.srt import runtime_context
 from sglang.srt.layers.moe import utils as moe_utils
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
@@ -24,20 +22,19 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import add_moe_runner_backend_choices
 
-from ._serving import NO_EPLB, Binding, refresh_all
+from ._serving import NO_EPLB, WEIGHTS, Binding, other_signature, refresh_all, taken_types
 from .errors import Unsupported
 from .sglang import _log as log
 from .sglang import Deployment, activation_of, capacity, options_of, refuse
 
 NAME = "switchyard"
-_WEIGHTS = "Switchyard takes bf16, fp16 and fp32 weights, and FP8 in blocks of 128 x 128"
 _METHODS = (UnquantizedFusedMoEMethod, Fp8MoEMethod)
-_SIGNATURES = (
-    (MoeRunner.run, "self dispatch_output quant_info lora_info"),
-    *((method.create_moe_runner, "self layer moe_runner_config") for method in _METHODS),
-    *((method.get_triton_quant_info, "self layer") for method in _METHODS),
-    (Fp8MoEMethod.apply, "self layer dispatch_output"),
-)
+_SIGNATURES = {
+    MoeRunner.run: "self dispatch_output quant_info lora_info",
+    **{method.create_moe_runner: "self layer moe_runner_config" for method in _METHODS},
+    **{method.get_triton_quant_info: "self layer" for method in _METHODS},
+    Fp8MoEMethod.apply: "self layer dispatch_output",
+}
 
 
 # --------------------------------------------------------------------------- what SGLang is set up for
@@ -107,7 +104,7 @@ def asked_for() -> bool:
 def arrays(info: Any) -> dict[str, Any]:
     """What a layer reads, by the names that `Experts` has for it, of a TritonMoeQuantInfo."""
     if not isinstance(info, TritonMoeQuantInfo):
-        raise Unsupported(f"the experts come as {type(info).__name__}; {_WEIGHTS}")
+        raise Unsupported(f"the experts come as {type(info).__name__}; {WEIGHTS}")
     return {
         "w13": info.w13_weight,
         "w2": info.w2_weight,
@@ -153,10 +150,7 @@ class SwitchyardRunner(MoeRunner):
             )
         x = dispatch_output.hidden_states
         weights, ids = dispatch_output.topk_output[:2]
-        if weights.dtype not in (torch.float32, torch.bfloat16):
-            weights = weights.float()
-        if ids.dtype not in (torch.int32, torch.int64):
-            ids = ids.to(torch.int32)
+        ids, weights = taken_types(ids, weights)
         factor = self.config.routed_scaling_factor
         layer = self.binding.bind(tokens=x.shape[0], **arrays(quant_info))
         return StandardCombineInput(
@@ -183,7 +177,7 @@ def runner_made(result: Any, method: Any, layer: Any, moe_runner_config: Any) ->
         if method.use_mxfp8 or method.is_fp4_expert or not method.block_quant or block != [128, 128]:
             raise Unsupported(
                 f"the experts are quantised by {type(method).__name__} with weight_block_size {block}, "
-                f"mxfp8 {method.use_mxfp8}, fp4 {method.is_fp4_expert}; {_WEIGHTS}"
+                f"mxfp8 {method.use_mxfp8}, fp4 {method.is_fp4_expert}; {WEIGHTS}"
             )
         method._owns_moe_runner = True  # newer releases use no runner of an Fp8MoEMethod without it
     if setting("enable_eplb") and (fp8 or method.with_bias):
@@ -214,7 +208,7 @@ def layer_made(result: Any, layer: Any, *more: Any, **named: Any) -> Any:
     if asked_for() and runner_of(layer.quant_method) is None:
         raise Unsupported(
             f"--moe-runner-backend is switchyard, but {type(layer.quant_method).__name__} quantises "
-            f"the experts; {_WEIGHTS}"
+            f"the experts; {WEIGHTS}"
         )
     return result
 
@@ -235,10 +229,8 @@ def updates() -> list[str]:
 
 def check_interface() -> None:
     """Raise `Unsupported` for an SGLang that lacks what the hooks rely on, naming it."""
-    for function, expected in _SIGNATURES:
-        found = list(inspect.signature(function).parameters)
-        if found != expected.split():
-            raise Unsupported(f"{function.__qualname__}() takes {', '.join(found)}")
+    if other := other_signature(_SIGNATURES):
+        raise Unsupported(other)
     if not updates():
         raise Unsupported("WeightUpdater has no update_weights_...()")
 

@@ -1,6 +1,6 @@
 """vLLM's layer of experts with Switchyard's kernel in it. It imports vLLM: only vllm.register() imports it.
 
-What it uses of vLLM is what 0.26 and 0.33 have in common; `missing` says what another version lacks.
+The module uses only what vLLM 0.26 and 0.33 have in common; `missing` says what another version lacks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 from vllm.platforms import current_platform
 
 from . import has_cuda
-from ._serving import NO_EPLB, Binding, Options, local_ids
+from ._serving import NO_EPLB, WEIGHTS, Binding, Options, local_ids, other_signature, taken_types
 from .errors import Error, Unsupported
 from .vllm import _log as log
 from .vllm import activation_of, capacity, options_of, refuse
@@ -45,7 +45,7 @@ _SELECTORS = {
     fp8: ("select_fp8_moe_backend", Fp8MoeBackend.TRITON),
 }
 _FP8_SCHEME = (kFp8Static128BlockSym, kFp8Dynamic128Sym)
-# What a layer may have besides its matrices: Switchyard's names, and the layer's.
+# Scales and biases, which not every layer has: Switchyard's name of each, and vLLM's.
 _SMALL = {
     "w13_scale": "w13_weight_scale_inv",
     "w2_scale": "w2_weight_scale_inv",
@@ -124,10 +124,7 @@ class SwitchyardExperts(modular_kernel.FusedMoEExpertsModular):
         if apply_router_weight_on_input:
             # hidden_states have been multiplied.
             topk_weights = torch.ones_like(topk_weights)
-        if topk_weights.dtype not in (torch.float32, torch.bfloat16):
-            topk_weights = topk_weights.float()
-        if topk_ids.dtype not in (torch.int32, torch.int64):
-            topk_ids = topk_ids.to(torch.int32)
+        topk_ids, topk_weights = taken_types(topk_ids, topk_weights)
         experts = self.layer.binding.bind(w1, w2, tokens=hidden_states.shape[0], **self.layer.small())
         experts(hidden_states, local_ids(topk_ids, expert_map), topk_weights, out=output)
 
@@ -197,7 +194,7 @@ class SwitchyardRoutedExperts(RoutedExperts):
             raise Unsupported(
                 f"the experts are quantised by {type(method).__name__}"
                 + (f" in blocks of {blocks}" if quantised else "")
-                + "; Switchyard takes bf16, fp16 and fp32 weights, and FP8 in blocks of 128 x 128"
+                + f"; {WEIGHTS}"
             )
         supported, reason = SwitchyardExperts.is_supported_config(
             SwitchyardExperts,
@@ -246,10 +243,8 @@ def selecting(original: Callable[..., Any], backend: Any) -> Callable[..., Any]:
 
 def missing() -> str | None:
     """What this vLLM has otherwise than the plugin expects; None: nothing."""
-    for method, expected in _SIGNATURES.items():
-        found = " ".join(inspect.signature(method).parameters)
-        if found != expected:
-            return f"{method.__qualname__}() takes {found}"
+    if other := other_signature(_SIGNATURES):
+        return other
     for module, (name, _) in _SELECTORS.items():
         if not {"moe_config", "config"} & set(inspect.signature(getattr(module, name)).parameters):
             return f"{module.__name__}.{name}() takes no configuration"

@@ -33,6 +33,13 @@ def on_cpus():
     init_workspace_manager(torch.device("cpu"))  # as a worker does
 
 
+def factory():
+    """What models of vLLM make a layer by."""
+    from vllm.model_executor.layers.fused_moe import layer
+
+    return getattr(layer, "FusedMoEFactory", None) or layer.FusedMoE  # the name of before 0.33
+
+
 def chosen(hidden_states, gating_output, topk, renormalize):
     weights, ids = gating_output.softmax(-1).topk(topk)
     return weights / weights.sum(-1, keepdim=True), ids.int()
@@ -44,7 +51,6 @@ def rank_body(rank, ranks, rendezvous, expert_parallel):
     from vllm.config import DeviceConfig, ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.forward_context import set_forward_context
-    from vllm.model_executor.layers.fused_moe import layer as module
 
     config = VllmConfig(
         additional_config={"switchyard": {"num_threads": 1}},
@@ -58,8 +64,7 @@ def rank_body(rank, ranks, rendezvous, expert_parallel):
     with set_current_vllm_config(config):
         init_distributed_environment(ranks, rank, rendezvous, rank, "gloo")
         initialize_model_parallel(tensor_model_parallel_size=ranks)
-        factory = getattr(module, "FusedMoEFactory", None) or module.FusedMoE
-        runner = factory(
+        runner = factory()(
             num_experts=E,
             top_k=2,
             hidden_size=H,
