@@ -26,8 +26,6 @@ _PURPOSES = {
 
 
 def load():
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     import sglang  # noqa: F401
 
 
@@ -94,18 +92,21 @@ class Engine:
         self.engine = sglang.Engine(**given | _PURPOSES[purpose] | more)
         self.start_s = time.monotonic() - start
 
+    @staticmethod
+    def greedy(tokens):
+        return {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
+
     def generate(self, prompts, tokens, **named):
         """Outputs of SGLang, greedy, in the order of the prompts."""
-        sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
-        return self.engine.generate(input_ids=prompts, sampling_params=sampling, **named)
+        return self.engine.generate(input_ids=prompts, sampling_params=self.greedy(tokens), **named)
 
     def tokens_and_gaps(self, prompts, tokens):
-        """Of each prompt: the tokens, the best logprobs, and the gaps to the second best."""
+        """Of each prompt: the tokens, and how far apart the two best logprobs were."""
         found = []
         for output in self.generate(prompts, tokens, return_logprob=True, top_logprobs_num=2):
             pairs = [sorted((entry[0] for entry in at), reverse=True)[:2]
                      for at in output["meta_info"]["output_top_logprobs"]]
-            found.append((output["output_ids"], [a for a, _ in pairs], [a - b for a, b in pairs]))
+            found.append((output["output_ids"], [a - b for a, b in pairs]))
         return found
 
     def first_logits(self, prompts):
@@ -138,14 +139,12 @@ class Engine:
 
     def rate(self, under_way, total, prompt, tokens, seed):
         """Requests per second, a new one for each that ends."""
-        sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
-
         async def all_of_them():
             free = asyncio.Semaphore(under_way)
 
             async def one(ids):
                 async with free:
-                    await self.engine.async_generate(input_ids=ids, sampling_params=sampling)
+                    await self.engine.async_generate(input_ids=ids, sampling_params=self.greedy(tokens))
 
             start = time.monotonic()
             await asyncio.gather(*map(one, prompts_of(self.vocabulary, total, prompt, seed)))

@@ -17,13 +17,11 @@ ENVIRONMENT = {
 
 def load():
     """Imports what the forks share."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     import vllm  # noqa: F401
     from vllm.v1.engine import core, llm_engine  # noqa: F401
 
 
-# What else an engine is started with, by its purpose. Only in this process can one see logits.
+# Further arguments of an engine, by its purpose.
 _LOGITS = {"enable_prefix_caching": False}
 _PURPOSES = {
     "serve": {},
@@ -42,6 +40,7 @@ class Engine:
         from vllm.model_executor.model_loader import register_model_loader
         from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+        # Logits are seen in the process that computes them.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if purpose == "serve" else "0"
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions for apply_model()
 
@@ -84,52 +83,53 @@ class Engine:
         self.llm = vllm.LLM(model=str(path), **given | _PURPOSES[purpose] | more)
         self.start_s = time.monotonic() - start
         self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
+        self._seen = None  # logits of passes, from the first request for them on
+
+    @staticmethod
+    def greedy(tokens, logprobs=None):
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False, logprobs=logprobs
+        )
 
     def generate(self, prompts, tokens, logprobs=None):
         """Outputs of vLLM, greedy, in the order of the prompts."""
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(
-            max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False, logprobs=logprobs
-        )
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return self.llm.generate(given, sampling, use_tqdm=False)
+        return self.llm.generate(given, self.greedy(tokens, logprobs), use_tqdm=False)
 
     def tokens_and_gaps(self, prompts, tokens):
-        """Of each prompt: the tokens, the best logprobs, and the gaps to the second best."""
+        """Of each prompt: the tokens, and how far apart the two best logprobs were."""
         found = []
         for output in self.generate(prompts, tokens, logprobs=2):
-            best, gaps = [], []
+            gaps = []
             for at in output.outputs[0].logprobs:
                 first, second = sorted((entry.logprob for entry in at.values()), reverse=True)[:2]
-                best.append(first)
                 gaps.append(first - second)
-            found.append((list(output.outputs[0].token_ids), best, gaps))
+            found.append((list(output.outputs[0].token_ids), gaps))
         return found
 
     def first_logits(self, prompts):
         """[prompts, vocabulary], fp32, of numpy; in this process only."""
-        seen = []
 
-        def stash(model):
+        def watch(model):
             original = model.compute_logits
 
             def compute_logits(*arguments, **named):
                 out = original(*arguments, **named)
-                seen.append(out[-1].float().cpu())
+                self._seen.append(out[-1].float().cpu())
                 return out
 
             model.compute_logits = compute_logits
-            return 0
 
-        if not hasattr(self, "_stashed"):
-            self.llm.apply_model(stash)
-            self._stashed = seen
+        if self._seen is None:
+            self._seen = []
+            self.llm.apply_model(watch)
         rows = []
         for prompt in prompts:
-            self._stashed.clear()
+            self._seen.clear()
             self.generate([prompt], 1)
-            rows.append(self._stashed[-1])
+            rows.append(self._seen[-1])
         return self.torch.stack(rows).numpy()
 
     def tpot(self, batch, seed):
@@ -147,10 +147,7 @@ class Engine:
 
     def rate(self, under_way, total, prompt, tokens, seed):
         """Requests per second, a new one for each that ends."""
-        from vllm import SamplingParams
-
-        engine = self.llm.llm_engine
-        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False)
+        engine, sampling = self.llm.llm_engine, self.greedy(tokens)
         waiting = prompts_of(self.vocabulary, total, prompt, seed)
         sent = done = 0
         start = time.monotonic()

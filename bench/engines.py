@@ -9,7 +9,7 @@ backends are `switchyard`, the engine's own (`triton`, `deep_gemm`, `flashinfer_
 are no rivals: `none`, whose experts return zeros at once, so that the others' share of a step is known, and
 `zeroed`, which is Switchyard's with its output set to zero: the comparison of tokens must fail there.
 
-What is done with a cell, in this order (--do leaves out):
+The program does these things with a cell, in this order, or those that --do names:
   logits   ≤ --layers layers; first logits of prompts of 1 to 2048 tokens against the same model in fp32
   tokens   greedy decoding of --prompts prompts, 256 tokens each, against the first cell of the same model and
            dtype up to the first near-tie
@@ -112,7 +112,7 @@ def life_of(cell, args, directory):
 def compare_tokens(found, expected):
     """(what to print, whether the tokens agree up to near-ties)."""
     lengths, differences, at = [], [], []
-    for (tokens, _, gaps), (wanted, _, wanted_gaps) in zip(found, expected, strict=True):
+    for (tokens, gaps), (wanted, wanted_gaps) in zip(found, expected, strict=True):
         same = next((i for i, (a, b) in enumerate(zip(tokens, wanted)) if a != b), len(wanted))
         lengths.append(same)
         differences += [abs(a - b) for a, b in zip(gaps[:same], wanted_gaps[:same])]
@@ -213,7 +213,7 @@ def serve(cell, args, directory):
     return about, tokens, times
 
 
-def share(rows, cells):
+def share(rows):
     """Adds moe_share: how much of a step is the experts, by the engine without them."""
     without = {}
     for cell, _, times in rows:
@@ -252,6 +252,8 @@ def parse():
 
 def main():
     args = parse()
+    for name, value in args.adapter.ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         args.adapter.load()
     except ImportError as error:
@@ -295,7 +297,7 @@ def main():
         except Exception as problem:
             failed = True
             print(f"{name}: failed: {problem}", flush=True)
-    share(rows, args.cells)
+    share(rows)
     if args.json:
         command = command_of("engines.py", sys.argv[1:])
         merge(args.json, [

@@ -49,8 +49,8 @@ class Problem:
     def __init__(self, model, fp8, copies):
         import torch
 
-        experts, top_k, hidden, intermediate, self.biased = shape_of(model)
-        self.experts, self.top_k, self.hidden, self.fp8 = experts, top_k, hidden, fp8
+        experts, top_k, hidden, intermediate, biased = shape_of(model)
+        self.experts, self.top_k, self.hidden = experts, top_k, hidden
         dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
         draw = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         self.weights = []
@@ -62,7 +62,7 @@ class Problem:
                 for name in ("w1", "w2"):
                     blocks = [-(-n // 128) for n in named[name].shape[1:]]
                     named[name + "_scale"] = torch.rand(experts, *blocks, device="cuda") + 0.5
-            if self.biased:
+            if biased:
                 named |= {"w1_bias": draw(experts, 2 * intermediate), "w2_bias": draw(experts, hidden)}
                 named["activation"] = "swigluoai"
             self.weights.append(named)

@@ -868,39 +868,34 @@ def transformers_table():
 
 def engines_table():
     """Whole models in serving engines, from bench/engines.py."""
-    text = []
+    heads = {"tpot_ms": "batch {batch}", "ttft_ms": "first token, {prompt}", "requests_per_s": "requests/s"}
     groups = {}
     for row in load("engines.json") or []:
         groups.setdefault(tuple(row[k] for k in ("engine", "model", "dtype", "topology", "machine")), []).append(row)
+    text = []
     for (engine, model, dtype, topology, machine), rows in groups.items():
-        points = sorted({(("tpot_ms", "ttft_ms", "requests_per_s")[kind], r["batch"], r["prompt"]) for r in rows
-                         for kind, name in enumerate(("tpot_ms", "ttft_ms", "requests_per_s")) if name in r},
-                        key=lambda p: (("tpot_ms", "ttft_ms", "requests_per_s").index(p[0]), p[1:]))
-        heads = {"tpot_ms": "batch {}", "ttft_ms": "first token, {1}", "requests_per_s": "requests/s"}
-        lines = [f"| {model}, {dtype} | " + " | ".join(heads[n].format(b, p) for n, b, p in points) + " | error |",
-                 "|---|" + "---:|" * (len(points) + 1)]
-        found = {}
-        for row in rows:
-            for name in heads:
-                if name in row:
-                    found[row["backend"], name, row["batch"], row["prompt"]] = row
-        backends = list(dict.fromkeys(r["backend"] for r in rows if r["backend"] != "none"))
+        # By what was measured, batch, prompt and backend.
+        found = {(name, row["batch"], row["prompt"], row["backend"]): row
+                 for name in heads for row in rows if name in row}
+        points = sorted({key[:3] for key in found}, key=lambda p: (list(heads).index(p[0]), p[1:]))
+        backends = list(dict.fromkeys(row["backend"] for row in rows if row["backend"] != "none"))
+        titles = [heads[name].format(batch=batch, prompt=prompt) for name, batch, prompt in points]
+        lines = [f"| {model}, {dtype} | " + " | ".join(titles) + " | error |", "|---|" + "---:|" * (len(points) + 1)]
         for backend in backends:
-            cells = [found.get((backend, *point), {}).get(point[0]) for point in points]
+            cells = [found.get((*point, backend), {}).get(point[0]) for point in points]
             error = next((r["error"] for r in rows if r["backend"] == backend and r.get("error") is not None), None)
             lines.append(f"| {backend} | " + " | ".join("–" if c is None else f"{c:.2f}" for c in cells)
                          + (" | – |" if error is None else f" | {error:.4f} |"))
         gains, shares = [], []
-        for name, batch, prompt in points:
-            others = [found[b, name, batch, prompt][name] for b in backends
-                      if b != "switchyard" and (b, name, batch, prompt) in found]
-            ours = found.get(("switchyard", name, batch, prompt))
-            if not others or ours is None:
-                gains.append("–"), shares.append("–")
-                continue
-            gain = ours[name] / max(others) if name == "requests_per_s" else min(others) / ours[name]
-            gains.append(f"**{gain:.2f} ×**")
+        for point in points:
+            name = point[0]
+            ours = found.get((*point, "switchyard"), {})
+            others = [found[(*point, b)][name] for b in backends if b != "switchyard" and (*point, b) in found]
+            gain = None
+            if others and ours:
+                gain = ours[name] / max(others) if name == "requests_per_s" else min(others) / ours[name]
             part = ours.get("moe_share")
+            gains.append("–" if gain is None else f"**{gain:.2f} ×**")
             shares.append("–" if part is None or part <= 0 else f"{part:.0%}")
         lines.append("| best other / switchyard | " + " | ".join(gains) + " | |")
         lines.append("| experts' share of the time | " + " | ".join(shares) + " | |")

@@ -100,14 +100,14 @@ def tokens(seed, noise=0.0, changed=None):
         if changed:
             ids[changed[0]] += 1
             gaps[changed[0]] = changed[1]
-        found.append((ids, [-1.0] * 64, gaps))
+        found.append((ids, gaps))
     return found
 
 
 def test_the_comparison_of_tokens():
     expected = tokens(1, noise=0.01)
     assert engines.compare_tokens(tokens(2, noise=0.01), expected)[1]
-    near = [(ids, best, [0.005 if i == 9 else gap for i, gap in enumerate(gaps)]) for ids, best, gaps in expected]
+    near = [(ids, [0.005 if i == 9 else gap for i, gap in enumerate(gaps)]) for ids, gaps in expected]
     assert engines.compare_tokens(tokens(2, noise=0.01, changed=(9, 0.01)), near)[1]
     text, right = engines.compare_tokens(tokens(2, noise=0.01, changed=(9, 0.5)), expected)
     assert not right and "9 of 64 tokens alike" in text and "0 of 4 prompts wholly" in text
@@ -123,7 +123,7 @@ def test_cells_and_shares():
             engines.Cell(text)
     cells = [engines.Cell(f"olmoe:bf16:{name}") for name in ("triton", "none")]
     rows = [(cell, {}, {(8, 128): {"tpot_ms": ms}}) for cell, ms in zip(cells, (4.0, 1.0))]
-    engines.share(rows, cells)
+    engines.share(rows)
     assert rows[0][2][(8, 128)]["moe_share"] == 0.75 and "moe_share" not in rows[1][2][(8, 128)]
 
 
