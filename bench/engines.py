@@ -214,17 +214,14 @@ def serve(cell, args, directory):
 
 
 def share(rows):
-    """Adds moe_share: how much of a step is the experts, by the engine without them."""
-    without = {}
-    for cell, _, times in rows:
-        if cell.backend == "none":
-            without[(cell.model, cell.dtype)] = times
-    for cell, _, times in rows:
-        for key, row in times.items():
-            name = "tpot_ms" if "tpot_ms" in row else "ttft_ms" if "ttft_ms" in row else None
-            base = without.get((cell.model, cell.dtype), {}).get(key)
-            if name and base and cell.backend != "none":
-                row["moe_share"] = round(1 - base[name] / row[name], 3)
+    """Adds moe_share: how much of a step is the experts, by the same engine without them, in these rows."""
+    same = [name for name in KEY if name != "backend"]
+    without = {tuple(row.get(name) for name in same): row for row in rows if row["backend"] == "none"}
+    for row in rows:
+        name = "tpot_ms" if "tpot_ms" in row else "ttft_ms"
+        base = without.get(tuple(row.get(name) for name in same), {})
+        if name in row and name in base and row["backend"] != "none":
+            row["moe_share"] = round(1 - base[name] / row[name], 3)
 
 
 def parse():
@@ -297,15 +294,16 @@ def main():
         except Exception as problem:
             failed = True
             print(f"{name}: failed: {problem}", flush=True)
-    share(rows)
     if args.json:
         command = command_of("engines.py", sys.argv[1:])
-        merge(args.json, [
+        found = [
             {"suite": "engines", "topology": "1"} | about
             | {"model": cell.model, "dtype": cell.dtype, "backend": cell.backend, "batch": batch, "prompt": prompt}
             | row | {"commit": commit, "command": command}
             for cell, about, times in rows for (batch, prompt), row in times.items()
-        ], KEY)
+        ]
+        share((json.loads(args.json.read_text()) if args.json.exists() else []) + found)
+        merge(args.json, found, KEY)
     sys.exit(1 if failed else 0)
 
 

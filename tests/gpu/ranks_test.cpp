@@ -28,8 +28,11 @@ using RanksTest = OnGpu<::testing::Test>;
 
 void expect_accurate(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                      const BatchResult& result, bool fp8) {
-  if (fp8) return expect_accurate_fp8(spec, weights, batch, result, 1.0);
-  expect_accurate(spec, weights, batch, result);
+  if (fp8) {
+    expect_accurate_fp8(spec, weights, batch, result, 1.0);
+  } else {
+    expect_accurate(spec, weights, batch, result);
+  }
 }
 
 using EveryModelOnRanks = OnGpu<::testing::TestWithParam<ModelEntry>>;

@@ -121,10 +121,11 @@ def test_cells_and_shares():
     for text in ("olmoe:bf16", "gpt-5:bf16:triton", "olmoe:int4:triton"):
         with pytest.raises(SystemExit, match="is no cell"):
             engines.Cell(text)
-    cells = [engines.Cell(f"olmoe:bf16:{name}") for name in ("triton", "none")]
-    rows = [(cell, {}, {(8, 128): {"tpot_ms": ms}}) for cell, ms in zip(cells, (4.0, 1.0))]
-    engines.share(rows)
-    assert rows[0][2][(8, 128)]["moe_share"] == 0.75 and "moe_share" not in rows[1][2][(8, 128)]
+    row = {name: None for name in engines.KEY} | {"model": "olmoe", "dtype": "bf16", "batch": 8, "prompt": 128}
+    rows = [row | {"backend": name, "tpot_ms": ms} for name, ms in (("triton", 4.0), ("none", 1.0))]
+    other = row | {"backend": "triton", "dtype": "fp8", "tpot_ms": 3.0}
+    engines.share([*rows, other])
+    assert rows[0]["moe_share"] == 0.75 and "moe_share" not in rows[1] and "moe_share" not in other
 
 
 def test_models_are_written(tmp_path):

@@ -85,10 +85,11 @@ void expect_poison_stays(int tokens, std::int64_t last, Run&& run) {
 }
 
 // As good as a straightforward FP8 program, and rounding where it does: almost always, for sums
-// that are exact to fp32, and somewhat less often where the matrix unit keeps fewer bits.
-inline void expect_accurate_fp8(const LayerSpec& spec, const MoeWeights& weights,
-                                const Batch& batch, const BatchResult& result,
-                                double closeness = 0.5) {
+// that are exact to fp32, and somewhat less often where the matrix unit keeps fewer bits. Returns
+// the distance to that program, in yardsticks.
+inline double expect_accurate_fp8(const LayerSpec& spec, const MoeWeights& weights,
+                                  const Batch& batch, const BatchResult& result,
+                                  double closeness = 0.5) {
   double yardstick = 0;
   const double error = output_error(spec, weights, batch, result, &yardstick, true);
   EXPECT_LE(error, 2 * yardstick);
@@ -99,6 +100,7 @@ inline void expect_accurate_fp8(const LayerSpec& spec, const MoeWeights& weights
   ::testing::Test::RecordProperty(
       "error_and_yardstick",
       std::to_string(error) + ", " + std::to_string(yardstick) + ", " + std::to_string(distance));
+  return distance / yardstick;
 }
 
 inline void for_each_matrix(MoeWeights& weights, const std::function<void(MatrixView&)>& visit) {

@@ -17,6 +17,7 @@
 #include "gpu/host/activation_form.h"
 #include "gpu/host/cuda_error.h"
 #include "gpu/host/device_scope.h"
+#include "gpu/host/few_tokens.h"
 #include "gpu/host/layer_choices.h"
 #include "gpu/host/mapped_memory.h"
 #include "gpu/host/pass_memory.h"
@@ -118,6 +119,7 @@ class Engine final : public LayerEngine {
   LayerOptions options_;
   int device_;
   KernelEntry kernel_;
+  FewKernel few_kernel_ = nullptr;
   unsigned grid_ = 0;
   unsigned paired_grid_ = 0;
   struct Weights {
@@ -374,6 +376,10 @@ void Engine::choose_grid() {
         &blocks, function, kernel_.shape.threads, kernel_.shape.shared_bytes));
     blocks_per_sm = std::min(blocks_per_sm, blocks);
   }
+  few_kernel_ = few_kernel(policy().numerics.scaled(), spec_.activation.gated);
+  SWITCHYARD_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(few_kernel_),
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(kMostFewSharedBytes)));
   if (blocks_per_sm < 1) {
     unsupported(
         fmt::format("device {} ({}) has no room for a block of {} threads and {} bytes of shared "
@@ -540,10 +546,20 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const std::optional<std::uint64_t> patience = patience_for(x.rows);
   call.patience_ns = patience.value_or(0);
   const LayerKernel kernel = small ? kernel_.small : patience ? kernel_.rounds : kernel_.large;
-  void* arguments[] = {&params_, &call};
   cudaLaunchAttribute attributes[kMaxAttributes]{};
-  const cudaLaunchConfig_t config =
+  cudaLaunchConfig_t config =
       launch_config(pairs, attributes, static_cast<cudaStream_t>(input.stream));
+  if (small && few_tokens_serve(params_, call, policy())) {
+    FewParams few = few_params(params_, call, on_device_.routed, policy());
+    config.blockDim = dim3(kFewThreads);
+    config.dynamicSmemBytes = few_shared_bytes(few.operand_bytes, policy().numerics.scaled());
+    void* arguments[] = {&few};
+    const LaunchTurn turn;
+    SWITCHYARD_CUDA(
+        cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(few_kernel_), arguments));
+    return;
+  }
+  void* arguments[] = {&params_, &call};
   const LaunchTurn turn;
   SWITCHYARD_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
 }

@@ -22,6 +22,8 @@ class DeviceFfn {
             int intermediate, bool gated);
 
   FfnParams params() const;
+  const WeightArray& gemm1() const { return gemm1_; }
+  const WeightArray& gemm2() const { return gemm2_; }
   // Whether any matrix is used where it is.
   bool borrows() const;
   // What copies the rest.

@@ -83,4 +83,16 @@ __device__ __forceinline__ uint4 quantize(const uint4& first, const uint4& secon
           quantize(second.x, second.y, inverse), quantize(second.z, second.w, inverse)};
 }
 
+// Four E4M3 codes in fp16, which has all of their values: the lower two and the upper two.
+__device__ __forceinline__ uint2 f16_of_codes(std::uint32_t codes) {
+  uint2 values;
+  asm("{\n .reg .b16 low, high;\n"
+      " mov.b32 {low, high}, %2;\n"
+      " cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      " cvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(values.x), "=r"(values.y)
+      : "r"(codes));
+  return values;
+}
+
 }  // namespace switchyard::gpu

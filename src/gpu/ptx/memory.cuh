@@ -132,6 +132,18 @@ __device__ __forceinline__ void copy_async(std::uint32_t to, const std::byte* fr
 __device__ __forceinline__ void copy_word_async(std::uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+__device__ __forceinline__ void copy_two_words_async(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+// Makes a group of this thread's copies since the last one.
+__device__ __forceinline__ void end_copy_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits for all groups but so many of the last.
+template <int kMostPending>
+__device__ __forceinline__ void await_copy_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kMostPending) : "memory");
+}
 // Waits for this thread's copies.
 __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

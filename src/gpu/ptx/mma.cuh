@@ -16,6 +16,18 @@ __device__ __forceinline__ void multiply_16x8x16(float (&c)[4], std::uint32_t a0
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The same in fp16.
+__device__ __forceinline__ void multiply_16x8x16_f16(float (&c)[4], std::uint32_t a0,
+                                                     std::uint32_t a1, std::uint32_t a2,
+                                                     std::uint32_t a3, std::uint32_t b0,
+                                                     std::uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 // Stores four 8 x 8 matrices of 16-bit elements whose rows are in a warp's registers. With
 // kTransposed their columns become rows in shared memory.
 template <bool kTransposed = true>

@@ -1,0 +1,541 @@
+// Passes of few tokens, of one rank, with the routing given: see docs/decisions/0044. One token's
+// pass is mostly a wait for memory, and a kernel that starts pays for every instruction it comes to
+// first. So this one has few. There are no tasks: what a warp computes follows from its number.
+//
+//   first GEMM    a pair of warps multiplies 16 rows of an expert's weights, 8 of gate and the same
+//                 8 of up, with all tokens of the pass, activates the sums and stores h
+//   second GEMM   a block multiplies 16 rows of all experts' weights with h. Its warps share the
+//                 experts' columns, and add up their sums, weighed, in shared memory
+//
+// A warp's weights come as one stream through a ring in shared memory, in which each lane copies
+// what it multiplies. The stream does not end between the GEMMs: while blocks wait for each other's
+// h, the second GEMM's first weights arrive.
+#include "gpu/layer/few_tokens.h"
+#include "gpu/ptx/mma.cuh"
+#include "gpu/route/choose.cuh"
+#include "gpu/tile/activation.cuh"
+#include "gpu/tile/quantize.cuh"
+
+namespace switchyard::gpu {
+namespace {
+
+constexpr std::uint8_t kNoRow = 0xff;
+
+struct FewStorage {
+  LifeState life;
+  std::uint32_t num_experts;           // that any token chose
+  std::int32_t expert[kMostFewSlots];  // their places
+  // The slot of each token, by the place in `expert`.
+  alignas(8) std::uint8_t row_of[kMostFewSlots][kMostFewTokens];
+  std::int32_t ids[kMostFewSlots];
+  float weights[kMostFewSlots];
+  std::uint8_t place_in_list[kMostFewSlots];
+};
+
+// A warp's place in its stream of stages.
+struct Cursor {
+  std::uint32_t gemm, job;            // the job: a tile of an expert, then a tile of all experts
+  std::uint32_t tile, expert, stage;  // of the job
+  std::uint32_t left = 0;             // stages of the job
+};
+
+template <bool kScaled, bool kGated>
+struct Few {
+  const FewParams& p;
+  FewStorage& block;
+  std::uint32_t operand, ring, sums;  // addresses in shared memory; the ring is the warp's
+  const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+
+  static constexpr std::uint32_t kStageBytes = few_stage_bytes(kScaled);
+  static constexpr std::uint32_t kOperandBytes = kFewStageRowBytes * (kScaled ? 2 : 1);
+
+  __device__ Lifetime life() const { return {p, block.life}; }
+
+  // Called by one thread.
+  __device__ void begin_life() const {
+    const std::uint64_t epoch = *p.epoch_word;
+    const bool aborted = protocol::aborted(p.heaps);
+    block.life.epoch = epoch;
+    block.life.words = p.pass_words[epoch & 1];
+    block.life.going = Going::kOn;
+    block.life.aborted = aborted;
+    if (aborted) p.failures->given_up = 1;
+  }
+  // Lane k's slot of the token, checked as in the other kernels' given_token(). (Sharing it with
+  // them changes the code that the compiler makes of all of them.)
+  __device__ GateOutcome given_slot(std::uint32_t token) const {
+    GateOutcome outcome;
+    const auto num_routed = static_cast<std::int32_t>(p.num_routed);
+    if (lane < p.top_k.count) {
+      const std::size_t slot = std::size_t{token} * p.top_k.count + lane;
+      outcome.id = given_id(p, slot);
+      outcome.weight = given_weight(p, slot);
+      if (p.large_ids_are_none && outcome.id >= num_routed) outcome.id = -1;
+    }
+    const bool outside = outcome.id < -1 || outcome.id >= num_routed;
+    const std::uint32_t same = __match_any_sync(~0u, outcome.id);
+    if (outside || (outcome.id >= 0 && (same & ((1u << lane) - 1)) != 0)) {
+      outcome.bad_id =
+          BadId{outside ? BadId::Kind::kExpert : BadId::Kind::kTwice, token, outcome.id}.pack();
+      outcome.id = -1;
+    }
+    return outcome;
+  }
+  // Reads the routing, one warp for each token.
+  __device__ void read_routing() const {
+    if (warp >= p.tokens) return;
+    GateOutcome mine = given_slot(warp);
+    if (blockIdx.x == 0 && mine.bad_id != 0 && lane < p.top_k.count) {
+      atomicAdd(p.pass_words[*p.epoch_word & 1].counters() + kBadSlots, 1u);
+      if (!p.skips_bad_ids) p.failures->bad_id = mine.bad_id;
+    }
+    if (lane >= p.top_k.count) return;
+    const std::uint32_t slot = warp * p.top_k.count + lane;
+    if (blockIdx.x == 0 && p.out_ids != nullptr) p.out_ids[slot] = mine.id;
+    if (blockIdx.x == 0 && p.out_weights != nullptr) p.out_weights[slot] = mine.weight;
+    if (mine.id >= 0 && p.place_of != nullptr) mine.id = p.place_of[mine.id];
+    block.ids[slot] = mine.id;
+    block.weights[slot] = mine.weight;
+  }
+  // Lists the experts in the order in which slots name them. Called by one warp.
+  __device__ void list_experts() const {
+    const std::uint32_t slots = p.tokens * p.top_k.count;
+    auto* const words = reinterpret_cast<std::uint32_t*>(block.row_of);
+    for (std::uint32_t i = lane; i < sizeof block.row_of / 4; i += 32) words[i] = ~0u;
+    __syncwarp();
+    std::uint32_t count = 0;
+#pragma unroll 1
+    for (std::uint32_t first = 0; first < slots; first += 32) {
+      const std::uint32_t slot = first + lane;
+      const std::int32_t id = slot < slots ? block.ids[slot] : -1;
+      std::uint32_t owner = p.tokens == 1 || id < 0 ? slot : 0;
+#pragma unroll 1
+      while (owner < slot && block.ids[owner] != id) ++owner;
+      const bool is_first = id >= 0 && owner == slot;
+      const std::uint32_t mask = __ballot_sync(~0u, is_first);
+      if (is_first) {
+        const std::uint32_t at = count + __popc(mask & ((1u << lane) - 1));
+        block.expert[at] = id;
+        block.place_in_list[slot] = static_cast<std::uint8_t>(at);
+      }
+      count += __popc(mask);
+      __syncwarp();
+      if (id >= 0) {
+        block.row_of[block.place_in_list[owner]][p.top_k.quotient(slot)] =
+            static_cast<std::uint8_t>(slot);
+      }
+    }
+    if (lane == 0) block.num_experts = count;
+  }
+
+  // The pieces of 16 columns of the operand that a thread brings into shared memory. The first
+  // warps come last: they have the routing to read.
+  __device__ static std::uint32_t first_piece() {
+    return (threadIdx.x + kFewThreads / 2) % kFewThreads;
+  }
+  // Requests x or h. Called by the block.
+  __device__ __forceinline__ void request_operand(std::uint32_t gemm) const {
+    const FewOperand& o = p.operands[gemm];
+    const auto* const from = gemm == 0 ? static_cast<const std::uint16_t*>(p.x) : p.h;
+    const std::size_t stride = gemm == 0 ? p.x_stride : o.columns;
+#pragma unroll 1
+    for (std::uint32_t i = first_piece(); i < o.rows * o.pieces.count; i += kFewThreads) {
+      const std::uint32_t row = o.pieces.quotient(i), column = 16 * (i - row * o.pieces.count);
+      const std::uint32_t to = operand + row * o.row_bytes + column * 2;
+      const std::uint16_t* const at = from + row * stride + column;
+      const bool first = column < o.columns, second = column + 8 < o.columns;
+      copy_async(to, reinterpret_cast<const std::byte*>(first ? at : from), first);
+      copy_async(to + 16, reinterpret_cast<const std::byte*>(second ? at + 8 : from), second);
+    }
+    end_copy_group();
+  }
+  // In FP8 quantizes what has come. A thread's pieces are those that it copied itself, and eight
+  // threads have a group.
+  __device__ __forceinline__ void quantize_operand(std::uint32_t gemm) const {
+    const FewOperand& o = p.operands[gemm];
+    const std::uint32_t pieces = o.rows * o.pieces.count;
+#pragma unroll 1
+    for (std::uint32_t i = first_piece(); i / 32 * 32 < pieces; i += kFewThreads) {
+      const std::uint32_t row = o.pieces.quotient(i), piece = i - row * o.pieces.count;
+      const std::uint32_t at = operand + (i < pieces ? row * o.row_bytes + piece * 32 : 0);
+      float scale = 0;
+      const uint4 codes =
+          quantize_together(load_shared_vector(at), load_shared_vector(at + 16), scale);
+      if (i >= pieces) continue;
+      const uint2 a = f16_of_codes(codes.x), b = f16_of_codes(codes.y), c = f16_of_codes(codes.z),
+                  d = f16_of_codes(codes.w);
+      store_shared_vector(at, uint4{a.x, a.y, b.x, b.y});
+      store_shared_vector(at + 16, uint4{c.x, c.y, d.x, d.y});
+      if (piece % 8 == 0) {
+        store_shared_float(operand + o.rows * o.row_bytes + (row * o.stages + piece / 8) * 4,
+                           scale);
+      }
+    }
+  }
+
+  __device__ std::uint32_t first_job(std::uint32_t gemm) const {
+    return gemm == 0 ? blockIdx.x + gridDim.x * (warp / 2) : blockIdx.x;
+  }
+  __device__ std::uint32_t next_job(std::uint32_t gemm) const {
+    return gemm == 0 ? gridDim.x * (kFewWarps / 2) : gridDim.x;
+  }
+  // Begins the cursor's job. Returns false if there is none. The warp may have no stages of it.
+  __device__ __forceinline__ bool begin(Cursor& c) const {
+    const Divisor& tiles = p.weights[c.gemm].tiles;
+    const std::uint32_t experts = block.num_experts, stages = p.operands[c.gemm].stages;
+    if (c.gemm == 0) {
+      c.expert = tiles.quotient(c.job);
+      if (c.expert >= experts) return false;
+      c.tile = c.job - c.expert * tiles.count;
+      const std::uint32_t half = stages / 2;
+      c.stage = warp % 2 == 0 ? 0 : half;
+      c.left = warp % 2 == 0 ? half : stages - half;
+      return true;
+    }
+    if (c.job >= tiles.count) return false;
+    c.tile = c.job;
+    const std::uint32_t all = experts * stages, first = all * warp / kFewWarps;
+    c.expert = p.h_stages.quotient(first);
+    c.stage = first - c.expert * stages;
+    c.left = all * (warp + 1) / kFewWarps - first;
+    return true;
+  }
+
+  // The end of the stream at which weights are requested. Eight lanes copy the 128 bytes of a row,
+  // which is what memory delivers at once: with 64 bytes of twice as many rows passes took a fifth
+  // longer. A lane's rows are lane / 8, the fourth behind that, and the same of the second rows.
+  struct Source {
+    Cursor cursor;
+    bool aimed = false;  // what follows is of the next stage
+    const std::byte* from;
+    std::int64_t fourth, second;  // from there, in bytes
+    const float* scales;
+    std::uint32_t bytes_left;  // of the rows, from this lane's on; or less than none
+    std::uint32_t stages;
+    std::uint32_t to = 0;  // in the ring
+
+    __device__ __forceinline__ void aim(const Few& few) {
+      while (cursor.left == 0) {
+        if (!few.begin(cursor)) {
+          if (++cursor.gemm == 2) return;
+          cursor.job = few.first_job(1);
+        } else if (cursor.left == 0) {
+          cursor.job += few.next_job(cursor.gemm);
+        }
+      }
+      const FewWeights& w = few.p.weights[cursor.gemm];
+      const std::int64_t expert = few.block.expert[cursor.expert];
+      const std::uint32_t row = cursor.tile * w.tile_rows, at = cursor.stage * kFewStageRowBytes;
+      fourth = 4 * w.row_stride;
+      second = row + w.more_rows < w.rows ? w.second : 0;
+      from = w.data + expert * w.expert_stride + (row + few.lane / 8) * w.row_stride + at +
+             few.lane % 8 * 16;
+      bytes_left = w.row_bytes - at - few.lane % 8 * 16;
+      stages = few.p.operands[cursor.gemm].stages;
+      if constexpr (kScaled) {
+        scales = w.scales + expert * w.expert_scales +
+                 ((cursor.tile / 16 * stages + cursor.stage) * 4 + cursor.tile / 8 % 2 * 2);
+      }
+    }
+    // Requests the stream's next stage.
+    __device__ __forceinline__ void request(const Few& few) {
+      if (!aimed) aim(few);
+      aimed = true;
+      if (cursor.gemm < 2) {
+        // (Rows are multiples of 16 bytes.)
+        const bool exists = static_cast<std::int32_t>(bytes_left) > 0;
+        if (!exists) {
+          from = few.p.weights[cursor.gemm].data;
+          fourth = second = 0;
+        }
+        const std::uint32_t vector = few.ring + to + few.lane / 8 * kFewStageRowBytes +
+                                     few.swizzled(few.lane % 8, few.lane / 8);
+        copy_async(vector, from, exists);
+        copy_async(vector + 512, from + fourth, exists);
+        copy_async(vector + 1024, from + second, exists);
+        copy_async(vector + 1536, from + second + fourth, exists);
+        if constexpr (kScaled) {
+          copy_two_words_async(few.ring + to + kFewRows * kFewStageRowBytes + 8 * few.lane, scales);
+          scales += 4;
+        }
+        from += kFewStageRowBytes;
+        bytes_left -= kFewStageRowBytes;
+        if (++cursor.stage == stages) {
+          cursor.stage = 0;
+          ++cursor.expert;
+          aimed = false;
+        }
+        if (--cursor.left == 0) {
+          cursor.job += few.next_job(cursor.gemm);
+          aimed = false;
+        }
+      }
+      end_copy_group();
+      to = to + kStageBytes == kFewStages * kStageBytes ? 0 : to + kStageBytes;
+    }
+  };
+  // Where a row's vector is in a stage: even rows and odd ones exchange halves, so that eight lanes
+  // which read four vectors of two rows find them in different banks.
+  __device__ static std::uint32_t swizzled(std::uint32_t vector, std::uint32_t row) {
+    return (vector ^ row % 2 * 4) * 16;
+  }
+
+  // Multiplies a stage, which has come, with a column of each token. `row`: the address of this
+  // lane's token's row, `scales`: those of the scales of the two tokens whose sums it has.
+  __device__ __forceinline__ void multiply(std::uint32_t from, std::uint32_t row,
+                                           const std::uint32_t (&scales)[2],
+                                           float (&sums)[4]) const {
+    float part[4] = {};
+    float(&acc)[4] = kScaled ? part : sums;
+#pragma unroll
+    for (std::uint32_t half = 0; half < 2; ++half) {
+      const std::uint32_t at =
+          ring + from + lane / 4 * kFewStageRowBytes + swizzled(lane % 4 + 4 * half, lane / 4);
+      const uint4 first = load_shared_vector(at), second = load_shared_vector(at + 1024);
+      if constexpr (kScaled) {
+        const std::uint32_t a[4] = {first.x, first.y, first.z, first.w},
+                            b[4] = {second.x, second.y, second.z, second.w};
+        const std::uint32_t column = row + 128 * half + lane % 4 * 32;
+        const uint4 low = load_shared_vector(column), high = load_shared_vector(column + 16);
+        const std::uint32_t x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint2 f = f16_of_codes(a[i]), s = f16_of_codes(b[i]);
+          multiply_16x8x16_f16(acc, f.x, s.x, f.y, s.y, x[2 * i], x[2 * i + 1]);
+        }
+      } else {
+        const uint4 x = load_shared_vector(row + 64 * half + lane % 4 * 16);
+        multiply_16x8x16(acc, first.x, second.x, first.y, second.y, x.x, x.y);
+        multiply_16x8x16(acc, first.z, second.z, first.w, second.w, x.z, x.w);
+      }
+    }
+    if constexpr (kScaled) {
+      const float2 of_weights =
+          load_shared_floats(ring + from + kFewRows * kFewStageRowBytes + 8 * lane);
+      const float of_tokens[2] = {load_shared_float(scales[0]), load_shared_float(scales[1])};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[i] += part[i] * ((i < 2 ? of_weights.x : of_weights.y) * of_tokens[i % 2]);
+      }
+    }
+  }
+
+  // Where a warp leaves its sums for others.
+  __device__ std::uint32_t sums_of(std::uint32_t buffer, std::uint32_t of_warp) const {
+    return sums + (buffer * kFewWarps + of_warp) * 512;
+  }
+  __device__ void leave_sums(std::uint32_t buffer, const float (&mine)[4]) const {
+    store_shared_vector(sums_of(buffer, warp) + lane * 16,
+                        uint4{__float_as_uint(mine[0]), __float_as_uint(mine[1]),
+                              __float_as_uint(mine[2]), __float_as_uint(mine[3])});
+  }
+  // Adds the sums of a pair of warps and stores h. Sums i and i + 2 of a lane are of row lane / 4,
+  // and of the row `second` behind it, for token 2 (lane % 4) + i.
+  __device__ __forceinline__ void store_hidden(const Cursor& c, std::uint32_t buffer,
+                                               float (&mine)[4]) const {
+    if (warp % 2 != 0) leave_sums(buffer, mine);
+    named_barrier<64>(1 + warp / 2);
+    if (warp % 2 != 0) return;
+    const uint4 other = load_shared_vector(sums_of(buffer, warp + 1) + lane * 16);
+    mine[0] += __uint_as_float(other.x);
+    mine[1] += __uint_as_float(other.y);
+    mine[2] += __uint_as_float(other.z);
+    mine[3] += __uint_as_float(other.w);
+    const FewWeights& w = p.weights[0];
+    const std::uint32_t columns = p.operands[1].columns, row0 = c.tile * w.tile_rows + lane / 4;
+    const std::size_t of_expert = static_cast<std::size_t>(block.expert[c.expert]) * columns;
+#pragma unroll
+    for (int i = 0; i < (kGated ? 2 : 4); ++i) {
+      const std::uint32_t token = lane % 4 * 2 + i % 2, row = row0 + (i < 2 ? 0 : 8);
+      const std::uint32_t slot = block.row_of[c.expert][token];
+      if (slot == kNoRow || row >= columns) continue;
+      float v = mine[i], up = kGated ? mine[i + 2] : 0;
+      const std::size_t at = of_expert + row;
+      if (p.more_of_first) {
+        float& linear = kGated ? up : v;
+        if (kGated && p.gate_scale != nullptr) v *= __ldg(p.gate_scale + at);
+        if (p.up_scale != nullptr) linear *= __ldg(p.up_scale + at);
+        if (kGated && p.gate_bias != nullptr) v += __ldg(p.gate_bias + at);
+        if (p.up_biases != nullptr) linear += __ldg(p.up_biases + at);
+        if (kGated && p.clamps) {
+          v = at_most(v, p.limit);
+          up = at_least(at_most(up, p.limit), -p.limit) + p.up_bias;
+        }
+      }
+      v = p.form.is_tanh ? activate_tanh(p.form, v) : activate_ramp(p.form, v);
+      if (kGated) v *= up;
+      p.h[slot * std::size_t{columns} + row] = static_cast<std::uint16_t>(pack_bf16(v, 0));
+    }
+  }
+  // Adds a part of an expert's output to the tokens' sums; the part from stage 0 on has the bias.
+  __device__ __forceinline__ void weigh(const Cursor& c, bool biased, float (&part)[4],
+                                        float (&sums)[4]) const {
+    const std::uint32_t hidden = p.weights[1].rows, row0 = c.tile * kFewRows + lane / 4;
+    const std::size_t of_expert = static_cast<std::size_t>(block.expert[c.expert]) * hidden;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t slot = block.row_of[c.expert][lane % 4 * 2 + i % 2];
+      const std::uint32_t row = row0 + (i < 2 ? 0 : 8);
+      if (slot == kNoRow || row >= hidden) continue;
+      if (p.more_of_second) {
+        if (p.down_scale != nullptr) part[i] *= __ldg(p.down_scale + of_expert + row);
+        if (biased && p.down_bias != nullptr) part[i] += __ldg(p.down_bias + of_expert + row);
+      }
+      sums[i] += block.weights[slot] * part[i];
+    }
+  }
+  // Adds up the warps' sums of a tile, in their order.
+  __device__ __forceinline__ void store_output(std::uint32_t tile, std::uint32_t buffer,
+                                               const float (&mine)[4]) const {
+    leave_sums(buffer, mine);
+    __syncthreads();
+    const std::uint32_t owner = threadIdx.x / 4, i = threadIdx.x % 4;
+    const std::uint32_t token = owner % 4 * 2 + i % 2,
+                        row = tile * kFewRows + owner / 4 + (i < 2 ? 0 : 8);
+    if (owner >= 32 || token >= p.tokens || row >= p.weights[1].rows) return;
+    float sum = 0;
+#pragma unroll
+    for (std::uint32_t w = 0; w < kFewWarps; ++w) {
+      sum += load_shared_float(sums_of(buffer, w) + threadIdx.x * 4);
+    }
+    static_cast<std::uint16_t*>(p.y)[token * p.y_stride + row] =
+        static_cast<std::uint16_t>(pack_bf16(sum * p.scale, 0));
+  }
+
+  // The words that the pass before this one used, and its number; see clear_next_words().
+  __device__ void prepare_next_pass() const {
+    std::uint32_t* const words = p.pass_words[~block.life.epoch & 1].words;
+#pragma unroll 1
+    for (std::uint32_t i = blockIdx.x * kFewThreads + threadIdx.x; i < p.num_pass_words;
+         i += gridDim.x * kFewThreads) {
+      words[i] = 0;
+    }
+    if (threadIdx.x == kFewThreads - 1 && atomicInc(p.readers, gridDim.x - 1) == gridDim.x - 1) {
+      *p.epoch_word = block.life.epoch + 1;
+    }
+  }
+  __device__ void store_stats() const {
+    const std::uint32_t slots = p.tokens * p.top_k.count;
+#pragma unroll 1
+    for (std::uint32_t e = threadIdx.x; e < p.num_experts; e += kFewThreads) {
+      std::uint32_t rows = 0;
+#pragma unroll 1
+      for (std::uint32_t s = 0; s < slots; ++s) {
+        rows += block.ids[s] == static_cast<std::int32_t>(e) ? 1 : 0;
+      }
+      p.stats[e] = rows;
+    }
+    if (threadIdx.x == 0) p.stats[p.num_experts] = p.tokens;
+  }
+  // Meets all blocks, each of which has stored its part of h. Returns false if the pass was given
+  // up.
+  __device__ bool await_hidden() const {
+    std::uint32_t* const word = life().barrier(kListsReady);
+    grid_arrive(word);
+    const auto all_stored = [&] {
+      return life().waiter().wait(protocol::Phase::kExperts, blockIdx.x,
+                                  [&] { return load_acquire_gpu(word) >= gridDim.x; });
+    };
+    return __syncthreads_and(threadIdx.x != 0 || all_stored());
+  }
+
+  __device__ __forceinline__ void run() const {
+    Source source{};
+    source.cursor.job = first_job(0);
+    std::uint32_t from = 0, buffer = 0;
+    // Both GEMMs have one copy of the code.
+#pragma unroll 1
+    for (std::uint32_t gemm = 0; gemm < 2; ++gemm) {
+      buffer = 0;  // (pairs of warps had different numbers of jobs)
+      if (gemm == 1 && !await_hidden()) break;
+      request_operand(gemm);
+      if (gemm == 0) {
+        // What is asked for behind the first weights comes after them, so that was x. (With one
+        // token the warp that lists the experts has read the routing.)
+        if (threadIdx.x == kFewThreads - 1) begin_life();
+        read_routing();
+        if (p.tokens != 1) __syncthreads();
+        if (warp == 0) list_experts();
+        __syncthreads();
+        if (block.life.aborted) break;
+#pragma unroll 1
+        for (std::uint32_t i = 0; i < kFewStages; ++i) source.request(*this);
+        await_copy_groups<kFewStages>();
+      } else {
+        await_copies();
+      }
+      if constexpr (kScaled) quantize_operand(gemm);
+      __syncthreads();
+      if (gemm == 0) prepare_next_pass();
+      const FewOperand& o = p.operands[gemm];
+      Cursor c;
+      c.gemm = gemm;
+#pragma unroll 1
+      for (c.job = first_job(gemm); begin(c); c.job += next_job(gemm)) {
+        float sums[4] = {};
+        do {
+          const auto row_of = [&](std::uint32_t token) {
+            if (gemm == 0) return min(token, p.tokens - 1);
+            const std::uint32_t slot = block.row_of[c.expert][token];
+            return slot == kNoRow ? 0 : slot;  // (its sums are for nobody)
+          };
+          const bool biased = c.stage == 0;
+          const std::uint32_t count = min(c.left, o.stages - c.stage);
+          std::uint32_t row = operand + row_of(lane / 4) * o.row_bytes + c.stage * kOperandBytes;
+          std::uint32_t scales[2] = {};
+          if constexpr (kScaled) {
+            const std::uint32_t at = operand + o.rows * o.row_bytes + c.stage * 4;
+            scales[0] = at + row_of(lane % 4 * 2) * o.stages * 4;
+            scales[1] = at + row_of(lane % 4 * 2 + 1) * o.stages * 4;
+          }
+          c.left -= count;
+          float part[4] = {};
+#pragma unroll 1
+          for (std::uint32_t i = 0; i < count; ++i) {
+            await_copy_groups<kFewStages - 1>();
+            __syncwarp();  // other lanes' copies, too
+            multiply(from, row, scales, part);
+            row += kOperandBytes;
+            scales[0] += 4;
+            scales[1] += 4;
+            from = from + kStageBytes == kFewStages * kStageBytes ? 0 : from + kStageBytes;
+            __syncwarp();
+            source.request(*this);
+          }
+          if (gemm == 0) {
+            store_hidden(c, buffer, part);
+          } else if (count != 0) {
+            weigh(c, biased, part, sums);
+          }
+          ++c.expert;
+          c.stage = 0;
+        } while (c.left != 0);
+        if (gemm == 1) store_output(c.tile, buffer, sums);
+        buffer ^= 1;
+      }
+      // (Where there are fewer tiles than blocks, the last block has least to do.)
+      if (gemm == 1 && blockIdx.x == gridDim.x - 1) store_stats();
+    }
+    await_copies();
+  }
+};
+
+template <bool kScaled, bool kGated>
+__global__ void __launch_bounds__(kFewThreads, 1) few_tokens(const __grid_constant__ FewParams p) {
+  extern __shared__ __align__(128) std::byte shared_memory[];
+  __shared__ FewStorage block;
+  const std::uint32_t operand = shared_address(shared_memory), ring = operand + p.operand_bytes;
+  const Few<kScaled, kGated> few{p, block, operand,
+                                 ring + threadIdx.x / 32 * kFewStages * few_stage_bytes(kScaled),
+                                 ring + kFewWarps * kFewStages * few_stage_bytes(kScaled)};
+  few.run();
+}
+
+}  // namespace
+
+FewKernel few_kernel(bool scaled, bool gated) {
+  return scaled ? (gated ? few_tokens<true, true> : few_tokens<true, false>)
+                : (gated ? few_tokens<false, true> : few_tokens<false, false>);
+}
+
+}  // namespace switchyard::gpu

@@ -1,0 +1,132 @@
+// The kernel for passes of few tokens: what the host hands it, and what of a pass fits into it.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "base/quantize.h"
+#include "gpu/exchange/params.h"
+#include "gpu/pipeline/params.h"
+#include "gpu/pipeline/words.h"
+#include "gpu/route/params.h"
+#include "gpu/tile/params.h"
+#include "gpu/tokens/params.h"
+#include "switchyard/schedule.h"
+
+namespace switchyard::gpu {
+
+inline constexpr int kFewWarps = 16, kFewThreads = 32 * kFewWarps;
+// The columns of the matrix instruction: each token of the pass has one.
+inline constexpr int kMostFewTokens = 8;
+inline constexpr int kMostFewSlots = 64;
+// Each warp streams 16 rows of weights through a ring of its own, 128 bytes of each row per stage.
+// The warps of a block must have about 40 KB of requests under way to keep up with memory, and with
+// one token only five or six of them have work.
+inline constexpr std::uint32_t kFewRows = 16, kFewStages = 4, kFewStageRowBytes = 128;
+// In FP8 a stage also has, for each lane, the scales of both its rows.
+constexpr std::uint32_t few_stage_bytes(bool scaled) {
+  return kFewRows * kFewStageRowBytes + (scaled ? 32 * 8 : 0);
+}
+
+// Divides numbers below 2^31 / count.
+struct Divisor {
+  std::uint32_t count = 1, magic = 0;
+  static constexpr Divisor of(std::uint32_t count) { return {count, (1u << 31) / count + 1}; }
+  SWITCHYARD_HOST_DEVICE std::uint32_t quotient(std::uint32_t i) const {
+    return static_cast<std::uint32_t>(std::uint64_t{i} * magic >> 31);
+  }
+};
+
+// The rows that weights are multiplied by, in shared memory: bf16, or codes of FP8 in fp16, which
+// has all of them. The padding lets eight rows' vectors be read without bank conflicts.
+struct FewOperand {
+  std::uint32_t rows, columns;
+  std::uint32_t stages;  // of kFewStageRowBytes of a weight row
+  Divisor pieces;        // of 16 columns, of a whole number of stages
+  std::uint32_t row_bytes;
+
+  static constexpr FewOperand of(std::uint32_t rows, std::uint32_t columns, bool scaled) {
+    const std::uint32_t stage_columns = kFewStageRowBytes / (scaled ? 1 : 2);
+    const std::uint32_t stages = protocol::ceil_div(columns, stage_columns);
+    const std::uint32_t padding = scaled ? 16 : 64;
+    return {rows, columns, stages, Divisor::of(stages * stage_columns / 16),
+            stages * stage_columns * 2 + padding};
+  }
+  // In FP8 each row's scales follow the rows.
+  constexpr std::uint32_t bytes(bool scaled) const {
+    return rows * (row_bytes + (scaled ? stages * 4 : 0));
+  }
+};
+
+// The weights of one GEMM, in tiles of 16 rows. Row i of a tile and row i + 8 are `second` bytes
+// apart: the rows of gate and up for the same column of h, or two rows of one matrix.
+struct FewWeights {
+  const std::byte* data;
+  std::int64_t expert_stride, row_stride, second;  // bytes
+  std::uint32_t row_bytes;
+  std::uint32_t rows;  // of one matrix
+  Divisor tiles;
+  // The rows of one matrix in a tile, and how many of them are past the eighth: 8 and 0, or 16 and
+  // 8. (The last tile may have only eight.)
+  std::uint32_t tile_rows, more_rows;
+  const float* scales;          // see FfnParams::gemm1_scales
+  std::uint32_t expert_scales;  // from one expert's scales to the next's
+};
+
+struct FewParams : WaitParams, ActivationParams, RouteCall, InputCall, OutputCall {
+  std::uint32_t tokens;
+  Divisor top_k;
+  std::uint32_t num_routed, num_experts;
+  const std::int32_t* place_of;
+  FewWeights weights[2];   // of the first and the second GEMM
+  FewOperand operands[2];  // x and h
+  Divisor h_stages;
+  std::uint32_t operand_bytes;
+  // See FfnParams.
+  bool more_of_first, more_of_second;
+  const float *gate_scale, *up_scale, *down_scale, *gate_bias, *up_biases, *down_bias;
+  std::uint16_t* h;  // [T, K, I]
+  // See LayerParams.
+  std::uint64_t* epoch_word;
+  std::uint32_t* readers;
+  PassWords pass_words[2];
+  std::uint32_t num_pass_words;
+  std::uint32_t* stats;
+};
+
+// Shared memory: the operand, the rings, and all warps' sums of two tiles in turn. The rest, of
+// which the kernel knows at compile time, is less than 2 KB.
+constexpr std::uint32_t few_operand_bytes(const FewOperand& x, const FewOperand& h, bool scaled) {
+  return protocol::round_up(std::max(x.bytes(scaled), h.bytes(scaled)), 128u);
+}
+constexpr std::uint32_t few_shared_bytes(std::uint32_t operand_bytes, bool scaled) {
+  return operand_bytes + kFewWarps * (kFewStages * few_stage_bytes(scaled) + 2 * 32 * 16);
+}
+inline constexpr std::uint32_t kMostFewSharedBytes = 225 * 1024;
+
+// The most bytes of weights, of all slots, with which a pass is faster here than in the small
+// pass's kernel. This one begins some 8 us (bf16) or 10 us (FP8) sooner, and then reads more
+// slowly. Measured on an H200: in bf16 it gains up to 201 MB and loses at 226 MB; in FP8 it gains
+// up to 189 MB, and from 201 MB on both are alike.
+inline constexpr std::int64_t kMostFewBytes = 202'000'000;
+
+// Whether the kernel has room for a pass of one rank with the routing given, and is the faster one.
+// Its matrix instruction has columns for eight tokens.
+constexpr bool few_tokens_fit(std::int64_t tokens, int top_k, int hidden, int intermediate,
+                              bool scaled, bool gated) {
+  if (tokens < 1 || tokens > kMostFewTokens || tokens * top_k > kMostFewSlots) return false;
+  const std::int64_t expert_bytes =
+      std::int64_t{hidden} * intermediate * (gated ? 3 : 2) * (scaled ? 1 : 2);
+  if (tokens * top_k * expert_bytes > kMostFewBytes) return false;
+  const auto rows = static_cast<std::uint32_t>(tokens);
+  const FewOperand x = FewOperand::of(rows, static_cast<std::uint32_t>(hidden), scaled),
+                   h = FewOperand::of(rows * static_cast<std::uint32_t>(top_k),
+                                      static_cast<std::uint32_t>(intermediate), scaled);
+  return few_shared_bytes(few_operand_bytes(x, h, scaled), scaled) <= kMostFewSharedBytes;
+}
+
+using FewKernel = void (*)(FewParams);
+FewKernel few_kernel(bool scaled, bool gated);
+
+}  // namespace switchyard::gpu
