@@ -149,7 +149,7 @@ def test_every_block_of_python_runs(document, tmp_path, monkeypatch):
 
 # Lines of shell that no test may run, and why.
 NO_TESTS = {
-    r".*bench/engines\.py .*": "serves whole models on a GPU; test_engines.py has what needs none",
+    r".*bench/(engines|tile_files)\.py .*": "serves whole models on a GPU; test_engines.py has what needs none",
     r"pip install \.": "changes the environment",
     r"scripts/wheel\.sh": "builds for minutes",
     r"vllm serve .*": "needs vLLM, a GPU and a model of 60 GB",
