@@ -1,6 +1,6 @@
-// Dispatch and combine alone: tokens to the ranks of their experts, and results back. For layers
-// whose experts are computed by something else: GroupedGemm (grouped_gemm.h), or kernels of your
-// own. MoeLayer (layer.h) does all of it in one kernel.
+// Dispatch and combine alone: tokens to the ranks of their experts, and results back. Use them in
+// layers whose experts are computed by something else: GroupedGemm (grouped_gemm.h), or kernels of
+// your own. MoeLayer (layer.h) does all of it in one kernel.
 //
 //   Exchange exchange(world, spec);
 //   ExchangeHandle handle = exchange.make_handle();
@@ -15,8 +15,8 @@
 //   ... the shared expert, say ...
 //   exchange.dispatch_recv(received, handle);
 //
-// One-sided stores and numbered flags: no collective, no barrier between calls, no reset of
-// anything. A token crosses once to each rank that has experts of it.
+// It uses one-sided stores and numbered flags: no collective, no barrier between calls, no reset. A
+// token crosses once to each rank that has experts of it.
 #pragma once
 
 #include <chrono>
@@ -36,7 +36,7 @@ namespace switchyard {
 class ExchangeEngine;
 struct ExchangeMaker;
 
-// Who multiplies a row of results with its slot's weight, in combine.
+// The rank that multiplies a row of results by its slot's weight in combine.
 enum class CombineWeights : std::uint8_t {
   // The token's rank, as it sums: out = sum over k of weight * row, in fp32.
   kByReceiver,
@@ -62,11 +62,11 @@ struct ExchangeSpec {
   //                      bf16, f16 or f32, which is quantised before it travels, as layers that
   //                      compute in kF8E4M3 do (LayerOptions::compute)
   DType dispatch = DType::kBF16;
-  // The type of the experts' results, and of them on their way back: kBF16, kF16 or kF32.
+  // The type of the experts' results, also on their way back: kBF16, kF16 or kF32.
   DType combine = DType::kBF16;
-  // Where received rows stand, and results: by this rank's experts, as in GroupedInput. An expert's
-  // rows are in the order of ranks, of a rank's in the order of tokens. Padded with size 0: with
-  // room for all tokens of all ranks, max_tokens * world.
+  // The layout of received rows and of results, by this rank's experts, as in GroupedInput. An
+  // expert's rows are sorted by rank, then by token. A padded layout of size 0 has room for all
+  // tokens of all ranks, max_tokens * world.
   RowLayout layout{};
   CombineWeights weights = CombineWeights::kByReceiver;
   // The expert's rank sums the rows that it has of one token, in fp32 in the order of k, rounds the
@@ -74,11 +74,11 @@ struct ExchangeSpec {
   // fewer bytes. It changes bits: partial sums are rounded, and the token's rank adds them in the
   // order of their lowest k. Not with CombineWeights::kByReceiver.
   bool pre_sum = false;
-  // Of ranks on several hosts. A host's ranks sum the rows that they have of one token of another
-  // host, in fp32 in the order of k, round the sum to `combine`, and send it as one row. That is at
-  // most one row for each token and host, so fewer bytes between hosts; within a host rows travel
-  // as `pre_sum` says. It changes bits, as pre_sum does. They are the same on every repetition. Not
-  // with CombineWeights::kByReceiver. Of one host nothing changes.
+  // For ranks on several hosts; on one host it changes nothing. A host's ranks sum the rows that
+  // they have of one token of another host, in fp32 in the order of k, round the sum to `combine`,
+  // and send it as one row. That is at most one row for each token and host, so fewer bytes between
+  // hosts; within a host rows travel as `pre_sum` says. It changes bits, as pre_sum does;
+  // repetitions give the same bits. Not with CombineWeights::kByReceiver.
   bool pre_sum_per_host = false;
   // Which experts each rank has, if not own_experts(). Rows are then sorted by place (weights.h):
   // this rank's experts are own_experts(places, rank, ranks).
@@ -93,13 +93,13 @@ struct ExchangeOptions {
   int num_threads = 0;  // kCpu only; as in LayerOptions
   int device = -1;      // kCuda only; as in LayerOptions
   // kCuda only. The most SMs that a call uses for rows; 0: all. One block of a call waits for other
-  // ranks as long as it takes, and it needs little: ranks may share a device whatever they use. In
-  // a process with several ranks on a device, set CUDA_DEVICE_MAX_CONNECTIONS to 32 before the
-  // first of them: each rank's stream needs a queue of its own, or its sends can stand behind
+  // ranks as long as it takes. It needs few resources, so ranks may share a device whatever they
+  // use. In a process with several ranks on a device, set CUDA_DEVICE_MAX_CONNECTIONS to 32 before
+  // the first of them: each rank's stream needs a queue of its own, or its sends can stand behind
   // another's receive.
   int max_sms = 0;
-  // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's. What
-  // callers compute between calls, experts say, is no progress: it must take less.
+  // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's. Time
+  // between calls, for experts say, is no progress: it must be shorter.
   std::chrono::milliseconds deadline{0};
   // Record what was done in each call, for Exchange::trace().
   bool trace = false;
@@ -115,35 +115,34 @@ struct DispatchInput {
   // [T, H], rows contiguous (col_stride 1), of a type that ExchangeSpec::dispatch takes. FP8 with
   // scale_rows 1 and scale_cols 128.
   MatrixView tokens{};
-  // [T, K], i32 or i64: experts, distinct within a token; kNoExpert is none. Others, and an expert
-  // that a token names twice, are Error{kInvalidArgument}: with kCpu before anything is sent, with
-  // kCuda from a later call, and such a slot, or the later of two, is none. See
+  // [T, K], i32 or i64: experts, distinct within a token; kNoExpert is none. Other ids, and an
+  // expert that a token names twice, are Error{kInvalidArgument}: with kCpu before anything is
+  // sent, with kCuda from a later call, where such a slot, or the later of two, is none. See
   // ExchangeSpec::large_ids_are_none.
   SlotView ids{};
   // [T, K], f32 or bf16; empty: all 1.
   SlotView weights{};
-  // The handle's ids and weights again, for other tokens: see ExchangeHandle. `ids` and `weights`
-  // are then empty.
+  // Uses the handle's ids and weights again, for other tokens: see ExchangeHandle. `ids` and
+  // `weights` are then empty.
   bool reuse = false;
   void* stream = nullptr;  // kCuda only: a cudaStream_t
 };
 
-// Whose a received row is.
+// The origin of a received row.
 struct RowOrigin {
   std::int32_t rank{};
   std::int32_t token{};  // of that rank
   std::int32_t k{};      // the slot of the token
 };
 
-// Where received rows go, n of them. Each but `rows` may be null. What is no row's stays as it was:
-// nothing is cleared. No two of the arrays may overlap, nor, in dispatch(), any of them what is
-// sent: Error{kInvalidArgument}. (Between dispatch_send() and dispatch_recv() what was sent may be
-// received over.)
+// The arrays for the n received rows. Each but `rows` may be null. Memory without a row stays as it
+// was. The arrays may not overlap each other, nor, in dispatch(), the input:
+// Error{kInvalidArgument}. (dispatch_recv() may overwrite the input of dispatch_send().)
 struct DispatchOutput {
   void* rows = nullptr;         // [capacity, H] of ExchangeSpec::dispatch, in its layout
   std::int64_t capacity = 0;    // rows that there is room for; see Exchange::rows_needed()
   std::int64_t row_stride = 0;  // in elements; 0: H
-  // [capacity, ceil(H / 128)], where rows are FP8; then it must be there.
+  // [capacity, ceil(H / 128)]; needed where rows are FP8.
   float* scales = nullptr;
   std::int64_t scale_stride = 0;  // in elements; 0: ceil(H / 128)
   // [own experts]: rows of this rank's experts 0 to e together, as GroupedInput::ends.
@@ -157,7 +156,7 @@ struct DispatchOutput {
 
 struct CombineInput {
   // [rows, H] of ExchangeSpec::combine, rows contiguous (col_stride 1), in the layout and the order
-  // of the rows that were received. Rows that are nobody's are not read.
+  // of the rows that were received. Gaps between them are not read.
   MatrixView rows{};
   void* stream = nullptr;  // kCuda only: a cudaStream_t
 };
@@ -173,10 +172,10 @@ struct CombineOutput {
   void* stream = nullptr;  // kCuda only: a cudaStream_t
 };
 
-// What became of one dispatch, as combine needs it: which slots went where, and whose the received
-// rows are. Of one Exchange. A dispatch gives it new contents, unless DispatchInput::reuse is set:
-// then it uses those that it has, for as many other tokens, to the same experts with the same
-// weights, in the same rows. Nothing is counted, and neither ids nor weights travel. All ranks
+// The record of one dispatch that its combine needs: where each slot went, and the origin of each
+// received row. A handle belongs to one Exchange. A dispatch replaces its contents, unless
+// DispatchInput::reuse is set: then as many other tokens go to the same experts with the same
+// weights, in the same rows. Nothing is counted then, and neither ids nor weights travel. All ranks
 // reuse their handles of the same earlier dispatch, or none does: Error{kSpecMismatch}. Combine may
 // use a handle any number of times. Movable. With kCuda it must outlive the calls enqueued with it.
 class ExchangeHandle {
@@ -191,7 +190,7 @@ class ExchangeHandle {
   bool empty() const { return state_ == nullptr; }
   // Whether a dispatch was received with it.
   bool dispatched() const;
-  // This rank's in the dispatch that gave it its contents.
+  // This rank's tokens in the dispatch that made the contents.
   std::int64_t tokens() const;
 
  private:
@@ -201,17 +200,17 @@ class ExchangeHandle {
   std::unique_ptr<State> state_;
 };
 
-// Of this rank's last dispatch and last combine. With kCuda the bytes that depend on the ids are
-// counted on the device.
+// Statistics of this rank's last dispatch and last combine. With kCuda the bytes that depend on the
+// ids are counted on the device.
 struct ExchangeStats {
   std::uint64_t dispatches = 0;  // sent since the exchange was made
   std::uint64_t combines = 0;
   std::int64_t tokens = 0;         // of this rank
   std::int64_t tokens_sent = 0;    // to other ranks: one for each token and rank
   std::int64_t rows_received = 0;  // n
-  // To other ranks, by combine. With ExchangeSpec::pre_sum_per_host rows for which another rank of
-  // this host keeps the sum, and sums that this rank sent, which vary: whoever has the last of a
-  // token's rows sends its sum.
+  // Rows sent to other ranks by combine. With ExchangeSpec::pre_sum_per_host: rows for which
+  // another rank of this host keeps the sum, and sums that this rank sent. The number varies,
+  // because the rank with the last of a token's rows sends its sum.
   std::int64_t rows_returned = 0;
   // Bytes this rank wrote into other ranks' heaps.
   std::uint64_t dispatch_bytes = 0;  // tokens and descriptions of rows
@@ -227,7 +226,7 @@ struct ExchangeStats {
 // kCuda on one stream, or on streams that wait for each other.
 //
 // All calls throw Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch} for arguments that make
-// no sense, before anything is sent or stored. They can then be made anew. They throw
+// no sense, before anything is sent or stored. The call can then be repeated. They throw
 // TimeoutError{kTimeout} if a rank did not do its part within the deadline, and
 // TimeoutError{kAborted} if another rank noticed first. Then the exchange is dead, and every later
 // call throws again; the world lives, and can make another.
@@ -242,7 +241,8 @@ class Exchange {
   // memory cannot be had, {kUnsupported} for what the backend does not do on this machine or in
   // this build, TimeoutError if a rank does not come.
   Exchange(const World& world, const ExchangeSpec& spec, const ExchangeOptions& options = {});
-  // Waits as MoeLayer's destructor does. Not while graphs of this exchange may be launched.
+  // Waits as MoeLayer's destructor does. Must not run while graphs of this exchange may be
+  // launched.
   ~Exchange();
   Exchange(Exchange&&) noexcept;
   Exchange& operator=(Exchange&&) noexcept;
@@ -259,17 +259,17 @@ class Exchange {
   // a later call; rows without room are not stored.) A call that was refused, for that or for any
   // other output that it cannot take, changes nothing: it can be made again with a right one.
   void dispatch_recv(const DispatchOutput& output, ExchangeHandle& handle);
-  // Both. Input and output are checked before anything is sent. Only the room for the rows (kCpu)
-  // is known later: after that error call dispatch_recv() with more. Of many tokens it is faster
-  // than the two calls: with kCuda rows are put where they go while more are sent, if the
-  // rank has its device for itself and both are on one stream. Blocks that do so wait for other
+  // Sends and receives in one call. Input and output are checked before anything is sent. Only the
+  // room for the rows (kCpu) is known later: after that error call dispatch_recv() with more. With
+  // many tokens it is faster than the two calls: with kCuda rows are stored while more are sent, if
+  // the rank has its device for itself and both are on one stream. Those blocks wait for other
   // ranks for 100 us at most.
   void dispatch(const DispatchInput& input, const DispatchOutput& output, ExchangeHandle& handle);
 
-  // Rows that dispatch_recv() needs: for all that may arrive, and, for callers that allocate
-  // exactly, for what does. The latter waits, on the host, for the counts of all ranks of the
-  // dispatch that was sent with the handle, with kCuda behind all that the stream has; it cannot be
-  // captured. Padded rows need the same in both.
+  // Rows that dispatch_recv() needs: the most that may arrive; and, for callers that allocate
+  // exactly, those of the dispatch that was sent with the handle. The latter waits on the host for
+  // the counts of all ranks, with kCuda behind the stream's earlier work; it cannot be captured. A
+  // padded layout needs the same in both.
   std::int64_t rows_needed() const;
   std::int64_t rows_needed(ExchangeHandle& handle, void* stream = nullptr);
 
@@ -279,18 +279,19 @@ class Exchange {
   // Waits for the results of this rank's tokens and sums them. A call that was refused changes
   // nothing: it can be made again with a right output.
   void combine_recv(const CombineOutput& output, ExchangeHandle& handle);
-  // Both. Input and output are checked before anything is sent.
+  // Sends and receives in one call. Input and output are checked before anything is sent.
   void combine(const CombineInput& input, const CombineOutput& output, ExchangeHandle& handle);
 
-  // Throws what a call would throw of calls that failed, and otherwise does nothing: for callers
-  // that replay graphs.
+  // Throws what the next call would throw if an earlier one has failed; otherwise does nothing.
+  // Call this when you replay graphs.
   void check();
-  // With kCuda of calls that have ended on the device: synchronise their stream first. It may not
-  // be captured.
+  // With kCuda it knows the calls that have ended on the device: synchronise their stream first. It
+  // may not be captured.
   const ExchangeStats& stats() const;
-  // What this rank did in its last dispatch and in combines since; with kCuda in the last of these,
-  // an event for each block of a kernel, of calls that have ended on the device. Of several hosts'
-  // GPUs it has what the host did. Throws Error{kInvalidArgument} without ExchangeOptions::trace.
+  // The events of this rank's last dispatch and of the combines since. With kCuda: of that dispatch
+  // and the last combine, an event for each block of a kernel, of calls that have ended on the
+  // device. With GPUs on several hosts the events are the host's. Throws Error{kInvalidArgument}
+  // without ExchangeOptions::trace.
   PassTrace trace() const;
 
   const ExchangeSpec& spec() const;  // with the room of padded experts

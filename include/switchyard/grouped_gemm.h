@@ -56,7 +56,7 @@ std::int64_t rows_needed(const RowLayout& layout, int num_experts, std::int64_t 
 // decrease, or for a padded expert with more rows than its room.
 std::vector<std::int64_t> first_rows(const RowLayout& layout, std::span<const std::int64_t> ends);
 
-// How the N rows of a gated W[e], and values of its bias, are those of gate and up, I = N / 2 each.
+// The order of gate's and up's rows in a gated W[e], and of values in its bias: I = N / 2 of each.
 enum class GateOrder : std::uint8_t {
   kGateUp,      // gate 0 .. I - 1, then up 0 .. I - 1
   kUpGate,      // up first
@@ -144,9 +144,9 @@ struct GroupedOutput {
   // [rows, in packed order] f32: what each row of the output is multiplied by, before it is
   // rounded; or empty.
   SlotView weights{};
-  // What the activation is applied to, stored as well: [rows of `layout`, N] of the same type, its
-  // columns in the order of the weights' rows, for a backward pass. Only with an epilogue, and
-  // without `index`. Null: not stored.
+  // The products before the activation, for a backward pass: [rows of `layout`, N] of the same
+  // type, columns in the order of the weights' rows. Only with an epilogue, and without `index`.
+  // Null: not stored.
   void* products = nullptr;
   std::int64_t products_stride = 0;  // in elements; 0: N
   // kCuda only, in device memory: [1], out: the entry of GroupedGemmOptions::table that was chosen;
@@ -197,7 +197,7 @@ class GroupedGemm {
 struct Permutation {
   RowLayout layout{};
   std::vector<std::int32_t> ends{};    // [E]: as in GroupedInput
-  std::vector<std::int32_t> tokens{};  // [rows of the layout]: whose row it is; -1: nobody's
+  std::vector<std::int32_t> tokens{};  // [rows of the layout]: the row's token; -1: a gap
   // [T, K]: the slot's row in the layout; -1: it has no expert.
   std::vector<std::int32_t> positions{};
 };
@@ -233,7 +233,7 @@ struct DevicePermutation {
   RowLayout layout{};
   std::int32_t* ends = nullptr;       // [E], out
   std::int32_t* positions = nullptr;  // [T, K], out
-  // [rows], out: -1 where a row is nobody's, and behind the layout's last row. `rows` is at least
+  // [rows], out: -1 in gaps and behind the layout's last row. `rows` is at least
   // rows_needed(layout, E, T * K). Null: not wanted.
   std::int32_t* tokens = nullptr;
   std::int64_t rows = 0;

@@ -56,9 +56,9 @@ enum class Backend : std::uint8_t {
 // "cpu", "cuda".
 const char* to_string(Backend backend);
 
-// What becomes of a slot whose id no expert has: one below kNoExpert or of num_experts or more; an
-// expert named before for the same token (the slot that names it again); and, in hash-routed
-// layers, all slots of a token whose id is outside the table.
+// The treatment of slots with bad ids. An id is bad if it is below kNoExpert, or num_experts or
+// more, or if it repeats an expert of the same token. In hash-routed layers all slots of a token
+// whose id is outside the table are bad.
 enum class BadIds : std::uint8_t {
   kRaise,  // Error{kInvalidArgument}: with kCpu before anything is sent, with kCuda from a later
            // call
@@ -82,18 +82,18 @@ struct LayerOptions {
   int device = -1;
   // kCuda only. Streaming multiprocessors that the layer leaves to other kernels.
   int reserved_sms = 0;
-  // kCuda only. Cooperative launches: all blocks of the kernel start at once, or none yet. Without,
-  // that is so only while no other kernel runs on the device, or blocks wait for each other up to
-  // the deadline. For profilers, which may not replay such launches of clusters: ncu 2025.3 reports
-  // an illegal instruction.
+  // kCuda only. Launches cooperatively: all blocks of the kernel start at once, or none yet.
+  // Without it that holds only while no other kernel runs on the device; otherwise blocks wait for
+  // each other up to the deadline. Set it to false for profilers that cannot replay such launches
+  // of clusters: ncu 2025.3 reports an illegal instruction.
   bool cooperative_launch = true;
-  // kCuda only. What the layer is not to choose by itself.
+  // kCuda only. Choices that replace the layer's own rules.
   Schedule schedule{};
-  // The memory that the layer works in, instead of its own: for the layers of a model, whose passes
-  // follow one another (see workspace.h). A workspace of the same world and backend with room for
-  // this layer, which may end before it; or another layer, whose memory has room. The same on all
-  // ranks. With kCuda stats() count the passes of all layers in the memory, and `nan_*`,
-  // `bad_slots` and bytes are of the last pass of any of them.
+  // Shared memory to work in, for the layers of a model, whose passes follow one another (see
+  // workspace.h): a workspace of the same world and backend, which may end before this layer; or
+  // the memory of another layer. It needs room for this layer. The same on all ranks. With kCuda
+  // stats() count the passes of all layers in the memory, and `nan_*`, `bad_slots` and bytes are of
+  // the last pass of any of them.
   const Workspace* workspace = nullptr;
   int workspace_slot = 0;  // 0 to slots - 1
   const MoeLayer* share_memory_with = nullptr;
@@ -108,24 +108,24 @@ struct LayerOptions {
   // Experts' outputs are rounded to bf16. The gates see bf16. A NaN or an infinity in a group makes
   // the token's output NaN, and no other's. kBF16 and kF32 dequantise FP8 weights instead.
   std::optional<DType> compute{};
-  // Ids given and what is wrong with them; ranks may differ.
+  // The treatment of bad ids among those given; ranks may differ.
   BadIds bad_ids = BadIds::kRaise;
-  // Ids given that are num_experts or more mean none, as kNoExpert does, and are not bad:
-  // frameworks that deal experts to ranks themselves mark slots of others' experts so.
+  // Ids given that are num_experts or more mean none, as kNoExpert does, and are not bad.
+  // Frameworks that assign experts to ranks themselves mark slots of other ranks' experts this way.
   bool large_ids_are_none = false;
   // Which experts each rank has, if not own_experts(). All ranks must give the same. The weights
   // are then those of places; ids, routing and statistics are of experts as ever. (A rank's rows of
   // an expert go to one place. On the CPU the bits of an output may depend on how many rows share
   // it.)
   ExpertPlacement placement{};
-  // Of ranks on several hosts; the same on all ranks. A host's ranks sum the outputs that they have
-  // for one token of another host, times their weights, in fp32 in the order of k, round the sum to
-  // the outputs' type (kBF16, or kF32 where that is computed in), and send it as one row. That is
-  // at most one row for each token and host, so fewer bytes between hosts. It changes bits: partial
-  // sums are rounded, and the token's rank adds them in the order of their lowest k. They are the
-  // same bits on every repetition, and for all numbers of ranks that these hosts may have if each
-  // host keeps its experts and tokens. Of one host nothing changes. With kCuda the ranks of a host
-  // are a layer of their own then (docs/hosts.md), and sums of a token's own host are rounded, too,
+  // For ranks on several hosts; on one host it changes nothing. The same on all ranks. A host's
+  // ranks sum the outputs that they have for one token of another host, times their weights, in
+  // fp32 in the order of k, round the sum to the outputs' type (kBF16, or kF32 where that is
+  // computed in), and send it as one row. That is at most one row for each token and host, so fewer
+  // bytes between hosts. It changes bits: partial sums are rounded, and the token's rank adds them
+  // in the order of their lowest k. Repetitions give the same bits, and so do other numbers of
+  // ranks on these hosts if each host keeps its experts and tokens. With kCuda the ranks of a host
+  // are then a layer of their own (docs/hosts.md): the sums of a token's own host are rounded, too,
   // and so is the shared expert's output.
   bool pre_sum_per_host = false;
   // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's.
@@ -138,9 +138,10 @@ struct LayerOptions {
   // Called at every protocol step of this rank, from any of its threads. For fault injection and
   // tracing; an empty function costs one test per step. kCpu only.
   std::function<void(const ProtocolStep&)> on_step{};
-  // Keep the rows of each expert of so many last passes, for MoeLayer::recording(): in a ring of
-  // recorded_steps * (16 + 4 bytes for each place of an expert), with kCuda in device memory, which
-  // one warp of the kernel writes. 0: record nothing, at no cost; at most 2^20. Ranks may differ.
+  // The number of last passes whose rows of each expert are kept for MoeLayer::recording(). They
+  // take a ring of recorded_steps * (16 + 4 bytes for each place of an expert), with kCuda in
+  // device memory, which one warp of the kernel writes. 0: record nothing, at no cost; at most
+  // 2^20. Ranks may differ.
   int recorded_steps = 0;
   // The layer's name in its recording: "layers.3". It may be any text, or none.
   std::string name{};
@@ -228,13 +229,13 @@ struct ForwardStats {
   std::int64_t nan_tokens = 0;
   // Bytes this rank wrote into other ranks' heaps.
   std::uint64_t dispatch_bytes = 0;  // activations and row descriptors
-  // Expert outputs. With LayerOptions::pre_sum_per_host those for which another rank of this host
-  // keeps the sums, and sums that this rank sent: whoever has the last of a token's outputs sends
-  // its sum, so that these numbers vary.
+  // Expert outputs. With LayerOptions::pre_sum_per_host: those for which another rank of this host
+  // keeps the sum, and sums that this rank sent. The number varies, because the rank with the last
+  // of a token's outputs sends its sum.
   std::uint64_t combine_bytes = 0;
   std::uint64_t signal_bytes = 0;  // counts rows and flags
-  // What an all-to-all would have sent from this rank, there and back, with every (rank, expert)
-  // buffer padded to the fullest one. kCpu only.
+  // Bytes that an all-to-all would have sent from this rank, there and back, with every (rank,
+  // expert) buffer padded to the fullest one. kCpu only.
   std::uint64_t padded_all_to_all_bytes = 0;
   std::uint64_t heap_bytes_used = 0;       // of this rank's heap, by this pass
   std::uint64_t heap_bytes_reserved = 0;   // address space at the declared maximum
@@ -266,7 +267,7 @@ class MoeLayer {
   // With kCpu it waits for nobody. With kCuda it waits until the device has done all that it was
   // given, for the layer's deadline at most: then it gives up the layer's passes, on all ranks, and
   // if the device does not end them within a second either, leaves the layer's memory allocated.
-  // Not while graphs of this layer may be launched.
+  // Must not run while graphs of this layer may be launched.
   ~MoeLayer();
   MoeLayer(MoeLayer&&) noexcept;
   MoeLayer& operator=(MoeLayer&&) noexcept;
@@ -322,27 +323,24 @@ class MoeLayer {
   // they differ.
   void rebind(const MoeWeights& weights, const ExpertPlacement& placement);
 
-  // Throws what forward() would throw of passes that have ended, and waits for nothing if there is
-  // nothing to throw: for who launches graphs in which forward() was captured, and does not call it
-  // any more. The output of a pass that was given up is not to be used, nor are those of passes
-  // enqueued behind it.
+  // Throws what forward() would throw for passes that have ended, and does not wait if there is
+  // nothing to throw. Call this when you replay graphs instead of calling forward(). Do not use the
+  // output of a pass that was given up, nor of passes enqueued behind it.
   void check();
 
-  // Of the last pass; zeros before the first. With kCuda it waits for all that the device has been
-  // given, and so may not be captured, nor be called while another rank on the device waits for
-  // this one's next pass; passes that a graph launched count, and times and used heap bytes are not
+  // Statistics of the last pass; zeros before the first. With kCuda it waits for all work given to
+  // the device, so it may not be captured, nor called while another rank on the device waits for
+  // this one's next pass. Passes launched by a graph count; times and used heap bytes are not
   // known.
   const ForwardStats& stats() const;
 
-  // What the last passes routed, of all ranks' tokens. With kCuda it waits for all that the device
-  // has been given, like stats(), and passes that a graph launched count. Throws
-  // Error{kInvalidArgument} without LayerOptions::recorded_steps, and what forward() throws of a
-  // pass that failed.
+  // The routing of the last passes, over all ranks' tokens. With kCuda it waits like stats(), and
+  // passes launched by a graph count. Throws Error{kInvalidArgument} without
+  // LayerOptions::recorded_steps, and what forward() throws for a failed pass.
   Recording recording() const;
 
-  // What this rank did in the last pass, for which it waits like stats(). Throws
-  // Error{kInvalidArgument} without LayerOptions::trace, and what forward() throws of a pass that
-  // failed.
+  // The events of this rank's last pass. Waits like stats(). Throws Error{kInvalidArgument} without
+  // LayerOptions::trace, and what forward() throws for a failed pass.
   PassTrace trace() const;
 
   const LayerSpec& spec() const;

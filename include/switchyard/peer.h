@@ -3,8 +3,8 @@
 //
 // Order. put() and put_value() are plain stores: nobody may read what they store before a flag says
 // so. signal() and signal_add() have release order at system scope: whatever this thread put, wrote
-// or read before comes before the flag. wait_until() has acquire order: whoever sees the flag sees
-// all of that. Threads that put something for one flag meet (join, barrier) before one of them
+// or read before comes before the flag. wait_until() has acquire order: a thread that sees the flag
+// sees all of that. Threads that put something for one flag meet (join, barrier) before one of them
 // raises it.
 //
 //   host::put(translate(map, inbox, peer), data, bytes);
@@ -70,8 +70,8 @@ inline bool aborted(const PeerMap& map, std::int32_t* rank = nullptr) {
 }
 
 // Waits until the flag, which is in this rank's memory and which `peer` raises, has the value.
-// Returns what became of it, which is false if the deadline passed or the heap is dead. Nobody else
-// is told: see give_up(). `deadline_ns` counts from the call; 0 looks once.
+// Returns the outcome, which is false if the deadline passed or the heap is dead. Other ranks are
+// not told: see give_up(). `deadline_ns` counts from the call; 0 looks once.
 template <Flag W>
 [[nodiscard]] PeerWait wait_until(const PeerMap& map, const W* flag, std::type_identity_t<W> value,
                                   int peer, Until until = Until::kAtLeast,
@@ -125,7 +125,7 @@ inline void give_up(const PeerMap& map, const PeerWait& wait) {
     verdict = own;
   }
   for (int r = 0; r < map.size; ++r) {
-    none = 0;  // What ended a rank before stays.
+    none = 0;  // The first failure that ended a rank stays.
     std::atomic_ref(control_of(map, r)->abort)
         .compare_exchange_strong(none, verdict, std::memory_order_acq_rel);
   }

@@ -1,4 +1,4 @@
-// Where the memory of a SymmetricHeap is, on every rank: a plain struct that kernels take by value.
+// The addresses of every rank's SymmetricHeap memory: a plain struct that kernels take by value.
 // Compiles as C++20 and as CUDA, and needs no other header of Switchyard.
 #pragma once
 
@@ -25,8 +25,8 @@ struct PeerMap {
   std::byte* bases[kMaxPeers];  // of each rank's memory; null from `size` on
 };
 
-// Where `rank` has what this rank has at `pointer`, which is in this rank's memory. Nothing is
-// checked; SymmetricHeap::translate() checks.
+// The place in the memory of `rank` that corresponds to `pointer` in this rank's memory. Checks
+// nothing; SymmetricHeap::translate() does.
 template <typename T>
 SWITCHYARD_PEER_FUNCTION T* translate(const PeerMap& map, T* pointer, int rank) {
   const auto offset = reinterpret_cast<std::uintptr_t>(pointer) -
@@ -34,9 +34,9 @@ SWITCHYARD_PEER_FUNCTION T* translate(const PeerMap& map, T* pointer, int rank) 
   return reinterpret_cast<T*>(reinterpret_cast<std::uintptr_t>(map.bases[rank]) + offset);
 }
 
-// Which values of a flag a wait takes.
+// The values of a flag that end a wait.
 enum class Until : std::uint8_t {
-  // The value or one behind it. Numbers may wrap around: up to half of their range is behind.
+  // The value or a later one. Numbers may wrap around: up to half of their range is later.
   kAtLeast,
   kEqual,
 };
@@ -49,8 +49,8 @@ struct PeerWait {
     kAborted,  // a rank gave up a wait, or called World::abort()
   };
   State state;
-  // kTimeout: the rank that was waited for. kAborted: the rank that was waited for by whoever gave
-  // up, or that called World::abort(). kReady: as kTimeout.
+  // kReady, kTimeout: the rank that was waited for. kAborted: the rank that the first waiter to
+  // give up waited for, or the rank that called World::abort().
   std::int32_t rank;
   std::uint64_t flag;       // the flag's offset in the memory of the rank that waited
   std::uint64_t expected;   // the value that was waited for
@@ -61,10 +61,10 @@ struct PeerWait {
 };
 
 // -------------------------------------------------------------------------------------------------
-// What follows is how a heap dies. Kernels need none of it: wait_until() reads it, give_up() writes
-// it, and SymmetricHeap::check() reports it.
+// The rest is how a heap dies. Kernels do not need it: wait_until() reads it, give_up() writes it,
+// and SymmetricHeap::check() reports it.
 
-// Each rank's own, in front of its memory.
+// A rank's control block, in front of its memory.
 struct PeerControl {
   struct Failure {
     std::int32_t waiter;
@@ -72,8 +72,8 @@ struct PeerControl {
     std::uint64_t flag, expected, seen, waited_ns;  // as in PeerWait
   };
   // 0 while the heap lives; then 1 + the rank whose `failure` says why, or, with kCalledOff, 1 +
-  // the rank that called World::abort(). Whoever reads another value than 0 with acquire order can
-  // read that record.
+  // the rank that called World::abort(). A reader that sees another value than 0 with acquire order
+  // can read that record.
   alignas(64) std::uint64_t abort;
   std::uint64_t verdict;  // rank 0's: what every rank's `abort` will be
   std::uint64_t claim;    // 0, or 1 once a thread of this rank writes `failure`

@@ -32,7 +32,7 @@ struct Schedule {
   bool operator==(const Schedule&) const = default;
 };
 
-// The same of a grouped GEMM on a GPU.
+// The same for a grouped GEMM on a GPU.
 struct GroupedSchedule {
   // The most token rows of a tile: a multiple of 16, up to 256 in bf16; 64 or 128 in FP8. An
   // expert's rows are cut into tiles of about the same height. The rule: 256 in bf16. In FP8 128,

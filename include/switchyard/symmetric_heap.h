@@ -7,8 +7,9 @@
 //   heap.barrier();                                         // and a check that they were alike
 //   my_kernel<<<grid, block, 0, stream>>>(heap.peer_map(), inbox, flag, round);
 //
-// In the kernel translate(map, inbox, peer) is where `peer` has its inbox. device/peer.cuh has what
-// kernels do with it: put, signal, wait; peer.h has the same for the host, with CPU memory.
+// In the kernel translate(map, inbox, peer) is the address of the inbox of `peer`. device/peer.cuh
+// has what kernels do with it: put, signal, wait; peer.h has the same for the host, with CPU
+// memory.
 #pragma once
 
 #include <chrono>
@@ -25,8 +26,8 @@ namespace switchyard {
 struct SymmetricHeapOptions {
   Backend backend = Backend::kCpu;  // whose memory; the same on all ranks
   int device = -1;                  // kCuda only: of this rank; -1: the current one
-  // Of waits for flags that are given no other (PeerMap::deadline_ns), a year at most. Zero: the
-  // world's.
+  // The deadline of waits for flags that are given no other (PeerMap::deadline_ns), a year at most.
+  // Zero: the world's.
   std::chrono::milliseconds deadline{0};
 };
 
@@ -44,8 +45,8 @@ struct SymmetricHeapStats {
 // same order: then all get the same places. These calls cost no communication, so they cannot see
 // that ranks differ; the next barrier() does, and throws Error{kSpecMismatch} on all ranks, naming
 // a rank and the first call in which it differs from rank 0. Until then the ranks' addresses do not
-// fit each other, so call barrier() after allocating, before the first byte is put anywhere. That
-// is also when all ranks are known to have what others are about to write to.
+// fit each other, so call barrier() after allocating, before the first byte is put anywhere. After
+// it all ranks are known to have the memory that others are about to write.
 class SymmetricHeap {
  public:
   static constexpr std::size_t kAlignment = 128;       // if no other is asked for
@@ -66,10 +67,10 @@ class SymmetricHeap {
   SymmetricHeap(SymmetricHeap&&) noexcept;
   SymmetricHeap& operator=(SymmetricHeap&&) noexcept;
 
-  // Memory of this rank's, for which all ranks have the same place. It holds 0 where it was never
-  // allocated before, and otherwise what it held. `alignment`, a power of two, is that of the
-  // address, on every rank. 0 bytes take as little as 1. Throws Error{kCapacityExceeded} if there
-  // is no room, {kInvalidArgument} for an alignment that is none; both change nothing.
+  // Allocates memory of this rank; all ranks have the same place for it. It holds 0 where it was
+  // never allocated before, and otherwise its old contents. `alignment`, a power of two, is that of
+  // the address, on every rank. 0 bytes take as little as 1. Throws Error{kCapacityExceeded} if
+  // there is no room, {kInvalidArgument} for an alignment that is none; both change nothing.
   void* allocate(std::size_t bytes, std::size_t alignment = kAlignment);
   template <typename T>
   T* allocate(std::size_t count = 1, std::size_t alignment = kAlignment) {
@@ -79,14 +80,14 @@ class SymmetricHeap {
                                     alignment < alignof(T) ? alignof(T) : alignment));
   }
   // Gives an allocation back; null does nothing. Throws Error{kInvalidArgument} for a pointer that
-  // allocate() did not return, or that was freed. The ranks' own: whether another rank still writes
-  // there is the caller's to know.
+  // allocate() did not return, or that was freed. The caller must know that no other rank still
+  // writes there.
   void free(void* pointer);
   // Frees all.
   void reset();
 
-  // Where `rank` has what this rank has at `pointer`, anywhere in this rank's memory or at its end.
-  // Throws Error{kInvalidArgument} for other pointers, and ranks that there are not.
+  // The place in the memory of `rank` that corresponds to `pointer`, anywhere in this rank's memory
+  // or at its end. Throws Error{kInvalidArgument} for other pointers, and ranks that do not exist.
   void* translate(const void* pointer, int rank) const;
   template <typename T>
   T* translate(T* pointer, int rank) const {
@@ -95,12 +96,12 @@ class SymmetricHeap {
   // The start of a rank's memory, as this rank reaches it; a multiple of kMostAlignment. Throws as
   // translate() does.
   std::byte* base(int rank) const;
-  // For kernels, by value, and for the functions of peer.h.
+  // The map for kernels, which take it by value, and for the functions of peer.h.
   PeerMap peer_map() const;
 
   // Waits for a flag in this rank's memory that `peer` raises, as host::wait_until() does, and ends
-  // the heap on all ranks if the deadline passes. Throws as check() does. For kCpu: with kCuda
-  // kernels wait, and it throws Error{kUnsupported}.
+  // the heap on all ranks if the deadline passes. Throws as check() does. kCpu only: with kCuda
+  // kernels wait, and this throws Error{kUnsupported}.
   void wait(const std::uint64_t* flag, std::uint64_t value, int peer);
 
   // Collective: waits for all ranks on the host, and checks that their allocations are alike. With

@@ -72,7 +72,7 @@ struct Configuration {
   int group_m = 1;  // tiles of an expert that share a block of weight rows in turn; 1: none do
   // The configuration stands for the kernel's own rule. It is timed as a baseline and never chosen.
   bool is_rule = false;
-  // What the kernel makes of it, by name. The tuner only keeps these.
+  // The kernel's own parameters, by name. The tuner only keeps them.
   std::vector<std::pair<std::string, std::int64_t>> values{};
 
   bool operator==(const Configuration&) const = default;
@@ -128,7 +128,7 @@ class MismatchError : public Error {
 
 // ------------------------------------------------------------------------------------ profiles
 
-// What is to be timed: a grid to fit on, and a grid to judge the fit by. Points of the second grid
+// The points to time: a grid to fit on, and a grid to judge the fit by. Points of the second grid
 // that are not in the first are held out.
 struct Plan {
   std::vector<Model> models{};
@@ -138,8 +138,8 @@ struct Plan {
   std::vector<double> test_betas{0.2, 0.5, 0.8, 1};
   Generator generator = Generator::kDistinct;
   std::uint64_t seed = 0;
-  // Histograms that were met, beside the grids. All are judged by, and of each model three of four
-  // are fitted on. Their beta is their own.
+  // Recorded histograms, beside the grids. All of them judge the fit; it is made on three of four
+  // of each model. Each has its own beta.
   struct Recorded {
     std::size_t model = 0;  // index in `models`
     std::vector<std::int64_t> counts{};
@@ -148,7 +148,7 @@ struct Plan {
 };
 // Adds histograms of recorded layers to every model of the plan, whose experts and top_k they must
 // have: at most so many for a model, evenly over all different ones. Throws Error{kInvalidArgument}
-// for a model that no layer is of.
+// for a model that no recorded layer matches.
 void add_recorded(Plan& plan, const Recordings& recordings, std::size_t most = 24);
 
 inline constexpr double kNotTimed = -1;    // yet
@@ -186,7 +186,7 @@ struct Profile {
 // A profile with all points of the plan and no times. Throws Error{kInvalidArgument} for a kernel
 // or a plan that makes no sense, naming the value.
 Profile new_profile(const Kernel& kernel, const Device& device, const Plan& plan);
-// What `file` has, for measure() to go on with: its times, and the plan's points that it lacks.
+// The profile in `file`, for measure() to continue: its times, and the plan's points that it lacks.
 // Throws MismatchError if the file is of another kernel, version, machine, generator, seed or
 // configurations, or has other shapes for these models; and what read_profile() throws.
 Profile resumed_profile(const std::filesystem::path& file, const Kernel& kernel,
@@ -217,9 +217,9 @@ struct MeasureOptions {
 };
 // How many configurations of a model are pruned.
 std::size_t num_pruned(const Profile& profile, std::size_t model);
-// Times whatever the profile lacks. Returns true if it lacks nothing now, false if the budget ended
-// first. Throws what the kernel's callback throws, and Error{kSystem} if the file cannot be
-// written.
+// Times everything that the profile lacks. Returns true if it lacks nothing now, false if the
+// budget ended first. Throws what the kernel's callback throws, and Error{kSystem} if the file
+// cannot be written.
 bool measure(Profile& profile, const Kernel& kernel, const MeasureOptions& options = {});
 
 // The models all of whose points to fit on are timed, with all of their points: what can be fitted
@@ -260,16 +260,17 @@ Form form_named(std::string_view name);
 
 struct FitOptions {
   Form form = Form::kExperts;
-  // What least squares minimise: the error over the time, or, as RaMP, the error.
+  // True: least squares minimise the error over the time. False: the error, as in RaMP.
   bool relative = true;
-  // A model's coefficients come from the other models' points: what belongs to tasks is that of a
-  // column of K. For judging how far a fit carries to models that were never timed.
+  // A model's coefficients come from the other models' points; those of tasks are fitted for each
+  // column of K. This shows how well a fit carries over to models that were never timed.
   bool from_other_models = false;
 };
 
 struct Coefficients {
   float a = 0, b = 0, c = 0, d = 0;
-  // Fitted on. 0: the configuration cannot run this model or is pruned, and is never chosen.
+  // The points fitted on. 0: the configuration cannot run this model or is pruned, and is never
+  // chosen.
   int points = 0;
   double r2 = 0;  // 1 - residual / total sum of squares of the times
 
@@ -298,8 +299,8 @@ double predict_us(const Fit& fit, std::size_t model, std::size_t configuration,
 std::size_t select(const Fit& fit, std::size_t model, std::span<const std::int64_t> counts);
 // The index of a model by name. Throws Error{kInvalidArgument} naming those that there are.
 std::size_t model_index(const Fit& fit, std::string_view name);
-// 1 - residual / total sum of squares over all times of a model that the fit was made of. Of
-// logarithms, since configurations differ by orders of magnitude, if `of_logarithms`.
+// R squared: 1 - residual / total sum of squares, over all of a model's times that were fitted on.
+// With `of_logarithms` over their logarithms, since configurations differ by orders of magnitude.
 double r_squared(const Profile& profile, const Fit& fit, std::size_t model,
                  bool of_logarithms = false);
 
@@ -310,7 +311,7 @@ Fit parse_fit(std::string_view text, const std::string& source);
 Fit read_fit(const std::filesystem::path& file, const Kernel& kernel, const Device& device);
 void write_fit(const std::filesystem::path& file, const Fit& fit);
 
-// What a kernel needs to choose for one model: four floats for each configuration.
+// All that a kernel needs to choose for one model: four floats for each configuration.
 struct Table {
   std::string kernel{};
   std::int64_t version = 0;
@@ -322,9 +323,9 @@ struct Table {
     float a = 0, b = 0, c = 0, d = 0;
   };
   std::vector<Entry> entries{};
-  // For kernels whose host chooses, and knows of a pass only its tokens: the entry of each range
-  // of tokens. No two ranges overlap, and the kernel's own rule has all other passes. Such a table
-  // may have no entry. If empty, T chooses.
+  // The entry of each range of tokens, for kernels whose host chooses and knows only a pass's
+  // tokens. No two ranges overlap, and the kernel's own rule runs all other passes. Such a table
+  // may have no entry. Empty: the predicted time chooses.
   struct Range {
     int first = 0, last = 0;  // tokens
     std::size_t entry = 0;
@@ -344,16 +345,16 @@ std::size_t select(const Table& table, std::span<const std::int64_t> counts);
 std::optional<std::size_t> entry_for(const Table& table, std::int64_t tokens);
 std::string to_json(const Table& table);
 Table parse_table(std::string_view text, const std::string& source);
-// Reads a table for whoever checks it against a kernel by itself, as GroupedGemm does.
+// Reads a table and does not check it against a kernel, which GroupedGemm does by itself.
 Table read_table(const std::filesystem::path& file);
-// As read_fit(), of a table; and of another model, also a MismatchError.
+// Reads a table with the checks of read_fit(). A table of another model is a MismatchError, too.
 Table read_table(const std::filesystem::path& file, std::string_view kernel, std::int64_t version,
                  std::string_view machine, const Model& model);
 void write_table(const std::filesystem::path& file, const Table& table);
 
 // ----------------------------------------------------------------------------------- judgement
 
-// What each way to choose costs at a point of the grid to judge by. Times are measured ones.
+// The measured times of each way to choose, at a point of the grid to judge by.
 struct Outcome {
   std::size_t point = 0;  // index in Profile::points
   std::size_t best = 0, chosen = 0;
@@ -372,8 +373,8 @@ struct Outcome {
 // times of all their configurations are left out.
 std::vector<Outcome> evaluate(const Profile& profile, const Fit& fit);
 
-// What is to be had at a number of tokens, over all points of a model that have so many and times
-// of all their configurations.
+// The gain of choosing by tokens alone, at one number of tokens: over all points of a model with
+// that number and with times of all their configurations.
 struct TokensChoice {
   int tokens = 0;
   std::size_t points = 0;
@@ -387,7 +388,7 @@ struct TokensChoice {
   double gain = 0, least = 0;
 };
 inline constexpr double kLeastGain = 0.02, kMostLoss = 0.02;
-// By tokens. Empty for a profile without the kernel's rule.
+// One choice for each number of tokens, in order. Empty for a profile without the kernel's rule.
 std::vector<TokensChoice> choices_by_tokens(const Profile& profile, std::size_t model);
 
 struct Regret {
@@ -402,7 +403,7 @@ std::optional<double> speed_up(std::span<const Outcome> outcomes,
 
 // ------------------------------------------------------------------------------------- regions
 
-// What the thresholds of the regions are derived from.
+// The constants of a device from which the thresholds of the regions follow.
 struct DeviceConstants {
   double block_start_us = 24;  // start of a lone block: launch, barriers, the first loads
   double tile_us = 0.130;      // one product of kReferenceRows x kTileColumns with a tile of tokens
@@ -411,8 +412,8 @@ struct DeviceConstants {
   double l2_share = 0.75;  // of the L2 cache that weights can have
   int num_sms = 132;
 };
-// The same as a profile's own times tell them. Of calls of at most one wave, without splits, in the
-// configuration of the fewest token rows whose tasks are nearest to kReferenceRows wide, a time is
+// These constants, fitted to a profile's own times. A call of at most one wave, without splits, in
+// the configuration of the fewest token rows whose tasks are nearest to kReferenceRows wide, takes
 // block_start_us + kappa * tile_us: least squares of errors over times, over models of different K.
 // A product of another width counts in proportion. split_us is the mean of what the best
 // configuration with splits loses of the kappa * tile_us * (1 - 1 / splits) that it would save;
@@ -452,7 +453,7 @@ enum class Region : std::uint8_t { kA1, kA2, kA3, kB1, kB2, kB3 };
 const char* to_string(Region region);  // "A1" ... "B3"
 Region region_of(const RegionVariables& variables, const Thresholds& thresholds);
 
-// What is predicted to make the kernel faster.
+// True if the feature is predicted to make the kernel faster.
 bool split_k_helps(const RegionVariables& variables, const Thresholds& thresholds);
 bool group_m_helps(const RegionVariables& variables, const Thresholds& thresholds);
 bool wide_tiles_help(const RegionVariables& variables, const Thresholds& thresholds);
@@ -476,8 +477,8 @@ struct Finding {
   bool confirmed() const { return predicted == (measured_ratio > 1); }
 };
 // A reference configuration of `token_rows` tokens and kReferenceRows rows of weights decides what
-// is predicted. Predictions of which the kernel has no configurations with and without are left
-// out.
+// is predicted. A prediction is left out if the kernel has no configurations with and without its
+// feature.
 std::vector<Finding> findings(const Profile& profile, const DeviceConstants& device,
                               int element_bytes = 1, int token_rows = 16);
 

@@ -35,11 +35,11 @@ struct MoeWeights {
 struct ExpertRange {
   int begin = 0, end = 0;
 };
-// Those that rank `rank` of `num_ranks` has, and whose weights it must be given: contiguous shards
-// that differ by at most one. Throws Error{kInvalidArgument} for numbers that make no sense.
+// The experts of rank `rank` of `num_ranks`, whose weights it must be given: contiguous shards
+// whose sizes differ by at most one. Throws Error{kInvalidArgument} for numbers that make no sense.
 ExpertRange own_experts(int num_experts, int rank, int num_ranks);
 
-// Which expert is where, for layers whose experts do not stand in contiguous shards, or not once
+// The expert at each place, for layers whose experts do not stand in contiguous shards, or not once
 // each: after load balancing (EPLB), say. Every expert has a place or several; places are numbered
 // over all ranks, and rank r of R has those that own_experts(places, r, R) says. This is the table
 // that vLLM and SGLang call physical_to_logical_map.
@@ -55,8 +55,7 @@ struct ExpertPlacement {
 // Throws Error{kInvalidArgument} for an expert that does not exist, or one without a place.
 void validate(const ExpertPlacement& placement, int num_experts);
 // [E]: the place at which each expert computes the tokens of `rank`: the first that the rank itself
-// has; where it has none, of the n places of the expert the one with number `rank` modulo n. The
-// same in every pass.
+// has, or else number `rank` modulo n of the expert's n places. The same in every pass.
 std::vector<std::int32_t> places_for(const ExpertPlacement& placement, int num_experts, int rank,
                                      int num_ranks);
 

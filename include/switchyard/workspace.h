@@ -14,9 +14,9 @@
 
 namespace switchyard {
 
-// Where device memory comes from. Both functions are called with the workspace's device current,
-// by the thread that makes, releases, restores or ends the workspace; the last layer in it may be
-// what ends it. allocate() returns device memory, or null; free() gets what it returned.
+// Where device memory comes from. Both functions are called with the workspace's device current, by
+// the thread that makes, releases, restores or ends the workspace, or ends the last layer in it.
+// allocate() returns device memory, or null; free() gets what it returned.
 struct DeviceAllocator {
   std::function<void*(std::size_t bytes)> allocate{};
   std::function<void(void* memory)> free{};
@@ -33,25 +33,26 @@ struct WorkspaceOptions {
   int num_threads = 0;   // kCpu only; as in LayerOptions
   int device = -1;       // kCuda only; as in LayerOptions
   int reserved_sms = 0;  // kCuda only; as in LayerOptions
-  // With room for layers with LayerOptions::pre_sum_per_host. The same on all ranks.
+  // Makes room for layers with LayerOptions::pre_sum_per_host. The same on all ranks.
   bool pre_sum_per_host = false;
-  // kCuda only. For all memory that other ranks do not write: everything, in a world of one rank.
-  // The rest is physical memory of its own, because other processes map it. Empty: all is.
+  // kCuda only. Allocates the memory that other ranks do not write, which is all of it in a world
+  // of one rank. The library allocates the rest, because other processes map it. Empty: it
+  // allocates all.
   DeviceAllocator allocator{};
 };
 
-// Passes of layers in the same slot must follow one another: on one stream, or on streams that
-// wait for each other, on all ranks in the same order. A pass that was given up is the end of all
-// layers in its slot. A copy is another handle to the same memory, which stays as long as a handle
-// or a layer in it does.
+// Passes of layers in the same slot must follow one another: on one stream, or on streams that wait
+// for each other, on all ranks in the same order. After a pass was given up, all layers in its slot
+// are dead. A copy is another handle to the same memory, which stays as long as a handle or a layer
+// in it does.
 class Workspace {
  public:
-  // Collective. With room for a layer of each of `specs`, of the ranks' own experts
+  // Collective. Makes room for a layer of each of `specs`, with the ranks' own experts
   // (own_experts(), or as many places with a placement), and for every layer that needs no more
-  // than one of them. Of a spec only sizes, top_k, the shared expert, weight_on_input and the
-  // activation matter. Throws Error{kInvalidArgument} for options that make no sense together,
-  // {kUnsupported} as MoeLayer's constructor, {kSpecMismatch} where ranks differ,
-  // {kCapacityExceeded} if memory is short.
+  // than one of them. Only a spec's sizes, top_k, shared expert, weight_on_input and activation
+  // matter. Throws Error{kInvalidArgument} for options that make no sense together, {kUnsupported}
+  // as MoeLayer's constructor, {kSpecMismatch} where ranks differ, {kCapacityExceeded} if memory is
+  // short.
   Workspace(const World& world, std::span<const LayerSpec> specs, const WorkspaceOptions& options);
   Workspace(const World& world, const LayerSpec& largest, const WorkspaceOptions& options);
   ~Workspace();
@@ -60,8 +61,8 @@ class Workspace {
   Workspace(Workspace&&) noexcept;
   Workspace& operator=(Workspace&&) noexcept;
 
-  // Of this rank and all slots, released or not. With kCpu address space, of which passes commit
-  // what they use.
+  // Bytes of this rank in all slots, released or not. With kCpu they are address space, and passes
+  // commit what they use.
   std::uint64_t bytes() const;
   int slots() const;
   Backend backend() const;
@@ -69,9 +70,9 @@ class Workspace {
 
   // Collective. Gives the memory back until restore(); contents are lost. No pass may be under way
   // or enqueued. Until then forward() of the layers throws Error{kInvalidArgument}. Addresses stay
-  // those that they were, so that captured graphs can be launched again after restore(), except of
-  // memory from `allocator`: such graphs have to be captured anew. Throws what forward() would if
-  // a pass was given up; does nothing if released already.
+  // the same, so captured graphs can be launched again after restore(); but with memory from
+  // `allocator` they have to be captured anew. Throws what forward() would if a pass was given up;
+  // does nothing if released already.
   void release();
   // Collective. Throws Error{kCapacityExceeded} if memory is short; it is released then. Does
   // nothing if there is nothing to restore.

@@ -11,9 +11,9 @@ namespace switchyard {
 
 class Fabric;
 
-// Of a world over several hosts: what is on its way between two ranks, in each direction, are at
-// most so many chunks of dispatch and as many of combine. The same on all ranks. chunk_bytes *
-// window should exceed the network's bandwidth times its time there and back.
+// Limits of the traffic between hosts. At most `window` chunks of dispatch, and as many of combine,
+// are on their way from one rank to another. The same on all ranks. chunk_bytes * window should
+// exceed the network's bandwidth times its round-trip time.
 struct NetworkOptions {
   std::uint32_t chunk_bytes = 256 << 10;  // 2 KiB to 1 GiB, a multiple of 64
   std::uint32_t window = 4;               // 1 to 32768
@@ -27,10 +27,10 @@ struct WorldOptions {
   // count of worlds made. "tcp://HOST:PORT", with the host of rank 0, joins ranks of several hosts:
   // see docs/hosts.md.
   std::string rendezvous{};
-  // Of worlds of processes; used over several hosts.
+  // Process worlds only; used over several hosts.
   NetworkOptions network{};
-  // With a rendezvous tcp://...: what ranks prove to each other that they know, at least 16 bytes,
-  // the same on all ranks. Empty: that of SWITCHYARD_SECRET_FILE or SWITCHYARD_SECRET.
+  // With a rendezvous tcp://...: the secret that ranks prove to each other, at least 16 bytes, the
+  // same on all ranks. Empty: that of SWITCHYARD_SECRET_FILE or SWITCHYARD_SECRET.
   std::string secret{};
 };
 
@@ -75,12 +75,12 @@ class World {
   void barrier();
 
   // Ends the world, for a rank that cannot go on and does not want the others to wait for their
-  // deadlines. From any thread, while others of this rank wait or work; returns without waiting for
-  // anybody. Every rank that waits in a forward pass of a layer made with this world, or in a
-  // collective call, throws TimeoutError{kAborted}, whose failure() names this rank and has phase
-  // "abort"; so does every later call, here and there. (Ranks that are processes hear of it in
-  // collective calls through rank 0, as soon as that is in one: as of a process that ended.) With
-  // kCuda kernels end, and check() throws. No layer of the world can be used any more.
+  // deadlines. Any thread may call it, while others of this rank wait or work; it does not wait.
+  // Every rank that waits in a forward pass of a layer made with this world, or in a collective
+  // call, throws TimeoutError{kAborted}, whose failure() names this rank and has phase "abort"; so
+  // does every later call, here and there. (Ranks that are processes hear of it in collective calls
+  // through rank 0, as soon as that is in one: as of a process that ended.) With kCuda kernels end,
+  // and check() throws. No layer of the world can be used any more.
   void abort() const noexcept;
 
   // Throws Error{kInvalidArgument} in a process that inherited the world through fork().

@@ -5,8 +5,8 @@
 // Order. put_*() are plain stores: nobody may read what they store before a flag says so. signal*()
 // has release order at system scope: whatever this thread put, wrote or read before comes before
 // the flag, and so does what the threads did that it has met since, at a __syncwarp(), a
-// __syncthreads() or another synchronisation. wait_until() has acquire order at system scope:
-// whoever sees the flag sees all of that, and so do the threads that it meets afterwards.
+// __syncthreads() or another synchronisation. wait_until() has acquire order at system scope: a
+// thread that sees the flag sees all of that, and so do the threads that it meets afterwards.
 // signal_warp(), signal_block() and wait_until_block() have these meetings in them.
 //
 //   device::put_block(translate(map, inbox, peer), data, bytes);   // all threads of the block
@@ -74,7 +74,7 @@ __device__ __forceinline__ void copy(V* to, const V* from, std::size_t count, un
   for (; i < count; i += threads) to[i] = from[i];
 }
 
-// By 16 bytes where both addresses allow it, and by less elsewhere.
+// Copies 16 bytes at a time where both addresses allow it, and less elsewhere.
 __device__ inline void put(void* to, const void* from, std::size_t bytes, unsigned thread,
                            unsigned threads) {
   auto* target = static_cast<unsigned char*>(to);
@@ -216,8 +216,8 @@ __device__ inline bool aborted(const PeerMap& map, std::int32_t* rank = nullptr)
 }
 
 // Waits, in the thread that calls it, until the flag, which is in this rank's memory and which
-// `peer` raises, has the value. Returns what became of it, which is false if the deadline passed or
-// the heap is dead. Nobody else is told: see give_up(). `deadline_ns` counts from the call, by the
+// `peer` raises, has the value. Returns the outcome, which is false if the deadline passed or the
+// heap is dead. Other ranks are not told: see give_up(). `deadline_ns` counts from the call, by the
 // GPU's global timer; 0 looks once.
 template <typename W>
 [[nodiscard]] __device__ inline PeerWait wait_until(const PeerMap& map, const W* flag,
@@ -284,11 +284,11 @@ __device__ inline void give_up(const PeerMap& map, const PeerWait& wait) {
   if (verdict == 0) verdict = own;
 #pragma unroll 1
   for (int r = 0; r < map.size; ++r) {
-    // What ended a rank before stays.
+    // The first failure that ended a rank stays.
     (void)detail::set_if_zero(&control_of(map, r)->abort, verdict);
   }
 }
-// The same by one thread of a block, all of whose threads call it.
+// give_up() by one thread of a block. All threads of the block call it.
 __device__ inline void give_up_block(const PeerMap& map, const PeerWait& wait) {
   if (detail::thread_of_block() == 0) give_up(map, wait);
 }
