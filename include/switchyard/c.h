@@ -9,8 +9,8 @@
 //   says what was wrong, on the same thread. No C++ exception leaves this library.
 // - A handle is made by one function and ended by its sy_..._destroy(), which takes the address of
 //   the handle and sets it to null: ending it twice does nothing. A layer keeps its world alive,
-//   and the memory of its workspace. What a thread is in the midst of a call with is not destroyed
-//   but left behind. After fork() the child may end what it inherited, and do nothing else with it.
+//   and the memory of its workspace. A handle that another thread is using in a call is not
+//   destroyed but left behind. After fork() the child may only end handles that it inherited.
 // - A struct that is passed to this library starts with struct_size, which must be sizeof the
 //   struct as the caller was compiled with it. The initialisers below (SY_..._INIT) set it. Later
 //   versions append fields: a shorter struct means defaults for them. A longer one is accepted if
@@ -142,15 +142,14 @@ typedef struct sy_world_options {
   // Process worlds: a name that all ranks of this world share and no other world on this host uses
   // at the same time. Null: derived from the launcher's environment.
   const char* rendezvous;
-  // Ranks on several hosts: what is on its way between two ranks, in each direction, are at most
-  // `network_window` chunks of `network_chunk_bytes` of dispatch, and as many of combine. The same
-  // on all ranks. Their product should exceed the network's bandwidth times its time there and
-  // back. SY_INVALID_ARGUMENT naming a value that makes no sense, SY_SPEC_MISMATCH where ranks
-  // differ.
+  // Ranks on several hosts: at most `network_window` chunks of `network_chunk_bytes` of dispatch,
+  // and as many of combine, are on their way from one rank to another. The same on all ranks. Their
+  // product should exceed the network's bandwidth times its round-trip time. SY_INVALID_ARGUMENT
+  // naming a value that makes no sense, SY_SPEC_MISMATCH where ranks differ.
   uint32_t network_chunk_bytes;  // 2 KiB to 1 GiB, a multiple of 64; 0: 256 KiB
   uint32_t network_window;       // 1 to 32768; 0: 4
-  // With a rendezvous tcp://...: what ranks prove to each other that they know, at least 16 bytes,
-  // the same on all ranks. Null or empty: that of SWITCHYARD_SECRET_FILE or SWITCHYARD_SECRET.
+  // With a rendezvous tcp://...: the secret that ranks prove to each other, at least 16 bytes, the
+  // same on all ranks. Null or empty: that of SWITCHYARD_SECRET_FILE or SWITCHYARD_SECRET.
   const char* secret;
 } sy_world_options;
 #define SY_WORLD_OPTIONS_INIT \
@@ -183,8 +182,8 @@ SY_API sy_status sy_world_get_info(const sy_world* world, sy_world_info* out);
 
 // Collective, for start-up and tests.
 SY_API sy_status sy_world_barrier(sy_world* world);
-// Ends the world for all its ranks: every wait, now and later, fails with SY_ABORTED. From any
-// thread, also while others of this rank wait or work. Waits for nobody.
+// Ends the world for all its ranks: every wait, now and later, fails with SY_ABORTED. Any thread
+// may call it, also while others of this rank wait or work. It does not wait.
 SY_API sy_status sy_world_abort(sy_world* world);
 SY_API sy_status sy_world_destroy(sy_world** world);
 
@@ -242,7 +241,7 @@ typedef int32_t sy_capacity_rule;
 // An expert keeps ceil(factor K T / E) slots of a rank's T tokens, or ceil(factor T / E).
 enum { SY_CAPACITY_OF_SLOTS = 0, SY_CAPACITY_OF_TOKENS = 1 };
 
-// What a layer computes: LayerSpec in layer_spec.h.
+// The definition of a layer: LayerSpec in layer_spec.h.
 typedef struct sy_layer_spec {
   uint32_t struct_size;
   int32_t hidden;        // H
@@ -408,8 +407,8 @@ typedef struct sy_layer_info {
   { .struct_size = sizeof(sy_layer_info) }
 SY_API sy_status sy_layer_get_info(const sy_layer* layer, sy_layer_info* out);
 
-// Of the last pass; zeros before the first. ForwardStats in layer.h. With SY_CUDA it waits for
-// the device.
+// Statistics of the last pass, zeros before the first: ForwardStats in layer.h. With SY_CUDA it
+// waits for the device.
 typedef struct sy_stats {
   uint32_t struct_size;
   // In: room in tokens_per_expert; 0: not wanted.
@@ -435,13 +434,14 @@ typedef struct sy_stats {
   { .struct_size = sizeof(sy_stats) }
 SY_API sy_status sy_layer_get_stats(sy_layer* layer, sy_stats* out);
 
-// What this rank did in the last pass, as a Chrome trace (JSON, for ui.perfetto.dev). *size is
-// the room in `text`; it becomes the bytes needed, with the final zero. Nothing is written where
-// the room is too small; `text` may be null to ask. SY_INVALID_ARGUMENT unless the layer records.
+// The events of this rank's last pass, as a Chrome trace (JSON, for ui.perfetto.dev). *size is the
+// room in `text`; it becomes the bytes needed, with the final zero. Nothing is written if the room
+// is too small; `text` may be null to ask for the size. SY_INVALID_ARGUMENT unless the layer
+// records.
 SY_API sy_status sy_layer_trace(sy_layer* layer, char* text, uint64_t* size);
-// What the last passes routed, as a file of recordings (JSON) with this one layer; `machine`: in
-// words, may be null. *size is as above, and grows from pass to pass. SY_INVALID_ARGUMENT unless
-// the layer records. See MoeLayer::recording().
+// The routing of the last passes, as a file of recordings (JSON) with this one layer. `machine` is
+// in words, and may be null. *size is as above, and grows from pass to pass. SY_INVALID_ARGUMENT
+// unless the layer records. See MoeLayer::recording().
 SY_API sy_status sy_layer_recording(sy_layer* layer, const char* machine, char* text,
                                     uint64_t* size);
 
@@ -449,7 +449,7 @@ SY_API sy_status sy_layer_recording(sy_layer* layer, const char* machine, char* 
 
 // Memory that the layers of a model work in one after the other, in place of one each: Workspace in
 // workspace.h. Passes of layers in the same slot must follow one another, on all ranks in the same
-// order. A pass that was given up is the end of all layers in its slot.
+// order. After a pass was given up, all layers in its slot are dead.
 typedef struct sy_workspace_options {
   uint32_t struct_size;
   sy_device_type backend;  // that of the layers
@@ -459,11 +459,11 @@ typedef struct sy_workspace_options {
   int32_t num_threads;     // SY_CPU: as in sy_layer_options; layers may have fewer
   int32_t device;          // SY_CUDA: as in sy_layer_options
   int32_t reserved_sms;    // SY_CUDA: as in sy_layer_options
-  // SY_CUDA: where memory that other ranks do not write comes from, which is all of it in a world
+  // SY_CUDA: functions for the memory that other ranks do not write, which is all of it in a world
   // of one rank. Both null: the library allocates it. allocate() returns device memory, or null;
   // release() gets what it returned, and both get `user`. They are called with the device current,
   // by the thread that creates, releases, restores or destroys the workspace, or destroys the last
-  // layer in it, until when they must stay callable. They may not throw.
+  // layer in it. They must stay callable until then. They may not throw.
   void* (*allocate)(uint64_t bytes, void* user);
   void (*release)(void* memory, void* user);
   void* user;
@@ -476,11 +476,10 @@ typedef struct sy_workspace_options {
     .compute = SY_BF16, .slots = 1, .device = -1                                        \
   }
 
-// Collective. With room for a layer of each of specs[0 .. num_specs), and for every layer that
-// needs no more than one of them. Of a spec only sizes, top_k, the shared expert, weight_on_input
-// and the activation matter; for layers with a placement, num_experts is the number of places. All
-// have the same struct_size.
-// `options` may be null. Errors: as Workspace's constructor in workspace.h.
+// Collective. Makes room for a layer of each of specs[0 .. num_specs), and for every layer that
+// needs no more than one of them. Only a spec's sizes, top_k, shared expert, weight_on_input and
+// activation matter; for layers with a placement, num_experts is the number of places. All have the
+// same struct_size. `options` may be null. Errors: as Workspace's constructor in workspace.h.
 SY_API sy_status sy_workspace_create(sy_world* world, const sy_layer_spec* specs, int32_t num_specs,
                                      const sy_workspace_options* options, sy_workspace** out);
 
@@ -489,7 +488,7 @@ typedef struct sy_workspace_info {
   sy_device_type backend;
   int32_t slots;
   int32_t released;  // 1 between sy_workspace_release() and sy_workspace_restore()
-  // Of this rank and all slots, released or not. SY_CPU: address space, of which passes commit what
+  // Bytes of this rank in all slots, released or not. SY_CPU: address space; passes commit what
   // they use.
   uint64_t bytes;
 } sy_workspace_info;
@@ -518,7 +517,7 @@ SY_API sy_status sy_topk(const sy_routing* routing, int32_t top_k, const sy_tens
                          const sy_tensor* correction_bias, const sy_tensor* ids,
                          const sy_tensor* weights, int64_t* nan_logits);
 
-// The same where the tensors are: on the host, or, enqueued, on a GPU (topk() in grouped_gemm.h).
+// sy_topk() where the tensors are: on the host, or, enqueued, on a GPU (topk() in grouped_gemm.h).
 // All of them are on the device of the logits.
 typedef struct sy_topk_call {
   uint32_t struct_size;
@@ -795,8 +794,8 @@ typedef struct sy_exchange_info {
   { .struct_size = sizeof(sy_exchange_info) }
 SY_API sy_status sy_exchange_get_info(const sy_exchange* exchange, sy_exchange_info* out);
 
-// What a dispatch leaves for its combine, and for dispatches that reuse it. Exchange and handle may
-// be destroyed in any order, but not while a call with both is on its way.
+// The record of a dispatch, for its combine and for dispatches that reuse it. Exchange and handle
+// may be destroyed in any order, but not while a call with both is on its way.
 SY_API sy_status sy_exchange_handle_create(sy_exchange* exchange, sy_exchange_handle** out);
 SY_API sy_status sy_exchange_handle_destroy(sy_exchange_handle** handle);
 
@@ -812,7 +811,8 @@ typedef struct sy_dispatch_input {
 #define SY_DISPATCH_INPUT_INIT \
   { .struct_size = sizeof(sy_dispatch_input) }
 
-// Where received rows go. Each but `rows` may be absent. What is no row's stays as it was.
+// The tensors for received rows. Each but `rows` may be absent. Memory without a row stays as it
+// was.
 typedef struct sy_dispatch_output {
   uint32_t struct_size;
   uint32_t reserved;   // 0
@@ -854,21 +854,22 @@ SY_API sy_status sy_exchange_dispatch_send(sy_exchange* exchange, const sy_dispa
                                            sy_exchange_handle* handle);
 SY_API sy_status sy_exchange_dispatch_recv(sy_exchange* exchange, const sy_dispatch_output* output,
                                            sy_exchange_handle* handle);
-// Both. With SY_CUDA what arrives can be put in its place while more is sent.
+// Sends and receives in one call. With SY_CUDA rows that arrive can be stored while more are sent.
 SY_API sy_status sy_exchange_dispatch(sy_exchange* exchange, const sy_dispatch_input* input,
                                       const sy_dispatch_output* output, sy_exchange_handle* handle);
 SY_API sy_status sy_exchange_combine_send(sy_exchange* exchange, const sy_combine_input* input,
                                           sy_exchange_handle* handle);
 SY_API sy_status sy_exchange_combine_recv(sy_exchange* exchange, const sy_combine_output* output,
                                           sy_exchange_handle* handle);
-// Both. Input and output are checked before anything is sent, as sy_exchange_dispatch() does.
+// Sends and receives in one call. Input and output are checked before anything is sent, as in
+// sy_exchange_dispatch().
 SY_API sy_status sy_exchange_combine(sy_exchange* exchange, const sy_combine_input* input,
                                      const sy_combine_output* output, sy_exchange_handle* handle);
 // Rows that sy_exchange_dispatch_recv() needs for the dispatch that was sent with the handle. Waits
 // for the counts of all ranks.
 SY_API sy_status sy_exchange_rows_needed(sy_exchange* exchange, sy_exchange_handle* handle,
                                          void* stream, int64_t* out);
-// Fails as a call would of calls that failed, for callers that replay graphs.
+// Fails as the next call would if an earlier one has failed. Call this when you replay graphs.
 SY_API sy_status sy_exchange_check(sy_exchange* exchange);
 
 // ExchangeStats in exchange.h.
@@ -921,11 +922,11 @@ SY_API sy_status sy_heap_allocate(sy_heap* heap, uint64_t bytes, uint64_t alignm
 SY_API sy_status sy_heap_free(sy_heap* heap, void* pointer);
 SY_API sy_status sy_heap_reset(sy_heap* heap);
 
-// Where `rank` has what this rank has at `pointer`.
+// The place in the memory of `rank` that corresponds to `pointer` in this rank's memory.
 SY_API sy_status sy_heap_translate(const sy_heap* heap, const void* pointer, int32_t rank,
                                    void** out);
 
-// What kernels take by value: PeerMap in peer_map.h. It has no size of its own, and never grows.
+// PeerMap in peer_map.h, which kernels take by value. It has no struct_size, and never grows.
 #define SY_MAX_PEERS 64
 typedef struct sy_peer_map {
   int32_t rank;
@@ -936,14 +937,14 @@ typedef struct sy_peer_map {
 } sy_peer_map;
 SY_API sy_status sy_heap_get_peer_map(const sy_heap* heap, sy_peer_map* out);
 
-// SY_CPU only: raises a flag of another rank's, at its translated address, after what this thread
-// wrote before; and waits for a flag of this rank's, which `peer` raises, to have at least a value.
-// A wait that passes its deadline is SY_TIMEOUT, and ends the heap on all ranks. On a GPU kernels
-// do this.
+// SY_CPU only. sy_heap_signal() raises a flag of another rank, at its translated address, after all
+// that this thread wrote before. sy_heap_wait() waits until a flag of this rank, which `peer`
+// raises, has at least a value. A wait that passes its deadline is SY_TIMEOUT, and ends the heap on
+// all ranks. On a GPU kernels do this.
 SY_API sy_status sy_heap_signal(sy_heap* heap, uint64_t* flag, uint64_t value);
 SY_API sy_status sy_heap_wait(sy_heap* heap, const uint64_t* flag, uint64_t value, int32_t peer);
 
-// Collective: waits for all ranks, and checks that they allocated alike. Not for streams.
+// Collective: waits for all ranks, not for streams, and checks that they allocated alike.
 SY_API sy_status sy_heap_barrier(sy_heap* heap);
 // Fails if a wait was given up, on any rank, or the world was aborted.
 SY_API sy_status sy_heap_check(const sy_heap* heap);
@@ -1035,9 +1036,9 @@ typedef struct sy_tune_plan {
   const double* betas;
   const int32_t* test_tokens;
   const double* test_betas;
-  // A file of recordings, whose histograms are fitted on and judged by, too: at most so many of
-  // each model (0: 24). Every model must be that of a recorded layer, by its experts and top_k.
-  // Null: none.
+  // A file of recordings, whose histograms are fitted on and judged by, too: at most
+  // `most_recorded` of each model (0: 24). Every model must be that of a recorded layer, by its
+  // experts and top_k. Null: none.
   const char* recordings_file;
   int32_t most_recorded;
   uint32_t reserved2;  // 0
@@ -1052,7 +1053,7 @@ typedef struct sy_tune_plan {
 typedef sy_status (*sy_tune_time)(void* user, int32_t model, int32_t configuration,
                                   const int64_t* counts, int32_t num_experts, double* median_us,
                                   double* variation);
-// Told before each timing, and at the end, when model is -1. May not throw.
+// Called before each timing, and at the end, when model is -1. May not throw.
 typedef void (*sy_tune_progress)(void* user, uint64_t done, uint64_t total, double seconds,
                                  double seconds_left, int32_t model);
 
