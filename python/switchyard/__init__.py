@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._abi import has_cuda, version
+from ._library import has_cuda, version
 from ._activation import Activation
 from .errors import (
     Aborted,

@@ -1,12 +1,7 @@
-"""The library as ctypes sees it: include/switchyard/c.h, struct by struct."""
+"""The C interface as ctypes sees it. scripts/abi.py makes this file from include/switchyard/c.h."""
 
 from __future__ import annotations
 
-import ctypes
-import operator
-import os
-import pathlib
-from typing import Any, NoReturn
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -19,180 +14,88 @@ from ctypes import (
     c_uint32,
     c_uint64,
     c_void_p,
+    sizeof,
 )
-
-from ._missing import explain
-
-ABI_VERSION = 2
-
-NONE, F32, F16, BF16, F8_E4M3, I32, I64, U8, F8_E8M0 = range(9)
-DTYPE_NAMES = ["none", "f32", "f16", "bf16", "f8_e4m3", "i32", "i64", "u8", "f8_e8m0"]
-ITEM_SIZES = [0, 4, 2, 2, 1, 4, 8, 1, 1]
-CPU, CUDA = 1, 2
-# The most ranks of a world.
-MAX_RANKS = 64
-
-# ----------------------------------------------------------------------------- numbers that fit
-
-# ctypes takes integers modulo 2**32 and refuses floats in words of its own.
-_INTEGERS: dict[object, tuple[int, int]] = {
-    c_int32: (-(2**31), 2**31 - 1),
-    c_int64: (-(2**63), 2**63 - 1),
-    c_uint32: (0, 2**32 - 1),
-    c_uint64: (0, 2**64 - 1),
-}
-# Fields whose arguments have other names in Python.
-_ARGUMENTS = {
-    "budget_seconds": "budget",
-    "deadline_seconds": "deadline",
-    "num_groups": "groups",
-    "out_scale": "scale",
-    "scale_cols": "block",
-    "scale_rows": "block",
-    "top_k_groups": "top_groups",
-}
+from typing import Any
 
 
-def count_text(count: int, noun: str) -> str:
-    """Such as "1 token" and "12,345 tokens"."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def refuse(message: str) -> NoReturn:
-    from .errors import InvalidArgument
-
-    raise InvalidArgument(message)
-
-
-def integer(name: str, value: Any, low: int = -(2**63), high: int = 2**63 - 1) -> int:
-    """A whole number in a range."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        refuse(f"{name} is {value!r}; use a whole number")
-    if not low <= number <= high:
-        refuse(f"{name} is {number}; use a whole number from {low} to {high}")
-    return number
-
-
-def number(name: str, value: Any) -> float:
-    try:
-        # A text would do, too.
-        if hasattr(value, "__float__") or hasattr(value, "__index__"):
-            return float(value)
-    except (TypeError, ValueError, OverflowError):
-        pass
-    refuse(f"{name} is {value!r}; use a number")
-
-
-def is_flag(value: object) -> bool:
-    """Whether a value is a bool, of Python or numpy."""
-    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
-
-
-def flag(name: str, value: Any) -> int:
-    """1 or 0 of a truth value, which a text or a count is not."""
-    if is_flag(value):
-        return int(bool(value))
-    refuse(f"{name} is {value!r}; use True or False")
-
-
-def text(name: str, value: Any) -> bytes:
-    if not isinstance(value, str):
-        refuse(f"{name} is {value!r}; use a str")
-    if "\0" in value:
-        # C would take the part before it.
-        refuse(f"the {name} has a zero byte; use printable characters")
-    return value.encode("utf-8", "surrogateescape")
-
-
-def path(name: str, value: Any) -> bytes:
-    try:
-        found = os.fsencode(value)
-    except TypeError:
-        refuse(f"{name} is {value!r}; use a path")
-    if b"\0" in found:
-        refuse(f"{name} is {value!r}, which has a zero byte; use a path")
-    return found
-
-
-def integers(name: str, kind: Any, values: Any) -> Any:
-    """An array of C of whole numbers; of one element, which nobody reads, where there are none."""
-    low, high = _INTEGERS[kind]
-    try:
-        found = values.tolist() if hasattr(values, "tolist") else list(values)
-    except TypeError:
-        refuse(f"{name} is {values!r}; use a sequence of whole numbers")
-    checked = [integer(f"{name}[{i}]", value, low, high) for i, value in enumerate(found)]
-    return (kind * max(len(checked), 1))(*checked)
-
-
-class _Number:
-    """A field of a struct that takes numbers which fit, and names the argument otherwise."""
-
-    def __init__(self, field: Any, name: str, kind: Any) -> None:
-        self._field, self._name = field, _ARGUMENTS.get(name, name)
-        self._range = _INTEGERS.get(kind)
-
-    def __get__(self, struct: Any, owner: Any = None) -> Any:
-        return self._field.__get__(struct, owner)
-
-    def __set__(self, struct: Any, value: Any) -> None:
-        if self._range is None:
-            value = number(self._name, value)
-        else:
-            value = integer(self._name, value, *self._range)
-        self._field.__set__(struct, value)
-
-
-class _Argument:
-    """A number that a function of the library is given by value."""
-
-    def __init__(self, name: str, kind: Any) -> None:
-        self._name, self.kind = name, kind
-        self._range = _INTEGERS.get(kind)
-
-    def check(self, value: Any) -> Any:
-        if self._range is None:
-            return number(self._name, value)
-        return integer(self._name, value, *self._range)
-
-
-def _with_checks(function: Any, arguments: list[Any]) -> Any:
-    """The function, with numbers that fit. An error of ctypes' own would hide which argument it is."""
-    checks = [(i, a.check) for i, a in enumerate(arguments) if isinstance(a, _Argument)]
-    if not checks:
-        return function
-
-    def checked(*values: Any) -> int:
-        fitting = list(values)
-        for i, check in checks:
-            fitting[i] = check(fitting[i])
-        return function(*fitting)
-
-    return checked
-
-
-class Tensor(Structure):
-    _fields_ = [
-        ("data", c_void_p),
-        ("dtype", c_int32),
-        ("ndim", c_int32),
-        ("device_type", c_int32),
-        ("device_id", c_int32),
-        ("shape", c_int64 * 4),
-        ("strides", c_int64 * 4),
-    ]
-
-
-class _Sized(Structure):
+class Sized(Structure):
     """A struct that begins with its size."""
 
-    def __init__(self, **fields: object) -> None:
-        super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(struct_size=sizeof(type(self)), **fields)
 
 
-class ErrorInfo(_Sized):
+ABI_VERSION = 2
+OK = 0
+INVALID_ARGUMENT = 1
+INVALID_CONFIG = 2
+INVALID_FILE = 3
+MISSING_TENSOR = 4
+SHAPE_MISMATCH = 5
+DTYPE_MISMATCH = 6
+UNSUPPORTED = 7
+CAPACITY_EXCEEDED = 8
+SPEC_MISMATCH = 9
+TIMEOUT = 10
+ABORTED = 11
+SYSTEM = 12
+OUT_OF_MEMORY = 13
+INTERNAL = 14
+DTYPE_NONE = 0
+F32 = 1
+F16 = 2
+BF16 = 3
+F8_E4M3 = 4
+I32 = 5
+I64 = 6
+U8 = 7
+F8_E8M0 = 8
+CPU = 1
+CUDA = 2
+MAX_DIMS = 4
+SILU = 0
+GELU = 1
+GELU_TANH = 2
+RELU = 3
+RELU2 = 4
+IDENTITY = 5
+TOP_K = 0
+SPARSE_MIXER = 1
+HASH = 2
+SOFTMAX = 0
+SIGMOID = 1
+SQRT_SOFTPLUS = 2
+GROUP_MAX = 0
+GROUP_SUM_TOP_TWO = 1
+CAPACITY_OF_SLOTS = 0
+CAPACITY_OF_TOKENS = 1
+BAD_IDS_RAISE = 0
+BAD_IDS_SKIP = 1
+ROWS_PACKED = 0
+ROWS_BLOCKED = 1
+ROWS_PADDED = 2
+GATE_UP = 0
+UP_GATE = 1
+INTERLEAVED = 2
+BY_RULE = 0
+YES = 1
+NO = 2
+WEIGHTS_BY_RECEIVER = 0
+WEIGHTS_BY_SENDER = 1
+WEIGHTS_NONE = 2
+MAX_PEERS = 64
+DISTINCT = 0
+REPEATED = 1
+FORM_TASKS = 0
+FORM_WAVES = 1
+FORM_ROUNDED_WAVES = 2
+FORM_FULL = 3
+FORM_ROUNDED_FULL = 4
+FORM_EXPERTS = 5
+
+
+class Error(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("code", c_int32),
@@ -210,7 +113,19 @@ class ErrorInfo(_Sized):
     ]
 
 
-class WorldOptions(_Sized):
+class Tensor(Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("dtype", c_int32),
+        ("ndim", c_int32),
+        ("device_type", c_int32),
+        ("device_id", c_int32),
+        ("shape", c_int64 * 4),
+        ("strides", c_int64 * 4),
+    ]
+
+
+class WorldOptions(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("reserved", c_uint32),
@@ -222,7 +137,7 @@ class WorldOptions(_Sized):
     ]
 
 
-class WorldInfo(_Sized):
+class WorldInfo(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("rank", c_int32),
@@ -244,7 +159,7 @@ class Activation(Structure):
     ]
 
 
-class Routing(_Sized):
+class Routing(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("method", c_int32),
@@ -261,7 +176,7 @@ class Routing(_Sized):
     ]
 
 
-class LayerSpec(_Sized):
+class LayerSpec(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("hidden", c_int32),
@@ -290,7 +205,7 @@ class Matrices(Structure):
     ]
 
 
-class LayerWeights(_Sized):
+class LayerWeights(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("reserved", c_uint32),
@@ -309,7 +224,7 @@ class LayerWeights(_Sized):
     ]
 
 
-class LayerOptions(_Sized):
+class LayerOptions(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("backend", c_int32),
@@ -333,7 +248,7 @@ class LayerOptions(_Sized):
     ]
 
 
-class Forward(_Sized):
+class Forward(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("accumulate", c_int32),
@@ -352,7 +267,7 @@ class Forward(_Sized):
     ]
 
 
-class LayerInfo(_Sized):
+class LayerInfo(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("backend", c_int32),
@@ -372,7 +287,7 @@ class LayerInfo(_Sized):
     ]
 
 
-class Stats(_Sized):
+class Stats(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("num_experts", c_int32),
@@ -395,11 +310,13 @@ class Stats(_Sized):
     ]
 
 
-ALLOCATE = CFUNCTYPE(c_void_p, c_uint64, c_void_p)
-RELEASE = CFUNCTYPE(None, c_void_p, c_void_p)
+WorkspaceOptionsAllocate = CFUNCTYPE(c_void_p, c_uint64, c_void_p)
 
 
-class WorkspaceOptions(_Sized):
+WorkspaceOptionsRelease = CFUNCTYPE(None, c_void_p, c_void_p)
+
+
+class WorkspaceOptions(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("backend", c_int32),
@@ -409,15 +326,15 @@ class WorkspaceOptions(_Sized):
         ("num_threads", c_int32),
         ("device", c_int32),
         ("reserved_sms", c_int32),
-        ("allocate", ALLOCATE),
-        ("release", RELEASE),
+        ("allocate", WorkspaceOptionsAllocate),
+        ("release", WorkspaceOptionsRelease),
         ("user", c_void_p),
         ("pre_sum_per_host", c_int32),
         ("reserved", c_uint32),
     ]
 
 
-class WorkspaceInfo(_Sized):
+class WorkspaceInfo(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("backend", c_int32),
@@ -427,11 +344,17 @@ class WorkspaceInfo(_Sized):
     ]
 
 
-class LayerHandle(c_void_p):
-    """With what has to stay until the layer is gone, and the lock of the layers in the same memory."""
-
-    kept: object = None
-    lock: Any = None
+class TopkCall(Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("top_k", c_int32),
+        ("stream", c_void_p),
+        ("routing", POINTER(Routing)),
+        ("logits", Tensor),
+        ("correction_bias", Tensor),
+        ("ids", Tensor),
+        ("weights", Tensor),
+    ]
 
 
 class RowLayout(Structure):
@@ -442,7 +365,7 @@ class RowLayout(Structure):
     ]
 
 
-class GroupedGemmSpec(_Sized):
+class GroupedGemmSpec(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("has_epilogue", c_int32),
@@ -453,7 +376,7 @@ class GroupedGemmSpec(_Sized):
     ]
 
 
-class GroupedGemmOptions(_Sized):
+class GroupedGemmOptions(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("backend", c_int32),
@@ -473,7 +396,7 @@ class GroupedGemmOptions(_Sized):
     ]
 
 
-class GroupedGemmInfo(_Sized):
+class GroupedGemmInfo(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("backend", c_int32),
@@ -488,7 +411,7 @@ class GroupedGemmInfo(_Sized):
     ]
 
 
-class GroupedGemmCall(_Sized):
+class GroupedGemmCall(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("reserved", c_uint32),
@@ -507,20 +430,7 @@ class GroupedGemmCall(_Sized):
     ]
 
 
-class TopkCall(_Sized):
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("top_k", c_int32),
-        ("stream", c_void_p),
-        ("routing", POINTER(Routing)),
-        ("logits", Tensor),
-        ("correction_bias", Tensor),
-        ("ids", Tensor),
-        ("weights", Tensor),
-    ]
-
-
-class PermuteCall(_Sized):
+class PermuteCall(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("num_experts", c_int32),
@@ -535,7 +445,7 @@ class PermuteCall(_Sized):
     ]
 
 
-class UnpermuteCall(_Sized):
+class UnpermuteCall(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("accumulate", c_int32),
@@ -549,7 +459,7 @@ class UnpermuteCall(_Sized):
     ]
 
 
-class ExchangeSpec(_Sized):
+class ExchangeSpec(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("hidden", c_int32),
@@ -567,7 +477,7 @@ class ExchangeSpec(_Sized):
     ]
 
 
-class ExchangeOptions(_Sized):
+class ExchangeOptions(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("backend", c_int32),
@@ -579,7 +489,7 @@ class ExchangeOptions(_Sized):
     ]
 
 
-class ExchangeInfo(_Sized):
+class ExchangeInfo(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("backend", c_int32),
@@ -592,7 +502,7 @@ class ExchangeInfo(_Sized):
     ]
 
 
-class DispatchInput(_Sized):
+class DispatchInput(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("reuse", c_int32),
@@ -604,7 +514,7 @@ class DispatchInput(_Sized):
     ]
 
 
-class DispatchOutput(_Sized):
+class DispatchOutput(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("reserved", c_uint32),
@@ -619,7 +529,7 @@ class DispatchOutput(_Sized):
     ]
 
 
-class CombineInput(_Sized):
+class CombineInput(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("reserved", c_uint32),
@@ -628,7 +538,7 @@ class CombineInput(_Sized):
     ]
 
 
-class CombineOutput(_Sized):
+class CombineOutput(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("accumulate", c_int32),
@@ -639,7 +549,7 @@ class CombineOutput(_Sized):
     ]
 
 
-class ExchangeStats(_Sized):
+class ExchangeStats(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("reserved", c_uint32),
@@ -656,7 +566,7 @@ class ExchangeStats(_Sized):
     ]
 
 
-class HeapOptions(_Sized):
+class HeapOptions(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("backend", c_int32),
@@ -677,7 +587,7 @@ class PeerMap(Structure):
     ]
 
 
-class HeapInfo(_Sized):
+class HeapInfo(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("backend", c_int32),
@@ -721,7 +631,7 @@ class TuneConfiguration(Structure):
     ]
 
 
-class TuneKernel(_Sized):
+class TuneKernel(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("num_configurations", c_int32),
@@ -735,7 +645,7 @@ class TuneKernel(_Sized):
     ]
 
 
-class TunePlan(_Sized):
+class TunePlan(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("generator", c_int32),
@@ -757,271 +667,129 @@ class TunePlan(_Sized):
     ]
 
 
-TUNE_TIME = CFUNCTYPE(
-    c_int32,
-    c_void_p,
-    c_int32,
-    c_int32,
-    POINTER(c_int64),
-    c_int32,
-    POINTER(c_double),
-    POINTER(c_double),
-)
-TUNE_PROGRESS = CFUNCTYPE(None, c_void_p, c_uint64, c_uint64, c_double, c_double, c_int32)
+TuneTime = CFUNCTYPE(c_int32, c_void_p, c_int32, c_int32, POINTER(c_int64), c_int32, POINTER(c_double), POINTER(c_double))
 
 
-class TuneOptions(_Sized):
+TuneProgress = CFUNCTYPE(None, c_void_p, c_uint64, c_uint64, c_double, c_double, c_int32)
+
+
+class TuneOptions(Sized):
     _fields_ = [
         ("struct_size", c_uint32),
         ("resume", c_int32),
         ("file", c_char_p),
         ("budget_seconds", c_double),
-        ("time", TUNE_TIME),
-        ("progress", TUNE_PROGRESS),
+        ("time", TuneTime),
+        ("progress", TuneProgress),
         ("user", c_void_p),
         ("prune", c_double),
     ]
 
 
-# Infos come from the library, and the tensors of a call are described elsewhere.
-for _struct in list(globals().values()):
-    if isinstance(_struct, type) and issubclass(_struct, Structure) and _struct is not Tensor:
-        for _name, _kind, *_ in getattr(_struct, "_fields_", ()):
-            if _kind in _INTEGERS or _kind in (c_float, c_double):
-                setattr(_struct, _name, _Number(getattr(_struct, _name), _name, _kind))
-
-
-def _i32(name: str) -> _Argument:
-    return _Argument(name, c_int32)
-
-
-def _i64(name: str) -> _Argument:
-    return _Argument(name, c_int64)
-
-
-def _u64(name: str) -> _Argument:
-    return _Argument(name, c_uint64)
-
-
-def _address(name: str) -> _Argument:
-    # An address is as wide as a pointer, which ctypes would cut to size.
-    return _Argument(name, c_uint64)
-
-
-_HANDLE = c_void_p
-_FUNCTIONS: dict[str, list[object]] = {
-    "sy_last_error": [POINTER(ErrorInfo)],
-    "sy_world_single": [POINTER(WorldOptions), POINTER(_HANDLE)],
-    "sy_world_threads": [_i32("size"), POINTER(WorldOptions), POINTER(_HANDLE)],
-    "sy_world_processes": [_i32("rank"), _i32("size"), POINTER(WorldOptions), POINTER(_HANDLE)],
-    "sy_world_from_environment": [POINTER(WorldOptions), POINTER(_HANDLE)],
-    "sy_world_get_info": [_HANDLE, POINTER(WorldInfo)],
-    "sy_world_barrier": [_HANDLE],
-    "sy_world_abort": [_HANDLE],
-    "sy_world_destroy": [POINTER(_HANDLE)],
-    "sy_own_experts": [
-        _i32("num_experts"),
-        _i32("rank"),
-        _i32("size"),
-        POINTER(c_int32),
-        POINTER(c_int32),
-    ],
-    "sy_layer_create": [
-        _HANDLE,
-        POINTER(LayerSpec),
-        POINTER(LayerWeights),
-        POINTER(LayerOptions),
-        POINTER(_HANDLE),
-    ],
-    "sy_layer_from_checkpoint": [
-        _HANDLE,
-        c_char_p,
-        _i32("layer"),
-        POINTER(LayerOptions),
-        POINTER(_HANDLE),
-    ],
-    "sy_layer_destroy": [POINTER(_HANDLE)],
-    "sy_layer_forward": [_HANDLE, c_void_p],
-    "sy_layer_check": [_HANDLE],
-    "sy_layer_refresh": [_HANDLE, c_void_p],
-    "sy_layer_rebind": [_HANDLE, POINTER(LayerWeights)],
-    "sy_layer_get_info": [_HANDLE, POINTER(LayerInfo)],
-    "sy_layer_get_stats": [_HANDLE, POINTER(Stats)],
-    "sy_layer_recording": [_HANDLE, c_char_p, c_void_p, POINTER(c_uint64)],
-    "sy_layer_trace": [_HANDLE, c_void_p, POINTER(c_uint64)],
-    "sy_workspace_create": [
-        _HANDLE,
-        POINTER(LayerSpec),
-        c_int32,
-        POINTER(WorkspaceOptions),
-        POINTER(_HANDLE),
-    ],
-    "sy_workspace_get_info": [_HANDLE, POINTER(WorkspaceInfo)],
-    "sy_workspace_release": [_HANDLE],
-    "sy_workspace_restore": [_HANDLE],
-    "sy_workspace_destroy": [POINTER(_HANDLE)],
-    "sy_topk": [
-        POINTER(Routing),
-        c_int32,
-        POINTER(Tensor),
-        POINTER(Tensor),
-        POINTER(Tensor),
-        POINTER(Tensor),
-        POINTER(c_int64),
-    ],
-    "sy_rows_needed": [POINTER(RowLayout), _i32("num_experts"), _i64("rows"), POINTER(c_int64)],
-    "sy_grouped_gemm_create": [
-        POINTER(GroupedGemmSpec),
-        POINTER(GroupedGemmOptions),
-        POINTER(_HANDLE),
-    ],
-    "sy_grouped_gemm_destroy": [POINTER(_HANDLE)],
-    "sy_grouped_gemm_get_info": [_HANDLE, POINTER(GroupedGemmInfo)],
-    "sy_grouped_gemm_refresh": [_HANDLE, c_void_p],
-    "sy_grouped_gemm_run": [_HANDLE, POINTER(GroupedGemmCall)],
-    "sy_permute": [
-        POINTER(Tensor),
-        _i32("num_experts"),
-        POINTER(RowLayout),
-        POINTER(Tensor),
-        POINTER(Tensor),
-        POINTER(Tensor),
-        POINTER(c_int64),
-    ],
-    "sy_unpermute": [
-        POINTER(Tensor),
-        POINTER(Tensor),
-        POINTER(Tensor),
-        c_float,
-        c_int32,
-        POINTER(Tensor),
-    ],
-    "sy_topk_run": [POINTER(TopkCall)],
-    "sy_permute_run": [POINTER(PermuteCall)],
-    "sy_permute_workspace": [_i64("slots"), _i32("num_experts"), POINTER(c_uint64)],
-    "sy_unpermute_run": [POINTER(UnpermuteCall)],
-    "sy_exchange_create": [
-        _HANDLE,
-        POINTER(ExchangeSpec),
-        POINTER(ExchangeOptions),
-        POINTER(_HANDLE),
-    ],
-    "sy_exchange_destroy": [POINTER(_HANDLE)],
-    "sy_exchange_get_info": [_HANDLE, POINTER(ExchangeInfo)],
-    "sy_exchange_handle_create": [_HANDLE, POINTER(_HANDLE)],
-    "sy_exchange_handle_destroy": [POINTER(_HANDLE)],
-    "sy_exchange_dispatch_send": [_HANDLE, POINTER(DispatchInput), _HANDLE],
-    "sy_exchange_dispatch_recv": [_HANDLE, POINTER(DispatchOutput), _HANDLE],
-    "sy_exchange_dispatch": [
-        _HANDLE,
-        POINTER(DispatchInput),
-        POINTER(DispatchOutput),
-        _HANDLE,
-    ],
-    "sy_exchange_combine_send": [_HANDLE, POINTER(CombineInput), _HANDLE],
-    "sy_exchange_combine_recv": [_HANDLE, POINTER(CombineOutput), _HANDLE],
-    "sy_exchange_combine": [
-        _HANDLE,
-        POINTER(CombineInput),
-        POINTER(CombineOutput),
-        _HANDLE,
-    ],
-    "sy_exchange_rows_needed": [_HANDLE, _HANDLE, c_void_p, POINTER(c_int64)],
-    "sy_exchange_check": [_HANDLE],
-    "sy_exchange_get_stats": [_HANDLE, POINTER(ExchangeStats)],
-    "sy_exchange_trace": [_HANDLE, c_void_p, POINTER(c_uint64)],
-    "sy_heap_create": [_HANDLE, POINTER(HeapOptions), POINTER(_HANDLE)],
-    "sy_heap_destroy": [POINTER(_HANDLE)],
-    "sy_heap_allocate": [_HANDLE, _u64("size"), _u64("alignment"), POINTER(c_void_p)],
-    "sy_heap_free": [_HANDLE, _address("array")],
-    "sy_heap_reset": [_HANDLE],
-    "sy_heap_translate": [_HANDLE, _address("array"), _i32("rank"), POINTER(c_void_p)],
-    "sy_heap_get_peer_map": [_HANDLE, POINTER(PeerMap)],
-    "sy_heap_signal": [_HANDLE, _address("flag"), _u64("value")],
-    "sy_heap_wait": [_HANDLE, _address("flag"), _u64("value"), _i32("peer")],
-    "sy_heap_barrier": [_HANDLE],
-    "sy_heap_check": [_HANDLE],
-    "sy_heap_get_info": [_HANDLE, POINTER(HeapInfo)],
-    "sy_draw_counts": [
-        c_int32,
-        _i32("tokens"),
-        _i32("num_experts"),
-        _i32("top_k"),
-        _Argument("beta", c_double),
-        _u64("seed"),
-        POINTER(c_int64),
-    ],
-    "sy_tune_measure": [
-        POINTER(TuneKernel),
-        POINTER(TunePlan),
-        POINTER(TuneOptions),
-        POINTER(c_int32),
-    ],
-    "sy_tune_fit": [c_char_p, c_int32, c_int32, c_char_p],
-    "sy_tune_evaluate": [c_char_p, c_int32, c_int32, c_void_p, POINTER(c_uint64)],
-    "sy_tuner_open": [POINTER(TuneKernel), c_char_p, POINTER(_HANDLE)],
-    "sy_tuner_select": [
-        _HANDLE,
-        c_char_p,
-        POINTER(c_int64),
-        c_int32,
-        POINTER(c_int32),
-        POINTER(c_double),
-    ],
-    "sy_tuner_destroy": [POINTER(_HANDLE)],
+# What each function returns, and its parameters by name.
+FUNCTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sy_abi_version": (c_uint32, {}),
+    "sy_version": (c_char_p, {}),
+    "sy_has_cuda": (c_int32, {}),
+    "sy_status_name": (c_char_p, {"status": c_int32}),
+    "sy_last_error": (c_int32, {"out": POINTER(Error)}),
+    "sy_world_single": (c_int32, {"options": POINTER(WorldOptions), "out": POINTER(c_void_p)}),
+    "sy_world_threads": (c_int32, {"size": c_int32, "options": POINTER(WorldOptions), "out": POINTER(c_void_p)}),
+    "sy_world_processes": (c_int32, {"rank": c_int32, "size": c_int32, "options": POINTER(WorldOptions), "out":
+        POINTER(c_void_p)}),
+    "sy_world_from_environment": (c_int32, {"options": POINTER(WorldOptions), "out": POINTER(c_void_p)}),
+    "sy_world_get_info": (c_int32, {"world": c_void_p, "out": POINTER(WorldInfo)}),
+    "sy_world_barrier": (c_int32, {"world": c_void_p}),
+    "sy_world_abort": (c_int32, {"world": c_void_p}),
+    "sy_world_destroy": (c_int32, {"world": POINTER(c_void_p)}),
+    "sy_own_experts": (c_int32, {"num_experts": c_int32, "rank": c_int32, "num_ranks": c_int32, "begin":
+        POINTER(c_int32), "end": POINTER(c_int32)}),
+    "sy_layer_create": (c_int32, {"world": c_void_p, "spec": POINTER(LayerSpec), "weights": POINTER(LayerWeights),
+        "options": POINTER(LayerOptions), "out": POINTER(c_void_p)}),
+    "sy_layer_from_checkpoint": (c_int32, {"world": c_void_p, "directory": c_char_p, "layer_index": c_int32,
+        "options": POINTER(LayerOptions), "out": POINTER(c_void_p)}),
+    "sy_layer_destroy": (c_int32, {"layer": POINTER(c_void_p)}),
+    "sy_layer_forward": (c_int32, {"layer": c_void_p, "call": POINTER(Forward)}),
+    "sy_layer_check": (c_int32, {"layer": c_void_p}),
+    "sy_layer_refresh": (c_int32, {"layer": c_void_p, "stream": c_void_p}),
+    "sy_layer_rebind": (c_int32, {"layer": c_void_p, "weights": POINTER(LayerWeights)}),
+    "sy_layer_get_info": (c_int32, {"layer": c_void_p, "out": POINTER(LayerInfo)}),
+    "sy_layer_get_stats": (c_int32, {"layer": c_void_p, "out": POINTER(Stats)}),
+    "sy_layer_trace": (c_int32, {"layer": c_void_p, "text": c_char_p, "size": POINTER(c_uint64)}),
+    "sy_layer_recording": (c_int32, {"layer": c_void_p, "machine": c_char_p, "text": c_char_p, "size":
+        POINTER(c_uint64)}),
+    "sy_workspace_create": (c_int32, {"world": c_void_p, "specs": POINTER(LayerSpec), "num_specs": c_int32,
+        "options": POINTER(WorkspaceOptions), "out": POINTER(c_void_p)}),
+    "sy_workspace_get_info": (c_int32, {"workspace": c_void_p, "out": POINTER(WorkspaceInfo)}),
+    "sy_workspace_release": (c_int32, {"workspace": c_void_p}),
+    "sy_workspace_restore": (c_int32, {"workspace": c_void_p}),
+    "sy_workspace_destroy": (c_int32, {"workspace": POINTER(c_void_p)}),
+    "sy_topk": (c_int32, {"routing": POINTER(Routing), "top_k": c_int32, "logits": POINTER(Tensor),
+        "correction_bias": POINTER(Tensor), "ids": POINTER(Tensor), "weights": POINTER(Tensor), "nan_logits":
+        POINTER(c_int64)}),
+    "sy_topk_run": (c_int32, {"call": POINTER(TopkCall)}),
+    "sy_rows_needed": (c_int32, {"layout": POINTER(RowLayout), "num_experts": c_int32, "rows": c_int64, "out":
+        POINTER(c_int64)}),
+    "sy_grouped_gemm_create": (c_int32, {"spec": POINTER(GroupedGemmSpec), "options": POINTER(GroupedGemmOptions),
+        "out": POINTER(c_void_p)}),
+    "sy_grouped_gemm_destroy": (c_int32, {"gemm": POINTER(c_void_p)}),
+    "sy_grouped_gemm_get_info": (c_int32, {"gemm": c_void_p, "out": POINTER(GroupedGemmInfo)}),
+    "sy_grouped_gemm_run": (c_int32, {"gemm": c_void_p, "call": POINTER(GroupedGemmCall)}),
+    "sy_grouped_gemm_refresh": (c_int32, {"gemm": c_void_p, "stream": c_void_p}),
+    "sy_permute": (c_int32, {"ids": POINTER(Tensor), "num_experts": c_int32, "layout": POINTER(RowLayout), "ends":
+        POINTER(Tensor), "positions": POINTER(Tensor), "tokens": POINTER(Tensor), "rows": POINTER(c_int64)}),
+    "sy_unpermute": (c_int32, {"rows": POINTER(Tensor), "positions": POINTER(Tensor), "weights": POINTER(Tensor),
+        "scale": c_float, "accumulate": c_int32, "out": POINTER(Tensor)}),
+    "sy_permute_run": (c_int32, {"call": POINTER(PermuteCall)}),
+    "sy_permute_workspace": (c_int32, {"slots": c_int64, "num_experts": c_int32, "bytes": POINTER(c_uint64)}),
+    "sy_unpermute_run": (c_int32, {"call": POINTER(UnpermuteCall)}),
+    "sy_exchange_create": (c_int32, {"world": c_void_p, "spec": POINTER(ExchangeSpec), "options":
+        POINTER(ExchangeOptions), "out": POINTER(c_void_p)}),
+    "sy_exchange_destroy": (c_int32, {"exchange": POINTER(c_void_p)}),
+    "sy_exchange_get_info": (c_int32, {"exchange": c_void_p, "out": POINTER(ExchangeInfo)}),
+    "sy_exchange_handle_create": (c_int32, {"exchange": c_void_p, "out": POINTER(c_void_p)}),
+    "sy_exchange_handle_destroy": (c_int32, {"handle": POINTER(c_void_p)}),
+    "sy_exchange_dispatch_send": (c_int32, {"exchange": c_void_p, "input": POINTER(DispatchInput), "handle":
+        c_void_p}),
+    "sy_exchange_dispatch_recv": (c_int32, {"exchange": c_void_p, "output": POINTER(DispatchOutput), "handle":
+        c_void_p}),
+    "sy_exchange_dispatch": (c_int32, {"exchange": c_void_p, "input": POINTER(DispatchInput), "output":
+        POINTER(DispatchOutput), "handle": c_void_p}),
+    "sy_exchange_combine_send": (c_int32, {"exchange": c_void_p, "input": POINTER(CombineInput), "handle":
+        c_void_p}),
+    "sy_exchange_combine_recv": (c_int32, {"exchange": c_void_p, "output": POINTER(CombineOutput), "handle":
+        c_void_p}),
+    "sy_exchange_combine": (c_int32, {"exchange": c_void_p, "input": POINTER(CombineInput), "output":
+        POINTER(CombineOutput), "handle": c_void_p}),
+    "sy_exchange_rows_needed": (c_int32, {"exchange": c_void_p, "handle": c_void_p, "stream": c_void_p, "out":
+        POINTER(c_int64)}),
+    "sy_exchange_check": (c_int32, {"exchange": c_void_p}),
+    "sy_exchange_get_stats": (c_int32, {"exchange": c_void_p, "out": POINTER(ExchangeStats)}),
+    "sy_exchange_trace": (c_int32, {"exchange": c_void_p, "text": c_char_p, "size": POINTER(c_uint64)}),
+    "sy_heap_create": (c_int32, {"world": c_void_p, "options": POINTER(HeapOptions), "out": POINTER(c_void_p)}),
+    "sy_heap_destroy": (c_int32, {"heap": POINTER(c_void_p)}),
+    "sy_heap_allocate": (c_int32, {"heap": c_void_p, "bytes": c_uint64, "alignment": c_uint64, "out":
+        POINTER(c_void_p)}),
+    "sy_heap_free": (c_int32, {"heap": c_void_p, "pointer": c_void_p}),
+    "sy_heap_reset": (c_int32, {"heap": c_void_p}),
+    "sy_heap_translate": (c_int32, {"heap": c_void_p, "pointer": c_void_p, "rank": c_int32, "out":
+        POINTER(c_void_p)}),
+    "sy_heap_get_peer_map": (c_int32, {"heap": c_void_p, "out": POINTER(PeerMap)}),
+    "sy_heap_signal": (c_int32, {"heap": c_void_p, "flag": POINTER(c_uint64), "value": c_uint64}),
+    "sy_heap_wait": (c_int32, {"heap": c_void_p, "flag": POINTER(c_uint64), "value": c_uint64, "peer": c_int32}),
+    "sy_heap_barrier": (c_int32, {"heap": c_void_p}),
+    "sy_heap_check": (c_int32, {"heap": c_void_p}),
+    "sy_heap_get_info": (c_int32, {"heap": c_void_p, "out": POINTER(HeapInfo)}),
+    "sy_draw_counts": (c_int32, {"generator": c_int32, "tokens": c_int32, "num_experts": c_int32, "top_k": c_int32,
+        "beta": c_double, "seed": c_uint64, "counts": POINTER(c_int64)}),
+    "sy_tune_measure": (c_int32, {"kernel": POINTER(TuneKernel), "plan": POINTER(TunePlan), "options":
+        POINTER(TuneOptions), "complete": POINTER(c_int32)}),
+    "sy_tune_fit": (c_int32, {"profile_file": c_char_p, "form": c_int32, "relative": c_int32, "fit_file":
+        c_char_p}),
+    "sy_tune_evaluate": (c_int32, {"profile_file": c_char_p, "form": c_int32, "relative": c_int32, "text": c_char_p,
+        "size": POINTER(c_uint64)}),
+    "sy_tuner_open": (c_int32, {"kernel": POINTER(TuneKernel), "fit_file": c_char_p, "out": POINTER(c_void_p)}),
+    "sy_tuner_select": (c_int32, {"tuner": c_void_p, "model": c_char_p, "counts": POINTER(c_int64), "num_experts":
+        c_int32, "configuration": POINTER(c_int32), "predicted_us": POINTER(c_double)}),
+    "sy_tuner_destroy": (c_int32, {"tuner": POINTER(c_void_p)}),
 }
-
-
-def _path() -> pathlib.Path:
-    """The library beside this file, or where SWITCHYARD_LIBRARY says: a build that is worked on."""
-    named = os.environ.get("SWITCHYARD_LIBRARY")
-    if named:
-        return pathlib.Path(named)
-    return pathlib.Path(__file__).parent / "lib" / "libswitchyard_c.so"
-
-
-def _load() -> ctypes.CDLL:
-    path = _path()
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise ImportError(explain(str(path), str(error))) from error
-    try:
-        found = library.sy_abi_version()
-        missing = [name for name in _FUNCTIONS if not hasattr(library, name)]
-    except AttributeError:
-        raise ImportError(
-            f"{path} has no function sy_abi_version: it is no library of Switchyard's; leave SWITCHYARD_LIBRARY "
-            "unset, or let it name a libswitchyard_c.so"
-        ) from None
-    if found != ABI_VERSION or missing:
-        what = f"lacks {missing[0]}" if found == ABI_VERSION else f"has version {found} of the C interface"
-        raise ImportError(
-            f"{path} {what}, and this package needs version {ABI_VERSION} with all its functions: library and "
-            "package come from different versions. Install the package anew, or build what SWITCHYARD_LIBRARY names "
-            "anew if it is set."
-        )
-    library.sy_version.restype = c_char_p
-    for name, arguments in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.argtypes = [a.kind if isinstance(a, _Argument) else a for a in arguments]
-        function.restype = c_int32
-        setattr(library, name, _with_checks(function, arguments))
-    return library
-
-
-library = _load()
-
-
-def version() -> str:
-    return library.sy_version().decode()
-
-
-def has_cuda() -> bool:
-    return bool(library.sy_has_cuda())
-
-
-def last_error() -> ErrorInfo:
-    error = ErrorInfo()
-    library.sy_last_error(ctypes.byref(error))
-    return error

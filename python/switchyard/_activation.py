@@ -7,7 +7,7 @@ import math
 import numbers
 
 from . import _abi
-from ._abi import is_flag
+from ._values import is_flag
 from .errors import InvalidArgument
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")

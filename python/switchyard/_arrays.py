@@ -10,11 +10,15 @@ import sys
 from typing import Any, NoReturn, TypeVar
 
 from . import _abi
+from ._values import count_text
 from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch
 
 # What comes out is of the kind that goes in: checkers of types then know that a layer of tensors gives tensors.
 Array = TypeVar("Array")
 
+# By the numbers of dtypes.
+DTYPE_NAMES = ["none", "f32", "f16", "bf16", "f8_e4m3", "i32", "i64", "u8", "f8_e8m0"]
+ITEM_SIZES = [0, 4, 2, 2, 1, 4, 8, 1, 1]
 _NAMES = {
     "float32": _abi.F32,
     "float16": _abi.F16,
@@ -25,7 +29,7 @@ _NAMES = {
     "uint8": _abi.U8,
     "float8_e8m0fnu": _abi.F8_E8M0,
 }
-_SHORT = {name: i for i, name in enumerate(_abi.DTYPE_NAMES)} | {
+_SHORT = {name: i for i, name in enumerate(DTYPE_NAMES)} | {
     "fp32": _abi.F32,
     "fp16": _abi.F16,
     "fp8": _abi.F8_E4M3,
@@ -61,7 +65,7 @@ def dtype_code(dtype: Any, of: str = "") -> int:
         )
     name = dtype_name(dtype)
     code = _NAMES.get(name, _SHORT.get(name))
-    if code is None or code == _abi.NONE:
+    if code is None or code == _abi.DTYPE_NONE:
         known = ", ".join(_NAMES)
         what = f"{of} has dtype {dtype}, which" if of else f"dtype {dtype!r}"
         raise DTypeMismatch(
@@ -151,14 +155,14 @@ def _make(
     strides: tuple[int, ...],
 ) -> _abi.Tensor:
     if not 1 <= len(shape) <= 4:
-        raise ShapeMismatch(f"{name} has {_abi.count_text(len(shape), 'dimension')}; Switchyard takes 1 to 4")
+        raise ShapeMismatch(f"{name} has {count_text(len(shape), 'dimension')}; Switchyard takes 1 to 4")
     if 0 in shape:
         # Nothing is there, so no stride means anything; numpy has strides of 0.
         strides = contiguous_strides(shape)
-    elif data % _abi.ITEM_SIZES[dtype]:
+    elif data % ITEM_SIZES[dtype]:
         raise InvalidArgument(
             f"{name} begins at an address that is no multiple of its elements' "
-            f"{_abi.count_text(_abi.ITEM_SIZES[dtype], 'byte')}; pass an aligned copy"
+            f"{count_text(ITEM_SIZES[dtype], 'byte')}; pass an aligned copy"
         )
     tensor = _abi.Tensor(data, dtype, len(shape), *device)
     tensor.shape[: len(shape)] = shape
@@ -224,7 +228,7 @@ def _describe_numpy(name: str, array: Any, write: bool) -> tuple[_abi.Tensor, An
     if write and not array.flags.writeable:
         raise InvalidArgument(f"{name} is read-only, and would be written; pass a writeable array")
     dtype = dtype_code(array.dtype, name)
-    size = _abi.ITEM_SIZES[dtype]
+    size = ITEM_SIZES[dtype]
     if any(stride % size for stride in array.strides):
         raise InvalidArgument(
             f"{name} has strides that are no multiples of its elements; pass a contiguous copy"
@@ -449,7 +453,7 @@ def view(
     tensor: _abi.Tensor, *, offset: int = 0, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> _abi.Tensor:
     """Part of a tensor; `offset` in elements."""
-    address = (tensor.data or 0) + offset * _abi.ITEM_SIZES[tensor.dtype]
+    address = (tensor.data or 0) + offset * ITEM_SIZES[tensor.dtype]
     device = (tensor.device_type, tensor.device_id)
     return _make("a view", address, tensor.dtype, device, shape, strides)
 

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from ctypes import byref
 from typing import Any, Literal
 
-from . import _abi, _arrays
-from ._abi import count_text
+from . import _abi, _arrays, _values
+from ._library import check, library
+from ._values import count_text
 from ._arrays import Array
 from ._experts import placement_of
 from ._handle import Owned, read_json
 from ._operators import _LAYOUTS, Layout, _layout, _refuse_gradient
 from ._world import World, checked_world
-from .errors import InvalidArgument, ShapeMismatch, check
+from .errors import InvalidArgument, ShapeMismatch
 
 CombineWeights = Literal["receiver", "sender", "none"]
 _WEIGHTS = ("receiver", "sender", "none")
@@ -43,7 +44,7 @@ class ExchangeHandle(Owned):
         return f"dispatch of {count_text(self.tokens, 'token')}, of an exchange of {self._exchange._shown()}"
 
     def __init__(self, handle: ctypes.c_void_p, exchange: Exchange) -> None:
-        super().__init__(handle, _abi.library.sy_exchange_handle_destroy, lock=exchange._lock)
+        super().__init__(handle, library.sy_exchange_handle_destroy, lock=exchange._lock)
         self._exchange = exchange
         self._like: Any = None  # an array of the kind and device that were sent
         self.tokens = 0
@@ -247,13 +248,13 @@ class Exchange(Owned):
             dispatch=code,
             combine=back,
             weights=_WEIGHTS.index(weights),
-            pre_sum=_abi.flag("pre_sum", pre_sum),
-            pre_sum_per_host=_abi.flag("pre_sum_per_host", pre_sum_per_host),
-            large_ids_are_none=_abi.flag("large_ids_are_none", large_ids_are_none),
+            pre_sum=_values.flag("pre_sum", pre_sum),
+            pre_sum_per_host=_values.flag("pre_sum_per_host", pre_sum_per_host),
+            large_ids_are_none=_values.flag("large_ids_are_none", large_ids_are_none),
             layout=c_layout,
         )
         if placement is not None:
-            table = _abi.integers("placement", ctypes.c_int32, placement)
+            table = _values.integers("placement", ctypes.c_int32, placement)
             spec.placement = placement_of(table, len(placement))
         gpu = _gpu_of(device)
         options = _abi.ExchangeOptions(
@@ -261,25 +262,25 @@ class Exchange(Owned):
             num_threads=num_threads,
             device=-1 if gpu is None else gpu,
             max_sms=max_sms,
-            trace=_abi.flag("trace", trace),
+            trace=_values.flag("trace", trace),
             deadline_seconds=deadline,
         )
         handle = ctypes.c_void_p()
         with world._lock:
             check(
-                _abi.library.sy_exchange_create(
+                library.sy_exchange_create(
                     world._open(), byref(spec), byref(options), byref(handle)
                 )
             )
-        super().__init__(handle, _abi.library.sy_exchange_destroy)
+        super().__init__(handle, library.sy_exchange_destroy)
         info = _abi.ExchangeInfo()
-        check(_abi.library.sy_exchange_get_info(handle, byref(info)))
+        check(library.sy_exchange_get_info(handle, byref(info)))
         self.hidden = hidden
         self.num_experts = num_experts
         self.top_k = top_k
         self.max_tokens = max_tokens
-        self.dispatch_dtype: str = _abi.DTYPE_NAMES[code]
-        self.combine_dtype: str = _abi.DTYPE_NAMES[back]
+        self.dispatch_dtype: str = _arrays.DTYPE_NAMES[code]
+        self.combine_dtype: str = _arrays.DTYPE_NAMES[back]
         kind = _LAYOUTS[info.layout.kind]
         self.layout: Layout = "packed" if kind == "packed" else (kind, info.layout.size)
         self.weights: CombineWeights = weights
@@ -300,7 +301,7 @@ class Exchange(Owned):
         """A handle without contents. On a GPU it has memory for the most there can be."""
         handle = ctypes.c_void_p()
         with self._lock:
-            check(_abi.library.sy_exchange_handle_create(self._open(), byref(handle)))
+            check(library.sy_exchange_handle_create(self._open(), byref(handle)))
         return ExchangeHandle(handle, self)
 
     def dispatch_send(
@@ -346,7 +347,7 @@ class Exchange(Owned):
         handle, call, keep = self._send_call(x, ids, weights, x_scale, handle)
         with self._lock:
             check(
-                _abi.library.sy_exchange_dispatch_send(self._open(), byref(call), handle._open())
+                library.sy_exchange_dispatch_send(self._open(), byref(call), handle._open())
             )
         del keep
         _note_sent(handle, x, call)
@@ -411,7 +412,7 @@ class Exchange(Owned):
         received, call, keep = self._receive_call(handle, like, rows, out, scales_out)
         with self._lock:
             check(
-                _abi.library.sy_exchange_dispatch_recv(self._open(), byref(call), handle._open())
+                library.sy_exchange_dispatch_recv(self._open(), byref(call), handle._open())
             )
         del keep
         return received
@@ -484,7 +485,7 @@ class Exchange(Owned):
         received, receive, kept = self._receive_call(handle, _like(x), None, out, scales_out)
         with self._lock:
             check(
-                _abi.library.sy_exchange_dispatch(
+                library.sy_exchange_dispatch(
                     self._open(), byref(send), byref(receive), handle._open()
                 )
             )
@@ -509,7 +510,7 @@ class Exchange(Owned):
         rows = ctypes.c_int64()
         with self._lock:
             check(
-                _abi.library.sy_exchange_rows_needed(
+                library.sy_exchange_rows_needed(
                     self._open(), handle._open(), self._stream(like), byref(rows)
                 )
             )
@@ -533,7 +534,7 @@ class Exchange(Owned):
         """
         call, keep = self._combine_send_call(rows, handle)
         with self._lock:
-            check(_abi.library.sy_exchange_combine_send(self._open(), byref(call), handle._open()))
+            check(library.sy_exchange_combine_send(self._open(), byref(call), handle._open()))
         del keep
 
     def _combine_send_call(
@@ -580,7 +581,7 @@ class Exchange(Owned):
         """
         out, call, keep = self._combine_recv_call(handle, out, scale, accumulate)
         with self._lock:
-            check(_abi.library.sy_exchange_combine_recv(self._open(), byref(call), handle._open()))
+            check(library.sy_exchange_combine_recv(self._open(), byref(call), handle._open()))
         _arrays.wrote(out)
         del keep
         return out
@@ -597,7 +598,7 @@ class Exchange(Owned):
                 raise InvalidArgument("nothing was dispatched with the handle; dispatch with it first")
             out = _arrays.empty(handle._like, "x", (handle.tokens, self.hidden), _TYPES[self._back])
         call = _abi.CombineOutput(
-            accumulate=_abi.flag("accumulate", accumulate), scale=scale, stream=self._stream(out)
+            accumulate=_values.flag("accumulate", accumulate), scale=scale, stream=self._stream(out)
         )
         keep = _put(call, "out", out, write=True)
         shape = _arrays.shape_of(call.out)
@@ -634,7 +635,7 @@ class Exchange(Owned):
         # Both halves are looked at before anything is sent: the other ranks would wait for the second.
         with self._lock:
             check(
-                _abi.library.sy_exchange_combine(
+                library.sy_exchange_combine(
                     self._open(), byref(send), byref(receive), handle._open()
                 )
             )
@@ -647,13 +648,13 @@ class Exchange(Owned):
     def check(self) -> None:
         """Raise what failed in earlier calls, for callers that replay graphs."""
         with self._lock:
-            check(_abi.library.sy_exchange_check(self._open()))
+            check(library.sy_exchange_check(self._open()))
 
     def stats(self) -> ExchangeStats:
         """Of this rank's last dispatch and last combine. On a GPU it waits for the device."""
         stats = _abi.ExchangeStats()
         with self._lock:
-            check(_abi.library.sy_exchange_get_stats(self._open(), byref(stats)))
+            check(library.sy_exchange_get_stats(self._open(), byref(stats)))
         names = [field.name for field in dataclasses.fields(ExchangeStats)]
         return ExchangeStats(**{name: getattr(stats, name) for name in names})
 
@@ -669,7 +670,7 @@ class Exchange(Owned):
             Unless the exchange was made with ``trace=True``.
         """
         with self._lock:
-            return read_json(_abi.library.sy_exchange_trace, self._open())
+            return read_json(library.sy_exchange_trace, self._open())
 
     def _stream(self, array: Any) -> int | None:
         return _arrays.current_stream(array) if self.backend == "cuda" else None
@@ -703,7 +704,7 @@ def _put(call: ctypes.Structure, name: str, array: Any, write: bool = False) -> 
 def _gpu_of(device: Any) -> int | None:
     """The number of a GPU, -1 for the current one, None for the CPU."""
     if isinstance(device, int) and not isinstance(device, bool):
-        return _abi.integer("device", device, -1, 2**31 - 1)
+        return _values.integer("device", device, -1, 2**31 - 1)
     kind, _, number = str(device).partition(":")
     if kind == "cpu":
         return None

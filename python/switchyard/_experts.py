@@ -13,29 +13,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import byref
 from typing import Any, Literal
 
-from . import _abi, _arrays
-from ._abi import count_text
+from . import _abi, _arrays, _values
+from ._library import check, library, raise_last
+from ._values import count_text
 from ._activation import Activation, require_activation
-from .errors import (
-    DTypeMismatch,
-    InvalidArgument,
-    MissingTensor,
-    ShapeMismatch,
-    Unsupported,
-    check,
-    raise_last,
-)
+from .errors import DTypeMismatch, InvalidArgument, MissingTensor, ShapeMismatch, Unsupported
 from ._arrays import Array, Kept
 from ._handle import Reader, in_child, read_json
 from ._routing import Routing
-from ._workspace import Workspace, choose_memory, creating, world_of
+from ._workspace import LayerHandle, Workspace, choose_memory, creating, world_of
 from ._world import World, checked_world
 
 Order = Literal["gate_up", "up_gate", "interleaved"]
 BadIds = Literal["raise", "skip"]
 CapacityRule = Literal["slots", "tokens"]
 
-_forward = _abi.library.sy_layer_forward
+_forward = library.sy_layer_forward
 # Of torch, once it is there: set by _torch.py.
 _torch_module: Any = None
 _Tensor: Any = None
@@ -98,10 +91,10 @@ class Handle(Reader):
 
     _noun = "layer"
     _remedy = "rebind() the layer, or make another"
-    _lay_out = staticmethod(_abi.library.sy_layer_refresh)
+    _lay_out = staticmethod(library.sy_layer_refresh)
 
-    def __init__(self, handle: _abi.LayerHandle, keep: Kept | None) -> None:
-        super().__init__(handle, _abi.library.sy_layer_destroy, lock=handle.lock)
+    def __init__(self, handle: LayerHandle, keep: Kept | None) -> None:
+        super().__init__(handle, library.sy_layer_destroy, lock=handle.lock)
         self._call = _abi.Forward(out_scale=1.0)
         self._call_address = ctypes.addressof(self._call)
         # Whether _call is in use: a signal's handler may make a call in the midst of one.
@@ -109,14 +102,14 @@ class Handle(Reader):
         self._seen: Any = None
         self._fast: Any = None
         info = _abi.LayerInfo()
-        check(_abi.library.sy_layer_get_info(handle, byref(info)))
+        check(library.sy_layer_get_info(handle, byref(info)))
         self.hidden: int = info.hidden
         self.intermediate: int = info.intermediate
         self.num_experts: int = info.num_experts
         self.top_k: int = info.top_k
         self.max_tokens: int = info.max_tokens
         self.activation = Activation._from_c(info.activation)
-        self.compute: str = _abi.DTYPE_NAMES[info.compute]
+        self.compute: str = _arrays.DTYPE_NAMES[info.compute]
         self.backend: str = "cuda" if info.backend == _abi.CUDA else "cpu"
         self.device: int | None = info.device if info.device >= 0 else None
         self.workspace_bytes: int = info.workspace_bytes
@@ -158,7 +151,7 @@ class Handle(Reader):
         Timeout, Aborted, InvalidArgument
         """
         with self._lock:
-            check(_abi.library.sy_layer_check(self._open()))
+            check(library.sy_layer_check(self._open()))
 
     def stats(self) -> Stats:
         """Of the last pass. On GPUs it waits for the device."""
@@ -168,7 +161,7 @@ class Handle(Reader):
             tokens_per_expert=ctypes.cast(counts, ctypes.POINTER(ctypes.c_int64)),
         )
         with self._lock:
-            check(_abi.library.sy_layer_get_stats(self._open(), byref(stats)))
+            check(library.sy_layer_get_stats(self._open(), byref(stats)))
         values = {field.name: getattr(stats, field.name) for field in dataclasses.fields(Stats)}
         return Stats(**values | {"tokens_per_expert": tuple(counts)})
 
@@ -181,7 +174,7 @@ class Handle(Reader):
             Unless the layer was made with ``trace=True``.
         """
         with self._lock:
-            return read_json(_abi.library.sy_layer_trace, self._open())
+            return read_json(library.sy_layer_trace, self._open())
 
     def recording(self) -> dict[str, Any]:
         """What the last passes routed, of all ranks' tokens; for ``tuner.write_recordings``.
@@ -199,7 +192,7 @@ class Handle(Reader):
             Unless the layer was made with ``recorded_steps`` of 1 or more.
         """
         with self._lock:
-            return read_json(_abi.library.sy_layer_recording, self._open(), None)["layers"][0]
+            return read_json(library.sy_layer_recording, self._open(), None)["layers"][0]
 
     # ------------------------------------------------------------------------------- one pass
 
@@ -265,7 +258,7 @@ class Handle(Reader):
             put(name, more.get(name))
         for name in ("ids_out", "weights_out"):
             put(name, more.get(name), True)
-        call.accumulate = _abi.flag("accumulate", accumulate)
+        call.accumulate = _values.flag("accumulate", accumulate)
         call.out_scale = scale
         call.stream = self._stream(x)
         if _forward(self._handle, ctypes.addressof(call)):
@@ -281,7 +274,7 @@ class Handle(Reader):
     def _require_scales(self, x: _abi.Tensor) -> None:
         if x.dtype != _abi.F8_E4M3:
             raise DTypeMismatch(
-                f"x_scale is given, but x is {_abi.DTYPE_NAMES[x.dtype]}, which has no scales; leave it None"
+                f"x_scale is given, but x is {_arrays.DTYPE_NAMES[x.dtype]}, which has no scales; leave it None"
             )
 
     def _run_tensors(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> None:
@@ -536,7 +529,7 @@ class Experts(Handle):
                     "num_experts how many experts all ranks have together"
                 )
             num_experts = count
-        num_experts = _abi.integer("num_experts", num_experts, 1, 2**31 - 1)
+        num_experts = _values.integer("num_experts", num_experts, 1, 2**31 - 1)
         places = num_experts if placement is None else len(placement)
         own = len(world.own_experts(places))
         if count not in (own, places):
@@ -558,7 +551,7 @@ class Experts(Handle):
             num_experts=num_experts,
             top_k=top_k,
             expert_bias=int(w13_bias is not None or w2_bias is not None),
-            weight_on_input=_abi.flag("weight_on_input", weight_on_input),
+            weight_on_input=_values.flag("weight_on_input", weight_on_input),
             capacity_factor=capacity_factor,
             capacity_rule=int(capacity_rule == "tokens"),
             activation=activation._to_c(),
@@ -576,25 +569,25 @@ class Experts(Handle):
             device=(weights.down.weight.device_id if device is None else device) if cuda else -1,
             reserved_sms=reserved_sms,
             compute=compute_code,
-            trace=_abi.flag("trace", trace),
+            trace=_values.flag("trace", trace),
             bad_ids=int(bad_ids == "skip"),
-            large_ids_are_none=_abi.flag("large_ids_are_none", large_ids_are_none),
-            pre_sum_per_host=_abi.flag("pre_sum_per_host", pre_sum_per_host),
+            large_ids_are_none=_values.flag("large_ids_are_none", large_ids_are_none),
+            pre_sum_per_host=_values.flag("pre_sum_per_host", pre_sum_per_host),
             deadline_seconds=deadline,
             recorded_steps=recorded_steps,
-            name=_abi.text("name", name),
-            table_file=None if table is None else _abi.path("table", table),
+            name=_values.text("name", name),
+            table_file=None if table is None else _values.path("table", table),
         )
         with creating(world, workspace, share_memory_with):
             handle = choose_memory(options, workspace, workspace_slot, share_memory_with)
             check(
-                _abi.library.sy_layer_create(
+                library.sy_layer_create(
                     world._open(), byref(spec), byref(weights), byref(options), byref(handle)
                 )
             )
         super().__init__(handle, keep)
         self._place = (world.rank, world.size)
-        self._stored = _abi.DTYPE_NAMES[weights.down.weight.dtype]
+        self._stored = _arrays.DTYPE_NAMES[weights.down.weight.dtype]
         self.order: Order = order
         self.transposed = transposed
         self.routing = routing
@@ -923,7 +916,7 @@ class Experts(Handle):
             )
         _put_placement(weights, placement)
         with self._lock:
-            check(_abi.library.sy_layer_rebind(self._open(), byref(weights)))
+            check(library.sy_layer_rebind(self._open(), byref(weights)))
             # Passes under way may still read the arrays that were bound before.
             if self.backend == "cuda":
                 keep.keep(self._keep)
@@ -954,7 +947,7 @@ def _weights(
         raise InvalidArgument(f"order is {order!r}, but {activation} has no gate; leave it out")
     if block is not None and w13_scale is None and w2_scale is None:
         raise InvalidArgument(f"block is {block!r}, but there are no scales; leave it None, or pass them")
-    _abi.flag("transposed", transposed)
+    _values.flag("transposed", transposed)
     keep = Kept()
 
     def described(name: str, array: Any, ndim: int, copied: bool = False) -> _abi.Tensor:
@@ -985,7 +978,7 @@ def _weights(
             raise MissingTensor(f"{name} is float8_e4m3fn; pass {name}_scale, too")
         if tensor.dtype != _abi.F8_E4M3 and scale is not None:
             raise DTypeMismatch(
-                f"{name}_scale is given, but {name} is {_abi.DTYPE_NAMES[tensor.dtype]}, which has "
+                f"{name}_scale is given, but {name} is {_arrays.DTYPE_NAMES[tensor.dtype]}, which has "
                 "no scales; leave it None"
             )
     weights = _abi.LayerWeights()
@@ -1032,13 +1025,13 @@ def _weights(
 def _compute(compute: Any, weights: int) -> int:
     """The code of the type to compute in; none: by the weights' type."""
     if compute is None:
-        return _abi.NONE
+        return _abi.DTYPE_NONE
     code = _arrays.dtype_code(compute)
     if code not in (_abi.BF16, _abi.F32, _abi.F8_E4M3):
         raise InvalidArgument(f"compute is {compute!r}; use 'bf16', 'f32' or 'f8_e4m3'")
     if code == _abi.F8_E4M3 and weights != _abi.F8_E4M3:
         raise InvalidArgument(
-            f"compute is {compute!r}, but w2 is {_abi.DTYPE_NAMES[weights]}; use 'bf16' or 'f32', or FP8 weights"
+            f"compute is {compute!r}, but w2 is {_arrays.DTYPE_NAMES[weights]}; use 'bf16' or 'f32', or FP8 weights"
         )
     return code
 
@@ -1047,7 +1040,7 @@ def _put_placement(weights: _abi.LayerWeights, placement: Sequence[int] | None) 
     """The library reads the table at once, and keeps no address of it."""
     if placement is None:
         return
-    table = _abi.integers("placement", ctypes.c_int32, placement)
+    table = _values.integers("placement", ctypes.c_int32, placement)
     weights.placement = placement_of(table, len(placement))
     weights._table = table
 
@@ -1088,7 +1081,7 @@ def _block_of(block: Sequence[int] | None) -> tuple[int, int]:
         return 128, 128
     if not isinstance(block, (tuple, list)) or len(block) != 2:
         raise InvalidArgument(f"block is {block!r}; pass (rows, columns) of a block, or None for 128 x 128")
-    height, width = (_abi.integer("block", size, 1) for size in block)
+    height, width = (_values.integer("block", size, 1) for size in block)
     return height, width
 
 

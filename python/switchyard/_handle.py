@@ -17,8 +17,9 @@ from ctypes import byref
 from typing import Any, NoReturn
 
 from . import _arrays
+from ._library import check
 from ._arrays import Kept
-from .errors import InvalidArgument, Unsupported, check
+from .errors import InvalidArgument, Unsupported
 
 # How long the end of the process waits for threads that are still in a call.
 _EXIT_SECONDS = 5.0

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from ctypes import byref
 from typing import Any, Literal
 
-from . import _abi, _arrays
+from . import _abi, _arrays, _values
+from ._library import check, library
 from ._arrays import Array
 from ._exchange import _gpu_of
 from ._handle import Owned, in_child
 from ._world import World, checked_world
-from .errors import DTypeMismatch, InvalidArgument, check
+from ._values import count_text
+from .errors import DTypeMismatch, InvalidArgument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +147,7 @@ class SymmetricHeap(Owned):
             )
         if checked_world(world) is None:
             raise InvalidArgument("world is None; pass a switchyard.World, such as World.single()")
-        bytes = _abi.integer("bytes", bytes, 1, (1 << 64) - 1)
+        bytes = _values.integer("bytes", bytes, 1, (1 << 64) - 1)
         options = _abi.HeapOptions(
             backend=_abi.CPU if gpu is None else _abi.CUDA,
             device=-1 if gpu is None else gpu,
@@ -154,18 +156,18 @@ class SymmetricHeap(Owned):
         )
         handle = ctypes.c_void_p()
         with world._lock:
-            check(_abi.library.sy_heap_create(world._open(), byref(options), byref(handle)))
-        super().__init__(handle, _abi.library.sy_heap_destroy)
+            check(library.sy_heap_create(world._open(), byref(options), byref(handle)))
+        super().__init__(handle, library.sy_heap_destroy)
         self.world = world
         self.bytes = bytes
         self.arrays = arrays
         self.backend: str = "cpu" if gpu is None else "cuda"
         info = _abi.HeapInfo()
-        check(_abi.library.sy_heap_get_info(handle, byref(info)))
+        check(library.sy_heap_get_info(handle, byref(info)))
         self.device: int = info.device
         """The GPU's number; -1: host memory."""
         c_map = _abi.PeerMap()
-        check(_abi.library.sy_heap_get_peer_map(handle, byref(c_map)))
+        check(library.sy_heap_get_peer_map(handle, byref(c_map)))
         self.peer_map = PeerMap(
             c_map.rank,
             c_map.size,
@@ -205,14 +207,14 @@ class SymmetricHeap(Owned):
             sizes = (shape,) if isinstance(shape, (int, str, bytes)) else tuple(shape)
         except TypeError:
             sizes = (shape,)
-        sizes = tuple(_abi.integer("shape", size, 0) for size in sizes)
+        sizes = tuple(_values.integer("shape", size, 0) for size in sizes)
         kind, item = self._dtype(dtype)
         size = math.prod(sizes) * item
         if size >= 1 << 63:
             raise InvalidArgument(f"shape is {sizes}, which is {size:,} bytes; no memory has so many")
         pointer = ctypes.c_void_p()
         with self._lock:
-            check(_abi.library.sy_heap_allocate(self._open(), size, alignment, byref(pointer)))
+            check(library.sy_heap_allocate(self._open(), size, alignment, byref(pointer)))
         return self._array(pointer.value or 0, size, kind, sizes, _arrays.contiguous_strides(sizes))
 
     def translate(self, array: Array, rank: int) -> Array:
@@ -263,12 +265,12 @@ class SymmetricHeap(Owned):
         """
         address = array if isinstance(array, int) else self._address(array)[0]
         with self._lock:
-            check(_abi.library.sy_heap_free(self._open(), address))
+            check(library.sy_heap_free(self._open(), address))
 
     def reset(self) -> None:
         """Give everything back. All ranks do so alike."""
         with self._lock:
-            check(_abi.library.sy_heap_reset(self._open()))
+            check(library.sy_heap_reset(self._open()))
 
     # ----------------------------------------------------------------------------------- flags
 
@@ -292,7 +294,7 @@ class SymmetricHeap(Owned):
         """
         address = self._flag(flag)
         with self._shared() as handle:
-            check(_abi.library.sy_heap_signal(handle, address, value))
+            check(library.sy_heap_signal(handle, address, value))
 
     def wait(self, flag: Any, value: int, peer: int) -> None:
         """Wait until a flag in this rank's host memory, which `peer` raises, has at least a value.
@@ -317,7 +319,7 @@ class SymmetricHeap(Owned):
         """
         address = self._flag(flag)
         with self._shared() as handle:
-            check(_abi.library.sy_heap_wait(handle, address, value, peer))
+            check(library.sy_heap_wait(handle, address, value, peer))
 
     def barrier(self) -> None:
         """Wait for all ranks, and check that all have allocated and freed alike. Collective.
@@ -332,18 +334,18 @@ class SymmetricHeap(Owned):
             If a rank does not come, or the heap is dead.
         """
         with self._lock:
-            check(_abi.library.sy_heap_barrier(self._open()))
+            check(library.sy_heap_barrier(self._open()))
 
     def check(self) -> None:
         """Raise `Timeout` or `Aborted` if a wait was given up on any rank, kernels' waits included."""
         with self._shared() as handle:
-            check(_abi.library.sy_heap_check(handle))
+            check(library.sy_heap_check(handle))
 
     def stats(self) -> HeapStats:
         """How much is used."""
         info = _abi.HeapInfo()
         with self._lock:
-            check(_abi.library.sy_heap_get_info(self._open(), byref(info)))
+            check(library.sy_heap_get_info(self._open(), byref(info)))
         names = [field.name for field in dataclasses.fields(HeapStats)]
         return HeapStats(**{name: getattr(info, name) for name in names})
 
@@ -357,14 +359,14 @@ class SymmetricHeap(Owned):
     def _translate(self, address: int, rank: int) -> int:
         pointer = ctypes.c_void_p()
         with self._shared() as handle:
-            check(_abi.library.sy_heap_translate(handle, address, rank, byref(pointer)))
+            check(library.sy_heap_translate(handle, address, rank, byref(pointer)))
         return pointer.value or 0
 
     def _dtype(self, dtype: Any) -> tuple[Any, int]:
         """The dtype of torch or numpy, and an element's bytes."""
         name = _arrays.dtype_name(dtype)
         code = _arrays._SHORT.get(name)
-        if code is not None and code != _abi.NONE:
+        if code is not None and code != _abi.DTYPE_NONE:
             name = next(long for long, number in _arrays._NAMES.items() if number == code)
         if self.arrays == "torch":
             import torch
@@ -402,7 +404,7 @@ class SymmetricHeap(Owned):
         address, _, item = self._address(flag, "flag")
         if math.prod(flag.shape) != 1 or item != 8:
             raise InvalidArgument(
-                f"the flag has shape {tuple(flag.shape)} and {_abi.count_text(item, 'byte')} an element; pass one int64"
+                f"the flag has shape {tuple(flag.shape)} and {count_text(item, 'byte')} an element; pass one int64"
             )
         return address
 
@@ -457,7 +459,7 @@ def _borrow(address: int, size: int, device_type: int, device: int) -> Any:
         shape, strides = (ctypes.c_int64 * 1)(size), (ctypes.c_int64 * 1)(1)
         tensor = _arrays._DLTensor(address, device_type, device, 1, 1, 8, 1, shape, strides, 0)
         # Some versions of torch call it, whatever it is: a function that does nothing.
-        nothing = ctypes.cast(_abi.library.sy_abi_version, ctypes.c_void_p).value
+        nothing = ctypes.cast(library.sy_abi_version, ctypes.c_void_p).value
         _borrowed[key] = (_DLManagedTensor(tensor, None, nothing), shape, strides)
     managed = _borrowed[key][0]
     return from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _abi, _arrays
+from . import _abi, _arrays, _values
+from ._library import check, library
 from ._activation import is_whole
 from ._experts import Handle, Stats, Kept, _weights
 from ._routing import Routing
@@ -18,7 +19,7 @@ from ._torch import apply_without_backward, refuse_gradient
 from ._watch import Watch
 from ._workspace import Workspace, choose_memory, world_of
 from ._world import World, checked_world
-from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch, Unsupported, check
+from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch, Unsupported
 
 _NO_COPY = (
     "a MoeLayer cannot be {}: it is a running layer of this process over tensors of others. Take it out of "
@@ -128,18 +129,18 @@ class MoeLayer(torch.nn.Module):
             num_threads=num_threads,
             device=-1 if where.index is None or not cuda else where.index,
             reserved_sms=reserved_sms,
-            compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
-            trace=_abi.flag("trace", trace),
+            compute=_abi.DTYPE_NONE if compute is None else _arrays.dtype_code(compute),
+            trace=_values.flag("trace", trace),
             deadline_seconds=deadline,
-            pre_sum_per_host=_abi.flag("pre_sum_per_host", pre_sum_per_host),
+            pre_sum_per_host=_values.flag("pre_sum_per_host", pre_sum_per_host),
             recorded_steps=recorded_steps,
-            name=_abi.text("name", name),
+            name=_values.text("name", name),
         )
         handle = choose_memory(options, workspace, workspace_slot)
         with world._lock:
             check(
-                _abi.library.sy_layer_from_checkpoint(
-                    world._open(), _abi.path("path", path), layer, byref(options), byref(handle)
+                library.sy_layer_from_checkpoint(
+                    world._open(), _values.path("path", path), layer, byref(options), byref(handle)
                 )
             )
         made = cls(handle)
@@ -205,16 +206,16 @@ class MoeLayer(torch.nn.Module):
                 max_tokens=max_tokens,
                 num_threads=num_threads,
                 reserved_sms=reserved_sms,
-                compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
-                trace=_abi.flag("trace", trace),
+                compute=_abi.DTYPE_NONE if compute is None else _arrays.dtype_code(compute),
+                trace=_values.flag("trace", trace),
                 deadline_seconds=deadline,
-                pre_sum_per_host=_abi.flag("pre_sum_per_host", pre_sum_per_host),
+                pre_sum_per_host=_values.flag("pre_sum_per_host", pre_sum_per_host),
                 recorded_steps=recorded_steps,
-                name=_abi.text("name", name),
+                name=_values.text("name", name),
             )
             handle = choose_memory(options, workspace, workspace_slot)
             layer = cls._of_block(block, parts, world, options, handle)
-            if _abi.flag("check", check):
+            if _values.flag("check", check):
                 at_once = min(max_tokens, parts.x.shape[0])
                 out = torch.cat([layer(x) for x in parts.x.split(at_once)])
                 try:
@@ -279,13 +280,13 @@ class MoeLayer(torch.nn.Module):
         options.device = (found.w2.device.index or 0) if cuda else -1
         with world._lock:
             check(
-                _abi.library.sy_layer_create(
+                library.sy_layer_create(
                     world._open(), byref(spec), byref(weights), byref(options), byref(handle)
                 )
             )
         layer = cls(handle, keep, block, parts.watch)
         layer._layer._place = (world.rank, world.size)
-        layer._layer._stored = _abi.DTYPE_NAMES[weights.down.weight.dtype]
+        layer._layer._stored = _arrays.DTYPE_NAMES[weights.down.weight.dtype]
         layer.routing = parts.routing
         return layer
 

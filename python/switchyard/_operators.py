@@ -9,13 +9,14 @@ from ctypes import byref
 from numbers import Integral
 from typing import Any, Literal, Union
 
-from . import _abi, _arrays
-from ._abi import count_text
+from . import _abi, _arrays, _values
+from ._library import check, library
+from ._values import count_text
 from ._activation import Activation, require_activation
 from ._arrays import Array, Kept
 from ._experts import ORDERS, Order, find, fingerprint, put_scale, remember
 from ._handle import Reader
-from .errors import DTypeMismatch, InvalidArgument, MissingTensor, ShapeMismatch, check
+from .errors import DTypeMismatch, InvalidArgument, MissingTensor, ShapeMismatch
 
 # "packed"; ("blocked", rows of a block); ("padded", an expert's room in rows)
 Layout = Union[Literal["packed"], tuple[Literal["blocked", "padded"], int]]
@@ -31,12 +32,12 @@ def _layout(name: str, layout: Any) -> _abi.RowLayout:
             f"{name} is {layout!r}; use 'packed', ('blocked', rows of a block) or ('padded', rows of "
             "an expert)"
         )
-    return _abi.RowLayout(_LAYOUTS.index(kind), 0, _abi.integer(f"the size of {name}", size, 0))
+    return _abi.RowLayout(_LAYOUTS.index(kind), 0, _values.integer(f"the size of {name}", size, 0))
 
 
 def _rows_needed(layout: _abi.RowLayout, num_experts: int, rows: int) -> int:
     needed = ctypes.c_int64()
-    check(_abi.library.sy_rows_needed(byref(layout), num_experts, rows, byref(needed)))
+    check(library.sy_rows_needed(byref(layout), num_experts, rows, byref(needed)))
     return needed.value
 
 
@@ -163,7 +164,7 @@ class GroupedGemm(Reader):
             f"{count_text(self.max_rows, 'row')}; weights {self._stored}, computing in {self.compute} on {where}"
         )
 
-    _lay_out = staticmethod(_abi.library.sy_grouped_gemm_refresh)
+    _lay_out = staticmethod(library.sy_grouped_gemm_refresh)
 
     def __init__(
         self,
@@ -198,14 +199,14 @@ class GroupedGemm(Reader):
         if activation is not None:
             spec.has_epilogue = 1
             spec.epilogue = activation._to_c()
-        transposed = bool(_abi.flag("transposed", transposed))
+        transposed = bool(_values.flag("transposed", transposed))
         spec.weights.weight = _arrays.transpose(weight) if transposed else weight
         if weight.dtype == _abi.F8_E4M3 and w_scale is None:
             raise MissingTensor("w is float8_e4m3fn; pass w_scale, too")
         if w_scale is not None:
             if weight.dtype != _abi.F8_E4M3:
                 raise DTypeMismatch(
-                    f"w_scale is given, but w is {_abi.DTYPE_NAMES[weight.dtype]}, which has no "
+                    f"w_scale is given, but w is {_arrays.DTYPE_NAMES[weight.dtype]}, which has no "
                     "scales; leave it None"
                 )
             put_scale("w_scale", w_scale, spec.weights, block, keep)
@@ -217,31 +218,31 @@ class GroupedGemm(Reader):
             max_rows=max_rows,
             num_threads=num_threads,
             device=weight.device_id if cuda else -1,
-            compute=_abi.NONE if compute is None else _arrays.dtype_code(compute),
+            compute=_abi.DTYPE_NONE if compute is None else _arrays.dtype_code(compute),
         )
         if schedule is not None:
             schedule._put(options)
         if table is not None:
-            options.table_file = _abi.path("table", table)
+            options.table_file = _values.path("table", table)
         handle = ctypes.c_void_p()
-        check(_abi.library.sy_grouped_gemm_create(byref(spec), byref(options), byref(handle)))
-        super().__init__(handle, _abi.library.sy_grouped_gemm_destroy)
+        check(library.sy_grouped_gemm_create(byref(spec), byref(options), byref(handle)))
+        super().__init__(handle, library.sy_grouped_gemm_destroy)
         info = _abi.GroupedGemmInfo()
-        check(_abi.library.sy_grouped_gemm_get_info(handle, byref(info)))
+        check(library.sy_grouped_gemm_get_info(handle, byref(info)))
         self.num_experts: int = info.num_experts
         self.n: int = info.n
         self.k: int = info.k
         self.output_columns: int = info.output_columns
         self.max_rows: int = info.max_rows
         self.num_threads: int = info.num_threads
-        self.compute: str = _abi.DTYPE_NAMES[info.compute]
+        self.compute: str = _arrays.DTYPE_NAMES[info.compute]
         self.backend: str = "cuda" if info.backend == _abi.CUDA else "cpu"
         self.activation = activation
         self.order: Order = order
         self.schedule = schedule
         self.device: int | None = weight.device_id if cuda else None
         self._copies = bool(info.copies)
-        self._stored = _abi.DTYPE_NAMES[weight.dtype]
+        self._stored = _arrays.DTYPE_NAMES[weight.dtype]
         self._set_keep(keep)
         self._parameters = keep.tensors
 
@@ -339,7 +340,7 @@ class GroupedGemm(Reader):
         with self._lock:
             handle = self._open()
             self._see_changes(x)
-            check(_abi.library.sy_grouped_gemm_run(handle, byref(call)))
+            check(library.sy_grouped_gemm_run(handle, byref(call)))
         _arrays.wrote(out, products, chosen)
         del keep
         return out
@@ -493,7 +494,7 @@ def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutatio
         raise ShapeMismatch(f"ids are {_arrays.shape_of(described)}; pass [T, K]")
     c_layout = _layout("layout", layout)
     shape = _arrays.shape_of(described)
-    num_experts = _abi.integer("num_experts", num_experts, 1, 1024)
+    num_experts = _values.integer("num_experts", num_experts, 1, 1024)
     most = _rows_needed(c_layout, num_experts, shape[0] * shape[1])
     cuda = described.device_type == _abi.CUDA
     shapes = ((num_experts,), (most,), shape)
@@ -501,7 +502,7 @@ def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutatio
     c_ends, c_tokens, c_positions = (_arrays.describe("an output", array)[0] for array in arrays)
     if cuda:
         size = ctypes.c_uint64()
-        check(_abi.library.sy_permute_workspace(shape[0] * shape[1], num_experts, byref(size)))
+        check(library.sy_permute_workspace(shape[0] * shape[1], num_experts, byref(size)))
         workspace = _arrays.empty(ids, "ids", (size.value,), "uint8")
         call = _abi.PermuteCall(
             num_experts=num_experts,
@@ -517,12 +518,12 @@ def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutatio
         if c_layout.kind == _LAYOUTS.index("padded"):
             dropped = _arrays.empty(ids, "ids", (1,), "int32")
             call.dropped = _arrays.describe("dropped", dropped)[0]
-        check(_abi.library.sy_permute_run(byref(call)))
+        check(library.sy_permute_run(byref(call)))
         del keep
         return Permutation(ends, tokens, positions, layout, dropped)
     rows = ctypes.c_int64()
     check(
-        _abi.library.sy_permute(
+        library.sy_permute(
             byref(described),
             num_experts,
             byref(c_layout),
@@ -591,7 +592,7 @@ def unpermute(
         out = _arrays.empty(rows, "rows", (c_positions.shape[0], c_rows.shape[1]))
     c_out, keep_out = _arrays.describe("out", out, write=True)
     call = _abi.UnpermuteCall(
-        accumulate=_abi.flag("accumulate", accumulate), scale=scale, rows=c_rows, positions=c_positions, out=c_out
+        accumulate=_values.flag("accumulate", accumulate), scale=scale, rows=c_rows, positions=c_positions, out=c_out
     )
     if c_weights is not None:
         call.weights = c_weights
@@ -600,7 +601,7 @@ def unpermute(
             _arrays.require_same_device(name, tensor, "rows", c_rows)
     if c_rows.device_type == _abi.CUDA:
         call.stream = _arrays.current_stream(rows)
-    check(_abi.library.sy_unpermute_run(byref(call)))
+    check(library.sy_unpermute_run(byref(call)))
     _arrays.wrote(out)
     del keep_rows, keep_positions, keep_weights, keep_out
     return out

@@ -11,8 +11,10 @@ from ctypes import byref
 from typing import Any, Literal
 
 from . import _abi, _arrays
+from ._library import check, library
 from ._activation import is_flag, is_real, is_whole
-from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch, check
+from ._values import count_text
+from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch
 
 _SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 _GROUP_SCORES = ("max", "sum_top_two")
@@ -138,13 +140,13 @@ def _described(fields: tuple[tuple[str, Any, type], ...], has_correction_bias: b
 def _check_choice(k: Any, experts: int, routing: _abi.Routing) -> None:
     most = min(experts, _MOST_CHOSEN)
     if not is_whole(k) or not 1 <= k <= most:
-        raise InvalidArgument(f"k is {k!r}; of {_abi.count_text(experts, 'expert')} pass an int of 1 to {most}")
+        raise InvalidArgument(f"k is {k!r}; of {count_text(experts, 'expert')} pass an int of 1 to {most}")
     groups, top_groups = routing.num_groups, routing.top_k_groups
     if experts % groups:
-        raise InvalidArgument(f"groups is {groups}, which does not divide the {_abi.count_text(experts, 'expert')} of logits")
+        raise InvalidArgument(f"groups is {groups}, which does not divide the {count_text(experts, 'expert')} of logits")
     if groups > 1 and k > top_groups * (experts // groups):
         raise InvalidArgument(
-            f"k is {k}, but the best {_abi.count_text(top_groups, 'group')} of {_abi.count_text(experts // groups, 'expert')} have only "
+            f"k is {k}, but the best {count_text(top_groups, 'group')} of {count_text(experts // groups, 'expert')} have only "
             f"{top_groups * (experts // groups)}; pass a smaller k, or more top_groups"
         )
     if routing.method == _METHODS.index("sparse_mixer") and k != 2:
@@ -206,7 +208,7 @@ def topk(
     cuda = described.device_type == _abi.CUDA
     if described.dtype != _abi.F32 and not (cuda and described.dtype in (_abi.BF16, _abi.F16)):
         types = "float32, bfloat16 or float16" if cuda else "float32"
-        raise DTypeMismatch(f"logits are {_abi.DTYPE_NAMES[described.dtype]}; pass {types}")
+        raise DTypeMismatch(f"logits are {_arrays.DTYPE_NAMES[described.dtype]}; pass {types}")
     shape_of_logits = _arrays.shape_of(described)
     if len(shape_of_logits) != 2:
         raise ShapeMismatch(f"logits are {shape_of_logits}; pass [T, E]")
@@ -228,7 +230,7 @@ def topk(
             raise ShapeMismatch(f"{name} is {_arrays.shape_of(tensor)}; pass {needed}")
         if tensor.dtype != dtype:
             raise DTypeMismatch(
-                f"{name} is {_abi.DTYPE_NAMES[tensor.dtype]}; pass {'int32' if dtype == _abi.I32 else 'float32'}"
+                f"{name} is {_arrays.DTYPE_NAMES[tensor.dtype]}; pass {'int32' if dtype == _abi.I32 else 'float32'}"
             )
         _arrays.require_contiguous(name, tensor)
         _arrays.require_same_device(name, tensor, "logits", described)
@@ -236,7 +238,7 @@ def topk(
         kept.append(kept_too)
     if cuda:
         call.stream = _arrays.current_stream(logits)
-    check(_abi.library.sy_topk_run(byref(call)))
+    check(library.sy_topk_run(byref(call)))
     _arrays.wrote(ids_out, weights_out)
     del kept
     return ids, weights

@@ -11,12 +11,13 @@ from ctypes import byref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
-from . import _abi, _arrays
-from ._abi import count_text
+from . import _abi, _arrays, _values
+from ._library import check, library, raise_last
+from ._values import count_text
 from ._activation import Activation, require_activation
 from ._handle import Owned
 from ._world import World, checked_world, default_world
-from .errors import Error, InvalidArgument, check, raise_last
+from .errors import Error, InvalidArgument
 
 if TYPE_CHECKING:
     import torch
@@ -65,8 +66,8 @@ class _Callbacks:
     def __init__(self, allocator: DeviceAllocator) -> None:
         self._allocator = allocator
         self._failure: BaseException | None = None
-        self.allocate = _abi.ALLOCATE(self._allocate)
-        self.release = _abi.RELEASE(self._release)
+        self.allocate = _abi.WorkspaceOptionsAllocate(self._allocate)
+        self.release = _abi.WorkspaceOptionsRelease(self._release)
 
     def _allocate(self, bytes: int, user: int | None) -> int:
         # An exception cannot pass through the library. It is told that there is no memory.
@@ -211,7 +212,7 @@ class Workspace(Owned):
             shared_intermediate=shared_intermediate,
             # Needs one column of logits more than one without.
             shared_sigmoid_gate=int(shared_intermediate != 0),
-            weight_on_input=_abi.flag("weight_on_input", weight_on_input),
+            weight_on_input=_values.flag("weight_on_input", weight_on_input),
             activation=(activation or Activation())._to_c(),
         )
         options = _abi.WorkspaceOptions(
@@ -222,7 +223,7 @@ class Workspace(Owned):
             num_threads=num_threads,
             device=number,
             reserved_sms=reserved_sms,
-            pre_sum_per_host=_abi.flag("pre_sum_per_host", pre_sum_per_host),
+            pre_sum_per_host=_values.flag("pre_sum_per_host", pre_sum_per_host),
         )
         self._callbacks = _callbacks_of(allocator, backend)
         if self._callbacks is not None:
@@ -231,18 +232,18 @@ class Workspace(Owned):
         handle = ctypes.c_void_p()
         with world._lock:
             self._check(
-                _abi.library.sy_workspace_create(
+                library.sy_workspace_create(
                     world._open(), byref(spec), 1, byref(options), byref(handle)
                 )
             )
         # Keeps the callbacks until the handle is gone.
-        super().__init__(handle, _abi.library.sy_workspace_destroy, kept=self._callbacks)
+        super().__init__(handle, library.sy_workspace_destroy, kept=self._callbacks)
         # A lock for each slot: passes of the layers in it follow one another.
         self._slot_locks: dict[int, Any] = {}
         # For a look that asks nobody.
         self._released = False
         self._sizes = spec
-        self.compute: str = _abi.DTYPE_NAMES[options.compute]
+        self.compute: str = _arrays.DTYPE_NAMES[options.compute]
         info = self._info()
         self.world = world
         self.slots: int = info.slots
@@ -281,7 +282,7 @@ class Workspace(Owned):
             If a pass was given up, or the device does not come to rest.
         """
         with self._lock:
-            check(_abi.library.sy_workspace_release(self._open()))
+            check(library.sy_workspace_release(self._open()))
             self._released = True
 
     def restore(self) -> None:
@@ -293,7 +294,7 @@ class Workspace(Owned):
             If memory is short; it is released then.
         """
         with self._lock:
-            self._check(_abi.library.sy_workspace_restore(self._open()))
+            self._check(library.sy_workspace_restore(self._open()))
             self._released = False
 
     def close(self) -> None:
@@ -319,7 +320,7 @@ class Workspace(Owned):
     def _info(self) -> _abi.WorkspaceInfo:
         info = _abi.WorkspaceInfo()
         with self._lock:
-            check(_abi.library.sy_workspace_get_info(self._open(), byref(info)))
+            check(library.sy_workspace_get_info(self._open(), byref(info)))
         return info
 
 
@@ -342,6 +343,13 @@ def _callbacks_of(allocator: Any, backend: int) -> _Callbacks | None:
             "use 'torch', None, or an object that has both"
         )
     return _Callbacks(allocator)
+
+
+class LayerHandle(ctypes.c_void_p):
+    """With what has to stay until the layer is gone, and the lock of the layers in the same memory."""
+
+    kept: object = None
+    lock: Any = None
 
 
 def world_of(workspace: Workspace | None) -> World:
@@ -374,11 +382,11 @@ def choose_memory(
     workspace: Workspace | None,
     slot: int,
     share_memory_with: Handle | None = None,
-) -> _abi.LayerHandle:
+) -> LayerHandle:
     """Puts what a layer is to work in into its options. The handle that is to be the layer's keeps
     the callbacks of the memory's allocator.
     """
-    handle = _abi.LayerHandle()
+    handle = LayerHandle()
     options.workspace_slot = slot
     if workspace is not None:
         options.workspace = _checked(workspace)._open()

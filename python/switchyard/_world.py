@@ -11,9 +11,10 @@ import threading
 from ctypes import byref
 from typing import Any
 
-from . import _abi
+from . import _abi, _values
+from ._library import check, library
 from ._handle import Owned, in_child
-from .errors import InvalidArgument, check
+from .errors import InvalidArgument
 
 
 class World(Owned):
@@ -26,9 +27,9 @@ class World(Owned):
     _noun = "world"
 
     def __init__(self, handle: ctypes.c_void_p) -> None:
-        super().__init__(handle, _abi.library.sy_world_destroy)
+        super().__init__(handle, library.sy_world_destroy)
         info = _abi.WorldInfo()
-        check(_abi.library.sy_world_get_info(handle, byref(info)))
+        check(library.sy_world_get_info(handle, byref(info)))
         self.rank: int = info.rank
         self.size: int = info.size
         self.deadline: float = info.deadline_seconds
@@ -48,7 +49,7 @@ class World(Owned):
         """
         handle = ctypes.c_void_p()
         options = _options(deadline)
-        check(_abi.library.sy_world_single(byref(options), byref(handle)))
+        check(library.sy_world_single(byref(options), byref(handle)))
         return World(handle)
 
     @staticmethod
@@ -61,10 +62,10 @@ class World(Owned):
             For a size that is no number of ranks.
         """
         # The library refuses other sizes.
-        room = min(max(_abi.integer("size", size), 1), _abi.MAX_RANKS)
+        room = min(max(_values.integer("size", size), 1), _abi.MAX_PEERS)
         handles = (ctypes.c_void_p * room)()
         options = _options(deadline)
-        check(_abi.library.sy_world_threads(size, byref(options), handles))
+        check(library.sy_world_threads(size, byref(options), handles))
         return [World(ctypes.c_void_p(handle)) for handle in handles]
 
     @staticmethod
@@ -109,7 +110,7 @@ class World(Owned):
         """
         handle = ctypes.c_void_p()
         options = _options(deadline, rendezvous, network_chunk_bytes, network_window, secret)
-        check(_abi.library.sy_world_processes(rank, size, byref(options), byref(handle)))
+        check(library.sy_world_processes(rank, size, byref(options), byref(handle)))
         return World(handle)
 
     @staticmethod
@@ -142,7 +143,7 @@ class World(Owned):
         """
         handle = ctypes.c_void_p()
         options = _options(deadline, "", network_chunk_bytes, network_window)
-        check(_abi.library.sy_world_from_environment(byref(options), byref(handle)))
+        check(library.sy_world_from_environment(byref(options), byref(handle)))
         return World(handle)
 
     @staticmethod
@@ -247,7 +248,7 @@ class World(Owned):
         """
         begin, end = ctypes.c_int32(), ctypes.c_int32()
         check(
-            _abi.library.sy_own_experts(
+            library.sy_own_experts(
                 num_experts, self.rank, self.size, byref(begin), byref(end)
             )
         )
@@ -262,7 +263,7 @@ class World(Owned):
             If a rank does not come within the deadline.
         """
         with self._lock:
-            check(_abi.library.sy_world_barrier(self._open()))
+            check(library.sy_world_barrier(self._open()))
 
     def abort(self) -> None:
         """End the world for all its ranks: every wait, now and later, raises `Aborted`.
@@ -271,7 +272,7 @@ class World(Owned):
         be used any more.
         """
         with self._shared() as handle:
-            check(_abi.library.sy_world_abort(handle))
+            check(library.sy_world_abort(handle))
 
     def close(self) -> None:
         """Give the handle back. Layers of this world live on. May be called again."""
@@ -290,10 +291,10 @@ def _options(
         raise InvalidArgument(f"secret is a {type(secret).__name__}; use a str of random characters")
     return _abi.WorldOptions(
         deadline_seconds=deadline,
-        rendezvous=_abi.text("rendezvous", rendezvous) or None,
+        rendezvous=_values.text("rendezvous", rendezvous) or None,
         network_chunk_bytes=chunk_bytes,
         network_window=window,
-        secret=_abi.text("secret", secret) or None,
+        secret=_values.text("secret", secret) or None,
     )
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
-from . import _abi
-
 __all__ = [
     "Aborted",
     "CapacityExceeded",
@@ -134,38 +130,3 @@ class OutOfMemory(Error, MemoryError):
     """The host has no memory left."""
 
     code = "out_of_memory"
-
-
-_CLASSES: dict[int, type[Error]] = {
-    1: InvalidArgument,
-    2: InvalidConfig,
-    3: InvalidFile,
-    4: MissingTensor,
-    5: ShapeMismatch,
-    6: DTypeMismatch,
-    7: Unsupported,
-    8: CapacityExceeded,
-    9: SpecMismatch,
-    10: Timeout,
-    11: Aborted,
-    12: SystemFailure,
-    13: OutOfMemory,
-}
-
-
-def raise_last() -> NoReturn:
-    """Raise what this thread's last call of the library failed with."""
-    found = _abi.last_error()
-    error = _CLASSES.get(found.code, Error)(found.message.decode("utf-8", "replace"))
-    if isinstance(error, _WaitFailed) and found.wait_failed:
-        error.waiter = found.waiter_rank
-        error.peer = found.peer_rank
-        error.phase = found.phase.decode("utf-8", "replace")
-        error.epoch = found.epoch
-    raise error
-
-
-def check(status: int) -> None:
-    """Raise the error that a status of the library stands for."""
-    if status:
-        raise_last()

@@ -34,10 +34,11 @@ import os
 from ctypes import byref
 from typing import Any, Callable, Literal, Mapping, Sequence, Union
 
-from . import _abi
-from ._abi import count_text
+from . import _abi, _values
+from ._library import check, library
+from ._values import count_text
 from ._handle import Owned, read_json
-from .errors import InvalidArgument, Unsupported, check
+from .errors import InvalidArgument, Unsupported
 
 __all__ = [
     "Configuration",
@@ -195,15 +196,15 @@ def _array(name: str, kind: Any, values: Sequence[Any] | None) -> tuple[Any, int
     if values is None:
         return None, 0
     if kind is ctypes.c_int32:
-        return _abi.integers(name, kind, values), len(values)
+        return _values.integers(name, kind, values), len(values)
     if kind is ctypes.c_double:
-        values = [_abi.number(f"{name}[{i}]", value) for i, value in enumerate(values)]
+        values = [_values.number(f"{name}[{i}]", value) for i, value in enumerate(values)]
     # An empty list is not the default, so it has an address: that of an element that nobody reads.
     return (kind * max(len(values), 1))(*values), len(values)
 
 
 def _counts(counts: Any) -> tuple[Any, int]:
-    return _abi.integers("counts", ctypes.c_int64, counts), len(counts)
+    return _values.integers("counts", ctypes.c_int64, counts), len(counts)
 
 
 def _kernel(kernel: Kernel) -> tuple[_abi.TuneKernel, list[Any]]:
@@ -211,19 +212,19 @@ def _kernel(kernel: Kernel) -> tuple[_abi.TuneKernel, list[Any]]:
     keep: list[Any] = []
     described = (_abi.TuneConfiguration * max(len(kernel.configurations), 1))()
     for to, c in zip(described, kernel.configurations):
-        names, count = _array("values", ctypes.c_char_p, [_abi.text("values", n) for n in c.values])
-        values = _abi.integers("values", ctypes.c_int64, c.values.values())
+        names, count = _array("values", ctypes.c_char_p, [_values.text("values", n) for n in c.values])
+        values = _values.integers("values", ctypes.c_int64, c.values.values())
         keep += [names, values]
-        to.name = _abi.text("name", c.name)
+        to.name = _values.text("name", c.name)
         to.token_rows, to.weight_rows, to.splits = c.token_rows, c.weight_rows, c.splits
-        to.blocks, to.group_m, to.is_rule = c.blocks, c.group_m, _abi.flag("is_rule", c.is_rule)
+        to.blocks, to.group_m, to.is_rule = c.blocks, c.group_m, _values.flag("is_rule", c.is_rule)
         to.num_values, to.value_names, to.values = count, names, values
     keep.append(described)
     struct = _abi.TuneKernel(
         num_configurations=len(kernel.configurations),
-        name=_abi.text("name", kernel.name),
+        name=_values.text("name", kernel.name),
         version=kernel.version,
-        machine=_abi.text("machine", kernel.machine),
+        machine=_values.text("machine", kernel.machine),
         l2_bytes=kernel.l2_bytes,
         num_sms=kernel.num_sms,
         configurations=described,
@@ -247,9 +248,9 @@ def draw_counts(
     seed : int
         The histogram depends on the arguments alone, on every platform.
     """
-    counts = (ctypes.c_int64 * _abi.integer("num_experts", num_experts, 1, 1 << 20))()
+    counts = (ctypes.c_int64 * _values.integer("num_experts", num_experts, 1, 1 << 20))()
     check(
-        _abi.library.sy_draw_counts(
+        library.sy_draw_counts(
             _index("generator", generator, _GENERATORS), tokens, num_experts, top_k, beta, seed, counts
         )
     )
@@ -385,8 +386,8 @@ def profile(
     struct, keep = _kernel(kernel)
     described = (_abi.TuneModel * max(len(known), 1))()
     for to, m in zip(described, known):
-        to.name, to.num_experts, to.top_k = _abi.text("name", m.name), m.num_experts, m.top_k
-        to.n, to.k, to.unseen = m.n, m.k, _abi.flag("unseen", m.unseen)
+        to.name, to.num_experts, to.top_k = _values.text("name", m.name), m.num_experts, m.top_k
+        to.n, to.k, to.unseen = m.n, m.k, _values.flag("unseen", m.unseen)
     plan = _abi.TunePlan(
         generator=_index("generator", generator, _GENERATORS),
         seed=seed,
@@ -396,7 +397,7 @@ def profile(
     if recordings is not None:
         if most_recorded < 1:
             raise InvalidArgument(f"most_recorded is {most_recorded}; use 1 or more")
-        plan.recordings_file, plan.most_recorded = _abi.path("recordings", recordings), most_recorded
+        plan.recordings_file, plan.most_recorded = _values.path("recordings", recordings), most_recorded
     for name, kind, values in (
         ("tokens", ctypes.c_int32, tokens),
         ("betas", ctypes.c_double, betas),
@@ -409,15 +410,15 @@ def profile(
         if array is not None:
             setattr(plan, name, array)
     options = _abi.TuneOptions(
-        resume=_abi.flag("resume", resume),
-        file=_abi.path("file", file),
+        resume=_values.flag("resume", resume),
+        file=_values.path("file", file),
         budget_seconds=budget,
         prune=prune or 0.0,
-        time=_abi.TUNE_TIME(timed_unless_failed),
-        progress=_abi.TUNE_PROGRESS(told),
+        time=_abi.TuneTime(timed_unless_failed),
+        progress=_abi.TuneProgress(told),
     )
     complete = ctypes.c_int32()
-    status = _abi.library.sy_tune_measure(byref(struct), byref(plan), byref(options), byref(complete))
+    status = library.sy_tune_measure(byref(struct), byref(plan), byref(options), byref(complete))
     if failure:
         raise failure[0]
     check(status)
@@ -438,11 +439,11 @@ def fit(profile: Path, file: Path, *, form: Form = "experts", relative: bool = T
         Least squares of errors over times. False: of errors, as RaMP has it.
     """
     check(
-        _abi.library.sy_tune_fit(
-            _abi.path("profile", profile),
+        library.sy_tune_fit(
+            _values.path("profile", profile),
             _index("form", form, _FORMS),
-            _abi.flag("relative", relative),
-            _abi.path("file", file),
+            _values.flag("relative", relative),
+            _values.path("file", file),
         )
     )
 
@@ -451,11 +452,11 @@ def evaluate(profile: Path, *, form: Form = "experts", relative: bool = True) ->
     """What each way to choose costs, at the points to judge by: measured times of the best
     configuration, of the cost model's choice, of the best at balanced routing, and of the rule."""
     arguments = (
-        _abi.path("profile", profile),
+        _values.path("profile", profile),
         _index("form", form, _FORMS),
-        _abi.flag("relative", relative),
+        _values.flag("relative", relative),
     )
-    return [Outcome(**row) for row in read_json(_abi.library.sy_tune_evaluate, *arguments)]
+    return [Outcome(**row) for row in read_json(library.sy_tune_evaluate, *arguments)]
 
 
 class Selector(Owned):
@@ -481,9 +482,9 @@ class Selector(Owned):
     def __init__(self, kernel: Kernel, fit: Path) -> None:
         struct, keep = _kernel(kernel)
         handle = ctypes.c_void_p()
-        check(_abi.library.sy_tuner_open(byref(struct), _abi.path("fit", fit), byref(handle)))
+        check(library.sy_tuner_open(byref(struct), _values.path("fit", fit), byref(handle)))
         del keep
-        super().__init__(handle, _abi.library.sy_tuner_destroy)
+        super().__init__(handle, library.sy_tuner_destroy)
         self.kernel = kernel
 
     def select(self, model: str, counts: Any) -> Configuration:
@@ -499,11 +500,11 @@ class Selector(Owned):
             In host memory.
         """
         values, count = _counts(counts)
-        name = _abi.text("model", model)
+        name = _values.text("model", model)
         index, time = ctypes.c_int32(), ctypes.c_double()
         with self._lock:
             check(
-                _abi.library.sy_tuner_select(
+                library.sy_tuner_select(
                     self._open(), name, values, count, byref(index), byref(time)
                 )
             )

@@ -11,12 +11,12 @@ import torch
 
 import switchyard
 from reference import error, experts, routing
-from switchyard import Activation, Experts, GroupedGemm, GroupedSchedule, _abi
+from switchyard import Activation, Experts, GroupedGemm, GroupedSchedule, has_cuda
 
 _on_gpu = (
     torch.cuda.is_available()
     and torch.cuda.get_device_capability() == (9, 0)
-    and bool(_abi.library.sy_has_cuda())
+    and has_cuda()
 )
 pytestmark = pytest.mark.skipif(not _on_gpu, reason="no H100 or H200 that torch and the library use")
 

@@ -115,7 +115,7 @@ def test_the_script_tells_what_only_python_does(script):
 
 def test_the_script_never_runs_itself(script, tmp_path):
     """Without a program in the package it looks on the PATH, where it stands itself, perhaps first."""
-    from switchyard import _abi
+    from switchyard import _library
 
     package = tmp_path / "package" / "switchyard"
     shutil.copytree(
@@ -123,7 +123,7 @@ def test_the_script_never_runs_itself(script, tmp_path):
     )
     environment = os.environ | {"PYTHONPATH": str(package.parent), "PATH": str(pathlib.Path(script).parent)}
     environment.pop("SWITCHYARD_COMMAND", None)
-    environment["SWITCHYARD_LIBRARY"] = os.path.abspath(_abi._path())
+    environment["SWITCHYARD_LIBRARY"] = os.path.abspath(_library._path())
     done = run(sys.executable, script, "models", env=environment)
     assert done.returncode == 127 and "neither in this package nor on the PATH" in done.stderr
     # One in C++ behind it is found.
@@ -256,11 +256,11 @@ def test_a_library_that_is_missing_is_named_with_its_package(tmp_path, library, 
 
 def test_every_library_that_ours_needs_has_a_known_package():
     """But for what each Linux has."""
-    from switchyard import _missing, _abi
+    from switchyard import _library, _missing
 
     if shutil.which("readelf") is None:
         pytest.skip("no readelf")
-    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", run("readelf", "-d", str(_abi._path())).stdout)
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", run("readelf", "-d", str(_library._path())).stdout)
     assert needed
     for library in needed:
         system = library.startswith(("libc.", "libm.", "libdl.", "libpthread.", "librt.", "ld-linux"))
@@ -286,68 +286,3 @@ def test_what_is_no_library_of_ours_is_said(tmp_path):
     undefined = compiled(tmp_path, "undefined.so", "int gone(void); int (*use)(void) = gone;")
     text = imported(undefined).stderr
     assert "undefined symbol: gone" in text and "of another version" in text
-
-
-def test_structs_are_those_of_the_header(tmp_path):
-    """Sizes as a C compiler has them."""
-    import ctypes
-    import pathlib
-    import shutil
-
-    from switchyard import _abi
-
-    compiler = shutil.which("cc")
-    header = pathlib.Path(__file__).resolve().parent.parent.parent / "include"
-    if compiler is None or not header.exists():
-        pytest.skip("no C compiler, or no header")
-    pairs = {
-        "sy_tensor": _abi.Tensor,
-        "sy_error": _abi.ErrorInfo,
-        "sy_world_options": _abi.WorldOptions,
-        "sy_world_info": _abi.WorldInfo,
-        "sy_activation": _abi.Activation,
-        "sy_routing": _abi.Routing,
-        "sy_layer_spec": _abi.LayerSpec,
-        "sy_matrices": _abi.Matrices,
-        "sy_layer_weights": _abi.LayerWeights,
-        "sy_layer_options": _abi.LayerOptions,
-        "sy_forward": _abi.Forward,
-        "sy_layer_info": _abi.LayerInfo,
-        "sy_stats": _abi.Stats,
-        "sy_workspace_options": _abi.WorkspaceOptions,
-        "sy_row_layout": _abi.RowLayout,
-        "sy_grouped_gemm_spec": _abi.GroupedGemmSpec,
-        "sy_grouped_gemm_options": _abi.GroupedGemmOptions,
-        "sy_grouped_gemm_info": _abi.GroupedGemmInfo,
-        "sy_grouped_gemm_call": _abi.GroupedGemmCall,
-        "sy_workspace_info": _abi.WorkspaceInfo,
-        "sy_exchange_spec": _abi.ExchangeSpec,
-        "sy_exchange_options": _abi.ExchangeOptions,
-        "sy_exchange_info": _abi.ExchangeInfo,
-        "sy_dispatch_input": _abi.DispatchInput,
-        "sy_dispatch_output": _abi.DispatchOutput,
-        "sy_combine_input": _abi.CombineInput,
-        "sy_combine_output": _abi.CombineOutput,
-        "sy_exchange_stats": _abi.ExchangeStats,
-        "sy_heap_options": _abi.HeapOptions,
-        "sy_heap_info": _abi.HeapInfo,
-        "sy_peer_map": _abi.PeerMap,
-        "sy_tune_model": _abi.TuneModel,
-        "sy_tune_configuration": _abi.TuneConfiguration,
-        "sy_tune_kernel": _abi.TuneKernel,
-        "sy_tune_plan": _abi.TunePlan,
-        "sy_tune_options": _abi.TuneOptions,
-    }
-    lines = ["#include <stdio.h>", "#include <stddef.h>", "#include <switchyard/c.h>", "int main(void) {"]
-    for name, struct in pairs.items():
-        lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
-        for field, _ in struct._fields_:
-            lines.append(f'printf("{name}.{field} %zu\\n", offsetof({name}, {field}));')
-    source, program = tmp_path / "sizes.c", tmp_path / "sizes"
-    source.write_text("\n".join([*lines, "return 0; }"]))
-    subprocess.run([compiler, "-I", str(header), str(source), "-o", str(program)], check=True)
-    found = dict(line.rsplit(" ", 1) for line in run(str(program)).stdout.splitlines())
-    for name, struct in pairs.items():
-        assert ctypes.sizeof(struct) == int(found[name]), name
-        for field, _ in struct._fields_:
-            assert getattr(struct, field).offset == int(found[f"{name}.{field}"]), f"{name}.{field}"

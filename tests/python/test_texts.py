@@ -45,7 +45,7 @@ def test_a_count_of_one_is_singular_in_the_package():
         if ('f"' in line or "{}" in line) and "{" in line and pattern.search(line.replace(":,}", "}"))
         if not any(text in line for text in ALLOWED_IN_PYTHON) and ":,} bytes" not in line
     ]
-    assert not found, "use count_text() of _abi:\n" + "\n".join(found)
+    assert not found, "use count_text() of _values:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -419,7 +419,7 @@ def test_an_allocators_exception_is_the_cause():
     callbacks = _workspace._Callbacks(Fake(failure))
     assert callbacks.allocate(8, None) is None  # null, as the library sees it
     # What the library then fails with.
-    assert switchyard._abi.library.sy_workspace_release(None)
+    assert switchyard._library.library.sy_workspace_release(None)
     with pytest.raises(switchyard.InvalidArgument) as caught:
         callbacks.raise_last()
     assert caught.value.__cause__ is failure

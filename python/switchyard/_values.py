@@ -1,0 +1,90 @@
+"""Values of a caller's, checked before they reach the library: ctypes takes integers modulo 2**32, and refuses others in
+words of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import os
+from typing import Any, NoReturn
+
+from .errors import InvalidArgument
+
+RANGES: dict[object, tuple[int, int]] = {
+    ctypes.c_int32: (-(2**31), 2**31 - 1),
+    ctypes.c_int64: (-(2**63), 2**63 - 1),
+    ctypes.c_uint32: (0, 2**32 - 1),
+    ctypes.c_uint64: (0, 2**64 - 1),
+}
+
+
+def count_text(count: int, noun: str) -> str:
+    """Such as "1 token" and "12,345 tokens"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def refuse(message: str) -> NoReturn:
+    raise InvalidArgument(message)
+
+
+def integer(name: str, value: Any, low: int = -(2**63), high: int = 2**63 - 1) -> int:
+    """A whole number in a range."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        refuse(f"{name} is {value!r}; use a whole number")
+    if not low <= number <= high:
+        refuse(f"{name} is {number}; use a whole number from {low} to {high}")
+    return number
+
+
+def number(name: str, value: Any) -> float:
+    try:
+        # A text would do, too.
+        if hasattr(value, "__float__") or hasattr(value, "__index__"):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    refuse(f"{name} is {value!r}; use a number")
+
+
+def is_flag(value: object) -> bool:
+    """Whether a value is a bool, of Python or numpy."""
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
+
+
+def flag(name: str, value: Any) -> int:
+    """1 or 0 of a truth value, which a text or a count is not."""
+    if is_flag(value):
+        return int(bool(value))
+    refuse(f"{name} is {value!r}; use True or False")
+
+
+def text(name: str, value: Any) -> bytes:
+    if not isinstance(value, str):
+        refuse(f"{name} is {value!r}; use a str")
+    if "\0" in value:
+        # C would take the part before it.
+        refuse(f"the {name} has a zero byte; use printable characters")
+    return value.encode("utf-8", "surrogateescape")
+
+
+def path(name: str, value: Any) -> bytes:
+    try:
+        found = os.fsencode(value)
+    except TypeError:
+        refuse(f"{name} is {value!r}; use a path")
+    if b"\0" in found:
+        refuse(f"{name} is {value!r}, which has a zero byte; use a path")
+    return found
+
+
+def integers(name: str, kind: Any, values: Any) -> Any:
+    """An array of C of whole numbers; of one element, which nobody reads, where there are none."""
+    low, high = RANGES[kind]
+    try:
+        found = values.tolist() if hasattr(values, "tolist") else list(values)
+    except TypeError:
+        refuse(f"{name} is {values!r}; use a sequence of whole numbers")
+    checked = [integer(f"{name}[{i}]", value, low, high) for i, value in enumerate(found)]
+    return (kind * max(len(checked), 1))(*checked)

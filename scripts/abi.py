@@ -1,0 +1,208 @@
+#!/usr/bin/env python3
+"""Makes python/switchyard/_abi.py, the C interface as ctypes sees it, from include/switchyard/c.h.
+
+scripts/abi.py          writes the file
+scripts/abi.py --check  exits with 1 if the file is not what the header makes
+
+Every line of the header must have a form that is known here. Another one is an error that names it, so nothing is
+left out in silence. Comments are not read.
+"""
+
+import re
+import sys
+import textwrap
+
+from generated import ROOT, write_or_check
+
+HEADER = ROOT / "include" / "switchyard" / "c.h"
+MODULE = ROOT / "python" / "switchyard" / "_abi.py"
+
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+# A directive, the bracket around all declarations, or a declaration, which has one pair of braces at most.
+STATEMENT = re.compile(r'\s*(#(?:\\\n|[^\n])*|extern "C" \{|\}|[^;{}#]+(?:\{[^{}]*\}[^;{}#]*)?;)')
+# Statements that declare nothing. Defaults of initialisers are for callers in C.
+IGNORED = re.compile(
+    r"#ifndef SWITCHYARD_C_H_|#define SWITCHYARD_C_H_|#include <(math|stddef|stdint)\.h>|#if defined\(__GNUC__\)"
+    r'|#define SY_API( __attribute__\(\(visibility\("default"\)\)\))?|#ifdef __cplusplus|#else|#endif|extern "C" \{|\}'
+    r"|#define SY_[A-Z0-9_]+_INIT \{ \.struct_size = .*\}"
+)
+NAME = r"[a-z][a-z0-9_]*"
+TYPE = rf"(?:const )?{NAME}(?:\*| const\*)*"
+VALUE = re.compile(rf"({TYPE}) ({NAME})")
+FIELDS = re.compile(rf"({TYPE}) ({NAME}(?:\[\w+\])?(?:, {NAME})*)")
+CALLBACK = re.compile(rf"(?:typedef )?({TYPE}) \(\*({NAME})\)\(([^()]*)\)")
+FUNCTION = re.compile(rf"SY_API ({TYPE}) (sy_{NAME})\(([^()]*)\)")
+NUMBER = re.compile(r"#define SY_([A-Z0-9_]+) (\d+)u?")
+ENUMERATOR = re.compile(r"SY_([A-Z0-9_]+) = (\d+)")
+ALIAS = re.compile(rf"typedef int32_t (sy_{NAME})")
+OPAQUE = re.compile(rf"typedef struct (sy_{NAME}) \1")
+BRACED = re.compile(rf"(enum|typedef struct (sy_{NAME})) \{{(.*)\}}(?(2) \2)", re.S)
+
+SCALARS = {f"{kind}_t": f"c_{kind}" for kind in ("int32", "int64", "uint32", "uint64")}
+SCALARS |= {"float": "c_float", "double": "c_double"}
+START = '''"""The C interface as ctypes sees it. scripts/abi.py makes this file from include/switchyard/c.h."""
+
+from __future__ import annotations
+
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+    sizeof,
+)
+from typing import Any
+
+
+class Sized(Structure):
+    """A struct that begins with its size."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(struct_size=sizeof(type(self)), **fields)
+
+
+'''
+
+
+class Unknown(Exception):
+    """A line of the header that has no known form."""
+
+    def __init__(self, line, text):
+        super().__init__(f"c.h:{line}: no known form has: {text if len(text) < 200 else text[:200] + ' ...'}")
+
+
+def class_name(name):
+    """sy_layer_spec is LayerSpec."""
+    return "".join(word.capitalize() for word in name.removeprefix("sy_").split("_"))
+
+
+def plain(text):
+    """In single spaces."""
+    return " ".join(text.replace("\\\n", " ").split())
+
+
+def pieces(text, line, separator):
+    """The parts of a text between separators, each with its line and in single spaces."""
+    for piece in text.split(separator):
+        start = line + piece[: len(piece) - len(piece.lstrip())].count("\n")
+        yield start, plain(piece)
+        line += piece.count("\n")
+
+
+class Header:
+    """What a header declares, as Python's text."""
+
+    def __init__(self, text):
+        self.constants, self.types, self.functions = [], [], []
+        self.numbers, self.kinds, self.opaque = {}, dict(SCALARS), set()
+        # As many lines as before.
+        text = COMMENT.sub(lambda comment: "\n" * comment[0].count("\n"), text)
+        position = 0
+        while text[position:].strip():
+            found = STATEMENT.match(text, position)
+            start = found.start(1) if found else position + len(text[position:]) - len(text[position:].lstrip())
+            line = text.count("\n", 0, start) + 1
+            if not found:
+                raise Unknown(line, text[start:].partition("\n")[0])
+            self.read(line, found[1].removesuffix(";"))
+            position = found.end()
+
+    def read(self, line, text):
+        statement = plain(text)
+        if IGNORED.fullmatch(statement):
+            return
+        if found := NUMBER.fullmatch(statement):
+            self.numbers[f"SY_{found[1]}"] = found[2]
+            self.constants.append(f"{found[1]} = {found[2]}\n")
+        elif found := ALIAS.fullmatch(statement):
+            self.kinds[found[1]] = "c_int32"
+        elif found := OPAQUE.fullmatch(statement):
+            self.opaque.add(found[1])
+        elif found := BRACED.fullmatch(text):
+            body, line = found[3], line + text[: found.start(3)].count("\n")
+            if found[2]:
+                self.read_struct(found[2], pieces(body, line, ";"))
+            else:
+                self.read_enum(pieces(body, line, ","))
+        elif found := FUNCTION.fullmatch(statement):
+            values = ", ".join(f'"{name}": {kind}' for name, kind in self.parameters(line, found[3]))
+            text = f'"{found[2]}": ({self.kind(line, found[1], statement)}, {{{values}}}),'
+            self.functions.append(textwrap.fill(text, 116, initial_indent="    ", subsequent_indent=" " * 8) + "\n")
+        elif statement.startswith("typedef ") and (found := CALLBACK.fullmatch(statement)):
+            self.kinds[found[2]] = self.read_callback(line, class_name(found[2]), found)
+        else:
+            raise Unknown(line, statement)
+
+    def read_enum(self, enumerators):
+        for line, text in enumerators:
+            if not (found := ENUMERATOR.fullmatch(text)):
+                raise Unknown(line, text)
+            self.constants.append(f"{found[1]} = {found[2]}\n")
+
+    def read_struct(self, name, declarations):
+        fields, struct = [], class_name(name)
+        for line, text in declarations:
+            if found := CALLBACK.fullmatch(text):
+                fields.append((found[2], self.read_callback(line, struct + class_name(found[2]), found)))
+            elif found := FIELDS.fullmatch(text):
+                for field in found[2].split(", "):
+                    field, _, length = field.removesuffix("]").partition("[")
+                    if length and length not in self.numbers:
+                        raise Unknown(line, text)
+                    times = f" * {self.numbers[length]}" if length else ""
+                    fields.append((field, self.kind(line, found[1], text) + times))
+            elif text:
+                raise Unknown(line, text)
+        base = "Sized" if ("struct_size", "c_uint32") in fields[:1] else "Structure"
+        listed = "".join(f'        ("{field}", {kind}),\n' for field, kind in fields)
+        self.types.append(f"\n\nclass {struct}({base}):\n    _fields_ = [\n{listed}    ]\n")
+        self.kinds[name] = struct
+
+    def read_callback(self, line, name, found):
+        result = "None" if found[1] == "void" else self.kind(line, found[1], found[0])
+        values = ", ".join(kind for _, kind in self.parameters(line, found[3]))
+        self.types.append(f"\n\n{name} = CFUNCTYPE({result}, {values})\n")
+        return name
+
+    def parameters(self, line, text):
+        for line, value in pieces(text, line, ",") if text != "void" else ():
+            if not (found := VALUE.fullmatch(value)):
+                raise Unknown(line, value)
+            yield found[2], self.kind(line, found[1], value)
+
+    def kind(self, line, text, whole):
+        """A type of C as one of ctypes; `whole` has it."""
+        base, *stars = re.sub(r"\bconst\b", "", text).replace("*", " *").split()
+        if stars and (base in ("void", "char") or base in self.opaque):
+            kind, stars = "c_char_p" if base == "char" else "c_void_p", stars[1:]
+        elif base in self.kinds:
+            kind = self.kinds[base]
+        else:
+            raise Unknown(line, whole)
+        return "POINTER(" * len(stars) + kind + ")" * len(stars)
+
+
+def made(text):
+    """The module's text, of the header's."""
+    header = Header(text)
+    functions = [
+        "\n\n# What each function returns, and its parameters by name.\n",
+        "FUNCTIONS: dict[str, tuple[Any, dict[str, Any]]] = {\n",
+        *header.functions,
+        "}\n",
+    ]
+    return "".join([START, *header.constants, *header.types, *functions])
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(write_or_check({MODULE: made(HEADER.read_text())}))
+    except Unknown as error:
+        sys.exit(str(error))
