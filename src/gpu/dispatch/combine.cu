@@ -1,4 +1,4 @@
-// Combine: results into the cells of the ranks of their tokens, and cells into sums.
+// Combine: sends results into the cells of their tokens' ranks, and adds up the cells.
 //
 //   send_results   all rows, or the sums of a token's rows, to where their tokens came from; the
 //                  last block raises the flags
@@ -13,7 +13,7 @@ namespace {
 
 using protocol::SlotEntry;
 
-// What travels: the rows as they are, multiplied, or added.
+// How results travel: rows as they are, rows times their weights, or sums of rows.
 enum class Return : std::uint8_t { kRow, kWeighed, kSum };
 
 __device__ __forceinline__ DeviceArrival arrival_at(const DeviceArrival* from) {
@@ -21,8 +21,8 @@ __device__ __forceinline__ DeviceArrival arrival_at(const DeviceArrival* from) {
   return {words.x, words.y, words.z, words.w};
 }
 
-// Eight columns of a lane, 256 of a warp: a sum of `count` rows, of which lane j has number j.
-// Rows that there was no room for, or that combine was not given, count as zeros.
+// Sends a sum of `count` rows; lane j has the number of row j. A warp takes 256 columns at a time,
+// eight per lane. Rows that there was no room for, or that combine was not given, count as zeros.
 template <DType kType>
 __device__ __forceinline__ void send_sum(const ExchangeSite& site, const CombineSend& call,
                                          std::byte* to, std::uint32_t row, float weight,

@@ -1,4 +1,5 @@
-// Dispatch: tokens into the pools of the ranks of their experts, and from the pool into rows.
+// Dispatch: sends tokens into the pools of their experts' ranks, and copies them from a pool into
+// rows.
 //
 //   send_tokens     some blocks sort the slots by expert, and send counts and entries to all ranks;
 //                   others send tokens, each once to a rank, and need no order for that. The last
@@ -6,9 +7,9 @@
 //   await_dispatch  one block waits for the flags of all ranks, and plans where rows go
 //   place_rows      copies them there; it waits for nobody
 //
-// If the receive follows the send at once, and the rank has its device for itself, further blocks
-// of send_tokens plan and place what comes while it comes. They have little patience: a rank that
-// is late is waited for by await_dispatch, and place_rows goes on where they stopped.
+// If the receive follows the send at once, and the rank has its device to itself, further blocks of
+// send_tokens plan and place tokens while they arrive. These blocks have little patience:
+// await_dispatch waits for late ranks, and place_rows continues where they stopped.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -45,14 +46,14 @@ __device__ __forceinline__ std::uint64_t sum_up_to_thread(std::uint64_t value) {
   return sum;
 }
 
-// A send tells this with its flags: which dispatch it is, and whose rows it uses.
+// A dispatch as its flags name it.
 struct Sending {
-  std::uint64_t number;  // of this dispatch
-  std::uint64_t layout;  // of the dispatch whose rows it uses
+  std::uint64_t number;  // this dispatch's
+  std::uint64_t layout;  // that of the dispatch whose rows it uses
   std::uint32_t parts;   // units of a token
 };
 
-// By one thread, behind a fence.
+// Raises a part's flag in the heaps of all ranks. Called by one thread, after a fence.
 __device__ __forceinline__ void raise_part(const ExchangeSite& site, const Sending& sending,
                                            std::uint32_t part) {
   for (int r = 0; r < site.heaps.size(); ++r) {
@@ -62,8 +63,8 @@ __device__ __forceinline__ void raise_part(const ExchangeSite& site, const Sendi
   }
 }
 
-// By one thread, which has fenced what `count` more units of tokens in part `part` wrote, or the
-// entries of so many of them. The last one tells all ranks.
+// Counts `count` more units of tokens in part `part`, or entries of as many of its tokens. The last
+// call tells all ranks. Called by one thread, after a fence behind the counted writes.
 __device__ __forceinline__ void note_came(const ExchangeSite& site, const DispatchSend& call,
                                           const Sending& sending, std::uint32_t part,
                                           std::uint32_t count) {
@@ -77,26 +78,26 @@ __device__ __forceinline__ void note_came(const ExchangeSite& site, const Dispat
 
 // ------------------------------------------------------------------------------------- sorting
 //
-// A stable counting sort of slots by place. Each sorting block has neighbouring tokens, and each of
-// its warps. A block learns from the blocks before it how many slots they have of each place, and
-// waits for no other: blocks start in order, so it waits for blocks that run.
+// A stable counting sort of slots by place. Each sorting block has a run of tokens, and each of its
+// warps a part of that run. A block needs the counts of the blocks before it, and of no other.
+// Blocks start in order, so it only waits for blocks that run.
 
 constexpr std::uint32_t kSortWarps = 8;
 
 struct SortStorage {
-  std::uint32_t counts[kSortWarps][kMostPlaces];  // of a warp; then of the warps before, and so far
-  std::uint32_t before[kMostPlaces];              // of the blocks before
-  std::uint32_t up_to[kMostPlaces];               // of all blocks; then of all places up to each
+  std::uint32_t counts[kSortWarps][kMostPlaces];  // per warp; then those before its next slot
+  std::uint32_t before[kMostPlaces];              // in earlier blocks
+  std::uint32_t up_to[kMostPlaces];               // up to this block; then of places up to each
 };
 
 __device__ __forceinline__ std::int32_t given_id(const SlotsCall& call, std::size_t slot) {
   if (!call.wide_ids) return static_cast<const std::int32_t*>(call.ids)[slot];
   const std::int64_t id = static_cast<const std::int64_t*>(call.ids)[slot];
-  // What no i32 holds no expert has, either.
+  // No expert has an id that an i32 cannot hold, so any invalid one may take its place.
   const auto narrow = static_cast<std::int32_t>(id);
   return narrow == id ? narrow : id < 0 ? INT_MIN : INT_MAX;
 }
-// -1: none.
+// Returns the expert's id, or -1 for none.
 __device__ __forceinline__ std::int32_t id_of(const SlotsCall& call, std::int32_t given) {
   return given >= 0 && given < call.num_experts ? given : -1;
 }
@@ -112,7 +113,7 @@ __device__ __forceinline__ float weight_of(const SlotsCall& call, std::size_t sl
                            : static_cast<const float*>(call.weights)[slot];
 }
 
-// A warp's tokens, as many at a time as it has lanes for their slots.
+// A warp's tokens. It takes as many at a time as it has lanes for their slots.
 struct SortLanes {
   std::uint32_t begin, end, at_once;
   std::uint32_t local, k;  // this lane's token among those, and its slot
@@ -144,10 +145,10 @@ struct Equals {
     before = __popc(lanes & ((1u << threadIdx.x % 32) - 1));
   }
 };
-// A value that no other lane has, nor a lane with something in its lower bits.
+// Returns a value for Equals that differs from every other lane's, and from all below 2^31.
 __device__ __forceinline__ std::uint32_t unlike_others() { return 1u << 31 | threadIdx.x % 32; }
 
-// Places and weights of a warp's slots, and how many there are of each place.
+// Stores the places and weights of a warp's slots, and counts the slots of each place.
 __device__ __forceinline__ void count_slots(const ExchangeSite& site, const HandleSite& handle,
                                             const DispatchSend& call, const SortLanes& lanes,
                                             std::uint32_t* counts) {
@@ -181,7 +182,7 @@ __device__ __forceinline__ void count_slots(const ExchangeSite& site, const Hand
   }
 }
 
-// The slots of each place in the blocks before this one. False if the exchange died.
+// Sums the slots of each place in the blocks before this one. Returns false if the exchange died.
 __device__ __forceinline__ bool sum_blocks_before(const ExchangeSite& site,
                                                   const DispatchSend& call, std::uint64_t number,
                                                   SortStorage& storage) {
@@ -204,7 +205,7 @@ __device__ __forceinline__ bool sum_blocks_before(const ExchangeSite& site,
     if (threadIdx.x < blockIdx.x) {
       for (std::uint32_t looks = 1; came; ++looks) {
         if (protocol::load_acquire(site.totalled + threadIdx.x) == number) break;
-        // Blocks of an exchange that died do not begin.
+        // In an exchange that died, earlier blocks leave without a count.
         if (looks % 256 == 0) came = !protocol::aborted(site.heaps);
       }
     }
@@ -223,7 +224,8 @@ __device__ __forceinline__ bool sum_blocks_before(const ExchangeSite& site,
   return true;
 }
 
-// By the last sorting block. The words say themselves of which dispatch they are.
+// Sends each rank the counts of its experts. Called by the last sorting block. Each word names its
+// dispatch, so no flag has to follow.
 __device__ __forceinline__ void publish_counts(const ExchangeSite& site, const DispatchSend& call,
                                                std::uint64_t number, SortStorage& storage) {
   const std::uint32_t p = 2 * threadIdx.x;
@@ -243,7 +245,7 @@ __device__ __forceinline__ void publish_counts(const ExchangeSite& site, const D
   }
 }
 
-// Returns how many went to other ranks, to lane 0.
+// Sends the entries of a warp's slots. Returns how many went to other ranks.
 __device__ __forceinline__ std::uint32_t send_entries(
     const ExchangeSite& site, const HandleSite& handle, const DispatchSend& call,
     const Sending& sending, const SortLanes& lanes, SortStorage& storage) {
@@ -256,7 +258,7 @@ __device__ __forceinline__ std::uint32_t send_entries(
     const bool has = lanes.has(first);
     const std::uint32_t token = first + lanes.local;
     const std::size_t slot = std::size_t{token} * site.top_k + lanes.k;
-    // This thread's own, of count_slots().
+    // This thread stored it in count_slots().
     const std::int32_t place = has ? handle.places[slot] : -1;
     const Equals equals(static_cast<std::uint32_t>(place));
     const std::uint32_t so_far = place >= 0 ? counts[place] : 0;
@@ -277,7 +279,7 @@ __device__ __forceinline__ std::uint32_t send_entries(
                    entry);
       if (owner != me) ++sent;
     }
-    std::uint64_t owners = 0;  // of the token
+    std::uint64_t owners = 0;  // the token's, a bit for each rank
     for (std::uint32_t i = 0; i < site.top_k; ++i) {
       const int one = __shfl_sync(~0u, owner, lanes.inside ? lanes.local * site.top_k + i : 0);
       if (one >= 0) owners |= std::uint64_t{1} << one;
@@ -292,7 +294,7 @@ __device__ __forceinline__ std::uint32_t send_entries(
     __syncwarp();
   }
   if (call.by_parts && threadIdx.x % 32 == 0 && lanes.begin < lanes.end) {
-    fence_system();  // of all lanes' stores: they came before the warp's barrier
+    fence_system();  // for the stores of all lanes, which came before the warp's barrier
     for (std::uint32_t token = lanes.begin; token < lanes.end;) {
       const std::uint32_t part = token / kPartTokens;
       const std::uint32_t next = min((part + 1) * kPartTokens, lanes.end);
@@ -303,7 +305,7 @@ __device__ __forceinline__ std::uint32_t send_entries(
   return __reduce_add_sync(~0u, sent);
 }
 
-// False if the exchange died.
+// Does a sorting block's work. Returns false if the exchange died.
 __device__ __forceinline__ bool sort_slots(const ExchangeSite& site, const HandleSite& handle,
                                            const DispatchSend& call, const Sending& sending,
                                            std::uint32_t& entries_sent) {
@@ -329,7 +331,7 @@ __device__ __forceinline__ bool sort_slots(const ExchangeSite& site, const Handl
 
 constexpr std::uint32_t kQuantStep = 32 * kLaneColumns;  // columns of a warp at a time
 
-// Sixteen of a token's columns as bf16; zeros beyond its end.
+// Loads sixteen of a token's columns as bf16; zeros beyond its end.
 template <Wire kWire>
 __device__ __forceinline__ void load_columns(uint4 (&v)[2], const std::byte* token,
                                              std::uint32_t column, std::uint32_t columns) {
@@ -359,7 +361,8 @@ __device__ __forceinline__ void load_columns(uint4 (&v)[2], const std::byte* tok
   }
 }
 
-// One for each rank that gets the token: the lane of its first slot there knows where to.
+// The ranks that get a token. A rank's lane is that of the token's first slot there; `to` is the
+// token's address in that rank's pool.
 struct Targets {
   std::uint32_t lanes;
   std::byte* to;
@@ -374,7 +377,7 @@ struct Targets {
   }
 };
 
-// A unit of a token: few enough steps that its flag is not long in coming, and enough for a fence.
+// Cuts tokens into units: short enough that flags rise soon, long enough to be worth a fence.
 template <Wire kWire>
 __device__ __forceinline__ Units units_to_send(const ExchangeSite& site, const DispatchSend& call) {
   const std::uint32_t senders = gridDim.x - call.placers - call.first_sender;
@@ -403,7 +406,7 @@ __device__ __forceinline__ void send_step(const ExchangeSite& site, const Dispat
   });
 }
 
-// Scales of FP8 tokens that are copied.
+// Sends the scales of an FP8 token that is copied.
 __device__ __forceinline__ void send_scales(const ExchangeSite& site, const DispatchSend& call,
                                             std::uint32_t token, const Targets& targets) {
   const float* const scales = call.scales + token * call.scale_stride;
@@ -415,7 +418,7 @@ __device__ __forceinline__ void send_scales(const ExchangeSite& site, const Disp
   }
 }
 
-// Returns how many tokens went to other ranks.
+// Sends a warp's units of tokens. Returns how many tokens went to other ranks.
 template <Wire kWire>
 __device__ __forceinline__ std::uint32_t send_units(const ExchangeSite& site,
                                                     const HandleSite& handle,
@@ -433,7 +436,7 @@ __device__ __forceinline__ std::uint32_t send_units(const ExchangeSite& site,
     const std::byte* const from = call.tokens + token * call.token_stride;
     std::uint32_t step = units.begin(part);
     const std::uint32_t end = units.end(part);
-    Vectors v;  // on its way while it is found out where to
+    Vectors v;  // loaded while the targets are looked up
     if constexpr (kWire == Wire::kCopy) load_step(v, from, step, step < end ? call.wire_bytes : 0);
     const std::size_t slot = std::size_t{token} * site.top_k + lane;
     std::int32_t place = -1;
@@ -470,7 +473,8 @@ __device__ __forceinline__ std::uint32_t send_units(const ExchangeSite& site,
   return tokens_sent;
 }
 
-// By one thread, when all blocks of the send have ended.
+// Advances the exchange's words to this dispatch. Called by one thread when all blocks of the send
+// have ended.
 __device__ __forceinline__ void advance(const ExchangeSite& site, const HandleSite& handle,
                                         const DispatchSend& call, const Sending& sending) {
   handle.plan->layout = sending.layout;
@@ -488,7 +492,7 @@ __device__ __forceinline__ void advance(const ExchangeSite& site, const HandleSi
 
 constexpr std::uint32_t kMostOwn = 1024;  // a thread for each of this rank's experts
 
-// Rows of a source up to its expert e, from 0 on; they have come.
+// Returns the rows that a source has for the experts before e. Its counts have arrived.
 __device__ __forceinline__ std::uint32_t listed(const std::uint64_t* counts, std::uint32_t e) {
   return e == 0 ? 0 : static_cast<std::uint32_t>(protocol::load_relaxed(counts + e - 1));
 }
@@ -500,7 +504,7 @@ __device__ void plan_rows(const ExchangeSite& site, const HandleSite& handle,
   const int ranks = site.heaps.size();
   if (threadIdx.x == 0) end_of_rows = 0;
   const auto counts = [&](int r) { return site.heap.counts(site.heaps.mine(), number, r); };
-  // All counts of the first ranks are on their way at the same time.
+  // The counts of the first ranks are all loaded at the same time.
   constexpr int kAtOnce = 8;
   std::uint32_t begins[kAtOnce] = {}, ends[kAtOnce] = {};
 #pragma unroll
@@ -520,7 +524,7 @@ __device__ void plan_rows(const ExchangeSite& site, const HandleSite& handle,
   const bool blocked = call.layout.kind == RowLayout::Kind::kBlocked;
   const std::uint32_t kept = padded ? min(total, size) : total;
   const std::uint32_t room = blocked ? protocol::ceil_div(kept, size) * size : kept;
-  // Two sums at once; neither reaches 2^32.
+  // One scan makes two sums; neither reaches 2^32.
   const std::uint64_t up_to = sum_up_to_thread(std::uint64_t{room} << 32 | kept);
   const std::uint32_t packed = static_cast<std::uint32_t>(up_to) - kept;
   const std::uint32_t first = padded ? e * size : static_cast<std::uint32_t>(up_to >> 32) - room;
@@ -556,7 +560,7 @@ __device__ void plan_rows(const ExchangeSite& site, const HandleSite& handle,
     handle.plan->tokens[r] =
         static_cast<std::uint32_t>(load_words(site.heap.head(site.heaps.mine(), number, r)).second);
   }
-  // Arrivals of ranks: two of each lane of a warp.
+  // Sums the ranks' arrivals in one warp, two ranks per lane.
   if (threadIdx.x < 32) {
     const int low = static_cast<int>(2 * threadIdx.x), high = low + 1;
     const std::uint32_t of_low = low < ranks ? listed(counts(low), own) : 0;
@@ -570,7 +574,7 @@ __device__ void plan_rows(const ExchangeSite& site, const HandleSite& handle,
   if (threadIdx.x == 0) handle.plan->end_of_rows = end_of_rows;
 }
 
-// By one thread: ranks use the rows of different dispatches, which ends the exchange.
+// Ends the exchange, because ranks use the rows of different dispatches. Called by one thread.
 __device__ void refuse_mixture(const ExchangeSite& site, std::uint64_t number, std::uint64_t layout,
                                int source, std::uint64_t word) {
   tell(site.failures->mixture_of, number << 32 | protocol::flag_of(layout));
@@ -639,8 +643,8 @@ __global__ void __launch_bounds__(kMostOwn)
 
 // ----------------------------------------------------------------------------------- placing
 
-// Steps of a token to all of its rows: it is read once. Plans, entries and tokens are read past the
-// L1 cache, as they may have been written since this kernel began.
+// Copies steps of a token, which is read once, to all of its rows. Loads of plans, entries and
+// tokens bypass the L1 cache, as these may have been written since this kernel began.
 __device__ __forceinline__ void place_token(const ExchangeSite& site, const HandleSite& handle,
                                             const DispatchReceive& call, std::uint64_t number,
                                             int source, std::uint32_t token, bool first_part,
@@ -716,11 +720,11 @@ __device__ __forceinline__ void place_token(const ExchangeSite& site, const Hand
   }
 }
 
-// How long a block that places early waits for a rank, in ns. Longer than ranks are apart that
-// started together; others have a use for its SM.
+// How long a block that places early waits for a rank, in ns. It is longer than ranks that started
+// together are apart; after that, other work should have the SM.
 constexpr std::uint64_t kPatience = 100'000;
 
-// False if it took too long.
+// Waits until ready() holds; returns false if that takes longer than kPatience.
 template <typename Ready>
 __device__ __forceinline__ bool wait_a_little(Ready&& ready) {
   if (ready()) return true;
@@ -732,7 +736,7 @@ __device__ __forceinline__ bool wait_a_little(Ready&& ready) {
   return false;
 }
 
-// Whether the part of a source's tokens came; the same for all lanes of a warp.
+// Returns whether a part of a source's tokens arrived, the same in all lanes of a warp.
 __device__ __forceinline__ bool await_part(const ExchangeSite& site, const Sending& sending,
                                            int source, std::uint32_t token) {
   const std::uint64_t* const flag =
@@ -742,9 +746,10 @@ __device__ __forceinline__ bool await_part(const ExchangeSite& site, const Sendi
   return __all_sync(~0u, came) != 0;
 }
 
-// The share of block `index` of `blocks`, but for the first `done` units of each warp. Tokens of
-// the ranks alternate, as they come. Returns how many units of the warp are done then: all, unless
-// kWait, when it is left off if something does not come.
+// Places the share of block `index` of `blocks`, without the first `done` units of each warp.
+// Tokens of the ranks alternate, as they arrive. Returns how many of the warp's units are then
+// done. These are all units, except that with kWait a warp stops at the first part that does not
+// arrive.
 template <bool kWait>
 __device__ __forceinline__ std::uint32_t place_units(const ExchangeSite& site,
                                                      const HandleSite& handle,
@@ -777,13 +782,13 @@ __device__ __forceinline__ std::uint32_t place_units(const ExchangeSite& site,
   return done;
 }
 
-// The plan from what came early; false if something did not come.
+// Makes the plan from early counts; returns false if one does not arrive.
 __device__ __forceinline__ bool plan_early(const ExchangeSite& site, const HandleSite& handle,
                                            const DispatchReceive& call, const Sending& sending) {
   const int ranks = site.heaps.size();
   const auto thread = threadIdx.x;
   bool came = true;
-  // These words say of which dispatch they are, and nothing else is read because of them.
+  // These words name their dispatch and nothing else is read because of them: no acquire is needed.
   if (static_cast<int>(thread) < ranks) {
     const std::uint64_t* const head =
         site.heap.head(site.heaps.mine(), sending.number, static_cast<int>(thread));
@@ -806,11 +811,11 @@ __device__ __forceinline__ bool plan_early(const ExchangeSite& site, const Handl
   return true;
 }
 
-// By the blocks of a send that place.
+// Does the work of the blocks of a send that place rows.
 __device__ __forceinline__ void place_early(const ExchangeSite& site, const HandleSite& handle,
                                             const DispatchReceive& call, const Sending& sending,
                                             std::uint32_t blocks, std::uint32_t index) {
-  bool planned = !call.fresh;  // then by an earlier dispatch
+  bool planned = !call.fresh;  // else an earlier dispatch made the plan
   if (call.fresh && index == 0) {
     planned = plan_early(site, handle, call, sending);
   } else if (call.fresh) {
@@ -842,7 +847,7 @@ __global__ void __launch_bounds__(kMoverThreads)
 
 // ------------------------------------------------------------------------------ the send's kernel
 
-// Two blocks of an SM: the compiler would aim at three, and spill.
+// Bounds registers for two blocks per SM: the compiler would aim at three, and spill.
 template <Wire kWire, bool kPlaces>
 __global__ void __launch_bounds__(kMoverThreads, 2)
     send_tokens(const __grid_constant__ ExchangeSite site,
@@ -902,8 +907,8 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
 
 namespace {
 
-constexpr std::uint32_t kSorterTokens = 64;  // at least, of a sorting block
-// Of so few tokens none comes much before the others, and fences take time.
+constexpr std::uint32_t kSorterTokens = 64;  // the fewest of a sorting block
+// So few tokens all arrive at about the same time, and fences for parts would take time.
 constexpr std::uint32_t kLeastByParts = 2 * kPartTokens;
 
 template <Wire kWire>
@@ -932,7 +937,7 @@ cudaError_t launch_dispatch_send(const ExchangeSite& site, const HandleSite& han
     call.sorters = std::clamp(protocol::ceil_div(call.count, kSorterTokens), 1u, most);
     call.slots.tokens_of_sorter = protocol::ceil_div(call.count, call.sorters);
   }
-  // Sorting ends soon. Unless there is a limit, other blocks take its place then.
+  // Sorting ends soon, and other blocks then take its SMs, unless there is a strict limit.
   const unsigned room = !blocks.strict               ? blocks.most
                         : blocks.most > call.sorters ? blocks.most - call.sorters
                                                      : 0;
@@ -940,8 +945,8 @@ cudaError_t launch_dispatch_send(const ExchangeSite& site, const HandleSite& han
   call.placers = 0;
   unsigned most_senders = std::max(room, 1u);
   if (receive != nullptr && room >= 4) {
-    // The links need few blocks. With fewer of them tokens come one after another rather than all
-    // at the end; and a fence in many SMs at a time costs less than in few.
+    // The links need few blocks. With fewer blocks, tokens arrive one after another rather than all
+    // at the end. But a fence in many SMs at a time costs less than in few.
     const bool few = call.count < 16 * room;
     most_senders = few ? room / 4 : room / 2;
     call.placers = room - most_senders;
@@ -998,10 +1003,10 @@ cudaError_t load_dispatch_kernels() {
 
 cudaError_t launch_place_rows(const ExchangeSite& site, const HandleSite& handle,
                               const DispatchReceive& call, unsigned blocks, cudaStream_t stream) {
-  // The host does not know how many rows come, but how many there is room for.
+  // The host does not know the number of rows, only how many there is room for.
   const std::uint64_t steps =
       static_cast<std::uint64_t>(call.capacity) * CopySteps::count(call.wire_bytes);
-  // The share of each block of the send is left to one block.
+  // One block finishes the share of each placing block of the send.
   const unsigned count = call.placers != 0 ? call.placers : blocks_for(steps, blocks);
   return launch_early(place_rows, count, kMoverThreads, stream, site, handle, call);
 }

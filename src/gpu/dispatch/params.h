@@ -11,8 +11,8 @@
 
 namespace switchyard::gpu {
 
-// A row as its source describes it: 16 bytes, one store. A token's entries stand together, those it
-// has first. A token without any has one, without siblings.
+// A row as its source describes it: 16 bytes, one store. A token has room for as many entries as it
+// can have, and fills the first of them. A token without rows has one entry, without siblings.
 struct DeviceEntry {
   std::uint32_t number;    // among the source's rows of the expert, in the order of tokens
   std::uint32_t expert;    // k << 16 | the receiver's expert, from 0
@@ -21,7 +21,7 @@ struct DeviceEntry {
 };
 static_assert(sizeof(DeviceEntry) == 16);
 
-// A row that came, and where it was put.
+// A row that arrived, and where it was put.
 struct DeviceArrival {
   std::uint32_t row;     // in the layout; kNoRow: there was no room for it
   std::uint32_t packed;  // in packed order
@@ -36,31 +36,33 @@ inline constexpr std::uint32_t kNoRow = 0xffff'ffffu;
 // read the numbers when they begin, and its last block advances them when all have ended; those
 // that place rows end later than those that send, so there are two counts of blocks.
 struct ExchangeWords {
-  std::uint64_t calls;     // that were sent, of both kinds
-  std::uint64_t dispatch;  // the last dispatch that was sent; its number among all calls
-  std::uint64_t dispatch_of_all;
-  std::uint64_t combine;
-  std::uint64_t combine_of_all;
-  std::uint32_t ended_blocks;   // of those that send, of the send that runs
-  std::uint32_t ended_placers;  // and of all, where some place
-  std::uint32_t counting[2];    // what the send that runs has counted
-  // Of the last calls.
+  std::uint64_t calls;            // dispatches and combines that were sent
+  std::uint64_t dispatch;         // the number of the last dispatch that was sent
+  std::uint64_t dispatch_of_all;  // its number among all calls
+  std::uint64_t combine;          // the number of the last combine that was sent
+  std::uint64_t combine_of_all;   // its number among all calls
+  std::uint32_t ended_blocks;     // sending blocks of the send that runs
+  std::uint32_t ended_placers;    // all of its blocks, if some place rows
+  std::uint32_t counting[2];      // counts of the send that runs
+  // Statistics of the last calls.
   std::uint32_t tokens, tokens_sent, entries_sent, fresh;
   std::uint32_t rows_received, rows_returned;
 };
 
-// What became of a handle's dispatch; written by the kernel that waits for it.
+// The plan of a handle's rows. The kernel that waits for the dispatch writes it, or a send that
+// places rows early.
 struct PlanWords {
-  std::uint64_t layout;       // the number of the dispatch that made it; by the send
-  std::uint64_t planned;      // the same, when all below is of that dispatch
-  std::uint32_t end_of_rows;  // one behind the last row that is somebody's
-  std::uint32_t layout_rows;  // that the layout has
+  std::uint64_t layout;       // the number of the dispatch that made the rows; the send writes it
+  std::uint64_t planned;      // the same, once all words below are of that dispatch
+  std::uint32_t end_of_rows;  // one past the last row in use
+  std::uint32_t layout_rows;  // rows of the layout, unused ones included
   std::uint32_t num_rows;
   std::uint32_t first[protocol::kMaxRanks + 1];  // arrivals of the ranks before each
   std::uint32_t tokens[protocol::kMaxRanks];     // of each rank
 };
 
-// In memory that the host and the kernels share. Kernels write these words, the host clears them.
+// Failures, in memory that the host and the kernels share. Kernels write these words, the host
+// clears them.
 struct ExchangeFailures {
   std::uint64_t twice;       // kFound | token << 32 | id: an id that a token names twice
   std::uint64_t unknown;     // kFound | token << 32 | id: one that no expert has
@@ -89,18 +91,18 @@ inline constexpr std::uint32_t kExchangeStages = 6;
 // global timer.
 struct ExchangeRecord {
   std::uint64_t ready;     // the kernels before it had ended
-  std::uint64_t begin;     // what it waited for had come
+  std::uint64_t begin;     // its inputs had arrived
   std::uint64_t end;       // its last warp was done
   std::uint64_t dispatch;  // the number of the last dispatch
-  std::uint64_t combine;   // of a combine's blocks: its number
+  std::uint64_t combine;   // a combine's own number
   TraceKind kind;
 };
 struct ExchangeRecords {
   ExchangeRecord* records;  // [kExchangeStages][blocks]; null: nothing is recorded
-  std::uint32_t blocks;     // the most of a kernel
+  std::uint32_t blocks;     // the most blocks of a kernel
 };
 
-// What all kernels of an exchange take.
+// Parameters of all kernels of an exchange.
 struct ExchangeSite {
   protocol::Heaps heaps;
   protocol::ExchangeHeap heap;
@@ -110,17 +112,17 @@ struct ExchangeSite {
   std::uint32_t top_k;
   std::uint32_t hidden;
   std::uint32_t list;         // the most rows of one source
-  std::uint32_t slots;        // and of one of its tokens
-  std::uint32_t most_tokens;  // of one source
-  // These are of the send that runs.
-  std::uint32_t* came;      // [parts of most_tokens]: what was done of each; zeros between sends
+  std::uint32_t slots;        // the most rows of one token
+  std::uint32_t most_tokens;  // the most tokens of one source
+  // Words of the send that runs.
+  std::uint32_t* came;      // [parts of most_tokens]: units done of each; zeros between sends
   std::uint32_t* totals;    // [kMostSorters][places]: slots of each sorting block
-  std::uint64_t* totalled;  // [kMostSorters]: the number of the dispatch whose totals they are
+  std::uint64_t* totalled;  // [kMostSorters]: the dispatch that the totals belong to
   std::uint32_t* placed;    // [warps]: units that a warp placed before the receive began
   ExchangeRecords trace;
 };
 inline constexpr std::uint32_t kMostSorters = 64;
-// Of the blocks that move rows, and sort.
+// Threads of the blocks that move rows and sort.
 inline constexpr std::uint32_t kMoverThreads = 512, kMoverWarps = kMoverThreads / 32;
 inline constexpr std::uint32_t kMostPlaces = 2 * kMoverThreads;  // a thread scans two
 
@@ -128,14 +130,14 @@ inline constexpr std::uint32_t kMostPlaces = 2 * kMoverThreads;  // a thread sca
 struct HandleSite {
   std::int32_t* places;  // [T, K]: the place of each slot, or -1
   float* weights;        // [T, K]
-  // Of what came.
+  // The rows that arrived.
   PlanWords* plan;
-  std::uint32_t* row_base;     // [ranks][own]: plus a DeviceEntry's number: its row
+  std::uint32_t* row_base;     // [ranks][own]: add a DeviceEntry's number: its row
   std::uint32_t* packed_base;  // [ranks][own]: the same, in packed order
   std::uint32_t* list_base;    // [ranks][own]: the same, among all rows of its source
-  std::uint32_t* limit;        // [own]: one behind the expert's last row in the layout
+  std::uint32_t* limit;        // [own]: one past the expert's last row in the layout
   std::int32_t* own_ends;      // [own]
-  DeviceEntry* entries;        // [ranks][max_tokens][slots]: as they came
+  DeviceEntry* entries;        // [ranks][max_tokens][slots]: as they arrived
   DeviceArrival* arrivals;     // [ranks][list], sorted by expert
   std::uint32_t* siblings;     // [ranks][list], with pre_sum
   std::uint32_t* index_of;     // [ranks][max_tokens * K], with pre_sum: the arrival of a slot
@@ -153,7 +155,7 @@ struct SlotsCall {
   std::uint32_t tokens_of_sorter;
 };
 
-// How tokens become what travels.
+// How tokens are made ready to travel: copied, or quantised from a type.
 enum class Wire : std::uint8_t { kCopy, kFromBF16, kFromF16, kFromF32 };
 
 struct DispatchSend {
@@ -162,15 +164,15 @@ struct DispatchSend {
   const float* scales;        // of FP8 tokens that are copied
   std::int64_t scale_stride;
   std::uint32_t count;
-  std::uint32_t wire_bytes;  // of a token's elements as they travel, a multiple of 16
+  std::uint32_t wire_bytes;  // of a travelling token's elements, a multiple of 16
   std::uint32_t groups;      // scales of a token
   std::uint32_t num_places;
   bool fresh;
   SlotsCall slots;
-  // How blocks share the work out: the first sort slots, those from first_sender on send tokens
-  // (sorters too, when they are done, if it is 0), and the last place rows.
+  // How blocks share the work out. The first sort slots, those from first_sender on send tokens,
+  // and the last place rows. If first_sender is 0, sorters send, too, when they are done.
   std::uint32_t sorters, first_sender, placers;
-  bool by_parts;  // a part's flag is raised when it came, not when all did
+  bool by_parts;  // raise each part's flag when it is sent, not all flags at the end
 };
 
 struct DispatchReceive {
@@ -195,7 +197,7 @@ struct CombineSend {
   const std::byte* rows;
   std::int64_t row_stride;  // in bytes
   std::int64_t num_rows;
-  bool weighs;  // this rank multiplies
+  bool weighs;  // rows are multiplied by their weights before they travel
   bool pre_sum;
 };
 

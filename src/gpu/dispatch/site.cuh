@@ -1,5 +1,5 @@
-// What the kernels of Exchange have in common: how they begin, wait, share units of work out, and
-// how a send ends.
+// Functions that the kernels of Exchange share: how they begin and wait, how they share out units
+// of work, and how a send ends.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 
 namespace switchyard::gpu {
 
-// Kernels of an exchange are launched while the one before them in the stream still runs, so that
-// they are there when it ends. Until then they read and write nothing.
+// Waits for the kernel before this one in the stream. Kernels of an exchange are launched while
+// that one still runs, to be there when it ends. Until then they read and write nothing.
 __device__ __forceinline__ void await_kernel_before() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
-// Lets the next kernel come to the SMs, if it can wait there as this one does. It must not when
-// this one waits for other ranks: ranks that share the device would find no room.
+// Lets the next kernel's blocks come to the SMs, where they wait in await_kernel_before(). Not
+// called while this kernel waits for other ranks: ranks that share the device would find no room.
 __device__ __forceinline__ void invite_next_kernel() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -36,11 +36,11 @@ cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, unsigned th
   return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
-// Stamps of a block, where the exchange is traced.
+// Time stamps of a block, if the exchange is traced.
 class BlockTrace {
  public:
-  // When the kernels before have ended, and before the block's first barrier. Number `dispatch` is
-  // that of the last dispatch, or of the one that this kernel sends.
+  // Begins the record. Called when the kernels before have ended, before the block's first barrier.
+  // `dispatch` is the number of the last dispatch, or of the one that this kernel sends.
   __device__ __forceinline__ BlockTrace(const ExchangeSite& site, ExchangeStage stage,
                                         TraceKind kind, std::uint64_t dispatch,
                                         std::uint64_t combine = 0) {
@@ -51,12 +51,12 @@ class BlockTrace {
     const std::uint64_t now = device_now_ns();
     *record_ = {now, now, now, dispatch, combine, kind};
   }
-  // What the block waited for has come; by its first thread.
+  // Stamps that the block's inputs have arrived. Called by the block's first thread.
   __device__ __forceinline__ void begin() const {
     if (record_ != nullptr) record_->begin = device_now_ns();
   }
-  // The warp is done, or the thread that does the rest; by one thread, behind a barrier of the
-  // block.
+  // Stamps that a warp, or the thread that does the rest, is done. Called by one thread, when a
+  // barrier of the block has followed the constructor.
   __device__ __forceinline__ void end() const {
     if (record_ == nullptr) return;
     static_assert(sizeof(unsigned long long) == sizeof(std::uint64_t));
@@ -72,14 +72,14 @@ class BlockTrace {
   ExchangeRecord* record_ = nullptr;
 };
 
-// A word that the host reads while kernels run.
+// Writes a word that the host reads while kernels run.
 template <typename T>
 __device__ __forceinline__ void tell(T& word, T value) {
   *static_cast<volatile T*>(&word) = value;
 }
 
-// False if the exchange is dead: then the kernel does nothing. Called by all threads of a block,
-// after the loads that the kernel begins with, which then are under way at the same time.
+// Returns false if the exchange is dead; then the kernel does nothing. Called by all threads of a
+// block after the kernel's first loads, so that its load is under way together with those.
 __device__ __forceinline__ bool is_alive(const ExchangeSite& site) {
   // Nothing is read because of this word, so it need not be acquired: loads may pass it.
   const bool dead =
@@ -89,16 +89,16 @@ __device__ __forceinline__ bool is_alive(const ExchangeSite& site) {
   return false;
 }
 
-// Waits until the flags of all ranks are of call `number`; false if the exchange died. Called by a
-// whole warp, whose lanes have acquired what the ranks wrote when it returns. `flag_of(rank)` is
-// the address of a flag.
+// Waits until the flags of all ranks are of call `number`; returns false if the exchange died.
+// Called by a whole warp, all of whose lanes have then acquired what the ranks wrote.
+// `flag_of(rank)` is the address of a flag.
 template <typename FlagOf>
 __device__ __forceinline__ bool await_all(const ExchangeSite& site, protocol::Phase phase,
                                           std::uint64_t number, std::uint64_t of_all,
                                           FlagOf&& flag_of) {
   static_assert(protocol::kMaxRanks <= 64);
   const int lane = static_cast<int>(threadIdx.x % 32), ranks = site.heaps.size();
-  bool low = lane < ranks, high = lane + 32 < ranks;  // are missing
+  bool low = lane < ranks, high = lane + 32 < ranks;  // whether this lane's two flags are missing
   const auto ready = [&] {
     if (low) low = !protocol::is_of(protocol::load_acquire(flag_of(lane)), number);
     if (high) high = !protocol::is_of(protocol::load_acquire(flag_of(lane + 32)), number);
@@ -119,8 +119,8 @@ __device__ __forceinline__ bool await_all(const ExchangeSite& site, protocol::Ph
   return came;
 }
 
-// How the warps of a grid share rows of some steps out: a row has as many parts as there are warps
-// for it, but no part without a step.
+// Shares rows of several steps out over the warps of a grid. A row has as many parts as there are
+// warps for it, each of at least one step.
 struct Units {
   std::uint32_t parts, steps, steps_of_part, count;
 
@@ -130,8 +130,8 @@ struct Units {
     steps_of_part = protocol::ceil_div(steps, parts);
     count = rows * parts;  // at most the larger of rows and warps
   }
-  // Of warps of `blocks` blocks; no part has more than `most` steps, if that gives no more units
-  // than 32 bits number.
+  // For the warps of `blocks` blocks. No part has more than `most` steps, if the units can then
+  // still be numbered in 32 bits.
   __device__ Units(std::uint32_t rows, std::uint32_t steps_of_row, std::uint32_t blocks,
                    std::uint32_t most)
       : steps(steps_of_row) {
@@ -142,7 +142,7 @@ struct Units {
     count = rows * parts;
   }
   __device__ static std::uint32_t first() {
-    // Neighbouring units in different blocks: few rows use as many SMs as there are.
+    // Neighbouring units go to different blocks, so that few rows use as many SMs as there are.
     return threadIdx.x / 32 * gridDim.x + blockIdx.x;
   }
   __device__ static std::uint32_t stride() { return gridDim.x * kMoverWarps; }
@@ -154,14 +154,14 @@ struct Units {
   }
 };
 
-// Blocks for so many steps: few steps are spread over many SMs.
+// Returns the number of blocks for so many steps. Few steps are spread over many SMs.
 inline unsigned blocks_for(std::uint64_t steps, unsigned most) {
   constexpr std::uint64_t kStepsOfBlock = 4;
   const std::uint64_t blocks = protocol::ceil_div(steps, kStepsOfBlock);
   return blocks == 0 ? 1 : blocks < most ? static_cast<unsigned>(blocks) : most;
 }
 
-// Rows as bytes: a lane has kAtOnce vectors of a step.
+// The steps of a row as bytes: in each, a lane has kAtOnce vectors.
 struct CopySteps {
   static constexpr std::uint32_t kAtOnce = 4, kBytes = 16 * 32 * kAtOnce;
 
@@ -192,7 +192,7 @@ __device__ __forceinline__ void store_step(std::byte* row, const Vectors& v, std
   }
 }
 
-// Whose an arrival is: numbers of arrivals go through all ranks' lists.
+// Each source's first arrival. Arrivals are numbered through all ranks' lists.
 struct Sources {
   std::uint32_t first[protocol::kMaxRanks + 1];
 };
@@ -215,7 +215,7 @@ __device__ __forceinline__ int source_of(const Sources& sources, int ranks, std:
   return low;
 }
 
-// Adds what a block's warps counted; called by all threads, once, before ends_last().
+// Adds up the counts of a block's warps. Called once by all threads, before ends_last().
 __device__ __forceinline__ void add_counts(const ExchangeSite& site, std::uint32_t first,
                                            std::uint32_t second) {
   __shared__ std::uint32_t sums[2];
@@ -234,11 +234,11 @@ __device__ __forceinline__ std::uint32_t take_count(const ExchangeSite& site, in
   return atomicExch(&site.words->counting[i], 0u);
 }
 
-// The end of a send: true in the block that ends last. What all blocks wrote, into all heaps, comes
-// before what that block writes afterwards with release order at system scope. The fence is of
-// system scope because the writes were to other GPUs, and one thread's is enough: it has passed
-// the block's barrier after all of its threads' writes, and fences are cumulative.
-// One thread of it calls tell_all() first, which may write so with relaxed order.
+// Ends a block of a send; returns true in the block that ends last. What all blocks wrote, into all
+// heaps, comes before what that block writes afterwards with release order at system scope. The
+// fence is of system scope because the writes were to other GPUs. One thread's fence is enough: it
+// has passed the block's barrier after all of its threads' writes, and fences are cumulative. One
+// thread of the last block calls tell_all() first, whose writes may have relaxed order.
 template <typename Tell>
 __device__ __forceinline__ bool ends_last(std::uint32_t& ended, std::uint32_t blocks,
                                           Tell&& tell_all) {
