@@ -39,7 +39,7 @@ struct DeviceInfo {
 };
 
 DeviceInfo device_info(int device);
-// As above, alone.
+// Returns DeviceInfo::exports_dmabuf alone.
 bool exports_dmabuf(int device);
 
 int current_device();         // of this thread
@@ -101,11 +101,11 @@ class DeviceBuffer {
   std::size_t bytes_ = 0;
 };
 
-// Held while a kernel is launched that waits for other ranks' kernels: one thread of this process
+// Hold it while launching a kernel that waits for other ranks' kernels: one thread of this process
 // at a time launches on the current device. When two streams begin to work at the same moment, the
 // driver may give both the same hardware queue. Then the first kernel of one rank stands behind the
-// second kernel of another, which waits for it: docs/symmetric_heap.md. Nothing may be waited for
-// while a turn is held.
+// second kernel of another, which waits for it: docs/symmetric_heap.md. Wait for nothing while
+// holding a turn.
 class LaunchTurn {
  public:
   LaunchTurn();
@@ -123,7 +123,7 @@ class Event {
   Event();
 
   void record(const Stream& stream);
-  void synchronize() const;  // waits until the stream has come here
+  void synchronize() const;  // waits until the stream has reached this point
   // Microseconds between two recorded events, waiting for both.
   static double elapsed_us(const Event& start, const Event& end);
 

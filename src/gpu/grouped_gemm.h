@@ -17,8 +17,8 @@ class GroupedGemmEngine {
   GroupedGemmEngine(const GroupedGemmEngine&) = delete;
   GroupedGemmEngine& operator=(const GroupedGemmEngine&) = delete;
 
-  // A call that has been checked as far as that is possible without reading device memory. Enqueues
-  // one kernel on the input's stream.
+  // Runs a call that has been checked as far as that is possible without reading device memory.
+  // Enqueues one kernel on the input's stream.
   void run(const GroupedInput& input, const GroupedOutput& output);
 
   // See GroupedGemm.

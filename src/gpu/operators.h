@@ -13,10 +13,10 @@ namespace switchyard::gpu {
 std::size_t permute_workspace_bytes(std::int64_t slots, int num_experts);
 void permute(SlotView ids, int top_k, int num_experts, const DevicePermutation& out,
              const DeviceStream& where);
-// At least one token.
+// Requires at least one token.
 void unpermute(const MatrixView& rows, SlotView positions, SlotView weights, int top_k,
                const ForwardOutput& out, const DeviceStream& where);
-// As above. `spec` has passed routing::check_routable(), and is not hash-routed.
+// Requires at least one token. `spec` has passed routing::check_routable(), and is not hash-routed.
 void topk(const LayerSpec& spec, const MatrixView& logits, const float* correction_bias,
           std::int32_t* ids, float* weights, const DeviceStream& where);
 

@@ -7,7 +7,7 @@ namespace switchyard::gpu {
 
 struct PeerLink {
   bool reachable = false;  // kernels on one can read and write memory of the other
-  bool atomics = false;    // and do atomic additions there
+  bool atomics = false;    // they can do atomic additions there
   std::string kind;  // "NVLink", "PCIe" or, without the driver's management library, "unknown"
 };
 // Looks at the link between two different devices. Throws as device.h says.

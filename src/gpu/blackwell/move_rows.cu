@@ -35,8 +35,8 @@ struct Storage {
   std::uint32_t paired;
 };
 
-// Where a stage's tokens have the value that the accumulator stands for: of the weight row
-// (identity: column) and the token that tile/weight_major.cuh says.
+// Reads from a stage's tokens the values that the accumulators stand for: of the weight row (with
+// the identity, the column) and the token that tile/weight_major.cuh names.
 template <int N>
 __device__ __forceinline__ void read_stage(const std::byte* tokens, float (&acc)[N / 2]) {
   const std::uint32_t thread = fresh_thread_index<kWarpgroup>(), lane = thread % 32;

@@ -24,8 +24,8 @@ struct IndexedTokens {
   }
 };
 
-// What load_tile() loads tokens with. Without scales, and for blocks alone: in pairs gather4 would
-// have to load into both.
+// Loads tokens for load_tile(), without scales, and only for blocks that stand alone: in pairs
+// gather4 would have to load into both.
 template <typename C>
 class TileRows<C, IndexedTokens> {
  public:

@@ -18,7 +18,7 @@ struct Combine {
   Queue<P> queue;
 };
 
-// v += what is there.
+// Adds to v the output that is there.
 __device__ __forceinline__ void add_output(const OutputCall& call, std::int64_t at, float (&v)[8]) {
   if (call.y_type == DType::kF32) {
     const auto* const from = static_cast<const float*>(call.y) + at;
@@ -75,10 +75,10 @@ __device__ __forceinline__ void add_weighted(float (&sum)[8], const uint4& cell,
   }
 }
 
-// One warp, kCombinedColumns columns of one token: lane l has 8 from column 8 l on (`column`), and
-// 8 from 256 further on. Lane c < cells_per_token holds slot c's weight, 0 for a slot without an
-// expert, whose cells nobody wrote. A slot has a cell for each part of GEMM2's K. `rehearsal`:
-// nothing is loaded or stored.
+// Combines kCombinedColumns columns of one token in one warp. Lane l has 8 columns from 8 l on
+// (`column`), and 8 from 256 further on. Lane c < cells_per_token holds slot c's weight, 0 for a
+// slot without an expert, whose cells nobody wrote. A slot has a cell for each part of GEMM2's K.
+// With `rehearsal` nothing is loaded or stored.
 inline constexpr std::uint32_t kCombinedColumns = 512;
 __device__ __forceinline__ void combine_columns(const ModelShape& shape,
                                                 const std::uint16_t* all_cells,
@@ -130,7 +130,7 @@ __device__ __forceinline__ void combine_task(const Combine<P>& combine, std::uin
   const std::uint32_t thread = fresh_thread_index<kThreads>();
   const std::uint32_t warp = thread / 32 - kWarpgroup / 32, lane = thread % 32;
   const std::uint32_t log2_chunk = exchange.progress.work.log2_combine_chunk;
-  // A warp to a token, or, where there are few tokens, all warps to one.
+  // Each token has one warp or, where there are few tokens, several.
   const std::uint32_t warps_per_token = kMathWarps >> log2_chunk;
   const std::uint32_t token = (chunk << log2_chunk) + (warp << log2_chunk) / kMathWarps;
   const auto demand_next = [&] {
@@ -174,7 +174,8 @@ __device__ __forceinline__ void combine_task(const Combine<P>& combine, std::uin
     tile = exchange.table.shared_tile() + token / exchange.table.state.shared_tiles.height;
   }
   const std::uint32_t present = __ballot_sync(~0u, exists);
-  // Looked at again only while it is missing: own tiles and others' are two trips to memory.
+  // A lane looks again only while its output is missing: looking at own tiles and at others' flags
+  // takes two trips to memory.
   bool missing = exists;
   const auto all_done = [&] {
     if (missing) {
@@ -183,20 +184,20 @@ __device__ __forceinline__ void combine_task(const Combine<P>& combine, std::uin
     }
     return !__any_sync(~0u, missing);
   };
-  // A warp that has to wait rehearses meanwhile: the instructions come one cache line after
-  // another.
+  // A warp that has to wait rehearses meanwhile, because instructions are fetched one cache line
+  // after another.
 #pragma unroll 1
   for (bool rehearsal = !all_done();; rehearsal = false) {
     if (!rehearsal) {
       exchange.life.waiter().template wait_for<WarpPace>(all_done, [&] {
-        // The first that has not come from another rank, if that is what is missing.
+        // The first output that is missing from another rank, if there is one.
         const std::uint32_t absent = __ballot_sync(~0u, finished != nullptr && missing);
         const std::int32_t of = __shfl_sync(~0u, id, absent == 0 ? 0 : __ffs(absent) - 1);
         const int peer =
             absent == 0 ? exchange.life.rank() : exchange.life.layer.heaps.experts.owner(of);
         return protocol::Missing{protocol::Phase::kCombine, peer, token, exchange.life.flag(), 0};
       });
-      __syncwarp();  // what one lane has acquired is there for all
+      __syncwarp();  // all lanes see what one has acquired
       demand_next();
       began();
     }

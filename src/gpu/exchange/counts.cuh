@@ -1,4 +1,4 @@
-// How ranks tell each other how many rows they have for each expert.
+// Tells ranks how many rows the others have for each expert.
 #pragma once
 
 #include "gpu/exchange/exchange.cuh"
@@ -25,9 +25,9 @@ __device__ __forceinline__ void publish_counts(const Exchange<P>& exchange) {
   }
 }
 
-// Chooses the sources of the first round, or learns what another block has chosen: all of them, or
-// if patience ends, those whose counts are here. Returns 0 if the pass was given up. Called by one
-// thread, when all blocks have listed their tokens.
+// Chooses the sources of the first round, or learns what another block has chosen. They are all
+// ranks or, if patience ends, those whose counts are here. Returns 0 if the pass was given up.
+// Called by one thread, when all blocks have listed their tokens.
 template <typename P>
 __device__ __forceinline__ std::uint32_t choose_sources(const Exchange<P>& exchange,
                                                         std::uint64_t patience_ns) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ std::uint32_t choose_sources(const Exchange<P>& excha
         chosen = atomicCAS(word, 0u, choice);
         if (chosen != 0) return true;
         chosen = choice;
-        // Tells those who are late that they are, so that they do the rows of this rank first. (If
+        // Tells late ranks that they are late, so that they do the rows of this rank first. (If
         // their counts come at this moment, they may miss it, and do all rows together.)
         if (choice == all) return true;
 #pragma unroll 1
@@ -118,7 +118,7 @@ __device__ __forceinline__ bool await_words_of_counts(const Exchange<P>& exchang
   }
   return arrived;
 }
-// The same for all loading warps, which get the same answer.
+// Does the same in all loading warps, which get the same answer.
 template <typename P>
 __device__ __forceinline__ bool await_counts(const Exchange<P>& exchange, std::uint32_t sources) {
   // This rank's counts show that its blocks have listed their tokens. Only the barrier makes these

@@ -1,4 +1,4 @@
-// Telling other ranks that their rows' outputs are in their cells.
+// Tells other ranks that their rows' outputs are in their cells.
 #pragma once
 
 #include "gpu/exchange/exchange.cuh"

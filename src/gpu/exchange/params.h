@@ -1,4 +1,4 @@
-// Where ranks write for each other, and where outputs go.
+// Where ranks write for each other, and where a call's output goes.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Sending tokens to the ranks of their experts.
+// Sends tokens to the ranks of their experts.
 #pragma once
 
 #include "gpu/exchange/exchange.cuh"
@@ -37,9 +37,10 @@ __device__ __forceinline__ std::uint32_t first_group(std::uint32_t begin) {
   return begin <= mine ? mine : mine + protocol::ceil_div(begin - mine, step) * step;
 }
 
-// Sends kSlots slots from slot0 on, of those whose experts other ranks have; slots before `begin`
-// and from `end` on are skipped. A token goes to a rank once: with the first of its experts there,
-// and with the entries of all of them. Sending waits for nothing. Called by one warp.
+// Sends kSlots slots from slot0 on, numbered among the slots whose experts other ranks have. Skips
+// slots before `begin` and from `end` on. A token goes to a rank once: with the first of its
+// experts there, and with the entries of all of them. Sending waits for nothing. Called by one
+// warp.
 template <std::uint32_t kSlots, typename P>
 __device__ __forceinline__ void send_slots(const Exchange<P>& exchange, std::uint32_t slot0,
                                            std::uint32_t begin, std::uint32_t end,

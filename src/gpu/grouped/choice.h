@@ -12,7 +12,7 @@
 
 namespace switchyard::gpu {
 
-// How a call's work is cut: what a configuration decides and a launch does not.
+// How a call's work is cut. A configuration decides this, apart from what the launch fixes.
 struct GroupedCut {
   protocol::TileShape tile;
   std::uint32_t most_stages;
@@ -20,7 +20,7 @@ struct GroupedCut {
   std::uint32_t log2_splits;
 };
 
-// Tiles of at most half the rows.
+// Returns the shape of tiles of at most half the rows.
 SWITCHYARD_HOST_DEVICE constexpr protocol::TileShape half_as_high(protocol::TileShape shape) {
   const int height = shape.max_height / 2;
   return {height, shape.granule < height ? shape.granule : height, shape.least};
@@ -72,22 +72,22 @@ struct alignas(16) Candidate {
 };
 static_assert(sizeof(Candidate) == 48);
 
-// What all candidates of a table share.
+// Parameters that all candidates of a table share.
 struct ChoiceRule {
   TileHeights heights;
   std::uint32_t num_sms;
   bool rounded_waves, of_experts;  // see tuner::Form
 };
 
-// What the rows of the experts make of a candidate.
+// The work that the experts' rows make for a candidate.
 struct ExpertWork {
   std::uint32_t tiles;    // of its height
   std::uint32_t experts;  // that have rows
   std::uint32_t highest;  // rows of the highest tile
 };
 
-// The time of a candidate. In float, in the order of tuner::select(), and without fusing, so that
-// host and device agree (but for the logarithm's last bit).
+// Predicts the time of a candidate. It computes in float, in the order of tuner::select() and
+// without fusing, so that host and device agree (but for the logarithm's last bit).
 SWITCHYARD_HOST_DEVICE inline float predicted_us(const Candidate& candidate, const ExpertWork& work,
                                                  const ChoiceRule& rule) {
   const std::uint32_t grid = work.tiles * candidate.tasks_of_tile;
@@ -108,13 +108,13 @@ SWITCHYARD_HOST_DEVICE inline float predicted_us(const Candidate& candidate, con
 #endif
 }
 
-// Whether a time is to be chosen over another. Ties go to the table's earlier entry.
+// True if a time is to be chosen over another. Ties go to the table's earlier entry.
 SWITCHYARD_HOST_DEVICE constexpr bool is_better(float time, std::uint32_t entry, float than_time,
                                                 std::uint32_t than_entry) {
   return time < than_time || (time == than_time && entry < than_entry);
 }
 
-// The best of some candidates, of which there is one or more.
+// Returns the best of one or more candidates.
 inline const Candidate& choose(std::span<const Candidate> candidates, const ChoiceRule& rule,
                                std::span<const std::uint32_t> expert_rows) {
   std::uint32_t tiles[kMostHeights] = {}, experts = 0, most = 0;

@@ -7,8 +7,8 @@
 
 namespace switchyard::gpu {
 
-// Without candidates: halves the height of tiles if takes_half() says so. Called by one warp;
-// afterwards all of it sees `cut`, which is in shared memory.
+// Halves the height of tiles if takes_half() says so, in calls without candidates. Called by one
+// warp; afterwards all of it sees `cut`, which is in shared memory.
 __device__ __forceinline__ void halve_tiles(const GroupedRows& call, std::uint32_t experts,
                                             std::uint32_t tasks_of_tile, GroupedCut& cut) {
   const protocol::TileShape half = half_as_high(cut.tile);
@@ -19,14 +19,15 @@ __device__ __forceinline__ void halve_tiles(const GroupedRows& call, std::uint32
     tiles += protocol::TokenTiles(end_of_rows(call, e) - before, half).count;
   }
   tiles = __reduce_add_sync(~0u, tiles);
-  __syncwarp();  // all have read the old height
+  __syncwarp();  // all lanes have read the old height
   if (takes_half(tiles, tasks_of_tile, gridDim.x) && threadIdx.x % 32 == 0) cut.tile = half;
   __syncwarp();
 }
 
-// Called by one warp; afterwards all of it sees `cut`, which is in shared memory. Lanes first take
-// the experts, each for all heights, and then the candidates. A lane's first candidate is loaded
-// before the rows are: neither is in this block's cache yet, so the two waits become one.
+// Chooses the cut from the call's candidates. Called by one warp; afterwards all of it sees `cut`,
+// which is in shared memory. Lanes first take the experts, each for all heights, and then the
+// candidates. A lane's first candidate is loaded before the rows are: neither is in this block's
+// cache yet, so the two waits become one.
 __device__ __forceinline__ void choose_cut(const GroupedCall& call, const ChoiceRule& rule,
                                            int experts, GroupedCut& cut) {
   const std::uint32_t lane = threadIdx.x % 32;
@@ -76,7 +77,7 @@ __device__ __forceinline__ void choose_cut(const GroupedCall& call, const Choice
     const ExpertWork work{__shfl_sync(~0u, of_lane, mine.height), experts_with_rows,
                           __shfl_sync(~0u, highest_of_lane, mine.height)};
     const float time = predicted_us(mine, work, rule);
-    // (Behind the last candidate a lane has that one again, which changes nothing.)
+    // (Past the last candidate a lane has that one again, which changes nothing.)
     if (!is_better(time, mine.entry, least, best.entry)) continue;
     best = mine;
     least = time;

@@ -1,5 +1,5 @@
-// What GroupedGemm does with the products of a tile: scales and biases, the activation, the rows'
-// weights, and a place in the output for each row. Sums have the forms of tile/weight_major.cuh and
+// Finishes the tiles of GroupedGemm: scales and biases, the activation, the rows' weights, and a
+// place in the output for each row. Sums have the forms of tile/weight_major.cuh and
 // tile/token_major.cuh.
 #pragma once
 
@@ -22,7 +22,7 @@ struct TileOutput {
   const TileTask& task;
   const std::uint32_t& log2_splits;  // of the call
   std::uint32_t packed;              // the tile's first row in packed order
-  std::uint32_t first;               // and in the output's layout
+  std::uint32_t first;               // the same in the output's layout
 
   __device__ TileOutput(const GroupedCall& its_call, const RowTable& rows, const TileTask& its,
                         const std::uint32_t& its_log2_splits)
@@ -32,7 +32,7 @@ struct TileOutput {
         packed(rows.packed_begin[its.expert] + its.first_row),
         first(first_row(its_call.out, rows, rows.out_begin, its.expert) + its.first_row) {}
 
-  // Of a token; the row's first element in `size` bytes each.
+  // Returns the first element of a token's row, whose elements have `size` bytes.
   __device__ std::byte* row(std::uint32_t token, std::uint32_t size) const {
     std::int64_t at = first + token;
     if (call.index != nullptr) {
@@ -46,8 +46,8 @@ struct TileOutput {
   }
 };
 
-// Where a thread's sums belong: each(i, token, column, of_up) for every sum i that it has of the
-// tile. Columns count within one half if kGated.
+// The places of a thread's sums: calls each(i, token, column, of_up) for every sum i that it has of
+// the tile. Columns count within one half if kGated.
 template <int N, bool kGated>
 struct WeightMajorPlaces {
   std::uint32_t column0;
@@ -84,8 +84,8 @@ struct TokenMajorPlaces {
 };
 
 // Joins the parts of a split K. Every part stores its sums. The warpgroup that stores the last part
-// gets the sums of all, added in the order of the parts; for others it returns false. `last`: a
-// word in shared memory of this warpgroup's.
+// gets the sums of all, added in the order of the parts; for others it returns false. `last`: this
+// warpgroup's word in shared memory.
 template <typename Places, typename Sum>
 __device__ __forceinline__ bool join_parts(const GroupedParams& params, const TileOutput& to,
                                            const Places& places, std::uint32_t group,
@@ -146,7 +146,7 @@ __device__ __forceinline__ void store_floats(const GroupedParams& params, const 
   });
 }
 
-// Weight-major tiles.
+// Finishes weight-major tiles.
 template <int N, bool kGated, bool kActivates, typename C>
 __device__ __forceinline__ void finish_grouped(const GroupedParams& params,
                                                const Epilogue<C>& epilogue, const TileOutput& to,
@@ -160,7 +160,7 @@ __device__ __forceinline__ void finish_grouped(const GroupedParams& params,
   const WeightMajorPlaces<N, kGated> places{column0};
   const auto sum = [&](int i) -> float& { return acc[i]; };
   constexpr std::uint32_t kHalves = kGated ? 2 : 1;
-  // (With more sums there are no registers for it: split tiles are low.)
+  // (Only low tiles are split: with more sums there are no registers for this.)
   if constexpr (N <= kMostSplitRows) {
     if (to.log2_splits != 0 &&
         !join_parts(params, to, places, group, kHalves * params.columns, last, sum)) {
@@ -202,7 +202,7 @@ __device__ __forceinline__ void finish_grouped(const GroupedParams& params,
       });
 }
 
-// Token-major tiles.
+// Finishes token-major tiles.
 template <int kTaskBoxes, bool kGated, bool kActivates, typename C>
 __device__ __forceinline__ void finish_grouped(const GroupedParams& params,
                                                const Epilogue<C>& epilogue, const TileOutput& to,

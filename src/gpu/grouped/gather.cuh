@@ -59,7 +59,7 @@ class TileRows<C, IndexedRows> {
   __device__ void load(std::uint32_t, std::uint32_t, std::uint32_t) const {}
 };
 
-// Copies this warp's half of a tile's rows, of all stages. `own`: of this warp, in IndexMemory.
+// Copies this warp's half of a tile's rows, of all stages. `own`: this warp's rows in IndexMemory.
 // Returns false if the call was given up.
 template <typename C>
 __device__ __forceinline__ bool gather_rows(const TilePipeline<C>& pipeline,
@@ -97,7 +97,7 @@ __device__ __forceinline__ bool gather_rows(const TilePipeline<C>& pipeline,
       to += 2 * kRowsAtOnce * kStageRowBytes;
     }
     arrive_after_copies(full);
-    // In the place of the thread that announces packed rows. In FP8 it is that of the scales.
+    // Arrives for the thread that announces packed rows. In FP8 the thread of the scales does that.
     if (!kJoinedScales<C> && warp == 0 && lane == 0) arrive(full);
     column += kStageRowBytes;
     place.advance(ring.stages);

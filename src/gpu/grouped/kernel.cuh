@@ -98,7 +98,7 @@ class GroupedTasks {
                           const std::uint32_t& paired)
       : params_(params), cut_(cut), rows_(rows), paired_(paired), next_(blockIdx.x >> paired) {}
 
-  // False when there are no more.
+  // Returns false when there are no more tasks.
   __device__ __forceinline__ bool next(TileTask& task) {
     const auto num_experts = static_cast<std::uint32_t>(params_.num_experts);
     const std::uint32_t log2_splits = cut_.log2_splits;

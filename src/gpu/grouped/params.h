@@ -22,8 +22,8 @@ inline constexpr std::uint32_t kMostTileRows = 256;
 // one: `hidden` is then the columns of the product.
 struct GroupedParams : ExpertParams, WaitParams, ModelShape, ActivationParams {
   GroupedCut cut;            // of calls without candidates
-  bool may_halve;            // its tiles
-  ChoiceRule rule;           // of calls with some
+  bool may_halve;            // tiles may be halved
+  ChoiceRule rule;           // of calls with candidates
   std::uint32_t columns;     // of the output
   std::uint32_t in_columns;  // of the input
   std::uint32_t k_blocks;    // stages of a token
@@ -45,7 +45,7 @@ struct GroupedCall : GroupedRows {
   std::int64_t scale_stride;
   std::uint32_t gathers;         // 1: blocks copy the rows that index_in names
   const std::int32_t* index_in;  // [rows of the layout `in`] the rows of x
-  const void* x;                 // of calls with one, in place of x_maps
+  const void* x;                 // of calls that gather, in place of x_maps
   std::int64_t x_row_bytes;
   std::uint32_t x_rows;
   const std::int32_t* index;  // [rows] the place of each row in the output; or null
@@ -62,8 +62,7 @@ struct GroupedCall : GroupedRows {
   std::int64_t split_rows;
   std::uint32_t* stored;
   std::uint32_t paired;  // 1: blocks are launched in pairs
-  // Configurations in device memory, of which the call's rows choose one: choose.cuh. 0: there is
-  // no choice.
+  // Configurations in device memory. The call's rows choose one: choose.cuh. 0: there is no choice.
   const Candidate* candidates;
   std::uint32_t num_candidates;
   std::int32_t* chosen;  // [1] out: the choice's entry in the table, -1 without any; or null
@@ -97,7 +96,7 @@ struct PrepareCall : GroupedRows {
   DType to_type;
   float* to_scales;  // [rows, groups of 128 columns], of kF8E4M3
 };
-// Enqueues it. `rows`: the most that there may be.
+// Enqueues the call. `rows`: the most rows that it may have.
 cudaError_t prepare_rows(const PrepareCall& call, std::int64_t rows, int num_sms,
                          cudaStream_t stream);
 

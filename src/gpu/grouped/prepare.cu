@@ -11,8 +11,8 @@ namespace {
 
 constexpr int kPrepareThreads = 256;
 
-// Eight elements from `column` on, in `as`, bf16 or fp16; zeros past the last column, of which
-// there are whole eights.
+// Returns eight elements from `column` on as bf16 or fp16, whichever `as` is; zeros past the last
+// column. The number of columns is a multiple of eight.
 __device__ __forceinline__ uint4 columns_of(const PrepareCall& call, DType as, std::int64_t row,
                                             int column) {
   if (row < 0 || column >= call.columns) return {0, 0, 0, 0};

@@ -10,7 +10,7 @@ namespace switchyard::gpu {
 struct RowTable {
   std::uint32_t tile_begin[kMostGroupedExperts + 1];    // its first tile
   std::uint32_t packed_begin[kMostGroupedExperts + 1];  // its first row in packed order
-  // Its first row in the input and the output. Of blocked layouts; of others it is computed.
+  // Its first row in the input and the output, in blocked layouts; in others it is computed.
   std::uint32_t in_begin[kMostGroupedExperts], out_begin[kMostGroupedExperts];
 };
 

@@ -12,7 +12,7 @@
 
 namespace switchyard::gpu {
 
-// Made beforehand, with the device current: while ranks wait for each other nothing may be
+// Must be made beforehand, with the device current: while ranks wait for each other nothing may be
 // allocated.
 class AbortLink {
  public:
@@ -20,13 +20,14 @@ class AbortLink {
   AbortLink(const AbortLink&) = delete;
   AbortLink& operator=(const AbortLink&) = delete;
 
-  // Raises the abort words of all ranks: those of kernels that run, and of all later ones. Copies
-  // of a stream of its own pass by kernels. From any thread, once at a time.
+  // Raises the abort words of all ranks, for kernels that run and for all later ones. The copies
+  // have a stream of their own, which kernels do not hold up. Any thread may call it, one at a
+  // time.
   void raise(const protocol::Heaps& heaps) const noexcept {
     raise(protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1), heaps.size(),
           [&heaps](int rank) { return &heaps.control(rank)->abort; });
   }
-  // The same for other words: word_of(rank) is the address of a rank's.
+  // Does the same for other words: word_of(rank) is the address of a rank's.
   template <typename WordOf>
   void raise(std::uint64_t value, int ranks, const WordOf& word_of) const noexcept {
     int before = 0;
@@ -36,14 +37,15 @@ class AbortLink {
     *word = value;
     const auto stream = static_cast<cudaStream_t>(stream_.handle());
     for (int r = 0; r < ranks; ++r) {
-      // A rank that is gone has nobody to tell.
+      // A rank that is gone needs no word.
       (void)cudaMemcpyAsync(word_of(r), word, sizeof *word, cudaMemcpyDefault, stream);
     }
     (void)cudaStreamSynchronize(stream);
     if (known) (void)cudaSetDevice(before);
   }
-  // Reads a rank's Control by a copy that passes by kernels, too: a stream of the device may stand
-  // still until this has been read. With the device current, and once at a time.
+  // Reads a rank's Control by a copy that kernels do not hold up either: another stream of the
+  // device may stand still until this has been read. Requires that the device is current; one call
+  // at a time.
   protocol::Control read(const protocol::Heaps& heaps, int rank) const {
     auto* const control = const_cast<protocol::Control*>(&*control_);
     const auto stream = static_cast<cudaStream_t>(reading_.handle());

@@ -1,4 +1,5 @@
-// Which GPU runs a layer. In builds without CUDA, too, where device_info() says so.
+// Chooses the GPU that runs a layer. This is in builds without CUDA, too: there device_info()
+// throws.
 #include <fmt/core.h>
 
 #include "gpu/device.h"

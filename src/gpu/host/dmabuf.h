@@ -7,10 +7,10 @@
 
 namespace switchyard::gpu {
 
-// Descriptors are of whole pages: memory must begin and end at a multiple.
+// Descriptors cover whole pages: memory must begin and end at a multiple.
 inline constexpr std::size_t kDmabufPages = std::size_t{2} << 20;
 
-// Of memory of the current device; none where the driver or the system gives none.
+// Exports memory of the current device. Returns none where the driver or the system gives none.
 UniqueFd export_dmabuf(const void* memory, std::size_t bytes);
 
 }  // namespace switchyard::gpu

@@ -11,7 +11,7 @@
 
 namespace switchyard::gpu {
 
-// Null if the driver has none.
+// Returns null if the driver has no such function.
 template <typename Function>
 Function find_driver_function(const char* name) {
   void* entry = nullptr;

@@ -1,4 +1,4 @@
-// The GPU engine: what is prepared once, and the one launch that is a forward pass.
+// The GPU engine: it prepares everything once, so that a forward pass is one launch.
 #include "layer/engine.h"
 
 #include <cuda_runtime_api.h>
@@ -36,7 +36,7 @@
 namespace switchyard::gpu {
 namespace {
 
-// What profilers show of the host's calls, in a domain of their own.
+// The profilers' domain of the host's calls.
 struct NvtxDomain {
   static constexpr const char* name = "switchyard";
 };
@@ -53,7 +53,7 @@ KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWe
   const int places = options.placement.num_places(spec.num_experts);
   validate(spec, weights, own_experts(places, world.rank(), world.size()), places);
   const DType compute = resolve_compute(weights, options.compute);
-  // What needs fp32 of itself gets it only if that was asked for, and then is refused.
+  // Weights that need fp32 are computed in bf16, unless the caller asked for fp32: that is refused.
   const bool rounds = compute == DType::kF32 && !options.compute;
   return find_kernel(spec.activation, rounds ? DType::kBF16 : compute, options.trace);
 }
@@ -104,7 +104,8 @@ class Engine final : public LayerEngine {
   void require_room();
   PassSizes pass_sizes() const;
   bool distributed() const { return world_.size() > 1; }
-  // Of single blocks or of pairs; fills `attributes`, to which it points.
+  // Describes launches of single blocks or of pairs. Fills `attributes`, to which the result
+  // points.
   static constexpr unsigned kMaxAttributes = 2;
   cudaLaunchConfig_t launch_config(bool paired, cudaLaunchAttribute* attributes,
                                    cudaStream_t stream) const;
@@ -132,7 +133,7 @@ class Engine final : public LayerEngine {
   Weights lay_out_weights(const MoeWeights& weights) const;
   void describe_weights();
   Weights on_device_;
-  bool let_go_ = false;    // of the weights' owner
+  bool let_go_ = false;    // the weights' owner has been released
   DeviceBuffer place_of_;  // see RouterParams
   std::shared_ptr<PassMemory> memory_;
   std::optional<PassLayout> layout_;
@@ -140,7 +141,7 @@ class Engine final : public LayerEngine {
   DeviceBuffer counts_;      // see LayerParams::stats
   DeviceBuffer ring_;        // see LayerParams::ring
   DeviceBuffer block_rows_;  // see ListParams
-  // The experts of places from a step on, where a recording layer got others.
+  // Placements by the step from which they hold, if a recording layer got new ones.
   std::vector<std::pair<std::uint64_t, ExpertPlacement>> placements_;
   std::optional<DeviceTrace> trace_;
   std::optional<LayerChoices> choices_;  // of a table
@@ -255,7 +256,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   });
 }
 
-// In place, or copied when it returns.
+// Uses weights in place or copies them; copies are complete when it returns.
 Engine::Weights Engine::lay_out_weights(const MoeWeights& weights) const {
   Weights result;
   result.routed = DeviceFfn(policy(),
@@ -274,7 +275,7 @@ Engine::Weights Engine::lay_out_weights(const MoeWeights& weights) const {
 
 void Engine::describe_weights() {
   const Weights& weights = on_device_;
-  // Memory of the host's that was copied is not held on to: it is as large as the model.
+  // Host memory that was copied is not kept: it is as large as the model.
   const bool reads_again = weights.routed.borrows() || weights.shared.borrows() ||
                            std::ranges::any_of(weights.layouts(), [](const WeightLayout* layout) {
                              return layout->reads_device();
@@ -312,7 +313,7 @@ void Engine::refresh(void* stream) {
   for (const WeightLayout* const layout : on_device_.layouts()) layout->run(stream);
 }
 
-// Tables of the device's, by which passes that are enqueued later find experts.
+// Uploads the tables by which later passes find experts.
 DeviceBuffer Engine::upload_places(const ExpertPlacement& placement) const {
   if (placement.expert_at.empty()) return {};
   const std::vector<std::int32_t> places =
@@ -345,8 +346,8 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
   describe_weights();
 }
 
-// Freeing memory waits for the device, however long that takes: so that is waited for first, by
-// somebody who can be left behind.
+// Freeing memory would wait for the device without a limit. So a thread that can be left behind
+// waits for it first.
 Engine::~Engine() {
   abort_hook_.reset();
   if (abort_link_ == nullptr || device_is_idle(device_, options_.deadline)) return;
@@ -363,7 +364,7 @@ Engine::~Engine() {
   leak(abort_link_);
 }
 
-// One block per multiprocessor, all of them resident at once, or not at all.
+// Takes one block per multiprocessor. All of them must be resident at once.
 void Engine::choose_grid() {
   const DeviceInfo info = device_info(device_);
   int blocks_per_sm = 1;
@@ -425,22 +426,21 @@ TileOrder Engine::order_of(const Schedule& schedule) const {
                     depth);
 }
 
-// What the pass is to choose by itself, where there is no table or it has no choice, or the table's
-// choice for it.
+// Returns the table's choice for the pass. Where there is none, returns the options' schedule.
 const Schedule& Engine::schedule_for(std::int64_t tokens) {
   if (!choices_) return options_.schedule;
   Schedule small;
   small.small_tokens = kMostSmallTokens;
   const bool can_be_small = choose_launch(small, {tokens, num_places(), spec_.top_k, world_.size(),
                                                   0, 0, false}) == Launch::kSmall;
-  // (Of other ranks' tokens the host assumes as many as its own.)
+  // (The host assumes that other ranks have as many tokens as this one.)
   const auto choice = choices_->choose(tokens, world_.size(), can_be_small);
   const Schedule& chosen = choice ? choices_->schedules()[*choice] : options_.schedule;
   params_.order = order_of(chosen);
   return chosen;
 }
 
-// In ns; none where a pass waits for all ranks' counts.
+// Returns nanoseconds; none where a pass waits for all ranks' counts.
 std::optional<std::uint64_t> Engine::patience_for(std::int64_t tokens) const {
   if (!distributed()) return {};
   if (options_.patience) {
@@ -463,7 +463,7 @@ PassSizes Engine::pass_sizes() const {
   sizes.policy = policy();
   sizes.order = order_of(options_.schedule);
   if (choices_) {
-    // Room for any of the table's orders, and the rules'.
+    // Makes room for any of the table's orders, and for the rules'.
     constexpr std::uint64_t kAnyTiles = std::uint64_t{1} << 40;
     for (const Schedule& schedule : choices_->schedules()) {
       const TileOrder order = order_of(schedule);
@@ -484,7 +484,7 @@ PassSizes Engine::pass_sizes() const {
   return sizes;
 }
 
-// Again when the memory is at other addresses.
+// Describes the memory to kernels: at first, and when its addresses have changed.
 void Engine::describe_memory() {
   layout_->describe(*memory_, params_);
   described_ = memory_->version();
@@ -611,7 +611,7 @@ void Engine::check() {
   volatile Failures& failures = **failures_;
   if (world_.fabric().was_aborted()) throw_called_off(world_.rank());
   if (failures.given_up == 0) {
-    // Waits for nothing: on a device with other ranks, their passes may wait for this one's next.
+    // This must not wait: on a device with other ranks, their passes may wait for this one's next.
     const std::uint64_t bad = failures.bad_id;
     if (bad == 0) return;
     failures.bad_id = 0;
@@ -659,7 +659,7 @@ const ForwardStats& Engine::stats() {
   return stats_;
 }
 
-// Of passes that the device has done; waits for those that it was given.
+// Counts the steps of passes that the device has done; waits for those that it was given.
 std::uint64_t Engine::recorded_steps() const {
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
   std::uint64_t steps = 0;

@@ -1,4 +1,4 @@
-// Exchange on the GPU: what is prepared once, and which kernels are a call.
+// Exchange on the GPU: it prepares everything once, so that a call is a few launches.
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
@@ -30,7 +30,7 @@ namespace {
 
 using protocol::ceil_div;
 
-// What profilers show of the host's calls, in a domain of their own.
+// The profilers' domain of the host's calls.
 struct NvtxDomain {
   static constexpr const char* name = "switchyard";
 };
@@ -64,8 +64,8 @@ class Cutter {
   std::size_t bytes_ = 0;
 };
 
-// Tokens of a dispatch whose rows are placed while others are still sent. Of more, sending and
-// placing hinder each other: docs/lab/dispatch.md.
+// The numbers of tokens with which a dispatch places rows while it still sends others. With more
+// tokens, sending and placing hinder each other: docs/lab/dispatch.md.
 constexpr std::int64_t kLeastEarlyTokens = 256, kMostEarlyTokens = 4096;
 
 class Handle final : public ExchangeHandle::State {
@@ -108,7 +108,7 @@ class Engine final : public ExchangeEngine {
   void receive(const DispatchReceive& call, const Handle& handle, void* stream);
   DispatchReceive receive_call(const Handle& handle) const;
   DispatchReceive receive_call(const DispatchOutput& output, const Handle& handle) const;
-  // From row to row.
+  // The distance from row to row.
   std::int64_t row_bytes_of(const DispatchOutput& output) const {
     return (output.row_stride == 0 ? spec().hidden : output.row_stride) *
            static_cast<std::int64_t>(size_of(spec().dispatch));
@@ -120,7 +120,7 @@ class Engine final : public ExchangeEngine {
   World world_;
   int device_;
   unsigned blocks_ = 1;
-  // No other rank has this rank's device: blocks may wait for other ranks there, for a while.
+  // No other rank uses this rank's device: blocks may briefly wait for other ranks there.
   bool alone_ = false;
   protocol::ExchangeHeap heap_;
   std::optional<SymmetricMemory> memory_;
@@ -130,7 +130,8 @@ class Engine final : public ExchangeEngine {
   ExchangeStats stats_;
   std::optional<ExchangeTrace> trace_;
   std::unique_ptr<AbortLink> abort_link_;
-  // For stats() and trace(). A copy of a stream of its own passes by kernels that wait.
+  // Copies words for stats() and trace(). Its stream is its own, so waiting kernels do not hold it
+  // up.
   struct WordsCopy {
     Stream stream;
     MappedMemory<ExchangeWords> words;
@@ -158,8 +159,8 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
   alone_ = std::ranges::count_if(
                sites, [&](const DeviceSite& site) { return site.bus_id == own_site; }) == 1;
   memory_.emplace(world_.fabric(), heap_.bytes());
-  // Told to all ranks if it fails here. Also a barrier: nobody writes into a heap before its flags
-  // are down.
+  // All ranks learn of a failure here. This is also a barrier: nobody writes into a heap before its
+  // flags are down.
   attempt_together(world_.fabric(), [&] { prepare(); });
   abort_hook_.emplace(world_.fabric(), [this] { abort_link_->raise(site_.heaps); });
 }
@@ -193,7 +194,7 @@ void Engine::prepare() {
   SWITCHYARD_CUDA(load_combine_kernels());
   std::byte* const mine = memory_->base(problem_.rank);
   SWITCHYARD_CUDA(cudaMemset(mine, 0, heap_.flag_bytes()));
-  // NaN, so that no call gets away with reading what nobody wrote.
+  // Fills with NaN, so that no call gets away with reading what nobody wrote.
   SWITCHYARD_CUDA(cudaMemset(mine + heap_.flag_bytes(), 0xff, heap_.bytes() - heap_.flag_bytes()));
   words_ = DeviceBuffer(sizeof(ExchangeWords));
   SWITCHYARD_CUDA(cudaMemset(words_.data(), 0, words_.bytes()));
@@ -215,7 +216,7 @@ void Engine::prepare() {
   site_.totals = reinterpret_cast<std::uint32_t*>(workspace_.data() + totals);
   site_.totalled = reinterpret_cast<std::uint64_t*>(workspace_.data() + totalled);
   site_.placed = reinterpret_cast<std::uint32_t*>(workspace_.data() + placed);
-  // A send that places rows, too, has the most blocks.
+  // A send that also places rows has the most blocks.
   if (options_.trace) site_.trace = trace_.emplace(blocks_ + kMostSorters + 1).records();
   failures_ = std::make_unique<MappedMemory<ExchangeFailures>>();
   abort_link_ = std::make_unique<AbortLink>(device_);
@@ -241,8 +242,8 @@ void Engine::describe() {
   stats_.heap_bytes_reserved = heap_.bytes();
 }
 
-// Freeing memory waits for the device, however long that takes: so that is waited for first, by
-// somebody who can be left behind.
+// Freeing memory would wait for the device without a limit. So a thread that can be left behind
+// waits for it first.
 Engine::~Engine() {
   abort_hook_.reset();
   if (abort_link_ == nullptr || device_is_idle(device_, options_.deadline)) return;
@@ -315,7 +316,7 @@ SlotsCall Engine::slots_call(const DispatchInput& input) const {
   return call;
 }
 
-// `early`, if not null, is the receive that follows; how many blocks place for it is noted there.
+// Sends a dispatch. `early`, if not null, is the receive that follows; its `placers` is set.
 void Engine::send(const DispatchInput& input, Handle& handle, DispatchReceive* early) {
   const MatrixView& tokens = input.tokens;
   const auto element = static_cast<std::int64_t>(size_of(tokens.dtype));
@@ -437,8 +438,8 @@ std::int64_t Engine::rows_needed(State& state, void* where) {
     const LaunchTurn turn;
     SWITCHYARD_CUDA(launch_await_dispatch(site_, handle.site, call, stream));
   }
-  // A copy to pageable memory holds the device's context until the stream has come to it, and other
-  // ranks of this process could launch nothing meanwhile. So the wait comes first.
+  // A copy to pageable memory holds the device's context until the stream has reached it, and other
+  // ranks of this process could launch nothing meanwhile. So this waits first.
   SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
   PlanWords plan;
   SWITCHYARD_CUDA(
@@ -488,7 +489,7 @@ void Engine::combine_recv(const CombineOutput& output, State& state) {
 
 // ------------------------------------------------------------------------------------ failures
 
-// Each is told once, and the exchange lives.
+// Throws a failure and clears its word, so that it is reported once. The exchange lives on.
 void Engine::throw_found(volatile std::uint64_t& word, ErrorCode code, const std::string& message) {
   word = 0;
   throw Error(code, message + " (in a call that has ended on the device)");
@@ -601,7 +602,7 @@ const ExchangeStats& Engine::stats() {
   stats_.dispatch_bytes = words.tokens_sent * problem_.wire_bytes() +
                           words.entries_sent * std::uint64_t{sizeof(DeviceEntry)};
   stats_.combine_bytes = words.rows_returned * problem_.result_bytes();
-  // Of a dispatch: its flag, its head, and a flag for each part of its tokens.
+  // A dispatch has a flag, a head of two words, and a flag for each part of its tokens.
   const std::uint64_t parts =
       ceil_div<std::uint64_t>(words.tokens, protocol::ExchangeHeap::kPartTokens);
   stats_.signal_bytes =

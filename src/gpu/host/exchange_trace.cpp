@@ -14,14 +14,14 @@ namespace {
 
 struct Part {
   TraceRole role;
-  TraceWait wait;  // before it began
+  TraceWait wait;  // how the role waited before it began
 };
 
 Part part_of(ExchangeStage stage, TraceKind kind) {
   switch (stage) {
     case ExchangeStage::kSendTokens:
       if (kind == TraceKind::kRoute) return {TraceRole::kPass, TraceWait::kNothing};
-      // Blocks that place rows early look for them while they do.
+      // Blocks that place rows early wait for them while they place.
       if (kind == TraceKind::kPack) return {TraceRole::kPack, TraceWait::kNothing};
       return {TraceRole::kSend, TraceWait::kNothing};
     case ExchangeStage::kAwaitDispatch:

@@ -8,15 +8,15 @@
 
 namespace switchyard::gpu {
 
-// On the device that is current at construction.
+// Trace memory on the device that is current at construction.
 class ExchangeTrace {
  public:
   explicit ExchangeTrace(unsigned blocks);  // the most of a kernel
 
   ExchangeRecords records() const;
-  // Reads the events of dispatch `dispatch` and, if it is one since, of combine `combine` into
-  // `trace`, by way of a stream that waits for no other. They must have ended. Asks the device for
-  // its time.
+  // Reads into `trace` the events of dispatch `dispatch` and, if it followed that, of combine
+  // `combine`. Both must have ended. The copy is on `stream`, which must wait for nothing else.
+  // Asks the device for its time.
   void read(std::uint64_t dispatch, std::uint64_t combine, const Stream& stream,
             PassTrace& trace) const;
 

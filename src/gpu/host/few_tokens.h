@@ -7,8 +7,8 @@
 
 namespace switchyard::gpu {
 
-// Whether the kernel computes all that the call asks for, and fits. `call` says what the pass
-// itself converts.
+// Returns whether the kernel computes all that the call asks for, and whether the pass fits it.
+// `call` says what the pass itself converts.
 bool few_tokens_serve(const LayerParams& layer, const CallParams& call, const PolicyFacts& policy);
 
 FewParams few_params(const LayerParams& layer, const CallParams& call, const DeviceFfn& experts,

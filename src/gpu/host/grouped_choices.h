@@ -1,5 +1,5 @@
-// How a grouped GEMM's work is cut, by a schedule or by a table of configurations. It calls no
-// CUDA, so that tests need no GPU.
+// Cuts a grouped GEMM's work by a schedule or by a table of configurations. It calls no CUDA, so
+// that tests need no GPU.
 #pragma once
 
 #include <cstdint>
@@ -14,41 +14,42 @@
 
 namespace switchyard::gpu {
 
-// What a cut depends on beside the schedule.
+// The facts that a cut depends on beside the schedule.
 struct CutFacts {
   protocol::TileShape tile;  // the highest
   bool scaled;               // FP8
   std::uint32_t k_blocks;    // stages of a token
 };
-// The cut of a schedule that makes sense, or the rules'. Throws Error{kInvalidArgument} or
-// {kUnsupported} for one that does not. `paired` is no part of it.
+// Returns the cut of a schedule; the rules decide what it leaves open. Throws
+// Error{kInvalidArgument} or {kUnsupported} for a schedule that makes no sense. `paired` is no part
+// of a cut.
 GroupedCut cut_of(const GroupedSchedule& schedule, const CutFacts& facts);
 
-// The schedule that a configuration's values tell: those of `switchyard tune --kernel grouped`.
-// Throws Error{kInvalidArgument} for one that has not exactly them.
+// Returns the schedule of a configuration of `switchyard tune --kernel grouped`. Throws
+// Error{kInvalidArgument} for any other configuration.
 GroupedSchedule schedule_of(const tuner::Configuration& configuration);
 
-// A table as kernels read it. What a launch fixes splits it in two: blocks go singly or in pairs.
+// A table as kernels read it. It is split by what a launch fixes: blocks go singly or in pairs.
 struct GroupedChoices {
   ChoiceRule rule;
-  // Those of fewer splits first, since splits need memory that a call may not have.
+  // Candidates of fewer splits come first, since splits need memory that a call may not have.
   std::vector<Candidate> single, paired;
 
   const std::vector<Candidate>& of(bool pairs) const { return pairs ? paired : single; }
-  // How many of them have at most so many splits.
+  // Returns how many candidates have at most so many splits.
   static std::uint32_t count(const std::vector<Candidate>& candidates, std::uint32_t log2_splits);
 };
 
-// What a table must be of.
+// What a table must have been made for.
 struct WantedTable {
   std::string kernel;
   std::int64_t version;
   int num_experts, n, k;
   int num_sms;  // of the device
 };
-// `what`: whom the table is for. Throws tuner::MismatchError naming both sides, and
-// Error{kInvalidArgument} for no entries, where the table is not by tokens, or more than a kernel
-// takes.
+// Checks a table. `what` names its user. Throws tuner::MismatchError naming both sides. Throws
+// Error{kInvalidArgument} for more entries than a kernel takes, and for none unless the table is by
+// tokens.
 void check_table(const tuner::Table& table, const char* what, const WantedTable& wanted);
 
 // Makes candidates of a table's entries, without their cuts.
@@ -66,7 +67,7 @@ class CandidateMaker {
   std::uint32_t heights_ = 0;
 };
 
-// So many rows in equal shares.
+// Returns so many rows in equal shares.
 std::vector<std::uint32_t> balanced_rows(int num_experts, std::int64_t rows);
 
 struct TableFacts {
@@ -86,8 +87,8 @@ GroupedChoices choices_of(const tuner::Table& table, const TableFacts& facts);
 inline constexpr std::uint64_t kMostSplitBytes = std::uint64_t{64} << 20;
 std::uint32_t most_log2_splits(std::int64_t rows, std::int64_t width);
 
-// Whether a call of so many rows is launched in pairs: what the candidate with the least time for
-// balanced experts does. The host knows nothing of the rows but their number.
+// Returns whether a call of so many rows is launched in pairs: what the candidate with the least
+// time for balanced experts does. The host knows only the number of rows.
 bool choose_pairs(const GroupedChoices& choices, int num_experts, std::int64_t rows,
                   std::uint32_t log2_splits);
 

@@ -31,7 +31,7 @@
 namespace switchyard::gpu {
 namespace {
 
-// Longest wait within a block, where nothing waits for anything but memory.
+// The longest wait within a block, where everything waits for memory only.
 constexpr std::uint64_t kDeadlineNs = 10'000'000'000;
 constexpr int kMostLog2Splits = std::countr_zero(static_cast<unsigned>(kMostGroupedSplits));
 
@@ -45,7 +45,7 @@ GroupedEntry entry_of(const GroupedGemmSpec& spec) {
   return spec.epilogue->gated ? grouped_entry<C, true, true>() : grouped_entry<C, false, true>();
 }
 
-// Of the compiled kernels.
+// Finds a compiled kernel.
 GroupedEntry entry_of(const GroupedGemmSpec& spec, DType compute) {
   std::string types;
 #define SWITCHYARD_GROUPED(config, type)                \
@@ -60,7 +60,7 @@ GroupedEntry entry_of(const GroupedGemmSpec& spec, DType compute) {
                   to_string(compute), types));
 }
 
-// What a tile's multiplication needs to know. fp16 differs from bf16 in the operands' type alone.
+// The facts that a tile's multiplication needs. fp16 differs from bf16 in the operands' type alone.
 PolicyFacts policy_of(DType compute) {
   if (compute == DType::kF8E4M3) return facts_of<FP8Policy>();
   PolicyFacts facts = facts_of<BF16Policy>();
@@ -68,7 +68,7 @@ PolicyFacts policy_of(DType compute) {
   return facts;
 }
 
-// An expert's matrix as a layer has it: gate and up with an activation, else down.
+// Returns an expert's matrix as a layer has it: gate and up with an activation, else down.
 FfnWeights as_ffn(const GroupedGemmSpec& spec, const MatrixView& matrix, const VectorView& bias) {
   FfnWeights ffn;
   if (!spec.epilogue) {
@@ -146,7 +146,7 @@ struct GroupedGemmEngine::State {
   GroupedEntry entry{};
   DeviceFfn weights;
   DeviceBuffer nowhere;
-  // Memory of calls with so many rows, at most. Earlier ones may still be used by graphs.
+  // Memory for calls with up to so many rows. Graphs may still use earlier rooms.
   struct Room {
     std::int64_t rows = 0;
     // Rows that were gathered or converted, and their scales; or sums of parts of K, and the
@@ -163,16 +163,16 @@ struct GroupedGemmEngine::State {
   State(const GroupedGemmSpec& its, const GroupedSchedule& how, int on, const PolicyFacts& facts)
       : spec(its), schedule(how), device(on), policy(facts) {}
   bool scaled() const { return policy.numerics.scaled(); }
-  // Of sums that an output row has.
+  // The number of sums that an output row has.
   std::int64_t width() const { return std::int64_t{params.columns} * (params.up_at != 0 ? 2 : 1); }
   void choose_schedule(const tuner::Table* table, int num_sms);
   void describe_choice(std::int64_t rows, GroupedCall& call) const;
-  // Room for so many rows. Allocates, if need be, which a stream cannot do while it is captured:
-  // allocate(Room&).
+  // Returns room for so many rows. If need be it calls allocate(Room&), which is not possible while
+  // the stream is captured.
   template <typename Allocate>
   static const Room& room_for(std::vector<Room>& rooms, const char* why, std::int64_t rows,
                               void* stream, Allocate&& allocate);
-  // Makes the call's rows such as the kernel takes, if they are not.
+  // Makes the call's rows ones that the kernel takes, if they are not.
   void describe_rows(const GroupedInput& input, GroupedCall& call);
   void describe_parts(std::int64_t rows, void* stream, GroupedCall& call);
 };
@@ -199,7 +199,7 @@ const GroupedGemmEngine::State::Room& GroupedGemmEngine::State::room_for(std::ve
   return rooms.back();
 }
 
-// Values that make sense, or the rules', and the configurations of a table.
+// Chooses the schedule: the caller's values or the rules', and a table's configurations.
 void GroupedGemmEngine::State::choose_schedule(const tuner::Table* table, int num_sms) {
   const CutFacts facts{policy.tile.token_rows, scaled(), params.k_blocks};
   params.cut = cut_of(schedule, facts);
@@ -225,8 +225,8 @@ void GroupedGemmEngine::State::choose_schedule(const tuner::Table* table, int nu
   }
 }
 
-// How the call is launched and what it may choose from. `rows`: the most that it may have, which is
-// all that the host knows of them.
+// Describes how the call is launched and what it may choose from. `rows`: the most that it may
+// have, which is all that the host knows of them.
 void GroupedGemmEngine::State::describe_choice(std::int64_t rows, GroupedCall& call) const {
   const bool pairs_fit = blocks >= kPair;
   const bool by_rule = rows >= std::int64_t{kPairedRows} * spec.num_experts && pairs_fit;
@@ -432,7 +432,7 @@ void GroupedGemmEngine::run(const GroupedInput& input, const GroupedOutput& outp
   call.products = output.products;
   call.products_stride = output.products_stride == 0 ? spec.n : output.products_stride;
   call.nowhere = state.nowhere.data();
-  // (Rows may be fewer than x has room for; which the host does not know.)
+  // (There may be fewer rows than x has room for. The host does not know.)
   state.describe_choice(rows, call);
   call.chosen = output.chosen;
   const DeviceScope scope(state.device);

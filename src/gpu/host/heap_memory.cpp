@@ -27,7 +27,7 @@ class DeviceHeapMemory final : public HeapMemory {
     // of ranks.
     memory_ = std::make_unique<SymmetricMemory>(
         SymmetricMemory::releasable(world.fabric(), bytes, DeviceAllocator()));
-    // Also a barrier: nobody writes into memory before it is cleared.
+    // This is also a barrier: nobody writes into memory before it is cleared.
     attempt_together(world.fabric(), [&] {
       SWITCHYARD_CUDA(cudaMemset(memory_->base(rank_), 0, bytes));
       SWITCHYARD_CUDA(cudaDeviceSynchronize());
@@ -35,8 +35,8 @@ class DeviceHeapMemory final : public HeapMemory {
       copy_ = std::make_unique<ControlCopy>();
     });
   }
-  // Freeing memory waits for the device, however long that takes: so that is waited for first, by
-  // somebody who can be left behind.
+  // Freeing memory would wait for the device without a limit. So a thread that can be left behind
+  // waits for it first.
   ~DeviceHeapMemory() override {
     if (abort_link_ == nullptr || device_is_idle(device_, deadline_)) return;
     raise(PeerControl::kCalledOff | static_cast<std::uint64_t>(rank_ + 1));
@@ -52,7 +52,7 @@ class DeviceHeapMemory final : public HeapMemory {
   std::size_t reserved() const override { return memory_->bytes(); }
   int device() const override { return device_; }
 
-  // By a stream of its own, which passes by kernels that wait.
+  // Reads on a stream of its own, which waiting kernels do not hold up.
   PeerControl control(int rank) const override {
     const DeviceScope scope(device_);
     const auto stream = static_cast<cudaStream_t>(copy_->stream.handle());

@@ -8,7 +8,7 @@ namespace switchyard::gpu {
 
 KernelEntry find_kernel(const Activation& activation, DType compute, bool traced) {
   const bool is_silu = activation.kind == ActivationKind::kSilu;
-  // Those that are for SiLU only come first.
+  // Kernels for SiLU only come first.
 #define SWITCHYARD_KERNEL(policy, silu, is_gated)                                                \
   if (compute == policy::kNumerics.token && traced == policy::kTraced && (is_silu || !(silu)) && \
       activation.gated == (is_gated)) {                                                          \

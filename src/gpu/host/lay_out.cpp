@@ -24,7 +24,7 @@ void require_floating(const MatrixView& m) {
                           to_string(m.dtype)));
 }
 
-// Any element of a matrix in host memory.
+// Returns any element of a matrix in host memory.
 float element(const MatrixView& m, std::int64_t r, std::int64_t c) {
   const std::byte* const at =
       static_cast<const std::byte*>(m.data) +
@@ -50,7 +50,8 @@ float element(const MatrixView& m, std::int64_t r, std::int64_t c) {
   }
 }
 
-// From the lowest of a matrix's elements to behind the highest, in elements from its first.
+// A matrix's extent in memory: from the lowest element to past the highest, in elements from its
+// first.
 struct Extent {
   std::int64_t low = 0, high = 0;
 };
@@ -77,7 +78,7 @@ DeviceBuffer uploaded(const std::vector<T>& values) {
   return buffer;
 }
 
-// A matrix of another device, which no kernel here reads: through memory of this one.
+// Copies a matrix of another device, which no kernel here reads, through memory of this one.
 void copy_from_elsewhere(const MatrixCopy& copy) {
   WeightLayout layout;
   const Extent extent = extent_of(copy.from);
@@ -125,7 +126,7 @@ void copy_from_host(const MatrixCopy& copy, cudaStream_t stream) {
   SWITCHYARD_CUDA(
       cudaMemcpy2DAsync(copy.to, static_cast<std::size_t>(copy.to_stride) * element_bytes, from,
                         pitch, width, static_cast<std::size_t>(m.rows), cudaMemcpyDefault, stream));
-  // `rows` may go only when it has been read.
+  // The copy must have read `rows` before they are destroyed.
   if (!rows.empty()) SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
 }
 

@@ -1,5 +1,5 @@
-// Weights laid out on the device as the kernel reads them, from wherever the caller has them; again
-// and again, as the caller changes them.
+// Lays weights out on the device as the kernel reads them, from wherever the caller has them. This
+// can be repeated when the caller changes them.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,13 @@
 
 namespace switchyard::gpu {
 
-// One matrix into rows of another type. Pointers are device pointers.
+// A copy of one matrix into rows of another type. Pointers are device pointers.
 struct MatrixCopy {
   MatrixView from;               // bf16, f16, f32 or f8_e4m3, with any strides
   void* to = nullptr;            // [rows, cols], columns one behind the other
   DType to_type = DType::kBF16;  // kBF16, kF16, kF32, or kF8E4M3 for the codes that `from` has
   std::int64_t to_stride = 0;    // elements
-  // Of kBF16: what the value leaves when it has been rounded to bf16 so often, each time less that.
+  // With kBF16, the plane to copy: plane n is the value less planes 0 to n - 1, rounded to bf16.
   // Three planes sum up to an fp32.
   int plane = 0;
 };
@@ -25,7 +25,7 @@ struct MatrixCopy {
 // Scales of one FP8 matrix, in one of two forms. Pointers are device pointers.
 struct ScaleCopy {
   MatrixView of;        // its `data` is not read
-  float* to = nullptr;  // may be null: then for nothing
+  float* to = nullptr;  // null only where nothing is to be written
   // kBlocks: to[(box / 2 * groups + group) * 4 + box % 2 * 2 + part] for the part `part`, or both,
   // of boxes of kTileRows / halves rows, and groups of 128 columns: see FfnParams::gemm1_scales. 1
   // where the matrix has a scale for every row. kRows: to[row], for `rows` rows; 1 past the
@@ -37,21 +37,21 @@ struct ScaleCopy {
   int rows = 0;
 };
 
-// What there is to be laid out. Sources in the current device's memory are read where they are, by
-// kernels; others pass through memory of the device.
+// A list of what is to be laid out. Kernels read sources in the current device's memory in place;
+// other sources pass through memory of the device.
 class WeightLayout {
  public:
-  // Experts' matrices, to kBF16 or kF16, or as the codes that they have. In host memory they are
-  // converted there.
+  // Adds an expert's matrix, to kBF16 or kF16, or as the codes that it has. The host converts
+  // matrices in its own memory.
   void copy(const MatrixView& from, void* to, DType to_type, std::int64_t to_stride);
-  // One of the bf16 planes of a matrix.
+  // Adds one of the bf16 planes of a matrix.
   void copy_plane(const MatrixView& from, std::uint16_t* to, std::int64_t to_stride, int plane);
   void copy(const VectorView& from, float* to);
   void copy_scales(ScaleCopy scales);
-  // After the last of them.
+  // Called after the last copy.
   void finish();
 
-  // Enqueues all of it. What is in host memory is read before it returns.
+  // Enqueues all of it. Sources in host memory are read before it returns.
   void run(void* stream) const;
   // Whether run() only enqueues kernels, so that it can be captured in a graph.
   bool capturable() const { return staged_.empty() && from_host_.empty(); }

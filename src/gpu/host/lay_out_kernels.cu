@@ -19,7 +19,7 @@ namespace {
 constexpr int kEdge = 32,
               kLines = 8;  // a block's tile of elements, and the lines it does at a time
 
-// FP8 codes as they are, where those are copied.
+// Returns an element's value, or its FP8 code where codes are copied.
 __device__ float element(const MatrixCopy& copy, std::int64_t row, std::int64_t column) {
   const MatrixView& m = copy.from;
   const std::int64_t at = row * m.row_stride + column * m.col_stride;
@@ -56,8 +56,8 @@ __device__ void store(const MatrixCopy& copy, std::int64_t row, std::int64_t col
   }
 }
 
-// Block y does the y-th of the list, a tile at a time, through shared memory: reads and writes of a
-// warp are of neighbouring elements, whichever way the matrix lies.
+// Each block y copies the y-th matrix of the list, a tile at a time, through shared memory: reads
+// and writes of a warp are of neighbouring elements, whichever way the matrix lies.
 __global__ void copy_matrices(const MatrixCopy* list) {
   __shared__ float tile[kEdge][kEdge + 1];
   const MatrixCopy& copy = list[blockIdx.y];
@@ -99,7 +99,8 @@ __global__ void copy_scales(const ScaleCopy* list) {
       continue;
     }
     const auto box = static_cast<int>(i / copy.groups), group = static_cast<int>(i % copy.groups);
-    // Rows past the last, which are multiplied with the others of their tile, share the last one's.
+    // Rows past the last are multiplied with the others of their tile. They share the last one's
+    // scale.
     const std::int64_t row = min(std::int64_t{box} * kTileRows / copy.halves, copy.of.rows - 1);
     const float scale =
         copy.by_row ? 1.0f : scale_at(copy.of, row, std::int64_t{group} * kQuantGroup);

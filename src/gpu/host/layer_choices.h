@@ -1,5 +1,5 @@
-// A layer's schedules from a table: chosen by the host, since a launch fixes most of what differs.
-// It calls no CUDA, so that tests need no GPU.
+// Chooses a layer's schedules from a table. The host does this, since a launch fixes most of what
+// differs. It calls no CUDA, so that tests need no GPU.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@
 
 namespace switchyard::gpu {
 
-// The schedule that a configuration's values tell: those of `switchyard tune --kernel layer`.
-// Throws Error{kInvalidArgument} for others.
+// Returns the schedule of a configuration of `switchyard tune --kernel layer`. Throws
+// Error{kInvalidArgument} for any other configuration.
 Schedule layer_schedule_of(const tuner::Configuration& configuration);
 
 class LayerChoices {
@@ -27,13 +27,13 @@ class LayerChoices {
   LayerChoices(const tuner::Table& table, const LayerSpec& spec, DType compute, int num_sms);
 
   const std::vector<Schedule>& schedules() const { return schedules_; }
-  // The index of the schedule for a pass of so many tokens of each rank. Of passes that cannot be
-  // small, one without the small kernel. None: the rules.
+  // Returns the index of the schedule for a pass of so many tokens of each rank, without the small
+  // kernel if the pass cannot be small. None: the rules decide.
   //
-  // A table by tokens was measured on one rank, and says nothing of more. Of any other table it is
-  // the schedule with the least predicted time for the tokens of all ranks, whose rows are assumed
-  // to be balanced: the host knows no more. There any pass may get the small kernel where there is
-  // no other schedule.
+  // A table by tokens was measured on one rank, and says nothing of more. Any other table gives the
+  // schedule with the least predicted time for the tokens of all ranks. Their rows are assumed to
+  // be balanced, because the host knows no more. From such a table any pass may get the small
+  // kernel where there is no other schedule.
   std::optional<std::size_t> choose(std::int64_t tokens, int num_ranks, bool can_be_small);
 
  private:

@@ -11,7 +11,7 @@
 namespace switchyard::gpu {
 namespace {
 
-// Asks for two attributes only: device_info() takes too long for a call of some microseconds, and
+// Asks for only two attributes: device_info() takes too long for a call of some microseconds, and
 // may not be called while a graph is captured.
 bool runs_our_kernels(int device) {
   const auto attribute = [&](cudaDeviceAttr which) {

@@ -40,8 +40,8 @@ class Arena {
   std::size_t size_ = 0;
 };
 
-// Of tokens of all ranks with so many slots each, over so many experts. Each of two rounds may end
-// in a tile that is not full.
+// Returns the most tiles of the tokens of all ranks with so many slots each, over so many experts.
+// Each of two rounds may end in a tile that is not full.
 std::uint32_t most_tiles(const PassSizes& sizes, int experts, int slots_per_token) {
   const std::int64_t rows = std::int64_t{sizes.max_tokens} * sizes.num_ranks * slots_per_token;
   const int rounds = sizes.num_ranks > 1 ? 2 : 1;
@@ -115,7 +115,8 @@ PassLayout::PassLayout(const PassSizes& sizes) : sizes_(sizes) {
   x_groups_ = groups(sizes.hidden);
   h_groups_ = groups(h_stride_);
   group_words_ = sizes.num_ranks > 1 ? 0 : protocol::ceil_div(h_groups_, PassWords::kGroupsOfWord);
-  // Rows that are packed together wait together: none for another's tile to leave its slot.
+  // Rows that are packed together wait together. So none may wait for a slot that another one's
+  // tile has.
   packed_slots_ = static_cast<std::uint32_t>(
       std::max<std::size_t>(h_slots_, std::min<std::size_t>(tiles, kPackedTogether)));
   const auto element = static_cast<std::size_t>(numerics.token_bytes());
@@ -219,7 +220,7 @@ PassMemory::PassMemory(const World& world, int device, const MemoryNeeds& needs,
   } else {
     heap_ = SymmetricMemory(world.fabric(), heap_bytes);
   }
-  // Nobody writes into a heap before its owner has come past here, with its flags zero.
+  // This is a barrier: nobody writes into a heap before its owner has zeroed its flags.
   attempt_together(world.fabric(), [&] {
     private_ = lasting == Lasting::kUntilReleased
                    ? SymmetricMemory::releasable(alone_.fabric(), private_bytes, allocator)
@@ -228,7 +229,7 @@ PassMemory::PassMemory(const World& world, int device, const MemoryNeeds& needs,
   });
 }
 
-// NaN in all that is no flag, so that no pass can get away with reading what nobody wrote.
+// Fills all but flags with NaN, so that no pass can get away with reading what nobody wrote.
 void PassMemory::clear() const {
   const auto fill = [](std::byte* memory, std::size_t zeroed, std::size_t bytes) {
     SWITCHYARD_CUDA(cudaMemset(memory, 0, zeroed));
@@ -277,7 +278,7 @@ void PassMemory::release() {
   released_ = true;
 }
 
-// All flags are down again, so passes are numbered anew.
+// Takes memory again. All flags are down, so passes are numbered anew.
 void PassMemory::restore() {
   if (!released_) return;
   const DeviceScope scope(device_);
@@ -302,12 +303,12 @@ bool device_is_idle(int device, std::chrono::milliseconds limit) {
   std::future<void> future = done->get_future();
   try {
     std::thread([done, device] {
-      // An error is for whoever asks the device next.
+      // The next caller who asks the device gets any error.
       if (cudaSetDevice(device) == cudaSuccess) (void)cudaDeviceSynchronize();
       done->set_value();
     }).detach();
   } catch (const std::system_error&) {
-    return true;  // no thread can be had: whoever comes next waits
+    return true;  // no thread could be started: the next caller waits
   }
   return future.wait_for(limit) == std::future_status::ready;
 }

@@ -1,4 +1,5 @@
-// What passes on the GPU work in: of one layer, or of several whose passes follow one another.
+// The memory that passes on the GPU work in: of one layer, or of several whose passes follow one
+// another.
 #pragma once
 
 #include <cstddef>
@@ -43,7 +44,7 @@ struct MemoryNeeds {
 
 class PassMemory;
 
-// Where passes of a layer find what they work in.
+// The places in that memory that a layer's passes use.
 class PassLayout {
  public:
   explicit PassLayout(const PassSizes& sizes);
@@ -65,10 +66,10 @@ class PassLayout {
 
 class PassMemory final : public switchyard::PassMemory {
  public:
-  // Whether release() may be called: then pages are taken so that they can be given back.
+  // Whether release() may be called: pages are then taken so that they can be given back.
   enum class Lasting { kAsLongAsItLives, kUntilReleased };
 
-  // Collective. On the device, which is current.
+  // Collective. Uses the device, which must be current.
   PassMemory(const World& world, int device, const MemoryNeeds& needs, std::uint64_t id,
              Lasting lasting = Lasting::kAsLongAsItLives, const DeviceAllocator& allocator = {});
 
@@ -104,7 +105,7 @@ class PassMemory final : public switchyard::PassMemory {
   unsigned version_ = 0;
 };
 
-// Whether the device does all that it was given within that time.
+// Returns whether the device finishes all that it was given within that time.
 bool device_is_idle(int device, std::chrono::milliseconds limit);
 
 }  // namespace switchyard::gpu

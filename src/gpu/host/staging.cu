@@ -26,7 +26,7 @@ __global__ void await_release(std::uint64_t* released) {
   protocol::store_relaxed(released, std::uint64_t{0});
 }
 
-// For calls of the exchange's thread, which may come while another thread captures a graph.
+// Lets the exchange's thread make calls while another thread captures a graph.
 class RelaxedCapture {
  public:
   RelaxedCapture() { SWITCHYARD_CUDA(cudaThreadExchangeStreamCaptureMode(&mode_)); }
@@ -38,10 +38,10 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Host memory whose start is pinned, as far as it was used: copies of pinned memory are several
-// times as fast, and what may be used is gigabytes more. It is pinned in pieces, each at least as
-// long as all before it, because pinning anew would unpin, and that waits for streams that stand
-// still.
+// Host memory that is pinned from its start as far as it was used. Copies of pinned memory are
+// several times as fast, and the whole may be gigabytes. It is pinned in pieces, each at least as
+// long as all before it. To pin it anew it would first have to be unpinned, and that waits for
+// streams that stand still.
 class Lent {
  public:
   Lent(std::byte* data, std::size_t bytes) : data_(data), bytes_(bytes) {}
@@ -61,7 +61,7 @@ class Lent {
           cudaSuccess) {
         ends_.push_back(to);
       } else {
-        cudaGetLastError();  // what is not pinned is copied, too
+        cudaGetLastError();  // memory that is not pinned can be copied, too
         refused_ = true;
       }
     }
@@ -74,7 +74,8 @@ class Lent {
     }
     ends_.clear();
   }
-  // The bytes from `address` on that one copy may have: none goes across the end of a piece.
+  // Returns how many bytes from `address` on one copy may have: none goes across the end of a
+  // piece.
   std::size_t in_one_piece(const std::byte* address) const {
     const auto at = static_cast<std::size_t>(address - data_);
     const auto end = std::upper_bound(ends_.begin(), ends_.end(), at);
@@ -92,7 +93,7 @@ class Lent {
 
 class Staging final : public StagingDevice {
  public:
-  // With the device current.
+  // Requires that the device is current.
   explicit Staging(int device) : device_(device) {
     cudaFuncAttributes attributes;
     SWITCHYARD_CUDA(cudaFuncGetAttributes(&attributes, await_release));  // loads it
@@ -195,7 +196,8 @@ class Staging final : public StagingDevice {
     }
   };
 
-  // On a stream of its own, which passes by the one that stands still. `host` is one of the two.
+  // Copies on a stream of its own, which the one that stands still does not hold up. `host` is one
+  // of the two.
   void copy(const Place& to, const Place& from, const std::byte* host, const Rows& rows) {
     const DeviceScope scope(device_);
     const RelaxedCapture relaxed;
@@ -217,7 +219,7 @@ class Staging final : public StagingDevice {
   struct Range {
     std::size_t begin, end;
   };
-  // Bytes of rows that are counted through all of them.
+  // Enqueues a part of the rows, as a range of bytes that is counted through all rows.
   void enqueue_part(const Place& to, const Place& from, Range part, std::size_t width) {
     // The end of a row, whole rows, and the start of one.
     while (part.begin < part.end) {

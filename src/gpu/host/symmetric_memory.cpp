@@ -69,8 +69,8 @@ std::size_t granularity(int device) {
   return bytes;
 }
 
-// An address range of this process, and while it is mapped physical memory, made here or imported.
-// That lives as long as its last mapping in any process.
+// An address range of this process and, while it is mapped, physical memory, made here or imported.
+// Physical memory lives as long as its last mapping in any process.
 class MappedPart final : public SymmetricMemory::Part {
  public:
   MappedPart(CUmemGenericAllocationHandle handle, std::size_t bytes) : bytes_(bytes) {
@@ -144,7 +144,7 @@ class PhysicalMemory {
                  "cuMemExportToShareableHandle", 0);
     return UniqueFd(descriptor);
   }
-  // Into a range of its own, or into that of a part that was unmapped.
+  // Maps it into a new range, or into that of a part that was unmapped.
   void map(std::shared_ptr<SymmetricMemory::Part>& part, std::size_t bytes) const {
     if (part == nullptr) {
       part = std::make_shared<MappedPart>(handle_, bytes);
@@ -157,7 +157,7 @@ class PhysicalMemory {
   CUmemGenericAllocationHandle handle_ = 0;
 };
 
-// Memory of the caller's allocator. It starts at a multiple of what layouts are aligned to.
+// Memory from the caller's allocator. It starts at a multiple of what layouts are aligned to.
 struct AllocatedPart final : SymmetricMemory::Part {
   static constexpr std::size_t kAlignment = 1024;
 
@@ -283,7 +283,7 @@ SymmetricMemory::SymmetricMemory(Fabric& fabric, std::size_t bytes, Sharing shar
   });
 }
 
-// Makes physical memory and maps that of all ranks, where it was mapped before, if it was.
+// Makes physical memory and maps that of all ranks, at the earlier addresses if there are any.
 void SymmetricMemory::map(Fabric& fabric) {
   const auto me = static_cast<std::size_t>(fabric.rank());
   UniqueFd file;

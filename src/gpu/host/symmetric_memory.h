@@ -35,8 +35,8 @@ class SymmetricMemory {
   // {kCapacityExceeded} if memory is short.
   SymmetricMemory(Fabric& fabric, std::size_t bytes, Sharing sharing = Sharing::kFileDescriptors);
 
-  // The same, but the pages can be given back. Collective, too. In a world of one rank they come
-  // from `allocator`, if there is one.
+  // Does the same, but the pages can be given back. Collective, too. In a world of one rank they
+  // come from `allocator`, if there is one.
   static SymmetricMemory releasable(Fabric& fabric, std::size_t bytes,
                                     const DeviceAllocator& allocator);
 
@@ -44,11 +44,11 @@ class SymmetricMemory {
   std::byte* base(int rank) const { return part(rank)->data; }
   std::size_t bytes() const { return bytes_; }
 
-  // Only of releasable memory. Gives back this rank's pages and lets go of the others', whose ranks
-  // have to do the same. Does nothing if that was done.
+  // Gives back this rank's pages and lets go of the others', whose ranks have to do the same. Only
+  // for releasable memory. Does nothing if that was done.
   void release();
-  // Collective. Contents are undefined. At the same addresses, unless the allocator chooses others.
-  // Throws as the constructor does, and is released then.
+  // Collective. Takes pages again, at the same addresses unless the allocator chooses others.
+  // Contents are undefined. Throws as the constructor does, and is released then.
   void restore(Fabric& fabric);
 
   // One rank's memory as this rank maps it.

@@ -19,7 +19,7 @@
 namespace switchyard::gpu {
 namespace {
 
-// What is small passes through the host, whatever memory it is in.
+// Copies a small matrix to the host, from whatever memory it is in.
 std::vector<std::byte> on_host(const MatrixView& m) {
   if (m.rows == 0 || m.cols == 0) return {};
   const std::int64_t last = (m.rows - 1) * m.row_stride + (m.cols - 1) * m.col_stride;
@@ -41,7 +41,8 @@ DeviceBuffer zeros(std::size_t bytes) {
 
 using Matrices = const MatrixView FfnWeights::*;
 
-// The array that all experts' matrices `halves` are, if they are one that the copy engine can read.
+// Returns the one array that all experts' matrices `halves` make, if the copy engine can read it as
+// one.
 std::optional<WeightArray> in_place(const PolicyFacts& policy, std::span<const FfnWeights> experts,
                                     std::span<const Matrices> halves) {
   const auto at = [&](std::size_t e, std::size_t half) -> const MatrixView& {
@@ -58,7 +59,7 @@ std::optional<WeightArray> in_place(const PolicyFacts& policy, std::span<const F
                     static_cast<int>(m.cols),
                     policy.numerics.weight_bytes(),
                     m.row_stride * policy.numerics.weight_bytes()};
-  // Of what there is only one, any distance to the next will do.
+  // With a single half or expert, any distance to the next will do.
   array.half_stride = halves.size() > 1 ? distance(m, at(0, 1)) : array.row_stride;
   array.expert_stride = experts.size() > 1 ? distance(m, at(1, 0)) : array.row_stride;
   const auto usable = [](std::int64_t stride) { return stride > 0 && stride % 16 == 0; };
@@ -83,7 +84,8 @@ std::optional<WeightArray> in_place(const PolicyFacts& policy, std::span<const F
   return array;
 }
 
-// The experts' matrices as one array of `rows` x `columns` in `own`, which `layout` is to fill.
+// Makes one array of `rows` x `columns` of the experts' matrices in `own`, which `layout` is to
+// fill.
 WeightArray make_array(const PolicyFacts& policy, std::span<const FfnWeights> experts,
                        std::span<const Matrices> halves, int rows, int columns, DeviceBuffer& own,
                        WeightLayout& layout) {
@@ -174,7 +176,7 @@ DeviceBuffer floats(const VectorView& values, WeightLayout& layout) {
   return buffer;
 }
 
-// So many bf16 numbers hold a number of the type.
+// The number of bf16 numbers that hold a number of the type.
 int planes_of(DType dtype) { return dtype == DType::kBF16 ? 1 : dtype == DType::kF16 ? 2 : 3; }
 
 }  // namespace
@@ -189,14 +191,14 @@ DeviceFfn::DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> expe
   // Halves with up first are copied: exchanging them in the epilogue takes registers that the
   // kernels do not have (8 to 840 bytes of spills), and a tensor map cannot step backwards.
   if (experts[0].up.empty()) {
-    // An operator's second GEMM alone.
+    // This is an operator's second GEMM alone.
   } else if (const auto of_first = in_place(policy, experts, first)) {
     gemm1_ = *of_first;
   } else {
     gemm1_ = make_array(policy, experts, first, width, hidden, own1_, layout_);
   }
   if (experts[0].down.empty()) {
-    // An operator's first GEMM alone.
+    // This is an operator's first GEMM alone.
   } else if (const auto of_second = in_place(policy, experts, second)) {
     gemm2_ = *of_second;
   } else {
@@ -261,7 +263,7 @@ DeviceGate::DeviceGate(const LayerSpec& spec, const MoeWeights& weights)
   stride_ = protocol::round_up(spec.hidden, kGateMultiple);
   const auto columns = static_cast<std::size_t>(columns_),
              stride = static_cast<std::size_t>(stride_);
-  // A sum of bf16 numbers; see RouterParams::router.
+  // The router is a sum of bf16 planes; see RouterParams::router.
   if (has_router_) num_planes_ = planes_of(weights.router.dtype);
   if (shared_sigmoid_) num_planes_ = std::max(num_planes_, planes_of(weights.shared_gate.dtype));
   planes_ = zeros(static_cast<std::size_t>(num_planes_) * columns * stride * sizeof(std::uint16_t));

@@ -9,7 +9,8 @@
 
 namespace switchyard::gpu {
 
-// One kind of expert: all networks' matrices, in the policy's type, their scales and biases, fp32.
+// One kind of expert: all networks' matrices in the policy's type, their scales, and their biases
+// in fp32.
 class DeviceFfn {
  public:
   // `experts` all have the shape [intermediate, hidden]. Matrices of the policy's type in device
@@ -26,12 +27,12 @@ class DeviceFfn {
   const WeightArray& gemm2() const { return gemm2_; }
   // Whether any matrix is used where it is.
   bool borrows() const;
-  // What copies the rest.
+  // Copies the rest.
   const WeightLayout& layout() const { return layout_; }
 
  private:
   WeightArray gemm1_, gemm2_;
-  DeviceBuffer own1_, own2_;                  // what was copied
+  DeviceBuffer own1_, own2_;                  // copies
   DeviceBuffer gemm1_scales_, gemm2_scales_;  // see FfnParams
   DeviceBuffer gate_row_scales_, up_row_scales_, down_row_scales_;
   DeviceBuffer gate_bias_, up_bias_, down_bias_;

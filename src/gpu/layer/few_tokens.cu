@@ -1,6 +1,7 @@
 // Passes of few tokens, of one rank, with the routing given: see docs/decisions/0044. One token's
-// pass is mostly a wait for memory, and a kernel that starts pays for every instruction it comes to
-// first. So this one has few. There are no tasks: what a warp computes follows from its number.
+// pass is mostly a wait for memory, and a starting kernel pays for every instruction that it
+// reaches for the first time. So this one has few instructions. There are no tasks: what a warp
+// computes follows from its number.
 //
 //   first GEMM    a pair of warps multiplies 16 rows of an expert's weights, 8 of gate and the same
 //                 8 of up, with all tokens of the pass, activates the sums and stores h
@@ -149,8 +150,8 @@ struct Few {
     }
     end_copy_group();
   }
-  // In FP8 quantizes what has come. A thread's pieces are those that it copied itself, and eight
-  // threads have a group.
+  // Quantizes the operand in FP8, once it has arrived. A thread has the pieces that it copied
+  // itself, and eight threads share a group.
   __device__ __forceinline__ void quantize_operand(std::uint32_t gemm) const {
     const FewOperand& o = p.operands[gemm];
     const std::uint32_t pieces = o.rows * o.pieces.count;
@@ -179,7 +180,8 @@ struct Few {
   __device__ std::uint32_t next_job(std::uint32_t gemm) const {
     return gemm == 0 ? gridDim.x * (kFewWarps / 2) : gridDim.x;
   }
-  // Begins the cursor's job. Returns false if there is none. The warp may have no stages of it.
+  // Begins the cursor's job, of which this warp may have no stages. Returns false if there is no
+  // job.
   __device__ __forceinline__ bool begin(Cursor& c) const {
     const Divisor& tiles = p.weights[c.gemm].tiles;
     const std::uint32_t experts = block.num_experts, stages = p.operands[c.gemm].stages;
@@ -203,14 +205,14 @@ struct Few {
 
   // The end of the stream at which weights are requested. Eight lanes copy the 128 bytes of a row,
   // which is what memory delivers at once: with 64 bytes of twice as many rows passes took a fifth
-  // longer. A lane's rows are lane / 8, the fourth behind that, and the same of the second rows.
+  // longer. A lane has row lane / 8, the fourth row after that, and the same among the second rows.
   struct Source {
     Cursor cursor;
-    bool aimed = false;  // what follows is of the next stage
+    bool aimed = false;  // the fields below describe the next stage
     const std::byte* from;
-    std::int64_t fourth, second;  // from there, in bytes
+    std::int64_t fourth, second;  // bytes from `from` to the fourth row, and to the second rows
     const float* scales;
-    std::uint32_t bytes_left;  // of the rows, from this lane's on; or less than none
+    std::uint32_t bytes_left;  // bytes of the rows from this lane's on; negative past their end
     std::uint32_t stages;
     std::uint32_t to = 0;  // in the ring
 
@@ -280,8 +282,8 @@ struct Few {
     return (vector ^ row % 2 * 4) * 16;
   }
 
-  // Multiplies a stage, which has come, with a column of each token. `row`: the address of this
-  // lane's token's row, `scales`: those of the scales of the two tokens whose sums it has.
+  // Multiplies a stage that has arrived by a column of each token. `row`: the address of the row of
+  // this lane's token. `scales`: the addresses of the scales of the two tokens whose sums it has.
   __device__ __forceinline__ void multiply(std::uint32_t from, std::uint32_t row,
                                            const std::uint32_t (&scales)[2],
                                            float (&sums)[4]) const {
@@ -320,7 +322,7 @@ struct Few {
     }
   }
 
-  // Where a warp leaves its sums for others.
+  // Returns where a warp leaves its sums for others.
   __device__ std::uint32_t sums_of(std::uint32_t buffer, std::uint32_t of_warp) const {
     return sums + (buffer * kFewWarps + of_warp) * 512;
   }
@@ -450,8 +452,8 @@ struct Few {
       if (gemm == 1 && !await_hidden()) break;
       request_operand(gemm);
       if (gemm == 0) {
-        // What is asked for behind the first weights comes after them, so that was x. (With one
-        // token the warp that lists the experts has read the routing.)
+        // x was requested before the first weights: what is requested after them arrives after
+        // them, too. (With one token, the warp that lists the experts has read the routing.)
         if (threadIdx.x == kFewThreads - 1) begin_life();
         read_routing();
         if (p.tokens != 1) __syncthreads();
@@ -477,7 +479,7 @@ struct Few {
           const auto row_of = [&](std::uint32_t token) {
             if (gemm == 0) return min(token, p.tokens - 1);
             const std::uint32_t slot = block.row_of[c.expert][token];
-            return slot == kNoRow ? 0 : slot;  // (its sums are for nobody)
+            return slot == kNoRow ? 0 : slot;  // (nobody reads its sums)
           };
           const bool biased = c.stage == 0;
           const std::uint32_t count = min(c.left, o.stages - c.stage);
@@ -493,7 +495,7 @@ struct Few {
 #pragma unroll 1
           for (std::uint32_t i = 0; i < count; ++i) {
             await_copy_groups<kFewStages - 1>();
-            __syncwarp();  // other lanes' copies, too
+            __syncwarp();  // for the copies of other lanes, too
             multiply(from, row, scales, part);
             row += kOperandBytes;
             scales[0] += 4;

@@ -1,4 +1,4 @@
-// The kernel for passes of few tokens: what the host hands it, and what of a pass fits into it.
+// The kernel for passes of few tokens: its parameters, and the passes that fit it.
 #pragma once
 
 #include <algorithm>
@@ -95,8 +95,8 @@ struct FewParams : WaitParams, ActivationParams, RouteCall, InputCall, OutputCal
   std::uint32_t* stats;
 };
 
-// Shared memory: the operand, the rings, and all warps' sums of two tiles in turn. The rest, of
-// which the kernel knows at compile time, is less than 2 KB.
+// Shared memory: the operand, the rings, and all warps' sums of two tiles in turn. The kernel's
+// other shared memory is less than 2 KB.
 constexpr std::uint32_t few_operand_bytes(const FewOperand& x, const FewOperand& h, bool scaled) {
   return protocol::round_up(std::max(x.bytes(scaled), h.bytes(scaled)), 128u);
 }

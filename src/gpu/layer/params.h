@@ -20,7 +20,8 @@
 
 namespace switchyard::gpu {
 
-// What large passes have of a block's shared memory besides what is always in the same place.
+// The parts of a block's shared memory whose place depends on the number of experts, in large
+// passes.
 struct LargeStorage {
   ExpertTables tables;
   std::uint32_t ring_bytes;   // without the tables, if they are in its end
@@ -45,7 +46,7 @@ struct LayerParams : ExpertParams,
   PassWords pass_words[2];
   std::uint32_t num_pass_words;  // of all layers that use them
   std::uint32_t* stats;  // [E] rows per expert of the last pass, of all ranks; then its tokens
-  protocol::RoutingRing ring;  // of the same, of the last passes; see record.cuh
+  protocol::RoutingRing ring;  // the same of the last passes; see record.cuh
 };
 
 struct CallParams : RouteCall, InputCall, OutputCall {
@@ -67,7 +68,7 @@ struct KernelEntry {
   LayerKernel rounds;        // for large passes that may have two rounds: see RoundState
   KernelShape shape;         // of all kernels
   PolicyFacts policy;        // for large passes
-  // Of layers with up to kUsualExperts places of experts, and with more.
+  // For layers with up to kUsualExperts places of experts, and for those with more.
   LargeStorage usual, many;
 };
 // kSilu: the activation is SiLU; else LayerParams::form says which it is. Each is defined in an

@@ -95,7 +95,8 @@ __device__ __forceinline__ bool begin_second_round(const Pass<P>& pass, bool sto
   named_barrier_anywhere<kSchedulerAndPack>(kBetweenRounds);
   return counted;
 }
-// Does this instead if the scheduler's role has ended before, because the pass was given up.
+// Gives up the second round instead, if the scheduler's role has ended because the pass was given
+// up.
 template <typename P>
 __device__ __forceinline__ void give_up_second_round(const Pass<P>& pass) {
   named_barrier_anywhere<kSchedulerAndPack>(kBetweenRounds);
@@ -104,7 +105,7 @@ __device__ __forceinline__ void give_up_second_round(const Pass<P>& pass) {
   __syncwarp();
   named_barrier_anywhere<kSchedulerAndPack>(kBetweenRounds);
 }
-// The pack warp's part. Returns false if the pass was given up.
+// Waits in the pack warp for the second round to begin. Returns false if the pass was given up.
 template <typename P>
 __device__ __forceinline__ bool await_second_round(const Pass<P>& pass) {
   named_barrier_anywhere<kSchedulerAndPack>(kBetweenRounds);

@@ -74,10 +74,10 @@ LargeStorage usual_storage() {
   const auto begin = static_cast<std::uint32_t>(offsetof(BlockStorage<P>, tables));
   return {place_tables(begin, kUsualExperts), kRingBytes, StageLayout<P>::count(0), false};
 }
-// Of layers with more: tables are in the end of the ring, and tiles have fewer stages. But the gate
-// uses the whole ring, so before its end nobody may write there. The rows of the block's tokens,
-// which are set to 0 before that, are counted where the usual tables are, in the place of
-// source_begin.
+// The storage of layers with more places. Tables are in the end of the ring, and tiles have fewer
+// stages. The gate uses the whole ring, so nobody may write tables there before the gate's end. The
+// counts of the block's tokens' rows, which are set to 0 earlier, are in the place of source_begin
+// in the usual tables.
 template <typename P>
 constexpr std::uint32_t kRingOfMany = (kRingBytes - place_tables(0, kMaxDeviceExperts).end) / 1024 *
                                       1024;
@@ -88,7 +88,7 @@ LargeStorage storage_of_many() {
   storage.tables.source_begin = static_cast<std::uint32_t>(offsetof(BlockStorage<P>, tables));
   return storage;
 }
-// gate_token_in_memory() has two arrays for each warp, before what is in the ring's end.
+// gate_token_in_memory() has two arrays for each warp, before the tables in the ring's end.
 static_assert(kRingOfMany<BF16Policy> >=
               kWarps * 2 * kMaxDeviceExperts * static_cast<int>(sizeof(float)));
 static_assert(place_tables(0, kUsualExperts).end >=

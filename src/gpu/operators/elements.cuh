@@ -61,7 +61,7 @@ struct Eight {
     if constexpr (kPerWord == 1) return words[i];
     return words[i / 2] >> 16 * (i % 2) & 0xffff;
   }
-  // Each once, into zeros.
+  // Sets each element once, where there were zeros.
   __device__ void put_bits(int i, std::uint32_t bits) {
     words[i / kPerWord] |= bits << 16 * (i % kPerWord);
   }
@@ -106,7 +106,8 @@ struct Eight {
   __device__ void put(int i, float value) { put_bits(i, Element<kType>::put(value)); }
 };
 
-// Of a call with out, to, out_stride in elements, scale and accumulate.
+// Scales a token's sum and stores it, or adds it to what is there. Call has out, to, out_stride in
+// elements, scale and accumulate.
 template <DType kTo, typename Call, bool kVectors>
 __device__ __forceinline__ void store_sum_as(const Call& call, std::uint32_t token,
                                              const Columns<kVectors>& columns, float (&sum)[8]) {

@@ -13,9 +13,9 @@ cudaError_t load_permute_kernels();
 cudaError_t load_unpermute_kernels();
 cudaError_t load_quantize_kernel();
 cudaError_t launch_permute(const PermuteCall& call, cudaStream_t stream);
-// At least one token.
+// Requires at least one token.
 cudaError_t launch_unpermute(const UnpermuteCall& call, cudaStream_t stream);
-// At least one row.
+// Requires at least one row.
 cudaError_t launch_quantize(const QuantizeCall& call, cudaStream_t stream);
 cudaError_t launch_topk(const TopkCall& call, cudaStream_t stream);
 

@@ -32,7 +32,7 @@ struct PermutePlan {
     chunk = protocol::ceil_div(chunk, kStep) * kStep;
     chunks = protocol::ceil_div(slots, chunk);
   }
-  // Of counts [E, chunks] and totals [E].
+  // Bytes for counts [E, chunks] and totals [E].
   constexpr std::size_t workspace_bytes(int num_experts) const {
     return static_cast<std::size_t>(num_experts) * (chunks + std::size_t{1}) *
            sizeof(std::uint32_t);
@@ -69,8 +69,8 @@ struct UnpermuteCall {
   bool accumulate;
 };
 
-// `to_bytes` from one row of codes, with a scale for every kQuantGroup columns behind it, to the
-// next: 16 bytes times something, as `to` and `columns` are.
+// Rows of codes are `to_bytes` apart, each with a scale for every kQuantGroup columns behind its
+// codes. `to_bytes`, `to` and `columns` are multiples of 16.
 struct QuantizeCall {
   const void* x;  // [rows, columns]
   DType type;     // kBF16, kF16 or kF32

@@ -139,8 +139,9 @@ __global__ void __launch_bounds__(kSumThreads) sum_chunks(const PermuteCall call
   if (lane == 0) call.totals[e] = before;
 }
 
-// Two sums at once, neither of which reaches 2^32: the rows that experts keep, and in a padded
-// layout those that they would have, in others those of the layout.
+// Two sums of one scan, neither of which reaches 2^32. The first is of the rows that experts keep.
+// The second is of the rows of the layout or, if that is padded, of the rows that experts would
+// have.
 struct Sums {
   std::uint64_t packed = 0;
 
@@ -251,7 +252,7 @@ cudaError_t load_permute_kernels() {
 }
 
 cudaError_t launch_permute(const PermuteCall& call, cudaStream_t stream) {
-  // As many entries as one block fills in about the time that it needs for its slots.
+  // One block fills so many entries in about the time that it needs for its slots.
   constexpr std::int64_t kAloneRows = 1 << 16, kFilledByBlock = 1 << 12, kMostFilling = 264;
   if (call.chunks == 1 && (call.tokens == nullptr || call.rows <= kAloneRows)) {
     place_slots<true><<<1, kThreads, 0, stream>>>(call);

@@ -1,4 +1,4 @@
-// Rows of FP8 codes with their scales behind them, of rows in bf16, f16 or f32.
+// Quantizes rows in bf16, f16 or f32 to FP8 codes, with a row's scales behind its codes.
 #include <algorithm>
 
 #include "gpu/operators/launch.h"

@@ -18,14 +18,14 @@ __device__ __forceinline__ void load(const TopkCall& call, std::uint32_t token, 
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) {
     const int expert = static_cast<int>(threadIdx.x % 32) + 32 * j;
-    // NaN, where there is no expert: it is never chosen.
+    // A lane without an expert has NaN, which is never chosen.
     logits[j] = expert < call.routing.num_experts ? convert(row[expert]) : routing::warp::nan();
   }
 }
 
 template <int kPerLane>
 __global__ void __launch_bounds__(kThreads) route_tokens(const TopkCall call) {
-  // By a shuffle, so that the compiler sees that all lanes have the same token.
+  // The shuffle shows the compiler that all lanes have the same token.
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const std::uint32_t token = blockIdx.x * kWarps + warp;
   if (token >= call.tokens) return;

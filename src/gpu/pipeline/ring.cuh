@@ -88,9 +88,9 @@ struct RingMemory {
 struct RingBarriers {
   alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
 };
-// Initialises them, by one thread. `paired`: 1 if a pair of blocks fills and frees the stages, else
-// 0. `more_fillers`: threads that arrive at a full stage beside those of arrivals_of(). A fence has
-// to follow.
+// Initialises the ring's barriers. Called by one thread; a fence has to follow. `paired`: 1 if a
+// pair of blocks fills and frees the stages, else 0. `more_fillers`: threads that arrive at a full
+// stage beside those of arrivals_of().
 template <TokenSource kTokens>
 __device__ __forceinline__ void make_ring_barriers(RingBarriers& barriers,
                                                    const std::uint32_t& paired,

@@ -23,7 +23,7 @@ struct PassWords {
   }
   // The sources of the first round, a bit for each rank; 0: not chosen yet. See RoundState.
   SWITCHYARD_HOST_DEVICE std::uint32_t* first_sources() const { return words + 2; }
-  // Each on a line of its own: all blocks poll it.
+  // Each barrier has a line of its own, because all blocks poll it.
   SWITCHYARD_HOST_DEVICE std::uint32_t* barrier(std::uint32_t i) const {
     return words + 32 * (1 + i);
   }
@@ -45,7 +45,7 @@ struct PassWords {
                                              std::uint32_t max_tiles) const {
     return gemm1_done(num_experts) + 3 * max_tiles;
   }
-  // For each tile words with four bits for every group of columns of h.
+  // Each tile has words with four bits for every group of columns of h.
   static constexpr std::uint32_t kGroupsOfWord = 8;
   SWITCHYARD_HOST_DEVICE std::uint32_t* parts_stored(std::uint32_t num_experts,
                                                      std::uint32_t max_tiles) const {
@@ -59,7 +59,7 @@ struct PassWords {
   }
 };
 
-// What a pass counts for its statistics. All but the first four concern what went to other ranks.
+// The counters of a pass's statistics. All but the first four concern traffic with other ranks.
 enum PassCounter : std::uint32_t {
   kNanLogits,
   kNanTokens,

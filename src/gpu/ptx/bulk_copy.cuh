@@ -9,7 +9,8 @@
 
 namespace switchyard::gpu {
 
-// Both blocks of a pair, for what is loaded into the same place of either's shared memory.
+// The multicast mask of both blocks of a pair. A load goes to the same place in either's shared
+// memory.
 inline constexpr std::uint16_t kBothOfPair = (1 << kPair) - 1;
 
 // Loads a box of a matrix whose first element is in column k of row `row`.
@@ -74,7 +75,7 @@ __device__ __forceinline__ void store_bytes(void* to, std::uint32_t from, std::u
                "r"(bytes)
                : "memory");
 }
-// Closes a group: all stores that this thread has issued since the last one.
+// Makes a group of all stores that this thread has issued since the last one.
 __device__ __forceinline__ void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

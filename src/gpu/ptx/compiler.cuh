@@ -1,4 +1,4 @@
-// What the compiler must not know, and one thing that it must.
+// Values that the compiler must not derive, and one fact that it must know.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,9 @@
 
 namespace switchyard::gpu {
 
-// threadIdx.x % kModulus, read from the hardware again. What is computed from threadIdx.x itself
-// the compiler moves out of the loop over tasks and keeps: dozens of addresses, for which the math
-// warps have no registers.
+// threadIdx.x % kModulus, read from the hardware again. The compiler would compute values of
+// threadIdx.x itself before the loop over tasks, and keep them: dozens of addresses, for which the
+// math warps have no registers.
 template <std::uint32_t kModulus>
 __device__ __forceinline__ std::uint32_t fresh_thread_index() {
   std::uint32_t index;

@@ -37,17 +37,17 @@ __device__ __forceinline__ std::uint32_t pack_bf16(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const std::uint32_t*>(&pair);
 }
-// In fp16. As in torch, a number beyond the range becomes infinite.
+// Packs in fp16. As in torch, a number beyond the range becomes infinite.
 __device__ __forceinline__ std::uint32_t pack_f16(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const std::uint32_t*>(&pair);
 }
-// In `type`, kBF16 or kF16.
+// Packs in `type`, kBF16 or kF16.
 __device__ __forceinline__ std::uint32_t pack(DType type, float low, float high) {
   return type == DType::kF16 ? pack_f16(low, high) : pack_bf16(low, high);
 }
 
-// Of bf16.
+// The numbers of a bf16 pair.
 
 __device__ __forceinline__ float low_half(std::uint32_t pair) {
   return __uint_as_float(pair << 16);
@@ -55,7 +55,8 @@ __device__ __forceinline__ float low_half(std::uint32_t pair) {
 __device__ __forceinline__ float high_half(std::uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
-// For each place of two pairs the number of larger magnitude, with either's sign; NaN if one is.
+// Returns, for each place of two pairs, the number of larger magnitude; NaN if one is. Its sign
+// means nothing.
 __device__ __forceinline__ std::uint32_t larger_magnitudes(std::uint32_t a, std::uint32_t b) {
   std::uint32_t larger;
   asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));

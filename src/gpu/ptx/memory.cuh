@@ -15,8 +15,8 @@ __device__ __forceinline__ std::uint32_t load_acquire_gpu(const std::uint32_t* w
       .load(cuda::memory_order_acquire);
 }
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-// Adds with release order: after everything that this thread wrote, and after what its block wrote
-// before the last block barrier that it passed.
+// Adds with release order: after all writes of this thread, and after those of its block before the
+// last block barrier that this thread passed.
 __device__ __forceinline__ void add_release_gpu(std::uint32_t* word, std::uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
@@ -135,11 +135,11 @@ __device__ __forceinline__ void copy_word_async(std::uint32_t to, const void* fr
 __device__ __forceinline__ void copy_two_words_async(std::uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
-// Makes a group of this thread's copies since the last one.
+// Makes a group of this thread's copies since the last group.
 __device__ __forceinline__ void end_copy_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// Waits for all groups but so many of the last.
+// Waits for all groups but the newest kMostPending.
 template <int kMostPending>
 __device__ __forceinline__ void await_copy_groups() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kMostPending) : "memory");

@@ -1,4 +1,4 @@
-// From logits, or from ids given, to each slot's expert and weight.
+// Chooses each slot's expert and weight from logits, or takes those that are given.
 #pragma once
 
 #include <climits>
@@ -15,7 +15,7 @@ struct GateOutcome {
   std::uint64_t bad_id = 0;
 };
 
-// Column `column + 32 j` of a token's given logits, where it is less than `end`.
+// Loads columns `column + 32 j` of a token's given logits that are below `end`.
 template <int kPerLane>
 __device__ __forceinline__ void load_logits(const RouteCall& call, std::uint32_t token,
                                             std::uint32_t column, std::uint32_t end,
@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_logits(const RouteCall& call, std::uint32_t
   }
 }
 
-// Lane k's slot of the token, from its logits.
+// Returns lane k's slot of the token, from its logits.
 template <typename Rows, typename P>
 __device__ __forceinline__ GateOutcome choose_slots(const Routing<P>& routing, std::uint32_t token,
                                                     Rows& logits, std::uint32_t parts) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ GateOutcome choose_slots(const Routing<P>& routing, s
   return outcome;
 }
 
-// Lane k's slot of the token, from logits of the gate or given.
+// Returns lane k's slot of the token, from logits of the gate or given.
 template <int kPerLane, typename P>
 __device__ __forceinline__ GateOutcome gate_token(const Routing<P>& routing, std::uint32_t slices,
                                                   std::uint32_t token, std::uint32_t parts) {
@@ -90,8 +90,8 @@ __device__ __forceinline__ GateOutcome gate_token(const Routing<P>& routing, std
   return choose_slots(routing, token, logits, parts);
 }
 
-// The same for more experts than a lane has registers for. Logits are in the ring's memory, which
-// neither the gate nor tasks need now.
+// Does the same for more experts than a lane has registers for. Logits are in the ring's memory,
+// which neither the gate nor tasks need now.
 template <typename P>
 __device__ __forceinline__ GateOutcome gate_token_in_memory(const Routing<P>& routing,
                                                             std::uint32_t slices,
@@ -130,7 +130,7 @@ __device__ __forceinline__ GateOutcome gate_token_in_memory(const Routing<P>& ro
 __device__ __forceinline__ std::int32_t given_id(const RouteCall& call, std::size_t slot) {
   if (!call.wide_ids) return static_cast<const std::int32_t*>(call.given_ids)[slot];
   const std::int64_t id = static_cast<const std::int64_t*>(call.given_ids)[slot];
-  // What no i32 holds no expert has, either.
+  // No expert has an id that an i32 cannot hold, so any invalid one may take its place.
   const auto narrow = static_cast<std::int32_t>(id);
   return narrow == id ? narrow : id < 0 ? INT_MIN : INT_MAX;
 }
@@ -151,7 +151,7 @@ __device__ __forceinline__ GateOutcome given_token(const Routing<P>& routing, st
     if (routing.call.large_ids_are_none && outcome.id >= routing.router.num_routed) outcome.id = -1;
   }
   const bool outside = outcome.id < -1 || outcome.id >= routing.router.num_routed;
-  // An expert has as many rows as tokens at most: named twice, it would have more.
+  // An expert has at most one row of each token. If a token named it twice, it would have more.
   const std::uint32_t same = __match_any_sync(~0u, outcome.id);
   if (outside || (outcome.id >= 0 && (same & ((1u << lane) - 1)) != 0)) {
     outcome.bad_id =
@@ -179,7 +179,7 @@ __device__ __forceinline__ void route_tokens(const Routing<P>& routing, std::uin
     if (routing.call.given_ids != nullptr) {
       mine = given_token(routing, token);
     } else {
-      // The variants for up to kUsualExperts, and no more of the kernel's code than that.
+      // Only up to kUsualExperts have variants: more would take too much of the kernel's code.
       const int per_lane = protocol::ceil_div(routing.router.num_routed, 32);
       static_assert(kUsualExperts <= 16 * 32);
       mine = per_lane <= 2    ? gate_token<2>(routing, slices, token, parts)
@@ -196,8 +196,8 @@ __device__ __forceinline__ void route_tokens(const Routing<P>& routing, std::uin
     }
     if (report && mine.bad_id != 0 && lane < tables.top_k) {
       atomicAdd(routing.life.state.words.counters() + kBadSlots, 1u);
-      // One of them, whichever is stored last. A table with bad ids is never skipped: it is the
-      // layer's own.
+      // The last store wins: one bad id is reported. A table with bad ids is never skipped, because
+      // it is the layer's own.
       if (!routing.call.skips_bad_ids || BadId::unpack(mine.bad_id).kind == BadId::Kind::kTable) {
         routing.life.layer.failures->bad_id = mine.bad_id;
       }

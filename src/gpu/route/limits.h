@@ -14,7 +14,7 @@ inline constexpr int kGateBoxRows = 64;
 // The number of blocks that the gate is split for, whatever the launch has: the logits' bits must
 // not depend on the launch.
 inline constexpr std::uint32_t kNominalBlocks = 128;
-// In passes in which every block routes all tokens.
+// The most slots of passes in which every block routes all tokens.
 inline constexpr std::uint32_t kMaxOwnSlots = 512;
 
 }  // namespace switchyard::gpu

@@ -1,4 +1,4 @@
-// What routing needs of the layer and of the call. Pointers are device pointers.
+// Routing's parameters of the layer and of the call. Pointers are device pointers.
 #pragma once
 
 #include <cuda.h>
@@ -10,10 +10,10 @@
 
 namespace switchyard::gpu {
 
-// Who routes a pass's tokens.
+// Which blocks route a pass's tokens.
 enum class Start {
-  kShared,     // each block its share; then all blocks wait for each other's lists
-  kEveryBlock  // each block all tokens, for itself: that saves a barrier of all blocks
+  kShared,     // each block routes its share; then all blocks wait for each other's lists
+  kEveryBlock  // each block routes all tokens for itself, which saves a barrier of all blocks
 };
 template <typename P>
 inline constexpr bool kOwnStart = P::kStart == Start::kEveryBlock;
@@ -36,7 +36,7 @@ struct BadId {
   std::uint32_t token;  // its number in the pass
   std::int32_t id;
 
-  // In one word, which is never 0 and is stored at once.
+  // Packs it into one word, which is never 0 and is stored at once.
   SWITCHYARD_HOST_DEVICE std::uint64_t pack() const {
     return std::uint64_t{static_cast<std::uint32_t>(id)} << 32 | token << 3 |
            static_cast<std::uint32_t>(kind);
@@ -49,8 +49,8 @@ struct BadId {
 
 struct RouterParams {
   int num_routed;  // experts that are chosen from; see ModelShape::num_experts
-  // [num_routed]: the place at which an expert computes this rank's tokens; null: where it is the
-  // only one and has its own number.
+  // [num_routed]: the place at which an expert computes this rank's tokens; null: each expert has
+  // one place, of its own number.
   const std::int32_t* place_of;
   CUtensorMap router_map;  // over all planes' rows: boxes of kGateBoxRows rows
   routing::DeviceRouting routing;
@@ -78,7 +78,7 @@ struct ListParams {
 };
 
 struct RouteCall {
-  // Over the activations in bf16, boxes like router_map's: in large passes with a gate.
+  // A map over the activations in bf16, in boxes like router_map's, for large passes with a gate.
   CUtensorMap x_map;
   bool gated;                 // experts are chosen here, or the shared one is weighed
   const void* given_ids;      // [T, K] i32 or, if wide_ids, i64; or null

@@ -57,9 +57,9 @@ struct RoundFacts {
   bool fp8;             // products of FP8, twice as fast
 };
 
-// The time that a second round costs if the late rank then was hardly late: weights are read once
-// more, as far as that is not hidden behind products, and the kernel drains and fills once more.
-// That takes longer, the longer its tasks are: about a sixth of a pass was measured, see
+// The time that a second round costs if the late rank turns out to be hardly late: weights are read
+// once more, as far as that is not hidden behind products, and the kernel drains and fills once
+// more. This takes longer, the longer the tasks are: about a sixth of a pass was measured, see
 // docs/lab/ranks-and-arrivals.md. Waiting as long as the mistake costs is never worse than twice
 // the best.
 constexpr double patience_ns(const RoundFacts& facts) {
@@ -67,12 +67,13 @@ constexpr double patience_ns(const RoundFacts& facts) {
   constexpr double kBytesPerNs = 4000;
   constexpr double kProductsPerNs = 325'000;  // of bf16
   constexpr double kShareOfPass = 1.0 / 6;
-  // With so many rows of an expert, products take as long as reading its weights.
+  // With so many rows per expert, products take as long as reading its weights.
   constexpr double kBalancedRows = 200;
   // (The host does not know other ranks' tokens and assumes as many as its own.)
   const double rows = static_cast<double>(facts.tokens) * facts.num_ranks * facts.top_k /
                       std::max(1, facts.num_experts);
-  // In readings: two rounds of half the rows, and one of all, each take at least one.
+  // The readings of weights that it adds: two rounds of half the rows, and one of all, each take at
+  // least one.
   const double more = std::clamp(2 - rows / kBalancedRows, 0.0, 1.0);
   const double pass_ns = facts.products / (kProductsPerNs * (facts.fp8 ? 2 : 1));
   return kBetweenNs + more * facts.weight_bytes / kBytesPerNs + kShareOfPass * pass_ns;

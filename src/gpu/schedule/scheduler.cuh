@@ -125,8 +125,8 @@ __device__ __forceinline__ void describe_first(const Schedule<P>& schedule, bool
                            paired == 0 ? 0 : rank_in_pair());
   if constexpr (P::kRounds) {
     if (task.kind == TaskKind::kNone && !schedule.table.last_round()) {
-      // Of a first round that has fewer tasks than there are blocks. The first task is one in any
-      // case: combining tokens that do not exist.
+      // A first round may have fewer tasks than there are blocks. This block's first task is then
+      // to combine tokens that do not exist.
       task.kind = TaskKind::kCombine;
       task.tile = schedule.progress.tokens;
     }
@@ -138,9 +138,9 @@ __device__ __forceinline__ void describe_first(const Schedule<P>& schedule, bool
   if (!rehearsal) arrive(shared_address(&schedule.queue.block.task_full[0]));
 }
 
-// When the first of two rounds has no more tasks, next_round(stored) is called, where `stored` says
-// that all of the block's tasks are; it returns false if the pass was given up. It is not called if
-// the role ends before.
+// Runs the scheduler's role. When the first of two rounds has no more tasks, it calls
+// next_round(stored), where `stored` says that all of the block's tasks are. next_round() returns
+// false if the pass was given up. It is not called if the role ends before.
 template <typename P, typename NextRound>
 __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule,
                                                NextRound&& next_round) {

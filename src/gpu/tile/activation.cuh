@@ -22,7 +22,7 @@ __device__ __forceinline__ float activate_ramp(const ActivationForm& form, float
   const float r = at_least(v, form.least);
   return form.squares ? r * r : r;
 }
-// Activates sums in place. Of every kStep of them the first kPart are gate's, if kGated, and are
+// Activates sums in place. If kGated, the first kPart of every kStep sums are gate's and are
 // multiplied by up's, which follow them.
 template <int kPart, int kStep, bool kGated, int kCount>
 __device__ __forceinline__ void activate_sums(const ActivationForm& form, float (&sums)[kCount]) {
@@ -50,7 +50,7 @@ class HiddenValues {
  public:
   __device__ explicit HiddenValues(const ActivationForm& form) : form_(form), slope_(form.first) {}
 
-  // Before the first value.
+  // Called before the first value.
   template <int kStep, int kCount>
   __device__ __forceinline__ void prepare(float (&sums)[kCount]) const {
     if constexpr (!kSilu) activate_sums<kGated ? kPart : kStep, kStep, kGated>(form_, sums);

@@ -51,9 +51,6 @@ struct Epilogue {
   __device__ float weight(std::uint32_t group, std::uint32_t row) const {
     return __uint_as_float(entry(group, row));
   }
-  __device__ void note_weight(std::uint32_t group, std::uint32_t row, float weight) const {
-    entry(group, row) = __float_as_uint(weight);
-  }
   __device__ std::uint16_t* output(std::uint32_t group, std::uint32_t row) const {
     return reinterpret_cast<std::uint16_t*>(rows[group][row]);
   }

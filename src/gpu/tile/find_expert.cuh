@@ -1,4 +1,4 @@
-// Which expert a tile or a row is of.
+// Finds the expert of a tile or a row.
 #pragma once
 
 #include <cstdint>

@@ -123,15 +123,15 @@ struct SlottedTokens {
   }
 };
 
-// Where 16 bytes of a token, `chunk` of its 128, lie in a stage's tokens: as the copy engine would
-// put them.
+// Returns the place of a token's 16 bytes `chunk`, of 128, in a stage's tokens. The copy engine
+// would put them there, too.
 __device__ __forceinline__ std::uint32_t swizzled_place(std::uint32_t row, std::uint32_t chunk) {
   return row * kStageRowBytes + ((chunk ^ (row & 7)) << 4);
 }
 
 inline constexpr std::uint32_t kUnitBytes = kUnitRows * kStageRowBytes;
 
-// True if other warps load the rows: the caller of load_scaled_tile() has their scales alone.
+// True if other warps load the rows: load_scaled_tile() then loads their scales only.
 template <typename Rows>
 inline constexpr bool kScalesAlone = requires {
   requires Rows::kScalesAlone;

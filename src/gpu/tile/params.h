@@ -1,4 +1,4 @@
-// What tiles are multiplied from and into, as the host hands it to kernels. Pointers are device
+// The operands and outputs of tiles, as the host hands them to kernels. Pointers are device
 // pointers.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace switchyard::gpu {
 
 struct ModelShape {
   int hidden;
-  // The number of places of experts, which everything behind the routing takes for experts; see
+  // The number of places of experts. Everything after the routing takes places for experts; see
   // RouterParams::place_of.
   int num_experts;
   int top_k;
@@ -27,10 +27,10 @@ struct TokenMaps {
   CUtensorMap many, few;
 };
 
-// Maps over the same weights: for those that one task reads, 128 bytes of a row at a time, and for
-// those that several tiles' tasks read, with the next 128 brought into the L2 cache, too. Where
-// weights are read once, these are often gone before they are wanted and come again: a third more
-// from the other half of the cache, and some from memory.
+// Maps over the same weights. `once` is for weights that one task reads, 128 bytes of a row at a
+// time. `again` is for weights that the tasks of several tiles read: it brings the next 128 bytes
+// into the L2 cache, too. Where weights are read once, those bytes are often gone before they are
+// wanted and come again: a third more from the other half of the cache, and some from memory.
 struct WeightMaps {
   CUtensorMap once, again;
 };
@@ -47,7 +47,7 @@ struct FfnParams {
   // and up's for a gated first GEMM; for 128 columns.
   const float* gemm1_scales = nullptr;
   const float* gemm2_scales = nullptr;
-  // What products are multiplied by where weights have a scale for every row; else null.
+  // Scales of rows, which multiply products; null where weights have none.
   const float* gate_scale = nullptr;  // [E, I]
   const float* up_scale = nullptr;    // [E, I]
   const float* down_scale = nullptr;  // [E, H]
@@ -58,7 +58,7 @@ struct FfnParams {
   std::uint32_t gemm1_rows = 0;       // of weights: I, twice if gated
   std::uint32_t gemm2_rows = 0;       // H
   // Whether the products of the first or second GEMM take more than the activation: scales of rows,
-  // biases, clamps, weights on the input. Few models have any; the others ask once.
+  // biases, clamps, weights on the input. Few models have any; the others test this once.
   bool more_of_first = false, more_of_second = false;
 };
 struct ExpertParams {
@@ -85,8 +85,8 @@ struct ActivationParams {
   bool clamps;  // limit or up_bias have an effect
 };
 
-// h, what first GEMMs store and second ones load: slots with room for a tile of most tokens. The
-// elements are those of the policy's tokens.
+// h, which first GEMMs store and second ones load, in slots that each have room for the highest
+// tile. The elements are those of the policy's tokens.
 struct HiddenParams {
   // [h_slots, tokens, h_stride]. Small passes in FP8 have it in bf16, too, behind the codes: see
   // HiddenSlots::first_row().

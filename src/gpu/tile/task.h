@@ -29,7 +29,7 @@ struct TileTask {
   const std::uint32_t* list;
 };
 
-// What roles rehearse before their first task: one stage of the first tile's first GEMM, which
+// The task that roles rehearse before their first: one stage of the first tile's first GEMM, which
 // waits for nothing.
 constexpr TileTask rehearsed_task() {
   TileTask task{};

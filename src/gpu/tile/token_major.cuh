@@ -27,7 +27,7 @@ __device__ __forceinline__ void apply_columns(const float* vector, std::uint32_t
   }
 }
 
-// Products of a first GEMM, before the activation.
+// Finishes the products of a first GEMM, up to the activation.
 template <int kTaskBoxes, bool kGated, typename C, typename FetchWeights>
 __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, const TileTask& task,
                                                 std::uint32_t group, FetchWeights&& fetch_weights,
@@ -81,9 +81,9 @@ __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, con
   }
 }
 
-// A group of 128 columns of h, or the warpgroup's half of it, from bf16 to codes and scales.
-// values[n][r]: columns 8 n + 2 t and the next of the lane's first and second token, from column0;
-// overwritten.
+// Quantizes a group of 128 columns of h, or the warpgroup's half of it, from bf16 to codes and
+// scales. values[n][r]: columns 8 n + 2 t and the next of the lane's first and second token, from
+// column0; overwritten.
 template <int kTaskBoxes, int kOctets, typename C>
 __device__ __forceinline__ void store_codes(const Epilogue<C>& epilogue, const TileTask& task,
                                             const HiddenParams& layer, std::uint32_t group,
@@ -118,12 +118,12 @@ __device__ __forceinline__ void store_codes(const Epilogue<C>& epilogue, const T
     named_barrier<kMathGroups * kWarpgroup>(kBothGroups);
 #pragma unroll
     for (int r = 0; r < 2; ++r) most[r] = at_least(most[r], shared[group ^ 1][row + 8 * r]);
-    // Now the next tile's may be written.
+    // After this barrier the next tile's maxima may be written.
     named_barrier<kMathGroups * kWarpgroup>(kBothGroups);
   }
   const std::uint32_t staged = fresh_thread_index<32>() / 4;
   const std::size_t to = std::size_t{slot} * kMaxHeight<C> * layer.h_stride + column0;
-  // The second token's values take the place of the first's: half of the code.
+  // The second token's values take the place of the first's, which halves the code.
 #pragma unroll 1
   for (std::uint32_t left = untold<2>(), row = row0;;) {
     const GroupScale scale = group_scale(most[0]);
@@ -200,7 +200,7 @@ __device__ __forceinline__ void finish_hidden(const Epilogue<C>& epilogue, const
   }
 }
 
-// Scales and biases of a second GEMM.
+// Applies the scales and biases of a second GEMM.
 template <int kTaskBoxes, typename C>
 __device__ __forceinline__ void finish_sums(const Epilogue<C>& epilogue, const TileTask& task,
                                             std::uint32_t group, TokenMajorSums<kTaskBoxes>& acc) {
@@ -233,8 +233,8 @@ __device__ __forceinline__ void finish_rows(const Epilogue<C>& epilogue, const T
       (task.block * 2 + token_major_box<kTaskBoxes>(0, group)) * kBoxColumns;
   const std::uint32_t row0 = token_major_row<kTaskBoxes>();
   const WarpStaging staging(epilogue, group);
-  // 64 columns at a time; the second box's sums take the place of the first's, which costs less
-  // than to fetch the same code again.
+  // Stores 64 columns at a time. The second box's sums take the place of the first's, which costs
+  // less than fetching the same code again.
   std::uint32_t column = column0;
 #pragma unroll 1
   for (std::uint32_t left = untold<kTaskBoxes>();;) {

@@ -11,8 +11,8 @@
 
 namespace switchyard::gpu {
 
-// Combines each accumulator with a number that the model has for its weight row, of which this
-// thread has two: acc = op(acc, number). What few models have is done in steps of their own: so the
+// Combines each accumulator with a number that the model has for its weight row: acc = op(acc,
+// number). A thread has two weight rows. Features of few models are steps of their own, so the
 // usual epilogue has half as many instructions to execute and to fetch.
 template <int N, typename Op>
 __device__ __forceinline__ void apply_rows(const float* first, const float* second,
@@ -38,8 +38,8 @@ __device__ __forceinline__ void weigh_input(const Epilogue<C>& epilogue, std::ui
   }
 }
 
-// Products of a first GEMM, before the activation. The thread's gate and up are its first and
-// second weight row.
+// Finishes the products of a first GEMM, up to the activation. The thread's gate and up are its
+// first and second weight row.
 template <int N, bool kGated, typename C, typename FetchWeights>
 __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, const TileTask& task,
                                                 std::uint32_t group, std::uint32_t row,
@@ -105,7 +105,7 @@ __device__ __forceinline__ void finish_hidden(const Epilogue<C>& epilogue, const
       });
 }
 
-// Scales and biases of a second GEMM. `biased`: of the parts of a split GEMM one adds the bias.
+// Applies the scales and biases of a second GEMM. `biased`: one part of a split GEMM adds the bias.
 template <int N, typename C>
 __device__ __forceinline__ void finish_sums(const Epilogue<C>& epilogue, const TileTask& task,
                                             std::uint32_t group, bool biased, float (&acc)[N / 2]) {
