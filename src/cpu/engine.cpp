@@ -87,8 +87,8 @@ std::size_t intermediate_slot_bytes(const LayerState& layer, bool stages_rows) {
          static_cast<std::size_t>(layer.tile.max_height) * layer.cell_bytes();
 }
 
-// What passes of the layer work in, by its spec, compute type, max_tokens and partition of experts.
-// `hosts`: null in a world of one host.
+// The memory that passes of the layer need, by its spec, compute type, max_tokens and partition of
+// experts. `hosts` is null in a world of one host.
 MemoryNeeds needs_of(const LayerState& layer, int threads, const network::Hosts* hosts,
                      bool pre_sum_per_host) {
   const bool sums = hosts != nullptr && pre_sum_per_host;
@@ -140,7 +140,7 @@ TraceWait to_wait(Phase phase) {
   return TraceWait::kNothing;
 }
 
-// The last that a thread lacked before it had a task.
+// The last input that a thread lacked before it had a task.
 struct Waited {
   TraceWait wait = TraceWait::kNothing;
   std::int32_t peer = -1;
@@ -151,7 +151,8 @@ struct Waited {
   }
 };
 
-// What the whole rank does in turn, on the thread that called forward(). It ends with the scope.
+// Traces a step of the whole rank, on the thread that called forward(). The step ends with the
+// scope.
 class Stage {
  public:
   Stage(ThreadTrace* trace, TraceKind kind, std::int64_t rows, const Waited& waited = {})
@@ -213,12 +214,12 @@ class Engine final : public LayerEngine {
   void convert_router();
   void place_experts(const ExpertPlacement& placement);
   void send_to_places();
-  // Of experts on all ranks; without a placement an expert's place is its number.
+  // The places of experts on all ranks. Without a placement an expert's place is its number.
   int num_places() const {
     return ExpertPlacement{layer_.expert_at}.num_places(layer_.spec.num_experts);
   }
   ExpertRange own_places() const { return own_experts(num_places(), world_.rank(), world_.size()); }
-  // Threads and their buffers: what this rank may not be able to get.
+  // Makes threads and their buffers, which this rank may fail to get.
   void make_processors(int threads);
   std::size_t most_tiles() const;
   void begin_pass(const ForwardInput& input, const ForwardOutput& output, std::uint64_t epoch);
@@ -319,13 +320,13 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   abort_hook_.emplace(world_.fabric(), [heaps = layer_.heaps] {
     const std::uint64_t word = protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1);
     for (int r = 0; r < heaps.size(); ++r) {
-      // What ended the world before is what all ranks are told.
+      // All ranks are told the failure that ended the world first.
       protocol::compare_exchange(&heaps.control(r)->abort, std::uint64_t{0}, word);
     }
   });
 
-  // Told to all ranks if it fails here. Also a barrier: nobody writes into a heap before everybody
-  // has mapped it.
+  // A failure here is told to all ranks. This is also a barrier: no rank writes into a heap before
+  // all ranks have mapped it.
   attempt_together(world.fabric(), [&] {
     make_processors(threads);
     if (options_.recorded_steps == 0) return;
@@ -336,7 +337,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   });
 }
 
-// What is made of the weights: again when they change.
+// Prepares all that is derived from the weights; called again when they change.
 void Engine::prepare_weights() {
   const LayerSpec& spec = layer_.spec;
   const ExpertRange own = own_places();
@@ -357,7 +358,8 @@ void Engine::prepare_weights() {
   if (!router.empty() && !router_as_is) convert_router();
 }
 
-// All else is read where it is, in every pass. To convert the router there would cost time.
+// Converts the router once, because that would cost time in every pass. All other weights are read
+// where they are.
 void Engine::convert_router() {
   const MatrixView& router = weights_.router;
   router_f32_.resize(static_cast<std::size_t>(router.rows * router.cols));
@@ -563,7 +565,7 @@ void Engine::skip_bad_tokens(const ForwardInput& input) {
   }
 }
 
-// Whatever the experts and gates will read of a token, unless it is there already.
+// Makes the forms of a token that experts and gates read, unless they are there already.
 void Engine::prepare_token(const MatrixView& x, std::int64_t token) {
   if (pass_.x == memory_->converted()) {
     kernels().convert(x.row(token), x.dtype,
@@ -585,8 +587,8 @@ void Engine::prepare_token(const MatrixView& x, std::int64_t token) {
   }
 }
 
-// From here on ids are those of places, which the protocol takes for experts; finish() turns them
-// back.
+// Replaces ids of experts by those of places, which the protocol takes for experts. finish() turns
+// them back.
 void Engine::send_to_places() {
   if (place_of_.empty()) return;
   for (std::int32_t& id : pass_.ids) {
@@ -594,7 +596,8 @@ void Engine::send_to_places() {
   }
 }
 
-// What this rank has for each expert and each rank, and each slot's place in its lists.
+// Lists this rank's slots by expert and its tokens by rank, and notes each slot's place in these
+// lists.
 void Engine::list_slots() {
   const protocol::ExpertPartition& experts = layer_.heaps.experts;
   pass_.counts.assign(static_cast<std::size_t>(num_places()), 0);
@@ -650,7 +653,8 @@ void Engine::publish_counts() {
   }
 }
 
-// To all ranks of the gateway's host. What follows in this lane follows the counts.
+// Sends the counts to all ranks of the gateway's host. Later records of this lane arrive behind
+// them.
 void Engine::send_counts(int gateway) {
   const std::uint64_t flag = std::uint64_t{protocol::flag_of(pass_.epoch)} << 32;
   std::vector<std::uint64_t> row;
@@ -684,8 +688,8 @@ std::size_t Engine::most_tiles() const {
          rows / u(layer_.tile.max_height);
 }
 
-// Lists what needs nobody's counts: the shared expert's tiles, sending, and what is last,
-// combining.
+// Lists the tasks that need no other rank's counts: the shared expert's tiles, sending, and, as the
+// last, combining.
 void Engine::start_tasks() {
   pass_.tiles.clear();
   pass_.placement.clear();
@@ -745,7 +749,7 @@ void Engine::run_tasks() {
 }
 
 // Places rows if it is time (see Scheduler); returns true if it did. The thread has nothing else to
-// do, for the reason `waited`, which then is at an end.
+// do, for the reason `waited`, and placing rows ends that wait.
 bool Engine::place(const CoreLease& lease, ThreadTrace* trace, Waited& waited) {
   if (scheduler_.all_placed()) return false;
   if (trace != nullptr) {
@@ -761,7 +765,7 @@ bool Engine::place(const CoreLease& lease, ThreadTrace* trace, Waited& waited) {
   return true;
 }
 
-// Empty once all tasks are complete, or where the pass has failed. With a trace, `waited` becomes
+// Returns no task once all are complete, or if the pass has failed. With a trace, `waited` becomes
 // what was lacking at the last look.
 std::optional<protocol::Task> Engine::await_task(CoreLease& lease, ThreadTrace* trace,
                                                  Waited& waited) {
@@ -868,8 +872,8 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
   stats_.epoch = pass_.epoch;
   stats_.tokens = pass_.tokens;
   std::uint64_t rows_sent = 0, rows_received = 0, tokens_sent = 0, tokens_received = 0;
-  // Of tokens that hosts sum: rows whose sums this rank keeps, those of its experts, and its own
-  // tokens' on other hosts.
+  // Rows of tokens that hosts sum: those whose sums this rank keeps, those of them that its experts
+  // have, and those of its own tokens on other hosts.
   std::uint64_t collected = 0, collected_own = 0, summed_slots = 0;
   std::uint32_t fullest = 0;
   stats_.tokens_per_expert.assign(static_cast<std::size_t>(spec().num_experts), 0);

@@ -40,7 +40,7 @@ using Step = ProtocolStep::Kind;
 
 // Tokens or rows that a thread takes at a time.
 constexpr std::size_t kChunk = 32;
-// So little is sent sooner than other threads are awake.
+// One thread sends this little before other threads are awake.
 constexpr std::size_t kAloneBytes = 256 << 10;
 constexpr std::size_t kMostTraceEvents = 1 << 14;
 
@@ -50,7 +50,7 @@ struct HostToken {
   std::uint32_t first_place = 0;  // among the host's places; the next token's is behind the last
   std::uint32_t slots = 0;        // a bit for each k whose expert is on the host
 };
-// Where it goes: to a rank's pool, at a position.
+// A destination of such a token: a position in a rank's pool.
 struct HostPlace {
   int rank = 0;
   std::uint32_t position = 0;
@@ -71,8 +71,8 @@ struct Arrival {
 
 class Handle final : public ExchangeHandle::State {
  public:
-  // Of the dispatch that made the contents; parts of it travel with flags, so that ranks notice
-  // where they reuse different ones.
+  // The number of the dispatch that made the contents. Parts of it travel with flags, so that ranks
+  // notice if they reuse different dispatches.
   std::uint64_t layout = 0;
   // This rank's tokens.
   std::vector<std::int32_t> places;                   // [T, K]: the place of each slot, or -1
@@ -80,7 +80,7 @@ class Handle final : public ExchangeHandle::State {
   std::vector<std::vector<std::uint32_t>> tokens_to;  // [ranks]: tokens that each rank gets
   std::vector<std::vector<ExchangeEntry>> entries_to;
   std::vector<ForHost> for_host;  // [ranks]: with the gateway of a host; empty on one host
-  // What this rank received.
+  // Rows that this rank received.
   bool planned = false;
   std::vector<std::int64_t> ends;                 // [own experts]
   std::vector<std::vector<std::uint32_t>> count;  // [ranks][own experts]
@@ -90,7 +90,7 @@ class Handle final : public ExchangeHandle::State {
   // [ranks], where this host sums: for each arrival the slots of its token on this host.
   std::vector<std::vector<std::uint32_t>> host_slots;
   std::int64_t layout_rows = 0;  // that the layout has
-  std::int64_t end_of_rows = 0;  // one behind the last row that is somebody's
+  std::int64_t end_of_rows = 0;  // one behind the last row of an expert
 };
 
 void require_no_stream(const void* stream) {
@@ -167,7 +167,7 @@ class Engine final : public ExchangeEngine {
   void list_arrivals(Handle& handle, int source) const;
   void await_arrived(int source, std::uint64_t layout);
   void put_rows(const DispatchOutput& output, const Handle& handle, int source);
-  // A result for a cell is made at place(cell); stored(cell) follows.
+  // Makes the result for a cell at place(cell), and then calls stored(cell).
   template <typename Place, typename Stored>
   void return_rows(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
                    std::size_t end, const Place& place, const Stored& stored) const;
@@ -199,7 +199,7 @@ class Engine final : public ExchangeEngine {
   // Waits until ready(); `missing` as in wait_until().
   template <typename Ready, typename WhatIsMissing>
   void wait(const Call& call, Ready&& ready, WhatIsMissing&& missing);
-  // Until the abort word is raised, for a second at most.
+  // Waits until the abort word is raised, for a second at most.
   void await_abort() const;
   [[noreturn]] void fail();
   [[noreturn]] void refuse_mixture(int source, std::uint64_t expected, std::uint64_t observed);
@@ -272,13 +272,13 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
   abort_hook_.emplace(world_.fabric(), [heaps = heaps_] {
     const std::uint64_t word = protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1);
     for (int r = 0; r < heaps.size(); ++r) {
-      // What ended the world before is what all ranks are told.
+      // All ranks are told the failure that ended the world first.
       protocol::compare_exchange(&heaps.control(r)->abort, std::uint64_t{0}, word);
     }
   });
 
-  // Told to all ranks if it fails here. Also a barrier: nobody writes into a heap before everybody
-  // has mapped it.
+  // A failure here is told to all ranks. This is also a barrier: no rank writes into a heap before
+  // all ranks have mapped it.
   attempt_together(world.fabric(), [&] {
     const int threads = threads_of(options_.num_threads, num_ranks());
     if (problem_.quantised()) {
@@ -345,14 +345,14 @@ void Engine::dispatch_send(const DispatchInput& input, State& state) {
   }
 }
 
-// What each rank gets: its tokens, each once, and its rows, by expert.
+// Lists what each rank gets: its tokens, each once, and its rows, by expert.
 void Engine::list_slots(Handle& handle) const {
   const auto ranks = static_cast<std::size_t>(num_ranks());
   const auto top_k = static_cast<std::size_t>(spec().top_k);
   handle.tokens_to.resize(ranks);
   handle.entries_to.resize(ranks);
   for (auto& tokens : handle.tokens_to) tokens.clear();
-  // Where the next row of each place goes in its rank's list: first how many there are.
+  // The index of each place's next row in its rank's list; at first the number of its rows.
   std::vector<std::uint32_t> next(static_cast<std::size_t>(problem_.places.num_experts));
   for (const std::int32_t place : handle.places) {
     if (place >= 0) ++next[static_cast<std::size_t>(place)];
@@ -377,7 +377,7 @@ void Engine::list_slots(Handle& handle) const {
   if (remote_) list_for_hosts(handle);
 }
 
-// The tokens of all ranks of a host, in order, each with its places in their pools.
+// Lists the tokens for all ranks of a host, in order, each with its places in their pools.
 void Engine::list_for_hosts(Handle& handle) const {
   handle.for_host.assign(static_cast<std::size_t>(num_ranks()), {});
   for (int gateway = 0; gateway < num_ranks(); ++gateway) {
@@ -457,7 +457,7 @@ void Engine::prepare_tokens(const MatrixView& tokens) {
   for_chunks(static_cast<std::size_t>(tokens.rows), event, [&](std::size_t begin, std::size_t end) {
     std::vector<std::uint16_t> row(
         tokens.dtype == DType::kBF16 ? 0 : static_cast<std::size_t>(spec().hidden));
-    // Behind the codes scales may be at any address, so they are made here.
+    // Scales are made here first, because behind the codes they may be unaligned.
     std::vector<float> scales(static_cast<std::size_t>(problem_.groups()));
     for (std::size_t t = begin; t < end; ++t) {
       const void* from = tokens.row(static_cast<std::int64_t>(t));
@@ -523,7 +523,7 @@ void Engine::send_tokens(const MatrixView& tokens, const Handle& handle, bool en
           protocol::store_release(heap_.arrived(heaps_.base[to], dispatch_.number, rank()), value);
           return;
         }
-        // With the gateway's tokens went those of all ranks of its host.
+        // The gateway's tokens included those of all ranks of its host.
         if (remote_.via(to) != to) return;
         for (const int r : remote_.ranks_beside(to)) {
           step(Step::kArrived, r, dispatch_);
@@ -553,7 +553,8 @@ void Engine::send_to_host(const MatrixView& tokens, const Handle& handle, int ga
                  list.size() * sizeof(ExchangeEntry));
   }
   const ForHost& list = handle.for_host[static_cast<std::size_t>(gateway)];
-  // As in a pool: what travels with the codes is behind them, at its offset.
+  // The row has the layout of a pool: scales and attached bytes stand behind the codes, at their
+  // offset.
   const std::size_t others = problem_.wire_bytes() - problem_.token_bytes();
   std::vector<std::byte> row(others == 0 ? problem_.token_bytes() : heap_.scale_offset() + others);
   std::vector<network::Target> targets;
@@ -621,7 +622,7 @@ std::int64_t Engine::rows_needed(State& state, void*) {
   return handle.layout_rows;
 }
 
-// Where every source's rows go, once all counts have come.
+// Waits for all counts, and computes where every source's rows go.
 void Engine::plan(Handle& handle) {
   if (handle.planned) return;
   await_counts(handle);
@@ -718,7 +719,7 @@ void Engine::await_arrived(int source, std::uint64_t layout) {
   }
 }
 
-// The rows of a source whose entries have come.
+// Lists the rows of a source whose entries have come.
 void Engine::list_arrivals(Handle& handle, int source) const {
   const ExchangeEntry* entry = heap_.entries(heaps_.mine(), dispatch_.number, source);
   const std::vector<std::int64_t> first = first_rows(spec().layout, handle.ends);
@@ -835,7 +836,7 @@ void Engine::combine_send(const CombineInput& input, State& state) {
     if (sums_per_host(r) || problem_.without_results) {
       rows = 0;  // in host_rows_, or none
     } else if (spec().pre_sum) {
-      // One for each token; the pool has each once.
+      // One row goes back for each token, and the pool has each token once.
       rows = 0;
       for (const Arrival& arrival : arrivals) {
         rows = std::max<std::size_t>(rows, arrival.position + 1);
@@ -848,7 +849,7 @@ void Engine::combine_send(const CombineInput& input, State& state) {
   stats_.combine_bytes = static_cast<std::uint64_t>(stats_.rows_returned) * problem_.result_bytes();
 }
 
-// Of a rank of another host: results are made here, and then sent to their cells.
+// Returns results to a rank of another host: makes them here, and then sends them to their cells.
 void Engine::return_to_host(const CombineInput& input, const Handle& handle, int to,
                             std::size_t begin, std::size_t end) {
   if (sums_) return return_sums_of_host(input, handle, to, begin, end);
@@ -885,8 +886,7 @@ void Engine::return_rows(const CombineInput& input, const Handle& handle, int to
   }
 }
 
-// The sums of tokens of which a row stands in [begin, end) of the order by token, and no row
-// before.
+// Returns the sums of tokens whose first row stands in [begin, end) of the order by token.
 template <typename Place, typename Stored>
 void Engine::return_sums(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
                          std::size_t end, const Place& place, const Stored& stored) const {
@@ -911,8 +911,8 @@ void Engine::return_sums(const CombineInput& input, const Handle& handle, int to
   }
 }
 
-// As return_sums(), with the rows that this host's other ranks have: whoever has the last sums
-// them.
+// Like return_sums(), but with the rows of this host's other ranks: the rank with a token's last
+// row sums them all.
 void Engine::return_sums_of_host(const CombineInput& input, const Handle& handle, int to,
                                  std::size_t begin, std::size_t end) {
   const auto& arrivals = handle.arrivals[static_cast<std::size_t>(to)];
@@ -973,7 +973,8 @@ void Engine::return_sums_of_host(const CombineInput& input, const Handle& handle
 void Engine::combine_recv(const CombineOutput& output, State& state) {
   auto& handle = static_cast<Handle&>(state);
   set_free();
-  // All ranks, also those that had no rows: the flag is their leave to send the combine after next.
+  // Waits for all ranks, also those without rows: a rank's flag also says that it has received the
+  // previous combine, whose window the next one uses.
   for (int i = 0; i < num_ranks(); ++i) {
     const int source = peer(i);
     const std::uint64_t* const flag = heap_.returned(heaps_.mine(), combine_.number, source);
@@ -1042,7 +1043,7 @@ void Engine::send_to_all(std::size_t item_bytes, const Items& items, const Body&
   std::vector<Part> parts(static_cast<std::size_t>(num_ranks()));
   std::size_t tasks = 0, all_items = 0;
   for (int i = 0; i < num_ranks(); ++i) {
-    // This rank itself last: others wait for their flags.
+    // This rank comes last, because the others wait for their flags.
     Part& part = parts[static_cast<std::size_t>(i)];
     part.to = peer(i + 1);
     part.items = items(part.to);

@@ -22,7 +22,7 @@ std::byte* element(void* data, std::int64_t i, DType dtype) {
 
 }  // namespace
 
-// What calls have in common.
+// The state that all calls share.
 struct GroupedGemmEngine::Problem {
   // Rows of a weight that are gate's or up's: first, first + step, ...
   struct Rows {
@@ -147,9 +147,9 @@ class GroupedGemmEngine::Worker {
   void activate(const Call& call, const Tile& tile, int first, int m);
   void store_product(const Call& call, const Tile& tile, int first, int m);
   void store_products(const Call& call, const Tile& tile, int first, int m);
-  // Rows of a block in scratch, [rows][m] of `dtype`, to the output, times their weights.
+  // Stores rows of a block in scratch, [rows][m] of `dtype`, in the output, times their weights.
   void store_rows(const Call& call, const Tile& tile, int first, int m, DType dtype);
-  // Of a block of gate's or up's rows; null where there are none.
+  // Returns the biases of a block of gate's or up's rows; null if there are none.
   const float* bias(const Tile& tile, const WeightBlock& block, std::vector<float>& scratch) const {
     const std::vector<VectorView>& all = problem_.weights.biases;
     if (all.empty()) return nullptr;
@@ -174,7 +174,7 @@ class GroupedGemmEngine::Worker {
   const Kernels& kernels_;
   ExpertGemm gemm_;
   std::vector<std::byte> gathered_;  // one tile, [padded][K] in the GEMM's type
-  std::uint64_t gathered_call_ = 0;  // whose tile that is; 0: nobody's
+  std::uint64_t gathered_call_ = 0;  // the call of that tile; 0: none
   std::size_t gathered_tile_ = 0;
   std::vector<std::byte> row_;  // a token on its way there, in the value type
   std::vector<float> product_gate_, product_up_;
@@ -199,7 +199,7 @@ void GroupedGemmEngine::Worker::gather(const Call& call, std::size_t tile_index)
   gathered_tile_ = tile_index;
 }
 
-// As the layer reads a token: first in the type of values, then in that of the GEMM.
+// Reads a token as the layer does: rounds it to the type of values, and then to that of the GEMM.
 void GroupedGemmEngine::Worker::read_row(const MatrixView& x, std::int64_t row, std::byte* to) {
   const std::int64_t k = problem_.spec.k;
   if (x.dtype == DType::kF8E4M3) {

@@ -108,7 +108,7 @@ void dequantize(const std::uint8_t* in, const float* scales, std::int64_t scale_
 void quantize(const std::uint16_t* in, std::uint8_t* codes, float* scales, std::int64_t count) {
   for (std::int64_t begin = 0; begin < count; begin += kQuantGroup) {
     const std::int64_t end = begin + kQuantGroup < count ? begin + kQuantGroup : count;
-    // As integers, magnitudes of floats are in order, with infinity and then NaN above all others.
+    // Magnitudes of floats compare as integers, with infinity and then NaN above all others.
     int largest = 0;
     for (std::int64_t i = begin; i < end; ++i) {
       const int magnitude = in[i] & 0x7fff;

@@ -59,9 +59,9 @@ class HostPace : public protocol::WaitsAlone {
  private:
   static constexpr std::uint32_t kFirstYield = 32, kFirstSleep = 512;
   static constexpr std::uint64_t kLongestSilence = 1'000'000;  // ns
-  // What comes from another host takes hundreds of microseconds. Ranks that slept through them
-  // would wait for each other's sleeps, pass after pass. So a thread that waits for all of its rank
-  // may stay awake for so long, where yields are so short that nobody else wants the core.
+  // Data from another host takes hundreds of microseconds. Ranks that slept meanwhile would wait
+  // for each other's sleeps, pass after pass. So a thread that waits for all of its rank may stay
+  // awake for kAwake, if yields are so short that nobody else wants the core.
   static constexpr std::uint64_t kAwake = 2'000'000, kBriefYield = 2'000;  // ns
 
   static std::uint64_t clock() { return static_cast<std::uint64_t>(trace::now_ns()); }

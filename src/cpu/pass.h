@@ -1,5 +1,5 @@
-// What the actors of one rank share: the layer, which stays, and the pass, which is made anew for
-// every forward.
+// The state that the actors of one rank share: the layer, which stays, and the pass, which is new
+// for every forward.
 #pragma once
 
 #include <algorithm>
@@ -117,11 +117,12 @@ struct Pass {
   // [tokens, H] of LayerState::value; null if they came quantised.
   const std::byte* x = nullptr;
   std::int64_t x_row_bytes = 0;
-  // The same as the experts get them: LayerState::wire_bytes() of each, which may be those of x.
+  // The same tokens as the experts get them: LayerState::wire_bytes() of each, which may be those
+  // of x.
   const std::byte* wire = nullptr;
   std::int64_t wire_row_bytes = 0;
-  // Slots of intermediate activations, [padded rows, I] each. As many tiles as have a slot are in
-  // progress; the next starts when one of them is complete, so that they stay in the cache and
+  // Slots of intermediate activations, [padded rows, I] each. Only tiles with a slot are in
+  // progress; the next one starts when one of them is complete. So they stay in the cache, and
   // their memory does not grow with the batch.
   std::byte* intermediate = nullptr;
   std::size_t intermediate_slot_bytes = 0;
@@ -139,8 +140,8 @@ struct Pass {
   protocol::Placement placement;
 
   std::vector<std::uint32_t> counts;  // [E]: slots of this rank with each expert
-  // [expert of this rank][position]: entries of its slots with it; those with experts of others go
-  // into their heaps.
+  // [expert of this rank][position]: entries of this rank's own slots with it. Those with experts
+  // of other ranks go into their heaps.
   std::vector<std::vector<std::uint32_t>> own_entries;
   // [rank]: tokens with an expert there; of another host's ranks, all stand with its gateway.
   std::vector<std::vector<std::uint32_t>> tokens_for;
@@ -187,7 +188,7 @@ struct Pass {
   static std::size_t received_words(int max_tokens) {
     return static_cast<std::size_t>(protocol::ceil_div(max_tokens, 64));
   }
-  // By any processor, as often as it likes.
+  // Any processor may call it, any number of times.
   void note_received(std::uint32_t distance, std::uint32_t token, int max_tokens) {
     std::uint64_t& word = received[(distance - 1) * received_words(max_tokens) + token / 64];
     std::atomic_ref(word).fetch_or(std::uint64_t{1} << token % 64, std::memory_order_relaxed);
@@ -236,7 +237,7 @@ void for_each_source(const LayerState& layer, const Pass& pass, const Tile& tile
   }
 }
 
-// A row of a routed tile: whose it is, and which slot there.
+// A row of a routed tile: its source rank, and its slot there.
 struct Row {
   int source;
   std::uint32_t distance;  // of the source

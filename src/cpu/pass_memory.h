@@ -1,4 +1,5 @@
-// What passes on the CPU work in: of one layer, or of several whose passes follow one another.
+// Memory that passes on the CPU work in: of one layer, or of several whose passes follow one
+// another.
 #pragma once
 
 #include <atomic>
@@ -14,7 +15,7 @@
 
 namespace switchyard::cpu {
 
-// The sizes of what a pass works in.
+// The sizes of the memory that a pass works in.
 struct MemoryNeeds {
   protocol::Heap::Shape heap;
   protocol::HostSums::Shape sums;
@@ -22,7 +23,7 @@ struct MemoryNeeds {
   std::size_t quantised = 0;     // bytes of activations as they travel in FP8
   std::size_t intermediate = 0;  // bytes of all slots for tiles of h
 
-  // Behind the heap, in the same memory.
+  // The host sums stand behind the heap, in the same memory.
   protocol::HostSums host_sums() const {
     return protocol::HostSums(sums, protocol::Heap(heap).bytes());
   }

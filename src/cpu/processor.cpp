@@ -146,9 +146,8 @@ void Processor::dispatch(Pass& pass, int peer, std::uint32_t chunk) {
   for (std::size_t i = begin; i < end; ++i) {
     for_each_slot(tokens[i],
                   [&](std::size_t, std::uint32_t, std::int32_t expert, std::uint32_t of_peer) {
-                    // Whoever sends an expert's last row signals for all who sent the others: the
-                    // counter is acquire and release, so their writes happen before this rank's
-                    // flag.
+                    // The thread that sends an expert's last row signals for all: the counter is
+                    // acquire and release, so the others' writes happen before this rank's flag.
                     std::uint32_t* const unsent = &pass.unsent[static_cast<std::size_t>(expert)];
                     if (protocol::fetch_add(unsent, ~std::uint32_t{0}) != 1) return;
                     layer_.step(Step::kArrived, peer, pass.epoch);
@@ -227,8 +226,8 @@ void Processor::dispatch_to_host(Pass& pass, int gateway, std::uint32_t chunk) {
   for (std::size_t i = begin; i < end; ++i) {
     for_each_slot(tokens[i], [&](std::size_t, std::uint32_t, std::int32_t expert, int owner,
                                  std::uint32_t of_owner) {
-      // As in dispatch(). The other threads' records stand before their counts in the same lane, so
-      // that this flag is raised behind their data.
+      // As in dispatch(), one thread signals for all. The others appended their records to the same
+      // lane before they counted, so this flag is raised behind their data.
       std::uint32_t* const unsent = &pass.unsent[static_cast<std::size_t>(expert)];
       if (protocol::fetch_add(unsent, ~std::uint32_t{0}) != 1) return;
       layer_.step(Step::kArrived, owner, pass.epoch);
@@ -384,7 +383,7 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
                    static_cast<int>(tile.rows), row_addresses_.data(), layer_.value);
 
   if (trace_ != nullptr) trace_->complete();
-  // As in dispatch: the last block signals for all blocks, after having acquired their writes.
+  // As in dispatch(), the last block signals for all blocks, after having acquired their writes.
   if (protocol::fetch_add(&tile.gemm2_done, std::uint32_t{1}) + 1 != f.gemm2_blocks(hidden)) return;
   if (shared) {
     protocol::store_release(&tile.finished, std::uint32_t{1});
@@ -399,10 +398,12 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
       return;
     }
     const bool reached = layer_.remote.reaches(source);
-    // Before they are counted, so that the flag stands behind the rows of all tiles in their lane.
+    // Rows are sent before they are counted, so that the flag stands behind the rows of all tiles
+    // in their lane.
     if (!reached && layer_.sums) sum_for_host(pass, tile, source);
     if (!reached && !layer_.sums) return_to_host(pass, tile, source);
-    // As in dispatch: whoever finishes a source's last rows of the expert signals for all tiles.
+    // As in dispatch(), the thread that finishes a source's last rows of the expert signals for all
+    // tiles.
     std::uint32_t* const unfinished = pass.unfinished_rows(of_owner, source, layer_.heaps.size());
     if (protocol::fetch_add(unfinished, ~rows + 1) != rows) return;
     layer_.step(Step::kFinished, source, pass.epoch);

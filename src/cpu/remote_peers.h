@@ -12,7 +12,7 @@
 
 namespace switchyard::cpu {
 
-// Copies of it are one object to the network. Sending is for any thread of the rank.
+// Copies of it are one object to the network. Any thread of the rank may send.
 class RemotePeers {
  public:
   RemotePeers() = default;  // all ranks are on this host
@@ -32,16 +32,16 @@ class RemotePeers {
   }
   network::RemoteHeap* heap() const { return heap_; }
 
-  // Whose heap has the sums (protocol/host_sums.h) for a rank, and which of its parts.
+  // The rank whose heap has the sums (protocol/host_sums.h) for another rank, and which part of it.
   struct Collector {
     int rank;
     int source;
   };
-  // Of tokens of a rank of another host, which this rank's host sums.
+  // The collector for tokens of a rank of another host, which this rank's host sums.
   Collector collector_of(int source) const {
     return collector(source, heap_->hosts().host_of(heaps_->rank));
   }
-  // Of this rank's own tokens on another host.
+  // The collector on another host for this rank's own tokens.
   Collector collector_on(int host) const { return collector(heaps_->rank, host); }
 
   // A place in the heap of a rank that this one does not reach.
@@ -53,8 +53,8 @@ class RemotePeers {
   }
 
   // The following wait while the window is full, and return early if the pass was given up, which
-  // the caller sees for itself. All targets are on `host`. What was sent first in a lane is stored
-  // first.
+  // the caller sees for itself. All targets are on `host`. Records of a lane are stored in the
+  // order in which they were sent.
   void copy(network::Lane lane, std::uint64_t epoch, int host,
             std::span<const network::Target> targets, const void* from, std::size_t bytes) const {
     send(lane, epoch, host, network::RecordKind::kCopy, targets, from, bytes);
@@ -68,7 +68,7 @@ class RemotePeers {
     send(lane, epoch, host, network::RecordKind::kStores, {}, stores.data(), stores.size_bytes());
   }
   void flush(network::Lane lane, int host) const { heap_->flush(lane, host); }
-  // Of a pass, or a part of an exchange, that this rank has ended.
+  // Counts a pass, or a part of an exchange, that this rank has ended.
   void end_call() const {
     if (heap_ != nullptr) heap_->end_call();
   }

@@ -44,13 +44,13 @@ class Subscriber {
 
 // How a rank goes on while others are late.
 //
-// What needs no other rank's counts, sending and the shared expert, starts at once. Routed rows are
+// Sending and the shared expert need no other rank's counts, and start at once. Routed rows are
 // placed when everybody's counts are here, so that an expert's weights are read once. If some are
 // late and a thread has nothing else to do for a while (`patience`), it places the rows of one
 // expert that are here. It takes the expert with the most of them, and then the next. The rest of
 // that expert's rows are placed when they come, and its weights are read again for them. So a late
-// rank costs the others a second reading of what they could do in the meantime, and nothing of
-// what they had not begun.
+// rank costs the others a second reading of what they could do in the meantime, and nothing of what
+// they had not begun.
 class Scheduler {
  public:
   Scheduler(const LayerState& layer, Pass& pass)

@@ -100,8 +100,8 @@ bool bits_ignore_height(const LayerState& layer) {
 }
 
 std::chrono::nanoseconds patience_for(const LayerState& layer) {
-  // What one thread reads of host memory in a nanosecond, about. Half or twice as many make no
-  // difference that was measured (docs/lab/ranks-and-arrivals.md).
+  // Bytes of host memory that one thread reads in a nanosecond, about. Half or twice as many made
+  // no measurable difference (docs/lab/ranks-and-arrivals.md).
   constexpr double kBytesPerNanosecond = 10;
   // Counts of ranks that start together come within this time, and so does a thread's wake-up.
   constexpr std::chrono::nanoseconds kLeast = std::chrono::microseconds(100);

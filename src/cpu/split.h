@@ -1,4 +1,4 @@
-// Whether, and when, the rows of an expert may be computed in several parts.
+// Decides whether, and when, the rows of an expert may be computed in several parts.
 #pragma once
 
 #include <chrono>

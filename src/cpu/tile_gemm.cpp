@@ -54,7 +54,8 @@ void require_room_for_library() {
   ::munmap(room, kRoom);
 }
 
-// Of products of the whole process: another thread's first use of a shape makes nothing new.
+// Notes the first use of a shape in the whole process. Another thread's first use of it makes
+// nothing new.
 void note_first_use(const std::array<std::int64_t, 7>& shape) {
   struct Known {
     std::mutex mutex;

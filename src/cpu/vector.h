@@ -4,7 +4,8 @@
 // Included by kernels_impl.cpp only, inside a namespace per instruction set, so that the linker can
 // never mix them.
 
-// As many lanes as a register of the target has: the compiler splits wider vectors lane by lane.
+// The lanes of a vector are those of the target's registers: the compiler splits wider vectors lane
+// by lane.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX2__)
