@@ -1,4 +1,4 @@
-// What the ranks of an exchange must agree on before any of them sends a byte.
+// The agreement of an exchange's ranks, before any of them sends a byte.
 #pragma once
 
 #include "exchange/problem.h"

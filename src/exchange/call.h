@@ -1,6 +1,6 @@
-// Whether a call of an exchange can be served, decided before anything is sent or stored: what can
-// be told without reading through an address. All throw Error{kInvalidArgument, kShapeMismatch,
-// kDTypeMismatch, kCapacityExceeded} naming the first value that is wrong and the remedy.
+// Checks whether a call of an exchange can be served, before anything is sent or stored and without
+// reading through an address. All throw Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch,
+// kCapacityExceeded} naming the first value that is wrong and the remedy.
 #pragma once
 
 #include "exchange/engine.h"
@@ -10,7 +10,8 @@ namespace switchyard {
 
 void check_options(const ExchangeOptions& options);
 
-// That the handle is of the exchange, and the call has its turn. `call` is its name.
+// Checks that the handle belongs to the exchange, and that the call has its turn. `call` is its
+// name.
 void check_turn_to_send(const char* call, const ExchangeHandle::State* pending,
                         const ExchangeCalls& calls);
 void check_turn_to_receive(const char* call, const ExchangeHandle::State* pending,
@@ -22,7 +23,7 @@ void check_received(const ExchangeProblem& problem, const DispatchOutput& output
 void check_results(const ExchangeProblem& problem, const CombineInput& input);
 void check_combined(const ExchangeProblem& problem, const CombineOutput& output,
                     const ExchangeHandle::State& handle);
-// That outputs share no memory with each other, nor with what is sent, which is empty where a call
+// Checks that outputs share no memory with each other, nor with the input, which is empty if a call
 // only receives.
 void require_apart_from_sent(const ExchangeProblem& problem, const DispatchInput& input,
                              const DispatchOutput& output);

@@ -13,8 +13,8 @@
 
 namespace switchyard {
 
-// The calls of one exchange that are on their way. Its handles know it, too: one may end while a
-// call with it is under way.
+// The calls of one exchange that are on their way. Its handles know them, too: a handle may end
+// while a call with it is under way.
 struct ExchangeCalls {
   const ExchangeHandle::State* dispatch = nullptr;  // sent and not received
   const ExchangeHandle::State* combine = nullptr;
@@ -38,9 +38,9 @@ class ExchangeHandle::State {
   bool received = false;                 // a dispatch that gave it its contents
   std::int64_t tokens = 0;               // of that dispatch
 
-  // Where ExchangeProblem::attached_bytes is not 0: what travels beside each of this rank's tokens,
-  // and, by row of the layout, what came beside others'. The engine's user sets both, and keeps the
-  // memory.
+  // If ExchangeProblem::attached_bytes is not 0: the bytes that travel beside each of this rank's
+  // tokens, and, by row of the layout, those that came beside others'. The engine's user sets both,
+  // and keeps the memory.
   const std::byte* attached = nullptr;
   std::byte* came_attached = nullptr;
 };
@@ -60,7 +60,7 @@ class ExchangeEngine {
   virtual void dispatch_send(const DispatchInput& input, State& handle) = 0;
   // May throw Error{kCapacityExceeded}, and is called again then.
   virtual void dispatch_recv(const DispatchOutput& output, State& handle) = 0;
-  // Both, one after the other; calls `sent` in between. Throws before anything is sent, or what
+  // Sends and receives, and calls `sent` in between. Throws before anything is sent, or what
   // check() and dispatch_recv() throw.
   virtual void dispatch(const DispatchInput& input, const DispatchOutput& output, State& handle,
                         const std::function<void()>& sent) {
@@ -82,17 +82,17 @@ class ExchangeEngine {
     (void)output;
     (void)handle;
   }
-  // Of ranks on several hosts, on the CPU. Waits until all ranks of this host have received what
+  // For ranks on several hosts, on the CPU. Waits until all ranks of this host have received what
   // this one has. From then on none of them waits for another host before it sends again.
   virtual void await_host() {}
-  // The same. Ends the exchange on all ranks, because `peer` did not do its part of what this rank
-  // does with what it received. What all report is check()'s to throw.
+  // For the same ranks. Ends the exchange on all of them, because `peer` did not do its part of
+  // this rank's work on received tokens. check() then throws what all report.
   virtual void give_up(int peer, std::chrono::nanoseconds waited) {
     (void)peer;
     (void)waited;
   }
-  // The same. `hook` is called once when the exchange has been given up, by another thread; it may
-  // not wait for other ranks, nor throw.
+  // For the same ranks. Another thread calls `hook` once when the exchange has been given up. It
+  // may not wait for other ranks, nor throw.
   virtual void on_abort(std::function<void()> hook) { (void)hook; }
   virtual const ExchangeStats& stats() = 0;
   virtual PassTrace trace() = 0;  // only with ExchangeOptions::trace

@@ -60,7 +60,7 @@ void require_received(const State& state, const char* call) {
                   call));
 }
 
-// The handle's, if a dispatch can be sent with it.
+// Returns the handle's state, if a dispatch can be sent with it.
 State& state_to_send(const DispatchInput& input, const std::unique_ptr<State>& handle,
                      ExchangeEngine& engine) {
   State& state = state_of(handle, engine);

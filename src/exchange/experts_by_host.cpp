@@ -1,6 +1,6 @@
 // The routed experts of a layer over hosts in two levels: the exchange takes a token to one rank of
 // each host that has experts of it, and a layer of that host's ranks does the rest. For the
-// exchange a rank is an expert; what a token's slots are travels beside it.
+// exchange a rank is an expert; a token's slots travel beside it.
 #include "exchange/experts_by_host.h"
 
 #include <algorithm>
@@ -63,8 +63,9 @@ void ExpertsByHost::make_layer(const MoeWeights& weights) {
         spec_of_networks(site_.spec, num_on_host_, site_.spec.intermediate, site_.spec.expert_bias);
     spec.top_k = top_k_;
     spec.weight_on_input = site_.spec.weight_on_input;
-    // Much shorter than that of ranks of other hosts, which wait for results: they would see only
-    // who has none yet, not who is to blame. Busy machines make short waits long.
+    // This deadline is shorter than that of ranks of other hosts, which wait for results: they
+    // would see only which rank has none yet, not which is to blame. It is not much shorter,
+    // because busy machines make short waits long.
     const std::chrono::milliseconds deadline =
         std::max(site_.options.deadline / 2, std::chrono::milliseconds(1));
     layer_ = site_.make_networks(beside_, spec, weights_of_host(weights), chunk_, deadline);
@@ -115,9 +116,9 @@ void ExpertsByHost::pass(const MatrixView& tokens, void* results) {
   layer_->forward(input, output);
 }
 
-// By the ranks' own numbers, not by those of the host's layer.
+// Blames a rank by its number in the world, not by that in the host's layer.
 void ExpertsByHost::blame(const TimeoutError& error) {
-  // What ended all ranks' work may have ended the host's layer, too.
+  // A failure of the whole world may have ended the host's layer, too.
   exchange_->check();
   const WaitFailure& failure = error.failure();
   if (failure.peer_rank < 0) throw error;
@@ -142,7 +143,7 @@ class Carried final : public ExpertsByHost {
     problem.attached_bytes = attached_bytes();
     make_exchange(problem);
     attempt_together(site.world.fabric(), [&] {
-      // The same on all ranks of the host.
+      // `most` is the same on all ranks of the host.
       const std::int64_t most = std::int64_t{site.options.max_tokens} * (1 + hosts_.max_sources());
       make_rows(problem.rows_needed(), std::min(most, std::max(site.most_rows, std::int64_t{1})));
       make_slots(most);
@@ -173,7 +174,7 @@ class Carried final : public ExpertsByHost {
         add_rows({came_slots() + static_cast<std::size_t>(first) * top_k(), slots}, rows);
         pass(load_rows(first, count), results_.get());
         save_results(first, count);
-        // Kernels find only at their end that somebody did not come: what was saved may be nothing.
+        // Kernels find only at their end that a rank did not come: the saved results may be void.
         layer_->check();
       }
     });

@@ -1,4 +1,4 @@
-// What both ways of sharing experts by host have in common: who goes where, and the layer of a
+// The common part of both ways of sharing experts by host: where tokens go, and the layer of a
 // host's ranks.
 #pragma once
 
@@ -32,10 +32,11 @@ class ExpertsByHost : public StagedExperts {
   };
 
   explicit ExpertsByHost(StagedSite& site);
-  // What the exchange has for every way of sharing by host: ranks in the place of experts.
+  // The exchange's spec for both ways: ranks take the place of experts.
   ExchangeSpec spec_of_ranks(int most_hosts) const;
   std::size_t attached_bytes() const { return top_k() * sizeof(Slot); }
-  // Collective. With room for what may come and, of it, `most` rows in passes of the host's layer.
+  // Collective. Makes room for all rows that may come. At most `most` of them go through passes of
+  // the host's layer.
   void make_slots(std::int64_t most);
   void make_layer(const MoeWeights& weights);
 
@@ -51,13 +52,13 @@ class ExpertsByHost : public StagedExperts {
   template <typename Goes>
   void address(const std::vector<std::int32_t>& ids, const std::vector<float>& weights,
                const Goes& goes);
-  // Adds rows to the next pass of the host's layer: what of their slots is this host's, in the
-  // order of k, and counts it in `rows`.
+  // Adds rows to the next pass of the host's layer: those of their slots that are this host's, in
+  // the order of k. Counts them in `rows`.
   void clear_rows() { host_ids_.clear(), host_weights_.clear(); }
   void add_rows(std::span<const Slot> slots, std::vector<std::int64_t>& rows);
-  // The host's layer with the rows that were added.
+  // Runs the host's layer with the rows that were added.
   void pass(const MatrixView& tokens, void* results);
-  // Waits for the host's ranks, and has `passes` done. If they fail, all ranks of the world learn
+  // Waits for the host's ranks, and calls `passes`. If they fail, all ranks of the world learn
   // which rank is to blame, and if this rank fails, those that wait for it in the host's layer.
   template <typename Passes>
   void together(const Passes& passes);

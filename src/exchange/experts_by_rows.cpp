@@ -94,7 +94,7 @@ class ByRows final : public ExpertsByHost {
   }
 
  private:
-  // What goes to a host, and comes from there.
+  // The rows to and from another host.
   struct Way {
     int host = 0;
     int rank = 0;                      // this one's neighbour there
@@ -108,7 +108,7 @@ class ByRows final : public ExpertsByHost {
   void share_host_memory();
   bool on_device() const { return device_memory_ != nullptr; }
   std::byte* memory() const { return on_device() ? device_memory_.get() : host_memory_->data(); }
-  // The device's results, and what came back.
+  // The device's results, and the sums that came back.
   std::byte* sums_at(std::int64_t row) const {
     return (on_device() ? device_memory_.get() + layout_.result(0) : sums_.get()) +
            static_cast<std::uint64_t>(row) * layout_.result_bytes;
@@ -184,7 +184,7 @@ void ByRows::set_up() {
   factors_ = site_.allocate(tokens * terms, sizeof(float));
 }
 
-// False if the network or the device cannot do that.
+// Returns false if the network or the device cannot do that.
 bool ByRows::share_device_memory() {
   Fabric& fabric = site_.world.fabric();
   if (!fabric.proxy()->takes_device_memory()) return false;
@@ -205,7 +205,7 @@ bool ByRows::share_device_memory() {
 }
 
 void ByRows::share_host_memory() {
-  // What comes back is copied to the device, where one window is enough.
+  // Sums that come back are copied to the device, where one window is enough.
   shared_row_ = (1 + 2 * layout_.hosts) * layout_.tokens;
   sums_ = site_.allocate(static_cast<std::int64_t>(shared_row_ + (shared_ ? layout_.tokens : 0)),
                          layout_.result_bytes);
@@ -289,7 +289,7 @@ void ByRows::compute(const Tokens& given, const std::vector<std::int32_t>& ids,
   exchange_->combine_send(nothing, *handle_);
 }
 
-// Tokens that are not yet where the network reads them.
+// Takes tokens that are not yet where the network reads them.
 void ByRows::take(const Tokens& given) {
   const MatrixView& tokens = given.rows;
   if (tokens.data == memory() || tokens.rows == 0) return;
@@ -358,7 +358,7 @@ void ByRows::exchange_slots(std::int64_t tokens) {
   exchange(input, output);
 }
 
-// Where among all rows those of each host are: by rank, as they come.
+// Finds the rows of each host among all rows. They stand in the order of ranks, as they come.
 void ByRows::find_rows(std::int64_t tokens) {
   for (Way& way : ways_) way.came = 0;
   for (std::int32_t row = 0; row < num_rows_; ++row) {
@@ -368,9 +368,9 @@ void ByRows::find_rows(std::int64_t tokens) {
   }
 }
 
-// Rows [first, first + count) of all, as those of the pass.
+// Loads rows [first, first + count) of all as the rows of a pass.
 MatrixView ByRows::load(std::int64_t first, std::int64_t count, std::int64_t tokens) {
-  // What stands at `at` among rows that begin with `begin`.
+  // Loads the wanted ones of `rows` rows at `at`, the first of which has number `begin`.
   const auto part = [&](std::int64_t begin, std::int64_t rows, const std::byte* at,
                         bool of_device) {
     const std::int64_t from = std::max(begin, first), to = std::min(begin + rows, first + count);
@@ -410,14 +410,14 @@ MatrixView ByRows::load(std::int64_t first, std::int64_t count, std::int64_t tok
 void ByRows::put_results(std::int64_t tokens) {
   result_bytes_sent_ = 0;
   const std::size_t bytes = static_cast<std::size_t>(num_rows_) * layout_.result_bytes;
-  // In the network's memory results of what came stand behind room for all of this rank's.
+  // In the network's memory results of received rows stand behind room for all of this rank's.
   std::uint64_t first = on_device() ? static_cast<std::uint64_t>(tokens) : layout_.tokens;
   if (!on_device() && bytes != 0) {
     site_.device.enqueue_to_host(memory() + layout_.result(first), bytes, sums_at(tokens), bytes,
                                  {bytes, 1});
   }
   site_.device.await_stream();
-  // Kernels find only at their end that somebody did not come: then there are no results.
+  // Kernels find only at their end that a rank did not come: then there are no results.
   if (layer_) layer_->check();
   for (const Way& way : ways_) {
     if (way.came == 0) continue;
@@ -432,7 +432,7 @@ void ByRows::put_results(std::int64_t tokens) {
 
 void ByRows::sum_on_device(const ForwardOutput& output, std::int64_t tokens,
                            const std::vector<float>& shared_factors) {
-  exchange_->combine_recv({}, *handle_);  // Its sums come otherwise.
+  exchange_->combine_recv({}, *handle_);  // The sums come another way.
   await_sent();
   if (tokens == 0) return;
   const std::size_t terms = order_.size() / static_cast<std::size_t>(tokens);
@@ -473,8 +473,9 @@ void ByRows::sum_on_device(const ForwardOutput& output, std::int64_t tokens,
   site_.device.await_stream();
 }
 
-// Before the memory is written again. Rows leave as their receiver takes them, whatever it waits
-// for: if none of them leaves for so long, it has stopped, or the way to it is cut.
+// Waits until all rows have left, before the memory is written again. A receiver takes rows
+// whatever it waits for: if none of them leaves for so long, it has stopped, or the way to it is
+// cut.
 void ByRows::await_sent() {
   using Clock = std::chrono::steady_clock;
   Clock::time_point since = Clock::now();

@@ -1,6 +1,6 @@
 // Experts that are shared by host, for worlds whose hosts have equally many ranks: rows of tokens
 // and sums go from the memory of one rank straight into that of another, host memory or a device's,
-// and the exchange carries only what they are.
+// and the exchange carries only their slots.
 #pragma once
 
 #include <memory>

@@ -14,7 +14,7 @@
 namespace switchyard {
 namespace {
 
-// As for layers: low enough that products of sizes fit in 64 bits.
+// The limit of layers, low enough that products of sizes fit in 64 bits.
 constexpr int kMostColumns = 1 << 23;
 constexpr int kMostExperts = 4096;
 
@@ -73,7 +73,7 @@ ExchangeProblem::ExchangeProblem(const ExchangeSpec& given, int its_rank, int ra
   if (spec.layout.kind == RowLayout::Kind::kPadded && spec.layout.size == 0) {
     spec.layout.size = std::int64_t{spec.max_tokens} * ranks;
   }
-  first_rows(spec.layout, {});  // refuses what is no layout
+  first_rows(spec.layout, {});  // refuses an invalid layout
   try {
     // The rank with the most experts, so that all ranks accept the spec or none.
     switchyard::rows_needed(spec.layout, places.max_count(),

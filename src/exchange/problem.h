@@ -15,10 +15,11 @@ struct ExchangeProblem {
   int num_ranks = 1;
   protocol::ExpertPartition places;    // of experts; without a placement a place is an expert
   std::vector<std::int32_t> place_of;  // [E], for this rank's tokens; empty: without a placement
-  // Bytes that travel beside each token, of whoever uses the CPU engine by itself: see
+  // Bytes that travel beside each token, for users of the CPU engine by itself: see
   // ExchangeHandle::State.
   std::size_t attached_bytes = 0;
-  // The same: combine only tells that all have sent their results, which travel otherwise.
+  // For the same users: combine only tells that all ranks have sent their results, which travel
+  // another way.
   bool without_results = false;
 
   // Throws Error{kInvalidArgument, kUnsupported}.

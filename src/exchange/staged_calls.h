@@ -17,7 +17,7 @@
 namespace switchyard {
 
 // It has a thread of its own: a stream that stands still must not keep the threads of the device's
-// driver, which other streams need. What the work uses must outlive it.
+// driver, which other streams need. All that the work uses must outlive this object.
 class StagedCalls {
  public:
   explicit StagedCalls(std::unique_ptr<StagingDevice> device);
@@ -27,10 +27,10 @@ class StagedCalls {
 
   StagingDevice& device() { return *device_; }
 
-  // Has `work` done when the stream comes there. What it throws ends the calls: they do nothing
-  // from then on.
+  // Does `work` when the stream comes there. An exception ends the calls: they do nothing from then
+  // on.
   void enqueue(void* stream, std::function<void()> work);
-  // Does `work` when no call is under way. What it throws ends the calls.
+  // Does `work` when no call is under way. An exception ends the calls.
   template <typename Work>
   void alone(const Work& work) {
     const std::lock_guard turn(turn_);
@@ -44,7 +44,8 @@ class StagedCalls {
   }
   // Throws what ended the calls, or, once, what was noted.
   void throw_found();
-  // For work: what a later call throws. The first note since the last one was thrown counts.
+  // Called by work: a later call throws this error. The first note since the last one was thrown
+  // counts.
   void note(ErrorCode code, const std::string& message);
 
  private:

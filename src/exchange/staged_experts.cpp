@@ -30,11 +30,11 @@ std::unique_ptr<LayerEngine> StagedSite::make_networks(const World& of, const La
   how.deadline = deadline;
   if (kernels == Backend::kCpu) return cpu::make_engine(of, networks, weights, how, nullptr);
   how.device = options.device;
-  // One is left for the kernel that waits in the caller's stream: a launch that needs all others'
-  // blocks at once could never begin beside it.
+  // One SM is left for the kernel that waits in the caller's stream: a launch that needs all
+  // others' blocks at once could never begin beside it.
   how.reserved_sms = options.reserved_sms + 1;
   how.schedule = options.schedule;
-  // How many rows came must not change bits, as it does not on one host.
+  // The number of rows that came must not change bits, as it does not on one host.
   if (!how.schedule.splits) how.schedule.splits = 1;
   how.cooperative_launch = options.cooperative_launch;
   return gpu::make_engine(of, networks, weights, how, nullptr);
@@ -43,7 +43,7 @@ std::unique_ptr<LayerEngine> StagedSite::make_networks(const World& of, const La
 void StagedExperts::make_exchange(const ExchangeProblem& problem) {
   ExchangeOptions options;
   options.deadline = site_.options.deadline;
-  // Where it carries only what tokens' slots are, waking threads takes longer than the work.
+  // If it carries only tokens' slots, waking threads takes longer than the work.
   if (problem.without_results) options.num_threads = 1;
   exchange_ = cpu::make_exchange(site_.world, problem, options);
   handle_ = exchange_->make_handle();

@@ -1,5 +1,5 @@
 // The routed experts of a layer whose ranks are on several hosts and compute on devices: tokens go
-// from host memory to the hosts of their experts, devices compute, and what they made comes back.
+// from host memory to the hosts of their experts, devices compute, and results come back.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 namespace switchyard {
 
-// What the parts of a staged layer have in common.
+// The state that the parts of a staged layer share.
 struct StagedSite {
   using Buffer = std::shared_ptr<std::byte>;
 
@@ -38,12 +38,12 @@ struct StagedSite {
     device_bytes += bytes;
     return device.allocate(bytes);
   }
-  // Behind what stream() was given: `from` must stay until await_stream().
+  // Copies in the order of the device's stream(): `from` must stay until await_stream().
   void store(void* to, const void* from, std::size_t bytes) const {
     if (bytes == 0) return;
     device.enqueue_to_device(to, bytes, static_cast<const std::byte*>(from), bytes, {bytes, 1});
   }
-  // A layer of networks that are chosen from outside, for the device, of the ranks of `of`.
+  // Makes a layer for the device, of the ranks of `of`, whose networks its caller chooses.
   std::unique_ptr<LayerEngine> make_networks(const World& of, const LayerSpec& networks,
                                              const MoeWeights& weights, std::int64_t max_tokens,
                                              std::chrono::milliseconds deadline) const;
@@ -58,7 +58,7 @@ class StagedExperts {
   StagedExperts(const StagedExperts&) = delete;
   StagedExperts& operator=(const StagedExperts&) = delete;
 
-  // What tokens must be of, unless they are quantised on the way.
+  // The type that tokens must have, unless they are quantised on the way.
   virtual DType token_type() const { return exchange_->problem().spec.dispatch; }
   int groups() const { return exchange_->problem().groups(); }
   // Host memory where tokens of token_type() are best put, in rows one behind the other; or null.
@@ -68,7 +68,7 @@ class StagedExperts {
   void check() { exchange_->check(); }
   virtual ExchangeStats traffic() { return exchange_->stats(); }
 
-  // In host memory, or in the device's.
+  // Tokens in host memory, or in the device's.
   struct Tokens {
     MatrixView rows;
     bool on_device = false;
@@ -76,16 +76,16 @@ class StagedExperts {
   // `ids` and `weights` are [T, K]. Adds to `rows` [E] how many rows came to this rank.
   virtual void compute(const Tokens& tokens, const std::vector<std::int32_t>& ids,
                        const std::vector<float>& weights, std::vector<std::int64_t>& rows) = 0;
-  // Afterwards: the tokens' sums, into host memory,
+  // After compute(): writes the tokens' sums into host memory.
   void sum(const CombineOutput& output) { exchange_->combine_recv(output, *handle_); }
-  // or, if so, into the device's, with the rows of shared_memory() times the factors [T] that there
-  // may be.
+  // True: sum_on_device() takes its place. It writes the sums into the device's memory, with the
+  // rows of shared_memory() times the factors [T], if there are any.
   virtual bool sums_on_device() const { return false; }
   virtual void sum_on_device(const ForwardOutput& output, std::int64_t tokens,
                              const std::vector<float>& shared_factors) {
     (void)output, (void)tokens, (void)shared_factors;
   }
-  // Where the shared expert's results go then, in the value type; on the device.
+  // Device memory for the shared expert's results then, in the value type.
   virtual std::byte* shared_memory() { return nullptr; }
 
   virtual void refresh() = 0;
@@ -95,12 +95,12 @@ class StagedExperts {
   explicit StagedExperts(StagedSite& site) : site_(site) {}
   // Collective.
   void make_exchange(const ExchangeProblem& problem);
-  // Of `capacity` rows that may come, and with `chunk` of them at a time on the device.
+  // Makes memory for `capacity` rows that may come, `chunk` of them at a time on the device.
   void make_rows(std::int64_t capacity, std::int64_t chunk);
-  // Both halves of a dispatch: into the host's rows, or as `output` says.
+  // Both halves of a dispatch: dispatch() into the host's rows, exchange() as `output` says.
   void dispatch(const DispatchInput& input, DispatchOutput output);
   void exchange(const DispatchInput& input, DispatchOutput output);
-  // The device's rows [first, first + count).
+  // Loads rows [first, first + count) into the device's memory.
   MatrixView load_rows(std::int64_t first, std::int64_t count);
   void save_results(std::int64_t first, std::int64_t count);
   void send_results();
@@ -116,11 +116,11 @@ class StagedExperts {
   std::unique_ptr<ExchangeHandle::State> handle_;
   std::int64_t chunk_ = 0;
   std::int32_t num_rows_ = 0;  // that came
-  // The device's, of a chunk.
+  // Device memory for a chunk.
   StagedSite::Buffer rows_, row_scales_, results_;
 
  private:
-  // The host's, committed by what really goes through it.
+  // Host memory, committed by the rows that really go through it.
   Mapping host_rows_, host_row_scales_, host_results_;
 };
 

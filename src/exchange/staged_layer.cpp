@@ -122,15 +122,15 @@ class Core {
   DType compute_ = DType::kBF16;
   std::optional<StagedSite> site_;
   std::unique_ptr<StagedExperts> experts_;
-  // What the device computes beside them: the shared expert, and the gate's product.
+  // The device also computes the shared expert and the gate's product.
   World alone_;
   std::unique_ptr<LayerEngine> shared_;
   std::optional<GroupedGemm> gate_;
   GatePlanes planes_;
-  // The device's: results of the shared expert, products of the gate, and for both what chooses
-  // their only network.
+  // Device memory: results of the shared expert, products of the gate, and for both the ids and
+  // weights that choose their only network.
   Buffer shared_results_, products_, first_, ones_, end_;
-  // The host's, committed by what really goes through it.
+  // Host memory, committed by the tokens that really go through it.
   Mapping host_tokens_, host_scales_, host_slots_, host_sums_, host_shared_, host_products_,
       host_out_;
   std::int32_t num_tokens_ = 0;  // of the gate's product
@@ -264,7 +264,7 @@ GatePlanes Core::gate_planes() const {
   return gate;
 }
 
-// Also the vectors and tables that the host routes by.
+// Makes the gate's product, and the vectors and tables that the host routes by.
 void Core::make_gate() {
   router_bias_ = floats(weights_.router_bias);
   correction_bias_ = floats(weights_.correction_bias);
@@ -375,7 +375,7 @@ void Core::pass(const ForwardInput& input, const ForwardOutput& output) {
   stats_.total_seconds = seconds();
 }
 
-// What needs no other rank: the gate's product, and the shared expert.
+// Starts what needs no other rank: the gate's product, and the shared expert.
 void Core::start_own(const ForwardInput& input) {
   const MatrixView& x = input.activations;
   if (x.rows == 0) return;
@@ -515,7 +515,7 @@ void Core::read_shared_factors(std::int64_t tokens) {
   }
 }
 
-// They are there after await_stream().
+// Starts to copy tokens to the host. They are there after await_stream().
 MatrixView Core::fetch_tokens(const MatrixView& x) const {
   MatrixView tokens = x;
   if (x.rows == 0) return tokens;
@@ -540,7 +540,7 @@ MatrixView Core::fetch_tokens(const MatrixView& x) const {
   return tokens;
 }
 
-// To the value type, in place: the exchange takes no other.
+// Converts tokens to the value type, in place: the exchange takes no other.
 void Core::round(MatrixView& tokens) const {
   const auto count = static_cast<std::size_t>(tokens.rows * spec_.hidden);
   std::byte* const data = host_tokens_.data();
@@ -665,7 +665,7 @@ class Engine final : public LayerEngine {
     core_->calls().device().synchronize(stream);
     core_->calls().alone([&] { core_->refresh(); });
   }
-  // The gate at least.
+  // At least the gate is copied.
   bool copies() const override { return true; }
   void rebind(const MoeWeights& weights, const ExpertPlacement* placement) override {
     if (placement != nullptr) {

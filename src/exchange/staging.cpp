@@ -47,7 +47,7 @@ ExchangeOptions staged_options(ExchangeOptions options) {
   return options;
 }
 
-// All that calls use. If the device never becomes idle, it is left behind.
+// The memory and engines that calls use. If the device never becomes idle, it is left behind.
 class Core {
  public:
   Core(const World& world, const ExchangeProblem& problem, const ExchangeOptions& options,
@@ -75,7 +75,7 @@ class Core {
 
   const ExchangeProblem problem_, staged_;
   const std::unique_ptr<ExchangeEngine> engine_;
-  // Memory is committed by what really goes through it.
+  // Memory is committed by the rows that really go through it.
   Mapping tokens_, scales_, slots_, rows_, row_scales_, origins_, weights_, results_, sums_;
   std::vector<std::int32_t> ids_, ends_, counts_;
   std::int32_t num_rows_ = 0;
@@ -109,8 +109,8 @@ Core::Core(const World& world, const ExchangeProblem& problem, const ExchangeOpt
 
 // ----------------------------------------------------------------------------------- dispatch
 
-// As read_ids() of exchange/call.h, but nothing may be refused any more: the others' part is on its
-// way.
+// Like read_ids() of exchange/call.h, but nothing may be refused any more: the other ranks' part is
+// on its way.
 void Core::read_ids(const SlotView& given) {
   const auto top_k = static_cast<std::size_t>(spec().top_k);
   ids_.resize(given.size());
@@ -168,7 +168,7 @@ void Core::send(const DispatchInput& input, Handle& handle) {
   handle.inner->received = false;
 }
 
-// By ends_ and counts_, which it shortens where rows have no room.
+// Finds the segments by ends_ and counts_, which it shortens where rows have no room.
 void Core::find_segments(Handle& handle, const DispatchOutput& output) {
   const std::vector<std::int64_t> ends(ends_.begin(), ends_.end());
   const std::vector<std::int64_t> staged = first_rows(staged_.spec.layout, ends);
@@ -264,7 +264,7 @@ void Core::send_results(const CombineInput& input, Handle& handle) {
   const MatrixView& given = input.rows;
   const std::size_t width = problem_.result_bytes();
   const std::size_t pitch = static_cast<std::size_t>(given.row_stride) * size_of(spec().combine);
-  // What has no room in the layout, or no result, counts as zeros.
+  // Rows without room in the layout, or without a result, count as zeros.
   std::int64_t filled = 0;
   const auto fill_to = [&](std::int64_t row) {
     std::fill(results_.data() + static_cast<std::size_t>(filled) * width,
@@ -338,8 +338,8 @@ class Engine final : public ExchangeEngine {
   void dispatch_recv(const DispatchOutput& output, State& state) override {
     enqueue(&Core::receive, output, state);
   }
-  // What the send finds is told by a later call, as on one host: between the two it would leave the
-  // dispatch sent and not received.
+  // A later call throws what the send finds, as on one host. Thrown between the two, it would leave
+  // the dispatch sent and not received.
   void dispatch(const DispatchInput& input, const DispatchOutput& output, State& state,
                 const std::function<void()>& sent) override {
     dispatch_send(input, state);
@@ -368,7 +368,7 @@ class Engine final : public ExchangeEngine {
     core_->calls().alone([&] { stats_ = core_->engine()->stats(); });
     return stats_;
   }
-  // It tells what the CPU engine does.
+  // The trace has the events of the CPU engine.
   PassTrace trace() override {
     PassTrace trace;
     core_->calls().alone([&] { trace = core_->engine()->trace(); });

@@ -14,13 +14,13 @@
 
 namespace switchyard {
 
-// What is asked of the device. A test's is host memory.
+// The operations that an exchange asks of the device. A test's device is host memory.
 class StagingDevice {
  public:
   // A call of the exchange, enqueued.
   class Call {
    public:
-    // The stream has come to the call. From any thread; it may not wait.
+    // The stream has come to the call. Any thread may call it, and it may not wait.
     virtual void reached() noexcept = 0;
 
    protected:
@@ -33,12 +33,12 @@ class StagingDevice {
   // streams of an exchange wait for each other, so one call at a time has been reached and not been
   // released.
   virtual bool enqueue(void* stream, Call& call) = 0;
-  // From the exchange's thread.
+  // The exchange's thread calls it.
   virtual void release() noexcept = 0;
 
-  // Copies `rows` of `width` bytes that stand so many bytes apart, in the order of stream(): what
-  // they come from must stay, and what they make is there, once await_stream() has returned. From
-  // the exchange's thread. What goes to the host may also come from the host.
+  // Copies `count` rows of `width` bytes, which stand `pitch` bytes apart, in the order of
+  // stream(). The source must stay until await_stream() has returned; then the copy is complete.
+  // The exchange's thread calls them. Copies to the host may also come from the host.
   struct Rows {
     std::size_t width, count;
   };
@@ -46,7 +46,7 @@ class StagingDevice {
                                std::size_t from_pitch, const Rows& rows) = 0;
   virtual void enqueue_to_device(void* to, std::size_t to_pitch, const std::byte* from,
                                  std::size_t from_pitch, const Rows& rows) = 0;
-  // From one place of the device's memory to another.
+  // Copies from one place of the device's memory to another.
   virtual void enqueue_on_device(void* to, std::size_t to_pitch, const void* from,
                                  std::size_t from_pitch, const Rows& rows) = 0;
   // Rows of the device, in bf16, f16 or f32, quantised as layers do (base/quantize.h): of each row
@@ -70,12 +70,12 @@ class StagingDevice {
     await_stream();
   }
 
-  // Host memory that copies come from and go to, used from its start on, until the device ends: it
-  // may be made faster to copy as far as it is used.
+  // Lends host memory that copies come from and go to, used from its start on, until the device
+  // ends. The device may make the used part faster to copy.
   virtual void lend(std::byte* data, std::size_t bytes) = 0;
 
-  // The device's memory, which is freed with its last owner: not while a stream stands still, since
-  // that may wait for the whole device. Throws Error{kCapacityExceeded}.
+  // Allocates device memory, which is freed with its last owner: not while a stream stands still,
+  // since that may wait for the whole device. Throws Error{kCapacityExceeded}.
   virtual std::shared_ptr<std::byte> allocate(std::size_t bytes) = 0;
   // The same, with a dmabuf descriptor by which networks can read and write it; null where that
   // cannot be had.
@@ -84,7 +84,7 @@ class StagingDevice {
     UniqueFd dmabuf;
   };
   virtual NetworkMemory allocate_for_network(std::size_t bytes) = 0;
-  // Where the exchange's thread has kernels and copies run. It waits for no other stream.
+  // The stream of the exchange thread's kernels and copies. It waits for no other stream.
   virtual void* stream() = 0;
 
   virtual void synchronize(void* stream) = 0;
@@ -92,7 +92,8 @@ class StagingDevice {
   virtual void await_stream() = 0;
   // Waits for all that was enqueued.
   virtual void synchronize_all() = 0;
-  // Waits until nothing that was enqueued is left, at most so long; says whether it is so.
+  // Waits at most for `patience` until nothing that was enqueued is left; returns whether that is
+  // so.
   virtual bool is_idle(std::chrono::milliseconds patience) = 0;
 };
 
@@ -101,15 +102,15 @@ inline std::size_t bytes_of_rows(std::int64_t rows, std::size_t row_bytes) {
   return std::max<std::size_t>(static_cast<std::size_t>(rows) * row_bytes, 1);
 }
 
-// Host memory that much is copied from or to. The device must end first.
+// Makes and lends host memory that much is copied from or to. The device must end first.
 inline Mapping lent_memory(StagingDevice& device, std::size_t bytes) {
   Mapping memory = Mapping::anonymous(bytes);
   device.lend(memory.data(), bytes);
   return memory;
 }
 
-// Collective. As cpu::make_exchange(), with the calls' arrays on the device, and with the order and
-// the errors that Exchange has for Backend::kCuda.
+// Collective. Like cpu::make_exchange(), but with the calls' arrays on the device, and with the
+// order and the errors that Exchange has for Backend::kCuda.
 std::unique_ptr<ExchangeEngine> make_staged_exchange(const World& world,
                                                      const ExchangeProblem& problem,
                                                      const ExchangeOptions& options,
