@@ -12,7 +12,7 @@
 namespace switchyard::network {
 namespace {
 
-// In front of the windows: the target of signals, which need one on some networks.
+// Bytes in front of the windows: the target of signals, which need one on some networks.
 constexpr std::uint64_t kScratchBytes = 64;
 
 }  // namespace

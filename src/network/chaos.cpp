@@ -96,7 +96,8 @@ bool Chaos::start(Flight flight) {
   if (flight.has_context && puts_++ == options_.cut_after) cut();
   if (is_cut_[pair_of(flight.from, flight.to)]) return true;
   const std::span<std::byte> target = region_of(flight.to, flight.target_region);
-  // From now on the target may hold anything: whoever still reads it has given a credit too early.
+  // From now on the target may hold anything: a receiver that still reads it has given a credit too
+  // early.
   if (!target.empty()) std::memset(target.data() + flight.target, 0xee, flight.bytes);
   flight.due = later();
   flights_.push_back(flight);
@@ -113,7 +114,7 @@ std::size_t Chaos::poll(int rank, std::span<Event> events) {
     const std::span<std::byte> source = region_of(flight.from, flight.source_region);
     const std::span<std::byte> target = region_of(flight.to, flight.target_region);
     if (source.empty() || target.empty()) return true;  // its rank has left
-    // Read only now: who writes the source before kSent sends something else.
+    // The source is read only now: a rank that writes it before kSent sends something else.
     if (flight.bytes > 0) {
       std::memcpy(target.data() + flight.target, source.data() + flight.source, flight.bytes);
     }

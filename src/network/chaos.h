@@ -22,7 +22,7 @@ struct ChaosOptions {
   // After so many puts of all ranks, the link between two ranks, of which `cut_rank` is one, is
   // lost; -1: never.
   std::int64_t cut_after = -1;
-  // Of devices whose memory is the host's.
+  // Takes memory of test devices, which is the host's.
   bool takes_device_memory = false;
   int cut_rank = 0;
 };

@@ -22,7 +22,7 @@ struct ControlMessage {
     kAbort,      // the heap of `segment` is given up; `word` is its abort word
     kGoodbye,    // the rank let go of its World, and needs nothing more
     kPropose,    // the heap of `segment` should be given up because of `record`: decide
-    kDecline,    // to who proposed: the rank does not have that heap any more
+    kDecline,    // to the proposer: the rank does not have that heap any more
   };
   std::uint32_t magic = kMagic;
   Kind kind = Kind::kAlive;

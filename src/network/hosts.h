@@ -1,4 +1,4 @@
-// Which ranks share a host, and who takes what comes from other hosts.
+// The ranks that share a host, and the rank that takes what another host sends.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ class Hosts {
   int num_ranks() const { return static_cast<int>(host_of_.size()); }
   int host_of(int rank) const { return host_of_[static_cast<std::size_t>(rank)]; }
   bool same_host(int a, int b) const { return host_of(a) == host_of(b); }
-  // In order.
+  // The host's ranks, in order.
   const std::vector<int>& ranks_of(int host) const {
     return ranks_[static_cast<std::size_t>(host)];
   }

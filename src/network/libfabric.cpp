@@ -35,7 +35,7 @@ constexpr std::uint32_t kSignalBytes = 8;
 // Completions that may be waiting to be read. Chunks on their way are bounded by windows.
 constexpr std::size_t kQueueEntries = 4096;
 
-// What others need: where the endpoint is, and how to write into the memory behind it.
+// The data that others need: where the endpoint is, and how to write into the memory behind it.
 struct Address {
   std::uint64_t key = 0;
   std::uint64_t base = 0;  // 0 where remote addresses are offsets
@@ -70,8 +70,9 @@ struct Library {
       return;
     }
     const auto find = [&](auto& function, const char* name, const char* of_headers) {
-      // As a linker would: the version that the headers were written for, because fi_info grows. Of
-      // headers that are newer than those known here, the library of the same package.
+      // Finds the version that the headers were written for, as a linker would, because fi_info
+      // grows. With headers newer than those known here it takes the default version, that of a
+      // library from the same package.
       void* const found = FI_MAJOR_VERSION == 1 && FI_MINOR_VERSION <= 17
                               ? ::dlvsym(handle, name, of_headers)
                               : ::dlsym(handle, name);
@@ -335,9 +336,10 @@ class Libfabric final : public Network {
     return told(rank, source, peer.base + to, peer.key, immediate, context);
   }
 
-  // Not every provider writes nothing: bytes of the front of the memory go to the front of the
-  // other's, where nobody reads. No fi_inject_writedata(): in libfabric 1.17 an injected write that
-  // fails has no context, and ofi_rxm then follows a null pointer as it handles the error.
+  // Not every provider can write 0 bytes, so some from the front of this memory go to the front of
+  // the other's, which nobody reads. It does not use fi_inject_writedata(): in libfabric 1.17 an
+  // injected write that fails has no context, and ofi_rxm then follows a null pointer as it handles
+  // the error.
   bool signal(int rank, std::uint32_t immediate) override {
     const Peer& peer = peers_[static_cast<std::size_t>(rank)];
     const Bytes source{memory_.data(), kSignalBytes, region_.get()};

@@ -1,4 +1,5 @@
-// What carries bytes from one host to another. One object per rank, used by its proxy thread only.
+// A network carries bytes from one host to another. Each rank has one object, used by its proxy
+// thread only.
 //
 // A put writes into memory of another rank and brings a 32-bit number, its immediate, with it. When
 // the receiver gets the immediate, the bytes of the same put are there. Nothing is assumed of the
@@ -43,7 +44,7 @@ class Network {
   // It stays the caller's, and must outlive the network. Throws Error{kSystem}.
   virtual void add(std::span<std::byte> memory) = 0;
 
-  // What others need in order to reach this rank: the same number of bytes on every rank.
+  // The data that others need to reach this rank: the same number of bytes on every rank.
   virtual Blob address() = 0;
   // `by_rank`: the addresses of all ranks, in order; empty ones are not connected to.
   virtual void connect(std::span<const Blob> by_rank) = 0;
@@ -64,12 +65,12 @@ class Network {
   virtual void remove_rows(std::uint32_t region) = 0;
   virtual RowsKey rows_key(std::uint32_t region) = 0;
   virtual bool takes_device_memory() const = 0;
-  // As put(), from offset `from` of a region of this rank's to offset `to` of one of `rank`.
+  // Like put(), from offset `from` of a region of this rank to offset `to` of one of `rank`.
   virtual bool put_rows(int rank, std::uint32_t region, std::uint64_t from, std::uint32_t bytes,
                         const RowsKey& key, std::uint64_t to, std::uint32_t immediate,
                         std::uint64_t context) = 0;
 
-  // Fills in what happened, and returns how much of `events` that is.
+  // Fills in the events that happened, and returns their number.
   virtual std::size_t poll(std::span<Event> events) = 0;
 
   // A descriptor that becomes readable when poll() has something to tell; -1: there is none, and
@@ -81,11 +82,11 @@ class Network {
   virtual std::string name() const = 0;
 };
 
-// Of the windows between two ranks. Both numbers are the same on all ranks.
+// Options of the windows between two ranks. Both numbers are the same on all ranks.
 struct WindowOptions {
   // Bytes that cross at once. A window's chunks are as many as may be on their way between two
-  // ranks, in each direction and lane; chunk times window should exceed bandwidth times the time
-  // there and back (1 MB at 50 GB/s and 20 us).
+  // ranks, in each direction and lane; chunk times window should exceed bandwidth times round-trip
+  // time (1 MB at 50 GB/s and 20 us).
   std::uint32_t chunk_bytes = 256 << 10;
   std::uint32_t window = 4;
 
@@ -96,7 +97,7 @@ struct WindowOptions {
 // Throws Error{kInvalidArgument} naming the value that makes no sense.
 void check(const WindowOptions& options);
 
-// What an immediate says. 2 bits of kind, 14 of the sender's rank, 16 of a slot or a number.
+// The contents of an immediate: 2 bits of kind, 14 of the sender's rank, 16 of a slot or a number.
 struct Immediate {
   enum class Kind : std::uint8_t {
     kDispatchChunk,  // `value`: the window's slot that was written; kRows: a put of rows came

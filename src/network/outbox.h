@@ -1,5 +1,5 @@
-// What a rank sends to another host in one lane: records, packed into chunks by the rank's threads,
-// and sent by its proxy as the window allows.
+// The records that a rank sends to another host in one lane. The rank's threads pack them into
+// chunks, and its proxy sends these as the window allows.
 //
 // A chunk's slot here stands for one slot of the receiver's window. It is written again only when
 // its own put has left and its own credit has come: the receiver reads chunks in order, so the n-th
@@ -34,18 +34,20 @@ class Outbox {
 
   int gateway() const { return place_.gateway; }
 
-  // By the rank's threads. Appends payloads from `done` bytes on, and advances `done`. Returns true
-  // when all is appended, and false when there is no room: wait until may_append(), and go on.
+  // Appends payloads from `done` bytes on, and advances `done`. Returns true when all is appended,
+  // and false when there is no room: wait until may_append(), and go on. The rank's threads call
+  // it, and the next three.
   bool append(RecordKind kind, std::uint32_t segment, std::span<const Target> targets,
               const void* payload, std::size_t bytes, std::size_t& done);
   // Sends what is appended, although the chunk has room for more.
   void flush();
   // True if append() can go on.
   bool may_append() const;
-  // So many puts of rows are started: what is appended from now on is applied behind them.
+  // So many puts of rows are started: records that are appended from now on are applied behind
+  // them.
   void count_rows(std::uint64_t puts) { rows_.fetch_add(puts, std::memory_order_release); }
 
-  // By the proxy.
+  // The proxy calls the following.
   void sent(std::uint32_t slot);
   // Returns false if so many chunks were not sent.
   bool credited(std::uint32_t chunks);
@@ -69,7 +71,8 @@ class Outbox {
   ChunkWriter chunk_;                   // the one that is being filled
   std::atomic<bool> is_open_{false};    // chunk_ is; a waiter may then add to another's chunk
   std::atomic<std::uint64_t> next_{0};  // the number of the next chunk to be opened
-  // Chunks whose slots are free again. Release by the proxy, acquire by whoever fills the slot.
+  // Chunks whose slots are free again. Release by the proxy, acquire by the thread that fills the
+  // slot.
   std::atomic<std::uint64_t> released_{0};
   std::atomic<std::uint64_t> bytes_sent_{0};
   std::atomic<std::uint64_t> rows_{0};

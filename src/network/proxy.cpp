@@ -40,7 +40,7 @@ constexpr milliseconds kProxyTime{1'000};
 constexpr std::chrono::microseconds kBriefSleep{100};
 // A rank that was heard of within this time is not called silent, however short the deadline.
 constexpr std::int64_t kLeastSilence = 150'000'000;
-// In the place of a time: the rank of this host has left.
+// Stands in the place of a time once a rank of this host has left.
 constexpr auto kGone = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
 // A turn of the proxy takes at most so many events, so that everything has its turn.
 constexpr std::size_t kEventsPerTurn = 64;
@@ -111,7 +111,8 @@ int RemoteHeap::silent_rank(std::uint64_t deadline_ns) const {
   int silent = -1;
   for (int r = 0; r < proxy_->hosts_.num_ranks(); ++r) {
     const auto i = static_cast<std::size_t>(r);
-    // Who has said goodbye is silent with good reason. If it is missed, waits for it say so.
+    // A rank that has said goodbye is silent with good reason. If it is missed, waits for it say
+    // so.
     if (r == proxy_->rank_ ||
         proxy_->peers_[i].load(std::memory_order_acquire) == Proxy::Peer::kDeparted) {
       continue;
@@ -370,14 +371,14 @@ void Proxy::run() {
     busy |= send_commands();
     const Clock::time_point now = Clock::now();
     if (busy) last_active_ = now;
-    // First, because what follows may want the next turn before the next beat.
+    // Beats come first, because the rest may want the next turn before the next beat.
     if (now >= next_beat_) beat(now);
     if (now >= next_control_) {
       for (int r = 0; r < hosts_.num_ranks(); ++r) hear_control(r);
       next_control_ = now + kControlInterval;
       check_suspects(now);
     }
-    // Before the heaps are looked at: a proposal that comes later is not missed.
+    // It is cleared before the heaps are looked at, so a proposal that comes later is not missed.
     proposed_.store(false, std::memory_order_seq_cst);
     tell_aborts();
     if (!busy) sleep(network_->wait_fd() < 0);
@@ -407,7 +408,7 @@ void Proxy::hear(const Event& event) {
       return;
     }
     case Event::Kind::kLost:
-      if (!is_rank_elsewhere(event.rank)) return;  // whose it was shows at the deadline
+      if (!is_rank_elsewhere(event.rank)) return;  // the deadline shows whose it was
       return suspect(event.rank, "cannot be reached: " + event.why, kGoodbyeGrace);
     case Event::Kind::kArrived:
       break;
@@ -561,7 +562,7 @@ bool Proxy::send_rows() {
   return any;
 }
 
-// Of a rank that has left or is lost: whether they have left this one is nothing to anybody.
+// Forgets rows on their way to a rank that has left or is lost: nobody waits for them.
 void Proxy::forget_rows(int rank) {
   std::erase_if(sending_, [&](const auto& entry) {
     if (entry.second.rank != rank) return false;
@@ -616,7 +617,7 @@ void Proxy::hear(int rank, const ControlMessage& message) {
     last_active_ = Clock::now();
     return;
   }
-  // What was decided has been told to everybody.
+  // The decision about such a heap has been told to everybody.
   if (protocol::aborted(heaps)) return;
   if (message.kind == ControlMessage::Kind::kPropose) {
     note_proposal(heap, message.record);
@@ -629,8 +630,8 @@ void Proxy::hear(int rank, const ControlMessage& message) {
   if ((message.word & protocol::kCalledOff) != 0) {
     protocol::compare_exchange(&heaps.control(rank_)->abort, std::uint64_t{0}, message.word);
   } else {
-    // It is decided. As if this rank had found it: the first of what the ranks of a host take over
-    // is the verdict of all of them.
+    // This rank takes the decision over as if it had found the failure. The first record that a
+    // rank of a host takes over is the verdict of all of them.
     protocol::abort_world(heaps, message.record);
   }
   tell_abort(message.segment, heap);
@@ -657,7 +658,8 @@ bool Proxy::propose(std::uint32_t segment, const protocol::FailureRecord& record
   return true;
 }
 
-// The first one stays. A later one is of the same failure or of another, and either may be told.
+// The first proposal stays. A later one is of the same failure or of another, and either may be
+// told.
 void Proxy::note_proposal(Heap& heap, const protocol::FailureRecord& record) const {
   if (heap.proposal || protocol::aborted(heap.heaps)) return;
   const int times = record.phase == protocol::Phase::kLink ? 1 : kVerdictTimes;
@@ -665,9 +667,9 @@ void Proxy::note_proposal(Heap& heap, const protocol::FailureRecord& record) con
                            std::vector<bool>(static_cast<std::size_t>(hosts_.num_ranks()))};
 }
 
-// A rank of a host before this rank's own that can still answer; -1: this rank decides. Proposals
-// thus go from host to host towards the first one, in no circle. A host that cannot reach the first
-// one asks the next one, which may reach it.
+// Returns a rank of a host before this rank's own that can still answer; -1: this rank decides.
+// Proposals thus go from host to host towards the first one, in no circle. A host that cannot reach
+// the first one asks the next one, which may reach it.
 int Proxy::who_decides(const Proposal& proposal, Clock::time_point now) const {
   if (now >= proposal.due) return -1;
   const std::int64_t silent =
@@ -840,7 +842,7 @@ void Proxy::sleep(bool briefly) {
 void Proxy::say_goodbye() {
   ControlMessage goodbye;
   goodbye.kind = ControlMessage::Kind::kGoodbye;
-  // The same to the ranks of this host: never silent from now on.
+  // The ranks of this host are told, too: this rank is never silent from now on.
   protocol::store_release(alive_[static_cast<std::size_t>(rank_)], kGone);
   tell_aborts();
   tell(goodbye);

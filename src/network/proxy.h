@@ -5,8 +5,8 @@
 // done. It only ever stores, and never waits for a credit. So credits always come back, and no two
 // proxies wait for each other.
 //
-// Of every rank elsewhere a heap has the words that ranks show each other (protocol::Control), and
-// nothing else: a mirror that beats of the other proxy fill. See docs/hosts.md and decision 38.
+// For a rank elsewhere a heap has only the words that ranks show each other (protocol::Control): a
+// mirror that beats of the other proxy fill. See docs/hosts.md and decision 38.
 #pragma once
 
 #include <atomic>
@@ -40,7 +40,7 @@ namespace switchyard::network {
 
 class Proxy;
 
-// A heap of which some ranks are on other hosts, as one rank sees it. Sending is for any thread.
+// A heap of which some ranks are on other hosts, as one rank sees it. Any thread may send.
 class RemoteHeap {
  public:
   // Collective, in the same order on all ranks. `bases` has the heaps of all ranks as this rank
@@ -49,7 +49,7 @@ class RemoteHeap {
   RemoteHeap(std::shared_ptr<Proxy> proxy, std::span<std::byte* const> bases, std::size_t bytes);
   // Waits until nothing of this heap is under way through this rank: until its own chunks have been
   // read, and the ranks of its host have ended as many calls as it has, because it may have to pass
-  // on what they still wait for. At most for the deadline, and not after an abort.
+  // on what they still wait for. It waits for the deadline at most, and not after an abort.
   ~RemoteHeap();
   RemoteHeap(const RemoteHeap&) = delete;
   RemoteHeap& operator=(const RemoteHeap&) = delete;
@@ -62,22 +62,23 @@ class RemoteHeap {
   // The rank that takes what goes to this rank's host.
   int gateway_to(int rank) const;
 
-  // Both copy: `payload` may change when they return. As Outbox::append().
+  // Appends as Outbox::append() does, and copies: `payload` may change when it returns.
   bool append(Lane lane, int host, RecordKind kind, std::span<const Target> targets,
               const void* payload, std::size_t bytes, std::size_t& done);
   void flush(Lane lane, int host);
   void flush();
   bool may_append(Lane lane, int host) const;
 
-  // What this rank has ended: its destructor waits for the others of the host to have done so.
+  // Counts a call that this rank has ended. The destructor waits until the host's other ranks have
+  // ended as many.
   void end_call();
 
   // The rank that has been silent for longest, if that is a good part of the deadline; or -1.
   int silent_rank(std::uint64_t deadline_ns) const;
 
-  // Has the heap given up because of `record`, or of what another host found first: all hosts that
-  // can still talk to each other learn the same. Returns at once; the abort word is raised soon.
-  // False if that takes too long: then the caller raises it.
+  // Gives the heap up because of `record`, or of a failure that another host found first: all hosts
+  // that can still talk to each other learn the same. Returns at once; the abort word is raised
+  // soon. False if that takes too long: then the caller raises it.
   bool propose(const protocol::FailureRecord& record) const;
   // `hook` is called once by the proxy's thread when the heap has been given up. It may not wait
   // for other ranks, nor throw.
@@ -126,9 +127,10 @@ class Proxy final : private Landing {
   const Hosts& hosts() const { return hosts_; }
   std::string network_name() const { return network_->name(); }
   Traffic traffic() const;
-  // What is known of a rank of another host that does not answer; empty if it was heard of lately.
+  // Returns what is known of a rank of another host that does not answer; empty if it was heard of
+  // lately.
   std::string liveness(int rank) const;
-  // Whether rows may be in a device's memory.
+  // True if rows may be in a device's memory.
   bool takes_device_memory() const { return network_->takes_device_memory(); }
 
  private:
@@ -179,7 +181,7 @@ class Proxy final : private Landing {
   }
   Outbox& outbox(Lane lane, int host) { return *outboxes_[outbox_number(lane, host)]; }
   void wake();
-  // Has the thread do it, and throws what it throws.
+  // Runs `task` on the thread, and throws what it throws.
   void on_thread(const std::function<void(Network&)>& task);
   void put_rows(Lane lane, int host, std::vector<RowsCommand> commands);
   std::uint32_t enter(std::span<std::byte* const> bases, std::size_t bytes);
@@ -187,7 +189,7 @@ class Proxy final : private Landing {
   bool is_quiet(const Heap& heap) const;
   bool propose(std::uint32_t segment, const protocol::FailureRecord& record);
 
-  // By the thread.
+  // The thread calls the following.
   void run();
   bool hear_network();
   void hear(const Event& event);

@@ -100,7 +100,7 @@ class Landing {
 std::uint64_t rows_before(std::span<const std::byte> memory);
 
 // Applies the records of a chunk of `memory`, which must be number `number` of its sender and lane.
-// Returns what is wrong with it, or nothing. What came before the fault is stored.
+// Returns what is wrong with it, or nothing. Records before the fault are stored.
 std::string apply(std::span<const std::byte> memory, std::uint64_t number, Landing& landing);
 
 }  // namespace switchyard::network

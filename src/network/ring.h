@@ -31,7 +31,7 @@ class CommandRing {
       : mask_(std::bit_ceil(slots < 2 ? 2 : slots) - 1),
         lines_(std::make_unique<Command[]>(mask_ + 1)) {}
 
-  // From any thread.
+  // Any thread may call it.
   void push(const Command& command) {
     // Acquire and release: that a line is free was seen by the writer of some earlier ticket.
     const std::uint64_t ticket = tail_.fetch_add(1, std::memory_order_acq_rel);
@@ -49,7 +49,7 @@ class CommandRing {
     std::atomic_ref(line.turn).store(ticket + 1, std::memory_order_seq_cst);
   }
 
-  // By the proxy.
+  // The proxy calls it.
   bool pop(Command& command) {
     if (empty()) return false;
     command = lines_[head_ & mask_];

@@ -1,5 +1,5 @@
 // Rows that go from the memory of a rank into that of a rank of another host, copied neither into
-// chunks nor out of them. What stands in chunks says when they are there: see ChunkHeader::rows.
+// chunks nor out of them. Chunks say how many of them must have come first: see ChunkHeader::rows.
 #pragma once
 
 #include <atomic>
@@ -36,8 +36,9 @@ class RowsRegion {
   RowsRegion& operator=(const RowsRegion&) = delete;
 
   RowsKey key() const { return key_; }
-  // Starts puts into the region `to` of this rank's gateway on `host`. What the rank appends to the
-  // lane and host from now on is applied behind them. The rows must stay until all_sent().
+  // Starts puts into the region `to` of this rank's gateway on `host`. Records that the rank
+  // appends to the lane and host from now on are applied behind them. The rows must stay until
+  // all_sent().
   void put(Lane lane, int host, const RowsKey& to, std::span<const RowsPut> puts);
   bool all_sent() const { return unsent_host() < 0; }
   // A host for which some rows have not left yet; -1: none.

@@ -29,7 +29,7 @@ inline constexpr std::size_t kLeastSecretBytes = 16;
 
 // HMAC-SHA256, by OpenSSL.
 Digest hmac(const Secret& secret, std::span<const std::byte> text);
-// In a time that does not depend on where they differ.
+// Takes a time that does not depend on where they differ.
 bool equal(const Digest& a, const Digest& b);
 
 Nonce random_nonce();  // throws Error{kSystem}
