@@ -135,10 +135,11 @@ class Bootstrap {
   std::string job_;
   // A random number that rank 0 gives the world and every frame carries; 0 until it is known.
   std::uint64_t world_ = 0;
-  // By rank. The root has a channel to every member, and a member has one to the root. The others
-  // are closed.
+  // The channels, by rank. The root has one to every member, and a member has one to the root. The
+  // others are closed.
   std::vector<Channel> channels_;
-  // By rank. 0 if the number is not known because that process is in another PID namespace.
+  // Process ids, by rank; 0 if the number is not known because that process is in another PID
+  // namespace.
   std::vector<pid_t> pids_;
   std::uint64_t num_collectives_ = 0;
   const char* activity_ = "making the world";

@@ -91,7 +91,7 @@ std::string first_of_node_list(std::string_view list) {
   const std::string_view numbers = list.substr(end + 1);
   host += numbers.substr(0, numbers.find_first_of("-,]"));
   const std::size_t closed = list.find(']', end);
-  // What stands behind the numbers belongs to every name.
+  // The text behind the numbers belongs to every name.
   if (closed != std::string_view::npos) {
     const std::string_view rest = list.substr(closed + 1);
     host += rest.substr(0, rest.find(','));

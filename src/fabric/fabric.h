@@ -65,8 +65,8 @@ class Fabric {
   virtual std::shared_ptr<SymmetricSegment> allocate_heap(std::size_t bytes) {
     return allocate(bytes);
   }
-  // Both null in a world of one host: what goes to other hosts, and the ranks of this one, in the
-  // order of the world.
+  // The proxy to other hosts, and the fabric of this host's ranks, in the order of the world. Both
+  // are null in a world of one host.
   virtual const network::Proxy* proxy() const { return nullptr; }
   virtual std::shared_ptr<Fabric> host() const { return nullptr; }
   // See network::RowsRegion; null in a world of one host. Not collective.
@@ -78,8 +78,8 @@ class Fabric {
   // receives one of each rank, by rank, its own included.
   virtual std::vector<UniqueFd> exchange_fds(int fd) = 0;
 
-  // What is known about a peer that does not answer, e.g. "process 4711 has exited"; empty if
-  // nothing is. Never used to decide anything, only to explain a passed deadline.
+  // Returns what is known about a peer that does not answer, e.g. "process 4711 has exited"; empty
+  // if nothing is. Never used to decide anything, only to explain a passed deadline.
   virtual std::string liveness(int rank) const = 0;
 
   // See World::abort(). The abort hooks run first, then collectives end.
@@ -101,13 +101,13 @@ class Fabric {
     std::function<void()> hook_;
   };
 
-  // Tells whoever started the ranks which rank this one blames for a pass that failed.
+  // Tells the launcher of the ranks which rank this one blames for a pass that failed.
   virtual void report(const WaitFailure&) const noexcept {}
 
  protected:
   explicit Fabric(std::chrono::milliseconds deadline) : deadline_(deadline) {}
-  // Ends the collective that this rank is in, and makes all later ones throw kAborted. From any
-  // thread.
+  // Ends the collective that this rank is in, and makes all later ones throw kAborted. Any thread
+  // may call it.
   virtual void abort_collectives() noexcept = 0;
   std::chrono::milliseconds deadline_;
 

@@ -14,7 +14,7 @@ namespace switchyard {
 // A connection between hosts is for one of these. A proof of one kind is none of the other.
 enum class Purpose : std::uint32_t { kRendezvous = 1, kControl };
 
-// What both sides must agree on, beside the secret.
+// The secret, and the terms on which both sides must agree beside it.
 struct HandshakeTerms {
   network::Secret secret;
   Purpose purpose = Purpose::kRendezvous;
@@ -33,7 +33,7 @@ class ListenerHandshake {
   // The other side has sent a whole message that this one cannot agree to: it is no passing
   // stranger, but has another secret, version, purpose or size.
   bool disagrees() const { return disagrees_; }
-  // After kProved.
+  // The joiner's rank, after kProved.
   int rank() const { return opening_.rank; }
 
  private:

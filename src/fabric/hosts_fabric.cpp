@@ -135,7 +135,7 @@ class HostsFabric final : public Fabric {
     attempt_together(*world_, [&] { proxy_->start(addresses); });
     name_ = fmt::format("{} hosts, {}", hosts_.num_hosts(), network_name);
   }
-  // Goodbye first, then the connections.
+  // The proxy says goodbye before the connections close.
   ~HostsFabric() override { proxy_.reset(); }
 
   int rank() const override { return world_->rank(); }
@@ -213,7 +213,7 @@ class HostsFabric final : public Fabric {
 };
 
 // The connections of this rank to all ranks of other hosts: it connects to lower ones, and accepts
-// those of higher ones. By induction over ranks nobody waits for one that waits for it.
+// those of higher ones. By induction over ranks, no rank waits for one that waits for it.
 std::vector<network::ControlChannel> connect_proxies(int rank, const network::Hosts& hosts,
                                                      const std::vector<TcpEndpoint>& endpoints,
                                                      const UniqueFd& listener,
@@ -285,7 +285,7 @@ std::vector<network::ControlChannel> connect_proxies(int rank, const network::Ho
   }
 }
 
-// What ranks tell each other of themselves before they know who shares a host.
+// The data that ranks tell each other of themselves before they know which share a host.
 struct Introduction {
   std::uint64_t host = 0;
   std::array<char, 48> ip{};  // empty: that of rank 0

@@ -16,7 +16,7 @@
 
 namespace switchyard {
 
-// What a fabric over hosts is made of. Tests put in fabrics of threads and a chaotic network.
+// The parts of a fabric over hosts. Tests put in fabrics of threads and a chaotic network.
 struct HostsParts {
   std::shared_ptr<Fabric> world;  // collectives of all ranks; its memory is not used
   std::shared_ptr<Fabric> host;   // the ranks of this host, in the order of the world

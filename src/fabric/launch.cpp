@@ -245,7 +245,7 @@ using Variables = std::map<std::string, std::string>;
 
 constexpr std::string_view kTorchPrefix = "TORCHELASTIC_";
 
-// What the launcher tells a rank of its place: all that torchrun does, and where Switchyard's ranks
+// The variables that tell a rank its place: all those of torchrun, and where Switchyard's ranks
 // meet. A host is a group, and all ranks have one role.
 Variables variables_of_rank(const LaunchOptions& options, const Plan& plan, int rank) {
   Variables variables;
@@ -475,7 +475,7 @@ class Launch {
       const pid_t pid = ::fork();
       if (pid < 0) throw_errno(fmt::format("cannot fork rank {}", rank));
       if (pid == 0) become_rank(setup);
-      // The child does the same. Whoever is first, the group exists before anyone signals it.
+      // The child does the same. Whichever is first, the group exists before anyone signals it.
       ::setpgid(pid, pid);
       ranks_.push_back({pid, false});
       secrets_.push_back(std::move(secret.write_end));
@@ -602,7 +602,7 @@ class Launch {
   const LaunchOptions& options_;
   std::optional<NetworkNamespaces> namespaces_;
   Plan plan_;
-  // By rank: open while its ssh is to run; closed on one host.
+  // The pipe to each rank's ssh, by rank: open while it is to run; closed on one host.
   std::vector<UniqueFd> secrets_;
   SignalInbox signals_;
   LaunchReports reports_;

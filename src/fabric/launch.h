@@ -15,8 +15,8 @@ struct LaunchOptions {
   // Names of other machines, which `ssh` reaches without a password, and under which they reach
   // each other. The first has the lowest ranks. Empty: this host.
   std::vector<std::string> hosts;
-  // Instead: so many network namespaces of this host, each a host to its ranks. For tests; needs
-  // root.
+  // The number of network namespaces of this host that stand for hosts, instead of `hosts`; 0:
+  // none. For tests; needs root.
   int namespaces = 0;
   std::vector<std::string> command;  // the program, found through PATH, and its arguments
   // MASTER_PORT. 0: a free one of this host, or, for several hosts, a random one from 20000 to

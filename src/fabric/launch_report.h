@@ -1,6 +1,6 @@
 // The reports of a rank to the launcher that started it: how long it may wait for the others, and
 // whom it blames when it gives up. With them the launcher lets the survivors of a failure reach
-// their own deadlines, and its last line names the culprit, not whoever noticed first.
+// their own deadlines, and its last line names the culprit, not the rank that noticed first.
 //
 // The ranks find a datagram socket to the launcher under SWITCHYARD_LAUNCHER, as
 // "descriptor:inode". The inode exposes another launcher's variable, and a descriptor that was

@@ -47,7 +47,7 @@ class Lobby {
 
   // `listener` is a listening socket that does not block.
   explicit Lobby(UniqueFd listener) : listener_(std::move(listener)) {}
-  // Of a TCP socket. `terms` must outlive the lobby.
+  // A lobby of a TCP socket. `terms` must outlive it.
   Lobby(UniqueFd listener, const HandshakeTerms* terms)
       : listener_(std::move(listener)), terms_(terms) {}
 
@@ -61,8 +61,8 @@ class Lobby {
 
   std::size_t num_waiting() const { return waiting_.size(); }
 
-  // What became of connections that could not prove that they belong here, for the error of a world
-  // that does not form; they do not keep it from forming. Empty if there were none.
+  // Tells of connections that could not prove that they belong here, for the error of a world that
+  // does not form. They do not keep it from forming. Empty if there were none.
   std::string refusals() const;
 
  private:

@@ -11,10 +11,10 @@ class Mapping {
  public:
   // Maps memory of this process. Throws Error{kCapacityExceeded}.
   static Mapping anonymous(std::size_t bytes);
-  // Maps all `bytes` of a memory file whose size nobody can change, shared with whoever else maps
-  // it. The descriptor may be closed afterwards. Throws Error{kCapacityExceeded}, and
-  // Error{kSystem} if the file has another size or lacks the seals: it may be a peer's, and
-  // touching memory that a file no longer has would end this process.
+  // Maps all `bytes` of a memory file whose size nobody can change, shared with others that map it.
+  // The descriptor may be closed afterwards. Throws Error{kCapacityExceeded}, and Error{kSystem} if
+  // the file has another size or lacks the seals: it may be a peer's, and touching memory that a
+  // file no longer has would end this process.
   static Mapping of_file(int fd, std::size_t bytes);
   // The seals to set with fcntl(F_ADD_SEALS).
   static const int kSeals;

@@ -99,7 +99,7 @@ void NetworkNamespaces::set_connected(int host, bool connected) const {
 }
 
 void NetworkNamespaces::cut_path(int from, int to) const {
-  // To an address that no card has: frames go out, and nobody takes them.
+  // Frames go to an address that no card has, so nobody takes them.
   const Outcome outcome =
       run(fmt::format("ip -n {} neigh replace {} lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
                       name(from), ip(to)));

@@ -25,15 +25,15 @@ class NetworkNamespaces {
   int size() const { return static_cast<int>(entrances_.size()); }
   std::string ip(int host) const;
   const std::string& name(int host) const { return names_[static_cast<std::size_t>(host)]; }
-  // To call setns() with, which a forked child may do before exec.
+  // The descriptor for setns(), which a forked child may call before exec.
   int fd(int host) const { return entrances_[static_cast<std::size_t>(host)].get(); }
   // Moves the calling thread into the host. Throws Error{kSystem}.
   void enter(int host) const;
   // Takes the host's cable out, or puts it in again. Throws Error{kSystem}.
   void set_connected(int host, bool connected) const;
-  // From now on nothing of what one host sends to the other arrives. Throws Error{kSystem}.
+  // From now on nothing that one host sends to the other arrives. Throws Error{kSystem}.
   void cut_path(int from, int to) const;
-  // What leaves the host leaves at this rate at most, in Mbit/s. Throws Error{kSystem}.
+  // Limits the rate at which the host sends, in Mbit/s. Throws Error{kSystem}.
   void limit_rate(int host, int megabits) const;
 
  private:

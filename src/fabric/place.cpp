@@ -152,8 +152,8 @@ class TcpPlace final : public Place {
   UniqueFd try_listen() const override {
     int port = 0;
     std::from_chars(endpoint_.port.data(), endpoint_.port.data() + endpoint_.port.size(), port);
-    // On all addresses: which of them the others reach is theirs to know, and the name may be that
-    // of a router in front of this host.
+    // It listens on all addresses: this rank does not know which of them the others reach, and the
+    // name may be that of a router in front of this host.
     return listen_tcp(endpoint_.host, port);
   }
 

@@ -46,7 +46,7 @@ struct TcpEndpoint {
   std::string port;
 };
 inline constexpr std::string_view kTcpScheme = "tcp://";
-// Of "tcp://host:port", "tcp://[::1]:port". Throws Error{kInvalidArgument} naming the string.
+// Reads "tcp://host:port" or "tcp://[::1]:port". Throws Error{kInvalidArgument} naming the string.
 TcpEndpoint parse_tcp(const std::string& rendezvous);
 
 // The IP address of this end of a connection, and of the other.

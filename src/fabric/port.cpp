@@ -22,7 +22,7 @@ bool can_bind(int family, const sockaddr* address, socklen_t size) {
   const int on = 1, off = 0;
   if (!fd) return false;
   ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  // With IPv4's addresses.
+  // The socket takes IPv4's addresses, too.
   if (family == AF_INET6) ::setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
   return ::bind(fd.get(), address, size) == 0;
 }

@@ -16,8 +16,8 @@ class ProcessFabric : public Fabric {
   virtual const Bootstrap& bootstrap() const = 0;
 };
 
-// Collective. Where the ranks meet at tcp://host:port, by `secret`, it has collectives and no
-// memory.
+// Collective. If the ranks meet at tcp://host:port, with `secret`, the fabric has collectives and
+// no memory.
 std::shared_ptr<ProcessFabric> make_process_fabric(int rank, int size,
                                                    const std::string& rendezvous,
                                                    std::chrono::milliseconds deadline,

@@ -24,11 +24,11 @@ class ScopedFabric final : public Fabric {
   }
   std::vector<UniqueFd> exchange_fds(int fd) override { return of_->exchange_fds(fd); }
   std::string liveness(int rank) const override { return of_->liveness(rank); }
-  // Its user tells of failures, with the ranks' numbers in the whole world.
+  // Its user reports failures, with the ranks' numbers in the whole world.
   void report(const WaitFailure&) const noexcept override {}
 
  private:
-  void abort_collectives() noexcept override {}  // They are the other's.
+  void abort_collectives() noexcept override {}  // Collectives are the other fabric's.
 
   const std::shared_ptr<Fabric> of_;
   const AbortHook hook_;

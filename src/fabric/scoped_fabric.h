@@ -7,8 +7,8 @@
 
 namespace switchyard {
 
-// Its abort() ends what was made with it, on this rank and by its hooks on others, and nothing else
-// of the ranks' world; that of `of` ends it, too. Collectives and memory are those of `of`.
+// Its abort() ends only what was made with it, on this rank and by its hooks on others. The abort()
+// of `of` ends it, too. Collectives and memory are those of `of`.
 std::shared_ptr<Fabric> make_scoped_fabric(std::shared_ptr<Fabric> of);
 
 }  // namespace switchyard

@@ -18,7 +18,7 @@
 namespace switchyard {
 namespace {
 
-// What one rank brings to a collective.
+// The contribution of one rank to a collective.
 struct Contribution {
   Call call;
   std::vector<std::byte> data;           // all_gather
