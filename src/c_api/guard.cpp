@@ -43,7 +43,7 @@ sy_status status_of(ErrorCode code) {
   return SY_INTERNAL;
 }
 
-// In memory that is there from the start, because the failure may be that there is none.
+// Its memory is there from the start, because the failure may be a lack of memory.
 struct LastError {
   sy_status code = SY_OK;
   bool wait_failed = false;
@@ -94,7 +94,7 @@ using switchyard::c_api::guarded;
 using switchyard::c_api::last_error;
 
 sy_status sy_last_error(sy_error* out) {
-  // What asks for the error must not replace it.
+  // A call that asks for the error must not replace it.
   const auto kept = last_error;
   const sy_status status = guarded([&] {
     sy_error error = SY_ERROR_INIT;

@@ -1,4 +1,4 @@
-// What the handles of the C interface are.
+// The structs behind the handles of the C interface.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace switchyard::c_api {
 
-// Counts the calls that are in the midst of something with a handle.
+// Counts the calls that are under way with a handle.
 class Calls {
  public:
   bool any() const { return count_.load(std::memory_order_acquire) != 0; }
@@ -27,7 +27,7 @@ class Call {
   explicit Call(Calls& calls) : calls_(calls) {
     calls_.count_.fetch_add(1, std::memory_order_relaxed);
   }
-  // Release: whoever sees that there is no call sees what the call did.
+  // Release: a thread that sees that there is no call sees what the call did.
   ~Call() { calls_.count_.fetch_sub(1, std::memory_order_release); }
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
@@ -36,7 +36,7 @@ class Call {
   Calls& calls_;
 };
 
-// Keeps the address of what is never destroyed, so that tools that look for leaks find it.
+// Keeps the address of a handle that is never destroyed, so that tools that look for leaks find it.
 void leave_behind(void* handle);
 
 // Destroys a handle. One with which another thread is in the midst of a call is left behind, as at
@@ -68,10 +68,10 @@ struct sy_layer {
   int device = -1;
   bool has_router = false;
   int places = 0;  // of experts, over all ranks; 0: of a checkpoint
-  // What the weights were made of, and copies of scales among them.
+  // The caller's structs that the weights were made of, and copies of their scales.
   sy_layer_weights given{};
   switchyard::c_api::ScaleCopies scales{};
-  // Routing of the caller's that is not contiguous. Host memory.
+  // Copies of the caller's routing where it is not contiguous, in host memory.
   std::vector<std::byte> ids{}, weights{};
   switchyard::MoeLayer layer;
   switchyard::c_api::Calls calls{};
@@ -83,7 +83,7 @@ struct sy_layer {
 
 namespace switchyard::c_api {
 
-// Throws Error{kInvalidArgument} for what is no time, naming it.
+// Throws Error{kInvalidArgument} for a number that is no time, naming it.
 std::chrono::milliseconds milliseconds_of(const char* name, double seconds);
 
 }  // namespace switchyard::c_api

@@ -39,7 +39,7 @@ std::unique_ptr<sy_heap> create(const sy_world& world, const sy_heap_options* op
       new sy_heap{SymmetricHeap(world.world, static_cast<std::size_t>(asked.bytes), given)});
 }
 
-// Raised like host::signal(), for flags that are in some rank's memory.
+// Raises a flag like host::signal(), if it is in some rank's memory.
 void signal(const SymmetricHeap& heap, std::uint64_t* flag, std::uint64_t value) {
   if (heap.backend() != Backend::kCpu) {
     throw Error(ErrorCode::kUnsupported,

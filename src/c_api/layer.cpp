@@ -64,7 +64,7 @@ Options options_of(const sy_layer_options* pointer) {
   return options;
 }
 
-// Of so many places.
+// Reads the weights of `places` places of experts.
 MoeWeights read_weights(const World& world, const LayerSpec& spec, const sy_layer_weights& given,
                         int places, Backend backend, ScaleCopies& scales) {
   // A layer on a GPU copies what is in host memory.
@@ -130,7 +130,7 @@ void rebind(sy_layer& layer, const sy_layer_weights& given_weights) {
     layer.layer.rebind(weights, placement);
   }
   layer.given = given;
-  // Passes on their way may still read the old ones: they go with the layer.
+  // Passes on their way may still read the old copies, which end with the layer.
   for (std::vector<float>& copy : layer.scales) scales.push_back(std::move(copy));
   layer.scales = std::move(scales);
 }
@@ -236,7 +236,7 @@ void forward(sy_layer& layer, const sy_forward& given) {
       slots_of("topk_weights", call.topk_weights, tokens, top_k, device_type, layer.weights);
   if (is_given(call.logits)) {
     input.logits = matrix("logits", call.logits, device_type);
-    // No tokens have no logits, which an address of null would say.
+    // Without tokens there are no logits, and their address may be null.
     if (tokens == 0) input.logits = {};
   }
   if (is_given(call.token_ids)) {

@@ -17,7 +17,7 @@
 #include "switchyard/tuner.h"
 
 struct sy_grouped_gemm {
-  // What the weights were made of, and copies of scales among them.
+  // The caller's structs that the weights were made of, and copies of their scales.
   sy_matrices given;
   switchyard::c_api::ScaleCopies scales;
   int max_rows = 0;

@@ -99,7 +99,7 @@ Struct read_struct(const char* name, const Struct* given) {
   return result;
 }
 
-// As read_struct(), and `defaults` if there is none.
+// Like read_struct(), but returns `defaults` if `given` is null.
 template <typename Struct>
 Struct read_struct_or(const char* name, const Struct* given, const Struct& defaults) {
   return given == nullptr ? defaults : read_struct(name, given);

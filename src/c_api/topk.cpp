@@ -26,7 +26,7 @@ std::int64_t route_on_host(const sy_routing& routing, int top_k, const sy_tensor
                            const sy_tensor* weights) {
   const auto scores = numbers<const float>("logits", logits, 2, DType::kF32);
   LayerSpec spec;
-  // What route() does not look at must make sense, too.
+  // Fields that route() does not look at must make sense, too.
   spec.hidden = spec.intermediate = 1;
   spec.num_experts = whole("num_experts", logits->shape[1]);
   spec.top_k = top_k;

@@ -1,4 +1,4 @@
-// What the ranks of a layer must agree on before any of them sends a byte.
+// The agreement of a layer's ranks, before any of them sends a byte.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,14 @@ struct Declaration {
   LayerSpec spec;
   std::int32_t max_tokens;
   DType compute;
-  // Of LayerOptions::placement; see summary_of().
+  // The summary of LayerOptions::placement; see summary_of().
   std::uint64_t placement = 0;
   bool pre_sum_per_host = false;
 };
 
-// The same for equal placements, and hardly ever for others; 0 for none.
+// A number that is the same for equal placements, and hardly ever for others; 0 for none.
 std::uint64_t summary_of(const ExpertPlacement& placement);
-// Collective, as below, of nothing but placements.
+// Collective. Like agree(), for placements only.
 void agree_on_placement(Fabric& fabric, const ExpertPlacement& mine);
 
 // Collective. Throws Error{kSpecMismatch} naming the first rank and field that differ from this

@@ -7,14 +7,15 @@
 namespace switchyard {
 
 // Throws the record of a failed pass as TimeoutError (protocol/failure.h), with what is known of
-// the awaited rank, and reports it to whoever started the ranks. Here and below `what` is what
+// the awaited rank, and reports it to the launcher of the ranks. Here and below `what` is what
 // failed: a "layer" or an "exchange".
 [[noreturn]] void throw_failure(const World& world, const protocol::FailureRecord& record,
                                 const char* what = "layer");
 
 // Throws that `rank` called World::abort(), or gave up a layer that it destroyed.
 [[noreturn]] void throw_called_off(int rank, const char* what = "layer");
-// Which of the two, by a rank's abort word, which is not 0; `failure` gets the record of a rank.
+// Throws one of the two, by a rank's abort word, which is not 0; `failure(rank)` returns that
+// rank's record.
 template <typename FailureOf>
 [[noreturn]] void throw_abort(const World& world, std::uint64_t abort, FailureOf&& failure,
                               const char* what = "layer") {

@@ -11,7 +11,7 @@
 
 namespace switchyard {
 
-// What ids are held against; see LayerOptions.
+// The rules that ids must keep; see LayerOptions.
 struct IdRules {
   BadIds bad = BadIds::kRaise;
   bool large_are_none = false;
@@ -22,8 +22,8 @@ inline std::int64_t id_at(const SlotView& ids, std::size_t i) {
                                     : static_cast<const std::int32_t*>(ids.data())[i];
 }
 
-// The given ids one after the other, as take(index, expert or kNoExpert); bad(index, id, twice) for
-// those that may not be, each before it is taken as none.
+// Calls take(index, expert or kNoExpert) for the given ids, one after the other. A bad id is first
+// told by bad(index, id, twice), and then taken as none.
 template <typename Take, typename Bad>
 void for_each_id(int num_experts, int its_top_k, const SlotView& given, const IdRules& rules,
                  Take&& take, Bad&& bad) {

@@ -14,7 +14,7 @@ namespace switchyard {
 
 class PassMemory {
  public:
-  // `id`: the same on all ranks, and no other's of theirs.
+  // `id` is the same on all ranks, and that of no other memory of theirs.
   PassMemory(const World& world, Backend backend, std::uint64_t id)
       : world_(world), backend_(backend), id_(id) {}
   virtual ~PassMemory() = default;
@@ -29,7 +29,8 @@ class PassMemory {
   // Waits for the passes of this rank that are enqueued. Throws if one is under way or was given
   // up.
   virtual void end_passes() = 0;
-  // This rank's part, once all ranks have ended their passes. Does nothing if it was released.
+  // Releases this rank's part, once all ranks have ended their passes. Does nothing if it was
+  // released.
   virtual void release() = 0;
   // Collective, and a barrier. If it throws, it does so on all ranks, and it stays released. Does
   // nothing if it was not released.
@@ -58,7 +59,7 @@ void require_restored(const PassMemory& memory);
 // Throws Error{kInvalidArgument}, saying that the layer does not fit and what to do.
 [[noreturn]] void throw_no_room(std::uint64_t needed, std::uint64_t there);
 
-// Collective. With room for a layer of each spec. See Workspace.
+// Collective. Makes room for a layer of each spec. See Workspace.
 namespace cpu {
 std::shared_ptr<PassMemory> make_memory(const World& world, std::span<const LayerSpec> specs,
                                         const WorkspaceOptions& options, std::uint64_t id);

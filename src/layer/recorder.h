@@ -1,4 +1,4 @@
-// What both engines make of a ring of routings.
+// The recordings that both engines make of a ring of routings.
 #pragma once
 
 #include <cstdint>

@@ -24,7 +24,7 @@
 namespace switchyard {
 namespace {
 
-// As for layers: low enough that products of sizes fit in 64 bits.
+// The limit of layers, low enough that products of sizes fit in 64 bits.
 constexpr int kMostColumns = 1 << 23;
 
 [[noreturn]] void refuse(const std::string& message) {
@@ -167,7 +167,7 @@ void check_scales(const MatrixView& x) {
   }
 }
 
-// What can be told without reading through an address.
+// Checks an input without reading through an address.
 void check_input(const GroupedGemmSpec& spec, DType compute, const GroupedInput& input) {
   const MatrixView& x = input.x;
   check_layout("the input's layout", input.layout);
@@ -320,7 +320,7 @@ void check_rows_of_output(const GroupedOutput& output, std::span<const std::int6
                      *twice));
 }
 
-// All of it, for memory that the host can read. Returns the ends.
+// Checks all of a call, for memory that the host can read. Returns the ends.
 std::vector<std::int64_t> check_rows(const GroupedGemmOptions& options, const GroupedInput& input,
                                      const GroupedOutput& output) {
   std::vector<std::int64_t> ends = read_ends(input.ends);
@@ -338,7 +338,7 @@ std::vector<std::int64_t> check_rows(const GroupedGemmOptions& options, const Gr
   return ends;
 }
 
-// `least_rows`: that the output has where the caller does not say how many.
+// `least_rows`: rows that the output has if the caller does not say how many.
 void require_memory_apart(const GroupedGemmSpec& spec, const GroupedInput& input,
                           const GroupedOutput& output, std::int64_t least_rows) {
   const auto element = static_cast<std::int64_t>(size_of(output.dtype));

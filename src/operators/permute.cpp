@@ -116,7 +116,7 @@ void require_experts(int num_experts) {
   refuse(fmt::format("num_experts is {}; use 1 to {}", num_experts, kMostGroupedExperts));
 }
 
-// What can be told without reading through an address. Returns the tokens.
+// Checks the arguments without reading through an address. Returns the tokens.
 std::size_t check_permute(const SlotView& ids, int top_k, int num_experts,
                           const RowLayout& layout) {
   const std::size_t tokens = tokens_of("ids", ids, top_k);

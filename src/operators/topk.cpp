@@ -43,7 +43,7 @@ void topk(const RoutingSpec& routing, int top_k, const MatrixView& logits,
                     std::numeric_limits<std::int32_t>::max() / routing::kMaxTopK));
   }
   LayerSpec spec;
-  // What routing does not look at must make sense, too.
+  // Fields that routing does not look at must make sense, too.
   spec.hidden = spec.intermediate = 1;
   spec.num_experts = static_cast<int>(logits.cols);
   spec.top_k = top_k;

@@ -36,8 +36,9 @@ class HeapCalls {
   void check(Fabric& fabric, const std::vector<Summary>& all);
 
  private:
-  // Since the last check, so many at most: a heap is laid out at the start, mostly, and whoever
-  // allocates for ever without a check must not run out of memory for that.
+  // The most calls that are remembered since the last check. A heap is mostly laid out at the
+  // start, and a program that allocates for ever without a check must not run out of memory for
+  // that.
   static constexpr std::size_t kMostRemembered = 1 << 16;
 
   Summary summary_;

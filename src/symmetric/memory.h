@@ -23,8 +23,8 @@ class HeapMemory {
   virtual int device() const = 0;            // of this rank; -1: the host
   // A rank's control, as it is now.
   virtual PeerControl control(int rank) const = 0;
-  // Sets the abort words of all ranks; on the CPU those only that are 0. From any thread; waits for
-  // nobody.
+  // Sets the abort words of all ranks; on the CPU those only that are 0. Any thread may call it; it
+  // does not wait.
   virtual void raise(std::uint64_t word) noexcept = 0;
 };
 
