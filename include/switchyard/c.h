@@ -380,7 +380,7 @@ SY_API sy_status sy_layer_forward(sy_layer* layer, const sy_forward* call);
 // Fails as sy_layer_forward() would for passes that have ended, and waits for nothing.
 SY_API sy_status sy_layer_check(sy_layer* layer);
 // Lays out anew what the layer copied of its weights, which the caller has changed in place.
-// SY_CUDA: on `stream`. What was used where it is needs no call. It does next to nothing where
+// SY_CUDA: on `stream`. Tensors that are used in place need no call. It does next to nothing where
 // sy_layer_info.copies is 0.
 SY_API sy_status sy_layer_refresh(sy_layer* layer, void* stream);
 // Points the layer at other arrays of the same shapes and types. With a placement it is

@@ -232,7 +232,7 @@ struct ExchangeStats {
 // call throws again; the world lives, and can make another.
 //
 // With kCuda calls enqueue kernels and return: they neither allocate nor synchronise, so a graph
-// can capture them. What is found on the device (a bad id, too little room, a deadline) is thrown
+// can capture them. An error found on the device (a bad id, too little room, a deadline) is thrown
 // by the first call that starts after it was found, or by check().
 class Exchange {
  public:

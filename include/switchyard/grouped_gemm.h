@@ -97,7 +97,7 @@ struct GroupedGemmOptions {
   GroupedSchedule schedule{};  // kCuda only
   // kCuda only. Configurations to choose from by the rows of each expert, inside the launch: a
   // table of tuner.h for this operator's shape, compute type and GPU. It takes the place of all of
-  // `schedule` but `paired`, which stay empty. What a launch fixes (pairs) the host chooses by the
+  // `schedule` but `paired`, which stay empty. The host chooses what a launch fixes (pairs) by the
   // number of rows; the kernel chooses the rest by `ends`, so replays of a graph with other ends
   // choose anew. Configurations that split K are left out of calls in which the sums of the parts
   // would take more than 64 MiB. Output rows then also depend on the rows of other experts, in bits
@@ -178,7 +178,7 @@ class GroupedGemm {
   // {kCapacityExceeded} for more than max_rows, before anything is written.
   void run(const GroupedInput& input, const GroupedOutput& output);
 
-  // As MoeLayer::refresh() and copies(): reads anew what was copied of the weights and biases.
+  // Like MoeLayer::refresh() and copies(): reads anew what was copied of the weights and biases.
   void refresh(void* stream = nullptr);
   bool copies() const;
 

@@ -188,10 +188,10 @@ struct ForwardInput {
   SlotView topk_ids{};
   SlotView topk_weights{};
   // [T, num_experts], f32 or bf16, rows contiguous (col_stride 1): router logits with the router's
-  // bias in them. The layer's routing makes ids and weights of them as of its own gate's, which
-  // then does not run (a sigmoid-gated shared expert is weighed as ever). Empty: none. Not together
-  // with topk_ids. The layer needs no router for it, but MoeWeights::correction_bias and hash_table
-  // where its routing has them.
+  // bias in them. The layer's routing makes ids and weights of them in place of its own gate's,
+  // which then does not run (a sigmoid-gated shared expert is weighed as ever). Empty: none. Not
+  // together with topk_ids. The layer needs no router for it, but MoeWeights::correction_bias and
+  // hash_table where its routing has them.
   MatrixView logits{};
   std::span<const std::int32_t> token_ids{};  // [T], hash-routed layers only
   // kCuda only: a cudaStream_t; null: the default stream. Ranks on one device need streams that do
@@ -285,7 +285,7 @@ class MoeLayer {
   // TimeoutError{kAborted} if another rank noticed first. After either the layer is dead and every
   // later call throws again; the world lives, and can make another.
   //
-  // With kCuda the ids given for tokens and experts are checked on the device. What is found
+  // With kCuda the ids given for tokens and experts are checked on the device. An error found
   // there, a bad id (Error{kInvalidArgument}, unless LayerOptions::bad_ids is kSkip; such slots are
   // skipped either way) or a wait that passed its deadline (TimeoutError), is thrown by the first
   // forward() or stats() that starts after the pass ended. The CUDA context stays usable. A pass of
@@ -296,14 +296,14 @@ class MoeLayer {
 
   // Lays out anew what the layer copied of the weights that it was given, from the same memory, in
   // which the caller has changed it: with kCuda matrices, scales, biases, router, correction bias
-  // and the shared expert's gate, but not the hash table; with kCpu a converted router. What is
-  // used where it is needs no call; a pass that runs while it changes may see either. It does next
-  // to nothing where copies() is false. With kCuda it is enqueued on `stream`, for
-  // passes that follow there, and if all that was copied is in the device's memory it can be
-  // captured in a graph (it is a few kernels); what is in host memory is read before it returns.
-  // With kCpu it is done when it returns, and `stream` is null. Not collective. Throws
-  // Error{kUnsupported} with kCuda where the layer holds no weights any more, since all were copied
-  // from host memory and MoeWeights::owner was let go.
+  // and the shared expert's gate, but not the hash table; with kCpu a converted router. Memory that
+  // is used in place needs no call; a pass that runs while it changes may see either. It does next
+  // to nothing where copies() is false. With kCuda it is enqueued on `stream`, for passes that
+  // follow there, and if all that was copied is in the device's memory it can be captured in a
+  // graph (it is a few kernels); what is in host memory is read before it returns. With kCpu it is
+  // done when it returns, and `stream` is null. Not collective. Throws Error{kUnsupported} with
+  // kCuda where the layer holds no weights any more, since all were copied from host memory and
+  // MoeWeights::owner was let go.
   void refresh(void* stream = nullptr);
 
   // Whether anything that the layer was given was copied or laid out anew, so that changes in place
@@ -318,9 +318,9 @@ class MoeLayer {
   // fit, and Error{kDTypeMismatch} for those that would be computed in another type; the layer is
   // then as it was.
   void rebind(const MoeWeights& weights);
-  // As above, with experts in other places, of which there are as many as before. Collective: all
-  // ranks call it between the same two passes, with the same placement; Error{kSpecMismatch} if
-  // they differ.
+  // Also gives experts other places, of which there are as many as before. Collective: all ranks
+  // call it between the same two passes, with the same placement; Error{kSpecMismatch} if they
+  // differ.
   void rebind(const MoeWeights& weights, const ExpertPlacement& placement);
 
   // Throws what forward() would throw for passes that have ended, and does not wait if there is

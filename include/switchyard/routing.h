@@ -1,4 +1,4 @@
-// From router logits to expert ids and weights, on the host.
+// Turns router logits into expert ids and weights, on the host.
 #pragma once
 
 #include <cstdint>

@@ -207,10 +207,10 @@ struct MeasureOptions {
   // Leaves out configurations that are slower than the best by more than this share (0.25 is 25 %)
   // at every pilot of a model: its points to fit on with the fewest, the middle and the most
   // tokens, at the lowest and highest beta, which are timed first. They are neither fitted nor
-  // chosen, and what is called exhaustive is the best of the others. Kept in any case are the
-  // kernel's rule and, of those with and without each feature that a Prediction is about, the best
-  // at each pilot. Of what is kept, fit() leaves out what is slower than the best by more than 25 %
-  // at every point to fit on.
+  // chosen, and what is called exhaustive is the best of the others. It always keeps the kernel's
+  // rule and, of those with and without each feature that a Prediction is about, the best at each
+  // pilot. fit() leaves out kept ones that are slower than the best by more than 25 % at every
+  // point to fit on.
   std::optional<double> prune{};
   std::function<void(const Progress&)> progress{};  // before each timing, and at the end
   std::function<double()> clock{};                  // seconds; empty: the steady clock
@@ -378,13 +378,14 @@ std::vector<Outcome> evaluate(const Profile& profile, const Fit& fit);
 struct TokensChoice {
   int tokens = 0;
   std::size_t points = 0;
-  // By how much the rule is slower than the best configuration of each point: shares, below 0 where
+  // The share by which the rule is slower than the best configuration of each point; below 0 where
   // it is faster.
   double left_mean = 0, left_max = 0;
   // The configuration that gains the most over the rule at all points together, of those that lose
   // more than kMostLoss at none. None if all do.
   std::optional<std::size_t> configuration{};
-  // By how much the rule is slower than it: in the geometric mean, and where it is least.
+  // The share by which the rule is slower than it: in the geometric mean, and at the point where it
+  // is least.
   double gain = 0, least = 0;
 };
 inline constexpr double kLeastGain = 0.02, kMostLoss = 0.02;

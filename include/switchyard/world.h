@@ -57,7 +57,7 @@ class World {
   // no sense, and Error{kSpecMismatch} where they differ between ranks of several hosts.
   static World processes(int rank, int size, WorldOptions options = {});
 
-  // As above, with rank and size from the environment: RANK / WORLD_SIZE (torchrun,
+  // Like processes(), with rank and size from the environment: RANK / WORLD_SIZE (torchrun,
   // `switchyard launch`), OMPI_COMM_WORLD_RANK / _SIZE, PMI_RANK / PMI_SIZE, or SLURM_PROCID /
   // SLURM_NTASKS. A world of one where none is set. Ranks on several hosts meet at
   // SWITCHYARD_RENDEZVOUS=tcp://HOST:PORT or at MASTER_ADDR, and need a shared secret: see

@@ -190,7 +190,7 @@ __device__ __forceinline__ void signal_block(W* flag, typename detail::Same<W>::
   __syncthreads();
   if (detail::thread_of_block() == 0) signal(flag, value);
 }
-// As signal_block(), adding: for a grid whose blocks all put something for one flag.
+// Like signal_block(), but adds: for a grid whose blocks all put something for one flag.
 template <typename W>
 __device__ __forceinline__ void signal_add_block(W* flag, typename detail::Same<W>::Type value) {
   __syncthreads();
