@@ -7,7 +7,7 @@
 #define SWITCHYARD_HOST_DEVICE
 #endif
 
-// Before a loop: device code is to keep one copy of its body, because fetching instructions that
+// Precedes a loop. Device code then keeps one copy of its body, because fetching instructions that
 // are executed once takes longer than executing them.
 #if defined(__CUDACC__)
 #define SWITCHYARD_ROLLED _Pragma("unroll 1")

@@ -9,7 +9,8 @@
 
 namespace switchyard {
 
-// "1, 2, 3". In place of fmt::join(), which costs every file that uses it a second to compile.
+// Returns "1, 2, 3". It replaces fmt::join(), which costs every file that uses it a second to
+// compile.
 template <typename Items>
 std::string join(const Items& items, std::string_view separator) {
   std::string text;

@@ -45,7 +45,7 @@ struct LongList {
   const std::function<void(const Json&)>& take;
 };
 
-// Of equal keys the last value counts, in the place of the first.
+// Keeps the last value of equal keys, in the place of the first.
 void merge_equal_keys(Json::Object& members) {
   std::vector<std::size_t> order(members.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -103,7 +103,7 @@ class Builder {
   // An array or object that is not closed yet.
   struct Level {
     Json value;
-    std::string key;  // of an object: of the member that comes
+    std::string key;  // of the next member, in an object
   };
 
   bool open(Json empty) {
@@ -187,7 +187,7 @@ nlohmann::ordered_json to_library(const Json& value, bool sorted) {
               [](const Json::Member* a, const Json::Member* b) { return a->key < b->key; });
   }
   nlohmann::ordered_json object = nlohmann::ordered_json::object();
-  // Not by operator[], which looks through all members for each.
+  // This avoids operator[], which looks through all members for each.
   auto& added = object.get_ref<nlohmann::ordered_json::object_t&>();
   for (const Json::Member* member : members) {
     added.push_back({member->key, to_library(member->value, sorted)});

@@ -20,7 +20,7 @@ namespace switchyard {
 
 struct JsonStyle {
   int indent = -1;      // columns per level; -1: everything on one line
-  bool ascii = false;   // escapes all else
+  bool ascii = false;   // escapes all other characters
   bool sorted = false;  // members by key, instead of in their order
 };
 
@@ -42,7 +42,7 @@ class Json {
   Json(std::string text);
   template <std::integral Integer>
   Json(Integer value);
-  // Empty: null.
+  // An empty value is null.
   template <typename T>
   Json(const std::optional<T>& value) : Json(value ? Json(*value) : Json()) {}
   template <typename T>
@@ -71,7 +71,7 @@ class Json {
 
   bool boolean() const;
   double number() const;
-  // Of numbers that 64 bits have; others wrap.
+  // Requires a number that 64 bits can hold; others wrap.
   std::int64_t integer() const;
   std::uint64_t unsigned_integer() const;
   const std::string& text() const;
@@ -80,12 +80,12 @@ class Json {
   const Object& members() const;
   Object& members();
 
-  // Null where this is no object, or has no such member.
+  // Returns null where this is no object, or has no such member.
   const Json* find(std::string_view key) const;
   Json* find(std::string_view key);
   bool contains(std::string_view key) const { return find(key) != nullptr; }
 
-  // A member of an object, which gets it if it has none. Null becomes an object.
+  // Returns an object's member, which is added if there is none. Null becomes an object.
   Json& operator[](std::string_view key);
   // Adds all members of another object; those of the same key are replaced.
   void update(const Json& object);
@@ -120,7 +120,7 @@ Json::Json(Integer value) {
   }
 }
 
-// Why text is no JSON, in the parser's words.
+// The reason why text is no JSON, in the parser's words.
 class JsonError : public std::runtime_error {
  public:
   enum class Reason { kSyntax, kTooDeep, kNumber };
@@ -129,7 +129,7 @@ class JsonError : public std::runtime_error {
       : std::runtime_error(message), reason_(reason), byte_(byte) {}
 
   Reason reason() const { return reason_; }
-  std::size_t byte() const { return byte_; }  // where
+  std::size_t byte() const { return byte_; }  // where the error is
 
  private:
   Reason reason_;
@@ -137,16 +137,16 @@ class JsonError : public std::runtime_error {
 };
 
 // Reads a file that is a long list, without keeping the list: its elements are passed to `take` as
-// they are read. The list is the array that the text is, or the member `list` of the object that it
-// is. Returns the text's value with an empty list; of an object, only that and the member `beside`.
-// Throws JsonError, and what `take` throws.
+// they are read. The list is the whole text or, in an object, the member `list`. Returns the text's
+// value with an empty list; of an object, only that and the member `beside`. Throws JsonError, and
+// what `take` throws.
 Json parse_long_list(std::string_view text, std::string_view list, std::string_view beside,
                      const std::function<void(const Json&)>& take);
 
-// As Json::parse(), but throws Error{code}, which names `source`.
+// Does the same as Json::parse(), but throws Error{code}, which names `source`.
 Json parse_json(std::string_view text, ErrorCode code, const std::string& source);
 
-// At most 60 characters of a value, for messages.
+// Returns at most 60 characters of a value, for messages.
 std::string excerpt(const Json& value);
 
 }  // namespace switchyard

@@ -1,4 +1,4 @@
-// Bounds of what callers may ask for. They are looked at before anything is allocated, started or
+// Bounds of what callers may ask for. They are checked before anything is allocated, started or
 // waited for: a number that is wrong by a few zeros must not take the machine's memory first.
 #pragma once
 
@@ -20,8 +20,8 @@ inline constexpr int kMostGroupedExperts = 1024;
 // Rows of an operator or an exchange are numbered by an i32.
 inline constexpr std::int64_t kMostRows = std::numeric_limits<std::int32_t>::max();
 
-// Throws Error{kInvalidArgument} for a value outside of [low, high]. `name` is the option's, and
-// `note` says what may be said of its values: " (0: chosen automatically)".
+// Throws Error{kInvalidArgument} for a value outside of [low, high]. `name` is the option's. `note`
+// follows its bounds: " (0: chosen automatically)".
 inline void require_within(const char* name, std::int64_t value, std::int64_t low,
                            std::int64_t high, const char* note = "") {
   if (value >= low && value <= high) return;
@@ -29,7 +29,7 @@ inline void require_within(const char* name, std::int64_t value, std::int64_t lo
               fmt::format("{} is {}; use a value in [{}, {}]{}", name, value, low, high, note));
 }
 
-// The options that all engines have.
+// Checks options that all engines have.
 inline void require_threads(std::int64_t num_threads) {
   require_within("num_threads", num_threads, 0, kMostThreads, " (0: chosen automatically)");
 }

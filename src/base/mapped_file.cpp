@@ -57,28 +57,28 @@ MappingSlot* find_slot(std::uintptr_t address) {
   return nullptr;
 }
 
-// Runs in the signal handler. Several threads may come here for one mapping at a time: each does
-// the same once more.
+// Runs in the signal handler. Several threads may run it for one mapping at a time: each does the
+// same once more.
 bool fill_with_zeros(std::uintptr_t address) {
   MappingSlot* const slot = find_slot(address);
   if (slot == nullptr) return false;
   const std::uintptr_t from = address / page_bytes.load() * page_bytes.load();
   const std::uintptr_t end = slot->end.load();
-  // Before the zeros can be read: a thread that reads one without a fault finds the mark.
+  // The mark comes before the zeros: a thread that reads a zero without a fault finds it.
   slot->is_cut.store(true);
-  // The bare system call: sanitizers wrap mmap() in code that a handler may not run.
+  // This is the bare system call: sanitizers wrap mmap() in code that a handler may not run.
   const long mapped = ::syscall(SYS_mmap, from, end - from, PROT_READ,
                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   return mapped == static_cast<long>(from);
 }
 
-// What the process would do without the handler of this file. Runs in it.
+// Does what the process would do without this file's handler. Runs in the handler.
 void pass_on(int signal, siginfo_t* info, void* context) {
   const bool takes_info = (previous.sa_flags & SA_SIGINFO) != 0;
   if (!takes_info && previous.sa_handler == SIG_IGN && info->si_code <= 0) return;  // it was sent
   if (!takes_info && (previous.sa_handler == SIG_DFL || previous.sa_handler == SIG_IGN)) {
     ::signal(signal, SIG_DFL);
-    // A fault comes again when the handler returns. A signal that was sent does not.
+    // A fault occurs again when the handler returns. A signal that was sent does not.
     if (info->si_code <= 0) ::raise(signal);
     return;
   }
@@ -104,7 +104,8 @@ void install_handler() {
   page_bytes = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
   struct sigaction action {};
   action.sa_sigaction = handle;
-  // On the thread's other stack where it has one: its owner may have made the usual one small.
+  // The handler uses the thread's other stack where it has one: its owner may have made the usual
+  // one small.
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
   ::sigaction(SIGBUS, nullptr, &previous);
   ::sigaction(SIGBUS, &action, &previous);
@@ -117,12 +118,12 @@ struct Registry {
 };
 
 Registry& registry() {
-  // Never destroyed: mappings in other static objects may outlive it.
+  // The registry is never destroyed: mappings in other static objects may outlive it.
   static Registry* const made = new Registry;
   return *made;
 }
 
-// With the registry's mutex held.
+// Called with the registry's mutex held.
 MappingSlot* take_slot(std::uintptr_t begin, std::uintptr_t end) {
   for (SlotBlock* block = &first_block;;) {
     for (MappingSlot& slot : block->slots) {
@@ -189,7 +190,7 @@ MappedFile::~MappedFile() {
   {
     const std::lock_guard lock(registry().mutex);
     registry().by_begin.erase(address_of(data_));
-    // Before the memory is given back: another mapping may get the addresses at once.
+    // The slot is freed before the memory: another mapping may get the addresses at once.
     if (slot_ != nullptr) slot_->begin.store(0);
   }
   ::munmap(const_cast<std::byte*>(data_), size_);
@@ -197,14 +198,14 @@ MappedFile::~MappedFile() {
 
 bool MappedFile::is_whole() const {
   const volatile std::byte* const probe = probe_.load(std::memory_order_acquire);
-  // In this order: to look at the byte may be what faults.
+  // The byte comes first: looking at it may be what faults.
   if (probe != nullptr && *probe != probe_value_) return false;
   return slot_ == nullptr || !slot_->is_cut.load(std::memory_order_acquire);
 }
 
 void MappedFile::require_size() const {
   struct stat now = {};
-  // Where another file has taken the name, or none has it, the mapped one lives on untouched.
+  // If another file has taken the name, or none has it, the mapped file lives on untouched.
   if (::stat(path_.c_str(), &now) == 0 && now.st_dev == device_ && now.st_ino == inode_ &&
       static_cast<std::size_t>(now.st_size) < size_)
     throw_cut();
@@ -213,7 +214,8 @@ void MappedFile::require_size() const {
 }
 
 void MappedFile::set_probe() const {
-  // Zeros that are cut off are read as zeros still. More of them than this are not passed over.
+  // Zeros that are cut off still read as zeros. So the probe lies before the file's last zeros,
+  // unless there are too many of them.
   constexpr std::size_t kMostZeros = std::size_t{1} << 20;
   const std::size_t most = std::min(size_, kMostZeros);
   std::size_t zeros = 0;

@@ -25,7 +25,7 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   static std::shared_ptr<const MappedFile> map(const std::filesystem::path& path);
   // The mapping that an address lies in, or null.
   static std::shared_ptr<const MappedFile> at(const void* address);
-  // Asks all files that are mapped. For programs that cannot name those that they read.
+  // Asks all files that are mapped, for programs that cannot name those that they read.
   static void require_all_whole();
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
@@ -36,7 +36,7 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   std::size_t size() const { return size_; }
 
   // Throws Error{kInvalidFile} if the file has become shorter since it was mapped. Makes no system
-  // call: it sees faults, and, once require_size() was called, any cut that takes something away.
+  // call. It sees faults and, once require_size() was called, any cut that takes something away.
   // Call it after reading.
   void require_whole() const {
     if (!is_whole()) throw_cut();
@@ -55,7 +55,7 @@ class MappedFile : public std::enable_shared_from_this<MappedFile> {
   std::size_t size_ = 0;
   std::uint64_t device_ = 0, inode_ = 0;
   MappingSlot* slot_ = nullptr;
-  // A cut inside a page raises no signal: what is left of the page reads as zeros. So the last byte
+  // A cut inside a page raises no signal: the rest of the page reads as zeros. So the last byte
   // that is not zero is looked at, too. Null until require_size() has chosen it.
   mutable std::once_flag probe_once_;
   mutable std::atomic<const volatile std::byte*> probe_{nullptr};

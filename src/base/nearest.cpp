@@ -8,7 +8,7 @@
 namespace switchyard {
 namespace {
 
-// Cut off, so that a megabyte of argument costs no quadratic time.
+// Longer names are cut off, so that a megabyte of argument costs no quadratic time.
 constexpr std::size_t kMostLetters = 64;
 
 std::size_t edit_distance(std::string_view a, std::string_view b) {

@@ -16,8 +16,8 @@ namespace switchyard {
 // Numbers this process among its forefathers: 0 in the one that loaded the library, and one more
 // after each fork().
 extern std::atomic<std::uint64_t> process_generation;
-// Set when exit() has begun to end what objects use. They are not destroyed any more, either: their
-// threads may be in the midst of work, and never come back.
+// Set when exit() has begun to end what objects use. From then on objects are not destroyed either:
+// their threads may be in the midst of work, and never come back.
 extern std::atomic<bool> process_is_ending;
 
 class Origin {
@@ -41,18 +41,19 @@ class Origin {
   std::uint64_t generation_;
 };
 
-// Whether an object is to be destroyed. Otherwise it is left behind.
+// True if an object is to be destroyed. Otherwise it is left behind.
 inline bool ends_here(const Origin& origin) noexcept {
   return origin.is_here() && !process_is_ending.load(std::memory_order_relaxed);
 }
 
-// Leaves behind what an object of another process owns. T has a member `origin`.
+// Leaves an object behind unless it ends here. T has a member `origin`.
 template <typename T>
 void leave_inherited(std::unique_ptr<T>& owned) noexcept {
   if (owned != nullptr && !ends_here(owned->origin)) (void)owned.release();
 }
 
-// As std::make_shared(), but the object is left behind in a process that inherited it.
+// Does the same as std::make_shared(), but the object is left behind in a process that inherited
+// it.
 template <typename T, typename... Arguments>
 std::shared_ptr<T> make_shared_here(Arguments&&... arguments) {
   return {new T(std::forward<Arguments>(arguments)...), [origin = Origin()](T* object) {

@@ -1,5 +1,5 @@
-// Whether the arrays of a call share memory. A call that writes over what it still has to read, or
-// over what it has written, gives wrong numbers without a word.
+// Checks whether the arrays of a call share memory. A call that writes over what it still has to
+// read, or over what it has written, would silently give wrong numbers.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace switchyard {
 
-// An array of a call: rows of contiguous bytes. `name` is the argument's. Arrays that are not there
-// have no rows.
+// An array of a call: rows of contiguous bytes. `name` is the argument's. An absent array has no
+// rows.
 class CallArray {
  public:
   CallArray(const char* name, const void* data, std::int64_t rows, std::int64_t row_bytes,
@@ -22,7 +22,7 @@ class CallArray {
       return;
     }
     begin_ = reinterpret_cast<std::uintptr_t>(data);
-    // Unsigned: a stride that makes no sense must not be undefined behaviour.
+    // The arithmetic is unsigned: a stride that makes no sense must not be undefined behaviour.
     const auto last = static_cast<std::int64_t>(static_cast<std::uint64_t>(rows - 1) *
                                                 static_cast<std::uint64_t>(stride_bytes));
     // Rows in reverse are the same rows from the last one on.
@@ -61,7 +61,7 @@ class CallArray {
   static std::int64_t bytes(DType dtype) { return static_cast<std::int64_t>(size_of(dtype)); }
   bool meets(const CallArray& other) const { return begin_ < other.end_ && other.begin_ < end_; }
   bool overlaps_itself() const { return rows_ > 1 && stride_ < row_bytes_; }
-  // For arrays whose addresses meet: false if their rows stand between each other's.
+  // Returns false if rows lie between the other's, for arrays whose addresses meet.
   bool shares_bytes(const CallArray& other) const;
   bool has_gaps() const { return rows_ > 1 && stride_ > row_bytes_; }
   bool piece_shares_bytes(const CallArray& piece) const;

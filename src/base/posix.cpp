@@ -58,12 +58,12 @@ ProcessState state_of_process(pid_t pid) {
   if (file) {
     if (const std::optional<ProcessState> state = state_by_stat(file.get())) return *state;
   }
-  // It went meanwhile, or there is no /proc.
+  // The process has gone meanwhile, or there is no /proc.
   return is_gone() ? ProcessState::kExited : ProcessState::kRuns;
 }
 
 void wait_ready(std::vector<pollfd>& fds, Clock::time_point until) {
-  // Rounded up: rounding down would spin through the last millisecond.
+  // The time is rounded up: rounding down would spin through the last millisecond.
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
   const int timeout_ms = static_cast<int>(std::clamp<long long>(left, 0, 60'000));
   if (::poll(fds.data(), fds.size(), timeout_ms) < 0) {

@@ -84,7 +84,7 @@ void put_escape(ShownCharacter& shown, char32_t value) {
   }
 }
 
-// As many whole characters from the front of `text` as fit in `most` bytes; all of it if they do.
+// The characters from the front of `text` that fit whole in `most` bytes; all of it if they do.
 struct Front {
   std::string shown;
   std::size_t consumed = 0;
@@ -102,7 +102,7 @@ Front show_front(std::string_view text, std::size_t most) {
 
 std::string show_back(std::string_view text, std::size_t most) {
   text = text.substr(text.size() - std::min(text.size(), most));
-  // Not from the middle of a character, which would look like damage.
+  // The text must not begin in the middle of a character, which would look like damage.
   for (int i = 0; i < 3 && !text.empty() && (text.front() & 0xc0) == 0x80; ++i) {
     text.remove_prefix(1);
   }

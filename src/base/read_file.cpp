@@ -44,7 +44,7 @@ bool is_absent(const std::filesystem::path& path) {
 
 InputFile open_input(const std::filesystem::path& path) {
   struct stat status = {};
-  // Before opening it, too: to open a device may already do something.
+  // The first look is before opening: opening a device may already do something.
   if (::stat(path.c_str(), &status) != 0) {
     if (errno == ENOENT && !is_absent(path)) {
       throw Error(ErrorCode::kInvalidFile,
@@ -56,7 +56,7 @@ InputFile open_input(const std::filesystem::path& path) {
   }
   require_regular(path, status);
   InputFile file;
-  // Not blocking, for a pipe may have taken the file's place since.
+  // Opening must not block: a pipe may have taken the file's place since.
   file.fd = UniqueFd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
   if (!file.fd) throw_file_error(path, "open");
   if (::fstat(file.fd.get(), &status) != 0) throw_file_error(path, "stat");
@@ -71,7 +71,7 @@ std::string read_text(const std::filesystem::path& path, std::uint64_t most_byte
   const InputFile file = open_input(path);
   if (file.bytes > most_bytes) too_large(path, most_bytes);
   std::string text;
-  // One more than there should be, so that the read that meets the end finds room.
+  // One byte more gives the read that meets the end some room.
   text.resize(static_cast<std::size_t>(file.bytes) + 1);
   std::size_t size = 0;
   for (;;) {
@@ -81,7 +81,7 @@ std::string read_text(const std::filesystem::path& path, std::uint64_t most_byte
     if (got == 0) break;
     size += static_cast<std::size_t>(got);
     if (size > most_bytes) too_large(path, most_bytes);
-    // The file grows, or is of a file system that tells no sizes, such as /proc.
+    // The file grows, or its file system tells no sizes, as /proc does.
     if (size == text.size()) text.resize(2 * size);
   }
   text.resize(size);

@@ -17,7 +17,7 @@
 
 namespace switchyard {
 
-// For threads whose number follows the machine's.
+// The remedy for threads whose number follows the machine's.
 inline constexpr const char* kThreadRemedy =
     "raise the limits of threads (`ulimit -u`) and memory (`ulimit -v`), or end other processes";
 
@@ -56,12 +56,12 @@ class Threads {
     gate_.wait(Gate::kClosed, std::memory_order_acquire);
     if (gate_.load(std::memory_order_acquire) == Gate::kOpen) body_(i);
   }
-  // Release: what the maker of the threads wrote is seen by all of them.
+  // The release lets all of the threads see what their maker wrote.
   void open(Gate state) {
     gate_.store(state, std::memory_order_release);
     gate_.notify_all();
   }
-  // Numbers below `first` are of threads that the caller has already.
+  // Numbers below `first` are threads that the caller has already.
   [[noreturn]] void refuse(int first, int end, std::string_view remedy, std::string_view reason) {
     const std::size_t started = static_cast<std::size_t>(first) + threads_.size();
     open(Gate::kCancelled);

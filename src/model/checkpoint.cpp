@@ -28,7 +28,7 @@ struct Located {
   const TensorInfo* info = nullptr;
 };
 
-// What MoeWeights::owner points to: the mapped files, and the few small tensors that had to be
+// The memory behind MoeWeights::owner: the mapped files, and the few small tensors that had to be
 // copied (scales that are not fp32, tensors that the file leaves misaligned).
 struct LayerOwner {
   std::vector<std::shared_ptr<const SafetensorsFile>> files;
@@ -553,8 +553,8 @@ class LayerLoader {
     if (spec_.expert_bias) load_packed_biases(weights, interleaved);
   }
 
-  // Whether experts are packed as [E, 2I, H] and [E, H, I], or transposed, as [E, H, 2I] and
-  // [E, I, H]. The shapes of both tensors together always tell: 2I = H and I = H cannot both hold.
+  // True if experts are packed as [E, 2I, H] and [E, H, I], false if as [E, H, 2I] and [E, I, H].
+  // The shapes of both tensors together always tell: 2I = H and I = H cannot both hold.
   bool is_packed_by_rows(const Located& gate_up, const Located& down) const {
     using Shape = std::vector<std::int64_t>;
     const std::int64_t e = spec_.num_experts;
@@ -577,7 +577,7 @@ class LayerLoader {
                             2 * i, h, e, h, i));
   }
 
-  // Half 0 (gate) or 1 (up) of the rows of a packed gate_up matrix.
+  // Returns half 0 (gate) or 1 (up) of the rows of a packed gate_up matrix.
   MatrixView half(const MatrixView& both, int which, bool interleaved) {
     MatrixView view = both;
     view.rows = both.rows / 2;
@@ -607,7 +607,7 @@ class LayerLoader {
       view.scale_rows = block / 2;
       return;
     }
-    // Rows that share a block in `both` wherever they begin.
+    // So many rows share a block in `both` wherever they begin.
     view.scale_rows = step == 1 ? std::gcd(block, first) : 1;
     const std::int64_t count = (view.rows + view.scale_rows - 1) / view.scale_rows;
     const std::int64_t columns = (both.cols + both.scale_cols - 1) / both.scale_cols;
@@ -672,7 +672,7 @@ class LayerLoader {
     }
   }
 
-  // A matrix that will be sliced by expert, which block scales would not survive.
+  // Returns a matrix that will be sliced by expert, which block scales would not survive.
   MatrixView packed_matrix(const std::string& name, std::int64_t rows, std::int64_t cols) {
     const Located tensor = require(name);
     if (float_dtype(tensor) == DType::kF8E4M3)

@@ -83,7 +83,7 @@ ActivationKind activation_kind(const Keys& keys, std::string_view key, const std
                              excerpt(Json(name))));
 }
 
-// What parsing one family yields: the spec of its ordinary MoE layers and which layers they are.
+// A parsed family: the spec of its ordinary MoE layers, and which layers they are.
 struct Draft {
   LayerSpec spec;
   std::vector<bool> is_moe;     // [num_layers]
@@ -115,7 +115,8 @@ void refuse_mlp_bias(const Keys& keys) {
               "config.json that the model's publisher ships");
 }
 
-// The experts that every token takes are stored as one of `count` times the width.
+// Sets the shared expert. Checkpoints store the experts that every token takes as one of `count`
+// times the width.
 void set_shared_experts(Draft& draft, const Keys& keys, int default_count) {
   const int count = keys.integer_or("n_shared_experts", default_count, 0, kMaxExperts);
   const std::int64_t total = static_cast<std::int64_t>(count) * draft.spec.intermediate;
@@ -151,20 +152,20 @@ std::vector<bool> layers_from(int first, int num_layers) {
   return result;
 }
 
-// The layers of a family whose first ones are dense. Its code reads no moe_layer_freq.
+// Returns the layers of a family whose first ones are dense. Its code reads no moe_layer_freq.
 std::vector<bool> layers_after_dense(const Keys& keys, int num_layers, int default_dense) {
   return layers_from(keys.integer_or("first_k_dense_replace", default_dense, 0, kMaxLayers),
                      num_layers);
 }
 
-// The same where mlp_layer_types goes before: transformers writes it in place of the count.
+// Does the same where mlp_layer_types goes before: transformers writes it in place of the count.
 std::vector<bool> typed_layers(const Keys& keys, int num_layers, int default_dense) {
   if (keys.has("mlp_layer_types"))
     return layers_from_types(keys, num_layers, "mlp_layer_types", "sparse", "dense");
   return layers_after_dense(keys, num_layers, default_dense);
 }
 
-// moe_layer_freq: a 0/1 list with an entry for each layer, or a period.
+// Applies moe_layer_freq: a 0/1 list with an entry for each layer, or a period.
 std::vector<bool> layers_by_frequency(const Keys& keys, std::vector<bool> layers) {
   const Json* const freq = keys.find("moe_layer_freq");
   if (freq == nullptr) return layers;
@@ -389,7 +390,7 @@ Draft parse_minimax(const Keys& keys, int num_layers, const std::string& model_t
     spec.activation.alpha = keys.number_or("swiglu_alpha", 1.702f, 1e-6f, 1e6f);
     spec.activation.limit = keys.number_or("swiglu_limit", 7.0f, 1e-6f, 1e6f);
     spec.activation.up_bias = 1.0f;
-    // One, whatever n_shared_experts says.
+    // There is one shared expert, whatever n_shared_experts says.
     spec.shared_intermediate = keys.integer("shared_intermediate_size", 1, kMaxIntermediate);
   }
   return draft;
@@ -407,8 +408,8 @@ Draft parse_dbrx(const Keys& keys, int num_layers) {
   spec.intermediate = ffn->integer("ffn_hidden_size", 1, kMaxIntermediate);
   spec.num_experts = ffn->integer("moe_num_experts", 1, kMaxExperts);
   spec.top_k = ffn->integer("moe_top_k", 1, spec.num_experts);
-  // The order of the norm that the weights are divided by, of which only 1 is in use. Here null is
-  // a value: no division.
+  // The order of the norm that the weights are divided by; models use only 1. Here null is a value:
+  // no division.
   if (!ffn->is_null("moe_normalize_expert_weights"))
     spec.routing.renormalize =
         ffn->number_or("moe_normalize_expert_weights", 1.0f, 1.0f, 1.0f) == 1.0f;
@@ -596,7 +597,7 @@ LayerSpec with_overrides(LayerSpec spec, const ConfigOverrides& overrides) {
   return spec;
 }
 
-// The spec that the overrides make.
+// Checks the spec that the overrides make.
 void require_layer(const LayerSpec& spec) {
   if (spec.top_k > spec.num_experts)
     throw Error(ErrorCode::kInvalidArgument,
@@ -670,7 +671,7 @@ std::string rewrite_config(std::string_view json_text, const ConfigOverrides& ov
   Json& text = locate(document, source).nested ? document["text_config"] : document;
   apply_overrides(text, config, overrides);
   for (const char* key : {"quantization_config", "compression_config"}) text.erase(key);
-  // From here on `text` is not to be used.
+  // From here on `text` must not be used.
   for (const char* key : {"quantization_config", "compression_config"}) document.erase(key);
   document["torch_dtype"] = dtype == DType::kF32   ? "float32"
                             : dtype == DType::kF16 ? "float16"
@@ -680,7 +681,7 @@ std::string rewrite_config(std::string_view json_text, const ConfigOverrides& ov
                                        {"fmt", "e4m3"},
                                        {"quant_method", "fp8"},
                                        {"weight_block_size", Json::Array{128, 128}}};
-  // First in the words of what was asked for, not of the text's keys.
+  // The first check speaks of what was asked for, not of the text's keys.
   require_layer(with_overrides(
       *config.layers[static_cast<std::size_t>(config.moe_layers().front())], overrides));
   try {

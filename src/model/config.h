@@ -38,8 +38,8 @@ enum class Family : std::uint8_t {
   kPlainFfn,  // "switchyard_ffn": plain FFN experts with biases, of the FlashDMoE thesis
 };
 
-// Parts of a layer of which config.json leaves open whether the checkpoint has them. Its tensors
-// decide: without them the LayerSpecs lose the part.
+// Parts of a layer that config.json leaves open: the checkpoint may or may not have them. Its
+// tensors decide: without them the LayerSpecs lose the part.
 struct OptionalParts {
   bool shared_experts = false;  // n_shared_experts is null
   bool correction_bias =

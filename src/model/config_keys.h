@@ -41,13 +41,13 @@ class Keys {
     return found == nullptr || found->is_null() ? nullptr : found;
   }
   bool has(std::string_view key) const { return find(key) != nullptr; }
-  // Written out as null, for the rare key whose default is something else.
+  // True if the key is written out as null, for the rare key whose default is something else.
   bool is_null(std::string_view key) const {
     const Json* const found = object_->find(key);
     return found != nullptr && found->is_null();
   }
 
-  // One number under any of several names. Refuses names that contradict each other.
+  // Returns one number under any of several names. Refuses names that contradict each other.
   int integer(std::initializer_list<std::string_view> names, int low, int high) const {
     std::optional<int> result;
     std::string_view first;
@@ -70,13 +70,13 @@ class Keys {
                                        join(std::span(names.begin() + 1, names.end()), ", "))
                          : std::string()));
   }
-  // The first key with a value that is not among `known`, or nothing.
+  // Returns the first key with a value that is not among `known`, or nothing.
   std::optional<std::string> unknown(std::initializer_list<std::string_view> known) const {
     for (const auto& [key, value] : object_->members())
       if (!value.is_null() && std::find(known.begin(), known.end(), key) == known.end()) return key;
     return std::nullopt;
   }
-  // The names of all keys, for an object that is a list of named things.
+  // Returns the names of all keys, for an object that is a list of named things.
   std::vector<std::string> names() const {
     std::vector<std::string> result;
     for (const auto& [key, value] : object_->members()) result.push_back(key);
@@ -123,7 +123,7 @@ class Keys {
     return value;
   }
 
-  // An array of integers in [low, high], or nothing if absent.
+  // Returns an array of integers in [low, high], or nothing if absent.
   std::optional<std::vector<int>> integers(std::string_view name, int low, int high) const {
     const Json* value = find(name);
     if (!value) return std::nullopt;

@@ -9,7 +9,7 @@ namespace switchyard {
 
 // The first problem, e.g. "top_k is 9: set it to a value in [1, 8]"; empty if the spec is valid.
 std::string layer_problem(const LayerSpec& spec);
-// The same of an activation alone.
+// The same for an activation alone.
 std::string activation_problem(const Activation& activation);
 
 }  // namespace switchyard

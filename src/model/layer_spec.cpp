@@ -15,7 +15,7 @@ constexpr int kMaxHidden = 1 << 20;
 constexpr int kMaxIntermediate = 1 << 22;
 constexpr int kMaxExperts = 1 << 16;
 
-// Never leaves this file.
+// An exception that never leaves this file.
 struct Problem {
   std::string text;
 };

@@ -10,7 +10,8 @@ namespace switchyard {
 
 struct MoeWeights;
 
-// The mapped files that a layer's weights lie in; none if they were copied, or came from elsewhere.
+// The mapped files that a layer's weights lie in. There are none if weights were copied, or came
+// from elsewhere.
 class MappedWeights {
  public:
   MappedWeights() = default;

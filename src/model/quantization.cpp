@@ -17,7 +17,7 @@ namespace {
 constexpr int kMostBlock = 1 << 20;
 constexpr std::string_view kRemedy = "convert the checkpoint to bf16, or use one of another format";
 
-// Never leaves this file.
+// An exception that never leaves this file.
 struct Problem {
   std::string text;
 };

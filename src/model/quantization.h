@@ -17,9 +17,8 @@ struct Quantization {
 };
 
 // Reads quantization_config, or compression_config, from the whole config.json or from its text
-// part. Throws Error{kInvalidConfig} for values that are malformed. What is well formed but changes
-// the numbers in a way that is not supported, as a key that is not known may, becomes the
-// `problem`.
+// part. Throws Error{kInvalidConfig} for values that are malformed. Well-formed values that change
+// the numbers in an unsupported way, as an unknown key may, become the `problem`.
 Quantization parse_quantization(const Keys& root, const Keys& text);
 
 }  // namespace switchyard

@@ -52,9 +52,9 @@ struct RandomTensor {
 // The unit of parallel work, in elements.
 inline constexpr std::int64_t kFillBlock = std::int64_t{1} << 18;
 
-// Elements [block * kFillBlock, min(size, (block + 1) * kFillBlock)) of the tensor, to `out`.
+// Writes elements [block * kFillBlock, min(size, (block + 1) * kFillBlock)) of the tensor to `out`.
 void fill_block(const RandomTensor& tensor, std::int64_t block, std::byte* out);
-// The whole tensor.
+// Writes the whole tensor.
 void fill(const RandomTensor& tensor, std::byte* out);
 void fill_scales(const RandomTensor& tensor, float* out);
 

@@ -251,7 +251,7 @@ std::shared_ptr<const SafetensorsFile> SafetensorsFile::open(const std::filesyst
     file->header_ =
         parse_safetensors_header({mapping.data(), mapping.size()}, mapping.size(), path.string());
   } catch (const Error&) {
-    mapping.require_whole();  // which tells more of a header that was cut just now
+    mapping.require_whole();  // it says more of a header that was cut just now
     throw;
   }
   for (const TensorInfo& tensor : file->header_.tensors) file->by_name_[tensor.name] = &tensor;
@@ -267,7 +267,7 @@ void SafetensorsFile::will_need(const TensorInfo& tensor) const {
   const std::uintptr_t page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
   const std::uintptr_t begin = reinterpret_cast<std::uintptr_t>(data(tensor));
   const std::uintptr_t aligned = begin / page * page;
-  // Only a hint: a kernel that refuses it still reads the pages when they are touched.
+  // This is only a hint: a kernel that refuses it still reads the pages when they are touched.
   ::madvise(reinterpret_cast<void*>(aligned),
             static_cast<std::size_t>(begin + tensor.bytes() - aligned), MADV_WILLNEED);
 }

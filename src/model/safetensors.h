@@ -69,7 +69,8 @@ class SafetensorsFile {
   const std::byte* data(const TensorInfo& tensor) const {
     return mapping_->data() + header_.data_begin + tensor.begin;
   }
-  // What tells whether the file was cut since it was opened. Whoever reads its bytes asks.
+  // The mapping, which knows whether the file was cut since it was opened. Ask it after reading
+  // bytes.
   const MappedFile& mapping() const { return *mapping_; }
   // Asks the kernel to start reading, for tensors that every forward pass needs.
   void will_need(const TensorInfo& tensor) const;
@@ -92,7 +93,7 @@ class SafetensorsWriter {
   SafetensorsWriter(const std::filesystem::path& path, std::vector<TensorInfo> tensors,
                     const std::map<std::string, std::string>& metadata = {});
 
-  // The next bytes of the data section; pieces need not end where tensors do.
+  // Writes the next bytes of the data section; pieces need not end where tensors do.
   void append(std::span<const std::byte> piece);
   // Renames the finished file. Throws Error{kInvalidArgument} if the appended bytes are not exactly
   // those announced.

@@ -11,8 +11,8 @@
 namespace switchyard {
 namespace {
 
-// Present where the spec has it, absent where it does not: a bias that is silently ignored computes
-// a wrong result.
+// Checks that a view is there exactly where the spec has it: a bias that is silently ignored
+// computes a wrong result.
 void check_optional(const std::string& name, const VectorView& view, bool wanted,
                     std::int64_t size) {
   if (wanted) return check_vector(name, view, size);
@@ -145,7 +145,7 @@ void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own)
 
 void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own, int num_places) {
   if (weights.router.empty()) {
-    // Logits may be given instead of a router, and want the rest of what routing takes.
+    // Logits may be given instead of a router. They still need the rest of what routing takes.
     if (!weights.correction_bias.empty() && spec.routing.has_correction_bias)
       check_vector("correction_bias", weights.correction_bias, spec.num_experts);
     if (!weights.hash_table.empty() && spec.routing.method == RoutingMethod::kHash)

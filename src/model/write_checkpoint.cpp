@@ -33,8 +33,8 @@ Bytes generate(const RandomTensor& tensor) {
   return data;
 }
 
-// [rows, cols] -> out[c * out_cols + offset + r * step]. In square blocks, because one of the two
-// sides is always strided and a row of either exceeds the L1 cache.
+// Copies [rows, cols] to out[c * out_cols + offset + r * step]. It takes square blocks, because one
+// of the two sides is always strided and a row of either exceeds the L1 cache.
 void scatter_transposed(const Bytes& in, std::int64_t rows, std::int64_t cols, std::size_t element,
                         Bytes& out, std::int64_t out_cols, std::int64_t offset, std::int64_t step) {
   constexpr std::int64_t kBlock = 64;
@@ -286,7 +286,7 @@ class TemporaryDirectory {
     std::error_code code;
     std::filesystem::create_directories(target_.parent_path(), code);
     if (code) fail("create", target_.parent_path(), code);
-    // A new directory: one that somebody else had put there, they could still write to.
+    // The directory must be new: whoever had made it could still write to it.
     path_ = make_beside(target_, "mkdir", [](const std::filesystem::path& name) {
       return ::mkdir(name.c_str(), 0777) == 0 ? 0 : errno;
     });
@@ -319,7 +319,7 @@ class TemporaryDirectory {
   bool committed_ = false;
 };
 
-// Without the trailing slash that would make the temporary directory a child of the target.
+// Removes the trailing slash that would make the temporary directory a child of the target.
 std::filesystem::path normalized_target(const std::filesystem::path& directory) {
   std::filesystem::path target = std::filesystem::absolute(directory).lexically_normal();
   if (!target.has_filename()) target = target.parent_path();

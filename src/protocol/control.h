@@ -35,13 +35,13 @@ SWITCHYARD_HOST_DEVICE constexpr const char* phase_name(Phase phase) {
   return "?";
 }
 
-// What a waiter whose deadline passed saw.
+// A failure, as a waiter whose deadline passed saw it.
 struct FailureRecord {
   std::int32_t waiter;
   std::int32_t peer;  // the culprit
   Phase phase;        // the step that the culprit did not do,
   std::uint64_t epoch;
-  std::uint64_t slot;  // what the waiter itself lacked
+  std::uint64_t slot;  // the slot that the waiter itself lacked
   std::uint64_t expected;
   std::uint64_t observed;
   std::uint64_t waited_ns;
@@ -73,10 +73,10 @@ struct WaitsFor {
 };
 static_assert(kMaxRanks <= 256, "a peer has 8 bits");
 
-// In `abort`: the rank called World::abort(), and left no record.
+// A bit of `abort`: the rank called World::abort(), and left no record.
 inline constexpr std::uint64_t kCalledOff = std::uint64_t{1} << 32;
 
-// What a rank that looks for a culprit has seen another rank wait for.
+// The wait of another rank, as a rank that looks for a culprit has seen it.
 struct Sighting {
   std::uint64_t last;      // its `waits_for` when it was looked at last
   std::uint64_t earliest;  // the least that it changed to; 0: it did not change

@@ -6,29 +6,26 @@
 //   region     index                      written by s
 //   counts     [parity][s][expert of d]   its rows of each expert, the call's number in every word
 //   arrived    [parity][s]                the call's number, and that of the dispatch whose rows
-//                                         they are, when all entries and tokens came
+//                                         these are, when all entries and tokens came
 //   heads      [parity][s]                two words, early: as `arrived`; and how many tokens s has
-//   come       [parity][s][part]          as `arrived`, when kPartTokens tokens of s came, and
-//   their
-//                                         entries. `heads` and `come` are of GPUs alone, and only
-//                                         for who does not want to wait for all: no call depends on
-//                                         them
+//   come       [parity][s][part]          as `arrived`, when kPartTokens tokens of s came, with
+//                                         entries. Only GPUs have `heads` and `come`, for blocks
+//                                         that do not wait for all tokens; no call depends on them
 //   returned   [parity][s]                the call's number, when all cells that s computes came
-//   entries    [parity][s][position]      whose each row is, sorted by expert, then by slot; of
-//   GPUs
-//                                         by token, each with room for as many as a token can have
-//   pool       [parity][s][position]      tokens of s that have an expert of d, each once; of GPUs
+//   entries    [parity][s][position]      the slot of each row, sorted by expert, then by slot; on
+//                                         GPUs by token, each with room for the most it can have
+//   pool       [parity][s][position]      tokens of s that have an expert of d, each once; on GPUs
 //                                         the position is the token's number
 //   cells      [parity][token][k]         results of d's tokens, by the owner of the slot's expert
 //   control    own words only; but see abort_world
 //
-// Dispatches are numbered from 1, and combines are; the parity is that of this number. Two windows
-// are enough, and nothing else keeps ranks apart. A rank sends dispatch n + 2 when it has received
-// dispatch n + 1, for which it has waited for a flag of every rank, also of those that sent it
-// nothing. A rank raises its flags of dispatch n + 1 after it has received dispatch n. So nobody
-// still reads the window that dispatch n + 2 is written to. The same holds for combines. Flags are
-// compared for equality: before a flag is raised again, in the same window, its number was waited
-// for.
+// Dispatches are numbered from 1, and so are combines; the parity is that of this number. Two
+// windows are enough, and nothing else keeps ranks apart. A rank sends dispatch n + 2 when it has
+// received dispatch n + 1, for which it has waited for a flag of every rank, even of those that
+// sent it nothing. A rank raises its flags of dispatch n + 1 after it has received dispatch n. So
+// nobody still reads the window that dispatch n + 2 is written to. The same holds for combines.
+// Flags are compared for equality: a flag is raised again, in the same window, only after its
+// earlier number was waited for.
 #pragma once
 
 #include <cstddef>
@@ -47,7 +44,7 @@ struct ExchangeEntry {
   float weight;
 };
 
-// A flag, or a count in the lower half: the upper half says of which call it is.
+// A flag's word, or a count's in the lower half. The upper half says of which call it is.
 SWITCHYARD_HOST_DEVICE constexpr std::uint64_t numbered(std::uint64_t call, std::uint64_t value) {
   return std::uint64_t{flag_of(call)} << 32 | (value & 0xffff'ffffu);
 }
@@ -55,18 +52,18 @@ SWITCHYARD_HOST_DEVICE constexpr bool is_of(std::uint64_t word, std::uint64_t ca
   return word >> 32 == flag_of(call);
 }
 
-// Trivially copyable, for kernels.
+// The layout of such a heap. Trivially copyable, for kernels.
 class ExchangeHeap {
  public:
   struct Shape {
     int num_ranks = 1;
-    int most_experts = 0;  // of any rank
+    int most_experts = 0;  // the most of any rank
     int max_tokens = 0;
     int top_k = 0;
     std::uint64_t code_bytes = 0;    // of a token, without scales
     std::uint64_t scale_bytes = 0;   // of a token's scales
     std::uint64_t result_bytes = 0;  // of a row of results
-    // Of a row as its source describes it. An engine may have entries of its own.
+    // The bytes of a row as its source describes it. An engine may have entries of its own.
     std::uint64_t entry_bytes = sizeof(ExchangeEntry);
   };
 
@@ -119,7 +116,7 @@ class ExchangeHeap {
                                                  int source) const {
     return reinterpret_cast<std::uint64_t*>(base + returned_ + part(call, source) * kFlagBytes);
   }
-  // At a 16-byte boundary.
+  // A head lies at a 16-byte boundary.
   SWITCHYARD_HOST_DEVICE std::uint64_t* head(std::byte* base, std::uint64_t call,
                                              int source) const {
     return reinterpret_cast<std::uint64_t*>(base + heads_ + part(call, source) * kFlagBytes);
@@ -144,7 +141,7 @@ class ExchangeHeap {
   }
 
  private:
-  // A line of its own for each flag: its reader polls it while other ranks write theirs.
+  // Each flag has a line of its own: its reader polls it while other ranks write theirs.
   static constexpr std::uint64_t kFlagBytes = 64;
 
   SWITCHYARD_HOST_DEVICE static constexpr std::uint64_t u(int value) {
@@ -159,7 +156,7 @@ class ExchangeHeap {
   std::uint64_t list_ = 0;        // entries of one source
   std::uint64_t entry_bytes_ = 0;
   std::uint64_t scale_offset_ = 0, token_bytes_ = 0, cell_bytes_ = 0;
-  std::uint64_t parts_ = 0;  // of the tokens of one source
+  std::uint64_t parts_ = 0;  // parts of one source's tokens
   std::uint64_t counts_ = 0, arrived_ = 0, returned_ = 0, heads_ = 0, come_ = 0, entries_ = 0,
                 pool_ = 0, cells_ = 0, bytes_ = 0;
 };

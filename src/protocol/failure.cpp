@@ -32,7 +32,7 @@ TimeoutError timeout_error(const FailureRecord& record, int rank, const std::str
                     : fmt::format("rank {} waits for rank {}", record.witness, record.peer));
   if (!liveness.empty()) message += "; " + liveness;
   message += fmt::format("; this {} cannot be used any more, make a new one on every rank", what);
-  // (A lost link is no wait of anybody's.)
+  // (A lost link is not a wait of any rank.)
   const bool first = record.waiter == rank && record.phase != Phase::kLink;
   return {first ? ErrorCode::kTimeout : ErrorCode::kAborted, message, failure};
 }

@@ -9,8 +9,8 @@
 namespace switchyard::protocol {
 
 // The code is kTimeout if `rank` itself waited too long, kAborted if another rank did. `liveness`
-// adds what is known of the awaited rank; it may be empty. `what` cannot be used any more: a
-// "layer".
+// adds what is known of the awaited rank; it may be empty. `what` names the object that cannot be
+// used any more: a "layer".
 TimeoutError timeout_error(const FailureRecord& record, int rank, const std::string& liveness,
                            const char* what = "layer");
 

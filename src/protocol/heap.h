@@ -9,8 +9,7 @@
 //   counts     [epoch parity][s][expert]    its row of the counts matrix, the epoch in every word
 //   arrived    [expert of d][s]             the epoch, when all these rows' entries and tokens came
 //   ahead      [s]                          the epoch, when s computes without having waited for
-//   the
-//                                           counts of d (on GPUs)
+//                                           the counts of d (on GPUs)
 //   finished   [expert]                     the epoch, when s has stored all cells of d's slots
 //                                           with its expert (numbered over all ranks)
 //   entries    [expert of d][s][position]   which slot (token, k) of s the row is of: a SlotEntry
@@ -24,13 +23,13 @@
 // sent. So s may send for epoch n + 1 while others still work on epoch n. It cannot end epoch n + 1
 // before it has everybody's counts of that epoch, and a rank that sends these has ended epoch n. So
 // no rank is lapped, there is no exit barrier, and the counts are the only credit. Flags are
-// compared for equality: when a flag of epoch n + 1 comes, no rank waits for that of epoch n any
+// compared for equality: when a flag of epoch n + 1 arrives, no rank waits for that of epoch n any
 // more.
 //
 // Layers of different shapes may work in the same heap one after the other. Then one rank may be a
 // pass ahead in another layer's layout, so what keeps ranks apart must not depend on the layout:
 // the regions, and the part of each source within them, are those of the heap as it was allocated
-// (within()). Flags so stay flags of some earlier epoch.
+// (within()). So a flag is always one of some earlier epoch.
 #pragma once
 
 #include <cstddef>
@@ -106,7 +105,7 @@ class Heap {
     bytes_ = at;
   }
 
-  // Of a token as it travels: its activations, or codes and their scales.
+  // The bytes of a token as it travels: its activations, or codes and their scales.
   static constexpr std::uint64_t bytes_of_token(const Shape& shape) {
     if (!shape.scaled) return bytes_of_codes(shape);
     const std::uint64_t scales = u(ceil_div(shape.hidden, kQuantGroup));

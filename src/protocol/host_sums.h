@@ -1,23 +1,23 @@
-// Where a host's ranks sum the results that they have for one token of another host, so that one
-// row crosses for them all.
+// The region where a host's ranks sum the results that they have for one token of another host, so
+// that one row crosses for them all.
 //
-// The region stands behind the heap of the rank that takes what the token's rank sends to this host
-// (its gateway, network/hosts.h), and all ranks of the host reach it. Nobody waits there: a rank
-// stores its rows, and marks them done. Who marks the last of a token's rows sums them, in the
-// order of k, and sends the sum before it raises its own flags. The token's rank waits for the
-// flags of all its experts' ranks, as it does without sums, and among them is that of the one who
-// has sent the sum. So there is no flag, no wait and no credit beside those that are there anyway.
+// The region follows the heap of the gateway (network/hosts.h), the rank that takes what the
+// token's rank sends to this host. All ranks of the host reach it. Nobody waits there: a rank
+// stores its rows, and marks them done. The rank that marks the last of a token's rows sums them,
+// in the order of k, and sends the sum before it raises its own flags. The token's rank waits for
+// the flags of all its experts' ranks, as it does without sums. Among these is the flag of the rank
+// that has sent the sum. So sums add no flag, no wait and no credit.
 //
 //   region     index                   written by
 //   slots      [source][token]         the source: a bit for each k whose expert is on this host
-//   done       [source][token]         the owners of these experts: a bit for each row that is
-//   there weights    [source][token][k]      the source (layer), or the expert's owner (exchange)
+//   done       [source][token]         the owners of these experts: a bit for each stored row
+//   weights    [source][token][k]      the source (layer), or the expert's owner (exchange)
 //   rows       [source][token][k]      the expert's owner
 //
-// A source writes here again, or causes others to, when it has the flags of all that it sent; all
-// who looked at its words had done so before they raised theirs. Each window stands for itself: a
-// layer has one; an exchange has two, by the parity of the dispatch for `slots`, and of the combine
-// for all else, as its heap (exchange_heap.h).
+// A source writes here again, or causes others to, when it has the flags of all that it sent. Every
+// rank that looks at its words does so before it raises its flag. Each window stands for itself: a
+// layer has one. An exchange has two, as its heap (exchange_heap.h): by the parity of the dispatch
+// for `slots`, and of the combine for all else.
 #pragma once
 
 #include <atomic>
@@ -38,8 +38,8 @@ class HostSums {
     std::uint64_t max_slots = 0;
     std::uint64_t rows_bytes = 0;  // of all slots' rows of a source
 
-    // With room for both, which are of the same world. Layers of different shapes may work in it
-    // one after the other: what keeps sources apart is that of the whole (heap.h).
+    // Has room for both, which are of the same world. Layers of different shapes may work in it
+    // one after the other: the parts of sources are those of the whole (heap.h).
     static constexpr Shape largest(const Shape& a, const Shape& b) {
       const auto greatest = [](auto x, auto y) { return x < y ? y : x; };
       return {greatest(a.num_sources, b.num_sources), greatest(a.windows, b.windows),
@@ -56,10 +56,11 @@ class HostSums {
     float* weights;
     std::byte* rows;
 
-    // Marks rows of the token that are there, a bit for each k. Returns true if `all` are: then
-    // everybody's rows can be read, and the word is ready for the next pass.
+    // Marks rows of the token that are there, a bit for each k. Returns true if `all` are: then all
+    // ranks' rows can be read, and the word is ready for the next pass.
     bool complete(std::uint64_t token, std::uint32_t mine, std::uint32_t all) const {
-      // Acquire and release: whoever marks the last rows sees the others', as with fetch_add().
+      // Acquire and release: the rank that marks the last rows sees the others', as with
+      // fetch_add().
       const std::uint32_t before =
           SystemAtomic<std::uint32_t>(done[token]).fetch_or(mine, order::memory_order_acq_rel);
       if ((before | mine) != all) return false;
@@ -70,7 +71,7 @@ class HostSums {
   };
 
   HostSums() = default;
-  // Behind `first` bytes of a heap.
+  // The region begins behind `first` bytes of a heap.
   HostSums(const Shape& shape, std::uint64_t first)
       : sources_(static_cast<std::uint64_t>(shape.num_sources)),
         max_tokens_(shape.max_tokens),
@@ -91,7 +92,7 @@ class HostSums {
   }
 
   explicit operator bool() const { return sources_ != 0; }
-  // Of the heap with this. Its `done` words must be zero at first, as fresh memory is.
+  // The bytes of the heap with this region. `done` words must be zero at first, as fresh memory is.
   std::uint64_t end() const { return end_; }
 
   // `source`: its place among the sources of the heap's rank.

@@ -1,4 +1,4 @@
-// From counts to rows: which rows of its experts a rank computes together, on the CPU.
+// Which rows of its experts a rank computes together on the CPU, given all ranks' counts.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,11 @@ constexpr RankSet all_ranks(int num_ranks) {
 
 // How the owner of experts places rows in one pass. A segment has the rows of one expert that are
 // placed together, cut into token tiles. Where all ranks are in time, each expert has one segment.
-// The rows of a late rank get a segment of their own when they come, so that the others' need not
+// The rows of a late rank get a segment of their own when they arrive, so that the others' need not
 // wait for its counts.
 //
-// Only the owner numbers segments and tiles. A source is told when all of its rows of an expert
-// are finished, so no two ranks need the same numbers.
+// Only the owner numbers segments and tiles. A source learns when all of its rows of an expert are
+// finished, so no two ranks need the same numbers.
 //
 // Rows of a segment are ordered by source, and within a source by token. So where no rank is late,
 // a row has the place that it has when one rank has all tokens. (The GPU has the owner's own rows

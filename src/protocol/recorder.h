@@ -1,4 +1,4 @@
-// Where a layer records what it routed: a ring of its last steps, in the engine's memory.
+// The record of what a layer routed: a ring of its last steps, in the engine's memory.
 #pragma once
 
 #include <cstddef>

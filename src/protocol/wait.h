@@ -25,7 +25,7 @@ enum class WaitResult : std::uint8_t { kReady, kAborted };
 // A waiting rank writes in its word `waits_for` whom it waits for. It writes again at every look at
 // the clock, so the word keeps changing. The word stays the same if its rank has stopped inside a
 // wait, is dead, or is not in a pass. Such a word is not believed, because what it names may have
-// come since.
+// arrived since.
 //
 // Among the waits that are believed, the earliest in the order of the protocol (epoch, then phase)
 // names the culprit. A step of the protocol depends on earlier steps only, so a rank that owes the
@@ -85,8 +85,8 @@ SWITCHYARD_HOST_DEVICE inline Culprit find_culprit(const Heaps& heaps, const Wai
   SWITCHYARD_ROLLED
   for (int r = 0; r < heaps.size(); ++r) {
     const std::uint64_t seen = heaps.control(heaps.rank)->sightings[r].earliest;
-    // Beats are left out of the comparison. Of equal waits the judge's own is reported, of which it
-    // knows more.
+    // Beats are left out of the comparison. Among equal waits this reports the judge's own, of
+    // which it knows more.
     if (seen != 0 && seen >> WaitsFor::kBeatBits < earliest >> WaitsFor::kBeatBits) {
       earliest = seen;
       witness = r;
@@ -190,8 +190,8 @@ class Patience {
     const FailureRecord record{heaps.rank,    culprit.rank, culprit.phase,
                                culprit.epoch, lack.slot,    lack.expected,
                                lack.observed, waited_,      culprit.witness};
-    // Other hosts may find a failure of their own. One of all ranks decides then, and the abort
-    // word tells what.
+    // Other hosts may find a failure of their own. One of all ranks then decides, and the abort
+    // word says what.
     if constexpr (requires { pace.propose(record); }) {
       if (pace.propose(record)) return false;
     }
@@ -227,8 +227,8 @@ class Patience {
 //              kLeastLooksOfAJudge, and the members of WaitsAlone
 //              silent_rank(deadline in ns), where ranks may be on other hosts: a rank that was not
 //              heard of for a good part of the deadline, or -1
-//              propose(record), there, too: false if this rank has to end the world itself, else
-//              somebody does soon
+//              propose(record), there, too: false if this rank has to end the world itself; else
+//              another rank does soon
 // The deadline counts from the last step that any rank completed. A pass has finitely many steps,
 // so a slow world is waited for, and one in which nothing moves for deadline_ns is not. A rank that
 // was itself stopped for a while cannot judge that time, and does not count it.

@@ -141,7 +141,7 @@ Real activate(const Activation& activation, Real v) {
     case ActivationKind::kRelu:
       return std::max(v, Real{0});
     case ActivationKind::kRelu2: {
-      const Real positive = std::max(v, Real{0});  // NaN where v is
+      const Real positive = std::max(v, Real{0});  // NaN if v is
       return positive * positive;
     }
     case ActivationKind::kIdentity:

@@ -140,8 +140,8 @@ __device__ __forceinline__ void for_each_row(float (&values)[kPerLane], Visit vi
   }
 }
 
-// The same of values in memory: value j of lane l is values[32 j + l]. Each lane uses only its own,
-// so no lane waits for another's stores.
+// The same operations on values in memory: value j of lane l is values[32 j + l]. Each lane uses
+// only its own, so no lane waits for another's stores.
 struct MemoryRows {
   float* values;   // [32 count]
   OrderKey* keys;  // [32 count], scratch
@@ -421,7 +421,7 @@ __device__ __forceinline__ std::uint32_t experts_of_best_groups(const DeviceRout
   return allowed;
 }
 
-// The same of values in memory. Group keys are there, too.
+// Does the same for values in memory, where group keys are, too.
 template <typename Candidate>
 __device__ __forceinline__ std::uint32_t experts_of_best_groups(const DeviceRouting& routing,
                                                                 int lane, MemoryRows& values,
@@ -438,7 +438,7 @@ __device__ __forceinline__ std::uint32_t experts_of_best_groups(const DeviceRout
     }
     keys[row * kLanes] = key;
   }
-  // As above for many groups, whatever their number.
+  // The key of the last group is found as for many groups above, whatever their number.
   const auto ordinal = [&](int j) {
     return static_cast<std::uint32_t>(keys[j * kLanes]) ^ 0x80000000u;
   };
@@ -724,7 +724,7 @@ __device__ __forceinline__ void load_logits(const float* row, int num_experts,
   }
 }
 
-// The same into memory. rows.count: of the experts.
+// Loads them into memory. rows.count: the number of rows that the experts take.
 __device__ __forceinline__ void load_logits(const float* row, int num_experts,
                                             warp::MemoryRows& rows) {
   const int lane = warp::lane_idx();

@@ -76,7 +76,7 @@ SWITCHYARD_HOST_DEVICE inline float divide_small(float n, float d) {
 }
 
 // A number that orders as the value does, with -0 equal to +0. Greater is better; between equal
-// keys the lower expert index wins. Integers, because a float comparison cannot rank a NaN.
+// keys the lower expert index wins. It is an integer, because a float comparison cannot rank a NaN.
 using OrderKey = std::int32_t;
 
 // The key of NaN and of experts that may not be chosen: below the key of -infinity.

@@ -30,7 +30,7 @@ class RandomStream {
   std::uint64_t bits(std::uint64_t position) const {
     return mix(key_ + (position + 1) * kGoldenGamma);
   }
-  // In [0, 1), a multiple of 2^-53.
+  // Returns a multiple of 2^-53 in [0, 1).
   double uniform(std::uint64_t position) const {
     return static_cast<double>(bits(position) >> 11) * 0x1p-53;
   }
@@ -83,7 +83,7 @@ class SuccessiveSampler {
     }
   }
 
-  // K distinct ranks into `ranks`, using random numbers `first` to `first` + K - 1.
+  // Draws K distinct ranks into `ranks`, using random numbers `first` to `first` + K - 1.
   void draw(const RandomStream& random, std::uint64_t first, int k, std::int32_t* ranks) {
     for (int slot = 0; slot < k; ++slot) {
       ranks[slot] =

@@ -26,7 +26,7 @@ struct Entry {
   const char* name;  // of arrows
 };
 
-// Where a slice is after all.
+// The place of a slice after it was moved, if it was.
 struct Placed {
   std::int64_t begin_ns, end_ns;
 };
@@ -67,7 +67,7 @@ class Writer {
   }
 
  private:
-  // Slices and waits of a rank's tracks.
+  // Places the slices and waits of a rank's tracks.
   void place(const PassTrace& trace) {
     std::map<int, std::vector<const TraceEvent*>> tracks;
     for (const TraceEvent& e : trace.events) tracks[thread_of(e)].push_back(&e);
@@ -122,7 +122,7 @@ class Writer {
   }
 
   void draw_arrows(const PassTrace& trace) {
-    // Of every tile, in the order of the kinds.
+    // The events of a tile, in the order of the kinds.
     struct Tile {
       const TraceEvent* first_pack = nullptr;
       const TraceEvent* first_gemm1 = nullptr;
@@ -163,7 +163,7 @@ class Writer {
     }
   }
 
-  // From the last moment of one slice to the first of the other.
+  // Draws an arrow from the last moment of one slice to the first of the other.
   void draw(const char* name, const RankEvent& from, const RankEvent& to) {
     if (from.event == nullptr) return;
     const std::int64_t begin = placed_[from.event].end_ns - 1, end = placed_[to.event].begin_ns;

@@ -38,18 +38,18 @@ class EventIndex {
 
   int num_ranks() const { return static_cast<int>(ranks_.size()); }
 
-  // The last event of the kind on the rank that ended by `time` and for which suits(event) holds;
-  // null if there is none.
+  // Returns the last event of the kind on the rank that ended by `time` and for which suits(event)
+  // holds; null if there is none.
   template <typename Suits>
   const TraceEvent* last_ended(int rank, TraceKind kind, std::int64_t time, Suits&& suits) const {
     return last_ended(of(rank).by_kind[static_cast<std::size_t>(kind)], time, suits);
   }
-  // The same among events of all kinds.
+  // Returns the same among events of all kinds.
   template <typename Suits>
   const TraceEvent* last_ended(int rank, std::int64_t time, Suits&& suits) const {
     return last_ended(of(rank).all, time, suits);
   }
-  // The last event of the rank to end; null if it has none.
+  // Returns the last event of the rank to end; null if it has none.
   const TraceEvent* last(int rank) const {
     return of(rank).all.empty() ? nullptr : of(rank).all.back();
   }

@@ -22,15 +22,15 @@ bool is_timed(const Point& point) {
   return std::find(point.times_us.begin(), point.times_us.end(), kNotTimed) == point.times_us.end();
 }
 
-// Kernels do not choose what cannot run the call that they are given.
+// True if a configuration can run the call: kernels do not choose one that cannot.
 bool runs(const Point& point, std::size_t configuration) {
   return point.times_us[configuration] > 0;
 }
 
 double distance(int a, int b) { return std::abs(std::log(static_cast<double>(a) / b)); }
 
-// The best configuration of the point at beta 1 that is nearest in tokens. `coarse`: every second
-// number of tokens is known.
+// Returns the time of the best configuration at the nearest number of tokens with beta 1. `coarse`:
+// only every second number of tokens is known.
 std::optional<double> static_time(const Profile& profile, const Point& at, bool coarse) {
   std::set<int> known;
   for (const Point& point : profile.points) {
@@ -39,7 +39,7 @@ std::optional<double> static_time(const Profile& profile, const Point& at, bool 
   int nearest = 0, index = 0;
   for (const int tokens : known) {
     if (coarse && index++ % 2 != 0) continue;
-    // Of two that are as near, the smaller one.
+    // If two are equally near, the smaller one wins.
     if (nearest == 0 || distance(tokens, at.tokens) < distance(nearest, at.tokens)) {
       nearest = tokens;
     }

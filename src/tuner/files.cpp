@@ -19,7 +19,7 @@ namespace {
 constexpr std::int64_t kFileVersion = 1;
 constexpr std::uint64_t kMostFileBytes = std::uint64_t{1} << 30;
 
-// Numbers of six digits: clocks resolve no more.
+// Rounds to six digits: clocks resolve no more.
 double rounded(double value) {
   if (value == 0 || !std::isfinite(value)) return value;
   const double unit = std::pow(10, std::floor(std::log10(std::abs(value))) - 5);
@@ -226,7 +226,8 @@ Coefficients coefficients_of(const Reader& from) {
   return k;
 }
 
-// One element of the longest list to a line, so that differences of two files can be read.
+// Writes each element of the longest list on its own line, so that differences of two files can be
+// read.
 std::string text_of(const Json& file, const char* long_list) {
   std::string text = "{\n";
   for (const Json::Member& member : file.members()) {

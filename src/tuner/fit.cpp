@@ -16,15 +16,15 @@
 namespace switchyard::tuner {
 namespace {
 
-// What a configuration is fitted on.
+// A measurement that a configuration is fitted on.
 struct Sample {
   Work work;
-  double scale = 1;  // of what belongs to tasks
+  double scale = 1;  // of the terms that belong to tasks
   double time_us = 0;
 };
 
-// The samples of a configuration. Of other models what belongs to tasks counts as many times as K
-// has columns, because a task's time grows with them.
+// Returns the samples of a configuration. For other models, terms that belong to tasks are scaled
+// by the columns of K, because a task's time grows with them.
 std::vector<Sample> samples_of(const Profile& profile, std::size_t model, std::size_t configuration,
                                bool from_other_models) {
   std::vector<Sample> samples;
@@ -38,11 +38,10 @@ std::vector<Sample> samples_of(const Profile& profile, std::size_t model, std::s
   return samples;
 }
 
-// The configurations of a model that are not to be chosen. Those that are pruned: pilots alone are
-// no grid to fit on, and a prediction could be chosen where nothing was timed. And where some are
-// pruned, those that were timed on for the sake of a Prediction alone, which are far from the best
-// at every point to fit on: what a line through their times says elsewhere is no reason to choose
-// them.
+// Marks the configurations of a model that must not be chosen: those that are pruned and, if there
+// are such, those that are far from the best at every point to fit on. Pilots alone are no grid to
+// fit on, and a prediction could be chosen where nothing was timed. The far ones were timed on only
+// for the sake of a Prediction. A line through their times is no reason to choose them elsewhere.
 std::vector<bool> left_out(const Profile& profile, std::size_t model) {
   constexpr double kFar = 1.25, kNever = std::numeric_limits<double>::infinity();
   const std::size_t count = profile.configurations.size();
@@ -94,11 +93,11 @@ Coefficients solve(const std::vector<Sample>& samples, const FitOptions& options
       x(i, 2 + rounds) = (terms.of_experts() ? sample.scale : 1) * terms.last(sample.work);
     }
   }
-  // Columns of the same length: otherwise the rank would be a matter of units.
+  // Columns get the same length: otherwise the rank would be a matter of units.
   const Eigen::MatrixXd weighted = weights.asDiagonal() * x;
   const Eigen::VectorXd lengths = weighted.colwise().norm().cwiseMax(1e-300);
   const Eigen::MatrixXd scaled = weighted * lengths.cwiseInverse().asDiagonal();
-  // Points of too few grids leave terms that nothing tells apart: the solution of least norm.
+  // Points of too few grids cannot tell some terms apart: the solution of least norm then holds.
   const Eigen::VectorXd solution = scaled.completeOrthogonalDecomposition()
                                        .solve(weights.cwiseProduct(times))
                                        .cwiseQuotient(lengths);

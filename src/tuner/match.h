@@ -1,4 +1,4 @@
-// Whether a file belongs to a kernel on a machine.
+// Checks that a file belongs to a kernel on a machine.
 #pragma once
 
 #include <fmt/core.h>

@@ -232,7 +232,7 @@ bool is_timed(const Point& point) {
   return std::find(point.times_us.begin(), point.times_us.end(), kNotTimed) == point.times_us.end();
 }
 
-// Of those for which `counts`, the configuration with the least time; or none.
+// Returns the configuration with the least time among those for which `counts` holds; or none.
 template <typename Counts>
 std::optional<std::size_t> best_of(const Profile& profile, const Point& point, Counts&& counts) {
   std::optional<std::size_t> best;
@@ -244,7 +244,7 @@ std::optional<std::size_t> best_of(const Profile& profile, const Point& point, C
   return best;
 }
 
-// Marks what need not be timed of a model any more, once its pilots are timed. See MeasureOptions.
+// Marks what need not be timed any more for a model, once its pilots are timed. See MeasureOptions.
 // Returns whether it marked anything.
 bool prune(Profile& profile, std::size_t model, double share) {
   const std::vector<std::size_t> pilots = pilots_of(profile, model);

@@ -74,7 +74,7 @@ std::vector<double> balancedness_of(const Recording& recording) {
   return betas;
 }
 
-// One step to a line, so that differences of two files can be read.
+// Writes each step on its own line, so that differences of two files can be read.
 std::string to_json(const Recordings& recordings) {
   std::string text = fmt::format("{{\n\"file\": \"{}\",\n\"file_version\": {},\n\"machine\": {},\n",
                                  kFile, kFileVersion, Json(recordings.machine).dump());
@@ -135,7 +135,7 @@ void add_recorded(Plan& plan, const Recordings& recordings, std::size_t most) {
   }
   for (std::size_t m = 0; m < plan.models.size(); ++m) {
     const Model& model = plan.models[m];
-    // Different ones, of all layers of this shape and in their order.
+    // Histograms that differ, of all layers of this shape and in their order.
     std::vector<std::vector<std::int64_t>> found;
     std::set<std::vector<std::int64_t>> known;
     for (const Recording& recording : recordings.layers) {

@@ -51,7 +51,7 @@ Thresholds thresholds_of(const DeviceConstants& device, int element_bytes, int s
 
 std::optional<DeviceConstants> measured_constants(const Profile& profile,
                                                   const DeviceConstants& others) {
-  // The reference among the kernel's own configurations.
+  // Finds the reference among the kernel's own configurations.
   const auto distance = [](const Configuration& c) {
     return std::pair(std::abs(std::log2(static_cast<double>(c.weight_rows) / kReferenceRows)),
                      c.token_rows);
@@ -71,7 +71,8 @@ std::optional<DeviceConstants> measured_constants(const Profile& profile,
   std::vector<Sample> samples;
   for (const Point& point : profile.points) {
     const Model& model = profile.models[point.model];
-    // Any configuration of this width and without splits: what differs costs a lone wave little.
+    // Any configuration of this width and without splits will do: their differences cost a lone
+    // wave little.
     double least = std::numeric_limits<double>::infinity();
     for (std::size_t c = 0; c < point.times_us.size(); ++c) {
       const Configuration& other = profile.configurations[c];
@@ -82,7 +83,7 @@ std::optional<DeviceConstants> measured_constants(const Profile& profile,
     if (!point.fit || v.omega > 1 || !std::isfinite(least)) continue;
     samples.push_back({v.kappa, least, &point});
   }
-  // Weights of 1 / time^2: errors over times.
+  // Weights of 1 / time^2 make errors relative to times.
   double w = 0, x = 0, y = 0, xx = 0, xy = 0;
   for (const Sample& s : samples) {
     const double weight = 1 / (s.time_us * s.time_us);

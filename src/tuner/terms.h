@@ -11,7 +11,7 @@
 
 namespace switchyard::tuner {
 
-// What a configuration makes of a histogram.
+// The work that a configuration has with a histogram.
 struct Work {
   std::int64_t grid = 0;     // g: see grid_of()
   std::int64_t experts = 0;  // e: the grid if the rows of every expert were one tile
@@ -30,23 +30,24 @@ struct Terms {
     if (form == Form::kTasks) return 2;
     return may_have_log() || of_experts() ? 4 : 3;
   }
-  // b's regressor. Unrounded waves would only be c's again, in other units, so b stays 0 (see
+  // The regressor of b. Unrounded waves would only be c's again, in other units, so b stays 0 (see
   // Form).
   double waves(const Work& work) const {
     return rounds() ? std::ceil(static_cast<double>(work.grid) / num_sms) : 0;
   }
-  // c's.
+  // The regressor of c.
   double tasks(const Work& work) const {
     return static_cast<double>(of_experts() ? work.experts : work.grid);
   }
-  // d's.
+  // The regressor of d.
   double last(const Work& work) const {
     return of_experts() ? static_cast<double>(work.highest)
                         : std::log(static_cast<double>(work.grid) + 1);
   }
 };
 
-// The configuration with the least predicted time of those that may be chosen, if there is one.
+// Returns the configuration with the least predicted time of those that may be chosen, if there is
+// one.
 std::optional<std::size_t> select_among(const Fit& fit, std::size_t model,
                                         std::span<const std::int64_t> counts,
                                         const std::function<bool(std::size_t configuration)>& may);

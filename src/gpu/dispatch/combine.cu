@@ -1,9 +1,9 @@
 // Combine: sends results into the cells of their tokens' ranks, and adds up the cells.
 //
-//   send_results   all rows, or the sums of a token's rows, to where their tokens came from; the
-//                  last block raises the flags
+//   send_results   sends all rows, or the sums of each token's rows, to the tokens' ranks; the last
+//                  block raises the flags
 //   await_combine  one block waits for the flags of all ranks
-//   sum_tokens     adds each token's cells; it waits for nobody
+//   sum_tokens     adds each token's cells, without waiting
 #include "gpu/dispatch/launch.h"
 #include "gpu/dispatch/site.cuh"
 #include "gpu/operators/elements.cuh"

@@ -5,7 +5,7 @@
 //                   others send tokens, each once to a rank, and need no order for that. The last
 //                   block raises the flags
 //   await_dispatch  one block waits for the flags of all ranks, and plans where rows go
-//   place_rows      copies them there; it waits for nobody
+//   place_rows      copies them there, without waiting
 //
 // If the receive follows the send at once, and the rank has its device to itself, further blocks of
 // send_tokens plan and place tokens while they arrive. These blocks have little patience:

@@ -11,7 +11,7 @@ namespace switchyard::gpu {
 enum GridBarrier : std::uint32_t { kConverted, kLogitsReady, kSlotsCounted, kListsReady };
 
 // There are two sets of words, for even and odd passes: a pass counts in one and clears the other
-// for its successor, so nobody resets what somebody still reads.
+// for its successor, so no word is reset while a block may still read it.
 struct PassWords {
   std::uint32_t* words;
 

@@ -67,7 +67,7 @@ struct Progress {
     return tile < hidden.h_slots || gemm2_complete(tile - hidden.h_slots);
   }
   // True if each task of GEMM2 quantizes the h that it needs from bf16, for itself and at once.
-  // With so little h that is done before anybody could find out who stored last.
+  // With so little h this takes less time than finding out which warpgroup stored last.
   __device__ bool quantizes_late() const {
     return kQuantizesStoredRows<P> && tokens <= kLateRows && hidden.h_groups <= kLateStages;
   }
