@@ -23,7 +23,7 @@ SWITCHYARD_ALWAYS_INLINE float bf16_to_f32(std::uint16_t code) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(code) << 16);
 }
 
-// Round to nearest even. A NaN stays a NaN: its quiet bit is set, because rounding could carry a
+// Rounds to nearest even. A NaN stays a NaN: its quiet bit is set, because rounding could carry a
 // payload of all ones into infinity and truncation could clear a payload in the low half.
 SWITCHYARD_ALWAYS_INLINE std::uint16_t f32_to_bf16(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
@@ -46,7 +46,7 @@ SWITCHYARD_ALWAYS_INLINE float f16_to_f32(std::uint16_t code) {
   return std::bit_cast<float>(sign | magnitude);
 }
 
-// Round to nearest even; beyond 65520 infinity; subnormals are kept.
+// Rounds to nearest even; beyond 65520 infinity; subnormals are kept.
 SWITCHYARD_ALWAYS_INLINE std::uint16_t f32_to_f16(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
@@ -75,7 +75,7 @@ SWITCHYARD_ALWAYS_INLINE float f8e4m3_to_f32(std::uint8_t code) {
   return std::bit_cast<float>(sign | select(is_nan, 0x7fc00000u, finite));
 }
 
-// Round to nearest even, saturating: everything beyond 448, infinity included, becomes +-448.
+// Rounds to nearest even, saturating: everything beyond 448, infinity included, becomes +-448.
 SWITCHYARD_ALWAYS_INLINE std::uint8_t f32_to_f8e4m3(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t sign = (bits >> 24) & 0x80u;

@@ -152,7 +152,7 @@ std::shared_ptr<const MappedFile> MappedFile::map(const std::filesystem::path& p
   file->inode_ = input.inode;
   if (input.bytes == 0) return file;
   const auto size = static_cast<std::size_t>(input.bytes);
-  // Shared, so that ranks in several processes use one copy of the page cache.
+  // The mapping is shared, so that ranks in several processes use one copy of the page cache.
   void* const mapping = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, input.fd.get(), 0);
   if (mapping == MAP_FAILED) throw_file_error(path, "mmap");
   file->data_ = static_cast<const std::byte*>(mapping);

@@ -10,7 +10,7 @@
 namespace switchyard {
 namespace {
 
-// Far above any model, low enough that a product of three of them fits in 64 bits.
+// Limits far above any model, and low enough that a product of three of them fits in 64 bits.
 constexpr int kMaxHidden = 1 << 20;
 constexpr int kMaxIntermediate = 1 << 22;
 constexpr int kMaxExperts = 1 << 16;

@@ -201,7 +201,7 @@ void fill(const RandomTensor& tensor, std::byte* out) {
 void fill_scales(const RandomTensor& tensor, float* out) {
   const std::uint64_t key = mix64(~tensor.key);
   for (std::int64_t i = 0; i < tensor.num_scales(); ++i) {
-    // Within +-25 %, so that a scale applied to the wrong block is noticed.
+    // Scales vary by +-25 %, so that a scale applied to the wrong block is noticed.
     const std::uint64_t bits = mix64(key + static_cast<std::uint64_t>(i)) >> 40;
     const float factor = 0.75f + 0.5f * static_cast<float>(bits) * 0x1p-24f;
     out[i] = tensor.deviation / kFp8Deviation * factor;

@@ -128,7 +128,7 @@ SWITCHYARD_HOST_DEVICE inline Task tile_task_at(const Workload& work, std::uint3
   const std::uint32_t gemm_tasks = work.num_gemm_tasks();
   if (place >= gemm_tasks) return {TaskKind::kCombine, 0, place - gemm_tasks, 0};
   if (work.log2_band == 0) {
-    // Until second GEMMs have their turn, a division says it. (A pass waits for its first task.)
+    // Until second GEMMs begin, a division finds the task. (A pass waits for its first task.)
     const std::uint32_t of_shared = work.num_shared_tiles * work.shared_gemm1_blocks;
     const bool shared = place < of_shared;
     const std::uint32_t blocks = shared ? work.shared_gemm1_blocks : work.routed_gemm1_blocks;

@@ -86,7 +86,7 @@ int device_count() {
 DeviceInfo device_info(int device) {
   require_device(device);
   DeviceInfo info;
-  // Not a member: the structure has hundreds of fields, and the call takes milliseconds.
+  // Properties are not kept: the structure has hundreds of fields, and the call takes milliseconds.
   cudaDeviceProp properties;
   SWITCHYARD_CUDA(cudaGetDeviceProperties(&properties, device));
   info.name = properties.name;
@@ -254,7 +254,7 @@ namespace {
 constexpr std::size_t kMostDevices = 64;
 
 std::timed_mutex& launch_mutex(int device) {
-  // Never destroyed: threads may launch while the process ends.
+  // The mutexes are never destroyed: threads may launch while the process ends.
   static auto& mutexes = *new std::array<std::timed_mutex, kMostDevices>;
   return mutexes[static_cast<std::size_t>(device) % kMostDevices];
 }
