@@ -59,8 +59,8 @@ class Network {
 
   // A region of memory beside that of add(), for rows that are copied neither into chunks nor out
   // of them: puts read it here, or others write it. It stays the caller's until remove_rows().
-  // `dmabuf`: a descriptor of the memory if it is a device's, which only networks that
-  // take_device_memory() take; -1: host memory. Throws Error{kSystem}.
+  // `dmabuf`: a descriptor of the memory if it is a device's, which needs takes_device_memory();
+  // -1: host memory. Throws Error{kSystem}.
   virtual std::uint32_t add_rows(std::span<std::byte> memory, int dmabuf) = 0;
   virtual void remove_rows(std::uint32_t region) = 0;
   virtual RowsKey rows_key(std::uint32_t region) = 0;
