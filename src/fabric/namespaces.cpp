@@ -108,15 +108,4 @@ void NetworkNamespaces::cut_path(int from, int to) const {
   }
 }
 
-void NetworkNamespaces::limit_rate(int host, int megabits) const {
-  const Outcome outcome =
-      run(fmt::format("ip netns exec {} tc qdisc replace dev eth0 root tbf rate {}mbit burst 256kb "
-                      "latency 50ms",
-                      name(host), megabits));
-  if (outcome.status != 0) {
-    throw Error(ErrorCode::kSystem,
-                fmt::format("cannot limit a link's rate: {}", printable(outcome.text)));
-  }
-}
-
 }  // namespace switchyard

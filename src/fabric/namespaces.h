@@ -33,8 +33,6 @@ class NetworkNamespaces {
   void set_connected(int host, bool connected) const;
   // From now on nothing that one host sends to the other arrives. Throws Error{kSystem}.
   void cut_path(int from, int to) const;
-  // Limits the rate at which the host sends, in Mbit/s. Throws Error{kSystem}.
-  void limit_rate(int host, int megabits) const;
 
  private:
   void remove() const noexcept;

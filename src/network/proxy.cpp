@@ -91,12 +91,6 @@ bool RemoteHeap::append(Lane lane, int host, RecordKind kind, std::span<const Ta
 
 void RemoteHeap::flush(Lane lane, int host) { proxy_->outbox(lane, host).flush(); }
 
-void RemoteHeap::flush() {
-  for (const auto& outbox : proxy_->outboxes_) {
-    if (outbox) outbox->flush();
-  }
-}
-
 bool RemoteHeap::may_append(Lane lane, int host) const {
   return proxy_->outbox(lane, host).may_append();
 }

@@ -66,7 +66,6 @@ class RemoteHeap {
   bool append(Lane lane, int host, RecordKind kind, std::span<const Target> targets,
               const void* payload, std::size_t bytes, std::size_t& done);
   void flush(Lane lane, int host);
-  void flush();
   bool may_append(Lane lane, int host) const;
 
   // Counts a call that this rank has ended. The destructor waits until the host's other ranks have
