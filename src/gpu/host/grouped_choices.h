@@ -40,7 +40,7 @@ struct GroupedChoices {
   static std::uint32_t count(const std::vector<Candidate>& candidates, std::uint32_t log2_splits);
 };
 
-// What a table must have been made for.
+// The kernel, shape and device that a table must be for.
 struct WantedTable {
   std::string kernel;
   std::int64_t version;
