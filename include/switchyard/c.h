@@ -330,7 +330,7 @@ typedef struct sy_layer_options {
   // another layer's memory. Both null: memory of its own. The same on all ranks.
   const sy_workspace* workspace;
   const sy_layer* share_memory_with;
-  // Keep the rows of each expert of so many last passes, for sy_layer_recording(); 0: none.
+  // The number of last passes whose rows of each expert are kept for sy_layer_recording(); 0: none.
   int32_t recorded_steps;
   // Ranks on several hosts: a host sums its outputs of one token of another host, rounds the sum,
   // and sends it as one row. The same on all ranks. See LayerOptions in layer.h.

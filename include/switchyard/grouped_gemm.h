@@ -201,10 +201,10 @@ struct Permutation {
   // [T, K]: the slot's row in the layout; -1: it has no expert.
   std::vector<std::int32_t> positions{};
 };
-// On the host. Ids are [T, K], i32 or i64; negative ones, and those of num_experts or more, are
-// none. (On a GPU no two of its arrays may overlap.) Throws Error{kInvalidArgument, kShapeMismatch,
-// kDTypeMismatch} for arguments that make no sense, for a padded expert without room for its rows,
-// or for more rows than an i32 can number.
+// Runs on the host. Ids are [T, K], i32 or i64; negative ones, and those of num_experts or more,
+// are none. (On a GPU no two of its arrays may overlap.) Throws Error{kInvalidArgument,
+// kShapeMismatch, kDTypeMismatch} for arguments that make no sense, for a padded expert without
+// room for its rows, or for more rows than an i32 can number.
 Permutation permute(SlotView ids, int top_k, int num_experts, const RowLayout& layout = {});
 
 // out[t] = scale * sum over k of weights[t, k] * rows[positions[t, k]], summed in fp32 in the order

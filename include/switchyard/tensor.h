@@ -1,5 +1,5 @@
-// Element types and non-owning views. Views never own: whoever hands one out says how long it
-// lives.
+// Element types and non-owning views. Views never own: a function that hands one out says how long
+// it lives.
 #pragma once
 
 #include <cstddef>
@@ -68,8 +68,8 @@ struct VectorView {
   bool empty() const { return data == nullptr; }
 };
 
-// One number for each slot (token, k) of a batch: [T, K], of a type told at run time, one token's
-// behind the other's. Made of an address and a type, or of a span or vector of i32, i64 or f32:
+// One number for each slot (token, k) of a batch: [T, K], of a type known at run time, token by
+// token. Made of an address and a type, or of a span or vector of i32, i64 or f32:
 //   input.topk_ids = ids;                                     // std::vector<std::int64_t>
 //   input.topk_weights = {weights, DType::kBF16, tokens * k};
 class SlotView {

@@ -146,9 +146,9 @@ struct Plan {
   };
   std::vector<Recorded> recorded{};
 };
-// Adds histograms of recorded layers to every model of the plan, whose experts and top_k they must
-// have: at most so many for a model, evenly over all different ones. Throws Error{kInvalidArgument}
-// for a model that no recorded layer matches.
+// Adds to every model of the plan the histograms of recorded layers with its experts and top_k: at
+// most `most` for a model, evenly over all different ones. Throws Error{kInvalidArgument} for a
+// model that no recorded layer matches.
 void add_recorded(Plan& plan, const Recordings& recordings, std::size_t most = 24);
 
 inline constexpr double kNotTimed = -1;    // yet
@@ -202,7 +202,7 @@ struct Progress {
 struct MeasureOptions {
   // Where the profile is kept, whole at any time: after each point, and at the end. Empty: nowhere.
   std::filesystem::path file{};
-  // No timing begins after so many seconds.
+  // No timing begins after this time.
   double budget_seconds = std::numeric_limits<double>::infinity();
   // Leaves out configurations that are slower than the best by more than this share (0.25 is 25 %)
   // at every pilot of a model: its points to fit on with the fewest, the middle and the most
@@ -222,7 +222,7 @@ std::size_t num_pruned(const Profile& profile, std::size_t model);
 // cannot be written.
 bool measure(Profile& profile, const Kernel& kernel, const MeasureOptions& options = {});
 
-// The models all of whose points to fit on are timed, with all of their points: what can be fitted
+// The models whose points to fit on are all timed, with all of their points. They can be fitted
 // after a budget has ended.
 Profile complete_models(const Profile& profile);
 
@@ -341,7 +341,7 @@ Table make_table_by_tokens(const Profile& profile, const Fit& fit, std::size_t m
 // Evaluates in float, in the order of Form, as a device would. Ties go to the earlier entry. Throws
 // Error{kInvalidArgument} for a table without entries.
 std::size_t select(const Table& table, std::span<const std::int64_t> counts);
-// The entry that a table by tokens has for a pass of so many. None: the kernel's rule.
+// The entry that a table by tokens has for a pass of `tokens` tokens. None: the kernel's rule.
 std::optional<std::size_t> entry_for(const Table& table, std::int64_t tokens);
 std::string to_json(const Table& table);
 Table parse_table(std::string_view text, const std::string& source);

@@ -60,8 +60,8 @@ std::vector<std::int32_t> places_for(const ExpertPlacement& placement, int num_e
                                      int num_ranks);
 
 // Throws Error{kMissingTensor, kShapeMismatch, kDTypeMismatch} if the weights cannot serve the
-// spec. Experts that are not among `own` may be empty. With `num_places` there are weights for so
-// many places in place of experts, and `own` are those.
+// spec. Experts that are not among `own` may be empty. With `num_places` the weights are those of
+// places instead of experts, and `own` are places.
 void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own);
 void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own, int num_places);
 void validate(const LayerSpec& spec, const MoeWeights& weights);  // all experts

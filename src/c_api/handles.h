@@ -39,8 +39,8 @@ class Call {
 // Keeps the address of a handle that is never destroyed, so that tools that look for leaks find it.
 void leave_behind(void* handle);
 
-// Destroys a handle. One with which another thread is in the midst of a call is left behind, as at
-// the end of a process whose threads nobody joined: Python closes what it has while they run.
+// Destroys a handle. One that another thread uses in a call is left behind, as at the end of a
+// process whose threads nobody joined: Python closes its handles while they run.
 template <typename Handle>
 void destroy(Handle*& handle) {
   if (handle != nullptr && handle->calls.any()) {

@@ -11,12 +11,12 @@
 
 namespace switchyard::c_api {
 
-// All throw Error{kInvalidArgument} for a kind that is none.
-// Passes require_valid().
+// All throw Error{kInvalidArgument} for a kind that is none. The result of spec_of() passes
+// require_valid().
 LayerSpec spec_of(const sy_layer_spec& given);
 // Like validate(), but the message names fields as callers of C and Python know them.
 void require_valid(const LayerSpec& spec);
-// An array, whose elements are as long as its first one says.
+// Reads an array, whose elements are as long as its first one says.
 std::vector<LayerSpec> specs_of(const sy_layer_spec* specs, std::int32_t count);
 Backend backend_of(sy_device_type given);
 RoutingSpec routing_of(const sy_routing& given);

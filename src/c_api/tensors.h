@@ -38,8 +38,8 @@ VectorView vector(const char* name, const sy_tensor& tensor, sy_device_type devi
 // that is none.
 int whole(const char* name, std::int64_t value);
 
-// Throws Error{kShapeMismatch} unless a matrix has that many columns, and so many rows or more
-// where `rows` is not -1; {kInvalidArgument} unless its rows are contiguous.
+// Throws Error{kShapeMismatch} unless a matrix has that many columns, and at least `rows` rows
+// where that is not -1; {kInvalidArgument} unless its rows are contiguous.
 void require_columns(const char* name, const sy_tensor& tensor, std::int64_t rows, int cols);
 // Throws Error{kInvalidArgument} where all rows of an output are the same memory (stride 0, which
 // would mean contiguous rows in the C++ interface).

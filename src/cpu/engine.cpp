@@ -117,8 +117,8 @@ MemoryNeeds needs_of(const LayerState& layer, int threads, const network::Hosts*
   return needs;
 }
 
-// Room for so many events of each thread and pass: 3.5 MiB, of which a pass commits what it fills.
-// A rank with 8192 tokens of OLMoE has some 5,000 tasks.
+// The most events of each thread and pass. They take 3.5 MiB, of which a pass commits what it
+// fills. A rank with 8192 tokens of OLMoE has some 5,000 tasks.
 constexpr std::size_t kMostTraceEvents = 1 << 16;
 
 TraceWait to_wait(Phase phase) {

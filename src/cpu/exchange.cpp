@@ -187,7 +187,7 @@ class Engine final : public ExchangeEngine {
                   std::size_t end) const;
 
   // Sends to all ranks by all threads, or, if it is little, by this one: body(peer, begin, end) for
-  // chunks of items(peer), each of so many bytes, and sent(peer) after the last one of a rank. All
+  // chunks of items(peer), each of `item_bytes`, and sent(peer) after the last one of a rank. All
   // chunks of the first rank come before those of the next.
   template <typename Items, typename Body, typename Sent>
   void send_to_all(std::size_t item_bytes, const Items& items, const Body& body, const Sent& sent);

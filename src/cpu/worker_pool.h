@@ -21,7 +21,7 @@ inline int threads_of(int asked, int ranks) {
 class WorkerPool {
  public:
   // `num_threads` counts the thread that calls run(). `enter` runs once in every other thread.
-  // Throws Error{kSystem} if so many threads cannot be made.
+  // Throws Error{kSystem} if the threads cannot be made.
   WorkerPool(int num_threads, std::function<void()> enter)
       : num_threads_(num_threads),
         threads_(1, num_threads,

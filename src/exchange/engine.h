@@ -113,7 +113,7 @@ class ExchangeEngine {
   std::shared_ptr<ExchangeCalls> calls_ = std::make_shared<ExchangeCalls>();
 };
 
-// For tests, which have engines of their own.
+// Makes exchanges for tests, which have engines of their own.
 struct ExchangeMaker {
   static Exchange make(std::unique_ptr<ExchangeEngine> engine);
 };

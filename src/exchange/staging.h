@@ -97,7 +97,7 @@ class StagingDevice {
   virtual bool is_idle(std::chrono::milliseconds patience) = 0;
 };
 
-// Never 0: there is no memory of no bytes.
+// At least 1, because memory of 0 bytes cannot be allocated.
 inline std::size_t bytes_of_rows(std::int64_t rows, std::size_t row_bytes) {
   return std::max<std::size_t>(static_cast<std::size_t>(rows) * row_bytes, 1);
 }

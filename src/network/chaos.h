@@ -19,8 +19,8 @@ struct ChaosOptions {
   // The longest that a put, a signal or the news of it may take.
   std::chrono::microseconds longest_delay{300};
   double full_queue = 0.05;  // probability that put() or signal() is told to come again
-  // After so many puts of all ranks, the link between two ranks, of which `cut_rank` is one, is
-  // lost; -1: never.
+  // The number of puts of all ranks after which the link between two ranks, of which `cut_rank` is
+  // one, is lost; -1: never.
   std::int64_t cut_after = -1;
   // Takes memory of test devices, which is the host's.
   bool takes_device_memory = false;

@@ -89,7 +89,7 @@ struct Library {
 };
 
 const Library& library() {
-  // Never destroyed: threads may use it while the process ends.
+  // It is never destroyed: threads may use it while the process ends.
   static const Library& loaded = *new Library();
   return loaded;
 }

@@ -124,8 +124,8 @@ bool is_built_in();
 // Throws Error{kUnsupported} unless is_built_in(), with the packages that are missing.
 void require_built_in();
 
-// In words: the library, its version, and its providers that reach other hosts; or why there are
-// none.
+// Describes the library, its version, and its providers that reach other hosts; or says why there
+// are none.
 std::string describe();
 
 // Reaches ranks through libfabric. `local_address` is the IP address of this host that the others

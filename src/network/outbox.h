@@ -49,7 +49,7 @@ class Outbox {
 
   // The proxy calls the following.
   void sent(std::uint32_t slot);
-  // Returns false if so many chunks were not sent.
+  // Returns false if that many chunks were not sent.
   bool credited(std::uint32_t chunks);
   // Every chunk that was sent has been read by its receiver.
   bool is_idle() const;

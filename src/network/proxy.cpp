@@ -42,7 +42,7 @@ constexpr std::chrono::microseconds kBriefSleep{100};
 constexpr std::int64_t kLeastSilence = 150'000'000;
 // Stands in the place of a time once a rank of this host has left.
 constexpr auto kGone = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
-// A turn of the proxy takes at most so many events, so that everything has its turn.
+// The most events that a turn of the proxy takes, so that everything has its turn.
 constexpr std::size_t kEventsPerTurn = 64;
 
 std::int64_t to_ns(Clock::time_point time) {
@@ -478,7 +478,7 @@ bool Proxy::apply_arrived() {
     const Immediate credit{inbox.lane == Lane::kDispatch ? Immediate::Kind::kDispatchCredit
                                                          : Immediate::Kind::kCombineCredit,
                            rank_, inbox.owed};
-    // Where the queue is full, they go with the next turn.
+    // If the queue is full, the credits go with the next turn.
     if (network_->signal(inbox.source, credit.pack())) inbox.owed = 0;
   }
   return any;
@@ -853,7 +853,7 @@ void Proxy::say_goodbye() {
         channel.close();
         continue;
       }
-      // One that has stopped will not answer; its kernel has what it was told.
+      // A rank that has stopped will not answer; its kernel has what it was told.
       if (now_ns() - last_heard_[r].load(std::memory_order_relaxed) > kLeastSilence) continue;
       fds.push_back(
           {channel.fd(), static_cast<short>(POLLIN | (channel.has_unsent() ? POLLOUT : 0)), 0});

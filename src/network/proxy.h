@@ -136,8 +136,8 @@ class Proxy final : private Landing {
   friend class RemoteHeap;
   friend class RowsRegion;
 
-  // A failure that this rank has found or heard of, until somebody decides if it is what ended the
-  // world.
+  // A failure that this rank has found or heard of, until a rank decides if it is the one that
+  // ended the world.
   struct Proposal {
     protocol::FailureRecord record{};
     Clock::time_point due;       // then this rank decides

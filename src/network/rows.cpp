@@ -8,7 +8,7 @@
 namespace switchyard::network {
 namespace {
 
-// A put has at most so many bytes, so that one does not keep the others waiting.
+// The most bytes of a put, so that one does not keep the others waiting.
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 20;
 
 }  // namespace

@@ -12,7 +12,7 @@ class Blocks {
  public:
   explicit Blocks(std::uint64_t bytes) : bytes_(bytes) {}
 
-  // The lowest place for so many bytes, or none. `bytes` is not 0, `alignment` a power of two.
+  // The lowest place for `bytes` bytes, or none. `bytes` is not 0, `alignment` a power of two.
   std::optional<std::uint64_t> allocate(std::uint64_t bytes, std::uint64_t alignment);
   // False if nothing was allocated there.
   bool free(std::uint64_t offset);
