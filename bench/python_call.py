@@ -13,7 +13,7 @@ import timeit
 import torch
 
 import switchyard
-from switchyard import _experts
+from switchyard import _library, _passes
 
 CALLS = 20000
 
@@ -34,8 +34,8 @@ def main():
     out = torch.empty_like(x)
     layer(x, ids, weights, out=out)
 
-    _experts._forward = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)(
-        ("sy_layer_check", _experts._abi.library)
+    _passes._forward = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)(
+        ("sy_layer_check", _library.library)
     )
     with torch.no_grad():
         print(f"Experts, out given         {microseconds(lambda: layer(x, ids, weights, out=out)):5.2f} us")

@@ -34,9 +34,10 @@ from .errors import (
     Unsupported,
 )
 from ._exchange import Exchange, ExchangeHandle, ExchangeStats, Received
-from ._experts import Experts, Stats, experts
+from ._experts import Experts, experts
 from ._heap import HeapStats, PeerMap, SymmetricHeap
 from ._operators import GroupedGemm, GroupedSchedule, Permutation, grouped_gemm, permute, unpermute
+from ._passes import Stats
 from ._routing import Routing, topk
 from ._workspace import DeviceAllocator, Workspace
 from ._world import World

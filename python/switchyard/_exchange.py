@@ -9,12 +9,12 @@ from ctypes import byref
 from typing import Any, Literal
 
 from . import _abi, _arrays, _values
-from ._library import check, library
-from ._values import count_text
 from ._arrays import Array
-from ._experts import placement_of
 from ._handle import Owned, read_json
+from ._library import check, library
 from ._operators import _LAYOUTS, Layout, _layout, _refuse_gradient
+from ._values import count_text
+from ._weights import placement_of
 from ._world import World, checked_world
 from .errors import InvalidArgument, ShapeMismatch
 

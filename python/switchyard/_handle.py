@@ -17,13 +17,14 @@ from ctypes import byref
 from typing import Any, NoReturn
 
 from . import _arrays
-from ._library import check
 from ._arrays import Kept
+from ._library import check
 from .errors import InvalidArgument, Unsupported
 
 # How long the end of the process waits for threads that are still in a call.
 _EXIT_SECONDS = 5.0
-_live: weakref.WeakSet[Owned] = weakref.WeakSet()
+# Objects by number.
+live: weakref.WeakValueDictionary[int, Owned] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
@@ -95,7 +96,7 @@ class Owned:
         # could be waited for here in the midst of any other thread's work, wherever garbage is collected.
         self._finalizer = weakref.finalize(self, _destroy, destroy, handle, kept)
         self._finalizer.atexit = False
-        _live.add(self)
+        live[self._number] = self
 
     @property
     def closed(self) -> bool:
@@ -250,14 +251,13 @@ class Reader(Owned):
 
 def _exit() -> None:
     deadline = time.monotonic() + _EXIT_SECONDS
-    for owned in sorted(_live, key=lambda owned: owned._number, reverse=True):
+    for _, owned in sorted(live.items(), reverse=True):
         owned._end(deadline)
 
 
 def _forked() -> None:
-    for owned in list(_live):
+    for owned in list(live.values()):
         owned._inherit()
-    _live.clear()
 
 
 def in_child(forget: Callable[[], None]) -> Callable[[], None]:

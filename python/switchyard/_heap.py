@@ -11,12 +11,12 @@ from ctypes import byref
 from typing import Any, Literal
 
 from . import _abi, _arrays, _values
-from ._library import check, library
 from ._arrays import Array
 from ._exchange import _gpu_of
 from ._handle import Owned, in_child
-from ._world import World, checked_world
+from ._library import check, library
 from ._values import count_text
+from ._world import World, checked_world
 from .errors import DTypeMismatch, InvalidArgument
 
 

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _abi, _arrays, _values
-from ._library import check, library
 from ._activation import is_whole
-from ._experts import Handle, Stats, Kept, _weights
+from ._arrays import Kept
+from ._library import check, library
+from ._passes import Handle, Stats
 from ._routing import Routing
 from ._torch import apply_without_backward, refuse_gradient
 from ._watch import Watch
+from ._weights import weights_of
 from ._workspace import Workspace, choose_memory, world_of
 from ._world import World, checked_world
 from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch, Unsupported
@@ -238,7 +240,7 @@ class MoeLayer(torch.nn.Module):
         found = parts.found
         given = found.options
         activation = given["activation"]
-        weights, (count, intermediate, hidden), keep = _weights(
+        weights, (count, intermediate, hidden), keep = weights_of(
             found.w13,
             found.w2,
             activation,

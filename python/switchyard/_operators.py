@@ -10,12 +10,13 @@ from numbers import Integral
 from typing import Any, Literal, Union
 
 from . import _abi, _arrays, _values
-from ._library import check, library
-from ._values import count_text
 from ._activation import Activation, require_activation
 from ._arrays import Array, Kept
-from ._experts import ORDERS, Order, find, fingerprint, put_scale, remember
+from ._cache import find, fingerprint, remember
 from ._handle import Reader
+from ._library import check, library
+from ._values import count_text
+from ._weights import ORDERS, Order, put_scale
 from .errors import DTypeMismatch, InvalidArgument, MissingTensor, ShapeMismatch
 
 # "packed"; ("blocked", rows of a block); ("padded", an expert's room in rows)

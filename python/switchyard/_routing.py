@@ -11,8 +11,8 @@ from ctypes import byref
 from typing import Any, Literal
 
 from . import _abi, _arrays
-from ._library import check, library
 from ._activation import is_flag, is_real, is_whole
+from ._library import check, library
 from ._values import count_text
 from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch
 

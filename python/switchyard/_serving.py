@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ._activation import Activation
-from ._experts import BadIds, Experts, Order
+from ._experts import BadIds, Experts
+from ._weights import Order
 from .errors import InvalidArgument, Unsupported
 
 # Where neither NCCL_MAX_CTAS nor NCCL_MAX_NCHANNELS says otherwise. NCCL's own limit is 64 since 2.22,

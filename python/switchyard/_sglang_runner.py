@@ -23,9 +23,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import add_moe_runner_backend_choices
 
 from ._serving import NO_EPLB, WEIGHTS, Binding, other_signature, refresh_all, taken_types
+from ._sglang_setup import Deployment, activation_of, capacity, log, options_of, refuse
 from .errors import Unsupported
-from .sglang import _log as log
-from .sglang import Deployment, activation_of, capacity, options_of, refuse
 
 NAME = "switchyard"
 _METHODS = (UnquantizedFusedMoEMethod, Fp8MoEMethod)

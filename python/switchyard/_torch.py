@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from . import _experts as _layers
-from ._experts import Experts, layer_of
-from .errors import Unsupported
-
-# Looked up once: they are asked for at every call.
-_layers._torch_module = torch
-_layers._Tensor = torch.Tensor
-_layers._strided = torch.strided
-_layers._is_compiling = torch.compiler.is_compiling
-_layers._is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_layers._is_grad_enabled = torch.is_grad_enabled
-_layers._empty_like = torch.empty_like
-# torch.autograd.graph.increment_version() without its checks of types.
-_layers._increment_version = getattr(
-    torch._C, "_increment_version", torch.autograd.graph.increment_version
-)
-# Not in builds without CUDA, which have no tensors on GPUs either.
-_layers._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+from ._handle import live
+from .errors import InvalidArgument, Unsupported
 
 _NO_GRADIENT = (
     "Switchyard has no backward pass yet, but a gradient of its experts is asked for; run under "
@@ -42,18 +26,23 @@ class _WithoutBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise Unsupported(_NO_GRADIENT)
+        refuse()
+
+
+def refuse() -> NoReturn:
+    """Raise `Unsupported`: a gradient is asked for."""
+    raise Unsupported(_NO_GRADIENT)
 
 
 def refuse_gradient(*tensors: torch.Tensor) -> None:
     """Raise `Unsupported` if a gradient of one of the tensors could be asked for."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise Unsupported(_NO_GRADIENT)
+        refuse()
 
 
 def apply_without_backward(run: Any, *tensors: torch.Tensor) -> torch.Tensor:
     """run(), whose output says that it depends on `tensors`, and fails where their gradient is asked for."""
-    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+    if not torch.is_grad_enabled() or not any(getattr(tensor, "requires_grad", False) for tensor in tensors):
         return run()
 
     def without_gradient() -> torch.Tensor:
@@ -63,24 +52,20 @@ def apply_without_backward(run: Any, *tensors: torch.Tensor) -> torch.Tensor:
     return _WithoutBackward.apply(without_gradient, *tensors)
 
 
-def without_backward(
-    layer: Experts,
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    out: torch.Tensor | None,
-    accumulate: bool,
-    scale: float,
-) -> torch.Tensor:
-    if out is not None:
-        raise Unsupported(_NO_GRADIENT)
+def layer_of(number: int) -> Any:
+    """The layer with a number: operators of torch take numbers but no objects.
 
-    def run() -> torch.Tensor:
-        with torch.no_grad():
-            return layer(x, topk_ids, topk_weights, x_scale=x_scale, scale=scale)
-
-    return _WithoutBackward.apply(run, x, topk_weights, *layer._parameters)
+    Raises
+    ------
+    InvalidArgument
+        If it is gone: compiled code does not keep layers alive.
+    """
+    layer = live.get(number)
+    if layer is None:
+        raise InvalidArgument(
+            f"layer {number} is gone, but compiled code calls it; keep the Experts object"
+        )
+    return layer
 
 
 _library = torch.library.Library("switchyard", "DEF")
@@ -143,7 +128,7 @@ def _experts_out(
 
 
 def _missing_backward(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    raise Unsupported(_NO_GRADIENT)
+    refuse()
 
 
 def _remember_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -23,11 +23,10 @@ from vllm.model_executor.layers.quantization import fp8
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 from vllm.platforms import current_platform
 
-from . import has_cuda
+from ._library import has_cuda
 from ._serving import NO_EPLB, WEIGHTS, Binding, Options, local_ids, other_signature, taken_types
+from ._vllm_setup import activation_of, capacity, log, options_of, refuse
 from .errors import Error, Unsupported
-from .vllm import _log as log
-from .vllm import activation_of, capacity, options_of, refuse
 
 # Parameters of the methods that are overridden here.
 _SIGNATURES = {

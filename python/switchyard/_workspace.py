@@ -12,16 +12,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from . import _abi, _arrays, _values
-from ._library import check, library, raise_last
-from ._values import count_text
 from ._activation import Activation, require_activation
 from ._handle import Owned
+from ._library import check, library, raise_last
+from ._values import count_text
 from ._world import World, checked_world, default_world
 from .errors import Error, InvalidArgument
 
 if TYPE_CHECKING:
     import torch
-    from ._experts import Handle
 
 
 class DeviceAllocator(Protocol):
@@ -381,7 +380,7 @@ def choose_memory(
     options: _abi.LayerOptions,
     workspace: Workspace | None,
     slot: int,
-    share_memory_with: Handle | None = None,
+    share_memory_with: Owned | None = None,
 ) -> LayerHandle:
     """Puts what a layer is to work in into its options. The handle that is to be the layer's keeps
     the callbacks of the memory's allocator.

@@ -12,8 +12,8 @@ from ctypes import byref
 from typing import Any
 
 from . import _abi, _values
-from ._library import check, library
 from ._handle import Owned, in_child
+from ._library import check, library
 from .errors import InvalidArgument
 
 

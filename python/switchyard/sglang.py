@@ -6,118 +6,9 @@ imported before SGLang calls `register`, which leads to `_sglang_runner`. See do
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import logging
-import math
-import os
-from collections.abc import Mapping
-from typing import Any
-
-from ._activation import Activation
-from ._experts import Order
-from ._serving import Options, refuse_too_few_sms
-from .errors import InvalidArgument, Unsupported
-
-_log = logging.getLogger("sglang.switchyard")
-# SGLang hands no options of a user's on to a backend.
-_VARIABLE = "SWITCHYARD_SGLANG_OPTIONS"
-
-
-def options_of(environment: Mapping[str, str] = os.environ) -> Options:
-    """The options in SWITCHYARD_SGLANG_OPTIONS, an object of JSON.
-
-    Raises
-    ------
-    InvalidArgument
-        Naming the key.
-    """
-    text = environment.get(_VARIABLE) or "{}"
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise InvalidArgument(f"{_VARIABLE} is {text!r}, which is no JSON: {error}") from error
-    return Options.parse(given, _VARIABLE)
-
-
-def activation_of(config: Any) -> tuple[Activation, Order]:
-    """What a MoeRunnerConfig says of the activation, and how rows of w13 stand.
-
-    As SGLang's Triton runner reads it: up has a bias of 1 where gemm1_alpha is given.
-
-    Raises
-    ------
-    Unsupported
-        For one that Switchyard does not have.
-    """
-    name, alpha = config.activation, config.gemm1_alpha
-    limits = [limit for limit in (config.gemm1_clamp_limit, config.swiglu_limit) if limit is not None]
-    limit = limits[0] if limits else math.inf
-    if name == "silu" and config.is_gated and alpha is not None:
-        beta = getattr(config, "gemm1_beta", None)  # absent from older releases
-        if beta not in (None, 1.0):
-            raise Unsupported(f"gemm1_beta is {beta}; SGLang's runners add 1 to up")
-        order: Order = "interleaved" if config.gate_up_interleaved else "gate_up"
-        return Activation("silu", alpha=alpha, limit=limit, up_bias=1.0), order
-    if name == "silu" and config.is_gated:
-        return Activation("silu", limit=limit), "gate_up"
-    if alpha is None and not limits:
-        if name in ("gelu", "gelu_tanh") and config.is_gated:
-            return Activation(name), "gate_up"
-        if name in ("silu", "gelu", "relu2") and not config.is_gated:
-            return Activation(name, gated=False), "gate_up"
-    raise Unsupported(
-        f"activation {name!r} {'with' if config.is_gated else 'without'} a gate, gemm1_alpha {alpha} and "
-        f"limits {limits} is none that Switchyard has; it has silu, gelu and gelu_tanh with a gate, and "
-        "silu, gelu and relu2 without"
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Deployment:
-    """What a server is set up for, as far as it matters here."""
-
-    device: str = "cuda"
-    ranks: int = 1
-    a2a_backend: str = "none"
-    two_batch_overlap: bool = False
-    single_batch_overlap: bool = False
-    lora: bool = False
-    no_combine: bool = False
-
-
-def refuse(options: Options, deployment: Deployment) -> None:
-    """Raise `Unsupported` for a deployment that Switchyard cannot serve, saying what and why."""
-    if deployment.two_batch_overlap:
-        raise Unsupported(
-            "--enable-two-batch-overlap is on: two passes of one layer would be on their way at once, "
-            "in one workspace. Turn it off"
-        )
-    if deployment.single_batch_overlap:
-        raise Unsupported(
-            "--enable-single-batch-overlap is on: it starts other work between the experts' two "
-            "products, which are one kernel in Switchyard. Turn it off"
-        )
-    if deployment.lora:
-        raise Unsupported(
-            "LoRA is enabled: adapters of experts are added between the two products, which are one "
-            "kernel in Switchyard. Serve without --enable-lora and --lora-paths, or merge the adapter"
-        )
-    if deployment.a2a_backend != "none":
-        raise Unsupported(
-            f"--moe-a2a-backend is {deployment.a2a_backend!r}, whose activation formats Switchyard does "
-            "not take; use none"
-        )
-    if deployment.no_combine:
-        raise Unsupported("the layer wants its top-k outputs one by one; Switchyard adds them up")
-    if deployment.device == "cuda":
-        refuse_too_few_sms(options.reserved_sms, deployment.ranks, "reserved_sms")
-
-
-def capacity(chunked_prefill_size: int | None, max_prefill_tokens: int | None, ranks: int) -> int:
-    """Tokens that a layer makes room for at first; a call with more makes it grow."""
-    chunk = chunked_prefill_size if chunked_prefill_size and chunked_prefill_size > 0 else None
-    return (chunk or max_prefill_tokens or 8192) * max(1, ranks)
+from ._serving import Options
+from ._sglang_setup import Deployment, activation_of, capacity, log, options_of, refuse
+from .errors import Unsupported
 
 
 def register() -> None:
@@ -132,11 +23,11 @@ def register() -> None:
 
         install()
     except (ImportError, AttributeError, Unsupported) as error:
-        _log.warning(
+        log.warning(
             "Switchyard does not know the interface of this SGLang, and leaves it as it is: %s. The "
             "plugin was tested with SGLang 0.5.16 and 0.5.23",
             error,
         )
 
 
-__all__ = ["Deployment", "Options", "activation_of", "options_of", "refuse", "register"]
+__all__ = ["Deployment", "Options", "activation_of", "capacity", "options_of", "refuse", "register"]

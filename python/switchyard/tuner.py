@@ -35,9 +35,9 @@ from ctypes import byref
 from typing import Any, Callable, Literal, Mapping, Sequence, Union
 
 from . import _abi, _values
+from ._handle import Owned, read_json
 from ._library import check, library
 from ._values import count_text
-from ._handle import Owned, read_json
 from .errors import InvalidArgument, Unsupported
 
 __all__ = [

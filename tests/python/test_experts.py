@@ -314,16 +314,16 @@ def test_dlpack(batch):
 
 
 def test_function_keeps_a_layer_as_long_as_its_weights(batch):
-    from switchyard import _experts
+    from switchyard import _cache
 
     gate, up, down = weights()
     w13 = torch.cat((gate, up), dim=1)
     x, ids, topk_weights = batch
-    before = len(_experts._cache)
+    before = len(_cache._cache)
     first = switchyard.experts(x, w13, down, ids, topk_weights)
-    assert len(_experts._cache) == before + 1
+    assert len(_cache._cache) == before + 1
     assert torch.equal(switchyard.experts(x, w13, down, ids, topk_weights), first)
-    assert len(_experts._cache) == before + 1
+    assert len(_cache._cache) == before + 1
     # More tokens than the layer takes.
     many = switchyard.experts(
         x.repeat(90, 1), w13, down, ids.repeat(90, 1), topk_weights.repeat(90, 1)
@@ -331,7 +331,7 @@ def test_function_keeps_a_layer_as_long_as_its_weights(batch):
     assert torch.allclose(many[-T:], first, atol=1e-5)
     del w13
     gc.collect()
-    assert len(_experts._cache) == before
+    assert len(_cache._cache) == before
 
 
 def test_function_sees_changed_biases(batch):

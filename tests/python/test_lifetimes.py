@@ -220,7 +220,7 @@ def test_a_layer_keeps_the_memory_that_it_reads():
 
 
 def test_a_cached_layer_goes_with_its_weights_and_takes_no_other_for_them():
-    from switchyard import _experts
+    from switchyard import _cache
 
     given = {n: torch.from_numpy(a) for n, a in CALL.items()}
     for seed in range(6):
@@ -230,10 +230,10 @@ def test_a_cached_layer_goes_with_its_weights_and_takes_no_other_for_them():
         found = switchyard.experts(given["x"], w13, w2, given["topk_ids"], given["topk_weights"], **biases)
         layer = Experts(w13, w2, **biases, top_k=K)
         assert torch.equal(found, layer(given["x"], given["topk_ids"], given["topk_weights"])), seed
-        before = len(_experts._cache)
+        before = len(_cache._cache)
         del w13, w2, biases, layer
         gc.collect()
-        assert len(_experts._cache) == before - 1
+        assert len(_cache._cache) == before - 1
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -266,23 +266,23 @@ def test_an_unfused_layer_has_the_bits_of_experts(layout, dtype):
 
 
 def test_operators_are_cached_while_their_weights_are(problem):
-    from switchyard import _experts
+    from switchyard import _cache
 
     x, w = problem
     w = w.clone()
     bias = torch.zeros(E, N)
-    before = len(_experts._cache)
+    before = len(_cache._cache)
     first = grouped_gemm(x, w, ENDS, bias=bias)
-    assert len(_experts._cache) == before + 1
+    assert len(_cache._cache) == before + 1
     assert torch.equal(grouped_gemm(x, w, ENDS, bias=bias), first)
-    assert len(_experts._cache) == before + 1
+    assert len(_cache._cache) == before + 1
     bias += 1  # copied by the operator
     assert error(grouped_gemm(x, w, ENDS, bias=bias), first.double() + 1) < F32_ERROR
     w *= 2  # not copied
     assert error(grouped_gemm(x, w, ENDS, bias=bias), 2 * first.double() + 1) < F32_ERROR
     del w, bias
     gc.collect()
-    assert len(_experts._cache) == before
+    assert len(_cache._cache) == before
 
 
 def test_schedules(problem):
