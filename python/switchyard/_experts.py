@@ -180,21 +180,7 @@ class Experts(Handle):
             w13, w2, activation, order, transposed, w13_scale, w2_scale, block, w13_bias, w2_bias
         )
         count, intermediate, hidden = sizes
-        if num_experts is None:
-            if world.size > 1 or placement is not None:
-                raise InvalidArgument(
-                    f"w13 has {count_text(count, 'expert')}, and the world {count_text(world.size, 'rank')}; say with "
-                    "num_experts how many experts all ranks have together"
-                )
-            num_experts = count
-        num_experts = _values.integer("num_experts", num_experts, 1, 2**31 - 1)
-        places = num_experts if placement is None else len(placement)
-        own = len(world.own_experts(places))
-        if count not in (own, places):
-            raise ShapeMismatch(
-                f"w13 has {count_text(count, 'expert')}; pass this rank's {own}, or all {places} of "
-                f"{'num_experts' if placement is None else 'placement'}"
-            )
+        num_experts = _num_experts(num_experts, count, placement, world)
         put_placement(weights, placement)
         if correction_bias is not None:
             if routing is None:
@@ -368,6 +354,26 @@ class Experts(Handle):
                 keep.keep(self._keep)
             self._set_keep(keep)
         self._parameters = keep.tensors
+
+
+def _num_experts(given: int | None, count: int, placement: Sequence[int] | None, world: World) -> int:
+    """Experts of all ranks, where this one's arrays have `count`."""
+    if given is None:
+        if world.size > 1 or placement is not None:
+            raise InvalidArgument(
+                f"w13 has {count_text(count, 'expert')}, and the world {count_text(world.size, 'rank')}; say with "
+                "num_experts how many experts all ranks have together"
+            )
+        given = count
+    num_experts = _values.integer("num_experts", given, 1, 2**31 - 1)
+    places = num_experts if placement is None else len(placement)
+    own = len(world.own_experts(places))
+    if count not in (own, places):
+        raise ShapeMismatch(
+            f"w13 has {count_text(count, 'expert')}; pass this rank's {own}, or all {places} of "
+            f"{'num_experts' if placement is None else 'placement'}"
+        )
+    return num_experts
 
 
 def experts(

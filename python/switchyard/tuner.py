@@ -297,6 +297,55 @@ def write_recordings(file: Path, recordings: Sequence[Mapping[str, Any]], machin
         out.write(text)
 
 
+class _Calls:
+    """A profile's callbacks. No exception may enter C, so the first one is kept and ends the profile."""
+
+    def __init__(self, kernel: Kernel, models: list[Model], time: Any, progress: Any) -> None:
+        self._kernel, self._models, self._time, self._progress = kernel, models, time, progress
+        self.failure: BaseException | None = None
+
+    def time(
+        self, user: Any, model: int, configuration: int, counts: Any, num_experts: int, median_us: Any, variation: Any
+    ) -> int:
+        if self.failure is not None:
+            return _abi.INTERNAL
+        try:
+            found = self._time(self._models[model], self._kernel.configurations[configuration], counts[:num_experts])
+            median, spread = found if isinstance(found, tuple) else (found, 0.0)
+            median_us[0], variation[0] = float(median), float(spread)
+        except Unsupported:
+            return _abi.UNSUPPORTED
+        except BaseException as error:
+            self.failure = error
+            return _abi.INTERNAL
+        return _abi.OK
+
+    def progress(self, user: Any, done: int, total: int, seconds: float, seconds_left: float, model: int) -> None:
+        if self._progress is None or self.failure is not None:
+            return
+        name = self._models[model].name if model >= 0 else None
+        try:
+            self._progress(Progress(done, total, seconds, seconds_left, name))
+        except BaseException as error:
+            self.failure = error
+
+
+def _plan(models: list[Model], keep: list[Any], **lists: Any) -> _abi.TunePlan:
+    """Of models and lists of points; `keep` gets what the plan points to."""
+    described = (_abi.TuneModel * max(len(models), 1))()
+    for to, m in zip(described, models):
+        to.name, to.num_experts, to.top_k = _values.text("name", m.name), m.num_experts, m.top_k
+        to.n, to.k, to.unseen = m.n, m.k, _values.flag("unseen", m.unseen)
+    plan = _abi.TunePlan(num_models=len(models), models=described)
+    for name, values in lists.items():
+        array, count = _array(name, ctypes.c_double if name.endswith("betas") else ctypes.c_int32, values)
+        keep.append(array)
+        setattr(plan, f"num_{name}", count)
+        if array is not None:
+            setattr(plan, name, array)
+    return plan
+
+
 def profile(
     kernel: Kernel,
     models: Sequence[Model],
@@ -358,69 +407,26 @@ def profile(
         naming both.
     """
     known = list(models)
-    failure: list[BaseException] = []
-
-    def timed(_user, model, configuration, counts, num_experts, median_us, variation) -> int:
-        try:
-            found = time(known[model], kernel.configurations[configuration], counts[:num_experts])
-            median, spread = found if isinstance(found, tuple) else (found, 0.0)
-            median_us[0], variation[0] = float(median), float(spread)
-        except Unsupported:
-            return 7
-        except BaseException as error:  # whatever it is, it must not enter C
-            failure.append(error)
-            return 14
-        return 0
-
-    def told(_user, done, total, seconds, seconds_left, model) -> None:
-        if progress is None or failure:
-            return
-        try:
-            progress(Progress(done, total, seconds, seconds_left, known[model].name if model >= 0 else None))
-        except BaseException as error:
-            failure.append(error)
-
-    def timed_unless_failed(*arguments: Any) -> int:
-        return 14 if failure else timed(*arguments)
-
+    calls = _Calls(kernel, known, time, progress)
     struct, keep = _kernel(kernel)
-    described = (_abi.TuneModel * max(len(known), 1))()
-    for to, m in zip(described, known):
-        to.name, to.num_experts, to.top_k = _values.text("name", m.name), m.num_experts, m.top_k
-        to.n, to.k, to.unseen = m.n, m.k, _values.flag("unseen", m.unseen)
-    plan = _abi.TunePlan(
-        generator=_index("generator", generator, _GENERATORS),
-        seed=seed,
-        num_models=len(known),
-        models=described,
-    )
+    plan = _plan(known, keep, tokens=tokens, betas=betas, test_tokens=test_tokens, test_betas=test_betas)
+    plan.generator, plan.seed = _index("generator", generator, _GENERATORS), seed
     if recordings is not None:
         if most_recorded < 1:
             raise InvalidArgument(f"most_recorded is {most_recorded}; use 1 or more")
         plan.recordings_file, plan.most_recorded = _values.path("recordings", recordings), most_recorded
-    for name, kind, values in (
-        ("tokens", ctypes.c_int32, tokens),
-        ("betas", ctypes.c_double, betas),
-        ("test_tokens", ctypes.c_int32, test_tokens),
-        ("test_betas", ctypes.c_double, test_betas),
-    ):
-        array, count = _array(name, kind, values)
-        keep.append(array)
-        setattr(plan, f"num_{name}", count)
-        if array is not None:
-            setattr(plan, name, array)
     options = _abi.TuneOptions(
         resume=_values.flag("resume", resume),
         file=_values.path("file", file),
         budget_seconds=budget,
         prune=prune or 0.0,
-        time=_abi.TuneTime(timed_unless_failed),
-        progress=_abi.TuneProgress(told),
+        time=_abi.TuneTime(calls.time),
+        progress=_abi.TuneProgress(calls.progress),
     )
     complete = ctypes.c_int32()
     status = library.sy_tune_measure(byref(struct), byref(plan), byref(options), byref(complete))
-    if failure:
-        raise failure[0]
+    if calls.failure is not None:
+        raise calls.failure
     check(status)
     return bool(complete.value)
 

@@ -84,3 +84,15 @@ def test_no_imports_form_a_cycle():
     assert sum(map(len, graph.values())) > 100
     assert "_torch" in graph["_passes"] and "_hf_block" in graph["_layer"]  # in functions
     assert cycle_of(graph) == []
+
+
+def test_no_function_is_too_long_to_read():
+    most = 120
+    long = [
+        f"{path.name}:{node.lineno}: {node.name}() has {lines} lines"
+        for path in sorted(PACKAGE.glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if (lines := node.end_lineno - node.lineno + 1) > most
+    ]
+    assert not long, f"more than {most} lines:\n" + "\n".join(long)
