@@ -5,7 +5,7 @@
         bench/exchange_rivals.py [--ranks 8] [--dtype bf16,fp8] [--tokens 1,128] [--json results/exchange.json]
 
 Each rank is a process with a GPU of its own; --cpu has ranks on the processor, with Gloo in place of NCCL.
-The points are those of `switchyard bench --suite exchange`: DeepSeek-V3's routing, tokens of equal number on
+The points are those of `switchyard bench exchange`: DeepSeek-V3's routing, tokens of equal number on
 all ranks, experts chosen evenly. Everybody's dispatch ends with the rows in the order of experts, and
 everybody's combine begins there; FP8 tokens are quantised beforehand, and results go back in bf16.
 
@@ -47,7 +47,7 @@ except ImportError as missing:
 
 BLOCK = 128  # columns that share a scale
 FP8 = torch.float8_e4m3fn
-# As links_floor_us() of src/bench/floor.cpp: a flag's way, and what each of eight GPUs gets out.
+# As links_floor_us() of lab/bench/floor.cpp: a flag's way, and what each of eight GPUs gets out.
 FLAG_US, LINK_BYTES_PER_US = 1.37, 330e3
 TOKENS = [1, 8, 32, 128, 512, 2048, 8192]
 KEY = ("suite", "stage", "dtype", "hidden", "experts", "top_k", "ranks", "tokens_per_rank", "pre_sum")
@@ -405,7 +405,7 @@ def floor_us(sent, ranks, gpus):
 
 
 def row_of(stage, point, ranks, ours, rivals, sent, gpus, about):
-    """A row as `switchyard bench --suite exchange` writes it. `rivals`: {name: times}."""
+    """A row as `switchyard bench exchange` writes it. `rivals`: {name: times}."""
     medians = {name: statistics.median(times) for name, times in rivals.items()}
     best = min(medians, key=medians.get, default=None)
     row = {

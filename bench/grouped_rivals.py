@@ -4,7 +4,7 @@
     PYTHONPATH=python SWITCHYARD_LIBRARY=build/src/c_api/libswitchyard_c.so \\
         bench/grouped_rivals.py [--dtype bf16,fp8] [--rows 4,64] [--json results/grouped.json]
 
-The points are those of `switchyard bench --suite grouped`. Beside our own operator it times what can be
+The points are those of `switchyard bench grouped`. Beside our own operator it times what can be
 imported of torch._grouped_mm, torch._scaled_grouped_mm (FP8), DeepGEMM (contiguous and masked) and quack,
 the grouped GEMM of SonicMoE, and says what it leaves out. Some rows of every output are compared with
 fp64, and whole outputs of implementations with equal operands with each other. Then a CUDA graph of
@@ -45,7 +45,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BLOCK = 128  # columns, and of weights also rows, that share a scale
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
-# As choose_rotation() of src/bench/rotation.cpp.
+# As choose_rotation() of lab/bench/rotation.cpp.
 TIMES_CACHE, MOST_COPIES, LEAST_PASSES = 8, 16, 8
 # Sums of FP8 products that stay in Hopper's tensor cores have about 14 bits: over thousands of columns up
 # to 2 % of error, which is what the speed of use_fast_accum costs.
@@ -53,7 +53,7 @@ FAST_ACCUMULATION = 2e-2
 # The masked layout has room for as many rows of every expert as the largest has. It is for decoding.
 MOST_MASKED_ROWS = 1024
 
-# Those of grouped_suite() in src/bench/grouped.cpp: experts, n, k, rows per expert, rows with SwiGLU.
+# Those of grouped_suite() in lab/bench/grouped.cpp: experts, n, k, rows per expert, rows with SwiGLU.
 SHAPES = [
     (32, 4096, 7168, [4, 16, 64, 128, 512, 2048], [4, 128, 2048]),
     (32, 7168, 2048, [4, 16, 64, 128, 512, 2048], []),
@@ -444,7 +444,7 @@ def check(problem, candidate):
 
 
 def rotation_of(problem, cold):
-    """Copies of the weights, and calls in a graph: as choose_rotation() of src/bench/rotation.cpp."""
+    """Copies of the weights, and calls in a graph: as choose_rotation() of lab/bench/rotation.cpp."""
     if cold or not CUDA:
         return 1, 1
     cache = torch.cuda.get_device_properties(0).L2_cache_size
@@ -489,7 +489,7 @@ def floor_us(problem):
     """As machine::floor_us(); None where the GPU's roofs are not known."""
     if not CUDA:
         return None
-    for path in sorted((ROOT / "src/machine/facts").glob("*.json")):
+    for path in sorted((ROOT / "lab/machine/facts").glob("*.json")):
         facts = json.loads(path.read_text())
         if facts["gpu"] != torch.cuda.get_device_name(0):
             continue

@@ -100,7 +100,7 @@ class Reference:
         weights = torch.softmax(top[:, : spec.top_k], -1)
         kept, next_best = top[:, -2], top[:, -1]
         gap = (kept - next_best) / torch.maximum(kept.abs(), next_best.abs())
-        # As routing_margin_bound() of src/run/verify.cpp: below it fp32 logits may decide either way.
+        # As routing_margin_bound() of lab/run/verify.cpp: below it fp32 logits may decide either way.
         self.decided = gap >= 16 * 2.0**-24 * math.sqrt(spec.hidden)
         ids = ids[:, : spec.top_k]
         self.exact = self._loop(spec, tensors, x, ids, weights, torch.float64)

@@ -29,7 +29,7 @@ import sys
 
 SKIPPED = 77
 VERSION = 1  # of the kernels below: to be increased when their times change
-# As choose_rotation() of src/bench/rotation.cpp; passes as `switchyard tune --quick`.
+# As choose_rotation() of lab/bench/rotation.cpp; passes as `switchyard tune --quick`.
 TIMES_CACHE, MOST_COPIES, LEAST_PASSES = 8, 16, 4
 FAR_FROM_BEST, MOST_REPLAYS, ENOUGH_US = 1.5, 7, 8000
 SHARED_BYTES = 227 * 1024  # of a block on Hopper
@@ -50,7 +50,7 @@ class Shape:
     unseen: bool = False
 
 
-# These models are those of ramp_models() in src/bench/tune.cpp.
+# These models are those of ramp_models() in lab/bench/tune.cpp.
 SHAPES = [
     Shape("ramp-olmoe", 64, 8, 2048, 2048),
     Shape("ramp-qwen3", 128, 8, 1536, 2048),

@@ -24,9 +24,9 @@ README_LINES, DECISION_LINES = 200, 60
 HEADLESS = 45
 HEADLESS_ROOMS = ["src", "include", "lab", "python", "bench", "examples"]
 HEADLESS_COMMENT = re.compile(r"(//|#)\s+(Of|Those|Who|Whoever|What|That) [a-z]+ ")
-CODE = ["src", "include", "tests", "bench", "examples", "fuzz", "scripts", "cmake", "run", "test", "CMakeLists.txt"]
+CODE = ["src", "include", "lab", "tests", "bench", "examples", "fuzz", "scripts", "cmake", "run", "test", "CMakeLists.txt"]
 CODE_SUFFIXES = {".h", ".c", ".cpp", ".cu", ".cuh", ".py", ".sh", ".cmake", ".txt", ""}
-TREE = r"(?:src|include|tests|bench|examples|fuzz|scripts|cmake|docs|results)/"
+TREE = r"(?:src|include|lab|tests|bench|examples|fuzz|scripts|cmake|docs|results)/"
 
 faults = []
 

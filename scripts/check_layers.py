@@ -1,19 +1,23 @@
 #!/usr/bin/env python3
-"""Fails where a file of src/ includes one of a higher room, or of a room it must not know.
+"""Fails where a file of src/ or lab/ includes one of a higher room, or of a room it must not know.
 
-A room may include itself and the rooms that stand before it here. Public headers (switchyard/) are
-open to all. Within src/gpu the same holds for the folders of GPU_ROOMS. Libraries of SLOW_LIBRARIES
-are included by one file each.
+A room may include itself and the rooms that stand before it here, so the library never includes what
+measures it. Public headers (switchyard/) are open to all. Within src/gpu the same holds for the folders
+of GPU_ROOMS. Libraries of SLOW_LIBRARIES are included by one file each.
 """
 import pathlib
 import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# From the lowest to the highest.
-ROOMS = ["base", "protocol", "model", "routing", "reference", "network", "fabric", "trace", "layer", "exchange",
-         "symmetric", "cpu", "gpu", "operators", "tuner", "c_api", "results", "report", "machine", "run",
-         "all_to_all", "bench", "cli"]
+# The rooms of each tree, from the lowest to the highest.
+TREES = {
+    "src": ["base", "protocol", "model", "routing", "reference", "network", "fabric", "trace", "layer", "exchange",
+            "symmetric", "cpu", "gpu", "operators", "tuner", "c_api"],
+    "examples": ["all_to_all"],
+    "lab": ["results", "report", "machine", "run", "bench", "cli"],
+}
+ROOMS = [room for rooms in TREES.values() for room in rooms]
 # Rooms that stand side by side, although one comes first above.
 STRANGERS = {
     ("gpu", "cpu"): "the engines do not know each other",
@@ -44,8 +48,6 @@ STRANGERS = {
     ("all_to_all", "exchange"): "it is written on the symmetric heap alone, as a user would",
     ("all_to_all", "protocol"): "it is written on the symmetric heap alone, as a user would",
     ("all_to_all", "layer"): "it is written on the symmetric heap alone, as a user would",
-    ("all_to_all", "results"): "its numbers are not yet a result",
-    ("all_to_all", "report"): "a report is made of files",
     ("run", "cpu"): "the layer chooses the engine",
     ("run", "results"): "a run is not yet a result",
     ("run", "report"): "a run is not yet a result",
@@ -61,18 +63,21 @@ GPU_ROOMS = ["ptx", "pipeline", "tile", "blackwell", "grouped", "operators", "ro
 # What kernels know outside src/gpu: what both engines share.
 KERNELS_KNOW = {"base", "protocol", "routing", "switchyard"}
 # Each of their includes costs seconds of compile time: docs/dependencies.md.
-SLOW_LIBRARIES = {"nlohmann": "src/base/json.cpp", "CLI": "src/cli/arguments.cpp", "Eigen": "src/tuner/fit.cpp"}
+SLOW_LIBRARIES = {"nlohmann": "src/base/json.cpp", "CLI": "lab/cli/arguments.cpp", "Eigen": "src/tuner/fit.cpp"}
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([a-z_]+)/', re.MULTILINE)
 
 
-def faults(source: pathlib.Path):
-    for path in sorted(source.rglob("*")):
-        if path.suffix not in (".h", ".cpp", ".cu", ".cuh"):
-            continue
-        room = path.relative_to(source).parts[0]
-        name = path.relative_to(source.parent)
-        if room not in ROOMS:
-            yield f"{name}: room '{room}' is not in ROOMS of {pathlib.Path(__file__).name}"
+def sources(tree: pathlib.Path):
+    return (path for path in sorted(tree.rglob("*")) if path.suffix in (".h", ".cpp", ".cu", ".cuh"))
+
+
+def faults(tree: pathlib.Path):
+    for path in sources(tree):
+        room = path.relative_to(tree).parts[0]
+        name = path.relative_to(ROOT)
+        if room not in TREES[tree.name]:
+            if tree.name != "examples":
+                yield f"{name}: room '{room}' is not in TREES of {pathlib.Path(__file__).name}"
             continue
         for other in sorted(set(INCLUDE.findall(path.read_text()))):
             if other in ("switchyard", room):
@@ -86,9 +91,7 @@ def faults(source: pathlib.Path):
 
 
 def gpu_faults(source: pathlib.Path):
-    for path in sorted((source / "gpu").rglob("*")):
-        if path.suffix not in (".h", ".cpp", ".cu", ".cuh"):
-            continue
+    for path in sources(source / "gpu"):
         room, *rest = path.relative_to(source / "gpu").parts
         name = path.relative_to(source.parent)
         if not rest:
@@ -111,18 +114,18 @@ def gpu_faults(source: pathlib.Path):
                 yield f"{name}: 'gpu/{room}' includes {include}, of a higher room"
 
 
-def library_faults(source: pathlib.Path):
-    for path in sorted(source.rglob("*")):
-        if path.suffix not in (".h", ".cpp", ".cu", ".cuh"):
-            continue
-        name = str(path.relative_to(source.parent))
+def library_faults(tree: pathlib.Path):
+    for path in sources(tree):
+        name = str(path.relative_to(ROOT))
         for library in re.findall(r"^\s*#\s*include\s+<([A-Za-z0-9_]+)/", path.read_text(), re.MULTILINE):
             if SLOW_LIBRARIES.get(library, name) != name:
                 yield f"{name}: includes <{library}/...>, which only {SLOW_LIBRARIES[library]} does"
 
 
 def main() -> int:
-    found = [*faults(ROOT / "src"), *gpu_faults(ROOT / "src"), *library_faults(ROOT / "src")]
+    found = [*gpu_faults(ROOT / "src")]
+    for tree in TREES:
+        found += [*faults(ROOT / tree), *library_faults(ROOT / tree)]
     print("\n".join(found) if found else f"layers: {len(ROOMS)} rooms, no include points upward")
     return 1 if found else 0
 

@@ -191,7 +191,7 @@ stage_bench() {
       case $suite in ep_* | astero | grouped) arguments='' ;; *) arguments='--against torch' ;; esac
     fi
     # shellcheck disable=SC2086
-    step "bench $suite" 480 "$switchyard" bench --suite "$suite" --json "$json" \
+    step "bench $suite" 480 "$switchyard" bench layers --suite "$suite" --json "$json" \
       --commit "${commit:-unknown}" --python "$scratch/python3" \
       --torch-script bench/torch_chain.py $arguments
   done

@@ -175,13 +175,13 @@ def gpu_provenance(rows):
 
 @functools.cache
 def roofs_of(machine):
-    """The roofs of a row's GPU by name, as src/machine/facts/ keeps them with their sources."""
+    """The roofs of a row's GPU by name, as lab/machine/facts/ keeps them with their sources."""
     gpu = re.sub(r"^\d+ x ", "", machine).split(", ")[0]
-    for path in sorted((ROOT / "src/machine/facts").glob("*.json")):
+    for path in sorted((ROOT / "lab/machine/facts").glob("*.json")):
         facts = json.loads(path.read_text())
         if facts["gpu"] == gpu:
             return {name: roof["value"] for name, roof in facts["roofs"].items()}
-    sys.exit(f"there are no facts of '{gpu}' in src/machine/facts; measure its roofs and add a file")
+    sys.exit(f"there are no facts of '{gpu}' in lab/machine/facts; measure its roofs and add a file")
 
 
 def compute_of(rows):

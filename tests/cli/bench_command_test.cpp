@@ -183,9 +183,8 @@ TEST(Bench, RefusesWhatMakesNoSense) {
 TEST(Bench, GroupedMeasuresChecksAndKeepsRows) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "rows.json").string();
-  const Arguments grouped = {"bench",     "--suite",  "grouped", "--backend", "cpu",
-                             "--experts", "8",        "--n",     "96",        "--k",
-                             "160",       "--repeat", "3",       "--json",    path};
+  const Arguments grouped = {"bench", "grouped", "--backend", "cpu", "--experts", "8", "--n", "96",
+                             "--k",   "160",     "--repeat",  "3",   "--json",    path};
   const Completed done = run_switchyard(join(grouped, {"--rows", "1,6", "--commit", "abc1234"}));
   ASSERT_EQ(done.exit_code, 0) << done.err;
   EXPECT_THAT(done.out, HasSubstr("GroupedGemm alone, weights and rows in bf16"));
@@ -231,12 +230,13 @@ TEST(Bench, GroupedMeasuresChecksAndKeepsRows) {
 
 TEST(Bench, GroupedRefusesWhatMakesNoSense) {
   const std::string invalid = "invalid_argument";
-  const Arguments suite = {"--suite", "grouped", "--backend", "cpu"};
+  const Arguments suite = {"grouped", "--backend", "cpu"};
   for (const Arguments& option :
        {Arguments{"--model", "olmoe"}, Arguments{"--tokens", "8"}, Arguments{"--hidden", "64"},
         Arguments{"--top-k", "2"}, Arguments{"--compute", "bf16"}, Arguments{"--ranks", "2"},
         Arguments{"--given-routing"}, Arguments{"--traced"}, Arguments{"--against", "torch"}}) {
-    expect_refused(join(suite, option), invalid, {option[0], "for layers"});
+    expect_refused(join(suite, option), invalid,
+                   {"bench grouped has no option '" + option[0] + "'"});
   }
   expect_refused(join(suite, {"--verify"}), invalid, {"--verify"});
   expect_refused(join(suite, {"--cold"}), invalid, {"--cold is for --backend cuda"});
@@ -246,18 +246,19 @@ TEST(Bench, GroupedRefusesWhatMakesNoSense) {
                  {"--n is 63", "even"});
   expect_refused(join(suite, {"--rows", "3"}), invalid, {"has 3", "2048"});
   expect_refused(join(suite, {"--rows", "1", "--swiglu"}), invalid, {"--swiglu leaves no point"});
-  expect_refused({"--model", "olmoe", "--rows", "4"}, invalid, {"--rows", "--suite grouped"});
+  expect_refused({"--model", "olmoe", "--rows", "4"}, invalid,
+                 {"bench layers has no option '--rows'; it is an option of bench grouped"});
   if (gpu::device_count() == 0) {
-    expect_refused({"--suite", "grouped"}, "unsupported", {"--suite grouped needs a GPU"});
+    expect_refused({"grouped"}, "unsupported", {"bench grouped needs a GPU"});
   }
 }
 
 TEST(Bench, ExchangeMeasuresChecksAndKeepsRows) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "rows.json").string();
-  const Arguments exchange = {"bench",    "--suite",  "exchange",  "--backend", "cpu",
-                              "--hidden", "200",      "--experts", "12",        "--top-k",
-                              "3",        "--repeat", "3",         "--json",    path};
+  const Arguments exchange = {"bench",    "exchange",  "--backend", "cpu",     "--hidden",
+                              "200",      "--experts", "12",        "--top-k", "3",
+                              "--repeat", "3",         "--json",    path};
   const Completed done =
       run_switchyard(join(exchange, {"--tokens", "1,9", "--ranks", "3", "--commit", "abc1234"}));
   ASSERT_EQ(done.exit_code, 0) << done.err;
@@ -302,10 +303,9 @@ TEST(Bench, HostsMeasuresChecksAndKeepsRows) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "rows.json").string();
   const Arguments bench = {
-      "launch",   "-n",      "2",         "--namespaces", "2",       "--",       SWITCHYARD_COMMAND,
-      "bench",    "--suite", "hosts",     "--tokens",     "1,40",    "--repeat", "3",
-      "--hidden", "96",      "--experts", "12",           "--top-k", "3",        "--json",
-      path};
+      "launch", "-n",        "2",        "--namespaces", "2",        "--",     SWITCHYARD_COMMAND,
+      "bench",  "hosts",     "--tokens", "1,40",         "--repeat", "3",      "--hidden",
+      "96",     "--experts", "12",       "--top-k",      "3",        "--json", path};
   const Completed done = run_switchyard(bench);
   if (done.exit_code == 2 && done.err.find("unsupported") != std::string::npos) {
     GTEST_SKIP() << done.err;
@@ -349,11 +349,11 @@ TEST(Bench, HostsMeasuresChecksAndKeepsRows) {
 
 TEST(Bench, HostsRefusesWhatMakesNoSense) {
   const std::string invalid = "invalid_argument";
-  const Arguments suite = {"--suite", "hosts"};
+  const Arguments suite = {"hosts"};
   for (const Arguments& option :
        {Arguments{"--model", "olmoe"}, Arguments{"--ranks", "2"}, Arguments{"--dtype", "bf16"},
         Arguments{"--pre-sum"}, Arguments{"--verify"}}) {
-    expect_refused(join(suite, option), invalid, {option[0], "not for --suite hosts"});
+    expect_refused(join(suite, option), invalid, {"bench hosts has no option '" + option[0] + "'"});
   }
   expect_refused(join(suite, {"--experts", "4"}), invalid, {"top-8 of 4 experts"});
   expect_refused(suite, invalid, {"all ranks are on this one", "launch --namespaces"});
@@ -361,27 +361,28 @@ TEST(Bench, HostsRefusesWhatMakesNoSense) {
 
 TEST(Bench, ExchangeRefusesWhatMakesNoSense) {
   const std::string invalid = "invalid_argument";
-  const Arguments suite = {"--suite", "exchange"};
+  const Arguments suite = {"exchange"};
   for (const Arguments& option :
        {Arguments{"--model", "olmoe"}, Arguments{"--rows", "8"}, Arguments{"--n", "64"},
         Arguments{"--balancedness", "1"}, Arguments{"--compute", "bf16"}, Arguments{"--cold"},
         Arguments{"--given-routing"}, Arguments{"--verify"}, Arguments{"--against", "torch"}}) {
-    expect_refused(join(suite, option), invalid, {option[0], "not for --suite exchange"});
+    expect_refused(join(suite, option), invalid,
+                   {"bench exchange has no option '" + option[0] + "'"});
   }
   if (gpu::device_count() == 0) {
     expect_refused(join(suite, {"--backend", "cuda"}), "unsupported", {"--backend cpu"});
   }
   expect_refused(join(suite, {"--dtype", "f16"}), invalid, {"--dtype is f16"});
   expect_refused(join(suite, {"--experts", "4"}), invalid, {"top-8 of 4 experts"});
-  expect_refused({"--model", "olmoe", "--pre-sum"}, invalid, {"--pre-sum", "--suite exchange"});
+  expect_refused({"--model", "olmoe", "--pre-sum"}, invalid, {"--pre-sum", "bench exchange"});
 }
 
 TEST(Bench, AllToAllChecksMeasuresAndTraces) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "rows.json").string();
   const std::string trace = (directory / "trace.json").string();
-  const Arguments suite = {"bench",    "--suite", "all_to_all", "--backend", "cpu",    "--quick",
-                           "--repeat", "2",       "--ranks",    "4",         "--json", path};
+  const Arguments suite = {"bench", "all_to_all", "--backend", "cpu",    "--quick", "--repeat",
+                           "2",     "--ranks",    "4",         "--json", path};
   const Completed done = run_switchyard(
       join(suite, {"--rung", "host,flattened", "--trace", trace, "--commit", "abc1234"}));
   ASSERT_EQ(done.exit_code, 0) << done.err;
@@ -413,19 +414,20 @@ TEST(Bench, AllToAllChecksMeasuresAndTraces) {
 
 TEST(Bench, AllToAllRefusesWhatMakesNoSense) {
   const std::string invalid = "invalid_argument";
-  const Arguments suite = {"--suite", "all_to_all"};
+  const Arguments suite = {"all_to_all"};
   for (const Arguments& option :
        {Arguments{"--model", "olmoe"}, Arguments{"--tokens", "8"}, Arguments{"--hidden", "64"},
         Arguments{"--dtype", "fp8"}, Arguments{"--cold"}, Arguments{"--pre-sum"},
         Arguments{"--against", "torch"}}) {
-    expect_refused(join(suite, option), invalid, {option[0], "not for --suite all_to_all"});
+    expect_refused(join(suite, option), invalid,
+                   {"bench all_to_all has no option '" + option[0] + "'"});
   }
   expect_refused(join(suite, {"--rung", "fast"}), invalid, {"'fast' is no rung", "flag_per_token"});
   expect_refused(join(suite, {"--ranks", "3"}), invalid, {"3 ranks do not divide 8 experts"});
   if (gpu::device_count() == 0) {
     expect_refused(join(suite, {"--backend", "cuda"}), "unsupported", {"--backend cpu"});
   }
-  expect_refused({"--model", "olmoe", "--rung", "host"}, invalid, {"--suite all_to_all"});
+  expect_refused({"--model", "olmoe", "--rung", "host"}, invalid, {"bench all_to_all"});
 }
 
 TEST(Bench, RefusesOptionsThatWouldDoNothing) {
@@ -444,47 +446,6 @@ TEST(Bench, RefusesOptionsThatWouldDoNothing) {
                  {"--torch-limit requires --against"});
   expect_refused({"--model", "olmoe", "--torch-variants", "ordered"}, invalid,
                  {"--torch-variants requires --against"});
-}
-
-// They are read before anything runs; what runs by them needs a GPU.
-TEST(Bench, RefusesTablesThatItCannotUse) {
-  const TemporaryDirectory directory;
-  const std::string invalid = "invalid_argument";
-  const std::string name = (directory / "t").string();
-  expect_refused({"--model", "olmoe,dbrx", "--table", name}, invalid,
-                 {"there is no " + name + ".olmoe.table.json", "t.dbrx.table.json", "tune --out"});
-  nlohmann::json table = {{"file", "switchyard table"},
-                          {"file_version", 1},
-                          {"kernel", "layer_fp8"},
-                          {"kernel_version", 1},
-                          {"device", {{"machine", "Some GPU"}, {"num_sms", 132}, {"l2_bytes", 0}}},
-                          {"model",
-                           {{"name", "olmoe"},
-                            {"experts", 64},
-                            {"top_k", 8},
-                            {"n", 2048},
-                            {"k", 2048},
-                            {"unseen", false}}},
-                          {"form", "experts"},
-                          {"by_tokens", nlohmann::json::array()},
-                          {"entries", nlohmann::json::array()}};
-  test::write_file(name + ".olmoe.table.json", table.dump());
-  expect_refused({"--model", "olmoe", "--table", name}, invalid,
-                 {"t.olmoe.table.json", "'layer_fp8', and 'layer_bf16' is wanted"});
-  const Arguments fp8 = {"--model", "olmoe,dbrx", "--dtype", "fp8", "--table", name};
-  expect_refused(join({"--backend", "cpu"}, fp8), invalid,
-                 {" is for --backend cuda; leave it out"});
-  expect_refused(join({"--ranks", "2"}, fp8), invalid, {"--table is of layers on one rank", "2"});
-  expect_refused(join({"--reserved-sms", "2"}, fp8), invalid, {"--table is of layers", "all SMs"});
-  expect_refused({"--suite", "astero", "--table", name}, invalid, {"astero has 2", "--dtype"});
-  for (const char* suite : {"grouped", "exchange", "hosts", "all_to_all", "late"}) {
-    expect_refused({"--suite", suite, "--backend", "cpu", "--table", name}, invalid, {"--table"});
-  }
-  table["kernel_version"] = 0;
-  test::write_file(name + ".olmoe.table.json", table.dump());
-  expect_refused(fp8, invalid, {"version 0", "older than version 1"});
-  test::write_file(name + ".olmoe.table.json", "{");
-  expect_refused(fp8, "invalid_file", {"t.olmoe.table.json"});
 }
 
 // Nothing is printed before: not even the heading.
@@ -544,11 +505,10 @@ TEST(Bench, RefusesRanksThatMakeNoSense) {
                  {"--given-routing", "thesis"});
   expect_refused({"--suite", "thesis", "--ranks", "2", "--backend", "cpu"}, invalid,
                  {"--ranks is 2", "one rank"});
-  expect_refused({"--suite", "late", "--ranks", "1", "--backend", "cpu"}, invalid,
-                 {"--ranks is 1"});
-  expect_refused({"--suite", "late", "--verify"}, invalid, {"--verify is not for --suite late"});
-  expect_refused({"--suite", "exchange", "--late", "50"}, invalid,
-                 {"--late 50 is for --suite late"});
+  expect_refused({"late", "--ranks", "1", "--backend", "cpu"}, invalid, {"--ranks is 1"});
+  expect_refused({"late", "--verify"}, invalid, {"bench late has no option '--verify'"});
+  expect_refused({"exchange", "--late", "50"}, invalid,
+                 {"bench exchange has no option '--late'", "bench late"});
   expect_refused({"--suite", "ep_thesis", "--against", "torch"}, invalid,
                  {"--against", "ep_thesis"});
   expect_refused({"--model", "olmoe", "--ranks", "2", "--against", "torch", "--torch-script",
@@ -568,7 +528,7 @@ TEST(Bench, SuitesOverRanksNeedTwoGpus) {
 TEST(Bench, EverySuiteCanBeTriedWithoutAGpu) {
   if (gpu::device_count() > 0) GTEST_SKIP() << "there is a GPU";
   std::vector<std::string> suites = bench::bench_suite_names();
-  suites.emplace_back(bench::kGroupedSuite);
+  suites.emplace_back("grouped");
   for (const std::string& suite : suites) {
     SCOPED_TRACE(suite);
     const auto begin = std::chrono::steady_clock::now();
@@ -633,12 +593,33 @@ TEST(Bench, NeedsAGpuForSuites) {
   expect_refused({"--suite", "ep_fp8", "--ranks", "2"}, "unsupported", {"--ranks 2 needs a GPU"});
 }
 
+const char* const kSuites[] = {"layers", "grouped", "exchange", "hosts", "all_to_all", "late"};
+
 TEST(Bench, HelpFits) {
-  const Completed help = run_switchyard({"bench", "--help"});
-  EXPECT_EQ(help.exit_code, 0);
-  EXPECT_THAT(help.out, HasSubstr("--against"));
-  std::istringstream lines(help.out);
-  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;
+  EXPECT_THAT(run_switchyard({"bench", "layers", "--help"}).out, HasSubstr("--against"));
+  for (const std::string suite : kSuites) {
+    const Completed all = run_switchyard({"bench", "--help"});
+    EXPECT_THAT(all.out, HasSubstr("\n  " + suite + " "));
+    for (const Completed& help : {all, run_switchyard({"bench", suite, "--help"})}) {
+      EXPECT_EQ(help.exit_code, 0);
+      std::istringstream lines(help.out);
+      for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;
+    }
+  }
+}
+
+// Rows of older versions name a suite so, and people repeat their commands.
+TEST(Bench, SuitesAsOptionsAreTheirCommands) {
+  for (const std::string suite : kSuites) {
+    const Completed expected = run_switchyard({"bench", suite, "--no-such-option"});
+    EXPECT_THAT(expected.err, HasSubstr("bench " + suite + " has no option"));
+    for (const Arguments& old : {Arguments{"bench", "--no-such-option", "--suite", suite},
+                                 Arguments{"bench", "--suite=" + suite, "--no-such-option"}}) {
+      EXPECT_EQ(run_switchyard(old).err, expected.err);
+    }
+  }
+  EXPECT_THAT(run_switchyard({"bench", "nonsense"}).err,
+              HasSubstr("unknown command 'bench nonsense'"));
 }
 
 }  // namespace

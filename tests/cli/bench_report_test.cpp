@@ -1,8 +1,7 @@
 // What people see of rows, and where rows go.
-#include "cli/bench_report.h"
-
 #include <gmock/gmock.h>
 
+#include "cli/bench/layer_text.h"
 #include "cli/output_file.h"
 #include "model/temporary_directory.h"
 #include "results/example_row.h"
@@ -43,7 +42,7 @@ TEST(BenchReport, RowsGoWhereALinkLeads) {
                         std::vector{results::example_row(tokens, 10)}, false);
   }
   EXPECT_TRUE(std::filesystem::is_symlink(directory / "link"));
-  EXPECT_EQ(results::parse_rows(read_file(directory / "rows.json"), "").size(), 2u);
+  EXPECT_EQ(results::parse_rows<results::Row>(read_file(directory / "rows.json"), "").size(), 2u);
 }
 
 }  // namespace

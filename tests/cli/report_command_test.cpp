@@ -51,8 +51,8 @@ constexpr const char* kTrace =
 TEST_F(ReportCommand, DrawsTheAllToAllProblemBesideLayers) {
   const std::string rows = path("all_to_all.json"), page = path("made.html");
   const Completed measured =
-      run_switchyard({"bench", "--suite", "all_to_all", "--backend", "cpu", "--quick", "--repeat",
-                      "1", "--rung", "flag_per_rank,fused", "--json", rows});
+      run_switchyard({"bench", "all_to_all", "--backend", "cpu", "--quick", "--repeat", "1",
+                      "--rung", "flag_per_rank,fused", "--json", rows});
   ASSERT_EQ(measured.exit_code, 0) << measured.err;
   const Completed done = run_switchyard({"report", rows, "-o", page});
   EXPECT_EQ(done.exit_code, 0) << done.err;

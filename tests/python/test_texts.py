@@ -8,8 +8,8 @@ import pytest
 import switchyard
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-# Rooms of src/ whose texts people read at the command line. Counts go through plural() there.
-ROOMS = ["cli", "run", "report", "machine", "bench", "tuner"]
+# Rooms whose texts people read at the command line. Counts go through plural() there.
+ROOMS = ["lab/cli", "lab/run", "lab/report", "lab/machine", "lab/bench", "src/tuner"]
 NOUNS = (
     "tokens ranks experts rows points models configurations files layers steps cases timings events slots elements "
     "processes passes hosts tensors coefficients histograms slices threads repetitions GPUs SMs groups entries"
@@ -54,7 +54,7 @@ def test_a_count_of_one_is_singular(room):
         pytest.skip("no sources")
     found = [
         f"{path.relative_to(ROOT)}: {line}"
-        for path in sorted((ROOT / "src" / room).rglob("*"))
+        for path in sorted((ROOT / room).rglob("*"))
         if path.suffix in (".cpp", ".h")
         for line in literals(path)
         if COUNT.search(line) and not any(text in line for text in ALLOWED)

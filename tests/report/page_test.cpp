@@ -24,7 +24,7 @@ constexpr Roofs kRoofs = {.read_bytes_per_second = 4.6e12,
                           .fp8_flops_per_second = 1300e12};
 
 std::string page_of(const nlohmann::json& list, std::vector<std::string> files = {"a.json"}) {
-  const std::vector<Row> rows = parse_rows(list.dump(), "a.json");
+  const std::vector<Row> rows = parse_rows<Row>(list.dump(), "a.json");
   return make_page({.rows = rows, .files = std::move(files), .roofs = kRoofs});
 }
 
@@ -80,7 +80,8 @@ TEST(ReportPage, HoldsTheRows) {
 }
 
 TEST(ReportPage, HoldsWhatOthersPublish) {
-  const std::vector<Row> rows = parse_rows(nlohmann::json::array({good_row()}).dump(), "a.json");
+  const std::vector<Row> rows =
+      parse_rows<Row>(nlohmann::json::array({good_row()}).dump(), "a.json");
   PageInput input{.rows = rows, .files = {"a.json"}, .roofs = kRoofs};
   input.published = {{.rival = "another",
                       .source = "a </script> paper",
@@ -112,7 +113,8 @@ TEST(ReportPage, NeedsNothingElse) {
 }
 
 TEST(ReportPage, HoldsTheTimeline) {
-  const std::vector<Row> rows = parse_rows(nlohmann::json::array({good_row()}).dump(), "a.json");
+  const std::vector<Row> rows =
+      parse_rows<Row>(nlohmann::json::array({good_row()}).dump(), "a.json");
   PageInput input{.rows = rows, .files = {"a.json"}, .roofs = kRoofs};
   input.trace_file = "t.json";
   input.timeline = parse_timeline(

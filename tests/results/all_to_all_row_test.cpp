@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/parsed.h"
+#include "base/read_file.h"
 #include "model/temporary_directory.h"
 #include "results/example_all_to_all_row.h"
 #include "switchyard/error.h"
@@ -30,14 +31,14 @@ TEST(AllToAllRow, HasTheFieldsThatReadersKnow) {
 TEST(AllToAllRow, ComesBackAsItWas) {
   AllToAllRow row = example_all_to_all_row("fused", 120);
   const std::string text = "[" + to_json(row).dump() + "]";
-  const std::vector<AllToAllRow> rows = parse_all_to_all_rows(text, "rows.json");
+  const std::vector<AllToAllRow> rows = parse_rows<AllToAllRow>(text, "rows.json");
   ASSERT_EQ(rows.size(), 1u);
   EXPECT_EQ(to_json(rows[0]).dump(), to_json(row).dump());
   row.floor_us.reset();
   row.gpus.reset();
   row.receive_imbalance.reset();
   const std::string bare = to_json(row).dump();
-  EXPECT_EQ(to_json(parse_all_to_all_rows("[" + bare + "]", "rows.json")[0]).dump(), bare);
+  EXPECT_EQ(to_json(parse_rows<AllToAllRow>("[" + bare + "]", "rows.json")[0]).dump(), bare);
 }
 
 TEST(AllToAllRow, RefusesOthersAndSaysWhich) {
@@ -45,7 +46,7 @@ TEST(AllToAllRow, RefusesOthersAndSaysWhich) {
     nlohmann::json json = test::parsed(to_json(example_all_to_all_row("fused", 120)));
     change(json);
     try {
-      parse_all_to_all_rows("[" + json.dump() + "]", "rows.json");
+      parse_rows<AllToAllRow>("[" + json.dump() + "]", "rows.json");
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kInvalidFile);
       return std::string(error.what());
@@ -71,7 +72,8 @@ TEST(AllToAllRow, ReplacesTheRowOfItsPoint) {
   AllToAllRow shared = example_all_to_all_row("fused", 300);
   shared.gpus = 1;
   merge_rows(file, std::vector{example_all_to_all_row("fused", 100), shared});
-  const std::vector<AllToAllRow> rows = read_all_to_all_rows(file);
+  const std::vector<AllToAllRow> rows =
+      parse_rows<AllToAllRow>(read_text(file, kMostFileBytes), file.string());
   ASSERT_EQ(rows.size(), 3u);
   EXPECT_EQ(rows[0].median_us, 100);
   EXPECT_EQ(rows[1].rung, "epochs");

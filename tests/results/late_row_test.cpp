@@ -51,7 +51,7 @@ TEST(LateRow, ComesBackAsItWas) {
     row.jitter = jitter;
     if (jitter) row.early_share.reset();
     const std::string text = to_json(row).dump();
-    const std::vector<LateRow> rows = parse_late_rows("[" + text + "]", "late.json");
+    const std::vector<LateRow> rows = parse_rows<LateRow>("[" + text + "]", "late.json");
     ASSERT_EQ(rows.size(), 1u);
     EXPECT_EQ(to_json(rows[0]).dump(), text);
   }
@@ -62,7 +62,7 @@ TEST(LateRow, RefusesOthersAndSaysWhich) {
     nlohmann::json json = test::parsed(to_json(example_row()));
     change(json);
     try {
-      parse_late_rows("[" + json.dump() + "]", "late.json");
+      parse_rows<LateRow>("[" + json.dump() + "]", "late.json");
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kInvalidFile);
       return std::string(error.what());
@@ -87,11 +87,11 @@ TEST(LateRow, MergesByPoint) {
   merge_rows(file, std::vector{row, other, jitter});
   row.median_us = 310;
   merge_rows(file, std::vector{row});
-  const std::vector<LateRow> rows = parse_late_rows(read_text(file, 1 << 20), "late.json");
+  const std::vector<LateRow> rows = parse_rows<LateRow>(read_text(file, 1 << 20), "late.json");
   ASSERT_EQ(rows.size(), 3u);
   EXPECT_EQ(rows[0].median_us, 310);
   EXPECT_EQ(rows[1].median_us, 300);
-  EXPECT_NO_THROW(require_mergeable_late(file));
+  EXPECT_NO_THROW(require_mergeable<LateRow>(file));
 }
 
 // The file of this repository.
@@ -99,7 +99,7 @@ TEST(LateRow, TheKeptFileIsReadWithoutLoss) {
   const std::string path = std::string(SWITCHYARD_RESULTS) + "/late.json";
   const std::string text = read_text(path, 1 << 20);
   const auto kept = nlohmann::ordered_json::parse(text);
-  const std::vector<LateRow> rows = parse_late_rows(text, path);
+  const std::vector<LateRow> rows = parse_rows<LateRow>(text, path);
   ASSERT_EQ(rows.size(), kept.size());
   EXPECT_GE(rows.size(), 56u);
   for (std::size_t i = 0; i < rows.size(); ++i) {

@@ -6,9 +6,15 @@
 #include <nlohmann/json.hpp>
 
 #include "base/parsed.h"
+#include "model/errors.h"
 #include "model/temporary_directory.h"
+#include "results/example_all_to_all_row.h"
 #include "results/example_row.h"
+#include "results/exchange_row.h"
 #include "results/grouped_row.h"
+#include "results/hosts_row.h"
+#include "results/late_row.h"
+#include "results/ramp_row.h"
 #include "results/row.h"
 #include "switchyard/error.h"
 
@@ -198,7 +204,7 @@ TEST(ResultRows, MergeRefusesRowsThatAreNone) {
   wrong["median_us"] = -1;
   const std::string text = nlohmann::ordered_json::array({wrong}).dump();
   test::write_file(directory / "rows.json", text);
-  EXPECT_THROW(require_mergeable(directory / "rows.json"), Error);
+  EXPECT_THROW(require_mergeable<Row>(directory / "rows.json"), Error);
   EXPECT_THROW(merge_rows(directory / "rows.json", std::vector{example_row(32, 10)}, false), Error);
   EXPECT_EQ(read_file(directory / "rows.json"), text);
 }
@@ -236,7 +242,8 @@ TEST(ResultRows, AreReadAsTheyWereWritten) {
   row.error = 0.001;
   row.error_bound = 0.004;
   const nlohmann::ordered_json json = parsed(to_json(row));
-  const Row again = parse_rows(nlohmann::ordered_json::array({json}).dump(), "rows.json").at(0);
+  const Row again =
+      parse_rows<Row>(nlohmann::ordered_json::array({json}).dump(), "rows.json").at(0);
   EXPECT_EQ(parsed(to_json(again)), json);
   EXPECT_EQ(point_of(again), point_of(row));
   EXPECT_EQ(json.size(), 39u);  // every field of Row, its rival as four
@@ -297,7 +304,7 @@ TEST(GroupedRows, AreReadAsTheyWereWritten) {
   row.times_us_no_graph = {12, 12, 12};
   const nlohmann::ordered_json json = parsed(to_json(row));
   const GroupedRow again =
-      parse_grouped_rows(nlohmann::ordered_json::array({json}).dump(), "rows.json").at(0);
+      parse_rows<GroupedRow>(nlohmann::ordered_json::array({json}).dump(), "rows.json").at(0);
   EXPECT_EQ(parsed(to_json(again)), json);
   EXPECT_EQ(point_of(again), point_of(row));
   EXPECT_EQ(json.size(), 30u);  // every field of GroupedRow
@@ -308,13 +315,13 @@ TEST(GroupedRows, AndRowsOfLayersAreNotTakenForEachOther) {
   const TemporaryDirectory directory;
   merge_rows(directory / "grouped.json", std::vector{grouped_row("switchyard", 10)});
   merge_rows(directory / "layers.json", std::vector{example_row(8, 10)}, false);
-  EXPECT_THROW(require_mergeable(directory / "grouped.json"), Error);
-  EXPECT_THROW(require_mergeable_grouped(directory / "layers.json"), Error);
-  EXPECT_NO_THROW(require_mergeable_grouped(directory / "grouped.json"));
+  EXPECT_THROW(require_mergeable<Row>(directory / "grouped.json"), Error);
+  EXPECT_THROW(require_mergeable<GroupedRow>(directory / "layers.json"), Error);
+  EXPECT_NO_THROW(require_mergeable<GroupedRow>(directory / "grouped.json"));
   GroupedRow wrong = grouped_row("switchyard", 10);
   wrong.p10_us = 11;
   const std::string text = nlohmann::ordered_json::array({parsed(to_json(wrong))}).dump();
-  EXPECT_THROW(parse_grouped_rows(text, "rows.json"), Error);
+  EXPECT_THROW(parse_rows<GroupedRow>(text, "rows.json"), Error);
 }
 
 // The files of this repository, which were written by earlier versions.
@@ -326,7 +333,7 @@ TEST(ResultRows, KeptFilesAreReadWithoutLoss) {
     const std::string path = std::string(SWITCHYARD_RESULTS) + '/' + name + ".json";
     const std::string text = read_file(path);
     const nlohmann::ordered_json kept = nlohmann::ordered_json::parse(text);
-    const std::vector<Row> rows = parse_rows(text, path);
+    const std::vector<Row> rows = parse_rows<Row>(text, path);
     ASSERT_EQ(rows.size(), kept.size());
     for (std::size_t i = 0; i < rows.size(); ++i) {
       EXPECT_EQ(to_json(rows[i]).dump(), kept[i].dump()) << path << " row " << i + 1;
@@ -334,6 +341,87 @@ TEST(ResultRows, KeptFilesAreReadWithoutLoss) {
     num_rows += rows.size();
   }
   EXPECT_GT(num_rows, 300u);
+}
+
+// Otherwise an H100's row would replace an H200's, under a title that names the H200.
+TEST(ResultRows, CardsHaveRowsOfTheirOwn) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "rows.json";
+  Row h200 = example_row(8, 10), h100 = h200;
+  h200.machine = "2 x NVIDIA H200, 132 SMs, CUDA 13.0";
+  h100.machine = "2 x NVIDIA H100 80GB HBM3, 132 SMs, CUDA 13.0";
+  merge_rows(path, std::vector{h200, h100});
+  ASSERT_EQ(rows_of(path).size(), 2u);
+  h200.machine = "2 x NVIDIA H200, 132 SMs, CUDA 13.1";
+  h200.median_us = h200.p10_us = h200.p90_us = 7;
+  merge_rows(path, std::vector{h200});
+  const nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_EQ(rows[0]["median_us"], 7);
+  EXPECT_EQ(rows[0]["machine"], h200.machine);
+  EXPECT_EQ(rows[1]["machine"], h100.machine);
+  for (const auto& [machine, card] : {
+           std::pair{"NVIDIA H200, 132 SMs, CUDA 13.0", "NVIDIA H200"},
+           {"16 x NVIDIA H200", "NVIDIA H200"},
+           {"AMD EPYC, 2 hardware threads", "AMD EPYC"},
+           {"A x B, 2 SMs", "A x B"},
+           {"", ""},
+       }) {
+    EXPECT_EQ(card_of(machine), card);
+  }
+}
+
+template <typename RowType>
+void expect_only_own(const std::vector<std::pair<std::string, std::string>>& all) {
+  for (const auto& [kind, text] : all) {
+    SCOPED_TRACE(kind + " read as " + RowType::kKind);
+    if (kind == RowType::kKind) {
+      EXPECT_EQ(parse_rows<RowType>(text, "a.json").size(), 1u);
+    } else {
+      EXPECT_ERROR(parse_rows<RowType>(text, "a.json"), ErrorCode::kInvalidFile, "a.json",
+                   RowType::kKind);
+    }
+  }
+}
+template <typename... RowTypes>
+void expect_only_own_of_each(const RowTypes&... rows) {
+  const std::vector<std::pair<std::string, std::string>> all = {
+      {RowTypes::kKind, "[" + to_json(rows).dump() + "]"}...};
+  (expect_only_own<RowTypes>(all), ...);
+}
+template <typename RowType>
+RowType named(RowType row) {
+  row.machine = "m";
+  row.commit = "c";
+  row.command = "switchyard";
+  return row;
+}
+
+TEST(ResultRows, KindsAreToldApart) {
+  GroupedRow grouped = grouped_row("switchyard", 10);
+  ExchangeRow exchange = named(ExchangeRow{.suite = "exchange", .stage = "combine"});
+  exchange.dtype = "bf16";
+  exchange.hidden = exchange.experts = exchange.top_k = exchange.ranks = exchange.repeats = 1;
+  exchange.tokens_per_rank = 1;
+  exchange.median_us = exchange.p10_us = exchange.p90_us = 1;
+  HostsRow hosts = named(HostsRow{.suite = "hosts", .engine = "cpu"});
+  hosts.stage = hosts.link = "flag";
+  hosts.hosts = hosts.ranks = hosts.repeats = 1;
+  hosts.median_us = hosts.p10_us = hosts.p90_us = 1;
+  LateRow late = named(LateRow{.suite = "late", .engine = "cpu"});
+  late.policy = "works";
+  late.model = late.dtype = "x";
+  late.ranks = late.tokens_per_rank = late.repeats = 1;
+  late.prompt_us = late.median_us = late.p10_us = late.p90_us = 1;
+  RampRow ramp = named(RampRow{});
+  ramp.kernel = ramp.model = ramp.generator = ramp.form = ramp.best = ramp.chosen = "x";
+  ramp.experts = ramp.tokens_per_rank = 1;
+  ramp.exhaustive_us = ramp.chosen_us = ramp.predicted_us = 1;
+  RegionRow region = named(RegionRow{});
+  region.kernel = region.model = region.generator = region.prediction = "x";
+  region.points = 1;
+  expect_only_own_of_each(example_row(8, 10), grouped, exchange, hosts, late, ramp, region,
+                          example_all_to_all_row("fused", 120));
 }
 
 }  // namespace

@@ -64,7 +64,7 @@ TEST(RampRow, HasTheFieldsThatReadersKnow) {
   EXPECT_EQ(json["rule_us"], nullptr);
   EXPECT_EQ(json["held_out"], true);
   const RampRow read =
-      parse_ramp_rows(nlohmann::ordered_json::array({json}).dump(), "rows.json").at(0);
+      parse_rows<RampRow>(nlohmann::ordered_json::array({json}).dump(), "rows.json").at(0);
   EXPECT_EQ(test::parsed(to_json(read)), json);
   const auto region_json = test::parsed(to_json(region("split_k", true, 1.2345)));
   for (const char* field : {"model", "prediction", "predicted", "measured_ratio"}) {
@@ -72,7 +72,7 @@ TEST(RampRow, HasTheFieldsThatReadersKnow) {
   }
   EXPECT_EQ(region_json["measured_ratio"], 1.2345);
   const RegionRow read_region =
-      parse_region_rows(nlohmann::ordered_json::array({region_json}).dump(), "r.json").at(0);
+      parse_rows<RegionRow>(nlohmann::ordered_json::array({region_json}).dump(), "r.json").at(0);
   EXPECT_EQ(test::parsed(to_json(read_region)), region_json);
 }
 
@@ -83,7 +83,7 @@ TEST(RampRow, IsReadStrictly) {
     auto bad = good;
     spoil(bad);
     try {
-      parse_ramp_rows(nlohmann::ordered_json::array({bad}).dump(), "rows.json");
+      parse_rows<RampRow>(nlohmann::ordered_json::array({bad}).dump(), "rows.json");
       ADD_FAILURE() << part;
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kInvalidFile);
@@ -103,18 +103,18 @@ TEST(RampRow, MergesByPoint) {
   RampRow repeated = row_at(32, 70);
   repeated.generator = "repeated";
   merge_rows(ramp, std::vector{row_at(32, 55), repeated});
-  const std::vector<RampRow> rows = parse_ramp_rows(test::read_file(ramp), "ramp.json");
+  const std::vector<RampRow> rows = parse_rows<RampRow>(test::read_file(ramp), "ramp.json");
   ASSERT_EQ(rows.size(), 3u);
   EXPECT_EQ(rows[0].chosen_us, 55);
   EXPECT_EQ(rows[1].chosen_us, 52);
   EXPECT_EQ(rows[2].chosen_us, 70);
   merge_rows(regions, std::vector{region("split_k", true, 1.1), region("split_k", false, 0.9)});
   merge_rows(regions, std::vector{region("split_k", true, 1.2), region("group_m", false, 1)});
-  const std::vector<RegionRow> found = parse_region_rows(test::read_file(regions), "r.json");
+  const std::vector<RegionRow> found = parse_rows<RegionRow>(test::read_file(regions), "r.json");
   ASSERT_EQ(found.size(), 3u);
   EXPECT_EQ(found[0].measured_ratio, 1.2);
-  EXPECT_THROW(require_mergeable_ramp(regions), Error);
-  EXPECT_THROW(require_mergeable_regions(ramp), Error);
+  EXPECT_THROW(require_mergeable<RampRow>(regions), Error);
+  EXPECT_THROW(require_mergeable<RegionRow>(ramp), Error);
 }
 
 }  // namespace

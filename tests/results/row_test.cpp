@@ -17,7 +17,9 @@ using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 using ::testing::Pair;
 
-Row parsed(const json& row) { return parse_rows(json::array({row}).dump(), "rows.json").at(0); }
+Row parsed(const json& row) {
+  return parse_rows<Row>(json::array({row}).dump(), "rows.json").at(0);
+}
 
 TEST(ResultRows, AreReadWhole) {
   const Row row = parsed(good_row());
@@ -77,8 +79,8 @@ TEST(ResultRows, OlderAndFloorlessRowsLackFields) {
 
 TEST(ResultRows, WhatIsNoListOfRowsIsRefused) {
   const auto refused = [](const std::string& text, std::initializer_list<const char*> parts) {
-    EXPECT_ERROR(parse_rows(text, "a.json"), ErrorCode::kInvalidFile, "a.json");
-    test::expect_error([&] { parse_rows(text, "a.json"); }, ErrorCode::kInvalidFile, parts);
+    EXPECT_ERROR(parse_rows<Row>(text, "a.json"), ErrorCode::kInvalidFile, "a.json");
+    test::expect_error([&] { parse_rows<Row>(text, "a.json"); }, ErrorCode::kInvalidFile, parts);
   };
   refused("", {"not JSON", "switchyard bench --json"});
   refused("[{\"suite\": ", {"not JSON"});
@@ -103,7 +105,7 @@ TEST(ResultRows, EveryFieldIsRequired) {
     row.erase(field);
     const std::string named = std::string("row 2: has no '") + field + "'";
     const std::string text = json::array({good_row(), row}).dump();
-    EXPECT_ERROR(parse_rows(text, "a.json"), ErrorCode::kInvalidFile, "a.json", named.c_str(),
+    EXPECT_ERROR(parse_rows<Row>(text, "a.json"), ErrorCode::kInvalidFile, "a.json", named.c_str(),
                  "switchyard bench");
   }
 }
@@ -146,7 +148,7 @@ TEST(ResultRows, EveryFieldHasItsDomain) {
     const std::string named = std::string("row 1: '") + field + "' is ";
     const std::string text = json::array({good_row_with(field, value)}).dump();
     SCOPED_TRACE(text);
-    EXPECT_ERROR(parse_rows(text, "a.json"), ErrorCode::kInvalidFile, "a.json", named.c_str(),
+    EXPECT_ERROR(parse_rows<Row>(text, "a.json"), ErrorCode::kInvalidFile, "a.json", named.c_str(),
                  "switchyard bench");
   }
 }
