@@ -149,7 +149,7 @@ class Problem:
         all_ids = [ids for ids, _ in all_routing]
         self.plan = plan_of(point, all_ids, rank).to(device)
         self.quantised = quantise(self.x) if point.dtype == "fp8" else None
-        # What experts get, and return: rows in the order of experts, then ranks, then tokens.
+        # Experts get and return rows in the order of experts, then ranks, then tokens.
         each = point.experts // ranks
         experts = torch.stack(all_ids).long().flatten()
         mine = (experts // each == rank).nonzero().flatten()

@@ -53,7 +53,7 @@ FAST_ACCUMULATION = 2e-2
 # The masked layout has room for as many rows of every expert as the largest has. It is for decoding.
 MOST_MASKED_ROWS = 1024
 
-# Those of grouped_suite() in lab/bench/grouped.cpp: experts, n, k, rows per expert, rows with SwiGLU.
+# As in grouped_suite() of lab/bench/grouped.cpp: experts, n, k, rows per expert, rows with SwiGLU.
 SHAPES = [
     (32, 4096, 7168, [4, 16, 64, 128, 512, 2048], [4, 128, 2048]),
     (32, 7168, 2048, [4, 16, 64, 128, 512, 2048], []),

@@ -56,7 +56,7 @@ struct Memory {
   std::uint32_t* expert_counts;  // [experts of this rank]: rows of each, so far
   std::uint32_t* ticket;         // blocks of a kernel that are done; the last one puts it back to 0
 
-  // What the problem's dispatch returns: rows by expert.
+  // The result of the problem's dispatch: rows by expert.
   std::uint16_t* expert_rows;  // [experts of this rank, ranks * max_tokens, H]
   Origin* expert_origins;      // [experts of this rank, ranks * max_tokens]
   std::uint32_t* placed;       // [ranks, slots]: where in expert_rows each row of `rows` is
@@ -84,7 +84,7 @@ struct Call {
   // The features that stages ask for; see rung.h.
   bool host, flag_per_token, fused, epochs, flattened;
   std::int32_t window;  // of this call: 0 or 1
-  // What flags of this call say: its number, or 1 where flags are reset.
+  // The value of this call's flags: its number, or 1 where flags are reset.
   std::uint32_t tag;
 
   std::int32_t num_tokens;

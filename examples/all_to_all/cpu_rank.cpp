@@ -236,7 +236,7 @@ class CpuRank : public Rank {
     });
   }
 
-  // What the host does in the rung `host`: it reads the counts and copies.
+  // In the rung `host` the host reads the counts and copies.
   void copy_to_experts(const Call& call) {
     const Memory& m = call.memory;
     const auto hidden = static_cast<std::size_t>(call.sizes.hidden);

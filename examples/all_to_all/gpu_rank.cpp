@@ -135,7 +135,7 @@ class GpuRank : public Rank {
     return fetched;
   }
 
-  // What the host does in the rung `host`: it reads the counts, copies, and meets the others.
+  // In the rung `host` the host reads the counts, copies, and meets the others.
   std::vector<std::uint64_t> counts_in(const std::uint64_t* flags) const {
     std::vector<std::uint64_t> counts(static_cast<std::size_t>(map().size));
     download(counts.data(), flags, counts.size() * sizeof(counts[0]));

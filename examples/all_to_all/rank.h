@@ -67,7 +67,7 @@ class Rank {
   // `records`, if given, gets what every worker did.
   virtual CallTimes call(CallRecords* records = nullptr) = 0;
 
-  // What the last call made: [T, H] in fp16.
+  // Returns the result of the last call: [T, H] in fp16.
   std::vector<std::uint16_t> result() const;
 
  protected:
@@ -81,7 +81,7 @@ class Rank {
   virtual int usual_blocks() const = 0;
 
   World& world() { return world_; }
-  // Of this call, with the number and window that it has.
+  // Returns the next call, with its number and window.
   Call next_call();
   void check() const { heap_.check(); }
 

@@ -12,7 +12,7 @@
 
 using namespace switchyard;
 
-// What one rank does. Every rank of the world calls this, on a thread or in a process of its own.
+// Runs one rank. Every rank of the world calls this, on a thread or in a process of its own.
 std::vector<float> run_layer(const World& world, const Checkpoint& checkpoint, int layer_index,
                              const std::vector<float>& x) {
   const LayerSpec spec = checkpoint.layer_spec(layer_index);

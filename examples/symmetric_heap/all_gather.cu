@@ -68,7 +68,7 @@ void require(cudaError_t result) {
   if (result != cudaSuccess) throw std::runtime_error(cudaGetErrorString(result));
 }
 
-// What one rank does.
+// Runs one rank.
 void run_rank(const World& world, int num_devices) {
   require(cudaSetDevice(world.rank() % num_devices));
   SymmetricHeap heap(world, 64 << 20, {.backend = Backend::kCuda});  // collective; all 0

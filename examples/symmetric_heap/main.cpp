@@ -25,7 +25,7 @@ std::uint32_t word(int rank, std::size_t i, std::uint64_t round) {
   return static_cast<std::uint32_t>(rank) << 24 | static_cast<std::uint32_t>(i * 31 + round);
 }
 
-// What one rank does.
+// Runs one rank.
 void all_gather(const World& world) {
   SymmetricHeap heap(world, 1 << 20);  // collective
   const auto ranks = static_cast<std::size_t>(world.size());

@@ -28,7 +28,7 @@ struct AllToAllOptions {
   std::string commit, command;            // to note in the rows
 };
 
-// What the workers of each rank did in one call, for a trace.
+// The workers' records of one call, by rank, for a trace.
 struct AllToAllTrace {
   std::string rung;
   std::vector<all_to_all::CallRecords> of_rank;

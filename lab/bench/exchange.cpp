@@ -59,7 +59,7 @@ struct RankInput {
   }
 };
 
-// What a rank measured.
+// The times that a rank measured.
 struct RankTimes {
   std::vector<double> dispatch_us, combine_us;
   ExchangeStats stats;
@@ -337,7 +337,7 @@ std::vector<RankTimes> measure(const ExchangePoint& point, const ExchangeBenchOp
   return times;
 }
 
-// Of each repetition the slowest rank's.
+// Returns the slowest rank's time for each repetition.
 std::vector<double> slowest(const std::vector<RankTimes>& ranks,
                             std::vector<double> RankTimes::*stage) {
   std::vector<double> times = ranks.front().*stage;

@@ -49,7 +49,7 @@ struct Measured {
   double bytes = 0;
 };
 
-// What calls read and write, in the memory of the engine.
+// The inputs and outputs of calls, in the memory of the engine.
 class Memory {
  public:
   Memory(Backend backend, std::size_t bytes)
@@ -238,7 +238,7 @@ class Session {
   }
 
   // Experts return what they get, so that a token's sum is the token times the sum of its weights.
-  // Of dispatch and of combine; `summed`: with sums per host.
+  // Measures dispatch and combine; `summed`: with sums per host.
   std::pair<Measured, Measured> measure_exchange(std::int64_t tokens, bool summed = false) const {
     ExchangeSpec spec;
     spec.hidden = options_.hidden;

@@ -26,7 +26,7 @@ struct HostsBenchOptions {
   std::string commit, command;
 };
 
-// What the network does for one message and for many, on its own.
+// Latency and bandwidth of the network alone.
 struct LinkRates {
   double flag_us = 0;       // one way
   double bytes_per_us = 0;  // out of a host, all of whose ranks send

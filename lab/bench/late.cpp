@@ -254,7 +254,7 @@ class DeviceRank final : public LateRank {
   gpu::DeviceBuffer x_, y_, ids_;
 };
 
-// What one way to be late cost in each repetition.
+// The cost of one kind of lateness, for each repetition.
 struct Times {
   std::vector<double> us;
   std::uint64_t early_tasks = 0, tasks = 0;

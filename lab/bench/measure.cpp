@@ -85,7 +85,6 @@ LayerOptions layer_options(DType compute, std::int64_t max_tokens, const Measure
   o.reserved_sms = place.reserved_sms;
   o.cooperative_launch = !options.uncooperative;
   o.trace = options.traced;
-  o.table = options.table;
   return o;
 }
 

@@ -28,7 +28,6 @@ struct MeasureOptions {
   bool cold = false;           // kCuda: each pass by itself, behind a flush of the L2 cache
   bool given_routing = false;
   bool verify = false;
-  std::shared_ptr<const tuner::Table> table;  // kCuda: LayerOptions::table
 };
 
 struct Measured {

@@ -75,9 +75,7 @@ void Session::measure_layer(const BenchLayer& layer) {
   // Every rank has tokens of its own, so the gate is made for `most` tokens of each.
   SkewedGate gate(source.spec, source.weights, most * ranks, activation_dtype(plan.compute),
                   options_.seed);
-  MeasureOptions measure = options_.measure;
-  measure.table = layer.table;
-  LayerBench bench(source, plan.compute, most, measure);
+  LayerBench bench(source, plan.compute, most, options_.measure);
   if (job_) job_->add_layer(layer, source.weights, gate.activations(most, 0), plan.compute);
   const std::uint64_t points = plan.layers.size() * plan.betas.size() * plan.tokens.size();
   for (const double beta : plan.betas) {

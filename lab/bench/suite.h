@@ -10,14 +10,12 @@
 #include "model/config.h"
 #include "switchyard/layer_spec.h"
 #include "switchyard/tensor.h"
-#include "switchyard/tuner.h"
 
 namespace switchyard::bench {
 
 struct BenchLayer {
   std::string model;
   LayerSpec spec;
-  std::shared_ptr<const tuner::Table> table = nullptr;  // LayerOptions::table
 };
 
 // A plan measures every layer with every number of tokens (per rank) and every balancedness.

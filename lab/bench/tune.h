@@ -16,7 +16,7 @@
 
 namespace switchyard::bench {
 
-// What is tuned: GroupedGemm with SwiGLU on gate and up, or a whole layer whose routing is given.
+// The kernel to tune: GroupedGemm with SwiGLU on gate and up, or a whole layer with given routing.
 enum class TunedKernel : std::uint8_t { kGrouped, kLayer };
 // "grouped", "layer". Throws Error{kInvalidArgument} for other names.
 TunedKernel tuned_kernel_named(std::string_view name);

@@ -12,7 +12,7 @@ namespace {
 
 using tuner::Configuration;
 
-// What the cost model has to know of the kernels (src/gpu/layer/policy.h, src/gpu/grouped): the
+// Facts about the kernels that the cost model needs (src/gpu/layer/policy.h, src/gpu/grouped): the
 // weight rows of a block's task, the token rows of the highest tile, and the bytes of the ring.
 struct Facts {
   int weight_rows, most_token_rows;

@@ -10,7 +10,7 @@
 
 namespace switchyard::cli {
 
-// What a judgement needs beside a profile.
+// The settings that judge a profile.
 struct Judging {
   tuner::FitOptions fit;
   tuner::DeviceConstants constants;

@@ -14,8 +14,8 @@ struct Ladder {
   std::string file;  // the name that the page shows
 };
 
-// What the page's script draws of it. Throws Error{kInvalidFile} for a row without the times of its
-// ranks or stages, which cannot be drawn.
+// Returns the data that the page's script draws. Throws Error{kInvalidFile} for a row without the
+// times of its ranks or stages, which cannot be drawn.
 Json ladder_json(const Ladder& ladder);
 
 }  // namespace switchyard::report

@@ -16,8 +16,8 @@ struct Routing {
 // "layers.3: 1000 steps, 17 before them overwritten; beta 0.62 to 0.91, mean 0.80".
 std::string routing_text(const Recording& recording);
 
-// What the page's script draws of it. Of many steps every so many are drawn, so that the page stays
-// small; the numbers in words are of all.
+// Returns the data that the page's script draws. Long recordings are thinned out to keep the page
+// small; the numbers in words cover all steps.
 Json routing_json(const Routing& routing);
 
 }  // namespace switchyard::report

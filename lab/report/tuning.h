@@ -21,7 +21,7 @@ struct Tuning {
 // and Error{kInvalidArgument} if no model is timed completely.
 Tuning read_tuning(const std::filesystem::path& path, const std::string& name);
 
-// What the page's script draws of it.
+// Returns the data that the page's script draws.
 Json tuning_json(const Tuning& tuning);
 
 }  // namespace switchyard::report

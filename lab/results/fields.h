@@ -22,8 +22,7 @@ inline constexpr std::uint64_t kMostFileBytes = std::uint64_t{1} << 30;
 // stack.
 Json parse(std::string_view text, const std::string& source, const char* remedy);
 
-// What to do about a file of another kind, about a field that is absent, and about a field that is
-// out of its domain.
+// The remedies for a file of another kind, an absent field, and a field out of its domain.
 struct Remedies {
   const char *other, *absent, *wrong;
 };

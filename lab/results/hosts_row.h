@@ -1,5 +1,4 @@
-// What was measured over several hosts, as files keep it. `switchyard bench hosts` writes
-// such rows.
+// A row of `switchyard bench hosts`: one measurement over several hosts.
 #pragma once
 
 #include <cstdint>

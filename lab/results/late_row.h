@@ -1,5 +1,4 @@
-// What a late rank costs the others, as files keep it. `switchyard bench late` writes such
-// rows.
+// A row of `switchyard bench late`: the cost of a late rank for the others.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +26,7 @@ struct LateRow {
   double median_us = 0, p10_us = 0, p90_us = 0;
   std::int64_t repeats = 0;
   double own_share = 0;  // of the work on the others that the late rank's tokens are; 0 with jitter
-  // Of the GEMM tasks of the others, those done before the late rank started. Known of the CPU.
+  // Share of the others' GEMM tasks that were done before the late rank started (CPU only).
   std::optional<double> early_share;
 
   static constexpr const char* kKind = "the suite late";

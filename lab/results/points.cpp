@@ -1,4 +1,4 @@
-// What each type of rows calls a point, and which values of a row do not fit together.
+// The keys of each type of rows, and the values that do not fit together.
 #include <fmt/core.h>
 
 #include <map>

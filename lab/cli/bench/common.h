@@ -1,4 +1,4 @@
-// What the subcommands of `switchyard bench` share: options, and how rows are printed and kept.
+// Options, printing and keeping of rows, which the subcommands of `switchyard bench` share.
 #pragma once
 
 #include <fmt/core.h>

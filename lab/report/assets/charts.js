@@ -35,7 +35,7 @@ function nameRows(rows) {
   }
 }
 
-// What others publish of the row's layer and tokens, on whatever number of ranks.
+// Published times of the row's layer at its tokens, for any number of ranks.
 const publishedBeside = (row) => data.published
   .filter((series) => series.model === row.model && series.experts === row.experts &&
     (series.compute === null || series.compute === row.compute))

@@ -1,4 +1,4 @@
-// What every chart is made of: elements, scales, axes, a tip for the point at hand, a table.
+// The parts of every chart: elements, scales, axes, a tip for the point at hand, a table.
 
 const SVG = 'http://www.w3.org/2000/svg';
 
@@ -82,7 +82,7 @@ function linearTicks(low, high, most) {
 
 const kLabelCharacter = 7;  // px of a digit at the charts' 11 px, in a wide font
 
-// Those of `values` whose labels have room, the largest first.
+// Returns the values whose labels have room, the largest first.
 function roomy(values, scale, format) {
   const kept = [];
   let left = Infinity;

@@ -59,7 +59,7 @@ class Timeline {
 
   trackName(track) { return track.name || `track ${track.id}`; }
 
-  // What the page shows: one section's nodes.
+  // Returns the nodes of the page's section.
   nodes() {
     const { data } = this;
     const said = [`${count(data.num_slices)} slices over ${significant(data.span_ns * 1e-3)} µs, from ${data.file}.`];
