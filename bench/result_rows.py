@@ -1,6 +1,7 @@
 """Files of results that scripts beside `switchyard bench` write."""
 
 import json
+import re
 
 
 def percentile(values, share):
@@ -9,10 +10,17 @@ def percentile(values, share):
     return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]
 
 
+def card_of(machine):
+    """The device's name: "NVIDIA H200" of "2 x NVIDIA H200, 132 SMs, CUDA 13.0"."""
+    return re.sub(r"^\d+ x ", "", machine).split(",")[0]
+
+
 def merge(path, rows, key):
-    """Replaces the rows that agree in the fields of `key`, a row per line, as `switchyard bench --json` does."""
-    kept = {tuple(row[name] for name in key): row for row in (json.loads(path.read_text()) if path.exists() else [])}
-    kept.update({tuple(row[name] for name in key): row for row in rows})
+    """Replaces the rows of the same card that agree in the fields of `key`, a row per line, as `switchyard bench
+    --json` does."""
+    key_of = lambda row: (card_of(row.get("machine", "")), *(row[name] for name in key))
+    kept = {key_of(row): row for row in (json.loads(path.read_text()) if path.exists() else [])}
+    kept.update({key_of(row): row for row in rows})
     partial = path.with_suffix(".partial")
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in kept.values())
     partial.write_text(f"[\n{lines}\n]\n")

@@ -18,10 +18,51 @@ from generated import ROOT, write_or_check
 RESULTS = ROOT / "results"
 
 
+# The GPU of tables whose titles name none.
+MAIN_CARD = "NVIDIA H200"
+# The card of the table that is being made, if a file's cards have a table each.
+of_card = None
+
+
+def card_of(machine):
+    """"NVIDIA H200" of "2 x NVIDIA H200, 132 SMs, CUDA 13.0", as in lab/results/row_file.cpp."""
+    return re.sub(r"^\d+ x ", "", machine).split(",")[0]
+
+
+def cards_of(rows):
+    return list(dict.fromkeys(card_of(row["machine"]) for row in rows))
+
+
 @functools.cache
-def load(name):
+def read(name):
     path = RESULTS / name
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def load(name):
+    """A file. Of rows, those of the table's card, or those that are not of other GPUs than the main one."""
+    rows = read(name)
+    if not isinstance(rows, list) or not all("machine" in row for row in rows):
+        return rows
+    if of_card is not None:
+        return [row for row in rows if card_of(row["machine"]) == of_card]
+    others = {card for card in cards_of(rows) if card.startswith("NVIDIA ")} if MAIN_CARD in cards_of(rows) else {}
+    return [row for row in rows if card_of(row["machine"]) == MAIN_CARD or card_of(row["machine"]) not in others]
+
+
+def for_each_card(name, make):
+    """make() for each card that a file has rows of. No table mixes cards."""
+    global of_card
+    texts = []
+    for of_card in cards_of(read(name) or []):
+        texts.append(make())
+    of_card = None
+    return "\n\n".join(texts) if texts else make()
+
+
+def short_card(rows):
+    """"H200"."""
+    return card_of(rows[0]["machine"]).removeprefix("NVIDIA ").split(" ")[0]
 
 
 def medians(result):
@@ -175,13 +216,13 @@ def gpu_provenance(rows):
 
 @functools.cache
 def roofs_of(machine):
-    """The roofs of a row's GPU by name, as lab/machine/facts/ keeps them with their sources."""
-    gpu = re.sub(r"^\d+ x ", "", machine).split(", ")[0]
+    """The roofs of a row's GPU by name, from lab/machine/facts/, or None if nobody has measured them."""
+    gpu = card_of(machine)
     for path in sorted((ROOT / "lab/machine/facts").glob("*.json")):
         facts = json.loads(path.read_text())
         if facts["gpu"] == gpu:
             return {name: roof["value"] for name, roof in facts["roofs"].items()}
-    sys.exit(f"there are no facts of '{gpu}' in lab/machine/facts; measure its roofs and add a file")
+    return None
 
 
 def compute_of(rows):
@@ -206,6 +247,8 @@ def gpu_method(rows):
         if by_themselves
         else "Passes follow one another in a CUDA graph, over several copies of the layer."
     )
+    if roofs_of(rows[0]["machine"]) is None:
+        return f"{method} The roofs of this GPU are not measured."
     return f"{method} Floor: max({floor_terms(rows, 'launch_us')})."
 
 
@@ -219,7 +262,7 @@ def gpu_table(suite, title, note=""):
     names = ["floor / time", *(["PyTorch µs", "speed-up"] if has_rival else [])]
     heads = [head for beta in betas for head in (f"β {beta:g}: time µs", *names)]
     absent = ["–"] * (1 + len(names))
-    said = [f"**{title}**", gpu_summary(rows), gpu_method(rows), note]
+    said = [f"**{title.format(card=short_card(rows))}**", gpu_summary(rows), gpu_method(rows), note]
     lines = [" ".join(text for text in said if text)]
     layers = {}
     for row in rows:
@@ -561,11 +604,12 @@ def ranks_table(suite, title):
     if not rows:
         return ""
     heads = ["time µs", "floor / time", "TFLOP/s per GPU", "weights TB/s", "sent MB per GPU"]
-    nvlink = roofs_of(rows[0]["machine"])["nvlink_gb_per_s"]
-    method = (
-        "The time is that of the slowest rank, with routing given and β 1. Floor, of the most loaded rank: "
-        f"max({floor_terms(rows, 'ranks_launch_us')}, sent bytes / {nvlink:g} GB/s)."
-    )
+    method = f"On {short_card(rows)}s. The time is that of the slowest rank, with routing given and β 1."
+    if roofs := roofs_of(rows[0]["machine"]):
+        method += (
+            f" Floor, of the most loaded rank: max({floor_terms(rows, 'ranks_launch_us')}, "
+            f"sent bytes / {roofs['nvlink_gb_per_s']:g} GB/s)."
+        )
     if compute_of(rows) == "fp8":
         method += (
             " The last column has the best time of others, published or measured (`results/published.json`), on 8 "
@@ -964,25 +1008,25 @@ def main():
         "engines": engines_table(),
         "cpu": cpu_table(),
         "libraries": library_table(),
-        "one_gpu_bf16": gpu_table("one_gpu_bf16", "One H200, bf16, gate and combine included."),
-        "one_gpu_fp8": gpu_table(
-            "one_gpu_fp8", "One H200, FP8, gate, quantisation and combine included.", FP8_SCALES
-        ),
-        "one_gpu_fp8_more": gpu_table("one_gpu_fp8_more", "One H200, FP8, four models with fewer and larger experts."),
+        "one_gpu_bf16": for_each_card("one_gpu_bf16.json", lambda: gpu_table("one_gpu_bf16", "One {card}, bf16, gate and combine included.")),
+        "one_gpu_fp8": for_each_card("one_gpu_fp8.json", lambda: gpu_table(
+            "one_gpu_fp8", "One {card}, FP8, gate, quantisation and combine included.", FP8_SCALES
+        )),
+        "one_gpu_fp8_more": for_each_card("one_gpu_fp8_more.json", lambda: gpu_table("one_gpu_fp8_more", "One {card}, FP8, four models with fewer and larger experts.")),
         "products": products_table(),
-        "grouped": grouped_table("grouped.json"),
-        "grouped_quack": grouped_table("grouped_quack.json"),
+        "grouped": for_each_card("grouped.json", lambda: grouped_table("grouped.json")),
+        "grouped_quack": for_each_card("grouped_quack.json", lambda: grouped_table("grouped_quack.json")),
         "sonic_moe": sonic_moe_table(),
-        "exchange": exchange_table(),
-        "all_to_all": all_to_all_table(),
+        "exchange": for_each_card("exchange.json", exchange_table),
+        "all_to_all": for_each_card("all_to_all.json", all_to_all_table),
         "hosts": hosts_table(),
         "hosts_on_paper": hosts_on_paper_table(),
         "hosts_chaos": hosts_chaos_table(),
         "astero": astero_table(),
-        "ep_fp8": ranks_table("ep_fp8", "FP8, dispatch and combine inside the kernel."),
-        "ep_bf16": ranks_table("ep_bf16", "bf16, dispatch and combine inside the kernel."),
-        "ep_thesis": ranks_table("ep_thesis", "FlashDMoE's layer, bf16."),
-        "one_gpu_thesis": gpu_table("one_gpu_thesis", "FlashDMoE's layer on one H200, bf16."),
+        "ep_fp8": for_each_card("ep_fp8.json", lambda: ranks_table("ep_fp8", "FP8, dispatch and combine inside the kernel.")),
+        "ep_bf16": for_each_card("ep_bf16.json", lambda: ranks_table("ep_bf16", "bf16, dispatch and combine inside the kernel.")),
+        "ep_thesis": for_each_card("ep_thesis.json", lambda: ranks_table("ep_thesis", "FlashDMoE's layer, bf16.")),
+        "one_gpu_thesis": for_each_card("one_gpu_thesis.json", lambda: gpu_table("one_gpu_thesis", "FlashDMoE's layer on one {card}, bf16.")),
         "thesis_times": thesis_times(),
         "thesis_beside": thesis_beside(),
         "thesis_launches": thesis_launches(),

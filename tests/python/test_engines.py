@@ -13,6 +13,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "bench"))
 import engine_models
 import engines
+import result_rows
 
 E, I, H = 3, 128, 256
 
@@ -126,6 +127,14 @@ def test_cells_and_shares():
     other = row | {"backend": "triton", "dtype": "fp8", "tpot_ms": 3.0}
     engines.share([*rows, other])
     assert rows[0]["moe_share"] == 0.75 and "moe_share" not in rows[1] and "moe_share" not in other
+
+
+def test_rows_of_cards_do_not_replace_each_other(tmp_path):
+    path = tmp_path / "rows.json"
+    row = lambda machine, us: {"machine": machine, "model": "olmoe", "us": us}
+    result_rows.merge(path, [row("2 x NVIDIA H200, 132 SMs, CUDA 13.0", 1), row("NVIDIA H100 80GB HBM3", 2)], ["model"])
+    result_rows.merge(path, [row("NVIDIA H200, CUDA 13.1", 3)], ["model"])
+    assert [r["us"] for r in json.loads(path.read_text())] == [3, 2]
 
 
 def test_models_are_written(tmp_path):
