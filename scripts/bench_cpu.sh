@@ -27,7 +27,6 @@ PY
 mkdir -p results
 # Interleaved, so that a slow minute of a shared machine falls on all alike.
 measure cpu_bench --benchmark_repetitions=9 --benchmark_enable_random_interleaving=true
-if [ -x build/bench/gemm_libraries ]; then measure gemm_libraries --benchmark_repetitions=3 --benchmark_enable_random_interleaving=true; fi
 ./run >/dev/null  # builds, and makes the checkpoint
 ./run >results/run.txt
 scripts/tables.py

@@ -118,28 +118,6 @@ def cpu_table():
     return "\n".join(lines + ["", provenance(result)])
 
 
-def library_table():
-    result = load("gemm_libraries.json")
-    if result is None:
-        return ""
-    rows = medians(result)
-    names = ["onednn_bf16", "libxsmm_bf16", "onednn_f32", "libxsmm_f32", "openblas_f32"]
-    shapes = sorted({name.partition("/")[2] for name in rows}, key=lambda s: natural((s,)))
-    lines = [
-        "**GFLOP/s on all cores** (m weight rows, n tokens, depth k).",
-        "",
-        "| tile | " + " | ".join(name.replace("_", " ") for name in names) + " |",
-        "|---" * (len(names) + 1) + "|",
-    ]
-    for shape in shapes:
-        cells = [
-            f"{rows[f'{name}/{shape}'][2]['flops'] / 1e9:.0f}" if f"{name}/{shape}" in rows else "–"
-            for name in names
-        ]
-        lines.append(f"| {shape.replace('/', ' ').replace(':', ' ')} | " + " | ".join(cells) + " |")
-    return "\n".join(lines + ["", provenance(result)])
-
-
 MODEL_NAMES = {
     "olmoe": "OLMoE",
     "qwen3-30b": "Qwen3-30B-A3B",
@@ -1007,7 +985,6 @@ def main():
         "transformers": transformers_table(),
         "engines": engines_table(),
         "cpu": cpu_table(),
-        "libraries": library_table(),
         "one_gpu_bf16": for_each_card("one_gpu_bf16.json", lambda: gpu_table("one_gpu_bf16", "One {card}, bf16, gate and combine included.")),
         "one_gpu_fp8": for_each_card("one_gpu_fp8.json", lambda: gpu_table(
             "one_gpu_fp8", "One {card}, FP8, gate, quantisation and combine included.", FP8_SCALES
