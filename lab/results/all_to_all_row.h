@@ -49,10 +49,7 @@ struct AllToAllRow {
 
   template <typename RowType, typename Visitor>
   static void visit(RowType& row, Visitor&& field) {
-    field.text("suite", row.suite);
-    field.text("machine", row.machine);
-    field.text("commit", row.commit);
-    field.text("command", row.command);
+    visit_head(row, field);
     field.text("case", row.problem);
     field.count("experts", row.experts);
     field.count("top_k", row.top_k);
@@ -62,10 +59,7 @@ struct AllToAllRow {
     field.text("stand_in", row.stand_in);
     field.count("ranks", row.ranks);
     field.whole("gpus", row.gpus);
-    field.time("median_us", row.median_us);
-    field.time("p10_us", row.p10_us);
-    field.time("p90_us", row.p90_us);
-    field.count("repeats", row.repeats);
+    visit_times(row, field);
     field.amount("nvlink_bytes", row.nvlink_bytes);
     field.time("floor_us", row.floor_us);
     field.text("blocks", row.blocks);

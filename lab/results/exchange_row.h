@@ -33,10 +33,7 @@ struct ExchangeRow {
 
   template <typename RowType, typename Visitor>
   static void visit(RowType& row, Visitor&& field) {
-    field.text("suite", row.suite);
-    field.text("machine", row.machine);
-    field.text("commit", row.commit);
-    field.text("command", row.command);
+    visit_head(row, field);
     field.text("stage", row.stage);
     field.text("dtype", row.dtype);
     field.count("hidden", row.hidden);
@@ -45,10 +42,7 @@ struct ExchangeRow {
     field.count("ranks", row.ranks);
     field.count("tokens_per_rank", row.tokens_per_rank);
     field.flag("pre_sum", row.pre_sum);
-    field.time("median_us", row.median_us);
-    field.time("p10_us", row.p10_us);
-    field.time("p90_us", row.p90_us);
-    field.count("repeats", row.repeats);
+    visit_times(row, field);
     field.amount("nvlink_bytes", row.nvlink_bytes);
     field.time("floor_us", row.floor_us);
     field.text_if_any("rival", row.rival);

@@ -45,10 +45,7 @@ struct GroupedRow {
 
   template <typename RowType, typename Visitor>
   static void visit(RowType& row, Visitor&& field) {
-    field.text("suite", row.suite);
-    field.text("machine", row.machine);
-    field.text("commit", row.commit);
-    field.text("command", row.command);
+    visit_head(row, field);
     field.text("implementation", row.implementation);
     field.count("experts", row.experts);
     field.count("n", row.n);
@@ -61,10 +58,7 @@ struct GroupedRow {
     field.share("beta_reached", row.beta_reached);
     field.count("rows", row.rows);
     field.whole("experts_hit", row.experts_hit);
-    field.time("median_us", row.median_us);
-    field.time("p10_us", row.p10_us);
-    field.time("p90_us", row.p90_us);
-    field.count("repeats", row.repeats);
+    visit_times(row, field);
     field.amount("touched_bytes", row.touched_bytes);
     field.amount("flops", row.flops);
     field.time("floor_us", row.floor_us);

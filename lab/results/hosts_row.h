@@ -37,10 +37,7 @@ struct HostsRow {
 
   template <typename RowType, typename Visitor>
   static void visit(RowType& row, Visitor&& field) {
-    field.text("suite", row.suite);
-    field.text("machine", row.machine);
-    field.text("commit", row.commit);
-    field.text("command", row.command);
+    visit_head(row, field);
     field.text("engine", row.engine);
     field.text("stage", row.stage);
     field.text("link", row.link);
@@ -50,10 +47,7 @@ struct HostsRow {
     field.whole("experts", row.experts);
     field.whole("top_k", row.top_k);
     field.whole("tokens_per_rank", row.tokens_per_rank);
-    field.time("median_us", row.median_us);
-    field.time("p10_us", row.p10_us);
-    field.time("p90_us", row.p90_us);
-    field.count("repeats", row.repeats);
+    visit_times(row, field);
     field.amount("link_bytes", row.link_bytes);
     field.amount("wrong", row.wrong);
     field.time("model_us", row.model_us);

@@ -34,10 +34,7 @@ struct LateRow {
 
   template <typename RowType, typename Visitor>
   static void visit(RowType& row, Visitor&& field) {
-    field.text("suite", row.suite);
-    field.text("machine", row.machine);
-    field.text("commit", row.commit);
-    field.text("command", row.command);
+    visit_head(row, field);
     field.text("engine", row.engine);
     field.text("policy", row.policy);
     field.text("model", row.model);

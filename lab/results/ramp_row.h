@@ -35,10 +35,7 @@ struct RampRow {
 
   template <typename RowType, typename Visitor>
   static void visit(RowType& row, Visitor&& field) {
-    field.text("suite", row.suite);
-    field.text("machine", row.machine);
-    field.text("commit", row.commit);
-    field.text("command", row.command);
+    visit_head(row, field);
     field.text("kernel", row.kernel);
     field.text("model", row.model);
     field.count("experts", row.experts);
@@ -75,10 +72,7 @@ struct RegionRow {
 
   template <typename RowType, typename Visitor>
   static void visit(RowType& row, Visitor&& field) {
-    field.text("suite", row.suite);
-    field.text("machine", row.machine);
-    field.text("commit", row.commit);
-    field.text("command", row.command);
+    visit_head(row, field);
     field.text("kernel", row.kernel);
     field.text("model", row.model);
     field.text("generator", row.generator);

@@ -56,10 +56,7 @@ struct Row {
 
   template <typename RowType, typename Visitor>
   static void visit(RowType& row, Visitor&& field) {
-    field.text("suite", row.suite);
-    field.text("machine", row.machine);
-    field.text("commit", row.commit);
-    field.text("command", row.command);
+    visit_head(row, field);
     field.text_if_any("date", row.date);
     field.text("model", row.model);
     field.count("hidden", row.hidden);
@@ -71,10 +68,7 @@ struct Row {
     field.count("ranks", row.ranks);
     field.count("tokens_per_rank", row.tokens_per_rank);
     field.share("beta", row.beta);
-    field.time("median_us", row.median_us);
-    field.time("p10_us", row.p10_us);
-    field.time("p90_us", row.p90_us);
-    field.count("repeats", row.repeats);
+    visit_times(row, field);
     field.amount("touched_bytes", row.touched_bytes);
     field.amount("flops", row.flops);
     field.amount("nvlink_bytes", row.nvlink_bytes);

@@ -108,4 +108,20 @@ class FieldFiller {
   const FieldReader& from_;
 };
 
+// Fields that most types of rows have, in their order.
+template <typename RowType, typename Visitor>
+void visit_head(RowType& row, Visitor& field) {
+  field.text("suite", row.suite);
+  field.text("machine", row.machine);
+  field.text("commit", row.commit);
+  field.text("command", row.command);
+}
+template <typename RowType, typename Visitor>
+void visit_times(RowType& row, Visitor& field) {
+  field.time("median_us", row.median_us);
+  field.time("p10_us", row.p10_us);
+  field.time("p90_us", row.p90_us);
+  field.count("repeats", row.repeats);
+}
+
 }  // namespace switchyard::results
