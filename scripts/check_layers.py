@@ -15,7 +15,7 @@ TREES = {
     "src": ["base", "protocol", "model", "routing", "reference", "network", "fabric", "trace", "layer", "exchange",
             "symmetric", "cpu", "gpu", "operators", "tuner", "c_api"],
     "examples": ["all_to_all"],
-    "lab": ["results", "report", "machine", "run", "bench", "cli"],
+    "lab": ["blackwell", "results", "report", "machine", "run", "bench", "cli"],
 }
 ROOMS = [room for rooms in TREES.values() for room in rooms]
 # Rooms that stand side by side, although one comes first above.
@@ -59,7 +59,7 @@ STRANGERS = {
 }
 # Within src/gpu, the kernels from the instruction up, then the host. What lies in src/gpu itself are
 # its doors for other rooms.
-GPU_ROOMS = ["ptx", "pipeline", "tile", "blackwell", "grouped", "operators", "route", "schedule", "exchange", "tokens", "dispatch", "layer", "host"]
+GPU_ROOMS = ["ptx", "pipeline", "tile", "grouped", "operators", "route", "schedule", "exchange", "tokens", "dispatch", "layer", "host"]
 # What kernels know outside src/gpu: what both engines share.
 KERNELS_KNOW = {"base", "protocol", "routing", "switchyard"}
 # Each of their includes costs seconds of compile time: docs/dependencies.md.

@@ -1,7 +1,7 @@
 // y[to[r]] = x[from[r]]: a product with the identity, between the token source and the row sink of
-// gpu/blackwell/rows.cuh. It is there to compile and disassemble both for sm_100a. Never run: no
+// blackwell/rows.cuh. It is there to compile and disassemble both for sm_100a. Never run: no
 // host code launches it, and it is in no library.
-#include "gpu/blackwell/rows.cuh"
+#include "blackwell/rows.cuh"
 
 namespace switchyard::gpu {
 namespace {

@@ -1,10 +1,10 @@
 // Rows in any order, by Blackwell's copy engine: a token source for load_tile() and a row sink for
-// gemm_tile(). Never run: see gpu/ptx/gather4.cuh. gemm_tile() itself is Hopper's, because its
+// gemm_tile(). Never run: see blackwell/gather4.cuh. gemm_tile() itself is Hopper's, because its
 // matrix instruction (WGMMA) is not there on Blackwell.
 #pragma once
 
 #include "gpu/ptx/convert.cuh"
-#include "gpu/ptx/gather4.cuh"
+#include "blackwell/gather4.cuh"
 #include "gpu/tile/load.cuh"
 #include "gpu/tile/store.cuh"
 
