@@ -17,53 +17,20 @@
 #include "gpu/grouped/gather.cuh"
 #include "gpu/ptx/cluster.cuh"
 #include "gpu/tile/load.cuh"
+#include "gpu/tile/policies.h"
 
 namespace switchyard::gpu {
 
-// Weight-major tiles of 16 to 256 tokens.
-struct BF16Grouped {
-  static constexpr Numerics kNumerics{
-      .weight = DType::kBF16, .token = DType::kBF16, .scale_group = 0};
-  static constexpr TileConfig kTile{.weight_rows = kTileRows,
-                                    .token_rows = {256, 32, 16},
-                                    .stages = kMaxStages,
-                                    .orientation = Orientation::kWeightMajor,
-                                    .cluster = kPair,
-                                    .most_log2_split = 0};
-  static constexpr TokenSource kTokens = TokenSource::kPacked;
+// Rows may also be gathered through an index.
+struct BF16Grouped : BF16Tiles {
   static constexpr bool kMayGather = true;
-  static constexpr std::uint32_t kStagesTogether = 1;
-  static constexpr int kSlotRows = kTile.max_height();
-  static constexpr int kStagedTokens = 16;
-  static constexpr RoleRegisters kRegisters{.loading = 88, .math = 208};
 };
-static_assert(suffice(BF16Grouped::kRegisters));
-
-// The same tiles in fp16: the matrix instruction takes other operands, at the same rate. Its sums
-// are fp32, and so is everything behind it, up to the output.
-struct F16Grouped : BF16Grouped {
-  static constexpr Numerics kNumerics{
-      .weight = DType::kF16, .token = DType::kF16, .scale_group = 0};
-};
-
-// Token-major tiles of 16 to 128 tokens and 256 weight rows.
-struct FP8Grouped {
-  static constexpr Numerics kNumerics{
-      .weight = DType::kF8E4M3, .token = DType::kF8E4M3, .scale_group = kQuantGroup};
-  static constexpr TileConfig kTile{.weight_rows = 2 * kTileRows,
-                                    .token_rows = {128, 128, 16},
-                                    .stages = kMaxStages,
-                                    .orientation = Orientation::kTokenMajor,
-                                    .cluster = kPair,
-                                    .most_log2_split = 0};
-  static constexpr TokenSource kTokens = TokenSource::kPacked;
+struct F16Grouped : F16Tiles {
   static constexpr bool kMayGather = true;
-  static constexpr std::uint32_t kStagesTogether = 1;
-  static constexpr int kSlotRows = kTile.max_height();
-  static constexpr int kStagedTokens = 16;
-  static constexpr RoleRegisters kRegisters{.loading = 72, .math = 216};
 };
-static_assert(suffice(FP8Grouped::kRegisters));
+struct FP8Grouped : FP8Tiles {
+  static constexpr bool kMayGather = true;
+};
 
 template <typename C>
 struct GroupedStorage {

@@ -7,7 +7,7 @@
 
 #include "gpu/route/params.h"
 #include "gpu/schedule/params.h"
-#include "gpu/tile/config.h"
+#include "gpu/tile/policies.h"
 #include "switchyard/schedule.h"
 
 namespace switchyard::gpu {
@@ -17,36 +17,18 @@ struct LargePass {
   static constexpr bool kTraced = false;
   static constexpr PassSize kSize = PassSize::kLarge;
   static constexpr Start kStart = Start::kShared;
-  static constexpr TokenSource kTokens = TokenSource::kPacked;
   static constexpr GateLoads kGate = GateLoads::kCopyEngine;
   static constexpr Teller kTeller = Teller::kScheduler;
-  // The number of stages that must be free before their weights are requested together. It must be
-  // less than the ring has: math warps release a stage only when they have issued the products of
-  // the next.
-  static constexpr std::uint32_t kStagesTogether = 1;
   static constexpr bool kLendsRing = true;  // to tables of many experts
   static constexpr bool kOneRank = false;   // true: the kernel is compiled for a world of one rank
   static constexpr bool kRounds = false;    // true: a pass may have two rounds; see InRounds
-  // The number of tokens that a math warpgroup transposes from its 64 weight rows into rows of
-  // tokens at a time.
-  static constexpr int kStagedTokens = 16;
   // The scheduler's pause between looks at its barriers: a warp that polls without pause takes
   // issue slots from the math warps.
   static constexpr unsigned kSchedulerRestNs = 32;
 };
 
-struct BF16Policy : LargePass {
-  static constexpr Numerics kNumerics{
-      .weight = DType::kBF16, .token = DType::kBF16, .scale_group = 0};
-  static constexpr TileConfig kTile{.weight_rows = kTileRows,
-                                    .token_rows = {256, 32, 16},
-                                    .stages = kMaxStages,
-                                    .orientation = Orientation::kWeightMajor,
-                                    .cluster = kPair,
-                                    .most_log2_split = 0};
-  // The rows of a slot for tiles of h. Small passes use the slots of large ones.
-  static constexpr int kSlotRows = kTile.max_height();
-  static constexpr RoleRegisters kRegisters{.loading = 88, .math = 208};
+// Small passes use the slots of large ones for tiles of h.
+struct BF16Policy : BF16Tiles, LargePass {
   // When the weights of so many stages are not yet requested, the scheduler takes the next ticket.
   // Later, the ring could run dry. Earlier, the block would hold a task that no other block can do.
   static constexpr std::uint32_t kStagesAhead = 12;
@@ -55,22 +37,7 @@ struct BF16Policy : LargePass {
   static constexpr int kSmallTokens = 32, kSmallLogits = 6144;
 };
 
-// E4M3 with scales: one for each 128 x 128 weights, one for each 128 columns of a token. A stage is
-// 128 columns deep; the matrix unit sums its products, with few bits, and they are then summed in
-// fp32. The second sum takes its own accumulators, so tiles have half as many tokens. They have
-// twice as many weight rows, which for a gated FFN make 128 columns of h: the group that shares a
-// scale.
-struct FP8Policy : LargePass {
-  static constexpr Numerics kNumerics{
-      .weight = DType::kF8E4M3, .token = DType::kF8E4M3, .scale_group = kQuantGroup};
-  static constexpr TileConfig kTile{.weight_rows = 2 * kTileRows,
-                                    .token_rows = {128, 128, 16},
-                                    .stages = kMaxStages,
-                                    .orientation = Orientation::kTokenMajor,
-                                    .cluster = kPair,
-                                    .most_log2_split = 0};
-  static constexpr int kSlotRows = kTile.max_height();
-  static constexpr RoleRegisters kRegisters{.loading = 72, .math = 216};
+struct FP8Policy : FP8Tiles, LargePass {
   static constexpr std::uint32_t kStagesAhead = 6;
   static constexpr std::uint32_t kCopyVectors = 4;  // the loading warps have few registers
   static constexpr int kSmallTokens = 32, kSmallLogits = 3072;
