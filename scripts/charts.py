@@ -8,11 +8,13 @@ The SVG is written by hand: no library has to be installed, and the same results
 """
 
 import collections
-import json
 import sys
 
 from generated import ROOT, write_or_check
-from tables import MODEL_NAMES
+
+sys.path += [str(ROOT / "lab"), str(ROOT / "bench")]
+
+from result_tables.common import MODEL_NAMES, load
 
 IMAGES = ROOT / "docs" / "images"
 
@@ -106,7 +108,7 @@ def over_floor_chart(rows, theme):
 
 
 def main():
-    rows = json.loads((ROOT / "results" / "one_gpu_fp8.json").read_text())
+    rows = load("one_gpu_fp8.json")
     charts = {IMAGES / f"over-the-floor-{name}.svg": over_floor_chart(rows, theme) for name, theme in THEMES.items()}
     return write_or_check(charts)
 
