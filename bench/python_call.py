@@ -27,7 +27,8 @@ def main():
     experts, hidden, intermediate, tokens, top_k = 8, 64, 32, 4, 2
     w13 = torch.zeros(experts, 2 * intermediate, hidden, dtype=torch.bfloat16)
     w2 = torch.zeros(experts, hidden, intermediate, dtype=torch.bfloat16)
-    layer = switchyard.Experts(w13, w2, top_k=top_k, max_tokens=16, num_threads=1)
+    one_thread = switchyard.Placement(num_threads=1)
+    layer = switchyard.Experts(w13, w2, top_k=top_k, max_tokens=16, placement=one_thread)
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
     ids = torch.arange(tokens * top_k).reshape(tokens, top_k) % experts
     weights = torch.ones(tokens, top_k)

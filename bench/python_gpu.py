@@ -41,11 +41,21 @@ def by_python(tokens, copies, passes, repeats):
 
     torch.manual_seed(tokens)
     layers = []
+    memory = switchyard.Memory(
+        switchyard.Workspace(
+            hidden=HIDDEN,
+            intermediate=INTERMEDIATE,
+            experts=EXPERTS,
+            top_k=TOP_K,
+            max_tokens=tokens,
+            compute="bf16",
+            device="cuda",
+        )
+    )
     for _ in range(copies):
         w13 = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, device="cuda", dtype=torch.bfloat16) / 45
         w2 = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, device="cuda", dtype=torch.bfloat16) / 32
-        share = {"share_memory_with": layers[0]} if layers else {}
-        layers.append(switchyard.Experts(w13, w2, top_k=TOP_K, max_tokens=tokens, **share))
+        layers.append(switchyard.Experts(w13, w2, top_k=TOP_K, max_tokens=tokens, memory=memory))
     x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
     weights, ids = torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K)
     weights, ids = weights.contiguous(), ids.to(torch.int32).contiguous()

@@ -17,10 +17,8 @@ def rank(world):
         w13[own.start : own.stop],
         w2[own.start : own.stop],
         top_k=K,
-        num_experts=E,
         max_tokens=64,
-        world=world,
-        num_threads=1,
+        placement=switchyard.Placement(world=world, num_experts=E, num_threads=1),
     )
     x = torch.randn(10 + world.rank, H)
     weights, ids = torch.randn(x.shape[0], E).softmax(-1).topk(K)

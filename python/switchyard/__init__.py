@@ -37,6 +37,7 @@ from ._exchange import Exchange, ExchangeHandle, ExchangeStats, Received
 from ._experts import Experts, experts
 from ._heap import HeapStats, PeerMap, SymmetricHeap
 from ._operators import GroupedGemm, GroupedSchedule, Permutation, grouped_gemm, permute, unpermute
+from ._options import Diagnostics, Memory, Numerics, Placement
 from ._passes import Stats
 from ._routing import Routing, topk
 from ._workspace import DeviceAllocator, Workspace
@@ -55,6 +56,7 @@ __all__ = [
     "CapacityExceeded",
     "DTypeMismatch",
     "DeviceAllocator",
+    "Diagnostics",
     "Error",
     "Exchange",
     "ExchangeHandle",
@@ -66,11 +68,14 @@ __all__ = [
     "InvalidArgument",
     "InvalidConfig",
     "InvalidFile",
+    "Memory",
     "MissingTensor",
     "MoeLayer",
+    "Numerics",
     "OutOfMemory",
     "PeerMap",
     "Permutation",
+    "Placement",
     "Received",
     "Routing",
     "ShapeMismatch",

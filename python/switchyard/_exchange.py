@@ -169,7 +169,7 @@ class Exchange(Owned):
         order of k, rounds the sum to `combine`, and sends it as one row. Fewer bytes between hosts,
         one rounding more. Not with "receiver". Of one host nothing changes.
     placement : sequence of int [places], optional
-        The expert at each place, as of `Experts`.
+        The expert at each place, as `experts` of `Placement`.
     large_ids_are_none : bool
         Ids of num_experts or more mean "no expert", as negative ones do.
     device : str, int or torch.device

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import os
 from collections.abc import Sequence
 from ctypes import byref
-from typing import Any, Literal
+from typing import Any
 
 from . import _abi, _arrays, _cache, _values
 from ._activation import Activation
 from ._arrays import Array
 from ._library import check, library
+from ._options import KINDS, Diagnostics, Memory, Numerics, Placement, with_new_names
 from ._passes import Handle
 from ._routing import Routing
 from ._values import count_text
 from ._weights import Order, compute_code, put_placement, weights_of
 from ._workspace import Workspace, choose_memory, creating, world_of
-from ._world import World, checked_world
+from ._world import World
 from .errors import InvalidArgument, MissingTensor, ShapeMismatch
-
-BadIds = Literal["raise", "skip"]
-CapacityRule = Literal["slots", "tokens"]
 
 
 class Experts(Handle):
@@ -55,63 +53,21 @@ class Experts(Handle):
         shape says that it is of blocks.
     w13_bias, w2_bias : array [n, 2 I], [n, H]
         Optional.
-    num_experts : int, optional
-        Of all ranks. None: n, in a world of one.
-    placement : sequence of int [places], optional
-        The expert at each place, for experts that do not stand in shards, or more than once: after
-        load balancing. Places are numbered over all ranks, rank r has those of
-        ``world.own_experts(places)``, and n is of places. The same on all ranks.
     routing : Routing, optional
         How `from_logits` chooses experts.
     correction_bias : array [E], optional
         Of that routing.
-    world : World, optional
-        None: that of `workspace`, or a world of one.
-    workspace : Workspace, optional
-        The memory to work in, with room for this layer. None: memory of its own.
-    workspace_slot : int
-        Of `workspace`: 0 to its slots - 1.
-    share_memory_with : Experts, optional
-        Work in that layer's memory, which has to have room.
-    compute : str or dtype, optional
-        "bf16", "f32" or "f8_e4m3". None: by the weights' type.
-    weight_on_input : bool
-        The routing weight multiplies the expert's input, as in Llama-4.
-    capacity_factor : float
-        0: nothing is dropped. Otherwise an expert keeps so many times its even share of a rank's slots,
-        the first ones in the order of tokens, and the rest contribute nothing and count in
-        ``stats().dropped_slots``.
-    capacity_rule : {"slots", "tokens"}
-        An even share of T tokens is T top_k / E, as in GShard, or T / E, as in FlashDMoE; rounded up
-        with its factor.
-    bad_ids : {"raise", "skip"}
-        What becomes of an id that no expert has, or that a token names twice: an error, or a slot
-        that contributes nothing and counts in ``stats().bad_slots``.
-    large_ids_are_none : bool
-        Ids of num_experts or more mean "no expert", as -1 does.
-    pre_sum_per_host : bool
-        Ranks on several hosts, the same on all: a host sums its weighted outputs of one token of
-        another host in fp32, in the order of k, rounds the sum to the outputs' type, and sends it as
-        one row. Fewer bytes between hosts, one rounding more. Of one host nothing changes. On GPUs
-        a host's ranks are one layer then, with the fused kernel between them: set it where hosts
-        have several GPUs.
-    reserved_sms : int
-        On GPUs: SMs left to other kernels, NCCL's among them.
-    num_threads : int
-        On CPUs: of this rank; 0: hardware threads divided by ranks.
-    device : int, optional
-        On GPUs: its number. None: that of w13.
-    deadline : float
-        Seconds; 0: the world's.
-    trace : bool
-        Record what every role does, for `trace()`.
-    recorded_steps : int
-        Keep the rows of each expert of so many last passes, for `recording()`. 0: none, at no cost.
-    name : str
-        Of the layer, as its recording has it.
-    table : path, optional
-        On GPUs: a table that ``switchyard tune --kernel layer`` wrote for this shape, type and GPU, by
-        which the host chooses each pass's schedule from its tokens.
+    numerics : Numerics, optional
+        How it computes, and which slots it leaves out.
+    placement : Placement, optional
+        Where its experts are, and what computes them.
+    memory : Memory, optional
+        What it works in. None: memory of its own.
+    diagnostics : Diagnostics, optional
+        What it records, and how long it waits.
+    **renamed
+        Fields of those four by the names that they had here in 0.1.0, and `share_memory_with`, a layer in
+        whose memory to work: they go with the next release, and a DeprecationWarning names the new form.
 
     Raises
     ------
@@ -140,48 +96,28 @@ class Experts(Handle):
         block: tuple[int, int] | None = None,
         w13_bias: Any = None,
         w2_bias: Any = None,
-        num_experts: int | None = None,
-        placement: Sequence[int] | None = None,
         routing: Routing | None = None,
         correction_bias: Any = None,
-        world: World | None = None,
-        workspace: Workspace | None = None,
-        workspace_slot: int = 0,
-        share_memory_with: Experts | None = None,
-        compute: Any = None,
-        weight_on_input: bool = False,
-        capacity_factor: float = 0.0,
-        capacity_rule: CapacityRule = "slots",
-        bad_ids: BadIds = "raise",
-        large_ids_are_none: bool = False,
-        pre_sum_per_host: bool = False,
-        reserved_sms: int = 0,
-        num_threads: int = 0,
-        device: int | None = None,
-        deadline: float = 0.0,
-        trace: bool = False,
-        recorded_steps: int = 0,
-        name: str = "",
-        table: str | os.PathLike[str] | None = None,
+        numerics: Numerics | None = None,
+        placement: Placement | None = None,
+        memory: Memory | None = None,
+        diagnostics: Diagnostics | None = None,
+        **renamed: Any,
     ) -> None:
-        if bad_ids not in ("raise", "skip"):
-            raise InvalidArgument(f"bad_ids is {bad_ids!r}; use 'raise' or 'skip'")
-        if capacity_rule not in ("slots", "tokens"):
-            raise InvalidArgument(f"capacity_rule is {capacity_rule!r}; use 'slots' or 'tokens'")
-        if capacity_rule != "slots" and not capacity_factor:
-            raise InvalidArgument(
-                f"capacity_rule is {capacity_rule!r}, but capacity_factor is 0, which drops nothing; give "
-                "a factor, or leave the rule"
-            )
+        given = dict(numerics=numerics, placement=placement, memory=memory, diagnostics=diagnostics)
+        given = with_new_names(given | renamed)
+        share_memory_with = given.pop("share_memory_with", None)
+        numerics, placement, memory, diagnostics = (given.pop(of, None) or kind() for of, kind in KINDS.items())
+        for unknown in given:
+            raise TypeError(f"Experts() got an unexpected keyword argument {unknown!r}")
         if routing is not None and not isinstance(routing, Routing):
             raise InvalidArgument(f"routing is {routing!r}; pass a switchyard.Routing")
-        world = checked_world(world) or world_of(workspace)
+        world = placement.world or world_of(memory.workspace)
         weights, sizes, keep = weights_of(
             w13, w2, activation, order, transposed, w13_scale, w2_scale, block, w13_bias, w2_bias
         )
         count, intermediate, hidden = sizes
-        num_experts = _num_experts(num_experts, count, placement, world)
-        put_placement(weights, placement)
+        put_placement(weights, placement.experts)
         if correction_bias is not None:
             if routing is None:
                 raise InvalidArgument("correction_bias is given without routing; pass both")
@@ -191,38 +127,17 @@ class Experts(Handle):
             routing=ctypes.pointer(c_routing),
             hidden=hidden,
             intermediate=intermediate,
-            num_experts=num_experts,
+            num_experts=_num_experts(placement, count, world),
             top_k=top_k,
             expert_bias=int(w13_bias is not None or w2_bias is not None),
-            weight_on_input=_values.flag("weight_on_input", weight_on_input),
-            capacity_factor=capacity_factor,
-            capacity_rule=int(capacity_rule == "tokens"),
+            weight_on_input=int(numerics.weight_on_input),
+            capacity_factor=numerics.capacity_factor,
+            capacity_rule=int(numerics.capacity_rule == "tokens"),
             activation=activation._to_c(),
         )
-        cuda = weights.down.weight.device_type == _abi.CUDA
-        if device is not None and not cuda:
-            raise InvalidArgument(
-                f"device is {device!r}, but w2 is in host memory, so a CPU computes; leave it None, or move "
-                "the weights to the GPU"
-            )
-        options = _abi.LayerOptions(
-            backend=_abi.CUDA if cuda else _abi.CPU,
-            max_tokens=max_tokens,
-            num_threads=num_threads,
-            device=(weights.down.weight.device_id if device is None else device) if cuda else -1,
-            reserved_sms=reserved_sms,
-            compute=compute_code(compute, weights.down.weight.dtype),
-            trace=_values.flag("trace", trace),
-            bad_ids=int(bad_ids == "skip"),
-            large_ids_are_none=_values.flag("large_ids_are_none", large_ids_are_none),
-            pre_sum_per_host=_values.flag("pre_sum_per_host", pre_sum_per_host),
-            deadline_seconds=deadline,
-            recorded_steps=recorded_steps,
-            name=_values.text("name", name),
-            table_file=None if table is None else _values.path("table", table),
-        )
-        with creating(world, workspace, share_memory_with):
-            handle = choose_memory(options, workspace, workspace_slot, share_memory_with)
+        options = _options_of(numerics, placement, diagnostics, weights.down.weight, max_tokens)
+        with creating(world, memory.workspace, share_memory_with):
+            handle = choose_memory(options, memory.workspace, memory.slot, share_memory_with)
             check(
                 library.sy_layer_create(
                     world._open(), byref(spec), byref(weights), byref(options), byref(handle)
@@ -356,24 +271,76 @@ class Experts(Handle):
         self._parameters = keep.tensors
 
 
-def _num_experts(given: int | None, count: int, placement: Sequence[int] | None, world: World) -> int:
+def _num_experts(placement: Placement, count: int, world: World) -> int:
     """Experts of all ranks, where this one's arrays have `count`."""
-    if given is None:
-        if world.size > 1 or placement is not None:
+    if placement.num_experts is None:
+        if world.size > 1 or placement.experts is not None:
             raise InvalidArgument(
                 f"w13 has {count_text(count, 'expert')}, and the world {count_text(world.size, 'rank')}; say with "
                 "num_experts how many experts all ranks have together"
             )
-        given = count
-    num_experts = _values.integer("num_experts", given, 1, 2**31 - 1)
-    places = num_experts if placement is None else len(placement)
+        return count
+    places = placement.num_experts if placement.experts is None else len(placement.experts)
     own = len(world.own_experts(places))
     if count not in (own, places):
         raise ShapeMismatch(
             f"w13 has {count_text(count, 'expert')}; pass this rank's {own}, or all {places} of "
-            f"{'num_experts' if placement is None else 'placement'}"
+            f"{'num_experts' if placement.experts is None else 'placement'}"
         )
-    return num_experts
+    return placement.num_experts
+
+
+def _options_of(
+    numerics: Numerics, placement: Placement, diagnostics: Diagnostics, w2: _abi.Tensor, max_tokens: int
+) -> _abi.LayerOptions:
+    device = placement.device
+    cuda = w2.device_type == _abi.CUDA
+    if device is not None and not cuda:
+        raise InvalidArgument(
+            f"device is {device!r}, but w2 is in host memory, so a CPU computes; leave it None, or move "
+            "the weights to the GPU"
+        )
+    return _abi.LayerOptions(
+        backend=_abi.CUDA if cuda else _abi.CPU,
+        max_tokens=max_tokens,
+        num_threads=placement.num_threads,
+        device=(w2.device_id if device is None else device) if cuda else -1,
+        reserved_sms=placement.reserved_sms,
+        compute=compute_code(numerics.compute, w2.dtype),
+        trace=int(diagnostics.trace),
+        bad_ids=int(numerics.bad_ids == "skip"),
+        large_ids_are_none=int(numerics.large_ids_are_none),
+        pre_sum_per_host=int(numerics.pre_sum_per_host),
+        deadline_seconds=diagnostics.deadline,
+        recorded_steps=diagnostics.recorded_steps,
+        name=_values.text("name", diagnostics.name),
+        table_file=None if placement.table is None else _values.path("table", placement.table),
+    )
+
+
+def workspace_for(
+    w13: Any, w2: Any, *, top_k: int, max_tokens: int, numerics: Numerics, placement: Placement, **options: Any
+) -> Workspace:
+    """A workspace for layers of weights of this form, with these options. Collective, as they are."""
+    # A layer for one token tells what the library makes of the weights: sizes, and the type to compute in.
+    with contextlib.closing(
+        Experts(w13, w2, top_k=top_k, max_tokens=1, numerics=numerics, placement=placement, **options)
+    ) as layer:
+        return Workspace(
+            placement.world,
+            hidden=layer.hidden,
+            intermediate=layer.intermediate,
+            experts=layer.num_experts if placement.experts is None else len(placement.experts),
+            top_k=top_k,
+            max_tokens=max_tokens,
+            compute=layer.compute,
+            weight_on_input=numerics.weight_on_input,
+            activation=layer.activation,
+            device=layer.device,
+            reserved_sms=placement.reserved_sms,
+            num_threads=placement.num_threads,
+            pre_sum_per_host=numerics.pre_sum_per_host,
+        )
 
 
 def experts(
@@ -420,7 +387,7 @@ def experts(
         w2,
         top_k=_arrays.shape("topk_ids", topk_ids, 2)[1],
         tokens=_arrays.shape("x", x, 2)[0],
-        **options,
+        **with_new_names(options),
     )
     return layer(
         x, topk_ids, topk_weights, x_scale=x_scale, out=out, accumulate=accumulate, scale=scale

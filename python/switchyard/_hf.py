@@ -7,8 +7,6 @@ import difflib
 import functools
 import inspect
 import itertools
-import math
-import os
 import threading
 import warnings
 import weakref
@@ -17,14 +15,16 @@ from typing import Any
 
 import torch
 
-from . import _abi, _arrays, _probe
+from . import _probe
 from . import _torch as _torch_operators  # noqa: F401  # registers the operators
-from ._activation import Activation, is_flag, is_real, is_whole
-from ._experts import Experts
+from ._activation import Activation
+from ._experts import Experts, workspace_for
 from ._handle import in_child
+from ._options import KINDS, RENAMED, Memory, is_count, values_of
 from ._watch import Watch, registered
+from ._workspace import Workspace
 from ._world import World
-from .errors import DTypeMismatch, Error, InvalidArgument, Unsupported
+from .errors import DTypeMismatch, InvalidArgument, Unsupported
 
 _LEAST_TOKENS = 1024
 # The newest transformers whose classes were all run beside eager: see results/check_hf.json.
@@ -58,6 +58,7 @@ class _Made:
     # What layers have in common that work in the same memory: the model and what its size follows from.
     model: object
     form: tuple[Any, ...]
+    workspace: Workspace | None
 
     def serves(self, module: torch.nn.Module, tokens: int, top_k: int) -> bool:
         """Whether the layer is of what the module has now."""
@@ -307,16 +308,12 @@ def _model_of(module: torch.nn.Module, patched: object) -> object:
     return getattr(module, "config", None) if patched is None else patched
 
 
-def _sharing(model: object, form: tuple[Any, ...]) -> _Made | None:
-    """One whose memory another layer of its model and form can work in. Passes of one model follow
-    one another; those of others need not.
+def _sharing(model: object, form: tuple[Any, ...]) -> Workspace | None:
+    """The memory of other layers of a model and form. Passes of one model follow one another; those of others
+    need not.
     """
-    if model is None:
-        return None
-    for made in list(_made.values()):
-        if made.model is model and made.form == form and not made.layer.closed:
-            return made
-    return None
+    found = (made.workspace for made in list(_made.values()) if made.model is model and made.form == form)
+    return None if model is None else next(found, None)
 
 
 def _layer_of(
@@ -345,34 +342,22 @@ def _make(module: torch.nn.Module, tokens: int, top_k: int, find: _Finder, patch
     _warn_of_newer()
     with torch.no_grad(), torch.inference_mode(False):
         found, watch = _read(module, find)
-        options = dict(_settings.options) | found.options
+        options = {"large_ids_are_none": True, "world": _settings.world} | _settings.options | found.options
         most = options.pop("max_tokens", None) or max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
-        options["large_ids_are_none"] = True
-        most = max(most, tokens)
+        options = values_of(options) | {"top_k": top_k, "max_tokens": max(most, tokens)}
         form = (
             found.w2.device,
             found.w2.dtype,
             found.w2.shape,
             # The type that is computed in follows from that of the scales, too.
             getattr(options.get("w2_scale"), "shape", None),
-            options.get("block"),
-            top_k,
-            most,
-            options["activation"],
-            _settings.world,
-            dict(_settings.options),
+            *(options.get(name) for name in ("block", "top_k", "max_tokens", "activation", *KINDS)),
         )
         model = _model_of(module, patched)
-        other = _sharing(model, form)
-        layer = Experts(
-            found.w13,
-            found.w2,
-            top_k=top_k,
-            max_tokens=most,
-            world=_settings.world,
-            share_memory_with=None if other is None else other.layer,
-            **options,
-        )
+        workspace = _sharing(model, form)
+        if workspace is None and model is not None:
+            workspace = workspace_for(found.w13, found.w2, **options)
+        layer = Experts(found.w13, found.w2, memory=Memory(workspace), **options)
         # Views of parameters do not say that a gradient of these is asked for.
         layer._parameters = list(watch.tensors)
     return _Made(
@@ -381,6 +366,7 @@ def _make(module: torch.nn.Module, tokens: int, top_k: int, find: _Finder, patch
         [(*_split(name), value) for name, value in found.attributes.items()],
         model,
         form,
+        workspace,
     )
 
 
@@ -759,49 +745,24 @@ def _warn_of_newer() -> None:
         )
 
 
-def _is_count(value: Any, least: int = 0) -> bool:
-    return is_whole(value) and least <= value < 1 << 31
-
-
-def _is_number(value: Any) -> bool:
-    return is_real(value) and 0 <= value < math.inf
-
-
-# Options of `Experts` that all layers of a model may have: what they have to be, and whether a value is.
-_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "max_tokens": ("an int of at least 1", lambda v: _is_count(v, 1)),
-    "num_threads": ("an int of at least 0 (0: hardware threads divided by ranks)", _is_count),
-    "reserved_sms": ("an int of at least 0", _is_count),
-    "compute": ("None, 'bf16', 'f32' or 'f8_e4m3'", lambda v: v is None or _is_compute(v)),
-    "bad_ids": ("'raise' or 'skip'", lambda v: v in ("raise", "skip")),
-    "deadline": ("seconds, a finite number of at least 0 (0: the world's)", _is_number),
-    "capacity_factor": ("a finite number of at least 0 (0: nothing is dropped)", _is_number),
-    "capacity_rule": ("'slots' or 'tokens'", lambda v: v in ("slots", "tokens")),
-    "pre_sum_per_host": ("True or False", is_flag),
-    "trace": ("True or False", is_flag),
-    "recorded_steps": ("an int of at least 0", _is_count),
-    "table": ("None or the path of a file", lambda v: v is None or isinstance(v, (str, os.PathLike))),
-}
-
-
-def _is_compute(value: Any) -> bool:
-    try:
-        return _arrays.dtype_code(value) in (_abi.BF16, _abi.F32, _abi.F8_E4M3)
-    except Error:
-        return False
+# Options of `Experts` that all layers of a model may have.
+_OPTIONS = (
+    "max_tokens num_threads reserved_sms compute bad_ids deadline capacity_factor capacity_rule pre_sum_per_host "
+    "trace recorded_steps table"
+).split()
 
 
 def _check_options(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if name not in _OPTIONS:
-            of_layers = name in inspect.signature(Experts.__init__).parameters
+            of_layers = name in RENAMED or name in inspect.signature(Experts.__init__).parameters
             near = difflib.get_close_matches(name, _OPTIONS, n=1)
             why = "every module says that of itself; leave it out" if of_layers else "there is no such option"
             hint = f"; did you mean {near[0]}?" if near and not of_layers else ""
             raise InvalidArgument(f"{name} is {value!r}, but {why}{hint} (options: {', '.join(_OPTIONS)})")
-        what, is_right = _OPTIONS[name]
-        if not is_right(value):
-            raise InvalidArgument(f"{name} is {value!r}; pass {what}")
+    if not is_count(options.get("max_tokens", 1), 1):
+        raise InvalidArgument(f"max_tokens is {options['max_tokens']!r}; pass an int of at least 1")
+    values_of(options)
 
 
 def register_with_transformers(
@@ -821,8 +782,9 @@ def register_with_transformers(
         None: a world of one. Under expert parallelism of transformers that is right: it replicates
         tokens, marks slots of other ranks' experts and adds results up.
     **options
-        Of `Experts`, for every layer: max_tokens, num_threads, reserved_sms, compute, bad_ids, deadline,
-        capacity_factor, capacity_rule, pre_sum_per_host, trace, recorded_steps, table.
+        For every layer: max_tokens, and of `Numerics`, `Placement` and `Diagnostics` compute, bad_ids,
+        capacity_factor, capacity_rule, pre_sum_per_host, num_threads, reserved_sms, table, deadline, trace,
+        recorded_steps.
 
     Raises
     ------

@@ -106,11 +106,11 @@ class MoeLayer(torch.nn.Module):
             Most tokens of a call on this rank; the same on all ranks.
         device : torch.device or str
         workspace, workspace_slot
-            As of `Experts`.
+            As `workspace` and `slot` of `Memory`.
         compute : str or dtype, optional
             "bf16", "f32" or "f8_e4m3". None: by the weights' type.
         reserved_sms, num_threads, deadline, trace, pre_sum_per_host, recorded_steps, name
-            As of `Experts`.
+            As of `Placement`, `Diagnostics` and `Numerics`.
 
         Raises
         ------

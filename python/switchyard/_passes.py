@@ -179,7 +179,7 @@ class Handle(Reader):
         Raises
         ------
         InvalidArgument
-            Unless the layer was made with ``trace=True``.
+            Unless the layer was made with ``Diagnostics(trace=True)``.
         """
         with self._lock:
             return read_json(library.sy_layer_trace, self._open())
@@ -197,7 +197,7 @@ class Handle(Reader):
         Raises
         ------
         InvalidArgument
-            Unless the layer was made with ``recorded_steps`` of 1 or more.
+            Unless the layer was made with ``Diagnostics(recorded_steps=...)`` of 1 or more.
         """
         with self._lock:
             return read_json(library.sy_layer_recording, self._open(), None)["layers"][0]

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ._activation import Activation
-from ._experts import BadIds, Experts
+from ._experts import Experts, workspace_for
+from ._options import BadIds, Diagnostics, Memory, Numerics, Placement
 from ._weights import Order
+from ._workspace import Workspace
 from .errors import InvalidArgument, Unsupported
 
 # Where neither NCCL_MAX_CTAS nor NCCL_MAX_NCHANNELS says otherwise. NCCL's own limit is 64 since 2.22,
@@ -162,8 +164,8 @@ def other_signature(expected: Mapping[Any, str]) -> str | None:
     return None
 
 
-# On GPUs layers of one form work in the memory of the first: a server runs one at a time.
-_first_of_form: weakref.WeakValueDictionary[Any, Experts] = weakref.WeakValueDictionary()
+# On GPUs layers of one form work in one memory: a server runs one at a time.
+_workspaces: weakref.WeakValueDictionary[Any, Workspace] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass
@@ -222,6 +224,8 @@ class Binding:
         wanted = options.refresh_in_graphs
         self.refresh_in_graphs = refresh_in_graphs if wanted is None else wanted
         self.experts: Experts | None = None
+        # It is there for further layers as long as one of them is.
+        self._workspace: Workspace | None = None
         # Layers that became too small, which graphs may have captured.
         self._outgrown: list[Experts] = []
         self._addresses: tuple[int, ...] = ()
@@ -299,36 +303,34 @@ class Binding:
             small.get("w13_bias") is not None,
             self.weight_on_input,
         )
-        shared = _first_of_form.get(form) if w2.device.type == "cuda" else None
         start = time.perf_counter()
-        experts = Experts(
-            w13,
-            w2,
+        options: dict[str, Any] = dict(
             top_k=self.top_k,
             max_tokens=self.max_tokens,
             activation=self.activation,
             order=self.order,
-            weight_on_input=self.weight_on_input,
-            share_memory_with=shared,
-            reserved_sms=self.options.reserved_sms,
-            num_threads=self.options.num_threads,
-            bad_ids=self.options.bad_ids,
-            deadline=self.options.deadline,
+            numerics=Numerics(weight_on_input=self.weight_on_input, bad_ids=self.options.bad_ids),
+            placement=Placement(reserved_sms=self.options.reserved_sms, num_threads=self.options.num_threads),
+            diagnostics=Diagnostics(deadline=self.options.deadline),
             **small,
         )
+        self._workspace = _workspaces.get(form)
+        first = self._workspace is None
+        if first and _shares_memory(w2):
+            self._workspace = _workspaces[form] = workspace_for(w13, w2, **options)
+        experts = Experts(w13, w2, memory=Memory(self._workspace), **options)
         # Servers load weights as inference tensors, which count no changes, and say when they did:
         # weights_loaded().
         experts._watches = experts._watched = False
         made.layers += 1
         made.seconds += time.perf_counter() - start
-        if shared is None:
+        if first:
             made.bytes += experts.workspace_bytes
             self.log.info(
                 "Switchyard: layers of this form work in %.1f MiB beside their weights, for up to %d tokens",
                 experts.workspace_bytes / 2**20,
                 self.max_tokens,
             )
-        _first_of_form.setdefault(form, experts)
         return experts
 
 
@@ -337,6 +339,10 @@ def refresh_all() -> None:
     for binding in list(_bindings):
         if binding.experts is not None:
             binding.refresh()
+
+
+def _shares_memory(tensor: Any) -> bool:
+    return bool(tensor.device.type == "cuda")
 
 
 def _capturing(tensor: Any) -> bool:

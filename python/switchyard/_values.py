@@ -79,12 +79,16 @@ def path(name: str, value: Any) -> bytes:
     return found
 
 
-def integers(name: str, kind: Any, values: Any) -> Any:
-    """An array of C of whole numbers; of one element, which nobody reads, where there are none."""
-    low, high = RANGES[kind]
+def whole_numbers(name: str, values: Any, low: int, high: int) -> list[int]:
+    """Of a sequence or an array."""
     try:
         found = values.tolist() if hasattr(values, "tolist") else list(values)
     except TypeError:
         refuse(f"{name} is {values!r}; use a sequence of whole numbers")
-    checked = [integer(f"{name}[{i}]", value, low, high) for i, value in enumerate(found)]
+    return [integer(f"{name}[{i}]", value, low, high) for i, value in enumerate(found)]
+
+
+def integers(name: str, kind: Any, values: Any) -> Any:
+    """An array of C of whole numbers; of one element, which nobody reads, where there are none."""
+    checked = whole_numbers(name, values, *RANGES[kind])
     return (kind * max(len(checked), 1))(*checked)

@@ -117,8 +117,6 @@ def compute_code(compute: Any, weights: int) -> int:
     if compute is None:
         return _abi.DTYPE_NONE
     code = _arrays.dtype_code(compute)
-    if code not in (_abi.BF16, _abi.F32, _abi.F8_E4M3):
-        raise InvalidArgument(f"compute is {compute!r}; use 'bf16', 'f32' or 'f8_e4m3'")
     if code == _abi.F8_E4M3 and weights != _abi.F8_E4M3:
         raise InvalidArgument(
             f"compute is {compute!r}, but w2 is {_arrays.DTYPE_NAMES[weights]}; use 'bf16' or 'f32', or FP8 weights"

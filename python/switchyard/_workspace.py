@@ -108,7 +108,7 @@ class Workspace(Owned):
     """Memory that the layers of a model work in one after the other, in place of one each.
 
     Collective: every rank of the world makes it. It has room for every layer that is no larger in
-    any of these sizes: give the largest of each. Layers name it as ``workspace=``. Passes of layers
+    any of these sizes: give the largest of each. Layers name it in their `Memory`. Passes of layers
     in the same slot must follow one another: on CPUs a second one at the same time is refused; on
     GPUs they run on one stream, or on streams that wait for each other. A pass that failed with
     `Timeout` or `Aborted` is the end of all layers in its slot.
@@ -142,11 +142,11 @@ class Workspace(Owned):
     device : torch.device, str or int, optional
         None and "cpu": a CPU. "cuda" is the current GPU.
     reserved_sms : int
-        On GPUs: as of `Experts`.
+        On GPUs: as of `Placement`.
     num_threads : int
-        On CPUs: as of `Experts`. Layers may have fewer.
+        On CPUs: as of `Placement`. Layers may have fewer.
     pre_sum_per_host : bool
-        With room for layers with that option of `Experts`.
+        With room for layers with that option of `Numerics`.
     allocator : "torch" or DeviceAllocator, optional
         On GPUs: where memory comes from that other ranks do not write, which is all of it in a world
         of one. "torch": torch's caching allocator, so that its statistics and memory pools see it. Or
@@ -355,10 +355,10 @@ def world_of(workspace: Workspace | None) -> World:
     """The world of a layer that is given none."""
     if workspace is None:
         return default_world()
-    return _checked(workspace).world
+    return checked_workspace(workspace).world
 
 
-def _checked(workspace: Any) -> Workspace:
+def checked_workspace(workspace: Any) -> Workspace:
     if isinstance(workspace, Workspace):
         return workspace
     raise InvalidArgument(
@@ -388,7 +388,7 @@ def choose_memory(
     handle = LayerHandle()
     options.workspace_slot = slot
     if workspace is not None:
-        options.workspace = _checked(workspace)._open()
+        options.workspace = checked_workspace(workspace)._open()
         handle.kept = workspace._callbacks
         handle.lock = workspace._slot_locks.setdefault(slot, threading.RLock())
     elif slot != 0:

@@ -23,6 +23,11 @@ for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
     os.environ.pop(variable, None)
 
 
+def pytest_configure(config):
+    # The package, its plugins, documents and examples use the names of today.
+    config.addinivalue_line("filterwarnings", "error:.* of Experts goes with the next release:DeprecationWarning")
+
+
 def scripts():
     """The commands of pyproject.toml: what pip makes scripts of."""
     text = (ROOT / "pyproject.toml").read_text()

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 import switchyard
-from switchyard import Activation, Exchange, Experts, GroupedGemm, Routing, SymmetricHeap, Workspace, World
+from switchyard import (
+    Activation, Diagnostics, Exchange, Experts, GroupedGemm, Memory, Numerics, Placement, Routing, SymmetricHeap,
+    Workspace, World,
+)  # fmt: skip
 from switchyard import tuner
 
 T, H, I, E, K = 5, 128, 128, 4, 2
@@ -340,8 +343,8 @@ def test_the_table_has_every_public_function():
         "SymmetricHeap": "test_symmetric_heap.py, and below",
     }
     without_arrays = {
-        "Activation", "DeviceAllocator", "ExchangeHandle", "ExchangeStats", "GroupedSchedule", "HeapStats",
-        "PeerMap", "Routing", "Stats", "Workspace", "World", "has_cuda", "version", "tuner",
+        "Activation", "DeviceAllocator", "Diagnostics", "ExchangeHandle", "ExchangeStats", "GroupedSchedule",
+        "HeapStats", "Memory", "Numerics", "PeerMap", "Placement", "Routing", "Stats", "Workspace", "World", "has_cuda", "version", "tuner",
     }  # fmt: skip
     known = {re.split(r"[.(]", case)[0] for case in CASES} | set(elsewhere) | without_arrays
     errors = {n for n in switchyard.__all__ if n in dir(switchyard.errors)}
@@ -376,7 +379,7 @@ def test_a_rank_without_tokens_of_numpy_takes_part():
     def body(world):
         own = world.own_experts(E)
         weights = {name: a[own.start : own.stop] for name, a in WEIGHTS.items()}
-        layer = Experts(**weights, num_experts=E, top_k=K, max_tokens=T, world=world)
+        layer = Experts(**weights, placement=Placement(num_experts=E, world=world), top_k=K, max_tokens=T)
         exchange = Exchange(world, hidden=H, num_experts=E, top_k=K, max_tokens=T, dispatch="f32")
         few = T if world.rank == 0 else 0
         call = {name: a[:few] for name, a in CALL.items()}
@@ -467,6 +470,13 @@ SCALES = dict(
 )
 
 
+VALUES = {"numerics": Numerics, "placement": Placement, "memory": Memory, "diagnostics": Diagnostics}
+
+
+def _layer_with(of):
+    return lambda **fields: Experts(**WEIGHTS, top_k=K, max_tokens=T, **{of: VALUES[of](**fields)})
+
+
 def _exchange_of(**options):
     world = World.single()
     return Exchange(world, **dict(hidden=H, num_experts=E, top_k=K, max_tokens=T) | options)
@@ -492,6 +502,7 @@ CALLABLES = {
     "World.processes": (World.processes, dict(rank=0, size=1, rendezvous="arguments")),
     "World.own_experts": (World.single().own_experts, dict(num_experts=E)),
     "Experts": (Experts, dict(**WEIGHTS, top_k=K, max_tokens=T)),
+    **{f"Experts, {of}": (_layer_with(of), {}) for of in VALUES},
     "Experts, FP8": (Experts, dict(**SCALES, top_k=K, max_tokens=T, block=(128, 128))),
     "Experts()": (Experts(**WEIGHTS, top_k=K, max_tokens=T).__call__, CALL),
     "experts": (switchyard.experts, dict(**CALL, **WEIGHTS)),
@@ -521,6 +532,7 @@ SIGNATURES = {
     "Exchange": Exchange,
     "Workspace": Workspace,
     "SymmetricHeap": SymmetricHeap,
+    **{f"Experts, {of}": kind for of, kind in VALUES.items()},
 }
 ODD = {
     "int": [2**32 + 8, 2**32, 2**31, -1, -(2**31), 2**64 + 8, 2**63, 10**8, 1.5, math.nan, "8", [], b"8"],
@@ -604,16 +616,16 @@ IGNORED = {
     "x_scale": lambda: Experts(**WEIGHTS, top_k=K)(
         **CALL, x_scale=numpy.ones((T, 1), dtype=numpy.float32)
     ),
-    "device": lambda: Experts(**WEIGHTS, top_k=K, device=3),
+    "device": lambda: Experts(**WEIGHTS, top_k=K, placement=Placement(device=3)),
     "block": lambda: Experts(**WEIGHTS, top_k=K, block=(64, 64)),
-    "capacity_rule": lambda: Experts(**WEIGHTS, top_k=K, capacity_rule="tokens"),
+    "capacity_rule": lambda: Experts(**WEIGHTS, top_k=K, numerics=Numerics(capacity_rule="tokens")),
     "correction_bias": lambda: Experts(**WEIGHTS, top_k=K, correction_bias=_draw(1, E)),
-    "workspace_slot": lambda: Experts(**WEIGHTS, top_k=K, workspace_slot=1),
+    "slot": lambda: Experts(**WEIGHTS, top_k=K, memory=Memory(slot=1)),
     "order": lambda: Experts(
         WEIGHTS["w13"][:, :I], WEIGHTS["w2"], top_k=K, order="up_gate", activation=Activation("relu2", False)
     ),
-    "reserved_sms": lambda: Experts(**WEIGHTS, top_k=K, reserved_sms=4),
-    "table": lambda: Experts(**WEIGHTS, top_k=K, table="table.json"),
+    "reserved_sms": lambda: Experts(**WEIGHTS, top_k=K, placement=Placement(reserved_sms=4)),
+    "table": lambda: Experts(**WEIGHTS, top_k=K, placement=Placement(table="table.json")),
     "w13_scale": lambda: Experts(**WEIGHTS, top_k=K, w13_scale=numpy.ones(E, dtype=numpy.float32)),
     "w_scale": lambda: GroupedGemm(GEMM_W, w_scale=numpy.ones(E, dtype=numpy.float32)),
     "schedule": lambda: GroupedGemm(GEMM_W, schedule=switchyard.GroupedSchedule(splits=2)),
@@ -637,7 +649,7 @@ def test_limits_are_looked_at_before_memory():
     for attempt in (
         lambda: World.threads(10**8),
         lambda: World.processes(0, 65, deadline=60),
-        lambda: Experts(**WEIGHTS, top_k=K, num_threads=10**6),
+        lambda: Experts(**WEIGHTS, top_k=K, placement=Placement(num_threads=10**6)),
         lambda: GroupedGemm(GEMM_W, num_threads=10**6),
         lambda: _exchange_of(num_threads=10**6),
         lambda: _workspace_of(num_threads=10**6),
@@ -655,6 +667,7 @@ def test_limits_are_looked_at_before_memory():
 
 def test_documented_types_of_numbers():
     """Whole numbers of numpy are whole numbers."""
-    layer = Experts(**WEIGHTS, top_k=numpy.int64(K), max_tokens=numpy.int32(T), trace=numpy.True_)
+    traced = Diagnostics(trace=numpy.True_, recorded_steps=numpy.int64(2))
+    layer = Experts(**WEIGHTS, top_k=numpy.int64(K), max_tokens=numpy.int32(T), diagnostics=traced)
     assert layer.max_tokens == T
     assert pathlib.Path(__file__).exists()

@@ -10,7 +10,7 @@ import torch
 
 import switchyard
 from reference import error, experts, routing
-from switchyard import Activation, Experts
+from switchyard import Activation, Diagnostics, Experts, Numerics, Placement
 
 E, I, H, K, T = 6, 48, 64, 2, 17
 F32_ERROR = 1e-5  # the order of sums
@@ -159,7 +159,7 @@ def test_fp8_scales(batch, form, block, scale_dtype, order):
         w13_scale=scales.to(scale_dtype),
         w2_scale=w2_scales.to(scale_dtype),
         block=block if form.startswith("blocks") else None,
-        compute="f32",
+        numerics=Numerics(compute="f32"),
     )
     if order == "interleaved":
         gate, up = exact[:, 0::2], exact[:, 1::2]
@@ -182,7 +182,7 @@ def test_fp8_with_a_scale_for_gate_and_one_for_up(batch):
         top_k=K,
         w13_scale=torch.cat((gate_scales[:, :, 0], up_scales[:, :, 0]), dim=1),
         w2_scale=w2_scales,
-        compute="f32",
+        numerics=Numerics(compute="f32"),
     )
     expected = experts(batch[0], gate, up, down, *batch[1:], Activation())
     assert error(layer(*batch), expected) < F32_ERROR
@@ -368,15 +368,13 @@ def make(**more):
         (dict(top_k=E + 1), (switchyard.InvalidArgument, ValueError), "top_k"),
         (dict(max_tokens=0), (switchyard.InvalidArgument, ValueError), "max_tokens is 0"),
         (dict(order="down_up"), (switchyard.InvalidArgument, ValueError), "down_up"),
-        (dict(bad_ids="maybe"), (switchyard.InvalidArgument, ValueError), "maybe"),
-        (dict(compute="f8_e4m3"), (switchyard.InvalidArgument, ValueError), "f8_e4m3"),
-        (dict(compute="f16"), (switchyard.InvalidArgument, ValueError), "compute is 'f16'; use 'bf16'"),
+        (dict(numerics=Numerics(compute="f8_e4m3")), (switchyard.InvalidArgument, ValueError), "f8_e4m3"),
+        (dict(numerics=5), (switchyard.InvalidArgument, ValueError), "numerics is 5; pass a switchyard.Numerics"),
         (dict(w13_bias=torch.zeros(E, 2 * I)), (switchyard.MissingTensor,), "w2_bias"),
         (dict(w13_scale=torch.zeros(E)), (switchyard.DTypeMismatch, TypeError), "w13_scale"),
-        (dict(workspace=1), (switchyard.InvalidArgument, ValueError), "workspace is a int"),
-        (dict(placement=[0]), (switchyard.InvalidArgument, ValueError), "num_experts"),
+        (dict(placement=Placement(experts=[0])), (switchyard.InvalidArgument, ValueError), "num_experts"),
         (dict(w13="no array"), (switchyard.InvalidArgument, ValueError), "w13 is a str"),
-        (dict(num_experts=2 * E), (switchyard.ShapeMismatch, ValueError), "all 12 of num_experts"),
+        (dict(placement=Placement(num_experts=2 * E)), (switchyard.ShapeMismatch, ValueError), "all 12 of num_experts"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -417,7 +415,7 @@ def test_what_is_wrong_with_a_call_is_said(batch):
 def test_bad_ids_may_be_skipped(batch):
     gate, up, down = weights()
     x, ids, topk_weights = batch
-    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K, bad_ids="skip")
+    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K, numerics=Numerics(bad_ids="skip"))
     ids[0] = ids[0, 0]  # the second names it again
     ids[1] = 99
     expected_ids = ids.clone()
@@ -430,7 +428,7 @@ def test_bad_ids_may_be_skipped(batch):
 def test_ids_of_other_ranks_experts_mean_none(batch):
     gate, up, down = weights()
     x, ids, topk_weights = batch
-    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K, large_ids_are_none=True)
+    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K, numerics=Numerics(large_ids_are_none=True))
     ids[:5] = E
     expected = experts(x, gate, up, down, ids, topk_weights, Activation())
     assert error(layer(x, ids, topk_weights), expected) < F32_ERROR
@@ -459,7 +457,7 @@ def test_stats(batch):
 
 
 def test_trace(batch):
-    layer = make(trace=True)
+    layer = make(diagnostics=Diagnostics(trace=True))
     layer(*batch)
     events = layer.trace()["traceEvents"]
     assert any("GEMM" in event.get("name", "") or "gemm" in event.get("name", "") for event in events)
@@ -468,7 +466,7 @@ def test_trace(batch):
 
 
 def test_recording(batch):
-    layer = make(recorded_steps=2, name="layers.5")
+    layer = make(diagnostics=Diagnostics(recorded_steps=2, name="layers.5"))
     for _ in range(3):
         layer(*batch)
     recording = layer.recording()
@@ -580,7 +578,7 @@ def test_refresh_reads_biases_and_scales_anew(batch):
     w2_codes, w2_scales, w2_exact = quantised(down, (32, 32))
     e8m0 = scales.to(torch.float8_e8m0fnu)  # which the layer keeps a copy of
     layer = Experts(
-        codes, w2_codes, top_k=K, w13_scale=e8m0, w2_scale=w2_scales, block=(32, 32), compute="f32"
+        codes, w2_codes, top_k=K, w13_scale=e8m0, w2_scale=w2_scales, block=(32, 32), numerics=Numerics(compute="f32")
     )
     e8m0.copy_((scales * 4).to(torch.float8_e8m0fnu))
     layer.refresh()
@@ -608,14 +606,14 @@ def test_experts_stand_where_a_placement_says(batch):
     gate, up, down = weights()
     places = [3, 1, 0, 2, 5, 4, 3]
     w13 = torch.cat((gate, up), dim=1)
-    layer = Experts(w13[places], down[places], top_k=K, num_experts=E, placement=places)
+    layer = Experts(w13[places], down[places], top_k=K, placement=Placement(num_experts=E, experts=places))
     expected = experts(batch[0], gate, up, down, *batch[1:], Activation())
     assert error(layer(*batch), expected) < F32_ERROR
     others = [0, 1, 2, 3, 4, 5, 5]
     layer.rebind(w13[others], down[others], placement=others)
     assert error(layer(*batch), expected) < F32_ERROR
     with pytest.raises(switchyard.InvalidArgument, match="place"):
-        Experts(w13[places], down[places], top_k=K, num_experts=E, placement=[0] * 7)
+        Experts(w13[places], down[places], top_k=K, placement=Placement(num_experts=E, experts=[0] * 7))
 
 
 @pytest.mark.parametrize("rule", ["slots", "tokens"])
@@ -623,7 +621,7 @@ def test_capacity(batch, rule):
     gate, up, down = weights()
     x, ids, topk_weights = batch
     layer = Experts(
-        torch.cat((gate, up), dim=1), down, top_k=K, capacity_factor=0.75, capacity_rule=rule
+        torch.cat((gate, up), dim=1), down, top_k=K, numerics=Numerics(capacity_factor=0.75, capacity_rule=rule)
     )
     capacity = -(-3 * T * (K if rule == "slots" else 1) // (4 * E))
     kept, used = ids.clone(), [0] * E
@@ -642,4 +640,4 @@ def test_capacity(batch, rule):
 def test_capacity_rule_is_checked():
     gate, up, down = weights()
     with pytest.raises(switchyard.InvalidArgument, match="capacity_rule is 'gshard'"):
-        Experts(torch.cat((gate, up), dim=1), down, top_k=K, capacity_rule="gshard")
+        Experts(torch.cat((gate, up), dim=1), down, top_k=K, numerics=Numerics(capacity_rule="gshard"))

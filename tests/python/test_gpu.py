@@ -11,7 +11,7 @@ import torch
 
 import switchyard
 from reference import error, experts, routing
-from switchyard import Activation, Experts, GroupedGemm, GroupedSchedule, has_cuda
+from switchyard import Activation, Experts, GroupedGemm, GroupedSchedule, Memory, Numerics, has_cuda
 
 _on_gpu = (
     torch.cuda.is_available()
@@ -139,13 +139,23 @@ def test_compiles_and_is_captured():
         assert torch.allclose(compiled(*given), layer(*given) + 1)
 
 
-def test_layers_share_memory():
-    layers = [Experts(*weights(), top_k=K, max_tokens=2048)]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layers_of_a_server_share_memory(dtype):
+    from switchyard import _serving
+
+    def bound():
+        options = _serving.Options()
+        binding = _serving.Binding(options, activation=Activation(), order="gate_up", top_k=K, max_tokens=2048)
+        return binding, binding.bind(*(w.to(dtype) for w in weights()))
+
+    bindings = [bound()]
     free = torch.cuda.mem_get_info()[0]
     for _ in range(4):
-        layers.append(Experts(*weights(), top_k=K, max_tokens=2048, share_memory_with=layers[0]))
+        bindings.append(bound())
+    layers = [layer for _, layer in bindings]
     used = free - torch.cuda.mem_get_info()[0]
     assert used < layers[0].workspace_bytes + (64 << 20)  # and torch's blocks of weights
+    assert len({id(binding._workspace) for binding, _ in bindings}) == 1
     for tokens in (4, 100, 2000):
         given = batch(tokens)
         first = [layer(*given) for layer in layers]
@@ -168,7 +178,7 @@ def test_layers_of_different_shapes_share_a_workspace(allocator):
         w13, w2 = weights(**size)
         shape = dict(num_experts=size.get("experts", E), hidden=size.get("hidden", H))
         given.append(batch(300, **shape))
-        layers.append(Experts(w13, w2, top_k=K, max_tokens=300, workspace=workspace))
+        layers.append(Experts(w13, w2, top_k=K, max_tokens=300, memory=Memory(workspace)))
         alone.append(Experts(w13, w2, top_k=K, max_tokens=300)(*given[-1]))
     for _ in range(3):
         for layer, x, expected in zip(layers, given, alone):
@@ -245,7 +255,7 @@ def test_bad_ids_are_told_later_or_skipped():
     torch.cuda.synchronize()
     with pytest.raises(switchyard.InvalidArgument, match=f"token 3 has expert id {E + 7}"):
         layer.check()
-    skipping = Experts(w13, w2, top_k=K, bad_ids="skip")
+    skipping = Experts(w13, w2, top_k=K, numerics=Numerics(bad_ids="skip"))
     out = skipping(x, i, w)
     assert skipping.stats().bad_slots == 1
     w[3, 1] = 0

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import switchyard
-from switchyard import Exchange, Experts, GroupedGemm, SymmetricHeap, Workspace, World
+from switchyard import Exchange, Experts, GroupedGemm, Memory, Placement, SymmetricHeap, Workspace, World
 from test_arguments import BIASES, CALL, E, H, I, K, T, WEIGHTS
 from test_arguments import _numbers as numbers
 
@@ -309,7 +309,7 @@ def test_threads_share_an_object_and_get_their_own_numbers(function, library):
 
 def test_layers_in_one_workspace_take_turns():
     workspace = Workspace(hidden=H, intermediate=I, experts=E, top_k=K, max_tokens=T, compute="f32")
-    layers = [Experts(**WEIGHTS, top_k=K, max_tokens=T, workspace=workspace) for _ in range(3)]
+    layers = [Experts(**WEIGHTS, top_k=K, max_tokens=T, memory=Memory(workspace)) for _ in range(3)]
     given = batches(30)
     expected = [layers[0](**batch) for batch in given]
     with ThreadPoolExecutor(6) as pool:
@@ -528,4 +528,4 @@ def test_rebind_takes_what_the_layer_was_made_of():
         plain.rebind(given["w13"][:2], given["w2"][:2])
     assert torch.equal(call(with_biases), before[0]) and torch.equal(call(plain), before[1])
     with pytest.raises(switchyard.ShapeMismatch, match="w13 has 3 experts; pass this rank's 4"):
-        Experts(given["w13"][:3], given["w2"][:3], num_experts=4, top_k=K)
+        Experts(given["w13"][:3], given["w2"][:3], placement=Placement(num_experts=4), top_k=K)

@@ -2,6 +2,7 @@
 where vLLM can be imported, of 0.26 to 0.33. No GPU is used, and vLLM's own kernels are not: what
 Switchyard computes is compared with fp64, with the activation by vLLM where it has one in torch."""
 
+import gc
 import importlib.util
 import os
 import re
@@ -226,6 +227,40 @@ def test_a_reload_reaches_what_calls_nothing():
     fresh = Binding(Options(), activation=Activation(), order="gate_up", top_k=K, max_tokens=T)
     fresh.weights_loaded(w13, w2, w13_scale=s13_new, w2_scale=s2_new)
     assert error(after, fresh.experts(x, ids, weights).double()) < 1e-6 < error(after, before.double())
+
+
+def test_layers_of_one_form_share_memory(monkeypatch):
+    """As on GPUs, and also one that became too small for a call."""
+    from switchyard import _serving
+
+    monkeypatch.setattr(_serving, "_shares_memory", lambda tensor: True)
+    monkeypatch.setattr(_serving, "made", _serving.Made())
+    x, (ids, weights) = torch.randn(T, H), routing(T, E, K)
+
+    def bound(dtype=torch.float32):
+        binding = Binding(Options(num_threads=1), activation=Activation(), order="gate_up", top_k=K, max_tokens=T)
+        w13, w2 = (torch.randn(shape).to(dtype) / 16 for shape in ((E, 2 * I, H), (E, H, I)))
+        return binding, w13, w2, binding.bind(w13, w2)
+
+    bindings = [bound() for _ in range(3)]
+    for number, (binding, w13, w2, layer) in enumerate(bindings):
+        expected = experts(x, *w13.chunk(2, dim=1), w2, ids, weights, Activation())
+        assert error(layer(x, ids, weights), expected) < 1e-5
+        assert layer.stats().epoch == number + 1
+    workspace = bindings[0][0]._workspace
+    assert _serving.made.layers == 3 and _serving.made.bytes == layer.workspace_bytes
+    assert {binding._workspace for binding, *_ in bindings} == {workspace}
+    assert bound(torch.bfloat16)[0]._workspace.compute == "bf16"
+    binding, w13, w2, layer = bindings[0]
+    larger = binding.bind(w13, w2, tokens=3 * T)
+    assert larger.max_tokens >= 3 * T and binding._workspace is not workspace
+    layer(x, ids, weights)
+    assert layer.stats().epoch == 4 and larger.stats().epoch == 0
+    # Memory goes with the last layer in it.
+    kept = len(_serving._workspaces)
+    del bindings, binding, layer, larger, workspace
+    gc.collect()
+    assert len(_serving._workspaces) < kept
 
 
 # -------------------------------------------------------------------------------- with vLLM

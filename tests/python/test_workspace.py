@@ -13,7 +13,7 @@ import torch
 
 import switchyard
 from reference import error, experts, routing
-from switchyard import Activation, Experts, Workspace, World, _workspace
+from switchyard import Activation, Experts, Memory, Placement, Workspace, World, _workspace
 
 # H, I, E, K, most tokens, plain or gated: each is the largest in something.
 SHAPES = [(64, 24, 5, 2, 13, True), (32, 48, 9, 3, 24, True), (48, 16, 16, 4, 7, False)]
@@ -28,7 +28,7 @@ class Case:
         self.w13 = (torch.randn(count, (2 if gated else 1) * intermediate, hidden) / 8).to(dtype)
         self.w2 = (torch.randn(count, hidden, intermediate) / 6).to(dtype)
         self.options = dict(
-            top_k=top_k, max_tokens=self.tokens, num_threads=1, activation=Activation("silu", gated)
+            top_k=top_k, max_tokens=self.tokens, placement=Placement(num_threads=1), activation=Activation("silu", gated)
         )
         self.batch = (torch.randn(self.tokens, hidden).to(dtype), *routing(self.tokens, count, top_k))
         self.expected = self.make()(*self.batch)
@@ -51,7 +51,7 @@ def workspace():
 
 
 def test_layers_of_different_shapes_share_it(cases, workspace):
-    layers = [case.make(workspace=workspace) for case in cases]
+    layers = [case.make(memory=Memory(workspace)) for case in cases]
     for _ in range(3):
         for case, layer in zip(cases, layers):
             assert case.agrees(layer)
@@ -75,7 +75,7 @@ def test_in_other_types(compute):
             count = case.w13.shape[0]
             case.options |= dict(w13_scale=torch.ones(count), w2_scale=torch.ones(count))
             case.expected = case.make()(*case.batch)
-        layer = case.make(workspace=workspace)
+        layer = case.make(memory=Memory(workspace))
         assert layer.compute == compute
         assert case.agrees(layer)
 
@@ -86,9 +86,9 @@ def test_numpy(workspace):
     x = random.standard_normal((9, 64), numpy.float32)
     ids = numpy.array([[t % 5, (t + 1) % 5] for t in range(9)], numpy.int32)
     weights = random.random((9, 2), numpy.float32)
-    options = dict(top_k=2, max_tokens=16, num_threads=1)
+    options = dict(top_k=2, max_tokens=16, placement=Placement(num_threads=1))
     expected = Experts(w13, w2, **options)(x, ids, weights)
-    layer = Experts(w13, w2, **options, workspace=workspace)
+    layer = Experts(w13, w2, **options, memory=Memory(workspace))
     assert (layer(x, ids, weights) == expected).all()
     workspace.release()
     workspace.restore()
@@ -104,15 +104,15 @@ def test_layers_that_need_more_are_refused(less):
         sizes = LARGEST | {"compute": "bf16"}
     elif less == "num_threads":
         sizes = LARGEST
-        case.options["num_threads"] = 8
+        case.options["placement"] = Placement(num_threads=8)
     else:
         sizes = LARGEST | {less: LARGEST[less] // 2}
     workspace = Workspace(**sizes)
     with pytest.raises(switchyard.InvalidArgument, match="does not fit .* make the workspace for the largest"):
-        case.make(workspace=workspace)
+        case.make(memory=Memory(workspace))
     # The workspace is as it was.
     small = Case((32, 16, 4, 2, 8, True))
-    assert small.agrees(small.make(workspace=workspace))
+    assert small.agrees(small.make(memory=Memory(workspace)))
 
 
 @pytest.mark.parametrize(
@@ -147,24 +147,21 @@ def test_gpus_are_not_in_every_build():
 
 def test_what_a_layer_asks_of_it(cases, workspace):
     case = cases[0]
-    for slot in (-1, 1):
-        with pytest.raises(switchyard.InvalidArgument, match="the workspace has slots 0 to 0"):
-            case.make(workspace=workspace, workspace_slot=slot)
-    with pytest.raises(switchyard.InvalidArgument, match="workspace_slot is 1, but there is no workspace"):
-        case.make(workspace_slot=1)
-    with pytest.raises(switchyard.InvalidArgument, match="both set"):
-        case.make(workspace=workspace, share_memory_with=case.make())
+    with pytest.raises(switchyard.InvalidArgument, match="the workspace has slots 0 to 0"):
+        case.make(memory=Memory(workspace, slot=1))
+    with pytest.raises(switchyard.InvalidArgument, match="slot is 1, but there is no workspace"):
+        case.make(memory=Memory(slot=1))
     with pytest.raises(switchyard.InvalidArgument, match="of another world"):
-        case.make(workspace=workspace, world=World.single())
+        case.make(memory=Memory(workspace), placement=Placement(world=World.single()))
     with pytest.raises(switchyard.InvalidArgument, match="workspace is a Experts; pass a switchyard.Workspace"):
-        case.make(workspace=case.make(), world=World.single())
+        case.make(memory=Memory(case.make()), placement=Placement(world=World.single()))
     # Without a world the layer is of the workspace's.
     other = Workspace(World.single(), **LARGEST)
-    assert case.agrees(case.make(workspace=other))
+    assert case.agrees(case.make(memory=Memory(other)))
 
 
 def test_release_and_restore(cases, workspace):
-    layers = [case.make(workspace=workspace) for case in cases]
+    layers = [case.make(memory=Memory(workspace)) for case in cases]
     size = workspace.bytes
     for _ in range(2):
         assert all(case.agrees(layer) for case, layer in zip(cases, layers))
@@ -190,9 +187,8 @@ def test_release_and_restore_of_two_ranks():
         layer = Experts(
             case.w13[own.start : own.stop],
             case.w2[own.start : own.stop],
-            num_experts=6,
-            workspace=workspace,
-            **case.options,
+            memory=Memory(workspace),
+            **case.options | {"placement": Placement(num_experts=6, num_threads=1, world=world)},
         )
         for _ in range(3):
             outs[world.rank].append(layer(*case.batch))
@@ -225,7 +221,7 @@ def in_threads(function, arguments):
 def test_slots_serve_two_threads_at_once(cases):
     workspace = Workspace(**LARGEST, slots=2)
     assert workspace.slots == 2 and workspace.bytes == 2 * Workspace(**LARGEST).bytes
-    layers = [case.make(workspace=workspace, workspace_slot=i) for i, case in enumerate(cases[:2])]
+    layers = [case.make(memory=Memory(workspace, slot=i)) for i, case in enumerate(cases[:2])]
     together = threading.Barrier(2)
 
     def passes(i):
@@ -238,8 +234,9 @@ def test_slots_serve_two_threads_at_once(cases):
 
 
 def test_a_layer_may_join_by_way_of_another(cases, workspace):
-    first = cases[0].make(workspace=workspace)
-    second = cases[1].make(share_memory_with=first)
+    first = cases[0].make(memory=Memory(workspace))
+    with pytest.warns(DeprecationWarning, match="share_memory_with"):
+        second = cases[1].make(share_memory_with=first)
     assert cases[0].agrees(first) and cases[1].agrees(second)
     assert second.stats().epoch == 2
 
@@ -252,10 +249,8 @@ def test_experts_in_other_places_need_room_for_the_places():
         return Experts(
             case.w13[placement],
             case.w2[placement],
-            num_experts=4,
-            placement=placement,
-            workspace=workspace,
-            **case.options,
+            memory=Memory(workspace),
+            **case.options | {"placement": Placement(num_experts=4, experts=placement, num_threads=1)},
         )
 
     with pytest.raises(switchyard.InvalidArgument, match="does not fit"):
@@ -268,7 +263,7 @@ def test_the_function_takes_it(cases, workspace):
     case = cases[0]
     x, ids, weights = case.batch
     out = switchyard.experts(
-        x, case.w13, case.w2, ids, weights, workspace=workspace, max_tokens=24, num_threads=1
+        x, case.w13, case.w2, ids, weights, memory=Memory(workspace), max_tokens=24, placement=Placement(num_threads=1)
     )
     assert torch.equal(out, case.expected)
 
@@ -312,7 +307,7 @@ def test_whole_layers_share_it(tmp_path):
 
 def test_it_may_be_closed_before_its_layers(cases):
     with Workspace(**LARGEST) as workspace:
-        layers = [case.make(workspace=workspace) for case in cases]
+        layers = [case.make(memory=Memory(workspace)) for case in cases]
     assert workspace.closed and "closed" in repr(workspace)
     workspace.close()
     assert all(case.agrees(layer) for case, layer in zip(cases, layers))
@@ -320,12 +315,12 @@ def test_it_may_be_closed_before_its_layers(cases):
         with pytest.raises(switchyard.InvalidArgument, match="the workspace is closed"):
             use()
     with pytest.raises(switchyard.InvalidArgument, match="the workspace is closed"):
-        cases[0].make(workspace=workspace)
+        cases[0].make(memory=Memory(workspace))
 
 
 def test_nothing_keeps_it(cases):
     workspace = Workspace(**LARGEST)
-    layer = cases[0].make(workspace=workspace)
+    layer = cases[0].make(memory=Memory(workspace))
     gone = weakref.ref(workspace)
     del workspace
     gc.collect()
@@ -341,7 +336,7 @@ def address_space():
 def test_its_memory_goes_with_the_last_layer(cases):
     sizes = LARGEST | {"max_tokens": 150_000}
     workspace = Workspace(**sizes)
-    layer, size = cases[0].make(workspace=workspace), workspace.bytes
+    layer, size = cases[0].make(memory=Memory(workspace)), workspace.bytes
     assert size > 100 << 20
     held = address_space()
     workspace.close()
@@ -354,7 +349,9 @@ EXIT = """
 import torch, switchyard
 workspace = switchyard.Workspace(hidden=32, intermediate=32, experts=4, top_k=2, max_tokens=8, compute="f32")
 layers = [
-    switchyard.Experts(torch.zeros(4, 64, 32), torch.zeros(4, 32, 32), top_k=2, max_tokens=8, workspace=workspace)
+    switchyard.Experts(
+        torch.zeros(4, 64, 32), torch.zeros(4, 32, 32), top_k=2, max_tokens=8, memory=switchyard.Memory(workspace)
+    )
     for _ in range(3)
 ]
 x, ids = torch.zeros(5, 32), torch.tensor([[0, 1]] * 5)
@@ -450,8 +447,9 @@ def test_callbacks_outlive_workspace_and_first_layer(cases, workspace):
     callbacks = _workspace._Callbacks(Fake())
     gone = weakref.ref(callbacks)
     workspace._callbacks = callbacks
-    first = cases[0].make(workspace=workspace)
-    second = cases[1].make(share_memory_with=first)
+    first = cases[0].make(memory=Memory(workspace))
+    with pytest.warns(DeprecationWarning, match="share_memory_with"):
+        second = cases[1].make(share_memory_with=first)
     del callbacks, workspace._callbacks, workspace, first
     gc.collect()
     assert gone() is not None

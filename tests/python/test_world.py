@@ -11,7 +11,7 @@ import torch
 
 import switchyard
 from reference import error, experts, routing
-from switchyard import Activation, Experts, World
+from switchyard import Activation, Experts, Placement, World
 
 E, I, H, K = 7, 32, 64, 2
 
@@ -78,7 +78,11 @@ def test_ranks_share_experts():
         own = world.own_experts(E)
         assert len(own) in (2, 3)
         layer = Experts(
-            w13[own.start : own.stop], down[own.start : own.stop], top_k=K, num_experts=E, world=world, max_tokens=16, num_threads=1
+            w13[own.start : own.stop],
+            down[own.start : own.stop],
+            top_k=K,
+            max_tokens=16,
+            placement=Placement(num_experts=E, world=world, num_threads=1),
         )
         outs = [layer(x[world.rank], *routings[world.rank]) for _ in range(3)]
         assert all(torch.equal(out, outs[0]) for out in outs)
@@ -97,7 +101,10 @@ def test_ranks_that_disagree():
     def body(world):
         count = 2
         return Experts(
-            torch.zeros(count, 2 * I, H), torch.zeros(count, H, I), top_k=1 + world.rank, num_experts=4, world=world
+            torch.zeros(count, 2 * I, H),
+            torch.zeros(count, H, I),
+            top_k=1 + world.rank,
+            placement=Placement(num_experts=4, world=world),
         )
 
     _, failures = run_ranks(World.threads(2), body)
@@ -108,7 +115,11 @@ def test_ranks_that_disagree():
 def test_a_rank_that_does_not_come_is_named():
     def body(world):
         layer = Experts(
-            torch.zeros(2, 2 * I, H), torch.zeros(2, H, I), top_k=1, num_experts=4, world=world, max_tokens=4
+            torch.zeros(2, 2 * I, H),
+            torch.zeros(2, H, I),
+            top_k=1,
+            max_tokens=4,
+            placement=Placement(num_experts=4, world=world),
         )
         x, ids = torch.zeros(2, H), torch.tensor([[0], [3]])
         layer(x, ids, torch.ones(2, 1))
@@ -137,7 +148,7 @@ def test_abort_ends_the_waits_of_all_ranks():
 
 def test_experts_of_all_ranks_must_be_told():
     with pytest.raises(switchyard.InvalidArgument, match="num_experts"):
-        Experts(torch.zeros(2, 2 * I, H), torch.zeros(2, H, I), top_k=1, world=World.threads(2)[0])
+        Experts(torch.zeros(2, 2 * I, H), torch.zeros(2, H, I), top_k=1, placement=Placement(world=World.threads(2)[0]))
 
 
 GROUP = """
@@ -159,7 +170,7 @@ else:
     w13, w2 = torch.randn(4, 64, 32) / 6, torch.randn(4, 32, 32) / 6
     x, ids, weights = torch.randn(5, 32), torch.tensor([[0, 3]] * 5), torch.ones(5, 2)
     mine = slice(2 * world.rank, 2 * world.rank + 2)
-    layer = switchyard.Experts(w13[mine], w2[mine], top_k=2, num_experts=4, world=world, num_threads=1)
+    layer = switchyard.Experts(w13[mine], w2[mine], top_k=2, placement=switchyard.Placement(num_experts=4, world=world, num_threads=1))
     out = layer(x, ids, weights)
     alone = switchyard.Experts(w13, w2, top_k=2)(x, ids, weights)
     assert torch.allclose(out, alone, atol=1e-5)
@@ -221,7 +232,8 @@ def agree(world):
     ids, weights = torch.tensor([[0, 3], [7, 1], [2, 6], [4, 5], [6, 0]]), torch.ones(5, 2)
     own = world.own_experts(8)
     layer = switchyard.Experts(
-        w13[own.start : own.stop], w2[own.start : own.stop], top_k=2, num_experts=8, world=world, num_threads=1
+        w13[own.start : own.stop], w2[own.start : own.stop], top_k=2,
+        placement=switchyard.Placement(num_experts=8, world=world, num_threads=1),
     )
     assert torch.equal(layer(x, ids, weights), switchyard.Experts(w13, w2, top_k=2)(x, ids, weights))
 

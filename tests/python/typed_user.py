@@ -30,8 +30,8 @@ class Layer(torch.nn.Module):
             activation=switchyard.Activation("silu", alpha=1.702, limit=7.0, up_bias=1.0),
             order="interleaved",
             routing=switchyard.Routing(score="sigmoid", renormalize=True, groups=8, top_groups=4),
-            workspace=workspace,
-            bad_ids="skip",
+            memory=switchyard.Memory(workspace),
+            numerics=switchyard.Numerics(bad_ids="skip"),
         )
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -130,6 +130,24 @@ class Arena:
 
     def free(self, address: int, /) -> None:
         del address
+
+
+def options(workspace: switchyard.Workspace, world: switchyard.World) -> dict[str, object]:
+    numerics = switchyard.Numerics(
+        compute="bf16",
+        weight_on_input=True,
+        capacity_factor=1.25,
+        capacity_rule="tokens",
+        bad_ids="raise",
+        large_ids_are_none=True,
+        pre_sum_per_host=False,
+    )
+    placement = switchyard.Placement(
+        world=world, num_experts=64, experts=list(range(64)), device=0, reserved_sms=8, num_threads=0, table="table.json"
+    )
+    memory = switchyard.Memory(workspace=workspace, slot=1)
+    diagnostics = switchyard.Diagnostics(deadline=2.0, trace=True, recorded_steps=8, name="layers.3")
+    return dict(numerics=numerics, placement=placement, memory=memory, diagnostics=diagnostics)
 
 
 def workspaces(allocator: switchyard.DeviceAllocator) -> bool:
