@@ -193,7 +193,7 @@ def made(text):
     """The module's text, of the header's."""
     header = Header(text)
     functions = [
-        "\n\n# What each function returns, and its parameters by name.\n",
+        "\n\n# Each function has the type of its result, and its parameters by name.\n",
         "FUNCTIONS: dict[str, tuple[Any, dict[str, Any]]] = {\n",
         *header.functions,
         "}\n",

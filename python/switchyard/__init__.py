@@ -99,7 +99,7 @@ __all__ = [
     "version",
 ]
 
-# What needs torch or transformers, imported when it is asked for.
+# Names whose modules need torch or transformers. Such a module is imported when its name is asked for.
 _LATER = {
     "MoeLayer": "_layer",
     "patch": "_hf",

@@ -686,7 +686,7 @@ class TuneOptions(Sized):
     ]
 
 
-# What each function returns, and its parameters by name.
+# Each function has the type of its result, and its parameters by name.
 FUNCTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sy_abi_version": (c_uint32, {}),
     "sy_version": (c_char_p, {}),

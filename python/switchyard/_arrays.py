@@ -13,7 +13,7 @@ from . import _abi
 from ._values import count_text
 from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch
 
-# What comes out is of the kind that goes in: checkers of types then know that a layer of tensors gives tensors.
+# Outputs are of the kind of the inputs: checkers of types then know that a layer of tensors gives tensors.
 Array = TypeVar("Array")
 
 # By the numbers of dtypes.

@@ -214,7 +214,7 @@ def check_class(family: str, name: str, decorated: bool) -> Row:
         row.activation = _text(made.layer.activation)
         row.layout = made.layer.order + (", transposed" if made.layer.transposed else "")
         half = copy.deepcopy(eager).bfloat16()
-        # Of the same numbers that bf16 has, in fp32.
+        # The model in fp32 has the numbers that bf16 rounded to.
         rounded = copy.deepcopy(half).float()
         inputs = _inputs(half, torch.bfloat16)
         exact = _output(rounded, [i.float() if i.is_floating_point() else i for i in inputs])

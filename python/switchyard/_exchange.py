@@ -20,7 +20,7 @@ from .errors import InvalidArgument, ShapeMismatch
 
 CombineWeights = Literal["receiver", "sender", "none"]
 _WEIGHTS = ("receiver", "sender", "none")
-# What arrays of torch and numpy call them.
+# Names that arrays of torch and numpy have for dtypes.
 _TYPES = {
     _abi.F32: "float32",
     _abi.F16: "float16",

@@ -173,7 +173,7 @@ class Owned:
 class Reader(Owned):
     """An object that reads arrays of the caller's at each call: a layer, or an operator with weights."""
 
-    # What to do if an array has other memory by now.
+    # The remedy if an array has other memory by now.
     _remedy = "make another"
     # Whether it looks for changes of its arrays before each call. A server that is told of changes turns it
     # off.

@@ -55,7 +55,7 @@ class _Made:
     watch: Watch
     # An attribute of the module: the name of its child or None, the attribute there, and its value.
     attributes: list[tuple[str | None, str, Any]]
-    # What layers have in common that work in the same memory: the model and what its size follows from.
+    # Layers work in the same memory if both are equal: the model, and the numbers that its size follows from.
     model: object
     form: tuple[Any, ...]
     workspace: Workspace | None
@@ -123,8 +123,8 @@ def _parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
     return found
 
 
-# What a decorated class may hold beside parameters. Sizes and settings follow from shapes, or are
-# seen in what _apply_gate() gives.
+# A decorated class may hold these beside parameters. Sizes and settings follow from shapes, or show in the
+# outputs of _apply_gate().
 _OF_ACTIVATION = "act_fn limit alpha swiglu_limit swiglu_alpha gate_softcap up_softcap".split()
 _KNOWN_ATTRIBUTES = frozenset(
     "training config forward layer_idx num_experts hidden_dim hidden_size intermediate_dim "

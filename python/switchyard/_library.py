@@ -29,7 +29,7 @@ _ADDRESSES = {
     ("sy_heap_translate", "pointer"): ctypes.c_uint64,
     ("sy_heap_signal", "flag"): ctypes.c_uint64,
     ("sy_heap_wait", "flag"): ctypes.c_uint64,
-    # That of a struct which stays where it is: the library looks at no more than at byref(), and Python at less.
+    # The struct stays where it is, so its address is taken once: ctypes checks a number faster than a byref().
     ("sy_layer_forward", "call"): ctypes.c_void_p,
 }
 

@@ -37,7 +37,7 @@ def _is_compute(value: Any) -> bool:
 
 _FLAG = ("True or False", is_flag)
 _COUNT = ("an int of at least 0", is_count)
-# What each option has to be, in words, and whether a value is.
+# Each option has the words for its values, and the test of a value.
 _OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "compute": ("None, 'bf16', 'f32' or 'f8_e4m3'", _is_compute),
     "weight_on_input": _FLAG,

@@ -124,7 +124,7 @@ class Handle(Reader):
         # By whoever makes it: the rank of its world, and what its weights are stored in.
         self._place = (0, 1)
         self._stored: str | None = None
-        # Those of its weights that can be asked for a gradient.
+        # These weights can be asked for a gradient.
         self._parameters: Iterable[Any] = keep.tensors if keep else ()
         if self._parameters:
             _use_torch()
@@ -405,8 +405,8 @@ class Handle(Reader):
             If a gradient is asked for: there is no backward pass. With `out` at once, otherwise by
             ``backward()``.
         """
-        # What servers do at each layer of each step, without a gradient. torch.compile() must not come
-        # to what changes from call to call: it would guard it.
+        # Servers make this call at each layer of each step, without a gradient. torch.compile() must not see
+        # attributes that change from call to call: it would guard them.
         if (
             type(x) is _Tensor
             and type(topk_ids) is _Tensor

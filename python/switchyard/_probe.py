@@ -22,8 +22,8 @@ _HOST: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 # Of fp32, over the few operations of an activation.
 _TOLERANCE = 3e-5
 _FAR = 1e4
-# Of either sign: small values, beside the limits of published models (5 to 30), and far beyond, where a
-# soft limit or one on one side only shows.
+# Magnitudes, of which both signs are tried: small ones, those beside the limits of published models (5 to 30), and
+# some far beyond, where a soft limit or one on one side only shows.
 _MAGNITUDES = (
     *(0.0, 1e-4, 0.01, 0.1, 0.3, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 4.9, 5.1, 6.9, 7.1, 9.9, 10.1, 13.0, 17.0, 19.9),
     *(20.1, 25.1, 30.1, 40.0, 60.0, 90.0, 110.0, 200.0, 500.0, 1e3, 3e3, _FAR),

@@ -187,7 +187,7 @@ class Made:
 
 made = Made()
 
-# Of this process, so that an update of weights reaches all.
+# All bindings of this process, so that an update of weights reaches them.
 _bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
 
 

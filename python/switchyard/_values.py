@@ -1,5 +1,5 @@
-"""Values of a caller's, checked before they reach the library: ctypes takes integers modulo 2**32, and refuses others in
-words of its own."""
+"""A caller's values, checked before they reach the library: ctypes takes integers modulo 2**32, and refuses other values
+in words of its own."""
 
 from __future__ import annotations
 

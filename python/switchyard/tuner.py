@@ -144,7 +144,7 @@ class Kernel:
     l2_bytes: int = 0
 
     def __repr__(self) -> str:
-        # What is no sequence is refused, in a message that may show this.
+        # A kernel whose configurations are no sequence is refused, in a message that may show it.
         its = self.configurations
         text = count_text(len(its), "configuration") if isinstance(its, Sequence) else repr(its)
         return f"<Kernel: {self.name} version {self.version}, {text}, on {self.machine}>"
